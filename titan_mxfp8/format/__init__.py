@@ -1,0 +1,1 @@
+"""What MXFP8 is: constants and ``MXTensor`` (``mx.py``), and the definition in plain torch (``reference.py``)."""

@@ -1,0 +1,188 @@
+"""The definition of MXFP8 in plain torch: every backend must give these bits. Also the ``reference`` backend itself.
+
+Vectorised, any device, any shape. A backend provides the public functions below with these signatures.
+Shapes: M tokens, N out features, K in features, E experts; C is a contraction axis and D the other one of ``b``.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from titan_mxfp8.format.mx import BLOCK_SIZE, SCALE_NAN, Block, MXTensor, Rounding, ceil_div, ragged_rows, to_blocks
+
+# Per element type: exponent of the largest power of two, and 1 / max as the fp32 that the definition multiplies by.
+_POW2_MAX = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
+_INV_MAX_BITS = {torch.float8_e4m3fn: 0x3B124925, torch.float8_e5m2: 0x37924925}
+_NAN_BYTE = 0x7F  # one NaN code for both element types, so that bits can be compared
+
+
+def quantize(
+    x: torch.Tensor,
+    axis: int,
+    *,
+    rounding: Rounding,
+    elem_dtype: torch.dtype,
+    block: Block,
+    offs: torch.Tensor | None,
+) -> MXTensor:
+    """Quantises ``x`` along ``axis``.
+
+    Args:
+        x: bf16 or fp32, any shape.
+        axis: non-negative. With ``block="32x32"`` one of the last two axes: it decides the storage order only.
+        rounding: of the scale, ``rceil`` or ``floor``.
+        elem_dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
+        block: ``1x32`` or ``32x32``.
+        offs: int32 (E,) end offsets of groups along ``axis``, or None. Each group then starts a new block: it moves to
+            the next multiple of 32 of an axis of ``ragged_rows`` elements, the gaps are zeros with scale byte 0, and
+            elements at and past ``offs[-1]`` are dropped. ``offs=[2, 2, 40]``, length 41: elements 0..1 stay, 2..39 go
+            to 32..69, and the axis grows to 128.
+    """
+    if block == "32x32":
+        return _quantize_squares(x, axis, rounding, elem_dtype)
+    if offs is not None:
+        x = _gather_groups(x, axis, offs)
+    blocks = to_blocks(x.float(), axis)
+    scale = _scale_bytes(blocks.abs().amax(axis + 1), elem_dtype, rounding)
+    qdata = _cast(blocks, scale.unsqueeze(axis + 1), elem_dtype).flatten(axis, axis + 1).narrow(axis, 0, x.shape[axis])
+    return MXTensor(_stored_along(qdata, axis), _stored_along(scale, axis), axis, block, x.dtype)
+
+
+def quantize_both(
+    x: torch.Tensor,
+    *,
+    rounding: Rounding,
+    elem_dtype: torch.dtype,
+    block: Block,
+    offs: torch.Tensor | None,
+) -> tuple[MXTensor, MXTensor]:
+    """Quantises ``x`` along its last axis and along the one before it, both from ``x``; ``offs`` cuts the latter."""
+    kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block}
+    return quantize(x, x.ndim - 1, offs=None, **kwargs), quantize(x, x.ndim - 2, offs=offs, **kwargs)
+
+
+def operand_dtype(elem_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """In what ``qdata`` the operands of the GEMMs come: ``elem_dtype``, or bf16 (``MXTensor.is_dequantized``)."""
+    return elem_dtype
+
+
+# What the GEMMs are given: MXTensors of ``operand_dtype``.
+quantize_operand = quantize
+quantize_operand_both = quantize_both
+
+
+def gemm_m_grouped(
+    a: MXTensor,
+    b: MXTensor,
+    offs: torch.Tensor | None,
+    *,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Rows of group e times matrix e: the forward and dgrad GEMM.
+
+    Args:
+        a: (M, C) quantised along C.
+        b: (E, C, D) quantised along C.
+        offs: int32 (E,) end offsets of the groups among the M rows; None: E is 1 and every row is in the group.
+        bias: (E, D), added to the rows of each group, or None.
+        out_dtype: bf16 or fp32.
+
+    Returns:
+        (M, D), zeros in the rows at and past ``offs[-1]``.
+    """
+    a_MC, b_ECD = a.dequantize(torch.float32), b.dequantize(torch.float32)
+    if offs is None:
+        y_MD = a_MC @ b_ECD[0]
+        return (y_MD if bias is None else y_MD + bias.float()).to(out_dtype)
+    y_MD = torch._grouped_mm(a_MC, b_ECD, offs=offs)
+    row_M = torch.arange(a_MC.shape[0], device=offs.device)
+    if bias is not None:
+        expert_M = torch.searchsorted(offs, row_M, right=True).clamp(max=offs.numel() - 1)
+        y_MD = y_MD + bias.float()[expert_M]
+    return torch.where((row_M < offs[-1])[:, None], y_MD, 0).to(out_dtype)
+
+
+def gemm_k_grouped(a: MXTensor, b: MXTensor, offs: torch.Tensor | None, *, out_dtype: torch.dtype) -> torch.Tensor:
+    """``a`` times ``b`` over the tokens of each group: the wgrad GEMM.
+
+    Args:
+        a: (N, M) quantised along M with ``offs``, so that M is the padded axis.
+        b: (M, K) quantised along M with ``offs``.
+        offs: the offsets that both were quantised with; None: one group.
+        out_dtype: bf16 or fp32.
+
+    Returns:
+        (E, N, K), exactly 0 for an empty group.
+    """
+    a_NM, b_MK = a.dequantize(torch.float32), b.dequantize(torch.float32)
+    if offs is None:
+        return (a_NM @ b_MK).unsqueeze(0).to(out_dtype)
+    if a_NM.shape[1] == 0:  # torch._grouped_mm refuses the strides of an empty matrix
+        return a_NM.new_zeros((offs.shape[0], a_NM.shape[0], b_MK.shape[1]), dtype=out_dtype)
+    ends_E = _padded_sizes(offs).cumsum(0, dtype=torch.int32)
+    return torch._grouped_mm(a_NM, b_MK, offs=ends_E).to(out_dtype)
+
+
+def _scale_bytes(amax: torch.Tensor, elem_dtype: torch.dtype, rounding: Rounding) -> torch.Tensor:
+    """E8M0 byte of a block from the fp32 maximum of its magnitudes (NaN if the block holds one)."""
+    if rounding == "floor":
+        exponent = (amax.view(torch.int32) >> 23) & 0xFF
+        scale = (exponent - _POW2_MAX[elem_dtype]).clamp(min=0)
+    else:
+        inv_max = torch.tensor(_INV_MAX_BITS[elem_dtype], dtype=torch.int32, device=amax.device).view(torch.float32)
+        bits = (amax * inv_max).view(torch.int32)
+        exponent, mantissa = (bits >> 23) & 0xFF, bits & 0x7FFFFF
+        # A subnormal has no implicit one: up to half of 2^-126 it is at most 2^-127, which is scale byte 0.
+        scale = exponent + (mantissa > torch.where(exponent == 0, 0x400000, 0))
+    return torch.where(exponent == 0xFF, SCALE_NAN, scale).to(torch.uint8)
+
+
+def _cast(x: torch.Tensor, scale: torch.Tensor, elem_dtype: torch.dtype) -> torch.Tensor:
+    """fp32 ``x`` divided by its scale, rounded to nearest even, saturated to the largest finite element."""
+    bits = (254 - scale.to(torch.int32)) << 23
+    bits = torch.where(scale == 254, 0x00400000, bits)  # 2^-127 is subnormal
+    reciprocal = torch.where(scale == SCALE_NAN, 0, bits).view(torch.float32)
+    limit = torch.finfo(elem_dtype).max
+    qdata = (x * reciprocal).clamp_(-limit, limit).to(elem_dtype).view(torch.uint8)
+    poisoned = scale == SCALE_NAN
+    if poisoned.any():  # the pass over all elements is dear, and hardly ever needed
+        qdata = qdata.masked_fill_(poisoned, _NAN_BYTE)
+    return qdata.view(elem_dtype)
+
+
+def _quantize_squares(x: torch.Tensor, axis: int, rounding: Rounding, elem_dtype: torch.dtype) -> MXTensor:
+    rows, cols = x.shape[-2:]
+    padded = F.pad(x.float(), (0, -cols % BLOCK_SIZE, 0, -rows % BLOCK_SIZE))
+    squares = padded.unflatten(-1, (-1, BLOCK_SIZE)).unflatten(-3, (-1, BLOCK_SIZE))  # (..., R/32, 32, C/32, 32)
+    scale = _scale_bytes(squares.abs().amax((-3, -1)), elem_dtype, rounding)
+    qdata = _cast(squares, scale[..., :, None, :, None], elem_dtype).flatten(-4, -3).flatten(-2)[..., :rows, :cols]
+    return MXTensor(_stored_along(qdata, axis), _stored_along(scale, axis), axis, "32x32", x.dtype)
+
+
+def _stored_along(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """The same tensor, its storage contiguous along ``axis``."""
+    return x.movedim(axis, -1).contiguous().movedim(-1, axis)
+
+
+def _padded_sizes(offs: torch.Tensor) -> torch.Tensor:
+    sizes = offs.diff(prepend=offs.new_zeros(1))
+    return ceil_div(sizes, BLOCK_SIZE) * BLOCK_SIZE
+
+
+def _gather_groups(x: torch.Tensor, axis: int, offs: torch.Tensor) -> torch.Tensor:
+    """Moves each group along ``axis`` to the next multiple of 32, zeros between: see ``quantize``."""
+    length, groups = x.shape[axis], offs.numel()
+    padded_length = ragged_rows(length, groups)
+    if length == 0:
+        return x.new_zeros([padded_length if i == axis else size for i, size in enumerate(x.shape)])
+    padded_sizes = _padded_sizes(offs)
+    padded_ends = padded_sizes.cumsum(0)
+    position = torch.arange(padded_length, device=x.device)
+    group = torch.searchsorted(padded_ends, position, right=True)
+    inside = group < groups
+    group = group.clamp(max=groups - 1)
+    start = offs - offs.diff(prepend=offs.new_zeros(1))
+    source = position - (padded_ends - padded_sizes)[group] + start[group]
+    filled = inside & (source < offs[group])
+    gathered = x.index_select(axis, torch.where(filled, source, 0))
+    return gathered.movedim(axis, -1).masked_fill_(~filled, 0).movedim(-1, axis)

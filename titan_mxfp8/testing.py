@@ -1,0 +1,269 @@
+"""One ruler for tests and benchmarks: shapes, token groups, error metrics, timer, result files."""
+
+import contextlib
+import csv
+import json
+import platform
+import random
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedShape:
+    """A layer of experts: (m, k) tokens times (groups, n, k) weights."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    groups: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeShape:
+    """One operand of (rows, cols); ``groups`` is used where the tokens, its rows, are quantised along."""
+
+    rows: int
+    cols: int
+    groups: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PadShape:
+    """(rows, cols) tokens in groups. ``b200_us``: torch / CUDA times that torchao 3998 states, measured on a B200."""
+
+    rows: int
+    cols: int
+    groups: int
+    b200_us: tuple[float, float]
+
+
+# The two layers of the issue's speed bar.
+README_SHAPES = (
+    GroupedShape(name="llama4", m=131072, n=8192, k=5120, groups=8, why="Llama4 Scout experts, 16 sequences of 8192"),
+    GroupedShape(name="dsv3", m=131072, n=2048, k=7168, groups=8, why="DeepSeek-V3 experts: small n"),
+)
+
+# The table of torchao's MXFP8 MoE README, by the number of local experts.
+GROUPED_SHAPES = tuple(
+    GroupedShape(name=f"{name}_g{groups}", m=128000, n=n, k=k, groups=groups, why=f"{groups} local experts")
+    for name, n, k in (("llama4", 8192, 5120), ("dsv3", 2048, 7168))
+    for groups in (1, 2, 4, 8)
+)
+
+QUANTIZE_SHAPES = (
+    QuantizeShape(rows=131072, cols=7168, groups=8, why="DeepSeek-V3 activations, torchao README's kernel figures"),
+    QuantizeShape(rows=131072, cols=5120, groups=8, why="Llama4 activations"),
+)
+
+# torchao 3998: the padding that MXFP8 needed without a host sync.
+PAD_SHAPES = tuple(
+    PadShape(rows=16384, cols=cols, groups=groups, b200_us=b200_us)
+    for cols, groups, b200_us in (
+        (1536, 1, (436.5, 320.4)),
+        (1536, 16, (598.0, 286.3)),
+        (2048, 1, (441.9, 292.4)),
+        (2048, 16, (585.3, 293.4)),
+        (5120, 1, (460.0, 300.0)),
+        (5120, 16, (607.2, 296.0)),
+        (7168, 1, (465.1, 295.8)),
+        (7168, 16, (609.1, 299.0)),
+    )
+)
+
+Spread = Literal["balanced", "zipf", "empties", "one", "tiny"]
+SPREADS: tuple[Spread, ...] = ("balanced", "zipf", "empties", "one", "tiny")
+
+
+def group_sizes(spread: Spread, rows: int, groups: int, seed: int = 0) -> list[int]:
+    """Sizes of ``groups`` token groups that sum to ``rows`` (``tiny``: to at most that), not aligned to anything.
+
+    - ``balanced``: as even as can be, larger ones first: 10 rows in 4 groups are 3, 3, 2, 2.
+    - ``zipf``: group i of a shuffled order gets a share of 1 / (i + 1), as a young router gives.
+    - ``empties``: every other group is empty, the first one too, and the last one where that leaves any.
+    - ``one``: a middle group has everything.
+    - ``tiny``: 0, 1, 44, 0, 1, 44, ... while rows last.
+    """
+    rng = random.Random(seed)
+    if spread == "tiny":
+        sizes, left = [], rows
+        for i in range(groups):
+            sizes.append(min((0, 1, 44)[i % 3], left))
+            left -= sizes[-1]
+        return sizes
+    if spread == "zipf":
+        weights = [1 / (i + 1) for i in range(groups)]
+        rng.shuffle(weights)
+    elif spread == "one":
+        weights = [float(i == groups // 2) for i in range(groups)]
+    elif spread == "empties" and groups > 1:
+        weights = [float(i % 2) for i in range(groups)]
+        if groups > 2:
+            weights[-1] = 0.0
+    else:
+        weights = [1.0] * groups
+    total = sum(weights)
+    sizes = [int(rows * weight / total) for weight in weights]
+    filled = [i for i, weight in enumerate(weights) if weight]
+    for i in range(rows - sum(sizes)):
+        sizes[filled[i % len(filled)]] += 1
+    return sizes
+
+
+def make_offs(sizes: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
+    """The int32 end offsets of groups of these sizes: ``[2, 0, 3]`` gives ``[2, 2, 5]``."""
+    return torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+
+
+def relative_rms(out: torch.Tensor, ref: torch.Tensor) -> float:
+    """``|out - ref| / |ref|`` in fp64; NaN if either holds NaN, 0 if both are zero."""
+    out, ref = out.double(), ref.double()
+    error, size = (out - ref).norm().item(), ref.norm().item()
+    return 0.0 if error == 0 == size else error / size if size else float("inf")
+
+
+def snr_db(out: torch.Tensor, ref: torch.Tensor) -> float:
+    """Signal to noise ratio in dB, ``20 log10(|ref| / |out - ref|)``: 20 dB is a relative RMS error of 0.1."""
+    return -20 * torch.tensor(relative_rms(out, ref), dtype=torch.float64).log10().item()
+
+
+@contextlib.contextmanager
+def poisoned_empty() -> Iterator[None]:
+    """Within, what ``torch.empty`` and ``torch.empty_like`` give is full of 0xFF bytes: NaN in every float type here."""
+    shipped = torch.empty, torch.empty_like
+
+    def poison(out: torch.Tensor) -> torch.Tensor:
+        out.untyped_storage().fill_(0xFF)
+        return out
+
+    torch.empty = lambda *args, **kwargs: poison(shipped[0](*args, **kwargs))
+    torch.empty_like = lambda *args, **kwargs: poison(shipped[1](*args, **kwargs))
+    try:
+        yield
+    finally:
+        torch.empty, torch.empty_like = shipped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Microseconds of one call."""
+
+    p20: float
+    p50: float
+    p80: float
+
+
+def do_bench(fn: Callable[[], object], *, warmup_ms: float = 30, rep_ms: float = 150, min_reps: int = 7) -> Timing:
+    """Times ``fn``: on a GPU by events around each call, which is device time as long as the host is ahead.
+
+    Before each call half a gigabyte is read, which empties the L2 of the arguments without leaving it dirty (a write
+    would be flushed in the timed region) and gives the host 100 us of lead. Without a GPU: wall clock.
+    """
+    if not torch.cuda.is_available():
+        return _do_bench_cpu(fn, warmup_ms, rep_ms, min_reps)
+    cold = torch.ones(1 << 27, dtype=torch.float32, device="cuda")
+    sink = torch.empty((), device="cuda")
+
+    def timed_calls(calls: int) -> list[float]:
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
+        for start, end in events:
+            torch.sum(cold, 0, out=sink)
+            start.record()
+            fn()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in events]
+
+    fn()  # compiles
+    once_ms = max(min(timed_calls(3)), 1e-3)
+    timed_calls(int(warmup_ms / once_ms) + 1 if once_ms < warmup_ms else 1)
+    return _percentiles(timed_calls(max(min_reps, min(200, int(rep_ms / once_ms)))))
+
+
+def copy_bandwidth(gigabytes: float = 1.0) -> float:
+    """GB/s of a device-to-device copy, bytes read plus bytes written: the ceiling of a memory-bound kernel."""
+    source = torch.randint(0, 255, (int(gigabytes * 1e9),), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    timing = do_bench(lambda: target.copy_(source))
+    return 2 * source.numel() / timing.p50 / 1e3
+
+
+def environment(device: torch.device | str = "cuda") -> dict[str, str]:
+    """What a number was measured with."""
+    env = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "commit": _output("git", "rev-parse", "HEAD"),
+        "uncommitted_changes": str(bool(_output("git", "status", "--porcelain"))),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    if torch.device(device).type == "cuda":
+        env["gpu"] = torch.cuda.get_device_name()
+        env["cuda"] = str(torch.version.cuda or torch.version.hip)
+        env["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+    else:
+        env["cpu"] = platform.machine()
+    return env
+
+
+def write_results(folder: Path, rows: Sequence[dict[str, object]], env: dict[str, str]) -> None:
+    """Writes ``data.csv`` (a column for each key of any row, in order of appearance) and ``env.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    with (folder / "data.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    (folder / "env.json").write_text(json.dumps(env, indent=2) + "\n")
+
+
+def format_table(rows: Sequence[dict[str, object]]) -> str:
+    """The rows as a Markdown table; floats get three significant digits, or all digits before the point."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+
+    def cell(value: object) -> str:
+        if isinstance(value, float):
+            return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+        return "" if value is None else str(value)
+
+    lines = [columns, ["---"] * len(columns), *([cell(row.get(column)) for column in columns] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _do_bench_cpu(fn: Callable[[], object], warmup_ms: float, rep_ms: float, min_reps: int) -> Timing:
+    def timed_call() -> float:
+        start = time.perf_counter()
+        fn()
+        return (time.perf_counter() - start) * 1e3
+
+    spent, times = timed_call(), []
+    while spent < warmup_ms:
+        spent += timed_call()
+    while len(times) < min_reps or sum(times) < rep_ms:
+        times.append(timed_call())
+    return _percentiles(times)
+
+
+def _percentiles(times_ms: list[float]) -> Timing:
+    times_us = 1e3 * torch.tensor(times_ms, dtype=torch.float64)
+    p20, p50, p80 = times_us.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+    return Timing(p20=p20, p50=p50, p80=p80)
+
+
+def _output(*command: str) -> str:
+    """What a command prints, or ``unavailable`` (a copied tree has no git, an AMD machine no nvidia-smi)."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unavailable"
