@@ -1,0 +1,350 @@
+"""The reference against the format's definition, by golden numbers and by arithmetic that shares no code with it."""
+
+import math
+
+import pytest
+import torch
+
+from titan_mxfp8 import MXTensor, quantize
+from titan_mxfp8.format import mx, reference
+from titan_mxfp8.testing import SPREADS, group_sizes, make_offs
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MAX = {E4M3: 448.0, E5M2: 57344.0}
+POW2_MAX = {E4M3: 8, E5M2: 15}
+FORMATS = [(rounding, dtype) for rounding in ("rceil", "floor") for dtype in (E4M3, E5M2)]
+INF, NAN = math.inf, math.nan
+
+# amax, floor's scale and element, rceil's; E4M3.
+#   449 / 448 > 1, so rceil doubles the scale: 449 / 2 = 224.5 -> 224 = 0x76. floor keeps 2^8 * 1.75 and saturates.
+#   496 / 2 = 248 is the middle of 240 (0x77, odd) and 256 (0x78, even): ties go to even.
+#   1e-40 has scale 2^-127, so its element is 1e-40 * 2^127 = 0.01701 -> 9 * 2^-9 = 0x09, a subnormal.
+GOLDEN = [
+    (448.0, 127, 0x7E, 127, 0x7E),
+    (449.0, 127, 0x7E, 128, 0x76),
+    (480.0, 127, 0x7E, 128, 0x77),
+    (496.0, 127, 0x7E, 128, 0x78),
+    (511.0, 127, 0x7E, 128, 0x78),
+    (2.0**-126, 0, 0x40, 0, 0x40),
+    (1e-40, 0, 0x09, 0, 0x09),
+    (3.4e38, 246, 0x7E, 247, 0x78),
+    (INF, 255, 0x7F, 255, 0x7F),
+    (-INF, 255, 0x7F, 255, 0x7F),
+    (NAN, 255, 0x7F, 255, 0x7F),
+    (0.0, 0, 0x00, 0, 0x00),
+    (-0.0, 0, 0x80, 0, 0x80),
+    (1.0, 119, 0x78, 119, 0x78),  # 2^-8 * 256
+    (-1.0, 119, 0xF8, 119, 0xF8),
+]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def assert_same_bits(a: MXTensor, b: MXTensor) -> None:
+    assert torch.equal(bits(a.qdata), bits(b.qdata))
+    assert torch.equal(a.scale, b.scale)
+    assert (a.axis, a.block) == (b.axis, b.block)
+
+
+def scale_by_definition(amax: float, rounding: str, dtype: torch.dtype) -> int:
+    """The scale byte from real arithmetic on doubles: no bit is looked at."""
+    if not math.isfinite(amax):
+        return 255
+    if amax == 0:
+        return 0
+    if rounding == "floor":
+        return max(0, math.frexp(amax)[1] - 1 - POW2_MAX[dtype] + 127)
+    inverse = torch.tensor(1 / MAX[dtype], dtype=torch.float32)
+    d = (torch.tensor(amax, dtype=torch.float32) * inverse).item()
+    return next(s for s in range(256) if d <= math.ldexp(1.0, s - 127))
+
+
+def nearest_element(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The byte of the element nearest to each finite double, ties to even, by search in the table of all elements."""
+    top = {E4M3: 0x7E, E5M2: 0x7B}[dtype]
+    table = torch.arange(top + 1, dtype=torch.uint8).view(dtype).double()
+    magnitude = value.abs().clamp(max=table[-1])
+    high = torch.searchsorted(table, magnitude).clamp(max=top)
+    low = (high - 1).clamp(min=0)
+    to_low, to_high = magnitude - table[low], table[high] - magnitude
+    byte = torch.where((to_low < to_high) | ((to_low == to_high) & (low % 2 == 0)), low, high)
+    return (byte + 128 * torch.signbit(value)).to(torch.uint8)
+
+
+@pytest.mark.parametrize("amax, floor_scale, floor_byte, rceil_scale, rceil_byte", GOLDEN)
+@pytest.mark.parametrize("place", [0, 13, 31])
+def test_golden_table(
+    amax: float, floor_scale: int, floor_byte: int, rceil_scale: int, rceil_byte: int, place: int
+) -> None:
+    x = torch.zeros(32)
+    x[place] = amax
+    for rounding, scale, byte in (("floor", floor_scale, floor_byte), ("rceil", rceil_scale, rceil_byte)):
+        q = quantize(x, rounding=rounding)
+        assert q.scale.item() == scale
+        assert bits(q.qdata)[place].item() == byte
+        rest = 0x7F if scale == 255 else 0
+        assert (bits(q.qdata)[torch.arange(32) != place] == rest).all()
+
+
+def test_one_block_of_a_tensor_is_poisoned_and_no_other() -> None:
+    x = torch.randn(4, 128)
+    clean = quantize(x)
+    for bad in (NAN, INF, -INF):
+        y = x.clone()
+        y[2, 70] = bad
+        q = quantize(y)
+        hit = torch.zeros(4, 4, dtype=torch.bool)
+        hit[2, 2] = True
+        assert torch.equal(q.scale == 255, hit)
+        hit = hit.repeat_interleave(32, dim=1)
+        assert q.dequantize().isnan()[hit].all()
+        assert torch.equal(bits(q.qdata)[~hit], bits(clean.qdata)[~hit])
+
+
+@pytest.mark.parametrize("rounding, dtype", FORMATS)
+def test_every_bf16_value_as_the_maximum_of_a_block(rounding: str, dtype: torch.dtype) -> None:
+    """65536 blocks, one for each bf16 value, beside values of half, a third and a thousandth of it."""
+    top = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    x = top.float()[:, None] * torch.tensor([1.0, -0.5, 1 / 3, 1e-3])
+    x = torch.cat([x, torch.zeros(65536, 28)], dim=1)
+    q = quantize(x, rounding=rounding, elem_dtype=dtype)
+    amax = x.abs().amax(1)
+    expected = torch.tensor([scale_by_definition(value, rounding, dtype) for value in amax.tolist()])
+    assert torch.equal(q.scale[:, 0].long(), expected)
+    finite = expected != 255
+    values = x[finite].double() * torch.exp2(127 - expected[finite].double())[:, None]
+    assert torch.equal(bits(q.qdata)[finite], nearest_element(values, dtype))
+    assert (bits(q.qdata)[~finite] == 0x7F).all()
+
+
+@pytest.mark.parametrize("rounding, dtype", FORMATS)
+def test_random_fp32_bit_patterns(rounding: str, dtype: torch.dtype) -> None:
+    """Any fp32 bits: denormals, huge and tiny values, NaN payloads, 1-ulp neighbours of the rounding boundaries."""
+    x = torch.randint(-(2**31), 2**31, (512, 32), dtype=torch.int64).to(torch.int32).view(torch.float32)
+    boundary = torch.tensor([MAX[dtype] * 2.0**e for e in range(-130, 110)], dtype=torch.float32)
+    near = torch.stack([boundary, boundary.nextafter(torch.tensor(INF)), boundary.nextafter(torch.tensor(0.0))], 1)
+    x = torch.cat([x, torch.nn.functional.pad(near.flatten()[:, None], (5, 26))])
+    q = quantize(x, rounding=rounding, elem_dtype=dtype)
+    expected = torch.tensor([scale_by_definition(value, rounding, dtype) for value in x.abs().amax(1).tolist()])
+    assert torch.equal(q.scale[:, 0].long(), expected)
+    finite = expected != 255
+    assert 0 < finite.sum() < len(x)
+    values = x[finite].double() * torch.exp2(127 - expected[finite].double())[:, None]
+    assert torch.equal(bits(q.qdata)[finite], nearest_element(values, dtype))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_every_scale_byte_and_every_element_dequantise_exactly(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1)  # a row has one scale and all 256 elements
+    scale = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 8)
+    values = MXTensor(codes.view(dtype), scale, 1, "1x32", torch.float32).dequantize()
+    exact = codes.view(dtype).double() * torch.exp2(torch.arange(256).double() - 127)[:, None]
+    exact[255] = NAN
+    assert torch.equal(values.nan_to_num(nan=-1.0), exact.float().nan_to_num(nan=-1.0))
+    assert values[255].isnan().all() and not values[:255, :0x78].isnan().any()
+
+
+def test_every_reachable_scale_byte_comes_back() -> None:
+    scale = torch.arange(248)
+    x = torch.zeros(248, 32)
+    x[:, 7] = (240 * torch.exp2(scale.double() - 127)).float()  # 448 * 2^120 overflows; 240 / 448 > 1/2
+    q = quantize(x)
+    assert torch.equal(q.scale[:, 0].long(), scale)
+    assert torch.equal(q.dequantize(), x)
+
+
+def test_the_reciprocal_of_the_largest_scales_is_not_flushed() -> None:
+    """s = 254: the reciprocal 2^-127 is subnormal; flushed to zero, the element would be 0."""
+    scale = torch.tensor([[253], [254], [255]], dtype=torch.uint8)
+    q = reference._cast(torch.full((3, 32), 2.0**127), scale, E4M3)
+    assert q.float()[0, 0] == 2.0 and q.float()[1, 0] == 1.0 and q.float()[2].isnan().all()
+
+
+def test_dequantise_is_exact_in_bf16_down_to_2_to_the_minus_133() -> None:
+    q = quantize(torch.randn(64, 64) * torch.exp2(torch.randint(-100, 100, (64, 1)).float()))
+    assert torch.equal(q.dequantize(torch.bfloat16).float(), q.dequantize())
+    smallest = MXTensor(torch.full((1, 32), 2.0**-6).to(E4M3), torch.zeros(1, 1, dtype=torch.uint8), 1, "1x32", E4M3)
+    assert smallest.dequantize(torch.bfloat16).double()[0, 0] == 2.0**-133
+
+
+@pytest.mark.parametrize("shape", [(70, 96), (3, 40, 64), (2, 3, 33, 31), (32,), (1, 1), (0, 64), (5, 0)])
+@pytest.mark.parametrize("rounding, dtype", FORMATS)
+def test_blocks_lie_along_the_axis_asked_for(shape: tuple[int, ...], rounding: str, dtype: torch.dtype) -> None:
+    x = torch.randn(shape)
+    for axis in range(x.ndim):
+        q = quantize(x, axis, rounding=rounding, elem_dtype=dtype)
+        assert q.shape == x.shape and q.axis == axis and q.qdata.movedim(axis, -1).is_contiguous()
+        expected = [-(-size // 32) if i == axis else size for i, size in enumerate(shape)]
+        assert list(q.scale.shape) == expected and q.scale.movedim(axis, -1).is_contiguous()
+        # block by block, as 32 values of their own
+        for index, block in enumerate(x.movedim(axis, -1).split(32, -1) if x.numel() else ()):
+            own = quantize(
+                torch.nn.functional.pad(block, (0, 32 - block.shape[-1])), rounding=rounding, elem_dtype=dtype
+            )
+            assert torch.equal(own.scale[..., 0], q.scale.movedim(axis, -1)[..., index])
+            start = 32 * index
+            here = q.qdata.movedim(axis, -1)[..., start : start + block.shape[-1]]
+            assert torch.equal(bits(own.qdata[..., : block.shape[-1]]), bits(here))
+        assert_same_bits(quantize(x, axis - x.ndim, rounding=rounding, elem_dtype=dtype), q)
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (70, 33), (2, 40, 64), (1, 1)])
+@pytest.mark.parametrize("rounding, dtype", FORMATS)
+def test_a_32x32_tensor_is_a_1x32_tensor_along_either_axis(
+    shape: tuple[int, ...], rounding: str, dtype: torch.dtype
+) -> None:
+    x = torch.randn(shape) * torch.exp2(torch.randint(-20, 20, shape).float())
+    last, first = (quantize(x, axis, block="32x32", rounding=rounding, elem_dtype=dtype) for axis in (-1, -2))
+    assert torch.equal(bits(last.qdata), bits(first.qdata)) and torch.equal(last.scale, first.scale)
+    assert last.qdata.is_contiguous() and first.qdata.mT.is_contiguous()
+    for i in range(0, shape[-2], 32):
+        for j in range(0, shape[-1], 32):
+            square = x[..., i : i + 32, j : j + 32]
+            top = square.abs().amax((-2, -1))
+            for scale, value in zip(last.scale[..., i // 32, j // 32].flatten(), top.flatten(), strict=True):
+                assert scale.item() == scale_by_definition(value.item(), rounding, dtype)
+    scale = last.scale.repeat_interleave(32, -2)[..., : shape[-2], :]
+    same = MXTensor(last.qdata, scale, x.ndim - 1, "1x32", x.dtype)
+    assert torch.equal(same.dequantize(), last.dequantize()) and torch.equal(first.dequantize(), last.dequantize())
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("rows, groups", [(200, 6), (1000, 48), (5, 160), (0, 3), (44, 1)])
+def test_each_group_starts_a_block(spread: str, rows: int, groups: int) -> None:
+    sizes = group_sizes(spread, rows, groups)
+    x = torch.randn(rows, 40)
+    x[sum(sizes) :] = NAN  # what lies past the last group is never read
+    q = quantize(x, 0, offs=make_offs(sizes))
+    assert q.shape == (mx.ragged_rows(rows, groups), 40)
+    expected_q, expected_s, start = [], [], 0
+    for size in sizes:
+        group = torch.nn.functional.pad(x[start : start + size], (0, 0, 0, -size % 32))
+        alone = quantize(group, 0)
+        expected_q.append(bits(alone.qdata))
+        expected_s.append(alone.scale)
+        start += size
+    filled = sum(len(part) for part in expected_q)
+    assert filled <= len(q.qdata)
+    assert torch.equal(bits(q.qdata)[:filled], torch.cat(expected_q))
+    assert torch.equal(q.scale[: filled // 32], torch.cat(expected_s))
+    assert (bits(q.qdata)[filled:] == 0).all() and (q.scale[filled // 32 :] == 0).all()
+    assert_same_bits(quantize(x.mT, 1, offs=make_offs(sizes)).mT, q)
+
+
+def test_bf16_and_fp32_inputs_of_equal_values_give_equal_bits() -> None:
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+    assert_same_bits(quantize(x), quantize(x.float()))
+    assert quantize(x).dequantize().dtype == torch.bfloat16
+
+
+def test_quantize_both_is_quantize_along_each_axis() -> None:
+    x, offs = torch.randn(100, 96), make_offs([0, 33, 1, 60])
+    kwargs = {"rounding": "rceil", "elem_dtype": E4M3, "block": "1x32"}
+    last, first = reference.quantize_both(x, offs=offs, **kwargs)
+    assert_same_bits(last, quantize(x, 1))
+    assert_same_bits(first, quantize(x, 0, offs=offs))
+
+
+def test_transposing_moves_the_axis_along() -> None:
+    q = quantize(torch.randn(2, 64, 96), 1)
+    assert q.mT.axis == 2 and q.mT.shape == (2, 96, 64) and q.mT.mT.axis == 1
+    assert torch.equal(q.mT.dequantize(), q.dequantize().mT)
+    assert quantize(torch.randn(32, 4, 5), 0).mT.axis == 0
+
+
+class TestFromQdataAndScales:
+    def test_round_trip(self) -> None:
+        q = quantize(torch.randn(7, 64, dtype=torch.bfloat16))
+        for scales in (q.scale, q.scale.view(torch.float8_e8m0fnu)):
+            again = MXTensor.from_qdata_and_scales(q.qdata, scales, torch.bfloat16)
+            assert_same_bits(again, q)
+            assert torch.equal(again.dequantize(), q.dequantize())
+
+    @pytest.mark.parametrize(
+        "change, message",
+        [
+            ({"qdata": torch.zeros(7, 64).to(E5M2)}, "float8_e4m3fn"),
+            ({"qdata": torch.zeros(7, 48).to(E4M3)}, "multiple of 32"),
+            ({"qdata": torch.zeros(7, 2, 32).to(E4M3)}, "shape"),
+            ({"scales": torch.zeros(7, 2)}, "float8_e8m0fnu or uint8"),
+            ({"scales": torch.zeros(7, 64, dtype=torch.uint8)}, r"\(7, 2\)"),
+            ({"orig_dtype": torch.float16}, "orig_dtype"),
+        ],
+    )
+    def test_bad_input(self, change: dict, message: str) -> None:
+        good = {
+            "qdata": torch.zeros(7, 64).to(E4M3),
+            "scales": torch.zeros(7, 2, dtype=torch.uint8),
+            "orig_dtype": torch.bfloat16,
+        }
+        MXTensor.from_qdata_and_scales(**good)
+        with pytest.raises(ValueError, match=message):
+            MXTensor.from_qdata_and_scales(**(good | change))
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"x": torch.zeros(32, 32, dtype=torch.float16)}, "bfloat16 or float32"),
+        ({"axis": 2}, "axis 2 is out of range"),
+        ({"rounding": "even"}, "rceil, floor"),
+        ({"elem_dtype": torch.float8_e4m3fnuz}, "float8_e4m3fn"),
+        ({"block": "16x16"}, "1x32, 32x32"),
+        ({"x": torch.zeros(2, 32, 32), "axis": 0, "block": "32x32"}, "last two axes"),
+        ({"offs": torch.tensor([32])}, "int32"),
+        ({"offs": torch.tensor([[32]], dtype=torch.int32)}, "int32 vector"),
+        ({"offs": torch.tensor([], dtype=torch.int32)}, "one per group"),
+        ({"offs": torch.tensor([4, 3], dtype=torch.int32)}, "non-decreasing"),
+        ({"offs": torch.tensor([-1, 3], dtype=torch.int32)}, "non-decreasing"),
+        ({"offs": torch.tensor([4, 33], dtype=torch.int32)}, "only 32 rows"),
+        ({"offs": torch.tensor([4], dtype=torch.int32), "block": "32x32"}, "1x32 blocks of a 2-D tensor"),
+        ({"backend": "cuda"}, "unknown backend 'cuda'"),
+    ],
+)
+def test_bad_input_says_what_to_do(kwargs: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        quantize(**({"x": torch.zeros(32, 32)} | kwargs))
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("weight_block", ["1x32", "32x32"])
+def test_gemms_against_fp64_per_group(spread: str, weight_block: str) -> None:
+    m, n, k, experts = 300, 96, 64, 5
+    sizes = group_sizes(spread, m, experts)
+    offs = make_offs(sizes)
+    x, dy, w = torch.randn(m, k), torch.randn(m, n), torch.randn(experts, n, k)
+    x[sum(sizes) :] = NAN
+    dy[sum(sizes) :] = NAN
+    bias = torch.randn(experts, n)
+    a, b = quantize(x), quantize(w, block=weight_block)
+    y = reference.gemm_m_grouped(a, b.mT, offs, bias=bias, out_dtype=torch.float32)
+    dy_m, x_m = quantize(dy, 0, offs=offs), quantize(x, 0, offs=offs)
+    dw = reference.gemm_k_grouped(dy_m.mT, x_m, offs, out_dtype=torch.float32)
+    start = padded = 0
+    for e, size in enumerate(sizes):
+        rows, blocks = slice(start, start + size), slice(padded, padded + size)
+        exact = a.dequantize().double()[rows] @ b.dequantize().double()[e].T + bias[e]
+        torch.testing.assert_close(y[rows].double(), exact, rtol=0, atol=2e-5)  # measured 6e-6: fp32 accumulation
+        exact = dy_m.dequantize().double()[blocks].T @ x_m.dequantize().double()[blocks]
+        torch.testing.assert_close(dw[e].double(), exact, rtol=0, atol=1e-4)  # measured 2e-5
+        if size == 0:
+            assert (dw[e] == 0).all()
+        start, padded = start + size, padded + -(-size // 32) * 32
+    assert (y[start:] == 0).all()
+
+
+def test_dense_gemms_are_one_group() -> None:
+    x, w, dy = torch.randn(40, 64), torch.randn(1, 96, 64), torch.randn(40, 96)
+    offs = make_offs([40])
+    a, b, bias = quantize(x), quantize(w, 2).mT, torch.randn(1, 96)
+    kwargs = {"bias": bias, "out_dtype": torch.float32}
+    torch.testing.assert_close(
+        reference.gemm_m_grouped(a, b, None, **kwargs), reference.gemm_m_grouped(a, b, offs, **kwargs)
+    )
+    dense = reference.gemm_k_grouped(quantize(dy, 0).mT, quantize(x, 0), None, out_dtype=torch.float32)
+    grouped = (quantize(t, 0, offs=offs) for t in (dy, x))
+    torch.testing.assert_close(
+        dense, reference.gemm_k_grouped(next(grouped).mT, next(grouped), offs, out_dtype=torch.float32)
+    )

@@ -1,0 +1,162 @@
+"""Module conversion without TorchTitan: which modules are swapped, what stays as it was, and what the errors say."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from titan_mxfp8 import convert_model, modules, mxfp8_grouped_mm, mxfp8_linear
+from titan_mxfp8.testing import make_offs
+
+
+class Experts(nn.Module):
+    """A user's own experts."""
+
+    def __init__(self, experts: int = 4, dim: int = 64, hidden: int = 96) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(experts, hidden, dim) / dim**0.5)
+
+    def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x.bfloat16(), self.w.bfloat16().transpose(-2, -1), offs=offs)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts()
+        self.shared_experts = nn.Linear(64, 96)
+        self.gate = nn.Linear(64, 4)
+        self.attention = nn.ModuleDict({"wq": nn.Linear(64, 64), "wk": nn.Linear(64, 64, bias=False)})
+
+    def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return self.experts(x, offs) + self.shared_experts(x)
+
+
+OFFS = make_offs([3, 0, 6, 11])
+
+
+def test_converts_experts_and_linears_and_tells_them_apart(caplog: pytest.LogCaptureFixture) -> None:
+    model = Layer()
+    with caplog.at_level(logging.INFO):
+        converted = convert_model(model, grouped_fqns=["experts"], linear_filter_fqns=["wk"], recipe="mxfp8_2d")
+    assert converted == ["experts", "shared_experts", "attention.wq"]
+    assert isinstance(model.experts, Experts) and isinstance(model.shared_experts, modules.MXFP8Linear)
+    assert type(model.gate) is nn.Linear and type(model.attention["wk"]) is nn.Linear
+    log = caplog.text
+    assert "converted 1 expert module (recipe mxfp8_2d, backend reference)" in log
+    assert "converted 2 Linears (recipe mxfp8_2d, backend reference); left: gate" in log
+    assert "gate stays in high precision, 64 -> 4 features" in log and "attention.wk (filter_fqns has 'wk')" in log
+
+
+def test_the_forward_is_the_mxfp8_op() -> None:
+    model, x = Layer(), torch.randn(20, 64)
+    convert_model(model, grouped_fqns="experts", recipe="mxfp8_floor")
+    expected = mxfp8_grouped_mm(x.bfloat16(), model.experts.w.bfloat16().mT, OFFS, recipe="mxfp8_floor")
+    assert torch.equal(model.experts(x, OFFS), expected)
+    expected = mxfp8_linear(x, model.shared_experts.weight, model.shared_experts.bias, recipe="mxfp8_floor")
+    assert torch.equal(model.shared_experts(x), expected)
+
+
+def test_parameters_stay_plain_and_checkpoints_exchange() -> None:
+    model = Layer()
+    before = {name: param for name, param in model.named_parameters()}
+    state = copy.deepcopy(model.state_dict())
+    convert_model(model, grouped_fqns=["experts"])
+    assert all(param is before[name] and type(param) is nn.Parameter for name, param in model.named_parameters())
+    assert model.state_dict().keys() == state.keys()
+    fresh = Layer()
+    fresh.load_state_dict(model.state_dict())
+    model.load_state_dict(fresh.state_dict())
+
+
+def test_a_deepcopy_is_converted_too() -> None:
+    """TorchTitan's pipeline parallelism copies the model."""
+    model, x = Layer(), torch.randn(20, 64)
+    convert_model(model, grouped_fqns=["experts"])
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(x, OFFS), model(x, OFFS))
+    assert copied.experts.w is not model.experts.w
+
+
+def test_conversion_on_meta_then_materialised() -> None:
+    with torch.device("meta"):
+        model = Layer()
+    convert_model(model, grouped_fqns=["experts"])
+    model.to_empty(device="cpu").load_state_dict(Layer().state_dict())
+    assert model(torch.randn(20, 64), OFFS).isfinite().all()
+
+
+def test_compiled_model_equals_eager() -> None:
+    model, x = Layer(), torch.randn(20, 64)
+    convert_model(model, grouped_fqns=["experts"])
+    expected = model(x, OFFS)
+    bf16 = Layer()
+    bf16.load_state_dict(model.state_dict())
+    assert not torch.equal(expected, bf16(x, OFFS))
+    torch.testing.assert_close(torch.compile(model)(x, OFFS), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_a_bf16_state_is_refused_when_no_grouped_mm_is_called() -> None:
+    """A loop over experts, as TorchTitan's fallback: it would train in bf16 while the config says MXFP8."""
+
+    class Loop(Experts):
+        def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+            return x @ self.w[0].mT
+
+    model = nn.Sequential(Loop())
+    convert_model(model, grouped_fqns=["0"])
+    with pytest.raises(RuntimeError, match=r"made no call of torch\._grouped_mm"):
+        model[0](torch.randn(20, 64), OFFS)
+
+
+def test_subclasses_of_linear_keep_their_forward() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(Scaled(64, 64), nn.Linear(64, 64))
+    assert convert_model(model) == ["1"] and type(model[0]) is Scaled
+
+
+def test_converting_twice_is_an_error_not_a_second_conversion() -> None:
+    model = Layer()
+    convert_model(model, grouped_fqns=["experts"])
+    with pytest.raises(ValueError, match="no expert module matches"):
+        convert_model(model, grouped_fqns=["experts"])
+
+
+def test_converting_nothing_lists_what_could_have_matched() -> None:
+    with pytest.raises(ValueError, match=r"fqns \['expert_bank'\].*expert modules: experts \(Experts\)"):
+        convert_model(Layer(), grouped_fqns=["expert_bank"])
+    with pytest.raises(ValueError, match=r"shared_experts \(filter_fqns has 'a'\).*gate \(filter_fqns has 'a'\)"):
+        convert_model(Layer(), linear_filter_fqns=["a"])
+    with pytest.raises(ValueError, match="The model's linears: none"):
+        convert_model(nn.Sequential(nn.LayerNorm(4)))
+
+
+def test_a_name_matched_only_through_shared_experts_is_no_expert_module() -> None:
+    class OnlyShared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared_experts = nn.Linear(64, 64)
+
+    with pytest.raises(ValueError, match="no expert module matches"):
+        modules.convert_experts(OnlyShared(), recipe="mxfp8", fqns=["experts"])
+
+
+def test_expert_features_off_the_block_size_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"0.w has shape \(4, 40, 64\).*multiples of 32"):
+        convert_model(nn.Sequential(Experts(hidden=40)), grouped_fqns=["0"])
+
+
+@pytest.mark.parametrize("kwargs", [{"recipe": "mxfp9"}, {"backend": "sm90"}])
+def test_unknown_recipe_or_backend(kwargs: dict) -> None:
+    with pytest.raises(ValueError, match=r"unknown (recipe|backend)"):
+        convert_model(Layer(), **kwargs)
+
+
+def test_a_plain_string_of_names_is_not_a_list_of_letters() -> None:
+    assert modules.as_list("experts, wq") == ["experts", "wq"]
+    assert modules.as_list("") == [] == modules.as_list([""]) and modules.as_list(["a,b"]) == ["a,b"]

@@ -1,0 +1,65 @@
+"""The rules of the source tree: imports point one way, and heavy packages stay in their folder."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "titan_mxfp8"
+# A module may import from its own layer and the ones after it.
+LAYERS = ["plugin", "modules", "ops", "recipe", "backends", "format"]
+ONLY_UNDER = {"triton": "backends/", "torchtitan": "plugin/"}
+
+
+def imports(path: Path) -> list[str]:
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def layer(dotted: str) -> int | None:
+    part = dotted.split(".")[1] if "." in dotted else ""
+    return LAYERS.index(part) if part in LAYERS else None
+
+
+def sources() -> list[tuple[Path, str]]:
+    return [(path, path.relative_to(PACKAGE).as_posix()) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+def test_imports_point_one_way() -> None:
+    seen = 0
+    for path, relative in sources():
+        own = layer(f"titan_mxfp8.{relative.removesuffix('.py').replace('/', '.')}")
+        for name in imports(path):
+            if own is not None and name.startswith("titan_mxfp8."):
+                target = layer(name)
+                seen += 1
+                assert target is None or target >= own, f"{relative} imports {name}"
+    assert seen > 20
+
+
+def test_triton_and_torchtitan_are_imported_in_one_folder_each() -> None:
+    for path, relative in sources():
+        for name in imports(path):
+            folder = ONLY_UNDER.get(name.split(".")[0])
+            assert folder is None or relative.startswith(folder), f"{relative} imports {name}"
+
+
+def test_importing_the_package_does_not_import_torchtitan() -> None:
+    # triton is not asked about: torch imports it for its compiler, where it is installed
+    code = "import sys, titan_mxfp8; print('torchtitan' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_every_public_function_has_a_docstring_and_type_hints() -> None:
+    for path, relative in sources():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not node.decorator_list:
+                assert ast.get_docstring(node) or len(node.body) <= 3, f"{relative}: {node.name} has no docstring"
+                hints = [arg.annotation for arg in (*node.args.args, *node.args.kwonlyargs)]
+                assert all(hints) and node.returns is not None, f"{relative}: {node.name} lacks type hints"

@@ -1,0 +1,10 @@
+"""MXFP8 training of mixture-of-experts models: the same bits on CPU, Hopper, Blackwell and AMD."""
+
+from titan_mxfp8.format.mx import MXTensor
+from titan_mxfp8.modules import convert_model
+from titan_mxfp8.ops.grouped_mm import mxfp8_grouped_mm
+from titan_mxfp8.ops.linear import mxfp8_linear
+from titan_mxfp8.ops.quantize import quantize
+from titan_mxfp8.recipe import RECIPES
+
+__all__ = ["RECIPES", "MXTensor", "convert_model", "mxfp8_grouped_mm", "mxfp8_linear", "quantize"]

@@ -1,0 +1,291 @@
+"""Module conversion: a module's class is swapped for a subclass with an MXFP8 forward; parameters stay as they are.
+
+So FSDP, TP, EP, checkpoints, optimizers, ``deepcopy`` and meta-device init meet the modules and parameters they know.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+
+from titan_mxfp8 import backends
+from titan_mxfp8.format.mx import BLOCK_SIZE
+from titan_mxfp8.ops.grouped_mm import mxfp8_grouped_mm
+from titan_mxfp8.ops.linear import mxfp8_linear
+from titan_mxfp8.recipe import Recipe, get_recipe
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MXConfig:
+    """What a converted module carries as ``module.mxfp8``.
+
+    Attributes:
+        recipe: how its operands are quantised.
+        backend: name of the chosen backend, not ``auto``.
+        compile_backend: for experts that TorchTitan compiles apart from their module: a ``torch.compile`` backend, or
+            None for eager.
+    """
+
+    recipe: Recipe
+    backend: str
+    compile_backend: str | None = None
+
+
+def convert_model(
+    model: nn.Module,
+    *,
+    recipe: str | Recipe = "mxfp8",
+    grouped_fqns: Iterable[str] = (),
+    linear_filter_fqns: Iterable[str] = (),
+    backend: str = "auto",
+) -> list[str]:
+    """Converts a model in place: linears, and the expert modules that ``grouped_fqns`` names.
+
+    For users without TorchTitan. ``convert_linears`` and ``convert_experts`` do one of the two.
+
+    Args:
+        model: any module tree, on any device, meta included.
+        recipe: a key of ``RECIPES``, or a ``Recipe``.
+        grouped_fqns: substrings of the names of expert modules: modules with 3-D parameters of their own whose forward
+            calls ``torch._grouped_mm``. Empty: none.
+        linear_filter_fqns: substrings of the names of ``nn.Linear`` modules to leave alone.
+        backend: ``auto`` or a name of ``titan_mxfp8.backends``.
+
+    Returns:
+        The names of the converted modules.
+
+    Raises:
+        ValueError: nothing converted, an unknown recipe or backend, or expert features that are no multiple of 32.
+    """
+    converted = []
+    grouped_fqns = as_list(grouped_fqns)
+    if grouped_fqns:
+        converted += convert_experts(model, recipe=recipe, fqns=grouped_fqns, backend=backend)
+    has_linears = any(type(module) is nn.Linear for module in model.modules())
+    if has_linears or not grouped_fqns:
+        converted += convert_linears(model, recipe=recipe, filter_fqns=linear_filter_fqns, backend=backend)
+    return converted
+
+
+def convert_linears(
+    model: nn.Module, *, recipe: str | Recipe, filter_fqns: Iterable[str] = (), backend: str = "auto"
+) -> list[str]:
+    """Converts every ``nn.Linear`` whose name contains none of ``filter_fqns``.
+
+    One whose in or out features are not a multiple of 32 stays as it is, with a log line that names it. Subclasses of
+    ``nn.Linear`` have a forward of their own and stay as they are too.
+
+    Returns:
+        The names of the converted modules.
+
+    Raises:
+        ValueError: nothing was converted; the message says why each candidate was not.
+    """
+    config = _config(recipe, backend, model)
+    filter_fqns = as_list(filter_fqns)
+    converted, left = [], []
+    for fqn, module in model.named_modules():
+        if type(module) is not nn.Linear:
+            continue
+        hit = next((part for part in filter_fqns if part in fqn), None)
+        if hit is not None:
+            left.append(f"{fqn} (filter_fqns has {hit!r})")
+        elif module.in_features % BLOCK_SIZE or module.out_features % BLOCK_SIZE:
+            shape = f"{module.in_features} -> {module.out_features}"
+            logger.info(f"MXFP8: {fqn} stays in high precision, {shape} features are not multiples of {BLOCK_SIZE}")
+            left.append(f"{fqn} ({shape} features, not multiples of {BLOCK_SIZE})")
+        else:
+            module.__class__ = MXFP8Linear
+            module.mxfp8 = config
+            converted.append(fqn)
+    if not converted:
+        raise ValueError(f"MXFP8: no nn.Linear was converted. The model's linears: {_listing(left)}")
+    _log_converted("Linear", converted, left, config)
+    return converted
+
+
+def convert_experts(
+    model: nn.Module,
+    *,
+    recipe: str | Recipe,
+    fqns: Iterable[str],
+    backend: str = "auto",
+    compile_backend: str | None = None,
+) -> list[str]:
+    """Converts the expert modules whose name contains one of ``fqns``.
+
+    An expert module holds 3-D parameters of its own. A class of ``EXPERT_CLASSES`` gets the MXFP8 class found there; in
+    any other, the calls of ``torch._grouped_mm`` are replaced. A module that only the name matches, such as the linears
+    of ``shared_experts``, is not an expert module and stays as it is.
+
+    Returns:
+        The names of the converted modules.
+
+    Raises:
+        ValueError: nothing was converted, or expert features that are not a multiple of 32.
+    """
+    config = _config(recipe, backend, model, compile_backend)
+    fqns = as_list(fqns)
+    converted, others = [], []
+    for fqn, module in model.named_modules():
+        if not is_expert_module(module):
+            continue
+        if not any(part in fqn for part in fqns):
+            others.append(f"{fqn} ({type(module).__name__})")
+            continue
+        for name, param in module.named_parameters(recurse=False):
+            if param.ndim == 3 and (param.shape[1] % BLOCK_SIZE or param.shape[2] % BLOCK_SIZE):
+                raise ValueError(
+                    f"MXFP8: {fqn}.{name} has shape {tuple(param.shape)}, but the features of an expert must be "
+                    f"multiples of {BLOCK_SIZE}: change the model's sizes, or leave this module out of fqns"
+                )
+        converted.append(fqn)
+        module.__class__ = EXPERT_CLASSES.get(type(module)) or _override_class(type(module))
+        module.mxfp8 = config
+    if not converted:
+        raise ValueError(f"MXFP8: no expert module matches fqns {fqns}. The model's expert modules: {_listing(others)}")
+    _log_converted("expert module", converted, others, config)
+    return converted
+
+
+def is_expert_module(module: nn.Module) -> bool:
+    """Whether the module holds 3-D parameters of its own, one matrix per expert, and is not converted yet."""
+    if hasattr(module, "mxfp8"):
+        return False
+    return any(param.ndim == 3 for param in module.parameters(recurse=False))
+
+
+def as_list(fqns: Iterable[str] | str) -> list[str]:
+    """A list of name parts. A plain string, as TOML may have it, is comma-separated, not a list of letters."""
+    parts = fqns.split(",") if isinstance(fqns, str) else fqns
+    return [part.strip() for part in parts if part.strip()]  # an empty part would match every name
+
+
+class MXFP8Linear(nn.Linear):
+    """``nn.Linear`` whose three GEMMs are MXFP8, also on DTensors. Made by ``convert_linears``."""
+
+    mxfp8: MXConfig
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return mxfp8_linear(x, weight, bias, recipe=self.mxfp8.recipe, backend=self.mxfp8.backend)
+
+        if isinstance(self.weight, DTensor):
+            return _linear_on_dtensors(linear, x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
+
+
+def _linear_on_dtensors(linear: Callable, x: DTensor, weight: DTensor, bias: DTensor | None) -> DTensor:
+    """Runs ``linear`` on the local shards of a tensor-parallel layer.
+
+    Per mesh dimension (S(i) shards axis i, "last" is the feature axis of x and y):
+
+    | weight         | x wanted                 | y        | gradient of x | gradient of weight |
+    |----------------|--------------------------|----------|---------------|--------------------|
+    | S(0), colwise  | replicated               | S(last)  | partial       | S(0)               |
+    | S(1), rowwise  | S(last)                  | partial  | S(last)       | S(1)               |
+    | replicated     | as it is, features whole | as x     | as x          | partial if x is S  |
+    """
+    mesh, last = weight.device_mesh, x.ndim - 1
+    x_wanted: list[Placement] = []
+    y_is: list[Placement] = []
+    dx_is: list[Placement] = []
+    dw_is: list[Placement] = []
+    for x_placement, w_placement in zip(x.placements, weight.placements, strict=True):
+        if w_placement.is_shard(0):
+            row = (Replicate(), Shard(last), Partial(), Shard(0))
+        elif w_placement.is_shard(1):
+            row = (Shard(last), Partial(), Shard(last), Shard(1))
+        elif x_placement.is_shard() and not x_placement.is_shard(last):
+            row = (x_placement, x_placement, x_placement, Partial())
+        else:
+            row = (Replicate(), Replicate(), Replicate(), Replicate())
+        for placements, placement in zip((x_wanted, y_is, dx_is, dw_is), row, strict=True):
+            placements.append(placement)
+    x_local = x.redistribute(mesh, x_wanted).to_local(grad_placements=dx_is)
+    y_local = linear(x_local, weight.to_local(grad_placements=dw_is), None)
+    y = DTensor.from_local(y_local, mesh, y_is, run_check=False)
+    return y if bias is None else y + bias
+
+
+class _GroupedMMOverride(TorchFunctionMode):
+    """Replaces the calls of ``torch._grouped_mm`` in its region, and counts them."""
+
+    def __init__(self, config: MXConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not torch._grouped_mm and func is not torch.nn.functional.grouped_mm:
+            return func(*args, **kwargs)
+        self.calls += 1
+        kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        return mxfp8_grouped_mm(*args, **kwargs, recipe=self.config.recipe, backend=self.config.backend)
+
+
+class _OverrideForward:
+    """Mixed into an expert class of the user's: its own forward, with MXFP8 grouped GEMMs.
+
+    Under ``torch.compile`` it runs eagerly, after a graph break: Dynamo traces past a ``TorchFunctionMode`` for
+    ``torch._grouped_mm``, which would leave the experts in bf16.
+    """
+
+    mxfp8: MXConfig
+
+    @torch.compiler.disable(reason="register an MXFP8 class in titan_mxfp8.modules.EXPERT_CLASSES to compile it")
+    def forward(self, *args, **kwargs):
+        with _GroupedMMOverride(self.mxfp8) as override:
+            out = super().forward(*args, **kwargs)
+        if override.calls == 0:
+            raise RuntimeError(
+                f"{type(self).__name__}.forward made no call of torch._grouped_mm, so nothing ran in MXFP8: call it "
+                "there, or register an MXFP8 class of your own in titan_mxfp8.modules.EXPERT_CLASSES"
+            )
+        return out
+
+
+@cache
+def _override_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(f"MXFP8{cls.__name__}", (_OverrideForward, cls), {})
+
+
+# Expert classes with an MXFP8 class of their own; the plugin enters TorchTitan's.
+EXPERT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _config(recipe: str | Recipe, backend: str, model: nn.Module, compile_backend: str | None = None) -> MXConfig:
+    selection = backends.select(backend, _device(model))
+    config = MXConfig(recipe=get_recipe(recipe), backend=selection.name, compile_backend=compile_backend)
+    logger.info(f"MXFP8: recipe {config.recipe.name}, backend {selection.name} ({selection.reason})")
+    return config
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Where the model will run: where it is, or for a model on meta the accelerator, else the CPU."""
+    param = next(model.parameters(), None)
+    if param is not None and param.device.type != "meta":
+        return param.device
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
+
+
+def _listing(names: list[str], most: int = 20) -> str:
+    shown = ", ".join(names[:most]) or "none"
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def _log_converted(kind: str, converted: list[str], left: list[str], config: MXConfig) -> None:
+    plural = "" if len(converted) == 1 else "s"
+    logger.info(
+        f"MXFP8: converted {len(converted)} {kind}{plural} (recipe {config.recipe.name}, backend {config.backend}); "
+        f"left: {_listing(left)}"
+    )

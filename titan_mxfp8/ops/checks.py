@@ -1,0 +1,53 @@
+"""Checks of what every op takes."""
+
+from itertools import pairwise
+
+import torch
+
+from titan_mxfp8.format.mx import BLOCK_SIZE, MXTensor
+
+
+def check_dtype(name: str, x: torch.Tensor) -> None:
+    """Raises ValueError unless ``x`` is bf16 or fp32."""
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"{name} must be bfloat16 or float32, got {x.dtype}: cast it first")
+
+
+def check_features(name: str, size: int) -> None:
+    """Raises ValueError unless a feature dimension is a multiple of 32."""
+    if size % BLOCK_SIZE:
+        raise ValueError(
+            f"{name} is {size}, but MXFP8 scales blocks of {BLOCK_SIZE} features: make it a multiple of {BLOCK_SIZE}, "
+            "or leave this layer in bf16"
+        )
+
+
+def check_offs_type(offs: torch.Tensor, groups: int | None = None) -> None:
+    """Raises ValueError unless ``offs`` is a non-empty int32 vector, of length ``groups`` if given."""
+    if offs.dtype != torch.int32 or offs.ndim != 1 or offs.shape[0] == 0:
+        raise ValueError(
+            f"offs must be an int32 vector of end offsets, one per group, got {offs.dtype} of shape "
+            f"{tuple(offs.shape)}: torch.cumsum(group_sizes, 0, dtype=torch.int32) makes one"
+        )
+    if groups is not None and offs.shape[0] != groups:
+        raise ValueError(f"offs has {offs.shape[0]} groups but there are {groups} experts")
+
+
+def check_offs_values(offs: torch.Tensor | None, rows: int | None) -> None:
+    """Raises ValueError if ``offs`` on CPU, where looking costs no sync, is negative, decreasing or past ``rows``."""
+    if offs is None or offs.device.type != "cpu":
+        return
+    values = offs.tolist()
+    if values[0] < 0 or any(a > b for a, b in pairwise(values)):
+        raise ValueError(f"offs must be non-decreasing end offsets of the groups, got {values}")
+    if rows is not None and values[-1] > rows:
+        raise ValueError(f"offs ends at {values[-1]} but there are only {rows} rows: {values}")
+
+
+def check_axis(name: str, mx: MXTensor, axis: int) -> None:
+    """Raises ValueError unless ``mx`` was quantised along ``axis``, the one that the GEMM contracts."""
+    if mx.axis != axis:
+        raise ValueError(
+            f"operand {name} of shape {tuple(mx.shape)} is quantised along axis {mx.axis}, but this GEMM contracts "
+            f"axis {axis}: quantise the high-precision tensor along that axis"
+        )

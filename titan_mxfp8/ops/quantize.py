@@ -1,0 +1,58 @@
+"""The public quantiser."""
+
+import torch
+
+from titan_mxfp8.format.mx import BLOCKS, ELEM_DTYPES, ROUNDINGS, Block, MXTensor, Rounding
+from titan_mxfp8.ops import library
+from titan_mxfp8.ops.checks import check_dtype, check_offs_type
+
+
+def quantize(
+    x: torch.Tensor,
+    axis: int = -1,
+    *,
+    rounding: Rounding = "rceil",
+    elem_dtype: torch.dtype = torch.float8_e4m3fn,
+    block: Block = "1x32",
+    offs: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> MXTensor:
+    """Quantises ``x`` to MXFP8 along ``axis``, blocks of 32 elements (OCP Microscaling Formats v1.0, section 6.3).
+
+    Args:
+        x: bf16 or fp32.
+        axis: the axis that the GEMM to come contracts. With 32x32 blocks one of the last two: the values are blocks
+            along both, and ``axis`` is the one that the storage is contiguous along.
+        rounding: of the scale. ``rceil`` rounds ``amax / max`` up to a power of two, so nothing saturates; ``floor`` is
+            the OCP rule, by which a block's largest elements may saturate.
+        elem_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        block: ``1x32``, or ``32x32`` squares over the last two axes.
+        offs: int32 (E,) end offsets of token groups along ``axis``, any sizes. Each group starts a new block, at the
+            next multiple of 32 of the padded axis; what lies past ``offs[-1]`` is dropped. 2-D ``x``, 1x32 blocks.
+        backend: ``auto`` or a name of ``titan_mxfp8.backends``.
+
+    Returns:
+        The quantised operand. A block that holds NaN or Inf is NaN as a whole; no other block is touched.
+
+    Raises:
+        ValueError: anything not as described above.
+    """
+    check_dtype("x", x)
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis {axis} is out of range for a tensor of shape {tuple(x.shape)}")
+    axis %= x.ndim
+    for name, value, known in (
+        ("rounding", rounding, ROUNDINGS),
+        ("elem_dtype", elem_dtype, ELEM_DTYPES),
+        ("block", block, BLOCKS),
+    ):
+        if value not in known:
+            raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(map(str, known))}")
+    if block == "32x32" and axis < x.ndim - 2:
+        raise ValueError(f"32x32 blocks span the last two axes of {tuple(x.shape)}, axis {axis} is neither of them")
+    if offs is not None:
+        if block != "1x32" or x.ndim != 2:
+            raise ValueError(f"offs takes 1x32 blocks of a 2-D tensor, got {block} and shape {tuple(x.shape)}")
+        check_offs_type(offs)
+    kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block}
+    return library.quantize(x, axis, offs=offs, backend=backend, **kwargs)
