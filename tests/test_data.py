@@ -1,0 +1,379 @@
+"""The shipped text and tokenizer (train_configs/assets) and the script that makes them (scripts/make_data.py)."""
+
+import hashlib
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import datasets
+import pytest
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
+
+ROOT = Path(__file__).resolve().parent.parent
+ASSETS = ROOT / "train_configs" / "assets"
+VOCAB_SIZE = 2048
+BOS_ID, EOS_ID = 0, 1
+
+needs_dpkg = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="builds small .deb files with dpkg-deb")
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_data", ROOT / "scripts" / "make_data.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+make_data = load_script()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer(str(ASSETS / "tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, str]]:
+    lines = (ASSETS / "kjv" / "data.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def readme_table() -> dict[str, dict[str, str]]:
+    """README.md's table of files: path -> column -> cell."""
+    cells = [
+        [cell.strip(" `") for cell in line.strip("|").split("|")]
+        for line in (ASSETS / "README.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `") or line.startswith("| file")
+    ]
+    header, *body = cells
+    return {row[0]: dict(zip(header[1:], row[1:], strict=True)) for row in body}
+
+
+# The shipped tokenizer
+
+
+def test_torchtitan_reads_vocabulary_bos_and_eos(tokenizer):
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE
+    assert sorted(tokenizer.get_vocab().values()) == list(range(VOCAB_SIZE))
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (BOS_ID, EOS_ID)
+
+
+@pytest.mark.parametrize("asked", [{}, {"add_bos": True, "add_eos": True}])
+def test_bos_and_eos_are_added_once(tokenizer, asked):
+    ids = tokenizer.encode("In the beginning", **asked)
+    assert ids[0] == BOS_ID and ids[-1] == EOS_ID
+    assert not {BOS_ID, EOS_ID} & set(ids[1:-1])
+    assert ids[1:-1] == tokenizer.encode("In the beginning", add_bos=False, add_eos=False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "  two spaces, in front and behind  ",
+        "tabs\tand\t\tlines\n\n\nand\r\nreturns \n",
+        "naïve façade, Größe, Ελληνικά, עברית, 中文, 日本語",
+        "emoji 🙂🇩🇪 and a lone combining accent: e\u0301",
+        "non-breaking\u00a0space, zero\u200bwidth, line\u2028separator",
+        "x = {'a': [1, 2.5e-8]}  # code\n\tif x: pass",
+        "".join(map(chr, range(256))),
+    ],
+)
+def test_round_trip_of_text_unlike_the_training_text(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert max(ids) < VOCAB_SIZE
+
+
+# The shipped text
+
+
+def test_every_row_is_one_nonempty_text(rows):
+    assert all(row.keys() == {"text"} for row in rows)
+    assert all(len(row["text"].strip()) > 100 for row in rows)
+    assert len({row["text"] for row in rows}) == len(rows)
+
+
+def test_every_chapter_is_there_once_in_order(rows):
+    headings = [row["text"].split("\n")[0] for row in rows]
+    assert len(set(headings)) == len(headings) == 1189
+    assert (headings[0], headings[-1]) == ("Genesis 1", "Revelation 22")
+    chapters: dict[str, list[int]] = {}
+    for heading in headings:
+        book, chapter = heading.rsplit(" ", 1)
+        chapters.setdefault(book, []).append(int(chapter))
+    assert len(chapters) == 66
+    assert all(numbers == list(range(1, len(numbers) + 1)) for numbers in chapters.values())
+    # The last verse: asking `bible` for "Gen1-Rev22" stops twenty verses before it.
+    assert rows[-1]["text"].endswith("The grace of our Lord Jesus Christ be with you all. Amen.")
+    assert sum(row["text"].count("\n") - 1 for row in rows) == 31102
+
+
+def test_rows_round_trip(tokenizer, rows):
+    for row in rows[::40]:
+        assert tokenizer.decode(tokenizer.encode(row["text"])) == row["text"]
+
+
+def test_token_count_and_compression(tokenizer, rows):
+    texts = [row["text"] for row in rows]
+    encodings = tokenizer.tokenizer.encode_batch_fast(texts)
+    ids = set().union(*(encoding.ids for encoding in encodings))
+    tokens = sum(len(encoding) for encoding in encodings)
+    assert max(ids) < VOCAB_SIZE
+    merges = range(2 + 256, VOCAB_SIZE)  # after bos, eos and the bytes, of which English uses a third
+    assert len(ids.intersection(merges)) > 0.95 * len(merges)  # they come from this text and not from another
+    assert sum(len(text.encode()) for text in texts) > 3.3 * tokens  # 3.6 as shipped, 1 without merges
+    assert int(readme_table()["kjv/data.jsonl"]["tokens"]) == tokens + 2 * len(rows)
+
+
+def test_readme_describes_the_files_beside_it(rows):
+    table = readme_table()
+    files = {str(path.relative_to(ASSETS)) for path in ASSETS.rglob("*") if path.is_file()}
+    assert {"kjv/data.jsonl", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"} == set(table)
+    assert set(table) | {"README.md"} <= files
+    for name, cells in table.items():
+        content = (ASSETS / name).read_bytes()
+        assert int(cells["bytes"]) == len(content), name
+        assert cells["sha256"] == hashlib.sha256(content).hexdigest(), name
+    assert int(table["kjv/data.jsonl"]["rows"]) == len(rows)
+
+
+def test_readme_names_package_licence_and_command_and_no_machine():
+    text = (ASSETS / "README.md").read_text(encoding="utf-8")
+    assert re.search(r"bible-kjv-text \d+\.\d+", text)
+    assert "usr/share/doc/bible-kjv-text/copyright" in text and "public domain" in text
+    assert "python scripts/make_data.py --sources kjv --vocab-size 2048 --out train_configs/assets\n" in text
+    assert not re.search(r"(?<![\w.])/(home|root|work|tmp|usr|var|opt)\b", text)
+    assert "://" not in text and "debian.org" not in text
+
+
+def test_torchtitan_feeds_the_text(tokenizer, rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    data = HuggingFaceTextDataset("c4_test", str(ASSETS / "kjv"), tokenizer, seq_len=128)
+    inputs, labels = next(iter(data))
+    expected = tokenizer.encode(rows[0]["text"])[:129]
+    assert inputs["input"].tolist() == expected[:-1] and labels.tolist() == expected[1:]
+
+
+# scripts/make_data.py
+
+PAGE = """<html><head><title>Not this</title><style>p {{ color: red }}</style></head><body>
+<div class="sphinxsidebar"><div>A sidebar.</div></div><p>Outside of the main part.</p>
+<div role="main"><h1>{title}<a class="headerlink" href="#">¶</a></h1>
+<p>The <em>first</em>&nbsp;paragraph &amp; its
+  <code>inline</code> code.<br/>After a break.</p>
+<ul><li>An item</li><li><p>Another item</p></li></ul>
+<pre>int code(void);</pre><table><tr><td>A table cell</td></tr></table>
+<dl><dt class="sig">int signature(void)</dt><dd>What it does.</dd></dl>
+<p>0x00 0x01 0x02 0x03</p>
+<p>{repeated}</p>
+<div>Text of a div, <b>bold</b>.</div></div><p>Below the main part.</p></body></html>"""
+REPEATED = (
+    "This long paragraph is on every one of the pages, and only the first of them is to keep it for the data set."
+)
+
+
+def write_pages(root: Path) -> None:
+    """Two pages with text, one with too little, one in a folder of translations, an index."""
+    root.mkdir(parents=True)
+    (root / "translations").mkdir()
+    (root / "b.html").write_text(PAGE.format(title="Second page " * 20, repeated=REPEATED), encoding="utf-8")
+    (root / "a.html").write_text(PAGE.format(title="First page é", repeated=REPEATED), encoding="utf-8")
+    (root / "c.html").write_text("<p>Too short.</p>", encoding="utf-8")
+    for name in ("translations/d.html", "genindex-A.html"):
+        (root / name).write_text(PAGE.format(title="Skipped page " * 20, repeated="x"), encoding="utf-8")
+
+
+def make_deb(folder: Path, package: str, pages: str | None = None, depends: str | None = None) -> None:
+    """A small .deb in `folder`, with write_pages() under the path `pages`."""
+    root = folder / f"tree_{package}"
+    (root / "DEBIAN").mkdir(parents=True)
+    fields = [f"Package: {package}", "Version: 1.5-2", "Architecture: all", "Maintainer: x <x@y>", "Description: x"]
+    fields += [f"Depends: {depends}"] if depends else []
+    (root / "DEBIAN" / "control").write_text("\n".join(fields) + "\n")
+    if pages:
+        write_pages(root / pages)
+    command = ["dpkg-deb", "-Znone", "--build", str(root), str(folder / f"{package}_1.5-2_all.deb")]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.fixture
+def debs(tmp_path) -> Path:
+    folder = tmp_path / "debs"
+    make_deb(folder, "debian-handbook", pages="usr/share/doc/debian-handbook/html/en-US")
+    make_deb(folder, "linux-doc", depends="linux-doc-9.9 (= 1.5-2)")
+    make_deb(folder, "linux-doc-9.9", pages="usr/share/doc/linux-doc-9.9/html")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_html_paragraphs_keep_prose_only():
+    assert make_data.html_paragraphs(PAGE.format(title="A title", repeated=REPEATED)) == [
+        "A title",
+        "The first paragraph & its inline code.",
+        "After a break.",
+        "An item",
+        "Another item",
+        "What it does.",
+        REPEATED,
+        "Text of a div, bold.",
+    ]
+
+
+def test_html_page_without_main_part_is_read_whole():
+    page = "<p id=title>Site</p><ul class='docnav top'><li>Next</li></ul><div class=para>Unclosed text"
+    assert make_data.html_paragraphs(page) == ["Unclosed text"]
+
+
+def test_read_html_orders_dedupes_and_skips(tmp_path):
+    write_pages(tmp_path / "x" / "html")
+    documents = make_data.read_html(tmp_path, "*/html")
+    assert [document[:11] for document in documents] == ["First page ", "Second page"]
+    assert [document.count(REPEATED) for document in documents] == [1, 0]
+    assert all("An item\n\nAnother item" in document for document in documents)  # short paragraphs may repeat
+    with pytest.raises(ValueError, match="holds no folder y/html"):
+        make_data.read_html(tmp_path, "y/html")
+
+
+def test_parse_kjv_reads_chapters_and_notices_a_missing_verse(monkeypatch):
+    output = (
+        "\nGenesis 1\n\n  1 In the  beginning. \n  2 And the earth.\n\nGenesis 2\n\n  1 Thus.\n\n1 John 1\n\n 10 If.\n"
+    )
+    monkeypatch.setattr(make_data, "KJV_BOOKS", 2)
+    monkeypatch.setattr(make_data, "KJV_CHAPTERS", 3)
+    monkeypatch.setattr(make_data, "KJV_VERSES", 4)
+    documents = ["Genesis 1\n\nIn the beginning.\nAnd the earth.", "Genesis 2\n\nThus.", "1 John 1\n\nIf."]
+    assert make_data.parse_kjv(output) == documents
+    for broken in (output.replace("  2 And the earth.\n", ""), output + "\nGenesis 2\n", "  1 No heading.\n", ""):
+        with pytest.raises(ValueError, match="output format may have changed"):
+            make_data.parse_kjv(broken)
+
+
+def test_train_tokenizer_gives_the_exact_size_or_says_why_not():
+    documents = ["the cat sat on the mat, the rat sat on the cat"] * 3
+    tokenizer = make_data.train_tokenizer(documents, 265)
+    assert tokenizer.get_vocab_size() == 265
+    assert tokenizer.to_str() == make_data.train_tokenizer(documents, 265).to_str()
+    assert tokenizer.decode(tokenizer.encode("ß \n\t中").ids) == "ß \n\t中"
+    with pytest.raises(ValueError, match="too short for --vocab-size 4000"):
+        make_data.train_tokenizer(documents, 4000)
+
+
+def test_count_tokens_goes_past_one_batch_and_adds_bos_and_eos():
+    tokenizer = make_data.train_tokenizer(["nothing here repeats"], 258)
+    assert make_data.count_tokens(tokenizer, ["abc", "é"] * 300) == 300 * (3 + 2) + 600 * 2
+
+
+@needs_dpkg
+def test_a_whole_set_is_the_same_twice(debs, tmp_path):
+    command = [
+        "--sources",
+        "linux",
+        "handbook",
+        "--vocab-size",
+        "280",
+        "--debs",
+        str(debs),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    make_data.main(command)
+    first = contents(tmp_path / "out")
+    data = "linux-handbook/data.jsonl"
+    assert set(first) == {data, "README.md", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"}
+    texts = [json.loads(line)["text"] for line in first[data].decode().splitlines()]
+    assert [text[:11] for text in texts] == ["First page ", "Second page"]  # the handbook's pages are the same two
+    assert "é".encode() in first[data]
+
+    readme = first["README.md"].decode()
+    assert "| linux | linux-doc-9.9 1.5-2 | GPL-2" in readme and "| handbook | debian-handbook 1.5-2 |" in readme
+    assert hashlib.sha256(first[data]).hexdigest() in readme
+    trained = HuggingFaceTokenizer(str(tmp_path / "out" / "tokenizer"))
+    tokens = sum(len(trained.encode(text)) for text in texts)
+    assert f"| `{data}` | {len(first[data])} | 2 | {tokens} |" in readme and trained.get_vocab_size() == 280
+
+    make_data.main(command)
+    assert contents(tmp_path / "out") == first
+
+
+@needs_dpkg
+def test_shuffle_follows_its_seed_and_keeps_the_rows(debs, tmp_path, monkeypatch):
+    documents = [f"document {number}" for number in range(50)]
+    monkeypatch.setattr(make_data, "read_html", lambda root, pages: documents)
+    written = []
+    for seed in ([], ["--shuffle-seed", "1"], ["--shuffle-seed", "1"], ["--shuffle-seed", "2"]):
+        out = tmp_path / f"out{len(written)}"
+        make_data.main(["--sources", "handbook", "--debs", str(debs), "--out", str(out), *seed])
+        assert {path.name for path in out.iterdir()} == {"handbook", "README.md"}  # no tokenizer was asked for
+        written.append((out / "handbook" / "data.jsonl").read_text().splitlines())
+    natural, one, one_again, two = written
+    assert [json.loads(line)["text"] for line in natural] == documents
+    assert one == one_again and one != two and one != natural
+    assert sorted(one) == sorted(two) == sorted(natural)
+
+
+def test_missing_apt_get_says_what_to_do_and_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"(?s)apt-get was not found.*--debs"):
+        make_data.main(["--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_failing_apt_get_says_what_to_do_and_writes_nothing(tmp_path, monkeypatch):
+    (tmp_path / "apt-get").write_text("#!/bin/sh\necho E: Unable to locate package $2 >&2\nexit 100\n")
+    (tmp_path / "apt-get").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"(?s)Unable to locate package bible-kjv.*`apt-get update`"):
+        make_data.main(["--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+@needs_dpkg
+def test_bad_packages_say_what_to_do_and_write_nothing(debs, tmp_path):
+    def error(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as raised:
+            make_data.main(["--debs", str(debs), "--out", str(tmp_path / "out"), *arguments])
+        assert not (tmp_path / "out").exists()
+        return str(raised.value)
+
+    assert "holds 0 files anarchism_*.deb" in error("--sources", "handbook", "anarchism")
+    assert "too short for --vocab-size 5000" in error("--sources", "handbook", "--vocab-size", "5000")
+    (debs / "linux-doc-9.9_1.5-2_all.deb").write_bytes(b"half a download")
+    assert "is linux-doc-9.9_1.5-2_all.deb complete?" in error("--sources", "linux")
+    make_deb(debs, "python3-doc", depends="something-else")
+    assert "depends on no python3" in error("--sources", "python")
+
+
+def test_wrong_arguments_are_refused_before_any_download(tmp_path, monkeypatch, capsys):
+    def no_download(*arguments: object) -> None:
+        raise AssertionError(f"fetched with {arguments}")
+
+    monkeypatch.setattr(make_data, "fetch_source", no_download)
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(SystemExit, match="file is a file"):
+        make_data.main(["--out", str(tmp_path / "file")])
+    with pytest.raises(SystemExit, match=r"holds no tokenizer\.json"):
+        make_data.main(["--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        make_data.main(["--out", str(tmp_path / "out"), "--vocab-size", "257"])
+    assert "257 is too small" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "kept" and not (tmp_path / "out").exists()
+
+
+def test_write_files_replaces_all_or_none(tmp_path):
+    make_data.write_files(tmp_path, {"a": b"old", "folder/b": b"old"})
+    before = contents(tmp_path)
+    with pytest.raises(OSError):
+        make_data.write_files(tmp_path, {"folder/b": b"new", "a/c": b"`a` is a file"})
+    assert contents(tmp_path) == before
+    make_data.write_files(tmp_path, {"a": b"new", "folder/b": b"new"})
+    assert contents(tmp_path) == {"a": b"new", "folder/b": b"new"}
