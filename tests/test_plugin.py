@@ -1,0 +1,193 @@
+"""The plugin's config: fields, names, defaults, and what a bad config gets before anything is built."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torchtitan.components.quantization import QuantizationConverter
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts
+from torchtitan.models.llama4 import Transformer, llama4_args
+from torchtitan.models.moe.moe import GroupedExperts
+from torchtitan.protocols.model_converter import build_model_converters
+
+from titan_mxfp8 import modules, mxfp8_grouped_mm
+from titan_mxfp8.plugin.experts import MXFP8GroupedExperts
+
+ROOT = Path(__file__).parent.parent
+TOMLS = sorted((ROOT / "train_configs").glob("debug_*.toml"))
+PLUGIN = "--job.custom_config_module=titan_mxfp8.plugin"
+ASSETS = [
+    f"--model.hf_assets_path={ROOT}/train_configs/assets/tokenizer",
+    "--training.dataset=c4_test",
+    f"--training.dataset_path={ROOT}/train_configs/assets/kjv",
+]
+GROUPED, LINEAR = "quantize.grouped_mm.mx", "quantize.linear.mx"
+
+
+def parse(*flags: str) -> JobConfig:
+    return ConfigManager().parse_args([PLUGIN, *ASSETS, *flags])
+
+
+def debug_model() -> Transformer:
+    with torch.device("meta"):
+        return Transformer(copy.deepcopy(llama4_args["debugmodel_2layers"]))
+
+
+def convert(job_config: JobConfig) -> Transformer:
+    model = debug_model()
+    build_model_converters(job_config, parallel_dims=None).convert(model)
+    return model
+
+
+def kinds(model: nn.Module) -> dict[str, int]:
+    linears = [fqn for fqn, module in model.named_modules() if isinstance(module, modules.MXFP8Linear)]
+    experts = [fqn for fqn, module in model.named_modules() if isinstance(module, MXFP8GroupedExperts)]
+    return {"linears": len(linears), "experts": len(experts)}
+
+
+def test_one_flag_converts_the_routed_experts_and_nothing_else() -> None:
+    model = convert(parse(f"--model.converters={GROUPED}"))
+    assert kinds(model) == {"linears": 0, "experts": 1}
+    assert type(model.layers["1"].moe.shared_experts.w1) is nn.Linear
+    assert isinstance(model.layers["1"].moe.experts, GroupedExperts)
+
+
+def test_linears_and_both() -> None:
+    # 4 of attention in each layer, 3 of the dense layer's feed-forward, 3 of the shared expert
+    assert kinds(convert(parse(f"--model.converters={LINEAR}"))) == {"linears": 14, "experts": 0}
+    assert kinds(convert(parse(f"--model.converters={GROUPED},{LINEAR}"))) == {"linears": 14, "experts": 1}
+    flag = "--quantize.linear.mx.filter_fqns=output,router.gate,attention.wk,attention.wv"
+    assert kinds(convert(parse(f"--model.converters={LINEAR}", flag))) == {"linears": 10, "experts": 0}
+
+
+def test_an_empty_list_of_converters_means_none() -> None:
+    assert parse("--model.converters=").model.converters == []
+
+
+@pytest.mark.parametrize("toml", TOMLS, ids=lambda path: path.stem)
+def test_the_debug_tomls_parse_and_convert(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = ConfigManager().parse_args([f"--job.config_file={toml}"])
+    assert config.model.converters == [GROUPED, LINEAR]
+    assert config.metrics.enable_wandb and config.metrics.enable_tensorboard
+
+
+def test_existing_tomls_keep_working(tmp_path: Path) -> None:
+    """As written for TorchTitan's own converters: every field it has, fqns as a plain string."""
+    toml = tmp_path / "old.toml"
+    toml.write_text(
+        f"""
+        [job]
+        custom_config_module = "titan_mxfp8.plugin"
+        [model]
+        converters = ["{LINEAR}", "{GROUPED}"]
+        [quantize.linear.mx]
+        recipe_name = "mxfp8_cublas"
+        mxfp8_dim1_cast_kernel_choice = "cuda"
+        filter_fqns = ["output"]
+        [quantize.grouped_mm.mx]
+        recipe_name = "mxfp8"
+        fqns = "experts"
+        """
+    )
+    config = ConfigManager().parse_args([f"--job.config_file={toml}", *ASSETS])
+    model = convert(config)
+    assert kinds(model) == {"linears": 14, "experts": 1}
+    assert model.layers["0"].attention.wq.mxfp8.recipe.name == "mxfp8_floor"
+    assert model.layers["1"].moe.experts.mxfp8.recipe.name == "mxfp8"
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (
+            [f"--model.converters={GROUPED}", "--quantize.grouped_mm.mx.recipe_name=mxfp4"],
+            r"grouped_mm.*'mxfp4'.*mxfp8_2d",
+        ),
+        ([f"--model.converters={LINEAR}", "--quantize.linear.mx.recipe_name=float8"], "unknown recipe 'float8'"),
+        ([f"--model.converters={LINEAR}", "--quantize.linear.mx.backend=cutlass"], "unknown backend 'cutlass'"),
+        ([f"--model.converters={LINEAR},quantize.grouped_mm.float8"], "mixes quantisation formats"),
+        ([f"--model.converters=quantize.linear.float8,{GROUPED}"], "mixes quantisation formats"),
+        (["--model.hf_assets_path=/nonexistent"], "holds no tokenizer.*make_data.py"),
+        (["--training.dataset_path=/nonexistent"], r"holds no data.jsonl.*make_data.py"),
+    ],
+)
+def test_a_bad_config_is_refused_when_it_is_parsed(flags: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(*flags)
+
+
+def test_the_converters_check_mixed_formats_themselves() -> None:
+    """For a config that was built in Python and never parsed."""
+    config = parse()
+    config.model.converters = [GROUPED, "quantize.linear.float8"]
+    with pytest.raises(ValueError, match="mixes quantisation formats"):
+        QuantizationConverter(config, None)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (
+            [f"--model.converters={GROUPED}", "--quantize.grouped_mm.mx.fqns=shared_experts"],
+            r"moe.experts \(GroupedExperts\)",
+        ),
+        ([f"--model.converters={GROUPED}", "--quantize.grouped_mm.mx.fqns="], "no expert module matches"),
+        (
+            [f"--model.converters={LINEAR}", "--quantize.linear.mx.filter_fqns=layers,output"],
+            "no nn.Linear was converted",
+        ),
+    ],
+)
+def test_converting_nothing_raises(flags: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        convert(parse(*flags))
+
+
+def make_experts(use_grouped_mm: bool) -> GroupedExperts:
+    experts = GroupedExperts(dim=64, hidden_dim=96, num_experts=4, use_grouped_mm=use_grouped_mm)
+    with torch.no_grad():
+        experts.init_weights(0.02)
+    return experts
+
+
+@pytest.mark.parametrize("use_grouped_mm", [True, False])
+def test_experts_run_in_mxfp8_whatever_use_grouped_mm_says(use_grouped_mm: bool) -> None:
+    """TorchTitan clears the flag below SM90, CPUs included, and then loops over experts in bf16."""
+    experts, x = make_experts(use_grouped_mm), torch.randn(50, 64)
+    counts = torch.tensor([13, 0, 31, 6])
+    modules.convert_experts(nn.ModuleDict({"experts": experts}), recipe="mxfp8_2d", fqns=["experts"])
+    offs = counts.cumsum(0, dtype=torch.int32)
+
+    def mm(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return mxfp8_grouped_mm(a.bfloat16(), w.bfloat16().mT, offs, recipe="mxfp8_2d")
+
+    expected = mm(torch.nn.functional.silu(mm(x, experts.w1)) * mm(x, experts.w3), experts.w2)
+    assert torch.equal(experts(x, counts), expected.float())
+
+
+def test_compiled_experts_equal_eager_ones() -> None:
+    experts, x, counts = make_experts(True), torch.randn(50, 64), torch.tensor([13, 0, 31, 6])
+    holder = nn.ModuleDict({"experts": experts})
+    compiled = copy.deepcopy(holder)
+    modules.convert_experts(holder, recipe="mxfp8", fqns=["experts"])
+    modules.convert_experts(compiled, recipe="mxfp8", fqns=["experts"], compile_backend="aot_eager")
+    torch.testing.assert_close(compiled["experts"](x, counts), experts(x, counts), rtol=1e-2, atol=1e-4)
+
+
+def test_compile_enable_reaches_the_experts() -> None:
+    plain = convert(parse(f"--model.converters={GROUPED}"))
+    assert plain.layers["1"].moe.experts.mxfp8.compile_backend is None
+    model = convert(parse(f"--model.converters={GROUPED}", "--compile.enable"))
+    assert model.layers["1"].moe.experts.mxfp8.compile_backend == "inductor"
+
+
+def test_gpt_oss_experts_count_as_experts() -> None:
+    """They have no MXFP8 class of their own: their calls of torch._grouped_mm are replaced."""
+    with torch.device("meta"):
+        experts = nn.ModuleDict({"experts": GptOssGroupedExperts(64, 96, 4, 7.0, True)})
+    assert modules.convert_experts(experts, recipe="mxfp8", fqns=["experts"]) == ["experts"]
+    assert isinstance(experts["experts"], GptOssGroupedExperts)

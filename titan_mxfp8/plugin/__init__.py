@@ -1,0 +1,17 @@
+"""How TorchTitan gets it: ``[job] custom_config_module = "titan_mxfp8.plugin"`` is all that a TOML needs.
+
+TorchTitan imports this module while it parses the config, before the Trainer exists, and merges ``JobConfig`` into its
+own.
+"""
+
+from titan_mxfp8.plugin import compat, config_check, converters, cpu, flavors
+from titan_mxfp8.plugin.job_config import JobConfig
+
+__all__ = ["JobConfig"]
+
+converters.register()
+config_check.install()
+flavors.register_flavors()
+compat.repair_selective_ac()
+compat.default_wandb_offline()
+cpu.enable_cpu_training()

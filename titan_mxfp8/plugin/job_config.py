@@ -1,0 +1,66 @@
+"""The config fields that the plugin adds to TorchTitan's, with their documentation.
+
+TorchTitan merges ``JobConfig`` into its own while it parses the config. The merge needs real types: this module must
+not have ``from __future__ import annotations``.
+"""
+
+from dataclasses import dataclass, field
+
+DEFAULT_FILTER_FQNS = ("output", "router.gate")
+DEFAULT_FQNS = ("experts",)
+
+
+@dataclass
+class MXLinear:
+    recipe_name: str = "mxfp8"
+    """
+    What is quantised how, in all linears: mxfp8, mxfp8_floor, mxfp8_wgrad_bf16, mxfp8_2d, mxfp8_2d_wgrad_bf16,
+    mxfp8_e5m2_grad, or one of the aliases mxfp8_rceil and mxfp8_cublas_rceil (= mxfp8), mxfp8_cublas (= mxfp8_floor),
+    mxfp8_rceil_wgrad_with_hp (= mxfp8_wgrad_bf16).
+    """
+
+    filter_fqns: list[str] = field(default_factory=lambda: list(DEFAULT_FILTER_FQNS))
+    """
+    Comma-separated parts of the names of nn.Linear modules to leave in high precision. A linear whose in or out
+    features are not a multiple of 32 is always left, with a log line that names it.
+    Example: --quantize.linear.mx.filter_fqns="output,router.gate,attention.wk,attention.wv"
+    """
+
+    backend: str = "auto"
+    """auto, or the name of a backend: one that cannot run on this hardware is an error. The log names the choice."""
+
+
+@dataclass
+class MXGroupedMM:
+    recipe_name: str = "mxfp8"
+    """What is quantised how, in the routed experts; the names are those of quantize.linear.mx.recipe_name."""
+
+    fqns: list[str] | str = field(default_factory=lambda: list(DEFAULT_FQNS))
+    """
+    Comma-separated parts of the names of expert modules to convert. Only modules that hold one matrix per expert count:
+    the linears of moe.shared_experts match "experts" too, and belong to quantize.linear.mx.
+    """
+
+    backend: str = "auto"
+    """auto, or the name of a backend: one that cannot run on this hardware is an error. The log names the choice."""
+
+
+@dataclass
+class QuantizedLinear:
+    mx: MXLinear = field(default_factory=MXLinear)
+
+
+@dataclass
+class QuantizedGroupedMM:
+    mx: MXGroupedMM = field(default_factory=MXGroupedMM)
+
+
+@dataclass
+class Quantize:
+    linear: QuantizedLinear = field(default_factory=QuantizedLinear)
+    grouped_mm: QuantizedGroupedMM = field(default_factory=QuantizedGroupedMM)
+
+
+@dataclass
+class JobConfig:
+    quantize: Quantize = field(default_factory=Quantize)
