@@ -1,0 +1,36 @@
+# Makes .venv in the repository's root and installs the package with what training and the tests need. Sourced by
+# train.sh and test.sh, from the root; leaves the environment active. Installs again only when pyproject.toml changes.
+#
+# torch: one that the system's Python already has is used. Else, with an NVIDIA or AMD GPU, the newest release that pip
+# finds; without one, a CPU build, so that no CUDA packages are downloaded. TORCH= names another requirement.
+
+stamp=.venv/.installed-$(cksum < pyproject.toml | cut -d' ' -f1)-${TORCH:-default}
+
+has_gpu() { command -v nvidia-smi > /dev/null 2>&1 || command -v rocminfo > /dev/null 2>&1; }
+
+pick_torch() {
+    if [ -n "${TORCH:-}" ]; then
+        echo "$TORCH"
+    elif has_gpu || [ "$(uname -s)-$(uname -m)" != Linux-x86_64 ]; then
+        echo "torch>=2.11" # elsewhere than on Linux x86-64 this is a CPU build
+    else
+        echo "torch==2.13.0+cpu"
+    fi
+}
+
+if [ ! -e "$stamp" ]; then
+    if python3 -c "import torch" 2> /dev/null; then
+        python3 -m venv --system-site-packages .venv
+    else
+        python3 -m venv .venv
+        torch=$(pick_torch)
+        if ! .venv/bin/python -m pip install -q --disable-pip-version-check "$torch"; then
+            echo "setup: pip found no '$torch'. Where your package index has no CPU build of torch, take the index address" >&2
+            echo "setup: from pytorch.org (Get Started: Linux, Pip, CPU), put it in PIP_EXTRA_INDEX_URL and run this again." >&2
+            exit 1
+        fi
+    fi
+    .venv/bin/python -m pip install -q --disable-pip-version-check -e ".[train,test]"
+    touch "$stamp"
+fi
+. .venv/bin/activate

@@ -1,0 +1,69 @@
+"""Runs TorchTitan's own ``torchtitan.train`` on the debug TOMLs in subprocesses, and reads their losses back."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).parent.parent
+BF16 = "--model.converters="
+LAYOUTS = {
+    "1 process": (1, []),
+    "FSDP 2": (2, []),
+    "FSDP 2 + EP 2": (2, ["--parallelism.expert_parallel_degree=2"]),
+    "TP 2": (2, ["--parallelism.tensor_parallel_degree=2"]),
+}
+
+
+def start(
+    out: Path, model: str, *flags: str, layout: str = "1 process", program: tuple[str, ...] = ("-m", "torchtitan.train")
+) -> subprocess.Popen:
+    """Starts a training run of ``train_configs/debug_<model>.toml``; its output goes to ``out/log``."""
+    processes, layout_flags = LAYOUTS[layout]
+    out.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command += [*program, f"--job.config_file=train_configs/debug_{model}.toml", f"--job.dump_folder={out}"]
+    environment = os.environ | {"OMP_NUM_THREADS": str(2 // processes), "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
+    with (out / "log").open("a") as log:
+        return subprocess.Popen(
+            [*command, *layout_flags, *flags],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def train(out: Path, model: str, *flags: str, **kwargs) -> dict[int, float]:
+    """Runs it to the end and returns the loss of each step."""
+    status = start(out, model, *flags, **kwargs).wait()
+    log = (out / "log").read_text()
+    assert status == 0, log[-6000:]
+    return losses(out)
+
+
+def kill_when(process: subprocess.Popen, ready: Callable[[], bool], timeout: float = 240) -> None:
+    """Sends SIGKILL to the launcher and all its workers once ``ready()``."""
+    deadline = time.monotonic() + timeout
+    while not ready():
+        assert process.poll() is None, "the run ended before it was to be killed"
+        assert time.monotonic() < deadline, "the run never got there"
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def losses(out: Path) -> dict[int, float]:
+    """Loss by step from all TensorBoard logs of a run; a step that was run again counts as the later run had it."""
+    by_step = {}
+    for path in sorted(out.rglob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime):
+        log = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+        if "loss_metrics/global_avg_loss" in log.Tags()["scalars"]:
+            by_step |= {event.step: event.value for event in log.Scalars("loss_metrics/global_avg_loss")}
+    return by_step
