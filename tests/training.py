@@ -36,7 +36,6 @@ def start(
             env=environment,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
 
 
@@ -49,14 +48,23 @@ def train(out: Path, model: str, *flags: str, **kwargs) -> dict[int, float]:
 
 
 def kill_when(process: subprocess.Popen, ready: Callable[[], bool], timeout: float = 240) -> None:
-    """Sends SIGKILL to the launcher and all its workers once ``ready()``."""
+    """Sends SIGKILL to the launcher and all its workers, which have sessions of their own, once ``ready()``."""
     deadline = time.monotonic() + timeout
     while not ready():
         assert process.poll() is None, "the run ended before it was to be killed"
         assert time.monotonic() < deadline, "the run never got there"
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
+    for pid in (process.pid, *descendants(process.pid)):
+        os.kill(pid, signal.SIGKILL)
     process.wait()
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below ``pid``, read from /proc."""
+    children = [
+        int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
+    ]
+    return children + [pid for child in children for pid in descendants(child)]
 
 
 def losses(out: Path) -> dict[int, float]:

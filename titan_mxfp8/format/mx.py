@@ -91,7 +91,7 @@ class MXTensor:
         if self.block == "32x32":
             other = 2 * self.qdata.ndim - 3 - axis  # of the last two axes the other one
             scale = scale.repeat_interleave(BLOCK_SIZE, dim=other).narrow(other, 0, self.shape[other])
-        values = to_blocks(self.qdata.float(), axis) * scale.unsqueeze(axis + 1)
+        values = to_blocks(self.qdata.float(), axis).mul_(scale.unsqueeze(axis + 1))
         return values.flatten(axis, axis + 1).narrow(axis, 0, self.shape[axis]).to(dtype or self.orig_dtype)
 
     @classmethod

@@ -42,7 +42,8 @@ def quantize(
     if offs is not None:
         x = _gather_groups(x, axis, offs)
     blocks = to_blocks(x.float(), axis)
-    scale = _scale_bytes(blocks.abs().amax(axis + 1), elem_dtype, rounding)
+    amax = torch.maximum(blocks.amax(axis + 1), -blocks.amin(axis + 1))  # of the magnitudes, without storing those
+    scale = _scale_bytes(amax, elem_dtype, rounding)
     qdata = _cast(blocks, scale.unsqueeze(axis + 1), elem_dtype).flatten(axis, axis + 1).narrow(axis, 0, x.shape[axis])
     return MXTensor(_stored_along(qdata, axis), _stored_along(scale, axis), axis, block, x.dtype)
 
@@ -99,7 +100,7 @@ def gemm_m_grouped(
     if bias is not None:
         expert_M = torch.searchsorted(offs, row_M, right=True).clamp(max=offs.numel() - 1)
         y_MD = y_MD + bias.float()[expert_M]
-    return torch.where((row_M < offs[-1])[:, None], y_MD, 0).to(out_dtype)
+    return y_MD.to(out_dtype).masked_fill_((row_M >= offs[-1])[:, None], 0)
 
 
 def gemm_k_grouped(a: MXTensor, b: MXTensor, offs: torch.Tensor | None, *, out_dtype: torch.dtype) -> torch.Tensor:
