@@ -1,6 +1,7 @@
-"""Losses of TorchTitan runs side by side, from their TensorBoard logs: a table, and a picture of the curves."""
+"""Losses of TorchTitan runs side by side, from their TensorBoard logs: a table, a CSV, and a picture of the curves."""
 
 import argparse
+import csv
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,15 @@ def median_tps(run: Run) -> float:
     return values[len(values) // 2]
 
 
+def write_csv(runs: list[Run], path: Path) -> None:
+    """One row for each common step: the loss and the tokens per second of every run."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", *(f"{run.name} {what}" for run in runs for what in ("loss", "tps"))])
+        for step in common_steps(runs):
+            writer.writerow([step, *(value[step] for run in runs for value in (run.loss, run.tps))])
+
+
 def plot(runs: list[Run], path: Path) -> None:
     """Draws the loss curves, and below them the difference from the first run."""
     import matplotlib
@@ -97,7 +107,7 @@ def main() -> None:
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="dump folder of a run; the first is the baseline"
     )
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder for losses.png [.]")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for losses.csv and losses.png [.]")
     args = parser.parse_args()
     try:
         runs = [read_run(folder) for folder in args.runs]
@@ -107,8 +117,9 @@ def main() -> None:
     for run in runs:
         print(f"{run.name}: {len(run.loss)} steps logged, median {median_tps(run):,.0f} tokens/s per device")
     args.out.mkdir(parents=True, exist_ok=True)
+    write_csv(runs, args.out / "losses.csv")
     plot(runs, args.out / "losses.png")
-    print(f"wrote {args.out / 'losses.png'}")
+    print(f"wrote {args.out / 'losses.csv'} and {args.out / 'losses.png'}")
 
 
 if __name__ == "__main__":

@@ -75,6 +75,15 @@ def test_a_killed_run_goes_on_from_its_checkpoint(run, tmp_path: Path) -> None:
     assert [resumed[step] for step in range(11, 21)] == [whole[step] for step in range(11, 21)]
 
 
+def test_without_a_login_wandb_logs_offline(tmp_path: Path) -> None:
+    """No key, no prompt (standard input is closed), no network: the run is on disk, ready for `wandb sync`."""
+    environment = {"WANDB_MODE": "", "WANDB_API_KEY": "", "HOME": str(tmp_path)}
+    train(tmp_path / "run", "llama4", "--training.steps=2", environment=environment)
+    (offline_run,) = (tmp_path / "run").rglob("wandb/offline-run-*/run-*.wandb")
+    assert b"global_avg_loss" in offline_run.read_bytes()
+    assert "WandB logging enabled" in (tmp_path / "run" / "log").read_text()
+
+
 @pytest.mark.parametrize("written, read", [("bf16", "mxfp8"), ("mxfp8", "bf16")])
 @pytest.mark.parametrize("model", MODELS)
 def test_bf16_and_mxfp8_exchange_checkpoints(run, tmp_path: Path, model: str, written: str, read: str) -> None:

@@ -21,21 +21,27 @@ LAYOUTS = {
 
 
 def start(
-    out: Path, model: str, *flags: str, layout: str = "1 process", program: tuple[str, ...] = ("-m", "torchtitan.train")
+    out: Path,
+    model: str,
+    *flags: str,
+    layout: str = "1 process",
+    program: tuple[str, ...] = ("-m", "torchtitan.train"),
+    environment: dict[str, str] | None = None,
 ) -> subprocess.Popen:
     """Starts a training run of ``train_configs/debug_<model>.toml``; its output goes to ``out/log``."""
     processes, layout_flags = LAYOUTS[layout]
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command += [*program, f"--job.config_file=train_configs/debug_{model}.toml", f"--job.dump_folder={out}"]
-    environment = os.environ | {"OMP_NUM_THREADS": str(2 // processes), "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
+    own = {"OMP_NUM_THREADS": str(2 // processes), "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
     with (out / "log").open("a") as log:
         return subprocess.Popen(
             [*command, *layout_flags, *flags],
             cwd=ROOT,
-            env=environment,
+            env=os.environ | own | (environment or {}),
             stdout=log,
             stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
         )
 
 
