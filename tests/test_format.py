@@ -144,6 +144,8 @@ def test_every_scale_byte_and_every_element_dequantise_exactly(dtype: torch.dtyp
     exact[255] = NAN
     assert torch.equal(values.nan_to_num(nan=-1.0), exact.float().nan_to_num(nan=-1.0))
     assert values[255].isnan().all() and not values[:255, :0x78].isnan().any()
+    mx = MXTensor(codes.view(dtype), scale, 1, "1x32", torch.float32)
+    assert torch.equal(reference._dequantize(mx).nan_to_num(nan=-1.0), values.nan_to_num(nan=-1.0))
 
 
 def test_every_reachable_scale_byte_comes_back() -> None:

@@ -87,12 +87,16 @@ class MXTensor:
         """
         if self.is_dequantized:
             return self.qdata.to(dtype or self.orig_dtype)
+        return self.scale_elements(self.qdata.float()).to(dtype or self.orig_dtype)
+
+    def scale_elements(self, elements: torch.Tensor) -> torch.Tensor:
+        """Multiplies the elements, given in fp32, by their scales; overwrites them."""
         axis, scale = self.axis, decode_scale(self.scale)
         if self.block == "32x32":
             other = 2 * self.qdata.ndim - 3 - axis  # of the last two axes the other one
             scale = scale.repeat_interleave(BLOCK_SIZE, dim=other).narrow(other, 0, self.shape[other])
-        values = to_blocks(self.qdata.float(), axis).mul_(scale.unsqueeze(axis + 1))
-        return values.flatten(axis, axis + 1).narrow(axis, 0, self.shape[axis]).to(dtype or self.orig_dtype)
+        values = to_blocks(elements, axis).mul_(scale.unsqueeze(axis + 1))
+        return values.flatten(axis, axis + 1).narrow(axis, 0, self.shape[axis])
 
     @classmethod
     def from_qdata_and_scales(cls, qdata: torch.Tensor, scales: torch.Tensor, orig_dtype: torch.dtype) -> "MXTensor":
@@ -124,9 +128,8 @@ class MXTensor:
 
 def decode_scale(scale: torch.Tensor) -> torch.Tensor:
     """E8M0 bytes to fp32: ``2^(s - 127)``. Byte 0 is the subnormal 2^-127, byte 255 NaN."""
-    bits = scale.to(torch.int32) << 23
-    bits = torch.where(scale == 0, 0x00400000, bits)
-    return torch.where(scale == SCALE_NAN, 0x7FC00000, bits).view(torch.float32)
+    bits = (scale.to(torch.int32) << 23).clamp_(min=0x00400000)
+    return bits.masked_fill_(scale == SCALE_NAN, 0x7FC00000).view(torch.float32)
 
 
 def to_blocks(x: torch.Tensor, axis: int) -> torch.Tensor:
