@@ -27,9 +27,9 @@ def run(tmp_path_factory: pytest.TempPathFactory):
     return get
 
 
-# Fall of the loss from step 1 to step 20, nats per token; measured 2.30 and 2.15 (llama4), 2.19 and 2.01 (deepseek_v3).
+# Fall of the loss from step 1 to step 20, nats per token; measured 2.35 and 2.18 (llama4), 2.21 and 2.00 (deepseek_v3).
 FALL = {"llama4": 2.0, "deepseek_v3": 1.9}
-# Largest difference from bf16 at any of the 20 steps; measured 0.0042 and 0.0031 (llama4), 0.0037 and 0.0028.
+# Largest difference from bf16 at any of the 20 steps; measured 0.0045 and 0.0026 (llama4), 0.0039 and 0.0034.
 BAND = 0.01
 
 

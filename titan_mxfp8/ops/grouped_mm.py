@@ -89,8 +89,9 @@ def mx_matmul(
 
 
 class _MXMatmul(torch.autograd.Function):
-    """Saves for backward: x as wgrad wants it, quantised along M (a byte per element) or high-precision, and for dgrad
-    the quantised weight (32x32: quantised once) or the weight itself (1x32: FSDP may free and gather it again)."""
+    """Saves for backward: x as wgrad wants it, quantised along M (one byte per element; two where the backend multiplies
+    the dequantised values) or high-precision, and for dgrad the FP8 weight of 32x32 blocks, quantised once, or else the
+    weight itself, which FSDP may free and gather again."""
 
     @staticmethod
     def forward(ctx, x_MK, x_scale, x_dtype, w_ENK, bias_EN, offs, recipe, out_dtype, backend):
@@ -113,7 +114,8 @@ class _MXMatmul(torch.autograd.Function):
         saved_w, saved_w_scale = w_ENK, None
         if needs_dx and recipe.weight_block == "32x32":
             w_along_k, w_along_n = library.quantize_operand_both(w_ENK, offs=None, **weight)
-            saved_w, saved_w_scale = w_along_n.qdata, w_along_n.scale
+            if not w_along_n.is_dequantized:  # two bytes per weight of every layer would cost more than a second pass
+                saved_w, saved_w_scale = w_along_n.qdata, w_along_n.scale
         else:
             w_along_k = library.quantize_operand(w_ENK, 2, offs=None, **weight)
 
@@ -144,7 +146,7 @@ class _MXMatmul(torch.autograd.Function):
 
         if needs_dx:
             if w_scale is None:
-                weight = grad | {"elem_dtype": torch.float8_e4m3fn}
+                weight = grad | {"elem_dtype": torch.float8_e4m3fn, "block": recipe.weight_block}
                 w_along_n = library.quantize_operand(w, 1, offs=None, **weight)
             else:
                 w_along_n = MXTensor(w, w_scale, 1, "32x32", ctx.w_dtype)
