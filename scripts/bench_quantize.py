@@ -154,7 +154,9 @@ def bench_host() -> Iterator[dict]:
         "host: backend.quantize": lambda: backend.quantize(x, 1, offs=None, **kwargs),
         "host: backend.quantize_both ragged": lambda: backend.quantize_both(x, offs=offs, **kwargs),
         "host: op quantize": lambda: library.quantize(x, 1, offs=None, backend="auto", **kwargs),
-        "host: op quantize_both ragged": lambda: library.quantize_both(x, offs=offs, backend="auto", **kwargs),
+        "host: op quantize_operand_both ragged": lambda: library.quantize_operand_both(
+            x, offs=offs, backend="auto", **kwargs
+        ),
     }.items():
         yield {"kernel": kernel, "shape": "256x256", "p50_us": round(host_us(call), 2)}
 

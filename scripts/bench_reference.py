@@ -1,6 +1,8 @@
 """Time of the reference backend against bf16 ``torch._grouped_mm`` on the CPU, forward + backward, in one run.
 
 The reference is the definition of the format and what a machine without accelerators trains with: this is its cost.
+
+    (. scripts/setup.sh && python scripts/bench_reference.py)   # with the allocator's settings of train.sh
 """
 
 import argparse

@@ -139,7 +139,7 @@ def snr_db(out: torch.Tensor, ref: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """Within, what ``torch.empty`` and ``torch.empty_like`` give is full of 0xFF bytes: NaN in every float type here."""
+    """Within, ``torch.empty`` and ``torch.empty_like`` give 0xFF bytes, which are NaN in every float type here."""
     shipped = torch.empty, torch.empty_like
 
     def poison(out: torch.Tensor) -> torch.Tensor:

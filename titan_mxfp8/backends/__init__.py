@@ -1,7 +1,8 @@
 """The backends, and the one place that looks at hardware.
 
-A backend is a module with the four functions of ``format/reference.py``: ``quantize``, ``quantize_both``,
-``gemm_m_grouped`` and ``gemm_k_grouped``, same signatures, same quantised bits. It is imported when it is chosen.
+A backend is a module with the functions of ``format/reference.py``, same signatures, same quantised bits: ``quantize``,
+``quantize_both``, ``operand_dtype``, ``quantize_operand``, ``quantize_operand_both``, ``gemm_m_grouped`` and
+``gemm_k_grouped``. It is imported when it is chosen.
 """
 
 import importlib
@@ -19,7 +20,7 @@ class Backend:
 
     Attributes:
         name: what users write.
-        module: import path of the module with the four functions.
+        module: import path of the module with the functions.
         needs: the hardware it needs, in words.
         runs_on: whether it runs on this device.
     """

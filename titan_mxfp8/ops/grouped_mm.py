@@ -89,9 +89,9 @@ def mx_matmul(
 
 
 class _MXMatmul(torch.autograd.Function):
-    """Saves for backward: x as wgrad wants it, quantised along M (one byte per element; two where the backend multiplies
-    the dequantised values) or high-precision, and for dgrad the FP8 weight of 32x32 blocks, quantised once, or else the
-    weight itself, which FSDP may free and gather again."""
+    """Saves for backward: x as wgrad wants it, quantised along M (one byte per element; two where the backend
+    multiplies the dequantised values) or high-precision, and for dgrad the FP8 weight of 32x32 blocks, quantised once,
+    or else the weight itself, which FSDP may free and gather again."""
 
     @staticmethod
     def forward(ctx, x_MK, x_scale, x_dtype, w_ENK, bias_EN, offs, recipe, out_dtype, backend):

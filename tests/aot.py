@@ -1,0 +1,157 @@
+"""Compiles the package's kernels for GPUs that this machine does not have, and reads what came out.
+
+    with compile_only(TARGETS["sm_90"]) as kernels:
+        quantize(torch.empty(256, 256, dtype=torch.bfloat16), ...)  # the project's own Python, on CPU tensors
+    kernels[0].spills, kernels[0].count("F2FP")
+
+A stand-in driver takes the place of the GPU's: every launch compiles, with the argument types, divisibility and options
+of the real call, and nothing runs. Triton's wheel brings ptxas, nvdisasm and an assembler for AMD. Triton 3.6 and 3.9.
+"""
+
+import contextlib
+import io
+import itertools
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+# What a block of threads may take: 163, 227 and 227 KiB on NVIDIA, the LDS of a compute unit on AMD.
+SHARED_BYTES = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx950": 163840}
+MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304, "gfx950": 256}
+
+_NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+_devices = itertools.count(1000)  # a number for each use: Triton keeps compiled kernels by device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """A compiled kernel. ``spills`` are bytes on NVIDIA and registers on AMD; ``warnings`` are of ptxas."""
+
+    name: str
+    target: str
+    warps: int
+    registers: int
+    spills: int
+    shared: int
+    warnings: tuple[str, ...]
+    ptx: str
+    assembly: str
+
+    def count(self, opcode: str) -> int:
+        """Instructions whose opcode starts so: ``QGMMA`` (sm_90), ``v_mfma_scale`` (gfx950)."""
+        return len(re.findall(rf"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?{re.escape(opcode)}", self.assembly, re.M))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.target} {self.name}: {self.warps} warps, {self.registers} registers, {self.spills} spilled, "
+            f"{self.shared} bytes shared{''.join('; ' + line for line in self.warnings)}"
+        )
+
+
+class _Driver:
+    """As much of a Triton driver as ``JITFunction.run(warmup=True)`` asks for."""
+
+    def __init__(self, name: str):
+        self.name, self.device, self.utils = name, next(_devices), self
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self.name]
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"multiprocessor_count": MULTIPROCESSORS[self.name], "max_shared_mem": SHARED_BYTES[self.name]}
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+
+@contextlib.contextmanager
+def compile_only(target: str) -> Iterator[list[Kernel]]:
+    """Within, launches compile for ``target`` and the kernels join the list, every autotune config of them."""
+    kernels: list[Kernel] = []
+    run, autotune, active, dump = JITFunction.run, Autotuner.run, driver._active, triton.knobs.nvidia.dump_ptxas_log
+
+    def compile_launch(self, *args, grid, warmup=False, **kwargs):
+        known = set(map(id, _kernel_cache(self).values()))
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log):
+            compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if id(compiled) not in known:
+            kernels.append(_inspect(target, compiled, log.getvalue()))
+        return compiled
+
+    def compile_configs(self, *args, **kwargs):
+        self.nargs = dict(zip(self.arg_names, args, strict=False))
+        for config in self.prune_configs(kwargs):
+            self.fn.run(*args, **kwargs, **config.all_kwargs())
+        self.nargs = None
+
+    with tempfile.TemporaryDirectory() as cache, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = cache  # a kernel from the cache comes without the log of ptxas
+        triton.knobs.nvidia.dump_ptxas_log = True
+        JITFunction.run, Autotuner.run = compile_launch, compile_configs
+        driver.set_active(_Driver(target))
+        try:
+            yield kernels
+        finally:
+            JITFunction.run, Autotuner.run, driver._active = run, autotune, active
+            triton.knobs.nvidia.dump_ptxas_log = dump
+
+
+def _kernel_cache(kernel: JITFunction) -> dict:
+    return kernel.device_caches[driver.active.get_current_device()][0]
+
+
+def _inspect(target: str, compiled, log: str) -> Kernel:
+    def number(pattern: str, text: str) -> int:
+        return sum(map(int, re.findall(pattern, text)))
+
+    common = {"target": target, "name": compiled.metadata.name}
+    common |= {"warps": compiled.metadata.num_warps, "shared": compiled.metadata.shared}
+    if TARGETS[target].backend == "hip":
+        text = compiled.asm["amdgcn"]
+        return Kernel(
+            registers=number(r"\.vgpr_count:\s+(\d+)", text),
+            spills=number(r"\.[vs]gpr_spill_count:\s+(\d+)", text),
+            warnings=(),
+            ptx="",
+            assembly=text,
+            **common,
+        )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        text = subprocess.run([_NVDISASM, "-c", cubin.name], capture_output=True, text=True, check=True).stdout
+    return Kernel(
+        registers=number(r"Used (\d+) registers", log),
+        spills=number(r"(\d+) bytes spill", log),
+        warnings=tuple(line for line in log.splitlines() if "warning" in line.lower() or "C75" in line),
+        ptx=compiled.asm["ptx"],
+        assembly=text,
+        **common,
+    )

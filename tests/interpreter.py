@@ -1,0 +1,140 @@
+"""Repairs Triton's CPU interpreter, so that kernels can be held to the format's bits without a GPU.
+
+As shipped (3.6.0 and 3.9.0 tried) ``TRITON_INTERPRET=1`` rounds fp32 -> fp8 half up and drops carries, truncates
+fp32 -> bf16, makes fp8 NaN codes finite, and computes on bf16, which it stores as uint16, as on integers. ``install()``
+replaces, in ``triton.runtime.interpreter``:
+
+- float conversions: torch's, round to nearest even; fp8 saturates and NaN becomes 0x7F, as ``cvt.rn.satfinite`` does;
+- arithmetic on bf16: in fp32, rounded once; ``tl.dot`` of 8- and 16-bit operands: in fp32;
+- ``tl.dot_scaled`` (missing in 3.6): exact products of decoded operands, fp32 sums;
+- what patches ``triton.language`` anew at each call of a jitted helper (2 ms): done once, for the whole process.
+
+The process can then interpret and nothing else: ``test_triton_interpreter.py`` starts one.
+"""
+
+import dataclasses
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.language import core  # noqa: F401, the interpreter looks for both modules among a function's globals
+from triton.runtime import interpreter
+
+_Handle = interpreter.TensorHandle
+_FLOATS = {
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+    tl.bfloat16: torch.bfloat16,
+    tl.float16: torch.float16,
+    tl.float32: torch.float32,
+    tl.float64: torch.float64,
+}
+_FP8 = (tl.float8e4nv, tl.float8e5)
+_BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
+
+
+def install() -> None:
+    builder = interpreter.InterpreterBuilder
+    binary_op, ternary_op, unary_op = builder.binary_op, builder.ternary_op, builder.unary_op
+    cast_impl, create_dot = builder.cast_impl, builder.create_dot
+
+    def repaired_binary_op(self, lhs, rhs, op):
+        if lhs.dtype.scalar == tl.bfloat16 and op not in _BITWISE:
+            return _bfloat16_or_bool(op(_float32(lhs), _float32(rhs)))
+        out = binary_op(self, lhs, rhs, op)
+        return _Handle(out.data, tl.int1) if out.data.dtype == np.bool_ else out  # a comparison is not of lhs's type
+
+    def repaired_ternary_op(self, a, b, c, op):
+        if a.dtype.scalar == tl.bfloat16 and op is np.clip:
+            return _bfloat16_or_bool(op(_float32(a), _float32(b), _float32(c)))
+        return ternary_op(self, a, b, c, op)
+
+    def repaired_unary_op(self, arg, op):
+        return _bfloat16_or_bool(op(_float32(arg))) if arg.dtype.scalar == tl.bfloat16 else unary_op(self, arg, op)
+
+    def repaired_cast(self, src, dst_type):
+        source, target = src.dtype.scalar, dst_type.scalar
+        if source.is_floating() and target.is_floating():
+            return _Handle(_convert_float(src.data, source, target).view(interpreter._get_np_dtype(target)), target)
+        if source == tl.bfloat16:
+            return _Handle(_float32(src).astype(interpreter._get_np_dtype(target)), target)
+        if target == tl.bfloat16:
+            return _Handle(_convert_float(src.data.astype(np.float32), tl.float32, target), target)
+        return cast_impl(self, src, dst_type)
+
+    def repaired_dot(self, a, b, acc, input_precision, max_num_imprecise_acc):
+        if a.dtype.is_floating() and a.dtype.primitive_bitwidth <= 16:
+            product = np.matmul(_float32(a), _float32(b))
+            return _Handle((product + acc.data).astype(acc.data.dtype), acc.dtype.scalar)
+        return create_dot(self, a, b, acc, input_precision, max_num_imprecise_acc)
+
+    def dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, fast_math, a_k_pack, b_k_pack, acc):
+        a_f32, b_f32 = _float32(a), _float32(b)
+        if a_scale is not None:
+            a_f32 = a_f32 * _decode_scale(a_scale.data, a_f32.shape[-1])
+        if b_scale is not None:  # (N, K / 32) for a (K, N) operand
+            b_f32 = b_f32 * np.swapaxes(_decode_scale(b_scale.data, b_f32.shape[-2]), -1, -2)
+        return _Handle((np.matmul(a_f32, b_f32) + acc.data).astype(acc.data.dtype), acc.dtype.scalar)
+
+    interpreter._convert_float = _convert_float
+    builder.binary_op, builder.ternary_op, builder.unary_op = repaired_binary_op, repaired_ternary_op, repaired_unary_op
+    builder.cast_impl, builder.create_dot, builder.create_dot_scaled = repaired_cast, repaired_dot, dot_scaled
+    # 3.6 lacks the first and lets NaN through the other two; GPUs return the number.
+    builder.create_fneg = lambda self, arg: self.unary_op(arg, np.negative)
+    builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
+    builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
+
+    if not hasattr(interpreter, "_InterpreterComparison"):  # 3.6
+        _repair_3_6()
+
+    interpreter._patch_lang(install)  # for good: triton.language now computes
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+    # Off: every integer operation is done in int64 too, to see an overflow.
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+
+
+def _repair_3_6() -> None:
+    """``dot_scaled`` takes its formats as plain strings, and a scalar tensor is an index under numpy 2.4 too."""
+    semantic, patch_lang_tensor = interpreter.TritonSemantic, interpreter._patch_lang_tensor
+    shipped = semantic.dot_scaled
+
+    def dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, *args):
+        return shipped(self, a, a_scale, tl.constexpr(str(a_format)), b, b_scale, tl.constexpr(str(b_format)), *args)
+
+    def repaired_patch(tensor, scope):
+        patch_lang_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    semantic.dot_scaled, interpreter._patch_lang_tensor = dot_scaled, repaired_patch
+
+
+def _convert_float(data, source, target, rounding_mode=None):
+    """The bits of ``data`` (floats, or raw bits of bf16 and fp8) in another float type, as unsigned integers."""
+    assert rounding_mode in (None, interpreter._ir.ROUNDING_MODE.RTNE), "only round to nearest even is repaired"
+    source, target = source.scalar, target.scalar
+    raw = np.array(data, order="C", copy=True)  # a broadcast view is read-only
+    x = torch.from_numpy(raw.view(f"u{source.primitive_bitwidth // 8}")).view(_FLOATS[source])
+    if target in _FP8:
+        x = x.float()
+        limit = torch.finfo(_FLOATS[target]).max
+        bits = x.clamp(-limit, limit).to(_FLOATS[target]).view(torch.uint8)
+        return torch.where(x.isnan(), 0x7F, bits).numpy()
+    return x.to(_FLOATS[target]).contiguous().view(getattr(torch, f"uint{target.primitive_bitwidth}")).numpy()
+
+
+def _float32(handle):
+    return _convert_float(handle.data, handle.dtype, tl.float32).view(np.float32)
+
+
+def _bfloat16_or_bool(out):
+    if out.dtype == np.bool_:
+        return _Handle(out, tl.int1)
+    return _Handle(_convert_float(out.astype(np.float32), tl.float32, tl.bfloat16), tl.bfloat16)
+
+
+def _decode_scale(scale, length):
+    """E8M0 bytes to fp32, each repeated over its block of the last axis."""
+    byte = scale.view(np.uint8).astype(np.int32)
+    bits = np.where(byte == 0, 0x00400000, np.where(byte == 255, 0x7FC00000, byte << 23)).astype(np.int32)
+    return np.repeat(bits.view(np.float32), length // scale.shape[-1], axis=-1)

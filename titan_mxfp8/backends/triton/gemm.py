@@ -1,0 +1,374 @@
+"""The grouped GEMMs: two persistent kernels, each with three ways to its tensor cores (``operands.Mma``).
+
+Tensor cores without MX get the dequantised values, which bf16 holds exactly (``MXTensor.is_dequantized``). On an H200
+that is 700 to 780 TFLOP/s, against 170 where the kernel itself multiplied FP8 elements by their scales: see
+``results/2026-11-21_h200_triton_grouped_mm``. ``tl.dot_scaled`` is for hardware that decodes the scales: elsewhere
+Triton 3.6 to 3.8 emulate it, and get scale bytes 0 and 255 wrong.
+
+M tokens, N out features, K in features, E experts; C is a contraction axis and D the other one of ``b``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from titan_mxfp8.backends.triton.dequantize import dequantize
+from titan_mxfp8.backends.triton.operands import Mma, mma_for
+from titan_mxfp8.format.mx import BLOCK_SIZE, MXTensor, ceil_div
+
+BAND = 8  # rows of tiles that are in flight together, see _tile_of
+_FORMAT = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.bfloat16: "bf16"}
+
+
+@triton.jit
+def _tile_of(index, tiles_m, tiles_n, BAND: tl.constexpr):
+    """Row and column of the ``index``-th tile: down a band of BAND rows, then the band's next column.
+
+    The tiles in flight then share operands, which stay in L2. 3 x 2 tiles, BAND 2: (0, 0) (1, 0) (0, 1) (1, 1) (2, 0)
+    (2, 1).
+    """
+    band = index // (BAND * tiles_n)
+    rows = min(tiles_m - band * BAND, BAND)
+    inside = index % (BAND * tiles_n)
+    return band * BAND + inside % rows, inside // rows
+
+
+@triton.jit
+def _multiply(
+    a, a_scale, b, b_scale, a_row, b_row, a_scale_row, b_scale_row, a_mask, b_mask, stride_ac, stride_bc, begin, end,
+    SCALED: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """fp32 (BM, BN): BM rows of ``a`` times BN rows of ``b``, over columns ``begin .. end`` of both.
+
+    ``a_row`` and the like are offsets of rows in elements. EVEN: the range is a multiple of BC, no mask along it.
+    """
+    c = tl.arange(0, BC)
+    a_ptrs = a + a_row[:, None] + (begin.to(tl.int64) + c)[None, :] * stride_ac
+    b_ptrs = b + b_row[None, :] + (begin.to(tl.int64) + c)[:, None] * stride_bc
+    if SCALED:
+        s = tl.arange(0, BC // 32)
+        a_scale_ptrs = a_scale + a_scale_row[:, None] + (begin // 32 + s)[None, :]
+        b_scale_ptrs = b_scale + b_scale_row[:, None] + (begin // 32 + s)[None, :]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for at in range(begin, end, BC):
+        a_inside, b_inside = a_mask[:, None], b_mask[None, :]
+        if not EVEN:
+            a_inside = a_inside & (at + c < end)[None, :]
+            b_inside = b_inside & (at + c < end)[:, None]
+        a_tile = tl.load(a_ptrs, mask=a_inside, other=0.0)
+        b_tile = tl.load(b_ptrs, mask=b_inside, other=0.0)
+        if SCALED:
+            scale_inside = (at + 32 * s < end)[None, :]
+            a_scales = tl.load(a_scale_ptrs, mask=a_mask[:, None] & scale_inside, other=0)
+            b_scales = tl.load(b_scale_ptrs, mask=b_mask[:, None] & scale_inside, other=0)
+            acc = tl.dot_scaled(a_tile, a_scales, A_FORMAT, b_tile, b_scales, B_FORMAT, acc)
+            a_scale_ptrs += BC // 32
+            b_scale_ptrs += BC // 32
+        else:
+            acc = tl.dot(a_tile, b_tile, acc)
+        a_ptrs += BC * stride_ac
+        b_ptrs += BC * stride_bc
+    return acc
+
+
+@triton.jit
+def _fill_zeros(ptr, begin, end, BLOCK: tl.constexpr):
+    """Elements ``begin .. end`` become 0, BLOCK at a time, programs taking turns."""
+    at = begin + tl.program_id(0) * BLOCK
+    while at < end:
+        index = at + tl.arange(0, BLOCK)
+        tl.store(ptr + index, tl.zeros((BLOCK,), ptr.dtype.element_ty), mask=index < end)
+        at += tl.num_programs(0) * BLOCK
+
+
+@triton.jit(do_not_specialize=["M", "E"])
+def _m_grouped_kernel(
+    a, a_scale, b, b_scale, bias, out, offs, M, C, D, E,
+    stride_am, stride_ac, stride_asm, stride_be, stride_bc, stride_bd, stride_bse, stride_bsd,
+    MMA: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, SCALE_D: tl.constexpr, D_MAJOR: tl.constexpr,
+    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """One program: every P-th output tile, P programs; then every P-th block of the rows of no group.
+
+    ``offs = [100, 100, 300]``, D of two tiles, BM 128: group 0 has 1 x 2 tiles, numbers 0 and 1, group 1 none, group 2
+    2 x 2, numbers 2 to 5. Of 3 programs the second computes tile 1 and, rows 100..227 of column tile 1, tile 4.
+    ``a`` and ``b`` are TMA descriptors if MMA is ``bf16_tma``, of (M, C) and (E, D, C), with D_MAJOR (E, C, D).
+    SCALE_D: how many columns of ``b`` share a scale.
+    """
+    programs = tl.num_programs(0)
+    tiles_d = tl.cdiv(D, BN)
+    start = tl.zeros((), tl.int32)
+    first = tl.zeros((), tl.int32)
+    tile = tl.program_id(0)
+    for e in range(E):
+        if offs is None:
+            end = start + M
+        else:
+            end = tl.load(offs + e)
+        tiles_m = tl.cdiv(end - start, BM)
+        last = first + tiles_m * tiles_d
+        while tile < last:
+            tile_m, tile_d = _tile_of(tile - first, tiles_m, tiles_d, BAND)
+            row = start + tile_m * BM + tl.arange(0, BM)
+            col = tile_d * BN + tl.arange(0, BN)
+            if MMA == "bf16_tma":
+                acc = tl.zeros((BM, BN), tl.float32)
+                for c in range(0, C, BC):
+                    a_tile = a.load([start + tile_m * BM, c])
+                    if D_MAJOR:
+                        acc = tl.dot(a_tile, b.load([e, c, tile_d * BN]).reshape(BC, BN), acc)
+                    else:
+                        acc = tl.dot(a_tile, b.load([e, tile_d * BN, c]).reshape(BN, BC).T, acc)
+            else:
+                acc = _multiply(
+                    a, a_scale, b, b_scale,
+                    row.to(tl.int64) * stride_am, col.to(tl.int64) * stride_bd,
+                    row.to(tl.int64) * stride_asm, (col // SCALE_D).to(tl.int64) * stride_bsd,
+                    row < end, col < D, stride_ac, stride_bc, tl.zeros((), tl.int32), C,
+                    MMA == "scaled", A_FORMAT, B_FORMAT, EVEN, BM, BN, BC,
+                )  # fmt: skip
+            if bias is not None:
+                acc += tl.load(bias + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
+            out_ptrs = out + row.to(tl.int64)[:, None] * D + col[None, :]
+            tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=(row < end)[:, None] & (col < D)[None, :])
+            tile += programs
+        first = last
+        start = end
+        if MMA != "bf16_tma":
+            b += stride_be
+        if MMA == "scaled":
+            b_scale += stride_bse
+        if bias is not None:
+            bias += D
+    _fill_zeros(out, start.to(tl.int64) * D, (tl.zeros((), tl.int64) + M) * D, 8192)
+
+
+@triton.jit(do_not_specialize=["M", "E"])
+def _k_grouped_kernel(
+    a, a_scale, b, b_scale, out, offs, M, N, K, E,
+    stride_an, stride_am, stride_asn, stride_bm, stride_bk, stride_bsk,
+    MMA: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """One program: every P-th output tile, P programs; each contracts the tokens of its own expert only.
+
+    ``offs = [100, 100, 300]``, ALIGNMENT 32: the groups are 0..127, nothing and 128..351 of the padded axis, zeros in
+    the padding; with ALIGNMENT 1, 0..99, nothing and 100..299. The second expert's tiles contract nothing: zeros.
+    ``a`` and ``b`` are TMA descriptors if MMA is ``bf16_tma``, of (M, N) and (M, K).
+    """
+    programs = tl.num_programs(0)
+    tiles_n, tiles_k = tl.cdiv(N, BM), tl.cdiv(K, BN)
+    offset = tl.zeros((), tl.int32)
+    start = tl.zeros((), tl.int32)
+    tile = tl.program_id(0)
+    for e in range(E):
+        if offs is None:
+            size = offset + M
+        else:
+            size = tl.load(offs + e) - offset
+        end = start + tl.cdiv(size, ALIGNMENT) * ALIGNMENT
+        last = (e + 1) * tiles_n * tiles_k
+        while tile < last:
+            tile_n, tile_k = _tile_of(tile - e * tiles_n * tiles_k, tiles_n, tiles_k, BAND)
+            n = tile_n * BM + tl.arange(0, BM)
+            k = tile_k * BN + tl.arange(0, BN)
+            if MMA == "bf16_tma":
+                acc = tl.zeros((BM, BN), tl.float32)
+                whole = start + (end - start) // BC * BC
+                if whole < end:  # the rows after them are the next group's
+                    inside = (whole + tl.arange(0, BC) < end)[:, None]
+                    a_tile = tl.where(inside, a.load([whole, tile_n * BM]), 0.0)
+                    b_tile = tl.where(inside, b.load([whole, tile_k * BN]), 0.0)
+                    acc = tl.dot(a_tile.T, b_tile, acc)
+                for m in range(start, whole, BC):
+                    acc = tl.dot(a.load([m, tile_n * BM]).T, b.load([m, tile_k * BN]), acc)
+            else:
+                acc = _multiply(
+                    a, a_scale, b, b_scale,
+                    n.to(tl.int64) * stride_an, k.to(tl.int64) * stride_bk,
+                    n.to(tl.int64) * stride_asn, k.to(tl.int64) * stride_bsk,
+                    n < N, k < K, stride_am, stride_bm, start, end,
+                    MMA == "scaled", A_FORMAT, B_FORMAT, False, BM, BN, BC,
+                )  # fmt: skip
+            out_ptrs = out + n.to(tl.int64)[:, None] * K + k[None, :]
+            tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
+            tile += programs
+        start = end
+        offset += size
+        out += N.to(tl.int64) * K
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """A launch configuration: tiles of (bm, bn), ``bc`` elements of the contraction at a time.
+
+    ``programs`` run on a multiprocessor at once: with two, one stores its tile while the other multiplies.
+    """
+
+    bm: int
+    bn: int
+    bc: int
+    warps: int
+    stages: int
+    programs: int
+
+
+def tiles_of(*rows: tuple[int, int, int, int, int, int]) -> tuple[Tiles, ...]:
+    """``Tiles`` of rows that list their fields."""
+    names = ("bm", "bn", "bc", "warps", "stages", "programs")
+    return tuple(Tiles(**dict(zip(names, row, strict=True))) for row in rows)
+
+
+# What is timed once per family of shapes; the first is used where nothing can be timed. 64 rows are for experts with
+# few tokens. tests/test_triton_gemm_aot.py holds all to no spills and to the shared memory there is (SM89 has 99 KiB,
+# gfx942 64). AMD's scheduler keeps one stage fewer in flight, and spills with three.
+TILES: dict[Mma, tuple[Tiles, ...]] = {
+    "scaled": tiles_of((128, 256, 128, 8, 3, 1), (128, 128, 128, 4, 3, 2)),
+    "bf16_tma": tiles_of((128, 256, 64, 8, 4, 1), (128, 256, 64, 8, 3, 1), (128, 128, 64, 4, 3, 2)),
+    "bf16": tiles_of((128, 128, 64, 8, 3, 1), (64, 128, 64, 4, 3, 2)),
+}
+AMD_TILES: dict[Mma, tuple[Tiles, ...]] = {
+    "scaled": tiles_of((256, 128, 128, 8, 2, 1), (128, 128, 128, 4, 2, 2)),
+    "bf16": tiles_of((128, 256, 64, 8, 2, 1), (128, 128, 64, 8, 2, 2), (64, 128, 64, 4, 2, 2)),
+}
+_chosen: dict[tuple, Tiles] = {}
+
+
+def gemm_m_grouped(
+    a: MXTensor,
+    b: MXTensor,
+    offs: torch.Tensor | None,
+    *,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """``format.reference.gemm_m_grouped``."""
+    return multiply_m_grouped(a, b, offs, bias, out_dtype, mma_for(a.qdata.device))
+
+
+def gemm_k_grouped(a: MXTensor, b: MXTensor, offs: torch.Tensor | None, *, out_dtype: torch.dtype) -> torch.Tensor:
+    """``format.reference.gemm_k_grouped``."""
+    return multiply_k_grouped(a, b, offs, out_dtype, mma_for(a.qdata.device))
+
+
+def multiply_m_grouped(
+    a: MXTensor,
+    b: MXTensor,
+    offs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    mma: Mma,
+    candidates: tuple[Tiles, ...] | None = None,
+) -> torch.Tensor:
+    """``gemm_m_grouped`` with a given ``Mma`` and, for measurements, other tiles than ``TILES``."""
+    a_MC, a_scale = _operand(a, mma)
+    b_ECD, b_scale = _operand(b, mma)
+    (m, c), (experts, _, d) = a.shape, b.shape
+    d_major = b_ECD.stride(2) == 1
+    out_MD = torch.empty((m, d), dtype=out_dtype, device=a_MC.device)
+    if m == 0:
+        return out_MD
+    if bias is not None:
+        bias = bias.contiguous()
+
+    def launch(tiles: Tiles) -> None:
+        a_arg, b_arg = a_MC, b_ECD
+        if mma == "bf16_tma":
+            a_arg = TensorDescriptor.from_tensor(a_MC, [tiles.bm, tiles.bc])
+            if d_major:
+                b_arg = TensorDescriptor.from_tensor(b_ECD, [1, tiles.bc, tiles.bn])
+            else:
+                b_arg = TensorDescriptor.from_tensor(b_ECD.mT, [1, tiles.bn, tiles.bc])
+        count = (ceil_div(m, tiles.bm) + experts) * ceil_div(d, tiles.bn)  # at most
+        programs = _programs(count, tiles.programs, a_MC.device)
+        _m_grouped_kernel[(programs,)](
+            a_arg, a_scale, b_arg, b_scale, bias, out_MD, offs, m, c, d, experts,
+            a_MC.stride(0), a_MC.stride(1), a_scale.stride(0),
+            *b_ECD.stride(), b_scale.stride(0), b_scale.stride(-1),
+            MMA=mma, A_FORMAT=_FORMAT[a_MC.dtype], B_FORMAT=_FORMAT[b_ECD.dtype],
+            SCALE_D=BLOCK_SIZE if b.block == "32x32" else 1, D_MAJOR=d_major, EVEN=c % tiles.bc == 0,
+            BM=tiles.bm, BN=tiles.bn, BC=tiles.bc, BAND=BAND, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+
+    family = ("m", mma, m.bit_length(), c, d, experts, d_major, b.block, bias is None)
+    family = (*family, a_MC.dtype, b_ECD.dtype, out_dtype)
+    with torch.accelerator.device_index(a_MC.device.index):
+        launch(_choose(family, candidates or _candidates(mma), launch, a_MC.device))
+    return out_MD
+
+
+def multiply_k_grouped(
+    a: MXTensor,
+    b: MXTensor,
+    offs: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    mma: Mma,
+    candidates: tuple[Tiles, ...] | None = None,
+) -> torch.Tensor:
+    """``gemm_k_grouped`` with a given ``Mma`` and, for measurements, other tiles than ``TILES``."""
+    alignment = 1 if a.is_dequantized or a.shape[1] % BLOCK_SIZE else BLOCK_SIZE  # of the groups
+    assert a.is_dequantized == b.is_dequantized, "one operand is padded, the other is not"
+    if mma == "bf16_tma" and not a.is_dequantized:
+        mma = "bf16"  # dequantised from FP8 they are token-contiguous, which the TMA way does not read
+    a_NM, a_scale = _operand(a, mma)
+    b_MK, b_scale = _operand(b, mma)
+    (n, m), k = a.shape, b.shape[1]
+    experts = 1 if offs is None else offs.shape[0]
+    if m == 0:
+        return torch.zeros((experts, n, k), dtype=out_dtype, device=a_NM.device)
+    out_ENK = torch.empty((experts, n, k), dtype=out_dtype, device=a_NM.device)
+
+    def launch(tiles: Tiles) -> None:
+        a_arg, b_arg = a_NM, b_MK
+        if mma == "bf16_tma":
+            a_arg = TensorDescriptor.from_tensor(a_NM.mT, [tiles.bc, tiles.bm])
+            b_arg = TensorDescriptor.from_tensor(b_MK, [tiles.bc, tiles.bn])
+        count = experts * ceil_div(n, tiles.bm) * ceil_div(k, tiles.bn)
+        programs = _programs(count, tiles.programs, a_NM.device)
+        _k_grouped_kernel[(programs,)](
+            a_arg, a_scale, b_arg, b_scale, out_ENK, offs, m, n, k, experts,
+            *a_NM.stride(), a_scale.stride(0), *b_MK.stride(), b_scale.stride(-1),
+            MMA=mma, A_FORMAT=_FORMAT[a_NM.dtype], B_FORMAT=_FORMAT[b_MK.dtype], ALIGNMENT=alignment,
+            BM=tiles.bm, BN=tiles.bn, BC=tiles.bc, BAND=BAND, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+
+    family = ("k", mma, m.bit_length(), n, k, experts, alignment, a_NM.dtype, b_MK.dtype, out_dtype)
+    with torch.accelerator.device_index(a_NM.device.index):
+        launch(_choose(family, candidates or _candidates(mma), launch, a_NM.device))
+    return out_ENK
+
+
+def _operand(mx: MXTensor, mma: Mma) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel multiplies, and its scales."""
+    if mma == "scaled":
+        return mx.qdata, mx.scale
+    return (mx.qdata if mx.is_dequantized else dequantize(mx, torch.bfloat16)), mx.scale
+
+
+def _candidates(mma: Mma) -> tuple[Tiles, ...]:
+    return AMD_TILES[mma] if torch.version.hip else TILES[mma]
+
+
+def _programs(tiles: int, each: int, device: torch.device) -> int:
+    """``each`` for every multiprocessor, at most one for every tile."""
+    if device.type != "cuda":
+        return min(tiles, 3)
+    return min(tiles, each * torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _choose(family: tuple, tiles: tuple[Tiles, ...], launch: Callable[[Tiles], None], device: torch.device) -> Tiles:
+    """The fastest of ``tiles`` for a family of shapes, timed when the family is first met.
+
+    Nothing can be timed on the CPU nor while a CUDA graph is captured: a family not met before gets the first.
+    """
+    key = (family, tiles, device)
+    if key not in _chosen:
+        if len(tiles) == 1 or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return tiles[0]
+        _chosen[key] = min(tiles, key=lambda config: triton.testing.do_bench(lambda: launch(config), 5, 20))
+    return _chosen[key]

@@ -1,0 +1,101 @@
+"""Where the rows of ragged token groups go: a table made on the device, read by the quantise, pad and unpad kernels."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from titan_mxfp8.format.mx import ceil_div
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitMap:
+    """For each unit of rows of the padded axis, the rows of the packed axis that it holds.
+
+    Attributes:
+        start: int32 (units,), the first packed row.
+        stop: int32 (units,), end of the packed rows that are the unit's, unless the unit is full before.
+        padded_offs: int32 (E,), end offsets of the padded groups.
+    """
+
+    start: torch.Tensor
+    stop: torch.Tensor
+    padded_offs: torch.Tensor
+
+    @property
+    def units(self) -> int:
+        return self.start.shape[0]
+
+
+@triton.jit(do_not_specialize=["groups", "units", "rows"])
+def _map_units(
+    offs, start, stop, padded_offs,
+    groups, units, rows,
+    UNIT: tl.constexpr, ALIGNMENT: tl.constexpr, TAIL: tl.constexpr, TAIL_ALIGNMENT: tl.constexpr,
+    UNITS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """One program: ``UNITS`` entries of a ``UnitMap``, while the groups pass by, ``GROUPS`` at a time.
+
+    ``offs = [2, 2, 40]`` of 50 rows, units of 32 rows, groups aligned to 32, the tail to 128: the padded groups end at
+    32, 32 and 96, so the units at 0, 32 and 64 hold rows 0..1, 2..33 and 34..39, the one at 96 nothing, and the one at
+    128 the tail, 40..49.
+    """
+    unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+    position = unit * UNIT
+    group = tl.zeros((UNITS,), tl.int32)  # groups that end at or before the unit
+    padding = tl.zeros((UNITS,), tl.int32)  # rows of padding in those groups
+    padded_start = 0
+    for first in range(0, groups, GROUPS):
+        g = first + tl.arange(0, GROUPS)
+        known = g < groups
+        size = tl.load(offs + g, mask=known, other=0) - tl.load(offs + g - 1, mask=known & (g > 0), other=0)
+        padded_size = tl.cdiv(size, ALIGNMENT) * ALIGNMENT
+        padded_end = padded_start + tl.cumsum(padded_size, 0)
+        tl.store(padded_offs + g, padded_end, mask=known & (tl.program_id(0) == 0))
+        passed = (padded_end[None, :] <= position[:, None]) & known[None, :]
+        group += tl.sum(passed.to(tl.int32), 1)
+        padding += tl.sum(tl.where(passed, (padded_size - size)[None, :], 0), 1)
+        padded_start += tl.sum(padded_size, 0)
+    row = position - padding
+    stop_row = tl.minimum(tl.load(offs + group, mask=group < groups, other=0), rows)
+    if TAIL:
+        tail_start = tl.cdiv(padded_start, TAIL_ALIGNMENT) * TAIL_ALIGNMENT
+        in_tail = position >= tail_start
+        row = tl.where(in_tail, tl.load(offs + groups - 1) + position - tail_start, row)
+        stop_row = tl.where(in_tail, rows, stop_row)
+    tl.store(start + unit, row, mask=unit < units)
+    tl.store(stop + unit, stop_row, mask=unit < units)
+
+
+def map_units(
+    offs: torch.Tensor, rows: int, *, units: int, unit: int, alignment: int, tail_alignment: int | None = None
+) -> UnitMap:
+    """The map of ``units`` units of ``unit`` rows.
+
+    Args:
+        offs: int32 (E,) end offsets of the packed groups.
+        rows: of the packed axis.
+        units: see ``units_with_tail``.
+        unit: rows of a unit.
+        alignment: padded groups start at multiples of it; itself a multiple of ``unit``.
+        tail_alignment: with it, the units from its next multiple on hold the rows past the last group; else no unit.
+    """
+    start, stop = torch.empty((2, units), dtype=torch.int32, device=offs.device)
+    padded_offs = torch.empty(offs.shape, dtype=torch.int32, device=offs.device)
+    _map_units[(max(ceil_div(units, 128), 1),)](
+        offs.contiguous(), start, stop, padded_offs,
+        offs.shape[0], units, rows,
+        UNIT=unit, ALIGNMENT=alignment, TAIL=tail_alignment is not None, TAIL_ALIGNMENT=tail_alignment,
+        UNITS=128, GROUPS=32,
+    )  # fmt: skip
+    return UnitMap(start=start, stop=stop, padded_offs=padded_offs)
+
+
+def units_with_tail(rows: int, groups: int, *, unit: int, alignment: int, tail_alignment: int) -> int:
+    """Units that ``rows`` rows in ``groups`` groups and a tail fill at most, whole tail alignments.
+
+    Padding adds at most ``alignment - 1`` rows to a group, and less than ``tail_alignment`` before the tail.
+    """
+    longest = rows + groups * (alignment - 1) + tail_alignment - 1
+    return ceil_div(longest, tail_alignment) * (tail_alignment // unit)
