@@ -1,43 +1,190 @@
-"""Losses of TorchTitan runs side by side, from their TensorBoard logs: a table, a CSV, and a picture of the curves."""
+"""Compares TorchTitan runs: loss curves and their difference, tokens/s, memory, and with several seeds a verdict.
+
+Runs named ``<name>-seed<k>`` are seeds of one group; the first run's group is the baseline. What is compared:
+
+    L(g, s)  mean loss of group g, seed s, over the last tenth of the steps (--window), so batch noise averages out
+    D(g)     mean over the seeds that both have of L(g, s) - L(baseline, s): the same seed gives both the same initial
+             weights and the same data in the same order
+    band     largest |L(baseline, s) - L(baseline, t)| of any two baseline seeds: what another seed does to the baseline
+
+Verdict: D(g) is *inside* if |D(g)| <= band, else *outside, higher* or *outside, lower*. Inside says that changing the
+number format moves the final loss no more than changing the seed does; it does not say that the losses are equal, and a
+band of few seeds is a coarse ruler. The standard error of D(g) over its seeds stands beside it.
+
+Reads the TensorBoard logs of a dump folder, or wandb's offline log where there are none. Runs of other lengths, models,
+batches or data are refused. Writes losses.csv, table.csv and losses.png.
+"""
 
 import argparse
 import csv
+import json
+import math
+import re
+import struct
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
+from statistics import fmean, median, stdev
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from titan_mxfp8.testing import format_table
 
 LOSS = "loss_metrics/global_avg_loss"
 THROUGHPUT = "throughput(tps)"
+MEMORY = "memory/max_reserved(GiB)"
+# What must agree for two losses to be comparable: the fields of TorchTitan's config, by section.
+SAME = {
+    "model": ("name", "flavor"),
+    "training": ("seq_len", "local_batch_size", "global_batch_size", "dataset", "dataset_path"),
+    "optimizer": ("name", "lr"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Scalars by step: mean loss in nats per token, and tokens per second per device."""
+    """Scalars by step: mean loss in nats per token, tokens per second per device, peak memory in GiB.
+
+    ``config`` is TorchTitan's, as the run saved it (``job_config.json``, or wandb's config); empty where it saved none.
+    """
 
     name: str
     loss: dict[int, float]
     tps: dict[int, float]
+    memory: dict[int, float]
+    config: dict[str, dict]
+
+    @property
+    def group(self) -> str:
+        return self.name.rpartition("-seed")[0] if self.seed is not None else self.name
+
+    @property
+    def seed(self) -> int | None:
+        found = re.search(r"-seed(\d+)$", self.name)
+        return None if found is None else int(found[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A group against the baseline; see the module's docstring. ``band`` and ``text`` are None without two seeds."""
+
+    seeds: int
+    difference: float
+    standard_error: float | None
+    band: float | None
+    text: str | None
 
 
 def read_run(folder: Path) -> Run:
-    """Reads the newest TensorBoard log below a run's dump folder.
+    """Reads a run's dump folder. Of a step that was logged twice, as after a resume, the later value counts.
 
     Raises:
         ValueError: no log there, or one without losses.
     """
+    folder = folder.resolve()
     logs = sorted(folder.rglob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime)
-    if not logs:
-        raise ValueError(f"{folder} holds no TensorBoard log: train with metrics.enable_tensorboard = true")
-    log = EventAccumulator(str(logs[-1]), size_guidance={"scalars": 0}).Reload()
-    if LOSS not in log.Tags()["scalars"]:
-        raise ValueError(f"{logs[-1]} holds no {LOSS}: the run ended before its first log")
-    loss, tps = ({event.step: event.value for event in log.Scalars(tag)} for tag in (LOSS, THROUGHPUT))
-    return Run(name=folder.name, loss=loss, tps=tps)
+    offline = sorted(folder.rglob("*.wandb"), key=lambda path: path.stat().st_mtime)
+    scalars: dict[str, dict[int, float]] = {tag: {} for tag in (LOSS, THROUGHPUT, MEMORY)}
+    config: dict[str, dict] = {}
+    if logs:
+        for path in logs:
+            read_tensorboard(path, scalars)
+    elif offline:
+        for path in offline:
+            config = read_wandb(path, scalars) or config
+    else:
+        raise ValueError(
+            f"{folder} holds no TensorBoard or offline wandb log: train with metrics.enable_tensorboard = true"
+        )
+    if not scalars[LOSS]:
+        raise ValueError(f"{(logs or offline)[-1]} holds no {LOSS}: the run ended before its first log")
+    saved = folder / "job_config.json"
+    if saved.is_file():
+        config = json.loads(saved.read_text())
+    return Run(name=folder.name, loss=scalars[LOSS], tps=scalars[THROUGHPUT], memory=scalars[MEMORY], config=config)
 
 
-def common_steps(runs: list[Run]) -> list[int]:
+def read_tensorboard(path: Path, scalars: dict[str, dict[int, float]]) -> None:
+    """Adds the values by step of the wanted tags, the keys of ``scalars``, from one event file."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+    for tag in scalars.keys() & set(log.Tags()["scalars"]):
+        scalars[tag] |= {event.step: event.value for event in log.Scalars(tag)}
+
+
+def read_wandb(path: Path, scalars: dict[str, dict[int, float]]) -> dict[str, dict]:
+    """Adds the values by step of the wanted keys from an offline run's ``.wandb`` file, and returns its config."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    config = {}
+    for data in wandb_records(path.read_bytes()):
+        record = Record.FromString(data)
+        for update in (*record.run.config.update, *record.config.update):
+            config[update.key] = json.loads(update.value_json)
+        for item in record.history.item:
+            key = item.key or "/".join(item.nested_key)
+            if key in scalars:
+                scalars[key][record.history.step.num] = float(json.loads(item.value_json))
+    return config
+
+
+def wandb_records(log: bytes) -> Iterator[bytes]:
+    """The records of a ``.wandb`` file: 7 bytes that name the format, then LevelDB's log format.
+
+    Blocks of 32 KiB, the first with the 7 bytes in it, hold fragments: checksum (4 bytes), length (2), type (1: whole
+    record, 2: first, 3: middle, 4: last part), data. No fragment starts in the last 6 bytes of a block. A record that
+    a killed run left unfinished at the end is dropped.
+    """
+    position, parts = 7, b""
+    while position + 7 <= len(log):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", log, position + 4)
+        data = log[position + 7 : position + 7 + length]
+        if kind == 0 or len(data) < length:
+            return
+        position += 7 + length
+        parts = data if kind in (1, 2) else parts + data
+        if kind in (1, 4):
+            yield parts
+
+
+def check_comparable(runs: Sequence[Run]) -> None:
+    """Raises ValueError if a run differs from the first one in length, or in what ``SAME`` names."""
+    first = runs[0]
+    for run in runs[1:]:
+        for section, keys in SAME.items():
+            for key in keys if first.config and run.config else ():
+                values = first.config[section].get(key), run.config[section].get(key)
+                if values[0] != values[1]:
+                    raise ValueError(
+                        f"{first.name} has {section}.{key} = {values[0]!r} and {run.name} {values[1]!r}: compare runs "
+                        "of the same model on the same data"
+                    )
+        if max(run.loss) != max(first.loss):
+            raise ValueError(
+                f"{first.name} ended at step {max(first.loss)} and {run.name} at step {max(run.loss)}: finish the "
+                "shorter run, or compare the first steps only with --steps"
+            )
+
+
+def first_steps(run: Run, steps: int) -> Run:
+    """The run up to step ``steps``.
+
+    Raises:
+        ValueError: it is shorter.
+    """
+    if max(run.loss) < steps:
+        raise ValueError(f"{run.name} ended at step {max(run.loss)}, before --steps {steps}")
+    loss, tps, memory = (
+        {step: value for step, value in values.items() if step <= steps} for values in (run.loss, run.tps, run.memory)
+    )
+    return replace(run, loss=loss, tps=tps, memory=memory)
+
+
+def common_steps(runs: Sequence[Run]) -> list[int]:
     """The steps that every run logged.
 
     Raises:
@@ -49,77 +196,191 @@ def common_steps(runs: list[Run]) -> list[int]:
     return steps
 
 
-def loss_table(runs: list[Run], rows: int = 12) -> str:
+def grouped(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """The runs of each group, groups in order of appearance."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.group, []).append(run)
+    return groups
+
+
+def final_loss(run: Run, steps: Sequence[int], window: float) -> float:
+    """Mean loss over the steps in the last ``window`` of the run, a share; at least over the last logged step."""
+    return fmean(run.loss[step] for step in steps if step > (1 - window) * steps[-1] or step == steps[-1])
+
+
+def judge(baseline: Sequence[Run], group: Sequence[Run], steps: Sequence[int], window: float) -> Verdict:
+    """The statistic of the module's docstring.
+
+    Raises:
+        ValueError: the two have no seed in common.
+    """
+    base = {run.seed: final_loss(run, steps, window) for run in baseline}
+    own = {run.seed: final_loss(run, steps, window) for run in group}
+    seeds = base.keys() & own.keys()
+    if not seeds:
+        raise ValueError(
+            f"{group[0].group} and {baseline[0].group} have no seed in common ({sorted(own)} and {sorted(base)})"
+        )
+    differences = [own[seed] - base[seed] for seed in sorted(seeds)]
+    difference = fmean(differences)
+    error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
+    band = max((abs(a - b) for a, b in combinations(base.values(), 2)), default=None)
+    text = None
+    if band is not None:
+        text = "inside" if abs(difference) <= band else f"outside, {'higher' if difference > 0 else 'lower'}"
+    return Verdict(seeds=len(seeds), difference=difference, standard_error=error, band=band, text=text)
+
+
+def median_of(values: dict[int, float]) -> float:
+    """Median of a scalar, the first logged step (warm-up) left out where there are more; NaN if it was not logged."""
+    return median(list(values.values())[1:] or values.values() or [math.nan])
+
+
+def summary(groups: dict[str, list[Run]], window: float) -> list[dict[str, object]]:
+    """A row for each group, the baseline first."""
+    runs = [run for group in groups.values() for run in group]
+    steps = common_steps(runs)
+    baseline = next(iter(groups.values()))
+    base_tps = fmean(median_of(run.tps) for run in baseline)
+    rows = []
+    for name, group in groups.items():
+        tps = fmean(median_of(run.tps) for run in group)
+        row: dict[str, object] = {
+            "run": name,
+            "seeds": len(group),
+            "steps": steps[-1],
+            "final loss": f"{fmean(final_loss(run, steps, window) for run in group):.4f}",
+            "tokens/s": tps,
+            "x": round(tps / base_tps, 3),
+            "memory GiB": max(max(run.memory.values(), default=math.nan) for run in group),
+        }
+        if group is not baseline:
+            verdict = judge(baseline, group, steps, window)
+            row |= {
+                "difference": f"{verdict.difference:+.4f}",
+                "standard error": None if verdict.standard_error is None else f"{verdict.standard_error:.4f}",
+                "band": None if verdict.band is None else f"{verdict.band:.4f}",
+                "verdict": verdict.text or f"none: {baseline[0].group} has one seed",
+            }
+        rows.append(row)
+    return rows
+
+
+def loss_table(runs: Sequence[Run], count: int = 12) -> list[dict[str, object]]:
     """Losses at evenly spaced common steps, the last one included, and the difference from the first run."""
     steps = common_steps(runs)
-    picked = sorted({steps[round(i * (len(steps) - 1) / max(1, rows - 1))] for i in range(rows)})
-    names = [run.name for run in runs] + [f"{run.name} - {runs[0].name}" for run in runs[1:]]
-    width = max(12, *(len(name) + 2 for name in names))
-    lines = ["  step" + "".join(f"{name:>{width}}" for name in names)]
-    for step in picked:
-        losses = [run.loss[step] for run in runs]
-        cells = [f"{loss:{width}.4f}" for loss in losses] + [f"{loss - losses[0]:+{width}.4f}" for loss in losses[1:]]
-        lines.append(f"{step:6}" + "".join(cells))
-    return "\n".join(lines)
+    rows = []
+    for step in sorted({steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)}):
+        row: dict[str, object] = {"step": step} | {run.name: f"{run.loss[step]:.4f}" for run in runs}
+        for run in runs[1:]:
+            row[f"{run.name} - {runs[0].name}"] = f"{run.loss[step] - runs[0].loss[step]:+.4f}"
+        rows.append(row)
+    return rows
 
 
-def median_tps(run: Run) -> float:
-    """Median tokens per second, the first logged step (warm-up) left out where there are more."""
-    values = sorted(list(run.tps.values())[1:] or run.tps.values())
-    return values[len(values) // 2]
-
-
-def write_csv(runs: list[Run], path: Path) -> None:
-    """One row for each common step: the loss and the tokens per second of every run."""
+def write_rows(path: Path, rows: Sequence[dict[str, object]]) -> None:
     with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["step", *(f"{run.name} {what}" for run in runs for what in ("loss", "tps"))])
-        for step in common_steps(runs):
-            writer.writerow([step, *(value[step] for run in runs for value in (run.loss, run.tps))])
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
-def plot(runs: list[Run], path: Path) -> None:
-    """Draws the loss curves, and below them the difference from the first run."""
+def curves(runs: Sequence[Run]) -> list[dict[str, object]]:
+    """One row for each common step: the loss and the tokens per second of every run."""
+    rows = []
+    for step in common_steps(runs):
+        row: dict[str, object] = {"step": step}
+        for run in runs:
+            row |= {f"{run.name} loss": run.loss[step], f"{run.name} tps": run.tps.get(step)}
+        rows.append(row)
+    return rows
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Mean over a centred window of a fiftieth of the values, cut at both ends."""
+    half = len(values) // 100
+    return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+def plot(groups: dict[str, list[Run]], path: Path) -> None:
+    """Draws losses, raw (pale) and smoothed, and below them each group's mean difference from the baseline, smoothed,
+    with the range between the lowest and the highest baseline seed around zero."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    steps = common_steps(runs)
+    steps = common_steps([run for group in groups.values() for run in group])
     figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(7, 6), sharex=True, height_ratios=(3, 1), constrained_layout=True
+        2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), constrained_layout=True
     )
-    for index, run in enumerate(runs):
-        top.plot(steps, [run.loss[step] for step in steps], label=run.name, color=f"C{index}", linewidth=1.2)
-        if index:
-            gap = [run.loss[step] - runs[0].loss[step] for step in steps]
+    means: dict[str, list[float]] = {}
+    for index, (name, group) in enumerate(groups.items()):
+        smooth = [smoothed([run.loss[step] for step in steps]) for run in group]
+        for run, line in zip(group, smooth, strict=True):
+            top.plot(steps, [run.loss[step] for step in steps], color=f"C{index}", alpha=0.12, linewidth=0.6)
+            top.plot(steps, line, color=f"C{index}", linewidth=1, label=name if run is group[0] else None)
+        means[name] = [fmean(values) for values in zip(*smooth, strict=True)]
+        if index == 0:
+            spread = [max(values) - min(values) for values in zip(*smooth, strict=True)]
+            if len(group) > 1:
+                below = [-value for value in spread]
+                bottom.fill_between(steps, below, spread, color="0.85", label=f"{name} seed to seed")
+        else:
+            base = next(iter(means.values()))
+            gap = [value - reference for value, reference in zip(means[name], base, strict=True)]
             bottom.plot(steps, gap, color=f"C{index}", linewidth=1)
     bottom.axhline(0, color="0.6", linewidth=0.8)
+    settled = [abs(y) for line in bottom.get_lines() for y in list(line.get_ydata())[len(steps) // 10 :]]
+    limit = 1.5 * max([*settled, *(spread[len(steps) // 10 :] if len(next(iter(groups.values()))) > 1 else [])])
+    if limit > 0:
+        bottom.set_ylim(-limit, limit)
     top.set_ylabel("loss (nats per token)")
-    bottom.set_ylabel(f"minus {runs[0].name}")
+    bottom.set_ylabel(f"minus {next(iter(groups))}")
     bottom.set_xlabel("step")
     top.legend()
+    if bottom.get_legend_handles_labels()[0]:
+        bottom.legend()
     figure.savefig(path, dpi=130)
 
 
+def compare(runs: Sequence[Run], out: Path, window: float) -> None:
+    """Prints the tables and writes the files.
+
+    Raises:
+        ValueError: the runs cannot be compared.
+    """
+    check_comparable(runs)
+    groups = grouped(runs)
+    rows = summary(groups, window)
+    if len(runs) <= 4:
+        print(format_table(loss_table(runs)) + "\n")
+    print(format_table(rows))
+    out.mkdir(parents=True, exist_ok=True)
+    write_rows(out / "losses.csv", curves(runs))
+    write_rows(out / "table.csv", rows)
+    plot(groups, out / "losses.png")
+    print(f"wrote {out / 'table.csv'}, {out / 'losses.csv'} and {out / 'losses.png'}")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="dump folder of a run; the first is the baseline"
-    )
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder for losses.csv and losses.png [.]")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="dump folder of a run; the first is the baseline")
+    add("--out", type=Path, default=Path("."), help="folder for the files [.]")
+    add("--window", type=float, default=0.1, help="share of the steps, at the end, that the final loss averages [0.1]")
+    add("--steps", type=int, help="compare the first STEPS steps only, of runs of any length")
     args = parser.parse_args()
     try:
+        if not 0 < args.window <= 1:
+            raise ValueError(f"--window is a share of the steps, above 0 and at most 1, got {args.window}")
         runs = [read_run(folder) for folder in args.runs]
-        print(loss_table(runs))
+        if args.steps is not None:
+            runs = [first_steps(run, args.steps) for run in runs]
+        compare(runs, args.out, args.window)
     except ValueError as error:
         sys.exit(f"compare_runs: {error}")
-    for run in runs:
-        print(f"{run.name}: {len(run.loss)} steps logged, median {median_tps(run):,.0f} tokens/s per device")
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_csv(runs, args.out / "losses.csv")
-    plot(runs, args.out / "losses.png")
-    print(f"wrote {args.out / 'losses.csv'} and {args.out / 'losses.png'}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Two-layer model flavors: TorchTitan has no setting for the number of layers, a layer count is a flavor."""
+"""Model flavors: TorchTitan has no setting for the number of layers, a layer count is a flavor. Two-layer ones of its
+own models, and a small MoE for convergence studies."""
 
 import copy
 import dataclasses
 from typing import Any
 
 from torchtitan.models.deepseek_v3 import deepseekv3_args
-from torchtitan.models.llama4 import llama4_args
+from torchtitan.models.llama4 import TransformerModelArgs, llama4_args
+from torchtitan.models.moe import MoEArgs
 
 # (flavor table, flavor, what to change besides n_layers). Layer 1 of 0, 1 must be a MoE layer: it is in both debug
 # models, in 16B (one dense layer) and in 17bx16e (MoE in every layer); 671B begins with three dense ones.
@@ -17,20 +19,37 @@ TWO_LAYER_FLAVORS: tuple[tuple[dict[str, Any], str, dict[str, int]], ...] = (
     (deepseekv3_args, "671B", {"n_dense_layers": 1}),
 )
 
+# A Llama4-style MoE of 111M parameters, 45M of them active, small enough for many runs of thousands of steps: 8 layers,
+# every second one with 8 routed experts of 512 -> 1536 -> 512 and a shared one, and a vocabulary for make_data.py's text.
+MOE_100M = TransformerModelArgs(
+    dim=512,
+    n_layers=8,
+    n_heads=8,
+    vocab_size=8192,
+    rope_theta=500000,
+    moe_args=MoEArgs(num_experts=8),
+    auto_scale_hidden_dim=False,
+)
+
 _registered: list[Any] = []
 
 
 def register_flavors() -> None:
-    """Add `<flavor>_2layers` for each of TWO_LAYER_FLAVORS to TorchTitan's tables. Safe to call again."""
+    """Adds `<flavor>_2layers` for each of TWO_LAYER_FLAVORS, and `moe_100m`, to TorchTitan's tables. Safe to call again."""
     for table, flavor, changes in TWO_LAYER_FLAVORS:
-        name = f"{flavor}_2layers"
-        if name not in table:
-            # deepcopy: update_from_config writes into a flavor's moe_args, which replace() alone would share
-            table[name] = dataclasses.replace(copy.deepcopy(table[flavor]), n_layers=2, **changes)
-            _registered.append(table[name])
-        # by identity: a run changes the values (max_seq_len, moe_args) of the flavor that it trains
-        elif not any(args is table[name] for args in _registered):
-            raise ValueError(
-                f"the flavor {name!r} exists already and is not the one that titan_mxfp8 would add "
-                f"({type(table[name]).__name__}); register yours under another name"
-            )
+        # deepcopy: update_from_config writes into a flavor's moe_args, which replace() alone would share
+        args = dataclasses.replace(copy.deepcopy(table[flavor]), n_layers=2, **changes)
+        _register(table, f"{flavor}_2layers", args)
+    _register(llama4_args, "moe_100m", copy.deepcopy(MOE_100M))
+
+
+def _register(table: dict[str, Any], name: str, args: Any) -> None:
+    if name not in table:
+        table[name] = args
+        _registered.append(args)
+    # by identity: a run changes the values (max_seq_len, moe_args) of the flavor that it trains
+    elif not any(registered is table[name] for registered in _registered):
+        raise ValueError(
+            f"the flavor {name!r} exists already and is not the one that titan_mxfp8 would add "
+            f"({type(table[name]).__name__}); register yours under another name"
+        )

@@ -1,0 +1,257 @@
+"""A convergence study from one TOML: every recipe with every seed, then compare_runs over the finished runs.
+
+Runs go recipe by recipe in the order given, all seeds of one before the next, so that an interrupted study has whole
+recipes. ``bf16`` is the TOML without its model converters. Each run has its own folder ``OUT/<recipe>-seed<k>``, and a
+file ``finished.json`` there once it is over: a study that is started again skips those runs, continues the others from
+their last checkpoint, and runs those again that have none. The study keeps checkpoints while a run is going on and
+deletes them when it is finished.
+
+A seed decides the initial weights; the data and their order are the same for every run.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomli
+import torch
+
+from titan_mxfp8.recipe import get_recipe
+
+CONVERTERS = ("quantize.grouped_mm.mx", "quantize.linear.mx")
+FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyRun:
+    """One training run of a study; ``folder`` is its dump folder."""
+
+    recipe: str
+    seed: int
+    folder: Path
+
+    @property
+    def finished(self) -> dict[str, float] | None:
+        """What ``finished.json`` holds: the run's last seconds of wall clock. None if it is not finished."""
+        path = self.folder / "finished.json"
+        return json.loads(path.read_text()) if path.is_file() else None
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return any(self.folder.glob("checkpoint/step-*/.metadata"))
+
+
+@dataclass(slots=True, kw_only=True)
+class Going:
+    """A run that was started in one of the slots."""
+
+    run: StudyRun
+    slot: int
+    process: subprocess.Popen
+    started: float
+
+
+def flags_of(run: StudyRun, config: Path, checkpoint_every: int) -> list[str]:
+    """TorchTitan's command line of a run, without the user's trailing flags."""
+    flags = [f"--job.config_file={config}", f"--job.dump_folder={run.folder}", f"--debug.seed={run.seed}"]
+    if run.recipe == "bf16":
+        flags.append("--model.converters=")
+    else:
+        flags += [f"--{converter}.recipe_name={run.recipe}" for converter in CONVERTERS]
+    if checkpoint_every:
+        flags += ["--checkpoint.enable", f"--checkpoint.interval={checkpoint_every}", "--checkpoint.folder=checkpoint"]
+    return flags
+
+
+def start(run: StudyRun, args: argparse.Namespace, slot: int, gpus: int) -> Going:
+    """Starts a run on the GPUs of ``slot``: slots go round the GPUs, so more jobs than GPUs share them."""
+    if run.folder.exists() and not run.has_checkpoint:
+        shutil.rmtree(run.folder)  # logs of steps that will be run again
+    run.folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ngpu}"]
+    command += ["--local-ranks-filter=0", "-m", "torchtitan.train", *flags_of(run, args.config, args.checkpoint_every)]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (args.jobs * args.ngpu))),
+        "WANDB_RUN_NAME": run.folder.name,
+        "WANDB_RUN_GROUP": args.out.name,
+    }
+    if gpus:
+        mine = [str((slot * args.ngpu + i) % gpus) for i in range(args.ngpu)]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+    print(f"{run.folder.name}: started{' from its checkpoint' if run.has_checkpoint else ''}", flush=True)
+    with (run.folder / "log").open("a") as log:
+        process = subprocess.Popen(
+            [*command, *args.flags],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C reaches the study alone, which then stops its runs
+        )
+    return Going(run=run, slot=slot, process=process, started=time.monotonic())
+
+
+def stop(going: list[Going]) -> None:
+    """Ends the runs and their workers."""
+    for one in going:
+        one.process.terminate()  # torchrun hands it on, and kills workers that have not ended after 30 s
+    for one in going:
+        try:
+            one.process.wait(timeout=45)
+        except subprocess.TimeoutExpired:
+            one.process.kill()
+            one.process.wait()
+        print(f"{one.run.folder.name}: stopped after {time.monotonic() - one.started:.0f} s", flush=True)
+
+
+def close(going: Going) -> str:
+    """Notes how an ended run ended."""
+    name, seconds = going.run.folder.name, time.monotonic() - going.started
+    if going.process.returncode:
+        tail = (going.run.folder / "log").read_text(errors="replace")[-3000:]
+        print(f"{name}: failed after {seconds:.0f} s, {going.run.folder / 'log'} ends:\n{tail}", flush=True)
+        return FAILED
+    (going.run.folder / "finished.json").write_text(json.dumps({"seconds": round(seconds, 1)}) + "\n")
+    shutil.rmtree(going.run.folder / "checkpoint", ignore_errors=True)
+    print(f"{name}: finished in {seconds:.0f} s", flush=True)
+    return FINISHED
+
+
+def study(args: argparse.Namespace) -> dict[StudyRun, str]:
+    """Runs what is not finished yet, until the time limit. Returns how each run of the study stands."""
+    runs = [
+        StudyRun(recipe=recipe, seed=seed, folder=args.out / f"{recipe}-seed{seed}")
+        for recipe in args.recipes
+        for seed in args.seeds
+    ]
+    gpus = torch.cuda.device_count()
+    standing = {run: FINISHED if run.finished else STOPPED for run in runs}
+    waiting = [run for run in runs if not run.finished]
+    print(
+        f"{len(runs)} runs, {len(runs) - len(waiting)} finished already, {args.jobs} at a time on {gpus or 'no'} GPUs"
+    )
+    deadline = time.monotonic() + args.limit if args.limit else float("inf")
+    going: list[Going] = []
+    try:
+        while (waiting or going) and time.monotonic() < deadline:
+            taken = {other.slot for other in going}
+            if waiting and len(going) < args.jobs and fits(waiting[0], standing, deadline, args):
+                free = next(slot for slot in range(args.jobs) if slot not in taken)
+                going.append(start(waiting.pop(0), args, free, gpus))
+                continue
+            if not going:
+                break
+            time.sleep(1)
+            for ended in [other for other in going if other.process.poll() is not None]:
+                going.remove(ended)
+                standing[ended.run] = close(ended)
+    finally:
+        stop(going)
+    return standing
+
+
+def fits(run: StudyRun, standing: dict[StudyRun, str], deadline: float, args: argparse.Namespace) -> bool:
+    """Whether it is worth starting: without checkpoints, a run that cannot end in time only slows down the others."""
+    if args.checkpoint_every:
+        return True
+    took = [other.finished["seconds"] for other, state in standing.items() if state == FINISHED and other.finished]
+    return not took or time.monotonic() + min(took) < deadline
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ValueError for what would fail later, and OSError if the study's folder cannot be written."""
+    if not args.config.is_file():
+        raise ValueError(f"{args.config} is no file; ls train_configs")
+    for recipe in args.recipes:
+        if recipe != "bf16":
+            get_recipe(recipe)
+    converters = tomli.loads(args.config.read_text()).get("model", {}).get("converters", [])
+    if set(args.recipes) != {"bf16"} and not set(converters) & set(CONVERTERS):
+        raise ValueError(f"{args.config} has model.converters = {converters}: recipes need {' or '.join(CONVERTERS)}")
+    gpus = torch.cuda.device_count()
+    if gpus and args.ngpu > gpus:
+        raise ValueError(f"--ngpu {args.ngpu}, but this machine has {gpus} GPUs")
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / ".writable").touch()
+    (args.out / ".writable").unlink()
+    described = {"config": args.config.read_text(), "flags": args.flags, "ngpu": args.ngpu}
+    kept = args.out / "study.json"
+    if kept.is_file() and json.loads(kept.read_text()) != described:
+        raise ValueError(
+            f"{args.out} holds a study of another config or other flags ({kept}): name another --out, or remove it"
+        )
+    kept.write_text(json.dumps(described, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Flags behind -- go to TorchTitan: converge.sh train_configs/debug_llama4.toml -- --training.steps=300",
+    )
+    add = parser.add_argument
+    add("config", type=Path, metavar="TOML", help="a config with both MXFP8 converters")
+    add(
+        "--recipes",
+        nargs="+",
+        default=["bf16", "mxfp8", "mxfp8_2d"],
+        help="[bf16 mxfp8 mxfp8_2d], the first is the baseline",
+    )
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2], help="[0 1 2]")
+    add("--out", type=Path, help="folder of the study [outputs/study_<config>]")
+    add(
+        "--jobs",
+        type=int,
+        default=int(os.environ.get("JOBS", 1)),
+        help="runs at a time; more than GPUs share them [JOBS, or 1]",
+    )
+    add(
+        "--ngpu",
+        type=int,
+        default=int(os.environ.get("NGPU", 1)),
+        help="processes of one run, one per GPU [NGPU, or 1]",
+    )
+    add("--limit", type=float, metavar="SECONDS", help="stop then; the same command continues the study")
+    add(
+        "--checkpoint-every",
+        type=int,
+        default=500,
+        metavar="STEPS",
+        help="0: no checkpoints, runs that stop start anew [500]",
+    )
+    add("--window", type=float, default=0.1, help="of compare_runs.py [0.1]")
+    own, flags = sys.argv[1:], []
+    if "--" in own:
+        own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
+    args = parser.parse_args(own)
+    args.flags = flags
+    args.out = args.out or Path("outputs") / f"study_{args.config.stem}"
+    try:
+        check(args)
+    except (ValueError, OSError) as error:
+        sys.exit(f"converge: {error}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))  # so that study's finally stops its runs
+    standing = study(args)
+    finished = [str(run.folder) for run, state in standing.items() if state == FINISHED]
+    counts = {state: list(standing.values()).count(state) for state in (FINISHED, FAILED, STOPPED)}
+    print(", ".join(f"{count} {state}" for state, count in counts.items()))
+    if finished:
+        script = Path(__file__).parent / "compare_runs.py"
+        command = [sys.executable, str(script), *finished, "--out", str(args.out), "--window", str(args.window)]
+        compared = subprocess.run(command).returncode
+    else:
+        compared = 0
+    if counts[STOPPED]:
+        print("the same command continues the study")
+    sys.exit(1 if counts[FAILED] or compared else 3 if counts[STOPPED] else 0)
+
+
+if __name__ == "__main__":
+    main()
