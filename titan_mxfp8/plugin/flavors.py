@@ -19,8 +19,8 @@ TWO_LAYER_FLAVORS: tuple[tuple[dict[str, Any], str, dict[str, int]], ...] = (
     (deepseekv3_args, "671B", {"n_dense_layers": 1}),
 )
 
-# A Llama4-style MoE of 111M parameters, 45M of them active, small enough for many runs of thousands of steps: 8 layers,
-# every second one with 8 routed experts of 512 -> 1536 -> 512 and a shared one, and a vocabulary for make_data.py's text.
+# A Llama4-style MoE of 111M parameters, 45M of them active, small enough for many runs of thousands of steps. 8 layers,
+# every second one with 8 routed experts of 512 -> 1536 -> 512 and a shared one.
 MOE_100M = TransformerModelArgs(
     dim=512,
     n_layers=8,
@@ -35,7 +35,10 @@ _registered: list[Any] = []
 
 
 def register_flavors() -> None:
-    """Adds `<flavor>_2layers` for each of TWO_LAYER_FLAVORS, and `moe_100m`, to TorchTitan's tables. Safe to call again."""
+    """Adds `<flavor>_2layers` for each of TWO_LAYER_FLAVORS, and `moe_100m`, to TorchTitan's tables.
+
+    Safe to call again.
+    """
     for table, flavor, changes in TWO_LAYER_FLAVORS:
         # deepcopy: update_from_config writes into a flavor's moe_args, which replace() alone would share
         args = dataclasses.replace(copy.deepcopy(table[flavor]), n_layers=2, **changes)
