@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from titan_mxfp8 import backends
 from titan_mxfp8.format.mx import BLOCK_SIZE
 from titan_mxfp8.ops.grouped_mm import mxfp8_grouped_mm
+from titan_mxfp8.ops.health import observe
 from titan_mxfp8.ops.linear import mxfp8_linear
 from titan_mxfp8.recipe import Recipe, get_recipe
 
@@ -172,10 +173,14 @@ class MXFP8Linear(nn.Linear):
     """``nn.Linear`` whose three GEMMs are MXFP8, also on DTensors. Made by ``convert_linears``."""
 
     mxfp8: MXConfig
+    health_probe: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        config = self.mxfp8
+
         def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            return mxfp8_linear(x, weight, bias, recipe=self.mxfp8.recipe, backend=self.mxfp8.backend)
+            y = mxfp8_linear(x, weight, bias, recipe=config.recipe, backend=config.backend)
+            return observe(y, x, weight, None, self.health_probe, config.recipe, config.backend)
 
         if isinstance(self.weight, DTensor):
             return _linear_on_dtensors(linear, x, self.weight, self.bias)
@@ -218,9 +223,10 @@ def _linear_on_dtensors(linear: Callable, x: DTensor, weight: DTensor, bias: DTe
 class _GroupedMMOverride(TorchFunctionMode):
     """Replaces the calls of ``torch._grouped_mm`` in its region, and counts them."""
 
-    def __init__(self, config: MXConfig) -> None:
+    def __init__(self, config: MXConfig, health_probe: torch.Tensor | None) -> None:
         super().__init__()
         self.config = config
+        self.health_probe = health_probe
         self.calls = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -229,7 +235,11 @@ class _GroupedMMOverride(TorchFunctionMode):
             return func(*args, **kwargs)
         self.calls += 1
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
-        return mxfp8_grouped_mm(*args, **kwargs, recipe=self.config.recipe, backend=self.config.backend)
+        y = mxfp8_grouped_mm(*args, **kwargs, recipe=self.config.recipe, backend=self.config.backend)
+        return self.observed(y, *args, **kwargs)
+
+    def observed(self, y: torch.Tensor, a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor, **_) -> torch.Tensor:
+        return observe(y, a, b_t.mT, offs, self.health_probe, self.config.recipe, self.config.backend)
 
 
 class _OverrideForward:
@@ -240,10 +250,11 @@ class _OverrideForward:
     """
 
     mxfp8: MXConfig
+    health_probe: torch.Tensor | None = None
 
     @torch.compiler.disable(reason="register an MXFP8 class in titan_mxfp8.modules.EXPERT_CLASSES to compile it")
     def forward(self, *args, **kwargs):
-        with _GroupedMMOverride(self.mxfp8) as override:
+        with _GroupedMMOverride(self.mxfp8, self.health_probe) as override:
             out = super().forward(*args, **kwargs)
         if override.calls == 0:
             raise RuntimeError(

@@ -4,7 +4,7 @@ TorchTitan imports this module while it parses the config, before the Trainer ex
 own.
 """
 
-from titan_mxfp8.plugin import compat, config_check, converters, cpu, flavors
+from titan_mxfp8.plugin import compat, config_check, converters, cpu, flavors, health
 from titan_mxfp8.plugin.job_config import JobConfig
 
 __all__ = ["JobConfig"]
@@ -12,6 +12,7 @@ __all__ = ["JobConfig"]
 converters.register()
 config_check.install()
 flavors.register_flavors()
+health.install()
 compat.repair_selective_ac()
 compat.default_wandb_offline()
 cpu.enable_cpu_training()

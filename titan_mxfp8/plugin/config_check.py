@@ -33,6 +33,10 @@ def check_job_config(job_config: JobConfig) -> None:
             backends.select(config.backend, training_device())
         except ValueError as error:
             raise ValueError(f"[{name}] {error}") from error
+    if job_config.quantize.health_every < 0:
+        raise ValueError(
+            f"quantize.health_every = {job_config.quantize.health_every}: a number of steps, or 0 for never"
+        )
     job_config.quantize.grouped_mm.mx.fqns = as_list(job_config.quantize.grouped_mm.mx.fqns)
     job_config.quantize.linear.mx.filter_fqns = as_list(job_config.quantize.linear.mx.filter_fqns)
     _check_tokenizer(Path(job_config.model.hf_assets_path))

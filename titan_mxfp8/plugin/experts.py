@@ -10,6 +10,7 @@ from torchtitan.models.moe.moe import GroupedExperts
 
 from titan_mxfp8.modules import MXConfig
 from titan_mxfp8.ops.grouped_mm import mxfp8_grouped_mm
+from titan_mxfp8.ops.health import observe
 
 
 class MXFP8GroupedExperts(GroupedExperts):
@@ -20,6 +21,7 @@ class MXFP8GroupedExperts(GroupedExperts):
     """
 
     mxfp8: MXConfig
+    health_probe: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
         w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3))
@@ -29,7 +31,7 @@ class MXFP8GroupedExperts(GroupedExperts):
             if isinstance(self.w1, DTensor) and "ep" in self.w1.device_mesh.mesh_dim_names:
                 torch._dynamo.mark_dynamic(x, 0)
             run = _compiled(self.mxfp8.compile_backend)
-        return run(w1, w2, w3, x, num_tokens_per_expert, self.mxfp8)
+        return run(w1, w2, w3, x, num_tokens_per_expert, self.mxfp8, self.health_probe)
 
 
 def run_experts(
@@ -39,13 +41,16 @@ def run_experts(
     x_MD: torch.Tensor,
     num_tokens_per_expert_E: torch.Tensor,
     config: MXConfig,
+    health_probe: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``w2(silu(w1 x) * w3 x)`` of each expert on its own tokens: E experts of D features and H hidden ones, M tokens
     sorted by expert. Rows past the last expert's give zeros."""
     offs_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
 
     def grouped_mm(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return mxfp8_grouped_mm(a, w.bfloat16().mT, offs_E, recipe=config.recipe, backend=config.backend)
+        w = w.bfloat16()
+        y = mxfp8_grouped_mm(a, w.mT, offs_E, recipe=config.recipe, backend=config.backend)
+        return observe(y, a, w, offs_E, health_probe, config.recipe, config.backend)
 
     h_MH = F.silu(grouped_mm(x_MD.bfloat16(), w1_EHD)) * grouped_mm(x_MD.bfloat16(), w3_EHD)
     return grouped_mm(h_MH, w2_EDH).type_as(x_MD)

@@ -60,6 +60,12 @@ class Quantize:
     linear: QuantizedLinear = field(default_factory=QuantizedLinear)
     grouped_mm: QuantizedGroupedMM = field(default_factory=QuantizedGroupedMM)
 
+    health_every: int = 0
+    """
+    Every so many steps, log for each converted module and its activations, weights and gradients (mx_health/...) the
+    shares of elements that saturate or are flushed to zero, and the range of the scales' exponents. 0: never.
+    """
+
 
 @dataclass
 class JobConfig:
