@@ -134,7 +134,9 @@ def main() -> None:
             ]
     print(f"backend {backend} on {device}\n\n{format_table(verdicts)}")
     if args.out:
-        write_results(args.out, curves, environment(device) | {"backend": backend})
+        write_results(
+            args.out, curves, environment(device) | {"backend": backend, "threads": str(torch.get_num_threads())}
+        )
         plot(curves, args.out / "toy_moe.png")
     if not all(verdict["passed"] for verdict in verdicts):
         sys.exit("toy_moe: a gate failed")

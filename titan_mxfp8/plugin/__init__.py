@@ -4,7 +4,7 @@ TorchTitan imports this module while it parses the config, before the Trainer ex
 own.
 """
 
-from titan_mxfp8.plugin import compat, config_check, converters, cpu, flavors, health
+from titan_mxfp8.plugin import compat, config_check, converters, cpu, flavors, health, wandb_run
 from titan_mxfp8.plugin.job_config import JobConfig
 
 __all__ = ["JobConfig"]
@@ -15,4 +15,5 @@ flavors.register_flavors()
 health.install()
 compat.repair_selective_ac()
 compat.default_wandb_offline()
+wandb_run.install()
 cpu.enable_cpu_training()

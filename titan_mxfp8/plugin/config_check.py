@@ -9,6 +9,7 @@ from torchtitan.config import JobConfig, manager
 
 from titan_mxfp8 import backends
 from titan_mxfp8.modules import as_list
+from titan_mxfp8.plugin.wandb_run import git_commit
 from titan_mxfp8.recipe import get_recipe
 
 GROUPED_MM = "quantize.grouped_mm.mx"
@@ -17,6 +18,7 @@ LINEAR = "quantize.linear.mx"
 
 def check_job_config(job_config: JobConfig) -> None:
     """Normalises lists that TOML or the command line gave as strings, and checks what the plugin is about to use.
+    Fills ``job.git_commit``.
 
     ``--model.converters=`` (nothing behind the sign) means no converters.
 
@@ -24,6 +26,7 @@ def check_job_config(job_config: JobConfig) -> None:
         ValueError: MXFP8 beside another quantisation, an unknown recipe or backend, no tokenizer, no data.
     """
     job_config.model.converters = converters = as_list(",".join(as_list(job_config.model.converters)))
+    job_config.job.git_commit = job_config.job.git_commit or git_commit(Path(__file__).parent)
     check_one_quantisation(job_config)
     for name, config in ((GROUPED_MM, job_config.quantize.grouped_mm.mx), (LINEAR, job_config.quantize.linear.mx)):
         if name not in converters:

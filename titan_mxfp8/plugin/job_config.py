@@ -68,5 +68,18 @@ class Quantize:
 
 
 @dataclass
+class Job:
+    git_commit: str = ""
+    """
+    Logged with the config. By default found where titan_mxfp8 lies, if that is a git repository; "-dirty" behind it
+    says that files were changed since.
+    """
+
+    save_config_file: str | None = "job_config.json"
+    """The whole config as JSON, in job.dump_folder: scripts/compare_runs.py reads it."""
+
+
+@dataclass
 class JobConfig:
+    job: Job = field(default_factory=Job)
     quantize: Quantize = field(default_factory=Quantize)

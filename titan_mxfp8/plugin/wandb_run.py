@@ -1,0 +1,78 @@
+"""What TorchTitan's wandb runs lack: a name and tags from the config, the git commit, and survival of an outage."""
+
+import os
+import subprocess
+from functools import wraps
+from pathlib import Path
+
+from torchtitan.components.metrics import WandBLogger
+from torchtitan.config import JobConfig
+from torchtitan.tools.logging import logger
+
+from titan_mxfp8.recipe import get_recipe
+
+
+def name_run(job_config: JobConfig) -> None:
+    """Gives the run a name and tags, unless WANDB_RUN_NAME and WANDB_TAGS do.
+
+    WANDB_RUN_TAGS counts as WANDB_TAGS: TorchTitan hands it to wandb as one string, which makes each letter a tag.
+    """
+    model, formats = job_config.model, number_formats(job_config)
+    config_file = job_config.job.config_file
+    subject = Path(config_file).stem if config_file else f"{model.name}-{model.flavor}"
+    os.environ.setdefault("WANDB_RUN_NAME", "-".join([subject, *formats]))
+    if "WANDB_RUN_TAGS" in os.environ:
+        os.environ["WANDB_TAGS"] = os.environ.pop("WANDB_RUN_TAGS")
+    os.environ.setdefault("WANDB_TAGS", ",".join([model.name, model.flavor, *formats]))
+
+
+def number_formats(job_config: JobConfig) -> list[str]:
+    """``["bf16"]``, or what is converted and how: ``["experts_mxfp8", "linears_mxfp8_2d"]``."""
+    formats = []
+    for name, config, what in (
+        ("quantize.grouped_mm.mx", job_config.quantize.grouped_mm.mx, "experts"),
+        ("quantize.linear.mx", job_config.quantize.linear.mx, "linears"),
+    ):
+        if name in job_config.model.converters:
+            formats.append(f"{what}_{get_recipe(config.recipe_name).name}")
+    return formats or ["bf16"]
+
+
+def git_commit(folder: Path) -> str:
+    """The commit that the files in ``folder`` are of, with ``-dirty`` behind it if some were changed since; or an empty
+    string, where there is no git or no repository."""
+    try:
+        described = ("git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
+        return subprocess.run(described, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def install() -> None:
+    """Has TorchTitan's wandb logger name its run and, if wandb cannot start online, log offline. Safe to call again.
+
+    TorchTitan goes on unlogged if wandb's start fails. The waits are wandb's own settings: 30 s for the start (it takes
+    some seconds more to give up) and 5 minutes for the last upload, unless WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT
+    say otherwise.
+    """
+    start = WandBLogger.__init__
+    if hasattr(start, "__wrapped__"):
+        return
+
+    @wraps(start)
+    def start_or_log_offline(self: WandBLogger, log_dir: str, job_config: JobConfig, tag: str | None = None) -> None:
+        name_run(job_config)
+        os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", "300")
+        try:
+            start(self, log_dir, job_config, tag)
+        except ModuleNotFoundError:
+            raise  # no wandb: TorchTitan says so
+        except Exception as error:  # wandb's errors have no common class
+            reason = str(error).splitlines()[0]
+            logger.warning(f"wandb could not start: {reason}. Logging offline; `wandb sync` uploads it later")
+            self.wandb.teardown()  # it has read its settings from the environment once and for all
+            os.environ["WANDB_MODE"] = "offline"
+            start(self, log_dir, job_config, tag)
+
+    WandBLogger.__init__ = start_or_log_offline
