@@ -1,0 +1,161 @@
+"""Health metrics: the counts against block-by-block arithmetic, once per element whatever runs twice, in training."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import training
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from titan_mxfp8 import convert_model, mxfp8_grouped_mm
+from titan_mxfp8.ops import health
+from titan_mxfp8.recipe import RECIPES
+from titan_mxfp8.testing import make_offs
+
+# max, exponent of the largest power of two, and what rounds to zero: half of the smallest subnormal, a tie, does too
+E4M3, E5M2 = (448.0, 8, 2.0**-10), (57344.0, 15, 2.0**-17)
+
+
+def spread(*shape: int) -> torch.Tensor:
+    """Values over many powers of two, a tenth of them zero, one row all zeros."""
+    x = torch.randn(*shape) * torch.exp2(torch.randint(-12, 6, shape).float())
+    x[torch.rand(*shape) < 0.1] = 0
+    x[1] = 0
+    return x
+
+
+def counted_by_hand(x: torch.Tensor, form: tuple[float, int, float], rounding: str, block: str) -> list[float]:
+    """What ``summarize`` says of one kind, from each block's largest value."""
+    largest, power, zero = form
+    height = 32 if block == "32x32" else 1
+    nonzero = saturated = flushed = 0
+    exponents = []
+    for band in x.detach().double().flatten(0, -2).split(height):
+        for values in band.split(32, dim=1):
+            amax = values.abs().max().item()
+            if amax == 0:
+                continue
+            exponent = (
+                math.ceil(math.log2(amax / largest)) if rounding == "rceil" else math.floor(math.log2(amax)) - power
+            )
+            exponents.append(exponent)
+            scaled = values.abs() / 2.0**exponent
+            nonzero += (values != 0).sum().item()
+            saturated += (scaled > largest).sum().item()
+            flushed += ((values != 0) & (scaled <= zero)).sum().item()
+    return [saturated / nonzero, flushed / nonzero, min(exponents), max(exponents)]
+
+
+def figures(probe: torch.Tensor) -> dict[str, list[float]]:
+    """The four figures of each kind."""
+    summary = list(health.summarize(probe.grad.tolist()).values())
+    return {kind: summary[4 * i : 4 * i + 4] for i, kind in enumerate(health.KINDS)}
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_floor", "mxfp8_2d", "mxfp8_e5m2_grad"])
+def test_a_linear_counts_what_the_blocks_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "PIECE", 32 * 96)  # several pieces
+    torch.manual_seed(0)
+    recipe = RECIPES[name]
+    model = nn.Sequential(nn.Linear(96, 64, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(spread(64, 96))
+    convert_model(model, recipe=recipe)
+    probe = model[0].health_probe = health.make_probe(torch.device("cpu"))
+    x, dy = spread(2, 35, 96), spread(70, 64).view(2, 35, 64)
+    with health.recording():
+        model(x).backward(dy)
+    gradients = E5M2 if name == "mxfp8_e5m2_grad" else E4M3
+    expected = {
+        "activations": counted_by_hand(x, E4M3, recipe.rounding, "1x32"),
+        "weights": counted_by_hand(model[0].weight, E4M3, recipe.rounding, recipe.weight_block),
+        "gradients": counted_by_hand(dy, gradients, recipe.rounding, "1x32"),
+    }
+    assert figures(probe) == expected
+    assert expected["activations"][1] > 0.01 and expected["gradients"][2] < expected["gradients"][3]
+    assert (expected["activations"][0] > 0) == (name == "mxfp8_floor"), "rceil never saturates"
+
+
+def test_rows_past_the_last_group_do_not_count() -> None:
+    torch.manual_seed(0)
+    x, w, dy = spread(50, 64), spread(3, 32, 64), spread(50, 32)
+    x[40:], dy[40:] = 1e30, torch.nan
+    a, probe = x.clone().requires_grad_(), health.make_probe(torch.device("cpu"))
+    offs = make_offs([13, 0, 27])
+    with health.recording():
+        y = mxfp8_grouped_mm(a, w.mT, offs, out_dtype=torch.float32)
+        health.observe(y, a, w, offs, probe, RECIPES["mxfp8"], "auto").backward(dy)
+    assert figures(probe)["activations"] == counted_by_hand(x[:40], E4M3, "rceil", "1x32")
+    assert figures(probe)["weights"] == counted_by_hand(w, E4M3, "rceil", "1x32")
+    assert figures(probe)["gradients"] == counted_by_hand(dy[:40], E4M3, "rceil", "1x32")
+
+
+def test_recomputed_counts_once_and_micro_batches_add_up() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 32))
+    convert_model(model)
+    linears, x = (model[0], model[2]), spread(40, 64)
+
+    def run(times: int, recompute: bool) -> list[torch.Tensor]:
+        for linear in linears:
+            linear.health_probe = health.make_probe(torch.device("cpu"))
+        with health.recording():
+            for _ in range(times):
+                y = checkpoint(model, x, use_reentrant=False) if recompute else model(x)
+                y.square().sum().backward()
+        return [linear.health_probe.grad for linear in linears]
+
+    once = run(1, False)
+    assert once[0][:, 0].min() > 0
+    assert all(map(torch.equal, run(1, True), once))
+    assert all(map(torch.equal, run(3, True), [3 * counts for counts in once]))
+
+
+def test_compiled_modules_count_without_compiling_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 32))
+    convert_model(model)
+    x = spread(40, 64)
+    for module in (model[0], model[2]):
+        module.health_probe = health.make_probe(torch.device("cpu"))
+    with health.recording():
+        model(x).square().sum().backward()
+    eager = [module.health_probe.grad.clone() for module in (model[0], model[2])]
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    def counts() -> list[torch.Tensor]:
+        for module in (model[0], model[2]):
+            module.health_probe.grad = None
+        compiled(x).square().sum().backward()
+        return [module.health_probe.grad for module in (model[0], model[2])]
+
+    assert not any(map(torch.any, counts())), "nothing is recorded outside of recording()"
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        with health.recording():
+            assert all(map(torch.equal, counts(), eager))
+        assert not any(map(torch.any, counts()))
+
+
+def health_of(out: Path) -> dict[str, dict[int, float]]:
+    """The health scalars of a run, by tag and step."""
+    (path,) = out.rglob("events.out.tfevents.*")
+    log = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+    tags = [tag for tag in log.Tags()["scalars"] if tag.startswith("mx_health/")]
+    return {tag: {event.step: event.value for event in log.Scalars(tag)} for tag in tags}
+
+
+def test_layouts_log_the_same_health_every_n_steps(tmp_path: Path) -> None:
+    flags = ("--training.steps=3", "--training.seq_len=128", "--quantize.health_every=2")
+    recompute = "--activation_checkpoint.mode=full"
+    training.train(tmp_path / "fsdp", "llama4", *flags, layout="FSDP 2")
+    training.train(tmp_path / "ep", "llama4", *flags, recompute, layout="FSDP 2 + EP 2")
+    fsdp, ep = health_of(tmp_path / "fsdp"), health_of(tmp_path / "ep")
+    assert len(fsdp) == 15 * 3 * 4 and fsdp.keys() == ep.keys(), "14 linears and the experts, 3 kinds, 4 figures"
+    assert all(list(by_step) == [2] for by_step in [*fsdp.values(), *ep.values()])
+    for tag, by_step in fsdp.items():
+        share = tag.split("/")[2] in ("saturated", "flushed_to_zero")
+        # step 2 follows gradients that were added up in another order
+        assert ep[tag][2] == pytest.approx(by_step[2], rel=0.05, abs=2e-5 if share else 0), tag
