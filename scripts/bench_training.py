@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -99,7 +100,7 @@ def table(runs: list[Run], warmup: int) -> list[dict[str, object]]:
     return rows
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add(
@@ -121,7 +122,7 @@ def main() -> None:
         help="start no run that would end later than this",
     )
     add("--out", type=Path, default=Path("outputs/bench_training"), help="[%(default)s]")
-    own, flags = sys.argv[1:], []
+    own, flags = list(argv), []
     if "--" in own:
         own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
     args = parser.parse_args(own)
@@ -157,4 +158,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -364,14 +364,14 @@ def compare(runs: Sequence[Run], out: Path, window: float) -> None:
     print(f"wrote {out / 'table.csv'}, {out / 'losses.csv'} and {out / 'losses.png'}")
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="dump folder of a run; the first is the baseline")
     add("--out", type=Path, default=Path("."), help="folder for the files [.]")
     add("--window", type=float, default=0.1, help="share of the steps, at the end, that the final loss averages [0.1]")
     add("--steps", type=int, help="compare the first STEPS steps only, of runs of any length")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         if not 0 < args.window <= 1:
             raise ValueError(f"--window is a share of the steps, above 0 and at most 1, got {args.window}")
@@ -384,4 +384,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

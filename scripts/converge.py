@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -190,7 +191,7 @@ def check(args: argparse.Namespace) -> None:
     kept.write_text(json.dumps(described, indent=2) + "\n")
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -227,7 +228,7 @@ def main() -> None:
         help="0: no checkpoints, runs that stop start anew [500]",
     )
     add("--window", type=float, default=0.1, help="of compare_runs.py [0.1]")
-    own, flags = sys.argv[1:], []
+    own, flags = list(argv), []
     if "--" in own:
         own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
     args = parser.parse_args(own)
@@ -254,4 +255,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

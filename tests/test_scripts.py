@@ -1,12 +1,22 @@
 """The scripts a user calls: what they would run, what they print, and what bad input gets."""
 
+import contextlib
+import csv
+import functools
+import importlib
+import io
+import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils.tensorboard import SummaryWriter
+
+from titan_mxfp8 import mxfp8_grouped_mm
 
 ROOT = Path(__file__).parent.parent
 
@@ -17,36 +27,222 @@ def shell(*command: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-def write_run(folder: Path, losses: list[float]) -> Path:
+def write_run(folder: Path, losses: list[float], config: dict[str, dict] | None = None) -> Path:
     with SummaryWriter(str(folder / "tb" / "20260101-0000")) as writer:
         for step, loss in enumerate(losses, 1):
             writer.add_scalar("loss_metrics/global_avg_loss", loss, step)
             writer.add_scalar("throughput(tps)", 100.0 * step, step)
+            writer.add_scalar("memory/max_reserved(GiB)", 1.0 + step, step)
+    if config is not None:
+        (folder / "job_config.json").write_text(json.dumps(config))
     return folder
 
 
-def compare(*arguments: object) -> subprocess.CompletedProcess:
-    return shell(sys.executable, "scripts/compare_runs.py", *map(str, arguments))
+def call(script: str, *arguments: object) -> str:
+    """What ``scripts/<script>.py`` prints with these arguments, in this process; or the message that it ends with."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            importlib.import_module(script).main([*map(str, arguments)])
+    except SystemExit as exit:
+        return str(exit.code)
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+    return printed.getvalue()
+
+
+def compare(*arguments: object) -> str:
+    return call("compare_runs", *arguments)
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def test_compare_runs_prints_and_plots_the_difference(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "bf16", [8.0, 7.0, 6.0]), write_run(tmp_path / "mxfp8", [8.5, 7.0, 5.75])
-    result = compare(a, b, "--out", tmp_path / "out")
-    assert result.returncode == 0, result.stderr
-    rows = [line.split() for line in result.stdout.splitlines()]
-    assert rows[0] == ["step", "bf16", "mxfp8", "mxfp8", "-", "bf16"]
-    assert rows[1] == ["1", "8.0000", "8.5000", "+0.5000"] and rows[3] == ["3", "6.0000", "5.7500", "-0.2500"]
-    assert "bf16: 3 steps logged, median 300 tokens/s" in result.stdout
+    printed = compare(a, b, "--out", tmp_path / "out")
+    assert "| step | bf16 | mxfp8 | mxfp8 - bf16 |" in printed
+    assert "| 1 | 8.0000 | 8.5000 | +0.5000 |" in printed and "| 3 | 6.0000 | 5.7500 | -0.2500 |" in printed
+    bf16, mxfp8 = rows_of(tmp_path / "out" / "table.csv")
+    assert (bf16["tokens/s"], bf16["memory GiB"], mxfp8["x"]) == ("250.0", "4.0", "1.0")
+    assert (mxfp8["difference"], mxfp8["verdict"]) == ("-0.2500", "none: bf16 has one seed")
     assert (tmp_path / "out" / "losses.csv").read_text().splitlines()[2] == "2,7.0,200.0,7.0,200.0"
     assert (tmp_path / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_compare_runs_says_what_is_missing(tmp_path: Path) -> None:
-    result = compare(tmp_path / "nothing")
-    assert result.returncode == 1 and "holds no TensorBoard log" in result.stderr
+def test_compare_runs_judges_by_the_seeds_of_the_baseline(tmp_path: Path) -> None:
+    """bf16's seeds end at 3.00, 3.02 and 2.99, a band of 0.03; each other group moves every seed by about its name."""
+    seeds = (0.0, 0.02, -0.01)
+    groups = {
+        "bf16": (0, 0, 0),
+        "near": (0.01, 0.03, 0.02),
+        "above": (0.04, 0.05, 0.03),
+        "below": (-0.04, -0.05, -0.03),
+    }
+    folders = []
+    for group, moved in groups.items():
+        for seed, (offset, move) in enumerate(zip(seeds, moved, strict=True)):
+            # 100 steps, of which the last ten count: their noise is the same for all and has mean zero
+            losses = [5.0 + 3 * move] * 90 + [3.0 + offset + move + (-1) ** step for step in range(10)]
+            folders.append(write_run(tmp_path / f"{group}-seed{seed}", losses))
+    assert "| inside |" in compare(*folders, "--out", tmp_path)
+    bf16, near, above, below = rows_of(tmp_path / "table.csv")
+    assert (bf16["run"], bf16["seeds"], bf16["final loss"], bf16["verdict"]) == ("bf16", "3", "3.0033", "")
+    assert (near["difference"], near["standard error"], near["band"]) == ("+0.0200", "0.0058", "0.0300")
+    assert (near["verdict"], above["difference"], above["verdict"]) == ("inside", "+0.0400", "outside, higher")
+    assert (below["difference"], below["verdict"]) == ("-0.0400", "outside, lower")
+    # the seeds in common count, whatever the order
+    refused = compare(*folders[:2], folders[4], folders[8], "--out", tmp_path)
+    assert "above and bf16 have no seed in common ([2] and [0, 1])" in refused
+    compare(*folders[:2], folders[4], "--out", tmp_path)
+    assert [rows_of(tmp_path / "table.csv")[1][key] for key in ("difference", "band")] == ["+0.0300", "0.0200"]
+
+
+def test_compare_runs_reads_offline_wandb_logs(tmp_path: Path) -> None:
+    script = tmp_path / "log.py"
+    script.write_text(
+        """
+import sys, wandb
+padding = "x" * 40000  # more than one block of the log
+config = {"model": {"name": "llama4", "flavor": "f"}, "training": {"seq_len": 32, "padding": padding}, "optimizer": {}}
+run = wandb.init(mode="offline", project="x", dir=sys.argv[1], config=config)
+for step in range(1, 4):
+    run.log({"loss_metrics/global_avg_loss": 9.0 - step, "throughput(tps)": 5.0}, step=step)
+    run.log({"memory/max_reserved(GiB)": 2.5}, step=step)
+run.finish()
+"""
+    )
+    folder = tmp_path / "offline"
+    folder.mkdir()
+    done = shell(sys.executable, str(script), str(folder))
+    assert done.returncode == 0, done.stderr
+    same = {"model": {"name": "llama4", "flavor": "f"}, "training": {"seq_len": 32}, "optimizer": {}}
+    other = write_run(tmp_path / "other", [8.0, 7.0, 6.0], same)
+    assert "| 3 | 6.0000 | 6.0000 | +0.0000 |" in compare(other, folder, "--out", tmp_path)
+    assert rows_of(tmp_path / "table.csv")[1]["memory GiB"] == "2.5"
+    longer = write_run(tmp_path / "longer", [8.0, 7.0, 6.0], same | {"training": {"seq_len": 64}})
+    assert "has training.seq_len = 64 and offline 32" in compare(longer, folder)
+
+
+def test_compare_runs_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
+    assert "holds no TensorBoard or offline wandb log" in compare(tmp_path / "nothing")
     with SummaryWriter(str(tmp_path / "empty")) as writer:
         writer.add_scalar("lr", 0.1, 1)
-    assert "ended before its first log" in compare(tmp_path / "empty").stderr
+    assert "ended before its first log" in compare(tmp_path / "empty")
+    config = {"model": {"name": "llama4", "flavor": "a"}, "training": {"seq_len": 32}, "optimizer": {"lr": 1e-3}}
+    long = write_run(tmp_path / "long", [8.0, 7.0, 6.0], config)
+    short = write_run(tmp_path / "short", [8.0, 7.0], config)
+    other = write_run(tmp_path / "other", [8.0, 7.0, 6.0], config | {"model": {"name": "llama4", "flavor": "b"}})
+    assert "long ended at step 3 and short at step 2: finish the shorter run" in compare(long, short)
+    assert "| short | 1 | 2 |" in compare(long, short, "--steps", 2, "--out", tmp_path)
+    assert "short ended at step 2, before --steps 3" in compare(long, short, "--steps", 3)
+    assert "long has model.flavor = 'a' and other 'b'" in compare(long, other)
+    assert "--window is a share of the steps" in compare(long, "--window", 10)
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> dict[str, str]:
+    """An environment in which ``-m torchtitan.train`` writes a finished run's log after STUB_SECONDS, or fails.
+
+    It adds its arguments to ``calls``. A folder with a checkpoint ends at once.
+    """
+    log = next(write_run(tmp_path / "log", [8.0, 7.0, 6.0]).rglob("events*"))
+    (tmp_path / "stub" / "torchtitan").mkdir(parents=True)
+    (tmp_path / "stub" / "torchtitan" / "__init__.py").write_text(
+        "import pkgutil\n__path__ = pkgutil.extend_path(__path__, __name__)"  # the other modules are TorchTitan's
+    )
+    (tmp_path / "stub" / "torchtitan" / "train.py").write_text(
+        f"""
+import os, pathlib, shutil, sys, time
+with open({str(tmp_path / "calls")!r}, "a") as calls:
+    print(*sys.argv[1:], "gpus", os.environ.get("CUDA_VISIBLE_DEVICES"), file=calls)
+out = pathlib.Path(next(flag for flag in sys.argv if flag.startswith("--job.dump_folder=")).partition("=")[2])
+if out.name in os.environ.get("STUB_FAIL", "").split():
+    sys.exit("no luck")
+if not (out / "checkpoint/step-2/.metadata").exists():
+    time.sleep(float(os.environ.get("STUB_SECONDS", 0)))
+(out / "tb").mkdir(exist_ok=True)
+shutil.copy({str(log)!r}, out / "tb")
+"""
+    )
+    return {"PYTHONPATH": f"{tmp_path / 'stub'}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_converge_runs_a_study_in_order_stops_at_the_limit_and_continues(tmp_path: Path, stub: dict[str, str]) -> None:
+    out, calls = tmp_path / "study", tmp_path / "calls"
+    command = [sys.executable, "scripts/converge.py", "train_configs/debug_llama4.toml", "--out", str(out)]
+    command += ["--recipes", "bf16", "mxfp8_2d", "--seeds", "0", "1"]
+    first = shell(*command, "--limit", "15", "--", "--training.steps=3", **stub, STUB_SECONDS="600")
+    assert first.returncode == 3, first.stdout + first.stderr
+    assert "bf16-seed0: stopped" in first.stdout and "the same command continues the study" in first.stdout
+    assert len(calls.read_text().splitlines()) == 1, "one at a time"
+
+    checkpoint = out / "bf16-seed0" / "checkpoint" / "step-2" / ".metadata"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    second = shell(*command, "--jobs", "2", "--", "--training.steps=3", **stub, STUB_FAIL="mxfp8_2d-seed1")
+    assert second.returncode == 1 and "mxfp8_2d-seed1: failed" in second.stdout and "no luck" in second.stdout
+    assert "bf16-seed0: started from its checkpoint" in second.stdout
+    assert not checkpoint.exists(), "a finished run needs none"
+    assert [row["run"] for row in rows_of(out / "table.csv")] == ["bf16", "mxfp8_2d"]
+
+    third = shell(*command, "--", "--training.steps=3", **stub)
+    assert third.returncode == 0, third.stdout + third.stderr
+    assert (
+        "4 runs, 3 finished already, 1 at a time" in third.stdout and "4 finished, 0 failed, 0 stopped" in third.stdout
+    )
+    assert [row["seeds"] for row in rows_of(out / "table.csv")] == ["2", "2"]
+
+    lines = calls.read_text().splitlines()
+    assert len(lines) == 6 and "--training.steps=3" in lines[-1] and "--debug.seed=1" in lines[-1]
+    assert "--model.converters=" in lines[0] and "--model.converters=" not in lines[-1]
+    assert "--quantize.grouped_mm.mx.recipe_name=mxfp8_2d --quantize.linear.mx.recipe_name=mxfp8_2d" in lines[-1]
+    refused = call("converge", *command[2:], "--", "--training.steps=4")
+    assert "holds a study of another config or other flags" in refused
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["none.toml"], "none.toml is no file"),
+        (["train_configs/debug_llama4.toml", "--recipes", "fp4"], "unknown recipe 'fp4'"),
+        (["train_configs/debug_llama4.toml", "--out", "pyproject.toml/study"], "pyproject.toml"),
+    ],
+)
+def test_converge_refuses_a_bad_study(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert message in call("converge", *arguments)
+
+
+def test_bench_training_tables_its_runs_and_does_none_twice(tmp_path: Path, stub: dict[str, str]) -> None:
+    arguments = ["--config", "train_configs/debug_llama4.toml", "--ngpu", "1", "--steps", "3", "--warmup", "1"]
+    arguments += ["--out", str(tmp_path / "bench"), "--runs", "bf16", "grouped:mxfp8_2d"]
+    for _ in range(2):
+        result = shell(sys.executable, "scripts/bench_training.py", *arguments, **stub)
+        assert result.returncode == 0, result.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == 2 and "--model.converters=quantize.grouped_mm.mx --quantize.grouped_mm.mx.recipe" in calls[1]
+    rows = rows_of(tmp_path / "bench" / "table.csv")
+    assert [row["run"] for row in rows] == ["bf16", "grouped:mxfp8_2d"]
+    assert [rows[0][key] for key in ("tokens/s (median, per GPU)", "memory GiB", "x")] == ["250", "4.0", "1.0"]
+    assert "unknown run 'fp8'" in call("bench_training", *arguments, "fp8")
+
+
+def test_the_toy_moe_learns_in_mxfp8_and_its_gates_see_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    toy_moe = importlib.import_module("toy_moe")
+    problem = toy_moe.make_problem(2, torch.device("cpu"))
+    bf16 = toy_moe.train(problem, torch._grouped_mm)
+    for recipe in ("mxfp8", "mxfp8_2d"):
+        verdict = toy_moe.gates(toy_moe.train(problem, functools.partial(mxfp8_grouped_mm, recipe=recipe)), bf16)
+        # measured: 0.425 and 1.00 for both, results/2026-11-21_cpu_toy_moe
+        assert verdict["passed"] and verdict["last / first 20%"] < 0.5 and verdict["last 20% / bf16"] < 1.05
+    assert not toy_moe.gates([1.0] * 100, bf16)["passed"], "it does not learn"
+    assert not toy_moe.gates([*bf16[:-1], math.nan], bf16)["passed"]
+    assert not toy_moe.gates([3 * loss for loss in bf16], bf16)["passed"], "worse than twice bf16"
 
 
 def test_train_runs_bf16_and_then_the_config_as_it_is() -> None:
@@ -68,6 +264,6 @@ def test_train_explains_itself_and_refuses_what_it_does_not_know() -> None:
     assert result.returncode == 2 and "not 'fp4'" in result.stderr
 
 
-@pytest.mark.parametrize("script", ["setup.sh", "train.sh", "test.sh"])
+@pytest.mark.parametrize("script", ["setup.sh", "train.sh", "test.sh", "converge.sh"])
 def test_shell_scripts_parse(script: str) -> None:
     assert shell("bash", "-n", f"scripts/{script}").returncode == 0
