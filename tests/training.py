@@ -17,6 +17,7 @@ LAYOUTS = {
     "FSDP 2": (2, []),
     "FSDP 2 + EP 2": (2, ["--parallelism.expert_parallel_degree=2"]),
     "TP 2": (2, ["--parallelism.tensor_parallel_degree=2"]),
+    "PP 2": (2, ["--parallelism.pipeline_parallel_degree=2", "--parallelism.data_parallel_shard_degree=1"]),
 }
 
 
