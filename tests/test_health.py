@@ -63,6 +63,8 @@ def test_a_linear_counts_what_the_blocks_say(name: str, monkeypatch: pytest.Monk
     model = nn.Sequential(nn.Linear(96, 64, bias=False))
     with torch.no_grad():
         model[0].weight.copy_(spread(64, 96))
+        model[0].weight[32:, :32] *= 2.0**10  # the block with the largest scale, and its first row is zero
+        model[0].weight[32] = 0
     convert_model(model, recipe=recipe)
     probe = model[0].health_probe = health.make_probe(torch.device("cpu"))
     x, dy = spread(2, 35, 96), spread(70, 64).view(2, 35, 64)
@@ -79,7 +81,8 @@ def test_a_linear_counts_what_the_blocks_say(name: str, monkeypatch: pytest.Monk
     assert (expected["activations"][0] > 0) == (name == "mxfp8_floor"), "rceil never saturates"
 
 
-def test_rows_past_the_last_group_do_not_count() -> None:
+def test_rows_past_the_last_group_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "PIECE", 32 * 32)
     torch.manual_seed(0)
     x, w, dy = spread(50, 64), spread(3, 32, 64), spread(50, 32)
     x[40:], dy[40:] = 1e30, torch.nan
