@@ -72,7 +72,9 @@ def train(name: str, folder: Path, args: argparse.Namespace) -> Run:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ngpu}"]
     command += ["--local-ranks-filter=0", "-m", "torchtitan.train", f"--job.config_file={args.config}"]
     command += [f"--job.dump_folder={folder}", f"--training.steps={args.steps}", *flags_of(name), *args.flags]
-    command += ["--metrics.log_freq=1", "--metrics.enable_tensorboard"]
+    command += ["--metrics.log_freq=1", "--metrics.enable_tensorboard", "--metrics.no-enable_wandb"]
+    # Tokenizing in the training process would count as a part of each step.
+    command += ["--training.dataloader.num_workers=1", "--training.dataloader.prefetch_factor=4"]
     threads = max(1, (os.cpu_count() or 1) // args.ngpu)
     with (folder / "log").open("w") as log:
         status = subprocess.run(
@@ -106,7 +108,7 @@ def main(argv: Sequence[str]) -> None:
     add(
         "--config",
         type=Path,
-        default=Path("train_configs/bench_llama4_2layers.toml"),
+        default=Path("train_configs/llama4_17bx16e_2layers_1x4.toml"),
         metavar="TOML",
         help="[%(default)s]",
     )

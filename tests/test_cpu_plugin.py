@@ -305,6 +305,17 @@ def test_two_layer_flavor_has_a_moe_layer_and_keeps_the_rest(model_class: type, 
     assert args.moe_args is not original.moe_args, "update_from_config writes into it"
 
 
+def test_the_small_moe_is_of_honest_size() -> None:
+    register_flavors()
+    with torch.device("meta"):
+        model = Llama4(configured(llama4_args["moe_100m"]))
+    assert sum(weight.numel() for weight in model.parameters()) == 111_174_144
+    experts = [module for module in model.modules() if isinstance(module, MoE)]
+    assert len(experts) == 4 and {tuple(moe.experts.w1.shape) for moe in experts} == {(8, 1536, 512)}
+    sizes = {size for name, weight in model.named_parameters() if "gate" not in name for size in weight.shape[-2:]}
+    assert all(size % 128 == 0 for size in sizes)
+
+
 def test_flavors_twice_and_over_a_flavor_of_someone_else(monkeypatch: pytest.MonkeyPatch) -> None:
     register_flavors()
     ours = llama4_args["17bx16e_2layers"]
