@@ -30,6 +30,7 @@ class HealthLog:
     def __init__(self, processor: MetricsProcessor, every: int) -> None:
         self.processor = processor
         self.every = every
+        self.device = processor.device_memory_monitor.device
         self.region = contextlib.ExitStack()
         self.modules: dict[str, nn.Module] | None = None
         self.names: list[str] = []
@@ -52,7 +53,7 @@ class HealthLog:
                     for wrapper in WRAPPERS:
                         name = name.replace(wrapper, "")
                     self.modules[name] = module
-                    module.health_probe = health.make_probe(next(module.parameters()).device)
+                    module.health_probe = health.make_probe(self.device)  # where it computes, not where FSDP keeps it
         everyones = [list(self.modules)]
         if dist.is_initialized():
             everyones = [None] * dist.get_world_size()
@@ -64,8 +65,7 @@ class HealthLog:
         if step % self.every or not self.names:
             return
         self.region.close()
-        device = self.processor.device_memory_monitor.device
-        counts = torch.zeros(len(self.names), len(health.KINDS), health.COUNTS, dtype=torch.float64, device=device)
+        counts = torch.zeros(len(self.names), len(health.KINDS), health.COUNTS, dtype=torch.float64, device=self.device)
         for name, module in self.modules.items():
             if module.health_probe.grad is not None:
                 counts[self.names.index(name)] = module.health_probe.grad
