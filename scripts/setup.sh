@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Makes .venv in the repository's root and installs the package with what training and the tests need. Sourced by
 # train.sh and test.sh, from the root; leaves the environment active. Installs again only when pyproject.toml changes.
 #

@@ -23,29 +23,15 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     exit
 fi
 cd "$(dirname "$0")/.."
+. scripts/launch.sh
 
 config=${CONFIG:-train_configs/debug_llama4.toml}
-ngpu=${NGPU:-1}
 runs=${RUNS:-bf16 mxfp8}
 out=${OUT:-outputs/$(basename "$config" .toml)-$(date +%Y%m%d-%H%M%S)}
-[ -f "$config" ] || { echo "train.sh: CONFIG=$config is no file; ls train_configs" >&2; exit 2; }
+need_config "$config"
 
-[ "${DRYRUN:-0}" = 1 ] || . scripts/setup.sh
-# Two processes with as many threads as cores each would fight for them.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( ($(getconf _NPROCESSORS_ONLN) + ngpu - 1) / ngpu ))}
-
-for run in $runs; do
-    flags=(--job.config_file="$config" --job.dump_folder="$out/$run")
-    case $run in
-        bf16) flags+=(--model.converters=) ;;
-        mxfp8) ;;
-        *) echo "train.sh: RUNS takes bf16 and mxfp8, not '$run'" >&2; exit 2 ;;
-    esac
-    command=(torchrun --standalone --nproc-per-node="$ngpu" --local-ranks-filter=0 -m torchtitan.train "${flags[@]}" "$@")
-    echo "+ WANDB_RUN_NAME=${WANDB_RUN_NAME:-$(basename "$out")-$run} ${command[*]}"
-    [ "${DRYRUN:-0}" = 1 ] && continue
-    WANDB_RUN_NAME=${WANDB_RUN_NAME:-$(basename "$out")-$run} "${command[@]}"
-done
+torchrun_flags() { torchrun=(--standalone); }
+train_runs "${NGPU:-1}" "$runs" "$config" "$out" "$@"
 
 if [ "$runs" = "bf16 mxfp8" ] && [ "${DRYRUN:-0}" != 1 ]; then
     python scripts/compare_runs.py "$out/bf16" "$out/mxfp8" --out "$out"

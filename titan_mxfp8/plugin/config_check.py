@@ -1,11 +1,18 @@
 """Checks of a parsed TorchTitan config, before any process group, model or GPU exists."""
 
+import os
+import tempfile
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 
+import datasets
 import torch
 from torchtitan.config import JobConfig, manager
+from torchtitan.distributed import ParallelDims
+from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.protocols import BaseModelArgs
+from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_mxfp8 import backends
 from titan_mxfp8.modules import as_list
@@ -23,7 +30,7 @@ def check_job_config(job_config: JobConfig) -> None:
     ``--model.converters=`` (nothing behind the sign) means no converters.
 
     Raises:
-        ValueError: MXFP8 beside another quantisation, an unknown recipe or backend, no tokenizer, no data.
+        ValueError: MXFP8 beside another quantisation, an unknown recipe or backend.
     """
     job_config.model.converters = converters = as_list(",".join(as_list(job_config.model.converters)))
     job_config.job.git_commit = job_config.job.git_commit or git_commit(Path(__file__).parent)
@@ -42,9 +49,88 @@ def check_job_config(job_config: JobConfig) -> None:
         )
     job_config.quantize.grouped_mm.mx.fqns = as_list(job_config.quantize.grouped_mm.mx.fqns)
     job_config.quantize.linear.mx.filter_fqns = as_list(job_config.quantize.linear.mx.filter_fqns)
+
+
+def check_files(job_config: JobConfig) -> None:
+    """Checks that this machine has what the config reads, and can write where the config writes.
+
+    Raises:
+        ValueError: no tokenizer, no data, or a dump folder that cannot be written to.
+    """
     _check_tokenizer(Path(job_config.model.hf_assets_path))
-    if job_config.training.dataset == "c4_test":
-        _check_text(Path(job_config.training.dataset_path or "tests/assets/c4_test"))
+    _check_data(job_config.training.dataset.lower(), job_config.training.dataset_path)
+    _check_dump_folder(Path(job_config.job.dump_folder))
+
+
+def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
+    """The mesh dimensions of the config on ``world_size`` processes, once the arithmetic of the layout holds.
+
+    Raises:
+        ValueError: degrees that do not multiply to ``world_size``, or do not divide the experts, the sequence or the
+            global batch; an unknown model or flavor.
+    """
+    parallelism, training = job_config.parallelism, job_config.training
+    try:
+        dims = ParallelDims(
+            dp_replicate=parallelism.data_parallel_replicate_degree,
+            dp_shard=parallelism.data_parallel_shard_degree,
+            cp=parallelism.context_parallel_degree,
+            tp=parallelism.tensor_parallel_degree,
+            pp=parallelism.pipeline_parallel_degree,
+            ep=parallelism.expert_parallel_degree,
+            etp=parallelism.expert_tensor_parallel_degree,
+            world_size=world_size,
+        )
+    except AssertionError as error:
+        raise ValueError(
+            f"[parallelism] does not fit {world_size} processes: {error}. Start as many processes as the degrees "
+            "multiply to, or change a degree (data_parallel_shard_degree = -1 takes what is left)"
+        ) from error
+    ranks = dims.dp_shard * dims.cp * dims.tp
+    if dims.ep > 1 and ranks % (dims.ep * dims.etp):
+        raise ValueError(
+            f"expert_parallel_degree {dims.ep} x expert_tensor_parallel_degree {dims.etp} does not divide the {ranks} "
+            "ranks of data_parallel_shard x context_parallel x tensor_parallel, among which it divides the experts: "
+            "choose a divisor"
+        )
+    args = model_args(job_config)
+    counts = {
+        "experts": (getattr(getattr(args, "moe_args", None), "num_experts", 0), "expert", dims.ep),
+        "attention heads": (getattr(args, "n_heads", 0), "tensor", dims.tp),
+        "key and value heads": (getattr(args, "n_kv_heads", 0) or 0, "tensor", dims.tp),
+    }
+    for what, (count, kind, degree) in counts.items():
+        if count % degree:
+            raise ValueError(
+                f"{kind}_parallel_degree {degree} does not divide the {count} {what} of {job_config.model.name} "
+                f"{job_config.model.flavor}: choose a divisor"
+            )
+    if training.seq_len % dims.seq_len_divisor:
+        raise ValueError(
+            f"training.seq_len {training.seq_len} is no multiple of {dims.seq_len_divisor} = 2 x "
+            f"context_parallel_degree {dims.cp} x tensor_parallel_degree {dims.tp}, which divide the sequence"
+        )
+    batch = training.local_batch_size * dims.dp_replicate * dims.dp_shard
+    if training.global_batch_size > 0 and training.global_batch_size % batch:
+        raise ValueError(
+            f"training.global_batch_size {training.global_batch_size} is no multiple of {batch} = local_batch_size "
+            f"{training.local_batch_size} x {dims.dp_replicate * dims.dp_shard} data-parallel ranks"
+        )
+    return dims
+
+
+def model_args(job_config: JobConfig) -> BaseModelArgs:
+    """TorchTitan's arguments of the config's model and flavor: the shared object, not a copy.
+
+    Raises:
+        ValueError: unknown model or flavor.
+    """
+    flavors = get_train_spec(job_config.model.name).model_args
+    if job_config.model.flavor not in flavors:
+        raise ValueError(
+            f"{job_config.model.name} has no flavor {job_config.model.flavor!r}: use one of {', '.join(flavors)}"
+        )
+    return flavors[job_config.model.flavor]
 
 
 def check_one_quantisation(job_config: JobConfig) -> None:
@@ -64,7 +150,11 @@ def training_device() -> torch.device:
 
 
 def install() -> None:
-    """Makes TorchTitan's config manager run ``check_job_config`` once it has parsed and checked a config itself."""
+    """Makes TorchTitan's config manager run the checks above once it has parsed and checked a config itself.
+
+    The layout is checked where the number of processes is known: in a process that torchrun started. Not where
+    ``experimental.custom_import`` is yet to bring the model.
+    """
     validate: Callable = manager.ConfigManager._validate_config
     if getattr(validate, "checks_mxfp8", False):
         return
@@ -73,6 +163,9 @@ def install() -> None:
     def validate_and_check(self: manager.ConfigManager) -> None:
         validate(self)
         check_job_config(self.config)
+        check_files(self.config)
+        if "WORLD_SIZE" in os.environ and not self.config.experimental.custom_import:
+            check_layout(self.config, int(os.environ["WORLD_SIZE"]))
 
     validate_and_check.checks_mxfp8 = True
     manager.ConfigManager._validate_config = validate_and_check
@@ -87,9 +180,28 @@ def _check_tokenizer(path: Path) -> None:
         )
 
 
-def _check_text(path: Path) -> None:
-    if not any(path.glob("*.json*")):
+def _check_data(name: str, path: str | None) -> None:
+    if name == "c4_test" and not any(Path(path or DATASETS[name].path).glob("*.json*")):
         raise ValueError(
-            f"training.dataset_path = {str(path)!r} holds no data.jsonl: point it at a folder with one, "
+            f"training.dataset_path = {path!r} holds no data.jsonl: point it at a folder with one, "
             "such as train_configs/assets/kjv here, or make one with scripts/make_data.py"
         )
+    if name in ("c4", "c4_validation") and path is None and datasets.config.HF_HUB_OFFLINE:
+        raise ValueError(
+            f"training.dataset {name!r} is streamed from Hugging Face, but HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is "
+            "set: unset it, or train on local text with --training.dataset=c4_test and --training.dataset_path, a "
+            "folder with a data.jsonl"
+        )
+
+
+def _check_dump_folder(path: Path) -> None:
+    # by writing: permission bits do not tell of read-only or root-squashed file systems
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"job.dump_folder = {str(path)!r} cannot be written to ({error}): checkpoints and logs go there, "
+            "choose another one with --job.dump_folder"
+        ) from error

@@ -80,6 +80,24 @@ class Job:
 
 
 @dataclass
+class Cluster:
+    """
+    The machines that a config was laid out for. Read by scripts/check_configs.sh only: training takes the number of
+    processes from torchrun.
+    """
+
+    nodes: int = 1
+    """Machines."""
+
+    gpus_per_node: int = 1
+    """GPUs of each machine."""
+
+    gpu: str = ""
+    """H100, H200, B200 or GB200. Empty: the memory estimate is compared with nothing."""
+
+
+@dataclass
 class JobConfig:
     job: Job = field(default_factory=Job)
     quantize: Quantize = field(default_factory=Quantize)
+    cluster: Cluster = field(default_factory=Cluster)

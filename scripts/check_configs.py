@@ -1,0 +1,73 @@
+"""What scripts/check_configs.sh runs: dry-runs configs at their full world size, and prints a table of them."""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from titan_mxfp8.testing import format_table
+
+ROOT = Path(__file__).parent.parent
+
+
+def describe(report) -> str:
+    """The lines under a config's name; ``report`` is a ``titan_mxfp8.plugin.dry_run.Report``."""
+    from titan_mxfp8.plugin.memory import GIB
+
+    def listing(counts) -> str:
+        return ", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing"
+
+    card = f" of {report.card[0]}'s {report.card[1] / GIB:.1f}" if report.card else ""
+    return "\n".join(
+        f"  {title:11}{text}"
+        for title, text in {
+            "processes": report.world_size,
+            "mesh": ", ".join(f"{name} {size}" for name, size in report.mesh.items()) or "one process",
+            "batch": f"{report.sequences} sequences",
+            "MXFP8": listing(report.converted),
+            "bf16": listing(report.left),
+            "parameters": f"{report.parameters / 1e9:.2f} billion",
+            "GiB a GPU": f"{report.memory.total / GIB:.1f}{card}: {report.memory}",
+            "FLOPs": f"{report.flops_per_token / 1e9:.1f} billion a token, {report.mxfp8_share:.0%} of them MXFP8",
+        }.items()
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, usage="check_configs.sh [CONFIG.toml ...] [TorchTitan flags]")
+    parser.add_argument("configs", nargs="*", help="TOMLs [all of train_configs/]")
+    args, overrides = parser.parse_known_args()
+    configs = [Path(path) for path in args.configs] or sorted((ROOT / "train_configs").glob("*.toml"))
+
+    from titan_mxfp8.plugin.dry_run import dry_run, parse_config
+    from titan_mxfp8.plugin.memory import GIB
+
+    logging.disable(logging.WARNING)  # TorchTitan's account of a run that does not happen
+    rows, failed = [], 0
+    for config in configs:
+        try:
+            report = dry_run(parse_config(str(config), overrides))
+        except (ValueError, OSError) as error:
+            failed += 1
+            print(f"FAIL {config}: {error}", flush=True)
+            continue
+        print(f"ok   {config}\n{describe(report)}", flush=True)
+        rows.append(
+            {
+                "config": config.stem,
+                "GPUs": report.world_size,
+                "parameters, billion": round(report.parameters / 1e9, 2),
+                "GiB a GPU": f"{report.memory.total / GIB:.1f}",
+                "of": f"{report.card[0]} {report.card[1] / GIB:.1f}" if report.card else "",
+                "MXFP8 FLOPs": f"{report.mxfp8_share:.0%}",
+            }
+        )
+    print()
+    if rows:
+        print(format_table(rows))
+    print(f"{len(rows)} of {len(configs)} configs can be trained as they are laid out")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

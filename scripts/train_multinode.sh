@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+usage() {
+    cat << 'TEXT'
+Trains a model with TorchTitan on several machines: run the same command on each of them. They find each other at
+RDZV_ENDPOINT, an address and free port of one of them (torchrun's c10d rendezvous).
+
+    NNODES=8 RDZV_ENDPOINT=node01:29500 CONFIG=train_configs/llama4_17bx16e_8x8.toml ./scripts/train_multinode.sh
+    NNODES=2 NGPU=1 RDZV_ENDPOINT=node01:29500 DRYRUN=1 ./scripts/train_multinode.sh --training.steps=100
+
+Environment:
+    NNODES         machines [1]
+    NGPU           processes on each: one per GPU, or gloo processes on CPU machines [8]
+    RDZV_ENDPOINT  HOST:PORT of one of the machines [localhost:29500]
+    RDZV_ID        name of the job, the same on all machines, another one for each job [titan_mxfp8]
+    LOCAL_ADDR     address by which the others reach this machine [what its host name resolves to]
+    MAX_RESTARTS   how often all processes are started again after one has died [3]
+    CONFIG         a TOML of train_configs/ [train_configs/debug_llama4.toml]
+    RUNS           bf16 (the config without its model converters), mxfp8 (the config as it is) or both [mxfp8]
+    OUT            folder of the runs, on storage that all machines share [outputs/<config>-<RDZV_ID>]
+    DRYRUN         1: print the commands and stop
+    WANDB_*        wandb's own. Without a login runs are logged offline; `wandb sync` uploads them later.
+Trailing flags go to TorchTitan.
+
+With checkpoint.enable a job goes on from its last checkpoint: after a process has died (MAX_RESTARTS), or when the same
+command with the same OUT is given again. After a machine has died, give the command on another one: the rest wait for it.
+Before the first job run ./scripts/check_configs.sh CONFIG on one machine: it sets .venv up, and says whether the job fits.
+TEXT
+}
+set -euo pipefail
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
+    usage
+    exit
+fi
+cd "$(dirname "$0")/.."
+. scripts/launch.sh
+
+config=${CONFIG:-train_configs/debug_llama4.toml}
+nnodes=${NNODES:-1}
+endpoint=${RDZV_ENDPOINT:-localhost:29500}
+id=${RDZV_ID:-titan_mxfp8}
+out=${OUT:-outputs/$(basename "$config" .toml)-$id}
+need_config "$config"
+if [ "$nnodes" -gt 1 ] && [ -z "${RDZV_ENDPOINT:-}" ]; then
+    echo "train_multinode.sh: with NNODES=$nnodes set RDZV_ENDPOINT=HOST:PORT, the same on all machines" >&2
+    exit 2
+fi
+
+torchrun_flags() {
+    torchrun=(--nnodes="$nnodes" --rdzv-backend=c10d --rdzv-endpoint="$endpoint" --rdzv-id="$id-$1")
+    torchrun+=(--max-restarts="${MAX_RESTARTS:-3}" ${LOCAL_ADDR:+--local-addr="$LOCAL_ADDR"})
+}
+train_runs "${NGPU:-8}" "${RUNS:-mxfp8}" "$config" "$out" "$@"

@@ -1,0 +1,155 @@
+"""train_configs/ at full world size: every config is laid out, wrong layouts are refused with the reason."""
+
+import re
+import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from test_scripts import shell
+
+from titan_mxfp8.plugin.dry_run import Report, dry_run, parse_config
+from titan_mxfp8.plugin.memory import GIB
+
+ROOT = Path(__file__).parent.parent
+TOMLS = {path.stem: path for path in sorted((ROOT / "train_configs").glob("*.toml"))}
+CLUSTER_TOMLS = {name: path for name, path in TOMLS.items() if re.search(r"_\d+x\d+$", name)}
+LLAMA4 = "llama4_17bx16e_8x8"
+
+# Billions of parameters that the models' publishers state.
+SIZES = {"llama4_17bx16e": 109, "llama4_17bx128e": 400, "deepseek_v3_16b": 16, "deepseek_v3_671b": 671}
+SIZES |= {"gpt_oss_20b": 20.9, "llama4_17bx16e_2layers": 6.47}
+
+
+def check(name: str, *overrides: str) -> Report:
+    return dry_run(parse_config(str(TOMLS[name]), overrides))
+
+
+@pytest.mark.parametrize("name", TOMLS)
+def test_every_config_can_be_laid_out_at_its_full_size(name: str) -> None:
+    report = check(name)
+    assert any(module.endswith("experts") for module in report.converted) or "llama3" in name
+    assert 0.3 < report.mxfp8_share < 1
+    if name not in CLUSTER_TOMLS:
+        return
+    model, nodes, gpus = re.fullmatch(r"(.*)_(\d+)x(\d+)", name).groups()
+    assert report.world_size == int(nodes) * int(gpus)
+    # the furthest are 109, stated rounded up from 107.8, and 16 for 15.7
+    assert report.parameters / 1e9 == pytest.approx(SIZES[model], rel=0.02)
+    assert report.mesh.get("dp_replicate", 1) * report.mesh["fsdp"] == report.world_size
+    # Nothing is lost or held twice: the shards of one replica are the model. TorchTitan's gpt-oss is mostly bf16.
+    itemsize = 2.11 if model == "gpt_oss_20b" else 4
+    assert report.memory.parameters * report.mesh["fsdp"] / report.parameters == pytest.approx(itemsize, rel=0.001)
+
+
+@pytest.mark.parametrize("name", TOMLS)
+def test_the_bf16_half_of_a_pair_differs_in_the_converters_only(name: str) -> None:
+    mxfp8, bf16 = (asdict(parse_config(str(TOMLS[name]), flags)) for flags in ([], ["--model.converters="]))
+    assert mxfp8["model"].pop("converters") and bf16["model"].pop("converters") == []
+    assert mxfp8 == bf16
+
+
+def test_the_published_run_on_64_nodes_of_4() -> None:
+    config = parse_config(str(TOMLS["llama4_17bx16e_64x4"]))
+    assert (config.training.seq_len, config.training.local_batch_size, config.training.dataset) == (8192, 1, "c4")
+    assert (config.optimizer.lr, config.lr_scheduler.warmup_steps, config.training.steps) == (1e-4, 2000, 3000)
+    report = dry_run(config)
+    assert report.mesh == {"fsdp": 256, "ep": 16, "efsdp": 16}
+    blocks = ("attention.wq", "attention.wo", "moe.experts", *(f"moe.shared_experts.w{i}" for i in (1, 2, 3)))
+    assert report.converted == Counter({f"layers.*.{name}": 48 for name in blocks})
+    left = ("attention.wk", "attention.wv", "moe.router.gate")
+    assert report.left == Counter({f"layers.*.{name}": 48 for name in left}) + Counter(["output"])
+    # By hand: 6 FLOPs a weight in wq and wo (2 x 5120^2) and four times w1, w2, w3 (shared and one routed expert);
+    # left are wk, wv, gate, output, norms, and attention's 6 x 40 heads x 2 x 128 x 8192.
+    converted = 48 * (2 * 5120**2 + 2 * 3 * 8192 * 5120)
+    whole = converted + 48 * (2 * 1024 * 5120 + 16 * 5120 + 40 * 256 * 8192 + 2 * 5120) + 202048 * 5120 + 5120
+    assert report.mxfp8_share == pytest.approx(converted / whole, rel=1e-9)
+
+
+def test_a_bf16_weight_gradient_and_bf16_runs_lower_the_share() -> None:
+    full = check("debug_llama4").mxfp8_share
+    recipes = [f"--quantize.{kind}.mx.recipe_name=mxfp8_wgrad_bf16" for kind in ("linear", "grouped_mm")]
+    assert check("debug_llama4", *recipes).mxfp8_share == pytest.approx(full * 2 / 3)
+    assert check("debug_llama4", "--model.converters=").mxfp8_share == 0
+
+
+def test_the_memory_estimate_against_the_measured_peak() -> None:
+    """4 x H200, bf16, compiled, torch 2.11: TorchTitan logged a peak of 70.9 GiB reserved. The estimate is 70.9."""
+    report = check("llama4_17bx16e_2layers_1x4", "--model.converters=")
+    assert report.memory.total / GIB == pytest.approx(70.9, rel=0.05)
+
+
+def test_what_lowers_the_memory() -> None:
+    def activations(*flags: str) -> float:
+        return check(LLAMA4, "--cluster.gpu=", *flags).memory.activations
+
+    mode = "--activation_checkpoint.mode="
+    full, none = activations(f"{mode}full"), activations(f"{mode}none")
+    every_second = activations(f"{mode}selective", "--activation_checkpoint.selective_ac_option=2")
+    by_op = activations(f"{mode}selective", "--activation_checkpoint.selective_ac_option=op", "--model.converters=")
+    assert full < by_op < every_second < none
+    assert activations(f"{mode}full", "--training.local_batch_size=3") == pytest.approx(3 * full)
+
+
+@pytest.mark.parametrize(
+    "name, flags, message",
+    [
+        (LLAMA4, ["--parallelism.expert_parallel_degree=32"], "expert_parallel_degree 32 does not divide the 16 exp"),
+        (LLAMA4, ["--parallelism.expert_parallel_degree=6"], "6 x .* does not divide the 64 ranks"),
+        (LLAMA4, ["--cluster.nodes=7"], r"does not fit 56 processes: .*dp_shard\(64\).* Start as many"),
+        (LLAMA4, ["--training.seq_len=8191"], "seq_len 8191 is no multiple of 2 ="),
+        (LLAMA4, ["--training.global_batch_size=100"], "100 is no multiple of 64"),
+        (LLAMA4, ["--training.local_batch_size=8"], r"does not fit: 125\.\d GiB .*80% of H100's 74.5 GiB.*lower train"),
+        (LLAMA4, ["--model.flavor=18b"], "no flavor '18b': use one of .*17bx16e"),
+        (LLAMA4, ["--cluster.gpu=A100"], "'A100' is unknown: use one of H100"),
+        (LLAMA4, ["--parallelism.pipeline_parallel_degree=2", "--cluster.nodes=16"], "pipeline.* cannot be checked"),
+        (
+            LLAMA4,
+            ["--parallelism.tensor_parallel_degree=16", "--parallelism.data_parallel_shard_degree=4"],
+            "tensor_parallel_degree 16 does not divide the 40 attention heads",
+        ),
+        (
+            "deepseek_v3_16b_8x8",
+            ["--parallelism.tensor_parallel_degree=8", "--parallelism.data_parallel_replicate_degree=1"],
+            r"leaves 1368 x 2048 features of layers\.0\.feed_forward\.w1\.weight .* not all multiples of 32",
+        ),
+        (
+            "deepseek_v3_16b_64x8",
+            [
+                "--parallelism.data_parallel_replicate_degree=1",
+                "--parallelism.data_parallel_shard_degree=512",
+                "--parallelism.expert_parallel_degree=2",
+            ],
+            "TorchTitan cannot lay out .*uneven sharding on dim 1.*1408",
+        ),
+    ],
+)
+def test_a_wrong_layout_is_refused_with_the_reason(name: str, flags: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(name, *flags)
+
+
+@pytest.mark.parametrize(
+    "name, nodes",
+    [("llama4_17bx16e_8x8", 1), ("llama4_17bx128e_8x8", 1), ("deepseek_v3_671b_64x8", 1), ("deepseek_v3_671b_64x8", 8)],
+)
+def test_layouts_that_have_no_config_would_not_fit_the_largest_card(name: str, nodes: int) -> None:
+    gpus = 8 * nodes
+    layout = [f"--cluster.nodes={nodes}", f"--parallelism.data_parallel_shard_degree={gpus}"]
+    smallest = ["--training.local_batch_size=1", "--activation_checkpoint.mode=full", "--cluster.gpu=GB200"]
+    with pytest.raises(ValueError, match=r"does not fit: .* GB200"):
+        check(name, *layout, f"--parallelism.expert_parallel_degree={min(gpus, 16)}", *smallest)
+
+
+def test_the_script_reports_each_config_and_fails_if_one_does() -> None:
+    good, flag = "train_configs/llama4_17bx16e_64x4.toml", "--cluster.gpu=H200"
+    result = shell(sys.executable, "scripts/check_configs.py", good, "train_configs/llama4_17bx128e_8x8.toml", flag)
+    assert result.returncode == 1, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"ok   {good}"
+    assert "  mesh       fsdp 256, ep 16, efsdp 16" in lines
+    assert any(line.startswith("FAIL train_configs/llama4_17bx128e_8x8.toml: does not fit") for line in lines)
+    assert lines[-1] == "1 of 2 configs can be trained as they are laid out"
+    result = shell(sys.executable, "scripts/check_configs.py", "train_configs/none.toml")
+    assert result.returncode == 1 and "FAIL train_configs/none.toml" in result.stdout

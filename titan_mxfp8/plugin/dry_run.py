@@ -1,0 +1,197 @@
+"""Builds a config's model at its full world size on one CPU process, and says what training it would mean.
+
+TorchTitan's own code makes the meshes, the model, the conversion and the sharding, over torch's ``fake`` process group
+and on the meta device: a wrong layout fails here as it would on the cluster, and no tensor holds memory.
+"""
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.utils import init_fake_mode
+from torchtitan.protocols import BaseModelArgs
+from torchtitan.protocols.model_converter import build_model_converters
+from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools.utils import set_default_dtype
+
+from titan_mxfp8.backends import BACKENDS
+from titan_mxfp8.format.mx import BLOCK_SIZE
+from titan_mxfp8.plugin.config_check import check_job_config, check_layout, model_args
+from titan_mxfp8.plugin.memory import GIB, Memory, card_memory, estimate_memory, model_parallel_shape
+
+
+class ClusterConfigManager(ConfigManager):
+    """Parses a config that will run elsewhere: this machine needs neither its tokenizer nor its data, nor its GPU."""
+
+    def _validate_config(self) -> None:
+        for mx in (self.config.quantize.grouped_mm.mx, self.config.quantize.linear.mx):
+            if mx.backend in {backend.name for backend in BACKENDS}:
+                mx.backend = "auto"
+        check_job_config(self.config)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What ``dry_run`` found.
+
+    Attributes:
+        world_size: processes, one per GPU.
+        mesh: size of every mesh dimension larger than 1.
+        sequences: sequences per optimizer step, on all processes together.
+        converted: count of converted modules by name, layer numbers as ``*``.
+        left: the same for the linears and expert modules that stay in bf16.
+        parameters: of the whole model.
+        memory: the estimate for the process with the largest shards, rank 0.
+        card: name of the GPU, and its memory in bytes; None where the config names none.
+        flops_per_token: forward and backward, as TorchTitan counts them for its MFU.
+        mxfp8_share: part of these FLOPs that run as MXFP8 GEMMs.
+    """
+
+    world_size: int
+    mesh: dict[str, int]
+    sequences: int
+    converted: Counter[str]
+    left: Counter[str]
+    parameters: int
+    memory: Memory
+    card: tuple[str, float] | None
+    flops_per_token: int
+    mxfp8_share: float
+
+
+def parse_config(path: str, overrides: Sequence[str] = ()) -> JobConfig:
+    """Parses a TOML and TorchTitan flags as training would, but for the files that only the cluster has."""
+    return ClusterConfigManager().parse_args([f"--job.config_file={path}", *overrides])
+
+
+def dry_run(job_config: JobConfig) -> Report:
+    """Builds, converts and shards the model of ``job_config`` for all the GPUs of its ``[cluster]``.
+
+    Args:
+        job_config: of ``parse_config``; ``compile.enable`` is switched off in a copy, as compilation moves no shard.
+
+    Raises:
+        ValueError: the layout does not work, or the model does not fit; the message says why.
+    """
+    cluster = job_config.cluster
+    card = (cluster.gpu, card_memory(cluster.gpu)) if cluster.gpu else None
+    world_size = cluster.nodes * cluster.gpus_per_node
+    dims = check_layout(job_config, world_size)
+    if dims.pp_enabled:
+        raise ValueError("pipeline_parallel_degree > 1 cannot be checked: a stage's memory depends on the schedule")
+    args = copy.deepcopy(model_args(job_config))  # update_from_config writes into it
+    args.update_from_config(job_config)
+
+    with fake_processes(world_size):
+        dims.build_mesh()
+        spec = get_train_spec(job_config.model.name)
+        with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
+            model = spec.model_cls(args)
+        build_model_converters(job_config, dims).convert(model)
+        parameters, flops = args.get_nparams_and_flops(model, job_config.training.seq_len)
+        whole = copy.deepcopy(model)
+        eager = copy.deepcopy(job_config)
+        eager.compile.enable = False
+        try:
+            sharded = spec.parallelize_fn(model, dims, eager)
+        except (AssertionError, NotImplementedError, RuntimeError) as error:
+            raise ValueError(f"TorchTitan cannot lay out the model so: {error}") from error
+        check_shards(sharded)
+        memory = estimate_memory(whole, sharded, job_config, dims)
+    report = Report(
+        world_size=world_size,
+        mesh=mesh_sizes(dims),
+        sequences=job_config.training.global_batch_size
+        if job_config.training.global_batch_size > 0
+        else job_config.training.local_batch_size * dims.dp_replicate * dims.dp_shard,
+        converted=count_names(name for name, module in gemm_modules(whole) if hasattr(module, "mxfp8")),
+        left=count_names(name for name, module in gemm_modules(whole) if not hasattr(module, "mxfp8")),
+        parameters=parameters,
+        memory=memory,
+        card=card,
+        flops_per_token=flops,
+        mxfp8_share=mxfp8_flops(whole, args) / flops,
+    )
+    if card is not None and memory.total > FILL * card[1]:
+        raise ValueError(
+            f"does not fit: {memory.total / GIB:.1f} GiB a GPU estimated ({memory}), more than {FILL:.0%} of "
+            f"{card[0]}'s {card[1] / GIB:.1f} GiB. Shard over more GPUs, lower training.local_batch_size or "
+            "training.seq_len, or set activation_checkpoint.mode = 'full'"
+        )
+    return report
+
+
+# What the estimate may use of the card. It leaves out the CUDA context, NCCL's buffers, fragmentation, uneven routing.
+FILL = 0.8
+
+
+@contextmanager
+def fake_processes(world_size: int) -> Iterator[None]:
+    """Within, this process is rank 0 of ``world_size``, and collectives do nothing."""
+    init_fake_mode(world_size)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def mesh_sizes(dims: ParallelDims) -> dict[str, int]:
+    """Sizes of the mesh dimensions that split parameters or sequences, those of size 1 left out."""
+    names = ("dp_replicate", "fsdp", "cp", "tp", "ep", "efsdp", "etp")
+    meshes = {name: dims.get_optional_mesh(name) for name in names}
+    return {name: mesh.size() for name, mesh in meshes.items() if mesh is not None and mesh.size() > 1}
+
+
+def gemm_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The linears and expert modules of a model, with their names."""
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if isinstance(module, nn.Linear) or any(param.ndim == 3 for param in own):
+            yield name, module
+
+
+def count_names(names: Iterator[str]) -> Counter[str]:
+    """Counts names that differ in layer numbers only: ``layers.0.attention.wq`` is ``layers.*.attention.wq``."""
+    return Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+
+
+def check_shards(model: nn.Module) -> None:
+    """Raises ValueError where tensor parallelism cuts a converted module's features into no multiples of 32."""
+    for wrapped_name, module in gemm_modules(model):
+        if not hasattr(module, "mxfp8"):
+            continue
+        name = wrapped_name.replace("_checkpoint_wrapped_module.", "")
+        for param_name, param in module.named_parameters(recurse=False):
+            features = model_parallel_shape(param)[-2:]
+            if is_weight(module, param) and any(size % BLOCK_SIZE for size in features):
+                raise ValueError(
+                    f"tensor parallelism leaves {' x '.join(map(str, features))} features of {name}.{param_name} on a "
+                    f"GPU, which are not all multiples of {BLOCK_SIZE}: lower tensor_parallel_degree, or leave the "
+                    "module in bf16 (quantize.linear.mx.filter_fqns)"
+                )
+
+
+def mxfp8_flops(model: nn.Module, args: BaseModelArgs) -> float:
+    """FLOPs per token that run as MXFP8 GEMMs: 6 per weight that a token meets, 4 where wgrad stays in bf16."""
+    flops = 0.0
+    for _, module in gemm_modules(model):
+        if not hasattr(module, "mxfp8"):
+            continue
+        gemms = 3 if module.mxfp8.recipe.wgrad == "mxfp8" else 2
+        for param in module.parameters(recurse=False):
+            if is_weight(module, param):
+                met = args.moe_args.top_k / args.moe_args.num_experts if param.ndim == 3 else 1
+                flops += 2 * gemms * param.numel() * met
+    return flops
+
+
+def is_weight(module: nn.Module, param: nn.Parameter) -> bool:
+    """Whether the parameter is a GEMM's operand: a linear's matrix or one matrix per expert, not a bias of either."""
+    return param.ndim == (2 if isinstance(module, nn.Linear) else 3)
