@@ -12,7 +12,8 @@ Environment:
     NGPU           processes on each: one per GPU, or gloo processes on CPU machines [8]
     RDZV_ENDPOINT  HOST:PORT of one of the machines [localhost:29500]
     RDZV_ID        name of the job, the same on all machines, another one for each job [titan_mxfp8]
-    LOCAL_ADDR     address by which the others reach this machine [what its host name resolves to]
+    LOCAL_ADDR     address by which the others reach this machine [its host name]; set it where host names do not
+                   resolve, and write RDZV_ENDPOINT with an address then
     MAX_RESTARTS   how often all processes are started again after one has died [3]
     CONFIG         a TOML of train_configs/ [train_configs/debug_llama4.toml]
     RUNS           bf16 (the config without its model converters), mxfp8 (the config as it is) or both [mxfp8]
@@ -45,8 +46,16 @@ if [ "$nnodes" -gt 1 ] && [ -z "${RDZV_ENDPOINT:-}" ]; then
     exit 2
 fi
 
+# torchrun's agents would offer restarted processes the store of the first start, where the addresses of the dead ones
+# are: Gloo then fails with "Connection refused", and so may NCCL (pytorch#135712). So rank 0 makes a store at each start.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
 torchrun_flags() {
     torchrun=(--nnodes="$nnodes" --rdzv-backend=c10d --rdzv-endpoint="$endpoint" --rdzv-id="$id-$1")
-    torchrun+=(--max-restarts="${MAX_RESTARTS:-3}" ${LOCAL_ADDR:+--local-addr="$LOCAL_ADDR"})
+    torchrun+=(--max-restarts="${MAX_RESTARTS:-3}")
+    if [ -n "${LOCAL_ADDR:-}" ]; then
+        # torchrun would compare the endpoint with what the host name resolves to
+        torchrun+=(--local-addr="$LOCAL_ADDR" --rdzv-conf="is_host=$([ "$LOCAL_ADDR" = "${endpoint%:*}" ] && echo 1 || echo 0)")
+    fi
 }
 train_runs "${NGPU:-8}" "${RUNS:-mxfp8}" "$config" "$out" "$@"
