@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -264,6 +265,86 @@ def test_train_explains_itself_and_refuses_what_it_does_not_know() -> None:
     assert result.returncode == 2 and "not 'fp4'" in result.stderr
 
 
-@pytest.mark.parametrize("script", ["setup.sh", "train.sh", "test.sh", "converge.sh"])
+def test_train_multinode_gives_torchrun_the_rendezvous() -> None:
+    settings = {"NNODES": "8", "RDZV_ENDPOINT": "node01:29500", "RDZV_ID": "7", "WANDB_RUN_NAME": "n", "DRYRUN": "1"}
+    result = shell("scripts/train_multinode.sh", "--training.steps=3", RUNS="bf16 mxfp8", **settings)
+    assert result.returncode == 0, result.stderr
+    launch = "torchrun --nnodes=8 --rdzv-backend=c10d --rdzv-endpoint=node01:29500 --rdzv-id=7-{} --max-restarts=3"
+    train = "--nproc-per-node=8 --local-ranks-filter=0 -m torchtitan.train"
+    train += " --job.config_file=train_configs/debug_llama4.toml"
+    assert result.stdout.splitlines() == [
+        f"+ WANDB_RUN_NAME=n {launch.format(run)} {train} --job.dump_folder=outputs/debug_llama4-7/{run}{converters} "
+        "--training.steps=3"
+        for run, converters in (("bf16", " --model.converters="), ("mxfp8", ""))
+    ]
+    addresses = {"RDZV_ENDPOINT": "10.0.0.1:29500", "NGPU": "4", "MAX_RESTARTS": "0"}
+    for local, is_host in (("10.0.0.1", 1), ("10.0.0.2", 0)):
+        out = shell("scripts/train_multinode.sh", **(settings | addresses), LOCAL_ADDR=local).stdout
+        assert f"--max-restarts=0 --local-addr={local} --rdzv-conf=is_host={is_host} --nproc-per-node=4 " in out
+
+
+def test_train_multinode_explains_itself_and_refuses_what_it_does_not_know() -> None:
+    assert "RDZV_ENDPOINT" in shell("scripts/train_multinode.sh", "--help").stdout
+    result = shell("scripts/train_multinode.sh", NNODES="2", DRYRUN="1")
+    assert result.returncode == 2 and "set RDZV_ENDPOINT=HOST:PORT" in result.stderr
+    result = shell("scripts/train_multinode.sh", CONFIG="train_configs/none.toml", DRYRUN="1")
+    assert result.returncode == 2 and "train_configs/none.toml is no file" in result.stderr
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """The environment of a batch job on two nodes of four; srun runs its command once for each, as SLURM would."""
+    commands = {
+        "scontrol": 'test "$*" = "show hostnames gpu[07-08]" && printf "gpu07\\ngpu08\\n"',
+        "srun": """echo "srun $*"
+            while [ "${1#--}" != "$1" ]; do shift; done
+            for node in gpu07 gpu08; do "$@" | sed "s/^/$node: /"; done""",
+    }
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    shutil.copy(ROOT / "scripts" / "train.slurm", tmp_path / "slurm_script")  # SLURM runs a copy of it
+    job = {"SLURM_JOB_ID": "31234", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[07-08]"}
+    job |= {"SLURM_GPUS_ON_NODE": "4", "SLURM_SUBMIT_DIR": str(ROOT), "WANDB_RUN_NAME": "n", "DRYRUN": "1"}
+    return job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+
+def test_slurm_runs_one_agent_on_each_node(slurm: dict[str, str], tmp_path: Path) -> None:
+    result = shell(str(tmp_path / "slurm_script"), "--training.steps=3", **slurm)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert "  processes  8" in lines  # of the dry run, at the job's size
+    agent = (
+        "+ WANDB_RUN_NAME=n torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=gpu07:21234 --rdzv-id=31234-mxfp8 "
+        "--max-restarts=3 --nproc-per-node=4 --local-ranks-filter=0 -m torchtitan.train "
+        "--job.config_file=train_configs/debug_llama4.toml --job.dump_folder=outputs/debug_llama4-31234/mxfp8 "
+        "--training.steps=3"
+    )
+    assert lines[-3:] == [
+        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 ./scripts/train_multinode.sh "
+        "--training.steps=3",
+        f"gpu07: {agent}",
+        f"gpu08: {agent}",
+    ]
+
+
+def test_slurm_ends_a_job_that_does_not_fit_before_its_nodes_work(slurm: dict[str, str], tmp_path: Path) -> None:
+    result = shell(str(tmp_path / "slurm_script"), **slurm, CONFIG="train_configs/llama4_17bx16e_8x8.toml")
+    assert result.returncode == 1 and "srun" not in result.stdout
+    assert "does not fit 8 processes" in result.stdout
+    assert "sbatch" in shell("scripts/train.slurm", "--help").stdout
+
+
+SHELL_SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.suffix in (".sh", ".slurm"))
+
+
+@pytest.mark.parametrize("script", SHELL_SCRIPTS)
 def test_shell_scripts_parse(script: str) -> None:
     assert shell("bash", "-n", f"scripts/{script}").returncode == 0
+
+
+def test_shellcheck_finds_nothing() -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    result = shell("shellcheck", "-x", *(f"scripts/{name}" for name in SHELL_SCRIPTS))
+    assert result.returncode == 0, result.stdout
