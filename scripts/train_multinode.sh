@@ -24,6 +24,7 @@ Trailing flags go to TorchTitan.
 
 With checkpoint.enable a job goes on from its last checkpoint: after a process has died (MAX_RESTARTS), or when the same
 command with the same OUT is given again. After a machine has died, give the command on another one: the rest wait for it.
+But for the machine of RDZV_ENDPOINT: with it the command ends on all machines, and must be given on all again.
 Before the first job run ./scripts/check_configs.sh CONFIG on one machine: it sets .venv up, and says whether the job fits.
 TEXT
 }

@@ -3,6 +3,7 @@
 import copy
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from torch import nn
@@ -191,3 +192,28 @@ def test_gpt_oss_experts_count_as_experts() -> None:
         experts = nn.ModuleDict({"experts": GptOssGroupedExperts(64, 96, 4, 7.0, True)})
     assert modules.convert_experts(experts, recipe="mxfp8", fqns=["experts"]) == ["experts"]
     assert isinstance(experts["experts"], GptOssGroupedExperts)
+
+
+def test_a_run_that_cannot_start_is_refused_when_its_config_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"dump_folder = .*file/run' cannot be written to .*--job.dump_folder"):
+        parse(f"--job.dump_folder={tmp_path}/file/run")
+    with pytest.raises(ValueError, match=r"dump_folder = '/proc/run' cannot be written to"):
+        parse("--job.dump_folder=/proc/run")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"'c4' is streamed .*HF_HUB_OFFLINE.*dataset=c4_test"):
+        ConfigManager().parse_args([PLUGIN, ASSETS[0], "--training.dataset=c4", f"--job.dump_folder={tmp_path}"])
+
+
+def test_the_layout_is_checked_in_each_process_before_it_does_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    shard_4 = "--parallelism.data_parallel_shard_degree=4"
+    assert parse(shard_4).parallelism.data_parallel_shard_degree == 4
+    monkeypatch.setenv("WORLD_SIZE", "4")  # as torchrun does
+    parse(shard_4)
+    with pytest.raises(ValueError, match=r"expert_parallel_degree 3 x .* does not divide the 4 ranks"):
+        parse(shard_4, "--parallelism.expert_parallel_degree=3")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    with pytest.raises(ValueError, match=r"does not fit 6 processes: .*dp_shard\(4\)"):
+        parse(shard_4)

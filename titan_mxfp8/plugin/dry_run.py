@@ -24,7 +24,7 @@ from torchtitan.tools.utils import set_default_dtype
 from titan_mxfp8.backends import BACKENDS
 from titan_mxfp8.format.mx import BLOCK_SIZE
 from titan_mxfp8.plugin.config_check import check_job_config, check_layout, model_args
-from titan_mxfp8.plugin.memory import GIB, Memory, card_memory, estimate_memory, model_parallel_shape
+from titan_mxfp8.plugin.memory import FILL, GIB, Memory, card_memory, estimate_memory, model_parallel_shape
 
 
 class ClusterConfigManager(ConfigManager):
@@ -126,10 +126,6 @@ def dry_run(job_config: JobConfig) -> Report:
             "training.seq_len, or set activation_checkpoint.mode = 'full'"
         )
     return report
-
-
-# What the estimate may use of the card. It leaves out the CUDA context, NCCL's buffers, fragmentation, uneven routing.
-FILL = 0.8
 
 
 @contextmanager
