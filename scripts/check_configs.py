@@ -3,19 +3,23 @@
 import argparse
 import logging
 import sys
+from collections import Counter
 from pathlib import Path
 
+from titan_mxfp8.plugin.dry_run import Report, dry_run, parse_config
+from titan_mxfp8.plugin.memory import GIB
 from titan_mxfp8.testing import format_table
 
 ROOT = Path(__file__).parent.parent
 
 
-def describe(report) -> str:
-    """The lines under a config's name; ``report`` is a ``titan_mxfp8.plugin.dry_run.Report``."""
-    from titan_mxfp8.plugin.memory import GIB
+def describe(report: Report) -> str:
+    """The lines under a config's name."""
 
-    def listing(counts) -> str:
-        return ", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing"
+    def listing(counts: Counter[str]) -> str:
+        names = ", ".join(f"{count} {name}" for name, count in counts.items())
+        experts = sum(count for name, count in counts.items() if name.endswith(".experts"))
+        return f"{experts} expert modules, {counts.total() - experts} linears: {names}" if names else "nothing"
 
     card = f" of {report.card[0]}'s {report.card[1] / GIB:.1f}" if report.card else ""
     return "\n".join(
@@ -38,9 +42,6 @@ def main() -> int:
     parser.add_argument("configs", nargs="*", help="TOMLs [all of train_configs/]")
     args, overrides = parser.parse_known_args()
     configs = [Path(path) for path in args.configs] or sorted((ROOT / "train_configs").glob("*.toml"))
-
-    from titan_mxfp8.plugin.dry_run import dry_run, parse_config
-    from titan_mxfp8.plugin.memory import GIB
 
     logging.disable(logging.WARNING)  # TorchTitan's account of a run that does not happen
     rows, failed = [], 0

@@ -175,8 +175,9 @@ def _check_tokenizer(path: Path) -> None:
     # the files that torchtitan.components.tokenizer looks for
     if not any((path / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):
         raise ValueError(
-            f"model.hf_assets_path = {str(path)!r} holds no tokenizer (tokenizer.json): point it at one, "
-            "such as train_configs/assets/tokenizer here, or make one with scripts/make_data.py"
+            f"model.hf_assets_path = {str(path)!r} holds no tokenizer (tokenizer.json): download the model's (configs "
+            "of large models say how), point it at another one, such as train_configs/assets/tokenizer here, or make "
+            "one with scripts/make_data.py"
         )
 
 

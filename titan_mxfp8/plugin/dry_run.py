@@ -105,12 +105,18 @@ def dry_run(job_config: JobConfig) -> Report:
             raise ValueError(f"TorchTitan cannot lay out the model so: {error}") from error
         check_shards(sharded)
         memory = estimate_memory(whole, sharded, job_config, dims)
-    report = Report(
+    if card is not None and memory.total > FILL * card[1]:
+        raise ValueError(
+            f"does not fit: {memory.total / GIB:.1f} GiB a GPU estimated ({memory}), more than {FILL:.0%} of "
+            f"{card[0]}'s {card[1] / GIB:.1f} GiB. Shard over more GPUs, lower training.local_batch_size or "
+            "training.seq_len, or set activation_checkpoint.mode = 'full'"
+        )
+    training = job_config.training
+    one_step = training.local_batch_size * dims.dp_replicate * dims.dp_shard
+    return Report(
         world_size=world_size,
         mesh=mesh_sizes(dims),
-        sequences=job_config.training.global_batch_size
-        if job_config.training.global_batch_size > 0
-        else job_config.training.local_batch_size * dims.dp_replicate * dims.dp_shard,
+        sequences=training.global_batch_size if training.global_batch_size > 0 else one_step,
         converted=count_names(name for name, module in gemm_modules(whole) if hasattr(module, "mxfp8")),
         left=count_names(name for name, module in gemm_modules(whole) if not hasattr(module, "mxfp8")),
         parameters=parameters,
@@ -119,13 +125,6 @@ def dry_run(job_config: JobConfig) -> Report:
         flops_per_token=flops,
         mxfp8_share=mxfp8_flops(whole, args) / flops,
     )
-    if card is not None and memory.total > FILL * card[1]:
-        raise ValueError(
-            f"does not fit: {memory.total / GIB:.1f} GiB a GPU estimated ({memory}), more than {FILL:.0%} of "
-            f"{card[0]}'s {card[1] / GIB:.1f} GiB. Shard over more GPUs, lower training.local_batch_size or "
-            "training.seq_len, or set activation_checkpoint.mode = 'full'"
-        )
-    return report
 
 
 @contextmanager
