@@ -17,11 +17,11 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tomli
 import torch
 
 from titan_mxfp8.recipe import get_recipe
@@ -173,7 +173,7 @@ def check(args: argparse.Namespace) -> None:
     for recipe in args.recipes:
         if recipe != "bf16":
             get_recipe(recipe)
-    converters = tomli.loads(args.config.read_text()).get("model", {}).get("converters", [])
+    converters = tomllib.loads(args.config.read_text()).get("model", {}).get("converters", [])
     if set(args.recipes) != {"bf16"} and not set(converters) & set(CONVERTERS):
         raise ValueError(f"{args.config} has model.converters = {converters}: recipes need {' or '.join(CONVERTERS)}")
     gpus = torch.cuda.device_count()
