@@ -104,7 +104,7 @@ def convert_linears(
             left.append(f"{fqn} ({shape} features, not multiples of {BLOCK_SIZE})")
         else:
             module.__class__ = MXFP8Linear
-            module.mxfp8 = config
+            module.mxfp8, module.mxfp8_fqn = config, fqn
             converted.append(fqn)
     if not converted:
         raise ValueError(f"MXFP8: no nn.Linear was converted. The model's linears: {_listing(left)}")
@@ -149,7 +149,7 @@ def convert_experts(
                 )
         converted.append(fqn)
         module.__class__ = EXPERT_CLASSES.get(type(module)) or _override_class(type(module))
-        module.mxfp8 = config
+        module.mxfp8, module.mxfp8_fqn = config, fqn
     if not converted:
         raise ValueError(f"MXFP8: no expert module matches fqns {fqns}. The model's expert modules: {_listing(others)}")
     _log_converted("expert module", converted, others, config)
@@ -169,11 +169,48 @@ def as_list(fqns: Iterable[str] | str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]  # an empty part would match every name
 
 
-class MXFP8Linear(nn.Linear):
-    """``nn.Linear`` whose three GEMMs are MXFP8, also on DTensors. Made by ``convert_linears``."""
+# Mesh dimensions that split the GEMMs themselves; FSDP puts whole weights together again before they are used.
+SPLITS_GEMMS = frozenset({"tp", "ep", "etp"})
+
+
+class ConvertedModule:
+    """Mixed into converted classes: what a converted module carries.
+
+    It refuses, as soon as TP or EP splits a weight, parts that MXFP8 cannot work with: ``parallelize_module`` registers
+    the split weight in place of the whole one, on meta and before anything is trained.
+    """
 
     mxfp8: MXConfig
-    health_probe: torch.Tensor | None = None
+    mxfp8_fqn: str  # not in MXConfig: torch.compile would compile each layer's experts anew
+    health_probe: torch.Tensor | None = None  # of ops.health
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if isinstance(param, DTensor) and (param.ndim == 3 or name == "weight"):
+            _check_shards(f"{self.mxfp8_fqn}.{name}", param)
+        super().register_parameter(name, param)
+
+
+def _check_shards(fqn: str, weight: DTensor) -> None:
+    mesh = weight.device_mesh
+    for mesh_dim, placement in enumerate(weight.placements):
+        axis = (mesh.mesh_dim_names or ())[mesh_dim : mesh_dim + 1]
+        if not placement.is_shard() or not SPLITS_GEMMS.issuperset(axis):
+            continue
+        is_feature = placement.dim >= weight.ndim - 2
+        size, ranks = weight.shape[placement.dim], mesh.size(mesh_dim)
+        units, left_over = divmod(size, BLOCK_SIZE if is_feature else 1)
+        if left_over or units % ranks:
+            wanted = f"no multiple of {BLOCK_SIZE}" if is_feature else "not whole"
+            raise ValueError(
+                f"MXFP8: {fqn} of shape {tuple(weight.shape)} cannot be split between {ranks} {axis[0]} ranks: each "
+                f"would get {size / ranks:g} of {size} {'features' if is_feature else 'experts'}, which is {wanted}. "
+                f"Choose a degree that divides {units}, or other sizes for the model, or leave the module in high "
+                "precision (filter_fqns for linears, fqns for experts)"
+            )
+
+
+class MXFP8Linear(ConvertedModule, nn.Linear):
+    """``nn.Linear`` whose three GEMMs are MXFP8, also on DTensors. Made by ``convert_linears``."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         config = self.mxfp8
@@ -242,15 +279,12 @@ class _GroupedMMOverride(TorchFunctionMode):
         return observe(y, a, b_t.mT, offs, self.health_probe, self.config.recipe, self.config.backend)
 
 
-class _OverrideForward:
+class _OverrideForward(ConvertedModule):
     """Mixed into an expert class of the user's: its own forward, with MXFP8 grouped GEMMs.
 
     Under ``torch.compile`` it runs eagerly, after a graph break: Dynamo traces past a ``TorchFunctionMode`` for
     ``torch._grouped_mm``, which would leave the experts in bf16.
     """
-
-    mxfp8: MXConfig
-    health_probe: torch.Tensor | None = None
 
     @torch.compiler.disable(reason="register an MXFP8 class in titan_mxfp8.modules.EXPERT_CLASSES to compile it")
     def forward(self, *args, **kwargs):
@@ -285,7 +319,7 @@ def _device(model: nn.Module) -> torch.device:
     param = next(model.parameters(), None)
     if param is not None and param.device.type != "meta":
         return param.device
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
 
 

@@ -145,7 +145,7 @@ def check_one_quantisation(job_config: JobConfig) -> None:
 
 def training_device() -> torch.device:
     """The device of this process's training: its accelerator, else the CPU."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
 
 

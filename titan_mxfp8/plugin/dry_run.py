@@ -22,9 +22,8 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import set_default_dtype
 
 from titan_mxfp8.backends import BACKENDS
-from titan_mxfp8.format.mx import BLOCK_SIZE
 from titan_mxfp8.plugin.config_check import check_job_config, check_layout, model_args
-from titan_mxfp8.plugin.memory import FILL, GIB, Memory, card_memory, estimate_memory, model_parallel_shape
+from titan_mxfp8.plugin.memory import FILL, GIB, Memory, card_memory, estimate_memory
 
 
 class ClusterConfigManager(ConfigManager):
@@ -103,7 +102,6 @@ def dry_run(job_config: JobConfig) -> Report:
             sharded = spec.parallelize_fn(model, dims, eager)
         except (AssertionError, NotImplementedError, RuntimeError) as error:
             raise ValueError(f"TorchTitan cannot lay out the model so: {error}") from error
-        check_shards(sharded)
         memory = estimate_memory(whole, sharded, job_config, dims)
     if card is not None and memory.total > FILL * card[1]:
         raise ValueError(
@@ -155,22 +153,6 @@ def gemm_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def count_names(names: Iterator[str]) -> Counter[str]:
     """Counts names that differ in layer numbers only: ``layers.0.attention.wq`` is ``layers.*.attention.wq``."""
     return Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
-
-
-def check_shards(model: nn.Module) -> None:
-    """Raises ValueError where tensor parallelism cuts a converted module's features into no multiples of 32."""
-    for wrapped_name, module in gemm_modules(model):
-        if not hasattr(module, "mxfp8"):
-            continue
-        name = wrapped_name.replace("_checkpoint_wrapped_module.", "")
-        for param_name, param in module.named_parameters(recurse=False):
-            features = model_parallel_shape(param)[-2:]
-            if is_weight(module, param) and any(size % BLOCK_SIZE for size in features):
-                raise ValueError(
-                    f"tensor parallelism leaves {' x '.join(map(str, features))} features of {name}.{param_name} on a "
-                    f"GPU, which are not all multiples of {BLOCK_SIZE}: lower tensor_parallel_degree, or leave the "
-                    "module in bf16 (quantize.linear.mx.filter_fqns)"
-                )
 
 
 def mxfp8_flops(model: nn.Module, args: BaseModelArgs) -> float:

@@ -8,20 +8,17 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torchtitan.models.moe.moe import GroupedExperts
 
-from titan_mxfp8.modules import MXConfig
+from titan_mxfp8.modules import ConvertedModule, MXConfig
 from titan_mxfp8.ops.grouped_mm import mxfp8_grouped_mm
 from titan_mxfp8.ops.health import observe
 
 
-class MXFP8GroupedExperts(GroupedExperts):
+class MXFP8GroupedExperts(ConvertedModule, GroupedExperts):
     """Takes the place of the class of a ``GroupedExperts``.
 
     It has one path: the loop over experts that TorchTitan falls back to below SM90 (``use_grouped_mm``) would leave the
     experts in bf16, and padding of the token groups is not needed.
     """
-
-    mxfp8: MXConfig
-    health_probe: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
         w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3))
