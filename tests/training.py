@@ -1,5 +1,6 @@
 """Runs TorchTitan's own ``torchtitan.train`` on the debug TOMLs in subprocesses, and reads their losses back."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -21,23 +23,30 @@ LAYOUTS = {
 }
 
 
+def load_script(name: str) -> ModuleType:
+    """A module of ``scripts/``."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def start(
     out: Path,
     model: str,
     *flags: str,
     layout: str = "1 process",
-    program: tuple[str, ...] = ("-m", "torchtitan.train"),
     environment: dict[str, str] | None = None,
 ) -> subprocess.Popen:
     """Starts a training run of ``train_configs/debug_<model>.toml``; its output goes to ``out/log``."""
     processes, layout_flags = LAYOUTS[layout]
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += [*program, f"--job.config_file=train_configs/debug_{model}.toml", f"--job.dump_folder={out}"]
+    command += ["-m", "torchtitan.train", f"--job.config_file=train_configs/debug_{model}.toml"]
     own = {"OMP_NUM_THREADS": str(2 // processes), "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
     with (out / "log").open("a") as log:
         return subprocess.Popen(
-            [*command, *layout_flags, *flags],
+            [*command, f"--job.dump_folder={out}", *layout_flags, *flags],
             cwd=ROOT,
             env=os.environ | own | (environment or {}),
             stdout=log,
@@ -54,13 +63,18 @@ def train(out: Path, model: str, *flags: str, **kwargs) -> dict[int, float]:
     return losses(out)
 
 
-def kill_when(process: subprocess.Popen, ready: Callable[[], bool], timeout: float = 240) -> None:
-    """Sends SIGKILL to the launcher and all its workers, which have sessions of their own, once ``ready()``."""
+def wait_until(process: subprocess.Popen, ready: Callable[[], bool], timeout: float = 240) -> None:
+    """Waits until ``ready()``, of a run that must not end before."""
     deadline = time.monotonic() + timeout
     while not ready():
-        assert process.poll() is None, "the run ended before it was to be killed"
+        assert process.poll() is None, "the run ended too early"
         assert time.monotonic() < deadline, "the run never got there"
         time.sleep(0.02)
+
+
+def kill_when(process: subprocess.Popen, ready: Callable[[], bool]) -> None:
+    """Sends SIGKILL to the launcher and all its workers, which have sessions of their own, once ``ready()``."""
+    wait_until(process, ready)
     for pid in (process.pid, *descendants(process.pid)):
         os.kill(pid, signal.SIGKILL)
     process.wait()

@@ -1,0 +1,154 @@
+"""Layouts that a model does not fit, checkpoints of another model, and ranks that die: a clear end, nothing lost."""
+
+import copy
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.protocols.model_converter import build_model_converters
+from torchtitan.protocols.train_spec import get_train_spec
+from training import ROOT, descendants, start, train, wait_until
+
+from titan_mxfp8 import convert_model
+from titan_mxfp8.plugin.config_check import training_device
+
+GROUPED = "--model.converters=quantize.grouped_mm.mx"
+
+
+def parse(model: str, *flags: str) -> JobConfig:
+    return ConfigManager().parse_args([f"--job.config_file=train_configs/debug_{model}.toml", *flags])
+
+
+@pytest.fixture(scope="module")
+def ranks_32() -> Iterator[None]:
+    """A process group that claims 32 ranks and sends nothing."""
+    dist.init_process_group("fake", rank=0, world_size=32, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def parallelize(model: str, *flags: str, **degrees: int) -> None:
+    """Converts a debug model on meta, and splits it as TorchTitan does."""
+    config = parse(model, *flags)
+    one = {"dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1}
+    dims = ParallelDims(**one | degrees, world_size=32)
+    spec = get_train_spec(model)
+    args = copy.deepcopy(spec.model_args[config.model.flavor])
+    args.update_from_config(config)
+    with torch.device("meta"):
+        module = spec.model_cls(args)
+    build_model_converters(config, dims).convert(module)
+    spec.parallelize_fn(module, dims, config)
+
+
+@pytest.mark.parametrize(
+    "model, flags, degrees, message",
+    [
+        ("llama4", [], {"tp": 16}, r"attention\.wq\.weight of shape \(256, 256\).* 16 tp ranks.* 16 of 256 features"),
+        ("deepseek_v3", [GROUPED], {"tp": 16}, r"moe\.experts\.w1.* 16 tp ranks.* 16 of 256 features.*divides 8,"),
+        ("llama4", [GROUPED], {"tp": 32, "ep": 1}, r"moe\.experts\.w1 of shape \(8, 512, 256\).* 32 tp ranks"),
+        ("deepseek_v3", [GROUPED], {"tp": 16, "ep": 2, "etp": 16}, r"moe\.experts\.w1.* 16 etp ranks.* 16 of 256"),
+        ("llama4", [GROUPED], {"ep": 16}, r"moe\.experts\.w1.* 16 ep ranks.* 0\.5 of 8 experts.*not whole"),
+    ],
+)
+def test_a_split_that_leaves_no_whole_blocks_is_refused(
+    ranks_32: None, monkeypatch: pytest.MonkeyPatch, model: str, flags: list[str], degrees: dict, message: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ValueError, match=message):
+        parallelize(model, *flags, **degrees)
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 8}, {"tp": 4, "ep": 8}, {"tp": 8, "ep": 2, "etp": 8}])
+def test_a_split_into_whole_blocks_is_not(ranks_32: None, monkeypatch: pytest.MonkeyPatch, degrees: dict) -> None:
+    monkeypatch.chdir(ROOT)
+    parallelize("llama4", **degrees)  # 256 and 512 features: 32 and 64 each
+
+
+def test_experts_that_ep_cannot_share_out_are_refused_with_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ValueError, match="expert_parallel_degree = 3 does not divide the 8 experts of llama4"):
+        parse("llama4", "--parallelism.expert_parallel_degree=3")
+    assert parse("llama4", "--parallelism.expert_parallel_degree=4").parallelism.expert_parallel_degree == 4
+
+
+def test_torch_built_for_gpus_on_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert training_device() == torch.device("cpu")
+    with torch.device("meta"):
+        linears = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    convert_model(linears)
+    assert linears[0].mxfp8.backend == "reference"
+
+
+def pid_of_rank_1(process: subprocess.Popen) -> int:
+    """The worker itself comes before its children, which have its environment."""
+    pids = descendants(process.pid)
+    return next(pid for pid in pids if b"\0LOCAL_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+
+
+LONG = ("--training.steps=200", "--checkpoint.enable", "--checkpoint.interval=2", "--training.seq_len=128")
+
+
+@pytest.fixture(scope="module")
+def killed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """A run one of whose two ranks was killed after step 5, and the seconds that it went on."""
+    out = tmp_path_factory.mktemp("killed")
+    process = start(out, "llama4", *LONG, layout="FSDP 2 + EP 2")
+    wait_until(process, lambda: "step:  5" in (out / "log").read_text())
+    os.kill(pid_of_rank_1(process), signal.SIGKILL)
+    killed = time.monotonic()
+    assert process.wait(120) != 0
+    return out, time.monotonic() - killed
+
+
+def test_a_killed_rank_ends_the_job_with_a_message(killed_run: tuple[Path, float]) -> None:
+    out, seconds = killed_run
+    assert seconds < 60
+    assert "Signal 9 (SIGKILL) received" in (out / "log").read_text()
+
+
+def test_a_rank_that_hangs_is_noticed_after_the_timeout(tmp_path: Path) -> None:
+    """torchrun sees that a rank is gone, but not that it stands still."""
+    flags = ("--training.steps=200", "--training.seq_len=128", "--comm.train_timeout_seconds=10")
+    process = start(tmp_path, "llama4", *flags, layout="FSDP 2 + EP 2")
+    wait_until(process, lambda: "step:  3" in (tmp_path / "log").read_text())
+    rank = pid_of_rank_1(process)
+    os.kill(rank, signal.SIGSTOP)
+    stopped = time.monotonic()
+    wait_until(process, lambda: "Timed out waiting 10000ms" in (tmp_path / "log").read_text())
+    assert time.monotonic() - stopped < 30
+    os.kill(rank, signal.SIGKILL)  # torchrun would give it 30 s to heed SIGTERM
+    assert process.wait(60) != 0
+
+
+def test_the_last_checkpoint_of_a_killed_job_is_whole(killed_run: tuple[Path, float], tmp_path: Path) -> None:
+    out, _ = killed_run
+    shutil.copytree(out / "checkpoint", tmp_path / "checkpoint")
+    saved = sorted(int(path.parent.name.removeprefix("step-")) for path in tmp_path.rglob(".metadata"))
+    assert saved[-1] >= 4
+    torn = tmp_path / "checkpoint" / f"step-{saved[-1] + 2}"  # as a kill in the middle of a save leaves it
+    torn.mkdir(exist_ok=True)
+    shutil.copy(tmp_path / "checkpoint" / f"step-{saved[-1]}" / "__0_0.distcp", torn)
+    losses = train(tmp_path, "llama4", *LONG[1:], f"--training.steps={saved[-1] + 1}", layout="FSDP 2 + EP 2")
+    assert list(losses) == [saved[-1] + 1]
+    assert f"Training starts at step {saved[-1] + 1}" in (tmp_path / "log").read_text()
+
+
+def test_a_checkpoint_of_another_model_is_refused(killed_run: tuple[Path, float], tmp_path: Path) -> None:
+    checkpoint = next(iter((killed_run[0] / "checkpoint").glob("*/.metadata"))).parent
+    flags = ["--checkpoint.enable", f"--checkpoint.initial_load_path={checkpoint}", "--training.steps=1"]
+    assert start(tmp_path, "deepseek_v3", *flags).wait() != 0
+    assert re.search(r"Missing key in checkpoint state_dict: \S*attention", (tmp_path / "log").read_text())
