@@ -18,9 +18,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.config import JobConfig
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, deepseekv3_args
+from torchtitan.models.gpt_oss import GptOssModel, gptoss_configs
+from torchtitan.models.llama3 import Transformer as Llama3
+from torchtitan.models.llama3 import llama3_args
 from torchtitan.models.llama4 import Transformer as Llama4
 from torchtitan.models.llama4 import llama4_args
 from torchtitan.models.moe import MoE
+from torchtitan.models.qwen3 import Qwen3Model, qwen3_args
 from torchtitan.protocols import BaseModelArgs
 from torchtitan.tools import utils
 
@@ -271,12 +275,18 @@ def test_wandb_hosts_are_those_of_the_installed_wandb() -> None:
     assert any(f'DEFAULT_BASE_URL = "https://{host}"' in urls.read_text() for host in compat.WANDB_HOSTS)
 
 
+# Model, flavors, flavor, MoE layers, what changes besides the number of layers.
 TWO_LAYERS = [
-    (Llama4, llama4_args, "debugmodel"),
-    (Llama4, llama4_args, "17bx16e"),
-    (DeepSeekV3Model, deepseekv3_args, "debugmodel"),
-    (DeepSeekV3Model, deepseekv3_args, "16B"),
-    (DeepSeekV3Model, deepseekv3_args, "671B"),
+    (Llama4, llama4_args, "debugmodel", 1, set()),
+    (Llama4, llama4_args, "17bx16e", 2, set()),
+    (DeepSeekV3Model, deepseekv3_args, "debugmodel", 1, set()),
+    (DeepSeekV3Model, deepseekv3_args, "16B", 1, set()),
+    (DeepSeekV3Model, deepseekv3_args, "671B", 1, {"n_dense_layers"}),
+    (Qwen3Model, qwen3_args, "debugmodel_moe", 2, set()),
+    (Qwen3Model, qwen3_args, "30B-A3B", 2, set()),
+    (GptOssModel, gptoss_configs, "debugmodel", 2, {"vocab_size"}),
+    (GptOssModel, gptoss_configs, "20b", 2, set()),
+    (Llama3, llama3_args, "debugmodel", 0, set()),
 ]
 
 
@@ -289,20 +299,22 @@ def configured(args: BaseModelArgs, seq_len: int = 32) -> BaseModelArgs:
     return args
 
 
-@pytest.mark.parametrize(("model_class", "table", "name"), TWO_LAYERS)
-def test_two_layer_flavor_has_a_moe_layer_and_keeps_the_rest(model_class: type, table: dict, name: str) -> None:
+@pytest.mark.parametrize(("model_class", "table", "name", "moe_layers", "changes"), TWO_LAYERS)
+def test_two_layer_flavor_has_its_moe_layers_and_keeps_the_rest(
+    model_class: type, table: dict, name: str, moe_layers: int, changes: set[str]
+) -> None:
     register_flavors()
     args, original = table[f"{name}_2layers"], table[name]
     with torch.device("meta"):
         model = model_class(configured(args))
     assert len(model.layers) == 2
-    moe_layers = [module for module in model.modules() if isinstance(module, MoE)]
-    assert len(moe_layers) == (2 if name == "17bx16e" else 1)
+    assert sum(isinstance(module, MoE) for module in model.modules()) == moe_layers
     changed = {
         field.name for field in dataclasses.fields(args) if getattr(args, field.name) != getattr(original, field.name)
     }
-    assert changed - {"max_seq_len", "moe_args"} == {"n_layers"} | ({"n_dense_layers"} if name == "671B" else set())
-    assert args.moe_args is not original.moe_args, "update_from_config writes into it"
+    assert changed - {"max_seq_len", "moe_args"} == {"n_layers"} | changes
+    if moe_layers:
+        assert args.moe_args is not original.moe_args, "update_from_config writes into it"
 
 
 def test_the_small_moe_is_of_honest_size() -> None:

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts
 from torchtitan.models.llama4 import Transformer, llama4_args
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols.model_converter import build_model_converters
+from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_mxfp8 import modules, mxfp8_grouped_mm
-from titan_mxfp8.plugin.experts import MXFP8GroupedExperts
+from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 
 ROOT = Path(__file__).parent.parent
 TOMLS = sorted((ROOT / "train_configs").glob("debug_*.toml"))
@@ -45,7 +45,8 @@ def convert(job_config: JobConfig) -> Transformer:
 
 def kinds(model: nn.Module) -> dict[str, int]:
     linears = [fqn for fqn, module in model.named_modules() if isinstance(module, modules.MXFP8Linear)]
-    experts = [fqn for fqn, module in model.named_modules() if isinstance(module, MXFP8GroupedExperts)]
+    classes = (MXFP8GroupedExperts, MXFP8GptOssGroupedExperts)
+    experts = [fqn for fqn, module in model.named_modules() if isinstance(module, classes)]
     return {"linears": len(linears), "experts": len(experts)}
 
 
@@ -68,12 +69,28 @@ def test_an_empty_list_of_converters_means_none() -> None:
     assert parse("--model.converters=").model.converters == []
 
 
+# Linears and expert modules that each TOML converts: of 2 layers, the first dense in llama4 and deepseek_v3.
+CONVERTED = {
+    "llama4": {"linears": 14, "experts": 1},
+    "deepseek_v3": {"linears": 14, "experts": 1},
+    "qwen3": {"linears": 8, "experts": 2},
+    "gpt_oss": {"linears": 8, "experts": 2},
+    "llama3": {"linears": 14, "experts": 0},
+}
+
+
 @pytest.mark.parametrize("toml", TOMLS, ids=lambda path: path.stem)
 def test_the_debug_tomls_parse_and_convert(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = ConfigManager().parse_args([f"--job.config_file={toml}"])
-    assert config.model.converters == [GROUPED, LINEAR]
     assert config.metrics.enable_wandb and config.metrics.enable_tensorboard
+    spec = get_train_spec(config.model.name)
+    args = copy.deepcopy(spec.model_args[config.model.flavor])
+    args.update_from_config(config)
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    build_model_converters(config, parallel_dims=None).convert(model)
+    assert kinds(model) == CONVERTED[toml.stem.removeprefix("debug_")]
 
 
 def test_existing_tomls_keep_working(tmp_path: Path) -> None:
@@ -184,14 +201,6 @@ def test_compile_enable_reaches_the_experts() -> None:
     assert plain.layers["1"].moe.experts.mxfp8.compile_backend is None
     model = convert(parse(f"--model.converters={GROUPED}", "--compile.enable"))
     assert model.layers["1"].moe.experts.mxfp8.compile_backend == "inductor"
-
-
-def test_gpt_oss_experts_count_as_experts() -> None:
-    """They have no MXFP8 class of their own: their calls of torch._grouped_mm are replaced."""
-    with torch.device("meta"):
-        experts = nn.ModuleDict({"experts": GptOssGroupedExperts(64, 96, 4, 7.0, True)})
-    assert modules.convert_experts(experts, recipe="mxfp8", fqns=["experts"]) == ["experts"]
-    assert isinstance(experts["experts"], GptOssGroupedExperts)
 
 
 def test_a_run_that_cannot_start_is_refused_when_its_config_is_parsed(

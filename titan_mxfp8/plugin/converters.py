@@ -4,12 +4,13 @@ from torch import nn
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols import model_converter
 
 from titan_mxfp8 import modules
 from titan_mxfp8.plugin.config_check import GROUPED_MM, LINEAR, check_one_quantisation
-from titan_mxfp8.plugin.experts import MXFP8GroupedExperts
+from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 
 
 class GroupedMMConverter(QuantizationConverter):
@@ -63,4 +64,7 @@ def register() -> None:
     table[GROUPED_MM] = GroupedMMConverter
     table[LINEAR] = LinearConverter
     QuantizationConverter._validate = staticmethod(check_one_quantisation)
-    modules.EXPERT_CLASSES[GroupedExperts] = MXFP8GroupedExperts
+    modules.EXPERT_CLASSES |= {
+        GroupedExperts: MXFP8GroupedExperts,
+        GptOssGroupedExperts: MXFP8GptOssGroupedExperts,
+    }

@@ -1,4 +1,8 @@
-"""TorchTitan's ``GroupedExperts`` (llama4, deepseek_v3, qwen3) with MXFP8 grouped GEMMs."""
+"""TorchTitan's expert modules with MXFP8 grouped GEMMs: ``GroupedExperts`` (llama4, deepseek_v3, qwen3) and gpt_oss's.
+
+Each class has one path: the loop over experts that TorchTitan falls back to below SM90 (``use_grouped_mm = false``)
+would leave the experts in bf16, and padding of the token groups is not needed.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -6,6 +10,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
+from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
 from torchtitan.models.moe.moe import GroupedExperts
 
 from titan_mxfp8.modules import ConvertedModule, MXConfig
@@ -14,21 +19,23 @@ from titan_mxfp8.ops.health import observe
 
 
 class MXFP8GroupedExperts(ConvertedModule, GroupedExperts):
-    """Takes the place of the class of a ``GroupedExperts``.
+    """Takes the place of the class of a ``GroupedExperts``."""
 
-    It has one path: the loop over experts that TorchTitan falls back to below SM90 (``use_grouped_mm``) would leave the
-    experts in bf16, and padding of the token groups is not needed.
+    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        return _run(run_experts, self, (self.w1, self.w2, self.w3), x, num_tokens_per_expert)
+
+
+class MXFP8GptOssGroupedExperts(ConvertedModule, GptOssGroupedExperts):
+    """Takes the place of the class of a ``GptOssGroupedExperts``.
+
+    The biases are added in fp32 inside the GEMMs, so nothing waits for the number of tokens on the host as TorchTitan's
+    ``repeat_interleave`` and ``int(offsets[-1])`` do.
     """
 
     def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3))
-        run = run_experts
-        if self.mxfp8.compile_backend is not None:
-            # With expert parallelism the number of rows differs from step to step.
-            if isinstance(self.w1, DTensor) and "ep" in self.w1.device_mesh.mesh_dim_names:
-                torch._dynamo.mark_dynamic(x, 0)
-            run = _compiled(self.mxfp8.compile_backend)
-        return run(w1, w2, w3, x, num_tokens_per_expert, self.mxfp8, self.health_probe)
+        params = (self.mlp1_weight, self.mlp1_bias, self.mlp2_weight, self.mlp2_bias)
+        shares = contraction_shards(self.mlp2_weight)
+        return _run(run_gpt_oss_experts, self, params, x, num_tokens_per_expert, self.swiglu_limit, shares)
 
 
 def run_experts(
@@ -37,23 +44,99 @@ def run_experts(
     w3_EHD: torch.Tensor,
     x_MD: torch.Tensor,
     num_tokens_per_expert_E: torch.Tensor,
+    *,
     config: MXConfig,
-    health_probe: torch.Tensor | None = None,
+    health_probe: torch.Tensor | None,
 ) -> torch.Tensor:
     """``w2(silu(w1 x) * w3 x)`` of each expert on its own tokens: E experts of D features and H hidden ones, M tokens
     sorted by expert. Rows past the last expert's give zeros."""
     offs_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
 
     def grouped_mm(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        w = w.bfloat16()
-        y = mxfp8_grouped_mm(a, w.mT, offs_E, recipe=config.recipe, backend=config.backend)
-        return observe(y, a, w, offs_E, health_probe, config.recipe, config.backend)
+        return _grouped_mm(a, w, None, offs_E, config, health_probe)
 
     h_MH = F.silu(grouped_mm(x_MD.bfloat16(), w1_EHD)) * grouped_mm(x_MD.bfloat16(), w3_EHD)
     return grouped_mm(h_MH, w2_EDH).type_as(x_MD)
 
 
+def run_gpt_oss_experts(
+    w1_EGD: torch.Tensor,
+    b1_EG: torch.Tensor,
+    w2_EDH: torch.Tensor,
+    b2_ED: torch.Tensor,
+    x_MD: torch.Tensor,
+    num_tokens_per_expert_E: torch.Tensor,
+    swiglu_limit: float,
+    shares: int,
+    *,
+    config: MXConfig,
+    health_probe: torch.Tensor | None,
+) -> torch.Tensor:
+    """``w2 swiglu(w1 x + b1) + b2`` of each expert on its own tokens, as ``run_experts``; G is 2 H, the gate and the
+    linear half interleaved.
+
+    ``shares`` ranks each hold a part of H and their outputs are summed: each adds its share of ``b2``, whose gradient
+    is whole on every one.
+    """
+    offs_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+
+    def grouped_mm(a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return _grouped_mm(a, w, bias, offs_E, config, health_probe)
+
+    h_MH = swiglu(grouped_mm(x_MD.bfloat16(), w1_EGD, b1_EG), limit=swiglu_limit)
+    return grouped_mm(h_MH, w2_EDH, ScaleBiasForward.apply(b2_ED, shares))
+
+
+def _grouped_mm(
+    a_MC: torch.Tensor,
+    w_EDC: torch.Tensor,
+    bias_ED: torch.Tensor | None,
+    offs_E: torch.Tensor,
+    config: MXConfig,
+    health_probe: torch.Tensor | None,
+) -> torch.Tensor:
+    w_EDC = w_EDC.bfloat16()
+    y_MD = mxfp8_grouped_mm(a_MC, w_EDC.mT, offs_E, bias=bias_ED, recipe=config.recipe, backend=config.backend)
+    return observe(y_MD, a_MC, w_EDC, offs_E, health_probe, config.recipe, config.backend)
+
+
+def contraction_shards(w2_EDH: torch.Tensor) -> int:
+    """Among how many ranks the last axis of a weight is split: their outputs are partial sums.
+
+    TorchTitan asks for a mesh dimension named ``tp`` instead, and under expert tensor parallelism, where its name is
+    ``etp``, adds the whole bias on every rank.
+    """
+    if not isinstance(w2_EDH, DTensor):
+        return 1
+    degree = 1
+    for dim, placement in enumerate(w2_EDH.placements):
+        if placement.is_shard(2):
+            degree *= w2_EDH.device_mesh.size(dim)
+    return degree
+
+
+def _run(
+    run: Callable[..., torch.Tensor],
+    module: ConvertedModule,
+    params: tuple[torch.Tensor, ...],
+    x_MD: torch.Tensor,
+    *args: object,
+) -> torch.Tensor:
+    """``run`` on this rank's parts of the parameters, compiled if the module's config says so."""
+    local_params = [param.to_local() if isinstance(param, DTensor) else param for param in params]
+    if module.mxfp8.compile_backend is not None:
+        run = _compiled(run, module.mxfp8.compile_backend)
+        # With expert parallelism the number of rows differs from step to step.
+        if isinstance(params[0], DTensor) and "ep" in params[0].device_mesh.mesh_dim_names:
+            torch._dynamo.mark_dynamic(x_MD, 0)
+        # Parameters cost nothing to keep for backward. Unless told, the compiler may take them for activations and keep
+        # FP8 copies, quantised for dgrad.
+        for param in local_params:
+            torch._dynamo.mark_static_address(param, guard=False)
+    return run(*local_params, x_MD, *args, config=module.mxfp8, health_probe=module.health_probe)
+
+
 @cache
-def _compiled(backend: str) -> Callable:
+def _compiled(run: Callable, backend: str) -> Callable:
     # TorchTitan compiles its own function of the experts so, apart from the module: FSDP's hooks would break the graph.
-    return torch.compile(run_experts, backend=backend, fullgraph=True)
+    return torch.compile(run, backend=backend, fullgraph=True)

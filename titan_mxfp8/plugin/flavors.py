@@ -6,17 +6,26 @@ import dataclasses
 from typing import Any
 
 from torchtitan.models.deepseek_v3 import deepseekv3_args
+from torchtitan.models.gpt_oss import gptoss_configs
+from torchtitan.models.llama3 import llama3_args
 from torchtitan.models.llama4 import TransformerModelArgs, llama4_args
 from torchtitan.models.moe import MoEArgs
+from torchtitan.models.qwen3 import qwen3_args
 
 # (flavor table, flavor, what to change besides n_layers). Layer 1 of 0, 1 must be a MoE layer: it is in both debug
-# models, in 16B (one dense layer) and in 17bx16e (MoE in every layer); 671B begins with three dense ones.
+# models, in 16B (one dense layer) and in 17bx16e (MoE in every layer); 671B begins with three dense ones. Qwen3's MoE
+# models and gpt-oss have no dense layer, llama3 has nothing else.
 TWO_LAYER_FLAVORS: tuple[tuple[dict[str, Any], str, dict[str, int]], ...] = (
     (llama4_args, "debugmodel", {}),
     (llama4_args, "17bx16e", {}),
     (deepseekv3_args, "debugmodel", {}),
     (deepseekv3_args, "16B", {}),
     (deepseekv3_args, "671B", {"n_dense_layers": 1}),
+    (qwen3_args, "debugmodel_moe", {}),
+    (qwen3_args, "30B-A3B", {}),
+    (gptoss_configs, "debugmodel", {"vocab_size": 2048}),  # its 201088 would be nearly all of the model
+    (gptoss_configs, "20b", {}),
+    (llama3_args, "debugmodel", {}),
 )
 
 # A Llama4-style MoE of 111M parameters, 45M of them active, small enough for many runs of thousands of steps. 8 layers,
