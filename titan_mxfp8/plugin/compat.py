@@ -1,6 +1,8 @@
 """Repairs and defaults that do not depend on the device."""
 
 import configparser
+import dataclasses
+import functools
 import netrc
 import os
 from pathlib import Path
@@ -8,6 +10,17 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.utils.checkpoint
+from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _api as dtensor_api
+from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3
+from torchtitan.models.gpt_oss.infra import parallelize as gpt_oss
+from torchtitan.models.llama3.infra import parallelize as llama3
+from torchtitan.models.llama4.infra import parallelize as llama4
+from torchtitan.models.qwen3.infra import parallelize as qwen3
+
+import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
 
 # wandb's hosted service: the address that `wandb login` has always written, and the one that wandb 0.31 has as default.
 WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
@@ -29,6 +42,39 @@ def repair_selective_ac() -> None:
                 torch.ops.profiler._record_function_exit._RecordFunction,
             }
         )
+
+
+def save_gemm_outputs() -> None:
+    """Has selective op-level activation checkpointing save the outputs of the MXFP8 GEMMs, in every TorchTitan model.
+
+    Each model has a set of the operators whose outputs are saved, for all others run again in backward. Of TorchTitan's
+    own, every second `mm` is left out; of ours none is. The quantised operands are not saved: they are made again from
+    the block's inputs, which costs one pass over memory each, where saving them would keep every weight a second time.
+    """
+    for model in (deepseek_v3, gpt_oss, llama3, llama4, qwen3):
+        model._op_sac_save_list.add(torch.ops.titan_mxfp8.gemm_m_grouped.default)
+
+
+def wait_before_compiled_regions() -> None:
+    """Cures: `'Tensor' object has no attribute '_local_tensor'` in the backward of tensor parallelism with compile.
+
+    From torch 2.13 on a compiled region waits for those of its inputs that a collective is still filling, and forgets
+    that they need a gradient (pytorch#191113): a block behind the embedding dies of it, and a MoE layer's router and
+    shared experts lose their part of the gradient without a word. All these inputs come out of DTensor.to_local, so the
+    wait is put there. On a GPU it is the compute stream that waits, a little earlier than it would have.
+    """
+    if not any(field.name == "act_input_indices" for field in dataclasses.fields(ViewAndMutationMeta)):
+        return
+    to_local = dtensor_api._ToTorchTensor.forward
+    if hasattr(to_local, "__wrapped__"):
+        return
+
+    @functools.wraps(to_local)
+    def to_local_and_wait(ctx: object, input: DTensor, grad_placements: object) -> torch.Tensor:
+        local = to_local(ctx, input, grad_placements)
+        return local.trigger_wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+    dtensor_api._ToTorchTensor.forward = staticmethod(to_local_and_wait)
 
 
 def default_wandb_offline() -> None:

@@ -1,0 +1,149 @@
+"""TorchTitan's models in this process: built as its Trainer builds them, run for a step, kernel calls counted."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import create_block_mask
+from torchtitan.components.loss import cross_entropy_loss
+from torchtitan.config import ConfigManager
+from torchtitan.distributed import ParallelDims, activation_checkpoint
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.attention import FlexAttentionWrapper
+from torchtitan.protocols.model_converter import build_model_converters
+from torchtitan.protocols.train_spec import get_train_spec
+
+from titan_mxfp8 import backends
+
+ROOT = Path(__file__).parent.parent
+MODELS = ("llama4", "deepseek_v3", "qwen3", "gpt_oss", "llama3")
+KERNELS = ("quantize_operand", "quantize_operand_both", "gemm_m_grouped", "gemm_k_grouped")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one step gave: the loss, gradients by parameter, and kernel calls of the forward and of the backward."""
+
+    loss: float
+    grads: dict[str, torch.Tensor]
+    forward: dict[str, int]
+    backward: dict[str, int]
+
+
+def build(model: str, *flags: str, device: str = "cpu", **degrees: int) -> nn.Module:
+    """The model of ``train_configs/debug_<model>.toml`` with small experts, converted, parallelised and initialised.
+
+    Args:
+        degrees: fields of ``ParallelDims`` that are not 1. With any, the process group must be up.
+    """
+    assets = ROOT / "train_configs/assets"
+    config = ConfigManager().parse_args(
+        [
+            f"--job.config_file={ROOT}/train_configs/debug_{model}.toml",
+            f"--model.hf_assets_path={assets}/tokenizer",
+            f"--training.dataset_path={assets}/kjv",
+            *flags,
+        ]
+    )
+    degrees = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp"), 1) | degrees
+    world_size = degrees["dp_replicate"] * degrees["dp_shard"] * degrees["tp"]
+    dims = ParallelDims(**degrees, world_size=world_size)
+    spec = get_train_spec(model)
+    args = copy.deepcopy(spec.model_args[config.model.flavor])
+    args.update_from_config(config)
+    if getattr(args, "moe_args", None):
+        args.moe_args.num_experts = 8
+        args.moe_args.top_k = min(args.moe_args.top_k, 2)
+    if model == "gpt_oss":
+        args.moe_inter_dim = 256  # 2880 in its debug flavor: slow on a CPU
+    with torch.device("meta"):
+        built = spec.model_cls(args)
+    build_model_converters(config, dims).convert(built)
+    activation_checkpoint._layer_sac_count = 0  # it counts the layers of every model of a process
+    built = spec.parallelize_fn(built, dims, config)
+    built.to_empty(device=device)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        built.init_weights(buffer_device=torch.device(device))
+        for name, param in built.named_parameters():
+            if name.endswith("router.gate.bias"):
+                param.zero_()  # TorchTitan leaves gpt_oss's as the allocator gave it
+    if device == "cpu":
+        replace_flex_attention(built)
+    return built
+
+
+def run_step(model: nn.Module, tokens: torch.Tensor, *, tensor_parallel: bool = False) -> Step:
+    """Forward and backward of the next-token loss over ``tokens`` (batch, length + 1).
+
+    In fp32 where nothing is cast by FSDP or the experts: the rounding of a compiled bf16 model differs from eager's.
+    Only gpt_oss, whose layers are bf16, gets the Trainer's autocast.
+    """
+    inputs, kwargs = tokens[:, :-1], {}
+    if any(isinstance(module, FlexAttentionWrapper | PlainAttention) for module in model.modules()):
+        length, device = inputs.shape[1], inputs.device.type
+        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device=device)
+        kwargs["attention_masks"] = {"basic_mask": mask, "sliding_window_mask": mask}
+    autocast = not isinstance(model, FSDPModule) and any(p.dtype == torch.bfloat16 for p in model.parameters())
+    with count_kernels(tokens.device) as counts, dist_utils.get_train_context(tensor_parallel)():
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
+            loss = cross_entropy_loss(model(inputs, **kwargs), tokens[:, 1:])
+        forward = dict(counts())
+        loss.backward()
+    backward = {name: calls - forward[name] for name, calls in counts().items()}
+    grads = {}
+    for name, param in model.named_parameters():
+        for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod."):
+            name = name.replace(wrapper, "")
+        grads[name] = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+    model.zero_grad()
+    return Step(loss=loss.item(), grads=grads, forward=forward, backward=backward)
+
+
+@contextmanager
+def count_kernels(device: torch.device) -> Iterator:
+    """Gives a function that says how often each of the backend's ``KERNELS`` has run, in eager and compiled code."""
+    backend = backends.load("auto", device)
+    mocks = {name: mock.patch.object(backend, name, wraps=getattr(backend, name)) for name in KERNELS}
+    started = {name: patch.start() for name, patch in mocks.items()}
+    try:
+        yield lambda: {name: calls.call_count for name, calls in started.items()}
+    finally:
+        for patch in mocks.values():
+            patch.stop()
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of the difference over that of ``expected``; 0 where both are all zero."""
+    difference, norm = (actual.double() - expected.double()).norm().item(), expected.double().norm().item()
+    return difference / norm if norm else difference
+
+
+class PlainAttention(nn.Module):
+    """Causal attention in plain torch with the signature of TorchTitan's FlexAttentionWrapper.
+
+    Flex attention has no backward on CPUs. The sliding window of gpt-oss, 128 tokens, is longer than any test's text.
+    """
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, **_: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        scores = (q.float() @ k.float().mT) * scale
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+        return (F.softmax(scores, dim=-1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
+
+
+def replace_flex_attention(model: nn.Module) -> None:
+    """Puts ``PlainAttention`` in the place of each flex attention."""
+    for module in list(model.modules()):
+        if isinstance(getattr(module, "inner_attention", None), FlexAttentionWrapper):
+            module.inner_attention = PlainAttention()
