@@ -1,24 +1,28 @@
 """Grouped GEMMs and forward + backward of the recipes against bf16 ``torch._grouped_mm``, on this machine's GPU.
 
-    python scripts/bench_grouped_mm.py --out results/<date>_<device>_triton_grouped_mm
+    python scripts/bench_grouped_mm.py --out results/<date>_<device>_grouped_mm [--backend triton] [--quick]
 
 The baseline is measured anew right before each row: a GPU under its power cap drifts by some per cent. Forward and
 backward are all that a training step runs: quantisation, GEMMs, autograd. A recipe whose output or gradients are
-further from bf16's than MXFP8 explains ends the run.
+further from bf16's than MXFP8 explains ends the run. ``of_peak`` is the share of 1979 TFLOP/s, the dense FP8 peak that
+NVIDIA's data sheets state for H100 SXM and H200 SXM, whatever the multiplications run in.
 """
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from titan_mxfp8 import mxfp8_grouped_mm
-from titan_mxfp8.backends import load
+from titan_mxfp8.backends import BACKENDS, load, select
+from titan_mxfp8.recipe import RECIPES
 from titan_mxfp8.testing import (
     GROUPED_SHAPES,
     README_SHAPES,
+    SMALL_EXPERT_SHAPES,
     GroupedShape,
     Spread,
     do_bench,
@@ -31,9 +35,22 @@ from titan_mxfp8.testing import (
 )
 
 Row = dict[str, object]
-PLAIN = {"rounding": "rceil", "elem_dtype": torch.float8_e4m3fn, "block": "1x32"}
+PLAIN = {"rounding": "rceil", "elem_dtype": torch.float8_e4m3fn}
 # Relative RMS between MXFP8 and bf16 results on normal data: 0.037, see tests/test_ops.py.
 MAX_ERROR = 0.045
+FP8_PEAK_TFLOPS = 1979
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A recipe, exact or rebased, on a backend."""
+
+    recipe: str
+    backend: str
+    rebase: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.recipe}{' rebased' if self.rebase else ''}"
 
 
 def make_problem(shape: GroupedShape, spread: Spread) -> tuple[torch.Tensor, ...]:
@@ -52,42 +69,46 @@ def compare(ours: Callable[[], object], bf16: Callable[[], object] | None, flops
     timing = do_bench(ours)
     row |= {"mxfp8_us": timing.p50, "mxfp8_p20": timing.p20, "mxfp8_p80": timing.p80}
     if flops is not None:
-        row["mxfp8_tflops"] = flops / timing.p50 / 1e6
+        tflops = flops / timing.p50 / 1e6
+        row |= {"mxfp8_tflops": tflops, "of_peak": round(tflops / FP8_PEAK_TFLOPS, 4)}
     if bf16 is not None:
         row["speedup"] = base.p50 / timing.p50
     return row
 
 
-def bench_parts(shape: GroupedShape, spread: Spread) -> list[Row]:
-    """The three GEMMs on quantised operands, and the quantisation before them."""
+def bench_parts(shape: GroupedShape, spread: Spread, way: Way) -> list[Row]:
+    """The three GEMMs on quantised operands, and the quantisation before them; of the weights, that of forward."""
     x, w, dy, offs = (t.detach() for t in make_problem(shape, spread))
-    backend = load("auto", x.device)
-    x_k, x_m = backend.quantize_operand_both(x, offs=offs, **PLAIN)
-    dy_n, dy_m = backend.quantize_operand_both(dy, offs=offs, **PLAIN)
-    w_k, w_n = (backend.quantize_operand(w, axis, offs=None, **PLAIN) for axis in (2, 1))
+    backend = load(way.backend, x.device)
+    block = RECIPES[way.recipe].weight_block
+    m_form, k_form = (backend.operand_form(gemm, block, way.rebase, x.device) for gemm in ("m_grouped", "k_grouped"))
+    tokens = PLAIN | {"block": "1x32", "offs": offs, "forms": (m_form, k_form)}
+    weight = PLAIN | {"block": block, "offs": None, "form": m_form}
+    x_k, x_m = backend.quantize_operand_both(x, **tokens)
+    dy_n, dy_m = backend.quantize_operand_both(dy, **tokens)
+    w_k, w_n = (backend.quantize_operand(w, axis, **weight) for axis in (2, 1))
     m_grouped = partial(backend.gemm_m_grouped, bias=None, out_dtype=torch.bfloat16)
     k_grouped = partial(backend.gemm_k_grouped, out_dtype=torch.bfloat16)
     bf16 = partial(torch._grouped_mm, offs=offs)
     flops = 2 * shape.m * shape.n * shape.k
     return [
-        {"what": what, **compare(ours, baseline, flops if baseline else None)}
+        {"what": f"{way} {what}", **compare(ours, baseline, flops if baseline else None)}
         for what, ours, baseline in (
             ("forward GEMM", lambda: m_grouped(x_k, w_k.mT, offs), lambda: bf16(x, w.mT)),
             ("dgrad GEMM", lambda: m_grouped(dy_n, w_n, offs), lambda: bf16(dy, w)),
             ("wgrad GEMM", lambda: k_grouped(dy_m.mT, x_m, offs), lambda: bf16(dy.mT, x)),
-            ("quantise x", lambda: backend.quantize_operand_both(x, offs=offs, **PLAIN), None),
-            ("quantise dy", lambda: backend.quantize_operand_both(dy, offs=offs, **PLAIN), None),
-            ("quantise w along K", lambda: backend.quantize_operand(w, 2, offs=None, **PLAIN), None),
-            ("quantise w along N", lambda: backend.quantize_operand(w, 1, offs=None, **PLAIN), None),
+            ("quantise x", lambda: backend.quantize_operand_both(x, **tokens), None),
+            ("quantise dy", lambda: backend.quantize_operand_both(dy, **tokens), None),
+            ("quantise w", lambda: backend.quantize_operand(w, 2, **weight), None),
         )
     ]
 
 
-def bench_recipe(shape: GroupedShape, spread: Spread, recipe: str) -> list[Row]:
+def bench_way(shape: GroupedShape, spread: Spread, way: Way) -> list[Row]:
     """Forward alone, and forward + backward."""
     x, w, dy, offs = make_problem(shape, spread)
     bf16 = partial(torch._grouped_mm, offs=offs)
-    mxfp8 = partial(mxfp8_grouped_mm, offs=offs, recipe=recipe)
+    mxfp8 = partial(mxfp8_grouped_mm, offs=offs, recipe=way.recipe, backend=way.backend, rebase=way.rebase)
 
     def step(grouped_mm: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
         x.grad = w.grad = None
@@ -97,30 +118,45 @@ def bench_recipe(shape: GroupedShape, spread: Spread, recipe: str) -> list[Row]:
 
     for name, ours, theirs in zip(("y", "dx", "dw"), step(mxfp8), step(bf16), strict=True):
         error = max(relative_rms(a, b) for a, b in zip(ours.split(8192), theirs.split(8192), strict=True))
-        assert error < MAX_ERROR, f"{shape.name} {recipe}: {name} is off by {error:.3f}"
+        assert error < MAX_ERROR, f"{shape.name} {way}: {name} is off by {error:.3f}"
     flops = 2 * shape.m * shape.n * shape.k
     with torch.no_grad():
         forward = compare(lambda: mxfp8(x, w.mT), lambda: bf16(x, w.mT), flops)
     both = compare(lambda: step(mxfp8), lambda: step(bf16), 3 * flops)
-    return [{"what": f"{recipe} forward", **forward}, {"what": f"{recipe} forward + backward", **both}]
+    return [{"what": f"{way} forward", **forward}, {"what": f"{way} forward + backward", **both}]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for data.csv and env.json")
+    parser.add_argument("--backend", default="auto", help="auto, or a name of titan_mxfp8.backends")
+    parser.add_argument("--quick", action="store_true", help="two shapes in balanced groups, one in zipf's")
     args = parser.parse_args()
     torch.manual_seed(0)
-    jobs: list[tuple[GroupedShape, Spread, Callable[..., list[Row]]]] = []
+    name = select(args.backend, torch.device("cuda", 0)).name
+    rebases = next(row.rebases for row in BACKENDS if row.name == name)
+    exact = {recipe: Way(recipe=recipe, backend=name) for recipe in RECIPES}
+    rebased = {recipe: Way(recipe=recipe, backend=name, rebase=True) for recipe in RECIPES} if rebases else {}
+    both = (exact["mxfp8"], *(rebased[recipe] for recipe in ("mxfp8",) if rebased))
+    ways = [exact[recipe] for recipe in ("mxfp8", "mxfp8_2d", "mxfp8_2d_wgrad_bf16")]
+    if not args.quick:
+        ways.append(exact["mxfp8_wgrad_bf16"])
+    ways += [rebased[recipe] for recipe in ("mxfp8", "mxfp8_2d") if rebased]
+
+    jobs: list[tuple[GroupedShape, Spread, Callable[..., list[Row]], Way]] = []
     for shape in README_SHAPES:
-        jobs.append((shape, "balanced", bench_parts))
-        for recipe in ("mxfp8", "mxfp8_2d", "mxfp8_wgrad_bf16"):
-            jobs.append((shape, "balanced", partial(bench_recipe, recipe=recipe)))
-        jobs.append((shape, "zipf", partial(bench_recipe, recipe="mxfp8")))
-    jobs += [(shape, "balanced", partial(bench_recipe, recipe="mxfp8")) for shape in GROUPED_SHAPES]
+        jobs += [(shape, "balanced", bench_way, way) for way in ways]
+        jobs += [(shape, "balanced", bench_parts, way) for way in ways if "wgrad" not in way.recipe]
+    for shape in SMALL_EXPERT_SHAPES:
+        jobs += [(shape, "zipf", bench_way, way) for way in (both if args.quick else ways)]
+    if not args.quick:
+        zipf = (*both, exact["mxfp8_2d_wgrad_bf16"])
+        jobs += [(shape, "zipf", bench_way, way) for shape in README_SHAPES for way in zipf]
+        jobs += [(shape, "balanced", bench_way, way) for shape in GROUPED_SHAPES for way in zipf]
     rows: list[Row] = []
-    for shape, spread, job in jobs:
-        key = {"M": shape.m, "N": shape.n, "K": shape.k, "G": shape.groups, "groups": spread}
-        new = [key | row for row in job(shape, spread)]
+    for shape, spread, job, way in jobs:
+        key = {"backend": name, "M": shape.m, "N": shape.n, "K": shape.k, "G": shape.groups, "groups": spread}
+        new = [key | row for row in job(shape, spread, way)]
         print(format_table(new), flush=True)
         rows += new
         torch.cuda.empty_cache()

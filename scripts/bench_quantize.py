@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from titan_mxfp8.backends import load, select
 from titan_mxfp8.backends import triton as backend
 from titan_mxfp8.format.mx import MXTensor
 from titan_mxfp8.ops import library
@@ -78,12 +79,26 @@ def quantize_calls(x: torch.Tensor, offs: torch.Tensor) -> Iterator[tuple[str, b
     yield "quantize-dequantize both ragged", True, lambda: backend.quantize_dequantize_both(x, offs=offs, **PLAIN)
 
 
+def rebased_calls(x: torch.Tensor, offs: torch.Tensor) -> Iterator[tuple[str, bool, Callable[[], object]]]:
+    """The same where the backend rebases."""
+    if select("auto", x.device).name != "hopper":
+        return
+    hopper = load("hopper", x.device)
+    one, squares = PLAIN | {"block": "1x32"}, PLAIN | {"block": "32x32"}
+    form, forms = {"form": "rebased"}, {"forms": ("rebased", "rebased")}
+    yield "rebase 1x32 last", False, lambda: hopper.quantize_operand(x, 1, offs=None, **form, **one)
+    yield "rebase 1x32 first ragged", True, lambda: hopper.quantize_operand(x, 0, offs=offs, **form, **one)
+    yield "rebase 1x32 both", False, lambda: hopper.quantize_operand_both(x, offs=None, **forms, **one)
+    yield "rebase 1x32 both ragged", True, lambda: hopper.quantize_operand_both(x, offs=offs, **forms, **one)
+    yield "rebase 32x32 both", False, lambda: hopper.quantize_operand_both(x, offs=None, **forms, **squares)
+
+
 def bench_quantize(ceiling: float) -> Iterator[dict]:
     for shape in QUANTIZE_SHAPES:
         offs = make_offs(group_sizes("zipf", shape.rows, shape.groups), "cuda")
         for dtype, name in ((torch.bfloat16, ""), (torch.float32, " of fp32")):
             x = torch.randn((shape.rows, shape.cols), dtype=dtype, device="cuda")
-            for kernel, ragged, call in quantize_calls(x, offs):
+            for kernel, ragged, call in (*quantize_calls(x, offs), *rebased_calls(x, offs)):
                 if dtype == torch.float32 and "1x32" not in kernel:
                     continue
                 source = x if kernel != "dequantize" else backend.quantize(x, 1, block="1x32", offs=None, **PLAIN)
@@ -155,7 +170,7 @@ def bench_host() -> Iterator[dict]:
         "host: backend.quantize_both ragged": lambda: backend.quantize_both(x, offs=offs, **kwargs),
         "host: op quantize": lambda: library.quantize(x, 1, offs=None, backend="auto", **kwargs),
         "host: op quantize_operand_both ragged": lambda: library.quantize_operand_both(
-            x, offs=offs, backend="auto", **kwargs
+            x, offs=offs, backend="triton", forms=("bf16", "bf16"), **kwargs
         ),
     }.items():
         yield {"kernel": kernel, "shape": "256x256", "p50_us": round(host_us(call), 2)}

@@ -350,3 +350,77 @@ def test_dense_gemms_are_one_group() -> None:
     torch.testing.assert_close(
         dense, reference.gemm_k_grouped(next(grouped).mT, next(grouped), offs, out_dtype=torch.float32)
     )
+
+
+# Four blocks' scale bytes, an element of the first one, and what it becomes.
+#   1.125 * 2^-4 is normal. 7 * 2^-9 * 2^-4 is 7/16 of the smallest element: 0. Halfway between 0 and it (2^-9 * 2^-1):
+#   the even one, 0; 3 * 2^-9 * 2^-1 = 1.5 of it: 2. 1.125 * 2^-7 is 4.5 of it: 4.
+REBASED = [
+    ((120, 124, 0, 0), 0x39, 0x19),
+    ((120, 124, 0, 0), 0x07, 0x00),
+    ((120, 124, 0, 0), 0x87, 0x80),
+    ((123, 124, 0, 0), 0x01, 0x00),
+    ((123, 124, 0, 0), 0x03, 0x02),
+    ((120, 0, 127, 126), 0x39, 0x04),
+    ((124, 120, 124, 123), 0x7E, 0x7E),
+    ((0, 247, 0, 0), 0x7E, 0x00),
+    ((124, 255, 0, 0), 0x39, 0x7F),
+]
+
+
+@pytest.mark.parametrize("scales, element, expected", REBASED)
+def test_rebase_golden_table(scales: tuple[int, ...], element: int, expected: int) -> None:
+    elements = torch.zeros(1, 128, dtype=torch.uint8)
+    elements[0, 0] = element
+    changed = torch.zeros((), dtype=torch.int64)
+    scale = torch.tensor([scales], dtype=torch.uint8)
+    exact = MXTensor(elements.view(E4M3), scale, 1, "1x32", torch.float32)
+    rebased = reference.rebase(exact, changed)
+    assert bits(rebased.qdata)[0, 0] == expected and rebased.scale.tolist() == [[max(scales)]]
+    values, before = rebased.dequantize(), exact.dequantize()
+    assert changed == (values[0, 0] != before[0, 0] and max(scales) < 255)
+    assert values.isnan().all() if max(scales) == 255 else torch.equal(values[0, 1:], before[0, 1:])
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("block", mx.BLOCKS)
+def test_rebase_against_doubles(block: str, dtype: torch.dtype) -> None:
+    """Each element anew from its value and its block's new scale, in fp64; sizes that end within a block."""
+    x = torch.randn(2, 150, 170) * torch.exp2(torch.randint(-12, 1, (2, 150, 170)).double()).float()
+    x[:, 32:64] *= 2.0**-12
+    x[:, :, 64:96] *= 2.0**-12
+    for axis in (1, 2):
+        exact = quantize(x, axis, elem_dtype=dtype, block=block)
+        changed = torch.zeros((), dtype=torch.int64)
+        rebased = reference.rebase(exact, changed)
+        scale = exact.scale.movedim(axis, -1)
+        largest = torch.stack([part.amax(-1) for part in scale.split(4, -1)], -1)
+        assert torch.equal(rebased.scale.movedim(axis, -1), largest)
+        if block == "32x32":
+            largest = largest.repeat_interleave(32, -2)
+        values = exact.dequantize(torch.float64).movedim(axis, -1)
+        steps = largest.repeat_interleave(128, -1)[:, : values.shape[1], : values.shape[2]].double() - 127
+        expected = (values * torch.exp2(-steps)).to(dtype)
+        assert torch.equal(bits(rebased.qdata.movedim(axis, -1)), bits(expected))
+        difference = (rebased.dequantize() != exact.dequantize()).sum()
+        assert changed == difference > 20
+        assert torch.equal(rebased.mT.dequantize(), rebased.dequantize().mT)
+
+
+def test_rebased_groups_start_at_multiples_of_128() -> None:
+    sizes, kwargs = [3, 0, 130, 40], {"rounding": "rceil", "elem_dtype": E4M3, "block": "1x32"}
+    x, w = torch.randn(180, 40), torch.randn(180, 24)
+    offs = make_offs(sizes)
+    rebased = reference.quantize_operand(x, 0, offs=offs, form="rebased", **kwargs)
+    assert rebased.shape == (mx.ragged_rows(180, 4, 128), 40) and rebased.block == "1x128"
+    starts = [0, 128, 128, 384]
+    values = rebased.dequantize()
+    for group, start in zip(x[:173].split(sizes), starts, strict=True):
+        alone = reference.quantize_operand(group, 0, offs=None, form="rebased", **kwargs).dequantize()
+        assert torch.equal(values[start : start + len(group)], alone)
+    assert values.count_nonzero() == sum(len(group) for group in x[:173].split(sizes)) * 40
+    other = reference.quantize_operand(w, 0, offs=offs, form="rebased", **kwargs)
+    dw = reference.gemm_k_grouped(other.mT, rebased, offs, out_dtype=torch.float32)
+    for e, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        expected = other.dequantize()[start : start + size].mT @ values[start : start + size]
+        torch.testing.assert_close(dw[e], expected, rtol=1e-5, atol=1e-5)

@@ -2,12 +2,14 @@
 
 import copy
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from titan_mxfp8 import convert_model, modules, mxfp8_grouped_mm, mxfp8_linear
+from titan_mxfp8 import backends, convert_model, modules, mxfp8_grouped_mm, mxfp8_linear
+from titan_mxfp8.format import reference
 from titan_mxfp8.testing import make_offs
 
 
@@ -118,6 +120,35 @@ def test_subclasses_of_linear_keep_their_forward() -> None:
 
     model = nn.Sequential(Scaled(64, 64), nn.Linear(64, 64))
     assert convert_model(model) == ["1"] and type(model[0]) is Scaled
+
+
+def test_a_report_names_the_share_that_rebase_changed(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Layer(), torch.randn(20, 64)
+    x[:, :32] *= 2.0**-12
+    with caplog.at_level(logging.INFO):
+        convert_model(model, grouped_fqns=["experts"], recipe="mxfp8_wgrad_bf16", rebase=True, count_rebased=True)
+    assert "recipe mxfp8_wgrad_bf16, rebased, backend reference" in caplog.text
+    assert modules.rebase_report(Layer()) is None
+    model(x, OFFS)
+    report = modules.rebase_report(model, "linears")
+    changed = torch.zeros((), dtype=torch.int64)
+    kwargs = {"rounding": "rceil", "elem_dtype": torch.float8_e4m3fn, "block": "1x32", "offs": None}
+    reference.quantize_operand(x, 1, form="rebased", changed=changed, **kwargs)
+    share = f"{changed / x.numel():.2e}"
+    assert changed > 0 and f"activations {share} (most in shared_experts: {share})" in report, report
+    assert "most in experts: " in modules.rebase_report(model, "experts")
+    assert "activations 0.00e+00" in modules.rebase_report(model)
+    with pytest.raises(ValueError, match="turn rebase on"):
+        convert_model(Layer(), count_rebased=True)
+
+
+def test_a_backend_without_rebase_is_an_error_when_the_model_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = replace(backends.BACKENDS[-1], name="portable", rebases=False)
+    monkeypatch.setattr(backends, "BACKENDS", (row, *backends.BACKENDS))
+    backends.select.cache_clear()
+    with pytest.raises(ValueError, match=r"backend 'portable' \(for cpu\) cannot: use backend 'hopper' or 'reference'"):
+        convert_model(Layer(), rebase=True)
+    backends.select.cache_clear()
 
 
 def test_converting_twice_is_an_error_not_a_second_conversion() -> None:

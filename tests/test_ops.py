@@ -5,10 +5,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from titan_mxfp8 import RECIPES, MXTensor, mxfp8_grouped_mm, mxfp8_linear, quantize
 from titan_mxfp8.format import reference
 from titan_mxfp8.ops import library
+from titan_mxfp8.ops.rebase_counter import RebaseCounter
 from titan_mxfp8.recipe import Recipe, get_recipe
 from titan_mxfp8.testing import SPREADS, group_sizes, make_offs, relative_rms
 
@@ -92,14 +94,21 @@ def test_error_against_fp32(recipe: str, spread: str, dtype: torch.dtype) -> Non
         assert error < limit * (1.15 if spread == "tiny" else 1), (name, error)
 
 
+@pytest.mark.parametrize("rebase", [False, True])
 @pytest.mark.parametrize("name", CANONICAL)
-def test_the_three_gemms_take_the_operands_of_the_table(name: str) -> None:
+def test_the_three_gemms_take_the_operands_of_the_table(name: str, rebase: bool) -> None:
     """Bit for bit the reference's GEMMs on operands quantised as the recipe says, each from its source tensor."""
     recipe, problem = RECIPES[name], make_problem()
+    problem["x"] = problem["x"].detach() * torch.exp2(torch.randint(-8, 1, (M, 1)).bfloat16())
     x, w, dy, offs, bias = (problem[key].detach() for key in ("x", "w", "dy", "offs", "bias"))
-    act = {"rounding": recipe.rounding}
+    form = "rebased" if rebase else "mx"
+    act = {"rounding": recipe.rounding, "elem_dtype": torch.float8_e4m3fn, "block": "1x32", "form": form}
     weight = act | {"block": recipe.weight_block}
     grad = act | {"elem_dtype": recipe.grad_dtype}
+
+    def quantize(x: torch.Tensor, axis: int, offs: torch.Tensor | None = None, **kwargs) -> MXTensor:
+        return reference.quantize_operand(x, axis, offs=offs, **kwargs)
+
     y = reference.gemm_m_grouped(
         quantize(x, 1, **act), quantize(w, 2, **weight).mT, offs, bias=bias, out_dtype=torch.bfloat16
     )
@@ -111,8 +120,51 @@ def test_the_three_gemms_take_the_operands_of_the_table(name: str) -> None:
     else:
         dy_m, x_m = quantize(dy, 0, offs=offs, **grad), quantize(x, 0, offs=offs, **act)
         dw = reference.gemm_k_grouped(dy_m.mT, x_m, offs, out_dtype=torch.bfloat16)
-    out = run(problem, recipe)
+    out = run(problem, recipe, rebase=rebase)
     assert torch.equal(out["y"], y) and torch.equal(out["dx"], dx) and torch.equal(out["dw"], dw)
+    if rebase and recipe.wgrad == "mxfp8":  # so little that it takes fp32 to see
+        wide = {key: t if key == "offs" else t.float() for key, t in problem.items()}
+        assert not torch.equal(run(wide, recipe, rebase=True)["dw"], run(wide, recipe)["dw"])
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_2d_wgrad_bf16"])
+def test_a_counter_sees_every_quantisation_of_rebased_operands(name: str) -> None:
+    """Also where activation checkpointing repeats the forward: activations and their forward's weights twice."""
+    recipe, problem = RECIPES[name], make_problem()
+    x, w, offs = (problem[key].detach() for key in ("x", "w", "offs"))
+    x = (x * torch.exp2(torch.randint(-12, 1, (M, 1)).bfloat16())).requires_grad_()
+    w.requires_grad_()
+
+    def counts(checkpointed: bool) -> dict:
+        counter = RebaseCounter()
+        op = partial(mxfp8_grouped_mm, offs=offs, recipe=recipe, rebase=counter)
+        y = checkpoint(op, x, w.mT, use_reentrant=False) if checkpointed else op(x, w.mT)
+        y.backward(problem["dy"])
+        first = counter.read()
+        assert all(count == (0, 0) for count in counter.read().values())
+        return first
+
+    plain, repeated = counts(False), counts(True)
+    both_axes, mx_wgrad = recipe.weight_block == "32x32", recipe.wgrad == "mxfp8"
+    assert plain["activations"][1] == x.numel() * (1 + mx_wgrad)
+    assert plain["weights"][1] == 2 * w.numel() and plain["gradients"][1] == problem["dy"].numel() * (1 + mx_wgrad)
+    expected = torch.zeros((), dtype=torch.int64)
+    act = {"rounding": "rceil", "elem_dtype": torch.float8_e4m3fn, "block": "1x32", "form": "rebased"}
+    for axis, given in ((1, None), (0, offs))[: 1 + mx_wgrad]:
+        reference.quantize_operand(x.detach(), axis, offs=given, changed=expected, **act)
+    assert plain["activations"][0] == expected and (expected > 0) == mx_wgrad
+    assert repeated["activations"] == tuple(2 * n for n in plain["activations"])
+    assert repeated["weights"][1] == (4 if both_axes else 3) * w.numel()
+    assert repeated["gradients"] == plain["gradients"]
+
+
+def test_counting_is_refused_in_a_full_graph() -> None:
+    x, w = torch.randn(20, K), torch.randn(N, K)
+    counted = torch.compile(lambda x: mxfp8_linear(x, w, rebase=RebaseCounter()), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="rebase is counted in eager mode only"):
+        counted(x)
+    rebased = torch.compile(lambda x: mxfp8_linear(x, w, rebase=True), fullgraph=True, backend="aot_eager")
+    assert torch.equal(rebased(x), mxfp8_linear(x, w, rebase=True))
 
 
 @pytest.mark.parametrize("recipe", CANONICAL)
@@ -253,19 +305,26 @@ def test_custom_ops_meet_their_fakes() -> None:
     opcheck = partial(torch.library.opcheck, test_utils=tests)
     for axis in (0, 1):
         for given in (offs, None) if axis == 0 else (None,):
-            for op in (library._quantize, library._quantize_operand):
-                opcheck(op, (x, axis, "rceil", e4m3, "1x32", given, "auto"))
+            opcheck(library._quantize, (x, axis, "rceil", e4m3, "1x32", given, "auto"))
+            for form in ("mx", "rebased"):
+                opcheck(library._quantize_operand, (x, axis, "rceil", e4m3, "1x32", given, form, "auto"))
     for block in ("1x32", "32x32"):
         for axis in (1, 2):
             opcheck(library._quantize, (w, axis, "floor", torch.float8_e5m2, block, None, "auto"))
-        opcheck(library._quantize_operand_both, (w, "rceil", e4m3, block, None, "auto"))
-    opcheck(library._quantize_operand_both, (x, "rceil", e4m3, "1x32", offs, "auto"))
+            opcheck(library._quantize_operand, (w, axis, "floor", torch.float8_e5m2, block, None, "rebased", "auto"))
+        for forms in (("mx", "mx"), ("rebased", "rebased")):
+            opcheck(library._quantize_operand_both, (w, "rceil", e4m3, block, None, *forms, "auto"))
+    for forms in (("mx", "mx"), ("mx", "rebased"), ("rebased", "rebased")):
+        opcheck(library._quantize_operand_both, (x, "rceil", e4m3, "1x32", offs, *forms, "auto"))
     a, b = quantize(x), quantize(w, 2).mT
     for bias in (None, torch.randn(E, N)):
-        args = (a.qdata, a.scale, b.qdata, b.scale, "1x32", offs, bias, torch.bfloat16, "auto")
+        args = (a.qdata, a.scale, b.qdata, b.scale, "1x32", "1x32", offs, bias, torch.bfloat16, "auto")
         opcheck(library._gemm_m_grouped, args)
     dy_m, x_m = quantize(torch.randn(70, N), 0, offs=offs).mT, quantize(x, 0, offs=offs)
-    opcheck(library._gemm_k_grouped, (dy_m.qdata, dy_m.scale, x_m.qdata, x_m.scale, offs, torch.float32, "auto"))
+    args = (dy_m.qdata, dy_m.scale, x_m.qdata, x_m.scale, "1x32", offs, torch.float32, "auto")
+    opcheck(library._gemm_k_grouped, args)
+    for given in (offs, None):
+        opcheck(library._wgrad_bf16, (torch.randn(70, N).bfloat16(), x.bfloat16(), given, "auto"))
 
 
 def test_a_gemm_refuses_an_operand_quantised_along_the_wrong_axis() -> None:
@@ -290,6 +349,11 @@ def test_a_gemm_refuses_an_operand_quantised_along_the_wrong_axis() -> None:
     [
         ({"recipe": "mxfp6"}, "unknown recipe 'mxfp6'"),
         ({"backend": "hoper"}, "unknown backend 'hoper'.*reference"),
+        ({"backend": "hopper"}, "backend 'hopper' needs an NVIDIA GPU of SM90"),
+        (
+            {"a": quantize(torch.zeros(10, 64)), "recipe": "mxfp8_wgrad_bf16", "rebase": True},
+            "rebase takes high-precision activations",
+        ),
         ({"a": torch.zeros(10, 64).half()}, "a must be bfloat16 or float32"),
         ({"b_t": torch.zeros(2, 64, 96).double()}, "b_t must be bfloat16 or float32"),
         ({"a": torch.zeros(10, 32)}, "disagree about K"),

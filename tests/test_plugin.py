@@ -1,6 +1,7 @@
 """The plugin's config: fields, names, defaults, and what a bad config gets before anything is built."""
 
 import copy
+import logging
 from pathlib import Path
 
 import datasets
@@ -15,6 +16,7 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_mxfp8 import modules, mxfp8_grouped_mm
+from titan_mxfp8.ops.rebase_counter import RebaseCounter
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 
 ROOT = Path(__file__).parent.parent
@@ -26,6 +28,7 @@ ASSETS = [
     f"--training.dataset_path={ROOT}/train_configs/assets/kjv",
 ]
 GROUPED, LINEAR = "quantize.grouped_mm.mx", "quantize.linear.mx"
+REBASE = f"--{GROUPED}.hopper_rebase"
 
 
 def parse(*flags: str) -> JobConfig:
@@ -127,6 +130,15 @@ def test_existing_tomls_keep_working(tmp_path: Path) -> None:
         ),
         ([f"--model.converters={LINEAR}", "--quantize.linear.mx.recipe_name=float8"], "unknown recipe 'float8'"),
         ([f"--model.converters={LINEAR}", "--quantize.linear.mx.backend=cutlass"], "unknown backend 'cutlass'"),
+        (
+            [f"--model.converters={LINEAR}", "--quantize.linear.mx.hopper_rebase_report=5"],
+            r"linear.mx\] .*set hopper_rebase = true",
+        ),
+        (
+            [f"--model.converters={GROUPED}", REBASE, f"{REBASE}_report=5", "--compile.enable"],
+            r"grouped_mm.mx\] .*eager mode only: set compile.enable = false",
+        ),
+        ([f"--model.converters={GROUPED}", REBASE, f"{REBASE}_report=-1"], "number of steps, got -1"),
         ([f"--model.converters={LINEAR},quantize.grouped_mm.float8"], "mixes quantisation formats"),
         ([f"--model.converters=quantize.linear.float8,{GROUPED}"], "mixes quantisation formats"),
         (["--model.hf_assets_path=/nonexistent"], "holds no tokenizer.*make_data.py"),
@@ -226,3 +238,19 @@ def test_the_layout_is_checked_in_each_process_before_it_does_anything(monkeypat
     monkeypatch.setenv("WORLD_SIZE", "6")
     with pytest.raises(ValueError, match=r"does not fit 6 processes: .*dp_shard\(4\)"):
         parse(shard_4)
+
+
+def test_rebase_reaches_the_modules_and_is_reported_every_so_many_steps(caplog: pytest.LogCaptureFixture) -> None:
+    config = parse(f"--model.converters={GROUPED},{LINEAR}", REBASE, f"{REBASE}_report=2")
+    model = nn.ModuleDict({"experts": make_experts(True), "wq": nn.Linear(64, 64)})
+    converters = build_model_converters(config, parallel_dims=None)
+    converters.convert(model)
+    assert isinstance(model["experts"].mxfp8.rebase, RebaseCounter) and model["wq"].mxfp8.rebase is False
+    model["experts"](torch.randn(50, 64), torch.tensor([13, 0, 31, 6]))
+    # w1 and w3 of 64 features, w2 of 96, the activations of each along both axes
+    assert model["experts"].mxfp8.rebase.read()["activations"][1] == 2 * 50 * (64 + 64 + 96)
+    with caplog.at_level(logging.INFO):
+        for _ in range(5):
+            converters.post_optimizer_hook([model])
+    reports = [line for line in caplog.messages if "rebase changed" in line]
+    assert [line.split(":")[0] for line in reports] == ["step 2", "step 4"] and "most in experts" in reports[0]

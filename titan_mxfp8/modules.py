@@ -5,8 +5,9 @@ So FSDP, TP, EP, checkpoints, optimizers, ``deepcopy`` and meta-device init meet
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal
 
 import torch
 from torch import nn
@@ -18,9 +19,12 @@ from titan_mxfp8.format.mx import BLOCK_SIZE
 from titan_mxfp8.ops.grouped_mm import mxfp8_grouped_mm
 from titan_mxfp8.ops.health import observe
 from titan_mxfp8.ops.linear import mxfp8_linear
+from titan_mxfp8.ops.rebase_counter import KINDS, RebaseCounter
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 logger = logging.getLogger(__name__)
+
+ModuleKind = Literal["experts", "linears"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +36,18 @@ class MXConfig:
         backend: name of the chosen backend, not ``auto``.
         compile_backend: for experts that TorchTitan compiles apart from their module: a ``torch.compile`` backend, or
             None for eager.
+        rebase: as for ``mxfp8_grouped_mm``; a module that counts has a ``RebaseCounter`` of its own.
     """
 
     recipe: Recipe
     backend: str
     compile_backend: str | None = None
+    rebase: bool | RebaseCounter = False
+
+    @property
+    def op_options(self) -> dict[str, object]:
+        """What ``mxfp8_grouped_mm`` and ``mxfp8_linear`` take of it."""
+        return {"recipe": self.recipe, "backend": self.backend, "rebase": self.rebase}
 
 
 def convert_model(
@@ -46,6 +57,8 @@ def convert_model(
     grouped_fqns: Iterable[str] = (),
     linear_filter_fqns: Iterable[str] = (),
     backend: str = "auto",
+    rebase: bool = False,
+    count_rebased: bool = False,
 ) -> list[str]:
     """Converts a model in place: linears, and the expert modules that ``grouped_fqns`` names.
 
@@ -58,25 +71,35 @@ def convert_model(
             calls ``torch._grouped_mm``. Empty: none.
         linear_filter_fqns: substrings of the names of ``nn.Linear`` modules to leave alone.
         backend: ``auto`` or a name of ``titan_mxfp8.backends``.
+        rebase: as for ``mxfp8_grouped_mm``.
+        count_rebased: with ``rebase``, count what it changes, for ``rebase_report``. Eager only.
 
     Returns:
         The names of the converted modules.
 
     Raises:
-        ValueError: nothing converted, an unknown recipe or backend, or expert features that are no multiple of 32.
+        ValueError: nothing converted, an unknown recipe or backend, a backend without ``rebase``, or expert features
+            that are no multiple of 32.
     """
     converted = []
     grouped_fqns = as_list(grouped_fqns)
+    options = {"recipe": recipe, "backend": backend, "rebase": rebase, "count_rebased": count_rebased}
     if grouped_fqns:
-        converted += convert_experts(model, recipe=recipe, fqns=grouped_fqns, backend=backend)
+        converted += convert_experts(model, fqns=grouped_fqns, **options)
     has_linears = any(type(module) is nn.Linear for module in model.modules())
     if has_linears or not grouped_fqns:
-        converted += convert_linears(model, recipe=recipe, filter_fqns=linear_filter_fqns, backend=backend)
+        converted += convert_linears(model, filter_fqns=linear_filter_fqns, **options)
     return converted
 
 
 def convert_linears(
-    model: nn.Module, *, recipe: str | Recipe, filter_fqns: Iterable[str] = (), backend: str = "auto"
+    model: nn.Module,
+    *,
+    recipe: str | Recipe,
+    filter_fqns: Iterable[str] = (),
+    backend: str = "auto",
+    rebase: bool = False,
+    count_rebased: bool = False,
 ) -> list[str]:
     """Converts every ``nn.Linear`` whose name contains none of ``filter_fqns``.
 
@@ -89,7 +112,7 @@ def convert_linears(
     Raises:
         ValueError: nothing was converted; the message says why each candidate was not.
     """
-    config = _config(recipe, backend, model)
+    config = _config(recipe, backend, model, rebase)
     filter_fqns = as_list(filter_fqns)
     converted, left = [], []
     for fqn, module in model.named_modules():
@@ -104,7 +127,8 @@ def convert_linears(
             left.append(f"{fqn} ({shape} features, not multiples of {BLOCK_SIZE})")
         else:
             module.__class__ = MXFP8Linear
-            module.mxfp8, module.mxfp8_fqn = config, fqn
+            module.mxfp8 = _counting(config) if count_rebased else config
+            module.mxfp8_fqn = fqn
             converted.append(fqn)
     if not converted:
         raise ValueError(f"MXFP8: no nn.Linear was converted. The model's linears: {_listing(left)}")
@@ -119,6 +143,8 @@ def convert_experts(
     fqns: Iterable[str],
     backend: str = "auto",
     compile_backend: str | None = None,
+    rebase: bool = False,
+    count_rebased: bool = False,
 ) -> list[str]:
     """Converts the expert modules whose name contains one of ``fqns``.
 
@@ -132,7 +158,7 @@ def convert_experts(
     Raises:
         ValueError: nothing was converted, or expert features that are not a multiple of 32.
     """
-    config = _config(recipe, backend, model, compile_backend)
+    config = _config(recipe, backend, model, rebase, compile_backend)
     fqns = as_list(fqns)
     converted, others = [], []
     for fqn, module in model.named_modules():
@@ -149,11 +175,39 @@ def convert_experts(
                 )
         converted.append(fqn)
         module.__class__ = EXPERT_CLASSES.get(type(module)) or _override_class(type(module))
-        module.mxfp8, module.mxfp8_fqn = config, fqn
+        module.mxfp8 = _counting(config) if count_rebased else config
+        module.mxfp8_fqn = fqn
     if not converted:
         raise ValueError(f"MXFP8: no expert module matches fqns {fqns}. The model's expert modules: {_listing(others)}")
     _log_converted("expert module", converted, others, config)
     return converted
+
+
+def rebase_report(model: nn.Module, kind: ModuleKind | None = None) -> str | None:
+    """What ``rebase`` changed in the modules of ``model`` since the last report, in words; waits for the device.
+
+    Args:
+        model: converted with ``count_rebased``.
+        kind: ``experts`` or ``linears``, or None for both.
+
+    Returns:
+        None if no such module counts.
+    """
+    counts = {}
+    for fqn, module in model.named_modules():
+        config = getattr(module, "mxfp8", None)
+        own_kind = "linears" if isinstance(module, MXFP8Linear) else "experts"
+        if isinstance(config, MXConfig) and isinstance(config.rebase, RebaseCounter) and kind in (own_kind, None):
+            counts[fqn.replace("_checkpoint_wrapped_module.", "")] = config.rebase.read()
+    if not counts:
+        return None
+    parts = []
+    for operands in KINDS:
+        changed, seen = (sum(count[operands][i] for count in counts.values()) for i in (0, 1))
+        shares = {fqn: count[operands][0] / max(count[operands][1], 1) for fqn, count in counts.items()}
+        most = max(shares, key=shares.get)
+        parts.append(f"{operands} {changed / max(seen, 1):.2e} (most in {most}: {shares[most]:.2e})")
+    return f"MXFP8: share of elements that rebase changed in {kind or 'all modules'}: {', '.join(parts)}"
 
 
 def is_expert_module(module: nn.Module) -> bool:
@@ -216,7 +270,7 @@ class MXFP8Linear(ConvertedModule, nn.Linear):
         config = self.mxfp8
 
         def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            y = mxfp8_linear(x, weight, bias, recipe=config.recipe, backend=config.backend)
+            y = mxfp8_linear(x, weight, bias, **config.op_options)
             return observe(y, x, weight, None, self.health_probe, config.recipe, config.backend)
 
         if isinstance(self.weight, DTensor):
@@ -272,7 +326,7 @@ class _GroupedMMOverride(TorchFunctionMode):
             return func(*args, **kwargs)
         self.calls += 1
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
-        y = mxfp8_grouped_mm(*args, **kwargs, recipe=self.config.recipe, backend=self.config.backend)
+        y = mxfp8_grouped_mm(*args, **kwargs, **self.config.op_options)
         return self.observed(y, *args, **kwargs)
 
     def observed(self, y: torch.Tensor, a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor, **_) -> torch.Tensor:
@@ -307,11 +361,20 @@ def _override_class(cls: type[nn.Module]) -> type[nn.Module]:
 EXPERT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def _config(recipe: str | Recipe, backend: str, model: nn.Module, compile_backend: str | None = None) -> MXConfig:
-    selection = backends.select(backend, _device(model))
-    config = MXConfig(recipe=get_recipe(recipe), backend=selection.name, compile_backend=compile_backend)
-    logger.info(f"MXFP8: recipe {config.recipe.name}, backend {selection.name} ({selection.reason})")
+def _config(
+    recipe: str | Recipe, backend: str, model: nn.Module, rebase: bool, compile_backend: str | None = None
+) -> MXConfig:
+    selection = backends.select(backend, _device(model), rebase)
+    config = MXConfig(recipe=get_recipe(recipe), backend=selection.name, compile_backend=compile_backend, rebase=rebase)
+    rebased = ", rebased" if rebase else ""
+    logger.info(f"MXFP8: recipe {config.recipe.name}{rebased}, backend {selection.name} ({selection.reason})")
     return config
+
+
+def _counting(config: MXConfig) -> MXConfig:
+    if not config.rebase:
+        raise ValueError("count_rebased counts what rebase changes: turn rebase on, or count_rebased off")
+    return replace(config, rebase=RebaseCounter())
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -61,6 +61,11 @@ GROUPED_SHAPES = tuple(
     for groups in (1, 2, 4, 8)
 )
 
+# Many experts with few features each.
+SMALL_EXPERT_SHAPES = (
+    GroupedShape(name="dsv3_16b", m=131072, n=1408, k=2048, groups=64, why="DeepSeek-V3 16B experts, 64 on one GPU"),
+)
+
 QUANTIZE_SHAPES = (
     QuantizeShape(rows=131072, cols=7168, groups=8, why="DeepSeek-V3 activations, torchao README's kernel figures"),
     QuantizeShape(rows=131072, cols=5120, groups=8, why="Llama4 activations"),

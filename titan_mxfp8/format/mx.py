@@ -7,11 +7,16 @@ import torch
 import torch.nn.functional as F
 
 BLOCK_SIZE = 32
+REBASED_SIZE = 128
 
-Block = Literal["1x32", "32x32"]
+Block = Literal["1x32", "32x32", "1x128", "32x128"]
 Rounding = Literal["rceil", "floor"]
+# What a GEMM is given: FP8 elements with a scale per 32 of them, the values of those in bf16 (``is_dequantized``), or
+# FP8 elements with a scale per 128 (``reference.rebase``).
+Form = Literal["mx", "bf16", "rebased"]
 
-BLOCKS: tuple[Block, ...] = ("1x32", "32x32")
+BLOCKS: tuple[Block, ...] = ("1x32", "32x32")  # what a quantiser makes
+REBASED: dict[Block, Block] = {"1x32": "1x128", "32x32": "32x128"}  # and what ``reference.rebase`` makes of it
 ROUNDINGS: tuple[Rounding, ...] = ("rceil", "floor")
 ELEM_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -24,13 +29,13 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def ragged_rows(rows: int, groups: int) -> int:
-    """Rows that ``rows`` rows in ``groups`` groups fill at most once each group is padded to a multiple of 32.
+def ragged_rows(rows: int, groups: int, alignment: int = BLOCK_SIZE) -> int:
+    """Rows that ``rows`` rows in ``groups`` groups fill at most once each is padded to a multiple of ``alignment``.
 
     The true number is known on the device only; this bound needs no sync: ``ragged_rows(100, 3) == 192``, while groups
     of 1, 1 and 98 rows fill ``32 + 32 + 128 = 192`` and groups of 32, 32 and 36 fill ``32 + 32 + 64 = 128``.
     """
-    return (rows + (BLOCK_SIZE - 1) * groups) // BLOCK_SIZE * BLOCK_SIZE
+    return (rows + (alignment - 1) * groups) // alignment * alignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +49,12 @@ class MXTensor:
             ``quantize``). Storage is contiguous along ``axis``: transposed where ``axis`` is not the last one, as the
             tensor cores of Hopper want it. Or the values themselves, see ``is_dequantized``.
         scale: ``uint8`` E8M0 bytes. ``1x32``: the shape of ``qdata`` with ``axis`` divided by 32, rounded up.
-            ``32x32``: the last two axes divided so. Stored like ``qdata``, contiguous along ``axis``.
+            ``32x32``: the last two axes divided so. Stored like ``qdata``, contiguous along ``axis``. ``1x128`` and
+            ``32x128``: ``axis`` divided by 128 instead, and stored across, see ``stored_across``.
         axis: the quantised axis, non-negative.
         block: ``1x32`` (32 elements along ``axis``) or ``32x32`` (squares over the last two axes, so that the values
-            are blocks of 32 along either of the two).
+            are blocks of 32 along either of the two). Or rebased (``reference.rebase``): ``1x128`` or ``32x128``, 128
+            elements along ``axis`` and, of the last two axes, 32 along the other one.
         orig_dtype: dtype of the input, and what ``dequantize`` returns by default.
     """
 
@@ -62,10 +69,15 @@ class MXTensor:
         return self.qdata.shape
 
     @property
+    def block_length(self) -> int:
+        """Elements along ``axis`` that share a scale."""
+        return REBASED_SIZE if self.block in REBASED.values() else BLOCK_SIZE
+
+    @property
     def is_dequantized(self) -> bool:
         """Whether ``qdata`` holds the values ``element * 2^(scale - 127)`` in bf16, and ``scale`` is empty.
 
-        So a backend whose tensor cores have no MX may take its operands (``operand_dtype``). They lie like the input:
+        So a backend whose tensor cores have no MX may take its operands (``operand_form``). They lie like the input:
         not transposed and, with ragged groups, not padded; rows that belong to no group are undefined. Exact but for
         values below 2^-133, bf16's smallest, which round to a multiple of it: they only occur in blocks whose largest
         value is below 2^-116 (E4M3) or 2^-102 (E5M2).
@@ -92,10 +104,10 @@ class MXTensor:
     def scale_elements(self, elements: torch.Tensor) -> torch.Tensor:
         """Multiplies the elements, given in fp32, by their scales; overwrites them."""
         axis, scale = self.axis, decode_scale(self.scale)
-        if self.block == "32x32":
+        if self.block in ("32x32", "32x128"):
             other = 2 * self.qdata.ndim - 3 - axis  # of the last two axes the other one
             scale = scale.repeat_interleave(BLOCK_SIZE, dim=other).narrow(other, 0, self.shape[other])
-        values = to_blocks(elements, axis).mul_(scale.unsqueeze(axis + 1))
+        values = to_blocks(elements, axis, self.block_length).mul_(scale.unsqueeze(axis + 1))
         return values.flatten(axis, axis + 1).narrow(axis, 0, self.shape[axis])
 
     @classmethod
@@ -132,9 +144,19 @@ def decode_scale(scale: torch.Tensor) -> torch.Tensor:
     return bits.masked_fill_(scale == SCALE_NAN, 0x7FC00000).view(torch.float32)
 
 
-def to_blocks(x: torch.Tensor, axis: int) -> torch.Tensor:
-    """Splits ``axis``, of length L, into (ceil(L / 32), 32), zeros filling the last block; a view if it is whole."""
-    missing = -x.shape[axis] % BLOCK_SIZE
+def to_blocks(x: torch.Tensor, axis: int, size: int = BLOCK_SIZE) -> torch.Tensor:
+    """Splits ``axis`` of length L into (ceil(L / size), size), zeros filling the last block; a view if it is whole."""
+    missing = -x.shape[axis] % size
     if missing:
         x = F.pad(x, (0, 0) * (x.ndim - 1 - axis) + (0, missing))
-    return x.unflatten(axis, (-1, BLOCK_SIZE))
+    return x.unflatten(axis, (-1, size))
+
+
+def stored_across(*shape: int) -> tuple[int, ...]:
+    """Shape of the storage of rebased scales whose shape, with the quantised axis last, is (..., R, C).
+
+    (..., C, R rounded up to a multiple of 16): the scales of neighbouring rows are neighbours, as a GEMM that scales
+    once per 128 loads them, and each run of them starts on 16 bytes.
+    """
+    *rest, rows, blocks = shape
+    return *rest, blocks, ceil_div(rows, 16) * 16

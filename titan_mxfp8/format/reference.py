@@ -4,18 +4,26 @@ Vectorised, any device, any shape. A backend provides the public functions below
 Shapes: M tokens, N out features, K in features, E experts; C is a contraction axis and D the other one of ``b``.
 """
 
+from dataclasses import replace
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 
 from titan_mxfp8.format.mx import (
     BLOCK_SIZE,
+    REBASED,
+    REBASED_SIZE,
+    SCALE_BIAS,
     SCALE_NAN,
     Block,
+    Form,
     MXTensor,
     Rounding,
     ceil_div,
     decode_scale,
     ragged_rows,
+    stored_across,
     to_blocks,
 )
 
@@ -71,14 +79,89 @@ def quantize_both(
     return quantize(x, x.ndim - 1, offs=None, **kwargs), quantize(x, x.ndim - 2, offs=offs, **kwargs)
 
 
-def operand_dtype(elem_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """In what ``qdata`` the operands of the GEMMs come: ``elem_dtype``, or bf16 (``MXTensor.is_dequantized``)."""
-    return elem_dtype
+def rebase(mx: MXTensor, changed: torch.Tensor | None = None) -> MXTensor:
+    """Gives each four neighbouring blocks along ``mx.axis`` one scale, the largest of theirs, so that a GEMM may scale
+    once per 128 elements: ``1x32`` becomes ``1x128``, ``32x32`` becomes ``32x128``.
+
+    An element becomes the nearest (ties to even) of ``element * 2^(s - S)``, s the old and S the new scale byte: its
+    exponent moves, its value changes only where it falls below the smallest normal element. Blocks of bytes 120 and
+    124: the 1.125 (0x39) of the first becomes 0.0703125 (0x19), its 0.013671875 (0x07), 7 of the smallest steps,
+    becomes 0, the nearest to 7/16 of one. A NaN block, 255, makes its three neighbours NaN too.
+
+    Args:
+        mx: 2-D or 3-D, in blocks of 32. The last four may be fewer. Groups must start at multiples of 128.
+        changed: int64 scalar, to which the number of elements is added whose value changed, not counting those that
+            became NaN; or None.
+    """
+    axis = mx.axis
+    scales = to_blocks(mx.scale, axis, REBASED_SIZE // BLOCK_SIZE).to(torch.int16)
+    largest = scales.amax(axis + 1, keepdim=True)
+    # the steps as scale bytes of their own: with 2^-126 every element, below 2^16, goes to 0
+    steps = (scales - largest + SCALE_BIAS).clamp_(min=1).masked_fill_(largest == SCALE_NAN, SCALE_NAN)
+    steps = steps.flatten(axis, axis + 1).narrow(axis, 0, mx.scale.shape[axis]).to(torch.uint8)
+    exact = _dequantize(replace(mx, scale=steps))
+    elements = exact.to(mx.qdata.dtype)
+    if changed is not None:
+        changed += ((elements.float() != exact) & ~exact.isnan()).sum()
+    qdata = elements.view(torch.uint8).masked_fill_(exact.isnan(), _NAN_BYTE).view(mx.qdata.dtype)
+    scale = _store_across(largest.squeeze(axis + 1).to(torch.uint8), axis)
+    return replace(mx, qdata=_stored_along(qdata, axis), scale=scale, block=REBASED[mx.block])
 
 
-# What the GEMMs are given: MXTensors of ``operand_dtype``.
-quantize_operand = quantize
-quantize_operand_both = quantize_both
+def operand_form(
+    gemm: Literal["m_grouped", "k_grouped"], weight_block: Block, rebased: bool, device: torch.device
+) -> Form:
+    """In what form a GEMM takes its operands.
+
+    Args:
+        gemm: which of the two below.
+        weight_block: of the recipe.
+        rebased: whether the user asks for ``rebase``; never of a backend that cannot (``backends.select``).
+        device: of the operands.
+    """
+    return "rebased" if rebased else "mx"
+
+
+def quantize_operand(
+    x: torch.Tensor,
+    axis: int,
+    *,
+    rounding: Rounding,
+    elem_dtype: torch.dtype,
+    block: Block,
+    offs: torch.Tensor | None,
+    form: Form,
+    changed: torch.Tensor | None = None,
+) -> MXTensor:
+    """``quantize`` to what a GEMM is given.
+
+    Args:
+        form: what ``operand_form`` says. ``rebased``: with ``offs``, groups move to multiples of 128 instead of 32.
+        changed: see ``rebase``.
+    """
+    kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block}
+    if form == "mx":
+        return quantize(x, axis, offs=offs, **kwargs)
+    assert form == "rebased", form
+    if offs is not None:
+        x = _gather_groups(x, axis, offs, REBASED_SIZE)
+    return rebase(quantize(x, axis, offs=None, **kwargs), changed)
+
+
+def quantize_operand_both(
+    x: torch.Tensor,
+    *,
+    rounding: Rounding,
+    elem_dtype: torch.dtype,
+    block: Block,
+    offs: torch.Tensor | None,
+    forms: tuple[Form, Form],
+    changed: torch.Tensor | None = None,
+) -> tuple[MXTensor, MXTensor]:
+    """``quantize_both`` to what GEMMs are given: in ``forms[0]`` along the last axis, in ``forms[1]`` the other."""
+    kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "changed": changed}
+    last = quantize_operand(x, x.ndim - 1, offs=None, form=forms[0], **kwargs)
+    return last, quantize_operand(x, x.ndim - 2, offs=offs, form=forms[1], **kwargs)
 
 
 def gemm_m_grouped(
@@ -130,8 +213,23 @@ def gemm_k_grouped(a: MXTensor, b: MXTensor, offs: torch.Tensor | None, *, out_d
         return (a_NM @ b_MK).unsqueeze(0).to(out_dtype)
     if a_NM.shape[1] == 0:  # torch._grouped_mm refuses the strides of an empty matrix
         return a_NM.new_zeros((offs.shape[0], a_NM.shape[0], b_MK.shape[1]), dtype=out_dtype)
-    ends_E = _padded_sizes(offs).cumsum(0, dtype=torch.int32)
+    ends_E = _padded_sizes(offs, a.block_length).cumsum(0, dtype=torch.int32)
     return torch._grouped_mm(a_NM, b_MK, offs=ends_E).to(out_dtype)
+
+
+def wgrad_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
+    """The weight gradient from unquantised operands, for recipes whose wgrad is bf16: (E, N, K), 0 for an empty group.
+
+    Args:
+        dy_MN: bf16, like ``x_MK``.
+        x_MK: rows of the same groups.
+        offs: int32 (E,) end offsets of the groups among the M rows; None: one group.
+    """
+    if offs is None:
+        return (dy_MN.mT @ x_MK).unsqueeze(0)
+    dw_ENK = torch._grouped_mm(dy_MN.mT, x_MK, offs=offs)
+    empty_E = offs.diff(prepend=offs.new_zeros(1)) == 0  # torch may leave these uninitialised
+    return dw_ENK.masked_fill_(empty_E[:, None, None], 0)
 
 
 def _scale_bytes(amax: torch.Tensor, elem_dtype: torch.dtype, rounding: Rounding) -> torch.Tensor:
@@ -192,18 +290,25 @@ def _stored_along(x: torch.Tensor, axis: int) -> torch.Tensor:
     return x.movedim(axis, -1).contiguous().movedim(-1, axis)
 
 
-def _padded_sizes(offs: torch.Tensor) -> torch.Tensor:
+def _store_across(scale: torch.Tensor, axis: int) -> torch.Tensor:
+    """The same tensor, its storage that of ``stored_across``."""
+    along = scale.movedim(axis, -1)
+    stored = scale.new_zeros(stored_across(*along.shape)).narrow(-1, 0, along.shape[-2])
+    return stored.copy_(along.mT).mT.movedim(-1, axis)
+
+
+def _padded_sizes(offs: torch.Tensor, alignment: int) -> torch.Tensor:
     sizes = offs.diff(prepend=offs.new_zeros(1))
-    return ceil_div(sizes, BLOCK_SIZE) * BLOCK_SIZE
+    return ceil_div(sizes, alignment) * alignment
 
 
-def _gather_groups(x: torch.Tensor, axis: int, offs: torch.Tensor) -> torch.Tensor:
-    """Moves each group along ``axis`` to the next multiple of 32, zeros between: see ``quantize``."""
+def _gather_groups(x: torch.Tensor, axis: int, offs: torch.Tensor, alignment: int = BLOCK_SIZE) -> torch.Tensor:
+    """Moves each group along ``axis`` to the next multiple of ``alignment``, zeros between: see ``quantize``."""
     length, groups = x.shape[axis], offs.numel()
-    padded_length = ragged_rows(length, groups)
+    padded_length = ragged_rows(length, groups, alignment)
     if length == 0:
         return x.new_zeros([padded_length if i == axis else size for i, size in enumerate(x.shape)])
-    padded_sizes = _padded_sizes(offs)
+    padded_sizes = _padded_sizes(offs, alignment)
     padded_ends = padded_sizes.cumsum(0)
     position = torch.arange(padded_length, device=x.device)
     group = torch.searchsorted(padded_ends, position, right=True)

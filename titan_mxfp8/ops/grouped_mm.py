@@ -8,7 +8,8 @@ Per expert e, rows of group e only. M tokens, N out features, K in features, E e
 | dgrad   | dx_MK = dy_MN @ w_ENK         | N          | dy along N (1x32), w along N (recipe)           |
 | wgrad   | dw_ENK = dy_MN^T @ x_MK       | M, ragged  | dy and x along M, blocks restart at each group  |
 
-Every operand is quantised from the high-precision tensor, x and dy along both axes in one read.
+Every operand is quantised from the high-precision tensor, x and dy along both axes in one read. The backend says in
+which form each GEMM takes its operands (``format.mx.Form``): of one tensor the two axes may come in different ones.
 """
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from titan_mxfp8.format.mx import MXTensor
 from titan_mxfp8.ops import library
 from titan_mxfp8.ops.checks import check_axis, check_dtype, check_features, check_offs_type
+from titan_mxfp8.ops.rebase_counter import Kind, RebaseCounter
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 
@@ -28,6 +30,7 @@ def mxfp8_grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
+    rebase: bool | RebaseCounter = False,
 ) -> torch.Tensor:
     """``torch._grouped_mm`` of 2-D ``a`` and 3-D ``b_t`` with MXFP8 GEMMs; differentiable.
 
@@ -40,6 +43,9 @@ def mxfp8_grouped_mm(
         bias: (N,), or (E, N) for one per expert; added in fp32 before the output is rounded.
         out_dtype: ``torch.bfloat16`` or ``torch.float32``.
         backend: ``auto`` or a name of ``titan_mxfp8.backends``.
+        rebase: lets the GEMMs scale once per 128 elements, much faster on Hopper, at the price of an inexact step: see
+            ``format.reference.rebase``. A ``RebaseCounter`` counts what it changes. Backends ``hopper`` and
+            ``reference``, with the same bits; ``a`` must not be an ``MXTensor``.
 
     Returns:
         (M, N) in ``out_dtype``. Rows at and past ``offs[-1]`` are zero, here and in the gradient of ``a``; what ``a``
@@ -62,7 +68,7 @@ def mxfp8_grouped_mm(
         if tuple(bias.shape) not in ((n,), (experts, n)):
             raise ValueError(f"bias must be of shape ({n},) or ({experts}, {n}), got {tuple(bias.shape)}")
         bias = bias.expand(experts, n)
-    return mx_matmul(a, b_t.mT, bias, offs, recipe, out_dtype, backend)
+    return mx_matmul(a, b_t.mT, bias, offs, recipe, out_dtype, backend, rebase)
 
 
 def mx_matmul(
@@ -73,8 +79,10 @@ def mx_matmul(
     recipe: Recipe,
     out_dtype: torch.dtype,
     backend: str,
+    rebase: bool | RebaseCounter,
 ) -> torch.Tensor:
     """The differentiable core of ``mxfp8_grouped_mm`` and ``mxfp8_linear``; ``offs=None``: one expert, every row."""
+    options = (w_ENK, bias_EN, offs, recipe, out_dtype, backend, rebase)
     if isinstance(x, MXTensor):
         if recipe.wgrad != "bf16":
             raise ValueError(
@@ -84,8 +92,10 @@ def mx_matmul(
         check_axis("a", x, 1)
         if x.block != "1x32" or x.qdata.dtype != torch.float8_e4m3fn:
             raise ValueError(f"a must be float8_e4m3fn in 1x32 blocks, got {x.qdata.dtype} in {x.block} blocks")
-        return _MXMatmul.apply(x.qdata, x.scale, x.orig_dtype, w_ENK, bias_EN, offs, recipe, out_dtype, backend)
-    return _MXMatmul.apply(x, None, x.dtype, w_ENK, bias_EN, offs, recipe, out_dtype, backend)
+        if rebase:
+            raise ValueError("rebase takes high-precision activations, got an MXTensor: pass those, or no rebase")
+        return _MXMatmul.apply(x.qdata, x.scale, x.orig_dtype, *options)
+    return _MXMatmul.apply(x, None, x.dtype, *options)
 
 
 class _MXMatmul(torch.autograd.Function):
@@ -94,30 +104,41 @@ class _MXMatmul(torch.autograd.Function):
     or else the weight itself, which FSDP may free and gather again."""
 
     @staticmethod
-    def forward(ctx, x_MK, x_scale, x_dtype, w_ENK, bias_EN, offs, recipe, out_dtype, backend):
+    def forward(ctx, x_MK, x_scale, x_dtype, w_ENK, bias_EN, offs, recipe, out_dtype, backend, rebase):
         needs_dx, needs_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
+        m_form = library.operand_form(x_MK, "m_grouped", recipe.weight_block, bool(rebase), backend)
+        k_form = library.operand_form(x_MK, "k_grouped", recipe.weight_block, bool(rebase), backend)
         act = {"rounding": recipe.rounding, "elem_dtype": torch.float8_e4m3fn, "block": "1x32", "backend": backend}
         weight = act | {"block": recipe.weight_block}
-        ctx.recipe, ctx.backend = recipe, backend
+        ctx.recipe, ctx.backend, ctx.rebase = recipe, backend, rebase
+        ctx.m_form, ctx.k_form = m_form, k_form
         ctx.x_dtype, ctx.w_dtype = x_dtype, w_ENK.dtype
         ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
 
-        saved_x = saved_x_scale = None
+        saved_x = saved_x_scale = ctx.x_block = None
         if x_scale is not None:
             x_along_k, saved_x, saved_x_scale = MXTensor(x_MK, x_scale, 1, "1x32", x_dtype), x_MK, x_scale
         elif needs_dw and recipe.wgrad == "mxfp8":
-            x_along_k, x_along_m = library.quantize_operand_both(x_MK, offs=offs, **act)
-            saved_x, saved_x_scale = x_along_m.qdata, x_along_m.scale
+            counted = _counted(rebase, "activations", x_MK, axes=2)
+            x_along_k, x_along_m = library.quantize_operand_both(
+                x_MK, offs=offs, forms=(m_form, k_form), **act, **counted
+            )
+            saved_x, saved_x_scale, ctx.x_block = x_along_m.qdata, x_along_m.scale, x_along_m.block
         else:
-            x_along_k, saved_x = library.quantize_operand(x_MK, 1, offs=None, **act), x_MK
+            counted = _counted(rebase, "activations", x_MK)
+            x_along_k, saved_x = library.quantize_operand(x_MK, 1, offs=None, form=m_form, **act, **counted), x_MK
 
-        saved_w, saved_w_scale = w_ENK, None
+        saved_w, saved_w_scale, ctx.w_block = w_ENK, None, None
         if needs_dx and recipe.weight_block == "32x32":
-            w_along_k, w_along_n = library.quantize_operand_both(w_ENK, offs=None, **weight)
+            counted = _counted(rebase, "weights", w_ENK, axes=2)
+            w_along_k, w_along_n = library.quantize_operand_both(
+                w_ENK, offs=None, forms=(m_form, m_form), **weight, **counted
+            )
             if not w_along_n.is_dequantized:  # two bytes per weight of every layer would cost more than a second pass
-                saved_w, saved_w_scale = w_along_n.qdata, w_along_n.scale
+                saved_w, saved_w_scale, ctx.w_block = w_along_n.qdata, w_along_n.scale, w_along_n.block
         else:
-            w_along_k = library.quantize_operand(w_ENK, 2, offs=None, **weight)
+            counted = _counted(rebase, "weights", w_ENK)
+            w_along_k = library.quantize_operand(w_ENK, 2, offs=None, form=m_form, **weight, **counted)
 
         ctx.save_for_backward(
             saved_x if needs_dw else None,
@@ -131,47 +152,46 @@ class _MXMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_MN):
         x, x_scale, w, w_scale, offs = ctx.saved_tensors
-        recipe, backend = ctx.recipe, ctx.backend
+        recipe, backend, m_form, k_form = ctx.recipe, ctx.backend, ctx.m_form, ctx.k_form
         needs_dx, needs_dw, needs_dbias = (ctx.needs_input_grad[i] for i in (0, 3, 4))
         grad = {"rounding": recipe.rounding, "elem_dtype": recipe.grad_dtype, "block": "1x32", "backend": backend}
         mx_wgrad = needs_dw and recipe.wgrad == "mxfp8"
 
         dy_along_n = dy_along_m = dx_MK = dw_ENK = dbias_EN = None
+        counted = _counted(ctx.rebase, "gradients", dy_MN, axes=needs_dx + mx_wgrad)
         if needs_dx and mx_wgrad:
-            dy_along_n, dy_along_m = library.quantize_operand_both(dy_MN, offs=offs, **grad)
+            dy_along_n, dy_along_m = library.quantize_operand_both(
+                dy_MN, offs=offs, forms=(m_form, k_form), **grad, **counted
+            )
         elif needs_dx:
-            dy_along_n = library.quantize_operand(dy_MN, 1, offs=None, **grad)
+            dy_along_n = library.quantize_operand(dy_MN, 1, offs=None, form=m_form, **grad, **counted)
         elif mx_wgrad:
-            dy_along_m = library.quantize_operand(dy_MN, 0, offs=offs, **grad)
+            dy_along_m = library.quantize_operand(dy_MN, 0, offs=offs, form=k_form, **grad, **counted)
 
         if needs_dx:
             if w_scale is None:
                 weight = grad | {"elem_dtype": torch.float8_e4m3fn, "block": recipe.weight_block}
-                w_along_n = library.quantize_operand(w, 1, offs=None, **weight)
+                counted = _counted(ctx.rebase, "weights", w)
+                w_along_n = library.quantize_operand(w, 1, offs=None, form=m_form, **weight, **counted)
             else:
-                w_along_n = MXTensor(w, w_scale, 1, "32x32", ctx.w_dtype)
+                w_along_n = MXTensor(w, w_scale, 1, ctx.w_block, ctx.w_dtype)
             dx_MK = library.gemm_m_grouped(
                 dy_along_n, w_along_n, offs, bias=None, out_dtype=ctx.x_dtype, backend=backend
             )
         if mx_wgrad:
-            x_along_m = MXTensor(x, x_scale, 0, "1x32", ctx.x_dtype)
+            x_along_m = MXTensor(x, x_scale, 0, ctx.x_block, ctx.x_dtype)
             dw_ENK = library.gemm_k_grouped(dy_along_m.mT, x_along_m, offs, out_dtype=ctx.w_dtype, backend=backend)
         elif needs_dw:
             x_MK = x if x_scale is None else MXTensor(x, x_scale, 1, "1x32", torch.bfloat16).dequantize()
-            dw_ENK = _wgrad_bf16(dy_MN, x_MK, offs).to(ctx.w_dtype)
+            dw_ENK = library.wgrad_bf16(dy_MN, x_MK, offs, backend=backend).to(ctx.w_dtype)
         if needs_dbias:
             dbias_EN = _bias_grad(dy_MN, offs).to(ctx.bias_dtype)
-        return dx_MK, None, None, dw_ENK, dbias_EN, None, None, None, None
+        return dx_MK, None, None, dw_ENK, dbias_EN, None, None, None, None, None
 
 
-def _wgrad_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
-    """The weight gradient from unquantised operands, (E, N, K) in bf16; 0 for an empty group."""
-    dy_NM, x_MK = dy_MN.bfloat16().mT, x_MK.bfloat16()
-    if offs is None:
-        return (dy_NM @ x_MK).unsqueeze(0)
-    dw_ENK = torch._grouped_mm(dy_NM, x_MK, offs=offs)
-    empty_E = offs.diff(prepend=offs.new_zeros(1)) == 0  # torch may leave these uninitialised
-    return dw_ENK.masked_fill_(empty_E[:, None, None], 0)
+def _counted(rebase: bool | RebaseCounter, kind: Kind, x: torch.Tensor, axes: int = 1) -> dict[str, torch.Tensor]:
+    """What a quantiser takes besides if ``rebase`` counts."""
+    return {"changed": rebase.add_seen(kind, x, axes)} if isinstance(rebase, RebaseCounter) else {}
 
 
 def _bias_grad(dy_MN: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:

@@ -2,15 +2,27 @@
 same functions on ``MXTensor``.
 
 An operator returns quantised tensors as they lie in memory, FP8 with the quantised axis last; the functions below it
-put the axis back as a view. So the fakes need to know shapes, and of the backend only its ``operand_dtype``.
+put the axis back as a view. A ``form`` (``format.mx.Form``) is all that the fakes need to know beside shapes.
 """
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
 from titan_mxfp8 import backends
-from titan_mxfp8.format.mx import BLOCK_SIZE, Block, MXTensor, Rounding, ceil_div, ragged_rows
+from titan_mxfp8.format.mx import (
+    BLOCK_SIZE,
+    REBASED,
+    REBASED_SIZE,
+    Block,
+    Form,
+    MXTensor,
+    Rounding,
+    ceil_div,
+    ragged_rows,
+    stored_across,
+)
 from titan_mxfp8.ops.checks import check_axis, check_offs_values
 
 
@@ -31,7 +43,7 @@ def _quantize(
 
 @_quantize.register_fake
 def _(x, axis, rounding, elem_dtype, block, offs, backend):
-    return _empty_stored(x, axis, elem_dtype, block, offs)
+    return _empty_stored(x, axis, elem_dtype, block, offs, "mx")
 
 
 @torch.library.custom_op("titan_mxfp8::quantize_operand", mutates_args=())
@@ -42,34 +54,41 @@ def _quantize_operand(
     elem_dtype: torch.dtype,
     block: str,
     offs: torch.Tensor | None,
+    form: str,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_offs_values(offs, x.shape[axis])
-    kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "offs": offs}
+    kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "offs": offs, "form": form}
     return _stored(backends.load(backend, x.device).quantize_operand(x, axis, **kwargs))
 
 
 @_quantize_operand.register_fake
-def _(x, axis, rounding, elem_dtype, block, offs, backend):
-    return _empty_stored(x, axis, _operand_dtype(x, elem_dtype, backend), block, offs)
+def _(x, axis, rounding, elem_dtype, block, offs, form, backend):
+    return _empty_stored(x, axis, elem_dtype, block, offs, form)
 
 
 @torch.library.custom_op("titan_mxfp8::quantize_operand_both", mutates_args=())
 def _quantize_operand_both(
-    x: torch.Tensor, rounding: str, elem_dtype: torch.dtype, block: str, offs: torch.Tensor | None, backend: str
+    x: torch.Tensor,
+    rounding: str,
+    elem_dtype: torch.dtype,
+    block: str,
+    offs: torch.Tensor | None,
+    last_form: str,
+    first_form: str,
+    backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     check_offs_values(offs, x.shape[-2])
     kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "offs": offs}
-    last, first = backends.load(backend, x.device).quantize_operand_both(x, **kwargs)
+    last, first = backends.load(backend, x.device).quantize_operand_both(x, forms=(last_form, first_form), **kwargs)
     return *_stored(last), *_stored(first)
 
 
 @_quantize_operand_both.register_fake
-def _(x, rounding, elem_dtype, block, offs, backend):
-    dtype = _operand_dtype(x, elem_dtype, backend)
+def _(x, rounding, elem_dtype, block, offs, last_form, first_form, backend):
     return (
-        *_empty_stored(x, x.ndim - 1, dtype, block, None),
-        *_empty_stored(x, x.ndim - 2, dtype, block, offs),
+        *_empty_stored(x, x.ndim - 1, elem_dtype, block, None, last_form),
+        *_empty_stored(x, x.ndim - 2, elem_dtype, block, offs, first_form),
     )
 
 
@@ -79,6 +98,7 @@ def _gemm_m_grouped(
     a_scale: torch.Tensor,
     b_qdata: torch.Tensor,
     b_scale: torch.Tensor,
+    a_block: str,
     b_block: str,
     offs: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -86,7 +106,7 @@ def _gemm_m_grouped(
     backend: str,
 ) -> torch.Tensor:
     check_offs_values(offs, a_qdata.shape[0])
-    a = MXTensor(a_qdata, a_scale, 1, "1x32", out_dtype)
+    a = MXTensor(a_qdata, a_scale, 1, a_block, out_dtype)
     b = MXTensor(b_qdata, b_scale, 1, b_block, out_dtype)
     # An autocast region would run the reference's fp32 matmuls in bf16.
     with torch.autocast(a_qdata.device.type, enabled=False):
@@ -94,7 +114,7 @@ def _gemm_m_grouped(
 
 
 @_gemm_m_grouped.register_fake
-def _(a_qdata, a_scale, b_qdata, b_scale, b_block, offs, bias, out_dtype, backend):
+def _(a_qdata, a_scale, b_qdata, b_scale, a_block, b_block, offs, bias, out_dtype, backend):
     return a_qdata.new_empty((a_qdata.shape[0], b_qdata.shape[2]), dtype=out_dtype)
 
 
@@ -104,21 +124,34 @@ def _gemm_k_grouped(
     a_scale: torch.Tensor,
     b_qdata: torch.Tensor,
     b_scale: torch.Tensor,
+    block: str,
     offs: torch.Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
 ) -> torch.Tensor:
     check_offs_values(offs, None)
-    a = MXTensor(a_qdata, a_scale, 1, "1x32", out_dtype)
-    b = MXTensor(b_qdata, b_scale, 0, "1x32", out_dtype)
+    a = MXTensor(a_qdata, a_scale, 1, block, out_dtype)
+    b = MXTensor(b_qdata, b_scale, 0, block, out_dtype)
     with torch.autocast(a_qdata.device.type, enabled=False):
         return backends.load(backend, a_qdata.device).gemm_k_grouped(a, b, offs, out_dtype=out_dtype)
 
 
 @_gemm_k_grouped.register_fake
-def _(a_qdata, a_scale, b_qdata, b_scale, offs, out_dtype, backend):
+def _(a_qdata, a_scale, b_qdata, b_scale, block, offs, out_dtype, backend):
     groups = 1 if offs is None else offs.shape[0]
     return a_qdata.new_empty((groups, a_qdata.shape[0], b_qdata.shape[1]), dtype=out_dtype)
+
+
+@torch.library.custom_op("titan_mxfp8::wgrad_bf16", mutates_args=())
+def _wgrad_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | None, backend: str) -> torch.Tensor:
+    check_offs_values(offs, dy_MN.shape[0])
+    return backends.load(backend, dy_MN.device).wgrad_bf16(dy_MN, x_MK, offs)
+
+
+@_wgrad_bf16.register_fake
+def _(dy_MN, x_MK, offs, backend):
+    groups = 1 if offs is None else offs.shape[0]
+    return dy_MN.new_empty((groups, dy_MN.shape[1], x_MK.shape[1]))
 
 
 def quantize(
@@ -135,6 +168,19 @@ def quantize(
     return _from_stored(*_quantize(x, axis, rounding, elem_dtype, block, offs, backend), axis, block, x.dtype)
 
 
+@torch.compiler.assume_constant_result
+def operand_form(
+    x: torch.Tensor, gemm: Literal["m_grouped", "k_grouped"], weight_block: Block, rebase: bool, backend: str
+) -> Form:
+    """``format.reference.operand_form`` of the chosen backend, for operands where ``x`` lies.
+
+    Raises:
+        ValueError: ``rebase`` with a backend that cannot.
+    """
+    backends.select(backend, x.device, rebase)
+    return backends.load(backend, x.device).operand_form(gemm, weight_block, rebase, x.device)
+
+
 def quantize_operand(
     x: torch.Tensor,
     axis: int,
@@ -143,10 +189,16 @@ def quantize_operand(
     elem_dtype: torch.dtype,
     block: Block,
     offs: torch.Tensor | None,
+    form: Form,
     backend: str,
+    changed: torch.Tensor | None = None,
 ) -> MXTensor:
-    """``quantize`` for the GEMMs of this backend: FP8, or the dequantised values where it multiplies those."""
-    return _from_stored(*_quantize_operand(x, axis, rounding, elem_dtype, block, offs, backend), axis, block, x.dtype)
+    """``format.reference.quantize_operand`` through the chosen backend; not as an operator where ``changed`` counts."""
+    if changed is not None:
+        kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "offs": offs, "form": form}
+        return backends.load(backend, x.device).quantize_operand(x, axis, changed=changed, **kwargs)
+    stored = _quantize_operand(x, axis, rounding, elem_dtype, block, offs, form, backend)
+    return _from_stored(*stored, axis, REBASED[block] if form == "rebased" else block, x.dtype)
 
 
 def quantize_operand_both(
@@ -156,18 +208,22 @@ def quantize_operand_both(
     elem_dtype: torch.dtype,
     block: Block,
     offs: torch.Tensor | None,
+    forms: tuple[Form, Form],
     backend: str,
+    changed: torch.Tensor | None = None,
 ) -> tuple[MXTensor, MXTensor]:
-    """``format.reference.quantize_both`` for the GEMMs of this backend."""
-    if block == "32x32" and _operand_dtype(x, elem_dtype, backend) == torch.bfloat16:
-        # Both would hold the same values in the same order.
-        kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "offs": offs, "backend": backend}
-        last = quantize_operand(x, x.ndim - 1, **kwargs)
+    """``format.reference.quantize_operand_both`` through the chosen backend; likewise."""
+    kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "offs": offs}
+    if changed is not None:
+        return backends.load(backend, x.device).quantize_operand_both(x, forms=forms, changed=changed, **kwargs)
+    if block == "32x32" and forms == ("bf16", "bf16"):  # both would hold the same values in the same order
+        last = quantize_operand(x, x.ndim - 1, form="bf16", backend=backend, **kwargs)
         return last, replace(last, axis=x.ndim - 2)
-    last_q, last_s, first_q, first_s = _quantize_operand_both(x, rounding, elem_dtype, block, offs, backend)
+    stored = _quantize_operand_both(x, rounding, elem_dtype, block, offs, *forms, backend)
+    blocks = [REBASED[block] if form == "rebased" else block for form in forms]
     return (
-        _from_stored(last_q, last_s, x.ndim - 1, block, x.dtype),
-        _from_stored(first_q, first_s, x.ndim - 2, block, x.dtype),
+        _from_stored(*stored[:2], x.ndim - 1, blocks[0], x.dtype),
+        _from_stored(*stored[2:], x.ndim - 2, blocks[1], x.dtype),
     )
 
 
@@ -187,7 +243,7 @@ def gemm_m_grouped(
     """
     check_axis("a", a, 1)
     check_axis("b", b, 1)
-    return _gemm_m_grouped(a.qdata, a.scale, b.qdata, b.scale, b.block, offs, bias, out_dtype, backend)
+    return _gemm_m_grouped(a.qdata, a.scale, b.qdata, b.scale, a.block, b.block, offs, bias, out_dtype, backend)
 
 
 def gemm_k_grouped(
@@ -200,12 +256,12 @@ def gemm_k_grouped(
     """
     check_axis("a", a, 1)
     check_axis("b", b, 0)
-    return _gemm_k_grouped(a.qdata, a.scale, b.qdata, b.scale, offs, out_dtype, backend)
+    return _gemm_k_grouped(a.qdata, a.scale, b.qdata, b.scale, a.block, offs, out_dtype, backend)
 
 
-@torch.compiler.assume_constant_result
-def _operand_dtype(x: torch.Tensor, elem_dtype: torch.dtype, backend: str) -> torch.dtype:
-    return backends.load(backend, x.device).operand_dtype(elem_dtype, x.device)
+def wgrad_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | None, *, backend: str) -> torch.Tensor:
+    """``format.reference.wgrad_bf16`` through the chosen backend, of operands that are rounded to bf16."""
+    return _wgrad_bf16(dy_MN.bfloat16(), x_MK.bfloat16(), offs, backend)
 
 
 def _stored(mx: MXTensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,16 +280,19 @@ def _from_stored(
 
 
 def _empty_stored(
-    x: torch.Tensor, axis: int, dtype: torch.dtype, block: Block, offs: torch.Tensor | None
+    x: torch.Tensor, axis: int, elem_dtype: torch.dtype, block: Block, offs: torch.Tensor | None, form: Form
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Empty qdata of ``dtype`` and scale as they lie in memory."""
-    if dtype == torch.bfloat16:
-        return x.new_empty(x.shape, dtype=dtype), x.new_empty(0, dtype=torch.uint8)
+    """Empty qdata and scale as they lie in memory."""
+    if form == "bf16":
+        return x.new_empty(x.shape, dtype=torch.bfloat16), x.new_empty(0, dtype=torch.uint8)
     *rest, length = x.movedim(axis, -1).shape
+    per_scale = REBASED_SIZE if form == "rebased" else BLOCK_SIZE
     if offs is not None:
-        length = ragged_rows(length, offs.shape[0])
-    scale_rest = [*rest[:-1], ceil_div(rest[-1], BLOCK_SIZE)] if block == "32x32" else rest
-    return (
-        x.new_empty((*rest, length), dtype=dtype),
-        x.new_empty((*scale_rest, ceil_div(length, BLOCK_SIZE)), dtype=torch.uint8),
-    )
+        length = ragged_rows(length, offs.shape[0], per_scale)
+    qdata = x.new_empty((*rest, length), dtype=elem_dtype)
+    if block == "32x32":
+        rest[-1] = ceil_div(rest[-1], BLOCK_SIZE)
+    shape = *rest, ceil_div(length, per_scale)
+    if form == "mx":
+        return qdata, x.new_empty(shape, dtype=torch.uint8)
+    return qdata, x.new_empty(stored_across(*shape), dtype=torch.uint8).narrow(-1, 0, rest[-1]).mT

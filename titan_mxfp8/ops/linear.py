@@ -4,6 +4,7 @@ import torch
 
 from titan_mxfp8.ops.checks import check_dtype, check_features
 from titan_mxfp8.ops.grouped_mm import mx_matmul
+from titan_mxfp8.ops.rebase_counter import RebaseCounter
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 
@@ -14,6 +15,7 @@ def mxfp8_linear(
     *,
     recipe: str | Recipe = "mxfp8",
     backend: str = "auto",
+    rebase: bool | RebaseCounter = False,
 ) -> torch.Tensor:
     """``torch.nn.functional.linear`` with MXFP8 GEMMs in forward and backward.
 
@@ -25,6 +27,7 @@ def mxfp8_linear(
         bias: (N,) or None.
         recipe: a key of ``RECIPES``, or a ``Recipe``.
         backend: ``auto`` or a name of ``titan_mxfp8.backends``.
+        rebase: as for ``mxfp8_grouped_mm``.
 
     Returns:
         (..., N) in the dtype of ``x``.
@@ -49,5 +52,5 @@ def mxfp8_linear(
     check_features("N, the number of out features,", n)
     x_MK = x.reshape(-1, k)
     bias_EN = None if bias is None else bias.unsqueeze(0)
-    y_MN = mx_matmul(x_MK, weight.unsqueeze(0), bias_EN, None, recipe, x.dtype, backend)
+    y_MN = mx_matmul(x_MK, weight.unsqueeze(0), bias_EN, None, recipe, x.dtype, backend, rebase)
     return y_MN.view(*x.shape[:-1], n)

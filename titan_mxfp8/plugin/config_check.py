@@ -16,6 +16,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_mxfp8 import backends
 from titan_mxfp8.modules import as_list
+from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear
 from titan_mxfp8.plugin.wandb_run import git_commit
 from titan_mxfp8.recipe import get_recipe
 
@@ -30,17 +31,20 @@ def check_job_config(job_config: JobConfig) -> None:
     ``--model.converters=`` (nothing behind the sign) means no converters.
 
     Raises:
-        ValueError: MXFP8 beside another quantisation, an unknown recipe or backend.
+        ValueError: MXFP8 beside another quantisation, an unknown recipe or backend, a backend without rebase, a report
+            on it that cannot be.
     """
     job_config.model.converters = converters = as_list(",".join(as_list(job_config.model.converters)))
     job_config.job.git_commit = job_config.job.git_commit or git_commit(Path(__file__).parent)
     check_one_quantisation(job_config)
+    compiled = job_config.compile.enable and "model" in job_config.compile.components
     for name, config in ((GROUPED_MM, job_config.quantize.grouped_mm.mx), (LINEAR, job_config.quantize.linear.mx)):
         if name not in converters:
             continue
         try:
             get_recipe(config.recipe_name)
-            backends.select(config.backend, training_device())
+            backends.select(config.backend, training_device(), config.hopper_rebase)
+            _check_rebase_report(config, compiled)
         except ValueError as error:
             raise ValueError(f"[{name}] {error}") from error
     if job_config.quantize.health_every < 0:
@@ -169,6 +173,17 @@ def install() -> None:
 
     validate_and_check.checks_mxfp8 = True
     manager.ConfigManager._validate_config = validate_and_check
+
+
+def _check_rebase_report(config: MXLinear | MXGroupedMM, compiled: bool) -> None:
+    if config.hopper_rebase_report < 0:
+        raise ValueError(f"hopper_rebase_report is a number of steps, got {config.hopper_rebase_report}: 0 is never")
+    if config.hopper_rebase_report and not config.hopper_rebase:
+        raise ValueError("hopper_rebase_report counts what hopper_rebase changes: set hopper_rebase = true as well")
+    if config.hopper_rebase_report and compiled:
+        raise ValueError(
+            "hopper_rebase_report counts in eager mode only: set compile.enable = false, or hopper_rebase_report = 0"
+        )
 
 
 def _check_tokenizer(path: Path) -> None:

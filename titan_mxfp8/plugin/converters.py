@@ -1,5 +1,7 @@
 """``quantize.grouped_mm.mx`` and ``quantize.linear.mx``, as TorchTitan's model converters."""
 
+import logging
+
 from torch import nn
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config import JobConfig
@@ -11,10 +13,30 @@ from torchtitan.protocols import model_converter
 from titan_mxfp8 import modules
 from titan_mxfp8.plugin.config_check import GROUPED_MM, LINEAR, check_one_quantisation
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
+from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear
+
+logger = logging.getLogger(__name__)
 
 
-class GroupedMMConverter(QuantizationConverter):
+class _Converter(QuantizationConverter):
+    config: MXGroupedMM | MXLinear
+    kind: modules.ModuleKind
+    steps = 0
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        """Every ``hopper_rebase_report`` steps logs what ``hopper_rebase`` changed. Operands are quantised elsewhere:
+        where they are used."""
+        self.steps += 1
+        if self.config.hopper_rebase_report and self.steps % self.config.hopper_rebase_report == 0:
+            for part in model if isinstance(model, list) else [model]:
+                if report := modules.rebase_report(part, self.kind):
+                    logger.info(f"step {self.steps}: {report}")
+
+
+class GroupedMMConverter(_Converter):
     """Converts the routed experts that ``quantize.grouped_mm.mx.fqns`` names."""
+
+    kind = "experts"
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         super().__init__(job_config, parallel_dims)
@@ -29,14 +51,15 @@ class GroupedMMConverter(QuantizationConverter):
             fqns=self.config.fqns,
             backend=self.config.backend,
             compile_backend=self.compile_backend,
+            rebase=self.config.hopper_rebase,
+            count_rebased=self.config.hopper_rebase_report > 0,
         )
 
-    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Nothing: every operand is quantised where it is used."""
 
-
-class LinearConverter(QuantizationConverter):
+class LinearConverter(_Converter):
     """Converts the linears that ``quantize.linear.mx.filter_fqns`` does not name."""
+
+    kind = "linears"
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         super().__init__(job_config, parallel_dims)
@@ -48,10 +71,9 @@ class LinearConverter(QuantizationConverter):
             recipe=self.config.recipe_name,
             filter_fqns=self.config.filter_fqns,
             backend=self.config.backend,
+            rebase=self.config.hopper_rebase,
+            count_rebased=self.config.hopper_rebase_report > 0,
         )
-
-    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Nothing: every operand is quantised where it is used."""
 
 
 def register() -> None:

@@ -96,7 +96,7 @@ def _grouped_mm(
     health_probe: torch.Tensor | None,
 ) -> torch.Tensor:
     w_EDC = w_EDC.bfloat16()
-    y_MD = mxfp8_grouped_mm(a_MC, w_EDC.mT, offs_E, bias=bias_ED, recipe=config.recipe, backend=config.backend)
+    y_MD = mxfp8_grouped_mm(a_MC, w_EDC.mT, offs_E, bias=bias_ED, **config.op_options)
     return observe(y_MD, a_MC, w_EDC, offs_E, health_probe, config.recipe, config.backend)
 
 

@@ -29,6 +29,19 @@ class MXLinear:
     backend: str = "auto"
     """auto, or the name of a backend: one that cannot run on this hardware is an error. The log names the choice."""
 
+    hopper_rebase: bool = False
+    """
+    Whether the GEMMs may scale once per 128 elements, much faster on an H100 or H200: four neighbouring blocks of 32
+    get the largest of their scales, and elements that become too small for it are rounded. So it is not exact MXFP8;
+    hopper_rebase_report counts the elements that changed. Backends hopper and reference, with the same bits.
+    """
+
+    hopper_rebase_report: int = 0
+    """
+    Steps between two log lines with the share of elements that hopper_rebase changed since the last one; 0: never, and
+    nothing is counted. Not with a compiled model.
+    """
+
 
 @dataclass
 class MXGroupedMM:
@@ -43,6 +56,12 @@ class MXGroupedMM:
 
     backend: str = "auto"
     """auto, or the name of a backend: one that cannot run on this hardware is an error. The log names the choice."""
+
+    hopper_rebase: bool = False
+    """As quantize.linear.mx.hopper_rebase, for the routed experts."""
+
+    hopper_rebase_report: int = 0
+    """As quantize.linear.mx.hopper_rebase_report, for the routed experts."""
 
 
 @dataclass

@@ -68,16 +68,41 @@ def to_elements(value, scale, E5M2: tl.constexpr):
 @triton.jit
 def from_elements(byte, E5M2: tl.constexpr):
     """fp32 of elements, exactly: 0x44 is 3.0."""
-    if E5M2:  # the upper half of an fp16
+    if cuda_capability_geq(9, 0):
+        return byte.to(tl.float8e5 if E5M2 else tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif E5M2:  # the upper half of an fp16
         return (byte.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    elif cuda_capability_geq(9, 0):
-        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
         # Exponent and mantissa where fp32 has them are 2^-120 of the value: 0x38 << 20 is 2^-120, and 0x38 is 1.
         wide = byte.to(tl.int32)
         bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
         value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
         return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def shift_elements(byte, scale, largest, E5M2: tl.constexpr):
+    """Elements re-expressed with ``largest`` instead of ``scale`` (``format.reference.rebase``), which broadcast.
+
+    0x39 (1.125) with scales 120 and 124 becomes 0x19 (0.0703125).
+    """
+    factor = (tl.maximum(scale - largest, -64) + 127) << 23  # 2^-64 takes every element to 0
+    factor = tl.where(largest == 255, 0x7FC00000, factor).to(tl.float32, bitcast=True)
+    if E5M2 or not cuda_capability_geq(9, 0):
+        return to_elements(from_elements(byte, E5M2) * factor, largest, E5M2)
+    else:
+        # In fp16 one instruction takes two elements. It holds their products down to 2^-24, and what is below 2^-10
+        # becomes 0 in any case.
+        shifted = byte.to(tl.float8e4nv, bitcast=True).to(tl.float16) * factor.to(tl.float16)
+        return shifted.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def count_changed(byte, shifted, scale, largest, E5M2: tl.constexpr):
+    """How many of ``shift_elements``' elements have another value than before, NaN aside."""
+    factor = ((tl.maximum(scale - largest, -64) + 127) << 23).to(tl.float32, bitcast=True)
+    changed = (from_elements(shifted, E5M2) != from_elements(byte, E5M2) * factor) & (largest != 255)
+    return tl.sum(tl.ravel(changed.to(tl.int32)), 0)
 
 
 @triton.jit

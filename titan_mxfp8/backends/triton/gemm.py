@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_mxfp8.backends.triton.dequantize import dequantize
 from titan_mxfp8.backends.triton.operands import Mma, mma_for
+from titan_mxfp8.format import reference
 from titan_mxfp8.format.mx import BLOCK_SIZE, MXTensor, ceil_div
 
 BAND = 8  # rows of tiles that are in flight together, see _tile_of
@@ -254,6 +255,19 @@ def gemm_m_grouped(
 def gemm_k_grouped(a: MXTensor, b: MXTensor, offs: torch.Tensor | None, *, out_dtype: torch.dtype) -> torch.Tensor:
     """``format.reference.gemm_k_grouped``."""
     return multiply_k_grouped(a, b, offs, out_dtype, mma_for(a.qdata.device))
+
+
+def wgrad_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
+    """``format.reference.wgrad_bf16``.
+
+    On an H200 this kernel takes as long as torch's (from 3% less to, with 256 tokens in a group, 13% more), which wants
+    another pass over the result for the empty groups.
+    """
+    if offs is None or mma_for(dy_MN.device) != "bf16_tma":
+        return reference.wgrad_bf16(dy_MN, x_MK, offs)
+    no_scale = dy_MN.new_empty(0, dtype=torch.uint8)
+    dy, x = (MXTensor(t.contiguous(), no_scale, 0, "1x32", t.dtype) for t in (dy_MN, x_MK))
+    return multiply_k_grouped(dy.mT, x, offs, torch.bfloat16, "bf16_tma")
 
 
 def multiply_m_grouped(

@@ -7,7 +7,7 @@ import torch
 
 from titan_mxfp8.backends.triton.dequantize import quantize_dequantize, quantize_dequantize_both
 from titan_mxfp8.backends.triton.quantize import quantize, quantize_both
-from titan_mxfp8.format.mx import Block, MXTensor, Rounding
+from titan_mxfp8.format.mx import Block, Form, MXTensor, Rounding
 
 # scaled:    FP8 elements and E8M0 scales, by the tensor cores of SM100 and gfx950.
 # bf16_tma:  dequantised values, loaded by the tensor memory accelerator: SM90.
@@ -26,9 +26,12 @@ def mma_for(device: torch.device) -> Mma:
     return {9: "bf16_tma", 10: "scaled"}.get(major, "bf16")  # SM120 has TMA but not the shared memory for our tiles
 
 
-def operand_dtype(elem_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """``format.reference.operand_dtype``: bf16 where the tensor cores know no scales."""
-    return elem_dtype if mma_for(device) == "scaled" else torch.bfloat16
+def operand_form(
+    gemm: Literal["m_grouped", "k_grouped"], weight_block: Block, rebased: bool, device: torch.device
+) -> Form:
+    """``format.reference.operand_form``: bf16 where the tensor cores know no scales."""
+    assert not rebased
+    return "mx" if mma_for(device) == "scaled" else "bf16"
 
 
 def quantize_operand(
@@ -39,10 +42,11 @@ def quantize_operand(
     elem_dtype: torch.dtype,
     block: Block,
     offs: torch.Tensor | None,
+    form: Form,
 ) -> MXTensor:
-    """``quantize``, its values in bf16 (``MXTensor.is_dequantized``) where ``operand_dtype`` says so."""
+    """``format.reference.quantize_operand`` in the forms ``mx`` and ``bf16``."""
     kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "offs": offs}
-    if operand_dtype(elem_dtype, x.device) != torch.bfloat16:
+    if form == "mx":
         return quantize(x, axis, **kwargs)
     return _dequantized(quantize_dequantize(x, axis, **kwargs), x, axis, block)
 
@@ -54,11 +58,16 @@ def quantize_operand_both(
     elem_dtype: torch.dtype,
     block: Block,
     offs: torch.Tensor | None,
+    forms: tuple[Form, Form],
 ) -> tuple[MXTensor, MXTensor]:
-    """``quantize_both``, likewise. 32x32 blocks have the same values along both axes, and then lie in memory once."""
+    """``format.reference.quantize_operand_both``, both ``mx`` or both ``bf16``.
+
+    In bf16, 32x32 blocks have the same values along both axes, and then lie in memory once.
+    """
     kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "offs": offs}
-    if operand_dtype(elem_dtype, x.device) != torch.bfloat16:
+    if forms == ("mx", "mx"):
         return quantize_both(x, block=block, **kwargs)
+    assert forms == ("bf16", "bf16"), forms
     if block == "32x32":
         last = first = quantize_dequantize(x, x.ndim - 1, block=block, **kwargs)
     else:

@@ -172,7 +172,7 @@ def load_tile(
 def columns_to_elements(
     values, byte, E5M2: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr
 ):
-    """Elements of a tile, transposed to (columns, rows), with scale bytes (BLOCKS, LINES, LINE).
+    """Elements of a tile with scale bytes (BLOCKS, LINES, LINE), laid out for ``transposed``.
 
     The conversion takes two neighbouring registers. They should hold two rows, whose bytes are to be neighbours: so
     rows are split into even and odd ones and joined on a new last axis. With two columns in them it costs a byte
@@ -182,7 +182,12 @@ def columns_to_elements(
     even, odd = tl.split(pairs)
     reciprocal = reciprocal_scale(byte)[None, :, :, None, :]
     scaled = tl.join(even * reciprocal, odd * reciprocal)
-    elements = to_elements(scaled, byte[None, :, :, None, :, None], E5M2)
+    return to_elements(scaled, byte[None, :, :, None, :, None], E5M2)
+
+
+@triton.jit
+def transposed(elements, BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr):
+    """The bytes of ``columns_to_elements`` as (columns, rows)."""
     return tl.reshape(tl.permute(elements, (2, 4, 1, 3, 0, 5)), (LINES * LINE, BLOCKS * 32))
 
 
@@ -233,7 +238,7 @@ def _quantize_tiles(
         store_matrix(last_pieces, last_byte, row, stop, tl.arange(0, COLS // 32), COLS // 32)
 
     byte = scale_byte(tl.max(tl.max(magnitude_bits(values), 0), 2), FLOOR, E5M2)  # (BLOCKS, LINES, LINE)
-    elements = columns_to_elements(values, byte, E5M2, BLOCKS, LINES, LINE)
+    elements = transposed(columns_to_elements(values, byte, E5M2, BLOCKS, LINES, LINE), BLOCKS, LINES, LINE)
     byte = tl.reshape(tl.permute(byte, (1, 2, 0)), (COLS, BLOCKS))
     position = tile_row * ROWS + tl.arange(0, ROWS)
     first_qdata += batch * cols * padded_rows
@@ -336,7 +341,7 @@ def _quantize_squares(
         store_matrix(last_qdata + batch * rows * cols, elements, row, rows, col, cols)
         store_matrix(last_scale + batch * row_blocks * col_blocks, byte, row_block, row_blocks, col_block, col_blocks)
     if FIRST:
-        elements = columns_to_elements(values, wide, E5M2, BLOCKS, LINES, LINE)
+        elements = transposed(columns_to_elements(values, wide, E5M2, BLOCKS, LINES, LINE), BLOCKS, LINES, LINE)
         store_matrix(first_qdata + batch * rows * cols, elements, col, cols, row, first_cols)
         first_scale += batch * row_blocks * col_blocks
         store_matrix(first_scale, tl.trans(byte), col_block, col_blocks, row_block, row_blocks)
@@ -353,12 +358,12 @@ def as_matrices(x: torch.Tensor, axis: int) -> torch.Tensor:
     return matrices if matrices.stride(-1) == 1 else matrices.contiguous()
 
 
-def map_tiles(offs: torch.Tensor, rows: int, tile: Tile, *, tail: bool) -> UnitMap:
+def map_tiles(offs: torch.Tensor, rows: int, tile: Tile, *, tail: bool, alignment: int = BLOCK_SIZE) -> UnitMap:
     """The map of the 32-row blocks of tiles; with ``tail``, whole tiles hold the rows past the last group."""
     groups = offs.shape[0]
-    kwargs = {"unit": BLOCK_SIZE, "alignment": BLOCK_SIZE}
+    kwargs = {"unit": BLOCK_SIZE, "alignment": alignment}
     if not tail:
-        return map_units(offs, rows, units=ragged_rows(rows, groups) // BLOCK_SIZE, **kwargs)
+        return map_units(offs, rows, units=ragged_rows(rows, groups, alignment) // BLOCK_SIZE, **kwargs)
     kwargs["tail_alignment"] = tile.rows
     return map_units(offs, rows, units=units_with_tail(rows, groups, **kwargs), **kwargs)
 

@@ -1,0 +1,163 @@
+"""The Hopper GEMMs on an SM90 GPU against the reference on the same quantised operands, made by the reference.
+
+Outputs start as NaN (``poisoned_empty``).
+"""
+
+import pytest
+import torch
+from gemm_checks import BF16, CASES, E4M3, E5M2, FP32, wide
+
+from titan_mxfp8.backends.hopper import gemm
+from titan_mxfp8.format import reference
+from titan_mxfp8.format.mx import MXTensor, decode_scale
+from titan_mxfp8.testing import group_sizes, make_offs, poisoned_empty, relative_rms
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs an SM90 GPU", allow_module_level=True)
+
+# Relative RMS against the reference's fp32 output. fp32: tensor cores keep about 14 bits of an FP8 sum: measured up to
+# 3.1e-4 on an H200. bf16: its rounding is at most 2^-8 = 3.9e-3 of an element; measured up to 2.1e-3.
+TOLERANCE = {FP32: 6e-4, BF16: 2**-8}
+SIZES = {
+    **CASES,
+    "first and last empty": ([0, 127, 128, 129, 0], 0),
+    "last alone": ([0, 0, 0, 300], 1),
+    "160 experts": (group_sizes("zipf", 3000, 160), 0),
+    "zipf": (group_sizes("zipf", 5000, 8), 44),
+}
+# Blocks of the weight and how both operands are quantised.
+FORMS = {"32x32": ("32x32", "mx"), "32x128": ("32x32", "rebased"), "1x128": ("1x32", "rebased")}
+ALL_TILES = [*gemm.TILES.items(), *((blocks, gemm.FEW_ROWS) for blocks in ("32x128", "1x128"))]
+
+
+@pytest.fixture(autouse=True)
+def fresh_inputs():
+    torch.seed()
+
+
+def quantized(x: torch.Tensor, axis: int, block: str, form: str, elem_dtype=E4M3, offs=None) -> MXTensor:
+    return reference.quantize_operand(
+        x, axis, rounding="rceil", elem_dtype=elem_dtype, block=block, offs=offs, form=form
+    )
+
+
+def to_gpu(mx: MXTensor) -> MXTensor:
+    return MXTensor(mx.qdata.cuda(), mx.scale.cuda(), mx.axis, mx.block, mx.orig_dtype)
+
+
+def m_grouped_operands(
+    sizes: list[int] | None, extra: int, blocks: str, c: int, d: int, elem_dtype=E4M3
+) -> tuple[MXTensor, MXTensor]:
+    weight_block, form = FORMS[blocks]
+    m, experts = sum(sizes or []) + extra, 1 if sizes is None else len(sizes)
+    a = quantized(wide(m, c), 1, "1x32", form, elem_dtype)
+    return a, quantized(wide(experts, d, c), 2, weight_block, form).mT
+
+
+def check_m_grouped(
+    case: str, blocks: str, tiles: gemm.Tiles, *, c=416, d=288, elem_dtype=E4M3, bias_dtype=None, out_dtype=BF16
+) -> float:
+    sizes, extra = SIZES[case]
+    a, b = m_grouped_operands(sizes, extra, blocks, c, d, elem_dtype)
+    offs = None if sizes is None else make_offs(sizes)
+    bias = None
+    expected = reference.gemm_m_grouped(a, b, offs, bias=None, out_dtype=FP32)
+    if bias_dtype is not None:  # as large as the products, or a wrong one would not show
+        bias = (torch.randn(b.shape[0], d) * expected.square().mean().sqrt()).to(bias_dtype)
+        expected = reference.gemm_m_grouped(a, b, offs, bias=bias, out_dtype=FP32)
+    offs, bias = (None if t is None else t.cuda() for t in (offs, bias))
+    with poisoned_empty():
+        out = gemm.multiply_m_grouped(to_gpu(a), to_gpu(b), offs, bias, out_dtype, tiles)
+    assert out.dtype == out_dtype and out.shape == expected.shape
+    error = relative_rms(out.cpu(), expected)
+    assert error <= TOLERANCE[out_dtype], f"{case} {blocks}: {error:.2e}"
+    assert sizes is None or not out[sum(sizes) :].any()
+    return error
+
+
+def check_k_grouped(case: str, *, n=416, k=288, elem_dtype=E4M3, out_dtype=BF16) -> float:
+    sizes, extra = SIZES[case]
+    m = sum(sizes or []) + extra
+    offs = None if sizes is None else make_offs(sizes)
+    a = quantized(wide(m, n), 0, "1x32", "rebased", elem_dtype, offs).mT
+    b = quantized(wide(m, k), 0, "1x32", "rebased", E4M3, offs)
+    expected = reference.gemm_k_grouped(a, b, offs, out_dtype=FP32)
+    with poisoned_empty():
+        out = gemm.gemm_k_grouped(to_gpu(a), to_gpu(b), None if offs is None else offs.cuda(), out_dtype=out_dtype)
+    assert out.dtype == out_dtype and out.shape == expected.shape
+    error = relative_rms(out.cpu(), expected)
+    assert error <= TOLERANCE[out_dtype], f"{case}: {error:.2e}"
+    for e, size in enumerate(sizes or []):
+        assert size or not out[e].any(), f"expert {e} has no rows"
+    return error
+
+
+@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize("blocks, tiles", ALL_TILES, ids=lambda x: x if isinstance(x, str) else f"{64 * x.parts} rows")
+def test_m_grouped(blocks: str, tiles: gemm.Tiles, case: str):
+    print(f"{check_m_grouped(case, blocks, tiles):.2e} {check_m_grouped(case, blocks, tiles, out_dtype=FP32):.2e}")
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_k_grouped(case: str):
+    print(f"{check_k_grouped(case):.2e} {check_k_grouped(case, out_dtype=FP32):.2e}")
+
+
+@pytest.mark.parametrize("blocks, tiles", ALL_TILES, ids=lambda x: x if isinstance(x, str) else f"{64 * x.parts} rows")
+def test_shapes_biases_and_types(blocks: str, tiles: gemm.Tiles):
+    for c, d in ((32, 32), (64, 96), (224, 32), (160, 1312)):
+        check_m_grouped("large", blocks, tiles, c=c, d=d, bias_dtype=BF16)
+    check_m_grouped("ragged", blocks, tiles, elem_dtype=E5M2, bias_dtype=FP32, out_dtype=FP32)
+
+
+def test_k_grouped_shapes_and_types():
+    for n, k in ((32, 32), (64, 96), (32, 1312)):
+        check_k_grouped("large", n=n, k=k)
+    check_k_grouped("ragged", elem_dtype=E5M2, out_dtype=FP32)
+
+
+@pytest.mark.parametrize("blocks", FORMS)
+def test_many_tiles_give_the_same_bits_again(blocks: str):
+    """More tiles than programs, so that stages, barriers and staging are reused from tile to tile."""
+    check_m_grouped("large", blocks, gemm.TILES[blocks], c=1056, d=8224)
+    sizes, extra = SIZES["large"]
+    a, b = (to_gpu(x) for x in m_grouped_operands(sizes, extra, blocks, 1056, 8224))
+    offs = make_offs(sizes, "cuda")
+    first, *others = (gemm.gemm_m_grouped(a, b, offs, bias=None, out_dtype=BF16) for _ in range(5))
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("blocks", FORMS)
+def test_nan_stays_in_its_row_and_column(blocks: str):
+    sizes, offs = [40, 30, 50], make_offs([40, 30, 50])
+    weight_block, form = FORMS[blocks]
+    x, w = torch.randn(120, 256), torch.randn(3, 96, 256)
+    x[40, 5] = torch.nan
+    w[2, 33, 200] = torch.nan
+    a, b = quantized(x, 1, "1x32", form), quantized(w, 2, weight_block, form).mT
+    y = gemm.gemm_m_grouped(to_gpu(a), to_gpu(b), offs.cuda(), bias=None, out_dtype=FP32).cpu()
+    expected = torch.zeros(120, 96, dtype=torch.bool)
+    expected[40] = True
+    expected[sum(sizes[:2]) :, slice(32, 64) if weight_block == "32x32" else 33] = True
+    assert torch.equal(y.isnan(), expected)
+    if blocks == "1x128":
+        a, b = quantized(torch.randn(120, 96), 0, "1x32", form, offs=offs).mT, quantized(x, 0, "1x32", form, offs=offs)
+        dw = gemm.gemm_k_grouped(to_gpu(a), to_gpu(b), offs.cuda(), out_dtype=FP32).cpu()
+        assert dw[1, :, 5].isnan().all() and dw.isnan().sum() == 96
+
+
+def test_scale_bytes_at_the_ends():
+    """Scales 2^-127 to 2^127, NaN of finite elements: decoded as the format says."""
+    scale = torch.arange(256, dtype=torch.uint8, device="cuda").repeat(2, 1)
+    rows = gemm.decode_row_scales(scale, 4, 64, 1).view(64, 4, 4)[:, :2].transpose(0, 1).reshape(2, 256)
+    columns = gemm.decode_column_scales(scale.T[None], 1, 256)[:, :2].T
+    for decoded in (rows, columns):
+        assert torch.equal(decoded.cpu().nan_to_num(3.0), decode_scale(scale.cpu()).nan_to_num(3.0))
+
+
+def test_one_to_many_rows_without_groups():
+    for rows in (1, 2, 31, 64, 65, 200, 700):
+        SIZES["rows"] = (None, rows)
+        for blocks in FORMS:
+            check_m_grouped("rows", blocks, gemm.TILES[blocks], c=256, d=512)
+        check_k_grouped("rows")

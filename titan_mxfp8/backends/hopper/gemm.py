@@ -1,0 +1,576 @@
+"""The grouped GEMMs on Hopper: FP8 tensor cores, whose sums are scaled and added up in fp32 registers.
+
+Hopper's tensor cores (``wgmma``) multiply FP8 but know no scales. So a chain of them sums 32 products of a row and a
+column (form ``mx``) or 128 (``rebased``), and each sum p is added to the output as ``acc += p * (row scale * column
+scale)``. One FP32 instruction for each p takes as long as the tensor cores take for 32 products, so this decides how
+fast a form can be:
+
+| ``b``    | sums of | scales of a sum                | FP32 instructions per element of it |
+|----------|---------|--------------------------------|-------------------------------------|
+| 32x32    | 32      | one per row and 32 columns     | 1                                   |
+| 32x128   | 128     | one per row and 32 columns     | 1                                   |
+| 1x128    | 128     | one per row, one per column    | 2                                   |
+
+A persistent program per multiprocessor. Its warps have roles, and pass stages of 128 of the contraction through shared
+memory. A stage holds the tile's rows of ``a``, in parts of 64, 128 rows of ``b.mT``, and their scales as fp32:
+
+| role                        | waits for       | does                                              | then arrives at |
+|-----------------------------|-----------------|---------------------------------------------------|-----------------|
+| ``_load``, one warp         | ``empty[stage]``| starts the copies (TMA) of the stage              | ``full[stage]`` |
+| ``_multiply``, a warpgroup  | ``full[stage]`` | its parts of ``a`` times ``b``, adds up the sums  | ``empty[stage]``|
+| of 4 warps, two or three    |                 | after the last stage: stores its part of the tile |                 |
+
+Every role walks over the same tiles by itself (``walk.seek``), from the offsets in device memory: groups may end
+anywhere, nothing is padded and the host never waits. A tile may read rows of the next group: rows do not mix, and only
+the group's own are stored. What the copies read outside a tensor is zero.
+
+``_decode_scales`` prepares the scales, from any strides, in the layouts that single copies want: a copy of TMA must
+start at a multiple of 16 bytes, but a group at any row. ``mx``: the four scales of a row's stage are side by side, 16
+bytes. ``rebased``: the rows' scales are stored four times, shifted by 0 to 3 rows, and one of the four fits any start.
+
+M tokens, N out features, K in features, E experts; C is a contraction axis and D the other one of ``b``.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from titan_mxfp8.backends import triton as portable
+from titan_mxfp8.backends.hopper.walk import before_first_group, seek, tile_position
+from titan_mxfp8.format.mx import BLOCK_SIZE, MXTensor, ceil_div
+
+# Renamed after Triton 3.6.
+_copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+STAGE = 128  # of the contraction
+COLUMNS = 128  # of a tile
+PART = 64  # rows of a tile that one wgmma multiplies
+BAND = 8  # rows of tiles that are in flight together, see walk.tile_position
+_GL_DTYPE = {
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+    torch.bfloat16: gl.bfloat16,
+    torch.float32: gl.float32,
+}
+
+
+@gluon.jit
+def _first_slot():
+    """Where the first stage lies, and the phase of its barriers: it flips each time that the slots have been used."""
+    return gl.to_tensor(0), gl.to_tensor(0)
+
+
+@gluon.jit
+def _next_slot(slot, phase, STAGES: gl.constexpr):
+    last = slot == STAGES - 1
+    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def _load(given, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, BAND: gl.constexpr):
+    """The role of the warp that fills the stages."""
+    a, b, row_scale, column_scale, buffers, groups, C, D, scale_rows, scale_stages = given
+    a_tiles, b_tiles, row_scales, column_scales, full, empty = buffers
+    STAGES: gl.constexpr = full.shape[0]
+    PARTS: gl.constexpr = a_tiles.shape[0] // STAGES
+    STEPS: gl.constexpr = column_scales.shape[1]
+    COLUMNS: gl.constexpr = b_tiles.shape[1]
+    WIDTH: gl.constexpr = column_scales.shape[2]
+    BYTES: gl.constexpr = (PARTS * 64 + COLUMNS) * 128 + (PARTS * 64 + WIDTH) * STEPS * 4
+    slot, phase = _first_slot()
+    _, experts, _, tiles_across = groups
+    tile = gl.program_id(0)
+    state = seek(tile, before_first_group(), groups, K_GROUPED, PARTS * 64, 128)
+    while state[0] < experts:
+        group, _, _, start, end, _ = state
+        tile_row, tile_column = tile_position(tile, state, tiles_across, BAND)
+        row = tile_row * (PARTS * 64)
+        column = tile_column * COLUMNS
+        scale_base = group * 0
+        k_start = start
+        k_end = end
+        if not K_GROUPED:
+            row += start
+            column += group * D
+            scale_base = group * scale_stages
+            k_start = group * 0
+            k_end = k_start + C
+        shift = row % COPIES
+        for k in range(k_start, k_end, 128):
+            mbarrier.wait(empty.index(slot), phase ^ 1)
+            bar = full.index(slot)
+            mbarrier.expect(bar, BYTES)
+            for i in gl.static_range(PARTS):
+                _copy_in(a, [row + i * 64, k], bar, a_tiles.index(slot * PARTS + i))
+                scale_row = (shift * scale_stages + k // 128) * scale_rows + row - shift + i * 64
+                _copy_in(row_scale, [scale_row * STEPS], bar, row_scales.index(slot * PARTS + i))
+            _copy_in(b, [column, k], bar, b_tiles.index(slot))
+            at = [(scale_base + k // 128) * STEPS, tile_column * (WIDTH if WIDTH == COLUMNS else COLUMNS // 32)]
+            _copy_in(column_scale, at, bar, column_scales.index(slot))
+            slot, phase = _next_slot(slot, phase, STAGES)
+        tile += gl.num_programs(0)
+        state = seek(tile, state, groups, K_GROUPED, PARTS * 64, 128)
+
+
+@gluon.jit
+def _start_sums(a, b, step, zero, STEPS: gl.constexpr):
+    """Starts the sums p of one step: 64 rows times all columns over ``128 / STEPS`` of the contraction."""
+    LENGTH: gl.constexpr = 128 // STEPS
+    b_step = b.slice(step * LENGTH, LENGTH, dim=1).permute((1, 0))
+    return warpgroup_mma(a.slice(step * LENGTH, LENGTH, dim=1), b_step, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _square_scales(acc, row_scales, column_scales, part, slot, step):
+    """The scales of one step for ``acc`` of (64, columns / 32, 32): (64, columns / 32, 1)."""
+    STEPS: gl.constexpr = row_scales.shape[2]
+    L: gl.constexpr = gl.SliceLayout(2, acc.type.layout)
+    rows = row_scales.index(part).slice(step, 1, dim=1).load(L)
+    groups = column_scales.index(slot * STEPS + step).slice(0, acc.shape[1]).load(gl.SliceLayout(0, L))
+    return (rows * groups.expand_dims(0)).expand_dims(2)
+
+
+@gluon.jit
+def _add_stage(acc, a, b, zero, row_scales, column_scales, part, slot, SQUARES: gl.constexpr):
+    """``acc`` plus the sums of a stage, one step after the other."""
+    STEPS: gl.constexpr = row_scales.shape[2]
+    for step in gl.static_range(STEPS):
+        p = _start_sums(a, b, step, zero, STEPS)
+        if SQUARES:
+            scales = _square_scales(acc, row_scales, column_scales, part, slot, step)
+            p = warpgroup_mma_wait(0, deps=(p,))
+            acc = gl.fma(p.reshape(acc.shape), scales, acc)
+        else:
+            p = warpgroup_mma_wait(0, deps=(p,))
+            rows = row_scales.index(part).load(acc.type.layout)
+            columns = column_scales.index(slot).load(gl.SliceLayout(0, acc.type.layout))
+            acc = gl.fma(p * rows, columns.expand_dims(0), acc)
+    return acc
+
+
+@gluon.jit
+def _add_stage_ahead(acc, a, b, zero, row_scales, column_scales, part, slot):
+    """``_add_stage`` with SQUARES; the sums of the next step are under way while those of one are added."""
+    STEPS: gl.constexpr = row_scales.shape[2]
+    p = _start_sums(a, b, 0, zero, STEPS)
+    for step in gl.static_range(STEPS):
+        if step + 1 < STEPS:
+            p_next = _start_sums(a, b, step + 1, zero, STEPS)
+        scales = _square_scales(acc, row_scales, column_scales, part, slot, step)
+        p = warpgroup_mma_wait(1 if step + 1 < STEPS else 0, deps=(p,))
+        acc = gl.fma(p.reshape(acc.shape), scales, acc)
+        if step + 1 < STEPS:
+            p = p_next
+    return acc
+
+
+@gluon.jit
+def _store(value, out, matrix, first_row, row_end, out_rows, column, D):
+    """Stores the rows before ``row_end`` from registers."""
+    row = first_row + gl.arange(0, 64, gl.SliceLayout(1, value.type.layout))
+    at = (matrix.to(gl.int64) * out_rows + row) * D
+    inside = (row < row_end).expand_dims(1) & (column < D).expand_dims(0)
+    gl.store(out + at.expand_dims(1) + column.expand_dims(0), value, mask=inside)
+
+
+@gluon.jit
+def _store_whole(value, out_tiles, staging, first_row, tile_column, WARPGROUP: gl.constexpr):
+    """Stores 64 rows through shared memory, half of the columns at a time; the copies run on."""
+    HALF: gl.constexpr = staging.shape[2]
+    halves = value.reshape((64, 2, HALF)).permute((0, 2, 1)).split()
+    for i in gl.static_range(2):
+        buffer = staging.index(WARPGROUP)
+        tma.store_wait(0)
+        buffer.store(halves[i])
+        fence_async_shared()
+        _copy_out(out_tiles, [first_row, (2 * tile_column + i) * HALF], buffer)
+
+
+@gluon.jit
+def _fill_zeros(out, begin, end, program, programs):
+    """Elements ``begin .. end`` become 0, 8192 at a time, programs taking turns."""
+    L: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    at = begin + program * 8192
+    while at < end:
+        index = at + gl.arange(0, 8192, L)
+        gl.store(out + index, gl.zeros((8192,), out.dtype.element_ty, L), mask=index < end)
+        at += programs * 8192
+
+
+@gluon.jit
+def _multiply(
+    given, out_tiles, staging, bias, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, SQUARES: gl.constexpr,
+    K_GROUPED: gl.constexpr, AHEAD: gl.constexpr, BAND: gl.constexpr,
+):  # fmt: skip
+    """The role of a warpgroup that multiplies and stores ``PARTS / WARPGROUPS`` parts of each tile.
+
+    AHEAD: see ``_add_stage_ahead``; one part. Else the warpgroups fill each other's gaps. With SQUARES the branch
+    around the sums, which skips parts without rows, also keeps ptxas from overlapping them: it lacks the registers.
+    """
+    out, buffers, groups, C, D, out_rows = given
+    a_tiles, b_tiles, row_scales, column_scales, full, empty = buffers
+    STAGES: gl.constexpr = full.shape[0]
+    PARTS: gl.constexpr = a_tiles.shape[0] // STAGES
+    STEPS: gl.constexpr = column_scales.shape[1]
+    COLUMNS: gl.constexpr = b_tiles.shape[1]
+    WIDTH: gl.constexpr = column_scales.shape[2]
+    OURS: gl.constexpr = PARTS // WARPGROUPS
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    ROW_MAJOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    if _REINTERPRET:
+        row_scales = row_scales.reinterpret(gl.float32, [STAGES * PARTS, 64, STEPS], ROW_MAJOR)
+        column_scales = column_scales.reinterpret(gl.float32, [STAGES * STEPS, WIDTH], LINE)
+    else:
+        row_scales = row_scales._reinterpret(gl.float32, [STAGES * PARTS, 64, STEPS], ROW_MAJOR)
+        column_scales = column_scales._reinterpret(gl.float32, [STAGES * STEPS, WIDTH], LINE)
+    zero = gl.zeros((64, COLUMNS), gl.float32, MMA)
+    slot, phase = _first_slot()
+    _, experts, _, tiles_across = groups
+    tile = gl.program_id(0)
+    state = seek(tile, before_first_group(), groups, K_GROUPED, PARTS * 64, 128)
+    while state[0] < experts:
+        group, _, _, start, end, _ = state
+        tile_row, tile_column = tile_position(tile, state, tiles_across, BAND)
+        row = tile_row * (PARTS * 64) + WARPGROUP * OURS * 64
+        row_end = out_rows
+        matrix = group  # of the output
+        k_length = end - start
+        if not K_GROUPED:
+            row += start
+            row_end = end
+            matrix = group * 0
+            k_length = group * 0 + C
+        accs = ()
+        for _ in gl.static_range(OURS):
+            accs = accs + (zero.reshape((64, COLUMNS // 32, 32)) if SQUARES else zero,)  # noqa: RUF005, no unpacking here
+        for _ in range(0, k_length, 128):
+            part = slot * PARTS + WARPGROUP * OURS
+            mbarrier.wait(full.index(slot), phase)
+            b = b_tiles.index(slot)
+            if AHEAD:
+                accs = (_add_stage_ahead(accs[0], a_tiles.index(part), b, zero, row_scales, column_scales, part, slot),)
+            else:
+                for i in gl.static_range(OURS):
+                    acc = accs[i]
+                    if (not SQUARES) or row + i * 64 < row_end:
+                        a = a_tiles.index(part + i)
+                        acc = _add_stage(acc, a, b, zero, row_scales, column_scales, part + i, slot, SQUARES)
+                    if OURS == 1:
+                        accs = (acc,)
+                    elif i == 0:
+                        accs = (acc, accs[1])
+                    else:
+                        accs = (accs[0], acc)
+            mbarrier.arrive(empty.index(slot), count=1)
+            slot, phase = _next_slot(slot, phase, STAGES)
+        column = tile_column * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
+        for i in gl.static_range(OURS):
+            total = gl.convert_layout(accs[i].reshape((64, COLUMNS)), MMA, assert_trivial=True)
+            if bias is not None:
+                total += gl.load(bias + group * D + column, mask=column < D, other=0.0).to(gl.float32).expand_dims(0)
+            value = total.to(out.dtype.element_ty)
+            first_row = row + i * 64
+            if out_tiles is None:
+                _store(value, out, matrix, first_row, row_end, out_rows, column, D)
+            elif first_row + 64 <= row_end:
+                _store_whole(value, out_tiles, staging, matrix * out_rows + first_row, tile_column, WARPGROUP)
+            else:
+                _store(value, out, matrix, first_row, row_end, out_rows, column, D)
+        tile += gl.num_programs(0)
+        state = seek(tile, state, groups, K_GROUPED, PARTS * 64, 128)
+    if out_tiles is not None:
+        tma.store_wait(0)
+    if not K_GROUPED:
+        _, _, _, _, _, stop = state
+        program = gl.program_id(0) * WARPGROUPS + WARPGROUP
+        _fill_zeros(out, stop.to(gl.int64) * D, out_rows.to(gl.int64) * D, program, gl.num_programs(0) * WARPGROUPS)
+
+
+@gluon.jit(do_not_specialize=["experts", "tiles_down", "tiles_across", "out_rows", "scale_rows", "scale_stages"])
+def _gemm_kernel(
+    a, b, row_scale, column_scale, out_tiles, out, bias, offs, experts, tiles_down, tiles_across, C, D,
+    out_rows, scale_rows, scale_stages,
+    STEPS: gl.constexpr, SQUARES: gl.constexpr, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, WARPGROUPS: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, BAND: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+    MULTIPLY_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program: every P-th output tile, P programs, then every P-th block of the rows of no group.
+
+    ``a``: descriptor of (rows, C). ``b``: of (E * D, C), or (D, C) with K_GROUPED. STEPS: sums of a stage. SQUARES: a
+    scale of ``b`` is for 32 columns. ``row_scale``, ``column_scale``: see ``_decode_scales``. ``out_tiles``: descriptor
+    of ``out`` for whole parts, or None.
+    """
+    COLUMNS: gl.constexpr = b.block_shape[0]
+    WIDTH: gl.constexpr = column_scale.block_shape[1]
+    a_tiles = gl.allocate_shared_memory(a.dtype, [STAGES * PARTS, 64, 128], a.layout)
+    b_tiles = gl.allocate_shared_memory(b.dtype, [STAGES, COLUMNS, 128], b.layout)
+    row_scales = gl.allocate_shared_memory(gl.float32, [STAGES * PARTS, 64 * STEPS], row_scale.layout)
+    column_scales = gl.allocate_shared_memory(gl.float32, [STAGES, STEPS, WIDTH], column_scale.layout)
+    if out_tiles is None:
+        staging = a_tiles  # not used
+    else:
+        staging = gl.allocate_shared_memory(out_tiles.dtype, [WARPGROUPS, 64, COLUMNS // 2], out_tiles.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=WARPGROUPS)
+    fence_async_shared()
+    buffers = (a_tiles, b_tiles, row_scales, column_scales, full, empty)
+    groups = (offs, experts, tiles_down, tiles_across)
+    load = (a, b, row_scale, column_scale, buffers, groups, C, D, scale_rows, scale_stages)
+    multiply = (out, buffers, groups, C, D, out_rows)
+    gl.static_assert(WARPGROUPS == 2 or WARPGROUPS == 3)
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (multiply, out_tiles, staging, bias, 0, WARPGROUPS, SQUARES, K_GROUPED, AHEAD, BAND)),
+                (_multiply, (multiply, out_tiles, staging, bias, 1, WARPGROUPS, SQUARES, K_GROUPED, AHEAD, BAND)),
+                (_load, (load, COPIES, K_GROUPED, BAND)),
+            ],
+            [4, 1],
+            [MULTIPLY_REGISTERS, LOAD_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (multiply, out_tiles, staging, bias, 0, WARPGROUPS, SQUARES, K_GROUPED, AHEAD, BAND)),
+                (_multiply, (multiply, out_tiles, staging, bias, 1, WARPGROUPS, SQUARES, K_GROUPED, AHEAD, BAND)),
+                (_multiply, (multiply, out_tiles, staging, bias, 2, WARPGROUPS, SQUARES, K_GROUPED, AHEAD, BAND)),
+                (_load, (load, COPIES, K_GROUPED, BAND)),
+            ],
+            [4, 4, 1],
+            [MULTIPLY_REGISTERS, MULTIPLY_REGISTERS, LOAD_REGISTERS],
+        )
+
+
+@triton.jit(do_not_specialize=["rows", "blocks", "rows_out"])
+def _decode_scales(
+    scale, out, rows, blocks, rows_out, stride_e, stride_k, stride_r, out_stride_e, out_stride_stage, out_stride_row,
+    out_stride_step, STEPS: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program: fp32 ``2^(s - 127)`` of ROWS rows and the STEPS scale bytes of a stage. Byte 255 becomes NaN.
+
+    SHIFT: instead of expert e it is copy e, which holds the rows from e on. Past the last row or block: 2^-127, as
+    what it scales is zero.
+    """
+    stage, e = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    step = tl.arange(0, STEPS)
+    block = stage * STEPS + step
+    row_in = row + e if SHIFT else row
+    source = scale + block[None, :] * stride_k + row_in[:, None] * stride_r
+    if not SHIFT:
+        source += e * stride_e
+    s = tl.load(source, mask=(row_in < rows)[:, None] & (block < blocks)[None, :], other=0).to(tl.int32)
+    bits = tl.where(s == 255, 0x7FC00000, tl.maximum(s << 23, 0x00400000))
+    at = e * out_stride_e + stage * out_stride_stage + row[:, None] * out_stride_row + step[None, :] * out_stride_step
+    tl.store(out + at, bits.to(tl.float32, bitcast=True), mask=(row < rows_out)[:, None])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """A launch configuration: tiles of ``64 * parts`` rows and 128 columns, ``stages`` in flight.
+
+    ``parts`` are shared out to ``warpgroups``; ``ahead``: see ``_multiply``. ``registers`` are for a thread that
+    multiplies and one that loads: the warpgroups share the 64 Ki registers of a multiprocessor.
+    """
+
+    warpgroups: int
+    parts: int
+    stages: int
+    ahead: bool
+    registers: tuple[int, int]
+
+
+# By the blocks of ``b``. Measured on an H200 against other numbers of warpgroups, parts and stages.
+#   32x32:  the sums of one step are added while those of the next are under way, which hides the latency of both.
+#   32x128: three warpgroups fill each other's gaps; tiles of 192 rows read less of ``b`` than those of 128.
+#   1x128:  256 rows. No branch around the sums: ptxas then overlaps a little, and spills some of what is used per tile.
+TILES: dict[str, Tiles] = {
+    "32x32": Tiles(warpgroups=2, parts=2, stages=5, ahead=True, registers=(240, 24)),
+    "32x128": Tiles(warpgroups=3, parts=3, stages=4, ahead=False, registers=(160, 32)),
+    "1x128": Tiles(warpgroups=2, parts=4, stages=4, ahead=False, registers=(232, 40)),
+}
+# Of rebased operands, for groups of few rows. From how many rows on another is faster has not been timed.
+FEW_ROWS = Tiles(warpgroups=2, parts=2, stages=5, ahead=False, registers=(232, 40))
+
+
+def gemm_m_grouped(
+    a: MXTensor,
+    b: MXTensor,
+    offs: torch.Tensor | None,
+    *,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """``format.reference.gemm_m_grouped``.
+
+    Products of a row's and a column's scale below 2^-126 may be taken for zero, those from 2^128 on are infinite.
+
+    Raises:
+        ValueError: blocks of ``a`` and ``b`` that do not belong together.
+    """
+    if a.is_dequantized or (a.block, b.block) == ("1x32", "1x32"):
+        return portable.gemm_m_grouped(a, b, offs, bias=bias, out_dtype=out_dtype)
+    if (a.block, b.block) not in (("1x32", "32x32"), ("1x128", "32x128"), ("1x128", "1x128")):
+        raise ValueError(
+            f"cannot multiply blocks of {a.block} by blocks of {b.block}: quantise both operands with "
+            "quantize_operand(form='mx') or both with form='rebased'"
+        )
+    few = a.block == "1x128" and a.shape[0] < 768 * b.shape[0]  # on average in a group
+    return multiply_m_grouped(a, b, offs, bias, out_dtype, FEW_ROWS if few else TILES[b.block])
+
+
+def gemm_k_grouped(a: MXTensor, b: MXTensor, offs: torch.Tensor | None, *, out_dtype: torch.dtype) -> torch.Tensor:
+    """``format.reference.gemm_k_grouped``. FP8 that is not rebased goes through bf16, as on other tensor cores.
+
+    Raises:
+        ValueError: only one operand is rebased.
+    """
+    if (a.block == "1x128") != (b.block == "1x128"):
+        raise ValueError(
+            f"cannot multiply blocks of {a.block} by blocks of {b.block}: quantise both operands with form='rebased', "
+            "or neither"
+        )
+    if a.block != "1x128":
+        return portable.gemm_k_grouped(a, b, offs, out_dtype=out_dtype)
+    return multiply_k_grouped(a, b, offs, out_dtype, TILES["1x128"])
+
+
+def multiply_m_grouped(
+    a: MXTensor,
+    b: MXTensor,
+    offs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    tiles: Tiles,
+) -> torch.Tensor:
+    """``gemm_m_grouped`` of FP8 operands with given tiles."""
+    (m, c), (experts, _, d) = a.shape, b.shape
+    steps = STAGE // BLOCK_SIZE if a.block == "1x32" else 1
+    squares = b.block in ("32x32", "32x128")
+    copies = 1 if steps > 1 else 4
+    stages = ceil_div(c, STAGE)
+    out_MD = torch.empty((m, d), dtype=out_dtype, device=a.qdata.device)
+    if m == 0:
+        return out_MD
+    if offs is None:
+        offs = torch.full((1,), m, dtype=torch.int32, device=out_MD.device)
+    with torch.accelerator.device_index(a.qdata.device.index):
+        _launch(
+            a.qdata.contiguous(), b.qdata.mT.contiguous().view(experts * d, c),
+            decode_row_scales(a.scale, steps, stages, copies), decode_column_scales(b.scale, steps, stages),
+            out_MD, None if bias is None else bias.contiguous(), offs, tiles,
+            experts=experts, d=d, steps=steps, squares=squares, copies=copies, k_grouped=False, stages=stages,
+        )  # fmt: skip
+    return out_MD
+
+
+def multiply_k_grouped(
+    a: MXTensor, b: MXTensor, offs: torch.Tensor | None, out_dtype: torch.dtype, tiles: Tiles
+) -> torch.Tensor:
+    """``gemm_k_grouped`` of rebased operands with given tiles."""
+    (n, m), k = a.shape, b.shape[1]
+    experts = 1 if offs is None else offs.shape[0]
+    if m == 0:
+        return torch.zeros((experts, n, k), dtype=out_dtype, device=a.qdata.device)
+    out_ENK = torch.empty((experts, n, k), dtype=out_dtype, device=a.qdata.device)
+    a_NM, b_KM = a.qdata.contiguous(), b.qdata.mT.contiguous()
+    if m % 16:  # descriptors want strides of whole 16 bytes
+        a_NM, b_KM = (F.pad(x.view(torch.uint8), (0, -m % 16)).view(x.dtype) for x in (a_NM, b_KM))
+    stages = ceil_div(m, STAGE)
+    if offs is None:
+        offs = torch.full((1,), m, dtype=torch.int32, device=out_ENK.device)
+    with torch.accelerator.device_index(a.qdata.device.index):
+        _launch(
+            a_NM, b_KM, decode_row_scales(a.scale, 1, stages, 1), decode_column_scales(b.scale[None], 1, stages),
+            out_ENK, None, offs, tiles,
+            experts=experts, d=k, steps=1, squares=False, copies=1, k_grouped=True, stages=stages,
+        )  # fmt: skip
+    return out_ENK
+
+
+def decode_row_scales(scale_RC: torch.Tensor, steps: int, stages: int, copies: int) -> torch.Tensor:
+    """fp32 scales of the rows, flat: (copies, stages, rows to a multiple of 4, steps); copy s starts at row s."""
+    rows, blocks = scale_RC.shape
+    rows_out = ceil_div(rows, 4) * 4
+    out = torch.empty(copies * stages * rows_out * steps, dtype=torch.float32, device=scale_RC.device)
+    _decode_scales[(ceil_div(rows_out, 512), stages, copies)](
+        scale_RC, out, rows, blocks, rows_out, 0, scale_RC.stride(1), scale_RC.stride(0),
+        stages * rows_out * steps, rows_out * steps, steps, 1, STEPS=steps, SHIFT=True, ROWS=512,
+    )  # fmt: skip
+    return out
+
+
+def decode_column_scales(scale_ECD: torch.Tensor, steps: int, stages: int) -> torch.Tensor:
+    """fp32 scales of the columns, (experts * stages * steps, columns), the columns to a multiple of 4."""
+    experts, blocks, columns = scale_ECD.shape
+    columns_out = ceil_div(columns, 4) * 4
+    out = torch.empty((experts * stages * steps, columns_out), dtype=torch.float32, device=scale_ECD.device)
+    stride_e, stride_k, stride_d = scale_ECD.stride()
+    _decode_scales[(ceil_div(columns_out, 512), stages, experts)](
+        scale_ECD, out, columns, blocks, columns_out, stride_e, stride_k, stride_d,
+        stages * steps * columns_out, steps * columns_out, 1, columns_out, STEPS=steps, SHIFT=False, ROWS=512,
+    )  # fmt: skip
+    return out
+
+
+def _descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, _GL_DTYPE[x.dtype]))
+
+
+def _launch(
+    a_RC: torch.Tensor,
+    b_RC: torch.Tensor,
+    row_scale: torch.Tensor,
+    column_scale: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    offs: torch.Tensor,
+    tiles: Tiles,
+    *,
+    experts: int,
+    d: int,
+    steps: int,
+    squares: bool,
+    copies: int,
+    k_grouped: bool,
+    stages: int,
+) -> None:
+    (rows, c), part_rows = a_RC.shape, PART * tiles.parts
+    tiles_down, tiles_across = ceil_div(rows, part_rows), ceil_div(d, COLUMNS)
+    count = (tiles_down * experts if k_grouped else tiles_down + experts) * tiles_across  # at most
+    processors = (
+        132 if out.device.type != "cuda" else torch.cuda.get_device_properties(out.device).multi_processor_count
+    )
+    assert row_scale.numel() < 2**31, "positions of TMA are 32 bits"
+    out_2d = out.view(-1, d)
+    out_tiles = _descriptor(out_2d, [PART, COLUMNS // 2]) if out.dtype == torch.bfloat16 else None
+    scale_rows = row_scale.numel() // (copies * stages * steps)
+    _gemm_kernel[(min(count, processors),)](
+        _descriptor(a_RC, [PART, STAGE]), _descriptor(b_RC, [COLUMNS, STAGE]),
+        _descriptor(row_scale, [PART * steps]),
+        _descriptor(column_scale, [steps, BLOCK_SIZE // steps if squares else COLUMNS]),
+        out_tiles, out_2d, bias, offs, experts, tiles_down, tiles_across, c, d, rows,
+        scale_rows, stages,
+        STEPS=steps, SQUARES=squares, COPIES=copies, K_GROUPED=k_grouped, WARPGROUPS=tiles.warpgroups,
+        PARTS=tiles.parts, STAGES=tiles.stages, AHEAD=tiles.ahead, BAND=BAND,
+        LOAD_REGISTERS=tiles.registers[1], MULTIPLY_REGISTERS=tiles.registers[0], num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,309 @@
+"""Quantise kernels that rebase: ``format.reference.rebase`` of what the quantiser makes, in one read of the tensor.
+
+Host tensors have R rows, C columns and B matrices; P is R, or with ragged groups ``ragged_rows(R, groups, 128)``.
+Scales are stored across (``format.mx.stored_across``), their last axis rounded up to a multiple of 16:
+
+| output | elements  | scales 1x128    | scales 32x128        |
+|--------|-----------|-----------------|----------------------|
+| last   | (B, R, C) | (B, C / 128, R) | (B, C / 128, R / 32) |
+| first  | (B, C, P) | (B, P / 128, C) | (B, R / 128, C / 32) |
+
+A tile of 128 rows and 128 columns holds whole blocks of 128 along both axes, and its scales are whole sectors.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from titan_mxfp8.backends.triton.convert import (
+    count_changed,
+    magnitude_bits,
+    reciprocal_scale,
+    scale_byte,
+    shift_elements,
+    to_elements,
+)
+from titan_mxfp8.backends.triton.quantize import (
+    LINE_BYTES,
+    Tile,
+    as_matrices,
+    columns_to_elements,
+    lies_transposed,
+    load_tile,
+    map_tiles,
+    store_matrix,
+    transposed,
+)
+from titan_mxfp8.format.mx import (
+    BLOCK_SIZE,
+    REBASED,
+    REBASED_SIZE,
+    Block,
+    MXTensor,
+    Rounding,
+    ceil_div,
+    ragged_rows,
+    stored_across,
+)
+
+# By share of the copy bandwidth on an H200, 131072 x 7168 bf16. Last alone: 32 rows and 4 warps 1.02, 16 rows 0.94.
+# First alone: 128 rows and 1 line 0.91, 256 rows 0.90. Both, 128 x 128: 0.76 (ragged) and 0.77; with 4 warps 0.68.
+LAST_ROWS = 32  # a sector of scales
+FIRST_TILE = Tile(rows=128, lines=1)
+
+
+def quantize_rebased(
+    x: torch.Tensor,
+    *,
+    last: bool,
+    first: bool,
+    rounding: Rounding,
+    elem_dtype: torch.dtype,
+    block: Block,
+    offs: torch.Tensor | None,
+    changed: torch.Tensor | None,
+) -> tuple[MXTensor | None, MXTensor | None]:
+    """``format.reference.rebase(quantize(x, axis, ...), changed)`` along one axis or both.
+
+    Args:
+        x: 2-D or 3-D, bf16 or fp32.
+        last: whether to quantise along the last axis.
+        first: whether to along the one before it, which ``offs`` cuts into groups, each moved to a multiple of 128.
+        rounding, elem_dtype, block, offs, changed: as in ``format.reference``.
+
+    Returns:
+        Along the last axis, and along the one before it.
+    """
+    kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "changed": changed}
+    if offs is None and lies_transposed(x):
+        along_first, along_last = quantize_rebased(x.mT, last=first, first=last, offs=None, **kwargs)
+        return along_last and along_last.mT, along_first and along_first.mT
+    *_, rows, cols = x.shape
+    padded_rows = rows if offs is None else ragged_rows(rows, offs.shape[0], REBASED_SIZE)
+    along_last = _empty(x, rows, cols, block) if last else (None, None)
+    along_first = _empty(x, cols, padded_rows, block) if first else (None, None)
+    options = {"FLOOR": rounding == "floor", "E5M2": elem_dtype == torch.float8_e5m2}
+    launch = _launch_squares if block == "32x32" else _launch_tiles if first else _launch_rows
+    with torch.accelerator.device_index(x.device.index):
+        launch(as_matrices(x, x.ndim - 2), *along_last, *along_first, changed, offs, options)
+    along_last, along_first = (
+        MXTensor(qdata.view(elem_dtype), scale.mT, x.ndim - 1, REBASED[block], x.dtype) if qdata is not None else None
+        for qdata, scale in (along_last, along_first)
+    )
+    return along_last, along_first and along_first.mT
+
+
+@triton.jit
+def add_to(changed, byte, shifted, scale, largest, E5M2: tl.constexpr):
+    """Adds to ``changed``, unless that is None."""
+    if changed is not None:
+        tl.atomic_add(changed, count_changed(byte, shifted, scale, largest, E5M2).to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def rebase_rows(
+    x, qdata, scale, changed, row, stop, cols, row_stride, tile_col,
+    FLOOR: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """``ROWS`` rows, those before ``stop``, and 128 columns of a matrix, along the last axis: a scale for each row."""
+    col = tile_col * 128 + tl.arange(0, 128)
+    inside = (row < stop)[:, None] & (col < cols)[None, :]
+    values = tl.load(x + row.to(tl.int64)[:, None] * row_stride + col[None, :], mask=inside, other=0)
+    values = tl.reshape(values.to(tl.float32), (ROWS, 4, 32))
+    byte = scale_byte(tl.max(magnitude_bits(values), 2), FLOOR, E5M2)
+    largest = tl.max(byte, 1)
+    old, new = byte[:, :, None], largest[:, None, None]
+    elements = to_elements(values * reciprocal_scale(old), old, E5M2)
+    shifted = shift_elements(elements, old, new, E5M2)
+    add_to(changed, elements, shifted, old, new, E5M2)
+    store_matrix(qdata, tl.reshape(shifted, (ROWS, 128)), row, stop, col, cols)
+    tl.store(scale + row, largest.to(tl.uint8), mask=row < stop)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rebase_rows(
+    x, qdata, scale, changed,
+    rows, cols, batch_stride, row_stride,
+    FLOOR: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program: ``ROWS`` rows and 128 columns of one matrix, along the last axis."""
+    col_tiles = tl.cdiv(cols, 128)
+    row_tiles = tl.cdiv(rows, ROWS)
+    tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
+    tile_row = tl.program_id(0) // col_tiles % row_tiles
+    batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
+    scale += (batch * col_tiles + tile_col) * (tl.cdiv(rows, 16) * 16)
+    rebase_rows(
+        x + batch * batch_stride, qdata + batch * rows * cols, scale, changed,
+        tile_row * ROWS + tl.arange(0, ROWS), rows, cols, row_stride, tile_col, FLOOR, E5M2, ROWS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "units"])
+def _rebase_tiles(
+    x, last_qdata, last_scale, first_qdata, first_scale, changed,
+    map_start, map_stop, offs_end,
+    rows, cols, padded_rows, units, batch_stride, row_stride,
+    LAST: tl.constexpr, RAGGED: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
+    BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile of one matrix along the first axis and, with ``LAST``, along the last one too.
+
+    As ``backends.triton.quantize._quantize_tiles``, but that groups start at multiples of 128 rows, so that 128 rows of
+    a tile belong to one group, and that the scales of a tile, one for each row and each column, need no second kernel.
+    """
+    ROWS: tl.constexpr = BLOCKS * 32
+    COLS: tl.constexpr = LINES * LINE
+    GROUPS: tl.constexpr = BLOCKS // 4
+    col_tiles = tl.cdiv(cols, COLS)
+    row_tiles = tl.cdiv(units, BLOCKS)
+    tile_col = tl.program_id(0) % col_tiles
+    tile_row = tl.program_id(0) // col_tiles % row_tiles
+    batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
+    x += batch * batch_stride
+    end = rows
+    if LAST:
+        tl.static_assert(ROWS == 128 and COLS == 128)
+        start, stop = tile_row * 128, rows
+        if RAGGED:
+            start = tl.load(map_start + tile_row * 4)
+            stop = tl.load(map_stop + tile_row * 4)
+            end = tl.load(offs_end)  # the tail is zeros along the first axis
+        rebase_rows(
+            x, last_qdata + batch * rows * cols, last_scale + (batch * col_tiles + tile_col) * (tl.cdiv(rows, 16) * 16),
+            changed, start + tl.arange(0, 128), stop, cols, row_stride, tile_col, FLOOR, E5M2, 128,
+        )  # fmt: skip
+    # A second load comes from the L1. In one layout for both axes a maximum would cross warps on either.
+    values, _, _, _ = load_tile(
+        x, map_start, map_stop, rows, cols, row_stride, tile_row, tile_col, units, end,
+        RAGGED, BLOCKS, LINES, LINE,
+    )  # fmt: skip
+    values = tl.reshape(values, (8, BLOCKS, LINES, 4, LINE))
+    byte = scale_byte(tl.max(tl.max(magnitude_bits(values), 0), 2), FLOOR, E5M2)  # (BLOCKS, LINES, LINE)
+    largest = tl.max(tl.reshape(byte, (GROUPS, 4, LINES, LINE)), 1)
+    wide = tl.broadcast_to(largest[:, None, :, :], (GROUPS, 4, LINES, LINE))
+    wide = tl.reshape(wide, (BLOCKS, LINES, LINE))
+    old, new = byte[None, :, :, None, :, None], wide[None, :, :, None, :, None]
+    elements = columns_to_elements(values, byte, E5M2, BLOCKS, LINES, LINE)
+    shifted = shift_elements(elements, old, new, E5M2)
+    add_to(changed, elements, shifted, old, new, E5M2)
+    col = tile_col * COLS + tl.arange(0, COLS)
+    position = tile_row * ROWS + tl.arange(0, ROWS)
+    shifted = transposed(shifted, BLOCKS, LINES, LINE)
+    store_matrix(first_qdata + batch * cols * padded_rows, shifted, col, cols, position, padded_rows)
+    group, groups = tile_row * GROUPS + tl.arange(0, GROUPS), tl.cdiv(padded_rows, 128)
+    width = tl.cdiv(cols, 16) * 16
+    first_scale += (batch * groups + group.to(tl.int64)[:, None]) * width + col[None, :]
+    inside = (group < groups)[:, None] & (col < cols)[None, :]
+    tl.store(first_scale, tl.reshape(largest, (GROUPS, COLS)).to(tl.uint8), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rebase_squares(
+    x, last_qdata, last_scale, first_qdata, first_scale, changed,
+    rows, cols, first_cols, batch_stride, row_stride,
+    LAST: tl.constexpr, FIRST: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
+    BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """One program: a 128 x 128 tile in 32x32 blocks, rebased along the last axis, the first one or both.
+
+    ``first_cols`` is ``rows`` again, but compiled for what divides it: it is the row length of the transposed output.
+    """
+    tl.static_assert(LINES * LINE == 128 and BLOCKS == 4)
+    SQUARES: tl.constexpr = LINE // 32
+    col_tiles = tl.cdiv(cols, 128)
+    row_tiles = tl.cdiv(rows, 128)
+    tile_col = tl.program_id(0) % col_tiles
+    tile_row = tl.program_id(0) // col_tiles % row_tiles
+    batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
+    values, _, _, _ = load_tile(
+        x + batch * batch_stride, None, None, rows, cols, row_stride, tile_row, tile_col, row_tiles * 4, rows,
+        False, BLOCKS, LINES, LINE,
+    )  # fmt: skip
+    values = tl.reshape(values, (8, BLOCKS, LINES, 4, LINE))
+    amax = tl.max(tl.max(magnitude_bits(values), 0), 2)
+    byte = scale_byte(tl.max(tl.reshape(amax, (BLOCKS, LINES, SQUARES, 32)), 3), FLOOR, E5M2)
+    wide = tl.reshape(tl.broadcast_to(byte[:, :, :, None], (BLOCKS, LINES, SQUARES, 32)), (BLOCKS, LINES, LINE))
+    row = tile_row * 128 + tl.arange(0, 128)
+    col = tile_col * 128 + tl.arange(0, 128)
+    row_block = tile_row * 4 + tl.arange(0, 4)
+    col_block = tile_col * 4 + tl.arange(0, 4)
+    row_blocks, col_blocks = tl.cdiv(rows, 32), tl.cdiv(cols, 32)
+    if LAST:
+        largest = tl.max(tl.max(byte, 2), 1)
+        old, new = wide[None, :, :, None, :], largest[None, :, None, None, None]
+        elements = to_elements(values * reciprocal_scale(old), old, E5M2)
+        shifted = shift_elements(elements, old, new, E5M2)
+        add_to(changed, elements, shifted, old, new, E5M2)
+        shifted = tl.reshape(tl.permute(shifted, (1, 3, 0, 2, 4)), (128, 128))
+        store_matrix(last_qdata + batch * rows * cols, shifted, row, rows, col, cols)
+        last_scale += (batch * col_tiles + tile_col) * (tl.cdiv(row_blocks, 16) * 16)
+        tl.store(last_scale + row_block, largest.to(tl.uint8), mask=row_block < row_blocks)
+    if FIRST:
+        largest = tl.max(byte, 0)
+        new = tl.reshape(tl.broadcast_to(largest[:, :, None], (LINES, SQUARES, 32)), (LINES, LINE))
+        old, new = wide[None, :, :, None, :, None], new[None, None, :, None, :, None]
+        elements = columns_to_elements(values, wide, E5M2, BLOCKS, LINES, LINE)
+        shifted = shift_elements(elements, old, new, E5M2)
+        add_to(changed, elements, shifted, old, new, E5M2)
+        shifted = transposed(shifted, BLOCKS, LINES, LINE)
+        store_matrix(first_qdata + batch * rows * cols, shifted, col, cols, row, first_cols)
+        first_scale += (batch * row_tiles + tile_row) * (tl.cdiv(col_blocks, 16) * 16)
+        tl.store(first_scale + col_block, tl.reshape(largest, (4,)).to(tl.uint8), mask=col_block < col_blocks)
+
+
+def _empty(x: torch.Tensor, rows: int, length: int, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes of ``rows`` rows for each matrix of ``x``, and their scales, one per 128 of ``length``, as they are stored
+    but without the rows that fill up a multiple of 16."""
+    lines = ceil_div(rows, BLOCK_SIZE) if block == "32x32" else rows
+    qdata, scale = (
+        torch.empty((*x.shape[:-2], *shape), dtype=torch.uint8, device=x.device)
+        for shape in ((rows, length), stored_across(lines, ceil_div(length, REBASED_SIZE)))
+    )
+    return qdata, scale.narrow(-1, 0, lines)
+
+
+def _launch_rows(x_BRC, qdata, scale, _first_qdata, _first_scale, changed, _offs, options) -> None:
+    batches, rows, cols = x_BRC.shape
+    programs = batches * ceil_div(rows, LAST_ROWS) * ceil_div(cols, REBASED_SIZE)
+    if programs:
+        _rebase_rows[(programs,)](
+            x_BRC, qdata, scale, changed,
+            rows, cols, x_BRC.stride(0), x_BRC.stride(1),
+            **options, ROWS=LAST_ROWS, num_warps=4,
+        )  # fmt: skip
+
+
+def _launch_tiles(x_BRC, last_qdata, last_scale, first_qdata, first_scale, changed, offs, options) -> None:
+    batches, rows, cols = x_BRC.shape
+    both = last_qdata is not None
+    tile, line = _square_tile(x_BRC) if both else FIRST_TILE, LINE_BYTES // x_BRC.element_size()
+    unit_map = None if offs is None else map_tiles(offs, rows, tile, tail=both, alignment=REBASED_SIZE)
+    units = ceil_div(rows, BLOCK_SIZE) if unit_map is None else unit_map.units
+    programs = batches * ceil_div(units, tile.blocks) * ceil_div(cols, tile.lines * line)
+    if programs:
+        _rebase_tiles[(programs,)](
+            x_BRC, last_qdata, last_scale, first_qdata, first_scale, changed,
+            unit_map and unit_map.start, unit_map and unit_map.stop, None if offs is None else offs[-1:],
+            rows, cols, first_qdata.shape[-1], units, x_BRC.stride(0), x_BRC.stride(1),
+            LAST=both, RAGGED=offs is not None, **options,
+            BLOCKS=tile.blocks, LINES=tile.lines, LINE=line, num_warps=tile.warps,
+        )  # fmt: skip
+
+
+def _launch_squares(x_BRC, last_qdata, last_scale, first_qdata, first_scale, changed, _offs, options) -> None:
+    batches, rows, cols = x_BRC.shape
+    programs = batches * ceil_div(rows, REBASED_SIZE) * ceil_div(cols, REBASED_SIZE)
+    tile, line = _square_tile(x_BRC), LINE_BYTES // x_BRC.element_size()
+    if programs:
+        _rebase_squares[(programs,)](
+            x_BRC, last_qdata, last_scale, first_qdata, first_scale, changed,
+            rows, cols, rows, x_BRC.stride(0), x_BRC.stride(1),
+            LAST=last_qdata is not None, FIRST=first_qdata is not None, **options,
+            BLOCKS=tile.blocks, LINES=tile.lines, LINE=line, num_warps=tile.warps,
+        )  # fmt: skip
+
+
+def _square_tile(x: torch.Tensor) -> Tile:
+    """128 rows and 128 columns."""
+    return Tile(rows=REBASED_SIZE, lines=REBASED_SIZE * x.element_size() // LINE_BYTES)
