@@ -78,8 +78,10 @@ def test_a_split_into_whole_blocks_is_not(ranks_32: None, monkeypatch: pytest.Mo
 
 def test_experts_that_ep_cannot_share_out_are_refused_with_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    with pytest.raises(ValueError, match="expert_parallel_degree = 3 does not divide the 8 experts of llama4"):
+    monkeypatch.setenv("WORLD_SIZE", "3")  # as torchrun does
+    with pytest.raises(ValueError, match="expert_parallel_degree 3 does not divide the 8 experts of llama4"):
         parse("llama4", "--parallelism.expert_parallel_degree=3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
     assert parse("llama4", "--parallelism.expert_parallel_degree=4").parallelism.expert_parallel_degree == 4
 
 
