@@ -73,9 +73,6 @@ def build(model: str, *flags: str, device: str = "cpu", **degrees: int) -> nn.Mo
     torch.manual_seed(0)
     with torch.no_grad():
         built.init_weights(buffer_device=torch.device(device))
-        for name, param in built.named_parameters():
-            if name.endswith("router.gate.bias"):
-                param.zero_()  # TorchTitan leaves gpt_oss's as the allocator gave it
     if device == "cpu":
         replace_flex_attention(built)
     return built

@@ -254,3 +254,18 @@ def test_rebase_reaches_the_modules_and_is_reported_every_so_many_steps(caplog: 
             converters.post_optimizer_hook([model])
     reports = [line for line in caplog.messages if "rebase changed" in line]
     assert [line.split(":")[0] for line in reports] == ["step 2", "step 4"] and "most in experts" in reports[0]
+
+
+def test_no_parameter_of_gpt_oss_keeps_what_the_memory_held() -> None:
+    spec = get_train_spec("gpt_oss")
+    args = copy.deepcopy(spec.model_args["debugmodel_2layers"])
+    args.moe_inter_dim = 64
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(torch.nan)
+        model.init_weights(buffer_device=torch.device("cpu"))
+    assert [name for name, param in model.named_parameters() if param.isnan().any()] == []
+    assert not model.layers["0"].moe.router.gate.bias.any()

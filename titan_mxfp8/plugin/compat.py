@@ -18,6 +18,7 @@ from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3
 from torchtitan.models.gpt_oss.infra import parallelize as gpt_oss
 from torchtitan.models.llama3.infra import parallelize as llama3
 from torchtitan.models.llama4.infra import parallelize as llama4
+from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 from torchtitan.models.qwen3.infra import parallelize as qwen3
 
 import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
@@ -75,6 +76,25 @@ def wait_before_compiled_regions() -> None:
         return local.trigger_wait() if isinstance(local, AsyncCollectiveTensor) else local
 
     dtensor_api._ToTorchTensor.forward = staticmethod(to_local_and_wait)
+
+
+def initialise_router_bias() -> None:
+    """Has routers with a bias, gpt_oss's, start from a bias of 0.
+
+    TorchTitan builds models on meta and initialises the router's weight but not its bias, which keeps whatever the
+    memory held: other routing from run to run, or NaN.
+    """
+    init_weights = TokenChoiceTopKRouter.init_weights
+    if hasattr(init_weights, "__wrapped__"):
+        return
+
+    @functools.wraps(init_weights)
+    def init_weights_and_bias(self: TokenChoiceTopKRouter, init_std: float) -> None:
+        init_weights(self, init_std)
+        if self.gate.bias is not None:
+            torch.nn.init.zeros_(self.gate.bias)
+
+    TokenChoiceTopKRouter.init_weights = init_weights_and_bias
 
 
 def default_wandb_offline() -> None:
