@@ -23,7 +23,6 @@ from statistics import median
 import torch
 from compare_runs import Run, read_run, write_rows
 
-from titan_mxfp8.plugin.job_config import MXGroupedMM
 from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.testing import environment, format_table, write_results
 
@@ -45,8 +44,6 @@ def flags_of(name: str) -> list[str]:
     what, rebase, _ = what.partition("+rebase")
     if what not in CONVERTERS or (what == "bf16" and (recipe or rebase)):
         raise ValueError(f"unknown run {name!r}: WHAT, WHAT:RECIPE or WHAT+rebase:RECIPE, WHAT of {list(CONVERTERS)}")
-    if rebase and "hopper_rebase" not in {field.name for field in dataclasses.fields(MXGroupedMM)}:
-        raise ValueError(f"run {name!r}: this version has no hopper_rebase")
     flags = [f"--model.converters={','.join(CONVERTERS[what])}"]
     for converter in CONVERTERS[what]:
         if recipe:
@@ -75,10 +72,10 @@ def train(name: str, folder: Path, args: argparse.Namespace) -> Run:
     command += ["--metrics.log_freq=1", "--metrics.enable_tensorboard", "--metrics.no-enable_wandb"]
     # Tokenizing in the training process would count as a part of each step.
     command += ["--training.dataloader.num_workers=1", "--training.dataloader.prefetch_factor=4"]
-    threads = max(1, (os.cpu_count() or 1) // args.ngpu)
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.ngpu)))
     with (folder / "log").open("w") as log:
         status = subprocess.run(
-            command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, stdout=log, stderr=subprocess.STDOUT
+            command, env=os.environ | {"OMP_NUM_THREADS": threads}, stdout=log, stderr=subprocess.STDOUT
         ).returncode
     if status:
         raise ValueError(f"run {name} failed, {folder / 'log'} ends:\n{(folder / 'log').read_text()[-3000:]}")

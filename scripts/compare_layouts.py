@@ -8,10 +8,11 @@ one training sequence, which are ordered for each layout so that its data-parall
 reads one after the other (gradient accumulation). A twin's batch holds the sequences whose tokens meet in one expert
 GEMM of the layout, so that the weight gradient is quantised in the same blocks of 32 tokens. Weights and activations
 are fp32 unless --precision says otherwise: what is left between a layout and its twin is the order of summation. The
-same pair without converters ("plain") shows how much of the difference is not MXFP8's. Gradients are clipped to a norm
-that each exceeds, as TorchTitan scales those of pipelines (by the tokens) and of DDP (by 1 / ranks), which clipping
-would otherwise tell apart and AdamW alone does not. With --precision bfloat16 mind that TorchTitan's mixed precision
-differs between FSDP (bf16 parameters), one process (autocast) and TP or PP alone (none).
+same pair without converters ("plain") shows how much of the difference is not MXFP8's. Twins are never compiled.
+Gradients are clipped to a norm that each exceeds, as TorchTitan scales those of pipelines (by the tokens) and of DDP
+(by 1 / ranks), which clipping would otherwise tell apart and AdamW alone does not. With --precision bfloat16
+mind that TorchTitan's mixed precision differs between FSDP (bf16 parameters), one process (autocast) and TP or PP alone
+(none).
 
 Each row of data.csv is a pair; one that failed or did not run says why. Ends with 1 if there is any such row.
 """

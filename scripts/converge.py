@@ -78,8 +78,9 @@ def start(run: StudyRun, args: argparse.Namespace, slot: int, gpus: int) -> Goin
     run.folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ngpu}"]
     command += ["--local-ranks-filter=0", "-m", "torchtitan.train", *flags_of(run, args.config, args.checkpoint_every)]
+    threads = str(max(1, (os.cpu_count() or 1) // (args.jobs * args.ngpu)))
     environment = os.environ | {
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (args.jobs * args.ngpu))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
         "WANDB_RUN_NAME": run.folder.name,
         "WANDB_RUN_GROUP": args.out.name,
     }

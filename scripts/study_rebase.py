@@ -144,7 +144,7 @@ def summary(rows: list[Row]) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for <config>.csv and env.json")
+    parser.add_argument("--out", type=Path, required=True, help="folder for data.csv and env.json")
     args, flags = parser.parse_known_args()
     init_logger()
     config = ConfigManager().parse_args([*flags, "--activation_checkpoint.mode=none"])

@@ -87,8 +87,10 @@ def test_what_lowers_the_memory() -> None:
     mode = "--activation_checkpoint.mode="
     full, none = activations(f"{mode}full"), activations(f"{mode}none")
     every_second = activations(f"{mode}selective", "--activation_checkpoint.selective_ac_option=2")
-    by_op = activations(f"{mode}selective", "--activation_checkpoint.selective_ac_option=op", "--model.converters=")
-    assert full < by_op < every_second < none
+    op = (f"{mode}selective", "--activation_checkpoint.selective_ac_option=op")
+    bf16_by_op, by_op = activations(*op, "--model.converters="), activations(*op)
+    assert full < bf16_by_op < every_second < none
+    assert bf16_by_op < by_op < none  # every MXFP8 GEMM's output is saved, of torch's every second
     assert activations(f"{mode}full", "--training.local_batch_size=3") == pytest.approx(3 * full)
 
 
@@ -101,6 +103,16 @@ def test_what_lowers_the_memory() -> None:
         (LLAMA4, ["--training.seq_len=8191"], "seq_len 8191 is no multiple of 2 ="),
         (LLAMA4, ["--training.global_batch_size=100"], "100 is no multiple of 64"),
         (LLAMA4, ["--training.local_batch_size=8"], r"does not fit: 125\.\d GiB .*70% of H100's 74.5 GiB.*lower train"),
+        (
+            LLAMA4,
+            ["--quantize.linear.mx.backend=triton", "--quantize.linear.mx.hopper_rebase"],
+            "'triton' has no hopper",
+        ),
+        (
+            "llama4_17bx128e_8x8",
+            ["--quantize.grouped_mm.mx.hopper_rebase"],
+            r"\[quantize.grouped_mm.mx\] backend 'auto' .* needs an H100 or H200, and cluster.gpu is B200",
+        ),
         (LLAMA4, ["--model.flavor=18b"], "no flavor '18b': use one of .*17bx16e"),
         (LLAMA4, ["--cluster.gpu=A100"], "'A100' is unknown: use one of H100"),
         (LLAMA4, ["--parallelism.pipeline_parallel_degree=2", "--cluster.nodes=16"], "pipeline.* cannot be checked"),

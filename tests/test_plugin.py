@@ -253,7 +253,8 @@ def test_rebase_reaches_the_modules_and_is_reported_every_so_many_steps(caplog: 
         for _ in range(5):
             converters.post_optimizer_hook([model])
     reports = [line for line in caplog.messages if "rebase changed" in line]
-    assert [line.split(":")[0] for line in reports] == ["step 2", "step 4"] and "most in experts" in reports[0]
+    assert len(reports) == 2 and "most in experts" in reports[0]
+    assert reports[0].endswith("the last 2 steps, this process")
 
 
 def test_no_parameter_of_gpt_oss_keeps_what_the_memory_held() -> None:

@@ -34,6 +34,8 @@ def test_name_and_tags_come_from_the_config_and_the_recipe(monkeypatch: pytest.M
     alias = "--quantize.linear.mx.recipe_name=mxfp8_cublas"
     formats = ("experts_mxfp8", "linears_mxfp8_floor")
     assert named(monkeypatch, alias) == ("-".join(("debug_llama4", *formats)), ",".join((model, *formats)))
+    rebased = named(monkeypatch, "--model.converters=quantize.linear.mx", "--quantize.linear.mx.hopper_rebase")
+    assert rebased == ("debug_llama4-linears_mxfp8_rebased", f"{model},linears_mxfp8_rebased")
     assert named(monkeypatch, WANDB_RUN_NAME="mine", WANDB_RUN_TAGS="a,b") == ("mine", "a,b")
 
 

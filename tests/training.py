@@ -43,7 +43,7 @@ def start(
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command += ["-m", "torchtitan.train", f"--job.config_file=train_configs/debug_{model}.toml"]
-    own = {"OMP_NUM_THREADS": str(2 // processes), "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
+    own = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
     with (out / "log").open("a") as log:
         return subprocess.Popen(
             [*command, f"--job.dump_folder={out}", *layout_flags, *flags],

@@ -194,11 +194,11 @@ def rebase_report(model: nn.Module, kind: ModuleKind | None = None) -> str | Non
         None if no such module counts.
     """
     counts = {}
-    for fqn, module in model.named_modules():
-        config = getattr(module, "mxfp8", None)
+    for module in model.modules():
         own_kind = "linears" if isinstance(module, MXFP8Linear) else "experts"
-        if isinstance(config, MXConfig) and isinstance(config.rebase, RebaseCounter) and kind in (own_kind, None):
-            counts[fqn.replace("_checkpoint_wrapped_module.", "")] = config.rebase.read()
+        counts_here = isinstance(module, ConvertedModule) and isinstance(module.mxfp8.rebase, RebaseCounter)
+        if counts_here and kind in (own_kind, None):
+            counts[module.mxfp8_fqn] = module.mxfp8.rebase.read()
     if not counts:
         return None
     parts = []
@@ -247,8 +247,8 @@ class ConvertedModule:
 def _check_shards(fqn: str, weight: DTensor) -> None:
     mesh = weight.device_mesh
     for mesh_dim, placement in enumerate(weight.placements):
-        axis = (mesh.mesh_dim_names or ())[mesh_dim : mesh_dim + 1]
-        if not placement.is_shard() or not SPLITS_GEMMS.issuperset(axis):
+        axis = mesh.mesh_dim_names[mesh_dim] if mesh.mesh_dim_names else None
+        if not placement.is_shard() or axis not in SPLITS_GEMMS:
             continue
         is_feature = placement.dim >= weight.ndim - 2
         size, ranks = weight.shape[placement.dim], mesh.size(mesh_dim)
@@ -256,7 +256,7 @@ def _check_shards(fqn: str, weight: DTensor) -> None:
         if left_over or units % ranks:
             wanted = f"no multiple of {BLOCK_SIZE}" if is_feature else "not whole"
             raise ValueError(
-                f"MXFP8: {fqn} of shape {tuple(weight.shape)} cannot be split between {ranks} {axis[0]} ranks: each "
+                f"MXFP8: {fqn} of shape {tuple(weight.shape)} cannot be split between {ranks} {axis} ranks: each "
                 f"would get {size / ranks:g} of {size} {'features' if is_feature else 'experts'}, which is {wanted}. "
                 f"Choose a degree that divides {units}, or other sizes for the model, or leave the module in high "
                 "precision (filter_fqns for linears, fqns for experts)"

@@ -8,8 +8,8 @@ Per expert e, rows of group e only. M tokens, N out features, K in features, E e
 | dgrad   | dx_MK = dy_MN @ w_ENK         | N          | dy along N (1x32), w along N (recipe)           |
 | wgrad   | dw_ENK = dy_MN^T @ x_MK       | M, ragged  | dy and x along M, blocks restart at each group  |
 
-Every operand is quantised from the high-precision tensor, x and dy along both axes in one read. The backend says in
-which form each GEMM takes its operands (``format.mx.Form``): of one tensor the two axes may come in different ones.
+Every operand is quantised from the high-precision tensor. The backend says in which form each GEMM takes its operands
+(``format.mx.Form``); x and dy are quantised along both axes in one read where both come in the same one.
 """
 
 import torch

@@ -145,7 +145,8 @@ def _(a_qdata, a_scale, b_qdata, b_scale, block, offs, out_dtype, backend):
 @torch.library.custom_op("titan_mxfp8::wgrad_bf16", mutates_args=())
 def _wgrad_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | None, backend: str) -> torch.Tensor:
     check_offs_values(offs, dy_MN.shape[0])
-    return backends.load(backend, dy_MN.device).wgrad_bf16(dy_MN, x_MK, offs)
+    with torch.autocast(dy_MN.device.type, enabled=False):
+        return backends.load(backend, dy_MN.device).wgrad_bf16(dy_MN.contiguous(), x_MK.contiguous(), offs)
 
 
 @_wgrad_bf16.register_fake

@@ -30,7 +30,7 @@ class _Converter(QuantizationConverter):
         if self.config.hopper_rebase_report and self.steps % self.config.hopper_rebase_report == 0:
             for part in model if isinstance(model, list) else [model]:
                 if report := modules.rebase_report(part, self.kind):
-                    logger.info(f"step {self.steps}: {report}")
+                    logger.info(f"{report}; the last {self.config.hopper_rebase_report} steps, this process")
 
 
 class GroupedMMConverter(_Converter):

@@ -21,8 +21,10 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import set_default_dtype
 
-from titan_mxfp8.backends import BACKENDS
-from titan_mxfp8.plugin.config_check import check_job_config, check_layout, model_args
+from titan_mxfp8.backends import BACKENDS, Backend
+from titan_mxfp8.modules import as_list
+from titan_mxfp8.plugin.config_check import GROUPED_MM, LINEAR, check_job_config, check_layout, model_args
+from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear
 from titan_mxfp8.plugin.memory import FILL, GIB, Memory, card_memory, estimate_memory
 
 
@@ -30,10 +32,25 @@ class ClusterConfigManager(ConfigManager):
     """Parses a config that will run elsewhere: this machine needs neither its tokenizer nor its data, nor its GPU."""
 
     def _validate_config(self) -> None:
-        for mx in (self.config.quantize.grouped_mm.mx, self.config.quantize.linear.mx):
-            if mx.backend in {backend.name for backend in BACKENDS}:
+        known = {backend.name: backend for backend in BACKENDS}
+        for name, mx in ((GROUPED_MM, self.config.quantize.grouped_mm.mx), (LINEAR, self.config.quantize.linear.mx)):
+            if name in as_list(self.config.model.converters):
+                check_backend(name, mx, known.get(mx.backend), self.config.cluster.gpu)
+            if mx.backend in known:
                 mx.backend = "auto"
         check_job_config(self.config)
+
+
+def check_backend(name: str, mx: MXGroupedMM | MXLinear, backend: Backend | None, gpu: str) -> None:
+    """Raises ValueError if ``backend`` (None: auto) cannot do what ``mx`` asks for on the cluster's ``gpu``."""
+    if mx.hopper_rebase and backend is not None and not backend.rebases:
+        raise ValueError(f"[{name}] backend {mx.backend!r} has no hopper_rebase: use 'auto', 'hopper' or 'reference'")
+    needs_hopper = mx.backend == "hopper" or (mx.hopper_rebase and mx.backend != "reference")
+    if needs_hopper and gpu not in ("", "H100", "H200"):
+        raise ValueError(
+            f"[{name}] backend {mx.backend!r} with hopper_rebase = {mx.hopper_rebase} needs an H100 or H200, and "
+            f"cluster.gpu is {gpu}: use backend = 'auto' and hopper_rebase = false"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +101,10 @@ def dry_run(job_config: JobConfig) -> Report:
     world_size = cluster.nodes * cluster.gpus_per_node
     dims = check_layout(job_config, world_size)
     if dims.pp_enabled:
-        raise ValueError("pipeline_parallel_degree > 1 cannot be checked: a stage's memory depends on the schedule")
+        raise ValueError(
+            "pipeline_parallel_degree > 1 cannot be checked: a stage's memory depends on the schedule (CHECK=0 lets "
+            "train.slurm go on without)"
+        )
     args = copy.deepcopy(model_args(job_config))  # update_from_config writes into it
     args.update_from_config(job_config)
 

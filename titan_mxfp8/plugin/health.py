@@ -13,10 +13,8 @@ from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools.utils import GarbageCollection
 
+from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.ops import health
-
-# What compile and activation checkpointing put into the names of the modules that they wrap.
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 class HealthLog:
@@ -48,11 +46,9 @@ class HealthLog:
         """Gives each converted module its probe, and agrees with the other ranks on all the names there are."""
         self.modules = {}
         for part in self.processor.model_parts:
-            for name, module in part.named_modules():
-                if hasattr(module, "mxfp8") and not hasattr(module, "_orig_mod"):
-                    for wrapper in WRAPPERS:
-                        name = name.replace(wrapper, "")
-                    self.modules[name] = module
+            for module in part.modules():
+                if isinstance(module, ConvertedModule):
+                    self.modules[module.mxfp8_fqn] = module
                     module.health_probe = health.make_probe(self.device)  # where it computes, not where FSDP keeps it
         everyones = [list(self.modules)]
         if dist.is_initialized():

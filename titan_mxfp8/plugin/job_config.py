@@ -38,8 +38,8 @@ class MXLinear:
 
     hopper_rebase_report: int = 0
     """
-    Steps between two log lines with the share of elements that hopper_rebase changed since the last one; 0: never, and
-    nothing is counted. Not with a compiled model.
+    Steps between two log lines with the share of elements that hopper_rebase changed since the last one, in this
+    process; 0: never, and nothing is counted. Not with a compiled model.
     """
 
 
@@ -82,7 +82,8 @@ class Quantize:
     health_every: int = 0
     """
     Every so many steps, log for each converted module and its activations, weights and gradients (mx_health/...) the
-    shares of elements that saturate or are flushed to zero, and the range of the scales' exponents. 0: never.
+    shares of elements that saturate or are flushed to zero, and the range of the scales' exponents. 0: never. These are
+    of exact MXFP8 also where hopper_rebase is on; hopper_rebase_report says what that changes.
     """
 
 

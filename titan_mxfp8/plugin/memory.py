@@ -112,8 +112,9 @@ def activation_bytes(model: nn.Module, job_config: JobConfig) -> float:
     - ``none``: what every block saves.
     - ``full``: every block's input; and what one block saves, while backward runs it again.
     - ``selective``, option N: every N-th block as in ``full``.
-    - ``selective``, option ``op``: every block's input, half of the outputs of bf16 linears (TorchTitan saves every
-      second matmul, and runs MXFP8 ones again), the attention's output, the two all-to-alls; and what one block saves.
+    - ``selective``, option ``op``: every block's input, the outputs of MXFP8 GEMMs (``compat.save_gemm_outputs``), half
+      of those of bf16 linears (TorchTitan saves every second one), the attention's output, the two all-to-alls; and
+      what one block saves.
     - ``memory_budget`` b: the input, and the share b of the rest.
     """
     ac, compiled = job_config.activation_checkpoint, job_config.compile
@@ -169,9 +170,13 @@ def saved_per_token(block: nn.Module, dim: int, fused: bool) -> float:
 
 def _saved_by_op_policy(block: nn.Module, dim: int) -> float:
     linears = _linears(block)
-    bf16_outputs = sum(linear.out_features for linear in linears.values() if not hasattr(linear, "mxfp8"))
-    all_to_alls = 2 * block.moe.router.top_k * dim if hasattr(block, "moe") else 0
-    return 2 * (bf16_outputs / 2 + linears["attention.wo"].in_features + all_to_alls)
+    elements = linears["attention.wo"].in_features
+    elements += sum(linear.out_features * (1 if hasattr(linear, "mxfp8") else 0.5) for linear in linears.values())
+    if hasattr(block, "moe"):
+        elements += 2 * block.moe.router.top_k * dim  # the two all-to-alls
+        if hasattr(block.moe.experts, "mxfp8"):
+            elements += block.moe.router.top_k * sum(param.shape[1] for param in _experts(block))
+    return 2 * elements
 
 
 def _linears(block: nn.Module) -> dict[str, nn.Linear]:

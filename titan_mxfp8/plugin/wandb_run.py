@@ -34,7 +34,7 @@ def number_formats(job_config: JobConfig) -> list[str]:
         ("quantize.linear.mx", job_config.quantize.linear.mx, "linears"),
     ):
         if name in job_config.model.converters:
-            formats.append(f"{what}_{get_recipe(config.recipe_name).name}")
+            formats.append(f"{what}_{get_recipe(config.recipe_name).name}" + "_rebased" * config.hopper_rebase)
     return formats or ["bf16"]
 
 

@@ -560,7 +560,8 @@ def _launch(
     processors = (
         132 if out.device.type != "cuda" else torch.cuda.get_device_properties(out.device).multi_processor_count
     )
-    assert row_scale.numel() < 2**31, "positions of TMA are 32 bits"
+    if row_scale.numel() >= 2**31:
+        raise ValueError(f"{row_scale.numel()} row scales, but TMA counts to 2^31: give fewer rows in a call")
     out_2d = out.view(-1, d)
     out_tiles = _descriptor(out_2d, [PART, COLUMNS // 2]) if out.dtype == torch.bfloat16 else None
     scale_rows = row_scale.numel() // (copies * stages * steps)

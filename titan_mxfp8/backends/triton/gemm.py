@@ -266,7 +266,7 @@ def wgrad_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | Non
     if offs is None or mma_for(dy_MN.device) != "bf16_tma":
         return reference.wgrad_bf16(dy_MN, x_MK, offs)
     no_scale = dy_MN.new_empty(0, dtype=torch.uint8)
-    dy, x = (MXTensor(t.contiguous(), no_scale, 0, "1x32", t.dtype) for t in (dy_MN, x_MK))
+    dy, x = (MXTensor(t, no_scale, 0, "1x32", t.dtype) for t in (dy_MN, x_MK))
     return multiply_k_grouped(dy.mT, x, offs, torch.bfloat16, "bf16_tma")
 
 
