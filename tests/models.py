@@ -1,8 +1,8 @@
 """TorchTitan's models in this process: built as its Trainer builds them, run for a step, kernel calls counted."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -107,15 +107,29 @@ def run_step(model: nn.Module, tokens: torch.Tensor, *, tensor_parallel: bool = 
 
 @contextmanager
 def count_kernels(device: torch.device) -> Iterator:
-    """Gives a function that says how often each of the backend's ``KERNELS`` has run, in eager and compiled code."""
+    """Gives a function that says how often each of the backend's ``KERNELS`` has run, in eager and compiled code; one
+    that runs within another does not count."""
     backend = backends.load("auto", device)
-    mocks = {name: mock.patch.object(backend, name, wraps=getattr(backend, name)) for name in KERNELS}
-    started = {name: patch.start() for name, patch in mocks.items()}
-    try:
-        yield lambda: {name: calls.call_count for name, calls in started.items()}
-    finally:
-        for patch in mocks.values():
-            patch.stop()
+    counts, inside = dict.fromkeys(KERNELS, 0), False
+
+    def counted(name: str, kernel: Callable) -> Callable:
+        def run(*args, **kwargs):
+            nonlocal inside
+            if inside:
+                return kernel(*args, **kwargs)
+            counts[name] += 1
+            inside = True
+            try:
+                return kernel(*args, **kwargs)
+            finally:
+                inside = False
+
+        return run
+
+    with ExitStack() as patches:
+        for name in KERNELS:
+            patches.enter_context(mock.patch.object(backend, name, counted(name, getattr(backend, name))))
+        yield lambda: dict(counts)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

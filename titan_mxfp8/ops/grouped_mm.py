@@ -106,8 +106,8 @@ class _MXMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MK, x_scale, x_dtype, w_ENK, bias_EN, offs, recipe, out_dtype, backend, rebase):
         needs_dx, needs_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
-        m_form = library.operand_form(x_MK, "m_grouped", recipe.weight_block, bool(rebase), backend)
-        k_form = library.operand_form(x_MK, "k_grouped", recipe.weight_block, bool(rebase), backend)
+        m_form = library.operand_form("m_grouped", recipe.weight_block, bool(rebase), x_MK.device, backend)
+        k_form = library.operand_form("k_grouped", recipe.weight_block, bool(rebase), x_MK.device, backend)
         act = {"rounding": recipe.rounding, "elem_dtype": torch.float8_e4m3fn, "block": "1x32", "backend": backend}
         weight = act | {"block": recipe.weight_block}
         ctx.recipe, ctx.backend, ctx.rebase = recipe, backend, rebase

@@ -171,15 +171,15 @@ def quantize(
 
 @torch.compiler.assume_constant_result
 def operand_form(
-    x: torch.Tensor, gemm: Literal["m_grouped", "k_grouped"], weight_block: Block, rebase: bool, backend: str
+    gemm: Literal["m_grouped", "k_grouped"], weight_block: Block, rebase: bool, device: torch.device, backend: str
 ) -> Form:
-    """``format.reference.operand_form`` of the chosen backend, for operands where ``x`` lies.
+    """``format.reference.operand_form`` of the chosen backend.
 
     Raises:
         ValueError: ``rebase`` with a backend that cannot.
     """
-    backends.select(backend, x.device, rebase)
-    return backends.load(backend, x.device).operand_form(gemm, weight_block, rebase, x.device)
+    backends.select(backend, device, rebase)
+    return backends.load(backend, device).operand_form(gemm, weight_block, rebase, device)
 
 
 def quantize_operand(
