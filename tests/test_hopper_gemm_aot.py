@@ -5,6 +5,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -70,3 +71,14 @@ def test_compiles(launch: Callable[[gemm.Tiles], None], tiles: gemm.Tiles, fp32_
         assert " STL" not in loop and loop.count(" LDL") <= 1  # none with Triton 3.6
         # With squares also the scales' products, one for 8 sums.
         assert fp32_operations <= loop.count(" FFMA") + loop.count(" FMUL") <= fp32_operations * 9 // 8
+
+
+@pytest.mark.parametrize("dequantized", ["a", "b"])
+def test_dequantised_operands_go_to_the_portable_gemm(dequantized: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of either operand: activations that came quantised meet weights in bf16."""
+    calls = []
+    monkeypatch.setattr(gemm.portable, "gemm_m_grouped", lambda *args, **kwargs: calls.append(args))
+    operands = {"a": operand(64, 32, block="1x32"), "b": operand(1, 96, 32, block="32x32").mT}
+    operands[dequantized] = replace(operands[dequantized], qdata=operands[dequantized].qdata.bfloat16())
+    gemm.gemm_m_grouped(*operands.values(), None, bias=None, out_dtype=BF16)
+    assert len(calls) == 1

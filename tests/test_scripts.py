@@ -329,9 +329,12 @@ def test_slurm_runs_one_agent_on_each_node(slurm: dict[str, str], tmp_path: Path
 
 
 def test_slurm_ends_a_job_that_does_not_fit_before_its_nodes_work(slurm: dict[str, str], tmp_path: Path) -> None:
-    result = shell(str(tmp_path / "slurm_script"), **slurm, CONFIG="train_configs/llama4_17bx16e_8x8.toml")
+    slurm["CONFIG"] = "train_configs/llama4_17bx16e_8x8.toml"
+    result = shell(str(tmp_path / "slurm_script"), **slurm)
     assert result.returncode == 1 and "srun" not in result.stdout
     assert "does not fit 8 processes" in result.stdout
+    unchecked = shell(str(tmp_path / "slurm_script"), **slurm, CHECK="0")
+    assert unchecked.returncode == 0 and "srun --nodes=2" in unchecked.stdout
     assert "sbatch" in shell("scripts/train.slurm", "--help").stdout
 
 

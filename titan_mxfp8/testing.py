@@ -137,11 +137,6 @@ def relative_rms(out: torch.Tensor, ref: torch.Tensor) -> float:
     return 0.0 if error == 0 == size else error / size if size else float("inf")
 
 
-def snr_db(out: torch.Tensor, ref: torch.Tensor) -> float:
-    """Signal to noise ratio in dB, ``20 log10(|ref| / |out - ref|)``: 20 dB is a relative RMS error of 0.1."""
-    return -20 * torch.tensor(relative_rms(out, ref), dtype=torch.float64).log10().item()
-
-
 @contextlib.contextmanager
 def poisoned_empty() -> Iterator[None]:
     """Within, ``torch.empty`` and ``torch.empty_like`` give 0xFF bytes, which are NaN in every float type here."""

@@ -427,7 +427,7 @@ def gemm_m_grouped(
     Raises:
         ValueError: blocks of ``a`` and ``b`` that do not belong together.
     """
-    if a.is_dequantized or (a.block, b.block) == ("1x32", "1x32"):
+    if a.is_dequantized or b.is_dequantized or (a.block, b.block) == ("1x32", "1x32"):
         return portable.gemm_m_grouped(a, b, offs, bias=bias, out_dtype=out_dtype)
     if (a.block, b.block) not in (("1x32", "32x32"), ("1x128", "32x128"), ("1x128", "1x128")):
         raise ValueError(

@@ -1,13 +1,12 @@
 """What the GEMMs multiply on SM90, whose tensor cores know FP8 but no scales.
 
-| recipe                  | forward, dgrad                          | wgrad                 |
-|-------------------------|-----------------------------------------|-----------------------|
-| weights in 1x32 blocks  | ``bf16``, the dequantised values        | ``bf16``              |
-| weights in 32x32 blocks | ``mx``: sums are scaled per 32 elements | ``bf16``              |
-| rebased                 | ``rebased``: scaled per 128             | ``rebased``           |
+| recipe  | forward, dgrad, wgrad                                                   |
+|---------|-------------------------------------------------------------------------|
+| exact   | ``bf16``, the dequantised values, by the GEMMs of ``backends.triton``   |
+| rebased | ``rebased``: FP8, whose sums are scaled per 128 elements                |
 
-Of 32x32 weights ``mx`` and ``bf16`` were measured equally fast, within the spread of runs
-(``results/2026-11-21_h200_hopper``); ``mx`` moves fewer bytes and quantises a weight once for both GEMMs.
+For 32x32 weights there is an exact FP8 GEMM too, whose sums are scaled per 32 elements (form ``mx``). It was measured
+slower than ``bf16``: 698 and 614 TFLOP/s against 746 and 748 in the same run (``results/2026-11-21_h200_hopper``).
 """
 
 from typing import Literal
@@ -23,9 +22,7 @@ def operand_form(
     gemm: Literal["m_grouped", "k_grouped"], weight_block: Block, rebased: bool, device: torch.device
 ) -> Form:
     """``format.reference.operand_form``: the table above."""
-    if rebased:
-        return "rebased"
-    return "mx" if gemm == "m_grouped" and weight_block == "32x32" else "bf16"
+    return "rebased" if rebased else "bf16"
 
 
 def quantize_operand(
@@ -62,7 +59,4 @@ def quantize_operand_both(
     kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block}
     if forms == ("rebased", "rebased"):
         return quantize_rebased(x, last=True, first=True, offs=offs, changed=changed, **kwargs)
-    if forms[0] == forms[1]:
-        return triton.quantize_operand_both(x, offs=offs, forms=forms, **kwargs)
-    last = triton.quantize_operand(x, x.ndim - 1, offs=None, form=forms[0], **kwargs)
-    return last, triton.quantize_operand(x, x.ndim - 2, offs=offs, form=forms[1], **kwargs)
+    return triton.quantize_operand_both(x, offs=offs, forms=forms, **kwargs)
