@@ -3,6 +3,8 @@
 Operands are quantised by the reference, on the CPU; outputs start as NaN (``poisoned_empty``).
 """
 
+from unittest.mock import patch
+
 import torch
 
 from titan_mxfp8.backends.triton import gemm
@@ -132,6 +134,30 @@ def check_k_grouped(
     assert error <= TOLERANCE[out_dtype], f"{case} {mma}: {error:.2e}"
     for e, size in enumerate(sizes or []):
         assert size or not out[e].any(), f"expert {e} has no rows"
+
+
+def check_unusual_offs(mma: Mma, tiles: tuple[gemm.Tiles, ...] | None, device: str = "cpu") -> None:
+    """Offsets that lie apart in memory; and some past the last row, unchecked as on a GPU: nothing is written there."""
+    sizes, m = [40, 0, 30, 50], 120
+    offs = make_offs(sizes).repeat_interleave(2).to(device)[::2]
+    past = make_offs([40, 0, 30, 300]).to(device)
+    a_mx, b_mx = quantize(wide(m, 64), 1, E4M3), quantize(wide(4, 96, 64), 2, E4M3).mT
+    y = reference.gemm_m_grouped(a_mx, b_mx, make_offs(sizes), bias=None, out_dtype=FP32)
+    a, b = operand(a_mx, mma, None, m, device), operand(b_mx, mma, None, m, device)
+    guarded = torch.full((m + 300, 96), 7.0, device=device)
+    for given in (offs, past):
+        with patch.object(torch, "empty", lambda *_, **__: guarded[:m]):
+            out = gemm.multiply_m_grouped(a, b, given, None, FP32, mma, tiles)
+        assert relative_rms(out.cpu(), y) <= TOLERANCE[FP32]
+        assert (guarded[m:] == 7).all()
+    a_mx, b_mx = (quantize(wide(m, size), 0, E4M3, offs=make_offs(sizes)) for size in (96, 64))
+    dw = reference.gemm_k_grouped(a_mx.mT, b_mx, make_offs(sizes), out_dtype=FP32)
+    a, b = (operand(x, mma, make_offs(sizes), m, device) for x in (a_mx.mT, b_mx))
+    if mma != "scaled":
+        a = MXTensor(a.qdata.mT.contiguous().mT, a.scale, 1, "1x32", FP32)
+        b = MXTensor(b.qdata.contiguous(), b.scale, 0, "1x32", FP32)
+    for given in (offs, past):
+        assert relative_rms(gemm.multiply_k_grouped(a, b, given, FP32, mma, tiles).cpu(), dw) <= TOLERANCE[FP32]
 
 
 def check_nan_stays_in_its_group(mma: Mma, tiles: tuple[gemm.Tiles, ...] | None, device: str = "cpu") -> None:

@@ -4,7 +4,17 @@ from functools import partial
 
 import pytest
 import torch
-from gemm_checks import BF16, CASES, E4M3, E5M2, FP32, check_k_grouped, check_m_grouped, check_nan_stays_in_its_group
+from gemm_checks import (
+    BF16,
+    CASES,
+    E4M3,
+    E5M2,
+    FP32,
+    check_k_grouped,
+    check_m_grouped,
+    check_nan_stays_in_its_group,
+    check_unusual_offs,
+)
 
 from titan_mxfp8.backends.triton import gemm
 
@@ -56,6 +66,11 @@ def test_fp8_where_bf16_is_multiplied(mma: str):
 @pytest.mark.parametrize("mma", MMAS)
 def test_nan_stays_in_its_group(mma: str):
     check_nan_stays_in_its_group(mma, TILES)
+
+
+@pytest.mark.parametrize("mma", MMAS)
+def test_unusual_offs(mma: str):
+    check_unusual_offs(mma, TILES)
 
 
 def test_tiles_are_timed_once_for_a_family(monkeypatch):

@@ -253,7 +253,7 @@ def _multiply(
         k_length = end - start
         if not K_GROUPED:
             row += start
-            row_end = end
+            row_end = gl.minimum(end, out_rows)
             matrix = group * 0
             k_length = group * 0 + C
         accs = ()
@@ -477,7 +477,7 @@ def multiply_m_grouped(
         _launch(
             a.qdata.contiguous(), b.qdata.mT.contiguous().view(experts * d, c),
             decode_row_scales(a.scale, steps, stages, copies), decode_column_scales(b.scale, steps, stages),
-            out_MD, None if bias is None else bias.contiguous(), offs, tiles,
+            out_MD, None if bias is None else bias.contiguous(), offs.contiguous(), tiles,
             experts=experts, d=d, steps=steps, squares=squares, copies=copies, k_grouped=False, stages=stages,
         )  # fmt: skip
     return out_MD
@@ -501,7 +501,7 @@ def multiply_k_grouped(
     with torch.accelerator.device_index(a.qdata.device.index):
         _launch(
             a_NM, b_KM, decode_row_scales(a.scale, 1, stages, 1), decode_column_scales(b.scale[None], 1, stages),
-            out_ENK, None, offs, tiles,
+            out_ENK, None, offs.contiguous(), tiles,
             experts=experts, d=k, steps=1, squares=False, copies=1, k_grouped=True, stages=stages,
         )  # fmt: skip
     return out_ENK

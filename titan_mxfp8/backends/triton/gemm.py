@@ -110,7 +110,7 @@ def _m_grouped_kernel(
         if offs is None:
             end = start + M
         else:
-            end = tl.load(offs + e)
+            end = tl.minimum(tl.load(offs + e), M)
         tiles_m = tl.cdiv(end - start, BM)
         last = first + tiles_m * tiles_d
         while tile < last:
@@ -172,7 +172,7 @@ def _k_grouped_kernel(
             size = offset + M
         else:
             size = tl.load(offs + e) - offset
-        end = start + tl.cdiv(size, ALIGNMENT) * ALIGNMENT
+        end = tl.minimum(start + tl.cdiv(size, ALIGNMENT) * ALIGNMENT, M)
         last = (e + 1) * tiles_n * tiles_k
         while tile < last:
             tile_n, tile_k = _tile_of(tile - e * tiles_n * tiles_k, tiles_n, tiles_k, BAND)
@@ -287,8 +287,8 @@ def multiply_m_grouped(
     out_MD = torch.empty((m, d), dtype=out_dtype, device=a_MC.device)
     if m == 0:
         return out_MD
-    if bias is not None:
-        bias = bias.contiguous()
+    offs = None if offs is None else offs.contiguous()
+    bias = None if bias is None else bias.contiguous()
 
     def launch(tiles: Tiles) -> None:
         a_arg, b_arg = a_MC, b_ECD
@@ -336,6 +336,7 @@ def multiply_k_grouped(
     if m == 0:
         return torch.zeros((experts, n, k), dtype=out_dtype, device=a_NM.device)
     out_ENK = torch.empty((experts, n, k), dtype=out_dtype, device=a_NM.device)
+    offs = None if offs is None else offs.contiguous()
 
     def launch(tiles: Tiles) -> None:
         a_arg, b_arg = a_NM, b_MK
