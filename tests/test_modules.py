@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -195,6 +196,46 @@ def test_unknown_recipe_or_backend(kwargs: dict) -> None:
 def test_a_plain_string_of_names_is_not_a_list_of_letters() -> None:
     assert modules.as_list("experts, wq") == ["experts", "wq"]
     assert modules.as_list("") == [] == modules.as_list([""]) and modules.as_list(["a,b"]) == ["a,b"]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_weights_that_fsdp_frees_are_not_kept_in_fp8(wrapped: bool) -> None:
+    """Between forward and backward: one byte for each element of every layer's whole weight would undo FSDP."""
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        model, saved = Layer(), []
+        convert_model(model, grouped_fqns=["experts"], recipe="mxfp8_2d")
+        if wrapped:
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = model(torch.randn(20, 64, requires_grad=True), OFFS)
+        y.float().sum().backward()
+        kept = {tuple(t.shape) for t in saved if t.dtype == torch.float8_e4m3fn}
+        for weight in ((4, 96, 64), (1, 96, 64)):  # of the experts, and of the linear
+            assert (weight in kept) != wrapped
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_grouped_mm_of_the_users_keeps_its_signature() -> None:
+    """The dtype of its input where it names none; a call without groups is an error that says so."""
+
+    class Wide(Experts):
+        def forward(self, x: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
+            return torch._grouped_mm(x, self.w.mT, offs)
+
+    model = nn.Sequential(Wide())
+    convert_model(model, grouped_fqns=["0"])
+    x = torch.randn(20, 64)
+    expected = mxfp8_grouped_mm(x, model[0].w.mT, OFFS, out_dtype=torch.float32)
+    assert torch.equal(model[0](x, OFFS), expected) and expected.dtype == torch.float32
+    with pytest.raises(ValueError, match="offs of shape"):
+        model[0](x, None)
 
 
 def test_only_what_splits_a_gemm_counts_as_a_split() -> None:

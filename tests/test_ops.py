@@ -5,10 +5,13 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from titan_mxfp8 import RECIPES, MXTensor, mxfp8_grouped_mm, mxfp8_linear, quantize
 from titan_mxfp8.format import reference
+from titan_mxfp8.format.mx import ragged_rows
 from titan_mxfp8.ops import library
 from titan_mxfp8.ops.rebase_counter import RebaseCounter
 from titan_mxfp8.recipe import Recipe, get_recipe
@@ -55,6 +58,9 @@ def test_recipe_table_and_aliases() -> None:
     }
     for alias, name in aliases.items():
         assert get_recipe(alias) is RECIPES[name] and RECIPES[name].name == name
+    for field, value in (("rounding", "up"), ("wgrad", "hp"), ("weight_block", "1x128"), ("grad_dtype", torch.half)):
+        with pytest.raises(ValueError, match=f"recipe 'own': unknown {field} .*use one of"):
+            Recipe(name="own", **{field: value})
     floor = RECIPES["mxfp8_floor"]
     assert (floor.rounding, floor.weight_block, floor.wgrad) == ("floor", "1x32", "mxfp8")
     squares = RECIPES["mxfp8_2d_wgrad_bf16"]
@@ -237,6 +243,70 @@ def test_prequantised_activations() -> None:
     assert torch.equal(w.grad, expected)
 
 
+def test_activations_quantised_from_a_tensor_with_a_gradient_get_none() -> None:
+    problem = make_problem()
+    x_mx = quantize(problem["x"])
+    assert not x_mx.qdata.requires_grad
+    y = mxfp8_grouped_mm(x_mx, problem["w"].mT, problem["offs"], recipe="mxfp8_wgrad_bf16")
+    y.backward(problem["dy"])
+    assert problem["x"].grad is None and problem["w"].grad is not None
+
+
+@pytest.mark.parametrize("recipe", CANONICAL)
+def test_no_tokens_at_all(recipe: str) -> None:
+    problem = make_problem() | {"offs": torch.zeros(E, dtype=torch.int32)}
+    problem |= {"x": problem["x"].detach()[:0], "dy": torch.zeros(()).bfloat16().expand(0, N)}  # as of ``y.sum()``
+    out = run(problem, recipe)
+    assert out["y"].shape == (0, N) and out["dx"].shape == (0, K)
+    assert not out["dw"].any() and not out["dbias"].any()
+
+
+@pytest.mark.parametrize("recipe", CANONICAL)
+def test_without_grad_only_what_forward_needs_is_quantised(recipe: str) -> None:
+    problem, seen = make_problem(), []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Seen():
+        mxfp8_grouped_mm(problem["x"], problem["w"].mT, problem["offs"], recipe=recipe)
+    ours = [name for name in seen if "titan_mxfp8" in name]
+    assert ours == ["titan_mxfp8.quantize_operand.default"] * 2 + ["titan_mxfp8.gemm_m_grouped.default"]
+
+
+@pytest.mark.parametrize("recipe", CANONICAL)
+def test_a_weight_that_is_not_kept_is_quantised_again(recipe: str) -> None:
+    """The same bits either way; and of 32x32 blocks nothing in FP8 is alive between forward and backward."""
+    problem, saved = make_problem(), []
+    x, w = (problem[name].detach().requires_grad_() for name in ("x", "w"))
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    grads = []
+    for keep in (True, False):
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = mxfp8_grouped_mm(x, w.mT, problem["offs"], recipe=recipe, keep_quantized_weight=keep)
+        in_fp8 = any(t.dtype == torch.float8_e4m3fn and t.shape == w.shape for t in saved)
+        assert in_fp8 == (keep and RECIPES[recipe].weight_block == "32x32")
+        grads.append(torch.autograd.grad(y, (x, w), problem["dy"]))
+    assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d_wgrad_bf16"])
+def test_flops_are_those_of_three_gemms(recipe: str) -> None:
+    """As torch counts them; the groups of the weight gradient, if quantised, have been padded to multiples of 32."""
+    problem = make_problem()
+    with FlopCounterMode(display=False) as counter:
+        run(problem, recipe)
+    wgrad_rows = M if RECIPES[recipe].wgrad == "bf16" else ragged_rows(M, E, 32)
+    assert counter.get_total_flops() == 2 * N * K * (2 * M + wgrad_rows)
+
+
 @pytest.mark.parametrize("recipe", CANONICAL)
 @pytest.mark.parametrize("shape", [(33, K), (2, 7, K), (1, K), (0, K), (K,)])
 def test_linear_is_one_group(recipe: str, shape: tuple[int, ...]) -> None:
@@ -371,6 +441,7 @@ def test_a_gemm_refuses_an_operand_quantised_along_the_wrong_axis() -> None:
         ({"a": torch.zeros(10, 48), "b_t": torch.zeros(2, 48, 96)}, "in features, is 48.*multiple of 32"),
         ({"b_t": torch.zeros(2, 64, 40)}, "out features, is 40.*multiple of 32"),
         ({"offs": torch.tensor([4, 10])}, "int32"),
+        ({"offs": None}, r"offs of shape \(E,\), got .* and None"),
         ({"offs": torch.tensor([4, 8, 10], dtype=torch.int32)}, "offs has 3 groups but there are 2 experts"),
         ({"offs": torch.tensor([6, 4], dtype=torch.int32)}, "non-decreasing"),
         ({"offs": torch.tensor([4, 11], dtype=torch.int32)}, "only 10 rows"),

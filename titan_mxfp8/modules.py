@@ -44,11 +44,6 @@ class MXConfig:
     compile_backend: str | None = None
     rebase: bool | RebaseCounter = False
 
-    @property
-    def op_options(self) -> dict[str, object]:
-        """What ``mxfp8_grouped_mm`` and ``mxfp8_linear`` take of it."""
-        return {"recipe": self.recipe, "backend": self.backend, "rebase": self.rebase}
-
 
 def convert_model(
     model: nn.Module,
@@ -238,6 +233,18 @@ class ConvertedModule:
     mxfp8_fqn: str  # not in MXConfig: torch.compile would compile each layer's experts anew
     health_probe: torch.Tensor | None = None  # of ops.health
 
+    @property
+    def op_options(self) -> dict[str, object]:
+        """What ``mxfp8_grouped_mm`` and ``mxfp8_linear`` are called with. ``fully_shard`` marks the modules whose
+        weights it frees after forward."""
+        config = self.mxfp8
+        return {
+            "recipe": config.recipe,
+            "backend": config.backend,
+            "rebase": config.rebase,
+            "keep_quantized_weight": not getattr(self, "_is_fsdp_managed_module", False),
+        }
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if isinstance(param, DTensor) and (param.ndim == 3 or name == "weight"):
             _check_shards(f"{self.mxfp8_fqn}.{name}", param)
@@ -267,11 +274,11 @@ class MXFP8Linear(ConvertedModule, nn.Linear):
     """``nn.Linear`` whose three GEMMs are MXFP8, also on DTensors. Made by ``convert_linears``."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        config = self.mxfp8
+        options = self.op_options
 
         def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            y = mxfp8_linear(x, weight, bias, **config.op_options)
-            return observe(y, x, weight, None, self.health_probe, config.recipe, config.backend)
+            y = mxfp8_linear(x, weight, bias, **options)
+            return observe(y, x, weight, None, self.health_probe, options["recipe"], options["backend"])
 
         if isinstance(self.weight, DTensor):
             return _linear_on_dtensors(linear, x, self.weight, self.bias)
@@ -314,9 +321,9 @@ def _linear_on_dtensors(linear: Callable, x: DTensor, weight: DTensor, bias: DTe
 class _GroupedMMOverride(TorchFunctionMode):
     """Replaces the calls of ``torch._grouped_mm`` in its region, and counts them."""
 
-    def __init__(self, config: MXConfig, health_probe: torch.Tensor | None) -> None:
+    def __init__(self, options: dict[str, object], health_probe: torch.Tensor | None) -> None:
         super().__init__()
-        self.config = config
+        self.options = options
         self.health_probe = health_probe
         self.calls = 0
 
@@ -325,12 +332,19 @@ class _GroupedMMOverride(TorchFunctionMode):
         if func is not torch._grouped_mm and func is not torch.nn.functional.grouped_mm:
             return func(*args, **kwargs)
         self.calls += 1
-        kwargs = {name: value for name, value in kwargs.items() if value is not None}
-        y = mxfp8_grouped_mm(*args, **kwargs, **self.config.op_options)
-        return self.observed(y, *args, **kwargs)
+        return self.grouped_mm(*args, **kwargs)
 
-    def observed(self, y: torch.Tensor, a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor, **_) -> torch.Tensor:
-        return observe(y, a, b_t.mT, offs, self.health_probe, self.config.recipe, self.config.backend)
+    def grouped_mm(
+        self,
+        a: torch.Tensor,
+        b_t: torch.Tensor,
+        offs: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """The signature of ``torch._grouped_mm``."""
+        y = mxfp8_grouped_mm(a, b_t, offs, bias=bias, out_dtype=out_dtype or a.dtype, **self.options)
+        return observe(y, a, b_t.mT, offs, self.health_probe, self.options["recipe"], self.options["backend"])
 
 
 class _OverrideForward(ConvertedModule):
@@ -342,7 +356,7 @@ class _OverrideForward(ConvertedModule):
 
     @torch.compiler.disable(reason="register an MXFP8 class in titan_mxfp8.modules.EXPERT_CLASSES to compile it")
     def forward(self, *args, **kwargs):
-        with _GroupedMMOverride(self.mxfp8, self.health_probe) as override:
+        with _GroupedMMOverride(self.op_options, self.health_probe) as override:
             out = super().forward(*args, **kwargs)
         if override.calls == 0:
             raise RuntimeError(

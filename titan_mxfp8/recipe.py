@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from titan_mxfp8.format.mx import Block, Rounding
+from titan_mxfp8.format.mx import BLOCKS, ELEM_DTYPES, ROUNDINGS, Block, Rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,9 @@ class Recipe:
         grad_dtype: element type of the output gradient, in dgrad and in wgrad.
         wgrad: ``mxfp8``, or ``bf16`` for a weight gradient from unquantised operands.
         rounding: scale rounding, see ``format/reference.py``.
+
+    Raises:
+        ValueError: a value that is none of these.
     """
 
     name: str
@@ -26,6 +29,19 @@ class Recipe:
     grad_dtype: torch.dtype = torch.float8_e4m3fn
     wgrad: Literal["mxfp8", "bf16"] = "mxfp8"
     rounding: Rounding = "rceil"
+
+    def __post_init__(self) -> None:
+        for field, known in (
+            ("weight_block", BLOCKS),
+            ("grad_dtype", ELEM_DTYPES),
+            ("wgrad", ("mxfp8", "bf16")),
+            ("rounding", ROUNDINGS),
+        ):
+            if getattr(self, field) not in known:
+                raise ValueError(
+                    f"recipe {self.name!r}: unknown {field} {getattr(self, field)!r}, use one of "
+                    f"{', '.join(map(str, known))}"
+                )
 
 
 _TABLE = {

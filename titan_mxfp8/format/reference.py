@@ -227,6 +227,8 @@ def wgrad_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | Non
     """
     if offs is None:
         return (dy_MN.mT @ x_MK).unsqueeze(0)
+    if dy_MN.shape[0] == 0:  # torch._grouped_mm refuses the strides of an empty matrix
+        return dy_MN.new_zeros((offs.shape[0], dy_MN.shape[1], x_MK.shape[1]))
     dw_ENK = torch._grouped_mm(dy_MN.mT, x_MK, offs=offs)
     empty_E = offs.diff(prepend=offs.new_zeros(1)) == 0  # torch may leave these uninitialised
     return dw_ENK.masked_fill_(empty_E[:, None, None], 0)

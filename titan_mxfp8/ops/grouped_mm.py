@@ -31,6 +31,7 @@ def mxfp8_grouped_mm(
     out_dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
     rebase: bool | RebaseCounter = False,
+    keep_quantized_weight: bool = True,
 ) -> torch.Tensor:
     """``torch._grouped_mm`` of 2-D ``a`` and 3-D ``b_t`` with MXFP8 GEMMs; differentiable.
 
@@ -46,6 +47,9 @@ def mxfp8_grouped_mm(
         rebase: lets the GEMMs scale once per 128 elements, much faster on Hopper, at the price of an inexact step: see
             ``format.reference.rebase``. A ``RebaseCounter`` counts what it changes. Backends ``hopper`` and
             ``reference``, with the same bits; ``a`` must not be an ``MXTensor``.
+        keep_quantized_weight: a weight of 32x32 blocks that the GEMMs take in FP8 is quantised once, and the bytes for
+            dgrad are kept until backward. False: ``b_t`` is quantised again in backward. For weights that are freed
+            after forward, as FSDP's: one byte per element of every layer would be alive at once.
 
     Returns:
         (M, N) in ``out_dtype``. Rows at and past ``offs[-1]`` are zero, here and in the gradient of ``a``; what ``a``
@@ -55,9 +59,10 @@ def mxfp8_grouped_mm(
         ValueError: anything not as described above.
     """
     recipe = get_recipe(recipe)
-    if b_t.ndim != 3 or len(a.shape) != 2:
+    if b_t.ndim != 3 or len(a.shape) != 2 or offs is None:
         raise ValueError(
-            f"takes a of shape (M, K) and b_t of shape (E, K, N), got {tuple(a.shape)} and {tuple(b_t.shape)}"
+            "takes a of shape (M, K), b_t of shape (E, K, N) and offs of shape (E,), got "
+            f"{tuple(a.shape)}, {tuple(b_t.shape)} and {None if offs is None else tuple(offs.shape)}"
         )
     experts, k, n = b_t.shape
     if a.shape[1] != k:
@@ -68,7 +73,7 @@ def mxfp8_grouped_mm(
         if tuple(bias.shape) not in ((n,), (experts, n)):
             raise ValueError(f"bias must be of shape ({n},) or ({experts}, {n}), got {tuple(bias.shape)}")
         bias = bias.expand(experts, n)
-    return mx_matmul(a, b_t.mT, bias, offs, recipe, out_dtype, backend, rebase)
+    return mx_matmul(a, b_t.mT, bias, offs, recipe, out_dtype, backend, rebase, keep_quantized_weight)
 
 
 def mx_matmul(
@@ -80,9 +85,11 @@ def mx_matmul(
     out_dtype: torch.dtype,
     backend: str,
     rebase: bool | RebaseCounter,
+    keep_quantized_weight: bool,
 ) -> torch.Tensor:
     """The differentiable core of ``mxfp8_grouped_mm`` and ``mxfp8_linear``; ``offs=None``: one expert, every row."""
-    options = (w_ENK, bias_EN, offs, recipe, out_dtype, backend, rebase)
+    keep = keep_quantized_weight, torch.is_grad_enabled()
+    options = (w_ENK, bias_EN, offs, recipe, out_dtype, backend, rebase, *keep)
     if isinstance(x, MXTensor):
         if recipe.wgrad != "bf16":
             raise ValueError(
@@ -94,18 +101,21 @@ def mx_matmul(
             raise ValueError(f"a must be float8_e4m3fn in 1x32 blocks, got {x.qdata.dtype} in {x.block} blocks")
         if rebase:
             raise ValueError("rebase takes high-precision activations, got an MXTensor: pass those, or no rebase")
-        return _MXMatmul.apply(x.qdata, x.scale, x.orig_dtype, *options)
+        return _MXMatmul.apply(x.qdata.detach(), x.scale, x.orig_dtype, *options)
     return _MXMatmul.apply(x, None, x.dtype, *options)
 
 
 class _MXMatmul(torch.autograd.Function):
     """Saves for backward: x as wgrad wants it, quantised along M (one byte per element; two where the backend
     multiplies the dequantised values) or high-precision, and for dgrad the FP8 weight of 32x32 blocks, quantised once,
-    or else the weight itself, which FSDP may free and gather again."""
+    or else the weight itself, which FSDP may free and gather again. ``grad_enabled``: ``needs_input_grad`` does not
+    know of ``no_grad``."""
 
     @staticmethod
-    def forward(ctx, x_MK, x_scale, x_dtype, w_ENK, bias_EN, offs, recipe, out_dtype, backend, rebase):
-        needs_dx, needs_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
+    def forward(
+        ctx, x_MK, x_scale, x_dtype, w_ENK, bias_EN, offs, recipe, out_dtype, backend, rebase, keep_w, grad_enabled
+    ):
+        needs_dx, needs_dw = (grad_enabled and ctx.needs_input_grad[i] for i in (0, 3))
         m_form = library.operand_form("m_grouped", recipe.weight_block, bool(rebase), x_MK.device, backend)
         k_form = library.operand_form("k_grouped", recipe.weight_block, bool(rebase), x_MK.device, backend)
         act = {"rounding": recipe.rounding, "elem_dtype": torch.float8_e4m3fn, "block": "1x32", "backend": backend}
@@ -129,7 +139,7 @@ class _MXMatmul(torch.autograd.Function):
             x_along_k, saved_x = library.quantize_operand(x_MK, 1, offs=None, form=m_form, **act, **counted), x_MK
 
         saved_w, saved_w_scale, ctx.w_block = w_ENK, None, None
-        if needs_dx and recipe.weight_block == "32x32":
+        if needs_dx and keep_w and recipe.weight_block == "32x32":
             counted = _counted(rebase, "weights", w_ENK, axes=2)
             w_along_k, w_along_n = library.quantize_operand_both(
                 w_ENK, offs=None, forms=(m_form, m_form), **weight, **counted
@@ -186,7 +196,7 @@ class _MXMatmul(torch.autograd.Function):
             dw_ENK = library.wgrad_bf16(dy_MN, x_MK, offs, backend=backend).to(ctx.w_dtype)
         if needs_dbias:
             dbias_EN = _bias_grad(dy_MN, offs).to(ctx.bias_dtype)
-        return dx_MK, None, None, dw_ENK, dbias_EN, None, None, None, None, None
+        return dx_MK, None, None, dw_ENK, dbias_EN, *[None] * 7
 
 
 def _counted(rebase: bool | RebaseCounter, kind: Kind, x: torch.Tensor, axes: int = 1) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from titan_mxfp8 import backends
 from titan_mxfp8.format.mx import (
@@ -153,6 +154,18 @@ def _wgrad_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | No
 def _(dy_MN, x_MK, offs, backend):
     groups = 1 if offs is None else offs.shape[0]
     return dy_MN.new_empty((groups, dy_MN.shape[1], x_MK.shape[1]))
+
+
+# What torch's FLOP counter, and the AC modes that weigh by it, know of the GEMMs: two for each product of elements, as
+# if every row belonged to a group; nothing for the scales.
+@register_flop_formula([torch.ops.titan_mxfp8.gemm_m_grouped, torch.ops.titan_mxfp8.gemm_k_grouped])
+def _(a_shape, a_scale_shape, b_shape, *args, **kwargs) -> int:
+    return 2 * a_shape[0] * a_shape[1] * b_shape[-1]
+
+
+@register_flop_formula(torch.ops.titan_mxfp8.wgrad_bf16)
+def _(dy_shape, x_shape, *args, **kwargs) -> int:
+    return 2 * dy_shape[0] * dy_shape[1] * x_shape[1]
 
 
 def quantize(

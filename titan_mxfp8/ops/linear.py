@@ -16,6 +16,7 @@ def mxfp8_linear(
     recipe: str | Recipe = "mxfp8",
     backend: str = "auto",
     rebase: bool | RebaseCounter = False,
+    keep_quantized_weight: bool = True,
 ) -> torch.Tensor:
     """``torch.nn.functional.linear`` with MXFP8 GEMMs in forward and backward.
 
@@ -27,7 +28,7 @@ def mxfp8_linear(
         bias: (N,) or None.
         recipe: a key of ``RECIPES``, or a ``Recipe``.
         backend: ``auto`` or a name of ``titan_mxfp8.backends``.
-        rebase: as for ``mxfp8_grouped_mm``.
+        rebase: as for ``mxfp8_grouped_mm``, and so is ``keep_quantized_weight``.
 
     Returns:
         (..., N) in the dtype of ``x``.
@@ -43,7 +44,7 @@ def mxfp8_linear(
     n, k = weight.shape
     if bias is not None and tuple(bias.shape) != (n,):
         raise ValueError(f"bias must be of shape ({n},), got {tuple(bias.shape)}")
-    if torch.is_autocast_enabled(x.device.type):
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     check_dtype("x", x)
@@ -52,5 +53,6 @@ def mxfp8_linear(
     check_features("N, the number of out features,", n)
     x_MK = x.reshape(-1, k)
     bias_EN = None if bias is None else bias.unsqueeze(0)
-    y_MN = mx_matmul(x_MK, weight.unsqueeze(0), bias_EN, None, recipe, x.dtype, backend, rebase)
+    options = (recipe, x.dtype, backend, rebase, keep_quantized_weight)
+    y_MN = mx_matmul(x_MK, weight.unsqueeze(0), bias_EN, None, *options)
     return y_MN.view(*x.shape[:-1], n)

@@ -32,7 +32,8 @@ def quantize(
         backend: ``auto`` or a name of ``titan_mxfp8.backends``.
 
     Returns:
-        The quantised operand. A block that holds NaN or Inf is NaN as a whole; no other block is touched.
+        The quantised operand; no gradient flows through it. A block that holds NaN or Inf is NaN as a whole, no other
+        block is touched.
 
     Raises:
         ValueError: anything not as described above.
@@ -55,4 +56,4 @@ def quantize(
             raise ValueError(f"offs takes 1x32 blocks of a 2-D tensor, got {block} and shape {tuple(x.shape)}")
         check_offs_type(offs)
     kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block}
-    return library.quantize(x, axis, offs=offs, backend=backend, **kwargs)
+    return library.quantize(x.detach(), axis, offs=offs, backend=backend, **kwargs)
