@@ -94,6 +94,17 @@ def test_what_lowers_the_memory() -> None:
     assert activations(f"{mode}full", "--training.local_batch_size=3") == pytest.approx(3 * full)
 
 
+def test_eager_mxfp8_layers_keep_one_input_each() -> None:
+    """Of 48 blocks: w1 and w3 of the shared expert, whose input the router keeps anyway, and w3 of the routed one."""
+
+    def activations(*flags: str) -> float:
+        return check(LLAMA4, "--cluster.gpu=", "--activation_checkpoint.mode=none", *flags).memory.activations
+
+    eager, bf16 = activations("--compile.no-enable"), activations("--compile.no-enable", "--model.converters=")
+    assert eager - bf16 == 8192 * 48 * 3 * 2 * 5120
+    assert activations() == activations("--model.converters=") < bf16
+
+
 @pytest.mark.parametrize(
     "name, flags, message",
     [

@@ -144,8 +144,9 @@ ADDED = {"wo", "w2"}
 def saved_per_token(block: nn.Module, dim: int, fused: bool) -> float:
     """Bytes per token that the forward pass of a block keeps for backward, without checkpointing.
 
-    Each of 2 bytes: the block's input and the sum after attention; every distinct input of a linear; every output that
-    is not merely added up; for latent attention the keys, put together from two linears. A gated MLP that is not
+    Each of 2 bytes: the block's input and the sum after attention; every distinct input of a linear, which converted
+    linears and experts that are not compiled keep one by one, each as it quantised it; every output that is not merely
+    added up; for latent attention the keys, put together from two linears. A gated MLP that is not
     compiled keeps silu's output too. Each routed copy of a token adds: the experts' input and 3 hidden vectors, and an
     fp32 copy for the gradient of the router's score.
     """
@@ -153,7 +154,8 @@ def saved_per_token(block: nn.Module, dim: int, fused: bool) -> float:
     for name, linear in _linears(block).items():
         leaf = name.rsplit(".", 1)[-1]
         # the shared experts and the router read the same tensor
-        if leaf not in SHARES_INPUT and name != "moe.shared_experts.w1":
+        shares = leaf in SHARES_INPUT or name == "moe.shared_experts.w1"
+        if not shares or (hasattr(linear, "mxfp8") and not fused):
             elements += linear.in_features
         if leaf not in ADDED:
             elements += linear.out_features
@@ -164,7 +166,8 @@ def saved_per_token(block: nn.Module, dim: int, fused: bool) -> float:
     if hasattr(block, "moe"):
         # w1, w2, w3 of (E, H, D), (E, D, H), (E, H, D), or gpt-oss's (E, 2H, D), (E, D, H)
         hidden = sum(param.numel() for param in _experts(block)) / block.moe.experts.num_experts / dim
-        elements += block.moe.router.top_k * (dim + hidden * (1 if fused else 4 / 3) + 2 * dim)
+        inputs = 2 if hasattr(block.moe.experts, "w3") and hasattr(block.moe.experts, "mxfp8") and not fused else 1
+        elements += block.moe.router.top_k * (inputs * dim + hidden * (1 if fused else 4 / 3) + 2 * dim)
     return 2 * elements
 
 
