@@ -67,7 +67,7 @@ def operand(mx: MXTensor, mma: Mma, offs: torch.Tensor | None, rows: int, device
 def check_m_grouped(
     case: str,
     mma: Mma,
-    tiles: tuple[gemm.Tiles, ...] | None,
+    tiles: gemm.Tiles | None,
     *,
     c: int = 96,
     d: int = 160,
@@ -107,7 +107,7 @@ def check_m_grouped(
 def check_k_grouped(
     case: str,
     mma: Mma,
-    tiles: tuple[gemm.Tiles, ...] | None,
+    tiles: gemm.Tiles | None,
     *,
     n: int = 160,
     k: int = 96,
@@ -136,7 +136,7 @@ def check_k_grouped(
         assert size or not out[e].any(), f"expert {e} has no rows"
 
 
-def check_unusual_offs(mma: Mma, tiles: tuple[gemm.Tiles, ...] | None, device: str = "cpu") -> None:
+def check_unusual_offs(mma: Mma, tiles: gemm.Tiles | None, device: str = "cpu") -> None:
     """Offsets that lie apart in memory; and some past the last row, unchecked as on a GPU: nothing is written there."""
     sizes, m = [40, 0, 30, 50], 120
     offs = make_offs(sizes).repeat_interleave(2).to(device)[::2]
@@ -160,7 +160,7 @@ def check_unusual_offs(mma: Mma, tiles: tuple[gemm.Tiles, ...] | None, device: s
         assert relative_rms(gemm.multiply_k_grouped(a, b, given, FP32, mma, tiles).cpu(), dw) <= TOLERANCE[FP32]
 
 
-def check_nan_stays_in_its_group(mma: Mma, tiles: tuple[gemm.Tiles, ...] | None, device: str = "cpu") -> None:
+def check_nan_stays_in_its_group(mma: Mma, tiles: gemm.Tiles | None, device: str = "cpu") -> None:
     """A NaN in the first row of a group: its row of y, and its column of that group's dw, nothing else."""
     sizes, offs = [40, 30, 50], make_offs([40, 30, 50])
     x, w, dy = torch.randn(120, 64), torch.randn(3, 96, 64), torch.randn(120, 96)

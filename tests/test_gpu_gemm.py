@@ -31,42 +31,42 @@ def fresh_inputs():
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 def test_group_sizes(tiles: gemm.Tiles, case: str):
-    check_m(case, MMA, (tiles,))
-    check_m(case, MMA, (tiles,), d_major=True)
-    check_k(case, MMA, (tiles,))
+    check_m(case, MMA, tiles)
+    check_m(case, MMA, tiles, d_major=True)
+    check_k(case, MMA, tiles)
 
 
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 def test_many_tiles(tiles: gemm.Tiles):
     """More tiles than programs, bands of several rows, K and N that no tile divides."""
     for d_major in (False, True):
-        check_m("large", MMA, (tiles,), c=608, d=2336, d_major=d_major, bias_dtype=BF16, out_dtype=BF16)
-    check_k("large", MMA, (tiles,), n=2336, k=1568, out_dtype=BF16)
+        check_m("large", MMA, tiles, c=608, d=2336, d_major=d_major, bias_dtype=BF16, out_dtype=BF16)
+    check_k("large", MMA, tiles, n=2336, k=1568, out_dtype=BF16)
 
 
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 def test_formats_and_outputs(tiles: gemm.Tiles):
     for elem_dtype in (E4M3, E5M2):
         for block in ("1x32", "32x32"):
-            check_m("ragged", MMA, (tiles,), elem_dtype=elem_dtype, block=block)
-        check_k("ragged", MMA, (tiles,), elem_dtype=elem_dtype, out_dtype=BF16)
+            check_m("ragged", MMA, tiles, elem_dtype=elem_dtype, block=block)
+        check_k("ragged", MMA, tiles, elem_dtype=elem_dtype, out_dtype=BF16)
     for bias_dtype in (BF16, FP32):
         for out_dtype in (BF16, FP32):
-            check_m("ragged", MMA, (tiles,), bias_dtype=bias_dtype, out_dtype=out_dtype)
+            check_m("ragged", MMA, tiles, bias_dtype=bias_dtype, out_dtype=out_dtype)
     for c, d in ((32, 32), (64, 96), (224, 32)):
-        check_m("ragged", MMA, (tiles,), c=c, d=d)
-        check_k("ragged", MMA, (tiles,), n=c, k=d)
-    check_nan_stays_in_its_group(MMA, (tiles,), "cuda")
+        check_m("ragged", MMA, tiles, c=c, d=d)
+        check_k("ragged", MMA, tiles, n=c, k=d)
+    check_nan_stays_in_its_group(MMA, tiles, "cuda")
 
 
 @pytest.mark.parametrize("tiles", gemm.TILES["bf16"], ids=str)
 def test_pointers_and_fp8_operands(tiles: gemm.Tiles):
     """What SM80 runs, and FP8 operands where bf16 is multiplied."""
     for case in CASES:
-        check_m(case, "bf16", (tiles,))
-        check_k(case, "bf16", (tiles,))
-        check_m(case, "bf16", (tiles,), as_fp8=True)
-        check_k(case, "bf16", (tiles,), as_fp8=True)
+        check_m(case, "bf16", tiles)
+        check_k(case, "bf16", tiles)
+        check_m(case, "bf16", tiles, as_fp8=True)
+        check_k(case, "bf16", tiles, as_fp8=True)
 
 
 def problem(

@@ -46,13 +46,13 @@ def compile_all(target: str, mma: Mma, tiles: gemm.Tiles) -> dict[str, Kernel]:
     offs = torch.zeros(E, dtype=torch.int32)
     with compile_only(target) as compiled:
         x, w = stored(M, K, mma=mma, axis=1), stored(E, N, K, mma=mma, axis=2).mT
-        gemm.multiply_m_grouped(x, w, offs, torch.empty(E, N, dtype=BF16), BF16, mma, (tiles,))
+        gemm.multiply_m_grouped(x, w, offs, torch.empty(E, N, dtype=BF16), BF16, mma, tiles)
         kernels["forward"] = compiled[-1]
         dy, w = stored(M, N, mma=mma, axis=1), stored(E, N, K, mma=mma, axis=1)
-        gemm.multiply_m_grouped(dy, w, offs, None, BF16, mma, (tiles,))
+        gemm.multiply_m_grouped(dy, w, offs, None, BF16, mma, tiles)
         kernels["dgrad"] = compiled[-1]
         dy, x = stored(padded, N, mma=mma, axis=0).mT, stored(padded, K, mma=mma, axis=0)
-        gemm.multiply_k_grouped(dy, x, offs, BF16, mma, (tiles,))
+        gemm.multiply_k_grouped(dy, x, offs, BF16, mma, tiles)
         kernels["wgrad"] = compiled[-1]
     assert len(compiled) == 3
     return kernels

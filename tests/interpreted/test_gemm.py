@@ -1,7 +1,5 @@
 """The GEMM kernels against the reference, in the interpreter: every way to multiply, on this CPU."""
 
-from functools import partial
-
 import pytest
 import torch
 from gemm_checks import (
@@ -20,7 +18,7 @@ from titan_mxfp8.backends.triton import gemm
 
 MMAS = ("scaled", "bf16_tma", "bf16")
 # Small tiles: 160 rows then have bands, several tiles for each of the 3 programs, and tails on all sides.
-TILES = gemm.tiles_of((16, 64, 64, 4, 2, 1))
+TILES = gemm.Tiles(bm=16, bn=64, bc=64, warps=4, stages=2, programs=1)
 
 
 @pytest.mark.parametrize("mma", MMAS)
@@ -73,22 +71,23 @@ def test_unusual_offs(mma: str):
     check_unusual_offs(mma, TILES)
 
 
-def test_tiles_are_timed_once_for_a_family(monkeypatch):
-    """The slowest is listed first; two families of shapes are met thrice, the second while a graph is captured."""
-    tiles = gemm.tiles_of((128, 128, 64, 8, 3, 1), (64, 64, 64, 4, 3, 1))
-    timed, capturing = [], False
+@pytest.mark.parametrize(
+    "m, tokens, large",
+    [
+        (131072, None, True),
+        (131072, gemm.FEW_TOKENS, True),
+        (131072, gemm.FEW_TOKENS - 1, False),
+        (128 * 32, None, False),  # 32 x 4 large tiles for 132 processors
+        (128 * 33, None, True),
+    ],
+)
+def test_small_tiles_where_large_ones_would_be_few_or_short(m: int, tokens: int | None, large: bool):
+    both = gemm.TILES["bf16_tma"]
+    tiles = gemm.tiles_for("bf16_tma", (1, m, 1024), tokens, 132)
+    assert tiles == both[0 if large else 1]
 
-    def do_bench(launch, warmup: int, rep: int) -> float:
-        launch()
-        return float(timed[-1].bm)
 
-    monkeypatch.setattr(gemm, "_chosen", {})
-    monkeypatch.setattr(gemm.triton.testing, "do_bench", do_bench)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    choose = partial(gemm._choose, tiles=tiles, launch=timed.append, device=torch.device("cuda", 0))
-    for _ in range(3):
-        assert choose(("m", 1)) == tiles[1]
-    capturing = True
-    for _ in range(3):
-        assert choose(("m", 2)) == tiles[0]
-    assert timed == list(tiles)
+def test_what_the_backend_launches():
+    """With the tiles that it chooses itself."""
+    check_m_grouped("ragged", "bf16", None)
+    check_k_grouped("ragged", "bf16", None)

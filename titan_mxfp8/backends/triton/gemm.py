@@ -1,14 +1,13 @@
 """The grouped GEMMs: two persistent kernels, each with three ways to its tensor cores (``operands.Mma``).
 
 Tensor cores without MX get the dequantised values, which bf16 holds exactly (``MXTensor.is_dequantized``). On an H200
-that is 700 to 780 TFLOP/s, against 170 where the kernel itself multiplied FP8 elements by their scales: see
+that is 686 to 768 TFLOP/s, against 170 where the kernel itself multiplied FP8 elements by their scales: see
 ``results/2026-11-21_h200_triton_grouped_mm``. ``tl.dot_scaled`` is for hardware that decodes the scales: elsewhere
 Triton 3.6 to 3.8 emulate it, and get scale bytes 0 and 255 wrong.
 
 M tokens, N out features, K in features, E experts; C is a contraction axis and D the other one of ``b``.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -172,7 +171,8 @@ def _k_grouped_kernel(
             size = offset + M
         else:
             size = tl.load(offs + e) - offset
-        end = tl.minimum(start + tl.cdiv(size, ALIGNMENT) * ALIGNMENT, M)
+        # at most M; the compiler sees that it is a multiple of ALIGNMENT
+        end = start + tl.minimum(tl.cdiv(size, ALIGNMENT), (M - start) // ALIGNMENT) * ALIGNMENT
         last = (e + 1) * tiles_n * tiles_k
         while tile < last:
             tile_n, tile_k = _tile_of(tile - e * tiles_n * tiles_k, tiles_n, tiles_k, BAND)
@@ -219,25 +219,29 @@ class Tiles:
     programs: int
 
 
-def tiles_of(*rows: tuple[int, int, int, int, int, int]) -> tuple[Tiles, ...]:
-    """``Tiles`` of rows that list their fields."""
+def _large_and_small(*rows: tuple[int, int, int, int, int, int]) -> tuple[Tiles, Tiles]:
+    """Two ``Tiles`` of rows that list their fields."""
     names = ("bm", "bn", "bc", "warps", "stages", "programs")
-    return tuple(Tiles(**dict(zip(names, row, strict=True))) for row in rows)
+    large, small = (Tiles(**dict(zip(names, row, strict=True))) for row in rows)
+    return large, small
 
 
-# What is timed once per family of shapes; the first is used where nothing can be timed. 64 rows are for experts with
-# few tokens. tests/test_triton_gemm_aot.py holds all to no spills and to the shared memory there is (SM89 has 99 KiB,
-# gfx942 64). AMD's scheduler keeps one stage fewer in flight, and spills with three.
-TILES: dict[Mma, tuple[Tiles, ...]] = {
-    "scaled": tiles_of((128, 256, 128, 8, 3, 1), (128, 128, 128, 4, 3, 2)),
-    "bf16_tma": tiles_of((128, 256, 64, 8, 4, 1), (128, 256, 64, 8, 3, 1), (128, 128, 64, 4, 3, 2)),
-    "bf16": tiles_of((128, 128, 64, 8, 3, 1), (64, 128, 64, 4, 3, 2)),
+# The large and the small tiles of each way. Those of bf16_tma were chosen on an H200 (results/2026-11-21_h200_triton_
+# grouped_mm), the others have never run on their hardware. tests/test_triton_gemm_aot.py holds all to no spills and to
+# the shared memory there is (SM89 has 99 KiB, gfx942 64). AMD's scheduler keeps one stage fewer in flight, and spills
+# with three.
+TILES: dict[Mma, tuple[Tiles, Tiles]] = {
+    "scaled": _large_and_small((128, 256, 128, 8, 3, 1), (128, 128, 128, 4, 3, 2)),
+    "bf16_tma": _large_and_small((128, 256, 64, 8, 4, 1), (128, 128, 64, 4, 3, 2)),
+    "bf16": _large_and_small((128, 128, 64, 8, 3, 1), (64, 128, 64, 4, 3, 2)),
 }
-AMD_TILES: dict[Mma, tuple[Tiles, ...]] = {
-    "scaled": tiles_of((256, 128, 128, 8, 2, 1), (128, 128, 128, 4, 2, 2)),
-    "bf16": tiles_of((128, 256, 64, 8, 2, 1), (128, 128, 64, 8, 2, 2), (64, 128, 64, 4, 2, 2)),
+AMD_TILES: dict[Mma, tuple[Tiles, Tiles]] = {
+    "scaled": _large_and_small((256, 128, 128, 8, 2, 1), (128, 128, 128, 4, 2, 2)),
+    "bf16": _large_and_small((128, 256, 64, 8, 2, 1), (128, 128, 64, 8, 2, 2)),
 }
-_chosen: dict[tuple, Tiles] = {}
+# A tile of the weight gradient contracts one group's tokens. With 512 in a group (8 groups) small tiles took 9% less
+# time than large ones on an H200, with 1000 (32 groups) as long.
+FEW_TOKENS = 768
 
 
 def gemm_m_grouped(
@@ -260,8 +264,8 @@ def gemm_k_grouped(a: MXTensor, b: MXTensor, offs: torch.Tensor | None, *, out_d
 def wgrad_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
     """``format.reference.wgrad_bf16``.
 
-    On an H200 this kernel takes as long as torch's (from 3% less to, with 256 tokens in a group, 13% more), which wants
-    another pass over the result for the empty groups.
+    Torch's kernel wants another pass over the result for the empty groups. On an H200 this one takes as long with 1000
+    tokens in each of 32 groups or more, 24% longer with 256 in each of 64, 36% with at most 44.
     """
     if offs is None or mma_for(dy_MN.device) != "bf16_tma":
         return reference.wgrad_bf16(dy_MN, x_MK, offs)
@@ -277,9 +281,9 @@ def multiply_m_grouped(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     mma: Mma,
-    candidates: tuple[Tiles, ...] | None = None,
+    tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """``gemm_m_grouped`` with a given ``Mma`` and, for measurements, other tiles than ``TILES``."""
+    """``gemm_m_grouped`` with a given ``Mma`` and, for measurements, given tiles."""
     a_MC, a_scale = _operand(a, mma)
     b_ECD, b_scale = _operand(b, mma)
     (m, c), (experts, _, d) = a.shape, b.shape
@@ -290,17 +294,19 @@ def multiply_m_grouped(
     offs = None if offs is None else offs.contiguous()
     bias = None if bias is None else bias.contiguous()
 
-    def launch(tiles: Tiles) -> None:
-        a_arg, b_arg = a_MC, b_ECD
-        if mma == "bf16_tma":
-            a_arg = TensorDescriptor.from_tensor(a_MC, [tiles.bm, tiles.bc])
-            if d_major:
-                b_arg = TensorDescriptor.from_tensor(b_ECD, [1, tiles.bc, tiles.bn])
-            else:
-                b_arg = TensorDescriptor.from_tensor(b_ECD.mT, [1, tiles.bn, tiles.bc])
-        count = (ceil_div(m, tiles.bm) + experts) * ceil_div(d, tiles.bn)  # at most
-        programs = _programs(count, tiles.programs, a_MC.device)
-        _m_grouped_kernel[(programs,)](
+    processors = _processors(a_MC.device)
+    if tiles is None:
+        tiles = tiles_for(mma, (1, m, d), None, processors)
+    a_arg, b_arg = a_MC, b_ECD
+    if mma == "bf16_tma":
+        a_arg = TensorDescriptor.from_tensor(a_MC, [tiles.bm, tiles.bc])
+        if d_major:
+            b_arg = TensorDescriptor.from_tensor(b_ECD, [1, tiles.bc, tiles.bn])
+        else:
+            b_arg = TensorDescriptor.from_tensor(b_ECD.mT, [1, tiles.bn, tiles.bc])
+    count = (ceil_div(m, tiles.bm) + experts) * ceil_div(d, tiles.bn)  # at most
+    with torch.accelerator.device_index(a_MC.device.index):
+        _m_grouped_kernel[(min(count, processors * tiles.programs),)](
             a_arg, a_scale, b_arg, b_scale, bias, out_MD, offs, m, c, d, experts,
             a_MC.stride(0), a_MC.stride(1), a_scale.stride(0),
             *b_ECD.stride(), b_scale.stride(0), b_scale.stride(-1),
@@ -308,11 +314,6 @@ def multiply_m_grouped(
             SCALE_D=BLOCK_SIZE if b.block == "32x32" else 1, D_MAJOR=d_major, EVEN=c % tiles.bc == 0,
             BM=tiles.bm, BN=tiles.bn, BC=tiles.bc, BAND=BAND, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
-
-    family = ("m", mma, m.bit_length(), c, d, experts, d_major, b.block, bias is None)
-    family = (*family, a_MC.dtype, b_ECD.dtype, out_dtype)
-    with torch.accelerator.device_index(a_MC.device.index):
-        launch(_choose(family, candidates or _candidates(mma), launch, a_MC.device))
     return out_MD
 
 
@@ -322,9 +323,9 @@ def multiply_k_grouped(
     offs: torch.Tensor | None,
     out_dtype: torch.dtype,
     mma: Mma,
-    candidates: tuple[Tiles, ...] | None = None,
+    tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """``gemm_k_grouped`` with a given ``Mma`` and, for measurements, other tiles than ``TILES``."""
+    """``gemm_k_grouped`` with a given ``Mma`` and, for measurements, given tiles."""
     alignment = 1 if a.is_dequantized or a.shape[1] % BLOCK_SIZE else BLOCK_SIZE  # of the groups
     assert a.is_dequantized == b.is_dequantized, "one operand is padded, the other is not"
     if mma == "bf16_tma" and not a.is_dequantized:
@@ -338,23 +339,21 @@ def multiply_k_grouped(
     out_ENK = torch.empty((experts, n, k), dtype=out_dtype, device=a_NM.device)
     offs = None if offs is None else offs.contiguous()
 
-    def launch(tiles: Tiles) -> None:
-        a_arg, b_arg = a_NM, b_MK
-        if mma == "bf16_tma":
-            a_arg = TensorDescriptor.from_tensor(a_NM.mT, [tiles.bc, tiles.bm])
-            b_arg = TensorDescriptor.from_tensor(b_MK, [tiles.bc, tiles.bn])
-        count = experts * ceil_div(n, tiles.bm) * ceil_div(k, tiles.bn)
-        programs = _programs(count, tiles.programs, a_NM.device)
-        _k_grouped_kernel[(programs,)](
+    processors = _processors(a_NM.device)
+    if tiles is None:
+        tiles = tiles_for(mma, (experts, n, k), m // experts, processors)
+    a_arg, b_arg = a_NM, b_MK
+    if mma == "bf16_tma":
+        a_arg = TensorDescriptor.from_tensor(a_NM.mT, [tiles.bc, tiles.bm])
+        b_arg = TensorDescriptor.from_tensor(b_MK, [tiles.bc, tiles.bn])
+    count = experts * ceil_div(n, tiles.bm) * ceil_div(k, tiles.bn)
+    with torch.accelerator.device_index(a_NM.device.index):
+        _k_grouped_kernel[(min(count, processors * tiles.programs),)](
             a_arg, a_scale, b_arg, b_scale, out_ENK, offs, m, n, k, experts,
             *a_NM.stride(), a_scale.stride(0), *b_MK.stride(), b_scale.stride(-1),
             MMA=mma, A_FORMAT=_FORMAT[a_NM.dtype], B_FORMAT=_FORMAT[b_MK.dtype], ALIGNMENT=alignment,
             BM=tiles.bm, BN=tiles.bn, BC=tiles.bc, BAND=BAND, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
-
-    family = ("k", mma, m.bit_length(), n, k, experts, alignment, a_NM.dtype, b_MK.dtype, out_dtype)
-    with torch.accelerator.device_index(a_NM.device.index):
-        launch(_choose(family, candidates or _candidates(mma), launch, a_NM.device))
     return out_ENK
 
 
@@ -365,25 +364,25 @@ def _operand(mx: MXTensor, mma: Mma) -> tuple[torch.Tensor, torch.Tensor]:
     return (mx.qdata if mx.is_dequantized else dequantize(mx, torch.bfloat16)), mx.scale
 
 
-def _candidates(mma: Mma) -> tuple[Tiles, ...]:
-    return AMD_TILES[mma] if torch.version.hip else TILES[mma]
+def tiles_for(mma: Mma, out: tuple[int, int, int], tokens: int | None, processors: int) -> Tiles:
+    """The large tiles, but the small ones where fewer large ones than ``processors`` would leave some idle, or where a
+    tile contracts few tokens.
 
+    Args:
+        mma: how tiles are multiplied.
+        out: matrices of the output, their rows and columns.
+        tokens: in a group, on average, if they are what is contracted; else None.
+        processors: multiprocessors of the GPU.
 
-def _programs(tiles: int, each: int, device: torch.device) -> int:
-    """``each`` for every multiprocessor, at most one for every tile."""
-    if device.type != "cuda":
-        return min(tiles, 3)
-    return min(tiles, each * torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _choose(family: tuple, tiles: tuple[Tiles, ...], launch: Callable[[Tiles], None], device: torch.device) -> Tiles:
-    """The fastest of ``tiles`` for a family of shapes, timed when the family is first met.
-
-    Nothing can be timed on the CPU nor while a CUDA graph is captured: a family not met before gets the first.
+    Nothing is timed in a training step: that would stall the other ranks, and could pick other sums on each.
     """
-    key = (family, tiles, device)
-    if key not in _chosen:
-        if len(tiles) == 1 or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return tiles[0]
-        _chosen[key] = min(tiles, key=lambda config: triton.testing.do_bench(lambda: launch(config), 5, 20))
-    return _chosen[key]
+    large, small = (AMD_TILES if torch.version.hip else TILES)[mma]
+    matrices, rows, columns = out
+    count = matrices * ceil_div(rows, large.bm) * ceil_div(columns, large.bn)
+    few = count < processors or (tokens is not None and tokens < FEW_TOKENS)
+    return small if few else large
+
+
+def _processors(device: torch.device) -> int:
+    """Multiprocessors; off the GPU 3, so that the interpreter's programs have several tiles each."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
