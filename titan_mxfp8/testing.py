@@ -48,7 +48,7 @@ class PadShape:
     b200_us: tuple[float, float]
 
 
-# The two layers of the speed bar.
+# Experts of Llama4 and DeepSeek-V3, at the numbers of tokens that torchao's README times.
 README_SHAPES = (
     GroupedShape(name="llama4", m=131072, n=8192, k=5120, groups=8, why="Llama4 Scout experts, 16 sequences of 8192"),
     GroupedShape(name="dsv3", m=131072, n=2048, k=7168, groups=8, why="DeepSeek-V3 experts: small n"),
