@@ -12,8 +12,6 @@ Writes data.csv (a row for each step), table.csv (a row for each run) and env.js
 
 import argparse
 import dataclasses
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -21,17 +19,12 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from compare_runs import Run, read_run, write_rows
+from runs import TRAIN, Run, ending, launch, read_run, split_flags
 
-from titan_mxfp8.recipe import get_recipe
-from titan_mxfp8.testing import environment, format_table, write_results
+from titan_mxfp8.recipe import GROUPED_MM, LINEAR, get_recipe
+from titan_mxfp8.testing import environment, format_table, write_results, write_rows
 
-CONVERTERS = {
-    "bf16": (),
-    "grouped": ("quantize.grouped_mm.mx",),
-    "linears": ("quantize.linear.mx",),
-    "both": ("quantize.grouped_mm.mx", "quantize.linear.mx"),
-}
+CONVERTED_BY = {"bf16": (), "grouped": (GROUPED_MM,), "linears": (LINEAR,), "both": (GROUPED_MM, LINEAR)}
 
 
 def flags_of(name: str) -> list[str]:
@@ -42,10 +35,10 @@ def flags_of(name: str) -> list[str]:
     """
     what, _, recipe = name.partition(":")
     what, rebase, _ = what.partition("+rebase")
-    if what not in CONVERTERS or (what == "bf16" and (recipe or rebase)):
-        raise ValueError(f"unknown run {name!r}: WHAT, WHAT:RECIPE or WHAT+rebase:RECIPE, WHAT of {list(CONVERTERS)}")
-    flags = [f"--model.converters={','.join(CONVERTERS[what])}"]
-    for converter in CONVERTERS[what]:
+    if what not in CONVERTED_BY or (what == "bf16" and (recipe or rebase)):
+        raise ValueError(f"unknown run {name!r}: WHAT, WHAT:RECIPE or WHAT+rebase:RECIPE, WHAT of {list(CONVERTED_BY)}")
+    flags = [f"--model.converters={','.join(CONVERTED_BY[what])}"]
+    for converter in CONVERTED_BY[what]:
         if recipe:
             flags.append(f"--{converter}.recipe_name={get_recipe(recipe).name}")
         if rebase:
@@ -66,19 +59,15 @@ def train(name: str, folder: Path, args: argparse.Namespace) -> Run:
     except ValueError:
         pass  # no such run yet
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ngpu}"]
-    command += ["--local-ranks-filter=0", "-m", "torchtitan.train", f"--job.config_file={args.config}"]
-    command += [f"--job.dump_folder={folder}", f"--training.steps={args.steps}", *flags_of(name), *args.flags]
-    command += ["--metrics.log_freq=1", "--metrics.enable_tensorboard", "--metrics.no-enable_wandb"]
+    flags = [f"--job.config_file={args.config}", f"--job.dump_folder={folder}", f"--training.steps={args.steps}"]
+    flags += [*flags_of(name), *args.flags]
+    flags += ["--metrics.log_freq=1", "--metrics.enable_tensorboard", "--metrics.no-enable_wandb"]
     # Tokenizing in the training process would count as a part of each step.
-    command += ["--training.dataloader.num_workers=1", "--training.dataloader.prefetch_factor=4"]
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.ngpu)))
-    with (folder / "log").open("w") as log:
-        status = subprocess.run(
-            command, env=os.environ | {"OMP_NUM_THREADS": threads}, stdout=log, stderr=subprocess.STDOUT
-        ).returncode
-    if status:
-        raise ValueError(f"run {name} failed, {folder / 'log'} ends:\n{(folder / 'log').read_text()[-3000:]}")
+    flags += ["--training.dataloader.num_workers=1", "--training.dataloader.prefetch_factor=4"]
+    log = folder / "log"
+    log.unlink(missing_ok=True)  # of an attempt that failed
+    if launch(args.ngpu, [*TRAIN, *flags], log).wait():
+        raise ValueError(f"run {name} failed, {ending(log)}")
     return dataclasses.replace(read_run(folder), name=name)
 
 
@@ -121,11 +110,8 @@ def main(argv: Sequence[str]) -> None:
         help="start no run that would end later than this",
     )
     add("--out", type=Path, default=Path("outputs/bench_training"), help="[%(default)s]")
-    own, flags = list(argv), []
-    if "--" in own:
-        own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
-    args = parser.parse_args(own)
-    args.flags = flags
+    own, flags = split_flags(argv)
+    args = parser.parse_args(own, argparse.Namespace(flags=flags))
     started, longest, runs = time.monotonic(), 0.0, []
     try:
         if args.warmup >= args.steps:

@@ -22,7 +22,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +32,7 @@ from itertools import cycle
 from pathlib import Path
 
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from runs import LOSS, cores_each, launch, read_tensorboard, tensorboard_logs
 from tokenizers import Tokenizer
 
 from titan_mxfp8 import backends
@@ -43,6 +42,7 @@ ROOT = Path(__file__).parent.parent
 ASSETS = ROOT / "train_configs" / "assets"
 MODELS = ("llama4", "deepseek_v3")
 SEQ_LEN = 128
+GRAD_NORM = "grad_norm"
 BATCH = 2  # sequences of one rank in one microbatch
 TIME_LIMIT = "not run: time limit"
 STALL_S = 240  # of a run, imports and compilation included
@@ -302,16 +302,8 @@ class Comparison:
         number = time.monotonic_ns()
         config, log = self.work / f"runs_{number}.json", self.work / f"log_{number}"
         config.write_text(json.dumps(runs))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        with log.open("w") as file:
-            process = subprocess.Popen(
-                [*command, str(ROOT / "scripts" / "train_many.py"), str(config)],
-                cwd=ROOT,
-                env=os.environ | self.environment(processes),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-            )
+        program = [str(ROOT / "scripts" / "train_many.py"), str(config)]
+        process = launch(processes, program, log, self.environment(processes), jobs=self.args.jobs, cwd=ROOT)
         done, since = 0, time.monotonic()
         while process.poll() is None:
             time.sleep(0.2)
@@ -325,11 +317,9 @@ class Comparison:
         return log, reason_of_failure(log.read_text()) if process.returncode else ""
 
     def environment(self, processes: int) -> dict[str, str]:
-        threads = str(max(1, (os.cpu_count() or 1) // (processes * self.args.jobs)))
         own = {
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-            "TORCHINDUCTOR_COMPILE_THREADS": threads,
+            "TORCHINDUCTOR_COMPILE_THREADS": str(cores_each(processes * self.args.jobs)),
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_CACHE": str(self.work / "datasets"),
             "WANDB_MODE": "disabled",
@@ -360,7 +350,9 @@ class Comparison:
             if problems:
                 continue
             try:
-                (losses, norms), (twin_losses, twin_norms) = (read_run(self.folder(r), self.args.steps) for r in pair)
+                (losses, norms), (twin_losses, twin_norms) = (
+                    losses_and_norms(self.folder(r), self.args.steps) for r in pair
+                )
             except ValueError as error:
                 problems.append(str(error))
                 continue
@@ -400,23 +392,20 @@ def make_rows(count: int) -> list[str]:
     return rows
 
 
-def read_run(folder: Path, steps: int) -> tuple[dict[int, float], dict[int, float]]:
+def losses_and_norms(folder: Path, steps: int) -> tuple[dict[int, float], dict[int, float]]:
     """Loss and gradient norm by step, from the run's TensorBoard log.
 
     Raises:
         ValueError: not one log with every step.
     """
-    logs = list(folder.rglob("events.out.tfevents.*"))
+    logs = tensorboard_logs(folder)
     if len(logs) != 1:
         raise ValueError(f"{folder.name}: {len(logs)} TensorBoard logs")
-    log = EventAccumulator(str(logs[0]), size_guidance={"scalars": 0}).Reload()
-    by_tag = []
-    for tag in ("loss_metrics/global_avg_loss", "grad_norm"):
-        events = log.Scalars(tag) if tag in log.Tags()["scalars"] else []
-        by_tag.append({event.step: event.value for event in events})
-        if sorted(by_tag[-1]) != list(range(1, steps + 1)):
-            raise ValueError(f"{folder.name}: {tag} logged at steps {sorted(by_tag[-1])}")
-    loss, norm = by_tag
+    scalars = read_tensorboard(folder)
+    loss, norm = (scalars.get(tag, {}) for tag in (LOSS, GRAD_NORM))
+    for tag, by_step in ((LOSS, loss), (GRAD_NORM, norm)):
+        if sorted(by_step) != list(range(1, steps + 1)):
+            raise ValueError(f"{folder.name}: {tag} logged at steps {sorted(by_step)}")
     return loss, norm
 
 

@@ -16,52 +16,24 @@ batches or data are refused. Writes losses.csv, table.csv and losses.png.
 """
 
 import argparse
-import csv
-import json
 import math
-import re
-import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median, stdev
 
-from titan_mxfp8.testing import format_table
+from runs import Run, read_run
 
-LOSS = "loss_metrics/global_avg_loss"
-THROUGHPUT = "throughput(tps)"
-MEMORY = "memory/max_reserved(GiB)"
+from titan_mxfp8.testing import format_table, write_rows
+
 # What must agree for two losses to be comparable: the fields of TorchTitan's config, by section.
 SAME = {
     "model": ("name", "flavor"),
     "training": ("seq_len", "local_batch_size", "global_batch_size", "dataset", "dataset_path"),
     "optimizer": ("name", "lr"),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Scalars by step: mean loss in nats per token, tokens per second per device, peak memory in GiB.
-
-    ``config`` is TorchTitan's, as the run saved it (``job_config.json``, or wandb's config); empty where it saved none.
-    """
-
-    name: str
-    loss: dict[int, float]
-    tps: dict[int, float]
-    memory: dict[int, float]
-    config: dict[str, dict]
-
-    @property
-    def group(self) -> str:
-        return self.name.rpartition("-seed")[0] if self.seed is not None else self.name
-
-    @property
-    def seed(self) -> int | None:
-        found = re.search(r"-seed(\d+)$", self.name)
-        return None if found is None else int(found[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,82 +45,6 @@ class Verdict:
     standard_error: float | None
     band: float | None
     text: str | None
-
-
-def read_run(folder: Path) -> Run:
-    """Reads a run's dump folder. Of a step that was logged twice, as after a resume, the later value counts.
-
-    Raises:
-        ValueError: no log there, or one without losses.
-    """
-    folder = folder.resolve()
-    logs = sorted(folder.rglob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime)
-    offline = sorted(folder.rglob("*.wandb"), key=lambda path: path.stat().st_mtime)
-    scalars: dict[str, dict[int, float]] = {tag: {} for tag in (LOSS, THROUGHPUT, MEMORY)}
-    config: dict[str, dict] = {}
-    if logs:
-        for path in logs:
-            read_tensorboard(path, scalars)
-    elif offline:
-        for path in offline:
-            config = read_wandb(path, scalars) or config
-    else:
-        raise ValueError(
-            f"{folder} holds no TensorBoard or offline wandb log: train with metrics.enable_tensorboard = true"
-        )
-    if not scalars[LOSS]:
-        raise ValueError(f"{(logs or offline)[-1]} holds no {LOSS}: the run ended before its first log")
-    saved = folder / "job_config.json"
-    if saved.is_file():
-        config = json.loads(saved.read_text())
-    return Run(name=folder.name, loss=scalars[LOSS], tps=scalars[THROUGHPUT], memory=scalars[MEMORY], config=config)
-
-
-def read_tensorboard(path: Path, scalars: dict[str, dict[int, float]]) -> None:
-    """Adds the values by step of the wanted tags, the keys of ``scalars``, from one event file."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    log = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
-    for tag in scalars.keys() & set(log.Tags()["scalars"]):
-        scalars[tag] |= {event.step: event.value for event in log.Scalars(tag)}
-
-
-def read_wandb(path: Path, scalars: dict[str, dict[int, float]]) -> dict[str, dict]:
-    """Adds the values by step of the wanted keys from an offline run's ``.wandb`` file, and returns its config."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    config = {}
-    for data in wandb_records(path.read_bytes()):
-        record = Record.FromString(data)
-        for update in (*record.run.config.update, *record.config.update):
-            config[update.key] = json.loads(update.value_json)
-        for item in record.history.item:
-            key = item.key or "/".join(item.nested_key)
-            if key in scalars:
-                scalars[key][record.history.step.num] = float(json.loads(item.value_json))
-    return config
-
-
-def wandb_records(log: bytes) -> Iterator[bytes]:
-    """The records of a ``.wandb`` file: 7 bytes that name the format, then LevelDB's log format.
-
-    Blocks of 32 KiB, the first with the 7 bytes in it, hold fragments: checksum (4 bytes), length (2), type (1: whole
-    record, 2: first, 3: middle, 4: last part), data. No fragment starts in the last 6 bytes of a block. A record that
-    a killed run left unfinished at the end is dropped.
-    """
-    position, parts = 7, b""
-    while position + 7 <= len(log):
-        if 32768 - position % 32768 < 7:
-            position += 32768 - position % 32768
-            continue
-        length, kind = struct.unpack_from("<HB", log, position + 4)
-        data = log[position + 7 : position + 7 + length]
-        if kind == 0 or len(data) < length:
-            return
-        position += 7 + length
-        parts = data if kind in (1, 2) else parts + data
-        if kind in (1, 4):
-            yield parts
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
@@ -277,13 +173,6 @@ def loss_table(runs: Sequence[Run], count: int = 12) -> list[dict[str, object]]:
             row[f"{run.name} - {runs[0].name}"] = f"{run.loss[step] - runs[0].loss[step]:+.4f}"
         rows.append(row)
     return rows
-
-
-def write_rows(path: Path, rows: Sequence[dict[str, object]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def curves(runs: Sequence[Run]) -> list[dict[str, object]]:

@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from runs import TRAIN, ending, launch, split_flags
 
-from titan_mxfp8.recipe import get_recipe
+from titan_mxfp8.recipe import GROUPED_MM, LINEAR, get_recipe
 
-CONVERTERS = ("quantize.grouped_mm.mx", "quantize.linear.mx")
+CONVERTERS = (GROUPED_MM, LINEAR)
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 
 
@@ -76,27 +77,19 @@ def start(run: StudyRun, args: argparse.Namespace, slot: int, gpus: int) -> Goin
     if run.folder.exists() and not run.has_checkpoint:
         shutil.rmtree(run.folder)  # logs of steps that will be run again
     run.folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ngpu}"]
-    command += ["--local-ranks-filter=0", "-m", "torchtitan.train", *flags_of(run, args.config, args.checkpoint_every)]
-    threads = str(max(1, (os.cpu_count() or 1) // (args.jobs * args.ngpu)))
-    environment = os.environ | {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-        "WANDB_RUN_NAME": run.folder.name,
-        "WANDB_RUN_GROUP": args.out.name,
-    }
+    environment = {"WANDB_RUN_NAME": run.folder.name, "WANDB_RUN_GROUP": args.out.name}
     if gpus:
         mine = [str((slot * args.ngpu + i) % gpus) for i in range(args.ngpu)]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
     print(f"{run.folder.name}: started{' from its checkpoint' if run.has_checkpoint else ''}", flush=True)
-    with (run.folder / "log").open("a") as log:
-        process = subprocess.Popen(
-            [*command, *args.flags],
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C reaches the study alone, which then stops its runs
-        )
+    process = launch(
+        args.ngpu,
+        [*TRAIN, *flags_of(run, args.config, args.checkpoint_every), *args.flags],
+        run.folder / "log",
+        environment,
+        jobs=args.jobs,
+        start_new_session=True,  # Ctrl-C reaches the study alone, which then stops its runs
+    )
     return Going(run=run, slot=slot, process=process, started=time.monotonic())
 
 
@@ -117,8 +110,7 @@ def close(going: Going) -> str:
     """Notes how an ended run ended."""
     name, seconds = going.run.folder.name, time.monotonic() - going.started
     if going.process.returncode:
-        tail = (going.run.folder / "log").read_text(errors="replace")[-3000:]
-        print(f"{name}: failed after {seconds:.0f} s, {going.run.folder / 'log'} ends:\n{tail}", flush=True)
+        print(f"{name}: failed after {seconds:.0f} s, {ending(going.run.folder / 'log')}", flush=True)
         return FAILED
     (going.run.folder / "finished.json").write_text(json.dumps({"seconds": round(seconds, 1)}) + "\n")
     shutil.rmtree(going.run.folder / "checkpoint", ignore_errors=True)
@@ -229,11 +221,8 @@ def main(argv: Sequence[str]) -> None:
         help="0: no checkpoints, runs that stop start anew [500]",
     )
     add("--window", type=float, default=0.1, help="of compare_runs.py [0.1]")
-    own, flags = list(argv), []
-    if "--" in own:
-        own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
-    args = parser.parse_args(own)
-    args.flags = flags
+    own, flags = split_flags(argv)
+    args = parser.parse_args(own, argparse.Namespace(flags=flags))
     args.out = args.out or Path("outputs") / f"study_{args.config.stem}"
     try:
         check(args)

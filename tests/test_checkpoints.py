@@ -4,17 +4,17 @@ import copy
 import json
 from pathlib import Path
 
+import compare_layouts
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torchtitan.config import JobConfig
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, deepseekv3_args
-from training import kill_when, load_script, losses, start, train
+from training import kill_when, losses, start, train
 
 from titan_mxfp8.plugin import flavors
 
-compare_layouts = load_script("compare_layouts")
 IN_STEP, STEPS = 4, 7  # sequences in a step
 # Largest loss difference at any step; measured 3.6e-4 (and 1.0e-4 at the last) of a fall by 1.2.
 TOLERANCE = 2e-3

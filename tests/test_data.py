@@ -1,15 +1,14 @@
 """The shipped text and tokenizer (train_configs/assets) and the script that makes them (scripts/make_data.py)."""
 
 import hashlib
-import importlib.util
 import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import datasets
+import make_data
 import pytest
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
@@ -20,16 +19,6 @@ VOCAB_SIZE = 2048
 BOS_ID, EOS_ID = 0, 1
 
 needs_dpkg = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="builds small .deb files with dpkg-deb")
-
-
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_data", ROOT / "scripts" / "make_data.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-make_data = load_script()
 
 
 @pytest.fixture(scope="module")

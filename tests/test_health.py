@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import training
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from runs import read_tensorboard, tensorboard_logs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -144,10 +144,8 @@ def test_compiled_modules_count_without_compiling_again() -> None:
 
 def health_of(out: Path) -> dict[str, dict[int, float]]:
     """The health scalars of a run, by tag and step."""
-    (path,) = out.rglob("events.out.tfevents.*")
-    log = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
-    tags = [tag for tag in log.Tags()["scalars"] if tag.startswith("mx_health/")]
-    return {tag: {event.step: event.value for event in log.Scalars(tag)} for tag in tags}
+    assert len(tensorboard_logs(out)) == 1
+    return {tag: by_step for tag, by_step in read_tensorboard(out).items() if tag.startswith("mx_health/")}
 
 
 def test_every_rank_adds_to_the_health_that_is_logged_every_n_steps(tmp_path: Path) -> None:

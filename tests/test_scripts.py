@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import toy_moe
 from torch.utils.tensorboard import SummaryWriter
 
 from titan_mxfp8 import mxfp8_grouped_mm
@@ -41,15 +42,12 @@ def write_run(folder: Path, losses: list[float], config: dict[str, dict] | None 
 
 def call(script: str, *arguments: object) -> str:
     """What ``scripts/<script>.py`` prints with these arguments, in this process; or the message that it ends with."""
-    sys.path.insert(0, str(ROOT / "scripts"))
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
             importlib.import_module(script).main([*map(str, arguments)])
     except SystemExit as exit:
         return str(exit.code)
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
     return printed.getvalue()
 
 
@@ -232,9 +230,7 @@ def test_bench_training_tables_its_runs_and_does_none_twice(tmp_path: Path, stub
     assert "unknown run 'fp8'" in call("bench_training", *arguments, "fp8")
 
 
-def test_the_toy_moe_learns_in_mxfp8_and_its_gates_see_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    toy_moe = importlib.import_module("toy_moe")
+def test_the_toy_moe_learns_in_mxfp8_and_its_gates_see_what_does_not() -> None:
     problem = toy_moe.make_problem(2, torch.device("cpu"))
     bf16 = toy_moe.train(problem, torch._grouped_mm)
     for recipe in ("mxfp8", "mxfp8_2d"):

@@ -1,16 +1,13 @@
 """Runs TorchTitan's own ``torchtitan.train`` on the debug TOMLs in subprocesses, and reads their losses back."""
 
-import importlib.util
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from runs import LOSS, launch, read_tensorboard
 
 ROOT = Path(__file__).parent.parent
 BF16 = "--model.converters="
@@ -23,14 +20,6 @@ LAYOUTS = {
 }
 
 
-def load_script(name: str) -> ModuleType:
-    """A module of ``scripts/``."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def start(
     out: Path,
     model: str,
@@ -41,18 +30,10 @@ def start(
     """Starts a training run of ``train_configs/debug_<model>.toml``; its output goes to ``out/log``."""
     processes, layout_flags = LAYOUTS[layout]
     out.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["-m", "torchtitan.train", f"--job.config_file=train_configs/debug_{model}.toml"]
+    program = ["-m", "torchtitan.train", f"--job.config_file=train_configs/debug_{model}.toml"]
+    program += [f"--job.dump_folder={out}", *layout_flags, *flags]
     own = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
-    with (out / "log").open("a") as log:
-        return subprocess.Popen(
-            [*command, f"--job.dump_folder={out}", *layout_flags, *flags],
-            cwd=ROOT,
-            env=os.environ | own | (environment or {}),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-        )
+    return launch(processes, program, out / "log", own | (environment or {}), cwd=ROOT)
 
 
 def train(out: Path, model: str, *flags: str, **kwargs) -> dict[int, float]:
@@ -90,9 +71,4 @@ def descendants(pid: int) -> list[int]:
 
 def losses(out: Path) -> dict[int, float]:
     """Loss by step from all TensorBoard logs of a run; a step that was run again counts as the later run had it."""
-    by_step = {}
-    for path in sorted(out.rglob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime):
-        log = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
-        if "loss_metrics/global_avg_loss" in log.Tags()["scalars"]:
-            by_step |= {event.step: event.value for event in log.Scalars("loss_metrics/global_avg_loss")}
-    return by_step
+    return read_tensorboard(out).get(LOSS, {})

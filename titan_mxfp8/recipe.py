@@ -57,6 +57,11 @@ _TABLE = {
 RECIPES: dict[str, Recipe] = {name: recipe for recipe, aliases in _TABLE.items() for name in (recipe.name, *aliases)}
 
 
+# TorchTitan's names for the converters of the routed experts and of the linears, each of which takes a recipe.
+GROUPED_MM = "quantize.grouped_mm.mx"
+LINEAR = "quantize.linear.mx"
+
+
 def get_recipe(recipe: str | Recipe) -> Recipe:
     """The ``Recipe`` of a name or alias; a ``Recipe`` is returned as it is.
 

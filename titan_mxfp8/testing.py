@@ -218,14 +218,18 @@ def environment(device: torch.device | str = "cuda") -> dict[str, str]:
 
 
 def write_results(folder: Path, rows: Sequence[dict[str, object]], env: dict[str, str]) -> None:
-    """Writes ``data.csv`` (a column for each key of any row, in order of appearance) and ``env.json``."""
+    """Writes ``data.csv`` and ``env.json``."""
     folder.mkdir(parents=True, exist_ok=True)
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    with (folder / "data.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
+    write_rows(folder / "data.csv", rows)
+    (folder / "env.json").write_text(json.dumps(env, indent=2) + "\n")
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, object]]) -> None:
+    """Writes a CSV with a column for each key of any row, in order of appearance."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
         writer.writeheader()
         writer.writerows(rows)
-    (folder / "env.json").write_text(json.dumps(env, indent=2) + "\n")
 
 
 def format_table(rows: Sequence[dict[str, object]]) -> str:

@@ -1,0 +1,176 @@
+"""TorchTitan runs, for the other scripts: starting them, and reading back what they logged."""
+
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TRAIN = ("--local-ranks-filter=0", "-m", "torchtitan.train")  # of the processes, the first one's output
+LOSS = "loss_metrics/global_avg_loss"
+THROUGHPUT = "throughput(tps)"
+MEMORY = "memory/max_reserved(GiB)"
+
+
+def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A script's own arguments, and those behind ``--``, which go to TorchTitan."""
+    own = list(argv)
+    return (own[: own.index("--")], own[own.index("--") + 1 :]) if "--" in own else (own, [])
+
+
+def torchrun(processes: int, *program: str) -> list[str]:
+    """The command that runs a program (a script, or ``-m`` and a module) in so many processes of this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *program]
+
+
+def cores_each(processes: int) -> int:
+    """This machine's CPU cores for each of so many processes."""
+    return max(1, (os.cpu_count() or 1) // processes)
+
+
+def launch(
+    processes: int,
+    program: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    *,
+    jobs: int = 1,
+    cwd: Path | None = None,
+    start_new_session: bool = False,
+) -> subprocess.Popen:
+    """Starts ``torchrun(processes, *program)``; what it prints goes behind what ``log`` holds.
+
+    Args:
+        environment: set besides this process's own.
+        jobs: so many launches run at a time, and share the cores among their threads, unless OMP_NUM_THREADS is set.
+    """
+    threads = {"OMP_NUM_THREADS": str(cores_each(jobs * processes))}
+    with log.open("a") as file:
+        return subprocess.Popen(
+            torchrun(processes, *program),
+            cwd=cwd,
+            env=threads | os.environ | (environment or {}),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=start_new_session,
+        )
+
+
+def ending(log: Path) -> str:
+    """The last that a failed run printed, for a message."""
+    return f"{log} ends:\n{log.read_text(errors='replace')[-3000:]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Scalars by step: mean loss in nats per token, tokens per second per device, peak memory in GiB.
+
+    ``config`` is TorchTitan's, as the run saved it (``job_config.json``, or wandb's config); empty where it saved none.
+    """
+
+    name: str
+    loss: dict[int, float]
+    tps: dict[int, float]
+    memory: dict[int, float]
+    config: dict[str, dict]
+
+    @property
+    def group(self) -> str:
+        return self.name.rpartition("-seed")[0] if self.seed is not None else self.name
+
+    @property
+    def seed(self) -> int | None:
+        found = re.search(r"-seed(\d+)$", self.name)
+        return None if found is None else int(found[1])
+
+
+def read_run(folder: Path) -> Run:
+    """Reads a run's dump folder: its TensorBoard logs, or wandb's offline ones where there are none.
+
+    Raises:
+        ValueError: no log there, or one without losses.
+    """
+    folder = folder.resolve()
+    tags, config = (LOSS, THROUGHPUT, MEMORY), {}
+    if logs := tensorboard_logs(folder):
+        scalars = read_tensorboard(folder)
+    elif logs := wandb_logs(folder):
+        scalars, config = read_wandb(folder, tags)
+    else:
+        raise ValueError(
+            f"{folder} holds no TensorBoard or offline wandb log: train with metrics.enable_tensorboard = true"
+        )
+    if LOSS not in scalars:
+        raise ValueError(f"{logs[-1]} holds no {LOSS}: the run ended before its first log")
+    saved = folder / "job_config.json"
+    if saved.is_file():
+        config = json.loads(saved.read_text())
+    loss, tps, memory = (scalars.get(tag, {}) for tag in tags)
+    return Run(name=folder.name, loss=loss, tps=tps, memory=memory, config=config)
+
+
+def tensorboard_logs(folder: Path) -> list[Path]:
+    """A run's event files, the oldest first: one for each time that it was started."""
+    return sorted(folder.rglob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime)
+
+
+def wandb_logs(folder: Path) -> list[Path]:
+    """A run's offline logs, the oldest first."""
+    return sorted(folder.rglob("*.wandb"), key=lambda path: path.stat().st_mtime)
+
+
+def read_tensorboard(folder: Path) -> dict[str, dict[int, float]]:
+    """All scalars by tag and step; of a step that was logged twice, as after a resume, the later value counts."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    scalars: dict[str, dict[int, float]] = {}
+    for path in tensorboard_logs(folder):
+        log = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+        for tag in log.Tags()["scalars"]:
+            scalars.setdefault(tag, {}).update({event.step: event.value for event in log.Scalars(tag)})
+    return scalars
+
+
+def read_wandb(folder: Path, tags: Sequence[str]) -> tuple[dict[str, dict[int, float]], dict[str, dict]]:
+    """The values of ``tags`` by tag and step, and the config, from wandb's offline logs."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    scalars: dict[str, dict[int, float]] = {}
+    config: dict[str, dict] = {}
+    for path in wandb_logs(folder):
+        for data in wandb_records(path.read_bytes()):
+            record = Record.FromString(data)
+            for update in (*record.run.config.update, *record.config.update):
+                config[update.key] = json.loads(update.value_json)
+            for item in record.history.item:
+                tag = item.key or "/".join(item.nested_key)
+                if tag in tags:
+                    scalars.setdefault(tag, {})[record.history.step.num] = float(json.loads(item.value_json))
+    return scalars, config
+
+
+def wandb_records(log: bytes) -> Iterator[bytes]:
+    """The records of a ``.wandb`` file: 7 bytes that name the format, then LevelDB's log format.
+
+    Blocks of 32 KiB, the first with the 7 bytes in it, hold fragments: checksum (4 bytes), length (2), type (1: whole
+    record, 2: first, 3: middle, 4: last part), data. No fragment starts in the last 6 bytes of a block. A record that
+    a killed run left unfinished at the end is dropped.
+    """
+    position, parts = 7, b""
+    while position + 7 <= len(log):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", log, position + 4)
+        data = log[position + 7 : position + 7 + length]
+        if kind == 0 or len(data) < length:
+            return
+        position += 7 + length
+        parts = data if kind in (1, 2) else parts + data
+        if kind in (1, 4):
+            yield parts
