@@ -23,10 +23,14 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median, stdev
+from typing import TYPE_CHECKING
 
 from runs import Run, read_run
 
 from titan_mxfp8.testing import format_table, write_rows
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # What must agree for two losses to be comparable: the fields of TorchTitan's config, by section.
 SAME = {
@@ -193,8 +197,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def plot(groups: dict[str, list[Run]], path: Path) -> None:
-    """Draws losses, raw (pale) and smoothed, and below them each group's mean difference from the baseline, smoothed,
-    with the range between the lowest and the highest baseline seed around zero."""
+    """Draws losses, raw (pale) and smoothed, and below them how far each group is from the baseline."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -204,34 +207,41 @@ def plot(groups: dict[str, list[Run]], path: Path) -> None:
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), constrained_layout=True
     )
-    means: dict[str, list[float]] = {}
+    smooth: dict[str, list[list[float]]] = {}
     for index, (name, group) in enumerate(groups.items()):
-        smooth = [smoothed([run.loss[step] for step in steps]) for run in group]
-        for run, line in zip(group, smooth, strict=True):
+        smooth[name] = [smoothed([run.loss[step] for step in steps]) for run in group]
+        for run, line in zip(group, smooth[name], strict=True):
             top.plot(steps, [run.loss[step] for step in steps], color=f"C{index}", alpha=0.12, linewidth=0.6)
             top.plot(steps, line, color=f"C{index}", linewidth=1, label=name if run is group[0] else None)
-        means[name] = [fmean(values) for values in zip(*smooth, strict=True)]
-        if index == 0:
-            spread = [max(values) - min(values) for values in zip(*smooth, strict=True)]
-            if len(group) > 1:
-                below = [-value for value in spread]
-                bottom.fill_between(steps, below, spread, color="0.85", label=f"{name} seed to seed")
-        else:
-            base = next(iter(means.values()))
-            gap = [value - reference for value, reference in zip(means[name], base, strict=True)]
-            bottom.plot(steps, gap, color=f"C{index}", linewidth=1)
-    bottom.axhline(0, color="0.6", linewidth=0.8)
-    settled = [abs(y) for line in bottom.get_lines() for y in list(line.get_ydata())[len(steps) // 10 :]]
-    limit = 1.5 * max([*settled, *(spread[len(steps) // 10 :] if len(next(iter(groups.values()))) > 1 else [])])
-    if limit > 0:
-        bottom.set_ylim(-limit, limit)
     top.set_ylabel("loss (nats per token)")
-    bottom.set_ylabel(f"minus {next(iter(groups))}")
-    bottom.set_xlabel("step")
     top.legend()
-    if bottom.get_legend_handles_labels()[0]:
-        bottom.legend()
+    plot_differences(bottom, steps, smooth)
+    bottom.set_xlabel("step")
     figure.savefig(path, dpi=130)
+
+
+def plot_differences(axes: "Axes", steps: Sequence[int], smooth: dict[str, list[list[float]]]) -> None:
+    """Each group's mean difference from the first one, and around zero the range that the seeds of the first span.
+
+    Args:
+        smooth: a loss curve for each seed, by group. The first tenth of the steps has no say in the axis' limits.
+    """
+    first, *others = smooth
+    mean = {name: [fmean(values) for values in zip(*curves, strict=True)] for name, curves in smooth.items()}
+    drawn = []
+    if len(smooth[first]) > 1:
+        spread = [max(values) - min(values) for values in zip(*smooth[first], strict=True)]
+        axes.fill_between(steps, [-y for y in spread], spread, color="0.85", label=f"{first} seed to seed")
+        axes.legend()
+        drawn.append(spread)
+    for index, name in enumerate(others, 1):
+        drawn.append([value - reference for value, reference in zip(mean[name], mean[first], strict=True)])
+        axes.plot(steps, drawn[-1], color=f"C{index}", linewidth=1)
+    axes.axhline(0, color="0.6", linewidth=0.8)
+    limit = 1.5 * max((abs(y) for curve in drawn for y in curve[len(steps) // 10 :]), default=0)
+    if limit > 0:
+        axes.set_ylim(-limit, limit)
+    axes.set_ylabel(f"minus {first}")
 
 
 def compare(runs: Sequence[Run], out: Path, window: float) -> None:

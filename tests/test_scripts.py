@@ -72,6 +72,12 @@ def test_compare_runs_prints_and_plots_the_difference(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_compare_runs_shows_a_run_alone(tmp_path: Path) -> None:
+    alone = write_run(tmp_path / "bf16", [8.0 - step / 100 for step in range(40)])
+    assert "| bf16 | 1 | 40 | 7.6250 |" in compare(alone, "--out", tmp_path / "out")
+    assert (tmp_path / "out" / "losses.png").is_file()
+
+
 def test_compare_runs_judges_by_the_seeds_of_the_baseline(tmp_path: Path) -> None:
     """bf16's seeds end at 3.00, 3.02 and 2.99, a band of 0.03; each other group moves every seed by about its name."""
     seeds = (0.0, 0.02, -0.01)
