@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import datasets
+import html_prose
 import make_data
 import pytest
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
@@ -206,7 +207,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_html_paragraphs_keep_prose_only():
-    assert make_data.html_paragraphs(PAGE.format(title="A title", repeated=REPEATED)) == [
+    assert html_prose.html_paragraphs(PAGE.format(title="A title", repeated=REPEATED)) == [
         "A title",
         "The first paragraph & its inline code.",
         "After a break.",
@@ -220,7 +221,7 @@ def test_html_paragraphs_keep_prose_only():
 
 def test_html_page_without_main_part_is_read_whole():
     page = "<p id=title>Site</p><ul class='docnav top'><li>Next</li></ul><div class=para>Unclosed text"
-    assert make_data.html_paragraphs(page) == ["Unclosed text"]
+    assert html_prose.html_paragraphs(page) == ["Unclosed text"]
 
 
 def test_read_html_orders_dedupes_and_skips(tmp_path):
