@@ -66,11 +66,12 @@ def test_the_forward_is_the_mxfp8_op() -> None:
 
 def test_parameters_stay_plain_and_checkpoints_exchange() -> None:
     model = Layer()
-    before = {name: param for name, param in model.named_parameters()}
+    before = dict(model.named_parameters())
     state = copy.deepcopy(model.state_dict())
     convert_model(model, grouped_fqns=["experts"])
     assert all(param is before[name] and type(param) is nn.Parameter for name, param in model.named_parameters())
     assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     fresh = Layer()
     fresh.load_state_dict(model.state_dict())
     model.load_state_dict(fresh.state_dict())
@@ -103,7 +104,7 @@ def test_compiled_model_equals_eager() -> None:
     torch.testing.assert_close(torch.compile(model)(x, OFFS), expected, rtol=1e-2, atol=1e-2)
 
 
-def test_a_bf16_state_is_refused_when_no_grouped_mm_is_called() -> None:
+def test_a_forward_that_calls_no_grouped_mm_is_refused() -> None:
     """A loop over experts, as TorchTitan's fallback: it would train in bf16 while the config says MXFP8."""
 
     class Loop(Experts):
