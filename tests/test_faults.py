@@ -21,7 +21,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from training import ROOT, descendants, start, train, wait_until
 
 from titan_mxfp8 import convert_model
-from titan_mxfp8.plugin.config_check import training_device
+from titan_mxfp8.modules import training_device
 
 GROUPED = "--model.converters=quantize.grouped_mm.mx"
 

@@ -212,6 +212,12 @@ def is_expert_module(module: nn.Module) -> bool:
     return any(param.ndim == 3 for param in module.parameters(recurse=False))
 
 
+def training_device() -> torch.device:
+    """The device of this process's training: its accelerator, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
+
+
 def as_list(fqns: Iterable[str] | str) -> list[str]:
     """A list of name parts. A plain string, as TOML may have it, is comma-separated, not a list of letters."""
     parts = fqns.split(",") if isinstance(fqns, str) else fqns
@@ -392,12 +398,10 @@ def _counting(config: MXConfig) -> MXConfig:
 
 
 def _device(model: nn.Module) -> torch.device:
-    """Where the model will run: where it is, or for a model on meta the accelerator, else the CPU."""
+    """Where the model will run: where it is, or for a model on meta the training device."""
     param = next(model.parameters(), None)
-    if param is not None and param.device.type != "meta":
-        return param.device
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
+    on_meta = param is None or param.device.type == "meta"
+    return training_device() if on_meta else param.device
 
 
 def _listing(names: list[str], most: int = 20) -> str:

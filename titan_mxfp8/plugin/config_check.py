@@ -7,7 +7,6 @@ from functools import wraps
 from pathlib import Path
 
 import datasets
-import torch
 from torchtitan.config import JobConfig, manager
 from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import DATASETS
@@ -15,13 +14,10 @@ from torchtitan.protocols import BaseModelArgs
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_mxfp8 import backends
-from titan_mxfp8.modules import as_list
-from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear
+from titan_mxfp8.modules import as_list, training_device
+from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, converter_configs
 from titan_mxfp8.plugin.wandb_run import git_commit
 from titan_mxfp8.recipe import get_recipe
-
-GROUPED_MM = "quantize.grouped_mm.mx"
-LINEAR = "quantize.linear.mx"
 
 
 def check_job_config(job_config: JobConfig) -> None:
@@ -38,7 +34,7 @@ def check_job_config(job_config: JobConfig) -> None:
     job_config.job.git_commit = job_config.job.git_commit or git_commit(Path(__file__).parent)
     check_one_quantisation(job_config)
     compiled = job_config.compile.enable and "model" in job_config.compile.components
-    for name, config in ((GROUPED_MM, job_config.quantize.grouped_mm.mx), (LINEAR, job_config.quantize.linear.mx)):
+    for name, config in converter_configs(job_config).items():
         if name not in converters:
             continue
         try:
@@ -145,12 +141,6 @@ def check_one_quantisation(job_config: JobConfig) -> None:
             f"model.converters = {quantisations} mixes quantisation formats, which TorchTitan does not support: keep "
             "either the .mx converters or the .float8 ones"
         )
-
-
-def training_device() -> torch.device:
-    """The device of this process's training: its accelerator, else the CPU."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
 
 
 def install() -> None:

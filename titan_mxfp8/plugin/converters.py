@@ -11,9 +11,10 @@ from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols import model_converter
 
 from titan_mxfp8 import modules
-from titan_mxfp8.plugin.config_check import GROUPED_MM, LINEAR, check_one_quantisation
+from titan_mxfp8.plugin.config_check import check_one_quantisation
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear
+from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 
 logger = logging.getLogger(__name__)
 

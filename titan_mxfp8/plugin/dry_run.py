@@ -23,8 +23,8 @@ from torchtitan.tools.utils import set_default_dtype
 
 from titan_mxfp8.backends import BACKENDS, Backend
 from titan_mxfp8.modules import as_list
-from titan_mxfp8.plugin.config_check import GROUPED_MM, LINEAR, check_job_config, check_layout, model_args
-from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear
+from titan_mxfp8.plugin.config_check import check_job_config, check_layout, model_args
+from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, converter_configs
 from titan_mxfp8.plugin.memory import FILL, GIB, Memory, card_memory, estimate_memory
 
 
@@ -33,7 +33,7 @@ class ClusterConfigManager(ConfigManager):
 
     def _validate_config(self) -> None:
         known = {backend.name: backend for backend in BACKENDS}
-        for name, mx in ((GROUPED_MM, self.config.quantize.grouped_mm.mx), (LINEAR, self.config.quantize.linear.mx)):
+        for name, mx in converter_configs(self.config).items():
             if name in as_list(self.config.model.converters):
                 check_backend(name, mx, known.get(mx.backend), self.config.cluster.gpu)
             if mx.backend in known:

@@ -6,6 +6,8 @@ not have ``from __future__ import annotations``.
 
 from dataclasses import dataclass, field
 
+from titan_mxfp8.recipe import GROUPED_MM, LINEAR
+
 DEFAULT_FILTER_FQNS = ("output", "router.gate")
 DEFAULT_FQNS = ("experts",)
 
@@ -121,3 +123,8 @@ class JobConfig:
     job: Job = field(default_factory=Job)
     quantize: Quantize = field(default_factory=Quantize)
     cluster: Cluster = field(default_factory=Cluster)
+
+
+def converter_configs(job_config: JobConfig) -> dict[str, MXGroupedMM | MXLinear]:
+    """The section of each of our converters, by the converter's name."""
+    return {GROUPED_MM: job_config.quantize.grouped_mm.mx, LINEAR: job_config.quantize.linear.mx}

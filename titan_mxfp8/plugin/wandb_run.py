@@ -9,7 +9,8 @@ from torchtitan.components.metrics import WandBLogger
 from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
-from titan_mxfp8.recipe import get_recipe
+from titan_mxfp8.plugin.job_config import converter_configs
+from titan_mxfp8.recipe import GROUPED_MM, get_recipe
 
 
 def name_run(job_config: JobConfig) -> None:
@@ -29,11 +30,9 @@ def name_run(job_config: JobConfig) -> None:
 def number_formats(job_config: JobConfig) -> list[str]:
     """``["bf16"]``, or what is converted and how: ``["experts_mxfp8", "linears_mxfp8_2d"]``."""
     formats = []
-    for name, config, what in (
-        ("quantize.grouped_mm.mx", job_config.quantize.grouped_mm.mx, "experts"),
-        ("quantize.linear.mx", job_config.quantize.linear.mx, "linears"),
-    ):
+    for name, config in converter_configs(job_config).items():
         if name in job_config.model.converters:
+            what = "experts" if name == GROUPED_MM else "linears"
             formats.append(f"{what}_{get_recipe(config.recipe_name).name}" + "_rebased" * config.hopper_rebase)
     return formats or ["bf16"]
 
