@@ -88,7 +88,20 @@ def table(runs: list[Run], warmup: int) -> list[dict[str, object]]:
     return rows
 
 
-def main(argv: Sequence[str]) -> None:
+def write(runs: list[Run], args: argparse.Namespace) -> None:
+    """Writes the files of the runs that are finished by now."""
+    steps = [
+        {"run": run.name, "step": step, "tokens/s": run.tps[step], "memory GiB": run.memory[step], "loss": loss}
+        for run in runs
+        for step, loss in run.loss.items()
+    ]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    described = {"config": str(args.config), "flags": " ".join(args.flags), "processes": str(args.ngpu)}
+    write_results(args.out, steps, environment(device) | described)
+    write_rows(args.out / "table.csv", table(runs, args.warmup))
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add(
@@ -111,7 +124,11 @@ def main(argv: Sequence[str]) -> None:
     )
     add("--out", type=Path, default=Path("outputs/bench_training"), help="[%(default)s]")
     own, flags = split_flags(argv)
-    args = parser.parse_args(own, argparse.Namespace(flags=flags))
+    return parser.parse_args(own, argparse.Namespace(flags=flags))
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse_arguments(argv)
     started, longest, runs = time.monotonic(), 0.0, []
     try:
         if args.warmup >= args.steps:
@@ -126,15 +143,7 @@ def main(argv: Sequence[str]) -> None:
             runs.append(train(name, args.out / "runs" / name.replace(":", "-"), args))
             longest = max(longest, time.monotonic() - begun)
             print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
-            steps = [
-                {"run": run.name, "step": step, "tokens/s": run.tps[step], "memory GiB": run.memory[step], "loss": loss}
-                for run in runs
-                for step, loss in run.loss.items()
-            ]
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            described = {"config": str(args.config), "flags": " ".join(args.flags), "processes": str(args.ngpu)}
-            write_results(args.out, steps, environment(device) | described)
-            write_rows(args.out / "table.csv", table(runs, args.warmup))
+            write(runs, args)
     except ValueError as error:
         sys.exit(f"bench_training: {error}")
     finally:

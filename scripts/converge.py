@@ -136,7 +136,7 @@ def study(args: argparse.Namespace) -> dict[StudyRun, str]:
     try:
         while (waiting or going) and time.monotonic() < deadline:
             taken = {other.slot for other in going}
-            if waiting and len(going) < args.jobs and fits(waiting[0], standing, deadline, args):
+            if waiting and len(going) < args.jobs and fits(standing, deadline, args):
                 free = next(slot for slot in range(args.jobs) if slot not in taken)
                 going.append(start(waiting.pop(0), args, free, gpus))
                 continue
@@ -151,8 +151,8 @@ def study(args: argparse.Namespace) -> dict[StudyRun, str]:
     return standing
 
 
-def fits(run: StudyRun, standing: dict[StudyRun, str], deadline: float, args: argparse.Namespace) -> bool:
-    """Whether it is worth starting: without checkpoints, a run that cannot end in time only slows down the others."""
+def fits(standing: dict[StudyRun, str], deadline: float, args: argparse.Namespace) -> bool:
+    """Whether to start another run: without checkpoints, one that cannot end in time only slows down the others."""
     if args.checkpoint_every:
         return True
     took = [other.finished["seconds"] for other, state in standing.items() if state == FINISHED and other.finished]
@@ -184,7 +184,7 @@ def check(args: argparse.Namespace) -> None:
     kept.write_text(json.dumps(described, indent=2) + "\n")
 
 
-def main(argv: Sequence[str]) -> None:
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -224,6 +224,11 @@ def main(argv: Sequence[str]) -> None:
     own, flags = split_flags(argv)
     args = parser.parse_args(own, argparse.Namespace(flags=flags))
     args.out = args.out or Path("outputs") / f"study_{args.config.stem}"
+    return args
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse_arguments(argv)
     try:
         check(args)
     except (ValueError, OSError) as error:

@@ -163,7 +163,6 @@ def main() -> None:
     trainer.close()
     rows = [row for call in recorder.calls for rows in (changed_rows, error_rows) for row in rows(call)]
     print(format_table(summary(rows)))
-    args.out.mkdir(parents=True, exist_ok=True)
     write_results(args.out, rows, environment("cpu") | {"steps": str(config.training.steps)})
     torch.distributed.destroy_process_group()
 
