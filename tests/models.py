@@ -132,12 +132,6 @@ def count_kernels(device: torch.device) -> Iterator:
         yield lambda: dict(counts)
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root mean square of the difference over that of ``expected``; 0 where both are all zero."""
-    difference, norm = (actual.double() - expected.double()).norm().item(), expected.double().norm().item()
-    return difference / norm if norm else difference
-
-
 class PlainAttention(nn.Module):
     """Causal attention in plain torch with the signature of TorchTitan's FlexAttentionWrapper.
 
