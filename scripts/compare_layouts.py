@@ -339,6 +339,8 @@ def parse_arguments() -> argparse.Namespace:
     if args.devices != "cpu" and not args.devices.isdigit():
         parser.error(f"--devices takes cpu or a number of GPUs, not {args.devices!r}")
     args.gpus = 0 if args.devices == "cpu" else int(args.devices)
+    if args.gpus > torch.cuda.device_count():
+        parser.error(f"--devices {args.devices}, but this machine has {torch.cuda.device_count()} GPUs")
     names = [layout.name for layout in LAYOUTS]
     unknown = set(args.only or ()) - set(names) - {f"{model} {name}" for model in args.models for name in names}
     if unknown:
