@@ -129,7 +129,8 @@ def test_many_tiles_give_the_same_bits_again(blocks: str):
 
 @pytest.mark.parametrize("blocks", FORMS)
 def test_nan_stays_in_its_row_and_column(blocks: str):
-    sizes, offs = [40, 30, 50], make_offs([40, 30, 50])
+    sizes = [40, 30, 50]
+    offs = make_offs(sizes)
     weight_block, form = FORMS[blocks]
     x, w = torch.randn(120, 256), torch.randn(3, 96, 256)
     x[40, 5] = torch.nan
