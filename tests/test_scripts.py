@@ -307,7 +307,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
         (tmp_path / name).chmod(0o755)
     shutil.copy(ROOT / "scripts" / "train.slurm", tmp_path / "slurm_script")  # SLURM runs a copy of it
     job = {"SLURM_JOB_ID": "31234", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[07-08]"}
-    job |= {"SLURM_GPUS_ON_NODE": "4", "SLURM_SUBMIT_DIR": str(ROOT), "WANDB_RUN_NAME": "n", "DRYRUN": "1"}
+    job |= {"SLURM_GPUS_ON_NODE": "4", "WANDB_RUN_NAME": "n", "DRYRUN": "1"}
     return job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
 
@@ -322,9 +322,10 @@ def test_slurm_runs_one_agent_on_each_node(slurm: dict[str, str], tmp_path: Path
         "--job.config_file=train_configs/debug_llama4.toml --job.dump_folder=outputs/debug_llama4-31234/mxfp8 "
         "--training.steps=3"
     )
+    assert "train.slurm: job 31234, restart 0, nodes gpu07 gpu08" in lines
     assert lines[-3:] == [
-        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 ./scripts/train_multinode.sh "
-        "--training.steps=3",
+        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none --export=ALL --label "
+        "./scripts/train_multinode.sh --training.steps=3",
         f"gpu07: {agent}",
         f"gpu08: {agent}",
     ]
@@ -338,6 +339,27 @@ def test_slurm_ends_a_job_that_does_not_fit_before_its_nodes_work(slurm: dict[st
     unchecked = shell(str(tmp_path / "slurm_script"), **slurm, CHECK="0")
     assert unchecked.returncode == 0 and "srun --nodes=2" in unchecked.stdout
     assert "sbatch" in shell("scripts/train.slurm", "--help").stdout
+
+
+def test_slurm_sets_up_before_its_nodes_would_do_it_all_at_once(slurm: dict[str, str], tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    (repository / "scripts").mkdir(parents=True)
+    (repository / "scripts" / "setup.sh").write_text("echo set up")
+    agent = repository / "scripts" / "train_multinode.sh"
+    agent.write_text("#!/usr/bin/env bash\necho train")
+    agent.chmod(0o755)
+    settings = slurm | {"CHECK": "0", "DRYRUN": "0"}
+    result = shell("sh", "-c", f"cd {repository} && {tmp_path / 'slurm_script'}", **settings)
+    assert result.returncode == 0, result.stderr
+    _, set_up, srun, *agents = result.stdout.splitlines()
+    assert set_up == "set up" and srun.startswith("srun") and agents == ["gpu07: train", "gpu08: train"]
+
+
+def test_slurm_says_where_it_must_be_submitted(slurm: dict[str, str], tmp_path: Path) -> None:
+    result = shell("sh", "-c", f"cd {tmp_path} && ./slurm_script", **slurm)
+    assert result.returncode == 2 and f"{tmp_path} is not the repository's root" in result.stderr
+    result = shell("scripts/train.slurm", SLURM_JOB_ID="")
+    assert result.returncode != 0 and "this is a batch script: sbatch scripts/train.slurm" in result.stderr
 
 
 SHELL_SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.suffix in (".sh", ".slurm"))
