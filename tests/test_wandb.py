@@ -1,19 +1,23 @@
-"""What wandb is told of a run, and that a run outlasts an outage of it."""
+"""What wandb is told of a run, that a run outlasts an outage of it, and that `wandb sync` delivers the run later."""
 
 import importlib
 import json
 import os
 import subprocess
+import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import training
 from torchtitan.config import ConfigManager
+from wandb_server import wandb_server
 
 from titan_mxfp8.plugin.wandb_run import git_commit, name_run
 
 ROOT = Path(__file__).parent.parent
+KEY = "0123456789" * 4
 
 
 def named(monkeypatch: pytest.MonkeyPatch, *flags: str, **environment: str) -> tuple[str, str]:
@@ -56,27 +60,40 @@ def test_the_commit_is_that_of_the_files(tmp_path: Path) -> None:
     assert git_commit(tmp_path).endswith("-dirty")
 
 
-def test_an_outage_does_not_stop_a_run_and_its_log_can_be_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    losses: dict[int, float]
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def outage(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that was to log online when no server answered."""
+    environment = {
+        "WANDB_MODE": "online",
+        "WANDB_BASE_URL": "http://127.0.0.1:9",  # nobody listens there
+        "WANDB_API_KEY": KEY,
+        "WANDB_INIT_TIMEOUT": "2",
+    }
+    flags = ("--training.steps=2", "--training.seq_len=128", "--quantize.health_every=2", "--job.git_commit=abc")
+    folder = tmp_path_factory.mktemp("outage")
+    start = time.monotonic()
+    losses = training.train(folder, "llama4", *flags, environment=environment)
+    return Run(folder, losses, time.monotonic() - start)
+
+
+def test_an_outage_does_not_stop_a_run_and_its_log_is_whole(outage: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from wandb.proto.wandb_internal_pb2 import Record
 
     monkeypatch.syspath_prepend(ROOT / "scripts")
     wandb_records = importlib.import_module("compare_runs").wandb_records
-    outage = {
-        "WANDB_MODE": "online",
-        "WANDB_BASE_URL": "http://127.0.0.1:9",  # nobody listens there
-        "WANDB_API_KEY": "0123456789" * 4,
-        "WANDB_INIT_TIMEOUT": "2",
-    }
-    flags = ("--training.steps=2", "--training.seq_len=128", "--quantize.health_every=2", "--job.git_commit=abc")
-    start = time.monotonic()
-    assert len(training.train(tmp_path, "llama4", *flags, environment=outage)) == 2
-    assert time.monotonic() - start < 240  # measured: 85 s, of which wandb's start 14 s, on two cores with a load of 8
-    log = (tmp_path / "log").read_text()
+    assert len(outage.losses) == 2
+    assert outage.seconds < 240  # measured: 85 s, of which wandb's start 14 s, on two cores with a load of 8
+    log = (outage.folder / "log").read_text()
     assert "wandb could not start" in log and "Logging offline; `wandb sync` uploads it later" in log
 
-    (path,) = tmp_path.rglob("offline-run-*/*.wandb")
+    (path,) = outage.folder.rglob("offline-run-*/*.wandb")
     records = [Record.FromString(data) for data in wandb_records(path.read_bytes())]
     assert records[-1].WhichOneof("record_type") == "exit", "the log is complete"
     (run,) = (record.run for record in records if record.WhichOneof("record_type") == "run")
@@ -84,7 +101,7 @@ def test_an_outage_does_not_stop_a_run_and_its_log_can_be_synced(
     assert list(run.tags) == ["llama4", "debugmodel_2layers", "experts_mxfp8", "linears_mxfp8"]
     config = {update.key: json.loads(update.value_json) for update in run.config.update}
     assert config["job"]["git_commit"] == "abc" and config["training"]["seq_len"] == 128
-    assert config == config | json.loads((tmp_path / "job_config.json").read_text())
+    assert config == config | json.loads((outage.folder / "job_config.json").read_text())
     logged = {}
     for record in records:
         for item in record.history.item:
@@ -93,3 +110,21 @@ def test_an_outage_does_not_stop_a_run_and_its_log_can_be_synced(
     assert wanted | {"memory/max_reserved(GiB)", "lr"} <= logged[1] & logged[2]
     health = {key for key in logged[2] if key.startswith("mx_health/")}
     assert "mx_health/gradients/flushed_to_zero/layers.1.moe.experts" in health and not health & logged[1]
+
+
+def test_wandb_sync_delivers_the_run_when_the_server_is_back(outage: Run, tmp_path: Path) -> None:
+    (folder,) = outage.folder.rglob("offline-run-*")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {"HOME": str(tmp_path), "WANDB_API_KEY": KEY}
+    with wandb_server() as server:
+        command = [sys.executable, "-m", "wandb", "sync", str(folder)]
+        environment["WANDB_BASE_URL"] = server.url
+        synced = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert synced.returncode == 0 and server.complete, (synced.stdout + synced.stderr, server.requests)
+    assert server.history("loss_metrics/global_avg_loss") == pytest.approx(outage.losses, rel=1e-6)
+    assert server.history("mx_health/gradients/flushed_to_zero/layers.1.moe.experts").keys() == {2}
+    assert server.run["displayName"] == "debug_llama4-experts_mxfp8-linears_mxfp8"
+    assert server.run["tags"] == ["llama4", "debugmodel_2layers", "experts_mxfp8", "linears_mxfp8"]
+    assert server.config == server.config | json.loads((outage.folder / "job_config.json").read_text())
+    assert server.config["job"]["git_commit"] == "abc"
+    assert {"config.yaml", "wandb-summary.json"} <= server.uploads.keys()
