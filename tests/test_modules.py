@@ -1,6 +1,7 @@
 """Module conversion without TorchTitan: which modules are swapped, what stays as it was, and what the errors say."""
 
 import copy
+import io
 import logging
 from dataclasses import replace
 
@@ -86,6 +87,18 @@ def test_a_deepcopy_is_converted_too() -> None:
     assert copied.experts.w is not model.experts.w
 
 
+def test_a_converted_model_can_be_saved_whole() -> None:
+    """The classes of converted experts are made at run time: pickle finds none of them by name."""
+    model, x = Layer(), torch.randn(20, 64)
+    convert_model(model, grouped_fqns=["experts"], recipe="mxfp8_2d")
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert type(loaded.experts) is type(model.experts) and loaded.experts.mxfp8 == model.experts.mxfp8
+    assert torch.equal(loaded(x, OFFS), model(x, OFFS))
+
+
 def test_conversion_on_meta_then_materialised() -> None:
     with torch.device("meta"):
         model = Layer()
@@ -117,13 +130,38 @@ def test_a_forward_that_calls_no_grouped_mm_is_refused() -> None:
         model[0](torch.randn(20, 64), OFFS)
 
 
-def test_subclasses_of_linear_keep_their_forward() -> None:
+class EarlyReturn(Experts):
+    """Without tokens it has nothing to multiply."""
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        if not counts.sum():
+            return x.new_zeros(x.shape[0], self.w.shape[1], dtype=torch.bfloat16)
+        return super().forward(x, counts.cumsum(0, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("rows", [0, 8])
+def test_experts_without_tokens_may_call_nothing(rows: int) -> None:
+    """One rank of expert parallelism has none, or has rows of padding alone, while the others go on."""
+    model = nn.Sequential(EarlyReturn())
+    convert_model(model, grouped_fqns=["0"])
+    assert model[0](torch.randn(rows, 64), torch.tensor([0, 0, 0, 0])).shape == (rows, 96)
+    assert model[0](x=torch.randn(rows, 64), counts=torch.tensor([0, 0, 0, 0])).shape == (rows, 96)
+    x, counts = torch.randn(20, 64), torch.tensor([3, 0, 6, 11])
+    expected = mxfp8_grouped_mm(x.bfloat16(), model[0].w.bfloat16().mT, OFFS)
+    assert torch.equal(model[0](x, counts), expected)
+
+
+def test_subclasses_of_linear_keep_their_forward(caplog: pytest.LogCaptureFixture) -> None:
     class Scaled(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)
 
     model = nn.Sequential(Scaled(64, 64), nn.Linear(64, 64))
-    assert convert_model(model) == ["1"] and type(model[0]) is Scaled
+    with caplog.at_level(logging.INFO):
+        assert convert_model(model) == ["1"] and type(model[0]) is Scaled
+    assert "left: 0 (Scaled, not nn.Linear itself)" in caplog.text
+    with pytest.raises(ValueError, match=r"linears: 0 \(Scaled, not nn.Linear itself\), 1 \(converted already\)"):
+        convert_model(model)
 
 
 def test_a_report_names_the_share_that_rebase_changed(caplog: pytest.LogCaptureFixture) -> None:
@@ -186,6 +224,24 @@ def test_a_name_matched_only_through_shared_experts_is_no_expert_module() -> Non
 def test_expert_features_off_the_block_size_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"0.w has shape \(4, 40, 64\).*multiples of 32"):
         convert_model(nn.Sequential(Experts(hidden=40)), grouped_fqns=["0"])
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"grouped_fqns": "experts"}, "bad_experts.w has shape"),
+        ({"grouped_fqns": "good_experts", "linear_filter_fqns": "linear"}, "no nn.Linear was converted"),
+        ({"grouped_fqns": "good_experts", "count_rebased": True}, "turn rebase on"),
+        ({"count_rebased": True}, "turn rebase on"),
+    ],
+)
+def test_an_error_leaves_the_whole_model_as_it_was(kwargs: dict, message: str) -> None:
+    parts = {"good_experts": Experts(), "bad_experts": Experts(hidden=40), "linear": nn.Linear(64, 64)}
+    model = nn.ModuleDict(parts)
+    with pytest.raises(ValueError, match=message):
+        convert_model(model, **kwargs)
+    assert [type(module) for module in model.values()] == [Experts, Experts, nn.Linear]
+    assert not any(hasattr(module, "mxfp8") for module in model.values())
 
 
 @pytest.mark.parametrize("kwargs", [{"recipe": "mxfp9"}, {"backend": "sm90"}])

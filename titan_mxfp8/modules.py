@@ -64,7 +64,8 @@ def convert_model(
         recipe: a key of ``RECIPES``, or a ``Recipe``.
         grouped_fqns: substrings of the names of expert modules: modules with 3-D parameters of their own whose forward
             calls ``torch._grouped_mm``. Empty: none.
-        linear_filter_fqns: substrings of the names of ``nn.Linear`` modules to leave alone.
+        linear_filter_fqns: substrings of the names of ``nn.Linear`` modules to leave alone. Empty: none, so name the
+            output layer and the routers, which the plugin leaves alone by default.
         backend: ``auto`` or a name of ``titan_mxfp8.backends``.
         rebase: as for ``mxfp8_grouped_mm``.
         count_rebased: with ``rebase``, count what it changes, for ``rebase_report``. Eager only.
@@ -74,17 +75,17 @@ def convert_model(
 
     Raises:
         ValueError: nothing converted, an unknown recipe or backend, a backend without ``rebase``, or expert features
-            that are no multiple of 32.
+            that are no multiple of 32. The model is then as it was.
     """
-    converted = []
+    config = _config(recipe, backend, model, rebase, count_rebased)
     grouped_fqns = as_list(grouped_fqns)
-    options = {"recipe": recipe, "backend": backend, "rebase": rebase, "count_rebased": count_rebased}
+    choices = []
     if grouped_fqns:
-        converted += convert_experts(model, fqns=grouped_fqns, **options)
+        choices.append(_choose_experts(model, grouped_fqns))
     has_linears = any(type(module) is nn.Linear for module in model.modules())
     if has_linears or not grouped_fqns:
-        converted += convert_linears(model, filter_fqns=linear_filter_fqns, **options)
-    return converted
+        choices.append(_choose_linears(model, as_list(linear_filter_fqns)))
+    return [fqn for choice in choices for fqn in _convert(choice, config, count_rebased)]
 
 
 def convert_linears(
@@ -107,28 +108,46 @@ def convert_linears(
     Raises:
         ValueError: nothing was converted; the message says why each candidate was not.
     """
-    config = _config(recipe, backend, model, rebase)
-    filter_fqns = as_list(filter_fqns)
-    converted, left = [], []
+    config = _config(recipe, backend, model, rebase, count_rebased)
+    return _convert(_choose_linears(model, as_list(filter_fqns)), config, count_rebased)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """What a conversion will change, found before it changes anything: an error leaves the whole model as it was.
+
+    Attributes:
+        kind: what the modules are, in words.
+        modules: those to convert, by name.
+        left: names of those of this kind that stay as they are, and why.
+    """
+
+    kind: str
+    modules: dict[str, nn.Module]
+    left: list[str]
+
+
+def _choose_linears(model: nn.Module, filter_fqns: list[str]) -> _Choice:
+    chosen, left = {}, []
     for fqn, module in model.named_modules():
-        if type(module) is not nn.Linear:
+        if not isinstance(module, nn.Linear):
             continue
         hit = next((part for part in filter_fqns if part in fqn), None)
-        if hit is not None:
+        if hasattr(module, "mxfp8"):
+            left.append(f"{fqn} (converted already)")
+        elif hit is not None:
             left.append(f"{fqn} (filter_fqns has {hit!r})")
+        elif type(module) is not nn.Linear:
+            left.append(f"{fqn} ({type(module).__name__}, not nn.Linear itself)")
         elif module.in_features % BLOCK_SIZE or module.out_features % BLOCK_SIZE:
             shape = f"{module.in_features} -> {module.out_features}"
             logger.info(f"MXFP8: {fqn} stays in high precision, {shape} features are not multiples of {BLOCK_SIZE}")
             left.append(f"{fqn} ({shape} features, not multiples of {BLOCK_SIZE})")
         else:
-            module.__class__ = MXFP8Linear
-            module.mxfp8 = _counting(config) if count_rebased else config
-            module.mxfp8_fqn = fqn
-            converted.append(fqn)
-    if not converted:
+            chosen[fqn] = module
+    if not chosen:
         raise ValueError(f"MXFP8: no nn.Linear was converted. The model's linears: {_listing(left)}")
-    _log_converted("Linear", converted, left, config)
-    return converted
+    return _Choice(kind="Linear", modules=chosen, left=left)
 
 
 def convert_experts(
@@ -153,9 +172,12 @@ def convert_experts(
     Raises:
         ValueError: nothing was converted, or expert features that are not a multiple of 32.
     """
-    config = _config(recipe, backend, model, rebase, compile_backend)
-    fqns = as_list(fqns)
-    converted, others = [], []
+    config = _config(recipe, backend, model, rebase, count_rebased, compile_backend)
+    return _convert(_choose_experts(model, as_list(fqns)), config, count_rebased)
+
+
+def _choose_experts(model: nn.Module, fqns: list[str]) -> _Choice:
+    chosen, others = {}, []
     for fqn, module in model.named_modules():
         if not is_expert_module(module):
             continue
@@ -168,14 +190,24 @@ def convert_experts(
                     f"MXFP8: {fqn}.{name} has shape {tuple(param.shape)}, but the features of an expert must be "
                     f"multiples of {BLOCK_SIZE}: change the model's sizes, or leave this module out of fqns"
                 )
-        converted.append(fqn)
-        module.__class__ = EXPERT_CLASSES.get(type(module)) or _override_class(type(module))
-        module.mxfp8 = _counting(config) if count_rebased else config
-        module.mxfp8_fqn = fqn
-    if not converted:
+        chosen[fqn] = module
+    if not chosen:
         raise ValueError(f"MXFP8: no expert module matches fqns {fqns}. The model's expert modules: {_listing(others)}")
-    _log_converted("expert module", converted, others, config)
-    return converted
+    return _Choice(kind="expert module", modules=chosen, left=others)
+
+
+def _convert(choice: _Choice, config: MXConfig, count_rebased: bool) -> list[str]:
+    for fqn, module in choice.modules.items():
+        cls = type(module)
+        module.__class__ = MXFP8Linear if cls is nn.Linear else EXPERT_CLASSES.get(cls) or _override_class(cls)
+        module.mxfp8 = replace(config, rebase=RebaseCounter()) if count_rebased else config
+        module.mxfp8_fqn = fqn
+    count = f"{len(choice.modules)} {choice.kind}{'s' * (len(choice.modules) != 1)}"
+    logger.info(
+        f"MXFP8: converted {count} (recipe {config.recipe.name}, backend {config.backend}); "
+        f"left: {_listing(choice.left)}"
+    )
+    return list(choice.modules)
 
 
 def rebase_report(model: nn.Module, kind: ModuleKind | None = None) -> str | None:
@@ -364,17 +396,32 @@ class _OverrideForward(ConvertedModule):
     def forward(self, *args, **kwargs):
         with _GroupedMMOverride(self.op_options, self.health_probe) as override:
             out = super().forward(*args, **kwargs)
-        if override.calls == 0:
+        if override.calls == 0 and _has_tokens([*args, *kwargs.values()]):
             raise RuntimeError(
                 f"{type(self).__name__}.forward made no call of torch._grouped_mm, so nothing ran in MXFP8: call it "
                 "there, or register an MXFP8 class of your own in titan_mxfp8.modules.EXPERT_CLASSES"
             )
         return out
 
+    def __reduce__(self):
+        # pickle would look for the class by its name, and it is made at run time
+        return _empty_override, (self.mxfp8_converted_from,), self.__getstate__()
+
+
+def _has_tokens(args: list[object]) -> bool:
+    """Whether among a forward's arguments no tensor is empty, and none of integers, counts or offsets, is all zeros."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    return all(x.numel() > 0 and (x.dtype not in (torch.int32, torch.int64) or bool(x.any())) for x in tensors)
+
 
 @cache
 def _override_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(f"MXFP8{cls.__name__}", (_OverrideForward, cls), {})
+    return type(f"MXFP8{cls.__name__}", (_OverrideForward, cls), {"mxfp8_converted_from": cls})
+
+
+def _empty_override(cls: type[nn.Module]) -> nn.Module:
+    override = _override_class(cls)
+    return override.__new__(override)
 
 
 # Expert classes with an MXFP8 class of their own; the plugin enters TorchTitan's.
@@ -382,19 +429,20 @@ EXPERT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _config(
-    recipe: str | Recipe, backend: str, model: nn.Module, rebase: bool, compile_backend: str | None = None
+    recipe: str | Recipe,
+    backend: str,
+    model: nn.Module,
+    rebase: bool,
+    count_rebased: bool,
+    compile_backend: str | None = None,
 ) -> MXConfig:
+    if count_rebased and not rebase:
+        raise ValueError("count_rebased counts what rebase changes: turn rebase on, or count_rebased off")
     selection = backends.select(backend, _device(model), rebase)
     config = MXConfig(recipe=get_recipe(recipe), backend=selection.name, compile_backend=compile_backend, rebase=rebase)
     rebased = ", rebased" if rebase else ""
     logger.info(f"MXFP8: recipe {config.recipe.name}{rebased}, backend {selection.name} ({selection.reason})")
     return config
-
-
-def _counting(config: MXConfig) -> MXConfig:
-    if not config.rebase:
-        raise ValueError("count_rebased counts what rebase changes: turn rebase on, or count_rebased off")
-    return replace(config, rebase=RebaseCounter())
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -407,11 +455,3 @@ def _device(model: nn.Module) -> torch.device:
 def _listing(names: list[str], most: int = 20) -> str:
     shown = ", ".join(names[:most]) or "none"
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
-
-
-def _log_converted(kind: str, converted: list[str], left: list[str], config: MXConfig) -> None:
-    plural = "" if len(converted) == 1 else "s"
-    logger.info(
-        f"MXFP8: converted {len(converted)} {kind}{plural} (recipe {config.recipe.name}, backend {config.backend}); "
-        f"left: {_listing(left)}"
-    )
