@@ -2,7 +2,6 @@
 
 import configparser
 import dataclasses
-import functools
 import netrc
 import os
 from pathlib import Path
@@ -22,6 +21,7 @@ from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 from torchtitan.models.qwen3.infra import parallelize as qwen3
 
 import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
+from titan_mxfp8.plugin.patch import is_patched, patch_of
 
 # wandb's hosted service: the address that `wandb login` has always written, and the one that wandb 0.31 has as default.
 WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
@@ -67,10 +67,10 @@ def wait_before_compiled_regions() -> None:
     if not any(field.name == "act_input_indices" for field in dataclasses.fields(ViewAndMutationMeta)):
         return
     to_local = dtensor_api._ToTorchTensor.forward
-    if hasattr(to_local, "__wrapped__"):
+    if is_patched(to_local):
         return
 
-    @functools.wraps(to_local)
+    @patch_of(to_local)
     def to_local_and_wait(ctx: object, input: DTensor, grad_placements: object) -> torch.Tensor:
         local = to_local(ctx, input, grad_placements)
         return local.trigger_wait() if isinstance(local, AsyncCollectiveTensor) else local
@@ -85,10 +85,10 @@ def initialise_router_bias() -> None:
     memory held: other routing from run to run, or NaN.
     """
     init_weights = TokenChoiceTopKRouter.init_weights
-    if hasattr(init_weights, "__wrapped__"):
+    if is_patched(init_weights):
         return
 
-    @functools.wraps(init_weights)
+    @patch_of(init_weights)
     def init_weights_and_bias(self: TokenChoiceTopKRouter, init_std: float) -> None:
         init_weights(self, init_std)
         if self.gate.bias is not None:

@@ -3,7 +3,6 @@
 import os
 import tempfile
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 
 import datasets
@@ -16,6 +15,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from titan_mxfp8 import backends
 from titan_mxfp8.modules import as_list, training_device
 from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, converter_configs
+from titan_mxfp8.plugin.patch import is_patched, patch_of
 from titan_mxfp8.plugin.wandb_run import git_commit
 from titan_mxfp8.recipe import get_recipe
 
@@ -150,10 +150,10 @@ def install() -> None:
     ``experimental.custom_import`` is yet to bring the model.
     """
     validate: Callable = manager.ConfigManager._validate_config
-    if getattr(validate, "checks_mxfp8", False):
+    if is_patched(validate):
         return
 
-    @wraps(validate)
+    @patch_of(validate)
     def validate_and_check(self: manager.ConfigManager) -> None:
         validate(self)
         check_job_config(self.config)
@@ -161,7 +161,6 @@ def install() -> None:
         if "WORLD_SIZE" in os.environ and not self.config.experimental.custom_import:
             check_layout(self.config, int(os.environ["WORLD_SIZE"]))
 
-    validate_and_check.checks_mxfp8 = True
     manager.ConfigManager._validate_config = validate_and_check
 
 

@@ -5,7 +5,6 @@ comes first, with the step's number, and ``MetricsProcessor.should_log`` comes a
 """
 
 import contextlib
-from functools import wraps
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from torchtitan.tools.utils import GarbageCollection
 
 from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.ops import health
+from titan_mxfp8.plugin.patch import is_patched, patch_of
 
 
 class HealthLog:
@@ -79,24 +79,24 @@ _log: HealthLog | None = None
 
 def install() -> None:
     """Makes every run with ``quantize.health_every`` above 0 measure and log. Safe to call again."""
-    if hasattr(MetricsProcessor.should_log, "__wrapped__"):
+    if is_patched(MetricsProcessor.should_log):
         return
     build, should_log, collect_garbage = MetricsProcessor.__init__, MetricsProcessor.should_log, GarbageCollection.run
 
-    @wraps(build)
+    @patch_of(build)
     def build_with_health(self, job_config, *args, **kwargs):
         global _log
         build(self, job_config, *args, **kwargs)
         every = job_config.quantize.health_every
         _log = HealthLog(self, every) if every else None
 
-    @wraps(collect_garbage)
+    @patch_of(collect_garbage)
     def run_and_begin(self, step_count: int):
         collect_garbage(self, step_count)
         if _log is not None:
             _log.begin(step_count)
 
-    @wraps(should_log)
+    @patch_of(should_log)
     def end_and_should_log(self, step: int) -> bool:
         if _log is not None:
             _log.end(step)

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-from functools import wraps
 from pathlib import Path
 
 from torchtitan.components.metrics import WandBLogger
@@ -10,6 +9,7 @@ from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
 from titan_mxfp8.plugin.job_config import converter_configs
+from titan_mxfp8.plugin.patch import is_patched, patch_of
 from titan_mxfp8.recipe import GROUPED_MM, get_recipe
 
 
@@ -55,10 +55,10 @@ def install() -> None:
     say otherwise.
     """
     start = WandBLogger.__init__
-    if hasattr(start, "__wrapped__"):
+    if is_patched(start):
         return
 
-    @wraps(start)
+    @patch_of(start)
     def start_or_log_offline(self: WandBLogger, log_dir: str, job_config: JobConfig, tag: str | None = None) -> None:
         name_run(job_config)
         os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")
