@@ -3,4 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup.sh
+export WANDB_PROJECT=${WANDB_PROJECT:-titan_mxfp8} # as scripts/launch.sh does
 exec python scripts/converge.py "$@"

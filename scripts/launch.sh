@@ -17,6 +17,7 @@ train_runs() {
     fi
     # Two processes with as many threads as cores each would fight for them.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( ($(getconf _NPROCESSORS_ONLN) + ngpu - 1) / ngpu ))}
+    export WANDB_PROJECT=${WANDB_PROJECT:-titan_mxfp8} # TorchTitan's default is "torchtitan"
     for run in $runs; do
         torchrun_flags "$run"
         command=(torchrun "${torchrun[@]}" --nproc-per-node="$ngpu" --local-ranks-filter=0 -m torchtitan.train)

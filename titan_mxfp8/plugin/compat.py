@@ -98,12 +98,11 @@ def initialise_router_bias() -> None:
 
 
 def default_wandb_offline() -> None:
-    """Have wandb log to disk unless its user is logged in, in the project `titan_mxfp8`, unless told otherwise.
+    """Have wandb log to disk unless its user is logged in, or has chosen a mode.
 
-    Without a login wandb gives one ERROR line and the run goes on unlogged. Set WANDB_MODE or WANDB_PROJECT to choose.
+    Without a login wandb gives one ERROR line and the run goes on unlogged. Set WANDB_MODE to choose.
     Looks at files and the environment only, in the order that wandb does: no network, no prompt, no import of wandb.
     """
-    os.environ.setdefault("WANDB_PROJECT", "titan_mxfp8")
     settings = wandb_settings()
     # `wandb offline`, `wandb disabled` and `wandb online` leave their choice in the settings
     if os.environ.get("WANDB_MODE") or "mode" in settings:
