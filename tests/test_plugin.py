@@ -2,6 +2,8 @@
 
 import copy
 import logging
+import subprocess
+from dataclasses import fields, replace
 from pathlib import Path
 
 import datasets
@@ -9,15 +11,17 @@ import pytest
 import torch
 from torch import nn
 from torchtitan.components.quantization import QuantizationConverter
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import ConfigManager, JobConfig, job_config
 from torchtitan.models.llama4 import Transformer, llama4_args
 from torchtitan.models.moe.moe import GroupedExperts
+from torchtitan.protocols import train_spec
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_mxfp8 import modules, mxfp8_grouped_mm
 from titan_mxfp8.ops.rebase_counter import RebaseCounter
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
+from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear
 
 ROOT = Path(__file__).parent.parent
 TOMLS = sorted((ROOT / "train_configs").glob("debug_*.toml"))
@@ -29,6 +33,7 @@ ASSETS = [
 ]
 GROUPED, LINEAR = "quantize.grouped_mm.mx", "quantize.linear.mx"
 REBASE = f"--{GROUPED}.hopper_rebase"
+RECIPE = f"--{GROUPED}.recipe_name"
 
 
 def parse(*flags: str) -> JobConfig:
@@ -96,7 +101,7 @@ def test_the_debug_tomls_parse_and_convert(toml: Path, monkeypatch: pytest.Monke
     assert kinds(model) == CONVERTED[toml.stem.removeprefix("debug_")]
 
 
-def test_existing_tomls_keep_working(tmp_path: Path) -> None:
+def test_existing_tomls_keep_working(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As written for TorchTitan's own converters: every field it has, fqns as a plain string."""
     toml = tmp_path / "old.toml"
     toml.write_text(
@@ -115,10 +120,44 @@ def test_existing_tomls_keep_working(tmp_path: Path) -> None:
         """
     )
     config = ConfigManager().parse_args([f"--job.config_file={toml}", *ASSETS])
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1 and "mxfp8_dim1_cast_kernel_choice = 'cuda' has no effect" in warnings[0], warnings
     model = convert(config)
     assert kinds(model) == {"linears": 14, "experts": 1}
     assert model.layers["0"].attention.wq.mxfp8.recipe.name == "mxfp8_floor"
     assert model.layers["1"].moe.experts.mxfp8.recipe.name == "mxfp8"
+
+
+def test_only_a_field_without_effect_that_was_set_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for theirs, ours in ((job_config.MXLinear, MXLinear), (job_config.MXGroupedMM, MXGroupedMM)):
+        ignored = {field.name for field in fields(theirs)} - {field.name for field in fields(ours)}
+        assert ignored == ({"mxfp8_dim1_cast_kernel_choice"} if ours is MXLinear else set())
+    parse(f"--model.converters={LINEAR}")
+    parse(f"--model.converters={GROUPED}", "--quantize.linear.mx.mxfp8_dim1_cast_kernel_choice=torch")
+    assert "has no effect" not in caplog.text
+
+
+def test_a_config_module_of_the_user_can_extend_the_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchTitan takes one ``custom_config_module``."""
+    (tmp_path / "own_config.py").write_text(
+        "from dataclasses import dataclass, field\n"
+        "from titan_mxfp8.plugin import JobConfig as MX\n"
+        "@dataclass\n"
+        "class Own:\n"
+        "    depth: int = 3\n"
+        "@dataclass\n"
+        "class JobConfig(MX):\n"
+        "    own: Own = field(default_factory=Own)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = [f"--model.converters={GROUPED}", "--own.depth=5", "--quantize.grouped_mm.mx.recipe_name=mxfp8_2d", REBASE]
+    config = ConfigManager().parse_args(["--job.custom_config_module=own_config", *ASSETS, *flags])
+    assert config.own.depth == 5 and config.quantize.grouped_mm.mx.fqns == ["experts"]
+    assert config.quantize.linear.mx.filter_fqns == ["output", "router.gate"] and config.quantize.health_every == 0
+    experts = convert(config).layers["1"].moe.experts
+    assert experts.mxfp8.recipe.name == "mxfp8_2d" and experts.mxfp8.rebase is True
+    with pytest.raises(ValueError, match="unknown recipe"):
+        ConfigManager().parse_args(["--job.custom_config_module=own_config", *ASSETS, *flags, f"{RECIPE}=mxfp9"])
 
 
 @pytest.mark.parametrize(
@@ -226,6 +265,44 @@ def test_a_run_that_cannot_start_is_refused_when_its_config_is_parsed(
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"'c4' is streamed .*HF_HUB_OFFLINE.*dataset=c4_test"):
         ConfigManager().parse_args([PLUGIN, ASSETS[0], "--training.dataset=c4", f"--job.dump_folder={tmp_path}"])
+
+
+@pytest.mark.parametrize("converters", ["", GROUPED])
+def test_models_with_other_tokenizers_and_data_are_not_asked_for_ours(
+    converters: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = ["--model.hf_assets_path=/nonexistent", "--training.dataset_path=/nonexistent"]
+    flags = [PLUGIN, f"--model.converters={converters}", *none]
+    llama4 = get_train_spec("llama4")
+    for builder in (None, lambda config: None):
+        spec = replace(llama4, build_tokenizer_fn=builder, build_dataloader_fn=lambda **_: iter(()))
+        monkeypatch.setitem(train_spec._extra_train_specs, "own", spec)
+        assert ConfigManager().parse_args([*flags, "--model.name=own"]).model.name == "own"
+    spec = replace(llama4, build_tokenizer_fn=None)
+    monkeypatch.setitem(train_spec._extra_train_specs, "own", spec)
+    with pytest.raises(ValueError, match=r"holds no data.jsonl"):
+        ConfigManager().parse_args([*flags, "--model.name=own"])
+    # custom_import is imported later: it may bring the model, or another one of this name
+    for name in ("later", "llama4"):
+        ConfigManager().parse_args([*flags, f"--model.name={name}", "--experimental.custom_import=later"])
+
+
+def test_one_process_asks_git_for_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = []
+
+    def run(command: list[str], **kwargs: object) -> subprocess.CompletedProcess:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, stdout="0123abc\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.delenv("RANK", raising=False)
+    assert parse().job.git_commit == "0123abc"
+    monkeypatch.setenv("RANK", "1")
+    assert parse().job.git_commit == ""
+    assert parse("--job.git_commit=mine").job.git_commit == "mine"
+    monkeypatch.setenv("RANK", "0")
+    assert parse().job.git_commit == "0123abc"
+    assert len(commands) == 2 and all("--no-optional-locks" in command for command in commands)
 
 
 def test_the_layout_is_checked_in_each_process_before_it_does_anything(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,15 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import training
-from torchtitan.config import ConfigManager
+from torchtitan.components.metrics import WandBLogger
+from torchtitan.config import ConfigManager, JobConfig
 from wandb_server import wandb_server
 
+from titan_mxfp8.plugin import wandb_run
 from titan_mxfp8.plugin.wandb_run import git_commit, name_run
 
 ROOT = Path(__file__).parent.parent
@@ -43,6 +46,15 @@ def test_name_and_tags_come_from_the_config_and_the_recipe(monkeypatch: pytest.M
     assert named(monkeypatch, WANDB_RUN_NAME="mine", WANDB_RUN_TAGS="a,b") == ("mine", "a,b")
 
 
+@pytest.mark.parametrize("project, wanted", [("", "titan_mxfp8"), ("mine", "mine")])
+def test_the_launchers_runs_have_a_project(project: str, wanted: str) -> None:
+    commands = ". scripts/launch.sh; torchrun_flags() { :; }; train_runs 1 mxfp8 x.toml out; printenv WANDB_PROJECT"
+    environment = os.environ | {"WANDB_PROJECT": project, "DRYRUN": "1"}
+    shell = ("bash", "-c", commands)
+    result = subprocess.run(shell, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == wanted
+
+
 def test_the_commit_is_that_of_the_files(tmp_path: Path) -> None:
     assert git_commit(tmp_path) == "", "no repository"
     identity = ("-c", "user.name=n", "-c", "user.email=e")
@@ -58,6 +70,31 @@ def test_the_commit_is_that_of_the_files(tmp_path: Path) -> None:
     assert git_commit(tmp_path) == git("rev-parse", "HEAD") and len(git_commit(tmp_path)) == 40
     (tmp_path / "file").write_text("2")
     assert git_commit(tmp_path).endswith("-dirty")
+
+
+def test_a_start_that_fails_without_a_message_goes_offline_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the last rank of a pipeline, which asks git for the commit itself."""
+    starts = []
+
+    def start(self: WandBLogger, log_dir: str, job_config: JobConfig, tag: str | None = None) -> None:
+        self.wandb = SimpleNamespace(teardown=lambda: starts.append("teardown"))
+        starts.append((os.environ.get("WANDB_MODE"), job_config.job.git_commit))
+        if len(starts) == 1:
+            raise TimeoutError
+
+    monkeypatch.setattr(WandBLogger, "__init__", start)
+    wandb_run.install()
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(wandb_run, "git_commit", lambda folder: "0123abc")
+    for name in ("WANDB_RUN_NAME", "WANDB_TAGS", "WANDB_INIT_TIMEOUT", "WANDB_FINISH_TIMEOUT"):
+        monkeypatch.setenv(name, "30")
+    monkeypatch.chdir(ROOT)
+    WandBLogger("logs", ConfigManager().parse_args(["--job.config_file=train_configs/debug_llama4.toml"]))
+    assert starts == [("online", "0123abc"), "teardown", ("offline", "0123abc")]
+    assert "wandb could not start: TimeoutError(). Logging offline" in caplog.text
 
 
 @dataclass(frozen=True)

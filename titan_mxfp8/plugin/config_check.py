@@ -1,14 +1,17 @@
 """Checks of a parsed TorchTitan config, before any process group, model or GPU exists."""
 
+import logging
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import datasets
+from torchtitan.components.tokenizer import build_hf_tokenizer
 from torchtitan.config import JobConfig, manager
+from torchtitan.config.job_config import MXLinear as TorchTitanMXLinear
 from torchtitan.distributed import ParallelDims
-from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 from torchtitan.protocols import BaseModelArgs
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -16,13 +19,15 @@ from titan_mxfp8 import backends
 from titan_mxfp8.modules import as_list, training_device
 from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, converter_configs
 from titan_mxfp8.plugin.patch import is_patched, patch_of
-from titan_mxfp8.plugin.wandb_run import git_commit
-from titan_mxfp8.recipe import get_recipe
+from titan_mxfp8.plugin.wandb_run import fill_git_commit
+from titan_mxfp8.recipe import LINEAR, get_recipe
+
+logger = logging.getLogger(__name__)
 
 
 def check_job_config(job_config: JobConfig) -> None:
     """Normalises lists that TOML or the command line gave as strings, and checks what the plugin is about to use.
-    Fills ``job.git_commit``.
+    Warns of a field without effect. Fills ``job.git_commit`` on rank 0, which saves the config.
 
     ``--model.converters=`` (nothing behind the sign) means no converters.
 
@@ -31,7 +36,8 @@ def check_job_config(job_config: JobConfig) -> None:
             on it that cannot be.
     """
     job_config.model.converters = converters = as_list(",".join(as_list(job_config.model.converters)))
-    job_config.job.git_commit = job_config.job.git_commit or git_commit(Path(__file__).parent)
+    if os.environ.get("RANK", "0") == "0":
+        fill_git_commit(job_config)
     check_one_quantisation(job_config)
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     for name, config in converter_configs(job_config).items():
@@ -43,6 +49,12 @@ def check_job_config(job_config: JobConfig) -> None:
             _check_rebase_report(config, compiled)
         except ValueError as error:
             raise ValueError(f"[{name}] {error}") from error
+    kernel_choice = job_config.quantize.linear.mx.mxfp8_dim1_cast_kernel_choice
+    if LINEAR in converters and kernel_choice != TorchTitanMXLinear.mxfp8_dim1_cast_kernel_choice:
+        logger.warning(
+            f"[{LINEAR}] mxfp8_dim1_cast_kernel_choice = {kernel_choice!r} has no effect with titan_mxfp8: its kernels "
+            "are chosen by backend"
+        )
     if job_config.quantize.health_every < 0:
         raise ValueError(
             f"quantize.health_every = {job_config.quantize.health_every}: a number of steps, or 0 for never"
@@ -54,11 +66,18 @@ def check_job_config(job_config: JobConfig) -> None:
 def check_files(job_config: JobConfig) -> None:
     """Checks that this machine has what the config reads, and can write where the config writes.
 
+    A model with a tokenizer or data loader of its own reads what it likes, and ``experimental.custom_import`` may bring
+    the model later.
+
     Raises:
         ValueError: no tokenizer, no data, or a dump folder that cannot be written to.
     """
-    _check_tokenizer(Path(job_config.model.hf_assets_path))
-    _check_data(job_config.training.dataset.lower(), job_config.training.dataset_path)
+    if not job_config.experimental.custom_import:
+        spec = get_train_spec(job_config.model.name)
+        if spec.build_tokenizer_fn is build_hf_tokenizer:
+            _check_tokenizer(Path(job_config.model.hf_assets_path))
+        if spec.build_dataloader_fn is build_text_dataloader:
+            _check_data(job_config.training.dataset.lower(), job_config.training.dataset_path)
     _check_dump_folder(Path(job_config.job.dump_folder))
 
 

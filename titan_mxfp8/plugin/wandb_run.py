@@ -41,14 +41,22 @@ def git_commit(folder: Path) -> str:
     """The commit that the files in ``folder`` are of, with ``-dirty`` behind it if some were changed since; or an empty
     string, where there is no git or no repository."""
     try:
-        described = ("git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
-        return subprocess.run(described, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        git = ("git", "--no-optional-locks", "-C", str(folder))
+        describe = (*git, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
+        return subprocess.run(describe, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 
 
+def fill_git_commit(job_config: JobConfig) -> None:
+    """Fills ``job.git_commit``, unless the user did. For few processes only: git looks at every file of a repository
+    that a cluster's nodes may share."""
+    job_config.job.git_commit = job_config.job.git_commit or git_commit(Path(__file__).parent)
+
+
 def install() -> None:
-    """Has TorchTitan's wandb logger name its run and, if wandb cannot start online, log offline. Safe to call again.
+    """Has TorchTitan's wandb logger name its run, log the git commit (on a pipeline's last ranks too, while the config
+    has it on rank 0 only) and, if wandb cannot start online, log offline. Safe to call again.
 
     TorchTitan goes on unlogged if wandb's start fails. The waits are wandb's own settings: 30 s for the start (it takes
     some seconds more to give up) and 5 minutes for the last upload, unless WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT
@@ -61,6 +69,7 @@ def install() -> None:
     @patch_of(start)
     def start_or_log_offline(self: WandBLogger, log_dir: str, job_config: JobConfig, tag: str | None = None) -> None:
         name_run(job_config)
+        fill_git_commit(job_config)
         os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", "300")
         try:
@@ -68,7 +77,7 @@ def install() -> None:
         except ModuleNotFoundError:
             raise  # no wandb: TorchTitan says so
         except Exception as error:  # wandb's errors have no common class
-            reason = str(error).splitlines()[0]
+            reason = (str(error) or repr(error)).splitlines()[0]
             logger.warning(f"wandb could not start: {reason}. Logging offline; `wandb sync` uploads it later")
             self.wandb.teardown()  # it has read its settings from the environment once and for all
             os.environ["WANDB_MODE"] = "offline"
