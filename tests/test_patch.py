@@ -2,6 +2,10 @@
 
 import functools
 import inspect
+import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +16,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 from torchtitan.tools.utils import GarbageCollection
 
+from titan_mxfp8 import plugin
 from titan_mxfp8.plugin import compat, config_check, health, wandb_run
 
 WAITS = "act_input_indices" in inspect.signature(ViewAndMutationMeta).parameters
@@ -56,3 +61,60 @@ def test_what_others_have_wrapped_is_patched_too_and_once(
         put(owner, name, function)
     install()
     assert now() == around, "theirs around ours is patched already"
+
+
+# What the import of the plugin changes in modules and classes of TorchTitan and torch that were there before.
+CHANGES = """
+import inspect, json, sys
+import torch, torch.distributed.fsdp, torch.distributed.tensor, torch.profiler, torch.utils.checkpoint
+import torchtitan.train, titan_mxfp8
+from torchtitan.models import deepseek_v3, gpt_oss, llama3, llama4, qwen3
+
+seen = []  # keeps ids unique
+
+def content(value):
+    seen.append(value)
+    if isinstance(value, dict):
+        return {key: id(item) for key, item in value.items()}
+    return sorted(map(id, value)) if isinstance(value, (set, list)) else id(value)
+
+def snapshot():
+    owners = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("torch", "torchtitan"):
+            owners[name] = module
+            classes = [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == name]
+            owners |= {f"{name}.{value.__name__}": value for value in classes}
+    return {name: {key: content(value) for key, value in vars(owner).items()} for name, owner in owners.items()}
+
+def changed(before):
+    return sorted(
+        f"{name}.{key}"
+        for name, now in snapshot().items()
+        for key in (now if name in before else ())
+        if now[key] != before[name].get(key) and not inspect.ismodule(getattr(sys.modules.get(name), key, None))
+        and key not in ("__slotnames__", "_abc_impl")
+    )
+
+torch.accelerator.is_available = lambda: True
+before = snapshot()
+import titan_mxfp8.plugin
+everywhere = changed(before)
+torch.accelerator.is_available = lambda: False
+before = snapshot()
+titan_mxfp8.plugin.cpu.enable_cpu_training()
+print(json.dumps([everywhere, changed(before)]))
+"""
+
+
+def test_all_that_importing_the_plugin_changes_is_listed() -> None:
+    result = subprocess.run([sys.executable, "-c", CHANGES], capture_output=True, text=True, check=True)
+    lists = plugin.__doc__.split("Where there is no accelerator")
+    for changed, text in zip(json.loads(result.stdout.splitlines()[-1]), lists, strict=True):
+        rows = [line.partition("``: ")[0] + "``" for line in text.splitlines() if line.startswith("- ")]
+        listed = [name for row in rows for name in re.findall("``(.+?)``", row)]
+        assert len(listed) > 8
+        sites = [f".{site}" for site in changed]
+        assert [site for site in sites if not site.endswith(tuple(f".{name}" for name in listed))] == []
+        if WAITS:  # older versions of torch need less
+            assert [name for name in listed if not any(site.endswith(f".{name}") for site in sites)] == []

@@ -2,7 +2,8 @@
 
 TorchTitan 0.2.2 assumes "cuda" where it finds no device, and dies. Each function below repairs one place and names the
 symptom it cures; `enable_cpu_training` applies them all, before Trainer.__init__ reads the device. Where an accelerator
-exists nothing here runs, so a GPU run is TorchTitan's own code. Linux only, like the triton that TorchTitan imports.
+exists nothing of this file runs: what the plugin changes there is listed in __init__.py. Linux only, like the triton
+that TorchTitan imports.
 """
 
 import functools
