@@ -24,7 +24,7 @@ from titan_mxfp8.testing import relative_rms
 def check_compiled_model(layout: str, ac_mode: str, **degrees: int) -> None:
     """A compiled model equals the eager one of the same layout, and compiles once for two splits among the experts.
 
-    No GEMM runs twice, with op-level activation checkpointing either.
+    No GEMM runs twice with op-level activation checkpointing.
     """
     torch._dynamo.reset()
     counters.clear()
@@ -38,10 +38,13 @@ def check_compiled_model(layout: str, ac_mode: str, **degrees: int) -> None:
         step = run_step(compiled, text, tensor_parallel=tensor_parallel)
         graphs.append(counters["stats"]["unique_graphs"])
         error = max(relative_rms(step.grads[name], grad) for name, grad in expected.grads.items())
-        print(f"{layout}: loss {step.loss}, {step.loss - expected.loss} from eager's, gradients {error}, {graphs}")
-        assert abs(step.loss - expected.loss) < 1e-6 * expected.loss
+        off = step.loss - expected.loss
+        print(f"{layout}, {ac_mode}: loss {step.loss}, {off} from eager's, gradients {error}, {graphs}")
+        assert abs(off) < 1e-6 * expected.loss
         assert error < 1e-6  # measured: 0 with expert parallelism, 8e-8 with tensor parallelism
-        assert step.forward["gemm_m_grouped"] == step.backward["gemm_m_grouped"] == gemms(eager)
+        assert step.forward["gemm_m_grouped"] == gemms(eager)
+        again = step.backward["gemm_m_grouped"] - gemms(eager)
+        assert again > 0 if ac_mode == "full" else again == 0
     assert graphs[0] == graphs[1] > 0
 
 
@@ -73,6 +76,7 @@ check_gpt_oss_experts("TP 2", GptossTensorParallel(), (2,), ("tp",))
 check_gpt_oss_experts("EP 2", ExpertParallel(), (2,), ("ep",))
 check_gpt_oss_experts("ETP 2", GptossExpertTensorParallel(), (1, 2), ("ep", "etp"))
 check_compiled_model("FSDP 2 + EP 2", "op", dp_shard=2, ep=2)
-check_compiled_model("TP 2", "none", tp=2)
+check_compiled_model("TP 2", "op", tp=2)
+check_compiled_model("TP 2", "full", tp=2)
 dist.destroy_process_group()
 os.write(1, b"passed\n")

@@ -207,7 +207,7 @@ def test_compiled_and_parallel_models_equal_the_plain_ones() -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=600,
     )
     print(result.stdout)
     assert result.returncode == 0 and result.stdout.count("passed") == 2, result.stderr[-6000:]

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.utils.checkpoint
+from torch._functorch import partitioners
 from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
@@ -76,6 +77,41 @@ def wait_before_compiled_regions() -> None:
         return local.trigger_wait() if isinstance(local, AsyncCollectiveTensor) else local
 
     dtensor_api._ToTorchTensor.forward = staticmethod(to_local_and_wait)
+
+
+def save_random_states_before_meshes() -> None:
+    """Cures: `expected all tensors_saved_with_vc_check to be Tensors, got types: [...DeviceMesh...]`.
+
+    From torch 2.13 on a forward compiled under tensor parallelism saves the DeviceMesh of DTensors for the backward:
+    tensors come first, then meshes, then sizes. Where activation checkpointing repeats an op that may draw random
+    numbers, as attention on CPUs may, the partitioner puts the generator's state, a tensor, behind the meshes, in the
+    outputs of the forward and the inputs of the backward. Both are sorted here. On GPUs such a state is no output.
+    """
+    if not hasattr(partitioners, "is_opaque_node"):
+        return
+    functionalize = partitioners.functionalize_rng_ops
+    if hasattr(functionalize, "__wrapped__"):
+        return
+
+    def place(node: torch.fx.Node) -> int:
+        return 2 if partitioners.is_sym_node(node) else int(partitioners.is_opaque_node(node))
+
+    @functools.wraps(functionalize)
+    def functionalize_and_sort(*args: object, **kwargs: object) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        forward, backward = functionalize(*args, **kwargs)
+        inputs = list(backward.graph.find_nodes(op="placeholder"))
+        saved = next(i for i, node in enumerate(inputs) if "tangents" in node.name)  # how many
+        for node in filter(partitioners.is_opaque_node, inputs[:saved]):
+            inputs[saved].prepend(node)
+        output = forward.graph.output_node()
+        values = output.args[0]
+        own = len(values) - saved
+        output.args = ((*values[:own], *sorted(values[own:], key=place)),)
+        forward.recompile()
+        backward.recompile()
+        return forward, backward
+
+    partitioners.functionalize_rng_ops = functionalize_and_sort
 
 
 def initialise_router_bias() -> None:
