@@ -5,6 +5,7 @@ Run by tests/test_models.py. Prints what it measures.
 
 import copy
 import os
+import shutil
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from models import build, run_step
 from test_models import AC_MODES, COMPILE, convert, experts, gemms, run_experts, tokens
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torchtitan.distributed.expert_parallel import ExpertParallel
 from torchtitan.models.gpt_oss.infra.expert_parallel import GptossExpertTensorParallel, GptossTensorParallel
@@ -48,6 +49,19 @@ def check_compiled_model(layout: str, ac_mode: str, **degrees: int) -> None:
     assert graphs[0] == graphs[1] > 0
 
 
+def check_compiled_shard() -> None:
+    """Each rank takes its own shard, also where another rank has left its compiled code on disk before."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = DTensor.from_local(torch.arange(8.0), mesh, [Replicate()])
+    compiled = torch.compile(lambda x: x.redistribute(placements=[Shard(0)]).to_local() * 2)
+    for rank in (1, 0):
+        if rank == dist.get_rank():
+            shard = compiled(whole)
+            print(f"shard of rank {rank}: {shard}")
+            assert torch.equal(shard, 2 * torch.arange(8.0).chunk(2)[rank])
+        dist.barrier()
+
+
 def check_gpt_oss_experts(layout: str, style: ParallelStyle, shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     """Output and gradients equal those of one process; with tensor parallelism each rank adds its share of a bias."""
     holder = experts("gpt_oss", hidden=128)
@@ -72,6 +86,8 @@ def check_gpt_oss_experts(layout: str, style: ParallelStyle, shape: tuple[int, .
 
 dist.init_process_group("gloo")
 torch.set_num_threads(1)
+if shutil.which("g++"):  # for the inductor
+    check_compiled_shard()
 check_gpt_oss_experts("TP 2", GptossTensorParallel(), (2,), ("tp",))
 check_gpt_oss_experts("EP 2", ExpertParallel(), (2,), ("ep",))
 check_gpt_oss_experts("ETP 2", GptossExpertTensorParallel(), (1, 2), ("ep", "etp"))

@@ -201,10 +201,10 @@ def test_experts_ignore_rows_past_the_last_expert(kind: str) -> None:
 
 
 @cpu_only
-def test_compiled_and_parallel_models_equal_the_plain_ones() -> None:
+def test_compiled_and_parallel_models_equal_the_plain_ones(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", PARALLEL_MODELS],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=600,

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.utils.checkpoint
+from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -112,6 +113,17 @@ def save_random_states_before_meshes() -> None:
         return forward, backward
 
     partitioners.functionalize_rng_ops = functionalize_and_sort
+
+
+def compile_for_own_rank_only() -> None:
+    """Keeps compiled tensor parallelism right: without this, gradients are wrong without a word.
+
+    From torch 2.13 on AOTAutograd's cache on disk takes DTensors whose ranks differ for equal: a process is given the
+    code of another rank of its machine, or of an earlier run, and takes that rank's shard. GPUs hide it as long as each
+    rank has a device number of its own. Only the tracing is repeated: the inductor's cache of kernels stays in use.
+    """
+    if hasattr(DTensor, "_stable_hash_for_caching") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        functorch_config.enable_autograd_cache = False
 
 
 def initialise_router_bias() -> None:
