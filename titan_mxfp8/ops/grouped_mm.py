@@ -116,8 +116,9 @@ class _MXMatmul(torch.autograd.Function):
         ctx, x_MK, x_scale, x_dtype, w_ENK, bias_EN, offs, recipe, out_dtype, backend, rebase, keep_w, grad_enabled
     ):
         needs_dx, needs_dw = (grad_enabled and ctx.needs_input_grad[i] for i in (0, 3))
-        m_form = library.operand_form("m_grouped", recipe.weight_block, bool(rebase), x_MK.device, backend)
-        k_form = library.operand_form("k_grouped", recipe.weight_block, bool(rebase), x_MK.device, backend)
+        rebased = rebase is not False  # Dynamo of torch 2.11 knows no bool() of a RebaseCounter
+        m_form = library.operand_form("m_grouped", recipe.weight_block, rebased, x_MK.device, backend)
+        k_form = library.operand_form("k_grouped", recipe.weight_block, rebased, x_MK.device, backend)
         act = {"rounding": recipe.rounding, "elem_dtype": torch.float8_e4m3fn, "block": "1x32", "backend": backend}
         weight = act | {"block": recipe.weight_block}
         ctx.recipe, ctx.backend, ctx.rebase = recipe, backend, rebase
