@@ -162,4 +162,6 @@ def test_every_rank_adds_to_the_health_that_is_logged_every_n_steps(tmp_path: Pa
         if figure in ("saturated", "flushed_to_zero"):
             assert ep[tag][2] < 0.01 and pp[tag][2] < 0.01
         elif kind != "gradients":  # under PP TorchTitan scales these by the number of tokens after the backward
-            assert ep[tag][2] == pytest.approx(pp[tag][2], abs=2), tag  # measured: 1, the seeds of the layers differ
+            # Measured: 1, the seeds of the layers differ. With torch 2.11 one initial weight of 2^24 is 2 and not 0.1.
+            tolerance = 6 if (kind, figure) == ("weights", "scale_exponent_max") and torch.__version__ < (2, 13) else 2
+            assert ep[tag][2] == pytest.approx(pp[tag][2], abs=tolerance), tag

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from training import ROOT
 
 # Every kind of parallelism once, on one of the two models; scripts/compare_layouts.py has all on both.
@@ -22,7 +23,7 @@ CASES = (
     "deepseek_v3 FSDP 2 + TP 2 + EP 2",
     "deepseek_v3 PP 2 + FSDP 2 + EP 2",
 )
-STEPS = 3
+STEPS = 6
 # Largest difference of the loss at any step, nats per token; measured 1.8e-4 (mxfp8) and 4.2e-5 (plain).
 LOSS = {"mxfp8": 1e-3, "plain": 2e-4}
 # Largest difference of a parameter's first gradient, relative RMS; measured 9e-5, 6e-5 of it the clipping norm's.
@@ -32,6 +33,8 @@ GRADIENT, GRADIENT_OTHER_SUMS = 1e-3, 2e-2
 # Where EP takes its ranks from TP, TorchTitan's router has the gradient of a share of its tokens, converters or not:
 # measured 0.617 with MXFP8 and 0.618 without, for the router's weight.
 ROUTER_IS_WRONG = {"deepseek_v3 FSDP 2 + TP 2 + EP 2"}
+# Under TP without FSDP, torch 2.11 leaves the norms' gradients unsummed over the ranks, converters or not.
+NORMS_ARE_WRONG = {"llama4 TP 2"} if torch.__version__ < (2, 13) else set()
 # TorchTitan averages DDP's gradients a second time, and does not divide those of pipelines by the step's tokens.
 GRAD_NORM = {
     "llama4 DDP 2": 1 / 2,
@@ -63,7 +66,9 @@ def test_a_layout_trains_like_one_process(rows: dict[str, dict[str, str]], case:
     for kind in ("mxfp8", "plain"):
         other_sums = kind == "mxfp8" and ("TP" in case or "PP" in case)
         assert float(row[f"{kind}_max_difference"]) < LOSS[kind], kind
-        if case not in ROUTER_IS_WRONG:
+        if case in NORMS_ARE_WRONG:
+            assert row[f"{kind}_worst_gradient"].endswith("norm.weight"), kind
+        elif case not in ROUTER_IS_WRONG:
             assert float(row[f"{kind}_gradient_difference"]) < (GRADIENT_OTHER_SUMS if other_sums else GRADIENT), kind
         assert float(row[f"{kind}_grad_norm_ratio"]) == pytest.approx(GRAD_NORM.get(case, 1), rel=1e-3), kind
     if case in ROUTER_IS_WRONG:
