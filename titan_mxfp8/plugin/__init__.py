@@ -14,8 +14,10 @@ What the import changes in TorchTitan and torch, on every machine:
 - ``SAC_IGNORED_OPS``: from torch 2.13 on selective activation checkpointing fails under EP.
 - ``_op_sac_save_list``: of five models; selective activation checkpointing saves the outputs of MXFP8 GEMMs too.
 - ``_ToTorchTensor.forward``: from torch 2.13 on tensor parallelism with compile loses gradients.
-- ``TokenChoiceTopKRouter.init_weights``: the bias of gpt_oss's router stays uninitialised (all four in compat.py).
+- ``functionalize_rng_ops``: from torch 2.13 on tensor parallelism with compile and activation checkpointing fails.
+- ``TokenChoiceTopKRouter.init_weights``: the bias of gpt_oss's router stays uninitialised (all five in compat.py).
 
+With several processes and torch 2.13 or newer, AOTAutograd's cache on disk is off: it mixes up the ranks (compat.py).
 The environment variable WANDB_MODE becomes ``offline`` where there is no login to wandb and no choice of a mode.
 
 Where there is no accelerator, so that TorchTitan trains on CPUs (cpu.py):

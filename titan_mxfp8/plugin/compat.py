@@ -91,13 +91,13 @@ def save_random_states_before_meshes() -> None:
     if not hasattr(partitioners, "is_opaque_node"):
         return
     functionalize = partitioners.functionalize_rng_ops
-    if hasattr(functionalize, "__wrapped__"):
+    if is_patched(functionalize):
         return
 
     def place(node: torch.fx.Node) -> int:
         return 2 if partitioners.is_sym_node(node) else int(partitioners.is_opaque_node(node))
 
-    @functools.wraps(functionalize)
+    @patch_of(functionalize)
     def functionalize_and_sort(*args: object, **kwargs: object) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
         forward, backward = functionalize(*args, **kwargs)
         inputs = list(backward.graph.find_nodes(op="placeholder"))
