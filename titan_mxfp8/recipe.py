@@ -15,7 +15,7 @@ class Recipe:
     Attributes:
         name: the canonical name, a key of ``RECIPES``.
         weight_block: ``1x32`` blocks along each GEMM's contraction axis (the weight is quantised once per axis), or
-            ``32x32`` blocks (quantised once, the same values serve forward and dgrad).
+            ``32x32`` blocks (the same values serve forward and dgrad; quantised once, unless FSDP frees the weight).
         grad_dtype: element type of the output gradient, in dgrad and in wgrad.
         wgrad: ``mxfp8``, or ``bf16`` for a weight gradient from unquantised operands.
         rounding: scale rounding, see ``format/reference.py``.
