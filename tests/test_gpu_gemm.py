@@ -4,7 +4,17 @@ from functools import partial
 
 import pytest
 import torch
-from gemm_checks import BF16, CASES, E4M3, E5M2, FP32, check_k_grouped, check_m_grouped, check_nan_stays_in_its_group
+from gemm_checks import (
+    BF16,
+    CASES,
+    E4M3,
+    E5M2,
+    FP32,
+    check_k_grouped,
+    check_m_grouped,
+    check_nan_stays_in_its_group,
+    check_unusual_offs,
+)
 
 from titan_mxfp8 import RECIPES, mxfp8_grouped_mm, mxfp8_linear
 from titan_mxfp8.testing import group_sizes, make_offs, relative_rms
@@ -57,6 +67,7 @@ def test_formats_and_outputs(tiles: gemm.Tiles):
         check_m("ragged", MMA, tiles, c=c, d=d)
         check_k("ragged", MMA, tiles, n=c, k=d)
     check_nan_stays_in_its_group(MMA, tiles, "cuda")
+    check_unusual_offs(MMA, tiles, "cuda")
 
 
 @pytest.mark.parametrize("tiles", gemm.TILES["bf16"], ids=str)

@@ -3,6 +3,8 @@
 Outputs start as NaN (``poisoned_empty``).
 """
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from gemm_checks import BF16, CASES, E4M3, E5M2, FP32, wide
@@ -108,6 +110,20 @@ def test_shapes_biases_and_types(blocks: str, tiles: gemm.Tiles):
     for c, d in ((32, 32), (64, 96), (224, 32), (160, 1312)):
         check_m_grouped("large", blocks, tiles, c=c, d=d, bias_dtype=BF16)
     check_m_grouped("ragged", blocks, tiles, elem_dtype=E5M2, bias_dtype=FP32, out_dtype=FP32)
+
+
+@pytest.mark.parametrize("blocks, tiles", ALL_TILES, ids=lambda x: x if isinstance(x, str) else f"{64 * x.parts} rows")
+def test_unusual_offs(blocks: str, tiles: gemm.Tiles):
+    """Offsets that lie apart in memory; and some past the last row, where nothing is written."""
+    sizes, m, d, empty = [300, 0, 129, 71], 500, 288, torch.empty
+    a, b = m_grouped_operands(sizes, 0, blocks, 416, d)
+    expected = reference.gemm_m_grouped(a, b, make_offs(sizes), bias=None, out_dtype=FP32)
+    guarded = torch.full((m + 400, d), 7.0, device="cuda")
+    for offs in (make_offs(sizes).repeat_interleave(2).cuda()[::2], make_offs([300, 0, 129, 471]).cuda()):
+        with patch.object(torch, "empty", lambda *s, **kw: guarded[:m] if s == ((m, d),) else empty(*s, **kw)):
+            out = gemm.multiply_m_grouped(to_gpu(a), to_gpu(b), offs, None, FP32, tiles)
+        assert out.data_ptr() == guarded.data_ptr() and relative_rms(out.cpu(), expected) <= TOLERANCE[FP32]
+        assert (guarded[m:] == 7).all()
 
 
 def test_k_grouped_shapes_and_types():
