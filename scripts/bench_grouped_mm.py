@@ -48,9 +48,10 @@ class Way:
     recipe: str
     backend: str
     rebase: bool = False
+    fp8: bool = False  # exact, but forward and dgrad in FP8 all the same: parts only
 
     def __str__(self) -> str:
-        return f"{self.recipe}{' rebased' if self.rebase else ''}"
+        return f"{self.recipe}{' rebased' if self.rebase else ''}{' in FP8' if self.fp8 else ''}"
 
 
 def make_problem(shape: GroupedShape, spread: Spread) -> tuple[torch.Tensor, ...]:
@@ -81,11 +82,14 @@ def bench_parts(shape: GroupedShape, spread: Spread, way: Way) -> list[Row]:
     x, w, dy, offs = (t.detach() for t in make_problem(shape, spread))
     backend = load(way.backend, x.device)
     block = RECIPES[way.recipe].weight_block
-    m_form, k_form = (backend.operand_form(gemm, block, way.rebase, x.device) for gemm in ("m_grouped", "k_grouped"))
-    tokens = PLAIN | {"block": "1x32", "offs": offs, "forms": (m_form, k_form)}
-    weight = PLAIN | {"block": block, "offs": None, "form": m_form}
-    x_k, x_m = backend.quantize_operand_both(x, **tokens)
-    dy_n, dy_m = backend.quantize_operand_both(dy, **tokens)
+    act_form, weight_form = backend.operand_forms("m_grouped", block, way.rebase, x.device)
+    if way.fp8:
+        act_form = weight_form = "mx"
+    dy_form, x_form = backend.operand_forms("k_grouped", block, way.rebase, x.device)
+    tokens = PLAIN | {"block": "1x32", "offs": offs}
+    weight = PLAIN | {"block": block, "offs": None, "form": weight_form}
+    x_k, x_m = backend.quantize_operand_both(x, forms=(act_form, x_form), **tokens)
+    dy_n, dy_m = backend.quantize_operand_both(dy, forms=(act_form, dy_form), **tokens)
     w_k, w_n = (backend.quantize_operand(w, axis, **weight) for axis in (2, 1))
     m_grouped = partial(backend.gemm_m_grouped, bias=None, out_dtype=torch.bfloat16)
     k_grouped = partial(backend.gemm_k_grouped, out_dtype=torch.bfloat16)
@@ -97,8 +101,8 @@ def bench_parts(shape: GroupedShape, spread: Spread, way: Way) -> list[Row]:
             ("forward GEMM", lambda: m_grouped(x_k, w_k.mT, offs), lambda: bf16(x, w.mT)),
             ("dgrad GEMM", lambda: m_grouped(dy_n, w_n, offs), lambda: bf16(dy, w)),
             ("wgrad GEMM", lambda: k_grouped(dy_m.mT, x_m, offs), lambda: bf16(dy.mT, x)),
-            ("quantise x", lambda: backend.quantize_operand_both(x, **tokens), None),
-            ("quantise dy", lambda: backend.quantize_operand_both(dy, **tokens), None),
+            ("quantise x", lambda: backend.quantize_operand_both(x, forms=(act_form, x_form), **tokens), None),
+            ("quantise dy", lambda: backend.quantize_operand_both(dy, forms=(act_form, dy_form), **tokens), None),
             ("quantise w", lambda: backend.quantize_operand(w, 2, **weight), None),
         )
     ]
@@ -137,6 +141,7 @@ def main() -> None:
     rebases = next(row.rebases for row in BACKENDS if row.name == name)
     exact = {recipe: Way(recipe=recipe, backend=name) for recipe in RECIPES}
     rebased = {recipe: Way(recipe=recipe, backend=name, rebase=True) for recipe in RECIPES} if rebases else {}
+    in_fp8 = (Way(recipe="mxfp8_2d", backend=name, fp8=True),) if name == "hopper" else ()
     both = (exact["mxfp8"], rebased["mxfp8"]) if rebases else (exact["mxfp8"],)
     ways = [exact[recipe] for recipe in ("mxfp8", "mxfp8_2d", "mxfp8_2d_wgrad_bf16")]
     if not args.quick:
@@ -146,7 +151,7 @@ def main() -> None:
     jobs: list[tuple[GroupedShape, Spread, Callable[..., list[Row]], Way]] = []
     for shape in README_SHAPES:
         jobs += [(shape, "balanced", bench_way, way) for way in ways]
-        jobs += [(shape, "balanced", bench_parts, way) for way in ways if "wgrad" not in way.recipe]
+        jobs += [(shape, "balanced", bench_parts, way) for way in (*ways, *in_fp8) if "wgrad" not in way.recipe]
     for shape in SMALL_EXPERT_SHAPES:
         jobs += [(shape, "zipf", bench_way, way) for way in (both if args.quick else ways)]
     if not args.quick:

@@ -85,12 +85,15 @@ def rebased_calls(x: torch.Tensor, offs: torch.Tensor) -> Iterator[tuple[str, bo
         return
     hopper = load("hopper", x.device)
     one, squares = PLAIN | {"block": "1x32"}, PLAIN | {"block": "32x32"}
-    form, forms = {"form": "rebased"}, {"forms": ("rebased", "rebased")}
+    form, forms = {"form": "1x128"}, {"forms": ("1x128", "1x128")}
+    square, squares_both = {"form": "32x128"}, {"forms": ("32x128", "32x128")}
     yield "rebase 1x32 last", False, lambda: hopper.quantize_operand(x, 1, offs=None, **form, **one)
     yield "rebase 1x32 first ragged", True, lambda: hopper.quantize_operand(x, 0, offs=offs, **form, **one)
     yield "rebase 1x32 both", False, lambda: hopper.quantize_operand_both(x, offs=None, **forms, **one)
     yield "rebase 1x32 both ragged", True, lambda: hopper.quantize_operand_both(x, offs=offs, **forms, **one)
-    yield "rebase 32x32 both", False, lambda: hopper.quantize_operand_both(x, offs=None, **forms, **squares)
+    yield "rebase 1x32 to squares last", False, lambda: hopper.quantize_operand(x, 1, offs=None, **square, **one)
+    yield "rebase 1x32 to squares first", False, lambda: hopper.quantize_operand(x, 0, offs=None, **square, **one)
+    yield "rebase 32x32 both", False, lambda: hopper.quantize_operand_both(x, offs=None, **squares_both, **squares)
 
 
 def bench_quantize(ceiling: float) -> Iterator[dict]:

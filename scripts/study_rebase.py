@@ -83,17 +83,20 @@ def changed_rows(call: Call) -> Iterator[Row]:
     act = {"rounding": call.recipe.rounding, "elem_dtype": torch.float8_e4m3fn, "block": "1x32"}
     weight, grad = act | {"block": call.recipe.weight_block}, act | {"elem_dtype": call.recipe.grad_dtype}
     rows = call.x_MK.shape[0] if call.offs is None else int(call.offs[-1])
-    for operand, gemm, x, axis, options in (
-        ("activations", "forward", call.x_MK[:rows], 1, act),
-        ("weights", "forward", call.w_ENK, 2, weight),
-        ("gradients", "dgrad", call.dy_MN[:rows], 1, grad),
-        ("weights", "dgrad", call.w_ENK, 1, weight),
-        ("gradients", "wgrad", call.dy_MN[:rows], 0, grad),
-        ("activations", "wgrad", call.x_MK[:rows], 0, act),
+    like = call.recipe.weight_block, True, call.x_MK.device
+    act_form, weight_form = reference.operand_forms("m_grouped", *like)
+    dy_form, x_form = reference.operand_forms("k_grouped", *like)
+    for operand, gemm, x, axis, form, options in (
+        ("activations", "forward", call.x_MK[:rows], 1, act_form, act),
+        ("weights", "forward", call.w_ENK, 2, weight_form, weight),
+        ("gradients", "dgrad", call.dy_MN[:rows], 1, act_form, grad),
+        ("weights", "dgrad", call.w_ENK, 1, weight_form, weight),
+        ("gradients", "wgrad", call.dy_MN[:rows], 0, dy_form, grad),
+        ("activations", "wgrad", call.x_MK[:rows], 0, x_form, act),
     ):
         changed = torch.zeros((), dtype=torch.int64)
         offs = call.offs if axis == 0 else None
-        reference.quantize_operand(x, axis, offs=offs, form="rebased", changed=changed, **options)
+        reference.quantize_operand(x, axis, offs=offs, form=form, changed=changed, **options)
         yield {"module": call.name, "gemm": gemm, "operand": operand, "changed": int(changed) / x.numel()}
 
 
@@ -103,7 +106,7 @@ def outputs(call: Call, recipe: Recipe | None, rebase: bool = False) -> dict[str
     if recipe is None:
         y = x @ w[0].mT if call.offs is None else torch._grouped_mm(x, w.mT, offs=call.offs)
     else:
-        y = grouped_mm.mx_matmul(x, w, None, call.offs, recipe, torch.float32, "reference", rebase)
+        y = grouped_mm.mx_matmul(x, w, None, call.offs, recipe, torch.float32, "reference", rebase, True)
     y.backward(call.dy_MN)
     rows = x.shape[0] if call.offs is None else int(call.offs[-1])
     out = {"y": y.detach()[:rows], "dx": x.grad[:rows], "dw": w.grad}

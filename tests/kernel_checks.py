@@ -13,6 +13,7 @@ from titan_mxfp8.ops import pad
 from titan_mxfp8.testing import make_offs, poisoned_empty
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+REBASED = ("1x32 to 1x128", "1x32 to 32x128", "32x32 to 32x128")  # blocks, and what the GEMMs take
 FORMATS = tuple((rounding, dtype) for rounding in ("rceil", "floor") for dtype in (E4M3, E5M2))
 
 
@@ -69,21 +70,26 @@ def check_quantize_both(x: torch.Tensor, rounding: str, dtype: torch.dtype, bloc
         assert_same(a, b)
 
 
-def check_rebased(x: torch.Tensor, rounding: str, dtype: torch.dtype, block: str, offs=None, one_axis=True) -> None:
-    """The kernels that rebase, along both axes at once and, if ``one_axis``, along each alone; and what they count."""
+def check_rebased(x: torch.Tensor, rounding: str, dtype: torch.dtype, blocks: str, offs=None, one_axis=True) -> None:
+    """The kernels that rebase, along both axes at once and, if ``one_axis``, along each alone; and what they count.
+
+    Args:
+        blocks: of ``REBASED``.
+    """
+    block, form = blocks.split(" to ")
     kwargs = {"rounding": rounding, "elem_dtype": dtype, "block": block}
-    offs_cpu, forms = None if offs is None else offs.cpu(), ("rebased", "rebased")
+    offs_cpu, forms = None if offs is None else offs.cpu(), (form, form)
     expected = torch.zeros((2,), dtype=torch.int64)
     theirs = [
-        reference.quantize_operand(x.cpu(), x.ndim - 1, offs=None, form="rebased", changed=expected[0], **kwargs),
-        reference.quantize_operand(x.cpu(), x.ndim - 2, offs=offs_cpu, form="rebased", changed=expected[1], **kwargs),
+        reference.quantize_operand(x.cpu(), x.ndim - 1, offs=None, form=form, changed=expected[0], **kwargs),
+        reference.quantize_operand(x.cpu(), x.ndim - 2, offs=offs_cpu, form=form, changed=expected[1], **kwargs),
     ]
     changed = torch.zeros((3,), dtype=torch.int64, device=x.device)
     with poisoned_empty():
         ours = list(hopper.quantize_operand_both(x, offs=offs, forms=forms, changed=changed[0], **kwargs))
         if one_axis:
             for i, (axis, given) in enumerate(((x.ndim - 1, None), (x.ndim - 2, offs))):
-                options = {"offs": given, "form": "rebased", "changed": changed[1 + i]}
+                options = {"offs": given, "form": form, "changed": changed[1 + i]}
                 ours.append(hopper.quantize_operand(x, axis, **options, **kwargs))
     for a, b in zip(ours, theirs * 2, strict=False):
         assert_same(a, b)

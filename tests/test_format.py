@@ -375,7 +375,7 @@ def test_rebase_golden_table(scales: tuple[int, ...], element: int, expected: in
     changed = torch.zeros((), dtype=torch.int64)
     scale = torch.tensor([scales], dtype=torch.uint8)
     exact = MXTensor(elements.view(E4M3), scale, 1, "1x32", torch.float32)
-    rebased = reference.rebase(exact, changed)
+    rebased = reference.rebase(exact, "1x128", changed)
     assert bits(rebased.qdata)[0, 0] == expected and rebased.scale.tolist() == [[max(scales)]]
     values, before = rebased.dequantize(), exact.dequantize()
     assert changed == (values[0, 0] != before[0, 0] and max(scales) < 255)
@@ -383,8 +383,8 @@ def test_rebase_golden_table(scales: tuple[int, ...], element: int, expected: in
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("block", mx.BLOCKS)
-def test_rebase_against_doubles(block: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("block, to", [("1x32", "1x128"), ("1x32", "32x128"), ("32x32", "32x128")])
+def test_rebase_against_doubles(block: str, to: str, dtype: torch.dtype) -> None:
     """Each element anew from its value and its block's new scale, in fp64; sizes that end within a block."""
     x = torch.randn(2, 150, 170) * torch.exp2(torch.randint(-12, 1, (2, 150, 170)).double()).float()
     x[:, 32:64] *= 2.0**-12
@@ -392,11 +392,13 @@ def test_rebase_against_doubles(block: str, dtype: torch.dtype) -> None:
     for axis in (1, 2):
         exact = quantize(x, axis, elem_dtype=dtype, block=block)
         changed = torch.zeros((), dtype=torch.int64)
-        rebased = reference.rebase(exact, changed)
+        rebased = reference.rebase(exact, to, changed)
         scale = exact.scale.movedim(axis, -1)
         largest = torch.stack([part.amax(-1) for part in scale.split(4, -1)], -1)
-        assert torch.equal(rebased.scale.movedim(axis, -1), largest)
-        if block == "32x32":
+        if (block, to) == ("1x32", "32x128"):
+            largest = torch.stack([part.amax(-2) for part in largest.split(32, -2)], -2)
+        assert rebased.block == to and torch.equal(rebased.scale.movedim(axis, -1), largest)
+        if to == "32x128":
             largest = largest.repeat_interleave(32, -2)
         values = exact.dequantize(torch.float64).movedim(axis, -1)
         steps = largest.repeat_interleave(128, -1)[:, : values.shape[1], : values.shape[2]].double() - 127
@@ -411,15 +413,15 @@ def test_rebased_groups_start_at_multiples_of_128() -> None:
     sizes, kwargs = [3, 0, 130, 40], {"rounding": "rceil", "elem_dtype": E4M3, "block": "1x32"}
     x, w = torch.randn(180, 40), torch.randn(180, 24)
     offs = make_offs(sizes)
-    rebased = reference.quantize_operand(x, 0, offs=offs, form="rebased", **kwargs)
+    rebased = reference.quantize_operand(x, 0, offs=offs, form="1x128", **kwargs)
     assert rebased.shape == (mx.ragged_rows(180, 4, 128), 40) and rebased.block == "1x128"
     starts = [0, 128, 128, 384]
     values = rebased.dequantize()
     for group, start in zip(x[:173].split(sizes), starts, strict=True):
-        alone = reference.quantize_operand(group, 0, offs=None, form="rebased", **kwargs).dequantize()
+        alone = reference.quantize_operand(group, 0, offs=None, form="1x128", **kwargs).dequantize()
         assert torch.equal(values[start : start + len(group)], alone)
     assert values.count_nonzero() == sum(len(group) for group in x[:173].split(sizes)) * 40
-    other = reference.quantize_operand(w, 0, offs=offs, form="rebased", **kwargs)
+    other = reference.quantize_operand(w, 0, offs=offs, form="1x128", **kwargs)
     dw = reference.gemm_k_grouped(other.mT, rebased, offs, out_dtype=torch.float32)
     for e, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         expected = other.dequantize()[start : start + size].mT @ values[start : start + size]

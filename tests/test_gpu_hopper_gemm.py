@@ -9,7 +9,8 @@ import pytest
 import torch
 from gemm_checks import BF16, CASES, E4M3, E5M2, FP32, wide
 
-from titan_mxfp8.backends.hopper import gemm
+from titan_mxfp8 import mxfp8_grouped_mm
+from titan_mxfp8.backends.hopper import gemm, operands
 from titan_mxfp8.format import reference
 from titan_mxfp8.format.mx import MXTensor, decode_scale
 from titan_mxfp8.testing import group_sizes, make_offs, poisoned_empty, relative_rms
@@ -27,9 +28,9 @@ SIZES = {
     "160 experts": (group_sizes("zipf", 3000, 160), 0),
     "zipf": (group_sizes("zipf", 5000, 8), 44),
 }
-# Blocks of the weight and how both operands are quantised.
-FORMS = {"32x32": ("32x32", "mx"), "32x128": ("32x32", "rebased"), "1x128": ("1x32", "rebased")}
-ALL_TILES = [*gemm.TILES.items(), *((blocks, gemm.FEW_ROWS) for blocks in ("32x128", "1x128"))]
+# The forms of both operands, by the blocks of the weight.
+FORMS = {"32x32": ("mx", "mx"), "32x128": ("1x128", "32x128")}
+ALL_TILES = [*((blocks, gemm.TILES[blocks]) for blocks in FORMS), ("32x128", gemm.FEW_ROWS)]
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +51,10 @@ def to_gpu(mx: MXTensor) -> MXTensor:
 def m_grouped_operands(
     sizes: list[int] | None, extra: int, blocks: str, c: int, d: int, elem_dtype=E4M3
 ) -> tuple[MXTensor, MXTensor]:
-    weight_block, form = FORMS[blocks]
+    form, weight_form = FORMS[blocks]
     m, experts = sum(sizes or []) + extra, 1 if sizes is None else len(sizes)
     a = quantized(wide(m, c), 1, "1x32", form, elem_dtype)
-    return a, quantized(wide(experts, d, c), 2, weight_block, form).mT
+    return a, quantized(wide(experts, d, c), 2, "32x32", weight_form).mT
 
 
 def check_m_grouped(
@@ -81,8 +82,8 @@ def check_k_grouped(case: str, *, n=416, k=288, elem_dtype=E4M3, out_dtype=BF16)
     sizes, extra = SIZES[case]
     m = sum(sizes or []) + extra
     offs = None if sizes is None else make_offs(sizes)
-    a = quantized(wide(m, n), 0, "1x32", "rebased", elem_dtype, offs).mT
-    b = quantized(wide(m, k), 0, "1x32", "rebased", E4M3, offs)
+    a = quantized(wide(m, n), 0, "1x32", "1x128", elem_dtype, offs).mT
+    b = quantized(wide(m, k), 0, "1x32", "1x128", E4M3, offs)
     expected = reference.gemm_k_grouped(a, b, offs, out_dtype=FP32)
     with poisoned_empty():
         out = gemm.gemm_k_grouped(to_gpu(a), to_gpu(b), None if offs is None else offs.cuda(), out_dtype=out_dtype)
@@ -132,6 +133,28 @@ def test_k_grouped_shapes_and_types():
     check_k_grouped("ragged", elem_dtype=E5M2, out_dtype=FP32)
 
 
+@pytest.mark.parametrize("way", ["exact", "exact, as on an H20", "rebased"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d", "mxfp8_2d_wgrad_bf16"])
+def test_op_against_the_reference_backend(recipe: str, way: str, monkeypatch: pytest.MonkeyPatch):
+    """Same quantised bits, so y, dx and dw differ by what tensor cores cut off only."""
+    monkeypatch.setattr(operands, "_is_h20", lambda device: "H20" in way)
+    offs = make_offs(group_sizes("zipf", 983, 5))
+    given = {"x": torch.randn(1000, 416), "w": torch.randn(5, 192, 416) / 416**0.5}
+    dy, bias, results = torch.randn(1000, 192), torch.randn(5, 192), {}
+    for backend, device in (("hopper", "cuda"), ("reference", "cpu")):
+        x, w = (t.detach().to(device).requires_grad_() for t in given.values())
+        y = mxfp8_grouped_mm(
+            x, w.mT, offs.to(device), recipe=recipe, bias=bias.to(device), out_dtype=FP32, backend=backend,
+            rebase=way == "rebased",
+        )  # fmt: skip
+        y.backward(dy.to(device))
+        results[backend] = {"y": y, "dx": x.grad, "dw": w.grad}
+    for name, value in results["hopper"].items():
+        error = relative_rms(value.cpu(), results["reference"][name])
+        print(recipe, way, name, f"{error:.1e}")
+        assert error <= TOLERANCE[BF16 if name == "dw" and recipe.endswith("bf16") else FP32], name
+
+
 @pytest.mark.parametrize("blocks", FORMS)
 def test_many_tiles_give_the_same_bits_again(blocks: str):
     """More tiles than programs, so that stages, barriers and staging are reused from tile to tile."""
@@ -147,17 +170,17 @@ def test_many_tiles_give_the_same_bits_again(blocks: str):
 def test_nan_stays_in_its_row_and_column(blocks: str):
     sizes = [40, 30, 50]
     offs = make_offs(sizes)
-    weight_block, form = FORMS[blocks]
+    form, weight_form = FORMS[blocks]
     x, w = torch.randn(120, 256), torch.randn(3, 96, 256)
     x[40, 5] = torch.nan
     w[2, 33, 200] = torch.nan
-    a, b = quantized(x, 1, "1x32", form), quantized(w, 2, weight_block, form).mT
+    a, b = quantized(x, 1, "1x32", form), quantized(w, 2, "32x32", weight_form).mT
     y = gemm.gemm_m_grouped(to_gpu(a), to_gpu(b), offs.cuda(), bias=None, out_dtype=FP32).cpu()
     expected = torch.zeros(120, 96, dtype=torch.bool)
     expected[40] = True
-    expected[sum(sizes[:2]) :, slice(32, 64) if weight_block == "32x32" else 33] = True
+    expected[sum(sizes[:2]) :, 32:64] = True
     assert torch.equal(y.isnan(), expected)
-    if blocks == "1x128":
+    if form == "1x128":
         a, b = quantized(torch.randn(120, 96), 0, "1x32", form, offs=offs).mT, quantized(x, 0, "1x32", form, offs=offs)
         dw = gemm.gemm_k_grouped(to_gpu(a), to_gpu(b), offs.cuda(), out_dtype=FP32).cpu()
         assert dw[1, :, 5].isnan().all() and dw.isnan().sum() == 96

@@ -51,7 +51,7 @@ def loops_that_multiply(kernel: Kernel, count: int) -> list[str]:
     [
         pytest.param(lambda tiles: forward("32x32", tiles), gemm.TILES["32x32"], 64 * 4, id="32x32"),
         pytest.param(lambda tiles: forward("32x128", tiles), gemm.TILES["32x128"], 64, id="32x128"),
-        pytest.param(lambda tiles: forward("1x128", tiles), gemm.FEW_ROWS, 2 * 64, id="1x128-few-rows"),
+        pytest.param(lambda tiles: forward("32x128", tiles), gemm.FEW_ROWS, 64, id="32x128-few-rows"),
         pytest.param(wgrad, gemm.TILES["1x128"], 2 * 2 * 64, id="wgrad"),
     ],
 )

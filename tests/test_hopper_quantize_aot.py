@@ -11,15 +11,18 @@ from test_triton_aot import OFFS, check
 from titan_mxfp8.backends.hopper.quantize import quantize_rebased
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-PLAIN = {"last": True, "first": True, "rounding": "rceil", "elem_dtype": E4M3, "block": "1x32", "offs": None}
+BOTH = ("1x128", "1x128")
+PLAIN = {"forms": BOTH, "rounding": "rceil", "elem_dtype": E4M3, "block": "1x32", "offs": None}
 FORMS = {
-    "last": {"first": False},
-    "first, ragged": {"last": False, "offs": OFFS},
+    "last": {"forms": ("1x128", None)},
+    "last, squares": {"forms": ("32x128", None)},
+    "first, ragged": {"forms": (None, "1x128"), "offs": OFFS},
+    "first, squares": {"forms": (None, "32x128")},
     "both, ragged": {"offs": OFFS},
     "both of fp32": {"dtype": torch.float32},
     "both, ragged, E5M2, counted": {"offs": OFFS, "elem_dtype": E5M2, "changed": torch.zeros((), dtype=torch.int64)},
     "both, 77 rows": {"shape": (77, 480)},
-    "32x32 both": {"block": "32x32"},
+    "32x32 both": {"forms": ("32x128", "32x128"), "block": "32x32"},
 }
 
 

@@ -107,9 +107,9 @@ def test_the_three_gemms_take_the_operands_of_the_table(name: str, rebase: bool)
     recipe, problem = RECIPES[name], make_problem()
     problem["x"] = problem["x"].detach() * torch.exp2(torch.randint(-8, 1, (M, 1)).bfloat16())
     x, w, dy, offs, bias = (problem[key].detach() for key in ("x", "w", "dy", "offs", "bias"))
-    form = "rebased" if rebase else "mx"
+    form, weight_form = ("1x128", "32x128") if rebase else ("mx", "mx")
     act = {"rounding": recipe.rounding, "elem_dtype": torch.float8_e4m3fn, "block": "1x32", "form": form}
-    weight = act | {"block": recipe.weight_block}
+    weight = act | {"block": recipe.weight_block, "form": weight_form}
     grad = act | {"elem_dtype": recipe.grad_dtype}
 
     def quantize(x: torch.Tensor, axis: int, offs: torch.Tensor | None = None, **kwargs) -> MXTensor:
@@ -155,7 +155,7 @@ def test_a_counter_sees_every_quantisation_of_rebased_operands(name: str) -> Non
     assert plain["activations"][1] == x.numel() * (1 + mx_wgrad)
     assert plain["weights"][1] == 2 * w.numel() and plain["gradients"][1] == problem["dy"].numel() * (1 + mx_wgrad)
     expected = torch.zeros((), dtype=torch.int64)
-    act = {"rounding": "rceil", "elem_dtype": torch.float8_e4m3fn, "block": "1x32", "form": "rebased"}
+    act = {"rounding": "rceil", "elem_dtype": torch.float8_e4m3fn, "block": "1x32", "form": "1x128"}
     for axis, given in ((1, None), (0, offs))[: 1 + mx_wgrad]:
         reference.quantize_operand(x.detach(), axis, offs=given, changed=expected, **act)
     assert plain["activations"][0] == expected and (expected > 0 or not mx_wgrad)
@@ -385,15 +385,15 @@ def test_custom_ops_meet_their_fakes() -> None:
     for axis in (0, 1):
         for given in (offs, None) if axis == 0 else (None,):
             opcheck(library._quantize, (x, axis, "rceil", e4m3, "1x32", given, "auto"))
-            for form in ("mx", "rebased"):
+            for form in ("mx", "1x128", "32x128"):
                 opcheck(library._quantize_operand, (x, axis, "rceil", e4m3, "1x32", given, form, "auto"))
     for block in ("1x32", "32x32"):
         for axis in (1, 2):
             opcheck(library._quantize, (w, axis, "floor", torch.float8_e5m2, block, None, "auto"))
-            opcheck(library._quantize_operand, (w, axis, "floor", torch.float8_e5m2, block, None, "rebased", "auto"))
-        for forms in (("mx", "mx"), ("rebased", "rebased")):
+            opcheck(library._quantize_operand, (w, axis, "floor", torch.float8_e5m2, block, None, "32x128", "auto"))
+        for forms in (("mx", "mx"), ("32x128", "32x128")):
             opcheck(library._quantize_operand_both, (w, "rceil", e4m3, block, None, *forms, "auto"))
-    for forms in (("mx", "mx"), ("mx", "rebased"), ("rebased", "rebased")):
+    for forms in (("mx", "mx"), ("mx", "1x128"), ("1x128", "1x128")):
         opcheck(library._quantize_operand_both, (x, "rceil", e4m3, "1x32", offs, *forms, "auto"))
     a, b = quantize(x), quantize(w, 2).mT
     for bias in (None, torch.randn(E, N)):

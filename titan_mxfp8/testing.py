@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import json
+import os
 import platform
 import random
 import subprocess
@@ -212,6 +213,8 @@ def environment(device: torch.device | str = "cuda") -> dict[str, str]:
         env["gpu"] = torch.cuda.get_device_name()
         env["cuda"] = str(torch.version.cuda or torch.version.hip)
         env["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+        ptxas = os.environ.get("TRITON_PTXAS_PATH")
+        env["ptxas"] = _output(ptxas, "--version").split("\n")[-1] if ptxas else "Triton's own"
     else:
         env["cpu"] = platform.machine()
     return env

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_checks import E4M3, E5M2, assert_equal, check_rebased, rounded_in_place, uneven, wild
+from kernel_checks import E4M3, E5M2, REBASED, assert_equal, check_rebased, rounded_in_place, uneven, wild
 
 from titan_mxfp8.backends import hopper
 from titan_mxfp8.backends.triton import convert
@@ -21,19 +21,19 @@ def conversion(monkeypatch):
     "in_dtype, rounding, dtype",
     [(BF16, "rceil", E4M3), (BF16, "floor", E5M2), (FP32, "floor", E4M3), (FP32, "rceil", E5M2)],
 )
-@pytest.mark.parametrize("block", ["1x32", "32x32"])
-def test_both_axes(block: str, in_dtype: torch.dtype, rounding: str, dtype: torch.dtype):
+@pytest.mark.parametrize("blocks", REBASED)
+def test_both_axes(blocks: str, in_dtype: torch.dtype, rounding: str, dtype: torch.dtype):
     for shape in ((129, 296), (1, 1), (2, 40, 70)):  # whole blocks and edges, one value, two matrices
-        check_rebased(uneven(shape, in_dtype), rounding, dtype, block)
-    check_rebased(wild((160, 130), in_dtype), rounding, dtype, block)
+        check_rebased(uneven(shape, in_dtype), rounding, dtype, blocks)
+    check_rebased(wild((160, 130), in_dtype), rounding, dtype, blocks)
 
 
-@pytest.mark.parametrize("block", ["1x32", "32x32"])
-def test_strides(block: str):
+@pytest.mark.parametrize("blocks", REBASED)
+def test_strides(blocks: str):
     base = uneven((2, 140, 136), BF16)
     for x in (base.mT, base[:, 1::2, 3:99], base[..., ::2]):
-        check_rebased(x, "rceil", E4M3, block)
-    check_rebased(base[:, :0], "rceil", E4M3, block)
+        check_rebased(x, "rceil", E4M3, blocks)
+    check_rebased(base[:, :0], "rceil", E4M3, blocks)
 
 
 @pytest.mark.parametrize("spread", SPREADS)
@@ -41,15 +41,16 @@ def test_ragged(spread: str):
     """All rows in groups, and a tail of 45 that belongs to none."""
     for rows, groups in ((400, 5), (77, 9)):
         x = torch.where(torch.rand(rows, 1) < 0.5, wild((rows, 72), BF16), uneven((rows, 72), BF16))
-        check_rebased(x, "rceil", E4M3, "1x32", make_offs(group_sizes(spread, rows, groups)), one_axis=False)
-        check_rebased(x, "rceil", E4M3, "1x32", make_offs(group_sizes(spread, rows - 45, groups)))
+        check_rebased(x, "rceil", E4M3, "1x32 to 1x128", make_offs(group_sizes(spread, rows, groups)), one_axis=False)
+        check_rebased(x, "rceil", E4M3, "1x32 to 1x128", make_offs(group_sizes(spread, rows - 45, groups)))
 
 
 def test_ragged_corners():
     x = uneven((300, 40), FP32)
     for sizes in ([0, 1, 44], [300], [0, 0], [127, 128, 0], [0, 129], [0, 0, 100, 0]):
-        check_rebased(x, "floor", E5M2, "1x32", make_offs(sizes), one_axis=False)
-    check_rebased(x[:0], "rceil", E4M3, "1x32", make_offs([0, 0, 0]))
+        for blocks in REBASED[:2]:
+            check_rebased(x, "floor", E5M2, blocks, make_offs(sizes), one_axis=blocks != REBASED[0])
+    check_rebased(x[:0], "rceil", E4M3, "1x32 to 1x128", make_offs([0, 0, 0]))
 
 
 def test_dequantised_values_are_those_of_the_triton_backend():
@@ -63,7 +64,7 @@ def test_dequantised_values_are_those_of_the_triton_backend():
 
 def test_what_fits_is_not_changed_and_what_does_not_is_counted():
     """1.125 * 2^-6, the smallest normal element with a mantissa, loses it one step further."""
-    kwargs = {"rounding": "rceil", "elem_dtype": E4M3, "block": "1x32", "offs": None, "form": "rebased"}
+    kwargs = {"rounding": "rceil", "elem_dtype": E4M3, "block": "1x32", "offs": None, "form": "1x128"}
     x = torch.full((1, 128), 448.0)
     for step, expected in ((6, 0), (7, 1)):
         x[0, 32:64], x[0, 40] = 448 * 2.0**-step, 1.125 * 2.0**-step

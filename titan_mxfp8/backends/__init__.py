@@ -1,7 +1,7 @@
 """The backends, and the one place that looks at hardware.
 
 A backend is a module with the functions of ``format/reference.py``, same signatures, same quantised bits: ``quantize``,
-``quantize_both``, ``operand_form``, ``quantize_operand``, ``quantize_operand_both``, ``gemm_m_grouped``,
+``quantize_both``, ``operand_forms``, ``quantize_operand``, ``quantize_operand_both``, ``gemm_m_grouped``,
 ``gemm_k_grouped`` and ``wgrad_bf16``. It is imported when it is chosen.
 """
 

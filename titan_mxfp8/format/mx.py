@@ -12,11 +12,12 @@ REBASED_SIZE = 128
 Block = Literal["1x32", "32x32", "1x128", "32x128"]
 Rounding = Literal["rceil", "floor"]
 # What a GEMM is given: FP8 elements with a scale per 32 of them, the values of those in bf16 (``is_dequantized``), or
-# FP8 elements with a scale per 128 (``reference.rebase``).
-Form = Literal["mx", "bf16", "rebased"]
+# FP8 elements with a scale per 128 or per 32 x 128 (``reference.rebase``).
+Form = Literal["mx", "bf16", "1x128", "32x128"]
 
 BLOCKS: tuple[Block, ...] = ("1x32", "32x32")  # what a quantiser makes
-REBASED: dict[Block, Block] = {"1x32": "1x128", "32x32": "32x128"}  # and what ``reference.rebase`` makes of it
+REBASED: tuple[Block, ...] = ("1x128", "32x128")  # and what ``reference.rebase`` makes of it
+SQUARES: tuple[Block, ...] = ("32x32", "32x128")  # a scale for 32 across the axis
 ROUNDINGS: tuple[Rounding, ...] = ("rceil", "floor")
 ELEM_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -53,8 +54,8 @@ class MXTensor:
             ``32x128``: ``axis`` divided by 128 instead, and stored across, see ``stored_across``.
         axis: the quantised axis, non-negative.
         block: ``1x32`` (32 elements along ``axis``) or ``32x32`` (squares over the last two axes, so that the values
-            are blocks of 32 along either of the two). Or rebased (``reference.rebase``): ``1x128`` or ``32x128``, 128
-            elements along ``axis`` and, of the last two axes, 32 along the other one.
+            are blocks of 32 along either of the two). Or rebased (``reference.rebase``): ``1x128``, or ``32x128`` of
+            either, 128 elements along ``axis`` and, of the last two axes, 32 along the other one.
         orig_dtype: dtype of the input, and what ``dequantize`` returns by default.
     """
 
@@ -71,13 +72,18 @@ class MXTensor:
     @property
     def block_length(self) -> int:
         """Elements along ``axis`` that share a scale."""
-        return REBASED_SIZE if self.block in REBASED.values() else BLOCK_SIZE
+        return REBASED_SIZE if self.block in REBASED else BLOCK_SIZE
+
+    @property
+    def other_axis(self) -> int:
+        """Of the last two axes the one that is not ``axis``."""
+        return 2 * self.qdata.ndim - 3 - self.axis
 
     @property
     def is_dequantized(self) -> bool:
         """Whether ``qdata`` holds the values ``element * 2^(scale - 127)`` in bf16, and ``scale`` is empty.
 
-        So a backend whose tensor cores have no MX may take its operands (``operand_form``). They lie like the input:
+        So a backend whose tensor cores have no MX may take its operands (``operand_forms``). They lie like the input:
         not transposed and, with ragged groups, not padded; rows that belong to no group are undefined. Exact but for
         values below 2^-133, bf16's smallest, which round to a multiple of it: they only occur in blocks whose largest
         value is below 2^-116 (E4M3) or 2^-102 (E5M2).
@@ -104,8 +110,8 @@ class MXTensor:
     def scale_elements(self, elements: torch.Tensor) -> torch.Tensor:
         """Multiplies the elements, given in fp32, by their scales; overwrites them."""
         axis, scale = self.axis, decode_scale(self.scale)
-        if self.block in ("32x32", "32x128"):
-            other = 2 * self.qdata.ndim - 3 - axis  # of the last two axes the other one
+        if self.block in SQUARES:
+            other = self.other_axis
             scale = scale.repeat_interleave(BLOCK_SIZE, dim=other).narrow(other, 0, self.shape[other])
         values = to_blocks(elements, axis, self.block_length).mul_(scale.unsqueeze(axis + 1))
         return values.flatten(axis, axis + 1).narrow(axis, 0, self.shape[axis])

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from titan_mxfp8.format.mx import (
     BLOCK_SIZE,
-    REBASED,
     REBASED_SIZE,
     SCALE_BIAS,
     SCALE_NAN,
@@ -79,9 +78,9 @@ def quantize_both(
     return quantize(x, x.ndim - 1, offs=None, **kwargs), quantize(x, x.ndim - 2, offs=offs, **kwargs)
 
 
-def rebase(mx: MXTensor, changed: torch.Tensor | None = None) -> MXTensor:
-    """Gives each four neighbouring blocks along ``mx.axis`` one scale, the largest of theirs, so that a GEMM may scale
-    once per 128 elements: ``1x32`` becomes ``1x128``, ``32x32`` becomes ``32x128``.
+def rebase(mx: MXTensor, block: Literal["1x128", "32x128"], changed: torch.Tensor | None = None) -> MXTensor:
+    """Gives neighbouring blocks one scale, the largest of theirs, so that a GEMM may scale once per 128 elements of
+    ``mx.axis`` and, with ``32x128``, by one number for 32 columns.
 
     An element becomes the nearest (ties to even) of ``element * 2^(s - S)``, s the old and S the new scale byte: its
     exponent moves, its value changes only where it falls below the smallest normal element. Blocks of bytes 120 and
@@ -89,29 +88,35 @@ def rebase(mx: MXTensor, changed: torch.Tensor | None = None) -> MXTensor:
     becomes 0, the nearest to 7/16 of one. A NaN block, 255, makes its three neighbours NaN too.
 
     Args:
-        mx: 2-D or 3-D, in blocks of 32. The last four may be fewer. Groups must start at multiples of 128.
+        mx: 2-D or 3-D, in blocks of 32. The last ones may be fewer. Groups must start at multiples of 128.
+        block: those that share a scale. ``1x128``: four of ``1x32``. ``32x128``: four of ``32x32``, or all ``1x32`` of
+            32 x 128 elements.
         changed: int64 scalar, to which the number of elements is added whose value changed, not counting those that
             became NaN; or None.
     """
-    axis = mx.axis
-    scales = to_blocks(mx.scale, axis, REBASED_SIZE // BLOCK_SIZE).to(torch.int16)
-    largest = scales.amax(axis + 1, keepdim=True)
+    axis, scale = mx.axis, mx.scale.to(torch.int16)
+    largest = to_blocks(scale, axis, REBASED_SIZE // BLOCK_SIZE).amax(axis + 1)
+    shared = largest.repeat_interleave(REBASED_SIZE // BLOCK_SIZE, dim=axis)
+    if block == "32x128" and mx.block == "1x32":
+        other = mx.other_axis
+        largest = to_blocks(largest, other).amax(other + 1)
+        shared = to_blocks(shared, other).amax(other + 1).repeat_interleave(BLOCK_SIZE, dim=other)
+    shared = shared[tuple(slice(size) for size in scale.shape)]
     # the steps as scale bytes of their own: with 2^-126 every element, below 2^16, goes to 0
-    steps = (scales - largest + SCALE_BIAS).clamp_(min=1).masked_fill_(largest == SCALE_NAN, SCALE_NAN)
-    steps = steps.flatten(axis, axis + 1).narrow(axis, 0, mx.scale.shape[axis]).to(torch.uint8)
+    steps = (scale - shared + SCALE_BIAS).clamp_(min=1).masked_fill_(shared == SCALE_NAN, SCALE_NAN).to(torch.uint8)
     exact = _dequantize(replace(mx, scale=steps))
     elements = exact.to(mx.qdata.dtype)
     if changed is not None:
         changed += ((elements.float() != exact) & ~exact.isnan()).sum()
     qdata = elements.view(torch.uint8).masked_fill_(exact.isnan(), _NAN_BYTE).view(mx.qdata.dtype)
-    scale = _store_across(largest.squeeze(axis + 1).to(torch.uint8), axis)
-    return replace(mx, qdata=_stored_along(qdata, axis), scale=scale, block=REBASED[mx.block])
+    scale = _store_across(largest.to(torch.uint8), axis)
+    return replace(mx, qdata=_stored_along(qdata, axis), scale=scale, block=block)
 
 
-def operand_form(
+def operand_forms(
     gemm: Literal["m_grouped", "k_grouped"], weight_block: Block, rebased: bool, device: torch.device
-) -> Form:
-    """In what form a GEMM takes its operands.
+) -> tuple[Form, Form]:
+    """In what form a GEMM takes ``a`` and ``b``.
 
     Args:
         gemm: which of the two below.
@@ -119,7 +124,9 @@ def operand_form(
         rebased: whether the user asks for ``rebase``; never of a backend that cannot (``backends.select``).
         device: of the operands.
     """
-    return "rebased" if rebased else "mx"
+    if not rebased:
+        return "mx", "mx"
+    return "1x128", ("32x128" if gemm == "m_grouped" else "1x128")
 
 
 def quantize_operand(
@@ -136,16 +143,16 @@ def quantize_operand(
     """``quantize`` to what a GEMM is given.
 
     Args:
-        form: what ``operand_form`` says. ``rebased``: with ``offs``, groups move to multiples of 128 instead of 32.
+        form: what ``operand_forms`` says. Rebased: with ``offs``, groups move to multiples of 128 instead of 32.
         changed: see ``rebase``.
     """
     kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block}
     if form == "mx":
         return quantize(x, axis, offs=offs, **kwargs)
-    assert form == "rebased", form
+    assert form != "bf16" and (form, block) != ("1x128", "32x32"), form
     if offs is not None:
         x = _gather_groups(x, axis, offs, REBASED_SIZE)
-    return rebase(quantize(x, axis, offs=None, **kwargs), changed)
+    return rebase(quantize(x, axis, offs=None, **kwargs), form, changed)
 
 
 def quantize_operand_both(

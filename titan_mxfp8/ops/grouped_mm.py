@@ -117,12 +117,13 @@ class _MXMatmul(torch.autograd.Function):
     ):
         needs_dx, needs_dw = (grad_enabled and ctx.needs_input_grad[i] for i in (0, 3))
         rebased = rebase is not False  # Dynamo of torch 2.11 knows no bool() of a RebaseCounter
-        m_form = library.operand_form("m_grouped", recipe.weight_block, rebased, x_MK.device, backend)
-        k_form = library.operand_form("k_grouped", recipe.weight_block, rebased, x_MK.device, backend)
+        like = recipe.weight_block, rebased, x_MK.device, backend
+        act_form, weight_form = library.operand_forms("m_grouped", *like)
+        dy_form, x_form = library.operand_forms("k_grouped", *like)
         act = {"rounding": recipe.rounding, "elem_dtype": torch.float8_e4m3fn, "block": "1x32", "backend": backend}
         weight = act | {"block": recipe.weight_block}
         ctx.recipe, ctx.backend, ctx.rebase = recipe, backend, rebase
-        ctx.m_form, ctx.k_form = m_form, k_form
+        ctx.act_form, ctx.weight_form, ctx.dy_form = act_form, weight_form, dy_form
         ctx.x_dtype, ctx.w_dtype = x_dtype, w_ENK.dtype
         ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
 
@@ -132,24 +133,24 @@ class _MXMatmul(torch.autograd.Function):
         elif needs_dw and recipe.wgrad == "mxfp8":
             counted = _counted(rebase, "activations", x_MK, axes=2)
             x_along_k, x_along_m = library.quantize_operand_both(
-                x_MK, offs=offs, forms=(m_form, k_form), **act, **counted
+                x_MK, offs=offs, forms=(act_form, x_form), **act, **counted
             )
             saved_x, saved_x_scale, ctx.x_block = x_along_m.qdata, x_along_m.scale, x_along_m.block
         else:
             counted = _counted(rebase, "activations", x_MK)
-            x_along_k, saved_x = library.quantize_operand(x_MK, 1, offs=None, form=m_form, **act, **counted), x_MK
+            x_along_k, saved_x = library.quantize_operand(x_MK, 1, offs=None, form=act_form, **act, **counted), x_MK
 
         saved_w, saved_w_scale, ctx.w_block = w_ENK, None, None
         if needs_dx and keep_w and recipe.weight_block == "32x32":
             counted = _counted(rebase, "weights", w_ENK, axes=2)
             w_along_k, w_along_n = library.quantize_operand_both(
-                w_ENK, offs=None, forms=(m_form, m_form), **weight, **counted
+                w_ENK, offs=None, forms=(weight_form, weight_form), **weight, **counted
             )
             if not w_along_n.is_dequantized:  # two bytes per weight of every layer would cost more than a second pass
                 saved_w, saved_w_scale, ctx.w_block = w_along_n.qdata, w_along_n.scale, w_along_n.block
         else:
             counted = _counted(rebase, "weights", w_ENK)
-            w_along_k = library.quantize_operand(w_ENK, 2, offs=None, form=m_form, **weight, **counted)
+            w_along_k = library.quantize_operand(w_ENK, 2, offs=None, form=weight_form, **weight, **counted)
 
         ctx.save_for_backward(
             saved_x if needs_dw else None,
@@ -163,7 +164,7 @@ class _MXMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy_MN):
         x, x_scale, w, w_scale, offs = ctx.saved_tensors
-        recipe, backend, m_form, k_form = ctx.recipe, ctx.backend, ctx.m_form, ctx.k_form
+        recipe, backend, act_form, dy_form = ctx.recipe, ctx.backend, ctx.act_form, ctx.dy_form
         needs_dx, needs_dw, needs_dbias = (ctx.needs_input_grad[i] for i in (0, 3, 4))
         grad = {"rounding": recipe.rounding, "elem_dtype": recipe.grad_dtype, "block": "1x32", "backend": backend}
         mx_wgrad = needs_dw and recipe.wgrad == "mxfp8"
@@ -172,18 +173,18 @@ class _MXMatmul(torch.autograd.Function):
         counted = _counted(ctx.rebase, "gradients", dy_MN, axes=needs_dx + mx_wgrad)
         if needs_dx and mx_wgrad:
             dy_along_n, dy_along_m = library.quantize_operand_both(
-                dy_MN, offs=offs, forms=(m_form, k_form), **grad, **counted
+                dy_MN, offs=offs, forms=(act_form, dy_form), **grad, **counted
             )
         elif needs_dx:
-            dy_along_n = library.quantize_operand(dy_MN, 1, offs=None, form=m_form, **grad, **counted)
+            dy_along_n = library.quantize_operand(dy_MN, 1, offs=None, form=act_form, **grad, **counted)
         elif mx_wgrad:
-            dy_along_m = library.quantize_operand(dy_MN, 0, offs=offs, form=k_form, **grad, **counted)
+            dy_along_m = library.quantize_operand(dy_MN, 0, offs=offs, form=dy_form, **grad, **counted)
 
         if needs_dx:
             if w_scale is None:
                 weight = grad | {"elem_dtype": torch.float8_e4m3fn, "block": recipe.weight_block}
                 counted = _counted(ctx.rebase, "weights", w)
-                w_along_n = library.quantize_operand(w, 1, offs=None, form=m_form, **weight, **counted)
+                w_along_n = library.quantize_operand(w, 1, offs=None, form=ctx.weight_form, **weight, **counted)
             else:
                 w_along_n = MXTensor(w, w_scale, 1, ctx.w_block, ctx.w_dtype)
             dx_MK = library.gemm_m_grouped(

@@ -16,6 +16,7 @@ from titan_mxfp8.format.mx import (
     BLOCK_SIZE,
     REBASED,
     REBASED_SIZE,
+    SQUARES,
     Block,
     Form,
     MXTensor,
@@ -183,16 +184,16 @@ def quantize(
 
 
 @torch.compiler.assume_constant_result
-def operand_form(
+def operand_forms(
     gemm: Literal["m_grouped", "k_grouped"], weight_block: Block, rebase: bool, device: torch.device, backend: str
-) -> Form:
-    """``format.reference.operand_form`` of the chosen backend.
+) -> tuple[Form, Form]:
+    """``format.reference.operand_forms`` of the chosen backend.
 
     Raises:
         ValueError: ``rebase`` with a backend that cannot.
     """
     backends.select(backend, device, rebase)
-    return backends.load(backend, device).operand_form(gemm, weight_block, rebase, device)
+    return backends.load(backend, device).operand_forms(gemm, weight_block, rebase, device)
 
 
 def quantize_operand(
@@ -212,7 +213,7 @@ def quantize_operand(
         kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "offs": offs, "form": form}
         return backends.load(backend, x.device).quantize_operand(x, axis, changed=changed, **kwargs)
     stored = _quantize_operand(x, axis, rounding, elem_dtype, block, offs, form, backend)
-    return _from_stored(*stored, axis, REBASED[block] if form == "rebased" else block, x.dtype)
+    return _from_stored(*stored, axis, _block(block, form), x.dtype)
 
 
 def quantize_operand_both(
@@ -234,10 +235,9 @@ def quantize_operand_both(
         last = quantize_operand(x, x.ndim - 1, form="bf16", backend=backend, **kwargs)
         return last, replace(last, axis=x.ndim - 2)
     stored = _quantize_operand_both(x, rounding, elem_dtype, block, offs, *forms, backend)
-    blocks = [REBASED[block] if form == "rebased" else block for form in forms]
     return (
-        _from_stored(*stored[:2], x.ndim - 1, blocks[0], x.dtype),
-        _from_stored(*stored[2:], x.ndim - 2, blocks[1], x.dtype),
+        _from_stored(*stored[:2], x.ndim - 1, _block(block, forms[0]), x.dtype),
+        _from_stored(*stored[2:], x.ndim - 2, _block(block, forms[1]), x.dtype),
     )
 
 
@@ -293,6 +293,11 @@ def _from_stored(
     return MXTensor(qdata, scale, axis, block, orig_dtype)
 
 
+def _block(block: Block, form: Form) -> Block:
+    """What blocks of ``block`` are in this form."""
+    return form if form in REBASED else block
+
+
 def _empty_stored(
     x: torch.Tensor, axis: int, elem_dtype: torch.dtype, block: Block, offs: torch.Tensor | None, form: Form
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -300,11 +305,11 @@ def _empty_stored(
     if form == "bf16":
         return x.new_empty(x.shape, dtype=torch.bfloat16), x.new_empty(0, dtype=torch.uint8)
     *rest, length = x.movedim(axis, -1).shape
-    per_scale = REBASED_SIZE if form == "rebased" else BLOCK_SIZE
+    per_scale = REBASED_SIZE if form in REBASED else BLOCK_SIZE
     if offs is not None:
         length = ragged_rows(length, offs.shape[0], per_scale)
     qdata = x.new_empty((*rest, length), dtype=elem_dtype)
-    if block == "32x32":
+    if _block(block, form) in SQUARES:
         rest[-1] = ceil_div(rest[-1], BLOCK_SIZE)
     shape = *rest, ceil_div(length, per_scale)
     if form == "mx":

@@ -5,11 +5,11 @@ column (form ``mx``) or 128 (``rebased``), and each sum p is added to the output
 scale)``. One FP32 instruction for each p takes as long as the tensor cores take for 32 products, so this decides how
 fast a form can be:
 
-| ``b``    | sums of | scales of a sum                | FP32 instructions per element of it |
-|----------|---------|--------------------------------|-------------------------------------|
-| 32x32    | 32      | one per row and 32 columns     | 1                                   |
-| 32x128   | 128     | one per row and 32 columns     | 1                                   |
-| 1x128    | 128     | one per row, one per column    | 2                                   |
+| GEMM      | ``b``  | sums of | scales of a sum             | FP32 instructions per element of it |
+|-----------|--------|---------|-----------------------------|-------------------------------------|
+| m_grouped | 32x32  | 32      | one per row and 32 columns  | 1                                   |
+| m_grouped | 32x128 | 128     | one per row and 32 columns  | 1                                   |
+| k_grouped | 1x128  | 128     | one per row, one per column | 2                                   |
 
 A persistent program per multiprocessor. Its warps have roles, and pass stages of 128 of the contraction through shared
 memory. A stage holds the tile's rows of ``a``, in parts of 64, 128 rows of ``b.mT``, and their scales as fp32:
@@ -214,13 +214,13 @@ def _fill_zeros(out, begin, end, program, programs):
 
 @gluon.jit
 def _multiply(
-    given, out_tiles, staging, bias, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, SQUARES: gl.constexpr,
-    K_GROUPED: gl.constexpr, AHEAD: gl.constexpr, BAND: gl.constexpr,
+    given, out_tiles, staging, bias, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, K_GROUPED: gl.constexpr,
+    AHEAD: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     """The role of a warpgroup that multiplies and stores ``PARTS / WARPGROUPS`` parts of each tile.
 
-    AHEAD: see ``_add_stage_ahead``; one part. Else the warpgroups fill each other's gaps. With SQUARES the branch
-    around the sums, which skips parts without rows, also keeps ptxas from overlapping them: it lacks the registers.
+    AHEAD: see ``_add_stage_ahead``; one part. Else the warpgroups fill each other's gaps. The branch around the sums of
+    m_grouped, which skips parts without rows, also keeps ptxas from overlapping them: it lacks the registers.
     """
     out, buffers, groups, C, D, out_rows = given
     a_tiles, b_tiles, row_scales, column_scales, full, empty = buffers
@@ -230,6 +230,7 @@ def _multiply(
     COLUMNS: gl.constexpr = b_tiles.shape[1]
     WIDTH: gl.constexpr = column_scales.shape[2]
     OURS: gl.constexpr = PARTS // WARPGROUPS
+    SQUARES: gl.constexpr = not K_GROUPED
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     ROW_MAJOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -306,14 +307,14 @@ def _multiply(
 def _gemm_kernel(
     a, b, row_scale, column_scale, out_tiles, out, bias, offs, experts, tiles_down, tiles_across, C, D,
     out_rows, scale_rows, scale_stages,
-    STEPS: gl.constexpr, SQUARES: gl.constexpr, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, WARPGROUPS: gl.constexpr,
+    STEPS: gl.constexpr, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, WARPGROUPS: gl.constexpr,
     PARTS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, BAND: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: every P-th output tile, P programs, then every P-th block of the rows of no group.
 
-    ``a``: descriptor of (rows, C). ``b``: of (E * D, C), or (D, C) with K_GROUPED. STEPS: sums of a stage. SQUARES: a
-    scale of ``b`` is for 32 columns. ``row_scale``, ``column_scale``: see ``_decode_scales``. ``out_tiles``: descriptor
+    ``a``: descriptor of (rows, C). ``b``: of (E * D, C), or (D, C) with K_GROUPED. STEPS: sums of a stage.
+    ``row_scale``, ``column_scale``: see ``_decode_scales``. ``out_tiles``: descriptor
     of ``out`` for whole parts, or None.
     """
     COLUMNS: gl.constexpr = b.block_shape[0]
@@ -340,8 +341,8 @@ def _gemm_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (multiply, out_tiles, staging, bias, 0, WARPGROUPS, SQUARES, K_GROUPED, AHEAD, BAND)),
-                (_multiply, (multiply, out_tiles, staging, bias, 1, WARPGROUPS, SQUARES, K_GROUPED, AHEAD, BAND)),
+                (_multiply, (multiply, out_tiles, staging, bias, 0, WARPGROUPS, K_GROUPED, AHEAD, BAND)),
+                (_multiply, (multiply, out_tiles, staging, bias, 1, WARPGROUPS, K_GROUPED, AHEAD, BAND)),
                 (_load, (load, COPIES, K_GROUPED, BAND)),
             ],
             [4, 1],
@@ -350,9 +351,9 @@ def _gemm_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (multiply, out_tiles, staging, bias, 0, WARPGROUPS, SQUARES, K_GROUPED, AHEAD, BAND)),
-                (_multiply, (multiply, out_tiles, staging, bias, 1, WARPGROUPS, SQUARES, K_GROUPED, AHEAD, BAND)),
-                (_multiply, (multiply, out_tiles, staging, bias, 2, WARPGROUPS, SQUARES, K_GROUPED, AHEAD, BAND)),
+                (_multiply, (multiply, out_tiles, staging, bias, 0, WARPGROUPS, K_GROUPED, AHEAD, BAND)),
+                (_multiply, (multiply, out_tiles, staging, bias, 1, WARPGROUPS, K_GROUPED, AHEAD, BAND)),
+                (_multiply, (multiply, out_tiles, staging, bias, 2, WARPGROUPS, K_GROUPED, AHEAD, BAND)),
                 (_load, (load, COPIES, K_GROUPED, BAND)),
             ],
             [4, 4, 1],
@@ -399,7 +400,7 @@ class Tiles:
     registers: tuple[int, int]
 
 
-# By the blocks of ``b``. Measured on an H200 against other numbers of warpgroups, parts and stages.
+# By the blocks of ``b``, each the fastest of several numbers of warpgroups, parts and stages on an H200.
 #   32x32:  the sums of one step are added while those of the next are under way, which hides the latency of both.
 #   32x128: three warpgroups fill each other's gaps; tiles of 192 rows read less of ``b`` than those of 128.
 #   1x128:  256 rows. No branch around the sums: ptxas then overlaps a little, and spills some of what is used per tile.
@@ -408,7 +409,7 @@ TILES: dict[str, Tiles] = {
     "32x128": Tiles(warpgroups=3, parts=3, stages=4, ahead=False, registers=(160, 32)),
     "1x128": Tiles(warpgroups=2, parts=4, stages=4, ahead=False, registers=(232, 40)),
 }
-# Of rebased operands, for groups of few rows. From how many rows on another is faster has not been timed.
+# Of 32x128, for groups of few rows. From how many rows on the other is faster has not been timed.
 FEW_ROWS = Tiles(warpgroups=2, parts=2, stages=5, ahead=False, registers=(232, 40))
 
 
@@ -429,10 +430,10 @@ def gemm_m_grouped(
     """
     if a.is_dequantized or b.is_dequantized or (a.block, b.block) == ("1x32", "1x32"):
         return portable.gemm_m_grouped(a, b, offs, bias=bias, out_dtype=out_dtype)
-    if (a.block, b.block) not in (("1x32", "32x32"), ("1x128", "32x128"), ("1x128", "1x128")):
+    if (a.block, b.block) not in (("1x32", "32x32"), ("1x128", "32x128")):
         raise ValueError(
-            f"cannot multiply blocks of {a.block} by blocks of {b.block}: quantise both operands with "
-            "quantize_operand(form='mx') or both with form='rebased'"
+            f"cannot multiply blocks of {a.block} by blocks of {b.block}: quantise both operands in the forms that "
+            "operand_forms names"
         )
     few = a.block == "1x128" and a.shape[0] < 768 * b.shape[0]  # on average in a group
     return multiply_m_grouped(a, b, offs, bias, out_dtype, FEW_ROWS if few else TILES[b.block])
@@ -446,8 +447,8 @@ def gemm_k_grouped(a: MXTensor, b: MXTensor, offs: torch.Tensor | None, *, out_d
     """
     if (a.block == "1x128") != (b.block == "1x128"):
         raise ValueError(
-            f"cannot multiply blocks of {a.block} by blocks of {b.block}: quantise both operands with form='rebased', "
-            "or neither"
+            f"cannot multiply blocks of {a.block} by blocks of {b.block}: quantise both operands in the forms that "
+            "operand_forms names"
         )
     if a.block != "1x128":
         return portable.gemm_k_grouped(a, b, offs, out_dtype=out_dtype)
@@ -465,7 +466,6 @@ def multiply_m_grouped(
     """``gemm_m_grouped`` of FP8 operands with given tiles."""
     (m, c), (experts, _, d) = a.shape, b.shape
     steps = STAGE // BLOCK_SIZE if a.block == "1x32" else 1
-    squares = b.block in ("32x32", "32x128")
     copies = 1 if steps > 1 else 4
     stages = ceil_div(c, STAGE)
     out_MD = torch.empty((m, d), dtype=out_dtype, device=a.qdata.device)
@@ -478,7 +478,7 @@ def multiply_m_grouped(
             a.qdata.contiguous(), b.qdata.mT.contiguous().view(experts * d, c),
             decode_row_scales(a.scale, steps, stages, copies), decode_column_scales(b.scale, steps, stages),
             out_MD, None if bias is None else bias.contiguous(), offs.contiguous(), tiles,
-            experts=experts, d=d, steps=steps, squares=squares, copies=copies, k_grouped=False, stages=stages,
+            experts=experts, d=d, steps=steps, copies=copies, k_grouped=False, stages=stages,
         )  # fmt: skip
     return out_MD
 
@@ -502,7 +502,7 @@ def multiply_k_grouped(
         _launch(
             a_NM, b_KM, decode_row_scales(a.scale, 1, stages, 1), decode_column_scales(b.scale[None], 1, stages),
             out_ENK, None, offs.contiguous(), tiles,
-            experts=experts, d=k, steps=1, squares=False, copies=1, k_grouped=True, stages=stages,
+            experts=experts, d=k, steps=1, copies=1, k_grouped=True, stages=stages,
         )  # fmt: skip
     return out_ENK
 
@@ -549,7 +549,6 @@ def _launch(
     experts: int,
     d: int,
     steps: int,
-    squares: bool,
     copies: int,
     k_grouped: bool,
     stages: int,
@@ -568,10 +567,10 @@ def _launch(
     _gemm_kernel[(min(count, processors),)](
         _descriptor(a_RC, [PART, STAGE]), _descriptor(b_RC, [COLUMNS, STAGE]),
         _descriptor(row_scale, [PART * steps]),
-        _descriptor(column_scale, [steps, BLOCK_SIZE // steps if squares else COLUMNS]),
+        _descriptor(column_scale, [steps, COLUMNS if k_grouped else BLOCK_SIZE // steps]),
         out_tiles, out_2d, bias, offs, experts, tiles_down, tiles_across, c, d, rows,
         scale_rows, stages,
-        STEPS=steps, SQUARES=squares, COPIES=copies, K_GROUPED=k_grouped, WARPGROUPS=tiles.warpgroups,
+        STEPS=steps, COPIES=copies, K_GROUPED=k_grouped, WARPGROUPS=tiles.warpgroups,
         PARTS=tiles.parts, STAGES=tiles.stages, AHEAD=tiles.ahead, BAND=BAND,
         LOAD_REGISTERS=tiles.registers[1], MULTIPLY_REGISTERS=tiles.registers[0], num_warps=4,
     )  # fmt: skip

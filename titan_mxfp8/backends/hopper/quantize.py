@@ -36,9 +36,10 @@ from titan_mxfp8.backends.triton.quantize import (
 )
 from titan_mxfp8.format.mx import (
     BLOCK_SIZE,
-    REBASED,
     REBASED_SIZE,
+    SQUARES,
     Block,
+    Form,
     MXTensor,
     Rounding,
     ceil_div,
@@ -48,27 +49,26 @@ from titan_mxfp8.format.mx import (
 
 # By share of the copy bandwidth on an H200, 131072 x 7168 bf16. Last alone: 32 rows and 4 warps 1.02, 16 rows 0.94.
 # First alone: 128 rows and 1 line 0.91, 256 rows 0.90. Both, 128 x 128: 0.76 (ragged) and 0.77; with 4 warps 0.68.
-LAST_ROWS = 32  # a sector of scales
+LAST_ROWS = 32  # a sector of scales, or one scale for all of them
 FIRST_TILE = Tile(rows=128, lines=1)
 
 
 def quantize_rebased(
     x: torch.Tensor,
     *,
-    last: bool,
-    first: bool,
+    forms: tuple[Form | None, Form | None],
     rounding: Rounding,
     elem_dtype: torch.dtype,
     block: Block,
     offs: torch.Tensor | None,
     changed: torch.Tensor | None,
 ) -> tuple[MXTensor | None, MXTensor | None]:
-    """``format.reference.rebase(quantize(x, axis, ...), changed)`` along one axis or both.
+    """``format.reference.rebase(quantize(x, axis, ...), form, changed)`` along one axis or both.
 
     Args:
         x: 2-D or 3-D, bf16 or fp32.
-        last: whether to quantise along the last axis.
-        first: whether to along the one before it, which ``offs`` cuts into groups, each moved to a multiple of 128.
+        forms: what to make along the last axis and along the one before it, which ``offs`` cuts into groups, each
+            moved to a multiple of 128; None: nothing.
         rounding, elem_dtype, block, offs, changed: as in ``format.reference``.
 
     Returns:
@@ -76,19 +76,25 @@ def quantize_rebased(
     """
     kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "changed": changed}
     if offs is None and lies_transposed(x):
-        along_first, along_last = quantize_rebased(x.mT, last=first, first=last, offs=None, **kwargs)
+        along_first, along_last = quantize_rebased(x.mT, forms=forms[::-1], offs=None, **kwargs)
         return along_last and along_last.mT, along_first and along_first.mT
+    last, first = forms
+    squares = block == "1x32" and "32x128" in forms
+    if squares and last and first:  # nothing needs both at once, so they may cost two reads
+        along_last, _ = quantize_rebased(x, forms=(last, None), offs=None, **kwargs)
+        _, along_first = quantize_rebased(x, forms=(None, first), offs=offs, **kwargs)
+        return along_last, along_first
     *_, rows, cols = x.shape
     padded_rows = rows if offs is None else ragged_rows(rows, offs.shape[0], REBASED_SIZE)
-    along_last = _empty(x, rows, cols, block) if last else (None, None)
-    along_first = _empty(x, cols, padded_rows, block) if first else (None, None)
+    along_last = _empty(x, rows, cols, last) if last else (None, None)
+    along_first = _empty(x, cols, padded_rows, first) if first else (None, None)
     options = {"FLOOR": rounding == "floor", "E5M2": elem_dtype == torch.float8_e5m2}
     launch = _launch_squares if block == "32x32" else _launch_tiles if first else _launch_rows
     with torch.accelerator.device_index(x.device.index):
-        launch(as_matrices(x, x.ndim - 2), *along_last, *along_first, changed, offs, options)
+        launch(as_matrices(x, x.ndim - 2), *along_last, *along_first, changed, offs, squares, options)
     along_last, along_first = (
-        MXTensor(qdata.view(elem_dtype), scale.mT, x.ndim - 1, REBASED[block], x.dtype) if qdata is not None else None
-        for qdata, scale in (along_last, along_first)
+        MXTensor(qdata.view(elem_dtype), scale.mT, x.ndim - 1, form, x.dtype) if form else None
+        for form, (qdata, scale) in zip(forms, (along_last, along_first), strict=True)
     )
     return along_last, along_first and along_first.mT
 
@@ -102,29 +108,32 @@ def add_to(changed, byte, shifted, scale, largest, E5M2: tl.constexpr):
 
 @triton.jit
 def rebase_rows(
-    x, qdata, scale, changed, row, stop, cols, row_stride, tile_col,
-    FLOOR: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr,
+    x, qdata, changed, row, stop, cols, row_stride, tile_col,
+    FLOOR: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr, SQUARE: tl.constexpr,
 ):  # fmt: skip
-    """``ROWS`` rows, those before ``stop``, and 128 columns of a matrix, along the last axis: a scale for each row."""
+    """``ROWS`` rows, those before ``stop``, and 128 columns of a matrix, along the last axis. Returns the scale of each
+    row; with SQUARE they are the same."""
     col = tile_col * 128 + tl.arange(0, 128)
     inside = (row < stop)[:, None] & (col < cols)[None, :]
     values = tl.load(x + row.to(tl.int64)[:, None] * row_stride + col[None, :], mask=inside, other=0)
     values = tl.reshape(values.to(tl.float32), (ROWS, 4, 32))
     byte = scale_byte(tl.max(magnitude_bits(values), 2), FLOOR, E5M2)
     largest = tl.max(byte, 1)
+    if SQUARE:
+        largest = tl.zeros((ROWS,), tl.int32) + tl.max(largest, 0)
     old, new = byte[:, :, None], largest[:, None, None]
     elements = to_elements(values * reciprocal_scale(old), old, E5M2)
     shifted = shift_elements(elements, old, new, E5M2)
     add_to(changed, elements, shifted, old, new, E5M2)
     store_matrix(qdata, tl.reshape(shifted, (ROWS, 128)), row, stop, col, cols)
-    tl.store(scale + row, largest.to(tl.uint8), mask=row < stop)
+    return largest.to(tl.uint8)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _rebase_rows(
     x, qdata, scale, changed,
     rows, cols, batch_stride, row_stride,
-    FLOOR: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr,
+    FLOOR: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr, SQUARE: tl.constexpr,
 ):  # fmt: skip
     """One program: ``ROWS`` rows and 128 columns of one matrix, along the last axis."""
     col_tiles = tl.cdiv(cols, 128)
@@ -132,11 +141,18 @@ def _rebase_rows(
     tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
     tile_row = tl.program_id(0) // col_tiles % row_tiles
     batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
-    scale += (batch * col_tiles + tile_col) * (tl.cdiv(rows, 16) * 16)
-    rebase_rows(
-        x + batch * batch_stride, qdata + batch * rows * cols, scale, changed,
-        tile_row * ROWS + tl.arange(0, ROWS), rows, cols, row_stride, tile_col, FLOOR, E5M2, ROWS,
+    lines = row_tiles if SQUARE else rows
+    scale += (batch * col_tiles + tile_col) * (tl.cdiv(lines, 16) * 16)
+    row = tile_row * ROWS + tl.arange(0, ROWS)
+    largest = rebase_rows(
+        x + batch * batch_stride, qdata + batch * rows * cols, changed,
+        row, rows, cols, row_stride, tile_col, FLOOR, E5M2, ROWS, SQUARE,
     )  # fmt: skip
+    if SQUARE:
+        tl.static_assert(ROWS == 32)
+        tl.store(scale + tile_row, tl.max(largest, 0))
+    else:
+        tl.store(scale + row, largest, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows", "units"])
@@ -144,13 +160,14 @@ def _rebase_tiles(
     x, last_qdata, last_scale, first_qdata, first_scale, changed,
     map_start, map_stop, offs_end,
     rows, cols, padded_rows, units, batch_stride, row_stride,
-    LAST: tl.constexpr, RAGGED: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
+    LAST: tl.constexpr, SQUARES: tl.constexpr, RAGGED: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
     BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of one matrix along the first axis and, with ``LAST``, along the last one too.
 
     As ``backends.triton.quantize._quantize_tiles``, but that groups start at multiples of 128 rows, so that 128 rows of
-    a tile belong to one group, and that the scales of a tile, one for each row and each column, need no second kernel.
+    a tile belong to one group, and that the scales of a tile, one for each row and each column, or with ``SQUARES`` for
+    32 columns, need no second kernel.
     """
     ROWS: tl.constexpr = BLOCKS * 32
     COLS: tl.constexpr = LINES * LINE
@@ -169,10 +186,12 @@ def _rebase_tiles(
             start = tl.load(map_start + tile_row * 4)
             stop = tl.load(map_stop + tile_row * 4)
             end = tl.load(offs_end)  # the tail is zeros along the first axis
-        rebase_rows(
-            x, last_qdata + batch * rows * cols, last_scale + (batch * col_tiles + tile_col) * (tl.cdiv(rows, 16) * 16),
-            changed, start + tl.arange(0, 128), stop, cols, row_stride, tile_col, FLOOR, E5M2, 128,
-        )  # fmt: skip
+        row = start + tl.arange(0, 128)
+        last_largest = rebase_rows(
+            x, last_qdata + batch * rows * cols, changed, row, stop, cols, row_stride, tile_col, FLOOR, E5M2, 128, False
+        )
+        last_scale += (batch * col_tiles + tile_col) * (tl.cdiv(rows, 16) * 16)
+        tl.store(last_scale + row, last_largest, mask=row < stop)
     # A second load comes from the L1. In one layout for both axes a maximum would cross warps on either.
     values, _, _, _ = load_tile(
         x, map_start, map_stop, rows, cols, row_stride, tile_row, tile_col, units, end,
@@ -181,6 +200,10 @@ def _rebase_tiles(
     values = tl.reshape(values, (8, BLOCKS, LINES, 4, LINE))
     byte = scale_byte(tl.max(tl.max(magnitude_bits(values), 0), 2), FLOOR, E5M2)  # (BLOCKS, LINES, LINE)
     largest = tl.max(tl.reshape(byte, (GROUPS, 4, LINES, LINE)), 1)
+    if SQUARES:
+        square = tl.max(tl.reshape(largest, (GROUPS, LINES, LINE // 32, 32)), 3)
+        largest = tl.broadcast_to(square[:, :, :, None], (GROUPS, LINES, LINE // 32, 32))
+        largest = tl.reshape(largest, (GROUPS, LINES, LINE))
     wide = tl.broadcast_to(largest[:, None, :, :], (GROUPS, 4, LINES, LINE))
     wide = tl.reshape(wide, (BLOCKS, LINES, LINE))
     old, new = byte[None, :, :, None, :, None], wide[None, :, :, None, :, None]
@@ -191,11 +214,14 @@ def _rebase_tiles(
     position = tile_row * ROWS + tl.arange(0, ROWS)
     shifted = transposed(shifted, BLOCKS, LINES, LINE)
     store_matrix(first_qdata + batch * cols * padded_rows, shifted, col, cols, position, padded_rows)
+    lines = cols
+    if SQUARES:
+        largest = square
+        col, lines = tile_col * (COLS // 32) + tl.arange(0, COLS // 32), tl.cdiv(cols, 32)
     group, groups = tile_row * GROUPS + tl.arange(0, GROUPS), tl.cdiv(padded_rows, 128)
-    width = tl.cdiv(cols, 16) * 16
-    first_scale += (batch * groups + group.to(tl.int64)[:, None]) * width + col[None, :]
-    inside = (group < groups)[:, None] & (col < cols)[None, :]
-    tl.store(first_scale, tl.reshape(largest, (GROUPS, COLS)).to(tl.uint8), mask=inside)
+    first_scale += (batch * groups + group.to(tl.int64)[:, None]) * (tl.cdiv(lines, 16) * 16) + col[None, :]
+    inside = (group < groups)[:, None] & (col < lines)[None, :]
+    tl.store(first_scale, tl.reshape(largest, (GROUPS, col.shape[0])).to(tl.uint8), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -252,10 +278,10 @@ def _rebase_squares(
         tl.store(first_scale + col_block, tl.reshape(largest, (4,)).to(tl.uint8), mask=col_block < col_blocks)
 
 
-def _empty(x: torch.Tensor, rows: int, length: int, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty(x: torch.Tensor, rows: int, length: int, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes of ``rows`` rows for each matrix of ``x``, and their scales, one per 128 of ``length``, as they are stored
     but without the rows that fill up a multiple of 16."""
-    lines = ceil_div(rows, BLOCK_SIZE) if block == "32x32" else rows
+    lines = ceil_div(rows, BLOCK_SIZE) if form in SQUARES else rows
     qdata, scale = (
         torch.empty((*x.shape[:-2], *shape), dtype=torch.uint8, device=x.device)
         for shape in ((rows, length), stored_across(lines, ceil_div(length, REBASED_SIZE)))
@@ -263,18 +289,18 @@ def _empty(x: torch.Tensor, rows: int, length: int, block: Block) -> tuple[torch
     return qdata, scale.narrow(-1, 0, lines)
 
 
-def _launch_rows(x_BRC, qdata, scale, _first_qdata, _first_scale, changed, _offs, options) -> None:
+def _launch_rows(x_BRC, qdata, scale, _first_qdata, _first_scale, changed, _offs, squares, options) -> None:
     batches, rows, cols = x_BRC.shape
     programs = batches * ceil_div(rows, LAST_ROWS) * ceil_div(cols, REBASED_SIZE)
     if programs:
         _rebase_rows[(programs,)](
             x_BRC, qdata, scale, changed,
             rows, cols, x_BRC.stride(0), x_BRC.stride(1),
-            **options, ROWS=LAST_ROWS, num_warps=4,
+            **options, ROWS=LAST_ROWS, SQUARE=squares, num_warps=4,
         )  # fmt: skip
 
 
-def _launch_tiles(x_BRC, last_qdata, last_scale, first_qdata, first_scale, changed, offs, options) -> None:
+def _launch_tiles(x_BRC, last_qdata, last_scale, first_qdata, first_scale, changed, offs, squares, options) -> None:
     batches, rows, cols = x_BRC.shape
     both = last_qdata is not None
     tile, line = _square_tile(x_BRC) if both else FIRST_TILE, LINE_BYTES // x_BRC.element_size()
@@ -286,12 +312,12 @@ def _launch_tiles(x_BRC, last_qdata, last_scale, first_qdata, first_scale, chang
             x_BRC, last_qdata, last_scale, first_qdata, first_scale, changed,
             unit_map and unit_map.start, unit_map and unit_map.stop, None if offs is None else offs[-1:],
             rows, cols, first_qdata.shape[-1], units, x_BRC.stride(0), x_BRC.stride(1),
-            LAST=both, RAGGED=offs is not None, **options,
+            LAST=both, SQUARES=squares, RAGGED=offs is not None, **options,
             BLOCKS=tile.blocks, LINES=tile.lines, LINE=line, num_warps=tile.warps,
         )  # fmt: skip
 
 
-def _launch_squares(x_BRC, last_qdata, last_scale, first_qdata, first_scale, changed, _offs, options) -> None:
+def _launch_squares(x_BRC, last_qdata, last_scale, first_qdata, first_scale, changed, _offs, _squares, options) -> None:
     batches, rows, cols = x_BRC.shape
     programs = batches * ceil_div(rows, REBASED_SIZE) * ceil_div(cols, REBASED_SIZE)
     tile, line = _square_tile(x_BRC), LINE_BYTES // x_BRC.element_size()

@@ -2,7 +2,7 @@
 
 from titan_mxfp8.backends.triton.dequantize import dequantize, quantize_dequantize, quantize_dequantize_both
 from titan_mxfp8.backends.triton.gemm import gemm_k_grouped, gemm_m_grouped, wgrad_bf16
-from titan_mxfp8.backends.triton.operands import operand_form, quantize_operand, quantize_operand_both
+from titan_mxfp8.backends.triton.operands import operand_forms, quantize_operand, quantize_operand_both
 from titan_mxfp8.backends.triton.pad import pad_token_groups, unpad_token_groups
 from titan_mxfp8.backends.triton.quantize import quantize, quantize_both
 
@@ -10,7 +10,7 @@ __all__ = [
     "dequantize",
     "gemm_k_grouped",
     "gemm_m_grouped",
-    "operand_form",
+    "operand_forms",
     "pad_token_groups",
     "quantize",
     "quantize_both",

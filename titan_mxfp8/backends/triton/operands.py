@@ -26,12 +26,13 @@ def mma_for(device: torch.device) -> Mma:
     return {9: "bf16_tma", 10: "scaled"}.get(major, "bf16")  # SM120 has TMA but not the shared memory for our tiles
 
 
-def operand_form(
+def operand_forms(
     gemm: Literal["m_grouped", "k_grouped"], weight_block: Block, rebased: bool, device: torch.device
-) -> Form:
-    """``format.reference.operand_form``: bf16 where the tensor cores know no scales."""
+) -> tuple[Form, Form]:
+    """``format.reference.operand_forms``: bf16 where the tensor cores know no scales."""
     assert not rebased
-    return "mx" if mma_for(device) == "scaled" else "bf16"
+    form = "mx" if mma_for(device) == "scaled" else "bf16"
+    return form, form
 
 
 def quantize_operand(
