@@ -14,10 +14,14 @@ import torchtitan
 from models import MODELS, ROOT, build, count_kernels, run_step
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torchtitan.config.job_config import ActivationCheckpoint
+from torchtitan.distributed.activation_checkpoint import _apply_op_sac
 from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, swiglu
+from torchtitan.models.llama4.infra.parallelize import _op_sac_save_list
 from torchtitan.models.moe.moe import GroupedExperts
 
-from titan_mxfp8 import modules, mxfp8_linear
+from titan_mxfp8 import convert_model, modules, mxfp8_linear
 from titan_mxfp8.modules import MXFP8Linear
 from titan_mxfp8.plugin.cpu import enable_cpu_training
 from titan_mxfp8.testing import relative_rms
@@ -107,6 +111,35 @@ def test_a_compiled_model_equals_the_eager_one_and_compiles_once(model: str) -> 
         for part in ("forward", "backward"):
             assert getattr(step, part)["gemm_m_grouped"] == getattr(expected, part)["gemm_m_grouped"]
     assert graphs[0] > 0 and graphs[1] == graphs[0]
+
+
+class TwoLinears(nn.Module):
+    """What is between them is linear: its backward needs no output of the first, so that its memory may be used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(64, 64, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(3 * self.first(x) + x)
+
+
+@cpu_only
+def test_code_compiled_within_a_checkpointed_block_does_not_overwrite_what_is_saved() -> None:
+    """As TorchTitan compiles the attention of a MoE block. Without the cure the second weight's gradient is noise."""
+    block, x = nn.Sequential(TwoLinears()), torch.randn(128, 64)
+    convert_model(block)
+    block(x).square().sum().backward()
+    expected = [param.grad for param in block.parameters()]
+    block.zero_grad()
+    with inductor_config.patch(inplace_buffers=True, allow_buffer_reuse=True):
+        build("llama4", *AC_MODES["op"], *COMPILE)
+        config = ActivationCheckpoint(mode="selective", selective_ac_option="op")
+        checkpointed = _apply_op_sac(block, config, op_sac_save_list=_op_sac_save_list)
+        block[0] = torch.compile(block[0], fullgraph=True)
+        checkpointed(x).square().sum().backward()
+    for param, grad in zip(block.parameters(), expected, strict=True):
+        assert relative_rms(param.grad, grad) < 1e-6
 
 
 def experts(kind: str, use_grouped_mm: bool = True, hidden: int = 96) -> nn.ModuleDict:

@@ -18,6 +18,8 @@ What the import changes in TorchTitan and torch, on every machine:
 - ``TokenChoiceTopKRouter.init_weights``: the bias of gpt_oss's router stays uninitialised (all five in compat.py).
 
 With several processes and torch 2.13 or newer, AOTAutograd's cache on disk is off: it mixes up the ranks (compat.py).
+With op-level activation checkpointing ``inplace_buffers`` and ``allow_buffer_reuse`` of the inductor are off as soon as
+a converter is made: compiled code would overwrite what is saved (compat.py).
 The environment variable WANDB_MODE becomes ``offline`` where there is no login to wandb and no choice of a mode.
 
 Where there is no accelerator, so that TorchTitan trains on CPUs (cpu.py):

@@ -12,9 +12,11 @@ import torch.utils.checkpoint
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
+from torch._inductor import config as inductor_config
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _api as dtensor_api
+from torchtitan.config import JobConfig
 from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3
 from torchtitan.models.gpt_oss.infra import parallelize as gpt_oss
 from torchtitan.models.llama3.infra import parallelize as llama3
@@ -56,6 +58,20 @@ def save_gemm_outputs() -> None:
     """
     for model in (deepseek_v3, gpt_oss, llama3, llama4, qwen3):
         model._op_sac_save_list.add(torch.ops.titan_mxfp8.gemm_m_grouped.default)
+
+
+def keep_saved_outputs(job_config: JobConfig) -> None:
+    """Keeps compiled op-level activation checkpointing right: without this, gradients are wrong without a word.
+
+    TorchTitan compiles the parts of a MoE block one by one, within the checkpointed block. So checkpointing saves the
+    outputs of our GEMMs while compiled code runs, which knows nothing of it and writes its next result into the same
+    memory: a rotary embedding over the queries that it is made from. The inductor is told to allocate anew instead;
+    memory that is free the allocator gives it again. TorchTitan's own `mm` is never saved from within compiled code.
+    """
+    checkpointing = job_config.activation_checkpoint
+    if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
+        inductor_config.inplace_buffers = False
+        inductor_config.allow_buffer_reuse = False
 
 
 def wait_before_compiled_regions() -> None:

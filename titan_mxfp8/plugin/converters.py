@@ -11,6 +11,7 @@ from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols import model_converter
 
 from titan_mxfp8 import modules
+from titan_mxfp8.plugin import compat
 from titan_mxfp8.plugin.config_check import check_one_quantisation
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear
@@ -23,6 +24,10 @@ class _Converter(QuantizationConverter):
     config: MXGroupedMM | MXLinear
     kind: modules.ModuleKind
     steps = 0
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
+        super().__init__(job_config, parallel_dims)
+        compat.keep_saved_outputs(job_config)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Every ``hopper_rebase_report`` steps logs what ``hopper_rebase`` changed. Operands are quantised elsewhere:
