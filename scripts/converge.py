@@ -1,10 +1,10 @@
 """A convergence study from one TOML: every recipe with every seed, then compare_runs over the finished runs.
 
 Runs go recipe by recipe in the order given, all seeds of one before the next, so that an interrupted study has whole
-recipes. ``bf16`` is the TOML without its model converters. Each run has its own folder ``OUT/<recipe>-seed<k>``, and a
-file ``finished.json`` there once it is over: a study that is started again skips those runs, continues the others from
-their last checkpoint, and runs those again that have none. The study keeps checkpoints while a run is going on and
-deletes them when it is finished.
+recipes. ``bf16`` is the TOML without its model converters, ``mxfp8+rebase`` the recipe with ``hopper_rebase``. Each run
+has its own folder ``OUT/<recipe>-seed<k>``, and a file ``finished.json`` there once it is over: a study that is started
+again skips those runs, continues the others from their last checkpoint, and runs those again that have none. The study
+keeps checkpoints while a run is going on and deletes them when it is finished.
 
 A seed decides the initial weights; the data and their order are the same for every run.
 """
@@ -28,6 +28,7 @@ from runs import TRAIN, ending, launch, split_flags
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR, get_recipe
 
 CONVERTERS = (GROUPED_MM, LINEAR)
+REBASE = "+rebase"  # behind a recipe's name
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 
 
@@ -66,7 +67,9 @@ def flags_of(run: StudyRun, config: Path, checkpoint_every: int) -> list[str]:
     if run.recipe == "bf16":
         flags.append("--model.converters=")
     else:
-        flags += [f"--{converter}.recipe_name={run.recipe}" for converter in CONVERTERS]
+        flags += [f"--{converter}.recipe_name={run.recipe.removesuffix(REBASE)}" for converter in CONVERTERS]
+    if run.recipe.endswith(REBASE):
+        flags += [f"--{converter}.hopper_rebase" for converter in CONVERTERS]
     if checkpoint_every:
         flags += ["--checkpoint.enable", f"--checkpoint.interval={checkpoint_every}", "--checkpoint.folder=checkpoint"]
     return flags
@@ -165,7 +168,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.config} is no file; ls train_configs")
     for recipe in args.recipes:
         if recipe != "bf16":
-            get_recipe(recipe)
+            get_recipe(recipe.removesuffix(REBASE))
     converters = tomllib.loads(args.config.read_text()).get("model", {}).get("converters", [])
     if set(args.recipes) != {"bf16"} and not set(converters) & set(CONVERTERS):
         raise ValueError(f"{args.config} has model.converters = {converters}: recipes need {' or '.join(CONVERTERS)}")

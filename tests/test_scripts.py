@@ -179,7 +179,7 @@ shutil.copy({str(log)!r}, out / "tb")
 def test_converge_runs_a_study_in_order_stops_at_the_limit_and_continues(tmp_path: Path, stub: dict[str, str]) -> None:
     out, calls = tmp_path / "study", tmp_path / "calls"
     command = [sys.executable, "scripts/converge.py", "train_configs/debug_llama4.toml", "--out", str(out)]
-    command += ["--recipes", "bf16", "mxfp8_2d", "--seeds", "0", "1"]
+    command += ["--recipes", "bf16", "mxfp8_2d+rebase", "--seeds", "0", "1"]
     first = shell(*command, "--limit", "15", "--", "--training.steps=3", **stub, STUB_SECONDS="600")
     assert first.returncode == 3, first.stdout + first.stderr
     assert "bf16-seed0: stopped" in first.stdout and "the same command continues the study" in first.stdout
@@ -188,11 +188,11 @@ def test_converge_runs_a_study_in_order_stops_at_the_limit_and_continues(tmp_pat
     checkpoint = out / "bf16-seed0" / "checkpoint" / "step-2" / ".metadata"
     checkpoint.parent.mkdir(parents=True)
     checkpoint.touch()
-    second = shell(*command, "--jobs", "2", "--", "--training.steps=3", **stub, STUB_FAIL="mxfp8_2d-seed1")
-    assert second.returncode == 1 and "mxfp8_2d-seed1: failed" in second.stdout and "no luck" in second.stdout
+    second = shell(*command, "--jobs", "2", "--", "--training.steps=3", **stub, STUB_FAIL="mxfp8_2d+rebase-seed1")
+    assert second.returncode == 1 and "mxfp8_2d+rebase-seed1: failed" in second.stdout and "no luck" in second.stdout
     assert "bf16-seed0: started from its checkpoint" in second.stdout
     assert not checkpoint.exists(), "a finished run needs none"
-    assert [row["run"] for row in rows_of(out / "table.csv")] == ["bf16", "mxfp8_2d"]
+    assert [row["run"] for row in rows_of(out / "table.csv")] == ["bf16", "mxfp8_2d+rebase"]
 
     third = shell(*command, "--", "--training.steps=3", **stub)
     assert third.returncode == 0, third.stdout + third.stderr
@@ -205,6 +205,8 @@ def test_converge_runs_a_study_in_order_stops_at_the_limit_and_continues(tmp_pat
     assert len(lines) == 6 and "--training.steps=3" in lines[-1] and "--debug.seed=1" in lines[-1]
     assert "--model.converters=" in lines[0] and "--model.converters=" not in lines[-1]
     assert "--quantize.grouped_mm.mx.recipe_name=mxfp8_2d --quantize.linear.mx.recipe_name=mxfp8_2d" in lines[-1]
+    assert "--quantize.grouped_mm.mx.hopper_rebase --quantize.linear.mx.hopper_rebase" in lines[-1]
+    assert not any("hopper_rebase" in line for line in lines if "--model.converters=" in line)
     refused = call("converge", *command[2:], "--", "--training.steps=4")
     assert "holds a study of another config or other flags" in refused
 
