@@ -36,13 +36,12 @@ if [ ! -e "$stamp" ]; then
 fi
 . .venv/bin/activate
 
-ptxas_release() { "$1" --version 2> /dev/null | sed -n 's/.*release \([0-9.]*\),.*/\1/p'; }
+ptxas_release() { { "$1" --version 2> /dev/null || true; } | sed -n 's/.*release \([0-9.]*\),.*/\1/p'; }
 
 # Triton compiles with a ptxas of its own, Triton 3.6 with release 12.8. From 12.9 on the rebased Hopper GEMMs come out a
 # few per cent faster, so CUDA's is taken where it is newer, up to the major release that Triton 3.6 knows.
 if [ -z "${TRITON_PTXAS_PATH:-}" ] && has_gpu; then
-    triton=$(python -c "import importlib.util as util; print(util.find_spec('triton').submodule_search_locations[0])")
-    own=$(ptxas_release "$triton/backends/nvidia/bin/ptxas")
+    own=$(ptxas_release "$(python -c "import triton; print(triton.__path__[0])")/backends/nvidia/bin/ptxas")
     ptxas=$(command -v ptxas || echo /usr/local/cuda/bin/ptxas)
     release=$(ptxas_release "$ptxas")
     newest=$(printf '%s\n' "$own" "$release" | sort -V | tail -n 1)

@@ -20,7 +20,7 @@ def fresh_compiler() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_mxfp8_tracks_bf16_with_and_without_compile(model: str) -> None:
-    """gpt_oss with its flex attention, which no CPU runs backward. The band is a guess: never run."""
+    """gpt_oss with its flex attention, which no CPU runs backward. The band is a guess that held on an H200."""
     losses = {}
     for kind, flags in {"bf16": ["--model.converters="], "mxfp8": [], "compiled": ["--compile.enable"]}.items():
         built = build(model, *AC_MODES["none"], *flags, device="cuda")

@@ -373,31 +373,35 @@ def test_slurm_says_where_it_must_be_submitted(slurm: dict[str, str], tmp_path: 
         ("13.1", "13.0", None, None),
         ("12.8", "14.0", None, None),  # Triton 3.6 does not know what it compiles for
         ("12.8", None, None, None),
+        (None, None, None, None),
+        (None, "13.0", None, "ptxas"),
         ("12.8", "13.0", "/mine", "/mine"),
     ],
 )
 def test_setup_takes_a_ptxas_that_makes_faster_code(
-    own: str, cuda: str | None, named: str | None, expected: str | None, tmp_path: Path
+    own: str | None, cuda: str | None, named: str | None, expected: str | None, tmp_path: Path
 ) -> None:
-    """A tree that is set up already, with stubs of everything that is asked."""
+    """A tree that is set up already, with stubs of everything that is asked. None: a program that fails."""
 
-    def program(path: Path, says: str) -> None:
+    def program(path: Path, says: str | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/bin/sh\necho '{says}'")
+        path.write_text("#!/bin/sh\n" + ("exit 1" if says is None else f"echo '{says}'"))
         path.chmod(0o755)
 
-    release = "Cuda compilation tools, release {0}, V{0}.1"
-    program(tmp_path / "triton" / "backends" / "nvidia" / "bin" / "ptxas", release.format(own))
+    def ptxas(path: Path, release: str | None) -> None:
+        program(path, release and f"Cuda compilation tools, release {release}, V{release}.1")
+
+    ptxas(tmp_path / "triton" / "backends" / "nvidia" / "bin" / "ptxas", own)
     for name, says in (("nvidia-smi", ""), ("python", str(tmp_path / "triton"))):
         program(tmp_path / "bin" / name, says)
-    program(tmp_path / "bin" / "ptxas", release.format(cuda) if cuda else "broken")
+    ptxas(tmp_path / "bin" / "ptxas", cuda)
     program(tmp_path / ".venv" / "bin" / "activate", "active")
     (tmp_path / "pyproject.toml").write_text("")
     steps = 'touch .venv/.installed-$(cksum < pyproject.toml | cut -d" " -f1)-default; . ./setup.sh'
     shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path)
     path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
-    command = f'cd {tmp_path}; {steps}; echo "chose ${{TRITON_PTXAS_PATH:-none}}"'
-    result = shell("sh", "-c", command, PATH=path, TRITON_PTXAS_PATH=named or "", TORCH="")
+    command = f'set -euo pipefail; cd {tmp_path}; {steps}; echo "chose ${{TRITON_PTXAS_PATH:-none}}"'
+    result = shell("bash", "-c", command, PATH=path, TRITON_PTXAS_PATH=named or "", TORCH="")
     chosen = str(tmp_path / "bin" / "ptxas") if expected == "ptxas" else expected or "none"
     assert f"chose {chosen}" in result.stdout, result.stdout + result.stderr
 
