@@ -13,7 +13,7 @@ from titan_mxfp8.ops import pad
 from titan_mxfp8.testing import make_offs, poisoned_empty
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-REBASED = ("1x32 to 1x128", "1x32 to 32x128", "32x32 to 32x128")  # blocks, and what the GEMMs take
+REBASINGS = ("1x32 to 1x128", "1x32 to 32x128", "32x32 to 32x128")  # blocks, and what the GEMMs take
 FORMATS = tuple((rounding, dtype) for rounding in ("rceil", "floor") for dtype in (E4M3, E5M2))
 
 
@@ -74,7 +74,7 @@ def check_rebased(x: torch.Tensor, rounding: str, dtype: torch.dtype, blocks: st
     """The kernels that rebase, along both axes at once and, if ``one_axis``, along each alone; and what they count.
 
     Args:
-        blocks: of ``REBASED``.
+        blocks: one of ``REBASINGS``.
     """
     block, form = blocks.split(" to ")
     kwargs = {"rounding": rounding, "elem_dtype": dtype, "block": block}

@@ -122,10 +122,10 @@ def test_eager_mxfp8_layers_keep_one_input_each() -> None:
         (
             "llama4_17bx128e_8x8",
             ["--quantize.grouped_mm.mx.hopper_rebase"],
-            r"\[quantize.grouped_mm.mx\] backend 'auto' .* needs an H100 or H200, and cluster.gpu is B200",
+            r"\[quantize.grouped_mm.mx\] backend 'auto' .* needs an H20, H100 or H200, and cluster.gpu is B200",
         ),
         (LLAMA4, ["--model.flavor=18b"], "no flavor '18b': use one of .*17bx16e"),
-        (LLAMA4, ["--cluster.gpu=A100"], "'A100' is unknown: use one of H100"),
+        (LLAMA4, ["--cluster.gpu=A100"], "'A100' is unknown: use one of H20, H100"),
         (LLAMA4, ["--parallelism.pipeline_parallel_degree=2", "--cluster.nodes=16"], "pipeline.* cannot be checked"),
         (
             LLAMA4,

@@ -6,7 +6,7 @@ as well.
 
 import pytest
 import torch
-from kernel_checks import E4M3, E5M2, FORMATS, REBASED, check_rebased, uneven, wild
+from kernel_checks import E4M3, E5M2, FORMATS, REBASINGS, check_rebased, uneven, wild
 
 from titan_mxfp8.testing import SPREADS, group_sizes, make_offs
 
@@ -21,14 +21,14 @@ SHAPES = [(256, 512), (384, 160), (129, 70), (1, 2048), (1000, 1), (33, 4099), (
 
 @pytest.mark.parametrize("rounding, dtype", FORMATS)
 @pytest.mark.parametrize("in_dtype", [BF16, FP32])
-@pytest.mark.parametrize("blocks", REBASED)
+@pytest.mark.parametrize("blocks", REBASINGS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_both_axes(shape: tuple[int, ...], blocks: str, in_dtype: torch.dtype, rounding: str, dtype: torch.dtype):
     check_rebased(uneven(shape, in_dtype, "cuda"), rounding, dtype, blocks)
     check_rebased(wild(shape, in_dtype, "cuda"), rounding, dtype, blocks)
 
 
-@pytest.mark.parametrize("blocks", REBASED)
+@pytest.mark.parametrize("blocks", REBASINGS)
 def test_strides(blocks: str):
     base = uneven((2, 140, 264), BF16, "cuda")
     for x in (base.mT, base[:, 1::2, 3:99], base[..., ::2]):
@@ -43,4 +43,5 @@ def test_ragged(rows: int, groups: int, cols: int, spread: str):
         for make in (uneven, wild):
             x = make((rows, cols), in_dtype, "cuda")
             for sizes in (group_sizes(spread, rows, groups), group_sizes(spread, rows - 333, groups)):
-                check_rebased(x, *format_, "1x32 to 1x128", make_offs(sizes, "cuda"))
+                for blocks in ("1x32 to 1x128", "1x32 to 32x128"):
+                    check_rebased(x, *format_, blocks, make_offs(sizes, "cuda"))

@@ -1,6 +1,7 @@
 """Health metrics: the counts against block-by-block arithmetic, once per element whatever runs twice, in training."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -56,8 +57,7 @@ def figures(probe: torch.Tensor) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8_floor", "mxfp8_2d", "mxfp8_e5m2_grad"])
-def test_a_linear_counts_what_the_blocks_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "PIECE", 32 * 96)  # several pieces
+def test_a_linear_counts_what_the_blocks_say(name: str) -> None:
     torch.manual_seed(0)
     recipe = RECIPES[name]
     model = nn.Sequential(nn.Linear(96, 64, bias=False))
@@ -81,8 +81,7 @@ def test_a_linear_counts_what_the_blocks_say(name: str, monkeypatch: pytest.Monk
     assert (expected["activations"][0] > 0) == (name == "mxfp8_floor"), "rceil never saturates"
 
 
-def test_rows_past_the_last_group_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "PIECE", 32 * 32)
+def test_rows_past_the_last_group_do_not_count() -> None:
     torch.manual_seed(0)
     x, w, dy = spread(50, 64), spread(3, 32, 64), spread(50, 32)
     x[40:], dy[40:] = 1e30, torch.nan
@@ -94,6 +93,29 @@ def test_rows_past_the_last_group_do_not_count(monkeypatch: pytest.MonkeyPatch) 
     assert figures(probe)["activations"] == counted_by_hand(x[:40], E4M3, "rceil", "1x32")
     assert figures(probe)["weights"] == counted_by_hand(w, E4M3, "rceil", "1x32")
     assert figures(probe)["gradients"] == counted_by_hand(dy[:40], E4M3, "rceil", "1x32")
+
+
+@pytest.mark.parametrize(
+    "rows, sample, bands",
+    [
+        (300, 10 * 32, range(10)),  # all of them
+        (300, 5 * 32, (0, 2, 4, 6, 8)),
+        (300, 4 * 32, (0, 3, 6, 9)),  # the last one ends early
+        (300, 1, (0,)),
+    ],
+)
+def test_of_a_large_operand_evenly_spaced_bands_count(
+    rows: int, sample: int, bands: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "SAMPLE", sample * 64)
+    torch.manual_seed(0)
+    x, end = spread(rows, 64), 290
+    x[end:] = 1e30
+    measured = torch.cat([x[32 * band : min(32 * band + 32, end)] for band in bands])
+    with health.recording():
+        counts = health._measure(x, make_offs([end]), "rceil", torch.float8_e4m3fn, "1x32", "auto")
+    summary = list(health.summarize([counts.tolist(), *[[0.0] * health.COUNTS] * 2]).values())
+    assert summary == counted_by_hand(measured, E4M3, "rceil", "1x32")
 
 
 def test_recomputed_counts_once_and_micro_batches_add_up() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from aot import SHARED_BYTES, Kernel, compile_only
 
-from titan_mxfp8.backends.hopper import gemm
+from titan_mxfp8.backends.hopper import gemm, operands
 from titan_mxfp8.format.mx import Block, MXTensor, ceil_div
 
 M, N, K, E = 4096, 512, 1056, 8  # K is a multiple of 32 but of no tile
@@ -71,6 +71,22 @@ def test_compiles(launch: Callable[[gemm.Tiles], None], tiles: gemm.Tiles, fp32_
         assert " STL" not in loop and loop.count(" LDL") <= 1  # none with Triton 3.6
         # With squares also the scales' products, one for 8 sums.
         assert fp32_operations <= loop.count(" FFMA") + loop.count(" FMUL") <= fp32_operations * 9 // 8
+
+
+@pytest.mark.parametrize(
+    "name, fp8",
+    [("NVIDIA H20", True), ("NVIDIA H20-3e", True), ("NVIDIA H200", False), ("NVIDIA H100 80GB HBM3", False)],
+)
+def test_exact_squares_are_multiplied_in_fp8_on_an_h20(name: str, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    operands._is_h20.cache_clear()
+    device = torch.device("cuda", 0)
+    bf16 = ("bf16", "bf16")
+    assert operands.operand_forms("m_grouped", "32x32", False, device) == (("mx", "mx") if fp8 else bf16)
+    assert operands.operand_forms("m_grouped", "1x32", False, device) == bf16
+    assert operands.operand_forms("k_grouped", "32x32", False, device) == bf16
+    assert operands.operand_forms("m_grouped", "1x32", True, device) == ("1x128", "32x128")
+    operands._is_h20.cache_clear()
 
 
 @pytest.mark.parametrize("dequantized", ["a", "b"])

@@ -368,14 +368,15 @@ def test_slurm_says_where_it_must_be_submitted(slurm: dict[str, str], tmp_path: 
     "own, cuda, named, expected",
     [
         ("12.8", "13.0", None, "ptxas"),
-        ("12.9", "12.10", None, None),  # not a release that is known to help
-        ("12.9", "12.9", None, None),
+        ("12.8", "12.9", None, None),  # not known to help
+        ("13.0", "13.0", None, None),
         ("13.1", "13.0", None, None),
         ("12.8", "14.0", None, None),  # Triton 3.6 does not know what it compiles for
         ("12.8", None, None, None),
         (None, None, None, None),
-        (None, "13.0", None, "ptxas"),
-        ("12.8", "13.0", "/mine", "/mine"),
+        (None, "13.0", None, None),  # no Triton, or one without a ptxas
+        ("12.8", "13.0", "mine", "mine"),
+        ("12.8", "13.0", "missing", "ptxas"),  # that of another machine, which submitted this job
     ],
 )
 def test_setup_takes_a_ptxas_that_makes_faster_code(
@@ -395,14 +396,17 @@ def test_setup_takes_a_ptxas_that_makes_faster_code(
     for name, says in (("nvidia-smi", ""), ("python", str(tmp_path / "triton"))):
         program(tmp_path / "bin" / name, says)
     ptxas(tmp_path / "bin" / "ptxas", cuda)
+    ptxas(tmp_path / "bin" / "mine", "12.8")
     program(tmp_path / ".venv" / "bin" / "activate", "active")
     (tmp_path / "pyproject.toml").write_text("")
     steps = 'touch .venv/.installed-$(cksum < pyproject.toml | cut -d" " -f1)-default; . ./setup.sh'
     shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path)
     path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
-    command = f'set -euo pipefail; cd {tmp_path}; {steps}; echo "chose ${{TRITON_PTXAS_PATH:-none}}"'
-    result = shell("bash", "-c", command, PATH=path, TRITON_PTXAS_PATH=named or "", TORCH="")
-    chosen = str(tmp_path / "bin" / "ptxas") if expected == "ptxas" else expected or "none"
+    command = f'set -euo pipefail; cd {tmp_path}; {steps}; echo "chose $TRITON_PTXAS_PATH"'
+    result = shell(
+        "bash", "-c", command, PATH=path, TRITON_PTXAS_PATH=str(tmp_path / "bin" / (named or "none")), TORCH=""
+    )
+    chosen = tmp_path / "bin" / (expected or named or "none")
     assert f"chose {chosen}" in result.stdout, result.stdout + result.stderr
 
 

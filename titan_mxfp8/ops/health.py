@@ -15,14 +15,15 @@ from collections.abc import Iterator
 import torch
 
 from titan_mxfp8 import backends
-from titan_mxfp8.format.mx import BLOCK_SIZE, SCALE_BIAS, SCALE_NAN, decode_scale
+from titan_mxfp8.format.mx import BLOCK_SIZE, SCALE_BIAS, SCALE_NAN, ceil_div, decode_scale
 from titan_mxfp8.recipe import Recipe
 
 KINDS = ("activations", "weights", "gradients")
 # Per kind: elements that are not zero, of those the saturated and the flushed ones, and the blocks by scale byte.
 COUNTS = 3 + 256
-# Rows are measured in pieces of about this many elements, which bounds the memory that it takes (some 40 bytes each).
-PIECE = 1 << 24
+# Of an operand with more elements, evenly spaced bands of 32 rows with about as many are measured: more would make no
+# share more certain, but take time, and some 40 bytes of memory each.
+SAMPLE = 1 << 24
 
 _recording = False
 
@@ -90,28 +91,34 @@ class _Observe(torch.autograd.Function):
 def _measure(
     x: torch.Tensor, offs: torch.Tensor | None, rounding: str, elem_dtype: torch.dtype, block: str, backend: str
 ) -> torch.Tensor:
-    """The ``COUNTS`` of ``x`` quantised along its last axis."""
-    counts = torch.zeros(COUNTS, dtype=torch.float64, device=x.device)
+    """The ``COUNTS`` of ``x``, or of its sample, quantised along its last axis."""
     if not _recording or x.numel() == 0:
-        return counts
+        return torch.zeros(COUNTS, dtype=torch.float64, device=x.device)
     rows = x.reshape(-1, x.shape[-1])
+    index = _sample(rows)
+    if len(index) < len(rows):
+        rows = rows[index]
+    used = None if offs is None else index < offs[-1]
     # 32x32 blocks do not cross from one expert to the next: its rows are a multiple of 32.
-    step = max(1, PIECE // rows.shape[1] // BLOCK_SIZE) * BLOCK_SIZE
-    for start in range(0, rows.shape[0], step):
-        piece = rows[start : start + step]
-        used = None
-        if offs is not None:
-            used = torch.arange(start, start + piece.shape[0], device=x.device) < offs[-1]
-        mx = backends.load(backend, x.device).quantize(
-            piece, 1, rounding=rounding, elem_dtype=elem_dtype, block=block, offs=None
-        )
-        counts += _count(piece, mx.qdata, mx.scale, used, block)
-    return counts
+    mx = backends.load(backend, x.device).quantize(
+        rows, 1, rounding=rounding, elem_dtype=elem_dtype, block=block, offs=None
+    )
+    return _count(rows, mx.qdata, mx.scale, used, block)
 
 
 @_measure.register_fake
 def _(x, offs, rounding, elem_dtype, block, backend):
     return x.new_empty(COUNTS, dtype=torch.float64)
+
+
+def _sample(x: torch.Tensor) -> torch.Tensor:
+    """The rows to measure, in ascending order: of every n-th band of 32."""
+    bands = ceil_div(x.shape[0], BLOCK_SIZE)
+    every = ceil_div(bands, max(1, SAMPLE // (BLOCK_SIZE * x.shape[1])))
+    first = torch.arange(0, bands, every, device=x.device) * BLOCK_SIZE
+    index = (first[:, None] + torch.arange(BLOCK_SIZE, device=x.device)).flatten()
+    last_band_too_long = (len(first) - 1) * every * BLOCK_SIZE + BLOCK_SIZE - x.shape[0]
+    return index[: len(index) - max(0, last_band_too_long)]
 
 
 def _count(

@@ -46,9 +46,9 @@ def check_backend(name: str, mx: MXGroupedMM | MXLinear, backend: Backend | None
     if mx.hopper_rebase and backend is not None and not backend.rebases:
         raise ValueError(f"[{name}] backend {mx.backend!r} has no hopper_rebase: use 'auto', 'hopper' or 'reference'")
     needs_hopper = mx.backend == "hopper" or (mx.hopper_rebase and mx.backend != "reference")
-    if needs_hopper and gpu not in ("", "H100", "H200"):
+    if needs_hopper and gpu not in ("", "H20", "H100", "H200"):
         raise ValueError(
-            f"[{name}] backend {mx.backend!r} with hopper_rebase = {mx.hopper_rebase} needs an H100 or H200, and "
+            f"[{name}] backend {mx.backend!r} with hopper_rebase = {mx.hopper_rebase} needs an H20, H100 or H200, and "
             f"cluster.gpu is {gpu}: use backend = 'auto' and hopper_rebase = false"
         )
 

@@ -33,8 +33,9 @@ class MXLinear:
 
     hopper_rebase: bool = False
     """
-    Whether the GEMMs may scale once per 128 elements, much faster on an H100 or H200: four neighbouring blocks of 32
-    get the largest of their scales, and elements that become too small for it are rounded. So it is not exact MXFP8;
+    Whether the GEMMs may scale once per 128 elements, much faster on an H100 or H200: four neighbouring blocks of 32,
+    of a weight all of 32 x 128 elements, get the largest of their scales, and elements that become too small for it are
+    rounded. So it is not exact MXFP8;
     hopper_rebase_report counts the elements that changed. Backends hopper and reference, with the same bits.
     """
 
@@ -84,8 +85,9 @@ class Quantize:
     health_every: int = 0
     """
     Every so many steps, log for each converted module and its activations, weights and gradients (mx_health/...) the
-    shares of elements that saturate or are flushed to zero, and the range of the scales' exponents. 0: never. These are
-    of exact MXFP8 also where hopper_rebase is on; hopper_rebase_report says what that changes.
+    shares of elements that saturate or are flushed to zero, and the range of the scales' exponents. 0: never. Of an
+    operand with more than 16.8 million elements as many are measured, evenly spaced. These are of exact MXFP8 also
+    where hopper_rebase is on; hopper_rebase_report says what that changes.
     """
 
 
@@ -115,7 +117,7 @@ class Cluster:
     """GPUs of each machine."""
 
     gpu: str = ""
-    """H100, H200, B200 or GB200. Empty: the memory estimate is compared with nothing."""
+    """H20, H100, H200, B200 or GB200. Empty: the memory estimate is compared with nothing."""
 
 
 @dataclass

@@ -32,9 +32,9 @@ from torchtitan.distributed import ParallelDims
 
 GIB = 2**30
 
-# Memory in 10^9 bytes, as NVIDIA's data sheets state it: H100 SXM 80 GB; H200 141 GB; DGX B200 1,440 GB for 8 GPUs;
-# GB200 NVL72 13.4 TB for 72 GPUs.
-CARDS = {"H100": 80e9, "H200": 141e9, "B200": 180e9, "GB200": 186e9}
+# Memory in 10^9 bytes, as NVIDIA's data sheets state it: H20 96 GB; H100 SXM 80 GB; H200 141 GB; DGX B200 1,440 GB for
+# 8 GPUs; GB200 NVL72 13.4 TB for 72 GPUs.
+CARDS = {"H20": 96e9, "H100": 80e9, "H200": 141e9, "B200": 180e9, "GB200": 186e9}
 # What the estimate may use of a card: the rest is for what it leaves out. See the second of the two peaks above.
 FILL = 0.7
 

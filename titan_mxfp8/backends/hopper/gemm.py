@@ -1,7 +1,7 @@
 """The grouped GEMMs on Hopper: FP8 tensor cores, whose sums are scaled and added up in fp32 registers.
 
 Hopper's tensor cores (``wgmma``) multiply FP8 but know no scales. So a chain of them sums 32 products of a row and a
-column (form ``mx``) or 128 (``rebased``), and each sum p is added to the output as ``acc += p * (row scale * column
+column (form ``mx``) or 128 (rebased), and each sum p is added to the output as ``acc += p * (row scale * column
 scale)``. One FP32 instruction for each p takes as long as the tensor cores take for 32 products, so this decides how
 fast a form can be:
 
@@ -26,7 +26,7 @@ the group's own are stored. What the copies read outside a tensor is zero.
 
 ``_decode_scales`` prepares the scales, from any strides, in the layouts that single copies want: a copy of TMA must
 start at a multiple of 16 bytes, but a group at any row. ``mx``: the four scales of a row's stage are side by side, 16
-bytes. ``rebased``: the rows' scales are stored four times, shifted by 0 to 3 rows, and one of the four fits any start.
+bytes. Rebased: the rows' scales are stored four times, shifted by 0 to 3 rows, and one of the four fits any start.
 
 M tokens, N out features, K in features, E experts; C is a contraction axis and D the other one of ``b``.
 """

@@ -6,7 +6,7 @@ Scales are stored across (``format.mx.stored_across``), their last axis rounded 
 | output | elements  | scales 1x128    | scales 32x128        |
 |--------|-----------|-----------------|----------------------|
 | last   | (B, R, C) | (B, C / 128, R) | (B, C / 128, R / 32) |
-| first  | (B, C, P) | (B, P / 128, C) | (B, R / 128, C / 32) |
+| first  | (B, C, P) | (B, P / 128, C) | (B, P / 128, C / 32) |
 
 A tile of 128 rows and 128 columns holds whole blocks of 128 along both axes, and its scales are whole sectors.
 """
@@ -78,6 +78,7 @@ def quantize_rebased(
     if offs is None and lies_transposed(x):
         along_first, along_last = quantize_rebased(x.mT, forms=forms[::-1], offs=None, **kwargs)
         return along_last and along_last.mT, along_first and along_first.mT
+    assert block == "1x32" or "1x128" not in forms
     last, first = forms
     squares = block == "1x32" and "32x128" in forms
     if squares and last and first:  # nothing needs both at once, so they may cost two reads
@@ -89,9 +90,11 @@ def quantize_rebased(
     along_last = _empty(x, rows, cols, last) if last else (None, None)
     along_first = _empty(x, cols, padded_rows, first) if first else (None, None)
     options = {"FLOOR": rounding == "floor", "E5M2": elem_dtype == torch.float8_e5m2}
+    if block == "1x32":
+        options["SQUARES"] = squares
     launch = _launch_squares if block == "32x32" else _launch_tiles if first else _launch_rows
     with torch.accelerator.device_index(x.device.index):
-        launch(as_matrices(x, x.ndim - 2), *along_last, *along_first, changed, offs, squares, options)
+        launch(as_matrices(x, x.ndim - 2), *along_last, *along_first, changed, offs, options)
     along_last, along_first = (
         MXTensor(qdata.view(elem_dtype), scale.mT, x.ndim - 1, form, x.dtype) if form else None
         for form, (qdata, scale) in zip(forms, (along_last, along_first), strict=True)
@@ -109,17 +112,17 @@ def add_to(changed, byte, shifted, scale, largest, E5M2: tl.constexpr):
 @triton.jit
 def rebase_rows(
     x, qdata, changed, row, stop, cols, row_stride, tile_col,
-    FLOOR: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr, SQUARE: tl.constexpr,
+    FLOOR: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     """``ROWS`` rows, those before ``stop``, and 128 columns of a matrix, along the last axis. Returns the scale of each
-    row; with SQUARE they are the same."""
+    row; with SQUARES they are the same."""
     col = tile_col * 128 + tl.arange(0, 128)
     inside = (row < stop)[:, None] & (col < cols)[None, :]
     values = tl.load(x + row.to(tl.int64)[:, None] * row_stride + col[None, :], mask=inside, other=0)
     values = tl.reshape(values.to(tl.float32), (ROWS, 4, 32))
     byte = scale_byte(tl.max(magnitude_bits(values), 2), FLOOR, E5M2)
     largest = tl.max(byte, 1)
-    if SQUARE:
+    if SQUARES:
         largest = tl.zeros((ROWS,), tl.int32) + tl.max(largest, 0)
     old, new = byte[:, :, None], largest[:, None, None]
     elements = to_elements(values * reciprocal_scale(old), old, E5M2)
@@ -133,7 +136,7 @@ def rebase_rows(
 def _rebase_rows(
     x, qdata, scale, changed,
     rows, cols, batch_stride, row_stride,
-    FLOOR: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr, SQUARE: tl.constexpr,
+    FLOOR: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr, SQUARES: tl.constexpr,
 ):  # fmt: skip
     """One program: ``ROWS`` rows and 128 columns of one matrix, along the last axis."""
     col_tiles = tl.cdiv(cols, 128)
@@ -141,14 +144,14 @@ def _rebase_rows(
     tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
     tile_row = tl.program_id(0) // col_tiles % row_tiles
     batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
-    lines = row_tiles if SQUARE else rows
+    lines = row_tiles if SQUARES else rows
     scale += (batch * col_tiles + tile_col) * (tl.cdiv(lines, 16) * 16)
     row = tile_row * ROWS + tl.arange(0, ROWS)
     largest = rebase_rows(
         x + batch * batch_stride, qdata + batch * rows * cols, changed,
-        row, rows, cols, row_stride, tile_col, FLOOR, E5M2, ROWS, SQUARE,
+        row, rows, cols, row_stride, tile_col, FLOOR, E5M2, ROWS, SQUARES,
     )  # fmt: skip
-    if SQUARE:
+    if SQUARES:
         tl.static_assert(ROWS == 32)
         tl.store(scale + tile_row, tl.max(largest, 0))
     else:
@@ -289,18 +292,18 @@ def _empty(x: torch.Tensor, rows: int, length: int, form: Form) -> tuple[torch.T
     return qdata, scale.narrow(-1, 0, lines)
 
 
-def _launch_rows(x_BRC, qdata, scale, _first_qdata, _first_scale, changed, _offs, squares, options) -> None:
+def _launch_rows(x_BRC, qdata, scale, _first_qdata, _first_scale, changed, _offs, options) -> None:
     batches, rows, cols = x_BRC.shape
     programs = batches * ceil_div(rows, LAST_ROWS) * ceil_div(cols, REBASED_SIZE)
     if programs:
         _rebase_rows[(programs,)](
             x_BRC, qdata, scale, changed,
             rows, cols, x_BRC.stride(0), x_BRC.stride(1),
-            **options, ROWS=LAST_ROWS, SQUARE=squares, num_warps=4,
+            **options, ROWS=LAST_ROWS, num_warps=4,
         )  # fmt: skip
 
 
-def _launch_tiles(x_BRC, last_qdata, last_scale, first_qdata, first_scale, changed, offs, squares, options) -> None:
+def _launch_tiles(x_BRC, last_qdata, last_scale, first_qdata, first_scale, changed, offs, options) -> None:
     batches, rows, cols = x_BRC.shape
     both = last_qdata is not None
     tile, line = _square_tile(x_BRC) if both else FIRST_TILE, LINE_BYTES // x_BRC.element_size()
@@ -312,12 +315,12 @@ def _launch_tiles(x_BRC, last_qdata, last_scale, first_qdata, first_scale, chang
             x_BRC, last_qdata, last_scale, first_qdata, first_scale, changed,
             unit_map and unit_map.start, unit_map and unit_map.stop, None if offs is None else offs[-1:],
             rows, cols, first_qdata.shape[-1], units, x_BRC.stride(0), x_BRC.stride(1),
-            LAST=both, SQUARES=squares, RAGGED=offs is not None, **options,
+            LAST=both, RAGGED=offs is not None, **options,
             BLOCKS=tile.blocks, LINES=tile.lines, LINE=line, num_warps=tile.warps,
         )  # fmt: skip
 
 
-def _launch_squares(x_BRC, last_qdata, last_scale, first_qdata, first_scale, changed, _offs, _squares, options) -> None:
+def _launch_squares(x_BRC, last_qdata, last_scale, first_qdata, first_scale, changed, _offs, options) -> None:
     batches, rows, cols = x_BRC.shape
     programs = batches * ceil_div(rows, REBASED_SIZE) * ceil_div(cols, REBASED_SIZE)
     tile, line = _square_tile(x_BRC), LINE_BYTES // x_BRC.element_size()
