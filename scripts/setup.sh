@@ -24,6 +24,8 @@ if [ ! -e "$stamp" ]; then
         python3 -m venv --system-site-packages .venv
     else
         python3 -m venv .venv
+    fi
+    if ! .venv/bin/python -c "import torch" 2> /dev/null; then # the python3 above may be that of another environment
         torch=$(pick_torch)
         if ! .venv/bin/python -m pip install -q --disable-pip-version-check "$torch"; then
             echo "setup: pip found no '$torch'. Where your package index has no CPU build of torch, take the index address" >&2

@@ -410,6 +410,32 @@ def test_setup_takes_a_ptxas_that_makes_faster_code(
     assert f"chose {chosen}" in result.stdout, result.stdout + result.stderr
 
 
+@pytest.mark.parametrize("inherited", [True, False])
+def test_setup_installs_torch_where_the_new_environment_lacks_that_of_python3(inherited: bool, tmp_path: Path) -> None:
+    """A python3 with torch may itself be that of an environment: a new one is made from the Python behind it."""
+    stub = tmp_path / "bin" / "python3"
+    stub.parent.mkdir()
+    stub.write_text(
+        f"""#!/bin/sh
+[ "$1" = -c ] && exit
+mkdir -p .venv/bin
+touch .venv/bin/activate
+echo 'echo "$@" >> calls; [ "$1" = -c ] && exit {int(not inherited)}; exit 0' > .venv/bin/python
+chmod +x .venv/bin/python
+echo "$@" >> calls
+"""
+    )
+    stub.chmod(0o755)
+    (tmp_path / "pyproject.toml").write_text("")
+    shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path)
+    command = f"set -euo pipefail; cd {tmp_path}; . ./setup.sh"
+    result = shell("bash", "-c", command, PATH=f"{tmp_path / 'bin'}:/usr/bin:/bin", TORCH="torch==2.13.0")
+    assert result.returncode == 0, result.stderr
+    made, _, *installs = (tmp_path / "calls").read_text().splitlines()
+    assert made == "-m venv --system-site-packages .venv"
+    assert [install.split()[-1] for install in installs] == [*(["torch==2.13.0"] * (not inherited)), ".[train,test]"]
+
+
 SHELL_SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.suffix in (".sh", ".slurm"))
 
 
