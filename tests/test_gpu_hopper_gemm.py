@@ -127,6 +127,42 @@ def test_unusual_offs(blocks: str, tiles: gemm.Tiles):
         assert (guarded[m:] == 7).all()
 
 
+def whole(*shape: int) -> torch.Tensor:
+    """Whole numbers up to 4, of another magnitude in each block: 400 products of two have sums of few bits."""
+    *rest, rows, cols = shape
+    factor = torch.randint(1, 3, (*rest, rows // 32 + 1, cols // 32 + 1)).float()
+    factor = factor.repeat_interleave(32, -2).repeat_interleave(32, -1)[..., :rows, :cols]
+    return torch.randint(-2, 3, shape) * factor
+
+
+@pytest.mark.parametrize("blocks", FORMS)
+def test_fp8_and_dequantised_values_give_the_same_where_sums_are_exact(blocks: str):
+    form, weight_form = FORMS[blocks]
+    sizes = [129, 0, 44]
+    offs = make_offs(sizes)
+    x, w = whole(173, 416), whole(3, 288, 416)
+    a, b = quantized(x, 1, "1x32", form), quantized(w, 2, "32x32", weight_form).mT
+    expected = reference.gemm_m_grouped(a, b, offs, bias=None, out_dtype=FP32)
+    assert torch.equal(expected[:129], x[:129] @ w[0].T), "nothing is lost by quantising either"
+    a_bf16, b_bf16 = (
+        MXTensor(t.to(BF16).cuda(), torch.empty(0, dtype=torch.uint8, device="cuda"), axis, block, BF16)
+        for t, axis, block in ((x, 1, "1x32"), (w, 2, "32x32"))
+    )
+    for left, right in ((to_gpu(a), to_gpu(b)), (a_bf16, b_bf16.mT)):
+        y = gemm.gemm_m_grouped(left, right, offs.cuda(), bias=None, out_dtype=FP32)
+        assert torch.equal(y.cpu(), expected)
+
+
+def test_k_grouped_is_equal_where_sums_are_exact():
+    offs = make_offs([129, 0, 44])
+    a, b = (
+        quantized(whole(173, 96), 0, "1x32", "1x128", offs=offs).mT,
+        quantized(whole(173, 64), 0, "1x32", "1x128", offs=offs),
+    )
+    dw = gemm.gemm_k_grouped(to_gpu(a), to_gpu(b), offs.cuda(), out_dtype=FP32)
+    assert torch.equal(dw.cpu(), reference.gemm_k_grouped(a, b, offs, out_dtype=FP32))
+
+
 def test_k_grouped_shapes_and_types():
     for n, k in ((32, 32), (64, 96), (32, 1312)):
         check_k_grouped("large", n=n, k=k)

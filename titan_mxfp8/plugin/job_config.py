@@ -35,8 +35,8 @@ class MXLinear:
     """
     Whether the GEMMs may scale once per 128 elements, much faster on an H100 or H200: four neighbouring blocks of 32,
     of a weight all of 32 x 128 elements, get the largest of their scales, and elements that become too small for it are
-    rounded. So it is not exact MXFP8;
-    hopper_rebase_report counts the elements that changed. Backends hopper and reference, with the same bits.
+    rounded. So it is not exact MXFP8; hopper_rebase_report counts the elements that changed. Backends hopper and
+    reference, with the same bits.
     """
 
     hopper_rebase_report: int = 0
