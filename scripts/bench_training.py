@@ -7,11 +7,17 @@ both; RECIPE is the TOML's where none is named; ``+rebase`` switches ``hopper_re
 steps; tokens/s is the median over those after --warmup, memory the peak that the allocator reserved. The files are
 written after every run and finished runs in OUT are not run again: a bench that was cut short goes on.
 
-Writes data.csv (a row for each step), table.csv (a row for each run) and env.json.
+``--flavors 17bx16e_2layers 17bx16e_4layers`` trains each run with each of these flavors instead of the TOML's. Where
+they differ in the number of layers, what a layer costs is the difference of the times for a token: embedding, output
+and loss, large in a model of few layers, drop out of it.
+
+Writes data.csv (a row for each step), table.csv (a row for each run and flavor), layers.csv (a row for each run, with
+--flavors of several numbers of layers) and env.json.
 """
 
 import argparse
-import dataclasses
+import itertools
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +30,7 @@ from runs import TRAIN, Run, ending, launch, read_run, split_flags
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR, get_recipe
 from titan_mxfp8.testing import environment, format_table, write_results, write_rows
 
+Bench = dict[tuple[str, str], Run]  # by flavor ("" for the TOML's) and name
 CONVERTED_BY = {"bf16": (), "grouped": (GROUPED_MM,), "linears": (LINEAR,), "both": (GROUPED_MM, LINEAR)}
 
 
@@ -46,59 +53,86 @@ def flags_of(name: str) -> list[str]:
     return flags
 
 
-def train(name: str, folder: Path, args: argparse.Namespace) -> Run:
+def train(flavor: str, name: str, args: argparse.Namespace) -> Run:
     """Runs TorchTitan, unless the folder holds such a run already, and reads the log back.
 
     Raises:
         ValueError: the run failed; the message holds the end of its log.
     """
+    folder = args.out / "runs" / (f"{flavor}-{name}" if flavor else name).replace(":", "-")
     try:
         run = read_run(folder)
         if max(run.loss) == args.steps:
-            return dataclasses.replace(run, name=name)
+            return run
     except ValueError:
         pass  # no such run yet
     folder.mkdir(parents=True, exist_ok=True)
     flags = [f"--job.config_file={args.config}", f"--job.dump_folder={folder}", f"--training.steps={args.steps}"]
-    flags += [*flags_of(name), *args.flags]
+    flags += [*flags_of(name), *([f"--model.flavor={flavor}"] if flavor else []), *args.flags]
     flags += ["--metrics.log_freq=1", "--metrics.enable_tensorboard", "--metrics.no-enable_wandb"]
     # Tokenizing in the training process would count as a part of each step.
     flags += ["--training.dataloader.num_workers=1", "--training.dataloader.prefetch_factor=4"]
     log = folder / "log"
     log.unlink(missing_ok=True)  # of an attempt that failed
     if launch(args.ngpu, [*TRAIN, *flags], log).wait():
-        raise ValueError(f"run {name} failed, {ending(log)}")
-    return dataclasses.replace(read_run(folder), name=name)
+        raise ValueError(f"run {name} {flavor} failed, {ending(log)}")
+    return read_run(folder)
 
 
-def table(runs: list[Run], warmup: int) -> list[dict[str, object]]:
-    """A row for each run; ``x`` is the speed-up against the first."""
-    rows = []
-    for run in runs:
-        tps = median(value for step, value in run.tps.items() if step > warmup)
+def table(bench: Bench, warmup: int) -> list[dict[str, object]]:
+    """A row for each run; ``x`` is the speed-up against the first of the same flavor."""
+    rows, first = [], {}
+    for (flavor, name), run in bench.items():
+        tps = throughput(run, warmup)
         rows.append(
-            {
-                "run": run.name,
+            ({"flavor": flavor} if flavor else {})
+            | {
+                "run": name,
                 "tokens/s (median, per GPU)": round(tps),
                 "memory GiB": round(max(run.memory.values()), 2),
-                "x": 1.0 if not rows else round(tps / rows[0]["tokens/s (median, per GPU)"], 3),
+                "x": round(tps / first.setdefault(flavor, tps), 3),
                 "last loss": round(run.loss[max(run.loss)], 4),
             }
         )
     return rows
 
 
-def write(runs: list[Run], args: argparse.Namespace) -> None:
+def layer_table(bench: Bench, warmup: int) -> list[dict[str, object]]:
+    """What a layer costs, from the flavors with the fewest and the most layers: a row for each run that has both."""
+    layers = {flavor: int(found[1]) for flavor, _ in bench if (found := re.search(r"_(\d+)layers$", flavor))}
+    rows: list[dict[str, object]] = []
+    if len(set(layers.values())) < 2:
+        return rows
+    few, many = min(layers, key=layers.get), max(layers, key=layers.get)
+    for name in dict.fromkeys(name for _, name in bench):
+        if (few, name) in bench and (many, name) in bench:
+            us = [1e6 / throughput(bench[flavor, name], warmup) for flavor in (few, many)]
+            per_layer = (us[1] - us[0]) / (layers[many] - layers[few])
+            first = rows[0]["us per token and layer"] if rows else per_layer
+            speedup = round(first / per_layer, 3) if per_layer > 0 else None  # noise, with layers that cost nothing
+            rows.append({"run": name, "us per token and layer": round(per_layer, 3), "x": speedup})
+    return rows
+
+
+def throughput(run: Run, warmup: int) -> float:
+    """Tokens per second per GPU, the median of the steps after the first ``warmup``."""
+    return median(value for step, value in run.tps.items() if step > warmup)
+
+
+def write(bench: Bench, args: argparse.Namespace) -> None:
     """Writes the files of the runs that are finished by now."""
     steps = [
-        {"run": run.name, "step": step, "tokens/s": run.tps[step], "memory GiB": run.memory[step], "loss": loss}
-        for run in runs
+        ({"flavor": flavor} if flavor else {})
+        | {"run": name, "step": step, "tokens/s": run.tps[step], "memory GiB": run.memory[step], "loss": loss}
+        for (flavor, name), run in bench.items()
         for step, loss in run.loss.items()
     ]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     described = {"config": str(args.config), "flags": " ".join(args.flags), "processes": str(args.ngpu)}
     write_results(args.out, steps, environment(device) | described)
-    write_rows(args.out / "table.csv", table(runs, args.warmup))
+    write_rows(args.out / "table.csv", table(bench, args.warmup))
+    if rows := layer_table(bench, args.warmup):
+        write_rows(args.out / "layers.csv", rows)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -112,6 +146,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="[%(default)s]",
     )
     add("--runs", nargs="+", default=["bf16", "linears", "grouped", "both"], help="[bf16 linears grouped both]")
+    add("--flavors", nargs="+", default=[""], metavar="FLAVOR", help="model flavors [the TOML's]")
     add("--ngpu", type=int, default=4, help="processes, one per GPU [4]")
     add("--steps", type=int, default=30, help="[30]")
     add("--warmup", type=int, default=10, help="first steps that do not count: compilation, autotuning [10]")
@@ -129,26 +164,28 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> None:
     args = parse_arguments(argv)
-    started, longest, runs = time.monotonic(), 0.0, []
+    started, longest = time.monotonic(), 0.0
+    bench: Bench = {}
     try:
         if args.warmup >= args.steps:
             raise ValueError(f"--warmup {args.warmup} leaves nothing of --steps {args.steps}")
         for name in args.runs:
             flags_of(name)
-        for name in args.runs:
+        for flavor, name in itertools.product(args.flavors, args.runs):
             begun = time.monotonic()
             if begun - started + longest > args.limit:
-                print(f"{name}: not started, the time limit is near; the same command goes on")
+                print(f"{name} {flavor}: not started, the time limit is near; the same command goes on")
                 continue
-            runs.append(train(name, args.out / "runs" / name.replace(":", "-"), args))
+            bench[flavor, name] = train(flavor, name, args)
             longest = max(longest, time.monotonic() - begun)
-            print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
-            write(runs, args)
+            print(f"{name} {flavor}: {time.monotonic() - begun:.0f} s", flush=True)
+            write(bench, args)
     except ValueError as error:
         sys.exit(f"bench_training: {error}")
     finally:
-        if runs:
-            print(format_table(table(runs, args.warmup)))
+        for rows in (table(bench, args.warmup), layer_table(bench, args.warmup)):
+            if rows:
+                print(format_table(rows))
 
 
 if __name__ == "__main__":

@@ -315,6 +315,19 @@ def test_two_layer_flavor_has_its_moe_layers_and_keeps_the_rest(
         assert args.moe_args is not original.moe_args, "update_from_config writes into it"
 
 
+@pytest.mark.parametrize(
+    ("model_class", "table", "name", "dense"),
+    [(Llama4, llama4_args, "17bx16e", 0), (DeepSeekV3Model, deepseekv3_args, "16B", 1)],
+)
+def test_four_layer_flavor_has_two_moe_layers_more(model_class: type, table: dict, name: str, dense: int) -> None:
+    register_flavors()
+    with torch.device("meta"):
+        model = model_class(configured(table[f"{name}_4layers"]))
+    assert len(model.layers) == 4
+    assert sum(isinstance(module, MoE) for module in model.modules()) == 4 - dense
+    assert table[f"{name}_4layers"].moe_args is not table[name].moe_args, "update_from_config writes into it"
+
+
 def test_the_small_moe_is_of_honest_size() -> None:
     register_flavors()
     with torch.device("meta"):

@@ -13,9 +13,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench_training
 import pytest
 import torch
 import toy_moe
+from runs import Run
 from torch.utils.tensorboard import SummaryWriter
 
 from titan_mxfp8 import mxfp8_grouped_mm
@@ -236,6 +238,33 @@ def test_bench_training_tables_its_runs_and_does_none_twice(tmp_path: Path, stub
     assert [row["run"] for row in rows] == ["bf16", "grouped:mxfp8_2d"]
     assert [rows[0][key] for key in ("tokens/s (median, per GPU)", "memory GiB", "x")] == ["250", "4.0", "1.0"]
     assert "unknown run 'fp8'" in call("bench_training", *arguments, "fp8")
+
+    result = shell(sys.executable, "scripts/bench_training.py", *arguments, "--flavors", "a_2layers", "b", **stub)
+    assert result.returncode == 0, result.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()[2:]
+    assert [line.split("--model.flavor=")[1].split()[0] for line in calls] == ["a_2layers", "a_2layers", "b", "b"]
+    rows = rows_of(tmp_path / "bench" / "table.csv")
+    assert [(row["flavor"], row["run"]) for row in rows[1:3]] == [("a_2layers", "grouped:mxfp8_2d"), ("b", "bf16")]
+
+
+def test_bench_training_tells_the_time_of_a_layer_from_that_of_the_rest() -> None:
+    def run(name: str, us_per_token: float) -> Run:
+        tps = {1: 1.0} | dict.fromkeys(range(2, 9), 1e6 / us_per_token)
+        return Run(name=name, loss={8: 1.0}, tps=tps, memory={8: 1.0}, config={})
+
+    speeds = {
+        ("m_2layers", "bf16"): 20,
+        ("m_2layers", "both"): 18,
+        ("m_4layers", "bf16"): 30,
+        ("m_4layers", "both"): 26,
+    }
+    bench = {key: run(key[1], us) for key, us in speeds.items()} | {("m_4layers", "linears"): run("linears", 28)}
+    assert [row["x"] for row in bench_training.table(bench, 1)] == [1.0, 1.111, 1.0, 1.154, 1.071]
+    assert bench_training.layer_table(bench, 1) == [
+        {"run": "bf16", "us per token and layer": 5.0, "x": 1.0},
+        {"run": "both", "us per token and layer": 4.0, "x": 1.25},
+    ]
+    assert bench_training.layer_table({key: run for key, run in bench.items() if key[0] == "m_4layers"}, 1) == []
 
 
 def test_the_toy_moe_learns_in_mxfp8_and_its_gates_see_what_does_not() -> None:

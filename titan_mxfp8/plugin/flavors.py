@@ -1,5 +1,5 @@
-"""Model flavors: TorchTitan has no setting for the number of layers, a layer count is a flavor. Two-layer ones of its
-own models, and a small MoE for convergence studies."""
+"""Model flavors: TorchTitan has no setting for the number of layers, a layer count is a flavor. Its own models cut to
+two layers or four, and a small MoE for convergence studies."""
 
 import copy
 import dataclasses
@@ -27,6 +27,8 @@ TWO_LAYER_FLAVORS: tuple[tuple[dict[str, Any], str, dict[str, int]], ...] = (
     (gptoss_configs, "20b", {}),
     (llama3_args, "debugmodel", {}),
 )
+# What four layers take longer than two is the time of two MoE layers, without embedding, output and loss.
+FOUR_LAYER_FLAVORS: tuple[tuple[dict[str, Any], str], ...] = ((llama4_args, "17bx16e"), (deepseekv3_args, "16B"))
 
 # A Llama4-style MoE of 111M parameters, 45M of them active, small enough for many runs of thousands of steps. 8 layers,
 # every second one with 8 routed experts of 512 -> 1536 -> 512 and a shared one.
@@ -44,15 +46,20 @@ _registered: list[Any] = []
 
 
 def register_flavors() -> None:
-    """Adds `<flavor>_2layers` for each of TWO_LAYER_FLAVORS, and `moe_100m`, to TorchTitan's tables.
+    """Adds `<flavor>_2layers` and `<flavor>_4layers` for the flavors above, and `moe_100m`, to TorchTitan's tables.
 
     Safe to call again.
     """
     for table, flavor, changes in TWO_LAYER_FLAVORS:
-        # deepcopy: update_from_config writes into a flavor's moe_args, which replace() alone would share
-        args = dataclasses.replace(copy.deepcopy(table[flavor]), n_layers=2, **changes)
-        _register(table, f"{flavor}_2layers", args)
+        _register(table, f"{flavor}_2layers", _cut(table[flavor], 2, **changes))
+    for table, flavor in FOUR_LAYER_FLAVORS:
+        _register(table, f"{flavor}_4layers", _cut(table[flavor], 4))
     _register(llama4_args, "moe_100m", copy.deepcopy(MOE_100M))
+
+
+def _cut(args: Any, layers: int, **changes: int) -> Any:
+    # deepcopy: update_from_config writes into a flavor's moe_args, which replace() alone would share
+    return dataclasses.replace(copy.deepcopy(args), n_layers=layers, **changes)
 
 
 def _register(table: dict[str, Any], name: str, args: Any) -> None:
