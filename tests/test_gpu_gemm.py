@@ -113,6 +113,22 @@ def test_op_against_the_reference_backend(recipe: str, dtype: torch.dtype):
         assert error < (3e-4 if bf16_inside else 4e-7), name
 
 
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_linear_against_the_reference_backend(recipe: str, backend: str):
+    given = problem(1000, experts=1)
+    results = {}
+    for name, device in ((backend, "cuda"), ("reference", "cpu")):
+        x, w = (given[key].detach().to(device).requires_grad_() for key in ("x", "w"))
+        y = mxfp8_linear(x, w[0], recipe=recipe, backend=name)
+        y.backward(given["dy"].to(device))
+        results[device] = {"y": y, "dx": x.grad, "dw": w.grad}
+    for name, value in results["cuda"].items():
+        error = relative_rms(value.cpu(), results["cpu"][name])
+        print(recipe, name, f"{error:.1e}")
+        assert error < 3e-4, name
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d", "mxfp8_wgrad_bf16"])
 def test_cuda_graph_with_changing_offs(recipe: str):
     """Forward and backward are captured once and replayed for other groups and values: nothing in them syncs."""

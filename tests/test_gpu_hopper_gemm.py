@@ -226,13 +226,37 @@ def test_nan_stays_in_its_row_and_column(blocks: str):
         assert dw[1, :, 5].isnan().all() and dw.isnan().sum() == 96
 
 
-def test_scale_bytes_at_the_ends():
-    """Scales 2^-127 to 2^127, NaN of finite elements: decoded as the format says."""
-    scale = torch.arange(256, dtype=torch.uint8, device="cuda").repeat(2, 1)
-    rows = gemm.decode_row_scales(scale, 4, 64, 1).view(64, 4, 4)[:, :2].transpose(0, 1).reshape(2, 256)
-    columns = gemm.decode_column_scales(scale.T[None], 1, 256)[:, :2].T
-    for decoded in (rows, columns):
-        assert torch.equal(decoded.cpu().nan_to_num(3.0), decode_scale(scale.cpu()).nan_to_num(3.0))
+def one_in_each(lines: int, scale: torch.Tensor, form: str) -> MXTensor:
+    """Rows of 128 elements, the first one 1 and the others 0, with these scale bytes, the same in all blocks of one."""
+    qdata = torch.zeros(lines, 128)
+    qdata[:, 0] = 1
+    blocks = 4 if form == "mx" else 1
+    block = {"mx": "1x32" if len(scale) == lines else "32x32"}.get(form, form)
+    return to_gpu(MXTensor(qdata.to(E4M3), scale[:, None].repeat(1, blocks), 1, block, BF16))
+
+
+@pytest.mark.parametrize("blocks", FORMS)
+def test_scale_bytes_at_the_ends(blocks: str):
+    """Scales 2^-126 to 2^127, NaN of finite elements, and 2^-127 where the other scale makes the product normal."""
+    form, weight_form = FORMS[blocks]
+    every = torch.arange(256, dtype=torch.uint8)
+
+    def m_grouped(rows: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+        a, b = one_in_each(len(rows), rows, form), one_in_each(32 * len(squares), squares, weight_form).mT
+        b = MXTensor(b.qdata[None], b.scale[None], 1, b.block, BF16)
+        return gemm.gemm_m_grouped(a, b, None, bias=None, out_dtype=FP32).cpu()
+
+    def k_grouped(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        a, b = (one_in_each(len(scale), scale, "1x128") for scale in (rows, columns))
+        return gemm.gemm_k_grouped(a, b.mT, None, out_dtype=FP32)[0].cpu()
+
+    for multiply, lines in ((m_grouped, 32), (k_grouped, 1))[: 2 if form == "1x128" else 1]:
+        one = torch.full((32,), 127, dtype=torch.uint8)
+        by_row, by_column = multiply(every, one), multiply(one, every)[0].view(256, lines)
+        for values in (by_row, by_column):
+            expected = decode_scale(every)[1:, None].expand_as(values[1:])
+            assert torch.equal(values[1:].nan_to_num(3.0), expected.nan_to_num(3.0))
+        assert (multiply(one * 0, one + 1) == 2.0**-126).all() and (multiply(one + 1, one * 0) == 2.0**-126).all()
 
 
 def test_one_to_many_rows_without_groups():

@@ -32,6 +32,7 @@ M tokens, N out features, K in features, E experts; C is a contraction axis and 
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +62,7 @@ STAGE = 128  # of the contraction
 COLUMNS = 128  # of a tile
 PART = 64  # rows of a tile that one wgmma multiplies
 BAND = 8  # rows of tiles that are in flight together, see walk.tile_position
+DECODE_LINES = 512  # rows or columns whose scales a program decodes
 _GL_DTYPE = {
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.float8_e5m2: gl.float8e5,
@@ -361,28 +363,59 @@ def _gemm_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["rows", "blocks", "rows_out"])
-def _decode_scales(
-    scale, out, rows, blocks, rows_out, stride_e, stride_k, stride_r, out_stride_e, out_stride_stage, out_stride_row,
-    out_stride_step, STEPS: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr,
+@triton.jit
+def _decode_lines(
+    scale, out, program, lines, blocks, lines_out, stages, stride_e, stride_k, stride_l,
+    STEPS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """One program: fp32 ``2^(s - 127)`` of ROWS rows and the STEPS scale bytes of a stage. Byte 255 becomes NaN.
+    """fp32 ``2^(s - 127)`` of LINES lines, rows or columns, and the STEPS scale bytes of a stage. Byte 255 becomes NaN.
 
-    SHIFT: instead of expert e it is copy e, which holds the rows from e on. Past the last row or block: 2^-127, as
-    what it scales is zero.
+    ROWS: instead of expert e it is copy e, which holds the rows from e on. Past the last line or block: 2^-127, as what
+    it scales is zero.
     """
-    stage, e = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    chunks = tl.cdiv(lines_out, LINES)
+    stage = (program // chunks % stages).to(tl.int64)
+    e = (program // chunks // stages).to(tl.int64)
+    line = (program % chunks).to(tl.int64) * LINES + tl.arange(0, LINES)
     step = tl.arange(0, STEPS)
     block = stage * STEPS + step
-    row_in = row + e if SHIFT else row
-    source = scale + block[None, :] * stride_k + row_in[:, None] * stride_r
-    if not SHIFT:
+    line_in = line + e if ROWS else line
+    source = scale + block[None, :] * stride_k + line_in[:, None] * stride_l
+    if not ROWS:
         source += e * stride_e
-    s = tl.load(source, mask=(row_in < rows)[:, None] & (block < blocks)[None, :], other=0).to(tl.int32)
+    s = tl.load(source, mask=(line_in < lines)[:, None] & (block < blocks)[None, :], other=0).to(tl.int32)
     bits = tl.where(s == 255, 0x7FC00000, tl.maximum(s << 23, 0x00400000))
-    at = e * out_stride_e + stage * out_stride_stage + row[:, None] * out_stride_row + step[None, :] * out_stride_step
-    tl.store(out + at, bits.to(tl.float32, bitcast=True), mask=(row < rows_out)[:, None])
+    at = (e * stages + stage) * STEPS * lines_out
+    if ROWS:
+        at += line[:, None] * STEPS + step[None, :]
+    else:
+        at += step[None, :] * lines_out + line[:, None]
+    tl.store(out + at, bits.to(tl.float32, bitcast=True), mask=(line < lines_out)[:, None])
+
+
+@triton.jit(
+    do_not_specialize=[
+        "row_programs", "rows", "row_blocks", "rows_out", "columns", "column_blocks", "columns_out", "stages"
+    ]
+)  # fmt: skip
+def _decode_scales(
+    row_scale, column_scale, row_out, column_out, row_programs,
+    rows, row_blocks, rows_out, row_stride_k, row_stride_r,
+    columns, column_blocks, columns_out, column_stride_e, column_stride_k, column_stride_d, stages,
+    STEPS: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """The scales of both operands, the first ``row_programs`` programs those of the rows: see ``decode_scales``."""
+    program = tl.program_id(0)
+    if program < row_programs:
+        _decode_lines(
+            row_scale, row_out, program, rows, row_blocks, rows_out, stages, 0, row_stride_k, row_stride_r,
+            STEPS, True, LINES,
+        )  # fmt: skip
+    else:
+        _decode_lines(
+            column_scale, column_out, program - row_programs, columns, column_blocks, columns_out, stages,
+            column_stride_e, column_stride_k, column_stride_d, STEPS, False, LINES,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -476,7 +509,7 @@ def multiply_m_grouped(
     with torch.accelerator.device_index(a.qdata.device.index):
         _launch(
             a.qdata.contiguous(), b.qdata.mT.contiguous().view(experts * d, c),
-            decode_row_scales(a.scale, steps, stages, copies), decode_column_scales(b.scale, steps, stages),
+            *decode_scales(a.scale, b.scale, steps, stages, copies),
             out_MD, None if bias is None else bias.contiguous(), offs.contiguous(), tiles,
             experts=experts, d=d, steps=steps, copies=copies, k_grouped=False, stages=stages,
         )  # fmt: skip
@@ -500,40 +533,45 @@ def multiply_k_grouped(
         offs = torch.full((1,), m, dtype=torch.int32, device=out_ENK.device)
     with torch.accelerator.device_index(a.qdata.device.index):
         _launch(
-            a_NM, b_KM, decode_row_scales(a.scale, 1, stages, 1), decode_column_scales(b.scale[None], 1, stages),
-            out_ENK, None, offs.contiguous(), tiles,
+            a_NM, b_KM, *decode_scales(a.scale, b.scale[None], 1, stages, 1), out_ENK, None, offs.contiguous(), tiles,
             experts=experts, d=k, steps=1, copies=1, k_grouped=True, stages=stages,
         )  # fmt: skip
     return out_ENK
 
 
-def decode_row_scales(scale_RC: torch.Tensor, steps: int, stages: int, copies: int) -> torch.Tensor:
-    """fp32 scales of the rows, flat: (copies, stages, rows to a multiple of 4, steps); copy s starts at row s."""
-    rows, blocks = scale_RC.shape
-    rows_out = ceil_div(rows, 4) * 4
-    out = torch.empty(copies * stages * rows_out * steps, dtype=torch.float32, device=scale_RC.device)
-    _decode_scales[(ceil_div(rows_out, 512), stages, copies)](
-        scale_RC, out, rows, blocks, rows_out, 0, scale_RC.stride(1), scale_RC.stride(0),
-        stages * rows_out * steps, rows_out * steps, steps, 1, STEPS=steps, SHIFT=True, ROWS=512,
+def decode_scales(
+    row_scale_RC: torch.Tensor, column_scale_ECD: torch.Tensor, steps: int, stages: int, copies: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 scales as the GEMM copies them.
+
+    Returns:
+        Those of the rows, flat: (copies, stages, rows to a multiple of 4, steps); copy s starts at row s. Those of the
+        columns, (experts * stages * steps, columns), the columns to a multiple of 4.
+    """
+    (rows, row_blocks), (experts, column_blocks, columns) = row_scale_RC.shape, column_scale_ECD.shape
+    rows_out, columns_out = ceil_div(rows, 4) * 4, ceil_div(columns, 4) * 4
+    sizes = copies * stages * rows_out * steps, experts * stages * steps * columns_out
+    row_out, column_out = torch.empty(sum(sizes), dtype=torch.float32, device=row_scale_RC.device).split(sizes)
+    row_programs, column_programs = (
+        ceil_div(lines, DECODE_LINES) * stages * matrices
+        for lines, matrices in ((rows_out, copies), (columns_out, experts))
+    )
+    stride_e, stride_k, stride_d = column_scale_ECD.stride()
+    _decode_scales[(row_programs + column_programs,)](
+        row_scale_RC, column_scale_ECD, row_out, column_out, row_programs,
+        rows, row_blocks, rows_out, row_scale_RC.stride(1), row_scale_RC.stride(0),
+        columns, column_blocks, columns_out, stride_e, stride_k, stride_d, stages, STEPS=steps, LINES=DECODE_LINES,
     )  # fmt: skip
-    return out
+    return row_out, column_out.view(-1, columns_out)
 
 
-def decode_column_scales(scale_ECD: torch.Tensor, steps: int, stages: int) -> torch.Tensor:
-    """fp32 scales of the columns, (experts * stages * steps, columns), the columns to a multiple of 4."""
-    experts, blocks, columns = scale_ECD.shape
-    columns_out = ceil_div(columns, 4) * 4
-    out = torch.empty((experts * stages * steps, columns_out), dtype=torch.float32, device=scale_ECD.device)
-    stride_e, stride_k, stride_d = scale_ECD.stride()
-    _decode_scales[(ceil_div(columns_out, 512), stages, experts)](
-        scale_ECD, out, columns, blocks, columns_out, stride_e, stride_k, stride_d,
-        stages * steps * columns_out, steps * columns_out, 1, columns_out, STEPS=steps, SHIFT=False, ROWS=512,
-    )  # fmt: skip
-    return out
+@cache
+def _layout(block: tuple[int, int] | tuple[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _GL_DTYPE[dtype])
 
 
-def _descriptor(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, _GL_DTYPE[x.dtype]))
+def _descriptor(x: torch.Tensor, *block: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(x, list(block), _layout(block, x.dtype))
 
 
 def _launch(
@@ -562,12 +600,12 @@ def _launch(
     if row_scale.numel() >= 2**31:
         raise ValueError(f"{row_scale.numel()} row scales, but TMA counts to 2^31: give fewer rows in a call")
     out_2d = out.view(-1, d)
-    out_tiles = _descriptor(out_2d, [PART, COLUMNS // 2]) if out.dtype == torch.bfloat16 else None
+    out_tiles = _descriptor(out_2d, PART, COLUMNS // 2) if out.dtype == torch.bfloat16 else None
     scale_rows = row_scale.numel() // (copies * stages * steps)
     _gemm_kernel[(min(count, processors),)](
-        _descriptor(a_RC, [PART, STAGE]), _descriptor(b_RC, [COLUMNS, STAGE]),
-        _descriptor(row_scale, [PART * steps]),
-        _descriptor(column_scale, [steps, COLUMNS if k_grouped else BLOCK_SIZE // steps]),
+        _descriptor(a_RC, PART, STAGE), _descriptor(b_RC, COLUMNS, STAGE),
+        _descriptor(row_scale, PART * steps),
+        _descriptor(column_scale, steps, COLUMNS if k_grouped else BLOCK_SIZE // steps),
         out_tiles, out_2d, bias, offs, experts, tiles_down, tiles_across, c, d, rows,
         scale_rows, stages,
         STEPS=steps, COPIES=copies, K_GROUPED=k_grouped, WARPGROUPS=tiles.warpgroups,

@@ -3,7 +3,8 @@
 Tensor cores without MX get the dequantised values, which bf16 holds exactly (``MXTensor.is_dequantized``). On an H200
 that is 686 to 768 TFLOP/s, against 170 where the kernel itself multiplied FP8 elements by their scales: see
 ``results/2026-11-21_h200_triton_grouped_mm``. ``tl.dot_scaled`` is for hardware that decodes the scales: elsewhere
-Triton 3.6 to 3.8 emulate it, and get scale bytes 0 and 255 wrong.
+Triton 3.6 to 3.8 emulate it, and get scale bytes 0 and 255 wrong. Where there are no groups either, what is left is a
+product of two bf16 matrices, and torch's library has the fastest kernel.
 
 M tokens, N out features, K in features, E experts; C is a contraction axis and D the other one of ``b``.
 """
@@ -253,12 +254,20 @@ def gemm_m_grouped(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """``format.reference.gemm_m_grouped``."""
-    return multiply_m_grouped(a, b, offs, bias, out_dtype, mma_for(a.qdata.device))
+    mma = mma_for(a.qdata.device)
+    if offs is None and bias is None and mma != "scaled" and out_dtype == torch.bfloat16:
+        (a_MC, _), (b_ECD, _) = _operand(a, mma), _operand(b, mma)
+        return _multiply_matrices(a_MC, b_ECD[0])
+    return multiply_m_grouped(a, b, offs, bias, out_dtype, mma)
 
 
 def gemm_k_grouped(a: MXTensor, b: MXTensor, offs: torch.Tensor | None, *, out_dtype: torch.dtype) -> torch.Tensor:
     """``format.reference.gemm_k_grouped``."""
-    return multiply_k_grouped(a, b, offs, out_dtype, mma_for(a.qdata.device))
+    mma = mma_for(a.qdata.device)
+    if offs is None and mma != "scaled" and out_dtype == torch.bfloat16:
+        (a_NM, _), (b_MK, _) = _operand(a, mma), _operand(b, mma)
+        return _multiply_matrices(a_NM, b_MK)[None]
+    return multiply_k_grouped(a, b, offs, out_dtype, mma)
 
 
 def wgrad_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
@@ -355,6 +364,20 @@ def multiply_k_grouped(
             BM=tiles.bm, BN=tiles.bn, BC=tiles.bc, BAND=BAND, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return out_ENK
+
+
+def _multiply_matrices(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a @ b`` of bf16 matrices, added up in fp32 to the end: by default cuBLAS may add parts of a sum in bf16."""
+    settings = torch.backends.cuda.matmul
+    before = (
+        settings.allow_bf16_reduced_precision_reduction,
+        settings.allow_bf16_reduced_precision_reduction_split_k,
+    )
+    settings.allow_bf16_reduced_precision_reduction = False
+    try:
+        return a @ b
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = before
 
 
 def _operand(mx: MXTensor, mma: Mma) -> tuple[torch.Tensor, torch.Tensor]:
