@@ -267,6 +267,25 @@ def test_bench_training_tells_the_time_of_a_layer_from_that_of_the_rest() -> Non
     assert bench_training.layer_table({key: run for key, run in bench.items() if key[0] == "m_4layers"}, 1) == []
 
 
+def test_kernel_times_adds_up_what_ran_on_the_gpu(tmp_path: Path) -> None:
+    def event(name: str, start: float, microseconds: float, category: str = "kernel") -> dict[str, object]:
+        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": microseconds}
+
+    events = [event("gemm", 1000, 3000), event("gemm", 8000, 1000), event("copy", 2000, 1000, "gpu_memcpy")]
+    events += [event("reduce", 3500, 2000), event("aten::mm", 0, 99000, "cpu_op"), {"ph": "M", "name": "gemm"}]
+    trace = tmp_path / "rank0_trace.json"
+    trace.write_text(json.dumps({"traceEvents": events}))
+    printed = call("kernel_times", trace, "--top", 2, "--out", tmp_path / "kernels.csv")
+    assert "| 4 | 2 | gemm |" in printed
+    rows = [(row["kernel"], row["ms"], row["count"]) for row in rows_of(tmp_path / "kernels.csv")]
+    # 1 to 5.5 and 8 to 9 ms: one ran; the copy has the fewest
+    assert rows == [("first to last", "8.0", "4"), ("any", "5.5", "4"), ("gemm", "4.0", "2"), ("reduce", "2.0", "1")]
+    trace.write_text(json.dumps({"traceEvents": events[4:]}))
+    assert "nothing ran on a GPU" in call("kernel_times", trace)
+    assert "is not a trace of torch.profiler" in call("kernel_times", tmp_path / "none.json")
+    assert "is not a trace of torch.profiler" in call("kernel_times", ROOT / "pyproject.toml")
+
+
 def test_the_toy_moe_learns_in_mxfp8_and_its_gates_see_what_does_not() -> None:
     problem = toy_moe.make_problem(2, torch.device("cpu"))
     bf16 = toy_moe.train(problem, torch._grouped_mm)
