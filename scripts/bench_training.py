@@ -53,13 +53,17 @@ def flags_of(name: str) -> list[str]:
     return flags
 
 
+def label(flavor: str, name: str) -> str:
+    return f"{flavor}-{name}" if flavor else name
+
+
 def train(flavor: str, name: str, args: argparse.Namespace) -> Run:
     """Runs TorchTitan, unless the folder holds such a run already, and reads the log back.
 
     Raises:
         ValueError: the run failed; the message holds the end of its log.
     """
-    folder = args.out / "runs" / (f"{flavor}-{name}" if flavor else name).replace(":", "-")
+    folder = args.out / "runs" / label(flavor, name).replace(":", "-")
     try:
         run = read_run(folder)
         if max(run.loss) == args.steps:
@@ -75,7 +79,7 @@ def train(flavor: str, name: str, args: argparse.Namespace) -> Run:
     log = folder / "log"
     log.unlink(missing_ok=True)  # of an attempt that failed
     if launch(args.ngpu, [*TRAIN, *flags], log).wait():
-        raise ValueError(f"run {name} {flavor} failed, {ending(log)}")
+        raise ValueError(f"run {label(flavor, name)} failed, {ending(log)}")
     return read_run(folder)
 
 
@@ -98,19 +102,25 @@ def table(bench: Bench, warmup: int) -> list[dict[str, object]]:
 
 
 def layer_table(bench: Bench, warmup: int) -> list[dict[str, object]]:
-    """What a layer costs, from the flavors with the fewest and the most layers: a row for each run that has both."""
-    layers = {flavor: int(found[1]) for flavor, _ in bench if (found := re.search(r"_(\d+)layers$", flavor))}
+    """What a layer costs, for each model of which there are flavors of several numbers of layers: a row for each run
+    that has both the one with the fewest and the one with the most; ``x`` against the model's first run."""
+    layers: dict[str, dict[int, str]] = {}
+    for flavor, _ in bench:
+        if found := re.fullmatch(r"(.+)_(\d+)layers", flavor):
+            layers.setdefault(found[1], {})[int(found[2])] = flavor
     rows: list[dict[str, object]] = []
-    if len(set(layers.values())) < 2:
-        return rows
-    few, many = min(layers, key=layers.get), max(layers, key=layers.get)
-    for name in dict.fromkeys(name for _, name in bench):
-        if (few, name) in bench and (many, name) in bench:
-            us = [1e6 / throughput(bench[flavor, name], warmup) for flavor in (few, many)]
-            per_layer = (us[1] - us[0]) / (layers[many] - layers[few])
-            first = rows[0]["us per token and layer"] if rows else per_layer
-            speedup = round(first / per_layer, 3) if per_layer > 0 else None  # noise, with layers that cost nothing
-            rows.append({"run": name, "us per token and layer": round(per_layer, 3), "x": speedup})
+    for model, flavors in layers.items():
+        few, many = min(flavors), max(flavors)
+        cost = {
+            name: (1e6 / throughput(bench[flavors[many], name], warmup) - 1e6 / throughput(run, warmup)) / (many - few)
+            for (flavor, name), run in bench.items()
+            if few < many and flavor == flavors[few] and (flavors[many], name) in bench
+        }
+        first = next(name for flavor, name in bench if flavor == flavors[few])
+        for name, us in cost.items():
+            # Noise can make layers that cost little cost less than nothing.
+            speedup = round(cost[first] / us, 3) if min(us, cost.get(first, 0)) > 0 else None
+            rows.append({"model": model, "run": name, "us per token and layer": round(us, 3), "x": speedup})
     return rows
 
 
@@ -131,6 +141,7 @@ def write(bench: Bench, args: argparse.Namespace) -> None:
     described = {"config": str(args.config), "flags": " ".join(args.flags), "processes": str(args.ngpu)}
     write_results(args.out, steps, environment(device) | described)
     write_rows(args.out / "table.csv", table(bench, args.warmup))
+    (args.out / "layers.csv").unlink(missing_ok=True)  # of a call with other flavors
     if rows := layer_table(bench, args.warmup):
         write_rows(args.out / "layers.csv", rows)
 
@@ -174,11 +185,11 @@ def main(argv: Sequence[str]) -> None:
         for flavor, name in itertools.product(args.flavors, args.runs):
             begun = time.monotonic()
             if begun - started + longest > args.limit:
-                print(f"{name} {flavor}: not started, the time limit is near; the same command goes on")
+                print(f"{label(flavor, name)}: not started, the time limit is near; the same command goes on")
                 continue
             bench[flavor, name] = train(flavor, name, args)
             longest = max(longest, time.monotonic() - begun)
-            print(f"{name} {flavor}: {time.monotonic() - begun:.0f} s", flush=True)
+            print(f"{label(flavor, name)}: {time.monotonic() - begun:.0f} s", flush=True)
             write(bench, args)
     except ValueError as error:
         sys.exit(f"bench_training: {error}")

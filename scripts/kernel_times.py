@@ -26,13 +26,16 @@ def read_kernels(trace: Path) -> list[tuple[str, float, float]]:
         ValueError: not a profiler's trace, or nothing ran on a GPU in it.
     """
     try:
-        events = json.loads(trace.read_text())["traceEvents"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        found = [
+            (event["name"], event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
+            for event in json.loads(trace.read_text())["traceEvents"]
+            if event.get("ph") == "X" and event.get("cat") in ON_GPU
+        ]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{trace} is not a trace of torch.profiler: {error!r}") from None
-    found = [event for event in events if event.get("ph") == "X" and event.get("cat") in ON_GPU]
     if not found:
         raise ValueError(f"{trace}: nothing ran on a GPU")
-    return [(event["name"], event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3) for event in found]
+    return found
 
 
 def busy(kernels: list[tuple[str, float, float]]) -> float:
@@ -49,7 +52,7 @@ def kernel_table(trace: Path, top: int) -> list[dict[str, object]]:
     kernels = read_kernels(trace)
     times = defaultdict(list)
     for name, start, end in kernels:
-        times[name[:110]].append(end - start)
+        times[name].append(end - start)
     span = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
     rows: list[dict[str, object]] = [
         {"trace": str(trace), "kernel": "first to last", "ms": round(span, 2), "count": len(kernels)},
@@ -73,7 +76,7 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(f"kernel_times: {error}")
     for rows in tables:
         print(rows[0]["trace"])
-        print(format_table([{key: row[key] for key in ("ms", "count", "kernel")} for row in rows]))
+        print(format_table([{"ms": row["ms"], "count": row["count"], "kernel": row["kernel"][:110]} for row in rows]))
     if args.out:
         write_rows(args.out, [row for rows in tables for row in rows])
 

@@ -322,9 +322,9 @@ def test_two_layer_flavor_has_its_moe_layers_and_keeps_the_rest(
 def test_four_layer_flavor_has_two_moe_layers_more(model_class: type, table: dict, name: str, dense: int) -> None:
     register_flavors()
     with torch.device("meta"):
-        model = model_class(configured(table[f"{name}_4layers"]))
-    assert len(model.layers) == 4
-    assert sum(isinstance(module, MoE) for module in model.modules()) == 4 - dense
+        models = [model_class(configured(table[f"{name}_{layers}layers"])) for layers in (2, 4)]
+    assert [len(model.layers) for model in models] == [2, 4]
+    assert [sum(isinstance(module, MoE) for module in model.modules()) for model in models] == [2 - dense, 4 - dense]
     assert table[f"{name}_4layers"].moe_args is not table[name].moe_args, "update_from_config writes into it"
 
 

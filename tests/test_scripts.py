@@ -243,6 +243,7 @@ def test_bench_training_tables_its_runs_and_does_none_twice(tmp_path: Path, stub
     assert result.returncode == 0, result.stderr
     calls = (tmp_path / "calls").read_text().splitlines()[2:]
     assert [line.split("--model.flavor=")[1].split()[0] for line in calls] == ["a_2layers", "a_2layers", "b", "b"]
+    assert not (tmp_path / "bench" / "layers.csv").exists()
     rows = rows_of(tmp_path / "bench" / "table.csv")
     assert [(row["flavor"], row["run"]) for row in rows[1:3]] == [("a_2layers", "grouped:mxfp8_2d"), ("b", "bf16")]
 
@@ -260,11 +261,16 @@ def test_bench_training_tells_the_time_of_a_layer_from_that_of_the_rest() -> Non
     }
     bench = {key: run(key[1], us) for key, us in speeds.items()} | {("m_4layers", "linears"): run("linears", 28)}
     assert [row["x"] for row in bench_training.table(bench, 1)] == [1.0, 1.111, 1.0, 1.154, 1.071]
-    assert bench_training.layer_table(bench, 1) == [
-        {"run": "bf16", "us per token and layer": 5.0, "x": 1.0},
-        {"run": "both", "us per token and layer": 4.0, "x": 1.25},
+    expected = [
+        {"model": "m", "run": "bf16", "us per token and layer": 5.0, "x": 1.0},
+        {"model": "m", "run": "both", "us per token and layer": 4.0, "x": 1.25},
     ]
+    assert bench_training.layer_table(bench, 1) == expected
+    others = {("other_8layers", "bf16"): run("bf16", 90), ("m", "bf16"): run("bf16", 9)}
+    assert bench_training.layer_table(bench | others, 1) == expected, "no differences between models"
     assert bench_training.layer_table({key: run for key, run in bench.items() if key[0] == "m_4layers"}, 1) == []
+    del bench["m_4layers", "bf16"]
+    assert bench_training.layer_table(bench, 1) == [expected[1] | {"x": None}]
 
 
 def test_kernel_times_adds_up_what_ran_on_the_gpu(tmp_path: Path) -> None:
@@ -280,6 +286,10 @@ def test_kernel_times_adds_up_what_ran_on_the_gpu(tmp_path: Path) -> None:
     rows = [(row["kernel"], row["ms"], row["count"]) for row in rows_of(tmp_path / "kernels.csv")]
     # 1 to 5.5 and 8 to 9 ms: one ran; the copy has the fewest
     assert rows == [("first to last", "8.0", "4"), ("any", "5.5", "4"), ("gemm", "4.0", "2"), ("reduce", "2.0", "1")]
+    trace.write_text(json.dumps({"traceEvents": [event("a" * 120 + "1", 0, 1000), event("a" * 120 + "2", 0, 1000)]}))
+    assert call("kernel_times", trace).count("| 1 | 1 | aaa") == 2, "not summed by a shortened name"
+    trace.write_text(json.dumps({"traceEvents": [{"ph": "X", "cat": "kernel", "name": "gemm"}]}))
+    assert "is not a trace of torch.profiler" in call("kernel_times", trace)
     trace.write_text(json.dumps({"traceEvents": events[4:]}))
     assert "nothing ran on a GPU" in call("kernel_times", trace)
     assert "is not a trace of torch.profiler" in call("kernel_times", tmp_path / "none.json")

@@ -22,6 +22,7 @@ from gemm_checks import (
 
 from titan_mxfp8.backends.triton import gemm
 from titan_mxfp8.format import reference
+from titan_mxfp8.format.mx import MXTensor
 from titan_mxfp8.testing import relative_rms
 
 MMAS = ("scaled", "bf16_tma", "bf16")
@@ -69,33 +70,62 @@ def test_fp8_where_bf16_is_multiplied(mma: str):
         check_k_grouped(case, mma, TILES, as_fp8=True)
 
 
-def test_matrices_without_groups_go_to_torch_and_are_added_up_in_fp32(monkeypatch: pytest.MonkeyPatch):
-    settings, multiply = torch.backends.cuda.matmul, torch.Tensor.__matmul__
-    kernels, bf16_sums = Mock(), []
+def matrices(m: int) -> tuple[MXTensor, ...]:
+    """x and w of forward, dy and x of wgrad."""
+    x, w, dy = wide(m, 96), wide(1, 160, 96), wide(m, 160)
+    return quantize(x, 1, E4M3), quantize(w, 2, E4M3).mT, quantize(dy, 0, E4M3).mT, quantize(x, 0, E4M3)
 
-    def watched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        bf16_sums.append(settings.allow_bf16_reduced_precision_reduction)
-        return multiply(a, b)
 
+@pytest.mark.parametrize("m", [0, 1, 70])
+def test_matrices_without_groups_go_to_torch(m: int, monkeypatch: pytest.MonkeyPatch):
+    kernels = Mock()
     monkeypatch.setattr(gemm, "multiply_m_grouped", kernels.m_grouped)
     monkeypatch.setattr(gemm, "multiply_k_grouped", kernels.k_grouped)
-    x, w, dy = wide(70, 96), wide(1, 160, 96), wide(70, 160)
-    x_k, w_k = quantize(x, 1, E4M3), quantize(w, 2, E4M3).mT
-    dy_m, x_m = quantize(dy, 0, E4M3).mT, quantize(x, 0, E4M3)
-    m_grouped, k_grouped = reference.gemm_m_grouped, reference.gemm_k_grouped
-    expected = m_grouped(x_k, w_k, None, bias=None, out_dtype=FP32), k_grouped(dy_m, x_m, None, out_dtype=FP32)
-    x_k, w_k, dy_m, x_m = (operand(mx, "bf16", None, 70, "cpu") for mx in (x_k, w_k, dy_m, x_m))
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.Tensor, "__matmul__", watched)
-        y = gemm.gemm_m_grouped(x_k, w_k, None, bias=None, out_dtype=BF16)
-        dw = gemm.gemm_k_grouped(dy_m, x_m, None, out_dtype=BF16)
-    assert relative_rms(y, expected[0]) <= TOLERANCE[BF16] and relative_rms(dw, expected[1]) <= TOLERANCE[BF16]
-    assert bf16_sums == [False, False] and settings.allow_bf16_reduced_precision_reduction
+    x_k, w_k, dy_m, x_m = matrices(m)
+    y = reference.gemm_m_grouped(x_k, w_k, None, bias=None, out_dtype=FP32)
+    dw = reference.gemm_k_grouped(dy_m, x_m, None, out_dtype=FP32)
+    offs = torch.tensor([m], dtype=torch.int32)
+    x_k, w_k, dy_m, x_m = (operand(mx, "bf16", None, m, "cpu") for mx in (x_k, w_k, dy_m, x_m))
+    for result, expected in (
+        (gemm.gemm_m_grouped(x_k, w_k, None, bias=None, out_dtype=BF16), y),
+        (gemm.gemm_k_grouped(dy_m, x_m, None, out_dtype=BF16), dw),
+        (gemm.wgrad_bf16(dy_m.qdata.mT, x_m.qdata, None), dw),
+    ):
+        assert result.dtype == BF16 and result.shape == expected.shape
+        assert not m or relative_rms(result, expected) <= TOLERANCE[BF16]
     assert not kernels.mock_calls
     gemm.gemm_m_grouped(x_k, w_k, None, bias=torch.zeros(1, 160), out_dtype=BF16)
     gemm.gemm_m_grouped(x_k, w_k, None, bias=None, out_dtype=FP32)
-    gemm.gemm_m_grouped(x_k, w_k, torch.tensor([70], dtype=torch.int32), bias=None, out_dtype=BF16)
-    assert kernels.m_grouped.call_count == 3
+    gemm.gemm_m_grouped(x_k, w_k, offs, bias=None, out_dtype=BF16)
+    gemm.gemm_k_grouped(dy_m, x_m, None, out_dtype=FP32)
+    gemm.gemm_k_grouped(dy_m, x_m, offs, out_dtype=BF16)
+    monkeypatch.setattr(gemm, "mma_for", lambda device: "scaled")
+    gemm.gemm_m_grouped(x_k, w_k, None, bias=None, out_dtype=BF16)
+    gemm.gemm_k_grouped(dy_m, x_m, None, out_dtype=BF16)
+    assert (kernels.m_grouped.call_count, kernels.k_grouped.call_count) == (4, 3)
+
+
+@pytest.mark.parametrize("before", [(True, True), (False, True), (False, False)])
+def test_torch_adds_up_in_fp32_and_keeps_its_settings(before: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch):
+    settings, multiply = torch.backends.cuda.matmul, torch.Tensor.__matmul__
+    names = ("allow_bf16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction_split_k")
+    seen = []
+
+    def watched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(getattr(settings, name) for name in names))
+        return multiply(a, b)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", watched)
+    default = tuple(getattr(settings, name) for name in names)
+    settings.allow_bf16_reduced_precision_reduction = before
+    try:
+        gemm.wgrad_bf16(torch.ones(8, 4, dtype=BF16), torch.ones(8, 5, dtype=BF16), None)
+        with pytest.raises(RuntimeError):
+            gemm.wgrad_bf16(torch.ones(8, 4, dtype=BF16), torch.ones(9, 5, dtype=BF16), None)
+        assert seen == [(False, before[1])] * 2
+        assert tuple(getattr(settings, name) for name in names) == before
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = default
 
 
 @pytest.mark.parametrize("mma", MMAS)

@@ -366,12 +366,12 @@ def _gemm_kernel(
 @triton.jit
 def _decode_lines(
     scale, out, program, lines, blocks, lines_out, stages, stride_e, stride_k, stride_l,
-    STEPS: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
+    STEPS: tl.constexpr, ARE_ROWS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """fp32 ``2^(s - 127)`` of LINES lines, rows or columns, and the STEPS scale bytes of a stage. Byte 255 becomes NaN.
 
-    ROWS: instead of expert e it is copy e, which holds the rows from e on. Past the last line or block: 2^-127, as what
-    it scales is zero.
+    ARE_ROWS: instead of expert e it is copy e, which holds the rows from e on. Past the last line or block: 2^-127, as
+    what it scales is zero.
     """
     chunks = tl.cdiv(lines_out, LINES)
     stage = (program // chunks % stages).to(tl.int64)
@@ -379,14 +379,14 @@ def _decode_lines(
     line = (program % chunks).to(tl.int64) * LINES + tl.arange(0, LINES)
     step = tl.arange(0, STEPS)
     block = stage * STEPS + step
-    line_in = line + e if ROWS else line
+    line_in = line + e if ARE_ROWS else line
     source = scale + block[None, :] * stride_k + line_in[:, None] * stride_l
-    if not ROWS:
+    if not ARE_ROWS:
         source += e * stride_e
     s = tl.load(source, mask=(line_in < lines)[:, None] & (block < blocks)[None, :], other=0).to(tl.int32)
     bits = tl.where(s == 255, 0x7FC00000, tl.maximum(s << 23, 0x00400000))
     at = (e * stages + stage) * STEPS * lines_out
-    if ROWS:
+    if ARE_ROWS:
         at += line[:, None] * STEPS + step[None, :]
     else:
         at += step[None, :] * lines_out + line[:, None]
@@ -550,6 +550,7 @@ def decode_scales(
     """
     (rows, row_blocks), (experts, column_blocks, columns) = row_scale_RC.shape, column_scale_ECD.shape
     rows_out, columns_out = ceil_div(rows, 4) * 4, ceil_div(columns, 4) * 4
+    # Multiples of 4 both: TMA wants the second part to start at 16 bytes too.
     sizes = copies * stages * rows_out * steps, experts * stages * steps * columns_out
     row_out, column_out = torch.empty(sum(sizes), dtype=torch.float32, device=row_scale_RC.device).split(sizes)
     row_programs, column_programs = (
@@ -562,7 +563,7 @@ def decode_scales(
         rows, row_blocks, rows_out, row_scale_RC.stride(1), row_scale_RC.stride(0),
         columns, column_blocks, columns_out, stride_e, stride_k, stride_d, stages, STEPS=steps, LINES=DECODE_LINES,
     )  # fmt: skip
-    return row_out, column_out.view(-1, columns_out)
+    return row_out, column_out.view(experts * stages * steps, columns_out)
 
 
 @cache

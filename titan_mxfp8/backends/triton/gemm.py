@@ -3,13 +3,15 @@
 Tensor cores without MX get the dequantised values, which bf16 holds exactly (``MXTensor.is_dequantized``). On an H200
 that is 686 to 768 TFLOP/s, against 170 where the kernel itself multiplied FP8 elements by their scales: see
 ``results/2026-11-21_h200_triton_grouped_mm``. ``tl.dot_scaled`` is for hardware that decodes the scales: elsewhere
-Triton 3.6 to 3.8 emulate it, and get scale bytes 0 and 255 wrong. Where there are no groups either, what is left is a
-product of two bf16 matrices, and torch's library has the fastest kernel.
+Triton 3.6 to 3.8 emulate it, and get scale bytes 0 and 255 wrong. Where there are no groups either, nor a bias, what is
+left is a product of two bf16 matrices, which torch's library does as fast as these kernels or faster (on an H200:
+``dense.csv`` of ``results/2026-11-21_h200_hopper``).
 
 M tokens, N out features, K in features, E experts; C is a contraction axis and D the other one of ``b``.
 """
 
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 import triton
@@ -21,6 +23,7 @@ from titan_mxfp8.backends.triton.operands import Mma, mma_for
 from titan_mxfp8.format import reference
 from titan_mxfp8.format.mx import BLOCK_SIZE, MXTensor, ceil_div
 
+_cublas_settings = Lock()  # they are the process's, not a thread's
 BAND = 8  # rows of tiles that are in flight together, see _tile_of
 _FORMAT = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.bfloat16: "bf16"}
 
@@ -255,7 +258,7 @@ def gemm_m_grouped(
 ) -> torch.Tensor:
     """``format.reference.gemm_m_grouped``."""
     mma = mma_for(a.qdata.device)
-    if offs is None and bias is None and mma != "scaled" and out_dtype == torch.bfloat16:
+    if bias is None and _are_bf16_matrices(mma, offs, out_dtype):
         (a_MC, _), (b_ECD, _) = _operand(a, mma), _operand(b, mma)
         return _multiply_matrices(a_MC, b_ECD[0])
     return multiply_m_grouped(a, b, offs, bias, out_dtype, mma)
@@ -264,7 +267,7 @@ def gemm_m_grouped(
 def gemm_k_grouped(a: MXTensor, b: MXTensor, offs: torch.Tensor | None, *, out_dtype: torch.dtype) -> torch.Tensor:
     """``format.reference.gemm_k_grouped``."""
     mma = mma_for(a.qdata.device)
-    if offs is None and mma != "scaled" and out_dtype == torch.bfloat16:
+    if _are_bf16_matrices(mma, offs, out_dtype):
         (a_NM, _), (b_MK, _) = _operand(a, mma), _operand(b, mma)
         return _multiply_matrices(a_NM, b_MK)[None]
     return multiply_k_grouped(a, b, offs, out_dtype, mma)
@@ -276,7 +279,9 @@ def wgrad_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | Non
     Torch's kernel wants another pass over the result for the empty groups. On an H200 this one takes as long with 1000
     tokens in each of 32 groups or more, 24% longer with 256 in each of 64, 36% with at most 44.
     """
-    if offs is None or mma_for(dy_MN.device) != "bf16_tma":
+    if offs is None:
+        return _multiply_matrices(dy_MN.mT, x_MK)[None]
+    if mma_for(dy_MN.device) != "bf16_tma":
         return reference.wgrad_bf16(dy_MN, x_MK, offs)
     no_scale = dy_MN.new_empty(0, dtype=torch.uint8)
     dy, x = (MXTensor(t, no_scale, 0, "1x32", t.dtype) for t in (dy_MN, x_MK))
@@ -366,18 +371,21 @@ def multiply_k_grouped(
     return out_ENK
 
 
+def _are_bf16_matrices(mma: Mma, offs: torch.Tensor | None, out_dtype: torch.dtype) -> bool:
+    return mma != "scaled" and offs is None and out_dtype == torch.bfloat16
+
+
 def _multiply_matrices(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``a @ b`` of bf16 matrices, added up in fp32 to the end: by default cuBLAS may add parts of a sum in bf16."""
     settings = torch.backends.cuda.matmul
-    before = (
-        settings.allow_bf16_reduced_precision_reduction,
-        settings.allow_bf16_reduced_precision_reduction_split_k,
-    )
-    settings.allow_bf16_reduced_precision_reduction = False
-    try:
-        return a @ b
-    finally:
-        settings.allow_bf16_reduced_precision_reduction = before
+    with _cublas_settings:  # autograd multiplies in threads of its own
+        split_k = settings.allow_bf16_reduced_precision_reduction_split_k
+        before = settings.allow_bf16_reduced_precision_reduction, split_k
+        settings.allow_bf16_reduced_precision_reduction = False, split_k
+        try:
+            return a @ b
+        finally:
+            settings.allow_bf16_reduced_precision_reduction = before
 
 
 def _operand(mx: MXTensor, mma: Mma) -> tuple[torch.Tensor, torch.Tensor]:
