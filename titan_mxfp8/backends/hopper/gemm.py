@@ -24,7 +24,7 @@ Every role walks over the same tiles by itself (``walk.seek``), from the offsets
 anywhere, nothing is padded and the host never waits. A tile may read rows of the next group: rows do not mix, and only
 the group's own are stored. What the copies read outside a tensor is zero.
 
-``_decode_scales`` prepares the scales, from any strides, in the layouts that single copies want: a copy of TMA must
+``decode_scales`` prepares the scales, from any strides, in the layouts that single copies want: a copy of TMA must
 start at a multiple of 16 bytes, but a group at any row. ``mx``: the four scales of a row's stage are side by side, 16
 bytes. Rebased: the rows' scales are stored four times, shifted by 0 to 3 rows, and one of the four fits any start.
 
@@ -316,8 +316,8 @@ def _gemm_kernel(
     """One program: every P-th output tile, P programs, then every P-th block of the rows of no group.
 
     ``a``: descriptor of (rows, C). ``b``: of (E * D, C), or (D, C) with K_GROUPED. STEPS: sums of a stage.
-    ``row_scale``, ``column_scale``: see ``_decode_scales``. ``out_tiles``: descriptor
-    of ``out`` for whole parts, or None.
+    ``row_scale``, ``column_scale``: descriptors of what ``decode_scales`` returns. ``out_tiles``: descriptor of ``out``
+    for whole parts, or None.
     """
     COLUMNS: gl.constexpr = b.block_shape[0]
     WIDTH: gl.constexpr = column_scale.block_shape[1]
