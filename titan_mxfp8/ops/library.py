@@ -5,10 +5,12 @@ An operator returns quantised tensors as they lie in memory, FP8 with the quanti
 put the axis back as a view. A ``form`` (``format.mx.Form``) is all that the fakes need to know beside shapes.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
 import torch
+from torch._ops import OpOverload
 from torch.utils.flop_counter import register_flop_formula
 
 from titan_mxfp8 import backends
@@ -27,8 +29,23 @@ from titan_mxfp8.format.mx import (
 )
 from titan_mxfp8.ops.checks import check_axis, check_offs_values
 
+_LIBRARY = torch.library.Library("titan_mxfp8", "FRAGMENT")
 
-@torch.library.custom_op("titan_mxfp8::quantize", mutates_args=())
+
+def _operator(function: Callable[..., object]) -> OpOverload:
+    """Makes ``function``, whose name begins with an underscore, an operator of that name without it.
+
+    As ``torch.library.custom_op`` does, without its checks on each call, which with small operands cost more than the
+    quantisers' own host time. Nothing differentiates these operators: ``autograd.Function``s call them.
+    """
+    name = function.__name__.removeprefix("_")
+    schema = torch.library.infer_schema(function, mutates_args=())
+    _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    return getattr(torch.ops.titan_mxfp8, name).default
+
+
+@_operator
 def _quantize(
     x: torch.Tensor,
     axis: int,
@@ -43,12 +60,12 @@ def _quantize(
     return _stored(backends.load(backend, x.device).quantize(x, axis, **kwargs))
 
 
-@_quantize.register_fake
+@torch.library.register_fake(_quantize)
 def _(x, axis, rounding, elem_dtype, block, offs, backend):
     return _empty_stored(x, axis, elem_dtype, block, offs, "mx")
 
 
-@torch.library.custom_op("titan_mxfp8::quantize_operand", mutates_args=())
+@_operator
 def _quantize_operand(
     x: torch.Tensor,
     axis: int,
@@ -64,12 +81,12 @@ def _quantize_operand(
     return _stored(backends.load(backend, x.device).quantize_operand(x, axis, **kwargs))
 
 
-@_quantize_operand.register_fake
+@torch.library.register_fake(_quantize_operand)
 def _(x, axis, rounding, elem_dtype, block, offs, form, backend):
     return _empty_stored(x, axis, elem_dtype, block, offs, form)
 
 
-@torch.library.custom_op("titan_mxfp8::quantize_operand_both", mutates_args=())
+@_operator
 def _quantize_operand_both(
     x: torch.Tensor,
     rounding: str,
@@ -86,7 +103,7 @@ def _quantize_operand_both(
     return *_stored(last), *_stored(first)
 
 
-@_quantize_operand_both.register_fake
+@torch.library.register_fake(_quantize_operand_both)
 def _(x, rounding, elem_dtype, block, offs, last_form, first_form, backend):
     return (
         *_empty_stored(x, x.ndim - 1, elem_dtype, block, None, last_form),
@@ -94,7 +111,7 @@ def _(x, rounding, elem_dtype, block, offs, last_form, first_form, backend):
     )
 
 
-@torch.library.custom_op("titan_mxfp8::gemm_m_grouped", mutates_args=())
+@_operator
 def _gemm_m_grouped(
     a_qdata: torch.Tensor,
     a_scale: torch.Tensor,
@@ -115,12 +132,12 @@ def _gemm_m_grouped(
         return backends.load(backend, a_qdata.device).gemm_m_grouped(a, b, offs, bias=bias, out_dtype=out_dtype)
 
 
-@_gemm_m_grouped.register_fake
+@torch.library.register_fake(_gemm_m_grouped)
 def _(a_qdata, a_scale, b_qdata, b_scale, a_block, b_block, offs, bias, out_dtype, backend):
     return a_qdata.new_empty((a_qdata.shape[0], b_qdata.shape[2]), dtype=out_dtype)
 
 
-@torch.library.custom_op("titan_mxfp8::gemm_k_grouped", mutates_args=())
+@_operator
 def _gemm_k_grouped(
     a_qdata: torch.Tensor,
     a_scale: torch.Tensor,
@@ -138,20 +155,20 @@ def _gemm_k_grouped(
         return backends.load(backend, a_qdata.device).gemm_k_grouped(a, b, offs, out_dtype=out_dtype)
 
 
-@_gemm_k_grouped.register_fake
+@torch.library.register_fake(_gemm_k_grouped)
 def _(a_qdata, a_scale, b_qdata, b_scale, block, offs, out_dtype, backend):
     groups = 1 if offs is None else offs.shape[0]
     return a_qdata.new_empty((groups, a_qdata.shape[0], b_qdata.shape[1]), dtype=out_dtype)
 
 
-@torch.library.custom_op("titan_mxfp8::wgrad_bf16", mutates_args=())
+@_operator
 def _wgrad_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | None, backend: str) -> torch.Tensor:
     check_offs_values(offs, dy_MN.shape[0])
     with torch.autocast(dy_MN.device.type, enabled=False):
         return backends.load(backend, dy_MN.device).wgrad_bf16(dy_MN.contiguous(), x_MK.contiguous(), offs)
 
 
-@_wgrad_bf16.register_fake
+@torch.library.register_fake(_wgrad_bf16)
 def _(dy_MN, x_MK, offs, backend):
     groups = 1 if offs is None else offs.shape[0]
     return dy_MN.new_empty((groups, dy_MN.shape[1], x_MK.shape[1]))
@@ -280,7 +297,7 @@ def wgrad_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | Non
 
 def _stored(mx: MXTensor) -> tuple[torch.Tensor, torch.Tensor]:
     """qdata and scale as they lie in memory."""
-    if mx.is_dequantized:
+    if mx.is_dequantized or mx.axis == mx.qdata.ndim - 1:
         return mx.qdata, mx.scale
     return mx.qdata.movedim(mx.axis, -1), mx.scale.movedim(mx.axis, -1)
 
@@ -288,7 +305,7 @@ def _stored(mx: MXTensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _from_stored(
     qdata: torch.Tensor, scale: torch.Tensor, axis: int, block: Block, orig_dtype: torch.dtype
 ) -> MXTensor:
-    if qdata.dtype != torch.bfloat16:
+    if qdata.dtype != torch.bfloat16 and axis != qdata.ndim - 1:
         qdata, scale = qdata.movedim(-1, axis), scale.movedim(-1, axis)
     return MXTensor(qdata, scale, axis, block, orig_dtype)
 
