@@ -6,6 +6,10 @@ The baseline is measured anew right before each row: a GPU under its power cap d
 backward are all that a training step runs: quantisation, GEMMs, autograd. A recipe whose output or gradients are
 further from bf16's than MXFP8 explains ends the run. ``of_peak`` is the share of 1979 TFLOP/s, the dense FP8 peak that
 NVIDIA's data sheets state for H100 SXM and H200 SXM, whatever the multiplications run in.
+
+The data are normal numbers, and "of products": tokens and gradients that are products of two normal numbers, as the
+input of w2 is a product. How fast Hopper's exact FP8 GEMMs are depends on them (``format.reference.even_out``):
+``even_a`` and ``even_b`` are the shares of the operands that are scaled once per 128 (``testing.even_share``).
 """
 
 import argparse
@@ -27,6 +31,7 @@ from titan_mxfp8.testing import (
     Spread,
     do_bench,
     environment,
+    even_share,
     format_table,
     group_sizes,
     make_offs,
@@ -48,18 +53,22 @@ class Way:
     recipe: str
     backend: str
     rebase: bool = False
-    fp8: bool = False  # exact, but forward and dgrad in FP8 all the same: parts only
+    products: bool = False  # tokens and gradients of products of two normal numbers
 
     def __str__(self) -> str:
-        return f"{self.recipe}{' rebased' if self.rebase else ''}{' in FP8' if self.fp8 else ''}"
+        return f"{self.recipe}{' rebased' if self.rebase else ''}{' of products' if self.products else ''}"
 
 
-def make_problem(shape: GroupedShape, spread: Spread) -> tuple[torch.Tensor, ...]:
+def make_problem(shape: GroupedShape, spread: Spread, products: bool) -> tuple[torch.Tensor, ...]:
     """x, w, dy in bf16 and offs."""
-    x_MK = torch.randn(shape.m, shape.k, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+
+    def tokens(features: int) -> torch.Tensor:
+        x = torch.randn(shape.m, features, dtype=torch.bfloat16, device="cuda")
+        return x * torch.randn_like(x) if products else x
+
     w_ENK = torch.randn(shape.groups, shape.n, shape.k, dtype=torch.bfloat16, device="cuda") / shape.k**0.5
-    dy_MN = torch.randn(shape.m, shape.n, dtype=torch.bfloat16, device="cuda")
-    return x_MK, w_ENK.requires_grad_(), dy_MN, make_offs(group_sizes(spread, shape.m, shape.groups), "cuda")
+    offs = make_offs(group_sizes(spread, shape.m, shape.groups), "cuda")
+    return tokens(shape.k).requires_grad_(), w_ENK.requires_grad_(), tokens(shape.n), offs
 
 
 def compare(ours: Callable[[], object], bf16: Callable[[], object] | None, flops: float | None) -> Row:
@@ -79,12 +88,10 @@ def compare(ours: Callable[[], object], bf16: Callable[[], object] | None, flops
 
 def bench_parts(shape: GroupedShape, spread: Spread, way: Way) -> list[Row]:
     """The three GEMMs on quantised operands, and the quantisation before them; of the weights, that of forward."""
-    x, w, dy, offs = (t.detach() for t in make_problem(shape, spread))
+    x, w, dy, offs = (t.detach() for t in make_problem(shape, spread, way.products))
     backend = load(way.backend, x.device)
     block = RECIPES[way.recipe].weight_block
     act_form, weight_form = backend.operand_forms("m_grouped", block, way.rebase, x.device)
-    if way.fp8:
-        act_form = weight_form = "mx"
     dy_form, x_form = backend.operand_forms("k_grouped", block, way.rebase, x.device)
     tokens = PLAIN | {"block": "1x32", "offs": offs}
     weight = PLAIN | {"block": block, "offs": None, "form": weight_form}
@@ -95,8 +102,13 @@ def bench_parts(shape: GroupedShape, spread: Spread, way: Way) -> list[Row]:
     k_grouped = partial(backend.gemm_k_grouped, out_dtype=torch.bfloat16)
     bf16 = partial(torch._grouped_mm, offs=offs)
     flops = 2 * shape.m * shape.n * shape.k
+    even = {
+        what: {"even_a": even_share(a), "even_b": even_share(b)}
+        for what, a, b in (("forward GEMM", x_k, w_k), ("dgrad GEMM", dy_n, w_n))
+        if weight_form == "even"
+    }
     return [
-        {"what": f"{way} {what}", **compare(ours, baseline, flops if baseline else None)}
+        {"what": f"{way} {what}", **compare(ours, baseline, flops if baseline else None), **even.get(what, {})}
         for what, ours, baseline in (
             ("forward GEMM", lambda: m_grouped(x_k, w_k.mT, offs), lambda: bf16(x, w.mT)),
             ("dgrad GEMM", lambda: m_grouped(dy_n, w_n, offs), lambda: bf16(dy, w)),
@@ -110,7 +122,7 @@ def bench_parts(shape: GroupedShape, spread: Spread, way: Way) -> list[Row]:
 
 def bench_way(shape: GroupedShape, spread: Spread, way: Way) -> list[Row]:
     """Forward alone, and forward + backward."""
-    x, w, dy, offs = make_problem(shape, spread)
+    x, w, dy, offs = make_problem(shape, spread, way.products)
     bf16 = partial(torch._grouped_mm, offs=offs)
     mxfp8 = partial(mxfp8_grouped_mm, offs=offs, recipe=way.recipe, backend=way.backend, rebase=way.rebase)
 
@@ -141,7 +153,7 @@ def main() -> None:
     rebases = next(row.rebases for row in BACKENDS if row.name == name)
     exact = {recipe: Way(recipe=recipe, backend=name) for recipe in RECIPES}
     rebased = {recipe: Way(recipe=recipe, backend=name, rebase=True) for recipe in RECIPES} if rebases else {}
-    in_fp8 = (Way(recipe="mxfp8_2d", backend=name, fp8=True),) if name == "hopper" else ()
+    products = [Way(recipe=recipe, backend=name, products=True) for recipe in ("mxfp8", "mxfp8_2d")]
     both = (exact["mxfp8"], rebased["mxfp8"]) if rebases else (exact["mxfp8"],)
     ways = [exact[recipe] for recipe in ("mxfp8", "mxfp8_2d", "mxfp8_2d_wgrad_bf16")]
     if not args.quick:
@@ -150,8 +162,8 @@ def main() -> None:
 
     jobs: list[tuple[GroupedShape, Spread, Callable[..., list[Row]], Way]] = []
     for shape in README_SHAPES:
-        jobs += [(shape, "balanced", bench_way, way) for way in ways]
-        jobs += [(shape, "balanced", bench_parts, way) for way in (*ways, *in_fp8) if "wgrad" not in way.recipe]
+        jobs += [(shape, "balanced", bench_way, way) for way in (*ways, *products)]
+        jobs += [(shape, "balanced", bench_parts, way) for way in (*ways, *products) if "wgrad" not in way.recipe]
     for shape in SMALL_EXPERT_SHAPES:
         jobs += [(shape, "zipf", bench_way, way) for way in (both if args.quick else ways)]
     if not args.quick:

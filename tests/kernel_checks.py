@@ -13,7 +13,7 @@ from titan_mxfp8.ops import pad
 from titan_mxfp8.testing import make_offs, poisoned_empty
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-REBASINGS = ("1x32 to 1x128", "1x32 to 32x128", "32x32 to 32x128")  # blocks, and what the GEMMs take
+REBASINGS = ("1x32 to 1x128", "1x32 to 32x128", "32x32 to 32x128", "32x32 to even")  # blocks, and what the GEMMs take
 FORMATS = tuple((rounding, dtype) for rounding in ("rceil", "floor") for dtype in (E4M3, E5M2))
 
 
@@ -35,6 +35,17 @@ def uneven(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> t
     down = torch.randint(-13, 1, (*shape[:-2], -(-rows // 32), cols)).repeat_interleave(32, -2)[..., :rows, :]
     across = torch.randint(-13, 1, (*shape[:-2], rows, -(-cols // 32))).repeat_interleave(32, -1)[..., :cols]
     return (torch.randn(shape) * torch.exp2((down + across).float())).to(dtype).to(device)
+
+
+def partly_even(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    """Of each kind of row some: scales that can be made equal, by a few steps or by 12 to 18, and others."""
+    *rest, rows, cols = shape
+    steps = torch.tensor([0, 1, 3, 12, 13, 14, 15, 16, 17, 18])[torch.randint(0, 10, (*rest, rows, 1))]
+    steps = steps * torch.randint(0, 2, (*rest, rows, -(-cols // 32)))
+    powers = torch.randint(-1, 2, shape) * torch.exp2(-steps.repeat_interleave(32, -1)[..., :cols].float())
+    kind = torch.rand(*rest, rows, 1)
+    values = torch.where(kind < 0.3, torch.randn(shape), uneven(shape, torch.float32))
+    return torch.where(kind < 0.6, powers, values).to(dtype).to(device)
 
 
 def assert_same(ours: MXTensor, theirs: MXTensor) -> None:
@@ -97,6 +108,15 @@ def check_rebased(x: torch.Tensor, rounding: str, dtype: torch.dtype, blocks: st
     plain = hopper.quantize_operand_both(x, offs=offs, forms=forms, **kwargs)
     for a, b in zip(plain, theirs, strict=True):
         assert_same(a, b)
+
+
+def check_even(x: torch.Tensor, rounding: str, dtype: torch.dtype) -> None:
+    """1x32 blocks evened out, along either axis."""
+    for axis in (x.ndim - 1, x.ndim - 2):
+        kwargs = {"rounding": rounding, "elem_dtype": dtype, "block": "1x32", "offs": None, "form": "even"}
+        with poisoned_empty():
+            ours = hopper.quantize_operand(x, axis, **kwargs)
+        assert_same(ours, reference.quantize_operand(x.cpu(), axis, **kwargs))
 
 
 def check_dequantize(x: torch.Tensor, axis: int, dtype: torch.dtype, block: str, offs=None) -> None:

@@ -409,6 +409,61 @@ def test_rebase_against_doubles(block: str, to: str, dtype: torch.dtype) -> None
         assert torch.equal(rebased.mT.dequantize(), rebased.dequantize().mT)
 
 
+@pytest.mark.parametrize(
+    "scales, elements, even",
+    [
+        ((120, 124, 124, 124), (0x10, 0x7E), True),  # 2^-5 and 448: 2^-9 is left of the first
+        ((120, 124, 124, 124), (0x11, 0x7E), False),  # 1.125 * 2^-5 would lose a bit
+        ((120, 124, 124, 124), (0x80, 0x00), True),  # zeros fit any scale
+        ((0, 124, 124, 124), (0x00, 0x80), True),
+        ((109, 124, 124, 124), (0x78, 0x78), True),  # 2^8, 15 steps
+        ((108, 124, 124, 124), (0x78, 0x78), False),  # 16: 2^-8 would do, but is not tried
+        ((255, 124, 124, 124), (0x10, 0x10), False),  # NaN stays in its block
+        ((255, 255, 255, 255), (0x7F, 0x7F), True),  # as they are
+    ],
+)
+def test_even_out_golden_table(scales: tuple[int, ...], elements: tuple[int, int], even: bool) -> None:
+    qdata = torch.full((2, 128), 0x38, dtype=torch.uint8)
+    qdata[0, :2] = torch.tensor(elements, dtype=torch.uint8)
+    qdata[0, 2:32] = qdata[0, 1]
+    scale = torch.tensor([scales, (120, 120, 120, 120)], dtype=torch.uint8)
+    before = MXTensor(qdata.view(E4M3), scale, 1, "1x32", torch.float32)
+    after = reference.even_out(before)
+    assert torch.equal(after.dequantize().nan_to_num(3.0), before.dequantize().nan_to_num(3.0))
+    assert after.scale.tolist() == [[max(scales)] * 4 if even else list(scales), [120] * 4]
+    if not even or len(set(scales)) == 1:
+        assert torch.equal(bits(after.qdata), qdata)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("block", ["1x32", "32x32"])
+def test_even_out_changes_no_value_and_leaves_no_scales_apart_that_need_not_be(block: str, dtype: torch.dtype) -> None:
+    """What stays uneven is what ``rebase`` would change, over 128 elements by one row or 32; no steps above 15 here."""
+    x = torch.randn(2, 150, 170)
+    x[:, 32:64] *= 2.0**-4
+    x[:, :, 64:96] *= 2.0**-4
+    for axis in (1, 2):
+        before = quantize(x, axis, elem_dtype=dtype, block=block)
+        after = reference.even_out(before)
+        assert (after.block, after.axis, after.qdata.stride()) == (block, axis, before.qdata.stride())
+        assert torch.equal(after.dequantize(), before.dequantize())
+        rebased = reference.rebase(before, "32x128" if block == "32x32" else "1x128")
+        lost = (rebased.dequantize() != before.dequantize()).movedim(axis, -1)
+        scales = after.scale.movedim(axis, -1)
+        seen = set()
+        for i, part in enumerate(lost.split(128, -1)):
+            uneven = part.any(-1)
+            if block == "32x32":
+                uneven = torch.stack([rows.any(-1) for rows in uneven.split(32, -1)], -1)
+            stage = scales[..., 4 * i : 4 * i + 4]
+            equal = (stage == rebased.scale.movedim(axis, -1)[..., i : i + 1]).all(-1)
+            assert equal[~uneven].all()
+            old = before.scale.movedim(axis, -1)[..., 4 * i : 4 * i + 4]
+            assert torch.equal(stage[uneven], old[uneven])
+            seen |= set(uneven.flatten().tolist())
+        assert False in seen and (True in seen) == (dtype == E4M3)
+
+
 def test_rebased_groups_start_at_multiples_of_128() -> None:
     sizes, kwargs = [3, 0, 130, 40], {"rounding": "rceil", "elem_dtype": E4M3, "block": "1x32"}
     x, w = torch.randn(180, 40), torch.randn(180, 24)

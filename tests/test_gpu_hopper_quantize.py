@@ -6,7 +6,7 @@ as well.
 
 import pytest
 import torch
-from kernel_checks import E4M3, E5M2, FORMATS, REBASINGS, check_rebased, uneven, wild
+from kernel_checks import E4M3, E5M2, FORMATS, REBASINGS, check_even, check_rebased, partly_even, uneven, wild
 
 from titan_mxfp8.testing import SPREADS, group_sizes, make_offs
 
@@ -26,6 +26,18 @@ SHAPES = [(256, 512), (384, 160), (129, 70), (1, 2048), (1000, 1), (33, 4099), (
 def test_both_axes(shape: tuple[int, ...], blocks: str, in_dtype: torch.dtype, rounding: str, dtype: torch.dtype):
     check_rebased(uneven(shape, in_dtype, "cuda"), rounding, dtype, blocks)
     check_rebased(wild(shape, in_dtype, "cuda"), rounding, dtype, blocks)
+
+
+@pytest.mark.parametrize("rounding, dtype", FORMATS)
+@pytest.mark.parametrize("in_dtype", [BF16, FP32])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_even(shape: tuple[int, ...], in_dtype: torch.dtype, rounding: str, dtype: torch.dtype):
+    for make in (partly_even, uneven, wild):
+        x = make(shape, in_dtype, "cuda")
+        check_even(x, rounding, dtype)
+        check_even(x.mT, rounding, dtype)
+    squares = partly_even((9, 12), in_dtype, "cuda").repeat_interleave(32, 0).repeat_interleave(32, 1)
+    check_rebased(squares, rounding, dtype, "32x32 to even")
 
 
 @pytest.mark.parametrize("blocks", REBASINGS)

@@ -23,6 +23,10 @@ FORMS = {
     "both, ragged, E5M2, counted": {"offs": OFFS, "elem_dtype": E5M2, "changed": torch.zeros((), dtype=torch.int64)},
     "both, 77 rows": {"shape": (77, 480)},
     "32x32 both": {"forms": ("32x128", "32x128"), "block": "32x32"},
+    "even": {"forms": ("even", None)},
+    "even, E5M2 of fp32": {"forms": ("even", None), "elem_dtype": E5M2, "dtype": torch.float32},
+    "even 32x32 last": {"forms": ("even", None), "block": "32x32"},
+    "even 32x32 both": {"forms": ("even", "even"), "block": "32x32"},
 }
 
 

@@ -385,13 +385,13 @@ def test_custom_ops_meet_their_fakes() -> None:
     for axis in (0, 1):
         for given in (offs, None) if axis == 0 else (None,):
             opcheck(library._quantize, (x, axis, "rceil", e4m3, "1x32", given, "auto"))
-            for form in ("mx", "1x128", "32x128"):
+            for form in ("mx", "1x128", "32x128", "even")[: 3 if given is not None else 4]:
                 opcheck(library._quantize_operand, (x, axis, "rceil", e4m3, "1x32", given, form, "auto"))
     for block in ("1x32", "32x32"):
         for axis in (1, 2):
             opcheck(library._quantize, (w, axis, "floor", torch.float8_e5m2, block, None, "auto"))
             opcheck(library._quantize_operand, (w, axis, "floor", torch.float8_e5m2, block, None, "32x128", "auto"))
-        for forms in (("mx", "mx"), ("32x128", "32x128")):
+        for forms in (("mx", "mx"), ("32x128", "32x128"), ("even", "even")):
             opcheck(library._quantize_operand_both, (w, "rceil", e4m3, block, None, *forms, "auto"))
     for forms in (("mx", "mx"), ("mx", "1x128"), ("1x128", "1x128")):
         opcheck(library._quantize_operand_both, (x, "rceil", e4m3, "1x32", offs, *forms, "auto"))

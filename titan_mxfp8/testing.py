@@ -16,6 +16,8 @@ from typing import Literal
 
 import torch
 
+from titan_mxfp8.format.mx import BLOCK_SIZE, REBASED_SIZE, MXTensor, to_blocks
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedShape:
@@ -136,6 +138,18 @@ def relative_rms(out: torch.Tensor, ref: torch.Tensor) -> float:
     out, ref = out.double(), ref.double()
     error, size = (out - ref).norm().item(), ref.norm().item()
     return 0.0 if error == 0 == size else error / size if size else float("inf")
+
+
+def even_share(mx: MXTensor) -> float:
+    """Of an operand in the form ``even``: the share of parts whose scales are equal along the contraction axis.
+
+    A part is 64 tokens (1x32 blocks) or 128 features (32x32) by 128 of the axis, what Hopper's GEMM decides about.
+    """
+    scale = mx.scale.movedim(mx.axis, -1).float()
+    stages = to_blocks(scale, scale.ndim - 1, REBASED_SIZE // BLOCK_SIZE)
+    uneven = (stages.amax(-1) != stages.amin(-1)).float()
+    lines = 128 // BLOCK_SIZE if mx.block == "32x32" else 64
+    return 1 - to_blocks(uneven, uneven.ndim - 2, lines).amax(-2).mean().item()
 
 
 @contextlib.contextmanager

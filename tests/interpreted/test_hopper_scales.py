@@ -12,8 +12,8 @@ from titan_mxfp8.format.mx import decode_scale
 def test_decoded_scales_lie_where_the_gemm_looks(
     steps: int, copies: int, contiguous: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(gemm, "DECODE_LINES", 32)
-    rows, columns, experts, stages = 37, 70, 3, 3
+    monkeypatch.setattr(gemm, "DECODE_LINES", 64)
+    rows, columns, experts, stages = 77, 70, 3, 3
     blocks = steps * stages - steps // 2  # of four steps the last stage has two
     row_scale = torch.randint(256, (blocks, rows), dtype=torch.uint8).mT
     column_scale = torch.randint(256, (experts, columns, blocks), dtype=torch.uint8).mT
@@ -28,8 +28,34 @@ def test_decoded_scales_lie_where_the_gemm_looks(
         out[..., :found, :there] = decode_scale(scale)
         return out
 
-    for copy, part in enumerate(row_out.view(copies, stages, 40, steps)):
-        expected = padded(row_scale.mT[:, copy:], 40).view(stages, steps, 40).mT
+    row_out, column_out = row_out.abs(), column_out.abs()  # for the signs see below
+    for copy, part in enumerate(row_out.view(copies, stages, 80, steps)):
+        expected = padded(row_scale.mT[:, copy:], 80).view(stages, steps, 80).mT
         assert torch.equal(part.nan_to_num(3.0), expected.nan_to_num(3.0)), copy
     expected = padded(column_scale, 72).view(-1, 72)
     assert torch.equal(column_out.nan_to_num(3.0), expected.nan_to_num(3.0))
+
+
+def test_equal_scales_are_marked():
+    """By the first step's signs, in runs of 64 rows and of 4 columns. Stage 0 is equal everywhere, stage 1 nowhere,
+    stage 2 but for row 70 of the second run and column 2 of the first, stage 3 but for its last step."""
+    rows, columns, stages = 150, 10, 4
+    row_scale, column_scale = torch.randint(256, (rows, stages)), torch.randint(256, (1, stages, columns))
+    row_scale, column_scale = row_scale.repeat_interleave(4, 1), column_scale.repeat_interleave(4, 1)
+    for scale in (row_scale, column_scale[0].T):
+        scale[:, 5] ^= 1
+        scale[:, 15] ^= 255
+    row_scale[70, 9] ^= 128
+    column_scale[0, 10, 2] ^= 2
+    row_out, column_out = gemm.decode_scales(row_scale.to(torch.uint8), column_scale.to(torch.uint8), 4, stages, 1)
+    marked = row_out.signbit().view(stages, 152, 4)
+    expected = torch.zeros_like(marked)
+    expected[0, :, 0] = expected[2, :64, 0] = expected[2, 128:, 0] = True
+    assert torch.equal(marked, expected)
+    marked = column_out.signbit().view(stages, 4, 12)
+    expected = torch.zeros_like(marked)
+    expected[0, 0] = expected[2, 0, 4:] = True
+    assert torch.equal(marked, expected)
+
+    for scales in gemm.decode_scales(row_scale.to(torch.uint8), column_scale.to(torch.uint8), 1, 4 * stages, 1):
+        assert not scales.signbit().any()

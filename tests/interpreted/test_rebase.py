@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from kernel_checks import E4M3, E5M2, REBASINGS, assert_equal, check_rebased, rounded_in_place, uneven, wild
+from kernel_checks import (
+    E4M3,
+    E5M2,
+    REBASINGS,
+    assert_equal,
+    check_even,
+    check_rebased,
+    partly_even,
+    rounded_in_place,
+    uneven,
+    wild,
+)
 
 from titan_mxfp8.backends import hopper
 from titan_mxfp8.backends.triton import convert
@@ -26,6 +37,18 @@ def test_both_axes(blocks: str, in_dtype: torch.dtype, rounding: str, dtype: tor
     for shape in ((129, 296), (1, 1), (2, 40, 70)):  # whole blocks and edges, one value, two matrices
         check_rebased(uneven(shape, in_dtype), rounding, dtype, blocks)
     check_rebased(wild((160, 130), in_dtype), rounding, dtype, blocks)
+
+
+@pytest.mark.parametrize("dtype, rounding", [(E4M3, "rceil"), (E5M2, "floor")])
+def test_even(rounding: str, dtype: torch.dtype):
+    for make in (partly_even, wild):
+        for shape in ((129, 296), (1, 1), (2, 40, 70)):
+            check_even(make(shape, BF16), rounding, dtype)
+    x = partly_even((160, 256), FP32)
+    check_even(x.mT, rounding, dtype)
+    check_rebased(x, rounding, dtype, "32x32 to even")
+    squares = partly_even((5, 10), FP32).repeat_interleave(32, 0).repeat_interleave(32, 1)
+    check_rebased(squares, rounding, dtype, "32x32 to even")
 
 
 @pytest.mark.parametrize("blocks", REBASINGS)

@@ -11,9 +11,10 @@ REBASED_SIZE = 128
 
 Block = Literal["1x32", "32x32", "1x128", "32x128"]
 Rounding = Literal["rceil", "floor"]
-# What a GEMM is given: FP8 elements with a scale per 32 of them, the values of those in bf16 (``is_dequantized``), or
-# FP8 elements with a scale per 128 or per 32 x 128 (``reference.rebase``).
-Form = Literal["mx", "bf16", "1x128", "32x128"]
+# What a GEMM is given: FP8 elements with a scale per 32 of them, the same with equal scales for neighbours where that
+# changes no value (``reference.even_out``), the values in bf16 (``is_dequantized``), or FP8 elements with a scale per
+# 128 or per 32 x 128 (``reference.rebase``).
+Form = Literal["mx", "even", "bf16", "1x128", "32x128"]
 
 BLOCKS: tuple[Block, ...] = ("1x32", "32x32")  # what a quantiser makes
 REBASED: tuple[Block, ...] = ("1x128", "32x128")  # and what ``reference.rebase`` makes of it

@@ -329,6 +329,6 @@ def _empty_stored(
     if _block(block, form) in SQUARES:
         rest[-1] = ceil_div(rest[-1], BLOCK_SIZE)
     shape = *rest, ceil_div(length, per_scale)
-    if form == "mx":
+    if form in ("mx", "even"):
         return qdata, x.new_empty(shape, dtype=torch.uint8)
     return qdata, x.new_empty(stored_across(*shape), dtype=torch.uint8).narrow(-1, 0, rest[-1]).mT

@@ -1,15 +1,20 @@
 """The grouped GEMMs on Hopper: FP8 tensor cores, whose sums are scaled and added up in fp32 registers.
 
-Hopper's tensor cores (``wgmma``) multiply FP8 but know no scales. So a chain of them sums 32 products of a row and a
-column (form ``mx``) or 128 (rebased), and each sum p is added to the output as ``acc += p * (row scale * column
-scale)``. One FP32 instruction for each p takes as long as the tensor cores take for 32 products, so this decides how
-fast a form can be:
+Hopper's tensor cores (``wgmma``) multiply FP8 but know no scales. So a chain of them sums 32 or 128 products of a row
+and a column, and each sum p is added to the output as ``acc += p * (row scale * column scale)``. One FP32 instruction
+for each p takes as long as the tensor cores take for 32 products, and as much power, so this decides how fast a form
+can be:
 
-| GEMM      | ``b``  | sums of | scales of a sum             | FP32 instructions per element of it |
-|-----------|--------|---------|-----------------------------|-------------------------------------|
-| m_grouped | 32x32  | 32      | one per row and 32 columns  | 1                                   |
-| m_grouped | 32x128 | 128     | one per row and 32 columns  | 1                                   |
-| k_grouped | 1x128  | 128     | one per row, one per column | 2                                   |
+| GEMM      | ``b``  | sums of   | scales of a sum             | FP32 instructions per element of it |
+|-----------|--------|-----------|-----------------------------|-------------------------------------|
+| m_grouped | 32x32  | 32 or 128 | one per row and 32 columns  | 1                                   |
+| m_grouped | 32x128 | 128       | one per row and 32 columns  | 1                                   |
+| k_grouped | 1x128  | 128       | one per row, one per column | 2                                   |
+
+Sums of exact operands (32x32) are of 128 where 64 rows of ``a`` and 128 columns of ``b`` have equal scales along all of
+a stage: the quantiser sees to it where that changes no value (``format.reference.even_out``), ``decode_scales`` looks
+for it and leaves marks, and each warpgroup decides stage by stage. Elsewhere they are of 32. Nothing else may depend on
+which: the result is exact both ways, but for the bits that tensor cores cut off a sum.
 
 A persistent program per multiprocessor. Its warps have roles, and pass stages of 128 of the contraction through shared
 memory. A stage holds the tile's rows of ``a``, in parts of 64, 128 rows of ``b.mT``, and their scales as fp32:
@@ -25,7 +30,7 @@ anywhere, nothing is padded and the host never waits. A tile may read rows of th
 the group's own are stored. What the copies read outside a tensor is zero.
 
 ``decode_scales`` prepares the scales, from any strides, in the layouts that single copies want: a copy of TMA must
-start at a multiple of 16 bytes, but a group at any row. ``mx``: the four scales of a row's stage are side by side, 16
+start at a multiple of 16 bytes, but a group at any row. Exact: the four scales of a row's stage are side by side, 16
 bytes. Rebased: the rows' scales are stored four times, shifted by 0 to 3 rows, and one of the four fits any start.
 
 M tokens, N out features, K in features, E experts; C is a contraction axis and D the other one of ``b``.
@@ -130,11 +135,12 @@ def _load(given, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, BAND: gl.constex
 
 
 @gluon.jit
-def _start_sums(a, b, step, zero, STEPS: gl.constexpr):
-    """Starts the sums p of one step: 64 rows times all columns over ``128 / STEPS`` of the contraction."""
+def _sums(a, b, step, p, more, STEPS: gl.constexpr):
+    """Starts the sums of one step: 64 rows times all columns over ``128 / STEPS`` of the contraction, plus p if
+    ``more``."""
     LENGTH: gl.constexpr = 128 // STEPS
     b_step = b.slice(step * LENGTH, LENGTH, dim=1).permute((1, 0))
-    return warpgroup_mma(a.slice(step * LENGTH, LENGTH, dim=1), b_step, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(a.slice(step * LENGTH, LENGTH, dim=1), b_step, p, use_acc=more, is_async=True)
 
 
 @gluon.jit
@@ -144,41 +150,52 @@ def _square_scales(acc, row_scales, column_scales, part, slot, step):
     L: gl.constexpr = gl.SliceLayout(2, acc.type.layout)
     rows = row_scales.index(part).slice(step, 1, dim=1).load(L)
     groups = column_scales.index(slot * STEPS + step).slice(0, acc.shape[1]).load(gl.SliceLayout(0, L))
+    if STEPS > 1 and step == 0:  # their signs are marks, see _is_even
+        rows, groups = gl.abs(rows), gl.abs(groups)
     return (rows * groups.expand_dims(0)).expand_dims(2)
 
 
 @gluon.jit
-def _add_stage(acc, a, b, zero, row_scales, column_scales, part, slot, SQUARES: gl.constexpr):
-    """``acc`` plus the sums of a stage, one step after the other."""
+def _is_even(row_scales, column_scales, part, slot):
+    """Whether each of 64 rows and each column has the same scale in all steps of the stage.
+
+    ``decode_scales`` marks runs of 64 rows, counted from the first one of ``a``: the rows here may lie in two of them.
+    """
     STEPS: gl.constexpr = row_scales.shape[2]
-    for step in gl.static_range(STEPS):
-        p = _start_sums(a, b, step, zero, STEPS)
-        if SQUARES:
-            scales = _square_scales(acc, row_scales, column_scales, part, slot, step)
-            p = warpgroup_mma_wait(0, deps=(p,))
-            acc = gl.fma(p.reshape(acc.shape), scales, acc)
-        else:
-            p = warpgroup_mma_wait(0, deps=(p,))
-            rows = row_scales.index(part).load(acc.type.layout)
-            columns = column_scales.index(slot).load(gl.SliceLayout(0, acc.type.layout))
-            acc = gl.fma(p * rows, columns.expand_dims(0), acc)
-    return acc
+    ROW: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0])
+    COLUMN: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    rows = row_scales.index(part).slice(0, 1, dim=1)
+    first = gl.max(gl.max(rows.slice(0, 1, dim=0).load(ROW), 1), 0)
+    last = gl.max(gl.max(rows.slice(63, 1, dim=0).load(ROW), 1), 0)
+    column = gl.max(column_scales.index(slot * STEPS).slice(0, 1).load(COLUMN), 0)
+    return (first < 0) & (last < 0) & (column < 0)
 
 
 @gluon.jit
-def _add_stage_ahead(acc, a, b, zero, row_scales, column_scales, part, slot):
-    """``_add_stage`` with SQUARES; the sums of the next step are under way while those of one are added."""
+def _add_stage_of_squares(acc, a, b, zero, row_scales, column_scales, part, slot):
+    """``acc`` plus the sums of a stage: one for each step, or where it ``_is_even`` one over all of them."""
     STEPS: gl.constexpr = row_scales.shape[2]
-    p = _start_sums(a, b, 0, zero, STEPS)
-    for step in gl.static_range(STEPS):
-        if step + 1 < STEPS:
-            p_next = _start_sums(a, b, step + 1, zero, STEPS)
-        scales = _square_scales(acc, row_scales, column_scales, part, slot, step)
-        p = warpgroup_mma_wait(1 if step + 1 < STEPS else 0, deps=(p,))
-        acc = gl.fma(p.reshape(acc.shape), scales, acc)
-        if step + 1 < STEPS:
-            p = p_next
-    return acc
+    p = _sums(a, b, 0, zero, False, STEPS)
+    if STEPS > 1:
+        even = _is_even(row_scales, column_scales, part, slot)
+    for step in gl.static_range(1, STEPS):
+        if not even:
+            scales = _square_scales(acc, row_scales, column_scales, part, slot, step - 1)
+            done = warpgroup_mma_wait(0, deps=(p,))
+            acc = gl.fma(done.reshape(acc.shape), scales, acc)
+        p = _sums(a, b, step, p, even, STEPS)
+    scales = _square_scales(acc, row_scales, column_scales, part, slot, STEPS - 1)
+    p = warpgroup_mma_wait(0, deps=(p,))
+    return gl.fma(p.reshape(acc.shape), scales, acc)
+
+
+@gluon.jit
+def _add_stage(acc, a, b, zero, row_scales, column_scales, part, slot):
+    """``acc`` plus the sums of a stage, whose columns have a scale each."""
+    p = warpgroup_mma_wait(0, deps=(_sums(a, b, 0, zero, False, 1),))
+    rows = row_scales.index(part).load(acc.type.layout)
+    columns = column_scales.index(slot).load(gl.SliceLayout(0, acc.type.layout))
+    return gl.fma(p * rows, columns.expand_dims(0), acc)
 
 
 @gluon.jit
@@ -217,12 +234,12 @@ def _fill_zeros(out, begin, end, program, programs):
 @gluon.jit
 def _multiply(
     given, out_tiles, staging, bias, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, K_GROUPED: gl.constexpr,
-    AHEAD: gl.constexpr, BAND: gl.constexpr,
+    BAND: gl.constexpr,
 ):  # fmt: skip
     """The role of a warpgroup that multiplies and stores ``PARTS / WARPGROUPS`` parts of each tile.
 
-    AHEAD: see ``_add_stage_ahead``; one part. Else the warpgroups fill each other's gaps. The branch around the sums of
-    m_grouped, which skips parts without rows, also keeps ptxas from overlapping them: it lacks the registers.
+    The warpgroups fill each other's gaps. The branch around the sums of m_grouped, which skips parts without rows, also
+    keeps ptxas from overlapping them: it lacks the registers.
     """
     out, buffers, groups, C, D, out_rows = given
     a_tiles, b_tiles, row_scales, column_scales, full, empty = buffers
@@ -266,20 +283,19 @@ def _multiply(
             part = slot * PARTS + WARPGROUP * OURS
             mbarrier.wait(full.index(slot), phase)
             b = b_tiles.index(slot)
-            if AHEAD:
-                accs = (_add_stage_ahead(accs[0], a_tiles.index(part), b, zero, row_scales, column_scales, part, slot),)
-            else:
-                for i in gl.static_range(OURS):
-                    acc = accs[i]
-                    if (not SQUARES) or row + i * 64 < row_end:
-                        a = a_tiles.index(part + i)
-                        acc = _add_stage(acc, a, b, zero, row_scales, column_scales, part + i, slot, SQUARES)
-                    if OURS == 1:
-                        accs = (acc,)
-                    elif i == 0:
-                        accs = (acc, accs[1])
-                    else:
-                        accs = (accs[0], acc)
+            for i in gl.static_range(OURS):
+                acc = accs[i]
+                a = a_tiles.index(part + i)
+                if not SQUARES:
+                    acc = _add_stage(acc, a, b, zero, row_scales, column_scales, part + i, slot)
+                elif row + i * 64 < row_end:
+                    acc = _add_stage_of_squares(acc, a, b, zero, row_scales, column_scales, part + i, slot)
+                if OURS == 1:
+                    accs = (acc,)
+                elif i == 0:
+                    accs = (acc, accs[1])
+                else:
+                    accs = (accs[0], acc)
             mbarrier.arrive(empty.index(slot), count=1)
             slot, phase = _next_slot(slot, phase, STAGES)
         column = tile_column * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
@@ -310,7 +326,7 @@ def _gemm_kernel(
     a, b, row_scale, column_scale, out_tiles, out, bias, offs, experts, tiles_down, tiles_across, C, D,
     out_rows, scale_rows, scale_stages,
     STEPS: gl.constexpr, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, WARPGROUPS: gl.constexpr,
-    PARTS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, BAND: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: every P-th output tile, P programs, then every P-th block of the rows of no group.
@@ -343,8 +359,8 @@ def _gemm_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (multiply, out_tiles, staging, bias, 0, WARPGROUPS, K_GROUPED, AHEAD, BAND)),
-                (_multiply, (multiply, out_tiles, staging, bias, 1, WARPGROUPS, K_GROUPED, AHEAD, BAND)),
+                (_multiply, (multiply, out_tiles, staging, bias, 0, WARPGROUPS, K_GROUPED, BAND)),
+                (_multiply, (multiply, out_tiles, staging, bias, 1, WARPGROUPS, K_GROUPED, BAND)),
                 (_load, (load, COPIES, K_GROUPED, BAND)),
             ],
             [4, 1],
@@ -353,9 +369,9 @@ def _gemm_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (multiply, out_tiles, staging, bias, 0, WARPGROUPS, K_GROUPED, AHEAD, BAND)),
-                (_multiply, (multiply, out_tiles, staging, bias, 1, WARPGROUPS, K_GROUPED, AHEAD, BAND)),
-                (_multiply, (multiply, out_tiles, staging, bias, 2, WARPGROUPS, K_GROUPED, AHEAD, BAND)),
+                (_multiply, (multiply, out_tiles, staging, bias, 0, WARPGROUPS, K_GROUPED, BAND)),
+                (_multiply, (multiply, out_tiles, staging, bias, 1, WARPGROUPS, K_GROUPED, BAND)),
+                (_multiply, (multiply, out_tiles, staging, bias, 2, WARPGROUPS, K_GROUPED, BAND)),
                 (_load, (load, COPIES, K_GROUPED, BAND)),
             ],
             [4, 4, 1],
@@ -369,6 +385,9 @@ def _decode_lines(
     STEPS: tl.constexpr, ARE_ROWS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """fp32 ``2^(s - 127)`` of LINES lines, rows or columns, and the STEPS scale bytes of a stage. Byte 255 becomes NaN.
+
+    Of several steps the first one's scales are negative where the steps of a stage have the same scale, in each of 64
+    rows or of 4 (groups of 32) columns.
 
     ARE_ROWS: instead of expert e it is copy e, which holds the rows from e on. Past the last line or block: 2^-127, as
     what it scales is zero.
@@ -385,6 +404,12 @@ def _decode_lines(
         source += e * stride_e
     s = tl.load(source, mask=(line_in < lines)[:, None] & (block < blocks)[None, :], other=0).to(tl.int32)
     bits = tl.where(s == 255, 0x7FC00000, tl.maximum(s << 23, 0x00400000))
+    if STEPS > 1:
+        RUN: tl.constexpr = 64 if ARE_ROWS else 4  # what lies in a part, or in a tile
+        even = (tl.max(s, 1) == tl.min(s, 1)).to(tl.int32)
+        even = tl.min(tl.reshape(even, (LINES // RUN, RUN)), 1)
+        even = tl.reshape(tl.broadcast_to(even[:, None], (LINES // RUN, RUN)), (LINES,))
+        bits |= tl.where((step == 0)[None, :], even[:, None] << 31, 0)
     at = (e * stages + stage) * STEPS * lines_out
     if ARE_ROWS:
         at += line[:, None] * STEPS + step[None, :]
@@ -422,28 +447,23 @@ def _decode_scales(
 class Tiles:
     """A launch configuration: tiles of ``64 * parts`` rows and 128 columns, ``stages`` in flight.
 
-    ``parts`` are shared out to ``warpgroups``; ``ahead``: see ``_multiply``. ``registers`` are for a thread that
-    multiplies and one that loads: the warpgroups share the 64 Ki registers of a multiprocessor.
+    ``parts`` are shared out to ``warpgroups``. ``registers`` are for a thread that multiplies and one that loads: the
+    warpgroups share the 64 Ki registers of a multiprocessor.
     """
 
     warpgroups: int
     parts: int
     stages: int
-    ahead: bool
     registers: tuple[int, int]
 
 
-# By the blocks of ``b``, each the fastest of several numbers of warpgroups, parts and stages on an H200.
-#   32x32:  the sums of one step are added while those of the next are under way, which hides the latency of both.
-#   32x128: three warpgroups fill each other's gaps; tiles of 192 rows read less of ``b`` than those of 128.
-#   1x128:  256 rows. No branch around the sums: ptxas then overlaps a little, and spills some of what is used per tile.
-TILES: dict[str, Tiles] = {
-    "32x32": Tiles(warpgroups=2, parts=2, stages=5, ahead=True, registers=(240, 24)),
-    "32x128": Tiles(warpgroups=3, parts=3, stages=4, ahead=False, registers=(160, 32)),
-    "1x128": Tiles(warpgroups=2, parts=4, stages=4, ahead=False, registers=(232, 40)),
-}
-# Of 32x128, for groups of few rows. From how many rows on the other is faster has not been timed.
-FEW_ROWS = Tiles(warpgroups=2, parts=2, stages=5, ahead=False, registers=(232, 40))
+# Each the fastest of several numbers of warpgroups, parts and stages on an H200.
+# Three warpgroups fill each other's gaps; tiles of 192 rows read less of ``b`` than those of 128.
+M_GROUPED = Tiles(warpgroups=3, parts=3, stages=4, registers=(160, 32))
+# Of groups of few rows. From how many rows on the other is faster has not been timed.
+FEW_ROWS = Tiles(warpgroups=2, parts=2, stages=5, registers=(232, 40))
+# 256 rows. No branch around the sums: ptxas then overlaps a little, and spills some of what is used per tile.
+K_GROUPED = Tiles(warpgroups=2, parts=4, stages=4, registers=(232, 40))
 
 
 def gemm_m_grouped(
@@ -468,8 +488,8 @@ def gemm_m_grouped(
             f"cannot multiply blocks of {a.block} by blocks of {b.block}: quantise both operands in the forms that "
             "operand_forms names"
         )
-    few = a.block == "1x128" and a.shape[0] < 768 * b.shape[0]  # on average in a group
-    return multiply_m_grouped(a, b, offs, bias, out_dtype, FEW_ROWS if few else TILES[b.block])
+    few = a.shape[0] < 768 * b.shape[0]  # on average in a group
+    return multiply_m_grouped(a, b, offs, bias, out_dtype, FEW_ROWS if few else M_GROUPED)
 
 
 def gemm_k_grouped(a: MXTensor, b: MXTensor, offs: torch.Tensor | None, *, out_dtype: torch.dtype) -> torch.Tensor:
@@ -485,7 +505,7 @@ def gemm_k_grouped(a: MXTensor, b: MXTensor, offs: torch.Tensor | None, *, out_d
         )
     if a.block != "1x128":
         return portable.gemm_k_grouped(a, b, offs, out_dtype=out_dtype)
-    return multiply_k_grouped(a, b, offs, out_dtype, TILES["1x128"])
+    return multiply_k_grouped(a, b, offs, out_dtype, K_GROUPED)
 
 
 def multiply_m_grouped(
@@ -610,6 +630,6 @@ def _launch(
         out_tiles, out_2d, bias, offs, experts, tiles_down, tiles_across, c, d, rows,
         scale_rows, stages,
         STEPS=steps, COPIES=copies, K_GROUPED=k_grouped, WARPGROUPS=tiles.warpgroups,
-        PARTS=tiles.parts, STAGES=tiles.stages, AHEAD=tiles.ahead, BAND=BAND,
+        PARTS=tiles.parts, STAGES=tiles.stages, BAND=BAND,
         LOAD_REGISTERS=tiles.registers[1], MULTIPLY_REGISTERS=tiles.registers[0], num_warps=4,
     )  # fmt: skip

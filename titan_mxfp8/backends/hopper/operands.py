@@ -1,19 +1,14 @@
 """What the GEMMs multiply on SM90, whose tensor cores know FP8 but no scales.
 
-| recipe                          | forward, dgrad                                  | wgrad          |
-|---------------------------------|-------------------------------------------------|----------------|
-| exact                           | ``bf16``: the dequantised values                | ``bf16``       |
-| exact, 32x32 weights, on an H20 | ``mx``: FP8, sums scaled per 32 elements        | ``bf16``       |
-| rebased                         | FP8, sums scaled per 128: ``1x128``, ``32x128`` | FP8: ``1x128`` |
+| recipe               | forward, dgrad                                                              | wgrad          |
+|----------------------|-----------------------------------------------------------------------------|----------------|
+| exact, 1x32 weights  | ``bf16``: the dequantised values                                            | ``bf16``       |
+| exact, 32x32 weights | ``even``: FP8, sums scaled per 128 where scales can be equal, else per 32   | ``bf16``       |
+| rebased              | FP8, sums scaled per 128: ``1x128``, ``32x128``                             | FP8: ``1x128`` |
 
-``bf16`` goes to the GEMMs of ``backends.triton``. On an H200 it is faster than exact FP8, which spends more power and
-instructions on adding sums than it saves on multiplying (``results/2026-11-21_h200_hopper``). By their data sheets an
-H20 multiplies a quarter as fast per multiprocessor and adds as fast as an H200: there adding hides behind multiplying,
-and FP8 takes half of the time of bf16. That is reckoned, it has never run on an H20.
+``bf16`` goes to the GEMMs of ``backends.triton``.
 """
 
-import re
-from functools import cache
 from typing import Literal
 
 import torch
@@ -23,6 +18,8 @@ from titan_mxfp8.backends.hopper.quantize import quantize_rebased
 from titan_mxfp8.format import reference
 from titan_mxfp8.format.mx import REBASED, Block, Form, MXTensor, Rounding
 
+_REBASED: tuple[Form, ...] = (*REBASED, "even")  # what quantize_rebased makes
+
 
 def operand_forms(
     gemm: Literal["m_grouped", "k_grouped"], weight_block: Block, rebased: bool, device: torch.device
@@ -30,8 +27,8 @@ def operand_forms(
     """``format.reference.operand_forms``: the table above."""
     if rebased:
         return reference.operand_forms(gemm, weight_block, rebased, device)
-    if gemm == "m_grouped" and weight_block == "32x32" and _is_h20(device):
-        return "mx", "mx"
+    if gemm == "m_grouped" and weight_block == "32x32":
+        return "even", "even"
     return "bf16", "bf16"
 
 
@@ -48,7 +45,7 @@ def quantize_operand(
 ) -> MXTensor:
     """``format.reference.quantize_operand``; ``axis`` is one of the last two."""
     kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "offs": offs}
-    if form not in REBASED:
+    if form not in _REBASED:
         return triton.quantize_operand(x, axis, form=form, **kwargs)
     along_last = axis == x.ndim - 1
     forms = (form, None) if along_last else (None, form)
@@ -68,14 +65,9 @@ def quantize_operand_both(
 ) -> tuple[MXTensor, MXTensor]:
     """``format.reference.quantize_operand_both``."""
     kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block}
-    if forms[0] in REBASED and forms[1] in REBASED:
+    if forms[0] in _REBASED and forms[1] in _REBASED:
         return quantize_rebased(x, forms=forms, offs=offs, changed=changed, **kwargs)
-    if forms == ("mx", "bf16"):  # nothing makes both in one read
-        last = triton.quantize_operand(x, x.ndim - 1, offs=None, form="mx", **kwargs)
+    if forms == ("even", "bf16"):  # nothing makes both in one read
+        last, _ = quantize_rebased(x, forms=("even", None), offs=None, changed=None, **kwargs)
         return last, triton.quantize_operand(x, x.ndim - 2, offs=offs, form="bf16", **kwargs)
     return triton.quantize_operand_both(x, offs=offs, forms=forms, **kwargs)
-
-
-@cache
-def _is_h20(device: torch.device) -> bool:
-    return re.search(r"\bH20\b", torch.cuda.get_device_name(device)) is not None

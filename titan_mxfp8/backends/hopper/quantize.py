@@ -1,12 +1,12 @@
-"""Quantise kernels that rebase: ``format.reference.rebase`` of what the quantiser makes, in one read of the tensor.
+"""Quantise kernels that rebase: ``format.reference.rebase`` or ``even_out`` of what the quantiser makes, in one read.
 
 Host tensors have R rows, C columns and B matrices; P is R, or with ragged groups ``ragged_rows(R, groups, 128)``.
-Scales are stored across (``format.mx.stored_across``), their last axis rounded up to a multiple of 16:
+Rebased scales are stored across (``format.mx.stored_across``), their last axis rounded up to a multiple of 16:
 
-| output | elements  | scales 1x128    | scales 32x128        |
-|--------|-----------|-----------------|----------------------|
-| last   | (B, R, C) | (B, C / 128, R) | (B, C / 128, R / 32) |
-| first  | (B, C, P) | (B, P / 128, C) | (B, P / 128, C / 32) |
+| output | elements  | scales 1x128    | scales 32x128        | even: of 1x32   | of 32x32             |
+|--------|-----------|-----------------|----------------------|-----------------|----------------------|
+| last   | (B, R, C) | (B, C / 128, R) | (B, C / 128, R / 32) | (B, R, C / 32)  | (B, R / 32, C / 32)  |
+| first  | (B, C, P) | (B, P / 128, C) | (B, P / 128, C / 32) |                 | (B, C / 32, R / 32)  |
 
 A tile of 128 rows and 128 columns holds whole blocks of 128 along both axes, and its scales are whole sectors.
 """
@@ -21,6 +21,7 @@ from titan_mxfp8.backends.triton.convert import (
     reciprocal_scale,
     scale_byte,
     shift_elements,
+    shift_loss,
     to_elements,
 )
 from titan_mxfp8.backends.triton.quantize import (
@@ -63,19 +64,24 @@ def quantize_rebased(
     offs: torch.Tensor | None,
     changed: torch.Tensor | None,
 ) -> tuple[MXTensor | None, MXTensor | None]:
-    """``format.reference.rebase(quantize(x, axis, ...), form, changed)`` along one axis or both.
+    """``format.reference.rebase(quantize(x, axis, ...), form, changed)``, or ``even_out``, along one axis or both.
 
     Args:
         x: 2-D or 3-D, bf16 or fp32.
         forms: what to make along the last axis and along the one before it, which ``offs`` cuts into groups, each
-            moved to a multiple of 128; None: nothing.
+            moved to a multiple of 128; None: nothing. ``even`` of 1x32 blocks: along one axis only, without ``offs``.
         rounding, elem_dtype, block, offs, changed: as in ``format.reference``.
 
     Returns:
         Along the last axis, and along the one before it.
     """
     kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "changed": changed}
-    if offs is None and lies_transposed(x):
+    even = "even" in forms
+    if even and block == "1x32" and forms[1]:
+        assert forms[0] is None and offs is None, forms
+        along_last, _ = quantize_rebased(x.mT.contiguous(), forms=forms[::-1], offs=None, **kwargs)
+        return None, along_last.mT
+    if offs is None and lies_transposed(x) and not (even and block == "1x32"):
         along_first, along_last = quantize_rebased(x.mT, forms=forms[::-1], offs=None, **kwargs)
         return along_last and along_last.mT, along_first and along_first.mT
     assert block == "1x32" or "1x128" not in forms
@@ -87,16 +93,20 @@ def quantize_rebased(
         return along_last, along_first
     *_, rows, cols = x.shape
     padded_rows = rows if offs is None else ragged_rows(rows, offs.shape[0], REBASED_SIZE)
-    along_last = _empty(x, rows, cols, last) if last else (None, None)
-    along_first = _empty(x, cols, padded_rows, first) if first else (None, None)
+    along_last = _empty(x, rows, cols, block, last) if last else (None, None)
+    along_first = _empty(x, cols, padded_rows, block, first) if first else (None, None)
     options = {"FLOOR": rounding == "floor", "E5M2": elem_dtype == torch.float8_e5m2}
     if block == "1x32":
         options["SQUARES"] = squares
     launch = _launch_squares if block == "32x32" else _launch_tiles if first else _launch_rows
+    if launch is not _launch_tiles:
+        options["EVEN"] = even
     with torch.accelerator.device_index(x.device.index):
         launch(as_matrices(x, x.ndim - 2), *along_last, *along_first, changed, offs, options)
     along_last, along_first = (
-        MXTensor(qdata.view(elem_dtype), scale.mT, x.ndim - 1, form, x.dtype) if form else None
+        MXTensor(qdata.view(elem_dtype), scale if even else scale.mT, x.ndim - 1, block if even else form, x.dtype)
+        if form
+        else None
         for form, (qdata, scale) in zip(forms, (along_last, along_first), strict=True)
     )
     return along_last, along_first and along_first.mT
@@ -112,10 +122,10 @@ def add_to(changed, byte, shifted, scale, largest, E5M2: tl.constexpr):
 @triton.jit
 def rebase_rows(
     x, qdata, changed, row, stop, cols, row_stride, tile_col,
-    FLOOR: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr, SQUARES: tl.constexpr,
+    FLOOR: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr, SQUARES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """``ROWS`` rows, those before ``stop``, and 128 columns of a matrix, along the last axis. Returns the scale of each
-    row; with SQUARES they are the same."""
+    row, with SQUARES the same, or with EVEN the four of each."""
     col = tile_col * 128 + tl.arange(0, 128)
     inside = (row < stop)[:, None] & (col < cols)[None, :]
     values = tl.load(x + row.to(tl.int64)[:, None] * row_stride + col[None, :], mask=inside, other=0)
@@ -127,16 +137,22 @@ def rebase_rows(
     old, new = byte[:, :, None], largest[:, None, None]
     elements = to_elements(values * reciprocal_scale(old), old, E5M2)
     shifted = shift_elements(elements, old, new, E5M2)
-    add_to(changed, elements, shifted, old, new, E5M2)
+    if EVEN:
+        loss = tl.sum(tl.sum(shift_loss(elements, shifted, old, new, E5M2), 2), 1)
+        scale = tl.where((loss == 0)[:, None], largest[:, None], byte)
+        shifted = shift_elements(elements, old, scale[:, :, None], E5M2)
+    else:
+        add_to(changed, elements, shifted, old, new, E5M2)
+        scale = largest
     store_matrix(qdata, tl.reshape(shifted, (ROWS, 128)), row, stop, col, cols)
-    return largest.to(tl.uint8)
+    return scale.to(tl.uint8)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _rebase_rows(
     x, qdata, scale, changed,
     rows, cols, batch_stride, row_stride,
-    FLOOR: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr, SQUARES: tl.constexpr,
+    FLOOR: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr, SQUARES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One program: ``ROWS`` rows and 128 columns of one matrix, along the last axis."""
     col_tiles = tl.cdiv(cols, 128)
@@ -144,18 +160,22 @@ def _rebase_rows(
     tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
     tile_row = tl.program_id(0) // col_tiles % row_tiles
     batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
-    lines = row_tiles if SQUARES else rows
-    scale += (batch * col_tiles + tile_col) * (tl.cdiv(lines, 16) * 16)
     row = tile_row * ROWS + tl.arange(0, ROWS)
-    largest = rebase_rows(
+    scales = rebase_rows(
         x + batch * batch_stride, qdata + batch * rows * cols, changed,
-        row, rows, cols, row_stride, tile_col, FLOOR, E5M2, ROWS, SQUARES,
+        row, rows, cols, row_stride, tile_col, FLOOR, E5M2, ROWS, SQUARES, EVEN,
     )  # fmt: skip
-    if SQUARES:
-        tl.static_assert(ROWS == 32)
-        tl.store(scale + tile_row, tl.max(largest, 0))
+    if EVEN:
+        block, blocks = tile_col * 4 + tl.arange(0, 4), tl.cdiv(cols, 32)
+        store_matrix(scale + batch * rows * blocks, scales, row, rows, block, blocks)
     else:
-        tl.store(scale + row, largest, mask=row < rows)
+        lines = row_tiles if SQUARES else rows
+        scale += (batch * col_tiles + tile_col) * (tl.cdiv(lines, 16) * 16)
+        if SQUARES:
+            tl.static_assert(ROWS == 32)
+            tl.store(scale + tile_row, tl.max(scales, 0))
+        else:
+            tl.store(scale + row, scales, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows", "units"])
@@ -191,8 +211,9 @@ def _rebase_tiles(
             end = tl.load(offs_end)  # the tail is zeros along the first axis
         row = start + tl.arange(0, 128)
         last_largest = rebase_rows(
-            x, last_qdata + batch * rows * cols, changed, row, stop, cols, row_stride, tile_col, FLOOR, E5M2, 128, False
-        )
+            x, last_qdata + batch * rows * cols, changed, row, stop, cols, row_stride, tile_col,
+            FLOOR, E5M2, 128, False, False,
+        )  # fmt: skip
         last_scale += (batch * col_tiles + tile_col) * (tl.cdiv(rows, 16) * 16)
         tl.store(last_scale + row, last_largest, mask=row < stop)
     # A second load comes from the L1. In one layout for both axes a maximum would cross warps on either.
@@ -231,7 +252,7 @@ def _rebase_tiles(
 def _rebase_squares(
     x, last_qdata, last_scale, first_qdata, first_scale, changed,
     rows, cols, first_cols, batch_stride, row_stride,
-    LAST: tl.constexpr, FIRST: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
+    LAST: tl.constexpr, FIRST: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr, EVEN: tl.constexpr,
     BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """One program: a 128 x 128 tile in 32x32 blocks, rebased along the last axis, the first one or both.
@@ -263,33 +284,57 @@ def _rebase_squares(
         old, new = wide[None, :, :, None, :], largest[None, :, None, None, None]
         elements = to_elements(values * reciprocal_scale(old), old, E5M2)
         shifted = shift_elements(elements, old, new, E5M2)
-        add_to(changed, elements, shifted, old, new, E5M2)
+        if EVEN:
+            loss = tl.sum(tl.sum(shift_loss(elements, shifted, old, new, E5M2), 0), 2)
+            loss = tl.sum(tl.sum(loss, 2), 1)
+            scales = tl.where((loss == 0)[:, None, None], largest[:, None, None], byte)
+            new = tl.broadcast_to(scales[:, :, :, None], (BLOCKS, LINES, SQUARES, 32))
+            new = tl.reshape(new, (BLOCKS, LINES, LINE))
+            shifted = shift_elements(elements, old, new[None, :, :, None, :], E5M2)
+            last_scale += batch * row_blocks * col_blocks
+            scales = tl.reshape(scales, (BLOCKS, 4))
+            store_matrix(last_scale, scales, row_block, row_blocks, col_block, col_blocks)
+        else:
+            add_to(changed, elements, shifted, old, new, E5M2)
+            last_scale += (batch * col_tiles + tile_col) * (tl.cdiv(row_blocks, 16) * 16)
+            tl.store(last_scale + row_block, largest.to(tl.uint8), mask=row_block < row_blocks)
         shifted = tl.reshape(tl.permute(shifted, (1, 3, 0, 2, 4)), (128, 128))
         store_matrix(last_qdata + batch * rows * cols, shifted, row, rows, col, cols)
-        last_scale += (batch * col_tiles + tile_col) * (tl.cdiv(row_blocks, 16) * 16)
-        tl.store(last_scale + row_block, largest.to(tl.uint8), mask=row_block < row_blocks)
     if FIRST:
         largest = tl.max(byte, 0)
         new = tl.reshape(tl.broadcast_to(largest[:, :, None], (LINES, SQUARES, 32)), (LINES, LINE))
         old, new = wide[None, :, :, None, :, None], new[None, None, :, None, :, None]
         elements = columns_to_elements(values, wide, E5M2, BLOCKS, LINES, LINE)
         shifted = shift_elements(elements, old, new, E5M2)
-        add_to(changed, elements, shifted, old, new, E5M2)
+        if EVEN:
+            loss = shift_loss(elements, shifted, old, new, E5M2)  # (4, BLOCKS, LINES, 4, LINE, 2)
+            loss = tl.sum(tl.sum(tl.sum(tl.sum(loss, 5), 0), 2), 0)  # (LINES, LINE)
+            loss = tl.sum(tl.reshape(loss, (LINES, SQUARES, 32)), 2)
+            scales = tl.where((loss == 0)[None, :, :], largest[None, :, :], byte)
+            new = tl.broadcast_to(scales[:, :, :, None], (BLOCKS, LINES, SQUARES, 32))
+            new = tl.reshape(new, (BLOCKS, LINES, LINE))
+            shifted = shift_elements(elements, old, new[None, :, :, None, :, None], E5M2)
+            first_scale += batch * row_blocks * col_blocks
+            scales = tl.trans(tl.reshape(scales, (BLOCKS, 4)))
+            store_matrix(first_scale, scales, col_block, col_blocks, row_block, row_blocks)
+        else:
+            add_to(changed, elements, shifted, old, new, E5M2)
+            first_scale += (batch * row_tiles + tile_row) * (tl.cdiv(col_blocks, 16) * 16)
+            tl.store(first_scale + col_block, tl.reshape(largest, (4,)).to(tl.uint8), mask=col_block < col_blocks)
         shifted = transposed(shifted, BLOCKS, LINES, LINE)
         store_matrix(first_qdata + batch * rows * cols, shifted, col, cols, row, first_cols)
-        first_scale += (batch * row_tiles + tile_row) * (tl.cdiv(col_blocks, 16) * 16)
-        tl.store(first_scale + col_block, tl.reshape(largest, (4,)).to(tl.uint8), mask=col_block < col_blocks)
 
 
-def _empty(x: torch.Tensor, rows: int, length: int, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes of ``rows`` rows for each matrix of ``x``, and their scales, one per 128 of ``length``, as they are stored
-    but without the rows that fill up a multiple of 16."""
-    lines = ceil_div(rows, BLOCK_SIZE) if form in SQUARES else rows
+def _empty(x: torch.Tensor, rows: int, length: int, block: Block, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes of ``rows`` rows for each matrix of ``x``, and their scales as they are stored but without the rows that
+    fill up a multiple of 16."""
+    lines = ceil_div(rows, BLOCK_SIZE) if form in SQUARES or block in SQUARES else rows
+    rebased = stored_across(lines, ceil_div(length, REBASED_SIZE))
+    shape = (lines, ceil_div(length, BLOCK_SIZE)) if form == "even" else rebased
     qdata, scale = (
-        torch.empty((*x.shape[:-2], *shape), dtype=torch.uint8, device=x.device)
-        for shape in ((rows, length), stored_across(lines, ceil_div(length, REBASED_SIZE)))
+        torch.empty((*x.shape[:-2], *shape), dtype=torch.uint8, device=x.device) for shape in ((rows, length), shape)
     )
-    return qdata, scale.narrow(-1, 0, lines)
+    return qdata, scale if form == "even" else scale.narrow(-1, 0, lines)
 
 
 def _launch_rows(x_BRC, qdata, scale, _first_qdata, _first_scale, changed, _offs, options) -> None:

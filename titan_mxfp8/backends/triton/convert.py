@@ -98,6 +98,23 @@ def shift_elements(byte, scale, largest, E5M2: tl.constexpr):
 
 
 @triton.jit
+def shift_loss(byte, shifted, scale, largest, E5M2: tl.constexpr):
+    """fp16 that is 0 for those of ``shift_elements``' elements whose value is what it was before, and adds up.
+
+    More than 15 steps count as a change unless the element is 0 (``format.reference.even_out``).
+    """
+    # Back to where it was. fp16 holds every element, and one instruction takes two.
+    factor = (tl.minimum(largest - scale, 15) + 127) << 23
+    factor = tl.where(largest == 255, 0x7FC00000, factor).to(tl.float32, bitcast=True).to(tl.float16)
+    dtype: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
+    before, after = byte.to(dtype, bitcast=True).to(tl.float16), shifted.to(dtype, bitcast=True).to(tl.float16)
+    difference = after * factor - before
+    if E5M2:  # at least 2^-16, whose square is none in fp16
+        difference *= 256
+    return difference * difference
+
+
+@triton.jit
 def count_changed(byte, shifted, scale, largest, E5M2: tl.constexpr):
     """How many of ``shift_elements``' elements have another value than before, NaN aside."""
     factor = ((tl.maximum(scale - largest, -64) + 127) << 23).to(tl.float32, bitcast=True)
