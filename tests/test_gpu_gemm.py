@@ -126,7 +126,9 @@ def test_linear_against_the_reference_backend(recipe: str, backend: str):
     for name, value in results["cuda"].items():
         error = relative_rms(value.cpu(), results["cpu"][name])
         print(recipe, name, f"{error:.1e}")
-        assert error < 3e-4, name
+        # FP8 tensor cores of SM90 cut bits off their sums: bf16 outputs round the other way now and then.
+        in_fp8 = backend == "auto" and MMA == "bf16_tma" and recipe.startswith("mxfp8_2d")
+        assert error < (1e-3 if in_fp8 else 3e-4), name
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d", "mxfp8_wgrad_bf16"])

@@ -113,9 +113,8 @@ def test_both_kinds_of_stages_are_tested():
     """Those whose sums are scaled once and, most of them in ``mx``, once per 32."""
     for name, least in (("mx", 0), ("even", 0.2)):
         a, b = (to_gpu(x) for x in m_grouped_operands(*SIZES["large"], name, 416, 288))
-        marked = [
-            (scale < 0).float().sum() * 4 / scale.numel() for scale in gemm.decode_scales(a.scale, b.scale, 4, 4, 1)
-        ]
+        *both, _ = gemm.decode_scales(a.scale, b.scale, 4, 4, 1)
+        marked = [(scale < 0).float().sum() * 4 / scale.numel() for scale in both]
         assert all(least <= share <= 0.8 for share in marked), (name, marked)
 
 
@@ -212,15 +211,34 @@ def test_op_against_the_reference_backend(recipe: str, way: str, monkeypatch: py
         assert error <= TOLERANCE[BF16 if name == "dw" and recipe.endswith("bf16") else FP32], name
 
 
+@pytest.mark.parametrize("in_step", [0, 1 << 30], ids=["in step", "free"])
 @pytest.mark.parametrize("name", FORMS)
-def test_many_tiles_give_the_same_bits_again(name: str):
+def test_many_tiles_give_the_same_bits_again(name: str, in_step: int, monkeypatch: pytest.MonkeyPatch):
     """More tiles than programs, so that stages, barriers and staging are reused from tile to tile."""
+    monkeypatch.setattr(gemm, "IN_STEP", in_step)
     check_m_grouped("large", name, gemm.M_GROUPED, c=1056, d=8224)
     sizes, extra = SIZES["large"]
     a, b = (to_gpu(x) for x in m_grouped_operands(sizes, extra, name, 1056, 8224))
     offs = make_offs(sizes, "cuda")
     first, *others = (gemm.gemm_m_grouped(a, b, offs, bias=None, out_dtype=BF16) for _ in range(5))
     assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("started", [0, -(10**6)], ids=["all come", "some never do"])
+def test_programs_in_step(started: int, monkeypatch: pytest.MonkeyPatch):
+    """Of tiles that are many, of different lengths, or none; and where programs wait for others that never start."""
+    decode = gemm.decode_scales
+
+    def decode_and_start(*args) -> tuple[torch.Tensor, ...]:
+        *scales, counter = decode(*args)
+        return *scales, counter.fill_(started)
+
+    monkeypatch.setattr(gemm, "IN_STEP", 0)
+    monkeypatch.setattr(gemm, "decode_scales", decode_and_start)
+    for case in ("large", "zipf", "all empty"):
+        check_k_grouped(case, n=2048, k=2080)
+        for name in FORMS:
+            check_m_grouped(case, name, gemm.M_GROUPED, d=4128)
 
 
 @pytest.mark.parametrize("name", FORMS)

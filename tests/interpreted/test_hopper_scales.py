@@ -19,7 +19,8 @@ def test_decoded_scales_lie_where_the_gemm_looks(
     column_scale = torch.randint(256, (experts, columns, blocks), dtype=torch.uint8).mT
     if contiguous:
         row_scale, column_scale = row_scale.contiguous(), column_scale.contiguous()
-    row_out, column_out = gemm.decode_scales(row_scale, column_scale, steps, stages, copies)
+    row_out, column_out, started = gemm.decode_scales(row_scale, column_scale, steps, stages, copies)
+    assert started.dtype == torch.int32 and started.tolist() == [0]
 
     def padded(scale: torch.Tensor, lines: int) -> torch.Tensor:
         """fp32 (..., steps * stages, lines), 2^-127 where there is nothing."""
@@ -47,7 +48,7 @@ def test_equal_scales_are_marked():
         scale[:, 15] ^= 255
     row_scale[70, 9] ^= 128
     column_scale[0, 10, 2] ^= 2
-    row_out, column_out = gemm.decode_scales(row_scale.to(torch.uint8), column_scale.to(torch.uint8), 4, stages, 1)
+    row_out, column_out, _ = gemm.decode_scales(row_scale.to(torch.uint8), column_scale.to(torch.uint8), 4, stages, 1)
     marked = row_out.signbit().view(stages, 152, 4)
     expected = torch.zeros_like(marked)
     expected[0, :, 0] = expected[2, :64, 0] = expected[2, 128:, 0] = True
@@ -57,5 +58,5 @@ def test_equal_scales_are_marked():
     expected[0, 0] = expected[2, 0, 4:] = True
     assert torch.equal(marked, expected)
 
-    for scales in gemm.decode_scales(row_scale.to(torch.uint8), column_scale.to(torch.uint8), 1, 4 * stages, 1):
-        assert not scales.signbit().any()
+    *both, _ = gemm.decode_scales(row_scale.to(torch.uint8), column_scale.to(torch.uint8), 1, 4 * stages, 1)
+    assert not any(scales.signbit().any() for scales in both)

@@ -27,7 +27,8 @@ memory. A stage holds the tile's rows of ``a``, in parts of 64, 128 rows of ``b.
 
 Every role walks over the same tiles by itself (``walk.seek``), from the offsets in device memory: groups may end
 anywhere, nothing is padded and the host never waits. A tile may read rows of the next group: rows do not mix, and only
-the group's own are stored. What the copies read outside a tensor is zero.
+the group's own are stored. What the copies read outside a tensor is zero. Over long contractions the loading warps wait
+for each other before each tile (``_wait_for_others``).
 
 ``decode_scales`` prepares the scales, from any strides, in the layouts that single copies want: a copy of TMA must
 start at a multiple of 16 bytes, but a group at any row. Exact: the four scales of a row's stage are side by side, 16
@@ -61,6 +62,8 @@ from titan_mxfp8.format.mx import BLOCK_SIZE, MXTensor, ceil_div
 # Renamed after Triton 3.6.
 _copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+_PATIENCE = gl.constexpr(128)  # times that a program looks for the others, a little less than a microsecond each
+_EVERYTHING = gl.constexpr(1 << 22)  # more tiles than programs start, and 2^31 is more than all programs have to add
 _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 STAGE = 128  # of the contraction
@@ -68,6 +71,7 @@ COLUMNS = 128  # of a tile
 PART = 64  # rows of a tile that one wgmma multiplies
 BAND = 8  # rows of tiles that are in flight together, see walk.tile_position
 DECODE_LINES = 512  # rows or columns whose scales a program decodes
+IN_STEP = 4096  # contractions that are at least this long keep programs in step, see _wait_for_others
 _GL_DTYPE = {
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.float8_e5m2: gl.float8e5,
@@ -89,9 +93,27 @@ def _next_slot(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _wait_for_others(started, tiles, patient):
+    """Waits until every program has started as many tiles as this one, ``tiles`` now; returns whether to wait again.
+
+    Programs that are in step read the same rows of ``a`` and ``b`` at about the same time. Left alone they drift apart,
+    until what they share no longer stays in L2: at K = 8192 half of the loads that should hit it went to memory. The
+    warp that loads is stages ahead, so the others need not stop. A program that has nothing left to do counts as one
+    that has started everything. One that cannot run, while some other kernel has its multiprocessor, never comes:
+    whoever waits in vain once stops waiting.
+    """
+    seen = gl.atomic_add(started, 1) + 1
+    looks = gl.to_tensor(0)
+    while (seen < tiles * gl.num_programs(0)) & (looks < _PATIENCE) & patient:
+        seen = gl.atomic_add(started, 0)
+        looks += 1
+    return patient & (looks < _PATIENCE)
+
+
+@gluon.jit
 def _load(given, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, BAND: gl.constexpr):
     """The role of the warp that fills the stages."""
-    a, b, row_scale, column_scale, buffers, groups, C, D, scale_rows, scale_stages = given
+    a, b, row_scale, column_scale, buffers, groups, C, D, scale_rows, scale_stages, started = given
     a_tiles, b_tiles, row_scales, column_scales, full, empty = buffers
     STAGES: gl.constexpr = full.shape[0]
     PARTS: gl.constexpr = a_tiles.shape[0] // STAGES
@@ -103,7 +125,12 @@ def _load(given, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, BAND: gl.constex
     _, experts, _, tiles_across = groups
     tile = gl.program_id(0)
     state = seek(tile, before_first_group(), groups, K_GROUPED, PARTS * 64, 128)
+    tiles = gl.to_tensor(0)
+    patient = tiles == 0
     while state[0] < experts:
+        if started is not None:
+            tiles += 1
+            patient = _wait_for_others(started, tiles, patient)
         group, _, _, start, end, _ = state
         tile_row, tile_column = tile_position(tile, state, tiles_across, BAND)
         row = tile_row * (PARTS * 64)
@@ -132,6 +159,8 @@ def _load(given, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, BAND: gl.constex
             slot, phase = _next_slot(slot, phase, STAGES)
         tile += gl.num_programs(0)
         state = seek(tile, state, groups, K_GROUPED, PARTS * 64, 128)
+    if started is not None:
+        gl.atomic_add(started, _EVERYTHING)
 
 
 @gluon.jit
@@ -323,7 +352,7 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["experts", "tiles_down", "tiles_across", "out_rows", "scale_rows", "scale_stages"])
 def _gemm_kernel(
-    a, b, row_scale, column_scale, out_tiles, out, bias, offs, experts, tiles_down, tiles_across, C, D,
+    a, b, row_scale, column_scale, out_tiles, out, bias, offs, started, experts, tiles_down, tiles_across, C, D,
     out_rows, scale_rows, scale_stages,
     STEPS: gl.constexpr, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, WARPGROUPS: gl.constexpr,
     PARTS: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
@@ -333,7 +362,7 @@ def _gemm_kernel(
 
     ``a``: descriptor of (rows, C). ``b``: of (E * D, C), or (D, C) with K_GROUPED. STEPS: sums of a stage.
     ``row_scale``, ``column_scale``: descriptors of what ``decode_scales`` returns. ``out_tiles``: descriptor of ``out``
-    for whole parts, or None.
+    for whole parts, or None. ``started``: int32 that is 0, for ``_wait_for_others``, or None.
     """
     COLUMNS: gl.constexpr = b.block_shape[0]
     WIDTH: gl.constexpr = column_scale.block_shape[1]
@@ -353,7 +382,7 @@ def _gemm_kernel(
     fence_async_shared()
     buffers = (a_tiles, b_tiles, row_scales, column_scales, full, empty)
     groups = (offs, experts, tiles_down, tiles_across)
-    load = (a, b, row_scale, column_scale, buffers, groups, C, D, scale_rows, scale_stages)
+    load = (a, b, row_scale, column_scale, buffers, groups, C, D, scale_rows, scale_stages, started)
     multiply = (out, buffers, groups, C, D, out_rows)
     gl.static_assert(WARPGROUPS == 2 or WARPGROUPS == 3)
     if WARPGROUPS == 2:
@@ -424,13 +453,15 @@ def _decode_lines(
     ]
 )  # fmt: skip
 def _decode_scales(
-    row_scale, column_scale, row_out, column_out, row_programs,
+    row_scale, column_scale, row_out, column_out, started, row_programs,
     rows, row_blocks, rows_out, row_stride_k, row_stride_r,
     columns, column_blocks, columns_out, column_stride_e, column_stride_k, column_stride_d, stages,
     STEPS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """The scales of both operands, the first ``row_programs`` programs those of the rows: see ``decode_scales``."""
     program = tl.program_id(0)
+    if program == 0:
+        tl.store(started, 0)
     if program < row_programs:
         _decode_lines(
             row_scale, row_out, program, rows, row_blocks, rows_out, stages, 0, row_stride_k, row_stride_r,
@@ -561,29 +592,31 @@ def multiply_k_grouped(
 
 def decode_scales(
     row_scale_RC: torch.Tensor, column_scale_ECD: torch.Tensor, steps: int, stages: int, copies: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """fp32 scales as the GEMM copies them.
 
     Returns:
         Those of the rows, flat: (copies, stages, rows to a multiple of 4, steps); copy s starts at row s. Those of the
-        columns, (experts * stages * steps, columns), the columns to a multiple of 4.
+        columns, (experts * stages * steps, columns), the columns to a multiple of 4. And an int32 that is 0.
     """
     (rows, row_blocks), (experts, column_blocks, columns) = row_scale_RC.shape, column_scale_ECD.shape
     rows_out, columns_out = ceil_div(rows, 4) * 4, ceil_div(columns, 4) * 4
     # Multiples of 4 both: TMA wants the second part to start at 16 bytes too.
     sizes = copies * stages * rows_out * steps, experts * stages * steps * columns_out
-    row_out, column_out = torch.empty(sum(sizes), dtype=torch.float32, device=row_scale_RC.device).split(sizes)
+    both = torch.empty(sum(sizes) + 1, dtype=torch.float32, device=row_scale_RC.device)
+    row_out, column_out, started = both.split((*sizes, 1))
+    started = started.view(torch.int32)
     row_programs, column_programs = (
         ceil_div(lines, DECODE_LINES) * stages * matrices
         for lines, matrices in ((rows_out, copies), (columns_out, experts))
     )
     stride_e, stride_k, stride_d = column_scale_ECD.stride()
     _decode_scales[(row_programs + column_programs,)](
-        row_scale_RC, column_scale_ECD, row_out, column_out, row_programs,
+        row_scale_RC, column_scale_ECD, row_out, column_out, started, row_programs,
         rows, row_blocks, rows_out, row_scale_RC.stride(1), row_scale_RC.stride(0),
         columns, column_blocks, columns_out, stride_e, stride_k, stride_d, stages, STEPS=steps, LINES=DECODE_LINES,
     )  # fmt: skip
-    return row_out, column_out.view(experts * stages * steps, columns_out)
+    return row_out, column_out.view(experts * stages * steps, columns_out), started
 
 
 @cache
@@ -600,6 +633,7 @@ def _launch(
     b_RC: torch.Tensor,
     row_scale: torch.Tensor,
     column_scale: torch.Tensor,
+    started: torch.Tensor,
     out: torch.Tensor,
     bias: torch.Tensor | None,
     offs: torch.Tensor,
@@ -614,6 +648,7 @@ def _launch(
 ) -> None:
     (rows, c), part_rows = a_RC.shape, PART * tiles.parts
     tiles_down, tiles_across = ceil_div(rows, part_rows), ceil_div(d, COLUMNS)
+    length = c // experts if k_grouped else c  # of a contraction, on average
     count = (tiles_down * experts if k_grouped else tiles_down + experts) * tiles_across  # at most
     processors = (
         132 if out.device.type != "cuda" else torch.cuda.get_device_properties(out.device).multi_processor_count
@@ -627,7 +662,8 @@ def _launch(
         _descriptor(a_RC, PART, STAGE), _descriptor(b_RC, COLUMNS, STAGE),
         _descriptor(row_scale, PART * steps),
         _descriptor(column_scale, steps, COLUMNS if k_grouped else BLOCK_SIZE // steps),
-        out_tiles, out_2d, bias, offs, experts, tiles_down, tiles_across, c, d, rows,
+        out_tiles, out_2d, bias, offs, started if length >= IN_STEP else None,
+        experts, tiles_down, tiles_across, c, d, rows,
         scale_rows, stages,
         STEPS=steps, COPIES=copies, K_GROUPED=k_grouped, WARPGROUPS=tiles.warpgroups,
         PARTS=tiles.parts, STAGES=tiles.stages, BAND=BAND,
