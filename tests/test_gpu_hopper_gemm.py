@@ -23,6 +23,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 TOLERANCE = {FP32: 6e-4, BF16: 2**-8}
 SIZES = {
     **CASES,
+    "straddle": ([50, 50], 0),
     "first and last empty": ([0, 127, 128, 129, 0], 0),
     "last alone": ([0, 0, 0, 300], 1),
     "160 experts": (group_sizes("zipf", 3000, 160), 0),
@@ -227,18 +228,36 @@ def test_many_tiles_give_the_same_bits_again(name: str, in_step: int, monkeypatc
 @pytest.mark.parametrize("started", [0, -(10**6)], ids=["all come", "some never do"])
 def test_programs_in_step(started: int, monkeypatch: pytest.MonkeyPatch):
     """Of tiles that are many, of different lengths, or none; and where programs wait for others that never start."""
-    decode = gemm.decode_scales
+    decode, counters = gemm.decode_scales, []
 
     def decode_and_start(*args) -> tuple[torch.Tensor, ...]:
         *scales, counter = decode(*args)
-        return *scales, counter.fill_(started)
+        counters.append(counter.fill_(started))
+        return *scales, counter
 
     monkeypatch.setattr(gemm, "IN_STEP", 0)
     monkeypatch.setattr(gemm, "decode_scales", decode_and_start)
     for case in ("large", "zipf", "all empty"):
+        sizes, _ = SIZES[case]
         check_k_grouped(case, n=2048, k=2080)
+        tiles = [len(sizes) * 8 * 17]
         for name in FORMS:
             check_m_grouped(case, name, gemm.M_GROUPED, d=4128)
+            tiles.append(sum(-(-size // 192) for size in sizes) * 33)
+        # each program added one for each of its tiles, and 2^22 when there were no more
+        assert [(counter.item() - started) % (1 << 22) for counter in counters] == tiles
+        counters.clear()
+
+
+def test_a_part_past_the_last_row_is_not_taken_for_even():
+    """The second group starts at row 50: its part goes past row 100, where the next stage's scales begin."""
+    x = torch.ones(100, 384)
+    x[64:, :32] = 448 * 2.0**-10
+    x[64:, 0] = 1.125 * 2.0**-19  # lost if divided by more
+    a, b = quantized(x, 1, "1x32", "even"), quantized(torch.randn(2, 96, 384), 2, "32x32", "even").mT
+    offs = make_offs([50, 50])
+    y = gemm.gemm_m_grouped(to_gpu(a), to_gpu(b), offs.cuda(), bias=None, out_dtype=FP32)
+    assert relative_rms(y.cpu(), reference.gemm_m_grouped(a, b, offs, bias=None, out_dtype=FP32)) <= TOLERANCE[FP32]
 
 
 @pytest.mark.parametrize("name", FORMS)

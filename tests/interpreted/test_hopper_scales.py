@@ -30,8 +30,9 @@ def test_decoded_scales_lie_where_the_gemm_looks(
         return out
 
     row_out, column_out = row_out.abs(), column_out.abs()  # for the signs see below
-    for copy, part in enumerate(row_out.view(copies, stages, 80, steps)):
-        expected = padded(row_scale.mT[:, copy:], 80).view(stages, steps, 80).mT
+    rows_out = 128 if steps > 1 else 80
+    for copy, part in enumerate(row_out.view(copies, stages, rows_out, steps)):
+        expected = padded(row_scale.mT[:, copy:], rows_out).view(stages, steps, rows_out).mT
         assert torch.equal(part.nan_to_num(3.0), expected.nan_to_num(3.0)), copy
     expected = padded(column_scale, 72).view(-1, 72)
     assert torch.equal(column_out.nan_to_num(3.0), expected.nan_to_num(3.0))
@@ -49,7 +50,7 @@ def test_equal_scales_are_marked():
     row_scale[70, 9] ^= 128
     column_scale[0, 10, 2] ^= 2
     row_out, column_out, _ = gemm.decode_scales(row_scale.to(torch.uint8), column_scale.to(torch.uint8), 4, stages, 1)
-    marked = row_out.signbit().view(stages, 152, 4)
+    marked = row_out.signbit().view(stages, 192, 4)
     expected = torch.zeros_like(marked)
     expected[0, :, 0] = expected[2, :64, 0] = expected[2, 128:, 0] = True
     assert torch.equal(marked, expected)
@@ -60,3 +61,25 @@ def test_equal_scales_are_marked():
 
     *both, _ = gemm.decode_scales(row_scale.to(torch.uint8), column_scale.to(torch.uint8), 1, 4 * stages, 1)
     assert not any(scales.signbit().any() for scales in both)
+
+
+@pytest.mark.parametrize("rows", [1, 65, 100, 128, 150])
+def test_no_part_is_taken_for_even_that_is_not(rows: int):
+    """Parts of 64 rows from any row on, as the GEMM copies them: past the last row they go on into the next stage."""
+    stages = 3
+    row_scale = torch.full((rows, 4 * stages), 127)
+    row_scale[rows * 2 // 3 :, 1] += 1  # of the first stage only the rows before are even
+    column_scale = torch.full((1, 4 * stages, 32), 127)
+    row_out, _, _ = gemm.decode_scales(row_scale.to(torch.uint8), column_scale.to(torch.uint8), 4, stages, 1)
+    stage_rows = len(row_out) // (4 * stages)
+    scales, even = torch.cat([row_out, torch.zeros(64 * 4)]), row_scale.view(rows, stages, 4)
+    even = (even.amax(2) == even.amin(2)).T  # (stages, rows)
+    found = 0
+    for stage in range(stages):
+        for first in range(rows):
+            start = (stage * stage_rows + first) * 4
+            part = scales[start : start + 64 * 4].view(64, 4)  # see _is_even
+            if part[0, 0] < 0 and part[63, 0] < 0:
+                assert even[stage, first : first + 64].all(), (stage, first)
+                found += 1
+    assert found > 0

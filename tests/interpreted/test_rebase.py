@@ -7,6 +7,7 @@ from kernel_checks import (
     E5M2,
     REBASINGS,
     assert_equal,
+    assert_same,
     check_even,
     check_rebased,
     partly_even,
@@ -17,6 +18,7 @@ from kernel_checks import (
 
 from titan_mxfp8.backends import hopper
 from titan_mxfp8.backends.triton import convert
+from titan_mxfp8.format import reference
 from titan_mxfp8.testing import SPREADS, group_sizes, make_offs
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -83,6 +85,16 @@ def test_dequantised_values_are_those_of_the_triton_backend():
     assert (last.axis, first.axis) == (1, 0) and last.is_dequantized and first.is_dequantized
     assert_equal(last.qdata, rounded_in_place(x, 1, None, **kwargs))
     assert_equal(first.qdata, rounded_in_place(x, 0, offs, **kwargs))
+
+
+def test_even_along_one_axis_and_bf16_along_the_other():
+    """What the activations of ``mxfp8_2d`` take."""
+    x, offs = partly_even((150, 160), BF16), make_offs([0, 1, 44, 90])
+    kwargs = {"rounding": "rceil", "elem_dtype": E4M3, "block": "1x32"}
+    last, first = hopper.quantize_operand_both(x, offs=offs, forms=("even", "bf16"), **kwargs)
+    assert_same(last, reference.quantize_operand(x, 1, offs=None, form="even", **kwargs))
+    assert first.axis == 0 and first.is_dequantized
+    assert_equal(first.qdata[:90], rounded_in_place(x, 0, offs, **kwargs)[:90])
 
 
 def test_what_fits_is_not_changed_and_what_does_not_is_counted():

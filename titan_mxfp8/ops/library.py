@@ -35,8 +35,8 @@ _LIBRARY = torch.library.Library("titan_mxfp8", "FRAGMENT")
 def _operator(function: Callable[..., object]) -> OpOverload:
     """Makes ``function``, whose name begins with an underscore, an operator of that name without it.
 
-    As ``torch.library.custom_op`` does, without its checks on each call, which with small operands cost more than the
-    quantisers' own host time. Nothing differentiates these operators: ``autograd.Function``s call them.
+    As ``torch.library.custom_op`` does, without its checks on each call, which take time. Nothing differentiates these
+    operators: ``autograd.Function``s call them.
     """
     name = function.__name__.removeprefix("_")
     schema = torch.library.infer_schema(function, mutates_args=())

@@ -69,7 +69,8 @@ def quantize_rebased(
     Args:
         x: 2-D or 3-D, bf16 or fp32.
         forms: what to make along the last axis and along the one before it, which ``offs`` cuts into groups, each
-            moved to a multiple of 128; None: nothing. ``even`` of 1x32 blocks: along one axis only, without ``offs``.
+            moved to a multiple of 128; None: nothing. ``even`` goes with itself or None; of 1x32 blocks along one axis
+            only, without ``offs``, and for the one before the last by way of a copy, which no recipe needs.
         rounding, elem_dtype, block, offs, changed: as in ``format.reference``.
 
     Returns:
@@ -77,6 +78,7 @@ def quantize_rebased(
     """
     kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "changed": changed}
     even = "even" in forms
+    assert not even or set(forms) <= {"even", None}, forms
     if even and block == "1x32" and forms[1]:
         assert forms[0] is None and offs is None, forms
         along_last, _ = quantize_rebased(x.mT.contiguous(), forms=forms[::-1], offs=None, **kwargs)
