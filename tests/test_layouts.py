@@ -25,8 +25,8 @@ CASES = (
 )
 STEPS = 6
 # Largest difference of the loss at any step, nats per token; measured 4.0e-4 (mxfp8) and 4.2e-5 (plain), with torch
-# 2.15 1.1e-3 and 9.5e-7. Plain losses differ in the last digits from run to run; once, of some twenty runs, that made
-# 1.3e-3 of the 4.0e-4.
+# 2.15 1.1e-3 and 9.5e-7. Plain losses differ in the last digits from run to run, and one run of all tests found
+# 1.3e-3 instead of 4.0e-4; not explained further.
 LOSS = {"mxfp8": 2e-3, "plain": 2e-4}
 # Largest difference of a parameter's first gradient, relative RMS; measured 9e-5, 6e-5 of it the clipping norm's.
 # Under TP the sums end in other last digits, and under PP with EP other sequences share a microbatch and so a block of

@@ -2,7 +2,7 @@
 
 Hopper's tensor cores (``wgmma``) multiply FP8 but know no scales. So a chain of them sums 32 or 128 products of a row
 and a column, and each sum p is added to the output as ``acc += p * (row scale * column scale)``. One FP32 instruction
-for each p takes as long as the tensor cores take for 32 products, and as much power, so this decides how fast a form
+for each p takes as long as the tensor cores take for 32 products, and power besides, so this decides how fast a form
 can be:
 
 | GEMM      | ``b``  | sums of   | scales of a sum             | FP32 instructions per element of it |
@@ -603,7 +603,8 @@ def decode_scales(
         an int32 that is 0.
     """
     (rows, row_blocks), (experts, column_blocks, columns) = row_scale_RC.shape, column_scale_ECD.shape
-    # With marks whole runs: the rows of a part that go past the last run are then of no stage, or all in its first run.
+    # With marks, whole runs. A part that goes on past the last of them, into the next stage, has all its rows in that
+    # run, whose mark is at its first row: what _is_even finds at its last row is another run's, and does no harm.
     run = PART if steps > 1 else 4
     rows_out, columns_out = ceil_div(rows, run) * run, ceil_div(columns, 4) * 4
     # Multiples of 4 both: TMA wants the second part to start at 16 bytes too.

@@ -19,7 +19,7 @@ from titan_mxfp8.backends.hopper.quantize import quantize_rebased
 from titan_mxfp8.format import reference
 from titan_mxfp8.format.mx import REBASED, Block, Form, MXTensor, Rounding
 
-_REBASED: tuple[Form, ...] = (*REBASED, "even")  # what quantize_rebased makes
+_OWN_FORMS: tuple[Form, ...] = (*REBASED, "even")  # quantize_rebased makes these, the Triton backend the others
 
 
 def operand_forms(
@@ -46,7 +46,7 @@ def quantize_operand(
 ) -> MXTensor:
     """``format.reference.quantize_operand``; ``axis`` is one of the last two."""
     kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "offs": offs}
-    if form not in _REBASED:
+    if form not in _OWN_FORMS:
         return triton.quantize_operand(x, axis, form=form, **kwargs)
     along_last = axis == x.ndim - 1
     forms = (form, None) if along_last else (None, form)
@@ -66,7 +66,7 @@ def quantize_operand_both(
 ) -> tuple[MXTensor, MXTensor]:
     """``format.reference.quantize_operand_both``."""
     kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block}
-    if forms[0] in _REBASED and forms[1] in _REBASED:
+    if forms[0] in _OWN_FORMS and forms[1] in _OWN_FORMS:
         return quantize_rebased(x, forms=forms, offs=offs, changed=changed, **kwargs)
     if forms == ("even", "bf16"):  # nothing makes both in one read
         last, _ = quantize_rebased(x, forms=("even", None), offs=None, changed=None, **kwargs)
