@@ -10,11 +10,12 @@ NVIDIA's data sheets state for H100 SXM and H200 SXM, whatever the multiplicatio
 The data are normal numbers, and "of products": tokens and gradients that are products of two normal numbers, as the
 input of w2 is a product. How fast Hopper's exact FP8 GEMMs are depends on them (``format.reference.even_out``):
 ``even_a`` and ``even_b`` are the shares of the operands that are scaled once per 128 (``testing.even_share``).
+"16 held": beside another kernel that holds 16 multiprocessors, as those of NCCL do while FSDP gathers or scatters.
 """
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import torch
 
 from titan_mxfp8 import mxfp8_grouped_mm
 from titan_mxfp8.backends import BACKENDS, load, select
+from titan_mxfp8.backends.triton.hold import held_multiprocessors
 from titan_mxfp8.recipe import RECIPES
 from titan_mxfp8.testing import (
     GROUPED_SHAPES,
@@ -44,6 +46,7 @@ PLAIN = {"rounding": "rceil", "elem_dtype": torch.float8_e4m3fn}
 # Relative RMS between MXFP8 and bf16 results on normal data: 0.037, see tests/test_ops.py.
 MAX_ERROR = 0.045
 FP8_PEAK_TFLOPS = 1979
+HELD = 16  # multiprocessors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +57,11 @@ class Way:
     backend: str
     rebase: bool = False
     products: bool = False  # tokens and gradients of products of two normal numbers
+    beside: int = 0  # multiprocessors that another kernel holds
 
     def __str__(self) -> str:
-        return f"{self.recipe}{' rebased' if self.rebase else ''}{' of products' if self.products else ''}"
+        how = " rebased" * self.rebase + " of products" * self.products
+        return f"{self.recipe}{how}{f', {self.beside} held,' if self.beside else ''}"
 
 
 def make_problem(shape: GroupedShape, spread: Spread, products: bool) -> tuple[torch.Tensor, ...]:
@@ -136,9 +141,10 @@ def bench_way(shape: GroupedShape, spread: Spread, way: Way) -> list[Row]:
         error = max(relative_rms(a, b) for a, b in zip(ours.split(8192), theirs.split(8192), strict=True))
         assert error < MAX_ERROR, f"{shape.name} {way}: {name} is off by {error:.3f}"
     flops = 2 * shape.m * shape.n * shape.k
-    with torch.no_grad():
+    with held_multiprocessors(way.beside), torch.no_grad():
         forward = compare(lambda: mxfp8(x, w.mT), lambda: bf16(x, w.mT), flops)
-    both = compare(lambda: step(mxfp8), lambda: step(bf16), 3 * flops)
+    with held_multiprocessors(way.beside):
+        both = compare(lambda: step(mxfp8), lambda: step(bf16), 3 * flops)
     return [{"what": f"{way} forward", **forward}, {"what": f"{way} forward + backward", **both}]
 
 
@@ -159,10 +165,11 @@ def main() -> None:
     if not args.quick:
         ways.append(exact["mxfp8_wgrad_bf16"])
     ways += [rebased[recipe] for recipe in ("mxfp8", "mxfp8_2d") if rebased]
+    beside = [replace(way, beside=HELD) for way in ways]
 
     jobs: list[tuple[GroupedShape, Spread, Callable[..., list[Row]], Way]] = []
     for shape in README_SHAPES:
-        jobs += [(shape, "balanced", bench_way, way) for way in (*ways, *products)]
+        jobs += [(shape, "balanced", bench_way, way) for way in (*ways, *products, *beside)]
         jobs += [(shape, "balanced", bench_parts, way) for way in (*ways, *products) if "wgrad" not in way.recipe]
     for shape in SMALL_EXPERT_SHAPES:
         jobs += [(shape, "zipf", bench_way, way) for way in (both if args.quick else ways)]

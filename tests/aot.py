@@ -42,7 +42,8 @@ _devices = itertools.count(1000)  # a number for each use: Triton keeps compiled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """A compiled kernel. ``spills`` are bytes on NVIDIA and registers on AMD; ``warnings`` are of ptxas."""
+    """A compiled kernel. ``spills`` are bytes on NVIDIA and on AMD vector registers: scalar ones are
+    spilled to those, not to memory. ``warnings`` are of ptxas."""
 
     name: str
     target: str
@@ -137,7 +138,7 @@ def _inspect(target: str, compiled, log: str) -> Kernel:
         text = compiled.asm["amdgcn"]
         return Kernel(
             registers=number(r"\.vgpr_count:\s+(\d+)", text),
-            spills=number(r"\.[vs]gpr_spill_count:\s+(\d+)", text),
+            spills=number(r"\.vgpr_spill_count:\s+(\d+)", text),
             warnings=(),
             ptx="",
             assembly=text,

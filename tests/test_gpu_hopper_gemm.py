@@ -3,6 +3,7 @@
 Outputs start as NaN (``poisoned_empty``).
 """
 
+from collections.abc import Callable
 from unittest.mock import Mock, patch
 
 import pytest
@@ -11,6 +12,7 @@ from gemm_checks import BF16, CASES, E4M3, E5M2, FP32, wide
 
 from titan_mxfp8 import mxfp8_grouped_mm
 from titan_mxfp8.backends.hopper import gemm
+from titan_mxfp8.backends.triton.hold import held_multiprocessors
 from titan_mxfp8.format import reference
 from titan_mxfp8.format.mx import REBASED, MXTensor, decode_scale
 from titan_mxfp8.testing import group_sizes, make_offs, poisoned_empty, relative_rms
@@ -212,11 +214,9 @@ def test_op_against_the_reference_backend(recipe: str, way: str, monkeypatch: py
         assert error <= TOLERANCE[BF16 if name == "dw" and recipe.endswith("bf16") else FP32], name
 
 
-@pytest.mark.parametrize("in_step", [0, 1 << 30], ids=["in step", "free"])
 @pytest.mark.parametrize("name", FORMS)
-def test_many_tiles_give_the_same_bits_again(name: str, in_step: int, monkeypatch: pytest.MonkeyPatch):
+def test_many_tiles_give_the_same_bits_again(name: str):
     """More tiles than programs, so that stages, barriers and staging are reused from tile to tile."""
-    monkeypatch.setattr(gemm, "IN_STEP", in_step)
     check_m_grouped("large", name, gemm.M_GROUPED, c=1056, d=8224)
     sizes, extra = SIZES["large"]
     a, b = (to_gpu(x) for x in m_grouped_operands(sizes, extra, name, 1056, 8224))
@@ -225,27 +225,34 @@ def test_many_tiles_give_the_same_bits_again(name: str, in_step: int, monkeypatc
     assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("started", [0, -(10**6)], ids=["all come", "some never do"])
-def test_programs_in_step(started: int, monkeypatch: pytest.MonkeyPatch):
-    """Of tiles that are many, of different lengths, or none; and where programs wait for others that never start."""
+def test_each_tile_is_taken_once(monkeypatch: pytest.MonkeyPatch):
+    """Of tiles that are many, of different lengths, or none; also where most programs start when others have ended."""
     decode, counters = gemm.decode_scales, []
 
-    def decode_and_start(*args) -> tuple[torch.Tensor, ...]:
-        *scales, counter = decode(*args)
-        counters.append(counter.fill_(started))
-        return *scales, counter
+    def decode_and_keep(*args) -> tuple[torch.Tensor, ...]:
+        scales = decode(*args)
+        counters.append(scales[-1])
+        return scales
 
-    monkeypatch.setattr(gemm, "IN_STEP", 0)
-    monkeypatch.setattr(gemm, "decode_scales", decode_and_start)
+    def alone_and_beside(multiply: Callable[..., torch.Tensor], *args, **kwargs) -> None:
+        with poisoned_empty():
+            alone = multiply(*args, **kwargs)
+            with held_multiprocessors(100):
+                beside = multiply(*args, **kwargs)
+        assert torch.equal(alone, beside)
+
+    monkeypatch.setattr(gemm, "decode_scales", decode_and_keep)
     for case in ("large", "zipf", "all empty"):
-        sizes, _ = SIZES[case]
-        check_k_grouped(case, n=2048, k=2080)
-        tiles = [len(sizes) * 8 * 17]
+        sizes, extra = SIZES[case]
+        offs = make_offs(sizes)
+        a, b = (quantized(wide(sum(sizes) + extra, d), 0, "1x32", "1x128", offs=offs) for d in (2048, 2080))
+        alone_and_beside(gemm.gemm_k_grouped, to_gpu(a).mT, to_gpu(b), offs.cuda(), out_dtype=BF16)
+        tiles = [sum(size > 0 for size in sizes) * 8 * 17] * 2
         for name in FORMS:
-            check_m_grouped(case, name, gemm.M_GROUPED, d=4128)
-            tiles.append(sum(-(-size // 192) for size in sizes) * 33)
-        # each program added one for each of its tiles, and 2^22 when there were no more
-        assert [(counter.item() - started) % (1 << 22) for counter in counters] == tiles
+            a, b = (to_gpu(x) for x in m_grouped_operands(sizes, extra, name, 416, 4128))
+            alone_and_beside(gemm.multiply_m_grouped, a, b, offs.cuda(), None, BF16, gemm.M_GROUPED)
+            tiles += [sum(-(-size // 192) for size in sizes) * 33] * 2
+        assert [counter.item() for counter in counters] == tiles
         counters.clear()
 
 

@@ -46,7 +46,6 @@ def loops_that_multiply(kernel: Kernel, count: int) -> list[str]:
     return sorted((loop for loop in loops if " QGMMA" in loop), key=len)[:count]
 
 
-@pytest.mark.parametrize("in_step", [False, True], ids=["free", "in step"])
 @pytest.mark.parametrize(
     "launch, tiles, fp32_operations",
     [
@@ -57,20 +56,12 @@ def loops_that_multiply(kernel: Kernel, count: int) -> list[str]:
         pytest.param(wgrad, gemm.K_GROUPED, 2 * 2 * 64, id="wgrad"),
     ],
 )
-def test_compiles(
-    launch: Callable[[gemm.Tiles], None],
-    tiles: gemm.Tiles,
-    fp32_operations: int,
-    in_step: bool,
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_compiles(launch: Callable[[gemm.Tiles], None], tiles: gemm.Tiles, fp32_operations: int):
     """``fp32_operations``: that a thread needs for a stage, an FMUL or FFMA each."""
-    monkeypatch.setattr(gemm, "IN_STEP", 0 if in_step else 1 << 30)
     with compile_only("sm_90") as compiled:
         launch(tiles)
     (kernel,) = (kernel for kernel in compiled if kernel.name == "_gemm_kernel")
     print(kernel)
-    assert (" ATOMG" in kernel.assembly) == in_step
     assert not kernel.warnings  # such as C7510 to C7515, multiplications serialised
     assert kernel.shared <= SHARED_BYTES["sm_90"]
     # Some of what a role knows of its tile may be spilled, not what the loops over stages use.

@@ -196,7 +196,7 @@ def do_bench(fn: Callable[[], object], *, warmup_ms: float = 30, rep_ms: float =
             start.record()
             fn()
             end.record()
-        torch.cuda.synchronize()
+        events[-1][1].synchronize()
         return [start.elapsed_time(end) for start, end in events]
 
     fn()  # compiles

@@ -19,8 +19,8 @@ def test_decoded_scales_lie_where_the_gemm_looks(
     column_scale = torch.randint(256, (experts, columns, blocks), dtype=torch.uint8).mT
     if contiguous:
         row_scale, column_scale = row_scale.contiguous(), column_scale.contiguous()
-    row_out, column_out, started = gemm.decode_scales(row_scale, column_scale, steps, stages, copies)
-    assert started.dtype == torch.int32 and started.tolist() == [0]
+    row_out, column_out, taken = gemm.decode_scales(row_scale, column_scale, steps, stages, copies)
+    assert taken.dtype == torch.int32 and taken.tolist() == [0]
 
     def padded(scale: torch.Tensor, lines: int) -> torch.Tensor:
         """fp32 (..., steps * stages, lines), 2^-127 where there is nothing."""

@@ -25,10 +25,14 @@ memory. A stage holds the tile's rows of ``a``, in parts of 64, 128 rows of ``b.
 | ``_multiply``, a warpgroup  | ``full[stage]`` | its parts of ``a`` times ``b``, adds up the sums  | ``empty[stage]``|
 | of 4 warps, two or three    |                 | after the last stage: stores its part of the tile |                 |
 
-Every role walks over the same tiles by itself (``walk.seek``), from the offsets in device memory: groups may end
-anywhere, nothing is padded and the host never waits. A tile may read rows of the next group: rows do not mix, and only
-the group's own are stored. What the copies read outside a tensor is zero. Over long contractions the loading warps wait
-for each other before each tile (``_wait_for_others``).
+Tiles are taken on demand. A program starts with the one that has its own number; its loading warp takes the next from
+a counter in device memory and hands the number on with the last stage of the tile before. So the tiles that are in
+flight are always neighbours, which read the same rows of ``a`` and ``b`` while those are in L2, and a program that
+starts late, as a kernel of NCCL has its multiprocessor, leaves its share to the others.
+
+Every role finds its tile by itself (``walk.seek``), from the offsets in device memory: groups may end anywhere, nothing
+is padded and the host never waits. A tile may read rows of the next group: rows do not mix, and only the group's own
+are stored. What the copies read outside a tensor is zero.
 
 ``decode_scales`` prepares the scales, from any strides, in the layouts that single copies want: a copy of TMA must
 start at a multiple of 16 bytes, but a group at any row. Exact: the four scales of a row's stage are side by side, 16
@@ -62,8 +66,6 @@ from titan_mxfp8.format.mx import BLOCK_SIZE, MXTensor, ceil_div
 # Renamed after Triton 3.6.
 _copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-_PATIENCE = gl.constexpr(128)  # times that a program looks for the others, a little less than a microsecond each
-_EVERYTHING = gl.constexpr(1 << 22)  # more tiles than programs start, and 2^31 is more than all programs have to add
 _REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 STAGE = 128  # of the contraction
@@ -71,9 +73,6 @@ COLUMNS = 128  # of a tile
 PART = 64  # rows of a tile that one wgmma multiplies
 BAND = 8  # rows of tiles that are in flight together, see walk.tile_position
 DECODE_LINES = 512  # rows or columns whose scales a program decodes
-# Contractions that are at least this long keep programs in step, see _wait_for_others. 2048 loses, 5120 gains, and
-# nothing between has been timed.
-IN_STEP = 4096
 _GL_DTYPE = {
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.float8_e5m2: gl.float8e5,
@@ -95,44 +94,25 @@ def _next_slot(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _wait_for_others(started, tiles, patient):
-    """Waits until every program has started as many tiles as this one, ``tiles`` now; returns whether to wait again.
-
-    ``started`` points to the int32 sum of what all programs have started. Programs that are in step read the same rows
-    of ``a`` and ``b`` at about the same time. Left alone they drift apart, until what they share no longer stays in L2:
-    at K = 8192 38% of the sectors read from it missed, in step 22%. The warp that loads is stages ahead, so the others
-    need not stop. Once a program has nothing left to do, nobody waits any more. A program that cannot run, while some
-    other kernel has its multiprocessor, never comes: whoever waits in vain once (0.1 ms) stops waiting.
-    """
-    seen = gl.atomic_add(started, 1) + 1
-    looks = gl.to_tensor(0)
-    while (seen < tiles * gl.num_programs(0)) & (looks < _PATIENCE) & patient:
-        seen = gl.atomic_add(started, 0)
-        looks += 1
-    return patient & (looks < _PATIENCE)
-
-
-@gluon.jit
 def _load(given, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, BAND: gl.constexpr):
-    """The role of the warp that fills the stages."""
-    a, b, row_scale, column_scale, buffers, groups, C, D, scale_rows, scale_stages, started = given
-    a_tiles, b_tiles, row_scales, column_scales, full, empty = buffers
+    """The role of the warp that fills the stages, and takes the next tile."""
+    a, b, row_scale, column_scale, buffers, groups, C, D, scale_rows, scale_stages, taken = given
+    a_tiles, b_tiles, row_scales, column_scales, next_tiles, full, empty = buffers
     STAGES: gl.constexpr = full.shape[0]
     PARTS: gl.constexpr = a_tiles.shape[0] // STAGES
     STEPS: gl.constexpr = column_scales.shape[1]
     COLUMNS: gl.constexpr = b_tiles.shape[1]
     WIDTH: gl.constexpr = column_scales.shape[2]
     BYTES: gl.constexpr = (PARTS * 64 + COLUMNS) * 128 + (PARTS * 64 + WIDTH) * STEPS * 4
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     slot, phase = _first_slot()
     _, experts, _, tiles_across = groups
     tile = gl.program_id(0)
     state = seek(tile, before_first_group(), groups, K_GROUPED, PARTS * 64, 128)
-    tiles = gl.to_tensor(0)
-    patient = tiles == 0
     while state[0] < experts:
-        if started is not None:
-            tiles += 1
-            patient = _wait_for_others(started, tiles, patient)
+        # By one lane: what it takes is needed at the last stage only, but a scalar would be waited for here.
+        count = gl.atomic_add(taken + 0 * lane, 0 * lane + 1, mask=lane == 0, sem="relaxed")
+        next_tile = gl.where(lane == 0, gl.num_programs(0) + count, 0)
         group, _, _, start, end, _ = state
         tile_row, tile_column = tile_position(tile, state, tiles_across, BAND)
         row = tile_row * (PARTS * 64)
@@ -150,6 +130,8 @@ def _load(given, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, BAND: gl.constex
         for k in range(k_start, k_end, 128):
             mbarrier.wait(empty.index(slot), phase ^ 1)
             bar = full.index(slot)
+            if k + 128 >= k_end:
+                next_tiles.index(slot).store(next_tile)
             mbarrier.expect(bar, BYTES)
             for i in gl.static_range(PARTS):
                 _copy_in(a, [row + i * 64, k], bar, a_tiles.index(slot * PARTS + i))
@@ -159,10 +141,8 @@ def _load(given, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, BAND: gl.constex
             at = [(scale_base + k // 128) * STEPS, tile_column * (WIDTH if WIDTH == COLUMNS else COLUMNS // 32)]
             _copy_in(column_scale, at, bar, column_scales.index(slot))
             slot, phase = _next_slot(slot, phase, STAGES)
-        tile += gl.num_programs(0)
+        tile = gl.max(next_tile, 0)
         state = seek(tile, state, groups, K_GROUPED, PARTS * 64, 128)
-    if started is not None:
-        gl.atomic_add(started, _EVERYTHING)
 
 
 @gluon.jit
@@ -273,7 +253,7 @@ def _multiply(
     keeps ptxas from overlapping them: it lacks the registers.
     """
     out, buffers, groups, C, D, out_rows = given
-    a_tiles, b_tiles, row_scales, column_scales, full, empty = buffers
+    a_tiles, b_tiles, row_scales, column_scales, next_tiles, full, empty = buffers
     STAGES: gl.constexpr = full.shape[0]
     PARTS: gl.constexpr = a_tiles.shape[0] // STAGES
     STEPS: gl.constexpr = column_scales.shape[1]
@@ -284,6 +264,7 @@ def _multiply(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     ROW_MAJOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if _REINTERPRET:
         row_scales = row_scales.reinterpret(gl.float32, [STAGES * PARTS, 64, STEPS], ROW_MAJOR)
         column_scales = column_scales.reinterpret(gl.float32, [STAGES * STEPS, WIDTH], LINE)
@@ -308,9 +289,10 @@ def _multiply(
             matrix = group * 0
             k_length = group * 0 + C
         accs = ()
-        for _ in gl.static_range(OURS):
+        for _i in gl.static_range(OURS):
             accs = accs + (zero.reshape((64, COLUMNS // 32, 32)) if SQUARES else zero,)  # noqa: RUF005, no unpacking here
-        for _ in range(0, k_length, 128):
+        next_tile = tile
+        for k in range(0, k_length, 128):
             part = slot * PARTS + WARPGROUP * OURS
             mbarrier.wait(full.index(slot), phase)
             b = b_tiles.index(slot)
@@ -327,6 +309,8 @@ def _multiply(
                     accs = (acc, accs[1])
                 else:
                     accs = (accs[0], acc)
+            if k + 128 >= k_length:
+                next_tile = gl.max(next_tiles.index(slot).slice(0, 1).load(ONE), 0)
             mbarrier.arrive(empty.index(slot), count=1)
             slot, phase = _next_slot(slot, phase, STAGES)
         column = tile_column * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
@@ -342,29 +326,38 @@ def _multiply(
                 _store_whole(value, out_tiles, staging, matrix * out_rows + first_row, tile_column, WARPGROUP)
             else:
                 _store(value, out, matrix, first_row, row_end, out_rows, column, D)
-        tile += gl.num_programs(0)
+        tile = next_tile
         state = seek(tile, state, groups, K_GROUPED, PARTS * 64, 128)
     if out_tiles is not None:
         tma.store_wait(0)
-    if not K_GROUPED:
+    program = gl.program_id(0) * WARPGROUPS + WARPGROUP
+    programs = gl.num_programs(0) * WARPGROUPS
+    if K_GROUPED:  # groups without tokens have no tiles
+        size = out_rows.to(gl.int64) * D
+        start = gl.to_tensor(0)
+        for e in range(experts):
+            stop = gl.load(groups[0] + e)
+            if stop <= start:
+                _fill_zeros(out, e * size, (e + 1) * size, program, programs)
+            start = stop
+    else:
         _, _, _, _, _, stop = state
-        program = gl.program_id(0) * WARPGROUPS + WARPGROUP
-        _fill_zeros(out, stop.to(gl.int64) * D, out_rows.to(gl.int64) * D, program, gl.num_programs(0) * WARPGROUPS)
+        _fill_zeros(out, stop.to(gl.int64) * D, out_rows.to(gl.int64) * D, program, programs)
 
 
 @gluon.jit(do_not_specialize=["experts", "tiles_down", "tiles_across", "out_rows", "scale_rows", "scale_stages"])
 def _gemm_kernel(
-    a, b, row_scale, column_scale, out_tiles, out, bias, offs, started, experts, tiles_down, tiles_across, C, D,
+    a, b, row_scale, column_scale, out_tiles, out, bias, offs, taken, experts, tiles_down, tiles_across, C, D,
     out_rows, scale_rows, scale_stages,
     STEPS: gl.constexpr, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, WARPGROUPS: gl.constexpr,
     PARTS: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program: every P-th output tile, P programs, then every P-th block of the rows of no group.
+    """One program: output tiles, as long as there are any, then every P-th block of what is zero, of P programs.
 
     ``a``: descriptor of (rows, C). ``b``: of (E * D, C), or (D, C) with K_GROUPED. STEPS: sums of a stage.
     ``row_scale``, ``column_scale``: descriptors of what ``decode_scales`` returns. ``out_tiles``: descriptor of ``out``
-    for whole parts, or None. ``started``: int32 that is 0, for ``_wait_for_others``, or None.
+    for whole parts, or None. ``taken``: int32 that is 0, the number of tiles taken so far.
     """
     COLUMNS: gl.constexpr = b.block_shape[0]
     WIDTH: gl.constexpr = column_scale.block_shape[1]
@@ -376,15 +369,16 @@ def _gemm_kernel(
         staging = a_tiles  # not used
     else:
         staging = gl.allocate_shared_memory(out_tiles.dtype, [WARPGROUPS, 64, COLUMNS // 2], out_tiles.layout)
+    next_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=WARPGROUPS)
     fence_async_shared()
-    buffers = (a_tiles, b_tiles, row_scales, column_scales, full, empty)
+    buffers = (a_tiles, b_tiles, row_scales, column_scales, next_tiles, full, empty)
     groups = (offs, experts, tiles_down, tiles_across)
-    load = (a, b, row_scale, column_scale, buffers, groups, C, D, scale_rows, scale_stages, started)
+    load = (a, b, row_scale, column_scale, buffers, groups, C, D, scale_rows, scale_stages, taken)
     multiply = (out, buffers, groups, C, D, out_rows)
     gl.static_assert(WARPGROUPS == 2 or WARPGROUPS == 3)
     if WARPGROUPS == 2:
@@ -455,7 +449,7 @@ def _decode_lines(
     ]
 )  # fmt: skip
 def _decode_scales(
-    row_scale, column_scale, row_out, column_out, started, row_programs,
+    row_scale, column_scale, row_out, column_out, taken, row_programs,
     rows, row_blocks, rows_out, row_stride_k, row_stride_r,
     columns, column_blocks, columns_out, column_stride_e, column_stride_k, column_stride_d, stages,
     STEPS: tl.constexpr, LINES: tl.constexpr,
@@ -463,7 +457,7 @@ def _decode_scales(
     """The scales of both operands, the first ``row_programs`` programs those of the rows: see ``decode_scales``."""
     program = tl.program_id(0)
     if program == 0:
-        tl.store(started, 0)
+        tl.store(taken, 0)
     if program < row_programs:
         _decode_lines(
             row_scale, row_out, program, rows, row_blocks, rows_out, stages, 0, row_stride_k, row_stride_r,
@@ -610,19 +604,19 @@ def decode_scales(
     # Multiples of 4 both: TMA wants the second part to start at 16 bytes too.
     sizes = copies * stages * rows_out * steps, experts * stages * steps * columns_out
     both = torch.empty(sum(sizes) + 1, dtype=torch.float32, device=row_scale_RC.device)
-    row_out, column_out, started = both.split((*sizes, 1))
-    started = started.view(torch.int32)
+    row_out, column_out, taken = both.split((*sizes, 1))
+    taken = taken.view(torch.int32)
     row_programs, column_programs = (
         ceil_div(lines, DECODE_LINES) * stages * matrices
         for lines, matrices in ((rows_out, copies), (columns_out, experts))
     )
     stride_e, stride_k, stride_d = column_scale_ECD.stride()
     _decode_scales[(row_programs + column_programs,)](
-        row_scale_RC, column_scale_ECD, row_out, column_out, started, row_programs,
+        row_scale_RC, column_scale_ECD, row_out, column_out, taken, row_programs,
         rows, row_blocks, rows_out, row_scale_RC.stride(1), row_scale_RC.stride(0),
         columns, column_blocks, columns_out, stride_e, stride_k, stride_d, stages, STEPS=steps, LINES=DECODE_LINES,
     )  # fmt: skip
-    return row_out, column_out.view(experts * stages * steps, columns_out), started
+    return row_out, column_out.view(experts * stages * steps, columns_out), taken
 
 
 @cache
@@ -639,7 +633,7 @@ def _launch(
     b_RC: torch.Tensor,
     row_scale: torch.Tensor,
     column_scale: torch.Tensor,
-    started: torch.Tensor,
+    taken: torch.Tensor,
     out: torch.Tensor,
     bias: torch.Tensor | None,
     offs: torch.Tensor,
@@ -654,7 +648,6 @@ def _launch(
 ) -> None:
     (rows, c), part_rows = a_RC.shape, PART * tiles.parts
     tiles_down, tiles_across = ceil_div(rows, part_rows), ceil_div(d, COLUMNS)
-    length = c // experts if k_grouped else c  # of a contraction, on average
     count = (tiles_down * experts if k_grouped else tiles_down + experts) * tiles_across  # at most
     processors = (
         132 if out.device.type != "cuda" else torch.cuda.get_device_properties(out.device).multi_processor_count
@@ -668,7 +661,7 @@ def _launch(
         _descriptor(a_RC, PART, STAGE), _descriptor(b_RC, COLUMNS, STAGE),
         _descriptor(row_scale, PART * steps),
         _descriptor(column_scale, steps, COLUMNS if k_grouped else BLOCK_SIZE // steps),
-        out_tiles, out_2d, bias, offs, started if length >= IN_STEP else None,
+        out_tiles, out_2d, bias, offs, taken,
         experts, tiles_down, tiles_across, c, d, rows,
         scale_rows, stages,
         STEPS=steps, COPIES=copies, K_GROUPED=k_grouped, WARPGROUPS=tiles.warpgroups,

@@ -19,9 +19,9 @@ def seek(
 
     The state is (group, number of its first tile, number of its tiles, its start and end on the ragged axis, its end in
     ``offs``). ``offs = [100, 100, 300]``, tiles of 128 rows, two tiles across: the groups have 2, 0 and 4 tiles, so
-    tile 4 leads to (2, 2, 4, 100, 300, 300). K_GROUPED: the ragged axis is the contracted one, every group has
-    ``tiles_down * tiles_across`` tiles and starts at a multiple of ALIGNMENT: tile 4 of 2 x 1 leads to
-    (2, 4, 2, 128, 384, 300).
+    tile 4 leads to (2, 2, 4, 100, 300, 300). K_GROUPED: the ragged axis is the contracted one, every group that is not
+    empty has ``tiles_down * tiles_across`` tiles and starts at a multiple of ALIGNMENT: tile 3 of 2 x 1 leads to
+    (2, 2, 2, 128, 384, 300).
     """
     offs, experts, tiles_down, tiles_across = groups
     group, first, count, start, end, stop = state
@@ -34,7 +34,7 @@ def seek(
         if K_GROUPED:
             stop = group_stop
             end = start + gl.cdiv(size, ALIGNMENT) * ALIGNMENT
-            count = tiles_down * tiles_across
+            count = gl.where(size > 0, tiles_down * tiles_across, 0)
         else:
             stop = group_stop
             end = group_stop

@@ -90,21 +90,38 @@ def _fill_zeros(ptr, begin, end, BLOCK: tl.constexpr):
         at += tl.num_programs(0) * BLOCK
 
 
+@triton.jit
+def _take(taken, THREADS: tl.constexpr):
+    """Takes the next tile from a counter; ``_number`` says which one that is.
+
+    So a program that starts late, as a kernel of NCCL has its multiprocessor, leaves its share to the others. One lane
+    takes, and nobody waits before the number is needed: a scalar would be waited for at once.
+    """
+    lane = tl.arange(0, THREADS)
+    return tl.atomic_add(taken + 0 * lane, 1, mask=lane == 0, sem="relaxed")
+
+
+@triton.jit
+def _number(count, THREADS: tl.constexpr):
+    """The tile that ``_take`` took: the first ones go to the programs without being taken."""
+    return tl.num_programs(0) + tl.max(tl.where(tl.arange(0, THREADS) == 0, count, 0), 0)
+
+
 @triton.jit(do_not_specialize=["M", "E"])
 def _m_grouped_kernel(
-    a, a_scale, b, b_scale, bias, out, offs, M, C, D, E,
+    a, a_scale, b, b_scale, bias, out, offs, taken, M, C, D, E,
     stride_am, stride_ac, stride_asm, stride_be, stride_bc, stride_bd, stride_bse, stride_bsd,
     MMA: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, SCALE_D: tl.constexpr, D_MAJOR: tl.constexpr,
-    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BAND: tl.constexpr,
+    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BAND: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """One program: every P-th output tile, P programs; then every P-th block of the rows of no group.
+    """One program: the output tile of its own number, then others on demand; then blocks of the rows of no group.
 
     ``offs = [100, 100, 300]``, D of two tiles, BM 128: group 0 has 1 x 2 tiles, numbers 0 and 1, group 1 none, group 2
-    2 x 2, numbers 2 to 5. Of 3 programs the second computes tile 1 and, rows 100..227 of column tile 1, tile 4.
+    2 x 2, numbers 2 to 5. Of 3 programs the second computes tile 1 and, if it is the second to take another one, tile
+    4: rows 100..227 of column tile 1. ``taken``: int32 that is 0, for ``_take``.
     ``a`` and ``b`` are TMA descriptors if MMA is ``bf16_tma``, of (M, C) and (E, D, C), with D_MAJOR (E, C, D).
     SCALE_D: how many columns of ``b`` share a scale.
     """
-    programs = tl.num_programs(0)
     tiles_d = tl.cdiv(D, BN)
     start = tl.zeros((), tl.int32)
     first = tl.zeros((), tl.int32)
@@ -136,11 +153,12 @@ def _m_grouped_kernel(
                     row < end, col < D, stride_ac, stride_bc, tl.zeros((), tl.int32), C,
                     MMA == "scaled", A_FORMAT, B_FORMAT, EVEN, BM, BN, BC,
                 )  # fmt: skip
+            count = _take(taken, THREADS)
             if bias is not None:
                 acc += tl.load(bias + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
             out_ptrs = out + row.to(tl.int64)[:, None] * D + col[None, :]
             tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=(row < end)[:, None] & (col < D)[None, :])
-            tile += programs
+            tile = _number(count, THREADS)
         first = last
         start = end
         if MMA != "bf16_tma":
@@ -154,18 +172,17 @@ def _m_grouped_kernel(
 
 @triton.jit(do_not_specialize=["M", "E"])
 def _k_grouped_kernel(
-    a, a_scale, b, b_scale, out, offs, M, N, K, E,
+    a, a_scale, b, b_scale, out, offs, taken, M, N, K, E,
     stride_an, stride_am, stride_asn, stride_bm, stride_bk, stride_bsk,
     MMA: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, ALIGNMENT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BAND: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BAND: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """One program: every P-th output tile, P programs; each contracts the tokens of its own expert only.
+    """One program: output tiles as above; each contracts the tokens of its own expert only.
 
     ``offs = [100, 100, 300]``, ALIGNMENT 32: the groups are 0..127, nothing and 128..351 of the padded axis, zeros in
     the padding; with ALIGNMENT 1, 0..99, nothing and 100..299. The second expert's tiles contract nothing: zeros.
     ``a`` and ``b`` are TMA descriptors if MMA is ``bf16_tma``, of (M, N) and (M, K).
     """
-    programs = tl.num_programs(0)
     tiles_n, tiles_k = tl.cdiv(N, BM), tl.cdiv(K, BN)
     offset = tl.zeros((), tl.int32)
     start = tl.zeros((), tl.int32)
@@ -200,9 +217,10 @@ def _k_grouped_kernel(
                     n < N, k < K, stride_am, stride_bm, start, end,
                     MMA == "scaled", A_FORMAT, B_FORMAT, False, BM, BN, BC,
                 )  # fmt: skip
+            count = _take(taken, THREADS)
             out_ptrs = out + n.to(tl.int64)[:, None] * K + k[None, :]
             tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
-            tile += programs
+            tile = _number(count, THREADS)
         start = end
         offset += size
         out += N.to(tl.int64) * K
@@ -319,14 +337,16 @@ def multiply_m_grouped(
         else:
             b_arg = TensorDescriptor.from_tensor(b_ECD.mT, [1, tiles.bn, tiles.bc])
     count = (ceil_div(m, tiles.bm) + experts) * ceil_div(d, tiles.bn)  # at most
+    taken = torch.zeros(1, dtype=torch.int32, device=a_MC.device)
     with torch.accelerator.device_index(a_MC.device.index):
         _m_grouped_kernel[(min(count, processors * tiles.programs),)](
-            a_arg, a_scale, b_arg, b_scale, bias, out_MD, offs, m, c, d, experts,
+            a_arg, a_scale, b_arg, b_scale, bias, out_MD, offs, taken, m, c, d, experts,
             a_MC.stride(0), a_MC.stride(1), a_scale.stride(0),
             *b_ECD.stride(), b_scale.stride(0), b_scale.stride(-1),
             MMA=mma, A_FORMAT=_FORMAT[a_MC.dtype], B_FORMAT=_FORMAT[b_ECD.dtype],
             SCALE_D=BLOCK_SIZE if b.block == "32x32" else 1, D_MAJOR=d_major, EVEN=c % tiles.bc == 0,
-            BM=tiles.bm, BN=tiles.bn, BC=tiles.bc, BAND=BAND, num_warps=tiles.warps, num_stages=tiles.stages,
+            BM=tiles.bm, BN=tiles.bn, BC=tiles.bc, BAND=BAND, THREADS=64 * tiles.warps,
+            num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return out_MD
 
@@ -361,12 +381,14 @@ def multiply_k_grouped(
         a_arg = TensorDescriptor.from_tensor(a_NM.mT, [tiles.bc, tiles.bm])
         b_arg = TensorDescriptor.from_tensor(b_MK, [tiles.bc, tiles.bn])
     count = experts * ceil_div(n, tiles.bm) * ceil_div(k, tiles.bn)
+    taken = torch.zeros(1, dtype=torch.int32, device=a_NM.device)
     with torch.accelerator.device_index(a_NM.device.index):
         _k_grouped_kernel[(min(count, processors * tiles.programs),)](
-            a_arg, a_scale, b_arg, b_scale, out_ENK, offs, m, n, k, experts,
+            a_arg, a_scale, b_arg, b_scale, out_ENK, offs, taken, m, n, k, experts,
             *a_NM.stride(), a_scale.stride(0), *b_MK.stride(), b_scale.stride(-1),
             MMA=mma, A_FORMAT=_FORMAT[a_NM.dtype], B_FORMAT=_FORMAT[b_MK.dtype], ALIGNMENT=alignment,
-            BM=tiles.bm, BN=tiles.bn, BC=tiles.bc, BAND=BAND, num_warps=tiles.warps, num_stages=tiles.stages,
+            BM=tiles.bm, BN=tiles.bn, BC=tiles.bc, BAND=BAND, THREADS=64 * tiles.warps,
+            num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return out_ENK
 
