@@ -10,7 +10,8 @@ NVIDIA's data sheets state for H100 SXM and H200 SXM, whatever the multiplicatio
 The data are normal numbers, and "of products": tokens and gradients that are products of two normal numbers, as the
 input of w2 is a product. How fast Hopper's exact FP8 GEMMs are depends on them (``format.reference.even_out``):
 ``even_a`` and ``even_b`` are the shares of the operands that are scaled once per 128 (``testing.even_share``).
-"16 held": beside another kernel that holds 16 multiprocessors, as those of NCCL do while FSDP gathers or scatters.
+"16 held": beside another kernel that holds 16 multiprocessors and does nothing else, as kernels of NCCL hold some while
+FSDP gathers or scatters. bf16 is beside it too, so ``speedup`` is also how that copes; ``of_peak`` is of the whole GPU.
 """
 
 import argparse

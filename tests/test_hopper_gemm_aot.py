@@ -62,6 +62,7 @@ def test_compiles(launch: Callable[[gemm.Tiles], None], tiles: gemm.Tiles, fp32_
         launch(tiles)
     (kernel,) = (kernel for kernel in compiled if kernel.name == "_gemm_kernel")
     print(kernel)
+    assert kernel.assembly.count(" ATOMG") == 1  # takes the next tile
     assert not kernel.warnings  # such as C7510 to C7515, multiplications serialised
     assert kernel.shared <= SHARED_BYTES["sm_90"]
     # Some of what a role knows of its tile may be spilled, not what the loops over stages use.

@@ -23,7 +23,7 @@ from gemm_checks import (
 from titan_mxfp8.backends.triton import gemm
 from titan_mxfp8.format import reference
 from titan_mxfp8.format.mx import MXTensor
-from titan_mxfp8.testing import relative_rms
+from titan_mxfp8.testing import make_offs, poisoned_empty, relative_rms
 
 MMAS = ("scaled", "bf16_tma", "bf16")
 # Small tiles: 160 rows then have bands, several tiles for each of the 3 programs, and tails on all sides.
@@ -35,6 +35,22 @@ TILES = gemm.Tiles(bm=16, bn=64, bc=64, warps=4, stages=2, programs=1)
 def test_group_sizes(case: str, mma: str):
     check_m_grouped(case, mma, TILES)
     check_k_grouped(case, mma, TILES)
+
+
+@pytest.mark.parametrize("mma", MMAS)
+def test_tiles_are_taken_on_demand(mma: str, monkeypatch: pytest.MonkeyPatch):
+    """If others have taken all tiles, each of the 3 programs computes but the first, which is its own."""
+    offs = make_offs([64])
+    a = operand(quantize(wide(64, 64), 1, E4M3), mma, None, 64, "cpu")
+    w = operand(quantize(wide(1, 128, 64), 2, E4M3), mma, None, 64, "cpu")
+    x = operand(quantize(wide(64, 128), 0, E4M3, offs=offs), mma, offs, 64, "cpu")
+    monkeypatch.setattr(gemm.torch, "zeros", lambda *size, **kwargs: torch.full(size, 1000, **kwargs))
+    with poisoned_empty():
+        y = gemm.multiply_m_grouped(a, w.mT, offs, None, FP32, mma, TILES)
+        dw = gemm.multiply_k_grouped(x.mT, x, offs, FP32, mma, TILES)[0]
+    for out in (y, dw):  # tiles of 16 x 64, down the first column of tiles
+        computed = ~out.isnan()
+        assert computed[:48, :64].all() and not computed[48:].any() and not computed[:, 64:].any()
 
 
 @pytest.mark.parametrize("mma", MMAS)

@@ -34,7 +34,7 @@ def seek(
         if K_GROUPED:
             stop = group_stop
             end = start + gl.cdiv(size, ALIGNMENT) * ALIGNMENT
-            count = gl.where(size > 0, tiles_down * tiles_across, 0)
+            count = gl.where(end > start, tiles_down * tiles_across, 0)
         else:
             stop = group_stop
             end = group_stop

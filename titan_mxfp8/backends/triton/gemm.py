@@ -95,7 +95,7 @@ def _take(taken, THREADS: tl.constexpr):
     """Takes the next tile from a counter; ``_number`` says which one that is.
 
     So a program that starts late, as a kernel of NCCL has its multiprocessor, leaves its share to the others. One lane
-    takes, and nobody waits before the number is needed: a scalar would be waited for at once.
+    takes, and the others need not hear of it before ``_number``, as they would of a scalar.
     """
     lane = tl.arange(0, THREADS)
     return tl.atomic_add(taken + 0 * lane, 1, mask=lane == 0, sem="relaxed")
@@ -437,5 +437,5 @@ def tiles_for(mma: Mma, out: tuple[int, int, int], tokens: int | None, processor
 
 
 def _processors(device: torch.device) -> int:
-    """Multiprocessors; off the GPU 3, so that the interpreter's programs have several tiles each."""
+    """Multiprocessors; off the GPU 3, so that the interpreter's programs, which run one by one, take further tiles."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3

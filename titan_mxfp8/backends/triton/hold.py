@@ -13,7 +13,7 @@ def _hold(state, registers, LOOKS: tl.constexpr):
     """Waits until the second element of ``state`` is set. The first counts the programs that have started, the third
     those that gave up."""
     at = tl.arange(0, 32768)
-    held = tl.load(registers + at)  # half of a multiprocessor's, so that no kernel fits that needs the other half
+    held = tl.load(registers + at)  # with addresses more than half of what there is: no large kernel fits beside
     tl.atomic_add(state, 1)
     looks = 0
     while (tl.atomic_add(state + 1, 0) == 0) & (looks < LOOKS):
