@@ -369,6 +369,7 @@ def _gemm_kernel(
         staging = a_tiles  # not used
     else:
         staging = gl.allocate_shared_memory(out_tiles.dtype, [WARPGROUPS, 64, COLUMNS // 2], out_tiles.layout)
+    # A warp stores 32 numbers, the first is the tile's.
     next_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
