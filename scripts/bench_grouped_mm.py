@@ -9,7 +9,8 @@ NVIDIA's data sheets state for H100 SXM and H200 SXM, whatever the multiplicatio
 
 The data are normal numbers, and "of products": tokens and gradients that are products of two normal numbers, as the
 input of w2 is a product. How fast Hopper's exact FP8 GEMMs are depends on them (``format.reference.even_out``):
-``even_a`` and ``even_b`` are the shares of the operands that are scaled once per 128 (``testing.even_share``).
+``sums_a`` and ``sums_b`` say in how many sums of 128 products each operand's scales part them, 1 to 4
+(``testing.sums_per_stage``).
 "16 held": beside another kernel that holds 16 multiprocessors and does nothing else, as kernels of NCCL hold some while
 FSDP gathers or scatters. bf16 is beside it too, so ``speedup`` is also how that copes; ``of_peak`` is of the whole GPU.
 """
@@ -34,11 +35,11 @@ from titan_mxfp8.testing import (
     Spread,
     do_bench,
     environment,
-    even_share,
     format_table,
     group_sizes,
     make_offs,
     relative_rms,
+    sums_per_stage,
     write_results,
 )
 
@@ -108,13 +109,13 @@ def bench_parts(shape: GroupedShape, spread: Spread, way: Way) -> list[Row]:
     k_grouped = partial(backend.gemm_k_grouped, out_dtype=torch.bfloat16)
     bf16 = partial(torch._grouped_mm, offs=offs)
     flops = 2 * shape.m * shape.n * shape.k
-    even = {
-        what: {"even_a": even_share(a), "even_b": even_share(b)}
+    sums = {
+        what: {"sums_a": sums_per_stage(a), "sums_b": sums_per_stage(b)}
         for what, a, b in (("forward GEMM", x_k, w_k), ("dgrad GEMM", dy_n, w_n))
         if weight_form == "even"
     }
     return [
-        {"what": f"{way} {what}", **compare(ours, baseline, flops if baseline else None), **even.get(what, {})}
+        {"what": f"{way} {what}", **compare(ours, baseline, flops if baseline else None), **sums.get(what, {})}
         for what, ours, baseline in (
             ("forward GEMM", lambda: m_grouped(x_k, w_k.mT, offs), lambda: bf16(x, w.mT)),
             ("dgrad GEMM", lambda: m_grouped(dy_n, w_n, offs), lambda: bf16(dy, w)),

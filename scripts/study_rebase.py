@@ -8,8 +8,8 @@ checkpointing). In the last step the operands of each call of a converted module
 the reference backend, whose bits are every backend's:
 
 - ``changed``: share of the elements of an operand, quantised along the axis of a GEMM, whose value ``rebase`` changes.
-- ``even``: of an operand of forward or dgrad, weights in 32x32 blocks, ``testing.even_share``: where both operands'
-  parts are even, the exact GEMM of Hopper scales once per 128.
+- ``sums``: of an operand of forward or dgrad, weights in 32x32 blocks, ``testing.sums_per_stage``: in how many sums of
+  128 products its scales part them in the exact GEMM of Hopper, 1 to 4.
 - per output (y, dx, dw), relative RMS against fp32: ``mxfp8`` and ``rebased``; and ``extra`` = how far the rebased
   output is from the exact MXFP8 one, over MXFP8's own distance from fp32.
 """
@@ -28,7 +28,7 @@ from titan_mxfp8.format import reference
 from titan_mxfp8.modules import MXConfig
 from titan_mxfp8.ops import grouped_mm, linear
 from titan_mxfp8.recipe import Recipe
-from titan_mxfp8.testing import environment, even_share, format_table, relative_rms, write_results
+from titan_mxfp8.testing import environment, format_table, relative_rms, sums_per_stage, write_results
 
 Row = dict[str, object]
 
@@ -102,7 +102,7 @@ def changed_rows(call: Call) -> Iterator[Row]:
         row: Row = {"module": call.name, "gemm": gemm, "operand": operand, "changed": int(changed) / x.numel()}
         if gemm != "wgrad":
             squares = options | {"block": "32x32" if operand == "weights" else "1x32"}
-            row["even"] = even_share(reference.quantize_operand(x, axis, offs=None, form="even", **squares))
+            row["sums"] = sums_per_stage(reference.quantize_operand(x, axis, offs=None, form="even", **squares))
         yield row
 
 
@@ -143,10 +143,10 @@ def summary(rows: list[Row]) -> list[Row]:
     for key in dict.fromkeys((row["gemm"], row["operand"]) for row in rows):
         of_key = [row for row in rows if (row["gemm"], row["operand"]) == key]
         line: Row = {"gemm": key[0], "of": key[1], "modules": len(of_key)}
-        for name in ("changed", "even", "mxfp8", "rebased", "extra"):
+        for name in ("changed", "sums", "mxfp8", "rebased", "extra"):
             values = [row[name] for row in of_key if name in row]
-            if values and name == "even":
-                line |= {"even, mean": f"{sum(values) / len(values):.2f}", "even, least": f"{min(values):.2f}"}
+            if values and name == "sums":
+                line |= {"sums, mean": f"{sum(values) / len(values):.2f}", "sums, most": f"{max(values):.2f}"}
             elif values:
                 line |= {f"{name}, mean": f"{sum(values) / len(values):.2e}", f"{name}, most": f"{max(values):.2e}"}
         table.append(line)

@@ -7,7 +7,7 @@ import torch
 
 from titan_mxfp8 import MXTensor, quantize
 from titan_mxfp8.format import mx, reference
-from titan_mxfp8.testing import SPREADS, group_sizes, make_offs
+from titan_mxfp8.testing import SPREADS, group_sizes, make_offs, sums_per_stage
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MAX = {E4M3: 448.0, E5M2: 57344.0}
@@ -410,19 +410,24 @@ def test_rebase_against_doubles(block: str, to: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize(
-    "scales, elements, even",
+    "scales, elements, expected",
     [
-        ((120, 124, 124, 124), (0x10, 0x7E), True),  # 2^-5 and 448: 2^-9 is left of the first
-        ((120, 124, 124, 124), (0x11, 0x7E), False),  # 1.125 * 2^-5 would lose a bit
-        ((120, 124, 124, 124), (0x80, 0x00), True),  # zeros fit any scale
-        ((0, 124, 124, 124), (0x00, 0x80), True),
-        ((109, 124, 124, 124), (0x78, 0x78), True),  # 2^8, 15 steps
-        ((108, 124, 124, 124), (0x78, 0x78), False),  # 16: 2^-8 would do, but is not tried
-        ((255, 124, 124, 124), (0x10, 0x10), False),  # NaN stays in its block
-        ((255, 255, 255, 255), (0x7F, 0x7F), True),  # as they are
+        ((120, 124, 124, 124), (0x10, 0x7E), (124, 124, 124, 124)),  # 2^-5 and 448: 2^-9 is left of the first
+        ((120, 124, 124, 124), (0x11, 0x7E), (120, 124, 124, 124)),  # 1.125 * 2^-5 would lose a bit
+        ((120, 124, 125, 124), (0x10, 0x7E), (124, 124, 125, 125)),  # a step too far for the four, so two and two
+        ((120, 124, 124, 128), (0x10, 0x7E), (124, 124, 128, 128)),  # 0x38 can be halved 9 times
+        ((123, 124, 124, 140), (0x11, 0x7E), (124, 124, 124, 140)),  # the first two alone, by one step
+        ((123, 123, 120, 124), (0x10, 0x7E), (124, 124, 124, 124)),
+        ((120, 124, 124, 124), (0x80, 0x00), (124, 124, 124, 124)),  # zeros fit any scale
+        ((0, 124, 124, 124), (0x00, 0x80), (124, 124, 124, 124)),
+        ((109, 124, 124, 124), (0x78, 0x78), (124, 124, 124, 124)),  # 2^8, 15 steps
+        ((108, 124, 124, 124), (0x78, 0x78), (108, 124, 124, 124)),  # 16: 2^-8 would do, but is not tried
+        ((255, 124, 124, 125), (0x10, 0x10), (255, 124, 125, 125)),  # NaN stays in its block
+        ((255, 255, 255, 255), (0x7F, 0x7F), (255, 255, 255, 255)),  # as they are
+        ((120, 124, 124, 124), (0x10, 0x7F), (120, 124, 124, 124)),  # NaN among numbers
     ],
 )
-def test_even_out_golden_table(scales: tuple[int, ...], elements: tuple[int, int], even: bool) -> None:
+def test_even_out_golden_table(scales: tuple[int, ...], elements: tuple[int, int], expected: tuple[int, ...]) -> None:
     qdata = torch.full((2, 128), 0x38, dtype=torch.uint8)
     qdata[0, :2] = torch.tensor(elements, dtype=torch.uint8)
     qdata[0, 2:32] = qdata[0, 1]
@@ -430,38 +435,52 @@ def test_even_out_golden_table(scales: tuple[int, ...], elements: tuple[int, int
     before = MXTensor(qdata.view(E4M3), scale, 1, "1x32", torch.float32)
     after = reference.even_out(before)
     assert torch.equal(after.dequantize().nan_to_num(3.0), before.dequantize().nan_to_num(3.0))
-    assert after.scale.tolist() == [[max(scales)] * 4 if even else list(scales), [120] * 4]
-    if not even or len(set(scales)) == 1:
-        assert torch.equal(bits(after.qdata), qdata)
+    assert after.scale.tolist() == [list(expected), [120] * 4]
+    stay = torch.tensor([scales, [120] * 4]) == torch.tensor([expected, [120] * 4])
+    assert torch.equal(bits(after.qdata).view(2, 4, 32)[stay], qdata.view(2, 4, 32)[stay])
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("block", ["1x32", "32x32"])
 def test_even_out_changes_no_value_and_leaves_no_scales_apart_that_need_not_be(block: str, dtype: torch.dtype) -> None:
-    """What stays uneven is what ``rebase`` would change, over 128 elements by one row or 32; no steps above 15 here."""
-    x = torch.randn(2, 150, 170)
-    x[:, 32:64] *= 2.0**-4
-    x[:, :, 64:96] *= 2.0**-4
+    """Against casts to the element type, by one row or 32: no steps above 15 here."""
+    x = torch.randn(2, 170, 300)
+    for axis in (1, 2):
+        along = x.movedim(axis, -1)  # by stage and block: about equal, two and two, one apart
+        along[..., 64:128] *= 2.0**-5
+        along[..., 128:160] *= 2.0**-5
+    seen, lines = set(), 32 if block == "32x32" else 1
     for axis in (1, 2):
         before = quantize(x, axis, elem_dtype=dtype, block=block)
         after = reference.even_out(before)
         assert (after.block, after.axis, after.qdata.stride()) == (block, axis, before.qdata.stride())
-        assert torch.equal(after.dequantize(), before.dequantize())
-        rebased = reference.rebase(before, "32x128" if block == "32x32" else "1x128")
-        lost = (rebased.dequantize() != before.dequantize()).movedim(axis, -1)
-        scales = after.scale.movedim(axis, -1)
-        seen = set()
-        for i, part in enumerate(lost.split(128, -1)):
-            uneven = part.any(-1)
-            if block == "32x32":
-                uneven = torch.stack([rows.any(-1) for rows in uneven.split(32, -1)], -1)
-            stage = scales[..., 4 * i : 4 * i + 4]
-            equal = (stage == rebased.scale.movedim(axis, -1)[..., i : i + 1]).all(-1)
-            assert equal[~uneven].all()
-            old = before.scale.movedim(axis, -1)[..., 4 * i : 4 * i + 4]
-            assert torch.equal(stage[uneven], old[uneven])
-            seen |= set(uneven.flatten().tolist())
-        assert False in seen and (True in seen) == (dtype == E4M3)
+        values = before.dequantize(torch.float64)
+        assert torch.equal(after.dequantize(torch.float64), values)
+        values, old, new = (t.movedim(axis, -1) for t in (values, before.scale, after.scale))
+        for first in range(0, old.shape[-1], 4):
+            stage = old[..., first : first + 4]
+            expected = stage.clone()
+            for start, stop in ((0, 2), (2, 4), (0, 4)):
+                if first + start < old.shape[-1]:
+                    largest = stage[..., start:stop].amax(-1, keepdim=True)
+                    scale = mx.decode_scale(largest).double().repeat_interleave(lines, 1)[:, : values.shape[1]]
+                    part = values[..., 32 * (first + start) : 32 * (first + stop)]
+                    fits = ((part / scale).to(dtype).double() * scale == part).all(-1)
+                    fits = torch.stack([rows.all(-1) for rows in fits.split(lines, 1)], 1)
+                    expected[..., start:stop] = torch.where(fits[..., None], largest, expected[..., start:stop])
+            assert torch.equal(new[..., first : first + 4], expected)
+            seen |= {(dtype, len(set(scales))) for scales in expected.flatten(0, 1).tolist()}
+    assert {(E4M3, 1), (E4M3, 2), (E4M3, 3)} <= seen or {(E5M2, 1)} == seen
+
+
+def test_sums_per_stage() -> None:
+    """A sum ends at any step where a scale of the part differs: two parts of 64 rows, or of 4 squares, two stages."""
+    for block, rows in (("1x32", 64), ("32x32", 4)):
+        scale = torch.full((2 * rows, 8), 120, dtype=torch.uint8)
+        scale[rows - 1, 1] = scale[1, 1] = 121  # 3 sums instead of 1
+        scale[rows, 4:6] = 119  # 2 of the other part's second stage
+        qdata = torch.zeros(2 * rows * int(block.split("x")[0]), 256, dtype=torch.uint8).view(E4M3)
+        assert sums_per_stage(MXTensor(qdata, scale, 1, block, torch.float32)) == (3 + 1 + 1 + 2) / 4
 
 
 def test_rebased_groups_start_at_multiples_of_128() -> None:

@@ -23,6 +23,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from titan_mxfp8.backends.triton import gemm
+from titan_mxfp8.backends.triton.hold import held_multiprocessors
 from titan_mxfp8.backends.triton.operands import mma_for
 
 MMA = mma_for(torch.device("cuda", 0))
@@ -52,6 +53,15 @@ def test_many_tiles(tiles: gemm.Tiles):
     for d_major in (False, True):
         check_m("large", MMA, tiles, c=608, d=2336, d_major=d_major, bias_dtype=BF16, out_dtype=BF16)
     check_k("large", MMA, tiles, n=2336, k=1568, out_dtype=BF16)
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+def test_where_most_programs_start_late(tiles: gemm.Tiles):
+    """Another kernel holds all multiprocessors but 32. Before, nothing does: kernels that are new would wait for it."""
+    for held in (0, torch.cuda.get_device_properties(0).multi_processor_count - 32):
+        with held_multiprocessors(held):
+            check_m("large", MMA, tiles, c=608, d=2336, out_dtype=BF16)
+            check_k("large", MMA, tiles, n=2336, k=1568, out_dtype=BF16)
 
 
 @pytest.mark.parametrize("tiles", TILES, ids=str)

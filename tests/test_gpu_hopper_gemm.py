@@ -48,11 +48,15 @@ def quantized(x: torch.Tensor, axis: int, block: str, form: str, elem_dtype=E4M3
 
 
 def patchy(*shape: int) -> torch.Tensor:
-    """``wide``, but every other patch of 200 rows and 128 columns of whole numbers, whose scales can be made equal."""
+    """Patches of 200 rows and 64 columns: ``wide``; or whole numbers, whose scales can be made equal; or large ones and
+    small ones, whose scales are equal within a patch, but cannot be made so in two."""
     *rest, rows, cols = shape
-    row, col = torch.arange(rows) // 200, torch.arange(cols) // 128
+    row, col = torch.arange(rows) // 200, torch.arange(cols) // 64
+    kind, far = (torch.randint(0, count, (rows // 200 + 1, cols // 64 + 1))[row][:, col] for count in (3, 2))
     factor = torch.randint(-3, 4, (*rest, rows, cols // 32 + 1)).exp2().repeat_interleave(32, -1)[..., :cols]
-    return torch.where((row[:, None] + col) % 2 == 0, torch.randint(-15, 16, shape) * factor, wide(*shape))
+    large_or_small = torch.where(torch.rand(shape) < 0.5, -15.0, 2.0**-11) * 2.0 ** (4 * far)
+    patches = torch.where(kind == 0, torch.randint(-15, 16, shape) * factor, large_or_small)
+    return torch.where(kind == 2, wide(*shape), patches)
 
 
 def to_gpu(mx: MXTensor) -> MXTensor:
@@ -112,13 +116,18 @@ def test_m_grouped(name: str, tiles: gemm.Tiles, case: str):
     print(f"{check_m_grouped(case, name, tiles):.2e} {check_m_grouped(case, name, tiles, out_dtype=FP32):.2e}")
 
 
-def test_both_kinds_of_stages_are_tested():
-    """Those whose sums are scaled once and, most of them in ``mx``, once per 32."""
-    for name, least in (("mx", 0), ("even", 0.2)):
-        a, b = (to_gpu(x) for x in m_grouped_operands(*SIZES["large"], name, 416, 288))
-        *both, _ = gemm.decode_scales(a.scale, b.scale, 4, 4, 1)
-        marked = [(scale < 0).float().sum() * 4 / scale.numel() for scale in both]
-        assert all(least <= share <= 0.8 for share in marked), (name, marked)
+def test_all_kinds_of_stages_are_tested():
+    """Those that are scaled once, once per half, in one half only, and once per 32."""
+    marks = [[], []]
+    for _ in range(8):  # the patches of a weight are few
+        a, b = (to_gpu(x) for x in m_grouped_operands(*SIZES["large"], "even", 384, 288))
+        row_out, column_out, _ = gemm.decode_scales(a.scale, b.scale, 4, 3, 1)
+        for found, scales in zip(marks, (row_out.view(-1, 4)[:, 0], column_out.view(-1, 4, 12)[:, 0]), strict=True):
+            found.append(scales.flatten().view(torch.int32) & 0b111)
+    for found in marks:
+        shares = torch.cat(found).bincount(minlength=8) / len(torch.cat(found))
+        print(shares.tolist())
+        assert (shares[[0b000, 0b001, 0b100, 0b101, 0b111]] > 0.02).all()
 
 
 @pytest.mark.parametrize("case", SIZES)
@@ -254,6 +263,30 @@ def test_each_tile_is_taken_once(monkeypatch: pytest.MonkeyPatch):
             tiles += [sum(-(-size // 192) for size in sizes) * 33] * 2
         assert [counter.item() for counter in counters] == tiles
         counters.clear()
+
+
+def test_tiles_are_taken_on_demand(monkeypatch: pytest.MonkeyPatch):
+    """If others have taken all tiles, each program computes but the first, which is its own."""
+    decode, programs = gemm.decode_scales, torch.cuda.get_device_properties(0).multi_processor_count
+
+    def decode_and_take_all(*args) -> tuple[torch.Tensor, ...]:
+        *scales, taken = decode(*args)
+        return *scales, taken.fill_(2**20)
+
+    def check(out: torch.Tensor, rows: int) -> None:
+        """Of tiles of ``rows`` rows and 128 columns."""
+        tiles = (~out.isnan()).unflatten(1, (-1, 128)).unflatten(0, (-1, rows))
+        assert torch.equal(tiles.any(1).any(-1), tiles.all(1).all(-1)), "tiles are computed in whole or not at all"
+        assert tiles.all(1).all(-1).sum() == programs < tiles.shape[0] * tiles.shape[2]
+
+    monkeypatch.setattr(gemm, "decode_scales", decode_and_take_all)
+    with poisoned_empty():
+        for name in FORMS:
+            a, b = (to_gpu(x) for x in m_grouped_operands([40 * 192], 0, name, 416, 1024))
+            offs = make_offs([40 * 192], "cuda")
+            check(gemm.multiply_m_grouped(a, b, offs, None, BF16, gemm.M_GROUPED), 192)
+        a, b = (to_gpu(quantized(wide(416, d), 0, "1x32", "1x128")) for d in (20 * 256, 1024))
+        check(gemm.gemm_k_grouped(a.mT, b, None, out_dtype=BF16)[0], 256)
 
 
 def test_a_part_past_the_last_row_is_not_taken_for_even():

@@ -140,16 +140,17 @@ def relative_rms(out: torch.Tensor, ref: torch.Tensor) -> float:
     return 0.0 if error == 0 == size else error / size if size else float("inf")
 
 
-def even_share(mx: MXTensor) -> float:
-    """Of an operand in the form ``even``: the share of parts whose scales are equal along the contraction axis.
+def sums_per_stage(mx: MXTensor) -> float:
+    """Of an operand of Hopper's exact FP8 GEMM: in how many sums its scales allow 128 products to be added up, 1 to 4.
 
-    A part is 64 tokens (1x32 blocks) or 128 features (32x32) by 128 of the axis, what Hopper's GEMM decides about.
+    A sum ends where a block's scale differs from the next one's, along the contraction axis, in any of 64 tokens (1x32
+    blocks) or 128 features (32x32). The mean over the operand; the GEMM heeds the scales of both of its operands.
     """
     scale = mx.scale.movedim(mx.axis, -1).float()
     stages = to_blocks(scale, scale.ndim - 1, REBASED_SIZE // BLOCK_SIZE)
-    uneven = (stages.amax(-1) != stages.amin(-1)).float()
+    ends = (stages[..., 1:] != stages[..., :-1]).float()
     lines = 128 // BLOCK_SIZE if mx.block == "32x32" else 64
-    return 1 - to_blocks(uneven, uneven.ndim - 2, lines).amax(-2).mean().item()
+    return 1 + to_blocks(ends, ends.ndim - 3, lines).amax(-3).sum(-1).mean().item()
 
 
 @contextlib.contextmanager

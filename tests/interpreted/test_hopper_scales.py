@@ -29,7 +29,7 @@ def test_decoded_scales_lie_where_the_gemm_looks(
         out[..., :found, :there] = decode_scale(scale)
         return out
 
-    row_out, column_out = row_out.abs(), column_out.abs()  # for the signs see below
+    row_out, column_out = (without_marks(scales) for scales in (row_out, column_out))
     rows_out = 128 if steps > 1 else 80
     for copy, part in enumerate(row_out.view(copies, stages, rows_out, steps)):
         expected = padded(row_scale.mT[:, copy:], rows_out).view(stages, steps, rows_out).mT
@@ -38,33 +38,44 @@ def test_decoded_scales_lie_where_the_gemm_looks(
     assert torch.equal(column_out.nan_to_num(3.0), expected.nan_to_num(3.0))
 
 
-def test_equal_scales_are_marked():
-    """By the first step's signs, in runs of 64 rows and of 4 columns. Stage 0 is equal everywhere, stage 1 nowhere,
-    stage 2 but for row 70 of the second run and column 2 of the first, stage 3 but for its last step."""
-    rows, columns, stages = 150, 10, 4
-    row_scale, column_scale = torch.randint(256, (rows, stages)), torch.randint(256, (1, stages, columns))
-    row_scale, column_scale = row_scale.repeat_interleave(4, 1), column_scale.repeat_interleave(4, 1)
-    for scale in (row_scale, column_scale[0].T):
-        scale[:, 5] ^= 1
-        scale[:, 15] ^= 255
-    row_scale[70, 9] ^= 128
-    column_scale[0, 10, 2] ^= 2
-    row_out, column_out, _ = gemm.decode_scales(row_scale.to(torch.uint8), column_scale.to(torch.uint8), 4, stages, 1)
-    marked = row_out.signbit().view(stages, 192, 4)
-    expected = torch.zeros_like(marked)
-    expected[0, :, 0] = expected[2, :64, 0] = expected[2, 128:, 0] = True
-    assert torch.equal(marked, expected)
-    marked = column_out.signbit().view(stages, 4, 12)
-    expected = torch.zeros_like(marked)
-    expected[0, 0] = expected[2, 0, 4:] = True
-    assert torch.equal(marked, expected)
+def marks(scales: torch.Tensor) -> torch.Tensor:
+    return scales.view(torch.int32) & 7
 
-    *both, _ = gemm.decode_scales(row_scale.to(torch.uint8), column_scale.to(torch.uint8), 1, 4 * stages, 1)
-    assert not any(scales.signbit().any() for scales in both)
+
+def without_marks(scales: torch.Tensor) -> torch.Tensor:
+    return (scales.view(torch.int32) & ~7).view(torch.float32)
+
+
+def test_equal_scales_are_marked():
+    """In the first step, in runs of 64 rows and of 4 columns, bit i where steps i and i + 1 are equal. In stage 0 all
+    are, in stage 1 none, in stage 2 all but step 1 of row 70, in the second run, and of column 2, in the first; in
+    stage 3 all but the last, of one row and one column. Stage 4 has two steps."""
+    rows, columns, stages = 150, 10, 5
+    row_scale = torch.randint(1, 255, (rows, stages)).repeat_interleave(4, 1)
+    column_scale = torch.randint(1, 255, (columns, stages)).repeat_interleave(4, 1)
+    for scale in (row_scale, column_scale):
+        scale[:, 4:8] ^= torch.tensor([0, 1, 2, 3])
+    row_scale[70, 9] ^= 128
+    column_scale[2, 9] ^= 128
+    row_scale[140, 15] ^= 128
+    column_scale[9, 15] ^= 128
+    given = row_scale[:, :18].to(torch.uint8), column_scale[:, :18].mT[None].to(torch.uint8)
+    row_out, column_out, _ = gemm.decode_scales(*given, 4, stages, 1)
+    expected = torch.zeros(stages, 192, 4, dtype=torch.int32)
+    expected[0, :, 0] = expected[2, :, 0] = expected[3, :128, 0] = 0b111
+    expected[2, 64:128, 0], expected[3, 128:, 0], expected[4, :, 0] = 0b100, 0b011, 0b101
+    assert torch.equal(marks(row_out).view(stages, 192, 4), expected)
+    expected = torch.zeros(stages, 4, 12, dtype=torch.int32)
+    expected[0, 0] = expected[2, 0] = expected[3, 0, :8] = 0b111
+    expected[2, 0, :4], expected[3, 0, 8:], expected[4, 0] = 0b100, 0b011, 0b101
+    assert torch.equal(marks(column_out).view(stages, 4, 12), expected)
+
+    *both, _ = gemm.decode_scales(*given, 1, 18, 1)
+    assert not any(marks(scales).any() for scales in both)
 
 
 @pytest.mark.parametrize("rows", [1, 65, 100, 128, 150])
-def test_no_part_is_taken_for_even_that_is_not(rows: int):
+def test_no_step_is_added_to_one_of_another_scale(rows: int):
     """Parts of 64 rows from any row on, as the GEMM copies them: past the last row they go on into the next stage."""
     stages = 3
     row_scale = torch.full((rows, 4 * stages), 127)
@@ -72,14 +83,15 @@ def test_no_part_is_taken_for_even_that_is_not(rows: int):
     column_scale = torch.full((1, 4 * stages, 32), 127)
     row_out, _, _ = gemm.decode_scales(row_scale.to(torch.uint8), column_scale.to(torch.uint8), 4, stages, 1)
     stage_rows = len(row_out) // (4 * stages)
-    scales, even = torch.cat([row_out, torch.zeros(64 * 4)]), row_scale.view(rows, stages, 4)
-    even = (even.amax(2) == even.amin(2)).T  # (stages, rows)
-    found = 0
+    scales, stage_scales = torch.cat([row_out, torch.zeros(64 * 4)]), row_scale.view(rows, stages, 4)
+    equal = stage_scales[:, :, 1:] == stage_scales[:, :, :-1]
+    found = set()
     for stage in range(stages):
         for first in range(rows):
             start = (stage * stage_rows + first) * 4
-            part = scales[start : start + 64 * 4].view(64, 4)  # see _is_even
-            if part[0, 0] < 0 and part[63, 0] < 0:
-                assert even[stage, first : first + 64].all(), (stage, first)
-                found += 1
-    assert found > 0
+            part = marks(scales[start : start + 64 * 4]).view(64, 4)  # see _marks
+            for step in range(3):
+                marked = bool(part[0, 0] & part[63, 0] & 1 << step)
+                assert not marked or equal[first : first + 64, stage, step].all(), (stage, first, step)
+                found.add(marked)
+    assert found == {True, False}

@@ -114,13 +114,14 @@ def rebase(mx: MXTensor, block: Literal["1x128", "32x128"], changed: torch.Tenso
 
 
 def even_out(mx: MXTensor) -> MXTensor:
-    """``rebase`` where it changes no value: the same numbers, in the same blocks, with more equal scales.
+    """Gives neighbouring blocks one scale where that changes no value: the same numbers, in the same blocks.
 
     Four neighbouring blocks along ``mx.axis`` get the largest of their scales if all of their elements can be expressed
-    exactly with it, at most 15 steps from their own; zeros always can. Else they stay as they are. So a GEMM may scale
-    once per 128 elements where it finds equal scales, and is exact. Blocks of bytes 120 and 124: ``rebase`` divides the
-    elements of the first by 16. If the smallest of them is 0x10 (2^-5), it becomes 0x01 (2^-9) and all four blocks get
-    124; if it is 0x11 (1.125 * 2^-5), they stay.
+    exactly with it, at most 15 steps from their own; zeros always can. Else the first two and the last two of them get
+    the larger one of theirs, if those can. Else they stay as they are. So a GEMM may scale once per 64 or 128 elements
+    where it finds equal scales, and is exact. Blocks of bytes 120 and 124: elements of the first are divided by 16. If
+    the smallest of them is 0x10 (2^-5), it becomes 0x01 (2^-9) and both blocks get 124; if it is 0x11 (1.125 * 2^-5),
+    they stay.
 
     Args:
         mx: in blocks of 1x32 or 32x32.
@@ -128,28 +129,30 @@ def even_out(mx: MXTensor) -> MXTensor:
     Returns:
         In the same blocks.
     """
-    axis, ratio = mx.axis, REBASED_SIZE // BLOCK_SIZE
-    rebased = rebase(mx, "32x128" if mx.block == "32x32" else "1x128")
-    scale = rebased.scale.repeat_interleave(ratio, dim=axis)[tuple(slice(size) for size in mx.scale.shape)]
-    far = (scale.to(torch.int16) - mx.scale > 15).repeat_interleave(BLOCK_SIZE, dim=axis)
-    if mx.block == "32x32":
-        far = far.repeat_interleave(BLOCK_SIZE, dim=mx.other_axis)
-    values = _dequantize(mx)
-    far = far[tuple(slice(size) for size in values.shape)] & (values != 0)
-    differs = ((_dequantize(rebased) != values) | far).to(torch.uint8)  # NaN does
-    differs = to_blocks(differs, axis, REBASED_SIZE).amax(axis + 1)
-    elements = differs
-    if mx.block == "32x32":
-        differs = to_blocks(differs, mx.other_axis).amax(mx.other_axis + 1)
-        elements = differs.repeat_interleave(BLOCK_SIZE, dim=mx.other_axis)
-
-    def select(keep: torch.Tensor, old: torch.Tensor, new: torch.Tensor, repeats: int) -> torch.Tensor:
-        keep = keep.repeat_interleave(repeats, dim=axis)[tuple(slice(size) for size in old.shape)]
-        return _stored_along(torch.where(keep.bool(), old, new), axis)
-
-    old, new = (t.qdata.view(torch.uint8) for t in (mx, rebased))
-    qdata = select(elements, old, new, REBASED_SIZE).view(mx.qdata.dtype)
-    return replace(mx, qdata=qdata, scale=select(differs, mx.scale, scale, ratio))
+    squares, shared = mx.block == "32x32", REBASED_SIZE // BLOCK_SIZE
+    qdata = mx.qdata.view(torch.uint8).movedim(mx.axis, -1)
+    *_, rows, length = qdata.shape
+    old = mx.scale.to(torch.int16).movedim(mx.axis, -1)
+    count = old.shape[-1]
+    # Zeros at the end fit any scale.
+    qdata = F.pad(qdata, (0, -length % REBASED_SIZE, 0, -rows % BLOCK_SIZE if squares else 0))
+    qdata = to_blocks(qdata, qdata.ndim - 1)
+    old = F.pad(old, (0, -count % shared))
+    room = _exact_halvings(qdata.view(mx.qdata.dtype)).amin(-1)
+    if squares:
+        room = to_blocks(room, room.ndim - 2).amin(-2)
+    new = old
+    for blocks in (2, shared):
+        scales, rooms, new = (t.unflatten(-1, (-1, blocks)) for t in (old, room, new))
+        largest = scales.amax(-1, keepdim=True)
+        fit = ((largest - scales <= rooms) & (largest < SCALE_NAN)).all(-1, keepdim=True)
+        new = torch.where(fit, largest, new).flatten(-2)
+    steps = (new - old).repeat_interleave(BLOCK_SIZE, dim=-2) if squares else new - old
+    elements = qdata.view(mx.qdata.dtype).float() * torch.exp2(-steps.float()).unsqueeze(-1)
+    elements = elements.to(mx.qdata.dtype).view(torch.uint8)
+    qdata = torch.where(steps.unsqueeze(-1) > 0, elements, qdata).flatten(-2)[..., :rows, :length]
+    qdata, scale = (t.movedim(-1, mx.axis) for t in (qdata, new[..., :count].to(torch.uint8)))
+    return replace(mx, qdata=_stored_along(qdata, mx.axis).view(mx.qdata.dtype), scale=_stored_along(scale, mx.axis))
 
 
 def operand_forms(
@@ -316,6 +319,15 @@ def _quantize_squares(x: torch.Tensor, axis: int, rounding: Rounding, elem_dtype
     scale = _scale_bytes(squares.abs().amax((-3, -1)), elem_dtype, rounding)
     qdata = _cast(squares, scale[..., :, None, :, None], elem_dtype).flatten(-4, -3).flatten(-2)[..., :rows, :cols]
     return MXTensor(_stored_along(qdata, axis), _stored_along(scale, axis), axis, "32x32", x.dtype)
+
+
+def _exact_halvings(elements: torch.Tensor) -> torch.Tensor:
+    """How often FP8 ``elements`` can be halved and stay what they are: 15 is that or more, 0 has 255, and NaN none."""
+    info = torch.finfo(elements.dtype)
+    units = elements.float().abs() / (info.smallest_normal * info.eps)  # multiples of the smallest element
+    units = units.nan_to_num(1.0).clamp(max=2**18).to(torch.int32)  # above, 2^15 divides all
+    lowest_bit = (units & -units).float()
+    return (torch.frexp(lowest_bit).exponent - 1).clamp(max=15).masked_fill(units == 0, 255)
 
 
 def _dequantize(mx: MXTensor) -> torch.Tensor:

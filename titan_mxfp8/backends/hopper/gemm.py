@@ -1,20 +1,21 @@
 """The grouped GEMMs on Hopper: FP8 tensor cores, whose sums are scaled and added up in fp32 registers.
 
-Hopper's tensor cores (``wgmma``) multiply FP8 but know no scales. So a chain of them sums 32 or 128 products of a row
+Hopper's tensor cores (``wgmma``) multiply FP8 but know no scales. So a chain of them sums 32 to 128 products of a row
 and a column, and each sum p is added to the output as ``acc += p * (row scale * column scale)``. One FP32 instruction
 for each p takes as long as the tensor cores take for 32 products, and power besides, so this decides how fast a form
 can be:
 
 | GEMM      | ``b``  | sums of   | scales of a sum             | FP32 instructions per element of it |
 |-----------|--------|-----------|-----------------------------|-------------------------------------|
-| m_grouped | 32x32  | 32 or 128 | one per row and 32 columns  | 1                                   |
+| m_grouped | 32x32  | 32 to 128 | one per row and 32 columns  | 1                                   |
 | m_grouped | 32x128 | 128       | one per row and 32 columns  | 1                                   |
 | k_grouped | 1x128  | 128       | one per row, one per column | 2                                   |
 
-Sums of exact operands (32x32) are of 128 where 64 rows of ``a`` and 128 columns of ``b`` have equal scales along all of
-a stage: the quantiser sees to it where that changes no value (``format.reference.even_out``), ``decode_scales`` looks
-for it and leaves marks, and each warpgroup decides stage by stage. Elsewhere they are of 32. The result is exact both
-ways, but for the bits that tensor cores cut off a sum; so the last bits of a row depend on which rows are beside it.
+Exact operands (32x32) have blocks of 32. A sum goes on over the next block of the stage where its scales are those of
+the block before, in all of 64 rows of ``a`` and 128 columns of ``b``: the quantiser sees to it where that changes no
+value (``format.reference.even_out``), ``decode_scales`` looks for it and leaves marks, and each warpgroup goes by them.
+The result is exact in any case, but for the bits that tensor cores cut off a sum; so the last bits of a row depend on
+which rows are beside it.
 
 A persistent program per multiprocessor. Its warps have roles, and pass stages of 128 of the contraction through shared
 memory. A stage holds the tile's rows of ``a``, in parts of 64, 128 rows of ``b.mT``, and their scales as fp32:
@@ -161,40 +162,42 @@ def _square_scales(acc, row_scales, column_scales, part, slot, step):
     L: gl.constexpr = gl.SliceLayout(2, acc.type.layout)
     rows = row_scales.index(part).slice(step, 1, dim=1).load(L)
     groups = column_scales.index(slot * STEPS + step).slice(0, acc.shape[1]).load(gl.SliceLayout(0, L))
-    if STEPS > 1 and step == 0:  # their signs are marks, see _is_even
-        rows, groups = gl.abs(rows), gl.abs(groups)
+    if STEPS > 1 and step == 0:  # their last bits are marks, see _marks
+        rows = (rows.to(gl.int32, bitcast=True) & -8).to(gl.float32, bitcast=True)
+        groups = (groups.to(gl.int32, bitcast=True) & -8).to(gl.float32, bitcast=True)
     return (rows * groups.expand_dims(0)).expand_dims(2)
 
 
 @gluon.jit
-def _is_even(row_scales, column_scales, part, slot):
-    """Whether each of 64 rows and each column has the same scale in all steps of the stage.
+def _marks(row_scales, column_scales, part, slot):
+    """Bit i: each of 64 rows and each column has the same scale in steps i and i + 1 of the stage.
 
     ``decode_scales`` marks runs of 64 rows, counted from the first one of ``a``: the rows here may lie in two of them.
     """
-    STEPS: gl.constexpr = row_scales.shape[2]
     ROW: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0])
     COLUMN: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    STEPS: gl.constexpr = row_scales.shape[2]
     rows = row_scales.index(part).slice(0, 1, dim=1)
-    first = gl.max(gl.max(rows.slice(0, 1, dim=0).load(ROW), 1), 0)
-    last = gl.max(gl.max(rows.slice(63, 1, dim=0).load(ROW), 1), 0)
-    column = gl.max(column_scales.index(slot * STEPS).slice(0, 1).load(COLUMN), 0)
-    return (first < 0) & (last < 0) & (column < 0)
+    first = gl.max(gl.max(rows.slice(0, 1, dim=0).load(ROW).to(gl.int32, bitcast=True), 1), 0)
+    last = gl.max(gl.max(rows.slice(63, 1, dim=0).load(ROW).to(gl.int32, bitcast=True), 1), 0)
+    column = gl.max(column_scales.index(slot * STEPS).slice(0, 1).load(COLUMN).to(gl.int32, bitcast=True), 0)
+    return first & last & column
 
 
 @gluon.jit
 def _add_stage_of_squares(acc, a, b, zero, row_scales, column_scales, part, slot):
-    """``acc`` plus the sums of a stage: one for each step, or where it ``_is_even`` one over all of them."""
+    """``acc`` plus the sums of a stage: one over all steps in a row that ``_marks`` shows to have the same scales."""
     STEPS: gl.constexpr = row_scales.shape[2]
     p = _sums(a, b, 0, zero, False, STEPS)
     if STEPS > 1:
-        even = _is_even(row_scales, column_scales, part, slot)
+        marks = _marks(row_scales, column_scales, part, slot)
     for step in gl.static_range(1, STEPS):
-        if not even:
+        same = (marks & (1 << (step - 1))) != 0
+        if not same:
             scales = _square_scales(acc, row_scales, column_scales, part, slot, step - 1)
             done = warpgroup_mma_wait(0, deps=(p,))
             acc = gl.fma(done.reshape(acc.shape), scales, acc)
-        p = _sums(a, b, step, p, even, STEPS)
+        p = _sums(a, b, step, p, same, STEPS)
     scales = _square_scales(acc, row_scales, column_scales, part, slot, STEPS - 1)
     p = warpgroup_mma_wait(0, deps=(p,))
     return gl.fma(p.reshape(acc.shape), scales, acc)
@@ -412,7 +415,7 @@ def _decode_lines(
 ):  # fmt: skip
     """fp32 ``2^(s - 127)`` of LINES lines, rows or columns, and the STEPS scale bytes of a stage. Byte 255 becomes NaN.
 
-    Of several steps the first one's scales are negative where the steps of a stage have the same scale, in each of 64
+    Of several steps the first one's scales have bit i set where steps i and i + 1 have the same scale, in each of 64
     rows or of 4 (groups of 32) columns.
 
     ARE_ROWS: instead of expert e it is copy e, which holds the rows from e on. Past the last line or block: 2^-127, as
@@ -428,14 +431,17 @@ def _decode_lines(
     source = scale + block[None, :] * stride_k + line_in[:, None] * stride_l
     if not ARE_ROWS:
         source += e * stride_e
-    s = tl.load(source, mask=(line_in < lines)[:, None] & (block < blocks)[None, :], other=0).to(tl.int32)
+    there = (line_in < lines)[:, None]
+    s = tl.load(source, mask=there & (block < blocks)[None, :], other=0).to(tl.int32)
     bits = tl.where(s == 255, 0x7FC00000, tl.maximum(s << 23, 0x00400000))
     if STEPS > 1:
         RUN: tl.constexpr = 64 if ARE_ROWS else 4  # what lies in a part, or in a tile
-        even = (tl.max(s, 1) == tl.min(s, 1)).to(tl.int32)
-        even = tl.min(tl.reshape(even, (LINES // RUN, RUN)), 1)
-        even = tl.reshape(tl.broadcast_to(even[:, None], (LINES // RUN, RUN)), (LINES,))
-        bits |= tl.where((step == 0)[None, :], even[:, None] << 31, 0)
+        later = step[None, :] > 0
+        before = tl.load(source - stride_k, mask=there & later & (block <= blocks)[None, :], other=0).to(tl.int32)
+        same = tl.min(tl.reshape((later & (s == before)).to(tl.int32), (LINES // RUN, RUN, STEPS)), 1)
+        marks = tl.sum(same << step[None, :], 1) >> 1
+        marks = tl.reshape(tl.broadcast_to(marks[:, None], (LINES // RUN, RUN)), (LINES,))
+        bits |= tl.where((step == 0)[None, :], marks[:, None], 0)
     at = (e * stages + stage) * STEPS * lines_out
     if ARE_ROWS:
         at += line[:, None] * STEPS + step[None, :]
@@ -599,7 +605,7 @@ def decode_scales(
     """
     (rows, row_blocks), (experts, column_blocks, columns) = row_scale_RC.shape, column_scale_ECD.shape
     # With marks, whole runs. A part that goes on past the last of them, into the next stage, has all its rows in that
-    # run, whose mark is at its first row: what _is_even finds at its last row is another run's, and does no harm.
+    # run, whose mark is at its first row: what _marks finds at its last row is another run's, and does no harm.
     run = PART if steps > 1 else 4
     rows_out, columns_out = ceil_div(rows, run) * run, ceil_div(columns, 4) * 4
     # Multiples of 4 both: TMA wants the second part to start at 16 bytes too.

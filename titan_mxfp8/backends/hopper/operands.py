@@ -3,7 +3,7 @@
 | recipe               | forward, dgrad                                                              | wgrad          |
 |----------------------|-----------------------------------------------------------------------------|----------------|
 | exact, 1x32 weights  | ``bf16``: the dequantised values                                            | ``bf16``       |
-| exact, 32x32 weights | ``even``: FP8, sums scaled per 128 where scales can be equal, else per 32   | ``bf16``       |
+| exact, 32x32 weights | ``even``: FP8, sums scaled per 64 or 128 where scales can be equal, else 32 | ``bf16``       |
 | rebased              | FP8, sums scaled per 128: ``1x128``, ``32x128``                             | FP8: ``1x128`` |
 
 ``bf16`` goes to the GEMMs of ``backends.triton``. With 1x32 blocks on both sides, sums of 32 would need two FP32

@@ -17,11 +17,11 @@ import triton.language as tl
 
 from titan_mxfp8.backends.triton.convert import (
     count_changed,
+    halvings_mask,
     magnitude_bits,
     reciprocal_scale,
     scale_byte,
     shift_elements,
-    shift_loss,
     to_elements,
 )
 from titan_mxfp8.backends.triton.quantize import (
@@ -122,6 +122,22 @@ def add_to(changed, byte, shifted, scale, largest, E5M2: tl.constexpr):
 
 
 @triton.jit
+def even_scales(byte, mask, ROWS: tl.constexpr):
+    """``format.reference.even_out``: the new scales of (ROWS, 4) blocks, neighbours in a row, from the old ones and the
+    least ``halvings_mask`` of each."""
+    exponent = (mask + 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23
+    room = tl.where(mask == 0x7FFFFFFF, 255, tl.minimum(exponent - 127, 15))
+    scale = byte
+    for BLOCKS in tl.static_range(2, 5, 2):
+        old = tl.reshape(byte, (ROWS, 4 // BLOCKS, BLOCKS))
+        largest = tl.max(old, 2)[:, :, None]
+        fits = (largest - old <= tl.reshape(room, (ROWS, 4 // BLOCKS, BLOCKS))) & (largest < 255)
+        fit = tl.min(fits.to(tl.int32), 2)[:, :, None] > 0
+        scale = tl.reshape(tl.where(fit, largest, tl.reshape(scale, (ROWS, 4 // BLOCKS, BLOCKS))), (ROWS, 4))
+    return scale
+
+
+@triton.jit
 def rebase_rows(
     x, qdata, changed, row, stop, cols, row_stride, tile_col,
     FLOOR: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr, SQUARES: tl.constexpr, EVEN: tl.constexpr,
@@ -133,19 +149,18 @@ def rebase_rows(
     values = tl.load(x + row.to(tl.int64)[:, None] * row_stride + col[None, :], mask=inside, other=0)
     values = tl.reshape(values.to(tl.float32), (ROWS, 4, 32))
     byte = scale_byte(tl.max(magnitude_bits(values), 2), FLOOR, E5M2)
-    largest = tl.max(byte, 1)
-    if SQUARES:
-        largest = tl.zeros((ROWS,), tl.int32) + tl.max(largest, 0)
-    old, new = byte[:, :, None], largest[:, None, None]
+    old = byte[:, :, None]
     elements = to_elements(values * reciprocal_scale(old), old, E5M2)
-    shifted = shift_elements(elements, old, new, E5M2)
     if EVEN:
-        loss = tl.sum(tl.sum(shift_loss(elements, shifted, old, new, E5M2), 2), 1)
-        scale = tl.where((loss == 0)[:, None], largest[:, None], byte)
+        scale = even_scales(byte, tl.min(halvings_mask(elements, E5M2), 2), ROWS)
         shifted = shift_elements(elements, old, scale[:, :, None], E5M2)
     else:
+        scale = tl.max(byte, 1)
+        if SQUARES:
+            scale = tl.zeros((ROWS,), tl.int32) + tl.max(scale, 0)
+        new = scale[:, None, None]
+        shifted = shift_elements(elements, old, new, E5M2)
         add_to(changed, elements, shifted, old, new, E5M2)
-        scale = largest
     store_matrix(qdata, tl.reshape(shifted, (ROWS, 128)), row, stop, col, cols)
     return scale.to(tl.uint8)
 
@@ -282,44 +297,42 @@ def _rebase_squares(
     col_block = tile_col * 4 + tl.arange(0, 4)
     row_blocks, col_blocks = tl.cdiv(rows, 32), tl.cdiv(cols, 32)
     if LAST:
-        largest = tl.max(tl.max(byte, 2), 1)
-        old, new = wide[None, :, :, None, :], largest[None, :, None, None, None]
+        old = wide[None, :, :, None, :]
         elements = to_elements(values * reciprocal_scale(old), old, E5M2)
-        shifted = shift_elements(elements, old, new, E5M2)
         if EVEN:
-            loss = tl.sum(tl.sum(shift_loss(elements, shifted, old, new, E5M2), 0), 2)
-            loss = tl.sum(tl.sum(loss, 2), 1)
-            scales = tl.where((loss == 0)[:, None, None], largest[:, None, None], byte)
-            new = tl.broadcast_to(scales[:, :, :, None], (BLOCKS, LINES, SQUARES, 32))
-            new = tl.reshape(new, (BLOCKS, LINES, LINE))
+            mask = tl.min(tl.min(halvings_mask(elements, E5M2), 0), 2)  # (BLOCKS, LINES, LINE)
+            mask = tl.min(tl.reshape(mask, (BLOCKS, 4, 32)), 2)
+            scales = even_scales(tl.reshape(byte, (BLOCKS, 4)), mask, BLOCKS)
+            new = tl.reshape(tl.broadcast_to(scales[:, :, None], (BLOCKS, 4, 32)), (BLOCKS, LINES, LINE))
             shifted = shift_elements(elements, old, new[None, :, :, None, :], E5M2)
             last_scale += batch * row_blocks * col_blocks
-            scales = tl.reshape(scales, (BLOCKS, 4))
             store_matrix(last_scale, scales, row_block, row_blocks, col_block, col_blocks)
         else:
+            largest = tl.max(tl.max(byte, 2), 1)
+            new = largest[None, :, None, None, None]
+            shifted = shift_elements(elements, old, new, E5M2)
             add_to(changed, elements, shifted, old, new, E5M2)
             last_scale += (batch * col_tiles + tile_col) * (tl.cdiv(row_blocks, 16) * 16)
             tl.store(last_scale + row_block, largest.to(tl.uint8), mask=row_block < row_blocks)
         shifted = tl.reshape(tl.permute(shifted, (1, 3, 0, 2, 4)), (128, 128))
         store_matrix(last_qdata + batch * rows * cols, shifted, row, rows, col, cols)
     if FIRST:
-        largest = tl.max(byte, 0)
-        new = tl.reshape(tl.broadcast_to(largest[:, :, None], (LINES, SQUARES, 32)), (LINES, LINE))
-        old, new = wide[None, :, :, None, :, None], new[None, None, :, None, :, None]
-        elements = columns_to_elements(values, wide, E5M2, BLOCKS, LINES, LINE)
-        shifted = shift_elements(elements, old, new, E5M2)
+        elements = columns_to_elements(values, wide, E5M2, BLOCKS, LINES, LINE)  # (4, BLOCKS, LINES, 4, LINE, 2)
+        old = wide[None, :, :, None, :, None]
         if EVEN:
-            loss = shift_loss(elements, shifted, old, new, E5M2)  # (4, BLOCKS, LINES, 4, LINE, 2)
-            loss = tl.sum(tl.sum(tl.sum(tl.sum(loss, 5), 0), 2), 0)  # (LINES, LINE)
-            loss = tl.sum(tl.reshape(loss, (LINES, SQUARES, 32)), 2)
-            scales = tl.where((loss == 0)[None, :, :], largest[None, :, :], byte)
-            new = tl.broadcast_to(scales[:, :, :, None], (BLOCKS, LINES, SQUARES, 32))
+            mask = tl.min(tl.min(tl.min(halvings_mask(elements, E5M2), 5), 0), 2)  # (BLOCKS, LINES, LINE)
+            mask = tl.min(tl.reshape(mask, (BLOCKS, 4, 32)), 2)
+            scales = even_scales(tl.trans(tl.reshape(byte, (BLOCKS, 4))), tl.trans(mask), 4)
+            new = tl.broadcast_to(tl.trans(scales)[:, :, None], (BLOCKS, 4, 32))
             new = tl.reshape(new, (BLOCKS, LINES, LINE))
             shifted = shift_elements(elements, old, new[None, :, :, None, :, None], E5M2)
             first_scale += batch * row_blocks * col_blocks
-            scales = tl.trans(tl.reshape(scales, (BLOCKS, 4)))
             store_matrix(first_scale, scales, col_block, col_blocks, row_block, row_blocks)
         else:
+            largest = tl.max(byte, 0)
+            new = tl.reshape(tl.broadcast_to(largest[:, :, None], (LINES, SQUARES, 32)), (LINES, LINE))
+            new = new[None, None, :, None, :, None]
+            shifted = shift_elements(elements, old, new, E5M2)
             add_to(changed, elements, shifted, old, new, E5M2)
             first_scale += (batch * row_tiles + tile_row) * (tl.cdiv(col_blocks, 16) * 16)
             tl.store(first_scale + col_block, tl.reshape(largest, (4,)).to(tl.uint8), mask=col_block < col_blocks)

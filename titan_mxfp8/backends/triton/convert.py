@@ -98,20 +98,15 @@ def shift_elements(byte, scale, largest, E5M2: tl.constexpr):
 
 
 @triton.jit
-def shift_loss(byte, shifted, scale, largest, E5M2: tl.constexpr):
-    """fp16 that is 0 for those of ``shift_elements``' elements whose value is what it was before, and adds up.
-
-    More than 15 steps count as a change unless the element is 0 (``format.reference.even_out``).
-    """
-    # Back to where it was. fp16 holds every element, and one instruction takes two.
-    factor = (tl.minimum(largest - scale, 15) + 127) << 23
-    factor = tl.where(largest == 255, 0x7FC00000, factor).to(tl.float32, bitcast=True).to(tl.float16)
-    dtype: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
-    before, after = byte.to(dtype, bitcast=True).to(tl.float16), shifted.to(dtype, bitcast=True).to(tl.float16)
-    difference = after * factor - before
-    if E5M2:  # at least 2^-16, whose square is none in fp16
-        difference *= 256
-    return difference * difference
+def halvings_mask(byte, E5M2: tl.constexpr):
+    """int32 2^n - 1 for elements that can be halved exactly n times and no more; from 15 times on at least 2^15 - 1,
+    and 2^31 - 1 for zeros. The least of several is that of all of them."""
+    MANTISSA: tl.constexpr = 2 if E5M2 else 3
+    magnitude = byte.to(tl.int32) & 0x7F
+    exponent = magnitude >> MANTISSA
+    digits = (magnitude & ((1 << MANTISSA) - 1)) | ((exponent > 0).to(tl.int32) << MANTISSA)
+    units = digits << tl.minimum(tl.maximum(exponent - 1, 0), 15)  # the element, in units of the smallest
+    return (units - 1) & ~units & 0x7FFFFFFF
 
 
 @triton.jit
