@@ -7,6 +7,7 @@ replaces, in ``triton.runtime.interpreter``:
 - float conversions: torch's, round to nearest even; fp8 saturates and NaN becomes 0x7F, as ``cvt.rn.satfinite`` does;
 - arithmetic on bf16: in fp32, rounded once; ``tl.dot`` of 8- and 16-bit operands: in fp32;
 - ``tl.dot_scaled`` (missing in 3.6): exact products of decoded operands, fp32 sums;
+- ``tl.reduce_or``, which takes a millisecond for each element: numpy's;
 - what patches ``triton.language`` anew at each call of a jitted helper (2 ms): done once, for the whole process.
 
 The process can then interpret and nothing else: ``test_triton_interpreter.py`` starts one.
@@ -37,6 +38,7 @@ def install() -> None:
     builder = interpreter.InterpreterBuilder
     binary_op, ternary_op, unary_op = builder.binary_op, builder.ternary_op, builder.unary_op
     cast_impl, create_dot = builder.cast_impl, builder.create_dot
+    generic_reduce = interpreter.ReduceOps.generic_reduce
 
     def repaired_binary_op(self, lhs, rhs, op):
         if lhs.dtype.scalar == tl.bfloat16 and op not in _BITWISE:
@@ -76,7 +78,14 @@ def install() -> None:
             b_f32 = b_f32 * np.swapaxes(_decode_scale(b_scale.data, b_f32.shape[-2]), -1, -2)
         return _Handle((np.matmul(a_f32, b_f32) + acc.data).astype(acc.data.dtype), acc.dtype.scalar)
 
+    def reduce_or(self, given):
+        if self.combine_fn is not tl.standard._or_combine:
+            return generic_reduce(self, given)
+        (x,) = given
+        return self.to_tensor(np.bitwise_or.reduce(x.handle.data, axis=self.axis, keepdims=self.keep_dims), x.dtype)
+
     interpreter._convert_float = _convert_float
+    interpreter.ReduceOps.generic_reduce = reduce_or
     builder.binary_op, builder.ternary_op, builder.unary_op = repaired_binary_op, repaired_ternary_op, repaired_unary_op
     builder.cast_impl, builder.create_dot, builder.create_dot_scaled = repaired_cast, repaired_dot, dot_scaled
     # 3.6 lacks the first and lets NaN through the other two; GPUs return the number.

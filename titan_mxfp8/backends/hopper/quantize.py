@@ -17,7 +17,7 @@ import triton.language as tl
 
 from titan_mxfp8.backends.triton.convert import (
     count_changed,
-    halvings_mask,
+    element_units,
     magnitude_bits,
     reciprocal_scale,
     scale_byte,
@@ -122,11 +122,11 @@ def add_to(changed, byte, shifted, scale, largest, E5M2: tl.constexpr):
 
 
 @triton.jit
-def even_scales(byte, mask, ROWS: tl.constexpr):
+def even_scales(byte, units, ROWS: tl.constexpr):
     """``format.reference.even_out``: the new scales of (ROWS, 4) blocks, neighbours in a row, from the old ones and the
-    least ``halvings_mask`` of each."""
-    exponent = (mask + 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23
-    room = tl.where(mask == 0x7FFFFFFF, 255, tl.minimum(exponent - 127, 15))
+    bitwise or of each block's ``element_units``."""
+    zeros = ((units & -units).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    room = tl.where(zeros >= 18, 255, tl.minimum(zeros, 15))
     scale = byte
     for BLOCKS in tl.static_range(2, 5, 2):
         old = tl.reshape(byte, (ROWS, 4 // BLOCKS, BLOCKS))
@@ -152,7 +152,7 @@ def rebase_rows(
     old = byte[:, :, None]
     elements = to_elements(values * reciprocal_scale(old), old, E5M2)
     if EVEN:
-        scale = even_scales(byte, tl.min(halvings_mask(elements, E5M2), 2), ROWS)
+        scale = even_scales(byte, tl.reduce_or(element_units(elements, E5M2), 2), ROWS)
         shifted = shift_elements(elements, old, scale[:, :, None], E5M2)
     else:
         scale = tl.max(byte, 1)
@@ -300,9 +300,9 @@ def _rebase_squares(
         old = wide[None, :, :, None, :]
         elements = to_elements(values * reciprocal_scale(old), old, E5M2)
         if EVEN:
-            mask = tl.min(tl.min(halvings_mask(elements, E5M2), 0), 2)  # (BLOCKS, LINES, LINE)
-            mask = tl.min(tl.reshape(mask, (BLOCKS, 4, 32)), 2)
-            scales = even_scales(tl.reshape(byte, (BLOCKS, 4)), mask, BLOCKS)
+            units = tl.reduce_or(tl.reduce_or(element_units(elements, E5M2), 0), 2)  # (BLOCKS, LINES, LINE)
+            units = tl.reduce_or(tl.reshape(units, (BLOCKS, 4, 32)), 2)
+            scales = even_scales(tl.reshape(byte, (BLOCKS, 4)), units, BLOCKS)
             new = tl.reshape(tl.broadcast_to(scales[:, :, None], (BLOCKS, 4, 32)), (BLOCKS, LINES, LINE))
             shifted = shift_elements(elements, old, new[None, :, :, None, :], E5M2)
             last_scale += batch * row_blocks * col_blocks
@@ -320,9 +320,10 @@ def _rebase_squares(
         elements = columns_to_elements(values, wide, E5M2, BLOCKS, LINES, LINE)  # (4, BLOCKS, LINES, 4, LINE, 2)
         old = wide[None, :, :, None, :, None]
         if EVEN:
-            mask = tl.min(tl.min(tl.min(halvings_mask(elements, E5M2), 5), 0), 2)  # (BLOCKS, LINES, LINE)
-            mask = tl.min(tl.reshape(mask, (BLOCKS, 4, 32)), 2)
-            scales = even_scales(tl.trans(tl.reshape(byte, (BLOCKS, 4))), tl.trans(mask), 4)
+            units = tl.reduce_or(tl.reduce_or(element_units(elements, E5M2), 5), 0)
+            units = tl.reduce_or(units, 2)  # (BLOCKS, LINES, LINE)
+            units = tl.reduce_or(tl.reshape(units, (BLOCKS, 4, 32)), 2)
+            scales = even_scales(tl.trans(tl.reshape(byte, (BLOCKS, 4))), tl.trans(units), 4)
             new = tl.broadcast_to(tl.trans(scales)[:, :, None], (BLOCKS, 4, 32))
             new = tl.reshape(new, (BLOCKS, LINES, LINE))
             shifted = shift_elements(elements, old, new[None, :, :, None, :, None], E5M2)

@@ -98,15 +98,15 @@ def shift_elements(byte, scale, largest, E5M2: tl.constexpr):
 
 
 @triton.jit
-def halvings_mask(byte, E5M2: tl.constexpr):
-    """int32 2^n - 1 for elements that can be halved exactly n times and no more; from 15 times on at least 2^15 - 1,
-    and 2^31 - 1 for zeros. The least of several is that of all of them."""
-    MANTISSA: tl.constexpr = 2 if E5M2 else 3
-    magnitude = byte.to(tl.int32) & 0x7F
-    exponent = magnitude >> MANTISSA
-    digits = (magnitude & ((1 << MANTISSA) - 1)) | ((exponent > 0).to(tl.int32) << MANTISSA)
-    units = digits << tl.minimum(tl.maximum(exponent - 1, 0), 15)  # the element, in units of the smallest
-    return (units - 1) & ~units & 0x7FFFFFFF
+def element_units(byte, E5M2: tl.constexpr):
+    """int32 whose trailing zeros say how often elements can be halved exactly: 15 to 17 are 15 or more, 18 and more
+    are zeros. The bitwise or of several has those of the one with the fewest."""
+    if E5M2:
+        # The sum's last bit is 2^-16, the smallest element. Above 2, where it would be more, 2^15 of it divide all.
+        value = tl.minimum(tl.maximum(from_elements(byte, True), -2.0), 2.0) + 192.0
+    else:
+        value = from_elements(byte, False) + 24576.0  # 2^-9
+    return value.to(tl.int32, bitcast=True)
 
 
 @triton.jit
