@@ -320,9 +320,10 @@ def _rebase_squares(
         elements = columns_to_elements(values, wide, E5M2, BLOCKS, LINES, LINE)  # (4, BLOCKS, LINES, 4, LINE, 2)
         old = wide[None, :, :, None, :, None]
         if EVEN:
-            units = tl.reduce_or(tl.reduce_or(element_units(elements, E5M2), 5), 0)
-            units = tl.reduce_or(units, 2)  # (BLOCKS, LINES, LINE)
-            units = tl.reduce_or(tl.reshape(units, (BLOCKS, 4, 32)), 2)
+            if not LAST:
+                units = tl.reduce_or(tl.reduce_or(element_units(elements, E5M2), 5), 0)
+                units = tl.reduce_or(units, 2)  # (BLOCKS, LINES, LINE)
+                units = tl.reduce_or(tl.reshape(units, (BLOCKS, 4, 32)), 2)
             scales = even_scales(tl.trans(tl.reshape(byte, (BLOCKS, 4))), tl.trans(units), 4)
             new = tl.broadcast_to(tl.trans(scales)[:, :, None], (BLOCKS, 4, 32))
             new = tl.reshape(new, (BLOCKS, LINES, LINE))
@@ -390,7 +391,7 @@ def _launch_squares(x_BRC, last_qdata, last_scale, first_qdata, first_scale, cha
             x_BRC, last_qdata, last_scale, first_qdata, first_scale, changed,
             rows, cols, rows, x_BRC.stride(0), x_BRC.stride(1),
             LAST=last_qdata is not None, FIRST=first_qdata is not None, **options,
-            BLOCKS=tile.blocks, LINES=tile.lines, LINE=line, num_warps=tile.warps,
+            BLOCKS=tile.blocks, LINES=tile.lines, LINE=line, num_warps=tile.warps, maxnreg=128,
         )  # fmt: skip
 
 
