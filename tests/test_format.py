@@ -423,6 +423,7 @@ def test_rebase_against_doubles(block: str, to: str, dtype: torch.dtype) -> None
         ((109, 124, 124, 124), (0x78, 0x78), (124, 124, 124, 124)),  # 2^8, 15 steps
         ((108, 124, 124, 124), (0x78, 0x78), (108, 124, 124, 124)),  # 16: 2^-8 would do, but is not tried
         ((255, 124, 124, 125), (0x10, 0x10), (255, 124, 125, 125)),  # NaN stays in its block
+        ((100, 255, 124, 125), (0x00, 0x80), (100, 255, 125, 125)),  # zeros stay zeros
         ((255, 255, 255, 255), (0x7F, 0x7F), (255, 255, 255, 255)),  # as they are
         ((120, 124, 124, 124), (0x10, 0x7F), (120, 124, 124, 124)),  # NaN among numbers
     ],
