@@ -78,14 +78,14 @@ def install() -> None:
             b_f32 = b_f32 * np.swapaxes(_decode_scale(b_scale.data, b_f32.shape[-2]), -1, -2)
         return _Handle((np.matmul(a_f32, b_f32) + acc.data).astype(acc.data.dtype), acc.dtype.scalar)
 
-    def reduce_or(self, given):
+    def repaired_reduce(self, given):
         if self.combine_fn is not tl.standard._or_combine:
             return generic_reduce(self, given)
         (x,) = given
         return self.to_tensor(np.bitwise_or.reduce(x.handle.data, axis=self.axis, keepdims=self.keep_dims), x.dtype)
 
     interpreter._convert_float = _convert_float
-    interpreter.ReduceOps.generic_reduce = reduce_or
+    interpreter.ReduceOps.generic_reduce = repaired_reduce
     builder.binary_op, builder.ternary_op, builder.unary_op = repaired_binary_op, repaired_ternary_op, repaired_unary_op
     builder.cast_impl, builder.create_dot, builder.create_dot_scaled = repaired_cast, repaired_dot, dot_scaled
     # 3.6 lacks the first and lets NaN through the other two; GPUs return the number.

@@ -445,7 +445,9 @@ def test_even_out_golden_table(scales: tuple[int, ...], elements: tuple[int, int
 @pytest.mark.parametrize("block", ["1x32", "32x32"])
 def test_even_out_changes_no_value_and_leaves_no_scales_apart_that_need_not_be(block: str, dtype: torch.dtype) -> None:
     """Against casts to the element type, by one row or 32: no steps above 15 here."""
-    x = torch.randn(2, 170, 300)
+    x = torch.randn(2, 170, 280)
+    if dtype == E5M2:
+        x *= torch.randint(-24, 1, x.shape).float().exp2()
     for axis in (1, 2):
         along = x.movedim(axis, -1)  # by stage and block: about equal, two and two, one apart
         along[..., 64:128] *= 2.0**-5
@@ -470,8 +472,8 @@ def test_even_out_changes_no_value_and_leaves_no_scales_apart_that_need_not_be(b
                     fits = torch.stack([rows.all(-1) for rows in fits.split(lines, 1)], 1)
                     expected[..., start:stop] = torch.where(fits[..., None], largest, expected[..., start:stop])
             assert torch.equal(new[..., first : first + 4], expected)
-            seen |= {(dtype, len(set(scales))) for scales in expected.flatten(0, 1).tolist()}
-    assert {(E4M3, 1), (E4M3, 2), (E4M3, 3)} <= seen or {(E5M2, 1)} == seen
+            seen |= {len(set(scales)) for scales in expected.flatten(0, 1).tolist()}
+    assert seen >= {1, 2, 3}
 
 
 def test_sums_per_stage() -> None:

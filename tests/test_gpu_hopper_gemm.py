@@ -52,7 +52,7 @@ def patchy(*shape: int) -> torch.Tensor:
     small ones, whose scales are equal within a patch, but cannot be made so in two."""
     *rest, rows, cols = shape
     row, col = torch.arange(rows) // 200, torch.arange(cols) // 64
-    kind, far = (torch.randint(0, count, (rows // 200 + 1, cols // 64 + 1))[row][:, col] for count in (3, 2))
+    kind, far = (torch.randint(0, n, (*rest, rows // 200 + 1, cols // 64 + 1))[..., row, :][..., col] for n in (3, 2))
     factor = torch.randint(-3, 4, (*rest, rows, cols // 32 + 1)).exp2().repeat_interleave(32, -1)[..., :cols]
     large_or_small = torch.where(torch.rand(shape) < 0.5, -15.0, 2.0**-11) * 2.0 ** (4 * far)
     patches = torch.where(kind == 0, torch.randint(-15, 16, shape) * factor, large_or_small)
@@ -289,7 +289,7 @@ def test_tiles_are_taken_on_demand(monkeypatch: pytest.MonkeyPatch):
         check(gemm.gemm_k_grouped(a.mT, b, None, out_dtype=BF16)[0], 256)
 
 
-def test_a_part_past_the_last_row_is_not_taken_for_even():
+def test_a_part_past_the_last_row_is_not_added_to_one_of_another_scale():
     """The second group starts at row 50: its part goes past row 100, where the next stage's scales begin."""
     x = torch.ones(100, 384)
     x[64:, :32] = 448 * 2.0**-10

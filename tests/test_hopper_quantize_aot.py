@@ -5,6 +5,7 @@
 
 import pytest
 import torch
+import triton
 from aot import compile_only
 from test_triton_aot import OFFS, check
 
@@ -27,6 +28,7 @@ FORMS = {
     "even, E5M2 of fp32": {"forms": ("even", None), "elem_dtype": E5M2, "dtype": torch.float32},
     "even 32x32 last": {"forms": ("even", None), "block": "32x32"},
     "even 32x32 both": {"forms": ("even", "even"), "block": "32x32"},
+    "even 32x32 both, E5M2": {"forms": ("even", "even"), "block": "32x32", "elem_dtype": E5M2},
 }
 
 
@@ -36,8 +38,8 @@ def test_sm_90(form: str):
     x = torch.empty(kwargs.pop("shape"), dtype=kwargs.pop("dtype"))
     with compile_only("sm_90") as kernels:
         quantize_rebased(x, **kwargs)
-    # Held to 128 registers, the largest spills 48 bytes with Triton 3.6 and none with 3.9.
-    check(kernels, spills=64 if form == "even 32x32 both" else 0)
+    # Held to 128 registers, the largest spills 48 bytes with Triton 3.6.
+    check(kernels, spills=64 if form == "even 32x32 both" and triton.__version__.startswith("3.6.") else 0)
     kernel = next(kernel for kernel in kernels if "_rebase" in kernel.name)
     e5m2 = kwargs["elem_dtype"] == E5M2
     # each element is made, and made again once its block's neighbours are known

@@ -79,7 +79,7 @@ def test_no_step_is_added_to_one_of_another_scale(rows: int):
     """Parts of 64 rows from any row on, as the GEMM copies them: past the last row they go on into the next stage."""
     stages = 3
     row_scale = torch.full((rows, 4 * stages), 127)
-    row_scale[rows * 2 // 3 :, 1] += 1  # of the first stage only the rows before are even
+    row_scale[rows * 2 // 3 :, 1] += 1  # of the first stage only the rows before have equal scales
     column_scale = torch.full((1, 4 * stages, 32), 127)
     row_out, _, _ = gemm.decode_scales(row_scale.to(torch.uint8), column_scale.to(torch.uint8), 4, stages, 1)
     stage_rows = len(row_out) // (4 * stages)

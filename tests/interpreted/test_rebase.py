@@ -49,7 +49,7 @@ def test_even(rounding: str, dtype: torch.dtype):
     x = partly_even((160, 256), FP32)
     check_even(x.mT, rounding, dtype)
     check_rebased(x, rounding, dtype, "32x32 to even")
-    squares = partly_even((5, 10), FP32).repeat_interleave(32, 0).repeat_interleave(32, 1)
+    squares = partly_even((9, 12), FP32).repeat_interleave(32, 0).repeat_interleave(32, 1)
     check_rebased(squares, rounding, dtype, "32x32 to even")
 
 

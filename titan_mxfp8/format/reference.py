@@ -117,11 +117,11 @@ def even_out(mx: MXTensor) -> MXTensor:
     """Gives neighbouring blocks one scale where that changes no value: the same numbers, in the same blocks.
 
     Four neighbouring blocks along ``mx.axis`` get the largest of their scales if all of their elements can be expressed
-    exactly with it, at most 15 steps from their own; zeros always can. Else the first two and the last two of them get
-    the larger one of theirs, if those can. Else they stay as they are. So a GEMM may scale once per 64 or 128 elements
-    where it finds equal scales, and is exact. Blocks of bytes 120 and 124: elements of the first are divided by 16. If
-    the smallest of them is 0x10 (2^-5), it becomes 0x01 (2^-9) and both blocks get 124; if it is 0x11 (1.125 * 2^-5),
-    they stay.
+    exactly with it, at most 15 steps from their own; zeros always can, but not with that of NaN, 255. Else the first
+    two of them and the last two do, each pair for itself, if its elements can. Else they stay as they are. So a GEMM
+    may scale once per 64 or 128 elements where it finds equal scales, and is exact. Blocks of bytes 120 and 124:
+    elements of the first are divided by 16. If the smallest of them is 0x10 (2^-5), it becomes 0x01 (2^-9) and both
+    blocks get 124; if it is 0x11 (1.125 * 2^-5), they stay.
 
     Args:
         mx: in blocks of 1x32 or 32x32.

@@ -162,7 +162,7 @@ def _square_scales(acc, row_scales, column_scales, part, slot, step):
     L: gl.constexpr = gl.SliceLayout(2, acc.type.layout)
     rows = row_scales.index(part).slice(step, 1, dim=1).load(L)
     groups = column_scales.index(slot * STEPS + step).slice(0, acc.shape[1]).load(gl.SliceLayout(0, L))
-    if STEPS > 1 and step == 0:  # their last bits are marks, see _marks
+    if STEPS > 1 and step == 0:  # their last three bits are marks, see _marks
         rows = (rows.to(gl.int32, bitcast=True) & -8).to(gl.float32, bitcast=True)
         groups = (groups.to(gl.int32, bitcast=True) & -8).to(gl.float32, bitcast=True)
     return (rows * groups.expand_dims(0)).expand_dims(2)
@@ -436,6 +436,9 @@ def _decode_lines(
     bits = tl.where(s == 255, 0x7FC00000, tl.maximum(s << 23, 0x00400000))
     if STEPS > 1:
         RUN: tl.constexpr = 64 if ARE_ROWS else 4  # what lies in a part, or in a tile
+        tl.static_assert(STEPS == 4)
+        # A sum takes the scale of its last block. Past the last one there is, that is byte 0: no sum goes on to there,
+        # unless its own is.
         later = step[None, :] > 0
         before = tl.load(source - stride_k, mask=there & later & (block <= blocks)[None, :], other=0).to(tl.int32)
         same = tl.min(tl.reshape((later & (s == before)).to(tl.int32), (LINES // RUN, RUN, STEPS)), 1)
@@ -600,8 +603,8 @@ def decode_scales(
 
     Returns:
         Those of the rows, flat: (copies, stages, rows to a multiple of 4, or with several steps of 64, steps); copy s
-        starts at row s. Those of the columns, (experts * stages * steps, columns), the columns to a multiple of 4. And
-        an int32 that is 0.
+        starts at row s. Those of the columns, (experts * stages * steps, columns), the columns to a multiple of 4. Of
+        several steps the first one's last three bits are marks, see ``_decode_lines``. And an int32 that is 0.
     """
     (rows, row_blocks), (experts, column_blocks, columns) = row_scale_RC.shape, column_scale_ECD.shape
     # With marks, whole runs. A part that goes on past the last of them, into the next stage, has all its rows in that

@@ -100,12 +100,13 @@ def shift_elements(byte, scale, largest, E5M2: tl.constexpr):
 @triton.jit
 def element_units(byte, E5M2: tl.constexpr):
     """int32 whose trailing zeros say how often elements can be halved exactly: 15 to 17 are 15 or more, 18 and more
-    are zeros. The bitwise or of several has those of the one with the fewest."""
+    are zeros. The bitwise or of several has those of the one with the fewest. Those of NaN mean nothing."""
+    # The last bit of each sum is the smallest element.
     if E5M2:
-        # The sum's last bit is 2^-16, the smallest element. Above 2, where it would be more, 2^15 of it divide all.
+        # 2 has 17 zeros; larger ones, which have more, would pass for zero.
         value = tl.minimum(tl.maximum(from_elements(byte, True), -2.0), 2.0) + 192.0
     else:
-        value = from_elements(byte, False) + 24576.0  # 2^-9
+        value = from_elements(byte, False) + 24576.0
     return value.to(tl.int32, bitcast=True)
 
 
