@@ -93,7 +93,7 @@ def read_run(folder: Path) -> Run:
     """Reads a run's dump folder: its TensorBoard logs, or wandb's offline ones where there are none.
 
     Raises:
-        ValueError: no log there, or one without losses.
+        ValueError: no log there, one without losses, or a ``job_config.json`` that is none.
     """
     folder = folder.resolve()
     tags, config = (LOSS, THROUGHPUT, MEMORY), {}
@@ -109,7 +109,10 @@ def read_run(folder: Path) -> Run:
         raise ValueError(f"{logs[-1]} holds no {LOSS}: the run ended before its first log")
     saved = folder / "job_config.json"
     if saved.is_file():
-        config = json.loads(saved.read_text())
+        try:
+            config = json.loads(saved.read_text())
+        except ValueError as error:
+            raise ValueError(f"{saved} is no JSON: {error}; without it configs are not compared") from error
     loss, tps, memory = (scalars.get(tag, {}) for tag in tags)
     return Run(name=folder.name, loss=loss, tps=tps, memory=memory, config=config)
 

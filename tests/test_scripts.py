@@ -150,6 +150,90 @@ def test_compare_runs_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
     assert "--window is a share of the steps" in compare(long, "--window", 10)
 
 
+NAN, INF = math.nan, math.inf
+
+
+def test_compare_runs_reports_diverged_runs_and_judges_the_others(tmp_path: Path) -> None:
+    """bf16's seeds end at 3.00 and 3.02; a run with NaN or Inf at its end has diverged, one that recovered has not."""
+    ends = {
+        "bf16": ([3.0], [3.02], [NAN]),
+        "near": ([3.01], [3.02], [3.0]),
+        "once": ([3.01], [INF], [3.0]),
+        "all": ([NAN], [INF], [-INF, INF]),
+        "spike": ([3.5], [3.52], [3.5]),
+    }
+    folders = []
+    for group, seeds in ends.items():
+        for seed, end in enumerate(seeds):
+            losses = [5.0, INF if group == "spike" else 4.5, *[4.0] * 25, *(end * 3)[:3]]
+            folders.append(write_run(tmp_path / f"{group}-seed{seed}", losses))
+    compare(*folders, "--out", tmp_path / "out")
+    rows = {row["run"]: row for row in rows_of(tmp_path / "out" / "table.csv")}
+    assert rows["bf16"]["verdict"] == "diverged: 1 of 3 runs" and rows["bf16"]["final loss"] == "3.0100"
+    assert (rows["near"]["difference"], rows["near"]["band"], rows["near"]["verdict"]) == (
+        "+0.0050",
+        "0.0200",
+        "inside",
+    )
+    assert (rows["once"]["difference"], rows["once"]["verdict"]) == ("+0.0100", "diverged: 1 of 3 runs")
+    assert (rows["all"]["final loss"], rows["all"]["difference"]) == ("nan", "")
+    assert rows["all"]["verdict"] == "diverged: 3 of 3 runs"
+    assert (rows["spike"]["difference"], rows["spike"]["verdict"]) == ("+0.5000", "outside, higher")
+    assert (tmp_path / "out" / "losses.png").stat().st_size > 10_000
+    # two seeds of which one diverged are no band, and without any there is nothing to compare with
+    compare(folders[0], folders[2], folders[3], "--out", tmp_path / "out")
+    assert rows_of(tmp_path / "out" / "table.csv")[1]["verdict"] == "none: bf16 has one seed that ended"
+    compare(folders[2], folders[5], "--out", tmp_path / "out")
+    assert rows_of(tmp_path / "out" / "table.csv")[1]["verdict"] == "none: bf16 diverged with the same seeds"
+
+
+def test_compare_runs_limits_its_picture_to_finite_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda self, *_, **__: limits.append(self.axes[-1].get_ylim())
+    )
+    folders = [write_run(tmp_path / "bf16", [3.0] * 20)]
+    for name, value in (("nan", NAN), ("inf", INF)):
+        folders.append(write_run(tmp_path / name, [3.1] * 10 + [value] * 5 + [3.2] * 5))
+    compare(*folders, "--out", tmp_path / "out")
+    assert limits[-1] == pytest.approx((-0.3, 0.3))
+
+
+def test_compare_runs_tells_runs_of_one_name_apart(tmp_path: Path) -> None:
+    ends = {"s1/bf16-seed0": 3.0, "s1/bf16-seed1": 3.1, "s2/bf16-seed0": 4.0, "s2/mxfp8-seed1": 4.5}
+    folders = [write_run(tmp_path / name, [5.0, end]) for name, end in ends.items()]
+    printed = compare(*folders[:3], "--out", tmp_path)
+    assert "| step | s1/bf16-seed0 | s1/bf16-seed1 | s2/bf16-seed0 |" in printed
+    rows = [(row["run"], row["seeds"], row["final loss"]) for row in rows_of(tmp_path / "table.csv")]
+    assert rows == [("s1/bf16", "2", "3.0500"), ("s2/bf16", "1", "4.0000")]
+    alone = [write_run(tmp_path / name / "run", [5.0, end]) for name, end in (("a", 3.0), ("b", 4.0))]
+    compare(*alone, "--out", tmp_path)
+    assert [(row["run"], row["seeds"]) for row in rows_of(tmp_path / "table.csv")] == [("a/run", "1"), ("b/run", "1")]
+    compare(folders[0], folders[3], folders[1], "--out", tmp_path)  # names that differ stay short
+    assert [row["run"] for row in rows_of(tmp_path / "table.csv")] == ["bf16", "mxfp8"]
+    assert "bf16-seed0 is given twice" in compare(folders[0], folders[1], tmp_path / "s2" / ".." / "s1" / "bf16-seed0")
+    again = write_run(tmp_path / "s1" / "bf16-seed00", [5.0, 3.0])
+    assert "bf16-seed0 and bf16-seed00 are both seed 0 of bf16" in compare(folders[0], again)
+
+
+def test_compare_runs_takes_runs_without_a_section_of_the_config_or_without_speed(tmp_path: Path) -> None:
+    config = {"model": {"name": "llama4", "flavor": "a"}, "training": {"seq_len": 32}, "optimizer": {"lr": 1e-3}}
+    full = write_run(tmp_path / "full", [8.0, 7.0], config)
+    part = write_run(tmp_path / "part", [8.0, 7.5], {"model": config["model"], "training": None})
+    assert "| 2 | 7.0000 | 7.5000 | +0.5000 |" in compare(full, part, "--out", tmp_path)
+    torn = write_run(tmp_path / "torn", [8.0, 7.5])
+    (torn / "job_config.json").write_text('{"model": ')
+    assert f"{torn / 'job_config.json'} is no JSON" in compare(full, torn)
+    with SummaryWriter(str(tmp_path / "still" / "tb")) as writer:
+        for step in (1, 2, 3):
+            writer.add_scalar("loss_metrics/global_avg_loss", 8.0, step)
+            writer.add_scalar("throughput(tps)", 0.0, step)
+    compare(tmp_path / "still", write_run(tmp_path / "moving", [8.0, 7.0, 6.0]), "--out", tmp_path)
+    assert [(row["tokens/s"], row["x"]) for row in rows_of(tmp_path / "table.csv")] == [("0.0", ""), ("250.0", "")]
+    for steps in (0, -1):
+        assert f"--steps is at least 1, got {steps}" in compare(full, "--steps", steps)
+
+
 @pytest.fixture
 def stub(tmp_path: Path) -> dict[str, str]:
     """An environment in which ``-m torchtitan.train`` writes a finished run's log after STUB_SECONDS, or fails.
