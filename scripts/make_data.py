@@ -245,7 +245,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"{folder} holds no tokenizer.json: name a tokenizer's folder, or train one with --vocab-size")
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path} is no tokenizer of the tokenizers library: {error}") from error
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
@@ -320,18 +323,38 @@ def readme(
 
 
 def write_files(out: Path, files: dict[str, bytes]) -> None:
-    """Write every file under another name first, then rename: a full disk leaves nothing half written."""
+    """Write every file under another name first, then rename; what was there is put back if one of this fails.
+
+    Raises:
+        ValueError: a folder has the name of a file.
+        OSError: a file cannot be written.
+    """
     parts: dict[Path, Path] = {}
+    olds: dict[Path, Path] = {}
+    renamed: list[Path] = []
     try:
         for name, content in files.items():
             target = out / name
+            if target.is_dir():
+                raise ValueError(f"{target} is a folder, where a file is to be written")
             target.parent.mkdir(parents=True, exist_ok=True)
             parts[target] = target.with_name(target.name + ".part")
             parts[target].write_bytes(content)
         for target, part in parts.items():
+            if target.exists():
+                olds[target] = target.with_name(target.name + ".old")
+                target.replace(olds[target])
             part.replace(target)
+            renamed.append(target)
+    except BaseException:
+        for target in renamed:
+            target.unlink()
+        for target, old in olds.items():
+            if old.exists():
+                old.replace(target)
+        raise
     finally:
-        for part in parts.values():
+        for part in (*parts.values(), *olds.values()):
             part.unlink(missing_ok=True)
 
 
