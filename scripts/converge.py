@@ -25,8 +25,10 @@ from pathlib import Path
 import torch
 from runs import TRAIN, ending, launch, split_flags
 
+from titan_mxfp8.modules import as_list
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR, get_recipe
 
+ROOT = Path(__file__).resolve().parent.parent
 CONVERTERS = (GROUPED_MM, LINEAR)
 REBASE = "+rebase"  # behind a recipe's name
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
@@ -91,6 +93,7 @@ def start(run: StudyRun, args: argparse.Namespace, slot: int, gpus: int) -> Goin
         run.folder / "log",
         environment,
         jobs=args.jobs,
+        cwd=ROOT,  # the configs name their data from there
         start_new_session=True,  # Ctrl-C reaches the study alone, which then stops its runs
     )
     return Going(run=run, slot=slot, process=process, started=time.monotonic())
@@ -121,8 +124,11 @@ def close(going: Going) -> str:
     return FINISHED
 
 
-def study(args: argparse.Namespace) -> dict[StudyRun, str]:
-    """Runs what is not finished yet, until the time limit. Returns how each run of the study stands."""
+def study(args: argparse.Namespace, asked: Sequence[int]) -> dict[StudyRun, str]:
+    """Runs what is not finished yet, until the time limit or until ``asked``, the signals so far, is not empty.
+
+    Returns how each run of the study stands.
+    """
     runs = [
         StudyRun(recipe=recipe, seed=seed, folder=args.out / f"{recipe}-seed{seed}")
         for recipe in args.recipes
@@ -137,7 +143,7 @@ def study(args: argparse.Namespace) -> dict[StudyRun, str]:
     deadline = time.monotonic() + args.limit if args.limit else float("inf")
     going: list[Going] = []
     try:
-        while (waiting or going) and time.monotonic() < deadline:
+        while (waiting or going) and not asked and time.monotonic() < deadline:
             taken = {other.slot for other in going}
             if waiting and len(going) < args.jobs and fits(standing, deadline, args):
                 free = next(slot for slot in range(args.jobs) if slot not in taken)
@@ -166,10 +172,14 @@ def check(args: argparse.Namespace) -> None:
     """Raises ValueError for what would fail later, and OSError if the study's folder cannot be written."""
     if not args.config.is_file():
         raise ValueError(f"{args.config} is no file; ls train_configs")
+    for flag, values in (("--recipes", args.recipes), ("--seeds", args.seeds)):
+        for value in values:
+            if values.count(value) > 1:  # two runs would write one folder
+                raise ValueError(f"{flag} has {value} twice")
     for recipe in args.recipes:
         if recipe != "bf16":
             get_recipe(recipe.removesuffix(REBASE))
-    converters = tomllib.loads(args.config.read_text()).get("model", {}).get("converters", [])
+    converters = as_list(tomllib.loads(args.config.read_text()).get("model", {}).get("converters", []))
     if set(args.recipes) != {"bf16"} and not set(converters) & set(CONVERTERS):
         raise ValueError(f"{args.config} has model.converters = {converters}: recipes need {' or '.join(CONVERTERS)}")
     gpus = torch.cuda.device_count()
@@ -194,7 +204,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         epilog="Flags behind -- go to TorchTitan: converge.sh train_configs/debug_llama4.toml -- --training.steps=300",
     )
     add = parser.add_argument
-    add("config", type=Path, metavar="TOML", help="a config with both MXFP8 converters")
+    add("config", type=Path, metavar="TOML", help="a config with both MXFP8 converters, here or in the repository")
     add(
         "--recipes",
         nargs="+",
@@ -226,7 +236,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--window", type=float, default=0.1, help="of compare_runs.py [0.1]")
     own, flags = split_flags(argv)
     args = parser.parse_args(own, argparse.Namespace(flags=flags))
-    args.out = args.out or Path("outputs") / f"study_{args.config.stem}"
+    args.out = (args.out or Path("outputs") / f"study_{args.config.stem}").absolute()
+    args.config = args.config.absolute() if args.config.is_file() else ROOT / args.config
     return args
 
 
@@ -236,8 +247,10 @@ def main(argv: Sequence[str]) -> None:
         check(args)
     except (ValueError, OSError) as error:
         sys.exit(f"converge: {error}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))  # so that study's finally stops its runs
-    standing = study(args)
+    asked: list[int] = []  # to stop: exceptions might leave a run that was just started
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: asked.append(number))
+    standing = study(args, asked)
     finished = [str(run.folder) for run, state in standing.items() if state == FINISHED]
     counts = {state: list(standing.values()).count(state) for state in (FINISHED, FAILED, STOPPED)}
     print(", ".join(f"{count} {state}" for state, count in counts.items()))

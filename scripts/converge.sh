@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # Sets up .venv, then runs a convergence study: JOBS=2 ./scripts/converge.sh train_configs/moe_100m.toml --help
 set -euo pipefail
+here=$PWD
 cd "$(dirname "$0")/.."
+root=$PWD
 . scripts/setup.sh
 export WANDB_PROJECT=${WANDB_PROJECT:-titan_mxfp8} # as scripts/launch.sh does
-exec python scripts/converge.py "$@"
+cd "$here"
+exec python "$root/scripts/converge.py" "$@"

@@ -8,13 +8,14 @@ than 0 has so many experts, the first ones of each layer, get every token. Each 
 gradients of that step, clipped (both of a pipeline rank are those of its stages), and at its end ``done``.
 """
 
+import argparse
 import gc
 import hashlib
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,10 +81,22 @@ def train_once(flags: list[str], favoured_experts: int) -> None:
     torch.distributed.barrier()
 
 
-def main() -> None:
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, metavar="runs.json")
+    args = parser.parse_args(argv)
+    if "RANK" not in os.environ:
+        parser.error(f"run it with torchrun: torchrun --nproc-per-node=2 scripts/train_many.py {args.runs}")
+    if not args.runs.is_file():
+        parser.error(f"{args.runs} is no file")
+    return args
+
+
+def main(argv: Sequence[str]) -> None:
+    runs = json.loads(parse_arguments(argv).runs.read_text())
     init_logger()
     train.time = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})  # rank 0 waits 2 s after each run
-    for run in json.loads(Path(sys.argv[1]).read_text()):
+    for run in runs:
         out = Path(run["out"])
         out.mkdir(parents=True, exist_ok=True)
         os.write(2, f"=== {out.name}\n".encode())
@@ -96,4 +109,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -9,11 +9,13 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import bench_training
+import converge
 import pytest
 import torch
 import toy_moe
@@ -49,7 +51,8 @@ def call(script: str, *arguments: object) -> str:
         with contextlib.redirect_stdout(printed):
             importlib.import_module(script).main([*map(str, arguments)])
     except SystemExit as exit:
-        return str(exit.code)
+        if exit.code:
+            return str(exit.code)
     return printed.getvalue()
 
 
@@ -303,11 +306,56 @@ def test_converge_runs_a_study_in_order_stops_at_the_limit_and_continues(tmp_pat
         (["none.toml"], "none.toml is no file"),
         (["train_configs/debug_llama4.toml", "--recipes", "fp4"], "unknown recipe 'fp4'"),
         (["train_configs/debug_llama4.toml", "--out", "pyproject.toml/study"], "pyproject.toml"),
+        (["train_configs/debug_llama4.toml", "--seeds", "0", "1", "0"], "--seeds has 0 twice"),
+        (["train_configs/debug_llama4.toml", "--recipes", "bf16", "mxfp8", "bf16"], "--recipes has bf16 twice"),
     ],
 )
 def test_converge_refuses_a_bad_study(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert message in call("converge", *arguments)
+
+
+def test_converge_takes_converters_as_one_string_and_paths_of_the_current_folder(
+    tmp_path: Path, stub: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = (ROOT / "train_configs" / "debug_llama4.toml").read_text()
+    start = own.index("converters = ")
+    own = own.replace(own[start : own.index("\n", start)], 'converters = "quantize.grouped_mm.mx, quantize.linear.mx"')
+    (tmp_path / "own.toml").write_text(own)
+    study = [sys.executable, str(ROOT / "scripts" / "converge.py"), "own.toml", "--recipes", "mxfp8", "--seeds", "0"]
+    done = subprocess.run(study, cwd=tmp_path, env=os.environ | stub, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "outputs" / "study_own" / "table.csv").is_file()
+    (call,) = (tmp_path / "calls").read_text().splitlines()
+    assert f"--job.config_file={tmp_path / 'own.toml'} " in call, "torchrun runs in the repository's root"
+    assert f"--job.dump_folder={tmp_path / 'outputs' / 'study_own' / 'mxfp8-seed0'} " in call
+    monkeypatch.chdir(tmp_path)
+    args = converge.parse_arguments(["train_configs/debug_llama4.toml"])
+    assert args.config == ROOT / "train_configs" / "debug_llama4.toml", "one of the repository's"
+    assert args.out == tmp_path / "outputs" / "study_debug_llama4"
+
+
+def test_converge_says_after_ctrl_c_how_to_go_on(tmp_path: Path, stub: dict[str, str]) -> None:
+    command = [sys.executable, "scripts/converge.py", "train_configs/debug_llama4.toml", "--out", str(tmp_path / "out")]
+    environment = os.environ | stub | {"STUB_SECONDS": "600"}
+    study = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    for line in study.stdout:
+        if b"started" in line:
+            study.send_signal(signal.SIGINT)
+            break
+    rest = study.communicate(timeout=120)[0].decode()
+    assert study.returncode == 3 and "bf16-seed0: stopped" in rest
+    assert rest.splitlines()[-1] == "the same command continues the study"
+
+
+def test_train_many_explains_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "runs.json" in call("train_many", "--help")
+    monkeypatch.delenv("RANK", raising=False)
+    assert call("train_many", "runs.json") == "2" and "run it with torchrun" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    assert call("train_many", tmp_path / "none.json") == "2" and "none.json is no file" in capsys.readouterr().err
 
 
 def test_bench_training_tables_its_runs_and_does_none_twice(tmp_path: Path, stub: dict[str, str]) -> None:
