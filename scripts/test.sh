@@ -1,7 +1,18 @@
 #!/usr/bin/env bash
-# Sets up .venv, then lints and runs the tests, two files at a time. Arguments go to pytest, which then runs them one by
-# one: ./scripts/test.sh tests/test_ops.py -k bias
+usage() {
+    cat << 'TEXT'
+Sets up .venv, then lints and runs all tests, two files at a time. Arguments go to pytest, which then runs its tests one
+by one. Tests that need a GPU are skipped without one; scripts/test_gpu.sh runs them faster.
+
+    ./scripts/test.sh
+    ./scripts/test.sh tests/test_ops.py -k bias
+TEXT
+}
 set -euo pipefail
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
+    usage
+    exit
+fi
 cd "$(dirname "$0")/.."
 . scripts/setup.sh
 ruff check .

@@ -1,5 +1,9 @@
-"""For every test: the scripts can be imported by name, and random numbers do not depend on which tests ran before."""
+"""For every test: the scripts can be imported by name, and random numbers do not depend on which tests ran before.
 
+Processes that test on one GPU at a time share its memory.
+"""
+
+import os
 import sys
 from pathlib import Path
 
@@ -7,6 +11,12 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+
+
+def pytest_configure() -> None:
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    if workers > 1 and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(0.9 / workers)  # contexts and kernels take some besides
 
 
 @pytest.fixture(autouse=True)

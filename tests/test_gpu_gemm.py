@@ -55,6 +55,7 @@ def test_many_tiles(tiles: gemm.Tiles):
     check_k("large", MMA, tiles, n=2336, k=1568, out_dtype=BF16)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 def test_where_most_programs_start_late(tiles: gemm.Tiles):
     """Another kernel holds all multiprocessors but 32. Before, nothing does: kernels that are new would wait for it."""

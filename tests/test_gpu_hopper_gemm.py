@@ -234,6 +234,7 @@ def test_many_tiles_give_the_same_bits_again(name: str):
     assert all(torch.equal(first, other) for other in others)
 
 
+@pytest.mark.alone
 def test_each_tile_is_taken_once(monkeypatch: pytest.MonkeyPatch):
     """Of tiles that are many, of different lengths, or none; also where most programs start when others have ended."""
     decode, counters = gemm.decode_scales, []

@@ -102,6 +102,7 @@ def test_pad(alignment: int, dtype: torch.dtype):
             check_pad(wild((rows, cols), dtype, "cuda"), group_sizes(spread, rows - 20, groups), alignment)
 
 
+@pytest.mark.alone
 def test_beyond_int32():
     """2^31 elements and more, in the input and in both outputs: the last rows are where 32-bit offsets would fail."""
     rows, cols, edge = 2**18 + 32, 8192 + 64, 4096

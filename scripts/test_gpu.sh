@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+usage() {
+    cat << 'TEXT'
+Sets up .venv, then runs the tests that need a GPU, several at a time on one card; after them, one by one, those marked
+`alone`, which hold multiprocessors or much memory. Lists the slowest ones. Arguments go to pytest.
+
+    ./scripts/test_gpu.sh
+    JOBS=2 ./scripts/test_gpu.sh -k quantize
+
+Environment:
+    JOBS   processes, each with its share of the card's memory [6]
+TEXT
+}
+set -euo pipefail
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
+    usage
+    exit
+fi
+cd "$(dirname "$0")/.."
+. scripts/setup.sh
+if ! python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then
+    echo "test_gpu.sh: no GPU here that torch can use; nothing was tested" >&2
+    exit 1
+fi
+export OMP_NUM_THREADS=1 # threads of several tests would wait for each other
+files=(tests/test_gpu_*.py)
+for argument in "$@"; do
+    case $argument in tests/*) files=() ;; esac # the arguments say which
+done
+
+beside=0 alone=0
+python -m pytest --durations=15 -m "not alone" --numprocesses="${JOBS:-6}" --dist=worksteal "$@" "${files[@]}" || beside=$?
+python -m pytest --durations=15 -m alone "$@" "${files[@]}" || alone=$?
+case $beside-$alone in # 5: the arguments left no test
+    0-5) ;;
+    0-* | 5-*) exit "$alone" ;;
+    *) exit "$beside" ;;
+esac
