@@ -1,15 +1,32 @@
 # shellcheck shell=bash
-# Shared by train.sh and train_multinode.sh, which source it from the repository's root.
+# Shared by train.sh, train_multinode.sh and train.slurm, which source it from the repository's root, with the folder in
+# which they were called in `here`.
+here=${here:-$PWD}
 
-# need_config FILE: stops unless FILE exists.
-need_config() {
-    [ -f "$1" ] || { echo "$(basename "$0"): CONFIG=$1 is no file; ls train_configs" >&2; exit 2; }
+# from_here PATH: a path of the caller's folder as it is called in the repository's root.
+from_here() {
+    case $1 in
+        /*) echo "$1" ;;
+        *) if [ "$here" = "$PWD" ]; then echo "$1"; else echo "$here/$1"; fi ;;
+    esac
 }
 
-# train_runs NGPU "RUNS" CONFIG OUT FLAG...: trains or, with DRYRUN=1, prints each of RUNS. The caller defines
-# torchrun_flags RUN, which sets the array `torchrun` to the flags that place the processes.
+# find_config FILE: its path, of the caller's folder or else of the repository; ends with status 2 where it is in neither.
+find_config() {
+    if [ -f "$(from_here "$1")" ]; then
+        from_here "$1"
+    elif [ -f "$1" ]; then
+        echo "$1"
+    else
+        echo "$(basename "$0"): CONFIG=$1 is no file; ls $PWD/train_configs" >&2
+        exit 2
+    fi
+}
+
+# train_runs NGPU "RUNS" CONFIG OUT FLAG...: trains or, with DRYRUN=1, prints each of RUNS, until one fails. The caller
+# defines torchrun_flags RUN, which sets the array `torchrun` to the flags that place the processes.
 train_runs() {
-    local ngpu=$1 runs=$2 config=$3 out=$4 run name command torchrun
+    local ngpu=$1 runs=$2 config=$3 out=$4 run name command torchrun logs status
     shift 4
     if [ "${DRYRUN:-0}" != 1 ]; then
         # shellcheck source=scripts/setup.sh
@@ -20,7 +37,9 @@ train_runs() {
     export WANDB_PROJECT=${WANDB_PROJECT:-titan_mxfp8} # TorchTitan's default is "torchtitan"
     for run in $runs; do
         torchrun_flags "$run"
-        command=(torchrun "${torchrun[@]}" --nproc-per-node="$ngpu" --local-ranks-filter=0 -m torchtitan.train)
+        logs=$out/$run/logs/${LAUNCH:-$(date +%Y%m%d-%H%M%S)}
+        command=(torchrun "${torchrun[@]}" --nproc-per-node="$ngpu" --log-dir="$logs" --tee=3 --role=rank)
+        command+=(--local-ranks-filter="${LOG_RANK:-0}" -m torchtitan.train)
         command+=(--job.config_file="$config" --job.dump_folder="$out/$run")
         case $run in
             bf16) command+=(--model.converters=) ;;
@@ -29,6 +48,14 @@ train_runs() {
         esac
         name=${WANDB_RUN_NAME:-$(basename "$out")-$run}
         echo "+ WANDB_RUN_NAME=$name ${command[*]}${*:+ $*}"
-        [ "${DRYRUN:-0}" = 1 ] || WANDB_RUN_NAME=$name "${command[@]}" "$@"
+        [ "${DRYRUN:-0}" != 1 ] || continue
+        # INFO: torchrun says then that it restarts processes. PYTHONUNBUFFERED: and passes their output on at once
+        status=0
+        LOGLEVEL=${LOGLEVEL:-INFO} PYTHONUNBUFFERED=1 WANDB_RUN_NAME=$name "${command[@]}" "$@" 2>&1 |
+            python scripts/watch.py show "$logs" || status=${PIPESTATUS[0]}
+        if [ "$status" != 0 ]; then
+            echo "$(basename "$0"): $run failed: $(python scripts/watch.py cause "$logs")" >&2
+            exit "$status"
+        fi
     done
 }

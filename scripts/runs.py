@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from watch import message
+
 TRAIN = ("--local-ranks-filter=0", "-m", "torchtitan.train")  # of the processes, the first one's output
 LOSS = "loss_metrics/global_avg_loss"
 THROUGHPUT = "throughput(tps)"
@@ -62,8 +64,9 @@ def launch(
 
 
 def ending(log: Path) -> str:
-    """The last that a failed run printed, for a message."""
-    return f"{log} ends:\n{log.read_text(errors='replace')[-3000:]}"
+    """Why a run failed, and the last that it printed, for a message."""
+    text = log.read_text(errors="replace")
+    return f"{message(text) or 'no exception'}; {log} ends:\n{text[-3000:]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,14 @@ Trains a model with TorchTitan on whatever this machine has: GPUs, else the CPU.
     RUNS=mxfp8 ./scripts/train.sh --parallelism.expert_parallel_degree=2   # only the config as it is
 
 Environment:
-    CONFIG   a TOML of train_configs/ [train_configs/debug_llama4.toml]
+    CONFIG   a TOML, of the current folder or of the repository [train_configs/debug_llama4.toml]
     NGPU     processes: one per GPU, or gloo processes on a CPU machine [1]
     RUNS     bf16 (the config without its model converters), mxfp8 (the config as it is) or both [bf16 mxfp8]
     OUT      folder of the runs [outputs/<config>-<time>]
+    LOG_RANK processes whose output is shown, separated by commas; OUT/<run>/logs has that of all [0]
     DRYRUN   1: print the commands and stop
     WANDB_*  wandb's own. Without a login runs are logged offline; `wandb sync` uploads them later.
-Trailing flags go to TorchTitan.
+Trailing flags go to TorchTitan. Paths in them and in a TOML are those of the repository.
 TEXT
 }
 set -euo pipefail
@@ -22,13 +23,13 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     usage
     exit
 fi
+here=$PWD
 cd "$(dirname "$0")/.."
 . scripts/launch.sh
 
-config=${CONFIG:-train_configs/debug_llama4.toml}
+config=$(find_config "${CONFIG:-train_configs/debug_llama4.toml}")
 runs=${RUNS:-bf16 mxfp8}
-out=${OUT:-outputs/$(basename "$config" .toml)-$(date +%Y%m%d-%H%M%S)}
-need_config "$config"
+out=$(from_here "${OUT:-outputs/$(basename "$config" .toml)-$(date +%Y%m%d-%H%M%S)}")
 
 torchrun_flags() { torchrun=(--standalone); }
 train_runs "${NGPU:-1}" "$runs" "$config" "$out" "$@"

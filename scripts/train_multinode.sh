@@ -15,12 +15,13 @@ Environment:
     LOCAL_ADDR     address by which the others reach this machine [its host name]; set it where host names do not
                    resolve, and write RDZV_ENDPOINT with an address then
     MAX_RESTARTS   how often all processes are started again after one has died [3]
-    CONFIG         a TOML of train_configs/ [train_configs/debug_llama4.toml]
+    CONFIG         a TOML, of the current folder or of the repository [train_configs/debug_llama4.toml]
     RUNS           bf16 (the config without its model converters), mxfp8 (the config as it is) or both [mxfp8]
     OUT            folder of the runs, on storage that all machines share [outputs/<config>-<RDZV_ID>]
+    LOG_RANK       processes of this machine whose output is shown, separated by commas; OUT/<run>/logs has that of all [0]
     DRYRUN         1: print the commands and stop
     WANDB_*        wandb's own. Without a login runs are logged offline; `wandb sync` uploads them later.
-Trailing flags go to TorchTitan.
+Trailing flags go to TorchTitan. Paths in them and in a TOML are those of the repository.
 
 With checkpoint.enable a job goes on from its last checkpoint: after a process has died (MAX_RESTARTS), or when the same
 command with the same OUT is given again. After a machine has died, give the command on another one: the rest wait for it.
@@ -33,15 +34,15 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     usage
     exit
 fi
+here=$PWD
 cd "$(dirname "$0")/.."
 . scripts/launch.sh
 
-config=${CONFIG:-train_configs/debug_llama4.toml}
+config=$(find_config "${CONFIG:-train_configs/debug_llama4.toml}")
 nnodes=${NNODES:-1}
 endpoint=${RDZV_ENDPOINT:-localhost:29500}
 id=${RDZV_ID:-titan_mxfp8}
-out=${OUT:-outputs/$(basename "$config" .toml)-$id}
-need_config "$config"
+out=$(from_here "${OUT:-outputs/$(basename "$config" .toml)-$id}")
 if [ "$nnodes" -gt 1 ] && [ -z "${RDZV_ENDPOINT:-}" ]; then
     echo "train_multinode.sh: with NNODES=$nnodes set RDZV_ENDPOINT=HOST:PORT, the same on all machines" >&2
     exit 2

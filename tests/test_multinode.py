@@ -113,6 +113,8 @@ def test_a_job_on_two_machines_survives_a_dead_worker_and_a_dead_machine(
     try:
         wait_for("step:  8", agents, logs[:2])
         kill(agents[1], whole=False)
+        wait_for("local rank 0 was killed by SIGKILL: restarting, attempt 1 of 3", agents, logs[1:2])
+        wait_for(": restarting", agents, logs[:1])  # an attempt too, or it noticed that the other one waits
         wait_for("Training starts at step 6", agents, logs[:2])
         wait_for("step: 12", agents, logs[:2])
         kill(agents[1], whole=True)
@@ -124,6 +126,9 @@ def test_a_job_on_two_machines_survives_a_dead_worker_and_a_dead_machine(
         for agent in agents:
             if agent.poll() is None:
                 kill(agent, whole=True)
+    shown, whole = logs[0].read_text(), [log.read_text() for log in (out / "mxfp8" / "logs").glob("*/*.log")]
+    assert "Traceback" not in shown, "lost connections are one line each"
+    assert len(whole) == 3 and any("Traceback" in text and "by peer" in text for text in whole)
     # The steps before, between and after the deaths are those of one machine that nothing happened to.
     assert losses(out / "mxfp8") == one_machine
     assert list(one_machine) == list(range(1, 16))

@@ -1,5 +1,6 @@
 """The scripts a user calls: what they would run, what they print, and what bad input gets."""
 
+import ast
 import contextlib
 import csv
 import functools
@@ -15,11 +16,13 @@ import sys
 from pathlib import Path
 
 import bench_training
+import conftest
 import converge
 import pytest
+import runs
 import torch
 import toy_moe
-from runs import Run
+import watch
 from torch.utils.tensorboard import SummaryWriter
 
 from titan_mxfp8 import mxfp8_grouped_mm
@@ -381,9 +384,9 @@ def test_bench_training_tables_its_runs_and_does_none_twice(tmp_path: Path, stub
 
 
 def test_bench_training_tells_the_time_of_a_layer_from_that_of_the_rest() -> None:
-    def run(name: str, us_per_token: float) -> Run:
+    def run(name: str, us_per_token: float) -> runs.Run:
         tps = {1: 1.0} | dict.fromkeys(range(2, 9), 1e6 / us_per_token)
-        return Run(name=name, loss={8: 1.0}, tps=tps, memory={8: 1.0}, config={})
+        return runs.Run(name=name, loss={8: 1.0}, tps=tps, memory={8: 1.0}, config={})
 
     speeds = {
         ("m_2layers", "bf16"): 20,
@@ -441,14 +444,155 @@ def test_the_toy_moe_learns_in_mxfp8_and_its_gates_see_what_does_not() -> None:
 
 
 def test_train_runs_bf16_and_then_the_config_as_it_is() -> None:
-    result = shell("scripts/train.sh", "--training.steps=3", DRYRUN="1", NGPU="2", OUT="outputs/x", WANDB_RUN_NAME="n")
+    settings = {
+        "DRYRUN": "1",
+        "NGPU": "2",
+        "OUT": "outputs/x",
+        "WANDB_RUN_NAME": "n",
+        "LAUNCH": "now",
+        "LOG_RANK": "0,1",
+    }
+    result = shell("scripts/train.sh", "--training.steps=3", **settings)
     assert result.returncode == 0, result.stderr
-    launch = "torchrun --standalone --nproc-per-node=2 --local-ranks-filter=0 -m torchtitan.train"
-    flags = "--job.config_file=train_configs/debug_llama4.toml --job.dump_folder=outputs/x"
     assert result.stdout.splitlines() == [
-        f"+ WANDB_RUN_NAME=n {launch} {flags}/bf16 --model.converters= --training.steps=3",
-        f"+ WANDB_RUN_NAME=n {launch} {flags}/mxfp8 --training.steps=3",
+        f"+ WANDB_RUN_NAME=n torchrun --standalone --nproc-per-node=2 --log-dir=outputs/x/{run}/logs/now --tee=3 "
+        "--role=rank --local-ranks-filter=0,1 -m torchtitan.train --job.config_file=train_configs/debug_llama4.toml "
+        f"--job.dump_folder=outputs/x/{run}{converters} --training.steps=3"
+        for run, converters in (("bf16", " --model.converters="), ("mxfp8", ""))
     ]
+
+
+@pytest.mark.parametrize("script", ["train.sh", "train_multinode.sh"])
+def test_paths_are_those_of_the_callers_folder(script: str, tmp_path: Path) -> None:
+    (tmp_path / "own.toml").touch()
+
+    def command(**environment: str) -> str:
+        done = shell("sh", "-c", f"cd {tmp_path} && {ROOT}/scripts/{script}", DRYRUN="1", RUNS="mxfp8", **environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert f"--job.config_file={tmp_path}/own.toml --job.dump_folder={tmp_path}/outputs/own-" in command(
+        CONFIG="own.toml"
+    )
+    own = command(CONFIG=f"{tmp_path}/own.toml", OUT="x")
+    assert f"--job.config_file={tmp_path}/own.toml --job.dump_folder={tmp_path}/x/mxfp8" in own
+    repository = command(CONFIG="train_configs/debug_llama4.toml", OUT=f"{tmp_path}/y")
+    assert f"--job.config_file=train_configs/debug_llama4.toml --job.dump_folder={tmp_path}/y/mxfp8" in repository
+
+
+def test_train_ends_with_the_cause_whatever_the_rank(tmp_path: Path, stub: dict[str, str]) -> None:
+    """Rank 0 loses its connection to rank 1, which is the one that failed, and is the last to write a traceback."""
+    (tmp_path / "stub" / "torchtitan" / "train.py").write_text(
+        """
+import os, time
+if os.environ["RANK"] == "1":
+    raise ValueError("expert_parallel_degree 3 does not divide 8")
+time.sleep(0.05)
+raise RuntimeError("[pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer")
+"""
+    )
+    settings = stub | {"NGPU": "2", "RUNS": "mxfp8", "OUT": str(tmp_path / "out")}
+    done = shell("scripts/train.sh", **settings)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        "train.sh: mxfp8 failed: ValueError: expert_parallel_degree 3 does not divide 8 (local rank 1: "
+    )
+    assert "ValueError" in Path(last.rpartition(": ")[2].rstrip(")")).read_text()
+    assert "ChildFailedError" not in done.stdout and "Traceback" not in done.stdout
+    (log,) = (tmp_path / "out" / "mxfp8" / "logs").glob("*/*.log")
+    assert "ChildFailedError" in log.read_text() and "[rank0]:Traceback" in log.read_text()
+
+
+TRACEBACK = "Traceback (most recent call last):\n  File 'x'\n"
+TORCHRUN = "E1122 15:33:36.727000 4716 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {}) "
+TORCHRUN += "local_rank: 1 (pid: 4767) of binary: python\n"
+NOTE = "I1122 15:35:34.545000 5533 .venv/lib/site-packages/torch/distributed/elastic/agent/server/api.py:942] [rank] "
+TRACE = (
+    "[rank{0}]:[rank{0}]: Traceback (most recent call last):\n[rank{0}]:[rank{0}]:   File 'x'\n[rank{0}]:[rank{0}]: "
+)
+REPORT = """Traceback (most recent call last):
+  File "torchrun", line 8, in <module>
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+======
+Root Cause (first observed failure):
+[0]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 5041)  (SIGKILL)
+======
+"""
+
+
+def test_watch_shows_what_is_news() -> None:
+    lost, own = (
+        TRACE.format(rank) + f"{error}\n" for rank, error in ((0, "E: Connection closed by peer"), (2, "E: mine"))
+    )
+    mixed = [line for pair in zip(lost.splitlines(True), own.splitlines(True), strict=True) for line in pair]
+    lines = ["[rank0]:step:  8\n", *mixed, TORCHRUN.format(-9), f"{NOTE}Stopping worker group\n"]
+    lines += [f"{NOTE}Worker group FAILED. 2/3 attempts left; will restart worker group\n"]
+    lines += [f"{NOTE}Detected 1 new nodes from group_rank=0; will restart worker group\n"]
+    lines += [*REPORT.splitlines(True), "[rank0]:the end\n", "[rank1]:Traceback (most recent call last):\n"]
+    assert list(watch.shortened(lines)) == [
+        "[rank0]:step:  8\n",
+        "[rank0]:[rank0]: E: Connection closed by peer\n",
+        *own.splitlines(True),
+        TORCHRUN.format(-9),
+        "local rank 1 was killed by SIGKILL: restarting, attempt 2 of 3\n",
+        "another machine waits to train with this one: restarting\n",
+        "[rank0]:the end\n",
+        "[rank1]:Traceback (most recent call last):\n",
+    ]
+
+
+FRAME = "╭─ Unrecognized options ─╮\n│ Unrecognized options: --training.stepz=3 │\n╰──╯\n"
+
+
+@pytest.mark.parametrize(
+    "torchrun, ranks, expected",
+    [
+        (REPORT, {0: TRACE.format(0) + "E: Connection closed by peer\n"}, "local rank 1 was killed by SIGKILL ("),
+        ("", {0: TRACE.format(0) + "E: Connection closed by peer\n"}, "E: Connection closed by peer (local rank 0: "),
+        ("", {0: FRAME, 1: FRAME}, "Unrecognized options: --training.stepz=3 (local rank 0: "),
+        (
+            REPORT,
+            {3: f"{TRACEBACK}KeyError: 1\n\nThe above\n\n{TRACEBACK}ValueError: x\n"},
+            "ValueError: x (local rank 3: ",
+        ),
+        (TORCHRUN.format(1) + f"{TRACEBACK}RendezvousClosedError\n", {0: ""}, "RendezvousClosedError ("),
+        (TORCHRUN.format(-6), {0: ""}, "local rank 1 was killed by SIGABRT ("),
+        (TORCHRUN.format(1), {0: ""}, "local rank 1 ended with status 1 ("),
+        ("torchrun: error: x", {}, "see "),
+    ],
+)
+def test_watch_finds_the_cause(torchrun: str, ranks: dict[int, str], expected: str, tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "node-1.log").write_text(torchrun)
+    for rank, output in ranks.items():
+        for attempt, text in ((9, f"{TRACEBACK}E: of an earlier attempt\n"), (10, output)):
+            folder = tmp_path / "new" / "id_x" / f"attempt_{attempt}" / str(rank)
+            folder.mkdir(parents=True)
+            (folder / "stderr.log").write_text(text)
+            (folder / "stdout.log").touch()
+    (tmp_path / "old").mkdir()
+    os.utime(tmp_path / "old", (0, 0))
+    printed = call("watch", "cause", tmp_path / "old", tmp_path / "new", tmp_path / "none")
+    assert printed.startswith(expected) and f"{tmp_path / 'new'}" in printed and printed.count("\n") == 1
+    assert call("watch", "cause", tmp_path / "none") == "it has not started\n"
+
+
+def test_the_end_of_a_failed_run_begins_with_its_cause(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(f"{TRACEBACK}ValueError: mine\n" + REPORT + "[1]:\n" * 2000)
+    assert runs.ending(tmp_path / "log").startswith(f"ValueError: mine; {tmp_path / 'log'} ends:\n[1]:")
+
+
+def test_watch_takes_the_first_recorded_error(tmp_path: Path) -> None:
+    """torch records what TorchTitan's trainer raises; a rank that fails because another did comes later."""
+    for rank, time in ((0, 200), (1, 100)):
+        folder = tmp_path / "id_x" / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        (folder / "error.json").write_text(json.dumps({"message": {"message": f"ValueError: rank {rank}\nmore"}}))
+        os.utime(folder / "error.json", (time, time))
+    assert call("watch", "cause", tmp_path).startswith("ValueError: rank 1 more (local rank 1: ")
 
 
 def test_train_explains_itself_and_refuses_what_it_does_not_know() -> None:
@@ -461,14 +605,15 @@ def test_train_explains_itself_and_refuses_what_it_does_not_know() -> None:
 
 def test_train_multinode_gives_torchrun_the_rendezvous() -> None:
     settings = {"NNODES": "8", "RDZV_ENDPOINT": "node01:29500", "RDZV_ID": "7", "WANDB_RUN_NAME": "n", "DRYRUN": "1"}
+    settings["LAUNCH"] = "now"
     result = shell("scripts/train_multinode.sh", "--training.steps=3", RUNS="bf16 mxfp8", **settings)
     assert result.returncode == 0, result.stderr
     launch = "torchrun --nnodes=8 --rdzv-backend=c10d --rdzv-endpoint=node01:29500 --rdzv-id=7-{} --max-restarts=3"
-    train = "--nproc-per-node=8 --local-ranks-filter=0 -m torchtitan.train"
+    train = "--tee=3 --role=rank --local-ranks-filter=0 -m torchtitan.train"
     train += " --job.config_file=train_configs/debug_llama4.toml"
     assert result.stdout.splitlines() == [
-        f"+ WANDB_RUN_NAME=n {launch.format(run)} {train} --job.dump_folder=outputs/debug_llama4-7/{run}{converters} "
-        "--training.steps=3"
+        f"+ WANDB_RUN_NAME=n {launch.format(run)} --nproc-per-node=8 --log-dir=outputs/debug_llama4-7/{run}/logs/now "
+        f"{train} --job.dump_folder=outputs/debug_llama4-7/{run}{converters} --training.steps=3"
         for run, converters in (("bf16", " --model.converters="), ("mxfp8", ""))
     ]
     addresses = {"RDZV_ENDPOINT": "10.0.0.1:29500", "NGPU": "4", "MAX_RESTARTS": "0"}
@@ -510,7 +655,8 @@ def test_slurm_runs_one_agent_on_each_node(slurm: dict[str, str], tmp_path: Path
     assert "  processes  8" in lines  # of the dry run, at the job's size
     agent = (
         "+ WANDB_RUN_NAME=n torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=gpu07:21234 --rdzv-id=31234-mxfp8 "
-        "--max-restarts=3 --nproc-per-node=4 --local-ranks-filter=0 -m torchtitan.train "
+        "--max-restarts=3 --nproc-per-node=4 --log-dir=outputs/debug_llama4-31234/mxfp8/logs/31234-0 --tee=3 "
+        "--role=rank --local-ranks-filter=0 -m torchtitan.train "
         "--job.config_file=train_configs/debug_llama4.toml --job.dump_folder=outputs/debug_llama4-31234/mxfp8 "
         "--training.steps=3"
     )
@@ -538,13 +684,29 @@ def test_slurm_sets_up_before_its_nodes_would_do_it_all_at_once(slurm: dict[str,
     (repository / "scripts").mkdir(parents=True)
     (repository / "scripts" / "setup.sh").write_text("echo set up")
     agent = repository / "scripts" / "train_multinode.sh"
-    agent.write_text("#!/usr/bin/env bash\necho train")
+    agent.write_text('#!/usr/bin/env bash\necho train "$CONFIG" "$OUT" "$LAUNCH"')
     agent.chmod(0o755)
-    settings = slurm | {"CHECK": "0", "DRYRUN": "0"}
+    for name in ("launch.sh", "watch.py"):
+        shutil.copy(ROOT / "scripts" / name, repository / "scripts")
+    (tmp_path / "own.toml").touch()
+    settings = slurm | {"CHECK": "0", "DRYRUN": "0", "SLURM_SUBMIT_DIR": str(tmp_path), "CONFIG": "own.toml"}
     result = shell("sh", "-c", f"cd {repository} && {tmp_path / 'slurm_script'}", **settings)
     assert result.returncode == 0, result.stderr
     _, set_up, srun, *agents = result.stdout.splitlines()
-    assert set_up == "set up" and srun.startswith("srun") and agents == ["gpu07: train", "gpu08: train"]
+    assert set_up == "set up" and srun.startswith("srun")
+    out = f"{tmp_path}/outputs/own-31234"
+    assert agents == [f"{node}: train {tmp_path}/own.toml {out} 31234-0" for node in ("gpu07", "gpu08")]
+
+    # of two nodes, the one that failed; the other had the log of its own output written first
+    for node, error in (("gpu07", "E: Connection closed by peer"), ("gpu08", "ValueError: mine")):
+        process = Path(out) / "mxfp8" / "logs" / "31234-0" / f"id_{node}" / "attempt_0" / "0"
+        process.mkdir(parents=True)
+        (process / "stderr.log").write_text(TRACE.format(0) + error)
+    agent.write_text("#!/usr/bin/env bash\nexit 1")
+    (tmp_path / "srun").write_text("#!/usr/bin/env bash\nexit 7\n")
+    result = shell("sh", "-c", f"cd {repository} && {tmp_path / 'slurm_script'}", **settings)
+    assert result.returncode == 7
+    assert result.stderr.splitlines()[-1].startswith("train.slurm: ValueError: mine (local rank 0: ")
 
 
 def test_slurm_says_where_it_must_be_submitted(slurm: dict[str, str], tmp_path: Path) -> None:
@@ -624,6 +786,63 @@ echo "$@" >> calls
     made, _, *installs = (tmp_path / "calls").read_text().splitlines()
     assert made == "-m venv --system-site-packages .venv"
     assert [install.split()[-1] for install in installs] == [*(["torch==2.13.0"] * (not inherited)), ".[train,test]"]
+
+
+def test_the_test_scripts_explain_themselves_at_once() -> None:
+    for script in ("test.sh", "test_gpu.sh"):
+        done = shell(f"scripts/{script}", "--help")
+        assert done.returncode == 0 and f"./scripts/{script}" in done.stdout and "All checks" not in done.stdout
+
+
+def test_test_gpu_says_that_there_is_no_gpu() -> None:
+    done = shell("scripts/test_gpu.sh", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1 and "no GPU here that torch can use; nothing was tested" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "beside, alone, expected", [(0, 0, 0), (0, 5, 0), (5, 0, 0), (5, 5, 5), (1, 0, 1), (0, 1, 1), (1, 5, 1), (5, 1, 1)]
+)
+def test_test_gpu_runs_some_tests_alone(beside: int, alone: int, expected: int, tmp_path: Path) -> None:
+    """With a python that is asked for a GPU, and then runs the tests. Status 5: the arguments left none."""
+    for folder in ("scripts", "tests"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(ROOT / "scripts" / "test_gpu.sh", tmp_path / "scripts")
+    (tmp_path / "tests" / "test_gpu_x.py").touch()
+    (tmp_path / "scripts" / "setup.sh").write_text(
+        f"""python() {{
+    [ "$1" = -c ] && return
+    echo "$*"
+    case "$*" in *"not alone"*) return {beside} ;; *) return {alone} ;; esac
+}}"""
+    )
+    script = str(tmp_path / "scripts" / "test_gpu.sh")
+    done = shell(script, "-k", "x", JOBS="3")
+    assert done.returncode == expected
+    assert done.stdout.splitlines() == [
+        "-m pytest --durations=15 -m not alone --numprocesses=3 --dist=worksteal -k x tests/test_gpu_x.py",
+        "-m pytest --durations=15 -m alone -k x tests/test_gpu_x.py",
+    ]
+    assert shell(script, "tests/test_gpu_y.py").stdout.splitlines()[1].endswith("-m alone tests/test_gpu_y.py")
+
+
+def test_gpu_tests_that_hold_multiprocessors_run_alone() -> None:
+    holding = 0
+    for path in sorted((ROOT / "tests").glob("test_gpu_*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and "held_multiprocessors(" in ast.unparse(node):
+                assert "pytest.mark.alone" in map(ast.unparse, node.decorator_list), f"{path.name}: {node.name}"
+                holding += 1
+    assert holding
+
+
+def test_processes_that_test_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    for workers in ("1", "6"):
+        monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", workers)
+        conftest.pytest_configure()
+    assert shares == [0.15]
 
 
 SHELL_SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.suffix in (".sh", ".slurm"))

@@ -1,0 +1,147 @@
+"""What the launchers show of torchrun's output, and why a run failed, in one line.
+
+    torchrun --log-dir=FOLDER --tee=3 --role=rank ... 2>&1 | python scripts/watch.py show FOLDER
+    python scripts/watch.py cause FOLDER
+
+``show`` passes torchrun's output on, but for its own notes and tracebacks, and the tracebacks of processes that lost
+the connection to one that had ended; all of it goes to ``FOLDER/<host>-<pid>.log``. It says when processes are
+restarted, for which torchrun must log at the level INFO. ``cause`` reads such logs and those of the processes, which
+torchrun leaves in FOLDER: of all machines that share it. Of several folders it takes the newest.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+PREFIX = re.compile(r"(?:\[rank\d+\]: ?)*")  # of --tee, then of torch in a process group
+NOTE = re.compile(r"I\d{4} [\d:.]+ \d+ \S*torch/distributed/")
+FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+REPORTED = re.compile(r"rank\s*: \d+ \(local_rank: (\d+)\)\s+exitcode\s*: (-?\d+)")
+RESTART = re.compile(r"(\d+)/(\d+) attempts left; will restart worker group")
+TRACEBACK = "Traceback (most recent call last):"
+REPORT = "ChildFailedError"  # torchrun's own, which ends its output
+LOST_CONNECTION = re.compile(
+    r"Connection (?:closed|reset) by peer|Broken pipe|Connection refused|[Rr]emote process exit|ncclRemoteError"
+)
+
+
+def end_of(status: int) -> str:
+    """How a process with this exit status ended: minus a signal's number where one killed it."""
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+def shortened(lines: Iterable[str]) -> Iterator[str]:
+    """torchrun's lines without those that are no news; see the module's docstring."""
+    tracebacks: dict[str, list[str]] = {}  # by process, torchrun's own included, as far as they have come
+    failure, reported = "a process failed", False
+    for line in lines:
+        prefix = PREFIX.match(line)[0]
+        text, process = line[len(prefix) :], prefix.partition(":")[0]
+        if NOTE.match(text):
+            if restart := RESTART.search(text):
+                left, attempts = map(int, restart.groups())
+                yield f"{failure}: restarting, attempt {attempts - left + 1} of {attempts}\n"
+            elif "new nodes from group_rank" in text:
+                yield "another machine waits to train with this one: restarting\n"
+        elif process in tracebacks:
+            tracebacks[process].append(line)
+            if text.strip() and not text[0].isspace():
+                whole = tracebacks.pop(process)
+                reported = reported or REPORT in text
+                if process and not LOST_CONNECTION.search(text):
+                    yield from whole
+                elif REPORT not in text:
+                    yield line
+        elif text.startswith(TRACEBACK):
+            tracebacks[process] = [line]
+        elif process or not reported:
+            if failed := FAILED.search(text):
+                failure = f"local rank {failed[2]} {end_of(int(failed[1]))}"
+            yield line
+    for unfinished in tracebacks.values():
+        yield from unfinished
+
+
+def message(text: str) -> str | None:
+    """The last exception of a program's output, or what TorchTitan's command line printed in a frame."""
+    found, inside = None, False
+    for line in text.splitlines():
+        line = line[PREFIX.match(line).end() :]
+        if line.startswith(TRACEBACK):
+            inside = True
+        elif inside and line.strip() and not line[0].isspace():
+            found, inside = found if REPORT in line else line, False
+        elif found is None and line.startswith("│"):
+            found = line.strip("│ ")
+    return found
+
+
+def failures(folder: Path) -> Iterator[tuple[int, float, str]]:
+    """What went wrong as rank (0 is a cause, larger ones are rather consequences), time, and message."""
+    for launched in {path.parent for path in folder.glob("*/attempt_*")}:
+        attempt = max(launched.glob("attempt_*"), key=lambda path: int(path.name.partition("_")[2]))
+        for process in attempt.iterdir():
+            recorded, output = process / "error.json", process / "stderr.log"
+            if recorded.is_file():
+                said = str(json.loads(recorded.read_text())["message"]["message"]).replace("\n", " ")
+            else:
+                recorded = output
+                said = message(output.read_text(errors="replace")) or message(
+                    output.with_name("stdout.log").read_text(errors="replace")
+                )
+            if said:
+                rank = 2 if LOST_CONNECTION.search(said) else 0
+                yield rank, recorded.stat().st_mtime, f"{said[:1000]} (local rank {process.name}: {output})"
+    for log in folder.glob("*.log"):
+        text, time = log.read_text(errors="replace"), log.stat().st_mtime
+        ends = REPORTED.findall(text) or [(rank, status) for status, rank in FAILED.findall(text)[-1:]]
+        for rank, status in ends:
+            if int(status) != -signal.SIGTERM:  # which torchrun sends to the others
+                yield 1 if int(status) < 0 else 4, time, f"local rank {rank} {end_of(int(status))} ({log})"
+        if own := message("".join(line for line in text.splitlines(True) if not PREFIX.match(line)[0])):
+            yield 3, time, f"{own} ({log})"
+        yield 5, time, f"see {log}"
+
+
+def cause(folders: Sequence[Path]) -> str:
+    """Why the run failed that left its logs in the newest of these folders: the first cause, and where it stands."""
+    there = [folder for folder in folders if folder.is_dir()]
+    if not there:
+        return "it has not started"
+    newest = max(there, key=lambda folder: folder.stat().st_mtime)
+    return min(failures(newest), default=(0, 0, f"nothing was logged in {newest}"))[2]
+
+
+def show(folder: Path) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # torchrun heeds them, and what it says then is wanted
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def noted(log: Path) -> Iterator[str]:
+        with log.open("w") as file:
+            for raw in sys.stdin.buffer:
+                line = raw.decode(errors="replace")
+                print(line, end="", file=file, flush=True)
+                yield line
+
+    for line in shortened(noted(folder / f"{socket.gethostname()}-{os.getpid()}.log")):
+        print(line, end="", flush=True)
+
+
+def main(argv: Sequence[str]) -> None:
+    match argv:
+        case ["show", folder]:
+            show(Path(folder))
+        case ["cause", *folders] if folders:
+            print(cause([Path(folder) for folder in folders]))
+        case _:
+            sys.exit(f"watch: show FOLDER, or cause FOLDER...\n\n{__doc__}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
