@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -843,6 +844,13 @@ def test_processes_that_test_on_one_gpu_share_its_memory(monkeypatch: pytest.Mon
         monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", workers)
         conftest.pytest_configure()
     assert shares == [0.15]
+
+
+def test_the_readme_of_the_scripts_has_each_of_them_once() -> None:
+    rows = [line.split("|")[1] for line in (ROOT / "scripts" / "README.md").read_text().splitlines() if "| `" in line]
+    listed = re.findall(r"`([\w.]+)`", " ".join(rows))
+    there = [path.name for path in (ROOT / "scripts").iterdir() if path.suffix in (".py", ".sh", ".slurm")]
+    assert sorted(listed) == sorted(there)
 
 
 SHELL_SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.suffix in (".sh", ".slurm"))
