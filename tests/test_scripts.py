@@ -484,12 +484,22 @@ def test_paths_are_those_of_the_callers_folder(script: str, tmp_path: Path) -> N
 def test_train_ends_with_the_cause_whatever_the_rank(tmp_path: Path, stub: dict[str, str]) -> None:
     """Rank 0 loses its connection to rank 1, which is the one that failed, and is the last to write a traceback."""
     (tmp_path / "stub" / "torchtitan" / "train.py").write_text(
-        """
-import os, time
-if os.environ["RANK"] == "1":
-    raise ValueError("expert_parallel_degree 3 does not divide 8")
-time.sleep(0.05)
-raise RuntimeError("[pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer")
+        f"""
+import os, pathlib, sys, time, traceback
+said = [pathlib.Path({str(tmp_path)!r}, f"rank{{rank}}") for rank in (0, 1)]
+rank = int(os.environ["RANK"])
+while rank == 0 and not said[1].exists():
+    time.sleep(0.01)
+try:
+    if rank == 1:
+        raise ValueError("expert_parallel_degree 3 does not divide 8")
+    raise RuntimeError("[pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer")
+except Exception:
+    traceback.print_exc()
+said[rank].touch()
+while not said[0].exists():
+    time.sleep(0.01)
+sys.exit(1)
 """
     )
     settings = stub | {"NGPU": "2", "RUNS": "mxfp8", "OUT": str(tmp_path / "out")}
