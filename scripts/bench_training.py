@@ -72,7 +72,7 @@ def train(flavor: str, name: str, args: argparse.Namespace) -> Run:
         pass  # no such run yet
     folder.mkdir(parents=True, exist_ok=True)
     flags = [f"--job.config_file={args.config}", f"--job.dump_folder={folder}", f"--training.steps={args.steps}"]
-    flags += [*flags_of(name), *([f"--model.flavor={flavor}"] if flavor else []), *args.flags]
+    flags += [*flags_of(name), *([f"--model.flavor={flavor}", "--model.study_flavors"] if flavor else []), *args.flags]
     flags += ["--metrics.log_freq=1", "--metrics.enable_tensorboard", "--metrics.no-enable_wandb"]
     # Tokenizing in the training process would count as a part of each step.
     flags += ["--training.dataloader.num_workers=1", "--training.dataloader.prefetch_factor=4"]

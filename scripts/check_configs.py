@@ -6,9 +6,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from titan_mxfp8.plugin.dry_run import Report, dry_run, parse_config
-from titan_mxfp8.plugin.memory import GIB
 from titan_mxfp8.testing import format_table
+from titan_mxfp8.tools.dry_run import Report, dry_run, parse_config
+from titan_mxfp8.tools.memory import GIB
 
 ROOT = Path(__file__).parent.parent
 

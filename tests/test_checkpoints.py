@@ -13,7 +13,7 @@ from torchtitan.config import JobConfig
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, deepseekv3_args
 from training import kill_when, losses, start, train
 
-from titan_mxfp8.plugin import flavors
+from titan_mxfp8.tools.flavors import register_flavors
 
 IN_STEP, STEPS = 4, 7  # sequences in a step
 # Largest loss difference at any step; measured 3.6e-4 (and 1.0e-4 at the last) of a fall by 1.2.
@@ -86,7 +86,7 @@ def test_a_model_only_checkpoint_loads_with_weights_only(runs: dict[str, Path], 
     """Into a model that knows nothing of MXFP8, every name and shape as it expects them."""
     dcp_to_torch_save(runs["from_hf"] / "checkpoint" / "step-1", tmp_path / "model.pt")
     state = torch.load(tmp_path / "model.pt", weights_only=True)
-    flavors.register_flavors()
+    register_flavors()
     args = copy.deepcopy(deepseekv3_args["debugmodel_2layers"])
     args.update_from_config(JobConfig())
     with torch.device("meta"):

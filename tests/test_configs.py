@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from test_scripts import shell
 
-from titan_mxfp8.plugin.dry_run import Report, dry_run, parse_config
-from titan_mxfp8.plugin.memory import GIB
+from titan_mxfp8.tools.dry_run import Report, dry_run, parse_config
+from titan_mxfp8.tools.memory import GIB
 
 ROOT = Path(__file__).parent.parent
 TOMLS = {path.stem: path for path in sorted((ROOT / "train_configs").glob("*.toml"))}

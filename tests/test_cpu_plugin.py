@@ -28,10 +28,11 @@ from torchtitan.models.qwen3 import Qwen3Model, qwen3_args
 from torchtitan.protocols import BaseModelArgs
 from torchtitan.tools import utils
 
-from titan_mxfp8.plugin import compat, flavors
-from titan_mxfp8.plugin.compat import default_wandb_offline, repair_selective_ac
-from titan_mxfp8.plugin.cpu import CpuDevice, enable_cpu_training
-from titan_mxfp8.plugin.flavors import register_flavors
+from titan_mxfp8.plugin.repairs import wandb_offline
+from titan_mxfp8.plugin.repairs.activation_checkpointing import ignore_profiler_ranges
+from titan_mxfp8.plugin.repairs.cpu import CpuDevice, enable_cpu_training
+from titan_mxfp8.plugin.repairs.wandb_offline import default_wandb_offline
+from titan_mxfp8.tools.flavors import register_flavors
 
 ROOT = Path(__file__).parent.parent
 cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="repairs are for machines without accelerator")
@@ -42,7 +43,7 @@ def cpu_training() -> None:
     assert enable_cpu_training()
 
 
-# Loads cpu.py by path: importing titan_mxfp8.plugin.cpu would run the plugin, which itself calls enable_cpu_training.
+# Loads cpu.py by path: importing it by name would run the plugin, which itself calls enable_cpu_training.
 PATCH_SITES = """
 import importlib.util, json, sys
 import torch, torch.distributed.fsdp, torch.distributed.tensor, torch.profiler
@@ -71,7 +72,7 @@ print(json.dumps(report))
 
 
 def test_patches_nothing_where_an_accelerator_exists_and_each_site_once_elsewhere() -> None:
-    cpu_file = ROOT / "titan_mxfp8/plugin/cpu.py"
+    cpu_file = ROOT / "titan_mxfp8/plugin/repairs/cpu.py"
     result = subprocess.run(
         [sys.executable, "-c", PATCH_SITES, cpu_file], capture_output=True, text=True, check=True, cwd="/"
     )
@@ -163,7 +164,7 @@ def test_profiler_ignores_the_activity_that_torchtitan_lacks(cpu_training: None)
 
 def test_selective_ac_ignores_profiler_ranges() -> None:
     """FSDP under EP opens ranges in the recomputed forward that the first forward did not have."""
-    repair_selective_ac()
+    ignore_profiler_ranges()
     calls = []
 
     def block(x: torch.Tensor) -> torch.Tensor:
@@ -270,7 +271,7 @@ def test_wandb_hosts_are_those_of_the_installed_wandb() -> None:
     if spec is None:
         pytest.skip("wandb is not installed")
     urls = Path(spec.origin).parent / "sdk/lib/urls.py"
-    assert any(f'DEFAULT_BASE_URL = "https://{host}"' in urls.read_text() for host in compat.WANDB_HOSTS)
+    assert any(f'DEFAULT_BASE_URL = "https://{host}"' in urls.read_text() for host in wandb_offline.WANDB_HOSTS)
 
 
 # Model, flavors, flavor, MoE layers, what changes besides the number of layers.
@@ -349,15 +350,15 @@ def test_flavors_twice_and_over_a_flavor_of_someone_else(monkeypatch: pytest.Mon
     ours.max_seq_len = ours_seq_len
     monkeypatch.setitem(llama4_args, "17bx16e_2layers", dataclasses.replace(ours))
     with pytest.raises(ValueError, match="17bx16e_2layers"):
-        flavors.register_flavors()
+        register_flavors()
 
 
 # One rank's part: every layout through TorchTitan's own mesh, parallelize and seeding, then one forward and backward.
 INITIAL_WEIGHTS = """
 import copy, hashlib, json, os, sys
 import torch
-from titan_mxfp8.plugin.cpu import enable_cpu_training
-from titan_mxfp8.plugin.flavors import register_flavors
+from titan_mxfp8.plugin.repairs.cpu import enable_cpu_training
+from titan_mxfp8.tools.flavors import register_flavors
 
 assert enable_cpu_training()
 register_flavors()

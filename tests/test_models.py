@@ -23,7 +23,7 @@ from torchtitan.models.moe.moe import GroupedExperts
 
 from titan_mxfp8 import convert_model, modules, mxfp8_linear
 from titan_mxfp8.modules import MXFP8Linear
-from titan_mxfp8.plugin.cpu import enable_cpu_training
+from titan_mxfp8.plugin.repairs.cpu import enable_cpu_training
 from titan_mxfp8.testing import relative_rms
 
 cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="runs TorchTitan's models on the CPU")

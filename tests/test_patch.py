@@ -14,18 +14,18 @@ from torch.distributed.tensor import _api as dtensor_api
 from torchtitan.components.metrics import MetricsProcessor, WandBLogger
 from torchtitan.config import ConfigManager
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
-from torchtitan.tools.utils import GarbageCollection
 
 from titan_mxfp8 import plugin
-from titan_mxfp8.plugin import compat, config_check, health, wandb_run
+from titan_mxfp8.plugin import checks, health, wandb_run
+from titan_mxfp8.plugin.repairs import moe, tensor_parallel
 
 WAITS = "act_input_indices" in inspect.signature(ViewAndMutationMeta).parameters
 SITES = {
-    health.install: [(MetricsProcessor, "__init__"), (MetricsProcessor, "should_log"), (GarbageCollection, "run")],
+    health.install: [(MetricsProcessor, "should_log")],
     wandb_run.install: [(WandBLogger, "__init__")],
-    config_check.install: [(ConfigManager, "_validate_config")],
-    compat.initialise_router_bias: [(TokenChoiceTopKRouter, "init_weights")],
-    compat.wait_before_compiled_regions: [(dtensor_api._ToTorchTensor, "forward")] * WAITS,
+    checks.install: [(ConfigManager, "_validate_config")],
+    moe.initialise_router_bias: [(TokenChoiceTopKRouter, "init_weights")],
+    tensor_parallel.wait_before_compiled_regions: [(dtensor_api._ToTorchTensor, "forward")] * WAITS,
 }
 
 
@@ -100,9 +100,10 @@ torch.accelerator.is_available = lambda: True
 before = snapshot()
 import titan_mxfp8.plugin
 everywhere = changed(before)
+assert not any("titan_mxfp8.tools" in name for name in sys.modules), "a run that does not ask imports no tools"
 torch.accelerator.is_available = lambda: False
 before = snapshot()
-titan_mxfp8.plugin.cpu.enable_cpu_training()
+titan_mxfp8.plugin.repairs.cpu.enable_cpu_training()
 print(json.dumps([everywhere, changed(before)]))
 """
 

@@ -10,7 +10,6 @@ import datasets
 import pytest
 import torch
 from torch import nn
-from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config import ConfigManager, JobConfig, job_config
 from torchtitan.models.llama4 import Transformer, llama4_args
 from torchtitan.models.moe.moe import GroupedExperts
@@ -20,8 +19,10 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_mxfp8 import modules, mxfp8_grouped_mm
 from titan_mxfp8.ops.rebase_counter import RebaseCounter
+from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear
+from titan_mxfp8.tools.flavors import register_flavors
 
 ROOT = Path(__file__).parent.parent
 TOMLS = sorted((ROOT / "train_configs").glob("debug_*.toml"))
@@ -41,6 +42,7 @@ def parse(*flags: str) -> JobConfig:
 
 
 def debug_model() -> Transformer:
+    register_flavors()
     with torch.device("meta"):
         return Transformer(copy.deepcopy(llama4_args["debugmodel_2layers"]))
 
@@ -194,7 +196,7 @@ def test_the_converters_check_mixed_formats_themselves() -> None:
     config = parse()
     config.model.converters = [GROUPED, "quantize.linear.float8"]
     with pytest.raises(ValueError, match="mixes quantisation formats"):
-        QuantizationConverter(config, None)
+        GroupedMMConverter(config, None)
 
 
 @pytest.mark.parametrize(
@@ -336,6 +338,7 @@ def test_rebase_reaches_the_modules_and_is_reported_every_so_many_steps(caplog: 
 
 def test_no_parameter_of_gpt_oss_keeps_what_the_memory_held() -> None:
     spec = get_train_spec("gpt_oss")
+    register_flavors()
     args = copy.deepcopy(spec.model_args["debugmodel_2layers"])
     args.moe_inter_dim = 64
     with torch.device("meta"):

@@ -2,19 +2,27 @@
 
 import logging
 
+import torch
 from torch import nn
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3
+from torchtitan.models.gpt_oss.infra import parallelize as gpt_oss
 from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts
+from torchtitan.models.llama3.infra import parallelize as llama3
+from torchtitan.models.llama4.infra import parallelize as llama4
 from torchtitan.models.moe.moe import GroupedExperts
+from torchtitan.models.qwen3.infra import parallelize as qwen3
 from torchtitan.protocols import model_converter
 
+import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
 from titan_mxfp8 import modules
-from titan_mxfp8.plugin import compat
-from titan_mxfp8.plugin.config_check import check_one_quantisation
+from titan_mxfp8.plugin import health
+from titan_mxfp8.plugin.checks import check_one_quantisation, compiles_model
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear
+from titan_mxfp8.plugin.repairs.activation_checkpointing import keep_saved_outputs
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 
 logger = logging.getLogger(__name__)
@@ -24,10 +32,18 @@ class _Converter(QuantizationConverter):
     config: MXGroupedMM | MXLinear
     kind: modules.ModuleKind
     steps = 0
+    # TorchTitan's own is an assertion; this one says what to do
+    _validate = staticmethod(check_one_quantisation)
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         super().__init__(job_config, parallel_dims)
-        compat.keep_saved_outputs(job_config)
+        self.health_every = job_config.quantize.health_every
+        keep_saved_outputs(job_config)
+
+    def observe(self, model: nn.Module, converted: list[str]) -> None:
+        """Prepares the converted modules for ``quantize.health_every``."""
+        if self.health_every:
+            health.attach(model, converted)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Every ``hopper_rebase_report`` steps logs what ``hopper_rebase`` changed. Operands are quantised elsewhere:
@@ -47,11 +63,10 @@ class GroupedMMConverter(_Converter):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         super().__init__(job_config, parallel_dims)
         self.config = job_config.quantize.grouped_mm.mx
-        compiled = job_config.compile.enable and "model" in job_config.compile.components
-        self.compile_backend = job_config.compile.backend if compiled else None
+        self.compile_backend = job_config.compile.backend if compiles_model(job_config) else None
 
     def convert(self, model: nn.Module) -> None:
-        modules.convert_experts(
+        converted = modules.convert_experts(
             model,
             recipe=self.config.recipe_name,
             fqns=self.config.fqns,
@@ -60,6 +75,7 @@ class GroupedMMConverter(_Converter):
             rebase=self.config.hopper_rebase,
             count_rebased=self.config.hopper_rebase_report > 0,
         )
+        self.observe(model, converted)
 
 
 class LinearConverter(_Converter):
@@ -72,7 +88,7 @@ class LinearConverter(_Converter):
         self.config = job_config.quantize.linear.mx
 
     def convert(self, model: nn.Module) -> None:
-        modules.convert_linears(
+        converted = modules.convert_linears(
             model,
             recipe=self.config.recipe_name,
             filter_fqns=self.config.filter_fqns,
@@ -80,19 +96,30 @@ class LinearConverter(_Converter):
             rebase=self.config.hopper_rebase,
             count_rebased=self.config.hopper_rebase_report > 0,
         )
+        self.observe(model, converted)
 
 
 def register() -> None:
     """Puts our converters in the place of TorchTitan's two of the same names.
 
     TorchTitan registers its own on import and ``register_model_converter`` refuses a second of a name, so the table is
-    written to. Its check against mixed formats is an assertion; ours says what to do.
+    written to.
     """
     table = model_converter._registry_model_converter_cls
     table[GROUPED_MM] = GroupedMMConverter
     table[LINEAR] = LinearConverter
-    QuantizationConverter._validate = staticmethod(check_one_quantisation)
     modules.EXPERT_CLASSES |= {
         GroupedExperts: MXFP8GroupedExperts,
         GptOssGroupedExperts: MXFP8GptOssGroupedExperts,
     }
+
+
+def save_gemm_outputs() -> None:
+    """Has selective op-level activation checkpointing save the outputs of the MXFP8 GEMMs, in every TorchTitan model.
+
+    Each model has a set of the operators whose outputs are saved, for all others run again in backward. Of TorchTitan's
+    own, every second `mm` is left out; of ours none is. The quantised operands are not saved: they are made again from
+    the block's inputs, which costs one pass over memory each, where saving them would keep every weight a second time.
+    """
+    for model in (deepseek_v3, gpt_oss, llama3, llama4, qwen3):
+        model._op_sac_save_list.add(torch.ops.titan_mxfp8.gemm_m_grouped.default)

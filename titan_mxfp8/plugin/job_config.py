@@ -4,7 +4,14 @@ TorchTitan merges ``JobConfig`` into its own while it parses the config. The mer
 not have ``from __future__ import annotations``.
 """
 
-from dataclasses import dataclass, field
+import ast
+import inspect
+import itertools
+import textwrap
+from dataclasses import dataclass, field, fields
+from typing import Annotated
+
+import tyro
 
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 
@@ -12,6 +19,22 @@ DEFAULT_FILTER_FQNS = ("output", "router.gate")
 DEFAULT_FQNS = ("experts",)
 
 
+def documented(cls: type) -> type:
+    """Has ``--help`` show the string under each field of a dataclass.
+
+    tyro looks for it in the source of the class that it is given. TorchTitan gives it a merged one, which has none, and
+    tyro falls back to TorchTitan's class and text. The types of the fields are what the merge takes over.
+    """
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
+    by_name = {item.name: item for item in fields(cls)}
+    for node, text in itertools.pairwise(body):
+        if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Expr):
+            help = " ".join(ast.literal_eval(text.value).split())
+            by_name[node.target.id].type = Annotated[by_name[node.target.id].type, tyro.conf.arg(help=help)]
+    return cls
+
+
+@documented
 @dataclass
 class MXLinear:
     recipe_name: str = "mxfp8"
@@ -46,6 +69,7 @@ class MXLinear:
     """
 
 
+@documented
 @dataclass
 class MXGroupedMM:
     recipe_name: str = "mxfp8"
@@ -77,6 +101,7 @@ class QuantizedGroupedMM:
     mx: MXGroupedMM = field(default_factory=MXGroupedMM)
 
 
+@documented
 @dataclass
 class Quantize:
     linear: QuantizedLinear = field(default_factory=QuantizedLinear)
@@ -84,13 +109,24 @@ class Quantize:
 
     health_every: int = 0
     """
-    Every so many steps, log for each converted module and its activations, weights and gradients (mx_health/...) the
-    shares of elements that saturate or are flushed to zero, and the range of the scales' exponents. 0: never. Of an
-    operand with more than 16.8 million elements as many are measured, evenly spaced. These are of exact MXFP8 also
-    where hopper_rebase is on; hopper_rebase_report says what that changes.
+    Every so many steps, log to TensorBoard and wandb, for each converted module and its activations, weights and
+    gradients (mx_health/...), the shares of elements that saturate or are flushed to zero, and the range of the scales'
+    exponents. 0: never. Of an operand with more than 16.8 million elements as many are measured, evenly spaced. These
+    are of exact MXFP8 also where hopper_rebase is on; hopper_rebase_report says what that changes.
     """
 
 
+@documented
+@dataclass
+class Model:
+    study_flavors: bool = False
+    """
+    Whether the model tables get the flavors of titan_mxfp8.tools.flavors: <flavor>_2layers and <flavor>_4layers of
+    several models, and moe_100m of llama4.
+    """
+
+
+@documented
 @dataclass
 class Job:
     git_commit: str = ""
@@ -123,6 +159,7 @@ class Cluster:
 @dataclass
 class JobConfig:
     job: Job = field(default_factory=Job)
+    model: Model = field(default_factory=Model)
     quantize: Quantize = field(default_factory=Quantize)
     cluster: Cluster = field(default_factory=Cluster)
 

@@ -1,4 +1,4 @@
-"""What TorchTitan's wandb runs lack: a name and tags from the config, the git commit, and survival of an outage."""
+"""What TorchTitan's wandb runs lack: a name and tags from the config, and the git commit."""
 
 import os
 import subprocess
@@ -6,10 +6,10 @@ from pathlib import Path
 
 from torchtitan.components.metrics import WandBLogger
 from torchtitan.config import JobConfig
-from torchtitan.tools.logging import logger
 
 from titan_mxfp8.plugin.job_config import converter_configs
-from titan_mxfp8.plugin.patch import is_patched, patch_of
+from titan_mxfp8.plugin.repairs.patch import is_patched, patch_of
+from titan_mxfp8.plugin.repairs.wandb_offline import log_offline_if_the_start_fails
 from titan_mxfp8.recipe import GROUPED_MM, get_recipe
 
 
@@ -56,31 +56,15 @@ def fill_git_commit(job_config: JobConfig) -> None:
 
 def install() -> None:
     """Has TorchTitan's wandb logger name its run, log the git commit (on a pipeline's last ranks too, while the config
-    has it on rank 0 only) and, if wandb cannot start online, log offline. Safe to call again.
-
-    TorchTitan goes on unlogged if wandb's start fails. The waits are wandb's own settings: 30 s for the start (it takes
-    some seconds more to give up) and 5 minutes for the last upload, unless WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT
-    say otherwise.
-    """
+    has it on rank 0 only) and, if wandb cannot start online, log offline. Safe to call again."""
     start = WandBLogger.__init__
     if is_patched(start):
         return
 
     @patch_of(start)
-    def start_or_log_offline(self: WandBLogger, log_dir: str, job_config: JobConfig, tag: str | None = None) -> None:
+    def name_and_start(self: WandBLogger, log_dir: str, job_config: JobConfig, tag: str | None = None) -> None:
         name_run(job_config)
         fill_git_commit(job_config)
-        os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")
-        os.environ.setdefault("WANDB_FINISH_TIMEOUT", "300")
-        try:
-            start(self, log_dir, job_config, tag)
-        except ModuleNotFoundError:
-            raise  # no wandb: TorchTitan says so
-        except Exception as error:  # wandb's errors have no common class
-            reason = (str(error) or repr(error)).splitlines()[0]
-            logger.warning(f"wandb could not start: {reason}. Logging offline; `wandb sync` uploads it later")
-            self.wandb.teardown()  # it has read its settings from the environment once and for all
-            os.environ["WANDB_MODE"] = "offline"
-            start(self, log_dir, job_config, tag)
+        log_offline_if_the_start_fails(self, lambda: start(self, log_dir, job_config, tag))
 
-    WandBLogger.__init__ = start_or_log_offline
+    WandBLogger.__init__ = name_and_start

@@ -1,52 +1,67 @@
 """Checks of a parsed TorchTitan config, before any process group, model or GPU exists."""
 
+import json
 import logging
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import datasets
+import torch
 from torchtitan.components.tokenizer import build_hf_tokenizer
 from torchtitan.config import JobConfig, manager
 from torchtitan.config.job_config import MXLinear as TorchTitanMXLinear
 from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
-from torchtitan.protocols import BaseModelArgs
+from torchtitan.protocols import BaseModelArgs, model_converter
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_mxfp8 import backends
 from titan_mxfp8.modules import as_list, training_device
-from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, converter_configs
-from titan_mxfp8.plugin.patch import is_patched, patch_of
+from titan_mxfp8.plugin.job_config import Cluster, Model, MXGroupedMM, MXLinear, Quantize, converter_configs
+from titan_mxfp8.plugin.repairs.moe import hide_grouped_mm_warning
+from titan_mxfp8.plugin.repairs.patch import is_patched, patch_of
 from titan_mxfp8.plugin.wandb_run import fill_git_commit
-from titan_mxfp8.recipe import LINEAR, get_recipe
+from titan_mxfp8.recipe import GROUPED_MM, LINEAR, get_recipe
 
 logger = logging.getLogger(__name__)
+
+# These of TorchTitan's models wrap in FSDP wherever there is EP, and fail without ranks for it. Qwen3 does not.
+FSDP_WITH_EP = ("llama4", "deepseek_v3", "gpt_oss")
 
 
 def check_job_config(job_config: JobConfig) -> None:
     """Normalises lists that TOML or the command line gave as strings, and checks what the plugin is about to use.
-    Warns of a field without effect. Fills ``job.git_commit`` on rank 0, which saves the config.
+    Warns of a field without effect. Fills ``job.git_commit`` on rank 0, which saves the config, and registers the study
+    flavors where the config asks for them.
 
     ``--model.converters=`` (nothing behind the sign) means no converters.
 
     Raises:
-        ValueError: MXFP8 beside another quantisation, an unknown recipe or backend, a backend without rebase, a report
-            on it that cannot be.
+        ValueError: a value of the wrong type, a converter that nobody registered, MXFP8 beside another quantisation, an
+            unknown recipe or backend, a backend without rebase, a report on it or on health that cannot be, activation
+            checkpointing or compilation that TorchTitan is known to fail at.
     """
+    check_types(job_config)
     job_config.model.converters = converters = as_list(",".join(as_list(job_config.model.converters)))
     if os.environ.get("RANK", "0") == "0":
         fill_git_commit(job_config)
+    if job_config.model.study_flavors:
+        from titan_mxfp8.tools.flavors import register_flavors
+
+        register_flavors()
+    _check_converters(job_config)
     check_one_quantisation(job_config)
-    compiled = job_config.compile.enable and "model" in job_config.compile.components
     for name, config in converter_configs(job_config).items():
         if name not in converters:
             continue
         try:
             get_recipe(config.recipe_name)
             backends.select(config.backend, training_device(), config.hopper_rebase)
-            _check_rebase_report(config, compiled)
+            _check_rebase_report(config, compiles_model(job_config))
         except ValueError as error:
             raise ValueError(f"[{name}] {error}") from error
     kernel_choice = job_config.quantize.linear.mx.mxfp8_dim1_cast_kernel_choice
@@ -55,12 +70,40 @@ def check_job_config(job_config: JobConfig) -> None:
             f"[{LINEAR}] mxfp8_dim1_cast_kernel_choice = {kernel_choice!r} has no effect with titan_mxfp8: its kernels "
             "are chosen by backend"
         )
-    if job_config.quantize.health_every < 0:
-        raise ValueError(
-            f"quantize.health_every = {job_config.quantize.health_every}: a number of steps, or 0 for never"
-        )
+    _check_health(job_config)
+    _check_activation_checkpointing(job_config)
+    _check_compile(job_config)
+    hide_grouped_mm_warning(GROUPED_MM in converters)
     job_config.quantize.grouped_mm.mx.fqns = as_list(job_config.quantize.grouped_mm.mx.fqns)
     job_config.quantize.linear.mx.filter_fqns = as_list(job_config.quantize.linear.mx.filter_fqns)
+
+
+def check_types(job_config: JobConfig) -> None:
+    """Raises ValueError if a field of the plugin, or ``model.converters``, has a value of another type: TOML takes any.
+
+    A string stands for a list of strings too.
+    """
+    sections = {
+        "model": (Model, job_config.model),
+        "quantize": (Quantize, job_config.quantize),
+        GROUPED_MM: (MXGroupedMM, job_config.quantize.grouped_mm.mx),
+        LINEAR: (MXLinear, job_config.quantize.linear.mx),
+        "cluster": (Cluster, job_config.cluster),
+    }
+    words = {int: "a whole number", bool: "true or false", str: "a string"}
+    values = [("model.converters", list[str], job_config.model.converters)]
+    for section, (cls, config) in sections.items():
+        hints = get_type_hints(cls)
+        values += [(f"{section}.{name}", hints[name], getattr(config, name)) for name in hints]
+    for name, hint, value in values:
+        if hint in words:
+            fits = type(value) is hint
+        else:
+            fits = is_dataclass(hint) or (
+                isinstance(value, str | list) and all(isinstance(part, str) for part in value)
+            )
+        if not fits:
+            raise ValueError(f"{name} = {value!r}: it must be {words.get(hint, 'a list of strings')}")
 
 
 def check_files(job_config: JobConfig) -> None:
@@ -70,7 +113,7 @@ def check_files(job_config: JobConfig) -> None:
     the model later.
 
     Raises:
-        ValueError: no tokenizer, no data, or a dump folder that cannot be written to.
+        ValueError: no tokenizer, no data, data without text, or a dump folder that cannot be written to.
     """
     if not job_config.experimental.custom_import:
         spec = get_train_spec(job_config.model.name)
@@ -86,9 +129,12 @@ def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
 
     Raises:
         ValueError: degrees that do not multiply to ``world_size``, or do not divide the experts, the sequence or the
-            global batch; an unknown model or flavor.
+            global batch; EP without ranks for FSDP; an empty batch or sequence; an unknown model or flavor.
     """
     parallelism, training = job_config.parallelism, job_config.training
+    for name in ("local_batch_size", "seq_len"):
+        if getattr(training, name) < 1:
+            raise ValueError(f"training.{name} = {getattr(training, name)}: it must be at least 1")
     try:
         dims = ParallelDims(
             dp_replicate=parallelism.data_parallel_replicate_degree,
@@ -112,6 +158,12 @@ def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
             "ranks of data_parallel_shard x context_parallel x tensor_parallel, among which it divides the experts: "
             "choose a divisor"
         )
+    if dims.ep > 1 and dims.dp_shard * dims.cp == 1 and job_config.model.name in FSDP_WITH_EP:
+        raise ValueError(
+            f"expert_parallel_degree {dims.ep} takes its ranks from tensor_parallel_degree {dims.tp} alone, but where "
+            f"TorchTitan's {job_config.model.name} has EP it also needs ranks for FSDP: set "
+            "data_parallel_shard_degree or context_parallel_degree to 2 or more, or expert_parallel_degree = 1"
+        )
     args = model_args(job_config)
     counts = {
         "experts": (getattr(getattr(args, "moe_args", None), "num_experts", 0), "expert", dims.ep),
@@ -130,7 +182,7 @@ def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
             f"context_parallel_degree {dims.cp} x tensor_parallel_degree {dims.tp}, which divide the sequence"
         )
     batch = training.local_batch_size * dims.dp_replicate * dims.dp_shard
-    if training.global_batch_size > 0 and training.global_batch_size % batch:
+    if training.global_batch_size == 0 or (training.global_batch_size > 0 and training.global_batch_size % batch):
         raise ValueError(
             f"training.global_batch_size {training.global_batch_size} is no multiple of {batch} = local_batch_size "
             f"{training.local_batch_size} x {dims.dp_replicate * dims.dp_shard} data-parallel ranks"
@@ -146,8 +198,9 @@ def model_args(job_config: JobConfig) -> BaseModelArgs:
     """
     flavors = get_train_spec(job_config.model.name).model_args
     if job_config.model.flavor not in flavors:
+        more = "" if job_config.model.study_flavors else ", or set model.study_flavors for those of titan_mxfp8"
         raise ValueError(
-            f"{job_config.model.name} has no flavor {job_config.model.flavor!r}: use one of {', '.join(flavors)}"
+            f"{job_config.model.name} has no flavor {job_config.model.flavor!r}: use one of {', '.join(flavors)}{more}"
         )
     return flavors[job_config.model.flavor]
 
@@ -160,6 +213,11 @@ def check_one_quantisation(job_config: JobConfig) -> None:
             f"model.converters = {quantisations} mixes quantisation formats, which TorchTitan does not support: keep "
             "either the .mx converters or the .float8 ones"
         )
+
+
+def compiles_model(job_config: JobConfig) -> bool:
+    """Whether TorchTitan compiles the model's blocks, and not only the loss."""
+    return job_config.compile.enable and "model" in job_config.compile.components
 
 
 def install() -> None:
@@ -181,6 +239,47 @@ def install() -> None:
             check_layout(self.config, int(os.environ["WORLD_SIZE"]))
 
     manager.ConfigManager._validate_config = validate_and_check
+
+
+def _check_converters(job_config: JobConfig) -> None:
+    known = model_converter._registry_model_converter_cls
+    unknown = [name for name in job_config.model.converters if name not in known]
+    if unknown and not job_config.experimental.custom_import:  # which may bring them
+        raise ValueError(
+            f"model.converters has {', '.join(map(repr, unknown))}, which nobody registered: use {GROUPED_MM!r} and "
+            f"{LINEAR!r} (TorchTitan knows {', '.join(sorted(known))})"
+        )
+
+
+def _check_health(job_config: JobConfig) -> None:
+    every, metrics = job_config.quantize.health_every, job_config.metrics
+    if every < 0:
+        raise ValueError(f"quantize.health_every = {every}: a number of steps, or 0 for never")
+    measured = every and converter_configs(job_config).keys() & set(job_config.model.converters)
+    if measured and not (metrics.enable_tensorboard or metrics.enable_wandb):
+        raise ValueError(
+            f"quantize.health_every = {every} has nowhere to log to: set metrics.enable_tensorboard or "
+            "metrics.enable_wandb, or health_every = 0"
+        )
+
+
+def _check_activation_checkpointing(job_config: JobConfig) -> None:
+    config = job_config.activation_checkpoint
+    config.selective_ac_option = option = str(config.selective_ac_option)  # TOML may have a number
+    if config.mode == "selective" and option != "op" and not (option.isdecimal() and int(option)):
+        raise ValueError(
+            f"activation_checkpoint.selective_ac_option = {option!r}: use 'op', or N for every N-th layer, 1 or more"
+        )
+
+
+def _check_compile(job_config: JobConfig) -> None:
+    tensor_parallel = job_config.parallelism.tensor_parallel_degree
+    if tensor_parallel > 1 and compiles_model(job_config) and torch.__version__ >= (2, 14):
+        raise ValueError(
+            f"tensor_parallel_degree = {tensor_parallel} and a compiled model: TorchTitan 0.2.2 fails at them with "
+            f"torch {torch.__version__} (\"'Tensor' object has no attribute '_local_tensor'\" in backward), with or "
+            "without converters. Use torch 2.11 to 2.13, compile.enable = false, or compile.components = ['loss']"
+        )
 
 
 def _check_rebase_report(config: MXLinear | MXGroupedMM, compiled: bool) -> None:
@@ -205,17 +304,34 @@ def _check_tokenizer(path: Path) -> None:
 
 
 def _check_data(name: str, path: str | None) -> None:
-    if name == "c4_test" and not any(Path(path or DATASETS[name].path).glob("*.json*")):
-        raise ValueError(
-            f"training.dataset_path = {path!r} holds no data.jsonl: point it at a folder with one, "
-            "such as train_configs/assets/kjv here, or make one with scripts/make_data.py"
-        )
+    if name == "c4_test":
+        folder = Path(path or DATASETS[name].path)
+        if not any(folder.glob("*.json*")):
+            raise ValueError(
+                f"training.dataset_path = {path!r} holds no data.jsonl: point it at a folder with one, "
+                "such as train_configs/assets/kjv here, or make one with scripts/make_data.py"
+            )
+        for file in sorted(folder.glob("*.jsonl")):
+            _check_first_row(file)
     if name in ("c4", "c4_validation") and path is None and datasets.config.HF_HUB_OFFLINE:
         raise ValueError(
             f"training.dataset {name!r} is streamed from Hugging Face, but HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is "
             "set: unset it, or train on local text with --training.dataset=c4_test and --training.dataset_path, a "
             "folder with a data.jsonl"
         )
+
+
+def _check_first_row(file: Path) -> None:
+    wanted = 'each line must be a JSON object whose "text" is a string, such as {"text": "In the beginning"}'
+    with file.open("rb") as lines:
+        line = next(filter(None, map(bytes.strip, lines)), b"")
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{file}: its first line is no JSON ({error}): {wanted}") from error
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        found = f"has {', '.join(map(repr, row))}" if isinstance(row, dict) else f"is {row!r:.40}"
+        raise ValueError(f"{file}: its first row {found}, and no text: {wanted}")
 
 
 def _check_dump_folder(path: Path) -> None:

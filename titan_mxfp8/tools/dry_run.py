@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
@@ -23,15 +23,27 @@ from torchtitan.tools.utils import set_default_dtype
 
 from titan_mxfp8.backends import BACKENDS, Backend
 from titan_mxfp8.modules import as_list
-from titan_mxfp8.plugin.config_check import check_job_config, check_layout, model_args
+from titan_mxfp8.plugin.checks import check_job_config, check_layout, check_types, model_args
 from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, converter_configs
-from titan_mxfp8.plugin.memory import FILL, GIB, Memory, card_memory, estimate_memory
+from titan_mxfp8.tools.memory import FILL, GIB, Memory, card_memory, estimate_memory
+
+CONFIG_MODULE = "Set it to 'titan_mxfp8.plugin', or to a module whose JobConfig derives from that one's"
 
 
 class ClusterConfigManager(ConfigManager):
     """Parses a config that will run elsewhere: this machine needs neither its tokenizer nor its data, nor its GPU."""
 
+    def _maybe_add_custom_config(self, args: list[str], toml_values: dict | None) -> type[JobConfig]:
+        try:
+            config_cls = super()._maybe_add_custom_config(args, toml_values)
+        except (AttributeError, ImportError) as error:
+            raise ValueError(f"job.custom_config_module cannot be used: {error}. {CONFIG_MODULE}") from error
+        if "cluster" not in {field.name for field in fields(config_cls)}:
+            raise ValueError(f"job.custom_config_module brings no fields of titan_mxfp8. {CONFIG_MODULE}")
+        return config_cls
+
     def _validate_config(self) -> None:
+        check_types(self.config)
         known = {backend.name: backend for backend in BACKENDS}
         for name, mx in converter_configs(self.config).items():
             if name in as_list(self.config.model.converters):
@@ -126,8 +138,7 @@ def dry_run(job_config: JobConfig) -> Report:
     if card is not None and memory.total > FILL * card[1]:
         raise ValueError(
             f"does not fit: {memory.total / GIB:.1f} GiB a GPU estimated ({memory}), more than {FILL:.0%} of "
-            f"{card[0]}'s {card[1] / GIB:.1f} GiB. Shard over more GPUs, lower training.local_batch_size or "
-            "training.seq_len, or set activation_checkpoint.mode = 'full'"
+            f"{card[0]}'s {card[1] / GIB:.1f} GiB. {lower_memory(job_config)}"
         )
     training = job_config.training
     one_step = training.local_batch_size * dims.dp_replicate * dims.dp_shard
@@ -143,6 +154,15 @@ def dry_run(job_config: JobConfig) -> Report:
         flops_per_token=flops,
         mxfp8_share=mxfp8_flops(whole, args) / flops,
     )
+
+
+def lower_memory(job_config: JobConfig) -> str:
+    """What there is left to try where a config does not fit."""
+    training, ways = job_config.training, ["shard over more GPUs"]
+    if job_config.activation_checkpoint.mode != "full":
+        ways.append("set activation_checkpoint.mode = 'full'")
+    ways.append(f"lower training.{'local_batch_size' if training.local_batch_size > 1 else 'seq_len'}")
+    return f"To fit: {', '.join(ways[:-1])} or {ways[-1]}"
 
 
 @contextmanager

@@ -79,6 +79,8 @@ class CpuDevice:
 def use_cpu_device() -> None:
     """Cures: `module 'torch._C' has no attribute '_cuda_setDevice'`, at the start of Trainer.__init__.
 
+    For: TorchTitan 0.2.2.
+
     TorchTitan reads the device once, when tools/utils.py is imported. The modules imported by now (parallel_dims,
     distributed.utils, metrics, profiling) hold copies of it under the same names; the ones imported later (the models'
     parallelize.py) copy what is set here.
@@ -100,6 +102,8 @@ def use_cpu_device() -> None:
 def claim_no_mfu() -> None:
     """Cures: an MFU in the logs that is a share of an A100, which TorchTitan takes for any device it does not know.
 
+    For: TorchTitan 0.2.2.
+
     An infinite peak gives `mfu: 0.00%`. The Trainer and the metrics both call it as `utils.get_peak_flops`.
     """
     utils.get_peak_flops = lambda device_name: math.inf
@@ -107,6 +111,8 @@ def claim_no_mfu() -> None:
 
 def count_integers_with_histc() -> None:
     """Cures: `"histogram_cpu" not implemented for 'Long'` in the MoE router and reorderer.
+
+    For: torch up to 2.15.
 
     They call `torch.histc(...)`, so the name in the torch module is the only place. float64 counts exactly to 2**53.
     """
@@ -124,6 +130,8 @@ def count_integers_with_histc() -> None:
 def permute_tokens_without_triton() -> None:
     """Cures: `0 active drivers` from the Triton kernel that orders tokens by expert.
 
+    For: TorchTitan 0.2.2.
+
     `generate_permute_indices` has a CPU path, but its one caller, `_permute` in moe/utils.py, never asks for it. The
     repair goes to that caller's copy of the name; the function in moe/kernels.py stays as it is.
     """
@@ -132,6 +140,8 @@ def permute_tokens_without_triton() -> None:
 
 def reduce_gradients_by_sum() -> None:
     """Cures: `Cannot use ReduceOp.PREMUL_SUM with Gloo` in FSDP's first reduce-scatter.
+
+    For: TorchTitan 0.2.2, torch up to 2.15.
 
     FSDP picks PREMUL_SUM once a divide factor is set, and every apply_fsdp of TorchTitan sets one (1.0) on all its FSDP
     modules. So this setter is the one place that serves all models.
@@ -148,6 +158,8 @@ def reduce_gradients_by_sum() -> None:
 
 def draw_full_tensor_at_random_init() -> None:
     """Cures, and nothing else would show it: with FSDP, EP or TP every rank starts with the same shard.
+
+    For: torch up to 2.15.
 
     DTensor keeps a random generator per shard on CUDA-like devices only; on CPU each rank fills its shard from the same
     seed, so under EP 2 experts 0-3 equal experts 4-7. Here each rank draws the full tensor and keeps its shard: 1
@@ -173,6 +185,8 @@ def fill_full_tensor(fill_: Callable[..., torch.Tensor]) -> Callable[..., DTenso
 
 def profile_without_device_activity() -> None:
     """Cures: profiling.enable_profiling dies, as TorchTitan passes [CPU, None] where there is no CUDA or XPU.
+
+    For: TorchTitan 0.2.2.
 
     TorchTitan calls `torch.profiler.profile(...)`; the constructor is repaired, so the class stays the same object.
     """

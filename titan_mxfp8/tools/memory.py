@@ -112,9 +112,9 @@ def activation_bytes(model: nn.Module, job_config: JobConfig) -> float:
     - ``none``: what every block saves.
     - ``full``: every block's input; and what one block saves, while backward runs it again.
     - ``selective``, option N: every N-th block as in ``full``.
-    - ``selective``, option ``op``: every block's input, the outputs of MXFP8 GEMMs (``compat.save_gemm_outputs``), half
-      of those of bf16 linears (TorchTitan saves every second one), the attention's output, the two all-to-alls; and
-      what one block saves.
+    - ``selective``, option ``op``: every block's input, the outputs of MXFP8 GEMMs (``converters.save_gemm_outputs``),
+      half of those of bf16 linears (TorchTitan saves every second one), the attention's output, the two all-to-alls;
+      and what one block saves.
     - ``memory_budget`` b: the input, and the share b of the rest.
     """
     ac, compiled = job_config.activation_checkpoint, job_config.compile

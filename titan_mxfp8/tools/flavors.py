@@ -1,5 +1,6 @@
-"""Model flavors: TorchTitan has no setting for the number of layers, a layer count is a flavor. Its own models cut to
-two layers or four, and a small MoE for convergence studies."""
+"""Flavors for studies, added where a config sets ``model.study_flavors``: TorchTitan's own models cut to two layers or
+four, and a small MoE for convergence studies. TorchTitan has no setting for the number of layers: a layer count is a
+flavor."""
 
 import copy
 import dataclasses
