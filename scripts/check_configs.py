@@ -3,6 +3,7 @@
 import argparse
 import logging
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -44,13 +45,15 @@ def main() -> int:
     configs = [Path(path) for path in args.configs] or sorted((ROOT / "train_configs").glob("*.toml"))
 
     logging.disable(logging.WARNING)  # TorchTitan's account of a run that does not happen
+    warnings.filterwarnings("ignore", module="tyro")  # of values that the checks refuse
     rows, failed = [], 0
     for config in configs:
         try:
             report = dry_run(parse_config(str(config), overrides))
-        except (ValueError, OSError) as error:
+        except Exception as error:  # whatever it is, the other configs are to be checked too
             failed += 1
-            print(f"FAIL {config}: {error}", flush=True)
+            kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+            print(f"FAIL {config}: {kind}{error}", flush=True)
             continue
         print(f"ok   {config}\n{describe(report)}", flush=True)
         rows.append(

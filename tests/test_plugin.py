@@ -1,7 +1,9 @@
 """The plugin's config: fields, names, defaults, and what a bad config gets before anything is built."""
 
 import copy
+import inspect
 import logging
+import re
 import subprocess
 from dataclasses import fields, replace
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torchtitan.config import ConfigManager, JobConfig, job_config
 from torchtitan.models.llama4 import Transformer, llama4_args
@@ -21,7 +24,7 @@ from titan_mxfp8 import modules, mxfp8_grouped_mm
 from titan_mxfp8.ops.rebase_counter import RebaseCounter
 from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
-from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear
+from titan_mxfp8.plugin.job_config import Job, Model, MXGroupedMM, MXLinear, Quantize
 from titan_mxfp8.tools.flavors import register_flavors
 
 ROOT = Path(__file__).parent.parent
@@ -182,6 +185,15 @@ def test_a_config_module_of_the_user_can_extend_the_plugins(tmp_path: Path, monk
         ([f"--model.converters={GROUPED}", REBASE, f"{REBASE}_report=-1"], "number of steps, got -1"),
         ([f"--model.converters={LINEAR},quantize.grouped_mm.float8"], "mixes quantisation formats"),
         ([f"--model.converters=quantize.linear.float8,{GROUPED}"], "mixes quantisation formats"),
+        ([f"--model.converters={GROUPED},quantize.nope.mx"], r"has 'quantize.nope.mx', which nobody registered: use"),
+        (
+            ["--activation_checkpoint.selective_ac_option=0"],
+            r"selective_ac_option = '0': use 'op', or N for every N-th",
+        ),
+        (
+            [f"--model.converters={GROUPED}", "--quantize.health_every=5"],
+            "health_every = 5 has nowhere to log to: set metrics.enable_tensorboard",
+        ),
         (["--model.hf_assets_path=/nonexistent"], "holds no tokenizer.*make_data.py"),
         (["--training.dataset_path=/nonexistent"], r"holds no data.jsonl.*make_data.py"),
     ],
@@ -189,6 +201,85 @@ def test_a_config_module_of_the_user_can_extend_the_plugins(tmp_path: Path, monk
 def test_a_bad_config_is_refused_when_it_is_parsed(flags: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(*flags)
+
+
+@pytest.mark.parametrize(
+    "section, value, message",
+    [
+        (LINEAR, "filter_fqns = [1]", r"filter_fqns = \[1\]: it must be a list of strings"),
+        (GROUPED, "backend = 1", "quantize.grouped_mm.mx.backend = 1: it must be a string"),
+        ("quantize", 'health_every = "x"', "quantize.health_every = 'x': it must be a whole number"),
+        ("model", "study_flavors = 1", "model.study_flavors = 1: it must be true or false"),
+        ("model", "converters = [1]", r"model.converters = \[1\]: it must be a list of strings"),
+        ("cluster", "nodes = 2.0", "cluster.nodes = 2.0: it must be a whole number"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The field:UserWarning")
+def test_a_value_of_another_type_in_a_toml_is_refused(section: str, value: str, message: str, tmp_path: Path) -> None:
+    toml = tmp_path / "wrong.toml"
+    toml.write_text(f"[{section}]\n{value}\n")
+    with pytest.raises(ValueError, match=message):
+        parse(f"--job.config_file={toml}")
+
+
+def test_health_may_be_logged_to_either_and_needs_no_log_without_converters() -> None:
+    every = "--quantize.health_every=5"
+    for flag in ("--metrics.enable_tensorboard", "--metrics.enable_wandb"):
+        assert parse(f"--model.converters={GROUPED}", every, flag).quantize.health_every == 5
+    assert parse("--model.converters=", every).quantize.health_every == 5
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (
+            '\n{"content": "a", "id": 1}\n',
+            r"data.jsonl: its first row has 'content', 'id', and no text: each line must",
+        ),
+        ('["a"]\n', r"its first row is \['a'\], and no text"),
+        ('{"text": 1}\n', "and no text"),
+        ("In the beginning\n", "its first line is no JSON"),
+        ("", "its first line is no JSON"),
+    ],
+)
+def test_data_without_text_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        parse(f"--training.dataset_path={tmp_path}")
+
+
+def test_compiled_tensor_parallelism_is_refused_where_torchtitan_fails_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor_parallel, compiled = "--parallelism.tensor_parallel_degree=2", "--compile.enable"
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.15.0+cpu"))
+    with pytest.raises(ValueError, match=r"TorchTitan 0.2.2 fails at them with torch 2.15.0.*Use torch 2.11 to 2.13"):
+        parse(tensor_parallel, compiled)
+    parse(tensor_parallel)
+    parse(compiled)
+    parse(tensor_parallel, compiled, "--compile.components=loss")
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.13.1+cpu"))
+    parse(tensor_parallel, compiled)
+
+
+def test_help_shows_the_plugins_own_texts(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    shown = re.sub(r"[│\s]+", "", capsys.readouterr().out)
+    documented = 0
+    for cls in (MXLinear, MXGroupedMM, Quantize, Model, Job):
+        for text in re.findall(r'\n    """(.+?)"""', inspect.getsource(cls), re.DOTALL):
+            assert "".join(text.split()) in shown, text
+            documented += 1
+    assert documented >= 14
+    assert 'Options:["mxfp8"]' not in shown, "TorchTitan's"
+
+
+@pytest.mark.parametrize("converters, warned", [("", True), (LINEAR, True), (GROUPED, False)])
+def test_converted_experts_are_not_said_to_run_in_a_loop(
+    converters: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torchtitan.models.llama4.model.args.has_cuda_capability", lambda *_: False)
+    copy.deepcopy(llama4_args["debugmodel"]).update_from_config(parse(f"--model.converters={converters}"))
+    assert ("Failed to use grouped mm" in caplog.text) == warned
 
 
 def test_the_converters_check_mixed_formats_themselves() -> None:
@@ -314,9 +405,32 @@ def test_the_layout_is_checked_in_each_process_before_it_does_anything(monkeypat
     parse(shard_4)
     with pytest.raises(ValueError, match=r"expert_parallel_degree 3 x .* does not divide the 4 ranks"):
         parse(shard_4, "--parallelism.expert_parallel_degree=3")
+    with pytest.raises(ValueError, match=r"training.local_batch_size = 0: it must be at least 1"):
+        parse(shard_4, "--training.local_batch_size=0")
+    alone = ["--parallelism.expert_parallel_degree=4", "--parallelism.tensor_parallel_degree=4", "--model.name=llama4"]
+    with pytest.raises(ValueError, match=r"takes its ranks from tensor_parallel_degree 4 alone, .* FSDP: set data_"):
+        parse(*alone)
+    parse("--parallelism.expert_parallel_degree=4", "--parallelism.tensor_parallel_degree=2", "--model.name=llama4")
     monkeypatch.setenv("WORLD_SIZE", "6")
     with pytest.raises(ValueError, match=r"does not fit 6 processes: .*dp_shard\(4\)"):
         parse(shard_4)
+
+
+def test_a_checkpoint_of_other_data_parallel_ranks_is_refused_before_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flags = ["--checkpoint.enable", f"--job.dump_folder={tmp_path}"]
+    state = {"dataloader": {f"dp_rank_{rank}": b"" for rank in range(4)} | {"world_size": 4}}
+    dcp.save(state, checkpoint_id=tmp_path / "checkpoint/step-5", no_dist=True)
+    dcp.save({"weight": torch.ones(1)}, checkpoint_id=tmp_path / "checkpoint/step-4", no_dist=True)  # the model alone
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    parse(*flags)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"step-5 holds .* of 4 data-parallel ranks, and this run has 2.*exclude_from"):
+        parse(*flags)
+    parse(*flags, "--checkpoint.exclude_from_loading=dataloader")
+    parse(*flags, "--checkpoint.load_step=4")
+    parse(flags[1])
 
 
 def test_rebase_reaches_the_modules_and_is_reported_every_so_many_steps(caplog: pytest.LogCaptureFixture) -> None:

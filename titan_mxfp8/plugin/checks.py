@@ -11,6 +11,7 @@ from typing import get_type_hints
 
 import datasets
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.components.tokenizer import build_hf_tokenizer
 from torchtitan.config import JobConfig, manager
 from torchtitan.config.job_config import MXLinear as TorchTitanMXLinear
@@ -190,6 +191,34 @@ def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
     return dims
 
 
+def check_checkpoint(job_config: JobConfig, dims: ParallelDims) -> None:
+    """Checks that the run can go on with the data from the checkpoint that it will find in its own folder.
+
+    Raises:
+        ValueError: the checkpoint was written with another number of data-parallel ranks, between which TorchTitan
+            cannot carry the position in the data.
+    """
+    config = job_config.checkpoint
+    if not config.enable or "dataloader" in config.exclude_from_loading:
+        return
+    folder = Path(job_config.job.dump_folder) / config.folder
+    names = (path.parent.name.removeprefix("step-") for path in folder.glob("step-*/.metadata"))
+    steps = [int(name) for name in names if name.isdecimal()]
+    step = max(steps, default=-1) if config.load_step == -1 else config.load_step
+    if step not in steps:
+        return
+    path = folder / f"step-{step}"
+    states = FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = sum(name.startswith("dataloader.dp_rank_") for name in states)
+    ranks = dims.dp_replicate * dims.dp_shard
+    if saved not in (0, ranks):
+        raise ValueError(
+            f"{path} holds the position in the data of {saved} data-parallel ranks, and this run has {ranks}. "
+            "TorchTitan cannot carry it over: go on with --checkpoint.exclude_from_loading=dataloader, and the data "
+            "begin with their first row again, or with the former number of ranks"
+        )
+
+
 def model_args(job_config: JobConfig) -> BaseModelArgs:
     """TorchTitan's arguments of the config's model and flavor: the shared object, not a copy.
 
@@ -236,7 +265,9 @@ def install() -> None:
         check_job_config(self.config)
         check_files(self.config)
         if "WORLD_SIZE" in os.environ and not self.config.experimental.custom_import:
-            check_layout(self.config, int(os.environ["WORLD_SIZE"]))
+            dims = check_layout(self.config, int(os.environ["WORLD_SIZE"]))
+            if os.environ.get("RANK", "0") == "0":
+                check_checkpoint(self.config, dims)
 
     manager.ConfigManager._validate_config = validate_and_check
 

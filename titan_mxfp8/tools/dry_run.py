@@ -25,6 +25,7 @@ from titan_mxfp8.backends import BACKENDS, Backend
 from titan_mxfp8.modules import as_list
 from titan_mxfp8.plugin.checks import check_job_config, check_layout, check_types, model_args
 from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, converter_configs
+from titan_mxfp8.tools.flavors import is_study_flavor
 from titan_mxfp8.tools.memory import FILL, GIB, Memory, card_memory, estimate_memory
 
 CONFIG_MODULE = "Set it to 'titan_mxfp8.plugin', or to a module whose JobConfig derives from that one's"
@@ -117,6 +118,9 @@ def dry_run(job_config: JobConfig) -> Report:
             "pipeline_parallel_degree > 1 cannot be checked: a stage's memory depends on the schedule (CHECK=0 lets "
             "train.slurm go on without)"
         )
+    if is_study_flavor(model_args(job_config)) and not job_config.model.study_flavors:
+        # another config of this process has registered it
+        raise ValueError(f"flavor {job_config.model.flavor!r} needs model.study_flavors = true")
     args = copy.deepcopy(model_args(job_config))  # update_from_config writes into it
     args.update_from_config(job_config)
 

@@ -58,6 +58,12 @@ def register_flavors() -> None:
     _register(llama4_args, "moe_100m", copy.deepcopy(MOE_100M))
 
 
+def is_study_flavor(args: Any) -> bool:
+    """Whether these are the arguments of a flavor that ``register_flavors`` has added."""
+    # by identity: a run changes the values (max_seq_len, moe_args) of the flavor that it trains
+    return any(registered is args for registered in _registered)
+
+
 def _cut(args: Any, layers: int, **changes: int) -> Any:
     # deepcopy: update_from_config writes into a flavor's moe_args, which replace() alone would share
     return dataclasses.replace(copy.deepcopy(args), n_layers=layers, **changes)
@@ -67,8 +73,7 @@ def _register(table: dict[str, Any], name: str, args: Any) -> None:
     if name not in table:
         table[name] = args
         _registered.append(args)
-    # by identity: a run changes the values (max_seq_len, moe_args) of the flavor that it trains
-    elif not any(registered is table[name] for registered in _registered):
+    elif not is_study_flavor(table[name]):
         raise ValueError(
             f"the flavor {name!r} exists already and is not the one that titan_mxfp8 would add "
             f"({type(table[name]).__name__}); register yours under another name"

@@ -1,0 +1,184 @@
+"""The symptom that each repair cures, in torch and TorchTitan as they are installed: a test that fails here says that a
+repair is needed no longer.
+
+Elsewhere: ``keep_saved_outputs`` in test_models.py. Not here, as it takes GPUs or a real outage: the run that goes on
+unlogged where wandb cannot be reached (test_wandb.py has the cured one).
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+NEW_TORCH = torch.__version__ >= (2, 13)
+
+# Without the plugin: each check says what it found.
+SYMPTOMS = """
+import copy, json, logging, sys, warnings
+import torch, torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+import torchtitan.models.moe.utils as moe_utils
+from torchtitan.config import JobConfig
+from torchtitan.models.llama4 import llama4_args
+from torchtitan.models.moe.moe import TokenChoiceTopKRouter
+from torchtitan.tools import utils
+
+assert "titan_mxfp8" not in sys.modules
+warnings.filterwarnings("ignore")
+found = {}
+
+def rank_of_two(rank):
+    dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+    torch._dynamo.reset()
+    return init_device_mesh("cpu", (2,))
+
+def symptom(check):
+    try:
+        found[check.__name__] = str(check())
+    except Exception as error:
+        found[check.__name__] = f"{type(error).__name__}: {error}"
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+@symptom
+def use_cpu_device():
+    return utils.device_type
+
+@symptom
+def claim_no_mfu():
+    return utils.get_peak_flops("AMD EPYC") < 1e15
+
+@symptom
+def count_integers_with_histc():
+    torch.histc(torch.arange(4), bins=4, min=0, max=4)
+
+@symptom
+def permute_tokens_without_triton():
+    moe_utils.generate_permute_indices(torch.tensor([2, 0, 1, 1, 0, 4]), 3, 2, 20, 4)
+
+@symptom
+def profile_without_device_activity():
+    torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, None])
+
+@symptom
+def initialise_router_bias():
+    router = TokenChoiceTopKRouter(32, 4, None, None, 2, "softmax", False, 1.0, gate_bias=True)
+    router.requires_grad_(False)
+    router.gate.bias.fill_(torch.nan)
+    router.init_weights(0.02)
+    return router.gate.bias.isnan().all().item()
+
+@symptom
+def hide_grouped_mm_warning():
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger().addHandler(handler)
+    copy.deepcopy(llama4_args["debugmodel"]).update_from_config(JobConfig())
+    return "; ".join(record.getMessage() for record in records)
+
+@symptom
+def ignore_profiler_ranges():
+    calls = []
+
+    def block(x):
+        calls.append(x)
+        if len(calls) > 1:
+            with torch.profiler.record_function("FSDP::all_gather"):
+                pass
+        return (x @ x).sin()
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    x = torch.ones(4, 4, requires_grad=True)
+    contexts = lambda: create_selective_checkpoint_contexts(policy)
+    checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum().backward()
+
+@symptom
+def draw_full_tensor_at_random_init():
+    shards = []
+    for rank in (0, 1):
+        whole = distribute_tensor(torch.empty(4, 4), rank_of_two(rank), [Shard(0)], src_data_rank=None)
+        torch.manual_seed(0)
+        shards.append(whole.normal_().to_local())
+        dist.destroy_process_group()
+    return torch.equal(*shards)
+
+@symptom
+def compile_for_own_rank_only():
+    shards = []
+    for rank in (1, 0):
+        whole = DTensor.from_local(torch.arange(4.0), rank_of_two(rank), [Replicate()])
+        shards.append(torch.compile(lambda x: x.redistribute(placements=[Shard(0)]).to_local())(whole))
+        dist.destroy_process_group()
+    return torch.equal(*shards)
+
+@symptom
+def wait_before_compiled_regions():
+    sharded = DTensor.from_local(torch.ones(4, requires_grad=True), rank_of_two(0), [Shard(0)])
+    gathered = sharded.redistribute(placements=[Replicate()], async_op=True).to_local()
+    return torch.compile(lambda x: x * 2, backend="aot_eager")(gathered).requires_grad
+
+@symptom
+def save_random_states_before_meshes():
+    mesh = rank_of_two(0)
+    weight = torch.nn.Parameter(DTensor.from_local(torch.randn(16, 32), mesh, [Shard(0)]))
+
+    def attend(x):
+        q = (x @ weight.t()).to_local()
+        return DTensor.from_local(F.scaled_dot_product_attention(q, q, q), mesh, [Shard(3)])
+
+    compiled = torch.compile(lambda x: checkpoint(attend, x, use_reentrant=False), backend="aot_eager_decomp_partition")
+    compiled(DTensor.from_local(torch.randn(2, 4, 8, 32), mesh, [Replicate()])).to_local().sum().backward()
+
+@symptom
+def reduce_gradients_by_sum():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    dist.all_reduce(torch.ones(1), op=dist._make_nccl_premul_sum(2.0))
+
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def symptoms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    command, cache = [sys.executable, "-c", SYMPTOMS], tmp_path_factory.mktemp("inductor")
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="looks for the symptoms on a CPU")
+@pytest.mark.parametrize(
+    "repair, symptom",
+    {
+        "use_cpu_device": "cuda",
+        "claim_no_mfu": "True",
+        "count_integers_with_histc": "not implemented for 'Long'",
+        "permute_tokens_without_triton": "0 active drivers",
+        "profile_without_device_activity": "None",
+        "draw_full_tensor_at_random_init": "True",
+        "reduce_gradients_by_sum": "PREMUL_SUM",
+        "initialise_router_bias": "True",
+        "hide_grouped_mm_warning": "Failed to use grouped mm, which is only supported on SM90",
+        # of torch 2.13
+        "ignore_profiler_ranges": "encountered during backward" if NEW_TORCH else "None",
+        "wait_before_compiled_regions": str(not NEW_TORCH),
+        "save_random_states_before_meshes": "got types: [" if NEW_TORCH else "None",
+        "compile_for_own_rank_only": str(NEW_TORCH),
+    }.items(),
+)
+def test_the_symptom_without_its_repair(symptoms: dict[str, str], repair: str, symptom: str) -> None:
+    if repair == "compile_for_own_rank_only" and shutil.which("g++") is None:
+        pytest.skip("the inductor needs a C++ compiler on CPUs")
+    assert symptom in symptoms[repair]
