@@ -44,7 +44,7 @@ def main() -> int:
     args, overrides = parser.parse_known_args()
     configs = [Path(path) for path in args.configs] or sorted((ROOT / "train_configs").glob("*.toml"))
 
-    logging.disable(logging.WARNING)  # TorchTitan's account of a run that does not happen
+    logging.disable(logging.ERROR)  # TorchTitan's account of a run that does not happen
     warnings.filterwarnings("ignore", module="tyro")  # of values that the checks refuse
     rows, failed = [], 0
     for config in configs:

@@ -44,6 +44,11 @@ def test_every_config_can_be_laid_out_at_its_full_size(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOMLS)
+def test_a_finished_run_can_be_extended(name: str) -> None:
+    assert parse_config(str(TOMLS[name])).checkpoint.last_save_model_only is False
+
+
+@pytest.mark.parametrize("name", TOMLS)
 def test_the_bf16_half_of_a_pair_differs_in_the_converters_only(name: str) -> None:
     mxfp8, bf16 = (asdict(parse_config(str(TOMLS[name]), flags)) for flags in ([], ["--model.converters="]))
     assert mxfp8["model"].pop("converters") and bf16["model"].pop("converters") == []
@@ -113,7 +118,16 @@ def test_eager_mxfp8_layers_keep_one_input_each() -> None:
         (LLAMA4, ["--cluster.nodes=7"], r"does not fit 56 processes: .*dp_shard\(64\).* Start as many"),
         (LLAMA4, ["--training.seq_len=8191"], "seq_len 8191 is no multiple of 2 ="),
         (LLAMA4, ["--training.global_batch_size=100"], "100 is no multiple of 64"),
-        (LLAMA4, ["--training.local_batch_size=8"], r"does not fit: 125\.\d GiB .*70% of H100's 74.5 GiB.*lower train"),
+        (
+            LLAMA4,
+            ["--training.local_batch_size=8"],
+            r"does not fit: 125\.\d GiB .*70% of H100's 74.5 GiB. To fit: shard over more GPUs or lower training.loc",
+        ),
+        (
+            LLAMA4,
+            ["--activation_checkpoint.mode=none"],
+            "more GPUs, set activation_checkpoint.mode = 'full' or lower training.seq_len",
+        ),
         (
             LLAMA4,
             ["--quantize.linear.mx.backend=triton", "--quantize.linear.mx.hopper_rebase"],
@@ -165,15 +179,44 @@ def test_layouts_that_have_no_config_would_not_fit_the_largest_card(name: str, n
         check(name, *layout, f"--parallelism.expert_parallel_degree={min(gpus, 16)}", *smallest)
 
 
-def test_the_script_reports_each_config_and_fails_if_one_does() -> None:
+# What is wrong with a debug config, as (old line, new lines), and what is said of it.
+WRONG = {
+    "converter": ('"quantize.linear.mx"]', '"nope"]', "model.converters has 'nope', which nobody registered"),
+    "types": ('["output", "router.gate"]', "[1]", "filter_fqns = [1]: it must be a list of strings"),
+    "health": ("[debug]", '[quantize]\nhealth_every = "x"\n[debug]', "health_every = 'x': it must be a whole number"),
+    "batch": ("local_batch_size = 2", "local_batch_size = 0", "training.local_batch_size = 0: it must be at least 1"),
+    "package": ("titan_mxfp8.plugin", "titan_mxfp8", "no attribute 'JobConfig'. Set it to 'titan_mxfp8.plugin'"),
+    "module": ("titan_mxfp8.plugin", "nope", "No module named 'nope'. Set it to 'titan_mxfp8.plugin'"),
+    "no_module": ('custom_config_module = "titan_mxfp8.plugin"', "", "brings no fields of titan_mxfp8. Set it to"),
+    "flavor": ("study_flavors = true", "study_flavors = false", "needs model.study_flavors = true"),
+    "layout": (
+        "[debug]",
+        "[cluster]\ngpus_per_node = 2\n[parallelism]\nexpert_parallel_degree = 2\ntensor_parallel_degree = 2\n[debug]",
+        "expert_parallel_degree 2 takes its ranks from tensor_parallel_degree 2 alone",
+    ),
+    "optimizer": ("[optimizer]", "[optimizer]\nnope = 1", "Invalid field names"),
+}
+
+
+def test_the_script_reports_each_config_and_fails_if_one_does(tmp_path: Path) -> None:
+    right = TOMLS["debug_llama4"].read_text()
+    wrong = [tmp_path / "none.toml"]
+    for name, (old, new, _) in WRONG.items():
+        wrong.append(tmp_path / f"{name}.toml")
+        assert right.count(old) == 1
+        wrong[-1].write_text(right.replace(old, new))
     good, bad = "train_configs/llama4_17bx16e_64x4.toml", "train_configs/llama4_17bx128e_8x8.toml"
+    configs = [TOMLS["debug_llama4"], *wrong, good, bad]
     flags = ["--cluster.gpu=H200", "--activation_checkpoint.mode=full"]
-    result = shell(sys.executable, "scripts/check_configs.py", good, bad, *flags)
+    result = shell(sys.executable, "scripts/check_configs.py", *configs, *flags)
     assert result.returncode == 1, result.stderr
     lines = result.stdout.splitlines()
-    assert lines[0] == f"ok   {good}"
+    assert f"ok   {good}" in lines
     assert "  mesh       fsdp 256, ep 16, efsdp 16" in lines
     assert any(line.startswith(f"FAIL {bad}: does not fit") for line in lines)
-    assert lines[-1] == "1 of 2 configs can be trained as they are laid out"
-    result = shell(sys.executable, "scripts/check_configs.py", "train_configs/none.toml")
-    assert result.returncode == 1 and "FAIL train_configs/none.toml" in result.stdout
+    for name, (_, _, message) in WRONG.items():
+        (failure,) = (line for line in lines if line.startswith(f"FAIL {tmp_path}/{name}.toml: "))
+        assert message in failure
+    assert any(line.startswith(f"FAIL {tmp_path}/none.toml: ") for line in lines)
+    assert lines[-1] == f"2 of {len(configs)} configs can be trained as they are laid out"
+    assert result.stderr == ""

@@ -1,8 +1,10 @@
 """Health metrics: the counts against block-by-block arithmetic, once per element whatever runs twice, in training."""
 
+import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titan_mxfp8 import convert_model, mxfp8_grouped_mm
 from titan_mxfp8.ops import health
+from titan_mxfp8.plugin import health as run_health
 from titan_mxfp8.recipe import RECIPES
 from titan_mxfp8.testing import make_offs
 
@@ -162,6 +165,46 @@ def test_compiled_modules_count_without_compiling_again() -> None:
         with health.recording():
             assert all(map(torch.equal, counts(), eager))
         assert not any(map(torch.any, counts()))
+
+
+FIGURES = ("saturated", "flushed_to_zero", "scale_exponent_min", "scale_exponent_max")
+
+
+class Logged:
+    """What the plugin uses of TorchTitan's MetricsProcessor, which is also its own logger here."""
+
+    device_memory_monitor = SimpleNamespace(device=torch.device("cpu"))
+
+    def __init__(self, model: nn.Module, every: int) -> None:
+        self.job_config = SimpleNamespace(quantize=SimpleNamespace(health_every=every))
+        self.model_parts, self.logger, self.steps = [model], self, {}
+
+    def log(self, figures: dict[str, float], step: int) -> None:
+        self.steps[step] = figures
+
+
+@pytest.mark.parametrize("first, logged", [(1, [3, 6]), (3, [3, 6]), (5, [6])])
+def test_a_step_is_measured_from_its_first_forward_to_its_end(first: int, logged: list[int]) -> None:
+    """Also the first one of a run that goes on from a checkpoint, its micro-batches, and no validation in between."""
+    torch.manual_seed(0)
+    whole, x = nn.Sequential(nn.Linear(64, 32)), spread(40, 64)
+    run_health.attach(whole, convert_model(whole, recipe="mxfp8"))
+    model = copy.deepcopy(whole)  # as a pipeline's stage
+    processor = Logged(model, every=3)
+    measured = []
+    for step in range(first, 8):
+        for _ in range(2):
+            model(x).sum().backward()
+        measured += [step] * (model[0].health_probe.grad is not None)
+        run_health.end(processor, step)
+        model.eval()
+        model(x)
+        assert not health._recording, "a validation is not measured"
+        model.train()
+    assert measured == sorted({first, *logged})
+    assert list(processor.steps) == logged
+    expected = counted_by_hand(x, E4M3, "rceil", "1x32")
+    assert [processor.steps[6][f"mx_health/activations/{figure}/0"] for figure in FIGURES] == expected
 
 
 def health_of(out: Path) -> dict[str, dict[int, float]]:
