@@ -424,6 +424,7 @@ def test_a_checkpoint_of_other_data_parallel_ranks_is_refused_before_it_is_loade
     state = {"dataloader": {f"dp_rank_{rank}": b"" for rank in range(4)} | {"world_size": 4}}
     dcp.save(state, checkpoint_id=tmp_path / "checkpoint/step-5", no_dist=True)
     dcp.save({"weight": torch.ones(1)}, checkpoint_id=tmp_path / "checkpoint/step-4", no_dist=True)  # the model alone
+    dcp.save(state, checkpoint_id=tmp_path / "checkpoint/step-0", no_dist=True)
     monkeypatch.setenv("WORLD_SIZE", "4")
     parse(*flags)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -431,6 +432,7 @@ def test_a_checkpoint_of_other_data_parallel_ranks_is_refused_before_it_is_loade
         parse(*flags)
     parse(*flags, "--checkpoint.exclude_from_loading=dataloader")
     parse(*flags, "--checkpoint.load_step=4")
+    parse(*flags, "--checkpoint.load_step=0")
     parse(flags[1])
 
 

@@ -205,7 +205,7 @@ def check_checkpoint(job_config: JobConfig, dims: ParallelDims) -> None:
     names = (path.parent.name.removeprefix("step-") for path in folder.glob("step-*/.metadata"))
     steps = [int(name) for name in names if name.isdecimal()]
     step = max(steps, default=-1) if config.load_step == -1 else config.load_step
-    if step not in steps:
+    if step not in steps or step == 0:  # of a seed checkpoint TorchTitan loads the model alone
         return
     path = folder / f"step-{step}"
     states = FileSystemReader(path).read_metadata().state_dict_metadata
