@@ -1,0 +1,33 @@
+"""Module conversion: a module's class is swapped for a subclass with an MXFP8 forward; parameters stay as they are.
+
+So FSDP, TP, EP, checkpoints, optimizers, ``deepcopy`` and meta-device init meet the modules and parameters they know.
+"""
+
+from titan_mxfp8.modules.convert import (
+    EXPERT_CLASSES,
+    as_list,
+    convert_experts,
+    convert_linears,
+    convert_model,
+    is_expert_module,
+    training_device,
+)
+from titan_mxfp8.modules.converted import SPLITS_GEMMS, ConvertedModule, MXConfig
+from titan_mxfp8.modules.linear import MXFP8Linear
+from titan_mxfp8.modules.rebase import ModuleKind, rebase_report
+
+__all__ = [
+    "EXPERT_CLASSES",
+    "SPLITS_GEMMS",
+    "ConvertedModule",
+    "MXConfig",
+    "MXFP8Linear",
+    "ModuleKind",
+    "as_list",
+    "convert_experts",
+    "convert_linears",
+    "convert_model",
+    "is_expert_module",
+    "rebase_report",
+    "training_device",
+]

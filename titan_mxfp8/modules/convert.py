@@ -1,0 +1,234 @@
+"""Which modules of a model are converted, and their conversion."""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from titan_mxfp8 import backends
+from titan_mxfp8.format.mx import BLOCK_SIZE
+from titan_mxfp8.modules.converted import MXConfig
+from titan_mxfp8.modules.linear import MXFP8Linear
+from titan_mxfp8.modules.override import override_class
+from titan_mxfp8.ops.rebase_counter import RebaseCounter
+from titan_mxfp8.recipe import Recipe, get_recipe
+
+logger = logging.getLogger(__name__)
+
+# Expert classes with an MXFP8 class of their own; the plugin enters TorchTitan's.
+EXPERT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def convert_model(
+    model: nn.Module,
+    *,
+    recipe: str | Recipe = "mxfp8",
+    grouped_fqns: Iterable[str] = (),
+    linear_filter_fqns: Iterable[str] = (),
+    backend: str = "auto",
+    rebase: bool = False,
+    count_rebased: bool = False,
+) -> list[str]:
+    """Converts a model in place: linears, and the expert modules that ``grouped_fqns`` names.
+
+    For users without TorchTitan. ``convert_linears`` and ``convert_experts`` do one of the two.
+
+    Args:
+        model: any module tree, on any device, meta included.
+        recipe: a key of ``RECIPES``, or a ``Recipe``.
+        grouped_fqns: substrings of the names of expert modules: modules with 3-D parameters of their own whose forward
+            calls ``torch._grouped_mm``. Empty: none.
+        linear_filter_fqns: substrings of the names of ``nn.Linear`` modules to leave alone. Empty: none, so name the
+            output layer and the routers, which the plugin leaves alone by default.
+        backend: ``auto`` or a name of ``titan_mxfp8.backends``.
+        rebase: as for ``mxfp8_grouped_mm``.
+        count_rebased: with ``rebase``, count what it changes, for ``rebase_report``. Eager only.
+
+    Returns:
+        The names of the converted modules.
+
+    Raises:
+        ValueError: nothing converted, an unknown recipe or backend, a backend without ``rebase``, or expert features
+            that are no multiple of 32. The model is then as it was.
+    """
+    config = _config(recipe, backend, model, rebase, count_rebased)
+    grouped_fqns = as_list(grouped_fqns)
+    choices = []
+    if grouped_fqns:
+        choices.append(_choose_experts(model, grouped_fqns))
+    has_linears = any(type(module) is nn.Linear for module in model.modules())
+    if has_linears or not grouped_fqns:
+        choices.append(_choose_linears(model, as_list(linear_filter_fqns)))
+    return [fqn for choice in choices for fqn in _convert(choice, config, count_rebased)]
+
+
+def convert_linears(
+    model: nn.Module,
+    *,
+    recipe: str | Recipe,
+    filter_fqns: Iterable[str] = (),
+    backend: str = "auto",
+    rebase: bool = False,
+    count_rebased: bool = False,
+) -> list[str]:
+    """Converts every ``nn.Linear`` whose name contains none of ``filter_fqns``.
+
+    One whose in or out features are not a multiple of 32 stays as it is, with a log line that names it. Subclasses of
+    ``nn.Linear`` have a forward of their own and stay as they are too.
+
+    Returns:
+        The names of the converted modules.
+
+    Raises:
+        ValueError: nothing was converted; the message says why each candidate was not.
+    """
+    config = _config(recipe, backend, model, rebase, count_rebased)
+    return _convert(_choose_linears(model, as_list(filter_fqns)), config, count_rebased)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """What a conversion will change, found before it changes anything: an error leaves the whole model as it was.
+
+    Attributes:
+        kind: what the modules are, in words.
+        modules: those to convert, by name.
+        left: names of those of this kind that stay as they are, and why.
+    """
+
+    kind: str
+    modules: dict[str, nn.Module]
+    left: list[str]
+
+
+def _choose_linears(model: nn.Module, filter_fqns: list[str]) -> _Choice:
+    chosen, left = {}, []
+    for fqn, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        hit = next((part for part in filter_fqns if part in fqn), None)
+        if hasattr(module, "mxfp8"):
+            left.append(f"{fqn} (converted already)")
+        elif hit is not None:
+            left.append(f"{fqn} (filter_fqns has {hit!r})")
+        elif type(module) is not nn.Linear:
+            left.append(f"{fqn} ({type(module).__name__}, not nn.Linear itself)")
+        elif module.in_features % BLOCK_SIZE or module.out_features % BLOCK_SIZE:
+            shape = f"{module.in_features} -> {module.out_features}"
+            logger.info(f"MXFP8: {fqn} stays in high precision, {shape} features are not multiples of {BLOCK_SIZE}")
+            left.append(f"{fqn} ({shape} features, not multiples of {BLOCK_SIZE})")
+        else:
+            chosen[fqn] = module
+    if not chosen:
+        raise ValueError(f"MXFP8: no nn.Linear was converted. The model's linears: {_listing(left)}")
+    return _Choice(kind="Linear", modules=chosen, left=left)
+
+
+def convert_experts(
+    model: nn.Module,
+    *,
+    recipe: str | Recipe,
+    fqns: Iterable[str],
+    backend: str = "auto",
+    compile_backend: str | None = None,
+    rebase: bool = False,
+    count_rebased: bool = False,
+) -> list[str]:
+    """Converts the expert modules whose name contains one of ``fqns``.
+
+    An expert module holds 3-D parameters of its own. A class of ``EXPERT_CLASSES`` gets the MXFP8 class found there; in
+    any other, the calls of ``torch._grouped_mm`` are replaced. A module that only the name matches, such as the linears
+    of ``shared_experts``, is not an expert module and stays as it is.
+
+    Returns:
+        The names of the converted modules.
+
+    Raises:
+        ValueError: nothing was converted, or expert features that are not a multiple of 32.
+    """
+    config = _config(recipe, backend, model, rebase, count_rebased, compile_backend)
+    return _convert(_choose_experts(model, as_list(fqns)), config, count_rebased)
+
+
+def _choose_experts(model: nn.Module, fqns: list[str]) -> _Choice:
+    chosen, others = {}, []
+    for fqn, module in model.named_modules():
+        if not is_expert_module(module):
+            continue
+        if not any(part in fqn for part in fqns):
+            others.append(f"{fqn} ({type(module).__name__})")
+            continue
+        for name, param in module.named_parameters(recurse=False):
+            if param.ndim == 3 and (param.shape[1] % BLOCK_SIZE or param.shape[2] % BLOCK_SIZE):
+                raise ValueError(
+                    f"MXFP8: {fqn}.{name} has shape {tuple(param.shape)}, but the features of an expert must be "
+                    f"multiples of {BLOCK_SIZE}: change the model's sizes, or leave this module out of fqns"
+                )
+        chosen[fqn] = module
+    if not chosen:
+        raise ValueError(f"MXFP8: no expert module matches fqns {fqns}. The model's expert modules: {_listing(others)}")
+    return _Choice(kind="expert module", modules=chosen, left=others)
+
+
+def _convert(choice: _Choice, config: MXConfig, count_rebased: bool) -> list[str]:
+    for fqn, module in choice.modules.items():
+        cls = type(module)
+        module.__class__ = MXFP8Linear if cls is nn.Linear else EXPERT_CLASSES.get(cls) or override_class(cls)
+        module.mxfp8 = replace(config, rebase=RebaseCounter()) if count_rebased else config
+        module.mxfp8_fqn = fqn
+    count = f"{len(choice.modules)} {choice.kind}{'s' * (len(choice.modules) != 1)}"
+    logger.info(
+        f"MXFP8: converted {count} (recipe {config.recipe.name}, backend {config.backend}); "
+        f"left: {_listing(choice.left)}"
+    )
+    return list(choice.modules)
+
+
+def is_expert_module(module: nn.Module) -> bool:
+    """Whether the module holds 3-D parameters of its own, one matrix per expert, and is not converted yet."""
+    if hasattr(module, "mxfp8"):
+        return False
+    return any(param.ndim == 3 for param in module.parameters(recurse=False))
+
+
+def training_device() -> torch.device:
+    """The device of this process's training: its accelerator, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
+
+
+def as_list(fqns: Iterable[str] | str) -> list[str]:
+    """A list of name parts. A plain string, as TOML may have it, is comma-separated, not a list of letters."""
+    parts = fqns.split(",") if isinstance(fqns, str) else fqns
+    return [part.strip() for part in parts if part.strip()]  # an empty part would match every name
+
+
+def _config(
+    recipe: str | Recipe,
+    backend: str,
+    model: nn.Module,
+    rebase: bool,
+    count_rebased: bool,
+    compile_backend: str | None = None,
+) -> MXConfig:
+    if count_rebased and not rebase:
+        raise ValueError("count_rebased counts what rebase changes: turn rebase on, or count_rebased off")
+    selection = backends.select(backend, _device(model), rebase)
+    config = MXConfig(recipe=get_recipe(recipe), backend=selection.name, compile_backend=compile_backend, rebase=rebase)
+    rebased = ", rebased" if rebase else ""
+    logger.info(f"MXFP8: recipe {config.recipe.name}{rebased}, backend {selection.name} ({selection.reason})")
+    return config
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Where the model will run: where it is, or for a model on meta the training device."""
+    param = next(model.parameters(), None)
+    on_meta = param is None or param.device.type == "meta"
+    return training_device() if on_meta else param.device
+
+
+def _listing(names: list[str], most: int = 20) -> str:
+    shown = ", ".join(names[:most]) or "none"
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

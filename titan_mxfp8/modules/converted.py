@@ -1,0 +1,81 @@
+"""What a converted module carries, and what it refuses."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from titan_mxfp8.format.mx import BLOCK_SIZE
+from titan_mxfp8.ops.rebase_counter import RebaseCounter
+from titan_mxfp8.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MXConfig:
+    """What a converted module carries as ``module.mxfp8``.
+
+    Attributes:
+        recipe: how its operands are quantised.
+        backend: name of the chosen backend, not ``auto``.
+        compile_backend: for experts that TorchTitan compiles apart from their module: a ``torch.compile`` backend, or
+            None for eager.
+        rebase: as for ``mxfp8_grouped_mm``; a module that counts has a ``RebaseCounter`` of its own.
+    """
+
+    recipe: Recipe
+    backend: str
+    compile_backend: str | None = None
+    rebase: bool | RebaseCounter = False
+
+
+# Mesh dimensions that split the GEMMs themselves; FSDP puts whole weights together again before they are used.
+SPLITS_GEMMS = frozenset({"tp", "ep", "etp"})
+
+
+class ConvertedModule:
+    """Mixed into converted classes: what a converted module carries.
+
+    It refuses, as soon as TP or EP splits a weight, parts that MXFP8 cannot work with: ``parallelize_module`` registers
+    the split weight in place of the whole one, on meta and before anything is trained.
+    """
+
+    mxfp8: MXConfig
+    mxfp8_fqn: str  # not in MXConfig: torch.compile would compile each layer's experts anew
+    health_probe: torch.Tensor | None = None  # of ops.health
+
+    @property
+    def op_options(self) -> dict[str, object]:
+        """What ``mxfp8_grouped_mm`` and ``mxfp8_linear`` are called with. ``fully_shard`` marks the modules whose
+        weights it frees after forward."""
+        config = self.mxfp8
+        return {
+            "recipe": config.recipe,
+            "backend": config.backend,
+            "rebase": config.rebase,
+            "keep_quantized_weight": not getattr(self, "_is_fsdp_managed_module", False),
+        }
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if isinstance(param, DTensor) and (param.ndim == 3 or name == "weight"):
+            _check_shards(f"{self.mxfp8_fqn}.{name}", param)
+        super().register_parameter(name, param)
+
+
+def _check_shards(fqn: str, weight: DTensor) -> None:
+    mesh = weight.device_mesh
+    for mesh_dim, placement in enumerate(weight.placements):
+        axis = mesh.mesh_dim_names[mesh_dim] if mesh.mesh_dim_names else None
+        if not placement.is_shard() or axis not in SPLITS_GEMMS:
+            continue
+        is_feature = placement.dim >= weight.ndim - 2
+        size, ranks = weight.shape[placement.dim], mesh.size(mesh_dim)
+        units, left_over = divmod(size, BLOCK_SIZE if is_feature else 1)
+        if left_over or units % ranks:
+            wanted = f"no multiple of {BLOCK_SIZE}" if is_feature else "not whole"
+            raise ValueError(
+                f"MXFP8: {fqn} of shape {tuple(weight.shape)} cannot be split between {ranks} {axis} ranks: each "
+                f"would get {size / ranks:g} of {size} {'features' if is_feature else 'experts'}, which is {wanted}. "
+                f"Choose a degree that divides {units}, or other sizes for the model, or leave the module in high "
+                "precision (filter_fqns for linears, fqns for experts)"
+            )
