@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 from titan_mxfp8 import backends, convert_model, modules, mxfp8_grouped_mm, mxfp8_linear
 from titan_mxfp8.format import reference
@@ -149,6 +151,67 @@ def test_experts_without_tokens_may_call_nothing(rows: int) -> None:
     x, counts = torch.randn(20, 64), torch.tensor([3, 0, 6, 11])
     expected = mxfp8_grouped_mm(x.bfloat16(), model[0].w.bfloat16().mT, OFFS)
     assert torch.equal(model[0](x, counts), expected)
+
+
+class Recomputed(Experts):
+    """Its GEMM, between two activations; with ``how`` computed again in backward."""
+
+    def __init__(self, how: str | None) -> None:
+        super().__init__()
+        self.how = how
+
+    def multiply(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return F.silu(super().forward(F.silu(x), offs))
+
+    def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        if self.how is None:
+            return self.multiply(x, offs)
+        if self.how == "own function":
+            return OwnCheckpoint.apply(self.multiply, x, offs)
+        return checkpoint(self.multiply, x, offs, use_reentrant=self.how == "reentrant")
+
+
+class OwnCheckpoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, x, offs):
+        ctx.function = function
+        ctx.save_for_backward(x, offs)
+        return function(x, offs)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, offs = (tensor.detach() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = ctx.function(x.requires_grad_(), offs)
+        y.backward(dy)
+        return None, x.grad, None
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor]:
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    module(x, OFFS).float().square().sum().backward()
+    return [x.grad, module.w.grad]
+
+
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
+def test_what_activation_checkpointing_inside_experts_computes_again_is_mxfp8_too(how: str) -> None:
+    bf16 = nn.ModuleList([Recomputed(None), Recomputed(how)])
+    bf16[1].load_state_dict(bf16[0].state_dict())
+    mxfp8 = copy.deepcopy(bf16)
+    convert_model(mxfp8, grouped_fqns=["0", "1"])
+    expected = gradients(mxfp8[0])
+    for actual, value, unconverted in zip(gradients(mxfp8[1]), expected, gradients(bf16[1]), strict=True):
+        assert torch.equal(actual, value) and not torch.equal(actual, unconverted)
+
+
+def test_a_function_of_the_users_that_computes_experts_again_is_refused() -> None:
+    """Nobody can know that its backward will; without gradients there is none."""
+    model = nn.ModuleList([Recomputed("own function")])
+    convert_model(model, grouped_fqns=["0"])
+    with pytest.raises(RuntimeError, match=r"^0: its forward, .* calls torch._grouped_mm with gradients off"):
+        gradients(model[0])
+    with torch.no_grad():
+        model[0](torch.randn(20, 64), OFFS)
 
 
 def test_subclasses_of_linear_keep_their_forward(caplog: pytest.LogCaptureFixture) -> None:

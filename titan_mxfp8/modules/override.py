@@ -1,10 +1,12 @@
 """Expert classes of the user's: their own forward, in which ``torch._grouped_mm`` is MXFP8's."""
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from titan_mxfp8.modules.converted import ConvertedModule
 from titan_mxfp8.ops.grouped_mm import mxfp8_grouped_mm
@@ -14,10 +16,11 @@ from titan_mxfp8.ops.health import observe
 class _GroupedMMOverride(TorchFunctionMode):
     """Replaces the calls of ``torch._grouped_mm`` in its region, and counts them."""
 
-    def __init__(self, options: dict[str, object], health_probe: torch.Tensor | None) -> None:
+    def __init__(self, module: "OverriddenForward") -> None:
         super().__init__()
-        self.options = options
-        self.health_probe = health_probe
+        self.module = module
+        self.options = module.op_options
+        self.with_grad = torch.is_grad_enabled()
         self.calls = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -25,6 +28,13 @@ class _GroupedMMOverride(TorchFunctionMode):
         if func is not torch._grouped_mm and func is not torch.nn.functional.grouped_mm:
             return func(*args, **kwargs)
         self.calls += 1
+        if self.with_grad and not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{self.module.mxfp8_fqn}: its forward, with gradients on, calls torch._grouped_mm with gradients off, "
+                "in a torch.autograd.Function or under torch.no_grad: what backward computes of it would not be MXFP8. "
+                "Call it with gradients on, and use torch.utils.checkpoint where it is to be computed again, or "
+                "register an MXFP8 class of your own in titan_mxfp8.modules.EXPERT_CLASSES"
+            )
         return self.grouped_mm(*args, **kwargs)
 
     def grouped_mm(
@@ -37,10 +47,51 @@ class _GroupedMMOverride(TorchFunctionMode):
     ) -> torch.Tensor:
         """The signature of ``torch._grouped_mm``."""
         y = mxfp8_grouped_mm(a, b_t, offs, bias=bias, out_dtype=out_dtype or a.dtype, **self.options)
-        return observe(y, a, b_t.mT, offs, self.health_probe, self.options["recipe"], self.options["backend"])
+        return observe(y, a, b_t.mT, offs, self.module.health_probe, self.options["recipe"], self.options["backend"])
+
+    def again(self, function: Callable) -> Callable:
+        """``function``, which activation checkpointing runs once more in backward, where this region has ended."""
+
+        def run(*args, **kwargs):
+            override = _GroupedMMOverride(self.module)
+            try:
+                with override:
+                    return function(*args, **kwargs)
+            finally:
+                self.calls += override.calls
+
+        return run
 
 
-class _OverrideForward(ConvertedModule):
+def _carried(function: Callable) -> Callable:
+    """``function`` with the override of the innermost region that it is called in, if there is one."""
+    overrides = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, _GroupedMMOverride)]
+    return overrides[-1].again(function) if overrides else function
+
+
+@cache
+def _carry_overrides_into_backward() -> None:
+    """Has ``torch.utils.checkpoint`` run within the override what it runs again.
+
+    Otherwise a checkpoint in an expert class's forward would run again in bf16, and the weight gradient would be that
+    of the unconverted module. What torch does elsewhere stays as it is.
+    """
+    reentrant, frame = torch.utils.checkpoint.CheckpointFunction, torch.utils.checkpoint._CheckpointFrame
+    forward, init = reentrant.forward, frame.__init__
+
+    @wraps(forward)
+    def forward_with_override(ctx, run_function, *args):
+        return forward(ctx, _carried(run_function), *args)
+
+    @wraps(init)
+    def init_with_override(self, recompute_fn, *args, **kwargs):
+        init(self, _carried(recompute_fn), *args, **kwargs)
+
+    reentrant.forward = staticmethod(forward_with_override)
+    frame.__init__ = init_with_override
+
+
+class OverriddenForward(ConvertedModule):
     """Mixed into an expert class of the user's: its own forward, with MXFP8 grouped GEMMs.
 
     Under ``torch.compile`` it runs eagerly, after a graph break: Dynamo traces past a ``TorchFunctionMode`` for
@@ -49,7 +100,7 @@ class _OverrideForward(ConvertedModule):
 
     @torch.compiler.disable(reason="register an MXFP8 class in titan_mxfp8.modules.EXPERT_CLASSES to compile it")
     def forward(self, *args, **kwargs):
-        with _GroupedMMOverride(self.op_options, self.health_probe) as override:
+        with _GroupedMMOverride(self) as override:
             out = super().forward(*args, **kwargs)
         if override.calls == 0 and _has_tokens([*args, *kwargs.values()]):
             raise RuntimeError(
@@ -71,7 +122,9 @@ def _has_tokens(args: list[object]) -> bool:
 
 @cache
 def override_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(f"MXFP8{cls.__name__}", (_OverrideForward, cls), {"mxfp8_converted_from": cls})
+    """The class that takes the place of ``cls``: its forward with MXFP8 grouped GEMMs."""
+    _carry_overrides_into_backward()
+    return type(f"MXFP8{cls.__name__}", (OverriddenForward, cls), {"mxfp8_converted_from": cls})
 
 
 def _empty_override(cls: type[nn.Module]) -> nn.Module:
