@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titan_mxfp8 import backends, convert_model, modules, mxfp8_grouped_mm, mxfp8_linear
 from titan_mxfp8.format import reference
-from titan_mxfp8.testing import make_offs
+from titan_mxfp8.testing import make_offs, relative_rms
 
 
 class Experts(nn.Module):
@@ -40,6 +40,13 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         return self.experts(x, offs) + self.shared_experts(x)
+
+
+class Plain(Experts):
+    """Casts nothing."""
+
+    def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x, self.w.mT, offs)
 
 
 OFFS = make_offs([3, 0, 6, 11])
@@ -258,15 +265,17 @@ def test_a_backend_without_rebase_is_an_error_when_the_model_is_converted(monkey
         backends.select.cache_clear()
 
 
-def test_converting_twice_is_an_error_not_a_second_conversion() -> None:
+def test_converting_twice_is_an_error_that_says_so() -> None:
     model = Layer()
     convert_model(model, grouped_fqns=["experts"])
-    with pytest.raises(ValueError, match="no expert module matches"):
+    with pytest.raises(ValueError, match=r"expert modules: experts \(converted already\)"):
         convert_model(model, grouped_fqns=["experts"])
+    with pytest.raises(ValueError, match=r"linears: shared_experts \(converted already\)"):
+        modules.convert_linears(model, recipe="mxfp8")
 
 
 def test_converting_nothing_lists_what_could_have_matched() -> None:
-    with pytest.raises(ValueError, match=r"fqns \['expert_bank'\].*expert modules: experts \(Experts\)"):
+    with pytest.raises(ValueError, match=r"'expert_bank'\].*expert modules: experts \(Experts\)"):
         convert_model(Layer(), grouped_fqns=["expert_bank"])
     with pytest.raises(ValueError, match=r"shared_experts \(filter_fqns has 'a'\).*gate \(filter_fqns has 'a'\)"):
         convert_model(Layer(), linear_filter_fqns=["a"])
@@ -280,7 +289,7 @@ def test_a_name_matched_only_through_shared_experts_is_no_expert_module() -> Non
             super().__init__()
             self.shared_experts = nn.Linear(64, 64)
 
-    with pytest.raises(ValueError, match="no expert module matches"):
+    with pytest.raises(ValueError, match="no expert module was converted"):
         modules.convert_experts(OnlyShared(), recipe="mxfp8", fqns=["experts"])
 
 
@@ -293,7 +302,7 @@ def test_expert_features_off_the_block_size_are_an_error() -> None:
     "kwargs, message",
     [
         ({"grouped_fqns": "experts"}, "bad_experts.w has shape"),
-        ({"grouped_fqns": "good_experts", "linear_filter_fqns": "linear"}, "no nn.Linear was converted"),
+        ({"linear_filter_fqns": "linear"}, "no nn.Linear was converted"),
         ({"grouped_fqns": "good_experts", "count_rebased": True}, "turn rebase on"),
         ({"count_rebased": True}, "turn rebase on"),
     ],
@@ -305,6 +314,70 @@ def test_an_error_leaves_the_whole_model_as_it_was(kwargs: dict, message: str) -
         convert_model(model, **kwargs)
     assert [type(module) for module in model.values()] == [Experts, Experts, nn.Linear]
     assert not any(hasattr(module, "mxfp8") for module in model.values())
+
+
+def test_experts_are_converted_where_the_filter_leaves_no_linear(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleDict({"experts": Experts(), "output": nn.Linear(64, 64)})
+    with caplog.at_level(logging.INFO):
+        assert convert_model(model, grouped_fqns="experts", linear_filter_fqns="output") == ["experts"]
+    assert "converted 0 Linears" in caplog.text and "left: output (filter_fqns has 'output')" in caplog.text
+    assert type(model["output"]) is nn.Linear
+
+
+def test_a_linear_with_two_names_is_left_alone_if_one_is_filtered(caplog: pytest.LogCaptureFixture) -> None:
+    shared = nn.Linear(64, 64)
+    model = nn.ModuleDict({"decoder": shared, "wq": nn.Linear(64, 64), "lm_head": shared})
+    with caplog.at_level(logging.INFO):
+        assert convert_model(model, linear_filter_fqns="lm_head") == ["wq"]
+    assert type(shared) is nn.Linear
+    assert "left: decoder (also named lm_head, and filter_fqns has 'lm_head')" in caplog.text
+    model = nn.ModuleDict({"experts": Experts(), "linear": nn.Linear(64, 64)})
+    model["bank"] = model["experts"]
+    assert convert_model(model, grouped_fqns="bank") == ["experts", "linear"]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_torchs_fused_encoder_layer_does_not_read_past_converted_linears(whole: bool) -> None:
+    """In eval mode without gradients its fused operator takes weights, not modules."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(64, 2, 96, batch_first=True)
+    model = nn.TransformerEncoder(model, 1) if whole else model
+    mxfp8 = copy.deepcopy(model)
+    assert len(convert_model(mxfp8)) == 2
+    x, padding = torch.randn(3, 8, 64), torch.zeros(3, 8, dtype=torch.bool)
+    padding[0, 6:] = True  # with a mask, a whole encoder makes nested tensors
+    # dropout apart, what training mode computes, which never takes the fused operator
+    for module in mxfp8.modules():
+        if isinstance(module, nn.Dropout | nn.MultiheadAttention):
+            module.eval()
+    expected = mxfp8(x, src_key_padding_mask=padding)
+    with torch.no_grad():
+        actual = mxfp8.eval()(x, src_key_padding_mask=padding)
+        unconverted = model.eval()(x, src_key_padding_mask=padding)
+    assert relative_rms(actual[~padding], expected[~padding]) < 1e-6
+    assert relative_rms(actual[~padding], unconverted[~padding]) > 1e-3
+
+
+def test_a_linear_whose_weight_attention_reads_itself_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(64, 2), "wq": nn.Linear(64, 64)})
+    model["attention"].out_proj = nn.Linear(64, 64)
+    with caplog.at_level(logging.INFO):
+        assert convert_model(model) == ["wq"]
+    assert "left: attention.out_proj (nn.MultiheadAttention reads its weight itself)" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["model", "activations", "autocast"])
+def test_float16_is_an_error_that_names_the_module(what: str) -> None:
+    model = nn.ModuleDict({"experts": Plain(), "linear": nn.Linear(64, 64)})
+    convert_model(model, grouped_fqns="experts")
+    x = torch.randn(20, 64, dtype=torch.float32 if what == "autocast" else torch.float16)
+    model.to(torch.float16 if what == "model" else torch.float32)
+    with torch.autocast("cpu", torch.float16, enabled=what == "autocast"):
+        with pytest.raises(ValueError, match=r"^linear: x must be bfloat16 or float32, got torch.float16"):
+            model["linear"](x)
+        if what != "autocast":
+            with pytest.raises(ValueError, match=r"^experts: .*float16"):
+                model["experts"](x, OFFS)
 
 
 @pytest.mark.parametrize("kwargs", [{"recipe": "mxfp9"}, {"backend": "sm90"}])
@@ -345,11 +418,7 @@ def test_weights_that_fsdp_frees_are_not_kept_in_fp8(wrapped: bool) -> None:
 def test_a_grouped_mm_of_the_users_keeps_its_signature() -> None:
     """The dtype of its input where it names none; a call without groups is an error that says so."""
 
-    class Wide(Experts):
-        def forward(self, x: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
-            return torch._grouped_mm(x, self.w.mT, offs)
-
-    model = nn.Sequential(Wide())
+    model = nn.Sequential(Plain())
     convert_model(model, grouped_fqns=["0"])
     x = torch.randn(20, 64)
     expected = mxfp8_grouped_mm(x, model[0].w.mT, OFFS, out_dtype=torch.float32)

@@ -9,7 +9,7 @@ from torch import nn
 
 from titan_mxfp8 import backends
 from titan_mxfp8.format.mx import BLOCK_SIZE
-from titan_mxfp8.modules.converted import MXConfig
+from titan_mxfp8.modules.converted import ConvertedModule, MXConfig
 from titan_mxfp8.modules.linear import MXFP8Linear
 from titan_mxfp8.modules.override import override_class
 from titan_mxfp8.ops.rebase_counter import RebaseCounter
@@ -50,18 +50,15 @@ def convert_model(
         The names of the converted modules.
 
     Raises:
-        ValueError: nothing converted, an unknown recipe or backend, a backend without ``rebase``, or expert features
-            that are no multiple of 32. The model is then as it was.
+        ValueError: nothing converted, or no expert module though ``grouped_fqns`` names some, an unknown recipe or
+            backend, a backend without ``rebase``, or expert features that are no multiple of 32. The model is then as
+            it was.
     """
     config = _config(recipe, backend, model, rebase, count_rebased)
     grouped_fqns = as_list(grouped_fqns)
-    choices = []
-    if grouped_fqns:
-        choices.append(_choose_experts(model, grouped_fqns))
-    has_linears = any(type(module) is nn.Linear for module in model.modules())
-    if has_linears or not grouped_fqns:
-        choices.append(_choose_linears(model, as_list(linear_filter_fqns)))
-    return [fqn for choice in choices for fqn in _convert(choice, config, count_rebased)]
+    experts = [_choose_experts(model, grouped_fqns)] if grouped_fqns else []
+    linears = _choose_linears(model, as_list(linear_filter_fqns), at_least_one=not grouped_fqns)
+    return _convert(model, [*experts, linears], config, count_rebased)
 
 
 def convert_linears(
@@ -76,7 +73,8 @@ def convert_linears(
     """Converts every ``nn.Linear`` whose name contains none of ``filter_fqns``.
 
     One whose in or out features are not a multiple of 32 stays as it is, with a log line that names it. Subclasses of
-    ``nn.Linear`` have a forward of their own and stay as they are too.
+    ``nn.Linear`` have a forward of their own and stay as they are too, and so does what ``nn.MultiheadAttention``
+    multiplies with itself. A module with several names is left alone if ``filter_fqns`` has one of them.
 
     Returns:
         The names of the converted modules.
@@ -85,7 +83,7 @@ def convert_linears(
         ValueError: nothing was converted; the message says why each candidate was not.
     """
     config = _config(recipe, backend, model, rebase, count_rebased)
-    return _convert(_choose_linears(model, as_list(filter_fqns)), config, count_rebased)
+    return _convert(model, [_choose_linears(model, as_list(filter_fqns))], config, count_rebased)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,27 +101,41 @@ class _Choice:
     left: list[str]
 
 
-def _choose_linears(model: nn.Module, filter_fqns: list[str]) -> _Choice:
+def _choose_linears(model: nn.Module, filter_fqns: list[str], at_least_one: bool = True) -> _Choice:
+    attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    read_by_attention = {child for attention in attentions for child in attention.children()}
     chosen, left = {}, []
-    for fqn, module in model.named_modules():
+    for module, names in _names(model).items():
         if not isinstance(module, nn.Linear):
             continue
-        hit = next((part for part in filter_fqns if part in fqn), None)
-        if hasattr(module, "mxfp8"):
+        fqn = names[0]
+        filtered = next(((name, part) for name in names for part in filter_fqns if part in name), None)
+        if isinstance(module, ConvertedModule):
             left.append(f"{fqn} (converted already)")
-        elif hit is not None:
-            left.append(f"{fqn} (filter_fqns has {hit!r})")
+        elif filtered is not None:
+            name, part = filtered
+            left.append(f"{fqn} ({'' if name == fqn else f'also named {name}, and '}filter_fqns has {part!r})")
         elif type(module) is not nn.Linear:
             left.append(f"{fqn} ({type(module).__name__}, not nn.Linear itself)")
+        elif module in read_by_attention:
+            left.append(f"{fqn} (nn.MultiheadAttention reads its weight itself)")
         elif module.in_features % BLOCK_SIZE or module.out_features % BLOCK_SIZE:
             shape = f"{module.in_features} -> {module.out_features}"
             logger.info(f"MXFP8: {fqn} stays in high precision, {shape} features are not multiples of {BLOCK_SIZE}")
             left.append(f"{fqn} ({shape} features, not multiples of {BLOCK_SIZE})")
         else:
             chosen[fqn] = module
-    if not chosen:
+    if at_least_one and not chosen:
         raise ValueError(f"MXFP8: no nn.Linear was converted. The model's linears: {_listing(left)}")
     return _Choice(kind="Linear", modules=chosen, left=left)
+
+
+def _names(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """The modules with all of their names: one that is registered twice has two."""
+    names: dict[nn.Module, list[str]] = {}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(fqn)
+    return names
 
 
 def convert_experts(
@@ -149,16 +161,20 @@ def convert_experts(
         ValueError: nothing was converted, or expert features that are not a multiple of 32.
     """
     config = _config(recipe, backend, model, rebase, count_rebased, compile_backend)
-    return _convert(_choose_experts(model, as_list(fqns)), config, count_rebased)
+    return _convert(model, [_choose_experts(model, as_list(fqns))], config, count_rebased)
 
 
 def _choose_experts(model: nn.Module, fqns: list[str]) -> _Choice:
-    chosen, others = {}, []
-    for fqn, module in model.named_modules():
+    chosen, left = {}, []
+    for module, names in _names(model).items():
         if not is_expert_module(module):
             continue
-        if not any(part in fqn for part in fqns):
-            others.append(f"{fqn} ({type(module).__name__})")
+        fqn = names[0]
+        if isinstance(module, ConvertedModule):
+            left.append(f"{fqn} (converted already)")
+            continue
+        if not any(part in name for name in names for part in fqns):
+            left.append(f"{fqn} ({type(module).__name__})")
             continue
         for name, param in module.named_parameters(recurse=False):
             if param.ndim == 3 and (param.shape[1] % BLOCK_SIZE or param.shape[2] % BLOCK_SIZE):
@@ -168,28 +184,45 @@ def _choose_experts(model: nn.Module, fqns: list[str]) -> _Choice:
                 )
         chosen[fqn] = module
     if not chosen:
-        raise ValueError(f"MXFP8: no expert module matches fqns {fqns}. The model's expert modules: {_listing(others)}")
-    return _Choice(kind="expert module", modules=chosen, left=others)
+        raise ValueError(
+            f"MXFP8: no expert module was converted, fqns are {fqns}. The model's expert modules: {_listing(left)}"
+        )
+    return _Choice(kind="expert module", modules=chosen, left=left)
 
 
-def _convert(choice: _Choice, config: MXConfig, count_rebased: bool) -> list[str]:
-    for fqn, module in choice.modules.items():
-        cls = type(module)
-        module.__class__ = MXFP8Linear if cls is nn.Linear else EXPERT_CLASSES.get(cls) or override_class(cls)
-        module.mxfp8 = replace(config, rebase=RebaseCounter()) if count_rebased else config
-        module.mxfp8_fqn = fqn
-    count = f"{len(choice.modules)} {choice.kind}{'s' * (len(choice.modules) != 1)}"
-    logger.info(
-        f"MXFP8: converted {count} (recipe {config.recipe.name}, backend {config.backend}); "
-        f"left: {_listing(choice.left)}"
-    )
-    return list(choice.modules)
+def _convert(model: nn.Module, choices: list[_Choice], config: MXConfig, count_rebased: bool) -> list[str]:
+    for choice in choices:
+        for fqn, module in choice.modules.items():
+            cls = type(module)
+            module.__class__ = MXFP8Linear if cls is nn.Linear else EXPERT_CLASSES.get(cls) or override_class(cls)
+            module.mxfp8 = replace(config, rebase=RebaseCounter()) if count_rebased else config
+            module.mxfp8_fqn = fqn
+        count = f"{len(choice.modules)} {choice.kind}{'s' * (len(choice.modules) != 1)}"
+        logger.info(
+            f"MXFP8: converted {count} (recipe {config.recipe.name}, backend {config.backend}); "
+            f"left: {_listing(choice.left)}"
+        )
+    _disable_fast_paths(model)
+    return [fqn for choice in choices for fqn in choice.modules]
+
+
+def _disable_fast_paths(model: nn.Module) -> None:
+    """Keeps torch's encoder layers from reading the weights of converted linears past their forward.
+
+    In eval mode and without gradients the whole layer is one operator on its weights, unless its activation is one that
+    this operator lacks, which these attributes say. A whole encoder makes nested tensors for it.
+    """
+    for module in model.modules():
+        if not any(isinstance(part, MXFP8Linear) for part in module.modules()):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 def is_expert_module(module: nn.Module) -> bool:
-    """Whether the module holds 3-D parameters of its own, one matrix per expert, and is not converted yet."""
-    if hasattr(module, "mxfp8"):
-        return False
+    """Whether the module holds 3-D parameters of its own, one matrix per expert."""
     return any(param.ndim == 3 for param in module.parameters(recurse=False))
 
 

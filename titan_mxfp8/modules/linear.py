@@ -18,7 +18,10 @@ class MXFP8Linear(ConvertedModule, nn.Linear):
         options = self.op_options
 
         def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            y = mxfp8_linear(x, weight, bias, **options)
+            try:
+                y = mxfp8_linear(x, weight, bias, **options)
+            except ValueError as error:
+                raise ValueError(f"{self.mxfp8_fqn}: {error}") from error
             return observe(y, x, weight, None, self.health_probe, options["recipe"], options["backend"])
 
         if isinstance(self.weight, DTensor):

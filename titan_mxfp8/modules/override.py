@@ -46,7 +46,10 @@ class _GroupedMMOverride(TorchFunctionMode):
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """The signature of ``torch._grouped_mm``."""
-        y = mxfp8_grouped_mm(a, b_t, offs, bias=bias, out_dtype=out_dtype or a.dtype, **self.options)
+        try:
+            y = mxfp8_grouped_mm(a, b_t, offs, bias=bias, out_dtype=out_dtype or a.dtype, **self.options)
+        except ValueError as error:
+            raise ValueError(f"{self.module.mxfp8_fqn}: {error}") from error
         return observe(y, a, b_t.mT, offs, self.module.health_probe, self.options["recipe"], self.options["backend"])
 
     def again(self, function: Callable) -> Callable:
