@@ -21,9 +21,10 @@ from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, swiglu
 from torchtitan.models.llama4.infra.parallelize import _op_sac_save_list
 from torchtitan.models.moe.moe import GroupedExperts
 
-from titan_mxfp8 import convert_model, modules, mxfp8_linear
+from titan_mxfp8 import RECIPES, convert_model, modules, mxfp8_linear
 from titan_mxfp8.modules import MXFP8Linear
 from titan_mxfp8.plugin.repairs.cpu import enable_cpu_training
+from titan_mxfp8.recipe import Recipe
 from titan_mxfp8.testing import relative_rms
 
 cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="runs TorchTitan's models on the CPU")
@@ -154,8 +155,8 @@ def experts(kind: str, use_grouped_mm: bool = True, hidden: int = 96) -> nn.Modu
     return nn.ModuleDict({"experts": module})
 
 
-def convert(holder: nn.ModuleDict, **kwargs: object) -> nn.ModuleDict:
-    modules.convert_experts(holder, recipe="mxfp8", fqns=["experts"], **kwargs)
+def convert(holder: nn.ModuleDict, recipe: str | Recipe = "mxfp8", **kwargs: object) -> nn.ModuleDict:
+    modules.convert_experts(holder, recipe=recipe, fqns=["experts"], **kwargs)
     return holder
 
 
@@ -212,6 +213,16 @@ def test_compiled_experts_keep_no_quantised_weights_for_backward() -> None:
         assert counts()["quantize_operand"] == 3
         y.sum().backward()
         assert counts()["quantize_operand"] == 6
+
+
+def test_experts_of_any_number_of_recipes_compile_in_one_process() -> None:
+    """Each recipe takes some of the 8 versions that torch.compile makes of one function."""
+    for recipe in dict.fromkeys(RECIPES.values()):
+        module = convert(experts("others"), recipe, compile_backend="eager")["experts"]
+        for rows in (50, 54):
+            run_experts(module, rows)
+            with torch.no_grad():
+                module(torch.randn(rows, 64), COUNTS)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the inductor needs a C++ compiler on CPUs")

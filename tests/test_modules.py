@@ -3,6 +3,7 @@
 import copy
 import io
 import logging
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from titan_mxfp8 import backends, convert_model, modules, mxfp8_grouped_mm, mxfp8_linear
+from titan_mxfp8 import RECIPES, backends, convert_model, modules, mxfp8_grouped_mm, mxfp8_linear
 from titan_mxfp8.format import reference
 from titan_mxfp8.testing import make_offs, relative_rms
 
@@ -124,6 +125,33 @@ def test_compiled_model_equals_eager() -> None:
     bf16.load_state_dict(model.state_dict())
     assert not torch.equal(expected, bf16(x, OFFS))
     torch.testing.assert_close(torch.compile(model)(x, OFFS), expected, rtol=1e-2, atol=1e-2)
+
+
+class CompiledExperts(modules.ConvertedModule, Experts):
+    """An MXFP8 class of the user's."""
+
+    def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return mxfp8_grouped_mm(x.bfloat16(), self.w.bfloat16().mT, offs, **self.op_options)
+
+
+def test_any_number_of_recipes_compile_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile compiles a forward for at most 8 states of the world, of which each recipe takes some."""
+    monkeypatch.setitem(modules.EXPERT_CLASSES, Experts, CompiledExperts)
+    torch._dynamo.reset()
+    for recipe in dict.fromkeys(RECIPES.values()):
+        model = nn.ModuleDict({"experts": Experts(), "linear": nn.Linear(64, 64)})
+        convert_model(model, recipe=recipe, grouped_fqns="experts")
+        for module, args in ((model["experts"], (OFFS,)), (model["linear"], ())):
+            assert isinstance(module, CompiledExperts | modules.MXFP8Linear)
+            compiled = torch.compile(module, backend="eager", fullgraph=True)
+            for rows in (20, 24):
+                x = torch.randn(rows, 64, requires_grad=True)
+                y = compiled(x, *args)
+                y.float().sum().backward()
+                assert torch.equal(y, module(x, *args))
+                with torch.no_grad():
+                    compiled(x, *args)
+    assert pickle.loads(pickle.dumps(model))["experts"].mxfp8.recipe == recipe
 
 
 def test_a_forward_that_calls_no_grouped_mm_is_refused() -> None:

@@ -12,7 +12,7 @@ from titan_mxfp8.modules.convert import (
     is_expert_module,
     training_device,
 )
-from titan_mxfp8.modules.converted import SPLITS_GEMMS, ConvertedModule, MXConfig
+from titan_mxfp8.modules.converted import SPLITS_GEMMS, ConvertedModule, MXConfig, own_code
 from titan_mxfp8.modules.linear import MXFP8Linear
 from titan_mxfp8.modules.rebase import ModuleKind, rebase_report
 
@@ -28,6 +28,7 @@ __all__ = [
     "convert_linears",
     "convert_model",
     "is_expert_module",
+    "own_code",
     "rebase_report",
     "training_device",
 ]

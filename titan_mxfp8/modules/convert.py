@@ -3,21 +3,23 @@
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import nn
 
 from titan_mxfp8 import backends
 from titan_mxfp8.format.mx import BLOCK_SIZE
-from titan_mxfp8.modules.converted import ConvertedModule, MXConfig
+from titan_mxfp8.modules.converted import ConvertedModule, MXConfig, own_code
 from titan_mxfp8.modules.linear import MXFP8Linear
-from titan_mxfp8.modules.override import override_class
+from titan_mxfp8.modules.override import OverriddenForward, override_class
 from titan_mxfp8.ops.rebase_counter import RebaseCounter
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 logger = logging.getLogger(__name__)
 
-# Expert classes with an MXFP8 class of their own; the plugin enters TorchTitan's.
+# Expert classes with an MXFP8 class of their own, which derives from them and ConvertedModule; the plugin enters
+# TorchTitan's.
 EXPERT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -193,9 +195,8 @@ def _choose_experts(model: nn.Module, fqns: list[str]) -> _Choice:
 def _convert(model: nn.Module, choices: list[_Choice], config: MXConfig, count_rebased: bool) -> list[str]:
     for choice in choices:
         for fqn, module in choice.modules.items():
-            cls = type(module)
-            module.__class__ = MXFP8Linear if cls is nn.Linear else EXPERT_CLASSES.get(cls) or override_class(cls)
-            module.mxfp8 = replace(config, rebase=RebaseCounter()) if count_rebased else config
+            own_config = replace(config, rebase=RebaseCounter()) if count_rebased else config
+            module.__class__ = _converted_class(type(module), own_config)
             module.mxfp8_fqn = fqn
         count = f"{len(choice.modules)} {choice.kind}{'s' * (len(choice.modules) != 1)}"
         logger.info(
@@ -204,6 +205,30 @@ def _convert(model: nn.Module, choices: list[_Choice], config: MXConfig, count_r
         )
     _disable_fast_paths(model)
     return [fqn for choice in choices for fqn in choice.modules]
+
+
+def _converted_class(cls: type[nn.Module], config: MXConfig) -> type[nn.Module]:
+    """The class that a module of ``cls`` gets."""
+    base = MXFP8Linear if cls is nn.Linear else EXPERT_CLASSES.get(cls) or override_class(cls)
+    return _configured_class(base, cls, config)
+
+
+@cache
+def _configured_class(base: type[nn.Module], cls: type[nn.Module], config: MXConfig) -> type[nn.Module]:
+    members = {"mxfp8": config, "mxfp8_converted_from": cls, "__reduce__": _reduce, "__module__": base.__module__}
+    if not issubclass(base, OverriddenForward):  # which is never compiled
+        members["forward"] = own_code(base.forward)
+    return type(base.__name__, (base,), members)
+
+
+def _reduce(module: nn.Module) -> tuple:
+    """For pickle and deepcopy, which would look for the class by its name: it is made at run time."""
+    return _empty_module, (module.mxfp8_converted_from, module.mxfp8), module.__getstate__()
+
+
+def _empty_module(cls: type[nn.Module], config: MXConfig) -> nn.Module:
+    converted = _converted_class(cls, config)
+    return converted.__new__(converted)
 
 
 def _disable_fast_paths(model: nn.Module) -> None:

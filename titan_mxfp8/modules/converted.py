@@ -1,6 +1,8 @@
 """What a converted module carries, and what it refuses."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ from titan_mxfp8.recipe import Recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MXConfig:
-    """What a converted module carries as ``module.mxfp8``.
+    """What a converted module's class carries as ``module.mxfp8``.
 
     Attributes:
         recipe: how its operands are quantised.
@@ -27,6 +29,20 @@ class MXConfig:
     backend: str
     compile_backend: str | None = None
     rebase: bool | RebaseCounter = False
+
+
+def own_code(function: Callable) -> Callable:
+    """A copy of a Python function that ``torch.compile`` compiles apart from it.
+
+    It keeps what it compiled by the code object, at most 8 versions (``torch._dynamo.config.recompile_limit``): too few
+    for a function that several configurations share, so each has a copy.
+    """
+    code = function.__code__.replace()  # another object, of the same contents
+    copied = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__qualname__, copied.__doc__ = function.__qualname__, function.__doc__
+    copied.__dict__.update(function.__dict__)
+    return copied
 
 
 # Mesh dimensions that split the GEMMs themselves; FSDP puts whole weights together again before they are used.

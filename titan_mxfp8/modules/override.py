@@ -112,10 +112,6 @@ class OverriddenForward(ConvertedModule):
             )
         return out
 
-    def __reduce__(self):
-        # pickle would look for the class by its name, and it is made at run time
-        return _empty_override, (self.mxfp8_converted_from,), self.__getstate__()
-
 
 def _has_tokens(args: list[object]) -> bool:
     """Whether among a forward's arguments no tensor is empty, and none of integers, counts or offsets, is all zeros."""
@@ -127,9 +123,4 @@ def _has_tokens(args: list[object]) -> bool:
 def override_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that takes the place of ``cls``: its forward with MXFP8 grouped GEMMs."""
     _carry_overrides_into_backward()
-    return type(f"MXFP8{cls.__name__}", (OverriddenForward, cls), {"mxfp8_converted_from": cls})
-
-
-def _empty_override(cls: type[nn.Module]) -> nn.Module:
-    override = override_class(cls)
-    return override.__new__(override)
+    return type(f"MXFP8{cls.__name__}", (OverriddenForward, cls), {})

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
 from torchtitan.models.moe.moe import GroupedExperts
 
-from titan_mxfp8.modules import ConvertedModule
+from titan_mxfp8.modules import ConvertedModule, MXConfig, own_code
 from titan_mxfp8.ops.grouped_mm import mxfp8_grouped_mm
 from titan_mxfp8.ops.health import observe
 
@@ -125,7 +125,7 @@ def _run(
     """``run`` on this rank's parts of the parameters, compiled if the module's config says so."""
     local_params = [param.to_local() if isinstance(param, DTensor) else param for param in params]
     if module.mxfp8.compile_backend is not None:
-        run = _compiled(run, module.mxfp8.compile_backend)
+        run = _compiled(run, module.mxfp8)
         # With expert parallelism the number of rows differs from step to step.
         if isinstance(params[0], DTensor) and "ep" in params[0].device_mesh.mesh_dim_names:
             torch._dynamo.mark_dynamic(x_MD, 0)
@@ -137,6 +137,6 @@ def _run(
 
 
 @cache
-def _compiled(run: Callable, backend: str) -> Callable:
+def _compiled(run: Callable, config: MXConfig) -> Callable:
     # TorchTitan compiles its own function of the experts so, apart from the module: FSDP's hooks would break the graph.
-    return torch.compile(run, backend=backend, fullgraph=True)
+    return torch.compile(own_code(run), backend=config.compile_backend, fullgraph=True)
