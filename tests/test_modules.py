@@ -3,8 +3,12 @@
 import copy
 import io
 import logging
+import os
 import pickle
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from titan_mxfp8 import RECIPES, backends, convert_model, modules, mxfp8_grouped_mm, mxfp8_linear
 from titan_mxfp8.format import reference
 from titan_mxfp8.testing import make_offs, relative_rms
+
+PARALLEL_LINEARS = Path(__file__).parent / "parallel_linears.py"
 
 
 class Experts(nn.Module):
@@ -466,3 +472,15 @@ def test_only_what_splits_a_gemm_counts_as_a_split() -> None:
         assert model[0].weight.to_local().shape == (24, 64)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_linears_on_dtensors_equal_those_of_one_process() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", PARALLEL_LINEARS],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PARALLEL_LINEARS.parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    print(result.stdout)
+    assert result.returncode == 0 and result.stdout.count("passed") == 2, result.stderr[-6000:]

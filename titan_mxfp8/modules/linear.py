@@ -1,5 +1,6 @@
 """``nn.Linear`` with MXFP8 GEMMs, tensor-parallel too."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -32,31 +33,52 @@ class MXFP8Linear(ConvertedModule, nn.Linear):
 def _linear_on_dtensors(linear: Callable, x: DTensor, weight: DTensor, bias: DTensor | None) -> DTensor:
     """Runs ``linear`` on the local shards of a tensor-parallel layer.
 
-    Per mesh dimension (S(i) shards axis i, "last" is the feature axis of x and y):
+    Per mesh dimension (S(i) shards axis i, "last" is the feature axis of x and y, R is replicated, P partial):
 
-    | weight         | x wanted                 | y        | gradient of x | gradient of weight |
-    |----------------|--------------------------|----------|---------------|--------------------|
-    | S(0), colwise  | replicated               | S(last)  | partial       | S(0)               |
-    | S(1), rowwise  | S(last)                  | partial  | S(last)       | S(1)               |
-    | replicated     | as it is, features whole | as x     | as x          | partial if x is S  |
+    | weight        | x wanted         | bias wanted | y       | gradient of x | of weight   | of bias     |
+    |---------------|------------------|-------------|---------|---------------|-------------|-------------|
+    | S(0), colwise | R                | S(0)        | S(last) | P             | S(0)        | S(0)        |
+    | S(1), rowwise | S(last)          | R           | P       | S(last)       | S(1)        | R           |
+    | R             | as is, but whole | R           | as x    | as x          | P if x is S | P if x is S |
+    |               | features         |             |         |               |             |             |
+
+    The bias is added in the GEMM. Where outputs are partial, each rank adds its share of it.
     """
     mesh, last = weight.device_mesh, x.ndim - 1
-    x_wanted: list[Placement] = []
-    y_is: list[Placement] = []
-    dx_is: list[Placement] = []
-    dw_is: list[Placement] = []
-    for x_placement, w_placement in zip(x.placements, weight.placements, strict=True):
-        if w_placement.is_shard(0):
-            row = (Replicate(), Shard(last), Partial(), Shard(0))
-        elif w_placement.is_shard(1):
-            row = (Shard(last), Partial(), Shard(last), Shard(1))
-        elif x_placement.is_shard() and not x_placement.is_shard(last):
-            row = (x_placement, x_placement, x_placement, Partial())
+    replicated, partial = Replicate(), Partial()
+    rows: list[tuple[Placement, ...]] = []
+    summed_ranks = 1
+    for mesh_dim, (x_is, weight_is) in enumerate(zip(x.placements, weight.placements, strict=True)):
+        if weight_is.is_shard(0):
+            rows.append((replicated, Shard(0), Shard(last), partial, Shard(0), Shard(0)))
+        elif weight_is.is_shard(1):
+            rows.append((Shard(last), replicated, partial, Shard(last), Shard(1), replicated))
+            summed_ranks *= mesh.size(mesh_dim)
+        elif x_is.is_shard() and not x_is.is_shard(last):
+            rows.append((x_is, replicated, x_is, x_is, partial, partial))
         else:
-            row = (Replicate(), Replicate(), Replicate(), Replicate())
-        for placements, placement in zip((x_wanted, y_is, dx_is, dw_is), row, strict=True):
-            placements.append(placement)
+            rows.append((replicated,) * 6)
+    x_wanted, bias_wanted, y_is, dx_is, dweight_is, dbias_is = zip(*rows, strict=True)
     x_local = x.redistribute(mesh, x_wanted).to_local(grad_placements=dx_is)
-    y_local = linear(x_local, weight.to_local(grad_placements=dw_is), None)
-    y = DTensor.from_local(y_local, mesh, y_is, run_check=False)
-    return y if bias is None else y + bias
+    bias_local = None
+    if bias is not None:
+        bias_local = bias.redistribute(mesh, bias_wanted).to_local(grad_placements=dbias_is)
+        if summed_ranks > 1:
+            bias_local = _Share.apply(bias_local, summed_ranks)
+    y_local = linear(x_local, weight.to_local(grad_placements=dweight_is), bias_local)
+    # Without shape and stride each rank would take all others to have as many rows as itself.
+    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+    stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return DTensor.from_local(y_local, mesh, y_is, run_check=False, shape=shape, stride=stride)
+
+
+class _Share(torch.autograd.Function):
+    """A bias divided between ``ranks`` ranks whose outputs are summed. Each has the whole gradient: that of the sum."""
+
+    @staticmethod
+    def forward(ctx, bias: torch.Tensor, ranks: int) -> torch.Tensor:
+        return bias / ranks
+
+    @staticmethod
+    def backward(ctx, dbias: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return dbias, None
