@@ -18,8 +18,8 @@ from titan_mxfp8.recipe import Recipe, get_recipe
 
 logger = logging.getLogger(__name__)
 
-# Expert classes with an MXFP8 class of their own, which derives from them and ConvertedModule; the plugin enters
-# TorchTitan's.
+# Expert classes with an MXFP8 class of their own, derived from them, which finds its ``op_options`` (ConvertedModule);
+# the plugin enters TorchTitan's.
 EXPERT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -153,8 +153,9 @@ def convert_experts(
     """Converts the expert modules whose name contains one of ``fqns``.
 
     An expert module holds 3-D parameters of its own. A class of ``EXPERT_CLASSES`` gets the MXFP8 class found there; in
-    any other, the calls of ``torch._grouped_mm`` are replaced. A module that only the name matches, such as the linears
-    of ``shared_experts``, is not an expert module and stays as it is.
+    any other, the calls of ``torch._grouped_mm`` are replaced, also where ``torch.utils.checkpoint`` in its forward
+    computes them again, for which this patches torch. A module that only the name matches, such as the linears of
+    ``shared_experts``, is not an expert module and stays as it is.
 
     Returns:
         The names of the converted modules.
@@ -187,7 +188,8 @@ def _choose_experts(model: nn.Module, fqns: list[str]) -> _Choice:
         chosen[fqn] = module
     if not chosen:
         raise ValueError(
-            f"MXFP8: no expert module was converted, fqns are {fqns}. The model's expert modules: {_listing(left)}"
+            f"MXFP8: no expert module matches fqns {fqns} and is still to be converted. The model's expert modules: "
+            f"{_listing(left)}"
         )
     return _Choice(kind="expert module", modules=chosen, left=left)
 
@@ -215,10 +217,11 @@ def _converted_class(cls: type[nn.Module], config: MXConfig) -> type[nn.Module]:
 
 @cache
 def _configured_class(base: type[nn.Module], cls: type[nn.Module], config: MXConfig) -> type[nn.Module]:
+    bases = (base,) if issubclass(base, ConvertedModule) else (ConvertedModule, base)
     members = {"mxfp8": config, "mxfp8_converted_from": cls, "__reduce__": _reduce, "__module__": base.__module__}
     if not issubclass(base, OverriddenForward):  # which is never compiled
         members["forward"] = own_code(base.forward)
-    return type(base.__name__, (base,), members)
+    return type(base.__name__, bases, members)
 
 
 def _reduce(module: nn.Module) -> tuple:
@@ -238,12 +241,12 @@ def _disable_fast_paths(model: nn.Module) -> None:
     this operator lacks, which these attributes say. A whole encoder makes nested tensors for it.
     """
     for module in model.modules():
-        if not any(isinstance(part, MXFP8Linear) for part in module.modules()):
-            continue
-        if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0
-        elif isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False
+        is_layer, is_encoder = (isinstance(module, cls) for cls in (nn.TransformerEncoderLayer, nn.TransformerEncoder))
+        if (is_layer or is_encoder) and any(isinstance(part, MXFP8Linear) for part in module.modules()):
+            if is_layer:
+                module.activation_relu_or_gelu = 0
+            else:
+                module.use_nested_tensor = False
 
 
 def is_expert_module(module: nn.Module) -> bool:
