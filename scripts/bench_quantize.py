@@ -7,17 +7,18 @@ copy, of which the bytes read and the bytes written count. Times are medians on 
 """
 
 import argparse
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from titan_mxfp8.backends import load, select
-from titan_mxfp8.backends import triton as backend
-from titan_mxfp8.format.mx import MXTensor
-from titan_mxfp8.ops import library
+from titan_mxfp8.backends import Backend, load
+from titan_mxfp8.backends.common.dequantize import dequantize
+from titan_mxfp8.backends.common.pad import pad_token_groups, unpad_token_groups
+from titan_mxfp8.backends.hardware import hardware_of
+from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.ops.pad import padded_rows
 from titan_mxfp8.testing import (
     PAD_SHAPES,
@@ -33,14 +34,26 @@ from titan_mxfp8.testing import (
     write_results,
 )
 
-PLAIN = {"rounding": "rceil", "elem_dtype": torch.float8_e4m3fn}
 ALIGNMENT = 32
+DEVICE = torch.device("cuda", 0)
+ONE, REBASED = OperandSpec(), {"span": 128, "scales": "across"}
+# Name, what is made, and along which axes.
+PORTABLE = (
+    ("quantize 1x32", ONE, ("last", "first", "first ragged", "both", "both ragged")),
+    ("quantize 32x32", OperandSpec(block="32x32", lines=32), ("last", "both")),
+    ("quantize-dequantize", OperandSpec(stored="bf16"), ("last", "first ragged", "both ragged")),
+)
+HOPPER = (
+    ("even 1x32", OperandSpec(stored="even"), ("last",)),
+    ("even 32x32", OperandSpec(block="32x32", lines=32, stored="even"), ("last", "both")),
+    ("rebase 1x32", OperandSpec(**REBASED), ("last", "first ragged", "both", "both ragged")),
+    ("rebase 1x32 to squares", OperandSpec(lines=32, **REBASED), ("last", "first")),
+    ("rebase 32x32", OperandSpec(block="32x32", lines=32, **REBASED), ("both",)),
+)
 
 
 def tensor_bytes(value: object) -> int:
     """Bytes of all tensors in ``value``."""
-    if isinstance(value, MXTensor):
-        return tensor_bytes((value.qdata, value.scale))
     if isinstance(value, tuple):
         return sum(map(tensor_bytes, value))
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
@@ -62,59 +75,37 @@ def row(kernel: str, shape: tuple[int, ...], groups: int | None, timing: Timing,
     }
 
 
-def quantize_calls(x: torch.Tensor, offs: torch.Tensor) -> Iterator[tuple[str, bool, Callable[[], object]]]:
-    """Name, whether the groups matter, and call."""
-    one, squares = PLAIN | {"block": "1x32"}, PLAIN | {"block": "32x32"}
-    yield "quantize 1x32 last", False, lambda: backend.quantize(x, 1, offs=None, **one)
-    yield "quantize 1x32 first", False, lambda: backend.quantize(x, 0, offs=None, **one)
-    yield "quantize 1x32 first ragged", True, lambda: backend.quantize(x, 0, offs=offs, **one)
-    yield "quantize 1x32 both", False, lambda: backend.quantize_both(x, offs=None, **one)
-    yield "quantize 1x32 both ragged", True, lambda: backend.quantize_both(x, offs=offs, **one)
-    yield "quantize 32x32 last", False, lambda: backend.quantize(x, 1, offs=None, **squares)
-    yield "quantize 32x32 both", False, lambda: backend.quantize_both(x, offs=None, **squares)
-    mx = backend.quantize(x, 1, offs=None, **one)
-    yield "dequantize", False, lambda: backend.dequantize(mx, torch.bfloat16)
-    yield "quantize-dequantize last", False, lambda: backend.quantize_dequantize(x, 1, offs=None, **one)
-    yield "quantize-dequantize first ragged", True, lambda: backend.quantize_dequantize(x, 0, offs=offs, **one)
-    yield "quantize-dequantize both ragged", True, lambda: backend.quantize_dequantize_both(x, offs=offs, **PLAIN)
-
-
-def rebased_calls(x: torch.Tensor, offs: torch.Tensor) -> Iterator[tuple[str, bool, Callable[[], object]]]:
-    """The same where the backend rebases."""
-    if select("auto", x.device).name != "hopper":
-        return
-    hopper = load("hopper", x.device)
-    one, squares = PLAIN | {"block": "1x32"}, PLAIN | {"block": "32x32"}
-    form, forms = {"form": "1x128"}, {"forms": ("1x128", "1x128")}
-    square, squares_both = {"form": "32x128"}, {"forms": ("32x128", "32x128")}
-    yield "rebase 1x32 last", False, lambda: hopper.quantize_operand(x, 1, offs=None, **form, **one)
-    yield "rebase 1x32 first ragged", True, lambda: hopper.quantize_operand(x, 0, offs=offs, **form, **one)
-    yield "rebase 1x32 both", False, lambda: hopper.quantize_operand_both(x, offs=None, **forms, **one)
-    yield "rebase 1x32 both ragged", True, lambda: hopper.quantize_operand_both(x, offs=offs, **forms, **one)
-    yield "rebase 1x32 to squares last", False, lambda: hopper.quantize_operand(x, 1, offs=None, **square, **one)
-    yield "rebase 1x32 to squares first", False, lambda: hopper.quantize_operand(x, 0, offs=None, **square, **one)
-    yield "rebase 32x32 both", False, lambda: hopper.quantize_operand_both(x, offs=None, **squares_both, **squares)
+def quantize_call(backend: Backend, x: torch.Tensor, spec: OperandSpec, axes: str, offs: torch.Tensor) -> Callable:
+    """The call that quantises ``x`` as one of the tables says."""
+    cut = offs if "ragged" in axes else None
+    if "both" in axes:
+        return partial(backend.quantize_both, x, spec, spec, cut)
+    return partial(backend.quantize, x, 0 if "first" in axes else 1, spec, cut)
 
 
 def bench_quantize(ceiling: float) -> Iterator[dict]:
+    backend = load("auto", DEVICE)
+    tables = PORTABLE + HOPPER * (hardware_of(DEVICE).arch == "sm_90")
     for shape in QUANTIZE_SHAPES:
-        offs = make_offs(group_sizes("zipf", shape.rows, shape.groups), "cuda")
+        offs = make_offs(group_sizes("zipf", shape.rows, shape.groups), DEVICE)
         for dtype, name in ((torch.bfloat16, ""), (torch.float32, " of fp32")):
-            x = torch.randn((shape.rows, shape.cols), dtype=dtype, device="cuda")
-            for kernel, ragged, call in (*quantize_calls(x, offs), *rebased_calls(x, offs)):
-                if dtype == torch.float32 and "1x32" not in kernel:
-                    continue
-                source = x if kernel != "dequantize" else backend.quantize(x, 1, block="1x32", offs=None, **PLAIN)
-                moved = tensor_bytes(source) + tensor_bytes(call())
-                yield row(kernel + name, x.shape, shape.groups if ragged else None, do_bench(call), moved, ceiling)
-            del x
+            x = torch.randn((shape.rows, shape.cols), dtype=dtype, device=DEVICE)
+            for kernel, spec, every_axes in tables:
+                for axes in every_axes:
+                    if dtype == torch.float32 and "1x32" not in kernel:
+                        continue
+                    call = quantize_call(backend, x, spec, axes, offs)
+                    moved = tensor_bytes(x) + tensor_bytes(call())
+                    groups = shape.groups if "ragged" in axes else None
+                    yield row(f"{kernel} {axes}{name}", x.shape, groups, do_bench(call), moved, ceiling)
+        operand = backend.quantize(x.bfloat16(), 1, ONE, None)
+        call = partial(dequantize, operand)
+        moved = tensor_bytes(operand) + tensor_bytes(call())
+        yield row("dequantize", x.shape, None, do_bench(call), moved, ceiling)
     for layer in README_SHAPES:
-        w_ENK = torch.randn((layer.groups, layer.n, layer.k), dtype=torch.bfloat16, device="cuda")
+        w_ENK = torch.randn((layer.groups, layer.n, layer.k), dtype=torch.bfloat16, device=DEVICE)
         for axis, name in ((2, "last"), (1, "first")):
-
-            def call(w_ENK: torch.Tensor = w_ENK, axis: int = axis) -> MXTensor:
-                return backend.quantize(w_ENK, axis, block="1x32", offs=None, **PLAIN)
-
+            call = partial(backend.quantize, w_ENK, axis, ONE, None)
             moved = tensor_bytes(w_ENK) + tensor_bytes(call())
             yield row(f"quantize 1x32 {name}, weights", w_ENK.shape, None, do_bench(call), moved, ceiling)
 
@@ -130,53 +121,22 @@ def pad_by_torch(x: torch.Tensor, offs: torch.Tensor, length: int) -> torch.Tens
 def bench_pad(ceiling: float) -> Iterator[dict]:
     for shape in PAD_SHAPES:
         for dtype, name in ((torch.bfloat16, ""), (torch.float32, " of fp32")):
-            x = torch.randn((shape.rows, shape.cols), dtype=dtype, device="cuda")
-            offs = make_offs(group_sizes("zipf", shape.rows, shape.groups), "cuda")
+            x = torch.randn((shape.rows, shape.cols), dtype=dtype, device=DEVICE)
+            offs = make_offs(group_sizes("zipf", shape.rows, shape.groups), DEVICE)
             length = padded_rows(shape.rows, shape.groups, ALIGNMENT)
             padded = pad_by_torch(x, offs, length)
             moved = tensor_bytes((x, padded))
             calls = {
-                "pad": lambda x=x, offs=offs, length=length: backend.pad_token_groups(
-                    x, offs, alignment=ALIGNMENT, padded_rows=length
-                )[0],
-                "unpad": lambda padded=padded, offs=offs, rows=shape.rows: backend.unpad_token_groups(
-                    padded, offs, alignment=ALIGNMENT, rows=rows
-                ),
-                "pad, torch loop": lambda x=x, offs=offs, length=length: pad_by_torch(x, offs, length),
+                "pad": partial(pad_token_groups, x, offs, alignment=ALIGNMENT, padded_rows=length),
+                "unpad": partial(unpad_token_groups, padded, offs, alignment=ALIGNMENT, rows=shape.rows),
+                "pad, torch loop": partial(pad_by_torch, x, offs, length),
             }
-            assert torch.equal(calls["pad"](), padded) and torch.equal(calls["unpad"](), x)
+            assert torch.equal(calls["pad"]()[0], padded) and torch.equal(calls["unpad"](), x)
             for kernel, call in calls.items():
                 result = row(kernel + name, x.shape, shape.groups, do_bench(call), moved, ceiling)
                 if kernel == "pad" and not name:
                     result |= {"b200_torch_us": shape.b200_us[0], "b200_cuda_us": shape.b200_us[1]}
                 yield result
-
-
-def host_us(call: Callable[[], object], calls: int = 300) -> float:
-    """Microseconds that the host spends on one call whose kernels take less."""
-    call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    spent = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return spent / calls * 1e6
-
-
-def bench_host() -> Iterator[dict]:
-    """What a call costs the host, which CUDA graphs take away."""
-    x, offs = torch.randn(256, 256, device="cuda").bfloat16(), make_offs([100, 156], "cuda")
-    kwargs = PLAIN | {"block": "1x32"}
-    for kernel, call in {
-        "host: backend.quantize": lambda: backend.quantize(x, 1, offs=None, **kwargs),
-        "host: backend.quantize_both ragged": lambda: backend.quantize_both(x, offs=offs, **kwargs),
-        "host: op quantize": lambda: library.quantize(x, 1, offs=None, backend="auto", **kwargs),
-        "host: op quantize_operand_both ragged": lambda: library.quantize_operand_both(
-            x, offs=offs, backend="triton", forms=("bf16", "bf16"), **kwargs
-        ),
-    }.items():
-        yield {"kernel": kernel, "shape": "256x256", "p50_us": round(host_us(call), 2)}
 
 
 def main() -> None:
@@ -186,8 +146,7 @@ def main() -> None:
     largest = QUANTIZE_SHAPES[0]
     ceiling = copy_bandwidth(2 * largest.rows * largest.cols / 1e9)
     rows = [{"kernel": "copy", "gb_per_s": round(ceiling, 1), "share": 1.0}]
-    for group in (bench_quantize(ceiling), bench_pad(ceiling), bench_host()):
-        rows += group
+    rows += [*bench_quantize(ceiling), *bench_pad(ceiling)]
     again = copy_bandwidth(2 * largest.rows * largest.cols / 1e9)
     rows.append({"kernel": "copy, at the end", "gb_per_s": round(again, 1), "share": round(again / ceiling, 4)})
     write_results(folder, rows, environment())

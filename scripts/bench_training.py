@@ -1,11 +1,18 @@
 """Training throughput of TorchTitan runs that differ in nothing but what is converted.
 
-    python scripts/bench_training.py --ngpu 4 --runs bf16 linears grouped both --out OUT
+    python scripts/bench_training.py --ngpu 4 --runs bf16 both:mxfp8 both:mxfp8_2d_rebased --repeats 3 --out OUT
 
-A run is ``WHAT``, ``WHAT:RECIPE`` or ``WHAT+rebase:RECIPE``. WHAT is bf16, grouped (the routed experts), linears or
-both; RECIPE is the TOML's where none is named; ``+rebase`` switches ``hopper_rebase`` on. Each run trains --steps
-steps; tokens/s is the median over those after --warmup, memory the peak that the allocator reserved. The files are
-written after every run and finished runs in OUT are not run again: a bench that was cut short goes on.
+A run is ``WHAT`` or ``WHAT:RECIPE``. WHAT is bf16, grouped (the routed experts), linears or both; RECIPE is the TOML's
+where none is named, and ``WHAT+rebase`` switches ``hopper_rebase`` on, which takes its rebased form. Each run trains
+--steps steps, of which those after --warmup count: median and mean tokens/s (the mean is all tokens over all time), and
+how many times the median the slowest step took, as a step that stalls is a finding. Memory is the peak that the
+allocator reserved.
+
+With --repeats N the runs alternate, a b c a b c ...: a run's figures are then the medians over its repeats, ``x`` is
+that of the speed-ups against the first run of the same repeat, and the ranges over the repeats stand beside them.
+--profile trains each run once more, for a few steps under the profiler, and adds the share of a step in which the GPU
+was busy (``kernel_times.py``). The files are written after every run and finished runs in OUT are not run again: a
+bench that was cut short goes on.
 
 ``--flavors 17bx16e_2layers 17bx16e_4layers`` trains each run with each of these flavors instead of the TOML's. Where
 they differ in the number of layers, what a layer costs is the difference of the times for a token: embedding, output
@@ -21,16 +28,18 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import harmonic_mean, median
 
 import torch
+from kernel_times import read_trace
 from runs import TRAIN, Run, ending, launch, read_run, split_flags
 
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR, get_recipe
 from titan_mxfp8.testing import environment, format_table, write_results, write_rows
 
-Bench = dict[tuple[str, str], Run]  # by flavor ("" for the TOML's) and name
+PROFILED = 8  # steps of the run with --profile; the last one is in the trace
 CONVERTED_BY = {"bf16": (), "grouped": (GROUPED_MM,), "linears": (LINEAR,), "both": (GROUPED_MM, LINEAR)}
 
 
@@ -53,51 +62,92 @@ def flags_of(name: str) -> list[str]:
     return flags
 
 
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """The repeats of a run, and the share of a step in which its GPU was busy, where that was asked for."""
+
+    repeats: list[Run] = field(default_factory=list)
+    busy: float | None = None
+
+
+Bench = dict[tuple[str, str], Measured]  # by flavor ("" for the TOML's) and name
+
+
 def label(flavor: str, name: str) -> str:
     return f"{flavor}-{name}" if flavor else name
 
 
-def train(flavor: str, name: str, args: argparse.Namespace) -> Run:
-    """Runs TorchTitan, unless the folder holds such a run already, and reads the log back.
+def train(flavor: str, name: str, suffix: str, steps: int, args: argparse.Namespace, *more: str) -> Path:
+    """Runs TorchTitan, unless the folder holds such a run already.
+
+    Returns:
+        The run's dump folder.
 
     Raises:
         ValueError: the run failed; the message holds the end of its log.
     """
-    folder = args.out / "runs" / label(flavor, name).replace(":", "-")
+    folder = args.out / "runs" / f"{label(flavor, name)}{suffix}".replace(":", "-")
     try:
-        run = read_run(folder)
-        if max(run.loss) == args.steps:
-            return run
+        if max(read_run(folder).loss) == steps:
+            return folder
     except ValueError:
         pass  # no such run yet
     folder.mkdir(parents=True, exist_ok=True)
-    flags = [f"--job.config_file={args.config}", f"--job.dump_folder={folder}", f"--training.steps={args.steps}"]
+    flags = [f"--job.config_file={args.config}", f"--job.dump_folder={folder}", f"--training.steps={steps}"]
     flags += [*flags_of(name), *([f"--model.flavor={flavor}", "--model.study_flavors"] if flavor else []), *args.flags]
     flags += ["--metrics.log_freq=1", "--metrics.enable_tensorboard", "--metrics.no-enable_wandb"]
     # Tokenizing in the training process would count as a part of each step.
-    flags += ["--training.dataloader.num_workers=1", "--training.dataloader.prefetch_factor=4"]
+    flags += ["--training.dataloader.num_workers=1", "--training.dataloader.prefetch_factor=4", *more]
     log = folder / "log"
     log.unlink(missing_ok=True)  # of an attempt that failed
     if launch(args.ngpu, [*TRAIN, *flags], log).wait():
-        raise ValueError(f"run {label(flavor, name)} failed, {ending(log)}")
-    return read_run(folder)
+        raise ValueError(f"run {folder.name} failed, {ending(log)}")
+    return folder
+
+
+def busy_share(flavor: str, name: str, args: argparse.Namespace) -> float:
+    """The share of a step in which the first process's GPU was busy, from a run of its own: the profiler takes time.
+
+    Raises:
+        ValueError: the run failed, or nothing ran on a GPU.
+    """
+    more = "--profiling.enable_profiling", f"--profiling.profile_freq={PROFILED}"
+    folder = train(flavor, name, "-profile", PROFILED, args, *more)
+    traces = list(folder.rglob("rank0_trace.json"))
+    if not traces:
+        raise ValueError(f"{folder} holds no trace of the profiler")
+    return read_trace(traces[0]).busy_share
 
 
 def table(bench: Bench, warmup: int) -> list[dict[str, object]]:
-    """A row for each run; ``x`` is the speed-up against the first of the same flavor."""
-    rows, first = [], {}
-    for (flavor, name), run in bench.items():
-        tps = throughput(run, warmup)
-        rows.append(
-            ({"flavor": flavor} if flavor else {})
-            | {
-                "run": name,
-                "tokens/s (median, per GPU)": round(tps),
-                "memory GiB": round(max(run.memory.values()), 2),
-                "x": round(tps / first.setdefault(flavor, tps), 3),
-                "last loss": round(run.loss[max(run.loss)], 4),
+    """A row for each run; ``x`` is the speed-up against the first of the same flavor, repeat by repeat."""
+    rows: list[dict[str, object]] = []
+    first: dict[str, list[float]] = {}
+    for (flavor, name), measured in bench.items():
+        counted = [[tps for step, tps in run.tps.items() if step > warmup] for run in measured.repeats]
+        speeds = [median(tps) for tps in counted]
+        ratios = [ours / base for ours, base in zip(speeds, first.setdefault(flavor, speeds), strict=False)]
+        row: dict[str, object] = {"flavor": flavor} if flavor else {}
+        row |= {
+            "run": name,
+            "tokens/s (median, per GPU)": round(median(speeds)),
+            "tokens/s (mean)": round(median(map(harmonic_mean, counted))),
+            "slowest step / median": round(
+                max(speed / min(tps) for speed, tps in zip(speeds, counted, strict=True)), 2
+            ),
+            "memory GiB": round(max(max(run.memory.values()) for run in measured.repeats), 2),
+            "x": round(median(ratios), 3),
+            "last loss": round(median(run.loss[max(run.loss)] for run in measured.repeats), 4),
+        }
+        if len(speeds) > 1:
+            row |= {
+                "repeats": len(speeds),
+                "tokens/s, range": f"{min(speeds):.0f} to {max(speeds):.0f}",
+                "x, range": f"{min(ratios):.3f} to {max(ratios):.3f}",
             }
-        )
+        if measured.busy is not None:
+            row["GPU busy"] = round(measured.busy, 3)
+        rows.append(row)
     return rows
 
 
@@ -124,17 +174,19 @@ def layer_table(bench: Bench, warmup: int) -> list[dict[str, object]]:
     return rows
 
 
-def throughput(run: Run, warmup: int) -> float:
-    """Tokens per second per GPU, the median of the steps after the first ``warmup``."""
-    return median(value for step, value in run.tps.items() if step > warmup)
+def throughput(measured: Measured, warmup: int) -> float:
+    """Tokens per second per GPU: the median over the repeats of their medians over the steps after ``warmup``."""
+    return median(median(tps for step, tps in run.tps.items() if step > warmup) for run in measured.repeats)
 
 
 def write(bench: Bench, args: argparse.Namespace) -> None:
     """Writes the files of the runs that are finished by now."""
     steps = [
         ({"flavor": flavor} if flavor else {})
-        | {"run": name, "step": step, "tokens/s": run.tps[step], "memory GiB": run.memory[step], "loss": loss}
-        for (flavor, name), run in bench.items()
+        | {"run": name, "repeat": repeat, "step": step}
+        | {"tokens/s": run.tps[step], "memory GiB": run.memory[step], "loss": loss}
+        for (flavor, name), measured in bench.items()
+        for repeat, run in enumerate(measured.repeats, 1)
         for step, loss in run.loss.items()
     ]
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -161,6 +213,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--ngpu", type=int, default=4, help="processes, one per GPU [4]")
     add("--steps", type=int, default=30, help="[30]")
     add("--warmup", type=int, default=10, help="first steps that do not count: compilation, autotuning [10]")
+    add("--repeats", type=int, default=1, help="times that each run is made, in turns with the others [1]")
+    add(
+        "--profile", action="store_true", help="also measure in how much of a step the GPU is busy, in a run of its own"
+    )
     add(
         "--limit",
         type=float,
@@ -178,16 +234,23 @@ def main(argv: Sequence[str]) -> None:
     started, longest = time.monotonic(), 0.0
     bench: Bench = {}
     try:
+        if args.repeats < 1:
+            raise ValueError(f"--repeats is at least 1, got {args.repeats}")
         if args.warmup >= args.steps:
             raise ValueError(f"--warmup {args.warmup} leaves nothing of --steps {args.steps}")
         for name in args.runs:
             flags_of(name)
-        for flavor, name in itertools.product(args.flavors, args.runs):
+        turns = [*range(1, args.repeats + 1), *(["profile"] if args.profile else [])]
+        for flavor, turn, name in itertools.product(args.flavors, turns, args.runs):
             begun = time.monotonic()
             if begun - started + longest > args.limit:
                 print(f"{label(flavor, name)}: not started, the time limit is near; the same command goes on")
                 continue
-            bench[flavor, name] = train(flavor, name, args)
+            if turn == "profile":
+                bench[flavor, name].busy = busy_share(flavor, name, args)
+            else:
+                folder = train(flavor, name, f"-repeat{turn}" * (turn > 1), args.steps, args)
+                bench.setdefault((flavor, name), Measured()).repeats.append(read_run(folder))
             longest = max(longest, time.monotonic() - begun)
             print(f"{label(flavor, name)}: {time.monotonic() - begun:.0f} s", flush=True)
             write(bench, args)

@@ -36,7 +36,9 @@ from layouts import LAYOUTS, Layout, twin_of
 from runs import LOSS, cores_each, launch, read_tensorboard, tensorboard_logs
 from tokenizers import Tokenizer
 
-from titan_mxfp8 import backends
+from titan_mxfp8.backends import select
+from titan_mxfp8.backends.hardware import hardware_of
+from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.testing import environment, format_table, relative_rms, write_results
 
 ROOT = Path(__file__).parent.parent
@@ -71,7 +73,8 @@ class Comparison:
         self.work = work
         self.status: dict[Run, str] = {}
         self.deadline = time.monotonic() + args.limit
-        self.backend = backends.select("auto", torch.device("cuda:0" if args.gpus else "cpu")).name
+        hardware = hardware_of(torch.device("cuda:0" if args.gpus else "cpu"))
+        self.backend = select("auto", hardware, get_recipe("mxfp8")).name
         self.gpu = cycle(range(args.gpus))
         self.rows = make_rows(args.steps * max(x.data_ranks * x.accumulate * x.batch for x in LAYOUTS))
 

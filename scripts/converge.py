@@ -1,10 +1,10 @@
 """A convergence study from one TOML: every recipe with every seed, then compare_runs over the finished runs.
 
 Runs go recipe by recipe in the order given, all seeds of one before the next, so that an interrupted study has whole
-recipes. ``bf16`` is the TOML without its model converters, ``mxfp8+rebase`` the recipe with ``hopper_rebase``. Each run
-has its own folder ``OUT/<recipe>-seed<k>``, and a file ``finished.json`` there once it is over: a study that is started
-again skips those runs, continues the others from their last checkpoint, and runs those again that have none. The study
-keeps checkpoints while a run is going on and deletes them when it is finished.
+recipes. ``bf16`` is the TOML without its model converters, ``mxfp8+rebase`` the recipe with ``hopper_rebase``, the same
+as ``mxfp8_rebased``. Each run has its own folder ``OUT/<recipe>-seed<k>``, and a file ``finished.json`` there once
+it is over: a study that is started again skips those runs, continues the others from their last checkpoint, and runs
+those again that have none. The study keeps checkpoints while a run is going on and deletes them when it is finished.
 
 A seed decides the initial weights; the data and their order are the same for every run.
 """

@@ -2,9 +2,10 @@
 
     python scripts/kernel_times.py OUT/profile_traces/iteration_10/rank0_trace.json ... [--top 40] [--out kernels.csv]
 
-Such traces are written with ``--profiling.enable_profiling --profiling.profile_freq=10``. For each trace: the time from
-the first kernel to the end of the last one, the time in which at least one ran, and the kernels that took the most.
-Kernels on several streams overlap, so their times may add up to more.
+Such traces are written with ``--profiling.enable_profiling --profiling.profile_freq=10``. For each trace: the time of
+its steps (``ProfilerStep`` in it; without one, from the first kernel to the end of the last), in how much of it at
+least one kernel ran, and the kernels that took the most. With ``--metrics.log_freq=1`` each step waits for its own
+kernels, else they may run in the next one. Kernels on several streams overlap: their times may add up to more.
 """
 
 import argparse
@@ -13,55 +14,80 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from titan_mxfp8.testing import format_table, write_rows
 
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+STEP = "user_annotation"
 
 
-def read_kernels(trace: Path) -> list[tuple[str, float, float]]:
-    """Name, start and end in milliseconds of all that ran on the GPU.
+class Span(NamedTuple):
+    """Something that ran, and when, in milliseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+class Trace(NamedTuple):
+    """All that ran on the GPU, in the order of its start, and the time of the steps."""
+
+    kernels: list[Span]
+    steps: Span
+
+    @property
+    def busy(self) -> float:
+        """Milliseconds of the steps in which at least one kernel ran."""
+        total, until = 0.0, self.steps.start
+        for _, start, end in self.kernels:
+            end = min(end, self.steps.end)
+            total += max(0.0, end - max(start, until))
+            until = max(until, end)
+        return total
+
+    @property
+    def busy_share(self) -> float:
+        """``busy`` as a share of the steps' time."""
+        return self.busy / (self.steps.end - self.steps.start)
+
+
+def read_trace(path: Path) -> Trace:
+    """Reads a trace of ``torch.profiler``.
 
     Raises:
         ValueError: not a profiler's trace, or nothing ran on a GPU in it.
     """
     try:
-        found = [
-            (event["name"], event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
-            for event in json.loads(trace.read_text())["traceEvents"]
-            if event.get("ph") == "X" and event.get("cat") in ON_GPU
+        spans = [
+            (event.get("cat"), Span(event["name"], event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3))
+            for event in json.loads(path.read_text())["traceEvents"]
+            if event.get("ph") == "X" and event.get("cat") in (*ON_GPU, STEP)
         ]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{trace} is not a trace of torch.profiler: {error!r}") from None
-    if not found:
-        raise ValueError(f"{trace}: nothing ran on a GPU")
-    return found
+        raise ValueError(f"{path} is not a trace of torch.profiler: {error!r}") from None
+    kernels = sorted((span for category, span in spans if category in ON_GPU), key=lambda span: span.start)
+    if not kernels:
+        raise ValueError(f"{path}: nothing ran on a GPU")
+    steps = [span for category, span in spans if category == STEP and span.name.startswith("ProfilerStep")] or kernels
+    name = f"{len(steps)} steps" if steps is not kernels else "first to last"
+    return Trace(kernels, Span(name, min(span.start for span in steps), max(span.end for span in steps)))
 
 
-def busy(kernels: list[tuple[str, float, float]]) -> float:
-    """Milliseconds in which at least one kernel ran."""
-    total, until = 0.0, float("-inf")
-    for _, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
-
-
-def kernel_table(trace: Path, top: int) -> list[dict[str, object]]:
-    """A row for all kernels of a trace, then one for each of the ``top`` that took the most time."""
-    kernels = read_kernels(trace)
+def kernel_table(path: Path, top: int) -> list[dict[str, object]]:
+    """A row for the steps of a trace, one for the time in which any kernel ran, then one for each of the ``top`` that
+    took the most."""
+    trace = read_trace(path)
     times = defaultdict(list)
-    for name, start, end in kernels:
+    for name, start, end in trace.kernels:
         times[name].append(end - start)
-    span = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
-    rows: list[dict[str, object]] = [
-        {"trace": str(trace), "kernel": "first to last", "ms": round(span, 2), "count": len(kernels)},
-        {"trace": str(trace), "kernel": "any", "ms": round(busy(kernels), 2), "count": len(kernels)},
-    ]
     most = sorted(times.items(), key=lambda item: -sum(item[1]))[:top]
-    return rows + [
-        {"trace": str(trace), "kernel": name, "ms": round(sum(each), 2), "count": len(each)} for name, each in most
+    rows = [
+        (trace.steps.name, trace.steps.end - trace.steps.start, len(trace.kernels)),
+        (f"any ({trace.busy_share:.1%})", trace.busy, len(trace.kernels)),
+        *((name, sum(each), len(each)) for name, each in most),
     ]
+    return [{"trace": str(path), "kernel": name, "ms": round(ms, 2), "count": count} for name, ms, count in rows]
 
 
 def main(argv: Sequence[str]) -> None:

@@ -2,8 +2,8 @@
 # Makes .venv in the repository's root and installs the package with what training and the tests need. Sourced by
 # train.sh and test.sh, from the root; leaves the environment active. Installs again only when pyproject.toml changes.
 #
-# torch: one that the system's Python already has is used. Else, with an NVIDIA or AMD GPU, the newest release that pip
-# finds; without one, a CPU build, so that no CUDA packages are downloaded. TORCH= names another requirement.
+# torch: one that the system's Python already has is used. Else, with an NVIDIA or AMD GPU, the newest tested release
+# that pip finds; without one, a CPU build, so that no CUDA packages are downloaded. TORCH= names another requirement.
 
 stamp=.venv/.installed-$(cksum < pyproject.toml | cut -d' ' -f1)-${TORCH:-default}
 
@@ -13,7 +13,7 @@ pick_torch() {
     if [ -n "${TORCH:-}" ]; then
         echo "$TORCH"
     elif has_gpu || [ "$(uname -s)-$(uname -m)" != Linux-x86_64 ]; then
-        echo "torch>=2.11" # elsewhere than on Linux x86-64 this is a CPU build
+        echo "torch>=2.11,<2.14" # what is tested; elsewhere than on Linux x86-64 this is a CPU build
     else
         echo "torch==2.13.0+cpu"
     fi

@@ -16,7 +16,7 @@ the reference backend, whose bits are every backend's:
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,8 +24,9 @@ from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 
-from titan_mxfp8.format import reference
-from titan_mxfp8.modules import MXConfig
+from titan_mxfp8.backends.reference import specs
+from titan_mxfp8.format.reference import changed_elements, quantize
+from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.ops import grouped_mm, linear
 from titan_mxfp8.recipe import Recipe
 from titan_mxfp8.testing import environment, format_table, relative_rms, sums_per_stage, write_results
@@ -55,7 +56,7 @@ class Recorder:
 
     def __enter__(self) -> "Recorder":
         for fqn, module in self._model.named_modules():
-            if isinstance(getattr(module, "mxfp8", None), MXConfig):
+            if isinstance(module, ConvertedModule):
                 self._hooks.append(module.register_forward_pre_hook(lambda *_, fqn=fqn: self._enter(fqn)))
         grouped_mm.mx_matmul = linear.mx_matmul = self._record
         return self
@@ -82,37 +83,36 @@ class Recorder:
 
 def changed_rows(call: Call) -> Iterator[Row]:
     """Share of the elements that change, of each operand of the three GEMMs."""
-    act = {"rounding": call.recipe.rounding, "elem_dtype": torch.float8_e4m3fn, "block": "1x32"}
-    weight, grad = act | {"block": call.recipe.weight_block}, act | {"elem_dtype": call.recipe.grad_dtype}
     rows = call.x_MK.shape[0] if call.offs is None else int(call.offs[-1])
-    like = call.recipe.weight_block, True, call.x_MK.device
-    act_form, weight_form = reference.operand_forms("m_grouped", *like)
-    dy_form, x_form = reference.operand_forms("k_grouped", *like)
-    for operand, gemm, x, axis, form, options in (
-        ("activations", "forward", call.x_MK[:rows], 1, act_form, act),
-        ("weights", "forward", call.w_ENK, 2, weight_form, weight),
-        ("gradients", "dgrad", call.dy_MN[:rows], 1, act_form, grad),
-        ("weights", "dgrad", call.w_ENK, 1, weight_form, weight),
-        ("gradients", "wgrad", call.dy_MN[:rows], 0, dy_form, grad),
-        ("activations", "wgrad", call.x_MK[:rows], 0, x_form, act),
+    tensors = {"activations": call.x_MK[:rows], "gradients": call.dy_MN[:rows], "weights": call.w_ENK}
+    rebased = dict(zip(tensors, specs(call.recipe.rebased()), strict=True))
+    squares = dict(zip(tensors, specs(replace(call.recipe, weight_block="32x32")), strict=True))
+    for operand, gemm, axis in (
+        ("activations", "forward", 1),
+        ("weights", "forward", 2),
+        ("gradients", "dgrad", 1),
+        ("weights", "dgrad", 1),
+        ("gradients", "wgrad", 0),
+        ("activations", "wgrad", 0),
     ):
-        changed = torch.zeros((), dtype=torch.int64)
-        offs = call.offs if axis == 0 else None
-        reference.quantize_operand(x, axis, offs=offs, form=form, changed=changed, **options)
-        row: Row = {"module": call.name, "gemm": gemm, "operand": operand, "changed": int(changed) / x.numel()}
+        x, spec = tensors[operand], rebased[operand]
+        # Along the tokens each group starts a block of its own: groups are quantised one by one.
+        parts = x.tensor_split(call.offs.tolist()[:-1]) if axis == 0 and call.offs is not None else [x]
+        pairs = ((quantize(part, axis, spec.exact), quantize(part, axis, spec)) for part in parts if part.numel())
+        changed = sum(int(changed_elements(*pair).sum()) for pair in pairs)
+        row: Row = {"module": call.name, "gemm": gemm, "operand": operand, "changed": changed / x.numel()}
         if gemm != "wgrad":
-            squares = options | {"block": "32x32" if operand == "weights" else "1x32"}
-            row["sums"] = sums_per_stage(reference.quantize_operand(x, axis, offs=None, form="even", **squares))
+            row["sums"] = sums_per_stage(quantize(x, axis, replace(squares[operand], stored="even")))
         yield row
 
 
-def outputs(call: Call, recipe: Recipe | None, rebase: bool = False) -> dict[str, torch.Tensor]:
+def outputs(call: Call, recipe: Recipe | None) -> dict[str, torch.Tensor]:
     """y, dx and dw in fp32; ``recipe`` None: of the unquantised operands."""
     x, w = call.x_MK.clone().requires_grad_(), call.w_ENK.clone().requires_grad_()
     if recipe is None:
         y = x @ w[0].mT if call.offs is None else torch._grouped_mm(x, w.mT, offs=call.offs)
     else:
-        y = grouped_mm.mx_matmul(x, w, None, call.offs, recipe, torch.float32, "reference", rebase, True)
+        y = grouped_mm.mx_matmul(x, w, None, call.offs, recipe, torch.float32, "reference", True)
     y.backward(call.dy_MN)
     rows = x.shape[0] if call.offs is None else int(call.offs[-1])
     out = {"y": y.detach()[:rows], "dx": x.grad[:rows], "dw": w.grad}
@@ -123,8 +123,7 @@ def outputs(call: Call, recipe: Recipe | None, rebase: bool = False) -> dict[str
 
 def error_rows(call: Call) -> Iterator[Row]:
     """Errors of the three outputs."""
-    fp32, exact = outputs(call, None), outputs(call, call.recipe)
-    rebased = outputs(call, call.recipe, rebase=True)
+    fp32, exact, rebased = (outputs(call, recipe) for recipe in (None, call.recipe, call.recipe.rebased()))
     for gemm, name in (("forward", "y"), ("dgrad", "dx"), ("wgrad", "dw")):
         own = (exact[name] - fp32[name]).double().norm().item()
         yield {

@@ -23,7 +23,7 @@ if ! python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; 
     exit 1
 fi
 export OMP_NUM_THREADS=1 # threads of several tests would wait for each other
-files=(tests/test_gpu_*.py)
+files=(tests/test_backends.py tests/test_gpu_*.py)
 for argument in "$@"; do
     case $argument in tests/*) files=() ;; esac # the arguments say which
 done

@@ -19,7 +19,9 @@ from statistics import fmean
 import torch
 import torch.nn.functional as F
 
-from titan_mxfp8 import backends, mxfp8_grouped_mm
+from titan_mxfp8 import mxfp8_grouped_mm
+from titan_mxfp8.backends import BACKENDS, select
+from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.recipe import RECIPES
 from titan_mxfp8.testing import environment, format_table, make_offs, write_results
 
@@ -114,8 +116,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for data.csv, env.json and toy_moe.png")
     args = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    backend = backends.select(args.backend, device).name
-    recipes = list(dict.fromkeys(recipe.name for recipe in RECIPES.values()))
+    backend = select(args.backend, hardware_of(device), RECIPES["mxfp8"]).name
+    rebases = next(entry.rebases for entry in BACKENDS if entry.name == backend)
+    named = (recipe for name, recipe in RECIPES.items() if name == recipe.name)
+    recipes = [recipe.name for recipe in named if rebases or recipe.scale_span == 32]
     curves, verdicts = [], []
     for experts in (2, 4):
         problem = make_problem(experts, device)

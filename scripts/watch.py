@@ -24,6 +24,7 @@ FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 REPORTED = re.compile(r"rank\s*: \d+ \(local_rank: (\d+)\)\s+exitcode\s*: (-?\d+)")
 RESTART = re.compile(r"(\d+)/(\d+) attempts left; will restart worker group")
 TRACEBACK = "Traceback (most recent call last):"
+LOGGED = "[titan] "  # a line of TorchTitan's log, which another thread may write in the middle of a traceback
 REPORT = "ChildFailedError"  # torchrun's own, which ends its output
 LOST_CONNECTION = re.compile(
     r"Connection (?:closed|reset) by peer|Broken pipe|Connection refused|[Rr]emote process exit|ncclRemoteError"
@@ -48,7 +49,7 @@ def shortened(lines: Iterable[str]) -> Iterator[str]:
                 yield f"{failure}: restarting, attempt {attempts - left + 1} of {attempts}\n"
             elif "new nodes from group_rank" in text:
                 yield "another machine waits to train with this one: restarting\n"
-        elif process in tracebacks:
+        elif process in tracebacks and not text.startswith(LOGGED):
             tracebacks[process].append(line)
             if text.strip() and not text[0].isspace():
                 whole = tracebacks.pop(process)
@@ -74,7 +75,7 @@ def message(text: str) -> str | None:
         line = line[PREFIX.match(line).end() :]
         if line.startswith(TRACEBACK):
             inside = True
-        elif inside and line.strip() and not line[0].isspace():
+        elif inside and line.strip() and not line[0].isspace() and not line.startswith(LOGGED):
             found, inside = found if REPORT in line else line, False
         elif found is None and line.startswith("│"):
             found = line.strip("│ ")

@@ -124,6 +124,28 @@ def compile_only(target: str) -> Iterator[list[Kernel]]:
             triton.knobs.nvidia.dump_ptxas_log = dump
 
 
+@contextlib.contextmanager
+def specializations(target: str) -> Iterator[set[str]]:
+    """Within, launches add what they would compile for ``target`` to the set: the kernel and what it is compiled for.
+
+    Nothing is compiled, so this takes no time, and nothing runs.
+    """
+    found: set[str] = set()
+
+    def note(*, key, repr, fn, **_) -> bool:
+        found.add(f"{fn.name} {key}")
+        return True  # spares the compilation
+
+    active = driver._active
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.jit_cache_hook = note
+        driver.set_active(_Driver(target))
+        try:
+            yield found
+        finally:
+            driver._active = active
+
+
 def _kernel_cache(kernel: JITFunction) -> dict:
     return kernel.device_caches[driver.active.get_current_device()][0]
 

@@ -25,7 +25,7 @@ from titan_mxfp8 import backends
 
 ROOT = Path(__file__).parent.parent
 MODELS = ("llama4", "deepseek_v3", "qwen3", "gpt_oss", "llama3")
-KERNELS = ("quantize_operand", "quantize_operand_both", "gemm_m_grouped", "gemm_k_grouped")
+KERNELS = ("quantize", "quantize_both", "gemm_m_grouped", "gemm_k_grouped")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,12 +131,12 @@ def test_eager_mxfp8_layers_keep_one_input_each() -> None:
         (
             LLAMA4,
             ["--quantize.linear.mx.backend=triton", "--quantize.linear.mx.hopper_rebase"],
-            "'triton' has no hopper",
+            r"\[quantize.linear.mx\] recipe 'mxfp8_rebased' is rebased, but backend 'triton'",
         ),
         (
             "llama4_17bx128e_8x8",
             ["--quantize.grouped_mm.mx.hopper_rebase"],
-            r"\[quantize.grouped_mm.mx\] backend 'auto' .* needs an H20, H100 or H200, and cluster.gpu is B200",
+            r"\[quantize.grouped_mm.mx\] recipe 'mxfp8_rebased' is rebased, but backend 'triton' \(for NVIDIA B200",
         ),
         (LLAMA4, ["--model.flavor=18b"], "no flavor '18b': use one of .*17bx16e"),
         (LLAMA4, ["--cluster.gpu=A100"], "'A100' is unknown: use one of H20, H100"),
@@ -185,7 +185,7 @@ WRONG = {
     "types": ('["output", "router.gate"]', "[1]", "filter_fqns = [1]: it must be a list of strings"),
     "health": ("[debug]", '[quantize]\nhealth_every = "x"\n[debug]', "health_every = 'x': it must be a whole number"),
     "batch": ("local_batch_size = 2", "local_batch_size = 0", "training.local_batch_size = 0: it must be at least 1"),
-    "package": ("titan_mxfp8.plugin", "titan_mxfp8", "no attribute 'JobConfig'. Set it to 'titan_mxfp8.plugin'"),
+    "package": ("titan_mxfp8.plugin", "titan_mxfp8", "use 'titan_mxfp8.plugin'. Set it to"),
     "module": ("titan_mxfp8.plugin", "nope", "No module named 'nope'. Set it to 'titan_mxfp8.plugin'"),
     "no_module": ('custom_config_module = "titan_mxfp8.plugin"', "", "brings no fields of titan_mxfp8. Set it to"),
     "flavor": ("study_flavors = true", "study_flavors = false", "needs model.study_flavors = true"),

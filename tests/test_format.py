@@ -7,6 +7,7 @@ import torch
 
 from titan_mxfp8 import MXTensor, quantize
 from titan_mxfp8.format import mx, reference
+from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.testing import SPREADS, group_sizes, make_offs, sums_per_stage
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -14,6 +15,7 @@ MAX = {E4M3: 448.0, E5M2: 57344.0}
 POW2_MAX = {E4M3: 8, E5M2: 15}
 FORMATS = [(rounding, dtype) for rounding in ("rceil", "floor") for dtype in (E4M3, E5M2)]
 INF, NAN = math.inf, math.nan
+REBASED = OperandSpec(span=128, scales="across")
 
 # amax, floor's scale and element, rceil's; E4M3.
 #   449 / 448 > 1, so rceil doubles the scale: 449 / 2 = 224.5 -> 224 = 0x76. floor keeps 2^8 * 1.75 and saturates.
@@ -46,6 +48,12 @@ def assert_same_bits(a: MXTensor, b: MXTensor) -> None:
     assert torch.equal(bits(a.qdata), bits(b.qdata))
     assert torch.equal(a.scale, b.scale)
     assert (a.axis, a.block) == (b.axis, b.block)
+
+
+def exact(elements: torch.Tensor, scale: torch.Tensor, block: str = "1x32") -> Operand:
+    """An operand of these bytes, blocks along the last axis."""
+    spec = OperandSpec(elem_dtype=elements.dtype, block=block, lines=32 if block == "32x32" else 1)
+    return Operand(elements, scale, spec, elements.ndim - 1)
 
 
 def scale_by_definition(amax: float, rounding: str, dtype: torch.dtype) -> int:
@@ -140,12 +148,12 @@ def test_every_scale_byte_and_every_element_dequantise_exactly(dtype: torch.dtyp
     codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1)  # a row has one scale and all 256 elements
     scale = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 8)
     values = MXTensor(codes.view(dtype), scale, 1, "1x32", torch.float32).dequantize()
-    exact = codes.view(dtype).double() * torch.exp2(torch.arange(256).double() - 127)[:, None]
-    exact[255] = NAN
-    assert torch.equal(values.nan_to_num(nan=-1.0), exact.float().nan_to_num(nan=-1.0))
+    expected = codes.view(dtype).double() * torch.exp2(torch.arange(256).double() - 127)[:, None]
+    expected[255] = NAN
+    assert torch.equal(values.nan_to_num(nan=-1.0), expected.float().nan_to_num(nan=-1.0))
     assert values[255].isnan().all() and not values[:255, :0x78].isnan().any()
-    mx = MXTensor(codes.view(dtype), scale, 1, "1x32", torch.float32)
-    assert torch.equal(reference._dequantize(mx).nan_to_num(nan=-1.0), values.nan_to_num(nan=-1.0))
+    quickly = reference.dequantize(exact(codes.view(dtype), scale))
+    assert torch.equal(quickly.nan_to_num(nan=-1.0), values.nan_to_num(nan=-1.0))
 
 
 def test_every_reachable_scale_byte_comes_back() -> None:
@@ -177,9 +185,9 @@ def test_blocks_lie_along_the_axis_asked_for(shape: tuple[int, ...], rounding: s
     x = torch.randn(shape)
     for axis in range(x.ndim):
         q = quantize(x, axis, rounding=rounding, elem_dtype=dtype)
-        assert q.shape == x.shape and q.axis == axis and q.qdata.movedim(axis, -1).is_contiguous()
+        assert q.shape == x.shape and q.axis == axis and q.qdata.stride(axis) == 1
         expected = [-(-size // 32) if i == axis else size for i, size in enumerate(shape)]
-        assert list(q.scale.shape) == expected and q.scale.movedim(axis, -1).is_contiguous()
+        assert list(q.scale.shape) == expected and q.scale.stride(axis) == 1
         # block by block, as 32 values of their own
         for index, block in enumerate(x.movedim(axis, -1).split(32, -1) if x.numel() else ()):
             own = quantize(
@@ -200,7 +208,7 @@ def test_a_32x32_tensor_is_a_1x32_tensor_along_either_axis(
     x = torch.randn(shape) * torch.exp2(torch.randint(-20, 20, shape).float())
     last, first = (quantize(x, axis, block="32x32", rounding=rounding, elem_dtype=dtype) for axis in (-1, -2))
     assert torch.equal(bits(last.qdata), bits(first.qdata)) and torch.equal(last.scale, first.scale)
-    assert last.qdata.is_contiguous() and first.qdata.mT.is_contiguous()
+    assert last.qdata.stride(-1) == 1 and first.qdata.stride(-2) == 1
     for i in range(0, shape[-2], 32):
         for j in range(0, shape[-1], 32):
             square = x[..., i : i + 32, j : j + 32]
@@ -239,14 +247,6 @@ def test_bf16_and_fp32_inputs_of_equal_values_give_equal_bits() -> None:
     x = torch.randn(64, 64, dtype=torch.bfloat16)
     assert_same_bits(quantize(x), quantize(x.float()))
     assert quantize(x).dequantize().dtype == torch.bfloat16
-
-
-def test_quantize_both_is_quantize_along_each_axis() -> None:
-    x, offs = torch.randn(100, 96), make_offs([0, 33, 1, 60])
-    kwargs = {"rounding": "rceil", "elem_dtype": E4M3, "block": "1x32"}
-    last, first = reference.quantize_both(x, offs=offs, **kwargs)
-    assert_same_bits(last, quantize(x, 1))
-    assert_same_bits(first, quantize(x, 0, offs=offs))
 
 
 def test_transposing_moves_the_axis_along() -> None:
@@ -310,52 +310,10 @@ def test_bad_input_says_what_to_do(kwargs: dict, message: str) -> None:
         quantize(**({"x": torch.zeros(32, 32)} | kwargs))
 
 
-@pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("weight_block", ["1x32", "32x32"])
-def test_gemms_against_fp64_per_group(spread: str, weight_block: str) -> None:
-    m, n, k, experts = 300, 96, 64, 5
-    sizes = group_sizes(spread, m, experts)
-    offs = make_offs(sizes)
-    x, dy, w = torch.randn(m, k), torch.randn(m, n), torch.randn(experts, n, k)
-    x[sum(sizes) :] = NAN
-    dy[sum(sizes) :] = NAN
-    bias = torch.randn(experts, n)
-    a, b = quantize(x), quantize(w, block=weight_block)
-    y = reference.gemm_m_grouped(a, b.mT, offs, bias=bias, out_dtype=torch.float32)
-    dy_m, x_m = quantize(dy, 0, offs=offs), quantize(x, 0, offs=offs)
-    dw = reference.gemm_k_grouped(dy_m.mT, x_m, offs, out_dtype=torch.float32)
-    start = padded = 0
-    for e, size in enumerate(sizes):
-        rows, blocks = slice(start, start + size), slice(padded, padded + size)
-        exact = a.dequantize().double()[rows] @ b.dequantize().double()[e].T + bias[e]
-        torch.testing.assert_close(y[rows].double(), exact, rtol=0, atol=2e-5)  # measured 6e-6: fp32 accumulation
-        exact = dy_m.dequantize().double()[blocks].T @ x_m.dequantize().double()[blocks]
-        torch.testing.assert_close(dw[e].double(), exact, rtol=0, atol=1e-4)  # measured 2e-5
-        if size == 0:
-            assert (dw[e] == 0).all()
-        start, padded = start + size, padded + -(-size // 32) * 32
-    assert (y[start:] == 0).all()
-
-
-def test_dense_gemms_are_one_group() -> None:
-    x, w, dy = torch.randn(40, 64), torch.randn(1, 96, 64), torch.randn(40, 96)
-    offs = make_offs([40])
-    a, b, bias = quantize(x), quantize(w, 2).mT, torch.randn(1, 96)
-    kwargs = {"bias": bias, "out_dtype": torch.float32}
-    torch.testing.assert_close(
-        reference.gemm_m_grouped(a, b, None, **kwargs), reference.gemm_m_grouped(a, b, offs, **kwargs)
-    )
-    dense = reference.gemm_k_grouped(quantize(dy, 0).mT, quantize(x, 0), None, out_dtype=torch.float32)
-    grouped = (quantize(t, 0, offs=offs) for t in (dy, x))
-    torch.testing.assert_close(
-        dense, reference.gemm_k_grouped(next(grouped).mT, next(grouped), offs, out_dtype=torch.float32)
-    )
-
-
 # Four blocks' scale bytes, an element of the first one, and what it becomes.
 #   1.125 * 2^-4 is normal. 7 * 2^-9 * 2^-4 is 7/16 of the smallest element: 0. Halfway between 0 and it (2^-9 * 2^-1):
 #   the even one, 0; 3 * 2^-9 * 2^-1 = 1.5 of it: 2. 1.125 * 2^-7 is 4.5 of it: 4.
-REBASED = [
+GOLDEN_REBASED = [
     ((120, 124, 0, 0), 0x39, 0x19),
     ((120, 124, 0, 0), 0x07, 0x00),
     ((120, 124, 0, 0), 0x87, 0x80),
@@ -368,45 +326,41 @@ REBASED = [
 ]
 
 
-@pytest.mark.parametrize("scales, element, expected", REBASED)
+@pytest.mark.parametrize("scales, element, expected", GOLDEN_REBASED)
 def test_rebase_golden_table(scales: tuple[int, ...], element: int, expected: int) -> None:
     elements = torch.zeros(1, 128, dtype=torch.uint8)
     elements[0, 0] = element
-    changed = torch.zeros((), dtype=torch.int64)
-    scale = torch.tensor([scales], dtype=torch.uint8)
-    exact = MXTensor(elements.view(E4M3), scale, 1, "1x32", torch.float32)
-    rebased = reference.rebase(exact, "1x128", changed)
-    assert bits(rebased.qdata)[0, 0] == expected and rebased.scale.tolist() == [[max(scales)]]
-    values, before = rebased.dequantize(), exact.dequantize()
-    assert changed == (values[0, 0] != before[0, 0] and max(scales) < 255)
-    assert values.isnan().all() if max(scales) == 255 else torch.equal(values[0, 1:], before[0, 1:])
+    before = exact(elements.view(E4M3), torch.tensor([scales], dtype=torch.uint8))
+    rebased = reference.rebase(before, REBASED)
+    assert bits(rebased.data)[0, 0] == expected and rebased.row_scales().tolist() == [[max(scales)]]
+    values, old = rebased.dequantize(), before.dequantize()
+    changed = reference.changed_elements(before, rebased)
+    assert changed[0, 0] == (values[0, 0] != old[0, 0] and max(scales) < 255) and not changed[0, 1:].any()
+    assert values.isnan().all() if max(scales) == 255 else torch.equal(values[0, 1:], old[0, 1:])
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("block, to", [("1x32", "1x128"), ("1x32", "32x128"), ("32x32", "32x128")])
-def test_rebase_against_doubles(block: str, to: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("block, lines", [("1x32", 1), ("1x32", 32), ("32x32", 32)])
+def test_rebase_against_doubles(block: str, lines: int, dtype: torch.dtype) -> None:
     """Each element anew from its value and its block's new scale, in fp64; sizes that end within a block."""
     x = torch.randn(2, 150, 170) * torch.exp2(torch.randint(-12, 1, (2, 150, 170)).double()).float()
     x[:, 32:64] *= 2.0**-12
     x[:, :, 64:96] *= 2.0**-12
+    spec = OperandSpec(elem_dtype=dtype, block=block, lines=lines, span=128, scales="across")
     for axis in (1, 2):
-        exact = quantize(x, axis, elem_dtype=dtype, block=block)
-        changed = torch.zeros((), dtype=torch.int64)
-        rebased = reference.rebase(exact, to, changed)
-        scale = exact.scale.movedim(axis, -1)
-        largest = torch.stack([part.amax(-1) for part in scale.split(4, -1)], -1)
-        if (block, to) == ("1x32", "32x128"):
+        before, rebased = (reference.quantize(x, axis, made) for made in (spec.exact, spec))
+        largest = torch.stack([part.amax(-1) for part in before.scale.split(4, -1)], -1)
+        if lines > before.spec.lines:
             largest = torch.stack([part.amax(-2) for part in largest.split(32, -2)], -2)
-        assert rebased.block == to and torch.equal(rebased.scale.movedim(axis, -1), largest)
-        if to == "32x128":
-            largest = largest.repeat_interleave(32, -2)
-        values = exact.dequantize(torch.float64).movedim(axis, -1)
+        assert rebased.spec == spec and torch.equal(rebased.row_scales(), largest)
+        assert rebased.scale.shape[-1] % 16 == 0 and not rebased.scale[..., largest.shape[-2] :].any()
+        largest = largest.repeat_interleave(lines, -2)
+        values = before.dequantize().double()
         steps = largest.repeat_interleave(128, -1)[:, : values.shape[1], : values.shape[2]].double() - 127
         expected = (values * torch.exp2(-steps)).to(dtype)
-        assert torch.equal(bits(rebased.qdata.movedim(axis, -1)), bits(expected))
-        difference = (rebased.dequantize() != exact.dequantize()).sum()
-        assert changed == difference > 20
-        assert torch.equal(rebased.mT.dequantize(), rebased.dequantize().mT)
+        assert torch.equal(bits(rebased.data), bits(expected))
+        changed = reference.changed_elements(before, rebased)
+        assert torch.equal(changed, rebased.dequantize() != before.dequantize()) and changed.sum() > 20
 
 
 @pytest.mark.parametrize(
@@ -429,16 +383,15 @@ def test_rebase_against_doubles(block: str, to: str, dtype: torch.dtype) -> None
     ],
 )
 def test_even_out_golden_table(scales: tuple[int, ...], elements: tuple[int, int], expected: tuple[int, ...]) -> None:
-    qdata = torch.full((2, 128), 0x38, dtype=torch.uint8)
-    qdata[0, :2] = torch.tensor(elements, dtype=torch.uint8)
-    qdata[0, 2:32] = qdata[0, 1]
-    scale = torch.tensor([scales, (120, 120, 120, 120)], dtype=torch.uint8)
-    before = MXTensor(qdata.view(E4M3), scale, 1, "1x32", torch.float32)
+    data = torch.full((2, 128), 0x38, dtype=torch.uint8)
+    data[0, :2] = torch.tensor(elements, dtype=torch.uint8)
+    data[0, 2:32] = data[0, 1]
+    before = exact(data.view(E4M3), torch.tensor([scales, (120, 120, 120, 120)], dtype=torch.uint8))
     after = reference.even_out(before)
     assert torch.equal(after.dequantize().nan_to_num(3.0), before.dequantize().nan_to_num(3.0))
     assert after.scale.tolist() == [list(expected), [120] * 4]
     stay = torch.tensor([scales, [120] * 4]) == torch.tensor([expected, [120] * 4])
-    assert torch.equal(bits(after.qdata).view(2, 4, 32)[stay], qdata.view(2, 4, 32)[stay])
+    assert torch.equal(bits(after.data).view(2, 4, 32)[stay], data.view(2, 4, 32)[stay])
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -453,13 +406,12 @@ def test_even_out_changes_no_value_and_leaves_no_scales_apart_that_need_not_be(b
         along[..., 64:128] *= 2.0**-5
         along[..., 128:160] *= 2.0**-5
     seen, lines = set(), 32 if block == "32x32" else 1
+    spec = OperandSpec(elem_dtype=dtype, block=block, lines=lines, stored="even")
     for axis in (1, 2):
-        before = quantize(x, axis, elem_dtype=dtype, block=block)
-        after = reference.even_out(before)
-        assert (after.block, after.axis, after.qdata.stride()) == (block, axis, before.qdata.stride())
-        values = before.dequantize(torch.float64)
-        assert torch.equal(after.dequantize(torch.float64), values)
-        values, old, new = (t.movedim(axis, -1) for t in (values, before.scale, after.scale))
+        before, after = (reference.quantize(x, axis, made) for made in (spec.exact, spec))
+        assert (after.spec, after.axis, after.data.stride()) == (spec, axis, before.data.stride())
+        values, old, new = before.dequantize().double(), before.scale, after.scale
+        assert torch.equal(after.dequantize().double(), values)
         for first in range(0, old.shape[-1], 4):
             stage = old[..., first : first + 4]
             expected = stage.clone()
@@ -482,24 +434,26 @@ def test_sums_per_stage() -> None:
         scale = torch.full((2 * rows, 8), 120, dtype=torch.uint8)
         scale[rows - 1, 1] = scale[1, 1] = 121  # 3 sums instead of 1
         scale[rows, 4:6] = 119  # 2 of the other part's second stage
-        qdata = torch.zeros(2 * rows * int(block.split("x")[0]), 256, dtype=torch.uint8).view(E4M3)
-        assert sums_per_stage(MXTensor(qdata, scale, 1, block, torch.float32)) == (3 + 1 + 1 + 2) / 4
+        data = torch.zeros(2 * rows * int(block.split("x")[0]), 256, dtype=torch.uint8).view(E4M3)
+        assert sums_per_stage(exact(data, scale, block)) == (3 + 1 + 1 + 2) / 4
 
 
 def test_rebased_groups_start_at_multiples_of_128() -> None:
-    sizes, kwargs = [3, 0, 130, 40], {"rounding": "rceil", "elem_dtype": E4M3, "block": "1x32"}
-    x, w = torch.randn(180, 40), torch.randn(180, 24)
-    offs = make_offs(sizes)
-    rebased = reference.quantize_operand(x, 0, offs=offs, form="1x128", **kwargs)
-    assert rebased.shape == (mx.ragged_rows(180, 4, 128), 40) and rebased.block == "1x128"
-    starts = [0, 128, 128, 384]
+    sizes = [3, 0, 130, 40]
+    x = torch.randn(180, 40)
+    rebased = reference.quantize(x, 0, REBASED, make_offs(sizes))
+    assert rebased.data.shape == (40, mx.ragged_rows(180, 4, 128))
     values = rebased.dequantize()
-    for group, start in zip(x[:173].split(sizes), starts, strict=True):
-        alone = reference.quantize_operand(group, 0, offs=None, form="1x128", **kwargs).dequantize()
-        assert torch.equal(values[start : start + len(group)], alone)
-    assert values.count_nonzero() == sum(len(group) for group in x[:173].split(sizes)) * 40
-    other = reference.quantize_operand(w, 0, offs=offs, form="1x128", **kwargs)
-    dw = reference.gemm_k_grouped(other.mT, rebased, offs, out_dtype=torch.float32)
-    for e, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        expected = other.dequantize()[start : start + size].mT @ values[start : start + size]
-        torch.testing.assert_close(dw[e], expected, rtol=1e-5, atol=1e-5)
+    for group, start in zip(x[:173].split(sizes), [0, 128, 128, 384], strict=True):
+        alone = reference.quantize(group, 0, REBASED).dequantize()
+        assert torch.equal(values[:, start : start + len(group)], alone[:, : len(group)])
+    assert values.count_nonzero() == sum(sizes) * 40
+    assert reference.padded_ends(make_offs(sizes), 128).tolist() == [128, 128, 384, 512]
+
+
+def test_values_in_bf16_are_those_of_the_groups_and_stay_where_they_are() -> None:
+    sizes = [3, 0, 30, 40]
+    x, spec = torch.randn(80, 40), OperandSpec(stored="bf16")
+    values = reference.quantize(x, 0, spec, make_offs(sizes)).data
+    expected = [quantize(group, 0).dequantize() for group in x[:73].split(sizes)]
+    assert torch.equal(values[:73].float(), torch.cat(expected))

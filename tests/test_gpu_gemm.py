@@ -1,155 +1,162 @@
-"""The GEMM kernels and the ops on top of them, on a GPU: fresh random inputs, every configuration, graphs, compile."""
+"""What the contract (``test_backends.py``) does not ask of the portable GEMMs on a GPU: every tile, programs that start
+late; and of the ops on top of them: the reference's results, CUDA graphs, torch.compile, no late compilation."""
 
-from functools import partial
+import random
 
 import pytest
 import torch
-from gemm_checks import (
+from contract import (
     BF16,
     CASES,
-    E4M3,
-    E5M2,
     FP32,
-    check_k_grouped,
-    check_m_grouped,
-    check_nan_stays_in_its_group,
-    check_unusual_offs,
+    ROW_FACTOR,
+    TOLERANCE,
+    alone_and_beside,
+    check_gemms,
+    inputs,
+    targets_here,
+    wide,
+    with_arrived,
 )
+from test_late_compilation import kernels
 
-from titan_mxfp8 import RECIPES, mxfp8_grouped_mm, mxfp8_linear
-from titan_mxfp8.testing import group_sizes, make_offs, relative_rms
+from titan_mxfp8 import MXTensor, mxfp8_grouped_mm, mxfp8_linear, quantize
+from titan_mxfp8.recipe import Recipe, get_recipe
+from titan_mxfp8.testing import group_sizes, largest_row_error, make_offs, relative_rms
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from titan_mxfp8.backends.triton import gemm
-from titan_mxfp8.backends.triton.hold import held_multiprocessors
-from titan_mxfp8.backends.triton.operands import mma_for
+import triton as triton_compiler
 
-MMA = mma_for(torch.device("cuda", 0))
-TILES = (gemm.AMD_TILES if torch.version.hip else gemm.TILES)[MMA]
-RECIPE_NAMES = sorted({recipe.name for recipe in RECIPES.values()})
+from titan_mxfp8.backends import triton
+from titan_mxfp8.backends.common import gemm
+from titan_mxfp8.backends.hardware import Hardware, hardware_of
 
-check_m = partial(check_m_grouped, device="cuda")
-check_k = partial(check_k_grouped, device="cuda")
+DEVICE = torch.device("cuda", 0)
+HARDWARE = hardware_of(DEVICE)
+ON_GPU = [target for target in targets_here() if target.device == DEVICE]
+KERNELS = [(target, recipe) for target in ON_GPU if target.entry.name != "reference" for recipe in target.recipes()]
+FEW = ("mxfp8", "mxfp8_2d", "mxfp8_wgrad_bf16", "mxfp8_2d_rebased")
+FEW_KERNELS = [(target, recipe) for target, recipe in KERNELS if recipe.name in FEW]
+
+
+def ids(value: object) -> str:
+    return value.name if isinstance(value, Recipe) else str(value)
 
 
 @pytest.fixture(autouse=True)
-def fresh_inputs():
+def fresh_inputs() -> None:
     torch.seed()
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("tiles", TILES, ids=str)
-def test_group_sizes(tiles: gemm.Tiles, case: str):
-    check_m(case, MMA, tiles)
-    check_m(case, MMA, tiles, d_major=True)
-    check_k(case, MMA, tiles)
+@pytest.fixture
+def take(monkeypatch: pytest.MonkeyPatch):
+    """Makes the backend take the tiles that it is given, of any way to multiply, and leave nothing to torch."""
+
+    def take(tiles: gemm.Tiles, hardware: Hardware = HARDWARE) -> None:
+        monkeypatch.setattr(gemm, "hardware_of", lambda device: hardware)
+        monkeypatch.setattr(gemm, "tiles_of", lambda mma: (tiles, tiles))
+        monkeypatch.setattr(gemm, "_is_many_tiles", lambda *args: False)
+
+    return take
 
 
-@pytest.mark.parametrize("tiles", TILES, ids=str)
-def test_many_tiles(tiles: gemm.Tiles):
-    """More tiles than programs, bands of several rows, K and N that no tile divides."""
-    for d_major in (False, True):
-        check_m("large", MMA, tiles, c=608, d=2336, d_major=d_major, bias_dtype=BF16, out_dtype=BF16)
-    check_k("large", MMA, tiles, n=2336, k=1568, out_dtype=BF16)
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("tiles", TILES, ids=str)
-def test_where_most_programs_start_late(tiles: gemm.Tiles):
-    """Another kernel holds all multiprocessors but 32. Before, nothing does: kernels that are new would wait for it."""
-    for held in (0, torch.cuda.get_device_properties(0).multi_processor_count - 32):
-        with held_multiprocessors(held):
-            check_m("large", MMA, tiles, c=608, d=2336, out_dtype=BF16)
-            check_k("large", MMA, tiles, n=2336, k=1568, out_dtype=BF16)
-
-
-@pytest.mark.parametrize("tiles", TILES, ids=str)
-def test_formats_and_outputs(tiles: gemm.Tiles):
-    for elem_dtype in (E4M3, E5M2):
-        for block in ("1x32", "32x32"):
-            check_m("ragged", MMA, tiles, elem_dtype=elem_dtype, block=block)
-        check_k("ragged", MMA, tiles, elem_dtype=elem_dtype, out_dtype=BF16)
-    for bias_dtype in (BF16, FP32):
-        for out_dtype in (BF16, FP32):
-            check_m("ragged", MMA, tiles, bias_dtype=bias_dtype, out_dtype=out_dtype)
-    for c, d in ((32, 32), (64, 96), (224, 32)):
-        check_m("ragged", MMA, tiles, c=c, d=d)
-        check_k("ragged", MMA, tiles, n=c, k=d)
-    check_nan_stays_in_its_group(MMA, tiles, "cuda")
-    check_unusual_offs(MMA, tiles, "cuda")
+@pytest.mark.parametrize("tiles", gemm.tiles_of(HARDWARE.mma), ids=str)
+def test_each_tile(tiles: gemm.Tiles, take) -> None:
+    """Of every case; then more tiles than programs, bands of several rows, features that no tile divides."""
+    take(tiles)
+    plan = triton.plan(get_recipe("mxfp8"), HARDWARE)
+    for case in CASES:
+        check_gemms(triton, plan, case, device=DEVICE)
+    check_gemms(triton, plan, "large", n=2336, k=800, out_dtype=BF16, bias_dtype=BF16, device=DEVICE)
 
 
 @pytest.mark.parametrize("tiles", gemm.TILES["bf16"], ids=str)
-def test_pointers_and_fp8_operands(tiles: gemm.Tiles):
+def test_pointers_and_fp8_operands(tiles: gemm.Tiles, take) -> None:
     """What SM80 runs, and FP8 operands where bf16 is multiplied."""
+    hardware = Hardware("sm_80", "A100")
+    take(tiles, hardware)
+    plan = triton.plan(get_recipe("mxfp8"), hardware)
     for case in CASES:
-        check_m(case, "bf16", tiles)
-        check_k(case, "bf16", tiles)
-        check_m(case, "bf16", tiles, as_fp8=True)
-        check_k(case, "bf16", tiles, as_fp8=True)
+        check_gemms(triton, plan, case, device=DEVICE)
+        check_gemms(triton, with_arrived(plan), case, device=DEVICE)
 
 
-def problem(
-    rows: int, experts: int = 5, n: int = 192, k: int = 160, dtype: torch.dtype = BF16
-) -> dict[str, torch.Tensor]:
+@pytest.mark.alone
+@pytest.mark.parametrize("tiles", gemm.tiles_of(HARDWARE.mma), ids=str)
+def test_where_most_programs_start_late(tiles: gemm.Tiles) -> None:
+    """Another kernel holds all multiprocessors but 32."""
+    plan, given = triton.plan(get_recipe("mxfp8"), HARDWARE), inputs("large", 2336, 800, wide)
+    offs, held = given["offs"].to(DEVICE), torch.cuda.get_device_properties(0).multi_processor_count - 32
+    x, w, dy = (given[name].to(DEVICE) for name in ("x", "w", "dy"))
+    a, b = triton.quantize(x, 1, plan.forward.a, None), triton.quantize(w, 2, plan.forward.b, None)
+    y = alone_and_beside(lambda: gemm.multiply_m_grouped(a, b, offs, None, BF16, HARDWARE.mma, tiles), held)
+    a, b = triton.quantize(dy, 0, plan.wgrad.a, offs), triton.quantize(x, 0, plan.wgrad.b, offs)
+    dw = alone_and_beside(lambda: gemm.multiply_k_grouped(a, b, offs, BF16, HARDWARE.mma, tiles), held)
+    assert y.any() and dw.any()
+
+
+def problem(rows: int, experts: int = 5, n: int = 192, k: int = 160, dtype: torch.dtype = BF16) -> dict:
     return {
-        "x": torch.randn(rows, k, dtype=dtype, device="cuda", requires_grad=True),
-        "w": (torch.randn(experts, n, k, device="cuda") / k**0.5).to(dtype).requires_grad_(),
-        "dy": torch.randn(rows, n, dtype=dtype, device="cuda"),
-        "offs": make_offs(group_sizes("zipf", rows - 17, experts), "cuda"),
+        "x": torch.randn(rows, k, dtype=dtype, device=DEVICE, requires_grad=True),
+        "w": (torch.randn(experts, n, k, device=DEVICE) / k**0.5).to(dtype).requires_grad_(),
+        "dy": torch.randn(rows, n, dtype=dtype, device=DEVICE),
+        "offs": make_offs(group_sizes("zipf", max(rows - 17, 0), experts), DEVICE),
     }
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_op_against_the_reference_backend(recipe: str, dtype: torch.dtype):
-    """Same quantised bits, so y, dx and dw differ by accumulation order and bf16 rounding only."""
-    given = problem(1000, dtype=dtype)
-    bias = torch.randn(5, 192, device="cuda")
-    results = {}
-    for backend, device in (("triton", "cuda"), ("reference", "cpu")):
-        x, w = (given[name].detach().to(device).requires_grad_() for name in ("x", "w"))
-        y = mxfp8_grouped_mm(
-            x, w.mT, given["offs"].to(device), recipe=recipe, bias=bias.to(device), out_dtype=dtype, backend=backend
-        )
-        y.backward(given["dy"].to(device))
-        results[backend] = {"y": y, "dx": x.grad, "dw": w.grad}
-    # Measured: fp32 up to 3e-8; bf16, where a sum beside a rounding boundary can fall to the other side, up to 5.6e-5.
-    for name, value in results["triton"].items():
-        bf16_inside = dtype == BF16 or (name == "dw" and RECIPES[recipe].wgrad == "bf16")
-        error = relative_rms(value.cpu(), results["reference"][name])
-        print(recipe, dtype, name, f"{error:.1e}")
-        assert error < (3e-4 if bf16_inside else 4e-7), name
+@pytest.mark.parametrize("target, recipe", KERNELS, ids=ids)
+def test_ops_against_the_reference_backend(target, recipe: Recipe, dtype: torch.dtype) -> None:
+    """Same quantised bits, so results differ by the order of additions, what tensor cores cut off, and rounding."""
+    grouped, linear = problem(1000, k=416, dtype=dtype), problem(1000, experts=1, k=416, dtype=dtype)
+    bias, results = torch.randn(5, 192, device=DEVICE), {}
+    for backend, device in ((target.entry.name, DEVICE), ("reference", "cpu")):
+        for kind, given in (("grouped", grouped), ("linear", linear)):
+            x, w = (given[name].detach().to(device).requires_grad_() for name in ("x", "w"))
+            options = {"recipe": recipe, "out_dtype": dtype, "backend": backend}
+            if kind == "grouped":
+                y = mxfp8_grouped_mm(x, w.mT, given["offs"].to(device), bias=bias.to(device), **options)
+            else:
+                y = mxfp8_linear(x, w[0], recipe=recipe, backend=backend)
+            y.backward(given["dy"].to(device))
+            named = {"forward": y, "dgrad": x.grad, "wgrad": w.grad}
+            results[device] = results.get(device, {}) | {f"{kind} {name}": out for name, out in named.items()}
+    plan = target.backend.plan(recipe, target.hardware)
+    for name, value in results[DEVICE].items():
+        error, row_error = (f(value.cpu(), results["cpu"][name]) for f in (relative_rms, largest_row_error))
+        print(recipe.name, dtype, name, f"{error:.1e} {row_error:.1e}")
+        gemm_plan = getattr(plan, name.split()[1])
+        # A bf16 sum beside a rounding boundary can fall to the other side: measured up to 5.6e-5.
+        rounded = dtype == BF16 or not gemm_plan.a.is_quantized
+        tolerance = (3e-4 if rounded else 0) + TOLERANCE[gemm_plan.multiplies, FP32]
+        assert error < tolerance, name
+        assert row_error < (2**-8 if rounded else ROW_FACTOR * tolerance), name
 
 
-@pytest.mark.parametrize("backend", ["triton", "auto"])
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_linear_against_the_reference_backend(recipe: str, backend: str):
-    given = problem(1000, experts=1)
-    results = {}
-    for name, device in ((backend, "cuda"), ("reference", "cpu")):
-        x, w = (given[key].detach().to(device).requires_grad_() for key in ("x", "w"))
-        y = mxfp8_linear(x, w[0], recipe=recipe, backend=name)
-        y.backward(given["dy"].to(device))
-        results[device] = {"y": y, "dx": x.grad, "dw": w.grad}
-    for name, value in results["cuda"].items():
-        error = relative_rms(value.cpu(), results["cpu"][name])
-        print(recipe, name, f"{error:.1e}")
-        # FP8 tensor cores of SM90 cut bits off their sums: bf16 outputs round the other way now and then.
-        in_fp8 = backend == "auto" and MMA == "bf16_tma" and recipe.startswith("mxfp8_2d")
-        assert error < (1e-3 if in_fp8 else 3e-4), name
+@pytest.mark.parametrize("target", [target for target in ON_GPU if target.entry.name != "reference"], ids=ids)
+def test_quantised_activations_may_start_anywhere(target) -> None:
+    """Such as rows of a larger buffer, whose scales start at an odd byte."""
+    w, offs = torch.randn(3, 64, 96, dtype=BF16, device=DEVICE), make_offs([5, 0, 27], DEVICE)
+    whole = quantize(torch.randn(33, 96, dtype=BF16, device=DEVICE), backend=target.entry.name)
+    assert whole.scale[1:].data_ptr() % 16
+    x = MXTensor.from_qdata_and_scales(whole.qdata[1:], whole.scale[1:], BF16)
+    for recipe in ("mxfp8_wgrad_bf16", "mxfp8_2d_wgrad_bf16"):
+        y = mxfp8_grouped_mm(x, w.mT, offs, recipe=recipe, out_dtype=FP32, backend=target.entry.name)
+        on_cpu = MXTensor.from_qdata_and_scales(x.qdata.cpu(), x.scale.cpu(), BF16)
+        expected = mxfp8_grouped_mm(on_cpu, w.cpu().mT, offs.cpu(), recipe=recipe, out_dtype=FP32, backend="reference")
+        assert largest_row_error(y.cpu(), expected) < ROW_FACTOR * TOLERANCE["FP8", FP32]
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d", "mxfp8_wgrad_bf16"])
-def test_cuda_graph_with_changing_offs(recipe: str):
+@pytest.mark.parametrize("target, recipe", FEW_KERNELS, ids=ids)
+def test_cuda_graph_with_changing_offs(target, recipe: Recipe) -> None:
     """Forward and backward are captured once and replayed for other groups and values: nothing in them syncs."""
     static = problem(700)
     x, w, dy, offs = static["x"], static["w"], static["dy"], static["offs"]
 
     def step() -> tuple[torch.Tensor, ...]:
-        y = mxfp8_grouped_mm(x, w.mT, offs, recipe=recipe)
+        y = mxfp8_grouped_mm(x, w.mT, offs, recipe=recipe, backend=target.entry.name)
         return y, *torch.autograd.grad(y, (x, w), dy)
 
     side = torch.cuda.Stream()
@@ -170,22 +177,50 @@ def test_cuda_graph_with_changing_offs(recipe: str):
             assert torch.equal(value, expected), sizes
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d", "mxfp8_wgrad_bf16"])
-def test_compile_with_changing_token_counts(recipe: str):
-    @torch.compile(fullgraph=True)
+@pytest.mark.parametrize("target, recipe", FEW_KERNELS, ids=ids)
+def test_compile_with_changing_token_counts(target, recipe: Recipe) -> None:
+    name, backend = recipe.name, target.entry.name
+
     def layer(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        return mxfp8_linear(mxfp8_grouped_mm(x, w1.mT, offs, recipe=recipe), w2, recipe=recipe)
+        y = mxfp8_grouped_mm(x, w1.mT, offs, recipe=name, backend=backend)
+        return mxfp8_linear(y, w2, recipe=name, backend=backend)
 
     torch._dynamo.reset()
-    w2 = torch.randn(160, 192, dtype=BF16, device="cuda", requires_grad=True)
-    for step, rows in enumerate((300, 513, 77, 1024)):
+    compiled = torch.compile(layer, fullgraph=True)
+    w2 = torch.randn(160, 192, dtype=BF16, device=DEVICE, requires_grad=True)
+    for step, rows in enumerate((300, 513, 177, 1024)):  # up to 128 a scale of 128 tokens has another number of blocks
         given = problem(rows)
         x, w1, offs = given["x"], given["w"], given["offs"]
         torch._dynamo.mark_dynamic(x, 0)
-        dy = torch.randn(rows, 160, dtype=BF16, device="cuda")
+        dy = torch.randn(rows, 160, dtype=BF16, device=DEVICE)
         with torch._dynamo.config.patch(error_on_recompile=step > 0):
-            y = layer(x, w1, w2, offs)
+            y = compiled(x, w1, w2, offs)
         grads = torch.autograd.grad(y, (x, w1, w2), dy)
-        eager = mxfp8_linear(mxfp8_grouped_mm(x, w1.mT, offs, recipe=recipe), w2, recipe=recipe)
+        eager = layer(x, w1, w2, offs)
         for value, expected in zip((y, *grads), (eager, *torch.autograd.grad(eager, (x, w1, w2), dy)), strict=True):
             assert torch.equal(value, expected)
+
+
+@pytest.mark.parametrize("target, recipe", KERNELS, ids=ids)
+def test_a_warm_layer_compiles_nothing(target, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 steps of any routing after the first one. What other tests have compiled is forgotten before."""
+    for kernel in kernels():
+        monkeypatch.setattr(kernel, "compiled", {})
+    monkeypatch.setattr(gemm, "_prepared", set())
+    compiled, options, rng = [], {"recipe": recipe, "backend": target.entry.name}, random.Random(recipe.name)
+
+    def step(rows: int, seed: int) -> None:
+        given = problem(rows, k=96)
+        x, w, dy = given["x"], given["w"], given["dy"]
+        offs = make_offs(group_sizes(rng.choice(("zipf", "one", "tiny")), rows, 5, seed), DEVICE)
+        mxfp8_grouped_mm(x, w.mT, offs, **options).backward(dy)
+        mxfp8_linear(x, w[0], **options).backward(dy)
+
+    step(rng.choice((0, 1, 77, 5000)), 0)
+    variants = sum(len(kernel.compiled) for kernel in kernels())
+    with triton_compiler.knobs.runtime.scope():
+        triton_compiler.knobs.runtime.jit_post_compile_hook = lambda *, repr, **_: compiled.append(repr)
+        for seed in range(100):
+            step(rng.choice((0, 1, 16 * rng.randrange(300), rng.randrange(20000))), seed)
+    torch.cuda.synchronize()
+    assert not compiled and variants and variants == sum(len(kernel.compiled) for kernel in kernels())

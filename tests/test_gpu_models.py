@@ -1,5 +1,6 @@
 """TorchTitan's models on one GPU: every model learns, with activation checkpointing and compiled by the inductor."""
 
+
 import pytest
 import torch
 from models import MODELS, build, run_step

@@ -1,96 +1,142 @@
-"""The quantise, dequantise and pad kernels on a GPU: bit for bit against the reference on the CPU.
+"""What the contract (``test_backends.py``) does not ask of the quantisers on a GPU, bit for bit against the reference
+on the CPU: every number there is, odd sizes and strides, many groups, sizes beyond int32; and dequantise and pad.
 
 ``PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python -m pytest -k "not int32" tests/test_gpu_quantize.py`` must
 be clean as well.
 """
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
-from kernel_checks import (
+from contract import (
+    BF16,
     E4M3,
     E5M2,
+    EXACT,
     FORMATS,
+    FP32,
+    SQUARES,
     assert_same,
     check_dequantize,
     check_every_byte,
     check_pad,
     check_quantize,
     check_quantize_both,
-    check_quantize_dequantize,
+    even_squares,
+    every_bfloat16,
+    partly_even,
+    uneven,
     wild,
 )
 
 from titan_mxfp8 import quantize
-from titan_mxfp8.backends import triton as backend
+from titan_mxfp8.backends import hopper, triton
 from titan_mxfp8.format import reference
-from titan_mxfp8.format.mx import MXTensor
+from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.ops import library
 from titan_mxfp8.ops.pad import pad_token_groups, unpad_token_groups
 from titan_mxfp8.testing import SPREADS, group_sizes, make_offs, poisoned_empty
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-BF16, FP32 = torch.bfloat16, torch.float32
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 # Tile edges (128 rows, 128 columns of bf16), block edges, sizes that 16-byte accesses do not fit, one row, one column.
-SHAPES = [(256, 512), (384, 160), (129, 70), (1, 2048), (1000, 1), (33, 4099), (5, 96, 224), (2, 3, 40, 72)]
+SHAPES = [(384, 160), (129, 70), (1, 2048), (1000, 1), (33, 4099), (5, 96, 224), (2, 3, 40, 72)]
+REBASED = OperandSpec(span=128, scales="across")
+REBASED_SQUARES = OperandSpec(span=128, scales="across", block="32x32", lines=32)
+EVEN_SQUARES = OperandSpec(stored="even", block="32x32", lines=32)
+# What is quantised along both axes, by the backend that makes it.
+SPECS = [(triton, spec) for spec in (EXACT, SQUARES, replace(EXACT, stored="bf16"), replace(SQUARES, stored="bf16"))]
+SPECS += [(hopper, spec) for spec in (REBASED, REBASED_SQUARES, EVEN_SQUARES) if IS_HOPPER]
+RAGGED = [(backend, spec) for backend, spec in SPECS if spec.block == "1x32"]
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("rounding", ["rceil", "floor"])
+def ids(value: object) -> str:
+    return value.key if isinstance(value, OperandSpec) else getattr(value, "__name__", str(value)).split(".")[-1]
+
+
+def check_all(backend, x: torch.Tensor, spec: OperandSpec, offs: torch.Tensor | None = None) -> None:
+    """Along the last two axes, each alone and both at once."""
+    check_quantize(backend, x, x.ndim - 1, spec, device="cuda")
+    check_quantize(backend, x, x.ndim - 2, spec, offs, "cuda")
+    check_quantize_both(backend, x, spec, spec, offs, "cuda")
+
+
+@pytest.mark.parametrize("rounding, dtype", FORMATS)
 def test_every_bfloat16(rounding: str, dtype: torch.dtype):
-    """Each of the 65536, in a block of neighbours and in a block whose maximum is 2^8 times larger."""
-    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(BF16).view(-1, 32)
-    high = (every.float().abs().amax(1, keepdim=True) * 256).to(BF16)
-    for x in (every.cuda(), torch.cat([high, every[:, 1:]], 1).cuda()):
-        check_quantize(x, 1, rounding, dtype, "1x32")
-        check_quantize_both(x, rounding, dtype, "1x32")
+    for x in every_bfloat16():
+        check_all(triton, x, OperandSpec(rounding=rounding, elem_dtype=dtype))
 
 
 @pytest.mark.parametrize("rounding, dtype", FORMATS)
 @pytest.mark.parametrize("in_dtype", [BF16, FP32])
-@pytest.mark.parametrize("block", ["1x32", "32x32"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_one_axis(shape: tuple[int, ...], block: str, in_dtype: torch.dtype, rounding: str, dtype: torch.dtype):
-    x = wild(shape, in_dtype, "cuda")
-    check_quantize(x, x.ndim - 1, rounding, dtype, block)
-    check_quantize(x, x.ndim - 2, rounding, dtype, block)
-    check_quantize_both(x, rounding, dtype, block)
+@pytest.mark.parametrize("backend, spec", SPECS, ids=ids)
+def test_shapes(backend, spec: OperandSpec, in_dtype: torch.dtype, rounding: str, dtype: torch.dtype):
+    spec = replace(spec, rounding=rounding, elem_dtype=dtype)
+    for shape in SHAPES:
+        check_all(backend, wild(shape, in_dtype), spec)
+    if backend is hopper:
+        for make in (uneven, even_squares):
+            check_all(backend, make((129, 288), in_dtype), spec)
 
 
-@pytest.mark.parametrize("block", ["1x32", "32x32"])
-def test_strides(block: str):
-    base = wild((3, 130, 264), BF16, "cuda")
-    for x in (base.mT, base[:, 1::2, 3:99], base[:1].expand(2, 130, 264), base.permute(1, 0, 2), base[..., ::2]):
-        for axis in (1, 2):
-            check_quantize(x, axis, "rceil", E4M3, block)
-        check_quantize_both(x, "rceil", E4M3, block)
+@pytest.mark.skipif(not IS_HOPPER, reason="needs an SM90 GPU")
+@pytest.mark.parametrize("rounding, dtype", FORMATS)
+@pytest.mark.parametrize("in_dtype", [BF16, FP32])
+def test_even_and_32x128_along_one_axis(in_dtype: torch.dtype, rounding: str, dtype: torch.dtype):
+    common = {"rounding": rounding, "elem_dtype": dtype}
+    for make in (wild, uneven, partly_even):
+        for shape in SHAPES:
+            x = make(shape, in_dtype)
+            check_quantize(hopper, x, x.ndim - 1, OperandSpec(stored="even", **common), device="cuda")
+            for axis in (x.ndim - 1, x.ndim - 2):
+                check_quantize(hopper, x, axis, replace(REBASED, lines=32, **common), device="cuda")
+
+
+@pytest.mark.parametrize("backend, spec", SPECS, ids=ids)
+def test_strides(backend, spec: OperandSpec):
+    """Through the ops, which copy what does not start at 16 bytes."""
+    name = backend.__name__.split(".")[-1]
+
+    def quantize_op(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+        return operand(library.quantize(x, axis, spec.key, offs, name), spec, axis)
+
+    def quantize_both_op(x, last, first, offs) -> tuple[Operand, Operand]:
+        tensors = library.quantize_both(x, last.key, first.key, offs, name)
+        split = len(tensors) // 2
+        return operand(tensors[:split], last, x.ndim - 1), operand(tensors[split:], first, x.ndim - 2)
+
+    def operand(tensors: list[torch.Tensor], spec: OperandSpec, axis: int) -> Operand:
+        return Operand(*tensors, *[None] * (2 - len(tensors)), spec, axis)
+
+    ops, base = SimpleNamespace(quantize=quantize_op, quantize_both=quantize_both_op), wild((3, 130, 264), BF16)
+    views = base.mT, base[:, 1::2, 3:99], base[:1].expand(2, 130, 264), base.permute(1, 0, 2), base[..., ::2]
+    for x in (*views, base[1, 1:], base[0].T):
+        check_all(ops, x, spec)
 
 
 @pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("rows, groups, cols", [(4096, 8, 256), (3001, 48, 136), (2000, 160, 64), (1500, 300, 40)])
+@pytest.mark.parametrize("rows, groups, cols", [(4096, 8, 256), (3001, 48, 136), (1500, 300, 40)])
 def test_ragged(rows: int, groups: int, cols: int, spread: str):
     """All rows in groups, and a tail of 333 that belongs to none."""
-    for in_dtype, format_ in zip((BF16, FP32), (("rceil", E4M3), ("floor", E5M2)), strict=True):
-        x = wild((rows, cols), in_dtype, "cuda")
-        for sizes in (group_sizes(spread, rows, groups), group_sizes(spread, rows - 333, groups)):
-            offs = make_offs(sizes, "cuda")
-            check_quantize(x, 0, *format_, "1x32", offs)
-            check_quantize_both(x, *format_, "1x32", offs)
-            check_quantize_dequantize(x, *format_, "1x32", offs)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("rounding, dtype", FORMATS)
-def test_dequantize(rounding: str, dtype: torch.dtype, shape: tuple[int, ...]):
-    x = wild(shape, FP32, "cuda")
-    for block in ("1x32", "32x32"):
-        for axis in (x.ndim - 2, x.ndim - 1):
-            check_dequantize(x, axis, dtype, block)
-        check_quantize_dequantize(x, rounding, dtype, block)
+    for backend, spec in RAGGED:
+        for dtype, format_ in zip((BF16, FP32), (("rceil", E4M3), ("floor", E5M2)), strict=True):
+            spec = replace(spec, rounding=format_[0], elem_dtype=format_[1])
+            x = torch.where(torch.rand(rows, 1) < 0.5, wild((rows, cols), dtype), uneven((rows, cols), dtype))
+            for used in (rows, rows - 333):
+                offs = make_offs(group_sizes(spread, used, groups))
+                check_quantize(backend, x, 0, spec, offs, "cuda")
+                check_quantize_both(backend, x, spec, spec, offs, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_every_byte(dtype: torch.dtype):
+def test_dequantize(dtype: torch.dtype):
     check_every_byte(dtype, "cuda")
+    for shape in SHAPES:
+        for spec in (EXACT, SQUARES):
+            check_dequantize(wild(shape, FP32), replace(spec, elem_dtype=dtype), "cuda")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -98,26 +144,30 @@ def test_every_byte(dtype: torch.dtype):
 def test_pad(alignment: int, dtype: torch.dtype):
     for spread in SPREADS:
         for rows, groups, cols in ((1000, 7, 1536), (777, 160, 100), (300, 300, 8), (64, 1, 7)):
-            check_pad(wild((rows, cols), dtype, "cuda"), group_sizes(spread, rows, groups), alignment)
-            check_pad(wild((rows, cols), dtype, "cuda"), group_sizes(spread, rows - 20, groups), alignment)
+            for used in (rows, rows - 20):
+                check_pad(wild((rows, cols), dtype), group_sizes(spread, used, groups), alignment, "cuda")
 
 
 @pytest.mark.alone
 def test_beyond_int32():
     """2^31 elements and more, in the input and in both outputs: the last rows are where 32-bit offsets would fail."""
-    rows, cols, edge = 2**18 + 32, 8192 + 64, 4096
+    rows, cols, edge = 2**18 + 32, 8192 + 64, 256 + 32
     x = torch.randn((rows, cols), dtype=BF16, device="cuda")
-    kwargs = {"rounding": "rceil", "elem_dtype": E4M3, "block": "1x32", "offs": None}
-    with poisoned_empty():
-        last, first = backend.quantize_both(x, **kwargs)
-    expected = reference.quantize_both(x[-edge:].cpu(), **kwargs)
-    assert_same(MXTensor(last.qdata[-edge:], last.scale[-edge:], 1, "1x32", BF16), expected[0])
-    tail = MXTensor(
-        first.qdata.mT[:, -edge:].contiguous().mT, first.scale.mT[:, -edge // 32 :].contiguous().mT, 0, "1x32", BF16
-    )
-    assert_same(tail, expected[1])
-    one = quantize(x, backend="triton")
-    assert torch.equal(one.qdata.view(torch.uint8), last.qdata.view(torch.uint8)) and torch.equal(one.scale, last.scale)
+    for backend, spec in [(triton, EXACT), (hopper, REBASED)][: 2 if IS_HOPPER else 1]:
+        with poisoned_empty():
+            last, first = backend.quantize_both(x, spec, spec, None)
+        blocks = -(-edge // spec.span)
+        ends = {1: (last.data[-edge:], last.row_scales()[-edge:])}
+        ends[0] = first.data[:, -edge:], first.row_scales()[:, -blocks:]
+        for axis, (data, scale) in ends.items():
+            expected = reference.quantize(x[-edge:].cpu(), axis, spec)
+            assert torch.equal(data.cpu().view(torch.uint8), expected.data.view(torch.uint8))
+            assert torch.equal(scale.cpu(), expected.row_scales())
+        if spec == EXACT:
+            one = quantize(x, backend="triton")
+            assert torch.equal(one.qdata.view(torch.uint8), last.data.view(torch.uint8))
+            assert torch.equal(one.scale, last.scale)
+        del last, first, ends
 
 
 def test_compiles_with_dynamic_tokens():
@@ -131,7 +181,7 @@ def test_compiles_with_dynamic_tokens():
 
     compiled = torch.compile(all_ops, fullgraph=True, dynamic=True)
     for step, rows in enumerate((200, 333, 1024)):
-        x, offs = wild((rows, 160), BF16, "cuda"), make_offs(group_sizes("zipf", rows, 6, step), "cuda")
+        x, offs = wild((rows, 160), BF16).cuda(), make_offs(group_sizes("zipf", rows, 6, step), "cuda")
         with torch._dynamo.config.patch(error_on_recompile=step > 0):
             outputs = compiled(x, offs)
         for ours, theirs in zip(outputs, all_ops(x.cpu(), offs.cpu()), strict=True):
@@ -139,15 +189,15 @@ def test_compiles_with_dynamic_tokens():
             assert torch.equal(ours.cpu().view(raw), theirs.view(raw))
 
 
-def test_cuda_graph_with_changing_groups():
+@pytest.mark.parametrize("backend, spec", RAGGED, ids=ids)
+def test_cuda_graph_with_changing_groups(backend, spec: OperandSpec):
     """A sync cannot be captured; replays see the new offsets."""
     rows, cols, groups = 1000, 256, 9
-    x, offs = wild((rows, cols), BF16, "cuda"), make_offs([0] * groups, "cuda")
-    kwargs = {"rounding": "rceil", "elem_dtype": E4M3, "block": "1x32", "offs": offs}
+    x, offs = wild((rows, cols), BF16).cuda(), make_offs([0] * groups, "cuda")
 
     def step():
         padded, padded_offs = pad_token_groups(x, offs, 32)
-        return backend.quantize_both(x, **kwargs), padded, padded_offs
+        return backend.quantize_both(x, spec, spec, offs), padded, padded_offs
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -160,9 +210,8 @@ def test_cuda_graph_with_changing_groups():
         x.copy_(wild((rows, cols), BF16))
         offs.copy_(make_offs(group_sizes(spread, rows - 100, groups, seed)))
         graph.replay()
-        expected = reference.quantize_both(x.cpu(), **kwargs | {"offs": offs.cpu()})
-        assert_same(last, expected[0])
-        assert_same(first, expected[1])
+        assert_same(last, reference.quantize(x.cpu(), 1, spec))
+        assert_same(first, reference.quantize(x.cpu(), 0, spec, offs.cpu()), int(offs[-1]))
         expected_rows, expected_offs = pad_token_groups(x.cpu(), offs.cpu(), 32)
         assert torch.equal(padded.cpu().view(torch.int16), expected_rows.view(torch.int16))
         assert torch.equal(padded_offs.cpu(), expected_offs)

@@ -1,6 +1,7 @@
 """Health metrics: the counts against block-by-block arithmetic, once per element whatever runs twice, in training."""
 
 import copy
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +15,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from titan_mxfp8 import convert_model, mxfp8_grouped_mm
-from titan_mxfp8.ops import health
-from titan_mxfp8.plugin import health as run_health
+from titan_mxfp8.backends.reference import specs
+from titan_mxfp8.format import reference
+from titan_mxfp8.ops import observe
+from titan_mxfp8.plugin import telemetry
 from titan_mxfp8.recipe import RECIPES
 from titan_mxfp8.testing import make_offs
 
@@ -55,8 +58,8 @@ def counted_by_hand(x: torch.Tensor, form: tuple[float, int, float], rounding: s
 
 def figures(probe: torch.Tensor) -> dict[str, list[float]]:
     """The four figures of each kind."""
-    summary = list(health.summarize(probe.grad.tolist()).values())
-    return {kind: summary[4 * i : 4 * i + 4] for i, kind in enumerate(health.KINDS)}
+    summary = list(observe.summarize(probe.grad.tolist()).values())
+    return {kind: summary[4 * i : 4 * i + 4] for i, kind in enumerate(observe.KINDS)}
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8_floor", "mxfp8_2d", "mxfp8_e5m2_grad"])
@@ -69,9 +72,9 @@ def test_a_linear_counts_what_the_blocks_say(name: str) -> None:
         model[0].weight[32:, :32] *= 2.0**10  # the block with the largest scale, and its first row is zero
         model[0].weight[32] = 0
     convert_model(model, recipe=recipe)
-    probe = model[0].health_probe = health.make_probe(torch.device("cpu"))
+    probe = model[0].probe = observe.make_probe(torch.device("cpu"))
     x, dy = spread(2, 35, 96), spread(70, 64).view(2, 35, 64)
-    with health.recording():
+    with observe.recording():
         model(x).backward(dy)
     gradients = E5M2 if name == "mxfp8_e5m2_grad" else E4M3
     expected = {
@@ -88,11 +91,11 @@ def test_rows_past_the_last_group_do_not_count() -> None:
     torch.manual_seed(0)
     x, w, dy = spread(50, 64), spread(3, 32, 64), spread(50, 32)
     x[40:], dy[40:] = 1e30, torch.nan
-    a, probe = x.clone().requires_grad_(), health.make_probe(torch.device("cpu"))
+    a, probe = x.clone().requires_grad_(), observe.make_probe(torch.device("cpu"))
     offs = make_offs([13, 0, 27])
-    with health.recording():
+    with observe.recording():
         y = mxfp8_grouped_mm(a, w.mT, offs, out_dtype=torch.float32)
-        health.observe(y, a, w, offs, probe, RECIPES["mxfp8"], "auto").backward(dy)
+        observe.observe(y, a, w, offs, probe, RECIPES["mxfp8"], "auto").backward(dy)
     assert figures(probe)["activations"] == counted_by_hand(x[:40], E4M3, "rceil", "1x32")
     assert figures(probe)["weights"] == counted_by_hand(w, E4M3, "rceil", "1x32")
     assert figures(probe)["gradients"] == counted_by_hand(dy[:40], E4M3, "rceil", "1x32")
@@ -101,24 +104,59 @@ def test_rows_past_the_last_group_do_not_count() -> None:
 @pytest.mark.parametrize(
     "rows, sample, bands",
     [
-        (300, 10 * 32, range(10)),  # all of them
-        (300, 5 * 32, (0, 2, 4, 6, 8)),
-        (300, 4 * 32, (0, 3, 6, 9)),  # the last one ends early
-        (300, 1, (0,)),
+        (1200, 10 * 128, range(10)),  # all of them
+        (1200, 5 * 128, (0, 2, 4, 6, 8)),
+        (1200, 4 * 128, (0, 3, 6, 9)),  # the last one ends early
+        (1200, 1, (0,)),
     ],
 )
 def test_of_a_large_operand_evenly_spaced_bands_count(
     rows: int, sample: int, bands: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "SAMPLE", sample * 64)
+    monkeypatch.setattr(observe, "SAMPLE", sample * 64)
     torch.manual_seed(0)
-    x, end = spread(rows, 64), 290
+    x, end = spread(rows, 64), 1190
     x[end:] = 1e30
-    measured = torch.cat([x[32 * band : min(32 * band + 32, end)] for band in bands])
-    with health.recording():
-        counts = health._measure(x, make_offs([end]), "rceil", torch.float8_e4m3fn, "1x32", "auto")
-    summary = list(health.summarize([counts.tolist(), *[[0.0] * health.COUNTS] * 2]).values())
+    measured = torch.cat([x[128 * band : min(128 * band + 128, end)] for band in bands])
+    with observe.recording():
+        counts = observe._measure(x, make_offs([end]), specs(RECIPES["mxfp8"])[0].key, False, "auto")
+    summary = list(observe.summarize([counts.tolist(), *[[0.0] * observe.COUNTS] * 2]).values())
     assert summary == counted_by_hand(measured, E4M3, "rceil", "1x32")
+
+
+@pytest.mark.parametrize("name", ["mxfp8_rebased", "mxfp8_2d_rebased", "mxfp8_wgrad_bf16_rebased"])
+def test_what_rebasing_changes_is_counted(name: str) -> None:
+    """Activations and gradients along both axes, where wgrad takes them so; weights along the features."""
+    torch.manual_seed(0)
+    recipe = RECIPES[name]
+    model = nn.Sequential(nn.Linear(96, 64, bias=False))
+    convert_model(model, recipe=recipe)
+    probe = model[0].probe = observe.make_probe(torch.device("cpu"))
+    x, dy, w = spread(70, 96), spread(70, 64), model[0].weight.detach()
+    with observe.recording():
+        model(x).backward(dy)
+    expected = {}
+    for kind, t, spec in zip(observe.KINDS, (x, w, dy), (specs(recipe)[i] for i in (0, 2, 1)), strict=True):
+        axes = (1, 0) if recipe.wgrad == "mxfp8" and kind != "weights" else (1,)
+        pairs = [(reference.quantize(t, axis, spec.exact), reference.quantize(t, axis, spec)) for axis in axes]
+        changed = sum((a.dequantize() != b.dequantize()).sum().item() for a, b in pairs)
+        expected[kind] = changed / (len(axes) * t.numel())
+    counts = probe.grad.tolist()
+    figures = observe.summarize(counts)
+    assert {kind: figures[f"{kind}/changed_by_rebase"] for kind in observe.KINDS} == expected
+    assert expected["activations"] > 0 and expected["gradients"] > 0
+    other = [[0.0] * observe.COUNTS] * 3
+    report = observe.rebase_report({"wq": counts, "wo": [[0.0] * 3 + [1e9] + [0.0] * 257] * 3})
+    assert f"(most in wq: {expected['activations']:.2e})" in report and "gradients" in report
+    assert observe.rebase_report({"wq": other}) is None and observe.rebase_report({}) is None
+
+
+def test_recording_within_recording_does_not_end_it() -> None:
+    with observe.recording():
+        with observe.recording():
+            pass
+        assert observe._recording
+    assert not observe._recording
 
 
 def test_recomputed_counts_once_and_micro_batches_add_up() -> None:
@@ -129,12 +167,12 @@ def test_recomputed_counts_once_and_micro_batches_add_up() -> None:
 
     def run(times: int, recompute: bool) -> list[torch.Tensor]:
         for linear in linears:
-            linear.health_probe = health.make_probe(torch.device("cpu"))
-        with health.recording():
+            linear.probe = observe.make_probe(torch.device("cpu"))
+        with observe.recording():
             for _ in range(times):
                 y = checkpoint(model, x, use_reentrant=False) if recompute else model(x)
                 y.square().sum().backward()
-        return [linear.health_probe.grad for linear in linears]
+        return [linear.probe.grad for linear in linears]
 
     once = run(1, False)
     assert once[0][:, 0].min() > 0
@@ -148,21 +186,21 @@ def test_compiled_modules_count_without_compiling_again() -> None:
     convert_model(model)
     x = spread(40, 64)
     for module in (model[0], model[2]):
-        module.health_probe = health.make_probe(torch.device("cpu"))
-    with health.recording():
+        module.probe = observe.make_probe(torch.device("cpu"))
+    with observe.recording():
         model(x).square().sum().backward()
-    eager = [module.health_probe.grad.clone() for module in (model[0], model[2])]
+    eager = [module.probe.grad.clone() for module in (model[0], model[2])]
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
 
     def counts() -> list[torch.Tensor]:
         for module in (model[0], model[2]):
-            module.health_probe.grad = None
+            module.probe.grad = None
         compiled(x).square().sum().backward()
-        return [module.health_probe.grad for module in (model[0], model[2])]
+        return [module.probe.grad for module in (model[0], model[2])]
 
     assert not any(map(torch.any, counts())), "nothing is recorded outside of recording()"
     with torch._dynamo.config.patch(error_on_recompile=True):
-        with health.recording():
+        with observe.recording():
             assert all(map(torch.equal, counts(), eager))
         assert not any(map(torch.any, counts()))
 
@@ -175,8 +213,10 @@ class Logged:
 
     device_memory_monitor = SimpleNamespace(device=torch.device("cpu"))
 
-    def __init__(self, model: nn.Module, every: int) -> None:
-        self.job_config = SimpleNamespace(quantize=SimpleNamespace(health_every=every))
+    def __init__(self, model: nn.Module, every: int, report: int = 0) -> None:
+        experts, linears = (SimpleNamespace(mx=SimpleNamespace(hopper_rebase_report=n)) for n in (0, report))
+        quantize = SimpleNamespace(health_every=every, grouped_mm=experts, linear=linears)
+        self.job_config = SimpleNamespace(quantize=quantize)
         self.model_parts, self.logger, self.steps = [model], self, {}
 
     def log(self, figures: dict[str, float], step: int) -> None:
@@ -188,23 +228,38 @@ def test_a_step_is_measured_from_its_first_forward_to_its_end(first: int, logged
     """Also the first one of a run that goes on from a checkpoint, its micro-batches, and no validation in between."""
     torch.manual_seed(0)
     whole, x = nn.Sequential(nn.Linear(64, 32)), spread(40, 64)
-    run_health.attach(whole, convert_model(whole, recipe="mxfp8"))
+    telemetry.attach(whole, convert_model(whole, recipe="mxfp8"))
     model = copy.deepcopy(whole)  # as a pipeline's stage
     processor = Logged(model, every=3)
     measured = []
     for step in range(first, 8):
         for _ in range(2):
             model(x).sum().backward()
-        measured += [step] * (model[0].health_probe.grad is not None)
-        run_health.end(processor, step)
+        measured += [step] * (model[0].probe.grad is not None)
+        telemetry.end(processor, step)
         model.eval()
         model(x)
-        assert not health._recording, "a validation is not measured"
+        assert not observe._recording, "a validation is not measured"
         model.train()
     assert measured == sorted({first, *logged})
     assert list(processor.steps) == logged
     expected = counted_by_hand(x, E4M3, "rceil", "1x32")
     assert [processor.steps[6][f"mx_health/activations/{figure}/0"] for figure in FIGURES] == expected
+
+
+def test_what_rebasing_changed_is_reported_every_n_steps(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 32)), spread(40, 64)
+    telemetry.attach(model, convert_model(model, recipe="mxfp8", rebase=True))
+    processor = Logged(model, every=3, report=2)
+    with caplog.at_level(logging.INFO):
+        for step in range(1, 7):
+            model(x).sum().backward()
+            telemetry.end(processor, step)
+    reports = [line for line in caplog.messages if "rebasing changed in linears" in line]
+    assert [line.partition("step ")[2][0] for line in reports] == ["2", "4", "6"]
+    assert "activations " in reports[0] and "(most in 0: " in reports[0]
+    assert list(processor.steps) == [3, 6] and "mx_health/activations/changed_by_rebase/0" in processor.steps[3]
 
 
 def health_of(out: Path) -> dict[str, dict[int, float]]:

@@ -5,36 +5,43 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 from aot import SHARED_BYTES, Kernel, compile_only
 
-from titan_mxfp8.backends.hopper import gemm, operands
-from titan_mxfp8.format.mx import Block, MXTensor, ceil_div
+from titan_mxfp8.backends import hopper
+from titan_mxfp8.backends.hopper import gemm
+from titan_mxfp8.format.spec import Operand, OperandSpec
 
 M, N, K, E = 4096, 512, 1056, 8  # K is a multiple of 32 but of no tile
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def operand(*shape: int, block: Block, elem_dtype: torch.dtype = E4M3) -> MXTensor:
-    """An operand of this shape, quantised along the last axis."""
-    *rest, rows, length = shape
-    across, along = (int(size) for size in block.split("x"))
-    scale = torch.empty(*rest, ceil_div(length, along), ceil_div(rows, across), dtype=torch.uint8).mT
-    return MXTensor(torch.empty(shape, dtype=elem_dtype), scale, len(shape) - 1, block, BF16)
+def operand(*shape: int, axis: int, elem_dtype: torch.dtype = E4M3, **fields) -> Operand:
+    """An operand made from a tensor of this shape."""
+    spec = OperandSpec(elem_dtype=elem_dtype, scales="across" if fields.get("span") == 128 else "rows", **fields)
+    return spec.empty(torch.empty(shape, dtype=BF16), axis, None)
 
 
-def forward(weight_block: Block, tiles: gemm.Tiles) -> None:
-    a = operand(M, K, block="1x32" if weight_block == "32x32" else "1x128", elem_dtype=E5M2)
-    b, offs = operand(E, N, K, block=weight_block).mT, torch.zeros(E, dtype=torch.int32)
-    gemm.multiply_m_grouped(a, b, offs, torch.empty(E, N, dtype=BF16), BF16, tiles)
+def exact(tiles: gemm.Tiles) -> None:
+    x = operand(M, K, axis=1, elem_dtype=E5M2, stored="even")
+    forward(x, operand(E, N, K, axis=2, block="32x32", lines=32, stored="even"), tiles)
+
+
+def rebased(tiles: gemm.Tiles) -> None:
+    x, w = operand(M, K, axis=1, elem_dtype=E5M2, span=128), operand(E, N, K, axis=2, lines=32, span=128)
+    forward(x, w, tiles)
+
+
+def forward(x: Operand, w: Operand, tiles: gemm.Tiles) -> None:
+    offs, bias, y = torch.zeros(E, dtype=torch.int32), torch.empty(E, N, dtype=BF16), torch.empty(M, N, dtype=BF16)
+    gemm.multiply_m_grouped(x, w, offs, bias, y, tiles)
 
 
 def wgrad(tiles: gemm.Tiles) -> None:
-    a, b = operand(N, M, block="1x128"), operand(K, M, block="1x128").mT
-    gemm.multiply_k_grouped(a, b, torch.zeros(E, dtype=torch.int32), FP32, tiles)
+    dy, x = operand(M, N, axis=0, span=128), operand(M, K, axis=0, span=128)
+    gemm.multiply_k_grouped(dy, x, torch.zeros(E, dtype=torch.int32), torch.empty(E, N, K, dtype=FP32), tiles)
 
 
 def loops_that_multiply(kernel: Kernel, count: int) -> list[str]:
@@ -49,10 +56,10 @@ def loops_that_multiply(kernel: Kernel, count: int) -> list[str]:
 @pytest.mark.parametrize(
     "launch, tiles, fp32_operations",
     [
-        pytest.param(lambda tiles: forward("32x32", tiles), gemm.M_GROUPED, 64 * 4, id="32x32"),
-        pytest.param(lambda tiles: forward("32x128", tiles), gemm.M_GROUPED, 64, id="32x128"),
-        pytest.param(lambda tiles: forward("32x32", tiles), gemm.FEW_ROWS, 64 * 4, id="32x32-few-rows"),
-        pytest.param(lambda tiles: forward("32x128", tiles), gemm.FEW_ROWS, 64, id="32x128-few-rows"),
+        pytest.param(exact, gemm.M_GROUPED, 64 * 4, id="exact"),
+        pytest.param(rebased, gemm.M_GROUPED, 64, id="rebased"),
+        pytest.param(exact, gemm.FEW_ROWS, 64 * 4, id="exact-few-rows"),
+        pytest.param(rebased, gemm.FEW_ROWS, 64, id="rebased-few-rows"),
         pytest.param(wgrad, gemm.K_GROUPED, 2 * 2 * 64, id="wgrad"),
     ],
 )
@@ -75,20 +82,21 @@ def test_compiles(launch: Callable[[gemm.Tiles], None], tiles: gemm.Tiles, fp32_
         assert fp32_operations <= loop.count(" FFMA") + loop.count(" FMUL") <= fp32_operations * 9 // 8
 
 
-def test_operands_are_fp8_where_that_is_faster() -> None:
-    device, bf16 = torch.device("cuda", 0), ("bf16", "bf16")
-    assert operands.operand_forms("m_grouped", "32x32", False, device) == ("even", "even")
-    assert operands.operand_forms("m_grouped", "1x32", False, device) == bf16
-    assert operands.operand_forms("k_grouped", "32x32", False, device) == bf16
-    assert operands.operand_forms("m_grouped", "1x32", True, device) == ("1x128", "32x128")
-
-
-@pytest.mark.parametrize("dequantized", ["a", "b"])
-def test_dequantised_operands_go_to_the_portable_gemm(dequantized: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of either operand: activations that came quantised meet weights in bf16."""
+@pytest.mark.parametrize("in_bf16", ["a", "b", "neither"])
+def test_what_has_no_kernel_here_goes_to_the_portable_gemms(in_bf16: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values in bf16 on either side, say where activations that came quantised meet weights in bf16; 1x32 by 1x32."""
     calls = []
-    monkeypatch.setattr(gemm.portable, "gemm_m_grouped", lambda *args, **kwargs: calls.append(args))
-    operands = {"a": operand(64, 32, block="1x32"), "b": operand(1, 96, 32, block="32x32").mT}
-    operands[dequantized] = replace(operands[dequantized], qdata=operands[dequantized].qdata.bfloat16())
-    gemm.gemm_m_grouped(*operands.values(), None, bias=None, out_dtype=BF16)
+    monkeypatch.setattr(hopper.portable, "gemm_m_grouped", lambda *args: calls.append(args))
+    stored = {name: "bf16" if name == in_bf16 else "fp8" for name in ("a", "b")}
+    a, b = operand(64, 32, axis=1, stored=stored["a"]), operand(1, 96, 32, axis=2, stored=stored["b"])
+    hopper.gemm_m_grouped(a, b, None, None, BF16)
     assert len(calls) == 1
+
+
+def test_blocks_that_do_not_belong_together_raise() -> None:
+    exact, rebased = operand(64, 32, axis=1), operand(64, 32, axis=1, span=128)
+    squares = operand(1, 96, 32, axis=2, block="32x32", lines=32)
+    with pytest.raises(ValueError, match="cannot multiply blocks of 1x128 by blocks of 32x32"):
+        hopper.gemm_m_grouped(rebased, squares, None, None, BF16)
+    with pytest.raises(ValueError, match="cannot multiply blocks of 1x32 by blocks of 1x128"):
+        hopper.gemm_k_grouped(exact._replace(axis=0), rebased._replace(axis=0), None, BF16)

@@ -1,47 +1,48 @@
-"""The quantise kernels that rebase, compiled for sm_90: no spills, 16-byte accesses, the conversions that are meant.
+"""The quantise kernels that rebase or even out, compiled for sm_90: no spills, 16-byte accesses, the conversions that
+are meant.
 
 ``pytest -rP tests/test_hopper_quantize_aot.py`` prints registers and shared memory of each.
 """
 
 import pytest
 import torch
-import triton
 from aot import compile_only
-from test_triton_aot import OFFS, check
+from test_triton_aot import OFFS, check, make
 
-from titan_mxfp8.backends.hopper.quantize import quantize_rebased
+from titan_mxfp8.backends import hopper
+from titan_mxfp8.format.spec import OperandSpec
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BOTH = ("1x128", "1x128")
-PLAIN = {"forms": BOTH, "rounding": "rceil", "elem_dtype": E4M3, "block": "1x32", "offs": None}
+E5M2 = torch.float8_e5m2
+ROWS = OperandSpec(span=128, scales="across")
+SQUARES = OperandSpec(span=128, scales="across", block="32x32", lines=32)
+EVEN_SQUARES = OperandSpec(stored="even", block="32x32", lines=32)
+# What is made: the spec, the axis (None: both), and what else there is to say.
 FORMS = {
-    "last": {"forms": ("1x128", None)},
-    "last, squares": {"forms": ("32x128", None)},
-    "first, ragged": {"forms": (None, "1x128"), "offs": OFFS},
-    "first, squares": {"forms": (None, "32x128")},
-    "both, ragged": {"offs": OFFS},
-    "both of fp32": {"dtype": torch.float32},
-    "both, ragged, E5M2, counted": {"offs": OFFS, "elem_dtype": E5M2, "changed": torch.zeros((), dtype=torch.int64)},
-    "both, 77 rows": {"shape": (77, 480)},
-    "32x32 both": {"forms": ("32x128", "32x128"), "block": "32x32"},
-    "even": {"forms": ("even", None)},
-    "even, E5M2 of fp32": {"forms": ("even", None), "elem_dtype": E5M2, "dtype": torch.float32},
-    "even 32x32 last": {"forms": ("even", None), "block": "32x32"},
-    "even 32x32 both": {"forms": ("even", "even"), "block": "32x32"},
-    "even 32x32 both, E5M2": {"forms": ("even", "even"), "block": "32x32", "elem_dtype": E5M2},
+    "last": (ROWS, 1, {}),
+    "last, squares": (OperandSpec(span=128, scales="across", lines=32), 1, {}),
+    "first, ragged": (ROWS, 0, {"offs": OFFS}),
+    "first, squares": (OperandSpec(span=128, scales="across", lines=32), 0, {}),
+    "both, ragged": (ROWS, None, {"offs": OFFS}),
+    "both of fp32": (ROWS, None, {"dtype": torch.float32}),
+    "both, ragged, E5M2": (OperandSpec(span=128, scales="across", elem_dtype=E5M2), None, {"offs": OFFS}),
+    "both, 77 rows": (ROWS, None, {"shape": (77, 480)}),
+    "32x32 both": (SQUARES, None, {}),
+    "even": (OperandSpec(stored="even"), 1, {}),
+    "even, E5M2 of fp32": (OperandSpec(stored="even", elem_dtype=E5M2), 1, {"dtype": torch.float32}),
+    "even 32x32 last": (EVEN_SQUARES, 1, {}),
+    "even 32x32 both": (EVEN_SQUARES, None, {}),
+    "even 32x32 both, E5M2": (OperandSpec(stored="even", block="32x32", lines=32, elem_dtype=E5M2), None, {}),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_sm_90(form: str):
-    kwargs = PLAIN | {"changed": None, "shape": (256, 512), "dtype": torch.bfloat16} | FORMS[form]
-    x = torch.empty(kwargs.pop("shape"), dtype=kwargs.pop("dtype"))
+    spec, axis, options = FORMS[form]
     with compile_only("sm_90") as kernels:
-        quantize_rebased(x, **kwargs)
-    # Held to 128 registers, the largest spills 48 bytes with Triton 3.6.
-    check(kernels, spills=64 if form == "even 32x32 both" and triton.__version__.startswith("3.6.") else 0)
+        make(hopper, spec, axis, **options)
+    check(kernels)
     kernel = next(kernel for kernel in kernels if "_rebase" in kernel.name)
-    e5m2 = kwargs["elem_dtype"] == E5M2
+    e5m2 = spec.elem_dtype == E5M2
     # each element is made, and made again once its block's neighbours are known
     assert kernel.count(f"F2FP.SATFINITE.{'E5M2' if e5m2 else 'E4M3'}") >= 32
     assert e5m2 or (kernel.count("F2FP.F16.E4M3") >= 16 and kernel.count("HMUL2") >= 16)

@@ -89,7 +89,7 @@ def test_activation_checkpointing_recomputes_what_its_mode_says(model: str) -> N
         assert step.forward == expected.forward, mode
         assert step.backward["gemm_m_grouped"] - n == extra_gemms[mode], mode
         assert step.backward["gemm_k_grouped"] == n, mode
-        for quantiser in ("quantize_operand", "quantize_operand_both"):
+        for quantiser in ("quantize", "quantize_both"):
             again = step.backward[quantiser] - expected.backward[quantiser]
             assert again == extra_quantised[mode], (mode, quantiser)
 
@@ -210,9 +210,9 @@ def test_compiled_experts_keep_no_quantised_weights_for_backward() -> None:
     x = torch.randn(50, 64, dtype=torch.bfloat16, requires_grad=True)
     with count_kernels(x.device) as counts:
         y = module(x, COUNTS)
-        assert counts()["quantize_operand"] == 3
+        assert counts()["quantize"] == 3
         y.sum().backward()
-        assert counts()["quantize_operand"] == 6
+        assert counts()["quantize"] == 6
 
 
 def test_experts_of_any_number_of_recipes_compile_in_one_process() -> None:

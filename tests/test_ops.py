@@ -1,23 +1,24 @@
 """``mxfp8_grouped_mm`` and ``mxfp8_linear``: composition of the GEMMs, gradients, compile, and what bad input gets."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from titan_mxfp8 import RECIPES, MXTensor, mxfp8_grouped_mm, mxfp8_linear, quantize
+from titan_mxfp8.backends.reference import gemm_k_grouped, gemm_m_grouped, specs
 from titan_mxfp8.format import reference
-from titan_mxfp8.format.mx import ragged_rows
+from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
 from titan_mxfp8.ops import library
-from titan_mxfp8.ops.rebase_counter import RebaseCounter
 from titan_mxfp8.recipe import Recipe, get_recipe
 from titan_mxfp8.testing import SPREADS, group_sizes, make_offs, relative_rms
 
 CANONICAL = sorted({recipe.name for recipe in RECIPES.values()})
+EXACT = [name for name in CANONICAL if RECIPES[name].scale_span == 32]
 M, N, K, E = 260, 96, 64, 5
 
 
@@ -66,8 +67,23 @@ def test_recipe_table_and_aliases() -> None:
     squares = RECIPES["mxfp8_2d_wgrad_bf16"]
     assert (squares.rounding, squares.weight_block, squares.wgrad) == ("rceil", "32x32", "bf16")
     assert RECIPES["mxfp8_e5m2_grad"].grad_dtype == torch.float8_e5m2
-    with pytest.raises(ValueError, match=r"unknown recipe 'mxfp4'.*mxfp8_2d"):
-        get_recipe("mxfp4")
+    for unknown in ("mxfp4", ["mxfp8"]):
+        with pytest.raises(ValueError, match=r"unknown recipe .*mxfp8_2d"):
+            get_recipe(unknown)
+
+
+def test_rebased_recipes_are_rows_of_the_table() -> None:
+    assert len(CANONICAL) == 2 * len(EXACT)
+    for name in EXACT:
+        rebased = RECIPES[f"{name}_rebased"]
+        assert (rebased.name, rebased.scale_span) == (f"{name}_rebased", 128)
+        assert rebased == replace(RECIPES[name], name=rebased.name, scale_span=128)
+        assert replace(Recipe.of_key(rebased.key), name=rebased.name) == rebased
+        assert get_recipe(name, rebase=True) == rebased == get_recipe(rebased, rebase=True) == get_recipe(rebased)
+    assert get_recipe("mxfp8_cublas", rebase=True) is not get_recipe("mxfp8_cublas")
+    for rebase in (None, 1, "yes"):
+        with pytest.raises(ValueError, match="rebase is True or False, got"):
+            get_recipe("mxfp8", rebase=rebase)
 
 
 # Relative RMS error against fp32 on normal data, measured over seeds: 0.0365 to 0.0385 for E4M3 with rceil, 0.040 to
@@ -85,7 +101,7 @@ OP_ERROR = {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("recipe", CANONICAL)
+@pytest.mark.parametrize("recipe", [*EXACT, "mxfp8_2d_rebased"])
 def test_error_against_fp32(recipe: str, spread: str, dtype: torch.dtype) -> None:
     problem = make_problem(spread, dtype)
     out, exact = run(problem, recipe, out_dtype=dtype), exact_per_group(problem)
@@ -100,77 +116,64 @@ def test_error_against_fp32(recipe: str, spread: str, dtype: torch.dtype) -> Non
         assert error < limit * (1.15 if spread == "tiny" else 1), (name, error)
 
 
-@pytest.mark.parametrize("rebase", [False, True])
 @pytest.mark.parametrize("name", CANONICAL)
-def test_the_three_gemms_take_the_operands_of_the_table(name: str, rebase: bool) -> None:
+def test_the_three_gemms_take_the_operands_of_the_table(name: str) -> None:
     """Bit for bit the reference's GEMMs on operands quantised as the recipe says, each from its source tensor."""
     recipe, problem = RECIPES[name], make_problem()
     problem["x"] = problem["x"].detach() * torch.exp2(torch.randint(-8, 1, (M, 1)).bfloat16())
     x, w, dy, offs, bias = (problem[key].detach() for key in ("x", "w", "dy", "offs", "bias"))
-    form, weight_form = ("1x128", "32x128") if rebase else ("mx", "mx")
-    act = {"rounding": recipe.rounding, "elem_dtype": torch.float8_e4m3fn, "block": "1x32", "form": form}
-    weight = act | {"block": recipe.weight_block, "form": weight_form}
-    grad = act | {"elem_dtype": recipe.grad_dtype}
+    squares, span = recipe.weight_block == "32x32", recipe.scale_span
+    common = {"rounding": recipe.rounding, "span": span, "scales": "rows" if span == 32 else "across"}
+    act, grad = OperandSpec(**common), OperandSpec(elem_dtype=recipe.grad_dtype, **common)
+    weight = OperandSpec(block=recipe.weight_block, lines=32 if squares or span == 128 else 1, **common)
+    assert specs(recipe) == (act, grad, weight)
 
-    def quantize(x: torch.Tensor, axis: int, offs: torch.Tensor | None = None, **kwargs) -> MXTensor:
-        return reference.quantize_operand(x, axis, offs=offs, **kwargs)
+    def along(x: torch.Tensor, axis: int, spec: OperandSpec):
+        return reference.quantize(x, axis, spec, offs if axis == 0 else None)
 
-    y = reference.gemm_m_grouped(
-        quantize(x, 1, **act), quantize(w, 2, **weight).mT, offs, bias=bias, out_dtype=torch.bfloat16
-    )
-    dx = reference.gemm_m_grouped(
-        quantize(dy, 1, **grad), quantize(w, 1, **weight), offs, bias=None, out_dtype=torch.bfloat16
-    )
+    y = gemm_m_grouped(along(x, 1, act), along(w, 2, weight), offs, bias, torch.bfloat16)
+    dx = gemm_m_grouped(along(dy, 1, grad), along(w, 1, weight), offs, None, torch.bfloat16)
     if recipe.wgrad == "bf16":
         dw = torch._grouped_mm(dy.mT, x, offs=offs)
     else:
-        dy_m, x_m = quantize(dy, 0, offs=offs, **grad), quantize(x, 0, offs=offs, **act)
-        dw = reference.gemm_k_grouped(dy_m.mT, x_m, offs, out_dtype=torch.bfloat16)
-    out = run(problem, recipe, rebase=rebase)
+        dw = gemm_k_grouped(along(dy, 0, grad), along(x, 0, act), offs, torch.bfloat16)
+    out = run(problem, recipe)
     assert torch.equal(out["y"], y) and torch.equal(out["dx"], dx) and torch.equal(out["dw"], dw)
-    if rebase and recipe.wgrad == "mxfp8":  # so little that it takes fp32 to see
+    if span == 32:
         wide = {key: t if key == "offs" else t.float() for key, t in problem.items()}
-        assert not torch.equal(run(wide, recipe, rebase=True)["dw"], run(wide, recipe)["dw"])
+        exact, rebased = run(wide, recipe), run(wide, recipe, rebase=True)
+        assert all(map(torch.equal, rebased.values(), run(wide, f"{name}_rebased").values()))
+        if recipe.wgrad == "mxfp8":  # so little that it takes fp32 to see
+            assert not torch.equal(rebased["dw"], exact["dw"])
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_2d_wgrad_bf16"])
-def test_a_counter_sees_every_quantisation_of_rebased_operands(name: str) -> None:
-    """Also where activation checkpointing repeats the forward: activations and their forward's weights twice."""
-    recipe, problem = RECIPES[name], make_problem()
-    x, w, offs = (problem[key].detach() for key in ("x", "w", "offs"))
-    x = (x * torch.exp2(torch.randint(-12, 1, (M, 1)).bfloat16())).requires_grad_()
-    w.requires_grad_()
-
-    def counts(checkpointed: bool) -> dict:
-        counter = RebaseCounter()
-        op = partial(mxfp8_grouped_mm, offs=offs, recipe=recipe, rebase=counter)
-        y = checkpoint(op, x, w.mT, use_reentrant=False) if checkpointed else op(x, w.mT)
-        y.backward(problem["dy"])
-        first = counter.read()
-        assert all(count == (0, 0) for count in counter.read().values())
-        return first
-
-    plain, repeated = counts(False), counts(True)
-    both_axes, mx_wgrad = recipe.weight_block == "32x32", recipe.wgrad == "mxfp8"
-    assert plain["activations"][1] == x.numel() * (1 + mx_wgrad)
-    assert plain["weights"][1] == 2 * w.numel() and plain["gradients"][1] == problem["dy"].numel() * (1 + mx_wgrad)
-    expected = torch.zeros((), dtype=torch.int64)
-    act = {"rounding": "rceil", "elem_dtype": torch.float8_e4m3fn, "block": "1x32", "form": "1x128"}
-    for axis, given in ((1, None), (0, offs))[: 1 + mx_wgrad]:
-        reference.quantize_operand(x.detach(), axis, offs=given, changed=expected, **act)
-    assert plain["activations"][0] == expected and (expected > 0 or not mx_wgrad)
-    assert repeated["activations"] == tuple(2 * n for n in plain["activations"])
-    assert repeated["weights"][1] == (4 if both_axes else 3) * w.numel()
-    assert repeated["gradients"] == plain["gradients"]
+@pytest.mark.parametrize("layer", ["linear", "grouped"])
+def test_differentiating_twice_is_an_error(layer: str) -> None:
+    """As in a gradient penalty: what the second derivative would leave out, nobody would see."""
+    a, b = torch.randn(20, K, requires_grad=True), torch.randn(N, K, requires_grad=True)
+    if layer == "linear":
+        y = mxfp8_linear(a, b)
+    else:
+        y = mxfp8_grouped_mm(a, b[None].mT, make_offs([20]))
+    (g,) = torch.autograd.grad(y.sum(), a, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        (b.mean() + ((g.norm(dim=1) - 1) ** 2).mean()).backward()
 
 
-def test_counting_is_refused_in_a_full_graph() -> None:
-    x, w = torch.randn(20, K), torch.randn(N, K)
-    counted = torch.compile(lambda x: mxfp8_linear(x, w, rebase=RebaseCounter()), fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match="rebase is counted in eager mode only"):
-        counted(x)
-    rebased = torch.compile(lambda x: mxfp8_linear(x, w, rebase=True), fullgraph=True, backend="aot_eager")
-    assert torch.equal(rebased(x), mxfp8_linear(x, w, rebase=True))
+def test_operands_on_several_devices_are_refused() -> None:
+    """A weight left on meta would give whatever lies in memory."""
+    x, w, offs = torch.randn(10, K), torch.randn(E, N, K), make_offs([2] * E)
+    meta = torch.device("meta")
+    for message, call in {
+        "x on cpu, weight on meta": lambda: mxfp8_linear(x, w[0].to(meta)),
+        "weight on cpu, bias on meta": lambda: mxfp8_linear(x, w[0], torch.empty(N, device=meta)),
+        "a on cpu, b_t on meta": lambda: mxfp8_grouped_mm(x, w.to(meta).mT, offs),
+        "b_t on cpu, offs on meta": lambda: mxfp8_grouped_mm(x, w.mT, offs.to(meta)),
+        "x on cpu, offs on meta": lambda: quantize(x, 0, offs=offs.to(meta)),
+    }.items():
+        with pytest.raises(ValueError, match=f"must be on one device, got .*{message}"):
+            call()
+    assert mxfp8_linear(x.to(meta), w[0].to(meta)).shape == (10, N)  # all of a model on meta is fine
 
 
 @pytest.mark.parametrize("recipe", CANONICAL)
@@ -273,7 +276,7 @@ def test_without_grad_only_what_forward_needs_is_quantised(recipe: str) -> None:
     with torch.no_grad(), Seen():
         mxfp8_grouped_mm(problem["x"], problem["w"].mT, problem["offs"], recipe=recipe)
     ours = [name for name in seen if "titan_mxfp8" in name]
-    assert ours == ["titan_mxfp8.quantize_operand.default"] * 2 + ["titan_mxfp8.gemm_m_grouped.default"]
+    assert ours == ["titan_mxfp8.quantize.default"] * 2 + ["titan_mxfp8.gemm_m_grouped.default"]
 
 
 @pytest.mark.parametrize("recipe", CANONICAL)
@@ -291,20 +294,21 @@ def test_a_weight_that_is_not_kept_is_quantised_again(recipe: str) -> None:
         saved.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             y = mxfp8_grouped_mm(x, w.mT, problem["offs"], recipe=recipe, keep_quantized_weight=keep)
-        in_fp8 = any(t.dtype == torch.float8_e4m3fn and t.shape == w.shape for t in saved)
+        in_fp8 = any(t.dtype == torch.float8_e4m3fn and t.shape == w.mT.shape for t in saved)
         assert in_fp8 == (keep and RECIPES[recipe].weight_block == "32x32")
         grads.append(torch.autograd.grad(y, (x, w), problem["dy"]))
     assert all(map(torch.equal, *grads))
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d_wgrad_bf16"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_rebased", "mxfp8_2d_wgrad_bf16"])
 def test_flops_are_those_of_three_gemms(recipe: str) -> None:
-    """As torch counts them; the groups of the weight gradient, if quantised, have been padded to multiples of 32."""
-    problem = make_problem()
-    with FlopCounterMode(display=False) as counter:
-        run(problem, recipe)
-    wgrad_rows = M if RECIPES[recipe].wgrad == "bf16" else ragged_rows(M, E, 32)
-    assert counter.get_total_flops() == 2 * N * K * (2 * M + wgrad_rows)
+    """As torch counts them, without the rows that the groups of the weight gradient are padded with."""
+    for experts in (E, 160):
+        offs = make_offs(group_sizes("zipf", M, experts))
+        problem = make_problem() | {"offs": offs, "w": torch.randn(experts, N, K), "bias": torch.randn(experts, N)}
+        with FlopCounterMode(display=False) as counter:
+            run(problem, recipe)
+        assert counter.get_total_flops() == 3 * 2 * N * K * M
 
 
 @pytest.mark.parametrize("recipe", CANONICAL)
@@ -360,7 +364,7 @@ def test_compile_fullgraph_without_recompilation(recipe: str) -> None:
     torch._dynamo.reset()
     w1 = torch.randn(E, N, K, dtype=torch.bfloat16, requires_grad=True)
     w2 = torch.randn(K, N, dtype=torch.bfloat16, requires_grad=True)
-    for step, rows in enumerate((100, 130, 77)):
+    for step, rows in enumerate((200, 260, 133)):  # up to 128 a scale of 128 tokens has another number of blocks
         x = torch.randn(rows, K, dtype=torch.bfloat16, requires_grad=True)
         torch._dynamo.mark_dynamic(x, 0)
         offs = make_offs(group_sizes("zipf", rows, E, seed=step))
@@ -377,48 +381,39 @@ def test_compile_fullgraph_without_recompilation(recipe: str) -> None:
 
 
 def test_custom_ops_meet_their_fakes() -> None:
+    """Of every operand of every recipe on the reference backend."""
     x, w, offs = torch.randn(70, K), torch.randn(E, N, K), make_offs(group_sizes("zipf", 66, E))
-    e4m3 = torch.float8_e4m3fn
+    dy = torch.randn(70, N)
     # without test_schema, which multiplies every output by 1 to find aliases: not implemented for FP8
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     opcheck = partial(torch.library.opcheck, test_utils=tests)
-    for axis in (0, 1):
-        for given in (offs, None) if axis == 0 else (None,):
-            opcheck(library._quantize, (x, axis, "rceil", e4m3, "1x32", given, "auto"))
-            for form in ("mx", "1x128", "32x128", "even")[: 3 if given is not None else 4]:
-                opcheck(library._quantize_operand, (x, axis, "rceil", e4m3, "1x32", given, form, "auto"))
-    for block in ("1x32", "32x32"):
-        for axis in (1, 2):
-            opcheck(library._quantize, (w, axis, "floor", torch.float8_e5m2, block, None, "auto"))
-            opcheck(library._quantize_operand, (w, axis, "floor", torch.float8_e5m2, block, None, "32x128", "auto"))
-        for forms in (("mx", "mx"), ("32x128", "32x128"), ("even", "even")):
-            opcheck(library._quantize_operand_both, (w, "rceil", e4m3, block, None, *forms, "auto"))
-    for forms in (("mx", "mx"), ("mx", "1x128"), ("1x128", "1x128")):
-        opcheck(library._quantize_operand_both, (x, "rceil", e4m3, "1x32", offs, *forms, "auto"))
-    a, b = quantize(x), quantize(w, 2).mT
-    for bias in (None, torch.randn(E, N)):
-        args = (a.qdata, a.scale, b.qdata, b.scale, "1x32", "1x32", offs, bias, torch.bfloat16, "auto")
-        opcheck(library._gemm_m_grouped, args)
-    dy_m, x_m = quantize(torch.randn(70, N), 0, offs=offs).mT, quantize(x, 0, offs=offs)
-    args = (dy_m.qdata, dy_m.scale, x_m.qdata, x_m.scale, "1x32", offs, torch.float32, "auto")
-    opcheck(library._gemm_k_grouped, args)
+    for name in ("mxfp8", "mxfp8_2d", "mxfp8_e5m2_grad_rebased", "mxfp8_2d_rebased"):
+        x_spec, dy_spec, w_spec = (spec.key for spec in specs(RECIPES[name]))
+        opcheck(library.quantize.overload, (x, 1, x_spec, None, "auto"))
+        for given in (offs, None):
+            opcheck(library.quantize.overload, (x, 0, x_spec, given, "auto"))
+            opcheck(library.quantize_both.overload, (x, x_spec, x_spec, given, "auto"))
+        opcheck(library.quantize_both.overload, (w, w_spec, w_spec, None, "auto"))
+        x_k, w_k = library.quantize(x, 1, x_spec, None, "auto"), library.quantize(w, 2, w_spec, None, "auto")
+        dy_n, w_n = library.quantize(dy, 1, dy_spec, None, "auto"), library.quantize(w, 1, w_spec, None, "auto")
+        for bias in (None, torch.randn(E, N)):
+            args = (*x_k, x_spec, *w_k, w_spec, 2, offs, bias, torch.bfloat16, "auto")
+            opcheck(library.gemm_m_grouped.overload, args)
+        opcheck(library.gemm_m_grouped.overload, (*dy_n, dy_spec, *w_n, w_spec, 1, offs, None, torch.float32, "auto"))
+        dy_m, x_m = (library.quantize(t, 0, s, offs, "auto") for t, s in ((dy, dy_spec), (x, x_spec)))
+        opcheck(library.gemm_k_grouped.overload, (*dy_m, dy_spec, *x_m, x_spec, 70, offs, torch.float32, "auto"))
+    in_bf16 = OperandSpec(stored="bf16").key
+    opcheck(library.quantize.overload, (x, 1, in_bf16, None, "auto"))
+    opcheck(library.quantize_both.overload, (x, in_bf16, in_bf16, offs, "auto"))
+    operands = (dy.bfloat16(), None, UNQUANTIZED.key, x.bfloat16(), None, UNQUANTIZED.key)
     for given in (offs, None):
-        opcheck(library._wgrad_bf16, (torch.randn(70, N).bfloat16(), x.bfloat16(), given, "auto"))
+        opcheck(library.gemm_k_grouped.overload, (*operands, 70, given, torch.bfloat16, "auto"))
 
 
-def test_a_gemm_refuses_an_operand_quantised_along_the_wrong_axis() -> None:
-    """A square weight, whose shape gives nothing away."""
+def test_activations_quantised_along_the_wrong_axis_are_refused() -> None:
+    """A square weight, whose shape gives nothing away. The backends' own GEMMs: test_backends.py."""
     x, w, offs = torch.randn(64, 64), torch.randn(E, 64, 64), make_offs([12] * E)
-    kwargs = {"bias": None, "out_dtype": torch.bfloat16, "backend": "auto"}
-    library.gemm_m_grouped(quantize(x), quantize(w, 1), offs, **kwargs)
-    with pytest.raises(ValueError, match=r"operand b .* along axis 2, but this GEMM contracts axis 1"):
-        library.gemm_m_grouped(quantize(x), quantize(w, 2), offs, **kwargs)
-    with pytest.raises(ValueError, match=r"operand a .* axis 0"):
-        library.gemm_m_grouped(quantize(x, 0), quantize(w, 1), offs, **kwargs)
-    kwargs.pop("bias")
-    for a, b in ((quantize(x, 0), quantize(x, 0)), (quantize(x, 1), quantize(x, 1))):
-        with pytest.raises(ValueError, match="contracts axis"):
-            library.gemm_k_grouped(a, b, None, **kwargs)
+    mxfp8_grouped_mm(quantize(x, 1), w, offs, recipe="mxfp8_wgrad_bf16")
     with pytest.raises(ValueError, match=r"operand a .* axis 0"):
         mxfp8_grouped_mm(quantize(x, 0), w, offs, recipe="mxfp8_wgrad_bf16")
 
@@ -440,8 +435,13 @@ def test_a_gemm_refuses_an_operand_quantised_along_the_wrong_axis() -> None:
         ({"b_t": torch.zeros(64, 96)}, r"b_t of shape \(E, K, N\)"),
         ({"a": torch.zeros(10, 48), "b_t": torch.zeros(2, 48, 96)}, "in features, is 48.*multiple of 32"),
         ({"b_t": torch.zeros(2, 64, 40)}, "out features, is 40.*multiple of 32"),
+        ({"b_t": torch.zeros(2, 64, 0)}, "out features, is 0.*positive multiple of 32"),
+        ({"a": torch.zeros(10, 0), "b_t": torch.zeros(2, 0, 64)}, "in features, is 0.*positive multiple of 32"),
+        ({"recipe": ["mxfp8"]}, "unknown recipe"),
+        ({"rebase": None}, "rebase is True or False, got None"),
         ({"offs": torch.tensor([4, 10])}, "int32"),
-        ({"offs": None}, r"offs of shape \(E,\), got .* and None"),
+        ({"offs": None}, r"offs, an int32 tensor of shape \(E,\), got .* and None"),
+        ({"offs": [5, 10]}, r"offs, an int32 tensor of shape \(E,\), got .* and \[5, 10\]"),
         ({"offs": torch.tensor([4, 8, 10], dtype=torch.int32)}, "offs has 3 groups but there are 2 experts"),
         ({"offs": torch.tensor([6, 4], dtype=torch.int32)}, "non-decreasing"),
         ({"offs": torch.tensor([4, 11], dtype=torch.int32)}, "only 10 rows"),
@@ -470,6 +470,7 @@ def test_bad_grouped_input_says_what_to_do(change: dict, message: str) -> None:
         ({"weight": torch.zeros(40, 64)}, "out features, is 40"),
         ({"bias": torch.zeros(64)}, r"bias must be of shape \(96,\)"),
         ({"x": torch.zeros(10, 64).half()}, "x must be bfloat16"),
+        ({"weight": torch.zeros(0, 64)}, "out features, is 0"),
         ({"recipe": "fp8"}, "unknown recipe"),
     ],
 )

@@ -16,12 +16,12 @@ from torchtitan.config import ConfigManager
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
 from titan_mxfp8 import plugin
-from titan_mxfp8.plugin import checks, health, wandb_run
+from titan_mxfp8.plugin import checks, telemetry, wandb_run
 from titan_mxfp8.plugin.repairs import moe, tensor_parallel
 
 WAITS = "act_input_indices" in inspect.signature(ViewAndMutationMeta).parameters
 SITES = {
-    health.install: [(MetricsProcessor, "should_log")],
+    telemetry.install: [(MetricsProcessor, "should_log")],
     wandb_run.install: [(WandBLogger, "__init__")],
     checks.install: [(ConfigManager, "_validate_config")],
     moe.initialise_router_bias: [(TokenChoiceTopKRouter, "init_weights")],

@@ -21,10 +21,10 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_mxfp8 import modules, mxfp8_grouped_mm
-from titan_mxfp8.ops.rebase_counter import RebaseCounter
 from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 from titan_mxfp8.plugin.job_config import Job, Model, MXGroupedMM, MXLinear, Quantize
+from titan_mxfp8.recipe import RECIPES
 from titan_mxfp8.tools.flavors import register_flavors
 
 ROOT = Path(__file__).parent.parent
@@ -160,9 +160,14 @@ def test_a_config_module_of_the_user_can_extend_the_plugins(tmp_path: Path, monk
     assert config.own.depth == 5 and config.quantize.grouped_mm.mx.fqns == ["experts"]
     assert config.quantize.linear.mx.filter_fqns == ["output", "router.gate"] and config.quantize.health_every == 0
     experts = convert(config).layers["1"].moe.experts
-    assert experts.mxfp8.recipe.name == "mxfp8_2d" and experts.mxfp8.rebase is True
+    assert experts.mxfp8.recipe.name == "mxfp8_2d_rebased"
     with pytest.raises(ValueError, match="unknown recipe"):
         ConfigManager().parse_args(["--job.custom_config_module=own_config", *ASSETS, *flags, f"{RECIPE}=mxfp9"])
+
+
+def test_the_package_itself_is_no_config_module() -> None:
+    with pytest.raises(AttributeError, match=r"use 'titan_mxfp8\.plugin'"):
+        ConfigManager().parse_args(["--job.custom_config_module=titan_mxfp8", *ASSETS])
 
 
 @pytest.mark.parametrize(
@@ -177,10 +182,6 @@ def test_a_config_module_of_the_user_can_extend_the_plugins(tmp_path: Path, monk
         (
             [f"--model.converters={LINEAR}", "--quantize.linear.mx.hopper_rebase_report=5"],
             r"linear.mx\] .*set hopper_rebase = true",
-        ),
-        (
-            [f"--model.converters={GROUPED}", REBASE, f"{REBASE}_report=5", "--compile.enable"],
-            r"grouped_mm.mx\] .*eager mode only: set compile.enable = false",
         ),
         ([f"--model.converters={GROUPED}", REBASE, f"{REBASE}_report=-1"], "number of steps, got -1"),
         ([f"--model.converters={LINEAR},quantize.grouped_mm.float8"], "mixes quantisation formats"),
@@ -436,21 +437,14 @@ def test_a_checkpoint_of_other_data_parallel_ranks_is_refused_before_it_is_loade
     parse(flags[1])
 
 
-def test_rebase_reaches_the_modules_and_is_reported_every_so_many_steps(caplog: pytest.LogCaptureFixture) -> None:
-    config = parse(f"--model.converters={GROUPED},{LINEAR}", REBASE, f"{REBASE}_report=2")
-    model = nn.ModuleDict({"experts": make_experts(True), "wq": nn.Linear(64, 64)})
-    converters = build_model_converters(config, parallel_dims=None)
-    converters.convert(model)
-    assert isinstance(model["experts"].mxfp8.rebase, RebaseCounter) and model["wq"].mxfp8.rebase is False
-    model["experts"](torch.randn(50, 64), torch.tensor([13, 0, 31, 6]))
-    # w1 and w3 of 64 features, w2 of 96, the activations of each along both axes
-    assert model["experts"].mxfp8.rebase.read()["activations"][1] == 2 * 50 * (64 + 64 + 96)
-    with caplog.at_level(logging.INFO):
-        for _ in range(5):
-            converters.post_optimizer_hook([model])
-    reports = [line for line in caplog.messages if "rebase changed" in line]
-    assert len(reports) == 2 and "most in experts" in reports[0]
-    assert reports[0].endswith("the last 2 steps, this process")
+def test_rebase_reaches_the_modules_and_a_report_gives_them_probes() -> None:
+    flags = f"--model.converters={GROUPED},{LINEAR}", f"{RECIPE}=mxfp8_2d"
+    for rebased in ([REBASE, f"{REBASE}_report=2"], [f"{RECIPE}=mxfp8_2d_rebased", f"{REBASE}_report=2"]):
+        config = parse(*flags, *rebased)
+        model = nn.ModuleDict({"experts": make_experts(True), "wq": nn.Linear(64, 64)})
+        build_model_converters(config, parallel_dims=None).convert(model)
+        assert model["experts"].mxfp8.recipe == RECIPES["mxfp8_2d_rebased"] and model["experts"].probe is not None
+        assert model["wq"].mxfp8.recipe == RECIPES["mxfp8"] and model["wq"].probe is None
 
 
 def test_no_parameter_of_gpt_oss_keeps_what_the_memory_held() -> None:

@@ -10,14 +10,16 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import bench_grouped_mm
+import bench_quantize
 import bench_training
-import conftest
 import converge
 import pytest
 import runs
@@ -27,6 +29,8 @@ import watch
 from torch.utils.tensorboard import SummaryWriter
 
 from titan_mxfp8 import mxfp8_grouped_mm
+from titan_mxfp8.backends import load
+from titan_mxfp8.testing import GroupedShape, Timing, make_offs
 
 ROOT = Path(__file__).parent.parent
 
@@ -362,32 +366,61 @@ def test_train_many_explains_itself(
     assert call("train_many", tmp_path / "none.json") == "2" and "none.json is no file" in capsys.readouterr().err
 
 
-def test_bench_training_tables_its_runs_and_does_none_twice(tmp_path: Path, stub: dict[str, str]) -> None:
-    arguments = ["--config", "train_configs/debug_llama4.toml", "--ngpu", "1", "--steps", "3", "--warmup", "1"]
-    arguments += ["--out", str(tmp_path / "bench"), "--runs", "bf16", "grouped:mxfp8_2d"]
-    for _ in range(2):
-        result = shell(sys.executable, "scripts/bench_training.py", *arguments, **stub)
-        assert result.returncode == 0, result.stderr
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert len(calls) == 2 and "--model.converters=quantize.grouped_mm.mx --quantize.grouped_mm.mx.recipe" in calls[1]
-    rows = rows_of(tmp_path / "bench" / "table.csv")
-    assert [row["run"] for row in rows] == ["bf16", "grouped:mxfp8_2d"]
-    assert [rows[0][key] for key in ("tokens/s (median, per GPU)", "memory GiB", "x")] == ["250", "4.0", "1.0"]
-    assert "unknown run 'fp8'" in call("bench_training", *arguments, "fp8")
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What bench_training.py launches, in order. Instead of training, a run of 3 steps is logged: bf16 at 100 tokens/s,
+    its last step at 50, in its second repeat at 125, all others at 200; and a profiler's trace where asked for."""
+    speeds = {"bf16": (100, 100, 50), "bf16-repeat2": (125, 125, 125)}
+    programs: list[list[str]] = []
 
-    result = shell(sys.executable, "scripts/bench_training.py", *arguments, "--flavors", "a_2layers", "b", **stub)
-    assert result.returncode == 0, result.stderr
-    calls = (tmp_path / "calls").read_text().splitlines()[2:]
-    assert [line.split("--model.flavor=")[1].split()[0] for line in calls] == ["a_2layers", "a_2layers", "b", "b"]
-    assert not (tmp_path / "bench" / "layers.csv").exists()
-    rows = rows_of(tmp_path / "bench" / "table.csv")
-    assert [(row["flavor"], row["run"]) for row in rows[1:3]] == [("a_2layers", "grouped:mxfp8_2d"), ("b", "bf16")]
+    class Done:
+        def wait(self) -> int:
+            return 0
+
+    def launch(processes: int, program: list[str], log: Path) -> Done:
+        programs.append(program)
+        with SummaryWriter(str(log.parent / "tb")) as writer:
+            for step, speed in enumerate(speeds.get(log.parent.name, (200, 200, 200)), 1):
+                for tag, value in ((runs.LOSS, 2.0), (runs.THROUGHPUT, speed), (runs.MEMORY, 4.0)):
+                    writer.add_scalar(tag, value, step)
+        if "--profiling.enable_profiling" in program:
+            step = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#7", "ts": 0, "dur": 4000}
+            kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1000, "dur": 1500}
+            trace = log.parent / "profile_traces" / "iteration_8" / "rank0_trace.json"
+            trace.parent.mkdir(parents=True)
+            trace.write_text(json.dumps({"traceEvents": [step, kernel]}))
+        return Done()
+
+    monkeypatch.setattr(bench_training, "launch", launch)
+    return programs
+
+
+def test_bench_training_tables_its_runs_and_does_none_twice(tmp_path: Path, launched: list[list[str]]) -> None:
+    arguments = ["--ngpu", 1, "--steps", 3, "--warmup", 1, "--out", tmp_path, "--runs", "bf16", "grouped:mxfp8_2d"]
+    for _ in range(2):
+        assert "| grouped:mxfp8_2d |" in call("bench_training", *arguments)
+    assert len(launched) == 2
+    assert "--model.converters=quantize.grouped_mm.mx --quantize.grouped_mm.mx.recipe" in " ".join(launched[1])
+    rows = rows_of(tmp_path / "table.csv")
+    assert [row["run"] for row in rows] == ["bf16", "grouped:mxfp8_2d"]
+    assert [rows[1][key] for key in ("tokens/s (median, per GPU)", "memory GiB", "x")] == ["200", "4.0", "2.667"]
+    assert "unknown run 'fp8'" in call("bench_training", *arguments, "fp8")
+    assert "unknown recipe 'fp8'" in call("bench_training", *arguments, "both:fp8")
+
+    call("bench_training", *arguments, "both+rebase:mxfp8", "--flavors", "a_2layers", "b")
+    flavors = [flag.partition("=")[2] for flags in launched[2:] for flag in flags if "--model.flavor=" in flag]
+    assert flavors == ["a_2layers"] * 3 + ["b"] * 3
+    assert "--quantize.linear.mx.hopper_rebase" in launched[-1]
+    assert not (tmp_path / "layers.csv").exists()
+    rows = rows_of(tmp_path / "table.csv")
+    assert [(row["flavor"], row["run"]) for row in rows[2:4]] == [("a_2layers", "both+rebase:mxfp8"), ("b", "bf16")]
 
 
 def test_bench_training_tells_the_time_of_a_layer_from_that_of_the_rest() -> None:
-    def run(name: str, us_per_token: float) -> runs.Run:
+    def run(name: str, us_per_token: float) -> bench_training.Measured:
         tps = {1: 1.0} | dict.fromkeys(range(2, 9), 1e6 / us_per_token)
-        return runs.Run(name=name, loss={8: 1.0}, tps=tps, memory={8: 1.0}, config={})
+        run = runs.Run(name=name, loss={8: 1.0}, tps=tps, memory={8: 1.0}, config={})
+        return bench_training.Measured(repeats=[run])
 
     speeds = {
         ("m_2layers", "bf16"): 20,
@@ -409,6 +442,53 @@ def test_bench_training_tells_the_time_of_a_layer_from_that_of_the_rest() -> Non
     assert bench_training.layer_table(bench, 1) == [expected[1] | {"x": None}]
 
 
+def test_bench_training_takes_turns_and_shows_what_strays(tmp_path: Path, launched: list[list[str]]) -> None:
+    arguments = ["--ngpu", 1, "--steps", 3, "--warmup", 0, "--out", tmp_path, "--repeats", 2, "--profile", "--runs"]
+    call("bench_training", *arguments, "bf16", "both:mxfp8_2d_rebased")
+    folders = [next(flag for flag in flags if "dump_folder" in flag).rpartition("/")[2] for flags in launched]
+    names = "bf16", "both-mxfp8_2d_rebased"
+    assert folders == [f"{name}{turn}" for turn in ("", "-repeat2", "-profile") for name in names]
+    assert "--quantize.linear.mx.recipe_name=mxfp8_2d_rebased" in launched[1]
+    assert ["--profiling.enable_profiling" in flags for flags in launched] == [False] * 4 + [True] * 2
+    bf16, ours = rows_of(tmp_path / "table.csv")
+    # the means are those of all tokens over all time: 75 and 125 in bf16's repeats
+    assert (bf16["tokens/s (median, per GPU)"], bf16["tokens/s (mean)"], bf16["repeats"]) == ("112", "100", "2")
+    assert (bf16["slowest step / median"], ours["slowest step / median"]) == ("2.0", "1.0")
+    assert (bf16["tokens/s, range"], ours["x"], ours["x, range"]) == ("100 to 125", "1.8", "1.600 to 2.000")
+    assert (bf16["GPU busy"], ours["GPU busy"]) == ("0.375", "0.375")
+    assert [row["repeat"] for row in rows_of(tmp_path / "data.csv")][:6] == ["1"] * 3 + ["2"] * 3
+    assert "--repeats is at least 1, got 0" in call("bench_training", "--repeats", 0)
+
+
+def test_benches_of_kernels_call_what_backends_offer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the reference backend, each call once, with the gate on errors."""
+
+    def once(call, **_) -> Timing:
+        call()
+        return Timing(p20=1.0, p50=1.0, p80=1.0)
+
+    monkeypatch.setattr(bench_grouped_mm, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(bench_grouped_mm, "do_bench", once)
+    monkeypatch.setattr(bench_grouped_mm, "HELD", 0)
+    shape = GroupedShape(name="small", m=200, n=96, k=160, groups=3, why="")
+    ways = {(job, way) for *_, job, way in bench_grouped_mm.jobs("reference", rebases=True, quick=False)}
+    rows = [row for job, way in ways for row in job(shape, "zipf", way)]
+    timed = {row["what"] for row in rows}
+    assert {"mxfp8_2d_rebased wgrad GEMM", "mxfp8_2d_wgrad_bf16 forward + backward", "mxfp8 quantise w"} <= timed
+    assert not any(
+        way.recipe.endswith("_rebased") for *_, way in bench_grouped_mm.jobs("triton", rebases=False, quick=True)
+    )
+
+    reference, x, offs = load("reference", torch.device("cpu")), torch.randn(96, 64), make_offs([40, 56])
+    for kernel, spec, every_axes in bench_quantize.PORTABLE + bench_quantize.HOPPER:
+        for axes in every_axes:
+            made = bench_quantize.quantize_call(reference, x, spec, axes, offs)()
+            operands = list(made) if "both" in axes else [made]
+            assert [one.axis for one in operands] == {"last": [1], "firs": [0], "both": [1, 0]}[axes[:4]], kernel
+            assert {one.spec for one in operands} == {spec}
+            assert bench_quantize.tensor_bytes(made) > x.numel()
+
+
 def test_kernel_times_adds_up_what_ran_on_the_gpu(tmp_path: Path) -> None:
     def event(name: str, start: float, microseconds: float, category: str = "kernel") -> dict[str, object]:
         return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": microseconds}
@@ -421,7 +501,16 @@ def test_kernel_times_adds_up_what_ran_on_the_gpu(tmp_path: Path) -> None:
     assert "| 4 | 2 | gemm |" in printed
     rows = [(row["kernel"], row["ms"], row["count"]) for row in rows_of(tmp_path / "kernels.csv")]
     # 1 to 5.5 and 8 to 9 ms: one ran; the copy has the fewest
-    assert rows == [("first to last", "8.0", "4"), ("any", "5.5", "4"), ("gemm", "4.0", "2"), ("reduce", "2.0", "1")]
+    busy = [("first to last", "8.0", "4"), ("any (68.8%)", "5.5", "4")]
+    assert rows == [*busy, ("gemm", "4.0", "2"), ("reduce", "2.0", "1")]
+    steps = [event(f"ProfilerStep#{i}", start, 4000, "user_annotation") for i, start in enumerate((500, 4500))]
+    trace.write_text(json.dumps({"traceEvents": [*events, *steps]}))
+    call("kernel_times", trace, "--out", tmp_path / "kernels.csv")
+    # of 0.5 to 8.5 ms; the last GEMM ends after it
+    assert [(row["kernel"], row["ms"]) for row in rows_of(tmp_path / "kernels.csv")][:2] == [
+        ("2 steps", "8.0"),
+        ("any (62.5%)", "5.0"),
+    ]
     trace.write_text(json.dumps({"traceEvents": [event("a" * 120 + "1", 0, 1000), event("a" * 120 + "2", 0, 1000)]}))
     assert call("kernel_times", trace).count("| 1 | 1 | aaa") == 2, "not summed by a shortened name"
     trace.write_text(json.dumps({"traceEvents": [{"ph": "X", "cat": "kernel", "name": "gemm"}]}))
@@ -539,12 +628,15 @@ def test_watch_shows_what_is_news() -> None:
         TRACE.format(rank) + f"{error}\n" for rank, error in ((0, "E: Connection closed by peer"), (2, "E: mine"))
     )
     mixed = [line for pair in zip(lost.splitlines(True), own.splitlines(True), strict=True) for line in pair]
+    logged = "[rank0]:[titan] 2026-11-22 17:38:32,418 - root - INFO - Destroying the purge thread.\n"
+    mixed.insert(3, logged)  # by another thread of rank 0
     lines = ["[rank0]:step:  8\n", *mixed, TORCHRUN.format(-9), f"{NOTE}Stopping worker group\n"]
     lines += [f"{NOTE}Worker group FAILED. 2/3 attempts left; will restart worker group\n"]
     lines += [f"{NOTE}Detected 1 new nodes from group_rank=0; will restart worker group\n"]
     lines += [*REPORT.splitlines(True), "[rank0]:the end\n", "[rank1]:Traceback (most recent call last):\n"]
     assert list(watch.shortened(lines)) == [
         "[rank0]:step:  8\n",
+        logged,
         "[rank0]:[rank0]: E: Connection closed by peer\n",
         *own.splitlines(True),
         TORCHRUN.format(-9),
@@ -569,6 +661,7 @@ FRAME = "╭─ Unrecognized options ─╮\n│ Unrecognized options: --trainin
             {3: f"{TRACEBACK}KeyError: 1\n\nThe above\n\n{TRACEBACK}ValueError: x\n"},
             "ValueError: x (local rank 3: ",
         ),
+        ("", {0: f"{TRACEBACK}[titan] 2026 - root - INFO - x\nValueError: x\n"}, "ValueError: x (local rank 0: "),
         (TORCHRUN.format(1) + f"{TRACEBACK}RendezvousClosedError\n", {0: ""}, "RendezvousClosedError ("),
         (TORCHRUN.format(-6), {0: ""}, "local rank 1 was killed by SIGABRT ("),
         (TORCHRUN.format(1), {0: ""}, "local rank 1 ended with status 1 ("),
@@ -818,7 +911,8 @@ def test_test_gpu_runs_some_tests_alone(beside: int, alone: int, expected: int, 
     for folder in ("scripts", "tests"):
         (tmp_path / folder).mkdir()
     shutil.copy(ROOT / "scripts" / "test_gpu.sh", tmp_path / "scripts")
-    (tmp_path / "tests" / "test_gpu_x.py").touch()
+    for name in ("test_backends.py", "test_gpu_x.py"):
+        (tmp_path / "tests" / name).touch()
     (tmp_path / "scripts" / "setup.sh").write_text(
         f"""python() {{
     [ "$1" = -c ] && return
@@ -830,8 +924,9 @@ def test_test_gpu_runs_some_tests_alone(beside: int, alone: int, expected: int, 
     done = shell(script, "-k", "x", JOBS="3")
     assert done.returncode == expected
     assert done.stdout.splitlines() == [
-        "-m pytest --durations=15 -m not alone --numprocesses=3 --dist=worksteal -k x tests/test_gpu_x.py",
-        "-m pytest --durations=15 -m alone -k x tests/test_gpu_x.py",
+        "-m pytest --durations=15 -m not alone --numprocesses=3 --dist=worksteal -k x "
+        "tests/test_backends.py tests/test_gpu_x.py",
+        "-m pytest --durations=15 -m alone -k x tests/test_backends.py tests/test_gpu_x.py",
     ]
     assert shell(script, "tests/test_gpu_y.py").stdout.splitlines()[1].endswith("-m alone tests/test_gpu_y.py")
 
@@ -840,7 +935,7 @@ def test_gpu_tests_that_hold_multiprocessors_run_alone() -> None:
     holding = 0
     for path in sorted((ROOT / "tests").glob("test_gpu_*.py")):
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and "held_multiprocessors(" in ast.unparse(node):
+            if isinstance(node, ast.FunctionDef) and "alone_and_beside(" in ast.unparse(node):
                 assert "pytest.mark.alone" in map(ast.unparse, node.decorator_list), f"{path.name}: {node.name}"
                 holding += 1
     assert holding
@@ -848,11 +943,12 @@ def test_gpu_tests_that_hold_multiprocessors_run_alone() -> None:
 
 def test_processes_that_test_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = []
+    conftest = runpy.run_path(str(ROOT / "tests" / "conftest.py"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
     for workers in ("1", "6"):
         monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", workers)
-        conftest.pytest_configure()
+        conftest["pytest_configure"]()
     assert shares == [0.15]
 
 

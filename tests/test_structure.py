@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "titan_mxfp8"
 # A module may import from its own layer and the ones after it. Besides, checks.py imports flavors where a config asks.
-LAYERS = ["tools", "plugin", "modules", "ops", "recipe", "backends", "format"]
+LAYERS = ["tools", "plugin", "modules", "ops", "backends", "recipe", "format"]
 ON_REQUEST = ("plugin/checks.py", "titan_mxfp8.tools.flavors.register_flavors")
 ONLY_UNDER = {"triton": "backends/", "torchtitan": ("plugin/", "tools/")}
 
@@ -76,3 +76,10 @@ def test_every_public_function_has_a_docstring_and_type_hints() -> None:
                 assert ast.get_docstring(node) or len(node.body) <= 3, f"{relative}: {node.name} has no docstring"
                 hints = [arg.annotation for arg in (*node.args.args, *node.args.kwonlyargs)]
                 assert all(hints) and node.returns is not None, f"{relative}: {node.name} lacks type hints"
+
+
+def test_the_tour_names_every_file() -> None:
+    tour = (PACKAGE / "README.md").read_text()
+    for _, relative in sources():
+        folder, _, name = relative.rpartition("/")
+        assert f"{name}`" in tour or "repairs" in folder or name == "__init__.py", relative

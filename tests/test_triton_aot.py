@@ -4,31 +4,36 @@
 """
 
 import re
+from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
 import triton
 from aot import SHARED_BYTES, Kernel, compile_only
 
-from titan_mxfp8.backends import triton as backend
-from titan_mxfp8.format.mx import MXTensor
-from titan_mxfp8.format.reference import quantize as reference_quantize
+from titan_mxfp8.backends.common import quantize as exact
+from titan_mxfp8.backends.common.dequantize import dequantize, quantize_dequantize, quantize_dequantize_both
+from titan_mxfp8.backends.common.pad import pad_token_groups, unpad_token_groups
+from titan_mxfp8.format.spec import OperandSpec
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-PLAIN = {"rounding": "rceil", "elem_dtype": E4M3, "block": "1x32", "offs": None}
+ROWS = OperandSpec()
+SQUARES = OperandSpec(block="32x32", lines=32)
 OFFS = torch.tensor([100, 100, 250], dtype=torch.int32)
-# Each form that compiles differently enough to spill, or to lose an instruction, by what it asks of ``quantize``.
+# Each form that compiles differently enough to spill, or to lose an instruction: the spec, the axis (None: both), and
+# what else there is to say.
+FLOOR_E5M2 = OperandSpec(rounding="floor", elem_dtype=torch.float8_e5m2)
 QUANTIZE = {
-    "last": {"axis": 1},
-    "last of fp32, floor, E5M2": {"axis": 1, "dtype": torch.float32, "rounding": "floor", "elem_dtype": E5M2},
-    "first": {"axis": 0},
-    "first, ragged": {"axis": 0, "offs": OFFS},
-    "both": {"axis": None},
-    "both, ragged": {"axis": None, "offs": OFFS},
-    "both of fp32, ragged": {"axis": None, "dtype": torch.float32, "offs": OFFS},
-    "both, odd sizes": {"axis": None, "shape": (77, 45)},
-    "32x32 last": {"axis": 1, "block": "32x32"},
-    "32x32 both": {"axis": None, "block": "32x32"},
+    "last": (ROWS, 1, {}),
+    "last of fp32, floor, E5M2": (FLOOR_E5M2, 1, {"dtype": torch.float32}),
+    "first": (ROWS, 0, {}),
+    "first, ragged": (ROWS, 0, {"offs": OFFS}),
+    "both": (ROWS, None, {}),
+    "both, ragged": (ROWS, None, {"offs": OFFS}),
+    "both of fp32, ragged": (ROWS, None, {"dtype": torch.float32, "offs": OFFS}),
+    "both, odd sizes": (ROWS, None, {"shape": (77, 45)}),
+    "32x32 last": (SQUARES, 1, {}),
+    "32x32 both": (SQUARES, None, {}),
 }
 # What is compiled for other targets than sm_90, which gets all.
 ELSEWHERE = {
@@ -39,15 +44,25 @@ ELSEWHERE = {
 }
 
 
-def compile_quantize(
-    target: str, axis: int | None, dtype: torch.dtype = torch.bfloat16, shape: tuple[int, int] = (256, 512), **kwargs
-) -> list[Kernel]:
+def make(
+    quantiser: ModuleType,
+    spec: OperandSpec,
+    axis: int | None,
+    shape: tuple[int, int] = (256, 512),
+    dtype: torch.dtype = torch.bfloat16,
+    offs: torch.Tensor | None = None,
+) -> None:
     x = torch.empty(shape, dtype=dtype)
+    if axis is None:
+        quantiser.quantize_both(x, spec, spec, offs)
+    else:
+        quantiser.quantize(x, axis, spec, offs)
+
+
+def compile_quantize(target: str, form: str) -> list[Kernel]:
+    spec, axis, options = QUANTIZE[form]
     with compile_only(target) as kernels:
-        if axis is None:
-            backend.quantize_both(x, **PLAIN | kwargs)
-        else:
-            backend.quantize(x, axis, **PLAIN | kwargs)
+        make(exact, spec, axis, **options)
     return kernels
 
 
@@ -67,9 +82,9 @@ def check(kernels: list[Kernel], spills: int = 0) -> None:
 
 @pytest.mark.parametrize("form", QUANTIZE)
 def test_quantize_sm_90(form: str):
-    kernels = compile_quantize("sm_90", **QUANTIZE[form])
+    kernels = compile_quantize("sm_90", form)
     # Triton 3.6 does, byte by byte; features of a model are a multiple of 32
-    check(kernels, spills=544 if form == "both, odd sizes" and triton.__version__.startswith("3.6.") else 0)
+    check(kernels, spills=272 if form == "both, odd sizes" and triton.__version__.startswith("3.6.") else 0)
     kernel = next(kernel for kernel in kernels if "_quantize" in kernel.name)
     fp8 = "F2FP.SATFINITE.E5M2" if "E5M2" in form else "F2FP.SATFINITE.E4M3"
     assert kernel.count(fp8) >= 8
@@ -81,7 +96,7 @@ def test_quantize_sm_90(form: str):
 
 @pytest.mark.parametrize("target, form", [(target, form) for target, forms in ELSEWHERE.items() for form in forms])
 def test_quantize(target: str, form: str):
-    kernels = compile_quantize(target, **QUANTIZE[form])
+    kernels = compile_quantize(target, form)
     check(kernels, spills=8 if target == "sm_80" else 0)  # "both, ragged" by integers takes all 255 registers
     kernel = next(kernel for kernel in kernels if "_quantize" in kernel.name)
     if target == "sm_100":
@@ -92,17 +107,15 @@ def test_quantize(target: str, form: str):
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx950"])
 def test_dequantize_and_pad(target: str):
-    x = torch.randn(256, 512).bfloat16()
-    mx = {block: reference_quantize(x, 1, **PLAIN | {"block": block}) for block in ("1x32", "32x32")}
-    kwargs = {"rounding": "rceil", "elem_dtype": E4M3}
+    x = torch.empty(256, 512, dtype=torch.bfloat16)
     with compile_only(target) as kernels:
-        for operand in mx.values():
-            backend.dequantize(MXTensor(operand.qdata, operand.scale, 1, operand.block, x.dtype))
-        backend.quantize_dequantize(x, 1, block="1x32", offs=None, **kwargs)
-        backend.quantize_dequantize(x, 1, block="32x32", offs=None, **kwargs)
-        backend.quantize_dequantize_both(x, offs=OFFS, **kwargs)
-        padded, _ = backend.pad_token_groups(x, OFFS, alignment=32, padded_rows=320)
-        backend.unpad_token_groups(padded, OFFS, alignment=32, rows=256)
+        for spec in (ROWS, SQUARES):
+            dequantize(spec.empty(x, 1, None))
+            quantize_dequantize(x, 1, replace(spec, stored="bf16"), None)
+        values = replace(ROWS, stored="bf16")
+        quantize_dequantize_both(x, values, values, OFFS)
+        padded, _ = pad_token_groups(x, OFFS, alignment=32, padded_rows=320)
+        unpad_token_groups(padded, OFFS, alignment=32, rows=256)
     check(kernels)
     assert {kernel.name.lstrip("_") for kernel in kernels} >= {
         "dequantize_rows",

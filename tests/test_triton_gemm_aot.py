@@ -7,9 +7,9 @@ import pytest
 import torch
 from aot import SHARED_BYTES, Kernel, compile_only
 
-from titan_mxfp8.backends.triton import gemm
-from titan_mxfp8.backends.triton.operands import Mma
-from titan_mxfp8.format.mx import MXTensor
+from titan_mxfp8.backends.common import gemm
+from titan_mxfp8.backends.hardware import Mma
+from titan_mxfp8.format.spec import OperandSpec
 
 M, N, K, E = 4096, 512, 1056, 8  # K is a multiple of 32 but of no tile
 BF16 = torch.bfloat16
@@ -30,29 +30,17 @@ ROWS = [
 ]
 
 
-def stored(*shape: int, mma: Mma, axis: int) -> MXTensor:
-    """An operand of this shape, quantised along ``axis``, as the quantiser leaves it."""
-    if mma != "scaled":
-        return MXTensor(torch.empty(shape, dtype=BF16), torch.empty(0, dtype=torch.uint8), axis, "1x32", BF16)
-    *rest, length = torch.empty(shape, device="meta").movedim(axis, -1).shape
-    qdata = torch.empty(*rest, length, dtype=torch.float8_e4m3fn).movedim(-1, axis)
-    scale = torch.empty(*rest, length // 32, dtype=torch.uint8).movedim(-1, axis)
-    return MXTensor(qdata, scale, axis, "1x32", BF16)
-
-
 def compile_all(target: str, mma: Mma, tiles: gemm.Tiles) -> dict[str, Kernel]:
+    spec, offs = OperandSpec(stored="fp8" if mma == "scaled" else "bf16"), torch.zeros(E, dtype=torch.int32)
+    x, w, dy = (torch.empty(shape, dtype=BF16) for shape in ((M, K), (E, N, K), (M, N)))
     kernels = {}
-    padded = M + 32 * E if mma == "scaled" else M
-    offs = torch.zeros(E, dtype=torch.int32)
     with compile_only(target) as compiled:
-        x, w = stored(M, K, mma=mma, axis=1), stored(E, N, K, mma=mma, axis=2).mT
-        gemm.multiply_m_grouped(x, w, offs, torch.empty(E, N, dtype=BF16), BF16, mma, tiles)
+        bias = torch.empty(E, N, dtype=BF16)
+        gemm.multiply_m_grouped(spec.empty(x, 1, None), spec.empty(w, 2, None), offs, bias, BF16, mma, tiles)
         kernels["forward"] = compiled[-1]
-        dy, w = stored(M, N, mma=mma, axis=1), stored(E, N, K, mma=mma, axis=1)
-        gemm.multiply_m_grouped(dy, w, offs, None, BF16, mma, tiles)
+        gemm.multiply_m_grouped(spec.empty(dy, 1, None), spec.empty(w, 1, None), offs, None, BF16, mma, tiles)
         kernels["dgrad"] = compiled[-1]
-        dy, x = stored(padded, N, mma=mma, axis=0).mT, stored(padded, K, mma=mma, axis=0)
-        gemm.multiply_k_grouped(dy, x, offs, BF16, mma, tiles)
+        gemm.multiply_k_grouped(spec.empty(dy, 0, E), spec.empty(x, 0, E), offs, BF16, mma, tiles)
         kernels["wgrad"] = compiled[-1]
     assert len(compiled) == 3
     return kernels

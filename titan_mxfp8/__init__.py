@@ -8,3 +8,9 @@ from titan_mxfp8.ops.quantize import quantize
 from titan_mxfp8.recipe import RECIPES
 
 __all__ = ["RECIPES", "MXTensor", "convert_model", "mxfp8_grouped_mm", "mxfp8_linear", "quantize"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "JobConfig":  # what TorchTitan asks a config module for
+        raise AttributeError("job.custom_config_module = 'titan_mxfp8' is no config module: use 'titan_mxfp8.plugin'")
+    raise AttributeError(f"module 'titan_mxfp8' has no attribute {name!r}")

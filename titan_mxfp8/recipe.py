@@ -1,11 +1,11 @@
 """What is quantised how: a recipe is a row of this table, nothing else in the package branches on its name."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
-from titan_mxfp8.format.mx import BLOCKS, ELEM_DTYPES, ROUNDINGS, Block, Rounding
+from titan_mxfp8.format.mx import BLOCKS, ELEM_DTYPES, ROUNDINGS, SPANS, Block, Rounding, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,9 @@ class Recipe:
         grad_dtype: element type of the output gradient, in dgrad and in wgrad.
         wgrad: ``mxfp8``, or ``bf16`` for a weight gradient from unquantised operands.
         rounding: scale rounding, see ``format/reference.py``.
+        scale_span: how many elements along the contraction axis share a scale: 32, exact MXFP8, or 128, where the
+            operands are rebased (``format.reference.rebase``), which Hopper's FP8 tensor cores multiply much faster.
+        key: all but the name as one string, which ``torch.compile`` can hand on where it could not hand on a recipe.
 
     Raises:
         ValueError: a value that is none of these.
@@ -29,22 +32,46 @@ class Recipe:
     grad_dtype: torch.dtype = torch.float8_e4m3fn
     wgrad: Literal["mxfp8", "bf16"] = "mxfp8"
     rounding: Rounding = "rceil"
+    scale_span: Span = 32
+    key: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for field, known in (
+        for name, known in (
             ("weight_block", BLOCKS),
             ("grad_dtype", ELEM_DTYPES),
             ("wgrad", ("mxfp8", "bf16")),
             ("rounding", ROUNDINGS),
+            ("scale_span", SPANS),
         ):
-            if getattr(self, field) not in known:
+            if getattr(self, name) not in known:
                 raise ValueError(
-                    f"recipe {self.name!r}: unknown {field} {getattr(self, field)!r}, use one of "
+                    f"recipe {self.name!r}: unknown {name} {getattr(self, name)!r}, use one of "
                     f"{', '.join(map(str, known))}"
                 )
 
+        grad_dtype = str(self.grad_dtype).removeprefix("torch.")
+        numerics = (self.weight_block, grad_dtype, self.wgrad, self.rounding, self.scale_span)
+        object.__setattr__(self, "key", " ".join(map(str, numerics)))
 
-_TABLE = {
+    @classmethod
+    def of_key(cls, key: str) -> "Recipe":
+        """A recipe with this ``key``, without a name."""
+        weight_block, grad_dtype, wgrad, rounding, scale_span = key.split()
+        return cls(
+            name="",
+            weight_block=weight_block,
+            grad_dtype=getattr(torch, grad_dtype),
+            wgrad=wgrad,
+            rounding=rounding,
+            scale_span=int(scale_span),
+        )
+
+    def rebased(self) -> "Recipe":
+        """The same recipe with a scale per 128 elements; itself where it has one already."""
+        return self if self.scale_span == 128 else replace(self, name=f"{self.name}_rebased", scale_span=128)
+
+
+_EXACT = {
     Recipe(name="mxfp8"): ("mxfp8_rceil", "mxfp8_cublas_rceil"),
     Recipe(name="mxfp8_floor", rounding="floor"): ("mxfp8_cublas",),
     Recipe(name="mxfp8_wgrad_bf16", wgrad="bf16"): ("mxfp8_rceil_wgrad_with_hp",),
@@ -54,7 +81,8 @@ _TABLE = {
 }
 
 # Every accepted name. The aliases are the names that existing TorchTitan TOMLs and torchao use.
-RECIPES: dict[str, Recipe] = {name: recipe for recipe, aliases in _TABLE.items() for name in (recipe.name, *aliases)}
+RECIPES: dict[str, Recipe] = {name: recipe for recipe, aliases in _EXACT.items() for name in (recipe.name, *aliases)}
+RECIPES |= {recipe.rebased().name: recipe.rebased() for recipe in _EXACT}
 
 
 # TorchTitan's names for the converters of the routed experts and of the linears, each of which takes a recipe.
@@ -62,14 +90,16 @@ GROUPED_MM = "quantize.grouped_mm.mx"
 LINEAR = "quantize.linear.mx"
 
 
-def get_recipe(recipe: str | Recipe) -> Recipe:
-    """The ``Recipe`` of a name or alias; a ``Recipe`` is returned as it is.
+def get_recipe(recipe: str | Recipe, rebase: bool = False) -> Recipe:
+    """The ``Recipe`` of a name or alias; a ``Recipe`` is returned as it is. With ``rebase`` its rebased form.
 
     Raises:
-        ValueError: unknown name; the message lists the known ones.
+        ValueError: unknown name (the message lists the known ones), or ``rebase`` that is no bool.
     """
-    if isinstance(recipe, Recipe):
-        return recipe
-    if recipe not in RECIPES:
-        raise ValueError(f"unknown recipe {recipe!r}: use one of {', '.join(RECIPES)}")
-    return RECIPES[recipe]
+    if not isinstance(rebase, bool):
+        raise ValueError(f"rebase is True or False, got {rebase!r}")
+    if not isinstance(recipe, Recipe):
+        if not isinstance(recipe, str) or recipe not in RECIPES:
+            raise ValueError(f"unknown recipe {recipe!r}: use one of {', '.join(RECIPES)}")
+        recipe = RECIPES[recipe]
+    return recipe.rebased() if rebase else recipe

@@ -16,7 +16,8 @@ from typing import Literal
 
 import torch
 
-from titan_mxfp8.format.mx import BLOCK_SIZE, REBASED_SIZE, MXTensor, to_blocks
+from titan_mxfp8.format.mx import BLOCK_SIZE, to_blocks
+from titan_mxfp8.format.spec import Operand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,16 +141,27 @@ def relative_rms(out: torch.Tensor, ref: torch.Tensor) -> float:
     return 0.0 if error == 0 == size else error / size if size else float("inf")
 
 
-def sums_per_stage(mx: MXTensor) -> float:
+def largest_row_error(out: torch.Tensor, ref: torch.Tensor) -> float:
+    """The largest ``|out - ref| / |ref|`` of a row in fp64: what one wrong row or tile does not lose among the others.
+
+    NaN if either holds NaN; infinite where a row of zeros has something; 0 without rows.
+    """
+    out, ref = (t.double().reshape(-1, t.shape[-1]) for t in (out, ref))
+    error, size = (out - ref).norm(dim=1), ref.norm(dim=1)
+    relative = torch.where((error == 0) & (size == 0), 0.0, error / size)
+    return relative.max().item() if relative.numel() else 0.0
+
+
+def sums_per_stage(operand: Operand) -> float:
     """Of an operand of Hopper's exact FP8 GEMM: in how many sums its scales allow 128 products to be added up, 1 to 4.
 
     A sum ends where a block's scale differs from the next one's, along the contraction axis, in any of 64 tokens (1x32
     blocks) or 128 features (32x32). The mean over the operand; the GEMM heeds the scales of both of its operands.
     """
-    scale = mx.scale.movedim(mx.axis, -1).float()
-    stages = to_blocks(scale, scale.ndim - 1, REBASED_SIZE // BLOCK_SIZE)
+    scale = operand.scale.float()
+    stages = to_blocks(scale, scale.ndim - 1, 128 // BLOCK_SIZE)
     ends = (stages[..., 1:] != stages[..., :-1]).float()
-    lines = 128 // BLOCK_SIZE if mx.block == "32x32" else 64
+    lines = 128 // BLOCK_SIZE if operand.spec.block == "32x32" else 64
     return 1 + to_blocks(ends, ends.ndim - 3, lines).amax(-3).sum(-1).mean().item()
 
 

@@ -4,46 +4,66 @@ import pytest
 import torch
 
 from titan_mxfp8.backends.hopper import gemm
-from titan_mxfp8.format.mx import decode_scale
+from titan_mxfp8.format.mx import ceil_to, decode_scale
+from titan_mxfp8.format.spec import Operand, OperandSpec
+
+ROWS = OperandSpec()
+SQUARES = OperandSpec(block="32x32", lines=32)
+REBASED = OperandSpec(span=128, scales="across")
 
 
-@pytest.mark.parametrize("contiguous", [False, True])
-@pytest.mark.parametrize("steps, copies", [(4, 1), (1, 4), (1, 1)])
+def operand(scale: torch.Tensor, lines: int, spec: OperandSpec = ROWS) -> Operand:
+    """An operand of these scales, (..., lines, blocks), with what fills them up where they lie across; no elements."""
+    if spec.scales == "across":
+        stored = torch.full((*scale.shape[:-2], scale.shape[-1], ceil_to(lines, 16)), 200, dtype=torch.uint8)
+        stored[..., :lines] = scale.mT
+        scale = stored
+    return Operand(torch.empty((*scale.shape[:-2], lines, 0)), scale.to(torch.uint8), spec, 1)
+
+
+def parts(scales: gemm.Scales) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of the rows, (copies, stages, rows, steps), and of the columns, as int32."""
+    rows = scales.buffer[: scales.row_size].view(scales.copies, scales.stages, scales.rows, scales.steps)
+    return rows, scales.buffer[scales.row_size : scales.size].view(scales.column_lines, scales.columns)
+
+
+@pytest.mark.parametrize("exact, copies, experts", [(True, 1, 3), (False, 4, 3), (False, 1, 1)])
 def test_decoded_scales_lie_where_the_gemm_looks(
-    steps: int, copies: int, contiguous: bool, monkeypatch: pytest.MonkeyPatch
+    exact: bool, copies: int, experts: int, monkeypatch: pytest.MonkeyPatch
 ):
+    """Those of forward and dgrad, and of wgrad, whose ``b`` is one matrix."""
     monkeypatch.setattr(gemm, "DECODE_LINES", 64)
-    rows, columns, experts, stages = 77, 70, 3, 3
+    rows, columns, stages, steps = 77, 70, 3, 4 if exact else 1
     blocks = steps * stages - steps // 2  # of four steps the last stage has two
-    row_scale = torch.randint(256, (blocks, rows), dtype=torch.uint8).mT
-    column_scale = torch.randint(256, (experts, columns, blocks), dtype=torch.uint8).mT
-    if contiguous:
-        row_scale, column_scale = row_scale.contiguous(), column_scale.contiguous()
-    row_out, column_out, taken = gemm.decode_scales(row_scale, column_scale, steps, stages, copies)
-    assert taken.dtype == torch.int32 and taken.tolist() == [0]
+    row_scale = torch.randint(256, (rows, blocks), dtype=torch.uint8)
+    column_scale = torch.randint(256, (experts, columns, blocks), dtype=torch.uint8)
+    a = operand(row_scale, rows, ROWS if exact else REBASED)
+    b = operand(column_scale if experts > 1 else column_scale[0], columns, SQUARES if exact else REBASED)
+    scales = gemm.decode_scales(a, b, columns, stages, copies, end=1234)
+    assert scales.steps == steps and scales.buffer[scales.size :][:2].tolist() == [0, 1234]
 
     def padded(scale: torch.Tensor, lines: int) -> torch.Tensor:
-        """fp32 (..., steps * stages, lines), 2^-127 where there is nothing."""
-        *rest, found, there = scale.shape
-        out = torch.full((*rest, steps * stages, lines), 2.0**-127)
-        out[..., :found, :there] = decode_scale(scale)
+        """fp32 (..., lines, steps * stages), 2^-127 where there is nothing."""
+        *rest, there, found = scale.shape
+        out = torch.full((*rest, lines, steps * stages), 2.0**-127)
+        out[..., :there, :found] = decode_scale(scale)
         return out
 
-    row_out, column_out = (without_marks(scales) for scales in (row_out, column_out))
-    rows_out = 128 if steps > 1 else 80
-    for copy, part in enumerate(row_out.view(copies, stages, rows_out, steps)):
-        expected = padded(row_scale.mT[:, copy:], rows_out).view(stages, steps, rows_out).mT
+    row_out, column_out = (without_marks(part) for part in parts(scales))
+    rows_out = 128 if exact else 80
+    for copy, part in enumerate(row_out):
+        expected = padded(row_scale[copy:], rows_out).view(rows_out, stages, steps).transpose(0, 1)
         assert torch.equal(part.nan_to_num(3.0), expected.nan_to_num(3.0)), copy
-    expected = padded(column_scale, 72).view(-1, 72)
+    expected = padded(column_scale, 72).mT.reshape(-1, 72)
     assert torch.equal(column_out.nan_to_num(3.0), expected.nan_to_num(3.0))
 
 
 def marks(scales: torch.Tensor) -> torch.Tensor:
-    return scales.view(torch.int32) & 7
+    return scales & 7
 
 
 def without_marks(scales: torch.Tensor) -> torch.Tensor:
-    return (scales.view(torch.int32) & ~7).view(torch.float32)
+    return (scales & ~7).view(torch.float32)
 
 
 def test_equal_scales_are_marked():
@@ -59,19 +79,19 @@ def test_equal_scales_are_marked():
     column_scale[2, 9] ^= 128
     row_scale[140, 15] ^= 128
     column_scale[9, 15] ^= 128
-    given = row_scale[:, :18].to(torch.uint8), column_scale[:, :18].mT[None].to(torch.uint8)
-    row_out, column_out, _ = gemm.decode_scales(*given, 4, stages, 1)
+    a, b = operand(row_scale[:, :18], rows), operand(column_scale[None, :, :18], columns, SQUARES)
+    row_out, column_out = (marks(part) for part in parts(gemm.decode_scales(a, b, columns, stages, 1, end=rows)))
     expected = torch.zeros(stages, 192, 4, dtype=torch.int32)
     expected[0, :, 0] = expected[2, :, 0] = expected[3, :128, 0] = 0b111
     expected[2, 64:128, 0], expected[3, 128:, 0], expected[4, :, 0] = 0b100, 0b011, 0b101
-    assert torch.equal(marks(row_out).view(stages, 192, 4), expected)
+    assert torch.equal(row_out[0], expected)
     expected = torch.zeros(stages, 4, 12, dtype=torch.int32)
     expected[0, 0] = expected[2, 0] = expected[3, 0, :8] = 0b111
     expected[2, 0, :4], expected[3, 0, 8:], expected[4, 0] = 0b100, 0b011, 0b101
-    assert torch.equal(marks(column_out).view(stages, 4, 12), expected)
+    assert torch.equal(column_out.view(stages, 4, 12), expected)
 
-    *both, _ = gemm.decode_scales(*given, 1, 18, 1)
-    assert not any(marks(scales).any() for scales in both)
+    a, b = (operand(scale, len(scale), REBASED) for scale in (row_scale, column_scale))
+    assert not any(marks(part).any() for part in parts(gemm.decode_scales(a, b, columns, 20, 1, end=rows)))
 
 
 @pytest.mark.parametrize("rows", [1, 65, 100, 128, 150])
@@ -80,16 +100,16 @@ def test_no_step_is_added_to_one_of_another_scale(rows: int):
     stages = 3
     row_scale = torch.full((rows, 4 * stages), 127)
     row_scale[rows * 2 // 3 :, 1] += 1  # of the first stage only the rows before have equal scales
-    column_scale = torch.full((1, 4 * stages, 32), 127)
-    row_out, _, _ = gemm.decode_scales(row_scale.to(torch.uint8), column_scale.to(torch.uint8), 4, stages, 1)
-    stage_rows = len(row_out) // (4 * stages)
-    scales, stage_scales = torch.cat([row_out, torch.zeros(64 * 4)]), row_scale.view(rows, stages, 4)
+    a, b = operand(row_scale, rows), operand(torch.full((1, 32, 4 * stages), 127), 32, SQUARES)
+    scales = gemm.decode_scales(a, b, 32, stages, 1, end=rows)
+    row_out = torch.cat([parts(scales)[0].flatten(), torch.zeros(64 * 4, dtype=torch.int32)])
+    stage_scales = row_scale.view(rows, stages, 4)
     equal = stage_scales[:, :, 1:] == stage_scales[:, :, :-1]
     found = set()
     for stage in range(stages):
         for first in range(rows):
-            start = (stage * stage_rows + first) * 4
-            part = marks(scales[start : start + 64 * 4]).view(64, 4)  # see _marks
+            start = (stage * scales.rows + first) * 4
+            part = marks(row_out[start : start + 64 * 4]).view(64, 4)  # see _marks
             for step in range(3):
                 marked = bool(part[0, 0] & part[63, 0] & 1 << step)
                 assert not marked or equal[first : first + 64, stage, step].all(), (stage, first, step)

@@ -1,59 +1,154 @@
-"""The backends, and the one place that looks at hardware.
-
-A backend is a module with the functions of ``format/reference.py``, same signatures, same quantised bits: ``quantize``,
-``quantize_both``, ``operand_forms``, ``quantize_operand``, ``quantize_operand_both``, ``gemm_m_grouped``,
-``gemm_k_grouped`` and ``wgrad_bf16``. It is imported when it is chosen.
-"""
+"""The backends: what one is (``Backend``), which there are (``BACKENDS``), and which is chosen (``select``)."""
 
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
+from typing import Literal, Protocol
 
 import torch
 
+from titan_mxfp8.backends.hardware import Hardware, hardware_of
+from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.recipe import Recipe, get_recipe
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Backend:
-    """A row of the table.
+class Gemm:
+    """One of the three GEMMs in a plan.
+
+    Attributes:
+        a: spec of the activations (forward) or the output gradient (dgrad, wgrad).
+        b: spec of the weight (forward, dgrad) or the activations (wgrad).
+        multiplies: what the tensor cores, or the CPU, multiply.
+    """
+
+    a: OperandSpec
+    b: OperandSpec
+    multiplies: Literal["FP8", "bf16", "fp32"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Which operands each GEMM of a recipe takes. Per expert: M tokens, N out features, K in features.
+
+    | GEMM    | computes                | a, quantised along | b, quantised along |
+    |---------|-------------------------|--------------------|--------------------|
+    | forward | y_MN = x_MK @ w_NK^T    | x along K          | w along K          |
+    | dgrad   | dx_MK = dy_MN @ w_NK    | dy along N         | w along N          |
+    | wgrad   | dw_NK = dy_MN^T @ x_MK  | dy along M         | x along M          |
+    """
+
+    forward: Gemm
+    dgrad: Gemm
+    wgrad: Gemm
+
+    def __str__(self) -> str:
+        gemms = {name: getattr(self, name).multiplies for name in ("forward", "dgrad", "wgrad")}
+        return ", ".join(f"{name} {multiplies}" for name, multiplies in gemms.items())
+
+
+class Backend(Protocol):
+    """What a backend's module offers. All give the bits of ``format.reference``, and GEMMs equal up to the order of
+    additions and the rounding of the output.
+
+    E experts; C is a GEMM's contraction axis, R and D the other axis of ``a`` and of ``b``.
+    """
+
+    @staticmethod
+    def plan(recipe: Recipe, hardware: Hardware) -> Plan:
+        """What each GEMM takes and multiplies."""
+
+    @staticmethod
+    def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+        """``format.reference.quantize``, of any spec of the plans and any exact FP8 one."""
+
+    @staticmethod
+    def quantize_both(
+        x: torch.Tensor, last: OperandSpec, first: OperandSpec, offs: torch.Tensor | None
+    ) -> tuple[Operand, Operand]:
+        """``x`` quantised along its last axis and along the one before it, both from ``x``; ``offs`` cuts the latter.
+
+        In one read of ``x`` where there is a kernel for the pair.
+        """
+
+    @staticmethod
+    def gemm_m_grouped(
+        a: Operand, b: Operand, offs: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Rows of group e times matrix e: forward and dgrad.
+
+        Args:
+            a: of (M, C), quantised along C.
+            b: of (E, D, C) quantised along its last axis, or of (E, C, D) along the one before it.
+            offs: int32 (E,) end offsets of the groups among the M rows; None: E is 1 and every row is in the group.
+            bias: (E, D), added to the rows of each group, or None.
+            out_dtype: bf16 or fp32.
+
+        Returns:
+            (M, D), zeros in the rows at and past ``offs[-1]``.
+        """
+
+    @staticmethod
+    def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+        """``a^T`` times ``b`` over the tokens of each group: wgrad.
+
+        Args:
+            a: of (M, N), quantised along M with ``offs``.
+            b: of (M, K), likewise.
+            offs: the offsets that both were quantised with; None: one group.
+            out_dtype: bf16 or fp32.
+
+        Returns:
+            (E, N, K), exactly 0 for an empty group.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A row of the table of backends.
 
     Attributes:
         name: what users write.
-        module: import path of the module with the functions.
+        module: import path of the ``Backend``, which is imported when it is first used.
         needs: the hardware it needs, in words.
-        runs_on: whether it runs on this device.
-        rebases: whether it takes ``rebase``.
+        runs_on: whether it runs there.
+        rebases: whether it multiplies rebased operands (``Recipe.scale_span`` 128).
     """
 
     name: str
     module: str
     needs: str
-    runs_on: Callable[[torch.device], bool]
+    runs_on: Callable[[Hardware], bool]
     rebases: bool
 
 
-# In order of preference: ``auto`` takes the first that runs on the device.
+def _runs_triton(hardware: Hardware) -> bool:
+    capability = hardware.capability
+    return capability >= (8, 0) if capability else hardware.arch in ("gfx942", "gfx950")
+
+
+# In order of preference: ``auto`` takes the first that runs on the hardware.
 BACKENDS = (
-    Backend(
+    Entry(
         name="hopper",
         module="titan_mxfp8.backends.hopper",
         needs="an NVIDIA GPU of SM90 (H100, H200)",
-        runs_on=lambda device: device.type == "cuda" and _is_sm90(device),
+        runs_on=lambda hardware: hardware.arch == "sm_90",
         rebases=True,
     ),
-    Backend(
+    Entry(
         name="triton",
         module="titan_mxfp8.backends.triton",
         needs="an NVIDIA GPU of SM80 or newer, or an AMD gfx942 or gfx950",
-        runs_on=lambda device: device.type == "cuda" and _runs_triton(device),
+        runs_on=_runs_triton,
         rebases=False,
     ),
-    Backend(
+    Entry(
         name="reference",
-        module="titan_mxfp8.format.reference",
+        module="titan_mxfp8.backends.reference",
         needs="anything torch runs on",
-        runs_on=lambda device: True,
+        runs_on=lambda hardware: True,
         rebases=True,
     ),
 )
@@ -61,63 +156,80 @@ BACKENDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The chosen backend and why, in words for the log."""
+    """The chosen backend and why, in words for the log; ``warning`` where this project never ran it there."""
 
     name: str
     reason: str
+    warning: str | None
 
 
-@cache
-def select(backend: str, device: torch.device, rebase: bool = False) -> Selection:
-    """Chooses the backend for ``device``: the one named, or with ``auto`` the first of the table that runs there.
+def select(backend: str, hardware: Hardware, recipe: Recipe) -> Selection:
+    """Chooses the backend: the one named, or with ``auto`` the first of the table that runs on ``hardware``.
 
     Raises:
-        ValueError: unknown name, a named backend that cannot run on ``device``, or ``rebase`` with one that cannot.
+        ValueError: unknown name, a named backend that cannot run there, or a rebased recipe with one that cannot.
     """
     if backend == "auto":
-        row = next(row for row in BACKENDS if row.runs_on(device))
-        passed_over = [f"{other.name} needs {other.needs}" for other in BACKENDS[: BACKENDS.index(row)]]
-        reason = "; ".join([f"for {_describe(device)}", *passed_over])
+        entry = next(entry for entry in BACKENDS if entry.runs_on(hardware))
+        passed_over = [f"{other.name} needs {other.needs}" for other in BACKENDS[: BACKENDS.index(entry)]]
+        reason = "; ".join([f"for {hardware.name}", *passed_over])
     else:
-        row, reason = _named(backend, device), "named by the user"
-    if rebase and not row.rebases:
+        entry, reason = _named(backend, hardware), "named by the user"
+    if recipe.scale_span == 128 and not entry.rebases:
         able = " or ".join(repr(other.name) for other in BACKENDS if other.rebases)
         raise ValueError(
-            f"rebase is asked for, but backend {row.name!r} ({reason}) cannot: use backend {able}, or no rebase"
+            f"recipe {recipe.name!r} is rebased, but backend {entry.name!r} ({reason}) cannot: use backend {able}, or "
+            f"a recipe that is not"
         )
-    return Selection(name=row.name, reason=reason)
+    warning = None
+    if not hardware.was_tried and entry.name != "reference":
+        warning = (
+            f"backend {entry.name!r} was never run on {hardware.name} ({hardware.arch}) by this project: check losses "
+            "against bf16, or name another one"
+        )
+    return Selection(name=entry.name, reason=reason, warning=warning)
 
 
 @cache
-def load(backend: str, device: torch.device) -> ModuleType:
-    """The module of ``select(backend, device)``."""
-    name = select(backend, device).name
-    return importlib.import_module(next(row.module for row in BACKENDS if row.name == name))
+def load(backend: str, device: torch.device) -> Backend:
+    """The module of the backend that is named, or that ``auto`` chooses for ``device``.
+
+    Raises:
+        ValueError: as ``select``.
+    """
+    return _module(select(backend, hardware_of(device), get_recipe("mxfp8")).name)
 
 
-def _named(backend: str, device: torch.device) -> Backend:
-    row = next((row for row in BACKENDS if row.name == backend), None)
-    if row is None:
-        known = ", ".join(["auto", *(row.name for row in BACKENDS)])
-        raise ValueError(f"unknown backend {backend!r}: use one of {known}")
-    if not row.runs_on(device):
+def plan(recipe: Recipe, backend: str, device: torch.device) -> Plan:
+    """``plan_on`` for the hardware that ``device`` is."""
+    return plan_on(recipe, backend, hardware_of(device))
+
+
+def plan_on(recipe: Recipe, backend: str, hardware: Hardware) -> Plan:
+    """The plan of the backend that is named, or that ``auto`` chooses for ``hardware``.
+
+    Raises:
+        ValueError: as ``select``.
+    """
+    return _module(select(backend, hardware, recipe).name).plan(recipe, hardware)
+
+
+def _module(name: str) -> Backend:
+    return importlib.import_module(next(entry.module for entry in BACKENDS if entry.name == name))
+
+
+def check_name(backend: str) -> None:
+    """Raises ValueError unless ``backend`` is ``auto`` or the name of one."""
+    known = ["auto", *(entry.name for entry in BACKENDS)]
+    if backend not in known:
+        raise ValueError(f"unknown backend {backend!r}: use one of {', '.join(known)}")
+
+
+def _named(backend: str, hardware: Hardware) -> Entry:
+    check_name(backend)
+    entry = next(entry for entry in BACKENDS if entry.name == backend)
+    if not entry.runs_on(hardware):
         raise ValueError(
-            f"backend {backend!r} needs {row.needs} and cannot run on {_describe(device)}: use 'auto' or 'reference'"
+            f"backend {backend!r} needs {entry.needs} and cannot run on {hardware.name}: use 'auto' or 'reference'"
         )
-    return row
-
-
-def _is_sm90(device: torch.device) -> bool:
-    return not torch.version.hip and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def _runs_triton(device: torch.device) -> bool:
-    if torch.version.hip:
-        return torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx942", "gfx950"))
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _describe(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    return str(device)
+    return entry

@@ -7,19 +7,14 @@ import torch
 import torch.nn.functional as F
 
 BLOCK_SIZE = 32
-REBASED_SIZE = 128
 
-Block = Literal["1x32", "32x32", "1x128", "32x128"]
+Block = Literal["1x32", "32x32"]  # elements that are rounded with one scale: along the axis, or a square
 Rounding = Literal["rceil", "floor"]
-# What a GEMM is given: FP8 elements with a scale per 32 of them, the same with equal scales for neighbours where that
-# changes no value (``reference.even_out``), the values in bf16 (``is_dequantized``), or FP8 elements with a scale per
-# 128 or per 32 x 128 (``reference.rebase``).
-Form = Literal["mx", "even", "bf16", "1x128", "32x128"]
+Span = Literal[32, 128]  # elements along the axis that share a scale in the end: 128 where operands are rebased
 
-BLOCKS: tuple[Block, ...] = ("1x32", "32x32")  # what a quantiser makes
-REBASED: tuple[Block, ...] = ("1x128", "32x128")  # and what ``reference.rebase`` makes of it
-SQUARES: tuple[Block, ...] = ("32x32", "32x128")  # a scale for 32 across the axis
+BLOCKS: tuple[Block, ...] = ("1x32", "32x32")
 ROUNDINGS: tuple[Rounding, ...] = ("rceil", "floor")
+SPANS: tuple[Span, ...] = (32, 128)
 ELEM_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 # Scale byte s stands for 2^(s - 127); 255 makes the whole block NaN.
@@ -29,6 +24,11 @@ SCALE_NAN = 255
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def ceil_to(a: int, b: int) -> int:
+    """``a`` rounded up to a multiple of ``b``."""
+    return -(-a // b) * b
 
 
 def ragged_rows(rows: int, groups: int, alignment: int = BLOCK_SIZE) -> int:
@@ -48,15 +48,13 @@ class MXTensor:
 
     Attributes:
         qdata: FP8 elements in the shape of the input. With ragged groups the quantised axis is the padded one (see
-            ``quantize``). Storage is contiguous along ``axis``: transposed where ``axis`` is not the last one, as the
-            tensor cores of Hopper want it. Or the values themselves, see ``is_dequantized``.
+            ``quantize``). Storage is contiguous along ``axis``, or a part of such a storage: transposed where ``axis``
+            is not the last one, as the tensor cores of Hopper want it.
         scale: ``uint8`` E8M0 bytes. ``1x32``: the shape of ``qdata`` with ``axis`` divided by 32, rounded up.
-            ``32x32``: the last two axes divided so. Stored like ``qdata``, contiguous along ``axis``. ``1x128`` and
-            ``32x128``: ``axis`` divided by 128 instead, and stored across, see ``stored_across``.
+            ``32x32``: the last two axes divided so. Stored like ``qdata``, contiguous along ``axis``.
         axis: the quantised axis, non-negative.
         block: ``1x32`` (32 elements along ``axis``) or ``32x32`` (squares over the last two axes, so that the values
-            are blocks of 32 along either of the two). Or rebased (``reference.rebase``): ``1x128``, or ``32x128`` of
-            either, 128 elements along ``axis`` and, of the last two axes, 32 along the other one.
+            are blocks of 32 along either of the two).
         orig_dtype: dtype of the input, and what ``dequantize`` returns by default.
     """
 
@@ -71,51 +69,22 @@ class MXTensor:
         return self.qdata.shape
 
     @property
-    def block_length(self) -> int:
-        """Elements along ``axis`` that share a scale."""
-        return REBASED_SIZE if self.block in REBASED else BLOCK_SIZE
-
-    @property
-    def other_axis(self) -> int:
-        """Of the last two axes the one that is not ``axis``."""
-        return 2 * self.qdata.ndim - 3 - self.axis
-
-    @property
-    def is_dequantized(self) -> bool:
-        """Whether ``qdata`` holds the values ``element * 2^(scale - 127)`` in bf16, and ``scale`` is empty.
-
-        So a backend whose tensor cores have no MX may take its operands (``operand_forms``). They lie like the input:
-        not transposed and, with ragged groups, not padded; rows that belong to no group are undefined. Exact but for
-        values below 2^-133, bf16's smallest, which round to a multiple of it: they only occur in blocks whose largest
-        value is below 2^-116 (E4M3) or 2^-102 (E5M2).
-        """
-        return self.qdata.dtype == torch.bfloat16
-
-    @property
     def mT(self) -> "MXTensor":
         """The last two axes swapped: a view, no data moves."""
         last = self.qdata.ndim - 1
         axis = {last: last - 1, last - 1: last}.get(self.axis, self.axis)
-        scale = self.scale if self.is_dequantized else self.scale.mT
-        return replace(self, qdata=self.qdata.mT, scale=scale, axis=axis)
+        return replace(self, qdata=self.qdata.mT, scale=self.scale.mT, axis=axis)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """``element * 2^(scale - 127)``, in ``dtype`` or else ``orig_dtype``.
 
-        Exact in fp32, and in bf16 down to 2^-133. A ragged operand comes back in its padded shape.
+        Exact in fp32, and in bf16 down to 2^-133. An element rounded up beside the largest fp32 numbers is the one
+        exception: 2^128, which 3.4e38 is rounded to, is Inf in either. A ragged operand comes back in its padded shape.
         """
-        if self.is_dequantized:
-            return self.qdata.to(dtype or self.orig_dtype)
-        return self.scale_elements(self.qdata.float()).to(dtype or self.orig_dtype)
-
-    def scale_elements(self, elements: torch.Tensor) -> torch.Tensor:
-        """Multiplies the elements, given in fp32, by their scales; overwrites them."""
-        axis, scale = self.axis, decode_scale(self.scale)
-        if self.block in SQUARES:
-            other = self.other_axis
-            scale = scale.repeat_interleave(BLOCK_SIZE, dim=other).narrow(other, 0, self.shape[other])
-        values = to_blocks(elements, axis, self.block_length).mul_(scale.unsqueeze(axis + 1))
-        return values.flatten(axis, axis + 1).narrow(axis, 0, self.shape[axis])
+        along, scale = self.qdata.movedim(self.axis, -1), self.scale.movedim(self.axis, -1)
+        lines = BLOCK_SIZE if self.block == "32x32" else 1
+        values = scale_elements(along.float(), scale, span=BLOCK_SIZE, lines=lines)
+        return values.movedim(-1, self.axis).to(dtype or self.orig_dtype)
 
     @classmethod
     def from_qdata_and_scales(cls, qdata: torch.Tensor, scales: torch.Tensor, orig_dtype: torch.dtype) -> "MXTensor":
@@ -159,11 +128,17 @@ def to_blocks(x: torch.Tensor, axis: int, size: int = BLOCK_SIZE) -> torch.Tenso
     return x.unflatten(axis, (-1, size))
 
 
-def stored_across(*shape: int) -> tuple[int, ...]:
-    """Shape of the storage of rebased scales whose shape, with the quantised axis last, is (..., R, C).
+def scale_elements(elements: torch.Tensor, scale: torch.Tensor, *, span: int, lines: int) -> torch.Tensor:
+    """Elements, given in fp32 with the quantised axis last, times their scales; may overwrite ``elements``.
 
-    (..., C, R rounded up to a multiple of 16): the scales of neighbouring rows are neighbours, as a GEMM that scales
-    once per 128 loads them, and each run of them starts on 16 bytes.
+    Args:
+        elements: (..., R, C).
+        scale: E8M0 bytes, (..., R / lines, C / span), both rounded up.
+        span: elements along the axis that share a scale.
+        lines: neighbours across the axis that do, 1 or 32.
     """
-    *rest, rows, blocks = shape
-    return *rest, blocks, ceil_div(rows, 16) * 16
+    rows, length = elements.shape[-2:] if elements.ndim > 1 else (1, elements.shape[-1])
+    factor = decode_scale(scale)
+    if lines > 1:
+        factor = factor.repeat_interleave(lines, dim=-2).narrow(-2, 0, rows)
+    return to_blocks(elements, elements.ndim - 1, span).mul_(factor.unsqueeze(-1)).flatten(-2).narrow(-1, 0, length)

@@ -1,86 +1,71 @@
-"""The definition of MXFP8 in plain torch: every backend must give these bits. Also the ``reference`` backend itself.
+"""The definition of MXFP8 in plain torch: every backend must give these bits.
 
-Vectorised, any device, any shape. A backend provides the public functions below with these signatures.
-Shapes: M tokens, N out features, K in features, E experts; C is a contraction axis and D the other one of ``b``.
+Vectorised, any device, any shape. Operands are handled as they lie in memory (``spec.Operand``): (..., R, C), the
+quantised axis C last.
 """
 
 from dataclasses import replace
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
 from titan_mxfp8.format.mx import (
     BLOCK_SIZE,
-    REBASED_SIZE,
     SCALE_BIAS,
     SCALE_NAN,
-    Block,
-    Form,
-    MXTensor,
     Rounding,
     ceil_div,
     decode_scale,
     ragged_rows,
-    stored_across,
+    scale_elements,
     to_blocks,
 )
+from titan_mxfp8.format.spec import Operand, OperandSpec
 
 # Per element type: exponent of the largest power of two, and 1 / max as the fp32 that the definition multiplies by.
 _POW2_MAX = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 _INV_MAX_BITS = {torch.float8_e4m3fn: 0x3B124925, torch.float8_e5m2: 0x37924925}
 _NAN_BYTE = 0x7F  # one NaN code for both element types, so that bits can be compared
+_SHARED = 128 // BLOCK_SIZE  # blocks that may get one scale
 
 
-def quantize(
-    x: torch.Tensor,
-    axis: int,
-    *,
-    rounding: Rounding,
-    elem_dtype: torch.dtype,
-    block: Block,
-    offs: torch.Tensor | None,
-) -> MXTensor:
+def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None = None) -> Operand:
     """Quantises ``x`` along ``axis``.
 
     Args:
         x: bf16 or fp32, any shape.
-        axis: non-negative. With ``block="32x32"`` one of the last two axes: it decides the storage order only.
-        rounding: of the scale, ``rceil`` or ``floor``.
-        elem_dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
-        block: ``1x32`` or ``32x32``.
+        axis: non-negative. With 32x32 blocks, one of the last two axes.
+        spec: what to make.
         offs: int32 (E,) end offsets of groups along ``axis``, or None. Each group then starts a new block: it moves to
-            the next multiple of 32 of an axis of ``ragged_rows`` elements, the gaps are zeros with scale byte 0, and
-            elements at and past ``offs[-1]`` are dropped. ``offs=[2, 2, 40]``, length 41: elements 0..1 stay, 2..39 go
-            to 32..69, and the axis grows to 128.
+            the next multiple of ``spec.span`` of an axis of ``ragged_rows`` elements, the gaps are zeros with scale
+            byte 0, and elements at and past ``offs[-1]`` are dropped. ``offs=[2, 2, 40]``, length 41, span 32:
+            elements 0..1 stay, 2..39 go to 32..69, and the axis grows to 128. Values in bf16 stay where they are.
     """
-    if block == "32x32":
-        return _quantize_squares(x, axis, rounding, elem_dtype)
+    if not spec.is_quantized:
+        return Operand(x.bfloat16(), None, spec, axis)
+    is_last = axis == x.ndim - 1
+    x_along = x.movedim(axis, -1)
     if offs is not None:
-        x = _gather_groups(x, axis, offs)
-    blocks = to_blocks(x.float(), axis)
-    amax = torch.maximum(blocks.amax(axis + 1), -blocks.amin(axis + 1))  # of the magnitudes, without storing those
-    scale = _scale_bytes(amax, elem_dtype, rounding)
-    qdata = _cast(blocks, scale.unsqueeze(axis + 1), elem_dtype).flatten(axis, axis + 1).narrow(axis, 0, x.shape[axis])
-    return MXTensor(_stored_along(qdata, axis), _stored_along(scale, axis), axis, block, x.dtype)
+        x_along = _gather_groups(x_along, offs, spec.span)
+    else:
+        x_along = F.pad(x_along, (0, spec.length(x.shape[axis], is_last, None) - x.shape[axis]))
+    round_to_blocks = _round_to_squares if spec.block == "32x32" else _round_to_blocks
+    data, scale = round_to_blocks(x_along.float(), spec.rounding, spec.elem_dtype)
+    operand = Operand(data.contiguous(), scale, spec.exact, axis)
+    if spec.stored == "even":
+        return even_out(operand)
+    if spec.stored == "bf16":
+        values = operand.dequantize()
+        if offs is not None:
+            values = _scatter_groups(values, offs, x.shape[axis], spec.span)
+        values = values.narrow(-1, 0, x.shape[axis]).movedim(-1, axis)
+        return Operand(values.to(torch.bfloat16).contiguous(), None, spec, axis)
+    return operand if spec.span == BLOCK_SIZE else rebase(operand, spec)
 
 
-def quantize_both(
-    x: torch.Tensor,
-    *,
-    rounding: Rounding,
-    elem_dtype: torch.dtype,
-    block: Block,
-    offs: torch.Tensor | None,
-) -> tuple[MXTensor, MXTensor]:
-    """Quantises ``x`` along its last axis and along the one before it, both from ``x``; ``offs`` cuts the latter."""
-    kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block}
-    return quantize(x, x.ndim - 1, offs=None, **kwargs), quantize(x, x.ndim - 2, offs=offs, **kwargs)
-
-
-def rebase(mx: MXTensor, block: Literal["1x128", "32x128"], changed: torch.Tensor | None = None) -> MXTensor:
-    """Gives neighbouring blocks one scale, the largest of theirs, so that a GEMM may scale once per 128 elements of
-    ``mx.axis`` and, with ``32x128``, by one number for 32 columns.
+def rebase(operand: Operand, spec: OperandSpec) -> Operand:
+    """Gives neighbouring blocks one scale, the largest of theirs, so that a GEMM may scale once per 128 elements of the
+    axis and, with ``spec.lines`` of 32, by one number for 32 columns.
 
     An element becomes the nearest (ties to even) of ``element * 2^(s - S)``, s the old and S the new scale byte: its
     exponent moves, its value changes only where it falls below the smallest normal element. Blocks of bytes 120 and
@@ -88,35 +73,32 @@ def rebase(mx: MXTensor, block: Literal["1x128", "32x128"], changed: torch.Tenso
     becomes 0, the nearest to 7/16 of one. A NaN block, 255, makes its three neighbours NaN too.
 
     Args:
-        mx: 2-D or 3-D, in blocks of 32. The last ones may be fewer. Groups must start at multiples of 128.
-        block: those that share a scale. ``1x128``: four of ``1x32``. ``32x128``: four of ``32x32``, or all ``1x32`` of
-            32 x 128 elements.
-        changed: int64 scalar, to which the number of elements is added whose value changed, not counting those that
-            became NaN; or None.
+        operand: exact, in blocks of 1x32 or 32x32. The last ones may be fewer. Groups must start at multiples of 128.
+        spec: of the result: ``span`` 128, the same blocks. ``lines`` 1: four blocks of 1x32 share a scale; 32: four of
+            32x32, or all 1x32 of 32 x 128 elements.
     """
-    axis, scale = mx.axis, mx.scale.to(torch.int16)
-    largest = to_blocks(scale, axis, REBASED_SIZE // BLOCK_SIZE).amax(axis + 1)
-    shared = largest.repeat_interleave(REBASED_SIZE // BLOCK_SIZE, dim=axis)
-    if block == "32x128" and mx.block == "1x32":
-        other = mx.other_axis
-        largest = to_blocks(largest, other).amax(other + 1)
-        shared = to_blocks(shared, other).amax(other + 1).repeat_interleave(BLOCK_SIZE, dim=other)
+    scale = operand.scale.to(torch.int16)
+    largest = to_blocks(scale, scale.ndim - 1, _SHARED).amax(-1)
+    if spec.lines > operand.spec.lines:
+        largest = to_blocks(largest, largest.ndim - 2).amax(-2)
+    shared = largest.repeat_interleave(_SHARED, dim=-1)
+    if spec.lines > operand.spec.lines:
+        shared = shared.repeat_interleave(spec.lines, dim=-2)
     shared = shared[tuple(slice(size) for size in scale.shape)]
     # the steps as scale bytes of their own: with 2^-126 every element, below 2^16, goes to 0
     steps = (scale - shared + SCALE_BIAS).clamp_(min=1).masked_fill_(shared == SCALE_NAN, SCALE_NAN).to(torch.uint8)
-    exact = _dequantize(replace(mx, scale=steps))
-    elements = exact.to(mx.qdata.dtype)
-    if changed is not None:
-        changed += ((elements.float() != exact) & ~exact.isnan()).sum()
-    qdata = elements.view(torch.uint8).masked_fill_(exact.isnan(), _NAN_BYTE).view(mx.qdata.dtype)
-    scale = _store_across(largest.to(torch.uint8), axis)
-    return replace(mx, qdata=_stored_along(qdata, axis), scale=scale, block=block)
+    exact = dequantize(operand._replace(scale=steps))
+    elements = exact.to(operand.data.dtype)
+    data = elements.view(torch.uint8).masked_fill_(exact.isnan(), _NAN_BYTE).view(operand.data.dtype)
+    stored = scale.new_zeros(spec.scale_shape(data.shape), dtype=torch.uint8)
+    stored.narrow(-1, 0, largest.shape[-2]).copy_(largest.mT)
+    return Operand(data, stored, spec, operand.axis)
 
 
-def even_out(mx: MXTensor) -> MXTensor:
+def even_out(operand: Operand) -> Operand:
     """Gives neighbouring blocks one scale where that changes no value: the same numbers, in the same blocks.
 
-    Four neighbouring blocks along ``mx.axis`` get the largest of their scales if all of their elements can be expressed
+    Four neighbouring blocks along the axis get the largest of their scales if all of their elements can be expressed
     exactly with it, at most 15 steps from their own; zeros always can, but not with that of NaN, 255. Else the first
     two of them and the last two do, each pair for itself, if its elements can. Else they stay as they are. So a GEMM
     may scale once per 64 or 128 elements where it finds equal scales, and is exact. Blocks of bytes 120 and 124:
@@ -124,167 +106,87 @@ def even_out(mx: MXTensor) -> MXTensor:
     blocks get 124; if it is 0x11 (1.125 * 2^-5), they stay.
 
     Args:
-        mx: in blocks of 1x32 or 32x32.
-
-    Returns:
-        In the same blocks.
+        operand: exact, in blocks of 1x32 or 32x32.
     """
-    squares, shared = mx.block == "32x32", REBASED_SIZE // BLOCK_SIZE
-    qdata = mx.qdata.view(torch.uint8).movedim(mx.axis, -1)
-    *_, rows, length = qdata.shape
-    old = mx.scale.to(torch.int16).movedim(mx.axis, -1)
+    spec, squares = operand.spec, operand.spec.block == "32x32"
+    elem_dtype = operand.data.dtype
+    *_, rows, length = operand.data.shape
+    old = operand.scale.to(torch.int16)
     count = old.shape[-1]
     # Zeros at the end fit any scale.
-    qdata = F.pad(qdata, (0, -length % REBASED_SIZE, 0, -rows % BLOCK_SIZE if squares else 0))
-    qdata = to_blocks(qdata, qdata.ndim - 1)
-    old = F.pad(old, (0, -count % shared))
-    room = _exact_halvings(qdata.view(mx.qdata.dtype)).amin(-1)
+    data = F.pad(operand.data.view(torch.uint8), (0, -length % 128, 0, -rows % BLOCK_SIZE if squares else 0))
+    data = to_blocks(data, data.ndim - 1)
+    old = F.pad(old, (0, -count % _SHARED))
+    room = _exact_halvings(data.view(elem_dtype)).amin(-1)
     if squares:
         room = to_blocks(room, room.ndim - 2).amin(-2)
     new = old
-    for blocks in (2, shared):
+    for blocks in (2, _SHARED):
         scales, rooms, new = (t.unflatten(-1, (-1, blocks)) for t in (old, room, new))
         largest = scales.amax(-1, keepdim=True)
         fit = ((largest - scales <= rooms) & (largest < SCALE_NAN)).all(-1, keepdim=True)
         new = torch.where(fit, largest, new).flatten(-2)
     steps = (new - old).repeat_interleave(BLOCK_SIZE, dim=-2) if squares else new - old
-    elements = qdata.view(mx.qdata.dtype).float() * torch.exp2(-steps.float()).unsqueeze(-1)
-    elements = elements.to(mx.qdata.dtype).view(torch.uint8)
-    qdata = torch.where(steps.unsqueeze(-1) > 0, elements, qdata).flatten(-2)[..., :rows, :length]
-    qdata, scale = (t.movedim(-1, mx.axis) for t in (qdata, new[..., :count].to(torch.uint8)))
-    return replace(mx, qdata=_stored_along(qdata, mx.axis).view(mx.qdata.dtype), scale=_stored_along(scale, mx.axis))
+    elements = data.view(elem_dtype).float() * torch.exp2(-steps.float()).unsqueeze(-1)
+    elements = elements.to(elem_dtype).view(torch.uint8)
+    data = torch.where(steps.unsqueeze(-1) > 0, elements, data).flatten(-2)[..., :rows, :length].contiguous()
+    scale = new[..., :count].to(torch.uint8).contiguous()
+    return Operand(data.view(elem_dtype), scale, replace(spec, stored="even"), operand.axis)
 
 
-def operand_forms(
-    gemm: Literal["m_grouped", "k_grouped"], weight_block: Block, rebased: bool, device: torch.device
-) -> tuple[Form, Form]:
-    """In what form a GEMM takes ``a`` and ``b``.
+def dequantize(operand: Operand) -> torch.Tensor:
+    """``operand.dequantize()``, several times faster on a CPU: torch converts E4M3 there without vector code.
 
-    Args:
-        gemm: which of the two below.
-        weight_block: of the recipe.
-        rebased: whether the user asks for ``rebase``; never of a backend that cannot (``backends.select``).
-        device: of the operands.
+    Shifted into place, an E4M3 code is the fp16 of 2^-8 times its value, subnormals included: 0x38 (1.0) gives 0x1C00.
+    But for the NaN codes, 0x7F and 0xFF, which give 480 in the end.
     """
-    if not rebased:
-        return "mx", "mx"
-    return "1x128", ("32x128" if gemm == "m_grouped" else "1x128")
+    data = operand.data
+    if data.dtype != torch.float8_e4m3fn or data.device.type != "cpu" or data.numel() == 0:
+        return operand.dequantize()
+    codes = data.view(torch.int8).to(torch.int16)  # the sign goes to bits 7 to 15
+    halves = codes.bitwise_left_shift_(7).bitwise_and_(-0x4080).view(torch.float16)  # clears bit 14, of the sign too
+    elements = halves.float().mul_(2.0**8)
+    low, high = elements.aminmax()
+    if low < -448 or high > 448:
+        elements.masked_fill_(elements.abs() > 448, torch.nan)
+    return scale_operand(elements, operand)
 
 
-def quantize_operand(
-    x: torch.Tensor,
-    axis: int,
-    *,
-    rounding: Rounding,
-    elem_dtype: torch.dtype,
-    block: Block,
-    offs: torch.Tensor | None,
-    form: Form,
-    changed: torch.Tensor | None = None,
-) -> MXTensor:
-    """``quantize`` to what a GEMM is given.
-
-    Args:
-        form: what ``operand_forms`` says. Rebased: with ``offs``, groups move to multiples of 128 instead of 32.
-            ``even`` takes no ``offs``.
-        changed: see ``rebase``.
-    """
-    kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block}
-    if form == "mx":
-        return quantize(x, axis, offs=offs, **kwargs)
-    if form == "even":
-        assert offs is None
-        return even_out(quantize(x, axis, offs=None, **kwargs))
-    assert form != "bf16" and (form, block) != ("1x128", "32x32"), form
-    if offs is not None:
-        x = _gather_groups(x, axis, offs, REBASED_SIZE)
-    return rebase(quantize(x, axis, offs=None, **kwargs), form, changed)
+def scale_operand(elements: torch.Tensor, operand: Operand) -> torch.Tensor:
+    """``operand``'s elements, given in fp32, times its scales; may overwrite them."""
+    spec = operand.spec
+    return scale_elements(elements, operand.row_scales(), span=spec.span, lines=spec.lines)
 
 
-def quantize_operand_both(
-    x: torch.Tensor,
-    *,
-    rounding: Rounding,
-    elem_dtype: torch.dtype,
-    block: Block,
-    offs: torch.Tensor | None,
-    forms: tuple[Form, Form],
-    changed: torch.Tensor | None = None,
-) -> tuple[MXTensor, MXTensor]:
-    """``quantize_both`` to what GEMMs are given: in ``forms[0]`` along the last axis, in ``forms[1]`` the other."""
-    kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "changed": changed}
-    last = quantize_operand(x, x.ndim - 1, offs=None, form=forms[0], **kwargs)
-    return last, quantize_operand(x, x.ndim - 2, offs=offs, form=forms[1], **kwargs)
+def changed_elements(before: Operand, after: Operand) -> torch.Tensor:
+    """Which elements have another value in ``after`` than in ``before``, NaN aside: bool, as their data lies."""
+    old, new = dequantize(before), dequantize(after)
+    return (old != new) & ~old.isnan() & ~new.isnan()
 
 
-def gemm_m_grouped(
-    a: MXTensor,
-    b: MXTensor,
-    offs: torch.Tensor | None,
-    *,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Rows of group e times matrix e: the forward and dgrad GEMM.
-
-    Args:
-        a: (M, C) quantised along C.
-        b: (E, C, D) quantised along C.
-        offs: int32 (E,) end offsets of the groups among the M rows; None: E is 1 and every row is in the group.
-        bias: (E, D), added to the rows of each group, or None.
-        out_dtype: bf16 or fp32.
-
-    Returns:
-        (M, D), zeros in the rows at and past ``offs[-1]``.
-    """
-    a_MC, b_ECD = _dequantize(a), _dequantize(b)
-    if offs is None:
-        y_MD = a_MC @ b_ECD[0]
-        return (y_MD if bias is None else y_MD + bias.float()).to(out_dtype)
-    y_MD = torch._grouped_mm(a_MC, b_ECD, offs=offs)
-    row_M = torch.arange(a_MC.shape[0], device=offs.device)
-    if bias is not None:
-        expert_M = torch.searchsorted(offs, row_M, right=True).clamp(max=offs.numel() - 1)
-        y_MD = y_MD + bias.float()[expert_M]
-    return y_MD.to(out_dtype).masked_fill_((row_M >= offs[-1])[:, None], 0)
+def padded_ends(offs: torch.Tensor, alignment: int) -> torch.Tensor:
+    """int32 end offsets of the groups once each starts at a multiple of ``alignment``."""
+    return _padded_sizes(offs, alignment).cumsum(0, dtype=torch.int32)
 
 
-def gemm_k_grouped(a: MXTensor, b: MXTensor, offs: torch.Tensor | None, *, out_dtype: torch.dtype) -> torch.Tensor:
-    """``a`` times ``b`` over the tokens of each group: the wgrad GEMM.
-
-    Args:
-        a: (N, M) quantised along M with ``offs``, so that M is the padded axis.
-        b: (M, K) quantised along M with ``offs``.
-        offs: the offsets that both were quantised with; None: one group.
-        out_dtype: bf16 or fp32.
-
-    Returns:
-        (E, N, K), exactly 0 for an empty group.
-    """
-    a_NM, b_MK = _dequantize(a), _dequantize(b)
-    if offs is None:
-        return (a_NM @ b_MK).unsqueeze(0).to(out_dtype)
-    if a_NM.shape[1] == 0:  # torch._grouped_mm refuses the strides of an empty matrix
-        return a_NM.new_zeros((offs.shape[0], a_NM.shape[0], b_MK.shape[1]), dtype=out_dtype)
-    ends_E = _padded_sizes(offs, a.block_length).cumsum(0, dtype=torch.int32)
-    return torch._grouped_mm(a_NM, b_MK, offs=ends_E).to(out_dtype)
+def _round_to_blocks(x: torch.Tensor, rounding: Rounding, elem_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements and scales of fp32 ``x`` in blocks of 32 along the last axis."""
+    blocks = to_blocks(x, x.ndim - 1)
+    amax = torch.maximum(blocks.amax(-1), -blocks.amin(-1))  # of the magnitudes, without storing those
+    scale = _scale_bytes(amax, elem_dtype, rounding)
+    return _cast(blocks, scale.unsqueeze(-1), elem_dtype).flatten(-2).narrow(-1, 0, x.shape[-1]), scale
 
 
-def wgrad_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
-    """The weight gradient from unquantised operands, for recipes whose wgrad is bf16: (E, N, K), 0 for an empty group.
-
-    Args:
-        dy_MN: bf16, like ``x_MK``.
-        x_MK: rows of the same groups.
-        offs: int32 (E,) end offsets of the groups among the M rows; None: one group.
-    """
-    if offs is None:
-        return (dy_MN.mT @ x_MK).unsqueeze(0)
-    if dy_MN.shape[0] == 0:  # torch._grouped_mm refuses the strides of an empty matrix
-        return dy_MN.new_zeros((offs.shape[0], dy_MN.shape[1], x_MK.shape[1]))
-    dw_ENK = torch._grouped_mm(dy_MN.mT, x_MK, offs=offs)
-    empty_E = offs.diff(prepend=offs.new_zeros(1)) == 0  # torch may leave these uninitialised
-    return dw_ENK.masked_fill_(empty_E[:, None, None], 0)
+def _round_to_squares(
+    x: torch.Tensor, rounding: Rounding, elem_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements and scales of fp32 ``x`` in 32x32 blocks."""
+    rows, cols = x.shape[-2:]
+    padded = F.pad(x, (0, -cols % BLOCK_SIZE, 0, -rows % BLOCK_SIZE))
+    squares = padded.unflatten(-1, (-1, BLOCK_SIZE)).unflatten(-3, (-1, BLOCK_SIZE))  # (..., R/32, 32, C/32, 32)
+    scale = _scale_bytes(squares.abs().amax((-3, -1)), elem_dtype, rounding)
+    data = _cast(squares, scale[..., :, None, :, None], elem_dtype).flatten(-4, -3).flatten(-2)
+    return data[..., :rows, :cols], scale
 
 
 def _scale_bytes(amax: torch.Tensor, elem_dtype: torch.dtype, rounding: Rounding) -> torch.Tensor:
@@ -305,20 +207,11 @@ def _cast(x: torch.Tensor, scale: torch.Tensor, elem_dtype: torch.dtype) -> torc
     """fp32 ``x`` divided by its scale, rounded to nearest even, saturated to the largest finite element."""
     reciprocal = decode_scale(254 - scale)  # 1 / 2^(s - 127) is 2^((254 - s) - 127); 254 - 255 wraps to 255, NaN
     limit = torch.finfo(elem_dtype).max
-    qdata = (x * reciprocal).clamp_(-limit, limit).to(elem_dtype).view(torch.uint8)
+    data = (x * reciprocal).clamp_(-limit, limit).to(elem_dtype).view(torch.uint8)
     poisoned = scale == SCALE_NAN
     if poisoned.any():  # the pass over all elements is dear, and hardly ever needed
-        qdata = qdata.masked_fill_(poisoned, _NAN_BYTE)
-    return qdata.view(elem_dtype)
-
-
-def _quantize_squares(x: torch.Tensor, axis: int, rounding: Rounding, elem_dtype: torch.dtype) -> MXTensor:
-    rows, cols = x.shape[-2:]
-    padded = F.pad(x.float(), (0, -cols % BLOCK_SIZE, 0, -rows % BLOCK_SIZE))
-    squares = padded.unflatten(-1, (-1, BLOCK_SIZE)).unflatten(-3, (-1, BLOCK_SIZE))  # (..., R/32, 32, C/32, 32)
-    scale = _scale_bytes(squares.abs().amax((-3, -1)), elem_dtype, rounding)
-    qdata = _cast(squares, scale[..., :, None, :, None], elem_dtype).flatten(-4, -3).flatten(-2)[..., :rows, :cols]
-    return MXTensor(_stored_along(qdata, axis), _stored_along(scale, axis), axis, "32x32", x.dtype)
+        data = data.masked_fill_(poisoned, _NAN_BYTE)
+    return data.view(elem_dtype)
 
 
 def _exact_halvings(elements: torch.Tensor) -> torch.Tensor:
@@ -330,56 +223,36 @@ def _exact_halvings(elements: torch.Tensor) -> torch.Tensor:
     return (torch.frexp(lowest_bit).exponent - 1).clamp(max=15).masked_fill(units == 0, 255)
 
 
-def _dequantize(mx: MXTensor) -> torch.Tensor:
-    """``mx.dequantize(torch.float32)``, several times faster on a CPU: torch converts E4M3 there without vector code.
-
-    Shifted into place, an E4M3 code is the fp16 of 2^-8 times its value, subnormals included: 0x38 (1.0) gives 0x1C00.
-    But for the NaN codes, 0x7F and 0xFF, which give 480 in the end.
-    """
-    if mx.qdata.dtype != torch.float8_e4m3fn or mx.qdata.device.type != "cpu" or mx.qdata.numel() == 0:
-        return mx.dequantize(torch.float32)
-    codes = mx.qdata.view(torch.int8).to(torch.int16)  # the sign goes to bits 7 to 15
-    halves = (
-        codes.bitwise_left_shift_(7).bitwise_and_(-0x4080).view(torch.float16)
-    )  # bit 14, of the sign too, is cleared
-    elements = halves.float().mul_(2.0**8)
-    low, high = elements.aminmax()
-    if low < -448 or high > 448:
-        elements.masked_fill_(elements.abs() > 448, torch.nan)
-    return mx.scale_elements(elements)
-
-
-def _stored_along(x: torch.Tensor, axis: int) -> torch.Tensor:
-    """The same tensor, its storage contiguous along ``axis``."""
-    return x.movedim(axis, -1).contiguous().movedim(-1, axis)
-
-
-def _store_across(scale: torch.Tensor, axis: int) -> torch.Tensor:
-    """The same tensor, its storage that of ``stored_across``."""
-    along = scale.movedim(axis, -1)
-    stored = scale.new_zeros(stored_across(*along.shape)).narrow(-1, 0, along.shape[-2])
-    return stored.copy_(along.mT).mT.movedim(-1, axis)
-
-
 def _padded_sizes(offs: torch.Tensor, alignment: int) -> torch.Tensor:
     sizes = offs.diff(prepend=offs.new_zeros(1))
     return ceil_div(sizes, alignment) * alignment
 
 
-def _gather_groups(x: torch.Tensor, axis: int, offs: torch.Tensor, alignment: int = BLOCK_SIZE) -> torch.Tensor:
-    """Moves each group along ``axis`` to the next multiple of ``alignment``, zeros between: see ``quantize``."""
-    length, groups = x.shape[axis], offs.numel()
-    padded_length = ragged_rows(length, groups, alignment)
-    if length == 0:
-        return x.new_zeros([padded_length if i == axis else size for i, size in enumerate(x.shape)])
+def _packed_positions(offs: torch.Tensor, length: int, alignment: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each position of the padded axis: the packed element there, and whether there is one."""
+    groups = offs.numel()
     padded_sizes = _padded_sizes(offs, alignment)
-    padded_ends = padded_sizes.cumsum(0)
-    position = torch.arange(padded_length, device=x.device)
-    group = torch.searchsorted(padded_ends, position, right=True)
+    ends = padded_sizes.cumsum(0)
+    position = torch.arange(ragged_rows(length, groups, alignment), device=offs.device)
+    group = torch.searchsorted(ends, position, right=True)
     inside = group < groups
     group = group.clamp(max=groups - 1)
     start = offs - offs.diff(prepend=offs.new_zeros(1))
-    source = position - (padded_ends - padded_sizes)[group] + start[group]
-    filled = inside & (source < offs[group])
-    gathered = x.index_select(axis, torch.where(filled, source, 0))
-    return gathered.movedim(axis, -1).masked_fill_(~filled, 0).movedim(-1, axis)
+    source = position - (ends - padded_sizes)[group] + start[group]
+    return source, inside & (source < offs[group])
+
+
+def _gather_groups(x: torch.Tensor, offs: torch.Tensor, alignment: int) -> torch.Tensor:
+    """Moves each group along the last axis to the next multiple of ``alignment``, zeros between: see ``quantize``."""
+    length = x.shape[-1]
+    if length == 0:
+        return x.new_zeros((*x.shape[:-1], ragged_rows(0, offs.numel(), alignment)))
+    source, filled = _packed_positions(offs, length, alignment)
+    return x.index_select(-1, torch.where(filled, source, 0)).masked_fill_(~filled, 0)
+
+
+def _scatter_groups(padded: torch.Tensor, offs: torch.Tensor, length: int, alignment: int) -> torch.Tensor:
+    """The inverse of ``_gather_groups``; zeros at and past ``offs[-1]``."""
+    packed = padded.new_zeros((*padded.shape[:-1], length))
+    source, filled = _packed_positions(offs, length, alignment)
+    return packed.index_copy_(-1, source[filled], padded[..., filled])

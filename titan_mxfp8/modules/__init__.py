@@ -14,7 +14,6 @@ from titan_mxfp8.modules.convert import (
 )
 from titan_mxfp8.modules.converted import SPLITS_GEMMS, ConvertedModule, MXConfig, own_code
 from titan_mxfp8.modules.linear import MXFP8Linear
-from titan_mxfp8.modules.rebase import ModuleKind, rebase_report
 
 __all__ = [
     "EXPERT_CLASSES",
@@ -22,13 +21,11 @@ __all__ = [
     "ConvertedModule",
     "MXConfig",
     "MXFP8Linear",
-    "ModuleKind",
     "as_list",
     "convert_experts",
     "convert_linears",
     "convert_model",
     "is_expert_module",
     "own_code",
-    "rebase_report",
     "training_device",
 ]

@@ -2,18 +2,18 @@
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import nn
 
 from titan_mxfp8 import backends
+from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.format.mx import BLOCK_SIZE
 from titan_mxfp8.modules.converted import ConvertedModule, MXConfig, own_code
 from titan_mxfp8.modules.linear import MXFP8Linear
 from titan_mxfp8.modules.override import OverriddenForward, override_class
-from titan_mxfp8.ops.rebase_counter import RebaseCounter
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,6 @@ def convert_model(
     linear_filter_fqns: Iterable[str] = (),
     backend: str = "auto",
     rebase: bool = False,
-    count_rebased: bool = False,
 ) -> list[str]:
     """Converts a model in place: linears, and the expert modules that ``grouped_fqns`` names.
 
@@ -45,8 +44,7 @@ def convert_model(
         linear_filter_fqns: substrings of the names of ``nn.Linear`` modules to leave alone. Empty: none, so name the
             output layer and the routers, which the plugin leaves alone by default.
         backend: ``auto`` or a name of ``titan_mxfp8.backends``.
-        rebase: as for ``mxfp8_grouped_mm``.
-        count_rebased: with ``rebase``, count what it changes, for ``rebase_report``. Eager only.
+        rebase: take the recipe's rebased form, as for ``mxfp8_grouped_mm``.
 
     Returns:
         The names of the converted modules.
@@ -56,11 +54,11 @@ def convert_model(
             backend, a backend without ``rebase``, or expert features that are no multiple of 32. The model is then as
             it was.
     """
-    config = _config(recipe, backend, model, rebase, count_rebased)
+    config = _config(recipe, backend, model, rebase)
     grouped_fqns = as_list(grouped_fqns)
     experts = [_choose_experts(model, grouped_fqns)] if grouped_fqns else []
     linears = _choose_linears(model, as_list(linear_filter_fqns), at_least_one=not grouped_fqns)
-    return _convert(model, [*experts, linears], config, count_rebased)
+    return _convert(model, [*experts, linears], config)
 
 
 def convert_linears(
@@ -70,7 +68,6 @@ def convert_linears(
     filter_fqns: Iterable[str] = (),
     backend: str = "auto",
     rebase: bool = False,
-    count_rebased: bool = False,
 ) -> list[str]:
     """Converts every ``nn.Linear`` whose name contains none of ``filter_fqns``.
 
@@ -84,8 +81,8 @@ def convert_linears(
     Raises:
         ValueError: nothing was converted; the message says why each candidate was not.
     """
-    config = _config(recipe, backend, model, rebase, count_rebased)
-    return _convert(model, [_choose_linears(model, as_list(filter_fqns))], config, count_rebased)
+    config = _config(recipe, backend, model, rebase)
+    return _convert(model, [_choose_linears(model, as_list(filter_fqns))], config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +145,6 @@ def convert_experts(
     backend: str = "auto",
     compile_backend: str | None = None,
     rebase: bool = False,
-    count_rebased: bool = False,
 ) -> list[str]:
     """Converts the expert modules whose name contains one of ``fqns``.
 
@@ -163,8 +159,8 @@ def convert_experts(
     Raises:
         ValueError: nothing was converted, or expert features that are not a multiple of 32.
     """
-    config = _config(recipe, backend, model, rebase, count_rebased, compile_backend)
-    return _convert(model, [_choose_experts(model, as_list(fqns))], config, count_rebased)
+    config = _config(recipe, backend, model, rebase, compile_backend)
+    return _convert(model, [_choose_experts(model, as_list(fqns))], config)
 
 
 def _choose_experts(model: nn.Module, fqns: list[str]) -> _Choice:
@@ -194,11 +190,10 @@ def _choose_experts(model: nn.Module, fqns: list[str]) -> _Choice:
     return _Choice(kind="expert module", modules=chosen, left=left)
 
 
-def _convert(model: nn.Module, choices: list[_Choice], config: MXConfig, count_rebased: bool) -> list[str]:
+def _convert(model: nn.Module, choices: list[_Choice], config: MXConfig) -> list[str]:
     for choice in choices:
         for fqn, module in choice.modules.items():
-            own_config = replace(config, rebase=RebaseCounter()) if count_rebased else config
-            module.__class__ = _converted_class(type(module), own_config)
+            module.__class__ = _converted_class(type(module), config)
             module.mxfp8_fqn = fqn
         count = f"{len(choice.modules)} {choice.kind}{'s' * (len(choice.modules) != 1)}"
         logger.info(
@@ -271,16 +266,15 @@ def _config(
     backend: str,
     model: nn.Module,
     rebase: bool,
-    count_rebased: bool,
     compile_backend: str | None = None,
 ) -> MXConfig:
-    if count_rebased and not rebase:
-        raise ValueError("count_rebased counts what rebase changes: turn rebase on, or count_rebased off")
-    selection = backends.select(backend, _device(model), rebase)
-    config = MXConfig(recipe=get_recipe(recipe), backend=selection.name, compile_backend=compile_backend, rebase=rebase)
-    rebased = ", rebased" if rebase else ""
-    logger.info(f"MXFP8: recipe {config.recipe.name}{rebased}, backend {selection.name} ({selection.reason})")
-    return config
+    recipe, hardware = get_recipe(recipe, rebase), hardware_of(_device(model))
+    selection = backends.select(backend, hardware, recipe)
+    plan = backends.plan_on(recipe, selection.name, hardware)
+    logger.info(f"MXFP8: recipe {recipe.name}, backend {selection.name} ({selection.reason}); multiplies {plan}")
+    if selection.warning:
+        logger.warning(f"MXFP8: {selection.warning}")
+    return MXConfig(recipe=recipe, backend=selection.name, compile_backend=compile_backend)
 
 
 def _device(model: nn.Module) -> torch.device:

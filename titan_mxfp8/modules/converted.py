@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_mxfp8.format.mx import BLOCK_SIZE
-from titan_mxfp8.ops.rebase_counter import RebaseCounter
 from titan_mxfp8.recipe import Recipe
 
 
@@ -22,13 +21,11 @@ class MXConfig:
         backend: name of the chosen backend, not ``auto``.
         compile_backend: for experts that TorchTitan compiles apart from their module: a ``torch.compile`` backend, or
             None for eager.
-        rebase: as for ``mxfp8_grouped_mm``; a module that counts has a ``RebaseCounter`` of its own.
     """
 
     recipe: Recipe
     backend: str
     compile_backend: str | None = None
-    rebase: bool | RebaseCounter = False
 
 
 def own_code(function: Callable) -> Callable:
@@ -58,7 +55,7 @@ class ConvertedModule:
 
     mxfp8: MXConfig
     mxfp8_fqn: str  # not in MXConfig: torch.compile would compile each layer's experts anew
-    health_probe: torch.Tensor | None = None  # of ops.health
+    probe: torch.Tensor | None = None  # of ops.observe
 
     @property
     def op_options(self) -> dict[str, object]:
@@ -68,7 +65,6 @@ class ConvertedModule:
         return {
             "recipe": config.recipe,
             "backend": config.backend,
-            "rebase": config.rebase,
             "keep_quantized_weight": not getattr(self, "_is_fsdp_managed_module", False),
         }
 

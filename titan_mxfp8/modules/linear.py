@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from titan_mxfp8.modules.converted import ConvertedModule
-from titan_mxfp8.ops.health import observe
 from titan_mxfp8.ops.linear import mxfp8_linear
+from titan_mxfp8.ops.observe import observe
 
 
 class MXFP8Linear(ConvertedModule, nn.Linear):
@@ -23,7 +23,7 @@ class MXFP8Linear(ConvertedModule, nn.Linear):
                 y = mxfp8_linear(x, weight, bias, **options)
             except ValueError as error:
                 raise ValueError(f"{self.mxfp8_fqn}: {error}") from error
-            return observe(y, x, weight, None, self.health_probe, options["recipe"], options["backend"])
+            return observe(y, x, weight, None, self.probe, options["recipe"], options["backend"])
 
         if isinstance(self.weight, DTensor):
             return _linear_on_dtensors(linear, x, self.weight, self.bias)

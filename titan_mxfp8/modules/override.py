@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from titan_mxfp8.modules.converted import ConvertedModule
 from titan_mxfp8.ops.grouped_mm import mxfp8_grouped_mm
-from titan_mxfp8.ops.health import observe
+from titan_mxfp8.ops.observe import observe
 
 
 class _GroupedMMOverride(TorchFunctionMode):
@@ -50,7 +50,7 @@ class _GroupedMMOverride(TorchFunctionMode):
             y = mxfp8_grouped_mm(a, b_t, offs, bias=bias, out_dtype=out_dtype or a.dtype, **self.options)
         except ValueError as error:
             raise ValueError(f"{self.module.mxfp8_fqn}: {error}") from error
-        return observe(y, a, b_t.mT, offs, self.module.health_probe, self.options["recipe"], self.options["backend"])
+        return observe(y, a, b_t.mT, offs, self.module.probe, self.options["recipe"], self.options["backend"])
 
     def again(self, function: Callable) -> Callable:
         """``function``, which activation checkpointing runs once more in backward, where this region has ended."""

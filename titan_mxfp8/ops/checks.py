@@ -14,16 +14,29 @@ def check_dtype(name: str, x: torch.Tensor) -> None:
 
 
 def check_features(name: str, size: int) -> None:
-    """Raises ValueError unless a feature dimension is a multiple of 32."""
-    if size % BLOCK_SIZE:
+    """Raises ValueError unless a feature dimension is a positive multiple of 32."""
+    if size == 0 or size % BLOCK_SIZE:
         raise ValueError(
-            f"{name} is {size}, but MXFP8 scales blocks of {BLOCK_SIZE} features: make it a multiple of {BLOCK_SIZE}, "
-            "or leave this layer in bf16"
+            f"{name} is {size}, but MXFP8 scales blocks of {BLOCK_SIZE} features: make it a positive multiple of "
+            f"{BLOCK_SIZE}, or leave this layer in bf16"
         )
+
+
+def check_devices(**operands: torch.Tensor | MXTensor | None) -> None:
+    """Raises ValueError unless all operands that are not None are on one device."""
+    tensors = [x.qdata if isinstance(x, MXTensor) else x for x in operands.values() if x is not None]
+    if all(x.device == tensors[0].device for x in tensors):
+        return
+    tensors = {name: x.qdata if isinstance(x, MXTensor) else x for name, x in operands.items() if x is not None}
+    devices = {name: x.device for name, x in tensors.items()}
+    places = ", ".join(f"{name} on {device}" for name, device in devices.items())
+    raise ValueError(f"operands must be on one device, got {places}: move them, or initialise what is on meta")
 
 
 def check_offs_type(offs: torch.Tensor, groups: int | None = None) -> None:
     """Raises ValueError unless ``offs`` is a non-empty int32 vector, of length ``groups`` if given."""
+    if not isinstance(offs, torch.Tensor):
+        raise ValueError(f"offs must be an int32 tensor of end offsets, one per group, got {offs!r}")
     if offs.dtype != torch.int32 or offs.ndim != 1 or offs.shape[0] == 0:
         raise ValueError(
             f"offs must be an int32 vector of end offsets, one per group, got {offs.dtype} of shape "

@@ -1,334 +1,181 @@
-"""The backends' functions as custom operators, so that ``torch.compile`` and activation checkpointing see them, and the
-same functions on ``MXTensor``.
+"""The backends' functions as custom operators, so that ``torch.compile`` and activation checkpointing see them.
 
-An operator returns quantised tensors as they lie in memory, FP8 with the quantised axis last; the functions below it
-put the axis back as a view. A ``form`` (``format.mx.Form``) is all that the fakes need to know beside shapes.
+An operator takes and returns operands as they lie in memory (``format.spec.Operand``): one tensor if the values are
+stored in bf16, else FP8 elements and their scales. Beside them it takes the key of their ``OperandSpec``, which is all
+that the fakes need to know.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch._ops import OpOverload
 from torch.utils.flop_counter import register_flop_formula
 
 from titan_mxfp8 import backends
-from titan_mxfp8.format.mx import (
-    BLOCK_SIZE,
-    REBASED,
-    REBASED_SIZE,
-    SQUARES,
-    Block,
-    Form,
-    MXTensor,
-    Rounding,
-    ceil_div,
-    ragged_rows,
-    stored_across,
-)
-from titan_mxfp8.ops.checks import check_axis, check_offs_values
+from titan_mxfp8.format.spec import Operand, spec_of
+from titan_mxfp8.ops.checks import check_offs_values
 
 _LIBRARY = torch.library.Library("titan_mxfp8", "FRAGMENT")
 
 
-def _operator(function: Callable[..., object]) -> OpOverload:
-    """Makes ``function``, whose name begins with an underscore, an operator of that name without it.
+class Operator:
+    """A custom operator whose implementation is called directly where nobody looks at operators.
 
-    As ``torch.library.custom_op`` does, without its checks on each call, which take time. Nothing differentiates these
-    operators: ``autograd.Function``s call them.
+    As ``torch.library.custom_op`` makes it, without its checks on each call. In eager mode, where no mode such as that
+    of selective activation checkpointing is active and no tensor is of a subclass, what the dispatcher would do takes
+    the host a third of the time of a small call, and gives the same. Nothing differentiates these operators:
+    ``autograd.Function``s call them.
     """
-    name = function.__name__.removeprefix("_")
-    schema = torch.library.infer_schema(function, mutates_args=())
-    _LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    return getattr(torch.ops.titan_mxfp8, name).default
+
+    def __init__(self, function: Callable[..., object]):
+        self.function = function
+        schema = torch.library.infer_schema(function, mutates_args=())
+        _LIBRARY.define(function.__name__ + schema, tags=torch.Tag.pt2_compliant_tag)
+        _LIBRARY.impl(function.__name__, function, "CompositeExplicitAutograd")
+        self.overload: OpOverload = getattr(torch.ops.titan_mxfp8, function.__name__).default
+
+    def __call__(self, *args: object) -> object:
+        if torch.compiler.is_compiling() or _modes() or not _are_plain(args):
+            return self.overload(*args)
+        return self.function(*args)
 
 
-@_operator
-def _quantize(
-    x: torch.Tensor,
-    axis: int,
-    rounding: str,
-    elem_dtype: torch.dtype,
-    block: str,
-    offs: torch.Tensor | None,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _modes() -> int:
+    """How many modes look at operators or at calls of torch's functions."""
+    return torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+
+
+def _are_plain(args: tuple[object, ...]) -> bool:
+    """Whether all tensors are ordinary ones with data, so that no operator does anything but compute."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and (type(arg) not in _PLAIN or arg.is_meta):
+            return False
+    return True
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@Operator
+def quantize(x: torch.Tensor, axis: int, spec: str, offs: torch.Tensor | None, backend: str) -> list[torch.Tensor]:
+    """``Backend.quantize`` of the spec with this key."""
     check_offs_values(offs, x.shape[axis])
-    kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "offs": offs}
-    return _stored(backends.load(backend, x.device).quantize(x, axis, **kwargs))
+    operand = backends.load(backend, x.device).quantize(_aligned(x), axis, spec_of(spec), _aligned(offs))
+    return _tensors(operand)
 
 
-@torch.library.register_fake(_quantize)
-def _(x, axis, rounding, elem_dtype, block, offs, backend):
-    return _empty_stored(x, axis, elem_dtype, block, offs, "mx")
+@torch.library.register_fake(quantize.overload)
+def _(x, axis, spec, offs, backend):
+    return _tensors(spec_of(spec).empty(x, axis, None if offs is None else offs.shape[0]))
 
 
-@_operator
-def _quantize_operand(
-    x: torch.Tensor,
-    axis: int,
-    rounding: str,
-    elem_dtype: torch.dtype,
-    block: str,
-    offs: torch.Tensor | None,
-    form: str,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    check_offs_values(offs, x.shape[axis])
-    kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "offs": offs, "form": form}
-    return _stored(backends.load(backend, x.device).quantize_operand(x, axis, **kwargs))
-
-
-@torch.library.register_fake(_quantize_operand)
-def _(x, axis, rounding, elem_dtype, block, offs, form, backend):
-    return _empty_stored(x, axis, elem_dtype, block, offs, form)
-
-
-@_operator
-def _quantize_operand_both(
-    x: torch.Tensor,
-    rounding: str,
-    elem_dtype: torch.dtype,
-    block: str,
-    offs: torch.Tensor | None,
-    last_form: str,
-    first_form: str,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+@Operator
+def quantize_both(
+    x: torch.Tensor, last: str, first: str, offs: torch.Tensor | None, backend: str
+) -> list[torch.Tensor]:
+    """``Backend.quantize_both``: the tensors along the last axis, then those along the first one."""
     check_offs_values(offs, x.shape[-2])
-    kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "offs": offs}
-    last, first = backends.load(backend, x.device).quantize_operand_both(x, forms=(last_form, first_form), **kwargs)
-    return *_stored(last), *_stored(first)
+    load = backends.load(backend, x.device)
+    along_last, along_first = load.quantize_both(_aligned(x), spec_of(last), spec_of(first), _aligned(offs))
+    return _tensors(along_last) + _tensors(along_first)
 
 
-@torch.library.register_fake(_quantize_operand_both)
-def _(x, rounding, elem_dtype, block, offs, last_form, first_form, backend):
-    return (
-        *_empty_stored(x, x.ndim - 1, elem_dtype, block, None, last_form),
-        *_empty_stored(x, x.ndim - 2, elem_dtype, block, offs, first_form),
-    )
+@torch.library.register_fake(quantize_both.overload)
+def _(x, last, first, offs, backend):
+    along_first = spec_of(first).empty(x, x.ndim - 2, None if offs is None else offs.shape[0])
+    return _tensors(spec_of(last).empty(x, x.ndim - 1, None)) + _tensors(along_first)
 
 
-@_operator
-def _gemm_m_grouped(
-    a_qdata: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_qdata: torch.Tensor,
-    b_scale: torch.Tensor,
-    a_block: str,
-    b_block: str,
+@Operator
+def gemm_m_grouped(
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_spec: str,
+    b: torch.Tensor,
+    b_scale: torch.Tensor | None,
+    b_spec: str,
+    b_axis: int,
     offs: torch.Tensor | None,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
 ) -> torch.Tensor:
-    check_offs_values(offs, a_qdata.shape[0])
-    a = MXTensor(a_qdata, a_scale, 1, a_block, out_dtype)
-    b = MXTensor(b_qdata, b_scale, 1, b_block, out_dtype)
-    # An autocast region would run the reference's fp32 matmuls in bf16.
-    with torch.autocast(a_qdata.device.type, enabled=False):
-        return backends.load(backend, a_qdata.device).gemm_m_grouped(a, b, offs, bias=bias, out_dtype=out_dtype)
+    """``Backend.gemm_m_grouped``; ``b_axis``: the one of the weight's axes, 1 or 2, that it was quantised along."""
+    check_offs_values(offs, a.shape[0])
+    a_operand = Operand(_aligned(a), _aligned(a_scale), spec_of(a_spec), 1)
+    b_operand = Operand(b, b_scale, spec_of(b_spec), b_axis)
+    gemm = backends.load(backend, a.device).gemm_m_grouped
+    return _without_autocast(gemm, a.device, a_operand, b_operand, _aligned(offs), _aligned(bias), out_dtype)
 
 
-@torch.library.register_fake(_gemm_m_grouped)
-def _(a_qdata, a_scale, b_qdata, b_scale, a_block, b_block, offs, bias, out_dtype, backend):
-    return a_qdata.new_empty((a_qdata.shape[0], b_qdata.shape[2]), dtype=out_dtype)
+@torch.library.register_fake(gemm_m_grouped.overload)
+def _(a, a_scale, a_spec, b, b_scale, b_spec, b_axis, offs, bias, out_dtype, backend):
+    return a.new_empty((a.shape[0], b.shape[_features(b_spec, b_axis)]), dtype=out_dtype)
 
 
-@_operator
-def _gemm_k_grouped(
-    a_qdata: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_qdata: torch.Tensor,
-    b_scale: torch.Tensor,
-    block: str,
+@Operator
+def gemm_k_grouped(
+    a: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_spec: str,
+    b: torch.Tensor,
+    b_scale: torch.Tensor | None,
+    b_spec: str,
+    rows: int,
     offs: torch.Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
 ) -> torch.Tensor:
+    """``Backend.gemm_k_grouped``; ``rows``: tokens, padding aside."""
     check_offs_values(offs, None)
-    a = MXTensor(a_qdata, a_scale, 1, block, out_dtype)
-    b = MXTensor(b_qdata, b_scale, 0, block, out_dtype)
-    with torch.autocast(a_qdata.device.type, enabled=False):
-        return backends.load(backend, a_qdata.device).gemm_k_grouped(a, b, offs, out_dtype=out_dtype)
+    operands = Operand(a, a_scale, spec_of(a_spec), 0), Operand(b, b_scale, spec_of(b_spec), 0)
+    gemm = backends.load(backend, a.device).gemm_k_grouped
+    return _without_autocast(gemm, a.device, *operands, _aligned(offs), out_dtype)
 
 
-@torch.library.register_fake(_gemm_k_grouped)
-def _(a_qdata, a_scale, b_qdata, b_scale, block, offs, out_dtype, backend):
-    groups = 1 if offs is None else offs.shape[0]
-    return a_qdata.new_empty((groups, a_qdata.shape[0], b_qdata.shape[1]), dtype=out_dtype)
-
-
-@_operator
-def _wgrad_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | None, backend: str) -> torch.Tensor:
-    check_offs_values(offs, dy_MN.shape[0])
-    with torch.autocast(dy_MN.device.type, enabled=False):
-        return backends.load(backend, dy_MN.device).wgrad_bf16(dy_MN.contiguous(), x_MK.contiguous(), offs)
-
-
-@torch.library.register_fake(_wgrad_bf16)
-def _(dy_MN, x_MK, offs, backend):
-    groups = 1 if offs is None else offs.shape[0]
-    return dy_MN.new_empty((groups, dy_MN.shape[1], x_MK.shape[1]))
+@torch.library.register_fake(gemm_k_grouped.overload)
+def _(a, a_scale, a_spec, b, b_scale, b_spec, rows, offs, out_dtype, backend):
+    n, k = a.shape[_features(a_spec, 0)], b.shape[_features(b_spec, 0)]
+    return a.new_empty((1 if offs is None else offs.shape[0], n, k), dtype=out_dtype)
 
 
 # What torch's FLOP counter, and the AC modes that weigh by it, know of the GEMMs: two for each product of elements, as
 # if every row belonged to a group; nothing for the scales.
-@register_flop_formula([torch.ops.titan_mxfp8.gemm_m_grouped, torch.ops.titan_mxfp8.gemm_k_grouped])
-def _(a_shape, a_scale_shape, b_shape, *args, **kwargs) -> int:
-    return 2 * a_shape[0] * a_shape[1] * b_shape[-1]
+@register_flop_formula(torch.ops.titan_mxfp8.gemm_m_grouped)
+def _(a_shape, a_scale_shape, a_spec, b_shape, b_scale_shape, b_spec, b_axis, *args, **kwargs) -> int:
+    return 2 * a_shape[0] * a_shape[1] * b_shape[_features(b_spec, b_axis)]
 
 
-@register_flop_formula(torch.ops.titan_mxfp8.wgrad_bf16)
-def _(dy_shape, x_shape, *args, **kwargs) -> int:
-    return 2 * dy_shape[0] * dy_shape[1] * x_shape[1]
+@register_flop_formula(torch.ops.titan_mxfp8.gemm_k_grouped)
+def _(a_shape, a_scale_shape, a_spec, b_shape, b_scale_shape, b_spec, rows, *args, **kwargs) -> int:
+    return 2 * rows * a_shape[_features(a_spec, 0)] * b_shape[_features(b_spec, 0)]
 
 
-def quantize(
-    x: torch.Tensor,
-    axis: int,
-    *,
-    rounding: Rounding,
-    elem_dtype: torch.dtype,
-    block: Block,
-    offs: torch.Tensor | None,
-    backend: str,
-) -> MXTensor:
-    """``format.reference.quantize`` through the chosen backend."""
-    return _from_stored(*_quantize(x, axis, rounding, elem_dtype, block, offs, backend), axis, block, x.dtype)
+def _features(spec: str, axis: int) -> int:
+    """Which axis of a stored operand, quantised along ``axis`` of its input, the GEMM keeps: FP8 lies with the
+    quantised axis last; values in bf16 lie like the input, (M, features) or (E, N, K)."""
+    if spec_of(spec).stored == "bf16":
+        return {0: 1, 1: 2, 2: 1}[axis]
+    return -2
 
 
-@torch.compiler.assume_constant_result
-def operand_forms(
-    gemm: Literal["m_grouped", "k_grouped"], weight_block: Block, rebase: bool, device: torch.device, backend: str
-) -> tuple[Form, Form]:
-    """``format.reference.operand_forms`` of the chosen backend.
-
-    Raises:
-        ValueError: ``rebase`` with a backend that cannot.
-    """
-    backends.select(backend, device, rebase)
-    return backends.load(backend, device).operand_forms(gemm, weight_block, rebase, device)
+def _tensors(operand: Operand) -> list[torch.Tensor]:
+    return [operand.data] if operand.scale is None else [operand.data, operand.scale]
 
 
-def quantize_operand(
-    x: torch.Tensor,
-    axis: int,
-    *,
-    rounding: Rounding,
-    elem_dtype: torch.dtype,
-    block: Block,
-    offs: torch.Tensor | None,
-    form: Form,
-    backend: str,
-    changed: torch.Tensor | None = None,
-) -> MXTensor:
-    """``format.reference.quantize_operand`` through the chosen backend; not as an operator where ``changed`` counts."""
-    if changed is not None:
-        kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "offs": offs, "form": form}
-        return backends.load(backend, x.device).quantize_operand(x, axis, changed=changed, **kwargs)
-    stored = _quantize_operand(x, axis, rounding, elem_dtype, block, offs, form, backend)
-    return _from_stored(*stored, axis, _block(block, form), x.dtype)
+def _aligned(x: torch.Tensor | None) -> torch.Tensor | None:
+    """``x`` at a multiple of 16 bytes, as kernels are compiled for: itself, or a copy where it was cut out of the
+    middle of something. Vectors contiguous too."""
+    if x is None or x.device.type != "cuda":
+        return x
+    if x.ndim == 1:
+        x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def quantize_operand_both(
-    x: torch.Tensor,
-    *,
-    rounding: Rounding,
-    elem_dtype: torch.dtype,
-    block: Block,
-    offs: torch.Tensor | None,
-    forms: tuple[Form, Form],
-    backend: str,
-    changed: torch.Tensor | None = None,
-) -> tuple[MXTensor, MXTensor]:
-    """``format.reference.quantize_operand_both`` through the chosen backend; likewise."""
-    kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "offs": offs}
-    if changed is not None:
-        return backends.load(backend, x.device).quantize_operand_both(x, forms=forms, changed=changed, **kwargs)
-    if block == "32x32" and forms == ("bf16", "bf16"):  # both would hold the same values in the same order
-        last = quantize_operand(x, x.ndim - 1, form="bf16", backend=backend, **kwargs)
-        return last, replace(last, axis=x.ndim - 2)
-    stored = _quantize_operand_both(x, rounding, elem_dtype, block, offs, *forms, backend)
-    return (
-        _from_stored(*stored[:2], x.ndim - 1, _block(block, forms[0]), x.dtype),
-        _from_stored(*stored[2:], x.ndim - 2, _block(block, forms[1]), x.dtype),
-    )
-
-
-def gemm_m_grouped(
-    a: MXTensor,
-    b: MXTensor,
-    offs: torch.Tensor | None,
-    *,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> torch.Tensor:
-    """``format.reference.gemm_m_grouped`` through the chosen backend.
-
-    Raises:
-        ValueError: an operand that was not quantised along the contraction axis.
-    """
-    check_axis("a", a, 1)
-    check_axis("b", b, 1)
-    return _gemm_m_grouped(a.qdata, a.scale, b.qdata, b.scale, a.block, b.block, offs, bias, out_dtype, backend)
-
-
-def gemm_k_grouped(
-    a: MXTensor, b: MXTensor, offs: torch.Tensor | None, *, out_dtype: torch.dtype, backend: str
-) -> torch.Tensor:
-    """``format.reference.gemm_k_grouped`` through the chosen backend.
-
-    Raises:
-        ValueError: an operand that was not quantised along the contraction axis.
-    """
-    check_axis("a", a, 1)
-    check_axis("b", b, 0)
-    return _gemm_k_grouped(a.qdata, a.scale, b.qdata, b.scale, a.block, offs, out_dtype, backend)
-
-
-def wgrad_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | None, *, backend: str) -> torch.Tensor:
-    """``format.reference.wgrad_bf16`` through the chosen backend, of operands that are rounded to bf16."""
-    return _wgrad_bf16(dy_MN.bfloat16(), x_MK.bfloat16(), offs, backend)
-
-
-def _stored(mx: MXTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """qdata and scale as they lie in memory."""
-    if mx.is_dequantized or mx.axis == mx.qdata.ndim - 1:
-        return mx.qdata, mx.scale
-    return mx.qdata.movedim(mx.axis, -1), mx.scale.movedim(mx.axis, -1)
-
-
-def _from_stored(
-    qdata: torch.Tensor, scale: torch.Tensor, axis: int, block: Block, orig_dtype: torch.dtype
-) -> MXTensor:
-    if qdata.dtype != torch.bfloat16 and axis != qdata.ndim - 1:
-        qdata, scale = qdata.movedim(-1, axis), scale.movedim(-1, axis)
-    return MXTensor(qdata, scale, axis, block, orig_dtype)
-
-
-def _block(block: Block, form: Form) -> Block:
-    """What blocks of ``block`` are in this form."""
-    return form if form in REBASED else block
-
-
-def _empty_stored(
-    x: torch.Tensor, axis: int, elem_dtype: torch.dtype, block: Block, offs: torch.Tensor | None, form: Form
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Empty qdata and scale as they lie in memory."""
-    if form == "bf16":
-        return x.new_empty(x.shape, dtype=torch.bfloat16), x.new_empty(0, dtype=torch.uint8)
-    *rest, length = x.movedim(axis, -1).shape
-    per_scale = REBASED_SIZE if form in REBASED else BLOCK_SIZE
-    if offs is not None:
-        length = ragged_rows(length, offs.shape[0], per_scale)
-    qdata = x.new_empty((*rest, length), dtype=elem_dtype)
-    if _block(block, form) in SQUARES:
-        rest[-1] = ceil_div(rest[-1], BLOCK_SIZE)
-    shape = *rest, ceil_div(length, per_scale)
-    if form in ("mx", "even"):
-        return qdata, x.new_empty(shape, dtype=torch.uint8)
-    return qdata, x.new_empty(stored_across(*shape), dtype=torch.uint8).narrow(-1, 0, rest[-1]).mT
+def _without_autocast(gemm: Callable[..., torch.Tensor], device: torch.device, *args: object) -> torch.Tensor:
+    """An autocast region would run the reference's fp32 matmuls in bf16."""
+    if not torch.is_autocast_enabled(device.type):
+        return gemm(*args)
+    with torch.autocast(device.type, enabled=False):
+        return gemm(*args)

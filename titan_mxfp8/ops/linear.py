@@ -2,9 +2,8 @@
 
 import torch
 
-from titan_mxfp8.ops.checks import check_dtype, check_features
-from titan_mxfp8.ops.grouped_mm import mx_matmul
-from titan_mxfp8.ops.rebase_counter import RebaseCounter
+from titan_mxfp8.ops.checks import check_devices, check_dtype, check_features
+from titan_mxfp8.ops.matmul import mx_matmul
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 
@@ -15,7 +14,7 @@ def mxfp8_linear(
     *,
     recipe: str | Recipe = "mxfp8",
     backend: str = "auto",
-    rebase: bool | RebaseCounter = False,
+    rebase: bool = False,
     keep_quantized_weight: bool = True,
 ) -> torch.Tensor:
     """``torch.nn.functional.linear`` with MXFP8 GEMMs in forward and backward.
@@ -36,7 +35,7 @@ def mxfp8_linear(
     Raises:
         ValueError: anything not as described above.
     """
-    recipe = get_recipe(recipe)
+    recipe = get_recipe(recipe, rebase)
     if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"takes x of shape (..., K) and weight of shape (N, K), got {tuple(x.shape)}, {tuple(weight.shape)}"
@@ -51,8 +50,8 @@ def mxfp8_linear(
     check_dtype("weight", weight)
     check_features("K, the number of in features,", k)
     check_features("N, the number of out features,", n)
+    check_devices(x=x, weight=weight, bias=bias)
     x_MK = x.reshape(-1, k)
     bias_EN = None if bias is None else bias.unsqueeze(0)
-    options = (recipe, x.dtype, backend, rebase, keep_quantized_weight)
-    y_MN = mx_matmul(x_MK, weight.unsqueeze(0), bias_EN, None, *options)
+    y_MN = mx_matmul(x_MK, weight.unsqueeze(0), bias_EN, None, recipe, x.dtype, backend, keep_quantized_weight)
     return y_MN.view(*x.shape[:-1], n)

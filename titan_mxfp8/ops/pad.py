@@ -3,6 +3,7 @@
 The package's own GEMMs take groups of any size and never need this.
 """
 
+import importlib
 from functools import cache
 from types import ModuleType
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from titan_mxfp8 import backends
+from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.format.mx import ceil_div
 from titan_mxfp8.ops.checks import check_dtype, check_offs_type, check_offs_values
 
@@ -69,8 +71,8 @@ def unpad_token_groups(padded: torch.Tensor, offs: torch.Tensor, alignment: int,
 def _pad(x: torch.Tensor, offs: torch.Tensor, alignment: int) -> tuple[torch.Tensor, torch.Tensor]:
     check_offs_values(offs, x.shape[0])
     length = padded_rows(x.shape[0], offs.shape[0], alignment)
-    if triton := _triton_backend(x.device):
-        return triton.pad_token_groups(x, offs, alignment=alignment, padded_rows=length)
+    if kernels := _kernels(x.device):
+        return kernels.pad_token_groups(x, offs, alignment=alignment, padded_rows=length)
     starts, ends, padded_starts, padded_ends = _bounds(offs, alignment)
     position = torch.arange(length, device=x.device)
     group = torch.searchsorted(padded_ends, position, right=True).clamp(max=offs.shape[0] - 1)
@@ -87,8 +89,8 @@ def _(x, offs, alignment):
 @torch.library.custom_op("titan_mxfp8::unpad_token_groups", mutates_args=())
 def _unpad(padded: torch.Tensor, offs: torch.Tensor, alignment: int, rows: int) -> torch.Tensor:
     check_offs_values(offs, rows)
-    if triton := _triton_backend(padded.device):
-        return triton.unpad_token_groups(padded, offs, alignment=alignment, rows=rows)
+    if kernels := _kernels(padded.device):
+        return kernels.unpad_token_groups(padded, offs, alignment=alignment, rows=rows)
     starts, ends, padded_starts, _ = _bounds(offs, alignment)
     row = torch.arange(rows, device=padded.device)
     group = torch.searchsorted(ends, row, right=True).clamp(max=offs.shape[0] - 1)
@@ -134,10 +136,10 @@ def _bounds(offs: torch.Tensor, alignment: int) -> tuple[torch.Tensor, torch.Ten
 
 
 @cache
-def _triton_backend(device: torch.device) -> ModuleType | None:
-    """The Triton backend where it runs: whichever backend multiplies there, this one moves rows."""
-    runs = any(row.name == "triton" and row.runs_on(device) for row in backends.BACKENDS)
-    return backends.load("triton", device) if runs else None
+def _kernels(device: torch.device) -> ModuleType | None:
+    """The Triton kernels where Triton runs, whichever backend multiplies there."""
+    runs = any(entry.name == "triton" and entry.runs_on(hardware_of(device)) for entry in backends.BACKENDS)
+    return importlib.import_module("titan_mxfp8.backends.common.pad") if runs else None
 
 
 def _check(x: torch.Tensor, offs: torch.Tensor, alignment: int) -> None:

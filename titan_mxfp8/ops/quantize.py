@@ -3,8 +3,9 @@
 import torch
 
 from titan_mxfp8.format.mx import BLOCKS, ELEM_DTYPES, ROUNDINGS, Block, MXTensor, Rounding
+from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.ops import library
-from titan_mxfp8.ops.checks import check_dtype, check_offs_type
+from titan_mxfp8.ops.checks import check_devices, check_dtype, check_offs_type
 
 
 def quantize(
@@ -49,11 +50,14 @@ def quantize(
     ):
         if value not in known:
             raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(map(str, known))}")
-    if block == "32x32" and axis < x.ndim - 2:
+    if block == "32x32" and (x.ndim < 2 or axis < x.ndim - 2):
         raise ValueError(f"32x32 blocks span the last two axes of {tuple(x.shape)}, axis {axis} is neither of them")
     if offs is not None:
         if block != "1x32" or x.ndim != 2:
             raise ValueError(f"offs takes 1x32 blocks of a 2-D tensor, got {block} and shape {tuple(x.shape)}")
         check_offs_type(offs)
-    kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block}
-    return library.quantize(x.detach(), axis, offs=offs, backend=backend, **kwargs)
+        check_devices(x=x, offs=offs)
+    spec = OperandSpec(elem_dtype=elem_dtype, rounding=rounding, block=block, lines=32 if block == "32x32" else 1)
+    data, scale = library.quantize(x.detach(), axis, spec.key, offs, backend)
+    length = x.shape[axis] if offs is None else data.shape[-1]
+    return Operand(data, scale, spec, axis).to_mx(length, x.dtype)

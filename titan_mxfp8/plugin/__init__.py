@@ -9,7 +9,7 @@ What the import changes in TorchTitan and torch, on every machine:
 - ``_op_sac_save_list``: of five models; selective activation checkpointing saves the outputs of MXFP8 GEMMs too (both
   in converters.py).
 - ``ConfigManager._validate_config``: a config that cannot run is refused when it is parsed (checks.py).
-- ``MetricsProcessor.should_log``: health_every (health.py).
+- ``MetricsProcessor.should_log``: health_every and hopper_rebase_report (telemetry.py).
 - ``WandBLogger.__init__``: a run's name, tags and commit, and offline if wandb cannot start (wandb_run.py).
 
 and repairs (repairs/):
@@ -38,7 +38,7 @@ Where there is no accelerator, so that TorchTitan trains on CPUs (repairs/cpu.py
 - ``profile.__init__``: TorchTitan passes an activity of None.
 """
 
-from titan_mxfp8.plugin import checks, converters, health, wandb_run
+from titan_mxfp8.plugin import checks, converters, telemetry, wandb_run
 from titan_mxfp8.plugin.job_config import JobConfig
 from titan_mxfp8.plugin.repairs import repair
 
@@ -47,6 +47,6 @@ __all__ = ["JobConfig"]
 converters.register()
 converters.save_gemm_outputs()
 checks.install()
-health.install()
+telemetry.install()
 wandb_run.install()
 repair()

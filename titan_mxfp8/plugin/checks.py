@@ -21,12 +21,13 @@ from torchtitan.protocols import BaseModelArgs, model_converter
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_mxfp8 import backends
+from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.modules import as_list, training_device
-from titan_mxfp8.plugin.job_config import Cluster, Model, MXGroupedMM, MXLinear, Quantize, converter_configs
+from titan_mxfp8.plugin.job_config import Cluster, Model, MXGroupedMM, MXLinear, Quantize, converter_configs, recipe_of
 from titan_mxfp8.plugin.repairs.moe import hide_grouped_mm_warning
 from titan_mxfp8.plugin.repairs.patch import is_patched, patch_of
 from titan_mxfp8.plugin.wandb_run import fill_git_commit
-from titan_mxfp8.recipe import GROUPED_MM, LINEAR, get_recipe
+from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +61,8 @@ def check_job_config(job_config: JobConfig) -> None:
         if name not in converters:
             continue
         try:
-            get_recipe(config.recipe_name)
-            backends.select(config.backend, training_device(), config.hopper_rebase)
-            _check_rebase_report(config, compiles_model(job_config))
+            backends.select(config.backend, hardware_of(training_device()), recipe_of(config))
+            _check_rebase_report(config)
         except ValueError as error:
             raise ValueError(f"[{name}] {error}") from error
     kernel_choice = job_config.quantize.linear.mx.mxfp8_dim1_cast_kernel_choice
@@ -313,15 +313,11 @@ def _check_compile(job_config: JobConfig) -> None:
         )
 
 
-def _check_rebase_report(config: MXLinear | MXGroupedMM, compiled: bool) -> None:
+def _check_rebase_report(config: MXLinear | MXGroupedMM) -> None:
     if config.hopper_rebase_report < 0:
         raise ValueError(f"hopper_rebase_report is a number of steps, got {config.hopper_rebase_report}: 0 is never")
-    if config.hopper_rebase_report and not config.hopper_rebase:
-        raise ValueError("hopper_rebase_report counts what hopper_rebase changes: set hopper_rebase = true as well")
-    if config.hopper_rebase_report and compiled:
-        raise ValueError(
-            "hopper_rebase_report counts in eager mode only: set compile.enable = false, or hopper_rebase_report = 0"
-        )
+    if config.hopper_rebase_report and recipe_of(config).scale_span == 32:
+        raise ValueError("hopper_rebase_report says what rebasing changes: set hopper_rebase = true as well")
 
 
 def _check_tokenizer(path: Path) -> None:

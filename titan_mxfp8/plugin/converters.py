@@ -18,10 +18,10 @@ from torchtitan.protocols import model_converter
 
 import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
 from titan_mxfp8 import modules
-from titan_mxfp8.plugin import health
+from titan_mxfp8.plugin import telemetry
 from titan_mxfp8.plugin.checks import check_one_quantisation, compiles_model
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
-from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear
+from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, recipe_of
 from titan_mxfp8.plugin.repairs.activation_checkpointing import keep_saved_outputs
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 
@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 class _Converter(QuantizationConverter):
     config: MXGroupedMM | MXLinear
-    kind: modules.ModuleKind
-    steps = 0
     # TorchTitan's own is an assertion; this one says what to do
     _validate = staticmethod(check_one_quantisation)
 
@@ -41,24 +39,16 @@ class _Converter(QuantizationConverter):
         keep_saved_outputs(job_config)
 
     def observe(self, model: nn.Module, converted: list[str]) -> None:
-        """Prepares the converted modules for ``quantize.health_every``."""
-        if self.health_every:
-            health.attach(model, converted)
+        """Prepares the converted modules for ``quantize.health_every`` and ``hopper_rebase_report``."""
+        if self.health_every or self.config.hopper_rebase_report:
+            telemetry.attach(model, converted)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Every ``hopper_rebase_report`` steps logs what ``hopper_rebase`` changed. Operands are quantised elsewhere:
-        where they are used."""
-        self.steps += 1
-        if self.config.hopper_rebase_report and self.steps % self.config.hopper_rebase_report == 0:
-            for part in model if isinstance(model, list) else [model]:
-                if report := modules.rebase_report(part, self.kind):
-                    logger.info(f"{report}; the last {self.config.hopper_rebase_report} steps, this process")
+        """Nothing: operands are quantised where they are used."""
 
 
 class GroupedMMConverter(_Converter):
     """Converts the routed experts that ``quantize.grouped_mm.mx.fqns`` names."""
-
-    kind = "experts"
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         super().__init__(job_config, parallel_dims)
@@ -68,20 +58,16 @@ class GroupedMMConverter(_Converter):
     def convert(self, model: nn.Module) -> None:
         converted = modules.convert_experts(
             model,
-            recipe=self.config.recipe_name,
+            recipe=recipe_of(self.config),
             fqns=self.config.fqns,
             backend=self.config.backend,
             compile_backend=self.compile_backend,
-            rebase=self.config.hopper_rebase,
-            count_rebased=self.config.hopper_rebase_report > 0,
         )
         self.observe(model, converted)
 
 
 class LinearConverter(_Converter):
     """Converts the linears that ``quantize.linear.mx.filter_fqns`` does not name."""
-
-    kind = "linears"
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         super().__init__(job_config, parallel_dims)
@@ -90,11 +76,9 @@ class LinearConverter(_Converter):
     def convert(self, model: nn.Module) -> None:
         converted = modules.convert_linears(
             model,
-            recipe=self.config.recipe_name,
+            recipe=recipe_of(self.config),
             filter_fqns=self.config.filter_fqns,
             backend=self.config.backend,
-            rebase=self.config.hopper_rebase,
-            count_rebased=self.config.hopper_rebase_report > 0,
         )
         self.observe(model, converted)
 

@@ -15,7 +15,7 @@ from torchtitan.models.moe.moe import GroupedExperts
 
 from titan_mxfp8.modules import ConvertedModule, MXConfig, own_code
 from titan_mxfp8.ops.grouped_mm import mxfp8_grouped_mm
-from titan_mxfp8.ops.health import observe
+from titan_mxfp8.ops.observe import observe
 
 
 class MXFP8GroupedExperts(ConvertedModule, GroupedExperts):
@@ -46,14 +46,14 @@ def run_experts(
     num_tokens_per_expert_E: torch.Tensor,
     *,
     options: dict[str, object],
-    health_probe: torch.Tensor | None,
+    probe: torch.Tensor | None,
 ) -> torch.Tensor:
     """``w2(silu(w1 x) * w3 x)`` of each expert on its own tokens: E experts of D features and H hidden ones, M tokens
     sorted by expert. Rows past the last expert's give zeros. ``options`` are those of ``mxfp8_grouped_mm``."""
     offs_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
 
     def grouped_mm(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return _grouped_mm(a, w, None, offs_E, options, health_probe)
+        return _grouped_mm(a, w, None, offs_E, options, probe)
 
     h_MH = F.silu(grouped_mm(x_MD.bfloat16(), w1_EHD)) * grouped_mm(x_MD.bfloat16(), w3_EHD)
     return grouped_mm(h_MH, w2_EDH).type_as(x_MD)
@@ -70,7 +70,7 @@ def run_gpt_oss_experts(
     shares: int,
     *,
     options: dict[str, object],
-    health_probe: torch.Tensor | None,
+    probe: torch.Tensor | None,
 ) -> torch.Tensor:
     """``w2 swiglu(w1 x + b1) + b2`` of each expert on its own tokens, as ``run_experts``; G is 2 H, the gate and the
     linear half interleaved.
@@ -81,7 +81,7 @@ def run_gpt_oss_experts(
     offs_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
 
     def grouped_mm(a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return _grouped_mm(a, w, bias, offs_E, options, health_probe)
+        return _grouped_mm(a, w, bias, offs_E, options, probe)
 
     h_MH = swiglu(grouped_mm(x_MD.bfloat16(), w1_EGD, b1_EG), limit=swiglu_limit)
     return grouped_mm(h_MH, w2_EDH, ScaleBiasForward.apply(b2_ED, shares))
@@ -93,11 +93,11 @@ def _grouped_mm(
     bias_ED: torch.Tensor | None,
     offs_E: torch.Tensor,
     options: dict[str, object],
-    health_probe: torch.Tensor | None,
+    probe: torch.Tensor | None,
 ) -> torch.Tensor:
     w_EDC = w_EDC.bfloat16()
     y_MD = mxfp8_grouped_mm(a_MC, w_EDC.mT, offs_E, bias=bias_ED, **options)
-    return observe(y_MD, a_MC, w_EDC, offs_E, health_probe, options["recipe"], options["backend"])
+    return observe(y_MD, a_MC, w_EDC, offs_E, probe, options["recipe"], options["backend"])
 
 
 def contraction_shards(w2_EDH: torch.Tensor) -> int:
@@ -133,7 +133,7 @@ def _run(
         # FP8 copies, quantised for dgrad.
         for param in local_params:
             torch._dynamo.mark_static_address(param, guard=False)
-    return run(*local_params, x_MD, *args, options=module.op_options, health_probe=module.health_probe)
+    return run(*local_params, x_MD, *args, options=module.op_options, probe=module.probe)
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import tyro
 
-from titan_mxfp8.recipe import GROUPED_MM, LINEAR
+from titan_mxfp8.recipe import GROUPED_MM, LINEAR, Recipe, get_recipe
 
 DEFAULT_FILTER_FQNS = ("output", "router.gate")
 DEFAULT_FQNS = ("experts",)
@@ -40,8 +40,8 @@ class MXLinear:
     recipe_name: str = "mxfp8"
     """
     What is quantised how, in all linears: mxfp8, mxfp8_floor, mxfp8_wgrad_bf16, mxfp8_2d, mxfp8_2d_wgrad_bf16,
-    mxfp8_e5m2_grad, or one of the aliases mxfp8_rceil and mxfp8_cublas_rceil (= mxfp8), mxfp8_cublas (= mxfp8_floor),
-    mxfp8_rceil_wgrad_with_hp (= mxfp8_wgrad_bf16).
+    mxfp8_e5m2_grad; one of these with _rebased behind it, see hopper_rebase; or one of the aliases mxfp8_rceil and
+    mxfp8_cublas_rceil (= mxfp8), mxfp8_cublas (= mxfp8_floor), mxfp8_rceil_wgrad_with_hp (= mxfp8_wgrad_bf16).
     """
 
     filter_fqns: list[str] = field(default_factory=lambda: list(DEFAULT_FILTER_FQNS))
@@ -56,16 +56,16 @@ class MXLinear:
 
     hopper_rebase: bool = False
     """
-    Whether the GEMMs may scale once per 128 elements, much faster on an H100 or H200: four neighbouring blocks of 32,
-    of a weight all of 32 x 128 elements, get the largest of their scales, and elements that become too small for it are
-    rounded. So it is not exact MXFP8; hopper_rebase_report counts the elements that changed. Backends hopper and
-    reference, with the same bits.
+    Whether to take the recipe's rebased form (mxfp8_2d: mxfp8_2d_rebased), whose GEMMs scale once per 128 elements,
+    much faster on an H100 or H200: four neighbouring blocks of 32, of a weight all of 32 x 128 elements, get the
+    largest of their scales, and elements that become too small for it are rounded. So it is not exact MXFP8;
+    hopper_rebase_report says how many elements change. Backends hopper and reference, with the same bits.
     """
 
     hopper_rebase_report: int = 0
     """
-    Steps between two log lines with the share of elements that hopper_rebase changed since the last one, in this
-    process; 0: never, and nothing is counted. Not with a compiled model.
+    Steps between two log lines with the share of elements that rebasing changed in that step, in this process; 0:
+    never. Measured as quantize.health_every is.
     """
 
 
@@ -112,7 +112,7 @@ class Quantize:
     Every so many steps, log to TensorBoard and wandb, for each converted module and its activations, weights and
     gradients (mx_health/...), the shares of elements that saturate or are flushed to zero, and the range of the scales'
     exponents. 0: never. Of an operand with more than 16.8 million elements as many are measured, evenly spaced. These
-    are of exact MXFP8 also where hopper_rebase is on; hopper_rebase_report says what that changes.
+    are of exact MXFP8; of rebased recipes the share of elements that rebasing changed is logged too.
     """
 
 
@@ -167,3 +167,12 @@ class JobConfig:
 def converter_configs(job_config: JobConfig) -> dict[str, MXGroupedMM | MXLinear]:
     """The section of each of our converters, by the converter's name."""
     return {GROUPED_MM: job_config.quantize.grouped_mm.mx, LINEAR: job_config.quantize.linear.mx}
+
+
+def recipe_of(config: MXGroupedMM | MXLinear) -> Recipe:
+    """The recipe that a section asks for: the one named, rebased where ``hopper_rebase`` is on.
+
+    Raises:
+        ValueError: as ``get_recipe``.
+    """
+    return get_recipe(config.recipe_name, config.hopper_rebase)

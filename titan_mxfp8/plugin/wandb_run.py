@@ -7,10 +7,10 @@ from pathlib import Path
 from torchtitan.components.metrics import WandBLogger
 from torchtitan.config import JobConfig
 
-from titan_mxfp8.plugin.job_config import converter_configs
+from titan_mxfp8.plugin.job_config import converter_configs, recipe_of
 from titan_mxfp8.plugin.repairs.patch import is_patched, patch_of
 from titan_mxfp8.plugin.repairs.wandb_offline import log_offline_if_the_start_fails
-from titan_mxfp8.recipe import GROUPED_MM, get_recipe
+from titan_mxfp8.recipe import GROUPED_MM
 
 
 def name_run(job_config: JobConfig) -> None:
@@ -33,7 +33,7 @@ def number_formats(job_config: JobConfig) -> list[str]:
     for name, config in converter_configs(job_config).items():
         if name in job_config.model.converters:
             what = "experts" if name == GROUPED_MM else "linears"
-            formats.append(f"{what}_{get_recipe(config.recipe_name).name}" + "_rebased" * config.hopper_rebase)
+            formats.append(f"{what}_{recipe_of(config).name}")
     return formats or ["bf16"]
 
 

@@ -21,10 +21,11 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import set_default_dtype
 
-from titan_mxfp8.backends import BACKENDS, Backend
+from titan_mxfp8 import backends
+from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.modules import as_list
 from titan_mxfp8.plugin.checks import check_job_config, check_layout, check_types, model_args
-from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, converter_configs
+from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, converter_configs, recipe_of
 from titan_mxfp8.tools.flavors import is_study_flavor
 from titan_mxfp8.tools.memory import FILL, GIB, Memory, card_memory, estimate_memory
 
@@ -45,25 +46,50 @@ class ClusterConfigManager(ConfigManager):
 
     def _validate_config(self) -> None:
         check_types(self.config)
-        known = {backend.name: backend for backend in BACKENDS}
-        for name, mx in converter_configs(self.config).items():
-            if name in as_list(self.config.model.converters):
-                check_backend(name, mx, known.get(mx.backend), self.config.cluster.gpu)
-            if mx.backend in known:
-                mx.backend = "auto"
-        check_job_config(self.config)
+        plans(self.config)
+        with local_backends(self.config):
+            check_job_config(self.config)
 
 
-def check_backend(name: str, mx: MXGroupedMM | MXLinear, backend: Backend | None, gpu: str) -> None:
-    """Raises ValueError if ``backend`` (None: auto) cannot do what ``mx`` asks for on the cluster's ``gpu``."""
-    if mx.hopper_rebase and backend is not None and not backend.rebases:
-        raise ValueError(f"[{name}] backend {mx.backend!r} has no hopper_rebase: use 'auto', 'hopper' or 'reference'")
-    needs_hopper = mx.backend == "hopper" or (mx.hopper_rebase and mx.backend != "reference")
-    if needs_hopper and gpu not in ("", "H20", "H100", "H200"):
-        raise ValueError(
-            f"[{name}] backend {mx.backend!r} with hopper_rebase = {mx.hopper_rebase} needs an H20, H100 or H200, and "
-            f"cluster.gpu is {gpu}: use backend = 'auto' and hopper_rebase = false"
-        )
+@contextmanager
+def local_backends(job_config: JobConfig) -> Iterator[None]:
+    """Within, the converters take whatever backend runs here."""
+    configs = converter_configs(job_config).values()
+    named = [mx.backend for mx in configs]
+    try:
+        for mx in configs:
+            mx.backend = "auto"
+        yield
+    finally:
+        for mx, backend in zip(configs, named, strict=True):
+            mx.backend = backend
+
+
+def plans(job_config: JobConfig) -> dict[str, str]:
+    """``planned`` for each converter that the config asks for."""
+    converters = as_list(job_config.model.converters)
+    asked = {name: mx for name, mx in converter_configs(job_config).items() if name in converters}
+    return {name: planned(name, mx, job_config.cluster.gpu) for name, mx in asked.items()}
+
+
+def planned(name: str, mx: MXGroupedMM | MXLinear, gpu: str) -> str:
+    """What the cluster's ``gpu`` multiplies in each GEMM of a converter, and by which backend, in words; nothing where
+    the config names no GPU that we know.
+
+    Raises:
+        ValueError: unknown recipe or backend, or one that cannot run there.
+    """
+    try:
+        recipe = recipe_of(mx)
+        if gpu not in CLUSTER_GPUS:
+            backends.check_name(mx.backend)
+            return ""
+        hardware = CLUSTER_GPUS[gpu]
+        selection = backends.select(mx.backend, hardware, recipe)
+    except ValueError as error:
+        raise ValueError(f"[{name}] {error}") from error
+    untried = ", never run there" if selection.warning else ""
+    return f"{recipe.name}, backend {selection.name}{untried}: {backends.plan_on(recipe, selection.name, hardware)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +107,7 @@ class Report:
         card: name of the GPU, and its memory in bytes; None where the config names none.
         flops_per_token: forward and backward, as TorchTitan counts them for its MFU.
         mxfp8_share: part of these FLOPs that run as MXFP8 GEMMs.
+        multiplied: by converter, what each of its GEMMs multiplies, see ``planned``.
     """
 
     world_size: int
@@ -93,6 +120,7 @@ class Report:
     card: tuple[str, float] | None
     flops_per_token: int
     mxfp8_share: float
+    multiplied: dict[str, str]
 
 
 def parse_config(path: str, overrides: Sequence[str] = ()) -> JobConfig:
@@ -129,7 +157,8 @@ def dry_run(job_config: JobConfig) -> Report:
         spec = get_train_spec(job_config.model.name)
         with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
             model = spec.model_cls(args)
-        build_model_converters(job_config, dims).convert(model)
+        with local_backends(job_config):
+            build_model_converters(job_config, dims).convert(model)
         parameters, flops = args.get_nparams_and_flops(model, job_config.training.seq_len)
         whole = copy.deepcopy(model)
         eager = copy.deepcopy(job_config)
@@ -157,6 +186,7 @@ def dry_run(job_config: JobConfig) -> Report:
         card=card,
         flops_per_token=flops,
         mxfp8_share=mxfp8_flops(whole, args) / flops,
+        multiplied=plans(job_config),
     )
 
 

@@ -1,16 +1,94 @@
-"""Gluon GEMMs for NVIDIA SM90 (H100, H200), and the quantisers that feed them."""
+"""NVIDIA SM90 (H100, H200): Gluon GEMMs whose tensor cores multiply FP8 and know no scales.
 
-from titan_mxfp8.backends.hopper.gemm import gemm_k_grouped, gemm_m_grouped
-from titan_mxfp8.backends.hopper.operands import operand_forms, quantize_operand, quantize_operand_both
-from titan_mxfp8.backends.triton import quantize, quantize_both, wgrad_bf16
+| recipe               | forward, dgrad                                                              | wgrad          |
+|----------------------|-----------------------------------------------------------------------------|----------------|
+| exact, 1x32 weights  | the values in bf16                                                          | bf16           |
+| exact, 32x32 weights | FP8 ``even``: sums scaled per 64 or 128 where scales can be equal, else 32  | bf16           |
+| rebased              | FP8, sums scaled per 128                                                    | FP8, per 128   |
 
-__all__ = [
-    "gemm_k_grouped",
-    "gemm_m_grouped",
-    "operand_forms",
-    "quantize",
-    "quantize_both",
-    "quantize_operand",
-    "quantize_operand_both",
-    "wgrad_bf16",
-]
+Values in bf16 go to the portable GEMMs (``common.gemm``). With 1x32 blocks on both sides, sums of 32 would need two
+FP32 instructions each, and scales could be equal in far fewer places.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from titan_mxfp8.backends import Gemm, Plan, reference, triton
+from titan_mxfp8.backends.common import gemm as portable
+from titan_mxfp8.backends.hardware import Hardware
+from titan_mxfp8.backends.hopper import gemm
+from titan_mxfp8.backends.hopper import quantize as hopper
+from titan_mxfp8.format.spec import Operand, OperandSpec, check_k_grouped, check_m_grouped
+from titan_mxfp8.recipe import Recipe
+
+
+def plan(recipe: Recipe, hardware: Hardware) -> Plan:
+    """``Backend.plan``: the table above."""
+    fp8 = reference.plan(recipe, hardware)
+    if recipe.scale_span == 128:
+        gemms = {name: triton.multiplied_as(getattr(fp8, name), "FP8") for name in ("forward", "dgrad", "wgrad")}
+        return Plan(**gemms)
+    if recipe.weight_block == "32x32":
+        return Plan(forward=_even(fp8.forward), dgrad=_even(fp8.dgrad), wgrad=triton.in_bf16(fp8.wgrad))
+    return Plan(**{name: triton.in_bf16(getattr(fp8, name)) for name in ("forward", "dgrad", "wgrad")})
+
+
+def _even(gemm: Gemm) -> Gemm:
+    return Gemm(a=replace(gemm.a, stored="even"), b=replace(gemm.b, stored="even"), multiplies="FP8")
+
+
+def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+    """``Backend.quantize``."""
+    return (hopper if _is_own(spec) else triton).quantize(x, axis, spec, offs)
+
+
+def quantize_both(
+    x: torch.Tensor, last: OperandSpec, first: OperandSpec, offs: torch.Tensor | None
+) -> tuple[Operand, Operand]:
+    """``Backend.quantize_both``."""
+    if last == first and _is_own(last):
+        return hopper.quantize_both(x, last, first, offs)
+    if not _is_own(last) and not _is_own(first):
+        return triton.quantize_both(x, last, first, offs)
+    return quantize(x, x.ndim - 1, last, None), quantize(x, x.ndim - 2, first, offs)  # nothing makes both in one read
+
+
+def _is_own(spec: OperandSpec) -> bool:
+    """Whether the quantisers of this folder make it, not the portable ones."""
+    return spec.stored == "even" or spec.span == 128
+
+
+def gemm_m_grouped(
+    a: Operand, b: Operand, offs: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """``Backend.gemm_m_grouped``. FP8 of 1x32 blocks by 1x32 ones, as of activations that came quantised, goes through
+    bf16.
+
+    Raises:
+        ValueError: blocks of ``a`` and ``b`` that do not belong together.
+    """
+    check_m_grouped(a, b)
+    if "bf16" in (a.spec.stored, b.spec.stored) or (a.spec.scale_block, b.spec.scale_block) == ("1x32", "1x32"):
+        return portable.gemm_m_grouped(a, b, offs, bias, out_dtype)
+    if (a.spec.scale_block, b.spec.scale_block) not in (("1x32", "32x32"), ("1x128", "32x128")):
+        raise ValueError(
+            f"cannot multiply blocks of {a.spec.scale_block} by blocks of {b.spec.scale_block}: quantise both operands "
+            "as plan() says"
+        )
+    return gemm.gemm_m_grouped(a, b, offs, bias, out_dtype)
+
+
+def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """``Backend.gemm_k_grouped``. FP8 that is not rebased goes through bf16, as on other tensor cores.
+
+    Raises:
+        ValueError: only one operand is rebased.
+    """
+    check_k_grouped(a, b)
+    if a.spec.span != b.spec.span:
+        raise ValueError(
+            f"cannot multiply blocks of {a.spec.scale_block} by blocks of {b.spec.scale_block}: quantise both operands "
+            "as plan() says"
+        )
+    return (portable if a.spec.span == 32 else gemm).gemm_k_grouped(a, b, offs, out_dtype)

@@ -35,7 +35,7 @@ Every role finds its tile by itself (``walk.seek``), from the offsets in device 
 is padded and the host never waits. A tile may read rows of the next group: rows do not mix, and only the group's own
 are stored. What the copies read outside a tensor is zero.
 
-``decode_scales`` prepares the scales, from any strides, in the layouts that single copies want: a copy of TMA must
+``decode_scales`` prepares the scales, however they lie, in the layouts that single copies want: a copy of TMA must
 start at a multiple of 16 bytes, but a group at any row. Exact: the four scales of a row's stage are side by side, 16
 bytes. Rebased: the rows' scales are stored four times, shifted by 0 to 3 rows, and one of the four fits any start.
 
@@ -43,10 +43,9 @@ M tokens, N out features, K in features, E experts; C is a contraction axis and 
 """
 
 from dataclasses import dataclass
-from functools import cache
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -58,11 +57,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from titan_mxfp8.backends import triton as portable
+from titan_mxfp8.backends.common.launch import Kernel, descriptor
+from titan_mxfp8.backends.hardware import multiprocessors
 from titan_mxfp8.backends.hopper.walk import before_first_group, seek, tile_position
-from titan_mxfp8.format.mx import BLOCK_SIZE, MXTensor, ceil_div
+from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div, ceil_to
+from titan_mxfp8.format.spec import Operand
 
 # Renamed after Triton 3.6.
 _copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -74,12 +74,6 @@ COLUMNS = 128  # of a tile
 PART = 64  # rows of a tile that one wgmma multiplies
 BAND = 8  # rows of tiles that are in flight together, see walk.tile_position
 DECODE_LINES = 512  # rows or columns whose scales a program decodes
-_GL_DTYPE = {
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.float8_e5m2: gl.float8e5,
-    torch.bfloat16: gl.bfloat16,
-    torch.float32: gl.float32,
-}
 
 
 @gluon.jit
@@ -350,8 +344,8 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["experts", "tiles_down", "tiles_across", "out_rows", "scale_rows", "scale_stages"])
 def _gemm_kernel(
-    a, b, row_scale, column_scale, out_tiles, out, bias, offs, taken, experts, tiles_down, tiles_across, C, D,
-    out_rows, scale_rows, scale_stages,
+    a, b, row_scale, column_scale, out_tiles, out, bias, offs, taken, C, D,
+    experts, tiles_down, tiles_across, out_rows, scale_rows, scale_stages,
     STEPS: gl.constexpr, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, WARPGROUPS: gl.constexpr,
     PARTS: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr,
@@ -359,9 +353,12 @@ def _gemm_kernel(
     """One program: output tiles, as long as there are any, then its warpgroups' share of what is zero.
 
     ``a``: descriptor of (rows, C). ``b``: of (E * D, C), or (D, C) with K_GROUPED. STEPS: sums of a stage.
-    ``row_scale``, ``column_scale``: descriptors of what ``decode_scales`` returns. ``out_tiles``: descriptor of ``out``
-    for whole parts, or None. ``taken``: int32 that is 0, how often a next tile was asked for.
+    ``row_scale``, ``column_scale``: descriptors of what ``decode_scales`` makes. ``out_tiles``: descriptor of ``out``
+    for whole parts, or None. ``taken``: int32 that is 0, how often a next tile was asked for, and behind it, for
+    ``offs`` of None, the end of the one group. C: not used with K_GROUPED, where it depends on the tokens.
     """
+    if offs is None:
+        offs = taken + 1
     COLUMNS: gl.constexpr = b.block_shape[0]
     WIDTH: gl.constexpr = column_scale.block_shape[1]
     a_tiles = gl.allocate_shared_memory(a.dtype, [STAGES * PARTS, 64, 128], a.layout)
@@ -410,8 +407,8 @@ def _gemm_kernel(
 
 @triton.jit
 def _decode_lines(
-    scale, out, program, lines, blocks, lines_out, stages, stride_e, stride_k, stride_l,
-    STEPS: tl.constexpr, ARE_ROWS: tl.constexpr, LINES: tl.constexpr,
+    scale, out, program, lines, blocks, lines_out, stages, line_stride,
+    ACROSS: tl.constexpr, STEPS: tl.constexpr, ARE_ROWS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """fp32 ``2^(s - 127)`` of LINES lines, rows or columns, and the STEPS scale bytes of a stage. Byte 255 becomes NaN.
 
@@ -419,7 +416,7 @@ def _decode_lines(
     rows or of 4 (groups of 32) columns.
 
     ARE_ROWS: instead of expert e it is copy e, which holds the rows from e on. Past the last line or block: 2^-127, as
-    what it scales is zero.
+    what it scales is zero. ACROSS: how the scales lie (``OperandSpec.scales``); else lines are ``line_stride`` apart.
     """
     chunks = tl.cdiv(lines_out, LINES)
     stage = (program // chunks % stages).to(tl.int64)
@@ -428,7 +425,14 @@ def _decode_lines(
     step = tl.arange(0, STEPS)
     block = stage * STEPS + step
     line_in = line + e if ARE_ROWS else line
-    source = scale + block[None, :] * stride_k + line_in[:, None] * stride_l
+    if ACROSS:
+        stride_k = tl.cdiv(lines, 16) * 16
+        source = scale + block[None, :] * stride_k + line_in[:, None]
+        stride_e = blocks * stride_k
+    else:
+        stride_k = 1
+        source = scale + block[None, :] + line_in[:, None] * line_stride
+        stride_e = lines * line_stride
     if not ARE_ROWS:
         source += e * stride_e
     there = (line_in < lines)[:, None]
@@ -450,33 +454,33 @@ def _decode_lines(
         at += line[:, None] * STEPS + step[None, :]
     else:
         at += step[None, :] * lines_out + line[:, None]
-    tl.store(out + at, bits.to(tl.float32, bitcast=True), mask=(line < lines_out)[:, None])
+    tl.store(out + at, bits, mask=(line < lines_out)[:, None])
 
 
 @triton.jit(
     do_not_specialize=[
-        "row_programs", "rows", "row_blocks", "rows_out", "columns", "column_blocks", "columns_out", "stages"
+        "row_programs", "rows", "rows_out", "columns", "columns_out", "blocks", "stages", "row_size", "size", "end"
     ]
 )  # fmt: skip
 def _decode_scales(
-    row_scale, column_scale, row_out, column_out, taken, row_programs,
-    rows, row_blocks, rows_out, row_stride_k, row_stride_r,
-    columns, column_blocks, columns_out, column_stride_e, column_stride_k, column_stride_d, stages,
-    STEPS: tl.constexpr, LINES: tl.constexpr,
+    row_scale, column_scale, out,
+    line_stride,
+    row_programs, rows, rows_out, columns, columns_out, blocks, stages, row_size, size, end,
+    ACROSS: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """The scales of both operands, the first ``row_programs`` programs those of the rows: see ``decode_scales``."""
     program = tl.program_id(0)
     if program == 0:
-        tl.store(taken, 0)
+        tl.store(out + size, 0)
+        tl.store(out + size + 1, end)
     if program < row_programs:
         _decode_lines(
-            row_scale, row_out, program, rows, row_blocks, rows_out, stages, 0, row_stride_k, row_stride_r,
-            STEPS, True, LINES,
+            row_scale, out, program, rows, blocks, rows_out, stages, line_stride, ACROSS, STEPS, True, LINES,
         )  # fmt: skip
     else:
         _decode_lines(
-            column_scale, column_out, program - row_programs, columns, column_blocks, columns_out, stages,
-            column_stride_e, column_stride_k, column_stride_d, STEPS, False, LINES,
+            column_scale, out + row_size, program - row_programs, columns, blocks, columns_out, stages, line_stride,
+            ACROSS, STEPS, False, LINES,
         )  # fmt: skip
 
 
@@ -503,178 +507,171 @@ FEW_ROWS = Tiles(warpgroups=2, parts=2, stages=5, registers=(232, 40))
 K_GROUPED = Tiles(warpgroups=2, parts=4, stages=4, registers=(232, 40))
 
 
+_GEMM = Kernel(_gemm_kernel)
+_DECODE_SCALES = Kernel(_decode_scales)
+
+
 def gemm_m_grouped(
-    a: MXTensor,
-    b: MXTensor,
-    offs: torch.Tensor | None,
-    *,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
+    a: Operand, b: Operand, offs: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """``format.reference.gemm_m_grouped``.
+    """``Backend.gemm_m_grouped`` of 1x32 blocks by 32x32 ones, or of 1x128 by 32x128.
 
     Products of a row's and a column's scale below 2^-126 may be taken for zero, those from 2^128 on are infinite.
-
-    Raises:
-        ValueError: blocks of ``a`` and ``b`` that do not belong together.
     """
-    if a.is_dequantized or b.is_dequantized or (a.block, b.block) == ("1x32", "1x32"):
-        return portable.gemm_m_grouped(a, b, offs, bias=bias, out_dtype=out_dtype)
-    if (a.block, b.block) not in (("1x32", "32x32"), ("1x128", "32x128")):
-        raise ValueError(
-            f"cannot multiply blocks of {a.block} by blocks of {b.block}: quantise both operands in the forms that "
-            "operand_forms names"
-        )
-    few = a.shape[0] < 768 * b.shape[0]  # on average in a group
-    return multiply_m_grouped(a, b, offs, bias, out_dtype, FEW_ROWS if few else M_GROUPED)
+    few = a.data.shape[0] < 768 * b.data.shape[0]  # on average in a group
+    if multiply_m_grouped(a, b, offs, bias, out := _empty_m_grouped(a, b, out_dtype), FEW_ROWS if few else M_GROUPED):
+        # What other numbers of tokens will take.
+        multiply_m_grouped(a, b, offs, bias, out, M_GROUPED if few else FEW_ROWS, run=False)
+    return out
 
 
-def gemm_k_grouped(a: MXTensor, b: MXTensor, offs: torch.Tensor | None, *, out_dtype: torch.dtype) -> torch.Tensor:
-    """``format.reference.gemm_k_grouped``. FP8 that is not rebased goes through bf16, as on other tensor cores.
+def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """``Backend.gemm_k_grouped`` of 1x128 blocks."""
+    experts = 1 if offs is None else offs.shape[0]
+    out = torch.empty((experts, a.data.shape[0], b.data.shape[0]), dtype=out_dtype, device=a.data.device)
+    multiply_k_grouped(a, b, offs, out, K_GROUPED)
+    return out
 
-    Raises:
-        ValueError: only one operand is rebased.
-    """
-    if (a.block == "1x128") != (b.block == "1x128"):
-        raise ValueError(
-            f"cannot multiply blocks of {a.block} by blocks of {b.block}: quantise both operands in the forms that "
-            "operand_forms names"
-        )
-    if a.block != "1x128":
-        return portable.gemm_k_grouped(a, b, offs, out_dtype=out_dtype)
-    return multiply_k_grouped(a, b, offs, out_dtype, K_GROUPED)
+
+def _empty_m_grouped(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty((a.data.shape[0], b.data.shape[1]), dtype=out_dtype, device=a.data.device)
 
 
 def multiply_m_grouped(
-    a: MXTensor,
-    b: MXTensor,
+    a: Operand,
+    b: Operand,
     offs: torch.Tensor | None,
     bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
+    out_MD: torch.Tensor,
     tiles: Tiles,
-) -> torch.Tensor:
-    """``gemm_m_grouped`` of FP8 operands with given tiles."""
-    (m, c), (experts, _, d) = a.shape, b.shape
-    steps = STAGE // BLOCK_SIZE if a.block == "1x32" else 1
-    copies = 1 if steps > 1 else 4
+    run: bool = True,
+) -> bool:
+    """``gemm_m_grouped`` with given tiles, into ``out_MD``; not ``run``: compiles only. Whether the kernel was new."""
+    (m, c), (experts, d, _) = a.data.shape, b.data.shape
+    steps = STAGE // BLOCK_SIZE if a.spec.span == BLOCK_SIZE else 1
     stages = ceil_div(c, STAGE)
-    out_MD = torch.empty((m, d), dtype=out_dtype, device=a.qdata.device)
+    scales = decode_scales(a, b, d // BLOCK_SIZE, stages, copies=1 if steps > 1 else 4, end=m)
+    tiles_down, tiles_across = ceil_div(m, PART * tiles.parts), ceil_div(d, COLUMNS)
+    return _launch(
+        a.data, b.data, scales, out_MD, bias, offs, tiles,
+        count=(tiles_down + experts) * tiles_across if run and m else 0, b_rows=experts * d, c=c, d=d,
+        experts=experts, tiles_down=tiles_down, tiles_across=tiles_across, out_rows=m, k_grouped=False,
+    )  # fmt: skip
+
+
+def multiply_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_ENK: torch.Tensor, tiles: Tiles) -> bool:
+    """``gemm_k_grouped`` with given tiles, into ``out_ENK``. Whether the kernel was new."""
+    experts, n, k = out_ENK.shape
+    m = a.data.shape[1]
     if m == 0:
-        return out_MD
-    if offs is None:
-        offs = torch.full((1,), m, dtype=torch.int32, device=out_MD.device)
-    with torch.accelerator.device_index(a.qdata.device.index):
-        _launch(
-            a.qdata.contiguous(), b.qdata.mT.contiguous().view(experts * d, c),
-            *decode_scales(a.scale, b.scale, steps, stages, copies),
-            out_MD, None if bias is None else bias.contiguous(), offs.contiguous(), tiles,
-            experts=experts, d=d, steps=steps, copies=copies, k_grouped=False, stages=stages,
-        )  # fmt: skip
-    return out_MD
+        out_ENK.zero_()
+    scales = decode_scales(a, b, k, ceil_div(m, STAGE), copies=1, end=m)
+    tiles_down, tiles_across = ceil_div(n, PART * tiles.parts), ceil_div(k, COLUMNS)
+    return _launch(
+        a.data, b.data, scales, out_ENK, None, offs, tiles,
+        count=tiles_down * experts * tiles_across if m else 0, b_rows=k, c=0, d=k,
+        experts=experts, tiles_down=tiles_down, tiles_across=tiles_across, out_rows=n, k_grouped=True,
+    )  # fmt: skip
 
 
-def multiply_k_grouped(
-    a: MXTensor, b: MXTensor, offs: torch.Tensor | None, out_dtype: torch.dtype, tiles: Tiles
-) -> torch.Tensor:
-    """``gemm_k_grouped`` of rebased operands with given tiles."""
-    (n, m), k = a.shape, b.shape[1]
-    experts = 1 if offs is None else offs.shape[0]
-    if m == 0:
-        return torch.zeros((experts, n, k), dtype=out_dtype, device=a.qdata.device)
-    out_ENK = torch.empty((experts, n, k), dtype=out_dtype, device=a.qdata.device)
-    a_NM, b_KM = a.qdata.contiguous(), b.qdata.mT.contiguous()
-    if m % 16:  # descriptors want strides of whole 16 bytes
-        a_NM, b_KM = (F.pad(x.view(torch.uint8), (0, -m % 16)).view(x.dtype) for x in (a_NM, b_KM))
-    stages = ceil_div(m, STAGE)
-    if offs is None:
-        offs = torch.full((1,), m, dtype=torch.int32, device=out_ENK.device)
-    with torch.accelerator.device_index(a.qdata.device.index):
-        _launch(
-            a_NM, b_KM, *decode_scales(a.scale, b.scale[None], 1, stages, 1), out_ENK, None, offs.contiguous(), tiles,
-            experts=experts, d=k, steps=1, copies=1, k_grouped=True, stages=stages,
-        )  # fmt: skip
-    return out_ENK
+class Scales(NamedTuple):
+    """fp32 scales as the GEMM copies them, in one int32 buffer.
 
-
-def decode_scales(
-    row_scale_RC: torch.Tensor, column_scale_ECD: torch.Tensor, steps: int, stages: int, copies: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """fp32 scales as the GEMM copies them.
-
-    Returns:
-        Those of the rows, flat: (copies, stages, rows to a multiple of 4, or with several steps of 64, steps); copy s
-        starts at row s. Those of the columns, (experts * stages * steps, columns), the columns to a multiple of 4. Of
-        several steps the first one's last three bits are marks, see ``_decode_lines``. And an int32 that is 0.
+    Attributes:
+        buffer: first those of the rows, (copies, stages, rows, steps); copy s starts at row s. Then those of the
+            columns, (experts * stages * steps, columns). Of several steps the first one's last three bits are marks,
+            see ``_decode_lines``. Then 0, a counter, and the number of rows.
+        copies, stages, rows, steps: of the rows' scales; rows to a multiple of 4, or with several steps of 64.
+        columns: to a multiple of 4.
+        column_lines: experts * stages * steps.
     """
-    (rows, row_blocks), (experts, column_blocks, columns) = row_scale_RC.shape, column_scale_ECD.shape
+
+    buffer: torch.Tensor
+    copies: int
+    stages: int
+    rows: int
+    steps: int
+    columns: int
+    column_lines: int
+
+    @property
+    def row_size(self) -> int:
+        """Elements of the rows' scales."""
+        return self.copies * self.stages * self.rows * self.steps
+
+    @property
+    def size(self) -> int:
+        """Elements of both."""
+        return self.row_size + self.column_lines * self.columns
+
+
+def decode_scales(a: Operand, b: Operand, columns: int, stages: int, copies: int, end: int) -> Scales:
+    """The scales of both operands. ``columns``: lines of scales of a matrix of ``b``; ``end``: of the one group."""
+    rows, experts = a.data.shape[0], b.data.shape[0] if b.data.ndim == 3 else 1
+    across = a.spec.scales == "across"
+    steps, blocks = (1, a.scale.shape[0]) if across else (STAGE // BLOCK_SIZE, a.scale.shape[1])
     # With marks, whole runs. A part that goes on past the last of them, into the next stage, has all its rows in that
     # run, whose mark is at its first row: what _marks finds at its last row is another run's, and does no harm.
-    run = PART if steps > 1 else 4
-    rows_out, columns_out = ceil_div(rows, run) * run, ceil_div(columns, 4) * 4
     # Multiples of 4 both: TMA wants the second part to start at 16 bytes too.
-    sizes = copies * stages * rows_out * steps, experts * stages * steps * columns_out
-    both = torch.empty(sum(sizes) + 1, dtype=torch.float32, device=row_scale_RC.device)
-    row_out, column_out, taken = both.split((*sizes, 1))
-    taken = taken.view(torch.int32)
+    rows_out, columns_out = ceil_to(rows, PART if steps > 1 else 4), ceil_to(columns, 4)
+    scales = Scales(None, copies, stages, rows_out, steps, columns_out, experts * stages * steps)
+    if scales.row_size >= 2**31:
+        raise ValueError(f"{scales.row_size} row scales, but TMA counts to 2^31: give fewer rows in a call")
+    buffer = torch.empty(scales.size + 4, dtype=torch.int32, device=a.data.device)
     row_programs, column_programs = (
         ceil_div(lines, DECODE_LINES) * stages * matrices
         for lines, matrices in ((rows_out, copies), (columns_out, experts))
     )
-    stride_e, stride_k, stride_d = column_scale_ECD.stride()
-    _decode_scales[(row_programs + column_programs,)](
-        row_scale_RC, column_scale_ECD, row_out, column_out, taken, row_programs,
-        rows, row_blocks, rows_out, row_scale_RC.stride(1), row_scale_RC.stride(0),
-        columns, column_blocks, columns_out, stride_e, stride_k, stride_d, stages, STEPS=steps, LINES=DECODE_LINES,
+    counts = row_programs, rows, rows_out, columns, columns_out, blocks, stages, scales.row_size, scales.size, end
+    _DECODE_SCALES.launch(
+        row_programs + column_programs, (a.scale, b.scale, buffer), (0 if across else blocks,), counts,
+        (across, steps, DECODE_LINES), device=buffer.device,
     )  # fmt: skip
-    return row_out, column_out.view(experts * stages * steps, columns_out), taken
-
-
-@cache
-def _layout(block: tuple[int, int] | tuple[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(block), _GL_DTYPE[dtype])
-
-
-def _descriptor(x: torch.Tensor, *block: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x, list(block), _layout(block, x.dtype))
+    return scales._replace(buffer=buffer)
 
 
 def _launch(
     a_RC: torch.Tensor,
-    b_RC: torch.Tensor,
-    row_scale: torch.Tensor,
-    column_scale: torch.Tensor,
-    taken: torch.Tensor,
+    b_DC: torch.Tensor,
+    scales: Scales,
     out: torch.Tensor,
     bias: torch.Tensor | None,
-    offs: torch.Tensor,
+    offs: torch.Tensor | None,
     tiles: Tiles,
     *,
-    experts: int,
+    count: int,
+    b_rows: int,
+    c: int,
     d: int,
-    steps: int,
-    copies: int,
+    experts: int,
+    tiles_down: int,
+    tiles_across: int,
+    out_rows: int,
     k_grouped: bool,
-    stages: int,
-) -> None:
-    (rows, c), part_rows = a_RC.shape, PART * tiles.parts
-    tiles_down, tiles_across = ceil_div(rows, part_rows), ceil_div(d, COLUMNS)
-    count = (tiles_down * experts if k_grouped else tiles_down + experts) * tiles_across  # at most
-    processors = (
-        132 if out.device.type != "cuda" else torch.cuda.get_device_properties(out.device).multi_processor_count
-    )
-    if row_scale.numel() >= 2**31:
-        raise ValueError(f"{row_scale.numel()} row scales, but TMA counts to 2^31: give fewer rows in a call")
-    out_2d = out.view(-1, d)
-    out_tiles = _descriptor(out_2d, PART, COLUMNS // 2) if out.dtype == torch.bfloat16 else None
-    scale_rows = row_scale.numel() // (copies * stages * steps)
-    _gemm_kernel[(min(count, processors),)](
-        _descriptor(a_RC, PART, STAGE), _descriptor(b_RC, COLUMNS, STAGE),
-        _descriptor(row_scale, PART * steps),
-        _descriptor(column_scale, steps, COLUMNS if k_grouped else BLOCK_SIZE // steps),
-        out_tiles, out_2d, bias, offs, taken,
-        experts, tiles_down, tiles_across, c, d, rows,
-        scale_rows, stages,
-        STEPS=steps, COPIES=copies, K_GROUPED=k_grouped, WARPGROUPS=tiles.warpgroups,
-        PARTS=tiles.parts, STAGES=tiles.stages, BAND=BAND,
-        LOAD_REGISTERS=tiles.registers[1], MULTIPLY_REGISTERS=tiles.registers[0], num_warps=4,
+) -> bool:
+    """``count``: output tiles, at most."""
+    steps = scales.steps
+    width = COLUMNS if k_grouped else BLOCK_SIZE // steps
+    fp32 = {"gluon": True, "dtype": torch.float32}
+    descriptors = (
+        descriptor(a_RC, (PART, STAGE), gluon=True),
+        descriptor(b_DC, (COLUMNS, STAGE), gluon=True, shape=(b_rows, b_DC.shape[-1])),
+        descriptor(scales.buffer, (PART * steps,), shape=(scales.row_size,), **fp32),
+        descriptor(
+            scales.buffer, (steps, width), offset=scales.row_size, shape=(scales.column_lines, scales.columns), **fp32
+        ),
+    )  # fmt: skip
+    tensors = out, bias, offs, scales.buffer[scales.size :]
+    if out.dtype == torch.bfloat16:
+        descriptors += (descriptor(out, (PART, COLUMNS // 2), gluon=True, shape=(out.numel() // d, d)),)
+    else:
+        tensors = None, *tensors
+    constants = (
+        steps, scales.copies, k_grouped, tiles.warpgroups, tiles.parts, tiles.stages, BAND,
+        tiles.registers[1], tiles.registers[0],
+    )  # fmt: skip
+    counts = experts, tiles_down, tiles_across, out_rows, scales.rows, scales.stages
+    return _GEMM.launch(
+        min(count, multiprocessors(out.device)), tensors, (c, d), counts, constants,
+        device=out.device, descriptors=descriptors,
     )  # fmt: skip

@@ -1,12 +1,13 @@
-"""Quantise kernels that rebase: ``format.reference.rebase`` or ``even_out`` of what the quantiser makes, in one read.
+"""Quantise kernels that rebase or even out (``format.reference``) what the quantiser makes, in one read.
 
-Host tensors have R rows, C columns and B matrices; P is R, or with ragged groups ``ragged_rows(R, groups, 128)``.
-Rebased scales are stored across (``format.mx.stored_across``), their last axis rounded up to a multiple of 16:
+Host tensors have R rows, C columns and B matrices; P is R to a multiple of 32, or with ragged groups
+``ragged_rows(R, groups, 128)``. Rebased scales lie across (``OperandSpec.scales``), their last axis rounded up to a
+multiple of 16:
 
 | output | elements  | scales 1x128    | scales 32x128        | even: of 1x32   | of 32x32             |
 |--------|-----------|-----------------|----------------------|-----------------|----------------------|
 | last   | (B, R, C) | (B, C / 128, R) | (B, C / 128, R / 32) | (B, R, C / 32)  | (B, R / 32, C / 32)  |
-| first  | (B, C, P) | (B, P / 128, C) | (B, P / 128, C / 32) |                 | (B, C / 32, R / 32)  |
+| first  | (B, C, P) | (B, P / 128, C) | (B, P / 128, C / 32) |                 | (B, C / 32, P / 32)  |
 
 A tile of 128 rows and 128 columns holds whole blocks of 128 along both axes, and its scales are whole sectors.
 """
@@ -15,8 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from titan_mxfp8.backends.triton.convert import (
-    count_changed,
+from titan_mxfp8.backends.common.convert import (
     element_units,
     magnitude_bits,
     reciprocal_scale,
@@ -24,7 +24,8 @@ from titan_mxfp8.backends.triton.convert import (
     shift_elements,
     to_elements,
 )
-from titan_mxfp8.backends.triton.quantize import (
+from titan_mxfp8.backends.common.launch import Kernel
+from titan_mxfp8.backends.common.tiles import (
     LINE_BYTES,
     Tile,
     as_matrices,
@@ -35,18 +36,8 @@ from titan_mxfp8.backends.triton.quantize import (
     store_matrix,
     transposed,
 )
-from titan_mxfp8.format.mx import (
-    BLOCK_SIZE,
-    REBASED_SIZE,
-    SQUARES,
-    Block,
-    Form,
-    MXTensor,
-    Rounding,
-    ceil_div,
-    ragged_rows,
-    stored_across,
-)
+from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
+from titan_mxfp8.format.spec import Operand, OperandSpec
 
 # By share of the copy bandwidth on an H200, 131072 x 7168 bf16. Last alone: 32 rows and 4 warps 1.02, 16 rows 0.94.
 # First alone: 128 rows and 1 line 0.91, 256 rows 0.90. Both, 128 x 128: 0.76 (ragged) and 0.77; with 4 warps 0.68.
@@ -54,71 +45,44 @@ LAST_ROWS = 32  # a sector of scales, or one scale for all of them
 FIRST_TILE = Tile(rows=128, lines=1)
 
 
-def quantize_rebased(
-    x: torch.Tensor,
-    *,
-    forms: tuple[Form | None, Form | None],
-    rounding: Rounding,
-    elem_dtype: torch.dtype,
-    block: Block,
-    offs: torch.Tensor | None,
-    changed: torch.Tensor | None,
-) -> tuple[MXTensor | None, MXTensor | None]:
-    """``format.reference.rebase(quantize(x, axis, ...), form, changed)``, or ``even_out``, along one axis or both.
+def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+    """``Backend.quantize`` to rebased or evened-out FP8; ``axis`` is one of the last two, the last one for evened-out
+    blocks of 1x32."""
+    along_last, other = axis == x.ndim - 1, 2 * x.ndim - 3 - axis
+    even_rows = spec.stored == "even" and spec.block == "1x32"
+    assert along_last or not even_rows, (axis, spec)
+    if offs is None and lies_transposed(x) and not even_rows:
+        return quantize(x.mT, other, spec, None)._replace(axis=axis)
+    operand = spec.empty(x, axis, None if offs is None else offs.shape[0])
+    if spec.block == "32x32":
+        _launch_squares(x, operand if along_last else None, None if along_last else operand)
+    elif along_last:
+        _launch_rows(x, operand)
+    else:
+        _launch_tiles(x, None, operand, offs)
+    return operand
 
-    Args:
-        x: 2-D or 3-D, bf16 or fp32.
-        forms: what to make along the last axis and along the one before it, which ``offs`` cuts into groups, each
-            moved to a multiple of 128; None: nothing. ``even`` goes with itself or None; of 1x32 blocks along one axis
-            only, without ``offs``, and for the one before the last by way of a copy, which no recipe needs.
-        rounding, elem_dtype, block, offs, changed: as in ``format.reference``.
 
-    Returns:
-        Along the last axis, and along the one before it.
+def quantize_both(
+    x: torch.Tensor, last: OperandSpec, first: OperandSpec, offs: torch.Tensor | None
+) -> tuple[Operand, Operand]:
+    """``Backend.quantize_both`` to one rebased spec, or to evened-out 32x32 blocks, in one read of ``x``.
+
+    Rebased 1x32 blocks that become 32 x 128, which nothing needs along both axes at once, cost two reads.
     """
-    kwargs = {"rounding": rounding, "elem_dtype": elem_dtype, "block": block, "changed": changed}
-    even = "even" in forms
-    assert not even or set(forms) <= {"even", None}, forms
-    if even and block == "1x32" and forms[1]:
-        assert forms[0] is None and offs is None, forms
-        along_last, _ = quantize_rebased(x.mT.contiguous(), forms=forms[::-1], offs=None, **kwargs)
-        return None, along_last.mT
-    if offs is None and lies_transposed(x) and not (even and block == "1x32"):
-        along_first, along_last = quantize_rebased(x.mT, forms=forms[::-1], offs=None, **kwargs)
-        return along_last and along_last.mT, along_first and along_first.mT
-    assert block == "1x32" or "1x128" not in forms
-    last, first = forms
-    squares = block == "1x32" and "32x128" in forms
-    if squares and last and first:  # nothing needs both at once, so they may cost two reads
-        along_last, _ = quantize_rebased(x, forms=(last, None), offs=None, **kwargs)
-        _, along_first = quantize_rebased(x, forms=(None, first), offs=offs, **kwargs)
-        return along_last, along_first
-    *_, rows, cols = x.shape
-    padded_rows = rows if offs is None else ragged_rows(rows, offs.shape[0], REBASED_SIZE)
-    along_last = _empty(x, rows, cols, block, last) if last else (None, None)
-    along_first = _empty(x, cols, padded_rows, block, first) if first else (None, None)
-    options = {"FLOOR": rounding == "floor", "E5M2": elem_dtype == torch.float8_e5m2}
-    if block == "1x32":
-        options["SQUARES"] = squares
-    launch = _launch_squares if block == "32x32" else _launch_tiles if first else _launch_rows
-    if launch is not _launch_tiles:
-        options["EVEN"] = even
-    with torch.accelerator.device_index(x.device.index):
-        launch(as_matrices(x, x.ndim - 2), *along_last, *along_first, changed, offs, options)
-    along_last, along_first = (
-        MXTensor(qdata.view(elem_dtype), scale if even else scale.mT, x.ndim - 1, block if even else form, x.dtype)
-        if form
-        else None
-        for form, (qdata, scale) in zip(forms, (along_last, along_first), strict=True)
-    )
-    return along_last, along_first and along_first.mT
-
-
-@triton.jit
-def add_to(changed, byte, shifted, scale, largest, E5M2: tl.constexpr):
-    """Adds to ``changed``, unless that is None."""
-    if changed is not None:
-        tl.atomic_add(changed, count_changed(byte, shifted, scale, largest, E5M2).to(tl.int64), sem="relaxed")
+    assert last == first and (last.span == 128 or last.block == "32x32"), (last, first)
+    if last.block == "1x32" and last.lines == 32:
+        return quantize(x, x.ndim - 1, last, None), quantize(x, x.ndim - 2, first, offs)
+    if offs is None and lies_transposed(x):
+        along_last, along_first = quantize_both(x.mT, last, first, None)
+        return along_first._replace(axis=x.ndim - 1), along_last._replace(axis=x.ndim - 2)
+    along_last = last.empty(x, x.ndim - 1, None)
+    along_first = first.empty(x, x.ndim - 2, None if offs is None else offs.shape[0])
+    if last.block == "32x32":
+        _launch_squares(x, along_last, along_first)
+    else:
+        _launch_tiles(x, along_last, along_first, offs)
+    return along_last, along_first
 
 
 @triton.jit
@@ -139,7 +103,7 @@ def even_scales(byte, units, ROWS: tl.constexpr):
 
 @triton.jit
 def rebase_rows(
-    x, qdata, changed, row, stop, cols, row_stride, tile_col,
+    x, qdata, row, stop, cols, row_stride, tile_col,
     FLOOR: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr, SQUARES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """``ROWS`` rows, those before ``stop``, and 128 columns of a matrix, along the last axis. Returns the scale of each
@@ -160,15 +124,15 @@ def rebase_rows(
             scale = tl.zeros((ROWS,), tl.int32) + tl.max(scale, 0)
         new = scale[:, None, None]
         shifted = shift_elements(elements, old, new, E5M2)
-        add_to(changed, elements, shifted, old, new, E5M2)
     store_matrix(qdata, tl.reshape(shifted, (ROWS, 128)), row, stop, col, cols)
     return scale.to(tl.uint8)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _rebase_rows(
-    x, qdata, scale, changed,
-    rows, cols, batch_stride, row_stride,
+    x, qdata, scale,
+    cols, batch_stride, row_stride,
+    rows,
     FLOOR: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr, SQUARES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One program: ``ROWS`` rows and 128 columns of one matrix, along the last axis."""
@@ -179,7 +143,7 @@ def _rebase_rows(
     batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
     row = tile_row * ROWS + tl.arange(0, ROWS)
     scales = rebase_rows(
-        x + batch * batch_stride, qdata + batch * rows * cols, changed,
+        x + batch * batch_stride, qdata + batch * rows * cols,
         row, rows, cols, row_stride, tile_col, FLOOR, E5M2, ROWS, SQUARES, EVEN,
     )  # fmt: skip
     if EVEN:
@@ -195,11 +159,11 @@ def _rebase_rows(
             tl.store(scale + row, scales, mask=row < rows)
 
 
-@triton.jit(do_not_specialize=["rows", "units"])
+@triton.jit(do_not_specialize=["rows", "padded_blocks", "units", "groups"])
 def _rebase_tiles(
-    x, last_qdata, last_scale, first_qdata, first_scale, changed,
-    map_start, map_stop, offs_end,
-    rows, cols, padded_rows, units, batch_stride, row_stride,
+    x, last_qdata, last_scale, first_qdata, first_scale, table, offs,
+    cols, batch_stride, row_stride,
+    rows, padded_blocks, units, groups,
     LAST: tl.constexpr, SQUARES: tl.constexpr, RAGGED: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
     BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
@@ -223,19 +187,19 @@ def _rebase_tiles(
         tl.static_assert(ROWS == 128 and COLS == 128)
         start, stop = tile_row * 128, rows
         if RAGGED:
-            start = tl.load(map_start + tile_row * 4)
-            stop = tl.load(map_stop + tile_row * 4)
-            end = tl.load(offs_end)  # the tail is zeros along the first axis
+            start = tl.load(table + tile_row * 4)
+            stop = tl.load(table + units + tile_row * 4)
+            end = tl.load(offs + groups - 1)  # the tail is zeros along the first axis
         row = start + tl.arange(0, 128)
         last_largest = rebase_rows(
-            x, last_qdata + batch * rows * cols, changed, row, stop, cols, row_stride, tile_col,
+            x, last_qdata + batch * rows * cols, row, stop, cols, row_stride, tile_col,
             FLOOR, E5M2, 128, False, False,
         )  # fmt: skip
         last_scale += (batch * col_tiles + tile_col) * (tl.cdiv(rows, 16) * 16)
         tl.store(last_scale + row, last_largest, mask=row < stop)
     # A second load comes from the L1. In one layout for both axes a maximum would cross warps on either.
     values, _, _, _ = load_tile(
-        x, map_start, map_stop, rows, cols, row_stride, tile_row, tile_col, units, end,
+        x, table, rows, cols, row_stride, tile_row, tile_col, units, end,
         RAGGED, BLOCKS, LINES, LINE,
     )  # fmt: skip
     values = tl.reshape(values, (8, BLOCKS, LINES, 4, LINE))
@@ -250,7 +214,7 @@ def _rebase_tiles(
     old, new = byte[None, :, :, None, :, None], wide[None, :, :, None, :, None]
     elements = columns_to_elements(values, byte, E5M2, BLOCKS, LINES, LINE)
     shifted = shift_elements(elements, old, new, E5M2)
-    add_to(changed, elements, shifted, old, new, E5M2)
+    padded_rows = padded_blocks * 32
     col = tile_col * COLS + tl.arange(0, COLS)
     position = tile_row * ROWS + tl.arange(0, ROWS)
     shifted = transposed(shifted, BLOCKS, LINES, LINE)
@@ -267,15 +231,13 @@ def _rebase_tiles(
 
 @triton.jit(do_not_specialize=["rows"])
 def _rebase_squares(
-    x, last_qdata, last_scale, first_qdata, first_scale, changed,
-    rows, cols, first_cols, batch_stride, row_stride,
+    x, last_qdata, last_scale, first_qdata, first_scale,
+    cols, batch_stride, row_stride,
+    rows,
     LAST: tl.constexpr, FIRST: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr, EVEN: tl.constexpr,
     BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    """One program: a 128 x 128 tile in 32x32 blocks, rebased along the last axis, the first one or both.
-
-    ``first_cols`` is ``rows`` again, but compiled for what divides it: it is the row length of the transposed output.
-    """
+    """One program: a 128 x 128 tile in 32x32 blocks, rebased along the last axis, the first one or both."""
     tl.static_assert(LINES * LINE == 128 and BLOCKS == 4)
     SQUARES: tl.constexpr = LINE // 32
     col_tiles = tl.cdiv(cols, 128)
@@ -284,7 +246,7 @@ def _rebase_squares(
     tile_row = tl.program_id(0) // col_tiles % row_tiles
     batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
     values, _, _, _ = load_tile(
-        x + batch * batch_stride, None, None, rows, cols, row_stride, tile_row, tile_col, row_tiles * 4, rows,
+        x + batch * batch_stride, None, rows, cols, row_stride, tile_row, tile_col, row_tiles * 4, rows,
         False, BLOCKS, LINES, LINE,
     )  # fmt: skip
     values = tl.reshape(values, (8, BLOCKS, LINES, 4, LINE))
@@ -311,7 +273,6 @@ def _rebase_squares(
             largest = tl.max(tl.max(byte, 2), 1)
             new = largest[None, :, None, None, None]
             shifted = shift_elements(elements, old, new, E5M2)
-            add_to(changed, elements, shifted, old, new, E5M2)
             last_scale += (batch * col_tiles + tile_col) * (tl.cdiv(row_blocks, 16) * 16)
             tl.store(last_scale + row_block, largest.to(tl.uint8), mask=row_block < row_blocks)
         shifted = tl.reshape(tl.permute(shifted, (1, 3, 0, 2, 4)), (128, 128))
@@ -335,69 +296,68 @@ def _rebase_squares(
             new = tl.reshape(tl.broadcast_to(largest[:, :, None], (LINES, SQUARES, 32)), (LINES, LINE))
             new = new[None, None, :, None, :, None]
             shifted = shift_elements(elements, old, new, E5M2)
-            add_to(changed, elements, shifted, old, new, E5M2)
             first_scale += (batch * row_tiles + tile_row) * (tl.cdiv(col_blocks, 16) * 16)
             tl.store(first_scale + col_block, tl.reshape(largest, (4,)).to(tl.uint8), mask=col_block < col_blocks)
         shifted = transposed(shifted, BLOCKS, LINES, LINE)
-        store_matrix(first_qdata + batch * rows * cols, shifted, col, cols, row, first_cols)
+        padded_rows = row_blocks * 32
+        store_matrix(first_qdata + batch * padded_rows * cols, shifted, col, cols, row, padded_rows)
 
 
-def _empty(x: torch.Tensor, rows: int, length: int, block: Block, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes of ``rows`` rows for each matrix of ``x``, and their scales as they are stored but without the rows that
-    fill up a multiple of 16."""
-    lines = ceil_div(rows, BLOCK_SIZE) if form in SQUARES or block in SQUARES else rows
-    rebased = stored_across(lines, ceil_div(length, REBASED_SIZE))
-    shape = (lines, ceil_div(length, BLOCK_SIZE)) if form == "even" else rebased
-    qdata, scale = (
-        torch.empty((*x.shape[:-2], *shape), dtype=torch.uint8, device=x.device) for shape in ((rows, length), shape)
-    )
-    return qdata, scale if form == "even" else scale.narrow(-1, 0, lines)
+_REBASE_ROWS = Kernel(_rebase_rows)
+_REBASE_TILES = Kernel(_rebase_tiles)
+_REBASE_SQUARES = Kernel(_rebase_squares)
 
 
-def _launch_rows(x_BRC, qdata, scale, _first_qdata, _first_scale, changed, _offs, options) -> None:
-    batches, rows, cols = x_BRC.shape
-    programs = batches * ceil_div(rows, LAST_ROWS) * ceil_div(cols, REBASED_SIZE)
-    if programs:
-        _rebase_rows[(programs,)](
-            x_BRC, qdata, scale, changed,
-            rows, cols, x_BRC.stride(0), x_BRC.stride(1),
-            **options, ROWS=LAST_ROWS, num_warps=4,
-        )  # fmt: skip
+def _rounding(spec: OperandSpec) -> tuple[bool, bool]:
+    """The constants FLOOR and E5M2."""
+    return spec.rounding == "floor", spec.elem_dtype == torch.float8_e5m2
 
 
-def _launch_tiles(x_BRC, last_qdata, last_scale, first_qdata, first_scale, changed, offs, options) -> None:
-    batches, rows, cols = x_BRC.shape
-    both = last_qdata is not None
-    tile, line = _square_tile(x_BRC) if both else FIRST_TILE, LINE_BYTES // x_BRC.element_size()
-    unit_map = None if offs is None else map_tiles(offs, rows, tile, tail=both, alignment=REBASED_SIZE)
-    units = ceil_div(rows, BLOCK_SIZE) if unit_map is None else unit_map.units
-    programs = batches * ceil_div(units, tile.blocks) * ceil_div(cols, tile.lines * line)
-    if programs:
-        _rebase_tiles[(programs,)](
-            x_BRC, last_qdata, last_scale, first_qdata, first_scale, changed,
-            unit_map and unit_map.start, unit_map and unit_map.stop, None if offs is None else offs[-1:],
-            rows, cols, first_qdata.shape[-1], units, x_BRC.stride(0), x_BRC.stride(1),
-            LAST=both, RAGGED=offs is not None, **options,
-            BLOCKS=tile.blocks, LINES=tile.lines, LINE=line, num_warps=tile.warps,
-        )  # fmt: skip
+def _launch_rows(x: torch.Tensor, out: Operand) -> None:
+    matrices = as_matrices(x, x.ndim - 2)
+    _REBASE_ROWS.launch(
+        matrices.batches * ceil_div(matrices.rows, LAST_ROWS) * ceil_div(matrices.cols, 128),
+        (matrices.x, out.data, out.scale), (matrices.cols, matrices.batch_stride, matrices.row_stride),
+        (matrices.rows,), (*_rounding(out.spec), LAST_ROWS, out.spec.lines == 32, out.spec.stored == "even"),
+        device=x.device,
+    )  # fmt: skip
 
 
-def _launch_squares(x_BRC, last_qdata, last_scale, first_qdata, first_scale, changed, _offs, options) -> None:
-    batches, rows, cols = x_BRC.shape
-    programs = batches * ceil_div(rows, REBASED_SIZE) * ceil_div(cols, REBASED_SIZE)
-    tile, line = _square_tile(x_BRC), LINE_BYTES // x_BRC.element_size()
-    last, first = last_qdata is not None, first_qdata is not None
+def _launch_tiles(x: torch.Tensor, last: Operand | None, first: Operand, offs: torch.Tensor | None) -> None:
+    matrices = as_matrices(x, x.ndim - 2)
+    tile, line = _square_tile(x) if last else FIRST_TILE, LINE_BYTES // x.element_size()
+    unit_map = None if offs is None else map_tiles(offs, matrices.rows, tile, tail=last is not None, alignment=128)
+    units = ceil_div(matrices.rows, BLOCK_SIZE) if unit_map is None else unit_map.units
+    constants = (
+        last is not None, first.spec.lines == 32, offs is not None, *_rounding(first.spec),
+        tile.blocks, tile.lines, line,
+    )  # fmt: skip
+    _REBASE_TILES.launch(
+        matrices.batches * ceil_div(units, tile.blocks) * ceil_div(matrices.cols, tile.lines * line),
+        (matrices.x, last and last.data, last and last.scale, first.data, first.scale,
+         unit_map and unit_map.table, offs),
+        (matrices.cols, matrices.batch_stride, matrices.row_stride),
+        (matrices.rows, first.data.shape[-1] // BLOCK_SIZE, units, 0 if offs is None else offs.shape[0]), constants,
+        device=x.device, warps=tile.warps,
+    )  # fmt: skip
+
+
+def _launch_squares(x: torch.Tensor, last: Operand | None, first: Operand | None) -> None:
+    spec, matrices = (last or first).spec, as_matrices(x, x.ndim - 2)
+    tile, line, even = _square_tile(x), LINE_BYTES // x.element_size(), spec.stored == "even"
     # So that two programs fit on a multiprocessor: Triton 3.6 takes 167 registers, and on an H100 1.3 times as long.
-    registers = 128 if options["EVEN"] and last and first and not options["E5M2"] else None
-    if programs:
-        _rebase_squares[(programs,)](
-            x_BRC, last_qdata, last_scale, first_qdata, first_scale, changed,
-            rows, cols, rows, x_BRC.stride(0), x_BRC.stride(1),
-            LAST=last, FIRST=first, **options,
-            BLOCKS=tile.blocks, LINES=tile.lines, LINE=line, num_warps=tile.warps, maxnreg=registers,
-        )  # fmt: skip
+    registers = 128 if even and last and first and spec.elem_dtype == torch.float8_e4m3fn else None
+    constants = (
+        last is not None, first is not None, *_rounding(spec), even, tile.blocks, tile.lines, line,
+    )  # fmt: skip
+    _REBASE_SQUARES.launch(
+        matrices.batches * ceil_div(matrices.rows, 128) * ceil_div(matrices.cols, 128),
+        (matrices.x, last and last.data, last and last.scale, first and first.data, first and first.scale),
+        (matrices.cols, matrices.batch_stride, matrices.row_stride), (matrices.rows,), constants,
+        device=x.device, warps=tile.warps, registers=registers,
+    )  # fmt: skip
 
 
 def _square_tile(x: torch.Tensor) -> Tile:
     """128 rows and 128 columns."""
-    return Tile(rows=REBASED_SIZE, lines=REBASED_SIZE * x.element_size() // LINE_BYTES)
+    return Tile(rows=128, lines=128 * x.element_size() // LINE_BYTES)

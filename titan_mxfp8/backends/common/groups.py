@@ -1,36 +1,36 @@
 """Where the rows of ragged token groups go: a table made on the device, read by the quantise, pad and unpad kernels."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.format.mx import ceil_div
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitMap:
+class UnitMap(NamedTuple):
     """For each unit of rows of the padded axis, the rows of the packed axis that it holds.
 
     Attributes:
-        start: int32 (units,), the first packed row.
-        stop: int32 (units,), end of the packed rows that are the unit's, unless the unit is full before.
-        padded_offs: int32 (E,), end offsets of the padded groups.
+        table: int32 (2 * units + E,). For each unit the first packed row; then, for each, the end of the packed rows
+            that are the unit's, unless the unit is full before; then the end offsets of the padded groups.
+        units: how many there are.
     """
 
-    start: torch.Tensor
-    stop: torch.Tensor
-    padded_offs: torch.Tensor
+    table: torch.Tensor
+    units: int
 
     @property
-    def units(self) -> int:
-        return self.start.shape[0]
+    def padded_offs(self) -> torch.Tensor:
+        """int32 (E,) end offsets of the padded groups."""
+        return self.table[2 * self.units :]
 
 
 @triton.jit(do_not_specialize=["groups", "units", "rows"])
 def _map_units(
-    offs, start, stop, padded_offs,
+    offs, table,
     groups, units, rows,
     UNIT: tl.constexpr, ALIGNMENT: tl.constexpr, TAIL: tl.constexpr, TAIL_ALIGNMENT: tl.constexpr,
     UNITS: tl.constexpr, GROUPS: tl.constexpr,
@@ -41,6 +41,7 @@ def _map_units(
     32, 32 and 96, so the units at 0, 32 and 64 hold rows 0..1, 2..33 and 34..39, the one at 96 nothing, and the one at
     128 the tail, 40..49.
     """
+    padded_offs = table + 2 * units
     unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
     position = unit * UNIT
     group = tl.zeros((UNITS,), tl.int32)  # groups that end at or before the unit
@@ -64,8 +65,11 @@ def _map_units(
         in_tail = position >= tail_start
         row = tl.where(in_tail, tl.load(offs + groups - 1) + position - tail_start, row)
         stop_row = tl.where(in_tail, rows, stop_row)
-    tl.store(start + unit, row, mask=unit < units)
-    tl.store(stop + unit, stop_row, mask=unit < units)
+    tl.store(table + unit, row, mask=unit < units)
+    tl.store(table + units + unit, stop_row, mask=unit < units)
+
+
+_MAP_UNITS = Kernel(_map_units)
 
 
 def map_units(
@@ -74,22 +78,19 @@ def map_units(
     """The map of ``units`` units of ``unit`` rows.
 
     Args:
-        offs: int32 (E,) end offsets of the packed groups.
+        offs: int32 (E,) end offsets of the packed groups, contiguous.
         rows: of the packed axis.
         units: see ``units_with_tail``.
         unit: rows of a unit.
         alignment: padded groups start at multiples of it; itself a multiple of ``unit``.
         tail_alignment: with it, the units from its next multiple on hold the rows past the last group; else no unit.
     """
-    start, stop = torch.empty((2, units), dtype=torch.int32, device=offs.device)
-    padded_offs = torch.empty(offs.shape, dtype=torch.int32, device=offs.device)
-    _map_units[(max(ceil_div(units, 128), 1),)](
-        offs.contiguous(), start, stop, padded_offs,
-        offs.shape[0], units, rows,
-        UNIT=unit, ALIGNMENT=alignment, TAIL=tail_alignment is not None, TAIL_ALIGNMENT=tail_alignment,
-        UNITS=128, GROUPS=32,
-    )  # fmt: skip
-    return UnitMap(start=start, stop=stop, padded_offs=padded_offs)
+    groups = offs.shape[0]
+    table = torch.empty(2 * units + groups, dtype=torch.int32, device=offs.device)
+    constants = (unit, alignment, tail_alignment is not None, tail_alignment, 128, 32)
+    programs = max(ceil_div(units, 128), 1)
+    _MAP_UNITS.launch(programs, (offs, table), (), (groups, units, rows), constants, device=offs.device)
+    return UnitMap(table, units)
 
 
 def units_with_tail(rows: int, groups: int, *, unit: int, alignment: int, tail_alignment: int) -> int:

@@ -111,13 +111,5 @@ def element_units(byte, E5M2: tl.constexpr):
 
 
 @triton.jit
-def count_changed(byte, shifted, scale, largest, E5M2: tl.constexpr):
-    """How many of ``shift_elements``' elements have another value than before, NaN aside."""
-    factor = ((tl.maximum(scale - largest, -64) + 127) << 23).to(tl.float32, bitcast=True)
-    changed = (from_elements(shifted, E5M2) != from_elements(byte, E5M2) * factor) & (largest != 255)
-    return tl.sum(tl.ravel(changed.to(tl.int32)), 0)
-
-
-@triton.jit
 def float_of_bits(BITS: tl.constexpr):
     return tl.full((), BITS, tl.int32).to(tl.float32, bitcast=True)

@@ -1,31 +1,30 @@
-"""The grouped GEMMs: two persistent kernels, each with three ways to its tensor cores (``operands.Mma``).
+"""The portable grouped GEMMs: two persistent kernels, each with three ways to its tensor cores (``hardware.Mma``).
 
-Tensor cores without MX get the dequantised values, which bf16 holds exactly (``MXTensor.is_dequantized``). On an H200
-that is 686 to 768 TFLOP/s, against 170 where the kernel itself multiplied FP8 elements by their scales: see
+Tensor cores without MX get the dequantised values, which bf16 holds exactly (``OperandSpec.stored``). On an H200 that
+is 686 to 768 TFLOP/s, against 170 where the kernel itself multiplied FP8 elements by their scales: see
 ``results/2026-11-21_h200_triton_grouped_mm``. ``tl.dot_scaled`` is for hardware that decodes the scales: elsewhere
 Triton 3.6 to 3.8 emulate it, and get scale bytes 0 and 255 wrong. Where there are no groups either, nor a bias, what is
 left is a product of two bf16 matrices, which torch's library does as fast as these kernels or faster (on an H200:
-``dense.csv`` of ``results/2026-11-21_h200_hopper``).
+``dense.csv`` of ``results/2026-11-21_h200_hopper``); it gets the large ones.
 
 M tokens, N out features, K in features, E experts; C is a contraction axis and D the other one of ``b``.
 """
 
-from dataclasses import dataclass
-from threading import Lock
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from titan_mxfp8.backends.triton.dequantize import dequantize
-from titan_mxfp8.backends.triton.operands import Mma, mma_for
-from titan_mxfp8.format import reference
-from titan_mxfp8.format.mx import BLOCK_SIZE, MXTensor, ceil_div
+from titan_mxfp8.backends import reference
+from titan_mxfp8.backends.common.dequantize import dequantize
+from titan_mxfp8.backends.common.launch import Kernel, descriptor
+from titan_mxfp8.backends.hardware import Mma, hardware_of, multiprocessors
+from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
+from titan_mxfp8.format.spec import Operand, check_k_grouped, check_m_grouped
 
-_cublas_settings = Lock()  # they are the process's, not a thread's
 BAND = 8  # rows of tiles that are in flight together, see _tile_of
-_FORMAT = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.bfloat16: "bf16"}
+_FORMAT = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
 @triton.jit
@@ -109,8 +108,7 @@ def _number(count, THREADS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "E"])
 def _m_grouped_kernel(
-    a, a_scale, b, b_scale, bias, out, offs, taken, M, C, D, E,
-    stride_am, stride_ac, stride_asm, stride_be, stride_bc, stride_bd, stride_bse, stride_bsd,
+    a, b, a_scale, b_scale, bias, out, offs, taken, C, D, M, E,
     MMA: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, SCALE_D: tl.constexpr, D_MAJOR: tl.constexpr,
     EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BAND: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
@@ -119,9 +117,14 @@ def _m_grouped_kernel(
     ``offs = [100, 100, 300]``, D of two tiles, BM 128: group 0 has 1 x 2 tiles, numbers 0 and 1, group 1 none, group 2
     2 x 2, numbers 2 to 5. Of 3 programs the second computes tile 1 and, if it is the second to take another one, tile
     4: rows 100..227 of column tile 1. ``taken``: int32 that is 0, for ``_take``.
-    ``a`` and ``b`` are TMA descriptors if MMA is ``bf16_tma``, of (M, C) and (E, D, C), with D_MAJOR (E, C, D).
+    ``a`` is (M, C) and ``b`` (E, D, C), with D_MAJOR (E, C, D); both are TMA descriptors if MMA is ``bf16_tma``.
     SCALE_D: how many columns of ``b`` share a scale.
     """
+    if D_MAJOR:
+        stride_bc, stride_bd = D, 1
+    else:
+        stride_bc, stride_bd = 1, C
+    scale_blocks = tl.cdiv(C, 32)
     tiles_d = tl.cdiv(D, BN)
     start = tl.zeros((), tl.int32)
     first = tl.zeros((), tl.int32)
@@ -148,9 +151,9 @@ def _m_grouped_kernel(
             else:
                 acc = _multiply(
                     a, a_scale, b, b_scale,
-                    row.to(tl.int64) * stride_am, col.to(tl.int64) * stride_bd,
-                    row.to(tl.int64) * stride_asm, (col // SCALE_D).to(tl.int64) * stride_bsd,
-                    row < end, col < D, stride_ac, stride_bc, tl.zeros((), tl.int32), C,
+                    row.to(tl.int64) * C, col.to(tl.int64) * stride_bd,
+                    row.to(tl.int64) * scale_blocks, (col // SCALE_D).to(tl.int64) * scale_blocks,
+                    row < end, col < D, 1, stride_bc, tl.zeros((), tl.int32), C,
                     MMA == "scaled", A_FORMAT, B_FORMAT, EVEN, BM, BN, BC,
                 )  # fmt: skip
             count = _take(taken, THREADS)
@@ -162,18 +165,17 @@ def _m_grouped_kernel(
         first = last
         start = end
         if MMA != "bf16_tma":
-            b += stride_be
+            b += C.to(tl.int64) * D
         if MMA == "scaled":
-            b_scale += stride_bse
+            b_scale += tl.cdiv(D, SCALE_D).to(tl.int64) * scale_blocks
         if bias is not None:
             bias += D
     _fill_zeros(out, start.to(tl.int64) * D, (tl.zeros((), tl.int64) + M) * D, 8192)
 
 
-@triton.jit(do_not_specialize=["M", "E"])
+@triton.jit(do_not_specialize=["M", "blocks", "E"])
 def _k_grouped_kernel(
-    a, a_scale, b, b_scale, out, offs, taken, M, N, K, E,
-    stride_an, stride_am, stride_asn, stride_bm, stride_bk, stride_bsk,
+    a, b, a_scale, b_scale, out, offs, taken, N, K, M, blocks, E,
     MMA: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, ALIGNMENT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BAND: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
@@ -181,8 +183,14 @@ def _k_grouped_kernel(
 
     ``offs = [100, 100, 300]``, ALIGNMENT 32: the groups are 0..127, nothing and 128..351 of the padded axis, zeros in
     the padding; with ALIGNMENT 1, 0..99, nothing and 100..299. The second expert's tiles contract nothing: zeros.
-    ``a`` and ``b`` are TMA descriptors if MMA is ``bf16_tma``, of (M, N) and (M, K).
+    ``a`` is (M, N) and ``b`` (M, K); TMA descriptors if MMA is ``bf16_tma``. If MMA is ``scaled`` they are FP8 of
+    (N, M) and (K, M), and M is 32 times ``blocks``.
     """
+    if MMA == "scaled":
+        M = blocks * 32  # the compiler sees what divides it
+        stride_an, stride_am, stride_bk, stride_bm = M, 1, M, 1
+    else:
+        stride_an, stride_am, stride_bk, stride_bm = 1, N, 1, K
     tiles_n, tiles_k = tl.cdiv(N, BM), tl.cdiv(K, BN)
     offset = tl.zeros((), tl.int32)
     start = tl.zeros((), tl.int32)
@@ -213,7 +221,7 @@ def _k_grouped_kernel(
                 acc = _multiply(
                     a, a_scale, b, b_scale,
                     n.to(tl.int64) * stride_an, k.to(tl.int64) * stride_bk,
-                    n.to(tl.int64) * stride_asn, k.to(tl.int64) * stride_bsk,
+                    n.to(tl.int64) * blocks, k.to(tl.int64) * blocks,
                     n < N, k < K, stride_am, stride_bm, start, end,
                     MMA == "scaled", A_FORMAT, B_FORMAT, False, BM, BN, BC,
                 )  # fmt: skip
@@ -266,155 +274,171 @@ AMD_TILES: dict[Mma, tuple[Tiles, Tiles]] = {
 FEW_TOKENS = 768
 
 
+_M_GROUPED = Kernel(_m_grouped_kernel)
+_K_GROUPED = Kernel(_k_grouped_kernel)
+_prepared: set[tuple] = set()  # weights by which torch multiplied many tokens
+
+
 def gemm_m_grouped(
-    a: MXTensor,
-    b: MXTensor,
-    offs: torch.Tensor | None,
-    *,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
+    a: Operand, b: Operand, offs: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """``format.reference.gemm_m_grouped``."""
-    mma = mma_for(a.qdata.device)
-    if bias is None and _are_bf16_matrices(mma, offs, out_dtype):
-        (a_MC, _), (b_ECD, _) = _operand(a, mma), _operand(b, mma)
-        return _multiply_matrices(a_MC, b_ECD[0])
+    """``Backend.gemm_m_grouped`` of exact operands."""
+    check_m_grouped(a, b)
+    device = a.data.device
+    mma = hardware_of(device).mma
+    if mma != "scaled" and offs is None and bias is None and out_dtype == torch.bfloat16:
+        a, b = in_bf16(a), in_bf16(b)
+        b_CD = b.data[0] if b.axis == 1 else b.data[0].mT
+        if _is_many_tiles(a.data.shape[0], b_CD.shape[1], device):
+            key = *b_CD.shape, b.axis, device
+            if key not in _prepared:  # compiles what fewer tokens will take
+                _prepared.add(key)
+                multiply_m_grouped(a._replace(data=a.data[:0]), b, None, None, out_dtype, mma)
+            return torch.mm(a.data, b_CD)
     return multiply_m_grouped(a, b, offs, bias, out_dtype, mma)
 
 
-def gemm_k_grouped(a: MXTensor, b: MXTensor, offs: torch.Tensor | None, *, out_dtype: torch.dtype) -> torch.Tensor:
-    """``format.reference.gemm_k_grouped``."""
-    mma = mma_for(a.qdata.device)
-    if _are_bf16_matrices(mma, offs, out_dtype):
-        (a_NM, _), (b_MK, _) = _operand(a, mma), _operand(b, mma)
-        return _multiply_matrices(a_NM, b_MK)[None]
+def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """``Backend.gemm_k_grouped`` of exact operands, or of unquantised ones.
+
+    For the latter torch's kernel wants another pass over the result for the empty groups. On an H200 this one takes as
+    long with 1000 tokens in each of 32 groups or more, 24% longer with 256 in each of 64, 36% with at most 44.
+    """
+    check_k_grouped(a, b)
+    device = a.data.device
+    mma = hardware_of(device).mma
+    if not a.spec.is_quantized and mma != "bf16_tma":
+        return reference.gemm_k_grouped(a, b, offs, out_dtype)
+    if mma != "scaled" and offs is None and out_dtype == torch.bfloat16:
+        a_MN, b_MK = _tokens_first(a), _tokens_first(b)
+        if _is_many_tiles(a_MN.shape[1], b_MK.shape[1], device):
+            return torch.mm(a_MN.mT, b_MK)[None]
     return multiply_k_grouped(a, b, offs, out_dtype, mma)
 
 
-def wgrad_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
-    """``format.reference.wgrad_bf16``.
-
-    Torch's kernel wants another pass over the result for the empty groups. On an H200 this one takes as long with 1000
-    tokens in each of 32 groups or more, 24% longer with 256 in each of 64, 36% with at most 44.
-    """
-    if offs is None:
-        return _multiply_matrices(dy_MN.mT, x_MK)[None]
-    if mma_for(dy_MN.device) != "bf16_tma":
-        return reference.wgrad_bf16(dy_MN, x_MK, offs)
-    no_scale = dy_MN.new_empty(0, dtype=torch.uint8)
-    dy, x = (MXTensor(t, no_scale, 0, "1x32", t.dtype) for t in (dy_MN, x_MK))
-    return multiply_k_grouped(dy.mT, x, offs, torch.bfloat16, "bf16_tma")
+def in_bf16(operand: Operand) -> Operand:
+    """An exact operand as values in bf16, the contraction axis last; itself if it is in bf16 already."""
+    if operand.spec.stored == "bf16":
+        return operand
+    values = dequantize(operand)
+    return Operand(values, operand.scale, replace(operand.spec, stored="bf16"), values.ndim - 1)
 
 
 def multiply_m_grouped(
-    a: MXTensor,
-    b: MXTensor,
+    a: Operand,
+    b: Operand,
     offs: torch.Tensor | None,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     mma: Mma,
-    tiles: Tiles | None = None,
+    tiles: "Tiles | None" = None,
 ) -> torch.Tensor:
     """``gemm_m_grouped`` with a given ``Mma`` and, for measurements, given tiles."""
-    a_MC, a_scale = _operand(a, mma)
-    b_ECD, b_scale = _operand(b, mma)
-    (m, c), (experts, _, d) = a.shape, b.shape
-    d_major = b_ECD.stride(2) == 1
-    out_MD = torch.empty((m, d), dtype=out_dtype, device=a_MC.device)
-    if m == 0:
-        return out_MD
-    offs = None if offs is None else offs.contiguous()
-    bias = None if bias is None else bias.contiguous()
+    if mma != "scaled":
+        a, b = in_bf16(a), in_bf16(b)
+    (m, c), experts = a.data.shape, b.data.shape[0]
+    d_major = b.spec.stored == "bf16" and b.axis == 1
+    d = b.data.shape[2 if d_major else 1]
+    device = a.data.device
+    out_MD = torch.empty((m, d), dtype=out_dtype, device=device)
+    processors = multiprocessors(device)
+    taken = torch.zeros(1, dtype=torch.int32, device=device)
 
-    processors = _processors(a_MC.device)
-    if tiles is None:
-        tiles = tiles_for(mma, (1, m, d), None, processors)
-    a_arg, b_arg = a_MC, b_ECD
-    if mma == "bf16_tma":
-        a_arg = TensorDescriptor.from_tensor(a_MC, [tiles.bm, tiles.bc])
-        if d_major:
-            b_arg = TensorDescriptor.from_tensor(b_ECD, [1, tiles.bc, tiles.bn])
-        else:
-            b_arg = TensorDescriptor.from_tensor(b_ECD.mT, [1, tiles.bn, tiles.bc])
-    count = (ceil_div(m, tiles.bm) + experts) * ceil_div(d, tiles.bn)  # at most
-    taken = torch.zeros(1, dtype=torch.int32, device=a_MC.device)
-    with torch.accelerator.device_index(a_MC.device.index):
-        _m_grouped_kernel[(min(count, processors * tiles.programs),)](
-            a_arg, a_scale, b_arg, b_scale, bias, out_MD, offs, taken, m, c, d, experts,
-            a_MC.stride(0), a_MC.stride(1), a_scale.stride(0),
-            *b_ECD.stride(), b_scale.stride(0), b_scale.stride(-1),
-            MMA=mma, A_FORMAT=_FORMAT[a_MC.dtype], B_FORMAT=_FORMAT[b_ECD.dtype],
-            SCALE_D=BLOCK_SIZE if b.block == "32x32" else 1, D_MAJOR=d_major, EVEN=c % tiles.bc == 0,
-            BM=tiles.bm, BN=tiles.bn, BC=tiles.bc, BAND=BAND, THREADS=64 * tiles.warps,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+    def launch(tiles: Tiles, run: bool) -> bool:
+        scales = (a.scale, b.scale) if mma == "scaled" else (None, None)
+        matrices, descriptors = (a.data, b.data), ()
+        if mma == "bf16_tma":
+            block = (1, tiles.bc, tiles.bn) if d_major else (1, tiles.bn, tiles.bc)
+            matrices, descriptors = (), (descriptor(a.data, (tiles.bm, tiles.bc)), descriptor(b.data, block))
+        constants = (
+            mma, *_formats(mma, a, b), b.spec.lines if mma == "scaled" else 1, d_major, c % tiles.bc == 0,
+            tiles.bm, tiles.bn, tiles.bc, BAND, 64 * tiles.warps,
         )  # fmt: skip
+        count = (ceil_div(m, tiles.bm) + experts) * ceil_div(d, tiles.bn) if m else 0  # at most
+        return _M_GROUPED.launch(
+            min(count, processors * tiles.programs) if run else 0,
+            (*matrices, *scales, bias, out_MD, offs, taken), (c, d), (m, experts), constants,
+            device=device, warps=tiles.warps, stages=tiles.stages, descriptors=descriptors,
+        )  # fmt: skip
+
+    if tiles:
+        launch(tiles, run=True)
+    elif launch(tiles_for(mma, (1, m, d), None, processors), run=True):
+        for other in tiles_of(mma):  # what other numbers of tokens will take
+            launch(other, run=False)
     return out_MD
 
 
 def multiply_k_grouped(
-    a: MXTensor,
-    b: MXTensor,
+    a: Operand,
+    b: Operand,
     offs: torch.Tensor | None,
     out_dtype: torch.dtype,
     mma: Mma,
-    tiles: Tiles | None = None,
+    tiles: "Tiles | None" = None,
 ) -> torch.Tensor:
     """``gemm_k_grouped`` with a given ``Mma`` and, for measurements, given tiles."""
-    alignment = 1 if a.is_dequantized or a.shape[1] % BLOCK_SIZE else BLOCK_SIZE  # of the groups
-    assert a.is_dequantized == b.is_dequantized, "one operand is padded, the other is not"
-    if mma == "bf16_tma" and not a.is_dequantized:
-        mma = "bf16"  # dequantised from FP8 they are token-contiguous, which the TMA way does not read
-    a_NM, a_scale = _operand(a, mma)
-    b_MK, b_scale = _operand(b, mma)
-    (n, m), k = a.shape, b.shape[1]
-    experts = 1 if offs is None else offs.shape[0]
+    alignment = 1 if a.spec.stored == "bf16" else BLOCK_SIZE  # of the groups
+    assert a.spec.stored == b.spec.stored, "one operand is padded, the other is not"
+    if mma == "scaled" and a.spec.stored == "bf16":
+        mma = "bf16"
+    if mma == "scaled":
+        a_data, b_data = a.data, b.data
+        (n, m), k = a_data.shape, b_data.shape[0]
+    else:
+        a_data, b_data = _tokens_first(a), _tokens_first(b)
+        (m, n), k = a_data.shape, b_data.shape[1]
+    experts, device = 1 if offs is None else offs.shape[0], a_data.device
+    out_ENK = torch.empty((experts, n, k), dtype=out_dtype, device=device)
     if m == 0:
-        return torch.zeros((experts, n, k), dtype=out_dtype, device=a_NM.device)
-    out_ENK = torch.empty((experts, n, k), dtype=out_dtype, device=a_NM.device)
-    offs = None if offs is None else offs.contiguous()
+        out_ENK.zero_()
+    processors = multiprocessors(device)
+    taken = torch.zeros(1, dtype=torch.int32, device=device)
 
-    processors = _processors(a_NM.device)
-    if tiles is None:
-        tiles = tiles_for(mma, (experts, n, k), m // experts, processors)
-    a_arg, b_arg = a_NM, b_MK
-    if mma == "bf16_tma":
-        a_arg = TensorDescriptor.from_tensor(a_NM.mT, [tiles.bc, tiles.bm])
-        b_arg = TensorDescriptor.from_tensor(b_MK, [tiles.bc, tiles.bn])
-    count = experts * ceil_div(n, tiles.bm) * ceil_div(k, tiles.bn)
-    taken = torch.zeros(1, dtype=torch.int32, device=a_NM.device)
-    with torch.accelerator.device_index(a_NM.device.index):
-        _k_grouped_kernel[(min(count, processors * tiles.programs),)](
-            a_arg, a_scale, b_arg, b_scale, out_ENK, offs, taken, m, n, k, experts,
-            *a_NM.stride(), a_scale.stride(0), *b_MK.stride(), b_scale.stride(-1),
-            MMA=mma, A_FORMAT=_FORMAT[a_NM.dtype], B_FORMAT=_FORMAT[b_MK.dtype], ALIGNMENT=alignment,
-            BM=tiles.bm, BN=tiles.bn, BC=tiles.bc, BAND=BAND, THREADS=64 * tiles.warps,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+    def launch(tiles: Tiles, run: bool) -> bool:
+        scales = (a.scale, b.scale) if mma == "scaled" else (None, None)
+        matrices, descriptors = (a_data, b_data), ()
+        if mma == "bf16_tma":
+            blocks = (tiles.bc, tiles.bm), (tiles.bc, tiles.bn)
+            matrices, descriptors = (), tuple(map(descriptor, (a_data, b_data), blocks))
+        constants = (
+            mma, *_formats(mma, a, b), alignment,
+            tiles.bm, tiles.bn, tiles.bc, BAND, 64 * tiles.warps,
         )  # fmt: skip
+        count = experts * ceil_div(n, tiles.bm) * ceil_div(k, tiles.bn) if m else 0
+        return _K_GROUPED.launch(
+            min(count, processors * tiles.programs) if run else 0,
+            (*matrices, *scales, out_ENK, offs, taken), (n, k), (m, m // BLOCK_SIZE, experts), constants,
+            device=device, warps=tiles.warps, stages=tiles.stages, descriptors=descriptors,
+        )  # fmt: skip
+
+    if tiles:
+        launch(tiles, run=True)
+    elif launch(tiles_for(mma, (experts, n, k), m // experts, processors), run=True):
+        for other in tiles_of(mma):
+            launch(other, run=False)
     return out_ENK
 
 
-def _are_bf16_matrices(mma: Mma, offs: torch.Tensor | None, out_dtype: torch.dtype) -> bool:
-    return mma != "scaled" and offs is None and out_dtype == torch.bfloat16
+def _is_many_tiles(rows: int, columns: int, device: torch.device) -> bool:
+    """Whether an output of this size keeps all multiprocessors busy. With fewer tiles torch's library splits the
+    contraction, and by default may add up the parts in bf16; our kernels add up in fp32."""
+    return ceil_div(rows, 128) * ceil_div(columns, 128) >= multiprocessors(device)
 
 
-def _multiply_matrices(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a @ b`` of bf16 matrices, added up in fp32 to the end: by default cuBLAS may add parts of a sum in bf16."""
-    settings = torch.backends.cuda.matmul
-    with _cublas_settings:  # autograd multiplies in threads of its own
-        split_k = settings.allow_bf16_reduced_precision_reduction_split_k
-        before = settings.allow_bf16_reduced_precision_reduction, split_k
-        settings.allow_bf16_reduced_precision_reduction = False, split_k
-        try:
-            return a @ b
-        finally:
-            settings.allow_bf16_reduced_precision_reduction = before
+def _formats(mma: Mma, a: Operand, b: Operand) -> tuple[str, str]:
+    """What ``tl.dot_scaled`` is told of the operands."""
+    return (_FORMAT[a.spec.elem_dtype], _FORMAT[b.spec.elem_dtype]) if mma == "scaled" else ("bf16", "bf16")
 
 
-def _operand(mx: MXTensor, mma: Mma) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel multiplies, and its scales."""
-    if mma == "scaled":
-        return mx.qdata, mx.scale
-    return (mx.qdata if mx.is_dequantized else dequantize(mx, torch.bfloat16)), mx.scale
+def _tokens_first(operand: Operand) -> torch.Tensor:
+    """An operand of wgrad as values in bf16, (M, N)."""
+    return operand.data if operand.spec.stored == "bf16" else dequantize(operand).mT.contiguous()
+
+
+def tiles_of(mma: Mma) -> tuple[Tiles, Tiles]:
+    """The large tiles and the small ones."""
+    return (AMD_TILES if torch.version.hip else TILES)[mma]
 
 
 def tiles_for(mma: Mma, out: tuple[int, int, int], tokens: int | None, processors: int) -> Tiles:
@@ -429,13 +453,8 @@ def tiles_for(mma: Mma, out: tuple[int, int, int], tokens: int | None, processor
 
     Nothing is timed in a training step: that would stall the other ranks, and could pick other sums on each.
     """
-    large, small = (AMD_TILES if torch.version.hip else TILES)[mma]
+    large, small = tiles_of(mma)
     matrices, rows, columns = out
     count = matrices * ceil_div(rows, large.bm) * ceil_div(columns, large.bn)
     few = count < processors or (tokens is not None and tokens < FEW_TOKENS)
     return small if few else large
-
-
-def _processors(device: torch.device) -> int:
-    """Multiprocessors; off the GPU 3, so that the interpreter's programs, which run one by one, take further tiles."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3

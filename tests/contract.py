@@ -1,0 +1,407 @@
+"""What every backend must do, whatever runs it: this CPU, a GPU, or Triton's interpreter.
+
+Quantisers give the reference's bits. GEMMs of operands that the reference quantised equal the product of their values,
+in fp64, up to the order of additions, what tensor cores cut off and the rounding of the output. Outputs start as NaN
+(``poisoned_empty``).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from titan_mxfp8 import RECIPES
+from titan_mxfp8.backends import BACKENDS, Backend, Entry, Gemm, Plan, load
+from titan_mxfp8.backends.common import pad
+from titan_mxfp8.backends.common.dequantize import dequantize
+from titan_mxfp8.backends.common.hold import held_multiprocessors
+from titan_mxfp8.backends.hardware import Hardware, hardware_of
+from titan_mxfp8.format import reference
+from titan_mxfp8.format.mx import ceil_div
+from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.ops.pad import padded_rows
+from titan_mxfp8.recipe import Recipe
+from titan_mxfp8.testing import largest_row_error, make_offs, poisoned_empty, relative_rms
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16, FP32 = torch.bfloat16, torch.float32
+FORMATS = tuple((rounding, dtype) for rounding in ("rceil", "floor") for dtype in (E4M3, E5M2))
+EXACT = OperandSpec()
+SQUARES = OperandSpec(block="32x32", lines=32)
+
+# What no named recipe combines.
+OTHER = Recipe(name="mxfp8_2d_floor_e5m2_grad", weight_block="32x32", rounding="floor", grad_dtype=E5M2)
+
+# Relative RMS against fp64. bf16: its rounding is at most 2^-8 = 3.9e-3 of an element; measured 2.1e-3. fp32 sums of
+# fp32 or bf16 products: measured up to 1.2e-7 in the interpreter and, with 1500 tokens in a group, 1.9e-6 on an H200.
+# FP8 tensor cores keep about 14 bits of a sum: up to 3.1e-4.
+TOLERANCE = {("FP8", FP32): 6e-4, ("bf16", FP32): 4e-6, ("fp32", FP32): 4e-6}
+ROW_FACTOR = 4  # a single row may be that much worse: its own values may cancel
+
+# Group sizes (None: offs is None) and rows past the last group.
+CASES: dict[str, tuple[list[int] | None, int]] = {
+    "ragged": ([0, 44, 1, 64, 0, 31, 0], 20),
+    "one row": ([1], 0),
+    "no offs": (None, 70),
+    "all in one": ([0, 0, 133, 0], 0),
+    "all empty": ([0, 0, 0], 50),
+    "no rows": ([0, 0], 0),
+    "48 experts": ([0, 1, 3] * 16, 7),
+    "straddle": ([50, 50], 0),
+    "large": ([700, 0, 1500, 257, 1], 100),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A backend on a piece of hardware that is here."""
+
+    entry: Entry
+    hardware: Hardware
+    device: torch.device
+
+    @property
+    def backend(self) -> Backend:
+        return load(self.entry.name, self.device)
+
+    def recipes(self) -> list[Recipe]:
+        recipes = dict.fromkeys([*RECIPES.values(), OTHER])
+        return [recipe for recipe in recipes if recipe.scale_span == 32 or self.entry.rebases]
+
+    def __str__(self) -> str:
+        return f"{self.entry.name}-{self.device.type}"
+
+
+def targets_here() -> list[Target]:
+    """Each row of ``BACKENDS`` on the CPU and, if there is one, on the GPU."""
+    devices = [torch.device("cpu")] + [torch.device("cuda", 0)] * torch.cuda.is_available()
+    pairs = [(entry, hardware_of(device), device) for device in devices for entry in BACKENDS]
+    return [
+        Target(entry=entry, hardware=hardware, device=device)
+        for entry, hardware, device in pairs
+        if entry.runs_on(hardware)
+    ]
+
+
+def wild(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Values that meet every branch, by rows: random bits (NaN, Inf, subnormals), normal ones of any size, zeros."""
+    raw = {torch.bfloat16: torch.int16, torch.float32: torch.int32}[dtype]
+    info = torch.iinfo(raw)
+    bits = torch.randint(info.min, info.max + 1, shape, dtype=torch.int64).to(raw).view(dtype)
+    kind = torch.randint(0, 4, (*shape[:-1], 1))
+    exponent = torch.randint(-150, 128, (*shape[:-1], 1)).double()
+    normal = (torch.randn(shape, dtype=torch.float64) * torch.exp2(exponent)).to(dtype)
+    zero = torch.where(torch.rand(shape) < 0.5, -0.0, 0.0).to(dtype)
+    return torch.where(kind == 0, bits, torch.where(kind == 1, zero, normal))
+
+
+def every_bfloat16() -> tuple[torch.Tensor, torch.Tensor]:
+    """Each of the 65536, in a block of neighbours and in a block whose maximum is 2^8 times larger."""
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(BF16).view(-1, 32)
+    high = (every.float().abs().amax(1, keepdim=True) * 256).to(BF16)
+    return every, torch.cat([high, every[:, 1:]], 1)
+
+
+def uneven(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Normal values, each block of 32 along either axis at an exponent of its own, 26 steps apart at most."""
+    rows, cols = shape[-2:]
+    down = torch.randint(-13, 1, (*shape[:-2], -(-rows // 32), cols)).repeat_interleave(32, -2)[..., :rows, :]
+    across = torch.randint(-13, 1, (*shape[:-2], rows, -(-cols // 32))).repeat_interleave(32, -1)[..., :cols]
+    return (torch.randn(shape) * torch.exp2((down + across).float())).to(dtype)
+
+
+def partly_even(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Of each kind of row some: scales that can be made equal, by a few steps or by 12 to 18, and others."""
+    *rest, rows, cols = shape
+    steps = torch.tensor([0, 1, 3, 12, 13, 14, 15, 16, 17, 18])[torch.randint(0, 10, (*rest, rows, 1))]
+    steps = steps * torch.randint(0, 2, (*rest, rows, -(-cols // 32)))
+    powers = torch.randint(-1, 2, shape) * torch.exp2(-steps.repeat_interleave(32, -1)[..., :cols].float())
+    kind = torch.rand(*rest, rows, 1)
+    values = torch.where(kind < 0.3, torch.randn(shape), uneven(shape, torch.float32))
+    return torch.where(kind < 0.6, powers, values).to(dtype)
+
+
+def even_squares(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """32x32 squares of one value each, so that most scales can be made equal by a few steps."""
+    *rest, rows, cols = shape
+    values = partly_even((*rest, ceil_div(rows, 32), ceil_div(cols, 32)), dtype)
+    return values.repeat_interleave(32, -2).repeat_interleave(32, -1)[..., :rows, :cols].contiguous()
+
+
+def wide(*shape: int) -> torch.Tensor:
+    """Normal values, each row and each column at an exponent of its own, so that scales differ everywhere."""
+    rows, cols = torch.randint(-6, 7, (*shape[:-1], 1)), torch.randint(-6, 7, (shape[-1],))
+    return torch.randn(shape) * torch.exp2(rows.float()) * torch.exp2(cols.float())
+
+
+def patchy(*shape: int) -> torch.Tensor:
+    """Patches of 200 rows and 64 columns: ``wide``; or whole numbers, whose scales can be made equal; or large ones and
+    small ones, whose scales are equal within a patch, but cannot be made so in two."""
+    *rest, rows, cols = shape
+    row, col = torch.arange(rows) // 200, torch.arange(cols) // 64
+    kind, far = (torch.randint(0, n, (*rest, rows // 200 + 1, cols // 64 + 1))[..., row, :][..., col] for n in (3, 2))
+    factor = torch.randint(-3, 4, (*rest, rows, cols // 32 + 1)).exp2().repeat_interleave(32, -1)[..., :cols]
+    large_or_small = torch.where(torch.rand(shape) < 0.5, -15.0, 2.0**-11) * 2.0 ** (4 * far)
+    patches = torch.where(kind == 0, torch.randint(-15, 16, shape) * factor, large_or_small)
+    return torch.where(kind == 2, wide(*shape), patches)
+
+
+def to(operand: Operand, device: torch.device | str) -> Operand:
+    """``operand`` on another device."""
+    return operand._replace(
+        data=operand.data.to(device), scale=None if operand.scale is None else operand.scale.to(device)
+    )
+
+
+def assert_same(ours: Operand, theirs: Operand, rows: int | None = None) -> None:
+    """The same bits; of values in bf16 in their first ``rows`` rows, if given. What fills up scales does not count."""
+    assert (ours.spec, ours.axis) == (theirs.spec, theirs.axis)
+    pairs = {"data": (ours.data.cpu(), theirs.data)}
+    if ours.spec.stored == "bf16":
+        assert ours.scale is None and ours.data.dtype == BF16
+        pairs["data"] = tuple(t[:rows].view(torch.int16) for t in pairs["data"])
+    else:
+        assert ours.scale.shape == theirs.scale.shape and ours.scale.is_contiguous()
+        pairs["scale"] = ours._replace(scale=ours.scale.cpu()).row_scales(), theirs.row_scales()
+    for name, (a, b) in pairs.items():
+        assert a.dtype == b.dtype and a.shape == b.shape, (name, a.shape, b.shape)
+        if a.dtype in (E4M3, E5M2):
+            assert a.is_contiguous()
+            a, b = a.view(torch.uint8), b.view(torch.uint8)
+        wrong = (a != b).nonzero()
+        if ours.spec.stored == "bf16":  # NaN has many codes
+            nan = a.view(BF16).isnan() & b.view(BF16).isnan()
+            wrong = ((a != b) & ~nan).nonzero()
+        assert not len(wrong), f"{name}: {len(wrong)} of {a.numel()} differ, first at {wrong[0].tolist()}"
+
+
+def check_quantize(
+    backend: Backend, x: torch.Tensor, axis: int, spec: OperandSpec, offs=None, device: str | torch.device = "cpu"
+) -> None:
+    """``x`` on the CPU, or a view of something there: strides are kept."""
+    x, x_cpu = _on(x, device), x
+    with poisoned_empty():
+        ours = backend.quantize(x, axis, spec, None if offs is None else offs.to(device))
+    assert_same(ours, reference.quantize(x_cpu, axis, spec, offs), None if offs is None else int(offs[-1]))
+
+
+def check_quantize_both(
+    backend: Backend, x: torch.Tensor, last: OperandSpec, first: OperandSpec, offs=None, device="cpu"
+) -> None:
+    x, x_cpu = _on(x, device), x
+    with poisoned_empty():
+        along_last, along_first = backend.quantize_both(x, last, first, None if offs is None else offs.to(device))
+    rows = None if offs is None else int(offs[-1])
+    assert_same(along_last, reference.quantize(x_cpu, x.ndim - 1, last), rows)
+    assert_same(along_first, reference.quantize(x_cpu, x.ndim - 2, first, offs), rows)
+
+
+def check_dequantize(x: torch.Tensor, spec: OperandSpec, device: str | torch.device = "cpu") -> None:
+    for axis in (x.ndim - 2, x.ndim - 1):
+        operand = reference.quantize(x, axis, spec)
+        for dtype in (BF16, FP32):
+            with poisoned_empty():
+                ours = dequantize(to(operand, device), dtype)
+            assert ours.is_contiguous()
+            _assert_equal(ours, operand.dequantize().to(dtype))
+
+
+def check_every_byte(dtype: torch.dtype, device: str | torch.device = "cpu") -> None:
+    """Each element byte with each scale byte, also those that no quantiser writes."""
+    elements = torch.arange(256, dtype=torch.uint8).view(dtype).repeat(256, 1)
+    scale = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 8)
+    operand = Operand(elements, scale, OperandSpec(elem_dtype=dtype), 1)
+    _assert_equal(dequantize(to(operand, device), FP32), operand.dequantize())
+
+
+def check_pad(x: torch.Tensor, sizes: list[int], alignment: int, device: str | torch.device = "cpu") -> None:
+    """There, against rows put together by hand, and back, from a buffer with NaN between the groups."""
+    offs = make_offs(sizes, device)
+    length = padded_rows(x.shape[0], len(sizes), alignment)
+    groups = x[: sum(sizes)].split(sizes)
+    rows = [F.pad(group, (0, 0, 0, -len(group) % alignment)) for group in groups]
+    expected = torch.cat([*rows, x.new_zeros((length - sum(map(len, rows)), x.shape[1]))])
+    filled = [torch.arange(len(part)) < len(group) for part, group in zip(rows, groups, strict=True)]
+    gaps = ~torch.cat([*filled, torch.zeros(length - sum(map(len, rows)), dtype=torch.bool)])
+    with poisoned_empty():
+        padded, padded_offs = pad.pad_token_groups(x.to(device), offs, alignment=alignment, padded_rows=length)
+        _assert_equal(padded, expected)
+        padded[gaps.to(device)] = torch.nan
+        back = pad.unpad_token_groups(padded, offs, alignment=alignment, rows=x.shape[0])
+    assert padded_offs.tolist() == torch.tensor([len(group) for group in rows]).cumsum(0).tolist()
+    _assert_equal(back, torch.cat([x[: sum(sizes)], torch.zeros_like(x[sum(sizes) :])]))
+
+
+def _assert_equal(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert ours.dtype == theirs.dtype
+    torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def _on(x: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+    """``x`` on another device with the same strides."""
+    if torch.device(device).type == "cpu":
+        return x
+    base = torch.empty(x.untyped_storage().nbytes() // x.element_size(), dtype=x.dtype, device=device)
+    base.copy_(torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()))
+    return base.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def operands_of(plan: Plan) -> Iterator[tuple[str, int, OperandSpec]]:
+    """Each operand of a plan: activations, gradients or weights, the axis that it is quantised along, and its spec."""
+    yield from (("x", 1, plan.forward.a), ("w", 2, plan.forward.b), ("dy", 1, plan.dgrad.a), ("w", 1, plan.dgrad.b))
+    yield from (("dy", 0, plan.wgrad.a), ("x", 0, plan.wgrad.b))
+
+
+def with_arrived(plan: Plan) -> Plan:
+    """``plan`` where activations and gradients come in FP8, say from an all-to-all, and meet weights as planned."""
+    exact = OperandSpec()
+    forward, dgrad = (replace(gemm, a=exact) for gemm in (plan.forward, plan.dgrad))
+    return Plan(forward=forward, dgrad=dgrad, wgrad=replace(plan.wgrad, a=exact, b=exact))
+
+
+def values(operand: Operand, offs: torch.Tensor | None, rows: int) -> torch.Tensor:
+    """The values of an operand in fp64, as its input lay; of padded groups those of the tokens, NaN elsewhere."""
+    dequantized = reference.dequantize(operand).double()
+    if operand.spec.stored == "bf16":
+        return dequantized
+    dequantized = dequantized.movedim(-1, operand.axis)
+    if operand.axis != 0 or dequantized.ndim != 2:
+        return dequantized
+    if offs is None:
+        return dequantized[:rows]
+    out = dequantized.new_full((rows, dequantized.shape[1]), torch.nan)
+    start = padded_start = 0
+    for end in offs.tolist():
+        out[start:end] = dequantized[padded_start : padded_start + end - start]
+        start, padded_start = end, padded_start + -(-(end - start) // operand.spec.span) * operand.spec.span
+    return out
+
+
+def product_m_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    """Forward or dgrad in fp64."""
+    a_MC, b_EXX = values(a, None, 0), values(b, None, 0)
+    b_ECD = b_EXX.mT if b.axis == 2 else b_EXX
+    y = a_MC.new_zeros(a_MC.shape[0], b_ECD.shape[2])
+    start = 0
+    for e, end in enumerate([a_MC.shape[0]] if offs is None else offs.tolist()):
+        y[start:end] = a_MC[start:end] @ b_ECD[e]
+        if bias is not None:
+            y[start:end] += bias[e].double()
+        start = end
+    return y
+
+
+def product_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, rows: int) -> torch.Tensor:
+    """wgrad in fp64."""
+    a_MN, b_MK = values(a, offs, rows), values(b, offs, rows)
+    ends = [rows] if offs is None else offs.tolist()
+    starts = [0, *ends[:-1]]
+    return torch.stack([a_MN[i:j].mT @ b_MK[i:j] for i, j in zip(starts, ends, strict=True)])
+
+
+def judge(out: torch.Tensor, expected: torch.Tensor, gemm: Gemm, what: str) -> None:
+    """Fails if ``out`` as a whole, or one of its rows, is further from ``expected`` than the arithmetic explains."""
+    tolerance = 2**-8 if out.dtype == BF16 else TOLERANCE[gemm.multiplies, out.dtype]
+    if not gemm.a.is_quantized:
+        tolerance = 2**-8  # in and out in bf16
+    error, row_error = relative_rms(out, expected), largest_row_error(out, expected)
+    assert error <= tolerance, f"{what}: {error:.2e}"
+    assert row_error <= ROW_FACTOR * tolerance, f"{what}: a row is off by {row_error:.2e}"
+
+
+def inputs(case: str, n: int, k: int, make: Callable[..., torch.Tensor] = wide) -> dict:
+    """x, w, dy and offs of a case; NaN in the rows that belong to no group, which must not matter."""
+    sizes, extra = CASES[case]
+    rows, experts = sum(sizes or []) + extra, 1 if sizes is None else len(sizes)
+    x, w, dy = make(rows, k), make(experts, n, k), make(rows, n)
+    if sizes is not None:
+        x[sum(sizes) :] = dy[sum(sizes) :] = torch.nan
+    return {"x": x, "w": w, "dy": dy, "offs": None if sizes is None else make_offs(sizes), "rows": rows}
+
+
+def check_gemms(
+    backend: Backend,
+    plan: Plan,
+    case: str,
+    *,
+    n: int = 160,
+    k: int = 96,
+    out_dtype: torch.dtype = FP32,
+    bias_dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    make: Callable[..., torch.Tensor] = wide,
+) -> None:
+    """Forward, dgrad and wgrad of a plan. Operands are made on the CPU, products in fp64 on ``device``."""
+    given = inputs(case, n, k, make)
+    offs, used = given["offs"], given["rows"] if given["offs"] is None else int(given["offs"][-1])
+    offs_there = None if offs is None else offs.to(device)
+    for name, (a_name, w_axis) in {"forward": ("x", 2), "dgrad": ("dy", 1)}.items():
+        gemm: Gemm = getattr(plan, name)
+        a = to(reference.quantize(given[a_name], 1, gemm.a), device)
+        b = to(reference.quantize(given["w"], w_axis, gemm.b), device)
+        expected, bias = product_m_grouped(a, b, offs, None), None
+        if bias_dtype is not None and name == "forward":  # as large as the products, or a wrong one would not show
+            size = expected[:used].square().mean().sqrt()
+            bias = (torch.randn(b.data.shape[0], n, device=device) * size).to(bias_dtype)
+            expected = product_m_grouped(a, b, offs, bias)
+        with poisoned_empty():
+            out = backend.gemm_m_grouped(a, b, offs_there, bias, out_dtype)
+        assert out.dtype == out_dtype and out.shape == expected.shape
+        judge(out[:used], expected[:used], gemm, f"{name}, {case}")
+        assert not out[used:].any(), f"{name}, {case}: rows of no group"
+    gemm = plan.wgrad
+    dy = to(reference.quantize(given["dy"], 0, gemm.a, offs), device)
+    x = to(reference.quantize(given["x"], 0, gemm.b, offs), device)
+    expected = product_k_grouped(dy, x, offs, given["rows"])
+    product = BF16 if not gemm.a.is_quantized else out_dtype
+    with poisoned_empty():
+        out = backend.gemm_k_grouped(dy, x, offs_there, product)
+    assert out.dtype == product and out.shape == expected.shape
+    judge(out, expected, gemm, f"wgrad, {case}")
+    for e, size in enumerate(CASES[case][0] or []):
+        assert size or not out[e].any(), f"wgrad, {case}: expert {e} has no rows"
+
+
+def alone_and_beside(multiply: Callable[[], torch.Tensor], held: int) -> torch.Tensor:
+    """What ``multiply`` gives, which must be the same where another kernel holds ``held`` multiprocessors."""
+    with poisoned_empty():
+        alone = multiply()
+        with held_multiprocessors(held):
+            beside = multiply()
+    assert torch.equal(alone, beside)
+    return alone
+
+
+def check_nan_stays_in_its_group(backend: Backend, plan: Plan, device: torch.device | str = "cpu") -> None:
+    """A NaN in the first row of a group: its row of y, and columns of that group's dw, nothing else."""
+    offs = make_offs([40, 30, 50])
+    x, w, dy = torch.randn(120, 64), torch.randn(3, 96, 64), torch.randn(120, 96)
+    x[40, 5] = torch.nan
+    a, b = reference.quantize(x, 1, plan.forward.a), reference.quantize(w, 2, plan.forward.b)
+    y = backend.gemm_m_grouped(to(a, device), to(b, device), offs.to(device), None, FP32).cpu()
+    assert y[40].isnan().all() and y.isnan().sum() == 96
+    a, b = (reference.quantize(t, 0, spec, offs) for t, spec in ((dy, plan.wgrad.a), (x, plan.wgrad.b)))
+    dw = backend.gemm_k_grouped(to(a, device), to(b, device), offs.to(device), BF16).cpu()
+    assert dw[1, :, 5].isnan().all() and dw.isnan().sum() == 96
+
+
+def check_offs_past_the_last_row(backend: Backend, plan: Plan, device: torch.device | str = "cpu") -> None:
+    """As on a GPU, where nobody looks: nothing is written behind the output, and nothing is read behind the input."""
+    sizes, m, n = [40, 0, 30, 50], 120, 96
+    offs, past = make_offs(sizes), make_offs([40, 0, 30, 300]).to(device)
+    a = to(reference.quantize(wide(m, 64), 1, plan.forward.a), device)
+    b = to(reference.quantize(wide(4, n, 64), 2, plan.forward.b), device)
+    expected = backend.gemm_m_grouped(a, b, offs.to(device), None, FP32)
+    guarded, empty = torch.full((m + 300, n), 7.0, device=device), torch.empty
+    torch.empty = lambda *s, **kw: guarded[:m] if s == ((m, n),) else empty(*s, **kw)
+    try:
+        out = backend.gemm_m_grouped(a, b, past, None, FP32)
+    finally:
+        torch.empty = empty
+    assert out.data_ptr() == guarded.data_ptr() and torch.equal(out, expected) and (guarded[m:] == 7).all()
+    if plan.wgrad.a.is_quantized:
+        dy = to(reference.quantize(wide(m, n), 0, plan.wgrad.a, offs), device)
+        x = to(reference.quantize(wide(m, 64), 0, plan.wgrad.b, offs), device)
+        expected = backend.gemm_k_grouped(dy, x, offs.to(device), FP32)
+        assert torch.equal(backend.gemm_k_grouped(dy, x, past, FP32), expected)

@@ -1,0 +1,118 @@
+"""The contract of a backend (``contract.py``) in the interpreter: the portable kernels with every way to multiply, and
+Hopper's quantisers, whose Gluon GEMMs cannot be interpreted."""
+
+import pytest
+import torch
+from contract import (
+    BF16,
+    CASES,
+    FP32,
+    OTHER,
+    check_gemms,
+    check_nan_stays_in_its_group,
+    check_quantize,
+    check_quantize_both,
+    even_squares,
+    operands_of,
+    partly_even,
+    uneven,
+    wild,
+    with_arrived,
+)
+
+from titan_mxfp8.backends import hopper, triton
+from titan_mxfp8.backends.common import convert, gemm
+from titan_mxfp8.backends.hardware import Hardware
+from titan_mxfp8.recipe import RECIPES, Recipe, get_recipe
+from titan_mxfp8.testing import SPREADS, group_sizes, make_offs
+
+WAYS = {"scaled": "sm_100", "bf16_tma": "sm_90", "bf16": "sm_80"}
+# Small tiles: 160 rows then have bands, several tiles for each of the 3 programs, and tails on all sides.
+TILES = gemm.Tiles(bm=16, bn=64, bc=64, warps=4, stages=2, programs=1)
+EXACT = [recipe.name for recipe in dict.fromkeys(RECIPES.values()) if recipe.scale_span == 32]
+
+
+@pytest.fixture(params=WAYS)
+def hardware(request, monkeypatch) -> Hardware:
+    """Each way to multiply, with small tiles."""
+    here = Hardware(WAYS[request.param], request.param)
+    monkeypatch.setattr(gemm, "hardware_of", lambda device: here)
+    monkeypatch.setattr(gemm, "tiles_of", lambda mma: (TILES, TILES))
+    monkeypatch.setattr(gemm, "_is_many_tiles", lambda *args: False)
+    return here
+
+
+@pytest.fixture
+def sm_90(monkeypatch) -> None:
+    """The conversion of SM90: Hopper's quantisers run on no other."""
+    monkeypatch.setattr(convert, "cuda_capability_geq", lambda *capability: True)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "large"])
+def test_group_sizes(case: str, hardware: Hardware) -> None:
+    check_gemms(triton, triton.plan(get_recipe("mxfp8"), hardware), case)
+
+
+@pytest.mark.parametrize("recipe", EXACT)
+def test_recipes(recipe: str, hardware: Hardware) -> None:
+    plan = triton.plan(get_recipe(recipe), hardware)
+    check_gemms(triton, plan, "ragged", out_dtype=BF16, bias_dtype=BF16)
+    check_gemms(triton, plan, "no offs", bias_dtype=FP32)
+
+
+def test_any_multiple_of_32_and_nan(hardware: Hardware) -> None:
+    plan = triton.plan(get_recipe("mxfp8_2d"), hardware)
+    for n, k in ((32, 32), (96, 64), (32, 224)):
+        check_gemms(triton, plan, "ragged", n=n, k=k)
+    check_nan_stays_in_its_group(triton, plan)
+
+
+def test_fp8_where_bf16_is_multiplied(hardware: Hardware) -> None:
+    """Activations that arrive quantised, say from an all-to-all, meet weights of either kind."""
+    for case in ("ragged", "no offs"):
+        check_gemms(triton, with_arrived(triton.plan(get_recipe("mxfp8"), hardware)), case)
+
+
+def test_what_the_backend_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tiles that it chooses itself."""
+    check_gemms(triton, triton.plan(get_recipe("mxfp8"), Hardware("sm_80", "A100")), "ragged")
+
+
+@pytest.mark.usefixtures("sm_90")
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("recipe", ["mxfp8_2d", "mxfp8_rebased", "mxfp8_2d_rebased", "mxfp8_e5m2_grad_rebased", OTHER])
+def test_hoppers_quantisers(recipe: str | Recipe, dtype: torch.dtype) -> None:
+    plan = hopper.plan(get_recipe(recipe), Hardware("sm_90", "H200"))
+    for make in (uneven, partly_even, wild):
+        for last, first in ((plan.forward.a, plan.wgrad.b), (plan.dgrad.a, plan.wgrad.a)):
+            for shape in ((129, 288), (1, 32), (0, 64)):
+                check_quantize_both(hopper, make(shape, dtype), last, first)
+            x, offs = make((300, 96), dtype), make_offs([0, 1, 44, 130, 80])
+            check_quantize_both(hopper, x, last, first, offs)
+            check_quantize(hopper, x, 0, first, offs)
+            check_quantize(hopper, x, 1, last)
+        w, wider = make((2, 160, 96), dtype), make((2, 160, 192), dtype)
+        for x in (w, w.mT, wider[..., ::2], wider[:, ::2, 3:99], even_squares((2, 160, 96), dtype)):
+            check_quantize_both(hopper, x, plan.forward.b, plan.dgrad.b)
+            check_quantize(hopper, x, 2, plan.forward.b)
+            check_quantize(hopper, x, 1, plan.dgrad.b)
+
+
+@pytest.mark.usefixtures("sm_90")
+@pytest.mark.parametrize("spread", SPREADS)
+def test_hoppers_ragged_groups(spread: str) -> None:
+    """All rows in groups, and a tail of 45 that belongs to none."""
+    plan = hopper.plan(get_recipe("mxfp8_rebased"), Hardware("sm_90", "H200"))
+    for rows, groups in ((400, 5), (77, 9)):
+        x = torch.where(torch.rand(rows, 1) < 0.5, wild((rows, 96), BF16), uneven((rows, 96), BF16))
+        for used in (rows, rows - 45):
+            offs = make_offs(group_sizes(spread, used, groups))
+            check_quantize_both(hopper, x, plan.forward.a, plan.wgrad.b, offs)
+            check_quantize(hopper, x, 0, plan.wgrad.b, offs)
+
+
+@pytest.mark.usefixtures("sm_90")
+def test_every_operand_that_a_plan_names_can_be_made() -> None:
+    for recipe in dict.fromkeys(RECIPES.values()):
+        for what, axis, spec in operands_of(hopper.plan(recipe, Hardware("sm_90", "H200"))):
+            check_quantize(hopper, uneven((2, 64, 160) if what == "w" else (70, 160), BF16), axis, spec)

@@ -1,0 +1,126 @@
+"""A layer that has run once compiles nothing more, whatever number of tokens comes: a compilation amid training stalls
+all ranks. What kernels would be compiled for is looked at on this CPU, for GPUs that are not here (``aot.py``)."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from aot import specializations
+
+from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear
+from titan_mxfp8.backends.common import gemm, launch
+from titan_mxfp8.backends.common.pad import pad_token_groups, unpad_token_groups
+from titan_mxfp8.backends.hardware import Hardware
+from titan_mxfp8.backends.hopper import gemm as hopper
+from titan_mxfp8.ops import library, matmul
+from titan_mxfp8.testing import group_sizes, make_offs
+
+EXPERTS, N, K = 3, 96, 160
+# None, one, multiples of 16, primes, both sides of where the GEMMs of Hopper take other tiles, and more than 2^15.
+ROWS = (80, 0, 1, 16, 4096, 97, 4999, 767 * EXPERTS, 769 * EXPERTS, 2**15 + 77, 40000)
+TARGETS = {
+    "hopper": Hardware("sm_90", "NVIDIA H200"),
+    "triton": Hardware("sm_80", "NVIDIA A100"),
+    "triton scaled": Hardware("sm_100", "NVIDIA B200"),
+}
+
+
+def kernels() -> list[launch.Kernel]:
+    modules = [module for name, module in sys.modules.items() if name.startswith("titan_mxfp8.backends")]
+    found = {id(value): value for m in modules for value in vars(m).values() if isinstance(value, launch.Kernel)}
+    return list(found.values())
+
+
+@pytest.fixture(params=TARGETS)
+def backend(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, set[str]]]:
+    """A backend's name and what it has compiled so far, on a CPU that passes for another device."""
+    hardware, caches = TARGETS[request.param], (backends.load, matmul._planned)
+    for module in (backends, gemm):
+        monkeypatch.setattr(module, "hardware_of", lambda device: hardware)
+    for module in (gemm, hopper):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 2)  # so that few rows are many tiles
+    for kernel in kernels():
+        monkeypatch.setattr(kernel, "compiled", {})
+    monkeypatch.setattr(gemm, "_prepared", set())
+    for cache in caches:
+        cache.cache_clear()
+    with specializations(hardware.arch) as found:
+        yield request.param.split()[0], found
+    for cache in caches:
+        cache.cache_clear()
+
+
+def run_layer(kind: str, recipe: str, backend: str, rows: int, seed: int) -> None:
+    """Forward and backward, with any numbers in all tensors."""
+    x = torch.empty(rows, K, dtype=torch.bfloat16)
+    if kind == "strided":
+        x = torch.empty(K, rows, dtype=torch.bfloat16).T
+    x.requires_grad_()
+    w = torch.empty(EXPERTS, N, K, dtype=torch.bfloat16, requires_grad=True)
+    if kind == "linear":
+        y = mxfp8_linear(x, w[0], recipe=recipe, backend=backend)
+    else:
+        offs = make_offs(group_sizes("zipf", rows - rows // 7, EXPERTS, seed))
+        bias = torch.empty(EXPERTS, N, requires_grad=True) if kind == "biased" else None
+        y = mxfp8_grouped_mm(x, w.mT, offs, bias=bias, recipe=recipe, backend=backend)
+    if kind == "strided":
+        y.sum().backward()  # a gradient of strides 0
+    else:
+        y.backward(torch.empty_like(y))
+
+
+@pytest.mark.parametrize("first", [80, 0, 40000])
+@pytest.mark.parametrize("kind", ["grouped", "biased", "strided", "linear"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d", "mxfp8_2d_rebased", "mxfp8_wgrad_bf16"])
+def test_a_layer_compiles_with_its_first_tokens_only(recipe: str, kind: str, first: int, backend) -> None:
+    name, found = backend
+    if name == "triton" and recipe.endswith("rebased"):
+        pytest.skip("hopper alone rebases")
+    run_layer(kind, recipe, name, first, 0)
+    expected, variants = set(found), sum(len(kernel.compiled) for kernel in kernels())
+    assert len(expected) >= 4
+    for seed, rows in enumerate(ROWS):
+        run_layer(kind, recipe, name, rows, seed)
+        assert found == expected, f"{rows} rows compile {sorted(found - expected)}"
+    assert variants == sum(len(kernel.compiled) for kernel in kernels()), "a key holds what a batch decides"
+
+
+@pytest.mark.parametrize("first", [80, 0])
+def test_pad_compiles_with_its_first_tokens_only(first: int, backend) -> None:
+    def pad_and_unpad(rows: int) -> None:
+        offs, length = make_offs(group_sizes("zipf", rows, EXPERTS)), rows // 32 * 32 + 32 * EXPERTS
+        padded, _ = pad_token_groups(torch.empty(rows, K), offs, alignment=32, padded_rows=length)
+        unpad_token_groups(padded, offs, alignment=32, rows=rows)
+
+    _, found = backend
+    pad_and_unpad(first)
+    expected = set(found)
+    assert len(expected) == 4
+    for rows in ROWS:
+        pad_and_unpad(rows)
+        assert found == expected, f"{rows} rows compile {sorted(found - expected)}"
+
+
+def test_new_compilations_are_seen(backend) -> None:
+    """Features that 16 does not divide; and with a name missing in ``do_not_specialize`` the tests above fail."""
+    _, found = backend
+    counts = []
+    for features in (160, 320, 168):
+        pad_token_groups(torch.empty(64, features), make_offs([64]), alignment=32, padded_rows=96)
+        counts.append(len(found))
+    assert counts == [2, 2, 3]
+
+
+def test_what_starts_elsewhere_than_at_16_bytes_is_copied() -> None:
+    """Kernels are compiled for pointers that do: a view that starts at row 1 of rows of 33, and offs that lie apart."""
+
+    class OnGpu(torch.Tensor):
+        device = torch.device("cuda", 0)
+
+    x, offs = torch.randn(9, 33).as_subclass(OnGpu), make_offs([1, 2, 3, 4]).as_subclass(OnGpu)
+    assert library._aligned(x) is x and library._aligned(x[4:]).data_ptr() == x[4:].data_ptr()
+    for view in (x[1:], x[1:, 3:], x[1:].T, offs[::2], offs[1:]):
+        copy = library._aligned(view)
+        assert copy.data_ptr() % 16 == 0 and torch.equal(copy, view)
+    assert library._aligned(offs[::2]).is_contiguous() and library._aligned(None) is None

@@ -1,0 +1,1 @@
+"""Device code that several backends share, and how it is launched."""

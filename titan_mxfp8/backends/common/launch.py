@@ -1,0 +1,160 @@
+"""Launches of Triton kernels that cost the host little, and compile nothing once a layer has run.
+
+``JITFunction`` looks at every argument of every launch, which takes 24 us where the launch itself takes 9 (on an H200's
+host, Triton 3.6), and compiles anew for whatever divides an integer. Here a kernel's arguments say what they are:
+
+| arguments     | what                                                                    | compiled for |
+|---------------|-------------------------------------------------------------------------|--------------|
+| descriptors   | of TMA                                                                  | type, block  |
+| tensors       | pointers, 16-byte aligned; FP8 as bytes                                 | dtype        |
+| sizes         | integers that a model fixes: features, strides                          | divisibility |
+| counts        | integers that a batch decides; in ``do_not_specialize``                 | nothing      |
+| constants     | ``tl.constexpr``                                                        | value        |
+
+in this order in the kernel's signature. So nothing about a batch is in the key of a compiled kernel. Where the number
+of tokens chooses among constants, a launch of no programs compiles the ones not chosen as well.
+"""
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_GLUON_DTYPES = {
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+    torch.bfloat16: gl.bfloat16,
+    torch.float32: gl.float32,
+}
+
+
+class Kernel:
+    """A Triton or Gluon kernel with its compiled variants."""
+
+    def __init__(self, function: JITFunction):
+        self.function = function
+        self.compiled: dict[tuple, Any] = {}
+
+    def launch(
+        self,
+        programs: int,
+        tensors: tuple[torch.Tensor | None, ...],
+        sizes: tuple[int, ...],
+        counts: tuple[int, ...],
+        constants: tuple,
+        *,
+        device: torch.device,
+        warps: int = 4,
+        stages: int | None = None,
+        registers: int | None = None,
+        descriptors: tuple = (),
+    ) -> bool:
+        """Launches ``programs`` programs on the current stream of ``device``; of 0 it compiles only.
+
+        Args:
+            programs: how many.
+            tensors, sizes, counts, constants, descriptors: see the table above.
+            device: of the tensors.
+            warps, stages, registers: Triton's ``num_warps``, ``num_stages`` and ``maxnreg``.
+
+        Returns:
+            Whether this variant is new.
+        """
+        on_gpu = device.type == "cuda"
+        if on_gpu and torch._C._cuda_getDevice() != device.index:
+            with torch.cuda.device(device):
+                return self.launch(
+                    programs, tensors, sizes, counts, constants, device=device, warps=warps, stages=stages,
+                    registers=registers, descriptors=descriptors,
+                )  # fmt: skip
+        dtypes = tuple([None if t is None else t.dtype for t in tensors])
+        key = (device, sizes, constants, warps, stages, registers, dtypes, tuple([d.key for d in descriptors]))
+        kernel = self.compiled.get(key)
+        if kernel is not None and programs and not knobs.runtime.launch_enter_hook.calls:
+            run, function, metadata = kernel
+            pointers = [None if t is None else t.data_ptr() for t in tensors]
+            for pointer in pointers:
+                assert pointer is None or not pointer & 15, "tensors start at multiples of 16 bytes"
+            run(
+                programs, 1, 1, torch._C._cuda_getCurrentRawStream(device.index), function, metadata,
+                None, None, None, *descriptors, *pointers, *sizes, *counts, *constants,
+            )  # fmt: skip
+            return False
+        args = *descriptors, *map(_as_bytes, tensors), *sizes, *counts, *constants
+        options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
+        options = {name: value for name, value in options.items() if value is not None}
+        is_new = key not in self.compiled
+        if is_new and isinstance(self.function, JITFunction):  # else Triton interprets
+            kernel = self.function.warmup(*args, grid=(1,), **options)
+        # Loads it too, which waits for what runs: later that would stall a step of training. Off the GPU, where Triton
+        # launches, it is only known to be compiled.
+        if is_new:
+            self.compiled[key] = (kernel.run, kernel.function, kernel.packed_metadata) if on_gpu else None
+        if programs:
+            self.function[(programs,)](*args, **options)
+        return is_new
+
+
+def descriptor(
+    x: torch.Tensor,
+    block: tuple[int, ...],
+    *,
+    gluon: bool = False,
+    dtype: torch.dtype | None = None,
+    offset: int = 0,
+    shape: tuple[int, ...] | None = None,
+) -> TensorDescriptor | GluonDescriptor:
+    """A TMA descriptor of ``x``, contiguous, in tiles of ``block``.
+
+    Those of GPU tensors are kept: the caching allocator gives the same addresses in every step.
+
+    Args:
+        gluon: for a Gluon kernel, with the default layout of shared memory.
+        dtype: of the elements, where ``x`` holds others of the same size.
+        offset: elements before the first one.
+        shape: of a part of ``x``, or of ``x`` with axes merged.
+    """
+    dtype, shape = dtype or x.dtype, shape or tuple(x.shape)
+    if x.device.type != "cuda":
+        part = x.view(-1)[offset : offset + math.prod(shape)].view(dtype).view(shape)
+        return _make(part, dtype, shape, block, gluon)
+    return _kept_descriptor(x.data_ptr() + offset * dtype.itemsize, dtype, shape, block, gluon)
+
+
+@lru_cache(maxsize=4096)
+def _kept_descriptor(pointer, dtype, shape, block, gluon) -> TensorDescriptor | GluonDescriptor:
+    return _make(_Address(pointer, dtype), dtype, shape, block, gluon)
+
+
+def _make(base, dtype, shape, block, gluon) -> TensorDescriptor | GluonDescriptor:
+    shape = [size or 16 for size in shape]  # an empty tensor's is only compiled for
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    if gluon:
+        layout = NVMMASharedLayout.get_default_for(list(block), _GLUON_DTYPES[dtype])
+        made = GluonDescriptor(base, shape, strides, list(block), layout)
+    else:
+        made = TensorDescriptor(base, shape, strides, list(block))
+    made.key = dtype, block
+    return made
+
+
+class _Address:
+    """What a descriptor asks of a tensor, without keeping its memory alive."""
+
+    def __init__(self, pointer: int, dtype: torch.dtype):
+        self.pointer, self.dtype = pointer, dtype
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+def _as_bytes(x: torch.Tensor | None) -> torch.Tensor | None:
+    return x.view(torch.uint8) if x is not None and x.dtype in _BYTES else x

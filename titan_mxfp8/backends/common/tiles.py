@@ -1,0 +1,149 @@
+"""Tiles of a matrix in the quantise kernels: how they are loaded, converted, transposed and stored."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from titan_mxfp8.backends.common.convert import reciprocal_scale, to_elements
+from titan_mxfp8.backends.common.groups import UnitMap, map_units, units_with_tail
+from titan_mxfp8.format.mx import BLOCK_SIZE, ragged_rows
+
+LINE_BYTES = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Rows and 128-byte lines of a program's tile. Its warps take 32 rows of a line each."""
+
+    rows: int
+    lines: int
+
+    @property
+    def blocks(self) -> int:
+        return self.rows // BLOCK_SIZE
+
+    @property
+    def warps(self) -> int:
+        return self.blocks * self.lines
+
+
+@triton.jit
+def unit_rows(table, rows, tile_row, units, RAGGED: tl.constexpr, BLOCKS: tl.constexpr):
+    """First row of each 32-row block of a tile, and the end of the rows that are its own."""
+    block = tile_row * BLOCKS + tl.arange(0, BLOCKS)
+    if RAGGED:
+        start = tl.load(table + block, mask=block < units, other=0)
+        return start, tl.load(table + units + block, mask=block < units, other=0)
+    else:
+        return block * 32, tl.zeros((BLOCKS,), tl.int32) + rows
+
+
+@triton.jit
+def store_matrix(matrix, values, row, row_stop, col, cols):
+    """Stores bytes: rows before ``row_stop`` and columns before ``cols`` of a contiguous matrix of ``cols`` columns."""
+    pointers = matrix + row.to(tl.int64)[:, None] * cols + col[None, :]
+    tl.store(pointers, values.to(tl.uint8), mask=(row < row_stop)[:, None] & (col < cols)[None, :])
+
+
+@triton.jit
+def load_tile(
+    x, table,
+    rows, cols, row_stride, tile_row, tile_col, units, limit,
+    RAGGED: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """A tile of ``32 * BLOCKS`` rows and ``LINES * LINE`` columns as fp32, its row and column numbers and its mask.
+
+    Rows at and past ``limit`` are zeros, but inside.
+
+    It lies as (8 * BLOCKS * LINES * 4, LINE): row ``32 b + 8 q + i``, column ``LINE l + c`` is at [i, b, l, q, c]. A
+    line is 128 bytes, so Triton gives a thread 16 bytes of a line, a warp four lines, and the warps the next ones: a
+    thread holds 8 rows of 8 columns (bf16), a warp 32 x 64, and no maximum of a block crosses warps. Two traps: a load
+    of five axes would leave it to the compiler which one the lanes go to, and 3.6 and 3.9 choose differently; and if
+    bytes were stored in the shape of this load, its threads would get 32 bytes, which undoes all this (3 times slower).
+    """
+    start, stop = unit_rows(table, rows, tile_row, units, RAGGED, BLOCKS)
+    in_block = tl.arange(0, 8)[:, None, None, None] + 8 * tl.arange(0, 4)[None, None, None, :]
+    shape: tl.constexpr = (8, BLOCKS, LINES, 4)
+    row = tl.reshape(tl.broadcast_to(start[None, :, None, None] + in_block, shape), (32 * BLOCKS * LINES,))
+    stop = tl.reshape(tl.broadcast_to(stop[None, :, None, None], shape), (32 * BLOCKS * LINES,))
+    line = tl.arange(0, 32 * BLOCKS * LINES) // 4 % LINES
+    col = (tile_col * LINES + line[:, None]) * LINE + tl.arange(0, LINE)[None, :]
+    known = (row < tl.minimum(stop, limit))[:, None] & (col < cols)
+    values = tl.load(x + row.to(tl.int64)[:, None] * row_stride + col, mask=known, other=0).to(tl.float32)
+    inside = (row < stop)[:, None] & (col < cols)
+    return values, row, col, inside
+
+
+@triton.jit
+def columns_to_elements(
+    values, byte, E5M2: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr
+):
+    """Elements of a tile with scale bytes (BLOCKS, LINES, LINE), laid out for ``transposed``.
+
+    The conversion takes two neighbouring registers. They should hold two rows, whose bytes are to be neighbours: so
+    rows are split into even and odd ones and joined on a new last axis. With two columns in them it costs a byte
+    permutation for each element, and ptxas 12.8 (Triton 3.6) loses bytes where elements are stored in both orders.
+    """
+    pairs = tl.permute(tl.reshape(values, (4, 2, BLOCKS, LINES, 4, LINE)), (0, 2, 3, 4, 5, 1))
+    even, odd = tl.split(pairs)
+    reciprocal = reciprocal_scale(byte)[None, :, :, None, :]
+    scaled = tl.join(even * reciprocal, odd * reciprocal)
+    return to_elements(scaled, byte[None, :, :, None, :, None], E5M2)
+
+
+@triton.jit
+def transposed(elements, BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr):
+    """The bytes of ``columns_to_elements`` as (columns, rows)."""
+    return tl.reshape(tl.permute(elements, (2, 4, 1, 3, 0, 5)), (LINES * LINE, BLOCKS * 32))
+
+
+class Matrices(NamedTuple):
+    """A tensor as ``batches`` matrices of (rows, cols), each contiguous along its columns."""
+
+    x: torch.Tensor
+    batches: int
+    rows: int
+    cols: int
+    batch_stride: int  # 0 where there is one: it would depend on the number of rows
+    row_stride: int  # of a single row, whose stride means nothing, at least a row
+
+
+def as_matrices(x: torch.Tensor, axis: int) -> Matrices:
+    """``x`` as matrices whose rows are ``axis`` and whose columns are all behind it. Copies where strides need it."""
+    if x.ndim == 2 and axis == 0 and x.stride(1) == 1:  # what most are, without another view
+        batches, (rows, cols), row_stride = 1, x.shape, x.stride(0)
+    else:
+        x = x.reshape(math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :]))
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        (batches, rows, cols), row_stride = x.shape, x.stride(1)
+    row_stride = row_stride if rows > 1 else max(row_stride, cols)
+    return Matrices(x, batches, rows, cols, x.stride(0) if batches > 1 else 0, row_stride)
+
+
+def as_rows(x: torch.Tensor) -> Matrices:
+    """``x`` as one matrix whose columns are the last axis."""
+    return as_matrices(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), 0)
+
+
+def lies_transposed(x: torch.Tensor) -> bool:
+    """Whether the axis before the last one is the contiguous one, as in ``weight.mT``, and both are whole blocks: what
+    is stored along one of them is then what is stored along the other one of ``x.mT``. Not of matrices without a batch:
+    those are activations, whose number of rows no kernel may be compiled for."""
+    if x.ndim < 3 or x.stride(-1) == 1 or x.stride(-2) != 1:
+        return False
+    return x.shape[-1] % BLOCK_SIZE == 0 and x.shape[-2] % BLOCK_SIZE == 0
+
+
+def map_tiles(offs: torch.Tensor, rows: int, tile: Tile, *, tail: bool, alignment: int = BLOCK_SIZE) -> UnitMap:
+    """The map of the 32-row blocks of tiles; with ``tail``, whole tiles hold the rows past the last group."""
+    groups = offs.shape[0]
+    kwargs = {"unit": BLOCK_SIZE, "alignment": alignment}
+    if not tail:
+        return map_units(offs, rows, units=ragged_rows(rows, groups, alignment) // BLOCK_SIZE, **kwargs)
+    kwargs["tail_alignment"] = tile.rows
+    return map_units(offs, rows, units=units_with_tail(rows, groups, **kwargs), **kwargs)

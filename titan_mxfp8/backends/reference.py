@@ -1,0 +1,91 @@
+"""The backend that is the definition: ``format.reference`` quantises, fp32 adds up exact products. Runs anywhere."""
+
+import torch
+
+from titan_mxfp8.backends import Gemm, Plan
+from titan_mxfp8.backends.hardware import Hardware
+from titan_mxfp8.format import reference
+from titan_mxfp8.format.spec import UNQUANTIZED, Operand, OperandSpec, check_k_grouped, check_m_grouped
+from titan_mxfp8.recipe import Recipe
+
+
+def plan(recipe: Recipe, hardware: Hardware) -> Plan:
+    """FP8 and scales for every GEMM; unquantised bf16 where wgrad is in bf16."""
+    x, dy, w = specs(recipe)
+    unquantized = Gemm(a=UNQUANTIZED, b=UNQUANTIZED, multiplies="bf16")
+    return Plan(
+        forward=Gemm(a=x, b=w, multiplies="fp32"),
+        dgrad=Gemm(a=dy, b=w, multiplies="fp32"),
+        wgrad=unquantized if recipe.wgrad == "bf16" else Gemm(a=dy, b=x, multiplies="fp32"),
+    )
+
+
+def specs(recipe: Recipe) -> tuple[OperandSpec, OperandSpec, OperandSpec]:
+    """Of activations, output gradients and weights, as the recipe defines their values."""
+    span = recipe.scale_span
+    common = {"rounding": recipe.rounding, "span": span, "scales": "rows" if span == 32 else "across"}
+    squares = recipe.weight_block == "32x32" or span == 128
+    return (
+        OperandSpec(**common),
+        OperandSpec(elem_dtype=recipe.grad_dtype, **common),
+        OperandSpec(block=recipe.weight_block, lines=32 if squares else 1, **common),
+    )
+
+
+def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+    """``Backend.quantize``."""
+    return reference.quantize(x, axis, spec, offs)
+
+
+def quantize_both(
+    x: torch.Tensor, last: OperandSpec, first: OperandSpec, offs: torch.Tensor | None
+) -> tuple[Operand, Operand]:
+    """``Backend.quantize_both``."""
+    return quantize(x, x.ndim - 1, last, None), quantize(x, x.ndim - 2, first, offs)
+
+
+def gemm_m_grouped(
+    a: Operand, b: Operand, offs: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """``Backend.gemm_m_grouped``."""
+    check_m_grouped(a, b)
+    a_MC, b_EDC = reference.dequantize(a), reference.dequantize(b)
+    along_first = b.spec.stored == "bf16" and b.axis == 1
+    b_ECD = b_EDC if along_first else b_EDC.mT
+    if offs is None:
+        y_MD = a_MC @ b_ECD[0]
+        return (y_MD if bias is None else y_MD + bias.float()).to(out_dtype)
+    y_MD = torch._grouped_mm(a_MC, b_ECD, offs=offs)
+    row_M = torch.arange(a_MC.shape[0], device=offs.device)
+    if bias is not None:
+        expert_M = torch.searchsorted(offs, row_M, right=True).clamp(max=offs.numel() - 1)
+        y_MD = y_MD + bias.float()[expert_M]
+    return y_MD.to(out_dtype).masked_fill_((row_M >= offs[-1])[:, None], 0)
+
+
+def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """``Backend.gemm_k_grouped``. Unquantised operands are multiplied as they are, in bf16."""
+    check_k_grouped(a, b)
+    if not a.spec.is_quantized:
+        return multiply_bf16(a.data, b.data, offs).to(out_dtype)
+    a_NM, b_KM = reference.dequantize(a), reference.dequantize(b)
+    if a.spec.stored == "bf16":
+        a_NM, b_KM = a_NM.mT, b_KM.mT
+    if offs is None:
+        return (a_NM @ b_KM.mT).unsqueeze(0).to(out_dtype)
+    if a_NM.shape[1] == 0:  # torch._grouped_mm refuses the strides of an empty matrix
+        return a_NM.new_zeros((offs.shape[0], a_NM.shape[0], b_KM.shape[0]), dtype=out_dtype)
+    ends_E = offs if a.spec.stored == "bf16" else reference.padded_ends(offs, a.spec.span)
+    return torch._grouped_mm(a_NM, b_KM.mT, offs=ends_E).to(out_dtype)
+
+
+def multiply_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
+    """The weight gradient from unquantised bf16 operands: (E, N, K) in bf16, 0 for an empty group."""
+    if offs is None:
+        return (dy_MN.mT @ x_MK).unsqueeze(0)
+    if dy_MN.shape[0] == 0:  # torch._grouped_mm refuses the strides of an empty matrix
+        return dy_MN.new_zeros((offs.shape[0], dy_MN.shape[1], x_MK.shape[1]))
+    dy_MN, x_MK = (t.reshape(-1).view(t.shape) for t in (dy_MN, x_MK))  # it heeds the strides of a single row too
+    dw_ENK = torch._grouped_mm(dy_MN.mT, x_MK, offs=offs)
+    empty_E = offs.diff(prepend=offs.new_zeros(1)) == 0  # torch may leave these uninitialised
+    return dw_ENK.masked_fill_(empty_E[:, None, None], 0)

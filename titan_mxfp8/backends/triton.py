@@ -1,0 +1,55 @@
+"""The portable backend: Triton kernels for NVIDIA SM80 and newer, AMD gfx942 and gfx950.
+
+Tensor cores that know no scales get the values in bf16; those of SM100 and gfx950 get FP8 and scales.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from titan_mxfp8.backends import Gemm, Plan, reference
+from titan_mxfp8.backends.common import dequantize, gemm
+from titan_mxfp8.backends.common import quantize as exact
+from titan_mxfp8.backends.hardware import Hardware
+from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.recipe import Recipe
+
+gemm_m_grouped = gemm.gemm_m_grouped
+gemm_k_grouped = gemm.gemm_k_grouped
+
+
+def plan(recipe: Recipe, hardware: Hardware) -> Plan:
+    """``Backend.plan``: FP8 where tensor cores know scales, else the values in bf16."""
+    assert recipe.scale_span == 32, recipe
+    fp8 = reference.plan(recipe, hardware)
+    if hardware.mma == "scaled":
+        return Plan(**{name: multiplied_as(getattr(fp8, name), "FP8") for name in ("forward", "dgrad", "wgrad")})
+    return Plan(**{name: in_bf16(getattr(fp8, name)) for name in ("forward", "dgrad", "wgrad")})
+
+
+def multiplied_as(gemm: Gemm, multiplies: str) -> Gemm:
+    """The same operands; unquantised ones are multiplied in bf16 in any case."""
+    return replace(gemm, multiplies=multiplies if gemm.a.is_quantized else "bf16")
+
+
+def in_bf16(gemm: Gemm) -> Gemm:
+    """The same values in bf16."""
+    return Gemm(a=replace(gemm.a, stored="bf16"), b=replace(gemm.b, stored="bf16"), multiplies="bf16")
+
+
+def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+    """``Backend.quantize``."""
+    assert spec.span == 32 and spec.stored != "even", spec
+    if spec.stored == "bf16":
+        return dequantize.quantize_dequantize(x, axis, spec, offs)
+    return exact.quantize(x, axis, spec, offs)
+
+
+def quantize_both(
+    x: torch.Tensor, last: OperandSpec, first: OperandSpec, offs: torch.Tensor | None
+) -> tuple[Operand, Operand]:
+    """``Backend.quantize_both``."""
+    if last == first and last.is_quantized:
+        both = dequantize.quantize_dequantize_both if last.stored == "bf16" else exact.quantize_both
+        return both(x, last, first, offs)
+    return quantize(x, x.ndim - 1, last, None), quantize(x, x.ndim - 2, first, offs)

@@ -1,0 +1,200 @@
+"""``OperandSpec``: the one description of a GEMM's operand; ``Operand``: an operand as it lies in memory."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal, NamedTuple
+
+import torch
+
+from titan_mxfp8.format.mx import (
+    BLOCK_SIZE,
+    BLOCKS,
+    ELEM_DTYPES,
+    ROUNDINGS,
+    SPANS,
+    Block,
+    MXTensor,
+    Rounding,
+    Span,
+    ceil_div,
+    ceil_to,
+    ragged_rows,
+    scale_elements,
+)
+
+Stored = Literal["fp8", "even", "bf16"]
+ScaleLayout = Literal["rows", "across"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperandSpec:
+    """How an operand is quantised and how it lies in memory. Nothing about it is inferred from shapes or dtypes.
+
+    Attributes:
+        elem_dtype: FP8 type of the elements; ``bfloat16`` where the operand is not quantised.
+        rounding: of the scales.
+        block: elements that are rounded with one scale.
+        span: elements along the axis that share a scale in the end: 128 where blocks are rebased
+            (``format.reference.rebase``).
+        lines: neighbours across the axis that share it, 1 or 32: 32 with 32x32 blocks, and where the weight's 1x32
+            blocks are rebased to 32 x 128.
+        stored: ``fp8``; ``even``: FP8, neighbouring blocks at one scale where that changes no value
+            (``format.reference.even_out``); or ``bf16``: the values ``element * 2^(scale - 127)``, for tensor cores
+            that know no scales. Exact but for values below 2^-133, bf16's smallest, which round to a multiple of it:
+            they only occur in blocks whose largest value is below 2^-116 (E4M3) or 2^-102 (E5M2).
+        scales: how scales lie. ``rows``: those of a line side by side. ``across``: those of neighbouring lines side by
+            side, lines rounded up to a multiple of 16, as a GEMM that scales once per 128 copies them.
+    """
+
+    elem_dtype: torch.dtype = torch.float8_e4m3fn
+    rounding: Rounding = "rceil"
+    block: Block = "1x32"
+    span: Span = 32
+    lines: Literal[1, 32] = 1
+    stored: Stored = "fp8"
+    scales: ScaleLayout = "rows"
+
+    def __post_init__(self) -> None:
+        assert self.elem_dtype in (*ELEM_DTYPES, torch.bfloat16) and self.rounding in ROUNDINGS, self
+        assert self.block in BLOCKS and self.span in SPANS and self.stored in ("fp8", "even", "bf16"), self
+        assert self.lines == 32 if self.block == "32x32" else self.lines == 1 or self.span == 128, self
+        assert self.scales == ("rows" if self.span == 32 else "across"), self
+        assert self.span == 32 or self.stored == "fp8", self
+        assert self.is_quantized or self.stored == "bf16", self
+
+    @property
+    def key(self) -> str:
+        """What operators take and graphs show: ``float8_e4m3fn rceil 1x32 32 1 fp8 rows``."""
+        elements = str(self.elem_dtype).removeprefix("torch.")
+        fields = (elements, self.rounding, self.block, self.span, self.lines, self.stored, self.scales)
+        return " ".join(map(str, fields))
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.elem_dtype != torch.bfloat16
+
+    @property
+    def exact(self) -> "OperandSpec":
+        """The FP8 elements and scales that it is made from: one scale per block, as rounded."""
+        lines = 32 if self.block == "32x32" else 1
+        return replace(self, span=32, lines=lines, stored="fp8", scales="rows")
+
+    @property
+    def scale_block(self) -> str:
+        """Elements that share a scale, across and along the axis: ``32x128``."""
+        return f"{self.lines}x{self.span}"
+
+    def length(self, length: int, is_last: bool, groups: int | None) -> int:
+        """Length of the stored axis of FP8 elements.
+
+        Args:
+            length: of the quantised axis of the input.
+            is_last: whether that is the input's last axis. Of other ones the storage is transposed and its rows are
+                padded with zeros to whole blocks of 32, so that each starts at a multiple of 16 bytes.
+            groups: with ragged groups, how many: each starts at a multiple of ``span``.
+        """
+        if groups is not None:
+            return ragged_rows(length, groups, self.span)
+        return length if is_last else ceil_to(length, BLOCK_SIZE)
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the stored scales of stored elements of this shape, (..., R, C)."""
+        if len(shape) == 1:
+            return (ceil_div(shape[0], self.span),)
+        *rest, rows, length = shape
+        rows, blocks = ceil_div(rows, self.lines), ceil_div(length, self.span)
+        return (*rest, rows, blocks) if self.scales == "rows" else (*rest, blocks, ceil_to(rows, 16))
+
+    def empty(self, x: torch.Tensor, axis: int, groups: int | None) -> "Operand":
+        """Uninitialised memory for ``x`` quantised along ``axis``, with ragged groups or (None) without."""
+        if self.stored == "bf16":
+            values = x.new_empty(x.shape, dtype=torch.bfloat16)
+            return Operand(values, None, self, axis)
+        last = x.ndim - 1
+        length = self.length(x.shape[axis], axis == last, groups)
+        shape = (*x.shape[:axis], *x.shape[axis + 1 :], length)
+        data = x.new_empty(shape, dtype=self.elem_dtype)
+        scale = x.new_empty(self.scale_shape(shape), dtype=torch.uint8)
+        return Operand(data, scale, self, axis)
+
+
+UNQUANTIZED = OperandSpec(elem_dtype=torch.bfloat16, stored="bf16")
+
+
+@cache
+def spec_of(key: str) -> OperandSpec:
+    """The spec whose ``key`` this is."""
+    elements, rounding, block, span, lines, stored, scales = key.split()
+    return OperandSpec(
+        elem_dtype=getattr(torch, elements),
+        rounding=rounding,
+        block=block,
+        span=int(span),
+        lines=int(lines),
+        stored=stored,
+        scales=scales,
+    )
+
+
+class Operand(NamedTuple):
+    """An operand as it lies in memory: what a backend's quantiser makes and its GEMMs multiply.
+
+    Attributes:
+        data: FP8 elements, contiguous, the quantised axis moved to the end; with ragged groups, or where that axis was
+            not the last one, padded: see ``OperandSpec.length``. Or, with ``stored = "bf16"``, values in the shape of
+            the input; rows that belong to no group are then undefined.
+        scale: E8M0 bytes, see ``OperandSpec.scale_shape``; None with ``stored = "bf16"``.
+        spec: what ``data`` and ``scale`` are.
+        axis: the axis of the input that was quantised, non-negative. A GEMM whose contraction is another one raises.
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor | None
+    spec: OperandSpec
+    axis: int
+
+    @classmethod
+    def of(cls, mx: MXTensor) -> "Operand":
+        """An ``MXTensor`` as a GEMM takes it."""
+        data, scale = (t.movedim(mx.axis, -1).contiguous() for t in (mx.qdata, mx.scale))
+        spec = OperandSpec(elem_dtype=mx.qdata.dtype, block=mx.block, lines=32 if mx.block == "32x32" else 1)
+        return cls(data, scale, spec, mx.axis)
+
+    def to_mx(self, length: int, orig_dtype: torch.dtype) -> MXTensor:
+        """An exact FP8 operand as the public ``MXTensor``, the padding behind ``length`` elements of the axis cut."""
+        assert self.spec.stored != "bf16" and self.spec.span == BLOCK_SIZE, self.spec
+        qdata, scale = self.data.narrow(-1, 0, length), self.scale.narrow(-1, 0, ceil_div(length, BLOCK_SIZE))
+        qdata, scale = qdata.movedim(-1, self.axis), scale.movedim(-1, self.axis)
+        return MXTensor(qdata, scale, self.axis, self.spec.block, orig_dtype)
+
+    def row_scales(self) -> torch.Tensor:
+        """The scales as (..., R / lines, C / span), however they lie: a view."""
+        if self.spec.scales == "rows":
+            return self.scale
+        return self.scale.narrow(-1, 0, ceil_div(self.data.shape[-2], self.spec.lines)).mT
+
+    def dequantize(self) -> torch.Tensor:
+        """The values in fp32, as ``data`` lies."""
+        if self.spec.stored == "bf16":
+            return self.data.float()
+        return scale_elements(self.data.float(), self.row_scales(), span=self.spec.span, lines=self.spec.lines)
+
+
+def check_m_grouped(a: Operand, b: Operand) -> None:
+    """Raises ValueError unless forward or dgrad can contract the axes that ``a`` and ``b`` were quantised along."""
+    _check_axis("a", a, 1)
+    _check_axis("b", b, 1, 2)
+
+
+def check_k_grouped(a: Operand, b: Operand) -> None:
+    """Raises ValueError unless wgrad can contract the axes that ``a`` and ``b`` were quantised along."""
+    _check_axis("a", a, 0)
+    _check_axis("b", b, 0)
+
+
+def _check_axis(name: str, operand: Operand, *axes: int) -> None:
+    if operand.axis not in axes:
+        raise ValueError(
+            f"operand {name} is quantised along axis {operand.axis}, but this GEMM contracts axis "
+            f"{' or '.join(map(str, axes))}: quantise the high-precision tensor along that axis"
+        )

@@ -1,0 +1,200 @@
+"""What quantisation does to the operands of a converted module, measured beside the GEMMs and not inside them: how much
+saturates or is flushed to zero, which scales there are, and what rebasing changed.
+
+    forward:  y = observe(y, x, w, ...)    measures x and w: the GEMM's operands, blocks along K
+    backward: dy passes through            measures dy, blocks along N, and adds all three to the module's probe
+
+The measured counts are the *gradient* of a small leaf tensor, the probe. So they need no mutation and no side effect,
+which ``torch.compile`` would have to be told of; micro-batches add up; and what activation checkpointing computes twice
+counts once. Eager modules are observed within ``recording()`` only. A compiled graph is the same at every step: outside
+of ``recording()`` the operator in it returns zeros.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from titan_mxfp8 import backends
+from titan_mxfp8.backends.reference import specs
+from titan_mxfp8.format import reference
+from titan_mxfp8.format.mx import BLOCK_SIZE, SCALE_BIAS, SCALE_NAN, ceil_div, decode_scale
+from titan_mxfp8.format.spec import Operand, OperandSpec, spec_of
+from titan_mxfp8.recipe import Recipe
+
+KINDS = ("activations", "weights", "gradients")
+# Per kind: elements that are not zero, of those the saturated and the flushed ones; elements that were rebased, of
+# those the changed ones; and the blocks by scale byte.
+COUNTS = 5 + 256
+# Of an operand with more elements, evenly spaced bands of 128 rows with about as many are measured: more would make no
+# share more certain, but take time, and some 40 bytes of memory each.
+SAMPLE = 1 << 24
+BAND = 128
+
+_recording = False
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Within, observed modules are measured. One training step, forward and backward, belongs in one such region."""
+    global _recording
+    outer, _recording = _recording, True
+    try:
+        yield
+    finally:
+        _recording = outer
+
+
+def make_probe(device: torch.device) -> torch.Tensor:
+    """A probe, (kinds, counts) in fp64: its ``grad`` holds the counts."""
+    return torch.zeros(len(KINDS), COUNTS, dtype=torch.float64, device=device, requires_grad=True)
+
+
+def observe(
+    y_MN: torch.Tensor,
+    x_MK: torch.Tensor,
+    w: torch.Tensor,
+    offs: torch.Tensor | None,
+    probe: torch.Tensor | None,
+    recipe: Recipe,
+    backend: str,
+) -> torch.Tensor:
+    """Returns ``y_MN``, the output of a GEMM of ``x_MK`` and ``w``; measures the three operands in ``recording()``.
+
+    Args:
+        y_MN: (..., N).
+        x_MK: (..., K).
+        w: (N, K), or (E, N, K) with ``offs``.
+        offs: int32 (E,) end offsets of the groups: rows at and past the last one do not count.
+        probe: of ``make_probe``; None observes nothing.
+        recipe, backend: those of the GEMM.
+    """
+    if probe is None or not (torch.compiler.is_compiling() or _recording):
+        return y_MN
+    return _Observe.apply(y_MN, probe, x_MK.detach(), w.detach(), offs, recipe, backend)
+
+
+class _Observe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, probe, x, w, offs, recipe, backend):
+        x_spec, dy_spec, w_spec = _spec_keys(recipe.key)
+        ctx.by_tokens = recipe.wgrad == "mxfp8"
+        measured = [_measure(x, offs, x_spec, ctx.by_tokens, backend), _measure(w, None, w_spec, False, backend)]
+        ctx.save_for_backward(*measured, offs)
+        ctx.dy_spec, ctx.backend = dy_spec, backend
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        measured_x, measured_w, offs = ctx.saved_tensors
+        measured_dy = _measure(dy, offs, ctx.dy_spec, ctx.by_tokens, ctx.backend)
+        return dy, torch.stack([measured_x, measured_w, measured_dy]), None, None, None, None, None
+
+
+@torch.compiler.assume_constant_result
+def _spec_keys(recipe: str) -> tuple[str, ...]:
+    return tuple(spec.key for spec in specs(Recipe.of_key(recipe)))
+
+
+@torch.library.custom_op("titan_mxfp8::measure", mutates_args=())
+def _measure(x: torch.Tensor, offs: torch.Tensor | None, spec: str, by_tokens: bool, backend: str) -> torch.Tensor:
+    """The ``COUNTS`` of ``x``, or of its sample, quantised along its last axis.
+
+    With ``by_tokens``, what rebasing changes is counted along the tokens too, as if groups ended nowhere.
+    """
+    if not _recording or x.numel() == 0:
+        return torch.zeros(COUNTS, dtype=torch.float64, device=x.device)
+    rows = x.reshape(-1, x.shape[-1])
+    index = _sample(rows)
+    if len(index) < len(rows):
+        rows = rows[index]
+    used = torch.ones(len(rows), dtype=torch.bool, device=x.device) if offs is None else index < offs[-1]
+    wanted, kernels = spec_of(spec), backends.load(backend, x.device)
+    exact = kernels.quantize(rows, 1, wanted.exact, None)  # 32x32 blocks lie in one expert: its rows are whole blocks
+    rebased = [0, 0]
+    if wanted.span > BLOCK_SIZE:
+        for axis in (1, 0) if by_tokens else (1,):
+            before = exact if axis == 1 else kernels.quantize(rows, 0, wanted.exact, None)
+            after = kernels.quantize(rows, axis, wanted, None)
+            rebased = [rebased[0] + used.sum() * rows.shape[1], rebased[1] + _changed(before, after, used)]
+    return _count(rows, exact, used, wanted, rebased)
+
+
+@_measure.register_fake
+def _(x, offs, spec, by_tokens, backend):
+    return x.new_empty(COUNTS, dtype=torch.float64)
+
+
+def _sample(x: torch.Tensor) -> torch.Tensor:
+    """The rows to measure, in ascending order: of every n-th band."""
+    bands = ceil_div(x.shape[0], BAND)
+    every = ceil_div(bands, max(1, SAMPLE // (BAND * x.shape[1])))
+    first = torch.arange(0, bands, every, device=x.device) * BAND
+    index = (first[:, None] + torch.arange(BAND, device=x.device)).flatten()
+    last_band_too_long = (len(first) - 1) * every * BAND + BAND - x.shape[0]
+    return index[: len(index) - max(0, last_band_too_long)]
+
+
+def _changed(before: Operand, after: Operand, used: torch.Tensor) -> torch.Tensor:
+    """How many elements of the rows in ``used`` rebasing changed."""
+    changed = reference.changed_elements(before, after)
+    return (changed.mT[: len(used)] if before.axis == 0 else changed)[used].sum()
+
+
+def _count(
+    x: torch.Tensor, exact: Operand, used: torch.Tensor, spec: OperandSpec, rebased: list[torch.Tensor | int]
+) -> torch.Tensor:
+    """The ``COUNTS`` of rows ``x``, of those in ``used``. NaN blocks do not count."""
+    squares = spec.block == "32x32"
+    row_scale = exact.scale.repeat_interleave(BLOCK_SIZE, 0)[: x.shape[0]] if squares else exact.scale
+    blocks = x.float().unflatten(1, (-1, BLOCK_SIZE))
+    nonzero = (blocks != 0) & (row_scale != SCALE_NAN).unsqueeze(-1) & used[:, None, None]
+    saturated = blocks.abs() > torch.finfo(spec.elem_dtype).max * decode_scale(row_scale).unsqueeze(-1)
+    flushed = (exact.data.view(torch.uint8) & 0x7F).unflatten(1, (-1, BLOCK_SIZE)) == 0
+    occupied = nonzero.any(-1)
+    if squares:
+        occupied = torch.stack([band.any(0) for band in occupied.split(BLOCK_SIZE)])
+    histogram = torch.zeros(256, dtype=torch.float64, device=x.device)
+    histogram.index_add_(0, exact.scale.flatten().long(), occupied.flatten().double())
+    counts = [nonzero.sum(), (nonzero & saturated).sum(), (nonzero & flushed).sum(), *rebased]
+    return torch.cat([torch.stack([torch.as_tensor(n, device=x.device).double() for n in counts]), histogram])
+
+
+def summarize(counts: list[list[float]]) -> dict[str, float]:
+    """Shares and scale exponents from the counts of one probe, ``probe.grad.tolist()``; keys ``<kind>/<figure>``.
+
+    ``saturated`` and ``flushed_to_zero`` are shares of the elements that are not zero, ``scale_exponent_min`` and
+    ``_max`` those of the blocks that hold such an element, all of exact MXFP8; ``changed_by_rebase`` is the share of
+    elements whose value rebasing changed. A kind without any gives no keys.
+    """
+    figures = {}
+    for kind, (nonzero, saturated, flushed, elements, changed, *histogram) in zip(KINDS, counts, strict=True):
+        exponents = [byte - SCALE_BIAS for byte, blocks in enumerate(histogram) if blocks]
+        if exponents:
+            figures[f"{kind}/saturated"] = saturated / nonzero
+            figures[f"{kind}/flushed_to_zero"] = flushed / nonzero
+            figures[f"{kind}/scale_exponent_min"] = min(exponents)
+            figures[f"{kind}/scale_exponent_max"] = max(exponents)
+        if elements:
+            figures[f"{kind}/changed_by_rebase"] = changed / elements
+    return figures
+
+
+def rebase_report(counts: Mapping[str, list[list[float]]]) -> str | None:
+    """What rebasing changed, in words.
+
+    Args:
+        counts: ``probe.grad.tolist()`` of each module, by name.
+
+    Returns:
+        Per kind of operand the share of changed elements, and the module with the largest; None if nothing was rebased.
+    """
+    parts = []
+    for i, kind in enumerate(KINDS):
+        of_modules = {name: (of_module[i][3], of_module[i][4]) for name, of_module in counts.items()}
+        elements, changed = (sum(pair[j] for pair in of_modules.values()) for j in (0, 1))
+        if elements:
+            shares = {name: pair[1] / max(pair[0], 1) for name, pair in of_modules.items()}
+            most = max(shares, key=shares.get)
+            parts.append(f"{kind} {changed / elements:.2e} (most in {most}: {shares[most]:.2e})")
+    return ", ".join(parts) or None
