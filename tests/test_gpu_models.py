@@ -1,5 +1,6 @@
 """TorchTitan's models on one GPU: every model learns, with activation checkpointing and compiled by the inductor."""
 
+import threading
 
 import pytest
 import torch
@@ -53,3 +54,16 @@ def test_op_level_checkpointing_recomputes_no_gemm(model: str, compile_flags: tu
     assert step.loss == pytest.approx(expected.loss, rel=1e-3)
     errors = {name: relative_rms(step.grads[name], grad) for name, grad in expected.grads.items()}
     assert max(errors.values()) < 0.1, errors
+
+
+def test_autograd_takes_a_thread_of_its_own_unless_told() -> None:
+    """The symptom that ``run_backward_in_the_calling_thread`` cures; importing the plugin has done so here."""
+    threads = {}
+    for enabled in (True, False):
+        x = torch.ones(4, device="cuda", requires_grad=True)
+        y = x * 2
+        y.register_hook(lambda grad, enabled=enabled: threads.update({enabled: threading.get_ident()}))
+        with torch.autograd.set_multithreading_enabled(enabled):
+            y.sum().backward()
+    assert threads[False] == threading.get_ident() != threads[True]
+    assert not torch._C._is_multithreading_enabled()

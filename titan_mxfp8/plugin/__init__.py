@@ -19,6 +19,7 @@ and repairs (repairs/):
 - ``functionalize_rng_ops``: from torch 2.13 on tensor parallelism with compile and activation checkpointing fails.
 - ``TokenChoiceTopKRouter.init_weights``: the bias of gpt_oss's router stays uninitialised.
 
+Backward runs in the thread that calls it: in a thread of its own it makes the host slow (repairs/threads.py).
 With several processes and torch 2.13 or newer, AOTAutograd's cache on disk is off: it mixes up the ranks.
 With op-level activation checkpointing ``inplace_buffers`` and ``allow_buffer_reuse`` of the inductor are off as soon as
 a converter is made: compiled code would overwrite what is saved.

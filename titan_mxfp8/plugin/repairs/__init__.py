@@ -5,7 +5,7 @@
 ``log_offline_if_the_start_fails`` by ``wandb_run.py``. ``tests/test_repairs.py`` shows each symptom without its repair.
 """
 
-from titan_mxfp8.plugin.repairs import activation_checkpointing, cpu, moe, tensor_parallel, wandb_offline
+from titan_mxfp8.plugin.repairs import activation_checkpointing, cpu, moe, tensor_parallel, threads, wandb_offline
 
 
 def repair() -> None:
@@ -15,5 +15,6 @@ def repair() -> None:
     tensor_parallel.save_random_states_before_meshes()
     tensor_parallel.compile_for_own_rank_only()
     moe.initialise_router_bias()
+    threads.run_backward_in_the_calling_thread()
     wandb_offline.default_wandb_offline()
     cpu.enable_cpu_training()
