@@ -13,6 +13,9 @@ sectors wherever a program has them, and where both outputs are made, with 4 sca
 puts the scales in their places (``_place_scales``).
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -41,37 +44,62 @@ BOTH_TILE = Tile(rows=128, lines=2)
 FIRST_TILE = Tile(rows=256, lines=1)
 
 
+class Launches(NamedTuple):
+    """The launches of a backend's quantisers, each of a tensor and the operands it fills, None for one not wanted."""
+
+    rows: Callable[[torch.Tensor, Operand], None]
+    """Blocks of 1x32 along the last axis."""
+    tiles: Callable[[torch.Tensor, Operand | None, Operand, torch.Tensor | None], None]
+    """Blocks of 1x32 along the last axis and another one, which may have ragged groups, or along that one alone."""
+    squares: Callable[[torch.Tensor, Operand | None, Operand | None], None]
+    """Blocks of 32x32, stored along the last axis, the one before, or both."""
+
+
 def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
     """``Backend.quantize`` to exact FP8."""
-    along_last, other = axis == x.ndim - 1, 2 * x.ndim - 3 - axis  # other: of the last two axes
-    if offs is None and axis >= x.ndim - 2 and lies_transposed(x):
-        return quantize(x.mT, other, spec, None)._replace(axis=axis)
-    if offs is not None and along_last:  # no GEMM wants this, so it may cost a copy
-        return quantize(x.mT.contiguous(), other, spec, offs)._replace(axis=axis)
-    operand = spec.empty(x, axis, None if offs is None else offs.shape[0])
-    if spec.block == "32x32":
-        _launch_squares(x, operand if along_last else None, None if along_last else operand)
-    elif along_last:
-        _launch_rows(x, operand)
-    else:
-        _launch_tiles(x, None, operand, offs)
-    return operand
+    return quantize_by(_EXACT, x, axis, spec, offs)
 
 
 def quantize_both(
     x: torch.Tensor, last: OperandSpec, first: OperandSpec, offs: torch.Tensor | None
 ) -> tuple[Operand, Operand]:
     """``Backend.quantize_both`` to exact FP8 of one spec, in one read of ``x``."""
+    return quantize_both_by(_EXACT, x, last, first, offs)
+
+
+def quantize_by(
+    launches: Launches, x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None
+) -> Operand:
+    """``Backend.quantize`` with these launches: which of them runs, on which view of ``x``."""
+    along_last, other = axis == x.ndim - 1, 2 * x.ndim - 3 - axis  # other: of the last two axes
+    if offs is None and axis >= x.ndim - 2 and lies_transposed(x):
+        return quantize_by(launches, x.mT, other, spec, None)._replace(axis=axis)
+    if offs is not None and along_last:  # no GEMM wants this, so it may cost a copy
+        return quantize_by(launches, x.mT.contiguous(), other, spec, offs)._replace(axis=axis)
+    operand = spec.empty(x, axis, None if offs is None else offs.shape[0])
+    if spec.block == "32x32":
+        launches.squares(x, operand if along_last else None, None if along_last else operand)
+    elif along_last:
+        launches.rows(x, operand)
+    else:
+        launches.tiles(x, None, operand, offs)
+    return operand
+
+
+def quantize_both_by(
+    launches: Launches, x: torch.Tensor, last: OperandSpec, first: OperandSpec, offs: torch.Tensor | None
+) -> tuple[Operand, Operand]:
+    """``Backend.quantize_both`` with these launches, to operands of one spec."""
     assert last == first, (last, first)
     if offs is None and lies_transposed(x):
-        along_last, along_first = quantize_both(x.mT, last, first, None)
+        along_last, along_first = quantize_both_by(launches, x.mT, last, first, None)
         return along_first._replace(axis=x.ndim - 1), along_last._replace(axis=x.ndim - 2)
     along_last = last.empty(x, x.ndim - 1, None)
     along_first = first.empty(x, x.ndim - 2, None if offs is None else offs.shape[0])
     if last.block == "32x32":
-        _launch_squares(x, along_last, along_first)
+        launches.squares(x, along_last, along_first)
     else:
-        _launch_tiles(x, along_last, along_first, offs)
+        launches.tiles(x, along_last, along_first, offs)
     return along_last, along_first
 
 
@@ -323,3 +351,6 @@ def _launch_squares(x: torch.Tensor, last: Operand | None, first: Operand | None
         programs, tensors, (matrices.cols, matrices.batch_stride, matrices.row_stride), (matrices.rows,), constants,
         device=x.device, warps=tile.warps,
     )  # fmt: skip
+
+
+_EXACT = Launches(rows=_launch_rows, tiles=_launch_tiles, squares=_launch_squares)

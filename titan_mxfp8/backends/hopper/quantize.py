@@ -25,12 +25,12 @@ from titan_mxfp8.backends.common.convert import (
     to_elements,
 )
 from titan_mxfp8.backends.common.launch import Kernel
+from titan_mxfp8.backends.common.quantize import Launches, quantize_both_by, quantize_by
 from titan_mxfp8.backends.common.tiles import (
     LINE_BYTES,
     Tile,
     as_matrices,
     columns_to_elements,
-    lies_transposed,
     load_tile,
     map_tiles,
     store_matrix,
@@ -48,19 +48,12 @@ FIRST_TILE = Tile(rows=128, lines=1)
 def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
     """``Backend.quantize`` to rebased or evened-out FP8; ``axis`` is one of the last two, the last one for evened-out
     blocks of 1x32."""
-    along_last, other = axis == x.ndim - 1, 2 * x.ndim - 3 - axis
-    even_rows = spec.stored == "even" and spec.block == "1x32"
-    assert along_last or not even_rows, (axis, spec)
-    if offs is None and lies_transposed(x) and not even_rows:
-        return quantize(x.mT, other, spec, None)._replace(axis=axis)
-    operand = spec.empty(x, axis, None if offs is None else offs.shape[0])
-    if spec.block == "32x32":
-        _launch_squares(x, operand if along_last else None, None if along_last else operand)
-    elif along_last:
+    if spec.stored == "even" and spec.block == "1x32":  # transposed x too: there is no other launch for them
+        assert axis == x.ndim - 1 and offs is None, (axis, spec)
+        operand = spec.empty(x, axis, None)
         _launch_rows(x, operand)
-    else:
-        _launch_tiles(x, None, operand, offs)
-    return operand
+        return operand
+    return quantize_by(_LAUNCHES, x, axis, spec, offs)
 
 
 def quantize_both(
@@ -73,16 +66,7 @@ def quantize_both(
     assert last == first and (last.span == 128 or last.block == "32x32"), (last, first)
     if last.block == "1x32" and last.lines == 32:
         return quantize(x, x.ndim - 1, last, None), quantize(x, x.ndim - 2, first, offs)
-    if offs is None and lies_transposed(x):
-        along_last, along_first = quantize_both(x.mT, last, first, None)
-        return along_first._replace(axis=x.ndim - 1), along_last._replace(axis=x.ndim - 2)
-    along_last = last.empty(x, x.ndim - 1, None)
-    along_first = first.empty(x, x.ndim - 2, None if offs is None else offs.shape[0])
-    if last.block == "32x32":
-        _launch_squares(x, along_last, along_first)
-    else:
-        _launch_tiles(x, along_last, along_first, offs)
-    return along_last, along_first
+    return quantize_both_by(_LAUNCHES, x, last, first, offs)
 
 
 @triton.jit
@@ -361,3 +345,6 @@ def _launch_squares(x: torch.Tensor, last: Operand | None, first: Operand | None
 def _square_tile(x: torch.Tensor) -> Tile:
     """128 rows and 128 columns."""
     return Tile(rows=128, lines=128 * x.element_size() // LINE_BYTES)
+
+
+_LAUNCHES = Launches(rows=_launch_rows, tiles=_launch_tiles, squares=_launch_squares)
