@@ -13,7 +13,8 @@ class Recipe:
     """How the operands of the three GEMMs are quantised. Activations are always 1x32 E4M3.
 
     Attributes:
-        name: the canonical name, a key of ``RECIPES``.
+        name: the canonical name, a key of ``RECIPES``, or ``bf16``.
+        quantized: False for ``BF16`` alone, whose operands are bf16 and of whose other fields none counts.
         weight_block: ``1x32`` blocks along each GEMM's contraction axis (the weight is quantised once per axis), or
             ``32x32`` blocks (the same values serve forward and dgrad; quantised once, unless FSDP frees the weight).
         grad_dtype: element type of the output gradient, in dgrad and in wgrad.
@@ -28,6 +29,7 @@ class Recipe:
     """
 
     name: str
+    quantized: bool = True
     weight_block: Block = "1x32"
     grad_dtype: torch.dtype = torch.float8_e4m3fn
     wgrad: Literal["mxfp8", "bf16"] = "mxfp8"
@@ -37,6 +39,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name, known in (
+            ("quantized", (True, False)),
             ("weight_block", BLOCKS),
             ("grad_dtype", ELEM_DTYPES),
             ("wgrad", ("mxfp8", "bf16")),
@@ -50,15 +53,16 @@ class Recipe:
                 )
 
         grad_dtype = str(self.grad_dtype).removeprefix("torch.")
-        numerics = (self.weight_block, grad_dtype, self.wgrad, self.rounding, self.scale_span)
+        numerics = (self.quantized, self.weight_block, grad_dtype, self.wgrad, self.rounding, self.scale_span)
         object.__setattr__(self, "key", " ".join(map(str, numerics)))
 
     @classmethod
     def of_key(cls, key: str) -> "Recipe":
         """A recipe with this ``key``, without a name."""
-        weight_block, grad_dtype, wgrad, rounding, scale_span = key.split()
+        quantized, weight_block, grad_dtype, wgrad, rounding, scale_span = key.split()
         return cls(
             name="",
+            quantized=quantized == "True",
             weight_block=weight_block,
             grad_dtype=getattr(torch, grad_dtype),
             wgrad=wgrad,
@@ -67,7 +71,13 @@ class Recipe:
         )
 
     def rebased(self) -> "Recipe":
-        """The same recipe with a scale per 128 elements; itself where it has one already."""
+        """The same recipe with a scale per 128 elements; itself where it has one already.
+
+        Raises:
+            ValueError: of ``BF16``, which has no scales.
+        """
+        if not self.quantized:
+            raise ValueError(f"recipe {self.name!r} quantises nothing, so it cannot be rebased")
         return self if self.scale_span == 128 else replace(self, name=f"{self.name}_rebased", scale_span=128)
 
 
@@ -84,6 +94,9 @@ _EXACT = {
 RECIPES: dict[str, Recipe] = {name: recipe for recipe, aliases in _EXACT.items() for name in (recipe.name, *aliases)}
 RECIPES |= {recipe.rebased().name: recipe.rebased() for recipe in _EXACT}
 
+# The control: the same operators and kernels on unquantised operands. Not in ``RECIPES``, as it is no MXFP8.
+BF16 = Recipe(name="bf16", quantized=False)
+
 
 # TorchTitan's names for the converters of the routed experts and of the linears, each of which takes a recipe.
 GROUPED_MM = "quantize.grouped_mm.mx"
@@ -91,13 +104,16 @@ LINEAR = "quantize.linear.mx"
 
 
 def get_recipe(recipe: str | Recipe, rebase: bool = False) -> Recipe:
-    """The ``Recipe`` of a name or alias; a ``Recipe`` is returned as it is. With ``rebase`` its rebased form.
+    """The ``Recipe`` of a name, ``bf16`` included, or alias; a ``Recipe`` is returned as it is. With ``rebase`` its
+    rebased form.
 
     Raises:
         ValueError: unknown name (the message lists the known ones), or ``rebase`` that is no bool.
     """
     if not isinstance(rebase, bool):
         raise ValueError(f"rebase is True or False, got {rebase!r}")
+    if recipe == BF16.name:
+        recipe = BF16
     if not isinstance(recipe, Recipe):
         if not isinstance(recipe, str) or recipe not in RECIPES:
             raise ValueError(f"unknown recipe {recipe!r}: use one of {', '.join(RECIPES)}")

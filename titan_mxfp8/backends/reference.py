@@ -13,6 +13,8 @@ def plan(recipe: Recipe, hardware: Hardware) -> Plan:
     """FP8 and scales for every GEMM; unquantised bf16 where wgrad is in bf16."""
     x, dy, w = specs(recipe)
     unquantized = Gemm(a=UNQUANTIZED, b=UNQUANTIZED, multiplies="bf16")
+    if not recipe.quantized:
+        return Plan(forward=unquantized, dgrad=unquantized, wgrad=unquantized)
     return Plan(
         forward=Gemm(a=x, b=w, multiplies="fp32"),
         dgrad=Gemm(a=dy, b=w, multiplies="fp32"),
@@ -22,6 +24,8 @@ def plan(recipe: Recipe, hardware: Hardware) -> Plan:
 
 def specs(recipe: Recipe) -> tuple[OperandSpec, OperandSpec, OperandSpec]:
     """Of activations, output gradients and weights, as the recipe defines their values."""
+    if not recipe.quantized:
+        return UNQUANTIZED, UNQUANTIZED, UNQUANTIZED
     span = recipe.scale_span
     common = {"rounding": recipe.rounding, "span": span, "scales": "rows" if span == 32 else "across"}
     squares = recipe.weight_block == "32x32" or span == 128
