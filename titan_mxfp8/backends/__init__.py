@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -46,6 +46,18 @@ class Plan:
     def __str__(self) -> str:
         gemms = {name: getattr(self, name).multiplies for name in ("forward", "dgrad", "wgrad")}
         return ", ".join(f"{name} {multiplies}" for name, multiplies in gemms.items())
+
+
+class SwigluGradients(NamedTuple):
+    """What ``Backend.swiglu_backward`` makes: of the gradients along H (dgrad) and along M (wgrad), of the score times h
+    along M (wgrad of w2), and the scores' gradient, fp32 (M,), None without scores."""
+
+    dgate_last: Operand
+    dup_last: Operand
+    dgate_first: Operand
+    dup_first: Operand
+    sh_first: Operand
+    dscores: torch.Tensor | None
 
 
 class Backend(Protocol):
@@ -101,6 +113,42 @@ class Backend(Protocol):
 
         Returns:
             (E, N, K), exactly 0 for an empty group.
+        """
+
+    @staticmethod
+    def swiglu(
+        gate_MH: torch.Tensor, up_MH: torch.Tensor, limit: float | None, spec: OperandSpec, offs: torch.Tensor | None
+    ) -> Operand:
+        """``format.swiglu.forward``, quantised along H. Bits may differ where another ``exp`` rounds otherwise.
+
+        Args:
+            gate_MH, up_MH: bf16 (M, H).
+            limit: of gpt_oss, or None.
+            spec: of a plan's activations in forward.
+            offs: int32 (E,) end offsets of the groups; rows at and past ``offs[-1]`` are not computed, and the operand
+                holds anything there. None: every row.
+        """
+
+    @staticmethod
+    def swiglu_backward(
+        gate_MH: torch.Tensor,
+        up_MH: torch.Tensor,
+        u_MH: torch.Tensor,
+        scores_M: torch.Tensor | None,
+        limit: float | None,
+        last: OperandSpec,
+        first: OperandSpec,
+        h_first: OperandSpec,
+        offs: torch.Tensor | None,
+    ) -> SwigluGradients:
+        """``format.swiglu.backward``, quantised along H to ``last``, along M to ``first``, and s h to ``h_first``.
+
+        Args:
+            gate_MH, up_MH, limit: as in ``swiglu``.
+            u_MH: bf16 (M, H), the gradient by h without the score.
+            scores_M: fp32 (M,), or None for 1.
+            last, first, h_first: of a plan's gradients in dgrad and in wgrad, and of its activations in wgrad.
+            offs: as in ``swiglu``; along M blocks restart at each group.
         """
 
 

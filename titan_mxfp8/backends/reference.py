@@ -2,9 +2,10 @@
 
 import torch
 
-from titan_mxfp8.backends import Gemm, Plan
+from titan_mxfp8.backends import Gemm, Plan, SwigluGradients
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.format import reference
+from titan_mxfp8.format import swiglu as definition
 from titan_mxfp8.format.spec import UNQUANTIZED, Operand, OperandSpec, check_k_grouped, check_m_grouped
 from titan_mxfp8.recipe import Recipe
 
@@ -81,6 +82,31 @@ def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype:
         return a_NM.new_zeros((offs.shape[0], a_NM.shape[0], b_KM.shape[0]), dtype=out_dtype)
     ends_E = offs if a.spec.stored == "bf16" else reference.padded_ends(offs, a.spec.span)
     return torch._grouped_mm(a_NM, b_KM.mT, offs=ends_E).to(out_dtype)
+
+
+def swiglu(
+    gate_MH: torch.Tensor, up_MH: torch.Tensor, limit: float | None, spec: OperandSpec, offs: torch.Tensor | None
+) -> Operand:
+    """``Backend.swiglu``."""
+    return quantize(definition.forward(gate_MH, up_MH, limit), 1, spec, None)
+
+
+def swiglu_backward(
+    gate_MH: torch.Tensor,
+    up_MH: torch.Tensor,
+    u_MH: torch.Tensor,
+    scores_M: torch.Tensor | None,
+    limit: float | None,
+    last: OperandSpec,
+    first: OperandSpec,
+    h_first: OperandSpec,
+    offs: torch.Tensor | None,
+) -> SwigluGradients:
+    """``Backend.swiglu_backward``."""
+    dgate, dup, sh, dscores = definition.backward(gate_MH, up_MH, u_MH, scores_M, limit)
+    dgate_last, dup_last = (quantize(t, 1, last, None) for t in (dgate, dup))
+    dgate_first, dup_first = (quantize(t, 0, first, offs) for t in (dgate, dup))
+    return SwigluGradients(dgate_last, dup_last, dgate_first, dup_first, quantize(sh, 0, h_first, offs), dscores)
 
 
 def multiply_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:

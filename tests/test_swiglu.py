@@ -1,0 +1,78 @@
+"""The experts' SwiGLU: its definition against autograd in fp64, and every backend that runs here against it."""
+
+import pytest
+import torch
+from contract import Target, targets_here
+from swiglu_contract import BF16, check_swiglu, swiglu_inputs
+
+from titan_mxfp8.format import swiglu
+from titan_mxfp8.format.spec import Operand, spec_of
+from titan_mxfp8.ops import library
+from titan_mxfp8.ops.matmul import Specs, specs_of
+from titan_mxfp8.recipe import Recipe, get_recipe
+from titan_mxfp8.testing import relative_rms
+
+PAIRS = [(target, recipe) for target in targets_here() for recipe in target.recipes()]
+
+
+def ids(value: object) -> str:
+    return value.name if isinstance(value, Recipe) else str(value)
+
+
+@pytest.mark.parametrize("limit", [None, 7.0, 1.5])
+@pytest.mark.parametrize("scored", [False, True])
+def test_definition_is_what_autograd_gives(limit: float | None, scored: bool) -> None:
+    torch.manual_seed(0)
+    gate, up, u = (torch.randn(64, 96).mul(2).to(BF16) for _ in range(3))
+    scores = torch.rand(64) if scored else None
+    g, l, s = (t.double().requires_grad_() for t in (gate, up, torch.ones(64) if scores is None else scores))
+    if limit is None:
+        h = torch.nn.functional.silu(g) * l
+    else:
+        cut = g.clamp(max=limit)
+        h = cut * torch.sigmoid(1.702 * cut) * (l.clamp(-limit, limit) + 1)
+    (s[:, None] * h * u.double()).sum().backward()
+    ours = swiglu.backward(gate, up, u, scores, limit)
+    pairs = {"dgate": g.grad, "dup": l.grad, "sh": s[:, None] * h}
+    for name, expected in pairs.items():
+        out = getattr(ours, name)
+        assert out.dtype == BF16
+        torch.testing.assert_close(out.double(), expected.detach(), rtol=2**-8, atol=1e-6)
+    forward = swiglu.forward(gate, up, limit)
+    torch.testing.assert_close(forward.double(), h.detach(), rtol=2**-8, atol=1e-6)
+    if scored:
+        assert ours.dscores.dtype == torch.float32
+        exact = (u.double() * forward.double()).sum(1)
+        assert relative_rms(ours.dscores, exact) < 1e-6  # 1e-7 measured
+    else:
+        assert ours.dscores is None
+
+
+@pytest.mark.parametrize("target, recipe", PAIRS, ids=ids)
+def test_backends(target: Target, recipe: Recipe) -> None:
+    plan = target.backend.plan(recipe, target.hardware)
+    for hidden, limit, scored in ((160, None, True), (96, 1.5, True), (1408, None, False)):
+        check_swiglu(target.backend, plan, [0, 44, 1, 130, 0, 31, 0], 20, hidden, limit, scored, target.device)
+    check_swiglu(target.backend, plan, None, 150, 160, None, True, target.device)
+    check_swiglu(target.backend, plan, [0, 0], 40, 96, None, True, target.device)
+    check_swiglu(target.backend, plan, [0, 0], 0, 96, None, True, target.device)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_2d", "mxfp8_2d_rebased", "mxfp8_wgrad_bf16"])
+@pytest.mark.parametrize("scored", [False, True])
+def test_operators_and_their_fakes(recipe: str, scored: bool) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    specs = Specs(*specs_of(get_recipe(recipe).key, "auto", device))
+    gate, up, u, scores, offs = (t.to(device) for t in swiglu_inputs([3, 0, 70], 10, 96))
+    scores = scores if scored else None
+    keys = specs.dy_dgrad, specs.dy_wgrad, specs.x_wgrad
+    calls = (
+        (library.swiglu, (gate, up, None, specs.x_forward, offs, "auto")),
+        (library.swiglu_backward, (gate, up, u, scores, None, *keys, offs, "auto")),
+    )
+    for operator, args in calls:
+        real = operator(*args)
+        torch.library.opcheck(operator.overload, args, test_utils=("test_schema", "test_faketensor"))
+        assert len(real) == len(operator.overload(*args))
+    h = library.swiglu(gate, up, None, specs.x_forward, offs, "auto")
+    assert Operand(h[0], h[1] if len(h) > 1 else None, spec_of(specs.x_forward), 1).dequantize().shape == gate.shape

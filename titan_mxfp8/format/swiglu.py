@@ -1,0 +1,69 @@
+"""The definition of the experts' SwiGLU, before anything is quantised: plain torch, fp32 inside, each result rounded
+once to bf16.
+
+M tokens, H hidden features. ``gate`` and ``up`` are the two pre-activations, ``u`` the gradient of the layer's output
+by h before the score (``u = g w2``), s a token's score.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+GPT_OSS_ALPHA = 1.702  # with a limit, h is gate * sigmoid(1.702 gate) * (up + 1)
+
+
+class Gradients(NamedTuple):
+    """What ``backward`` returns; all but the last (M, H) in bf16."""
+
+    dgate: torch.Tensor
+    dup: torch.Tensor
+    sh: torch.Tensor  # score times h, which wgrad of w2 multiplies
+    dscores: torch.Tensor | None  # fp32 (M,)
+
+
+def forward(gate_MH: torch.Tensor, up_MH: torch.Tensor, limit: float | None) -> torch.Tensor:
+    """h (M, H) in bf16.
+
+    Args:
+        gate_MH, up_MH: bf16.
+        limit: None: ``gate * sigmoid(gate) * up``. Else gate is cut at ``limit`` and up at ``-limit`` and ``limit``,
+            and h is ``gate * sigmoid(1.702 gate) * (up + 1)``, as gpt_oss has it.
+    """
+    gate, up, sigmoid = _parts(gate_MH, up_MH, limit)
+    return (gate * sigmoid * up).bfloat16()
+
+
+def backward(
+    gate_MH: torch.Tensor, up_MH: torch.Tensor, u_MH: torch.Tensor, scores_M: torch.Tensor | None, limit: float | None
+) -> Gradients:
+    """The gradients of ``sum(s * u * h)``, s and u held fixed but for ``dscores``; 0 where a value was cut.
+
+    Args:
+        gate_MH, up_MH, limit: as ``forward``.
+        u_MH: bf16, the gradient by h, without the score.
+        scores_M: fp32, or None for 1.
+    """
+    gate, up, sigmoid = _parts(gate_MH, up_MH, limit)
+    u = u_MH.float()
+    s = 1.0 if scores_M is None else scores_M.float()[:, None]
+    dh, activated = u * s, gate * sigmoid
+    h = activated * up
+    alpha = 1.0 if limit is None else GPT_OSS_ALPHA
+    dgate = dh * up * (sigmoid * (1 + alpha * gate * (1 - sigmoid)))
+    dup = dh * activated
+    if limit is not None:
+        dgate = dgate.masked_fill(gate_MH > limit, 0)
+        dup = dup.masked_fill(up_MH.abs() > limit, 0)
+    dscores = None if scores_M is None else (u * h.bfloat16().float()).sum(1)
+    return Gradients(dgate.bfloat16(), dup.bfloat16(), (h * s).bfloat16(), dscores)
+
+
+def _parts(
+    gate_MH: torch.Tensor, up_MH: torch.Tensor, limit: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """In fp32 the cut gate, what it is multiplied by, and its sigmoid."""
+    gate, up = gate_MH.float(), up_MH.float()
+    if limit is None:
+        return gate, up, torch.sigmoid(gate)
+    gate = gate.clamp(max=limit)
+    return gate, up.clamp(-limit, limit) + 1, torch.sigmoid(GPT_OSS_ALPHA * gate)
