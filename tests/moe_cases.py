@@ -1,0 +1,148 @@
+"""Tokens and their experts for the tests of transports, and what one process makes of them."""
+
+from typing import NamedTuple
+
+import torch
+
+from titan_mxfp8.moe.transport import Landing, Transport
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+
+class Case(NamedTuple):
+    """A layer's routing; ``tokens`` of each rank, again from the first where there are more ranks."""
+
+    tokens: tuple[int, ...]
+    dim: int
+    experts: int
+    slots: int
+    routing: str = "random"  # or which experts get all: "first", "last"; "one rank": the last one's
+
+
+CASES = (
+    Case((37, 20, 0, 5), 64, 8, 3),
+    Case((16,), 128, 4, 1),
+    Case((0, 33), 32, 20, 8),  # 10 or 5 experts on a rank
+    Case((9, 31), 96, 6, 2),  # 3 experts on each of 2 ranks; 4 ranks cannot divide them
+    Case((21,), 64, 160, 6),
+    Case((12, 7), 64, 4, 1, "first"),
+    Case((12, 7), 64, 8, 2, "one rank"),
+    Case((40, 1), 64, 4, 4, "last"),  # every token on every rank
+    Case((0,), 64, 4, 2),
+)
+
+
+class Tokens(NamedTuple):
+    """A rank's: FP8 rows and their scales, and for the other tests rows in bf16; their experts and scores."""
+
+    parts: list[torch.Tensor]
+    gradients: torch.Tensor
+    expert_ids: torch.Tensor
+    scores: torch.Tensor
+
+    def arguments(self) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+        return self.parts, self.expert_ids, self.scores
+
+
+def tokens_of(case: Case, rank: int, ranks: int, seed: int = 0) -> Tokens:
+    """The tokens at home on ``rank``, the same in every process."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    tokens = case.tokens[rank % len(case.tokens)]
+    local = max(case.experts // ranks, 1)
+    first, last = {
+        "random": (0, case.experts),
+        "first": (0, case.slots),
+        "last": (case.experts - case.slots, case.experts),
+        "one rank": (case.experts - max(local, case.slots), case.experts),
+    }[case.routing]
+    likes = torch.rand(tokens, last - first, generator=generator)
+    expert_ids = first + likes.topk(case.slots, 1).indices
+    scores = torch.rand(tokens, case.slots, generator=generator)
+    elements = torch.randint(0, 256, (tokens, case.dim), generator=generator, dtype=torch.uint8).view(E4M3)
+    scales = torch.randint(0, 256, (tokens, case.dim // 32), generator=generator, dtype=torch.uint8)
+    gradients = torch.randn(tokens, case.dim, generator=generator).to(BF16)
+    return Tokens([elements, scales.view(torch.float8_e8m0fnu)], gradients, expert_ids, scores)
+
+
+def expert(number: int, x: torch.Tensor) -> torch.Tensor:
+    """What the tests have for experts: each multiplies by its own number."""
+    return (x.float() * (0.5 + number / 7)).to(BF16)
+
+
+def expected_sums(
+    case: Case, all_tokens: list[Tokens], rank: int, weighted: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``combine`` of experts applied twice over (two ``ys``), token by token, and the slot values 10 * score + expert.
+
+    Sums as the transport has them: in fp32 on each rank in the order of slots, then in bf16, then over the ranks.
+    """
+    tokens, ranks = all_tokens[rank], len(all_tokens)
+    local, total = case.experts // ranks, torch.zeros(tokens.gradients.shape)
+    for owner in range(ranks):
+        partial = torch.zeros_like(total)
+        for slot in range(case.slots):
+            ids = tokens.expert_ids[:, slot]
+            for number in ids.unique().tolist():
+                if number // local == owner:
+                    chosen = ids == number
+                    x = tokens.gradients[chosen]
+                    y = expert(number, x).float() + x.float()
+                    partial[chosen] += tokens.scores[chosen, slot][:, None] * y if weighted else y
+        total += partial if ranks == 1 else partial.to(BF16).float()
+    return total.to(dtype), 10 * tokens.scores + tokens.expert_ids
+
+
+def check_against_one_process(
+    transport: Transport, case: Case, all_tokens: list[Tokens], device: str, worst_case: bool = False
+) -> tuple[list[torch.Tensor], Landing]:
+    """Holds a rank of ``transport`` to what one process makes of all ranks' tokens, bit for bit; what landed."""
+    rank, ranks = transport.rank, transport.ranks
+    local, mine = case.experts // ranks, all_tokens[rank]
+    parts, ids, scores = mine.arguments()
+    parts, ids, scores = [part.to(device) for part in parts], ids.to(device), scores.to(device)
+    landed, landing = transport.dispatch(parts, ids, scores, case.experts, worst_case)
+
+    # (expert, source, slot) in this order, of every slot that chose an expert of this rank
+    slots = [
+        (number, source, i)
+        for source, tokens in enumerate(all_tokens)
+        for i, number in enumerate(tokens.expert_ids.view(-1).tolist())
+        if number // local == rank
+    ]
+    slots.sort()
+    rows = len(slots)
+    ends = [sum(number < (rank * local + e + 1) for number, _, _ in slots) for e in range(local)]
+    assert landing.offs.tolist() == ends and landing.offs.dtype == torch.int32, (case, landing.offs, ends)
+    assert landed[0].shape[0] == landing.scores.shape[0] >= rows
+    if not worst_case:
+        assert landing.scores.shape[0] == rows, (case, landing.scores.shape, rows)
+
+    def of_all(tensors: list[torch.Tensor]) -> torch.Tensor:
+        picked = [tensors[source].view(torch.uint8)[i // case.slots] for _, source, i in slots]
+        return torch.stack(picked) if picked else tensors[0].view(torch.uint8)[:0]
+
+    def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+        return torch.equal(actual[:rows].cpu().view(torch.uint8), expected)
+
+    for part, part_landed in enumerate(landed):
+        assert part_landed.dtype == parts[part].dtype
+        assert same(part_landed, of_all([tokens.parts[part] for tokens in all_tokens])), (case, part)
+    expected = torch.tensor([all_tokens[source].scores.view(-1)[i] for _, source, i in slots])
+    assert torch.equal(landing.scores[:rows].cpu(), expected), case
+    (gradients,) = transport.resend([mine.gradients.to(device)], landing)
+    assert same(gradients, of_all([tokens.gradients for tokens in all_tokens])), case
+
+    y = torch.full_like(gradients, float("nan"))  # rows past the last one stay so
+    values = torch.full_like(landing.scores, float("nan"))
+    for at, (number, _, _) in enumerate(slots):
+        y[at] = expert(number, gradients[at])
+        values[at] = 10 * landing.scores[at] + number
+    gradients[rows:] = float("nan")
+    for weighted, dtype in ((True, BF16), (False, torch.float32)):
+        sums, at_home = transport.combine([y, gradients], weighted, values, landing, dtype)
+        expected, expected_values = expected_sums(case, all_tokens, rank, weighted, dtype)
+        assert sums.dtype == dtype and torch.equal(sums.cpu(), expected), (case, weighted)
+        assert torch.equal(at_home.cpu(), expected_values), case
+    sums, at_home = transport.combine([y], True, None, landing, BF16)
+    assert at_home is None and sums.shape == mine.gradients.shape
+    return landed, landing

@@ -1,0 +1,60 @@
+"""A program for torchrun: tokens over gloo against one process and TorchTitan's order of rows, on CPU.
+
+Run by tests/test_moe_transport.py.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from moe_cases import CASES, Case, Tokens, check_against_one_process, tokens_of
+from torchtitan.models.moe.kernels import generate_permute_indices
+
+from titan_mxfp8.moe import choose
+
+
+def torchtitan_rows(case: Case, all_tokens: list[Tokens], rank: int, part: int) -> torch.Tensor:
+    """The rows of a part in the order of TorchTitan's dispatch: what each source sends in the order of its experts,
+    then TorchTitan's permutation, less the padding."""
+    local = case.experts // len(all_tokens)
+    sent, counts = [], []
+    for tokens in all_tokens:
+        ids = tokens.expert_ids.view(-1)
+        order = torch.argsort(ids, stable=True)
+        order = order[ids[order] // local == rank]
+        sent.append(tokens.parts[part].view(torch.uint8)[order // case.slots])
+        counts.append(torch.bincount(ids, minlength=case.experts)[rank * local : (rank + 1) * local])
+    rows, counts = torch.cat(sent), torch.cat(counts).int()
+    padded = rows.shape[0] + local * 8
+    indices, _, _ = generate_permute_indices(counts, local, len(all_tokens), padded, 8, use_cpu=True)
+    return rows[indices[indices >= 0].long()]
+
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+rank, ranks = dist.get_rank(), dist.get_world_size()
+transport, reason = choose("auto", dist.group.WORLD, torch.device("cpu"))
+assert "collective" in reason, reason
+for case in CASES:
+    if case.experts % ranks:
+        try:
+            transport.dispatch(*tokens_of(case, rank, ranks).arguments(), case.experts, False)
+        except ValueError as error:
+            assert "cannot be divided" in str(error)
+            continue
+        raise AssertionError("experts that cannot be divided")
+    all_tokens = [tokens_of(case, source, ranks) for source in range(ranks)]
+    landed, _ = check_against_one_process(transport, case, all_tokens, "cpu")
+    for part in (0, 1):
+        expected = torchtitan_rows(case, all_tokens, rank, part)
+        assert torch.equal(landed[part].view(torch.uint8), expected), case
+try:
+    tokens = tokens_of(CASES[0], rank, ranks)
+    transport.dispatch(*tokens.arguments(), CASES[0].experts, worst_case=True)
+except ValueError as error:
+    assert "use counted rows" in str(error)
+else:
+    raise AssertionError("rows for the worst case")
+print(f"{len(CASES)} cases on {ranks} ranks")
+dist.destroy_process_group()
+os.write(1, b"passed\n")

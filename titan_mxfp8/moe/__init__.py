@@ -1,0 +1,35 @@
+"""How tokens travel to their experts and back: the transports, and which is chosen (``choose``)."""
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from titan_mxfp8.moe.collective import Collective
+from titan_mxfp8.moe.transport import Landing, Local, Transport
+
+__all__ = ["Landing", "Transport", "choose"]
+
+TRANSPORTS = ("auto", "collective", "symmetric")
+
+
+def choose(
+    transport: Literal["auto", "collective", "symmetric"], group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[Transport, str]:
+    """The transport of an expert-parallel group, and why, in words for the log.
+
+    Every rank of the group calls this at the same time.
+
+    Args:
+        transport: ``auto``: ``symmetric`` where it can be, else ``collective``. One rank needs neither.
+        group: the ranks among which the experts are divided; None: this one has all.
+        device: where the tokens are.
+
+    Raises:
+        ValueError: unknown name, or ``symmetric`` where it cannot be.
+    """
+    if transport not in TRANSPORTS:
+        raise ValueError(f"unknown transport {transport!r}: use one of {', '.join(TRANSPORTS)}")
+    if group is None or group.size() == 1:
+        return Local(), "local: one rank has every expert"
+    return Collective(group), "collective: named by the user"
