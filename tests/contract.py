@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from titan_mxfp8 import RECIPES
 from titan_mxfp8.backends import BACKENDS, Backend, Entry, Gemm, Plan, load
+from titan_mxfp8.backends import reference as reference_backend
 from titan_mxfp8.backends.common import pad
 from titan_mxfp8.backends.common.dequantize import dequantize
 from titan_mxfp8.backends.common.hold import held_multiprocessors
@@ -197,6 +198,40 @@ def check_quantize_both(
     assert_same(along_first, reference.quantize(x_cpu, x.ndim - 2, first, offs), rows)
 
 
+def check_requantize(
+    backend: Backend, rows: Operand, axis: int, spec: OperandSpec, offs=None, device: str | torch.device = "cpu"
+) -> None:
+    """``rows`` on the CPU. What lies past the last group, where the reference has zeros, does not count."""
+    expected, used = reference.requantize(rows, axis, spec, offs), None
+    with poisoned_empty():
+        ours = backend.requantize(to(rows, device), axis, spec, None if offs is None else offs.to(device))
+    if offs is not None and spec.stored == "bf16":
+        used = int(offs[-1])
+    elif offs is not None:
+        end = int(reference.padded_ends(offs, spec.span)[-1])
+        assert ours.data.shape == expected.data.shape and ours.data.is_contiguous()
+        assert ours.scale.shape == expected.scale.shape and ours.scale.is_contiguous()
+        ours, expected = (_before(end, to(operand, "cpu")) for operand in (ours, expected))
+    assert_same(ours, expected, used)
+
+
+def _before(end: int, operand: Operand) -> Operand:
+    """Of a padded axis the part that groups fill."""
+    blocks = end // operand.spec.span
+    scale = operand.scale[:, :blocks] if operand.spec.scales == "rows" else operand.scale[:blocks]
+    return operand._replace(data=operand.data[:, :end].contiguous(), scale=scale.contiguous())
+
+
+def requantised(plan: Plan) -> Iterator[tuple[OperandSpec, int, OperandSpec]]:
+    """What FP8 rows of a plan are requantised to, and exact ones that arrived: rows, axis, result."""
+    for first, second in ((plan.forward.a, plan.wgrad.b), (plan.dgrad.a, plan.wgrad.a)):
+        arrived = OperandSpec(elem_dtype=first.elem_dtype)
+        for rows in dict.fromkeys((first, arrived)):
+            if rows.stored != "bf16":
+                yield rows, 0, second
+                yield rows, 1, first
+
+
 def check_dequantize(x: torch.Tensor, spec: OperandSpec, device: str | torch.device = "cpu") -> None:
     for axis in (x.ndim - 2, x.ndim - 1):
         operand = reference.quantize(x, axis, spec)
@@ -347,9 +382,13 @@ def check_gemms(
             expected = product_m_grouped(a, b, offs, bias)
         with poisoned_empty():
             out = backend.gemm_m_grouped(a, b, offs_there, bias, out_dtype)
+            without_tail = backend.gemm_m_grouped(a, b, offs_there, bias, out_dtype, zero_tail=False)
         assert out.dtype == out_dtype and out.shape == expected.shape
         judge(out[:used], expected[:used], gemm, f"{name}, {case}")
         assert not out[used:].any(), f"{name}, {case}: rows of no group"
+        assert torch.equal(without_tail[:used], out[:used]), f"{name}, {case}: without a tail"
+        if backend is not reference_backend:
+            assert without_tail[used:].isnan().all(), f"{name}, {case}: rows of no group were written"
     gemm = plan.wgrad
     dy = to(reference.quantize(given["dy"], 0, gemm.a, offs), device)
     x = to(reference.quantize(given["x"], 0, gemm.b, offs), device)

@@ -15,11 +15,13 @@ from contract import (
     check_offs_past_the_last_row,
     check_quantize,
     check_quantize_both,
+    check_requantize,
     even_squares,
     judge,
     operands_of,
     partly_even,
     patchy,
+    requantised,
     targets_here,
     uneven,
     wide,
@@ -75,6 +77,19 @@ def test_quantisers_give_the_references_bits(target: Target, recipe: Recipe) -> 
                 check_quantize(target.backend, w.mT, 1, plan.dgrad.b, device=device)
                 if plan.forward.b.stored != "bf16":
                     check_quantize_both(target.backend, w, plan.forward.b, plan.dgrad.b, device=device)
+
+
+@pytest.mark.parametrize("target, recipe", KERNELS, ids=ids)
+def test_requantised_rows_have_the_references_bits(target: Target, recipe: Recipe) -> None:
+    for rows_spec, axis, spec in requantised(target.backend.plan(recipe, target.hardware)):
+        for make in (wild, uneven, partly_even):
+            for shape in ((129, 288), (77, 96), (1, 32), (0, 64)):
+                rows = reference.quantize(make(shape, BF16), 1, rows_spec)
+                check_requantize(target.backend, rows, axis, spec, device=target.device)
+            for spread in SPREADS if axis == 0 else ():
+                rows = reference.quantize(make((700, 416), BF16), 1, rows_spec)
+                offs = make_offs(group_sizes(spread, 560, 7))
+                check_requantize(target.backend, rows, 0, spec, offs, target.device)
 
 
 @pytest.mark.parametrize("case", CASES)

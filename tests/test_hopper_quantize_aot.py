@@ -4,13 +4,15 @@ are meant.
 ``pytest -rP tests/test_hopper_quantize_aot.py`` prints registers and shared memory of each.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from aot import compile_only
 from test_triton_aot import OFFS, check, make
 
 from titan_mxfp8.backends import hopper
-from titan_mxfp8.format.spec import OperandSpec
+from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
 
 E5M2 = torch.float8_e5m2
 ROWS = OperandSpec(span=128, scales="across")
@@ -33,6 +35,34 @@ FORMS = {
     "even 32x32 both": (EVEN_SQUARES, None, {}),
     "even 32x32 both, E5M2": (OperandSpec(stored="even", block="32x32", lines=32, elem_dtype=E5M2), None, {}),
 }
+
+
+# What FP8 rows become along the first axis, by what they are.
+EXACT, VALUES = OperandSpec(), OperandSpec(stored="bf16")
+REQUANTISED = {
+    "rebased": (ROWS, ROWS),
+    "rebased, E5M2": (replace(ROWS, elem_dtype=E5M2), replace(ROWS, elem_dtype=E5M2)),
+    "exact to rebased": (EXACT, ROWS),
+    "exact": (EXACT, EXACT),
+    "even to values": (replace(EXACT, stored="even"), VALUES),
+    "rebased to unquantised": (ROWS, UNQUANTIZED),
+}
+
+
+@pytest.mark.parametrize("form", REQUANTISED)
+def test_requantise_sm_90(form: str):
+    """Each thread reads 8 bytes at once and no row past the last group; stores are as those of other quantisers."""
+    rows, spec = REQUANTISED[form]
+    with compile_only("sm_90") as kernels:
+        hopper.requantize(rows.empty(torch.empty(256, 512, dtype=torch.bfloat16), 1, None), 0, spec, OFFS)
+    check(kernels)
+    kernel = kernels[-1]
+    assert kernel.count("EXIT") >= 2
+    if spec.is_quantized:
+        assert kernel.count("LDG.E.64") == 8 and kernel.count("LDG.E.U8") <= 8, kernel
+    else:
+        assert kernel.count("LDG.E.128") >= 1
+    assert kernel.count("STG.E.128") >= 1 and kernel.count("STG.E.U8") <= 2
 
 
 @pytest.mark.parametrize("form", FORMS)

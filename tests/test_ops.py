@@ -407,6 +407,9 @@ def test_custom_ops_meet_their_fakes() -> None:
         opcheck(library.quantize_both.overload, (w, w_spec, w_spec, None, "auto"))
         x_k, w_k = library.quantize(x, 1, x_spec, None, "auto"), library.quantize(w, 2, w_spec, None, "auto")
         dy_n, w_n = library.quantize(dy, 1, dy_spec, None, "auto"), library.quantize(w, 1, w_spec, None, "auto")
+        for axis, given in ((0, offs), (0, None), (1, None)):
+            for spec in (x_spec, OperandSpec(stored="bf16").key, UNQUANTIZED.key):
+                opcheck(library.requantize.overload, (*x_k, x_spec, axis, spec, given, "auto"))
         for bias in (None, torch.randn(E, N)):
             args = (*x_k, x_spec, *w_k, w_spec, 2, offs, bias, torch.bfloat16, "auto")
             opcheck(library.gemm_m_grouped.overload, args)

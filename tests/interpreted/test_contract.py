@@ -12,9 +12,11 @@ from contract import (
     check_nan_stays_in_its_group,
     check_quantize,
     check_quantize_both,
+    check_requantize,
     even_squares,
     operands_of,
     partly_even,
+    requantised,
     uneven,
     wild,
     with_arrived,
@@ -23,6 +25,7 @@ from contract import (
 from titan_mxfp8.backends import hopper, triton
 from titan_mxfp8.backends.common import convert, gemm
 from titan_mxfp8.backends.hardware import Hardware
+from titan_mxfp8.format import reference
 from titan_mxfp8.recipe import RECIPES, Recipe, get_recipe
 from titan_mxfp8.testing import SPREADS, group_sizes, make_offs
 
@@ -96,6 +99,23 @@ def test_hoppers_quantisers(recipe: str | Recipe, dtype: torch.dtype) -> None:
             check_quantize_both(hopper, x, plan.forward.b, plan.dgrad.b)
             check_quantize(hopper, x, 2, plan.forward.b)
             check_quantize(hopper, x, 1, plan.dgrad.b)
+
+
+@pytest.mark.usefixtures("sm_90")
+@pytest.mark.parametrize(
+    "backend, arch, recipe",
+    [(hopper, "sm_90", name) for name in ("mxfp8_2d", "mxfp8_wgrad_bf16_rebased", "mxfp8_e5m2_grad_rebased", OTHER)]
+    + [(triton, "sm_100", name) for name in ("mxfp8_floor", "mxfp8_wgrad_bf16", "mxfp8_e5m2_grad")],
+)
+def test_requantise(backend, arch: str, recipe: str | Recipe) -> None:
+    for rows_spec, axis, spec in requantised(backend.plan(get_recipe(recipe), Hardware(arch, arch))):
+        for make in (uneven, wild):
+            for shape in ((129, 288), (1, 32), (0, 64)):
+                check_requantize(backend, reference.quantize(make(shape, BF16), 1, rows_spec), axis, spec)
+        if axis == 0:
+            rows = reference.quantize(torch.cat([uneven((220, 160), BF16), wild((80, 160), BF16)]), 1, rows_spec)
+            for sizes in ([0, 1, 44, 130, 80], [300], [0, 0], [33, 0, 200]):
+                check_requantize(backend, rows, 0, spec, make_offs(sizes))
 
 
 @pytest.mark.usefixtures("sm_90")

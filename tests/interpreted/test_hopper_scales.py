@@ -6,6 +6,7 @@ import torch
 from titan_mxfp8.backends.hopper import gemm
 from titan_mxfp8.format.mx import ceil_to, decode_scale
 from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.testing import make_offs, poisoned_empty
 
 ROWS = OperandSpec()
 SQUARES = OperandSpec(block="32x32", lines=32)
@@ -56,6 +57,30 @@ def test_decoded_scales_lie_where_the_gemm_looks(
         assert torch.equal(part.nan_to_num(3.0), expected.nan_to_num(3.0)), copy
     expected = padded(column_scale, 72).mT.reshape(-1, 72)
     assert torch.equal(column_out.nan_to_num(3.0), expected.nan_to_num(3.0))
+
+
+@pytest.mark.parametrize("exact, k_grouped", [(True, False), (False, False), (False, True)])
+def test_scales_of_no_group_are_not_decoded(exact: bool, k_grouped: bool, monkeypatch: pytest.MonkeyPatch):
+    """Rows from the next 64 past ``offs[-1]`` on, in each of the shifted copies; of wgrad stages that no group can
+    reach, of both operands: 130 tokens in two groups fill at most 3."""
+    monkeypatch.setattr(gemm, "DECODE_LINES", 64)
+    rows, stages, copies = 300, 5, 1 if exact or k_grouped else 4
+    a = operand(torch.randint(256, (rows, stages * (4 if exact else 1))), rows, ROWS if exact else REBASED)
+    matrices = () if k_grouped else (2,)
+    column_scale = torch.randint(256, (*matrices, 70, stages * (4 if exact else 1)))
+    b = operand(column_scale, 70, SQUARES if exact else REBASED)
+    whole = gemm.decode_scales(a, b, 70, stages, copies, end=rows)
+    with poisoned_empty():
+        part = gemm.decode_scales(a, b, 70, stages, copies, rows, make_offs([1, 129]), k_grouped)
+    assert part.buffer[part.size :][:2].tolist() == [0, rows]
+    (row_whole, column_whole), (row_part, column_part) = parts(whole), parts(part)
+    if k_grouped:
+        assert torch.equal(row_part[:, :3], row_whole[:, :3]) and (row_part[:, 3:] == -1).all()
+        column_part, column_whole = (t.view(stages, -1) for t in (column_part, column_whole))
+        assert torch.equal(column_part[:3], column_whole[:3]) and (column_part[3:] == -1).all()
+    else:
+        assert torch.equal(row_part[:, :, :192], row_whole[:, :, :192]) and (row_part[:, :, 192:] == -1).all()
+        assert torch.equal(column_part, column_whole)
 
 
 def marks(scales: torch.Tensor) -> torch.Tensor:

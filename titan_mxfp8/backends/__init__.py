@@ -85,8 +85,18 @@ class Backend(Protocol):
         """
 
     @staticmethod
+    def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+        """``format.reference.requantize`` to any spec of activations or gradients. What lies behind the last group is
+        undefined, and costs nothing."""
+
+    @staticmethod
     def gemm_m_grouped(
-        a: Operand, b: Operand, offs: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype
+        a: Operand,
+        b: Operand,
+        offs: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        zero_tail: bool = True,
     ) -> torch.Tensor:
         """Rows of group e times matrix e: forward and dgrad.
 
@@ -96,6 +106,7 @@ class Backend(Protocol):
             offs: int32 (E,) end offsets of the groups among the M rows; None: E is 1 and every row is in the group.
             bias: (E, D), added to the rows of each group, or None.
             out_dtype: bf16 or fp32.
+            zero_tail: False: the rows at and past ``offs[-1]`` are undefined, and cost nothing.
 
         Returns:
             (M, D), zeros in the rows at and past ``offs[-1]``.

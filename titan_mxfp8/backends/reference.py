@@ -49,8 +49,18 @@ def quantize_both(
     return quantize(x, x.ndim - 1, last, None), quantize(x, x.ndim - 2, first, offs)
 
 
+def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+    """``Backend.requantize``."""
+    return reference.requantize(rows, axis, spec, offs)
+
+
 def gemm_m_grouped(
-    a: Operand, b: Operand, offs: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype
+    a: Operand,
+    b: Operand,
+    offs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    zero_tail: bool = True,
 ) -> torch.Tensor:
     """``Backend.gemm_m_grouped``."""
     check_m_grouped(a, b)
@@ -65,7 +75,8 @@ def gemm_m_grouped(
     if bias is not None:
         expert_M = torch.searchsorted(offs, row_M, right=True).clamp(max=offs.numel() - 1)
         y_MD = y_MD + bias.float()[expert_M]
-    return y_MD.to(out_dtype).masked_fill_((row_M >= offs[-1])[:, None], 0)
+    y_MD = y_MD.to(out_dtype)
+    return y_MD.masked_fill_((row_M >= offs[-1])[:, None], 0) if zero_tail else y_MD
 
 
 def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:

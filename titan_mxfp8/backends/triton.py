@@ -45,6 +45,13 @@ def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor |
     return exact.quantize(x, axis, spec, offs)
 
 
+def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+    """``Backend.requantize``."""
+    if axis == 1:
+        return quantize(dequantize.dequantize(rows, torch.float32), 1, spec, offs)
+    return (dequantize if spec.stored == "bf16" else exact).requantize(rows, spec, offs)
+
+
 def quantize_both(
     x: torch.Tensor, last: OperandSpec, first: OperandSpec, offs: torch.Tensor | None
 ) -> tuple[Operand, Operand]:

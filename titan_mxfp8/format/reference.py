@@ -63,6 +63,21 @@ def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor |
     return operand if spec.span == BLOCK_SIZE else rebase(operand, spec)
 
 
+def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None = None) -> Operand:
+    """``quantize`` of the values of ``rows``, in fp32.
+
+    Along their own axis that changes no value where ``spec`` is exact. Along the other one an element's exponent moves,
+    and its value changes where it falls below the smallest normal element beside its new neighbours. NaN rows make the
+    blocks NaN that they go through.
+
+    Args:
+        rows: FP8 of (M, C), quantised along axis 1 in blocks of 1x32: exact, evened out or rebased.
+        axis, spec, offs: as of ``quantize``; an unquantised spec gives the values in bf16.
+    """
+    assert rows.axis == 1 and rows.data.ndim == 2 and rows.spec.stored != "bf16" and rows.spec.lines == 1, rows.spec
+    return quantize(dequantize(rows), axis, spec, offs)
+
+
 def rebase(operand: Operand, spec: OperandSpec) -> Operand:
     """Gives neighbouring blocks one scale, the largest of theirs, so that a GEMM may scale once per 128 elements of the
     axis and, with ``spec.lines`` of 32, by one number for 32 columns.

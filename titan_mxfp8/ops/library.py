@@ -87,6 +87,27 @@ def _(x, last, first, offs, backend):
 
 
 @Operator
+def requantize(
+    rows: torch.Tensor,
+    scale: torch.Tensor,
+    rows_spec: str,
+    axis: int,
+    spec: str,
+    offs: torch.Tensor | None,
+    backend: str,
+) -> list[torch.Tensor]:
+    """``Backend.requantize`` of FP8 rows and their scales."""
+    check_offs_values(offs, rows.shape[0])
+    operand = Operand(_aligned(rows), _aligned(scale), spec_of(rows_spec), 1)
+    return _tensors(backends.load(backend, rows.device).requantize(operand, axis, spec_of(spec), _aligned(offs)))
+
+
+@torch.library.register_fake(requantize.overload)
+def _(rows, scale, rows_spec, axis, spec, offs, backend):
+    return _tensors(spec_of(spec).empty(rows, axis, None if offs is None else offs.shape[0]))
+
+
+@Operator
 def gemm_m_grouped(
     a: torch.Tensor,
     a_scale: torch.Tensor | None,
@@ -99,17 +120,19 @@ def gemm_m_grouped(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
+    zero_tail: bool = True,
 ) -> torch.Tensor:
     """``Backend.gemm_m_grouped``; ``b_axis``: the one of the weight's axes, 1 or 2, that it was quantised along."""
     check_offs_values(offs, a.shape[0])
     a_operand = Operand(_aligned(a), _aligned(a_scale), spec_of(a_spec), 1)
     b_operand = Operand(b, b_scale, spec_of(b_spec), b_axis)
     gemm = backends.load(backend, a.device).gemm_m_grouped
-    return _without_autocast(gemm, a.device, a_operand, b_operand, _aligned(offs), _aligned(bias), out_dtype)
+    rest = _aligned(offs), _aligned(bias), out_dtype, zero_tail
+    return _without_autocast(gemm, a.device, a_operand, b_operand, *rest)
 
 
 @torch.library.register_fake(gemm_m_grouped.overload)
-def _(a, a_scale, a_spec, b, b_scale, b_spec, b_axis, offs, bias, out_dtype, backend):
+def _(a, a_scale, a_spec, b, b_scale, b_spec, b_axis, offs, bias, out_dtype, backend, zero_tail=True):
     return a.new_empty((a.shape[0], b.shape[_features(b_spec, b_axis)]), dtype=out_dtype)
 
 

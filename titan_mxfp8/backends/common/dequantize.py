@@ -15,7 +15,16 @@ from titan_mxfp8.backends.common.convert import (
     to_elements,
 )
 from titan_mxfp8.backends.common.launch import Kernel
-from titan_mxfp8.backends.common.tiles import LINE_BYTES, Tile, as_matrices, as_rows, load_tile, map_tiles
+from titan_mxfp8.backends.common.tiles import (
+    ROWS_TILE,
+    Tile,
+    as_matrices,
+    as_rows,
+    is_past,
+    load_tile,
+    map_tiles,
+    source_of,
+)
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
 
@@ -23,17 +32,20 @@ from titan_mxfp8.format.spec import Operand, OperandSpec
 ROUND_TILE = Tile(rows=128, lines=1)
 
 
-def dequantize(operand: Operand, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """The values of an exact FP8 operand, as its elements lie."""
+def dequantize(operand: Operand, dtype: torch.dtype = torch.bfloat16, offs: torch.Tensor | None = None) -> torch.Tensor:
+    """The values of an FP8 operand, exact or rebased rows, as its elements lie; with ``offs`` of those before
+    ``offs[-1]``, nothing in the others."""
     data, scale, spec, _ = operand
-    assert spec.scales == "rows" and spec.stored != "bf16", spec
+    across, squares = spec.scales == "across", spec.block == "32x32"
+    assert spec.stored != "bf16" and not (across and (spec.lines > 1 or data.ndim > 2)), spec
     out = torch.empty(data.shape, dtype=dtype, device=data.device)
-    row_blocks, squares = scale.shape[-1], spec.block == "32x32"
+    row_blocks = ceil_div(data.shape[-1], BLOCK_SIZE)
     blocks = math.prod(data.shape[:-1]) * row_blocks
+    height = data.shape[-2] if squares or across else 1
     _DEQUANTIZE_ROWS.launch(
-        ceil_div(blocks, 64), (data, scale, out), (row_blocks, data.shape[-1]),
-        (blocks, data.shape[-2] if squares else 1), (squares, spec.elem_dtype == torch.float8_e5m2, 64),
-        device=data.device,
+        ceil_div(blocks, 64), (data, scale, out, offs), (row_blocks, data.shape[-1]),
+        (blocks, height, 0 if offs is None else offs.shape[0]),
+        (squares, across, spec.elem_dtype == torch.float8_e5m2, 64), device=data.device,
     )  # fmt: skip
     return out
 
@@ -46,7 +58,7 @@ def quantize_dequantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: tor
     if offs is None and axis == x.ndim - 1 and spec.block == "1x32":
         _launch_rows(x, out)
     else:
-        _launch_tiles(x, x.ndim - 2 if spec.block == "32x32" else axis, None, out, offs)
+        _launch_tiles(x, x.ndim - 2 if spec.block == "32x32" else axis, None, out, offs, None)
     return out
 
 
@@ -62,8 +74,17 @@ def quantize_dequantize_both(
         along_last = quantize_dequantize(x, x.ndim - 1, last, offs)
         return along_last, along_last._replace(axis=x.ndim - 2)
     along_last, along_first = last.empty(x, x.ndim - 1, None), first.empty(x, x.ndim - 2, None)
-    _launch_tiles(x, x.ndim - 2, along_last, along_first, offs)
+    _launch_tiles(x, x.ndim - 2, along_last, along_first, offs, None)
     return along_last, along_first
+
+
+def requantize(rows: Operand, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+    """``Backend.requantize`` along axis 0 to values in bf16."""
+    if not spec.is_quantized:
+        return Operand(dequantize(rows, offs=offs), None, spec, 0)
+    out = spec.empty(rows.data, 0, None)
+    _launch_tiles(rows.data, 0, None, out, offs, rows)
+    return out
 
 
 @triton.jit
@@ -72,23 +93,28 @@ def through_elements(x, scale, E5M2: tl.constexpr):
     return from_elements(to_elements(x * reciprocal_scale(scale), scale, E5M2), E5M2) * scale_value(scale)
 
 
-@triton.jit(do_not_specialize=["blocks", "height"])
+@triton.jit(do_not_specialize=["blocks", "height", "groups"])
 def _dequantize_rows(
-    qdata, scale, out,
+    qdata, scale, out, offs,
     row_blocks, cols,
-    blocks, height,
-    SQUARES: tl.constexpr, E5M2: tl.constexpr, BLOCKS: tl.constexpr,
+    blocks, height, groups,
+    SQUARES: tl.constexpr, ACROSS: tl.constexpr, E5M2: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One program: ``BLOCKS`` neighbouring 1x32 blocks, counted through the rows of all matrices.
 
     32x32 scales of matrices of ``height = 40`` rows and ``row_blocks = 3``: row 41 is row 1 of matrix 1, whose scales
-    start at row 2 of all scales, so its block 2 has scale 2 * 3 + 2.
+    start at row 2 of all scales, so its block 2 has scale 2 * 3 + 2. ACROSS: ``height`` is that of the one matrix.
     """
+    if offs is not None:
+        if tl.program_id(0) * BLOCKS // row_blocks >= tl.load(offs + groups - 1):
+            return
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     row = block // row_blocks
     source = block
     if SQUARES:
         source = (row // height * tl.cdiv(height, 32) + row % height // 32) * row_blocks + block % row_blocks
+    if ACROSS:
+        source = (block % row_blocks // 4).to(tl.int64) * (tl.cdiv(height, 16) * 16) + row
     byte = tl.load(scale + source, mask=block < blocks, other=0).to(tl.int32)
     col = (block % row_blocks)[:, None] * 32 + tl.arange(0, 32)[None, :]
     inside = (block < blocks)[:, None] & (col < cols)
@@ -117,16 +143,18 @@ def _quantize_dequantize_rows(
 
 @triton.jit(do_not_specialize=["rows", "units", "groups"])
 def _quantize_dequantize_tiles(
-    x, last, first, table, offs,
+    x, x_scale, last, first, table, offs,
     cols, batch_stride, row_stride,
     rows, units, groups,
+    X_SPAN: tl.constexpr, X_E5M2: tl.constexpr,
     LAST: tl.constexpr, SQUARES: tl.constexpr, RAGGED: tl.constexpr,
     FLOOR: tl.constexpr, E5M2: tl.constexpr,
     BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile, as in ``quantize._quantize_tiles``, stored where it was read.
 
-    ``first`` always, in blocks along the first axis or in squares, with zeros for the tail; ``last`` on demand.
+    ``first`` always, in blocks along the first axis or in squares, with zeros for the tail but of FP8 rows; ``last`` on
+    demand.
     """
     ALL: tl.constexpr = 32 * BLOCKS * LINES
     col_tiles = tl.cdiv(cols, LINES * LINE)
@@ -134,12 +162,15 @@ def _quantize_dequantize_tiles(
     tile_col = tl.program_id(0) % col_tiles
     tile_row = tl.program_id(0) // col_tiles % row_tiles
     batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
+    if X_SPAN and RAGGED:
+        if is_past(table, offs, groups, tile_row, BLOCKS):
+            return
     x += batch * batch_stride
     out = batch * rows * cols
     if LAST:
         values, row, col, inside = load_tile(
-            x, table, rows, cols, row_stride, tile_row, tile_col, units, rows,
-            RAGGED, BLOCKS, LINES, LINE,
+            x, x_scale, table, rows, cols, row_stride, tile_row, tile_col, units, rows,
+            X_SPAN, X_E5M2, RAGGED, BLOCKS, LINES, LINE,
         )  # fmt: skip
         in_blocks = tl.reshape(values, (ALL, LINE // 32, 32))
         byte = scale_byte(tl.max(magnitude_bits(in_blocks), 2), FLOOR, E5M2)
@@ -148,8 +179,8 @@ def _quantize_dequantize_tiles(
     # The second load comes from the L1, and costs less than the registers that the values would be kept in.
     end = tl.load(offs + groups - 1) if RAGGED else rows
     values, row, col, inside = load_tile(
-        x, table, rows, cols, row_stride, tile_row, tile_col, units, end,
-        RAGGED, BLOCKS, LINES, LINE,
+        x, x_scale, table, rows, cols, row_stride, tile_row, tile_col, units, end,
+        X_SPAN, X_E5M2, RAGGED, BLOCKS, LINES, LINE,
     )  # fmt: skip
     values = tl.reshape(values, (8, BLOCKS, LINES, 4, LINE))
     amax = tl.max(tl.max(magnitude_bits(values), 0), 2)
@@ -178,19 +209,27 @@ def _launch_rows(x: torch.Tensor, out: Operand) -> None:
     )  # fmt: skip
 
 
-def _launch_tiles(x: torch.Tensor, axis: int, last: Operand | None, first: Operand, offs: torch.Tensor | None) -> None:
+def _launch_tiles(
+    x: torch.Tensor,
+    axis: int,
+    last: Operand | None,
+    first: Operand,
+    offs: torch.Tensor | None,
+    source: Operand | None,
+) -> None:
     spec, matrices = first.spec, as_matrices(x, axis)
-    tile, line = ROUND_TILE, LINE_BYTES // x.element_size()
-    unit_map = None if offs is None else map_tiles(offs, matrices.rows, tile, tail=True)
+    tile, (line, source_constants) = ROWS_TILE if source else ROUND_TILE, source_of(x, source)
+    unit_map = None if offs is None else map_tiles(offs, matrices.rows, tile, tail=source is None)
     units = ceil_div(matrices.rows, BLOCK_SIZE) if unit_map is None else unit_map.units
     programs = matrices.batches * ceil_div(units, tile.blocks) * ceil_div(matrices.cols, tile.lines * line)
     programs = programs if x.numel() else 0
     constants = (
-        last is not None, spec.block == "32x32", offs is not None,
+        *source_constants, last is not None, spec.block == "32x32", offs is not None,
         spec.rounding == "floor", spec.elem_dtype == torch.float8_e5m2, tile.blocks, tile.lines, line,
     )  # fmt: skip
     _QUANTIZE_DEQUANTIZE_TILES.launch(
-        programs, (matrices.x, last and last.data, first.data, unit_map and unit_map.table, offs),
+        programs,
+        (matrices.x, source and source.scale, last and last.data, first.data, unit_map and unit_map.table, offs),
         (matrices.cols, matrices.batch_stride, matrices.row_stride),
         (matrices.rows, units, 0 if offs is None else offs.shape[0]), constants,
         device=x.device, warps=tile.warps,

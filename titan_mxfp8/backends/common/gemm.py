@@ -110,9 +110,11 @@ def _number(count, THREADS: tl.constexpr):
 def _m_grouped_kernel(
     a, b, a_scale, b_scale, bias, out, offs, taken, C, D, M, E,
     MMA: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, SCALE_D: tl.constexpr, D_MAJOR: tl.constexpr,
-    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BAND: tl.constexpr, THREADS: tl.constexpr,
+    EVEN: tl.constexpr, ZERO_TAIL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BAND: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """One program: the output tile of its own number, then others on demand; then blocks of the rows of no group.
+    """One program: the output tile of its own number, then others on demand; then blocks of the rows of no group, with
+    ZERO_TAIL.
 
     ``offs = [100, 100, 300]``, D of two tiles, BM 128: group 0 has 1 x 2 tiles, numbers 0 and 1, group 1 none, group 2
     2 x 2, numbers 2 to 5. Of 3 programs the second computes tile 1 and, if it is the second to take another one, tile
@@ -170,7 +172,8 @@ def _m_grouped_kernel(
             b_scale += tl.cdiv(D, SCALE_D).to(tl.int64) * scale_blocks
         if bias is not None:
             bias += D
-    _fill_zeros(out, start.to(tl.int64) * D, (tl.zeros((), tl.int64) + M) * D, 8192)
+    if ZERO_TAIL:
+        _fill_zeros(out, start.to(tl.int64) * D, (tl.zeros((), tl.int64) + M) * D, 8192)
 
 
 @triton.jit(do_not_specialize=["M", "blocks", "E"])
@@ -280,7 +283,12 @@ _prepared: set[tuple] = set()  # weights by which torch multiplied many tokens
 
 
 def gemm_m_grouped(
-    a: Operand, b: Operand, offs: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype
+    a: Operand,
+    b: Operand,
+    offs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    zero_tail: bool = True,
 ) -> torch.Tensor:
     """``Backend.gemm_m_grouped`` of exact operands."""
     check_m_grouped(a, b)
@@ -295,7 +303,7 @@ def gemm_m_grouped(
                 _prepared.add(key)
                 multiply_m_grouped(a._replace(data=a.data[:0]), b, None, None, out_dtype, mma)
             return torch.mm(a.data, b_CD)
-    return multiply_m_grouped(a, b, offs, bias, out_dtype, mma)
+    return multiply_m_grouped(a, b, offs, bias, out_dtype, mma, zero_tail=zero_tail)
 
 
 def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
@@ -332,6 +340,7 @@ def multiply_m_grouped(
     out_dtype: torch.dtype,
     mma: Mma,
     tiles: "Tiles | None" = None,
+    zero_tail: bool = True,
 ) -> torch.Tensor:
     """``gemm_m_grouped`` with a given ``Mma`` and, for measurements, given tiles."""
     if mma != "scaled":
@@ -351,7 +360,7 @@ def multiply_m_grouped(
             block = (1, tiles.bc, tiles.bn) if d_major else (1, tiles.bn, tiles.bc)
             matrices, descriptors = (), (descriptor(a.data, (tiles.bm, tiles.bc)), descriptor(b.data, block))
         constants = (
-            mma, *_formats(mma, a, b), b.spec.lines if mma == "scaled" else 1, d_major, c % tiles.bc == 0,
+            mma, *_formats(mma, a, b), b.spec.lines if mma == "scaled" else 1, d_major, c % tiles.bc == 0, zero_tail,
             tiles.bm, tiles.bn, tiles.bc, BAND, 64 * tiles.warps,
         )  # fmt: skip
         count = (ceil_div(m, tiles.bm) + experts) * ceil_div(d, tiles.bn) if m else 0  # at most

@@ -28,9 +28,11 @@ from titan_mxfp8.backends.common.tiles import (
     as_matrices,
     as_rows,
     columns_to_elements,
+    is_past,
     lies_transposed,
     load_tile,
     map_tiles,
+    source_of,
     store_matrix,
     transposed,
     unit_rows,
@@ -49,8 +51,9 @@ class Launches(NamedTuple):
 
     rows: Callable[[torch.Tensor, Operand], None]
     """Blocks of 1x32 along the last axis."""
-    tiles: Callable[[torch.Tensor, Operand | None, Operand, torch.Tensor | None], None]
-    """Blocks of 1x32 along the last axis and another one, which may have ragged groups, or along that one alone."""
+    tiles: Callable[[torch.Tensor, Operand | None, Operand, torch.Tensor | None, Operand | None], None]
+    """Blocks of 1x32 along the last axis and another one, which may have ragged groups, or along that one alone; then
+    the tensor may be the FP8 elements of rows, which are given last."""
     squares: Callable[[torch.Tensor, Operand | None, Operand | None], None]
     """Blocks of 32x32, stored along the last axis, the one before, or both."""
 
@@ -65,6 +68,11 @@ def quantize_both(
 ) -> tuple[Operand, Operand]:
     """``Backend.quantize_both`` to exact FP8 of one spec, in one read of ``x``."""
     return quantize_both_by(_EXACT, x, last, first, offs)
+
+
+def requantize(rows: Operand, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+    """``Backend.requantize`` along axis 0 to exact FP8."""
+    return requantize_by(_EXACT, rows, spec, offs)
 
 
 def quantize_by(
@@ -82,7 +90,7 @@ def quantize_by(
     elif along_last:
         launches.rows(x, operand)
     else:
-        launches.tiles(x, None, operand, offs)
+        launches.tiles(x, None, operand, offs, None)
     return operand
 
 
@@ -99,8 +107,15 @@ def quantize_both_by(
     if last.block == "32x32":
         launches.squares(x, along_last, along_first)
     else:
-        launches.tiles(x, along_last, along_first, offs)
+        launches.tiles(x, along_last, along_first, offs, None)
     return along_last, along_first
+
+
+def requantize_by(launches: Launches, rows: Operand, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+    """``Backend.requantize`` along axis 0 with these launches."""
+    operand = spec.empty(rows.data, 0, None if offs is None else offs.shape[0])
+    launches.tiles(rows.data, None, operand, offs, rows)
+    return operand
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -127,9 +142,10 @@ def _quantize_rows(
 
 @triton.jit(do_not_specialize=["rows", "padded_blocks", "units", "groups"])
 def _quantize_tiles(
-    x, last_qdata, last_pieces, first_qdata, first_scale, table, offs,
+    x, x_scale, last_qdata, last_pieces, first_qdata, first_scale, table, offs,
     cols, batch_stride, row_stride,
     rows, padded_blocks, units, groups,
+    X_SPAN: tl.constexpr, X_E5M2: tl.constexpr,
     LAST: tl.constexpr, RAGGED: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
     BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
@@ -149,9 +165,12 @@ def _quantize_tiles(
     tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
     tile_row = tl.program_id(0) // col_tiles % row_tiles
     batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
+    if X_SPAN and RAGGED:
+        if is_past(table, offs, groups, tile_row, BLOCKS):
+            return
     values, _, _, _ = load_tile(
-        x + batch * batch_stride, table, rows, cols, row_stride, tile_row, tile_col, units, rows,
-        RAGGED, BLOCKS, LINES, LINE,
+        x + batch * batch_stride, x_scale, table, rows, cols, row_stride, tile_row, tile_col, units, rows,
+        X_SPAN, X_E5M2, RAGGED, BLOCKS, LINES, LINE,
     )  # fmt: skip
     values = tl.reshape(values, (8, BLOCKS, LINES, 4, LINE))
     col = tile_col * COLS + tl.arange(0, COLS)
@@ -255,8 +274,8 @@ def _quantize_squares(
     tile_row = tl.program_id(0) // col_tiles % row_tiles
     batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
     values, _, _, _ = load_tile(
-        x + batch * batch_stride, None, rows, cols, row_stride, tile_row, tile_col, row_blocks, rows,
-        False, BLOCKS, LINES, LINE,
+        x + batch * batch_stride, None, None, rows, cols, row_stride, tile_row, tile_col, row_blocks, rows,
+        0, False, False, BLOCKS, LINES, LINE,
     )  # fmt: skip
     values = tl.reshape(values, (8, BLOCKS, LINES, 4, LINE))
     amax = tl.max(tl.max(magnitude_bits(values), 0), 2)
@@ -299,10 +318,12 @@ def _launch_rows(x: torch.Tensor, out: Operand) -> None:
     )  # fmt: skip
 
 
-def _launch_tiles(x: torch.Tensor, last: Operand | None, first: Operand, offs: torch.Tensor | None) -> None:
+def _launch_tiles(
+    x: torch.Tensor, last: Operand | None, first: Operand, offs: torch.Tensor | None, source: Operand | None
+) -> None:
     """1x32 blocks along ``first.axis`` and, unless ``last`` is None, along the last axis too."""
     spec, matrices = first.spec, as_matrices(x, first.axis)
-    tile, line = BOTH_TILE if last else FIRST_TILE, LINE_BYTES // x.element_size()
+    tile, (line, source_constants) = BOTH_TILE if last else FIRST_TILE, source_of(x, source)
     tile_cols = tile.lines * line
     unit_map = None if offs is None else map_tiles(offs, matrices.rows, tile, tail=last is not None)
     units = ceil_div(matrices.rows, BLOCK_SIZE) if unit_map is None else unit_map.units
@@ -315,8 +336,12 @@ def _launch_tiles(x: torch.Tensor, last: Operand | None, first: Operand, offs: t
             torch.empty((matrices.batches, *shape), dtype=torch.uint8, device=x.device) for shape in shapes
         )
     table = unit_map and unit_map.table
-    tensors = matrices.x, last and last.data, last_pieces, first.data, first_pieces, table, offs
+    tensors = (
+        matrices.x, source and source.scale,
+        last and last.data, last_pieces, first.data, first_pieces, table, offs,
+    )  # fmt: skip
     constants = (
+        *source_constants,
         last is not None, offs is not None, spec.rounding == "floor", spec.elem_dtype == torch.float8_e5m2,
         tile.blocks, tile.lines, line,
     )  # fmt: skip

@@ -8,9 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from titan_mxfp8.backends.common.convert import reciprocal_scale, to_elements
+from titan_mxfp8.backends.common.convert import from_elements, reciprocal_scale, scale_value, to_elements
 from titan_mxfp8.backends.common.groups import UnitMap, map_units, units_with_tail
 from titan_mxfp8.format.mx import BLOCK_SIZE, ragged_rows
+from titan_mxfp8.format.spec import Operand
 
 LINE_BYTES = 128
 
@@ -29,6 +30,12 @@ class Tile:
     @property
     def warps(self) -> int:
         return self.blocks * self.lines
+
+
+# Of FP8 rows a line is half as long: a thread then holds as many numbers as of bf16. Two of them in a tile: of scales
+# that lie in rows a whole sector is read, for 4 scales of 128 columns. Chosen without a GPU.
+ROWS_LINE = 64
+ROWS_TILE = Tile(rows=128, lines=2)
 
 
 @triton.jit
@@ -50,14 +57,22 @@ def store_matrix(matrix, values, row, row_stop, col, cols):
 
 
 @triton.jit
+def is_past(table, offs, groups, tile_row, BLOCKS: tl.constexpr):
+    """Whether a tile lies behind the last group, by a map without a tail."""
+    return tl.load(table + tile_row * BLOCKS) >= tl.load(offs + groups - 1)
+
+
+@triton.jit
 def load_tile(
-    x, table,
+    x, x_scale, table,
     rows, cols, row_stride, tile_row, tile_col, units, limit,
+    X_SPAN: tl.constexpr, X_E5M2: tl.constexpr,
     RAGGED: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """A tile of ``32 * BLOCKS`` rows and ``LINES * LINE`` columns as fp32, its row and column numbers and its mask.
 
-    Rows at and past ``limit`` are zeros, but inside.
+    Rows at and past ``limit`` are zeros, but inside. With X_SPAN ``x`` is FP8 and has a scale for X_SPAN columns of a
+    row, which lie in rows (32) or across (128): see ``OperandSpec.scales``.
 
     It lies as (8 * BLOCKS * LINES * 4, LINE): row ``32 b + 8 q + i``, column ``LINE l + c`` is at [i, b, l, q, c]. A
     line is 128 bytes, so Triton gives a thread 16 bytes of a line, a warp four lines, and the warps the next ones: a
@@ -71,9 +86,25 @@ def load_tile(
     row = tl.reshape(tl.broadcast_to(start[None, :, None, None] + in_block, shape), (32 * BLOCKS * LINES,))
     stop = tl.reshape(tl.broadcast_to(stop[None, :, None, None], shape), (32 * BLOCKS * LINES,))
     line = tl.arange(0, 32 * BLOCKS * LINES) // 4 % LINES
-    col = (tile_col * LINES + line[:, None]) * LINE + tl.arange(0, LINE)[None, :]
-    known = (row < tl.minimum(stop, limit))[:, None] & (col < cols)
-    values = tl.load(x + row.to(tl.int64)[:, None] * row_stride + col, mask=known, other=0).to(tl.float32)
+    in_line = tl.arange(0, LINE)
+    if X_SPAN:
+        in_line = in_line // 8 * 8 + in_line % 8  # the same, but a thread gets 8 bytes of a line, and 8 rows again
+    col = (tile_col * LINES + line[:, None]) * LINE + in_line[None, :]
+    known_row = row < tl.minimum(stop, limit)
+    known = known_row[:, None] & (col < cols)
+    loaded = tl.load(x + row.to(tl.int64)[:, None] * row_stride + col, mask=known, other=0)
+    if X_SPAN:
+        WIDTH: tl.constexpr = min(LINE, X_SPAN)
+        first_col = (tile_col * LINES + line[:, None]) * LINE + tl.arange(0, LINE // WIDTH)[None, :] * WIDTH
+        if X_SPAN == 32:
+            at = row.to(tl.int64)[:, None] * tl.cdiv(cols, 32) + first_col // 32
+        else:
+            at = (first_col // 128).to(tl.int64) * (tl.cdiv(rows, 16) * 16) + row[:, None]
+        scale = tl.load(x_scale + at, mask=known_row[:, None] & (first_col < cols), other=0).to(tl.int32)
+        in_blocks = tl.reshape(from_elements(loaded, X_E5M2), (32 * BLOCKS * LINES, LINE // WIDTH, WIDTH))
+        values = tl.reshape(in_blocks * scale_value(scale)[:, :, None], (32 * BLOCKS * LINES, LINE))
+    else:
+        values = loaded.to(tl.float32)
     inside = (row < stop)[:, None] & (col < cols)
     return values, row, col, inside
 
@@ -128,6 +159,14 @@ def as_matrices(x: torch.Tensor, axis: int) -> Matrices:
 def as_rows(x: torch.Tensor) -> Matrices:
     """``x`` as one matrix whose columns are the last axis."""
     return as_matrices(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), 0)
+
+
+def source_of(x: torch.Tensor, rows: Operand | None) -> tuple[int, tuple[int, bool]]:
+    """Columns of a line of ``x``, and how ``load_tile`` reads it (X_SPAN, X_E5M2): numbers, or FP8 elements, which are
+    those of ``rows``."""
+    if rows is None:
+        return LINE_BYTES // x.element_size(), (0, False)
+    return ROWS_LINE, (rows.spec.span, rows.spec.elem_dtype == torch.float8_e5m2)
 
 
 def lies_transposed(x: torch.Tensor) -> bool:

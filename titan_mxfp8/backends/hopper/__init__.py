@@ -16,6 +16,7 @@ import torch
 
 from titan_mxfp8.backends import Gemm, Plan, reference, triton
 from titan_mxfp8.backends.common import gemm as portable
+from titan_mxfp8.backends.common.dequantize import dequantize
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm
 from titan_mxfp8.backends.hopper import quantize as hopper
@@ -43,6 +44,13 @@ def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor |
     return (hopper if _is_own(spec) else triton).quantize(x, axis, spec, offs)
 
 
+def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+    """``Backend.requantize``."""
+    if axis == 1:
+        return quantize(dequantize(rows, torch.float32), 1, spec, offs)
+    return hopper.requantize(rows, spec, offs) if _is_own(spec) else triton.requantize(rows, 0, spec, offs)
+
+
 def quantize_both(
     x: torch.Tensor, last: OperandSpec, first: OperandSpec, offs: torch.Tensor | None
 ) -> tuple[Operand, Operand]:
@@ -60,7 +68,12 @@ def _is_own(spec: OperandSpec) -> bool:
 
 
 def gemm_m_grouped(
-    a: Operand, b: Operand, offs: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype
+    a: Operand,
+    b: Operand,
+    offs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    zero_tail: bool = True,
 ) -> torch.Tensor:
     """``Backend.gemm_m_grouped``. FP8 of 1x32 blocks by 1x32 ones, as of activations that came quantised, goes through
     bf16.
@@ -70,13 +83,13 @@ def gemm_m_grouped(
     """
     check_m_grouped(a, b)
     if "bf16" in (a.spec.stored, b.spec.stored) or (a.spec.scale_block, b.spec.scale_block) == ("1x32", "1x32"):
-        return portable.gemm_m_grouped(a, b, offs, bias, out_dtype)
+        return portable.gemm_m_grouped(a, b, offs, bias, out_dtype, zero_tail)
     if (a.spec.scale_block, b.spec.scale_block) not in (("1x32", "32x32"), ("1x128", "32x128")):
         raise ValueError(
             f"cannot multiply blocks of {a.spec.scale_block} by blocks of {b.spec.scale_block}: quantise both operands "
             "as plan() says"
         )
-    return gemm.gemm_m_grouped(a, b, offs, bias, out_dtype)
+    return gemm.gemm_m_grouped(a, b, offs, bias, out_dtype, zero_tail)
 
 
 def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:

@@ -242,7 +242,7 @@ def _fill_zeros(out, begin, end, program, programs):
 @gluon.jit
 def _multiply(
     given, out_tiles, staging, bias, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, K_GROUPED: gl.constexpr,
-    BAND: gl.constexpr,
+    ZERO_TAIL: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     """The role of a warpgroup that multiplies and stores ``PARTS / WARPGROUPS`` parts of each tile.
 
@@ -337,7 +337,7 @@ def _multiply(
             if stop <= start:
                 _fill_zeros(out, e * size, (e + 1) * size, program, programs)
             start = stop
-    else:
+    elif ZERO_TAIL:
         _, _, _, _, _, stop = state
         _fill_zeros(out, stop.to(gl.int64) * D, out_rows.to(gl.int64) * D, program, programs)
 
@@ -346,11 +346,12 @@ def _multiply(
 def _gemm_kernel(
     a, b, row_scale, column_scale, out_tiles, out, bias, offs, taken, C, D,
     experts, tiles_down, tiles_across, out_rows, scale_rows, scale_stages,
-    STEPS: gl.constexpr, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, WARPGROUPS: gl.constexpr,
-    PARTS: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
-    MULTIPLY_REGISTERS: gl.constexpr,
+    STEPS: gl.constexpr, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, ZERO_TAIL: gl.constexpr,
+    WARPGROUPS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
+    LOAD_REGISTERS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program: output tiles, as long as there are any, then its warpgroups' share of what is zero.
+    """One program: output tiles, as long as there are any, then its warpgroups' share of what is zero; of the rows of
+    no group with ZERO_TAIL.
 
     ``a``: descriptor of (rows, C). ``b``: of (E * D, C), or (D, C) with K_GROUPED. STEPS: sums of a stage.
     ``row_scale``, ``column_scale``: descriptors of what ``decode_scales`` makes. ``out_tiles``: descriptor of ``out``
@@ -385,8 +386,8 @@ def _gemm_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (multiply, out_tiles, staging, bias, 0, WARPGROUPS, K_GROUPED, BAND)),
-                (_multiply, (multiply, out_tiles, staging, bias, 1, WARPGROUPS, K_GROUPED, BAND)),
+                (_multiply, (multiply, out_tiles, staging, bias, 0, WARPGROUPS, K_GROUPED, ZERO_TAIL, BAND)),
+                (_multiply, (multiply, out_tiles, staging, bias, 1, WARPGROUPS, K_GROUPED, ZERO_TAIL, BAND)),
                 (_load, (load, COPIES, K_GROUPED, BAND)),
             ],
             [4, 1],
@@ -395,9 +396,9 @@ def _gemm_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (multiply, out_tiles, staging, bias, 0, WARPGROUPS, K_GROUPED, BAND)),
-                (_multiply, (multiply, out_tiles, staging, bias, 1, WARPGROUPS, K_GROUPED, BAND)),
-                (_multiply, (multiply, out_tiles, staging, bias, 2, WARPGROUPS, K_GROUPED, BAND)),
+                (_multiply, (multiply, out_tiles, staging, bias, 0, WARPGROUPS, K_GROUPED, ZERO_TAIL, BAND)),
+                (_multiply, (multiply, out_tiles, staging, bias, 1, WARPGROUPS, K_GROUPED, ZERO_TAIL, BAND)),
+                (_multiply, (multiply, out_tiles, staging, bias, 2, WARPGROUPS, K_GROUPED, ZERO_TAIL, BAND)),
                 (_load, (load, COPIES, K_GROUPED, BAND)),
             ],
             [4, 4, 1],
@@ -407,7 +408,7 @@ def _gemm_kernel(
 
 @triton.jit
 def _decode_lines(
-    scale, out, program, lines, blocks, lines_out, stages, line_stride,
+    scale, out, program, lines, blocks, lines_out, stages, line_stride, line_limit, stage_limit,
     ACROSS: tl.constexpr, STEPS: tl.constexpr, ARE_ROWS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """fp32 ``2^(s - 127)`` of LINES lines, rows or columns, and the STEPS scale bytes of a stage. Byte 255 becomes NaN.
@@ -417,10 +418,13 @@ def _decode_lines(
 
     ARE_ROWS: instead of expert e it is copy e, which holds the rows from e on. Past the last line or block: 2^-127, as
     what it scales is zero. ACROSS: how the scales lie (``OperandSpec.scales``); else lines are ``line_stride`` apart.
+    Nothing for lines and stages at and past the limits.
     """
     chunks = tl.cdiv(lines_out, LINES)
     stage = (program // chunks % stages).to(tl.int64)
     e = (program // chunks // stages).to(tl.int64)
+    if (program % chunks * LINES >= line_limit) | (stage >= stage_limit):
+        return
     line = (program % chunks).to(tl.int64) * LINES + tl.arange(0, LINES)
     step = tl.arange(0, STEPS)
     block = stage * STEPS + step
@@ -459,28 +463,40 @@ def _decode_lines(
 
 @triton.jit(
     do_not_specialize=[
-        "row_programs", "rows", "rows_out", "columns", "columns_out", "blocks", "stages", "row_size", "size", "end"
+        "row_programs", "rows", "rows_out", "columns", "columns_out", "blocks", "stages", "row_size", "size", "end",
+        "groups",
     ]
 )  # fmt: skip
 def _decode_scales(
-    row_scale, column_scale, out,
+    row_scale, column_scale, out, offs,
     line_stride,
-    row_programs, rows, rows_out, columns, columns_out, blocks, stages, row_size, size, end,
-    ACROSS: tl.constexpr, STEPS: tl.constexpr, LINES: tl.constexpr,
+    row_programs, rows, rows_out, columns, columns_out, blocks, stages, row_size, size, end, groups,
+    ACROSS: tl.constexpr, STEPS: tl.constexpr, K_GROUPED: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """The scales of both operands, the first ``row_programs`` programs those of the rows: see ``decode_scales``."""
+    """The scales of both operands, the first ``row_programs`` programs those of the rows: see ``decode_scales``. Those
+    of no group are left out: of rows, or with K_GROUPED of stages, as many as groups that end at ``offs[-1]`` may fill.
+    """
     program = tl.program_id(0)
+    row_limit = rows_out
+    stage_limit = stages
+    if offs is not None:
+        last = tl.load(offs + groups - 1)
+        if K_GROUPED:
+            stage_limit = tl.minimum((last + 127 * groups) // 128, stages)
+        else:
+            row_limit = last
     if program == 0:
         tl.store(out + size, 0)
         tl.store(out + size + 1, end)
     if program < row_programs:
         _decode_lines(
-            row_scale, out, program, rows, blocks, rows_out, stages, line_stride, ACROSS, STEPS, True, LINES,
+            row_scale, out, program, rows, blocks, rows_out, stages, line_stride, row_limit, stage_limit,
+            ACROSS, STEPS, True, LINES,
         )  # fmt: skip
     else:
         _decode_lines(
             column_scale, out + row_size, program - row_programs, columns, blocks, columns_out, stages, line_stride,
-            ACROSS, STEPS, False, LINES,
+            columns_out, stage_limit, ACROSS, STEPS, False, LINES,
         )  # fmt: skip
 
 
@@ -512,16 +528,23 @@ _DECODE_SCALES = Kernel(_decode_scales)
 
 
 def gemm_m_grouped(
-    a: Operand, b: Operand, offs: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype
+    a: Operand,
+    b: Operand,
+    offs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    zero_tail: bool = True,
 ) -> torch.Tensor:
     """``Backend.gemm_m_grouped`` of 1x32 blocks by 32x32 ones, or of 1x128 by 32x128.
 
     Products of a row's and a column's scale below 2^-126 may be taken for zero, those from 2^128 on are infinite.
     """
     few = a.data.shape[0] < 768 * b.data.shape[0]  # on average in a group
-    if multiply_m_grouped(a, b, offs, bias, out := _empty_m_grouped(a, b, out_dtype), FEW_ROWS if few else M_GROUPED):
+    tiles, others = (FEW_ROWS, M_GROUPED) if few else (M_GROUPED, FEW_ROWS)
+    out = _empty_m_grouped(a, b, out_dtype)
+    if multiply_m_grouped(a, b, offs, bias, out, tiles, zero_tail=zero_tail):
         # What other numbers of tokens will take.
-        multiply_m_grouped(a, b, offs, bias, out, M_GROUPED if few else FEW_ROWS, run=False)
+        multiply_m_grouped(a, b, offs, bias, out, others, run=False, zero_tail=zero_tail)
     return out
 
 
@@ -545,17 +568,19 @@ def multiply_m_grouped(
     out_MD: torch.Tensor,
     tiles: Tiles,
     run: bool = True,
+    zero_tail: bool = True,
 ) -> bool:
     """``gemm_m_grouped`` with given tiles, into ``out_MD``; not ``run``: compiles only. Whether the kernel was new."""
     (m, c), (experts, d, _) = a.data.shape, b.data.shape
     steps = STAGE // BLOCK_SIZE if a.spec.span == BLOCK_SIZE else 1
     stages = ceil_div(c, STAGE)
-    scales = decode_scales(a, b, d // BLOCK_SIZE, stages, copies=1 if steps > 1 else 4, end=m)
+    scales = decode_scales(a, b, d // BLOCK_SIZE, stages, copies=1 if steps > 1 else 4, end=m, offs=offs)
     tiles_down, tiles_across = ceil_div(m, PART * tiles.parts), ceil_div(d, COLUMNS)
     return _launch(
         a.data, b.data, scales, out_MD, bias, offs, tiles,
         count=(tiles_down + experts) * tiles_across if run and m else 0, b_rows=experts * d, c=c, d=d,
         experts=experts, tiles_down=tiles_down, tiles_across=tiles_across, out_rows=m, k_grouped=False,
+        zero_tail=zero_tail,
     )  # fmt: skip
 
 
@@ -565,7 +590,7 @@ def multiply_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_EN
     m = a.data.shape[1]
     if m == 0:
         out_ENK.zero_()
-    scales = decode_scales(a, b, k, ceil_div(m, STAGE), copies=1, end=m)
+    scales = decode_scales(a, b, k, ceil_div(m, STAGE), copies=1, end=m, offs=offs, k_grouped=True)
     tiles_down, tiles_across = ceil_div(n, PART * tiles.parts), ceil_div(k, COLUMNS)
     return _launch(
         a.data, b.data, scales, out_ENK, None, offs, tiles,
@@ -605,8 +630,18 @@ class Scales(NamedTuple):
         return self.row_size + self.column_lines * self.columns
 
 
-def decode_scales(a: Operand, b: Operand, columns: int, stages: int, copies: int, end: int) -> Scales:
-    """The scales of both operands. ``columns``: lines of scales of a matrix of ``b``; ``end``: of the one group."""
+def decode_scales(
+    a: Operand,
+    b: Operand,
+    columns: int,
+    stages: int,
+    copies: int,
+    end: int,
+    offs: torch.Tensor | None = None,
+    k_grouped: bool = False,
+) -> Scales:
+    """The scales of both operands, with ``offs`` those that the groups need. ``columns``: lines of scales of a matrix
+    of ``b``; ``end``: of the one group."""
     rows, experts = a.data.shape[0], b.data.shape[0] if b.data.ndim == 3 else 1
     across = a.spec.scales == "across"
     steps, blocks = (1, a.scale.shape[0]) if across else (STAGE // BLOCK_SIZE, a.scale.shape[1])
@@ -622,10 +657,23 @@ def decode_scales(a: Operand, b: Operand, columns: int, stages: int, copies: int
         ceil_div(lines, DECODE_LINES) * stages * matrices
         for lines, matrices in ((rows_out, copies), (columns_out, experts))
     )
-    counts = row_programs, rows, rows_out, columns, columns_out, blocks, stages, scales.row_size, scales.size, end
+    groups = 0 if offs is None else offs.shape[0]
+    counts = (
+        row_programs,
+        rows,
+        rows_out,
+        columns,
+        columns_out,
+        blocks,
+        stages,
+        scales.row_size,
+        scales.size,
+        end,
+        groups,
+    )
     _DECODE_SCALES.launch(
-        row_programs + column_programs, (a.scale, b.scale, buffer), (0 if across else blocks,), counts,
-        (across, steps, DECODE_LINES), device=buffer.device,
+        row_programs + column_programs, (a.scale, b.scale, buffer, offs), (0 if across else blocks,), counts,
+        (across, steps, k_grouped, DECODE_LINES), device=buffer.device,
     )  # fmt: skip
     return scales._replace(buffer=buffer)
 
@@ -648,6 +696,7 @@ def _launch(
     tiles_across: int,
     out_rows: int,
     k_grouped: bool,
+    zero_tail: bool = True,
 ) -> bool:
     """``count``: output tiles, at most."""
     steps = scales.steps
@@ -667,7 +716,7 @@ def _launch(
     else:
         tensors = None, *tensors
     constants = (
-        steps, scales.copies, k_grouped, tiles.warpgroups, tiles.parts, tiles.stages, BAND,
+        steps, scales.copies, k_grouped, zero_tail, tiles.warpgroups, tiles.parts, tiles.stages, BAND,
         tiles.registers[1], tiles.registers[0],
     )  # fmt: skip
     counts = experts, tiles_down, tiles_across, out_rows, scales.rows, scales.stages

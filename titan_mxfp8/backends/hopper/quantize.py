@@ -25,14 +25,17 @@ from titan_mxfp8.backends.common.convert import (
     to_elements,
 )
 from titan_mxfp8.backends.common.launch import Kernel
-from titan_mxfp8.backends.common.quantize import Launches, quantize_both_by, quantize_by
+from titan_mxfp8.backends.common.quantize import Launches, quantize_both_by, quantize_by, requantize_by
 from titan_mxfp8.backends.common.tiles import (
     LINE_BYTES,
+    ROWS_TILE,
     Tile,
     as_matrices,
     columns_to_elements,
+    is_past,
     load_tile,
     map_tiles,
+    source_of,
     store_matrix,
     transposed,
 )
@@ -67,6 +70,12 @@ def quantize_both(
     if last.block == "1x32" and last.lines == 32:
         return quantize(x, x.ndim - 1, last, None), quantize(x, x.ndim - 2, first, offs)
     return quantize_both_by(_LAUNCHES, x, last, first, offs)
+
+
+def requantize(rows: Operand, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+    """``Backend.requantize`` along axis 0 to rebased FP8."""
+    assert spec.span == 128 and spec.lines == 1, spec
+    return requantize_by(_LAUNCHES, rows, spec, offs)
 
 
 @triton.jit
@@ -145,9 +154,10 @@ def _rebase_rows(
 
 @triton.jit(do_not_specialize=["rows", "padded_blocks", "units", "groups"])
 def _rebase_tiles(
-    x, last_qdata, last_scale, first_qdata, first_scale, table, offs,
+    x, x_scale, last_qdata, last_scale, first_qdata, first_scale, table, offs,
     cols, batch_stride, row_stride,
     rows, padded_blocks, units, groups,
+    X_SPAN: tl.constexpr, X_E5M2: tl.constexpr,
     LAST: tl.constexpr, SQUARES: tl.constexpr, RAGGED: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
     BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
@@ -165,6 +175,9 @@ def _rebase_tiles(
     tile_col = tl.program_id(0) % col_tiles
     tile_row = tl.program_id(0) // col_tiles % row_tiles
     batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
+    if X_SPAN and RAGGED:
+        if is_past(table, offs, groups, tile_row, BLOCKS):
+            return
     x += batch * batch_stride
     end = rows
     if LAST:
@@ -183,8 +196,8 @@ def _rebase_tiles(
         tl.store(last_scale + row, last_largest, mask=row < stop)
     # A second load comes from the L1. In one layout for both axes a maximum would cross warps on either.
     values, _, _, _ = load_tile(
-        x, table, rows, cols, row_stride, tile_row, tile_col, units, end,
-        RAGGED, BLOCKS, LINES, LINE,
+        x, x_scale, table, rows, cols, row_stride, tile_row, tile_col, units, end,
+        X_SPAN, X_E5M2, RAGGED, BLOCKS, LINES, LINE,
     )  # fmt: skip
     values = tl.reshape(values, (8, BLOCKS, LINES, 4, LINE))
     byte = scale_byte(tl.max(tl.max(magnitude_bits(values), 0), 2), FLOOR, E5M2)  # (BLOCKS, LINES, LINE)
@@ -230,8 +243,8 @@ def _rebase_squares(
     tile_row = tl.program_id(0) // col_tiles % row_tiles
     batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
     values, _, _, _ = load_tile(
-        x + batch * batch_stride, None, rows, cols, row_stride, tile_row, tile_col, row_tiles * 4, rows,
-        False, BLOCKS, LINES, LINE,
+        x + batch * batch_stride, None, None, rows, cols, row_stride, tile_row, tile_col, row_tiles * 4, rows,
+        0, False, False, BLOCKS, LINES, LINE,
     )  # fmt: skip
     values = tl.reshape(values, (8, BLOCKS, LINES, 4, LINE))
     amax = tl.max(tl.max(magnitude_bits(values), 0), 2)
@@ -307,18 +320,21 @@ def _launch_rows(x: torch.Tensor, out: Operand) -> None:
     )  # fmt: skip
 
 
-def _launch_tiles(x: torch.Tensor, last: Operand | None, first: Operand, offs: torch.Tensor | None) -> None:
+def _launch_tiles(
+    x: torch.Tensor, last: Operand | None, first: Operand, offs: torch.Tensor | None, source: Operand | None
+) -> None:
     matrices = as_matrices(x, x.ndim - 2)
-    tile, line = _square_tile(x) if last else FIRST_TILE, LINE_BYTES // x.element_size()
+    tile = _square_tile(x) if last else ROWS_TILE if source else FIRST_TILE
+    line, source_constants = source_of(x, source)
     unit_map = None if offs is None else map_tiles(offs, matrices.rows, tile, tail=last is not None, alignment=128)
     units = ceil_div(matrices.rows, BLOCK_SIZE) if unit_map is None else unit_map.units
     constants = (
-        last is not None, first.spec.lines == 32, offs is not None, *_rounding(first.spec),
+        *source_constants, last is not None, first.spec.lines == 32, offs is not None, *_rounding(first.spec),
         tile.blocks, tile.lines, line,
     )  # fmt: skip
     _REBASE_TILES.launch(
         matrices.batches * ceil_div(units, tile.blocks) * ceil_div(matrices.cols, tile.lines * line),
-        (matrices.x, last and last.data, last and last.scale, first.data, first.scale,
+        (matrices.x, source and source.scale, last and last.data, last and last.scale, first.data, first.scale,
          unit_map and unit_map.table, offs),
         (matrices.cols, matrices.batch_stride, matrices.row_stride),
         (matrices.rows, first.data.shape[-1] // BLOCK_SIZE, units, 0 if offs is None else offs.shape[0]), constants,
