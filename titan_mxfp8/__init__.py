@@ -2,12 +2,13 @@
 
 from titan_mxfp8.format.mx import MXTensor
 from titan_mxfp8.modules import convert_model
+from titan_mxfp8.moe.layer import mxfp8_moe
 from titan_mxfp8.ops.grouped_mm import mxfp8_grouped_mm
 from titan_mxfp8.ops.linear import mxfp8_linear
 from titan_mxfp8.ops.quantize import quantize
 from titan_mxfp8.recipe import RECIPES
 
-__all__ = ["RECIPES", "MXTensor", "convert_model", "mxfp8_grouped_mm", "mxfp8_linear", "quantize"]
+__all__ = ["RECIPES", "MXTensor", "convert_model", "mxfp8_grouped_mm", "mxfp8_linear", "mxfp8_moe", "quantize"]
 
 
 def __getattr__(name: str) -> object:

@@ -188,7 +188,7 @@ class _Matmul(torch.autograd.Function):
             return _Matmul.gradients(ctx, dy_MN)
         with torch.no_grad():
             gradients = _Matmul.gradients(ctx, dy_MN)
-        return tuple(g if g is None else _Once.apply(g.requires_grad_()) for g in gradients)
+        return tuple(g if g is None else Once.apply(g.requires_grad_()) for g in gradients)
 
     @staticmethod
     def gradients(ctx, dy_MN):
@@ -217,7 +217,7 @@ class _Matmul(torch.autograd.Function):
         return dx_MK, None, None, dw_ENK, dbias_EN, *[None] * 6
 
 
-class _Once(torch.autograd.Function):
+class Once(torch.autograd.Function):
     """A gradient that cannot be differentiated again. ``once_differentiable`` of torch looks at the output gradient
     alone: of ``y.sum()`` that needs none, and what the second derivative lacks would be left out without a word."""
 

@@ -1,0 +1,77 @@
+"""A program for torchrun: ``mxfp8_moe`` on several processes against one, on CPUs or, with ``cuda`` behind it, on GPUs.
+
+Run by tests/test_moe_layer.py and test_gpu_moe.py. Each rank has experts and tokens of its own, and runs the whole
+layer too.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from titan_mxfp8 import mxfp8_moe
+from titan_mxfp8.testing import relative_rms
+
+D, H, EXPERTS, K = 64, 96, 12, 3
+
+
+def check(tokens: list[int], recipe: str, only_expert: int | None, device: str, **options: str) -> None:
+    """Everything that does not cross a link as a sum has the bits of one process; sums of tokens are rounded once more,
+    to bf16, on each rank that they come from."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    total, mine = sum(tokens), slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
+    x, dy = torch.randn(total, D).bfloat16(), torch.randn(total, D).bfloat16()
+    scores, ids = torch.rand(total, EXPERTS).topk(1 if only_expert is not None else K, dim=1)
+    if only_expert is not None:
+        ids[:] = only_expert
+    weights = [torch.randn(EXPERTS, *shape).bfloat16() / 8 for shape in ((H, D), (H, D), (D, H))]
+    share = EXPERTS // ranks
+    held = slice(rank * share, (rank + 1) * share)
+
+    def run(part: slice, experts: slice, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+        leaves = [x[part], scores[part], *(w[experts] for w in weights)]
+        leaves = [t.to(device, copy=True).requires_grad_() for t in leaves]
+        chosen = options if group is not None else {}
+        out = mxfp8_moe(leaves[0], leaves[1], ids[part].to(device), *leaves[2:], group, recipe=recipe, **chosen)
+        out.backward(dy[part].to(device))
+        return [out.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)]
+
+    here = run(mine, held, dist.group.WORLD)
+    alone = run(slice(None), slice(None), None)
+    names = ("out", "x", "scores", "w1", "w3", "w2")
+    for name, value, whole in zip(names, here, alone, strict=True):
+        expected = whole[held] if name.startswith("w") else whole[mine]
+        if name in ("out", "x") and expected.numel():
+            error = relative_rms(value, expected) if expected.any() else value.abs().max().item()
+            assert error < 0.003, (name, error)  # measured up to 0.0021
+        else:
+            assert torch.equal(value, expected), (rank, name, tokens, recipe)
+
+
+def main() -> None:
+    device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+    ranks = int(os.environ["WORLD_SIZE"])
+    ways = [{}]
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        device = f"cuda:{torch.cuda.current_device()}"
+        ways = [
+            {"transport": "collective"},
+            {"transport": "symmetric"},
+            {"transport": "symmetric", "rows": "worst_case"},
+        ]
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device != "cpu" else "gloo")
+    for way in ways:
+        for recipe in ("mxfp8_2d", "mxfp8_2d_rebased", "bf16"):
+            check([40] * ranks, recipe, None, device, **way)
+            check([7 * r for r in range(ranks)], recipe, None, device, **way)  # rank 0 has no token
+        check([33] * ranks, "mxfp8", EXPERTS - 1, device, **way)  # one rank gets all rows, the others none
+        check([1] + [0] * (ranks - 1), "mxfp8", 0, device, **way)
+    print(f"rank {dist.get_rank()} agrees")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

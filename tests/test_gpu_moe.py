@@ -1,0 +1,106 @@
+"""``mxfp8_moe`` on GPUs: against fp64 and the CPU's definition, in CUDA graphs, and on two of them."""
+
+import pytest
+import torch
+from test_moe_layer import D, T, in_fp64, make_layer, row_by_row, run, run_ranks
+
+from titan_mxfp8 import mxfp8_moe
+from titan_mxfp8.testing import poisoned_empty, relative_rms
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_e5m2_grad", "mxfp8_2d_wgrad_bf16", "mxfp8_2d_rebased", "bf16")
+
+
+def on_gpu(layer: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.detach().cuda().requires_grad_(value.requires_grad) for name, value in layer.items()}
+
+
+def backends_of(recipe: str) -> list[str]:
+    if recipe.endswith("rebased"):
+        return ["auto"] * (torch.cuda.get_device_capability() == (9, 0))
+    return ["auto", "triton"]
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_agrees_with_the_definition(recipe: str, biases: bool) -> None:
+    layer, dy = make_layer(biases), torch.randn(T, D).bfloat16()
+    exact, cpu = in_fp64(layer, dy), run(layer, dy, recipe=recipe)
+    for backend in backends_of(recipe):
+        with poisoned_empty():
+            gpu = run(on_gpu(layer), dy.cuda(), recipe=recipe, backend=backend)
+        for name, value in exact.items():
+            error = relative_rms(gpu[name].cpu(), value)
+            assert error < 1.1 * relative_rms(cpu[name], value) + 1e-4, (backend, name, error)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d", "mxfp8_2d_rebased", "bf16"])
+def test_memory_for_the_worst_case_changes_no_bit(recipe: str) -> None:
+    for backend in backends_of(recipe):
+        layer, dy = on_gpu(make_layer()), torch.randn(T, D).bfloat16().cuda()
+        counted = run(layer, dy, recipe=recipe, backend=backend)
+        with poisoned_empty():
+            worst = run(layer, dy, recipe=recipe, backend=backend, rows="worst_case")
+        for name, value in counted.items():
+            assert torch.equal(value, worst[name]), name
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_2d", "mxfp8_2d_rebased"])
+def test_a_graph_replays_with_other_routings(recipe: str) -> None:
+    """Nothing waits for the host: forward and backward are captured once."""
+    if recipe not in ("mxfp8_2d",) and not backends_of(recipe):
+        pytest.skip("needs Hopper")
+    static, dy = on_gpu(make_layer()), torch.randn(T, D).bfloat16().cuda()
+    names = [name for name in static if name != "expert_ids"]
+
+    def step() -> dict[str, torch.Tensor]:
+        out = mxfp8_moe(**static, recipe=recipe, rows="worst_case")
+        return dict(zip(names, torch.autograd.grad(out, [static[n] for n in names], dy), strict=True)) | {"out": out}
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        other = make_layer()
+        with torch.no_grad():
+            for name, value in other.items():
+                static[name].copy_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = run(on_gpu(other), dy, recipe=recipe)
+        for name, value in expected.items():
+            assert torch.equal(captured[name], value), (seed, name)
+
+
+def test_nan_stays_with_its_token() -> None:
+    layer, dy = on_gpu(make_layer()), torch.randn(T, D).bfloat16().cuda()
+    for recipe in ("mxfp8_2d", "mxfp8_2d_rebased")[: 1 + (torch.cuda.get_device_capability() == (9, 0))]:
+        clean = run(layer, dy, recipe=recipe)
+        spoilt = layer | {"x": layer["x"].detach().clone().requires_grad_()}
+        with torch.no_grad():
+            spoilt["x"][7, 3] = torch.nan
+        out, others = run(spoilt, dy, recipe=recipe), torch.arange(T) != 7
+        for name in ("out", "x"):
+            assert out[name][7].isnan().any() and not out[name][others.cuda()].isnan().any(), name
+        assert relative_rms(out["out"][others.cuda()], clean["out"][others.cuda()]) < 1e-3
+        hit = out["w1"].isnan().flatten(1).any(1)
+        assert hit[layer["expert_ids"][7]].all() and hit.sum() == 3
+
+
+def test_row_by_row_on_a_gpu() -> None:
+    layer, dy = make_layer(), torch.randn(T, D).bfloat16()
+    exact, gpu = in_fp64(layer, dy), on_gpu(layer)
+    rows, out = row_by_row(gpu, dy.cuda(), "mxfp8_2d"), run(gpu, dy.cuda(), recipe="mxfp8_2d")
+    for name, value in exact.items():
+        assert relative_rms(out[name].cpu(), value) < 1.06 * relative_rms(rows[name].cpu(), value) + 1e-4, name
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_agree_with_one() -> None:
+    run_ranks(2, "cuda")

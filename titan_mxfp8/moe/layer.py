@@ -1,0 +1,369 @@
+"""``mxfp8_moe``: a MoE layer between its router and its output, as one operator forward and one backward.
+
+T tokens here, K experts each of E in all, which R ranks share; M rows land here. D model and H hidden features.
+
+```
+forward                                                      backward
+x_TD --quantise along D--> FP8 rows                          g_TD --quantise along D--> FP8 rows
+     --dispatch: once per link, to all places--> x_MD             --the same way, to the same places--> g_MD
+     --experts (ops/experts.py)--> y_MD bf16                      --experts--> dgate w1, dup w3 (M, D), scores' (M,)
+     --combine: scores, sums, once per link--> out_TD             --combine--> dx_TD, dscores_TK
+saved: x_MD as FP8 rows, gate and up (M, H) bf16, the landing
+```
+"""
+
+from functools import cache
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from titan_mxfp8 import backends
+from titan_mxfp8.backends import Plan
+from titan_mxfp8.format.mx import ceil_div
+from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.moe import TRANSPORTS, Landing, Transport, choose
+from titan_mxfp8.ops import experts
+from titan_mxfp8.ops.checks import check_devices, check_dtype, check_features
+from titan_mxfp8.ops.experts import Weights
+from titan_mxfp8.ops.library import Operator
+from titan_mxfp8.ops.matmul import Once
+from titan_mxfp8.recipe import Recipe, get_recipe
+
+Rows = Literal["counted", "worst_case"]
+ROWS: tuple[Rows, ...] = ("counted", "worst_case")
+
+
+def mxfp8_moe(
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    expert_ids: torch.Tensor,
+    w1: torch.Tensor,
+    w3: torch.Tensor,
+    w2: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    recipe: str | Recipe = "mxfp8",
+    backend: str = "auto",
+    transport: str = "auto",
+    rows: Rows = "counted",
+    scores_first: bool = False,
+    b1: torch.Tensor | None = None,
+    b3: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    swiglu_limit: float | None = None,
+    keep_quantized_weight: bool = True,
+) -> torch.Tensor:
+    """The routed experts of a MoE layer: ``sum over j of scores[t, j] * expert(expert_ids[t, j])(x[t])``.
+
+    With a ``group``, its R ranks share the experts (expert parallelism): rank r holds experts ``r E / R`` to
+    ``(r + 1) E / R - 1`` and tokens of its own, and all ranks call this together. A token's row is quantised once, at
+    home, crosses each link once, and lands where it is multiplied; outputs are summed before they travel.
+
+    ``expert(x) = (silu(x w1^T) * (x w3^T)) w2^T``; with ``swiglu_limit`` gpt_oss's clamped form of it. Differentiable
+    in everything but ``expert_ids``.
+
+    Args:
+        x: (T, D), bf16 or fp32; T may differ between ranks.
+        scores: (T, K), fp32 or bf16.
+        expert_ids: (T, K) integers of 0 .. E - 1; one token's are different.
+        w1, w3: (E / R, H, D), this rank's. bf16 or fp32. D and H are multiples of 32.
+        w2: (E / R, D, H).
+        group: the ranks, or None for all experts here.
+        recipe: a key of ``RECIPES``, a ``Recipe``, or ``bf16``: unquantised rows and GEMMs, as a control.
+        backend: ``auto`` or a name of ``titan_mxfp8.backends``.
+        transport: ``symmetric``: ranks of one host read each other's memory; ``collective``: all-to-all; ``auto``: the
+            first where it can be had (``titan_mxfp8.moe.choose``).
+        rows: ``counted``: M is read on the host, once for each call, and memory is exact. ``worst_case``: memory for
+            all tokens of all ranks, ``R * T * min(K, E / R)`` rows, and the host never waits.
+        scores_first: scores multiply x, as in llama4, instead of the outputs.
+        b1, b3: (E / R, H), added to the pre-activations, or None.
+        b2: (E / R, D), added to the experts' outputs, or None.
+        swiglu_limit: see above. ``min(gate, limit) * sigmoid(1.702 ..) * (clamp(up, +-limit) + 1)``.
+        keep_quantized_weight: as for ``mxfp8_grouped_mm``.
+
+    Returns:
+        (T, D) in the dtype of ``x``.
+
+    Raises:
+        ValueError: anything not as described above.
+    """
+    recipe = get_recipe(recipe)
+    weights = Weights(w1, w3, w2, b1, b3, b2)
+    _check(x, scores, expert_ids, weights, group, transport, rows)
+    layer = _Layer(
+        recipe=recipe.key,
+        backend=backend,
+        group="" if group is None else group.group_name,
+        transport=transport,
+        worst_case=rows == "worst_case",
+        limit=swiglu_limit,
+        keep=keep_quantized_weight and recipe.weight_block == "32x32" and recipe.quantized,
+        ranks=1 if group is None else group.size(),
+    ).key
+    if not scores_first:
+        return _MoE.apply(x, scores.float(), expert_ids, *weights, layer, torch.is_grad_enabled())
+    tokens, slots = expert_ids.shape
+    scaled = (x.float().unsqueeze(1) * scores.float().unsqueeze(2)).to(x.dtype).view(tokens * slots, -1)
+    ids = expert_ids.reshape(tokens * slots, 1)
+    out = _MoE.apply(scaled, None, ids, *weights, layer, torch.is_grad_enabled())
+    return out if slots == 1 else out.view(tokens, slots, -1).sum(1, dtype=torch.float32).to(x.dtype)
+
+
+class _Layer(NamedTuple):
+    """Everything about a layer that is no tensor. Operators and graphs carry it as one string, ``key``."""
+
+    recipe: str
+    backend: str
+    transport: str
+    worst_case: bool
+    limit: float | None
+    keep: bool
+    ranks: int
+    group: str
+
+    @property
+    def key(self) -> str:
+        return "|".join(str(value) for value in self)
+
+    @staticmethod
+    @cache
+    def of_key(key: str) -> "_Layer":
+        recipe, backend, transport, worst_case, limit, keep, ranks, group = key.split("|", maxsplit=7)
+        limit = None if limit == "None" else float(limit)
+        return _Layer(recipe, backend, transport, worst_case == "True", limit, keep == "True", int(ranks), group)
+
+    def plan(self, device: torch.device) -> Plan:
+        return _plan(self.recipe, self.backend, device)
+
+    def connect(self, device: torch.device) -> Transport:
+        group = dist.distributed_c10d._resolve_process_group(self.group) if self.group else None
+        return _transport(self.transport, group, device)[0]
+
+
+@cache
+def _plan(recipe: str, backend: str, device: torch.device) -> Plan:
+    return backends.plan(Recipe.of_key(recipe), backend, device)
+
+
+@cache
+def _transport(transport: str, group: dist.ProcessGroup | None, device: torch.device) -> tuple[Transport, str]:
+    return choose(transport, group, device)
+
+
+class _MoE(torch.autograd.Function):
+    """Saves the rows that landed in FP8, the two pre-activations, where rows landed, and the weights: those of 32x32
+    blocks quantised for dgrad, unless FSDP frees them (``keep``)."""
+
+    @staticmethod
+    def forward(ctx, x, scores, expert_ids, w1, w3, w2, b1, b3, b2, layer, grad_enabled):
+        weights = (w1, w3, w2, b1, b3, b2)
+        save = grad_enabled and any(ctx.needs_input_grad)
+        out, *saved = moe_forward(x, scores, expert_ids, *weights, layer, save)
+        if save:
+            ctx.save_for_backward(*weights, *saved)
+        ctx.layer, ctx.scored, ctx.x_dtype = layer, scores is not None, x.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx, g_TD):
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return _MoE.gradients(ctx, g_TD)
+        with torch.no_grad():
+            gradients = _MoE.gradients(ctx, g_TD)
+        return tuple(g if g is None else Once.apply(g.requires_grad_()) for g in gradients)
+
+    @staticmethod
+    def gradients(ctx, g_TD):
+        weights, saved = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+        needs = list(ctx.needs_input_grad[3:9])
+        dx_TD, *rest = moe_backward(g_TD, saved, *weights, ctx.scored, needs, ctx.layer)
+        dscores_TK = rest.pop(0) if ctx.scored else None
+        dweights = [rest.pop(0) if needed else None for needed in needs]
+        return dx_TD.to(ctx.x_dtype), dscores_TK, None, *dweights, None, None
+
+
+@Operator
+def moe_forward(
+    x: torch.Tensor,
+    scores: torch.Tensor | None,
+    expert_ids: torch.Tensor,
+    w1: torch.Tensor,
+    w3: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None,
+    b3: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    layer: str,
+    save: bool,
+) -> list[torch.Tensor]:
+    """The output (T, D), and with ``save`` what ``moe_backward`` takes: the ``Landing``, gate and up (M, H), the rows
+    of x as they landed, and the kept weights."""
+    config = _Layer.of_key(layer)
+    device, weights = x.device, Weights(w1, w3, w2, b1, b3, b2)
+    plan, kernels, transport = config.plan(device), backends.load(config.backend, device), config.connect(device)
+    parts = _to_parts(kernels.quantize(x, 1, experts.row_spec(plan.forward.a), None))
+    sent_scores = torch.ones_like(expert_ids, dtype=torch.float32) if scores is None else scores
+    landed, landing = transport.dispatch(parts, expert_ids, sent_scores, w1.shape[0] * config.ranks, config.worst_case)
+    del parts
+    rows = _of_parts(landed, experts.row_spec(plan.forward.a))
+    w_forward, kept = experts.quantize_weights(weights, plan, kernels, config.keep and save)
+    y, gate, up = experts.forward(rows, w_forward, weights, landing.offs, config.limit, plan, kernels)
+    del w_forward
+    out, _ = transport.combine([y], scores is not None, None, landing, x.dtype)
+    if not save:
+        return [out]
+    kept = [tensor for operand in kept or () for tensor in operand[:2] if tensor is not None]
+    return [out, *landing, gate, up, *landed, *kept]
+
+
+@torch.library.register_fake(moe_forward.overload)
+def _(x, scores, expert_ids, w1, w3, w2, b1, b3, b2, layer, save):
+    out = torch.empty_like(x)
+    if not save:
+        return [out]
+    config = _Layer.of_key(layer)
+    plan, (local, hidden, features) = config.plan(x.device), w1.shape
+    landing = _empty_landing(expert_ids, local, config)
+    x_spec, rows = experts.row_spec(plan.forward.a), landing.scores.shape[0]
+    landed = [x.new_empty((rows, features), dtype=x_spec.elem_dtype)]
+    if x_spec.is_quantized:
+        landed.append(x.new_empty((rows, ceil_div(features, x_spec.span)), dtype=torch.uint8))
+    preactivations = [x.new_empty((rows, hidden), dtype=torch.bfloat16) for _ in range(2)]
+    operands = [plan.dgrad.b.empty(w, 1, None) for w in (w1, w3, w2)] if config.keep else []
+    kept = [tensor for operand in operands for tensor in operand[:2] if tensor is not None]
+    return [out, *landing, *preactivations, *landed, *kept]
+
+
+def _empty_landing(expert_ids: torch.Tensor, local: int, config: "_Layer") -> Landing:
+    """The shapes of a ``Landing``. Where the host counts rows, compilers take their number as it comes; elsewhere, as
+    in estimates of memory, it is that of balanced experts."""
+    tokens, slots = expert_ids.shape
+    ranks, counted = config.ranks, config.ranks > 1 and not config.worst_case
+
+    def count(balanced: int) -> int:
+        context = torch.library.get_ctx()
+        return context.new_dynamic_size() if counted and context._shape_env is not None else balanced
+
+    rows = count(tokens * slots) if counted or ranks == 1 else tokens * ranks * min(slots, local)
+    packets = count(tokens * min(slots, ranks)) if counted else tokens * ranks
+    by_packets = counted and config.transport != "symmetric"
+    return Landing(
+        offs=expert_ids.new_empty(local, dtype=torch.int32),
+        rows=expert_ids.new_empty((packets, slots), dtype=torch.int32),
+        scores=expert_ids.new_empty(rows, dtype=torch.float32),
+        expert_ids=expert_ids.new_empty((tokens, slots), dtype=torch.int32),
+        slots=expert_ids.new_empty((tokens, ranks) if by_packets else (0, ranks), dtype=torch.int32),
+        tokens=expert_ids.new_empty(count(tokens * ranks) if by_packets else 0, dtype=torch.int32),
+        splits=expert_ids.new_empty((2, ranks if by_packets else 0), dtype=torch.int64, device="cpu"),
+    )
+
+
+@Operator
+def moe_backward(
+    g: torch.Tensor,
+    saved: list[torch.Tensor],
+    w1: torch.Tensor,
+    w3: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None,
+    b3: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    scored: bool,
+    needs: list[bool],
+    layer: str,
+) -> list[torch.Tensor]:
+    """The gradients: of x (T, D) in bf16 or the dtype of ``g``, with ``scored`` of the scores (T, K), and those of the
+    weights and biases that ``needs`` names."""
+    config = _Layer.of_key(layer)
+    device, weights = g.device, Weights(w1, w3, w2, b1, b3, b2)
+    plan, kernels, transport = config.plan(device), backends.load(config.backend, device), config.connect(device)
+    fields = len(Landing._fields)
+    landing, (gate, up), rest = Landing(*saved[:fields]), saved[fields : fields + 2], saved[fields + 2 :]
+    x_spec, g_spec = experts.row_spec(plan.forward.a), experts.row_spec(plan.dgrad.a)
+    x = _of_parts(rest[: _part_count(x_spec)], x_spec)
+    kept = rest[_part_count(x_spec) :]
+    dgrad, tensors = plan.dgrad.b, len(kept) // 3
+    quantized = [Operand(*[*kept[i : i + tensors], None][:2], dgrad, 1) for i in range(0, len(kept), tensors or 1)]
+    landed = transport.resend(_to_parts(kernels.quantize(g, 1, g_spec, None)), landing)
+    scores = landing.scores if scored else None
+    gradients = experts.backward(
+        _of_parts(landed, g_spec), x, gate, up, scores, weights, quantized or None, needs, landing.offs, config.limit,
+        plan, kernels,
+    )  # fmt: skip
+    dx, dscores = transport.combine(gradients.rows, False, gradients.scores, landing, g.dtype)
+    return [dx, *([dscores] if scored else []), *(grad for grad in gradients.weights if grad is not None)]
+
+
+@torch.library.register_fake(moe_backward.overload)
+def _(g, saved, w1, w3, w2, b1, b3, b2, scored, needs, layer):
+    landing = Landing(*saved[: len(Landing._fields)])
+    dscores = [landing.expert_ids.new_empty(landing.expert_ids.shape, dtype=torch.float32)] if scored else []
+    weights = [torch.empty_like(w) for w, needed in zip((w1, w3, w2, b1, b3, b2), needs, strict=True) if needed]
+    return [torch.empty_like(g), *dscores, *weights]
+
+
+def _to_parts(rows: Operand) -> list[torch.Tensor]:
+    """What travels of (T, D) rows: their elements and, (T, D / span), their scales; or bf16 alone."""
+    if rows.scale is None:
+        return [rows.data]
+    return [rows.data, rows.row_scales().contiguous()]
+
+
+def _of_parts(parts: list[torch.Tensor], spec: OperandSpec) -> Operand:
+    """The rows that arrived, as a GEMM takes them."""
+    data, scale = (*parts, None)[:2]
+    if spec.scales == "across":
+        across = scale.new_zeros(spec.scale_shape(tuple(data.shape)))
+        across[:, : data.shape[0]] = scale.mT
+        scale = across
+    return Operand(data, scale, spec, 1)
+
+
+def _part_count(spec: OperandSpec) -> int:
+    return 2 if spec.is_quantized else 1
+
+
+def _check(
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: Weights,
+    group: dist.ProcessGroup | None,
+    transport: str,
+    rows: str,
+) -> None:
+    w1, w3, w2, *biases = weights
+    if x.ndim != 2 or w1.ndim != 3 or w1.shape[2] != x.shape[1]:
+        raise ValueError(
+            "takes x of shape (T, D), w1 and w3 of shape (E / R, H, D) and w2 of shape (E / R, D, H), got "
+            f"{tuple(x.shape)}, {tuple(w1.shape)}, {tuple(w3.shape)} and {tuple(w2.shape)}"
+        )
+    local, hidden, features = w1.shape
+    if w3.shape != w1.shape or tuple(w2.shape) != (local, features, hidden):
+        raise ValueError(
+            f"w3 must be of shape {tuple(w1.shape)} and w2 of shape {(local, features, hidden)}, as w1 is of shape "
+            f"{tuple(w1.shape)}; got {tuple(w3.shape)} and {tuple(w2.shape)}"
+        )
+    if expert_ids.ndim != 2 or expert_ids.shape[0] != x.shape[0] or scores.shape != expert_ids.shape:
+        raise ValueError(
+            f"scores and expert_ids must be of shape ({x.shape[0]}, K), one of each for every token and slot, got "
+            f"{tuple(scores.shape)} and {tuple(expert_ids.shape)}"
+        )
+    if expert_ids.dtype.is_floating_point or expert_ids.dtype == torch.bool:
+        raise ValueError(f"expert_ids must be integers, got {expert_ids.dtype}")
+    for name, bias, size in zip(("b1", "b3", "b2"), biases, (hidden, hidden, features), strict=True):
+        if bias is not None and tuple(bias.shape) != (local, size):
+            raise ValueError(f"{name} must be of shape ({local}, {size}), got {tuple(bias.shape)}")
+    for name, value, known in (("rows", rows, ROWS), ("transport", transport, TRANSPORTS)):
+        if value not in known:
+            raise ValueError(f"{name} is one of {', '.join(known)}, got {value!r}")
+    slots, ranks = expert_ids.shape[1], 1 if group is None else group.size()
+    if slots > local * ranks:
+        raise ValueError(f"each token is sent to {slots} experts, but there are only {local * ranks}")
+    named = {"x": x, "scores": scores, "w1": w1, "w3": w3, "w2": w2}
+    for name, tensor in named.items():
+        check_dtype(name, tensor)
+    check_features("D, the number of model features,", features)
+    check_features("H, the number of hidden features,", hidden)
+    check_devices(**named, expert_ids=expert_ids)
