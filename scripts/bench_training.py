@@ -3,10 +3,10 @@
     python scripts/bench_training.py --ngpu 4 --runs bf16 both:mxfp8 both:mxfp8_2d_rebased --repeats 3 --out OUT
 
 A run is ``WHAT`` or ``WHAT:RECIPE``. WHAT is bf16, grouped (the routed experts), linears or both; RECIPE is the TOML's
-where none is named, and ``WHAT+rebase`` switches ``hopper_rebase`` on, which takes its rebased form. Each run trains
---steps steps, of which those after --warmup count: median and mean tokens/s (the mean is all tokens over all time), and
-how many times the median the slowest step took, as a step that stalls is a finding. Memory is the peak that the
-allocator reserved.
+where none is named, and ``WHAT+rebase`` switches ``hopper_rebase`` on, which takes its rebased form; ``+dispatch`` has
+the MoE layers send tokens in MXFP8 (``quantize.grouped_mm.mx.dispatch = "auto"``). Each run trains --steps steps, of
+which those after --warmup count: median and mean tokens/s (the mean is all tokens over all time), and how many times
+the median the slowest step took, as a step that stalls is a finding. Memory is the peak that the allocator reserved.
 
 With --repeats N the runs alternate, a b c a b c ...: a run's figures are then the medians over its repeats, ``x`` is
 that of the speed-ups against the first run of the same repeat, and the ranges over the repeats stand beside them.
@@ -44,21 +44,27 @@ CONVERTED_BY = {"bf16": (), "grouped": (GROUPED_MM,), "linears": (LINEAR,), "bot
 
 
 def flags_of(name: str) -> list[str]:
-    """TorchTitan's flags for a run's name, such as ``both+rebase:mxfp8_2d``.
+    """TorchTitan's flags for a run's name, such as ``both+rebase+dispatch:mxfp8_2d``.
 
     Raises:
         ValueError: a name that is not as the module's docstring says.
     """
     what, _, recipe = name.partition(":")
-    what, rebase, _ = what.partition("+rebase")
-    if what not in CONVERTED_BY or (what == "bf16" and (recipe or rebase)):
-        raise ValueError(f"unknown run {name!r}: WHAT, WHAT:RECIPE or WHAT+rebase:RECIPE, WHAT of {list(CONVERTED_BY)}")
+    what, *options = what.split("+")
+    known = what in CONVERTED_BY and set(options) <= {"rebase", "dispatch"}
+    if not known or (what == "bf16" and (recipe or options)) or (what == "linears" and "dispatch" in options):
+        raise ValueError(
+            f"unknown run {name!r}: WHAT[+rebase][+dispatch][:RECIPE], WHAT of {', '.join(CONVERTED_BY)}; bf16 stands "
+            "alone, and linears dispatch nothing"
+        )
     flags = [f"--model.converters={','.join(CONVERTED_BY[what])}"]
     for converter in CONVERTED_BY[what]:
         if recipe:
             flags.append(f"--{converter}.recipe_name={get_recipe(recipe).name}")
-        if rebase:
+        if "rebase" in options:
             flags.append(f"--{converter}.hopper_rebase")
+    if "dispatch" in options:
+        flags.append(f"--{GROUPED_MM}.dispatch=auto")
     return flags
 
 

@@ -404,7 +404,10 @@ def test_bench_training_tables_its_runs_and_does_none_twice(tmp_path: Path, laun
     rows = rows_of(tmp_path / "table.csv")
     assert [row["run"] for row in rows] == ["bf16", "grouped:mxfp8_2d"]
     assert [rows[1][key] for key in ("tokens/s (median, per GPU)", "memory GiB", "x")] == ["200", "4.0", "2.667"]
-    assert "unknown run 'fp8'" in call("bench_training", *arguments, "fp8")
+    for unknown in ("fp8", "bf16+dispatch", "linears+dispatch:mxfp8", "both+fast"):
+        assert f"unknown run '{unknown}'" in call("bench_training", *arguments, unknown)
+    flags = bench_training.flags_of("both+rebase+dispatch:mxfp8_2d")
+    assert "--quantize.grouped_mm.mx.dispatch=auto" in flags and "--quantize.linear.mx.hopper_rebase" in flags
     assert "unknown recipe 'fp8'" in call("bench_training", *arguments, "both:fp8")
 
     call("bench_training", *arguments, "both+rebase:mxfp8", "--flavors", "a_2layers", "b")
