@@ -25,15 +25,15 @@ def test_definition_is_what_autograd_gives(limit: float | None, scored: bool) ->
     torch.manual_seed(0)
     gate, up, u = (torch.randn(64, 96).mul(2).to(BF16) for _ in range(3))
     scores = torch.rand(64) if scored else None
-    g, l, s = (t.double().requires_grad_() for t in (gate, up, torch.ones(64) if scores is None else scores))
+    g, v, s = (t.double().requires_grad_() for t in (gate, up, torch.ones(64) if scores is None else scores))
     if limit is None:
-        h = torch.nn.functional.silu(g) * l
+        h = torch.nn.functional.silu(g) * v
     else:
         cut = g.clamp(max=limit)
-        h = cut * torch.sigmoid(1.702 * cut) * (l.clamp(-limit, limit) + 1)
+        h = cut * torch.sigmoid(1.702 * cut) * (v.clamp(-limit, limit) + 1)
     (s[:, None] * h * u.double()).sum().backward()
     ours = swiglu.backward(gate, up, u, scores, limit)
-    pairs = {"dgate": g.grad, "dup": l.grad, "sh": s[:, None] * h}
+    pairs = {"dgate": g.grad, "dup": v.grad, "sh": s[:, None] * h}
     for name, expected in pairs.items():
         out = getattr(ours, name)
         assert out.dtype == BF16

@@ -49,7 +49,7 @@ class Plan:
 
 
 class SwigluGradients(NamedTuple):
-    """What ``Backend.swiglu_backward`` makes: of the gradients along H (dgrad) and along M (wgrad), of the score times h
+    """What ``Backend.swiglu_backward`` makes: the gradients along H (dgrad) and along M (wgrad), the score times h
     along M (wgrad of w2), and the scores' gradient, fp32 (M,), None without scores."""
 
     dgate_last: Operand

@@ -10,12 +10,15 @@ import torch
 from titan_mxfp8.backends import Gemm, Plan, reference
 from titan_mxfp8.backends.common import dequantize, gemm
 from titan_mxfp8.backends.common import quantize as exact
+from titan_mxfp8.backends.common import swiglu as fused
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.recipe import Recipe
 
 gemm_m_grouped = gemm.gemm_m_grouped
 gemm_k_grouped = gemm.gemm_k_grouped
+swiglu = fused.swiglu
+swiglu_backward = fused.swiglu_backward
 
 
 def plan(recipe: Recipe, hardware: Hardware) -> Plan:

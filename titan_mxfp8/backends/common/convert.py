@@ -111,5 +111,21 @@ def element_units(byte, E5M2: tl.constexpr):
 
 
 @triton.jit
+def even_scales(byte, units, ROWS: tl.constexpr):
+    """``format.reference.even_out``: the new scales of (ROWS, 4) blocks, neighbours in a row, from the old ones and the
+    bitwise or of each block's ``element_units``."""
+    zeros = ((units & -units).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    room = tl.where(zeros >= 18, 255, tl.minimum(zeros, 15))
+    scale = byte
+    for BLOCKS in tl.static_range(2, 5, 2):
+        old = tl.reshape(byte, (ROWS, 4 // BLOCKS, BLOCKS))
+        largest = tl.max(old, 2)[:, :, None]
+        fits = (largest - old <= tl.reshape(room, (ROWS, 4 // BLOCKS, BLOCKS))) & (largest < 255)
+        fit = tl.min(fits.to(tl.int32), 2)[:, :, None] > 0
+        scale = tl.reshape(tl.where(fit, largest, tl.reshape(scale, (ROWS, 4 // BLOCKS, BLOCKS))), (ROWS, 4))
+    return scale
+
+
+@triton.jit
 def float_of_bits(BITS: tl.constexpr):
     return tl.full((), BITS, tl.int32).to(tl.float32, bitcast=True)

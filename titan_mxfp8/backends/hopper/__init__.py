@@ -16,12 +16,16 @@ import torch
 
 from titan_mxfp8.backends import Gemm, Plan, reference, triton
 from titan_mxfp8.backends.common import gemm as portable
+from titan_mxfp8.backends.common import swiglu as fused
 from titan_mxfp8.backends.common.dequantize import dequantize
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm
 from titan_mxfp8.backends.hopper import quantize as hopper
 from titan_mxfp8.format.spec import Operand, OperandSpec, check_k_grouped, check_m_grouped
 from titan_mxfp8.recipe import Recipe
+
+swiglu = fused.swiglu
+swiglu_backward = fused.swiglu_backward
 
 
 def plan(recipe: Recipe, hardware: Hardware) -> Plan:

@@ -1,0 +1,32 @@
+"""The fused SwiGLU kernels against the definition, quantised by the reference: every form that a plan has, groups of all
+kinds, odd sizes."""
+
+import pytest
+from swiglu_contract import check_swiglu
+
+from titan_mxfp8.backends import hopper, triton
+from titan_mxfp8.backends.common import convert
+from titan_mxfp8.backends.hardware import Hardware
+from titan_mxfp8.recipe import get_recipe
+
+CASES = [("hopper", recipe) for recipe in ("mxfp8", "mxfp8_2d", "mxfp8_2d_rebased", "mxfp8_2d_wgrad_bf16")]
+CASES += [("hopper", recipe) for recipe in ("mxfp8_e5m2_grad", "mxfp8_e5m2_grad_rebased", "mxfp8_wgrad_bf16_rebased")]
+CASES += [("triton", recipe) for recipe in ("mxfp8", "mxfp8_floor", "mxfp8_e5m2_grad", "mxfp8_wgrad_bf16")]
+BACKENDS = {"hopper": (hopper, Hardware("sm_90", "H200")), "triton": (triton, Hardware("sm_100", "B200"))}
+
+
+@pytest.mark.parametrize("backend, recipe", CASES)
+def test_forms(backend: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "cuda_capability_geq", lambda *capability: True)
+    backend, hardware = BACKENDS[backend]
+    plan = backend.plan(get_recipe(recipe), hardware)
+    for sizes, extra, hidden, limit, scored in (
+        ([0, 44, 1, 130, 0, 31, 0], 20, 160, None, True),
+        ([0, 44, 1, 130, 0, 31, 0], 20, 96, 1.5, False),
+        ([3, 0, 70], 0, 1408, None, True),
+        (None, 150, 96, 1.5, True),
+        ([0, 0], 40, 96, None, True),
+        ([0, 0], 0, 96, None, True),
+    ):
+        shares = check_swiglu(backend, plan, sizes, extra, hidden, limit, scored)
+        print(backend.__name__, recipe, sizes, hidden, {name: f"{share:.1e}" for name, share in shares.items()})

@@ -1,0 +1,344 @@
+"""SwiGLU of the experts (``format.swiglu``) and its gradients, with the score, quantised as they are made.
+
+| kernel     | reads, bytes an element | writes                                                                   |
+|------------|-------------------------|--------------------------------------------------------------------------|
+| ``swiglu`` | 4: gate, up             | h along H                                                                |
+| backward   | 6: gate, up, u          | dgate and dup along H and along M, score times h along M, sums of u * h  |
+
+With ragged groups programs past ``offs[-1]`` end at once, and what belongs to no group is neither read nor written,
+but for the zeros between groups that start at multiples of 32 or 128 rows.
+"""
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from titan_mxfp8.backends import SwigluGradients
+from titan_mxfp8.backends.common.convert import (
+    element_units,
+    even_scales,
+    magnitude_bits,
+    reciprocal_scale,
+    scale_byte,
+    shift_elements,
+    to_elements,
+)
+from titan_mxfp8.backends.common.dequantize import through_elements
+from titan_mxfp8.backends.common.launch import Kernel
+from titan_mxfp8.backends.common.tiles import (
+    LINE_BYTES,
+    Matrices,
+    Tile,
+    as_matrices,
+    columns_to_elements,
+    load_tile,
+    map_tiles,
+    store_matrix,
+    transposed,
+    unit_rows,
+)
+from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
+from titan_mxfp8.format.spec import UNQUANTIZED, Operand, OperandSpec
+from titan_mxfp8.format.swiglu import GPT_OSS_ALPHA
+
+# How an operand lies: unquantised; values in bf16; FP8 with scales of 1x32, evened out, or of 1x128 across.
+Form = Literal["bf16", "values", "fp8", "even", "across"]
+
+FORWARD_TILE = Tile(rows=32, lines=2)
+VALUES_TILE = Tile(rows=32, lines=2)  # where nothing is transposed
+TRANSPOSED_TILE = Tile(rows=128, lines=2)
+LINE = LINE_BYTES // 2
+COLS = 2 * LINE  # of all tiles: whole blocks of 128
+
+
+def swiglu(
+    gate_MH: torch.Tensor, up_MH: torch.Tensor, limit: float | None, spec: OperandSpec, offs: torch.Tensor | None
+) -> Operand:
+    """``Backend.swiglu``."""
+    gate, up = _matrices(gate_MH, up_MH)
+    out = spec.empty(gate.x, 1, None)
+    tile = FORWARD_TILE
+    constants = limit, offs is not None, _form(spec), *_rounding(spec), tile.blocks, tile.lines, LINE
+    _SWIGLU.launch(
+        ceil_div(gate.rows, tile.rows) * ceil_div(gate.cols, COLS), (gate.x, up.x, out.data, out.scale, offs),
+        (gate.cols, gate.row_stride, up.row_stride), (gate.rows, 0 if offs is None else offs.shape[0]), constants,
+        device=gate.x.device, warps=4,
+    )  # fmt: skip
+    return out
+
+
+def swiglu_backward(
+    gate_MH: torch.Tensor,
+    up_MH: torch.Tensor,
+    u_MH: torch.Tensor,
+    scores_M: torch.Tensor | None,
+    limit: float | None,
+    last: OperandSpec,
+    first: OperandSpec,
+    h_first: OperandSpec,
+    offs: torch.Tensor | None,
+) -> SwigluGradients:
+    """``Backend.swiglu_backward``."""
+    assert _form(first) == _form(h_first) and _form(first) != "even", (first, h_first)
+    roundings = {spec.rounding for spec in (last, first, h_first) if spec.is_quantized}
+    assert len(roundings) <= 1 and (not first.is_quantized or first.elem_dtype == last.elem_dtype), (last, first)
+    gate, up, u = _matrices(gate_MH, up_MH, u_MH)
+    groups = None if offs is None else offs.shape[0]
+    operands = [spec.empty(gate.x, 1, None) for spec in (last, last)]
+    operands += [spec.empty(gate.x, 0, groups) for spec in (first, first, h_first)]
+    is_transposed = operands[-1].scale is not None
+    tile, warps = (TRANSPOSED_TILE, 16) if is_transposed else (VALUES_TILE, 4)
+    unit_map = None if offs is None else map_tiles(offs, gate.rows, tile, tail=False, alignment=first.span)
+    units = ceil_div(gate.rows, BLOCK_SIZE) if unit_map is None else unit_map.units
+    col_tiles = ceil_div(gate.cols, COLS)
+    sums = None
+    if scores_M is not None:
+        sums = torch.empty((col_tiles, gate.rows), dtype=torch.float32, device=gate.x.device)
+        scores_M = scores_M.contiguous()
+    padded_blocks = operands[-1].data.shape[-1] // BLOCK_SIZE if is_transposed else 0
+    constants = (
+        limit, offs is not None, scores_M is not None, _form(last), _form(first), *_rounding(last),
+        h_first.elem_dtype == torch.float8_e5m2, tile.blocks, tile.lines, LINE,
+    )  # fmt: skip
+    _SWIGLU_BACKWARD.launch(
+        ceil_div(units, tile.blocks) * col_tiles,
+        (gate.x, up.x, u.x, scores_M, sums, unit_map and unit_map.table,
+         *(tensor for operand in operands for tensor in operand[:2])),
+        (gate.cols, gate.row_stride, up.row_stride, u.row_stride),
+        (gate.rows, padded_blocks, units, groups or 0), constants, device=gate.x.device, warps=warps,
+    )  # fmt: skip
+    return SwigluGradients(*operands, None if sums is None else sums.sum(0))
+
+
+@triton.jit
+def activation(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """The cut gate, what it is multiplied by, and its sigmoid."""
+    if LIMIT is None:
+        return gate, up, 1 / (1 + tl.exp(-gate))
+    else:  # NaN stays
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        return gate, up + 1, 1 / (1 + tl.exp(-ALPHA * gate))
+
+
+@triton.jit
+def rounded(values):
+    """fp32 of bf16."""
+    return values.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def store_last(
+    values, data, scale, row, stop, at, inside, tile_col, rows, cols,
+    FORM: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
+    BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile (8, BLOCKS, LINES, 4, LINE), as ``load_tile`` lays it, quantised along the last axis.
+
+    Args:
+        row, stop: of the tile's rows, ``32 * BLOCKS``.
+        at, inside: of its elements, as ``load_tile`` lays them, in a matrix of ``cols`` columns.
+        rows: of that matrix.
+    """
+    ALL: tl.constexpr = 32 * BLOCKS * LINES
+    ROWS: tl.constexpr = 32 * BLOCKS
+    tl.static_assert(LINES * LINE == 128)
+    if FORM == "bf16":
+        tl.store(data + at, tl.reshape(values, (ALL, LINE)).to(tl.bfloat16), mask=inside)
+    else:
+        in_blocks = tl.reshape(values, (8, BLOCKS, LINES, 4, LINE // 32, 32))
+        byte = scale_byte(tl.max(magnitude_bits(in_blocks), 5), FLOOR, E5M2)
+        if FORM == "values":
+            in_bf16 = through_elements(in_blocks, byte[:, :, :, :, :, None], E5M2).to(tl.bfloat16)
+            tl.store(data + at, tl.reshape(in_bf16, (ALL, LINE)), mask=inside)
+        else:
+            old = byte[:, :, :, :, :, None]
+            elements = to_elements(in_blocks * reciprocal_scale(byte)[:, :, :, :, :, None], old, E5M2)
+            scales = tl.reshape(tl.permute(byte, (1, 3, 0, 2, 4)), (ROWS, 4))
+            if FORM != "fp8":
+                if FORM == "even":
+                    units = tl.reduce_or(element_units(elements, E5M2), 5)
+                    units = tl.reshape(tl.permute(units, (1, 3, 0, 2, 4)), (ROWS, 4))
+                    scales = even_scales(scales, units, ROWS)
+                    new = scales
+                else:
+                    largest = tl.max(scales, 1)
+                    new = tl.broadcast_to(largest[:, None], (ROWS, 4))
+                new = tl.permute(tl.reshape(new, (BLOCKS, 4, 8, LINES, LINE // 32)), (2, 0, 3, 1, 4))
+                elements = shift_elements(elements, old, new[:, :, :, :, :, None], E5M2)
+            elements = tl.reshape(elements, (8, BLOCKS, LINES, 4, LINE))
+            elements = tl.reshape(tl.permute(elements, (1, 3, 0, 2, 4)), (ROWS, 128))
+            store_matrix(data, elements, row, stop, tile_col * 128 + tl.arange(0, 128), cols)
+            if FORM == "across":
+                line = scale + tile_col.to(tl.int64) * (tl.cdiv(rows, 16) * 16)
+                tl.store(line + row, largest.to(tl.uint8), mask=row < stop)
+            else:
+                store_matrix(scale, scales, row, stop, tile_col * 4 + tl.arange(0, 4), tl.cdiv(cols, 32))
+
+
+@triton.jit
+def store_first(
+    values, data, scale, at, inside, tile_row, tile_col, cols, padded_blocks,
+    FORM: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
+    BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile, as in ``store_last``, quantised along the first axis: where it was read, or FP8 transposed at the
+    tile's place in the padded rows."""
+    ALL: tl.constexpr = 32 * BLOCKS * LINES
+    if FORM == "bf16":
+        tl.store(data + at, tl.reshape(values, (ALL, LINE)).to(tl.bfloat16), mask=inside)
+    else:
+        byte = scale_byte(tl.max(tl.max(magnitude_bits(values), 0), 2), FLOOR, E5M2)  # (BLOCKS, LINES, LINE)
+        if FORM == "values":
+            in_bf16 = through_elements(values, byte[None, :, :, None, :], E5M2).to(tl.bfloat16)
+            tl.store(data + at, tl.reshape(in_bf16, (ALL, LINE)), mask=inside)
+        else:
+            padded_rows = padded_blocks * 32
+            col = tile_col * 128 + tl.arange(0, 128)
+            elements = columns_to_elements(values, byte, E5M2, BLOCKS, LINES, LINE)
+            if FORM == "across":
+                tl.static_assert(BLOCKS == 4)
+                largest = tl.max(byte, 0)  # (LINES, LINE)
+                old, new = byte[None, :, :, None, :, None], largest[None, None, :, None, :, None]
+                elements = shift_elements(elements, old, new, E5M2)
+                line = scale + tile_row.to(tl.int64) * (tl.cdiv(cols, 16) * 16)
+                tl.store(line + col, tl.reshape(largest, (128,)).to(tl.uint8), mask=col < cols)
+            else:
+                byte = tl.reshape(tl.permute(byte, (1, 2, 0)), (128, BLOCKS))
+                store_matrix(scale, byte, col, cols, tile_row * BLOCKS + tl.arange(0, BLOCKS), padded_blocks)
+            elements = transposed(elements, BLOCKS, LINES, LINE)
+            store_matrix(data, elements, col, cols, tile_row * 32 * BLOCKS + tl.arange(0, 32 * BLOCKS), padded_rows)
+
+
+@triton.jit(do_not_specialize=["rows", "groups"])
+def _swiglu(
+    gate, up, h, h_scale, offs,
+    cols, gate_stride, up_stride,
+    rows, groups,
+    LIMIT: tl.constexpr, RAGGED: tl.constexpr, FORM: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
+    BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """One program: ``32 * BLOCKS`` rows and 128 columns."""
+    ROWS: tl.constexpr = 32 * BLOCKS
+    col_tiles = tl.cdiv(cols, 128)
+    tile_col = tl.program_id(0) % col_tiles
+    tile_row = tl.program_id(0) // col_tiles
+    end = rows
+    if RAGGED:
+        end = tl.minimum(tl.load(offs + groups - 1), rows)
+        if tile_row * ROWS >= end:
+            return
+    g, row, col, inside = load_tile(
+        gate, None, end, cols, gate_stride, tile_row, tile_col, 0, end, False, BLOCKS, LINES, LINE
+    )
+    v, _, _, _ = load_tile(up, None, end, cols, up_stride, tile_row, tile_col, 0, end, False, BLOCKS, LINES, LINE)
+    g, v, sigmoid = activation(g, v, LIMIT, GPT_OSS_ALPHA)
+    values = tl.reshape(rounded(g * sigmoid * v), (8, BLOCKS, LINES, 4, LINE))
+    at = row.to(tl.int64)[:, None] * cols + col
+    row = tile_row * ROWS + tl.arange(0, ROWS)
+    stop = tl.zeros((ROWS,), tl.int32) + end
+    store_last(values, h, h_scale, row, stop, at, inside, tile_col, rows, cols, FORM, FLOOR, E5M2, BLOCKS, LINES, LINE)
+
+
+@triton.jit(do_not_specialize=["rows", "padded_blocks", "units", "groups"])
+def _swiglu_backward(
+    gate, up, u, scores, sums, table,
+    dgate_last, dgate_last_scale, dup_last, dup_last_scale,
+    dgate_first, dgate_first_scale, dup_first, dup_first_scale, h_first, h_first_scale,
+    cols, gate_stride, up_stride, u_stride,
+    rows, padded_blocks, units, groups,
+    LIMIT: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr, LAST: tl.constexpr, FIRST: tl.constexpr,
+    FLOOR: tl.constexpr, E5M2: tl.constexpr, H_E5M2: tl.constexpr,
+    BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile of ``32 * BLOCKS`` rows and 128 columns, its rows those of the next units of the map."""
+    ROWS: tl.constexpr = 32 * BLOCKS
+    ALPHA: tl.constexpr = 1.0 if LIMIT is None else GPT_OSS_ALPHA
+    col_tiles = tl.cdiv(cols, 128)
+    tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
+    tile_row = tl.program_id(0) // col_tiles
+    if RAGGED:
+        if tile_row * ROWS >= tl.load(table + 2 * units + groups - 1):
+            return
+    g, row, col, inside = load_tile(
+        gate, table, rows, cols, gate_stride, tile_row, tile_col, units, rows, RAGGED, BLOCKS, LINES, LINE
+    )
+    at = row.to(tl.int64)[:, None] * cols + col
+    v, _, _, _ = load_tile(
+        up, table, rows, cols, up_stride, tile_row, tile_col, units, rows, RAGGED, BLOCKS, LINES, LINE
+    )
+    du, _, _, _ = load_tile(
+        u, table, rows, cols, u_stride, tile_row, tile_col, units, rows, RAGGED, BLOCKS, LINES, LINE
+    )
+    row, stop = unit_rows(table, rows, tile_row, units, RAGGED, BLOCKS)
+    row = tl.reshape(row[:, None] + tl.arange(0, 32)[None, :], (ROWS,))
+    stop = tl.reshape(tl.broadcast_to(stop[:, None], (BLOCKS, 32)), (ROWS,))
+
+    g = tl.reshape(g, (8, BLOCKS, LINES, 4, LINE))
+    v = tl.reshape(v, (8, BLOCKS, LINES, 4, LINE))
+    du = tl.reshape(du, (8, BLOCKS, LINES, 4, LINE))
+    cut_g, factor, sigmoid = activation(g, v, LIMIT, ALPHA)
+    activated = cut_g * sigmoid
+    h = activated * factor
+    dh = du
+    if SCORED:
+        products = tl.sum(tl.sum(du * rounded(h), 4), 2)  # (8, BLOCKS, 4)
+        products = tl.reshape(tl.permute(products, (1, 2, 0)), (ROWS,))
+        tl.store(sums + tile_col.to(tl.int64) * rows + row, products, mask=row < stop)
+        score = tl.load(scores + row, mask=row < stop, other=0)
+        score = tl.permute(tl.reshape(score, (BLOCKS, 4, 8)), (2, 0, 1))[:, :, None, :, None]
+        dh = du * score
+        h = h * score
+    dgate = dh * factor * (sigmoid * (1 + ALPHA * cut_g * (1 - sigmoid)))
+    dup = dh * activated
+    if LIMIT is not None:
+        dgate = tl.where(g > LIMIT, 0.0, dgate)
+        dup = tl.where(tl.abs(v) > LIMIT, 0.0, dup)
+    dgate, dup, h = rounded(dgate), rounded(dup), rounded(h)
+
+    store_last(
+        dgate, dgate_last, dgate_last_scale, row, stop, at, inside, tile_col, rows, cols,
+        LAST, FLOOR, E5M2, BLOCKS, LINES, LINE,
+    )  # fmt: skip
+    store_first(
+        dgate, dgate_first, dgate_first_scale, at, inside, tile_row, tile_col, cols, padded_blocks,
+        FIRST, FLOOR, E5M2, BLOCKS, LINES, LINE,
+    )  # fmt: skip
+    store_last(
+        dup, dup_last, dup_last_scale, row, stop, at, inside, tile_col, rows, cols,
+        LAST, FLOOR, E5M2, BLOCKS, LINES, LINE,
+    )  # fmt: skip
+    store_first(
+        dup, dup_first, dup_first_scale, at, inside, tile_row, tile_col, cols, padded_blocks,
+        FIRST, FLOOR, E5M2, BLOCKS, LINES, LINE,
+    )  # fmt: skip
+    store_first(
+        h, h_first, h_first_scale, at, inside, tile_row, tile_col, cols, padded_blocks,
+        FIRST, FLOOR, H_E5M2, BLOCKS, LINES, LINE,
+    )  # fmt: skip
+
+
+_SWIGLU = Kernel(_swiglu)
+_SWIGLU_BACKWARD = Kernel(_swiglu_backward)
+
+
+def _matrices(*tensors: torch.Tensor) -> tuple[Matrices, ...]:
+    for x in tensors:
+        assert x.dtype == torch.bfloat16 and x.shape == tensors[0].shape and x.ndim == 2, (x.dtype, x.shape)
+    return tuple(as_matrices(x, 0) for x in tensors)
+
+
+def _form(spec: OperandSpec) -> Form:
+    assert spec.lines == 1, spec
+    if spec == UNQUANTIZED:
+        return "bf16"
+    if spec.stored == "fp8":
+        return "fp8" if spec.span == BLOCK_SIZE else "across"
+    return "values" if spec.stored == "bf16" else "even"
+
+
+def _rounding(spec: OperandSpec) -> tuple[bool, bool]:
+    """The constants FLOOR and E5M2."""
+    return spec.rounding == "floor", spec.elem_dtype == torch.float8_e5m2
