@@ -141,7 +141,11 @@ def check_against_one_process(
     for weighted, dtype in ((True, BF16), (False, torch.float32)):
         sums, at_home = transport.combine([y, gradients], weighted, values, landing, dtype)
         expected, expected_values = expected_sums(case, all_tokens, rank, weighted, dtype)
-        assert sums.dtype == dtype and torch.equal(sums.cpu(), expected), (case, weighted)
+        assert sums.dtype == dtype
+        if weighted and torch.device(device).type == "cuda":  # which multiplies and adds in one rounding
+            torch.testing.assert_close(sums.cpu(), expected, rtol=2**-7, atol=2**-8)
+        else:
+            assert torch.equal(sums.cpu(), expected), (case, weighted)
         assert torch.equal(at_home.cpu(), expected_values), case
     sums, at_home = transport.combine([y], True, None, landing, BF16)
     assert at_home is None and sums.shape == mine.gradients.shape

@@ -69,6 +69,13 @@ def main() -> None:
             check([7 * r for r in range(ranks)], recipe, None, device, **way)  # rank 0 has no token
         check([33] * ranks, "mxfp8", EXPERTS - 1, device, **way)  # one rank gets all rows, the others none
         check([1] + [0] * (ranks - 1), "mxfp8", 0, device, **way)
+    if device == "cpu":
+        try:
+            check([4] * ranks, "bf16", None, device, transport="symmetric")
+        except ValueError as error:
+            assert "symmetric" in str(error), error
+        else:
+            raise AssertionError("the CPU has no peers' memory")
     print(f"rank {dist.get_rank()} agrees")
     dist.destroy_process_group()
 

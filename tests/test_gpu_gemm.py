@@ -142,21 +142,23 @@ def test_quantised_activations_may_start_anywhere(target) -> None:
     whole = quantize(torch.randn(33, 96, dtype=BF16, device=DEVICE), backend=target.entry.name)
     assert whole.scale[1:].data_ptr() % 16
     x = MXTensor.from_qdata_and_scales(whole.qdata[1:], whole.scale[1:], BF16)
-    for recipe in ("mxfp8_wgrad_bf16", "mxfp8_2d_wgrad_bf16"):
+    for recipe in target.recipes():
         y = mxfp8_grouped_mm(x, w.mT, offs, recipe=recipe, out_dtype=FP32, backend=target.entry.name)
         on_cpu = MXTensor.from_qdata_and_scales(x.qdata.cpu(), x.scale.cpu(), BF16)
         expected = mxfp8_grouped_mm(on_cpu, w.cpu().mT, offs.cpu(), recipe=recipe, out_dtype=FP32, backend="reference")
         assert largest_row_error(y.cpu(), expected) < ROW_FACTOR * TOLERANCE["FP8", FP32]
 
 
+@pytest.mark.parametrize("requantize_input", [False, True])
 @pytest.mark.parametrize("target, recipe", FEW_KERNELS, ids=ids)
-def test_cuda_graph_with_changing_offs(target, recipe: Recipe) -> None:
+def test_cuda_graph_with_changing_offs(target, recipe: Recipe, requantize_input: bool) -> None:
     """Forward and backward are captured once and replayed for other groups and values: nothing in them syncs."""
     static = problem(700)
     x, w, dy, offs = static["x"], static["w"], static["dy"], static["offs"]
 
     def step() -> tuple[torch.Tensor, ...]:
-        y = mxfp8_grouped_mm(x, w.mT, offs, recipe=recipe, backend=target.entry.name)
+        options = {"backend": target.entry.name, "requantize_input": requantize_input}
+        y = mxfp8_grouped_mm(x, w.mT, offs, recipe=recipe, **options)
         return y, *torch.autograd.grad(y, (x, w), dy)
 
     side = torch.cuda.Stream()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from aot import specializations
 
-from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear
+from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, quantize
 from titan_mxfp8.backends.common import gemm, launch
 from titan_mxfp8.backends.common.pad import pad_token_groups, unpad_token_groups
 from titan_mxfp8.backends.hardware import Hardware
@@ -63,7 +63,9 @@ def run_layer(kind: str, recipe: str, backend: str, rows: int, seed: int) -> Non
     else:
         offs = make_offs(group_sizes("zipf", rows - rows // 7, EXPERTS, seed))
         bias = torch.empty(EXPERTS, N, requires_grad=True) if kind == "biased" else None
-        y = mxfp8_grouped_mm(x, w.mT, offs, bias=bias, recipe=recipe, backend=backend)
+        x = quantize(x, backend=backend) if kind == "prequantised" else x
+        options = {"recipe": recipe, "backend": backend, "requantize_input": kind == "requantised"}
+        y = mxfp8_grouped_mm(x, w.mT, offs, bias=bias, **options)
     if kind == "strided":
         y.sum().backward()  # a gradient of strides 0
     else:
@@ -71,8 +73,10 @@ def run_layer(kind: str, recipe: str, backend: str, rows: int, seed: int) -> Non
 
 
 @pytest.mark.parametrize("first", [80, 0, 40000])
-@pytest.mark.parametrize("kind", ["grouped", "biased", "strided", "linear"])
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d", "mxfp8_2d_rebased", "mxfp8_wgrad_bf16"])
+@pytest.mark.parametrize("kind", ["grouped", "biased", "strided", "linear", "prequantised", "requantised"])
+@pytest.mark.parametrize(
+    "recipe", ["mxfp8", "mxfp8_2d", "mxfp8_2d_rebased", "mxfp8_wgrad_bf16", "mxfp8_wgrad_bf16_rebased"]
+)
 def test_a_layer_compiles_with_its_first_tokens_only(recipe: str, kind: str, first: int, backend) -> None:
     name, found = backend
     if name == "triton" and recipe.endswith("rebased"):

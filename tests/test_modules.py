@@ -277,6 +277,20 @@ def test_the_log_says_what_is_converted_by_what_and_what_is_multiplied(caplog: p
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
+def test_requantised_inputs_reach_the_ops() -> None:
+    """Backward then starts from FP8 rows: the gradients of the weights are other ones, of inputs of several sizes."""
+    torch.manual_seed(0)
+    w, x = torch.randn(96, 64), torch.randn(70, 64) * torch.exp2(torch.randint(-8, 1, (70, 1)).float())
+    grads = {}
+    for requantize_input in (False, True):
+        model = nn.Sequential(nn.Linear(64, 96, bias=False))
+        model[0].weight = nn.Parameter(w.clone())
+        convert_model(model, requantize_input=requantize_input)
+        model(x).square().sum().backward()
+        grads[requantize_input] = model[0].weight.grad
+    assert 0 < relative_rms(grads[True], grads[False]) < 1e-2
+
+
 def test_hardware_that_was_never_tried_is_a_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -447,6 +447,14 @@ def test_rebase_reaches_the_modules_and_a_report_gives_them_probes() -> None:
         assert model["wq"].mxfp8.recipe == RECIPES["mxfp8"] and model["wq"].probe is None
 
 
+def test_requantised_inputs_are_asked_for_apart() -> None:
+    for section, wanted in ((GROUPED, ("experts",)), (LINEAR, ("wq",))):
+        config = parse(f"--model.converters={GROUPED},{LINEAR}", f"--{section}.requantize_input")
+        model = nn.ModuleDict({"experts": make_experts(True), "wq": nn.Linear(64, 64)})
+        build_model_converters(config, parallel_dims=None).convert(model)
+        assert tuple(name for name, module in model.items() if module.mxfp8.requantize_input) == wanted
+
+
 def test_no_parameter_of_gpt_oss_keeps_what_the_memory_held() -> None:
     spec = get_train_spec("gpt_oss")
     register_flavors()

@@ -1,5 +1,5 @@
-"""The fused SwiGLU kernels against the definition, quantised by the reference: every form that a plan has, groups of all
-kinds, odd sizes."""
+"""The fused SwiGLU kernels against the definition, quantised by the reference: every form that a plan has, all kinds of
+groups, odd sizes."""
 
 import pytest
 from swiglu_contract import check_swiglu

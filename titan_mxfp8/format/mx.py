@@ -44,7 +44,8 @@ def ragged_rows(rows: int, groups: int, alignment: int = BLOCK_SIZE) -> int:
 class MXTensor:
     """A quantised operand, which knows the axis that it was quantised along.
 
-    A plain dataclass and not a ``torch.Tensor`` subclass: it never reaches the dispatcher, autograd or a checkpoint.
+    A plain dataclass and not a ``torch.Tensor`` subclass: it never reaches the dispatcher or a checkpoint, nor autograd
+    but through ``source``.
 
     Attributes:
         qdata: FP8 elements in the shape of the input. With ragged groups the quantised axis is the padded one (see
@@ -56,6 +57,9 @@ class MXTensor:
         block: ``1x32`` (32 elements along ``axis``) or ``32x32`` (squares over the last two axes, so that the values
             are blocks of 32 along either of the two).
         orig_dtype: dtype of the input, and what ``dequantize`` returns by default.
+        source: what gets the gradient with respect to the values, as if those had not been rounded: a tensor of the
+            shape and dtype of the input, whose own values nobody reads (an expanded scalar will do). None: no gradient.
+            ``quantize`` makes one of an input that requires a gradient.
     """
 
     qdata: torch.Tensor
@@ -63,6 +67,7 @@ class MXTensor:
     axis: int
     block: Block
     orig_dtype: torch.dtype
+    source: torch.Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -73,7 +78,8 @@ class MXTensor:
         """The last two axes swapped: a view, no data moves."""
         last = self.qdata.ndim - 1
         axis = {last: last - 1, last - 1: last}.get(self.axis, self.axis)
-        return replace(self, qdata=self.qdata.mT, scale=self.scale.mT, axis=axis)
+        source = None if self.source is None else self.source.mT
+        return replace(self, qdata=self.qdata.mT, scale=self.scale.mT, axis=axis, source=source)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """``element * 2^(scale - 127)``, in ``dtype`` or else ``orig_dtype``.
@@ -87,13 +93,17 @@ class MXTensor:
         return values.movedim(-1, self.axis).to(dtype or self.orig_dtype)
 
     @classmethod
-    def from_qdata_and_scales(cls, qdata: torch.Tensor, scales: torch.Tensor, orig_dtype: torch.dtype) -> "MXTensor":
+    def from_qdata_and_scales(
+        cls, qdata: torch.Tensor, scales: torch.Tensor, orig_dtype: torch.dtype, source: torch.Tensor | None = None
+    ) -> "MXTensor":
         """Wraps activations that arrive quantised, for example from an expert-parallel all-to-all.
 
         Args:
             qdata: ``float8_e4m3fn`` of shape (M, K), K a multiple of 32.
             scales: E8M0 of shape (M, K / 32), not swizzled, as ``float8_e8m0fnu`` or as ``uint8`` bytes.
             orig_dtype: the high-precision dtype the data came from, ``bfloat16`` or ``float32``.
+            source: (M, K) in ``orig_dtype``, what gets the gradient (see above), for example what an autograd function
+                that sends the data returns beside it. None: no gradient.
 
         Raises:
             ValueError: another dtype or shape.
@@ -111,7 +121,12 @@ class MXTensor:
             )
         if orig_dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"orig_dtype must be torch.bfloat16 or torch.float32, got {orig_dtype}")
-        return cls(qdata.contiguous(), scales.contiguous().view(torch.uint8), 1, "1x32", orig_dtype)
+        if source is not None and (source.shape != qdata.shape or source.dtype != orig_dtype):
+            raise ValueError(
+                f"source must be of the shape of qdata, {tuple(qdata.shape)}, and {orig_dtype}, got "
+                f"{tuple(source.shape)} and {source.dtype}"
+            )
+        return cls(qdata.contiguous(), scales.contiguous().view(torch.uint8), 1, "1x32", orig_dtype, source)
 
 
 def decode_scale(scale: torch.Tensor) -> torch.Tensor:

@@ -67,8 +67,8 @@ def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor |
     """``quantize`` of the values of ``rows``, in fp32.
 
     Along their own axis that changes no value where ``spec`` is exact. Along the other one an element's exponent moves,
-    and its value changes where it falls below the smallest normal element beside its new neighbours. NaN rows make the
-    blocks NaN that they go through.
+    and its value changes where it falls below the smallest normal element beside its new neighbours. A NaN block makes
+    the blocks NaN that it goes through.
 
     Args:
         rows: FP8 of (M, C), quantised along axis 1 in blocks of 1x32: exact, evened out or rebased.

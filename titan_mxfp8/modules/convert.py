@@ -31,6 +31,7 @@ def convert_model(
     linear_filter_fqns: Iterable[str] = (),
     backend: str = "auto",
     rebase: bool = False,
+    requantize_input: bool = False,
 ) -> list[str]:
     """Converts a model in place: linears, and the expert modules that ``grouped_fqns`` names.
 
@@ -45,6 +46,8 @@ def convert_model(
             output layer and the routers, which the plugin leaves alone by default.
         backend: ``auto`` or a name of ``titan_mxfp8.backends``.
         rebase: take the recipe's rebased form, as for ``mxfp8_grouped_mm``.
+        requantize_input: keep inputs for backward as FP8 rows where forward multiplies those, as for
+            ``mxfp8_grouped_mm``.
 
     Returns:
         The names of the converted modules.
@@ -54,7 +57,7 @@ def convert_model(
             backend, a backend without ``rebase``, or expert features that are no multiple of 32. The model is then as
             it was.
     """
-    config = _config(recipe, backend, model, rebase)
+    config = _config(recipe, backend, model, rebase, requantize_input=requantize_input)
     grouped_fqns = as_list(grouped_fqns)
     experts = [_choose_experts(model, grouped_fqns)] if grouped_fqns else []
     linears = _choose_linears(model, as_list(linear_filter_fqns), at_least_one=not grouped_fqns)
@@ -68,6 +71,7 @@ def convert_linears(
     filter_fqns: Iterable[str] = (),
     backend: str = "auto",
     rebase: bool = False,
+    requantize_input: bool = False,
 ) -> list[str]:
     """Converts every ``nn.Linear`` whose name contains none of ``filter_fqns``.
 
@@ -81,7 +85,7 @@ def convert_linears(
     Raises:
         ValueError: nothing was converted; the message says why each candidate was not.
     """
-    config = _config(recipe, backend, model, rebase)
+    config = _config(recipe, backend, model, rebase, requantize_input=requantize_input)
     return _convert(model, [_choose_linears(model, as_list(filter_fqns))], config)
 
 
@@ -145,6 +149,7 @@ def convert_experts(
     backend: str = "auto",
     compile_backend: str | None = None,
     rebase: bool = False,
+    requantize_input: bool = False,
 ) -> list[str]:
     """Converts the expert modules whose name contains one of ``fqns``.
 
@@ -159,7 +164,7 @@ def convert_experts(
     Raises:
         ValueError: nothing was converted, or expert features that are not a multiple of 32.
     """
-    config = _config(recipe, backend, model, rebase, compile_backend)
+    config = _config(recipe, backend, model, rebase, compile_backend, requantize_input)
     return _convert(model, [_choose_experts(model, as_list(fqns))], config)
 
 
@@ -267,6 +272,7 @@ def _config(
     model: nn.Module,
     rebase: bool,
     compile_backend: str | None = None,
+    requantize_input: bool = False,
 ) -> MXConfig:
     recipe, hardware = get_recipe(recipe, rebase), hardware_of(_device(model))
     selection = backends.select(backend, hardware, recipe)
@@ -274,7 +280,9 @@ def _config(
     logger.info(f"MXFP8: recipe {recipe.name}, backend {selection.name} ({selection.reason}); multiplies {plan}")
     if selection.warning:
         logger.warning(f"MXFP8: {selection.warning}")
-    return MXConfig(recipe=recipe, backend=selection.name, compile_backend=compile_backend)
+    return MXConfig(
+        recipe=recipe, backend=selection.name, compile_backend=compile_backend, requantize_input=requantize_input
+    )
 
 
 def _device(model: nn.Module) -> torch.device:

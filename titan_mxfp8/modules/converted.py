@@ -21,11 +21,13 @@ class MXConfig:
         backend: name of the chosen backend, not ``auto``.
         compile_backend: for experts that TorchTitan compiles apart from their module: a ``torch.compile`` backend, or
             None for eager.
+        requantize_input: as for ``mxfp8_grouped_mm``.
     """
 
     recipe: Recipe
     backend: str
     compile_backend: str | None = None
+    requantize_input: bool = False
 
 
 def own_code(function: Callable) -> Callable:
@@ -66,6 +68,7 @@ class ConvertedModule:
             "recipe": config.recipe,
             "backend": config.backend,
             "keep_quantized_weight": not getattr(self, "_is_fsdp_managed_module", False),
+            "requantize_input": config.requantize_input,
         }
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from titan_mxfp8.moe.collective import Collective
+from titan_mxfp8.moe.symmetric import symmetric, symmetric_available
 from titan_mxfp8.moe.transport import Landing, Local, Transport
 
 __all__ = ["Landing", "Transport", "choose"]
@@ -32,4 +33,11 @@ def choose(
         raise ValueError(f"unknown transport {transport!r}: use one of {', '.join(TRANSPORTS)}")
     if group is None or group.size() == 1:
         return Local(), "local: one rank has every expert"
-    return Collective(group), "collective: named by the user"
+    if transport == "collective":
+        return Collective(group), "collective: named by the user"
+    available, reason = symmetric_available(group, device)
+    if available:
+        return symmetric(group, device), f"symmetric: {reason}"
+    if transport == "symmetric":
+        raise ValueError(f"the symmetric transport cannot be used: {reason}; use 'auto' or 'collective'")
+    return Collective(group), f"collective: symmetric cannot be used: {reason}"

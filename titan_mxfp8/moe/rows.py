@@ -34,6 +34,7 @@ def label(expert_ids: torch.Tensor, scores: torch.Tensor, experts: int) -> tuple
     starts = counts.cumsum(0) - counts
     positions = torch.empty_like(ids)
     positions[order] = torch.arange(ids.numel(), device=ids.device) - starts[ids[order]]
+    positions[ids == experts] = 0
     bits = scores.contiguous().view(torch.int32)
     return counts[:experts].int(), torch.cat((expert_ids, positions.view(expert_ids.shape).int(), bits), 1)
 

@@ -57,10 +57,16 @@ def check_offs_values(offs: torch.Tensor | None, rows: int | None) -> None:
         raise ValueError(f"offs ends at {values[-1]} but there are only {rows} rows: {values}")
 
 
-def check_axis(name: str, mx: MXTensor, axis: int) -> None:
-    """Raises ValueError unless ``mx`` was quantised along ``axis``, the one that the GEMM contracts."""
-    if mx.axis != axis:
+def check_activations(name: str, x: torch.Tensor | MXTensor) -> None:
+    """Raises ValueError unless ``x`` is bf16 or fp32, or an ``MXTensor`` as forward multiplies it."""
+    if not isinstance(x, MXTensor):
+        check_dtype(name, x)
+        return
+    last = len(x.shape) - 1
+    if x.axis != last:
         raise ValueError(
-            f"operand {name} of shape {tuple(mx.shape)} is quantised along axis {mx.axis}, but this GEMM contracts "
-            f"axis {axis}: quantise the high-precision tensor along that axis"
+            f"operand {name} of shape {tuple(x.shape)} is quantised along axis {x.axis}, but this GEMM contracts "
+            f"axis {last}: quantise the high-precision tensor along that axis"
         )
+    if x.block != "1x32" or x.qdata.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"{name} must be float8_e4m3fn in 1x32 blocks, got {x.qdata.dtype} in {x.block} blocks")

@@ -3,7 +3,7 @@
 import torch
 
 from titan_mxfp8.format.mx import MXTensor
-from titan_mxfp8.ops.checks import check_devices, check_dtype, check_features, check_offs_type
+from titan_mxfp8.ops.checks import check_activations, check_devices, check_dtype, check_features, check_offs_type
 from titan_mxfp8.ops.matmul import mx_matmul
 from titan_mxfp8.recipe import Recipe, get_recipe
 
@@ -19,12 +19,14 @@ def mxfp8_grouped_mm(
     backend: str = "auto",
     rebase: bool = False,
     keep_quantized_weight: bool = True,
+    requantize_input: bool = False,
 ) -> torch.Tensor:
     """``torch._grouped_mm`` of 2-D ``a`` and 3-D ``b_t`` with MXFP8 GEMMs; differentiable.
 
     Args:
-        a: (M, K) activations, bf16 or fp32. Or an ``MXTensor`` quantised along K (1x32, E4M3), with a recipe whose
-            wgrad is bf16; no gradient flows to it.
+        a: (M, K) activations, bf16 or fp32. Or an ``MXTensor`` quantised along K (1x32, E4M3), say one that several
+            layers multiply or that comes from an all-to-all: its gradient flows to ``MXTensor.source``, and the weight
+            gradient multiplies its values, quantised again along M as the recipe says.
         b_t: (E, K, N) weights, bf16 or fp32, usually ``w_ENK.transpose(-2, -1)``. K and N are multiples of 32.
         offs: int32 (E,) end offsets of the groups among the M rows: non-decreasing, any sizes, on the device of ``a``.
         recipe: a key of ``RECIPES``, or a ``Recipe``.
@@ -33,10 +35,14 @@ def mxfp8_grouped_mm(
         backend: ``auto`` or a name of ``titan_mxfp8.backends``.
         rebase: takes the recipe's rebased form (``Recipe.rebased``): the GEMMs scale once per 128 elements, much
             faster on Hopper, at the price of an inexact step (``format.reference.rebase``). Backends ``hopper`` and
-            ``reference``, with the same bits; ``a`` must not be an ``MXTensor``.
+            ``reference``, with the same bits.
         keep_quantized_weight: a weight of 32x32 blocks that the GEMMs take in FP8 is quantised once, and the bytes for
             dgrad are kept until backward. False: ``b_t`` is quantised again in backward. For weights that are freed
             after forward, as FSDP's: one byte per element of every layer would be alive at once.
+        requantize_input: ``a`` is kept for backward as the FP8 rows that forward multiplies, 1.03 bytes per element,
+            and requantised along M there (``format.reference.requantize``). False: quantised along M from ``a`` itself,
+            or ``a`` itself (``wgrad_bf16``); two bytes per element on most hardware. Where forward multiplies values in
+            bf16 (``backends.Plan``) it is always so.
 
     Returns:
         (M, N) in ``out_dtype``. Rows at and past ``offs[-1]`` are zero, here and in the gradient of ``a``; what ``a``
@@ -62,7 +68,7 @@ def mxfp8_grouped_mm(
         if tuple(bias.shape) not in ((n,), (experts, n)):
             raise ValueError(f"bias must be of shape ({n},) or ({experts}, {n}), got {tuple(bias.shape)}")
         bias = bias.expand(experts, n)
-    return mx_matmul(a, b_t.mT, bias, offs, recipe, out_dtype, backend, keep_quantized_weight)
+    return mx_matmul(a, b_t.mT, bias, offs, recipe, out_dtype, backend, keep_quantized_weight, requantize_input)
 
 
 def _check_operands(
@@ -73,8 +79,7 @@ def _check_operands(
 ) -> None:
     if out_dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"out_dtype must be torch.bfloat16 or torch.float32, got {out_dtype}")
-    if not isinstance(a, MXTensor):
-        check_dtype("a", a)
+    check_activations("a", a)
     check_dtype("b_t", b)
     if bias is not None:
         check_dtype("bias", bias)

@@ -1,14 +1,17 @@
 """``mxfp8_linear``: a grouped GEMM with one group."""
 
+from dataclasses import replace
+
 import torch
 
-from titan_mxfp8.ops.checks import check_devices, check_dtype, check_features
+from titan_mxfp8.format.mx import BLOCK_SIZE, MXTensor
+from titan_mxfp8.ops.checks import check_activations, check_devices, check_dtype, check_features
 from titan_mxfp8.ops.matmul import mx_matmul
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 
 def mxfp8_linear(
-    x: torch.Tensor,
+    x: torch.Tensor | MXTensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
@@ -16,42 +19,53 @@ def mxfp8_linear(
     backend: str = "auto",
     rebase: bool = False,
     keep_quantized_weight: bool = True,
+    requantize_input: bool = False,
 ) -> torch.Tensor:
     """``torch.nn.functional.linear`` with MXFP8 GEMMs in forward and backward.
 
     In an autocast region the inputs are cast to its dtype first, as ``F.linear`` does.
 
     Args:
-        x: (..., K), bf16 or fp32.
+        x: (..., K), bf16 or fp32. Or an ``MXTensor``, as for ``mxfp8_grouped_mm``.
         weight: (N, K), bf16 or fp32. K and N are multiples of 32.
         bias: (N,) or None.
         recipe: a key of ``RECIPES``, or a ``Recipe``.
         backend: ``auto`` or a name of ``titan_mxfp8.backends``.
-        rebase: as for ``mxfp8_grouped_mm``, and so is ``keep_quantized_weight``.
+        rebase: as for ``mxfp8_grouped_mm``, and so are ``keep_quantized_weight`` and ``requantize_input``.
 
     Returns:
-        (..., N) in the dtype of ``x``.
+        (..., N) in the dtype of ``x``, of an ``MXTensor`` in its ``orig_dtype``.
 
     Raises:
         ValueError: anything not as described above.
     """
     recipe = get_recipe(recipe, rebase)
-    if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
+    if weight.ndim != 2 or len(x.shape) < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"takes x of shape (..., K) and weight of shape (N, K), got {tuple(x.shape)}, {tuple(weight.shape)}"
         )
     n, k = weight.shape
     if bias is not None and tuple(bias.shape) != (n,):
         raise ValueError(f"bias must be of shape ({n},), got {tuple(bias.shape)}")
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    check_dtype("x", x)
+    out_dtype = x.orig_dtype if isinstance(x, MXTensor) else x.dtype
+    if weight.device.type != "meta" and torch.is_autocast_enabled(weight.device.type):
+        out_dtype = torch.get_autocast_dtype(weight.device.type)
+        weight, bias = weight.to(out_dtype), None if bias is None else bias.to(out_dtype)
+        x = x if isinstance(x, MXTensor) else x.to(out_dtype)
+    check_activations("x", x)
     check_dtype("weight", weight)
     check_features("K, the number of in features,", k)
     check_features("N, the number of out features,", n)
     check_devices(x=x, weight=weight, bias=bias)
-    x_MK = x.reshape(-1, k)
+    x_MK = _flat(x, k) if isinstance(x, MXTensor) else x.reshape(-1, k)
     bias_EN = None if bias is None else bias.unsqueeze(0)
-    y_MN = mx_matmul(x_MK, weight.unsqueeze(0), bias_EN, None, recipe, x.dtype, backend, keep_quantized_weight)
+    options = backend, keep_quantized_weight, requantize_input
+    y_MN = mx_matmul(x_MK, weight.unsqueeze(0), bias_EN, None, recipe, out_dtype, *options)
     return y_MN.view(*x.shape[:-1], n)
+
+
+def _flat(x: MXTensor, k: int) -> MXTensor:
+    """(..., K) as (M, K)."""
+    source = None if x.source is None else x.source.reshape(-1, k)
+    rows, scale = x.qdata.reshape(-1, k), x.scale.reshape(-1, k // BLOCK_SIZE)
+    return replace(x, qdata=rows, scale=scale, axis=1, source=source)

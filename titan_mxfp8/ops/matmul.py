@@ -9,8 +9,10 @@ experts.
 | dgrad   | dx_MK = dy_MN @ w_ENK         | N          | dy along N (1x32), w along N (recipe)           |
 | wgrad   | dw_ENK = dy_MN^T @ x_MK       | M, ragged  | dy and x along M, blocks restart at each group  |
 
-Every operand is quantised from the high-precision tensor. The backend's plan (``backends.Plan``) says how each lies in
-memory; x and dy are quantised along both axes in one read where the backend has a kernel for the pair.
+Every operand is quantised from the high-precision tensor, but for x along M where it comes as an ``MXTensor`` or with
+``requantize_input``: then it is quantised again from FP8 rows (``format.reference.requantize``). The backend's plan
+(``backends.Plan``) says how each lies in memory; x and dy are quantised along both axes in one read where the backend
+has a kernel for the pair.
 """
 
 from functools import cache
@@ -22,7 +24,6 @@ from titan_mxfp8 import backends
 from titan_mxfp8.format.mx import MXTensor
 from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
 from titan_mxfp8.ops import library
-from titan_mxfp8.ops.checks import check_axis
 from titan_mxfp8.recipe import Recipe
 
 _UNQUANTIZED = UNQUANTIZED.key
@@ -129,43 +130,43 @@ def mx_matmul(
     out_dtype: torch.dtype,
     backend: str,
     keep_quantized_weight: bool,
+    requantize_input: bool = False,
 ) -> torch.Tensor:
     """The differentiable core of ``mxfp8_grouped_mm`` and ``mxfp8_linear``; ``offs=None``: one expert, every row."""
     device = w_ENK.device
     specs = Specs(*specs_of(recipe.key, backend, device))
     keep = keep_quantized_weight and recipe.weight_block == "32x32"
-    options = (w_ENK, bias_EN, offs, specs, out_dtype, backend, keep, torch.is_grad_enabled())
+    options = (w_ENK, bias_EN, offs, specs, out_dtype, backend, keep, requantize_input, torch.is_grad_enabled())
     if isinstance(x, MXTensor):
-        if recipe.wgrad != "bf16":
-            raise ValueError(
-                f"recipe {recipe.name!r} quantises activations along the tokens too, which an MXTensor has lost: pass "
-                "a high-precision tensor, or use a recipe with a bf16 weight gradient ('mxfp8_wgrad_bf16')"
-            )
-        check_axis("a", x, 1)
-        if x.block != "1x32" or x.qdata.dtype != torch.float8_e4m3fn:
-            raise ValueError(f"a must be float8_e4m3fn in 1x32 blocks, got {x.qdata.dtype} in {x.block} blocks")
-        if recipe.scale_span == 128:
-            raise ValueError("rebase takes high-precision activations, got an MXTensor: pass those, or no rebase")
-        return _Matmul.apply(x.qdata.detach(), x.scale, x.orig_dtype, *options)
-    return _Matmul.apply(x, None, x.dtype, *options)
+        rows, scale = x.qdata.detach().contiguous(), x.scale.contiguous()
+        return _Matmul.apply(x.source, rows, scale, x.orig_dtype, *options)
+    return _Matmul.apply(x, None, None, x.dtype, *options)
 
 
 class _Matmul(torch.autograd.Function):
-    """Saves for backward: x as wgrad wants it, quantised along M (one byte per element; two where the backend
-    multiplies the values in bf16) or high-precision, and for dgrad the FP8 weight of 32x32 blocks, quantised once, or
-    else the weight itself, which FSDP may free and gather again. ``grad_enabled``: ``needs_input_grad`` does not know
-    of ``no_grad``."""
+    """``x``: the activations; or, of those that come as FP8 ``rows`` with their ``scale``, what gets their gradient.
+
+    Saves for backward: x as wgrad wants it, quantised along M (one byte per element; two where the backend multiplies
+    the values in bf16) or high-precision, or as FP8 rows, which backward requantises; and for dgrad the FP8 weight of
+    32x32 blocks, quantised once, or else the weight itself, which FSDP may free and gather again. ``grad_enabled``:
+    ``needs_input_grad`` does not know of ``no_grad``."""
 
     @staticmethod
-    def forward(ctx, x, x_scale, x_dtype, w_ENK, bias_EN, offs, specs, out_dtype, backend, keep_w, grad_enabled):
-        needs_dx, needs_dw = (grad_enabled and ctx.needs_input_grad[i] for i in (0, 3))
-        x_spec = specs.x_forward
-        if x_scale is not None:
-            x_spec, x_forward, x_wgrad = _ARRIVED, [x, x_scale], [x, x_scale]
-        elif needs_dw:
-            x_forward, x_wgrad = quantize_input(x, offs, specs.x_forward, specs.x_wgrad, backend)
+    def forward(
+        ctx, x, rows, scale, x_dtype, w_ENK, bias_EN, offs, specs, out_dtype, backend, keep_w, requantize, grad_enabled
+    ):  # fmt: skip
+        needs_dx, needs_dw = (grad_enabled and ctx.needs_input_grad[i] for i in (0, 4))
+        x_saved, rows_spec = [], None
+        if rows is not None:
+            x_saved = x_forward = [rows, scale]
+            rows_spec = _ARRIVED
+            if not _is_exact(specs.x_forward):
+                x_forward = library.requantize(rows, scale, rows_spec, 1, specs.x_forward, None, backend)
+        elif needs_dw and not (requantize and _tensor_count(specs.x_forward) == 2):
+            x_forward, x_saved = quantize_input(x, offs, specs.x_forward, specs.x_wgrad, backend)
         else:
-            x_forward, x_wgrad = library.quantize(x, 1, specs.x_forward, None, backend), []
+            x_saved = x_forward = library.quantize(x, 1, specs.x_forward, None, backend)
+            rows_spec = specs.x_forward
         w_saved = [w_ENK]
         # Values in bf16, two bytes per weight of every layer, would cost more than a second pass.
         keeps_w = needs_dx and keep_w and _tensor_count(specs.w_dgrad) == 2
@@ -174,13 +175,13 @@ class _Matmul(torch.autograd.Function):
             w_forward, w_saved = both[:2], both[2:]
         else:
             w_forward = library.quantize(w_ENK, 2, specs.w_forward, None, backend)
-        saved_x = [*x_wgrad, None, None][:2] if needs_dw else [None, None]
+        saved_x = [*x_saved, None, None][:2] if needs_dw else [None, None]
         saved_w = [*w_saved, None][:2] if needs_dx else [None, None]
         ctx.save_for_backward(*saved_x, *saved_w, offs)
-        ctx.specs, ctx.backend, ctx.keeps_w, ctx.arrived = specs, backend, keeps_w, x_scale is not None
+        ctx.specs, ctx.backend, ctx.keeps_w, ctx.rows_spec = specs, backend, keeps_w, rows_spec
         ctx.x_dtype, ctx.w_dtype = x_dtype, w_ENK.dtype
         ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
-        return forward(x_forward, x_spec, w_forward, specs.w_forward, offs, bias_EN, out_dtype, backend)
+        return forward(x_forward, specs.x_forward, w_forward, specs.w_forward, offs, bias_EN, out_dtype, backend)
 
     @staticmethod
     def backward(ctx, dy_MN):
@@ -194,7 +195,7 @@ class _Matmul(torch.autograd.Function):
     def gradients(ctx, dy_MN):
         x, x_scale, w, w_scale, offs = ctx.saved_tensors
         specs, backend = ctx.specs, ctx.backend
-        needs_dx, needs_dw, needs_dbias = (ctx.needs_input_grad[i] for i in (0, 3, 4))
+        needs_dx, needs_dw, needs_dbias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
         dx_MK = dw_ENK = dbias_EN = None
         if needs_dx and needs_dw:
             dy_dgrad, dy_wgrad = quantize_input(dy_MN, offs, specs.dy_dgrad, specs.dy_wgrad, backend)
@@ -207,14 +208,14 @@ class _Matmul(torch.autograd.Function):
             w_dgrad = [w, w_scale] if ctx.keeps_w else library.quantize(w, 1, specs.w_dgrad, None, backend)
             dx_MK = dgrad(dy_dgrad, specs.dy_dgrad, w_dgrad, specs.w_dgrad, offs, ctx.x_dtype, backend)
         if needs_dw:
-            if ctx.arrived:
-                x, x_scale = MXTensor(x, x_scale, 1, "1x32", torch.bfloat16).dequantize(), None
             x_wgrad = [x] if x_scale is None else [x, x_scale]
+            if ctx.rows_spec:
+                x_wgrad = library.requantize(x, x_scale, ctx.rows_spec, 0, specs.x_wgrad, offs, backend)
             rows = dy_MN.shape[0]
             dw_ENK = wgrad(dy_wgrad, specs.dy_wgrad, x_wgrad, specs.x_wgrad, rows, offs, ctx.w_dtype, backend)
         if needs_dbias:
             dbias_EN = _bias_grad(dy_MN, offs).to(ctx.bias_dtype)
-        return dx_MK, None, None, dw_ENK, dbias_EN, *[None] * 6
+        return dx_MK, None, None, None, dw_ENK, dbias_EN, *[None] * 7
 
 
 class Once(torch.autograd.Function):
@@ -247,6 +248,11 @@ def _bias_grad(dy_MN: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
 def _tensor_count(spec: str) -> int:
     """How many tensors an operand of this spec is."""
     return 1 if " bf16 " in spec else 2
+
+
+def _is_exact(spec: str) -> bool:
+    """Whether an operand of this spec is exact FP8 in 1x32 blocks: however scales are rounded, ``_ARRIVED`` is one."""
+    return spec.split()[2:] == _ARRIVED.split()[2:]
 
 
 def _scale(operand: list[torch.Tensor]) -> torch.Tensor | None:

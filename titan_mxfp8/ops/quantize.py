@@ -1,5 +1,7 @@
 """The public quantiser."""
 
+from dataclasses import replace
+
 import torch
 
 from titan_mxfp8.format.mx import BLOCKS, ELEM_DTYPES, ROUNDINGS, Block, MXTensor, Rounding
@@ -33,8 +35,8 @@ def quantize(
         backend: ``auto`` or a name of ``titan_mxfp8.backends``.
 
     Returns:
-        The quantised operand; no gradient flows through it. A block that holds NaN or Inf is NaN as a whole, no other
-        block is touched.
+        The quantised operand. Without ``offs`` its gradient is that of ``x`` (``MXTensor.source``), for which nothing
+        keeps the memory of ``x``. A block that holds NaN or Inf is NaN as a whole, no other block is touched.
 
     Raises:
         ValueError: anything not as described above.
@@ -60,4 +62,19 @@ def quantize(
     spec = OperandSpec(elem_dtype=elem_dtype, rounding=rounding, block=block, lines=32 if block == "32x32" else 1)
     data, scale = library.quantize(x.detach(), axis, spec.key, offs, backend)
     length = x.shape[axis] if offs is None else data.shape[-1]
-    return Operand(data, scale, spec, axis).to_mx(length, x.dtype)
+    mx = Operand(data, scale, spec, axis).to_mx(length, x.dtype)
+    if offs is None and x.requires_grad and torch.is_grad_enabled():
+        mx = replace(mx, source=_StandIn.apply(x))
+    return mx
+
+
+class _StandIn(torch.autograd.Function):
+    """A tensor of the shape and dtype of ``x`` without memory, whose gradient is that of ``x``."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.new_zeros(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx

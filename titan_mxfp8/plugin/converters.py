@@ -62,6 +62,7 @@ class GroupedMMConverter(_Converter):
             fqns=self.config.fqns,
             backend=self.config.backend,
             compile_backend=self.compile_backend,
+            requantize_input=self.config.requantize_input,
         )
         self.observe(model, converted)
 
@@ -79,6 +80,7 @@ class LinearConverter(_Converter):
             recipe=recipe_of(self.config),
             filter_fqns=self.config.filter_fqns,
             backend=self.config.backend,
+            requantize_input=self.config.requantize_input,
         )
         self.observe(model, converted)
 

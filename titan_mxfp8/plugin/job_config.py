@@ -68,6 +68,12 @@ class MXLinear:
     never. Measured as quantize.health_every is.
     """
 
+    requantize_input: bool = False
+    """
+    Whether inputs are kept for backward as the FP8 rows that forward multiplies, about half the memory, and quantised
+    once more there, along the tokens. Where forward multiplies values in bf16 nothing changes.
+    """
+
 
 @documented
 @dataclass
@@ -89,6 +95,9 @@ class MXGroupedMM:
 
     hopper_rebase_report: int = 0
     """As quantize.linear.mx.hopper_rebase_report, for the routed experts."""
+
+    requantize_input: bool = False
+    """As quantize.linear.mx.requantize_input, for the routed experts."""
 
 
 @dataclass

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from titan_mxfp8.backends import SwigluGradients
 from titan_mxfp8.backends.common.convert import (
@@ -60,7 +61,7 @@ def swiglu(
     gate, up = _matrices(gate_MH, up_MH)
     out = spec.empty(gate.x, 1, None)
     tile = FORWARD_TILE
-    constants = limit, offs is not None, _form(spec), *_rounding(spec), tile.blocks, tile.lines, LINE
+    constants = limit, _alpha(limit), offs is not None, _form(spec), *_rounding(spec), tile.blocks, tile.lines, LINE
     _SWIGLU.launch(
         ceil_div(gate.rows, tile.rows) * ceil_div(gate.cols, COLS), (gate.x, up.x, out.data, out.scale, offs),
         (gate.cols, gate.row_stride, up.row_stride), (gate.rows, 0 if offs is None else offs.shape[0]), constants,
@@ -99,7 +100,7 @@ def swiglu_backward(
         scores_M = scores_M.contiguous()
     padded_blocks = operands[-1].data.shape[-1] // BLOCK_SIZE if is_transposed else 0
     constants = (
-        limit, offs is not None, scores_M is not None, _form(last), _form(first), *_rounding(last),
+        limit, _alpha(limit), offs is not None, scores_M is not None, _form(last), _form(first), *_rounding(last),
         h_first.elem_dtype == torch.float8_e5m2, tile.blocks, tile.lines, LINE,
     )  # fmt: skip
     _SWIGLU_BACKWARD.launch(
@@ -113,20 +114,65 @@ def swiglu_backward(
 
 
 @triton.jit
-def activation(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """The cut gate, what it is multiplied by, and its sigmoid."""
-    if LIMIT is None:
-        return gate, up, 1 / (1 + tl.exp(-gate))
-    else:  # NaN stays
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-        return gate, up + 1, 1 / (1 + tl.exp(-ALPHA * gate))
+def sigmoid(x):
+    """As ``1 / (1 + tl.exp(-x))``, but that on NVIDIA what is below 2^-126 may be 0: that spares half the instructions."""
+    if cuda_capability_geq(8, 0):
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 e; ex2.approx.ftz.f32 e, $1; add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }",
+            "=f,f", [x * -1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return 1 / (1 + tl.exp(-x))
 
 
 @triton.jit
 def rounded(values):
-    """fp32 of bf16."""
-    return values.to(tl.bfloat16).to(tl.float32)
+    """``values.to(tl.bfloat16)``, on NVIDIA two at a time, which ptxas does not see by itself."""
+    if cuda_capability_geq(8, 0):
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [values], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return values.to(tl.bfloat16)
+
+
+@triton.jit
+def activation(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """The cut gate, what it is multiplied by, and its sigmoid."""
+    if LIMIT is None:
+        return gate, up, sigmoid(gate)
+    else:  # NaN stays
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        return gate, up + 1, sigmoid(ALPHA * gate)
+
+
+@triton.jit
+def load_tiles(
+    gate, up, u, table, rows, cols, gate_stride, up_stride, u_stride, tile_row, tile_col, units,
+    RAGGED: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """The tile of each of the three, (8, BLOCKS, LINES, 4, LINE) in fp32, and of the tile its places in a matrix of
+    ``cols`` columns and its mask, as ``load_tile`` lays it."""
+    g, row, col, inside = load_tile(
+        gate, table, rows, cols, gate_stride, tile_row, tile_col, units, rows, RAGGED, BLOCKS, LINES, LINE
+    )
+    v, _, _, _ = load_tile(
+        up, table, rows, cols, up_stride, tile_row, tile_col, units, rows, RAGGED, BLOCKS, LINES, LINE
+    )
+    du, _, _, _ = load_tile(
+        u, table, rows, cols, u_stride, tile_row, tile_col, units, rows, RAGGED, BLOCKS, LINES, LINE
+    )
+    shape: tl.constexpr = (8, BLOCKS, LINES, 4, LINE)
+    at = row.to(tl.int64)[:, None] * cols + col
+    return tl.reshape(g, shape), tl.reshape(v, shape), tl.reshape(du, shape), at, inside
+
+
+@triton.jit
+def tile_scores(scores, row, stop, BLOCKS: tl.constexpr):
+    """The rows' scores, which broadcast over a tile."""
+    score = tl.load(scores + row, mask=row < stop, other=0)
+    return tl.permute(tl.reshape(score, (BLOCKS, 4, 8)), (2, 0, 1))[:, :, None, :, None]
 
 
 @triton.jit
@@ -135,7 +181,7 @@ def store_last(
     FORM: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
     BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile (8, BLOCKS, LINES, 4, LINE), as ``load_tile`` lays it, quantised along the last axis.
+    """Stores a tile (8, BLOCKS, LINES, 4, LINE) in bf16, as ``load_tile`` lays it, quantised along the last axis.
 
     Args:
         row, stop: of the tile's rows, ``32 * BLOCKS``.
@@ -146,9 +192,9 @@ def store_last(
     ROWS: tl.constexpr = 32 * BLOCKS
     tl.static_assert(LINES * LINE == 128)
     if FORM == "bf16":
-        tl.store(data + at, tl.reshape(values, (ALL, LINE)).to(tl.bfloat16), mask=inside)
+        tl.store(data + at, tl.reshape(values, (ALL, LINE)), mask=inside)
     else:
-        in_blocks = tl.reshape(values, (8, BLOCKS, LINES, 4, LINE // 32, 32))
+        in_blocks = tl.reshape(values.to(tl.float32), (8, BLOCKS, LINES, 4, LINE // 32, 32))
         byte = scale_byte(tl.max(magnitude_bits(in_blocks), 5), FLOOR, E5M2)
         if FORM == "values":
             in_bf16 = through_elements(in_blocks, byte[:, :, :, :, :, None], E5M2).to(tl.bfloat16)
@@ -188,8 +234,9 @@ def store_first(
     tile's place in the padded rows."""
     ALL: tl.constexpr = 32 * BLOCKS * LINES
     if FORM == "bf16":
-        tl.store(data + at, tl.reshape(values, (ALL, LINE)).to(tl.bfloat16), mask=inside)
+        tl.store(data + at, tl.reshape(values, (ALL, LINE)), mask=inside)
     else:
+        values = values.to(tl.float32)
         byte = scale_byte(tl.max(tl.max(magnitude_bits(values), 0), 2), FLOOR, E5M2)  # (BLOCKS, LINES, LINE)
         if FORM == "values":
             in_bf16 = through_elements(values, byte[None, :, :, None, :], E5M2).to(tl.bfloat16)
@@ -217,7 +264,8 @@ def _swiglu(
     gate, up, h, h_scale, offs,
     cols, gate_stride, up_stride,
     rows, groups,
-    LIMIT: tl.constexpr, RAGGED: tl.constexpr, FORM: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr,
+    FORM: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
     BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """One program: ``32 * BLOCKS`` rows and 128 columns."""
@@ -234,8 +282,8 @@ def _swiglu(
         gate, None, end, cols, gate_stride, tile_row, tile_col, 0, end, False, BLOCKS, LINES, LINE
     )
     v, _, _, _ = load_tile(up, None, end, cols, up_stride, tile_row, tile_col, 0, end, False, BLOCKS, LINES, LINE)
-    g, v, sigmoid = activation(g, v, LIMIT, GPT_OSS_ALPHA)
-    values = tl.reshape(rounded(g * sigmoid * v), (8, BLOCKS, LINES, 4, LINE))
+    g, v, s = activation(g, v, LIMIT, ALPHA)
+    values = tl.reshape(rounded(g * s * v), (8, BLOCKS, LINES, 4, LINE))
     at = row.to(tl.int64)[:, None] * cols + col
     row = tile_row * ROWS + tl.arange(0, ROWS)
     stop = tl.zeros((ROWS,), tl.int32) + end
@@ -249,63 +297,51 @@ def _swiglu_backward(
     dgate_first, dgate_first_scale, dup_first, dup_first_scale, h_first, h_first_scale,
     cols, gate_stride, up_stride, u_stride,
     rows, padded_blocks, units, groups,
-    LIMIT: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr, LAST: tl.constexpr, FIRST: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr,
+    LAST: tl.constexpr, FIRST: tl.constexpr,
     FLOOR: tl.constexpr, E5M2: tl.constexpr, H_E5M2: tl.constexpr,
     BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of ``32 * BLOCKS`` rows and 128 columns, its rows those of the next units of the map."""
     ROWS: tl.constexpr = 32 * BLOCKS
-    ALPHA: tl.constexpr = 1.0 if LIMIT is None else GPT_OSS_ALPHA
     col_tiles = tl.cdiv(cols, 128)
     tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
     tile_row = tl.program_id(0) // col_tiles
     if RAGGED:
         if tile_row * ROWS >= tl.load(table + 2 * units + groups - 1):
             return
-    g, row, col, inside = load_tile(
-        gate, table, rows, cols, gate_stride, tile_row, tile_col, units, rows, RAGGED, BLOCKS, LINES, LINE
-    )
-    at = row.to(tl.int64)[:, None] * cols + col
-    v, _, _, _ = load_tile(
-        up, table, rows, cols, up_stride, tile_row, tile_col, units, rows, RAGGED, BLOCKS, LINES, LINE
-    )
-    du, _, _, _ = load_tile(
-        u, table, rows, cols, u_stride, tile_row, tile_col, units, rows, RAGGED, BLOCKS, LINES, LINE
-    )
     row, stop = unit_rows(table, rows, tile_row, units, RAGGED, BLOCKS)
     row = tl.reshape(row[:, None] + tl.arange(0, 32)[None, :], (ROWS,))
     stop = tl.reshape(tl.broadcast_to(stop[:, None], (BLOCKS, 32)), (ROWS,))
 
-    g = tl.reshape(g, (8, BLOCKS, LINES, 4, LINE))
-    v = tl.reshape(v, (8, BLOCKS, LINES, 4, LINE))
-    du = tl.reshape(du, (8, BLOCKS, LINES, 4, LINE))
-    cut_g, factor, sigmoid = activation(g, v, LIMIT, ALPHA)
-    activated = cut_g * sigmoid
-    h = activated * factor
-    dh = du
+    # Each output loads again, from the L1, and computes again: that costs less than the registers for all three.
+    g, v, dh, at, inside = load_tiles(
+        gate, up, u, table, rows, cols, gate_stride, up_stride, u_stride, tile_row, tile_col, units,
+        RAGGED, BLOCKS, LINES, LINE,
+    )  # fmt: skip
+    cut_g, factor, s = activation(g, v, LIMIT, ALPHA)
+    h = cut_g * s * factor
     if SCORED:
-        products = tl.sum(tl.sum(du * rounded(h), 4), 2)  # (8, BLOCKS, 4)
+        products = tl.sum(tl.sum(dh * rounded(h).to(tl.float32), 4), 2)  # (8, BLOCKS, 4)
         products = tl.reshape(tl.permute(products, (1, 2, 0)), (ROWS,))
         tl.store(sums + tile_col.to(tl.int64) * rows + row, products, mask=row < stop)
-        score = tl.load(scores + row, mask=row < stop, other=0)
-        score = tl.permute(tl.reshape(score, (BLOCKS, 4, 8)), (2, 0, 1))[:, :, None, :, None]
-        dh = du * score
-        h = h * score
-    dgate = dh * factor * (sigmoid * (1 + ALPHA * cut_g * (1 - sigmoid)))
-    dup = dh * activated
-    if LIMIT is not None:
-        dgate = tl.where(g > LIMIT, 0.0, dgate)
-        dup = tl.where(tl.abs(v) > LIMIT, 0.0, dup)
-    dgate, dup, h = rounded(dgate), rounded(dup), rounded(h)
-
-    store_last(
-        dgate, dgate_last, dgate_last_scale, row, stop, at, inside, tile_col, rows, cols,
-        LAST, FLOOR, E5M2, BLOCKS, LINES, LINE,
-    )  # fmt: skip
+        h *= tile_scores(scores, row, stop, BLOCKS)
     store_first(
-        dgate, dgate_first, dgate_first_scale, at, inside, tile_row, tile_col, cols, padded_blocks,
-        FIRST, FLOOR, E5M2, BLOCKS, LINES, LINE,
+        rounded(h), h_first, h_first_scale, at, inside, tile_row, tile_col, cols, padded_blocks,
+        FIRST, FLOOR, H_E5M2, BLOCKS, LINES, LINE,
     )  # fmt: skip
+
+    g, v, dh, at, inside = load_tiles(
+        gate, up, u, table, rows, cols, gate_stride, up_stride, u_stride, tile_row, tile_col, units,
+        RAGGED, BLOCKS, LINES, LINE,
+    )  # fmt: skip
+    cut_g, factor, s = activation(g, v, LIMIT, ALPHA)
+    if SCORED:
+        dh *= tile_scores(scores, row, stop, BLOCKS)
+    dup = dh * (cut_g * s)
+    if LIMIT is not None:
+        dup = tl.where(tl.abs(v) > LIMIT, 0.0, dup)
+    dup = rounded(dup)
     store_last(
         dup, dup_last, dup_last_scale, row, stop, at, inside, tile_col, rows, cols,
         LAST, FLOOR, E5M2, BLOCKS, LINES, LINE,
@@ -314,9 +350,25 @@ def _swiglu_backward(
         dup, dup_first, dup_first_scale, at, inside, tile_row, tile_col, cols, padded_blocks,
         FIRST, FLOOR, E5M2, BLOCKS, LINES, LINE,
     )  # fmt: skip
+
+    g, v, dh, at, inside = load_tiles(
+        gate, up, u, table, rows, cols, gate_stride, up_stride, u_stride, tile_row, tile_col, units,
+        RAGGED, BLOCKS, LINES, LINE,
+    )  # fmt: skip
+    cut_g, factor, s = activation(g, v, LIMIT, ALPHA)
+    if SCORED:
+        dh *= tile_scores(scores, row, stop, BLOCKS)
+    dgate = dh * factor * (s * (1 + ALPHA * cut_g * (1 - s)))
+    if LIMIT is not None:
+        dgate = tl.where(g > LIMIT, 0.0, dgate)
+    dgate = rounded(dgate)
+    store_last(
+        dgate, dgate_last, dgate_last_scale, row, stop, at, inside, tile_col, rows, cols,
+        LAST, FLOOR, E5M2, BLOCKS, LINES, LINE,
+    )  # fmt: skip
     store_first(
-        h, h_first, h_first_scale, at, inside, tile_row, tile_col, cols, padded_blocks,
-        FIRST, FLOOR, H_E5M2, BLOCKS, LINES, LINE,
+        dgate, dgate_first, dgate_first_scale, at, inside, tile_row, tile_col, cols, padded_blocks,
+        FIRST, FLOOR, E5M2, BLOCKS, LINES, LINE,
     )  # fmt: skip
 
 
@@ -328,6 +380,10 @@ def _matrices(*tensors: torch.Tensor) -> tuple[Matrices, ...]:
     for x in tensors:
         assert x.dtype == torch.bfloat16 and x.shape == tensors[0].shape and x.ndim == 2, (x.dtype, x.shape)
     return tuple(as_matrices(x, 0) for x in tensors)
+
+
+def _alpha(limit: float | None) -> float:
+    return 1.0 if limit is None else GPT_OSS_ALPHA
 
 
 def _form(spec: OperandSpec) -> Form:

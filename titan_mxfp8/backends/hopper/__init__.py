@@ -50,9 +50,11 @@ def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor |
 
 def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
     """``Backend.requantize``."""
+    if not _is_own(spec):
+        return triton.requantize(rows, axis, spec, offs)
     if axis == 1:
         return quantize(dequantize(rows, torch.float32), 1, spec, offs)
-    return hopper.requantize(rows, spec, offs) if _is_own(spec) else triton.requantize(rows, 0, spec, offs)
+    return hopper.requantize(rows, spec, offs)
 
 
 def quantize_both(

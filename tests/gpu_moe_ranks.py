@@ -1,0 +1,234 @@
+"""A program for torchrun on 2 or more GPUs of one host: the symmetric transport against the collective one, bit for
+bit, and both against one process; then how long they take.
+
+    torchrun --standalone --nproc-per-node 2 tests/gpu_moe_ranks.py
+
+Run by tests/test_gpu_moe.py. Prints what it measures. With the word ``die`` the last rank leaves in the middle.
+"""
+
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from moe_cases import BF16, CASES, E4M3, check_against_one_process, tokens_of
+
+from titan_mxfp8.moe import choose
+from titan_mxfp8.moe.collective import Collective
+from titan_mxfp8.moe.symmetric import GroupLink, Symmetric, symmetric_available
+from titan_mxfp8.moe.transport import Transport
+
+ROUNDS, AT_ONCE = 1000, 5
+LAYERS = {  # tokens, D, experts, K
+    "DeepSeek-V3-like": (16384, 7168, 64, 8),
+    "DeepSeek-V3 16B": (32768, 2048, 64, 6),
+    "Qwen3-30B-A3B": (32768, 2048, 128, 8),
+    "Llama4": (32768, 5120, 16, 1),
+}
+
+
+class Unruly(GroupLink):
+    """Ranks that come late, and a buffer full of NaN wherever nobody may be reading any more."""
+
+    poison, delays = False, torch.Generator()
+
+    def allocate(self, size: int) -> tuple[torch.Tensor, list[int]]:
+        self.memory, pointers = super().allocate(size)
+        self.memory.fill_(0xFF)
+        return self.memory, pointers
+
+    def barrier(self) -> None:
+        self.sleep()
+        super().barrier()
+        if self.poison:
+            self.memory.fill_(0xFF)
+            self.poison = False
+        self.sleep()
+
+    def sleep(self) -> None:
+        """Half of the time for up to 0.2 ms, once in a hundred times for 5 ms."""
+        draw = torch.rand(2, generator=self.delays)
+        if draw[0] < 0.5:
+            torch.cuda._sleep(int(draw[1] * 400_000) if draw[0] > 0.01 else 10_000_000)
+
+
+def say(*words: object) -> None:
+    if rank == 0:
+        print(*words, flush=True)
+
+
+Layer = list[torch.Tensor]  # elements, scales, gradients, experts, scores
+
+
+def draw(generator: torch.Generator, most: int, dim: int, experts: int, k: int, like: float = 1.0) -> Layer:
+    tokens = int(torch.randint(0, most + 1, (), generator=generator)) if like else most
+    favourites = like * 4 * torch.rand(experts, generator=generator) * torch.rand((), generator=generator)
+    ids = (torch.randn(tokens, experts, generator=generator) + favourites).topk(k, 1).indices
+    elements = torch.randint(0, 256, (tokens, dim), generator=generator, dtype=torch.uint8).view(E4M3)
+    scales = torch.randint(0, 256, (tokens, dim // 32), generator=generator, dtype=torch.uint8)
+    gradients = torch.randn(tokens, dim, generator=generator).to(BF16)
+    return [x.to(device) for x in (elements, scales, gradients, ids, torch.rand(tokens, k, generator=generator))]
+
+
+def run(transport: Transport, layer: Layer, experts: int, worst_case: bool) -> list[torch.Tensor]:
+    """A forward and a backward; all that comes out, of landed rows those that landed."""
+    elements, scales, gradients, ids, scores = layer
+    if isinstance(transport, Symmetric) and isinstance(transport.link, Unruly):
+        transport.link.poison = True
+    parts, landing = transport.dispatch([elements, scales], ids, scores, experts, worst_case)
+    (rows,) = transport.resend([gradients], landing)
+    sums, _ = transport.combine([rows], True, None, landing, BF16)
+    values = landing.scores * 3
+    grads, at_home = transport.combine([rows, rows], False, values, landing, BF16)
+    return [landing.offs, *parts, rows, landing.scores, sums, grads, at_home]
+
+
+def check_same(actual: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
+    landed = expected[0][-1].item()
+    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        if 1 <= i <= 4:
+            a, b = a[:landed], b[:landed]
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), f"{what}: output {i} differs on rank {rank}"
+
+
+def check_cases() -> None:
+    count = 0
+    unruly = Symmetric(Unruly(group, device))
+    unruly.reserve(64)
+    for case in CASES:
+        if case.experts % ranks:
+            continue
+        all_tokens = [tokens_of(case, source, ranks) for source in range(ranks)]
+        for transport, worst_case in ((collective, False), (unruly, False), (unruly, True)):
+            check_against_one_process(transport, case, all_tokens, device, worst_case)
+            count += 1
+    say(f"{count} cases are right")
+
+
+def check_rounds() -> None:
+    experts, dim, k = 5 * ranks, 1024, 4
+    generator = torch.Generator().manual_seed(rank)
+    unruly = Symmetric(Unruly(group, device))
+    unruly.link.delays.manual_seed(100 + rank)
+    unruly.reserve(300)
+    for _ in range(ROUNDS // AT_ONCE):
+        layers = [draw(generator, 300, dim, experts, k) for _ in range(AT_ONCE)]
+        results = [run(unruly, layer, experts, True) for layer in layers]  # the host runs ahead
+        for layer, result in zip(layers, results, strict=True):
+            check_same(result, run(collective, layer, experts, False), "rounds")
+    say(f"{ROUNDS} rounds with delays and poison: the same bits")
+
+
+def check_graph() -> None:
+    experts, dim, k = 4 * ranks, 512, 2
+    generator = torch.Generator().manual_seed(rank)
+    fast = Symmetric(GroupLink(group, device))
+    layer = draw(generator, 200, dim, experts, k, like=0)
+    run(fast, layer, experts, True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = run(fast, layer, experts, True)
+    for _ in range(100):
+        for place, new in zip(layer, draw(generator, 200, dim, experts, k, like=0), strict=True):
+            place.view(torch.uint8).copy_(new.view(torch.uint8))
+        graph.replay()
+        check_same(result, run(collective, layer, experts, False), "graph")
+    say("100 replays of a CUDA graph with other routings: the same bits")
+
+
+def check_too_many_tokens() -> None:
+    small = Symmetric(GroupLink(group, device))
+    generator = torch.Generator().manual_seed(rank)
+    run(small, draw(generator, 20, 64, ranks, 1, like=0), ranks, False)
+    try:
+        run(small, draw(generator, 21, 64, ranks, 1, like=0), ranks, False)
+    except ValueError as error:
+        say(f"refused: {error}")
+    else:
+        raise AssertionError("more tokens than there is room for")
+
+
+def milliseconds(function: Callable[[], object], repeats: int = 20) -> float:
+    for _ in range(3):
+        function()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        dist.barrier()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def time_layers() -> None:
+    for name, (tokens, dim, experts, k) in LAYERS.items():
+        torch.manual_seed(rank)
+        likes = torch.randn(tokens, experts, device=device) + torch.linspace(0, 1, experts, device=device)
+        ids, scores = likes.topk(k, 1).indices, torch.rand(tokens, k, device=device)
+        elements = torch.randint(0, 100, (tokens, dim), device=device, dtype=torch.uint8).view(E4M3)
+        scales = torch.randint(120, 130, (tokens, dim // 32), device=device, dtype=torch.uint8)
+        owners = ids // (experts // ranks)
+        packets = sum(int((owners == other).any(1).sum()) for other in range(ranks) if other != rank)
+        for transport in (Symmetric(GroupLink(group, device)), collective):
+            times, rows = time_layer(transport, [elements, scales], ids, scores, experts)
+            sizes = {"dispatch": dim * 33 / 32, "resend": dim * 33 / 32, "combine": dim * 2}
+            text = [f"{what} {ms:.3f} ms" for what, ms in times.items()]
+            text += [f"{what} {packets * size / times[what] / 1e6:.0f} GB/s" for what, size in sizes.items()]
+            say(f"{name}, {type(transport).__name__.lower()}: {', '.join(text)}; {rows} rows, {packets} packets sent")
+
+
+def time_layer(
+    transport: Transport, parts: list[torch.Tensor], ids: torch.Tensor, scores: torch.Tensor, experts: int
+) -> tuple[dict[str, float], int]:
+    """Each function's time, and how many rows landed."""
+    worst_case = isinstance(transport, Symmetric)
+    _, landing = transport.dispatch(parts, ids, scores, experts, worst_case)
+    y = torch.ones(landing.scores.shape[0], parts[0].shape[1], device=device, dtype=BF16)
+    calls = {
+        "dispatch": lambda: transport.dispatch(parts, ids, scores, experts, worst_case),
+        "counted": lambda: transport.dispatch(parts, ids, scores, experts, False),
+        "resend": lambda: transport.resend(parts, landing),
+        "combine": lambda: transport.combine([y], True, None, landing, BF16),
+        "of two, with values": lambda: transport.combine([y, y], False, landing.scores, landing, BF16),
+    }
+    return {what: milliseconds(call) for what, call in calls.items()}, int(landing.offs[-1])
+
+
+def die() -> None:
+    """The last rank is gone; the others must end with a message."""
+    fast = Symmetric(GroupLink(group, device))
+    layer = draw(torch.Generator().manual_seed(rank), 20, 64, ranks, 1, like=0)
+    run(fast, layer, ranks, False)
+    torch.cuda.synchronize()
+    if rank == ranks - 1:
+        os._exit(0)
+    run(fast, layer, ranks, False)
+
+
+rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+torch.cuda.set_device(device)
+timeout = timedelta(seconds=10 if "die" in sys.argv else 120)
+dist.init_process_group("nccl", device_id=device, timeout=timeout)
+group = dist.group.WORLD
+if "die" in sys.argv:
+    die()
+    raise AssertionError("nobody noticed")
+collective = Collective(group)
+assert symmetric_available(group, device)[0], symmetric_available(group, device)
+say(*choose("auto", group, device), *choose("collective", group, device))
+assert choose("auto", group, device)[0] is choose("symmetric", group, device)[0]
+for check in (check_cases, check_rounds, check_graph, check_too_many_tokens, time_layers):
+    check()
+torch.cuda.synchronize()
+dist.barrier()
+dist.destroy_process_group()
+os.write(1, b"passed\n")

@@ -1,0 +1,191 @@
+"""The kernels that move rows, held to ``moe/rows.py`` bit for bit; and all ranks of the symmetric transport in one
+process, which reads their buffers as GPUs read each other's."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from moe_cases import CASES, Case, check_against_one_process, tokens_of
+
+from titan_mxfp8.moe import kernels, rows, transport
+from titan_mxfp8.moe.symmetric import Symmetric
+from titan_mxfp8.moe.transport import Local
+
+
+@pytest.fixture
+def local(monkeypatch: pytest.MonkeyPatch) -> Local:
+    """The transport of one rank, on kernels."""
+    monkeypatch.setattr(transport, "movements", lambda device: kernels)
+    return Local()
+
+
+@pytest.mark.parametrize("case", CASES[1:])
+def test_one_rank(case: Case, local: Local):
+    check_against_one_process(local, case, [tokens_of(case, 0, 1)], "cpu")
+
+
+def test_labels():
+    """More slots than a program looks at, experts twice in a token and experts that do not exist."""
+    expert_ids = torch.randint(-1, 8, (117, 5), dtype=torch.int32)
+    scores = torch.rand(117, 5)
+    for actual, expected in zip(kernels.label(expert_ids, scores, 7), rows.label(expert_ids, scores, 7), strict=True):
+        assert actual.dtype == expected.dtype and torch.equal(actual, expected)
+
+
+class Turns:
+    """The ranks as threads of which one runs at a time: Triton's interpreter knows no threads. Who runs goes on until
+    it waits for the others, so that what lacks a barrier reads what is not there yet, or not any more."""
+
+    def __init__(self, ranks: int):
+        self.turn, self.everyone, self.buffers = threading.Lock(), threading.Barrier(ranks), [None] * ranks
+
+    def wait(self) -> None:
+        self.turn.release()
+        self.everyone.wait(timeout=60)
+        self.turn.acquire()
+
+    def run(self, of_rank: Callable[[int], None]) -> None:
+        """``of_rank`` of each rank; raises what one raises."""
+
+        def guarded(rank: int) -> None:
+            with self.turn:
+                try:
+                    of_rank(rank)
+                except BaseException:
+                    self.everyone.abort()
+                    raise
+
+        with ThreadPoolExecutor(len(self.buffers)) as threads:
+            futures = [threads.submit(guarded, rank) for rank in range(len(self.buffers))]
+        errors = [future.exception() for future in futures if future.exception()]
+        errors.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
+        if errors:
+            raise errors[0]
+
+
+class FakeLink:
+    """``Link`` of a rank that is a thread; memory is poisoned."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, turns: Turns, rank: int):
+        self.turns, self.rank, self.ranks = turns, rank, len(turns.buffers)
+
+    def gather(self, value: object) -> list:
+        self.turns.buffers[self.rank] = value
+        self.turns.wait()
+        values = list(self.turns.buffers)
+        self.turns.wait()
+        return values
+
+    def allocate(self, size: int) -> tuple[torch.Tensor, list[int]]:
+        memory = torch.full((size + 256,), 0xFF, dtype=torch.uint8)
+        memory = memory[-memory.data_ptr() % 256 :][:size]
+        return memory, self.gather(memory.data_ptr())
+
+    def barrier(self) -> None:
+        self.turns.wait()
+
+
+def on_ranks(ranks: int, of_rank: Callable[[Symmetric], None]) -> None:
+    turns = Turns(ranks)
+    transports = [Symmetric(FakeLink(turns, rank)) for rank in range(ranks)]
+    turns.run(lambda rank: of_rank(transports[rank]))
+
+
+SYMMETRIC = (
+    (Case((7, 4, 0, 3), 64, 8, 3), 4),
+    (Case((0, 6), 32, 20, 8), 2),
+    (Case((5, 9), 64, 15, 2), 3),
+    (Case((5, 3), 96, 4, 1, "first"), 2),
+    (Case((5, 3), 64, 8, 2, "one rank"), 2),
+    (Case((0,), 64, 4, 2), 2),
+)
+
+
+@pytest.mark.parametrize("worst_case", [False, True])
+@pytest.mark.parametrize("case, ranks", SYMMETRIC)
+def test_symmetric(case: Case, ranks: int, worst_case: bool):
+    """Two layers one after the other in one buffer."""
+
+    def layers(transport: Symmetric) -> None:
+        for seed in range(2):
+            all_tokens = [tokens_of(case, source, ranks, seed) for source in range(ranks)]
+            check_against_one_process(transport, case, all_tokens, "cpu", worst_case)
+
+    on_ranks(ranks, layers)
+
+
+def test_a_buffer_grows_for_wider_layers_and_refuses_more_tokens():
+    first, wider = Case((4, 2), 64, 4, 1), Case((3, 4), 96, 6, 2)
+
+    def layers(transport: Symmetric) -> None:
+        for case in (first, wider, first):
+            all_tokens = [tokens_of(case, source, 2) for source in range(2)]
+            check_against_one_process(transport, case, all_tokens, "cpu")
+        for tokens in (5, 4):
+            case = Case((tokens, tokens), 64, 4, 1)
+            mine = tokens_of(case, transport.rank, 2)
+            if tokens == 5:
+                with pytest.raises(ValueError, match=r"5 tokens on rank [01], but .* room for 4"):
+                    transport.dispatch(*mine.arguments(), case.experts, False)
+            else:
+                transport.dispatch(*mine.arguments(), case.experts, False)
+
+    on_ranks(2, layers)
+
+
+def test_reserved_room():
+    case = Case((3, 9), 64, 4, 1)
+
+    def layers(transport: Symmetric) -> None:
+        transport.reserve(2 + 7 * transport.rank)
+        for tokens in (1, 9):
+            several = case._replace(tokens=(tokens, tokens))
+            all_tokens = [tokens_of(several, source, 2) for source in range(2)]
+            check_against_one_process(transport, several, all_tokens, "cpu")
+
+    on_ranks(2, layers)
+
+
+def test_dispatches_in_a_row():
+    """As when activation checkpointing stops recomputing early; each is right when it comes, and still afterwards."""
+    case = Case((6, 4), 64, 4, 2)
+
+    def layers(transport: Symmetric) -> None:
+        landed = []
+        for seed in range(3):
+            mine = tokens_of(case, transport.rank, 2, seed)
+            parts, landing = transport.dispatch(*mine.arguments(), case.experts, False)
+            landed.append((seed, parts, landing))
+        for seed, parts, landing in landed:
+            mine = tokens_of(case, transport.rank, 2, seed)
+            again = transport.resend(mine.parts, landing)
+            for part, expected in zip(parts, again, strict=True):
+                assert torch.equal(part.view(torch.uint8), expected.view(torch.uint8))
+            all_tokens = [tokens_of(case, source, 2, seed) for source in range(2)]
+            check_against_one_process(transport, case, all_tokens, "cpu")
+
+    on_ranks(2, layers)
+
+
+def test_rows_that_there_is_no_room_for_are_dropped():
+    """Only where a token names an expert twice, which no router does: expert 0 gets 10 rows of 5 tokens."""
+
+    def layer(transport: Symmetric) -> None:
+        tokens = (3, 2)[transport.rank]
+        x = torch.arange(1.0, 1 + tokens * 32).view(tokens, 32).to(torch.bfloat16)
+        ids, scores = torch.zeros(tokens, 2, dtype=torch.int64), torch.ones(tokens, 2)
+        (landed,), landing = transport.dispatch([x], ids, scores, 2, True)
+        room = 3 * 2 * 1
+        assert landed.shape == (room, 32) and landing.offs.tolist() == [room if transport.rank == 0 else 0]
+        if transport.rank == 0:
+            assert landing.rows.tolist() == [[0, 1], [2, 3], [4, 5], [-2, -2], [-2, -2], [-1, -1]]
+        sums, values = transport.combine([landed], True, landing.scores, landing, torch.float32)
+        doubled = (2 * x.float()).to(torch.bfloat16).float()
+        assert torch.equal(sums, doubled if transport.rank == 0 else torch.zeros_like(doubled))
+        assert values.eq(1 - transport.rank).all()
+
+    on_ranks(2, layer)

@@ -1,0 +1,61 @@
+"""The kernels that move rows compiled for GPUs that are not here: no spills, wide loads, nothing anew for a batch."""
+
+import torch
+from aot import compile_only, specializations
+
+from titan_mxfp8.format.mx import ceil_to
+from titan_mxfp8.moe import kernels
+from titan_mxfp8.moe.buffer import Layout
+
+E4M3, E8M0, BF16 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bfloat16
+
+
+def layer(dim: int, experts: int, slots: int, *, tokens: int = 64, ranks: int = 2, second: bool = True) -> None:
+    """Every launch of a layer, of all transports."""
+    ids, scores = torch.zeros(tokens, slots, dtype=torch.int32), torch.zeros(tokens, slots)
+    parts = [torch.empty(tokens, dim, dtype=E4M3), torch.empty(tokens, dim // 32, dtype=E8M0)]
+    parts = parts if second else [torch.empty(tokens, dim, dtype=BF16)]
+    layout = Layout(ranks=ranks, tokens=1000, experts=experts, slots=slots, row_bytes=dim + dim // 32, dim=dim)
+    peers = kernels.Peers(layout.table([0] * ranks, ids.device), layout.tokens, ranks - 1)
+    for given, sources in ((None, 1), (None, ranks), (peers, ranks)):
+        counts, labels = kernels.label(ids, scores, experts)
+        starts, _ = kernels.plan(counts.expand(sources, -1).contiguous(), 0, None, given)
+        ends = torch.zeros(sources, dtype=torch.int32)
+        rows, landed = kernels.locate(labels, ends, starts, 0, 3 * tokens, given)
+        kernels.place(parts, rows, 3 * tokens, given)
+        ys, values = [torch.empty(3 * tokens, dim, dtype=BF16)] * 2, landed.clone()
+        slots_of = torch.zeros((tokens, sources), dtype=torch.int32)
+        packets = torch.empty(rows.shape[0], dim, dtype=BF16), torch.empty(rows.shape)
+        for ys_, weights, values_ in ((ys[:1], landed, None), (ys, None, values)):
+            sums, at_home = kernels.reduce(ys_, weights, values_, rows, BF16, out=packets if given else None)
+            kernels.finish(sums, at_home, slots_of, ids, experts // sources, BF16, given)
+    offsets = [0]
+    for part in [*parts, labels]:
+        offsets.append(ceil_to(offsets[-1] + part.view(torch.uint8).shape[1], 16))
+    packets = torch.empty(tokens, offsets.pop(), dtype=torch.uint8)
+    kernels.gather([*parts, labels], torch.zeros(tokens, dtype=torch.int32), packets, offsets)
+
+
+MADE = [value for value in vars(kernels).values() if isinstance(value, kernels.Kernel)]
+
+
+def test_nothing_spills_and_rows_are_read_16_bytes_at_a_time():
+    for kernel in MADE:
+        kernel.compiled.clear()
+    with compile_only("sm_90") as found:
+        layer(7168, 64, 8)
+    assert len(found) > 20
+    for kernel in found:
+        print(kernel)
+        assert not kernel.spills and not kernel.warnings, kernel
+        if kernel.name in ("_place", "_reduce", "_finish"):
+            assert kernel.count("LDG.E.128") and kernel.count("STG.E.128"), kernel.name
+
+
+def test_nothing_of_a_batch_is_compiled_for():
+    with specializations("sm_90") as found:
+        layer(2048, 64, 6, tokens=64)
+        known = set(found)
+        for tokens in (1, 2, 16, 100, 1024, 4096):
+            layer(2048, 64, 6, tokens=tokens)
+        assert len(known) > 10 and found == known

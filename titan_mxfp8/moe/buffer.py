@@ -1,0 +1,87 @@
+"""What lies where in the memory that the ranks of one host read of each other."""
+
+import math
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from titan_mxfp8.format.mx import ceil_to
+
+# The sections of a rank's buffer, which are rows of the table of pointers.
+COUNTS, LABELS, PARTS, PARTIALS, VALUES = range(5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A buffer for layers that are no larger than this. Every rank's is the same.
+
+    | section  | holds                                                           | read by          |
+    |----------|-----------------------------------------------------------------|------------------|
+    | counts   | int32 (E + 1): slots here that chose each expert, then T        | all, to plan     |
+    | labels   | int32 (T, 3K), see ``rows.label``                               | all              |
+    | parts    | a part's rows (T, B_0); then, from ``second_part`` on, (T, B_1) | all              |
+    | partials | bf16 (R, tokens, D): sums for the packets of each source        | the packets' own |
+    | values   | fp32 (R, tokens, K): slot values, likewise                      | the packets' own |
+
+    Attributes:
+        ranks: R.
+        tokens: the most that a rank may have at home.
+        experts: E.
+        slots: K.
+        row_bytes: of a token's parts together.
+        dim: D.
+    """
+
+    ranks: int
+    tokens: int = 1
+    experts: int = 1
+    slots: int = 1
+    row_bytes: int = 1
+    dim: int = 1
+
+    def offsets(self) -> list[int]:
+        """The byte at which each section begins, and at last the bytes of all."""
+        packets = self.ranks * self.tokens
+        sizes = (
+            4 * (self.experts + 1),
+            12 * self.slots * self.tokens,
+            self.row_bytes * self.tokens + 16,  # the second part begins at a multiple of 16
+            2 * self.dim * packets,
+            4 * self.slots * packets,
+        )
+        ends = [0]
+        for size in sizes:
+            ends.append(ceil_to(ends[-1] + size, 256))
+        return ends
+
+    def grown(self, **sizes: int) -> "Layout":
+        """The least that holds this too."""
+        return replace(self, **{name: max(getattr(self, name), size) for name, size in sizes.items()})
+
+    def sizes(self) -> dict[str, int]:
+        """The attributes."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def table(self, pointers: list[int], device: torch.device) -> torch.Tensor:
+        """Where each section of each rank's buffer begins, int64 (sections, R), from where the buffers begin."""
+        sections = [[pointer + offset for pointer in pointers] for offset in self.offsets()[:-1]]
+        return torch.tensor(sections, dtype=torch.int64, device=device)
+
+    def view(self, buffer: torch.Tensor, section: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        """The beginning of a section of this rank's buffer, uint8, as a tensor."""
+        start = self.offsets()[section]
+        return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def views(self, buffer: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Room for the parts."""
+        start, out = self.offsets()[PARTS], []
+        for part in parts:
+            room = buffer[start : start + part.numel() * part.element_size()]
+            out.append(room.view(part.dtype).view(part.shape))
+            start += second_part(self.tokens, part.shape[1] * part.element_size())
+        return out
+
+
+def second_part(tokens: int, first_row_bytes: int) -> int:
+    """How many bytes after the first part the second one begins, wherever the number of tokens at home is smaller."""
+    return ceil_to(tokens * first_row_bytes, 16)

@@ -1,0 +1,258 @@
+"""Tokens over memory that the GPUs of one host read of each other, without the host and without copies per slot.
+
+Each rank has one buffer (``buffer.Layout``), which all layers of a group use. It writes into its own and reads the
+others':
+
+| function            | does, on the stream of its caller                                                    |
+|---------------------|--------------------------------------------------------------------------------------|
+| dispatch, resend    | barrier; write what is at home; barrier; pull the rows that are wanted here          |
+| combine             | write the sums of what landed here; barrier; pull the sums of what is at home        |
+
+Why these barriers are enough: a rank passes a barrier when all ranks have reached it, hence all that stands before it
+on their streams is done.
+
+- What is pulled was written: a barrier stands between.
+- Tokens are overwritten by the next dispatch or resend only, whose first barrier comes after every rank's last pull;
+  so two dispatches in a row, as when activation checkpointing stops recomputing early, need nothing else.
+- Sums are overwritten by the next combine only. A dispatch or resend comes before it, whose barriers come after every
+  rank's last pull of sums; where none does, combine begins with a barrier.
+
+A rank that died is waited for until the process group's timeout; then the barrier says on stdout which rank did not
+come (``[FATAL] CUDASymmetricMemory::barrier: rank 0 failed to receive signal from rank 1``) and traps: the next call
+that waits for the GPU raises a CUDA error, which ends the process and with it the job.
+
+All functions of a group belong on one stream, in the same order on every rank.
+"""
+
+import os
+import socket
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from titan_mxfp8.moe import buffer
+from titan_mxfp8.moe.buffer import Layout
+from titan_mxfp8.moe.transport import Landing, check_dispatch, check_parts
+
+
+class Link(Protocol):
+    """What a rank needs of the others; ``GroupLink`` but in tests."""
+
+    ranks: int
+    rank: int
+    device: torch.device
+
+    def gather(self, value: object) -> list:
+        """Every rank's ``value``, once the GPU has done what was asked of it."""
+
+    def allocate(self, size: int) -> tuple[torch.Tensor, list[int]]:
+        """A buffer of ``size`` bytes, and where every rank's begins, as this one's kernels see it."""
+
+    def barrier(self) -> None:
+        """On the current stream: what comes after it waits for what every rank has before it."""
+
+
+class GroupLink:
+    """``Link`` over ``torch.distributed._symmetric_memory``."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        self.group, self.device = group, device
+        self.ranks, self.rank = group.size(), group.rank()
+        self.handle = None
+
+    def gather(self, value: object) -> list:
+        torch.cuda.synchronize(self.device)
+        gathered = [None] * self.ranks
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+    def allocate(self, size: int) -> tuple[torch.Tensor, list[int]]:
+        # Nothing here multicasts; setting that up can fail where the fabric manager does not run.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        import torch.distributed._symmetric_memory as symm_mem
+
+        memory = symm_mem.empty(size, dtype=torch.uint8, device=self.device)
+        self.handle = symm_mem.rendezvous(memory, group=self.group)
+        offset = memory.data_ptr() - self.handle.buffer_ptrs[self.rank]  # of the tensor in what was allocated
+        assert set(self.gather(offset)) == {offset}, "the buffers lie differently"
+        return memory, [pointer + offset for pointer in self.handle.buffer_ptrs]
+
+    def barrier(self) -> None:
+        self.handle.barrier(channel=0, timeout_ms=self._timeout_ms())
+
+    def _timeout_ms(self) -> int:
+        """The process group's, which TorchTitan shortens after the first step."""
+        return int(self.group._get_backend(self.device).options._timeout.total_seconds() * 1000)
+
+
+class Symmetric:
+    """``Transport`` over memory that the ranks read of each other.
+
+    The first dispatch makes the buffer, for as many tokens as any rank has then; all ranks agree on it. A later one
+    may not have more: ``reserve`` says so beforehand.
+    """
+
+    def __init__(self, link: Link):
+        self.link, self.ranks, self.rank = link, link.ranks, link.rank
+        self.layout: Layout | None = None
+        self._reserved, self._sums_are_read, self._captured = 1, False, False
+
+    def reserve(self, tokens: int) -> None:
+        """Makes room for ``tokens`` tokens at home at least, on all ranks. Before the first dispatch, on any rank."""
+        self._reserved = max(self._reserved, tokens)
+
+    def dispatch(
+        self,
+        parts: list[torch.Tensor],
+        expert_ids: torch.Tensor,
+        scores: torch.Tensor,
+        experts: int,
+        worst_case: bool,
+    ) -> tuple[list[torch.Tensor], Landing]:
+        """See ``Transport``; M is R * min(K, E/R) times the tokens there is room for with ``worst_case``.
+
+        Raises:
+            ValueError: besides, for more tokens than there is room for.
+        """
+        check_dispatch(parts, expert_ids, scores, experts, self.ranks)
+        tokens, k = expert_ids.shape
+        dim = parts[0].shape[1]
+        self._make_room(tokens=tokens, experts=experts, slots=k, row_bytes=_row_bytes(parts), dim=dim)
+        expert_ids = expert_ids.to(torch.int32, copy=True)
+        self.link.barrier()
+        counts = self.layout.view(self.memory, buffer.COUNTS, torch.int32, experts + 1)
+        labels = self.layout.view(self.memory, buffer.LABELS, torch.int32, tokens, 3 * k)
+        counts[experts:].fill_(tokens)
+        self.kernels.label(expert_ids, scores, experts, out=(counts, labels))
+        self._write(parts)
+        self.link.barrier()
+        self._sums_are_read = False
+
+        limit = self.layout.tokens * self.ranks * min(k, experts // self.ranks) if worst_case else None
+        shape = counts.new_empty((self.ranks, experts))
+        starts, offs = self.kernels.plan(shape, self.rank, limit, self.peers)
+        capacity = int(offs[-1]) if limit is None else limit  # the host waits here, unless for the worst case
+        rows, landed_scores = self.kernels.locate(labels, None, starts, self.rank, capacity, self.peers)
+        empty, no_splits = offs.new_empty(0), torch.empty((2, 0), dtype=torch.int64)
+        slots = empty.view(0, 1).expand(0, self.ranks)
+        landing = Landing(offs, rows, landed_scores, expert_ids, slots, empty.clone(), no_splits)
+        return self.kernels.place(parts, rows, capacity, self.peers), landing
+
+    def resend(self, parts: list[torch.Tensor], landing: Landing) -> list[torch.Tensor]:
+        """See ``Transport``."""
+        check_parts(parts, landing.expert_ids.shape[0])
+        self._make_room(row_bytes=_row_bytes(parts))
+        self.link.barrier()
+        self._write(parts)
+        self.link.barrier()
+        self._sums_are_read = False
+        return self.kernels.place(parts, landing.rows, landing.scores.shape[0], self.peers)
+
+    def combine(
+        self,
+        ys: list[torch.Tensor],
+        weighted: bool,
+        slot_values: torch.Tensor | None,
+        landing: Landing,
+        out_dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See ``Transport``."""
+        k, d, packets = landing.expert_ids.shape[1], ys[0].shape[1], landing.rows.shape[0]
+        self._make_room(dim=d, slots=k)
+        if self._sums_are_read:
+            self.link.barrier()
+        sums = self.layout.view(self.memory, buffer.PARTIALS, torch.bfloat16, packets, d)
+        values = self.layout.view(self.memory, buffer.VALUES, torch.float32, packets, k)
+        weights = landing.scores if weighted else None
+        _, given = self.kernels.reduce(ys, weights, slot_values, landing.rows, sums.dtype, out=(sums, values))
+        self.link.barrier()
+        self._sums_are_read = True
+        local = landing.offs.shape[0]
+        return self.kernels.finish(sums, given, landing.slots, landing.expert_ids, local, out_dtype, self.peers)
+
+    def _write(self, parts: list[torch.Tensor]) -> None:
+        for room, part in zip(self.layout.views(self.memory, parts), parts, strict=True):
+            room.view(torch.uint8).copy_(part.view(torch.uint8))
+
+    def _make_room(self, **sizes: int) -> None:
+        """A buffer that holds this too. All but the tokens is of the model, so every rank comes here with the same, and
+        where the buffer must grow, all make a new one."""
+        self._captured |= self.link.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        tokens = sizes.pop("tokens", 0)
+        if self.layout is None:
+            wanted = Layout(ranks=self.ranks, tokens=self._reserved).grown(tokens=tokens, **sizes)
+        elif tokens > self.layout.tokens:
+            raise ValueError(
+                f"{tokens} tokens on rank {self.rank}, but the symmetric transport has room for {self.layout.tokens}, "
+                "the most that any rank had at first: call reserve() before the first step, or use the collective "
+                "transport"
+            )
+        else:
+            wanted = self.layout.grown(**sizes)
+            if wanted == self.layout:
+                return
+        if self._captured:
+            raise RuntimeError(
+                "the symmetric transport makes its buffer in the first forward and backward: run them once before "
+                "capturing a CUDA graph"
+            )
+        from titan_mxfp8.moe import kernels
+
+        for other in self.link.gather(wanted):  # and every rank has read what it wanted from the buffer before
+            wanted = wanted.grown(**other.sizes())
+        self.kernels, self.layout, self.memory = kernels, wanted, None
+        self.memory, pointers = self.link.allocate(wanted.offsets()[-1])
+        self.peers = kernels.Peers(wanted.table(pointers, self.link.device), wanted.tokens, self.rank)
+
+
+@cache
+def symmetric(group: dist.ProcessGroup, device: torch.device) -> Symmetric:
+    """The one of a group, whose buffer all layers share."""
+    return Symmetric(GroupLink(group, device))
+
+
+def symmetric_available(group: dist.ProcessGroup, device: torch.device) -> tuple[bool, str]:
+    """Whether ``Symmetric`` can be used by the group, the same on every rank, and why not.
+
+    Every rank calls it at the same time. It takes all ranks on one host, each on a GPU of its own that reads the
+    others' memory.
+    """
+    if device.type != "cuda" or torch.version.hip:
+        return False, "it needs NVIDIA GPUs"
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = socket.gethostname(), boot.read_text() if boot.exists() else ""
+    gathered = [None] * group.size()
+    dist.all_gather_object(gathered, (host, str(torch.cuda.get_device_properties(device).uuid)), group=group)
+    verdicts = [None] * group.size()
+    dist.all_gather_object(verdicts, _obstacle(gathered, group.rank(), device), group=group)
+    obstacle = next((verdict for verdict in verdicts if verdict), None)
+    return obstacle is None, obstacle or "all ranks are on one host, with peer access"
+
+
+def _obstacle(gathered: list[tuple[tuple[str, str], str]], rank: int, device: torch.device) -> str | None:
+    """What stands in the way of this rank, in words; ``gathered``: each rank's host and GPU."""
+    from torch.distributed._symmetric_memory import get_backend
+
+    if get_backend(device) not in (None, "CUDA"):
+        return f"torch's symmetric memory uses {get_backend(device)}, not CUDA"
+    host, own = gathered[rank]
+    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    for peer, (other_host, gpu) in enumerate(gathered):
+        if peer == rank:
+            continue
+        if other_host != host:
+            return f"rank {peer} is on host {other_host[0]}, rank {rank} on {host[0]}"
+        if gpu == own:
+            return f"ranks {rank} and {peer} share a GPU"
+        if gpu not in visible:
+            return f"rank {rank} does not see the GPU of rank {peer} (CUDA_VISIBLE_DEVICES)"
+        if not torch.cuda.can_device_access_peer(device, visible[gpu]):
+            return f"the GPU of rank {rank} has no peer access to that of rank {peer}"
+    return None
+
+
+def _row_bytes(parts: list[torch.Tensor]) -> int:
+    return sum(part.shape[1] * part.element_size() for part in parts)
