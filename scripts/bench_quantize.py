@@ -18,7 +18,7 @@ from titan_mxfp8.backends import Backend, load
 from titan_mxfp8.backends.common.dequantize import dequantize
 from titan_mxfp8.backends.common.pad import pad_token_groups, unpad_token_groups
 from titan_mxfp8.backends.hardware import hardware_of
-from titan_mxfp8.format.spec import OperandSpec
+from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
 from titan_mxfp8.ops.pad import padded_rows
 from titan_mxfp8.testing import (
     PAD_SHAPES,
@@ -49,6 +49,12 @@ HOPPER = (
     ("rebase 1x32", OperandSpec(**REBASED), ("last", "first ragged", "both", "both ragged")),
     ("rebase 1x32 to squares", OperandSpec(lines=32, **REBASED), ("last", "first")),
     ("rebase 32x32", OperandSpec(block="32x32", lines=32, **REBASED), ("both",)),
+)
+# Name, FP8 rows, and what they become along the tokens.
+REQUANTISED = (("requantise 1x32", ONE, ONE), ("requantise 1x32 to values", ONE, OperandSpec(stored="bf16")))
+REQUANTISED_HOPPER = (
+    ("requantise rebased", OperandSpec(**REBASED), OperandSpec(**REBASED)),
+    ("requantise rebased to unquantised", OperandSpec(**REBASED), UNQUANTIZED),
 )
 
 
@@ -98,6 +104,7 @@ def bench_quantize(ceiling: float) -> Iterator[dict]:
                     moved = tensor_bytes(x) + tensor_bytes(call())
                     groups = shape.groups if "ragged" in axes else None
                     yield row(f"{kernel} {axes}{name}", x.shape, groups, do_bench(call), moved, ceiling)
+        yield from bench_requantize(backend, x.bfloat16(), shape.groups, ceiling)
         operand = backend.quantize(x.bfloat16(), 1, ONE, None)
         call = partial(dequantize, operand)
         moved = tensor_bytes(operand) + tensor_bytes(call())
@@ -108,6 +115,17 @@ def bench_quantize(ceiling: float) -> Iterator[dict]:
             call = partial(backend.quantize, w_ENK, axis, ONE, None)
             moved = tensor_bytes(w_ENK) + tensor_bytes(call())
             yield row(f"quantize 1x32 {name}, weights", w_ENK.shape, None, do_bench(call), moved, ceiling)
+
+
+def bench_requantize(backend: Backend, x: torch.Tensor, groups: int, ceiling: float) -> Iterator[dict]:
+    """With all rows in groups; and with an eighth, as where memory is for the worst case, of which an eighth moves."""
+    for kernel, rows_spec, spec in REQUANTISED + REQUANTISED_HOPPER * (hardware_of(DEVICE).arch == "sm_90"):
+        rows = backend.quantize(x, 1, rows_spec, None)
+        for share, name in ((1, ""), (8, ", an eighth of the rows")):
+            offs = make_offs(group_sizes("zipf", x.shape[0] // share, groups), DEVICE)
+            call = partial(backend.requantize, rows, 0, spec, offs)
+            moved = (tensor_bytes(rows) + tensor_bytes(call())) // share
+            yield row(f"{kernel} ragged{name}", x.shape, groups, do_bench(call), moved, ceiling)
 
 
 def pad_by_torch(x: torch.Tensor, offs: torch.Tensor, length: int) -> torch.Tensor:

@@ -163,6 +163,11 @@ def test_beyond_int32():
             expected = reference.quantize(x[-edge:].cpu(), axis, spec)
             assert torch.equal(data.cpu().view(torch.uint8), expected.data.view(torch.uint8))
             assert torch.equal(scale.cpu(), expected.row_scales())
+        again = backend.requantize(last, 0, spec, None)
+        expected = reference.requantize(reference.quantize(x[-edge:].cpu(), 1, spec), 0, spec)
+        assert torch.equal(again.data[:, -edge:].cpu().view(torch.uint8), expected.data.view(torch.uint8))
+        assert torch.equal(again.row_scales()[:, -blocks:].cpu(), expected.row_scales())
+        del again
         if spec == EXACT:
             one = quantize(x, backend="triton")
             assert torch.equal(one.qdata.view(torch.uint8), last.data.view(torch.uint8))

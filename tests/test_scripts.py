@@ -490,6 +490,13 @@ def test_benches_of_kernels_call_what_backends_offer(monkeypatch: pytest.MonkeyP
             assert [one.axis for one in operands] == {"last": [1], "firs": [0], "both": [1, 0]}[axes[:4]], kernel
             assert {one.spec for one in operands} == {spec}
             assert bench_quantize.tensor_bytes(made) > x.numel()
+    monkeypatch.setattr(bench_quantize, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(bench_quantize, "do_bench", once)
+    timed = list(bench_quantize.bench_requantize(reference, x.bfloat16(), 2, 1.0))
+    assert [row["kernel"] for row in timed[:2]] == [
+        "requantise 1x32 ragged",
+        "requantise 1x32 ragged, an eighth of the rows",
+    ]
 
 
 def test_kernel_times_adds_up_what_ran_on_the_gpu(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def swiglu_backward(
     operands = [spec.empty(gate.x, 1, None) for spec in (last, last)]
     operands += [spec.empty(gate.x, 0, groups) for spec in (first, first, h_first)]
     is_transposed = operands[-1].scale is not None
-    tile, warps = (TRANSPOSED_TILE, 16) if is_transposed else (VALUES_TILE, 4)
+    tile, warps = (TRANSPOSED_TILE, 8) if is_transposed else (VALUES_TILE, 4)
     unit_map = None if offs is None else map_tiles(offs, gate.rows, tile, tail=False, alignment=first.span)
     units = ceil_div(gate.rows, BLOCK_SIZE) if unit_map is None else unit_map.units
     col_tiles = ceil_div(gate.cols, COLS)
@@ -98,6 +98,7 @@ def swiglu_backward(
     if scores_M is not None:
         sums = torch.empty((col_tiles, gate.rows), dtype=torch.float32, device=gate.x.device)
         scores_M = scores_M.contiguous()
+    registers = 128 if _form(first) == "across" else None  # so that two programs fit on a multiprocessor
     padded_blocks = operands[-1].data.shape[-1] // BLOCK_SIZE if is_transposed else 0
     constants = (
         limit, _alpha(limit), offs is not None, scores_M is not None, _form(last), _form(first), *_rounding(last),
@@ -108,14 +109,15 @@ def swiglu_backward(
         (gate.x, up.x, u.x, scores_M, sums, unit_map and unit_map.table,
          *(tensor for operand in operands for tensor in operand[:2])),
         (gate.cols, gate.row_stride, up.row_stride, u.row_stride),
-        (gate.rows, padded_blocks, units, groups or 0), constants, device=gate.x.device, warps=warps,
+        (gate.rows, padded_blocks, units, groups or 0), constants,
+        device=gate.x.device, warps=warps, registers=registers,
     )  # fmt: skip
     return SwigluGradients(*operands, None if sums is None else sums.sum(0))
 
 
 @triton.jit
 def sigmoid(x):
-    """As ``1 / (1 + tl.exp(-x))``, but that on NVIDIA what is below 2^-126 may be 0: that spares half the instructions."""
+    """``1 / (1 + tl.exp(-x))``; on NVIDIA in half the instructions, but 0 where that is below 2^-126."""
     if cuda_capability_geq(8, 0):
         return tl.inline_asm_elementwise(
             "{ .reg .f32 e; ex2.approx.ftz.f32 e, $1; add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }",
@@ -148,31 +150,66 @@ def activation(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
 
 
 @triton.jit
-def load_tiles(
-    gate, up, u, table, rows, cols, gate_stride, up_stride, u_stride, tile_row, tile_col, units,
-    RAGGED: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+def load_parts(
+    gate, up, u, scores, table, rows, cols, gate_stride, up_stride, u_stride, tile_row, tile_col, units,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr,
+    BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    """The tile of each of the three, (8, BLOCKS, LINES, 4, LINE) in fp32, and of the tile its places in a matrix of
-    ``cols`` columns and its mask, as ``load_tile`` lays it."""
+    """What the gradients are made of, tiles of (8, BLOCKS, LINES, 4, LINE) in fp32.
+
+    Returns:
+        gate, up and u; the parts of ``activation``; the scores, which broadcast; and of the tile its places in a matrix
+        of ``cols`` columns and its mask, as ``load_tile`` lays it, its rows and where they end.
+    """
     g, row, col, inside = load_tile(
-        gate, table, rows, cols, gate_stride, tile_row, tile_col, units, rows, RAGGED, BLOCKS, LINES, LINE
-    )
-    v, _, _, _ = load_tile(
-        up, table, rows, cols, up_stride, tile_row, tile_col, units, rows, RAGGED, BLOCKS, LINES, LINE
-    )
-    du, _, _, _ = load_tile(
-        u, table, rows, cols, u_stride, tile_row, tile_col, units, rows, RAGGED, BLOCKS, LINES, LINE
-    )
-    shape: tl.constexpr = (8, BLOCKS, LINES, 4, LINE)
+        gate, None, table, rows, cols, gate_stride, tile_row, tile_col, units, rows,
+        0, False, RAGGED, BLOCKS, LINES, LINE,
+    )  # fmt: skip
     at = row.to(tl.int64)[:, None] * cols + col
-    return tl.reshape(g, shape), tl.reshape(v, shape), tl.reshape(du, shape), at, inside
+    v, _, _, _ = load_tile(
+        up, None, table, rows, cols, up_stride, tile_row, tile_col, units, rows,
+        0, False, RAGGED, BLOCKS, LINES, LINE,
+    )  # fmt: skip
+    du, _, _, _ = load_tile(
+        u, None, table, rows, cols, u_stride, tile_row, tile_col, units, rows,
+        0, False, RAGGED, BLOCKS, LINES, LINE,
+    )  # fmt: skip
+    row, stop = unit_rows(table, rows, tile_row, units, RAGGED, BLOCKS)
+    row = tl.reshape(row[:, None] + tl.arange(0, 32)[None, :], (32 * BLOCKS,))
+    stop = tl.reshape(tl.broadcast_to(stop[:, None], (BLOCKS, 32)), (32 * BLOCKS,))
+    score = 1.0
+    if SCORED:
+        score = tl.load(scores + row, mask=row < stop, other=0)
+        score = tl.permute(tl.reshape(score, (BLOCKS, 4, 8)), (2, 0, 1))[:, :, None, :, None]
+    g = tl.reshape(g, (8, BLOCKS, LINES, 4, LINE))
+    v = tl.reshape(v, (8, BLOCKS, LINES, 4, LINE))
+    du = tl.reshape(du, (8, BLOCKS, LINES, 4, LINE))
+    cut_g, factor, s = activation(g, v, LIMIT, ALPHA)
+    return g, v, du, cut_g, factor, s, score, at, inside, row, stop
 
 
 @triton.jit
-def tile_scores(scores, row, stop, BLOCKS: tl.constexpr):
-    """The rows' scores, which broadcast over a tile."""
-    score = tl.load(scores + row, mask=row < stop, other=0)
-    return tl.permute(tl.reshape(score, (BLOCKS, 4, 8)), (2, 0, 1))[:, :, None, :, None]
+def gradient_of_up(up, dh, cut_g, s, LIMIT: tl.constexpr):
+    dup = dh * (cut_g * s)
+    if LIMIT is not None:
+        dup = tl.where(tl.abs(up) > LIMIT, 0.0, dup)
+    return rounded(dup)
+
+
+@triton.jit
+def gradient_of_gate(gate, dh, cut_g, factor, s, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    dgate = dh * factor * (s * (1 + ALPHA * cut_g * (1 - s)))
+    if LIMIT is not None:
+        dgate = tl.where(gate > LIMIT, 0.0, dgate)
+    return rounded(dgate)
+
+
+@triton.jit
+def store_products(sums, h, du, row, stop, BLOCKS: tl.constexpr):
+    """The sums of u * h over the columns of a tile."""
+    products = tl.sum(tl.sum(du * rounded(h).to(tl.float32), 4), 2)  # (8, BLOCKS, 4)
+    products = tl.reshape(tl.permute(products, (1, 2, 0)), (32 * BLOCKS,))
+    tl.store(sums + row, products, mask=row < stop)
 
 
 @triton.jit
@@ -233,6 +270,7 @@ def store_first(
     """Stores a tile, as in ``store_last``, quantised along the first axis: where it was read, or FP8 transposed at the
     tile's place in the padded rows."""
     ALL: tl.constexpr = 32 * BLOCKS * LINES
+    COLS: tl.constexpr = LINES * LINE
     if FORM == "bf16":
         tl.store(data + at, tl.reshape(values, (ALL, LINE)), mask=inside)
     else:
@@ -243,7 +281,7 @@ def store_first(
             tl.store(data + at, tl.reshape(in_bf16, (ALL, LINE)), mask=inside)
         else:
             padded_rows = padded_blocks * 32
-            col = tile_col * 128 + tl.arange(0, 128)
+            col = tile_col * COLS + tl.arange(0, COLS)
             elements = columns_to_elements(values, byte, E5M2, BLOCKS, LINES, LINE)
             if FORM == "across":
                 tl.static_assert(BLOCKS == 4)
@@ -251,9 +289,9 @@ def store_first(
                 old, new = byte[None, :, :, None, :, None], largest[None, None, :, None, :, None]
                 elements = shift_elements(elements, old, new, E5M2)
                 line = scale + tile_row.to(tl.int64) * (tl.cdiv(cols, 16) * 16)
-                tl.store(line + col, tl.reshape(largest, (128,)).to(tl.uint8), mask=col < cols)
+                tl.store(line + col, tl.reshape(largest, (COLS,)).to(tl.uint8), mask=col < cols)
             else:
-                byte = tl.reshape(tl.permute(byte, (1, 2, 0)), (128, BLOCKS))
+                byte = tl.reshape(tl.permute(byte, (1, 2, 0)), (COLS, BLOCKS))
                 store_matrix(scale, byte, col, cols, tile_row * BLOCKS + tl.arange(0, BLOCKS), padded_blocks)
             elements = transposed(elements, BLOCKS, LINES, LINE)
             store_matrix(data, elements, col, cols, tile_row * 32 * BLOCKS + tl.arange(0, 32 * BLOCKS), padded_rows)
@@ -279,9 +317,13 @@ def _swiglu(
         if tile_row * ROWS >= end:
             return
     g, row, col, inside = load_tile(
-        gate, None, end, cols, gate_stride, tile_row, tile_col, 0, end, False, BLOCKS, LINES, LINE
-    )
-    v, _, _, _ = load_tile(up, None, end, cols, up_stride, tile_row, tile_col, 0, end, False, BLOCKS, LINES, LINE)
+        gate, None, None, end, cols, gate_stride, tile_row, tile_col, 0, end,
+        0, False, False, BLOCKS, LINES, LINE,
+    )  # fmt: skip
+    v, _, _, _ = load_tile(
+        up, None, None, end, cols, up_stride, tile_row, tile_col, 0, end,
+        0, False, False, BLOCKS, LINES, LINE,
+    )  # fmt: skip
     g, v, s = activation(g, v, LIMIT, ALPHA)
     values = tl.reshape(rounded(g * s * v), (8, BLOCKS, LINES, 4, LINE))
     at = row.to(tl.int64)[:, None] * cols + col
@@ -310,66 +352,95 @@ def _swiglu_backward(
     if RAGGED:
         if tile_row * ROWS >= tl.load(table + 2 * units + groups - 1):
             return
-    row, stop = unit_rows(table, rows, tile_row, units, RAGGED, BLOCKS)
-    row = tl.reshape(row[:, None] + tl.arange(0, 32)[None, :], (ROWS,))
-    stop = tl.reshape(tl.broadcast_to(stop[:, None], (BLOCKS, 32)), (ROWS,))
-
-    # Each output loads again, from the L1, and computes again: that costs less than the registers for all three.
-    g, v, dh, at, inside = load_tiles(
-        gate, up, u, table, rows, cols, gate_stride, up_stride, u_stride, tile_row, tile_col, units,
-        RAGGED, BLOCKS, LINES, LINE,
-    )  # fmt: skip
-    cut_g, factor, s = activation(g, v, LIMIT, ALPHA)
-    h = cut_g * s * factor
     if SCORED:
-        products = tl.sum(tl.sum(dh * rounded(h).to(tl.float32), 4), 2)  # (8, BLOCKS, 4)
-        products = tl.reshape(tl.permute(products, (1, 2, 0)), (ROWS,))
-        tl.store(sums + tile_col.to(tl.int64) * rows + row, products, mask=row < stop)
-        h *= tile_scores(scores, row, stop, BLOCKS)
-    store_first(
-        rounded(h), h_first, h_first_scale, at, inside, tile_row, tile_col, cols, padded_blocks,
-        FIRST, FLOOR, H_E5M2, BLOCKS, LINES, LINE,
-    )  # fmt: skip
-
-    g, v, dh, at, inside = load_tiles(
-        gate, up, u, table, rows, cols, gate_stride, up_stride, u_stride, tile_row, tile_col, units,
-        RAGGED, BLOCKS, LINES, LINE,
-    )  # fmt: skip
-    cut_g, factor, s = activation(g, v, LIMIT, ALPHA)
-    if SCORED:
-        dh *= tile_scores(scores, row, stop, BLOCKS)
-    dup = dh * (cut_g * s)
-    if LIMIT is not None:
-        dup = tl.where(tl.abs(v) > LIMIT, 0.0, dup)
-    dup = rounded(dup)
-    store_last(
-        dup, dup_last, dup_last_scale, row, stop, at, inside, tile_col, rows, cols,
-        LAST, FLOOR, E5M2, BLOCKS, LINES, LINE,
-    )  # fmt: skip
-    store_first(
-        dup, dup_first, dup_first_scale, at, inside, tile_row, tile_col, cols, padded_blocks,
-        FIRST, FLOOR, E5M2, BLOCKS, LINES, LINE,
-    )  # fmt: skip
-
-    g, v, dh, at, inside = load_tiles(
-        gate, up, u, table, rows, cols, gate_stride, up_stride, u_stride, tile_row, tile_col, units,
-        RAGGED, BLOCKS, LINES, LINE,
-    )  # fmt: skip
-    cut_g, factor, s = activation(g, v, LIMIT, ALPHA)
-    if SCORED:
-        dh *= tile_scores(scores, row, stop, BLOCKS)
-    dgate = dh * factor * (s * (1 + ALPHA * cut_g * (1 - s)))
-    if LIMIT is not None:
-        dgate = tl.where(g > LIMIT, 0.0, dgate)
-    dgate = rounded(dgate)
-    store_last(
-        dgate, dgate_last, dgate_last_scale, row, stop, at, inside, tile_col, rows, cols,
-        LAST, FLOOR, E5M2, BLOCKS, LINES, LINE,
-    )  # fmt: skip
-    store_first(
-        dgate, dgate_first, dgate_first_scale, at, inside, tile_row, tile_col, cols, padded_blocks,
-        FIRST, FLOOR, E5M2, BLOCKS, LINES, LINE,
-    )  # fmt: skip
+        sums += tile_col.to(tl.int64) * rows
+    # Outputs load again, from the L1, and compute again: that costs less than the registers for all of them.
+    if FIRST == "fp8" or FIRST == "across":
+        for block in range(BLOCKS):
+            unit = tile_row * BLOCKS + block
+            g, v, du, cut_g, factor, s, score, at, inside, row, stop = load_parts(
+                gate, up, u, scores, table, rows, cols, gate_stride, up_stride, u_stride,
+                unit, tile_col, units, LIMIT, ALPHA, RAGGED, SCORED, 1, 2, LINE,
+            )  # fmt: skip
+            if SCORED:
+                store_products(sums, cut_g * s * factor, du, row, stop, 1)
+            dup = gradient_of_up(v, du * score, cut_g, s, LIMIT)
+            store_last(
+                dup, dup_last, dup_last_scale, row, stop, at, inside, tile_col, rows, cols,
+                LAST, FLOOR, E5M2, 1, 2, LINE,
+            )  # fmt: skip
+            dgate = gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT, ALPHA)
+            store_last(
+                dgate, dgate_last, dgate_last_scale, row, stop, at, inside, tile_col, rows, cols,
+                LAST, FLOOR, E5M2, 1, 2, LINE,
+            )  # fmt: skip
+        for line in range(LINES):
+            tile_line = tile_col * LINES + line
+            g, v, du, cut_g, factor, s, score, at, inside, row, stop = load_parts(
+                gate, up, u, scores, table, rows, cols, gate_stride, up_stride, u_stride,
+                tile_row, tile_line, units, LIMIT, ALPHA, RAGGED, SCORED, BLOCKS, 1, LINE,
+            )  # fmt: skip
+            h = rounded(cut_g * s * factor * score)
+            store_first(
+                h, h_first, h_first_scale, at, inside, tile_row, tile_line, cols, padded_blocks,
+                FIRST, FLOOR, H_E5M2, BLOCKS, 1, LINE,
+            )  # fmt: skip
+            g, v, du, cut_g, factor, s, score, at, inside, row, stop = load_parts(
+                gate, up, u, scores, table, rows, cols, gate_stride, up_stride, u_stride,
+                tile_row, tile_line, units, LIMIT, ALPHA, RAGGED, SCORED, BLOCKS, 1, LINE,
+            )  # fmt: skip
+            dup = gradient_of_up(v, du * score, cut_g, s, LIMIT)
+            store_first(
+                dup, dup_first, dup_first_scale, at, inside, tile_row, tile_line, cols, padded_blocks,
+                FIRST, FLOOR, E5M2, BLOCKS, 1, LINE,
+            )  # fmt: skip
+            g, v, du, cut_g, factor, s, score, at, inside, row, stop = load_parts(
+                gate, up, u, scores, table, rows, cols, gate_stride, up_stride, u_stride,
+                tile_row, tile_line, units, LIMIT, ALPHA, RAGGED, SCORED, BLOCKS, 1, LINE,
+            )  # fmt: skip
+            dgate = gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT, ALPHA)
+            store_first(
+                dgate, dgate_first, dgate_first_scale, at, inside, tile_row, tile_line, cols, padded_blocks,
+                FIRST, FLOOR, E5M2, BLOCKS, 1, LINE,
+            )  # fmt: skip
+    else:
+        g, v, du, cut_g, factor, s, score, at, inside, row, stop = load_parts(
+            gate, up, u, scores, table, rows, cols, gate_stride, up_stride, u_stride,
+            tile_row, tile_col, units, LIMIT, ALPHA, RAGGED, SCORED, BLOCKS, LINES, LINE,
+        )  # fmt: skip
+        h = cut_g * s * factor
+        if SCORED:
+            store_products(sums, h, du, row, stop, BLOCKS)
+        store_first(
+            rounded(h * score), h_first, h_first_scale, at, inside, tile_row, tile_col, cols, padded_blocks,
+            FIRST, FLOOR, H_E5M2, BLOCKS, LINES, LINE,
+        )  # fmt: skip
+        g, v, du, cut_g, factor, s, score, at, inside, row, stop = load_parts(
+            gate, up, u, scores, table, rows, cols, gate_stride, up_stride, u_stride,
+            tile_row, tile_col, units, LIMIT, ALPHA, RAGGED, SCORED, BLOCKS, LINES, LINE,
+        )  # fmt: skip
+        dup = gradient_of_up(v, du * score, cut_g, s, LIMIT)
+        store_last(
+            dup, dup_last, dup_last_scale, row, stop, at, inside, tile_col, rows, cols,
+            LAST, FLOOR, E5M2, BLOCKS, LINES, LINE,
+        )  # fmt: skip
+        store_first(
+            dup, dup_first, dup_first_scale, at, inside, tile_row, tile_col, cols, padded_blocks,
+            FIRST, FLOOR, E5M2, BLOCKS, LINES, LINE,
+        )  # fmt: skip
+        g, v, du, cut_g, factor, s, score, at, inside, row, stop = load_parts(
+            gate, up, u, scores, table, rows, cols, gate_stride, up_stride, u_stride,
+            tile_row, tile_col, units, LIMIT, ALPHA, RAGGED, SCORED, BLOCKS, LINES, LINE,
+        )  # fmt: skip
+        dgate = gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT, ALPHA)
+        store_last(
+            dgate, dgate_last, dgate_last_scale, row, stop, at, inside, tile_col, rows, cols,
+            LAST, FLOOR, E5M2, BLOCKS, LINES, LINE,
+        )  # fmt: skip
+        store_first(
+            dgate, dgate_first, dgate_first_scale, at, inside, tile_row, tile_col, cols, padded_blocks,
+            FIRST, FLOOR, E5M2, BLOCKS, LINES, LINE,
+        )  # fmt: skip
 
 
 _SWIGLU = Kernel(_swiglu)

@@ -1,0 +1,53 @@
+"""The fused SwiGLU kernels compiled for GPUs that are not here: no spills, registers, instructions.
+
+``pytest -rP tests/test_swiglu_aot.py`` prints registers and shared memory of each.
+"""
+
+from types import ModuleType
+
+import pytest
+import torch
+from aot import SHARED_BYTES, Kernel, compile_only
+
+from titan_mxfp8.backends import hopper, triton
+from titan_mxfp8.backends.hardware import Hardware
+from titan_mxfp8.recipe import get_recipe
+
+OFFS = torch.tensor([100, 100, 250], dtype=torch.int32)
+RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_2d_rebased", "mxfp8_e5m2_grad_rebased", "mxfp8_2d_wgrad_bf16")
+
+
+def compile_swiglu(
+    target: str, backend: ModuleType, recipe: str, limit: float | None, offs: torch.Tensor | None, spills: int = 0
+) -> dict[str, Kernel]:
+    plan, hidden = backend.plan(get_recipe(recipe), Hardware(target, target)), 512
+    gate, up = torch.empty(256, 2 * hidden, dtype=torch.bfloat16).chunk(2, 1)
+    u, scores = torch.empty(256, hidden, dtype=torch.bfloat16), torch.empty(256) if limit is None else None
+    with compile_only(target) as kernels:
+        backend.swiglu(gate, up, limit, plan.forward.a, offs)
+        backend.swiglu_backward(gate, up, u, scores, limit, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b, offs)
+    for kernel in kernels:
+        print(kernel)
+        assert kernel.spills <= spills and not kernel.warnings
+        assert kernel.shared <= SHARED_BYTES[target]
+        # but for the sigmoid nothing flushes subnormals
+        assert ".ftz" not in kernel.ptx.replace("ex2.approx.ftz", "").replace("rcp.approx.ftz", "")
+    return {kernel.name.lstrip("_"): kernel for kernel in kernels}
+
+
+@pytest.mark.parametrize("limit, offs", [(None, OFFS), (7.0, None)], ids=["ragged", "limit"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_sm_90(recipe: str, limit: float | None, offs: torch.Tensor | None) -> None:
+    # Two programs, or with 4 warps three, fit on a multiprocessor.
+    most = 168 if limit and "rebased" not in recipe else 128
+    kernels = compile_swiglu("sm_90", hopper, recipe, limit, offs, spills=8 if limit else 0)
+    forward, backward = kernels["swiglu"], kernels["swiglu_backward"]
+    assert forward.registers <= 64 and forward.count("LDG.E.128") == 8 and forward.count("STG.E.128") >= 1
+    assert backward.registers <= most and backward.count("STG.E.128") >= 4
+    assert backward.count("LDG.E.128") >= 24
+    assert backward.count("F2F.") == 0  # to bf16 two at a time
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx950"])
+def test_elsewhere(target: str) -> None:
+    compile_swiglu(target, triton, "mxfp8", None, OFFS)
