@@ -34,7 +34,13 @@ dist.init_process_group("gloo")
 torch.set_num_threads(1)
 rank, ranks = dist.get_rank(), dist.get_world_size()
 transport, reason = choose("auto", dist.group.WORLD, torch.device("cpu"))
-assert "collective" in reason, reason
+assert reason == "collective: symmetric cannot be used: it needs NVIDIA GPUs", reason
+try:
+    choose("symmetric", dist.group.WORLD, torch.device("cpu"))
+except ValueError as error:
+    assert "cannot be used: it needs NVIDIA GPUs" in str(error)
+else:
+    raise AssertionError("symmetric memory of CPUs")
 for case in CASES:
     if case.experts % ranks:
         try:

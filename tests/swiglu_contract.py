@@ -128,30 +128,38 @@ def step_of(spec: OperandSpec) -> float:
 
 
 def check_nan_stays_in_its_group(backend: Backend, plan: Plan, device: torch.device | str = "cpu") -> None:
-    """NaN in one token's u: its row along H, its group's block of one column along M, its score."""
-    sizes, hidden, row, col = [40, 0, 30, 50], 160, 45, 70
-    gate, up, u, scores, offs = (t.to(device) for t in swiglu_inputs(sizes, 0, hidden))
+    """NaN in one element of u, then in a token's score: along H it stays in the token's row, along M in its group."""
+    row, col = 45, 70  # of the third group, whose first block the one before it would read if it read on
+    inputs = swiglu_inputs([40, 0, 30, 50], 0, 160)
     specs = plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
+    gate, up, u, scores, offs = (t.to(device) for t in inputs)
     clean = backend.swiglu_backward(gate, up, u, scores, None, *specs, offs)
-    u[row, col] = torch.nan
-    ours = backend.swiglu_backward(gate, up, u, scores, None, *specs, offs)
-    for name in ("dgate_last", "dup_last", "dgate_first", "dup_first", "sh_first"):
-        before, after = (getattr(t, name) for t in (clean, ours))
-        length = 0
-        if after.scale is not None and after.axis == 0:
-            length = int(reference_format.padded_ends(offs, after.spec.span)[-1])
-        before, after = (values(t, len(u), length).cpu() for t in (before, after))
-        changed = ((before != after) | after.isnan()).nonzero()
-        if name == "sh_first":
-            assert not len(changed), name
-            continue
-        assert after.isnan().any(), name
-        along_m = getattr(ours, name).axis == 0 and length
-        tokens, features = changed.T.flip(0) if along_m else changed.T
-        if name.endswith("last"):
-            assert (tokens == row).all(), name
+    for in_score in (False, True):
+        gate, up, u, scores, offs = (t.to(device, copy=True) for t in inputs)
+        if in_score:
+            scores[row] = torch.nan
         else:
-            spans = {32: (40, 96), 128: (128, 256)}[plan.wgrad.a.span]  # the group, padded where it is stored so
-            first, end = spans if not along_m else {32: (64, 96), 128: (128, 256)}[plan.wgrad.a.span]
-            assert (features == col).all() and (tokens >= first).all() and (tokens < end).all(), name
-    assert ours.dscores[row].isnan() and ours.dscores.isnan().sum() == 1
+            u[row, col] = torch.nan
+        ours = backend.swiglu_backward(gate, up, u, scores, None, *specs, offs)
+        for name in ("dgate_last", "dup_last", "dgate_first", "dup_first", "sh_first"):
+            _check_nan(getattr(clean, name), getattr(ours, name), name, row, None if in_score else col, inputs[4])
+        assert ours.dscores.isnan().sum() == (not in_score), "dscores"
+        assert in_score or ours.dscores[row].isnan(), "dscores"
+
+
+def _check_nan(clean: Operand, ours: Operand, name: str, row: int, col: int | None, offs: torch.Tensor) -> None:
+    is_padded, span = ours.axis == 0 and ours.scale is not None, ours.spec.span
+    length = int(reference_format.padded_ends(offs, span)[-1])
+    before, after = (values(t, int(offs[-1]), length).cpu() for t in (clean, ours))
+    changed = ((before != after) | after.isnan()).nonzero()
+    if name == "sh_first" and col is not None:  # u is not in it
+        assert not len(changed), name
+        return
+    assert after.isnan().any(), name
+    tokens, features = changed.T.flip(0) if is_padded else changed.T
+    if ours.axis == 1:
+        assert (tokens == row).all(), name
+    else:
+        start, end = {32: (64, 96), 128: (128, 256)}[span] if is_padded else (40, 70)  # of the group
+        assert (tokens >= start).all() and (tokens < end).all(), name
+        assert col is None or (features == col).all(), name

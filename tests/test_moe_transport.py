@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from moe_cases import CASES, Case, check_against_one_process, tokens_of
 
-from titan_mxfp8.moe import choose
+from titan_mxfp8.moe import choose, symmetric
+from titan_mxfp8.moe.buffer import PARTS, Layout
 from titan_mxfp8.moe.transport import Local
 
 TESTS = Path(__file__).parent
@@ -73,3 +75,42 @@ def test_choice():
     assert isinstance(transport, Local) and "one rank" in reason
     with pytest.raises(ValueError, match="unknown transport 'fast': use one of auto, collective, symmetric"):
         choose("fast", None, CPU)
+
+
+GPUS = ["GPU-a", "GPU-b", "GPU-c"]  # that this process sees; each but the last has access to the others
+
+
+@pytest.mark.parametrize(
+    "gathered, rank, obstacle",
+    [
+        ([("host", "GPU-a"), ("host", "GPU-b")], 0, None),
+        ([("host", "GPU-a"), ("other", "GPU-b")], 1, "rank 0 is on host host, rank 1 on other"),
+        ([("host", "GPU-a"), ("host", "GPU-a")], 0, "ranks 0 and 1 share a GPU"),
+        ([("host", "GPU-a"), ("host", "GPU-d")], 0, "rank 0 does not see the GPU of rank 1 (CUDA_VISIBLE_DEVICES)"),
+        ([("host", "GPU-a"), ("host", "GPU-c")], 1, "the GPU of rank 1 has no peer access to that of rank 0"),
+    ],
+)
+def test_what_stands_in_the_way_of_symmetric_memory(gathered, rank, obstacle, monkeypatch: pytest.MonkeyPatch):
+    devices = {name: torch.device("cuda", i) for i, name in enumerate(GPUS)}
+    properties = [SimpleNamespace(uuid=name) for name in GPUS]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(GPUS))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: properties[i])
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: device.index < 2)
+    monkeypatch.setattr("torch.distributed._symmetric_memory.get_backend", lambda device: "CUDA")
+    gathered = [((host, "boot"), gpu) for host, gpu in gathered]
+    assert symmetric.obstacle(gathered, rank, devices[gathered[rank][1]]) == obstacle
+    monkeypatch.setattr("torch.distributed._symmetric_memory.get_backend", lambda device: "NVSHMEM")
+    assert "NVSHMEM" in symmetric.obstacle(gathered, rank, devices[gathered[rank][1]])
+
+
+def test_a_buffer():
+    layout = Layout(ranks=2, tokens=5, experts=6, slots=3, row_bytes=33, dim=32)
+    offsets = layout.offsets()
+    assert offsets == sorted(set(offsets)) and all(offset % 256 == 0 for offset in offsets)
+    memory = torch.zeros(offsets[-1], dtype=torch.uint8)
+    elements, scales = torch.ones(3, 32, dtype=torch.uint8), torch.ones(3, 1, dtype=torch.uint8)
+    views = layout.views(memory, [elements, scales])
+    # wherever a rank with fewer tokens has its second part, the others look for it after 5 rows
+    assert [view.data_ptr() - memory.data_ptr() - offsets[PARTS] for view in views] == [0, 160]
+    assert layout.grown(tokens=4, dim=64) == Layout(ranks=2, tokens=5, experts=6, slots=3, row_bytes=33, dim=64)
+    assert layout.table([1000, 5000], CPU)[PARTS].tolist() == [1000 + offsets[PARTS], 5000 + offsets[PARTS]]

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from titan_mxfp8.moe.collective import Collective
-from titan_mxfp8.moe.symmetric import symmetric, symmetric_available
+from titan_mxfp8.moe.symmetric import symmetric_available, symmetric_of
 from titan_mxfp8.moe.transport import Landing, Local, Transport
 
 __all__ = ["Landing", "Transport", "choose"]
@@ -35,9 +35,11 @@ def choose(
         return Local(), "local: one rank has every expert"
     if transport == "collective":
         return Collective(group), "collective: named by the user"
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     available, reason = symmetric_available(group, device)
     if available:
-        return symmetric(group, device), f"symmetric: {reason}"
+        return symmetric_of(group, device), f"symmetric: {reason}"
     if transport == "symmetric":
         raise ValueError(f"the symmetric transport cannot be used: {reason}; use 'auto' or 'collective'")
     return Collective(group), f"collective: symmetric cannot be used: {reason}"

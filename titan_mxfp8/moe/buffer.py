@@ -83,5 +83,5 @@ class Layout:
 
 
 def second_part(tokens: int, first_row_bytes: int) -> int:
-    """How many bytes after the first part the second one begins, wherever the number of tokens at home is smaller."""
+    """How many bytes after the first part the second one begins, on every rank, whatever it has at home."""
     return ceil_to(tokens * first_row_bytes, 16)

@@ -78,15 +78,16 @@ def _add_blocks(blocks, before, counts, experts, count, BLOCKS: tl.constexpr, EX
 
 
 @triton.jit(do_not_specialize=["slots"])
-def _label(ids, scores, before, labels, experts, slots, K: tl.constexpr, SLOTS: tl.constexpr):
+def _label(ids, scores, before, labels, experts, slots, K: tl.constexpr, SLOTS: tl.constexpr, AT_ONCE: tl.constexpr):
     """One program: the labels of ``SLOTS`` slots."""
     i = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     chosen = tl.load(ids + i, mask=i < slots, other=-1)
     known = (chosen >= 0) & (chosen < experts)
-    j = tl.arange(0, SLOTS)
-    same_before = (chosen[:, None] == chosen[None, :]) & (j[:, None] > j[None, :])
-    position = tl.sum(same_before.to(tl.int32), 1)
-    position += tl.load(before + tl.program_id(0) * experts + chosen, mask=known, other=0)
+    position = tl.load(before + tl.program_id(0) * experts + chosen, mask=known, other=0)
+    for first in range(0, SLOTS, AT_ONCE):
+        other = tl.program_id(0) * SLOTS + first + tl.arange(0, AT_ONCE)
+        same = chosen[:, None] == tl.load(ids + other, mask=other < slots, other=-1)[None, :]
+        position += tl.sum((same & (other[None, :] < i[:, None])).to(tl.int32), 1)
     score = tl.load(scores + i, mask=i < slots, other=0)
     at = labels + i // K * (3 * K) + i % K
     tl.store(at, chosen, mask=i < slots)
@@ -156,10 +157,10 @@ def _gather(part, tokens, out, packets, WORDS: tl.constexpr, STRIDE: tl.constexp
         tl.store(out + tl.cast(n, tl.int64) * STRIDE + column, words, mask=column < WORDS)
 
 
-@triton.jit(do_not_specialize=["packets", "tokens", "second"])
+@triton.jit(do_not_specialize=["packets", "tokens"])
 def _place(
     table, part0, part1, rows, out0, out1,
-    packets, tokens, second,
+    packets, tokens,
     K: tl.constexpr, WORDS0: tl.constexpr, WORDS1: tl.constexpr, STRIDE0: tl.constexpr, STRIDE1: tl.constexpr,
     BLOCK0: tl.constexpr, BLOCK1: tl.constexpr, RANKS: tl.constexpr, PEERS: tl.constexpr,
 ):  # fmt: skip
@@ -181,6 +182,7 @@ def _place(
         if last >= 0:
             if PEERS:
                 start = tl.load(table + PARTS * RANKS + source)
+                second = (tl.cast(tokens, tl.int64) * (WORDS0 * dtype.primitive_bitwidth // 8) + 15) // 16 * 16
                 at0 = tl.multiple_of(start.to(tl.pointer_type(dtype)), 16) + token * STRIDE0
                 at1 = tl.multiple_of((start + second).to(tl.pointer_type(dtype)), 16) + token * STRIDE1
             else:
@@ -285,13 +287,13 @@ def label(
     if out is None:
         out = expert_ids.new_empty(experts), expert_ids.new_empty((tokens, 3 * k))
     counts, labels = out
-    scores = _aligned(scores)
+    scores = _aligned(scores.contiguous())
     in_blocks = expert_ids.new_empty((2, blocks * ceil_div(experts, 4) * 4))
     _COUNT_SLOTS.launch(blocks, (expert_ids, in_blocks[0]), (experts,), (slots,), (_SLOTS, 32), device=device)
     tensors = in_blocks[0], in_blocks[1], counts
     _ADD_BLOCKS.launch(ceil_div(experts, 16), tensors, (experts,), (blocks,), (128, 16), device=device)
     tensors = expert_ids, scores, in_blocks[1], labels
-    _LABEL.launch(blocks, tensors, (experts,), (slots,), (k, _SLOTS), device=device, warps=8)
+    _LABEL.launch(blocks, tensors, (experts,), (slots,), (k, _SLOTS, 32), device=device)
     return counts, labels
 
 
@@ -372,7 +374,7 @@ def place(
     table, tokens, ranks = (None, 1, 1) if peers is None else (peers.table, peers.tokens, peers.ranks)
     packets = rows.shape[0]
     tensors = (table, *sources, rows, *outs)
-    counts = packets, tokens, buffer.second_part(tokens, widths[0])
+    counts = packets, tokens
     constants = (k, *words, *strides, *blocks, ranks, peers is not None)
     warps = _warps(blocks[0] * dtype.itemsize)
     _PLACE.launch(_programs(packets, device), tensors, (), counts, constants, device=device, warps=warps)
@@ -395,7 +397,7 @@ def reduce(
     else:
         sums, values = out[0], None if slot_values is None else out[1]
     ys = [_aligned(y.contiguous()) for y in ys]
-    given = [x if x is None else _aligned(x) for x in (weights, slot_values)]
+    given = [x if x is None else _aligned(x.contiguous()) for x in (weights, slot_values)]
     tensors = ys[0], ys[1] if len(ys) == 2 else None, *given, rows, sums, values
     block = min(triton.next_power_of_2(d), _COLUMNS)
     constants = (

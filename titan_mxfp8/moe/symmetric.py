@@ -209,7 +209,7 @@ class Symmetric:
 
 
 @cache
-def symmetric(group: dist.ProcessGroup, device: torch.device) -> Symmetric:
+def symmetric_of(group: dist.ProcessGroup, device: torch.device) -> Symmetric:
     """The one of a group, whose buffer all layers share."""
     return Symmetric(GroupLink(group, device))
 
@@ -227,13 +227,13 @@ def symmetric_available(group: dist.ProcessGroup, device: torch.device) -> tuple
     gathered = [None] * group.size()
     dist.all_gather_object(gathered, (host, str(torch.cuda.get_device_properties(device).uuid)), group=group)
     verdicts = [None] * group.size()
-    dist.all_gather_object(verdicts, _obstacle(gathered, group.rank(), device), group=group)
-    obstacle = next((verdict for verdict in verdicts if verdict), None)
-    return obstacle is None, obstacle or "all ranks are on one host, with peer access"
+    dist.all_gather_object(verdicts, obstacle(gathered, group.rank(), device), group=group)
+    found = next((verdict for verdict in verdicts if verdict), None)
+    return found is None, found or "all ranks are on one host, with peer access"
 
 
-def _obstacle(gathered: list[tuple[tuple[str, str], str]], rank: int, device: torch.device) -> str | None:
-    """What stands in the way of this rank, in words; ``gathered``: each rank's host and GPU."""
+def obstacle(gathered: list[tuple[tuple[str, str], str]], rank: int, device: torch.device) -> str | None:
+    """What stands in the way of a rank, in words; ``gathered``: each rank's host and GPU."""
     from torch.distributed._symmetric_memory import get_backend
 
     if get_backend(device) not in (None, "CUDA"):
