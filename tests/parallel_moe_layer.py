@@ -16,9 +16,13 @@ from titan_mxfp8.testing import relative_rms
 D, H, EXPERTS, K = 64, 96, 12, 3
 
 
-def check(tokens: list[int], recipe: str, only_expert: int | None, device: str, **options: str) -> None:
+def check(tokens: list[int], recipe: str, only_expert: int | None, device: str, **options: str) -> list[torch.Tensor]:
     """Everything that does not cross a link as a sum has the bits of one process; sums of tokens are rounded once more,
-    to bf16, on each rank that they come from."""
+    to bf16, on each rank that they come from. But FP8 tensor cores may add up a row otherwise among other neighbours.
+
+    Returns:
+        What this rank computes.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     total, mine = sum(tokens), slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
@@ -43,11 +47,12 @@ def check(tokens: list[int], recipe: str, only_expert: int | None, device: str, 
     names = ("out", "x", "scores", "w1", "w3", "w2")
     for name, value, whole in zip(names, here, alone, strict=True):
         expected = whole[held] if name.startswith("w") else whole[mine]
-        if name in ("out", "x") and expected.numel():
+        if (name in ("out", "x") or device != "cpu") and expected.numel():
             error = relative_rms(value, expected) if expected.any() else value.abs().max().item()
-            assert error < 0.003, (name, error)  # measured up to 0.0021
+            assert error < (0.003 if device == "cpu" else 0.006), (name, error)  # measured up to 0.0021; 0.0036
         else:
             assert torch.equal(value, expected), (rank, name, tokens, recipe)
+    return here
 
 
 def main() -> None:
@@ -63,12 +68,16 @@ def main() -> None:
             {"transport": "symmetric", "rows": "worst_case"},
         ]
     dist.init_process_group("cpu:gloo,cuda:nccl" if device != "cpu" else "gloo")
-    for way in ways:
-        for recipe in ("mxfp8_2d", "mxfp8_2d_rebased", "bf16"):
-            check([40] * ranks, recipe, None, device, **way)
-            check([7 * r for r in range(ranks)], recipe, None, device, **way)  # rank 0 has no token
-        check([33] * ranks, "mxfp8", EXPERTS - 1, device, **way)  # one rank gets all rows, the others none
-        check([1] + [0] * (ranks - 1), "mxfp8", 0, device, **way)
+    uneven = [7 * rank for rank in range(ranks)]  # rank 0 has no token
+    cases = [
+        (sizes, recipe, None) for recipe in ("mxfp8_2d", "mxfp8_2d_rebased", "bf16") for sizes in ([40] * ranks, uneven)
+    ]
+    cases.append(([33] * ranks, "mxfp8", EXPERTS - 1))  # one rank gets all rows, the others none
+    cases.append(([1] + [0] * (ranks - 1), "mxfp8", 0))
+    for case in cases:
+        first, *others = (check(*case, device, **way) for way in ways)
+        for other in others:
+            assert all(map(torch.equal, first, other)), ("the transports give other bits", case)
     if device == "cpu":
         try:
             check([4] * ranks, "bf16", None, device, transport="symmetric")

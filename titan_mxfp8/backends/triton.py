@@ -50,10 +50,11 @@ def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor |
 
 def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
     """``Backend.requantize``."""
-    if axis == 1 and spec.stored == "bf16":  # what dequantize gives, quantised again, is the same
+    if axis == 1 and spec.stored == "bf16":
         return Operand(dequantize.dequantize(rows), None, spec, 1)
     if axis == 1:
-        return quantize(dequantize.dequantize(rows, torch.float32), 1, spec, offs)
+        values = dequantize.dequantize(rows, torch.float32)
+        return quantize(values, 1, replace(spec, rounding="rceil"), None)._replace(spec=spec)
     return (dequantize if spec.stored == "bf16" else exact).requantize(rows, spec, offs)
 
 

@@ -66,16 +66,22 @@ def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor |
 def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None = None) -> Operand:
     """``quantize`` of the values of ``rows``, in fp32.
 
-    Along their own axis that changes no value where ``spec`` is exact. Along the other one an element's exponent moves,
-    and its value changes where it falls below the smallest normal element beside its new neighbours. A NaN block makes
-    the blocks NaN that it goes through.
+    Along their own axis that changes no value where ``spec`` is exact: scales are rounded up, whatever ``spec`` says,
+    as those that ``floor`` makes might cut what is already rounded. Along the other one an element's exponent moves,
+    and its value changes where it falls below the smallest normal element beside its new neighbours. NaN rows make the
+    blocks NaN that they go through.
 
     Args:
         rows: FP8 of (M, C), quantised along axis 1 in blocks of 1x32: exact, evened out or rebased.
-        axis, spec, offs: as of ``quantize``; an unquantised spec gives the values in bf16.
+        axis, spec, offs: as of ``quantize``; values in bf16 along axis 1 are those of ``rows``.
     """
     assert rows.axis == 1 and rows.data.ndim == 2 and rows.spec.stored != "bf16" and rows.spec.lines == 1, rows.spec
-    return quantize(dequantize(rows), axis, spec, offs)
+    values = dequantize(rows)
+    if axis == 0:
+        return quantize(values, 0, spec, offs)
+    if spec.stored == "bf16":
+        return Operand(values.bfloat16(), None, spec, 1)
+    return quantize(values, 1, replace(spec, rounding="rceil"))._replace(spec=spec)
 
 
 def rebase(operand: Operand, spec: OperandSpec) -> Operand:

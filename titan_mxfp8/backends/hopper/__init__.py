@@ -53,7 +53,8 @@ def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor |
     if not _is_own(spec):
         return triton.requantize(rows, axis, spec, offs)
     if axis == 1:
-        return quantize(dequantize(rows, torch.float32), 1, spec, offs)
+        values = dequantize(rows, torch.float32)
+        return quantize(values, 1, replace(spec, rounding="rceil"), None)._replace(spec=spec)
     return hopper.requantize(rows, spec, offs)
 
 
