@@ -38,7 +38,7 @@ from tokenizers import Tokenizer
 
 from titan_mxfp8.backends import select
 from titan_mxfp8.backends.hardware import hardware_of
-from titan_mxfp8.recipe import get_recipe
+from titan_mxfp8.recipe import GROUPED_MM, get_recipe
 from titan_mxfp8.testing import environment, format_table, relative_rms, write_results
 
 ROOT = Path(__file__).parent.parent
@@ -97,6 +97,7 @@ class Comparison:
             *layout.flags,
         ]
         flags += ["--compile.enable"] if run.compile else []
+        flags += [f"--{GROUPED_MM}.dispatch={self.args.dispatch.get(run.model, 'off')}"]
         return flags + (["--model.converters="] if run.kind == "plain" else [])
 
     def common_flags(self, model: str, out: Path) -> list[str]:
@@ -212,6 +213,7 @@ class Comparison:
             "twin": twin_of(run.layout).name,
             "model": run.model,
             "converters": "grouped_mm, linear",
+            "dispatch": self.args.dispatch.get(run.model, "off"),
             "compile": run.compile,
             "precision": self.args.precision,
             "backend": self.backend,
@@ -334,6 +336,13 @@ def parse_arguments() -> argparse.Namespace:
         help="names of layouts, each alone or behind a model's as in 'llama4 TP 2' [all that the devices allow]",
     )
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument(
+        "--dispatch",
+        nargs="+",
+        default=[],
+        metavar="MODEL=WAY",
+        help="what quantize.grouped_mm.mx.dispatch is for a model, in the layout and in its twin [off]",
+    )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--compile", default="no", choices=("no", "yes", "both"), help="with --compile.enable [no]")
     parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
@@ -344,6 +353,9 @@ def parse_arguments() -> argparse.Namespace:
     args.gpus = 0 if args.devices == "cpu" else int(args.devices)
     if args.gpus > torch.cuda.device_count():
         parser.error(f"--devices {args.devices}, but this machine has {torch.cuda.device_count()} GPUs")
+    args.dispatch = dict(pair.partition("=")[::2] for pair in args.dispatch)
+    if not set(args.dispatch) <= set(MODELS):
+        parser.error(f"--dispatch takes MODEL=WAY, MODEL of {', '.join(MODELS)}, not {', '.join(args.dispatch)}")
     names = [layout.name for layout in LAYOUTS]
     unknown = set(args.only or ()) - set(names) - {f"{model} {name}" for model in args.models for name in names}
     if unknown:

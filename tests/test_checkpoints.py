@@ -43,17 +43,19 @@ def data(folder: Path, first_step: int, ranks: int) -> list[str]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """``whole``: 7 steps in one process. ``carried``: 2 steps with FSDP 2 + EP 2, killed, 2 in one process, 2 with TP 2
-    and an export to the Hugging Face format. ``from_hf``: one more in one process, and an export of the model only."""
+    and an export to the Hugging Face format; the first 4 with MoE layers that dispatch their own tokens. ``from_hf``:
+    one more in one process, and an export of the model only."""
     tmp = tmp_path_factory.mktemp("runs")
     whole, carried, from_hf = (tmp / name for name in ("whole", "carried", "from_hf"))
     train(whole, "deepseek_v3", *FLAGS, f"--training.steps={STEPS}", *data(tmp / "all", 1, 1))
 
-    process = start(
-        carried, "deepseek_v3", *FLAGS, "--training.steps=100", *data(tmp / "1", 1, 2), layout="FSDP 2 + EP 2"
-    )
+    ours, one = "--quantize.grouped_mm.mx.dispatch=collective", "--quantize.grouped_mm.mx.dispatch=auto"
+    first = [*FLAGS, ours, "--training.steps=100", *data(tmp / "1", 1, 2)]
+    process = start(carried, "deepseek_v3", *first, layout="FSDP 2 + EP 2")
     kill_when(process, lambda: "step:  3" in (carried / "log").read_text())
     # the kill may have come after another checkpoint
-    train(carried, "deepseek_v3", *FLAGS, "--checkpoint.load_step=2", "--training.steps=4", *data(tmp / "3", 3, 1))
+    second = [*FLAGS, one, "--checkpoint.load_step=2", "--training.steps=4", *data(tmp / "3", 3, 1)]
+    train(carried, "deepseek_v3", *second)
     export = ["--checkpoint.load_step=4", "--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"]
     train(carried, "deepseek_v3", *FLAGS, "--training.steps=6", *export, *data(tmp / "5", 5, 1), layout="TP 2")
 
@@ -66,6 +68,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_a_training_goes_on_under_other_layouts(runs: dict[str, Path]) -> None:
     log = (runs["carried"] / "log").read_text()
     assert "Training starts at step 3" in log and "Training starts at step 5" in log
+    assert all(way in log for way in ("themselves, collective: named", "themselves, local: one rank"))
     whole, carried = losses(runs["whole"]), losses(runs["carried"])
     differences = {step: carried[step] - whole[step] for step in carried}
     print(differences)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import MODELS, build, run_step
 from test_models import AC_MODES, gemms, tokens
+from test_plugin_moe import check_parallel_models
 from torch._dynamo.utils import counters
 
 import titan_mxfp8.plugin  # noqa: F401 - what a run's config loads
@@ -23,8 +24,11 @@ def fresh_compiler() -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_mxfp8_tracks_bf16_with_and_without_compile(model: str) -> None:
     """gpt_oss with its flex attention, which no CPU runs backward. The band is a guess that held on an H200."""
-    losses = {}
-    for kind, flags in {"bf16": ["--model.converters="], "mxfp8": [], "compiled": ["--compile.enable"]}.items():
+    losses, dispatch = {}, "--quantize.grouped_mm.mx.dispatch=auto"
+    kinds = {"bf16": ["--model.converters="], "mxfp8": [], "compiled": ["--compile.enable"]}
+    if model != "llama3":
+        kinds |= {"dispatch": [dispatch], "dispatch compiled": [dispatch, "--compile.enable"]}
+    for kind, flags in kinds.items():
         built = build(model, *AC_MODES["none"], *flags, device="cuda")
         optimizer = torch.optim.AdamW(built.parameters(), lr=5e-4)
         losses[kind], graphs = [], []
@@ -37,7 +41,7 @@ def test_mxfp8_tracks_bf16_with_and_without_compile(model: str) -> None:
             graphs.append(counters["stats"]["unique_graphs"])
         assert graphs[-1] == graphs[2], graphs
     print(model, losses)
-    for kind in ("mxfp8", "compiled"):
+    for kind in losses.keys() - {"bf16"}:
         assert losses[kind][-1] < losses[kind][0] - 0.1
         assert max(abs(a - b) for a, b in zip(losses[kind], losses["bf16"], strict=True)) < 0.05
 
@@ -54,6 +58,12 @@ def test_op_level_checkpointing_recomputes_no_gemm(model: str, compile_flags: tu
     assert step.loss == pytest.approx(expected.loss, rel=1e-3)
     errors = {name: relative_rms(step.grads[name], grad) for name, grad in expected.grads.items()}
     assert max(errors.values()) < 0.1, errors
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_models_with_expert_parallelism_equal_torchtitans() -> None:
+    """Both transports; the symmetric one with rows for the worst case too."""
+    check_parallel_models("cuda")
 
 
 def test_autograd_takes_a_thread_of_its_own_unless_told() -> None:

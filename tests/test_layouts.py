@@ -9,7 +9,8 @@ import pytest
 import torch
 from training import ROOT
 
-# Every kind of parallelism once, on one of the two models; scripts/compare_layouts.py has all on both.
+# Every kind of parallelism once, on one of the two models; scripts/compare_layouts.py has all on both. The layers of
+# deepseek_v3 dispatch their own tokens, in its twins too.
 CASES = (
     "llama4 FSDP 2 accumulate 2",
     "llama4 DDP 2",
@@ -31,7 +32,8 @@ LOSS = {"mxfp8": 2e-3, "plain": 2e-4}
 # Largest difference of a parameter's first gradient, relative RMS; measured 9e-5, 6e-5 of it the clipping norm's.
 # Under TP the sums end in other last digits, and under PP with EP other sequences share a microbatch and so a block of
 # the weight gradient: rounding to FP8 makes more of that, measured 7e-3 and 2e-3.
-GRADIENT, GRADIENT_OTHER_SUMS = 1e-3, 2e-2
+# Where MoE layers dispatch their own tokens, ranks send their parts of a sum in bf16: measured 2.1e-2.
+GRADIENT, GRADIENT_OTHER_SUMS, GRADIENT_DISPATCH = 1e-3, 2e-2, 4e-2
 # Where EP takes its ranks from TP, TorchTitan's router has the gradient of a share of its tokens, converters or not:
 # measured 0.617 with MXFP8 and 0.618 without, for the router's weight.
 ROUTER_IS_WRONG = {"deepseek_v3 FSDP 2 + TP 2 + EP 2"}
@@ -50,6 +52,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """The script's table, by model and layout."""
     out = tmp_path_factory.mktemp("layouts")
     command = ["scripts/compare_layouts.py", f"--out={out}", f"--steps={STEPS}", "--limit=1200", "--only", *CASES]
+    command += ["--dispatch", "deepseek_v3=collective"]
     result = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
@@ -66,12 +69,16 @@ def test_a_layout_trains_like_one_process(rows: dict[str, dict[str, str]], case:
     assert row["mxfp8_weights_equal"] == row["plain_weights_equal"] == "True"
     assert float(row["fall"]) > 0.03
     for kind in ("mxfp8", "plain"):
-        other_sums = kind == "mxfp8" and ("TP" in case or "PP" in case)
+        limit = GRADIENT
+        if kind == "mxfp8" and row["dispatch"] != "off":
+            limit = GRADIENT_DISPATCH
+        elif kind == "mxfp8" and ("TP" in case or "PP" in case):
+            limit = GRADIENT_OTHER_SUMS
         assert float(row[f"{kind}_max_difference"]) < LOSS[kind], kind
         if case in NORMS_ARE_WRONG:
             assert row[f"{kind}_worst_gradient"].endswith("norm.weight"), kind
         elif case not in ROUTER_IS_WRONG:
-            assert float(row[f"{kind}_gradient_difference"]) < (GRADIENT_OTHER_SUMS if other_sums else GRADIENT), kind
+            assert float(row[f"{kind}_gradient_difference"]) < limit, kind
         assert float(row[f"{kind}_grad_norm_ratio"]) == pytest.approx(GRAD_NORM.get(case, 1), rel=1e-3), kind
     if case in ROUTER_IS_WRONG:
         assert row["mxfp8_worst_gradient"] == row["plain_worst_gradient"] == "layers.1.moe.router.gate.weight"

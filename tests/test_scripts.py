@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 import bench_grouped_mm
+import bench_moe_layer
 import bench_quantize
 import bench_training
 import converge
@@ -497,6 +498,34 @@ def test_benches_of_kernels_call_what_backends_offer(monkeypatch: pytest.MonkeyP
         "requantise 1x32 ragged",
         "requantise 1x32 ragged, an eighth of the rows",
     ]
+
+
+def test_bench_moe_layer_compares_before_it_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process; tests/test_plugin_moe.py has the layer in two."""
+    arguments = ["--out", tmp_path, "--device", "cpu", "--tiny", "--turns", 1, "--seconds", 0.01]
+    arguments += ["--recipes", "mxfp8_2d", "--layers", "qwen3_30b", "llama4_8"]
+    printed = call("bench_moe_layer", *arguments)
+    rows = rows_of(tmp_path / "data.csv")
+    ways = [(row["layer"], row["way"]) for row in rows]
+    assert ways == [
+        (name, way) for name in ("qwen3_30b", "llama4_8") for way in ("torchtitan", "mxfp8_2d auto counted")
+    ]
+    assert all(f"| {name} | 1 | {way} |" in printed for name, way in ways)
+    for row in rows:
+        errors = [float(row[f"error_{of}"]) for of in ("y", "dx", "dw")]
+        assert max(errors) == 0 if row["way"] == "torchtitan" else 0 < min(errors) and max(errors) < 0.15
+        assert float(row["x"]) == pytest.approx(float(row["bf16_ms"]) / float(row["ms"]))
+    assert json.loads((tmp_path / "env.json").read_text())["ranks"] == "1"
+    printed = call("bench_moe_layer", *arguments, "--parts")
+    assert "| llama4_8 | 1 | torchtitan | forward + backward |" in printed and "local: one rank" in printed
+    parts = {row["part"]: row for row in rows_of(tmp_path / "parts.csv") if row["layer"] == "qwen3_30b" and row["GB/s"]}
+    gigabytes = {name: float(row["GB/s"]) * float(row["ms"]) / 1e3 for name, row in parts.items()}
+    # 64 tokens of 64 features: 4 rows land of each, elements and scales; and one in bf16 goes back
+    landed = 64 * 4 * 66 / 1e9
+    assert gigabytes == pytest.approx({"dispatch": landed, "resend": landed, "combine": 64 * 128 / 1e9})
+    monkeypatch.setitem(bench_moe_layer.MAX_ERROR, "quantised", 1e-6)
+    refused = call("bench_moe_layer", *arguments)
+    assert re.search(r"mxfp8_2d auto counted: y is off by 0.0\d+ from bf16's, more than 1e-06", refused)
 
 
 def test_kernel_times_adds_up_what_ran_on_the_gpu(tmp_path: Path) -> None:

@@ -175,7 +175,8 @@ class _MoE(torch.autograd.Function):
 
     @staticmethod
     def gradients(ctx, g_TD):
-        weights, saved = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+        tensors = ctx.saved_tensors  # activation checkpointing hands them out once
+        weights, saved = tensors[:6], tensors[6:]
         needs = list(ctx.needs_input_grad[3:9])
         dx_TD, *rest = moe_backward(g_TD, saved, *weights, ctx.scored, needs, ctx.layer)
         dscores_TK = rest.pop(0) if ctx.scored else None

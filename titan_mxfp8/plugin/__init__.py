@@ -9,6 +9,7 @@ What the import changes in TorchTitan and torch, on every machine:
 - ``_op_sac_save_list``: of five models; selective activation checkpointing saves the outputs of MXFP8 GEMMs too (both
   in converters.py).
 - ``ConfigManager._validate_config``: a config that cannot run is refused when it is parsed (checks.py).
+- ``ExpertParallel._apply``: layers that dispatch their own tokens need none of its hooks (moe.py).
 - ``MetricsProcessor.should_log``: health_every and hopper_rebase_report (telemetry.py).
 - ``WandBLogger.__init__``: a run's name, tags and commit, and offline if wandb cannot start (wandb_run.py).
 
@@ -39,7 +40,7 @@ Where there is no accelerator, so that TorchTitan trains on CPUs (repairs/cpu.py
 - ``profile.__init__``: TorchTitan passes an activity of None.
 """
 
-from titan_mxfp8.plugin import checks, converters, telemetry, wandb_run
+from titan_mxfp8.plugin import checks, converters, moe, telemetry, wandb_run
 from titan_mxfp8.plugin.job_config import JobConfig
 from titan_mxfp8.plugin.repairs import repair
 
@@ -48,6 +49,7 @@ __all__ = ["JobConfig"]
 converters.register()
 converters.save_gemm_outputs()
 checks.install()
+moe.install()
 telemetry.install()
 wandb_run.install()
 repair()

@@ -23,11 +23,21 @@ from torchtitan.protocols.train_spec import get_train_spec
 from titan_mxfp8 import backends
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.modules import as_list, training_device
-from titan_mxfp8.plugin.job_config import Cluster, Model, MXGroupedMM, MXLinear, Quantize, converter_configs, recipe_of
+from titan_mxfp8.plugin.job_config import (
+    DISPATCH,
+    DISPATCH_ROWS,
+    Cluster,
+    Model,
+    MXGroupedMM,
+    MXLinear,
+    Quantize,
+    converter_configs,
+    recipe_of,
+)
 from titan_mxfp8.plugin.repairs.moe import hide_grouped_mm_warning
 from titan_mxfp8.plugin.repairs.patch import is_patched, patch_of
 from titan_mxfp8.plugin.wandb_run import fill_git_commit
-from titan_mxfp8.recipe import GROUPED_MM, LINEAR
+from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +54,8 @@ def check_job_config(job_config: JobConfig) -> None:
 
     Raises:
         ValueError: a value of the wrong type, a converter that nobody registered, MXFP8 beside another quantisation, an
-            unknown recipe or backend, a backend without rebase, a report on it or on health that cannot be, activation
-            checkpointing or compilation that TorchTitan is known to fail at.
+            unknown recipe or backend, a backend without rebase, a report on it or on health that cannot be, a dispatch
+            that cannot be, activation checkpointing or compilation that TorchTitan is known to fail at.
     """
     check_types(job_config)
     job_config.model.converters = converters = as_list(",".join(as_list(job_config.model.converters)))
@@ -57,6 +67,7 @@ def check_job_config(job_config: JobConfig) -> None:
         register_flavors()
     _check_converters(job_config)
     check_one_quantisation(job_config)
+    check_dispatch(job_config)
     for name, config in converter_configs(job_config).items():
         if name not in converters:
             continue
@@ -77,6 +88,52 @@ def check_job_config(job_config: JobConfig) -> None:
     hide_grouped_mm_warning(GROUPED_MM in converters)
     job_config.quantize.grouped_mm.mx.fqns = as_list(job_config.quantize.grouped_mm.mx.fqns)
     job_config.quantize.linear.mx.filter_fqns = as_list(job_config.quantize.linear.mx.filter_fqns)
+
+
+def check_dispatch(job_config: JobConfig) -> None:
+    """Raises ValueError if ``dispatch`` and ``dispatch_rows`` have unknown values or contradict each other, or where
+    recipe ``bf16``, the control of the dispatch, is asked of anything else."""
+    config, linears = job_config.quantize.grouped_mm.mx, job_config.quantize.linear.mx
+    converters = job_config.model.converters
+    for name, known in (("dispatch", DISPATCH), ("dispatch_rows", DISPATCH_ROWS)):
+        if getattr(config, name) not in known:
+            raise ValueError(f"[{GROUPED_MM}] unknown {name} {getattr(config, name)!r}: use one of {', '.join(known)}")
+    if config.dispatch_rows == "worst_case" and config.dispatch in ("off", "collective"):
+        raise ValueError(
+            f"[{GROUPED_MM}] dispatch_rows = 'worst_case' and dispatch = {config.dispatch!r}: only 'symmetric' (or "
+            "'auto', where it takes that) works without a number of rows that the host has read"
+        )
+    if LINEAR in converters and linears.recipe_name == BF16.name:
+        raise ValueError(
+            f"[{LINEAR}] recipe {BF16.name!r} is no conversion of linears: leave {LINEAR} out of the converters"
+        )
+    if GROUPED_MM in converters and config.recipe_name == BF16.name:
+        if config.dispatch == "off":
+            raise ValueError(
+                f"[{GROUPED_MM}] recipe {BF16.name!r} with dispatch = 'off' is TorchTitan's own: set dispatch, or "
+                f"leave {GROUPED_MM} out of the converters"
+            )
+        if config.hopper_rebase or config.hopper_rebase_report:
+            raise ValueError(
+                f"[{GROUPED_MM}] recipe {BF16.name!r} quantises nothing: hopper_rebase has nothing to rebase"
+            )
+
+
+def check_transport(job_config: JobConfig) -> None:
+    """Raises ValueError if this machine cannot have the transport that ``dispatch`` names, as far as known before there
+    is a process group."""
+    config = job_config.quantize.grouped_mm.mx
+    if GROUPED_MM not in job_config.model.converters or not needs_symmetric(config):
+        return
+    device = training_device()
+    if device.type != "cuda":
+        raise ValueError(
+            f"[{GROUPED_MM}] dispatch = {config.dispatch!r} with dispatch_rows = {config.dispatch_rows!r} needs GPUs "
+            f"that read each other's memory, and this run trains on {device.type}: set dispatch = 'collective' and "
+            "dispatch_rows = 'counted'"
+        )
+    processes, per_host = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    check_hosts(job_config, processes, per_host)
 
 
 def check_types(job_config: JobConfig) -> None:
@@ -191,6 +248,24 @@ def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
     return dims
 
 
+def check_hosts(job_config: JobConfig, processes: int, per_host: int) -> None:
+    """Raises ValueError if ``symmetric`` is asked for and expert parallelism, whose ranks are consecutive ones, takes
+    ranks of several hosts, of ``per_host`` processes each."""
+    config, degree = job_config.quantize.grouped_mm.mx, job_config.parallelism.expert_parallel_degree
+    if needs_symmetric(config) and processes > per_host and per_host % degree:
+        raise ValueError(
+            f"[{GROUPED_MM}] dispatch = {config.dispatch!r} with dispatch_rows = {config.dispatch_rows!r} needs all "
+            f"ranks of expert parallelism on one host, and expert_parallel_degree {degree} does not divide the "
+            f"{per_host} processes of a host: choose one that does, or dispatch = 'collective' and dispatch_rows = "
+            "'counted'"
+        )
+
+
+def needs_symmetric(config: MXGroupedMM) -> bool:
+    """Whether no other transport will do."""
+    return config.dispatch == "symmetric" or (config.dispatch != "off" and config.dispatch_rows == "worst_case")
+
+
 def check_checkpoint(job_config: JobConfig, dims: ParallelDims) -> None:
     """Checks that the run can go on with the data from the checkpoint that it will find in its own folder.
 
@@ -264,6 +339,7 @@ def install() -> None:
         validate(self)
         check_job_config(self.config)
         check_files(self.config)
+        check_transport(self.config)
         if "WORLD_SIZE" in os.environ and not self.config.experimental.custom_import:
             dims = check_layout(self.config, int(os.environ["WORLD_SIZE"]))
             if os.environ.get("RANK", "0") == "0":

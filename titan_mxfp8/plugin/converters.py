@@ -18,12 +18,12 @@ from torchtitan.protocols import model_converter
 
 import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
 from titan_mxfp8 import modules
-from titan_mxfp8.plugin import telemetry
+from titan_mxfp8.plugin import moe, telemetry
 from titan_mxfp8.plugin.checks import check_one_quantisation, compiles_model
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, recipe_of
 from titan_mxfp8.plugin.repairs.activation_checkpointing import keep_saved_outputs
-from titan_mxfp8.recipe import GROUPED_MM, LINEAR
+from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class _Converter(QuantizationConverter):
 
     def observe(self, model: nn.Module, converted: list[str]) -> None:
         """Prepares the converted modules for ``quantize.health_every`` and ``hopper_rebase_report``."""
-        if self.health_every or self.config.hopper_rebase_report:
+        if (self.health_every or self.config.hopper_rebase_report) and self.config.recipe_name != BF16.name:
             telemetry.attach(model, converted)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
@@ -52,6 +52,7 @@ class GroupedMMConverter(_Converter):
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         super().__init__(job_config, parallel_dims)
+        self.job_config, self.parallel_dims = job_config, parallel_dims
         self.config = job_config.quantize.grouped_mm.mx
         self.compile_backend = job_config.compile.backend if compiles_model(job_config) else None
 
@@ -64,6 +65,8 @@ class GroupedMMConverter(_Converter):
             compile_backend=self.compile_backend,
             requantize_input=self.config.requantize_input,
         )
+        if self.config.dispatch != "off":
+            moe.dispatch_tokens(model, converted, self.job_config, self.parallel_dims)
         self.observe(model, converted)
 
 
@@ -106,6 +109,8 @@ def save_gemm_outputs() -> None:
     Each model has a set of the operators whose outputs are saved, for all others run again in backward. Of TorchTitan's
     own, every second `mm` is left out; of ours none is. The quantised operands are not saved: they are made again from
     the block's inputs, which costs one pass over memory each, where saving them would keep every weight a second time.
+    A layer that dispatches its own tokens is one operator: what its backward needs is saved, and nothing sent twice.
     """
     for model in (deepseek_v3, gpt_oss, llama3, llama4, qwen3):
-        model._op_sac_save_list.add(torch.ops.titan_mxfp8.gemm_m_grouped.default)
+        for operator in (torch.ops.titan_mxfp8.gemm_m_grouped, torch.ops.titan_mxfp8.moe_forward):
+            model._op_sac_save_list.add(operator.default)

@@ -1,41 +1,87 @@
 """TorchTitan's expert modules with MXFP8 grouped GEMMs: ``GroupedExperts`` (llama4, deepseek_v3, qwen3) and gpt_oss's.
 
 Each class has one path: the loop over experts that TorchTitan falls back to below SM90 (``use_grouped_mm = false``)
-would leave the experts in bf16, and padding of the token groups is not needed.
+would leave the experts in bf16, and padding of the token groups is not needed. Where the layer dispatches its tokens
+itself (moe.py), a module is called with tokens in their own order and their routing, and ``mxfp8_moe`` does all else.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
 from torchtitan.models.moe.moe import GroupedExperts
 
 from titan_mxfp8.modules import ConvertedModule, MXConfig, own_code
+from titan_mxfp8.moe.layer import mxfp8_moe
 from titan_mxfp8.ops.grouped_mm import mxfp8_grouped_mm
 from titan_mxfp8.ops.observe import observe
 
 
-class MXFP8GroupedExperts(ConvertedModule, GroupedExperts):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatch:
+    """How a layer sends its tokens to their experts: arguments of ``mxfp8_moe``."""
+
+    transport: Literal["collective", "symmetric", "auto"]
+    rows: Literal["counted", "worst_case"]
+
+
+class Routing:
+    """Where the tokens go. No dataclass and no tuple: in those FSDP would cast the fp32 scores to bf16, as it casts
+    every tensor that it finds in a module's arguments.
+
+    Attributes:
+        scores: (T, K) fp32.
+        expert_ids: (T, K), numbers among all experts.
+        scores_first: whether scores multiply the tokens, and not the experts' outputs.
+    """
+
+    def __init__(self, scores: torch.Tensor, expert_ids: torch.Tensor, scores_first: bool) -> None:
+        self.scores, self.expert_ids, self.scores_first = scores, expert_ids, scores_first
+
+
+class RoutedExperts(ConvertedModule):
+    """Mixed into both classes. ``dispatch`` is None where TorchTitan dispatches."""
+
+    dispatch: Dispatch | None = None
+
+
+class MXFP8GroupedExperts(RoutedExperts, GroupedExperts):
     """Takes the place of the class of a ``GroupedExperts``."""
 
-    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        return _run(run_experts, self, (self.w1, self.w2, self.w3), x, num_tokens_per_expert)
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor | Routing) -> torch.Tensor:
+        """``x`` sorted by expert and the number of tokens of each; or (T, D) tokens and their ``Routing``."""
+        params = (self.w1, self.w2, self.w3)
+        if isinstance(tokens, Routing):
+            group = expert_parallel_group(self.w1)
+            w1, w2, w3 = (_local(param).bfloat16() for param in params)
+            return _run_dispatched(self, x, tokens, group, w1, w3, w2)
+        return _run(run_experts, self, params, x, tokens)
 
 
-class MXFP8GptOssGroupedExperts(ConvertedModule, GptOssGroupedExperts):
+class MXFP8GptOssGroupedExperts(RoutedExperts, GptOssGroupedExperts):
     """Takes the place of the class of a ``GptOssGroupedExperts``.
 
     The biases are added in fp32 inside the GEMMs, so nothing waits for the number of tokens on the host as TorchTitan's
     ``repeat_interleave`` and ``int(offsets[-1])`` do.
     """
 
-    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor | Routing) -> torch.Tensor:
+        """As ``MXFP8GroupedExperts.forward``."""
         params = (self.mlp1_weight, self.mlp1_bias, self.mlp2_weight, self.mlp2_bias)
-        shares = contraction_shards(self.mlp2_weight)
-        return _run(run_gpt_oss_experts, self, params, x, num_tokens_per_expert, self.swiglu_limit, shares)
+        if isinstance(tokens, Routing):
+            group = expert_parallel_group(self.mlp1_weight)
+            mlp1, mlp1_bias, w2, b2 = (_local(param) for param in params)
+            w1, w3 = mlp1.bfloat16().unflatten(1, (-1, 2)).unbind(2)  # gate and linear half are interleaved
+            b1, b3 = mlp1_bias.unflatten(1, (-1, 2)).unbind(2)
+            biases = {"b1": b1, "b3": b3, "b2": b2, "swiglu_limit": self.swiglu_limit}
+            return _run_dispatched(self, x, tokens, group, w1, w3, w2.bfloat16(), **biases)
+        return _run(run_gpt_oss_experts, self, params, x, tokens, self.swiglu_limit, contraction_shards(params[2]))
 
 
 def run_experts(
@@ -115,6 +161,40 @@ def contraction_shards(w2_EDH: torch.Tensor) -> int:
     return degree
 
 
+def expert_parallel_group(weight: torch.Tensor) -> dist.ProcessGroup | None:
+    """The ranks among which expert parallelism has split a weight; None for a whole one."""
+    if isinstance(weight, DTensor) and "ep" in (weight.device_mesh.mesh_dim_names or ()):
+        return weight.device_mesh.get_group("ep")
+    return None
+
+
+def _run_dispatched(
+    module: RoutedExperts,
+    x_TD: torch.Tensor,
+    routing: Routing,
+    group: dist.ProcessGroup | None,
+    *weights: torch.Tensor,
+    **biases: torch.Tensor | float,
+) -> torch.Tensor:
+    """``mxfp8_moe`` with the module's settings, observed.
+
+    A probe sees tokens and output gradients as they are quantised, at home, and the three weights. Not what is
+    quantised in the hidden layer, inside ``mxfp8_moe``.
+    """
+    options = {name: module.op_options[name] for name in ("recipe", "backend", "keep_quantized_weight")} | biases
+    options |= {"transport": module.dispatch.transport, "rows": module.dispatch.rows}
+    y_TD = mxfp8_moe(
+        x_TD, routing.scores, routing.expert_ids, *weights, group, scores_first=routing.scores_first, **options
+    )
+    for weight in weights:
+        y_TD = observe(y_TD, x_TD, weight, None, module.probe, options["recipe"], options["backend"])
+    return y_TD
+
+
+def _local(param: torch.Tensor) -> torch.Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
 def _run(
     run: Callable[..., torch.Tensor],
     module: ConvertedModule,
@@ -123,7 +203,7 @@ def _run(
     *args: object,
 ) -> torch.Tensor:
     """``run`` on this rank's parts of the parameters, compiled if the module's config says so."""
-    local_params = [param.to_local() if isinstance(param, DTensor) else param for param in params]
+    local_params = [_local(param) for param in params]
     if module.mxfp8.compile_backend is not None:
         run = _compiled(run, module.mxfp8)
         # With expert parallelism the number of rows differs from step to step.

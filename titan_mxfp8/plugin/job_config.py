@@ -17,6 +17,8 @@ from titan_mxfp8.recipe import GROUPED_MM, LINEAR, Recipe, get_recipe
 
 DEFAULT_FILTER_FQNS = ("output", "router.gate")
 DEFAULT_FQNS = ("experts",)
+DISPATCH = ("off", "collective", "symmetric", "auto")
+DISPATCH_ROWS = ("counted", "worst_case")
 
 
 def documented(cls: type) -> type:
@@ -79,7 +81,10 @@ class MXLinear:
 @dataclass
 class MXGroupedMM:
     recipe_name: str = "mxfp8"
-    """What is quantised how, in the routed experts; the names are those of quantize.linear.mx.recipe_name."""
+    """
+    What is quantised how, in the routed experts; the names are those of quantize.linear.mx.recipe_name. Besides bf16,
+    where dispatch is not off: the same layer with nothing quantised, the control for what the number format does.
+    """
 
     fqns: list[str] | str = field(default_factory=lambda: list(DEFAULT_FQNS))
     """
@@ -96,8 +101,28 @@ class MXGroupedMM:
     hopper_rebase_report: int = 0
     """As quantize.linear.mx.hopper_rebase_report, for the routed experts."""
 
+    dispatch: str = "off"
+    """
+    How tokens travel to their experts. off: TorchTitan's own way, in bf16, once for each of a token's experts. Else
+    each token is quantised once, crosses each link once, and lands where it is multiplied: symmetric, by kernels that
+    read the memory of other GPUs of one host; collective, in an all-to-all over whatever links there are; auto,
+    symmetric where all ranks of expert parallelism are of one host with peer access, else collective. One rank has no
+    links, and the same kernels. The log says which and why. With tensor parallelism, DeepEP, or DualPipeV's overlap
+    the experts keep TorchTitan's way, and the log says so. Parameters and checkpoints are the same in all.
+    """
+
+    dispatch_rows: str = "counted"
+    """
+    Rows of the buffers that tokens land in, where dispatch is not off. counted: as many as land here, read on the
+    host once per layer. worst_case: as many as ever could, so that the host never waits; needs symmetric, and far more
+    memory.
+    """
+
     requantize_input: bool = False
-    """As quantize.linear.mx.requantize_input, for the routed experts."""
+    """
+    As quantize.linear.mx.requantize_input, for routed experts whose tokens TorchTitan dispatches. Where dispatch is not
+    off, x is FP8 rows in any case.
+    """
 
 
 @dataclass

@@ -24,8 +24,16 @@ from torchtitan.tools.utils import set_default_dtype
 from titan_mxfp8 import backends
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.modules import as_list
-from titan_mxfp8.plugin.checks import check_job_config, check_layout, check_types, model_args
+from titan_mxfp8.plugin.checks import (
+    check_dispatch,
+    check_hosts,
+    check_job_config,
+    check_layout,
+    check_types,
+    model_args,
+)
 from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, converter_configs, recipe_of
+from titan_mxfp8.plugin.moe import MXFP8MoE, check_worst_case
 from titan_mxfp8.tools.flavors import is_study_flavor
 from titan_mxfp8.tools.memory import FILL, GIB, Memory, card_memory, estimate_memory
 
@@ -47,22 +55,26 @@ class ClusterConfigManager(ConfigManager):
     def _validate_config(self) -> None:
         check_types(self.config)
         plans(self.config)
+        check_dispatch(self.config)
         with local_backends(self.config):
             check_job_config(self.config)
 
 
 @contextmanager
 def local_backends(job_config: JobConfig) -> Iterator[None]:
-    """Within, the converters take whatever backend runs here."""
-    configs = converter_configs(job_config).values()
-    named = [mx.backend for mx in configs]
+    """Within, the converters take whatever backend runs here, and dispatch as they can here."""
+    configs, experts = converter_configs(job_config).values(), job_config.quantize.grouped_mm.mx
+    named, dispatch, rows = [mx.backend for mx in configs], experts.dispatch, experts.dispatch_rows
     try:
         for mx in configs:
             mx.backend = "auto"
+        if dispatch != "off":
+            experts.dispatch, experts.dispatch_rows = "auto", "counted"
         yield
     finally:
         for mx, backend in zip(configs, named, strict=True):
             mx.backend = backend
+        experts.dispatch, experts.dispatch_rows = dispatch, rows
 
 
 def plans(job_config: JobConfig) -> dict[str, str]:
@@ -141,6 +153,7 @@ def dry_run(job_config: JobConfig) -> Report:
     card = (cluster.gpu, card_memory(cluster.gpu)) if cluster.gpu else None
     world_size = cluster.nodes * cluster.gpus_per_node
     dims = check_layout(job_config, world_size)
+    check_hosts(job_config, world_size, cluster.gpus_per_node)
     if dims.pp_enabled:
         raise ValueError(
             "pipeline_parallel_degree > 1 cannot be checked: a stage's memory depends on the schedule (CHECK=0 lets "
@@ -159,6 +172,9 @@ def dry_run(job_config: JobConfig) -> Report:
             model = spec.model_cls(args)
         with local_backends(job_config):
             build_model_converters(job_config, dims).convert(model)
+        dispatching = [module for module in model.modules() if isinstance(module, MXFP8MoE)]
+        if card is not None and dispatching and job_config.quantize.grouped_mm.mx.dispatch_rows == "worst_case":
+            check_worst_case(dispatching, job_config, dims, card[1])
         parameters, flops = args.get_nparams_and_flops(model, job_config.training.seq_len)
         whole = copy.deepcopy(model)
         eager = copy.deepcopy(job_config)
@@ -233,7 +249,7 @@ def mxfp8_flops(model: nn.Module, args: BaseModelArgs) -> float:
     """FLOPs per token that run as MXFP8 GEMMs: 6 per weight that a token meets, 4 where wgrad stays in bf16."""
     flops = 0.0
     for _, module in gemm_modules(model):
-        if not hasattr(module, "mxfp8"):
+        if not hasattr(module, "mxfp8") or not module.mxfp8.recipe.quantized:
             continue
         gemms = 3 if module.mxfp8.recipe.wgrad == "mxfp8" else 2
         for param in module.parameters(recurse=False):

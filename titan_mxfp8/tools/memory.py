@@ -30,6 +30,9 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 
+from titan_mxfp8.format.mx import BLOCK_SIZE
+from titan_mxfp8.plugin.moe import MXFP8MoE
+
 GIB = 2**30
 
 # Memory in 10^9 bytes, as NVIDIA's data sheets state it: H20 96 GB; H100 SXM 80 GB; H200 141 GB; DGX B200 1,440 GB for
@@ -148,7 +151,8 @@ def saved_per_token(block: nn.Module, dim: int, fused: bool) -> float:
     linears and experts that are not compiled keep one by one, each as it quantised it; every output that is not merely
     added up; for latent attention the keys, put together from two linears. A gated MLP that is not
     compiled keeps silu's output too. Each routed copy of a token adds: the experts' input and 3 hidden vectors, and an
-    fp32 copy for the gradient of the router's score.
+    fp32 copy for the gradient of the router's score. Where the layer dispatches its own tokens, a copy adds its row in
+    FP8 with its scales, or bf16, and 2 hidden vectors; with ``dispatch_rows = "worst_case"`` more than is counted here.
     """
     elements = 2.0 * dim
     for name, linear in _linears(block).items():
@@ -164,10 +168,12 @@ def saved_per_token(block: nn.Module, dim: int, fused: bool) -> float:
         if leaf == "w1" and not fused:
             elements += linear.out_features
     if hasattr(block, "moe"):
-        # w1, w2, w3 of (E, H, D), (E, D, H), (E, H, D), or gpt-oss's (E, 2H, D), (E, D, H)
-        hidden = sum(param.numel() for param in _experts(block)) / block.moe.experts.num_experts / dim
-        inputs = 2 if hasattr(block.moe.experts, "w3") and hasattr(block.moe.experts, "mxfp8") and not fused else 1
-        elements += block.moe.router.top_k * (inputs * dim + hidden * (1 if fused else 4 / 3) + 2 * dim)
+        hidden = _hidden(block, dim)
+        if isinstance(block.moe, MXFP8MoE):
+            elements += block.moe.router.top_k * _landed(block, dim)
+        else:
+            inputs = 2 if hasattr(block.moe.experts, "w3") and hasattr(block.moe.experts, "mxfp8") and not fused else 1
+            elements += block.moe.router.top_k * (inputs * dim + hidden * (1 if fused else 4 / 3) + 2 * dim)
     return 2 * elements
 
 
@@ -175,11 +181,24 @@ def _saved_by_op_policy(block: nn.Module, dim: int) -> float:
     linears = _linears(block)
     elements = linears["attention.wo"].in_features
     elements += sum(linear.out_features * (1 if hasattr(linear, "mxfp8") else 0.5) for linear in linears.values())
-    if hasattr(block, "moe"):
+    if hasattr(block, "moe") and isinstance(block.moe, MXFP8MoE):
+        elements += block.moe.router.top_k * _landed(block, dim)
+    elif hasattr(block, "moe"):
         elements += 2 * block.moe.router.top_k * dim  # the two all-to-alls
         if hasattr(block.moe.experts, "mxfp8"):
             elements += block.moe.router.top_k * sum(param.shape[1] for param in _experts(block))
     return 2 * elements
+
+
+def _landed(block: nn.Module, dim: int) -> float:
+    """Elements of 2 bytes that a layer which dispatches its own tokens keeps of a routed copy: its row, gate and up."""
+    quantized = block.moe.experts.mxfp8.recipe.quantized
+    return (dim * (1 + 1 / BLOCK_SIZE) / 2 if quantized else dim) + 2 / 3 * _hidden(block, dim)
+
+
+def _hidden(block: nn.Module, dim: int) -> float:
+    """3 H: of w1, w2, w3 of (E, H, D), (E, D, H), (E, H, D), or gpt-oss's (E, 2H, D), (E, D, H)."""
+    return sum(param.numel() for param in _experts(block)) / block.moe.experts.num_experts / dim
 
 
 def _linears(block: nn.Module) -> dict[str, nn.Linear]:

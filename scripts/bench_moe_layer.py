@@ -1,0 +1,616 @@
+"""A MoE layer that dispatches its own tokens against TorchTitan's in bf16, compiled as TorchTitan compiles it.
+
+    torchrun --standalone --nproc-per-node=2 scripts/bench_moe_layer.py --out results/<date>_2x<device>_moe_layer
+    python scripts/bench_moe_layer.py --layers llama4_8 dsv3_8 --out OUT      # one rank: the same kernels, no links
+
+A layer is router, experts and shared experts, its parameters bf16, its experts split between all processes; the timed
+step is forward and backward, with the gradients of tokens and of all weights. Tokens and weights are normal numbers,
+the same for both, and so is the routing. Before any time, output and gradients are compared with bf16's: a recipe
+that is further off than MXFP8 explains ends the run.
+
+A row is a layer and a way: a recipe with a transport and a choice of rows. The way and bf16 take turns, in blocks of
+--seconds of which the first half does not count, after a turn that is thrown away. ``ms`` is the median over all
+counted steps, each as long as on its slowest rank; ``x`` is the median of the ratio to the block of bf16 right before.
+The controls are rows too: ``torchtitan``, bf16 against itself, and recipe ``bf16``, our dispatch with nothing
+quantised. ``peak`` is what a step allocates on top of weights, tokens and output gradient; ``held`` what a way takes
+besides from outside of torch's allocator, as symmetric buffers are.
+
+--parts times what is around the experts instead, on the same routing: each call of a transport, all of a forward and
+of a forward + backward, with the quantisation, and the same of TorchTitan's, eager as it runs it: gather, all-to-all,
+permutation, and back. ``GB/s`` is of the rows that cross links; with one rank, of those that land.
+
+--profile adds, of each way, the kernels of a step that take the most time (``kernel_times.py``) and keeps the traces.
+Writes data.csv, a row for each layer and way (parts.csv, for each part), and env.json.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from kernel_times import kernel_table
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.llama4.infra.parallelize import apply_compile, apply_moe_ep_tp
+from torchtitan.models.moe.moe import MoE, MoEArgs
+from torchtitan.models.moe.utils import indices_padding_wrapper
+from torchtitan.protocols.model_converter import build_model_converters
+from torchtitan.tools.utils import set_default_dtype
+
+import titan_mxfp8.plugin  # noqa: F401 - where there is no accelerator TorchTitan needs its repairs
+from titan_mxfp8 import backends
+from titan_mxfp8.format.spec import OperandSpec
+from titan_mxfp8.moe import choose
+from titan_mxfp8.ops.experts import row_spec
+from titan_mxfp8.recipe import GROUPED_MM, LINEAR, get_recipe
+from titan_mxfp8.testing import environment, format_table, relative_rms, write_rows
+
+ASSETS = Path(__file__).parent.parent / "train_configs" / "assets"
+GIB = 2**30
+# Largest relative RMS against bf16's, of any 8192 rows of the output or of a gradient. A quantised layer has two GEMMs
+# one after the other, and its gradients four; in the router's gradient the errors of a token's experts do not cancel
+# where the values do.
+MAX_ERROR = {"bf16": 0.03, "quantised": 0.15, "router": 0.3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """Sizes of a layer: ``tokens`` on each rank, ``experts`` on all together."""
+
+    name: str
+    tokens: int
+    dim: int
+    hidden: int
+    experts: int
+    top_k: int
+    shared: int = 0
+    scores_first: bool = False
+    linears: bool = False  # whether the shared experts are converted as well
+    one_rank: bool = False
+
+
+LAYERS = (
+    Layer(name="dsv3", tokens=16384, dim=7168, hidden=2048, experts=64, top_k=8, shared=1),
+    Layer(name="dsv3_16b", tokens=32768, dim=2048, hidden=1408, experts=64, top_k=6, shared=2),
+    Layer(name="qwen3_30b", tokens=32768, dim=2048, hidden=768, experts=128, top_k=8),
+    Layer(name="llama4", tokens=32768, dim=5120, hidden=8192, experts=16, top_k=1, shared=1, scores_first=True),
+    Layer(
+        name="llama4_8",
+        tokens=131072,
+        dim=5120,
+        hidden=8192,
+        experts=8,
+        top_k=1,
+        shared=1,
+        scores_first=True,
+        linears=True,
+        one_rank=True,
+    ),
+    Layer(
+        name="dsv3_8",
+        tokens=131072,
+        dim=7168,
+        hidden=2048,
+        experts=8,
+        top_k=1,
+        shared=1,
+        linears=True,
+        one_rank=True,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How a layer is computed; no recipe: TorchTitan's own."""
+
+    recipe: str = ""
+    transport: str = ""
+    rows: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.recipe} {self.transport} {self.rows}" if self.recipe else "torchtitan"
+
+
+Step = Callable[[], None]
+
+
+class Block(nn.Module):
+    """What TorchTitan's functions that parallelise and compile a model look for in one of its layers."""
+
+    moe_enabled = True
+
+    def __init__(self, moe: MoE) -> None:
+        super().__init__()
+        self.moe = moe
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.moe(x)
+
+
+class FixedRouter(nn.Module):
+    """A routing that is there already, in the place of TorchTitan's router."""
+
+    def __init__(self, scores: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> None:
+        super().__init__()
+        self.top_k = expert_ids.shape[1]
+        counts = torch.bincount(expert_ids.flatten(), minlength=experts)
+        self.routing = scores, expert_ids, counts
+
+    def forward(self, x: torch.Tensor, expert_bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        return self.routing
+
+
+class Bench:
+    """The processes, their device, and what all of them agree on."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.ranks = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
+        self.device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)) if args.device != "cpu" else None)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.ranks > 1:
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def write(self, rows: list[dict[str, object]], name: str, env: dict[str, str]) -> None:
+        """The rows, on rank 0, as a file of the results."""
+        if self.rank == 0:
+            self.args.out.mkdir(parents=True, exist_ok=True)
+            write_rows(self.args.out / name, rows)
+            (self.args.out / "env.json").write_text(json.dumps(env, indent=2) + "\n")
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Of each value the largest on any rank."""
+        if self.ranks == 1:
+            return list(values)
+        together = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(together, op=dist.ReduceOp.MAX)
+        return together.tolist()
+
+    def config(self, layer: Layer, way: Way) -> JobConfig:
+        """What a run's TOML would say."""
+        converters = [GROUPED_MM, *([LINEAR] if layer.linears and way.recipe != "bf16" else [])] if way.recipe else []
+        flags = [
+            "--job.custom_config_module=titan_mxfp8.plugin",
+            f"--job.dump_folder={self.args.out}",
+            f"--model.hf_assets_path={ASSETS}/tokenizer",
+            "--training.dataset=c4_test",
+            f"--training.dataset_path={ASSETS}/kjv",
+            f"--training.seq_len={layer.tokens}",
+            "--training.local_batch_size=1",
+            f"--parallelism.expert_parallel_degree={self.ranks}",
+            "--compile.enable",
+            f"--compile.backend={'aot_eager' if self.args.tiny else 'inductor'}",
+            f"--model.converters={','.join(converters)}",
+        ]
+        if way.recipe:
+            flags += [f"--{GROUPED_MM}.dispatch={way.transport}", f"--{GROUPED_MM}.dispatch_rows={way.rows}"]
+            flags += [f"--{name}.recipe_name={way.recipe}" for name in converters]
+        return ConfigManager().parse_args(flags)
+
+    def build(self, layer: Layer, way: Way) -> nn.Module:
+        """The layer, converted, split and compiled as TorchTitan does it, its parameters drawn."""
+        config = self.config(layer, way)
+        dims = ParallelDims(
+            dp_replicate=1, dp_shard=self.ranks, cp=1, tp=1, pp=1, ep=self.ranks, etp=1, world_size=self.ranks
+        )
+        moe_args = MoEArgs(
+            num_experts=layer.experts,
+            num_shared_experts=layer.shared,
+            top_k=layer.top_k,
+            score_before_experts=layer.scores_first,
+            use_grouped_mm=self.device.type == "cuda",
+        )
+        model = nn.Module()
+        with torch.device("meta"), set_default_dtype(torch.bfloat16):
+            model.layers = nn.ModuleDict({"0": Block(MoE(moe_args, layer.dim, layer.hidden))})
+        build_model_converters(config, dims).convert(model)
+        if self.ranks > 1:
+            apply_moe_ep_tp(model, tp_mesh=None, ep_mesh=dims.get_mesh("ep"), etp_mesh=None, ep_etp_mesh=None)
+        apply_compile(model, config.compile, ep_enabled=self.ranks > 1)
+        model.to_empty(device=self.device)
+        with torch.no_grad():
+            for number, (_, param) in enumerate(sorted(model.named_parameters())):
+                split = isinstance(param, DTensor)
+                generator = torch.Generator(self.device).manual_seed(1000 * number + split * self.rank)
+                local = param.to_local() if split else param
+                local.normal_(std=param.shape[-1] ** -0.5, generator=generator)
+            for buffer in model.buffers():
+                buffer.zero_()
+        return model.layers["0"]
+
+    def problem(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and the gradient of the output, others on each rank."""
+        generator = torch.Generator(self.device).manual_seed(self.rank)
+        shape = 1, layer.tokens, layer.dim
+        x, dy = (torch.randn(shape, dtype=torch.bfloat16, device=self.device, generator=generator) for _ in range(2))
+        return x.requires_grad_(), dy
+
+    def errors(self, way: Way, ours: nn.Module, bf16: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, float]:
+        """Of the output, the tokens' gradient and each parameter's: the largest error of 8192 rows on any rank.
+
+        Raises:
+            ValueError: one is further off than its format explains.
+        """
+        steps = [values_and_gradients(module, x, dy) for module in (ours, bf16)]
+        names = list(steps[1])
+        worst = self.largest([largest_error(steps[0][name], steps[1][name]) for name in names])
+        errors = dict(zip(names, worst, strict=True))
+        for name, error in errors.items():
+            kind = "bf16" if way.recipe in ("", "bf16") else "router" if "router" in name else "quantised"
+            if not error < MAX_ERROR[kind]:
+                raise ValueError(f"{way}: {name} is off by {error:.3f} from bf16's, more than {MAX_ERROR[kind]}")
+        return errors
+
+    def block(self, step: Step, calls: int) -> list[float]:
+        """Milliseconds of so many steps, each on its slowest rank, that nobody waits for in between."""
+        if self.device.type == "cpu":
+            marks = [time.perf_counter()]
+            for _ in range(calls):
+                step()
+                marks.append(time.perf_counter())
+            return self.largest([1e3 * (end - start) for start, end in itertools.pairwise(marks)])
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+        torch.cuda.synchronize()
+        events[0].record()
+        for event in events[1:]:
+            step()
+            event.record()
+        torch.cuda.synchronize()
+        return self.largest([start.elapsed_time(end) for start, end in itertools.pairwise(events)])
+
+    def calls(self, step: Step) -> int:
+        """Steps that fill a block; the same number on every rank."""
+        self.block(step, 2)  # compiles
+        return max(2, round(self.args.seconds * 1e3 / min(self.block(step, 3))))
+
+    def peak(self, step: Step) -> float:
+        """GiB that a step allocates on top of what is held before it; NaN on a CPU."""
+        if self.device.type == "cpu":
+            return float("nan")
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        step()
+        return self.largest([(torch.cuda.max_memory_allocated() - held) / GIB])[0]
+
+    def outside(self) -> float:
+        """GiB of the device that are not torch's allocator's."""
+        if self.device.type == "cpu":
+            return 0.0
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return (total - free - torch.cuda.memory_reserved()) / GIB
+
+    def compare(self, layer: Layer, way: Way, bf16: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, object]:
+        """A row: the way and bf16 in turns."""
+        base, held = step_of(bf16, x, dy), self.outside()
+        if way.recipe:
+            ours = self.build(layer, way)
+            copy_parameters(ours, bf16)
+        else:
+            ours = bf16
+        errors = self.errors(way, ours, bf16, x, dy)
+        step = step_of(ours, x, dy)
+        held = self.outside() - held
+        calls = self.calls(base), self.calls(step)
+        times: list[list[list[float]]] = [[], []]
+        for turn in range(self.args.turns + 1):
+            for one, each, count in ((base, times[0], calls[0]), (step, times[1], calls[1])):
+                block = self.block(one, count)
+                if turn:  # the first is thrown away
+                    each.append(block[len(block) // 2 :])
+        ratios = [median(theirs) / median(mine) for theirs, mine in zip(*times, strict=True)]
+        bf16_ms, ms = (percentiles([time for block in each for time in block]) for each in times)
+        router = max(error for name, error in errors.items() if "router" in name)
+        weights = max(error for name, error in errors.items() if "router" not in name and "." in name)
+        row = {
+            "way": str(way),
+            "bf16_ms": bf16_ms[1],
+            "ms": ms[1],
+            "p20": ms[0],
+            "p80": ms[2],
+            "x": median(ratios),
+            "x_p20": percentiles(ratios)[0],
+            "x_p80": percentiles(ratios)[2],
+            "bf16_peak_gib": self.peak(base),
+            "peak_gib": self.peak(step),
+            "held_gib": max(0.0, held) if way.recipe else 0.0,
+            "error_y": errors["y"],
+            "error_dx": errors["x"],
+            "error_dw": weights,
+            "error_router": router,
+            "turns": self.args.turns,
+            "steps": sum(map(len, times[1])),
+        }
+        if self.args.profile and self.device.type == "cuda":
+            self.profile(f"{layer.name} {way}", step)
+        return row
+
+    def parts(self, layer: Layer) -> list[dict[str, object]]:
+        """A row for each part and way."""
+        (x, dy), args = self.problem(layer), self.args
+        x, dy = (t.detach().view(layer.tokens, layer.dim) for t in (x, dy))
+        generator = torch.Generator(self.device).manual_seed(100 + self.rank)
+        scores = torch.rand(layer.tokens, layer.experts, device=self.device, generator=generator)
+        scores, ids = scores.topk(layer.top_k, dim=1)
+        rows = self.parts_of_torchtitan(layer, x, dy, scores, ids)
+        for recipe, transport, kept in itertools.product(args.recipes, args.transports, args.rows):
+            rows += self.parts_of(layer, Way(recipe=recipe, transport=transport, rows=kept), x, dy, scores, ids)
+        return rows
+
+    def parts_of(
+        self, layer: Layer, way: Way, x: torch.Tensor, dy: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor
+    ) -> list[dict[str, object]]:
+        """The same of one way, its experts left out."""
+        plan, kernels = backends.plan(get_recipe(way.recipe), "auto", self.device), backends.load("auto", self.device)
+        transport, choice = choose(way.transport, dist.group.WORLD if self.ranks > 1 else None, self.device)
+        worst_case, weighted = way.rows == "worst_case", not layer.scores_first
+        self.say(f"{way}: {choice}")
+
+        def quantize(rows: torch.Tensor, spec: OperandSpec) -> list[torch.Tensor]:
+            operand = kernels.quantize(rows, 1, row_spec(spec), None)
+            return [operand.data] if operand.scale is None else [operand.data, operand.row_scales().contiguous()]
+
+        x_rows, dy_rows = quantize(x, plan.forward.a), quantize(dy, plan.dgrad.a)
+        _, landing = transport.dispatch(x_rows, ids, scores, layer.experts, worst_case)
+        landed = landing.scores.shape[0]
+        y, other = (torch.randn(landed, layer.dim, dtype=x.dtype, device=self.device) for _ in range(2))
+        values = torch.zeros(landed, device=self.device)
+        calls: dict[str, Step] = {
+            "quantise": lambda: quantize(x, plan.forward.a),
+            "dispatch": lambda: transport.dispatch(x_rows, ids, scores, layer.experts, worst_case),
+            "combine": lambda: transport.combine([y], weighted, None, landing, x.dtype),
+            "resend": lambda: transport.resend(dy_rows, landing),
+            "combine of gradients": lambda: transport.combine([y, other], False, values, landing, x.dtype),
+        }
+
+        def forward() -> None:
+            transport.dispatch(quantize(x, plan.forward.a), ids, scores, layer.experts, worst_case)
+            calls["combine"]()
+
+        def both() -> None:
+            forward()
+            transport.resend(quantize(dy, plan.dgrad.a), landing)
+            calls["combine of gradients"]()
+
+        owners = torch.div(ids, layer.experts // self.ranks, rounding_mode="floor")
+        crossing = sum(int((owners == rank).any(1).sum()) for rank in range(self.ranks) if rank != self.rank)
+        sent = crossing if self.ranks > 1 else ids.numel()
+        row_bytes = sum(part.shape[1] * part.element_size() for part in x_rows)
+        bytes_of = {"dispatch": sent * row_bytes, "resend": sent * row_bytes}
+        bytes_of["combine"] = (crossing if self.ranks > 1 else layer.tokens) * 2 * layer.dim
+        calls |= {"forward": forward, "forward + backward": both}
+        return [self.part(layer, str(way), name, call, bytes_of.get(name)) for name, call in calls.items()]
+
+    def parts_of_torchtitan(
+        self, layer: Layer, x: torch.Tensor, dy: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor
+    ) -> list[dict[str, object]]:
+        """TorchTitan's layer with experts that hand on what they get. Its weights are not there."""
+        moe_args = MoEArgs(
+            num_experts=layer.experts,
+            num_shared_experts=0,
+            top_k=layer.top_k,
+            score_before_experts=layer.scores_first,
+        )
+        model = nn.Module()
+        with torch.device("meta"):
+            model.layers = nn.ModuleDict({"0": Block(MoE(moe_args, layer.dim, layer.hidden))})
+        moe = model.layers["0"].moe
+        if self.ranks > 1:
+            dims = ParallelDims(
+                dp_replicate=1, dp_shard=self.ranks, cp=1, tp=1, pp=1, ep=self.ranks, etp=1, world_size=self.ranks
+            )
+            apply_moe_ep_tp(model, tp_mesh=None, ep_mesh=dims.get_mesh("ep"), etp_mesh=None, ep_etp_mesh=None)
+            moe.experts.forward = lambda x, counts: x
+        else:
+            padded = indices_padding_wrapper(lambda w1, w2, w3, x, counts: x)
+            moe.experts.forward = lambda x, counts: padded(moe.experts.w1, None, None, x, counts)
+        moe.router = FixedRouter(scores.requires_grad_(), ids, layer.experts)
+        moe.tokens_per_expert = torch.zeros(layer.experts, device=self.device)
+        x, dy = x[None].detach().requires_grad_(), dy[None]
+
+        def forward() -> None:
+            with torch.no_grad():
+                moe(x)
+
+        def both() -> None:
+            x.grad = scores.grad = None
+            moe(x).backward(dy)
+
+        calls = {"forward": forward, "forward + backward": both}
+        rows = [self.part(layer, "torchtitan", name, call, None) for name, call in calls.items()]
+        scores.requires_grad_(False)
+        return rows
+
+    def part(self, layer: Layer, way: str, name: str, call: Step, size: int | None) -> dict[str, object]:
+        """A row: milliseconds of a call, those of the first half left out."""
+        times = self.block(call, 2 * self.calls(call))
+        p20, p50, p80 = percentiles(times[len(times) // 2 :])
+        row = {"layer": layer.name, "ranks": self.ranks, "way": way, "part": name, "ms": p50, "p20": p20, "p80": p80}
+        return row | {"GB/s": None if size is None else self.largest([size])[0] / p50 / 1e6}
+
+    def profile(self, name: str, step: Step) -> None:
+        """Prints the kernels of a step that take the most time, on rank 0; every rank takes part."""
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+            step()
+            torch.cuda.synchronize()
+        if self.rank == 0:
+            path = self.args.out / "traces" / f"{name.replace(' ', '_')}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(path))
+            rows = kernel_table(path, 40)
+            columns = [{"ms": row["ms"], "count": row["count"], "kernel": row["kernel"][:110]} for row in rows]
+            self.say(f"{name}\n{format_table(columns)}")
+
+
+def step_of(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Step:
+    """Forward and backward; gradients are new tensors each time."""
+
+    def step() -> None:
+        x.grad = None
+        for param in module.parameters():
+            param.grad = None
+        module(x).backward(dy)
+
+    return step
+
+
+def values_and_gradients(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Output and gradients of a step, this rank's part of each."""
+    x.grad = None
+    for param in module.parameters():
+        param.grad = None
+    y = module(x)
+    y.backward(dy)
+    values = {"y": y.detach(), "x": x.grad}
+    for name, param in module.named_parameters():
+        grad, param.grad = param.grad, None
+        values[name.replace("_orig_mod.", "")] = grad.to_local() if isinstance(grad, DTensor) else grad
+    x.grad = None
+    return values
+
+
+def largest_error(out: torch.Tensor, ref: torch.Tensor) -> float:
+    """The largest relative RMS of 8192 neighbouring rows."""
+    pairs = zip(*(tensor.reshape(-1, tensor.shape[-1]).split(8192) for tensor in (out, ref)), strict=True)
+    return max(relative_rms(*pair) for pair in pairs)
+
+
+def copy_parameters(module: nn.Module, source: nn.Module) -> None:
+    """Gives a layer the memory of another's parameters and buffers: two of the large ones need not be held."""
+    module.load_state_dict(source.state_dict(), assign=True)
+
+
+def shown(row: dict[str, object]) -> dict[str, object]:
+    """What is printed of a row."""
+    short = {name: row[name] for name in ("layer", "ranks", "way", "bf16_ms", "ms", "x")}
+    short["x, p20 to p80"] = f"{row['x_p20']:.3f} to {row['x_p80']:.3f}"
+    return short | {name: row[name] for name in ("bf16_peak_gib", "peak_gib", "error_y", "error_dw")}
+
+
+def percentiles(values: Sequence[float]) -> list[float]:
+    """The 20th, the 50th and the 80th."""
+    return (
+        torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+    )
+
+
+def median(values: Sequence[float]) -> float:
+    return percentiles(values)[1]
+
+
+def tiny(layer: Layer) -> Layer:
+    """The same layer small, for a CPU."""
+    return replace(layer, tokens=64, dim=64, hidden=96, experts=8, top_k=min(layer.top_k, 4))
+
+
+def ways(args: argparse.Namespace) -> list[Way]:
+    """The control first."""
+    chosen = itertools.product(args.recipes, args.transports, args.rows)
+    return [Way()] + [Way(recipe=recipe, transport=transport, rows=rows) for recipe, transport, rows in chosen]
+
+
+@contextmanager
+def one_layer() -> Iterator[None]:
+    """Within, torch compiles one layer's shapes: it keeps at most 8 versions of a function."""
+    torch.compiler.reset()
+    try:
+        yield
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    names = [layer.name for layer in LAYERS]
+    add("--out", type=Path, required=True, help="folder for data.csv and env.json")
+    add("--layers", nargs="+", choices=names, help="[all that the number of processes allows]")
+    recipes = ["bf16", "mxfp8_2d_rebased", "mxfp8_2d"]
+    add("--recipes", nargs="+", default=recipes, metavar="RECIPE", help=f"[{' '.join(recipes)}]")
+    add("--transports", nargs="+", default=["auto"], choices=("auto", "collective", "symmetric"), help="[auto]")
+    add("--rows", nargs="+", default=["counted"], choices=("counted", "worst_case"), help="[counted]")
+    add("--turns", type=int, default=10, help="blocks of each way that count [10]")
+    add("--seconds", type=float, default=1.0, help="of a block, half of which counts [1]")
+    add("--quick", action="store_true", help="4 turns of 0.5 s")
+    add("--parts", action="store_true", help="time what is around the experts instead")
+    add("--profile", action="store_true", help="print the kernels of a step of each way, on a GPU")
+    add("--limit", type=float, default=float("inf"), metavar="SECONDS", help="begin no way later than this")
+    add("--device", default="cuda", choices=("cuda", "cpu"), help="[cuda]")
+    add("--tiny", action="store_true", help="small sizes and code that is not optimised, to try the script")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.turns, args.seconds = 4, 0.5
+    if args.turns < 1:
+        parser.error(f"--turns is at least 1, got {args.turns}")
+    for recipe in args.recipes:
+        try:
+            get_recipe(recipe)
+        except ValueError as error:
+            parser.error(str(error))
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU: --device cpu --tiny tries the script")
+    return args
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse_arguments(argv)
+    started, bench = time.monotonic(), Bench(args)
+    chosen = [
+        layer for layer in LAYERS if layer.name in (args.layers or [layer.name]) and layer.one_rank * bench.ranks < 2
+    ]
+    if not chosen:
+        sys.exit(f"bench_moe_layer: {', '.join(args.layers)} are layers of one process, and there are {bench.ranks}")
+    env = environment(bench.device) | {"ranks": str(bench.ranks), "command": " ".join(sys.argv)}
+    rows: list[dict[str, object]] = []
+    try:
+        for layer in map(tiny, chosen) if args.tiny else chosen:
+            with one_layer():
+                if args.parts:
+                    rows += bench.parts(layer)
+                    bench.write(rows, "parts.csv", env)
+                    continue
+                bf16, (x, dy) = bench.build(layer, Way()), bench.problem(layer)
+                for way in ways(args):
+                    if bench.largest([time.monotonic() - started])[0] > args.limit:
+                        bench.say(f"{layer.name} {way}: not begun, the time limit is reached")
+                        continue
+                    sizes = (layer.tokens, layer.dim, layer.hidden, layer.experts, layer.top_k, layer.shared)
+                    key = {"layer": layer.name, "ranks": bench.ranks}
+                    key |= dict(zip(("tokens", "D", "H", "experts", "top_k", "shared"), sizes, strict=True))
+                    rows.append(key | bench.compare(layer, way, bf16, x, dy))
+                    bench.say(format_table([shown(rows[-1])]))
+                    bench.write(rows, "data.csv", env)
+                del bf16, x, dy
+    except ValueError as error:
+        sys.exit(f"bench_moe_layer: {error}")
+    finally:
+        bench.say(format_table(rows if args.parts else list(map(shown, rows))))
+        if bench.ranks > 1:
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
