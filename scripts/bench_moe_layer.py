@@ -5,8 +5,8 @@
 
 A layer is router, experts and shared experts, its parameters bf16, its experts split between all processes; the timed
 step is forward and backward, with the gradients of tokens and of all weights. Tokens and weights are normal numbers,
-the same for both, and so is the routing. Before any time, output and gradients are compared with bf16's: a recipe
-that is further off than MXFP8 explains ends the run.
+the same for both, and so is the routing. Shared experts are converted too, unless --shared-in-bf16. Before any time,
+output and gradients are compared with bf16's: a recipe that is further off than MXFP8 explains ends the run.
 
 A row is a layer and a way: a recipe with a transport and a choice of rows. The way and bf16 take turns, in blocks of
 --seconds of which the first half does not count, after a turn that is thrown away. ``ms`` is the median over all
@@ -54,7 +54,7 @@ from titan_mxfp8 import backends
 from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.moe import choose
 from titan_mxfp8.ops.experts import row_spec
-from titan_mxfp8.recipe import GROUPED_MM, LINEAR, get_recipe
+from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
 from titan_mxfp8.testing import environment, format_table, relative_rms, write_rows
 
 ASSETS = Path(__file__).parent.parent / "train_configs" / "assets"
@@ -77,7 +77,6 @@ class Layer:
     top_k: int
     shared: int = 0
     scores_first: bool = False
-    linears: bool = False  # whether the shared experts are converted as well
     one_rank: bool = False
 
 
@@ -95,7 +94,6 @@ LAYERS = (
         top_k=1,
         shared=1,
         scores_first=True,
-        linears=True,
         one_rank=True,
     ),
     Layer(
@@ -106,7 +104,6 @@ LAYERS = (
         experts=8,
         top_k=1,
         shared=1,
-        linears=True,
         one_rank=True,
     ),
 )
@@ -187,7 +184,8 @@ class Bench:
 
     def config(self, layer: Layer, way: Way) -> JobConfig:
         """What a run's TOML would say."""
-        converters = [GROUPED_MM, *([LINEAR] if layer.linears and way.recipe != "bf16" else [])] if way.recipe else []
+        shared = layer.shared > 0 and way.recipe != BF16.name and not self.args.shared_in_bf16
+        converters = [GROUPED_MM, *[LINEAR] * shared] if way.recipe else []
         flags = [
             "--job.custom_config_module=titan_mxfp8.plugin",
             f"--job.dump_folder={self.args.out}",
@@ -552,6 +550,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--recipes", nargs="+", default=recipes, metavar="RECIPE", help=f"[{' '.join(recipes)}]")
     add("--transports", nargs="+", default=["auto"], choices=("auto", "collective", "symmetric"), help="[auto]")
     add("--rows", nargs="+", default=["counted"], choices=("counted", "worst_case"), help="[counted]")
+    add("--shared-in-bf16", action="store_true", help="leave the linears of shared experts as they are")
     add("--turns", type=int, default=10, help="blocks of each way that count [10]")
     add("--seconds", type=float, default=1.0, help="of a block, half of which counts [1]")
     add("--quick", action="store_true", help="4 turns of 0.5 s")
