@@ -4,6 +4,7 @@
 |------------|-------------------------|--------------------------------------------------------------------------|
 | ``swiglu`` | 4: gate, up             | h along H                                                                |
 | backward   | 6: gate, up, u          | dgate and dup along H and along M, score times h along M, sums of u * h  |
+| gradients  | 6: gate, up, u          | dgate, dup and score times h in bf16, for quantisers; sums of u * h      |
 
 With ragged groups programs past ``offs[-1]`` end at once, and what belongs to no group is neither read nor written,
 but for the zeros between groups that start at multiples of 32 or 128 rows.
@@ -40,6 +41,7 @@ from titan_mxfp8.backends.common.tiles import (
     transposed,
     unit_rows,
 )
+from titan_mxfp8.format import swiglu as definition
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.format.spec import UNQUANTIZED, Operand, OperandSpec
 from titan_mxfp8.format.swiglu import GPT_OSS_ALPHA
@@ -51,6 +53,7 @@ FORWARD_TILE = Tile(rows=32, lines=2)
 VALUES_TILE = Tile(rows=32, lines=2)  # where nothing is transposed
 TRANSPOSED_TILE = Tile(rows=128, lines=2)
 LINE = LINE_BYTES // 2
+GRADIENT_ROWS, GRADIENT_COLS = 4, 256
 COLS = 2 * LINE  # of all tiles: whole blocks of 128
 
 
@@ -81,8 +84,8 @@ def swiglu_backward(
     h_first: OperandSpec,
     offs: torch.Tensor | None,
 ) -> SwigluGradients:
-    """``Backend.swiglu_backward``."""
-    assert _form(first) == _form(h_first) and _form(first) != "even", (first, h_first)
+    """``Backend.swiglu_backward``, but to rebased operands along M."""
+    assert _form(first) == _form(h_first) and _form(first) not in ("even", "across"), (first, h_first)
     roundings = {spec.rounding for spec in (last, first, h_first) if spec.is_quantized}
     assert len(roundings) <= 1 and (not first.is_quantized or first.elem_dtype == last.elem_dtype), (last, first)
     gate, up, u = _matrices(gate_MH, up_MH, u_MH)
@@ -98,7 +101,6 @@ def swiglu_backward(
     if scores_M is not None:
         sums = torch.empty((col_tiles, gate.rows), dtype=torch.float32, device=gate.x.device)
         scores_M = scores_M.contiguous()
-    registers = 128 if _form(first) == "across" else None  # so that two programs fit on a multiprocessor
     padded_blocks = operands[-1].data.shape[-1] // BLOCK_SIZE if is_transposed else 0
     constants = (
         limit, _alpha(limit), offs is not None, scores_M is not None, _form(last), _form(first), *_rounding(last),
@@ -110,9 +112,31 @@ def swiglu_backward(
          *(tensor for operand in operands for tensor in operand[:2])),
         (gate.cols, gate.row_stride, up.row_stride, u.row_stride),
         (gate.rows, padded_blocks, units, groups or 0), constants,
-        device=gate.x.device, warps=warps, registers=registers,
+        device=gate.x.device, warps=warps,
     )  # fmt: skip
     return SwigluGradients(*operands, None if sums is None else sums.sum(0))
+
+
+def gradients(
+    gate_MH: torch.Tensor,
+    up_MH: torch.Tensor,
+    u_MH: torch.Tensor,
+    scores_M: torch.Tensor | None,
+    limit: float | None,
+    offs: torch.Tensor | None,
+) -> definition.Gradients:
+    """``format.swiglu.backward`` itself, nothing quantised; rows at and past ``offs[-1]`` are not computed."""
+    gate, up, u = _matrices(gate_MH, up_MH, u_MH)
+    dgate, dup, sh = (torch.empty_like(gate.x, memory_format=torch.contiguous_format) for _ in range(3))
+    dscores = None if scores_M is None else scores_M.new_empty(gate.rows)
+    _GRADIENTS.launch(
+        ceil_div(gate.rows, GRADIENT_ROWS),
+        (gate.x, up.x, u.x, scores_M if scores_M is None else scores_M.contiguous(), dgate, dup, sh, dscores, offs),
+        (gate.cols, gate.row_stride, up.row_stride, u.row_stride), (gate.rows, 0 if offs is None else offs.shape[0]),
+        (limit, _alpha(limit), offs is not None, scores_M is not None, GRADIENT_ROWS, GRADIENT_COLS),
+        device=gate.x.device,
+    )  # fmt: skip
+    return definition.Gradients(dgate, dup, sh, dscores)
 
 
 @triton.jit
@@ -283,16 +307,8 @@ def store_first(
             padded_rows = padded_blocks * 32
             col = tile_col * COLS + tl.arange(0, COLS)
             elements = columns_to_elements(values, byte, E5M2, BLOCKS, LINES, LINE)
-            if FORM == "across":
-                tl.static_assert(BLOCKS == 4)
-                largest = tl.max(byte, 0)  # (LINES, LINE)
-                old, new = byte[None, :, :, None, :, None], largest[None, None, :, None, :, None]
-                elements = shift_elements(elements, old, new, E5M2)
-                line = scale + tile_row.to(tl.int64) * (tl.cdiv(cols, 16) * 16)
-                tl.store(line + col, tl.reshape(largest, (COLS,)).to(tl.uint8), mask=col < cols)
-            else:
-                byte = tl.reshape(tl.permute(byte, (1, 2, 0)), (COLS, BLOCKS))
-                store_matrix(scale, byte, col, cols, tile_row * BLOCKS + tl.arange(0, BLOCKS), padded_blocks)
+            byte = tl.reshape(tl.permute(byte, (1, 2, 0)), (COLS, BLOCKS))
+            store_matrix(scale, byte, col, cols, tile_row * BLOCKS + tl.arange(0, BLOCKS), padded_blocks)
             elements = transposed(elements, BLOCKS, LINES, LINE)
             store_matrix(data, elements, col, cols, tile_row * 32 * BLOCKS + tl.arange(0, 32 * BLOCKS), padded_rows)
 
@@ -355,7 +371,7 @@ def _swiglu_backward(
     if SCORED:
         sums += tile_col.to(tl.int64) * rows
     # Outputs load again, from the L1, and compute again: that costs less than the registers for all of them.
-    if FIRST == "fp8" or FIRST == "across":
+    if FIRST == "fp8":
         for block in range(BLOCKS):
             unit = tile_row * BLOCKS + block
             g, v, du, cut_g, factor, s, score, at, inside, row, stop = load_parts(
@@ -443,6 +459,45 @@ def _swiglu_backward(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["rows", "groups"])
+def _gradients(
+    gate, up, u, scores, dgate, dup, sh, dscores, offs,
+    cols, gate_stride, up_stride, u_stride,
+    rows, groups,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """One program: ``ROWS`` rows, ``COLS`` columns at a time."""
+    end = rows
+    if RAGGED:
+        end = tl.minimum(tl.load(offs + groups - 1), rows)
+        if tl.program_id(0) * ROWS >= end:
+            return
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    products = tl.zeros((ROWS,), tl.float32)
+    score = tl.full((ROWS,), 1.0, tl.float32)
+    if SCORED:
+        score = tl.load(scores + row, mask=row < end, other=0)
+    far = row.to(tl.int64)[:, None]
+    for first in range(0, cols, COLS):
+        col = first + tl.arange(0, COLS)[None, :]
+        inside = (row < end)[:, None] & (col < cols)
+        g = tl.load(gate + far * gate_stride + col, mask=inside, other=0).to(tl.float32)
+        v = tl.load(up + far * up_stride + col, mask=inside, other=0).to(tl.float32)
+        du = tl.load(u + far * u_stride + col, mask=inside, other=0).to(tl.float32)
+        cut_g, factor, s = activation(g, v, LIMIT, ALPHA)
+        h = cut_g * s * factor
+        products += tl.sum(du * rounded(h).to(tl.float32), 1)
+        at = far * cols + col
+        dh = du * score[:, None]
+        tl.store(sh + at, rounded(h * score[:, None]), mask=inside)
+        tl.store(dup + at, gradient_of_up(v, dh, cut_g, s, LIMIT), mask=inside)
+        tl.store(dgate + at, gradient_of_gate(g, dh, cut_g, factor, s, LIMIT, ALPHA), mask=inside)
+    if SCORED:
+        tl.store(dscores + row, products, mask=row < end)
+
+
+_GRADIENTS = Kernel(_gradients)
 _SWIGLU = Kernel(_swiglu)
 _SWIGLU_BACKWARD = Kernel(_swiglu_backward)
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from titan_mxfp8.backends import Gemm, Plan, reference, triton
+from titan_mxfp8.backends import Gemm, Plan, SwigluGradients, reference, triton
 from titan_mxfp8.backends.common import gemm as portable
 from titan_mxfp8.backends.common import swiglu as fused
 from titan_mxfp8.backends.common.dequantize import dequantize
@@ -25,7 +25,6 @@ from titan_mxfp8.format.spec import Operand, OperandSpec, check_k_grouped, check
 from titan_mxfp8.recipe import Recipe
 
 swiglu = fused.swiglu
-swiglu_backward = fused.swiglu_backward
 
 
 def plan(recipe: Recipe, hardware: Hardware) -> Plan:
@@ -112,3 +111,25 @@ def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype:
             "as plan() says"
         )
     return (portable if a.spec.span == 32 else gemm).gemm_k_grouped(a, b, offs, out_dtype)
+
+
+def swiglu_backward(
+    gate_MH: torch.Tensor,
+    up_MH: torch.Tensor,
+    u_MH: torch.Tensor,
+    scores_M: torch.Tensor | None,
+    limit: float | None,
+    last: OperandSpec,
+    first: OperandSpec,
+    h_first: OperandSpec,
+    offs: torch.Tensor | None,
+) -> SwigluGradients:
+    """``Backend.swiglu_backward``. What is rebased along both axes goes through bf16: on an H200, 131072 x 2048, one
+    kernel that made everything from the three inputs took 3.4 ms."""
+    if first.span != 128:
+        return fused.swiglu_backward(gate_MH, up_MH, u_MH, scores_M, limit, last, first, h_first, offs)
+    dgate, dup, sh, dscores = fused.gradients(gate_MH, up_MH, u_MH, scores_M, limit, offs)
+    dgate_last, dgate_first = hopper.quantize_groups(dgate, last, first, offs)
+    dup_last, dup_first = hopper.quantize_groups(dup, last, first, offs)
+    _, sh_first = hopper.quantize_groups(sh, None, h_first, offs)
+    return SwigluGradients(dgate_last, dup_last, dgate_first, dup_first, sh_first, dscores)

@@ -73,6 +73,17 @@ def quantize_both(
     return quantize_both_by(_LAUNCHES, x, last, first, offs)
 
 
+def quantize_groups(
+    x: torch.Tensor, last: OperandSpec | None, first: OperandSpec, offs: torch.Tensor | None
+) -> tuple[Operand | None, Operand]:
+    """(M, C) to rebased 1x32 blocks along the tokens, ragged, and along C too unless ``last`` is None. What lies behind
+    the last group is undefined, and costs nothing."""
+    along_last = None if last is None else last.empty(x, 1, None)
+    along_first = first.empty(x, 0, None if offs is None else offs.shape[0])
+    _launch_tiles(x, along_last, along_first, offs, None, tail=False)
+    return along_last, along_first
+
+
 def requantize(rows: Operand, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
     """``Backend.requantize`` along axis 0 to rebased FP8."""
     assert spec.span == 128 and spec.lines == 1, spec
@@ -142,11 +153,12 @@ def _rebase_tiles(
     x, x_scale, last_qdata, last_scale, first_qdata, first_scale, table, offs,
     cols, batch_stride, row_stride,
     rows, padded_blocks, units, groups,
-    X_SPAN: tl.constexpr, X_E5M2: tl.constexpr,
+    X_SPAN: tl.constexpr, X_E5M2: tl.constexpr, TAIL: tl.constexpr,
     LAST: tl.constexpr, SQUARES: tl.constexpr, RAGGED: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
     BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of one matrix along the first axis and, with ``LAST``, along the last one too.
+    """One program: a tile of one matrix along the first axis and, with ``LAST``, along the last one too; with ``TAIL``
+    also of what lies behind the last group.
 
     As ``backends.triton.quantize._quantize_tiles``, but that groups start at multiples of 128 rows, so that 128 rows of
     a tile belong to one group, and that the scales of a tile, one for each row and each column, or with ``SQUARES`` for
@@ -160,7 +172,7 @@ def _rebase_tiles(
     tile_col = tl.program_id(0) % col_tiles
     tile_row = tl.program_id(0) // col_tiles % row_tiles
     batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
-    if X_SPAN and RAGGED:
+    if RAGGED and not TAIL:
         if is_past(table, offs, groups, tile_row, BLOCKS):
             return
     x += batch * batch_stride
@@ -306,15 +318,22 @@ def _launch_rows(x: torch.Tensor, out: Operand) -> None:
 
 
 def _launch_tiles(
-    x: torch.Tensor, last: Operand | None, first: Operand, offs: torch.Tensor | None, source: Operand | None
+    x: torch.Tensor,
+    last: Operand | None,
+    first: Operand,
+    offs: torch.Tensor | None,
+    source: Operand | None,
+    tail: bool = True,
 ) -> None:
-    matrices = as_matrices(x, x.ndim - 2)
+    matrices, tail = as_matrices(x, x.ndim - 2), tail and source is None
     tile = _square_tile(x) if last else ROWS_TILE if source else FIRST_TILE
     line, source_constants = source_of(x, source)
-    unit_map = None if offs is None else map_tiles(offs, matrices.rows, tile, tail=last is not None, alignment=128)
+    unit_map = (
+        None if offs is None else map_tiles(offs, matrices.rows, tile, tail=tail and last is not None, alignment=128)
+    )
     units = ceil_div(matrices.rows, BLOCK_SIZE) if unit_map is None else unit_map.units
     constants = (
-        *source_constants, last is not None, first.spec.lines == 32, offs is not None, *_rounding(first.spec),
+        *source_constants, tail, last is not None, first.spec.lines == 32, offs is not None, *_rounding(first.spec),
         tile.blocks, tile.lines, line,
     )  # fmt: skip
     _REBASE_TILES.launch(
