@@ -580,6 +580,8 @@ def main(argv: Sequence[str]) -> None:
     chosen = [
         layer for layer in LAYERS if layer.name in (args.layers or [layer.name]) and layer.one_rank * bench.ranks < 2
     ]
+    # The most tokens first: the symmetric transport makes its buffer for those of the first dispatch.
+    chosen.sort(key=lambda layer: -layer.tokens * (layer.top_k if layer.scores_first else 1))
     if not chosen:
         sys.exit(f"bench_moe_layer: {', '.join(args.layers)} are layers of one process, and there are {bench.ranks}")
     env = environment(bench.device) | {"ranks": str(bench.ranks), "command": " ".join(sys.argv)}

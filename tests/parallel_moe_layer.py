@@ -14,6 +14,7 @@ from titan_mxfp8 import mxfp8_moe
 from titan_mxfp8.testing import relative_rms
 
 D, H, EXPERTS, K = 64, 96, 12, 3
+NAMES = ("out", "x", "scores", "w1", "w3", "w2")
 
 
 def check(tokens: list[int], recipe: str, only_expert: int | None, device: str, **options: str) -> list[torch.Tensor]:
@@ -44,8 +45,7 @@ def check(tokens: list[int], recipe: str, only_expert: int | None, device: str, 
 
     here = run(mine, held, dist.group.WORLD)
     alone = run(slice(None), slice(None), None)
-    names = ("out", "x", "scores", "w1", "w3", "w2")
-    for name, value, whole in zip(names, here, alone, strict=True):
+    for name, value, whole in zip(NAMES, here, alone, strict=True):
         expected = whole[held] if name.startswith("w") else whole[mine]
         if (name in ("out", "x") or device != "cpu") and expected.numel():
             error = relative_rms(value, expected) if expected.any() else value.abs().max().item()
@@ -77,7 +77,13 @@ def main() -> None:
     for case in cases:
         first, *others = (check(*case, device, **way) for way in ways)
         for other in others:
-            assert all(map(torch.equal, first, other)), ("the transports give other bits", case)
+            for name, ours, theirs in zip(NAMES, other, first, strict=True):
+                assert torch.equal(ours, theirs), (
+                    "the transports give other bits",
+                    name,
+                    (ours - theirs).abs().max(),
+                    case,
+                )
     if device == "cpu":
         try:
             check([4] * ranks, "bf16", None, device, transport="symmetric")

@@ -94,11 +94,8 @@ def check_same(ours: Operand, theirs: Operand, offs: torch.Tensor | None, used: 
     a, b = (values(operand, used, stored) for operand in (ours, theirs))
     differ = (a != b) & ~(a.isnan() & b.isnan())
     # an element's own step, or the smallest step of its block
-    step = step_of(theirs.spec) * torch.maximum(a.abs(), b.abs()) + 2**-9 * b.abs().amax() * (theirs.scale is not None)
-    # The gate's gradient passes through 0, where another exp changes more than the last place: on an H200 1e-6 of the
-    # elements by up to two steps.
-    assert ((a - b).abs() <= 2 * step)[differ].all(), f"{what}: {(a - b)[differ]} of {b[differ]}"
-    assert ((a - b).abs() > step)[differ].sum() <= 1e-5 * a.numel(), what
+    step = step_of(theirs.spec) * torch.maximum(a.abs(), b.abs()) + 2**-9 * b.abs().amax() * theirs.spec.is_quantized
+    assert ((a - b).abs() <= step)[differ].all(), f"{what}: {(a - b)[differ]} of {b[differ]}"
     assert relative_rms(a.nan_to_num(), b.nan_to_num()) < 2e-3, what
     return shares[0]
 

@@ -286,14 +286,18 @@ def moe_backward(
     kept = rest[_part_count(x_spec) :]
     dgrad, tensors = plan.dgrad.b, len(kept) // 3
     quantized = [Operand(*[*kept[i : i + tensors], None][:2], dgrad, 1) for i in range(0, len(kept), tensors or 1)]
-    landed = transport.resend(_to_parts(kernels.quantize(g, 1, g_spec, None)), landing)
-    scores = landing.scores if scored else None
-    gradients = experts.backward(
-        _of_parts(landed, g_spec), x, gate, up, scores, weights, quantized or None, needs, landing.offs, config.limit,
-        plan, kernels,
-    )  # fmt: skip
-    dx, dscores = transport.combine(gradients.rows, False, gradients.scores, landing, g.dtype)
-    return [dx, *([dscores] if scored else []), *(grad for grad in gradients.weights if grad is not None)]
+    quantized = quantized or [None] * 3
+    offs, scores = landing.offs, landing.scores if scored else None
+    g_rows = _of_parts(transport.resend(_to_parts(kernels.quantize(g, 1, g_spec, None)), landing), g_spec)
+    made, dscores_M, dw2, db2 = experts.backward_w2(
+        g_rows, gate, up, scores, weights, quantized[2], needs, offs, config.limit, plan, kernels
+    )
+    del g_rows  # before the rows' gradient, the largest of all, is made; so `made` is emptied too
+    w1_w3 = None if quantized[0] is None else quantized[:2]
+    rows, (dw1, dw3), (db1, db3) = experts.backward_w1_w3(made, x, weights, w1_w3, needs, offs, plan, kernels)
+    dx, dscores = transport.combine(rows, False, dscores_M, landing, g.dtype)
+    wanted = [grad for grad, needed in zip((dw1, dw3, dw2, db1, db3, db2), needs, strict=True) if needed]
+    return [dx, *([dscores] if scored else []), *wanted]
 
 
 @torch.library.register_fake(moe_backward.overload)

@@ -45,14 +45,6 @@ class Weights(NamedTuple):
         return self.w1, self.w3, self.w2
 
 
-class Gradients(NamedTuple):
-    """What ``backward`` returns: ``rows`` are the two addends of (M, D); ``scores`` (M,) in fp32."""
-
-    rows: list[torch.Tensor]
-    scores: torch.Tensor | None
-    weights: list[torch.Tensor | None]
-
-
 def row_spec(spec: OperandSpec) -> OperandSpec:
     """What x or g are quantised to at home: ``spec``, which the GEMM takes, or the FP8 that its bf16 values are made
     from."""
@@ -97,82 +89,95 @@ def forward(
     return _gemm(h, w2, biases.b2, offs, kernels), gate, up
 
 
-def backward(
+def backward_w2(
     g: Operand,
-    x: Operand,
     gate: torch.Tensor,
     up: torch.Tensor,
     scores: torch.Tensor | None,
     weights: Weights,
-    quantized: list[Operand] | None,
+    w2: Operand | None,
     needs: list[bool],
     offs: torch.Tensor,
     limit: float | None,
     plan: Plan,
     kernels: Backend,
-) -> Gradients:
-    """The gradients of everything, in the table of this module.
+) -> tuple[list[Operand], torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """What g alone is needed for: the gradients of the pre-activations (gate and up along H, then along M), of the
+    scores, of w2 and of b2.
 
     Args:
         g: (M, D) of ``row_spec(plan.dgrad.a)``, not yet multiplied by the scores.
-        x, gate, up: as ``forward`` took and returned them.
+        gate, up: as ``forward`` returned them.
         scores: float32 (M,), or None where outputs are not multiplied by any.
         weights: as they are, in high precision.
-        quantized: w1, w3 and w2 of ``plan.dgrad.b``, or None: they are quantised again.
-        needs: which of the six weights' and biases' gradients are wanted.
+        w2: of ``plan.dgrad.b``, or None: it is quantised again.
+        needs: which gradients of ``weights`` are wanted.
     """
-    w1, w3, w2 = quantized or [kernels.quantize(w, 1, plan.dgrad.b, None) for w in weights.matrices]
-    need_w1, need_w3, need_w2, *_ = needs
+    w2 = w2 or kernels.quantize(weights.w2, 1, plan.dgrad.b, None)
     u = _gemm(_as_multiplied(g, plan.dgrad.a, kernels), w2, None, offs, kernels)
-    first, h_first = plan.wgrad.a, plan.wgrad.b
-    dgate, dup, dgate_first, dup_first, h, dscores = kernels.swiglu_backward(
-        gate, up, u, scores, limit, plan.dgrad.a, first, h_first, offs
-    )
-    del u
-    grads: list[torch.Tensor | None] = [None] * 6
-    if any(bias is not None for bias in weights[3:]):
-        dscores = _bias_gradients(g, dgate, dup, scores, dscores, weights, needs, offs, kernels, grads)
-    if need_w2:
-        g_first = _along_tokens(g, first, offs, kernels)
-        grads[2] = kernels.gemm_k_grouped(g_first, h, offs, weights.w2.dtype)
-        del g_first
-    del h
-    if need_w1 or need_w3:
-        x_first = _along_tokens(x, h_first, offs, kernels)
-        grads[0] = kernels.gemm_k_grouped(dgate_first, x_first, offs, weights.w1.dtype) if need_w1 else None
-        del dgate_first
-        grads[1] = kernels.gemm_k_grouped(dup_first, x_first, offs, weights.w3.dtype) if need_w3 else None
-        del dup_first, x_first
-    rows = [_gemm(dgate, w1, None, offs, kernels), _gemm(dup, w3, None, offs, kernels)]
-    return Gradients(rows, dscores, grads)
+    specs = plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
+    *made, sh_first, dscores = kernels.swiglu_backward(gate, up, u, scores, limit, *specs, offs)
+    del u, w2
+    dw2 = db2 = None
+    if needs[2]:
+        g_first = _along_tokens(g, plan.wgrad.a, offs, kernels)
+        dw2 = kernels.gemm_k_grouped(g_first, sh_first, offs, weights.w2.dtype)
+    if weights.b2 is not None:
+        values, expert_M = _values(g, kernels).float(), _expert_of_rows(offs, gate.shape[0])
+        if scores is not None:
+            products = (values * weights.b2.float()[expert_M.clamp(max=offs.numel() - 1)]).sum(1)
+            dscores = dscores + products
+            values = values * scores[:, None]
+        db2 = _sum_rows(values, expert_M, offs).to(weights.b2.dtype) if needs[5] else None
+    return made, dscores, dw2, db2
 
 
-def _bias_gradients(
-    g: Operand,
-    dgate: Operand,
-    dup: Operand,
-    scores: torch.Tensor | None,
-    dscores: torch.Tensor | None,
+def backward_w1_w3(
+    made: list[Operand],
+    x: Operand,
     weights: Weights,
+    quantized: list[Operand] | None,
     needs: list[bool],
     offs: torch.Tensor,
+    plan: Plan,
     kernels: Backend,
-    grads: list[torch.Tensor | None],
-) -> torch.Tensor | None:
-    """Fills in those of the biases, sums of the quantised rows. Returns the scores' gradient with b2's part."""
-    expert_M = torch.searchsorted(offs, torch.arange(g.data.shape[0], device=offs.device), right=True)
-    for i, operand in ((3, dgate), (4, dup), (5, g)):
-        bias = weights[i]
-        if bias is None:
-            continue
-        values = _values(operand, kernels).float()
-        if i == 5 and dscores is not None:
-            dscores = dscores + (values * bias.float()[expert_M.clamp(max=offs.numel() - 1)]).sum(1)
-            values = values * scores[:, None]
-        if needs[i]:
-            sums = values.new_zeros((offs.numel() + 1, values.shape[1]))  # the last: of rows of no expert
-            grads[i] = sums.index_add_(0, expert_M, values)[:-1].to(bias.dtype)
-    return dscores
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor | None]]:
+    """The two addends of the rows' gradient, (M, D), and the gradients of w1, w3 and of b1, b3.
+
+    Args:
+        made: the operands that ``backward_w2`` returned; the list is emptied, so that each is freed after its use.
+        x: as ``forward`` took it.
+        quantized: w1 and w3 of ``plan.dgrad.b``, or None.
+    """
+    dgate, dup, dgate_first, dup_first = made
+    made.clear()
+    dweights: list[torch.Tensor | None] = [None, None]
+    if needs[0] or needs[1]:
+        x_first = _along_tokens(x, plan.wgrad.b, offs, kernels)
+        if needs[0]:
+            dweights[0] = kernels.gemm_k_grouped(dgate_first, x_first, offs, weights.w1.dtype)
+        del dgate_first
+        if needs[1]:
+            dweights[1] = kernels.gemm_k_grouped(dup_first, x_first, offs, weights.w3.dtype)
+        del dup_first, x_first
+    dbiases: list[torch.Tensor | None] = [None, None]
+    for i, (operand, bias) in enumerate(((dgate, weights.b1), (dup, weights.b3))):
+        if needs[3 + i]:
+            values = _values(operand, kernels).float()
+            dbiases[i] = _sum_rows(values, _expert_of_rows(offs, values.shape[0]), offs).to(bias.dtype)
+    w1, w3 = quantized or [kernels.quantize(w, 1, plan.dgrad.b, None) for w in (weights.w1, weights.w3)]
+    return [_gemm(dgate, w1, None, offs, kernels), _gemm(dup, w3, None, offs, kernels)], dweights, dbiases
+
+
+def _expert_of_rows(offs: torch.Tensor, rows: int) -> torch.Tensor:
+    """The expert of each row; E for those behind the last group."""
+    return torch.searchsorted(offs, torch.arange(rows, device=offs.device), right=True)
+
+
+def _sum_rows(values: torch.Tensor, expert_M: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """The sum of each expert's rows, (E, C) in fp32."""
+    sums = values.new_zeros((offs.numel() + 1, values.shape[1]))
+    return sums.index_add_(0, expert_M, values)[:-1]
 
 
 def _gemm(a: Operand, w: Operand, bias: torch.Tensor | None, offs: torch.Tensor, kernels: Backend) -> torch.Tensor:

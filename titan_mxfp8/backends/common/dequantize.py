@@ -16,7 +16,6 @@ from titan_mxfp8.backends.common.convert import (
 )
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.tiles import (
-    ROWS_TILE,
     Tile,
     as_matrices,
     as_rows,
@@ -30,6 +29,7 @@ from titan_mxfp8.format.spec import Operand, OperandSpec
 
 # By share of the copy bandwidth on an H200, 131072 x 7168 bf16, both outputs: 0.92; 128 rows and 2 lines 0.87.
 ROUND_TILE = Tile(rows=128, lines=1)
+REQUANTIZE_TILE = Tile(rows=64, lines=2)  # of FP8 rows: 0.84 ms there, 128 rows and 2 lines 0.94
 
 
 def dequantize(operand: Operand, dtype: torch.dtype = torch.bfloat16, offs: torch.Tensor | None = None) -> torch.Tensor:
@@ -218,7 +218,7 @@ def _launch_tiles(
     source: Operand | None,
 ) -> None:
     spec, matrices = first.spec, as_matrices(x, axis)
-    tile, (line, source_constants) = ROWS_TILE if source else ROUND_TILE, source_of(x, source)
+    tile, (line, source_constants) = REQUANTIZE_TILE if source else ROUND_TILE, source_of(x, source)
     unit_map = None if offs is None else map_tiles(offs, matrices.rows, tile, tail=source is None)
     units = ceil_div(matrices.rows, BLOCK_SIZE) if unit_map is None else unit_map.units
     programs = matrices.batches * ceil_div(units, tile.blocks) * ceil_div(matrices.cols, tile.lines * line)
