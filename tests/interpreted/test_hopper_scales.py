@@ -61,11 +61,12 @@ def test_decoded_scales_lie_where_the_gemm_looks(
 
 @pytest.mark.parametrize("exact, k_grouped", [(True, False), (False, False), (False, True)])
 def test_scales_of_no_group_are_not_decoded(exact: bool, k_grouped: bool, monkeypatch: pytest.MonkeyPatch):
-    """Rows from the next 64 past ``offs[-1]`` on, in each of the shifted copies; of wgrad stages that no group can
-    reach, of both operands: 130 tokens in two groups fill at most 3."""
+    """Rows from the next 64 past ``offs[-1]`` on, in each of the shifted copies; those before are as behind the last row.
+    Of wgrad stages that no group can reach, of both operands: 130 tokens in two groups fill at most 3."""
     monkeypatch.setattr(gemm, "DECODE_LINES", 64)
     rows, stages, copies = 300, 5, 1 if exact or k_grouped else 4
-    a = operand(torch.randint(256, (rows, stages * (4 if exact else 1))), rows, ROWS if exact else REBASED)
+    row_scale = torch.randint(256, (rows, stages * (4 if exact else 1)))
+    a = operand(row_scale, rows, ROWS if exact else REBASED)
     matrices = () if k_grouped else (2,)
     column_scale = torch.randint(256, (*matrices, 70, stages * (4 if exact else 1)))
     b = operand(column_scale, 70, SQUARES if exact else REBASED)
@@ -79,8 +80,17 @@ def test_scales_of_no_group_are_not_decoded(exact: bool, k_grouped: bool, monkey
         column_part, column_whole = (t.view(stages, -1) for t in (column_part, column_whole))
         assert torch.equal(column_part[:3], column_whole[:3]) and (column_part[3:] == -1).all()
     else:
-        assert torch.equal(row_part[:, :, :192], row_whole[:, :, :192]) and (row_part[:, :, 192:] == -1).all()
-        assert torch.equal(column_part, column_whole)
+        for copy in range(copies):
+            used = 130 - copy
+            assert torch.equal(row_part[copy, :, :64], row_whole[copy, :, :64])
+            assert torch.equal(row_part[copy, :, 64:used] & ~7, row_whole[copy, :, 64:used] & ~7)
+            assert (row_part[copy, :, used:192] & ~7 == 0x00400000).all()
+        assert (row_part[:, :, 192:] == -1).all() and torch.equal(column_part, column_whole)
+        other = row_scale.clone()
+        other[130:] = torch.randint(256, other[130:].shape)
+        a = operand(other, rows, ROWS if exact else REBASED)
+        again = gemm.decode_scales(a, b, 70, stages, copies, rows, make_offs([1, 129]), k_grouped)
+        assert torch.equal(parts(again)[0][:, :, :192], row_part[:, :, :192])  # marks too
 
 
 def marks(scales: torch.Tensor) -> torch.Tensor:

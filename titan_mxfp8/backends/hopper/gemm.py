@@ -408,7 +408,7 @@ def _gemm_kernel(
 
 @triton.jit
 def _decode_lines(
-    scale, out, program, lines, blocks, lines_out, stages, line_stride, line_limit, stage_limit,
+    scale, out, program, lines, known, blocks, lines_out, stages, line_stride, line_limit, stage_limit,
     ACROSS: tl.constexpr, STEPS: tl.constexpr, ARE_ROWS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """fp32 ``2^(s - 127)`` of LINES lines, rows or columns, and the STEPS scale bytes of a stage. Byte 255 becomes NaN.
@@ -416,8 +416,9 @@ def _decode_lines(
     Of several steps the first one's scales have bit i set where steps i and i + 1 have the same scale, in each of 64
     rows or of 4 (groups of 32) columns.
 
-    ARE_ROWS: instead of expert e it is copy e, which holds the rows from e on. Past the last line or block: 2^-127, as
-    what it scales is zero. ACROSS: how the scales lie (``OperandSpec.scales``); else lines are ``line_stride`` apart.
+    ARE_ROWS: instead of expert e it is copy e, which holds the rows from e on. Past the last block, and past the first
+    ``known`` of the ``lines``: 2^-127, as what it scales is zero, or of no group, on which no bit of a result may
+    depend. ACROSS: how the scales lie (``OperandSpec.scales``); else lines are ``line_stride`` apart.
     Nothing for lines and stages at and past the limits.
     """
     chunks = tl.cdiv(lines_out, LINES)
@@ -439,7 +440,7 @@ def _decode_lines(
         stride_e = lines * line_stride
     if not ARE_ROWS:
         source += e * stride_e
-    there = (line_in < lines)[:, None]
+    there = (line_in < known)[:, None]
     s = tl.load(source, mask=there & (block < blocks)[None, :], other=0).to(tl.int32)
     bits = tl.where(s == 255, 0x7FC00000, tl.maximum(s << 23, 0x00400000))
     if STEPS > 1:
@@ -477,26 +478,26 @@ def _decode_scales(
     of no group are left out: of rows, or with K_GROUPED of stages, as many as groups that end at ``offs[-1]`` may fill.
     """
     program = tl.program_id(0)
-    row_limit = rows_out
+    row_limit, known_rows = rows_out, rows
     stage_limit = stages
     if offs is not None:
         last = tl.load(offs + groups - 1)
         if K_GROUPED:
             stage_limit = tl.minimum((last + 127 * groups) // 128, stages)
         else:
-            row_limit = last
+            row_limit, known_rows = last, tl.minimum(rows, last)
     if program == 0:
         tl.store(out + size, 0)
         tl.store(out + size + 1, end)
     if program < row_programs:
         _decode_lines(
-            row_scale, out, program, rows, blocks, rows_out, stages, line_stride, row_limit, stage_limit,
+            row_scale, out, program, rows, known_rows, blocks, rows_out, stages, line_stride, row_limit, stage_limit,
             ACROSS, STEPS, True, LINES,
         )  # fmt: skip
     else:
         _decode_lines(
-            column_scale, out + row_size, program - row_programs, columns, blocks, columns_out, stages, line_stride,
-            columns_out, stage_limit, ACROSS, STEPS, False, LINES,
+            column_scale, out + row_size, program - row_programs, columns, columns, blocks, columns_out, stages,
+            line_stride, columns_out, stage_limit, ACROSS, STEPS, False, LINES,
         )  # fmt: skip
 
 
