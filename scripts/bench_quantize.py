@@ -1,6 +1,6 @@
 """Times the quantise, dequantise and pad kernels against the copy bandwidth of the same GPU in the same run.
 
-    python scripts/bench_quantize.py results/<date>_<device>_quantize
+    python scripts/bench_quantize.py results/<date>_<device>_quantize [--quick]
 
 GB/s count each byte of the inputs and of the outputs once; ``share`` is that over the bandwidth of a device-to-device
 copy, of which the bytes read and the bytes written count. Times are medians on cold caches (``testing.do_bench``).
@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from titan_mxfp8.backends import Backend, load
+from titan_mxfp8.backends import Backend, load, sm100
 from titan_mxfp8.backends.common.dequantize import dequantize
 from titan_mxfp8.backends.common.pad import pad_token_groups, unpad_token_groups
 from titan_mxfp8.backends.hardware import hardware_of
+from titan_mxfp8.backends.sm100.quantize import block_scales
 from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
 from titan_mxfp8.ops.pad import padded_rows
 from titan_mxfp8.testing import (
@@ -49,6 +50,11 @@ HOPPER = (
     ("rebase 1x32", OperandSpec(**REBASED), ("last", "first ragged", "both", "both ragged")),
     ("rebase 1x32 to squares", OperandSpec(lines=32, **REBASED), ("last", "first")),
     ("rebase 32x32", OperandSpec(block="32x32", lines=32, **REBASED), ("both",)),
+)
+# Of backend sm100, whose quantisers run on other NVIDIA GPUs too; its GEMMs do not.
+SM100 = (
+    ("blocked 1x32", OperandSpec(scales="blocked"), ("last", "last ragged", "first ragged", "both", "both ragged")),
+    ("blocked 32x32", OperandSpec(block="32x32", scales="blocked"), ("last", "both")),
 )
 # Name, FP8 rows, and what they become along the tokens.
 REQUANTISED = (("requantise 1x32", ONE, ONE), ("requantise 1x32 to values", ONE, OperandSpec(stored="bf16")))
@@ -89,18 +95,19 @@ def quantize_call(backend: Backend, x: torch.Tensor, spec: OperandSpec, axes: st
     return partial(backend.quantize, x, 0 if "first" in axes else 1, spec, cut)
 
 
-def bench_quantize(ceiling: float) -> Iterator[dict]:
+def bench_quantize(ceiling: float, quick: bool) -> Iterator[dict]:
     backend = load("auto", DEVICE)
-    tables = PORTABLE + HOPPER * (hardware_of(DEVICE).arch == "sm_90")
-    for shape in QUANTIZE_SHAPES:
+    hardware = hardware_of(DEVICE)
+    tables = PORTABLE + HOPPER * (hardware.arch == "sm_90") + SM100 * ((hardware.capability or (0, 0)) >= (9, 0))
+    for shape in QUANTIZE_SHAPES[: 1 if quick else None]:
         offs = make_offs(group_sizes("zipf", shape.rows, shape.groups), DEVICE)
         for dtype, name in ((torch.bfloat16, ""), (torch.float32, " of fp32")):
             x = torch.randn((shape.rows, shape.cols), dtype=dtype, device=DEVICE)
             for kernel, spec, every_axes in tables:
                 for axes in every_axes:
-                    if dtype == torch.float32 and "1x32" not in kernel:
+                    if dtype == torch.float32 and (quick or "1x32" not in kernel):
                         continue
-                    call = quantize_call(backend, x, spec, axes, offs)
+                    call = quantize_call(sm100 if spec.scales == "blocked" else backend, x, spec, axes, offs)
                     moved = tensor_bytes(x) + tensor_bytes(call())
                     groups = shape.groups if "ragged" in axes else None
                     yield row(f"{kernel} {axes}{name}", x.shape, groups, do_bench(call), moved, ceiling)
@@ -109,6 +116,10 @@ def bench_quantize(ceiling: float) -> Iterator[dict]:
         call = partial(dequantize, operand)
         moved = tensor_bytes(operand) + tensor_bytes(call())
         yield row("dequantize", x.shape, None, do_bench(call), moved, ceiling)
+        if tables[-1] in SM100:
+            call = partial(block_scales, operand, offs)
+            moved = operand.scale.numel() + call().scale.numel()
+            yield row("scales to tiles ragged", operand.scale.shape, shape.groups, do_bench(call), moved, ceiling)
     for layer in README_SHAPES:
         w_ENK = torch.randn((layer.groups, layer.n, layer.k), dtype=torch.bfloat16, device=DEVICE)
         for axis, name in ((2, "last"), (1, "first")):
@@ -160,14 +171,15 @@ def bench_pad(ceiling: float) -> Iterator[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where data.csv and env.json go")
-    folder = parser.parse_args().folder
+    parser.add_argument("--quick", action="store_true", help="quantisers of one shape in bf16")
+    args = parser.parse_args()
     largest = QUANTIZE_SHAPES[0]
     ceiling = copy_bandwidth(2 * largest.rows * largest.cols / 1e9)
     rows = [{"kernel": "copy", "gb_per_s": round(ceiling, 1), "share": 1.0}]
-    rows += [*bench_quantize(ceiling), *bench_pad(ceiling)]
+    rows += [*bench_quantize(ceiling, args.quick), *(() if args.quick else bench_pad(ceiling))]
     again = copy_bandwidth(2 * largest.rows * largest.cols / 1e9)
     rows.append({"kernel": "copy, at the end", "gb_per_s": round(again, 1), "share": round(again / ceiling, 4)})
-    write_results(folder, rows, environment())
+    write_results(args.folder, rows, environment())
     shown = ("kernel", "shape", "groups", "p50_us", "gb_per_s", "share")
     print(format_table([{key: result.get(key) for key in shown} for result in rows]))
 

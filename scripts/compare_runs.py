@@ -22,6 +22,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -319,8 +320,12 @@ def compare(runs: Sequence[Run], out: Path, window: float) -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_rows(out / "losses.csv", curves(runs))
     write_rows(out / "table.csv", rows)
-    plot(groups, out / "losses.png")
-    print(f"wrote {out / 'table.csv'}, {out / 'losses.csv'} and {out / 'losses.png'}")
+    wrote = f"wrote {out / 'table.csv'}, {out / 'losses.csv'}"
+    if find_spec("matplotlib") is None:
+        print(f"{wrote}, no picture: pip install matplotlib")
+    else:
+        plot(groups, out / "losses.png")
+        print(f"{wrote} and {out / 'losses.png'}")
 
 
 def main(argv: Sequence[str]) -> None:

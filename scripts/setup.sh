@@ -4,6 +4,22 @@
 #
 # torch: one that the system's Python already has is used. Else, with an NVIDIA or AMD GPU, the newest tested release
 # that pip finds; without one, a CPU build, so that no CUDA packages are downloaded. TORCH= names another requirement.
+#
+# PYTHON= names a Python to be used as it is, with what it has and what lies on PYTHONPATH: nothing is installed, which a
+# machine without a package registry needs.
+
+if [ -n "${PYTHON:-}" ]; then
+    if ! program=$(command -v "$PYTHON"); then
+        echo "setup: PYTHON=$PYTHON is no program" >&2
+        exit 1
+    fi
+    bin=$PWD/.venv/as-it-is # programs that the scripts call by name
+    mkdir -p "$bin"
+    printf '#!/bin/sh\nexec "%s" "$@"\n' "$program" > "$bin/python"
+    printf '#!/bin/sh\nexec "%s" -m torch.distributed.run "$@"\n' "$program" > "$bin/torchrun"
+    chmod +x "$bin/python" "$bin/torchrun"
+    export PATH=$bin:$PATH PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+fi
 
 stamp=.venv/.installed-$(cksum < pyproject.toml | cut -d' ' -f1)-${TORCH:-default}
 
@@ -19,7 +35,7 @@ pick_torch() {
     fi
 }
 
-if [ ! -e "$stamp" ]; then
+if [ -z "${PYTHON:-}" ] && [ ! -e "$stamp" ]; then
     if python3 -c "import torch" 2> /dev/null; then
         python3 -m venv --system-site-packages .venv
     else
@@ -36,7 +52,7 @@ if [ ! -e "$stamp" ]; then
     .venv/bin/python -m pip install -q --disable-pip-version-check -e ".[train,test]"
     touch "$stamp"
 fi
-. .venv/bin/activate
+[ -n "${PYTHON:-}" ] || . .venv/bin/activate
 
 ptxas_release() { { "$1" --version 2> /dev/null || true; } | sed -n 's/.*release \([0-9.]*\),.*/\1/p'; }
 

@@ -27,14 +27,22 @@ from triton.runtime.jit import JITFunction
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
-# What a block of threads may take: 163, 227 and 227 KiB on NVIDIA, the LDS of a compute unit on AMD.
-SHARED_BYTES = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx950": 163840}
-MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304, "gfx950": 256}
+# What a block of threads may take: 163, 99, 227, 227 and 99 KiB on NVIDIA, the LDS of a compute unit on AMD.
+SHARED_BYTES = {
+    "sm_80": 166912, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376,
+    "gfx942": 65536, "gfx950": 163840,
+}  # fmt: skip
+# Those of an A100, L40S, H200, B200, RTX 5090, MI300X and MI355X.
+MULTIPROCESSORS = {
+    "sm_80": 108, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942": 304, "gfx950": 256
+}  # fmt: skip
 
 _NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 _devices = itertools.count(1000)  # a number for each use: Triton keeps compiled kernels by device

@@ -19,6 +19,7 @@ from titan_mxfp8.backends.common.dequantize import dequantize
 from titan_mxfp8.backends.common.hold import held_multiprocessors
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
 from titan_mxfp8.format import reference
+from titan_mxfp8.format.blocked import unblock
 from titan_mxfp8.format.mx import ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.ops.pad import padded_rows
@@ -164,7 +165,9 @@ def assert_same(ours: Operand, theirs: Operand, rows: int | None = None) -> None
         pairs["data"] = tuple(t[:rows].view(torch.int16) for t in pairs["data"])
     else:
         assert ours.scale.shape == theirs.scale.shape and ours.scale.is_contiguous()
-        pairs["scale"] = ours._replace(scale=ours.scale.cpu()).row_scales(), theirs.row_scales()
+        pairs["scale"] = ours.scale.cpu(), theirs.scale
+        if ours.spec.scales != "blocked":
+            pairs["scale"] = ours._replace(scale=ours.scale.cpu()).row_scales(), theirs.row_scales()
     for name, (a, b) in pairs.items():
         assert a.dtype == b.dtype and a.shape == b.shape, (name, a.shape, b.shape)
         if a.dtype in (E4M3, E5M2):
@@ -177,6 +180,24 @@ def assert_same(ours: Operand, theirs: Operand, rows: int | None = None) -> None
         assert not len(wrong), f"{name}: {len(wrong)} of {a.numel()} differ, first at {wrong[0].tolist()}"
 
 
+def of_rows(spec: OperandSpec, offs: torch.Tensor | None) -> torch.Tensor | None:
+    """What a quantiser along the last axis of activations takes."""
+    return offs if spec.groups_rows else None
+
+
+def filled(operand: Operand, offs: torch.Tensor | None) -> Operand:
+    """Of an operand with blocked scales and ragged groups what those fill: rows or columns, and whole tiles."""
+    if operand.spec.scales != "blocked" or offs is None:
+        return operand
+    sizes = offs.diff(prepend=offs.new_zeros(1)).cpu()
+    tiles = int(ceil_div(sizes, 128).sum())
+    if operand.axis == 1:
+        across, data = operand.scale.shape[1] // 4, operand.data[: int(offs[-1])]
+    else:
+        across, data = operand.scale.shape[0] // 128, operand.data[:, : int(reference.padded_ends(offs, 32)[-1])]
+    return operand._replace(data=data.contiguous(), scale=operand.scale.flatten()[: tiles * across * 512])
+
+
 def check_quantize(
     backend: Backend, x: torch.Tensor, axis: int, spec: OperandSpec, offs=None, device: str | torch.device = "cpu"
 ) -> None:
@@ -184,7 +205,9 @@ def check_quantize(
     x, x_cpu = _on(x, device), x
     with poisoned_empty():
         ours = backend.quantize(x, axis, spec, None if offs is None else offs.to(device))
-    assert_same(ours, reference.quantize(x_cpu, axis, spec, offs), None if offs is None else int(offs[-1]))
+    theirs = reference.quantize(x_cpu, axis, spec, offs)
+    assert ours.data.shape == theirs.data.shape and (ours.scale is None or ours.scale.shape == theirs.scale.shape)
+    assert_same(filled(ours, offs), filled(theirs, offs), None if offs is None else int(offs[-1]))
 
 
 def check_quantize_both(
@@ -194,8 +217,11 @@ def check_quantize_both(
     with poisoned_empty():
         along_last, along_first = backend.quantize_both(x, last, first, None if offs is None else offs.to(device))
     rows = None if offs is None else int(offs[-1])
-    assert_same(along_last, reference.quantize(x_cpu, x.ndim - 1, last), rows)
-    assert_same(along_first, reference.quantize(x_cpu, x.ndim - 2, first, offs), rows)
+    offs_of_rows = of_rows(last, offs)
+    theirs_last = reference.quantize(x_cpu, x.ndim - 1, last, offs_of_rows)
+    theirs_first = reference.quantize(x_cpu, x.ndim - 2, first, offs)
+    assert_same(filled(along_last, offs_of_rows), filled(theirs_last, offs_of_rows), rows)
+    assert_same(filled(along_first, offs), filled(theirs_first, offs), rows)
 
 
 def check_requantize(
@@ -211,7 +237,10 @@ def check_requantize(
         end = int(reference.padded_ends(offs, spec.span)[-1])
         assert ours.data.shape == expected.data.shape and ours.data.is_contiguous()
         assert ours.scale.shape == expected.scale.shape and ours.scale.is_contiguous()
-        ours, expected = (_before(end, to(operand, "cpu")) for operand in (ours, expected))
+        if spec.scales == "blocked":
+            ours, expected = (filled(to(operand, "cpu"), offs) for operand in (ours, expected))
+        else:
+            ours, expected = (_before(end, to(operand, "cpu")) for operand in (ours, expected))
     assert_same(ours, expected, used)
 
 
@@ -297,6 +326,8 @@ def with_arrived(plan: Plan) -> Plan:
 
 def values(operand: Operand, offs: torch.Tensor | None, rows: int) -> torch.Tensor:
     """The values of an operand in fp64, as its input lay; of padded groups those of the tokens, NaN elsewhere."""
+    if operand.spec.scales == "blocked":
+        operand = unblock(operand, None if offs is None else offs.to(operand.data.device))
     dequantized = reference.dequantize(operand).double()
     if operand.spec.stored == "bf16":
         return dequantized
@@ -315,7 +346,7 @@ def values(operand: Operand, offs: torch.Tensor | None, rows: int) -> torch.Tens
 
 def product_m_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
     """Forward or dgrad in fp64."""
-    a_MC, b_EXX = values(a, None, 0), values(b, None, 0)
+    a_MC, b_EXX = values(a, offs, 0), values(b, None, 0)
     b_ECD = b_EXX.mT if b.axis == 2 else b_EXX
     y = a_MC.new_zeros(a_MC.shape[0], b_ECD.shape[2])
     start = 0
@@ -373,7 +404,7 @@ def check_gemms(
     offs_there = None if offs is None else offs.to(device)
     for name, (a_name, w_axis) in {"forward": ("x", 2), "dgrad": ("dy", 1)}.items():
         gemm: Gemm = getattr(plan, name)
-        a = to(reference.quantize(given[a_name], 1, gemm.a), device)
+        a = to(reference.quantize(given[a_name], 1, gemm.a, of_rows(gemm.a, offs)), device)
         b = to(reference.quantize(given["w"], w_axis, gemm.b), device)
         expected, bias = product_m_grouped(a, b, offs, None), None
         if bias_dtype is not None and name == "forward":  # as large as the products, or a wrong one would not show
@@ -417,7 +448,8 @@ def check_nan_stays_in_its_group(backend: Backend, plan: Plan, device: torch.dev
     offs = make_offs([40, 30, 50])
     x, w, dy = torch.randn(120, 64), torch.randn(3, 96, 64), torch.randn(120, 96)
     x[40, 5] = torch.nan
-    a, b = reference.quantize(x, 1, plan.forward.a), reference.quantize(w, 2, plan.forward.b)
+    a = reference.quantize(x, 1, plan.forward.a, of_rows(plan.forward.a, offs))
+    b = reference.quantize(w, 2, plan.forward.b)
     y = backend.gemm_m_grouped(to(a, device), to(b, device), offs.to(device), None, FP32).cpu()
     assert y[40].isnan().all() and y.isnan().sum() == 96
     a, b = (reference.quantize(t, 0, spec, offs) for t, spec in ((dy, plan.wgrad.a), (x, plan.wgrad.b)))
@@ -429,7 +461,7 @@ def check_offs_past_the_last_row(backend: Backend, plan: Plan, device: torch.dev
     """As on a GPU, where nobody looks: nothing is written behind the output, and nothing is read behind the input."""
     sizes, m, n = [40, 0, 30, 50], 120, 96
     offs, past = make_offs(sizes), make_offs([40, 0, 30, 300]).to(device)
-    a = to(reference.quantize(wide(m, 64), 1, plan.forward.a), device)
+    a = to(reference.quantize(wide(m, 64), 1, plan.forward.a, of_rows(plan.forward.a, offs)), device)
     b = to(reference.quantize(wide(4, n, 64), 2, plan.forward.b), device)
     expected = backend.gemm_m_grouped(a, b, offs.to(device), None, FP32)
     guarded, empty = torch.full((m + 300, n), 7.0, device=device), torch.empty

@@ -160,6 +160,9 @@ def test_plans_say_what_is_multiplied() -> None:
     assert plan_of("hopper", "sm_90", "mxfp8_rebased") == "forward FP8, dgrad FP8, wgrad FP8"
     assert plan_of("hopper", "sm_90", "mxfp8_wgrad_bf16_rebased") == "forward FP8, dgrad FP8, wgrad bf16"
     assert plan_of("triton", "sm_100", "mxfp8_wgrad_bf16") == "forward FP8, dgrad FP8, wgrad bf16"
+    assert plan_of("sm100", "sm_100", "mxfp8_2d") == "forward FP8, dgrad FP8, wgrad FP8"
+    assert plan_of("sm100", "sm_100", "mxfp8_e5m2_grad") == "forward FP8, dgrad FP8, wgrad FP8"
+    assert plan_of("sm100", "sm_100", "mxfp8_wgrad_bf16") == "forward FP8, dgrad FP8, wgrad bf16"
     assert plan_of("triton", "sm_80", "mxfp8_2d") == "forward bf16, dgrad bf16, wgrad bf16"
     assert plan_of("reference", "cpu", "mxfp8_wgrad_bf16") == "forward fp32, dgrad fp32, wgrad bf16"
 
@@ -176,7 +179,7 @@ def test_every_operand_of_every_plan_has_a_key_that_says_all_of_it() -> None:
                     specs = {spec for _, _, spec in operands_of(module.plan(recipe, hardware))}
                     assert all(spec_of(spec.key) == spec for spec in specs)
                     seen |= {spec.key for spec in specs}
-    assert len(seen) == 17
+    assert len(seen) == 20
 
 
 def test_hardware_that_was_never_tried_warns() -> None:
@@ -195,12 +198,16 @@ def test_selection() -> None:
     cpu, h200, b200 = hardware_of(torch.device("cpu")), CLUSTER_GPUS["H200"], CLUSTER_GPUS["B200"]
     exact, rebased = get_recipe("mxfp8_2d"), get_recipe("mxfp8_2d_rebased")
     chosen = [select("auto", hardware, exact).name for hardware in (cpu, h200, b200)]
-    assert chosen == ["reference", "hopper", "triton"]
+    assert chosen == ["reference", "hopper", "sm100"]
+    assert (
+        select("triton", b200, exact).name == "triton"
+        and select("auto", Hardware("sm_103", "B300"), exact).name == "triton"
+    )
     assert select("auto", h200, rebased).name == "hopper"
     for backend, hardware, recipe, message in (
-        ("nonesuch", cpu, exact, "unknown backend 'nonesuch': use one of auto, hopper, triton, reference"),
+        ("nonesuch", cpu, exact, "unknown backend 'nonesuch': use one of auto, hopper, sm100, triton, reference"),
         ("hopper", cpu, exact, "'hopper' needs an NVIDIA GPU of SM90"),
-        ("auto", b200, rebased, "recipe 'mxfp8_2d_rebased' is rebased, but backend 'triton'"),
+        ("auto", b200, rebased, "recipe 'mxfp8_2d_rebased' is rebased, but backend 'sm100'"),
     ):
         with pytest.raises(ValueError, match=message):
             select(backend, hardware, recipe)

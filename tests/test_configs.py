@@ -136,7 +136,7 @@ def test_eager_mxfp8_layers_keep_one_input_each() -> None:
         (
             "llama4_17bx128e_8x8",
             ["--quantize.grouped_mm.mx.hopper_rebase"],
-            r"\[quantize.grouped_mm.mx\] recipe 'mxfp8_rebased' is rebased, but backend 'triton' \(for NVIDIA B200",
+            r"\[quantize.grouped_mm.mx\] recipe 'mxfp8_rebased' is rebased, but backend 'sm100' \(for NVIDIA B200",
         ),
         (LLAMA4, ["--model.flavor=18b"], "no flavor '18b': use one of .*17bx16e"),
         (LLAMA4, ["--cluster.gpu=A100"], "'A100' is unknown: use one of H20, H100"),

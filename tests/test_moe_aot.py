@@ -1,5 +1,6 @@
 """The kernels that move rows compiled for GPUs that are not here: no spills, wide loads, nothing anew for a batch."""
 
+import pytest
 import torch
 from aot import compile_only, specializations
 
@@ -39,16 +40,19 @@ def layer(dim: int, experts: int, slots: int, *, tokens: int = 64, ranks: int = 
 MADE = [value for value in vars(kernels).values() if isinstance(value, kernels.Kernel)]
 
 
-def test_nothing_spills_and_rows_are_read_16_bytes_at_a_time():
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx950"])
+def test_nothing_spills_and_rows_are_read_16_bytes_at_a_time(target: str):
     for kernel in MADE:
         kernel.compiled.clear()
-    with compile_only("sm_90") as found:
+    with compile_only(target) as found:
         layer(7168, 64, 8)
     assert len(found) > 20
     for kernel in found:
         print(kernel)
         assert not kernel.spills and not kernel.warnings, kernel
-        if kernel.name in ("_place", "_reduce", "_finish"):
+        if (
+            kernel.name in ("_place", "_reduce", "_finish") and target != "gfx950"
+        ):  # there stores of _place are narrower
             assert kernel.count("LDG.E.128") and kernel.count("STG.E.128"), kernel.name
 
 

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from time import monotonic
 
 import bench_grouped_mm
 import bench_moe_layer
@@ -484,7 +485,7 @@ def test_benches_of_kernels_call_what_backends_offer(monkeypatch: pytest.MonkeyP
     )
 
     reference, x, offs = load("reference", torch.device("cpu")), torch.randn(96, 64), make_offs([40, 56])
-    for kernel, spec, every_axes in bench_quantize.PORTABLE + bench_quantize.HOPPER:
+    for kernel, spec, every_axes in bench_quantize.PORTABLE + bench_quantize.HOPPER + bench_quantize.SM100:
         for axes in every_axes:
             made = bench_quantize.quantize_call(reference, x, spec, axes, offs)()
             operands = list(made) if "both" in axes else [made]
@@ -931,8 +932,79 @@ echo "$@" >> calls
     assert [install.split()[-1] for install in installs] == [*(["torch==2.13.0"] * (not inherited)), ".[train,test]"]
 
 
+def test_setup_takes_a_python_as_it_is(tmp_path: Path) -> None:
+    """Nothing is installed, the package is found, and torchrun is that Python's."""
+    shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path)
+    (tmp_path / "pyproject.toml").write_text("")
+    command = f"set -euo pipefail; cd {tmp_path}; . ./setup.sh; python -c 'import sys; print(sys.executable, sys.path)'"
+    done = shell("bash", "-c", f"{command}; torchrun --help", PYTHON=sys.executable, PYTHONPATH="/wheels")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{sys.executable} ['', '{tmp_path}', '/wheels'") and "--nproc" in done.stdout
+    assert [path.name for path in (tmp_path / ".venv").iterdir()] == ["as-it-is"]
+    wrong = shell("bash", "-c", command, PYTHON="no-such-python")
+    assert wrong.returncode == 1 and wrong.stderr == "setup: PYTHON=no-such-python is no program\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would verify this machine's GPU")
+def test_verify_hardware_says_that_there_is_no_gpu(tmp_path: Path) -> None:
+    done = shell("scripts/verify_hardware.sh", PYTHON=sys.executable, OUT=str(tmp_path / "out"))
+    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
+    assert done.stderr.endswith("no GPU here that torch can use: only the doctor was run, and nothing verified\n")
+    assert "which recipe to use here" in (tmp_path / "out" / "doctor.log").read_text()
+
+
+def verify(tree: Path, **settings: str) -> subprocess.CompletedProcess:
+    """``verify_hardware.sh`` in a tree where a GPU is there and every step is a stub: the tests fail."""
+    (tree / "scripts").mkdir(exist_ok=True)
+    for name in ("verify_hardware.sh", "launch.sh"):
+        shutil.copy(ROOT / "scripts" / name, tree / "scripts")
+    stubs = {
+        "scripts/setup.sh": f"PATH={tree}/bin:$PATH",
+        "scripts/train.sh": 'echo "$CONFIG $RUNS $*"; mkdir -p "$OUT"; touch "$OUT/table.csv" "$OUT/big.pt"',
+        "scripts/test_gpu.sh": "echo 1 failed; exit 3",
+        "bin/python": '[ "$1" = -c ] || echo "python $*"; case "$*" in *bench_quantize*) sleep "${NAP:-0}" ;; esac',
+    }
+    for name, text in stubs.items():
+        (tree / name).parent.mkdir(exist_ok=True)
+        (tree / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tree / name).chmod(0o755)
+    return shell(str(tree / "scripts" / "verify_hardware.sh"), **{"OUT": str(tree / "out")} | settings)
+
+
+def test_verify_hardware_runs_every_step_and_packs_what_they_said(tmp_path: Path) -> None:
+    done = verify(tmp_path)
+    assert done.returncode == 1, done.stderr
+    said = re.findall(r"^== (\w+): (.*)", done.stdout, re.M)
+    assert [name for name, _ in said] == [
+        "doctor", "model_llama4", "model_deepseek_v3", "tests", "bench_quantize", "bench_grouped_mm",
+    ]  # fmt: skip
+    assert f"{tmp_path}/train_configs/debug_deepseek_v3.toml bf16 mxfp8 --metrics.no-enable_wandb" in done.stdout
+    rows = dict(re.findall(r"^\| (\w+) \| ([^|]+) \| \d+ \|", (tmp_path / "out" / "summary.md").read_text(), re.M))
+    assert rows.pop("tests") == "FAILED with status 3" and set(rows.values()) == {"passed"} and len(rows) == 5
+    listed = shell("tar", "tzf", str(tmp_path / "out.tar.gz")).stdout
+    assert {"./summary.md", "./tests.log", "./doctor.log", "./llama4/table.csv"} <= set(listed.splitlines())
+    assert "big.pt" not in listed
+    assert done.stdout.endswith(f"attach {tmp_path}/out.tar.gz to an issue\n")
+    wrong = verify(tmp_path, STEPS="dance")
+    assert wrong.returncode == 2 and "not 'dance'" in wrong.stderr
+    # a part of it, which keeps what there was
+    again = verify(tmp_path, STEPS="models doctor")
+    assert again.returncode == 0 and "== tests" not in again.stdout
+    assert "| tests | FAILED with status 3 |" in (tmp_path / "out" / "summary.md").read_text()
+
+
+def test_verify_hardware_stops_in_time(tmp_path: Path) -> None:
+    begin = monotonic()
+    done = verify(tmp_path, MINUTES="0", STEPS="doctor benchmarks")
+    assert done.returncode == 1 and "| doctor | left out: MINUTES were over |" in done.stdout
+    done = verify(tmp_path, MINUTES="2/60", STEPS="benchmarks", NAP="60")
+    assert monotonic() - begin < 30
+    assert "| bench_quantize | cut off: MINUTES were over |" in done.stdout
+    assert "| bench_grouped_mm | left out: MINUTES were over |" in done.stdout
+
+
 def test_the_test_scripts_explain_themselves_at_once() -> None:
-    for script in ("test.sh", "test_gpu.sh"):
+    for script in ("test.sh", "test_gpu.sh", "verify_hardware.sh"):
         done = shell(f"scripts/{script}", "--help")
         assert done.returncode == 0 and f"./scripts/{script}" in done.stdout and "All checks" not in done.stdout
 

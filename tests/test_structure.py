@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "titan_mxfp8"
 # A module may import from its own layer and the ones after it. Besides, checks.py imports flavors where a config asks.
-LAYERS = ["tools", "plugin", "modules", "moe", "ops", "backends", "recipe", "format"]
+LAYERS = ["doctor", "tools", "plugin", "modules", "moe", "ops", "backends", "recipe", "format"]
 ON_REQUEST = ("plugin/checks.py", "titan_mxfp8.tools.flavors.register_flavors")
 ONLY_UNDER = {"triton": ("backends/", "moe/kernels.py"), "torchtitan": ("plugin/", "tools/")}
 

@@ -14,6 +14,7 @@ from aot import SHARED_BYTES, Kernel, compile_only
 
 from titan_mxfp8.backends.common import quantize as exact
 from titan_mxfp8.backends.common.dequantize import dequantize, quantize_dequantize, quantize_dequantize_both
+from titan_mxfp8.backends.common.dequantize import requantize as requantize_to_values
 from titan_mxfp8.backends.common.pad import pad_token_groups, unpad_token_groups
 from titan_mxfp8.format.spec import OperandSpec
 
@@ -38,6 +39,8 @@ QUANTIZE = {
 # What is compiled for other targets than sm_90, which gets all.
 ELSEWHERE = {
     "sm_80": ("last", "both, ragged"),
+    "sm_89": ("last", "both, ragged"),
+    "sm_120": ("last", "both, ragged", "32x32 both"),
     "sm_100": ("last", "last of fp32, floor, E5M2", "both, ragged", "32x32 both"),
     "gfx942": ("last", "both, ragged"),
     "gfx950": ("last", "last of fp32, floor, E5M2", "both, ragged", "32x32 both"),
@@ -97,12 +100,25 @@ def test_quantize_sm_90(form: str):
 @pytest.mark.parametrize("target, form", [(target, form) for target, forms in ELSEWHERE.items() for form in forms])
 def test_quantize(target: str, form: str):
     kernels = compile_quantize(target, form)
-    check(kernels, spills=8 if target == "sm_80" else 0)  # "both, ragged" by integers takes all 255 registers
+    check(
+        kernels, spills={"sm_80": 8, "sm_89": 40}.get(target, 0)
+    )  # "both, ragged" by integers takes all 255 registers
     kernel = next(kernel for kernel in kernels if "_quantize" in kernel.name)
-    if target == "sm_100":
+    if target in ("sm_100", "sm_120"):
         assert kernel.count("F2FP.SATFINITE.E5M2" if "E5M2" in form else "F2FP.SATFINITE.E4M3") >= 8
     else:  # integers make the elements
         assert kernel.count("F2FP.SATFINITE") == kernel.count("v_cvt_pk_fp8") == 0
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_100", "sm_120", "gfx950"])
+def test_requantize(target: str) -> None:
+    """FP8 rows along the tokens, to FP8 and to values: sm_90 is in test_hopper_quantize_aot.py."""
+    rows = ROWS.empty(torch.empty(256, 512), 1, None)
+    with compile_only(target) as kernels:
+        exact.requantize(rows, ROWS, OFFS)
+        requantize_to_values(rows, replace(ROWS, stored="bf16"), OFFS)
+    check(kernels)
+    assert {kernel.name for kernel in kernels} >= {"_quantize_tiles", "_quantize_dequantize_tiles"}
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx950"])

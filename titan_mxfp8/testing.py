@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Literal
 
@@ -231,7 +231,7 @@ def environment(device: torch.device | str = "cuda") -> dict[str, str]:
     env = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": version("triton"),
+        "triton": installed_version("triton"),
         "commit": _output("git", "rev-parse", "HEAD"),
         "uncommitted_changes": str(bool(_output("git", "status", "--porcelain"))),
         "date": time.strftime("%Y-%m-%d"),
@@ -245,6 +245,11 @@ def environment(device: torch.device | str = "cuda") -> dict[str, str]:
     else:
         env["cpu"] = platform.machine()
     return env
+
+
+def installed_version(module: str) -> str:
+    """Version of the distribution that brings a module, empty where none does: Triton's is another one on AMD."""
+    return next((version(name) for name in packages_distributions().get(module, ())), "")
 
 
 def write_results(folder: Path, rows: Sequence[dict[str, object]], env: dict[str, str]) -> None:

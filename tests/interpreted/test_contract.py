@@ -63,6 +63,10 @@ def test_recipes(recipe: str, hardware: Hardware) -> None:
     check_gemms(triton, plan, "no offs", bias_dtype=FP32)
 
 
+def test_the_control(hardware: Hardware) -> None:
+    check_gemms(triton, triton.plan(get_recipe("bf16"), hardware), "ragged", out_dtype=BF16)
+
+
 def test_any_multiple_of_32_and_nan(hardware: Hardware) -> None:
     plan = triton.plan(get_recipe("mxfp8_2d"), hardware)
     for n, k in ((32, 32), (96, 64), (32, 224)):

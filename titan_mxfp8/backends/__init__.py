@@ -73,13 +73,15 @@ class Backend(Protocol):
 
     @staticmethod
     def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
-        """``format.reference.quantize``, of any spec of the plans and any exact FP8 one."""
+        """``format.reference.quantize``, of any spec of the plans and any exact FP8 one. Of operands of a spec that
+        ``groups_rows`` what lies behind the last group is undefined."""
 
     @staticmethod
     def quantize_both(
         x: torch.Tensor, last: OperandSpec, first: OperandSpec, offs: torch.Tensor | None
     ) -> tuple[Operand, Operand]:
-        """``x`` quantised along its last axis and along the one before it, both from ``x``; ``offs`` cuts the latter.
+        """``x`` quantised along its last axis and along the one before it, both from ``x``; ``offs`` cuts the latter,
+        and the former if its spec ``groups_rows``.
 
         In one read of ``x`` where there is a kernel for the pair.
         """
@@ -195,6 +197,13 @@ BACKENDS = (
         needs="an NVIDIA GPU of SM90 (H100, H200)",
         runs_on=lambda hardware: hardware.arch == "sm_90",
         rebases=True,
+    ),
+    Entry(
+        name="sm100",
+        module="titan_mxfp8.backends.sm100",
+        needs="an NVIDIA GPU of SM100 (B200, GB200)",
+        runs_on=lambda hardware: hardware.arch == "sm_100",
+        rebases=False,
     ),
     Entry(
         name="triton",

@@ -46,7 +46,8 @@ def quantize_both(
     x: torch.Tensor, last: OperandSpec, first: OperandSpec, offs: torch.Tensor | None
 ) -> tuple[Operand, Operand]:
     """``Backend.quantize_both``."""
-    return quantize(x, x.ndim - 1, last, None), quantize(x, x.ndim - 2, first, offs)
+    along_last = quantize(x, x.ndim - 1, last, offs if last.groups_rows else None)
+    return along_last, quantize(x, x.ndim - 2, first, offs)
 
 
 def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:

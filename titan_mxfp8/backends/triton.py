@@ -42,7 +42,7 @@ def in_bf16(gemm: Gemm) -> Gemm:
 
 def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
     """``Backend.quantize``."""
-    assert spec.span == 32 and spec.stored != "even", spec
+    assert spec.span == 32 and spec.stored != "even" and spec.scales == "rows", spec
     if spec.stored == "bf16":
         return dequantize.quantize_dequantize(x, axis, spec, offs)
     return exact.quantize(x, axis, spec, offs)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from titan_mxfp8.format.blocked import block
 from titan_mxfp8.format.mx import (
     BLOCK_SIZE,
     SCALE_BIAS,
@@ -40,9 +41,13 @@ def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor |
             the next multiple of ``spec.span`` of an axis of ``ragged_rows`` elements, the gaps are zeros with scale
             byte 0, and elements at and past ``offs[-1]`` are dropped. ``offs=[2, 2, 40]``, length 41, span 32:
             elements 0..1 stay, 2..39 go to 32..69, and the axis grows to 128. Values in bf16 stay where they are.
+            Of a spec that ``groups_rows`` and the last axis: of groups of rows, which stay where they are.
     """
     if not spec.is_quantized:
         return Operand(x.bfloat16(), None, spec, axis)
+    if spec.scales == "blocked":
+        by_rows = axis == x.ndim - 1
+        return block(quantize(x, axis, spec.exact, None if by_rows else offs), spec, offs)
     is_last = axis == x.ndim - 1
     x_along = x.movedim(axis, -1)
     if offs is not None:

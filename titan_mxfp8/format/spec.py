@@ -23,7 +23,7 @@ from titan_mxfp8.format.mx import (
 )
 
 Stored = Literal["fp8", "even", "bf16"]
-ScaleLayout = Literal["rows", "across"]
+ScaleLayout = Literal["rows", "across", "blocked"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,9 @@ class OperandSpec:
             that know no scales. Exact but for values below 2^-133, bf16's smallest, which round to a multiple of it:
             they only occur in blocks whose largest value is below 2^-116 (E4M3) or 2^-102 (E5M2).
         scales: how scales lie. ``rows``: those of a line side by side. ``across``: those of neighbouring lines side by
-            side, lines rounded up to a multiple of 16, as a GEMM that scales once per 128 copies them.
+            side, lines rounded up to a multiple of 16, as a GEMM that scales once per 128 copies them. ``blocked``: in
+            tiles of 128 lines x 4 scales, as SM100's tensor cores read them, a scale for each line and, in ragged
+            operands, whole tiles for each group (``format.blocked``).
     """
 
     elem_dtype: torch.dtype = torch.float8_e4m3fn
@@ -57,8 +59,11 @@ class OperandSpec:
     def __post_init__(self) -> None:
         assert self.elem_dtype in (*ELEM_DTYPES, torch.bfloat16) and self.rounding in ROUNDINGS, self
         assert self.block in BLOCKS and self.span in SPANS and self.stored in ("fp8", "even", "bf16"), self
-        assert self.lines == 32 if self.block == "32x32" else self.lines == 1 or self.span == 128, self
-        assert self.scales == ("rows" if self.span == 32 else "across"), self
+        if self.scales == "blocked":
+            assert self.lines == 1 and self.span == 32 and self.stored == "fp8", self
+        else:
+            assert self.lines == 32 if self.block == "32x32" else self.lines == 1 or self.span == 128, self
+            assert self.scales == ("rows" if self.span == 32 else "across"), self
         assert self.span == 32 or self.stored == "fp8", self
         assert self.is_quantized or self.stored == "bf16", self
 
@@ -84,6 +89,11 @@ class OperandSpec:
         """Elements that share a scale, across and along the axis: ``32x128``."""
         return f"{self.lines}x{self.span}"
 
+    @property
+    def groups_rows(self) -> bool:
+        """Whether scales along the last axis of (M, C) lie by groups of rows: ``offs`` are then of those."""
+        return self.scales == "blocked"
+
     def length(self, length: int, is_last: bool, groups: int | None) -> int:
         """Length of the stored axis of FP8 elements.
 
@@ -97,24 +107,41 @@ class OperandSpec:
             return ragged_rows(length, groups, self.span)
         return length if is_last else ceil_to(length, BLOCK_SIZE)
 
-    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the stored scales of stored elements of this shape, (..., R, C)."""
+    def scale_shape(self, shape: tuple[int, ...], groups: int | None = None, by_rows: bool = False) -> tuple[int, ...]:
+        """Shape of the stored scales of stored elements of this shape, (..., R, C).
+
+        Args:
+            shape: of the elements.
+            groups: with ragged groups, how many; only blocked scales take more room for them.
+            by_rows: whether those cut R, and not C.
+        """
         if len(shape) == 1:
             return (ceil_div(shape[0], self.span),)
         *rest, rows, length = shape
+        if self.scales == "blocked":
+            if groups is not None and by_rows:
+                rows = ragged_rows(rows, groups, 128)
+            elif groups is not None:
+                length = (length + (128 - BLOCK_SIZE) * groups) // 128 * 128  # it is padded to whole blocks already
+            rows, scales = ceil_to(rows, 128), ceil_to(ceil_div(length, self.span), 4)
+            return (*rest, rows * scales) if rest else (rows, scales)
         rows, blocks = ceil_div(rows, self.lines), ceil_div(length, self.span)
         return (*rest, rows, blocks) if self.scales == "rows" else (*rest, blocks, ceil_to(rows, 16))
 
     def empty(self, x: torch.Tensor, axis: int, groups: int | None) -> "Operand":
-        """Uninitialised memory for ``x`` quantised along ``axis``, with ragged groups or (None) without."""
+        """Uninitialised memory for ``x`` quantised along ``axis``, with ragged groups or (None) without.
+
+        The groups cut ``axis``; of a spec that ``groups_rows`` they cut the first one of (M, C).
+        """
         if self.stored == "bf16":
             values = x.new_empty(x.shape, dtype=torch.bfloat16)
             return Operand(values, None, self, axis)
         last = x.ndim - 1
-        length = self.length(x.shape[axis], axis == last, groups)
+        by_rows = axis == last and self.groups_rows
+        length = self.length(x.shape[axis], axis == last, None if by_rows else groups)
         shape = (*x.shape[:axis], *x.shape[axis + 1 :], length)
         data = x.new_empty(shape, dtype=self.elem_dtype)
-        scale = x.new_empty(self.scale_shape(shape), dtype=torch.uint8)
+        scale = x.new_empty(self.scale_shape(shape, groups, by_rows), dtype=torch.uint8)
         return Operand(data, scale, self, axis)
 
 
@@ -168,7 +195,8 @@ class Operand(NamedTuple):
         return MXTensor(qdata, scale, self.axis, self.spec.block, orig_dtype)
 
     def row_scales(self) -> torch.Tensor:
-        """The scales as (..., R / lines, C / span), however they lie: a view."""
+        """The scales as (..., R / lines, C / span), across or in rows: a view. Blocked ones: ``format.blocked``."""
+        assert self.spec.scales != "blocked", self.spec
         if self.spec.scales == "rows":
             return self.scale
         return self.scale.narrow(-1, 0, ceil_div(self.data.shape[-2], self.spec.lines)).mT

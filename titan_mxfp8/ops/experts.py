@@ -47,8 +47,8 @@ class Weights(NamedTuple):
 
 def row_spec(spec: OperandSpec) -> OperandSpec:
     """What x or g are quantised to at home: ``spec``, which the GEMM takes, or the FP8 that its bf16 values are made
-    from."""
-    return spec.exact if spec.is_quantized and spec.stored == "bf16" else spec
+    from, and whose scales it wants by groups."""
+    return spec.exact if spec.is_quantized and (spec.stored == "bf16" or spec.groups_rows) else spec
 
 
 def quantize_weights(
@@ -81,7 +81,7 @@ def forward(
         limit: that of gpt_oss's clamped SwiGLU, or None for SiLU.
     """
     w1, w3, w2 = weights
-    values = _as_multiplied(x, plan.forward.a, kernels)
+    values = _as_multiplied(x, plan.forward.a, offs, kernels)
     gate = _gemm(values, w1, biases.b1, offs, kernels)
     up = _gemm(values, w3, biases.b3, offs, kernels)
     del values
@@ -114,7 +114,7 @@ def backward_w2(
         needs: which gradients of ``weights`` are wanted.
     """
     w2 = w2 or kernels.quantize(weights.w2, 1, plan.dgrad.b, None)
-    u = _gemm(_as_multiplied(g, plan.dgrad.a, kernels), w2, None, offs, kernels)
+    u = _gemm(_as_multiplied(g, plan.dgrad.a, offs, kernels), w2, None, offs, kernels)
     specs = plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
     *made, sh_first, dscores = kernels.swiglu_backward(gate, up, u, scores, limit, *specs, offs)
     del u, w2
@@ -123,7 +123,7 @@ def backward_w2(
         g_first = _along_tokens(g, plan.wgrad.a, offs, kernels)
         dw2 = kernels.gemm_k_grouped(g_first, sh_first, offs, weights.w2.dtype)
     if weights.b2 is not None:
-        values, expert_M = _values(g, kernels).float(), _expert_of_rows(offs, gate.shape[0])
+        values, expert_M = _values(g, offs, kernels).float(), _expert_of_rows(offs, gate.shape[0])
         if scores is not None:
             products = (values * weights.b2.float()[expert_M.clamp(max=offs.numel() - 1)]).sum(1)
             dscores = dscores + products
@@ -163,7 +163,7 @@ def backward_w1_w3(
     dbiases: list[torch.Tensor | None] = [None, None]
     for i, (operand, bias) in enumerate(((dgate, weights.b1), (dup, weights.b3))):
         if needs[3 + i]:
-            values = _values(operand, kernels).float()
+            values = _values(operand, offs, kernels).float()
             dbiases[i] = _sum_rows(values, _expert_of_rows(offs, values.shape[0]), offs).to(bias.dtype)
     w1, w3 = quantized or [kernels.quantize(w, 1, plan.dgrad.b, None) for w in (weights.w1, weights.w3)]
     return [_gemm(dgate, w1, None, offs, kernels), _gemm(dup, w3, None, offs, kernels)], dweights, dbiases
@@ -184,9 +184,9 @@ def _gemm(a: Operand, w: Operand, bias: torch.Tensor | None, offs: torch.Tensor,
     return kernels.gemm_m_grouped(a, w, offs, bias, torch.bfloat16, zero_tail=False)
 
 
-def _as_multiplied(rows: Operand, spec: OperandSpec, kernels: Backend) -> Operand:
-    """FP8 rows as the GEMM takes them: as they are, or their values in bf16."""
-    return rows if rows.spec == spec else kernels.requantize(rows, 1, spec, None)
+def _as_multiplied(rows: Operand, spec: OperandSpec, offs: torch.Tensor, kernels: Backend) -> Operand:
+    """FP8 rows as the GEMM takes them: as they are, their values in bf16, or with their scales by groups."""
+    return rows if rows.spec == spec else kernels.requantize(rows, 1, spec, offs if spec.groups_rows else None)
 
 
 def _along_tokens(rows: Operand, spec: OperandSpec, offs: torch.Tensor, kernels: Backend) -> Operand:
@@ -196,6 +196,8 @@ def _along_tokens(rows: Operand, spec: OperandSpec, offs: torch.Tensor, kernels:
     return kernels.requantize(rows, 0, spec, offs)
 
 
-def _values(rows: Operand, kernels: Backend) -> torch.Tensor:
+def _values(rows: Operand, offs: torch.Tensor, kernels: Backend) -> torch.Tensor:
     """The values of (M, C) rows in bf16."""
-    return rows.data if rows.spec.stored == "bf16" else kernels.requantize(rows, 1, UNQUANTIZED, None).data
+    if rows.spec.stored == "bf16":
+        return rows.data
+    return kernels.requantize(rows, 1, UNQUANTIZED, offs if rows.spec.groups_rows else None).data

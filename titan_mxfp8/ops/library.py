@@ -59,7 +59,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 @Operator
 def quantize(x: torch.Tensor, axis: int, spec: str, offs: torch.Tensor | None, backend: str) -> list[torch.Tensor]:
     """``Backend.quantize`` of the spec with this key."""
-    check_offs_values(offs, x.shape[axis])
+    check_offs_values(offs, x.shape[0 if spec_of(spec).groups_rows else axis])
     operand = backends.load(backend, x.device).quantize(_aligned(x), axis, spec_of(spec), _aligned(offs))
     return _tensors(operand)
 
@@ -83,7 +83,7 @@ def quantize_both(
 @torch.library.register_fake(quantize_both.overload)
 def _(x, last, first, offs, backend):
     along_first = spec_of(first).empty(x, x.ndim - 2, None if offs is None else offs.shape[0])
-    return _tensors(spec_of(last).empty(x, x.ndim - 1, None)) + _tensors(along_first)
+    return _tensors(_empty_last(x, last, offs)) + _tensors(along_first)
 
 
 @Operator
@@ -174,7 +174,7 @@ def swiglu(
 
 @torch.library.register_fake(swiglu.overload)
 def _(gate, up, limit, spec, offs, backend):
-    return _tensors(spec_of(spec).empty(gate, 1, None))
+    return _tensors(_empty_last(gate, spec, offs))
 
 
 @Operator
@@ -203,7 +203,7 @@ def swiglu_backward(
 @torch.library.register_fake(swiglu_backward.overload)
 def _(gate, up, u, scores, limit, last, first, h_first, offs, backend):
     groups = None if offs is None else offs.shape[0]
-    operands = [spec_of(last).empty(gate, 1, None) for _ in range(2)]
+    operands = [_empty_last(gate, last, offs) for _ in range(2)]
     operands += [spec_of(key).empty(gate, 0, groups) for key in (first, first, h_first)]
     dscores = [] if scores is None else [scores.new_empty(scores.shape, dtype=torch.float32)]
     return [t for operand in operands for t in _tensors(operand)] + dscores
@@ -227,6 +227,12 @@ def _features(spec: str, axis: int) -> int:
     if spec_of(spec).stored == "bf16":
         return {0: 1, 1: 2, 2: 1}[axis]
     return -2
+
+
+def _empty_last(x: torch.Tensor, spec: str, offs: torch.Tensor | None) -> Operand:
+    """``OperandSpec.empty`` along the last axis, where ``offs`` are of groups of rows."""
+    by_rows = offs is not None and spec_of(spec).groups_rows
+    return spec_of(spec).empty(x, x.ndim - 1, offs.shape[0] if by_rows else None)
 
 
 def _tensors(operand: Operand) -> list[torch.Tensor]:

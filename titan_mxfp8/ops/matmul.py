@@ -66,7 +66,7 @@ def quantize_input(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """x or dy for its two GEMMs: along the features (``last``) and along the tokens (``first``)."""
     if first == _UNQUANTIZED:
-        return library.quantize(x_MK, 1, last, None, backend), [x_MK]
+        return library.quantize(x_MK, 1, last, _offs_of_rows(last, offs), backend), [x_MK]
     tensors = library.quantize_both(x_MK, last, first, offs, backend)
     split = _tensor_count(last)
     return tensors[:split], tensors[split:]
@@ -161,11 +161,13 @@ class _Matmul(torch.autograd.Function):
             x_saved = x_forward = [rows, scale]
             rows_spec = _ARRIVED
             if not _is_exact(specs.x_forward):
-                x_forward = library.requantize(rows, scale, rows_spec, 1, specs.x_forward, None, backend)
+                offs_of_rows = _offs_of_rows(specs.x_forward, offs)
+                x_forward = library.requantize(rows, scale, rows_spec, 1, specs.x_forward, offs_of_rows, backend)
         elif needs_dw and not (requantize and _tensor_count(specs.x_forward) == 2):
             x_forward, x_saved = quantize_input(x, offs, specs.x_forward, specs.x_wgrad, backend)
         else:
-            x_saved = x_forward = library.quantize(x, 1, specs.x_forward, None, backend)
+            offs_of_rows = _offs_of_rows(specs.x_forward, offs)
+            x_saved = x_forward = library.quantize(x, 1, specs.x_forward, offs_of_rows, backend)
             rows_spec = specs.x_forward
         w_saved = [w_ENK]
         # Values in bf16, two bytes per weight of every layer, would cost more than a second pass.
@@ -200,7 +202,7 @@ class _Matmul(torch.autograd.Function):
         if needs_dx and needs_dw:
             dy_dgrad, dy_wgrad = quantize_input(dy_MN, offs, specs.dy_dgrad, specs.dy_wgrad, backend)
         elif needs_dx:
-            dy_dgrad = library.quantize(dy_MN, 1, specs.dy_dgrad, None, backend)
+            dy_dgrad = library.quantize(dy_MN, 1, specs.dy_dgrad, _offs_of_rows(specs.dy_dgrad, offs), backend)
         elif needs_dw:
             unquantized = specs.dy_wgrad == _UNQUANTIZED
             dy_wgrad = [dy_MN] if unquantized else library.quantize(dy_MN, 0, specs.dy_wgrad, offs, backend)
@@ -248,6 +250,11 @@ def _bias_grad(dy_MN: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
 def _tensor_count(spec: str) -> int:
     """How many tensors an operand of this spec is."""
     return 1 if " bf16 " in spec else 2
+
+
+def _offs_of_rows(spec: str, offs: torch.Tensor | None) -> torch.Tensor | None:
+    """What a quantiser along the features takes: the offsets where it places scales by groups of rows."""
+    return offs if spec.endswith(" blocked") else None
 
 
 def _is_exact(spec: str) -> bool:

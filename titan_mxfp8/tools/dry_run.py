@@ -34,6 +34,7 @@ from titan_mxfp8.plugin.checks import (
 )
 from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, converter_configs, recipe_of
 from titan_mxfp8.plugin.moe import MXFP8MoE, check_worst_case
+from titan_mxfp8.recipe import Recipe
 from titan_mxfp8.tools.flavors import is_study_flavor
 from titan_mxfp8.tools.memory import FILL, GIB, Memory, card_memory, estimate_memory
 
@@ -58,6 +59,12 @@ class ClusterConfigManager(ConfigManager):
         check_dispatch(self.config)
         with local_backends(self.config):
             check_job_config(self.config)
+
+
+class LocalConfigManager(ClusterConfigManager):
+    """Parses a config as training on this machine would, which has to bring the plugin's fields."""
+
+    _validate_config = ConfigManager._validate_config  # with the plugin's checks
 
 
 @contextmanager
@@ -102,6 +109,21 @@ def planned(name: str, mx: MXGroupedMM | MXLinear, gpu: str) -> str:
         raise ValueError(f"[{name}] {error}") from error
     untried = ", never run there" if selection.warning else ""
     return f"{recipe.name}, backend {selection.name}{untried}: {backends.plan_on(recipe, selection.name, hardware)}"
+
+
+def recipes_here(path: str, overrides: Sequence[str] = ()) -> dict[str, tuple[Recipe, str]]:
+    """The recipe and the backend of each converter that a TOML and TorchTitan flags ask for, parsed for this machine.
+
+    Raises:
+        ValueError, OSError: what training would be refused for.
+    """
+    job_config = LocalConfigManager().parse_args([f"--job.config_file={path}", *overrides])
+    configs = converter_configs(job_config)
+    return {
+        name: (recipe_of(configs[name]), configs[name].backend)
+        for name in job_config.model.converters
+        if name in configs
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -343,6 +343,8 @@ def multiply_m_grouped(
     zero_tail: bool = True,
 ) -> torch.Tensor:
     """``gemm_m_grouped`` with a given ``Mma`` and, for measurements, given tiles."""
+    if mma == "scaled" and a.spec.stored == "bf16":
+        mma = "bf16"
     if mma != "scaled":
         a, b = in_bf16(a), in_bf16(b)
     (m, c), experts = a.data.shape, b.data.shape[0]

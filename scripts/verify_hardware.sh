@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+usage() {
+    cat << 'TEXT'
+What the first owner of a GPU runs that this project never ran on: the doctor, all tests that need a GPU, the benchmark
+tables in their quick form, and both debug models trained in bf16 and MXFP8. Ends with one archive to attach to an issue.
+
+    ./scripts/verify_hardware.sh
+    PYTHON=python3 PYTHONPATH=wheels ./scripts/verify_hardware.sh   # installs nothing: torch and the rest are there
+    STEPS="doctor tests" OUT=outputs/verify ./scripts/verify_hardware.sh, then STEPS="models benchmarks" with this OUT
+
+Environment:
+    STEPS    of: doctor models tests benchmarks [all]; those of earlier calls with the same OUT stay in the archive
+    OUT      folder of the logs and tables [outputs/verify-<time>]
+    MINUTES  after which the step that runs is cut off, and those behind it are left out [15]
+    PYTHON   a Python to be used as it is, with torch and what is on PYTHONPATH [set up .venv]
+    JOBS     as in test_gpu.sh
+The exit status is 0 if all steps passed.
+TEXT
+}
+set -euo pipefail
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
+    usage
+    exit
+fi
+here=$PWD
+cd "$(dirname "$0")/.."
+. scripts/launch.sh
+out=$(from_here "${OUT:-outputs/verify-$(date +%Y%m%d-%H%M%S)}")
+steps=${STEPS:-doctor models tests benchmarks}
+. scripts/setup.sh
+mkdir -p "$out"
+end=$((SECONDS + 60 * ${MINUTES:-15}))
+failed=0
+
+# run NAME COMMAND...: its output on the terminal and in NAME.log, a row in NAME.row; for as long as there is time.
+run() {
+    local name=$1 status=0 begin=$SECONDS left=$((end - SECONDS)) result=passed
+    shift
+    if [ "$left" -le 0 ]; then
+        result="left out: MINUTES were over"
+    else
+        echo "== $name: $*"
+        timeout --kill-after=20 "$left" "$@" 2>&1 | tee "$out/$name.log" || status=${PIPESTATUS[0]}
+        case $status in
+            0) ;;
+            124 | 137) result="cut off: MINUTES were over" ;;
+            *) result="FAILED with status $status" ;;
+        esac
+    fi
+    [ "$result" = passed ] || failed=1
+    echo "| $name | $result | $((SECONDS - begin)) |" > "$out/$name.row"
+}
+
+gpu=1
+if ! python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then
+    gpu=0 steps=doctor
+fi
+for step in $steps; do
+    case $step in
+        doctor) run doctor python -m titan_mxfp8.doctor ;;
+        tests) run tests scripts/test_gpu.sh ;;
+        benchmarks)
+            run bench_quantize python scripts/bench_quantize.py "$out/quantize" --quick
+            run bench_grouped_mm python scripts/bench_grouped_mm.py --out "$out/grouped_mm" --quick
+            ;;
+        models)
+            for model in llama4 deepseek_v3; do
+                run "model_$model" env CONFIG="$PWD/train_configs/debug_$model.toml" OUT="$out/$model" \
+                    RUNS="bf16 mxfp8" NGPU=1 scripts/train.sh --metrics.no-enable_wandb --training.steps=40
+            done
+            ;;
+        *)
+            echo "verify_hardware.sh: STEPS takes doctor, models, tests and benchmarks, not '$step'" >&2
+            exit 2
+            ;;
+    esac
+done
+{
+    echo "| step | result | seconds |"
+    echo "|---|---|---|"
+    cat "$out"/*.row
+} | tee "$out/summary.md"
+# what is measured and said, not checkpoints and profiles
+(cd "$out" && find . \( -name '*.md' -o -name '*.log' -o -name '*.csv' -o -name '*.json' -o -name '*.png' \) -size -4M |
+    tar -czf "$out.tar.gz" --files-from=-)
+if [ "$gpu" = 0 ]; then
+    echo "verify_hardware.sh: no GPU here that torch can use: only the doctor was run, and nothing verified" >&2
+    exit 1
+fi
+echo "attach $out.tar.gz to an issue"
+exit "$failed"

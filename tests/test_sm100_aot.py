@@ -1,0 +1,123 @@
+"""The kernels of ``backends/sm100`` compiled for SM100, and its calls of torch's GEMMs as torch's own checks see them.
+
+``pytest -rP tests/test_sm100_aot.py`` prints registers and shared memory of each kernel.
+"""
+
+import pytest
+import torch
+from aot import compile_only
+from scaled_mm import as_on_sm100
+from test_triton_aot import check
+
+from titan_mxfp8.backends import plan_on, sm100
+from titan_mxfp8.backends.hardware import CLUSTER_GPUS
+from titan_mxfp8.backends.sm100 import gemm
+from titan_mxfp8.backends.sm100.quantize import block_scales
+from titan_mxfp8.format.spec import OperandSpec
+from titan_mxfp8.recipe import get_recipe
+
+M, N, K, E = 256, 160, 512, 3
+OFFS = torch.tensor([100, 100, 250], dtype=torch.int32)
+BF16, FP32 = torch.bfloat16, torch.float32
+ROWS, BLOCKED = OperandSpec(), OperandSpec(scales="blocked")
+SQUARES = OperandSpec(block="32x32", scales="blocked")
+E5M2 = OperandSpec(rounding="floor", elem_dtype=torch.float8_e5m2, scales="blocked")
+# What is quantised to what, along which axis (None: both), with groups or without.
+QUANTIZE = {
+    "last": (BF16, BLOCKED, 1, None),
+    "last, ragged": (BF16, BLOCKED, 1, OFFS),
+    "first, ragged": (BF16, BLOCKED, 0, OFFS),
+    "both": (BF16, BLOCKED, None, None),
+    "both, ragged": (BF16, BLOCKED, None, OFFS),
+    "both of fp32, ragged": (FP32, BLOCKED, None, OFFS),
+    "both of fp32, floor, E5M2": (FP32, E5M2, None, None),
+    "32x32 last": (BF16, SQUARES, 1, None),
+    "32x32 both": (BF16, SQUARES, None, None),
+}
+
+
+@pytest.mark.parametrize("form", QUANTIZE)
+def test_quantize(form: str) -> None:
+    dtype, spec, axis, offs = QUANTIZE[form]
+    x = torch.empty((M, K), dtype=dtype)
+    with compile_only("sm_100") as kernels:
+        if axis is None:
+            sm100.quantize_both(x, spec, spec, offs)
+        else:
+            sm100.quantize(x, axis, spec, offs)
+    check(kernels)
+    kernel = next(kernel for kernel in kernels if kernel.name == "_quantize_tiles")
+    assert kernel.count("F2FP.SATFINITE.E5M2" if spec is E5M2 else "F2FP.SATFINITE.E4M3") >= 8
+    assert kernel.count("LDG.E.128") >= 2 and kernel.count("STG.E.128") >= 1 and not kernel.count("STG.E.U8")
+
+
+def test_requantise_tiles_and_what_torch_leaves() -> None:
+    rows, w = (OperandSpec().empty(x, x.ndim - 1, None) for x in (torch.empty(M, K), torch.empty(E, N, K)))
+    tokens = ROWS.empty(torch.empty(M, K), 0, E)
+    out, dw = torch.empty(M, N, dtype=BF16), torch.empty(E, N, K, dtype=BF16)
+    with compile_only("sm_100") as kernels:
+        sm100.requantize(rows, 0, BLOCKED, OFFS)
+        for operand, offs in ((rows, None), (rows, OFFS), (tokens, OFFS), (w, None)):
+            block_scales(operand, offs)
+        gemm.finish_rows(out, torch.empty(E, N, dtype=BF16), OFFS, zero_tail=True)
+        gemm.zero_empty_groups(dw, OFFS)
+    check(kernels)
+    names = {kernel.name for kernel in kernels}
+    assert names >= {"_quantize_tiles", "_map_tiles", "_block_scales", "_add_bias", "_zero_tail", "_zero_empty"}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """What torch's meta functions answer to each call; nothing is computed."""
+    answers = []
+
+    def ask(function):
+        def call(*args, **kwargs):
+            fake = as_on_sm100(function, *args, **kwargs)
+            answers.append(fake.shape)
+            return torch.empty(fake.shape, dtype=fake.dtype)
+
+        return call
+
+    monkeypatch.setattr(torch, "_scaled_mm", ask(torch.ops.aten._scaled_mm.default))
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", ask(torch.ops.aten._scaled_grouped_mm.default))
+    for name in ("finish_rows", "zero_empty_groups"):
+        monkeypatch.setattr(gemm, name, lambda *args: None)
+    monkeypatch.setattr(gemm, "map_units", lambda offs, *args, **kwargs: type("Map", (), {"padded_offs": offs}))
+    return answers
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d"])
+def test_torch_takes_the_arguments(recipe: str, asked: list[torch.Size]) -> None:
+    """Dtypes, shapes and strides of all GEMMs, with groups and without, features that are no multiple of 128."""
+    plan = plan_on(get_recipe(recipe), "sm100", CLUSTER_GPUS["B200"])
+    for m, n, k in ((250, 160, 96), (1, 32, 32), (4096, 1408, 2048)):
+        x, dy, w = torch.empty(m, k), torch.empty(m, n), torch.empty(E, n, k)
+        for offs, groups in ((OFFS, E), (None, None)):
+            w_e = w if groups else w[:1]
+            for out_dtype in (BF16,) if groups else (BF16, FP32):
+                for bias in (None, torch.empty(E if groups else 1, n, dtype=BF16)):
+                    a, b = plan.forward.a.empty(x, 1, groups), plan.forward.b.empty(w_e, 2, None)
+                    assert sm100.gemm_m_grouped(a, b, offs, bias, out_dtype).shape == (m, n)
+                a, b = plan.dgrad.a.empty(dy, 1, groups), plan.dgrad.b.empty(w_e, 1, None)
+                assert sm100.gemm_m_grouped(a, b, offs, None, out_dtype).shape == (m, k)
+                a, b = plan.wgrad.a.empty(dy, 0, groups), plan.wgrad.b.empty(x, 0, groups)
+                assert sm100.gemm_k_grouped(a, b, offs, out_dtype).shape == (groups or 1, n, k)
+    assert len(asked) == 3 * (4 + 2 * 4)
+
+
+def test_torch_would_refuse_other_arguments(asked: list[torch.Size]) -> None:
+    """The checks look: scales of another shape, rows that are no rows, offsets of another type."""
+    a, b = BLOCKED.empty(torch.empty(M, K), 1, E), BLOCKED.empty(torch.empty(E, N, K), 2, None)
+    for wrong_a, wrong_b, offs in (
+        (a, b._replace(scale=b.scale[:, :-4]), OFFS),
+        (a, b, OFFS.long()),
+        (a._replace(scale=a.scale.flatten()), b, OFFS),
+        (a._replace(data=torch.empty(K, M, dtype=a.data.dtype).mT), b, OFFS),
+    ):
+        with pytest.raises(RuntimeError):
+            gemm.scaled_grouped_mm(wrong_a, wrong_b, offs)
+    dense = BLOCKED.empty(torch.empty(M, K), 1, None)
+    for wrong in (dense._replace(scale=dense.scale[:128]), dense._replace(data=dense.data[:, :500])):
+        with pytest.raises(RuntimeError):
+            gemm.scaled_mm(wrong, BLOCKED.empty(torch.empty(N, K), 1, None), None, BF16)

@@ -1,0 +1,297 @@
+"""Quantisers that write scales in SM100's tiles (``format.blocked``), each tile once and in one piece.
+
+A program takes 128 rows of 128 columns: that is one tile of scales along the last axis, one along the first, or, in one
+read, both. Ragged groups start at whole tiles of rows, so one map of the groups serves both axes.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from titan_mxfp8.backends.common.convert import magnitude_bits, reciprocal_scale, scale_byte, to_elements
+from titan_mxfp8.backends.common.launch import Kernel
+from titan_mxfp8.backends.common.tiles import (
+    as_matrices,
+    columns_to_elements,
+    lies_transposed,
+    load_tile,
+    source_of,
+    store_matrix,
+    transposed,
+)
+from titan_mxfp8.format.blocked import TILE_COLUMNS, TILE_LINES
+from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
+from titan_mxfp8.format.spec import Operand, OperandSpec
+
+
+def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+    """``Backend.quantize`` of (M, C) or (E, R, C) to FP8 with blocked scales."""
+    along_last, other = axis == x.ndim - 1, 2 * x.ndim - 3 - axis  # other: of the last two axes
+    if offs is None and lies_transposed(x):
+        return quantize(x.mT, other, spec, None)._replace(axis=axis)
+    operand = spec.empty(x, axis, None if offs is None else offs.shape[0])
+    _launch(x, operand if along_last else None, None if along_last else operand, offs)
+    return operand
+
+
+def quantize_both(x: torch.Tensor, spec: OperandSpec, offs: torch.Tensor | None) -> tuple[Operand, Operand]:
+    """``Backend.quantize_both`` to FP8 with blocked scales, in one read of ``x``."""
+    if offs is None and lies_transposed(x):
+        along_last, along_first = quantize_both(x.mT, spec, None)
+        return along_first._replace(axis=x.ndim - 1), along_last._replace(axis=x.ndim - 2)
+    groups = None if offs is None else offs.shape[0]
+    last, first = spec.empty(x, x.ndim - 1, groups), spec.empty(x, x.ndim - 2, groups)
+    _launch(x, last, first, offs)
+    return last, first
+
+
+def requantize(rows: Operand, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+    """``Backend.requantize`` of FP8 with scales in rows, along axis 0."""
+    operand = spec.empty(rows.data, 0, None if offs is None else offs.shape[0])
+    _launch(rows.data, None, operand, offs, rows)
+    return operand
+
+
+def block_scales(operand: Operand, offs: torch.Tensor | None) -> Operand:
+    """``format.blocked.block``, for operands that come with their scales in rows."""
+    spec, groups = replace(operand.spec, lines=1, scales="blocked"), None if offs is None else offs.shape[0]
+    *rest, lines, length = operand.data.shape
+    by_rows = operand.axis == operand.data.ndim - 1
+    shape = spec.scale_shape(operand.data.shape, groups, by_rows)
+    scale = torch.empty(shape, dtype=torch.uint8, device=operand.data.device)
+    columns, row_tiles = operand.scale.shape[-1], ceil_div(lines, TILE_LINES)
+    column_tiles, table = ceil_div(columns, TILE_COLUMNS), None
+    if by_rows and groups:
+        table, row_tiles = map_tiles(offs, lines, shape[0])
+    elif groups:
+        table, column_tiles = map_tiles(offs, length, shape[1] * BLOCK_SIZE)
+    _BLOCK_SCALES.launch(
+        (rest[0] if rest else 1) * row_tiles * ceil_div(column_tiles, 8), (operand.scale, scale, table), (),
+        (lines, columns, row_tiles, column_tiles), (groups is not None, by_rows, operand.spec.lines, 8),
+        device=scale.device,
+    )  # fmt: skip
+    return Operand(operand.data, scale, spec, operand.axis)
+
+
+class TileMap(NamedTuple):
+    """Tiles of 128 tokens, each of one group.
+
+    Attributes:
+        table: int32 (5, count), or None where there are no groups. Of each tile: its first token; how many of them are
+            its group's, from there to the group's end; where the first one lies if groups are padded to 32; tiles
+            before the group's; and the group's.
+        count: of the tiles.
+    """
+
+    table: torch.Tensor | None
+    count: int
+
+
+def map_tiles(offs: torch.Tensor | None, rows: int, room: int) -> TileMap:
+    """The map of ``rows`` tokens, in as many tiles as ``room`` tokens fill."""
+    if offs is None:
+        return TileMap(None, ceil_div(rows, TILE_LINES))
+    count = room // TILE_LINES
+    table = torch.empty((5, count), dtype=torch.int32, device=offs.device)
+    programs = max(ceil_div(count, 128), 1)
+    _MAP_TILES.launch(programs, (offs, table), (), (offs.shape[0], count, rows), (128, 32), device=offs.device)
+    return TileMap(table, count)
+
+
+@triton.jit(do_not_specialize=["groups", "tiles", "rows"])
+def _map_tiles(offs, table, groups, tiles, rows, TILES: tl.constexpr, GROUPS: tl.constexpr):
+    """One program: ``TILES`` columns of a ``TileMap``, while the groups pass by, ``GROUPS`` at a time.
+
+    ``offs = [2, 2, 140]``: tile 0 has tokens 0..1, tile 1 tokens 2..129 and tile 2 tokens 130..139, whose places are 0,
+    32 and 160; before groups 0 and 2 there are 0 and 1 tiles, and they have 1 and 2. Tile 3 has no tokens.
+    """
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    group = tl.zeros((TILES,), tl.int32)  # groups that end at or before the tile
+    token = tl.zeros((TILES,), tl.int32)
+    place = tl.zeros((TILES,), tl.int32)
+    before = tl.zeros((TILES,), tl.int32)
+    tiles_before = 0
+    for first in range(0, groups, GROUPS):
+        g = first + tl.arange(0, GROUPS)
+        known = g < groups
+        end = tl.minimum(tl.load(offs + g, mask=known, other=0), rows)
+        size = end - tl.minimum(tl.load(offs + g - 1, mask=known & (g > 0), other=0), rows)
+        count = tl.cdiv(size, 128)
+        passed = (tiles_before + tl.cumsum(count, 0)[None, :] <= tile[:, None]) & known[None, :]
+        group += tl.sum(passed.to(tl.int32), 1)
+        token += tl.sum(tl.where(passed, size[None, :], 0), 1)
+        place += tl.sum(tl.where(passed, (tl.cdiv(size, 32) * 32)[None, :], 0), 1)
+        before += tl.sum(tl.where(passed, count[None, :], 0), 1)
+        tiles_before += tl.sum(count, 0)
+    size = tl.minimum(tl.load(offs + group, mask=group < groups, other=0), rows) - token
+    size = tl.where(group < groups, size, 0)
+    inside = (tile - before) * 128
+    known = tile < tiles
+    tl.store(table + tile, token + inside, mask=known)
+    tl.store(table + tiles + tile, tl.maximum(size - inside, 0), mask=known)
+    tl.store(table + 2 * tiles + tile, place + inside, mask=known)
+    tl.store(table + 3 * tiles + tile, before, mask=known)
+    tl.store(table + 4 * tiles + tile, tl.cdiv(size, 128), mask=known)
+
+
+@triton.jit(do_not_specialize=["rows", "padded_blocks", "tiles"])
+def _quantize_tiles(
+    x, x_scale, last_data, last_scale, first_data, first_scale, table,
+    cols, batch_stride, row_stride,
+    rows, padded_blocks, tiles,
+    X_SPAN: tl.constexpr, X_E5M2: tl.constexpr,
+    LAST: tl.constexpr, FIRST: tl.constexpr, RAGGED: tl.constexpr, SQUARES: tl.constexpr,
+    FLOOR: tl.constexpr, E5M2: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile of 128 rows x 128 columns of one matrix, in blocks along the last axis (LAST), the one before
+    (FIRST), or both.
+
+    Tile 2 of ``_map_tiles``'s example has rows 130..139 of the input. Along the last axis they are lines 0..9 of row 2
+    of tiles of scales. Along the first one they are tokens 160..169 of the padded axis, up to 191 zeros, and, for
+    columns 128..255 of 300, the tile behind 3 * 1 of the group before, 2 of columns 0..127, and 1 of tokens 2..129.
+    """
+    COLS: tl.constexpr = LINES * LINE
+    tl.static_assert(COLS == 128)
+    col_tiles = tl.cdiv(cols, COLS)
+    tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
+    tile = tl.program_id(0) // col_tiles % tiles
+    batch = (tl.program_id(0) // col_tiles // tiles).to(tl.int64)
+    if RAGGED:
+        token = tl.load(table + tile)
+        left = tl.load(table + tiles + tile)
+        place = tl.multiple_of(tl.load(table + 2 * tiles + tile), 32)
+        before = tl.load(table + 3 * tiles + tile)
+        width = tl.load(table + 4 * tiles + tile)
+    else:
+        token = tile * 128
+        left = rows - token
+        place = token
+        before = 0
+        width = tiles
+    if X_SPAN:
+        x_scale += token.to(tl.int64) * tl.cdiv(cols, 32)
+    values, _, _, _ = load_tile(
+        x + batch * batch_stride + token.to(tl.int64) * row_stride, x_scale, None,
+        left, cols, row_stride, 0, tile_col, 4, left,
+        X_SPAN, X_E5M2, False, 4, LINES, LINE,
+    )  # fmt: skip
+    values = tl.reshape(values, (8, 4, LINES, 4, LINE))
+    col = tile_col * COLS + tl.arange(0, COLS)
+    in_tile = tl.arange(0, 512)
+    line = in_tile // 4 % 4 * 32 + in_tile // 16  # of the byte there
+    in_rows = tl.arange(0, 128)
+    amax = tl.max(tl.max(magnitude_bits(values), 0), 2)  # (row block, LINES, LINE)
+    if SQUARES:
+        amax = tl.max(tl.reshape(amax, (4, LINES, LINE // 32, 32)), 3)
+        square_byte = scale_byte(amax, FLOOR, E5M2)
+
+    if LAST:
+        in_blocks = tl.reshape(values, (8, 4, LINES, 4, LINE // 32, 32))
+        if SQUARES:
+            shape: tl.constexpr = (8, 4, LINES, 4, LINE // 32)
+            byte = tl.broadcast_to(square_byte[None, :, :, None, :], shape)
+        else:
+            byte = scale_byte(tl.max(magnitude_bits(in_blocks), 5), FLOOR, E5M2)
+        scaled = in_blocks * reciprocal_scale(byte)[:, :, :, :, :, None]
+        elements = to_elements(scaled, byte[:, :, :, :, :, None], E5M2)
+        elements = tl.reshape(elements, (8, 4, LINES, 4, LINE))
+        elements = tl.reshape(tl.permute(elements, (1, 3, 0, 2, 4)), (128, COLS))
+        store_matrix(last_data + batch * rows * cols, elements, token + in_rows, token + left, col, cols)
+        # line 32 b + 8 q + i, column 2 l + c: as they lie in the tile
+        byte = tl.reshape(tl.permute(byte, (3, 0, 1, 2, 4)), (512,))
+        if SQUARES:  # one at the edge has lines that there are not
+            byte = tl.where(line < left, byte, 0)
+        tl.store(last_scale + ((batch * tiles + tile) * col_tiles + tile_col) * 512 + in_tile, byte.to(tl.uint8))
+
+    if FIRST:
+        if SQUARES:
+            byte = tl.reshape(tl.broadcast_to(square_byte[:, :, :, None], (4, LINES, LINE // 32, 32)), (4, LINES, LINE))
+        else:
+            byte = scale_byte(amax, FLOOR, E5M2)
+        elements = transposed(columns_to_elements(values, byte, E5M2, 4, LINES, LINE), 4, LINES, LINE)
+        pointers = (
+            first_data + (batch * cols + col.to(tl.int64)[:, None]) * (padded_blocks * 32) + (place + in_rows)[None, :]
+        )
+        in_groups = in_rows < tl.cdiv(left, 32) * 32
+        tl.store(pointers, elements.to(tl.uint8), mask=(col < cols)[:, None] & in_groups[None, :])
+        byte = tl.reshape(tl.permute(tl.reshape(byte, (4, 4, 32)), (2, 1, 0)), (512,))
+        if SQUARES:
+            byte = tl.where(tile_col * COLS + line < cols, byte, 0)
+        at = batch * tiles * col_tiles + before * col_tiles + tile_col * width + tile - before
+        if width > 0:
+            tl.store(first_scale + at * 512 + in_tile, byte.to(tl.uint8))
+
+
+@triton.jit(do_not_specialize=["lines", "columns", "row_tiles", "column_tiles"])
+def _block_scales(
+    rows, blocked, table,
+    lines, columns, row_tiles, column_tiles,
+    RAGGED: tl.constexpr, BY_ROWS: tl.constexpr, REPEAT: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """One program: TILES neighbouring tiles of scales, from where their lines lie in rows, REPEAT lines of the result
+    on one of them. Eight tiles are a sector of each line."""
+    programs = tl.cdiv(column_tiles, TILES)
+    tile_column = (tl.program_id(0) % programs * TILES + tl.arange(0, TILES))[:, None]
+    tile_row = tl.program_id(0) // programs % row_tiles
+    batch = (tl.program_id(0) // programs // row_tiles).to(tl.int64)
+    at = tl.arange(0, 512)[None, :]
+    line = at // 4 % 4 * 32 + at // 16
+    known = tile_column < column_tiles
+    column = at % 4
+    index = (batch * row_tiles + tile_row) * column_tiles + tile_column
+    if RAGGED and BY_ROWS:
+        inside = (line < tl.load(table + row_tiles + tile_row)) & (tile_column * 4 + column < columns)
+        line += tl.load(table + tile_row)
+        column += tile_column * 4
+    elif RAGGED:
+        entry = table + tile_column
+        left = tl.cdiv(tl.load(entry + column_tiles, mask=known, other=0), 32)
+        before = tl.load(entry + 3 * column_tiles, mask=known, other=0)
+        width = tl.load(entry + 4 * column_tiles, mask=known, other=0)
+        line += tile_row * 128
+        inside = (line < lines) & (column < left)
+        column += tl.load(entry + 2 * column_tiles, mask=known, other=0) // 32
+        # tiles behind the last group have no place of their own: all rows of them write the same zeros
+        index = (before * row_tiles + tile_row * width + tile_column - before).to(tl.int64)
+    else:
+        line += tile_row * 128
+        column += tile_column * 4
+        inside = (line < lines) & (column < columns)
+    source = (batch * tl.cdiv(lines, REPEAT) + line // REPEAT) * columns + column
+    tl.store(blocked + index * 512 + at, tl.load(rows + source, mask=inside & known, other=0), mask=known)
+
+
+_MAP_TILES = Kernel(_map_tiles)
+_QUANTIZE_TILES = Kernel(_quantize_tiles)
+_BLOCK_SCALES = Kernel(_block_scales)
+
+
+def _launch(
+    x: torch.Tensor,
+    last: Operand | None,
+    first: Operand | None,
+    offs: torch.Tensor | None,
+    source: Operand | None = None,
+) -> None:
+    """Fills the operands along the last axis of ``x``, FP8 elements if they are of a ``source``, and the one before."""
+    spec, matrices = (last or first).spec, as_matrices(x, x.ndim - 2)
+    line, source_constants = source_of(x, source)
+    room = last.scale.shape[0] if last else first.scale.shape[1] * BLOCK_SIZE  # both have as much
+    tiles = map_tiles(offs, matrices.rows, room)
+    col_tiles = ceil_div(matrices.cols, 128)
+    tensors = (
+        matrices.x, source and source.scale,
+        last and last.data, last and last.scale, first and first.data, first and first.scale, tiles.table,
+    )  # fmt: skip
+    constants = (
+        *source_constants, last is not None, first is not None, offs is not None, spec.block == "32x32",
+        spec.rounding == "floor", spec.elem_dtype == torch.float8_e5m2, 128 // line, line,
+    )  # fmt: skip
+    counts = matrices.rows, first.data.shape[-1] // BLOCK_SIZE if first else 0, tiles.count
+    _QUANTIZE_TILES.launch(
+        matrices.batches * tiles.count * col_tiles, tensors,
+        (matrices.cols, matrices.batch_stride, matrices.row_stride), counts, constants, device=x.device, warps=8,
+    )  # fmt: skip
