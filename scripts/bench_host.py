@@ -6,7 +6,7 @@ At 256 x 256 x 256 the kernels of a call are over before the next one is launche
 host's. Every way is timed in turns with the others, in blocks of calls; a row has the percentiles over the blocks, and
 the kernels that one call launches, the blocks of memory that it takes and the operators that reach the dispatcher
 (eager), forward and backward together. ``threads``: where backward runs, in autograd's own thread as torch has it, or
-in the one that calls it, as the plugin trains (``plugin/repairs/threads.py``).
+in the one that calls it, as the plugin trains (``titan_mxfp8/repairs/threads.py``).
 """
 
 import argparse

@@ -11,9 +11,18 @@ from_here() {
     esac
 }
 
+# TITAN=0.3 trains with TorchTitan 0.3, whose configs are functions.
+# shellcheck disable=SC2034 # for the caller
+case ${TITAN:-0.2} in
+    0.3) default_config=debug_deepseek_v3 ;;
+    *) default_config=train_configs/debug_llama4.toml ;;
+esac
+
 # find_config FILE: its path, of the caller's folder or else of the repository; ends with status 2 where it is in neither.
 find_config() {
-    if [ -f "$(from_here "$1")" ]; then
+    if [ "${TITAN:-0.2}" = 0.3 ]; then
+        echo "$1"
+    elif [ -f "$(from_here "$1")" ]; then
         from_here "$1"
     elif [ -f "$1" ]; then
         echo "$1"
@@ -40,12 +49,18 @@ train_runs() {
         logs=$out/$run/logs/${LAUNCH:-$(date +%Y%m%d-%H%M%S)}
         command=(torchrun "${torchrun[@]}" --nproc-per-node="$ngpu" --log-dir="$logs" --tee=3 --role=rank)
         command+=(--local-ranks-filter="${LOG_RANK:-0}" -m torchtitan.train)
-        command+=(--job.config_file="$config" --job.dump_folder="$out/$run")
         case $run in
-            bf16) command+=(--model.converters=) ;;
-            mxfp8) ;;
+            bf16 | mxfp8) ;;
             *) echo "$(basename "$0"): RUNS takes bf16 and mxfp8, not '$run'" >&2; exit 2 ;;
         esac
+        if [ "${TITAN:-0.2}" = 0.3 ]; then
+            # shellcheck disable=SC2206 # several words; the next flag ends them
+            [ "$run" = bf16 ] || command+=(--override.imports ${OVERRIDES:-titan_mxfp8.titan03.experts titan_mxfp8.titan03.linears})
+            command+=(--module="${MODULE:-titan_mxfp8.titan03}" --config="$config" --dump_folder="$out/$run")
+        else
+            command+=(--job.config_file="$config" --job.dump_folder="$out/$run")
+            [ "$run" = mxfp8 ] || command+=(--model.converters=)
+        fi
         name=${WANDB_RUN_NAME:-$(basename "$out")-$run}
         echo "+ WANDB_RUN_NAME=$name ${command[*]}${*:+ $*}"
         [ "${DRYRUN:-0}" != 1 ] || continue

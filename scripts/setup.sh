@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Makes .venv in the repository's root and installs the package with what training and the tests need. Sourced by
 # train.sh and test.sh, from the root; leaves the environment active. Installs again only when pyproject.toml changes.
+# With TITAN=0.3 it makes .venv03 beside it, for TorchTitan 0.3.
 #
 # torch: one that the system's Python already has is used. Else, with an NVIDIA or AMD GPU, the newest tested release
 # that pip finds; without one, a CPU build, so that no CUDA packages are downloaded. TORCH= names another requirement.
@@ -21,7 +22,14 @@ if [ -n "${PYTHON:-}" ]; then
     export PATH=$bin:$PATH PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 fi
 
-stamp=.venv/.installed-$(cksum < pyproject.toml | cut -d' ' -f1)-${TORCH:-default}
+case ${TITAN:-0.2} in
+    0.2) venv=.venv extras=train,test torches="torch>=2.11,<2.14" fits="import torch" ;;
+    0.3) # torch 2.11 lacks torch.distributed.fsdp.DataParallelMeshDims, which TorchTitan 0.3 imports
+        venv=.venv03 extras=train03,test torches="torch>=2.13,<2.14"
+        fits="import torch; raise SystemExit(torch.__version__ < (2, 13))" ;;
+    *) echo "setup: TITAN is 0.2 or 0.3, not '$TITAN'" >&2; exit 2 ;;
+esac
+stamp=$venv/.installed-$(cksum < pyproject.toml | cut -d' ' -f1)-${TORCH:-default}
 
 has_gpu() { command -v nvidia-smi > /dev/null 2>&1 || command -v rocminfo > /dev/null 2>&1; }
 
@@ -29,30 +37,31 @@ pick_torch() {
     if [ -n "${TORCH:-}" ]; then
         echo "$TORCH"
     elif has_gpu || [ "$(uname -s)-$(uname -m)" != Linux-x86_64 ]; then
-        echo "torch>=2.11,<2.14" # what is tested; elsewhere than on Linux x86-64 this is a CPU build
+        echo "$torches" # what is tested; elsewhere than on Linux x86-64 this is a CPU build
     else
         echo "torch==2.13.0+cpu"
     fi
 }
 
 if [ -z "${PYTHON:-}" ] && [ ! -e "$stamp" ]; then
-    if python3 -c "import torch" 2> /dev/null; then
-        python3 -m venv --system-site-packages .venv
+    if python3 -c "$fits" 2> /dev/null; then
+        python3 -m venv --system-site-packages "$venv"
     else
-        python3 -m venv .venv
+        python3 -m venv "$venv"
     fi
-    if ! .venv/bin/python -c "import torch" 2> /dev/null; then # the python3 above may be that of another environment
+    if ! "$venv/bin/python" -c "$fits" 2> /dev/null; then # the python3 above may be that of another environment
         torch=$(pick_torch)
-        if ! .venv/bin/python -m pip install -q --disable-pip-version-check "$torch"; then
+        if ! "$venv/bin/python" -m pip install -q --disable-pip-version-check "$torch"; then
             echo "setup: pip found no '$torch'. Where your package index has no CPU build of torch, take the index address" >&2
             echo "setup: from pytorch.org (Get Started: Linux, Pip, CPU), put it in PIP_EXTRA_INDEX_URL and run this again." >&2
             exit 1
         fi
     fi
-    .venv/bin/python -m pip install -q --disable-pip-version-check -e ".[train,test]"
+    "$venv/bin/python" -m pip install -q --disable-pip-version-check -e ".[$extras]"
     touch "$stamp"
 fi
-[ -n "${PYTHON:-}" ] || . .venv/bin/activate
+# shellcheck source=/dev/null
+[ -n "${PYTHON:-}" ] || . "$venv/bin/activate"
 
 ptxas_release() { { "$1" --version 2> /dev/null || true; } | sed -n 's/.*release \([0-9.]*\),.*/\1/p'; }
 

@@ -6,6 +6,7 @@ by one. Tests that need a GPU are skipped without one; scripts/test_gpu.sh runs 
 
     ./scripts/test.sh
     ./scripts/test.sh tests/test_ops.py -k bias
+    TITAN=0.3 ./scripts/test.sh    # sets up .venv03, then runs the tests of the adapter for TorchTitan 0.3, tests/titan03
 TEXT
 }
 set -euo pipefail

@@ -7,6 +7,8 @@ Trains a model with TorchTitan on whatever this machine has: GPUs, else the CPU.
     CONFIG=train_configs/debug_deepseek_v3.toml NGPU=2 ./scripts/train.sh --training.steps=100
     RUNS=mxfp8 ./scripts/train.sh --parallelism.expert_parallel_degree=2   # only the config as it is
 
+    TITAN=0.3 CONFIG=debug_qwen3 ./scripts/train.sh       # TorchTitan 0.3, in .venv03
+
 Environment:
     CONFIG   a TOML, of the current folder or of the repository [train_configs/debug_llama4.toml]
     NGPU     processes: one per GPU, or gloo processes on a CPU machine [1]
@@ -14,6 +16,10 @@ Environment:
     OUT      folder of the runs [outputs/<config>-<time>]
     LOG_RANK processes whose output is shown, separated by commas; OUT/<run>/logs has that of all [0]
     DRYRUN   1: print the commands and stop
+    TITAN    0.2 or 0.3: which TorchTitan trains [0.2]. With 0.3
+             CONFIG     a function of MODULE that gives a config [debug_deepseek_v3]
+             MODULE     TorchTitan's --module [titan_mxfp8.titan03]
+             OVERRIDES  what makes the mxfp8 run [titan_mxfp8.titan03.experts titan_mxfp8.titan03.linears]
     WANDB_*  wandb's own. Without a login runs are logged offline; `wandb sync` uploads them later.
 Trailing flags go to TorchTitan. Paths in them and in a TOML are those of the repository.
 TEXT
@@ -27,7 +33,7 @@ here=$PWD
 cd "$(dirname "$0")/.."
 . scripts/launch.sh
 
-config=$(find_config "${CONFIG:-train_configs/debug_llama4.toml}")
+config=$(find_config "${CONFIG:-$default_config}")
 runs=${RUNS:-bf16 mxfp8}
 out=$(from_here "${OUT:-outputs/$(basename "$config" .toml)-$(date +%Y%m%d-%H%M%S)}")
 

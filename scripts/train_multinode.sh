@@ -38,7 +38,7 @@ here=$PWD
 cd "$(dirname "$0")/.."
 . scripts/launch.sh
 
-config=$(find_config "${CONFIG:-train_configs/debug_llama4.toml}")
+config=$(find_config "${CONFIG:-$default_config}")
 nnodes=${NNODES:-1}
 endpoint=${RDZV_ENDPOINT:-localhost:29500}
 id=${RDZV_ID:-titan_mxfp8}

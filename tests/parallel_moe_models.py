@@ -18,8 +18,8 @@ from test_plugin_moe import CONVERT, DISPATCH, RECIPE, ROWS
 from torch import nn
 
 import titan_mxfp8.plugin  # noqa: F401 - what a run's config loads
+from titan_mxfp8.modules import converted
 from titan_mxfp8.moe.collective import Collective
-from titan_mxfp8.plugin import experts
 from titan_mxfp8.plugin.moe import MXFP8MoE
 from titan_mxfp8.testing import relative_rms
 
@@ -35,7 +35,7 @@ def count_calls() -> Iterator[tuple[mock.Mock, mock.Mock]]:
     """The calls of ``mxfp8_moe``, and how often tokens were dispatched."""
     dispatch = Collective.dispatch
     with (
-        mock.patch.object(experts, "mxfp8_moe", side_effect=experts.mxfp8_moe) as calls,
+        mock.patch.object(converted, "mxfp8_moe", side_effect=converted.mxfp8_moe) as calls,
         mock.patch.object(Collective, "dispatch", autospec=True, side_effect=dispatch) as dispatched,
     ):
         yield calls, dispatched

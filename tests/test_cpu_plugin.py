@@ -28,10 +28,11 @@ from torchtitan.models.qwen3 import Qwen3Model, qwen3_args
 from torchtitan.protocols import BaseModelArgs
 from torchtitan.tools import utils
 
-from titan_mxfp8.plugin.repairs import wandb_offline
-from titan_mxfp8.plugin.repairs.activation_checkpointing import ignore_profiler_ranges
-from titan_mxfp8.plugin.repairs.cpu import CpuDevice, enable_cpu_training
-from titan_mxfp8.plugin.repairs.wandb_offline import default_wandb_offline
+from titan_mxfp8.plugin.repairs.cpu import enable_cpu_training
+from titan_mxfp8.repairs import wandb_offline
+from titan_mxfp8.repairs.activation_checkpointing import ignore_profiler_ranges
+from titan_mxfp8.repairs.cpu import CpuDevice
+from titan_mxfp8.repairs.wandb_offline import default_wandb_offline
 from titan_mxfp8.tools.flavors import register_flavors
 
 ROOT = Path(__file__).parent.parent

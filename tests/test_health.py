@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from titan_mxfp8 import convert_model, mxfp8_grouped_mm
 from titan_mxfp8.backends.reference import specs
 from titan_mxfp8.format import reference
+from titan_mxfp8.modules import telemetry
 from titan_mxfp8.ops import observe
-from titan_mxfp8.plugin import telemetry
+from titan_mxfp8.plugin.telemetry import periods
 from titan_mxfp8.recipe import RECIPES
 from titan_mxfp8.testing import make_offs
 
@@ -236,7 +237,7 @@ def test_a_step_is_measured_from_its_first_forward_to_its_end(first: int, logged
         for _ in range(2):
             model(x).sum().backward()
         measured += [step] * (model[0].probe.grad is not None)
-        telemetry.end(processor, step)
+        telemetry.end(processor, step, periods(processor.job_config))
         model.eval()
         model(x)
         assert not observe._recording, "a validation is not measured"
@@ -255,7 +256,7 @@ def test_what_rebasing_changed_is_reported_every_n_steps(caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO):
         for step in range(1, 7):
             model(x).sum().backward()
-            telemetry.end(processor, step)
+            telemetry.end(processor, step, periods(processor.job_config))
     reports = [line for line in caplog.messages if "rebasing changed in linears" in line]
     assert [line.partition("step ")[2][0] for line in reports] == ["2", "4", "6"]
     assert "activations " in reports[0] and "(most in 0: " in reports[0]

@@ -17,7 +17,8 @@ from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
 from titan_mxfp8 import plugin
 from titan_mxfp8.plugin import checks, telemetry, wandb_run
-from titan_mxfp8.plugin.repairs import moe, tensor_parallel
+from titan_mxfp8.plugin.repairs import moe
+from titan_mxfp8.repairs import tensor_parallel
 
 WAITS = "act_input_indices" in inspect.signature(ViewAndMutationMeta).parameters
 SITES = {

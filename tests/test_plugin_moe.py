@@ -32,6 +32,7 @@ from titan_mxfp8.tools.dry_run import dry_run, parse_config
 
 CONVERT, DISPATCH, ROWS = f"--model.converters={GROUPED}", f"--{GROUPED}.dispatch", f"--{GROUPED}.dispatch_rows"
 RECIPE, NO_AC = f"--{GROUPED}.recipe_name", "--activation_checkpoint.mode=none"
+CHOOSE = "titan_mxfp8.modules.dispatch.choose"
 D, H, E = 64, 96, 8
 # What differs between the models: when scores are applied, how many experts a token has, what the router does.
 LAYERS = {
@@ -189,7 +190,9 @@ def test_the_log_names_the_transport_and_the_reason(
 
     reserved = []
     transport = SimpleNamespace(reserve=reserved.append)
-    monkeypatch.setattr(plugin, "choose", lambda *_: (transport, "symmetric: two ranks of one host"))
+    monkeypatch.setattr(
+        "titan_mxfp8.modules.dispatch.choose", lambda *_: (transport, "symmetric: two ranks of one host")
+    )
     flags = [f"{DISPATCH}=auto", "--training.local_batch_size=2", "--training.seq_len=64"]
     with caplog.at_level(logging.INFO):
         for model, more in (("qwen3", []), ("forced balance", []), ("qwen3", ["--validation.enable"])):
@@ -201,14 +204,14 @@ def test_the_log_names_the_transport_and_the_reason(
     config = parse(CONVERT, f"{DISPATCH}=auto")
     config.quantize.grouped_mm.mx.dispatch_rows = "worst_case"
     no_peers = Collective(SimpleNamespace(size=lambda: 2, rank=lambda: 0)), "collective: no peer access"
-    monkeypatch.setattr(plugin, "choose", lambda *_: no_peers)
+    monkeypatch.setattr(CHOOSE, lambda *_: no_peers)
     with pytest.raises(ValueError, match="'worst_case' needs the symmetric transport, but it is collective: no peer"):
         GroupedMMConverter(config, None).convert(nn.ModuleDict({"moe": layer("llama4")}))
 
     def refuse(*_: object) -> None:
         raise ValueError("no peer access")
 
-    monkeypatch.setattr(plugin, "choose", refuse)
+    monkeypatch.setattr(CHOOSE, refuse)
     with pytest.raises(ValueError, match=r"grouped_mm.mx\] dispatch = 'auto': no peer access"):
         convert(layer("llama4"), f"{DISPATCH}=auto")
 
@@ -273,7 +276,7 @@ def test_too_little_memory_for_the_worst_case_is_said_before_training(monkeypatc
     ) == 10 * 8 * 2 * 2 * (64 + 32), "no more than 2 experts are here"
 
     monkeypatch.setattr(plugin, "_device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(plugin, "choose", lambda *_: (None, "symmetric"))
+    monkeypatch.setattr(CHOOSE, lambda *_: (None, "symmetric"))
     config = parse(CONVERT, f"{DISPATCH}=auto", "--training.local_batch_size=2", "--training.seq_len=4096")
     config.activation_checkpoint.mode = "none"
     config.quantize.grouped_mm.mx.dispatch_rows = "worst_case"

@@ -907,17 +907,22 @@ def test_setup_takes_a_ptxas_that_makes_faster_code(
 
 
 @pytest.mark.parametrize("inherited", [True, False])
-def test_setup_installs_torch_where_the_new_environment_lacks_that_of_python3(inherited: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("titan", "venv", "extras"), [("0.2", ".venv", "train,test"), ("0.3", ".venv03", "train03,test")]
+)
+def test_setup_installs_torch_where_the_new_environment_lacks_that_of_python3(
+    titan: str, venv: str, extras: str, inherited: bool, tmp_path: Path
+) -> None:
     """A python3 with torch may itself be that of an environment: a new one is made from the Python behind it."""
     stub = tmp_path / "bin" / "python3"
     stub.parent.mkdir()
     stub.write_text(
         f"""#!/bin/sh
 [ "$1" = -c ] && exit
-mkdir -p .venv/bin
-touch .venv/bin/activate
-echo 'echo "$@" >> calls; [ "$1" = -c ] && exit {int(not inherited)}; exit 0' > .venv/bin/python
-chmod +x .venv/bin/python
+mkdir -p {venv}/bin
+touch {venv}/bin/activate
+echo 'echo "$@" >> calls; [ "$1" = -c ] && exit {int(not inherited)}; exit 0' > {venv}/bin/python
+chmod +x {venv}/bin/python
 echo "$@" >> calls
 """
     )
@@ -925,11 +930,25 @@ echo "$@" >> calls
     (tmp_path / "pyproject.toml").write_text("")
     shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path)
     command = f"set -euo pipefail; cd {tmp_path}; . ./setup.sh"
-    result = shell("bash", "-c", command, PATH=f"{tmp_path / 'bin'}:/usr/bin:/bin", TORCH="torch==2.13.0")
+    result = shell("bash", "-c", command, PATH=f"{tmp_path / 'bin'}:/usr/bin:/bin", TORCH="torch==2.13.0", TITAN=titan)
     assert result.returncode == 0, result.stderr
     made, _, *installs = (tmp_path / "calls").read_text().splitlines()
-    assert made == "-m venv --system-site-packages .venv"
-    assert [install.split()[-1] for install in installs] == [*(["torch==2.13.0"] * (not inherited)), ".[train,test]"]
+    assert made == f"-m venv --system-site-packages {venv}"
+    assert [install.split()[-1] for install in installs] == [*(["torch==2.13.0"] * (not inherited)), f".[{extras}]"]
+
+
+def test_the_launcher_calls_either_torchtitan() -> None:
+    settings = {"TITAN": "0.3", "CONFIG": "debug_qwen3", "OUT": "o", "DRYRUN": "1"}
+    bf16, mxfp8 = shell("scripts/train.sh", "--training.steps=3", **settings).stdout.splitlines()
+    both = "--module=titan_mxfp8.titan03 --config=debug_qwen3 --dump_folder=o/{} --training.steps=3"
+    assert bf16.endswith(f"-m torchtitan.train {both.format('bf16')}")
+    overrides = "titan_mxfp8.titan03.experts titan_mxfp8.titan03.linears"
+    assert mxfp8.endswith(f"-m torchtitan.train --override.imports {overrides} {both.format('mxfp8')}")
+    own = 'titan_mxfp8.titan03.experts={"recipe":"mxfp8_2d"}'
+    (mxfp8,) = shell("scripts/train.sh", **settings, RUNS="mxfp8", OVERRIDES=own, MODULE="m").stdout.splitlines()
+    assert f"--override.imports {own} --module=m" in mxfp8
+    result = shell("scripts/test.sh", TITAN="0.4")
+    assert result.returncode == 2 and "TITAN is 0.2 or 0.3, not '0.4'" in result.stderr
 
 
 def test_setup_takes_a_python_as_it_is(tmp_path: Path) -> None:

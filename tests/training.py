@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from runs import LOSS, launch, read_tensorboard
@@ -28,17 +28,29 @@ def start(
     environment: dict[str, str] | None = None,
 ) -> subprocess.Popen:
     """Starts a training run of ``train_configs/debug_<model>.toml``; its output goes to ``out/log``."""
+    own = [f"--job.config_file=train_configs/debug_{model}.toml", f"--job.dump_folder={out}"]
+    return start_torchtitan(out, [*own, *flags], layout, environment)
+
+
+def start_torchtitan(
+    out: Path, flags: Sequence[str], layout: str, environment: dict[str, str] | None = None
+) -> subprocess.Popen:
+    """Starts ``torchtitan.train``, whichever version is installed; its output goes to ``out/log``."""
     processes, layout_flags = LAYOUTS[layout]
     out.mkdir(parents=True, exist_ok=True)
-    program = ["-m", "torchtitan.train", f"--job.config_file=train_configs/debug_{model}.toml"]
-    program += [f"--job.dump_folder={out}", *layout_flags, *flags]
+    program = ["-m", "torchtitan.train", *layout_flags, *flags]
     own = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
     return launch(processes, program, out / "log", own | (environment or {}), cwd=ROOT)
 
 
 def train(out: Path, model: str, *flags: str, **kwargs) -> dict[int, float]:
     """Runs it to the end and returns the loss of each step."""
-    status = start(out, model, *flags, **kwargs).wait()
+    return finish(start(out, model, *flags, **kwargs), out)
+
+
+def finish(process: subprocess.Popen, out: Path) -> dict[int, float]:
+    """Waits for a run to end well and returns the loss of each step."""
+    status = process.wait()
     log = (out / "log").read_text()
     assert status == 0, log[-6000:]
     return losses(out)

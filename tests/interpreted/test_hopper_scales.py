@@ -61,8 +61,8 @@ def test_decoded_scales_lie_where_the_gemm_looks(
 
 @pytest.mark.parametrize("exact, k_grouped", [(True, False), (False, False), (False, True)])
 def test_scales_of_no_group_are_not_decoded(exact: bool, k_grouped: bool, monkeypatch: pytest.MonkeyPatch):
-    """Rows from the next 64 past ``offs[-1]`` on, in each of the shifted copies; those before are as behind the last row.
-    Of wgrad stages that no group can reach, of both operands: 130 tokens in two groups fill at most 3."""
+    """Rows from the next 64 past ``offs[-1]`` on, in each of the shifted copies; those before are as behind the last
+    one. Of wgrad stages that no group can reach, of both operands: 130 tokens in two groups fill at most 3."""
     monkeypatch.setattr(gemm, "DECODE_LINES", 64)
     rows, stages, copies = 300, 5, 1 if exact or k_grouped else 4
     row_scale = torch.randint(256, (rows, stages * (4 if exact else 1)))

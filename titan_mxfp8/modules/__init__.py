@@ -5,6 +5,7 @@ So FSDP, TP, EP, checkpoints, optimizers, ``deepcopy`` and meta-device init meet
 
 from titan_mxfp8.modules.convert import (
     EXPERT_CLASSES,
+    LINEAR_CLASSES,
     as_list,
     convert_experts,
     convert_linears,
@@ -13,18 +14,22 @@ from titan_mxfp8.modules.convert import (
     training_device,
 )
 from titan_mxfp8.modules.converted import SPLITS_GEMMS, ConvertedModule, MXConfig, own_code
+from titan_mxfp8.modules.dispatch import Dispatch, interleaved
 from titan_mxfp8.modules.linear import MXFP8Linear
 
 __all__ = [
     "EXPERT_CLASSES",
+    "LINEAR_CLASSES",
     "SPLITS_GEMMS",
     "ConvertedModule",
+    "Dispatch",
     "MXConfig",
     "MXFP8Linear",
     "as_list",
     "convert_experts",
     "convert_linears",
     "convert_model",
+    "interleaved",
     "is_expert_module",
     "own_code",
     "training_device",

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 # Expert classes with an MXFP8 class of their own, derived from them, which finds its ``op_options`` (ConvertedModule);
 # the plugin enters TorchTitan's.
 EXPERT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+# Linears, and the MXFP8 class of each: titan03 enters TorchTitan 0.3's, which is a subclass of nn.Linear.
+LINEAR_CLASSES: dict[type[nn.Linear], type[nn.Linear]] = {nn.Linear: MXFP8Linear}
 
 
 def convert_model(
@@ -118,7 +120,7 @@ def _choose_linears(model: nn.Module, filter_fqns: list[str], at_least_one: bool
         elif filtered is not None:
             name, part = filtered
             left.append(f"{fqn} ({'' if name == fqn else f'also named {name}, and '}filter_fqns has {part!r})")
-        elif type(module) is not nn.Linear:
+        elif type(module) not in LINEAR_CLASSES:
             left.append(f"{fqn} ({type(module).__name__}, not nn.Linear itself)")
         elif module in read_by_attention:
             left.append(f"{fqn} (nn.MultiheadAttention reads its weight itself)")
@@ -211,7 +213,7 @@ def _convert(model: nn.Module, choices: list[_Choice], config: MXConfig) -> list
 
 def _converted_class(cls: type[nn.Module], config: MXConfig) -> type[nn.Module]:
     """The class that a module of ``cls`` gets."""
-    base = MXFP8Linear if cls is nn.Linear else EXPERT_CLASSES.get(cls) or override_class(cls)
+    base = LINEAR_CLASSES.get(cls) or EXPERT_CLASSES.get(cls) or override_class(cls)
     return _configured_class(base, cls, config)
 
 

@@ -5,10 +5,14 @@ from dataclasses import dataclass
 from types import FunctionType
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_mxfp8.format.mx import BLOCK_SIZE
+from titan_mxfp8.moe.layer import mxfp8_moe
+from titan_mxfp8.ops.grouped_mm import mxfp8_grouped_mm
+from titan_mxfp8.ops.observe import observe
 from titan_mxfp8.recipe import Recipe
 
 
@@ -70,6 +74,45 @@ class ConvertedModule:
             "keep_quantized_weight": not getattr(self, "_is_fsdp_managed_module", False),
             "requantize_input": config.requantize_input,
         }
+
+    def mxfp8_grouped_mm(
+        self,
+        a: torch.Tensor,
+        b_t: torch.Tensor,
+        offs: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """``torch._grouped_mm`` of experts, in MXFP8, and observed."""
+        options = self.op_options
+        try:
+            y = mxfp8_grouped_mm(a, b_t, offs, bias=bias, out_dtype=out_dtype or a.dtype, **options)
+        except ValueError as error:
+            raise ValueError(f"{self.mxfp8_fqn}: {error}") from error
+        return observe(y, a, b_t.mT, offs, self.probe, options["recipe"], options["backend"])
+
+    def mxfp8_moe(
+        self,
+        x: torch.Tensor,
+        scores: torch.Tensor,
+        expert_ids: torch.Tensor,
+        weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        group: dist.ProcessGroup | None,
+        **options: object,
+    ) -> torch.Tensor:
+        """``mxfp8_moe`` of experts with weights w1, w3, w2, observed.
+
+        A probe sees tokens and output gradients as they are quantised, at home, and the three weights. Not what is
+        quantised in the hidden layer, inside ``mxfp8_moe``.
+        """
+        options |= {name: self.op_options[name] for name in ("recipe", "backend", "keep_quantized_weight")}
+        try:
+            y = mxfp8_moe(x, scores, expert_ids, *weights, group, **options)
+        except ValueError as error:
+            raise ValueError(f"{self.mxfp8_fqn}: {error}") from error
+        for weight in weights:
+            y = observe(y, x, weight, None, self.probe, options["recipe"], options["backend"])
+        return y
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if isinstance(param, DTensor) and (param.ndim == 3 or name == "weight"):

@@ -15,19 +15,19 @@ from titan_mxfp8.ops.observe import observe
 class MXFP8Linear(ConvertedModule, nn.Linear):
     """``nn.Linear`` whose three GEMMs are MXFP8, also on DTensors. Made by ``convert_linears``."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        options = self.op_options
-
-        def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            try:
-                y = mxfp8_linear(x, weight, bias, **options)
-            except ValueError as error:
-                raise ValueError(f"{self.mxfp8_fqn}: {error}") from error
-            return observe(y, x, weight, None, self.probe, options["recipe"], options["backend"])
-
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # nn.Linear's name, which TorchTitan 0.3 looks for
         if isinstance(self.weight, DTensor):
-            return _linear_on_dtensors(linear, x, self.weight, self.bias)
-        return linear(x, self.weight, self.bias)
+            return _linear_on_dtensors(self.mxfp8_linear, input, self.weight, self.bias)
+        return self.mxfp8_linear(input, self.weight, self.bias)
+
+    def mxfp8_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``F.linear`` of plain tensors, in MXFP8, and observed."""
+        options = self.op_options
+        try:
+            y = mxfp8_linear(x, weight, bias, **options)
+        except ValueError as error:
+            raise ValueError(f"{self.mxfp8_fqn}: {error}") from error
+        return observe(y, x, weight, None, self.probe, options["recipe"], options["backend"])
 
 
 def _linear_on_dtensors(linear: Callable, x: DTensor, weight: DTensor, bias: DTensor | None) -> DTensor:

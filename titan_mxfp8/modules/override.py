@@ -9,8 +9,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from titan_mxfp8.modules.converted import ConvertedModule
-from titan_mxfp8.ops.grouped_mm import mxfp8_grouped_mm
-from titan_mxfp8.ops.observe import observe
 
 
 class _GroupedMMOverride(TorchFunctionMode):
@@ -19,7 +17,6 @@ class _GroupedMMOverride(TorchFunctionMode):
     def __init__(self, module: "OverriddenForward") -> None:
         super().__init__()
         self.module = module
-        self.options = module.op_options
         self.with_grad = torch.is_grad_enabled()
         self.calls = 0
 
@@ -35,22 +32,7 @@ class _GroupedMMOverride(TorchFunctionMode):
                 "Call it with gradients on, and use torch.utils.checkpoint where it is to be computed again, or "
                 "register an MXFP8 class of your own in titan_mxfp8.modules.EXPERT_CLASSES"
             )
-        return self.grouped_mm(*args, **kwargs)
-
-    def grouped_mm(
-        self,
-        a: torch.Tensor,
-        b_t: torch.Tensor,
-        offs: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        """The signature of ``torch._grouped_mm``."""
-        try:
-            y = mxfp8_grouped_mm(a, b_t, offs, bias=bias, out_dtype=out_dtype or a.dtype, **self.options)
-        except ValueError as error:
-            raise ValueError(f"{self.module.mxfp8_fqn}: {error}") from error
-        return observe(y, a, b_t.mT, offs, self.module.probe, self.options["recipe"], self.options["backend"])
+        return self.module.mxfp8_grouped_mm(*args, **kwargs)
 
     def again(self, function: Callable) -> Callable:
         """``function``, which activation checkpointing runs once more in backward, where this region has ended."""

@@ -13,14 +13,14 @@ What the import changes in TorchTitan and torch, on every machine:
 - ``MetricsProcessor.should_log``: health_every and hopper_rebase_report (telemetry.py).
 - ``WandBLogger.__init__``: a run's name, tags and commit, and offline if wandb cannot start (wandb_run.py).
 
-and repairs (repairs/):
+and repairs (repairs/, here and in titan_mxfp8/):
 
 - ``SAC_IGNORED_OPS``: from torch 2.13 on selective activation checkpointing fails under EP.
 - ``_ToTorchTensor.forward``: from torch 2.13 on tensor parallelism with compile loses gradients.
 - ``functionalize_rng_ops``: from torch 2.13 on tensor parallelism with compile and activation checkpointing fails.
 - ``TokenChoiceTopKRouter.init_weights``: the bias of gpt_oss's router stays uninitialised.
 
-Backward runs in the thread that calls it: in a thread of its own it makes the host slow (repairs/threads.py).
+Backward runs in the thread that calls it: in a thread of its own it makes the host slow (threads.py).
 With several processes and torch 2.13 or newer, AOTAutograd's cache on disk is off: it mixes up the ranks.
 With op-level activation checkpointing ``inplace_buffers`` and ``allow_buffer_reuse`` of the inductor are off as soon as
 a converter is made: compiled code would overwrite what is saved.
@@ -29,7 +29,7 @@ The environment variable WANDB_MODE becomes ``offline`` where there is no login 
 A parsed config that converts experts hides TorchTitan's warning that they fall back to a loop. One that sets
 ``model.study_flavors`` adds small flavors to the tables of five models (titan_mxfp8.tools.flavors).
 
-Where there is no accelerator, so that TorchTitan trains on CPUs (repairs/cpu.py):
+Where there is no accelerator, so that TorchTitan trains on CPUs (cpu.py):
 
 - ``device_type``, ``device_module``, ``get_device_info``: they are CUDA's, here and in the modules that copied them.
 - ``get_peak_flops``: the MFU would be a share of an A100.

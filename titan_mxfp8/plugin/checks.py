@@ -35,9 +35,9 @@ from titan_mxfp8.plugin.job_config import (
     recipe_of,
 )
 from titan_mxfp8.plugin.repairs.moe import hide_grouped_mm_warning
-from titan_mxfp8.plugin.repairs.patch import is_patched, patch_of
 from titan_mxfp8.plugin.wandb_run import fill_git_commit
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR
+from titan_mxfp8.repairs.patch import is_patched, patch_of
 
 logger = logging.getLogger(__name__)
 

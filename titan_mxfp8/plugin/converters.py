@@ -18,7 +18,8 @@ from torchtitan.protocols import model_converter
 
 import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
 from titan_mxfp8 import modules
-from titan_mxfp8.plugin import moe, telemetry
+from titan_mxfp8.modules import telemetry
+from titan_mxfp8.plugin import moe
 from titan_mxfp8.plugin.checks import check_one_quantisation, compiles_model
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, recipe_of

@@ -6,9 +6,7 @@ itself (moe.py), a module is called with tokens in their own order and their rou
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -17,18 +15,9 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
 from torchtitan.models.moe.moe import GroupedExperts
 
-from titan_mxfp8.modules import ConvertedModule, MXConfig, own_code
-from titan_mxfp8.moe.layer import mxfp8_moe
+from titan_mxfp8.modules import ConvertedModule, Dispatch, MXConfig, interleaved, own_code
 from titan_mxfp8.ops.grouped_mm import mxfp8_grouped_mm
 from titan_mxfp8.ops.observe import observe
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dispatch:
-    """How a layer sends its tokens to their experts: arguments of ``mxfp8_moe``."""
-
-    transport: Literal["collective", "symmetric", "auto"]
-    rows: Literal["counted", "worst_case"]
 
 
 class Routing:
@@ -77,8 +66,7 @@ class MXFP8GptOssGroupedExperts(RoutedExperts, GptOssGroupedExperts):
         if isinstance(tokens, Routing):
             group = expert_parallel_group(self.mlp1_weight)
             mlp1, mlp1_bias, w2, b2 = (_local(param) for param in params)
-            w1, w3 = mlp1.bfloat16().unflatten(1, (-1, 2)).unbind(2)  # gate and linear half are interleaved
-            b1, b3 = mlp1_bias.unflatten(1, (-1, 2)).unbind(2)
+            (w1, w3), (b1, b3) = interleaved(mlp1.bfloat16()), interleaved(mlp1_bias)
             biases = {"b1": b1, "b3": b3, "b2": b2, "swiglu_limit": self.swiglu_limit}
             return _run_dispatched(self, x, tokens, group, w1, w3, w2.bfloat16(), **biases)
         return _run(run_gpt_oss_experts, self, params, x, tokens, self.swiglu_limit, contraction_shards(params[2]))
@@ -176,19 +164,17 @@ def _run_dispatched(
     *weights: torch.Tensor,
     **biases: torch.Tensor | float,
 ) -> torch.Tensor:
-    """``mxfp8_moe`` with the module's settings, observed.
-
-    A probe sees tokens and output gradients as they are quantised, at home, and the three weights. Not what is
-    quantised in the hidden layer, inside ``mxfp8_moe``.
-    """
-    options = {name: module.op_options[name] for name in ("recipe", "backend", "keep_quantized_weight")} | biases
-    options |= {"transport": module.dispatch.transport, "rows": module.dispatch.rows}
-    y_TD = mxfp8_moe(
-        x_TD, routing.scores, routing.expert_ids, *weights, group, scores_first=routing.scores_first, **options
+    return module.mxfp8_moe(
+        x_TD,
+        routing.scores,
+        routing.expert_ids,
+        weights,
+        group,
+        scores_first=routing.scores_first,
+        transport=module.dispatch.transport,
+        rows=module.dispatch.rows,
+        **biases,
     )
-    for weight in weights:
-        y_TD = observe(y_TD, x_TD, weight, None, module.probe, options["recipe"], options["backend"])
-    return y_TD
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,6 @@ ever, but TorchTitan's hooks that dispatch and combine are left out.
 import logging
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, distribute_module
 from torchtitan.config import JobConfig
@@ -22,13 +21,11 @@ from torchtitan.models.gpt_oss.model.moe import GptOssMoE
 from torchtitan.models.moe.moe import MoE
 
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
-from titan_mxfp8.modules import training_device
-from titan_mxfp8.moe import choose
-from titan_mxfp8.moe.collective import Collective
-from titan_mxfp8.plugin.experts import Dispatch, RoutedExperts, Routing
+from titan_mxfp8.modules import Dispatch, training_device
+from titan_mxfp8.plugin.experts import RoutedExperts, Routing
 from titan_mxfp8.plugin.job_config import MXGroupedMM
-from titan_mxfp8.plugin.repairs.patch import is_patched, patch_of
 from titan_mxfp8.recipe import BF16, GROUPED_MM
+from titan_mxfp8.repairs.patch import is_patched, patch_of
 
 logger = logging.getLogger(__name__)
 
@@ -166,17 +163,10 @@ def _choose_transport(config: MXGroupedMM, dims: ParallelDims | None, rows: int)
     """Which transport ``mxfp8_moe`` will take for so many rows of a rank, and why, in words. Chosen here so that an
     error, and the log line, come before anything is trained."""
     group = None if dims is None or dims.ep == 1 else dims.get_mesh("ep").get_group()
-    if group is not None and dist.get_backend(group) == "fake":
-        return "not chosen: the other ranks do not exist"
     try:
-        transport, choice = choose(config.dispatch, group, _device())
-        if config.dispatch_rows == "worst_case" and isinstance(transport, Collective):
-            raise ValueError(f"dispatch_rows = 'worst_case' needs the symmetric transport, but it is {choice}")
+        return Dispatch(transport=config.dispatch, rows=config.dispatch_rows).connect(group, _device(), rows)
     except ValueError as error:
         raise ValueError(f"[{GROUPED_MM}] dispatch = {config.dispatch!r}: {error}") from error
-    if hasattr(transport, "reserve"):  # its buffers cannot grow once a step has been made
-        transport.reserve(rows)
-    return choice
 
 
 def _device() -> torch.device:

@@ -1,42 +1,9 @@
-"""``quantize.health_every`` and ``hopper_rebase_report``: every N steps, what quantisation does to the operands of each
-converted module, in the logs.
+"""``quantize.health_every`` and ``hopper_rebase_report``, for ``modules.telemetry``."""
 
-A step begins to be recorded with its first forward pass in training and ends in ``MetricsProcessor.should_log``, which
-TorchTitan calls after the optimizer in every step, on every rank, with the step's number. That number says whether the
-next step is to be recorded. The first one of a run always is, as its number is not known yet: a run may go on from a
-checkpoint.
-"""
-
-import contextlib
-
-import torch
-import torch.distributed as dist
-from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import JobConfig
-from torchtitan.tools import utils
-from torchtitan.tools.logging import logger
 
-from titan_mxfp8.modules import ConvertedModule, MXFP8Linear
-from titan_mxfp8.ops import observe
-from titan_mxfp8.plugin.repairs.patch import is_patched, patch_of
-
-# Of this process's run.
-_region = contextlib.ExitStack()
-_due = True  # whether the next forward pass in training begins to record
-_names: list[str] | None = None  # of the converted modules of all ranks
-
-
-def attach(model: nn.Module, converted: list[str]) -> None:
-    """Gives converted modules a probe each, on the device where they will compute, and has ``model`` begin to record.
-
-    A pipeline's stages are copies of ``model``, with probes and hook.
-    """
-    global _due, _names
-    for fqn in converted:
-        model.get_submodule(fqn).probe = observe.make_probe(torch.device(utils.device_type))
-    model.register_forward_pre_hook(_begin)
-    _due, _names = True, None
+from titan_mxfp8.modules import telemetry
 
 
 def periods(job_config: JobConfig) -> dict[str, int]:
@@ -46,77 +13,6 @@ def periods(job_config: JobConfig) -> dict[str, int]:
     return {"health": quantize.health_every} | {kind: mx.hopper_rebase_report for kind, mx in reports.items()}
 
 
-def _begin(part: nn.Module, inputs: tuple[object, ...]) -> None:
-    global _due
-    if _due and part.training:  # a validation comes between two steps
-        _due = False
-        _region.enter_context(observe.recording())
-
-
-def end(processor: MetricsProcessor, step: int) -> None:
-    """Called after a step: logs what was recorded in every N-th one."""
-    global _due
-    every = periods(processor.job_config)
-    _region.close()
-    _due = any(n and (step + 1) % n == 0 for n in every.values())
-    measured = {
-        module.mxfp8_fqn: module
-        for part in processor.model_parts
-        for module in part.modules()
-        if isinstance(module, ConvertedModule) and module.probe is not None
-    }
-    if every["health"] and step % every["health"] == 0:
-        _log_health(processor, step, measured)
-    for kind in ("experts", "linears"):
-        if every[kind] and step % every[kind] == 0:
-            of_kind = {n: m for n, m in measured.items() if isinstance(m, MXFP8Linear) == (kind == "linears")}
-            counts = {name: m.probe.grad.tolist() for name, m in of_kind.items() if m.probe.grad is not None}
-            if report := observe.rebase_report(counts):
-                logger.info(f"MXFP8: share of elements that rebasing changed in {kind} in step {step}, here: {report}")
-    for module in measured.values():
-        module.probe.grad = None
-
-
-def _log_health(processor: MetricsProcessor, step: int, measured: dict[str, ConvertedModule]) -> None:
-    """Logs the figures, added up over all ranks.
-
-    Data-parallel ranks see other tokens, expert- and pipeline-parallel ranks other modules, and their sum is that of
-    the step; where ranks hold the same tensor all of its counts are multiplied alike, which leaves the shares as they
-    are.
-    """
-    global _names
-    if _names is None:
-        everyones = [list(measured)]
-        if dist.is_initialized():
-            everyones = [None] * dist.get_world_size()
-            dist.all_gather_object(everyones, list(measured))
-        _names = sorted(set().union(*everyones))
-    if not _names:
-        return
-    device = processor.device_memory_monitor.device
-    counts = torch.zeros(len(_names), len(observe.KINDS), observe.COUNTS, dtype=torch.float64, device=device)
-    for name, module in measured.items():
-        if module.probe.grad is not None:
-            counts[_names.index(name)] = module.probe.grad
-    if dist.is_initialized():
-        dist.all_reduce(counts)
-    figures = {}
-    for name, of_module in zip(_names, counts.tolist(), strict=True):
-        for figure, value in observe.summarize(of_module).items():
-            figures[f"mx_health/{figure}/{name}"] = value
-    processor.logger.log(figures, step)
-
-
 def install() -> None:
     """Makes every run that asks for it log what was recorded. Safe to call again."""
-    should_log = MetricsProcessor.should_log
-    if is_patched(should_log):
-        return
-
-    @patch_of(should_log)
-    def end_and_should_log(self: MetricsProcessor, step: int) -> bool:
-        if any(periods(self.job_config).values()):
-            end(self, step)
-        return should_log(self, step)
-
-    MetricsProcessor.should_log = end_and_should_log
+    telemetry.install(MetricsProcessor, lambda processor: periods(processor.job_config))

@@ -6,7 +6,7 @@ import torch
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 from torchtitan.tools.logging import logger
 
-from titan_mxfp8.plugin.repairs.patch import is_patched, patch_of
+from titan_mxfp8.repairs.patch import is_patched, patch_of
 
 
 def initialise_router_bias() -> None:

@@ -11,7 +11,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _api as dtensor_api
 
-from titan_mxfp8.plugin.repairs.patch import is_patched, patch_of
+from titan_mxfp8.repairs.patch import is_patched, patch_of
 
 
 def wait_before_compiled_regions() -> None:

@@ -1,14 +1,15 @@
 """Repairs of runs that log to wandb."""
 
 import configparser
+import logging
 import netrc
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
-from torchtitan.components.metrics import WandBLogger
-from torchtitan.tools.logging import logger
+logger = logging.getLogger(__name__)
 
 # wandb's hosted service: the address that `wandb login` has always written, and the one that wandb 0.31 has as default.
 WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
@@ -17,7 +18,7 @@ WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 def default_wandb_offline() -> None:
     """Cures: one ERROR line and a run that is not logged, where the user is not logged in to wandb.
 
-    For: TorchTitan 0.2.2; wandb up to 0.31.
+    For: TorchTitan 0.2.2 and 0.3.0; wandb up to 0.31.
 
     wandb logs to disk unless its user is logged in, or has chosen a mode with WANDB_MODE or `wandb offline`. Looks at
     files and the environment only, in the order that wandb does: no network, no prompt, no import of wandb.
@@ -36,17 +37,17 @@ def default_wandb_offline() -> None:
         os.environ["WANDB_MODE"] = "offline"
 
 
-def log_offline_if_the_start_fails(run_logger: WandBLogger, start: Callable[[], None]) -> None:
+def log_offline_if_the_start_fails(run_logger: Any, start: Callable[[], None]) -> None:
     """Cures: a run that goes on unlogged where wandb cannot be reached.
 
-    For: TorchTitan 0.2.2; wandb up to 0.31.
+    For: TorchTitan 0.2.2 and 0.3.0; wandb up to 0.31.
 
     The waits are wandb's own settings: 30 s for the start (it takes some seconds more to give up) and 5 minutes for the
     last upload, unless WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT say otherwise.
 
     Args:
-        run_logger: the logger that ``start`` initialises.
-        start: calls TorchTitan's ``WandBLogger.__init__``, a second time if the first one fails.
+        run_logger: TorchTitan's ``WandBLogger``, which ``start`` initialises.
+        start: calls its ``__init__``, a second time if the first one fails.
     """
     os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")
     os.environ.setdefault("WANDB_FINISH_TIMEOUT", "300")

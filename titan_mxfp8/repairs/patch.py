@@ -1,4 +1,4 @@
-"""How the plugin replaces functions of TorchTitan and torch: around whatever is there, and once."""
+"""How the adapters replace functions of TorchTitan and torch: around whatever is there, and once."""
 
 import functools
 from collections.abc import Callable

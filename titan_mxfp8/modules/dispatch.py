@@ -1,0 +1,53 @@
+"""How the experts of a MoE layer get their tokens, where the layer sends them itself: by ``mxfp8_moe``."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from titan_mxfp8.moe import TRANSPORTS, choose
+from titan_mxfp8.moe.collective import Collective
+from titan_mxfp8.moe.layer import ROWS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatch:
+    """Arguments of ``mxfp8_moe``.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+
+    transport: Literal["auto", "collective", "symmetric"]
+    rows: Literal["counted", "worst_case"]
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("dispatch", self.transport, TRANSPORTS), ("dispatch_rows", self.rows, ROWS)):
+            if value not in known:
+                raise ValueError(f"MXFP8: {name} = {value!r}: use one of {', '.join(known)}")
+
+    def connect(self, group: dist.ProcessGroup | None, device: torch.device, most_rows: int | None = None) -> str:
+        """Which transport ``mxfp8_moe`` will take, and why, in words. Called before anything is trained, by every rank
+        of the group at the same time.
+
+        Args:
+            most_rows: the most that a rank sends in one forward, which buffers have to hold; None: as many as in the
+                first.
+
+        Raises:
+            ValueError: a transport that cannot be, or ``worst_case`` without ``symmetric``.
+        """
+        if group is not None and dist.get_backend(group) == "fake":
+            return "not chosen: the other ranks do not exist"
+        transport, choice = choose(self.transport, group, device)
+        if self.rows == "worst_case" and isinstance(transport, Collective):
+            raise ValueError(f"dispatch_rows = 'worst_case' needs the symmetric transport, but it is {choice}")
+        if most_rows is not None and hasattr(transport, "reserve"):  # buffers cannot grow once a step has been made
+            transport.reserve(most_rows)
+        return choice
+
+
+def interleaved(param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """gpt_oss's gate and linear half, w1 and w3 or b1 and b3, of a parameter that interleaves them along axis 1."""
+    return param.unflatten(1, (-1, 2)).unbind(2)

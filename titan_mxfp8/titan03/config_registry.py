@@ -1,0 +1,63 @@
+"""Debug models of TorchTitan 0.3, cut to two layers, for CPUs and GPUs, in bf16.
+
+    --module titan_mxfp8.titan03 --config debug_deepseek_v3
+
+The tokenizer and the text are the repository's, the settings those of ``train_configs/debug_<model>.toml``.
+"""
+
+from collections.abc import Callable
+
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.trainer import Trainer
+
+VOCABULARY = 2048  # of the repository's tokenizer
+
+
+def debug_deepseek_v3() -> Trainer.Config:
+    """Layer 0 is dense, layer 1 the MoE one; 8 experts."""
+    return _debug(deepseek_v3.model_registry, "debugmodel")
+
+
+def debug_qwen3() -> Trainer.Config:
+    """Two MoE layers; 64 experts."""
+    return _debug(qwen3.model_registry, "debugmodel_moe")
+
+
+def debug_gpt_oss() -> Trainer.Config:
+    """Two MoE layers with biases and attention sinks; 8 experts."""
+    return _debug(gpt_oss.model_registry, "debugmodel")
+
+
+def debug_llama3() -> Trainer.Config:
+    """Dense: its linears alone can be converted."""
+    return _debug(llama3.model_registry, "debugmodel")
+
+
+def _debug(model_registry: Callable[..., ModelSpec], flavor: str) -> Trainer.Config:
+    spec = model_registry(flavor, attn_backend="varlen")  # flex attention has no backward on CPUs
+    model = spec.model
+    model.layers = model.layers[:2]
+    model.vocab_size = model.lm_head.out_features = model.tok_embeddings.num_embeddings = VOCABULARY
+    return Trainer.Config(
+        model_spec=spec,
+        hf_assets_path="./train_configs/assets/tokenizer",
+        dataloader=HuggingFaceTextDataLoader.Config(dataset="c4_test", dataset_path="./train_configs/assets/kjv"),
+        loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)),
+        optimizer=default_adamw(lr=5e-4),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=5, decay_ratio=0.5, min_lr_factor=0.1),
+        # CUDA graphs: the all-to-all of expert parallelism waits for the host
+        training=TrainingConfig(local_batch_size=2, seq_len=512, steps=60, disable_cuda_graphs=True),
+        # TorchTitan's default, spmd_types, needs an FSDP newer than torch 2.13's
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        metrics=MetricsProcessor.Config(log_freq=1, enable_tensorboard=True, enable_wandb=True),
+        checkpoint=CheckpointManager.Config(interval=20, last_save_model_only=False),
+        activation_checkpoint=None,
+        debug=DebugConfig(seed=0, save_config_file="job_config.json"),
+    )
