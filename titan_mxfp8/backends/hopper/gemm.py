@@ -485,7 +485,7 @@ def _decode_scales(
         if K_GROUPED:
             stage_limit = tl.minimum((last + 127 * groups) // 128, stages)
         else:
-            row_limit, known_rows = last, tl.minimum(rows, last)
+            row_limit, known_rows = last + (64 if STEPS > 1 else 0), tl.minimum(rows, last)
     if program == 0:
         tl.store(out + size, 0)
         tl.store(out + size + 1, end)
@@ -607,7 +607,7 @@ class Scales(NamedTuple):
         buffer: first those of the rows, (copies, stages, rows, steps); copy s starts at row s. Then those of the
             columns, (experts * stages * steps, columns). Of several steps the first one's last three bits are marks,
             see ``_decode_lines``. Then 0, a counter, and the number of rows.
-        copies, stages, rows, steps: of the rows' scales; rows to a multiple of 4, or with several steps of 64.
+        copies, stages, rows, steps: of the rows' scales; rows to a multiple of 4, or with several steps of 64 and 64 more.
         columns: to a multiple of 4.
         column_lines: experts * stages * steps.
     """
@@ -646,10 +646,10 @@ def decode_scales(
     rows, experts = a.data.shape[0], b.data.shape[0] if b.data.ndim == 3 else 1
     across = a.spec.scales == "across"
     steps, blocks = (1, a.scale.shape[0]) if across else (STAGE // BLOCK_SIZE, a.scale.shape[1])
-    # With marks, whole runs. A part that goes on past the last of them, into the next stage, has all its rows in that
-    # run, whose mark is at its first row: what _marks finds at its last row is another run's, and does no harm.
+    # With marks, whole runs, and one more, in which a part that goes on past the last row has its last one: all of its
+    # rows that count are in the run before. So no mark depends on how much memory lies behind the last group.
     # Multiples of 4 both: TMA wants the second part to start at 16 bytes too.
-    rows_out, columns_out = ceil_to(rows, PART if steps > 1 else 4), ceil_to(columns, 4)
+    rows_out, columns_out = ceil_to(rows, PART) + PART if steps > 1 else ceil_to(rows, 4), ceil_to(columns, 4)
     scales = Scales(None, copies, stages, rows_out, steps, columns_out, experts * stages * steps)
     if scales.row_size >= 2**31:
         raise ValueError(f"{scales.row_size} row scales, but TMA counts to 2^31: give fewer rows in a call")
