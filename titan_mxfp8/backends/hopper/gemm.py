@@ -607,7 +607,7 @@ class Scales(NamedTuple):
         buffer: first those of the rows, (copies, stages, rows, steps); copy s starts at row s. Then those of the
             columns, (experts * stages * steps, columns). Of several steps the first one's last three bits are marks,
             see ``_decode_lines``. Then 0, a counter, and the number of rows.
-        copies, stages, rows, steps: of the rows' scales; rows to a multiple of 4, or with several steps of 64 and 64 more.
+        copies, stages, rows, steps: of the rows' scales; to a multiple of 4, with several steps of 64, and 64 more.
         columns: to a multiple of 4.
         column_lines: experts * stages * steps.
     """
