@@ -297,7 +297,7 @@ def test_hardware_that_was_never_tried_is_a_warning(
     monkeypatch.setattr(convert, "hardware_of", lambda device: CLUSTER_GPUS["B200"])
     with caplog.at_level(logging.INFO):
         convert_model(Layer(), recipe="mxfp8_2d")
-    assert "backend triton (for NVIDIA B200; " in caplog.text and "forward FP8, dgrad FP8, wgrad FP8" in caplog.text
+    assert "backend sm100 (for NVIDIA B200; " in caplog.text and "forward FP8, dgrad FP8, wgrad FP8" in caplog.text
     (warning,) = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert "never run on NVIDIA B200" in warning.getMessage()
 
