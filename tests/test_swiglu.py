@@ -6,9 +6,6 @@ from contract import Target, targets_here
 from swiglu_contract import BF16, check_nan_stays_in_its_group, check_swiglu, elements, swiglu_inputs
 
 from titan_mxfp8.format import swiglu
-from titan_mxfp8.format.spec import Operand, spec_of
-from titan_mxfp8.ops import library
-from titan_mxfp8.ops.matmul import Specs, specs_of
 from titan_mxfp8.recipe import Recipe, get_recipe
 from titan_mxfp8.testing import relative_rms
 
@@ -73,23 +70,3 @@ def test_many_tokens_and_rows_that_are_never_read(recipe: str) -> None:
     assert torch.equal(one.dscores, other.dscores)
     for a, b in zip(one[:5], other[:5], strict=True):
         assert torch.equal(elements(a, 2458, 2464), elements(b, 2458, 2464))
-
-
-@pytest.mark.parametrize("recipe", ["mxfp8_2d", "mxfp8_2d_rebased", "mxfp8_wgrad_bf16"])
-@pytest.mark.parametrize("scored", [False, True])
-def test_operators_and_their_fakes(recipe: str, scored: bool) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    specs = Specs(*specs_of(get_recipe(recipe).key, "auto", device))
-    gate, up, u, scores, offs = (t.to(device) for t in swiglu_inputs([3, 0, 70], 10, 96))
-    scores = scores if scored else None
-    keys = specs.dy_dgrad, specs.dy_wgrad, specs.x_wgrad
-    calls = (
-        (library.swiglu, (gate, up, None, specs.x_forward, offs, "auto")),
-        (library.swiglu_backward, (gate, up, u, scores, None, *keys, offs, "auto")),
-    )
-    for operator, args in calls:
-        real = operator(*args)
-        torch.library.opcheck(operator.overload, args, test_utils=("test_schema", "test_faketensor"))
-        assert len(real) == len(operator.overload(*args))
-    h = library.swiglu(gate, up, None, specs.x_forward, offs, "auto")
-    assert Operand(h[0], h[1] if len(h) > 1 else None, spec_of(specs.x_forward), 1).dequantize().shape == gate.shape

@@ -244,8 +244,6 @@ def test_operators_have_the_shapes_that_compilers_are_told() -> None:
         (library.quantize_both, x, key, key, offs),
         (library.requantize, scale.data, scale.scale, rows, 1, key, offs),
         (library.requantize, scale.data, scale.scale, rows, 0, key, offs),
-        (library.swiglu, x, x, None, key, offs),
-        (library.swiglu_backward, x, x, x, None, None, key, key, key, offs),
     ):
         real = operator(*arguments, "auto")
         with FakeTensorMode() as mode:

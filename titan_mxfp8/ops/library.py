@@ -162,53 +162,6 @@ def _(a, a_scale, a_spec, b, b_scale, b_spec, rows, offs, out_dtype, backend):
     return a.new_empty((1 if offs is None else offs.shape[0], n, k), dtype=out_dtype)
 
 
-@Operator
-def swiglu(
-    gate: torch.Tensor, up: torch.Tensor, limit: float | None, spec: str, offs: torch.Tensor | None, backend: str
-) -> list[torch.Tensor]:
-    """``Backend.swiglu`` to the spec with this key."""
-    check_offs_values(offs, gate.shape[0])
-    load = backends.load(backend, gate.device)
-    return _tensors(load.swiglu(_aligned(gate), _aligned(up), limit, spec_of(spec), _aligned(offs)))
-
-
-@torch.library.register_fake(swiglu.overload)
-def _(gate, up, limit, spec, offs, backend):
-    return _tensors(_empty_last(gate, spec, offs))
-
-
-@Operator
-def swiglu_backward(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    u: torch.Tensor,
-    scores: torch.Tensor | None,
-    limit: float | None,
-    last: str,
-    first: str,
-    h_first: str,
-    offs: torch.Tensor | None,
-    backend: str,
-) -> list[torch.Tensor]:
-    """``Backend.swiglu_backward``: the tensors of its operands in order, then, if there are scores, their gradient."""
-    check_offs_values(offs, gate.shape[0])
-    load = backends.load(backend, gate.device)
-    *operands, dscores = load.swiglu_backward(
-        _aligned(gate), _aligned(up), _aligned(u), _aligned(scores), limit,
-        spec_of(last), spec_of(first), spec_of(h_first), _aligned(offs),
-    )  # fmt: skip
-    return [t for operand in operands for t in _tensors(operand)] + ([] if dscores is None else [dscores])
-
-
-@torch.library.register_fake(swiglu_backward.overload)
-def _(gate, up, u, scores, limit, last, first, h_first, offs, backend):
-    groups = None if offs is None else offs.shape[0]
-    operands = [_empty_last(gate, last, offs) for _ in range(2)]
-    operands += [spec_of(key).empty(gate, 0, groups) for key in (first, first, h_first)]
-    dscores = [] if scores is None else [scores.new_empty(scores.shape, dtype=torch.float32)]
-    return [t for operand in operands for t in _tensors(operand)] + dscores
-
-
 # What torch's FLOP counter, and the AC modes that weigh by it, know of the GEMMs: two for each product of elements, as
 # if every row belonged to a group; nothing for the scales.
 @register_flop_formula(torch.ops.titan_mxfp8.gemm_m_grouped)
