@@ -200,8 +200,8 @@ def moe_forward(
 ) -> list[torch.Tensor]:
     """The output (T, D), and with ``save`` what ``moe_backward`` takes: the ``Landing``, gate and up (M, H), the rows
     of x as they landed, and the kept weights."""
-    config = _Layer.of_key(layer)
     device, weights = x.device, Weights(w1, w3, w2, b1, b3, b2)
+    config = _Layer.of_key(layer)
     plan, kernels, transport = config.plan(device), backends.load(config.backend, device), config.connect(device)
     parts = _to_parts(kernels.quantize(x, 1, experts.row_spec(plan.forward.a), None))
     sent_scores = torch.ones_like(expert_ids, dtype=torch.float32) if scores is None else scores
@@ -247,16 +247,15 @@ def _empty_landing(expert_ids: torch.Tensor, local: int, config: "_Layer") -> La
         return context.new_dynamic_size() if counted and context._shape_env is not None else balanced
 
     rows = count(tokens * slots) if counted or ranks == 1 else tokens * ranks * min(slots, local)
-    packets = count(tokens * min(slots, ranks)) if counted else tokens * ranks
-    by_packets = counted and config.transport != "symmetric"
     return Landing(
         offs=expert_ids.new_empty(local, dtype=torch.int32),
-        rows=expert_ids.new_empty((packets, slots), dtype=torch.int32),
+        rows=expert_ids.new_empty((count(tokens * ranks), slots), dtype=torch.int32),
         scores=expert_ids.new_empty(rows, dtype=torch.float32),
         expert_ids=expert_ids.new_empty((tokens, slots), dtype=torch.int32),
-        slots=expert_ids.new_empty((tokens, ranks) if by_packets else (0, ranks), dtype=torch.int32),
-        tokens=expert_ids.new_empty(count(tokens * ranks) if by_packets else 0, dtype=torch.int32),
-        splits=expert_ids.new_empty((2, ranks if by_packets else 0), dtype=torch.int64, device="cpu"),
+        # of these three the transport decides how many there are
+        slots=expert_ids.new_empty((count(0), ranks), dtype=torch.int32),
+        tokens=expert_ids.new_empty(count(0), dtype=torch.int32),
+        splits=expert_ids.new_empty((2, count(0)), dtype=torch.int64, device="cpu"),
     )
 
 
@@ -276,8 +275,8 @@ def moe_backward(
 ) -> list[torch.Tensor]:
     """The gradients: of x (T, D) in bf16 or the dtype of ``g``, with ``scored`` of the scores (T, K), and those of the
     weights and biases that ``needs`` names."""
-    config = _Layer.of_key(layer)
     device, weights = g.device, Weights(w1, w3, w2, b1, b3, b2)
+    config = _Layer.of_key(layer)
     plan, kernels, transport = config.plan(device), backends.load(config.backend, device), config.connect(device)
     fields = len(Landing._fields)
     landing, (gate, up), rest = Landing(*saved[:fields]), saved[fields : fields + 2], saved[fields + 2 :]
