@@ -1,6 +1,7 @@
 """The doctor: what it says of this machine, and of machines that are not here."""
 
 import csv
+import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -61,6 +62,7 @@ def test_a_config_that_cannot_be_trained_here(capsys: pytest.CaptureFixture) -> 
         assert doctor.main([str(ROOT / config), flag]) == 1
         printed = capsys.readouterr().out
         assert said.replace("train_configs", str(ROOT / "train_configs")) in printed and "will NOT run" in printed
+    assert logging.root.manager.disable == logging.NOTSET  # who calls main() goes on logging
 
 
 def test_a_backend_that_fails_or_is_wrong_is_no_pass(

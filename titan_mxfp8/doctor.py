@@ -419,6 +419,8 @@ def _check_config(path: str, flags: Sequence[str], machine: Machine, runs: bool)
     except (ValueError, OSError, SystemExit) as error:
         print(f"FAILED: {path}: {error}")
         return False, []
+    finally:
+        logging.disable(logging.NOTSET)
     if not asked:
         print(f"{path} converts nothing: it trains in bf16. Add {CONVERTERS}")
         return False, []
