@@ -1,19 +1,36 @@
 """Compares TorchTitan runs: loss curves and their difference, tokens/s, memory, and with several seeds a verdict.
 
 Runs named ``<name>-seed<k>`` are seeds of one group; the first run's group is the baseline. A run has the name of its
-folder; where two folders have the same name, all runs are named with the folders above. What is compared:
+folder; where two folders have the same name, all runs are named with the folders above. What is compared, in nats:
 
     L(g, s)  mean loss of group g, seed s, over the last tenth of the steps (--window), so batch noise averages out
-    D(g)     mean over the seeds that both have of L(g, s) - L(baseline, s): the same seed gives both the same initial
-             weights and the same data in the same order
-    band     largest |L(baseline, s) - L(baseline, t)| of any two baseline seeds: what another seed does to the baseline
+    d(g, s)  L(g, s) - L(baseline, s), a pair: the same seed gives both the same initial weights and the same data in
+             the same order
+    m        the margin, a share (--margin, 0.005) of the baseline's mean L: fix it before the runs
+    D(g)     mean of d(g, s) over the n seeds that both have, with its standard error and 95% t interval
 
-Verdict: D(g) is *inside* if |D(g)| <= band, else *outside, higher* or *outside, lower*. Inside says that changing the
-number format moves the final loss no more than changing the seed does; it does not say that the losses are equal, and a
-band of few seeds is a coarse ruler. The standard error of D(g) over its seeds stands beside it. A run whose L is not a
-finite number has *diverged*, which is the verdict on its group; all numbers are of the runs that have not.
+Verdict on a group, from n >= 2 pairs:
 
-Reads the TensorBoard logs of a dump folder, or wandb's offline log where there are none. Runs of other lengths, models,
+    equivalent within 0.5%  two one-sided t tests at 5% each find D within the margin: its 90% interval is in [-m, m].
+                            With ", higher" or ", lower" behind it, the 95% interval leaves out 0 all the same: there
+                            is a difference, and it is smaller than the margin
+    worse, better           not equivalent, and the 95% interval lies wholly above 0, or below
+    cannot tell             none of these; --plan says how many pairs could tell
+    diverged                a run's L is not a finite number; all numbers are of the runs that have not
+
+A group whose true difference is the margin or more is called equivalent with a probability of 5% at most, and one
+without any is called worse or higher with one of 2.5%. These are the errors of each verdict alone: they are not
+corrected for the number of groups, which also share the baseline's runs. The t interval takes pairs as independent and
+normally distributed. It speaks of other seeds on the same data, not of other data or models.
+
+The baseline's runs again with the same seeds, under another name, are a group as any other: its d(g, s) are what runs
+differ by that differ in nothing, and its verdict should be that it is equivalent (converge.py: ``bf16+repeat``).
+
+--plan prints, for each group's standard deviation of d and for all groups' together, how many pairs find a group
+equivalent with a probability of 90%, if its true difference is 0, a quarter or a half of the margin.
+
+Reads the TensorBoard logs of a dump folder, or wandb's offline log where there are none; or the losses.csv of an
+earlier comparison, all runs in it: ``compare_runs.py results/<folder>/losses.csv``. Runs of other lengths, models,
 batches or data are refused. Writes losses.csv, table.csv and losses.png.
 """
 
@@ -23,12 +40,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING
 
-from runs import Run, read_run
+from intervals import MOST, critical_t, interval, is_equivalent, pairs_needed
+from runs import Run, read_losses, read_run
 
 from titan_mxfp8.testing import format_table, write_rows
 
@@ -44,12 +61,22 @@ SAME = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """A group against the baseline; see the module's docstring. None is what too few seeds leave undefined."""
+class Margin:
+    """``share`` of the baseline's mean loss, and as many nats: NaN where no run of it has ended."""
 
-    difference: float | None
-    standard_error: float | None
-    band: float | None
+    share: float
+    nats: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A group against the baseline; see the module's docstring.
+
+    Attributes:
+        differences: of its pairs of runs of which neither has diverged, in nats.
+    """
+
+    differences: list[float]
     text: str
 
 
@@ -155,30 +182,35 @@ def final_losses(group: Sequence[Run], steps: Sequence[int], window: float) -> d
     return {seed: loss for seed, loss in losses.items() if math.isfinite(loss)}
 
 
-def judge(baseline: Sequence[Run], group: Sequence[Run], steps: Sequence[int], window: float) -> Verdict:
-    """The statistic of the module's docstring.
+def margin_of(baseline: Sequence[Run], steps: Sequence[int], window: float, share: float) -> Margin:
+    return Margin(share=share, nats=share * finite_mean(final_losses(baseline, steps, window).values()))
 
-    Raises:
-        ValueError: the two have no seed in common.
-    """
+
+def judge(
+    baseline: Sequence[Run], group: Sequence[Run], steps: Sequence[int], window: float, margin: Margin
+) -> Verdict:
+    """The group against the baseline, as the module's docstring says."""
     name, base_name = group[0].group, baseline[0].group
-    seeds, base_seeds = ([run.seed for run in runs] for runs in (group, baseline))
-    if not set(seeds) & set(base_seeds):
-        raise ValueError(f"{name} and {base_name} have no seed in common ({sorted(seeds)} and {sorted(base_seeds)})")
+    shared = {run.seed for run in group} & {run.seed for run in baseline}
     base, own = final_losses(baseline, steps, window), final_losses(group, steps, window)
     differences = [own[seed] - base[seed] for seed in own if seed in base]
-    difference = fmean(differences) if differences else None
-    error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
-    band = max((abs(a - b) for a, b in combinations(base.values(), 2)), default=None)
     if len(own) < len(group):
         text = diverged(group, own)
-    elif difference is None:
-        text = f"none: {base_name} diverged with the same seeds"
-    elif band is None:
-        text = f"none: {base_name} has one seed{'' if len(baseline) == 1 else ' that ended'}"
+    elif len(shared) < 2:
+        text = f"none: {base_name} and {name} have {'one seed' if shared else 'no seed'} in common"
+    elif len(differences) < 2:
+        text = f"none: {base_name} diverged with {'all but one' if differences else 'all'} of the same seeds"
     else:
-        text = "inside" if abs(difference) <= band else f"outside, {'higher' if difference > 0 else 'lower'}"
-    return Verdict(difference=difference, standard_error=error, band=band, text=text)
+        text = verdict_on(differences, margin)
+    return Verdict(differences=differences, text=text)
+
+
+def verdict_on(differences: Sequence[float], margin: Margin) -> str:
+    """The verdict of the module's docstring on two or more paired differences, in nats."""
+    low, high = interval(differences, 0.95)
+    if is_equivalent(differences, margin.nats):
+        return f"equivalent within {100 * margin.share:.3g}%{', higher' if low > 0 else ', lower' if high < 0 else ''}"
+    return "worse" if low > 0 else "better" if high < 0 else "cannot tell"
 
 
 def diverged(group: Sequence[Run], ended: dict[int | None, float]) -> str:
@@ -190,10 +222,11 @@ def median_of(values: dict[int, float]) -> float:
     return median(list(values.values())[1:] or values.values() or [math.nan])
 
 
-def summary(groups: dict[str, list[Run]], window: float) -> list[dict[str, object]]:
-    """A row for each group, the baseline first."""
-    runs = [run for group in groups.values() for run in group]
-    steps = common_steps(runs)
+def summary(
+    groups: dict[str, list[Run]], verdicts: dict[str, Verdict], window: float, margin: Margin
+) -> list[dict[str, object]]:
+    """A row for each group, the baseline first, which has no verdict."""
+    steps = common_steps([run for group in groups.values() for run in group])
     baseline = next(iter(groups.values()))
     base_tps = fmean(median_of(run.tps) for run in baseline)
     rows = []
@@ -207,18 +240,55 @@ def summary(groups: dict[str, list[Run]], window: float) -> list[dict[str, objec
             "final loss": f"{finite_mean(ended.values()):.4f}",
             "tokens/s": tps,
             "x": round(tps / base_tps, 3) if base_tps else None,
-            "memory GiB": max(max(run.memory.values(), default=math.nan) for run in group),
+            "memory GiB": max((gib for run in group for gib in run.memory.values()), default=None),
         }
-        if group is baseline and len(ended) < len(group):
-            row |= dict.fromkeys(("difference", "standard error", "band")) | {"verdict": diverged(group, ended)}
-        elif group is not baseline:
-            verdict = judge(baseline, group, steps, window)
-            row |= {
-                "difference": None if verdict.difference is None else f"{verdict.difference:+.4f}",
-                "standard error": None if verdict.standard_error is None else f"{verdict.standard_error:.4f}",
-                "band": None if verdict.band is None else f"{verdict.band:.4f}",
-                "verdict": verdict.text,
-            }
+        if name in verdicts:
+            differences = verdicts[name].differences
+            row |= statistics_of(differences) | {"margin": f"{margin.nats:.4f}", "pairs": len(differences)}
+            row["verdict"] = verdicts[name].text
+        elif len(ended) < len(group):
+            row["verdict"] = diverged(group, ended)
+        rows.append(row)
+    return rows
+
+
+def statistics_of(differences: Sequence[float]) -> dict[str, str | None]:
+    """The columns of a group's paired differences; None is what too few of them leave undefined."""
+    row = dict.fromkeys(("difference", "standard error", "95% low", "95% high"))
+    if differences:
+        row["difference"] = f"{fmean(differences):+.4f}"
+    if len(differences) > 1:
+        low, high = interval(differences, 0.95)
+        row |= {"standard error": f"{standard_error(differences):.4f}", "95% low": f"{low:+.4f}"}
+        row["95% high"] = f"{high:+.4f}"
+    return row
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean of two or more values; NaN if one of them is not finite."""
+    return stdev(values) / math.sqrt(len(values)) if all(map(math.isfinite, values)) else math.nan
+
+
+def plan(verdicts: dict[str, Verdict], margin: Margin) -> list[dict[str, object]]:
+    """How many pairs find a group equivalent with a probability of 90%, by how its paired differences spread.
+
+    The last row takes all groups' variances together, weighted by their degrees of freedom.
+    """
+    spreads = {
+        name: (len(verdict.differences), stdev(verdict.differences))
+        for name, verdict in verdicts.items()
+        if len(verdict.differences) > 1
+    }
+    if len(spreads) > 1:
+        freedom = sum(pairs - 1 for pairs, _ in spreads.values())
+        variance = sum((pairs - 1) * deviation**2 for pairs, deviation in spreads.values()) / freedom
+        spreads["all"] = sum(pairs for pairs, _ in spreads.values()), math.sqrt(variance)
+    rows = []
+    for name, (pairs, deviation) in spreads.items():
+        row: dict[str, object] = {"run": name, "pairs": pairs, "standard deviation": f"{deviation:.4f}"}
+        for words, part in {"0": 0, "m/4": 0.25, "m/2": 0.5}.items():
+            needed = pairs_needed(deviation, margin.nats, 0.9, part * margin.nats)
+            row[f"pairs it takes, difference {words}"] = needed or f"more than {MOST}"
         rows.append(row)
     return rows
 
@@ -252,8 +322,9 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return [finite_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
-def plot(groups: dict[str, list[Run]], path: Path) -> None:
-    """Draws losses, raw (pale) and smoothed, and below them how far each group is from the baseline."""
+def plot(groups: dict[str, list[Run]], path: Path, margin: float) -> None:
+    """Draws losses, raw (pale) and smoothed, and below them how far each group is from the baseline; ``margin`` in
+    nats."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -263,60 +334,102 @@ def plot(groups: dict[str, list[Run]], path: Path) -> None:
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), constrained_layout=True
     )
-    smooth: dict[str, list[list[float]]] = {}
+    smooth: dict[str, dict[int | None, list[float]]] = {}
     for index, (name, group) in enumerate(groups.items()):
-        smooth[name] = [smoothed([run.loss[step] for step in steps]) for run in group]
-        for run, line in zip(group, smooth[name], strict=True):
+        smooth[name] = {run.seed: smoothed([run.loss[step] for step in steps]) for run in group}
+        for run in group:
             top.plot(steps, [run.loss[step] for step in steps], color=f"C{index}", alpha=0.12, linewidth=0.6)
-            top.plot(steps, line, color=f"C{index}", linewidth=1, label=name if run is group[0] else None)
+            label = name if run is group[0] else None
+            top.plot(steps, smooth[name][run.seed], label=label, **line(index))
     top.set_ylabel("loss (nats per token)")
     top.legend()
-    plot_differences(bottom, steps, smooth)
+    plot_differences(bottom, steps, smooth, margin)
     bottom.set_xlabel("step")
     figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
-def plot_differences(axes: "Axes", steps: Sequence[int], smooth: dict[str, list[list[float]]]) -> None:
-    """Each group's mean difference from the first one, and around zero the range that the seeds of the first span.
+def line(index: int) -> dict[str, object]:
+    """How a group is drawn: matplotlib has ten colours, which come again dashed."""
+    return {"color": f"C{index}", "linewidth": 1, "linestyle": "-" if index < 10 else "--"}
+
+
+def plot_differences(
+    axes: "Axes", steps: Sequence[int], smooth: dict[str, dict[int | None, list[float]]], margin: float
+) -> None:
+    """Each group's mean paired difference from the first one, its 95% interval at each step (pale), and the margin.
 
     Args:
-        smooth: a loss curve for each seed, by group; those that end in NaN are left out. The first tenth of the steps
-            has no say in the axis' limits.
+        smooth: a loss curve for each seed, by group; those that end in NaN are left out.
+        margin: in nats. It and the mean differences after the first tenth of the steps set the axis' limits; NaN where
+            no run of the first group has ended.
     """
     first, *others = smooth
-    ended = {name: [curve for curve in curves if math.isfinite(curve[-1])] for name, curves in smooth.items()}
-    mean = {name: [finite_mean(values) for values in zip(*curves, strict=True)] for name, curves in ended.items()}
-    drawn = []
-    if len(ended[first]) > 1:
-        spread = [max(values) - min(values) for values in zip(*ended[first], strict=True)]
-        axes.fill_between(steps, [-y for y in spread], spread, color="0.85", label=f"{first} seed to seed")
-        axes.legend()
-        drawn.append(spread)
+    ended = {
+        name: {seed: curve for seed, curve in curves.items() if math.isfinite(curve[-1])}
+        for name, curves in smooth.items()
+    }
+    edges = [margin]
     for index, name in enumerate(others, 1):
-        if not mean[first] or not mean[name]:
-            continue  # all have diverged
-        drawn.append([value - reference for value, reference in zip(mean[name], mean[first], strict=True)])
-        axes.plot(steps, drawn[-1], color=f"C{index}", linewidth=1)
+        seeds = ended[name].keys() & ended[first].keys()
+        if not seeds:
+            continue
+        pairs = [[a - b for a, b in zip(ended[name][seed], ended[first][seed], strict=True)] for seed in seeds]
+        mean = [finite_mean(values) for values in zip(*pairs, strict=True)]
+        edges += mean[len(steps) // 10 :]
+        axes.plot(steps, mean, **line(index))
+        if len(seeds) > 1:
+            t = critical_t(0.95, len(seeds) - 1)
+            half = [t * standard_error(values) for values in zip(*pairs, strict=True)]
+            low, high = ([y + sign * h for y, h in zip(mean, half, strict=True)] for sign in (-1, 1))
+            axes.fill_between(steps, low, high, color=f"C{index}", alpha=0.12, linewidth=0)
     axes.axhline(0, color="0.6", linewidth=0.8)
-    ends = [abs(y) for curve in drawn for y in curve[len(steps) // 10 :]]
-    limit = 1.5 * max(filter(math.isfinite, ends), default=0)
+    for y in (-margin, margin):
+        axes.axhline(y, color="0.3", linewidth=0.8, linestyle=":")
+    limit = 1.5 * max(filter(math.isfinite, map(abs, edges)), default=0)
     if limit > 0:
         axes.set_ylim(-limit, limit)
-    axes.set_ylabel(f"minus {first}")
+    axes.set_ylabel(f"minus {first}, 95% interval")
 
 
-def compare(runs: Sequence[Run], out: Path, window: float) -> None:
+def read(paths: Sequence[Path]) -> list[Run]:
+    """The runs of dump folders and of the losses.csv of earlier comparisons, which stand for folders beside them.
+
+    Raises:
+        ValueError: a path is neither, or one is given twice.
+    """
+    found = []
+    for path in paths:
+        if path.is_file():
+            found += [(path.parent / run.name, run) for run in read_losses(path)]
+        else:
+            found.append((path, read_run(path)))
+    names = unique_names([folder for folder, _ in found])
+    return [replace(run, name=name) for (_, run), name in zip(found, names, strict=True)]
+
+
+def compare(runs: Sequence[Run], out: Path, window: float, share: float, planned: bool) -> None:
     """Prints the tables and writes the files.
+
+    Args:
+        share: the margin, as a share of the baseline's mean loss.
+        planned: whether to print how many pairs it takes.
 
     Raises:
         ValueError: the runs cannot be compared.
     """
     check_comparable(runs)
-    groups = grouped(runs)
-    rows = summary(groups, window)
+    groups, steps = grouped(runs), common_steps(runs)
+    first, *others = groups
+    margin = margin_of(groups[first], steps, window, share)
+    verdicts = {name: judge(groups[first], groups[name], steps, window, margin) for name in others}
+    rows = summary(groups, verdicts, window, margin)
     if len(runs) <= 4:
         print(format_table(loss_table(runs)) + "\n")
     print(format_table(rows))
+    if planned and (needed := plan(verdicts, margin)):
+        print(f"\nPairs that find a group equivalent within {100 * share:.3g}% with a probability of 90%:\n")
+        print(format_table(needed))
     out.mkdir(parents=True, exist_ok=True)
     write_rows(out / "losses.csv", curves(runs))
     write_rows(out / "table.csv", rows)
@@ -324,26 +437,37 @@ def compare(runs: Sequence[Run], out: Path, window: float) -> None:
     if find_spec("matplotlib") is None:
         print(f"{wrote}, no picture: pip install matplotlib")
     else:
-        plot(groups, out / "losses.png")
+        plot(groups, out / "losses.png", margin.nats)
         print(f"{wrote} and {out / 'losses.png'}")
 
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="dump folder of a run; the first is the baseline")
+    add(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="dump folder of a run, or a losses.csv; the first run is the baseline",
+    )
     add("--out", type=Path, default=Path("."), help="folder for the files [.]")
     add("--window", type=float, default=0.1, help="share of the steps, at the end, that the final loss averages [0.1]")
+    add("--margin", type=float, default=0.005, help="difference that counts as none, a share of the loss [0.005]")
+    add("--plan", action="store_true", help="print also how many pairs of runs it takes to find a group equivalent")
     add("--steps", type=int, help="compare the first STEPS steps only, of runs of any length")
     args = parser.parse_args(argv)
     try:
         if not 0 < args.window <= 1:
             raise ValueError(f"--window is a share of the steps, above 0 and at most 1, got {args.window}")
-        names = unique_names(args.runs)
-        runs = [replace(read_run(folder), name=name) for folder, name in zip(args.runs, names, strict=True)]
+        if not 0 < args.margin < 1:
+            raise ValueError(f"--margin is a share of the loss, above 0 and below 1, got {args.margin}")
+        if any(path.is_file() and path.resolve() == (args.out / "losses.csv").resolve() for path in args.runs):
+            raise ValueError(f"{args.out / 'losses.csv'} would be overwritten: name another --out")
+        runs = read(args.runs)
         if args.steps is not None:
             runs = [first_steps(run, args.steps) for run in runs]
-        compare(runs, args.out, args.window)
+        compare(runs, args.out, args.window, args.margin, args.plan)
     except ValueError as error:
         sys.exit(f"compare_runs: {error}")
 

@@ -1,5 +1,6 @@
 """TorchTitan runs, for the other scripts: starting them, and reading back what they logged."""
 
+import csv
 import json
 import os
 import re
@@ -118,6 +119,27 @@ def read_run(folder: Path) -> Run:
             raise ValueError(f"{saved} is no JSON: {error}; without it configs are not compared") from error
     loss, tps, memory = (scalars.get(tag, {}) for tag in tags)
     return Run(name=folder.name, loss=loss, tps=tps, memory=memory, config=config)
+
+
+def read_losses(path: Path) -> list[Run]:
+    """The runs of a ``losses.csv`` that compare_runs.py wrote, without memory and config.
+
+    Raises:
+        ValueError: the file is none.
+    """
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = [column.removesuffix(" loss") for column in (rows[0] if rows else ()) if column.endswith(" loss")]
+    if not names or "step" not in rows[0]:
+        raise ValueError(f"{path} is no losses.csv of compare_runs.py: it has no columns 'step' and '<run> loss'")
+    runs = []
+    for name in names:
+        loss, tps = (
+            {int(row["step"]): float(row[column]) for row in rows if row.get(column)}
+            for column in (f"{name} loss", f"{name} tps")
+        )
+        runs.append(Run(name=name, loss=loss, tps=tps, memory={}, config={}))
+    return runs
 
 
 def tensorboard_logs(folder: Path) -> list[Path]:

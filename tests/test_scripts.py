@@ -82,7 +82,8 @@ def test_compare_runs_prints_and_plots_the_difference(tmp_path: Path) -> None:
     assert "| 1 | 8.0000 | 8.5000 | +0.5000 |" in printed and "| 3 | 6.0000 | 5.7500 | -0.2500 |" in printed
     bf16, mxfp8 = rows_of(tmp_path / "out" / "table.csv")
     assert (bf16["tokens/s"], bf16["memory GiB"], mxfp8["x"]) == ("250.0", "4.0", "1.0")
-    assert (mxfp8["difference"], mxfp8["verdict"]) == ("-0.2500", "none: bf16 has one seed")
+    assert (mxfp8["difference"], mxfp8["95% low"], mxfp8["margin"]) == ("-0.2500", "", "0.0300")
+    assert (mxfp8["pairs"], mxfp8["verdict"]) == ("1", "none: bf16 and mxfp8 have one seed in common")
     assert (tmp_path / "out" / "losses.csv").read_text().splitlines()[2] == "2,7.0,200.0,7.0,200.0"
     assert (tmp_path / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")
 
@@ -93,14 +94,18 @@ def test_compare_runs_shows_a_run_alone(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "losses.png").is_file()
 
 
-def test_compare_runs_judges_by_the_seeds_of_the_baseline(tmp_path: Path) -> None:
-    """bf16's seeds end at 3.00, 3.02 and 2.99, a band of 0.03; each other group moves every seed by about its name."""
-    seeds = (0.0, 0.02, -0.01)
+def test_compare_runs_judges_paired_differences(tmp_path: Path) -> None:
+    """bf16's seeds end at 3.00, 3.02 and 2.98, so the margin is 0.015; each other group moves every seed."""
+    seeds = (0.0, 0.02, -0.02)
     groups = {
         "bf16": (0, 0, 0),
-        "near": (0.01, 0.03, 0.02),
-        "above": (0.04, 0.05, 0.03),
-        "below": (-0.04, -0.05, -0.03),
+        "same": (0.001, -0.001, 0.0015),
+        "higher": (0.005, 0.0055, 0.006),
+        "lower": (-0.005, -0.0055, -0.006),
+        "worse": (0.04, 0.05, 0.045),
+        "better": (-0.04, -0.05, -0.045),
+        "near": (0.01, 0.014, 0.018),  # all within the margin, and yet the mean may be beyond it
+        "wild": (-0.01, 0.03, 0.01),
     }
     folders = []
     for group, moved in groups.items():
@@ -108,17 +113,57 @@ def test_compare_runs_judges_by_the_seeds_of_the_baseline(tmp_path: Path) -> Non
             # 100 steps, of which the last ten count: their noise is the same for all and has mean zero
             losses = [5.0 + 3 * move] * 90 + [3.0 + offset + move + (-1) ** step for step in range(10)]
             folders.append(write_run(tmp_path / f"{group}-seed{seed}", losses))
-    assert "| inside |" in compare(*folders, "--out", tmp_path)
-    bf16, near, above, below = rows_of(tmp_path / "table.csv")
-    assert (bf16["run"], bf16["seeds"], bf16["final loss"], bf16["verdict"]) == ("bf16", "3", "3.0033", "")
-    assert (near["difference"], near["standard error"], near["band"]) == ("+0.0200", "0.0058", "0.0300")
-    assert (near["verdict"], above["difference"], above["verdict"]) == ("inside", "+0.0400", "outside, higher")
-    assert (below["difference"], below["verdict"]) == ("-0.0400", "outside, lower")
-    # the seeds in common count, whatever the order
-    refused = compare(*folders[:2], folders[4], folders[8], "--out", tmp_path)
-    assert "above and bf16 have no seed in common ([2] and [0, 1])" in refused
-    compare(*folders[:2], folders[4], "--out", tmp_path)
-    assert [rows_of(tmp_path / "table.csv")[1][key] for key in ("difference", "band")] == ["+0.0300", "0.0200"]
+    assert "| 3 | equivalent within 0.5% |" in compare(*folders, "--out", tmp_path)
+    bf16, *others = rows_of(tmp_path / "table.csv")
+    assert (bf16["run"], bf16["seeds"], bf16["final loss"], bf16["verdict"]) == ("bf16", "3", "3.0000", "")
+    assert {row["run"]: row["verdict"] for row in others} == {
+        "same": "equivalent within 0.5%",
+        "higher": "equivalent within 0.5%, higher",
+        "lower": "equivalent within 0.5%, lower",
+        "worse": "worse",
+        "better": "better",
+        "near": "worse",
+        "wild": "cannot tell",
+    }
+    near = others[5]  # mean 0.014, standard error 0.004 / sqrt(3), t 4.303
+    assert (near["difference"], near["standard error"], near["margin"]) == ("+0.0140", "0.0023", "0.0150")
+    assert (near["95% low"], near["95% high"], near["pairs"]) == ("+0.0041", "+0.0239", "3")
+    compare(*folders, "--margin", "0.02", "--out", tmp_path)
+    near = rows_of(tmp_path / "table.csv")[6]
+    assert (near["margin"], near["verdict"]) == ("0.0600", "equivalent within 2%, higher")
+    # the seeds in common count, whatever the order: 1 and 2 of near
+    compare(*folders[:3], folders[20], folders[19], "--out", tmp_path)
+    assert [rows_of(tmp_path / "table.csv")[1][key] for key in ("difference", "pairs")] == ["+0.0160", "2"]
+    compare(*folders[:2], folders[20], "--out", tmp_path)
+    assert rows_of(tmp_path / "table.csv")[1]["verdict"] == "none: bf16 and near have no seed in common"
+
+
+def test_compare_runs_makes_the_same_tables_of_its_losses_and_plans_by_them(tmp_path: Path) -> None:
+    folders = []
+    for group, moves in {"bf16": (0, 0.01, 0.04), "mxfp8": (0.01, 0.03, 0.04)}.items():
+        for seed, move in enumerate(moves):
+            folders.append(write_run(tmp_path / f"{group}-seed{seed}", [4.0, NAN, 3.0 + move]))
+    compare(*folders, "--out", tmp_path / "first")
+    printed = compare(tmp_path / "first" / "losses.csv", "--out", tmp_path / "again", "--plan")
+    first, again = (rows_of(tmp_path / name / "table.csv") for name in ("first", "again"))
+    memory = [row.pop("memory GiB") for row in first], [row.pop("memory GiB") for row in again]
+    assert first == again and memory == (["4.0", "4.0"], ["", ""])
+    assert (tmp_path / "first" / "losses.csv").read_text() == (tmp_path / "again" / "losses.csv").read_text()
+    # differences of 0.01, 0.02 and 0: a standard deviation of 0.01, margin 0.01508
+    assert "difference 0 | pairs it takes, difference m/4 | pairs it takes, difference m/2 |" in printed
+    assert "| mxfp8 | 3 | 0.0100 | 7 | 9 | 17 |" in printed
+    # two files whose runs have the same names; the baseline's own repeat is a group
+    both = compare(
+        *(tmp_path / name / "losses.csv" for name in ("first", "again")), "--out", tmp_path / "both", "--plan"
+    )
+    assert [row["verdict"] for row in rows_of(tmp_path / "both" / "table.csv")] == [
+        "", "cannot tell", "equivalent within 0.5%", "cannot tell",
+    ]  # fmt: skip
+    assert "| again/bf16 | 3 | 0.0000 | 2 | 2 | 2 |" in both and "| all | 9 | 0.0082 |" in both
+    assert f"{tmp_path / 'first' / 'losses.csv'} would be overwritten" in compare(
+        tmp_path / "first" / "losses.csv", "--out", tmp_path / "first"
+    )
+    assert "table.csv is no losses.csv of compare_runs.py" in compare(tmp_path / "first" / "table.csv")
 
 
 def test_compare_runs_reads_offline_wandb_logs(tmp_path: Path) -> None:
@@ -161,6 +206,7 @@ def test_compare_runs_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
     assert "short ended at step 2, before --steps 3" in compare(long, short, "--steps", 3)
     assert "long has model.flavor = 'a' and other 'b'" in compare(long, other)
     assert "--window is a share of the steps" in compare(long, "--window", 10)
+    assert "--margin is a share of the loss, above 0 and below 1, got 0.0" in compare(long, "--margin", 0)
 
 
 NAN, INF = math.nan, math.inf
@@ -183,33 +229,44 @@ def test_compare_runs_reports_diverged_runs_and_judges_the_others(tmp_path: Path
     compare(*folders, "--out", tmp_path / "out")
     rows = {row["run"]: row for row in rows_of(tmp_path / "out" / "table.csv")}
     assert rows["bf16"]["verdict"] == "diverged: 1 of 3 runs" and rows["bf16"]["final loss"] == "3.0100"
-    assert (rows["near"]["difference"], rows["near"]["band"], rows["near"]["verdict"]) == (
-        "+0.0050",
-        "0.0200",
-        "inside",
-    )
+    near = [rows["near"][key] for key in ("difference", "pairs", "margin", "verdict")]
+    assert near == ["+0.0050", "2", "0.0150", "cannot tell"]
     assert (rows["once"]["difference"], rows["once"]["verdict"]) == ("+0.0100", "diverged: 1 of 3 runs")
     assert (rows["all"]["final loss"], rows["all"]["difference"]) == ("nan", "")
     assert rows["all"]["verdict"] == "diverged: 3 of 3 runs"
-    assert (rows["spike"]["difference"], rows["spike"]["verdict"]) == ("+0.5000", "outside, higher")
+    assert (rows["spike"]["difference"], rows["spike"]["verdict"]) == ("+0.5000", "worse")
     assert (tmp_path / "out" / "losses.png").stat().st_size > 10_000
-    # two seeds of which one diverged are no band, and without any there is nothing to compare with
-    compare(folders[0], folders[2], folders[3], "--out", tmp_path / "out")
-    assert rows_of(tmp_path / "out" / "table.csv")[1]["verdict"] == "none: bf16 has one seed that ended"
-    compare(folders[2], folders[5], "--out", tmp_path / "out")
-    assert rows_of(tmp_path / "out" / "table.csv")[1]["verdict"] == "none: bf16 diverged with the same seeds"
+    # of two pairs one or both are gone with bf16's run
+    compare(folders[0], folders[2], folders[3], folders[5], "--out", tmp_path / "out")
+    verdict = "none: bf16 diverged with all but one of the same seeds"
+    assert rows_of(tmp_path / "out" / "table.csv")[1]["verdict"] == verdict
+    write_run(tmp_path / "bf16-seed1", [5.0, 4.5, *[4.0] * 25, NAN, NAN, NAN])
+    compare(*folders[1:3], *folders[4:6], "--out", tmp_path / "out")
+    (row,) = rows_of(tmp_path / "out" / "table.csv")[1:]
+    assert (row["verdict"], row["margin"]) == ("none: bf16 diverged with all of the same seeds", "nan")
+    assert (tmp_path / "out" / "losses.png").stat().st_size > 10_000
 
 
-def test_compare_runs_limits_its_picture_to_finite_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = []
-    monkeypatch.setattr(
-        "matplotlib.figure.Figure.savefig", lambda self, *_, **__: limits.append(self.axes[-1].get_ylim())
-    )
+def test_compare_runs_draws_intervals_and_the_margin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    panels = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *_, **__: panels.append(self.axes[-1]))
     folders = [write_run(tmp_path / "bf16", [3.0] * 20)]
     for name, value in (("nan", NAN), ("inf", INF)):
         folders.append(write_run(tmp_path / name, [3.1] * 10 + [value] * 5 + [3.2] * 5))
     compare(*folders, "--out", tmp_path / "out")
-    assert limits[-1] == pytest.approx((-0.3, 0.3))
+    assert panels[0].get_ylim() == pytest.approx((-0.3, 0.3)) and not panels[0].collections
+    compare(folders[0], "--out", tmp_path / "out")
+    assert panels[1].get_ylim() == pytest.approx((-0.0225, 0.0225))  # 1.5 times the margin
+    assert [line.get_ydata()[0] for line in panels[1].lines] == pytest.approx([0, -0.015, 0.015])
+
+    folders = [write_run(tmp_path / f"bf16-seed{seed}", [3.0 + seed] * 20) for seed in range(3)]
+    folders += [write_run(tmp_path / f"up-seed{seed}", [3.0 + 1.1 * seed] * 20) for seed in range(3)]
+    folders.append(write_run(tmp_path / "up-seed3", [9.0] * 20))  # without a pair
+    compare(*folders, "--out", tmp_path / "out")
+    assert panels[2].lines[0].get_ydata() == pytest.approx([0.1] * 20)
+    (band,) = panels[2].collections  # differences of 0, 0.1 and 0.2: 0.1 -+ 4.303 * 0.1 / sqrt(3)
+    ends = band.get_paths()[0].get_extents()
+    assert (ends.ymin, ends.ymax) == pytest.approx((-0.1484, 0.3484), abs=1e-4)
 
 
 def test_compare_runs_tells_runs_of_one_name_apart(tmp_path: Path) -> None:

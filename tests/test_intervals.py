@@ -1,0 +1,92 @@
+"""Student's t, intervals and the test of equivalence, against tables, scipy where it is installed, and simulation."""
+
+import random
+from statistics import fmean
+
+import pytest
+from compare_runs import Margin, verdict_on
+from intervals import (
+    EQUIVALENCE,
+    MOST,
+    critical_t,
+    equivalence_power,
+    interval,
+    is_equivalent,
+    pairs_needed,
+)
+
+
+@pytest.mark.parametrize(
+    "confidence, values",  # as printed in tables of Student's t, by degrees of freedom
+    [
+        (0.90, {1: 6.314, 2: 2.920, 5: 2.015, 11: 1.796, 30: 1.697, 120: 1.658}),
+        (0.95, {1: 12.706, 2: 4.303, 5: 2.571, 11: 2.201, 30: 2.042, 120: 1.980}),
+        (0.99, {1: 63.657, 2: 9.925, 5: 4.032, 11: 3.106, 30: 2.750, 120: 2.617}),
+        (0.999, {1: 636.619, 2: 31.599, 5: 6.869, 11: 4.437, 30: 3.646, 120: 3.373}),
+    ],
+)
+def test_critical_t_is_that_of_the_tables(confidence: float, values: dict[int, float]) -> None:
+    for freedom, value in values.items():
+        assert critical_t(confidence, freedom) == pytest.approx(value, abs=6e-4), freedom
+
+
+def test_critical_t_is_scipys() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    for freedom in (*range(1, 40), 100, 999):
+        for confidence in (0.01, 0.5, 0.8, EQUIVALENCE, 0.95, 0.999):
+            assert critical_t(confidence, freedom) == pytest.approx(
+                stats.t.ppf((1 + confidence) / 2, freedom), rel=1e-9
+            )
+
+
+@pytest.mark.parametrize("confidence, freedom", [(0.0, 3), (1.0, 3), (0.9, 0)])
+def test_critical_t_refuses_what_has_none(confidence: float, freedom: int) -> None:
+    with pytest.raises(ValueError, match="confidence lies between 0 and 1 and freedom is at least 1"):
+        critical_t(confidence, freedom)
+
+
+def samples(mean: float, pairs: int, count: int) -> list[list[float]]:
+    """``count`` times ``pairs`` normal numbers with a standard deviation of 1."""
+    numbers = random.Random(0)
+    return [[numbers.gauss(mean, 1) for _ in range(pairs)] for _ in range(count)]
+
+
+@pytest.mark.parametrize("pairs", [3, 12])
+def test_the_interval_covers_the_mean_as_often_as_it_says(pairs: int) -> None:
+    ends = [interval(values, 0.95) for values in samples(2.0, pairs, 4000)]
+    assert fmean(low <= 2.0 <= high for low, high in ends) == pytest.approx(0.95, abs=0.01)
+
+
+@pytest.mark.parametrize("difference", [-1.5, 1.5])
+def test_a_difference_of_the_margin_is_called_equivalent_once_in_twenty(difference: float) -> None:
+    called = [is_equivalent(values, 1.5) for values in samples(difference, 12, 4000)]
+    assert fmean(called) == pytest.approx(0.05, abs=0.01)
+
+
+def test_no_difference_is_called_worse_or_higher_once_in_forty() -> None:
+    """Whatever the margin, which decides how it is called."""
+    for nats in (0.1, 1.0):
+        verdicts = [verdict_on(values, Margin(share=0.005, nats=nats)) for values in samples(0.0, 12, 4000)]
+        up = fmean(verdict == "worse" or verdict.endswith("higher") for verdict in verdicts)
+        down = fmean(verdict == "better" or verdict.endswith("lower") for verdict in verdicts)
+        assert (up, down) == pytest.approx((0.025, 0.025), abs=0.0075)
+
+
+@pytest.mark.parametrize("pairs, difference", [(3, 0.0), (6, 0.0), (12, 0.0), (12, 0.5), (12, -0.5)])
+def test_the_power_is_how_often_runs_are_found_equivalent(pairs: int, difference: float) -> None:
+    found = fmean(is_equivalent(values, 1.05) for values in samples(difference, pairs, 4000))
+    assert equivalence_power(1.0, 1.05, pairs, difference) == pytest.approx(found, abs=0.025)
+
+
+def test_many_pairs_have_the_power_of_the_normal_distribution() -> None:
+    """n = (1.645 + 1.282)^2 (deviation / (margin - difference))^2, with one side that matters."""
+    assert pairs_needed(1.0, 0.3, 0.9, 0.2) == pytest.approx((1.6449 + 1.2816) ** 2 / 0.1**2, rel=0.005)
+
+
+def test_the_pairs_needed_are_the_fewest() -> None:
+    for deviation in (0.3, 1.0, 3.0):
+        pairs = pairs_needed(deviation, 1.0, 0.9)
+        assert equivalence_power(deviation, 1.0, pairs) >= 0.9 > equivalence_power(deviation, 1.0, pairs - 1)
+    assert pairs_needed(0.0, 1.0, 0.9) == 2
+    assert pairs_needed(0.0, 1.0, 0.9, 1.5) is None and pairs_needed(100.0, 1.0, 0.9) is None
+    assert equivalence_power(100.0, 1.0, MOST) < 0.9
