@@ -1,10 +1,18 @@
 """A convergence study from one TOML: every recipe with every seed, then compare_runs over the finished runs.
 
-Runs go recipe by recipe in the order given, all seeds of one before the next, so that an interrupted study has whole
-recipes. ``bf16`` is the TOML without its model converters, ``mxfp8+rebase`` the recipe with ``hopper_rebase``, the same
-as ``mxfp8_rebased``. Each run has its own folder ``OUT/<recipe>-seed<k>``, and a file ``finished.json`` there once
-it is over: a study that is started again skips those runs, continues the others from their last checkpoint, and runs
-those again that have none. The study keeps checkpoints while a run is going on and deletes them when it is finished.
+Runs go seed by seed, all recipes of one before the next: what counts are pairs of runs with the same seed, so an
+interrupted study has as many pairs of each recipe as there was time for. ``bf16`` is the TOML without its model
+converters. Behind a recipe may stand:
+
+    +rebase    with ``hopper_rebase``: ``mxfp8+rebase`` is the same as ``mxfp8_rebased``
+    +dispatch  with ``quantize.grouped_mm.mx.dispatch = "auto"``: MoE layers send their tokens themselves. ``bf16``
+               then converts the experts with recipe ``bf16``, the control, which quantises nothing, and no linears
+    +repeat    the same once more: what runs differ by that differ in nothing
+
+Each run has its own folder ``OUT/<recipe>-seed<k>``, and a file ``finished.json`` there once it is over: a study that
+is started again skips those runs, continues the others from their last checkpoint, and runs those again that have none.
+The study keeps checkpoints while a run is going on and deletes them when it is finished. All finished runs in OUT are
+compared, those of earlier commands with other recipes or seeds too.
 
 A seed decides the initial weights; the data and their order are the same for every run.
 """
@@ -26,11 +34,11 @@ import torch
 from runs import TRAIN, ending, launch, split_flags
 
 from titan_mxfp8.modules import as_list
-from titan_mxfp8.recipe import GROUPED_MM, LINEAR, get_recipe
+from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 CONVERTERS = (GROUPED_MM, LINEAR)
-REBASE = "+rebase"  # behind a recipe's name
+OPTIONS = {"rebase", "dispatch", "repeat"}
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 
 
@@ -63,15 +71,32 @@ class Going:
     started: float
 
 
+def parts(recipe: str) -> tuple[str, list[str]]:
+    """A recipe's own name, and the options behind it.
+
+    Raises:
+        ValueError: unknown ones, or a recipe that has not these options.
+    """
+    name, *options = recipe.split("+")
+    if not set(options) <= OPTIONS or len(set(options)) < len(options):
+        raise ValueError(f"--recipes has {recipe!r}: behind a recipe stand, once, {', '.join(sorted(OPTIONS))}")
+    get_recipe(name, rebase="rebase" in options)
+    return name, options
+
+
 def flags_of(run: StudyRun, config: Path, checkpoint_every: int) -> list[str]:
     """TorchTitan's command line of a run, without the user's trailing flags."""
     flags = [f"--job.config_file={config}", f"--job.dump_folder={run.folder}", f"--debug.seed={run.seed}"]
-    if run.recipe == "bf16":
-        flags.append("--model.converters=")
-    else:
-        flags += [f"--{converter}.recipe_name={run.recipe.removesuffix(REBASE)}" for converter in CONVERTERS]
-    if run.recipe.endswith(REBASE):
-        flags += [f"--{converter}.hopper_rebase" for converter in CONVERTERS]
+    name, options = parts(run.recipe)
+    converters = CONVERTERS
+    if name == BF16.name:
+        converters = (GROUPED_MM,) if "dispatch" in options else ()
+        flags.append(f"--model.converters={','.join(converters)}")
+    flags += [f"--{converter}.recipe_name={name}" for converter in converters]
+    if "rebase" in options:
+        flags += [f"--{converter}.hopper_rebase" for converter in converters]
+    if "dispatch" in options:
+        flags.append(f"--{GROUPED_MM}.dispatch=auto")
     if checkpoint_every:
         flags += ["--checkpoint.enable", f"--checkpoint.interval={checkpoint_every}", "--checkpoint.folder=checkpoint"]
     return flags
@@ -131,8 +156,8 @@ def study(args: argparse.Namespace, asked: Sequence[int]) -> dict[StudyRun, str]
     """
     runs = [
         StudyRun(recipe=recipe, seed=seed, folder=args.out / f"{recipe}-seed{seed}")
-        for recipe in args.recipes
         for seed in args.seeds
+        for recipe in args.recipes
     ]
     gpus = torch.cuda.device_count()
     standing = {run: FINISHED if run.finished else STOPPED for run in runs}
@@ -176,12 +201,12 @@ def check(args: argparse.Namespace) -> None:
         for value in values:
             if values.count(value) > 1:  # two runs would write one folder
                 raise ValueError(f"{flag} has {value} twice")
-    for recipe in args.recipes:
-        if recipe != "bf16":
-            get_recipe(recipe.removesuffix(REBASE))
     converters = as_list(tomllib.loads(args.config.read_text()).get("model", {}).get("converters", []))
-    if set(args.recipes) != {"bf16"} and not set(converters) & set(CONVERTERS):
-        raise ValueError(f"{args.config} has model.converters = {converters}: recipes need {' or '.join(CONVERTERS)}")
+    for recipe in args.recipes:
+        name, options = parts(recipe)
+        needed = (GROUPED_MM,) if "dispatch" in options else () if name == BF16.name else CONVERTERS
+        if needed and not set(needed) & set(converters):
+            raise ValueError(f"{args.config} has model.converters = {converters}: {recipe} needs {' or '.join(needed)}")
     gpus = torch.cuda.device_count()
     if gpus and args.ngpu > gpus:
         raise ValueError(f"--ngpu {args.ngpu}, but this machine has {gpus} GPUs")
@@ -195,6 +220,24 @@ def check(args: argparse.Namespace) -> None:
             f"{args.out} holds a study of another config or other flags ({kept}): name another --out, or remove it"
         )
     kept.write_text(json.dumps(described, indent=2) + "\n")
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Has compare_runs.py compare all finished runs in the study's folder; its exit status, 0 where there are none."""
+
+    def place(folder: Path) -> tuple[int, str, int]:
+        recipe, _, seed = folder.name.rpartition("-seed")
+        return args.recipes.index(recipe) if recipe in args.recipes else len(args.recipes), recipe, int(seed)
+
+    finished = sorted((path.parent for path in args.out.glob("*-seed*/finished.json")), key=place)
+    if not finished:
+        return 0
+    if place(finished[0])[0] > 0:
+        print(f"nothing to compare with: no run of {args.recipes[0]} is finished")
+        return 0
+    command = [sys.executable, str(Path(__file__).parent / "compare_runs.py"), *map(str, finished)]
+    command += ["--out", str(args.out), "--window", str(args.window), "--margin", str(args.margin)]
+    return subprocess.run(command).returncode
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -234,6 +277,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="0: no checkpoints, runs that stop start anew [500]",
     )
     add("--window", type=float, default=0.1, help="of compare_runs.py [0.1]")
+    add("--margin", type=float, default=0.005, help="of compare_runs.py [0.005]")
     own, flags = split_flags(argv)
     args = parser.parse_args(own, argparse.Namespace(flags=flags))
     args.out = (args.out or Path("outputs") / f"study_{args.config.stem}").absolute()
@@ -251,15 +295,9 @@ def main(argv: Sequence[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: asked.append(number))
     standing = study(args, asked)
-    finished = [str(run.folder) for run, state in standing.items() if state == FINISHED]
     counts = {state: list(standing.values()).count(state) for state in (FINISHED, FAILED, STOPPED)}
     print(", ".join(f"{count} {state}" for state, count in counts.items()))
-    if finished:
-        script = Path(__file__).parent / "compare_runs.py"
-        command = [sys.executable, str(script), *finished, "--out", str(args.out), "--window", str(args.window)]
-        compared = subprocess.run(command).returncode
-    else:
-        compared = 0
+    compared = compare(args)
     if counts[STOPPED]:
         print("the same command continues the study")
     sys.exit(1 if counts[FAILED] or compared else 3 if counts[STOPPED] else 0)

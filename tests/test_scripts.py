@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 
 import bench_grouped_mm
 import bench_moe_layer
@@ -32,6 +33,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from titan_mxfp8 import mxfp8_grouped_mm
 from titan_mxfp8.backends import load
+from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 from titan_mxfp8.testing import GroupedShape, Timing, make_offs
 
 ROOT = Path(__file__).parent.parent
@@ -349,6 +351,8 @@ def test_converge_runs_a_study_in_order_stops_at_the_limit_and_continues(tmp_pat
     assert "bf16-seed0: started from its checkpoint" in second.stdout
     assert not checkpoint.exists(), "a finished run needs none"
     assert [row["run"] for row in rows_of(out / "table.csv")] == ["bf16", "mxfp8_2d+rebase"]
+    started = re.findall(r"(\S+): started", second.stdout)
+    assert started == ["bf16-seed0", "mxfp8_2d+rebase-seed0", "bf16-seed1", "mxfp8_2d+rebase-seed1"], "seed by seed"
 
     third = shell(*command, "--", "--training.steps=3", **stub)
     assert third.returncode == 0, third.stdout + third.stderr
@@ -367,19 +371,82 @@ def test_converge_runs_a_study_in_order_stops_at_the_limit_and_continues(tmp_pat
     assert "holds a study of another config or other flags" in refused
 
 
+def test_converge_compares_all_finished_runs_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Those of earlier commands too, with the first recipe of this one as the baseline."""
+    for name in ("mxfp8-seed10", "mxfp8-seed2", "bf16-seed2", "bf16+repeat-seed2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "finished.json").write_text('{"seconds": 1.0}')
+    (tmp_path / "bf16-seed3").mkdir()  # not finished
+    ran, done = [], SimpleNamespace(returncode=7)
+    monkeypatch.setattr(converge.subprocess, "run", lambda command: ran.append(command) or done)
+
+    def compared(*recipes: str) -> int:
+        options = ["--out", str(tmp_path), "--margin", "0.01", "--window", "0.2"]
+        return converge.compare(converge.parse_arguments(["x.toml", "--recipes", *recipes, *options]))
+
+    assert compared("bf16", "mxfp8") == 7
+    names = ["bf16-seed2", "mxfp8-seed2", "mxfp8-seed10", "bf16+repeat-seed2"]
+    folders = [str(tmp_path / name) for name in names]
+    assert ran[0][2:] == [*folders, "--out", str(tmp_path), "--window", "0.2", "--margin", "0.01"]
+    assert compared("mxfp8_2d", "mxfp8") == 0 and len(ran) == 1
+    assert capsys.readouterr().out == "nothing to compare with: no run of mxfp8_2d is finished\n"
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["none.toml"], "none.toml is no file"),
         (["train_configs/debug_llama4.toml", "--recipes", "fp4"], "unknown recipe 'fp4'"),
+        (["train_configs/debug_llama4.toml", "--recipes", "mxfp8+again"], "once, dispatch, rebase, repeat"),
+        (["train_configs/debug_llama4.toml", "--recipes", "bf16+repeat+repeat"], "'bf16+repeat+repeat': behind a"),
+        (["train_configs/debug_llama4.toml", "--recipes", "bf16+rebase"], "'bf16' quantises nothing"),
+        (["linears.toml", "--recipes", "bf16+dispatch"], "bf16+dispatch needs quantize.grouped_mm.mx"),
+        (["plain.toml", "--recipes", "bf16", "mxfp8"], "mxfp8 needs quantize.grouped_mm.mx or quantize.linear.mx"),
         (["train_configs/debug_llama4.toml", "--out", "pyproject.toml/study"], "pyproject.toml"),
         (["train_configs/debug_llama4.toml", "--seeds", "0", "1", "0"], "--seeds has 0 twice"),
         (["train_configs/debug_llama4.toml", "--recipes", "bf16", "mxfp8", "bf16"], "--recipes has bf16 twice"),
     ],
 )
-def test_converge_refuses_a_bad_study(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_converge_refuses_a_bad_study(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
+    for name, converters in (("linears.toml", '["quantize.linear.mx"]'), ("plain.toml", "[]")):
+        if name in arguments:
+            (tmp_path / name).write_text(f"[model]\nconverters = {converters}\n")
+            arguments = [str(tmp_path / name), *arguments[1:]]
     assert message in call("converge", *arguments)
+
+
+@pytest.mark.parametrize(
+    "recipe, flags",
+    [
+        ("bf16", ["--model.converters="]),
+        ("bf16+repeat", ["--model.converters="]),
+        (
+            "bf16+dispatch",
+            ["--model.converters=GROUPED", "--GROUPED.recipe_name=bf16", "--GROUPED.dispatch=auto"],
+        ),
+        ("mxfp8_2d+repeat", ["--GROUPED.recipe_name=mxfp8_2d", "--LINEAR.recipe_name=mxfp8_2d"]),
+        (
+            "mxfp8_2d_rebased+dispatch+repeat",
+            [
+                "--GROUPED.recipe_name=mxfp8_2d_rebased",
+                "--LINEAR.recipe_name=mxfp8_2d_rebased",
+                "--GROUPED.dispatch=auto",
+            ],
+        ),
+    ],
+)
+def test_converge_converts_as_a_recipe_and_its_options_say(recipe: str, flags: list[str], tmp_path: Path) -> None:
+    run = converge.StudyRun(recipe=recipe, seed=7, folder=tmp_path / f"{recipe}-seed7")
+    common = [f"--job.dump_folder={run.folder}", "--debug.seed=7"]
+    expected = [flag.replace("GROUPED", GROUPED_MM).replace("LINEAR", LINEAR) for flag in flags]
+    assert converge.flags_of(run, Path("a.toml"), 0)[1:] == [*common, *expected]
+    read = runs.Run(name=run.folder.name, loss={}, tps={}, memory={}, config={})
+    assert (read.group, read.seed) == (recipe, 7)
 
 
 def test_converge_takes_converters_as_one_string_and_paths_of_the_current_folder(
