@@ -43,7 +43,7 @@ class Layer(nn.Module):
         super().__init__()
         self.experts = Experts()
         self.shared_experts = nn.Linear(64, 96)
-        self.gate = nn.Linear(64, 4)
+        self.head = nn.Linear(64, 4)
         self.attention = nn.ModuleDict({"wq": nn.Linear(64, 64), "wk": nn.Linear(64, 64, bias=False)})
 
     def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
@@ -66,11 +66,11 @@ def test_converts_experts_and_linears_and_tells_them_apart(caplog: pytest.LogCap
         converted = convert_model(model, grouped_fqns=["experts"], linear_filter_fqns=["wk"], recipe="mxfp8_2d")
     assert converted == ["experts", "shared_experts", "attention.wq"]
     assert isinstance(model.experts, Experts) and isinstance(model.shared_experts, modules.MXFP8Linear)
-    assert type(model.gate) is nn.Linear and type(model.attention["wk"]) is nn.Linear
+    assert type(model.head) is nn.Linear and type(model.attention["wk"]) is nn.Linear
     log = caplog.text
     assert "converted 1 expert module (recipe mxfp8_2d, backend reference)" in log
-    assert "converted 2 Linears (recipe mxfp8_2d, backend reference); left: gate" in log
-    assert "gate stays in high precision, 64 -> 4 features" in log and "attention.wk (filter_fqns has 'wk')" in log
+    assert "converted 2 Linears (recipe mxfp8_2d, backend reference); left: head" in log
+    assert "head stays in high precision, 64 -> 4 features" in log and "attention.wk (filter_fqns has 'wk')" in log
 
 
 def test_the_forward_is_the_mxfp8_op() -> None:
@@ -314,14 +314,14 @@ def test_converting_twice_is_an_error_that_says_so() -> None:
     convert_model(model, grouped_fqns=["experts"])
     with pytest.raises(ValueError, match=r"expert modules: experts \(converted already\)"):
         convert_model(model, grouped_fqns=["experts"])
-    with pytest.raises(ValueError, match=r"linears: shared_experts \(converted already\)"):
+    with pytest.raises(ValueError, match=r"linears: shared_experts, attention.wq, attention.wk \(converted already\)"):
         modules.convert_linears(model, recipe="mxfp8")
 
 
 def test_converting_nothing_lists_what_could_have_matched() -> None:
     with pytest.raises(ValueError, match=r"fqns \['expert_bank'\].*expert modules: experts \(Experts\)"):
         convert_model(Layer(), grouped_fqns=["expert_bank"])
-    with pytest.raises(ValueError, match=r"shared_experts \(filter_fqns has 'a'\).*gate \(filter_fqns has 'a'\)"):
+    with pytest.raises(ValueError, match=r"shared_experts, head, .* \(filter_fqns has 'a'\)"):
         convert_model(Layer(), linear_filter_fqns=["a"])
     with pytest.raises(ValueError, match="The model's linears: none"):
         convert_model(nn.Sequential(nn.LayerNorm(4)))
@@ -377,6 +377,62 @@ def test_a_linear_with_two_names_is_left_alone_if_one_is_filtered(caplog: pytest
     model = nn.ModuleDict({"experts": Experts(), "linear": nn.Linear(64, 64)})
     model["bank"] = model["experts"]
     assert convert_model(model, grouped_fqns="bank") == ["experts", "linear"]
+
+
+def named(names: str) -> nn.Module:
+    """A tree with a linear of 64 features for each of these names."""
+    root = nn.Module()
+    for name in names.split():
+        *parents, last = name.split(".")
+        module = root
+        for parent in parents:
+            if not hasattr(module, parent):
+                module.add_module(parent, nn.Module())
+            module = getattr(module, parent)
+        module.add_module(last, nn.Linear(64, 64))
+    return root
+
+
+@pytest.mark.parametrize(
+    "filters, converted",
+    [
+        (["gate"], "a.wq"),
+        (["gate$"], "a.gate_proj a.wq"),
+        ([".gate$", "wq"], "a.gate_proj own_gate"),
+        ("own_gate$,a.gate$", "a.gate_proj a.wq"),
+        (["a$"], "a.gate a.gate_proj a.wq own_gate"),
+    ],
+)
+def test_a_filter_names_a_part_or_an_end(filters: list[str] | str, converted: str) -> None:
+    model = named("a.gate a.gate_proj a.wq own_gate")
+    assert sorted(convert_model(model, linear_filter_fqns=filters)) == converted.split()
+
+
+def test_names_of_experts_may_end_so_too() -> None:
+    model = nn.ModuleDict({"experts": Experts(), "experts_of_others": Experts()})
+    assert convert_model(model, grouped_fqns="experts$") == ["experts"]
+
+
+class TopRouter(nn.Sequential):
+    """Named as Transformers and TorchTitan name theirs."""
+
+
+def test_routers_are_left_alone_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    """As Transformers 4.57 has them, linears beside experts, and as modules of a class of their own."""
+    model = named("0.gate 0.experts.0.up 1.router.proj 2.gate 2.up")
+    model.get_submodule("1").bank = Experts()
+    model.chooser = TopRouter(nn.Linear(64, 64))
+    with caplog.at_level(logging.INFO):
+        converted = convert_model(model)
+    assert converted == ["0.experts.0.up", "2.gate", "2.up"], "a gated linear unit's gate is no router"
+    assert "left: 0.gate, 1.router.proj, chooser.0 (router)" in caplog.text
+
+
+def test_lora_adapters_are_left_alone_and_those_of_many_layers_counted(caplog: pytest.LogCaptureFixture) -> None:
+    model = named(" ".join(f"{i}.q.base_layer {i}.q.lora_A.default {i}.q.lora_B.default" for i in range(6)) + " out")
+    with caplog.at_level(logging.INFO):
+        assert convert_model(model, linear_filter_fqns="out") == [f"{i}.q.base_layer" for i in range(6)]
+    assert "3.q.lora_B.default and 4 more (LoRA adapter), out (filter_fqns has 'out')" in caplog.text
 
 
 @pytest.mark.parametrize("whole", [False, True])

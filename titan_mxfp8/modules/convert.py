@@ -37,15 +37,16 @@ def convert_model(
 ) -> list[str]:
     """Converts a model in place: linears, and the expert modules that ``grouped_fqns`` names.
 
-    For users without TorchTitan. ``convert_linears`` and ``convert_experts`` do one of the two.
+    For users without TorchTitan. ``convert_linears`` and ``convert_experts`` do one of the two. A part of a name stands
+    for every name that has it; ``gate$`` for the names that end so, which ``gate_proj`` does not.
 
     Args:
         model: any module tree, on any device, meta included.
         recipe: a key of ``RECIPES``, or a ``Recipe``.
-        grouped_fqns: substrings of the names of expert modules: modules with 3-D parameters of their own whose forward
-            calls ``torch._grouped_mm``. Empty: none.
-        linear_filter_fqns: substrings of the names of ``nn.Linear`` modules to leave alone. Empty: none, so name the
-            output layer and the routers, which the plugin leaves alone by default.
+        grouped_fqns: parts of the names of expert modules: modules with 3-D parameters of their own whose forward calls
+            ``torch._grouped_mm``. Empty: none.
+        linear_filter_fqns: parts of the names of ``nn.Linear`` modules to leave alone, such as the output layer,
+            besides those that ``convert_linears`` leaves alone by itself.
         backend: ``auto`` or a name of ``titan_mxfp8.backends``.
         rebase: take the recipe's rebased form, as for ``mxfp8_grouped_mm``.
         requantize_input: keep inputs for backward as FP8 rows where forward multiplies those, as for
@@ -75,11 +76,14 @@ def convert_linears(
     rebase: bool = False,
     requantize_input: bool = False,
 ) -> list[str]:
-    """Converts every ``nn.Linear`` whose name contains none of ``filter_fqns``.
+    """Converts every ``nn.Linear`` whose name has none of ``filter_fqns`` as a part, or, of ``gate$``, at its end.
 
-    One whose in or out features are not a multiple of 32 stays as it is, with a log line that names it. Subclasses of
-    ``nn.Linear`` have a forward of their own and stay as they are too, and so does what ``nn.MultiheadAttention``
-    multiplies with itself. A module with several names is left alone if ``filter_fqns`` has one of them.
+    One whose in or out features are not a multiple of 32 stays as it is, with a log line that names it. So do routers
+    (in a child whose class is named a router, or which is named ``gate`` or ``router`` and has experts beside it) and
+    the linears of LoRA adapters (below a part of the name that begins with ``lora_``): a few columns gain nothing, and
+    the choice of experts is sensitive. Subclasses of ``nn.Linear`` have a forward of their own and stay as they are
+    too, and so does what ``nn.MultiheadAttention`` multiplies with itself. A module with several names is left alone if
+    ``filter_fqns`` has one of them.
 
     Returns:
         The names of the converted modules.
@@ -98,36 +102,42 @@ class _Choice:
     Attributes:
         kind: what the modules are, in words.
         modules: those to convert, by name.
-        left: names of those of this kind that stay as they are, and why.
+        left: names of those of this kind that stay as they are, and why each does.
     """
 
     kind: str
     modules: dict[str, nn.Module]
-    left: list[str]
+    left: dict[str, str]
 
 
 def _choose_linears(model: nn.Module, filter_fqns: list[str], at_least_one: bool = True) -> _Choice:
     attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     read_by_attention = {child for attention in attentions for child in attention.children()}
-    chosen, left = {}, []
+    routers = _routers(model)
+    chosen: dict[str, nn.Module] = {}
+    left: dict[str, str] = {}
     for module, names in _names(model).items():
         if not isinstance(module, nn.Linear):
             continue
         fqn = names[0]
-        filtered = next(((name, part) for name in names for part in filter_fqns if part in name), None)
+        filtered = next(((name, part) for name in names for part in filter_fqns if _matches(name, part)), None)
         if isinstance(module, ConvertedModule):
-            left.append(f"{fqn} (converted already)")
+            left[fqn] = "converted already"
         elif filtered is not None:
             name, part = filtered
-            left.append(f"{fqn} ({'' if name == fqn else f'also named {name}, and '}filter_fqns has {part!r})")
+            left[fqn] = f"{'' if name == fqn else f'also named {name}, and '}filter_fqns has {part!r}"
+        elif module in routers:
+            left[fqn] = "router"
+        elif any(part.startswith("lora_") for part in fqn.split(".")):
+            left[fqn] = "LoRA adapter"
         elif type(module) not in LINEAR_CLASSES:
-            left.append(f"{fqn} ({type(module).__name__}, not nn.Linear itself)")
+            left[fqn] = f"{type(module).__name__}, not nn.Linear itself"
         elif module in read_by_attention:
-            left.append(f"{fqn} (nn.MultiheadAttention reads its weight itself)")
+            left[fqn] = "nn.MultiheadAttention reads its weight itself"
         elif module.in_features % BLOCK_SIZE or module.out_features % BLOCK_SIZE:
             shape = f"{module.in_features} -> {module.out_features}"
             logger.info(f"MXFP8: {fqn} stays in high precision, {shape} features are not multiples of {BLOCK_SIZE}")
-            left.append(f"{fqn} ({shape} features, not multiples of {BLOCK_SIZE})")
+            left[fqn] = f"{shape} features, not multiples of {BLOCK_SIZE}"
         else:
             chosen[fqn] = module
     if at_least_one and not chosen:
@@ -143,6 +153,23 @@ def _names(model: nn.Module) -> dict[nn.Module, list[str]]:
     return names
 
 
+def _matches(name: str, part: str) -> bool:
+    """Whether a module's name has ``part`` in it, or at its end where ``part`` ends with a dollar sign."""
+    return name.endswith(part[:-1]) if part.endswith("$") else part in name
+
+
+def _routers(model: nn.Module) -> set[nn.Module]:
+    """The modules that choose experts, with all that they hold."""
+    routers = set()
+    for parent in model.modules():
+        children = dict(parent.named_children())
+        beside_experts = any("expert" in name or is_expert_module(child) for name, child in children.items())
+        for name, child in children.items():
+            if type(child).__name__.endswith("Router") or (beside_experts and name in ("gate", "router")):
+                routers.update(child.modules())
+    return routers
+
+
 def convert_experts(
     model: nn.Module,
     *,
@@ -153,7 +180,7 @@ def convert_experts(
     rebase: bool = False,
     requantize_input: bool = False,
 ) -> list[str]:
-    """Converts the expert modules whose name contains one of ``fqns``.
+    """Converts the expert modules whose name has one of ``fqns`` as a part, or, of ``experts$``, at its end.
 
     An expert module holds 3-D parameters of its own. A class of ``EXPERT_CLASSES`` gets the MXFP8 class found there; in
     any other, the calls of ``torch._grouped_mm`` are replaced, also where ``torch.utils.checkpoint`` in its forward
@@ -171,16 +198,17 @@ def convert_experts(
 
 
 def _choose_experts(model: nn.Module, fqns: list[str]) -> _Choice:
-    chosen, left = {}, []
+    chosen: dict[str, nn.Module] = {}
+    left: dict[str, str] = {}
     for module, names in _names(model).items():
         if not is_expert_module(module):
             continue
         fqn = names[0]
         if isinstance(module, ConvertedModule):
-            left.append(f"{fqn} (converted already)")
+            left[fqn] = "converted already"
             continue
-        if not any(part in name for name in names for part in fqns):
-            left.append(f"{fqn} ({type(module).__name__})")
+        if not any(_matches(name, part) for name in names for part in fqns):
+            left[fqn] = type(module).__name__
             continue
         for name, param in module.named_parameters(recurse=False):
             if param.ndim == 3 and (param.shape[1] % BLOCK_SIZE or param.shape[2] % BLOCK_SIZE):
@@ -294,6 +322,13 @@ def _device(model: nn.Module) -> torch.device:
     return training_device() if on_meta else param.device
 
 
-def _listing(names: list[str], most: int = 20) -> str:
-    shown = ", ".join(names[:most]) or "none"
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def _listing(left: dict[str, str], most: int = 8) -> str:
+    """Names by why they are left, at most so many of each."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in left.items():
+        by_reason.setdefault(reason, []).append(name)
+    shown = []
+    for reason, names in by_reason.items():
+        more = f" and {len(names) - most} more" if len(names) > most else ""
+        shown.append(f"{', '.join(names[:most])}{more} ({reason})")
+    return ", ".join(shown) or "none"

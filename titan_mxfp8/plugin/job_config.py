@@ -48,8 +48,9 @@ class MXLinear:
 
     filter_fqns: list[str] = field(default_factory=lambda: list(DEFAULT_FILTER_FQNS))
     """
-    Comma-separated parts of the names of nn.Linear modules to leave in high precision. A linear whose in or out
-    features are not a multiple of 32 is always left, with a log line that names it.
+    Comma-separated parts of the names of nn.Linear modules to leave in high precision; with $ behind it, a part at the
+    end of a name. Routers are always left, and a linear whose in or out features are not a multiple of 32, with a log
+    line that names it.
     Example: --quantize.linear.mx.filter_fqns="output,router.gate,attention.wk,attention.wv"
     """
 
@@ -88,8 +89,9 @@ class MXGroupedMM:
 
     fqns: list[str] | str = field(default_factory=lambda: list(DEFAULT_FQNS))
     """
-    Comma-separated parts of the names of expert modules to convert. Only modules that hold one matrix per expert count:
-    the linears of moe.shared_experts match "experts" too, and belong to quantize.linear.mx.
+    Comma-separated parts of the names of expert modules to convert; with $ behind it, a part at the end of a name. Only
+    modules that hold one matrix per expert count: the linears of moe.shared_experts match "experts" too, and belong to
+    quantize.linear.mx.
     """
 
     backend: str = "auto"
