@@ -277,6 +277,18 @@ def test_the_log_says_what_is_converted_by_what_and_what_is_multiplied(caplog: p
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
+def test_what_comes_back_shows_what_the_log_says(caplog: pytest.LogCaptureFixture) -> None:
+    """INFO is shown to nobody who did not set logging up."""
+    model = Layer()
+    with caplog.at_level(logging.INFO):
+        converted = convert_model(model, grouped_fqns=["experts"])
+    logged = [record.getMessage() for record in caplog.records if "stays in high precision" not in record.getMessage()]
+    assert len(logged) == 3 and str(converted).splitlines() == logged
+    assert converted == ["experts", "shared_experts", "attention.wq", "attention.wk"]
+    again = copy.deepcopy(converted)
+    assert str(again) == str(converted) and again == converted
+
+
 def test_requantised_inputs_reach_the_ops() -> None:
     """Backward then starts from FP8 rows: the gradients of the weights are other ones, of inputs of several sizes."""
     torch.manual_seed(0)

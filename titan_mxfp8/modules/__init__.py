@@ -6,6 +6,7 @@ So FSDP, TP, EP, checkpoints, optimizers, ``deepcopy`` and meta-device init meet
 from titan_mxfp8.modules.convert import (
     EXPERT_CLASSES,
     LINEAR_CLASSES,
+    Conversion,
     as_list,
     convert_experts,
     convert_linears,
@@ -21,6 +22,7 @@ __all__ = [
     "EXPERT_CLASSES",
     "LINEAR_CLASSES",
     "SPLITS_GEMMS",
+    "Conversion",
     "ConvertedModule",
     "Dispatch",
     "MXConfig",

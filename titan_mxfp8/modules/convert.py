@@ -25,6 +25,21 @@ EXPERT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 LINEAR_CLASSES: dict[type[nn.Linear], type[nn.Linear]] = {nn.Linear: MXFP8Linear}
 
 
+class Conversion(list[str]):
+    """The names of the converted modules; as a string, what the log says of them.
+
+    Attributes:
+        report: that string.
+    """
+
+    def __init__(self, names: Iterable[str], report: str) -> None:
+        super().__init__(names)
+        self.report = report
+
+    def __str__(self) -> str:
+        return self.report
+
+
 def convert_model(
     model: nn.Module,
     *,
@@ -34,7 +49,7 @@ def convert_model(
     backend: str = "auto",
     rebase: bool = False,
     requantize_input: bool = False,
-) -> list[str]:
+) -> Conversion:
     """Converts a model in place: linears, and the expert modules that ``grouped_fqns`` names.
 
     For users without TorchTitan. ``convert_linears`` and ``convert_experts`` do one of the two. A part of a name stands
@@ -53,18 +68,18 @@ def convert_model(
             ``mxfp8_grouped_mm``.
 
     Returns:
-        The names of the converted modules.
+        The names of the converted modules, as a list that ``print`` shows as a report: what the log says at level INFO.
 
     Raises:
         ValueError: nothing converted, or no expert module though ``grouped_fqns`` names some, an unknown recipe or
             backend, a backend without ``rebase``, or expert features that are no multiple of 32. The model is then as
             it was.
     """
-    config = _config(recipe, backend, model, rebase, requantize_input=requantize_input)
+    config, chosen = _config(recipe, backend, model, rebase, requantize_input=requantize_input)
     grouped_fqns = as_list(grouped_fqns)
     experts = [_choose_experts(model, grouped_fqns)] if grouped_fqns else []
     linears = _choose_linears(model, as_list(linear_filter_fqns), at_least_one=not grouped_fqns)
-    return _convert(model, [*experts, linears], config)
+    return _convert(model, [*experts, linears], config, chosen)
 
 
 def convert_linears(
@@ -75,7 +90,7 @@ def convert_linears(
     backend: str = "auto",
     rebase: bool = False,
     requantize_input: bool = False,
-) -> list[str]:
+) -> Conversion:
     """Converts every ``nn.Linear`` whose name has none of ``filter_fqns`` as a part, or, of ``gate$``, at its end.
 
     One whose in or out features are not a multiple of 32 stays as it is, with a log line that names it. So do routers
@@ -86,13 +101,13 @@ def convert_linears(
     ``filter_fqns`` has one of them.
 
     Returns:
-        The names of the converted modules.
+        The names of the converted modules, and a report.
 
     Raises:
         ValueError: nothing was converted; the message says why each candidate was not.
     """
-    config = _config(recipe, backend, model, rebase, requantize_input=requantize_input)
-    return _convert(model, [_choose_linears(model, as_list(filter_fqns))], config)
+    config, chosen = _config(recipe, backend, model, rebase, requantize_input=requantize_input)
+    return _convert(model, [_choose_linears(model, as_list(filter_fqns))], config, chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +194,7 @@ def convert_experts(
     compile_backend: str | None = None,
     rebase: bool = False,
     requantize_input: bool = False,
-) -> list[str]:
+) -> Conversion:
     """Converts the expert modules whose name has one of ``fqns`` as a part, or, of ``experts$``, at its end.
 
     An expert module holds 3-D parameters of its own. A class of ``EXPERT_CLASSES`` gets the MXFP8 class found there; in
@@ -188,13 +203,13 @@ def convert_experts(
     ``shared_experts``, is not an expert module and stays as it is.
 
     Returns:
-        The names of the converted modules.
+        The names of the converted modules, and a report.
 
     Raises:
         ValueError: nothing was converted, or expert features that are not a multiple of 32.
     """
-    config = _config(recipe, backend, model, rebase, compile_backend, requantize_input)
-    return _convert(model, [_choose_experts(model, as_list(fqns))], config)
+    config, chosen = _config(recipe, backend, model, rebase, compile_backend, requantize_input)
+    return _convert(model, [_choose_experts(model, as_list(fqns))], config, chosen)
 
 
 def _choose_experts(model: nn.Module, fqns: list[str]) -> _Choice:
@@ -225,18 +240,21 @@ def _choose_experts(model: nn.Module, fqns: list[str]) -> _Choice:
     return _Choice(kind="expert module", modules=chosen, left=left)
 
 
-def _convert(model: nn.Module, choices: list[_Choice], config: MXConfig) -> list[str]:
+def _convert(model: nn.Module, choices: list[_Choice], config: MXConfig, chosen: str) -> Conversion:
+    """Swaps the classes. ``chosen``, of ``_config``, is the report's first line."""
+    report = [chosen]
     for choice in choices:
         for fqn, module in choice.modules.items():
             module.__class__ = _converted_class(type(module), config)
             module.mxfp8_fqn = fqn
         count = f"{len(choice.modules)} {choice.kind}{'s' * (len(choice.modules) != 1)}"
-        logger.info(
+        report.append(
             f"MXFP8: converted {count} (recipe {config.recipe.name}, backend {config.backend}); "
             f"left: {_listing(choice.left)}"
         )
+        logger.info(report[-1])
     _disable_fast_paths(model)
-    return [fqn for choice in choices for fqn in choice.modules]
+    return Conversion((fqn for choice in choices for fqn in choice.modules), "\n".join(report))
 
 
 def _converted_class(cls: type[nn.Module], config: MXConfig) -> type[nn.Module]:
@@ -303,16 +321,19 @@ def _config(
     rebase: bool,
     compile_backend: str | None = None,
     requantize_input: bool = False,
-) -> MXConfig:
+) -> tuple[MXConfig, str]:
+    """The config of all modules that one call converts, and the log line that says what was chosen."""
     recipe, hardware = get_recipe(recipe, rebase), hardware_of(_device(model))
     selection = backends.select(backend, hardware, recipe)
     plan = backends.plan_on(recipe, selection.name, hardware)
-    logger.info(f"MXFP8: recipe {recipe.name}, backend {selection.name} ({selection.reason}); multiplies {plan}")
+    chosen = f"MXFP8: recipe {recipe.name}, backend {selection.name} ({selection.reason}); multiplies {plan}"
+    logger.info(chosen)
     if selection.warning:
         logger.warning(f"MXFP8: {selection.warning}")
-    return MXConfig(
+    config = MXConfig(
         recipe=recipe, backend=selection.name, compile_backend=compile_backend, requantize_input=requantize_input
     )
+    return config, chosen
 
 
 def _device(model: nn.Module) -> torch.device:
