@@ -8,6 +8,9 @@
 #
 # PYTHON= names a Python to be used as it is, with what it has and what lies on PYTHONPATH: nothing is installed, which a
 # machine without a package registry needs.
+#
+# EXTRA= names one more extra of pyproject.toml: test.sh wants hf. It has a stamp of its own, so that no script that does
+# without installs again.
 
 if [ -n "${PYTHON:-}" ]; then
     if ! program=$(command -v "$PYTHON"); then
@@ -59,6 +62,10 @@ if [ -z "${PYTHON:-}" ] && [ ! -e "$stamp" ]; then
     fi
     "$venv/bin/python" -m pip install -q --disable-pip-version-check -e ".[$extras]"
     touch "$stamp"
+fi
+if [ -z "${PYTHON:-}" ] && [ -n "${EXTRA:-}" ] && [ ! -e "$stamp-$EXTRA" ]; then
+    "$venv/bin/python" -m pip install -q --disable-pip-version-check -e ".[$EXTRA]"
+    touch "$stamp-$EXTRA"
 fi
 # shellcheck source=/dev/null
 [ -n "${PYTHON:-}" ] || . "$venv/bin/activate"

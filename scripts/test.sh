@@ -15,6 +15,7 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     exit
 fi
 cd "$(dirname "$0")/.."
+[ "${TITAN:-0.2}" != 0.2 ] || EXTRA=hf # the tests of Transformers are among those of TorchTitan 0.2.2
 . scripts/setup.sh
 ruff check .
 ruff format --check .

@@ -1061,6 +1061,23 @@ echo "$@" >> calls
     assert [install.split()[-1] for install in installs] == [*(["torch==2.13.0"] * (not inherited)), f".[{extras}]"]
 
 
+def test_setup_installs_one_more_extra_once_and_for_others_nothing_again(tmp_path: Path) -> None:
+    """Else each script that a test calls would install anew, two at a time in one environment."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] || echo "$@" >> calls\n')
+    python.chmod(0o755)
+    (tmp_path / "pyproject.toml").write_text("")
+    shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path)
+    steps = 'touch .venv/.installed-$(cksum < pyproject.toml | cut -d" " -f1)-default; . ./setup.sh'
+    for extra in ("hf", "hf", ""):
+        result = shell("bash", "-c", f"set -euo pipefail; cd {tmp_path}; {steps}", EXTRA=extra, TORCH="")
+        assert result.returncode == 0, result.stderr
+    (install,) = (tmp_path / "calls").read_text().splitlines()
+    assert install.endswith("install -q --disable-pip-version-check -e .[hf]")
+
+
 def test_the_launcher_calls_either_torchtitan() -> None:
     settings = {"TITAN": "0.3", "CONFIG": "debug_qwen3", "OUT": "o", "DRYRUN": "1"}
     bf16, mxfp8 = shell("scripts/train.sh", "--training.steps=3", **settings).stdout.splitlines()
