@@ -11,6 +11,7 @@ from torch import nn
 from titan_mxfp8 import backends
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.format.mx import BLOCK_SIZE
+from titan_mxfp8.modules import hugging_face
 from titan_mxfp8.modules.converted import ConvertedModule, MXConfig, own_code
 from titan_mxfp8.modules.linear import MXFP8Linear
 from titan_mxfp8.modules.override import OverriddenForward, override_class
@@ -72,8 +73,8 @@ def convert_model(
 
     Raises:
         ValueError: nothing converted, or no expert module though ``grouped_fqns`` names some, an unknown recipe or
-            backend, a backend without ``rebase``, or expert features that are no multiple of 32. The model is then as
-            it was.
+            backend, a backend without ``rebase``, expert features that are no multiple of 32, or experts of
+            Transformers that never call ``torch._grouped_mm``. The model is then as it was.
     """
     config, chosen = _config(recipe, backend, model, rebase, requantize_input=requantize_input)
     grouped_fqns = as_list(grouped_fqns)
@@ -206,7 +207,8 @@ def convert_experts(
         The names of the converted modules, and a report.
 
     Raises:
-        ValueError: nothing was converted, or expert features that are not a multiple of 32.
+        ValueError: nothing was converted, expert features that are not a multiple of 32, or experts of Transformers
+            that never call ``torch._grouped_mm``.
     """
     config, chosen = _config(recipe, backend, model, rebase, compile_backend, requantize_input)
     return _convert(model, [_choose_experts(model, as_list(fqns))], config, chosen)
@@ -225,6 +227,8 @@ def _choose_experts(model: nn.Module, fqns: list[str]) -> _Choice:
         if not any(_matches(name, part) for name in names for part in fqns):
             left[fqn] = type(module).__name__
             continue
+        if type(module) not in EXPERT_CLASSES and (why := hugging_face.refusal(module)):
+            raise ValueError(f"MXFP8: {fqn} {why}")
         for name, param in module.named_parameters(recurse=False):
             if param.ndim == 3 and (param.shape[1] % BLOCK_SIZE or param.shape[2] % BLOCK_SIZE):
                 raise ValueError(

@@ -8,6 +8,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from titan_mxfp8.modules import hugging_face
 from titan_mxfp8.modules.converted import ConvertedModule
 
 
@@ -89,8 +90,9 @@ class OverriddenForward(ConvertedModule):
             out = super().forward(*args, **kwargs)
         if override.calls == 0 and _has_tokens([*args, *kwargs.values()]):
             raise RuntimeError(
-                f"{type(self).__name__}.forward made no call of torch._grouped_mm, so nothing ran in MXFP8: call it "
-                "there, or register an MXFP8 class of your own in titan_mxfp8.modules.EXPERT_CLASSES"
+                f"{self.mxfp8_fqn}: {type(self).__name__}.forward made no call of torch._grouped_mm, so nothing ran in "
+                "MXFP8: call it there, register an MXFP8 class of your own in titan_mxfp8.modules.EXPERT_CLASSES, or "
+                "leave the module out of the names of experts to convert"
             )
         return out
 
@@ -105,4 +107,5 @@ def _has_tokens(args: list[object]) -> bool:
 def override_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that takes the place of ``cls``: its forward with MXFP8 grouped GEMMs."""
     _carry_overrides_into_backward()
-    return type(f"MXFP8{cls.__name__}", (OverriddenForward, cls), {})
+    between = (hugging_face.GroupedMMExperts,) if hugging_face.is_switchable(cls) else ()
+    return type(f"MXFP8{cls.__name__}", (OverriddenForward, *between, cls), {})

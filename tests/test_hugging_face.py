@@ -1,0 +1,208 @@
+"""Models of Hugging Face Transformers, at tiny sizes, converted as a user does: with ``convert_model`` alone."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from titan_mxfp8 import convert_model
+from titan_mxfp8.modules import ConvertedModule
+from titan_mxfp8.testing import relative_rms
+
+transformers = pytest.importorskip("transformers", minversion="5.0", reason='needs pip install -e ".[hf]"')
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+COMMON = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ATTENTION = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj"
+MLP = "mlp.gate_proj mlp.up_proj mlp.down_proj"
+LATENT_ATTENTION = " ".join(
+    f"self_attn.{name}" for name in "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj".split()
+)
+# 32 experts, so that a router's features are multiples of 32. Besides sizes: what is converted in the last layer.
+MODELS = {
+    "qwen3_moe": (
+        {"head_dim": 32, "moe_intermediate_size": 96, "num_experts": 32, "num_experts_per_tok": 2},
+        f"mlp.experts {ATTENTION}",
+    ),
+    "mixtral": (
+        {"head_dim": 32, "intermediate_size": 96, "num_local_experts": 32, "num_experts_per_tok": 2},
+        f"mlp.experts {ATTENTION}",
+    ),
+    "deepseek_v3": (
+        {
+            "intermediate_size": 96,
+            "moe_intermediate_size": 96,
+            "n_routed_experts": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 32,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+        },
+        f"mlp.experts {LATENT_ATTENTION} {MLP.replace('mlp.', 'mlp.shared_experts.')}",
+    ),
+    "gpt_oss": (
+        {"head_dim": 32, "intermediate_size": 96, "num_local_experts": 32, "num_experts_per_tok": 2},
+        f"mlp.experts {ATTENTION}",
+    ),
+    "olmoe": (
+        {"intermediate_size": 96, "num_experts": 32, "num_experts_per_tok": 2},
+        f"mlp.experts {ATTENTION}",
+    ),
+}
+LLAMA4 = {"head_dim": 32, "intermediate_size": 96, "intermediate_size_mlp": 96, "num_local_experts": 32}
+
+
+def make(name: str, sizes: dict[str, object], **options: object) -> nn.Module:
+    """A model with random weights, in bf16, in training mode."""
+    config = AutoConfig.for_model(name, **COMMON | sizes)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **options).train()
+
+
+def convert(model: nn.Module) -> list[str]:
+    return convert_model(model, recipe="mxfp8_2d", grouped_fqns=["experts"], linear_filter_fqns=["lm_head"])
+
+
+def qwen(converted: bool = True) -> nn.Module:
+    torch.manual_seed(1)
+    model = make("qwen3_moe", MODELS["qwen3_moe"][0])
+    if converted:
+        convert(model)
+    return model
+
+
+TOKENS = torch.randint(3, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(input_ids=TOKENS, labels=TOKENS).loss
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss_of(model).backward()
+    return {name: param.grad.clone() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_trains_in_mxfp8_and_its_router_does_not(name: str) -> None:
+    sizes, expected = MODELS[name]
+    bf16 = make(name, sizes)
+    mxfp8 = copy.deepcopy(bf16)
+    converted = convert(mxfp8)
+    last = "model.layers.1."
+    assert sorted(fqn.removeprefix(last) for fqn in converted if fqn.startswith(last)) == sorted(expected.split())
+    assert {fqn.removeprefix("model.layers.0.") for fqn in converted if not fqn.startswith(last)} <= {
+        *expected.split(),
+        *MLP.split(),
+    }
+    # A random model's loss says little: up to 0.005 with three seeds. So a layer's experts alone, too.
+    difference = (loss_of(mxfp8) - loss_of(bf16)).abs()
+    assert 0 < difference < 0.01
+    x = torch.randn(64, 64).bfloat16()
+    routing = torch.rand(64, 32).topk(2).indices, torch.rand(64, 2).bfloat16()
+    experts = [model.get_submodule(f"{last}mlp.experts") for model in (mxfp8, bf16)]
+    assert 0.02 < relative_rms(*(module(x, *routing) for module in experts)) < 0.08
+    gradient = gradients(mxfp8)
+    assert gradient.keys() == dict(bf16.named_parameters()).keys()
+    assert all(grad.isfinite().all() and grad.any() for grad in gradient.values())
+
+
+def test_generation_is_in_mxfp8_on_gpus_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There ``generate`` switches to an implementation that never calls torch._grouped_mm while it decodes."""
+    model = qwen().eval()
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    expected = model.generate(TOKENS[:, :8], **options)
+    assert expected.shape == (2, 12)
+    with torch.no_grad():
+        logits = model(input_ids=TOKENS).logits
+    seen = []
+    experts = model.model.layers[0].mlp.experts
+    experts.register_forward_pre_hook(lambda module, args: seen.append(module.config._experts_implementation))
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    with model._optimize_model_for_decode():
+        assert torch.equal(model(input_ids=TOKENS).logits, logits)
+    assert seen == ["batched_mm"]
+
+
+def test_a_compiled_model_computes_what_an_eager_one_does() -> None:
+    model = qwen()
+    eager, bf16 = (module(input_ids=TOKENS).logits for module in (model, qwen(converted=False)))
+    compiled = torch.compile(model, backend="aot_eager")(input_ids=TOKENS, labels=TOKENS)
+    assert relative_rms(compiled.logits, eager) < 1e-3 and relative_rms(compiled.logits, bf16) > 1e-2
+    compiled.loss.backward()
+    assert all(param.grad.any() for param in model.parameters())
+
+
+def test_gradient_checkpointing_changes_no_bit() -> None:
+    model = qwen()
+    expected = gradients(model)
+    model.gradient_checkpointing_enable()
+    calls = []
+    model.model.layers[0].mlp.experts.register_forward_pre_hook(lambda *args: calls.append(None))
+    actual = gradients(model)
+    assert len(calls) == 2, "computed again in backward"
+    assert all(torch.equal(actual[name], grad) for name, grad in expected.items())
+
+
+def test_a_saved_model_is_an_ordinary_one_that_one_converts_again(tmp_path: Path) -> None:
+    model = qwen().eval()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert not any(isinstance(module, ConvertedModule) for module in loaded.modules())
+    with torch.no_grad():
+        assert not torch.equal(loaded(input_ids=TOKENS).logits, model(input_ids=TOKENS).logits)
+        convert(loaded)
+        assert torch.equal(loaded(input_ids=TOKENS).logits, model(input_ids=TOKENS).logits)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_experts_that_run_otherwise_are_refused_until_they_are_switched(implementation: str) -> None:
+    model = make("qwen3_moe", MODELS["qwen3_moe"][0], experts_implementation=implementation)
+    match = rf"layers.0.mlp.experts runs with experts_implementation='{implementation}'.*\(\"grouped_mm\"\) before"
+    with pytest.raises(ValueError, match=match):
+        convert(model)
+    assert not any(isinstance(module, ConvertedModule) for module in model.modules())
+    model.set_experts_implementation("grouped_mm")
+    convert(model)
+    loss_of(model).backward()
+
+
+def test_experts_that_can_only_run_otherwise_are_refused() -> None:
+    model = make("llama4_text", LLAMA4)
+    with pytest.raises(ValueError, match=r"experts is a Llama4TextExperts of Transformers, .*: leave it out"):
+        convert(model)
+    converted = convert_model(model, linear_filter_fqns=["lm_head"])
+    assert "feed_forward.router (router)" in str(converted) and "model.layers.1.self_attn.q_proj" in converted
+    loss_of(model).backward()
+
+
+def test_an_implementation_of_the_users_is_left_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    calls = []
+
+    def own(module: nn.Module, *args: torch.Tensor) -> torch.Tensor:
+        calls.append(module)
+        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, *args)
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "own", own)
+    model = make("qwen3_moe", MODELS["qwen3_moe"][0], experts_implementation="own")
+    convert(model)
+    loss_of(model)
+    assert len(calls) == 2
