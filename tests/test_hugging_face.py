@@ -1,6 +1,8 @@
 """Models of Hugging Face Transformers, at tiny sizes, converted as a user does: with ``convert_model`` alone."""
 
 import copy
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -190,6 +192,26 @@ def test_experts_that_can_only_run_otherwise_are_refused() -> None:
     converted = convert_model(model, linear_filter_fqns=["lm_head"])
     assert "feed_forward.router (router)" in str(converted) and "model.layers.1.self_attn.q_proj" in converted
     loss_of(model).backward()
+
+
+def test_the_script_trains_with_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    import train_hf
+
+    text = tmp_path / "text.jsonl"
+    text.write_text((train_hf.ASSETS / "kjv" / "data.jsonl").read_text().splitlines()[0])
+    losses = {}
+    for recipe in ("bf16", "mxfp8_2d"):
+        out = tmp_path / recipe
+        flags = f"--recipe {recipe} --text {text} --max_steps 2 --logging_steps 1 --output_dir {out} --seq_len 64"
+        train_hf.main([*flags.split(), "--disable_tqdm", "True"])
+        log = capsys.readouterr().out
+        losses[recipe] = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", log)]
+        assert ("converted 2 expert modules (recipe mxfp8_2d" in log) == (recipe == "mxfp8_2d")
+    assert losses["bf16"] != losses["mxfp8_2d"]
+    assert all(losses[recipe] == pytest.approx([math.log(2048)] * 2, abs=0.5) for recipe in losses)
+    assert losses["mxfp8_2d"] == pytest.approx(losses["bf16"], abs=0.05)
+    train_hf.main([*flags.split(), "--model", str(out)])  # what was saved, tokenizer included
+    assert "converted 2 expert modules" in capsys.readouterr().out
 
 
 def test_an_implementation_of_the_users_is_left_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
