@@ -54,7 +54,8 @@ def convert_model(
     """Converts a model in place: linears, and the expert modules that ``grouped_fqns`` names.
 
     For users without TorchTitan. ``convert_linears`` and ``convert_experts`` do one of the two. A part of a name stands
-    for every name that has it; ``gate$`` for the names that end so, which ``gate_proj`` does not.
+    for every name that has it; ``gate$`` for the names that end so, which ``gate_proj`` does not. What is saved is the
+    unconverted model: one that is loaded anew is to be converted again.
 
     Args:
         model: any module tree, on any device, meta included.
