@@ -109,8 +109,9 @@ def start(run: StudyRun, args: argparse.Namespace, slot: int, gpus: int) -> Goin
     run.folder.mkdir(parents=True, exist_ok=True)
     environment = {"WANDB_RUN_NAME": run.folder.name, "WANDB_RUN_GROUP": args.out.name}
     if gpus:
-        mine = [str((slot * args.ngpu + i) % gpus) for i in range(args.ngpu)]
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+        mine = [(slot * args.ngpu + i) % gpus for i in range(args.ngpu)]
+        allowed = os.environ.get("CUDA_VISIBLE_DEVICES")  # to the study, whose first GPU need not be the machine's
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(allowed.split(",")[gpu] if allowed else str(gpu) for gpu in mine)
     print(f"{run.folder.name}: started{' from its checkpoint' if run.has_checkpoint else ''}", flush=True)
     process = launch(
         args.ngpu,

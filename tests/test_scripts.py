@@ -371,6 +371,25 @@ def test_converge_runs_a_study_in_order_stops_at_the_limit_and_continues(tmp_pat
     assert "holds a study of another config or other flags" in refused
 
 
+@pytest.mark.parametrize("allowed, expected", [(None, ["0", "1"]), ("3,5", ["3", "5"])])
+def test_converge_takes_the_gpus_that_it_may_use(
+    allowed: str | None, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if allowed:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
+    monkeypatch.setattr(
+        converge, "launch", lambda n, flags, log, environment, **_: given.append(environment["CUDA_VISIBLE_DEVICES"])
+    )
+    command = ["train_configs/debug_llama4.toml", "--out", str(tmp_path), "--jobs", "2"]
+    args = converge.parse_arguments(command)
+    for slot in range(2):
+        run = converge.StudyRun(recipe="bf16", seed=slot, folder=tmp_path / f"bf16-seed{slot}")
+        converge.start(run, args, slot, gpus=2)
+    assert given == expected
+
+
 def test_converge_compares_all_finished_runs_of_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
