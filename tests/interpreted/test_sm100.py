@@ -184,6 +184,11 @@ def gradients(layer: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> lis
     return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
+def cut_out(bias: torch.Tensor) -> torch.Tensor:
+    """The same numbers as every second one of a wider tensor, as gpt_oss's biases are."""
+    return torch.stack([bias + 1, bias], 2)[..., 1]
+
+
 @pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d", "mxfp8_e5m2_grad", "mxfp8_2d_wgrad_bf16", "bf16"])
 def test_layers_are_those_of_the_reference(recipe: str) -> None:
@@ -196,7 +201,7 @@ def test_layers_are_those_of_the_reference(recipe: str) -> None:
 
     def grouped(backend: str) -> list[torch.Tensor]:
         def layer(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-            options = {"recipe": recipe, "bias": bias, "backend": backend}
+            options = {"recipe": recipe, "bias": cut_out(bias), "backend": backend}
             both = (mxfp8_grouped_mm(x, w.mT, offs, requantize_input=again, **options) for again in (False, True))
             return torch.cat([y[: sum(SIZES)] for y in both])
 
@@ -214,7 +219,7 @@ def test_layers_are_those_of_the_reference(recipe: str) -> None:
 
     def gpt_oss(backend: str) -> list[torch.Tensor]:
         def layer(x, scores, w1, w3, w2, b1, b3, b2):
-            biases = {"b1": b1, "b3": b3, "b2": b2, "swiglu_limit": 7.0}
+            biases = {"b1": cut_out(b1), "b3": cut_out(b3), "b2": b2, "swiglu_limit": 7.0}
             return mxfp8_moe(x, scores, ids, w1, w3, w2, recipe=recipe, backend=backend, **biases)
 
         return gradients(layer, *(t.to(BF16) for t in (x, scores, w1, w3, w2, bias, bias.flip(0), b2)))

@@ -14,6 +14,7 @@ from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.hardware import multiprocessors
 from titan_mxfp8.format.mx import ceil_div
 from titan_mxfp8.moe import buffer
+from titan_mxfp8.ops.library import aligned
 
 COUNTS, LABELS, PARTS = tl.constexpr(buffer.COUNTS), tl.constexpr(buffer.LABELS), tl.constexpr(buffer.PARTS)
 PARTIALS, VALUES = tl.constexpr(buffer.PARTIALS), tl.constexpr(buffer.VALUES)
@@ -287,7 +288,7 @@ def label(
     if out is None:
         out = expert_ids.new_empty(experts), expert_ids.new_empty((tokens, 3 * k))
     counts, labels = out
-    scores = _aligned(scores.contiguous())
+    scores = aligned(scores.contiguous())
     in_blocks = expert_ids.new_empty((2, blocks * ceil_div(experts, 4) * 4))
     _COUNT_SLOTS.launch(blocks, (expert_ids, in_blocks[0]), (experts,), (slots,), (_SLOTS, 32), device=device)
     tensors = in_blocks[0], in_blocks[1], counts
@@ -340,7 +341,7 @@ def gather(parts: list[torch.Tensor], tokens: torch.Tensor, packets: torch.Tenso
     """``rows.gather``."""
     count, width = packets.shape
     for part, offset in zip(parts, offsets, strict=True):
-        part = _aligned(part).view(torch.uint8)
+        part = aligned(part).view(torch.uint8)
         dtype = _words(part.shape[1])
         source, out = part.view(dtype), packets.view(-1)[offset:].view(dtype)
         words = source.shape[1]
@@ -364,7 +365,7 @@ def place(
     outs = [part.view(dtype) for part in in_bytes]
     words = [part.shape[1] for part in outs]
     if peers is None:
-        sources = [_aligned(part).view(torch.uint8).view(dtype) for part in parts]
+        sources = [aligned(part).view(torch.uint8).view(dtype) for part in parts]
         strides = [source.stride(0) for source in sources]
     else:
         sources, strides = [None] * len(parts), words
@@ -396,8 +397,8 @@ def reduce(
         values = None if slot_values is None else torch.empty((packets, k), dtype=torch.float32, device=device)
     else:
         sums, values = out[0], None if slot_values is None else out[1]
-    ys = [_aligned(y.contiguous()) for y in ys]
-    given = [x if x is None else _aligned(x.contiguous()) for x in (weights, slot_values)]
+    ys = [aligned(y.contiguous()) for y in ys]
+    given = [x if x is None else aligned(x.contiguous()) for x in (weights, slot_values)]
     tensors = ys[0], ys[1] if len(ys) == 2 else None, *given, rows, sums, values
     block = min(triton.next_power_of_2(d), _COLUMNS)
     constants = (
@@ -445,8 +446,3 @@ def _warps(row_bytes: int) -> int:
 
 def _words(*widths: int) -> torch.dtype:
     return torch.uint8 if any(width % 4 for width in widths) else torch.int32
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """``x`` at a multiple of 16 bytes."""
-    return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -26,7 +26,7 @@ from titan_mxfp8.moe import TRANSPORTS, Landing, Transport, choose
 from titan_mxfp8.ops import experts
 from titan_mxfp8.ops.checks import check_devices, check_dtype, check_features
 from titan_mxfp8.ops.experts import Weights
-from titan_mxfp8.ops.library import Operator
+from titan_mxfp8.ops.library import Operator, aligned
 from titan_mxfp8.ops.matmul import Once
 from titan_mxfp8.recipe import Recipe, get_recipe
 
@@ -200,10 +200,12 @@ def moe_forward(
 ) -> list[torch.Tensor]:
     """The output (T, D), and with ``save`` what ``moe_backward`` takes: the ``Landing``, gate and up (M, H), the rows
     of x as they landed, and the kept weights."""
-    device, weights = x.device, Weights(w1, w3, w2, b1, b3, b2)
+    device = x.device
+    matrices, biases = map(aligned, (w1, w3, w2)), (b if b is None else aligned(b.contiguous()) for b in (b1, b3, b2))
+    weights = Weights(*matrices, *biases)
     config = _Layer.of_key(layer)
     plan, kernels, transport = config.plan(device), backends.load(config.backend, device), config.connect(device)
-    parts = _to_parts(kernels.quantize(x, 1, experts.row_spec(plan.forward.a), None))
+    parts = _to_parts(kernels.quantize(aligned(x), 1, experts.row_spec(plan.forward.a), None))
     sent_scores = torch.ones_like(expert_ids, dtype=torch.float32) if scores is None else scores
     landed, landing = transport.dispatch(parts, expert_ids, sent_scores, w1.shape[0] * config.ranks, config.worst_case)
     del parts
@@ -275,7 +277,7 @@ def moe_backward(
 ) -> list[torch.Tensor]:
     """The gradients: of x (T, D) in bf16 or the dtype of ``g``, with ``scored`` of the scores (T, K), and those of the
     weights and biases that ``needs`` names."""
-    device, weights = g.device, Weights(w1, w3, w2, b1, b3, b2)
+    device, weights = g.device, Weights(*map(aligned, (w1, w3, w2)), b1, b3, b2)
     config = _Layer.of_key(layer)
     plan, kernels, transport = config.plan(device), backends.load(config.backend, device), config.connect(device)
     fields = len(Landing._fields)
@@ -287,7 +289,7 @@ def moe_backward(
     quantized = [Operand(*[*kept[i : i + tensors], None][:2], dgrad, 1) for i in range(0, len(kept), tensors or 1)]
     quantized = quantized or [None] * 3
     offs, scores = landing.offs, landing.scores if scored else None
-    g_rows = _of_parts(transport.resend(_to_parts(kernels.quantize(g, 1, g_spec, None)), landing), g_spec)
+    g_rows = _of_parts(transport.resend(_to_parts(kernels.quantize(aligned(g), 1, g_spec, None)), landing), g_spec)
     made, dscores_M, dw2, db2 = experts.backward_w2(
         g_rows, gate, up, scores, weights, quantized[2], needs, offs, config.limit, plan, kernels
     )

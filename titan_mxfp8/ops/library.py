@@ -60,7 +60,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def quantize(x: torch.Tensor, axis: int, spec: str, offs: torch.Tensor | None, backend: str) -> list[torch.Tensor]:
     """``Backend.quantize`` of the spec with this key."""
     check_offs_values(offs, x.shape[0 if spec_of(spec).groups_rows else axis])
-    operand = backends.load(backend, x.device).quantize(_aligned(x), axis, spec_of(spec), _aligned(offs))
+    operand = backends.load(backend, x.device).quantize(aligned(x), axis, spec_of(spec), aligned(offs))
     return _tensors(operand)
 
 
@@ -76,7 +76,7 @@ def quantize_both(
     """``Backend.quantize_both``: the tensors along the last axis, then those along the first one."""
     check_offs_values(offs, x.shape[-2])
     load = backends.load(backend, x.device)
-    along_last, along_first = load.quantize_both(_aligned(x), spec_of(last), spec_of(first), _aligned(offs))
+    along_last, along_first = load.quantize_both(aligned(x), spec_of(last), spec_of(first), aligned(offs))
     return _tensors(along_last) + _tensors(along_first)
 
 
@@ -98,8 +98,8 @@ def requantize(
 ) -> list[torch.Tensor]:
     """``Backend.requantize`` of FP8 rows and their scales."""
     check_offs_values(offs, rows.shape[0])
-    operand = Operand(_aligned(rows), _aligned(scale), spec_of(rows_spec), 1)
-    return _tensors(backends.load(backend, rows.device).requantize(operand, axis, spec_of(spec), _aligned(offs)))
+    operand = Operand(aligned(rows), aligned(scale), spec_of(rows_spec), 1)
+    return _tensors(backends.load(backend, rows.device).requantize(operand, axis, spec_of(spec), aligned(offs)))
 
 
 @torch.library.register_fake(requantize.overload)
@@ -124,10 +124,10 @@ def gemm_m_grouped(
 ) -> torch.Tensor:
     """``Backend.gemm_m_grouped``; ``b_axis``: the one of the weight's axes, 1 or 2, that it was quantised along."""
     check_offs_values(offs, a.shape[0])
-    a_operand = Operand(_aligned(a), _aligned(a_scale), spec_of(a_spec), 1)
+    a_operand = Operand(aligned(a), aligned(a_scale), spec_of(a_spec), 1)
     b_operand = Operand(b, b_scale, spec_of(b_spec), b_axis)
     gemm = backends.load(backend, a.device).gemm_m_grouped
-    rest = _aligned(offs), _aligned(bias), out_dtype, zero_tail
+    rest = aligned(offs), None if bias is None else aligned(bias.contiguous()), out_dtype, zero_tail
     return _without_autocast(gemm, a.device, a_operand, b_operand, *rest)
 
 
@@ -153,7 +153,7 @@ def gemm_k_grouped(
     check_offs_values(offs, None)
     operands = Operand(a, a_scale, spec_of(a_spec), 0), Operand(b, b_scale, spec_of(b_spec), 0)
     gemm = backends.load(backend, a.device).gemm_k_grouped
-    return _without_autocast(gemm, a.device, *operands, _aligned(offs), out_dtype)
+    return _without_autocast(gemm, a.device, *operands, aligned(offs), out_dtype)
 
 
 @torch.library.register_fake(gemm_k_grouped.overload)
@@ -192,7 +192,7 @@ def _tensors(operand: Operand) -> list[torch.Tensor]:
     return [operand.data] if operand.scale is None else [operand.data, operand.scale]
 
 
-def _aligned(x: torch.Tensor | None) -> torch.Tensor | None:
+def aligned(x: torch.Tensor | None) -> torch.Tensor | None:
     """``x`` at a multiple of 16 bytes, as kernels are compiled for: itself, or a copy where it was cut out of the
     middle of something. Vectors contiguous too."""
     if x is None or x.device.type != "cuda":
