@@ -12,12 +12,14 @@ import pytest
 from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 from torch.distributed.tensor import _api as dtensor_api
 from torchtitan.components.metrics import MetricsProcessor, WandBLogger
+from torchtitan.components.validate import Validator
 from torchtitan.config import ConfigManager
+from torchtitan.models import deepseek_v3, gpt_oss
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
 from titan_mxfp8 import plugin
 from titan_mxfp8.plugin import checks, telemetry, wandb_run
-from titan_mxfp8.plugin.repairs import moe
+from titan_mxfp8.plugin.repairs import moe, validation
 from titan_mxfp8.repairs import tensor_parallel
 
 WAITS = "act_input_indices" in inspect.signature(ViewAndMutationMeta).parameters
@@ -26,6 +28,8 @@ SITES = {
     wandb_run.install: [(WandBLogger, "__init__")],
     checks.install: [(ConfigManager, "_validate_config")],
     moe.initialise_router_bias: [(TokenChoiceTopKRouter, "init_weights")],
+    validation.validate_every_model: [(deepseek_v3, "get_train_spec"), (gpt_oss, "get_train_spec")],
+    validation.validate_as_it_trains: [(Validator, "post_dataloading_process")],
     tensor_parallel.wait_before_compiled_regions: [(dtensor_api._ToTorchTensor, "forward")] * WAITS,
 }
 

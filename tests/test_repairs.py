@@ -19,6 +19,7 @@ NEW_TORCH = torch.__version__ >= (2, 13)
 # Without the plugin: each check says what it found.
 SYMPTOMS = """
 import copy, json, logging, sys, warnings
+from types import SimpleNamespace
 import torch, torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,9 +27,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 import torchtitan.models.moe.utils as moe_utils
+from torchtitan.components.validate import Validator
 from torchtitan.config import JobConfig
 from torchtitan.models.llama4 import llama4_args
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
+from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
 assert "titan_mxfp8" not in sys.modules
@@ -75,6 +78,16 @@ def initialise_router_bias():
     router.gate.bias.fill_(torch.nan)
     router.init_weights(0.02)
     return router.gate.bias.isnan().all().item()
+
+@symptom
+def validate_every_model():
+    return [get_train_spec(name).build_validator_fn for name in ("deepseek_v3", "gpt_oss")]
+
+@symptom
+def validate_as_it_trains():
+    model = SimpleNamespace(get_attention_masks=lambda **inputs: "masks", model_args=SimpleNamespace(attn_type="sdpa"))
+    validator = SimpleNamespace(tokenizer=None, parallel_dims=SimpleNamespace(cp_enabled=False))
+    return Validator.post_dataloading_process(validator, {"input": torch.zeros(1, 1)}, None, [model])[-1]
 
 @symptom
 def hide_grouped_mm_warning():
@@ -170,6 +183,8 @@ def symptoms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "draw_full_tensor_at_random_init": "True",
         "reduce_gradients_by_sum": "PREMUL_SUM",
         "initialise_router_bias": "True",
+        "validate_every_model": "[None, None]",
+        "validate_as_it_trains": "{'attention_masks': 'masks'}",
         "hide_grouped_mm_warning": "Failed to use grouped mm, which is only supported on SM90",
         # of torch 2.13
         "ignore_profiler_ranges": "encountered during backward" if NEW_TORCH else "None",

@@ -19,6 +19,8 @@ and repairs (repairs/, here and in titan_mxfp8/):
 - ``_ToTorchTensor.forward``: from torch 2.13 on tensor parallelism with compile loses gradients.
 - ``functionalize_rng_ops``: from torch 2.13 on tensor parallelism with compile and activation checkpointing fails.
 - ``TokenChoiceTopKRouter.init_weights``: the bias of gpt_oss's router stays uninitialised.
+- ``deepseek_v3.get_train_spec``, ``gpt_oss.get_train_spec``: name no validator, so ``validation.enable`` fails.
+- ``Validator.post_dataloading_process``: gives attention masks to models that refuse them.
 
 Backward runs in the thread that calls it: in a thread of its own it makes the host slow (threads.py).
 With several processes and torch 2.13 or newer, AOTAutograd's cache on disk is off: it mixes up the ranks.

@@ -6,11 +6,13 @@ parsed. ``tests/test_repairs.py`` shows each symptom without its repair.
 """
 
 from titan_mxfp8 import repairs
-from titan_mxfp8.plugin.repairs import cpu, moe
+from titan_mxfp8.plugin.repairs import cpu, moe, validation
 
 
 def repair() -> None:
     """Applies the repairs that every run needs, and those of machines without an accelerator where there is none."""
     repairs.repair()
     moe.initialise_router_bias()
+    validation.validate_every_model()
+    validation.validate_as_it_trains()
     cpu.enable_cpu_training()
