@@ -6,6 +6,7 @@
 The result in --out, which holds all of it or none of it:
 
     <sources>/data.jsonl             one {"text": ...} row per document, TorchTitan's `c4_test` layout
+    held-out/data.jsonl              with --held-out: rows that are in no other file and that no tokenizer saw
     tokenizer/tokenizer.json         byte-level BPE, only with --vocab-size
     tokenizer/tokenizer_config.json  names bos and eos, so that TorchTitan adds them
     README.md                        packages, licences, command, sizes, token count, sha256
@@ -21,10 +22,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import tokenizers
 from html_prose import html_paragraphs
@@ -116,6 +118,31 @@ def unrepeated(paragraphs: Iterable[str], seen: set[str]) -> list[str]:
     return kept
 
 
+# Of the kernel's source. Left out are most drivers, whose code repeats itself, and Documentation, which the source
+# "linux" has as prose.
+CODE_FOLDERS = (
+    *("arch/x86", "block", "crypto", "drivers/net", "fs", "include", "init", "io_uring", "ipc", "kernel", "lib"),
+    *("mm", "net", "security", "virt"),
+)
+CODE_ENDINGS = {".c", ".h", ".S", ".py", ".sh", ".txt", ".rst"}
+LONGEST_CODE = 400_000  # bytes; longer ones are tables of registers and of other constants
+
+
+def read_code(root: Path) -> list[str]:
+    """One document per file of the kernel's source, in the order of their paths."""
+    archives = sorted(root.glob("usr/src/linux-source-*.tar.xz"))
+    if not archives:
+        raise ValueError("the package holds no usr/src/linux-source-*.tar.xz: adapt SOURCES in make_data.py")
+    documents = {}
+    with tarfile.open(archives[0]) as archive:
+        for member in archive:
+            inside = PurePosixPath(member.name).relative_to(PurePosixPath(member.name).parts[0])
+            wanted = member.isfile() and 200 <= member.size <= LONGEST_CODE and inside.suffix in CODE_ENDINGS
+            if wanted and any(inside.is_relative_to(folder) for folder in CODE_FOLDERS):
+                documents[inside] = archive.extractfile(member).read().decode(errors="replace")
+    return [documents[inside] for inside in sorted(documents)]
+
+
 SOURCES = {
     "kjv": Source(
         packages=("bible-kjv", "bible-kjv-text"),
@@ -148,6 +175,13 @@ SOURCES = {
         read=lambda root: read_html(root, "usr/share/doc/anarchism/html"),
         about="An Anarchist FAQ, a row per section, 11 MB",
         licence="GPL-2 (usr/share/doc/anarchism/copyright)",
+    ),
+    "code": Source(
+        packages=("linux-source",),
+        follow=r"linux-source-[\d.]+",
+        read=read_code,
+        about="Linux kernel's source without most drivers, a row per file, 270 MB",
+        licence="GPL-2, some files under other licences (usr/share/doc/linux-source-*/copyright)",
     ),
 }
 
@@ -376,8 +410,15 @@ def build(args: argparse.Namespace, command: str) -> None:
     if args.shuffle_seed is not None:
         random.Random(args.shuffle_seed).shuffle(documents)
 
+    if args.held_out >= len(documents):
+        raise ValueError(f"--held-out {args.held_out} leaves nothing of {len(documents)} rows to train on")
+    kept = len(documents) - args.held_out
+    documents, held_out = documents[:kept], documents[kept:]
+
     data = f"{'-'.join(names)}/data.jsonl"
     files = {data: jsonl(documents)}
+    if held_out:
+        files["held-out/data.jsonl"] = jsonl(held_out)
     if args.vocab_size:
         print(f"training a tokenizer of {args.vocab_size} tokens", flush=True)
         tokenizer = train_tokenizer(documents, args.vocab_size)
@@ -398,6 +439,13 @@ def vocabulary(text: str) -> int:
     return int(text)
 
 
+def number_of_rows(text: str) -> int:
+    """The type of --held-out."""
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is no number of rows")
+    return int(text)
+
+
 def parse_args(argv: list[str]) -> argparse.Namespace:
     listing = "\n".join(f"  {name:10} {source.about}; {source.licence}" for name, source in SOURCES.items())
     parser = argparse.ArgumentParser(
@@ -412,6 +460,9 @@ the data in this repository:
 a larger set with the repository's tokenizer, and one with its own:
   python scripts/make_data.py --sources linux handbook --shuffle-seed 0 --out outputs/data
   python scripts/make_data.py --sources linux handbook python anarchism --vocab-size 8192 --out outputs/data
+the one of train_configs/moe_320m.toml, more than 100M tokens, some of them held out:
+  python scripts/make_data.py --sources code linux handbook python anarchism kjv --vocab-size 16384 \\
+      --shuffle-seed 0 --held-out 400 --out outputs/code
 
 Then point TorchTitan at it: `dataset = "c4_test"`, `dataset_path = OUT/<sources>`, `hf_assets_path = OUT/tokenizer`.
 Check a source's licence before passing its text on: only kjv is in the public domain.""",
@@ -428,6 +479,13 @@ Check a source's licence before passing its text on: only kjv is in the public d
         help="without --vocab-size: the tokenizer to count tokens with (default: the repository's)",
     )
     add("--shuffle-seed", type=int, metavar="N", help="shuffle the rows with this seed (default: natural order)")
+    add(
+        "--held-out",
+        type=number_of_rows,
+        default=0,
+        metavar="ROWS",
+        help="put the last ROWS rows, after the shuffle, into a set of their own for validation (default: 0)",
+    )
     add("--debs", type=Path, metavar="FOLDER", help="take the .deb files from here, do not download any")
     return parser.parse_args(argv)
 

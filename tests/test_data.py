@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import tarfile
 from pathlib import Path
 
 import datasets
@@ -309,6 +310,41 @@ def test_shuffle_follows_its_seed_and_keeps_the_rows(debs, tmp_path, monkeypatch
     assert [json.loads(line)["text"] for line in natural] == documents
     assert one == one_again and one != two and one != natural
     assert sorted(one) == sorted(two) == sorted(natural)
+
+
+@needs_dpkg
+def test_held_out_rows_are_in_no_other_file_and_no_tokenizer_saw_them(debs, tmp_path, monkeypatch):
+    documents = [f"document {number}" for number in range(50)] + ["qqqqqqqq"]
+    monkeypatch.setattr(make_data, "read_html", lambda root, pages: documents)
+    command = ["--sources", "handbook", "--debs", str(debs), "--out", str(tmp_path / "out")]
+    make_data.main([*command, "--held-out", "1", "--vocab-size", "260"])
+    rows, held_out = (
+        [json.loads(line)["text"] for line in (tmp_path / "out" / name / "data.jsonl").read_text().splitlines()]
+        for name in ("handbook", "held-out")
+    )
+    assert (rows, held_out) == (documents[:-1], documents[-1:])
+    assert "qq" not in HuggingFaceTokenizer(str(tmp_path / "out" / "tokenizer")).get_vocab()
+    assert "`held-out/data.jsonl`" in (tmp_path / "out" / "README.md").read_text()
+    with pytest.raises(SystemExit, match="--held-out 51 leaves nothing of 51 rows"):
+        make_data.main([*command, "--held-out", "51"])
+    with pytest.raises(SystemExit):
+        make_data.main([*command, "--held-out", "-1"])
+
+
+def test_read_code_takes_what_people_read_in_the_order_of_paths(tmp_path):
+    files = {"mm/b.c": "int b;\n" * 50, "mm/a.h": "int a;\n" * 50, "mm/short.c": "int c;\n", "mm/table.bin": "x" * 500}
+    files |= {"mm/long.c": "x" * (make_data.LONGEST_CODE + 1), "mmx/other.c": "int d;\n" * 50}
+    for name, text in files.items():
+        path = tmp_path / "linux-source-9.9" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    with pytest.raises(ValueError, match=r"no usr/src/linux-source-\*.tar.xz"):
+        make_data.read_code(tmp_path)
+    folder = tmp_path / "usr" / "src"
+    folder.mkdir(parents=True)
+    with tarfile.open(folder / "linux-source-9.9.tar.xz", "w:xz") as archive:
+        archive.add(tmp_path / "linux-source-9.9", "linux-source-9.9")
+    assert make_data.read_code(tmp_path) == [files["mm/a.h"], files["mm/b.c"]]
 
 
 def test_missing_apt_get_says_what_to_do_and_writes_nothing(tmp_path, monkeypatch):

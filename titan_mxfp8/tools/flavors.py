@@ -1,12 +1,12 @@
 """Flavors for studies, added where a config sets ``model.study_flavors``: TorchTitan's own models cut to two layers or
-four, and a small MoE for convergence studies. TorchTitan has no setting for the number of layers: a layer count is a
+four, and two small MoEs for convergence studies. TorchTitan has no setting for the number of layers: a layer count is a
 flavor."""
 
 import copy
 import dataclasses
 from typing import Any
 
-from torchtitan.models.deepseek_v3 import deepseekv3_args
+from torchtitan.models.deepseek_v3 import DeepSeekV3ModelArgs, deepseekv3_args
 from torchtitan.models.gpt_oss import gptoss_configs
 from torchtitan.models.llama3 import llama3_args
 from torchtitan.models.llama4 import TransformerModelArgs, llama4_args
@@ -43,11 +43,33 @@ MOE_100M = TransformerModelArgs(
     auto_scale_hidden_dim=False,
 )
 
+# A DeepSeek-V3-style MoE of 323M parameters, 87M of them active: latent attention, one dense layer, then seven with 32
+# experts of 768 -> 512 -> 768, of which a token takes four, and a shared one; routed as the 671B model routes.
+MOE_320M = DeepSeekV3ModelArgs(
+    vocab_size=16384,
+    dim=768,
+    inter_dim=2048,
+    moe_inter_dim=512,
+    n_layers=8,
+    n_dense_layers=1,
+    n_heads=6,
+    kv_lora_rank=256,
+    moe_args=MoEArgs(
+        num_experts=32,
+        num_shared_experts=1,
+        top_k=4,
+        score_func="sigmoid",
+        route_norm=True,
+        route_scale=2.5,
+        score_before_experts=False,
+    ),
+)
+
 _registered: list[Any] = []
 
 
 def register_flavors() -> None:
-    """Adds `<flavor>_2layers` and `<flavor>_4layers` for the flavors above, and `moe_100m`, to TorchTitan's tables.
+    """Adds to TorchTitan's tables `<flavor>_2layers` and `<flavor>_4layers` for the flavors above, and both small MoEs.
 
     Safe to call again.
     """
@@ -56,6 +78,7 @@ def register_flavors() -> None:
     for table, flavor in FOUR_LAYER_FLAVORS:
         _register(table, f"{flavor}_4layers", _cut(table[flavor], 4))
     _register(llama4_args, "moe_100m", copy.deepcopy(MOE_100M))
+    _register(deepseekv3_args, "moe_320m", copy.deepcopy(MOE_320M))
 
 
 def is_study_flavor(args: Any) -> bool:
