@@ -1,193 +1,195 @@
-"""Grouped GEMMs and forward + backward of the recipes against bf16 ``torch._grouped_mm``, on this machine's GPU.
+"""Forward + backward of one grouped GEMM, all quantisation included, against bf16 ``torch._grouped_mm``.
 
-    python scripts/bench_grouped_mm.py --out results/<date>_<device>_grouped_mm [--backend triton] [--quick]
+    python scripts/bench_grouped_mm.py --out results/<date>_<device>_grouped_mm [--quick] [--limit SECONDS]
+    python scripts/bench_grouped_mm.py --scaling --out OUT        # time against tokens, experts and skew
+    python scripts/bench_grouped_mm.py --device cpu --shapes 4096,512,256,8 --out OUT
 
-The baseline is measured anew right before each row: a GPU under its power cap drifts by some per cent. Forward and
-backward are all that a training step runs: quantisation, GEMMs, autograd. A recipe whose output or gradients are
-further from bf16's than MXFP8 explains ends the run. ``of_peak`` is the share of 1979 TFLOP/s, the dense FP8 peak that
-NVIDIA's data sheets state for H100 SXM and H200 SXM, whatever the multiplications run in.
+How a time is taken and most columns: ``bench.py``. Autograd functions, as a training step runs them, backward in the
+thread that calls it. A recipe whose output or gradients are further from bf16's than MXFP8 explains ends the run.
+Controls are rows too: the baseline against itself, the baseline under ``torch.compile``, and recipe ``bf16``, our
+operators and kernels with nothing quantised.
 
-The data are normal numbers, and "of products": tokens and gradients that are products of two normal numbers, as the
-input of w2 is a product. How fast Hopper's exact FP8 GEMMs are depends on them (``format.reference.even_out``):
-``sums_a`` and ``sums_b`` say in how many sums of 128 products each operand's scales part them, 1 to 4
-(``testing.sums_per_stage``).
-"16 held": beside another kernel that holds 16 multiprocessors and does nothing else, as kernels of NCCL hold some while
-FSDP gathers or scatters. bf16 is beside it too, so ``speedup`` is also how that copes; ``of_peak`` is of the whole GPU.
+``data``: normal numbers, or *products*, tokens and gradients that are products of two normal numbers, as the input of
+w2 is one: how fast Hopper's exact FP8 GEMMs are depends on it (``format.reference.even_out``). ``groups``: how tokens
+are spread over experts (``testing.group_sizes``). ``held``: multiprocessors that another kernel holds and does nothing
+else with, as kernels of NCCL hold some while FSDP gathers or scatters; the baseline is beside it too, so ``x`` is also
+how each copes.
+
+--scaling varies the tokens from 1k to 256k with 8 experts, the experts from 1 to 256 and the spread at 131072 tokens,
+for each model's experts.
 """
 
 import argparse
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
+from bench import Bench, Call, Row, Work, parse, parser_of, run
 
 from titan_mxfp8 import mxfp8_grouped_mm
-from titan_mxfp8.backends import BACKENDS, load, plan, select
+from titan_mxfp8.backends import BACKENDS
 from titan_mxfp8.backends.common.hold import held_multiprocessors
-from titan_mxfp8.backends.hardware import hardware_of
-from titan_mxfp8.recipe import get_recipe
+from titan_mxfp8.recipe import BF16, get_recipe
 from titan_mxfp8.testing import (
     GROUPED_SHAPES,
-    README_SHAPES,
     SMALL_EXPERT_SHAPES,
     GroupedShape,
     Spread,
-    do_bench,
-    environment,
-    format_table,
     group_sizes,
     make_offs,
     relative_rms,
-    sums_per_stage,
-    write_results,
 )
 
-Row = dict[str, object]
-# Relative RMS between MXFP8 and bf16 results on normal data: 0.037, see tests/test_ops.py.
-MAX_ERROR = 0.045
-FP8_PEAK_TFLOPS = 1979
-HELD = 16  # multiprocessors
-DEVICE = torch.device("cuda", 0)
+# Relative RMS between MXFP8 and bf16 results on normal data: 0.037, see tests/test_ops.py. bf16 twice: 0.003.
+MAX_ERROR = {True: 0.045, False: 0.01}
+HELD = 16
+RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_2d_rebased", "mxfp8_2d_wgrad_bf16", "mxfp8_rebased")
+FEW = RECIPES[:3]
+AGAIN, COMPILED = "torch bf16", "torch bf16, compiled"
+BOTH, FORWARD = "forward + backward", "forward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """A recipe on a backend."""
+class Job:
+    """One problem, and who computes it."""
 
-    recipe: str
-    backend: str
-    products: bool = False  # tokens and gradients of products of two normal numbers
-    beside: int = 0  # multiprocessors that another kernel holds
+    shape: GroupedShape
+    ways: tuple[str, ...]
+    what: str = BOTH
+    spread: Spread = "balanced"
+    products: bool = False
+    held: int = 0
 
-    def __str__(self) -> str:
-        return f"{self.recipe}{' of products' * self.products}{f', {self.beside} held,' if self.beside else ''}"
 
-
-def make_problem(shape: GroupedShape, spread: Spread, products: bool) -> tuple[torch.Tensor, ...]:
+def make_problem(job: Job, device: torch.device) -> tuple[torch.Tensor, ...]:
     """x, w, dy in bf16 and offs."""
+    shape = job.shape
 
     def tokens(features: int) -> torch.Tensor:
-        x = torch.randn(shape.m, features, dtype=torch.bfloat16, device=DEVICE)
-        return x * torch.randn_like(x) if products else x
+        x = torch.randn(shape.m, features, dtype=torch.bfloat16, device=device)
+        return x * torch.randn_like(x) if job.products else x
 
-    w_ENK = torch.randn(shape.groups, shape.n, shape.k, dtype=torch.bfloat16, device=DEVICE) / shape.k**0.5
-    offs = make_offs(group_sizes(spread, shape.m, shape.groups), DEVICE)
+    w_ENK = torch.randn(shape.groups, shape.n, shape.k, dtype=torch.bfloat16, device=device) / shape.k**0.5
+    offs = make_offs(group_sizes(job.spread, shape.m, shape.groups), device)
     return tokens(shape.k).requires_grad_(), w_ENK.requires_grad_(), tokens(shape.n), offs
 
 
-def compare(ours: Callable[[], object], bf16: Callable[[], object] | None, flops: float) -> Row:
-    """A row; without a baseline the times alone."""
-    base = do_bench(bf16) if bf16 else None
-    timing = do_bench(ours)
-    times = {"mxfp8_us": timing.p50, "mxfp8_p20": timing.p20, "mxfp8_p80": timing.p80}
-    if base is None:
-        return times
-    tflops = flops / timing.p50 / 1e6
-    row = {"bf16_us": base.p50, "bf16_tflops": flops / base.p50 / 1e6, **times, "mxfp8_tflops": tflops}
-    return row | {"of_peak": round(tflops / FP8_PEAK_TFLOPS, 4), "speedup": base.p50 / timing.p50}
+def step(
+    grouped_mm: Callable[..., torch.Tensor], x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, what: str
+) -> tuple[torch.Tensor, ...]:
+    """The output, and with backward the gradients."""
+    if what == FORWARD:
+        with torch.no_grad():
+            return (grouped_mm(x, w),)
+    y = grouped_mm(x, w)
+    return y.detach(), *torch.autograd.grad(y, (x, w), dy)
 
 
-def bench_parts(shape: GroupedShape, spread: Spread, way: Way) -> list[Row]:
-    """The three GEMMs on quantised operands, and the quantisation before them; of the weights, that of forward."""
-    x, w, dy, offs = (t.detach() for t in make_problem(shape, spread, way.products))
-    gemms, backend = plan(get_recipe(way.recipe), way.backend, DEVICE), load(way.backend, DEVICE)
-    quantize_x = partial(backend.quantize_both, x, gemms.forward.a, gemms.wgrad.b, offs)
-    quantize_dy = partial(backend.quantize_both, dy, gemms.dgrad.a, gemms.wgrad.a, offs)
-    quantize_w = partial(backend.quantize, w, 2, gemms.forward.b, None)
-    (x_k, x_m), (dy_n, dy_m), w_k = quantize_x(), quantize_dy(), quantize_w()
-    w_n = backend.quantize(w, 1, gemms.dgrad.b, None)
-    forward = partial(backend.gemm_m_grouped, x_k, w_k, offs, None, torch.bfloat16)
-    dgrad = partial(backend.gemm_m_grouped, dy_n, w_n, offs, None, torch.bfloat16)
-    wgrad = partial(backend.gemm_k_grouped, dy_m, x_m, offs, torch.bfloat16)
-    bf16 = partial(torch._grouped_mm, offs=offs)
-    flops = 2 * shape.m * shape.n * shape.k
-    rows = [
-        {"what": f"{way} {what}", **compare(ours, baseline, flops)}
-        for what, ours, baseline in (
-            ("forward GEMM", forward, lambda: bf16(x, w.mT)),
-            ("dgrad GEMM", dgrad, lambda: bf16(dy, w)),
-            ("wgrad GEMM", wgrad, lambda: bf16(dy.mT, x)),
-            ("quantise x", quantize_x, None),
-            ("quantise dy", quantize_dy, None),
-            ("quantise w", quantize_w, None),
+def function_of(way: str, offs: torch.Tensor, backend: str) -> Callable[..., torch.Tensor]:
+    """What computes (M, N) from x and w_ENK: a recipe, or torch itself."""
+
+    def theirs(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x, w.mT, offs=offs)
+
+    def ours(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return mxfp8_grouped_mm(x, w.mT, offs, recipe=way, backend=backend)
+
+    if way == COMPILED:
+        torch.compiler.reset()  # or the sizes of the last problem would become variables
+        return torch.compile(theirs, backend="inductor" if offs.is_cuda else "aot_eager")
+    return theirs if way == AGAIN else ours
+
+
+def check(name: str, way: str, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError where 8192 rows of a result are further from bf16's than the format explains."""
+    allowed = MAX_ERROR[way not in (AGAIN, COMPILED, BF16.name)]
+    for of, *both in zip(("y", "dx", "dw"), ours, theirs, strict=False):
+        parts = (tensor.reshape(-1, tensor.shape[-1]).split(8192) for tensor in both)
+        error = max(relative_rms(*pair) for pair in zip(*parts, strict=True))
+        if not error < allowed:
+            raise ValueError(f"{name} {way}: {of} is off by {error:.3f} from bf16's, more than {allowed}")
+
+
+def measure_job(bench: Bench, job: Job) -> None:
+    """The rows of a job that are due."""
+    shape, backend = job.shape, bench.env["backend"]
+    columns: Row = {"M": shape.m, "N": shape.n, "K": shape.k, "G": shape.groups, "groups": job.spread}
+    columns |= {"data": "products" if job.products else "normal", "held": job.held, "what": job.what}
+    keys = {way: bench.key(**columns, recipe=way) for way in job.ways}
+    due = [way for way, key in keys.items() if bench.is_due(key)]
+    if not due:
+        return
+    beside = partial(held_multiprocessors, job.held, looks=1 << 25)
+    work = Work(flops=(1 if job.what == FORWARD else 3) * 2 * shape.m * shape.n * shape.k)
+    with bench.whatever_fits(f"{shape.name} {job.what}"):
+        x, w, dy, offs = make_problem(job, bench.device)
+        base: Call = partial(step, function_of(AGAIN, offs, backend), x, w, dy, job.what)
+        for way in due:
+            ours: Call = partial(step, function_of(way, offs, backend), x, w, dy, job.what)
+            check(shape.name, way, ours(), base())
+            control = way in (AGAIN, COMPILED, BF16.name)
+            bench.compare(keys[way], ours, base, work, beside=beside, control=control)
+
+
+def jobs(args: argparse.Namespace, rebases: bool) -> Iterator[Job]:
+    """What is measured, that which matters most first: the limit may cut off the rest."""
+
+    def ways(*recipes: str) -> tuple[str, ...]:
+        chosen = [name for name in recipes if name in args.recipes]
+        return tuple(name for name in chosen if rebases or get_recipe(name).scale_span == 32)
+
+    controls = (AGAIN, COMPILED, BF16.name)
+    shapes = args.shapes or GROUPED_SHAPES
+    if args.scaling:
+        yield from scaling(
+            args.shapes or (*GROUPED_SHAPES[:2], *SMALL_EXPERT_SHAPES),
+            (BF16.name, *ways("mxfp8_2d", "mxfp8_2d_rebased")),
         )
-    ]
-    for row, a, b in zip(rows, (x_k, dy_n), (w_k, w_n), strict=False):
-        if b.spec.stored == "even":
-            row |= {"sums_a": sums_per_stage(a), "sums_b": sums_per_stage(b)}
-    return rows
-
-
-def bench_way(shape: GroupedShape, spread: Spread, way: Way) -> list[Row]:
-    """Forward alone, and forward + backward."""
-    x, w, dy, offs = make_problem(shape, spread, way.products)
-    bf16 = partial(torch._grouped_mm, offs=offs)
-    mxfp8 = partial(mxfp8_grouped_mm, offs=offs, recipe=way.recipe, backend=way.backend)
-
-    def step(grouped_mm: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-        x.grad = w.grad = None
-        y = grouped_mm(x, w.mT)
-        y.backward(dy)
-        return [y.detach(), x.grad, w.grad]
-
-    for name, ours, theirs in zip(("y", "dx", "dw"), step(mxfp8), step(bf16), strict=True):
-        error = max(relative_rms(a, b) for a, b in zip(ours.split(8192), theirs.split(8192), strict=True))
-        assert error < MAX_ERROR, f"{shape.name} {way}: {name} is off by {error:.3f}"
-    flops = 2 * shape.m * shape.n * shape.k
-    with held_multiprocessors(way.beside), torch.no_grad():
-        forward = compare(lambda: mxfp8(x, w.mT), lambda: bf16(x, w.mT), flops)
-    with held_multiprocessors(way.beside):
-        both = compare(lambda: step(mxfp8), lambda: step(bf16), 3 * flops)
-    return [{"what": f"{way} forward", **forward}, {"what": f"{way} forward + backward", **both}]
-
-
-Job = tuple[GroupedShape, Spread, Callable[[GroupedShape, Spread, Way], list[Row]], Way]
-
-
-def jobs(backend: str, rebases: bool, quick: bool) -> list[Job]:
-    """What is measured of a backend."""
-
-    def ways(*recipes: str) -> list[Way]:
-        return [Way(recipe=name, backend=backend) for name in recipes if rebases or not name.endswith("_rebased")]
-
-    most = ways("mxfp8", "mxfp8_2d", "mxfp8_2d_wgrad_bf16", "mxfp8_rebased", "mxfp8_2d_rebased")
-    most += ways("mxfp8_wgrad_bf16") * (not quick)
-    both = ways("mxfp8", "mxfp8_rebased")
-    products = [replace(way, products=True) for way in ways("mxfp8", "mxfp8_2d")]
-    beside = [replace(way, beside=HELD) for way in most]
-    chosen: list[Job] = []
-    for shape in README_SHAPES:
-        chosen += [(shape, "balanced", bench_way, way) for way in (*most, *products, *beside)]
-        chosen += [(shape, "balanced", bench_parts, way) for way in (*most, *products) if "wgrad" not in way.recipe]
+        return
+    first = [shape for shape in shapes if args.shapes or shape.groups == 8]
+    for shape in first:
+        yield Job(shape=shape, ways=(*controls, *(ways(*args.recipes))))
+    for shape in shapes[len(first) :] if not args.quick else ():
+        yield Job(shape=shape, ways=(BF16.name, *ways(*FEW)))
+    if args.shapes or args.quick:
+        return
     for shape in SMALL_EXPERT_SHAPES:
-        chosen += [(shape, "zipf", bench_way, way) for way in (both if quick else most)]
-    if not quick:
-        zipf = [*both, *ways("mxfp8_2d_wgrad_bf16")]
-        chosen += [(shape, "zipf", bench_way, way) for shape in README_SHAPES for way in zipf]
-        chosen += [(shape, "balanced", bench_way, way) for shape in GROUPED_SHAPES for way in zipf]
-    return chosen
+        yield Job(shape=shape, ways=(*controls, *ways(*args.recipes)), spread="zipf")
+    for shape in first:
+        yield Job(shape=shape, ways=(BF16.name, *ways("mxfp8", "mxfp8_2d")), products=True)
+        yield Job(shape=shape, ways=(BF16.name, *ways(*FEW)), what=FORWARD)
+    for shape in first:
+        yield Job(shape=shape, ways=(BF16.name, *ways(*FEW)), held=HELD)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for data.csv and env.json")
-    parser.add_argument("--backend", default="auto", help="auto, or a name of titan_mxfp8.backends")
-    parser.add_argument("--quick", action="store_true", help="two shapes in balanced groups, one in zipf's")
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    name = select(args.backend, hardware_of(DEVICE), get_recipe("mxfp8")).name
-    rebases = next(entry.rebases for entry in BACKENDS if entry.name == name)
-    rows: list[Row] = []
-    for shape, spread, job, way in jobs(name, rebases, args.quick):
-        key = {"backend": name, "M": shape.m, "N": shape.n, "K": shape.k, "G": shape.groups, "groups": spread}
-        new = [key | row for row in job(shape, spread, way)]
-        print(format_table(new), flush=True)
-        rows += new
-        torch.cuda.empty_cache()
-    write_results(args.out, rows, environment())
+def scaling(shapes: Sequence[GroupedShape], ways: tuple[str, ...]) -> Iterator[Job]:
+    """Around each shape: other numbers of tokens, of experts at its number of tokens, and other spreads."""
+    for halvings in range(9):
+        yield from (Job(shape=replace(shape, m=2 * shape.m >> halvings), ways=ways) for shape in shapes)
+    for groups in (1, 4, 16, 64, 256):
+        for shape in shapes:
+            # weights and their gradients, in bf16 and quantised, are 6 bytes an element: 64 experts of Llama4 are 16 GB
+            if groups * shape.n * shape.k <= 3e9:
+                yield Job(shape=replace(shape, groups=groups), ways=ways)
+    for spread in ("zipf", "empties", "one"):
+        yield from (Job(shape=shape, ways=ways, spread=spread) for shape in shapes)
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = parser_of(__doc__, (*GROUPED_SHAPES, *SMALL_EXPERT_SHAPES), RECIPES)
+    parser.add_argument("--scaling", action="store_true", help="other tokens, experts and spreads around each shape")
+    args = parse(parser, argv)
+
+    def measure(bench: Bench) -> None:
+        rebases = next(entry.rebases for entry in BACKENDS if entry.name == bench.env["backend"])
+        with torch.autograd.set_multithreading_enabled(False):  # as the plugin trains
+            for job in jobs(args, rebases):
+                measure_job(bench, job)
+
+    run("scaling" if args.scaling else "grouped_mm", args, measure)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -11,7 +11,7 @@ output and gradients are compared with bf16's: a recipe that is further off than
 A row is a layer and a way: a recipe with a transport and a choice of rows. The way and bf16 take turns, in blocks of
 --seconds of which the first half does not count, after a turn that is thrown away. ``ms`` is the median over all
 counted steps, each as long as on its slowest rank; ``x`` is the median of the ratio to the block of bf16 right before.
-The controls are rows too: ``torchtitan``, bf16 against itself, and recipe ``bf16``, our dispatch with nothing
+Controls are rows too (``control``): ``torchtitan``, bf16 against itself, and recipe ``bf16``, our dispatch with nothing
 quantised. ``peak`` is what a step allocates on top of weights, tokens and output gradient; ``held`` what a way takes
 besides from outside of torch's allocator, as symmetric buffers are.
 
@@ -20,10 +20,12 @@ of a forward + backward, with the quantisation, and the same of TorchTitan's, ea
 permutation, and back. ``GB/s`` is of the rows that cross links; with one rank, of those that land.
 
 --profile adds, of each way, the kernels of a step that take the most time (``kernel_times.py``) and keeps the traces.
-Writes data.csv, a row for each layer and way (parts.csv, for each part), and env.json.
+Writes data.csv, a row for each layer and way (parts.csv, for each part), and env.json. Rows of data.csv that OUT holds
+are not measured again: a run that was cut short goes on.
 """
 
 import argparse
+import csv
 import gc
 import itertools
 import json
@@ -55,7 +57,7 @@ from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.moe import choose
 from titan_mxfp8.ops.experts import row_spec
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
-from titan_mxfp8.testing import environment, format_table, relative_rms, write_rows
+from titan_mxfp8.testing import environment, format_table, percentiles, relative_rms, write_rows
 
 ASSETS = Path(__file__).parent.parent / "train_configs" / "assets"
 GIB = 2**30
@@ -323,6 +325,7 @@ class Bench:
         weights = max(error for name, error in errors.items() if "router" not in name and "." in name)
         row = {
             "way": str(way),
+            "control": way.recipe in ("", BF16.name),
             "bf16_ms": bf16_ms[1],
             "ms": ms[1],
             "p20": ms[0],
@@ -506,15 +509,23 @@ def shown(row: dict[str, object]) -> dict[str, object]:
     return short | {name: row[name] for name in ("bf16_peak_gib", "peak_gib", "error_y", "error_dw")}
 
 
-def percentiles(values: Sequence[float]) -> list[float]:
-    """The 20th, the 50th and the 80th."""
-    return (
-        torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
-    )
-
-
 def median(values: Sequence[float]) -> float:
     return percentiles(values)[1]
+
+
+def read_rows(path: Path) -> list[dict[str, object]]:
+    """The rows of an earlier run, numbers as such; none where there was none."""
+    if not path.is_file():
+        return []
+
+    def value(text: str) -> object:
+        try:
+            return float(text) if "." in text else int(text)
+        except ValueError:
+            return text
+
+    with path.open(newline="") as file:
+        return [{name: value(text) for name, text in row.items()} for row in csv.DictReader(file)]
 
 
 def tiny(layer: Layer) -> Layer:
@@ -576,6 +587,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> None:
     args = parse_arguments(argv)
+    rows = [] if args.parts else read_rows(args.out / "data.csv")  # before any process can add to it
     started, bench = time.monotonic(), Bench(args)
     chosen = [
         layer for layer in LAYERS if layer.name in (args.layers or [layer.name]) and layer.one_rank * bench.ranks < 2
@@ -585,7 +597,7 @@ def main(argv: Sequence[str]) -> None:
     if not chosen:
         sys.exit(f"bench_moe_layer: {', '.join(args.layers)} are layers of one process, and there are {bench.ranks}")
     env = environment(bench.device) | {"ranks": str(bench.ranks), "command": " ".join(sys.argv)}
-    rows: list[dict[str, object]] = []
+    done = {(row["layer"], row["ranks"], row["way"]) for row in rows}
     try:
         for layer in map(tiny, chosen) if args.tiny else chosen:
             with one_layer():
@@ -593,8 +605,11 @@ def main(argv: Sequence[str]) -> None:
                     rows += bench.parts(layer)
                     bench.write(rows, "parts.csv", env)
                     continue
+                due = [way for way in ways(args) if (layer.name, bench.ranks, str(way)) not in done]
+                if not due:
+                    continue
                 bf16, (x, dy) = bench.build(layer, Way()), bench.problem(layer)
-                for way in ways(args):
+                for way in due:
                     if bench.largest([time.monotonic() - started])[0] > args.limit:
                         bench.say(f"{layer.name} {way}: not begun, the time limit is reached")
                         continue

@@ -223,6 +223,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--profile", action="store_true", help="also measure in how much of a step the GPU is busy, in a run of its own"
     )
+    add("--quick", action="store_true", help="16 steps, of which the last 8 count, once")
     add(
         "--limit",
         type=float,
@@ -232,7 +233,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--out", type=Path, default=Path("outputs/bench_training"), help="[%(default)s]")
     own, flags = split_flags(argv)
-    return parser.parse_args(own, argparse.Namespace(flags=flags))
+    args = parser.parse_args(own, argparse.Namespace(flags=flags))
+    if args.quick:
+        args.steps, args.warmup, args.repeats = 16, 8, 1
+    return args
 
 
 def main(argv: Sequence[str]) -> None:

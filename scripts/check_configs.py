@@ -10,8 +10,24 @@ from pathlib import Path
 from titan_mxfp8.testing import format_table
 from titan_mxfp8.tools.dry_run import Report, dry_run, parse_config
 from titan_mxfp8.tools.memory import GIB
+from titan_mxfp8.tools.roofline import committed_rates, step_speedup
 
 ROOT = Path(__file__).parent.parent
+
+
+def predicted(report: Report) -> str:
+    """How many times bf16's speed a step can reach, by what was measured on its GPU."""
+    if report.card is None:
+        return "not known: cluster.gpu names no GPU"
+    gpu = report.card[0]
+    rates = committed_rates(ROOT / "results", gpu)
+    if rates is None:
+        return f"not known: no committed result has rates that were measured on {gpu}"
+    ceilings, own = (step_speedup(report.step, gpu, each) for each in rates)
+    return (
+        f"{own:.2f} times bf16's speed with our kernels' rates, {ceilings:.2f} with the {gpu}'s highest; communication "
+        "and the host are left out"
+    )
 
 
 def describe(report: Report) -> str:
@@ -36,6 +52,7 @@ def describe(report: Report) -> str:
             "parameters": f"{report.parameters / 1e9:.2f} billion",
             "GiB a GPU": f"{report.memory.total / GIB:.1f}{card}: {report.memory}",
             "FLOPs": f"{report.flops_per_token / 1e9:.1f} billion a token, {report.mxfp8_share:.0%} of them MXFP8",
+            "speed-up": predicted(report),
         }.items()
     )
 

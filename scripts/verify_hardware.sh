@@ -60,8 +60,7 @@ for step in $steps; do
         doctor) run doctor python -m titan_mxfp8.doctor ;;
         tests) run tests scripts/test_gpu.sh ;;
         benchmarks)
-            run bench_quantize python scripts/bench_quantize.py "$out/quantize" --quick
-            run bench_grouped_mm python scripts/bench_grouped_mm.py --out "$out/grouped_mm" --quick
+            run benchmarks env OUT="$out/bench" QUICK=1 PARTS="kernels grouped_mm pad" scripts/bench_all.sh
             ;;
         models)
             for model in llama4 deepseek_v3; do

@@ -156,6 +156,28 @@ def test_a_combination_that_never_ran_is_named() -> None:
     assert "NEVER RUN SO" not in doctor.report(HEALTHY, ROOT / "results")[0]
 
 
+def test_what_bench_all_leaves_is_read(tmp_path: Path) -> None:
+    """And of it only what trains alike: on normal numbers, with all multiprocessors, forward and backward."""
+    (tmp_path / "README.md").touch()
+    folder = tmp_path / "2027-01-31_h200_bench" / "grouped_mm"
+    folder.mkdir(parents=True)
+    (folder / "env.json").write_text('{"gpu": "NVIDIA H200"}')
+    columns = "bench,M,N,K,G,groups,data,held,recipe,what,x\n"
+    rows = "grouped_mm,{0},4,5,6,balanced,{1},{2},{3},{4},{0}\n"
+    both = "forward + backward"
+    (folder / "data.csv").write_text(
+        columns
+        + rows.format(1, "normal", 0, "mxfp8_2d_rebased", both)
+        + rows.format(2, "products", 0, "mxfp8_2d", both)
+        + rows.format(3, "normal", 16, "mxfp8_2d", both)
+        + rows.format(4, "normal", 0, "mxfp8_2d", "forward")
+        + rows.format(5, "normal", 0, "bf16", both)
+    )
+    (found,) = doctor.measured(H200, tmp_path)
+    assert (found.recipe, found.times, found.training) == ("mxfp8_2d_rebased", 1.0, False)
+    assert found.what == "one GEMM of 1 x 4 x 5, 6 experts, balanced groups"
+
+
 def test_without_results_it_says_so(tmp_path: Path) -> None:
     text, _ = doctor.report(HEALTHY, tmp_path)
     assert "results/ is not part of this installation" in text and "is not known" in text

@@ -19,9 +19,7 @@ from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
 
-import bench_grouped_mm
 import bench_moe_layer
-import bench_quantize
 import bench_training
 import converge
 import pytest
@@ -32,9 +30,7 @@ import watch
 from torch.utils.tensorboard import SummaryWriter
 
 from titan_mxfp8 import mxfp8_grouped_mm
-from titan_mxfp8.backends import load
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
-from titan_mxfp8.testing import GroupedShape, Timing, make_offs
 
 ROOT = Path(__file__).parent.parent
 
@@ -606,42 +602,8 @@ def test_bench_training_takes_turns_and_shows_what_strays(tmp_path: Path, launch
     assert (bf16["GPU busy"], ours["GPU busy"]) == ("0.375", "0.375")
     assert [row["repeat"] for row in rows_of(tmp_path / "data.csv")][:6] == ["1"] * 3 + ["2"] * 3
     assert "--repeats is at least 1, got 0" in call("bench_training", "--repeats", 0)
-
-
-def test_benches_of_kernels_call_what_backends_offer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the reference backend, each call once, with the gate on errors."""
-
-    def once(call, **_) -> Timing:
-        call()
-        return Timing(p20=1.0, p50=1.0, p80=1.0)
-
-    monkeypatch.setattr(bench_grouped_mm, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr(bench_grouped_mm, "do_bench", once)
-    monkeypatch.setattr(bench_grouped_mm, "HELD", 0)
-    shape = GroupedShape(name="small", m=200, n=96, k=160, groups=3, why="")
-    ways = {(job, way) for *_, job, way in bench_grouped_mm.jobs("reference", rebases=True, quick=False)}
-    rows = [row for job, way in ways for row in job(shape, "zipf", way)]
-    timed = {row["what"] for row in rows}
-    assert {"mxfp8_2d_rebased wgrad GEMM", "mxfp8_2d_wgrad_bf16 forward + backward", "mxfp8 quantise w"} <= timed
-    assert not any(
-        way.recipe.endswith("_rebased") for *_, way in bench_grouped_mm.jobs("triton", rebases=False, quick=True)
-    )
-
-    reference, x, offs = load("reference", torch.device("cpu")), torch.randn(96, 64), make_offs([40, 56])
-    for kernel, spec, every_axes in bench_quantize.PORTABLE + bench_quantize.HOPPER + bench_quantize.SM100:
-        for axes in every_axes:
-            made = bench_quantize.quantize_call(reference, x, spec, axes, offs)()
-            operands = list(made) if "both" in axes else [made]
-            assert [one.axis for one in operands] == {"last": [1], "firs": [0], "both": [1, 0]}[axes[:4]], kernel
-            assert {one.spec for one in operands} == {spec}
-            assert bench_quantize.tensor_bytes(made) > x.numel()
-    monkeypatch.setattr(bench_quantize, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr(bench_quantize, "do_bench", once)
-    timed = list(bench_quantize.bench_requantize(reference, x.bfloat16(), 2, 1.0))
-    assert [row["kernel"] for row in timed[:2]] == [
-        "requantise 1x32 ragged",
-        "requantise 1x32 ragged, an eighth of the rows",
-    ]
+    quick = bench_training.parse_arguments(["--quick", "--repeats", "3"])
+    assert (quick.steps, quick.warmup, quick.repeats) == (16, 8, 1)
 
 
 def test_bench_moe_layer_compares_before_it_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -658,6 +620,7 @@ def test_bench_moe_layer_compares_before_it_times(tmp_path: Path, monkeypatch: p
     for row in rows:
         errors = [float(row[f"error_{of}"]) for of in ("y", "dx", "dw")]
         assert max(errors) == 0 if row["way"] == "torchtitan" else 0 < min(errors) and max(errors) < 0.15
+        assert row["control"] == str(row["way"] == "torchtitan")
         assert float(row["x"]) == pytest.approx(float(row["bf16_ms"]) / float(row["ms"]))
     assert json.loads((tmp_path / "env.json").read_text())["ranks"] == "1"
     printed = call("bench_moe_layer", *arguments, "--parts")
@@ -667,8 +630,13 @@ def test_bench_moe_layer_compares_before_it_times(tmp_path: Path, monkeypatch: p
     # 64 tokens of 64 features: 4 rows land of each, elements and scales; and one in bf16 goes back
     landed = 64 * 4 * 66 / 1e9
     assert gigabytes == pytest.approx({"dispatch": landed, "resend": landed, "combine": 64 * 128 / 1e9})
+    lines = (tmp_path / "data.csv").read_text().splitlines()
+    (tmp_path / "data.csv").write_text("\n".join(lines[:-1]) + "\n")  # as if it had been cut short
+    call("bench_moe_layer", *arguments)
+    again = rows_of(tmp_path / "data.csv")
+    assert again[:-1] == rows[:-1] and again[-1] != rows[-1] and len(again) == len(rows)
     monkeypatch.setitem(bench_moe_layer.MAX_ERROR, "quantised", 1e-6)
-    refused = call("bench_moe_layer", *arguments)
+    refused = call("bench_moe_layer", *arguments, "--out", tmp_path / "new")
     assert re.search(r"mxfp8_2d auto counted: y is off by 0.0\d+ from bf16's, more than 1e-06", refused)
 
 
@@ -1141,7 +1109,8 @@ def verify(tree: Path, **settings: str) -> subprocess.CompletedProcess:
         "scripts/setup.sh": f"PATH={tree}/bin:$PATH",
         "scripts/train.sh": 'echo "$CONFIG $RUNS $*"; mkdir -p "$OUT"; touch "$OUT/table.csv" "$OUT/big.pt"',
         "scripts/test_gpu.sh": "echo 1 failed; exit 3",
-        "bin/python": '[ "$1" = -c ] || echo "python $*"; case "$*" in *bench_quantize*) sleep "${NAP:-0}" ;; esac',
+        "scripts/bench_all.sh": 'mkdir -p "$OUT/pad"; touch "$OUT/pad/data.csv"; sleep "${NAP:-0}"',
+        "bin/python": '[ "$1" = -c ] || echo "python $*"',
     }
     for name, text in stubs.items():
         (tree / name).parent.mkdir(exist_ok=True)
@@ -1155,13 +1124,13 @@ def test_verify_hardware_runs_every_step_and_packs_what_they_said(tmp_path: Path
     assert done.returncode == 1, done.stderr
     said = re.findall(r"^== (\w+): (.*)", done.stdout, re.M)
     assert [name for name, _ in said] == [
-        "doctor", "model_llama4", "model_deepseek_v3", "tests", "bench_quantize", "bench_grouped_mm",
+        "doctor", "model_llama4", "model_deepseek_v3", "tests", "benchmarks",
     ]  # fmt: skip
     assert f"{tmp_path}/train_configs/debug_deepseek_v3.toml bf16 mxfp8 --metrics.no-enable_wandb" in done.stdout
     rows = dict(re.findall(r"^\| (\w+) \| ([^|]+) \| \d+ \|", (tmp_path / "out" / "summary.md").read_text(), re.M))
-    assert rows.pop("tests") == "FAILED with status 3" and set(rows.values()) == {"passed"} and len(rows) == 5
+    assert rows.pop("tests") == "FAILED with status 3" and set(rows.values()) == {"passed"} and len(rows) == 4
     listed = shell("tar", "tzf", str(tmp_path / "out.tar.gz")).stdout
-    assert {"./summary.md", "./tests.log", "./doctor.log", "./llama4/table.csv"} <= set(listed.splitlines())
+    assert {"./summary.md", "./doctor.log", "./llama4/table.csv", "./bench/pad/data.csv"} <= set(listed.splitlines())
     assert "big.pt" not in listed
     assert done.stdout.endswith(f"attach {tmp_path}/out.tar.gz to an issue\n")
     wrong = verify(tmp_path, STEPS="dance")
@@ -1176,14 +1145,66 @@ def test_verify_hardware_stops_in_time(tmp_path: Path) -> None:
     begin = monotonic()
     done = verify(tmp_path, MINUTES="0", STEPS="doctor benchmarks")
     assert done.returncode == 1 and "| doctor | left out: MINUTES were over |" in done.stdout
-    done = verify(tmp_path, MINUTES="2/60", STEPS="benchmarks", NAP="60")
+    done = verify(tmp_path, MINUTES="2/60", STEPS="benchmarks models", NAP="60")
     assert monotonic() - begin < 30
-    assert "| bench_quantize | cut off: MINUTES were over |" in done.stdout
-    assert "| bench_grouped_mm | left out: MINUTES were over |" in done.stdout
+    assert "| benchmarks | cut off: MINUTES were over |" in done.stdout
+    assert "| model_llama4 | left out: MINUTES were over |" in done.stdout
+
+
+def bench_all(tree: Path, **settings: str) -> subprocess.CompletedProcess:
+    """``bench_all.sh`` in a tree where every benchmark is a stub: ``pad`` fails, ``kernels`` reaches its limit once."""
+    (tree / "scripts").mkdir(exist_ok=True)
+    for name in ("bench_all.sh", "launch.sh"):
+        shutil.copy(ROOT / "scripts" / name, tree / "scripts")
+    stub = f"""echo "$*"
+case "$*" in
+    -c*) echo 2 h200 ;;
+    *bench_pad*) exit 3 ;;
+    *bench_kernels*) [ -e {tree}/limited ] || echo "9 rows left out, the time limit"; touch {tree}/limited ;;
+esac
+"""
+    for name, text in (("scripts/setup.sh", f"PATH={tree}/bin:$PATH"), ("bin/python", stub), ("bin/torchrun", stub)):
+        (tree / name).parent.mkdir(exist_ok=True)
+        (tree / name).write_text(f"#!/bin/sh\n{text}\n".replace('echo "$*"', '[ "$1" = -c ] || echo "$*"'))
+        (tree / name).chmod(0o755)
+    return shell(str(tree / "scripts" / "bench_all.sh"), **{"OUT": str(tree / "out")} | settings)
+
+
+def test_bench_all_measures_each_part_in_its_time_and_goes_on(tmp_path: Path) -> None:
+    done = bench_all(tmp_path, QUICK="1", SHAPES="dsv3_g8 1,2,3,4")
+    assert done.returncode == 1 and "== pad: FAILED with status 3" in done.stderr
+    said = re.findall(r"^== (\w+): (.*)", done.stdout, re.M)
+    assert [name for name, _ in said] == ["grouped_mm", "kernels", "moe_layer", "pad", "scaling"]
+    out = tmp_path / "out"
+    expected = (
+        f"python scripts/bench_grouped_mm.py --out {out}/grouped_mm --limit 240 --device cuda --quick --shapes dsv3_g8"
+    )
+    assert said[0][1].startswith(expected) and said[0][1].endswith("1,2,3,4")
+    assert said[2][1].startswith("torchrun --standalone --nproc-per-node=2 scripts/bench_moe_layer.py --out")
+    assert done.stdout.splitlines()[-1] == f"scripts/tables.py --of {out}"
+    assert (out / "tables.md").read_text() == f"scripts/tables.py --of {out}\n"
+    again = bench_all(tmp_path, PARTS="grouped_mm kernels moe_layer scaling")
+    said = dict(re.findall(r"^== (\w+): (.*)", again.stdout, re.M))
+    assert again.returncode == 0 and "bench_kernels.py" in said.pop("kernels")
+    assert set(said.values()) == {"finished by an earlier call"} and len(said) == 3
+    training = bench_all(tmp_path, PARTS="training").stdout
+    assert re.search(r"--out \S+/training --limit \d+ --quick --ngpu 2 .* -- --model.hf_assets_path=", training)
+    wrong = bench_all(tmp_path, PARTS="dance")
+    assert wrong.returncode == 2 and "not 'dance'" in wrong.stderr
+
+
+def test_bench_all_stops_in_time_and_names_its_folder(tmp_path: Path) -> None:
+    done = bench_all(tmp_path, MINUTES="0", PARTS="kernels")
+    assert "== kernels: left out, MINUTES were over" in done.stdout and "bench_kernels" not in done.stdout
+    done = bench_all(tmp_path, PARTS="pad", OUT="")
+    (folder,) = (tmp_path / "results").iterdir()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_2xh200_bench", folder.name) and (folder / "logs" / "pad.log").is_file()
+    without = shell("scripts/bench_all.sh", PYTHON=sys.executable, OUT=str(tmp_path / "x"), CUDA_VISIBLE_DEVICES="")
+    assert without.returncode == 1 and "no GPU here that torch can use" in without.stderr
 
 
 def test_the_test_scripts_explain_themselves_at_once() -> None:
-    for script in ("test.sh", "test_gpu.sh", "verify_hardware.sh"):
+    for script in ("test.sh", "test_gpu.sh", "verify_hardware.sh", "bench_all.sh"):
         done = shell(f"scripts/{script}", "--help")
         assert done.returncode == 0 and f"./scripts/{script}" in done.stdout and "All checks" not in done.stdout
 

@@ -6,7 +6,6 @@ training will run. TorchTitan is imported only where a config is given.
 """
 
 import argparse
-import csv
 import json
 import logging
 import os
@@ -28,13 +27,14 @@ from titan_mxfp8.backends import Gemm, Plan, plan_on, select
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
 from titan_mxfp8.modules import training_device
 from titan_mxfp8.recipe import RECIPES, Recipe
-from titan_mxfp8.testing import format_table, installed_version, make_offs, relative_rms
+from titan_mxfp8.testing import format_table, installed_version, make_offs, read_bench, relative_rms
 
 ROOT = Path(__file__).parent.parent
 TORCH, TRITON, TORCHTITAN = ((2, 11), (2, 14)), (3, 6), "0.2.2"  # from, to before; from; the one
 INSTALL_TORCH = 'pip install "torch>=2.11,<2.14"'
 # What training imports, and what it can do without, of pyproject.toml's [train].
 IMPORTED, OPTIONAL = ("tensorboard",), ("wandb", "safetensors", "matplotlib")
+PARTS = ("grouped_mm", "training")  # folders of scripts/bench_all.sh's results
 CONVERTERS = "--model.converters=quantize.grouped_mm.mx,quantize.linear.mx"
 
 
@@ -214,7 +214,8 @@ def measured(hardware: Hardware, results: Path) -> list[Measured]:
     """The committed results of this GPU, from the folders that ``results/README.md`` lets count.
 
     Of folders with the same name but for the date, those count that are bold there, or all if none is. Training:
-    ``*table.csv`` with a row for bf16. GEMMs: ``data.csv`` of scripts/bench_grouped_mm.py.
+    ``*table.csv`` with a row for bf16. GEMMs: ``data.csv`` of scripts/bench_grouped_mm.py. Either may lie in a folder
+    of scripts/bench_all.sh's.
     """
     index = results / "README.md"
     if not index.is_file():
@@ -240,18 +241,18 @@ def combinations(hardware: Hardware, results: Path) -> set[tuple[str, str]]:
 
 
 def _of_folder(folder: Path, hardware: Hardware) -> Iterator[Measured]:
-    for path in sorted(folder.glob("*.csv")):
+    parts = (path for part in PARTS for path in folder.glob(f"{part}/*.csv"))
+    for path in sorted((*folder.glob("*.csv"), *parts)):
         prefix, kind = path.stem.rpartition("_")[::2]
-        env_path = folder / f"{prefix + '_' if prefix else ''}env.json"
+        env_path = path.parent / f"{prefix + '_' if prefix else ''}env.json"
         env = json.loads(env_path.read_text()) if env_path.is_file() else {}
         if kind not in ("data", "table") or env.get("gpu") != hardware.name:
             continue
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
+        rows = read_bench(path)
         file_name = path.relative_to(folder.parent.parent).as_posix()
         if kind == "table":
             yield from _of_training(rows, env, file_name)
-        elif not prefix and {"what", "speedup"} <= rows[0].keys():
+        elif not prefix:
             yield from _of_gemms(rows, file_name)
 
 
@@ -275,13 +276,12 @@ def _of_training(rows: list[dict[str, str]], env: dict[str, str], file: str) -> 
 
 def _of_gemms(rows: list[dict[str, str]], file: str) -> Iterator[Measured]:
     for row in rows:
-        recipe = row["what"].removesuffix(" forward + backward")
-        recipe, _, rebase = recipe.partition("+")
-        if recipe == row["what"] or recipe not in RECIPES or not row["speedup"]:
+        counts = row.get("bench") == "grouped_mm" and row["what"] == "forward + backward" and row["x"]
+        if not counts or row["recipe"] not in RECIPES or (row["data"], row["held"]) != ("normal", "0"):
             continue
-        name = (RECIPES[recipe].rebased() if rebase else RECIPES[recipe]).name
         what = f"one GEMM of {row['M']} x {row['N']} x {row['K']}, {row['G']} experts, {row['groups']} groups"
-        yield Measured(recipe=name, times=float(row["speedup"]), training=False, what=what, file=file)
+        times, recipe = float(row["x"]), RECIPES[row["recipe"]].name
+        yield Measured(recipe=recipe, times=times, training=False, what=what, file=file)
 
 
 def advice(hardware: Hardware, found: Sequence[Measured]) -> list[str]:

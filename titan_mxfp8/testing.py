@@ -1,4 +1,4 @@
-"""One ruler for tests and benchmarks: shapes, token groups, error metrics, timer, result files."""
+"""One ruler for tests and benchmarks: shapes, token groups, error metrics, result files."""
 
 import contextlib
 import csv
@@ -6,9 +6,10 @@ import json
 import os
 import platform
 import random
+import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -33,16 +34,6 @@ class GroupedShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizeShape:
-    """One operand of (rows, cols); ``groups`` is used where the tokens, its rows, are quantised along."""
-
-    rows: int
-    cols: int
-    groups: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PadShape:
     """(rows, cols) tokens in groups. ``b200_us``: torch / CUDA times that torchao 3998 states, measured on a B200."""
 
@@ -52,27 +43,17 @@ class PadShape:
     b200_us: tuple[float, float]
 
 
-# Experts of Llama4 and DeepSeek-V3, at the numbers of tokens that torchao's README times.
-README_SHAPES = (
-    GroupedShape(name="llama4", m=131072, n=8192, k=5120, groups=8, why="Llama4 Scout experts, 16 sequences of 8192"),
-    GroupedShape(name="dsv3", m=131072, n=2048, k=7168, groups=8, why="DeepSeek-V3 experts: small n"),
-)
-
-# The table of torchao's MXFP8 MoE README, by the number of local experts.
+# Experts of Llama4 and DeepSeek-V3 by the number of local ones: the table of torchao's MXFP8 MoE README, whose M is
+# 128000, at the 131072 tokens of its kernel figures.
 GROUPED_SHAPES = tuple(
-    GroupedShape(name=f"{name}_g{groups}", m=128000, n=n, k=k, groups=groups, why=f"{groups} local experts")
-    for name, n, k in (("llama4", 8192, 5120), ("dsv3", 2048, 7168))
-    for groups in (1, 2, 4, 8)
+    GroupedShape(name=f"{name}_g{groups}", m=131072, n=n, k=k, groups=groups, why=f"{why}, {groups} local experts")
+    for groups in (8, 1, 2, 4)
+    for name, n, k, why in (("llama4", 8192, 5120, "Llama4"), ("dsv3", 2048, 7168, "DeepSeek-V3: small n"))
 )
 
 # Many experts with few features each.
 SMALL_EXPERT_SHAPES = (
     GroupedShape(name="dsv3_16b", m=131072, n=1408, k=2048, groups=64, why="DeepSeek-V3 16B experts, 64 on one GPU"),
-)
-
-QUANTIZE_SHAPES = (
-    QuantizeShape(rows=131072, cols=7168, groups=8, why="DeepSeek-V3 activations, torchao README's kernel figures"),
-    QuantizeShape(rows=131072, cols=5120, groups=8, why="Llama4 activations"),
 )
 
 # torchao 3998: the padding that MXFP8 needed without a host sync.
@@ -182,48 +163,10 @@ def poisoned_empty() -> Iterator[None]:
         torch.empty, torch.empty_like = shipped
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """Microseconds of one call."""
-
-    p20: float
-    p50: float
-    p80: float
-
-
-def do_bench(fn: Callable[[], object], *, warmup_ms: float = 30, rep_ms: float = 150, min_reps: int = 7) -> Timing:
-    """Times ``fn``: on a GPU by events around each call, which is device time as long as the host is ahead.
-
-    Before each call half a gigabyte is read, which empties the L2 of the arguments without leaving it dirty (a write
-    would be flushed in the timed region) and gives the host 100 us of lead. Without a GPU: wall clock.
-    """
-    if not torch.cuda.is_available():
-        return _do_bench_cpu(fn, warmup_ms, rep_ms, min_reps)
-    cold = torch.ones(1 << 27, dtype=torch.float32, device="cuda")
-    sink = torch.empty((), device="cuda")
-
-    def timed_calls(calls: int) -> list[float]:
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
-        for start, end in events:
-            torch.sum(cold, 0, out=sink)
-            start.record()
-            fn()
-            end.record()
-        events[-1][1].synchronize()
-        return [start.elapsed_time(end) for start, end in events]
-
-    fn()  # compiles
-    once_ms = max(min(timed_calls(3)), 1e-3)
-    timed_calls(int(warmup_ms / once_ms) + 1 if once_ms < warmup_ms else 1)
-    return _percentiles(timed_calls(max(min_reps, min(200, int(rep_ms / once_ms)))))
-
-
-def copy_bandwidth(gigabytes: float = 1.0) -> float:
-    """GB/s of a device-to-device copy, bytes read plus bytes written: the ceiling of a memory-bound kernel."""
-    source = torch.randint(0, 255, (int(gigabytes * 1e9),), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    timing = do_bench(lambda: target.copy_(source))
-    return 2 * source.numel() / timing.p50 / 1e3
+def percentiles(values: Sequence[float]) -> list[float]:
+    """The 20th, the 50th and the 80th."""
+    shares = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64).quantile(shares).tolist()
 
 
 def environment(device: torch.device | str = "cuda") -> dict[str, str]:
@@ -267,6 +210,30 @@ def write_rows(path: Path, rows: Sequence[dict[str, object]]) -> None:
         writer.writerows(rows)
 
 
+# What scripts/bench_grouped_mm.py wrote into its column ``what`` up to 2026-11-22.
+EARLIER_WHAT = re.compile(
+    r"(?P<recipe>mxfp8\w*)(?P<rebased> rebased|\+rebase)?(?P<products> of products)?(, (?P<held>\d+) held,)? "
+    r"(?P<what>.+)"
+)
+
+
+def read_bench(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV of scripts/bench_grouped_mm.py or bench_kernels.py, those of 2026-11-22 and before with today's
+    columns."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        found = EARLIER_WHAT.fullmatch(row["what"]) if "speedup" in row else None
+        if found:
+            what = found["what"].removesuffix(" GEMM")
+            is_kernel = what != found["what"] or what.startswith("quantise")
+            row |= {"bench": "kernels" if is_kernel else "grouped_mm", "what": what, "held": found["held"] or "0"}
+            row |= {"recipe": found["recipe"] + ("_rebased" if found["rebased"] else ""), "control": "False"}
+            row |= {"data": "products" if found["products"] else "normal", "x": row["speedup"]}
+            row |= {"baseline_us": row["bf16_us"], "p50_us": row["mxfp8_us"], "tflops": row["mxfp8_tflops"]}
+    return rows
+
+
 def format_table(rows: Sequence[dict[str, object]]) -> str:
     """The rows as a Markdown table; floats get three significant digits, or all digits before the point."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
@@ -278,26 +245,6 @@ def format_table(rows: Sequence[dict[str, object]]) -> str:
 
     lines = [columns, ["---"] * len(columns), *([cell(row.get(column)) for column in columns] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _do_bench_cpu(fn: Callable[[], object], warmup_ms: float, rep_ms: float, min_reps: int) -> Timing:
-    def timed_call() -> float:
-        start = time.perf_counter()
-        fn()
-        return (time.perf_counter() - start) * 1e3
-
-    spent, times = timed_call(), []
-    while spent < warmup_ms:
-        spent += timed_call()
-    while len(times) < min_reps or sum(times) < rep_ms:
-        times.append(timed_call())
-    return _percentiles(times)
-
-
-def _percentiles(times_ms: list[float]) -> Timing:
-    times_us = 1e3 * torch.tensor(times_ms, dtype=torch.float64)
-    p20, p50, p80 = times_us.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
-    return Timing(p20=p20, p50=p50, p80=p80)
 
 
 def _output(*command: str) -> str:

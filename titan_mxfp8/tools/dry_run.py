@@ -9,10 +9,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import init_fake_mode
@@ -36,7 +37,8 @@ from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, converter_confi
 from titan_mxfp8.plugin.moe import MXFP8MoE, check_worst_case
 from titan_mxfp8.recipe import Recipe
 from titan_mxfp8.tools.flavors import is_study_flavor
-from titan_mxfp8.tools.memory import FILL, GIB, Memory, card_memory, estimate_memory
+from titan_mxfp8.tools.memory import FILL, GIB, Memory, card_memory, estimate_memory, model_parallel_shape
+from titan_mxfp8.tools.roofline import Layer, Step
 
 CONFIG_MODULE = "Set it to 'titan_mxfp8.plugin', or to a module whose JobConfig derives from that one's"
 
@@ -142,6 +144,7 @@ class Report:
         flops_per_token: forward and backward, as TorchTitan counts them for its MFU.
         mxfp8_share: part of these FLOPs that run as MXFP8 GEMMs.
         multiplied: by converter, what each of its GEMMs multiplies, see ``planned``.
+        step: what a GPU does in a step, see ``tools/roofline.py``.
     """
 
     world_size: int
@@ -155,6 +158,7 @@ class Report:
     flops_per_token: int
     mxfp8_share: float
     multiplied: dict[str, str]
+    step: Step
 
 
 def parse_config(path: str, overrides: Sequence[str] = ()) -> JobConfig:
@@ -206,6 +210,7 @@ def dry_run(job_config: JobConfig) -> Report:
         except (AssertionError, NotImplementedError, RuntimeError) as error:
             raise ValueError(f"TorchTitan cannot lay out the model so: {error}") from error
         memory = estimate_memory(whole, sharded, job_config, dims)
+        step = step_of(sharded, job_config, dims, memory, flops)
     if card is not None and memory.total > FILL * card[1]:
         raise ValueError(
             f"does not fit: {memory.total / GIB:.1f} GiB a GPU estimated ({memory}), more than {FILL:.0%} of "
@@ -225,6 +230,37 @@ def dry_run(job_config: JobConfig) -> Report:
         flops_per_token=flops,
         mxfp8_share=mxfp8_flops(whole, args) / flops,
         multiplied=plans(job_config),
+        step=step,
+    )
+
+
+def step_of(
+    sharded: nn.Module, job_config: JobConfig, dims: ParallelDims, memory: Memory, flops_per_token: int
+) -> Step:
+    """What one GPU does in a step: its part of every converted layer, each expert with its share of the tokens."""
+    training = job_config.training
+    tokens = training.local_batch_size * training.seq_len // dims.cp
+    args, converted = model_args(job_config), Counter()
+    for _, module in gemm_modules(sharded):
+        if not hasattr(module, "mxfp8") or not module.mxfp8.recipe.quantized:
+            continue
+        for param in module.parameters(recurse=False):
+            if is_weight(module, param):
+                *groups, n, k = model_parallel_shape(param)
+                rows = tokens * args.moe_args.top_k if groups else tokens
+                converted[module.mxfp8.recipe, Layer(m=rows, n=n, k=k, groups=groups[0] if groups else 1)] += 1
+    ours = sum(6 * layer.m * layer.n * layer.k * count for (_, layer), count in converted.items())
+    forwards = 2 if job_config.activation_checkpoint.mode == "full" else 1
+    # forward is a third of forward and backward
+    other = max(0, flops_per_token * tokens / dims.tp - ours) * (2 + forwards) / 3
+    # parameter, gradient and both moments are read, all but the gradient written, each as large as the parameters
+    optimizer = 7 * memory.parameters
+    return Step(
+        converted=tuple((recipe, replace(layer, count=count)) for (recipe, layer), count in converted.items()),
+        other_flops=other,
+        other_bytes=optimizer + 2 * memory.activations,
+        keeps_weight=not any(isinstance(module, FSDPModule) for module in sharded.modules()),
+        forwards=forwards,
     )
 
 

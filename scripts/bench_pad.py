@@ -1,0 +1,66 @@
+"""Pad and unpad of token groups against the loop that a user writes, and against the copy bandwidth.
+
+    python scripts/bench_pad.py --out results/<date>_<device>_pad [--quick] [--limit SECONDS]
+
+How a time is taken and most columns: ``bench.py``. M tokens of K features in G groups of Zipf sizes; ``share`` is of
+the copy bandwidth of the same run. The loop waits for the GPU once, for the sizes, then pads each group and joins them.
+``b200_torch_us`` and ``b200_cuda_us`` are what torchao's issue 3998 states for such padding on a B200, by torch and by
+its fastest kernel. A result that is not that of the loop ends the run.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from bench import Bench, Work, parse, parser_of, run
+
+from titan_mxfp8.ops.pad import pad_token_groups, padded_rows, unpad_token_groups
+from titan_mxfp8.testing import PAD_SHAPES, PadShape, group_sizes, make_offs
+
+ALIGNMENT = 32
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def pad_by_torch(x: torch.Tensor, offs: torch.Tensor, length: int) -> torch.Tensor:
+    """The loop that a user writes: one sync, then a copy per group."""
+    ends = offs.tolist()
+    groups = [x[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    padded = torch.cat([F.pad(group, (0, 0, 0, -group.shape[0] % ALIGNMENT)) for group in groups])
+    return F.pad(padded, (0, 0, 0, length - padded.shape[0]))
+
+
+def measure_shape(bench: Bench, shape: PadShape, dtype: str) -> None:
+    """The rows of a shape: padding against the loop, and back."""
+    x = torch.randn((shape.rows, shape.cols), dtype=DTYPES[dtype], device=bench.device)
+    offs = make_offs(group_sizes("zipf", shape.rows, shape.groups), bench.device)
+    length = padded_rows(shape.rows, shape.groups, ALIGNMENT)
+    loop = partial(pad_by_torch, x, offs, length)
+    padded = loop()
+    pad = partial(pad_token_groups, x, offs, ALIGNMENT)
+    unpad = partial(unpad_token_groups, padded, offs, ALIGNMENT, shape.rows)
+    if not torch.equal(pad()[0], padded) or not torch.equal(unpad(), x):
+        raise ValueError(f"{shape.rows} x {shape.cols} in {shape.groups} groups: not what the loop over groups gives")
+    work = Work(moved=x.nbytes + padded.nbytes, ceiling="copy")
+    for what, call, base in (("pad", pad, loop), ("unpad", unpad, None)):
+        key = bench.key(M=shape.rows, K=shape.cols, G=shape.groups, groups="zipf", dtype=dtype, what=what)
+        if bench.is_due(key):
+            torch_us, cuda_us = shape.b200_us
+            bench.compare(key, call, base, work, b200_torch_us=torch_us, b200_cuda_us=cuda_us)
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse(parser_of(__doc__), argv)
+
+    def measure(bench: Bench) -> None:
+        bench.measure_ceilings()
+        for dtype in ("bf16",) if args.quick else DTYPES:
+            for shape in PAD_SHAPES:
+                measure_shape(bench, shape, dtype)
+
+    run("pad", args, measure)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

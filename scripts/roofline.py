@@ -1,0 +1,298 @@
+"""What MXFP8 can bring on a GPU, and what it brings: the model is in ``titan_mxfp8/tools/roofline.py``.
+
+    python scripts/roofline.py measure --out OUT               # the GPU's ceilings: a copy, dense bf16 and FP8 matmuls
+    python scripts/roofline.py draw results/<folder>           # pictures of a folder of bench_all.sh's
+    python scripts/roofline.py predict CONFIG.toml --gpu H200  # the step of a training, as check_configs.sh says it
+    python scripts/roofline.py check --out OUT                 # predictions beside all measured trainings in results/
+
+``draw`` writes roofline.csv and, for each model's experts, a picture of it with five panels: speed-up of forward +
+backward by tokens, with the fewest tokens from which MXFP8 pays; GB/s of the quantisers of tokens; of weights; speed-up
+of the GEMMs alone; time by pass. Dotted: by the ceilings that the same folder measured. Solid: measured.
+
+``check`` writes data.csv: for each training of bench_training.py in results/ its gain, and what the model says of the
+same TOML and flags as they are today, by the GPU's ceilings and by our kernels' rates (``committed_rates``).
+"""
+
+import argparse
+import csv
+import json
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from titan_mxfp8.backends import plan_on
+from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
+from titan_mxfp8.recipe import BF16, get_recipe
+from titan_mxfp8.testing import environment, format_table, read_bench, write_results, write_rows
+from titan_mxfp8.tools.roofline import Layer, Rates, committed_rates, passes
+
+ROOT = Path(__file__).parent.parent
+MODELS = {(8192, 5120): "llama4", (2048, 7168): "deepseek_v3"}
+SHOWN = ("mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")
+TOKENS = tuple(half << exponent for exponent in range(9, 18) for half in (2, 3))
+EXPERTS = 8
+GEMMS = ("forward", "dgrad", "wgrad")
+BOTH = "forward + backward"
+SPEED = "tokens/s (median, per GPU)"
+
+COLOURS = ("tab:blue", "tab:orange", "tab:green")
+
+Row = dict[str, object]
+
+
+def measured_rows(folder: Path) -> list[dict[str, str]]:
+    """Forward + backward, and passes, of balanced groups of normal numbers with ``EXPERTS`` experts, nothing held."""
+    plain = {"groups": "balanced", "G": str(EXPERTS), "data": "normal", "held": "0"}
+    return [
+        row
+        for path in sorted(folder.rglob("data.csv"))
+        for row in read_bench(path)
+        if row.get("bench") == "kernels" or (row.get("bench") in ("grouped_mm", "scaling") and row["what"] == BOTH)
+        if all((row.get(name) or value) == value for name, value in plain.items())
+    ]
+
+
+def gpu_of(folder: Path) -> str:
+    """The GPU of a folder's benchmarks, as clusters name it.
+
+    Raises:
+        ValueError: none there, or one that is not known.
+    """
+    for path in sorted(folder.rglob("env.json")):
+        words = json.loads(path.read_text()).get("gpu", "").split()
+        if words[:1] == ["NVIDIA"] and words[1] in CLUSTER_GPUS:
+            return words[1]
+    raise ValueError(f"{folder} holds no results of one of {', '.join(CLUSTER_GPUS)}")
+
+
+def roofline_rows(folder: Path) -> list[Row]:
+    """Predicted and measured microseconds of each pass, and of all together, by model, tokens and recipe.
+
+    Raises:
+        ValueError: the folder lacks the rates of a GPU.
+    """
+    gpu = gpu_of(folder)
+    hardware, rates = CLUSTER_GPUS[gpu], committed_rates(folder, gpu)
+    if rates is None:
+        raise ValueError(f"{folder} lacks ceilings: scripts/bench_kernels.py measures them")
+    ceilings, measured = rates[0], measured_rows(folder)
+    rows: list[Row] = []
+    for n, k in MODELS:
+        here = [row for row in measured if (row["N"], row["K"]) == (str(n), str(k))]
+        for m in sorted({*TOKENS, *(int(row["M"]) for row in here)}):
+            layer = Layer(m=m, n=n, k=k, groups=EXPERTS)
+            bf16 = predicted_seconds(BF16.name, hardware, layer, ceilings)
+            for recipe in SHOWN:
+                found = {row["what"]: row for row in here if (row["M"], row["recipe"]) == (str(m), recipe)}
+                for what, seconds in predicted_seconds(recipe, hardware, layer, ceilings).items():
+                    row: Row = {"gpu": gpu, "M": m, "N": n, "K": k, "G": EXPERTS, "recipe": recipe, "what": what}
+                    row |= {"predicted_us": 1e6 * seconds, "predicted_x": bf16[what] / seconds if what in bf16 else ""}
+                    row |= {
+                        name: found.get(what, {}).get(name, "") for name in ("p50_us", "x", "gb_per_s", "baseline_us")
+                    }
+                    rows.append(row | {"ceiling_gb_per_s": ceilings.ceilings["copy"] / 1e9})
+    return rows
+
+
+def predicted_seconds(recipe: str, hardware: Hardware, layer: Layer, rates: Rates) -> dict[str, float]:
+    """Of each pass, and of forward + backward."""
+    plan = plan_on(get_recipe(recipe), "auto", hardware)
+    seconds = {one.name: rates.seconds(recipe, one) for one in passes(get_recipe(recipe), plan, layer)}
+    return seconds | {BOTH: sum(seconds.values())}
+
+
+def pays_from(rows: Sequence[dict[str, str]], recipe: str) -> int | None:
+    """The fewest tokens from which the recipe is predicted to be as fast as bf16, of those in the rows."""
+    return min(
+        (
+            int(row["M"])
+            for row in rows
+            if (row["what"], row["recipe"]) == (BOTH, recipe) and float(row["predicted_x"]) >= 1
+        ),
+        default=None,
+    )
+
+
+def draw(path: Path) -> list[Path]:
+    """The pictures of a roofline.csv, beside it."""
+    from matplotlib import pyplot
+
+    with path.open(newline="") as file:
+        every = list(csv.DictReader(file))
+    drawn = []
+    for (n, k), model in MODELS.items():
+        rows = [row for row in every if (row["N"], row["K"]) == (str(n), str(k))]
+        figure, grid = pyplot.subplots(2, 3, figsize=(17, 9), layout="constrained")
+        *panels, unused = grid.flatten()
+        unused.remove()
+        figure.suptitle(
+            f"{model}: N {n}, K {k}, {EXPERTS} experts, {rows[0]['gpu']}; dotted: roofline, solid: measured"
+        )
+        for recipe, colour in zip(SHOWN, COLOURS, strict=True):
+            curve(panels[0], rows, recipe, BOTH, "predicted_x", "x", colour, recipe)
+            if pays := pays_from(rows, recipe):
+                panels[0].axvline(pays, color=colour, linewidth=0.7, label=f"{recipe} pays from {pays}")
+            for panel, names in (
+                (panels[1], ("quantise x", "quantise dy")),
+                (panels[2], ("quantise w", "quantise w again")),
+            ):
+                for name, style in zip(names, ("o-", "s--"), strict=True):
+                    points = of(rows, recipe, name, "gb_per_s")
+                    if points:
+                        panel.plot(*zip(*points, strict=True), style, color=colour, label=f"{recipe} {name}")
+            for name, style in zip(GEMMS, ("o", "s", "^"), strict=True):
+                curve(panels[3], rows, recipe, name, "predicted_x", "x", colour, f"{recipe} {name}", style)
+        for panel in panels[1:3]:
+            panel.axhline(float(rows[0]["ceiling_gb_per_s"]), linestyle=":", color="black", label="copy")
+        titles = (
+            "forward + backward, times bf16",
+            "quantise tokens, GB/s",
+            "quantise weights, GB/s",
+            "GEMMs, times bf16",
+        )
+        for panel, title in zip(panels, titles, strict=False):
+            panel.set(title=title, xscale="log", xlabel="tokens", ylim=(0, None))
+            panel.legend(fontsize=6)
+        bars(panels[4], rows)
+        drawn.append(path.with_name(f"roofline_{model}.png"))
+        figure.savefig(drawn[-1], dpi=110)
+        pyplot.close(figure)
+    return drawn
+
+
+def of(rows: Sequence[dict[str, str]], recipe: str, what: str, column: str) -> list[tuple[int, float]]:
+    """Tokens and the column's number, where there is one."""
+    chosen = (row for row in rows if (row["recipe"], row["what"]) == (recipe, what) and row[column])
+    return sorted((int(row["M"]), float(row[column])) for row in chosen)
+
+
+def curve(
+    panel,
+    rows: Sequence[dict[str, str]],
+    recipe: str,
+    what: str,
+    predicted: str,
+    measured: str,
+    colour: str,
+    label: str,
+    style: str = "o",
+) -> None:
+    """A dotted line and, where anything was measured, a solid one."""
+    for column, line in ((predicted, ":"), (measured, f"{style}-")):
+        if points := of(rows, recipe, what, column):
+            panel.plot(*zip(*points, strict=True), line, color=colour, label=label if column == measured else None)
+
+
+def bars(panel, rows: Sequence[dict[str, str]]) -> None:
+    """Milliseconds by pass at the most tokens of which all was measured, a bar for bf16 and for each recipe."""
+    tokens = [m for m, _ in of(rows, SHOWN[-1], "wgrad", "p50_us")]
+    if not tokens:
+        panel.set(title="time by pass: not measured")
+        return
+    here = [row for row in rows if row["M"] == str(tokens[-1]) and row["p50_us"] and row["what"] != BOTH]
+    heights = {
+        "bf16": {row["what"]: row["baseline_us"] for row in here if row["recipe"] == SHOWN[-1] and row["baseline_us"]}
+    }
+    heights |= {recipe: {row["what"]: row["p50_us"] for row in here if row["recipe"] == recipe} for recipe in SHOWN}
+    names = list(dict.fromkeys(row["what"] for row in here))
+    bottom = dict.fromkeys(heights, 0.0)
+    for name in names:
+        ms = [float(heights[recipe].get(name) or 0) / 1e3 for recipe in heights]
+        panel.bar(list(heights), ms, bottom=list(bottom.values()), label=name)
+        bottom = {recipe: at + height for (recipe, at), height in zip(bottom.items(), ms, strict=True)}
+    panel.set(title=f"milliseconds by pass, {tokens[-1]} tokens")
+    panel.tick_params(axis="x", labelrotation=20)
+    panel.legend(fontsize=6)
+
+
+def trainings(results: Path) -> Iterator[tuple[Path, dict[str, str], dict[str, str], float]]:
+    """Table, environment, row and gain of each training in MXFP8 whose config and flags are known."""
+    for path in sorted(results.rglob("*table.csv")):
+        names = (f"{path.stem.removesuffix('table')}env.json", "env.json", "../env.json")
+        env = next(
+            (json.loads((path.parent / name).read_text()) for name in names if (path.parent / name).is_file()), {}
+        )
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        if SPEED not in rows[0] or "config" not in env:
+            continue
+        bf16 = {row.get("flavor", ""): float(row[SPEED]) for row in rows if row["run"] == "bf16"}
+        for row in rows:
+            if row["run"] != "bf16" and row.get("flavor", "") in bf16:
+                yield path, env, row, float(row[SPEED]) / bf16[row.get("flavor", "")]
+
+
+def check(results: Path) -> list[Row]:
+    """A row for each of ``trainings`` on a GPU of which there are rates."""
+    from bench_training import flags_of
+
+    from titan_mxfp8.tools.dry_run import dry_run, parse_config
+    from titan_mxfp8.tools.roofline import step_speedup
+
+    table: list[Row] = []
+    for path, env, row, gain in trainings(results):
+        gpu = env.get("gpu", "").removeprefix("NVIDIA ").split(" ")[0]
+        rates = committed_rates(results, gpu) if gpu in CLUSTER_GPUS else None
+        if rates is None:
+            continue
+        flags = [*flags_of(row["run"]), *env.get("flags", "").split(), "--cluster.nodes=1", "--cluster.gpu="]
+        flags += [f"--cluster.gpus_per_node={env['processes']}"]
+        if row.get("flavor"):
+            flags += [f"--model.flavor={row['flavor']}", "--model.study_flavors"]
+        job_config = parse_config(str(ROOT / env["config"]), flags)
+        roofline, own = (round(step_speedup(dry_run(job_config).step, gpu, each), 3) for each in rates)
+        found: Row = {"folder": path.parent.relative_to(results), "table": path.name, "model": job_config.model.flavor}
+        found |= {"GPUs": env["processes"], "run": row["run"], "measured": round(gain, 3)}
+        table.append(found | {"by our rates": own, "by the ceilings": roofline})
+    return table
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("measure", help="a GPU's ceilings; flags as bench_kernels.py has them")
+    drawing = commands.add_parser("draw", help="pictures of a folder of results")
+    drawing.add_argument("folder", type=Path)
+    predicting = commands.add_parser("predict", help="the step of a training; flags of TorchTitan's")
+    predicting.add_argument("config", type=Path)
+    predicting.add_argument("--gpu", required=True, choices=CLUSTER_GPUS)
+    checking = commands.add_parser("check", help="predictions beside what was measured")
+    checking.add_argument("--out", type=Path, help="folder for data.csv and env.json")
+    return parser.parse_known_args(argv)
+
+
+def main(argv: Sequence[str]) -> None:
+    args, flags = parse_arguments(argv)
+    if flags and args.command in ("draw", "check"):
+        sys.exit(f"roofline: unknown arguments {' '.join(flags)}")
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)  # TorchTitan's account of a run that does not happen
+    try:
+        if args.command == "measure":
+            from bench import Bench, parse, parser_of, run
+
+            run("kernels", parse(parser_of(__doc__), flags), Bench.measure_ceilings)
+        elif args.command == "draw":
+            write_rows(args.folder / "roofline.csv", roofline_rows(args.folder))
+            print("\n".join(map(str, draw(args.folder / "roofline.csv"))))
+        elif args.command == "predict":
+            from check_configs import predicted
+
+            from titan_mxfp8.tools.dry_run import dry_run, parse_config
+
+            report = dry_run(parse_config(str(args.config), [f"--cluster.gpu={args.gpu}", *flags]))
+            print(f"{args.config}: {predicted(report)}")
+        else:
+            rows = check(ROOT / "results")
+            print(format_table(rows))
+            if args.out:
+                write_results(args.out, rows, environment("cpu"))
+    except ValueError as error:
+        sys.exit(f"roofline: {error}")
+    finally:
+        logging.disable(disabled)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,390 @@
+"""Writes the tables of README.md and results/README.md from the CSVs that they name, so that no figure is typed.
+
+    python scripts/tables.py              # rewrites the tables of both files
+    python scripts/tables.py --check      # prints those that differ from their CSVs; the exit status says whether any
+    python scripts/tables.py --of results/<folder>    # prints the tables of one folder of bench_all.sh's
+
+In Markdown a table stands right below the comment that says what it shows and from which files under results/::
+
+    <!-- table: grouped_mm 2026-11-22_h200_hopper/data.csv 2026-11-22_h100_hopper/data.csv recipes=mxfp8,mxfp8_2d -->
+
+The first word is one of the functions below, the paths go to it in this order, and so do options. For figures of a new
+run change the paths, and call this script.
+"""
+
+import argparse
+import csv
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+from titan_mxfp8.recipe import BF16, get_recipe
+from titan_mxfp8.testing import read_bench
+
+ROOT = Path(__file__).parent.parent
+FILES = (ROOT / "README.md", ROOT / "results" / "README.md")
+MARKER = re.compile(r"<!-- table: (.+?) -->\n((?:\|.*\n)*)")
+MODELS = {"16B_4layers": "DeepSeek-V3 16B, 4 layers"}
+MODELS |= {f"17bx16e_{layers}layers": f"Llama4 17Bx16E, {layers} layers" for layers in (2, 4)}
+# By N, K of a grouped GEMM; by name of a layer.
+SHAPES = {("8192", "5120"): "Llama4", ("2048", "7168"): "DeepSeek-V3", ("1408", "2048"): "DeepSeek-V3 16B"}
+LAYERS = {
+    "dsv3": "DeepSeek-V3",
+    "dsv3_8": "DeepSeek-V3",
+    "llama4_8": "Llama4",
+    "dsv3_16b": "DeepSeek-V3 16B",
+    "qwen3_30b": "Qwen3-30B-A3B",
+    "llama4": "Llama4",
+}
+CONTROLS = ("torch bf16, compiled", "bf16")
+RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_2d_wgrad_bf16", "mxfp8_rebased", "mxfp8_2d_rebased")
+SPEED = "tokens/s (median, per GPU)"
+
+Row = dict[str, str]
+Cells = dict[str, str]
+
+
+def read(path: Path) -> list[Row]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def env_of(path: Path) -> dict[str, str]:
+    """The environment of a CSV: ``training_env.json`` of ``training.csv`` and ``training_table.csv``, or env.json."""
+    names = [f"{path.stem.split('_')[0]}_env.json", "env.json"]
+    return json.loads(next(path.with_name(name) for name in names if path.with_name(name).is_file()).read_text())
+
+
+def gpu_of(path: Path) -> str:
+    """Its short name: ``H100`` of NVIDIA H100 80GB HBM3."""
+    return env_of(path).get("gpu", "CPU").removeprefix("NVIDIA ").split()[0]
+
+
+def folder_of(path: Path) -> str:
+    """As a table shows it."""
+    return f"`{path.parent.name}`"
+
+
+def code(recipe: str) -> str:
+    """A recipe's name as a column's: that of a control says whose bf16 it is."""
+    return {BF16.name: "bf16, ours"}.get(recipe, f"`{recipe}`" if recipe.startswith("mxfp8") else recipe)
+
+
+def recipe_of(run: str) -> str:
+    """The recipe of a run of bench_training.py: ``both+rebase:mxfp8_2d`` is ``mxfp8_2d_rebased``."""
+    what, _, recipe = run.partition(":")
+    return get_recipe(recipe or "mxfp8", rebase="+rebase" in what).name if what != "bf16" else "bf16"
+
+
+def times(values: Sequence[float], digits: int = 2) -> str:
+    """One ratio, or a range."""
+    low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def render(rows: Sequence[Cells]) -> str:
+    """Markdown; columns that no row fills are left out."""
+    columns = [
+        name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)
+    ]
+    lines = [columns, *([row.get(name, "") for name in columns] for row in rows)]
+    head, *body = (f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in line)}|\n" for line in lines)
+    return "".join([head, f"|{'---|' * len(columns)}\n", *body])
+
+
+def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup: str = "") -> list[Cells]:
+    """Tokens/s of training times bf16's, and memory, of table.csv of bench_training.py, a row for each flavor.
+
+    Of the CSV of its steps, with ``warmup``, the range of what the steps before and after it say.
+    """
+    table = []
+    for path in paths:
+        rows, env = read(path), env_of(path)
+        for flavor in dict.fromkeys(row.get("flavor", "") for row in rows):
+            speeds, memory, repeats = training_speeds([row for row in rows if row.get("flavor", "") == flavor], warmup)
+            if "bf16" not in speeds:
+                continue
+            sends = any("+dispatch" in row["run"] for row in rows)
+            cells = {"model": MODELS.get(flavor, flavor) + ", `dispatch`" * sends, "GPUs": env["processes"]}
+            for recipe in recipes.split(","):
+                ratios = [ours / base for ours, base in zip(speeds.get(recipe, ()), speeds["bf16"], strict=False)]
+                cells[f"`{recipe}`"] = times(ratios) if ratios else ""
+            used = [f"{memory[recipe] / memory['bf16']:.2f}" for recipe in recipes.split(",") if recipe in memory]
+            table.append(cells | {"memory": ", ".join(used), "runs": repeats, "folder": folder_of(path)})
+    return table
+
+
+def training_speeds(rows: Sequence[Row], warmup: str) -> tuple[dict[str, list[float]], dict[str, float], str]:
+    """Tokens/s by recipe, one number or of two halves of a run; GiB by recipe; how many runs."""
+    speeds: dict[str, list[float]] = {}
+    memory: dict[str, float] = {}
+    for row in rows:
+        recipe = recipe_of(row["run"])
+        memory[recipe] = max(memory.get(recipe, 0), float(row["memory GiB"]))
+        if SPEED in row:
+            speeds[recipe] = [float(row[SPEED])]
+    if rows and SPEED not in rows[0]:
+        for recipe in memory:
+            steps = {int(row["step"]): float(row["tokens/s"]) for row in rows if recipe_of(row["run"]) == recipe}
+            early = [speed for step, speed in steps.items() if 1 < step <= int(warmup)]
+            speeds[recipe] = [median(early), median(speed for step, speed in steps.items() if step > int(warmup))]
+    return speeds, memory, rows[0].get("repeats", "") if SPEED in rows[0] and rows[0].get("repeats") else "1"
+
+
+def training(path: Path, layers: Path) -> list[Cells]:
+    """Tokens/s of a model of few and of more layers, and what a layer costs."""
+    rows = read(path)
+    flavors = list(dict.fromkeys(row["flavor"] for row in rows))
+    speed = {(recipe_of(row["run"]), row["flavor"]): float(row[SPEED]) for row in rows}
+    cost = {recipe_of(row["run"]): float(row["us per token and layer"]) for row in read(layers)}
+    table = []
+    for recipe in sorted(cost, key=(*CONTROLS, *RECIPES).index):
+        cells = {"experts and linears": "bf16" if recipe == "bf16" else f"`{recipe}`"}
+        for flavor in flavors:
+            size = MODELS[flavor].rpartition(", ")[2]
+            cells[f"{size}: tokens/s per GPU"] = f"{speed[recipe, flavor]:,.0f}"
+            cells[f"{size}: times bf16"] = f"{speed[recipe, flavor] / speed['bf16', flavor]:.3f}"
+        table.append(cells | {"a layer, times bf16": f"{cost['bf16'] / cost[recipe]:.2f}"})
+    return table
+
+
+def moe_layers(*paths: Path, ranks: str = "2") -> list[Cells]:
+    """MoE layers of bench_moe_layer.py, times TorchTitan's. Where several files have a row the first one counts."""
+    found: dict[str, Cells] = {}
+    for path in paths:
+        for row in read(path):
+            recipe = row["way"].split()[0]
+            if row["ranks"] != ranks or recipe == "torchtitan":
+                continue
+            sizes = ", ".join(row[name] for name in ("tokens", "D", "H", "experts", "top_k"))
+            label = f"{sizes} ({LAYERS.get(row['layer'], row['layer'])})"
+            columns = dict.fromkeys((code(name) for name in ("bf16", "mxfp8_2d", "mxfp8_2d_rebased")), "")
+            cells = found.setdefault(label, {"tokens per GPU, D, H, experts, top-k": label} | columns)
+            cells[code(recipe)] = cells.get(code(recipe)) or f"{float(row['x']):.2f}"
+    return list(found.values())
+
+
+def grouped_mm(*paths: Path, recipes: str = "", held: str = "0", data: str = "", tokens: str = "") -> list[Cells]:
+    """Forward + backward of one grouped GEMM times bf16's, a row for each GPU and problem; of ``data`` and ``tokens``
+    those that are named, or all; the controls always. Many experts have Zipf groups, few have balanced ones."""
+    table = []
+    shown = (*CONTROLS, *(recipes.split(",") if recipes else RECIPES))
+    for path in paths:
+        problems: dict[tuple[str, ...], Cells] = {}
+        for row in read_bench(path):
+            if (row.get("bench"), row.get("what"), row.get("held")) != ("grouped_mm", "forward + backward", held):
+                continue
+            spread = "zipf" if int(row["G"]) > 8 else "balanced"
+            if (row["groups"], data or row["data"], tokens or row["M"]) != (spread, row["data"], row["M"]):
+                continue
+            sizes = tuple(row[name] for name in ("M", "N", "K", "G"))
+            notes = [SHAPES.get(sizes[1:3], ""), *["products"] * (row["data"] == "products")]
+            label = ", ".join(filter(None, [*notes, *["Zipf groups"] * (spread == "zipf")]))
+            cells = {"GPU": gpu_of(path), "M, N, K, experts": ", ".join(sizes) + (f" ({label})" if label else "")}
+            cells |= {code(recipe): "" for recipe in shown}
+            cells = problems.setdefault((*sizes, row["data"]), cells)
+            if row["recipe"] in shown:
+                cells[code(row["recipe"])] = f"{float(row['x']):.2f}"
+        table += problems.values()
+    return table
+
+
+def absolute(path: Path, recipe: str = "mxfp8") -> list[Cells]:
+    """Forward + backward of one grouped GEMM in milliseconds, of one recipe."""
+    table = []
+    for row in read_bench(path):
+        if row.get("recipe") != recipe or row["what"] != "forward + backward" or row["groups"] != "balanced":
+            continue
+        if row["G"] == "8":
+            ms = {"bf16 ms": row["baseline_us"], f"`{recipe}` ms": row["p50_us"]}
+            cells = {"M, N, K, experts": ", ".join(row[name] for name in ("M", "N", "K", "G"))}
+            cells |= {name: f"{float(us) / 1e3:.1f}" for name, us in ms.items()}
+            table.append(cells | {"speed-up": f"{float(row['x']):.2f}"})
+    return table
+
+
+def quantisers(path: Path) -> list[Cells]:
+    """Shares of the copy bandwidth, of the table of quantisers of 2026-11-21."""
+    share = {(row["kernel"], row["shape"], row["groups"]): float(row["share"]) for row in read(path) if row["share"]}
+    wide, few = "131072x7168", "16384x7168"
+    shown = {
+        "1x32 along the last axis / the first one, transposed, ragged groups": (
+            ("quantize 1x32 last", wide, ""), ("quantize 1x32 first ragged", wide, "8"),
+        ),
+        "1x32 along both axes in one read / with ragged groups": (
+            ("quantize 1x32 both", wide, ""), ("quantize 1x32 both ragged", wide, "8"),
+        ),
+        "32x32, both storage orders": (("quantize 32x32 both", wide, ""),),
+        "pad, unpad of 16 token groups, 16384 x 7168": (("pad", few, "16"), ("unpad", few, "16")),
+    }  # fmt: skip
+    return [
+        {"kernel, 131072 x 7168 bf16": name, "share": " / ".join(f"{share[key]:.2f}" for key in keys)}
+        for name, keys in shown.items()
+    ]
+
+
+def reference(path: Path, *repeats: Path, losses: str = "") -> list[Cells]:
+    """The reference backend on a CPU: an expert layer, and a training step; ``losses`` is beside ``path``."""
+
+    def of(path: Path, provider: str) -> Row:
+        return next(row for row in read(path) if row["groups"] == "balanced" and row["provider"].startswith(provider))
+
+    base, ours = (float(of(path, name)["p50_us"]) / 1e3 for name in ("bf16", "mxfp8"))
+    ratios = [float(of(each, "mxfp8")["times_bf16"]) for each in (path, *repeats)]
+    table = [
+        {
+            "what": "forward + backward, 4096 tokens, N 512, K 256, 8 experts",
+            "bf16": f"{base:.1f} ms",
+            "MXFP8": f"{ours:.1f} ms",
+            "times bf16": f"{ratios[0]:.1f} ({times(ratios, 1)} in {len(ratios)} runs)",
+        }
+    ]
+    # the first step warms up
+    speeds = [median(float(row[f"{run} tps"]) for row in read(path.with_name(losses))[1:]) for run in ("bf16", "mxfp8")]
+    step = {"bf16": f"{speeds[0]:.0f} tokens/s", "MXFP8": f"{speeds[1]:.0f} tokens/s"}
+    step |= {"times bf16": f"{speeds[0] / speeds[1]:.2f}"}
+    return [*table, {"what": "training step of the Llama4 debug model, both converters"} | step]
+
+
+def kernels(path: Path) -> list[Cells]:
+    """Each pass of each recipe: microseconds, rate, share of the ceiling and, of GEMMs, times bf16."""
+    table = []
+    for row in read(path):
+        rate = f"{float(row['tflops']):.0f} TFLOP/s" if row["tflops"] else f"{float(row['gb_per_s']):.0f} GB/s"
+        cells = {"M, N, K, experts": ", ".join(filter(None, map(row.get, ("M", "N", "K", "G"))))}
+        cells |= {"recipe": row["recipe"], "pass": row["what"], "us": f"{float(row['p50_us']):.0f}", "rate": rate}
+        ratios = {"of the ceiling": row.get("share"), "times bf16": row.get("x")}
+        table.append(cells | {name: f"{float(ratio):.2f}" if ratio else "" for name, ratio in ratios.items()})
+    return table
+
+
+def pad(path: Path) -> list[Cells]:
+    """Padding against the loop, beside torchao 3998's figures of a B200."""
+    table = []
+    for row in read(path):
+        if row["what"] == "pad" and row["dtype"] == "bf16":
+            us = {"ours": row["p50_us"], "torch loop": row["baseline_us"]}
+            us |= {"B200: torch": row["b200_torch_us"], "B200: CUDA": row["b200_cuda_us"]}
+            cells = {"dim": row["K"], "groups": row["G"]} | {
+                f"{name}, us": f"{float(at):.0f}" for name, at in us.items()
+            }
+            table.append(cells | {"GB/s": f"{float(row['gb_per_s']):.0f}", "of a copy": f"{float(row['share']):.2f}"})
+    return table
+
+
+def predictions(path: Path, since: str = "") -> list[Cells]:
+    """Trainings and what the roofline says of them (roofline.py check), of folders from a date on."""
+    table = []
+    for row in read(path):
+        if row["folder"] >= since:
+            cells = {"training": MODELS.get(row["model"], row["model"]), "GPUs": row["GPUs"]}
+            cells |= {"converted": f"`{row['run']}`", "measured": f"{float(row['measured']):.2f}"}
+            cells |= {f"predicted, {name}": f"{float(row[name]):.2f}" for name in ("by our rates", "by the ceilings")}
+            table.append(cells | {"folder": f"`{row['folder'].split('/')[0]}`"})
+    return table
+
+
+def scaling(path: Path) -> list[Cells]:
+    """Times bf16, with our milliseconds, by tokens, experts and spread."""
+    rows = read(path)
+    problems = dict.fromkeys(tuple(row[name] for name in ("N", "K", "M", "G", "groups")) for row in rows)
+    table = []
+    for problem in problems:
+        of_problem = [row for row in rows if tuple(row[name] for name in ("N", "K", "M", "G", "groups")) == problem]
+        n, k, m, groups, spread = problem
+        cells = {"N, K": f"{n}, {k}", "tokens": m, "experts": groups, "groups": spread}
+        cells["bf16 ms"] = f"{float(of_problem[0]['baseline_us']) / 1e3:.2f}"
+        for row in of_problem:
+            cells[code(row["recipe"])] = f"{float(row['x']):.2f} ({float(row['p50_us']) / 1e3:.2f} ms)"
+        table.append(cells)
+    return table
+
+
+KINDS: dict[str, Callable[..., list[Cells]]] = {
+    function.__name__: function
+    for function in (
+        end_to_end,
+        training,
+        moe_layers,
+        grouped_mm,
+        absolute,
+        quantisers,
+        reference,
+        kernels,
+        pad,
+        predictions,
+        scaling,
+    )
+}
+# The tables of a folder of bench_all.sh's, by part.
+PARTS = {"grouped_mm": grouped_mm, "kernels": kernels, "pad": pad, "scaling": scaling}
+
+
+def table_of(query: str) -> str:
+    """The table that a marker asks for.
+
+    Raises:
+        ValueError: an unknown kind or option, or a file that is not there.
+    """
+    kind, *words = query.split()
+    if kind not in KINDS:
+        raise ValueError(f"table: {query}: unknown kind {kind!r}, use one of {', '.join(KINDS)}")
+    paths = [ROOT / "results" / word for word in words if "=" not in word]
+    options = dict(word.split("=", 1) for word in words if "=" in word)
+    try:
+        return render(KINDS[kind](*paths, **options))
+    except (OSError, TypeError) as error:
+        raise ValueError(f"table: {query}: {error}") from error
+
+
+def rewritten(text: str) -> str:
+    """Markdown with every table as its CSVs have it."""
+    return MARKER.sub(lambda found: f"<!-- table: {found[1]} -->\n{table_of(found[1])}", text)
+
+
+def of_folder(folder: Path) -> str:
+    """The tables of the parts that a folder of bench_all.sh's holds."""
+    texts = []
+    for part, function in PARTS.items():
+        if (folder / part / "data.csv").is_file() and (rows := function(folder / part / "data.csv")):
+            texts.append(f"## {part}\n\n{render(rows)}")
+    for ranks in ("1", "2", "4", "8"):
+        path = folder / "moe_layer" / "data.csv"
+        if path.is_file() and (rows := moe_layers(path, ranks=ranks)):
+            texts.append(f"## MoE layers, {ranks} GPUs\n\n{render(rows)}")
+    if (folder / "training" / "table.csv").is_file():
+        texts.append(f"## Training\n\n{render(end_to_end(folder / 'training' / 'table.csv'))}")
+    return "\n".join(texts)
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; status 1 where a table differs")
+    parser.add_argument("--of", type=Path, metavar="FOLDER", help="print the tables of this folder instead")
+    args = parser.parse_args(argv)
+    if args.of:
+        print(of_folder(args.of), end="")
+        return
+    stale = []
+    try:
+        for path in FILES:
+            text = path.read_text()
+            stale += [
+                f"{path.relative_to(ROOT)}: {found[1]}\nis\n{found[2]}and its CSVs say\n{table_of(found[1])}"
+                for found in MARKER.finditer(text)
+                if found[2] != table_of(found[1])
+            ]
+            if not args.check:
+                path.write_text(rewritten(text))
+    except ValueError as error:
+        sys.exit(f"tables: {error}")
+    if args.check and stale:
+        sys.exit("\n".join(stale) + "python scripts/tables.py writes them anew")
+    print(f"{len(stale)} tables {'differ' if args.check else 'written anew'}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

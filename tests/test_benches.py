@@ -1,0 +1,235 @@
+"""The benchmarks of kernels: how times are taken, what is compared before, what a run leaves behind."""
+
+import csv
+import json
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import bench
+import bench_grouped_mm
+import bench_kernels
+import bench_pad
+import pytest
+import roofline
+import tables
+import torch
+
+from titan_mxfp8.backends import plan_on
+from titan_mxfp8.backends.hardware import CLUSTER_GPUS
+from titan_mxfp8.ops import matmul
+from titan_mxfp8.recipe import Recipe
+from titan_mxfp8.testing import PadShape, read_bench
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--device", "cpu", "--quick", "--turns", "1", "--seconds", "0"]
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "data.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[bench.Bench, list[str], list[list[float]]]:
+    """A bench of two turns whose calls are letters; the letters of the blocks it ran; the blocks' times, to be set."""
+    ran: list[str] = []
+    times: list[list[float]] = []
+
+    def block(self: bench.Bench, call: str, count: int) -> list[float]:
+        if count <= 3:  # to see how many calls fill a block
+            return [0.0]
+        ran.append(call)
+        return times.pop(0)
+
+    monkeypatch.setattr(bench.Bench, "_block", block)
+    args = Namespace(out=tmp_path, device="cpu", backend="auto", quick=False, turns=2, seconds=0, limit=1e9)
+    return bench.Bench("x", args), ran, times
+
+
+def test_baseline_and_ours_take_turns_and_half_a_block_does_not_count(scripted, tmp_path: Path) -> None:
+    measured, ran, times = scripted
+    thrown_away = [[1.0, 1.0]] * 4
+    times += [*thrown_away, [500, 500, 90, 90], [70, 50, 30, 30], [500, 500, 40, 40], [500, 500, 20, 20]]
+    measured.compare(measured.key(what="first"), "ours", "bf16", bench.Work(flops=5e7, moved=5e4))
+    assert ran == ["bf16", "ours"] * 4, "the first row of a run is measured twice"
+    (row,) = rows_of(tmp_path)
+    # ratios are those of a turn: 90 / 30 and 40 / 20
+    assert [float(row[name]) for name in ("x", "x_min", "x_max", "baseline_us")] == [2.5, 2, 3, 65]
+    assert [float(row[name]) for name in ("p20_us", "p50_us", "p80_us", "repeats")] == [20, 25, 30, 4]
+    assert [float(row[name]) for name in ("tflops", "gb_per_s")] == [2, 2]
+    assert [float(row[name]) for name in ("block_ms", "dropped_ms")] == [0.6, 0.6]
+    times += [[50.0, 50.0]] * 4
+    measured.compare(measured.key(what="second"), "ours", "bf16", bench.Work())
+    assert len(ran) == 12, "later rows once"
+
+
+def test_a_block_is_long_enough_and_has_enough_calls(monkeypatch, tmp_path: Path) -> None:
+    now = [0.0]
+
+    def lasts(seconds: float) -> None:
+        now[0] += seconds
+
+    clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
+    monkeypatch.setattr(bench, "time", clock)
+    args = Namespace(out=tmp_path, device="cpu", backend="auto", quick=False, turns=3, seconds=0.05, limit=1e9)
+    measured = bench.Bench("x", args)
+    measured.compare(measured.key(what="slow"), lambda: lasts(0.01), None, bench.Work())
+    measured.compare(measured.key(what="fast"), lambda: lasts(0.0005), None, bench.Work())
+    slow, fast = rows_of(tmp_path)
+    assert (slow["p50_us"], slow["repeats"], slow["block_ms"], slow["dropped_ms"]) == ("10000.0", "21", "140.0", "70.0")
+    assert float(fast["block_ms"]) == pytest.approx(50, abs=1) and int(fast["repeats"]) == pytest.approx(150, abs=3)
+
+
+def test_bench_grouped_mm_compares_times_and_goes_on(tmp_path: Path, monkeypatch, capsys) -> None:
+    arguments = [*SMALL, "--shapes", "96,64,96,3", "--out", str(tmp_path), "--recipes", "mxfp8_2d_rebased", "mxfp8"]
+    bench_grouped_mm.main([*arguments, "--limit", "0"])
+    assert "5 rows left out" in capsys.readouterr().out and rows_of(tmp_path) == []
+    bench_grouped_mm.main(arguments)
+    rows = rows_of(tmp_path)
+    controls = ["torch bf16", "torch bf16, compiled", "bf16"]
+    assert [row["recipe"] for row in rows] == [*controls, "mxfp8_2d_rebased", "mxfp8"]
+    assert [row["control"] for row in rows] == ["True"] * 3 + ["False"] * 2
+    for row in rows:
+        assert float(row["x_min"]) <= float(row["x"]) <= float(row["x_max"]) and int(row["repeats"]) >= 4
+        assert float(row["tflops"]) == pytest.approx(6 * 96 * 64 * 96 / float(row["p50_us"]) / 1e6, abs=1e-4)
+    before = (tmp_path / "data.csv").read_text()
+    bench_grouped_mm.main(arguments)
+    assert (tmp_path / "data.csv").read_text() == before, "nothing was measured twice"
+
+    monkeypatch.setitem(bench_grouped_mm.MAX_ERROR, True, 1e-6)
+    with pytest.raises(SystemExit, match=r"mxfp8: y is off by 0.0\d+ from bf16's, more than 1e-06"):
+        bench_grouped_mm.main([*SMALL, "--shapes", "96,64,96,3", "--recipes", "mxfp8", "--out", str(tmp_path / "new")])
+    env = json.loads((tmp_path / "env.json").read_text())
+    (tmp_path / "env.json").write_text(json.dumps(env | {"commit": "another"}))
+    with pytest.raises(SystemExit, match="holds a run with commit another, and this one has"):
+        bench_grouped_mm.main(arguments)
+
+
+def test_bench_grouped_mm_lists_what_matters_first_and_leaves_out_what_cannot_run() -> None:
+    args = SimpleNamespace(shapes=None, recipes=list(bench_grouped_mm.RECIPES), quick=False, scaling=False)
+    jobs = list(bench_grouped_mm.jobs(args, rebases=True))
+    assert [(job.shape.name, job.spread) for job in jobs[:3]] == [
+        ("llama4_g8", "balanced"), ("dsv3_g8", "balanced"), ("llama4_g1", "balanced"),
+    ]  # fmt: skip
+    assert {job.shape.groups for job in jobs} == {1, 2, 4, 8, 64} and jobs[-1].held == 16
+    assert all("bf16" in job.ways for job in jobs), "every table has its control"
+    ways = {way for job in bench_grouped_mm.jobs(args, rebases=False) for way in job.ways}
+    assert "mxfp8_2d" in ways and not any(way.endswith("_rebased") for way in ways)
+    args.scaling = True
+    jobs = [job for job in bench_grouped_mm.jobs(args, rebases=True) if job.shape.n == 1408]
+    assert [job.shape.m for job in jobs[:9]] == [2**18 >> halvings for halvings in range(9)]
+    assert [job.shape.groups for job in jobs[9:14]] == [1, 4, 16, 64, 256]
+    assert [job.spread for job in jobs[14:]] == ["zipf", "empties", "one"]
+
+
+def test_bench_kernels_times_each_pass_of_a_recipe(tmp_path: Path, monkeypatch) -> None:
+    recipes = ["bf16", "mxfp8", "mxfp8_2d_wgrad_bf16", "mxfp8_2d_rebased"]
+    arguments = [*SMALL, "--shapes", "96,64,128,3", "--out", str(tmp_path), "--recipes", *recipes]
+    bench_kernels.main(arguments)
+    rows = {(row["recipe"], row["what"]): row for row in rows_of(tmp_path)}
+    gemms = ["forward", "dgrad", "wgrad"]
+    passes = [*gemms, "quantise x", "quantise dy", "quantise w", "quantise w again", "requantise x"]
+    assert [what for recipe, what in rows if recipe == "torch"] == list(bench.CEILINGS)
+    assert [what for recipe, what in rows if recipe == "bf16"] == gemms
+    assert [what for recipe, what in rows if recipe == "mxfp8_2d_rebased"] == passes
+    # of 96 x 128 tokens in bf16: read, and written as FP8 rows with a scale for 32; what wgrad takes is x itself
+    row = rows["mxfp8_2d_wgrad_bf16", "quantise x"]
+    moved = float(row["gb_per_s"]) * float(row["p50_us"]) * 1e3
+    assert moved == pytest.approx(96 * 128 * (2 + 1 + 1 / 32), rel=0.02)
+    copy = rows["torch", "copy"]
+    assert float(row["share"]) == pytest.approx(float(row["gb_per_s"]) / float(copy["gb_per_s"]), abs=1e-3)
+    assert rows["bf16", "wgrad"]["multiplies"] == "bf16" and rows["bf16", "wgrad"]["control"] == "True"
+    assert rows["mxfp8", "forward"]["multiplies"] == "fp32" and float(rows["mxfp8", "forward"]["x"]) > 0
+    monkeypatch.setitem(bench_grouped_mm.MAX_ERROR, True, 1e-6)
+    with pytest.raises(SystemExit, match="96,64,128,3 forward mxfp8: y is off by"):
+        bench_kernels.main([*arguments, "--out", str(tmp_path / "new")])
+
+
+def test_bench_kernels_takes_operands_as_hopper_wants_them(tmp_path: Path, monkeypatch) -> None:
+    """Which reference.py's kernels can make and multiply too."""
+    hopper = CLUSTER_GPUS["H200"]
+
+    def specs_of(recipe: str, backend: str, device: torch.device) -> tuple[str, ...]:
+        plan = plan_on(Recipe.of_key(recipe), "auto", hopper)
+        return tuple(spec.key for gemm in (plan.forward, plan.dgrad, plan.wgrad) for spec in (gemm.a, gemm.b))
+
+    monkeypatch.setattr(bench_kernels, "plan", lambda recipe, backend, device: plan_on(recipe, "auto", hopper))
+    monkeypatch.setattr(matmul, "specs_of", specs_of)
+    recipes = ["mxfp8", "mxfp8_2d", "mxfp8_2d_rebased"]
+    bench_kernels.main([*SMALL, "--shapes", "300,128,256,3", "--out", str(tmp_path), "--recipes", *recipes])
+    rows = {(row["recipe"], row["what"]): row for row in rows_of(tmp_path) if row["recipe"] in recipes}
+    assert len(rows) == 3 * 8
+    multiplied = [[rows[recipe, gemm]["multiplies"] for gemm in ("forward", "dgrad", "wgrad")] for recipe in recipes]
+    assert multiplied == [["bf16"] * 3, ["FP8", "FP8", "bf16"], ["FP8"] * 3]
+    even = rows["mxfp8_2d", "forward"]
+    assert all(1 <= float(even[name]) <= 4 for name in ("sums_a", "sums_b"))
+    assert not rows["mxfp8_2d", "wgrad"]["sums_a"] and not rows["mxfp8_2d_rebased", "forward"]["sums_a"]
+    fp8 = next(row for row in rows_of(tmp_path) if row["what"] == "FP8 matmul")
+    assert float(even["share"]) == pytest.approx(float(even["tflops"]) / float(fp8["tflops"]), rel=0.1)
+
+
+def test_bench_pad_compares_with_the_loop(tmp_path: Path, monkeypatch) -> None:
+    shape = PadShape(rows=100, cols=64, groups=3, b200_us=(7.0, 5.0))
+    monkeypatch.setattr(bench_pad, "PAD_SHAPES", (shape,))
+    bench_pad.main([*(flag for flag in SMALL if flag != "--quick"), "--out", str(tmp_path)])
+    rows = [row for row in rows_of(tmp_path) if row["what"] not in bench.CEILINGS]
+    assert [(row["dtype"], row["what"], bool(row["x"])) for row in rows] == [
+        (dtype, what, what == "pad") for dtype in ("bf16", "fp32") for what in ("pad", "unpad")
+    ]
+    assert rows[0]["b200_cuda_us"] == "5.0"
+    monkeypatch.setattr(bench_pad, "pad_token_groups", lambda x, offs, alignment: (x[:96], offs))
+    with pytest.raises(SystemExit, match="100 x 64 in 3 groups: not what the loop over groups gives"):
+        bench_pad.main([*SMALL, "--out", str(tmp_path / "new")])
+
+
+def test_what_does_not_fit_is_left_out(tmp_path: Path, monkeypatch, capsys) -> None:
+    def full(job: bench_grouped_mm.Job, device: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(bench_grouped_mm, "make_problem", full)
+    bench_grouped_mm.main([*SMALL, "--shapes", "96,64,96,3", "--out", str(tmp_path)])
+    assert "96,64,96,3 forward + backward: left out, it does not fit" in capsys.readouterr().out
+
+
+def test_the_tables_of_a_folder_show_what_it_holds(tmp_path: Path) -> None:
+    """Of a run that the limit cut off after the ceilings, and of one with a shape."""
+    common = [*SMALL, "--recipes", "mxfp8_2d"]
+    bench_kernels.main([*common, "--shapes", "96,64,96,3", "--out", str(tmp_path / "kernels"), "--limit", "-1"])
+    assert tables.of_folder(tmp_path) == ""
+    roofline.main(["measure", *SMALL, "--out", str(tmp_path / "kernels")])
+    text = tables.of_folder(tmp_path)
+    assert text.startswith("## kernels\n\n| M, N, K, experts | recipe | pass | us | rate |\n") and "GB/s" in text
+    bench_kernels.main([*common, "--shapes", "96,64,96,3", "--out", str(tmp_path / "kernels")])
+    bench_grouped_mm.main([*common, "--shapes", "96,64,96,3", "--out", str(tmp_path / "grouped_mm")])
+    text = tables.of_folder(tmp_path)
+    assert text.startswith(
+        "## grouped_mm\n\n| GPU | M, N, K, experts | torch bf16, compiled | bf16, ours | `mxfp8_2d` |\n"
+    )
+    assert "| 96, 64, 96, 3 | mxfp8_2d | quantise w again |" in text and "| CPU | 96, 64, 96, 3 |" in text
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--shapes", "llama5"], "is no shape: M,N,K,G such as"),
+        (["--shapes", "1,2,3"], "is no shape"),
+        (["--turns", "0"], "--turns is at least 1"),
+        (["--recipes", "fp4"], "unknown recipe 'fp4'"),
+    ],
+)
+def test_flags_are_checked(arguments: list[str], message: str, tmp_path: Path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        bench_grouped_mm.main(["--device", "cpu", "--out", str(tmp_path), *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_csvs_of_earlier_benchmarks_are_read_with_todays_columns() -> None:
+    rows = read_bench(ROOT / "results" / "2026-11-22_h200_hopper" / "data.csv")
+    of_shape = [row for row in rows if (row["N"], row["G"], row["groups"]) == ("8192", "8", "balanced")]
+    held = [row for row in of_shape if row["held"] == "16" and row["what"] == "forward + backward"]
+    assert [row["recipe"] for row in held][-2:] == ["mxfp8_rebased", "mxfp8_2d_rebased"]
+    (gemm,) = (r for r in of_shape if (r["bench"], r["what"], r["recipe"], r["data"]) == (
+        "kernels", "dgrad", "mxfp8_2d", "products"
+    ))  # fmt: skip
+    assert gemm["tflops"] == gemm["mxfp8_tflops"] and gemm["x"] == gemm["speedup"]

@@ -1,0 +1,110 @@
+"""README.md: its length, and that what it names is there; and the tables of README.md and results/README.md."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tables
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+MOST_WORDS = 1300
+COMMANDS = sorted(set(re.findall(r"\./scripts/[\w.]+|python scripts/[\w.]+|python -m titan_mxfp8[\w.]*", README)))
+
+
+def words(markdown: str) -> list[str]:
+    """What is read: not comments, nor the lines and bars of tables."""
+    return [word for word in re.sub(r"<!--.*?-->", "", markdown, flags=re.S).split() if re.search(r"\w", word)]
+
+
+def test_the_readme_is_short() -> None:
+    assert words("| a | b-c |\n|---|---|\n<!-- table: x y -->\n`d e`") == ["a", "b-c", "`d", "e`"]
+    assert len(words(README)) <= MOST_WORDS
+
+
+def test_the_readme_names_what_is_there() -> None:
+    quoted = re.findall(r"`([^`\n]+)`", README)
+    tops = {path.name for path in ROOT.iterdir()} - {"outputs"}
+    paths = [word for text in quoted for word in text.split() if word.removeprefix("./").split("/")[0] in tops]
+    paths += [f"results/{text}" for text in quoted if re.fullmatch(r"20\d\d-\d\d-\d\d_\w+", text)]
+    assert len(paths) > 12 and not [path for path in paths if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_readme_explain_themselves(command: str) -> None:
+    if "train_hf" in command:
+        pytest.importorskip("transformers", reason="train_hf.py is for Transformers, which is not installed")
+    program = command.replace("python", sys.executable, 1) if command.startswith("python") else command
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*program.split(), "--help"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and command.rpartition("/")[2].rpartition(" ")[2] in done.stdout, done.stderr
+
+
+def test_the_readme_has_commands() -> None:
+    assert {"./scripts/train.sh", "./scripts/test.sh", "python -m titan_mxfp8.doctor"} <= set(COMMANDS)
+
+
+def test_tables_are_those_of_their_csvs() -> None:
+    for path in tables.FILES:
+        text = path.read_text()
+        assert tables.rewritten(text) == text, f"{path}: python scripts/tables.py writes its tables anew"
+        assert text.count("<!-- table:") == len(tables.MARKER.findall(text)) >= 3
+
+
+def test_what_the_readme_recommends_is_what_was_measured() -> None:
+    """Its first table says in words what a training step gains: figures of the end-to-end tables."""
+    rows = [line.split("|")[1:-1] for line in README.splitlines() if line.startswith("|")]
+    first = [row for row in rows if "trained and timed" in row[-1]]
+    table = tables.table_of(
+        "end_to_end 2026-11-22_h200_redrawn_core/training_table.csv 2026-11-22_4xh200_training/table.csv "
+        "2026-11-21_2xh200_training/table.csv recipes=mxfp8,mxfp8_2d,mxfp8_2d_rebased"
+    )
+    names = [cell.strip(" `") for cell in table.splitlines()[0].split("|")]
+    lines = [line.split("|") for line in table.splitlines()[2:]]
+    for row in first:
+        recipe = re.search(r"`(\w+)`", row[1])[1]
+        measured = {line[names.index(recipe)].strip() for line in lines}
+        figures = re.findall(r"\d\.\d\d", row[3])
+        assert figures and set(figures) <= measured, f"{recipe}: {figures} are not among {measured}"
+
+
+def test_a_table_that_was_typed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    query = "absolute 2026-11-21_h200_triton_grouped_mm/data.csv"
+    right = f"text\n\n<!-- table: {query} -->\n{tables.table_of(query)}\nmore\n"
+    copy = tmp_path / "README.md"
+    monkeypatch.setattr(tables, "FILES", (copy,))
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    (tmp_path / "results").symlink_to(ROOT / "results")
+    copy.write_text(right)
+    tables.main(["--check"])
+    assert "0 tables differ" in capsys.readouterr().out
+    copy.write_text(right.replace("| 1.11 |", "| 1.21 |"))
+    with pytest.raises(SystemExit, match=r"README.md: absolute .*\n.*\n(.*\n)*.*1.21"):
+        tables.main(["--check"])
+    tables.main([])
+    assert copy.read_text() == right
+    for wrong, message in (
+        ("speeds x.csv", "unknown kind 'speeds', use one of end_to_end"),
+        ("absolute none.csv", "none.csv"),
+        (f"{query} recipes=mxfp8", "unexpected keyword argument 'recipes'"),
+    ):
+        copy.write_text(f"<!-- table: {wrong} -->\n")
+        with pytest.raises(SystemExit, match=message):
+            tables.main([])
+
+
+def test_a_range_is_that_of_two_halves_and_a_missing_row_is_taken_from_the_next_file() -> None:
+    found = tables.end_to_end(ROOT / "results/2026-11-22_2xh200_moe_layer/training.csv", warmup="12")
+    assert [(row["`mxfp8_2d`"], row["`mxfp8_2d_rebased`"], row["memory"]) for row in found] == [
+        ("1.03 to 1.10", "1.07 to 1.12", "0.83, 0.81")
+    ]
+    folder = ROOT / "results/2026-11-22_2xh200_moe_layer"
+    one, two = tables.moe_layers(folder / "data.csv"), tables.moe_layers(folder / "data.csv", folder / "earlier.csv")
+    assert ([row["`mxfp8_2d`"] for row in one][-1], [row["`mxfp8_2d`"] for row in two][-1]) == ("", "1.65")
+    assert [row["bf16, ours"] for row in two][-1] == "1.55", "not the later file's 1.53"
+    steps = [{"run": "bf16", "step": str(step), "tokens/s": str(10 * step), "memory GiB": "1"} for step in range(1, 6)]
+    assert tables.training_speeds(steps, "3") == ({"bf16": [25, 45]}, {"bf16": 1}, "1"), "the first step warms up"
+    assert tables.render([{"a": "1", "b": ""}, {"a": "", "c": "2"}]) == "| a | c |\n|---|---|\n| 1 | |\n| | 2 |\n"
