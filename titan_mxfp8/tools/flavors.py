@@ -43,7 +43,7 @@ MOE_100M = TransformerModelArgs(
     auto_scale_hidden_dim=False,
 )
 
-# A DeepSeek-V3-style MoE of 323M parameters, 87M of them active: latent attention, one dense layer, then seven with 32
+# A DeepSeek-V3-style MoE of 320M parameters, 88M of them active: latent attention, one dense layer, then seven with 32
 # experts of 768 -> 512 -> 768, of which a token takes four, and a shared one; routed as the 671B model routes.
 MOE_320M = DeepSeekV3ModelArgs(
     vocab_size=16384,
