@@ -137,8 +137,8 @@ def test_what_starts_elsewhere_than_at_16_bytes_is_copied() -> None:
         device = torch.device("cuda", 0)
 
     x, offs = torch.randn(9, 33).as_subclass(OnGpu), make_offs([1, 2, 3, 4]).as_subclass(OnGpu)
-    assert library._aligned(x) is x and library._aligned(x[4:]).data_ptr() == x[4:].data_ptr()
+    assert library.aligned(x) is x and library.aligned(x[4:]).data_ptr() == x[4:].data_ptr()
     for view in (x[1:], x[1:, 3:], x[1:].T, offs[::2], offs[1:]):
-        copy = library._aligned(view)
+        copy = library.aligned(view)
         assert copy.data_ptr() % 16 == 0 and torch.equal(copy, view)
-    assert library._aligned(offs[::2]).is_contiguous() and library._aligned(None) is None
+    assert library.aligned(offs[::2]).is_contiguous() and library.aligned(None) is None
