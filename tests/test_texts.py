@@ -15,14 +15,8 @@ MOST_WORDS = 1300
 COMMANDS = sorted(set(re.findall(r"\./scripts/[\w.]+|python scripts/[\w.]+|python -m titan_mxfp8[\w.]*", README)))
 
 
-def words(markdown: str) -> list[str]:
-    """What is read: not comments, nor the lines and bars of tables."""
-    return [word for word in re.sub(r"<!--.*?-->", "", markdown, flags=re.S).split() if re.search(r"\w", word)]
-
-
 def test_the_readme_is_short() -> None:
-    assert words("| a | b-c |\n|---|---|\n<!-- table: x y -->\n`d e`") == ["a", "b-c", "`d", "e`"]
-    assert len(words(README)) <= MOST_WORDS
+    assert len(README.split()) <= MOST_WORDS
 
 
 def test_the_readme_names_what_is_there() -> None:
@@ -51,7 +45,7 @@ def test_tables_are_those_of_their_csvs() -> None:
     for path in tables.FILES:
         text = path.read_text()
         assert tables.rewritten(text) == text, f"{path}: python scripts/tables.py writes its tables anew"
-        assert text.count("<!-- table:") == len(tables.MARKER.findall(text)) >= 3
+        assert text.count("<!-- table:") == len(tables.MARKER.findall(text)) >= 2
 
 
 def test_what_the_readme_recommends_is_what_was_measured() -> None:
