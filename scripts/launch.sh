@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Shared by train.sh, train_multinode.sh and train.slurm, which source it from the repository's root, with the folder in
-# which they were called in `here`.
+# Shared by the scripts that train, verify_hardware.sh and bench_all.sh, which source it from the repository's root, with
+# the folder in which they were called in `here`.
 here=${here:-$PWD}
 
 # from_here PATH: a path of the caller's folder as it is called in the repository's root.
