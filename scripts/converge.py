@@ -170,10 +170,11 @@ def study(args: argparse.Namespace, asked: Sequence[int]) -> dict[StudyRun, str]
     going: list[Going] = []
     try:
         while (waiting or going) and not asked and time.monotonic() < deadline:
-            taken = {other.slot for other in going}
-            if waiting and len(going) < args.jobs and fits(standing, deadline, args):
-                free = next(slot for slot in range(args.jobs) if slot not in taken)
-                going.append(start(waiting.pop(0), args, free, gpus))
+            fitting = next((run for run in waiting if fits(run, standing, deadline, args)), None)
+            if fitting and len(going) < args.jobs:
+                free = next(slot for slot in range(args.jobs) if slot not in {other.slot for other in going})
+                waiting.remove(fitting)
+                going.append(start(fitting, args, free, gpus))
                 continue
             if not going:
                 break
@@ -186,12 +187,13 @@ def study(args: argparse.Namespace, asked: Sequence[int]) -> dict[StudyRun, str]
     return standing
 
 
-def fits(standing: dict[StudyRun, str], deadline: float, args: argparse.Namespace) -> bool:
-    """Whether to start another run: without checkpoints, one that cannot end in time only slows down the others."""
+def fits(run: StudyRun, standing: dict[StudyRun, str], deadline: float, args: argparse.Namespace) -> bool:
+    """Whether to start a run: without checkpoints, one that cannot end in time only slows down the others."""
     if args.checkpoint_every:
         return True
-    took = [other.finished["seconds"] for other, state in standing.items() if state == FINISHED and other.finished]
-    return not took or time.monotonic() + min(took) < deadline
+    took = {other: other.finished["seconds"] for other in standing if other.finished}
+    alike = [seconds for other, seconds in took.items() if other.recipe == run.recipe] or list(took.values())
+    return not alike or time.monotonic() + min(alike) < deadline
 
 
 def check(args: argparse.Namespace) -> None:

@@ -464,6 +464,24 @@ def test_converge_converts_as_a_recipe_and_its_options_say(recipe: str, flags: l
     assert (read.group, read.seed) == (recipe, 7)
 
 
+def test_converge_starts_no_run_that_cannot_end_in_time(tmp_path: Path) -> None:
+    done = {"bf16-seed0": 20, "mxfp8-seed0": 60}
+    for name, seconds in done.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "finished.json").write_text(json.dumps({"seconds": seconds}))
+    names = [*done, "bf16-seed1", "mxfp8-seed1", "mxfp8_2d-seed1"]
+    made = [converge.StudyRun(recipe=name.split("-")[0], seed=1, folder=tmp_path / name) for name in names]
+    deadline = monotonic() + 40
+
+    def fitting(*flags: str) -> list[str]:
+        args = converge.parse_arguments(["x.toml", *flags])
+        return [run.folder.name for run in made[2:] if converge.fits(run, dict.fromkeys(made), deadline, args)]
+
+    # as long as the quickest of the same recipe, or of any
+    assert fitting("--checkpoint-every", "0") == ["bf16-seed1", "mxfp8_2d-seed1"]
+    assert fitting() == names[2:]
+
+
 def test_converge_takes_converters_as_one_string_and_paths_of_the_current_folder(
     tmp_path: Path, stub: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
