@@ -23,6 +23,10 @@ without any is called worse or higher with one of 2.5%. These are the errors of 
 corrected for the number of groups, which also share the baseline's runs. The t interval takes pairs as independent and
 normally distributed. It speaks of other seeds on the same data, not of other data or models.
 
+Of a single pair there is no verdict. Standard error and interval are then those of the mean of d over ten consecutive
+parts of the window, taken as independent: how well the distance of these two curves is known there. They say nothing of
+other seeds.
+
 The baseline's runs again with the same seeds, under another name, are a group as any other: its d(g, s) are what runs
 differ by that differ in nothing, and its verdict should be that it is equivalent (converge.py: ``bf16+repeat``).
 
@@ -38,8 +42,9 @@ import argparse
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING
@@ -51,6 +56,8 @@ from titan_mxfp8.testing import format_table, write_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+PARTS = 10  # of the window, where there is one pair
 
 # What must agree for two losses to be comparable: the fields of TorchTitan's config, by section.
 SAME = {
@@ -74,10 +81,12 @@ class Verdict:
 
     Attributes:
         differences: of its pairs of runs of which neither has diverged, in nats.
+        parts: of a single pair, the differences over the parts of the window.
     """
 
     differences: list[float]
     text: str
+    parts: list[float] = field(default_factory=list)
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
@@ -111,10 +120,9 @@ def first_steps(run: Run, steps: int) -> Run:
         raise ValueError(f"{run.name} logged its first loss at step {min(run.loss)}, after --steps {steps}")
     if max(run.loss) < steps:
         raise ValueError(f"{run.name} ended at step {max(run.loss)}, before --steps {steps}")
-    loss, tps, memory = (
-        {step: value for step, value in values.items() if step <= steps} for values in (run.loss, run.tps, run.memory)
-    )
-    return replace(run, loss=loss, tps=tps, memory=memory)
+    names = ("loss", "tps", "memory", "held_out")
+    cut = {name: {step: value for step, value in getattr(run, name).items() if step <= steps} for name in names}
+    return replace(run, **cut)
 
 
 def common_steps(runs: Sequence[Run]) -> list[int]:
@@ -167,7 +175,20 @@ def final_loss(run: Run, steps: Sequence[int], window: float) -> float:
 
     NaN if one of these losses is not a finite number: the run has diverged.
     """
-    return finite_mean(run.loss[step] for step in steps if step > (1 - window) * steps[-1] or step == steps[-1])
+    return finite_mean(run.loss[step] for step in last_steps(steps, window))
+
+
+def last_steps(steps: Sequence[int], window: float) -> list[int]:
+    """Those in the last ``window`` of the run, a share; at least the last one."""
+    return [step for step in steps if step > (1 - window) * steps[-1] or step == steps[-1]]
+
+
+def parts_of_pair(run: Run, base: Run, steps: Sequence[int]) -> list[float]:
+    """The mean of ``run`` minus ``base`` over each of ten parts of the steps, which differ in length by one at most;
+    none of fewer than ``2 * PARTS`` steps."""
+    ends = [round(i * len(steps) / PARTS) for i in range(PARTS + 1)]
+    parts = [steps[begin:end] for begin, end in pairwise(ends)] if len(steps) >= 2 * PARTS else []
+    return [fmean(run.loss[step] - base.loss[step] for step in part) for part in parts]
 
 
 def finite_mean(values: Iterable[float]) -> float:
@@ -202,7 +223,12 @@ def judge(
         text = f"none: {base_name} diverged with {'all but one' if differences else 'all'} of the same seeds"
     else:
         text = verdict_on(differences, margin)
-    return Verdict(differences=differences, text=text)
+    parts = []
+    if len(differences) == 1:
+        (seed,) = base.keys() & own.keys()
+        pair = (next(run for run in runs if run.seed == seed) for runs in (group, baseline))
+        parts = parts_of_pair(*pair, last_steps(steps, window))
+    return Verdict(differences=differences, text=text, parts=parts)
 
 
 def verdict_on(differences: Sequence[float], margin: Margin) -> str:
@@ -242,9 +268,16 @@ def summary(
             "x": round(tps / base_tps, 3) if base_tps else None,
             "memory GiB": max((gib for run in group for gib in run.memory.values()), default=None),
         }
+        if any(run.held_out for run in group):
+            row["held-out loss"] = (
+                f"{finite_mean(run.held_out[max(run.held_out)] for run in group if run.held_out):.4f}"
+            )
         if name in verdicts:
             differences = verdicts[name].differences
-            row |= statistics_of(differences) | {"margin": f"{margin.nats:.4f}", "pairs": len(differences)}
+            row |= statistics_of(differences, verdicts[name].parts) | {
+                "margin": f"{margin.nats:.4f}",
+                "pairs": len(differences),
+            }
             row["verdict"] = verdicts[name].text
         elif len(ended) < len(group):
             row["verdict"] = diverged(group, ended)
@@ -252,14 +285,15 @@ def summary(
     return rows
 
 
-def statistics_of(differences: Sequence[float]) -> dict[str, str | None]:
-    """The columns of a group's paired differences; None is what too few of them leave undefined."""
+def statistics_of(differences: Sequence[float], parts: Sequence[float]) -> dict[str, str | None]:
+    """The columns of a group's paired differences, or of the parts of its only one; None is what too few of them leave
+    undefined."""
     row = dict.fromkeys(("difference", "standard error", "95% low", "95% high"))
     if differences:
         row["difference"] = f"{fmean(differences):+.4f}"
-    if len(differences) > 1:
-        low, high = interval(differences, 0.95)
-        row |= {"standard error": f"{standard_error(differences):.4f}", "95% low": f"{low:+.4f}"}
+    if len(several := parts or differences) > 1:
+        low, high = interval(several, 0.95)
+        row |= {"standard error": f"{standard_error(several):.4f}", "95% low": f"{low:+.4f}"}
         row["95% high"] = f"{high:+.4f}"
     return row
 
@@ -306,12 +340,15 @@ def loss_table(runs: Sequence[Run], count: int = 12) -> list[dict[str, object]]:
 
 
 def curves(runs: Sequence[Run]) -> list[dict[str, object]]:
-    """One row for each common step: the loss and the tokens per second of every run."""
+    """One row for each common step: the loss and the tokens per second of every run, and its loss on held-out text
+    (TorchTitan's validation) at the steps that have one."""
     rows = []
     for step in common_steps(runs):
         row: dict[str, object] = {"step": step}
         for run in runs:
             row |= {f"{run.name} loss": run.loss[step], f"{run.name} tps": run.tps.get(step)}
+            if run.held_out:
+                row[f"{run.name} held-out"] = run.held_out.get(step)
         rows.append(row)
     return rows
 

@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from watch import message
@@ -17,6 +17,7 @@ TRAIN = ("--local-ranks-filter=0", "-m", "torchtitan.train")  # of the processes
 LOSS = "loss_metrics/global_avg_loss"
 THROUGHPUT = "throughput(tps)"
 MEMORY = "memory/max_reserved(GiB)"
+HELD_OUT = "validation_metrics/loss"
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -72,7 +73,8 @@ def ending(log: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Scalars by step: mean loss in nats per token, tokens per second per device, peak memory in GiB.
+    """Scalars by step: mean loss in nats per token, tokens per second per device, peak memory in GiB, and where there
+    was validation its loss.
 
     ``config`` is TorchTitan's, as the run saved it (``job_config.json``, or wandb's config); empty where it saved none.
     """
@@ -82,6 +84,7 @@ class Run:
     tps: dict[int, float]
     memory: dict[int, float]
     config: dict[str, dict]
+    held_out: dict[int, float] = field(default_factory=dict)
 
     @property
     def group(self) -> str:
@@ -100,7 +103,7 @@ def read_run(folder: Path) -> Run:
         ValueError: no log there, one without losses, or a ``job_config.json`` that is none.
     """
     folder = folder.resolve()
-    tags, config = (LOSS, THROUGHPUT, MEMORY), {}
+    tags, config = (LOSS, THROUGHPUT, MEMORY, HELD_OUT), {}
     if logs := tensorboard_logs(folder):
         scalars = read_tensorboard(folder)
     elif logs := wandb_logs(folder):
@@ -117,8 +120,8 @@ def read_run(folder: Path) -> Run:
             config = json.loads(saved.read_text())
         except ValueError as error:
             raise ValueError(f"{saved} is no JSON: {error}; without it configs are not compared") from error
-    loss, tps, memory = (scalars.get(tag, {}) for tag in tags)
-    return Run(name=folder.name, loss=loss, tps=tps, memory=memory, config=config)
+    loss, tps, memory, held_out = (scalars.get(tag, {}) for tag in tags)
+    return Run(name=folder.name, loss=loss, tps=tps, memory=memory, config=config, held_out=held_out)
 
 
 def read_losses(path: Path) -> list[Run]:
@@ -134,11 +137,11 @@ def read_losses(path: Path) -> list[Run]:
         raise ValueError(f"{path} is no losses.csv of compare_runs.py: it has no columns 'step' and '<run> loss'")
     runs = []
     for name in names:
-        loss, tps = (
+        loss, tps, held_out = (
             {int(row["step"]): float(row[column]) for row in rows if row.get(column)}
-            for column in (f"{name} loss", f"{name} tps")
+            for column in (f"{name} loss", f"{name} tps", f"{name} held-out")
         )
-        runs.append(Run(name=name, loss=loss, tps=tps, memory={}, config={}))
+        runs.append(Run(name=name, loss=loss, tps=tps, memory={}, config={}, held_out=held_out))
     return runs
 
 

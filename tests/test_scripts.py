@@ -136,6 +136,62 @@ def test_compare_runs_judges_paired_differences(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "table.csv")[1]["verdict"] == "none: bf16 and near have no seed in common"
 
 
+def test_compare_runs_gives_one_pair_the_interval_of_its_steps_and_shows_held_out_losses(tmp_path: Path) -> None:
+    """The last 20 of 200 steps count: ten parts of two, whose differences are 0.1 +- 0.03 by turns, in pairs."""
+    base = write_run(tmp_path / "bf16-seed0", [3.0] * 200)
+    moved = [3.5] * 180 + [3.0 + 0.1 + sign * 0.03 for sign in (1, -1) * 5 for _ in range(2)]
+    other = write_run(tmp_path / "mxfp8-seed0", moved)
+    writer = SummaryWriter(str(other / "tb"))
+    for step, loss in ((100, 3.75), (200, 3.25)):
+        writer.add_scalar(runs.HELD_OUT, loss, step)
+    writer.close()
+    printed = compare(base, other, "--out", tmp_path / "out")
+    assert "none: bf16 and mxfp8 have one seed in common" in printed
+    row = rows_of(tmp_path / "out" / "table.csv")[1]
+    error = 0.03 * math.sqrt(10 / 9) / math.sqrt(10)
+    assert (row["difference"], row["standard error"]) == ("+0.1000", f"{error:.4f}")
+    assert float(row["95% high"]) == pytest.approx(0.1 + 2.262 * error, abs=1e-4), "t of nine degrees of freedom"
+    assert (row["pairs"], row["held-out loss"]) == ("1", "3.2500")
+    losses = rows_of(tmp_path / "out" / "losses.csv")
+    assert [line["mxfp8-seed0 held-out"] for line in losses if line["mxfp8-seed0 held-out"]] == ["3.75", "3.25"]
+    again = compare(tmp_path / "out" / "losses.csv", "--out", tmp_path / "again")
+    assert rows_of(tmp_path / "again" / "table.csv")[1]["held-out loss"] == "3.2500"
+    assert "+0.1000" in again and "| 3.2500 |" in again
+    compare(base, other, "--steps", "100", "--out", tmp_path / "out")
+    assert rows_of(tmp_path / "out" / "table.csv")[1]["held-out loss"] == "3.7500", "of the steps that are compared"
+
+
+def test_read_health_tells_what_runs_logged_every_so_many_steps(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "mxfp8-seed0", [3.0] * 40)
+    writer = SummaryWriter(str(folder / "tb"))
+    for step in range(1, 41):
+        writer.add_scalar("grad_norm", float(step), step)
+    for step, of_a, of_b in ((10, 0.5, 0.25), (20, 0.125, 0.375), (30, 0.0, 0.0)):
+        for module, value in (("layers.0.a", of_a), ("layers.1.b", of_b)):
+            writer.add_scalar(f"mx_health/gradients/flushed_to_zero/{module}", value, step)
+            writer.add_scalar(f"mx_health/gradients/scale_exponent_min/{module}", -8 * value, step)
+            writer.add_scalar(f"mx_health/gradients/scale_exponent_max/{module}", 8 * value, step)
+    writer.close()
+    plain = write_run(tmp_path / "bf16-seed0", [3.0] * 40)
+    assert "bf16-seed0 holds no TensorBoard log with grad_norm" in call("read_health", plain, "--out", tmp_path)
+    assert "no run has 50 steps" in call("read_health", folder, "--every", "50", "--out", tmp_path)
+    assert "wrote" in call("read_health", folder, "--every", "20", "--out", tmp_path / "out")
+    first, second = rows_of(tmp_path / "out" / "health.csv")
+    assert (first["run"], first["step"], first["grad_norm"], first["grad_norm max"]) == (
+        "mxfp8-seed0",
+        "20",
+        "10.5",
+        "20",
+    )
+    flushed = "gradients flushed_to_zero"
+    assert [first[flushed + part] for part in ("", " max", " in")] == ["0.25", "0.375", "layers.1.b"]
+    assert (first["gradients scale_exponent_min"], first["gradients scale_exponent_max"]) == ("-3", "3")
+    assert [second[flushed + part] for part in ("", " max", " in")] == ["0", "0", ""]
+    call("read_health", folder, "--every", "10", "--out", tmp_path / "out")
+    last = rows_of(tmp_path / "out" / "health.csv")[3]
+    assert (last["step"], last["grad_norm"], last[flushed]) == ("40", "35.5", ""), "no health after step 30"
+
+
 def test_compare_runs_makes_the_same_tables_of_its_losses_and_plans_by_them(tmp_path: Path) -> None:
     folders = []
     for group, moves in {"bf16": (0, 0.01, 0.04), "mxfp8": (0.01, 0.03, 0.04)}.items():
