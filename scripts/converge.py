@@ -5,6 +5,8 @@ interrupted study has as many pairs of each recipe as there was time for. ``bf16
 converters. Behind a recipe may stand:
 
     +rebase    with ``hopper_rebase``: ``mxfp8+rebase`` is the same as ``mxfp8_rebased``
+    +experts   with the routed experts alone converted
+    +linears   with the linears alone converted
     +dispatch  with ``quantize.grouped_mm.mx.dispatch = "auto"``: MoE layers send their tokens themselves. ``bf16``
                then converts the experts with recipe ``bf16``, the control, which quantises nothing, and no linears
     +repeat    the same once more: what runs differ by that differ in nothing
@@ -38,7 +40,8 @@ from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 CONVERTERS = (GROUPED_MM, LINEAR)
-OPTIONS = {"rebase", "dispatch", "repeat"}
+ALONE = {"experts": (GROUPED_MM,), "linears": (LINEAR,)}
+OPTIONS = {"rebase", "dispatch", "repeat", *ALONE}
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 
 
@@ -80,17 +83,31 @@ def parts(recipe: str) -> tuple[str, list[str]]:
     name, *options = recipe.split("+")
     if not set(options) <= OPTIONS or len(set(options)) < len(options):
         raise ValueError(f"--recipes has {recipe!r}: behind a recipe stand, once, {', '.join(sorted(OPTIONS))}")
+    for wrong, why in (
+        (set(ALONE) <= set(options), "+experts and +linears exclude each other"),
+        (name == BF16.name and set(ALONE) & set(options), "bf16 converts nothing"),
+        ({"linears", "dispatch"} <= set(options), "+linears dispatch nothing"),
+    ):
+        if wrong:
+            raise ValueError(f"--recipes has {recipe!r}: {why}")
     get_recipe(name, rebase="rebase" in options)
     return name, options
+
+
+def converters_of(recipe: str) -> tuple[str, ...]:
+    """The converters that a recipe with its options needs."""
+    name, options = parts(recipe)
+    if name == BF16.name:
+        return (GROUPED_MM,) if "dispatch" in options else ()
+    return next((ALONE[option] for option in options if option in ALONE), CONVERTERS)
 
 
 def flags_of(run: StudyRun, config: Path, checkpoint_every: int) -> list[str]:
     """TorchTitan's command line of a run, without the user's trailing flags."""
     flags = [f"--job.config_file={config}", f"--job.dump_folder={run.folder}", f"--debug.seed={run.seed}"]
     name, options = parts(run.recipe)
-    converters = CONVERTERS
-    if name == BF16.name:
-        converters = (GROUPED_MM,) if "dispatch" in options else ()
+    converters = converters_of(run.recipe)
+    if converters != CONVERTERS:
         flags.append(f"--model.converters={','.join(converters)}")
     flags += [f"--{converter}.recipe_name={name}" for converter in converters]
     if "rebase" in options:
@@ -206,8 +223,7 @@ def check(args: argparse.Namespace) -> None:
                 raise ValueError(f"{flag} has {value} twice")
     converters = as_list(tomllib.loads(args.config.read_text()).get("model", {}).get("converters", []))
     for recipe in args.recipes:
-        name, options = parts(recipe)
-        needed = (GROUPED_MM,) if "dispatch" in options else () if name == BF16.name else CONVERTERS
+        needed = converters_of(recipe)
         if needed and not set(needed) & set(converters):
             raise ValueError(f"{args.config} has model.converters = {converters}: {recipe} needs {' or '.join(needed)}")
     gpus = torch.cuda.device_count()

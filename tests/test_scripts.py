@@ -470,7 +470,14 @@ def test_converge_compares_all_finished_runs_of_its_folder(
     [
         (["none.toml"], "none.toml is no file"),
         (["train_configs/debug_llama4.toml", "--recipes", "fp4"], "unknown recipe 'fp4'"),
-        (["train_configs/debug_llama4.toml", "--recipes", "mxfp8+again"], "once, dispatch, rebase, repeat"),
+        (
+            ["train_configs/debug_llama4.toml", "--recipes", "mxfp8+again"],
+            "once, dispatch, experts, linears, rebase, repeat",
+        ),
+        (["train_configs/debug_llama4.toml", "--recipes", "mxfp8+experts+linears"], "exclude each other"),
+        (["train_configs/debug_llama4.toml", "--recipes", "mxfp8+linears+dispatch"], "+linears dispatch nothing"),
+        (["train_configs/debug_llama4.toml", "--recipes", "bf16+experts"], "'bf16+experts': bf16 converts nothing"),
+        (["linears.toml", "--recipes", "mxfp8+experts"], "mxfp8+experts needs quantize.grouped_mm.mx"),
         (["train_configs/debug_llama4.toml", "--recipes", "bf16+repeat+repeat"], "'bf16+repeat+repeat': behind a"),
         (["train_configs/debug_llama4.toml", "--recipes", "bf16+rebase"], "'bf16' quantises nothing"),
         (["linears.toml", "--recipes", "bf16+dispatch"], "bf16+dispatch needs quantize.grouped_mm.mx"),
@@ -499,6 +506,11 @@ def test_converge_refuses_a_bad_study(
         (
             "bf16+dispatch",
             ["--model.converters=GROUPED", "--GROUPED.recipe_name=bf16", "--GROUPED.dispatch=auto"],
+        ),
+        ("mxfp8+linears", ["--model.converters=LINEAR", "--LINEAR.recipe_name=mxfp8"]),
+        (
+            "mxfp8+experts+dispatch",
+            ["--model.converters=GROUPED", "--GROUPED.recipe_name=mxfp8", "--GROUPED.dispatch=auto"],
         ),
         ("mxfp8_2d+repeat", ["--GROUPED.recipe_name=mxfp8_2d", "--LINEAR.recipe_name=mxfp8_2d"]),
         (
