@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 TOMLS = {path.stem: path for path in sorted((ROOT / "train_configs").glob("*.toml"))}
 CLUSTER_TOMLS = {name: path for name, path in TOMLS.items() if re.search(r"_\d+x\d+$", name)}
 LLAMA4 = "llama4_17bx16e_8x8"
+EXACT = tuple(f"--quantize.{kind}.mx.recipe_name=mxfp8_2d" for kind in ("linear", "grouped_mm"))
 
 # Billions of parameters that the models' publishers state.
 SIZES = {"llama4_17bx16e": 109, "llama4_17bx128e": 400, "deepseek_v3_16b": 16, "deepseek_v3_671b": 671}
@@ -41,6 +42,15 @@ def test_every_config_can_be_laid_out_at_its_full_size(name: str) -> None:
     # Nothing is lost or held twice: the shards of one replica are the model. TorchTitan's gpt-oss is mostly bf16.
     itemsize = 2.11 if model == "gpt_oss_20b" else 4
     assert report.memory.parameters * report.mesh["fsdp"] / report.parameters == pytest.approx(itemsize, rel=0.001)
+
+
+@pytest.mark.parametrize("name", [name for name in CLUSTER_TOMLS if "layers" not in name])
+def test_a_cluster_takes_the_recipe_that_the_readme_names_for_its_gpu(name: str) -> None:
+    for_hopper = re.search(r"^\| NVIDIA H200 \| `(\w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)[1]
+    config = parse_config(str(TOMLS[name]))
+    named = for_hopper if config.cluster.gpu in ("H20", "H100", "H200") else "mxfp8"
+    mx = config.quantize.grouped_mm.mx, config.quantize.linear.mx
+    assert [(each.recipe_name, each.hopper_rebase) for each in mx] == [(named, False)] * 2
 
 
 @pytest.mark.parametrize("name", TOMLS)
@@ -130,14 +140,15 @@ def test_eager_mxfp8_layers_keep_one_input_each() -> None:
         ),
         (
             LLAMA4,
-            ["--quantize.linear.mx.backend=triton", "--quantize.linear.mx.hopper_rebase"],
-            r"\[quantize.linear.mx\] recipe 'mxfp8_rebased' is rebased, but backend 'triton'",
+            ["--quantize.linear.mx.backend=triton"],
+            r"\[quantize.linear.mx\] recipe 'mxfp8_2d_rebased' is rebased, but backend 'triton'",
         ),
         (
             "llama4_17bx128e_8x8",
             ["--quantize.grouped_mm.mx.hopper_rebase"],
             r"\[quantize.grouped_mm.mx\] recipe 'mxfp8_rebased' is rebased, but backend 'sm100' \(for NVIDIA B200",
         ),
+        (LLAMA4, ["--cluster.gpu=B200"], r"'mxfp8_2d_rebased' is rebased, but backend 'sm100' \(for NVIDIA B200"),
         (LLAMA4, ["--model.flavor=18b"], "no flavor '18b': use one of .*17bx16e"),
         (LLAMA4, ["--cluster.gpu=A100"], "'A100' is unknown: use one of H20, H100"),
         (LLAMA4, ["--parallelism.pipeline_parallel_degree=2", "--cluster.nodes=16"], "pipeline.* cannot be checked"),
@@ -176,7 +187,7 @@ def test_layouts_that_have_no_config_would_not_fit_the_largest_card(name: str, n
     layout = [f"--cluster.nodes={nodes}", f"--parallelism.data_parallel_shard_degree={gpus}"]
     smallest = ["--training.local_batch_size=1", "--activation_checkpoint.mode=full", "--cluster.gpu=GB200"]
     with pytest.raises(ValueError, match=r"does not fit: .* GB200"):
-        check(name, *layout, f"--parallelism.expert_parallel_degree={min(gpus, 16)}", *smallest)
+        check(name, *layout, f"--parallelism.expert_parallel_degree={min(gpus, 16)}", *smallest, *EXACT)
 
 
 # What is wrong with a debug config, as (old line, new lines), and what is said of it.
