@@ -7,7 +7,8 @@
 
 ``draw`` writes roofline.csv and, for each model's experts, a picture of it with five panels: speed-up of forward +
 backward by tokens, with the fewest tokens from which MXFP8 pays; GB/s of the quantisers of tokens; of weights; speed-up
-of the GEMMs alone; time by pass. Dotted: by the ceilings that the same folder measured. Solid: measured.
+of the GEMMs alone; time by pass. Coloured and dotted: by the ceilings that the same folder measured. Solid: measured.
+Black: as fast as bf16, or as a copy.
 
 ``check`` writes data.csv: for each training of bench_training.py in results/ its gain, and what the model says of the
 same TOML and flags as they are today, by the GPU's ceilings and by our kernels' rates (``committed_rates``).
@@ -127,12 +128,14 @@ def draw(path: Path) -> list[Path]:
         *panels, unused = grid.flatten()
         unused.remove()
         figure.suptitle(
-            f"{model}: N {n}, K {k}, {EXPERTS} experts, {rows[0]['gpu']}; dotted: roofline, solid: measured"
+            f"A grouped GEMM of {model}: {EXPERTS} experts, N {n} features out, K {k} in, on one {rows[0]['gpu']}. "
+            "Dotted: what the GPU's ceilings allow, solid: measured"
         )
         for recipe, colour in zip(SHOWN, COLOURS, strict=True):
             curve(panels[0], rows, recipe, BOTH, "predicted_x", "x", colour, recipe)
             if pays := pays_from(rows, recipe):
-                panels[0].axvline(pays, color=colour, linewidth=0.7, label=f"{recipe} pays from {pays}")
+                label = f"{recipe}: predicted as fast as bf16 from {pays} tokens"
+                panels[0].axvline(pays, color=colour, linewidth=0.7, label=label)
             for panel, names in (
                 (panels[1], ("quantise x", "quantise dy")),
                 (panels[2], ("quantise w", "quantise w again")),
@@ -143,16 +146,20 @@ def draw(path: Path) -> list[Path]:
                         panel.plot(*zip(*points, strict=True), style, color=colour, label=f"{recipe} {name}")
             for name, style in zip(GEMMS, ("o", "s", "^"), strict=True):
                 curve(panels[3], rows, recipe, name, "predicted_x", "x", colour, f"{recipe} {name}", style)
-        for panel in panels[1:3]:
-            panel.axhline(float(rows[0]["ceiling_gb_per_s"]), linestyle=":", color="black", label="copy")
-        titles = (
-            "forward + backward, times bf16",
-            "quantise tokens, GB/s",
-            "quantise weights, GB/s",
-            "GEMMs, times bf16",
-        )
-        for panel, title in zip(panels, titles, strict=False):
-            panel.set(title=title, xscale="log", xlabel="tokens", ylim=(0, None))
+        titles = {
+            panels[0]: "forward + backward with quantising, times bf16's speed",
+            panels[1]: "quantise tokens, GB/s",
+            panels[2]: "quantise weights, GB/s",
+            panels[3]: "GEMMs alone, times bf16's speed",
+        }
+        for panel, title in titles.items():
+            in_gb_per_s = panel in panels[1:3]
+            if in_gb_per_s and not panel.lines:
+                title += ": not measured"
+            height, label = (float(rows[0]["ceiling_gb_per_s"]), "a copy") if in_gb_per_s else (1, "bf16")
+            panel.axhline(height, linestyle=":", color="black", label=label)
+            tokens = [int(row["M"]) for row in rows]
+            panel.set(title=title, xscale="log", xlabel="tokens", xlim=(min(tokens), max(tokens)), ylim=(0, None))
             panel.legend(fontsize=6)
         bars(panels[4], rows)
         drawn.append(path.with_name(f"roofline_{model}.png"))
