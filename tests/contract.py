@@ -253,7 +253,7 @@ def _before(end: int, operand: Operand) -> Operand:
 
 def requantised(plan: Plan) -> Iterator[tuple[OperandSpec, int, OperandSpec]]:
     """What FP8 rows of a plan are requantised to, and exact ones that arrived: rows, axis, result."""
-    for first, second in ((plan.forward.a, plan.wgrad.b), (plan.dgrad.a, plan.wgrad.a)):
+    for first, second in dict.fromkeys([(plan.forward.a, plan.wgrad.b), (plan.dgrad.a, plan.wgrad.a)]):
         arrived = OperandSpec(elem_dtype=first.elem_dtype)
         for rows in dict.fromkeys((first, arrived)):
             if rows.stored != "bf16":

@@ -67,7 +67,7 @@ def test_one_axis_and_both(in_dtype: torch.dtype, rounding: str, dtype: torch.dt
 def test_strides():
     """Transposed, cut out of a wider tensor at an odd place, expanded, and along an axis before the last two."""
     base = wild((3, 70, 136), BF16)
-    views = (base.mT, base[:, 1::2, 3:99], base[:1].expand(2, 70, 136), base.permute(1, 0, 2), base[..., ::2])
+    views = (base.mT, base[:, 1::2, 3:99], base[:1].expand(2, 70, 136), base.permute(1, 0, 2)[:5], base[..., ::2])
     for x in views:
         for spec in (EXACT, SQUARES):
             check_quantize(exact, x, 1, spec)
