@@ -15,8 +15,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from types import SimpleNamespace
 
 import bench_moe_layer
@@ -386,31 +387,70 @@ shutil.copy({str(log)!r}, out / "tb")
     return {"PYTHONPATH": f"{tmp_path / 'stub'}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def test_converge_runs_a_study_in_order_stops_at_the_limit_and_continues(tmp_path: Path, stub: dict[str, str]) -> None:
+@pytest.fixture
+def study(tmp_path: Path, stub: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple]]:
+    """Calls converge.py in this process, with a clock of its own, and compare_runs.py too: exit status and output.
+
+    torchrun takes seconds to start, so it starts the runs named ``mxfp8_2d+rebase-seed1`` alone.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    torchrun, clock = runs.torchrun, SimpleNamespace(monotonic=monotonic, sleep=lambda seconds: sleep(seconds / 20))
+    for name, value in stub.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(converge, "time", clock)
+
+    def start(processes: int, *program: str) -> list[str]:
+        by_torchrun = any("mxfp8_2d+rebase-seed1" in flag for flag in program)
+        return torchrun(processes, *program) if by_torchrun else [sys.executable, *program[program.index("-m") :]]
+
+    def compared(command: list[str]) -> SimpleNamespace:
+        assert command[:2] == [sys.executable, str(ROOT / "scripts" / "compare_runs.py")]
+        printed = compare(*command[2:])
+        print(printed)
+        return SimpleNamespace(returncode=0 if "| run |" in printed else 1)
+
+    def call_converge(*arguments: str, now: Callable[[], float] = monotonic, **environment: str) -> tuple[int, str]:
+        clock.monotonic = now
+        printed = io.StringIO()
+        with monkeypatch.context() as patch, contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as exit:
+            patch.setattr(runs, "torchrun", start)
+            patch.setattr(converge.subprocess, "run", compared)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            converge.main(list(arguments))
+        return exit.value.code, printed.getvalue()
+
+    yield call_converge
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_converge_runs_a_study_in_order_stops_at_the_limit_and_continues(
+    tmp_path: Path, study: Callable[..., tuple[int, str]]
+) -> None:
     out, calls = tmp_path / "study", tmp_path / "calls"
-    command = [sys.executable, "scripts/converge.py", "train_configs/debug_llama4.toml", "--out", str(out)]
+    command = ["train_configs/debug_llama4.toml", "--out", str(out)]
     command += ["--recipes", "bf16", "mxfp8_2d+rebase", "--seeds", "0", "1"]
-    first = shell(*command, "--limit", "15", "--", "--training.steps=3", **stub, STUB_SECONDS="600")
-    assert first.returncode == 3, first.stdout + first.stderr
-    assert "bf16-seed0: stopped" in first.stdout and "the same command continues the study" in first.stdout
+    late = lambda: monotonic() + 1000 * calls.is_file()  # noqa: E731 - once the first run has begun
+    status, first = study(*command, "--limit", "900", "--", "--training.steps=3", now=late, STUB_SECONDS="90")
+    assert status == 3, first
+    assert "bf16-seed0: stopped" in first and "the same command continues the study" in first
     assert len(calls.read_text().splitlines()) == 1, "one at a time"
 
     checkpoint = out / "bf16-seed0" / "checkpoint" / "step-2" / ".metadata"
     checkpoint.parent.mkdir(parents=True)
     checkpoint.touch()
-    second = shell(*command, "--jobs", "2", "--", "--training.steps=3", **stub, STUB_FAIL="mxfp8_2d+rebase-seed1")
-    assert second.returncode == 1 and "mxfp8_2d+rebase-seed1: failed" in second.stdout and "no luck" in second.stdout
-    assert "bf16-seed0: started from its checkpoint" in second.stdout
+    status, second = study(*command, "--jobs", "2", "--", "--training.steps=3", STUB_FAIL="mxfp8_2d+rebase-seed1")
+    assert status == 1 and "mxfp8_2d+rebase-seed1: failed" in second and "no luck" in second
+    assert "bf16-seed0: started from its checkpoint" in second
     assert not checkpoint.exists(), "a finished run needs none"
     assert [row["run"] for row in rows_of(out / "table.csv")] == ["bf16", "mxfp8_2d+rebase"]
-    started = re.findall(r"(\S+): started", second.stdout)
+    started = re.findall(r"(\S+): started", second)
     assert started == ["bf16-seed0", "mxfp8_2d+rebase-seed0", "bf16-seed1", "mxfp8_2d+rebase-seed1"], "seed by seed"
 
-    third = shell(*command, "--", "--training.steps=3", **stub)
-    assert third.returncode == 0, third.stdout + third.stderr
-    assert (
-        "4 runs, 3 finished already, 1 at a time" in third.stdout and "4 finished, 0 failed, 0 stopped" in third.stdout
-    )
+    status, third = study(*command, "--", "--training.steps=3")
+    assert status == 0, third
+    assert "4 runs, 3 finished already, 1 at a time" in third and "4 finished, 0 failed, 0 stopped" in third
     assert [row["seeds"] for row in rows_of(out / "table.csv")] == ["2", "2"]
 
     lines = calls.read_text().splitlines()
@@ -419,7 +459,7 @@ def test_converge_runs_a_study_in_order_stops_at_the_limit_and_continues(tmp_pat
     assert "--quantize.grouped_mm.mx.recipe_name=mxfp8_2d --quantize.linear.mx.recipe_name=mxfp8_2d" in lines[-1]
     assert "--quantize.grouped_mm.mx.hopper_rebase --quantize.linear.mx.hopper_rebase" in lines[-1]
     assert not any("hopper_rebase" in line for line in lines if "--model.converters=" in line)
-    refused = call("converge", *command[2:], "--", "--training.steps=4")
+    refused = call("converge", *command, "--", "--training.steps=4")
     assert "holds a study of another config or other flags" in refused
 
 
