@@ -34,7 +34,7 @@ dist.init_process_group("gloo")
 torch.set_num_threads(1)
 rank, ranks = dist.get_rank(), dist.get_world_size()
 transport, reason = choose("auto", dist.group.WORLD, torch.device("cpu"))
-assert reason == "collective: symmetric cannot be used: it needs NVIDIA GPUs", reason
+assert reason == "collective: symmetric cannot be used: it needs NVIDIA GPUs of SM80 or newer", reason
 try:
     choose("symmetric", dist.group.WORLD, torch.device("cpu"))
 except ValueError as error:

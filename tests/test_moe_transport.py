@@ -103,6 +103,21 @@ def test_what_stands_in_the_way_of_symmetric_memory(gathered, rank, obstacle, mo
     assert "NVSHMEM" in symmetric.obstacle(gathered, rank, devices[gathered[rank][1]])
 
 
+def test_a_machine_that_refuses_to_share_memory_is_found_out(monkeypatch: pytest.MonkeyPatch):
+    """On any rank, before anything is trained."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA driver error: operation not permitted\nand where")
+
+    memory = SimpleNamespace(empty=lambda *_, **__: torch.empty(1), rendezvous=lambda *_, **__: None)
+    monkeypatch.setattr(symmetric, "_symmetric_memory", lambda: memory)
+    monkeypatch.setattr(symmetric, "_gather", lambda value, group: [None, value])
+    assert symmetric.trial(None, CPU) is None
+    for step in ("rendezvous", "empty"):
+        monkeypatch.setattr(memory, step, refuse)
+        assert symmetric.trial(None, CPU) == "sharing memory failed: CUDA driver error: operation not permitted"
+
+
 def test_a_buffer():
     layout = Layout(ranks=2, tokens=5, experts=6, slots=3, row_bytes=33, dim=32)
     offsets = layout.offsets()

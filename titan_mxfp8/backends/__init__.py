@@ -184,7 +184,8 @@ class Entry:
     rebases: bool
 
 
-def _runs_triton(hardware: Hardware) -> bool:
+def runs_triton(hardware: Hardware) -> bool:
+    """Whether the portable kernels run there."""
     capability = hardware.capability
     return capability >= (8, 0) if capability else hardware.arch in ("gfx942", "gfx950")
 
@@ -209,7 +210,7 @@ BACKENDS = (
         name="triton",
         module="titan_mxfp8.backends.triton",
         needs="an NVIDIA GPU of SM80 or newer, or an AMD gfx942 or gfx950",
-        runs_on=_runs_triton,
+        runs_on=runs_triton,
         rebases=False,
     ),
     Entry(

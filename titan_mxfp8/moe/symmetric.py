@@ -24,15 +24,19 @@ that waits for the GPU raises a CUDA error, which ends the process and with it t
 All functions of a group belong on one stream, in the same order on every rank.
 """
 
+import importlib
 import os
 import socket
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from titan_mxfp8.backends import runs_triton
+from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.moe import buffer
 from titan_mxfp8.moe.buffer import Layout
 from titan_mxfp8.moe.transport import Landing, check_dispatch, check_parts
@@ -65,15 +69,10 @@ class GroupLink:
 
     def gather(self, value: object) -> list:
         torch.cuda.synchronize(self.device)
-        gathered = [None] * self.ranks
-        dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
+        return _gather(value, self.group)
 
     def allocate(self, size: int) -> tuple[torch.Tensor, list[int]]:
-        # Nothing here multicasts; setting that up can fail where the fabric manager does not run.
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        import torch.distributed._symmetric_memory as symm_mem
-
+        symm_mem = _symmetric_memory()
         memory = symm_mem.empty(size, dtype=torch.uint8, device=self.device)
         self.handle = symm_mem.rendezvous(memory, group=self.group)
         offset = memory.data_ptr() - self.handle.buffer_ptrs[self.rank]  # of the tensor in what was allocated
@@ -214,22 +213,41 @@ def symmetric_of(group: dist.ProcessGroup, device: torch.device) -> Symmetric:
     return Symmetric(GroupLink(group, device))
 
 
+@cache
 def symmetric_available(group: dist.ProcessGroup, device: torch.device) -> tuple[bool, str]:
     """Whether ``Symmetric`` can be used by the group, the same on every rank, and why not.
 
     Every rank calls it at the same time. It takes all ranks on one host, each on a GPU of its own that reads the
-    others' memory.
+    others' memory, and is tried out: a container or a driver may refuse what the GPUs could do.
     """
-    if device.type != "cuda" or torch.version.hip:
-        return False, "it needs NVIDIA GPUs"
+    if device.type != "cuda" or torch.version.hip or not runs_triton(hardware_of(device)):
+        return False, "it needs NVIDIA GPUs of SM80 or newer"
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = socket.gethostname(), boot.read_text() if boot.exists() else ""
-    gathered = [None] * group.size()
-    dist.all_gather_object(gathered, (host, str(torch.cuda.get_device_properties(device).uuid)), group=group)
-    verdicts = [None] * group.size()
-    dist.all_gather_object(verdicts, obstacle(gathered, group.rank(), device), group=group)
-    found = next((verdict for verdict in verdicts if verdict), None)
+    gathered = _gather((host, str(torch.cuda.get_device_properties(device).uuid)), group)
+    found = _first(obstacle(gathered, group.rank(), device), group) or trial(group, device)
     return found is None, found or "all ranks are on one host, with peer access"
+
+
+def trial(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """What fails where the ranks share a byte, in words, the same on every rank; None where nothing does."""
+    made: list[torch.Tensor] = []
+
+    def allocate() -> None:
+        made.append(_symmetric_memory().empty(1, dtype=torch.uint8, device=device))
+
+    def share() -> None:
+        _symmetric_memory().rendezvous(made[0], group=group)
+
+    for step in (allocate, share):
+        failure = None
+        try:
+            step()
+        except RuntimeError as error:
+            failure = f"sharing memory failed: {str(error).split(chr(10))[0]}"
+        if found := _first(failure, group):  # before the next step, in which ranks wait for each other
+            return found
+    return None
 
 
 def obstacle(gathered: list[tuple[tuple[str, str], str]], rank: int, device: torch.device) -> str | None:
@@ -252,6 +270,23 @@ def obstacle(gathered: list[tuple[tuple[str, str], str]], rank: int, device: tor
         if not torch.cuda.can_device_access_peer(device, visible[gpu]):
             return f"the GPU of rank {rank} has no peer access to that of rank {peer}"
     return None
+
+
+def _symmetric_memory() -> ModuleType:
+    # Nothing here multicasts; setting that up can fail where the fabric manager does not run.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    return importlib.import_module("torch.distributed._symmetric_memory")
+
+
+def _gather(value: object, group: dist.ProcessGroup) -> list:
+    gathered = [None] * group.size()
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def _first(failure: str | None, group: dist.ProcessGroup) -> str | None:
+    """The failure of the first rank that has one."""
+    return next(filter(None, _gather(failure, group)), None)
 
 
 def _row_bytes(parts: list[torch.Tensor]) -> int:

@@ -4,11 +4,14 @@ T tokens at home, K slots (chosen experts) each, E experts on R ranks, M rows th
 """
 
 import importlib
+from functools import cache
 from types import ModuleType
 from typing import NamedTuple, Protocol
 
 import torch
 
+from titan_mxfp8.backends import runs_triton
+from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.moe import rows
 
 
@@ -144,9 +147,10 @@ class Local:
         return movements(landing.rows.device).reduce(ys, weights, slot_values, landing.rows, out_dtype)
 
 
+@cache
 def movements(device: torch.device) -> ModuleType:
-    """The module that moves rows on ``device``: ``kernels`` on GPUs, else ``rows``."""
-    return importlib.import_module("titan_mxfp8.moe.kernels") if device.type == "cuda" else rows
+    """The module that moves rows on ``device``: ``kernels`` where Triton's run, else ``rows``."""
+    return importlib.import_module("titan_mxfp8.moe.kernels") if runs_triton(hardware_of(device)) else rows
 
 
 def check_dispatch(
