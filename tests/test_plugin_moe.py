@@ -180,6 +180,17 @@ def test_experts_in_a_layer_of_another_class_keep_its_dispatch(caplog: pytest.Lo
     assert "does not work with experts in a Own: TorchTitan dispatches the tokens of moe.experts" in caplog.text
 
 
+def test_a_weight_gradient_of_unquantised_tokens_keeps_torchtitans_dispatch(caplog: pytest.LogCaptureFixture) -> None:
+    """What is dispatched is quantised. A user who names a transport gets it."""
+    for recipe in ("mxfp8_wgrad_bf16", "mxfp8_2d_wgrad_bf16_rebased"):
+        with caplog.at_level(logging.INFO):
+            kept, named = (
+                convert(layer("llama4"), f"{RECIPE}={recipe}", f"{DISPATCH}={w}") for w in ("auto", "collective")
+            )
+        assert type(kept) is MoE and type(named) is plugin.MXFP8MoE
+        assert f"dispatch = 'auto' does not work with recipe '{recipe}', whose weight gradient" in caplog.text
+
+
 def test_the_log_names_the_transport_and_the_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

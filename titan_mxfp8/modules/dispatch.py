@@ -9,6 +9,7 @@ import torch.distributed as dist
 from titan_mxfp8.moe import TRANSPORTS, choose
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.moe.layer import ROWS
+from titan_mxfp8.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,13 @@ class Dispatch:
         for name, value, known in (("dispatch", self.transport, TRANSPORTS), ("dispatch_rows", self.rows, ROWS)):
             if value not in known:
                 raise ValueError(f"MXFP8: {name} = {value!r}: use one of {', '.join(known)}")
+
+    def refusal(self, recipe: Recipe) -> str:
+        """Why experts with this recipe are not to get their tokens so unless the user names a transport, in words;
+        nothing where they may."""
+        if self.transport == "auto" and recipe.quantized and recipe.wgrad == "bf16":
+            return f"recipe {recipe.name!r}, whose weight gradient takes tokens that were not quantised"
+        return ""
 
     def connect(self, group: dist.ProcessGroup | None, device: torch.device, most_rows: int | None = None) -> str:
         """Which transport ``mxfp8_moe`` will take, and why, in words. Called before anything is trained, by every rank

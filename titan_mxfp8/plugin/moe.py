@@ -23,7 +23,7 @@ from torchtitan.models.moe.moe import MoE
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.modules import Dispatch, training_device
 from titan_mxfp8.plugin.experts import RoutedExperts, Routing
-from titan_mxfp8.plugin.job_config import MXGroupedMM
+from titan_mxfp8.plugin.job_config import recipe_of
 from titan_mxfp8.recipe import BF16, GROUPED_MM
 from titan_mxfp8.repairs.patch import is_patched, patch_of
 
@@ -72,9 +72,10 @@ def dispatch_tokens(
             that would be TorchTitan's own.
     """
     config = job_config.quantize.grouped_mm.mx
+    dispatch = Dispatch(transport=config.dispatch, rows=config.dispatch_rows)
     layers: dict[str, nn.Module] = {}
     left: dict[str, list[str]] = {}
-    of_the_run = _not_for_run(job_config, dims)
+    of_the_run = _not_for_run(job_config, dims) or dispatch.refusal(recipe_of(config))
     for fqn in converted:
         name, _, child = fqn.rpartition(".")
         layer = model.get_submodule(name)
@@ -85,7 +86,7 @@ def dispatch_tokens(
     for reason, names in left.items():
         words = (
             f"MXFP8: dispatch = {config.dispatch!r} does not work with {reason}: TorchTitan dispatches the tokens of "
-            f"{', '.join(names)}"
+            f"{names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}"
         )
         if config.recipe_name == BF16.name:
             raise ValueError(f"{words}, with recipe {BF16.name!r} as if unconverted. Leave {GROUPED_MM} out instead")
@@ -93,12 +94,12 @@ def dispatch_tokens(
     if not layers:
         return []
     chosen = list(layers.values())
-    choice = _choose_transport(config, dims, _most_rows(chosen[0], job_config, dims))
+    choice = _choose_transport(dispatch, dims, _most_rows(chosen[0], job_config, dims))
     if config.dispatch_rows == "worst_case" and (device := _device()).type == "cuda":
         check_worst_case(chosen, job_config, dims, torch.cuda.get_device_properties(device).total_memory)
     for layer in layers.values():
         layer.__class__ = MOE_CLASSES[type(layer)]
-        layer.experts.dispatch = Dispatch(transport=config.dispatch, rows=config.dispatch_rows)
+        layer.experts.dispatch = dispatch
     count = f"{len(layers)} MoE layer{'s' * (len(layers) != 1)}"
     logger.info(f"MXFP8: {count} dispatch tokens themselves, {choice}; rows {config.dispatch_rows}")
     return list(layers)
@@ -159,14 +160,14 @@ def _not_for_layer(layer: nn.Module, child: str) -> str:
     return "" if isinstance(layer.experts, RoutedExperts) else f"experts of class {type(layer.experts).__name__}"
 
 
-def _choose_transport(config: MXGroupedMM, dims: ParallelDims | None, rows: int) -> str:
+def _choose_transport(dispatch: Dispatch, dims: ParallelDims | None, rows: int) -> str:
     """Which transport ``mxfp8_moe`` will take for so many rows of a rank, and why, in words. Chosen here so that an
     error, and the log line, come before anything is trained."""
     group = None if dims is None or dims.ep == 1 else dims.get_mesh("ep").get_group()
     try:
-        return Dispatch(transport=config.dispatch, rows=config.dispatch_rows).connect(group, _device(), rows)
+        return dispatch.connect(group, _device(), rows)
     except ValueError as error:
-        raise ValueError(f"[{GROUPED_MM}] dispatch = {config.dispatch!r}: {error}") from error
+        raise ValueError(f"[{GROUPED_MM}] dispatch = {dispatch.transport!r}: {error}") from error
 
 
 def _device() -> torch.device:

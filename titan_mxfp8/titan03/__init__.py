@@ -12,7 +12,8 @@ What the import changes in TorchTitan and torch, on every machine:
 - ``MetricsProcessor.should_log``: health_every and hopper_rebase_report.
 - ``WandBLogger.__init__``: offline if wandb cannot start.
 - ``set_timeout``: torch 2.13 has no such function yet.
-- ``SelectiveAC.get_save_ops``: selective activation checkpointing saves the outputs of MXFP8 GEMMs too.
+- ``SelectiveAC.get_save_ops``: selective activation checkpointing saves the outputs of MXFP8 GEMMs too, and those of
+  layers that dispatch their own tokens.
 
 and the repairs of titan_mxfp8/repairs, which the plugin for 0.2.2 lists. Where there is no accelerator, so that
 TorchTitan trains on CPUs (before the Trainer exists: a config of titan03/config_registry.py, or of yours that imports

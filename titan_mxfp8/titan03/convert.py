@@ -112,7 +112,7 @@ class MXFP8Experts(_Converter):
             requantize_input=config.requantize_input,
         )
         if self.dispatch is not None:
-            dispatch_tokens(model, self.dispatch)
+            dispatch_tokens(model, self.dispatch, get_recipe(config.recipe))
         self.observe(model, converted)
 
 
@@ -150,13 +150,15 @@ def log_telemetry() -> None:
 
 
 def save_gemm_outputs() -> None:
-    """Has selective activation checkpointing save the outputs of the MXFP8 GEMMs, as the plugin for 0.2.2 has it."""
+    """Has selective activation checkpointing save the outputs of the MXFP8 GEMMs, and of layers that dispatch their own
+    tokens, as the plugin for 0.2.2 has it."""
     get_save_ops = SelectiveAC.get_save_ops
     if is_patched(get_save_ops):
         return
 
     @patch_of(get_save_ops)
     def get_save_ops_and_ours(self: SelectiveAC) -> set:
-        return get_save_ops(self) | {torch.ops.titan_mxfp8.gemm_m_grouped.default}
+        ours = torch.ops.titan_mxfp8
+        return get_save_ops(self) | {ours.gemm_m_grouped.default, ours.moe_forward.default}
 
     SelectiveAC.get_save_ops = get_save_ops_and_ours

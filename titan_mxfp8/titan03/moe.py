@@ -1,4 +1,5 @@
-"""``experts`` with a ``dispatch``: TorchTitan's routed experts, with ``mxfp8_moe`` in place of all behind the router.
+"""``experts`` unless ``dispatch`` is off: TorchTitan's routed experts, with ``mxfp8_moe`` in place of all behind the
+router.
 
     TorchTitan:  token_dispatcher.dispatch -> inner_experts -> token_dispatcher.combine
     here:        mxfp8_moe, over the dispatcher's ranks
@@ -19,6 +20,7 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.tools import utils
 
 from titan_mxfp8.modules import ConvertedModule, Dispatch, interleaved
+from titan_mxfp8.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +69,12 @@ class MXFP8RoutedExperts(RoutedExperts):
         return None if mesh is None else mesh.get_group()
 
 
-def dispatch_tokens(model: nn.Module, dispatch: Dispatch) -> None:
+def dispatch_tokens(model: nn.Module, dispatch: Dispatch, recipe: Recipe) -> None:
     """Has the MoE layers around converted experts dispatch their own tokens. Those that keep TorchTitan's way are
     logged, with the reason."""
+    if refusal := dispatch.refusal(recipe):
+        logger.info(f"MXFP8: dispatch = {dispatch.transport!r} does not work with {refusal}: TorchTitan dispatches")
+        return
     swapped = []
     for name, module in model.named_modules():
         if not (isinstance(module, RoutedExperts) and isinstance(module.inner_experts, ConvertedModule)):
