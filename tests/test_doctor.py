@@ -178,6 +178,18 @@ def test_what_bench_all_leaves_is_read(tmp_path: Path) -> None:
     assert found.what == "one GEMM of 1 x 4 x 5, 6 experts, balanced groups"
 
 
+def test_a_training_with_dispatch_is_not_taken_for_a_rebased_one(tmp_path: Path) -> None:
+    (tmp_path / "README.md").touch()
+    folder = tmp_path / "2027-01-31_h200_training"
+    folder.mkdir()
+    (folder / "env.json").write_text('{"gpu": "NVIDIA H200", "processes": "2", "config": "a/m.toml"}')
+    rows = "bf16,100\nboth+dispatch:mxfp8_2d,110\nboth+rebase+dispatch:mxfp8_2d,120\n"
+    (folder / "table.csv").write_text(f'run,"tokens/s (median, per GPU)"\n{rows}')
+    found = doctor.measured(H200, tmp_path)
+    assert [(one.recipe, one.times) for one in found] == [("mxfp8_2d", 1.1), ("mxfp8_2d_rebased", 1.2)]
+    assert {one.what for one in found} == {"training m with dispatch, 2 GPUs"}
+
+
 def test_without_results_it_says_so(tmp_path: Path) -> None:
     text, _ = doctor.report(HEALTHY, tmp_path)
     assert "results/ is not part of this installation" in text and "is not known" in text

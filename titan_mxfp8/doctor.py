@@ -263,15 +263,16 @@ def _of_training(rows: list[dict[str, str]], env: dict[str, str], file: str) -> 
     baselines = {row.get("flavor"): float(row[speed]) for row in rows if row["run"] == "bf16"}
     for row in rows:
         what, _, recipe = row["run"].partition(":")
-        what, _, rebase = what.partition("+")
+        what, *options = what.split("+")
         if what != "both" or row.get("flavor") not in baselines:
             continue
         recipe = RECIPES[recipe or "mxfp8"]
-        name = (recipe.rebased() if rebase else recipe).name
+        name = (recipe.rebased() if "rebase" in options else recipe).name
         model = row.get("flavor") or Path(env.get("config", "")).stem
         gpus = f"{env['processes']} GPU{'s' * (env['processes'] != '1')}" if "processes" in env else "GPUs not named"
         times = float(row[speed]) / baselines[row.get("flavor")]
-        yield Measured(recipe=name, times=times, training=True, what=f"training {model}, {gpus}", file=file)
+        what = f"training {model}{' with dispatch' * ('dispatch' in options)}, {gpus}"
+        yield Measured(recipe=name, times=times, training=True, what=what, file=file)
 
 
 def _of_gemms(rows: list[dict[str, str]], file: str) -> Iterator[Measured]:
