@@ -214,6 +214,15 @@ def test_attention_on_cpus(window: tuple[int, int], shared: int) -> None:
     torch.testing.assert_close(sums, scores.masked_fill(~mask, -torch.inf).logsumexp(-1))
 
 
+def test_in_compiled_blocks_torchtitan_dispatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among several ranks; Dynamo does not follow what lands here."""
+    layer = build(config("deepseek_v3", EXPERTS)).layers["1"].moe.routed_experts
+    layer.token_dispatcher.ep_mesh = object()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(RoutedExperts, "forward", lambda *_: "TorchTitan's")
+    assert MXFP8RoutedExperts.forward(layer, *[None] * 4) == "TorchTitan's"
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
 def test_layers_that_dispatch_their_own_tokens(name: str) -> None:
     """As far from TorchTitan's unconverted layer as the converted one with TorchTitan's dispatch.

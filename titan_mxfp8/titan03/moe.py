@@ -39,7 +39,9 @@ class MXFP8RoutedExperts(RoutedExperts):
             self.parallelize(parallel_dims)
         else:
             super().parallelize(parallel_dims)
-            _log_once(f"MXFP8: dispatch {dispatch.connect(self._group(), utils.get_local_device())}")
+            choice = dispatch.connect(self._group(), utils.get_local_device())
+            compiled = "; where it compiles the model, TorchTitan dispatches" * (self._group() is not None)
+            _log_once(f"MXFP8: dispatch {choice}{compiled}")
 
     def forward(
         self,
@@ -49,6 +51,9 @@ class MXFP8RoutedExperts(RoutedExperts):
         num_local_tokens_per_expert_E: torch.Tensor,
     ) -> torch.Tensor:
         """The names are TorchTitan's, which looks for them."""
+        if torch.compiler.is_compiling() and self.token_dispatcher.ep_mesh is not None:
+            # TorchTitan compiles whole blocks, and Dynamo loses how many rows land here (PendingUnbackedSymbolNotFound)
+            return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
         experts, dispatch = self.inner_experts, self.mxfp8_dispatch
         weights, biases = _parameters(experts)
         y_TD = experts.mxfp8_moe(
