@@ -216,7 +216,7 @@ def test_attention_on_cpus(window: tuple[int, int], shared: int) -> None:
 
 def test_in_compiled_blocks_torchtitan_dispatches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Among several ranks; Dynamo does not follow what lands here."""
-    layer = build(config("deepseek_v3", EXPERTS)).layers["1"].moe.routed_experts
+    layer = build(config("deepseek_v3", (EXPERTS, {"dispatch": "auto"}))).layers["1"].moe.routed_experts
     layer.token_dispatcher.ep_mesh = object()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(RoutedExperts, "forward", lambda *_: "TorchTitan's")

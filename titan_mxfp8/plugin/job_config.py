@@ -110,7 +110,8 @@ class MXGroupedMM:
     read the memory of other GPUs of one host; collective, in an all-to-all over whatever links there are; auto,
     symmetric where all ranks of expert parallelism are of one host with peer access, else collective. One rank has no
     links, and the same kernels. The log says which and why. With tensor parallelism, DeepEP, or DualPipeV's overlap
-    the experts keep TorchTitan's way, and the log says so. Parameters and checkpoints are the same in all.
+    the experts keep TorchTitan's way, and the log says so; with auto also in recipes with _wgrad_bf16, whose weight
+    gradient takes tokens that were not quantised. Parameters and checkpoints are the same in all.
     """
 
     dispatch_rows: str = "counted"
