@@ -1097,6 +1097,9 @@ def test_slurm_says_where_it_must_be_submitted(slurm: dict[str, str], tmp_path: 
     assert result.returncode != 0 and "this is a batch script: sbatch scripts/train.slurm" in result.stderr
 
 
+UNSET = {"PYTHON": "", "TORCH": ""}  # what the tests themselves may have been called with
+
+
 @pytest.mark.parametrize(
     "own, cuda, named, expected",
     [
@@ -1137,7 +1140,7 @@ def test_setup_takes_a_ptxas_that_makes_faster_code(
     path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
     command = f'set -euo pipefail; cd {tmp_path}; {steps}; echo "chose $TRITON_PTXAS_PATH"'
     result = shell(
-        "bash", "-c", command, PATH=path, TRITON_PTXAS_PATH=str(tmp_path / "bin" / (named or "none")), TORCH=""
+        "bash", "-c", command, PATH=path, TRITON_PTXAS_PATH=str(tmp_path / "bin" / (named or "none")), **UNSET
     )
     chosen = tmp_path / "bin" / (expected or named or "none")
     assert f"chose {chosen}" in result.stdout, result.stdout + result.stderr
@@ -1167,7 +1170,8 @@ echo "$@" >> calls
     (tmp_path / "pyproject.toml").write_text("")
     shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path)
     command = f"set -euo pipefail; cd {tmp_path}; . ./setup.sh"
-    result = shell("bash", "-c", command, PATH=f"{tmp_path / 'bin'}:/usr/bin:/bin", TORCH="torch==2.13.0", TITAN=titan)
+    settings = UNSET | {"TORCH": "torch==2.13.0", "TITAN": titan, "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    result = shell("bash", "-c", command, **settings)
     assert result.returncode == 0, result.stderr
     made, _, *installs = (tmp_path / "calls").read_text().splitlines()
     assert made == f"-m venv --system-site-packages {venv}"
@@ -1185,7 +1189,7 @@ def test_setup_installs_one_more_extra_once_and_for_others_nothing_again(tmp_pat
     shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path)
     steps = 'touch .venv/.installed-$(cksum < pyproject.toml | cut -d" " -f1)-default; . ./setup.sh'
     for extra in ("hf", "hf", ""):
-        result = shell("bash", "-c", f"set -euo pipefail; cd {tmp_path}; {steps}", EXTRA=extra, TORCH="")
+        result = shell("bash", "-c", f"set -euo pipefail; cd {tmp_path}; {steps}", **UNSET, EXTRA=extra)
         assert result.returncode == 0, result.stderr
     (install,) = (tmp_path / "calls").read_text().splitlines()
     assert install.endswith("install -q --disable-pip-version-check -e .[hf]")
