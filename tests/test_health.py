@@ -120,7 +120,7 @@ def test_of_a_large_operand_evenly_spaced_bands_count(
     x[end:] = 1e30
     measured = torch.cat([x[128 * band : min(128 * band + 128, end)] for band in bands])
     with observe.recording():
-        counts = observe._measure(x, make_offs([end]), specs(RECIPES["mxfp8"])[0].key, False, "auto")
+        counts = observe._measure(x, make_offs([end]), specs(RECIPES["mxfp8"])[0].key, False, False, "auto")
     summary = list(observe.summarize([counts.tolist(), *[[0.0] * observe.COUNTS] * 2]).values())
     assert summary == counted_by_hand(measured, E4M3, "rceil", "1x32")
 
@@ -147,9 +147,35 @@ def test_what_rebasing_changes_is_counted(name: str) -> None:
     assert {kind: figures[f"{kind}/changed_by_rebase"] for kind in observe.KINDS} == expected
     assert expected["activations"] > 0 and expected["gradients"] > 0
     other = [[0.0] * observe.COUNTS] * 3
-    report = observe.rebase_report({"wq": counts, "wo": [[0.0] * 3 + [1e9] + [0.0] * 257] * 3})
+    report = observe.rebase_report({"wq": counts, "wo": [[0.0] * 3 + [1e9] + [0.0] * 259] * 3})
     assert f"(most in wq: {expected['activations']:.2e})" in report and "gradients" in report
     assert observe.rebase_report({"wq": other}) is None and observe.rebase_report({}) is None
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_2d_rebased", "mxfp8_wgrad_bf16"])
+def test_what_requantising_changes_is_counted(name: str) -> None:
+    """Of tokens that travel as FP8 rows, and of their gradients, along the tokens."""
+    torch.manual_seed(0)
+    recipe, ends = RECIPES[name], 60
+    x, w, dy = spread(70, 96), spread(3, 64, 96), spread(70, 64)
+    x_spec, dy_spec, _ = specs(recipe)
+    expected = {}
+    for kind, t, spec in (("activations", x, x_spec), ("gradients", dy, dy_spec)):
+        rows = reference.quantize(t, 1, spec)
+        values, again = rows.dequantize()[:ends], reference.requantize(rows, 0, spec).dequantize().mT[:ends]
+        expected[kind] = (values != again).double().mean().item()
+    assert all(0.001 < share < 0.5 for share in expected.values())
+    probes = [observe.make_probe(torch.device("cpu")) for _ in range(2)]
+    with observe.recording():
+        for probe, dispatched in zip(probes, (True, False), strict=True):
+            y = torch.zeros(70, 64, requires_grad=True)
+            observe.observe(y, x, w, make_offs([20, 0, 40]), probe, recipe, "auto", dispatched=dispatched).backward(dy)
+    found, none = (observe.summarize(probe.grad.tolist()) for probe in probes)
+    key = "changed_by_requantize"
+    assert not any(key in figure for figure in none) and f"weights/{key}" not in found
+    if recipe.wgrad == "bf16":
+        expected = {}
+    assert {kind: found[f"{kind}/{key}"] for kind in observe.KINDS if f"{kind}/{key}" in found} == expected
 
 
 def test_recording_within_recording_does_not_end_it() -> None:

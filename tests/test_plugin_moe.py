@@ -318,6 +318,7 @@ def test_health_and_the_rebase_report_see_tokens_output_gradients_and_weights() 
         # elements that are not zero; and those that were rebased, along the tokens too, for each of three GEMMs
         assert [counts[kind][0] for kind in observe.KINDS] == [3 * tokens, weights, 3 * tokens]
         assert [counts[kind][3] for kind in observe.KINDS] == [6 * tokens, weights, 6 * tokens]
+        assert [counts[kind][5] for kind in observe.KINDS] == [3 * tokens, 0, 3 * tokens], "they are requantised"
         assert "weights" in observe.rebase_report({"experts": ours.experts.probe.grad.tolist()})
 
 

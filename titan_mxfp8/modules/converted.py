@@ -103,7 +103,8 @@ class ConvertedModule:
         """``mxfp8_moe`` of experts with weights w1, w3, w2, observed.
 
         A probe sees tokens and output gradients as they are quantised, at home, and the three weights. Not what is
-        quantised in the hidden layer, inside ``mxfp8_moe``.
+        quantised in the hidden layer, inside ``mxfp8_moe``; what requantising changes is that of tokens in their order
+        at home.
         """
         options |= {name: self.op_options[name] for name in ("recipe", "backend", "keep_quantized_weight")}
         try:
@@ -111,7 +112,7 @@ class ConvertedModule:
         except ValueError as error:
             raise ValueError(f"{self.mxfp8_fqn}: {error}") from error
         for weight in weights:
-            y = observe(y, x, weight, None, self.probe, options["recipe"], options["backend"])
+            y = observe(y, x, weight, None, self.probe, options["recipe"], options["backend"], dispatched=True)
         return y
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

@@ -1,5 +1,5 @@
 """What quantisation does to the operands of a converted module, measured beside the GEMMs and not inside them: how much
-saturates or is flushed to zero, which scales there are, and what rebasing changed.
+saturates or is flushed to zero, which scales there are, and what rebasing and requantising changed.
 
     forward:  y = observe(y, x, w, ...)    measures x and w: the GEMM's operands, blocks along K
     backward: dy passes through            measures dy, blocks along N, and adds all three to the module's probe
@@ -24,8 +24,8 @@ from titan_mxfp8.recipe import Recipe
 
 KINDS = ("activations", "weights", "gradients")
 # Per kind: elements that are not zero, of those the saturated and the flushed ones; elements that were rebased, of
-# those the changed ones; and the blocks by scale byte.
-COUNTS = 5 + 256
+# those the changed ones; the same of those that were requantised; and the blocks by scale byte.
+COUNTS = 7 + 256
 # Of an operand with more elements, evenly spaced bands of 128 rows with about as many are measured: more would make no
 # share more certain, but take time, and some 40 bytes of memory each.
 SAMPLE = 1 << 24
@@ -58,6 +58,7 @@ def observe(
     probe: torch.Tensor | None,
     recipe: Recipe,
     backend: str,
+    dispatched: bool = False,
 ) -> torch.Tensor:
     """Returns ``y_MN``, the output of a GEMM of ``x_MK`` and ``w``; measures the three operands in ``recording()``.
 
@@ -68,27 +69,29 @@ def observe(
         offs: int32 (E,) end offsets of the groups: rows at and past the last one do not count.
         probe: of ``make_probe``; None observes nothing.
         recipe, backend: those of the GEMM.
+        dispatched: whether ``x_MK`` and the gradient travel as FP8 rows, which are requantised for the weight gradient.
     """
     if probe is None or not (torch.compiler.is_compiling() or _recording):
         return y_MN
-    return _Observe.apply(y_MN, probe, x_MK.detach(), w.detach(), offs, recipe, backend)
+    return _Observe.apply(y_MN, probe, x_MK.detach(), w.detach(), offs, recipe, backend, dispatched)
 
 
 class _Observe(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, probe, x, w, offs, recipe, backend):
+    def forward(ctx, y, probe, x, w, offs, recipe, backend, dispatched):
         x_spec, dy_spec, w_spec = _spec_keys(recipe.key)
-        ctx.by_tokens = recipe.wgrad == "mxfp8"
-        measured = [_measure(x, offs, x_spec, ctx.by_tokens, backend), _measure(w, None, w_spec, False, backend)]
+        by_tokens = recipe.wgrad == "mxfp8"
+        how = by_tokens, by_tokens and dispatched, backend
+        measured = _measure(x, offs, x_spec, *how), _measure(w, None, w_spec, False, False, backend)
         ctx.save_for_backward(*measured, offs)
-        ctx.dy_spec, ctx.backend = dy_spec, backend
+        ctx.dy_spec, ctx.how = dy_spec, how
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx, dy):
         measured_x, measured_w, offs = ctx.saved_tensors
-        measured_dy = _measure(dy, offs, ctx.dy_spec, ctx.by_tokens, ctx.backend)
-        return dy, torch.stack([measured_x, measured_w, measured_dy]), None, None, None, None, None
+        measured_dy = _measure(dy, offs, ctx.dy_spec, *ctx.how)
+        return dy, torch.stack([measured_x, measured_w, measured_dy]), None, None, None, None, None, None
 
 
 @torch.compiler.assume_constant_result
@@ -97,10 +100,13 @@ def _spec_keys(recipe: str) -> tuple[str, ...]:
 
 
 @torch.library.custom_op("titan_mxfp8::measure", mutates_args=())
-def _measure(x: torch.Tensor, offs: torch.Tensor | None, spec: str, by_tokens: bool, backend: str) -> torch.Tensor:
+def _measure(
+    x: torch.Tensor, offs: torch.Tensor | None, spec: str, by_tokens: bool, requantized: bool, backend: str
+) -> torch.Tensor:
     """The ``COUNTS`` of ``x``, or of its sample, quantised along its last axis.
 
-    With ``by_tokens``, what rebasing changes is counted along the tokens too, as if groups ended nowhere.
+    With ``by_tokens``, what rebasing changes is counted along the tokens too; with ``requantized``, what quantising
+    along the tokens changes in rows that were quantised along the last axis. Both as if groups ended nowhere.
     """
     if not _recording or x.numel() == 0:
         return torch.zeros(COUNTS, dtype=torch.float64, device=x.device)
@@ -111,17 +117,22 @@ def _measure(x: torch.Tensor, offs: torch.Tensor | None, spec: str, by_tokens: b
     used = torch.ones(len(rows), dtype=torch.bool, device=x.device) if offs is None else index < offs[-1]
     wanted, kernels = spec_of(spec), backends.load(backend, x.device)
     exact = kernels.quantize(rows, 1, wanted.exact, None)  # 32x32 blocks lie in one expert: its rows are whole blocks
-    rebased = [0, 0]
+    changed = [0, 0, 0, 0]  # of rebased elements and of requantised ones: how many there are, and how many changed
+    all_used = used.sum() * rows.shape[1]
     if wanted.span > BLOCK_SIZE:
         for axis in (1, 0) if by_tokens else (1,):
             before = exact if axis == 1 else kernels.quantize(rows, 0, wanted.exact, None)
             after = kernels.quantize(rows, axis, wanted, None)
-            rebased = [rebased[0] + used.sum() * rows.shape[1], rebased[1] + _changed(before, after, used)]
-    return _count(rows, exact, used, wanted, rebased)
+            changed[:2] = changed[0] + all_used, changed[1] + _changed(before, after, used)
+    if requantized:
+        arrived = exact if wanted.span == BLOCK_SIZE else kernels.quantize(rows, 1, wanted, None)
+        again = reference.requantize(arrived, 0, wanted)
+        changed[2:] = all_used, _changed(arrived, again, used)
+    return _count(rows, exact, used, wanted, changed)
 
 
 @_measure.register_fake
-def _(x, offs, spec, by_tokens, backend):
+def _(x, offs, spec, by_tokens, requantized, backend):
     return x.new_empty(COUNTS, dtype=torch.float64)
 
 
@@ -136,13 +147,16 @@ def _sample(x: torch.Tensor) -> torch.Tensor:
 
 
 def _changed(before: Operand, after: Operand, used: torch.Tensor) -> torch.Tensor:
-    """How many elements of the rows in ``used`` rebasing changed."""
-    changed = reference.changed_elements(before, after)
-    return (changed.mT[: len(used)] if before.axis == 0 else changed)[used].sum()
+    """How many elements of the rows in ``used`` have another value in ``after``, NaN aside."""
+    old, new = (
+        values.mT[: len(used)] if operand.axis == 0 else values
+        for operand, values in ((each, reference.dequantize(each)) for each in (before, after))
+    )
+    return ((old != new) & ~old.isnan() & ~new.isnan())[used].sum()
 
 
 def _count(
-    x: torch.Tensor, exact: Operand, used: torch.Tensor, spec: OperandSpec, rebased: list[torch.Tensor | int]
+    x: torch.Tensor, exact: Operand, used: torch.Tensor, spec: OperandSpec, changed: list[torch.Tensor | int]
 ) -> torch.Tensor:
     """The ``COUNTS`` of rows ``x``, of those in ``used``. NaN blocks do not count."""
     squares = spec.block == "32x32"
@@ -156,7 +170,7 @@ def _count(
         occupied = torch.stack([band.any(0) for band in occupied.split(BLOCK_SIZE)])
     histogram = torch.zeros(256, dtype=torch.float64, device=x.device)
     histogram.index_add_(0, exact.scale.flatten().long(), occupied.flatten().double())
-    counts = [nonzero.sum(), (nonzero & saturated).sum(), (nonzero & flushed).sum(), *rebased]
+    counts = [nonzero.sum(), (nonzero & saturated).sum(), (nonzero & flushed).sum(), *changed]
     return torch.cat([torch.stack([torch.as_tensor(n, device=x.device).double() for n in counts]), histogram])
 
 
@@ -164,19 +178,21 @@ def summarize(counts: list[list[float]]) -> dict[str, float]:
     """Shares and scale exponents from the counts of one probe, ``probe.grad.tolist()``; keys ``<kind>/<figure>``.
 
     ``saturated`` and ``flushed_to_zero`` are shares of the elements that are not zero, ``scale_exponent_min`` and
-    ``_max`` those of the blocks that hold such an element, all of exact MXFP8; ``changed_by_rebase`` is the share of
-    elements whose value rebasing changed. A kind without any gives no keys.
+    ``_max`` those of the blocks that hold such an element, all of exact MXFP8; ``changed_by_rebase`` and
+    ``changed_by_requantize`` are the shares of elements whose value that changed. A kind without any gives no keys.
     """
     figures = {}
-    for kind, (nonzero, saturated, flushed, elements, changed, *histogram) in zip(KINDS, counts, strict=True):
+    for kind, (nonzero, saturated, flushed, *pairs_and_blocks) in zip(KINDS, counts, strict=True):
+        changed, histogram = pairs_and_blocks[:4], pairs_and_blocks[4:]
         exponents = [byte - SCALE_BIAS for byte, blocks in enumerate(histogram) if blocks]
         if exponents:
             figures[f"{kind}/saturated"] = saturated / nonzero
             figures[f"{kind}/flushed_to_zero"] = flushed / nonzero
             figures[f"{kind}/scale_exponent_min"] = min(exponents)
             figures[f"{kind}/scale_exponent_max"] = max(exponents)
-        if elements:
-            figures[f"{kind}/changed_by_rebase"] = changed / elements
+        for what, elements, differ in (("rebase", *changed[:2]), ("requantize", *changed[2:])):
+            if elements:
+                figures[f"{kind}/changed_by_{what}"] = differ / elements
     return figures
 
 

@@ -149,7 +149,8 @@ class Quantize:
     Every so many steps, log to TensorBoard and wandb, for each converted module and its activations, weights and
     gradients (mx_health/...), the shares of elements that saturate or are flushed to zero, and the range of the scales'
     exponents. 0: never. Of an operand with more than 16.8 million elements as many are measured, evenly spaced. These
-    are of exact MXFP8; of rebased recipes the share of elements that rebasing changed is logged too.
+    are of exact MXFP8; of rebased recipes the share of elements that rebasing changed is logged too, and of tokens and
+    gradients that dispatch sends, what quantising the rows that arrived once more, along the tokens, changed.
     """
 
 
