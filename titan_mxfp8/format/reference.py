@@ -185,8 +185,13 @@ def scale_operand(elements: torch.Tensor, operand: Operand) -> torch.Tensor:
 
 
 def changed_elements(before: Operand, after: Operand) -> torch.Tensor:
-    """Which elements have another value in ``after`` than in ``before``, NaN aside: bool, as their data lies."""
+    """Which elements have another value in ``after`` than in ``before``, NaN aside: bool, as ``before``'s data lies.
+
+    ``after`` may be rows of ``before`` that were requantised along axis 0: padding behind them does not count.
+    """
     old, new = dequantize(before), dequantize(after)
+    if after.axis != before.axis:
+        new = new.mT[: old.shape[0]]
     return (old != new) & ~old.isnan() & ~new.isnan()
 
 

@@ -148,11 +148,8 @@ def _sample(x: torch.Tensor) -> torch.Tensor:
 
 def _changed(before: Operand, after: Operand, used: torch.Tensor) -> torch.Tensor:
     """How many elements of the rows in ``used`` have another value in ``after``, NaN aside."""
-    old, new = (
-        values.mT[: len(used)] if operand.axis == 0 else values
-        for operand, values in ((each, reference.dequantize(each)) for each in (before, after))
-    )
-    return ((old != new) & ~old.isnan() & ~new.isnan())[used].sum()
+    changed = reference.changed_elements(before, after)
+    return (changed.mT[: len(used)] if before.axis == 0 else changed)[used].sum()
 
 
 def _count(
