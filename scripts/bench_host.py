@@ -1,4 +1,4 @@
-"""What one call costs the host: forward + backward of a linear and of a grouped GEMM, eager and compiled, on a GPU.
+"""What a layer costs the host: forward + backward of a linear and of a grouped GEMM, eager and compiled, on a GPU.
 
     python scripts/bench_host.py --out results/<date>_<device>_host
 
@@ -6,7 +6,9 @@ At 256 x 256 x 256 the kernels of a call are over before the next one is launche
 host's. Every way is timed in turns with the others, in blocks of calls; a row has the percentiles over the blocks, and
 the kernels that one call launches, the blocks of memory that it takes and the operators that reach the dispatcher
 (eager), forward and backward together. ``threads``: where backward runs, in autograd's own thread as torch has it, or
-in the one that calls it, as the plugin trains (``titan_mxfp8/repairs/threads.py``).
+in the one that calls it, as the plugin trains (``titan_mxfp8/repairs/threads.py``). ``layers``: how many a call has,
+one behind the other, compiled as one function; a row is a layer's share. What torch.compile adds to each call of a
+compiled function is shared by the layers in it, which are many in a model.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from titan_mxfp8.testing import environment, format_table, make_offs, write_resu
 SIZE, EXPERTS = 256, 4
 RECIPES = ("mxfp8", "mxfp8_floor", "mxfp8_wgrad_bf16", "mxfp8_2d", "mxfp8_2d_wgrad_bf16", "mxfp8_e5m2_grad")
 WAYS = (*((recipe, False) for recipe in RECIPES), *((recipe, True) for recipe in RECIPES))
-CALLS, BLOCKS = 50, 12  # calls of a block; blocks of each way, the first of which does not count
+CALLS, BLOCKS = 48, 12  # layers that a block calls; blocks of each way, the first of which does not count
 
 
 class CountedOperators(TorchDispatchMode):
@@ -39,16 +41,32 @@ class CountedOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def problems() -> dict[str, tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor]]]:
-    """For the linear and the grouped GEMM: the tensors that want gradients, and bf16's function of them."""
-    x = torch.randn(SIZE, SIZE, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    w = torch.randn(SIZE, SIZE, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    w3 = torch.randn(EXPERTS, SIZE, SIZE, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+def problems(layers: int) -> dict[str, tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor]]]:
+    """For the linear and the grouped GEMM: tokens and the weights of so many layers, which want gradients, and bf16's
+    function of tokens and one weight."""
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device="cuda").mul_(SIZE**-0.5).requires_grad_()
+
     offs = make_offs([64, 0, 100, 92], "cuda")
     return {
-        "linear": ((x, w), F.linear),
-        "grouped": ((x, w3), lambda x, w: torch._grouped_mm(x, w.mT, offs=offs)),
+        "linear": ((normal(SIZE, SIZE), *(normal(SIZE, SIZE) for _ in range(layers))), F.linear),
+        "grouped": (
+            (normal(SIZE, SIZE), *(normal(EXPERTS, SIZE, SIZE) for _ in range(layers))),
+            lambda x, w: torch._grouped_mm(x, w.mT, offs=offs),
+        ),
     }
+
+
+def stacked(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Layers one behind the other, as many as there are weights."""
+
+    def stack(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        for w in weights:
+            x = layer(x, w)
+        return x
+
+    return stack
 
 
 def ours(what: str, recipe: str, rebase: bool, offs: torch.Tensor) -> Callable[..., torch.Tensor]:
@@ -57,17 +75,17 @@ def ours(what: str, recipe: str, rebase: bool, offs: torch.Tensor) -> Callable[.
     return lambda x, w: mxfp8_grouped_mm(x, w.mT, offs, recipe=recipe, rebase=rebase)
 
 
-def step(layer: Callable[..., torch.Tensor], params: tuple[torch.Tensor, ...], dy: torch.Tensor) -> None:
+def step(stack: Callable[..., torch.Tensor], params: tuple[torch.Tensor, ...], dy: torch.Tensor) -> None:
     for param in params:
         param.grad = None
-    layer(*params).backward(dy)
+    stack(*params).backward(dy)
 
 
-def block_us(call: Callable[[], None]) -> float:
-    """Microseconds between calls that nobody waits for."""
+def block_us(call: Callable[[], None], layers: int) -> float:
+    """Microseconds for each layer of calls that nobody waits for."""
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in range(CALLS):
+    for _ in range(CALLS // layers):
         call()
     spent = time.perf_counter() - start
     torch.cuda.synchronize()
@@ -94,19 +112,20 @@ def operators(call: Callable[[], None]) -> int:
     return counted.calls
 
 
-def measure(calls: dict[str, Callable[[], None]], mode: str) -> list[dict[str, object]]:
-    """A row for each way."""
+def measure(calls: dict[str, Callable[[], None]], mode: str, layers: int) -> list[dict[str, object]]:
+    """A row for each way, of one of its layers."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         step_twice(call)
     for _ in range(BLOCKS):
         for name, call in calls.items():
-            times[name].append(block_us(call))
+            times[name].append(block_us(call, layers))
     rows = []
     for name, call in calls.items():
         p20, p50, p80 = torch.tensor(times[name][1:]).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
-        row = {"way": name, "us_p20": p20, "us_p50": p50, "us_p80": p80} | counts(call)
-        rows.append(row | ({"operators": operators(call)} if mode == "eager" else {}))
+        counted = counts(call) | ({"operators": operators(call)} if mode == "eager" else {})
+        row = {"way": name, "us_p20": p20, "us_p50": p50, "us_p80": p80}
+        rows.append(row | {what: count / layers for what, count in counted.items()})
     return rows
 
 
@@ -114,23 +133,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for data.csv and env.json")
     parser.add_argument("--ways", nargs="+", help="such as mxfp8 mxfp8_2d+rebase [all]")
+    counts_of_layers = [count for count in range(1, CALLS + 1) if CALLS % count == 0]
+    parser.add_argument("--layers", nargs="+", type=int, choices=counts_of_layers, default=[1, 8], help="[1 8]")
     args = parser.parse_args()
     torch.manual_seed(0)
     offs = make_offs([64, 0, 100, 92], "cuda")
     chosen = [way for way in WAYS if not args.ways or name_of(way) in args.ways]
     rows: list[dict[str, object]] = []
-    for what, (params, bf16) in problems().items():
+    cases = [(count, what, problem) for count in args.layers for what, problem in problems(count).items()]
+    for count, what, (params, bf16) in cases:
         dy = torch.randn(SIZE, SIZE, dtype=torch.bfloat16, device="cuda")
         layers = {"bf16": bf16} | {name_of(way): ours(what, *way, offs) for way in chosen}
+        stacks = {name: stacked(layer) for name, layer in layers.items()}
         for mode in ("eager", "compiled"):
             torch._dynamo.reset()
-            compiled = {n: torch.compile(f, fullgraph=True) if mode == "compiled" else f for n, f in layers.items()}
-            calls = {name: partial(step, layer, params, dy) for name, layer in compiled.items()}
             with torch._dynamo.config.patch(recompile_limit=64):
+                compiled = {n: torch.compile(f, fullgraph=True) if mode == "compiled" else f for n, f in stacks.items()}
+                calls = {name: partial(step, stack, params, dy) for name, stack in compiled.items()}
                 for threads in ("autograd's", "one"):
                     with torch.autograd.set_multithreading_enabled(threads != "one"):
-                        of_mode = measure(calls, mode)
-                    rows += [{"what": what, "mode": mode, "threads": threads} | row for row in of_mode]
+                        of_mode = measure(calls, mode, count)
+                    rows += [{"what": what, "layers": count, "mode": mode, "threads": threads} | row for row in of_mode]
                     print(format_table(rows[-len(calls) :]), flush=True)
     write_results(args.out, rows, environment())
 
