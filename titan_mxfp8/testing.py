@@ -148,8 +148,8 @@ def sums_per_stage(operand: Operand) -> float:
 
 @contextlib.contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """Within, ``torch.empty`` and ``torch.empty_like`` give 0xFF bytes, which are NaN in every float type here."""
-    shipped = torch.empty, torch.empty_like
+    """Within, ``torch.empty``, ``empty_like`` and ``new_empty`` give 0xFF bytes: NaN in every float type here."""
+    shipped = torch.empty, torch.empty_like, torch.Tensor.new_empty
 
     def poison(out: torch.Tensor) -> torch.Tensor:
         out.untyped_storage().fill_(0xFF)
@@ -157,10 +157,11 @@ def poisoned_empty() -> Iterator[None]:
 
     torch.empty = lambda *args, **kwargs: poison(shipped[0](*args, **kwargs))
     torch.empty_like = lambda *args, **kwargs: poison(shipped[1](*args, **kwargs))
+    torch.Tensor.new_empty = lambda *args, **kwargs: poison(shipped[2](*args, **kwargs))
     try:
         yield
     finally:
-        torch.empty, torch.empty_like = shipped
+        torch.empty, torch.empty_like, torch.Tensor.new_empty = shipped
 
 
 def percentiles(values: Sequence[float]) -> list[float]:
