@@ -6,9 +6,10 @@ Another ``exp`` may round a result to the other neighbour in bf16, so a few elem
 from contextlib import nullcontext
 
 import torch
-from contract import BF16
+from contract import BF16, assert_same, filled, to
 
 from titan_mxfp8.backends import Backend, Plan, reference
+from titan_mxfp8.format import blocked
 from titan_mxfp8.format import reference as reference_format
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.testing import make_offs, poisoned_empty, relative_rms
@@ -82,10 +83,13 @@ def check_same(ours: Operand, theirs: Operand, offs: torch.Tensor | None, used: 
     assert (ours.scale is None) == (theirs.scale is None), what
     if used == 0:
         return 0.0
-    ours = ours._replace(data=ours.data.cpu(), scale=None if ours.scale is None else ours.scale.cpu())
+    ours = to(ours, "cpu")
     stored = theirs.data.shape[-1]
     if theirs.scale is not None and theirs.axis == 0 and offs is not None:
         stored = int(reference_format.padded_ends(offs, theirs.spec.span)[-1])  # behind it is anything
+    if theirs.spec.scales == "blocked":  # their tiles are whole, too: zeros fill them up
+        assert_same(filled(ours, offs), filled(blocked.block(in_rows(ours, offs), ours.spec, offs), offs))
+        ours, theirs = in_rows(ours, offs), in_rows(theirs, offs)
     shares = []
     for cut in (elements, scales):
         a, b = (cut(operand, used, stored) for operand in (ours, theirs))
@@ -98,6 +102,12 @@ def check_same(ours: Operand, theirs: Operand, offs: torch.Tensor | None, used: 
     assert ((a - b).abs() <= step)[differ].all(), f"{what}: {(a - b)[differ]} of {b[differ]}"
     assert relative_rms(a.nan_to_num(), b.nan_to_num()) < 2e-3, what
     return shares[0]
+
+
+def in_rows(operand: Operand, offs: torch.Tensor | None) -> Operand:
+    """The same with scales in rows, on the CPU."""
+    operand = to(operand, "cpu")
+    return blocked.unblock(operand, offs) if operand.spec.scales == "blocked" else operand
 
 
 def values(operand: Operand, used: int, stored: int) -> torch.Tensor:
@@ -150,7 +160,7 @@ def check_nan_stays_in_its_group(backend: Backend, plan: Plan, device: torch.dev
 def _check_nan(clean: Operand, ours: Operand, name: str, row: int, col: int | None, offs: torch.Tensor) -> None:
     is_padded, span = ours.axis == 0 and ours.scale is not None, ours.spec.span
     length = int(reference_format.padded_ends(offs, span)[-1])
-    before, after = (values(t, int(offs[-1]), length).cpu() for t in (clean, ours))
+    before, after = (values(in_rows(t, offs), int(offs[-1]), length) for t in (clean, ours))
     changed = ((before != after) | after.isnan()).nonzero()
     if name == "sh_first" and col is not None:  # u is not in it
         assert not len(changed), name

@@ -100,7 +100,7 @@ def swiglu(
     gate_MH: torch.Tensor, up_MH: torch.Tensor, limit: float | None, spec: OperandSpec, offs: torch.Tensor | None
 ) -> Operand:
     """``Backend.swiglu``."""
-    return quantize(definition.forward(gate_MH, up_MH, limit), 1, spec, None)
+    return quantize(definition.forward(gate_MH, up_MH, limit), 1, spec, offs if spec.groups_rows else None)
 
 
 def swiglu_backward(
@@ -116,8 +116,7 @@ def swiglu_backward(
 ) -> SwigluGradients:
     """``Backend.swiglu_backward``."""
     dgate, dup, sh, dscores = definition.backward(gate_MH, up_MH, u_MH, scores_M, limit)
-    dgate_last, dup_last = (quantize(t, 1, last, None) for t in (dgate, dup))
-    dgate_first, dup_first = (quantize(t, 0, first, offs) for t in (dgate, dup))
+    (dgate_last, dgate_first), (dup_last, dup_first) = (quantize_both(t, last, first, offs) for t in (dgate, dup))
     return SwigluGradients(dgate_last, dup_last, dgate_first, dup_first, quantize(sh, 0, h_first, offs), dscores)
 
 
