@@ -137,28 +137,15 @@ def _map_tiles(offs, table, groups, tiles, rows, TILES: tl.constexpr, GROUPS: tl
     tl.store(table + 4 * tiles + tile, tl.cdiv(size, 128), mask=known)
 
 
-@triton.jit(do_not_specialize=["rows", "padded_blocks", "tiles"])
-def _quantize_tiles(
-    x, x_scale, last_data, last_scale, first_data, first_scale, table,
-    cols, batch_stride, row_stride,
-    rows, padded_blocks, tiles,
-    X_SPAN: tl.constexpr, X_E5M2: tl.constexpr,
-    LAST: tl.constexpr, FIRST: tl.constexpr, RAGGED: tl.constexpr, SQUARES: tl.constexpr,
-    FLOOR: tl.constexpr, E5M2: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
-):  # fmt: skip
-    """One program: a tile of 128 rows x 128 columns of one matrix, in blocks along the last axis (LAST), the one before
-    (FIRST), or both.
+@triton.jit
+def tile_of(table, tile, tile_col, rows, col_tiles, tiles, RAGGED: tl.constexpr):
+    """Of 128 columns of a tile of ``TileMap``: the first token, how many are the group's from there on, the place of
+    the first one along the first axis, and where the tile of scales along the last axis lies, and along the first one.
 
     Tile 2 of ``_map_tiles``'s example has rows 130..139 of the input. Along the last axis they are lines 0..9 of row 2
     of tiles of scales. Along the first one they are tokens 160..169 of the padded axis, up to 191 zeros, and, for
     columns 128..255 of 300, the tile behind 3 * 1 of the group before, 2 of columns 0..127, and 1 of tokens 2..129.
     """
-    COLS: tl.constexpr = LINES * LINE
-    tl.static_assert(COLS == 128)
-    col_tiles = tl.cdiv(cols, COLS)
-    tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
-    tile = tl.program_id(0) // col_tiles % tiles
-    batch = (tl.program_id(0) // col_tiles // tiles).to(tl.int64)
     if RAGGED:
         token = tl.load(table + tile)
         left = tl.load(table + tiles + tile)
@@ -171,58 +158,125 @@ def _quantize_tiles(
         place = token
         before = 0
         width = tiles
+    last_tile = (tile * col_tiles + tile_col).to(tl.int64) * 512
+    first_tile = (before * col_tiles + tile_col * width + tile - before).to(tl.int64) * 512
+    return token.to(tl.int64), left, place, last_tile, first_tile
+
+
+@triton.jit
+def store_scales(
+    scales, byte, line_block, column, lines, SQUARES: tl.constexpr, LINE_BLOCKS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Stores bytes (32, LINE_BLOCKS, COLUMNS) of a tile: line ``32 (line_block + b) + r``, column ``column + c`` is at
+    [r, b, c]."""
+    at = tl.arange(0, 32 * LINE_BLOCKS * COLUMNS)
+    in_block = at // (LINE_BLOCKS * COLUMNS)
+    line_block += at // COLUMNS % LINE_BLOCKS
+    byte = tl.reshape(byte, (32 * LINE_BLOCKS * COLUMNS,))
+    if SQUARES:  # one at the edge has lines that there are not
+        byte = tl.where(line_block * 32 + in_block < lines, byte, 0)
+    tl.store(scales + in_block * 16 + line_block * 4 + column + at % COLUMNS, byte.to(tl.uint8))
+
+
+@triton.jit
+def square_scales(values, FLOOR: tl.constexpr, E5M2: tl.constexpr):
+    """Scale bytes of the 32x32 squares of (8, BLOCKS, LINES, 4, LINE): (BLOCKS, LINES, LINE / 32)."""
+    amax = tl.max(tl.max(magnitude_bits(values), 0), 2)
+    BLOCKS: tl.constexpr = amax.shape[0]
+    LINES: tl.constexpr = amax.shape[1]
+    LINE: tl.constexpr = amax.shape[2]
+    return scale_byte(tl.max(tl.reshape(amax, (BLOCKS, LINES, LINE // 32, 32)), 3), FLOOR, E5M2)
+
+
+@triton.jit
+def store_along_last(
+    values, data, scales, left, block, tile_col, cols,
+    SQUARES: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
+    BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """Stores ``32 * BLOCKS`` rows of a tile, (8, BLOCKS, LINES, 4, LINE), as ``load_tile`` lays them, quantised along
+    the last axis.
+
+    Args:
+        data, scales: of the tile's first row, and the tile of scales.
+        left: rows of the group from the tile's first one on.
+        block: which 32 rows of the tile are the first ones.
+    """
+    values = values.to(tl.float32)
+    in_blocks = tl.reshape(values, (8, BLOCKS, LINES, 4, LINE // 32, 32))
+    if SQUARES:
+        byte = square_scales(values, FLOOR, E5M2)
+        byte = tl.broadcast_to(byte[None, :, :, None, :], (8, BLOCKS, LINES, 4, LINE // 32))
+    else:
+        byte = scale_byte(tl.max(magnitude_bits(in_blocks), 5), FLOOR, E5M2)
+    scaled = in_blocks * reciprocal_scale(byte)[:, :, :, :, :, None]
+    elements = to_elements(scaled, byte[:, :, :, :, :, None], E5M2)
+    elements = tl.reshape(elements, (8, BLOCKS, LINES, 4, LINE))
+    elements = tl.reshape(tl.permute(elements, (1, 3, 0, 2, 4)), (32 * BLOCKS, 128))
+    row = block * 32 + tl.arange(0, 32 * BLOCKS)
+    store_matrix(data, elements, row, left, tile_col * 128 + tl.arange(0, 128), cols)
+    store_scales(scales, tl.permute(byte, (3, 0, 1, 2, 4)), block, 0, left, SQUARES, BLOCKS, 4)
+
+
+@triton.jit
+def store_along_first(
+    values, data, scales, left, block, tile_col, cols, padded_blocks,
+    SQUARES: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
+    BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """The same along the first axis; ``data`` of where the tile's first row lies there."""
+    values = values.to(tl.float32)
+    if SQUARES:
+        byte = square_scales(values, FLOOR, E5M2)
+        byte = tl.reshape(tl.broadcast_to(byte[:, :, :, None], (BLOCKS, LINES, LINE // 32, 32)), (BLOCKS, LINES, LINE))
+    else:
+        byte = scale_byte(tl.max(tl.max(magnitude_bits(values), 0), 2), FLOOR, E5M2)
+    elements = transposed(columns_to_elements(values, byte, E5M2, BLOCKS, LINES, LINE), BLOCKS, LINES, LINE)
+    row = block * 32 + tl.arange(0, 32 * BLOCKS)
+    col = tile_col * 128 + tl.arange(0, 128)
+    pointers = data + col.to(tl.int64)[:, None] * (padded_blocks * 32) + row[None, :]
+    in_group = row < tl.cdiv(left, 32) * 32
+    tl.store(pointers, elements.to(tl.uint8), mask=(col < cols)[:, None] & in_group[None, :])
+    if left > 0:  # a tile behind the last group has no place of its own
+        by_column = tl.permute(tl.reshape(byte, (BLOCKS, 4, 32)), (2, 1, 0))
+        store_scales(scales, by_column, 0, block, cols - tile_col * 128, SQUARES, 4, BLOCKS)
+
+
+@triton.jit(do_not_specialize=["rows", "padded_blocks", "tiles"])
+def _quantize_tiles(
+    x, x_scale, last_data, last_scale, first_data, first_scale, table,
+    cols, batch_stride, row_stride,
+    rows, padded_blocks, tiles,
+    X_SPAN: tl.constexpr, X_E5M2: tl.constexpr,
+    LAST: tl.constexpr, FIRST: tl.constexpr, RAGGED: tl.constexpr, SQUARES: tl.constexpr,
+    FLOOR: tl.constexpr, E5M2: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile of 128 rows x 128 columns of one matrix, in blocks along the last axis (LAST), the one before
+    (FIRST), or both."""
+    tl.static_assert(LINES * LINE == 128)
+    col_tiles = tl.cdiv(cols, 128)
+    tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
+    tile = tl.program_id(0) // col_tiles % tiles
+    batch = (tl.program_id(0) // col_tiles // tiles).to(tl.int64)
+    token, left, place, last_tile, first_tile = tile_of(table, tile, tile_col, rows, col_tiles, tiles, RAGGED)
     if X_SPAN:
-        x_scale += token.to(tl.int64) * tl.cdiv(cols, 32)
+        x_scale += token * tl.cdiv(cols, 32)
     values, _, _, _ = load_tile(
-        x + batch * batch_stride + token.to(tl.int64) * row_stride, x_scale, None,
-        left, cols, row_stride, 0, tile_col, 4, left,
+        x + batch * batch_stride + token * row_stride, x_scale, None, left, cols, row_stride, 0, tile_col, 4, left,
         X_SPAN, X_E5M2, False, 4, LINES, LINE,
     )  # fmt: skip
     values = tl.reshape(values, (8, 4, LINES, 4, LINE))
-    col = tile_col * COLS + tl.arange(0, COLS)
-    in_tile = tl.arange(0, 512)
-    line = in_tile // 4 % 4 * 32 + in_tile // 16  # of the byte there
-    in_rows = tl.arange(0, 128)
-    amax = tl.max(tl.max(magnitude_bits(values), 0), 2)  # (row block, LINES, LINE)
-    if SQUARES:
-        amax = tl.max(tl.reshape(amax, (4, LINES, LINE // 32, 32)), 3)
-        square_byte = scale_byte(amax, FLOOR, E5M2)
-
+    scales_before = batch * tiles * col_tiles * 512
     if LAST:
-        in_blocks = tl.reshape(values, (8, 4, LINES, 4, LINE // 32, 32))
-        if SQUARES:
-            shape: tl.constexpr = (8, 4, LINES, 4, LINE // 32)
-            byte = tl.broadcast_to(square_byte[None, :, :, None, :], shape)
-        else:
-            byte = scale_byte(tl.max(magnitude_bits(in_blocks), 5), FLOOR, E5M2)
-        scaled = in_blocks * reciprocal_scale(byte)[:, :, :, :, :, None]
-        elements = to_elements(scaled, byte[:, :, :, :, :, None], E5M2)
-        elements = tl.reshape(elements, (8, 4, LINES, 4, LINE))
-        elements = tl.reshape(tl.permute(elements, (1, 3, 0, 2, 4)), (128, COLS))
-        store_matrix(last_data + batch * rows * cols, elements, token + in_rows, token + left, col, cols)
-        # line 32 b + 8 q + i, column 2 l + c: as they lie in the tile
-        byte = tl.reshape(tl.permute(byte, (3, 0, 1, 2, 4)), (512,))
-        if SQUARES:  # one at the edge has lines that there are not
-            byte = tl.where(line < left, byte, 0)
-        tl.store(last_scale + ((batch * tiles + tile) * col_tiles + tile_col) * 512 + in_tile, byte.to(tl.uint8))
-
+        store_along_last(
+            values, last_data + (batch * rows + token) * cols, last_scale + scales_before + last_tile,
+            left, 0, tile_col, cols, SQUARES, FLOOR, E5M2, 4, LINES, LINE,
+        )  # fmt: skip
     if FIRST:
-        if SQUARES:
-            byte = tl.reshape(tl.broadcast_to(square_byte[:, :, :, None], (4, LINES, LINE // 32, 32)), (4, LINES, LINE))
-        else:
-            byte = scale_byte(amax, FLOOR, E5M2)
-        elements = transposed(columns_to_elements(values, byte, E5M2, 4, LINES, LINE), 4, LINES, LINE)
-        pointers = (
-            first_data + (batch * cols + col.to(tl.int64)[:, None]) * (padded_blocks * 32) + (place + in_rows)[None, :]
-        )
-        in_groups = in_rows < tl.cdiv(left, 32) * 32
-        tl.store(pointers, elements.to(tl.uint8), mask=(col < cols)[:, None] & in_groups[None, :])
-        byte = tl.reshape(tl.permute(tl.reshape(byte, (4, 4, 32)), (2, 1, 0)), (512,))
-        if SQUARES:
-            byte = tl.where(tile_col * COLS + line < cols, byte, 0)
-        at = batch * tiles * col_tiles + before * col_tiles + tile_col * width + tile - before
-        if width > 0:
-            tl.store(first_scale + at * 512 + in_tile, byte.to(tl.uint8))
+        store_along_first(
+            values, first_data + batch * cols * (padded_blocks * 32) + place, first_scale + scales_before + first_tile,
+            left, 0, tile_col, cols, padded_blocks, SQUARES, FLOOR, E5M2, 4, LINES, LINE,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["lines", "columns", "row_tiles", "column_tiles"])
