@@ -1,8 +1,10 @@
-"""The quantisers of ``backends/sm100`` on any NVIDIA GPU; its GEMMs run on SM100 alone, in ``test_backends.py``."""
+"""The quantisers and SwiGLU of ``backends/sm100`` on any NVIDIA GPU; its GEMMs run on SM100 alone, in
+``test_backends.py``."""
 
 import pytest
 import torch
 from contract import BF16, FP32, check_quantize, check_quantize_both, filled, partly_even, to, uneven, wild
+from swiglu_contract import check_nan_stays_in_its_group, check_swiglu
 
 from titan_mxfp8.backends import sm100
 from titan_mxfp8.backends.hardware import Hardware
@@ -60,6 +62,20 @@ def test_requantise() -> None:
     ours = filled(to(ours, "cpu"), offs)
     assert torch.equal(ours.data.view(torch.uint8), expected.data.view(torch.uint8))
     assert torch.equal(ours.scale, expected.scale)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_floor", "mxfp8_2d_wgrad_bf16", "mxfp8_e5m2_grad"])
+def test_swiglu(recipe: str) -> None:
+    plan = sm100.plan(get_recipe(recipe), Hardware("sm_100", "B200"))
+    for sizes, extra, hidden, limit, scored in (
+        ([0, 44, 1, 130, 0, 31, 0], 20, 160, None, True),
+        ([3, 0, 260], 0, 96, 1.5, False),
+        ([700, 0, 1500, 257, 1], 5000, 1408, 7.0, True),
+        (None, 1300, 416, None, True),
+        ([0, 0], 40, 96, None, True),
+    ):
+        check_swiglu(sm100, plan, sizes, extra, hidden, limit, scored, "cuda")
+    check_nan_stays_in_its_group(sm100, plan, "cuda")
 
 
 def test_what_torch_leaves_of_a_product() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from aot import SHARED_BYTES, Kernel, compile_only
 
-from titan_mxfp8.backends import hopper, triton
+from titan_mxfp8.backends import hopper, sm100, triton
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.recipe import get_recipe
 
@@ -22,7 +22,7 @@ def compile_swiglu(
 ) -> dict[str, Kernel]:
     plan, hidden = backend.plan(get_recipe(recipe), Hardware(target, target)), 512
     gate, up = torch.empty(256, 2 * hidden, dtype=torch.bfloat16).chunk(2, 1)
-    u, scores = torch.empty(256, hidden, dtype=torch.bfloat16), torch.empty(256) if limit is None else None
+    u, scores = torch.empty(256, hidden, dtype=torch.bfloat16), torch.empty(256) if offs is not None else None
     with compile_only(target) as kernels:
         backend.swiglu(gate, up, limit, plan.forward.a, offs)
         backend.swiglu_backward(gate, up, u, scores, limit, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b, offs)
@@ -52,6 +52,20 @@ def test_sm_90(recipe: str, limit: float | None, offs: torch.Tensor | None) -> N
     assert backward.registers <= most and backward.count("STG.E.128") >= 4
     assert backward.count("LDG.E.128") >= 24
     assert backward.count("F2F.") == 0  # to bf16 two at a time
+
+
+@pytest.mark.parametrize("limit, offs", [(None, OFFS), (None, None), (7.0, OFFS), (7.0, None)])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_floor", "mxfp8_2d_wgrad_bf16"])
+def test_sm_100(recipe: str, limit: float | None, offs: torch.Tensor | None) -> None:
+    """The kernels that write scales in tiles. With 4 warps three programs fit on a multiprocessor, four in bf16."""
+    kernels = compile_swiglu("sm_100", sm100, recipe, limit, offs)
+    assert set(kernels) == {"swiglu", "swiglu_backward", *["map_tiles"] * (offs is not None)}
+    forward, backward = kernels["swiglu"], kernels["swiglu_backward"]
+    assert forward.registers <= 64 and forward.count("LDG.E.128") == 8 and forward.count("STG.E.128") >= 1
+    assert backward.registers <= (128 if "bf16" in recipe else 168)
+    assert backward.count("LDG.E.128") >= 24 and backward.count("STG.E.128") >= (16 if "bf16" in recipe else 10)
+    for kernel in (forward, backward):
+        assert kernel.count("F2FP.SATFINITE.E4M3") >= 8 and kernel.count("F2F.") == 0
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx950"])

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import scaled_mm
+import swiglu_contract
 import torch
 from contract import (
     BF16,
@@ -22,6 +23,7 @@ from contract import (
     uneven,
     wild,
 )
+from swiglu_contract import check_swiglu, swiglu_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, mxfp8_moe
@@ -30,7 +32,7 @@ from titan_mxfp8.backends.common import convert
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.sm100.quantize import block_scales
 from titan_mxfp8.format import blocked, reference
-from titan_mxfp8.format.spec import OperandSpec
+from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
 from titan_mxfp8.ops import library, matmul
 from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.testing import SPREADS, group_sizes, make_offs, poisoned_empty, relative_rms
@@ -150,19 +152,67 @@ def test_scales_that_come_in_rows_are_put_into_tiles() -> None:
     assert len(calls) == 2 and torch.equal(out, tiled) and out[:140].any() and not out[140:].any()
 
 
-def test_swiglu() -> None:
-    """What the portable kernels make, in tiles."""
-    plan, offs = sm100.plan(get_recipe("mxfp8"), HARDWARE), make_offs(SIZES)
-    gate, up, u = (torch.randn(160, 96, dtype=BF16) for _ in range(3))
-    scores, spec, rows = torch.rand(160), plan.forward.a, replace(plan.forward.a, scales="rows")
-    ours = [sm100.swiglu(gate, up, None, spec, offs)]
-    theirs = [triton.swiglu(gate, up, None, rows, offs)]
-    ours += sm100.swiglu_backward(gate, up, u, scores, None, spec, spec, spec, offs)
-    theirs += triton.swiglu_backward(gate, up, u, scores, None, rows, rows, rows, offs)
-    assert torch.equal(ours[-1][:140], theirs[-1][:140])
-    for a, b in zip(ours[:-1], theirs[:-1], strict=True):
-        assert a.spec == spec
-        assert_same(filled(a, offs), filled(blocked.block(b, spec, offs), offs))
+SWIGLU_CASES = [
+    ([0, 44, 1, 130, 0, 31, 0], 20, 160, None, True),
+    ([3, 0, 260], 0, 96, 1.5, False),
+    (None, 150, 96, 1.5, True),
+    (None, 128, 160, None, False),
+    ([0, 0], 40, 96, None, True),
+    ([0, 0], 0, 96, None, True),
+]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_floor", "mxfp8_2d_wgrad_bf16", "mxfp8_e5m2_grad"])
+def test_swiglu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference's bits, but for the last one of an exponential, with scales in tiles and no pass over them."""
+    monkeypatch.setattr(sm100.blocked, "_BLOCK_SCALES", None)
+    plan = sm100.plan(get_recipe(recipe), HARDWARE)
+    for case in SWIGLU_CASES:
+        shares = check_swiglu(sm100, plan, *case)
+        print(recipe, *case, {name: f"{share:.1e}" for name, share in shares.items()})
+    swiglu_contract.check_nan_stays_in_its_group(sm100, plan)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_floor", "mxfp8_wgrad_bf16"])
+def test_swiglu_gives_the_portable_kernels_bits(recipe: str) -> None:
+    plan = sm100.plan(get_recipe(recipe), HARDWARE)
+    specs = plan.forward.a, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
+    rows = [replace(spec, scales="rows") for spec in specs]
+    for sizes, extra, hidden, limit, scored in SWIGLU_CASES:
+        gate, up, u, scores, offs = swiglu_inputs(sizes, extra, hidden)
+        used = gate.shape[0] if sizes is None else sum(sizes)
+        scores = scores if scored else None
+        with poisoned_empty():
+            ours = [sm100.swiglu(gate, up, limit, specs[0], offs)]
+            ours += sm100.swiglu_backward(gate, up, u, scores, limit, *specs[1:], offs)
+            theirs = [triton.swiglu(gate, up, limit, rows[0], offs)]
+            theirs += triton.swiglu_backward(gate, up, u, scores, limit, *rows[1:], offs)
+        assert not scored or torch.equal(ours[-1][:used], theirs[-1][:used])
+        for a, b, spec in zip(ours[:-1], theirs[:-1], [*specs[:2], *specs[1:3], specs[2], specs[3]], strict=True):
+            assert a.spec == spec
+            b = blocked.block(b, spec, offs) if spec.scales == "blocked" else b
+            assert_same(filled(a, offs), filled(b, offs), used)
+
+
+def test_swiglu_leaves_zeros_in_tiles_of_no_group() -> None:
+    plan = sm100.plan(get_recipe("mxfp8"), HARDWARE)
+    gate, up, u, scores, offs = swiglu_inputs([0, 44, 130, 0], 400, 160)
+    with poisoned_empty():
+        h = sm100.swiglu(gate, up, None, plan.forward.a, offs)
+        made = sm100.swiglu_backward(gate, up, u, scores, None, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b, offs)
+    for operand in (h, made.dgate_last, made.dup_last):
+        assert operand.scale[: 3 * 128].any() and not operand.scale[3 * 128 :].any()
+        assert (operand.data[174:].view(torch.uint8) == 0xFF).all()  # as they were
+
+
+def test_swiglu_refuses_what_no_plan_has() -> None:
+    gate, up, u, scores, offs = swiglu_inputs([40, 30], 0, 96)
+    rows, squares = OperandSpec(), OperandSpec(block="32x32", scales="blocked")
+    for specs in ((BLOCKED, rows, rows), (rows, BLOCKED, BLOCKED), (BLOCKED, BLOCKED, UNQUANTIZED), [squares] * 3):
+        with pytest.raises(AssertionError):
+            sm100.swiglu_backward(gate, up, u, scores, None, *specs, offs)
+    with pytest.raises(AssertionError):
+        sm100.swiglu(gate, up, None, squares, offs)
 
 
 @pytest.fixture

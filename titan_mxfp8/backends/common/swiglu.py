@@ -62,10 +62,10 @@ def swiglu(
     gate_MH: torch.Tensor, up_MH: torch.Tensor, limit: float | None, spec: OperandSpec, offs: torch.Tensor | None
 ) -> Operand:
     """``Backend.swiglu``."""
-    gate, up = _matrices(gate_MH, up_MH)
+    gate, up = matrices_of(gate_MH, up_MH)
     out = spec.empty(gate.x, 1, None)
     tile = FORWARD_TILE
-    constants = limit, _alpha(limit), offs is not None, _form(spec), *_rounding(spec), tile.blocks, tile.lines, LINE
+    constants = limit, alpha_of(limit), offs is not None, _form(spec), *rounding_of(spec), tile.blocks, tile.lines, LINE
     _SWIGLU.launch(
         ceil_div(gate.rows, tile.rows) * ceil_div(gate.cols, COLS), (gate.x, up.x, out.data, out.scale, offs),
         (gate.cols, gate.row_stride, up.row_stride), (gate.rows, 0 if offs is None else offs.shape[0]), constants,
@@ -89,7 +89,7 @@ def swiglu_backward(
     assert _form(first) == _form(h_first) and _form(first) not in ("even", "across"), (first, h_first)
     roundings = {spec.rounding for spec in (last, first, h_first) if spec.is_quantized}
     assert len(roundings) <= 1 and (not first.is_quantized or first.elem_dtype == last.elem_dtype), (last, first)
-    gate, up, u = _matrices(gate_MH, up_MH, u_MH)
+    gate, up, u = matrices_of(gate_MH, up_MH, u_MH)
     groups = None if offs is None else offs.shape[0]
     operands = [spec.empty(gate.x, 1, None) for spec in (last, last)]
     operands += [spec.empty(gate.x, 0, groups) for spec in (first, first, h_first)]
@@ -104,7 +104,7 @@ def swiglu_backward(
         scores_M = scores_M.contiguous()
     padded_blocks = operands[-1].data.shape[-1] // BLOCK_SIZE if is_transposed else 0
     constants = (
-        limit, _alpha(limit), offs is not None, scores_M is not None, _form(last), _form(first), *_rounding(last),
+        limit, alpha_of(limit), offs is not None, scores_M is not None, _form(last), _form(first), *rounding_of(last),
         h_first.elem_dtype == torch.float8_e5m2, tile.blocks, tile.lines, LINE,
     )  # fmt: skip
     _SWIGLU_BACKWARD.launch(
@@ -127,14 +127,14 @@ def gradients(
     offs: torch.Tensor | None,
 ) -> definition.Gradients:
     """``format.swiglu.backward`` itself, nothing quantised; rows at and past ``offs[-1]`` are not computed."""
-    gate, up, u = _matrices(gate_MH, up_MH, u_MH)
+    gate, up, u = matrices_of(gate_MH, up_MH, u_MH)
     dgate, dup, sh = (torch.empty_like(gate.x, memory_format=torch.contiguous_format) for _ in range(3))
     dscores = None if scores_M is None else scores_M.new_empty(gate.rows)
     _GRADIENTS.launch(
         ceil_div(gate.rows, GRADIENT_ROWS),
         (gate.x, up.x, u.x, scores_M if scores_M is None else scores_M.contiguous(), dgate, dup, sh, dscores, offs),
         (gate.cols, gate.row_stride, up.row_stride, u.row_stride), (gate.rows, 0 if offs is None else offs.shape[0]),
-        (limit, _alpha(limit), offs is not None, scores_M is not None, GRADIENT_ROWS, GRADIENT_COLS),
+        (limit, alpha_of(limit), offs is not None, scores_M is not None, GRADIENT_ROWS, GRADIENT_COLS),
         device=gate.x.device,
     )  # fmt: skip
     return definition.Gradients(dgate, dup, sh, dscores)
@@ -503,18 +503,18 @@ _SWIGLU = Kernel(_swiglu)
 _SWIGLU_BACKWARD = Kernel(_swiglu_backward)
 
 
-def _matrices(*tensors: torch.Tensor) -> tuple[Matrices, ...]:
+def matrices_of(*tensors: torch.Tensor) -> tuple[Matrices, ...]:
     for x in tensors:
         assert x.dtype == torch.bfloat16 and x.shape == tensors[0].shape and x.ndim == 2, (x.dtype, x.shape)
     return tuple(as_matrices(x, 0) for x in tensors)
 
 
-def _alpha(limit: float | None) -> float:
+def alpha_of(limit: float | None) -> float:
     return 1.0 if limit is None else GPT_OSS_ALPHA
 
 
 def _form(spec: OperandSpec) -> Form:
-    assert spec.lines == 1, spec
+    assert spec.lines == 1 and spec.scales != "blocked", spec
     if spec == UNQUANTIZED:
         return "bf16"
     if spec.stored == "fp8":
@@ -522,6 +522,6 @@ def _form(spec: OperandSpec) -> Form:
     return "values" if spec.stored == "bf16" else "even"
 
 
-def _rounding(spec: OperandSpec) -> tuple[bool, bool]:
+def rounding_of(spec: OperandSpec) -> tuple[bool, bool]:
     """The constants FLOOR and E5M2."""
     return spec.rounding == "floor", spec.elem_dtype == torch.float8_e5m2

@@ -1,4 +1,5 @@
-"""NVIDIA SM100 (B200, GB200): torch's block-scaled GEMMs, on scales that the quantisers write as those read them.
+"""NVIDIA SM100 (B200, GB200): torch's block-scaled GEMMs, on scales that the quantisers and
+SwiGLU write as those read them.
 
 Operands of E4M3 have blocked scales (``format.blocked``). E5M2 gradients, which torch's grouped kernels do not take,
 keep scales in rows, and their GEMMs are the portable ones. Never run on this hardware: see tests/README.md for what
@@ -14,6 +15,7 @@ from titan_mxfp8.backends.common.dequantize import dequantize
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.sm100 import gemm
 from titan_mxfp8.backends.sm100 import quantize as blocked
+from titan_mxfp8.backends.sm100 import swiglu as fused
 from titan_mxfp8.format.blocked import unblock
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.recipe import Recipe
@@ -67,8 +69,8 @@ def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor |
 def swiglu(
     gate_MH: torch.Tensor, up_MH: torch.Tensor, limit: float | None, spec: OperandSpec, offs: torch.Tensor | None
 ) -> Operand:
-    """``Backend.swiglu``: the portable kernel, then the scales to their tiles."""
-    return _to_tiles(triton.swiglu(gate_MH, up_MH, limit, _in_rows(spec), offs), spec, offs)
+    """``Backend.swiglu``."""
+    return (fused if spec.scales == "blocked" else triton).swiglu(gate_MH, up_MH, limit, spec, offs)
 
 
 def swiglu_backward(
@@ -82,16 +84,11 @@ def swiglu_backward(
     h_first: OperandSpec,
     offs: torch.Tensor | None,
 ) -> SwigluGradients:
-    """``Backend.swiglu_backward``: the portable kernel, then the scales to their tiles."""
-    specs = last, last, first, first, h_first
-    rows = map(_in_rows, (last, first, h_first))
-    *operands, dscores = triton.swiglu_backward(gate_MH, up_MH, u_MH, scores_M, limit, *rows, offs)
-    return SwigluGradients(*(_to_tiles(*pair, offs) for pair in zip(operands, specs, strict=True)), dscores)
+    """``Backend.swiglu_backward``."""
+    is_blocked = "blocked" in (last.scales, first.scales, h_first.scales)
+    kernels = fused if is_blocked else triton
+    return kernels.swiglu_backward(gate_MH, up_MH, u_MH, scores_M, limit, last, first, h_first, offs)
 
 
 def _in_rows(spec: OperandSpec) -> OperandSpec:
     return replace(spec, scales="rows") if spec.scales == "blocked" else spec
-
-
-def _to_tiles(operand: Operand, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
-    return blocked.block_scales(operand, offs) if spec.scales == "blocked" else operand
