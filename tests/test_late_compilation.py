@@ -15,6 +15,7 @@ from titan_mxfp8.backends.common.pad import pad_token_groups, unpad_token_groups
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm as hopper
 from titan_mxfp8.ops import library, matmul
+from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.testing import group_sizes, make_offs
 
 EXPERTS, N, K = 3, 96, 160
@@ -100,6 +101,29 @@ def test_a_layer_compiles_with_its_first_tokens_only(recipe: str, kind: str, fir
     assert len(expected) >= (2 if name == "sm100" else 4)
     for seed, rows in enumerate(ROWS):
         run_layer(kind, recipe, name, rows, seed)
+        assert found == expected, f"{rows} rows compile {sorted(found - expected)}"
+    assert variants == sum(len(kernel.compiled) for kernel in kernels()), "a key holds what a batch decides"
+
+
+@pytest.mark.parametrize("first", [80, 0])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_wgrad_bf16", "mxfp8_e5m2_grad"])
+def test_swiglu_compiles_with_its_first_tokens_only(recipe: str, first: int, backend) -> None:
+    name, found = backend
+    device = torch.device("cpu")
+    module, plan = backends.load(name, device), backends.plan(get_recipe(recipe), name, device)
+
+    def run_swiglu(rows: int, seed: int) -> None:
+        gate, up = torch.empty(rows, 2 * N, dtype=torch.bfloat16).chunk(2, 1)
+        u, scores = torch.empty(rows, N, dtype=torch.bfloat16), torch.empty(rows)
+        for offs in (None, make_offs(group_sizes("zipf", rows - rows // 7, EXPERTS, seed))):
+            module.swiglu(gate, up, None, plan.forward.a, offs)
+            module.swiglu_backward(gate, up, u, scores, None, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b, offs)
+
+    run_swiglu(first, 0)
+    expected, variants = set(found), sum(len(kernel.compiled) for kernel in kernels())
+    assert len(expected) >= 4
+    for seed, rows in enumerate(ROWS):
+        run_swiglu(rows, seed)
         assert found == expected, f"{rows} rows compile {sorted(found - expected)}"
     assert variants == sum(len(kernel.compiled) for kernel in kernels()), "a key holds what a batch decides"
 
