@@ -1,5 +1,4 @@
-"""NVIDIA SM100 (B200, GB200): torch's block-scaled GEMMs, on scales that the quantisers and
-SwiGLU write as those read them.
+"""NVIDIA SM100 (B200, GB200): torch's block-scaled GEMMs, on scales that quantisers and SwiGLU write as they read them.
 
 Operands of E4M3 have blocked scales (``format.blocked``). E5M2 gradients, which torch's grouped kernels do not take,
 keep scales in rows, and their GEMMs are the portable ones. Never run on this hardware: see tests/README.md for what
