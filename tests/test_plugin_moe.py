@@ -351,9 +351,10 @@ def test_a_config_for_a_cluster_is_checked_without_its_links(tmp_path: Path, mon
 
 def check_parallel_models(device: str) -> None:
     program = [str(Path(__file__).parent / "parallel_moe_models.py"), device]
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # torchtitan may be on it
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=600,
