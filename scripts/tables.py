@@ -14,6 +14,7 @@ run change the paths, and call this script.
 
 import argparse
 import csv
+import itertools
 import json
 import re
 import sys
@@ -96,18 +97,21 @@ def render(rows: Sequence[Cells]) -> str:
 
 
 def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup: str = "") -> list[Cells]:
-    """Tokens/s of training times bf16's, and memory, of table.csv of bench_training.py, a row for each flavor.
+    """Tokens/s of training times bf16's, and memory, of table.csv of bench_training.py, a row for each flavor, and one
+    for its runs with ``dispatch``.
 
     Of the CSV of its steps, with ``warmup``, the range of what the steps before and after it say.
     """
     table = []
     for path in paths:
         rows, env = read(path), env_of(path)
-        for flavor in dict.fromkeys(row.get("flavor", "") for row in rows):
-            speeds, memory, repeats = training_speeds([row for row in rows if row.get("flavor", "") == flavor], warmup)
-            if "bf16" not in speeds:
+        flavors = dict.fromkeys(row.get("flavor", "") for row in rows)
+        for flavor, sends in itertools.product(flavors, (False, True)):
+            of_kind = [row for row in rows if row["run"] == "bf16" or ("+dispatch" in row["run"]) == sends]
+            of_kind = [row for row in of_kind if row.get("flavor", "") == flavor]
+            speeds, memory, repeats = training_speeds(of_kind, warmup)
+            if "bf16" not in speeds or len(speeds) == 1:
                 continue
-            sends = any("+dispatch" in row["run"] for row in rows)
             cells = {"model": MODELS.get(flavor, flavor) + ", `dispatch`" * sends, "GPUs": env["processes"]}
             for recipe in recipes.split(","):
                 ratios = [ours / base for ours, base in zip(speeds.get(recipe, ()), speeds["bf16"], strict=False)]
@@ -118,20 +122,22 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup:
 
 
 def training_speeds(rows: Sequence[Row], warmup: str) -> tuple[dict[str, list[float]], dict[str, float], str]:
-    """Tokens/s by recipe, one number or of two halves of a run; GiB by recipe; how many runs."""
+    """Speed by recipe: times bf16's, the median of pairs, or tokens/s of two halves of a run; GiB by recipe; how many
+    runs of each recipe."""
     speeds: dict[str, list[float]] = {}
     memory: dict[str, float] = {}
     for row in rows:
         recipe = recipe_of(row["run"])
         memory[recipe] = max(memory.get(recipe, 0), float(row["memory GiB"]))
         if SPEED in row:
-            speeds[recipe] = [float(row[SPEED])]
+            speeds[recipe] = [float(row["x"])]
     if rows and SPEED not in rows[0]:
         for recipe in memory:
             steps = {int(row["step"]): float(row["tokens/s"]) for row in rows if recipe_of(row["run"]) == recipe}
             early = [speed for step, speed in steps.items() if 1 < step <= int(warmup)]
             speeds[recipe] = [median(early), median(speed for step, speed in steps.items() if step > int(warmup))]
-    return speeds, memory, rows[0].get("repeats", "") if SPEED in rows[0] and rows[0].get("repeats") else "1"
+    repeats = {int(row.get("repeats") or 1) for row in rows if SPEED in row and row["run"] != "bf16"} or {1}
+    return speeds, memory, " to ".join(map(str, sorted({min(repeats), max(repeats)})))
 
 
 def training(path: Path, layers: Path) -> list[Cells]:

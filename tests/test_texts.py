@@ -53,7 +53,8 @@ def test_what_the_readme_recommends_is_what_was_measured() -> None:
     rows = [line.split("|")[1:-1] for line in README.splitlines() if line.startswith("|")]
     first = [row for row in rows if "trained and timed" in row[-1]]
     table = tables.table_of(
-        "end_to_end 2026-11-22_h200_redrawn_core/training_table.csv 2026-11-22_4xh200_training/table.csv "
+        "end_to_end 2026-11-22_h200_redrawn_core/training_table.csv "
+        "2026-11-23_2xh200_dispatch_training/training_table.csv 2026-11-23_2xh200_dispatch_training/llama4_table.csv "
         "2026-11-21_2xh200_training/table.csv recipes=mxfp8,mxfp8_2d,mxfp8_2d_rebased"
     )
     names = [cell.strip(" `") for cell in table.splitlines()[0].split("|")]
@@ -99,6 +100,11 @@ def test_a_range_is_that_of_two_halves_and_a_missing_row_is_taken_from_the_next_
     one, two = tables.moe_layers(folder / "data.csv"), tables.moe_layers(folder / "data.csv", folder / "earlier.csv")
     assert ([row["`mxfp8_2d`"] for row in one][-1], [row["`mxfp8_2d`"] for row in two][-1]) == ("", "1.65")
     assert [row["bf16, ours"] for row in two][-1] == "1.55", "not the later file's 1.53"
+    folder = ROOT / "results/2026-11-23_2xh200_dispatch_training"
+    rows = {row["model"]: row for row in tables.end_to_end(folder / "training_table.csv")}
+    sent, plain = rows["DeepSeek-V3 16B, 4 layers, `dispatch`"], rows["DeepSeek-V3 16B, 4 layers"]
+    assert (sent["`mxfp8_2d`"], plain["`mxfp8_2d`"]) == ("1.13", "0.92"), "pairs, not medians of all runs"
+    assert (sent["memory"], sent["runs"]) == ("0.90, 0.88", "2 to 3")
     steps = [{"run": "bf16", "step": str(step), "tokens/s": str(10 * step), "memory GiB": "1"} for step in range(1, 6)]
     assert tables.training_speeds(steps, "3") == ({"bf16": [25, 45]}, {"bf16": 1}, "1"), "the first step warms up"
     assert tables.render([{"a": "1", "b": ""}, {"a": "", "c": "2"}]) == "| a | c |\n|---|---|\n| 1 | |\n| | 2 |\n"
