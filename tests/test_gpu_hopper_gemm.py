@@ -102,10 +102,10 @@ def test_all_kinds_of_stages_are_tested() -> None:
     for _ in range(8):  # the patches of a weight are few
         a = quantized(patchy(sum(sizes) + extra, 384), 1, EVEN.forward.a)
         b = quantized(patchy(len(sizes), 288, 384), 2, EVEN.forward.b)
-        scales = gemm.decode_scales(a, b, 9, 3, 1, end=a.data.shape[0])
-        rows, columns = scales.buffer[: scales.row_size], scales.buffer[scales.row_size : scales.size]
+        buffer, layout = gemm.decode_scales(a, b, 9, 3, 1, end=a.data.shape[0])
+        rows, columns = buffer[: layout.row_size], buffer[layout.row_size : layout.size]
         marks[0].append(rows.view(-1, 4)[:, 0].flatten() & 0b111)
-        marks[1].append(columns.view(-1, 4, scales.columns)[:, 0].flatten() & 0b111)
+        marks[1].append(columns.view(-1, 4, layout.columns)[:, 0].flatten() & 0b111)
     for found in marks:
         shares = torch.cat(found).bincount(minlength=8) / len(torch.cat(found))
         print(shares.tolist())
@@ -164,7 +164,7 @@ def test_each_tile_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def decode_and_keep(*args, **kwargs) -> gemm.Scales:
         scales = decode(*args, **kwargs)
-        counters.append(scales.buffer[scales.size])
+        counters.append(scales.buffer[scales.layout.size])
         return scales
 
     monkeypatch.setattr(gemm, "decode_scales", decode_and_keep)
@@ -189,7 +189,7 @@ def test_tiles_are_taken_on_demand(plan: Plan, monkeypatch: pytest.MonkeyPatch) 
 
     def decode_and_take_all(*args, **kwargs) -> gemm.Scales:
         scales = decode(*args, **kwargs)
-        scales.buffer[scales.size] = 2**20
+        scales.buffer[scales.layout.size] = 2**20
         return scales
 
     def check(run: Callable[[], torch.Tensor], rows: int) -> None:

@@ -24,8 +24,9 @@ def operand(scale: torch.Tensor, lines: int, spec: OperandSpec = ROWS) -> Operan
 
 def parts(scales: gemm.Scales) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales of the rows, (copies, stages, rows, steps), and of the columns, as int32."""
-    rows = scales.buffer[: scales.row_size].view(scales.copies, scales.stages, scales.rows, scales.steps)
-    return rows, scales.buffer[scales.row_size : scales.size].view(scales.column_lines, scales.columns)
+    buffer, layout = scales
+    rows = buffer[: layout.row_size].view(layout.copies, layout.stages, layout.rows, layout.steps)
+    return rows, buffer[layout.row_size : layout.size].view(layout.column_lines, layout.columns)
 
 
 @pytest.mark.parametrize("exact, copies, experts", [(True, 1, 3), (False, 4, 3), (False, 1, 1)])
@@ -41,7 +42,7 @@ def test_decoded_scales_lie_where_the_gemm_looks(
     a = operand(row_scale, rows, ROWS if exact else REBASED)
     b = operand(column_scale if experts > 1 else column_scale[0], columns, SQUARES if exact else REBASED)
     scales = gemm.decode_scales(a, b, columns, stages, copies, end=1234)
-    assert scales.steps == steps and scales.buffer[scales.size :][:2].tolist() == [0, 1234]
+    assert scales.layout.steps == steps and scales.buffer[scales.layout.size :][:2].tolist() == [0, 1234]
 
     def padded(scale: torch.Tensor, lines: int) -> torch.Tensor:
         """fp32 (..., lines, steps * stages), 2^-127 where there is nothing."""
@@ -73,7 +74,7 @@ def test_scales_of_no_group_are_not_decoded(exact: bool, k_grouped: bool, monkey
     whole = gemm.decode_scales(a, b, 70, stages, copies, end=rows)
     with poisoned_empty():
         part = gemm.decode_scales(a, b, 70, stages, copies, rows, make_offs([1, 129]), k_grouped)
-    assert part.buffer[part.size :][:2].tolist() == [0, rows]
+    assert part.buffer[part.layout.size :][:2].tolist() == [0, rows]
     (row_whole, column_whole), (row_part, column_part) = parts(whole), parts(part)
     if k_grouped:
         assert torch.equal(row_part[:, :3], row_whole[:, :3]) and (row_part[:, 3:] == -1).all()
@@ -145,7 +146,7 @@ def test_no_step_is_added_to_one_of_another_scale(rows: int):
     found = set()
     for stage in range(stages):
         for first in range(rows):
-            start = (stage * scales.rows + first) * 4
+            start = (stage * scales.layout.rows + first) * 4
             part = marks(row_out[start : start + 64 * 4]).view(64, 4)  # see _marks
             for step in range(3):
                 marked = bool(part[0, 0] & part[63, 0] & 1 << step)

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_mxfp8.backends import reference
 from titan_mxfp8.backends.common.dequantize import dequantize
-from titan_mxfp8.backends.common.launch import Kernel, descriptor
+from titan_mxfp8.backends.common.launch import Kernel, TileLayout, descriptor
 from titan_mxfp8.backends.hardware import Mma, hardware_of, multiprocessors
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.format.spec import Operand, check_k_grouped, check_m_grouped
@@ -360,7 +361,7 @@ def multiply_m_grouped(
         matrices, descriptors = (a.data, b.data), ()
         if mma == "bf16_tma":
             block = (1, tiles.bc, tiles.bn) if d_major else (1, tiles.bn, tiles.bc)
-            matrices, descriptors = (), (descriptor(a.data, (tiles.bm, tiles.bc)), descriptor(b.data, block))
+            matrices, descriptors = (), (_described(a.data, (tiles.bm, tiles.bc)), _described(b.data, block))
         constants = (
             mma, *_formats(mma, a, b), b.spec.lines if mma == "scaled" else 1, d_major, c % tiles.bc == 0, zero_tail,
             tiles.bm, tiles.bn, tiles.bc, BAND, 64 * tiles.warps,
@@ -411,7 +412,7 @@ def multiply_k_grouped(
         matrices, descriptors = (a_data, b_data), ()
         if mma == "bf16_tma":
             blocks = (tiles.bc, tiles.bm), (tiles.bc, tiles.bn)
-            matrices, descriptors = (), tuple(map(descriptor, (a_data, b_data), blocks))
+            matrices, descriptors = (), tuple(map(_described, (a_data, b_data), blocks))
         constants = (
             mma, *_formats(mma, a, b), alignment,
             tiles.bm, tiles.bn, tiles.bc, BAND, 64 * tiles.warps,
@@ -429,6 +430,10 @@ def multiply_k_grouped(
         for other in tiles_of(mma):
             launch(other, run=False)
     return out_ENK
+
+
+def _described(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+    return descriptor(x, TileLayout(x.dtype, x.shape, block))
 
 
 def _is_many_tiles(rows: int, columns: int, device: torch.device) -> bool:

@@ -17,7 +17,7 @@ of tokens chooses among constants, a launch of no programs compiles the ones not
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
@@ -103,43 +103,47 @@ class Kernel:
         return is_new
 
 
-def descriptor(
-    x: torch.Tensor,
-    block: tuple[int, ...],
-    *,
-    gluon: bool = False,
-    dtype: torch.dtype | None = None,
-    offset: int = 0,
-    shape: tuple[int, ...] | None = None,
-) -> TensorDescriptor | GluonDescriptor:
-    """A TMA descriptor of ``x``, contiguous, in tiles of ``block``.
+class TileLayout(NamedTuple):
+    """What a TMA descriptor says of a tensor, but for its address.
+
+    Attributes:
+        dtype: of the elements; the tensor may hold others of the same size.
+        shape: of the tensor, of a part of it, or of it with axes merged.
+        block: a tile.
+        gluon: for a Gluon kernel, with the default layout of shared memory.
+        offset: elements before the first one.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    block: tuple[int, ...]
+    gluon: bool = False
+    offset: int = 0
+
+
+def descriptor(x: torch.Tensor, layout: TileLayout) -> TensorDescriptor | GluonDescriptor:
+    """A TMA descriptor of ``x``, contiguous.
 
     Those of GPU tensors are kept: the caching allocator gives the same addresses in every step.
-
-    Args:
-        gluon: for a Gluon kernel, with the default layout of shared memory.
-        dtype: of the elements, where ``x`` holds others of the same size.
-        offset: elements before the first one.
-        shape: of a part of ``x``, or of ``x`` with axes merged.
     """
-    dtype, shape = dtype or x.dtype, shape or tuple(x.shape)
-    if x.device.type != "cuda":
-        part = x.view(-1)[offset : offset + math.prod(shape)].view(dtype).view(shape)
-        return _make(part, dtype, shape, block, gluon)
-    return _kept_descriptor(x.data_ptr() + offset * dtype.itemsize, dtype, shape, block, gluon)
+    if x.is_cuda:
+        return _kept_descriptor(x.data_ptr(), layout)
+    dtype, shape, _, _, offset = layout
+    return _make(x.view(-1)[offset : offset + math.prod(shape)].view(dtype).view(shape), layout)
 
 
 @lru_cache(maxsize=4096)
-def _kept_descriptor(pointer, dtype, shape, block, gluon) -> TensorDescriptor | GluonDescriptor:
-    return _make(_Address(pointer, dtype), dtype, shape, block, gluon)
+def _kept_descriptor(pointer: int, layout: TileLayout) -> TensorDescriptor | GluonDescriptor:
+    return _make(_Address(pointer + layout.offset * layout.dtype.itemsize, layout.dtype), layout)
 
 
-def _make(base, dtype, shape, block, gluon) -> TensorDescriptor | GluonDescriptor:
+def _make(base: "torch.Tensor | _Address", layout: TileLayout) -> TensorDescriptor | GluonDescriptor:
+    dtype, shape, block, gluon, _ = layout
     shape = [size or 16 for size in shape]  # an empty tensor's is only compiled for
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     if gluon:
-        layout = NVMMASharedLayout.get_default_for(list(block), _GLUON_DTYPES[dtype])
-        made = GluonDescriptor(base, shape, strides, list(block), layout)
+        shared = NVMMASharedLayout.get_default_for(list(block), _GLUON_DTYPES[dtype])
+        made = GluonDescriptor(base, shape, strides, list(block), shared)
     else:
         made = TensorDescriptor(base, shape, strides, list(block))
     made.key = dtype, block

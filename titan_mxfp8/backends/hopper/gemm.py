@@ -42,7 +42,9 @@ bytes. Rebased: the rows' scales are stored four times, shifted by 0 to 3 rows, 
 M tokens, N out features, K in features, E experts; C is a contraction axis and D the other one of ``b``.
 """
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -58,7 +60,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from titan_mxfp8.backends.common.launch import Kernel, descriptor
+from titan_mxfp8.backends.common.launch import Kernel, TileLayout, descriptor
 from titan_mxfp8.backends.hardware import multiprocessors
 from titan_mxfp8.backends.hopper.walk import before_first_group, seek, tile_position
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div, ceil_to
@@ -572,32 +574,40 @@ def multiply_m_grouped(
     zero_tail: bool = True,
 ) -> bool:
     """``gemm_m_grouped`` with given tiles, into ``out_MD``; not ``run``: compiles only. Whether the kernel was new."""
-    (m, c), (experts, d, _) = a.data.shape, b.data.shape
-    steps = STAGE // BLOCK_SIZE if a.spec.span == BLOCK_SIZE else 1
-    stages = ceil_div(c, STAGE)
-    scales = decode_scales(a, b, d // BLOCK_SIZE, stages, copies=1 if steps > 1 else 4, end=m, offs=offs)
-    tiles_down, tiles_across = ceil_div(m, PART * tiles.parts), ceil_div(d, COLUMNS)
-    return _launch(
-        a.data, b.data, scales, out_MD, bias, offs, tiles,
-        count=(tiles_down + experts) * tiles_across if run and m else 0, b_rows=experts * d, c=c, d=d,
-        experts=experts, tiles_down=tiles_down, tiles_across=tiles_across, out_rows=m, k_grouped=False,
-        zero_tail=zero_tail,
-    )  # fmt: skip
+    (m, c), d = a.data.shape, b.data.shape[1]
+    copies = 4 if a.spec.span == STAGE else 1
+    scales = decode_scales(a, b, d // BLOCK_SIZE, ceil_div(c, STAGE), copies, end=m, offs=offs)
+    return _launch(a, b, scales, out_MD, bias, offs, tiles, k_grouped=False, run=run, zero_tail=zero_tail)
 
 
 def multiply_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_ENK: torch.Tensor, tiles: Tiles) -> bool:
     """``gemm_k_grouped`` with given tiles, into ``out_ENK``. Whether the kernel was new."""
-    experts, n, k = out_ENK.shape
     m = a.data.shape[1]
     if m == 0:
         out_ENK.zero_()
-    scales = decode_scales(a, b, k, ceil_div(m, STAGE), copies=1, end=m, offs=offs, k_grouped=True)
-    tiles_down, tiles_across = ceil_div(n, PART * tiles.parts), ceil_div(k, COLUMNS)
-    return _launch(
-        a.data, b.data, scales, out_ENK, None, offs, tiles,
-        count=tiles_down * experts * tiles_across if m else 0, b_rows=k, c=0, d=k,
-        experts=experts, tiles_down=tiles_down, tiles_across=tiles_across, out_rows=n, k_grouped=True,
-    )  # fmt: skip
+    scales = decode_scales(a, b, b.data.shape[0], ceil_div(m, STAGE), copies=1, end=m, offs=offs, k_grouped=True)
+    return _launch(a, b, scales, out_ENK, None, offs, tiles, k_grouped=True)
+
+
+class ScaleLayout(NamedTuple):
+    """How ``Scales`` lie in their buffer.
+
+    Attributes:
+        copies, stages, rows, steps: of the rows' scales; to a multiple of 4, with several steps of 64, and 64 more.
+        columns: to a multiple of 4.
+        column_lines: experts * stages * steps.
+        row_size: elements of the rows' scales.
+        size: elements of both.
+    """
+
+    copies: int
+    stages: int
+    rows: int
+    steps: int
+    columns: int
+    column_lines: int
+    row_size: int
+    size: int
 
 
 class Scales(NamedTuple):
@@ -607,28 +617,11 @@ class Scales(NamedTuple):
         buffer: first those of the rows, (copies, stages, rows, steps); copy s starts at row s. Then those of the
             columns, (experts * stages * steps, columns). Of several steps the first one's last three bits are marks,
             see ``_decode_lines``. Then 0, a counter, and the number of rows.
-        copies, stages, rows, steps: of the rows' scales; to a multiple of 4, with several steps of 64, and 64 more.
-        columns: to a multiple of 4.
-        column_lines: experts * stages * steps.
+        layout: these sizes.
     """
 
     buffer: torch.Tensor
-    copies: int
-    stages: int
-    rows: int
-    steps: int
-    columns: int
-    column_lines: int
-
-    @property
-    def row_size(self) -> int:
-        """Elements of the rows' scales."""
-        return self.copies * self.stages * self.rows * self.steps
-
-    @property
-    def size(self) -> int:
-        """Elements of both."""
-        return self.row_size + self.column_lines * self.columns
+    layout: ScaleLayout
 
 
 def decode_scales(
@@ -646,82 +639,114 @@ def decode_scales(
     rows, experts = a.data.shape[0], b.data.shape[0] if b.data.ndim == 3 else 1
     across = a.spec.scales == "across"
     steps, blocks = (1, a.scale.shape[0]) if across else (STAGE // BLOCK_SIZE, a.scale.shape[1])
+    groups = 0 if offs is None else offs.shape[0]
+    layout, programs, counts = _decoding(
+        rows, columns, blocks, copies, stages, steps, experts, end, groups, DECODE_LINES
+    )
+    buffer = torch.empty(layout.size + 4, dtype=torch.int32, device=a.data.device)
+    _DECODE_SCALES.launch(
+        programs, (a.scale, b.scale, buffer, offs), (0 if across else blocks,), counts,
+        (across, steps, k_grouped, DECODE_LINES), device=buffer.device,
+    )  # fmt: skip
+    return Scales(buffer, layout)
+
+
+@lru_cache(maxsize=1024)
+def _decoding(
+    rows: int,
+    columns: int,
+    blocks: int,
+    copies: int,
+    stages: int,
+    steps: int,
+    experts: int,
+    end: int,
+    groups: int,
+    lines: int,
+) -> tuple[ScaleLayout, int, tuple[int, ...]]:
+    """Where ``decode_scales`` writes, and the programs, of ``lines`` lines each, and the counts of its launch."""
     # With marks, whole runs, and one more, in which a part that goes on past the last row has its last one: all of its
     # rows that count are in the run before. So no mark depends on how much memory lies behind the last group.
     # Multiples of 4 both: TMA wants the second part to start at 16 bytes too.
     rows_out, columns_out = ceil_to(rows, PART) + PART if steps > 1 else ceil_to(rows, 4), ceil_to(columns, 4)
-    scales = Scales(None, copies, stages, rows_out, steps, columns_out, experts * stages * steps)
-    if scales.row_size >= 2**31:
-        raise ValueError(f"{scales.row_size} row scales, but TMA counts to 2^31: give fewer rows in a call")
-    buffer = torch.empty(scales.size + 4, dtype=torch.int32, device=a.data.device)
+    row_size, column_lines = copies * stages * rows_out * steps, experts * stages * steps
+    if row_size >= 2**31:
+        raise ValueError(f"{row_size} row scales, but TMA counts to 2^31: give fewer rows in a call")
+    size = row_size + column_lines * columns_out
+    layout = ScaleLayout(copies, stages, rows_out, steps, columns_out, column_lines, row_size, size)
     row_programs, column_programs = (
-        ceil_div(lines, DECODE_LINES) * stages * matrices
-        for lines, matrices in ((rows_out, copies), (columns_out, experts))
+        ceil_div(length, lines) * stages * matrices for length, matrices in ((rows_out, copies), (columns_out, experts))
     )
-    groups = 0 if offs is None else offs.shape[0]
-    counts = (
-        row_programs,
-        rows,
-        rows_out,
-        columns,
-        columns_out,
-        blocks,
-        stages,
-        scales.row_size,
-        scales.size,
-        end,
-        groups,
-    )
-    _DECODE_SCALES.launch(
-        row_programs + column_programs, (a.scale, b.scale, buffer, offs), (0 if across else blocks,), counts,
-        (across, steps, k_grouped, DECODE_LINES), device=buffer.device,
+    counts = row_programs, rows, rows_out, columns, columns_out, blocks, stages, row_size, size, end, groups
+    return layout, row_programs + column_programs, counts
+
+
+class _Plan(NamedTuple):
+    """What shapes and dtypes decide of a GEMM's launch: made once, and kept for calls of the same ones."""
+
+    tiles: int  # of the output, at most
+    layouts: tuple[TileLayout, ...]  # of both operands, the rows' scales and the columns', and of an output in bf16
+    sizes: tuple[int, ...]
+    counts: tuple[int, ...]
+    constants: tuple
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[torch.dtype, ...],
+    scales: ScaleLayout,
+    tiles: Tiles,
+    k_grouped: bool,
+    zero_tail: bool,
+) -> _Plan:
+    """``shapes``, ``dtypes``: of ``a``, ``b`` and the output."""
+    (a_rows, a_columns), b_shape, (*_, out_rows, d) = shapes
+    a_dtype, b_dtype, out_dtype = dtypes
+    experts, c = (math.prod(shapes[2][:-2]), 0) if k_grouped else (b_shape[0], a_columns)
+    tokens = a_columns if k_grouped else a_rows
+    tiles_down, tiles_across = ceil_div(out_rows, PART * tiles.parts), ceil_div(d, COLUMNS)
+    count = (tiles_down * experts if k_grouped else tiles_down + experts) * tiles_across
+    width = COLUMNS if k_grouped else BLOCK_SIZE // scales.steps
+    layouts = (
+        TileLayout(a_dtype, (a_rows, a_columns), (PART, STAGE), gluon=True),
+        TileLayout(b_dtype, (math.prod(b_shape[:-1]), b_shape[-1]), (COLUMNS, STAGE), gluon=True),
+        TileLayout(torch.float32, (scales.row_size,), (PART * scales.steps,), gluon=True),
+        TileLayout(
+            torch.float32, (scales.column_lines, scales.columns), (scales.steps, width), gluon=True,
+            offset=scales.row_size,
+        ),
     )  # fmt: skip
-    return scales._replace(buffer=buffer)
+    if out_dtype == torch.bfloat16:
+        layouts += (TileLayout(out_dtype, (math.prod(shapes[2][:-1]), d), (PART, COLUMNS // 2), gluon=True),)
+    constants = (
+        scales.steps, scales.copies, k_grouped, zero_tail, tiles.warpgroups, tiles.parts, tiles.stages, BAND,
+        tiles.registers[1], tiles.registers[0],
+    )  # fmt: skip
+    counts = experts, tiles_down, tiles_across, out_rows, scales.rows, scales.stages
+    return _Plan(count if tokens else 0, layouts, (c, d), counts, constants)
 
 
 def _launch(
-    a_RC: torch.Tensor,
-    b_DC: torch.Tensor,
+    a: Operand,
+    b: Operand,
     scales: Scales,
     out: torch.Tensor,
     bias: torch.Tensor | None,
     offs: torch.Tensor | None,
     tiles: Tiles,
     *,
-    count: int,
-    b_rows: int,
-    c: int,
-    d: int,
-    experts: int,
-    tiles_down: int,
-    tiles_across: int,
-    out_rows: int,
     k_grouped: bool,
+    run: bool = True,
     zero_tail: bool = True,
 ) -> bool:
-    """``count``: output tiles, at most."""
-    steps = scales.steps
-    width = COLUMNS if k_grouped else BLOCK_SIZE // steps
-    fp32 = {"gluon": True, "dtype": torch.float32}
-    descriptors = (
-        descriptor(a_RC, (PART, STAGE), gluon=True),
-        descriptor(b_DC, (COLUMNS, STAGE), gluon=True, shape=(b_rows, b_DC.shape[-1])),
-        descriptor(scales.buffer, (PART * steps,), shape=(scales.row_size,), **fp32),
-        descriptor(
-            scales.buffer, (steps, width), offset=scales.row_size, shape=(scales.column_lines, scales.columns), **fp32
-        ),
-    )  # fmt: skip
-    tensors = out, bias, offs, scales.buffer[scales.size :]
-    if out.dtype == torch.bfloat16:
-        descriptors += (descriptor(out, (PART, COLUMNS // 2), gluon=True, shape=(out.numel() // d, d)),)
-    else:
-        tensors = None, *tensors
-    constants = (
-        steps, scales.copies, k_grouped, zero_tail, tiles.warpgroups, tiles.parts, tiles.stages, BAND,
-        tiles.registers[1], tiles.registers[0],
-    )  # fmt: skip
-    counts = experts, tiles_down, tiles_across, out_rows, scales.rows, scales.stages
+    a_RC, b_DC, buffer = a.data, b.data, scales.buffer
+    shapes, dtypes = (a_RC.shape, b_DC.shape, out.shape), (a_RC.dtype, b_DC.dtype, out.dtype)
+    plan = _plan(shapes, dtypes, scales.layout, tiles, k_grouped, zero_tail)
+    descriptors = tuple(map(descriptor, (a_RC, b_DC, buffer, buffer, out), plan.layouts))
+    tensors = out, bias, offs, buffer[scales.layout.size :]
     return _GEMM.launch(
-        min(count, multiprocessors(out.device)), tensors, (c, d), counts, constants,
+        min(plan.tiles, multiprocessors(out.device)) if run else 0,
+        tensors if len(descriptors) == 5 else (None, *tensors), plan.sizes, plan.counts, plan.constants,
         device=out.device, descriptors=descriptors,
     )  # fmt: skip
