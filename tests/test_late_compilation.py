@@ -3,6 +3,7 @@ all ranks. What kernels would be compiled for is looked at on this CPU, for GPUs
 
 import sys
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from titan_mxfp8.backends.common import gemm, launch
 from titan_mxfp8.backends.common.pad import pad_token_groups, unpad_token_groups
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm as hopper
+from titan_mxfp8.format import spec
 from titan_mxfp8.ops import library, matmul
 from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.testing import group_sizes, make_offs
@@ -158,7 +160,7 @@ def test_what_starts_elsewhere_than_at_16_bytes_is_copied() -> None:
     """Kernels are compiled for pointers that do: a view that starts at row 1 of rows of 33, and offs that lie apart."""
 
     class OnGpu(torch.Tensor):
-        device = torch.device("cuda", 0)
+        is_cuda = True
 
     x, offs = torch.randn(9, 33).as_subclass(OnGpu), make_offs([1, 2, 3, 4]).as_subclass(OnGpu)
     assert library.aligned(x) is x and library.aligned(x[4:]).data_ptr() == x[4:].data_ptr()
@@ -166,3 +168,66 @@ def test_what_starts_elsewhere_than_at_16_bytes_is_copied() -> None:
         copy = library.aligned(view)
         assert copy.data_ptr() % 16 == 0 and torch.equal(copy, view)
     assert library.aligned(offs[::2]).is_contiguous() and library.aligned(None) is None
+
+
+def test_kept_descriptors_differ_in_all_that_a_layout_says() -> None:
+    """Two at one address, and one at another."""
+
+    class OnGpu(NamedTuple):
+        pointer: int
+        is_cuda: bool = True
+
+        def data_ptr(self) -> int:
+            return self.pointer
+
+    layout = launch.TileLayout(torch.bfloat16, (128, 64), (64, 64))
+    other = launch.TileLayout(torch.float32, (64, 128), (32, 32), gluon=True, offset=512)
+    layouts = [layout, *(layout._replace(**{name: value}) for name, value in other._asdict().items())]
+    for pointer in (4096, 8192):
+        made = [launch.descriptor(OnGpu(pointer), each) for each in layouts]
+        for found, each in zip(made, layouts, strict=True):
+            assert found.base.data_ptr() == pointer + each.offset * each.dtype.itemsize
+            assert (found.base.dtype, tuple(found.shape), found.key) == (
+                each.dtype,
+                each.shape,
+                (each.dtype, each.block),
+            )
+            assert hasattr(found, "layout") == each.gluon
+            assert launch.descriptor(OnGpu(pointer), each) is found
+
+
+@pytest.mark.parametrize("backend", ["hopper"], indirect=True)
+def test_what_is_kept_of_a_launch_is_of_the_same_shapes(backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that differ in one thing launch what each launches when nothing is kept."""
+    launched, caches = [], (hopper._plan, hopper._decoding, spec._stored_shapes)
+
+    def record(self, programs, tensors, sizes, counts, constants, descriptors=(), **options) -> bool:
+        shapes = [None if t is None else (t.shape, t.dtype) for t in tensors]
+        described = [(d.key, d.shape, d.strides) for d in descriptors]
+        launched.append((programs, shapes, sizes, counts, constants, described))
+        return False
+
+    monkeypatch.setattr(launch.Kernel, "launch", record)
+
+    def calls(keep: bool) -> list:
+        launched.clear()
+        for recipe in ("mxfp8_2d", "mxfp8_2d_rebased", "mxfp8_e5m2_grad_rebased"):
+            for rows, n, k, experts, dtype in (
+                (80, N, K, 3, torch.bfloat16), (97, N, K, 3, torch.bfloat16), (80, 64, K, 3, torch.bfloat16),
+                (80, N, 64, 3, torch.bfloat16), (80, N, K, 2, torch.bfloat16), (80, N, K, 3, torch.float32),
+                (80, K, N, 3, torch.bfloat16), (0, N, K, 3, torch.bfloat16), (40000, N, K, 3, torch.bfloat16),
+            ):  # fmt: skip
+                if not keep:
+                    for cache in caches:
+                        cache.cache_clear()
+                x = torch.empty(rows, k, dtype=dtype, requires_grad=True)
+                w = torch.empty(experts, n, k, dtype=dtype, requires_grad=True)
+                offs = make_offs(group_sizes("zipf", rows, experts))
+                y = mxfp8_grouped_mm(x, w.mT, offs, recipe=recipe, backend="hopper", out_dtype=dtype)
+                torch.autograd.grad(y, (x, w), torch.empty_like(y))
+                y = mxfp8_linear(x, w[0], recipe=recipe, backend="hopper")
+                torch.autograd.grad(y, (x, w), torch.empty_like(y))
+        return list(launched)
+
+    expected = calls(keep=False)
+    assert calls(keep=True) == expected and calls(keep=True) == expected

@@ -1,7 +1,7 @@
 """``OperandSpec``: the one description of a GEMM's operand; ``Operand``: an operand as it lies in memory."""
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -136,13 +136,23 @@ class OperandSpec:
         if self.stored == "bf16":
             values = x.new_empty(x.shape, dtype=torch.bfloat16)
             return Operand(values, None, self, axis)
-        last = x.ndim - 1
-        by_rows = axis == last and self.groups_rows
-        length = self.length(x.shape[axis], axis == last, None if by_rows else groups)
-        shape = (*x.shape[:axis], *x.shape[axis + 1 :], length)
-        data = x.new_empty(shape, dtype=self.elem_dtype)
-        scale = x.new_empty(self.scale_shape(shape, groups, by_rows), dtype=torch.uint8)
+        # Of a fake tensor sizes may be symbols, which have no hash.
+        shapes = _stored_shapes if type(x) is torch.Tensor else _stored_shapes.__wrapped__
+        data, scale = shapes(self, x.shape, axis, groups)
+        data, scale = x.new_empty(data, dtype=self.elem_dtype), x.new_empty(scale, dtype=torch.uint8)
         return Operand(data, scale, self, axis)
+
+
+@lru_cache(maxsize=1024)
+def _stored_shapes(
+    spec: OperandSpec, shape: tuple[int, ...], axis: int, groups: int | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the elements and of the scales of ``OperandSpec.empty``, of an input of this shape."""
+    is_last = axis == len(shape) - 1
+    by_rows = is_last and spec.groups_rows
+    length = spec.length(shape[axis], is_last, None if by_rows else groups)
+    stored = (*shape[:axis], *shape[axis + 1 :], length)
+    return stored, spec.scale_shape(stored, groups, by_rows)
 
 
 UNQUANTIZED = OperandSpec(elem_dtype=torch.bfloat16, stored="bf16")

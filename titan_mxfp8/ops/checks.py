@@ -48,7 +48,7 @@ def check_offs_type(offs: torch.Tensor, groups: int | None = None) -> None:
 
 def check_offs_values(offs: torch.Tensor | None, rows: int | None) -> None:
     """Raises ValueError if ``offs`` on CPU, where looking costs no sync, is negative, decreasing or past ``rows``."""
-    if offs is None or offs.device.type != "cpu":
+    if offs is None or not offs.is_cpu:
         return
     values = offs.tolist()
     if values[0] < 0 or any(a > b for a, b in pairwise(values)):

@@ -46,14 +46,12 @@ def _modes() -> int:
 
 
 def _are_plain(args: tuple[object, ...]) -> bool:
-    """Whether all tensors are ordinary ones with data, so that no operator does anything but compute."""
-    for arg in args:
-        if isinstance(arg, torch.Tensor) and (type(arg) not in _PLAIN or arg.is_meta):
-            return False
-    return True
+    """Whether all tensors are ordinary ones with data, so that no operator does anything but compute. The first
+    argument is a tensor, and all are on its device."""
+    return not args[0].is_meta and _PLAIN.issuperset(map(type, args))
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, list, str, int, bool, torch.dtype, type(None)))
 
 
 @Operator
@@ -195,7 +193,7 @@ def _tensors(operand: Operand) -> list[torch.Tensor]:
 def aligned(x: torch.Tensor | None) -> torch.Tensor | None:
     """``x`` at a multiple of 16 bytes, as kernels are compiled for: itself, or a copy where it was cut out of the
     middle of something. Vectors contiguous too."""
-    if x is None or x.device.type != "cuda":
+    if x is None or not x.is_cuda:
         return x
     if x.ndim == 1:
         x = x.contiguous()
@@ -204,7 +202,7 @@ def aligned(x: torch.Tensor | None) -> torch.Tensor | None:
 
 def _without_autocast(gemm: Callable[..., torch.Tensor], device: torch.device, *args: object) -> torch.Tensor:
     """An autocast region would run the reference's fp32 matmuls in bf16."""
-    if not torch.is_autocast_enabled(device.type):
+    if not torch._C._is_any_autocast_enabled():
         return gemm(*args)
     with torch.autocast(device.type, enabled=False):
         return gemm(*args)
