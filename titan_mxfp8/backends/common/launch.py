@@ -75,14 +75,22 @@ class Kernel:
                     programs, tensors, sizes, counts, constants, device=device, warps=warps, stages=stages,
                     registers=registers, descriptors=descriptors,
                 )  # fmt: skip
-        dtypes = tuple([None if t is None else t.dtype for t in tensors])
-        key = (device, sizes, constants, warps, stages, registers, dtypes, tuple([d.key for d in descriptors]))
+        dtypes, pointers, bits = [], [], 0
+        for tensor in tensors:
+            if tensor is None:
+                dtypes.append(None)
+                pointers.append(None)
+            else:
+                pointer = tensor.data_ptr()
+                bits |= pointer
+                dtypes.append(tensor.dtype)
+                pointers.append(pointer)
+        blocks = tuple([d.key for d in descriptors]) if descriptors else ()
+        key = (device, sizes, constants, warps, stages, registers, tuple(dtypes), blocks)
         kernel = self.compiled.get(key)
         if kernel is not None and programs and not knobs.runtime.launch_enter_hook.calls:
+            assert not bits & 15, "tensors start at multiples of 16 bytes"
             run, function, metadata = kernel
-            pointers = [None if t is None else t.data_ptr() for t in tensors]
-            for pointer in pointers:
-                assert pointer is None or not pointer & 15, "tensors start at multiples of 16 bytes"
             run(
                 programs, 1, 1, torch._C._cuda_getCurrentRawStream(device.index), function, metadata,
                 None, None, None, *descriptors, *pointers, *sizes, *counts, *constants,

@@ -145,15 +145,16 @@ class Matrices(NamedTuple):
 
 def as_matrices(x: torch.Tensor, axis: int) -> Matrices:
     """``x`` as matrices whose rows are ``axis`` and whose columns are all behind it. Copies where strides need it."""
-    if x.ndim == 2 and axis == 0 and x.stride(1) == 1:  # what most are, without another view
-        batches, (rows, cols), row_stride = 1, x.shape, x.stride(0)
-    else:
+    if axis != x.ndim - 2 or axis > 1:  # a view takes the host as long as all the rest
         x = x.reshape(math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :]))
-        if x.stride(-1) != 1:
-            x = x.contiguous()
-        (batches, rows, cols), row_stride = x.shape, x.stride(1)
-    row_stride = row_stride if rows > 1 else max(row_stride, cols)
-    return Matrices(x, batches, rows, cols, x.stride(0) if batches > 1 else 0, row_stride)
+    strides = x.stride()
+    if strides[-1] != 1:
+        x = x.contiguous()
+        strides = x.stride()
+    *batch, rows, cols = x.shape
+    batches = batch[0] if batch else 1
+    row_stride = strides[-2] if rows > 1 else max(strides[-2], cols)
+    return Matrices(x, batches, rows, cols, strides[0] if batches > 1 else 0, row_stride)
 
 
 def as_rows(x: torch.Tensor) -> Matrices:
@@ -180,9 +181,9 @@ def lies_transposed(x: torch.Tensor) -> bool:
 
 def map_tiles(offs: torch.Tensor, rows: int, tile: Tile, *, tail: bool, alignment: int = BLOCK_SIZE) -> UnitMap:
     """The map of the 32-row blocks of tiles; with ``tail``, whole tiles hold the rows past the last group."""
-    groups = offs.shape[0]
-    kwargs = {"unit": BLOCK_SIZE, "alignment": alignment}
+    groups, unit = offs.shape[0], BLOCK_SIZE
     if not tail:
-        return map_units(offs, rows, units=ragged_rows(rows, groups, alignment) // BLOCK_SIZE, **kwargs)
-    kwargs["tail_alignment"] = tile.rows
-    return map_units(offs, rows, units=units_with_tail(rows, groups, **kwargs), **kwargs)
+        units = ragged_rows(rows, groups, alignment) // unit
+        return map_units(offs, rows, units=units, unit=unit, alignment=alignment)
+    units = units_with_tail(rows, groups, unit=unit, alignment=alignment, tail_alignment=tile.rows)
+    return map_units(offs, rows, units=units, unit=unit, alignment=alignment, tail_alignment=tile.rows)

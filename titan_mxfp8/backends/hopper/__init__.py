@@ -88,12 +88,12 @@ def gemm_m_grouped(
         ValueError: blocks of ``a`` and ``b`` that do not belong together.
     """
     check_m_grouped(a, b)
-    if "bf16" in (a.spec.stored, b.spec.stored) or (a.spec.scale_block, b.spec.scale_block) == ("1x32", "1x32"):
+    blocks = a.spec.scale_block, b.spec.scale_block
+    if "bf16" in (a.spec.stored, b.spec.stored) or blocks == ("1x32", "1x32"):
         return portable.gemm_m_grouped(a, b, offs, bias, out_dtype, zero_tail)
-    if (a.spec.scale_block, b.spec.scale_block) not in (("1x32", "32x32"), ("1x128", "32x128")):
+    if blocks not in (("1x32", "32x32"), ("1x128", "32x128")):
         raise ValueError(
-            f"cannot multiply blocks of {a.spec.scale_block} by blocks of {b.spec.scale_block}: quantise both operands "
-            "as plan() says"
+            f"cannot multiply blocks of {blocks[0]} by blocks of {blocks[1]}: quantise both operands as plan() says"
         )
     return gemm.gemm_m_grouped(a, b, offs, bias, out_dtype, zero_tail)
 

@@ -12,6 +12,8 @@ multiple of 16:
 A tile of 128 rows and 128 columns holds whole blocks of 128 along both axes, and its scales are whole sectors.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -67,7 +69,7 @@ def quantize_both(
 
     Rebased 1x32 blocks that become 32 x 128, which nothing needs along both axes at once, cost two reads.
     """
-    assert last == first and (last.span == 128 or last.block == "32x32"), (last, first)
+    assert last.span == 128 or last.block == "32x32", last
     if last.block == "1x32" and last.lines == 32:
         return quantize(x, x.ndim - 1, last, None), quantize(x, x.ndim - 2, first, offs)
     return quantize_both_by(_LAUNCHES, x, last, first, offs)
@@ -326,7 +328,7 @@ def _launch_tiles(
     tail: bool = True,
 ) -> None:
     matrices, tail = as_matrices(x, x.ndim - 2), tail and source is None
-    tile = _square_tile(x) if last else ROWS_TILE if source else FIRST_TILE
+    tile = _square_tile(x.dtype) if last else ROWS_TILE if source else FIRST_TILE
     line, source_constants = source_of(x, source)
     unit_map = (
         None if offs is None else map_tiles(offs, matrices.rows, tile, tail=tail and last is not None, alignment=128)
@@ -348,7 +350,7 @@ def _launch_tiles(
 
 def _launch_squares(x: torch.Tensor, last: Operand | None, first: Operand | None) -> None:
     spec, matrices = (last or first).spec, as_matrices(x, x.ndim - 2)
-    tile, line, even = _square_tile(x), LINE_BYTES // x.element_size(), spec.stored == "even"
+    tile, line, even = _square_tile(x.dtype), LINE_BYTES // x.element_size(), spec.stored == "even"
     # So that two programs fit on a multiprocessor: Triton 3.6 takes 167 registers, and on an H100 1.3 times as long.
     registers = 128 if even and last and first and spec.elem_dtype == torch.float8_e4m3fn else None
     constants = (
@@ -362,9 +364,10 @@ def _launch_squares(x: torch.Tensor, last: Operand | None, first: Operand | None
     )  # fmt: skip
 
 
-def _square_tile(x: torch.Tensor) -> Tile:
+@cache
+def _square_tile(dtype: torch.dtype) -> Tile:
     """128 rows and 128 columns."""
-    return Tile(rows=128, lines=128 * x.element_size() // LINE_BYTES)
+    return Tile(rows=128, lines=128 * dtype.itemsize // LINE_BYTES)
 
 
 _LAUNCHES = Launches(rows=_launch_rows, tiles=_launch_tiles, squares=_launch_squares)
