@@ -16,7 +16,7 @@ of tokens chooses among constants, a launch of no programs compiles the ones not
 """
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -150,12 +150,16 @@ def _make(base: "torch.Tensor | _Address", layout: TileLayout) -> TensorDescript
     shape = [size or 16 for size in shape]  # an empty tensor's is only compiled for
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     if gluon:
-        shared = NVMMASharedLayout.get_default_for(list(block), _GLUON_DTYPES[dtype])
-        made = GluonDescriptor(base, shape, strides, list(block), shared)
+        made = GluonDescriptor(base, shape, strides, list(block), _shared_layout(block, dtype))
     else:
         made = TensorDescriptor(base, shape, strides, list(block))
     made.key = dtype, block
     return made
+
+
+@cache
+def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> NVMMASharedLayout:
+    return NVMMASharedLayout.get_default_for(list(block), _GLUON_DTYPES[dtype])
 
 
 class _Address:
