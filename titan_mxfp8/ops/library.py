@@ -202,7 +202,7 @@ def aligned(x: torch.Tensor | None) -> torch.Tensor | None:
 
 def _without_autocast(gemm: Callable[..., torch.Tensor], device: torch.device, *args: object) -> torch.Tensor:
     """An autocast region would run the reference's fp32 matmuls in bf16."""
-    if not torch._C._is_any_autocast_enabled():
+    if not torch.is_autocast_enabled(device.type):
         return gemm(*args)
     with torch.autocast(device.type, enabled=False):
         return gemm(*args)
