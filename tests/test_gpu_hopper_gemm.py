@@ -26,8 +26,12 @@ from contract import (
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an SM90 GPU", allow_module_level=True)
 
+from triton.backends.nvidia import driver
+from triton.runtime.driver import driver as drivers
+
 from titan_mxfp8 import mxfp8_grouped_mm
 from titan_mxfp8.backends import Gemm, Plan, hopper
+from titan_mxfp8.backends.common import launch
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.backends.hopper import gemm
 from titan_mxfp8.format import reference
@@ -279,3 +283,17 @@ def test_wgrad_of_uneven_groups_in_bf16_and_fp32() -> None:
     for out_dtype in (BF16, FP32):
         with poisoned_empty():
             judge(hopper.gemm_k_grouped(dy, x, offs.to(DEVICE), out_dtype), expected, REBASED.wgrad, "dw")
+
+
+@pytest.mark.skipif(not hasattr(driver, "_BASE_ARGS_FORMAT"), reason="of Triton 3.6")
+def test_descriptors_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caching allocator gives a step the addresses of the step before."""
+    x, w = torch.randn(256, 256, device=DEVICE, dtype=BF16), torch.randn(3, 256, 256, device=DEVICE, dtype=BF16)
+    offs, counts = make_offs([100, 0, 156], DEVICE), []
+    counting = Mock(side_effect=drivers.active.utils.fill_tma_descriptor)
+    monkeypatch.setattr(drivers.active.utils, "fill_tma_descriptor", counting)
+    launch._kept_descriptor.cache_clear()
+    for _ in range(4):
+        mxfp8_grouped_mm(x, w.mT, offs, recipe="mxfp8_2d_rebased")
+        counts.append(counting.call_count)
+    assert counts[0] == 5 and counts[2] == counts[3]
