@@ -10,9 +10,10 @@ the median the slowest step took, as a step that stalls is a finding. Memory is 
 
 With --repeats N the runs alternate, a b c a b c ...: a run's figures are then the medians over its repeats, ``x`` is
 that of the speed-ups against the first run of the same repeat, and the ranges over the repeats stand beside them.
---profile trains each run once more, for a few steps under the profiler, and adds the share of a step in which the GPU
-was busy (``kernel_times.py``). The files are written after every run and finished runs in OUT are not run again: a
-bench that was cut short goes on.
+--profile trains each run once more, for a few steps under the profiler, and adds in how much of a step the GPU was busy
+(``kernel_times.py``): as a share of that step, in milliseconds, and these as a share of a median step of the other
+repeats, since the profiler keeps the host, not the GPU. Kernels that wait for another GPU are busy here. The files are
+written after every run and finished runs in OUT are not run again: a bench that was cut short goes on.
 
 ``--flavors 17bx16e_2layers 17bx16e_4layers`` trains each run with each of these flavors instead of the TOML's. Where
 they differ in the number of layers, what a layer costs is the difference of the times for a token: embedding, output
@@ -33,7 +34,7 @@ from pathlib import Path
 from statistics import harmonic_mean, median
 
 import torch
-from kernel_times import read_trace
+from kernel_times import Trace, read_trace
 from runs import TRAIN, Run, ending, launch, read_run, split_flags
 
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR, get_recipe
@@ -70,10 +71,10 @@ def flags_of(name: str) -> list[str]:
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """The repeats of a run, and the share of a step in which its GPU was busy, where that was asked for."""
+    """The repeats of a run, and a step of it under the profiler, where that was asked for."""
 
     repeats: list[Run] = field(default_factory=list)
-    busy: float | None = None
+    profiled: Trace | None = None
 
 
 Bench = dict[tuple[str, str], Measured]  # by flavor ("" for the TOML's) and name
@@ -111,8 +112,8 @@ def train(flavor: str, name: str, suffix: str, steps: int, args: argparse.Namesp
     return folder
 
 
-def busy_share(flavor: str, name: str, args: argparse.Namespace) -> float:
-    """The share of a step in which the first process's GPU was busy, from a run of its own: the profiler takes time.
+def profile(flavor: str, name: str, args: argparse.Namespace) -> Trace:
+    """A step of the first process, from a run of its own: the profiler takes time.
 
     Raises:
         ValueError: the run failed, or nothing ran on a GPU.
@@ -122,7 +123,7 @@ def busy_share(flavor: str, name: str, args: argparse.Namespace) -> float:
     traces = list(folder.rglob("rank0_trace.json"))
     if not traces:
         raise ValueError(f"{folder} holds no trace of the profiler")
-    return read_trace(traces[0]).busy_share
+    return read_trace(traces[0])
 
 
 def table(bench: Bench, warmup: int) -> list[dict[str, object]]:
@@ -151,8 +152,14 @@ def table(bench: Bench, warmup: int) -> list[dict[str, object]]:
                 "tokens/s, range": f"{min(speeds):.0f} to {max(speeds):.0f}",
                 "x, range": f"{min(ratios):.3f} to {max(ratios):.3f}",
             }
-        if measured.busy is not None:
-            row["GPU busy"] = round(measured.busy, 3)
+        if measured.profiled is not None:
+            busy = measured.profiled.busy
+            seconds = [time for run in measured.repeats for step, time in run.seconds.items() if step > warmup]
+            row |= {
+                "GPU busy, profiled": round(measured.profiled.busy_share, 3),
+                "GPU busy, ms": round(busy, 1),
+                "GPU busy": round(busy / 1e3 / median(seconds), 3),
+            }
         rows.append(row)
     return rows
 
@@ -257,7 +264,7 @@ def main(argv: Sequence[str]) -> None:
                 print(f"{label(flavor, name)}: not started, the time limit is near; the same command goes on")
                 continue
             if turn == "profile":
-                bench[flavor, name].busy = busy_share(flavor, name, args)
+                bench[flavor, name].profiled = profile(flavor, name, args)
             else:
                 folder = train(flavor, name, f"-repeat{turn}" * (turn > 1), args.steps, args)
                 bench.setdefault((flavor, name), Measured()).repeats.append(read_run(folder))

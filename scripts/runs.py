@@ -17,6 +17,7 @@ TRAIN = ("--local-ranks-filter=0", "-m", "torchtitan.train")  # of the processes
 LOSS = "loss_metrics/global_avg_loss"
 THROUGHPUT = "throughput(tps)"
 MEMORY = "memory/max_reserved(GiB)"
+STEP_TIME = "time_metrics/end_to_end(s)"
 HELD_OUT = "validation_metrics/loss"
 
 
@@ -73,8 +74,8 @@ def ending(log: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Scalars by step: mean loss in nats per token, tokens per second per device, peak memory in GiB, and where there
-    was validation its loss.
+    """Scalars by step: mean loss in nats per token, tokens per second per device, peak memory in GiB, the step's time
+    in seconds, and where there was validation its loss.
 
     ``config`` is TorchTitan's, as the run saved it (``job_config.json``, or wandb's config); empty where it saved none.
     """
@@ -85,6 +86,7 @@ class Run:
     memory: dict[int, float]
     config: dict[str, dict]
     held_out: dict[int, float] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
 
     @property
     def group(self) -> str:
@@ -103,7 +105,7 @@ def read_run(folder: Path) -> Run:
         ValueError: no log there, one without losses, or a ``job_config.json`` that is none.
     """
     folder = folder.resolve()
-    tags, config = (LOSS, THROUGHPUT, MEMORY, HELD_OUT), {}
+    tags, config = (LOSS, THROUGHPUT, MEMORY, HELD_OUT, STEP_TIME), {}
     if logs := tensorboard_logs(folder):
         scalars = read_tensorboard(folder)
     elif logs := wandb_logs(folder):
@@ -120,8 +122,8 @@ def read_run(folder: Path) -> Run:
             config = json.loads(saved.read_text())
         except ValueError as error:
             raise ValueError(f"{saved} is no JSON: {error}; without it configs are not compared") from error
-    loss, tps, memory, held_out = (scalars.get(tag, {}) for tag in tags)
-    return Run(name=folder.name, loss=loss, tps=tps, memory=memory, config=config, held_out=held_out)
+    loss, tps, memory, held_out, seconds = (scalars.get(tag, {}) for tag in tags)
+    return Run(name=folder.name, loss=loss, tps=tps, memory=memory, config=config, held_out=held_out, seconds=seconds)
 
 
 def read_losses(path: Path) -> list[Run]:

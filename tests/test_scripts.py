@@ -636,7 +636,8 @@ def test_train_many_explains_itself(
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What bench_training.py launches, in order. Instead of training, a run of 3 steps is logged: bf16 at 100 tokens/s,
-    its last step at 50, in its second repeat at 125, all others at 200; and a profiler's trace where asked for."""
+    its last step at 50, in its second repeat at 125, all others at 200; and a profiler's trace where asked for. A step
+    is of 0.3 tokens."""
     speeds = {"bf16": (100, 100, 50), "bf16-repeat2": (125, 125, 125)}
     programs: list[list[str]] = []
 
@@ -648,7 +649,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         programs.append(program)
         with SummaryWriter(str(log.parent / "tb")) as writer:
             for step, speed in enumerate(speeds.get(log.parent.name, (200, 200, 200)), 1):
-                for tag, value in ((runs.LOSS, 2.0), (runs.THROUGHPUT, speed), (runs.MEMORY, 4.0)):
+                scalars = {runs.LOSS: 2.0, runs.THROUGHPUT: speed, runs.MEMORY: 4.0, runs.STEP_TIME: 0.3 / speed}
+                for tag, value in scalars.items():
                     writer.add_scalar(tag, value, step)
         if "--profiling.enable_profiling" in program:
             step = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#7", "ts": 0, "dur": 4000}
@@ -725,7 +727,9 @@ def test_bench_training_takes_turns_and_shows_what_strays(tmp_path: Path, launch
     assert (bf16["tokens/s (median, per GPU)"], bf16["tokens/s (mean)"], bf16["repeats"]) == ("112", "100", "2")
     assert (bf16["slowest step / median"], ours["slowest step / median"]) == ("2.0", "1.0")
     assert (bf16["tokens/s, range"], ours["x"], ours["x, range"]) == ("100 to 125", "1.8", "1.600 to 2.000")
-    assert (bf16["GPU busy"], ours["GPU busy"]) == ("0.375", "0.375")
+    assert (bf16["GPU busy, profiled"], ours["GPU busy, profiled"]) == ("0.375", "0.375")
+    # of steps of 2.4 to 6, the median 2.7 ms, and of 1.5 ms
+    assert [(row["GPU busy, ms"], row["GPU busy"]) for row in (bf16, ours)] == [("1.5", "0.556"), ("1.5", "1.0")]
     assert [row["repeat"] for row in rows_of(tmp_path / "data.csv")][:6] == ["1"] * 3 + ["2"] * 3
     assert "--repeats is at least 1, got 0" in call("bench_training", "--repeats", 0)
     quick = bench_training.parse_arguments(["--quick", "--repeats", "3"])
