@@ -10,10 +10,11 @@ the median the slowest step took, as a step that stalls is a finding. Memory is 
 
 With --repeats N the runs alternate, a b c a b c ...: a run's figures are then the medians over its repeats, ``x`` is
 that of the speed-ups against the first run of the same repeat, and the ranges over the repeats stand beside them.
---profile trains each run once more, for a few steps under the profiler, and adds in how much of a step the GPU was busy
-(``kernel_times.py``): as a share of that step, in milliseconds, and these as a share of a median step of the other
-repeats, since the profiler keeps the host, not the GPU. Kernels that wait for another GPU are busy here. The files are
-written after every run and finished runs in OUT are not run again: a bench that was cut short goes on.
+--profile trains each run once more, for a few steps under the profiler, and adds in how much of a step the first GPU
+was busy (``kernel_times.py``), as a share of that step and in milliseconds. The profiler makes the host late, not the
+GPU; so of one process these milliseconds are told as a share of a median step of the other repeats too. Of several that
+would be wrong: kernels that wait for another GPU are busy, and wait for its late host. The files are written after
+every run and finished runs in OUT are not run again: a bench that was cut short goes on.
 
 ``--flavors 17bx16e_2layers 17bx16e_4layers`` trains each run with each of these flavors instead of the TOML's. Where
 they differ in the number of layers, what a layer costs is the difference of the times for a token: embedding, output
@@ -126,7 +127,7 @@ def profile(flavor: str, name: str, args: argparse.Namespace) -> Trace:
     return read_trace(traces[0])
 
 
-def table(bench: Bench, warmup: int) -> list[dict[str, object]]:
+def table(bench: Bench, warmup: int, processes: int) -> list[dict[str, object]]:
     """A row for each run; ``x`` is the speed-up against the first of the same flavor, repeat by repeat."""
     rows: list[dict[str, object]] = []
     first: dict[str, list[float]] = {}
@@ -154,12 +155,10 @@ def table(bench: Bench, warmup: int) -> list[dict[str, object]]:
             }
         if measured.profiled is not None:
             busy = measured.profiled.busy
-            seconds = [time for run in measured.repeats for step, time in run.seconds.items() if step > warmup]
-            row |= {
-                "GPU busy, profiled": round(measured.profiled.busy_share, 3),
-                "GPU busy, ms": round(busy, 1),
-                "GPU busy": round(busy / 1e3 / median(seconds), 3),
-            }
+            row |= {"GPU busy, profiled": round(measured.profiled.busy_share, 3), "GPU busy, ms": round(busy, 1)}
+            if processes == 1:
+                seconds = [time for run in measured.repeats for step, time in run.seconds.items() if step > warmup]
+                row["GPU busy"] = round(busy / 1e3 / median(seconds), 3)
         rows.append(row)
     return rows
 
@@ -205,7 +204,7 @@ def write(bench: Bench, args: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     described = {"config": str(args.config), "flags": " ".join(args.flags), "processes": str(args.ngpu)}
     write_results(args.out, steps, environment(device) | described)
-    write_rows(args.out / "table.csv", table(bench, args.warmup))
+    write_rows(args.out / "table.csv", table(bench, args.warmup, args.ngpu))
     (args.out / "layers.csv").unlink(missing_ok=True)  # of a call with other flavors
     if rows := layer_table(bench, args.warmup):
         write_rows(args.out / "layers.csv", rows)
@@ -274,7 +273,7 @@ def main(argv: Sequence[str]) -> None:
     except ValueError as error:
         sys.exit(f"bench_training: {error}")
     finally:
-        for rows in (table(bench, args.warmup), layer_table(bench, args.warmup)):
+        for rows in (table(bench, args.warmup, args.ngpu), layer_table(bench, args.warmup)):
             if rows:
                 print(format_table(rows))
 

@@ -656,7 +656,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             step = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#7", "ts": 0, "dur": 4000}
             kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1000, "dur": 1500}
             trace = log.parent / "profile_traces" / "iteration_8" / "rank0_trace.json"
-            trace.parent.mkdir(parents=True)
+            trace.parent.mkdir(parents=True, exist_ok=True)
             trace.write_text(json.dumps({"traceEvents": [step, kernel]}))
         return Done()
 
@@ -701,7 +701,7 @@ def test_bench_training_tells_the_time_of_a_layer_from_that_of_the_rest() -> Non
         ("m_4layers", "both"): 26,
     }
     bench = {key: run(key[1], us) for key, us in speeds.items()} | {("m_4layers", "linears"): run("linears", 28)}
-    assert [row["x"] for row in bench_training.table(bench, 1)] == [1.0, 1.111, 1.0, 1.154, 1.071]
+    assert [row["x"] for row in bench_training.table(bench, 1, 1)] == [1.0, 1.111, 1.0, 1.154, 1.071]
     expected = [
         {"model": "m", "run": "bf16", "us per token and layer": 5.0, "x": 1.0},
         {"model": "m", "run": "both", "us per token and layer": 4.0, "x": 1.25},
@@ -731,6 +731,11 @@ def test_bench_training_takes_turns_and_shows_what_strays(tmp_path: Path, launch
     # of steps of 2.4 to 6, the median 2.7 ms, and of 1.5 ms
     assert [(row["GPU busy, ms"], row["GPU busy"]) for row in (bf16, ours)] == [("1.5", "0.556"), ("1.5", "1.0")]
     assert [row["repeat"] for row in rows_of(tmp_path / "data.csv")][:6] == ["1"] * 3 + ["2"] * 3
+    call("bench_training", "--ngpu", 2, *arguments[2:], "bf16")
+    assert (
+        rows_of(tmp_path / "table.csv")[0]["GPU busy, ms"] == "1.5"
+        and "GPU busy" not in rows_of(tmp_path / "table.csv")[0]
+    )
     assert "--repeats is at least 1, got 0" in call("bench_training", "--repeats", 0)
     quick = bench_training.parse_arguments(["--quick", "--repeats", "3"])
     assert (quick.steps, quick.warmup, quick.repeats) == (16, 8, 1)
