@@ -119,7 +119,7 @@ def test_swiglu_compiles_with_its_first_tokens_only(recipe: str, first: int, bac
         u, scores = torch.empty(rows, N, dtype=torch.bfloat16), torch.empty(rows)
         for offs in (None, make_offs(group_sizes("zipf", rows - rows // 7, EXPERTS, seed))):
             module.swiglu(gate, up, None, plan.forward.a, offs)
-            module.swiglu_backward(gate, up, u, scores, None, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b, offs)
+            module.swiglu_backward([gate, up, u], scores, None, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b, offs)
 
     run_swiglu(first, 0)
     expected, variants = set(found), sum(len(kernel.compiled) for kernel in kernels())

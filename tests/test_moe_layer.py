@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_moe
+from titan_mxfp8.ops import experts
 from titan_mxfp8.testing import poisoned_empty, relative_rms
 
 T, D, H, E, K = 300, 96, 160, 6, 3
@@ -173,6 +175,38 @@ def test_without_gradients_nothing_is_kept() -> None:
     mxfp8_moe(**only_x).sum().backward()
     assert layer["x"].grad is not None and layer["w1"].grad is None
     assert torch.equal(out, mxfp8_moe(**frozen))
+
+
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_backward_frees_what_it_has_used(keeps_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pre-activations and w2, kept in FP8, before the gradients of w1 and w3 are made; not if the graph is kept."""
+    forward, quantize_weights, last_part = experts.forward, experts.quantize_weights, experts.backward_w1_w3
+    saved: list[weakref.ref] = []
+    alive: list[int] = []
+
+    def forward_and_refer(*args):
+        y, gate, up = forward(*args)
+        saved.extend(map(weakref.ref, (gate, up)))
+        return y, gate, up
+
+    def quantize_and_refer(*args):
+        made, kept = quantize_weights(*args)
+        saved.append(weakref.ref(kept[2].data))
+        return made, kept
+
+    def count_alive(*args):
+        alive.append(sum(reference() is not None for reference in saved))
+        return last_part(*args)
+
+    monkeypatch.setattr(experts, "forward", forward_and_refer)
+    monkeypatch.setattr(experts, "quantize_weights", quantize_and_refer)
+    monkeypatch.setattr(experts, "backward_w1_w3", count_alive)
+    layer = make_layer()
+    out = mxfp8_moe(**layer, recipe="mxfp8_2d")
+    gradients = torch.autograd.grad(out.sum(), layer["w1"], retain_graph=keeps_graph)
+    assert len(saved) == 3 and alive == [3 if keeps_graph else 0]
+    if keeps_graph:
+        assert torch.equal(*gradients, *torch.autograd.grad(out.sum(), layer["w1"]))
 
 
 def test_a_second_derivative_is_refused() -> None:

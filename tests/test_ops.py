@@ -1,5 +1,6 @@
 """``mxfp8_grouped_mm`` and ``mxfp8_linear``: composition of the GEMMs, gradients, compile, and what bad input gets."""
 
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -592,3 +593,29 @@ def test_bad_linear_input_says_what_to_do(change: dict, message: str) -> None:
     mxfp8_linear(**good)
     with pytest.raises(ValueError, match=message):
         mxfp8_linear(**(good | change))
+
+
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_a_kept_weight_is_freed_before_the_weight_gradient_is_made(
+    keeps_graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize_both, wgrad, kept, alive = library.quantize_both, library.gemm_k_grouped, [], []
+
+    def quantize_and_refer(x: torch.Tensor, *args):
+        made = quantize_both(x, *args)
+        if x.ndim == 3:
+            kept.append(weakref.ref(made[2]))
+        return made
+
+    def look(*args):
+        alive.append(kept[0]() is not None)
+        return wgrad(*args)
+
+    monkeypatch.setattr(library, "quantize_both", quantize_and_refer)
+    monkeypatch.setattr(library, "gemm_k_grouped", look)
+    problem = make_problem()
+    y = mxfp8_grouped_mm(problem["x"], problem["w"].mT, problem["offs"], recipe="mxfp8_2d")
+    gradients = torch.autograd.grad(y, problem["w"], problem["dy"], retain_graph=keeps_graph)
+    assert len(kept) == 1 and alive == [keeps_graph]
+    if keeps_graph:
+        assert torch.equal(*gradients, *torch.autograd.grad(y, problem["w"], problem["dy"]))

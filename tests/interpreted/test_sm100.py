@@ -184,9 +184,9 @@ def test_swiglu_gives_the_portable_kernels_bits(recipe: str) -> None:
         scores = scores if scored else None
         with poisoned_empty():
             ours = [sm100.swiglu(gate, up, limit, specs[0], offs)]
-            ours += sm100.swiglu_backward(gate, up, u, scores, limit, *specs[1:], offs)
+            ours += sm100.swiglu_backward([gate, up, u], scores, limit, *specs[1:], offs)
             theirs = [triton.swiglu(gate, up, limit, rows[0], offs)]
-            theirs += triton.swiglu_backward(gate, up, u, scores, limit, *rows[1:], offs)
+            theirs += triton.swiglu_backward([gate, up, u], scores, limit, *rows[1:], offs)
         assert not scored or torch.equal(ours[-1][:used], theirs[-1][:used])
         for a, b, spec in zip(ours[:-1], theirs[:-1], [*specs[:2], *specs[1:3], specs[2], specs[3]], strict=True):
             assert a.spec == spec
@@ -199,7 +199,7 @@ def test_swiglu_leaves_zeros_in_tiles_of_no_group() -> None:
     gate, up, u, scores, offs = swiglu_inputs([0, 44, 130, 0], 400, 160)
     with poisoned_empty():
         h = sm100.swiglu(gate, up, None, plan.forward.a, offs)
-        made = sm100.swiglu_backward(gate, up, u, scores, None, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b, offs)
+        made = sm100.swiglu_backward([gate, up, u], scores, None, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b, offs)
     for operand in (h, made.dgate_last, made.dup_last):
         assert operand.scale[: 3 * 128].any() and not operand.scale[3 * 128 :].any()
         assert (operand.data[174:].view(torch.uint8) == 0xFF).all()  # as they were
@@ -210,7 +210,7 @@ def test_swiglu_refuses_what_no_plan_has() -> None:
     rows, squares = OperandSpec(), OperandSpec(block="32x32", scales="blocked")
     for specs in ((BLOCKED, rows, rows), (rows, BLOCKED, BLOCKED), (BLOCKED, BLOCKED, UNQUANTIZED), [squares] * 3):
         with pytest.raises(AssertionError):
-            sm100.swiglu_backward(gate, up, u, scores, None, *specs, offs)
+            sm100.swiglu_backward([gate, up, u], scores, None, *specs, offs)
     with pytest.raises(AssertionError):
         sm100.swiglu(gate, up, None, squares, offs)
 

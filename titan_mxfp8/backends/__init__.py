@@ -144,9 +144,7 @@ class Backend(Protocol):
 
     @staticmethod
     def swiglu_backward(
-        gate_MH: torch.Tensor,
-        up_MH: torch.Tensor,
-        u_MH: torch.Tensor,
+        inputs: list[torch.Tensor],
         scores_M: torch.Tensor | None,
         limit: float | None,
         last: OperandSpec,
@@ -157,9 +155,10 @@ class Backend(Protocol):
         """``format.swiglu.backward``, quantised along H to ``last``, along M to ``first``, and s h to ``h_first``.
 
         Args:
-            gate_MH, up_MH, limit: as in ``swiglu``.
-            u_MH: bf16 (M, H), the gradient by h without the score.
+            inputs: gate and up as in ``swiglu``, and u, bf16 (M, H), the gradient by h without the score. The list is
+                emptied, and what nobody else holds is freed before the last results are made.
             scores_M: fp32 (M,), or None for 1.
+            limit: as in ``swiglu``.
             last, first, h_first: of a plan's gradients in dgrad and in wgrad, and of its activations in wgrad.
             offs: as in ``swiglu``; along M blocks restart at each group.
         """

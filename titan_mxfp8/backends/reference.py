@@ -104,9 +104,7 @@ def swiglu(
 
 
 def swiglu_backward(
-    gate_MH: torch.Tensor,
-    up_MH: torch.Tensor,
-    u_MH: torch.Tensor,
+    inputs: list[torch.Tensor],
     scores_M: torch.Tensor | None,
     limit: float | None,
     last: OperandSpec,
@@ -115,7 +113,8 @@ def swiglu_backward(
     offs: torch.Tensor | None,
 ) -> SwigluGradients:
     """``Backend.swiglu_backward``."""
-    dgate, dup, sh, dscores = definition.backward(gate_MH, up_MH, u_MH, scores_M, limit)
+    dgate, dup, sh, dscores = definition.backward(*inputs, scores_M, limit)
+    inputs.clear()
     (dgate_last, dgate_first), (dup_last, dup_first) = (quantize_both(t, last, first, offs) for t in (dgate, dup))
     return SwigluGradients(dgate_last, dup_last, dgate_first, dup_first, quantize(sh, 0, h_first, offs), dscores)
 

@@ -27,7 +27,7 @@ from titan_mxfp8.ops import experts
 from titan_mxfp8.ops.checks import check_devices, check_dtype, check_features
 from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.ops.library import Operator, aligned
-from titan_mxfp8.ops.matmul import Once
+from titan_mxfp8.ops.matmul import Once, release_saved_tensors
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 Rows = Literal["counted", "worst_case"]
@@ -176,7 +176,9 @@ class _MoE(torch.autograd.Function):
     @staticmethod
     def gradients(ctx, g_TD):
         tensors = ctx.saved_tensors  # activation checkpointing hands them out once
-        weights, saved = tensors[:6], tensors[6:]
+        release_saved_tensors(ctx)
+        weights, saved = tensors[:6], list(tensors[6:])
+        del tensors  # so that moe_backward alone has what was saved
         needs = list(ctx.needs_input_grad[3:9])
         dx_TD, *rest = moe_backward(g_TD, saved, *weights, ctx.scored, needs, ctx.layer)
         dscores_TK = rest.pop(0) if ctx.scored else None
@@ -276,26 +278,27 @@ def moe_backward(
     layer: str,
 ) -> list[torch.Tensor]:
     """The gradients: of x (T, D) in bf16 or the dtype of ``g``, with ``scored`` of the scores (T, K), and those of the
-    weights and biases that ``needs`` names."""
+    weights and biases that ``needs`` names. The list ``saved`` is emptied, and each of its tensors freed after its use,
+    if nothing else holds it."""
     device, weights = g.device, Weights(*map(aligned, (w1, w3, w2)), b1, b3, b2)
     config = _Layer.of_key(layer)
     plan, kernels, transport = config.plan(device), backends.load(config.backend, device), config.connect(device)
     fields = len(Landing._fields)
-    landing, (gate, up), rest = Landing(*saved[:fields]), saved[fields : fields + 2], saved[fields + 2 :]
+    landing, preactivations, rest = Landing(*saved[:fields]), saved[fields : fields + 2], saved[fields + 2 :]
+    saved.clear()
     x_spec, g_spec = experts.row_spec(plan.forward.a), experts.row_spec(plan.dgrad.a)
     x = _of_parts(rest[: _part_count(x_spec)], x_spec)
     kept = rest[_part_count(x_spec) :]
     dgrad, tensors = plan.dgrad.b, len(kept) // 3
     quantized = [Operand(*[*kept[i : i + tensors], None][:2], dgrad, 1) for i in range(0, len(kept), tensors or 1)]
-    quantized = quantized or [None] * 3
+    del rest, kept
     offs, scores = landing.offs, landing.scores if scored else None
     g_rows = _of_parts(transport.resend(_to_parts(kernels.quantize(aligned(g), 1, g_spec, None)), landing), g_spec)
     made, dscores_M, dw2, db2 = experts.backward_w2(
-        g_rows, gate, up, scores, weights, quantized[2], needs, offs, config.limit, plan, kernels
+        g_rows, preactivations, scores, weights, quantized, needs, offs, config.limit, plan, kernels
     )
     del g_rows  # before the rows' gradient, the largest of all, is made; so `made` is emptied too
-    w1_w3 = None if quantized[0] is None else quantized[:2]
-    rows, (dw1, dw3), (db1, db3) = experts.backward_w1_w3(made, x, weights, w1_w3, needs, offs, plan, kernels)
+    rows, (dw1, dw3), (db1, db3) = experts.backward_w1_w3(made, x, weights, quantized, needs, offs, plan, kernels)
     dx, dscores = transport.combine(rows, False, dscores_M, landing, g.dtype)
     wanted = [grad for grad, needed in zip((dw1, dw3, dw2, db1, db3, db2), needs, strict=True) if needed]
     return [dx, *([dscores] if scored else []), *wanted]

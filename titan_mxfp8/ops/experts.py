@@ -91,11 +91,10 @@ def forward(
 
 def backward_w2(
     g: Operand,
-    gate: torch.Tensor,
-    up: torch.Tensor,
+    preactivations: list[torch.Tensor],
     scores: torch.Tensor | None,
     weights: Weights,
-    w2: Operand | None,
+    quantized: list[Operand],
     needs: list[bool],
     offs: torch.Tensor,
     limit: float | None,
@@ -107,23 +106,25 @@ def backward_w2(
 
     Args:
         g: (M, D) of ``row_spec(plan.dgrad.a)``, not yet multiplied by the scores.
-        gate, up: as ``forward`` returned them.
+        preactivations: gate and up, as ``forward`` returned them; the list is emptied, so that they are freed after
+            their use.
         scores: float32 (M,), or None where outputs are not multiplied by any.
         weights: as they are, in high precision.
-        w2: of ``plan.dgrad.b``, or None: it is quantised again.
+        quantized: w1, w3 and w2 of ``plan.dgrad.b``, of which w2 is taken out; or none: it is quantised again.
         needs: which gradients of ``weights`` are wanted.
     """
-    w2 = w2 or kernels.quantize(weights.w2, 1, plan.dgrad.b, None)
-    u = _gemm(_as_multiplied(g, plan.dgrad.a, offs, kernels), w2, None, offs, kernels)
+    w2 = quantized.pop() if quantized else kernels.quantize(weights.w2, 1, plan.dgrad.b, None)
+    preactivations.append(_gemm(_as_multiplied(g, plan.dgrad.a, offs, kernels), w2, None, offs, kernels))  # u
+    del w2
     specs = plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
-    *made, sh_first, dscores = kernels.swiglu_backward(gate, up, u, scores, limit, *specs, offs)
-    del u, w2
+    *made, sh_first, dscores = kernels.swiglu_backward(preactivations, scores, limit, *specs, offs)
     dw2 = db2 = None
     if needs[2]:
         g_first = _along_tokens(g, plan.wgrad.a, offs, kernels)
         dw2 = kernels.gemm_k_grouped(g_first, sh_first, offs, weights.w2.dtype)
     if weights.b2 is not None:
-        values, expert_M = _values(g, offs, kernels).float(), _expert_of_rows(offs, gate.shape[0])
+        values = _values(g, offs, kernels).float()
+        expert_M = _expert_of_rows(offs, values.shape[0])
         if scores is not None:
             products = (values * weights.b2.float()[expert_M.clamp(max=offs.numel() - 1)]).sum(1)
             dscores = dscores + products
@@ -136,7 +137,7 @@ def backward_w1_w3(
     made: list[Operand],
     x: Operand,
     weights: Weights,
-    quantized: list[Operand] | None,
+    quantized: list[Operand],
     needs: list[bool],
     offs: torch.Tensor,
     plan: Plan,
@@ -147,9 +148,9 @@ def backward_w1_w3(
     Args:
         made: the operands that ``backward_w2`` returned; the list is emptied, so that each is freed after its use.
         x: as ``forward`` took it.
-        quantized: w1 and w3 of ``plan.dgrad.b``, or None.
+        quantized: w1 and w3 of ``plan.dgrad.b``, emptied too; or none: they are quantised again.
     """
-    dgate, dup, dgate_first, dup_first = made
+    *along_hidden, dgate_first, dup_first = made
     made.clear()
     dweights: list[torch.Tensor | None] = [None, None]
     if needs[0] or needs[1]:
@@ -161,12 +162,17 @@ def backward_w1_w3(
             dweights[1] = kernels.gemm_k_grouped(dup_first, x_first, offs, weights.w3.dtype)
         del dup_first, x_first
     dbiases: list[torch.Tensor | None] = [None, None]
-    for i, (operand, bias) in enumerate(((dgate, weights.b1), (dup, weights.b3))):
+    for i, bias in enumerate((weights.b1, weights.b3)):
         if needs[3 + i]:
-            values = _values(operand, offs, kernels).float()
+            values = _values(along_hidden[i], offs, kernels).float()
             dbiases[i] = _sum_rows(values, _expert_of_rows(offs, values.shape[0]), offs).to(bias.dtype)
-    w1, w3 = quantized or [kernels.quantize(w, 1, plan.dgrad.b, None) for w in (weights.w1, weights.w3)]
-    return [_gemm(dgate, w1, None, offs, kernels), _gemm(dup, w3, None, offs, kernels)], dweights, dbiases
+            del values
+    rows = []
+    for weight in (weights.w1, weights.w3):
+        w = quantized.pop(0) if quantized else kernels.quantize(weight, 1, plan.dgrad.b, None)
+        rows.append(_gemm(along_hidden.pop(0), w, None, offs, kernels))
+        del w
+    return rows, dweights, dbiases
 
 
 def _expert_of_rows(offs: torch.Tensor, rows: int) -> torch.Tensor:

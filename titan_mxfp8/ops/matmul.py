@@ -196,6 +196,7 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def gradients(ctx, dy_MN):
         x, x_scale, w, w_scale, offs = ctx.saved_tensors
+        release_saved_tensors(ctx)
         specs, backend = ctx.specs, ctx.backend
         needs_dx, needs_dw, needs_dbias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
         dx_MK = dw_ENK = dbias_EN = None
@@ -209,6 +210,7 @@ class _Matmul(torch.autograd.Function):
         if needs_dx:
             w_dgrad = [w, w_scale] if ctx.keeps_w else library.quantize(w, 1, specs.w_dgrad, None, backend)
             dx_MK = dgrad(dy_dgrad, specs.dy_dgrad, w_dgrad, specs.w_dgrad, offs, ctx.x_dtype, backend)
+            del dy_dgrad, w_dgrad, w, w_scale
         if needs_dw:
             x_wgrad = [x] if x_scale is None else [x, x_scale]
             if ctx.rows_spec:
@@ -218,6 +220,13 @@ class _Matmul(torch.autograd.Function):
         if needs_dbias:
             dbias_EN = _bias_grad(dy_MN, offs).to(ctx.bias_dtype)
         return dx_MK, None, None, None, dw_ENK, dbias_EN, *[None] * 7
+
+
+def release_saved_tensors(ctx: torch.autograd.function.FunctionCtx) -> None:
+    """Leaves what ``ctx.saved_tensors`` has just given to the caller alone, to free it within backward, unless the
+    graph is kept for another backward. What autograd itself does when backward has returned, and torch.compile here."""
+    if not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()
 
 
 class Once(torch.autograd.Function):

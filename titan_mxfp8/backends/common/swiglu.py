@@ -75,9 +75,7 @@ def swiglu(
 
 
 def swiglu_backward(
-    gate_MH: torch.Tensor,
-    up_MH: torch.Tensor,
-    u_MH: torch.Tensor,
+    inputs: list[torch.Tensor],
     scores_M: torch.Tensor | None,
     limit: float | None,
     last: OperandSpec,
@@ -89,10 +87,15 @@ def swiglu_backward(
     assert _form(first) == _form(h_first) and _form(first) not in ("even", "across"), (first, h_first)
     roundings = {spec.rounding for spec in (last, first, h_first) if spec.is_quantized}
     assert len(roundings) <= 1 and (not first.is_quantized or first.elem_dtype == last.elem_dtype), (last, first)
-    gate, up, u = matrices_of(gate_MH, up_MH, u_MH)
+    gate, up, u = matrices_of(*inputs)
+    inputs.clear()
     groups = None if offs is None else offs.shape[0]
-    operands = [spec.empty(gate.x, 1, None) for spec in (last, last)]
-    operands += [spec.empty(gate.x, 0, groups) for spec in (first, first, h_first)]
+    operands = [last.empty(gate.x, 1, None) for _ in range(2)]
+    if first == last and not last.is_quantized:  # the same values along either axis: stored once, and again
+        operands += [operand._replace(axis=0) for operand in operands]
+    else:
+        operands += [first.empty(gate.x, 0, groups) for _ in range(2)]
+    operands.append(h_first.empty(gate.x, 0, groups))
     is_transposed = operands[-1].scale is not None
     tile, warps = (TRANSPOSED_TILE, 8) if is_transposed else (VALUES_TILE, 4)
     unit_map = None if offs is None else map_tiles(offs, gate.rows, tile, tail=False, alignment=first.span)
@@ -119,15 +122,12 @@ def swiglu_backward(
 
 
 def gradients(
-    gate_MH: torch.Tensor,
-    up_MH: torch.Tensor,
-    u_MH: torch.Tensor,
-    scores_M: torch.Tensor | None,
-    limit: float | None,
-    offs: torch.Tensor | None,
+    inputs: list[torch.Tensor], scores_M: torch.Tensor | None, limit: float | None, offs: torch.Tensor | None
 ) -> definition.Gradients:
-    """``format.swiglu.backward`` itself, nothing quantised; rows at and past ``offs[-1]`` are not computed."""
-    gate, up, u = matrices_of(gate_MH, up_MH, u_MH)
+    """``format.swiglu.backward`` itself of gate, up and u, nothing quantised; rows at and past ``offs[-1]`` are not
+    computed. The list is emptied."""
+    gate, up, u = matrices_of(*inputs)
+    inputs.clear()
     dgate, dup, sh = (torch.empty_like(gate.x, memory_format=torch.contiguous_format) for _ in range(3))
     dscores = None if scores_M is None else scores_M.new_empty(gate.rows)
     _GRADIENTS.launch(

@@ -114,9 +114,7 @@ def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype:
 
 
 def swiglu_backward(
-    gate_MH: torch.Tensor,
-    up_MH: torch.Tensor,
-    u_MH: torch.Tensor,
+    inputs: list[torch.Tensor],
     scores_M: torch.Tensor | None,
     limit: float | None,
     last: OperandSpec,
@@ -127,9 +125,11 @@ def swiglu_backward(
     """``Backend.swiglu_backward``. What is rebased along both axes goes through bf16: on an H200, 131072 x 2048, one
     kernel that made everything from the three inputs took 3.4 ms."""
     if first.span != 128:
-        return fused.swiglu_backward(gate_MH, up_MH, u_MH, scores_M, limit, last, first, h_first, offs)
-    dgate, dup, sh, dscores = fused.gradients(gate_MH, up_MH, u_MH, scores_M, limit, offs)
+        return fused.swiglu_backward(inputs, scores_M, limit, last, first, h_first, offs)
+    dgate, dup, sh, dscores = fused.gradients(inputs, scores_M, limit, offs)
     dgate_last, dgate_first = hopper.quantize_groups(dgate, last, first, offs)
+    del dgate
     dup_last, dup_first = hopper.quantize_groups(dup, last, first, offs)
+    del dup
     _, sh_first = hopper.quantize_groups(sh, None, h_first, offs)
     return SwigluGradients(dgate_last, dup_last, dgate_first, dup_first, sh_first, dscores)

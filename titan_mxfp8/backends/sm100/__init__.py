@@ -73,9 +73,7 @@ def swiglu(
 
 
 def swiglu_backward(
-    gate_MH: torch.Tensor,
-    up_MH: torch.Tensor,
-    u_MH: torch.Tensor,
+    inputs: list[torch.Tensor],
     scores_M: torch.Tensor | None,
     limit: float | None,
     last: OperandSpec,
@@ -86,7 +84,7 @@ def swiglu_backward(
     """``Backend.swiglu_backward``."""
     is_blocked = "blocked" in (last.scales, first.scales, h_first.scales)
     kernels = fused if is_blocked else triton
-    return kernels.swiglu_backward(gate_MH, up_MH, u_MH, scores_M, limit, last, first, h_first, offs)
+    return kernels.swiglu_backward(inputs, scores_M, limit, last, first, h_first, offs)
 
 
 def _in_rows(spec: OperandSpec) -> OperandSpec:

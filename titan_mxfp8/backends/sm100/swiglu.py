@@ -45,9 +45,7 @@ def swiglu(
 
 
 def swiglu_backward(
-    gate_MH: torch.Tensor,
-    up_MH: torch.Tensor,
-    u_MH: torch.Tensor,
+    inputs: list[torch.Tensor],
     scores_M: torch.Tensor | None,
     limit: float | None,
     last: OperandSpec,
@@ -58,7 +56,8 @@ def swiglu_backward(
     """``Backend.swiglu_backward`` with blocked scales along H, and blocked ones or bf16 along M."""
     assert last.scales == "blocked" and last.block == "1x32", last
     assert first == h_first and first in (last, UNQUANTIZED), (last, first, h_first)
-    gate, up, u = matrices_of(gate_MH, up_MH, u_MH)
+    gate, up, u = matrices_of(*inputs)
+    inputs.clear()
     groups, device = None if offs is None else offs.shape[0], gate.x.device
     operands = [last.empty(gate.x, 1, groups) for _ in range(2)]
     operands += [first.empty(gate.x, 0, groups) for _ in range(3)]
