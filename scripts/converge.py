@@ -4,12 +4,13 @@ Runs go seed by seed, all recipes of one before the next: what counts are pairs 
 interrupted study has as many pairs of each recipe as there was time for. ``bf16`` is the TOML without its model
 converters. Behind a recipe may stand:
 
-    +rebase    with ``hopper_rebase``: ``mxfp8+rebase`` is the same as ``mxfp8_rebased``
-    +experts   with the routed experts alone converted
-    +linears   with the linears alone converted
-    +dispatch  with ``quantize.grouped_mm.mx.dispatch = "auto"``: MoE layers send their tokens themselves. ``bf16``
-               then converts the experts with recipe ``bf16``, the control, which quantises nothing, and no linears
-    +repeat    the same once more: what runs differ by that differ in nothing
+    +rebase      with ``hopper_rebase``: ``mxfp8+rebase`` is the same as ``mxfp8_rebased``
+    +experts     with the routed experts alone converted
+    +linears     with the linears alone converted
+    +dispatch    with ``quantize.grouped_mm.mx.dispatch = "auto"``: MoE layers send their tokens themselves. ``bf16``
+                 then converts the experts with recipe ``bf16``, the control, which quantises nothing, and no linears
+    +requantize  with ``requantize_input``: backward quantises inputs again from the FP8 rows that forward multiplied
+    +repeat      the same once more: what runs differ by that differ in nothing
 
 Each run has its own folder ``OUT/<recipe>-seed<k>``, and a file ``finished.json`` there once it is over: a study that
 is started again skips those runs, continues the others from their last checkpoint, and runs those again that have none.
@@ -41,7 +42,7 @@ from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
 ROOT = Path(__file__).resolve().parent.parent
 CONVERTERS = (GROUPED_MM, LINEAR)
 ALONE = {"experts": (GROUPED_MM,), "linears": (LINEAR,)}
-OPTIONS = {"rebase", "dispatch", "repeat", *ALONE}
+OPTIONS = {"rebase", "dispatch", "requantize", "repeat", *ALONE}
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 
 
@@ -85,7 +86,7 @@ def parts(recipe: str) -> tuple[str, list[str]]:
         raise ValueError(f"--recipes has {recipe!r}: behind a recipe stand, once, {', '.join(sorted(OPTIONS))}")
     for wrong, why in (
         (set(ALONE) <= set(options), "+experts and +linears exclude each other"),
-        (name == BF16.name and set(ALONE) & set(options), "bf16 converts nothing"),
+        (name == BF16.name and {"requantize", *ALONE} & set(options), "bf16 converts nothing"),
         ({"linears", "dispatch"} <= set(options), "+linears dispatch nothing"),
     ):
         if wrong:
@@ -112,6 +113,8 @@ def flags_of(run: StudyRun, config: Path, checkpoint_every: int) -> list[str]:
     flags += [f"--{converter}.recipe_name={name}" for converter in converters]
     if "rebase" in options:
         flags += [f"--{converter}.hopper_rebase" for converter in converters]
+    if "requantize" in options:
+        flags += [f"--{converter}.requantize_input" for converter in converters]
     if "dispatch" in options:
         flags.append(f"--{GROUPED_MM}.dispatch=auto")
     if checkpoint_every:

@@ -517,6 +517,7 @@ def test_converge_compares_all_finished_runs_of_its_folder(
         (["train_configs/debug_llama4.toml", "--recipes", "mxfp8+experts+linears"], "exclude each other"),
         (["train_configs/debug_llama4.toml", "--recipes", "mxfp8+linears+dispatch"], "+linears dispatch nothing"),
         (["train_configs/debug_llama4.toml", "--recipes", "bf16+experts"], "'bf16+experts': bf16 converts nothing"),
+        (["train_configs/debug_llama4.toml", "--recipes", "bf16+requantize"], "bf16 converts nothing"),
         (["linears.toml", "--recipes", "mxfp8+experts"], "mxfp8+experts needs quantize.grouped_mm.mx"),
         (["train_configs/debug_llama4.toml", "--recipes", "bf16+repeat+repeat"], "'bf16+repeat+repeat': behind a"),
         (["train_configs/debug_llama4.toml", "--recipes", "bf16+rebase"], "'bf16' quantises nothing"),
@@ -551,6 +552,10 @@ def test_converge_refuses_a_bad_study(
         (
             "mxfp8+experts+dispatch",
             ["--model.converters=GROUPED", "--GROUPED.recipe_name=mxfp8", "--GROUPED.dispatch=auto"],
+        ),
+        (
+            "mxfp8+linears+requantize",
+            ["--model.converters=LINEAR", "--LINEAR.recipe_name=mxfp8", "--LINEAR.requantize_input"],
         ),
         ("mxfp8_2d+repeat", ["--GROUPED.recipe_name=mxfp8_2d", "--LINEAR.recipe_name=mxfp8_2d"]),
         (
