@@ -6,6 +6,7 @@ layer too.
 
 import os
 import sys
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -93,7 +94,9 @@ def main() -> None:
         else:
             raise AssertionError("the CPU has no peers' memory")
     print(f"rank {dist.get_rank()} agrees")
+    group = weakref.ref(dist.group.WORLD)
     dist.destroy_process_group()
+    assert device != "cpu" or group() is None, "gloo's threads go on while Python ends, which may abort"
 
 
 if __name__ == "__main__":

@@ -138,17 +138,12 @@ class _Layer(NamedTuple):
 
     def connect(self, device: torch.device) -> Transport:
         group = dist.distributed_c10d._resolve_process_group(self.group) if self.group else None
-        return _transport(self.transport, group, device)[0]
+        return choose(self.transport, group, device)[0]
 
 
 @cache
 def _plan(recipe: str, backend: str, device: torch.device) -> Plan:
     return backends.plan(Recipe.of_key(recipe), backend, device)
-
-
-@cache
-def _transport(transport: str, group: dist.ProcessGroup | None, device: torch.device) -> tuple[Transport, str]:
-    return choose(transport, group, device)
 
 
 class _MoE(torch.autograd.Function):
