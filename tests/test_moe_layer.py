@@ -19,21 +19,23 @@ RECIPE_NAMES = ("mxfp8", "mxfp8_2d", "mxfp8_e5m2_grad", "mxfp8_2d_wgrad_bf16", "
 GRADIENTS = ("x", "scores", "w1", "w3", "w2", "b1", "b3", "b2")
 
 
-def make_layer(biases: bool = False, tokens: int = T, experts: int = E, slots: int = K) -> dict[str, torch.Tensor]:
+def make_layer(
+    biases: bool = False, tokens: int = T, experts: int = E, slots: int = K, d: int = D, h: int = H
+) -> dict[str, torch.Tensor]:
     """Inputs of ``mxfp8_moe``; half of the tokens' first choice is expert 0, and the last expert gets none."""
     logits = torch.randn(tokens, experts)
     logits[: tokens // 2, 0] += 9
     logits[:, -1] -= 99
     scores, ids = torch.sigmoid(logits).topk(slots, dim=1)
     layer = {
-        "x": torch.randn(tokens, D, dtype=torch.bfloat16),
+        "x": torch.randn(tokens, d, dtype=torch.bfloat16),
         "scores": scores,
-        "w1": (torch.randn(experts, H, D) / D**0.5).bfloat16(),
-        "w3": (torch.randn(experts, H, D) / D**0.5).bfloat16(),
-        "w2": (torch.randn(experts, D, H) / H**0.5).bfloat16(),
+        "w1": (torch.randn(experts, h, d) / d**0.5).bfloat16(),
+        "w3": (torch.randn(experts, h, d) / d**0.5).bfloat16(),
+        "w2": (torch.randn(experts, d, h) / h**0.5).bfloat16(),
     }
     if biases:
-        layer |= {"b1": torch.randn(experts, H), "b3": torch.randn(experts, H), "b2": torch.randn(experts, D)}
+        layer |= {"b1": torch.randn(experts, h), "b3": torch.randn(experts, h), "b2": torch.randn(experts, d)}
         layer |= {name: layer[name].bfloat16() for name in ("b1", "b3", "b2")}
     return {name: value.requires_grad_() for name, value in layer.items()} | {"expert_ids": ids}
 
@@ -51,14 +53,15 @@ def in_fp64(
     """Output and gradients, expert by expert."""
     inputs = {name: layer[name].detach().double().requires_grad_() for name in GRADIENTS if name in layer}
     x, scores, ids = inputs["x"], inputs["scores"], layer["expert_ids"]
-    zero = torch.zeros(())
+    experts = layer["w1"].shape[0]
+    none = x.new_zeros(experts, 1)
     out = torch.zeros_like(x)
-    for e in range(layer["w1"].shape[0]):
+    for e in range(experts):
         token, slot = (ids == e).nonzero(as_tuple=True)
         rows = x[token] * scores[token, slot, None] if scores_first else x[token]
-        gate = rows @ inputs["w1"][e].T + inputs.get("b1", zero.expand(E, 1))[e]
-        up = rows @ inputs["w3"][e].T + inputs.get("b3", zero.expand(E, 1))[e]
-        y = activation(gate, up, limit) @ inputs["w2"][e].T + inputs.get("b2", zero.expand(E, 1))[e]
+        gate = rows @ inputs["w1"][e].T + inputs.get("b1", none)[e]
+        up = rows @ inputs["w3"][e].T + inputs.get("b3", none)[e]
+        y = activation(gate, up, limit) @ inputs["w2"][e].T + inputs.get("b2", none)[e]
         out = out.index_add(0, token, y if scores_first else y * scores[token, slot, None])
     out.backward(dy.double())
     return {"out": out} | {name: value.grad for name, value in inputs.items()}
