@@ -292,7 +292,7 @@ def test_descriptors_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     offs, counts = make_offs([100, 0, 156], DEVICE), []
     counting = Mock(side_effect=drivers.active.utils.fill_tma_descriptor)
     monkeypatch.setattr(drivers.active.utils, "fill_tma_descriptor", counting)
-    launch._kept_descriptor.cache_clear()
+    launch.kept_descriptor.cache_clear()
     for _ in range(4):
         mxfp8_grouped_mm(x, w.mT, offs, recipe="mxfp8_2d_rebased")
         counts.append(counting.call_count)

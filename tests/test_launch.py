@@ -65,7 +65,7 @@ def wrapped(launcher: Recorder, metas: tuple[dict, ...]):
 
 def make_descriptors(pointer: int, count: int) -> tuple[launch.TensorDescriptor, ...]:
     layout = launch.TileLayout(torch.bfloat16, SHAPE, (64, 128))
-    return tuple(launch._kept_descriptor(pointer + i * 2 * math.prod(SHAPE), layout) for i in range(count))
+    return tuple(launch.kept_descriptor(pointer + i * 2 * math.prod(SHAPE), layout) for i in range(count))
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

@@ -5,7 +5,10 @@ stored in bf16, else FP8 elements and their scales. Beside them it takes the key
 that the fakes need to know.
 """
 
+import importlib
 from collections.abc import Callable
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch._ops import OpOverload
@@ -31,13 +34,30 @@ class Operator:
         self.function = function
         schema = torch.library.infer_schema(function, mutates_args=())
         _LIBRARY.define(function.__name__ + schema, tags=torch.Tag.pt2_compliant_tag)
-        _LIBRARY.impl(function.__name__, function, "CompositeExplicitAutograd")
+        _LIBRARY.impl(function.__name__, self.run, "CompositeExplicitAutograd")
         self.overload: OpOverload = getattr(torch.ops.titan_mxfp8, function.__name__).default
 
     def __call__(self, *args: object) -> object:
         if torch.compiler.is_compiling() or _modes() or not _are_plain(args):
             return self.overload(*args)
+        return self.run(*args)
+
+    def run(self, *args: object) -> object:
+        """The implementation."""
         return self.function(*args)
+
+
+class KernelOperator(Operator):
+    """One of a backend. Where on a GPU it allocates and launches, and nothing else, that is replayed."""
+
+    def run(self, *args: object) -> object:
+        return _replay().call(self.function, args) if args[0].is_cuda else self.function(*args)
+
+
+@cache
+def _replay() -> ModuleType:
+    """Imported where there is a GPU, as it imports Triton."""
+    return importlib.import_module("titan_mxfp8.backends.common.replay")
 
 
 def _modes() -> int:
@@ -54,7 +74,7 @@ def _are_plain(args: tuple[object, ...]) -> bool:
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, list, str, int, bool, torch.dtype, type(None)))
 
 
-@Operator
+@KernelOperator
 def quantize(x: torch.Tensor, axis: int, spec: str, offs: torch.Tensor | None, backend: str) -> list[torch.Tensor]:
     """``Backend.quantize`` of the spec with this key."""
     check_offs_values(offs, x.shape[0 if spec_of(spec).groups_rows else axis])
@@ -67,7 +87,7 @@ def _(x, axis, spec, offs, backend):
     return _tensors(spec_of(spec).empty(x, axis, None if offs is None else offs.shape[0]))
 
 
-@Operator
+@KernelOperator
 def quantize_both(
     x: torch.Tensor, last: str, first: str, offs: torch.Tensor | None, backend: str
 ) -> list[torch.Tensor]:
@@ -84,7 +104,7 @@ def _(x, last, first, offs, backend):
     return _tensors(_empty_last(x, last, offs)) + _tensors(along_first)
 
 
-@Operator
+@KernelOperator
 def requantize(
     rows: torch.Tensor,
     scale: torch.Tensor,
@@ -105,7 +125,7 @@ def _(rows, scale, rows_spec, axis, spec, offs, backend):
     return _tensors(spec_of(spec).empty(rows, axis, None if offs is None else offs.shape[0]))
 
 
-@Operator
+@KernelOperator
 def gemm_m_grouped(
     a: torch.Tensor,
     a_scale: torch.Tensor | None,
@@ -134,7 +154,7 @@ def _(a, a_scale, a_spec, b, b_scale, b_spec, b_axis, offs, bias, out_dtype, bac
     return a.new_empty((a.shape[0], b.shape[_features(b_spec, b_axis)]), dtype=out_dtype)
 
 
-@Operator
+@KernelOperator
 def gemm_k_grouped(
     a: torch.Tensor,
     a_scale: torch.Tensor | None,

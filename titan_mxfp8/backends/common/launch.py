@@ -17,6 +17,7 @@ of tokens chooses among constants, a launch of no programs compiles the ones not
 
 import inspect
 import math
+import threading
 from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -36,6 +37,25 @@ _GLUON_DTYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float32: gl.float32,
 }
+
+
+class Launched(NamedTuple):
+    """A launch of a compiled kernel: its launcher (``launcher``), and what that was given; tensors for addresses."""
+
+    kernel: Callable[[int, int, tuple, tuple], None]
+    programs: int
+    descriptors: tuple[TensorDescriptor | GluonDescriptor, ...]
+    tensors: tuple[torch.Tensor | None, ...]
+    numbers: tuple
+
+
+class _Watched(threading.local):
+    """While ``replay`` watches a thread: its launches, None for one of a kernel that was not compiled before."""
+
+    launches: list[Launched | None] | None = None
+
+
+watched = _Watched()
 
 
 class Kernel:
@@ -93,12 +113,17 @@ class Kernel:
         if kernel is not None and programs and not knobs.runtime.launch_enter_hook.calls:
             assert not bits & 15, "tensors start at multiples of 16 bytes"
             stream = torch._C._cuda_getCurrentRawStream(device.index)
-            kernel(programs, stream, descriptors, (*pointers, *sizes, *counts, *constants))
+            numbers = *sizes, *counts, *constants
+            kernel(programs, stream, descriptors, (*pointers, *numbers))
+            if watched.launches is not None:
+                watched.launches.append(Launched(kernel, programs, descriptors, tensors, numbers))
             return False
         args = *descriptors, *map(_as_bytes, tensors), *sizes, *counts, *constants
         options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
         options = {name: value for name, value in options.items() if value is not None}
         is_new = key not in self.compiled
+        if watched.launches is not None and (is_new or programs):
+            watched.launches.append(None)
         if is_new and isinstance(self.function, JITFunction):  # else Triton interprets
             kernel = self.function.warmup(*args, grid=(1,), **options)
         # Loads it too, which waits for what runs: later that would stall a step of training. Off the GPU, where Triton
@@ -192,13 +217,13 @@ def descriptor(x: torch.Tensor, layout: TileLayout) -> TensorDescriptor | GluonD
     Those of GPU tensors are kept: the caching allocator gives the same addresses in every step.
     """
     if x.is_cuda:
-        return _kept_descriptor(x.data_ptr(), layout)
+        return kept_descriptor(x.data_ptr(), layout)
     dtype, shape, _, _, offset = layout
     return _make(x.view(-1)[offset : offset + math.prod(shape)].view(dtype).view(shape), layout)
 
 
 @lru_cache(maxsize=4096)
-def _kept_descriptor(pointer: int, layout: TileLayout) -> TensorDescriptor | GluonDescriptor:
+def kept_descriptor(pointer: int, layout: TileLayout) -> TensorDescriptor | GluonDescriptor:
     return _make(_Address(pointer + layout.offset * layout.dtype.itemsize, layout.dtype), layout)
 
 
@@ -211,6 +236,7 @@ def _make(base: "torch.Tensor | _Address", layout: TileLayout) -> TensorDescript
     else:
         made = TensorDescriptor(base, shape, strides, list(block))
     made.key = dtype, block
+    made.tile_layout = layout
     made.encoded = {}  # by its formats, see _Format
     return made
 

@@ -1,0 +1,368 @@
+"""Operators that launch what they launched before: nothing that reaches a kernel differs. On a CPU that passes for a
+GPU, whose kernels only note what they are given; test_gpu_replay.py has real ones."""
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, quantize
+from titan_mxfp8.backends.common import gemm, launch, replay
+from titan_mxfp8.backends.hardware import Hardware
+from titan_mxfp8.backends.hopper import gemm as hopper
+from titan_mxfp8.moe import layer
+from titan_mxfp8.ops import library, matmul
+from titan_mxfp8.testing import group_sizes, make_offs
+
+EXPERTS, N, K = 3, 96, 160
+
+
+class Calls:
+    """Calls of operators, as ``replay.call`` gets them: what each launched, with addresses as (tensor, offset), and
+    whether its implementation ran."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple] = []
+        self.allocated: list[torch.Tensor] = []
+        self.how: list[str] = []  # they were allocated
+        self.log: list[tuple] = []
+        self.ran: list[bool] = []
+        self.implementations = 0
+        self._counted: dict[Callable, Callable] = {}
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        if function not in self._counted:
+            self._counted[function] = self._count(function)
+        self.launches.clear()
+        self.allocated.clear()
+        self.how.clear()
+        before = self.implementations
+        result = replay.call(self._counted[function], args)
+        self.ran.append(self.implementations > before)
+        known = [a for a in args if isinstance(a, torch.Tensor)] + self.allocated
+        results = result if isinstance(result, list) else [result]
+        returned = [(self._place(r.data_ptr(), known), r.shape, r.stride(), r.dtype) for r in results]
+        launches = []
+        for kernel, programs, descriptors, arguments in self.launches:
+            bases = [(self._place(d.base.data_ptr(), known), d.tile_layout) for d in descriptors]
+            launches.append((kernel, programs, bases, [self._place(a, known) for a in arguments]))
+        allocated = [(how, a.shape, a.dtype) for how, a in zip(self.how, self.allocated, strict=True)]
+        self.log.append((function.__name__, returned, allocated, launches))
+        return result
+
+    def kernel(self, name: object) -> Callable[[int, int, tuple, tuple], None]:
+        """A compiled kernel's launcher."""
+        return lambda programs, stream, *given: self.launches.append((name, programs, *given))
+
+    def _count(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            self.implementations += 1
+            return function(*args)
+
+        return counted
+
+    @staticmethod
+    def _place(number: object, known: list[torch.Tensor]) -> object:
+        """An address as whose it is, "elsewhere" if nobody's here; other things as they are."""
+        for i, tensor in enumerate(known):
+            if type(number) is int and 0 <= number - tensor.data_ptr() < replay._extent(tensor):
+                return "address", i, number - tensor.data_ptr()
+        return "elsewhere" if type(number) is int and number > 2**40 else number
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    made = Calls()
+
+    def kept(function: Callable[..., torch.Tensor], how: str) -> Callable[..., torch.Tensor]:
+        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+            made.allocated.append(function(*args, **kwargs))
+            made.how.append(how)
+            return made.allocated[-1]
+
+        return call
+
+    for owner, name, how in ((torch, "empty", "any"), (torch, "zeros", "zeros"), (torch.Tensor, "new_empty", "any")):
+        monkeypatch.setattr(owner, name, kept(getattr(owner, name), how))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(library.KernelOperator, "run", lambda operator, *args: made(operator.function, *args))
+    return made
+
+
+@pytest.fixture(params=[Hardware("sm_90", "NVIDIA H200"), Hardware("sm_80", "NVIDIA A100")], ids=["hopper", "triton"])
+def gpu(request, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A backend on a GPU where everything is compiled."""
+    caches = backends.load, matmul._planned
+    for module in (backends, gemm):
+        monkeypatch.setattr(module, "hardware_of", lambda device: request.param)
+    for module in (gemm, hopper):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+
+    def descriptor(x: torch.Tensor, layout: launch.TileLayout) -> launch.TensorDescriptor:
+        return launch.kept_descriptor(x.data_ptr(), layout)
+
+    for module in (gemm, hopper):
+        monkeypatch.setattr(module, "descriptor", descriptor)
+
+    class Compiled(dict):
+        def get(self, key: tuple) -> Callable[[int, int, tuple, tuple], None]:
+            return calls.kernel(key)
+
+    real = launch.Kernel.launch
+
+    def launch_compiled(kernel: launch.Kernel, *args: Any, **kwargs: Any) -> bool:
+        return real(SimpleNamespace(function=kernel.function, compiled=Compiled()), *args, **kwargs)
+
+    monkeypatch.setattr(launch.Kernel, "launch", launch_compiled)
+    for cache in caches:
+        cache.cache_clear()
+    yield "hopper" if request.param.arch == "sm_90" else "triton"
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ["linear", "grouped", "strided", "prequantised", "requantised"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d", "mxfp8_wgrad_bf16", "mxfp8_2d_rebased"])
+def test_what_is_launched_again_is_what_was_launched(recipe: str, kind: str, gpu: str, calls: Calls) -> None:
+    if gpu != "hopper" and recipe.endswith("rebased"):
+        pytest.skip("hopper alone rebases")
+
+    def step(rows: int, seed: int) -> list[tuple]:
+        """The calls of forward and backward, on tensors that lie elsewhere each time."""
+        calls.log, calls.ran, calls.implementations = [], [], 0
+        torch.manual_seed(seed)
+        x = torch.randn(K, rows).bfloat16().T if kind == "strided" else torch.randn(rows, K).bfloat16()
+        x.requires_grad_()
+        w = torch.randn(EXPERTS, N, K).bfloat16().requires_grad_()
+        if kind == "linear":
+            y = mxfp8_linear(x, w[1], recipe=recipe)
+        else:
+            offs = make_offs(group_sizes("zipf", rows - rows // 7, EXPERTS, seed))
+            x = quantize(x) if kind == "prequantised" else x
+            y = mxfp8_grouped_mm(x, w.mT, offs, recipe=recipe, requantize_input=kind == "requantised")
+        y.backward(torch.randn_like(y))
+        here.append((x, w, y))  # not freed, so that the next tensors cannot lie there
+        return calls.log
+
+    here: list[tuple] = []
+    steps = [step(300, seed) for seed in range(4)]
+    # All is known by now, but for what is more than launches: a copy of x, whose rows are not contiguous; torch's GEMM.
+    assert calls.implementations == (kind == "strided") + (gpu == "triton" and recipe == "mxfp8_wgrad_bf16")
+    replayed = [i for i, ran in enumerate(calls.ran) if not ran]
+    assert len(replayed) >= 4 and all(steps[0][i][-1] for i in replayed)
+    for calls_of_step in steps[1:]:
+        assert [calls_of_step[i] for i in replayed] == [steps[0][i] for i in replayed]
+    other = step(301, 4)
+    assert sum(calls.ran) >= len(other) - 2 and other != steps[0]  # the weight's are known
+
+
+def test_which_operators_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs alone; and not those of a MoE layer, in which the host looks at sizes."""
+    monkeypatch.setattr(replay, "call", lambda function, args: (function, args))
+    on_gpu, on_cpu = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
+    operators = {name: value for name, value in vars(library).items() if isinstance(value, library.Operator)}
+    assert operators.keys() == {"quantize", "quantize_both", "requantize", "gemm_m_grouped", "gemm_k_grouped"}
+    for operator in operators.values():
+        function = operator.function
+        assert operator.run(on_gpu, 7) == (function, (on_gpu, 7))
+        monkeypatch.setattr(operator, "function", lambda *args: args)
+        assert operator.run(on_cpu, 7) == (on_cpu, 7)
+    for operator in (layer.moe_forward, layer.moe_backward):
+        monkeypatch.setattr(operator, "function", lambda *args: args)
+        assert operator.run(on_gpu, 7) == (on_gpu, 7)
+
+
+def launches_a_kernel(calls: Calls) -> Callable[..., torch.Tensor]:
+    def function(x: torch.Tensor, *numbers: object) -> torch.Tensor:
+        buffer, out = torch.zeros(12, dtype=torch.int32), torch.empty(x.shape)
+        tensors = (x, buffer[4:], out, None)
+        layouts = (launch.TileLayout(torch.int32, (4,), (4,), offset=offset) for offset in (0, 4))
+        descriptors = tuple(launch.kept_descriptor(buffer[4:].data_ptr(), layout) for layout in layouts)
+        kernel = calls.kernel("kernel")
+        kernel(5, 0, descriptors, (*[t if t is None else t.data_ptr() for t in tensors], *numbers))
+        if launch.watched.launches is not None:
+            launch.watched.launches.append(launch.Launched(kernel, 5, descriptors, tensors, numbers))
+        return out
+
+    return function
+
+
+def test_what_a_call_is_known_by(calls: Calls) -> None:
+    function, other = launches_a_kernel(calls), launches_a_kernel(calls)
+    x = torch.randn(64, 32)
+    square = x[:32]
+    variants = [(x,), (x, 7), (x, "floor"), (square,), (square.T,), (x.bfloat16(),), (x[:, :16],)]
+    for times in (1, 2, 2, 2):
+        for args in variants:
+            calls(function, *args)
+        calls(other, x)
+        assert calls.implementations == times * (len(variants) + 1)
+    assert calls.log[: len(variants) + 1] * 4 == calls.log
+
+
+def unchanged(calls: Calls) -> tuple[Callable[..., Any], tuple]:
+    return lambda x: x, (torch.randn(4, 4),)
+
+
+def returns_a_part(calls: Calls) -> tuple[Callable[..., Any], tuple]:
+    function = launches_a_kernel(calls)
+    return lambda x: function(x)[:2], (torch.randn(4, 4),)
+
+
+def copies(calls: Calls) -> tuple[Callable[..., Any], tuple]:
+    function = launches_a_kernel(calls)
+    return lambda x: function(x.T.contiguous()), (torch.randn(4, 8),)
+
+
+def copies_in_inference_mode(calls: Calls) -> tuple[Callable[..., Any], tuple]:
+    """There a mode sees contiguous(), which says of itself that it is a view, and not the copy in it."""
+    function = launches_a_kernel(calls)
+
+    @torch.inference_mode()
+    def copy(x: torch.Tensor) -> torch.Tensor:
+        x.T.contiguous()
+        return function(x)
+
+    return copy, (torch.randn(4, 8),)
+
+
+def changes_its_result(calls: Calls) -> tuple[Callable[..., Any], tuple]:
+    function = launches_a_kernel(calls)
+    return lambda x: function(x).add_(1), (torch.randn(4, 8),)
+
+
+def shares_memory(calls: Calls) -> tuple[Callable[..., Any], tuple]:
+    x = torch.randn(8, 8)
+    return launches_a_kernel(calls), (x, x[4:])
+
+
+def has_no_memory(calls: Calls) -> tuple[Callable[..., Any], tuple]:
+    return launches_a_kernel(calls), (torch.randn(0, 8),)
+
+
+def launches_with_an_address_of_its_own(calls: Calls) -> tuple[Callable[..., Any], tuple]:
+    kept, function = torch.randn(8), launches_a_kernel(calls)
+
+    def launch_it(x: torch.Tensor) -> torch.Tensor:
+        if launch.watched.launches is not None:
+            launch.watched.launches.append(launch.Launched(calls.kernel("other"), 1, (), (kept,), ()))
+        return function(x)
+
+    return launch_it, (torch.randn(4, 4),)
+
+
+def compiles(calls: Calls) -> tuple[Callable[..., Any], tuple]:
+    class Interpreted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args, **options: None
+
+    def compile_it(x: torch.Tensor) -> torch.Tensor:
+        launch.Kernel(Interpreted()).launch(1, (x,), (), (), (), device=x.device)
+        return torch.empty(4, 4)
+
+    return compile_it, (torch.randn(4, 4),)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        unchanged,
+        returns_a_part,
+        copies,
+        copies_in_inference_mode,
+        changes_its_result,
+        shares_memory,
+        has_no_memory,
+        launches_with_an_address_of_its_own,
+        compiles,
+    ],
+)
+def test_what_is_more_than_launches_is_not_replayed(make: Callable, calls: Calls) -> None:
+    function, args = make(calls)
+    for _ in range(4):
+        calls(function, *args)
+    assert calls.implementations == 4 and list(replay._known.values()) in ([None], [1])
+
+
+def test_a_tensor_that_starts_elsewhere_than_at_16_bytes_is_not_replayed(calls: Calls) -> None:
+    function, wide = launches_a_kernel(calls), torch.randn(65)
+    for first in (0, 0, 0, 1):
+        calls(function, wide[first : first + 64])
+    assert calls.implementations == 3
+
+
+def test_what_is_not_watched_now_is_watched_later(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call amid another thread's, with a tensor that starts elsewhere than at 16 bytes, and one that compiles."""
+    function, wide, compiled = launches_a_kernel(calls), torch.randn(65), False
+
+    def compiles_at_times(x: torch.Tensor) -> torch.Tensor:
+        if launch.watched.launches is not None and not compiled:
+            launch.watched.launches.append(None)
+        return function(x)
+
+    calls(compiles_at_times, wide[:64])
+    calls(compiles_at_times, wide[1:])
+    with replay._watching:
+        calls(compiles_at_times, wide[:64])
+    calls(compiles_at_times, wide[:64])
+    assert calls.implementations == 4
+    compiled = True
+    calls(compiles_at_times, wide[:64])
+    calls(compiles_at_times, wide[:64])
+    assert calls.implementations == 5 and not replay._watching.locked()
+
+
+def test_an_error_ends_the_watching(calls: Calls) -> None:
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no")
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no"):
+            calls(fails, torch.randn(4, 4))
+    assert launch.watched.launches is None and not replay._watching.locked()
+
+
+def test_other_threads_are_not_watched(calls: Calls) -> None:
+    function, other = launches_a_kernel(calls), torch.randn(2, 2)
+
+    def launches_elsewhere(x: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=function, args=(other,))
+        thread.start()
+        thread.join()
+        return function(x)
+
+    x = torch.randn(4, 4)
+    for _ in range(3):
+        calls(launches_elsewhere, x)
+    assert [len(launches) for *_, launches in calls.log] == [2, 2, 1]
+
+
+def test_no_more_is_kept_than_so_many_calls(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is replayed outlives what came but once."""
+    monkeypatch.setattr(replay, "_MOST", 8)
+    function = launches_a_kernel(calls)
+    for rows in range(1, 30):
+        calls(function, torch.randn(rows, 4))
+        calls(function, torch.randn(40, 4))
+        assert len(replay._known) <= 8
+    assert calls.implementations == 29 + 2
+    for rows in range(50, 70):
+        for _ in range(3):
+            calls(function, torch.randn(rows, 4))
+        assert len(replay._known) <= 8
+    assert calls.implementations == 29 + 2 + 2 * 20
+
+
+def test_hooks_of_profilers_see_every_launch(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Triton, which ``Kernel.launch`` goes back to as soon as there is one."""
+    function, x = launches_a_kernel(calls), torch.randn(4, 4)
+    for _ in range(3):
+        calls(function, x)
+    assert calls.implementations == 2
+    monkeypatch.setattr(replay.knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
+    calls(function, x)
+    assert calls.implementations == 3

@@ -1,0 +1,232 @@
+"""Operators that launch what they have launched before, without the Python that decided what that is.
+
+What an operator here does on the host (which kernels, in what order, with which numbers, on how much memory) is decided
+by the shapes, strides and dtypes of its tensors and by its other arguments. Their values are on the GPU, where the host
+does not look. So of calls that are alike in these, the first ones run as they are written, then one is watched, and
+after it the same allocations and launches are made with other addresses.
+
+A call that does anything else, such as copying an argument or calling torch's GEMM, is never replayed. What a recording
+takes for granted besides is what a process does not change: the GPU, and the backend that ``auto`` chooses for it.
+"""
+
+import operator
+import threading
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
+
+from titan_mxfp8.backends.common.launch import (
+    GluonDescriptor,
+    Launched,
+    TensorDescriptor,
+    TileLayout,
+    kept_descriptor,
+    watched,
+)
+
+_aten = torch.ops.aten
+_ALLOCATIONS = {_aten.empty.memory_format: "empty", _aten.new_empty.default: "empty", _aten.zeros.default: "zeros"}
+_MOST = 16384  # calls that are known: a model's linears have some dozens
+
+# In every step a rank's experts may have another number of tokens, and a call with it comes up to twelve times: with w1
+# and w3, for x and its gradient, in forward, recomputed, in backward. Watching those would take longer than it saves.
+_UNWATCHED = 16
+
+_watching = threading.Lock()
+_known: dict[tuple, "_Recording | int | None"] = {}  # a number: calls so far; None: not to be replayed
+
+
+def call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """``function(*args)``, by what it launched before where that is known.
+
+    Args:
+        function: an operator's implementation, which returns a tensor or a list of them.
+        args: of it. The first is a GPU tensor; those that are no tensors have a hash.
+    """
+    device = args[0].device
+    if torch._C._cuda_getDevice() != device.index or knobs.runtime.launch_enter_hook.calls:
+        return function(*args)
+    key = (function, device, *[(a.shape, a.stride(), a.dtype) if isinstance(a, torch.Tensor) else a for a in args])
+    known = _known.get(key, 0)
+    if known is None:
+        return function(*args)
+    if type(known) is int and known < _UNWATCHED:
+        if len(_known) >= _MOST:
+            _forget_rare()
+        _known[key] = known + 1
+        return function(*args)
+    pointers = [a.data_ptr() for a in args if isinstance(a, torch.Tensor)]
+    bits = 0
+    for pointer in pointers:
+        bits |= pointer
+    if bits & 15:  # what is not aligned is copied
+        return function(*args)
+    if type(known) is _Recording:
+        return known.replay(pointers, device)
+    if not _watching.acquire(blocking=False):  # modes of two threads would leave torch's flags set
+        return function(*args)
+    try:
+        with _Watch() as watch:
+            result = function(*args)
+    finally:
+        _watching.release()
+    if None not in watch.launches:
+        _known[key] = watch.recording(args, result)
+    return result
+
+
+def _forget_rare() -> None:
+    for key, known in list(_known.items()):
+        if type(known) is int:
+            _known.pop(key, None)  # another thread may be here too
+    if len(_known) > _MOST // 2:
+        _known.clear()
+
+
+def forget() -> None:
+    """For tests that change what a process does not change: nothing that was launched before is known any more."""
+    _known.clear()
+
+
+class _Place(NamedTuple):
+    """An address: so many bytes into an argument or, counted on, an allocation."""
+
+    tensor: int
+    offset: int
+
+
+class _Again(NamedTuple):
+    """A launch with places for addresses; see ``launch.Launched``."""
+
+    kernel: Callable[[int, int, tuple, tuple], None]
+    programs: int
+    descriptors: tuple[tuple[_Place, TileLayout], ...]
+    tensors: tuple[_Place | None, ...]
+    numbers: tuple
+
+
+class _Recording(NamedTuple):
+    """What a call allocates and launches, and which allocations it returns: one, or several as a list."""
+
+    allocations: tuple[tuple[str, torch.Size, torch.dtype], ...]  # the first: torch's function
+    launches: tuple[_Again, ...]
+    returned: int | tuple[int, ...]
+
+    def replay(self, pointers: list[int], device: torch.device) -> torch.Tensor | list[torch.Tensor]:
+        """The call again; ``pointers``: of its tensors, to which those of the allocations are added."""
+        allocated = []
+        for how, shape, dtype in self.allocations:
+            tensor = getattr(torch, how)(shape, dtype=dtype, device=device)
+            allocated.append(tensor)
+            pointers.append(tensor.data_ptr())
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        for kernel, programs, descriptors, tensors, numbers in self.launches:
+            kernel(
+                programs,
+                stream,
+                tuple([kept_descriptor(pointers[i] + offset, layout) for (i, offset), layout in descriptors]),
+                (*[place if place is None else pointers[place[0]] + place[1] for place in tensors], *numbers),
+            )
+        if isinstance(self.returned, int):
+            return allocated[self.returned]
+        return [allocated[i] for i in self.returned]
+
+
+class _Watch(TorchDispatchMode):
+    """Sees what is allocated and launched within, and whether anything else is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated: list[tuple[str, torch.Tensor]] = []
+        self.launches: list[Launched | None] = []
+        self.does_more = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _ALLOCATIONS:
+            self.allocated.append((_ALLOCATIONS[func], out))
+        elif not (func.is_view and _share_storage(args[0], out)):  # contiguous() says that it is a view
+            self.does_more = True
+        return out
+
+    def __enter__(self) -> "_Watch":
+        watched.launches = self.launches
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        watched.launches = None
+        super().__exit__(*exception)
+
+    def recording(self, args: tuple[Any, ...], result: torch.Tensor | list[torch.Tensor]) -> _Recording | None:
+        """What to do again; None if that is not the whole of it, or if it cannot be told whose an address is."""
+        if self.does_more:
+            return None
+        given = [a for a in args if isinstance(a, torch.Tensor)]
+        allocated = [tensor for _, tensor in self.allocated]
+        try:
+            places = _Places(given + allocated)
+            launches = tuple(
+                _Again(
+                    launch.kernel,
+                    launch.programs,
+                    tuple((places.of(_start(d)), d.tile_layout) for d in launch.descriptors),
+                    tuple(None if tensor is None else places.of(tensor.data_ptr()) for tensor in launch.tensors),
+                    launch.numbers,
+                )
+                for launch in self.launches
+            )
+            results = result if isinstance(result, list) else [result]
+            returned = tuple(places.of(tensor.data_ptr()).tensor - len(given) for tensor in results)
+        except LookupError:
+            return None
+        if any(i < 0 or not _is_alike(tensor, allocated[i]) for i, tensor in zip(returned, results, strict=True)):
+            return None
+        allocations = tuple((how, tensor.shape, tensor.dtype) for how, tensor in self.allocated)
+        return _Recording(allocations, launches, returned if isinstance(result, list) else returned[0])
+
+
+class _Places:
+    """Whose an address is, among tensors that share no memory.
+
+    Raises:
+        LookupError: they do share memory; of an address that is nobody's.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        self.order = sorted(range(len(tensors)), key=lambda i: tensors[i].data_ptr())
+        self.starts = [tensors[i].data_ptr() for i in self.order]
+        self.ends = [start + _extent(tensors[i]) for start, i in zip(self.starts, self.order, strict=True)]
+        if self.starts != sorted({*self.starts}) or any(map(operator.gt, self.ends, self.starts[1:])):
+            raise LookupError("shared memory")
+
+    def of(self, address: int) -> _Place:
+        at = bisect_right(self.starts, address) - 1
+        if at < 0 or address >= self.ends[at]:
+            raise LookupError("nobody's address")
+        return _Place(self.order[at], address - self.starts[at])
+
+
+def _start(descriptor: TensorDescriptor | GluonDescriptor) -> int:
+    """The address of the tensor that a descriptor was made of."""
+    layout = descriptor.tile_layout
+    return descriptor.base.data_ptr() - layout.offset * layout.dtype.itemsize
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the start of the first element to the end of the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _share_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _is_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) == (
+        other.data_ptr(), other.shape, other.stride(), other.dtype,
+    )  # fmt: skip
