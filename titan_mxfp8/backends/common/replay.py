@@ -50,7 +50,16 @@ def call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     device = args[0].device
     if torch._C._cuda_getDevice() != device.index or knobs.runtime.launch_enter_hook.calls:
         return function(*args)
-    key = (function, device, *[(a.shape, a.stride(), a.dtype) if isinstance(a, torch.Tensor) else a for a in args])
+    parts, pointers, bits = [function, device], [], 0
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            pointer = arg.data_ptr()
+            pointers.append(pointer)
+            bits |= pointer
+            parts.append((arg.shape, arg.stride(), arg.dtype))
+        else:
+            parts.append(arg)
+    key = tuple(parts)
     known = _known.get(key, 0)
     if known is None:
         return function(*args)
@@ -59,10 +68,6 @@ def call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             _forget_rare()
         _known[key] = known + 1
         return function(*args)
-    pointers = [a.data_ptr() for a in args if isinstance(a, torch.Tensor)]
-    bits = 0
-    for pointer in pointers:
-        bits |= pointer
     if bits & 15:  # what is not aligned is copied
         return function(*args)
     if type(known) is _Recording:
