@@ -126,22 +126,18 @@ def test_layers_of_a_trained_size(recipe: str) -> None:
     """Those of the flavor moe_320m: each row is right, and no layer's forward changes what another one keeps."""
     if not backends_of(recipe):
         pytest.skip("needs Hopper")
-    check_many_rows(recipe, "cuda", tokens=16384)
-
-
-def check_many_rows(recipe: str, device: str, tokens: int) -> None:
-    layers = [make_layer(tokens=tokens, experts=32, slots=4, d=768, h=512) for _ in range(3)]
-    layers = [{k: v.detach().to(device).requires_grad_(v.requires_grad) for k, v in x.items()} for x in layers]
+    layers = [on_gpu(make_layer(tokens=16384, experts=32, slots=4, d=768, h=512)) for _ in range(3)]
     dys = [torch.randn_like(layer["x"]) for layer in layers]
     alone = [run(layer, dy, recipe=recipe) for layer, dy in zip(layers, dys, strict=True)]
-    limits = (0.006, 0.03) if recipe == "bf16" else (0.075, 0.2)
+    # With 1,024 tokens on a CPU 0.0039 and 0.069 of everything, 0.0074 and 0.144 of a row.
+    limit, row_limit = (0.006, 0.03) if recipe == "bf16" else (0.075, 0.2)
     for layer, dy, ours in zip(layers, dys, alone, strict=True):
         for name, value in in_fp64(layer, dy).items():
             error = ours[name].double() - value
-            assert error.norm() < limits[0] * value.norm(), (name, error.norm() / value.norm())
+            assert error.norm() < limit * value.norm(), (name, error.norm() / value.norm())
             if name != "scores":
                 of_rows = error.norm(dim=-1) / value.norm(dim=-1).clamp(min=1e-3 * value.norm(dim=-1).amax())
-                assert of_rows.amax() < limits[1], (name, of_rows.amax())
+                assert of_rows.amax() < row_limit, (name, of_rows.amax())
     with poisoned_empty():
         outs = [mxfp8_moe(**layer, recipe=recipe) for layer in layers]
         for out, dy in reversed(list(zip(outs, dys, strict=True))):

@@ -295,7 +295,7 @@ def test_a_tensor_that_starts_elsewhere_than_at_16_bytes_is_not_replayed(calls: 
     assert calls.implementations == 3
 
 
-def test_what_is_not_watched_now_is_watched_later(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_watched_now_is_watched_later(calls: Calls) -> None:
     """A call amid another thread's, with a tensor that starts elsewhere than at 16 bytes, and one that compiles."""
     function, wide, compiled = launches_a_kernel(calls), torch.randn(65), False
 

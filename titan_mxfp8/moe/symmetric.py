@@ -220,14 +220,14 @@ def symmetric_available(group: dist.ProcessGroup, device: torch.device) -> tuple
     others' memory, and is tried out: a container or a driver may refuse what the GPUs could do.
     """
     if device.type != "cuda" or torch.version.hip or not runs_triton(hardware_of(device)):
-        return False, "it needs NVIDIA GPUs of SM80 or newer"  # not kept, see below
+        return False, "it needs NVIDIA GPUs of SM80 or newer"
     return _try_out(group, device)
 
 
 @cache
 def _try_out(group: dist.ProcessGroup, device: torch.device) -> tuple[bool, str]:
-    """Keeps the group until the process ends. Nothing may keep one of gloo alone, for which no GPU is: a thread of it
-    that frees its last tensor while Python ends aborts the process."""
+    """``symmetric_available`` on GPUs, once for each group. The cache keeps the group until the process ends, which a
+    group of CPUs must not be: a thread of gloo that frees its last tensor while Python ends aborts the process."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = socket.gethostname(), boot.read_text() if boot.exists() else ""
     gathered = _gather((host, str(torch.cuda.get_device_properties(device).uuid)), group)

@@ -48,7 +48,7 @@ class Operator:
 
 
 class KernelOperator(Operator):
-    """One of a backend. Where on a GPU it allocates and launches, and nothing else, that is replayed."""
+    """One that a backend implements. Calls that on a GPU allocate and launch, and do nothing else, are replayed."""
 
     def run(self, *args: object) -> object:
         return _replay().call(self.function, args) if args[0].is_cuda else self.function(*args)

@@ -50,7 +50,7 @@ class Launched(NamedTuple):
 
 
 class _Watched(threading.local):
-    """While ``replay`` watches a thread: its launches, None for one of a kernel that was not compiled before."""
+    """While ``replay`` watches a thread: its launches, with None for any but of a kernel that was compiled before."""
 
     launches: list[Launched | None] | None = None
 

@@ -32,8 +32,8 @@ _aten = torch.ops.aten
 _ALLOCATIONS = {_aten.empty.memory_format: "empty", _aten.new_empty.default: "empty", _aten.zeros.default: "zeros"}
 _MOST = 16384  # calls that are known: a model's linears have some dozens
 
-# In every step a rank's experts may have another number of tokens, and a call with it comes up to twelve times: with w1
-# and w3, for x and its gradient, in forward, recomputed, in backward. Watching those would take longer than it saves.
+# In every step a rank's experts may have another number of tokens, and a call with it comes several times: with w1 and
+# w3, for x and its gradient, in forward, recomputed, in backward. Watching those would take longer than it saves.
 _UNWATCHED = 16
 
 _watching = threading.Lock()
@@ -98,7 +98,8 @@ def forget() -> None:
 
 
 class _Place(NamedTuple):
-    """An address: so many bytes into an argument or, counted on, an allocation."""
+    """An address: bytes from the start of a tensor. The call's arguments that are tensors come first, numbered from 0,
+    and after them its allocations."""
 
     tensor: int
     offset: int
@@ -122,7 +123,7 @@ class _Recording(NamedTuple):
     returned: int | tuple[int, ...]
 
     def replay(self, pointers: list[int], device: torch.device) -> torch.Tensor | list[torch.Tensor]:
-        """The call again; ``pointers``: of its tensors, to which those of the allocations are added."""
+        """Makes the call again. To ``pointers``, of its arguments that are tensors, those of allocations are added."""
         allocated = []
         for how, shape, dtype in self.allocations:
             tensor = getattr(torch, how)(shape, dtype=dtype, device=device)
