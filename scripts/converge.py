@@ -216,19 +216,28 @@ def fits(run: StudyRun, standing: dict[StudyRun, str], deadline: float, args: ar
     return not alike or time.monotonic() + min(alike) < deadline
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raises ValueError for what would fail later, and OSError if the study's folder cannot be written."""
-    if not args.config.is_file():
-        raise ValueError(f"{args.config} is no file; ls train_configs")
-    for flag, values in (("--recipes", args.recipes), ("--seeds", args.seeds)):
-        for value in values:
-            if values.count(value) > 1:  # two runs would write one folder
-                raise ValueError(f"{flag} has {value} twice")
-    converters = as_list(tomllib.loads(args.config.read_text()).get("model", {}).get("converters", []))
-    for recipe in args.recipes:
+def check_recipes(config: Path, recipes: Sequence[str]) -> None:
+    """Raises ValueError for recipes that there are not, or twice, or that a TOML has not the converters for."""
+    if not config.is_file():
+        raise ValueError(f"{config} is no file; ls train_configs")
+    check_once("--recipes", recipes)
+    converters = as_list(tomllib.loads(config.read_text()).get("model", {}).get("converters", []))
+    for recipe in recipes:
         needed = converters_of(recipe)
         if needed and not set(needed) & set(converters):
-            raise ValueError(f"{args.config} has model.converters = {converters}: {recipe} needs {' or '.join(needed)}")
+            raise ValueError(f"{config} has model.converters = {converters}: {recipe} needs {' or '.join(needed)}")
+
+
+def check_once(flag: str, values: Sequence[object]) -> None:
+    for value in values:
+        if values.count(value) > 1:
+            raise ValueError(f"{flag} has {value} twice")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ValueError for what would fail later, and OSError if the study's folder cannot be written."""
+    check_recipes(args.config, args.recipes)
+    check_once("--seeds", args.seeds)  # two runs would write one folder
     gpus = torch.cuda.device_count()
     if gpus and args.ngpu > gpus:
         raise ValueError(f"--ngpu {args.ngpu}, but this machine has {gpus} GPUs")

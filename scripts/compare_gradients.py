@@ -1,0 +1,248 @@
+"""What a recipe does to the gradients of a model while it is trained: errors against fp32 at the same weights and data.
+
+    torchrun --nproc-per-node=1 scripts/compare_gradients.py train_configs/moe_320m.toml --steps 500 1500 \\
+        --recipes bf16 mxfp8_2d mxfp8_2d+dispatch --out results/<date>_<device>_gradients -- FLAGS OF TORCHTITAN
+
+Curves of losses say, after many seeds, that two recipes train differently, and not why. Here one training, in the first
+of the recipes, stops after each of ``--steps``. Then its next ``--batches``, which it is not trained with, go forward
+and backward through a model of each recipe that has its weights, and through one in fp32: no autocast, experts one by
+one, not compiled. Recipes are those of ``converge.py``. In one process, on a GPU or a CPU.
+
+With g the gradient of a batch in fp32, q a recipe's and e = q - g; a row is a recipe's kind of parameter (layer numbers
+as ``*``), over all parameters of that kind:
+
+    error     sqrt(sum over batches of |e|^2 / sum of |g|^2)
+    mean      |mean of e| / |mean of g|: what of the errors stays when batches are averaged, as an optimizer does
+    by chance what ``mean`` would be expected to be if the errors of different batches were independent, and 0 on the
+              whole: sqrt(sum of |e|^2) / n / |mean of g|
+    along     <mean of q, mean of g> / |mean of g|^2: 1, unless the gradient as a whole is too short or too long
+
+Weights are rounded alike for every batch, so a quantised model's ``mean`` is above ``by chance``: compare it with that
+of another way to compute the same. ``losses.csv`` has the mean losses of the batches.
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from converge import StudyRun, check_recipes, flags_of
+from runs import split_flags
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config import ConfigManager
+from torchtitan.tools.logging import init_logger
+from torchtitan.train import Trainer
+
+from titan_mxfp8.testing import environment, format_table, write_results, write_rows
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+Gradients = dict[str, torch.Tensor]
+
+FP32 = "fp32"
+QUIET = (
+    "--metrics.no-enable-wandb",
+    "--metrics.no-enable-tensorboard",
+    "--validation.no-enable",
+    "--checkpoint.no-enable",
+    "--quantize.health_every=0",
+)
+
+
+@dataclass(slots=True)
+class Sums:
+    """Of one parameter over batches, in fp32 and on its device; the squares as scalars."""
+
+    gradient: torch.Tensor
+    error: torch.Tensor
+    gradient_squares: float = 0.0
+    error_squares: float = 0.0
+
+    def add(self, gradient: torch.Tensor, error: torch.Tensor) -> None:
+        self.gradient += gradient
+        self.error += error
+        self.gradient_squares += gradient.double().square().sum().item()
+        self.error_squares += error.double().square().sum().item()
+
+
+@dataclass(slots=True)
+class Comparison:
+    """A recipe's gradients against those in fp32."""
+
+    batches: int = 0
+    sums: dict[str, Sums] = field(default_factory=dict)
+
+    def add(self, exact: Gradients, gradients: Gradients) -> None:
+        """Those of one batch, by parameter.
+
+        Raises:
+            ValueError: the two have not the same parameters.
+        """
+        if exact.keys() != gradients.keys():
+            raise ValueError(f"one model alone has gradients of {', '.join(sorted(exact.keys() ^ gradients.keys()))}")
+        for name, gradient in exact.items():
+            if name not in self.sums:
+                self.sums[name] = Sums(torch.zeros_like(gradient), torch.zeros_like(gradient))
+            self.sums[name].add(gradient, gradients[name] - gradient)
+        self.batches += 1
+
+    def rows(self) -> Iterator[dict[str, object]]:
+        """A row for each kind of parameter; see above."""
+        kinds: dict[str, list[Sums]] = {}
+        for name, sums in self.sums.items():
+            kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(sums)
+        for kind, many in kinds.items():
+            gradient, error, gradient_squares, error_squares, product = (
+                sum(values)
+                for values in zip(
+                    *((square(s.gradient), square(s.error), s.gradient_squares, s.error_squares, dot(s)) for s in many),
+                    strict=True,
+                )
+            )
+            yield {
+                "parameters": kind,
+                "batches": self.batches,
+                "error": (error_squares / gradient_squares) ** 0.5,
+                "mean": (error / gradient) ** 0.5,
+                "by chance": (error_squares / gradient) ** 0.5,
+                "along": 1 + product / gradient,
+            }
+
+
+def square(x: torch.Tensor) -> float:
+    return x.double().square().sum().item()
+
+
+def dot(sums: Sums) -> float:
+    return (sums.error.double() * sums.gradient.double()).sum().item()
+
+
+def trainer_of(recipe: str, args: argparse.Namespace) -> Trainer:
+    """TorchTitan's trainer with a model in this recipe, or in fp32."""
+    in_fp32 = recipe == FP32
+    run = StudyRun(recipe="bf16" if in_fp32 else recipe, seed=args.seed, folder=args.out / "trainings")
+    flags = [*flags_of(run, args.config, 0), *args.flags, *QUIET]
+    if in_fp32:
+        flags += ["--training.mixed_precision_param=float32", "--compile.no-enable"]
+    trainer = Trainer(ConfigManager().parse_args(flags))
+    if in_fp32:
+        multiply_one_by_one(trainer.model_parts[0])
+    return trainer
+
+
+def multiply_one_by_one(model: torch.nn.Module) -> None:
+    """Has TorchTitan's experts multiply their tokens in the weights' dtype; their grouped GEMM does so in bf16."""
+    for module in model.modules():
+        if hasattr(module, "use_grouped_mm"):
+            module.use_grouped_mm = False
+
+
+def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Weights and buffers, by the names that they have where nothing is compiled."""
+    return {plain(name): value for name, value in trainer.model_parts[0].state_dict().items()}
+
+
+def plain(name: str) -> str:
+    return name.replace("_orig_mod.", "")
+
+
+def load(trainer: Trainer, state: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in state_of(trainer).items():
+            value.copy_(state[name])
+
+
+def gradients_of(trainer: Trainer, batch: Batch) -> tuple[float, Gradients]:
+    """The loss, and the gradients in fp32 by parameter. The model itself keeps none."""
+    inputs = {name: value.to(trainer.device) for name, value in batch[0].items()}
+    labels = batch[1].to(trainer.device)
+    tokens = (labels != IGNORE_INDEX).sum().float()
+    loss = trainer.forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=tokens)
+    gradients = {}
+    for name, param in trainer.model_parts[0].named_parameters():
+        if param.grad is not None:
+            gradients[plain(name)] = param.grad.float()
+            param.grad = None
+    return loss.item(), gradients
+
+
+def compare(
+    exact: Trainer, trainers: dict[str, Trainer], batches: Sequence[Batch]
+) -> tuple[dict[str, Comparison], dict[str, float]]:
+    """Each recipe's comparison, and the mean loss over the batches, of fp32 too."""
+    comparisons, losses = {recipe: Comparison() for recipe in trainers}, dict.fromkeys([FP32, *trainers], 0.0)
+    for batch in batches:
+        loss, expected = gradients_of(exact, batch)
+        losses[FP32] += loss / len(batches)
+        for recipe, trainer in trainers.items():
+            loss, gradients = gradients_of(trainer, batch)
+            losses[recipe] += loss / len(batches)
+            comparisons[recipe].add(expected, gradients)
+    return comparisons, losses
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path, help="TOML of the model, its data and its training")
+    parser.add_argument("--steps", type=int, nargs="+", required=True, help="after which steps of training to compare")
+    parser.add_argument("--recipes", nargs="+", required=True, help="of converge.py; the first one trains")
+    parser.add_argument("--batches", type=int, default=16, help="at each of the steps (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: %(default)s)")
+    parser.add_argument("--out", type=Path, required=True, help="folder for data.csv, losses.csv and env.json")
+    own, flags = split_flags(argv)
+    args = parser.parse_args(own)
+    args.flags = flags
+    if args.steps != sorted({*args.steps}) or args.steps[0] < 1:
+        parser.error(f"--steps are increasing numbers from 1 on, got {args.steps}")
+    if args.batches < 2:
+        parser.error("--batches: at least 2, as their mean is compared with each")
+    try:
+        check_recipes(args.config, args.recipes)
+    except ValueError as error:
+        parser.error(str(error))
+    if os.environ.get("WORLD_SIZE") != "1":
+        parser.error("run it in one process: torchrun --nproc-per-node=1 scripts/compare_gradients.py ...")
+    return args
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse_arguments(argv)
+    init_logger()
+    torch._dynamo.config.recompile_limit = 8 * (1 + len(args.recipes))  # all models have the code of their layers
+    training = trainer_of(args.recipes[0], args)
+    if args.steps[-1] > training.job_config.training.steps:
+        raise SystemExit(f"--steps: the training has {training.job_config.training.steps}, see training.steps")
+    exact, trainers = trainer_of(FP32, args), {recipe: trainer_of(recipe, args) for recipe in args.recipes}
+    data = training.batch_generator(training.dataloader)
+    rows, losses = [], []
+    for step in args.steps:
+        while training.step < step:
+            training.step += 1
+            training.gc_handler.run(training.step)
+            training.train_step(data)
+        for trainer in (exact, *trainers.values()):
+            load(trainer, state_of(training))
+        comparisons, mean_losses = compare(exact, trainers, [next(data) for _ in range(args.batches)])
+        found = [
+            {"step": step, "recipe": recipe} | row
+            for recipe, comparison in comparisons.items()
+            for row in comparison.rows()
+        ]
+        print(format_table([shown(row) for row in found]), flush=True)
+        rows += found
+        losses.append({"step": step} | mean_losses)
+        print(format_table([shown(losses[-1])]), flush=True)
+        write_results(args.out, rows, environment(training.device))
+        write_rows(args.out / "losses.csv", losses)
+    torch.distributed.destroy_process_group()
+
+
+def shown(row: dict[str, object]) -> dict[str, object]:
+    return {name: f"{value:.4f}" if isinstance(value, float) else value for name, value in row.items()}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
