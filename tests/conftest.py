@@ -30,7 +30,8 @@ def same_random_numbers() -> None:
 
 @pytest.fixture(autouse=True)
 def launches_are_replayed_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the third of calls that are alike on. What other tests launched is forgotten: they may have changed it."""
+    """At the latest from the third of calls that are alike on. What other tests launched is forgotten: they may have
+    changed it."""
     if "titan_mxfp8.backends.common.replay" in sys.modules or torch.cuda.is_available():
         replay = importlib.import_module("titan_mxfp8.backends.common.replay")
         monkeypatch.setattr(replay, "_UNWATCHED", 1)

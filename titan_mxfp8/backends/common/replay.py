@@ -2,8 +2,8 @@
 
 What an operator here does on the host (which kernels, in what order, with which numbers, on how much memory) is decided
 by the shapes, strides and dtypes of its tensors and by its other arguments. Their values are on the GPU, where the host
-does not look. So of calls that are alike in these, the first ones run as they are written, then one is watched, and
-after it the same allocations and launches are made with other addresses.
+does not look. So once an operator has been called some times with a first argument of the same shape, one call of those
+that are alike in all of these is watched, and after it the same allocations and launches are made with other addresses.
 
 A call that does anything else, such as copying an argument or calling torch's GEMM, is never replayed. What a recording
 takes for granted besides is what a process does not change: the GPU, and the backend that ``auto`` chooses for it.
@@ -13,7 +13,7 @@ import operator
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,14 +30,16 @@ from titan_mxfp8.backends.common.launch import (
 
 _aten = torch.ops.aten
 _ALLOCATIONS = {_aten.empty.memory_format: "empty", _aten.new_empty.default: "empty", _aten.zeros.default: "zeros"}
-_MOST = 16384  # calls that are known: a model's linears have some dozens
+_MOST = 16384  # that are remembered: a model's linears have some dozens
 
 # In every step a rank's experts may have another number of tokens, and a call with it comes several times: with w1 and
-# w3, for x and its gradient, in forward, recomputed, in backward. Watching those would take longer than it saves.
+# w3, for x and its gradient, in forward, recomputed, in backward. Watching those, or looking at all their arguments,
+# would take longer than it saves.
 _UNWATCHED = 16
 
 _watching = threading.Lock()
-_known: dict[tuple, "_Recording | int | None"] = {}  # a number: calls so far; None: not to be replayed
+_calls: dict[tuple, int] = {}  # so far, of a function with a first argument of this shape
+_known: dict[tuple, "_Recording | Literal[False]"] = {}  # by all that decides a call; False: not to be replayed
 
 
 def call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -50,6 +52,13 @@ def call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     device = args[0].device
     if torch._C._cuda_getDevice() != device.index or knobs.runtime.launch_enter_hook.calls:
         return function(*args)
+    call_of = function, args[0].shape
+    calls = _calls.get(call_of, 0)
+    if calls < _UNWATCHED:
+        if len(_calls) >= _MOST:
+            _forget_rare()
+        _calls[call_of] = calls + 1
+        return function(*args)
     parts, pointers, bits = [function, device], [], 0
     for arg in args:
         if isinstance(arg, torch.Tensor):
@@ -60,17 +69,10 @@ def call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         else:
             parts.append(arg)
     key = tuple(parts)
-    known = _known.get(key, 0)
-    if known is None:
+    known = _known.get(key)
+    if known is False or bits & 15:  # what is not aligned is copied
         return function(*args)
-    if type(known) is int and known < _UNWATCHED:
-        if len(_known) >= _MOST:
-            _forget_rare()
-        _known[key] = known + 1
-        return function(*args)
-    if bits & 15:  # what is not aligned is copied
-        return function(*args)
-    if type(known) is _Recording:
+    if known is not None:
         return known.replay(pointers, device)
     if not _watching.acquire(blocking=False):  # modes of two threads would leave torch's flags set
         return function(*args)
@@ -80,20 +82,23 @@ def call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     finally:
         _watching.release()
     if None not in watch.launches:
-        _known[key] = watch.recording(args, result)
+        if len(_known) >= _MOST:
+            _known.clear()
+        _known[key] = watch.recording(args, result) or False
     return result
 
 
 def _forget_rare() -> None:
-    for key, known in list(_known.items()):
-        if type(known) is int:
-            _known.pop(key, None)  # another thread may be here too
-    if len(_known) > _MOST // 2:
-        _known.clear()
+    for call_of, calls in list(_calls.items()):
+        if calls < _UNWATCHED:
+            _calls.pop(call_of, None)  # another thread may be here too
+    if len(_calls) > _MOST // 2:
+        _calls.clear()
 
 
 def forget() -> None:
     """For tests that change what a process does not change: nothing that was launched before is known any more."""
+    _calls.clear()
     _known.clear()
 
 
