@@ -22,6 +22,7 @@ of another way to compute the same. ``losses.csv`` has the mean losses of the ba
 """
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -105,11 +106,16 @@ class Comparison:
             yield {
                 "parameters": kind,
                 "batches": self.batches,
-                "error": (error_squares / gradient_squares) ** 0.5,
-                "mean": (error / gradient) ** 0.5,
-                "by chance": (error_squares / gradient) ** 0.5,
-                "along": 1 + product / gradient,
+                "error": ratio(error_squares, gradient_squares) ** 0.5,
+                "mean": ratio(error, gradient) ** 0.5,
+                "by chance": ratio(error_squares, gradient) ** 0.5,
+                "along": 1 + ratio(product, gradient),
             }
+
+
+def ratio(a: float, b: float) -> float:
+    """NaN of a gradient that is 0."""
+    return a / b if b else math.nan
 
 
 def square(x: torch.Tensor) -> float:

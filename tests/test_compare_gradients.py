@@ -41,6 +41,13 @@ def test_what_stays_of_errors_when_batches_are_averaged() -> None:
     assert of_longer["by chance"] == pytest.approx(0.05) and of_longer["along"] == pytest.approx(1.1)
 
 
+def test_a_gradient_of_zero_has_no_relative_error() -> None:
+    unused = compare_gradients.Comparison()
+    unused.add({"w": torch.zeros(2)}, {"w": torch.ones(2)})
+    (row,) = unused.rows()
+    assert all(math.isnan(row[name]) for name in ("error", "mean", "by chance", "along"))
+
+
 def test_a_parameter_that_one_model_alone_has_is_an_error() -> None:
     with pytest.raises(ValueError, match="one model alone has gradients of norm"):
         compare_gradients.Comparison().add({"w": torch.ones(2)}, {"w": torch.ones(2), "norm": torch.ones(2)})
