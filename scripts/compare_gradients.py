@@ -37,6 +37,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
+from train_many import WRAPPERS
 
 from titan_mxfp8.testing import environment, format_table, write_results, write_rows
 
@@ -147,12 +148,14 @@ def multiply_one_by_one(model: torch.nn.Module) -> None:
 
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Weights and buffers, by the names that they have where nothing is compiled."""
+    """Weights and buffers, by the names that they have where nothing is compiled or recomputed."""
     return {plain(name): value for name, value in trainer.model_parts[0].state_dict().items()}
 
 
 def plain(name: str) -> str:
-    return name.replace("_orig_mod.", "")
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def load(trainer: Trainer, state: dict[str, torch.Tensor]) -> None:
