@@ -4,9 +4,10 @@
         --recipes bf16 mxfp8_2d mxfp8_2d+dispatch --out results/<date>_<device>_gradients -- FLAGS OF TORCHTITAN
 
 Curves of losses say, after many seeds, that two recipes train differently, and not why. Here one training, in the first
-of the recipes, stops after each of ``--steps``. Then its next ``--batches``, which it is not trained with, go forward
-and backward through a model of each recipe that has its weights, and through one in fp32: no autocast, experts one by
-one, not compiled. Recipes are those of ``converge.py``. In one process, on a GPU or a CPU.
+of the recipes, stops after each of ``--steps``. Then the next ``--batches`` of its data, which it goes on without, go
+forward and backward through a model of each recipe that has its weights, and through one in fp32: nothing is cast,
+experts are multiplied one by one, nothing is compiled. Recipes are those of ``converge.py``. In one process, on a GPU
+or a CPU.
 
 With g the gradient of a batch in fp32, q a recipe's and e = q - g; a row is a recipe's kind of parameter (layer numbers
 as ``*``), over all parameters of that kind:
@@ -45,6 +46,7 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 Gradients = dict[str, torch.Tensor]
 
 FP32 = "fp32"
+IN_FP32 = ("--training.dtype=float32", "--training.mixed_precision_param=float32", "--compile.no-enable")
 QUIET = (
     "--metrics.no-enable-wandb",
     "--metrics.no-enable-tensorboard",
@@ -133,7 +135,7 @@ def trainer_of(recipe: str, args: argparse.Namespace) -> Trainer:
     run = StudyRun(recipe="bf16" if in_fp32 else recipe, seed=args.seed, folder=args.out / "trainings")
     flags = [*flags_of(run, args.config, 0), *args.flags, *QUIET]
     if in_fp32:
-        flags += ["--training.mixed_precision_param=float32", "--compile.no-enable"]
+        flags += IN_FP32
     trainer = Trainer(ConfigManager().parse_args(flags))
     if in_fp32:
         multiply_one_by_one(trainer.model_parts[0])
@@ -220,6 +222,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> None:
     args = parse_arguments(argv)
     init_logger()
+    torch.set_float32_matmul_precision("highest")
     torch._dynamo.config.recompile_limit = 8 * (1 + len(args.recipes))  # all models have the code of their layers
     training = trainer_of(args.recipes[0], args)
     if args.steps[-1] > training.job_config.training.steps:

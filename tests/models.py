@@ -130,7 +130,7 @@ def count_kernels(device: torch.device) -> Iterator:
     with ExitStack() as patches:
         if device.type == "cuda":  # what is replayed runs none of the backend's Python
             replay = importlib.import_module("titan_mxfp8.backends.common.replay")
-            patches.enter_context(mock.patch.object(replay, "call", lambda function, args: function(*args)))
+            patches.enter_context(mock.patch.object(replay, "call", lambda function, args, unread: function(*args)))
         for name in KERNELS:
             patches.enter_context(mock.patch.object(backend, name, counted(name, getattr(backend, name))))
         yield lambda: dict(counts)

@@ -80,6 +80,41 @@ def test_experts_multiply_in_fp32() -> None:
     torch.testing.assert_close(out, (torch.nn.functional.silu(x @ w1.T) * (x @ w3.T)) @ w2.T, rtol=1e-5, atol=1e-7)
 
 
+def test_the_reference_is_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the user's flags. On CPUs TorchTitan multiplies experts one by one by itself, on GPUs in bf16."""
+
+    class Manager:
+        def parse_args(self, flags: list[str]) -> list[str]:
+            return flags
+
+    def trainer(flags: list[str]) -> SimpleNamespace:
+        return SimpleNamespace(flags=flags, model_parts=[GroupedExperts(32, 32, 2, use_grouped_mm=True)])
+
+    monkeypatch.setattr(compare_gradients, "ConfigManager", Manager)
+    monkeypatch.setattr(compare_gradients, "Trainer", trainer)
+    flags = ["--training.dtype=bfloat16", "--compile.enable"]
+    args = SimpleNamespace(config=Path(CONFIG), out=tmp_path, seed=3, flags=flags)
+    exact, mxfp8 = (compare_gradients.trainer_of(recipe, args) for recipe in ("fp32", "mxfp8_2d"))
+    assert not exact.model_parts[0].use_grouped_mm and mxfp8.model_parts[0].use_grouped_mm
+    in_fp32 = ["--training.dtype=float32", "--training.mixed_precision_param=float32", "--compile.no-enable"]
+    assert exact.flags[-3:] == in_fp32 and not set(in_fp32) & {*mxfp8.flags}
+    assert "--model.converters=" in exact.flags and "--quantize.linear.mx.recipe_name=mxfp8_2d" in mxfp8.flags
+    assert {*flags, "--debug.seed=3"} <= {*exact.flags} & {*mxfp8.flags}
+
+
+def test_weights_and_buffers_are_those_of_the_training() -> None:
+    def trainer(wrap: str) -> SimpleNamespace:
+        layer = torch.nn.Linear(4, 4)
+        layer.register_buffer("expert_bias", torch.randn(4))
+        return SimpleNamespace(model_parts=[torch.nn.ModuleDict({"layer": torch.nn.ModuleDict({wrap: layer})})])
+
+    training, other = trainer("_checkpoint_wrapped_module"), trainer("_orig_mod")
+    compare_gradients.load(other, compare_gradients.state_of(training))
+    state = compare_gradients.state_of(training)
+    assert state.keys() == {"layer.weight", "layer.bias", "layer.expert_bias"}
+    torch.testing.assert_close(compare_gradients.state_of(other), state, rtol=0, atol=0)
+
+
 def test_recipes_are_compared_at_the_weights_of_the_training(tmp_path: Path) -> None:
     program = ["scripts/compare_gradients.py", CONFIG, "--steps", "1", "4", "--batches", "2", "--out", str(tmp_path)]
     program += ["--recipes", "bf16", "mxfp8_2d+dispatch", "--", "--compile.no-enable", "--training.seq_len=128"]

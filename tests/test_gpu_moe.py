@@ -123,8 +123,8 @@ def test_row_by_row_on_a_gpu() -> None:
 
 @pytest.mark.parametrize("recipe", ["mxfp8_2d", "mxfp8_2d_rebased", "bf16"])
 def test_layers_of_a_trained_size(recipe: str) -> None:
-    """Those of the flavor moe_320m: each row is right, a hundred times the same, and no layer's forward changes what
-    another one keeps."""
+    """Those of the flavor moe_320m: each row is right, each layer has the same bits 33 times again, and no layer's
+    forward changes what another one keeps."""
     if not backends_of(recipe):
         pytest.skip("needs Hopper")
     layers = [on_gpu(make_layer(tokens=16384, experts=32, slots=4, d=768, h=512)) for _ in range(3)]

@@ -6,8 +6,9 @@ that the fakes need to know.
 """
 
 import importlib
+import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 
 import torch
@@ -48,10 +49,18 @@ class Operator:
 
 
 class KernelOperator(Operator):
-    """One that a backend implements. Calls that on a GPU allocate and launch, and do nothing else, are replayed."""
+    """One that a backend implements. Calls that on a GPU allocate and launch, and do nothing else, are replayed.
+
+    Args:
+        unread: the argument that only fakes and FLOP counters read, so that calls that differ in it are alike.
+    """
+
+    def __init__(self, function: Callable[..., object], unread: str | None = None):
+        super().__init__(function)
+        self.unread = None if unread is None else list(inspect.signature(function).parameters).index(unread)
 
     def run(self, *args: object) -> object:
-        return _replay().call(self.function, args) if args[0].is_cuda else self.function(*args)
+        return _replay().call(self.function, args, self.unread) if args[0].is_cuda else self.function(*args)
 
 
 @cache
@@ -154,7 +163,7 @@ def _(a, a_scale, a_spec, b, b_scale, b_spec, b_axis, offs, bias, out_dtype, bac
     return a.new_empty((a.shape[0], b.shape[_features(b_spec, b_axis)]), dtype=out_dtype)
 
 
-@KernelOperator
+@partial(KernelOperator, unread="rows")
 def gemm_k_grouped(
     a: torch.Tensor,
     a_scale: torch.Tensor | None,

@@ -42,12 +42,13 @@ _calls: dict[tuple, int] = {}  # so far, of a function with a first argument of 
 _known: dict[tuple, "_Recording | Literal[False]"] = {}  # by all that decides a call; False: not to be replayed
 
 
-def call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def call(function: Callable[..., Any], args: tuple[Any, ...], unread: int | None = None) -> Any:
     """``function(*args)``, by what it launched before where that is known.
 
     Args:
         function: an operator's implementation, which returns a tensor or a list of them.
         args: of it. The first is a GPU tensor; those that are no tensors have a hash.
+        unread: which of them, no tensor, the implementation does not read.
     """
     device = args[0].device
     if torch._C._cuda_getDevice() != device.index or knobs.runtime.launch_enter_hook.calls:
@@ -68,6 +69,8 @@ def call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             parts.append((arg.shape, arg.stride(), arg.dtype))
         else:
             parts.append(arg)
+    if unread is not None:
+        del parts[2 + unread]
     key = tuple(parts)
     known = _known.get(key)
     if known is False or bits & 15:  # what is not aligned is copied
