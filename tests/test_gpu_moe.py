@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_moe_layer import D, T, in_fp64, make_layer, row_by_row, run, run_ranks
+from test_moe_layer import D, T, check_compiled, in_fp64, make_layer, row_by_row, run, run_ranks
 
 from titan_mxfp8 import mxfp8_moe
 from titan_mxfp8.testing import poisoned_empty, relative_rms
@@ -150,6 +150,13 @@ def test_layers_of_a_trained_size(recipe: str) -> None:
     for layer, out, ours in zip(layers, outs, alone, strict=True):
         for name, value in ours.items():
             assert torch.equal(value, out if name == "out" else layer[name].grad), name
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_2d", "mxfp8_2d_rebased", "bf16"])
+def test_compiles_without_a_graph_break(recipe: str) -> None:
+    if not backends_of(recipe):
+        pytest.skip("needs Hopper")
+    check_compiled(on_gpu(make_layer()), torch.randn(T, D).bfloat16().cuda(), recipe, "inductor")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -175,9 +175,9 @@ class _MoE(torch.autograd.Function):
         weights, saved = tensors[:6], list(tensors[6:])
         del tensors  # so that moe_backward alone has what was saved
         needs = list(ctx.needs_input_grad[3:9])
-        dx_TD, *rest = moe_backward(g_TD, saved, *weights, ctx.scored, needs, ctx.layer)
-        dscores_TK = rest.pop(0) if ctx.scored else None
-        dweights = [rest.pop(0) if needed else None for needed in needs]
+        made = iter(moe_backward(g_TD, saved, *weights, ctx.scored, needs, ctx.layer))
+        dx_TD, dscores_TK = next(made), next(made) if ctx.scored else None
+        dweights = [next(made) if needed else None for needed in needs]
         return dx_TD.to(ctx.x_dtype), dscores_TK, None, *dweights, None, None
 
 
