@@ -4,7 +4,7 @@
         --recipes bf16 mxfp8_2d mxfp8_2d+dispatch --out results/<date>_<device>_gradients -- FLAGS OF TORCHTITAN
 
 Curves of losses say, after many seeds, that two recipes train differently, and not why. Here one training, in the first
-of the recipes, stops after each of ``--steps``. Then the next ``--batches`` of its data, which it goes on without, go
+of the recipes, stops after each of ``--steps``. The next ``--batches`` of its data, which are left out of it, then go
 forward and backward through a model of each recipe that has its weights, and through one in fp32: nothing is cast,
 experts are multiplied one by one, nothing is compiled. Recipes are those of ``converge.py``. In one process, on a GPU
 or a CPU.
@@ -14,8 +14,8 @@ as ``*``), over all parameters of that kind:
 
     error     sqrt(sum over batches of |e|^2 / sum of |g|^2)
     mean      |mean of e| / |mean of g|: what of the errors stays when batches are averaged, as an optimizer does
-    by chance what ``mean`` would be expected to be if the errors of different batches were independent, and 0 on the
-              whole: sqrt(sum of |e|^2) / n / |mean of g|
+    by chance what to expect of ``mean`` if the errors of different batches were independent, and 0 on average:
+              sqrt(sum of |e|^2) / n / |mean of g|
     along     <mean of q, mean of g> / |mean of g|^2: 1, unless the gradient as a whole is too short or too long
 
 Weights are rounded alike for every batch, so a quantised model's ``mean`` is above ``by chance``: compare it with that
@@ -68,8 +68,8 @@ class Sums:
     def add(self, gradient: torch.Tensor, error: torch.Tensor) -> None:
         self.gradient += gradient
         self.error += error
-        self.gradient_squares += gradient.double().square().sum().item()
-        self.error_squares += error.double().square().sum().item()
+        self.gradient_squares += square(gradient)
+        self.error_squares += square(error)
 
 
 @dataclass(slots=True)
@@ -99,13 +99,9 @@ class Comparison:
         for name, sums in self.sums.items():
             kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(sums)
         for kind, many in kinds.items():
-            gradient, error, gradient_squares, error_squares, product = (
-                sum(values)
-                for values in zip(
-                    *((square(s.gradient), square(s.error), s.gradient_squares, s.error_squares, dot(s)) for s in many),
-                    strict=True,
-                )
-            )
+            gradient, error = sum(square(s.gradient) for s in many), sum(square(s.error) for s in many)
+            error_squares, gradient_squares = sum(s.error_squares for s in many), sum(s.gradient_squares for s in many)
+            product = sum((s.error.double() * s.gradient.double()).sum().item() for s in many)
             yield {
                 "parameters": kind,
                 "batches": self.batches,
@@ -123,10 +119,6 @@ def ratio(a: float, b: float) -> float:
 
 def square(x: torch.Tensor) -> float:
     return x.double().square().sum().item()
-
-
-def dot(sums: Sums) -> float:
-    return (sums.error.double() * sums.gradient.double()).sum().item()
 
 
 def trainer_of(recipe: str, args: argparse.Namespace) -> Trainer:

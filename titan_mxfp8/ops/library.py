@@ -52,7 +52,7 @@ class KernelOperator(Operator):
     """One that a backend implements. Calls that on a GPU allocate and launch, and do nothing else, are replayed.
 
     Args:
-        unread: the argument that only fakes and FLOP counters read, so that calls that differ in it are alike.
+        unread: name of the argument that only fakes and FLOP counters read: calls that differ in it alone are alike.
     """
 
     def __init__(self, function: Callable[..., object], unread: str | None = None):

@@ -30,7 +30,7 @@ from titan_mxfp8.backends.common.launch import (
 
 _aten = torch.ops.aten
 _ALLOCATIONS = {_aten.empty.memory_format: "empty", _aten.new_empty.default: "empty", _aten.zeros.default: "zeros"}
-_MOST = 16384  # that are remembered: a model's linears have some dozens
+_MOST = 16384  # calls that are remembered: a model's linears have some dozens
 
 # In every step a rank's experts may have another number of tokens, and a call with it comes several times: with w1 and
 # w3, for x and its gradient, in forward, recomputed, in backward. Watching those, or looking at all their arguments,
