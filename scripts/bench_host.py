@@ -140,6 +140,7 @@ def main() -> None:
     offs = make_offs([64, 0, 100, 92], "cuda")
     chosen = [way for way in WAYS if not args.ways or name_of(way) in args.ways]
     rows: list[dict[str, object]] = []
+    env = environment()
     cases = [(count, what, problem) for count in args.layers for what, problem in problems(count).items()]
     for count, what, (params, bf16) in cases:
         dy = torch.randn(SIZE, SIZE, dtype=torch.bfloat16, device="cuda")
@@ -155,7 +156,7 @@ def main() -> None:
                         of_mode = measure(calls, mode, count)
                     rows += [{"what": what, "layers": count, "mode": mode, "threads": threads} | row for row in of_mode]
                     print(format_table(rows[-len(calls) :]), flush=True)
-    write_results(args.out, rows, environment())
+                    write_results(args.out, rows, env)  # a run that is broken off leaves what it has
 
 
 def name_of(way: tuple[str, bool]) -> str:
