@@ -160,7 +160,7 @@ class Model:
     study_flavors: bool = False
     """
     Whether the model tables get the flavors of titan_mxfp8.tools.flavors: <flavor>_2layers and <flavor>_4layers of
-    several models, and moe_100m of llama4.
+    several models, moe_100m of llama4 and moe_320m of deepseek_v3.
     """
 
 
