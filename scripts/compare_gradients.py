@@ -9,8 +9,11 @@ forward and backward through a model of each recipe that has its weights, and th
 experts are multiplied one by one, nothing is compiled. Recipes are those of ``converge.py``. In one process, on a GPU
 or a CPU.
 
-With g the gradient of a batch in fp32, q a recipe's and e = q - g; a row is a recipe's kind of parameter (layer numbers
-as ``*``), over all parameters of that kind:
+``--reference RECIPE`` takes that one in fp32's place: what two ways to compute the same differ by may be small beside
+the error that both have.
+
+With g the gradient of a batch in fp32, or of the reference, q a recipe's and e = q - g; a row is a recipe's kind of
+parameter (layer numbers as ``*``), over all parameters of that kind:
 
     error     sqrt(sum over batches of |e|^2 / sum of |g|^2)
     mean      |mean of e| / |mean of g|: what of the errors stays when batches are averaged, as an optimizer does
@@ -74,7 +77,7 @@ class Sums:
 
 @dataclass(slots=True)
 class Comparison:
-    """A recipe's gradients against those in fp32."""
+    """A recipe's gradients against the reference's."""
 
     batches: int = 0
     sums: dict[str, Sums] = field(default_factory=dict)
@@ -173,17 +176,18 @@ def gradients_of(trainer: Trainer, batch: Batch) -> tuple[float, Gradients]:
 
 
 def compare(
-    exact: Trainer, trainers: dict[str, Trainer], batches: Sequence[Batch]
+    reference: str, trainers: dict[str, Trainer], batches: Sequence[Batch]
 ) -> tuple[dict[str, Comparison], dict[str, float]]:
-    """Each recipe's comparison, and the mean loss over the batches, of fp32 too."""
-    comparisons, losses = {recipe: Comparison() for recipe in trainers}, dict.fromkeys([FP32, *trainers], 0.0)
+    """The comparison with the reference of each other recipe, and the mean losses over the batches of all."""
+    comparisons = {recipe: Comparison() for recipe in trainers if recipe != reference}
+    losses = dict.fromkeys(trainers, 0.0)
     for batch in batches:
-        loss, expected = gradients_of(exact, batch)
-        losses[FP32] += loss / len(batches)
-        for recipe, trainer in trainers.items():
-            loss, gradients = gradients_of(trainer, batch)
+        loss, expected = gradients_of(trainers[reference], batch)
+        losses[reference] += loss / len(batches)
+        for recipe, comparison in comparisons.items():
+            loss, gradients = gradients_of(trainers[recipe], batch)
             losses[recipe] += loss / len(batches)
-            comparisons[recipe].add(expected, gradients)
+            comparison.add(expected, gradients)
     return comparisons, losses
 
 
@@ -192,6 +196,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("config", type=Path, help="TOML of the model, its data and its training")
     parser.add_argument("--steps", type=int, nargs="+", required=True, help="after which steps of training to compare")
     parser.add_argument("--recipes", nargs="+", required=True, help="of converge.py; the first one trains")
+    parser.add_argument("--reference", default=FP32, metavar="RECIPE", help="of the comparison (default: %(default)s)")
     parser.add_argument("--batches", type=int, default=16, help="at each of the steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="folder for data.csv, losses.csv and env.json")
@@ -203,7 +208,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if args.batches < 2:
         parser.error("--batches: at least 2, as their mean is compared with each")
     try:
-        check_recipes(args.config, args.recipes)
+        check_recipes(args.config, args.recipes if args.reference == FP32 else [*args.recipes, args.reference])
     except ValueError as error:
         parser.error(str(error))
     if os.environ.get("WORLD_SIZE") != "1":
@@ -215,11 +220,11 @@ def main(argv: Sequence[str]) -> None:
     args = parse_arguments(argv)
     init_logger()
     torch.set_float32_matmul_precision("highest")
-    torch._dynamo.config.recompile_limit = 8 * (1 + len(args.recipes))  # all models have the code of their layers
+    torch._dynamo.config.recompile_limit = 8 * (2 + len(args.recipes))  # all models have the code of their layers
     training = trainer_of(args.recipes[0], args)
     if args.steps[-1] > training.job_config.training.steps:
         raise SystemExit(f"--steps: the training has {training.job_config.training.steps}, see training.steps")
-    exact, trainers = trainer_of(FP32, args), {recipe: trainer_of(recipe, args) for recipe in args.recipes}
+    trainers = {recipe: trainer_of(recipe, args) for recipe in (args.reference, *args.recipes)}
     data = training.batch_generator(training.dataloader)
     rows, losses = [], []
     for step in args.steps:
@@ -227,9 +232,9 @@ def main(argv: Sequence[str]) -> None:
             training.step += 1
             training.gc_handler.run(training.step)
             training.train_step(data)
-        for trainer in (exact, *trainers.values()):
+        for trainer in trainers.values():
             load(trainer, state_of(training))
-        comparisons, mean_losses = compare(exact, trainers, [next(data) for _ in range(args.batches)])
+        comparisons, mean_losses = compare(args.reference, trainers, [next(data) for _ in range(args.batches)])
         found = [
             {"step": step, "recipe": recipe} | row
             for recipe, comparison in comparisons.items()

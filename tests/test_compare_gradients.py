@@ -53,20 +53,35 @@ def test_a_parameter_that_one_model_alone_has_is_an_error() -> None:
         compare_gradients.Comparison().add({"w": torch.ones(2)}, {"w": torch.ones(2), "norm": torch.ones(2)})
 
 
-def test_gradients_are_those_of_one_batch() -> None:
+def small_trainer(factor: float = 1) -> SimpleNamespace:
+    """Its loss is ``factor`` times the mean of a linear's outputs."""
     model = torch.nn.Linear(4, 1, bias=False)
 
     def forward_backward_step(*, input_dict, labels, global_valid_tokens) -> torch.Tensor:
-        loss = (model(input_dict["input"]).flatten() * labels).sum() / global_valid_tokens
+        loss = factor * (model(input_dict["input"]).flatten() * labels).sum() / global_valid_tokens
         loss.backward()
         return loss
 
-    trainer = SimpleNamespace(device="cpu", model_parts=[model], forward_backward_step=forward_backward_step)
+    return SimpleNamespace(device="cpu", model_parts=[model], forward_backward_step=forward_backward_step)
+
+
+def test_gradients_are_those_of_one_batch() -> None:
+    trainer = small_trainer()
     x, labels = torch.randn(8, 4), torch.ones(8)
     for _ in range(2):
         loss, gradients = compare_gradients.gradients_of(trainer, ({"input": x}, labels))
-        assert loss == pytest.approx(model(x).mean().item())
+        assert loss == pytest.approx(trainer.model_parts[0](x).mean().item())
         torch.testing.assert_close(gradients, {"weight": x.mean(0, keepdim=True)})
+
+
+def test_recipes_are_compared_with_the_reference() -> None:
+    trainers = {"bf16": small_trainer(1), "mxfp8": small_trainer(2), "mxfp8_2d": small_trainer(3)}
+    batches = [({"input": torch.randn(8, 4)}, torch.ones(8)) for _ in range(3)]
+    comparisons, losses = compare_gradients.compare("mxfp8", trainers, batches)
+    errors = {recipe: next(comparison.rows())["error"] for recipe, comparison in comparisons.items()}
+    assert errors == {"bf16": pytest.approx(0.5), "mxfp8_2d": pytest.approx(0.5)}
+    outputs = torch.stack([trainers["mxfp8_2d"].model_parts[0](x["input"]).mean() for x, _ in batches])
+    assert losses.keys() == trainers.keys() and losses["mxfp8_2d"] == pytest.approx(3 * outputs.mean().item())
 
 
 def test_experts_multiply_in_fp32() -> None:
@@ -140,6 +155,8 @@ def test_bad_arguments_say_what_to_do(capsys: pytest.CaptureFixture, monkeypatch
         (good, "torchrun --nproc-per-node=1"),
         ([*good, "--recipes", "bf16", "bf16"], "--recipes has bf16 twice"),
         ([*good, "--recipes", "mxfp9"], "mxfp9"),
+        ([*good, "--reference", "bf16"], "bf16 twice"),
+        ([*good, "--reference", "fp16"], "fp16"),
         ([*good, "--steps", "5", "5"], "increasing numbers"),
         ([*good, "--batches", "1"], "at least 2"),
         (["none.toml", *good[1:]], "none.toml is no file"),
