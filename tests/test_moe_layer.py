@@ -131,6 +131,15 @@ def test_the_control_differs_from_fp64_by_bf16_alone() -> None:
         assert relative_rms(out[name], value) < 0.006, name
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8_2d"])
+def test_any_strides(recipe: str) -> None:
+    layer, dy = make_layer(), torch.randn(()).bfloat16().expand(T, D)  # the latter is what .sum().backward() gives
+    strided = layer | {"x": layer["x"].detach().mT.contiguous().mT.requires_grad_()}
+    expected = run(layer, dy.contiguous(), recipe=recipe)
+    for name, value in run(strided, dy, recipe=recipe).items():
+        assert torch.equal(value, expected[name]), name
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d_rebased", "bf16"])
 def test_memory_for_the_worst_case_changes_no_bit(recipe: str) -> None:
     layer, dy = make_layer(), torch.randn(T, D).bfloat16()
@@ -166,6 +175,8 @@ def test_few_tokens(tokens: int, recipe: str) -> None:
     for name, value in exact.items():
         assert out[name].shape == value.shape
         assert tokens == 0 or relative_rms(out[name], value) < 0.15, name  # of one token measured up to 0.11
+    for name, value in run(layer, dy, recipe=recipe, scores_first=True).items():
+        assert value.shape == exact[name].shape
 
 
 def test_without_gradients_nothing_is_kept() -> None:
@@ -245,7 +256,14 @@ def test_bad_input_is_refused_in_words() -> None:
         ({"w3": layer["w3"][:, :-32]}, "w3 must be of shape"),
         ({"expert_ids": layer["expert_ids"][:-1]}, "scores and expert_ids must be of shape"),
         ({"expert_ids": layer["expert_ids"].float()}, "expert_ids must be integers, got torch.float32"),
+        ({"expert_ids": layer["expert_ids"].to(torch.complex64)}, "expert_ids must be integers, got torch.complex64"),
+        ({"expert_ids": layer["expert_ids"] + 2}, f"expert_ids must be of 0 to {E - 1}, got 2 to {E}"),
+        ({"expert_ids": layer["expert_ids"] - 1}, "got -1 to"),
         ({"b1": torch.randn(E, D)}, "b1 must be of shape"),
+        ({"b2": torch.zeros(E, D, dtype=torch.int64)}, "b2 must be bfloat16 or float32, got torch.int64"),
+        ({"b3": torch.zeros(E, H, device="meta")}, "operands must be on one device, .*b3 on meta"),
+        ({"swiglu_limit": torch.tensor(7.0)}, "swiglu_limit is a positive number or None"),
+        ({"swiglu_limit": -1}, "swiglu_limit is a positive number or None, got -1"),
         ({"rows": "all"}, "rows is one of counted, worst_case, got 'all'"),
         ({"recipe": "mxfp4"}, "unknown recipe"),
         ({"transport": "pigeon"}, "transport is one of auto, .*, got 'pigeon'"),

@@ -440,6 +440,7 @@ def test_linear_takes_any_strides() -> None:
     x.grad = None
     mxfp8_linear(x, w).backward(dy.contiguous())
     assert torch.equal(x.grad, expanded)
+    assert not mxfp8_linear(x, w)._is_view()
 
 
 def test_autocast_casts_the_inputs_and_not_the_accumulation() -> None:
@@ -450,6 +451,8 @@ def test_autocast_casts_the_inputs_and_not_the_accumulation() -> None:
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, mxfp8_linear(x.bfloat16(), w.bfloat16(), b.bfloat16()))
     assert torch.equal(grouped, mxfp8_grouped_mm(x, w[None].mT, make_offs([40]), out_dtype=torch.float32))
+    with torch.autocast("cpu", dtype=torch.float16), pytest.raises(ValueError, match=r"region is of torch\.float16"):
+        mxfp8_linear(x, w, b)
 
 
 @pytest.mark.parametrize("recipe", CANONICAL)
@@ -582,6 +585,7 @@ def test_bad_grouped_input_says_what_to_do(change: dict, message: str) -> None:
         ({"weight": torch.zeros(2, 96, 64)}, r"weight of shape \(N, K\)"),
         ({"weight": torch.zeros(40, 64)}, "out features, is 40"),
         ({"bias": torch.zeros(64)}, r"bias must be of shape \(96,\)"),
+        ({"bias": torch.zeros(96, dtype=torch.int64)}, "bias must be bfloat16 or float32, got torch.int64"),
         ({"x": torch.zeros(10, 64).half()}, "x must be bfloat16"),
         ({"x": quantize(torch.zeros(10, 64), 0)}, r"operand x .* axis 0"),
         ({"weight": torch.zeros(0, 64)}, "out features, is 0"),

@@ -44,7 +44,7 @@ def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor |
             Of a spec that ``groups_rows`` and the last axis: of groups of rows, which stay where they are.
     """
     if not spec.is_quantized:
-        return Operand(x.bfloat16(), None, spec, axis)
+        return Operand(x.bfloat16().contiguous(), None, spec, axis)
     if spec.scales == "blocked":
         by_rows = axis == x.ndim - 1
         return block(quantize(x, axis, spec.exact, None if by_rows else offs), spec, offs)

@@ -66,7 +66,8 @@ def mxfp8_moe(
     Args:
         x: (T, D), bf16 or fp32; T may differ between ranks.
         scores: (T, K), fp32 or bf16.
-        expert_ids: (T, K) integers of 0 .. E - 1; one token's are different.
+        expert_ids: (T, K) integers of 0 .. E - 1; one token's are different. Others are an error on a CPU; on a GPU,
+            where looking at them would stop the host, such a slot adds nothing.
         w1, w3: (E / R, H, D), this rank's. bf16 or fp32. D and H are multiples of 32.
         w2: (E / R, D, H).
         group: the ranks, or None for all experts here.
@@ -79,7 +80,7 @@ def mxfp8_moe(
         scores_first: scores multiply x, as in llama4, instead of the outputs.
         b1, b3: (E / R, H), added to the pre-activations, or None.
         b2: (E / R, D), added to the experts' outputs, or None.
-        swiglu_limit: see above. ``min(gate, limit) * sigmoid(1.702 ..) * (clamp(up, +-limit) + 1)``.
+        swiglu_limit: positive; see above. ``min(gate, limit) * sigmoid(1.702 ..) * (clamp(up, +-limit) + 1)``.
         keep_quantized_weight: as for ``mxfp8_grouped_mm``.
 
     Returns:
@@ -90,7 +91,7 @@ def mxfp8_moe(
     """
     recipe = get_recipe(recipe)
     weights = Weights(w1, w3, w2, b1, b3, b2)
-    _check(x, scores, expert_ids, weights, group, transport, rows)
+    _check(x, scores, expert_ids, weights, group, transport, rows, swiglu_limit)
     layer = _Layer(
         recipe=recipe.key,
         backend=backend,
@@ -104,10 +105,10 @@ def mxfp8_moe(
     if not scores_first:
         return _MoE.apply(x, scores.float(), expert_ids, *weights, layer, torch.is_grad_enabled())
     tokens, slots = expert_ids.shape
-    scaled = (x.float().unsqueeze(1) * scores.float().unsqueeze(2)).to(x.dtype).view(tokens * slots, -1)
+    scaled = (x.float().unsqueeze(1) * scores.float().unsqueeze(2)).to(x.dtype).view(tokens * slots, x.shape[1])
     ids = expert_ids.reshape(tokens * slots, 1)
     out = _MoE.apply(scaled, None, ids, *weights, layer, torch.is_grad_enabled())
-    return out if slots == 1 else out.view(tokens, slots, -1).sum(1, dtype=torch.float32).to(x.dtype)
+    return out if slots == 1 else out.view(tokens, slots, x.shape[1]).sum(1, dtype=torch.float32).to(x.dtype)
 
 
 class _Layer(NamedTuple):
@@ -198,9 +199,10 @@ def moe_forward(
     """The output (T, D), and with ``save`` what ``moe_backward`` takes: the ``Landing``, gate and up (M, H), the rows
     of x as they landed, and the kept weights."""
     device = x.device
+    config = _Layer.of_key(layer)
+    _check_expert_ids(expert_ids, w1.shape[0] * config.ranks)
     matrices, biases = map(aligned, (w1, w3, w2)), (b if b is None else aligned(b.contiguous()) for b in (b1, b3, b2))
     weights = Weights(*matrices, *biases)
-    config = _Layer.of_key(layer)
     plan, kernels, transport = config.plan(device), backends.load(config.backend, device), config.connect(device)
     parts = _to_parts(kernels.quantize(aligned(x), 1, experts.row_spec(plan.forward.a), None))
     sent_scores = torch.ones_like(expert_ids, dtype=torch.float32) if scores is None else scores
@@ -328,6 +330,15 @@ def _part_count(spec: OperandSpec) -> int:
     return 2 if spec.is_quantized else 1
 
 
+def _check_expert_ids(expert_ids: torch.Tensor, experts: int) -> None:
+    """Raises ValueError if ids on a CPU, where looking costs no sync, are of no expert."""
+    if not expert_ids.is_cpu or not expert_ids.numel():
+        return
+    first, last = expert_ids.aminmax()
+    if first < 0 or last >= experts:
+        raise ValueError(f"expert_ids must be of 0 to {experts - 1}, got {first.item()} to {last.item()}")
+
+
 def _check(
     x: torch.Tensor,
     scores: torch.Tensor,
@@ -336,6 +347,7 @@ def _check(
     group: dist.ProcessGroup | None,
     transport: str,
     rows: str,
+    swiglu_limit: float | None,
 ) -> None:
     w1, w3, w2, *biases = weights
     if x.ndim != 2 or w1.ndim != 3 or w1.shape[2] != x.shape[1]:
@@ -354,14 +366,18 @@ def _check(
             f"scores and expert_ids must be of shape ({x.shape[0]}, K), one of each for every token and slot, got "
             f"{tuple(scores.shape)} and {tuple(expert_ids.shape)}"
         )
-    if expert_ids.dtype.is_floating_point or expert_ids.dtype == torch.bool:
+    if expert_ids.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
         raise ValueError(f"expert_ids must be integers, got {expert_ids.dtype}")
     for name, bias, size in zip(("b1", "b3", "b2"), biases, (hidden, hidden, features), strict=True):
-        if bias is not None and tuple(bias.shape) != (local, size):
-            raise ValueError(f"{name} must be of shape ({local}, {size}), got {tuple(bias.shape)}")
+        if bias is not None:
+            check_dtype(name, bias)
+            if tuple(bias.shape) != (local, size):
+                raise ValueError(f"{name} must be of shape ({local}, {size}), got {tuple(bias.shape)}")
     for name, value, known in (("rows", rows, ROWS), ("transport", transport, TRANSPORTS)):
         if value not in known:
             raise ValueError(f"{name} is one of {', '.join(known)}, got {value!r}")
+    if swiglu_limit is not None and not (isinstance(swiglu_limit, float | int) and swiglu_limit > 0):
+        raise ValueError(f"swiglu_limit is a positive number or None, got {swiglu_limit!r}")
     slots, ranks = expert_ids.shape[1], 1 if group is None else group.size()
     if slots > local * ranks:
         raise ValueError(f"each token is sent to {slots} experts, but there are only {local * ranks}")
@@ -370,4 +386,4 @@ def _check(
         check_dtype(name, tensor)
     check_features("D, the number of model features,", features)
     check_features("H, the number of hidden features,", hidden)
-    check_devices(**named, expert_ids=expert_ids)
+    check_devices(**named, expert_ids=expert_ids, b1=weights.b1, b3=weights.b3, b2=weights.b2)

@@ -50,10 +50,14 @@ def mxfp8_linear(
     out_dtype = x.orig_dtype if isinstance(x, MXTensor) else x.dtype
     if weight.device.type != "meta" and torch.is_autocast_enabled(weight.device.type):
         out_dtype = torch.get_autocast_dtype(weight.device.type)
+        if out_dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"this autocast region is of {out_dtype}: MXFP8 takes those of torch.bfloat16")
         weight, bias = weight.to(out_dtype), None if bias is None else bias.to(out_dtype)
         x = x if isinstance(x, MXTensor) else x.to(out_dtype)
     check_activations("x", x)
     check_dtype("weight", weight)
+    if bias is not None:
+        check_dtype("bias", bias)
     check_features("K, the number of in features,", k)
     check_features("N, the number of out features,", n)
     check_devices(x=x, weight=weight, bias=bias)
@@ -61,7 +65,8 @@ def mxfp8_linear(
     bias_EN = None if bias is None else bias.unsqueeze(0)
     options = backend, keep_quantized_weight, requantize_input
     y_MN = mx_matmul(x_MK, weight.unsqueeze(0), bias_EN, None, recipe, out_dtype, *options)
-    return y_MN.view(*x.shape[:-1], n)
+    # no view where none is needed: FSDP cannot free one that an operation behind the linear has changed in place
+    return y_MN if len(x.shape) == 2 else y_MN.view(*x.shape[:-1], n)
 
 
 def _flat(x: MXTensor, k: int) -> MXTensor:
