@@ -57,7 +57,10 @@ def test_a_config_that_cannot_be_trained_here(capsys: pytest.CaptureFixture) -> 
     for flag, said in (
         ("--quantize.linear.mx.backend=hopper", "backend 'hopper' needs an NVIDIA GPU of SM90"),
         ("--model.converters=", "converts nothing: it trains in bf16"),
-        ("--nonesuch=1", "FAILED: train_configs/debug_llama4.toml"),
+        ("--nonesuch=1", "FAILED: train_configs/debug_llama4.toml, see above"),
+        ("--model.flavor=nope", "llama4 has no flavor 'nope'"),
+        ("--training.seq_len=0", "training.seq_len = 0: it must be at least 1"),
+        ("--quantize.grouped_mm.mx.fqns=exprts", "no expert module matches fqns ['exprts']"),
     ):
         assert doctor.main([str(ROOT / config), flag]) == 1
         printed = capsys.readouterr().out

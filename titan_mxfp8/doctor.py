@@ -417,8 +417,11 @@ def _check_config(path: str, flags: Sequence[str], machine: Machine, runs: bool)
     logging.disable(logging.WARNING)
     try:
         asked = recipes_here(path, flags)
-    except (ValueError, OSError, SystemExit) as error:
+    except (ValueError, OSError) as error:
         print(f"FAILED: {path}: {error}")
+        return False, []
+    except SystemExit:  # TorchTitan has said why
+        print(f"FAILED: {path}, see above")
         return False, []
     finally:
         logging.disable(logging.NOTSET)

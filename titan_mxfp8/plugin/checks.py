@@ -190,9 +190,7 @@ def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
             global batch; EP without ranks for FSDP; an empty batch or sequence; an unknown model or flavor.
     """
     parallelism, training = job_config.parallelism, job_config.training
-    for name in ("local_batch_size", "seq_len"):
-        if getattr(training, name) < 1:
-            raise ValueError(f"training.{name} = {getattr(training, name)}: it must be at least 1")
+    check_batch(job_config)
     try:
         dims = ParallelDims(
             dp_replicate=parallelism.data_parallel_replicate_degree,
@@ -246,6 +244,13 @@ def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
             f"{training.local_batch_size} x {dims.dp_replicate * dims.dp_shard} data-parallel ranks"
         )
     return dims
+
+
+def check_batch(job_config: JobConfig) -> None:
+    """Raises ValueError of an empty batch or sequence."""
+    for name in ("local_batch_size", "seq_len"):
+        if getattr(job_config.training, name) < 1:
+            raise ValueError(f"training.{name} = {getattr(job_config.training, name)}: it must be at least 1")
 
 
 def check_hosts(job_config: JobConfig, processes: int, per_host: int) -> None:

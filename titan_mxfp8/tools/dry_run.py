@@ -26,6 +26,7 @@ from titan_mxfp8 import backends
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.modules import as_list
 from titan_mxfp8.plugin.checks import (
+    check_batch,
     check_dispatch,
     check_hosts,
     check_job_config,
@@ -115,17 +116,34 @@ def planned(name: str, mx: MXGroupedMM | MXLinear, gpu: str) -> str:
 
 def recipes_here(path: str, overrides: Sequence[str] = ()) -> dict[str, tuple[Recipe, str]]:
     """The recipe and the backend of each converter that a TOML and TorchTitan flags ask for, parsed for this machine.
+    The layout is not looked at: how many processes there will be is not known.
 
     Raises:
         ValueError, OSError: what training would be refused for.
     """
     job_config = LocalConfigManager().parse_args([f"--job.config_file={path}", *overrides])
+    check_batch(job_config)
+    converted_model(job_config, ParallelDims(*[1] * 7, world_size=1))
     configs = converter_configs(job_config)
     return {
         name: (recipe_of(configs[name]), configs[name].backend)
         for name in job_config.model.converters
         if name in configs
     }
+
+
+def converted_model(job_config: JobConfig, dims: ParallelDims) -> tuple[nn.Module, BaseModelArgs]:
+    """The whole model, converted, on the meta device; and its arguments.
+
+    Raises:
+        ValueError: an unknown model or flavor, or modules to convert that it has not.
+    """
+    args = copy.deepcopy(model_args(job_config))  # update_from_config writes into it
+    args.update_from_config(job_config)
+    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
+        model = get_train_spec(job_config.model.name).model_cls(args)
+    build_model_converters(job_config, dims).convert(model)
+    return model, args
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,16 +206,10 @@ def dry_run(job_config: JobConfig) -> Report:
     if is_study_flavor(model_args(job_config)) and not job_config.model.study_flavors:
         # another config of this process has registered it
         raise ValueError(f"flavor {job_config.model.flavor!r} needs model.study_flavors = true")
-    args = copy.deepcopy(model_args(job_config))  # update_from_config writes into it
-    args.update_from_config(job_config)
-
     with fake_processes(world_size):
         dims.build_mesh()
-        spec = get_train_spec(job_config.model.name)
-        with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
-            model = spec.model_cls(args)
         with local_backends(job_config):
-            build_model_converters(job_config, dims).convert(model)
+            model, args = converted_model(job_config, dims)
         dispatching = [module for module in model.modules() if isinstance(module, MXFP8MoE)]
         if card is not None and dispatching and job_config.quantize.grouped_mm.mx.dispatch_rows == "worst_case":
             check_worst_case(dispatching, job_config, dims, card[1])
@@ -206,7 +218,7 @@ def dry_run(job_config: JobConfig) -> Report:
         eager = copy.deepcopy(job_config)
         eager.compile.enable = False
         try:
-            sharded = spec.parallelize_fn(model, dims, eager)
+            sharded = get_train_spec(job_config.model.name).parallelize_fn(model, dims, eager)
         except (AssertionError, NotImplementedError, RuntimeError) as error:
             raise ValueError(f"TorchTitan cannot lay out the model so: {error}") from error
         memory = estimate_memory(whole, sharded, job_config, dims)
