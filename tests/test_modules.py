@@ -539,6 +539,24 @@ def test_a_grouped_mm_of_the_users_keeps_its_signature() -> None:
         model[0](x, None)
 
 
+@pytest.mark.parametrize("name", ["torch._grouped_mm", "aten", "aten.default", "torch.nn.functional.grouped_mm"])
+def test_every_name_of_grouped_mm_is_mxfp8s(name: str) -> None:
+    aten = torch.ops.aten._grouped_mm
+    named = {"aten": aten, "aten.default": aten.default, "torch._grouped_mm": torch._grouped_mm}
+    function = named.get(name, torch.nn.functional.grouped_mm)
+
+    class Twice(Experts):
+        def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+            h = torch._grouped_mm(x, self.w.mT, offs=offs)
+            return function(h, self.w, offs=offs)
+
+    model = nn.Sequential(Twice()).bfloat16()
+    convert_model(model, grouped_fqns=["0"])
+    x = torch.randn(20, 64).bfloat16()
+    h = mxfp8_grouped_mm(x, model[0].w.mT, OFFS)
+    assert torch.equal(model[0](x, OFFS), mxfp8_grouped_mm(h, model[0].w, OFFS))
+
+
 def test_only_what_splits_a_gemm_counts_as_a_split() -> None:
     """FSDP on a mesh without names: its shards, here of 24 rows, are put together again before they are used."""
     torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())

@@ -11,6 +11,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from titan_mxfp8.modules import hugging_face
 from titan_mxfp8.modules.converted import ConvertedModule
 
+_aten = torch.ops.aten._grouped_mm
+_GROUPED_MM = frozenset((torch._grouped_mm, torch.nn.functional.grouped_mm, _aten, _aten.default))  # of one signature
+
 
 class _GroupedMMOverride(TorchFunctionMode):
     """Replaces the calls of ``torch._grouped_mm`` in its region, and counts them."""
@@ -23,7 +26,7 @@ class _GroupedMMOverride(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is not torch._grouped_mm and func is not torch.nn.functional.grouped_mm:
+        if func not in _GROUPED_MM:
             return func(*args, **kwargs)
         self.calls += 1
         if self.with_grad and not torch.is_grad_enabled():
