@@ -492,6 +492,13 @@ def test_float16_is_an_error_that_names_the_module(what: str) -> None:
                 model["experts"](x, OFFS)
 
 
+def test_a_linear_that_is_the_whole_model_has_a_name() -> None:
+    linear = nn.Linear(64, 64)
+    convert_model(linear)
+    with pytest.raises(ValueError, match=r"^Linear: takes x of shape"):
+        linear(torch.randn(4, 32))
+
+
 @pytest.mark.parametrize("kwargs", [{"recipe": "mxfp9"}, {"backend": "sm90"}])
 def test_unknown_recipe_or_backend(kwargs: dict) -> None:
     with pytest.raises(ValueError, match=r"unknown (recipe|backend)"):

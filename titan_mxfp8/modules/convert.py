@@ -250,8 +250,8 @@ def _convert(model: nn.Module, choices: list[_Choice], config: MXConfig, chosen:
     report = [chosen]
     for choice in choices:
         for fqn, module in choice.modules.items():
+            module.mxfp8_fqn = fqn or type(module).__name__  # errors begin with it
             module.__class__ = _converted_class(type(module), config)
-            module.mxfp8_fqn = fqn
         count = f"{len(choice.modules)} {choice.kind}{'s' * (len(choice.modules) != 1)}"
         report.append(
             f"MXFP8: converted {count} (recipe {config.recipe.name}, backend {config.backend}); "
