@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from converge import StudyRun, check_recipes, flags_of
+from converge import StudyRun, check_flags, check_recipes, flags_of
 from runs import split_flags
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import ConfigManager
@@ -209,6 +209,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--batches: at least 2, as their mean is compared with each")
     try:
         check_recipes(args.config, args.recipes if args.reference == FP32 else [*args.recipes, args.reference])
+        check_flags(flags, checkpoint_every=0, seeds="--seed")
     except ValueError as error:
         parser.error(str(error))
     if os.environ.get("WORLD_SIZE") != "1":

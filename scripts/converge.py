@@ -44,6 +44,7 @@ CONVERTERS = (GROUPED_MM, LINEAR)
 ALONE = {"experts": (GROUPED_MM,), "linears": (LINEAR,)}
 OPTIONS = {"rebase", "dispatch", "requantize", "repeat", *ALONE}
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
+EVERY_FLAG = (BF16.name, "mxfp8+rebase+dispatch+requantize")  # recipes that flags_of sets all its flags for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +121,28 @@ def flags_of(run: StudyRun, config: Path, checkpoint_every: int) -> list[str]:
     if checkpoint_every:
         flags += ["--checkpoint.enable", f"--checkpoint.interval={checkpoint_every}", "--checkpoint.folder=checkpoint"]
     return flags
+
+
+def field_of(flag: str) -> str:
+    """The field of TorchTitan's config that a flag sets; tyro takes ``-`` for ``_``, and ``no-`` before a name."""
+    section, _, name = flag.partition("=")[0].removeprefix("--").replace("-", "_").rpartition(".")
+    return f"{section}.{name.removeprefix('no_')}"
+
+
+def check_flags(flags: Sequence[str], checkpoint_every: int, seeds: str = "--seeds") -> None:
+    """Raises ValueError if the user's trailing flags have one that ``flags_of`` sets: of two the last one counts.
+
+    Args:
+        seeds: the script's own flag for them.
+    """
+    instead = {"job.config_file": "the TOML", "job.dump_folder": "--out", "debug.seed": seeds}
+    runs = [StudyRun(recipe=recipe, seed=0, folder=Path()) for recipe in EVERY_FLAG]
+    own = {field_of(flag) for run in runs for flag in flags_of(run, Path(), checkpoint_every)}
+    for flag in flags:
+        name = field_of(flag)
+        if flag.startswith("--") and name in own:
+            use = "--checkpoint-every" if name.startswith("checkpoint.") else instead.get(name, "--recipes")
+            raise ValueError(f"{flag} behind -- would override what is set for each run: use {use}")
 
 
 def start(run: StudyRun, args: argparse.Namespace, slot: int, gpus: int) -> Going:
@@ -237,6 +260,7 @@ def check_once(flag: str, values: Sequence[object]) -> None:
 def check(args: argparse.Namespace) -> None:
     """Raises ValueError for what would fail later, and OSError if the study's folder cannot be written."""
     check_recipes(args.config, args.recipes)
+    check_flags(args.flags, args.checkpoint_every or 1)  # those of checkpoints in any case: start deletes unknown ones
     check_once("--seeds", args.seeds)  # two runs would write one folder
     gpus = torch.cuda.device_count()
     if gpus and args.ngpu > gpus:

@@ -160,6 +160,9 @@ def test_bad_arguments_say_what_to_do(capsys: pytest.CaptureFixture, monkeypatch
         ([*good, "--steps", "5", "5"], "increasing numbers"),
         ([*good, "--batches", "1"], "at least 2"),
         (["none.toml", *good[1:]], "none.toml is no file"),
+        ([*good, "--", "--debug.seed=1"], "use --seed\n"),
+        ([*good, "--", "--quantize.linear.mx.hopper-rebase"], "use --recipes"),
+        ([*good, "--", "--compile.no-enable", "--checkpoint.no-enable", "--model.hf_assets_path=a"], "torchrun"),
     ):
         with pytest.raises(SystemExit) as ended:
             compare_gradients.parse_arguments(arguments)

@@ -540,6 +540,41 @@ def test_converge_refuses_a_bad_study(
 
 
 @pytest.mark.parametrize(
+    "flags, use",
+    [
+        (["--job.dump-folder", "x"], "--out"),
+        (["--training.steps=3", "--debug.seed=7"], "--seeds"),
+        (["--model.converters="], "--recipes"),
+        (["--quantize.grouped-mm.mx.recipe_name=mxfp8"], "--recipes"),
+        (["--quantize.linear.mx.no-hopper_rebase"], "--recipes"),
+        (["--quantize.grouped_mm.mx.dispatch=auto"], "--recipes"),
+        (["--quantize.linear.mx.requantize_input"], "--recipes"),
+        (["--checkpoint.no-enable"], "--checkpoint-every"),
+        (["--checkpoint.folder=ck"], "--checkpoint-every"),
+        (["--checkpoint-every", "0", "--", "--checkpoint.folder=ck"], "--checkpoint-every"),
+        (["--job.config_file=x.toml"], "the TOML"),
+    ],
+)
+def test_converge_refuses_flags_that_it_sets_for_each_run(
+    flags: list[str], use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(converge, "study", lambda *_: pytest.fail("training began"))
+    ran = tmp_path / "bf16-seed0" / "ck" / "step-2"
+    ran.mkdir(parents=True)
+    own = [] if "--" in flags else ["--"]
+    refused = call("converge", "train_configs/debug_llama4.toml", "--out", tmp_path, *own, *flags)
+    assert refused.startswith("converge: --") and refused.endswith(f"is set for each run: use {use}"), refused
+    assert ran.is_dir() and not (tmp_path / "study.json").exists()
+    harmless = [
+        "--quantize.linear.mx.hopper_rebase_report=9",
+        "--checkpoint.keep_latest_k",
+        "2",
+        "--debug.deterministic",
+    ]
+    converge.check_flags(harmless, 500)
+
+
+@pytest.mark.parametrize(
     "recipe, flags",
     [
         ("bf16", ["--model.converters="]),
