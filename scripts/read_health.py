@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from runs import read_tensorboard, tensorboard_logs
+from runs import read_tensorboard
 
 from titan_mxfp8.testing import write_rows
 
@@ -72,7 +72,10 @@ def main(argv: Sequence[str]) -> None:
         parser.error(f"--every is at least 1, got {args.every}")
     rows = []
     for folder in args.runs:
-        scalars = read_tensorboard(folder) if tensorboard_logs(folder) else {}
+        try:
+            scalars = read_tensorboard(folder)
+        except ValueError as error:
+            sys.exit(f"read_health: {error}")
         if GRAD_NORM not in scalars:
             sys.exit(f"read_health: {folder} holds no TensorBoard log with {GRAD_NORM}: it is no run's dump folder")
         rows += rows_of(folder.resolve().name, scalars, args.every)

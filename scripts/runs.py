@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import re
 import struct
@@ -102,7 +103,7 @@ def read_run(folder: Path) -> Run:
     """Reads a run's dump folder: its TensorBoard logs, or wandb's offline ones where there are none.
 
     Raises:
-        ValueError: no log there, one without losses, or a ``job_config.json`` that is none.
+        ValueError: no log there, those of several runs, one without losses, or a ``job_config.json`` that is none.
     """
     folder = folder.resolve()
     tags, config = (LOSS, THROUGHPUT, MEMORY, HELD_OUT, STEP_TIME), {}
@@ -148,34 +149,72 @@ def read_losses(path: Path) -> list[Run]:
 
 
 def tensorboard_logs(folder: Path) -> list[Path]:
-    """A run's event files, the oldest first: one for each time that it was started."""
-    return sorted(folder.rglob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime)
+    """A run's event files, the oldest first: one for each time that it was started.
+
+    Raises:
+        ValueError: the folder holds several runs.
+    """
+    return logs_of(folder, "events.out.tfevents.*")
 
 
 def wandb_logs(folder: Path) -> list[Path]:
-    """A run's offline logs, the oldest first."""
-    return sorted(folder.rglob("*.wandb"), key=lambda path: path.stat().st_mtime)
+    """A run's offline logs, the oldest first.
+
+    Raises:
+        ValueError: the folder holds several runs.
+    """
+    return logs_of(folder, "*.wandb")
+
+
+def logs_of(folder: Path, pattern: str) -> list[Path]:
+    """The files of one run, the oldest first."""
+    dumps = sorted({path.parent for name in ("job_config.json", "tb") for path in folder.rglob(name)})
+    if len(dumps) > 1:
+        raise ValueError(
+            f"{folder} holds several runs, {dumps[0]} and {dumps[1]} among them: name their own folders, of a study "
+            f"{folder}/*-seed*"
+        )
+
+    def started(path: Path) -> tuple[list[str], float]:
+        """By the time in the names of both, as copies are all new, and within a second by the file's."""
+        return re.findall(r"tfevents\.\d+|\d{8}_\d{6}", f"{path.parent.name}/{path.name}"), path.stat().st_mtime
+
+    return sorted(folder.rglob(pattern), key=started)
 
 
 def read_tensorboard(folder: Path) -> dict[str, dict[int, float]]:
-    """All scalars by tag and step; of a step that was logged twice, as after a resume, the later value counts."""
+    """All scalars by tag and step, as ``resume`` puts together those of several logs.
+
+    Raises:
+        ValueError: the folder holds several runs.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     scalars: dict[str, dict[int, float]] = {}
     for path in tensorboard_logs(folder):
         log = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
-        for tag in log.Tags()["scalars"]:
-            scalars.setdefault(tag, {}).update({event.step: event.value for event in log.Scalars(tag)})
+        resume(scalars, {tag: {event.step: event.value for event in log.Scalars(tag)} for tag in log.Tags()["scalars"]})
     return scalars
 
 
+def resume(scalars: dict[str, dict[int, float]], newer: dict[str, dict[int, float]]) -> None:
+    """Adds those of a newer log. It replaces all from its first step on: what it has not reached is another run's."""
+    first = min((step for tag in newer.keys() & scalars.keys() for step in newer[tag]), default=math.inf)
+    for values in scalars.values():
+        for step in [step for step in values if step >= first]:
+            del values[step]
+    for tag, values in newer.items():
+        scalars.setdefault(tag, {}).update(values)
+
+
 def read_wandb(folder: Path, tags: Sequence[str]) -> tuple[dict[str, dict[int, float]], dict[str, dict]]:
-    """The values of ``tags`` by tag and step, and the config, from wandb's offline logs."""
+    """The values of ``tags`` by tag and step, put together by ``resume``, and the config, from wandb's offline logs."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     scalars: dict[str, dict[int, float]] = {}
     config: dict[str, dict] = {}
     for path in wandb_logs(folder):
+        newer: dict[str, dict[int, float]] = {}
         for data in wandb_records(path.read_bytes()):
             record = Record.FromString(data)
             for update in (*record.run.config.update, *record.config.update):
@@ -183,7 +222,8 @@ def read_wandb(folder: Path, tags: Sequence[str]) -> tuple[dict[str, dict[int, f
             for item in record.history.item:
                 tag = item.key or "/".join(item.nested_key)
                 if tag in tags:
-                    scalars.setdefault(tag, {})[record.history.step.num] = float(json.loads(item.value_json))
+                    newer.setdefault(tag, {})[record.history.step.num] = float(json.loads(item.value_json))
+        resume(scalars, newer)
     return scalars, config
 
 

@@ -229,7 +229,7 @@ import sys, wandb
 padding = "x" * 40000  # more than one block of the log
 config = {"model": {"name": "llama4", "flavor": "f"}, "training": {"seq_len": 32, "padding": padding}, "optimizer": {}}
 run = wandb.init(mode="offline", project="x", dir=sys.argv[1], config=config)
-for step in range(1, 4):
+for step in range(1, int(sys.argv[2])):
     run.log({"loss_metrics/global_avg_loss": 9.0 - step, "throughput(tps)": 5.0}, step=step)
     run.log({"memory/max_reserved(GiB)": 2.5}, step=step)
 run.finish()
@@ -237,14 +237,40 @@ run.finish()
     )
     folder = tmp_path / "offline"
     folder.mkdir()
-    done = shell(sys.executable, str(script), str(folder))
-    assert done.returncode == 0, done.stderr
+    for end in ("6", "4"):  # of the first, which was longer, no step stays
+        done = shell(sys.executable, str(script), str(folder), end)
+        assert done.returncode == 0, done.stderr
     same = {"model": {"name": "llama4", "flavor": "f"}, "training": {"seq_len": 32}, "optimizer": {}}
     other = write_run(tmp_path / "other", [8.0, 7.0, 6.0], same)
     assert "| 3 | 6.0000 | 6.0000 | +0.0000 |" in compare(other, folder, "--out", tmp_path)
     assert rows_of(tmp_path / "table.csv")[1]["memory GiB"] == "2.5"
     longer = write_run(tmp_path / "longer", [8.0, 7.0, 6.0], same | {"training": {"seq_len": 64}})
     assert "has training.seq_len = 64 and offline 32" in compare(longer, folder)
+
+
+def test_a_newer_log_replaces_an_older_one_from_its_first_step_on(tmp_path: Path) -> None:
+    """Whether it goes on from a checkpoint, or a shorter run has taken the folder; and after both were copied."""
+    folder = write_run(tmp_path / "run", [8.0, 7.0, 6.0, 5.0])
+    (first,) = folder.rglob("events*")
+    first.rename(first.with_name(first.name.replace("tfevents.1", "tfevents.0")))
+    with SummaryWriter(str(folder / "tb" / "again")) as writer:
+        writer.add_scalar(runs.LOSS, 6.5, 3)
+        writer.add_scalar("lr", 0.1, 1)  # no step that the older log has
+    os.utime(next((folder / "tb" / "again").iterdir()), (0, 0))
+    read = runs.read_run(folder)
+    assert (read.loss, list(read.tps)) == ({1: 8.0, 2: 7.0, 3: 6.5}, [1, 2])
+    write_run(folder, [4.0, 3.0])
+    assert runs.read_run(folder).loss == {1: 4.0, 2: 3.0}
+
+
+def test_a_folder_of_several_runs_is_no_run(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        write_run(tmp_path / "study" / f"bf16-seed{seed}", [8.0, 7.0])
+        (tmp_path / "wandb" / str(seed)).mkdir(parents=True)
+        (tmp_path / "wandb" / str(seed) / "job_config.json").touch()
+    for name in ("study", "wandb"):
+        for refused in (compare(tmp_path / name), call("read_health", tmp_path / name, "--out", tmp_path / "out")):
+            assert f"{tmp_path / name} holds several runs" in refused and f"{tmp_path / name}/*-seed*" in refused
 
 
 def test_compare_runs_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
