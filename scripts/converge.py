@@ -43,6 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONVERTERS = (GROUPED_MM, LINEAR)
 ALONE = {"experts": (GROUPED_MM,), "linears": (LINEAR,)}
 OPTIONS = {"rebase", "dispatch", "requantize", "repeat", *ALONE}
+CHECKPOINTS = "checkpoint/step-*/.metadata"
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 EVERY_FLAG = (BF16.name, "mxfp8+rebase+dispatch+requantize")  # recipes that flags_of sets all its flags for
 
@@ -57,13 +58,12 @@ class StudyRun:
 
     @property
     def finished(self) -> dict[str, float] | None:
-        """What ``finished.json`` holds: the run's last seconds of wall clock. None if it is not finished."""
-        path = self.folder / "finished.json"
-        return json.loads(path.read_text()) if path.is_file() else None
+        """What ``finished.json`` holds; None if the run is not finished."""
+        return read_finished(self.folder / "finished.json")
 
     @property
     def has_checkpoint(self) -> bool:
-        return any(self.folder.glob("checkpoint/step-*/.metadata"))
+        return any(self.folder.glob(CHECKPOINTS))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,6 +74,21 @@ class Going:
     slot: int
     process: subprocess.Popen
     started: float
+
+
+def read_finished(path: Path) -> dict[str, float] | None:
+    """A finished run's last seconds of wall clock; None where there is no such file, or one that was cut short."""
+    try:
+        return {"seconds": float(json.loads(path.read_text())["seconds"])}
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_json(path: Path, content: dict[str, object]) -> None:
+    """All of it or nothing, if the disk is full or this process is killed."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(new, path)
 
 
 def parts(recipe: str) -> tuple[str, list[str]]:
@@ -187,7 +202,7 @@ def close(going: Going) -> str:
     if going.process.returncode:
         print(f"{name}: failed after {seconds:.0f} s, {ending(going.run.folder / 'log')}", flush=True)
         return FAILED
-    (going.run.folder / "finished.json").write_text(json.dumps({"seconds": round(seconds, 1)}) + "\n")
+    write_json(going.run.folder / "finished.json", {"seconds": round(seconds, 1)})
     shutil.rmtree(going.run.folder / "checkpoint", ignore_errors=True)
     print(f"{name}: finished in {seconds:.0f} s", flush=True)
     return FINISHED
@@ -270,11 +285,24 @@ def check(args: argparse.Namespace) -> None:
     (args.out / ".writable").unlink()
     described = {"config": args.config.read_text(), "flags": args.flags, "ngpu": args.ngpu}
     kept = args.out / "study.json"
-    if kept.is_file() and json.loads(kept.read_text()) != described:
+    trained = any(any(args.out.glob(f"*-seed*/{kind}")) for kind in ("finished.json", CHECKPOINTS))
+    if trained and kept.is_file() and read_study(kept) != described:
         raise ValueError(
-            f"{args.out} holds a study of another config or other flags ({kept}): name another --out, or remove it"
+            f"{args.out} holds a study of another config or other flags ({kept}): name another --out, or remove this "
+            "folder with its runs"
         )
-    kept.write_text(json.dumps(described, indent=2) + "\n")
+    write_json(kept, described)
+
+
+def read_study(path: Path) -> object:
+    """Raises ValueError for a file that was cut short."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is no JSON: {error}; name another --out, or, if its runs are of this config and these flags, "
+            "remove this file"
+        ) from error
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -284,7 +312,8 @@ def compare(args: argparse.Namespace) -> int:
         recipe, _, seed = folder.name.rpartition("-seed")
         return args.recipes.index(recipe) if recipe in args.recipes else len(args.recipes), recipe, int(seed)
 
-    finished = sorted((path.parent for path in args.out.glob("*-seed*/finished.json")), key=place)
+    found = args.out.glob("*-seed*/finished.json")
+    finished = sorted((path.parent for path in found if read_finished(path)), key=place)
     if not finished:
         return 0
     if place(finished[0])[0] > 0:
@@ -335,6 +364,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--margin", type=float, default=0.005, help="of compare_runs.py [0.005]")
     own, flags = split_flags(argv)
     args = parser.parse_args(own, argparse.Namespace(flags=flags))
+    for flag, least in (("jobs", 1), ("ngpu", 1), ("checkpoint_every", 0)):
+        if getattr(args, flag) < least:
+            parser.error(f"--{flag.replace('_', '-')} is at least {least}, got {getattr(args, flag)}")
+    if args.limit is not None and not args.limit > 0:
+        parser.error(f"--limit is above 0 seconds, got {args.limit:g}; without it there is no limit")
     args.out = (args.out or Path("outputs") / f"study_{args.config.stem}").absolute()
     args.config = args.config.absolute() if args.config.is_file() else ROOT / args.config
     return args

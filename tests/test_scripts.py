@@ -269,7 +269,8 @@ def test_a_folder_of_several_runs_is_no_run(tmp_path: Path) -> None:
         (tmp_path / "wandb" / str(seed)).mkdir(parents=True)
         (tmp_path / "wandb" / str(seed) / "job_config.json").touch()
     for name in ("study", "wandb"):
-        for refused in (compare(tmp_path / name), call("read_health", tmp_path / name, "--out", tmp_path / "out")):
+        for script in ("compare_runs", "read_health"):
+            refused = call(script, tmp_path / name, "--out", tmp_path / "out")
             assert f"{tmp_path / name} holds several runs" in refused and f"{tmp_path / name}/*-seed*" in refused
 
 
@@ -515,7 +516,10 @@ def test_converge_compares_all_finished_runs_of_its_folder(
     for name in ("mxfp8-seed10", "mxfp8-seed2", "bf16-seed2", "bf16+repeat-seed2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "finished.json").write_text('{"seconds": 1.0}')
-    (tmp_path / "bf16-seed3").mkdir()  # not finished
+    for name, cut in (("bf16-seed3", ""), ("bf16-seed4", '{"sec'), ("bf16-seed5", "{}")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "finished.json").write_text(cut)  # not finished
+    (tmp_path / "bf16-seed6").mkdir()
     ran, done = [], SimpleNamespace(returncode=7)
     monkeypatch.setattr(converge.subprocess, "run", lambda command: ran.append(command) or done)
 
@@ -598,6 +602,56 @@ def test_converge_refuses_flags_that_it_sets_for_each_run(
         "--debug.deterministic",
     ]
     converge.check_flags(harmless, 500)
+
+
+def test_converge_changes_what_a_study_is_until_a_run_has_got_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a file that was cut short, as on a full disk, ends it with the file's name."""
+    began = []
+    monkeypatch.setattr(converge, "study", lambda *_: began.append(1) or {})
+    out, kept = tmp_path / "out", tmp_path / "out" / "study.json"
+
+    def begun(steps: int) -> str | None:
+        began.clear()
+        printed = call("converge", "train_configs/debug_llama4.toml", "--out", out, "--", f"--training.steps={steps}")
+        return None if began else printed
+
+    run = out / "bf16-seed0"
+    assert begun(3) is None and begun(4) is None and "steps=4" in kept.read_text()
+    run.mkdir()
+    kept.write_text('{"conf')
+    assert begun(5) is None
+    for path in (run / "finished.json", run / "checkpoint" / "step-2" / ".metadata"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        assert begun(5) is None
+        assert f"({kept}): name another --out, or remove this folder with its runs" in begun(6)
+        path.unlink()
+    (run / "finished.json").touch()
+    described = kept.read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: pytest.fail("killed"))
+        with pytest.raises(pytest.fail.Exception):
+            begun(5)
+    assert kept.read_text() == described
+    kept.write_text('{"conf')
+    assert f"{kept} is no JSON" in begun(5)
+
+
+def test_converge_says_which_numbers_it_takes(capsys: pytest.CaptureFixture) -> None:
+    for flag, wrong, message in (
+        ("--jobs", "0", "--jobs is at least 1, got 0"),
+        ("--jobs", "-1", "--jobs is at least 1, got -1"),
+        ("--ngpu", "0", "--ngpu is at least 1, got 0"),
+        ("--checkpoint-every", "-1", "--checkpoint-every is at least 0, got -1"),
+        ("--limit", "0", "--limit is above 0 seconds, got 0"),
+        ("--limit", "-5", "--limit is above 0 seconds, got -5"),
+        ("--limit", "nan", "--limit is above 0 seconds, got nan"),
+    ):
+        with pytest.raises(SystemExit):
+            converge.parse_arguments(["x.toml", flag, wrong])
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
