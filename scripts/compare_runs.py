@@ -50,7 +50,7 @@ from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING
 
 from intervals import MOST, critical_t, interval, is_equivalent, pairs_needed
-from runs import Run, read_losses, read_run
+from runs import Run, read_losses, read_run, unique_names
 
 from titan_mxfp8.testing import format_table, write_rows
 
@@ -135,23 +135,6 @@ def common_steps(runs: Sequence[Run]) -> list[int]:
     if not steps:
         raise ValueError(f"{', '.join(run.name for run in runs)} have no logged step in common")
     return steps
-
-
-def unique_names(folders: Sequence[Path]) -> list[str]:
-    """The folders' names, all with as many of the folders above as it takes to tell them apart.
-
-    Raises:
-        ValueError: a folder is given twice.
-    """
-    paths = [folder.resolve() for folder in folders]
-    for folder, path in zip(folders, paths, strict=True):
-        if paths.count(path) > 1:
-            raise ValueError(f"{folder} is given twice")
-    for parts in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-parts:]) for path in paths]
-        if len(set(names)) == len(names):
-            break
-    return names
 
 
 def grouped(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -501,11 +484,13 @@ def main(argv: Sequence[str]) -> None:
             raise ValueError(f"--margin is a share of the loss, above 0 and below 1, got {args.margin}")
         if any(path.is_file() and path.resolve() == (args.out / "losses.csv").resolve() for path in args.runs):
             raise ValueError(f"{args.out / 'losses.csv'} would be overwritten: name another --out")
+        if args.out.exists() and not args.out.is_dir():
+            raise ValueError(f"--out {args.out} is a file: name a folder")
         runs = read(args.runs)
         if args.steps is not None:
             runs = [first_steps(run, args.steps) for run in runs]
         compare(runs, args.out, args.window, args.margin, args.plan)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"compare_runs: {error}")
 
 

@@ -2,20 +2,22 @@
 
     python scripts/read_health.py outputs/study/bf16-seed0 outputs/study/mxfp8_2d-seed0 --out outputs/study
 
-A row stands for the steps since the row before: ``grad_norm`` is the mean norm of the gradient before clipping, and
-``grad_norm max`` the largest. Of what ``quantize.health_every`` and ``hopper_rebase_report`` logged last until then,
-shares of elements over all converted modules: ``gradients flushed_to_zero`` is the mean of the modules, with `` max``
-behind it the largest, and with `` in`` its module; of the scales' exponents the smallest and the largest. Empty where
-nothing was logged, as of bf16.
+A row stands for the steps since the row before, the last one for those that are left: ``grad_norm`` is the mean norm of
+the gradient before clipping, and ``grad_norm max`` the largest. Of what ``quantize.health_every`` and
+``hopper_rebase_report`` logged last until then, shares of elements over all converted modules: ``gradients
+flushed_to_zero`` is the mean of the modules, with `` max`` behind it the largest, and with `` in`` its module; of the
+scales' exponents the smallest and the largest. Empty where nothing was logged, as of bf16. Where two folders have the
+same name, all runs are named with the folders above.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from runs import read_tensorboard
+from runs import read_tensorboard, unique_names
 
 from titan_mxfp8.testing import write_rows
 
@@ -24,7 +26,7 @@ HEALTH = "mx_health/"  # operand / metric / module
 
 
 def rows_of(name: str, scalars: dict[str, dict[int, float]], every: int) -> list[dict[str, object]]:
-    """A run's rows, one for every ``every`` steps; ``scalars`` by tag and step."""
+    """A run's rows, one for every ``every`` steps and one for the rest; ``scalars`` by tag and step."""
     health: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
     for tag, values in scalars.items():
         if tag.startswith(HEALTH):
@@ -32,13 +34,14 @@ def rows_of(name: str, scalars: dict[str, dict[int, float]], every: int) -> list
             health.setdefault((operand, metric), {})[module] = values
     rows = []
     norms = scalars[GRAD_NORM]
-    for end in range(every, max(norms) + 1, every):
-        of_steps = [norm for step, norm in norms.items() if end - every < step <= end]
+    ends = [0, *range(every, max(norms), every), max(norms)]
+    for begin, end in pairwise(ends):
+        of_steps = [norm for step, norm in norms.items() if begin < step <= end]
         row: dict[str, object] = {"run": name, "step": end}
         if of_steps:
             row |= {"grad_norm": f"{fmean(of_steps):.4g}", "grad_norm max": f"{max(of_steps):.4g}"}
         for (operand, metric), modules in sorted(health.items()):
-            row |= over_modules(f"{operand} {metric}", modules, end - every, end)
+            row |= over_modules(f"{operand} {metric}", modules, begin, end)
         rows.append(row)
     return rows
 
@@ -71,18 +74,16 @@ def main(argv: Sequence[str]) -> None:
     if args.every < 1:
         parser.error(f"--every is at least 1, got {args.every}")
     rows = []
-    for folder in args.runs:
-        try:
+    try:
+        for name, folder in zip(unique_names(args.runs), args.runs, strict=True):
             scalars = read_tensorboard(folder)
-        except ValueError as error:
-            sys.exit(f"read_health: {error}")
-        if GRAD_NORM not in scalars:
-            sys.exit(f"read_health: {folder} holds no TensorBoard log with {GRAD_NORM}: it is no run's dump folder")
-        rows += rows_of(folder.resolve().name, scalars, args.every)
-    if not rows:
-        sys.exit(f"read_health: no run has {args.every} steps, name fewer with --every")
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_rows(args.out / "health.csv", rows)
+            if not scalars.get(GRAD_NORM):
+                raise ValueError(f"{folder} holds no TensorBoard log with {GRAD_NORM}: it is no run's dump folder")
+            rows += rows_of(name, scalars, args.every)
+        args.out.mkdir(parents=True, exist_ok=True)
+        write_rows(args.out / "health.csv", rows)
+    except (ValueError, OSError) as error:
+        sys.exit(f"read_health: {error}")
     print(f"wrote {args.out / 'health.csv'}")
 
 

@@ -103,9 +103,12 @@ def read_run(folder: Path) -> Run:
     """Reads a run's dump folder: its TensorBoard logs, or wandb's offline ones where there are none.
 
     Raises:
-        ValueError: no log there, those of several runs, one without losses, or a ``job_config.json`` that is none.
+        ValueError: no such folder, no log there, those of several runs, one without losses, or a ``job_config.json``
+            that is none.
     """
     folder = folder.resolve()
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder")
     tags, config = (LOSS, THROUGHPUT, MEMORY, HELD_OUT, STEP_TIME), {}
     if logs := tensorboard_logs(folder):
         scalars = read_tensorboard(folder)
@@ -115,7 +118,7 @@ def read_run(folder: Path) -> Run:
         raise ValueError(
             f"{folder} holds no TensorBoard or offline wandb log: train with metrics.enable_tensorboard = true"
         )
-    if LOSS not in scalars:
+    if not scalars.get(LOSS):
         raise ValueError(f"{logs[-1]} holds no {LOSS}: the run ended before its first log")
     saved = folder / "job_config.json"
     if saved.is_file():
@@ -133,19 +136,51 @@ def read_losses(path: Path) -> list[Run]:
     Raises:
         ValueError: the file is none.
     """
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    names = [column.removesuffix(" loss") for column in (rows[0] if rows else ()) if column.endswith(" loss")]
-    if not names or "step" not in rows[0]:
+    try:
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            columns, rows = list(reader.fieldnames or ()), list(reader)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is no CSV: {error}") from error
+    names = [column.removesuffix(" loss") for column in columns if column.endswith(" loss")]
+    if not names or "step" not in columns:
         raise ValueError(f"{path} is no losses.csv of compare_runs.py: it has no columns 'step' and '<run> loss'")
+    if twice := [column for column in columns if columns.count(column) > 1]:
+        raise ValueError(f"{path} has the column {twice[0]!r} twice: leave one out")
+
+    def number(kind: type[int] | type[float], row: int, column: str) -> float:
+        try:
+            return kind(rows[row][column])
+        except (ValueError, TypeError):
+            raise ValueError(f"{path}, row {row + 2}: {column} is {rows[row][column]!r}, not a number") from None
+
     runs = []
     for name in names:
         loss, tps, held_out = (
-            {int(row["step"]): float(row[column]) for row in rows if row.get(column)}
+            {number(int, i, "step"): number(float, i, column) for i, row in enumerate(rows) if row.get(column)}
             for column in (f"{name} loss", f"{name} tps", f"{name} held-out")
         )
+        if not loss:
+            raise ValueError(f"{path}: the column '{name} loss' is empty, leave it out")
         runs.append(Run(name=name, loss=loss, tps=tps, memory={}, config={}, held_out=held_out))
     return runs
+
+
+def unique_names(folders: Sequence[Path]) -> list[str]:
+    """The folders' names, all with as many of the folders above as it takes to tell them apart.
+
+    Raises:
+        ValueError: a folder is given twice.
+    """
+    paths = [folder.resolve() for folder in folders]
+    for folder, path in zip(folders, paths, strict=True):
+        if paths.count(path) > 1:
+            raise ValueError(f"{folder} is given twice")
+    for parts in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-parts:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names
 
 
 def tensorboard_logs(folder: Path) -> list[Path]:

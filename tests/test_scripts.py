@@ -175,7 +175,6 @@ def test_read_health_tells_what_runs_logged_every_so_many_steps(tmp_path: Path) 
     writer.close()
     plain = write_run(tmp_path / "bf16-seed0", [3.0] * 40)
     assert "bf16-seed0 holds no TensorBoard log with grad_norm" in call("read_health", plain, "--out", tmp_path)
-    assert "no run has 50 steps" in call("read_health", folder, "--every", "50", "--out", tmp_path)
     assert "wrote" in call("read_health", folder, "--every", "20", "--out", tmp_path / "out")
     first, second = rows_of(tmp_path / "out" / "health.csv")
     assert (first["run"], first["step"], first["grad_norm"], first["grad_norm max"]) == (
@@ -191,6 +190,12 @@ def test_read_health_tells_what_runs_logged_every_so_many_steps(tmp_path: Path) 
     call("read_health", folder, "--every", "10", "--out", tmp_path / "out")
     last = rows_of(tmp_path / "out" / "health.csv")[3]
     assert (last["step"], last["grad_norm"], last[flushed]) == ("40", "35.5", ""), "no health after step 30"
+    copy = shutil.copytree(folder, tmp_path / "again" / folder.name)
+    call("read_health", folder, copy, "--every", "25", "--out", tmp_path / "out")
+    rows = [(row["run"], row["step"], row["grad_norm"]) for row in rows_of(tmp_path / "out" / "health.csv")]
+    names = [f"{path.parent.name}/mxfp8-seed0" for path in (folder, copy)]
+    assert rows == [(name, *row) for name in names for row in (("25", "13"), ("40", "33"))]
+    assert "mxfp8-seed0 is given twice" in call("read_health", folder, folder, "--out", tmp_path / "out")
 
 
 def test_compare_runs_makes_the_same_tables_of_its_losses_and_plans_by_them(tmp_path: Path) -> None:
@@ -275,6 +280,8 @@ def test_a_folder_of_several_runs_is_no_run(tmp_path: Path) -> None:
 
 
 def test_compare_runs_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
+    assert "nothing: no such folder" in compare(tmp_path / "nothing")
+    (tmp_path / "nothing").mkdir()
     assert "holds no TensorBoard or offline wandb log" in compare(tmp_path / "nothing")
     with SummaryWriter(str(tmp_path / "empty")) as writer:
         writer.add_scalar("lr", 0.1, 1)
@@ -287,8 +294,28 @@ def test_compare_runs_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
     assert "| short | 1 | 2 |" in compare(long, short, "--steps", 2, "--out", tmp_path)
     assert "short ended at step 2, before --steps 3" in compare(long, short, "--steps", 3)
     assert "long has model.flavor = 'a' and other 'b'" in compare(long, other)
+    (tmp_path / "file").touch()
+    assert f"--out {tmp_path / 'file'} is a file: name a folder" in compare(long, "--out", tmp_path / "file")
+    assert "Not a directory" in compare(long, "--out", tmp_path / "file" / "out")
     assert "--window is a share of the steps" in compare(long, "--window", 10)
     assert "--margin is a share of the loss, above 0 and below 1, got 0.0" in compare(long, "--margin", 0)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (b"step,a loss\n1,\n2,\n", "{path}: the column 'a loss' is empty"),
+        (b"step,a loss\n1,8.0\n2,x\n", "{path}, row 3: a loss is 'x', not a number"),
+        (b"step,a loss\n,8.0\n", "{path}, row 2: step is '', not a number"),
+        (b"step,a loss,a loss\n1,8.0,7.0\n", "{path} has the column 'a loss' twice"),
+        (b"step,a loss\n1,\xff\n", "{path} is no CSV"),
+        (b"", "{path} is no losses.csv"),
+    ],
+)
+def test_compare_runs_names_the_file_that_is_no_losses(text: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "losses.csv"
+    path.write_bytes(text)
+    assert message.format(path=path) in compare(path, "--out", tmp_path / "out")
 
 
 NAN, INF = math.nan, math.inf
