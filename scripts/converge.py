@@ -328,7 +328,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Flags behind -- go to TorchTitan: converge.sh train_configs/debug_llama4.toml -- --training.steps=300",
+        epilog="Flags behind -- go to TorchTitan: converge.sh train_configs/debug_llama4.toml -- --training.steps=300; "
+        "not those of the seed, the recipe, the dump folder and the checkpoints, which the study sets.",
     )
     add = parser.add_argument
     add("config", type=Path, metavar="TOML", help="a config with both MXFP8 converters, here or in the repository")
