@@ -27,6 +27,10 @@ Of a single pair there is no verdict. Standard error and interval are then those
 parts of the window, taken as independent: how well the distance of these two curves is known there. They say nothing of
 other seeds.
 
+A line below the table names pairs whose losses do not rise and fall together from step to step. What two runs have in
+common there is how hard each batch is, so these saw other data, or the same in another order, and are no pairs; or one
+of them has gone astray. With fewer than 20 changes nothing is said.
+
 The baseline's runs again with the same seeds, under another name, are a group as any other: its d(g, s) are what runs
 differ by that differ in nothing, and its verdict should be that it is equivalent (converge.py: ``bf16+repeat``).
 
@@ -44,9 +48,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import correlation, fmean, median, stdev
 from typing import TYPE_CHECKING
 
 from intervals import MOST, critical_t, interval, is_equivalent, pairs_needed
@@ -58,6 +62,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PARTS = 10  # of the window, where there is one pair
+FEWEST_CHANGES, TOGETHER = 20, 0.5  # of losses from step to step, and their correlation in a pair
 
 # What must agree for two losses to be comparable: the fields of TorchTitan's config, by section.
 SAME = {
@@ -212,6 +217,22 @@ def judge(
         pair = (next(run for run in runs if run.seed == seed) for runs in (group, baseline))
         parts = parts_of_pair(*pair, last_steps(steps, window))
     return Verdict(differences=differences, text=text, parts=parts)
+
+
+def apart(baseline: Sequence[Run], group: Sequence[Run], steps: Sequence[int]) -> list[str]:
+    """A sentence on each pair whose losses do not change together from step to step."""
+    sentences = []
+    for base, run in product(baseline, group):
+        finite = [step for step in steps if math.isfinite(base.loss[step]) and math.isfinite(run.loss[step])]
+        changes = [[of.loss[after] - of.loss[before] for before, after in pairwise(finite)] for of in (base, run)]
+        if base.seed != run.seed or len(finite) <= FEWEST_CHANGES or any(len(set(one)) == 1 for one in changes):
+            continue
+        if (together := correlation(*changes)) < TOGETHER:
+            sentences.append(
+                f"{run.name} and {base.name} have not seen the same batches in the same order, or one of them has gone "
+                f"astray: from step to step their losses change with a correlation of {together:.2f}"
+            )
+    return sentences
 
 
 def verdict_on(differences: Sequence[float], margin: Margin) -> str:
@@ -447,6 +468,9 @@ def compare(runs: Sequence[Run], out: Path, window: float, share: float, planned
     if len(runs) <= 4:
         print(format_table(loss_table(runs)) + "\n")
     print(format_table(rows))
+    for name in others:
+        for sentence in apart(groups[first], groups[name], steps):
+            print(f"\n{sentence}")
     if planned and (needed := plan(verdicts, margin)):
         print(f"\nPairs that find a group equivalent within {100 * share:.3g}% with a probability of 90%:\n")
         print(format_table(needed))

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import random
 import re
 import runpy
 import shutil
@@ -135,6 +136,25 @@ def test_compare_runs_judges_paired_differences(tmp_path: Path) -> None:
     assert [rows_of(tmp_path / "table.csv")[1][key] for key in ("difference", "pairs")] == ["+0.0160", "2"]
     compare(*folders[:2], folders[20], "--out", tmp_path)
     assert rows_of(tmp_path / "table.csv")[1]["verdict"] == "none: bf16 and near have no seed in common"
+
+
+def test_compare_runs_names_pairs_that_saw_other_data(tmp_path: Path) -> None:
+    """What batches share shows from step to step, whatever the level of a run; a seed's partner is its own."""
+    hard = [[random.Random(f"{data} {step}").gauss(0, 0.1) for step in range(40)] for data in range(2)]
+
+    def run(name: str, data: int, level: float, steps: int = 40) -> Path:
+        return write_run(tmp_path / name, [level - step / 100 + hard[data][step] for step in range(steps)])
+
+    bf16 = [run("bf16-seed0", 0, 8.0), run("bf16-seed1", 1, 8.0)]
+    others = [run("same-seed0", 0, 7.0), run("same-seed1", 1, 9.0), run("other-seed0", 0, 8.0)]
+    odd = run("other-seed1", 0, 8.0)
+    assert "same batches" not in compare(*bf16, *others, "--out", tmp_path / "out")
+    assert re.findall(
+        r"(\S+) and (\S+) have not seen the same batches", compare(*bf16, *others, odd, "--out", tmp_path)
+    ) == [("other-seed1", "bf16-seed1")]
+    # of 20 changes one can tell, of fewer not
+    assert "same batches" in compare(bf16[1], odd, "--steps", 21, "--out", tmp_path)
+    assert "same batches" not in compare(bf16[1], odd, "--steps", 20, "--out", tmp_path)
 
 
 def test_compare_runs_gives_one_pair_the_interval_of_its_steps_and_shows_held_out_losses(tmp_path: Path) -> None:
