@@ -303,6 +303,17 @@ def test_requantised_inputs_reach_the_ops() -> None:
     assert 0 < relative_rms(grads[True], grads[False]) < 1e-2
 
 
+@pytest.mark.parametrize("recipe, changes", [("mxfp8", False), ("mxfp8_2d", True), ("mxfp8_2d_rebased", True)])
+def test_requantize_input_without_effect_is_a_warning(
+    recipe: str, changes: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "hardware_of", lambda device: CLUSTER_GPUS["H200"])
+    convert_model(Layer(), recipe=recipe)
+    assert "requantize_input" not in caplog.text
+    convert_model(Layer(), recipe=recipe, requantize_input=True)
+    assert ("requantize_input changes nothing, as forward multiplies bf16 values" in caplog.text) is not changes
+
+
 def test_hardware_that_was_never_tried_is_a_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

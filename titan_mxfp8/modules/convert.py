@@ -335,6 +335,11 @@ def _config(
     logger.info(chosen)
     if selection.warning:
         logger.warning(f"MXFP8: {selection.warning}")
+    if requantize_input and plan.forward.a.stored == "bf16":
+        logger.warning(
+            f"MXFP8: requantize_input changes nothing, as forward multiplies bf16 values with recipe {recipe.name} on "
+            f"backend {selection.name}: leave it out, or take a recipe whose forward multiplies FP8"
+        )
     config = MXConfig(
         recipe=recipe, backend=selection.name, compile_backend=compile_backend, requantize_input=requantize_input
     )

@@ -73,8 +73,10 @@ class MXLinear:
 
     requantize_input: bool = False
     """
-    Whether inputs are kept for backward as the FP8 rows that forward multiplies, about half the memory, and quantised
-    once more there, along the tokens. Where forward multiplies values in bf16 nothing changes.
+    Whether inputs are kept for backward as the FP8 rows that forward multiplies, and quantised once more there, along
+    the tokens. That is half the memory of these inputs where the weight gradient multiplies bf16 values (mxfp8_2d on an
+    H100 or H200). Where it multiplies FP8 (mxfp8_2d_rebased) they take one byte an element without it. Where forward
+    multiplies bf16 values nothing changes, and a warning says so.
     """
 
 
