@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_moe
 from titan_mxfp8.ops import experts
@@ -134,10 +135,16 @@ def test_the_control_differs_from_fp64_by_bf16_alone() -> None:
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8_2d"])
 def test_any_strides(recipe: str) -> None:
     layer, dy = make_layer(), torch.randn(()).bfloat16().expand(T, D)  # the latter is what .sum().backward() gives
-    strided = layer | {"x": layer["x"].detach().mT.contiguous().mT.requires_grad_()}
+    strided = with_columns_first(layer)
     expected = run(layer, dy.contiguous(), recipe=recipe)
     for name, value in run(strided, dy, recipe=recipe).items():
         assert torch.equal(value, expected[name]), name
+
+
+def with_columns_first(layer: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """x and the weights as transposed views."""
+    strided = {name: layer[name].detach().mT.contiguous().mT.requires_grad_() for name in ("x", "w1", "w3", "w2")}
+    return layer | strided
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d_rebased", "bf16"])
@@ -232,6 +239,23 @@ def test_a_second_derivative_is_refused() -> None:
 
 def test_compiles_without_a_graph_break() -> None:
     check_compiled(make_layer(), torch.randn(T, D).bfloat16(), "mxfp8_2d", "aot_eager")
+
+
+def test_compiled_code_takes_any_strides() -> None:
+    """Inductor holds operators to the strides that their fakes name."""
+    dy = torch.randn(D, T).bfloat16().mT
+    check_compiled(with_columns_first(make_layer()), dy, "mxfp8_2d", "inductor")
+
+
+def test_knows_its_shapes_and_flops_without_data() -> None:
+    layer = {name: tensor.detach().to("meta") for name, tensor in make_layer().items()}
+    for name in ("x", "scores", "w1", "w3"):
+        layer[name].requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        out = mxfp8_moe(**layer, recipe="mxfp8_2d")
+        assert out.shape == (T, D) and counter.get_total_flops() == 3 * 2 * T * K * D * H
+        out.sum().backward()
+    assert counter.get_total_flops() == (3 + 3 + 2) * 2 * T * K * D * H  # none for w2's gradient
 
 
 def check_compiled(layer: dict[str, torch.Tensor], dy: torch.Tensor, recipe: str, compiler: str) -> None:

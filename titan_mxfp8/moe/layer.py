@@ -12,11 +12,13 @@ saved: x_MD as FP8 rows, gate and up (M, H) bf16, the landing
 ```
 """
 
+import math
 from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import register_flop_formula
 
 from titan_mxfp8 import backends
 from titan_mxfp8.backends import Plan
@@ -66,8 +68,9 @@ def mxfp8_moe(
     Args:
         x: (T, D), bf16 or fp32; T may differ between ranks.
         scores: (T, K), fp32 or bf16.
-        expert_ids: (T, K) integers of 0 .. E - 1; one token's are different. Others are an error on a CPU; on a GPU,
-            where looking at them would stop the host, such a slot adds nothing.
+        expert_ids: (T, K) integers. Those outside 0 .. E - 1 are an error on a CPU; on a GPU, where looking at them
+            would stop the host, such a slot adds nothing. One token's are different, which nothing checks: an expert
+            that it names twice may count once.
         w1, w3: (E / R, H, D), this rank's. bf16 or fp32. D and H are multiples of 32.
         w2: (E / R, D, H).
         group: the ranks, or None for all experts here.
@@ -221,7 +224,7 @@ def moe_forward(
 
 @torch.library.register_fake(moe_forward.overload)
 def _(x, scores, expert_ids, w1, w3, w2, b1, b3, b2, layer, save):
-    out = torch.empty_like(x)
+    out = x.new_empty(x.shape)
     if not save:
         return [out]
     config = _Layer.of_key(layer)
@@ -244,8 +247,10 @@ def _empty_landing(expert_ids: torch.Tensor, local: int, config: "_Layer") -> La
     ranks, counted = config.ranks, config.ranks > 1 and not config.worst_case
 
     def count(balanced: int) -> int:
+        if not counted:  # on meta tensors there is no context
+            return balanced
         context = torch.library.get_ctx()
-        return context.new_dynamic_size() if counted and context._shape_env is not None else balanced
+        return balanced if context._shape_env is None else context.new_dynamic_size()
 
     rows = count(tokens * slots) if counted or ranks == 1 else tokens * ranks * min(slots, local)
     return Landing(
@@ -305,8 +310,26 @@ def moe_backward(
 def _(g, saved, w1, w3, w2, b1, b3, b2, scored, needs, layer):
     landing = Landing(*saved[: len(Landing._fields)])
     dscores = [landing.expert_ids.new_empty(landing.expert_ids.shape, dtype=torch.float32)] if scored else []
-    weights = [torch.empty_like(w) for w, needed in zip((w1, w3, w2, b1, b3, b2), needs, strict=True) if needed]
-    return [torch.empty_like(g), *dscores, *weights]
+    weights = [w.new_empty(w.shape) for w, needed in zip((w1, w3, w2, b1, b3, b2), needs, strict=True) if needed]
+    return [g.new_empty(g.shape), *dscores, *weights]
+
+
+# As ``ops/library.py`` has it for single GEMMs: of T * K rows, as many as land on a rank if experts are balanced.
+@register_flop_formula(torch.ops.titan_mxfp8.moe_forward)
+def _(x_shape, scores_shape, expert_ids_shape, w1_shape, *args, **kwargs) -> int:
+    return 3 * _flops_of_gemm(expert_ids_shape, w1_shape)
+
+
+@register_flop_formula(torch.ops.titan_mxfp8.moe_backward)
+def _(
+    g_shape, saved_shapes, w1_shape, w3_shape, w2_shape, b1_shape, b3_shape, b2_shape, scored, needs, *args, **kwargs
+) -> int:
+    expert_ids_shape = Landing(*saved_shapes[: len(Landing._fields)]).expert_ids
+    return (3 + sum(needs[:3])) * _flops_of_gemm(expert_ids_shape, w1_shape)
+
+
+def _flops_of_gemm(expert_ids_shape: torch.Size, w1_shape: torch.Size) -> int:
+    return 2 * math.prod(expert_ids_shape) * math.prod(w1_shape[1:])
 
 
 def _to_parts(rows: Operand) -> list[torch.Tensor]:
