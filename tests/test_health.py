@@ -274,6 +274,15 @@ def test_a_step_is_measured_from_its_first_forward_to_its_end(first: int, logged
     assert [processor.steps[6][f"mx_health/activations/{figure}/0"] for figure in FIGURES] == expected
 
 
+def test_modules_that_quantise_nothing_have_no_health() -> None:
+    model = nn.Sequential(nn.Linear(64, 32))
+    telemetry.attach(model, convert_model(model, recipe="bf16"))
+    processor = Logged(model, every=1)
+    model(spread(40, 64)).sum().backward()
+    telemetry.end(processor, 1, periods(processor.job_config))
+    assert not processor.steps
+
+
 def test_what_rebasing_changed_is_reported_every_n_steps(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 32)), spread(40, 64)

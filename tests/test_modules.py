@@ -1,6 +1,7 @@
 """Module conversion without TorchTitan: which modules are swapped, what stays as it was, and what the errors say."""
 
 import copy
+import functools
 import io
 import logging
 import os
@@ -254,6 +255,23 @@ def test_a_function_of_the_users_that_computes_experts_again_is_refused() -> Non
         gradients(model[0])
     with torch.no_grad():
         model[0](torch.randn(20, 64), OFFS)
+
+
+def test_modules_with_a_forward_of_their_own_are_not_converted() -> None:
+    """accelerate's hooks put one into the module, past which no class can reach."""
+
+    def hooked(module: nn.Module) -> nn.Module:
+        module.forward = functools.partial(type(module).forward, module)
+        return module
+
+    model = nn.Sequential(hooked(nn.Linear(64, 64)), nn.Linear(64, 64))
+    report = convert_model(model)
+    assert report == ["1"] and "0 (has a forward of its own, as from accelerate's hooks" in str(report)
+    model = Layer()
+    hooked(model.experts)
+    with pytest.raises(ValueError, match=r"experts has a forward of its own.*convert before"):
+        convert_model(model, grouped_fqns=["experts"])
+    assert type(model.shared_experts) is nn.Linear  # all or nothing
 
 
 def test_subclasses_of_linear_keep_their_forward(caplog: pytest.LogCaptureFixture) -> None:

@@ -60,7 +60,8 @@ def test_recipe_table_and_aliases() -> None:
     }
     for alias, name in aliases.items():
         assert get_recipe(alias) is RECIPES[name] and RECIPES[name].name == name
-    for field, value in (("rounding", "up"), ("wgrad", "hp"), ("weight_block", "1x128"), ("grad_dtype", torch.half)):
+    wrong = {"rounding": "up", "wgrad": "hp", "weight_block": "1x128", "grad_dtype": torch.half}
+    for field, value in (*wrong.items(), ("quantized", 1), ("scale_span", 128.0)):
         with pytest.raises(ValueError, match=f"recipe 'own': unknown {field} .*use one of"):
             Recipe(name="own", **{field: value})
     floor = RECIPES["mxfp8_floor"]

@@ -46,10 +46,10 @@ class Recipe:
             ("rounding", ROUNDINGS),
             ("scale_span", SPANS),
         ):
-            if getattr(self, name) not in known:
+            value = getattr(self, name)
+            if value not in known or type(value) is not type(known[0]):  # 1 == True, but ``key`` would tell them apart
                 raise ValueError(
-                    f"recipe {self.name!r}: unknown {name} {getattr(self, name)!r}, use one of "
-                    f"{', '.join(map(str, known))}"
+                    f"recipe {self.name!r}: unknown {name} {value!r}, use one of {', '.join(map(str, known))}"
                 )
 
         grad_dtype = str(self.grad_dtype).removeprefix("torch.")

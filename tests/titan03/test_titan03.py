@@ -147,6 +147,21 @@ def test_an_unknown_recipe_raises_before_the_model_is_built() -> None:
         deepseek_v3.model_registry("debugmodel", converters=[MXFP8Linears.Config(recipe="mxfp9")])
 
 
+@pytest.mark.parametrize(
+    ("target", "kwargs", "says"),
+    [
+        (EXPERTS, {"health_every": -1}, "health_every is a number of steps, or 0 for never, got -1"),
+        (LINEARS, {"hopper_rebase_report": -1}, "hopper_rebase_report is a number of steps"),
+        (LINEARS, {"recipe": "mxfp8_2d", "hopper_rebase_report": 1}, "it takes a recipe that is rebased"),
+        (EXPERTS, {"recipe": "bf16"}, "recipe 'bf16' is the control of dispatch: without it, leave the experts out"),
+        (LINEARS, {"recipe": "bf16"}, "leave the linears out"),
+    ],
+)
+def test_fields_that_make_no_sense_raise_before_the_model_is_built(target: str, kwargs: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        config("deepseek_v3", (target, kwargs))
+
+
 class Gated(FeedForward):
     """Somebody's override of a part."""
 

@@ -149,6 +149,8 @@ def _choose_linears(model: nn.Module, filter_fqns: list[str], at_least_one: bool
             left[fqn] = "LoRA adapter"
         elif type(module) not in LINEAR_CLASSES:
             left[fqn] = f"{type(module).__name__}, not nn.Linear itself"
+        elif "forward" in vars(module):
+            left[fqn] = "has a forward of its own, as from accelerate's hooks: convert before they are added"
         elif module in read_by_attention:
             left[fqn] = "nn.MultiheadAttention reads its weight itself"
         elif module.in_features % BLOCK_SIZE or module.out_features % BLOCK_SIZE:
@@ -230,6 +232,11 @@ def _choose_experts(model: nn.Module, fqns: list[str]) -> _Choice:
             continue
         if type(module) not in EXPERT_CLASSES and (why := hugging_face.refusal(module)):
             raise ValueError(f"MXFP8: {fqn} {why}")
+        if "forward" in vars(module):
+            raise ValueError(
+                f"MXFP8: {fqn} has a forward of its own, as from accelerate's hooks, which conversion cannot reach: "
+                "convert before such hooks are added, or leave this module out of fqns"
+            )
         for name, param in module.named_parameters(recurse=False):
             if param.ndim == 3 and (param.shape[1] % BLOCK_SIZE or param.shape[2] % BLOCK_SIZE):
                 raise ValueError(

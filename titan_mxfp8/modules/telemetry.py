@@ -31,13 +31,15 @@ _names: list[str] | None = None  # of the converted modules of all ranks
 
 
 def attach(model: nn.Module, converted: list[str]) -> None:
-    """Gives converted modules a probe each, on the device where they will compute, and has ``model`` begin to record.
+    """Gives converted modules that quantise a probe each, on the device where they will compute, and has ``model``
+    begin to record.
 
     A pipeline's stages are copies of ``model``, with probes and hook.
     """
     global _due, _names
-    for fqn in converted:
-        model.get_submodule(fqn).probe = observe.make_probe(torch.device(training_device().type))
+    for module in map(model.get_submodule, converted):
+        if module.mxfp8.recipe.quantized:
+            module.probe = observe.make_probe(torch.device(training_device().type))
     model.register_forward_pre_hook(_begin)
     _due, _names = True, None
 

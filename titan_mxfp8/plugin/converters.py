@@ -24,7 +24,7 @@ from titan_mxfp8.plugin.checks import check_one_quantisation, compiles_model
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, recipe_of
 from titan_mxfp8.plugin.repairs.activation_checkpointing import keep_saved_outputs
-from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR
+from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class _Converter(QuantizationConverter):
 
     def observe(self, model: nn.Module, converted: list[str]) -> None:
         """Prepares the converted modules for ``quantize.health_every`` and ``hopper_rebase_report``."""
-        if (self.health_every or self.config.hopper_rebase_report) and self.config.recipe_name != BF16.name:
+        if self.health_every or self.config.hopper_rebase_report:
             telemetry.attach(model, converted)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:

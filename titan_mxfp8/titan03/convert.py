@@ -15,7 +15,7 @@ from torchtitan.protocols.model import BaseModel
 import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
 from titan_mxfp8 import modules
 from titan_mxfp8.modules import Dispatch, as_list, telemetry
-from titan_mxfp8.recipe import get_recipe
+from titan_mxfp8.recipe import BF16, get_recipe
 from titan_mxfp8.repairs.patch import is_patched, patch_of
 from titan_mxfp8.titan03.classes import LINEAR_CLASSES, expert_class
 from titan_mxfp8.titan03.moe import dispatch_tokens
@@ -28,13 +28,20 @@ class _Converter(QuantizationConverter):
     """What both converters do.
 
     Raises:
-        ValueError: an unknown recipe. When the model is built: as ``modules.convert_experts``, ``convert_linears``.
+        ValueError: an unknown recipe, or periods that are none. When the model is built: as
+            ``modules.convert_experts``, ``convert_linears``.
     """
 
     kind: str
 
     def __init__(self, config: QuantizationConverter.Config) -> None:
-        get_recipe(config.recipe)
+        for name in ("health_every", "hopper_rebase_report"):
+            if getattr(config, name) < 0:
+                raise ValueError(f"{name} is a number of steps, or 0 for never, got {getattr(config, name)}")
+        if config.hopper_rebase_report and get_recipe(config.recipe).scale_span == 32:
+            raise ValueError("hopper_rebase_report says what rebasing changes: it takes a recipe that is rebased")
+        if get_recipe(config.recipe) == BF16 and getattr(config, "dispatch", "off") == "off":
+            raise ValueError(f"recipe {BF16.name!r} is the control of dispatch: without it, leave the {self.kind} out")
         self.config = config
 
     @abstractmethod
