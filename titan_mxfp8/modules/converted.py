@@ -111,9 +111,7 @@ class ConvertedModule:
             y = mxfp8_moe(x, scores, expert_ids, *weights, group, **options)
         except ValueError as error:
             raise ValueError(f"{self.mxfp8_fqn}: {error}") from error
-        for weight in weights:
-            y = observe(y, x, weight, None, self.probe, options["recipe"], options["backend"], dispatched=True)
-        return y
+        return observe(y, x, weights, None, self.probe, options["recipe"], options["backend"], dispatched=True)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if isinstance(param, DTensor) and (param.ndim == 3 or name == "weight"):

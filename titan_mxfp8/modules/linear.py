@@ -17,6 +17,11 @@ class MXFP8Linear(ConvertedModule, nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # nn.Linear's name, which TorchTitan 0.3 looks for
         if isinstance(self.weight, DTensor):
+            if not isinstance(input, DTensor):
+                raise ValueError(
+                    f"{self.mxfp8_fqn}: the weight is a DTensor and the input is not: have the parallel style "
+                    "make it one (input_layouts of ColwiseParallel and RowwiseParallel)"
+                )
             return _linear_on_dtensors(self.mxfp8_linear, input, self.weight, self.bias)
         return self.mxfp8_linear(input, self.weight, self.bias)
 

@@ -11,7 +11,7 @@ of ``recording()`` the operator in it returns zeros.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -53,7 +53,7 @@ def make_probe(device: torch.device) -> torch.Tensor:
 def observe(
     y_MN: torch.Tensor,
     x_MK: torch.Tensor,
-    w: torch.Tensor,
+    w: torch.Tensor | Sequence[torch.Tensor],
     offs: torch.Tensor | None,
     probe: torch.Tensor | None,
     recipe: Recipe,
@@ -65,7 +65,7 @@ def observe(
     Args:
         y_MN: (..., N).
         x_MK: (..., K).
-        w: (N, K), or (E, N, K) with ``offs``.
+        w: (N, K), or (E, N, K) with ``offs``; or all weights between ``x_MK`` and ``y_MN``, which count together.
         offs: int32 (E,) end offsets of the groups: rows at and past the last one do not count.
         probe: of ``make_probe``; None observes nothing.
         recipe, backend: those of the GEMM.
@@ -73,17 +73,18 @@ def observe(
     """
     if probe is None or not (torch.compiler.is_compiling() or _recording):
         return y_MN
-    return _Observe.apply(y_MN, probe, x_MK.detach(), w.detach(), offs, recipe, backend, dispatched)
+    weights = [weight.detach() for weight in ([w] if isinstance(w, torch.Tensor) else w)]
+    return _Observe.apply(y_MN, probe, x_MK.detach(), offs, recipe, backend, dispatched, *weights)
 
 
 class _Observe(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, probe, x, w, offs, recipe, backend, dispatched):
+    def forward(ctx, y, probe, x, offs, recipe, backend, dispatched, *weights):
         x_spec, dy_spec, w_spec = _spec_keys(recipe.key)
         by_tokens = recipe.wgrad == "mxfp8"
         how = by_tokens, by_tokens and dispatched, backend
-        measured = _measure(x, offs, x_spec, *how), _measure(w, None, w_spec, False, False, backend)
-        ctx.save_for_backward(*measured, offs)
+        measured_w = sum(_measure(w, None, w_spec, False, False, backend) for w in weights)
+        ctx.save_for_backward(_measure(x, offs, x_spec, *how), measured_w, offs)
         ctx.dy_spec, ctx.how = dy_spec, how
         return y.view_as(y)
 
@@ -91,7 +92,7 @@ class _Observe(torch.autograd.Function):
     def backward(ctx, dy):
         measured_x, measured_w, offs = ctx.saved_tensors
         measured_dy = _measure(dy, offs, ctx.dy_spec, *ctx.how)
-        return dy, torch.stack([measured_x, measured_w, measured_dy]), None, None, None, None, None, None
+        return dy, torch.stack([measured_x, measured_w, measured_dy]), *[None] * (len(ctx.needs_input_grad) - 2)
 
 
 @torch.compiler.assume_constant_result
