@@ -226,7 +226,7 @@ def trainings(results: Path) -> Iterator[tuple[Path, dict[str, str], dict[str, s
             continue
         bf16 = {row.get("flavor", ""): float(row[SPEED]) for row in rows if row["run"] == "bf16"}
         for row in rows:
-            if row["run"] != "bf16" and row.get("flavor", "") in bf16:
+            if not row["run"].startswith("bf16") and row.get("flavor", "") in bf16:
                 yield path, env, row, float(row[SPEED]) / bf16[row.get("flavor", "")]
 
 

@@ -41,6 +41,7 @@ LAYERS = {
     "llama4": "Llama4",
 }
 CONTROLS = ("torch bf16, compiled", "bf16")
+OURS = "bf16, ours"  # the control: our kernels, or our dispatch, with nothing quantised
 RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_2d_wgrad_bf16", "mxfp8_rebased", "mxfp8_2d_rebased")
 SPEED = "tokens/s (median, per GPU)"
 
@@ -71,13 +72,18 @@ def folder_of(path: Path) -> str:
 
 def code(recipe: str) -> str:
     """A recipe's name as a column's: that of a control says whose bf16 it is."""
-    return {BF16.name: "bf16, ours"}.get(recipe, f"`{recipe}`" if recipe.startswith("mxfp8") else recipe)
+    return {BF16.name: OURS}.get(recipe, f"`{recipe}`" if recipe.startswith("mxfp8") else recipe)
 
 
 def recipe_of(run: str) -> str:
-    """The recipe of a run of bench_training.py: ``both+rebase:mxfp8_2d`` is ``mxfp8_2d_rebased``."""
+    """The recipe of a run of bench_training.py: of ``both+rebase:mxfp8_2d`` ``mxfp8_2d_rebased``; ``bf16`` is the
+    baseline, and the control, ``bf16+dispatch``, ``OURS``."""
     what, _, recipe = run.partition(":")
-    return get_recipe(recipe or "mxfp8", rebase="+rebase" in what).name if what != "bf16" else "bf16"
+    if run == "bf16":
+        return run
+    if run == "bf16+dispatch" or recipe == "bf16":
+        return OURS
+    return get_recipe(recipe or "mxfp8", rebase="+rebase" in what).name
 
 
 def times(values: Sequence[float], digits: int = 2) -> str:
@@ -98,7 +104,7 @@ def render(rows: Sequence[Cells]) -> str:
 
 def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup: str = "") -> list[Cells]:
     """Tokens/s of training times bf16's, and memory, of table.csv of bench_training.py, a row for each flavor, and one
-    for its runs with ``dispatch``.
+    for its runs with ``dispatch``, which has their control in a column of its own.
 
     Of the CSV of its steps, with ``warmup``, the range of what the steps before and after it say.
     """
@@ -113,10 +119,11 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup:
             if "bf16" not in speeds or len(speeds) == 1:
                 continue
             cells = {"model": MODELS.get(flavor, flavor) + ", `dispatch`" * sends, "GPUs": env["processes"]}
-            for recipe in recipes.split(","):
+            shown = [OURS, *recipes.split(",")]
+            for recipe in shown:
                 ratios = [ours / base for ours, base in zip(speeds.get(recipe, ()), speeds["bf16"], strict=False)]
-                cells[f"`{recipe}`"] = times(ratios) if ratios else ""
-            used = [f"{memory[recipe] / memory['bf16']:.2f}" for recipe in recipes.split(",") if recipe in memory]
+                cells[code(recipe)] = times(ratios) if ratios else ""
+            used = [f"{memory[recipe] / memory['bf16']:.2f}" for recipe in shown if recipe in memory]
             table.append(cells | {"memory": ", ".join(used), "runs": repeats, "folder": folder_of(path)})
     return table
 
@@ -147,8 +154,8 @@ def training(path: Path, layers: Path) -> list[Cells]:
     speed = {(recipe_of(row["run"]), row["flavor"]): float(row[SPEED]) for row in rows}
     cost = {recipe_of(row["run"]): float(row["us per token and layer"]) for row in read(layers)}
     table = []
-    for recipe in sorted(cost, key=(*CONTROLS, *RECIPES).index):
-        cells = {"experts and linears": "bf16" if recipe == "bf16" else f"`{recipe}`"}
+    for recipe in sorted(cost, key=("bf16", OURS, *RECIPES).index):
+        cells = {"experts and linears": "bf16" if recipe == "bf16" else code(recipe)}
         for flavor in flavors:
             size = MODELS[flavor].rpartition(", ")[2]
             cells[f"{size}: tokens/s per GPU"] = f"{speed[recipe, flavor]:,.0f}"

@@ -25,7 +25,9 @@ import bench_moe_layer
 import bench_training
 import converge
 import pytest
+import roofline
 import runs
+import tables
 import torch
 import toy_moe
 import watch
@@ -33,6 +35,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from titan_mxfp8 import mxfp8_grouped_mm
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
+from titan_mxfp8.testing import write_rows
+from titan_mxfp8.tools.dry_run import parse_config
 
 ROOT = Path(__file__).parent.parent
 
@@ -803,9 +807,9 @@ def test_train_many_explains_itself(
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What bench_training.py launches, in order. Instead of training, a run of 3 steps is logged: bf16 at 100 tokens/s,
-    its last step at 50, in its second repeat at 125, all others at 200; and a profiler's trace where asked for. A step
-    is of 0.3 tokens."""
-    speeds = {"bf16": (100, 100, 50), "bf16-repeat2": (125, 125, 125)}
+    its last step at 50, in its second repeat at 125, bf16+dispatch at 115, all others at 200; and a profiler's trace
+    where asked for. A step is of 0.3 tokens."""
+    speeds = {"bf16": (100, 100, 50), "bf16-repeat2": (125, 125, 125), "bf16+dispatch": (115, 115, 115)}
     programs: list[list[str]] = []
 
     class Done:
@@ -840,7 +844,7 @@ def test_bench_training_tables_its_runs_and_does_none_twice(tmp_path: Path, laun
     rows = rows_of(tmp_path / "table.csv")
     assert [row["run"] for row in rows] == ["bf16", "grouped:mxfp8_2d"]
     assert [rows[1][key] for key in ("tokens/s (median, per GPU)", "memory GiB", "x")] == ["200", "4.0", "2.667"]
-    for unknown in ("fp8", "bf16+dispatch", "linears+dispatch:mxfp8", "both+fast"):
+    for unknown in ("fp8", "bf16+rebase", "bf16+dispatch:mxfp8", "both+dispatch:bf16", "linears+dispatch", "both+fast"):
         assert f"unknown run '{unknown}'" in call("bench_training", *arguments, unknown)
     flags = bench_training.flags_of("both+rebase+dispatch:mxfp8_2d")
     assert "--quantize.grouped_mm.mx.dispatch=auto" in flags and "--quantize.linear.mx.hopper_rebase" in flags
@@ -853,6 +857,36 @@ def test_bench_training_tables_its_runs_and_does_none_twice(tmp_path: Path, laun
     assert not (tmp_path / "layers.csv").exists()
     rows = rows_of(tmp_path / "table.csv")
     assert [(row["flavor"], row["run"]) for row in rows[2:4]] == [("a_2layers", "both+rebase:mxfp8"), ("b", "bf16")]
+
+
+def test_the_control_of_dispatch_is_that_of_converge_and_is_told_from_the_baseline(
+    tmp_path: Path, launched: list[list[str]]
+) -> None:
+    flags = bench_training.flags_of("bf16+dispatch")
+    assert flags == converge.flags_of(converge.StudyRun(recipe="bf16+dispatch", seed=0, folder=tmp_path), Path(), 0)[3:]
+    config = parse_config(str(ROOT / "train_configs" / "debug_deepseek_v3.toml"), flags)  # refuses bad combinations
+    assert config.model.converters == [GROUPED_MM] and config.quantize.grouped_mm.mx.dispatch == "auto"
+    assert config.quantize.grouped_mm.mx.recipe_name == "bf16"
+
+    names = "bf16", "both:mxfp8_2d", "bf16+dispatch", "both+dispatch:mxfp8_2d"
+    call("bench_training", "--ngpu", 1, "--steps", 3, "--warmup", 0, "--out", tmp_path, "--runs", *names)
+    plain, sent = tables.end_to_end(tmp_path / "table.csv")
+    assert plain["bf16, ours"] == "" and plain["`mxfp8_2d`"] == "2.00"
+    assert sent["model"].endswith("`dispatch`") and (sent["bf16, ours"], sent["`mxfp8_2d`"]) == ("1.15", "2.00")
+    assert sent["memory"] == "1.00, 1.00", "of the control and of mxfp8_2d"
+    (_, sent) = tables.end_to_end(tmp_path / "data.csv", warmup="2")
+    assert sent["bf16, ours"] == "1.15 to 2.30", "against 100 and 50 tokens/s"
+    assert tables.recipe_of("grouped+dispatch:bf16") == tables.OURS, "as it could be written before"
+    assert [row["run"] for _, _, row, _ in roofline.trainings(tmp_path)] == list(names[1::2]), "no training in MXFP8"
+    call("bench_training", "--ngpu", 1, "--steps", 3, "--warmup", 0, "--out", tmp_path, "--runs", *names[::2])
+    (alone,) = tables.end_to_end(tmp_path / "table.csv")
+    assert (alone["bf16, ours"], alone["`mxfp8_2d`"], alone["memory"]) == ("1.15", "", "1.00")
+    costs = [{"run": name, "us per token and layer": us} for name, us in (("bf16", 6), ("bf16+dispatch", 5))]
+    speeds = [{"run": name, "flavor": "17bx16e_2layers", tables.SPEED: 1} for name in names[::2]]
+    for name, rows in (("layers.csv", costs), ("speeds.csv", speeds)):
+        write_rows(tmp_path / name, rows)
+    layer = [row["a layer, times bf16"] for row in tables.training(tmp_path / "speeds.csv", tmp_path / "layers.csv")]
+    assert layer == ["1.00", "1.20"]
 
 
 def test_bench_training_tells_the_time_of_a_layer_from_that_of_the_rest() -> None:
@@ -1495,6 +1529,8 @@ def test_bench_all_measures_each_part_in_its_time_and_goes_on(tmp_path: Path) ->
     assert set(said.values()) == {"finished by an earlier call"} and len(said) == 3
     training = bench_all(tmp_path, PARTS="training").stdout
     assert re.search(r"--out \S+/training --limit \d+ --quick --ngpu 2 .* -- --model.hf_assets_path=", training)
+    runs_of_it = re.search(r" --runs (.*) -- ", training)[1].split()
+    assert {"bf16", "bf16+dispatch"} < set(runs_of_it) and all(map(bench_training.flags_of, runs_of_it))
     wrong = bench_all(tmp_path, PARTS="dance")
     assert wrong.returncode == 2 and "not 'dance'" in wrong.stderr
 
