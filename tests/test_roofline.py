@@ -2,7 +2,9 @@
 
 import csv
 import json
+import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import bench_grouped_mm
@@ -161,6 +163,23 @@ def test_predictions_stand_beside_what_was_measured(monkeypatch: pytest.MonkeyPa
     ]  # fmt: skip
     # rebasing brings more, and a step gains less than its GEMMs do
     assert 1 < rows[1]["by our rates"] < rows[0]["by our rates"] < rows[0]["by the ceilings"] < 1.5
+
+
+def test_every_training_that_was_measured_has_a_prediction() -> None:
+    """In the folder that results/README.md names, and with the gain that was measured."""
+    results = ROOT / "results"
+    text = (results / "README.md").read_text()
+    (folder,) = re.findall(r"<!-- table: predictions (\S+)/data.csv", text)
+    assert f"**`{folder}`**" in text and (results / folder / "README.md").is_file(), "the folder that counts"
+    with (results / folder / "data.csv").open(newline="") as file:
+        predicted = Counter((row["folder"], row["table"], row["run"], row["measured"]) for row in csv.DictReader(file))
+    known = {f"NVIDIA {gpu}" for gpu in CLUSTER_GPUS if committed_rates(results, gpu)}
+    measured = Counter(
+        (str(path.parent.relative_to(results)), path.name, row["run"], str(round(gain, 3)))
+        for path, env, row, gain in roofline.trainings(results)
+        if " ".join(env.get("gpu", "").split()[:2]) in known
+    )
+    assert measured == predicted, "python scripts/roofline.py check --out results/<date>_cpu_predictions writes them"
 
 
 def test_pictures_are_drawn_from_csvs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
