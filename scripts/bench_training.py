@@ -6,9 +6,9 @@ A run is ``WHAT`` or ``WHAT:RECIPE``. WHAT is bf16, grouped (the routed experts)
 where none is named, and ``WHAT+rebase`` switches ``hopper_rebase`` on, which takes its rebased form; ``+dispatch`` has
 the MoE layers send tokens in MXFP8 (``quantize.grouped_mm.mx.dispatch = "auto"``). ``bf16+dispatch`` is the control of
 that, as in converge.py: the experts with recipe bf16, which quantises nothing, and no linears. What it gains is not
-owed to the number format. Each run trains --steps steps, of which those after --warmup count: median and mean tokens/s
-(the mean is all tokens over all time), and how many times the median the slowest step took, as a step that stalls is a
-finding. Memory is the peak that the allocator reserved.
+owed to the number format. Each run trains --steps steps, of which those after --warmup count: median (p50), p20, p80
+and mean tokens/s (the mean is all tokens over all time), and how many times the median the slowest step took, as a step
+that stalls is a finding. Memory is the peak that the allocator reserved.
 
 With --repeats N the runs alternate, a b c a b c ...: a run's figures are then the medians over its repeats, ``x`` is
 that of the speed-ups against the first run of the same repeat, and the ranges over the repeats stand beside them.
@@ -41,7 +41,7 @@ from kernel_times import Trace, read_trace
 from runs import TRAIN, Run, ending, launch, read_run, split_flags
 
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
-from titan_mxfp8.testing import environment, format_table, write_results, write_rows
+from titan_mxfp8.testing import environment, format_table, percentiles, write_results, write_rows
 
 PROFILED = 8  # steps of the run with --profile; the last one is in the trace
 CONVERTED_BY = {"bf16": (), "grouped": (GROUPED_MM,), "linears": (LINEAR,), "both": (GROUPED_MM, LINEAR)}
@@ -139,11 +139,14 @@ def table(bench: Bench, warmup: int, processes: int) -> list[dict[str, object]]:
     for (flavor, name), measured in bench.items():
         counted = [[tps for step, tps in run.tps.items() if step > warmup] for run in measured.repeats]
         speeds = [median(tps) for tps in counted]
+        p20, _, p80 = (median(values) for values in zip(*map(percentiles, counted), strict=True))
         ratios = [ours / base for ours, base in zip(speeds, first.setdefault(flavor, speeds), strict=False)]
         row: dict[str, object] = {"flavor": flavor} if flavor else {}
         row |= {
             "run": name,
             "tokens/s (median, per GPU)": round(median(speeds)),
+            "tokens/s (p20)": round(p20),
+            "tokens/s (p80)": round(p80),
             "tokens/s (mean)": round(median(map(harmonic_mean, counted))),
             "slowest step / median": round(
                 max(speed / min(tps) for speed, tps in zip(speeds, counted, strict=True)), 2
