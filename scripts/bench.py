@@ -127,7 +127,7 @@ class Bench:
         p20, p50, p80 = (round(us, 3) for us in percentiles([us for block in counted[-1] for us in block]))
         row: Row = {"p20_us": p20, "p50_us": p50, "p80_us": p80}
         rates = {"tflops": work.flops / p50 / 1e6, "gb_per_s": work.moved / p50 / 1e3}
-        row |= {name: round(rate, 4) if rate else None for name, rate in rates.items()}
+        row |= {name: float(f"{rate:.6g}") if rate else None for name, rate in rates.items()}
         top = self.ceiling(work.ceiling)
         row["share"] = round((rates["tflops"] or rates["gb_per_s"]) / top, 4) if top else None
         if base:
