@@ -23,7 +23,7 @@ from statistics import mean
 import torch
 
 import titan_mxfp8
-from titan_mxfp8.backends import Gemm, Plan, plan_on, select
+from titan_mxfp8.backends import Gemm, plan_on, select
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
 from titan_mxfp8.modules import training_device
 from titan_mxfp8.recipe import RECIPES, Recipe
@@ -200,7 +200,7 @@ def recipe_rows(hardware: Hardware, backend: str = "auto") -> list[dict[str, str
             able = "an H100 or H200, or backend = 'reference'"
             rows.append({"recipe": recipe.name, "backend": "none", "why nothing faster": f"rebased: needs {able}"})
             continue
-        gemms = _gemms(plan_on(recipe, name, hardware))
+        gemms = plan_on(recipe, name, hardware).gemms
         reasons: dict[str, list[str]] = {}
         for gemm_name, gemm in gemms.items():
             reasons.setdefault(why_not_faster(gemm, recipe, hardware), []).append(gemm_name)
@@ -434,10 +434,6 @@ def _check_config(path: str, flags: Sequence[str], machine: Machine, runs: bool)
             f"{path}: {name} is {recipe.name}, backend {chosen.name}: {plan_on(recipe, chosen.name, machine.hardware)}"
         )
     return runs, list(dict.fromkeys(recipe.name for recipe, _ in asked.values()))
-
-
-def _gemms(plan: Plan) -> dict[str, Gemm]:
-    return {name: getattr(plan, name) for name in ("forward", "dgrad", "wgrad")}
 
 
 def _numbers(version: str) -> tuple[int, ...]:

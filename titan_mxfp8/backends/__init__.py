@@ -43,9 +43,17 @@ class Plan:
     dgrad: Gemm
     wgrad: Gemm
 
+    @property
+    def gemms(self) -> dict[str, Gemm]:
+        """All three by their names."""
+        return {"forward": self.forward, "dgrad": self.dgrad, "wgrad": self.wgrad}
+
+    def map(self, change: Callable[[Gemm], Gemm]) -> "Plan":
+        """Each of the three changed."""
+        return Plan(**{name: change(gemm) for name, gemm in self.gemms.items()})
+
     def __str__(self) -> str:
-        gemms = {name: getattr(self, name).multiplies for name in ("forward", "dgrad", "wgrad")}
-        return ", ".join(f"{name} {multiplies}" for name, multiplies in gemms.items())
+        return ", ".join(f"{name} {gemm.multiplies}" for name, gemm in self.gemms.items())
 
 
 class SwigluGradients(NamedTuple):

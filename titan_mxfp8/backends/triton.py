@@ -26,13 +26,13 @@ def plan(recipe: Recipe, hardware: Hardware) -> Plan:
     assert recipe.scale_span == 32, recipe
     fp8 = reference.plan(recipe, hardware)
     if hardware.mma == "scaled":
-        return Plan(**{name: multiplied_as(getattr(fp8, name), "FP8") for name in ("forward", "dgrad", "wgrad")})
-    return Plan(**{name: in_bf16(getattr(fp8, name)) for name in ("forward", "dgrad", "wgrad")})
+        return fp8.map(in_fp8)
+    return fp8.map(in_bf16)
 
 
-def multiplied_as(gemm: Gemm, multiplies: str) -> Gemm:
-    """The same operands; unquantised ones are multiplied in bf16 in any case."""
-    return replace(gemm, multiplies=multiplies if gemm.a.is_quantized else "bf16")
+def in_fp8(gemm: Gemm) -> Gemm:
+    """The same operands, multiplied in FP8; unquantised ones in bf16 in any case."""
+    return replace(gemm, multiplies="FP8" if gemm.a.is_quantized else "bf16")
 
 
 def in_bf16(gemm: Gemm) -> Gemm:

@@ -99,7 +99,7 @@ def passes(recipe: Recipe, plan: Plan, layer: Layer, keeps_weight: bool = True) 
         "wgrad": (_bytes(dy, 0, plan.wgrad.a, groups), _bytes(x, 0, plan.wgrad.b, groups), groups * n * k),
     }
     for name, (a, b, out) in operands.items():
-        multiplies = getattr(plan, name).multiplies
+        multiplies = plan.gemms[name].multiplies
         found.append(Pass(name=name, moved=a + b + 2 * out, flops=flops, what=multiplies))
     return found
 

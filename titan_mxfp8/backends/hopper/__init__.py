@@ -31,11 +31,10 @@ def plan(recipe: Recipe, hardware: Hardware) -> Plan:
     """``Backend.plan``: the table above."""
     fp8 = reference.plan(recipe, hardware)
     if recipe.scale_span == 128:
-        gemms = {name: triton.multiplied_as(getattr(fp8, name), "FP8") for name in ("forward", "dgrad", "wgrad")}
-        return Plan(**gemms)
+        return fp8.map(triton.in_fp8)
     if recipe.weight_block == "32x32":
         return Plan(forward=_even(fp8.forward), dgrad=_even(fp8.dgrad), wgrad=triton.in_bf16(fp8.wgrad))
-    return Plan(**{name: triton.in_bf16(getattr(fp8, name)) for name in ("forward", "dgrad", "wgrad")})
+    return fp8.map(triton.in_bf16)
 
 
 def _even(gemm: Gemm) -> Gemm:

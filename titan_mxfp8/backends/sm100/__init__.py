@@ -25,8 +25,7 @@ gemm_k_grouped = gemm.gemm_k_grouped
 
 def plan(recipe: Recipe, hardware: Hardware) -> Plan:
     """``Backend.plan``: ``triton``'s, E4M3 with blocked scales."""
-    portable = triton.plan(recipe, hardware)
-    return Plan(**{name: _blocked(getattr(portable, name)) for name in ("forward", "dgrad", "wgrad")})
+    return triton.plan(recipe, hardware).map(_blocked)
 
 
 def _blocked(gemm: Gemm) -> Gemm:
