@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from bench import Bench, Work, parse, parser_of, run
 
-from titan_mxfp8.ops.pad import pad_token_groups, padded_rows, unpad_token_groups
+from titan_mxfp8.format.mx import ragged_rows
+from titan_mxfp8.ops.pad import pad_token_groups, unpad_token_groups
 from titan_mxfp8.testing import PAD_SHAPES, PadShape, group_sizes, make_offs
 
 ALIGNMENT = 32
@@ -35,7 +36,7 @@ def measure_shape(bench: Bench, shape: PadShape, dtype: str) -> None:
     """The rows of a shape: padding against the loop, and back."""
     x = torch.randn((shape.rows, shape.cols), dtype=DTYPES[dtype], device=bench.device)
     offs = make_offs(group_sizes("zipf", shape.rows, shape.groups), bench.device)
-    length = padded_rows(shape.rows, shape.groups, ALIGNMENT)
+    length = ragged_rows(shape.rows, shape.groups, ALIGNMENT)
     loop = partial(pad_by_torch, x, offs, length)
     padded = loop()
     pad = partial(pad_token_groups, x, offs, ALIGNMENT)

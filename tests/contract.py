@@ -20,9 +20,8 @@ from titan_mxfp8.backends.common.hold import held_multiprocessors
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
 from titan_mxfp8.format import reference
 from titan_mxfp8.format.blocked import unblock
-from titan_mxfp8.format.mx import ceil_div
+from titan_mxfp8.format.mx import ceil_div, ragged_rows
 from titan_mxfp8.format.spec import Operand, OperandSpec
-from titan_mxfp8.ops.pad import padded_rows
 from titan_mxfp8.recipe import Recipe
 from titan_mxfp8.testing import largest_row_error, make_offs, poisoned_empty, relative_rms
 
@@ -282,7 +281,7 @@ def check_every_byte(dtype: torch.dtype, device: str | torch.device = "cpu") -> 
 def check_pad(x: torch.Tensor, sizes: list[int], alignment: int, device: str | torch.device = "cpu") -> None:
     """There, against rows put together by hand, and back, from a buffer with NaN between the groups."""
     offs = make_offs(sizes, device)
-    length = padded_rows(x.shape[0], len(sizes), alignment)
+    length = ragged_rows(x.shape[0], len(sizes), alignment)
     groups = x[: sum(sizes)].split(sizes)
     rows = [F.pad(group, (0, 0, 0, -len(group) % alignment)) for group in groups]
     expected = torch.cat([*rows, x.new_zeros((length - sum(map(len, rows)), x.shape[1]))])

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from titan_mxfp8.ops.pad import pad_token_groups, padded_rows, unpad_token_groups
+from titan_mxfp8.format.mx import ragged_rows
+from titan_mxfp8.ops.pad import pad_token_groups, unpad_token_groups
 from titan_mxfp8.testing import SPREADS, group_sizes, make_offs
 
 
@@ -18,7 +19,7 @@ def test_there_and_back(dtype: torch.dtype, alignment: int, spread: str):
     offs = make_offs(sizes)
     padded, padded_offs = pad_token_groups(x, offs, alignment)
     parts = [torch.nn.functional.pad(part, (0, 0, 0, -len(part) % alignment)) for part in x[: sum(sizes)].split(sizes)]
-    assert padded.shape == (padded_rows(rows, groups, alignment), 5) and padded.dtype == dtype
+    assert padded.shape == (ragged_rows(rows, groups, alignment), 5) and padded.dtype == dtype
     assert torch.equal(padded[: padded_offs[-1]], torch.cat(parts)) and not padded[padded_offs[-1] :].any()
     assert padded_offs.dtype == torch.int32 and padded_offs.tolist() == make_offs(list(map(len, parts))).tolist()
     back = unpad_token_groups(padded, offs, alignment, rows)

@@ -10,15 +10,10 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 
-from titan_mxfp8 import backends
+from titan_mxfp8.backends import runs_triton
 from titan_mxfp8.backends.hardware import hardware_of
-from titan_mxfp8.format.mx import ceil_div
+from titan_mxfp8.format.mx import ceil_div, ragged_rows
 from titan_mxfp8.ops.checks import check_dtype, check_offs_type, check_offs_values
-
-
-def padded_rows(rows: int, groups: int, alignment: int) -> int:
-    """Rows of the padded buffer: what ``rows`` rows in ``groups`` groups fill at most, which needs no sync to know."""
-    return (rows + (alignment - 1) * groups) // alignment * alignment
 
 
 def pad_token_groups(x: torch.Tensor, offs: torch.Tensor, alignment: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,8 +27,8 @@ def pad_token_groups(x: torch.Tensor, offs: torch.Tensor, alignment: int = 32) -
         alignment: a multiple of 16.
 
     Returns:
-        The padded rows, ``padded_rows(M, E, alignment)`` of them, zeros between the groups and behind the last one
-        (rows of ``x`` at and past ``offs[-1]`` are dropped); and the int32 (E,) end offsets of the padded groups.
+        The padded rows, ``format.mx.ragged_rows(M, E, alignment)`` of them, zeros between the groups and behind the
+        last one (rows of ``x`` at and past ``offs[-1]`` are dropped); and int32 (E,), the padded groups' end offsets.
 
     Raises:
         ValueError: anything not as described above.
@@ -46,7 +41,7 @@ def unpad_token_groups(padded: torch.Tensor, offs: torch.Tensor, alignment: int,
     """The inverse of ``pad_token_groups``; differentiable.
 
     Args:
-        padded: (``padded_rows(rows, E, alignment)``, D), bf16 or fp32.
+        padded: (``ragged_rows(rows, E, alignment)``, D), bf16 or fp32.
         offs: the offsets of the groups before padding, as ``pad_token_groups`` took them.
         alignment: that of the padded groups.
         rows: M, the number of rows before padding.
@@ -58,7 +53,7 @@ def unpad_token_groups(padded: torch.Tensor, offs: torch.Tensor, alignment: int,
         ValueError: anything not as described above.
     """
     _check(padded, offs, alignment)
-    expected = padded_rows(rows, offs.shape[0], alignment)
+    expected = ragged_rows(rows, offs.shape[0], alignment)
     if padded.shape[0] != expected:
         raise ValueError(
             f"{rows} rows in {offs.shape[0]} groups aligned to {alignment} are padded to {expected} rows, "
@@ -70,7 +65,7 @@ def unpad_token_groups(padded: torch.Tensor, offs: torch.Tensor, alignment: int,
 @torch.library.custom_op("titan_mxfp8::pad_token_groups", mutates_args=())
 def _pad(x: torch.Tensor, offs: torch.Tensor, alignment: int) -> tuple[torch.Tensor, torch.Tensor]:
     check_offs_values(offs, x.shape[0])
-    length = padded_rows(x.shape[0], offs.shape[0], alignment)
+    length = ragged_rows(x.shape[0], offs.shape[0], alignment)
     if kernels := _kernels(x.device):
         return kernels.pad_token_groups(x, offs, alignment=alignment, padded_rows=length)
     starts, ends, padded_starts, padded_ends = _bounds(offs, alignment)
@@ -83,7 +78,7 @@ def _pad(x: torch.Tensor, offs: torch.Tensor, alignment: int) -> tuple[torch.Ten
 
 @_pad.register_fake
 def _(x, offs, alignment):
-    return x.new_empty((padded_rows(x.shape[0], offs.shape[0], alignment), x.shape[1])), torch.empty_like(offs)
+    return x.new_empty((ragged_rows(x.shape[0], offs.shape[0], alignment), x.shape[1])), torch.empty_like(offs)
 
 
 @torch.library.custom_op("titan_mxfp8::unpad_token_groups", mutates_args=())
@@ -138,8 +133,7 @@ def _bounds(offs: torch.Tensor, alignment: int) -> tuple[torch.Tensor, torch.Ten
 @cache
 def _kernels(device: torch.device) -> ModuleType | None:
     """The Triton kernels where Triton runs, whichever backend multiplies there."""
-    runs = any(entry.name == "triton" and entry.runs_on(hardware_of(device)) for entry in backends.BACKENDS)
-    return importlib.import_module("titan_mxfp8.backends.common.pad") if runs else None
+    return importlib.import_module("titan_mxfp8.backends.common.pad") if runs_triton(hardware_of(device)) else None
 
 
 def _check(x: torch.Tensor, offs: torch.Tensor, alignment: int) -> None:
