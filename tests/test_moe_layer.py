@@ -289,6 +289,8 @@ def test_bad_input_is_refused_in_words() -> None:
         ({"swiglu_limit": torch.tensor(7.0)}, "swiglu_limit is a positive number or None"),
         ({"swiglu_limit": -1}, "swiglu_limit is a positive number or None, got -1"),
         ({"rows": "all"}, "rows is one of counted, worst_case, got 'all'"),
+        ({"max_tokens": 0}, "max_tokens is a positive number of tokens or None, got 0"),
+        ({"max_tokens": 1.5}, "max_tokens is a positive number of tokens or None, got 1.5"),
         ({"recipe": "mxfp4"}, "unknown recipe"),
         ({"transport": "pigeon"}, "transport is one of auto, .*, got 'pigeon'"),
         ({"x": layer["x"].half()}, "x must be bfloat16 or float32"),

@@ -287,7 +287,7 @@ def test_too_little_memory_for_the_worst_case_is_said_before_training(monkeypatc
     ) == 10 * 8 * 2 * 2 * (64 + 32), "no more than 2 experts are here"
 
     monkeypatch.setattr(plugin, "_device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(CHOOSE, lambda *_: (None, "symmetric"))
+    monkeypatch.setattr(CHOOSE, lambda *_: (SimpleNamespace(reserve=lambda rows: None), "symmetric"))
     config = parse(CONVERT, f"{DISPATCH}=auto", "--training.local_batch_size=2", "--training.seq_len=4096")
     config.activation_checkpoint.mode = "none"
     config.quantize.grouped_mm.mx.dispatch_rows = "worst_case"

@@ -4,12 +4,14 @@ process, which reads their buffers as GPUs read each other's."""
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from moe_cases import CASES, Case, check_against_one_process, tokens_of
 
-from titan_mxfp8.moe import kernels, rows, transport
+from titan_mxfp8.moe import kernels, layer, rows, transport
 from titan_mxfp8.moe.symmetric import Symmetric
 from titan_mxfp8.moe.transport import Local
 
@@ -43,8 +45,10 @@ class Turns:
 
     def wait(self) -> None:
         self.turn.release()
-        self.everyone.wait(timeout=60)
-        self.turn.acquire()
+        try:
+            self.everyone.wait(timeout=60)
+        finally:
+            self.turn.acquire()
 
     def run(self, of_rank: Callable[[int], None]) -> None:
         """``of_rank`` of each rank; raises what one raises."""
@@ -126,16 +130,75 @@ def test_a_buffer_grows_for_wider_layers_and_refuses_more_tokens():
         for case in (first, wider, first):
             all_tokens = [tokens_of(case, source, 2) for source in range(2)]
             check_against_one_process(transport, case, all_tokens, "cpu")
-        for tokens in (5, 4):
-            case = Case((tokens, tokens), 64, 4, 1)
-            mine = tokens_of(case, transport.rank, 2)
-            if tokens == 5:
-                with pytest.raises(ValueError, match=r"5 tokens on rank [01], but .* room for 4"):
+        for tokens in ((5, 5), (1, 5), (9, 0), (4, 4)):
+            case = Case(tokens, 64, 4, 1)
+            if max(tokens) > 4:
+                mine, too_many = tokens_of(case, transport.rank, 2), tokens[transport.rank] > 4
+                message = f"{max(tokens)} tokens .* on rank {transport.rank}, but .* 4, .* name max_tokens"
+                with pytest.raises(ValueError, match=message if too_many else "another rank has more .* room for, 4"):
                     transport.dispatch(*mine.arguments(), case.experts, False)
             else:
-                transport.dispatch(*mine.arguments(), case.experts, False)
+                all_tokens = [tokens_of(case, source, 2) for source in range(2)]
+                check_against_one_process(transport, case, all_tokens, "cpu")
 
     on_ranks(2, layers)
+
+
+def test_for_the_worst_case_one_rank_alone_refuses_more_tokens():
+    def layers(transport: Symmetric) -> None:
+        for tokens in ((4, 4), (4, 5)):
+            case = Case(tokens, 64, 4, 1)
+            transport.dispatch(*tokens_of(case, transport.rank, 2).arguments(), case.experts, True)
+
+    with pytest.raises(ValueError, match=r"5 tokens .* on rank 1, .*; the other ranks wait for this one"):
+        on_ranks(2, layers)
+
+
+@pytest.mark.parametrize("rows", ["counted", "worst_case"])
+@pytest.mark.parametrize("slots, scores_first", [(1, False), (2, True)])
+def test_a_layer_has_room_for_max_tokens(slots: int, scores_first: bool, rows: str, monkeypatch: pytest.MonkeyPatch):
+    """In the second batch one rank has more tokens than any in the first. Rows of one slot have the bits of a layer of
+    one rank."""
+    experts, d, h, batches = 4, 64, 32, ((3, 2), (1, 5), (4, 0))
+    weights = [torch.randn(experts, *shape).bfloat16() for shape in ((h, d), (h, d), (d, h))]
+    x = [[torch.randn(tokens, d).bfloat16() for tokens in batch] for batch in batches]
+    routes = [[torch.rand(tokens, experts).topk(slots) for tokens in batch] for batch in batches]
+    transports = {}
+    monkeypatch.setattr(dist.distributed_c10d, "_resolve_process_group", int)
+    monkeypatch.setattr(layer, "choose", lambda _, rank, device: (transports.get(rank, Local()), ""))
+
+    def run(batch: int, rank: int, transport: Symmetric | None, max_tokens: int | None) -> list[torch.Tensor]:
+        group, own = None, weights
+        if transport is not None:
+            transports[rank] = transport
+            group, own = SimpleNamespace(group_name=str(rank), size=lambda: 2), [w.chunk(2)[rank] for w in weights]
+        leaf, (scores, ids) = x[batch][rank].clone().requires_grad_(), routes[batch][rank]
+        options = {"scores_first": scores_first, "rows": rows, "max_tokens": max_tokens}
+        out = layer.mxfp8_moe(leaf, scores, ids, *own, group, **options)
+        out.backward(leaf.detach())
+        return [out.detach(), leaf.grad]
+
+    alone = [[run(batch, rank, None, None) for rank in range(2)] for batch in range(len(batches))]
+
+    def with_room(transport: Symmetric) -> None:
+        for batch in range(len(batches)):
+            for ours, expected in zip(
+                run(batch, transport.rank, transport, 5), alone[batch][transport.rank], strict=True
+            ):
+                assert torch.equal(ours, expected)
+        with pytest.raises(
+            ValueError, match=f"room for {9 * slots} tokens comes too late: .* made their buffer for {5 * slots}"
+        ):
+            run(0, transport.rank, transport, 9)
+
+    def without(transport: Symmetric) -> None:
+        run(0, transport.rank, transport, None)
+        with pytest.raises(ValueError, match=f"{5 * slots} tokens" if transport.rank else "another rank has more"):
+            run(1, transport.rank, transport, None)
+
+    on_ranks(2, with_room)
+    if rows == "counted":
+        on_ranks(2, without)
 
 
 def test_reserved_room():

@@ -51,7 +51,7 @@ class Dispatch:
         transport, choice = choose(self.transport, group, device)
         if self.rows == "worst_case" and isinstance(transport, Collective):
             raise ValueError(f"dispatch_rows = 'worst_case' needs the symmetric transport, but it is {choice}")
-        if most_rows is not None and hasattr(transport, "reserve"):  # buffers cannot grow once a step has been made
+        if most_rows is not None:
             transport.reserve(most_rows)
         return choice
 

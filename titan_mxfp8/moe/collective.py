@@ -25,6 +25,9 @@ class Collective:
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
 
+    def reserve(self, tokens: int) -> None:
+        """See ``Transport``: there is none."""
+
     def dispatch(
         self,
         parts: list[torch.Tensor],

@@ -49,6 +49,7 @@ def mxfp8_moe(
     backend: str = "auto",
     transport: str = "auto",
     rows: Rows = "counted",
+    max_tokens: int | None = None,
     scores_first: bool = False,
     b1: torch.Tensor | None = None,
     b3: torch.Tensor | None = None,
@@ -79,7 +80,12 @@ def mxfp8_moe(
         transport: ``symmetric``: ranks of one host read each other's memory; ``collective``: all-to-all; ``auto``: the
             first where it can be had (``titan_mxfp8.moe.choose``).
         rows: ``counted``: M is read on the host, once for each call, and memory is exact. ``worst_case``: memory for
-            all tokens of all ranks, ``R * T * min(K, E / R)`` rows, and the host never waits.
+            ``R * max_tokens * min(K, E / R)`` rows, all tokens of all ranks, and the host never waits.
+        max_tokens: the most tokens that any rank ever has in a call, the same on all ranks and in all layers of the
+            group. Only ``symmetric`` looks at it: the group's first call makes the buffer that all of its layers share,
+            for so many tokens, or where None (or less) for the most that any rank has in that call. The buffer cannot
+            grow, so more tokens later are an error: on all ranks with ``counted``; with ``worst_case`` on the rank that
+            has them, for which the others wait until the process group's timeout.
         scores_first: scores multiply x, as in llama4, instead of the outputs.
         b1, b3: (E / R, H), added to the pre-activations, or None.
         b2: (E / R, D), added to the experts' outputs, or None.
@@ -94,20 +100,21 @@ def mxfp8_moe(
     """
     recipe = get_recipe(recipe)
     weights = Weights(w1, w3, w2, b1, b3, b2)
-    _check(x, scores, expert_ids, weights, group, transport, rows, swiglu_limit)
+    _check(x, scores, expert_ids, weights, group, transport, rows, max_tokens, swiglu_limit)
+    tokens, slots = expert_ids.shape
     layer = _Layer(
         recipe=recipe.key,
         backend=backend,
         group="" if group is None else group.group_name,
         transport=transport,
         worst_case=rows == "worst_case",
+        most_rows=(max_tokens or 0) * (slots if scores_first else 1),
         limit=swiglu_limit,
         keep=keep_quantized_weight and recipe.weight_block == "32x32" and recipe.quantized,
         ranks=1 if group is None else group.size(),
     ).key
     if not scores_first:
         return _MoE.apply(x, scores.float(), expert_ids, *weights, layer, torch.is_grad_enabled())
-    tokens, slots = expert_ids.shape
     scaled = (x.float().unsqueeze(1) * scores.float().unsqueeze(2)).to(x.dtype).view(tokens * slots, x.shape[1])
     ids = expert_ids.reshape(tokens * slots, 1)
     out = _MoE.apply(scaled, None, ids, *weights, layer, torch.is_grad_enabled())
@@ -115,12 +122,16 @@ def mxfp8_moe(
 
 
 class _Layer(NamedTuple):
-    """Everything about a layer that is no tensor. Operators and graphs carry it as one string, ``key``."""
+    """Everything about a layer that is no tensor. Operators and graphs carry it as one string, ``key``.
+
+    ``most_rows``: that a rank ever sends in a call; 0: as many as in the first.
+    """
 
     recipe: str
     backend: str
     transport: str
     worst_case: bool
+    most_rows: int
     limit: float | None
     keep: bool
     ranks: int
@@ -133,16 +144,18 @@ class _Layer(NamedTuple):
     @staticmethod
     @cache
     def of_key(key: str) -> "_Layer":
-        recipe, backend, transport, worst_case, limit, keep, ranks, group = key.split("|", maxsplit=7)
-        limit = None if limit == "None" else float(limit)
-        return _Layer(recipe, backend, transport, worst_case == "True", limit, keep == "True", int(ranks), group)
+        recipe, backend, transport, worst_case, most_rows, limit, keep, ranks, group = key.split("|", maxsplit=8)
+        limit, is_worst = None if limit == "None" else float(limit), worst_case == "True"
+        return _Layer(recipe, backend, transport, is_worst, int(most_rows), limit, keep == "True", int(ranks), group)
 
     def plan(self, device: torch.device) -> Plan:
         return _plan(self.recipe, self.backend, device)
 
     def connect(self, device: torch.device) -> Transport:
         group = dist.distributed_c10d._resolve_process_group(self.group) if self.group else None
-        return choose(self.transport, group, device)[0]
+        transport, _ = choose(self.transport, group, device)
+        transport.reserve(self.most_rows)
+        return transport
 
 
 @cache
@@ -245,6 +258,7 @@ def _empty_landing(expert_ids: torch.Tensor, local: int, config: "_Layer") -> La
     in estimates of memory, it is that of balanced experts."""
     tokens, slots = expert_ids.shape
     ranks, counted = config.ranks, config.ranks > 1 and not config.worst_case
+    room = config.most_rows if config.most_rows and ranks > 1 else tokens
 
     def count(balanced: int) -> int:
         if not counted:  # on meta tensors there is no context
@@ -252,10 +266,10 @@ def _empty_landing(expert_ids: torch.Tensor, local: int, config: "_Layer") -> La
         context = torch.library.get_ctx()
         return balanced if context._shape_env is None else context.new_dynamic_size()
 
-    rows = count(tokens * slots) if counted or ranks == 1 else tokens * ranks * min(slots, local)
+    rows = count(tokens * slots) if counted or ranks == 1 else room * ranks * min(slots, local)
     return Landing(
         offs=expert_ids.new_empty(local, dtype=torch.int32),
-        rows=expert_ids.new_empty((count(tokens * ranks), slots), dtype=torch.int32),
+        rows=expert_ids.new_empty((count(room * ranks), slots), dtype=torch.int32),
         scores=expert_ids.new_empty(rows, dtype=torch.float32),
         expert_ids=expert_ids.new_empty((tokens, slots), dtype=torch.int32),
         # of these three the transport decides how many there are
@@ -370,6 +384,7 @@ def _check(
     group: dist.ProcessGroup | None,
     transport: str,
     rows: str,
+    max_tokens: int | None,
     swiglu_limit: float | None,
 ) -> None:
     w1, w3, w2, *biases = weights
@@ -399,6 +414,8 @@ def _check(
     for name, value, known in (("rows", rows, ROWS), ("transport", transport, TRANSPORTS)):
         if value not in known:
             raise ValueError(f"{name} is one of {', '.join(known)}, got {value!r}")
+    if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens > 0):
+        raise ValueError(f"max_tokens is a positive number of tokens or None, got {max_tokens!r}")
     if swiglu_limit is not None and not (isinstance(swiglu_limit, float | int) and swiglu_limit > 0):
         raise ValueError(f"swiglu_limit is a positive number or None, got {swiglu_limit!r}")
     slots, ranks = expert_ids.shape[1], 1 if group is None else group.size()

@@ -17,6 +17,9 @@ on their streams is done.
 - Sums are overwritten by the next combine only. A dispatch or resend comes before it, whose barriers come after every
   rank's last pull of sums; where none does, combine begins with a barrier.
 
+More tokens than there is room for are an error. Unless for the worst case, every rank's host reads how many rows land
+there; the rank with too many tokens writes negative counts before it raises, by which the others see it and raise too.
+
 A rank that died is waited for until the process group's timeout; then the barrier says on stdout which rank did not
 come (``[FATAL] CUDASymmetricMemory::barrier: rank 0 failed to receive signal from rank 1``) and traps: the next call
 that waits for the GPU raises a CUDA error, which ends the process and with it the job.
@@ -30,7 +33,7 @@ import socket
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -90,8 +93,8 @@ class GroupLink:
 class Symmetric:
     """``Transport`` over memory that the ranks read of each other.
 
-    The first dispatch makes the buffer, for as many tokens as any rank has then; all ranks agree on it. A later one
-    may not have more: ``reserve`` says so beforehand.
+    The first dispatch makes the buffer, for as many tokens as any rank has then or has reserved; all ranks agree on it.
+    A later one may not have more.
     """
 
     def __init__(self, link: Link):
@@ -100,7 +103,16 @@ class Symmetric:
         self._reserved, self._sums_are_read, self._captured = 1, False, False
 
     def reserve(self, tokens: int) -> None:
-        """Makes room for ``tokens`` tokens at home at least, on all ranks. Before the first dispatch, on any rank."""
+        """See ``Transport``.
+
+        Raises:
+            ValueError: the buffer has been made, for fewer.
+        """
+        if self.layout is not None and tokens > self.layout.tokens:
+            raise ValueError(
+                f"room for {tokens} tokens comes too late: the first call of these ranks made their buffer for "
+                f"{self.layout.tokens}. Name max_tokens in that call, the same in all layers"
+            )
         self._reserved = max(self._reserved, tokens)
 
     def dispatch(
@@ -114,12 +126,14 @@ class Symmetric:
         """See ``Transport``; M is R * min(K, E/R) times the tokens there is room for with ``worst_case``.
 
         Raises:
-            ValueError: besides, for more tokens than there is room for.
+            ValueError: besides, for more tokens than there is room for; unless ``worst_case``, on all ranks.
         """
         check_dispatch(parts, expert_ids, scores, experts, self.ranks)
         tokens, k = expert_ids.shape
         dim = parts[0].shape[1]
         self._make_room(tokens=tokens, experts=experts, slots=k, row_bytes=_row_bytes(parts), dim=dim)
+        if tokens > self.layout.tokens:
+            self._refuse(tokens, experts, worst_case)
         expert_ids = expert_ids.to(torch.int32, copy=True)
         self.link.barrier()
         counts = self.layout.view(self.memory, buffer.COUNTS, torch.int32, experts + 1)
@@ -134,6 +148,11 @@ class Symmetric:
         shape = counts.new_empty((self.ranks, experts))
         starts, offs = self.kernels.plan(shape, self.rank, limit, self.peers)
         capacity = int(offs[-1]) if limit is None else limit  # the host waits here, unless for the worst case
+        if capacity < 0:
+            raise ValueError(
+                f"another rank has more tokens than the symmetric transport has room for, {self.layout.tokens}: its "
+                "error says what to do"
+            )
         rows, landed_scores = self.kernels.locate(labels, None, starts, self.rank, capacity, self.peers)
         empty, no_splits = offs.new_empty(0), torch.empty((2, 0), dtype=torch.int64)
         slots = empty.view(0, 1).expand(0, self.ranks)
@@ -172,23 +191,33 @@ class Symmetric:
         local = landing.offs.shape[0]
         return self.kernels.finish(sums, given, landing.slots, landing.expert_ids, local, out_dtype, self.peers)
 
+    def _refuse(self, tokens: int, experts: int, worst_case: bool) -> NoReturn:
+        """Raises of more tokens than there is room for; and has the others raise, unless for the worst case."""
+        others = "the other ranks wait for this one until the timeout of the process group, or until they are ended"
+        if not worst_case:
+            others = "the other ranks raise an error too"
+            self.link.barrier()
+            counts = self.layout.view(self.memory, buffer.COUNTS, torch.int32, experts)
+            counts.fill_(-(2**31 // experts))  # so much that no rank's sum is positive, and none overflows
+            self.link.barrier()
+            self._sums_are_read = False
+        raise ValueError(
+            f"{tokens} tokens (slots, with scores_first) on rank {self.rank}, but the symmetric transport has room for "
+            f"{self.layout.tokens}, the most that any rank had or named in the first call: name max_tokens of "
+            "mxfp8_moe, what any rank ever has, from the first call on, or use the collective transport; " + others
+        )
+
     def _write(self, parts: list[torch.Tensor]) -> None:
         for room, part in zip(self.layout.views(self.memory, parts), parts, strict=True):
             room.view(torch.uint8).copy_(part.view(torch.uint8))
 
     def _make_room(self, **sizes: int) -> None:
         """A buffer that holds this too. All but the tokens is of the model, so every rank comes here with the same, and
-        where the buffer must grow, all make a new one."""
+        where the buffer must grow, all make a new one. For tokens it never grows: landings number packets by them."""
         self._captured |= self.link.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         tokens = sizes.pop("tokens", 0)
         if self.layout is None:
             wanted = Layout(ranks=self.ranks, tokens=self._reserved).grown(tokens=tokens, **sizes)
-        elif tokens > self.layout.tokens:
-            raise ValueError(
-                f"{tokens} tokens on rank {self.rank}, but the symmetric transport has room for {self.layout.tokens}, "
-                "the most that any rank had at first: call reserve() before the first step, or use the collective "
-                "transport"
-            )
         else:
             wanted = self.layout.grown(**sizes)
             if wanted == self.layout:

@@ -50,6 +50,10 @@ class Transport(Protocol):
     ranks: int
     rank: int
 
+    def reserve(self, tokens: int) -> None:
+        """Makes room for ``tokens`` tokens at home, on all ranks, where a transport has memory of its own for them.
+        Before the first dispatch, on any rank; afterwards it only says whether there is as much."""
+
     def dispatch(
         self,
         parts: list[torch.Tensor],
@@ -108,6 +112,9 @@ class Local:
     """One rank: no links. Rows move once, from the token to its places."""
 
     ranks, rank = 1, 0
+
+    def reserve(self, tokens: int) -> None:
+        """See ``Transport``: there is none."""
 
     def dispatch(
         self,
