@@ -10,12 +10,14 @@ import torch
 from aot import specializations
 from scaled_mm import as_on_sm100
 
-from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, quantize
+from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, mxfp8_moe, quantize
 from titan_mxfp8.backends.common import gemm, launch
 from titan_mxfp8.backends.common.pad import pad_token_groups, unpad_token_groups
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm as hopper
 from titan_mxfp8.format import spec
+from titan_mxfp8.moe import kernels as moe
+from titan_mxfp8.moe import layer, transport
 from titan_mxfp8.ops import library, matmul
 from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.testing import group_sizes, make_offs
@@ -42,7 +44,7 @@ def as_empty(function: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
 
 
 def kernels() -> list[launch.Kernel]:
-    modules = [module for name, module in sys.modules.items() if name.startswith("titan_mxfp8.backends")]
+    modules = [module for name, module in sys.modules.items() if name.startswith("titan_mxfp8.")]
     found = {id(value): value for m in modules for value in vars(m).values() if isinstance(value, launch.Kernel)}
     return list(found.values())
 
@@ -50,12 +52,12 @@ def kernels() -> list[launch.Kernel]:
 @pytest.fixture(params=TARGETS)
 def backend(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, set[str]]]:
     """A backend's name and what it has compiled so far, on a CPU that passes for another device."""
-    hardware, caches = TARGETS[request.param], (backends.load, matmul._planned)
-    for module in (backends, gemm):
+    hardware, caches = TARGETS[request.param], (backends.load, matmul._planned, layer._plan, transport.movements)
+    for module in (backends, gemm, transport):
         monkeypatch.setattr(module, "hardware_of", lambda device: hardware)
     for function in ("_scaled_mm", "_scaled_grouped_mm"):
         monkeypatch.setattr(torch, function, as_empty(getattr(torch.ops.aten, function).default))
-    for module in (gemm, hopper):
+    for module in (gemm, hopper, moe):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 2)  # so that few rows are many tiles
     for kernel in kernels():
         monkeypatch.setattr(kernel, "compiled", {})
@@ -103,6 +105,32 @@ def test_a_layer_compiles_with_its_first_tokens_only(recipe: str, kind: str, fir
     assert len(expected) >= (2 if name == "sm100" else 4)
     for seed, rows in enumerate(ROWS):
         run_layer(kind, recipe, name, rows, seed)
+        assert found == expected, f"{rows} rows compile {sorted(found - expected)}"
+    assert variants == sum(len(kernel.compiled) for kernel in kernels()), "a key holds what a batch decides"
+
+
+@pytest.mark.parametrize("first", [80, 0])
+@pytest.mark.parametrize("features", [160, 512])  # scales that are moved as bytes, and as words
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d", "mxfp8_2d_rebased", "bf16"])
+def test_a_moe_layer_compiles_with_its_first_tokens_only(recipe: str, features: int, first: int, backend) -> None:
+    """``mxfp8_moe`` whole, on one rank."""
+    name, found = backend
+    if name != "hopper" and recipe.endswith("rebased"):
+        pytest.skip("hopper alone rebases")
+
+    def run_moe(rows: int) -> None:
+        x = torch.empty(rows, features, dtype=torch.bfloat16, requires_grad=True)
+        scores, ids = torch.rand(rows, EXPERTS).topk(2)
+        shapes = (N, features), (N, features), (features, N)
+        weights = [torch.empty(EXPERTS, *shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+        y = mxfp8_moe(x, scores.requires_grad_(), ids, *weights, recipe=recipe, backend=name)
+        y.backward(torch.empty_like(y))
+
+    run_moe(first)
+    expected, variants = set(found), sum(len(kernel.compiled) for kernel in kernels())
+    assert any(key.startswith("_place ") for key in expected) and len(expected) >= 10
+    for rows in ROWS:
+        run_moe(rows)
         assert found == expected, f"{rows} rows compile {sorted(found - expected)}"
     assert variants == sum(len(kernel.compiled) for kernel in kernels()), "a key holds what a batch decides"
 

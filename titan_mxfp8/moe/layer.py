@@ -350,7 +350,10 @@ def _to_parts(rows: Operand) -> list[torch.Tensor]:
     """What travels of (T, D) rows: their elements and, (T, D / span), their scales; or bf16 alone."""
     if rows.scale is None:
         return [rows.data]
-    return [rows.data, rows.row_scales().contiguous()]
+    scales = rows.row_scales()
+    if rows.spec.scales == "across":  # of no rows contiguous() would leave the strides
+        scales = scales.clone(memory_format=torch.contiguous_format)
+    return [rows.data, scales.contiguous()]
 
 
 def _of_parts(parts: list[torch.Tensor], spec: OperandSpec) -> Operand:
