@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -25,7 +26,7 @@ from torchtitan.trainer import Trainer
 
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_linear
 from titan_mxfp8.modules import ConvertedModule
-from titan_mxfp8.titan03 import MXFP8Experts, MXFP8Linears, config_registry
+from titan_mxfp8.titan03 import MXFP8Experts, MXFP8Linears, config_registry, moe
 from titan_mxfp8.titan03.moe import MXFP8RoutedExperts
 from titan_mxfp8.titan03.repairs import varlen_attn_on_cpu
 
@@ -236,6 +237,42 @@ def test_in_compiled_blocks_torchtitan_dispatches(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(RoutedExperts, "forward", lambda *_: "TorchTitan's")
     assert MXFP8RoutedExperts.forward(layer, *[None] * 4) == "TorchTitan's"
+
+
+@pytest.mark.parametrize("way", ["override", "converter"])
+def test_room_and_memory_are_those_of_the_config(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reserved, and enough of it for the worst case, before anything is trained."""
+    options = {"dispatch": "symmetric", "dispatch_rows": "worst_case"}
+    monkeypatch.setattr(moe.run, "config", None)
+    changed = config("qwen3")
+    changed.training.local_batch_size, changed.training.seq_len = 3, 128
+    changed.activation_checkpoint = None
+    if way == "override":
+        apply_overrides(OverrideConfig(imports=[(EXPERTS, options)]), changed)
+    else:
+        MXFP8Experts.Config(**options).build().convert(changed.model_spec.model)
+        changed.model_spec.model.update_from_config(config=changed)
+    layer = build(changed).layers["1"].moe.routed_experts
+    _, dim, hidden = layer.inner_experts.w2_EDF.shape
+    reserved = []
+    monkeypatch.setattr(
+        "titan_mxfp8.modules.dispatch.choose", lambda *_: (SimpleNamespace(reserve=reserved.append), "symmetric")
+    )
+    monkeypatch.setattr(moe.utils, "get_local_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(RoutedExperts, "parallelize", lambda *_: None)
+    top_k, here = layer.token_dispatcher.top_k, layer.inner_experts.num_experts // 2
+    rows = 3 * 128 * 2 * min(top_k, here)
+    needed = rows * (2 * (dim + dim // 32 + 4 * hidden) + 2 * dim + 2 * hidden)  # two layers, no checkpointing
+    for available in (needed, needed - 1):
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda _, total=available: SimpleNamespace(total_memory=total)
+        )
+        refused = pytest.raises(ValueError, match=r"'worst_case' needs at least .* GiB of each GPU")
+        with refused if available < needed else nullcontext():
+            layer.parallelize(SimpleNamespace(tp=1, ep=2))
+    assert reserved == [3 * 128] * 2
+    changed.compile.enable = True
+    assert build(changed).layers["1"].moe.routed_experts.mxfp8_most_rows is None
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])

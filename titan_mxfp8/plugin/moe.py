@@ -20,16 +20,14 @@ from torchtitan.distributed.expert_parallel import ExpertParallel
 from torchtitan.models.gpt_oss.model.moe import GptOssMoE
 from torchtitan.models.moe.moe import MoE
 
-from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
-from titan_mxfp8.modules import Dispatch, training_device
+from titan_mxfp8.format.mx import ceil_div
+from titan_mxfp8.modules import Dispatch, check_memory, training_device, worst_case_bytes
 from titan_mxfp8.plugin.experts import RoutedExperts, Routing
 from titan_mxfp8.plugin.job_config import recipe_of
 from titan_mxfp8.recipe import BF16, GROUPED_MM
 from titan_mxfp8.repairs.patch import is_patched, patch_of
 
 logger = logging.getLogger(__name__)
-
-GIB = 2**30
 
 
 class MXFP8MoE(MoE):
@@ -105,21 +103,6 @@ def dispatch_tokens(
     return list(layers)
 
 
-def worst_case_bytes(
-    *, tokens: int, ranks: int, top_k: int, experts: int, dim: int, hidden: int, saved_layers: int
-) -> int:
-    """Bytes on one GPU that layers with ``dispatch_rows = "worst_case"`` need at least.
-
-    All tokens of all ranks may land here, each for as many experts as are here: ``tokens * ranks * min(top_k, experts
-    / ranks)`` rows. (Where scores are applied first, each of a token's slots is a token of one.) Each layer keeps for
-    backward the rows in FP8 with their scales and two pre-activations in bf16; one layer at a time has its output and
-    its hidden activation in bf16 besides.
-    """
-    rows = tokens * ranks * min(top_k, experts // ranks)
-    saved = dim + dim // BLOCK_SIZE + 2 * 2 * hidden
-    return rows * (saved_layers * saved + 2 * dim + 2 * hidden)
-
-
 def check_worst_case(layers: list[MoE], job_config: JobConfig, dims: ParallelDims | None, available: float) -> None:
     """Raises ValueError if a GPU has fewer bytes than ``worst_case`` needs at least for the layers of a model."""
     moe = layers[0]
@@ -134,12 +117,7 @@ def check_worst_case(layers: list[MoE], job_config: JobConfig, dims: ParallelDim
         hidden=hidden,
         saved_layers=ceil_div(len(layers), dims.pp if dims else 1) if keeps_layers else 1,
     )
-    if needed > available:
-        raise ValueError(
-            f"[{GROUPED_MM}] dispatch_rows = 'worst_case' needs at least {needed / GIB:.1f} GiB of each GPU, which has "
-            f"{available / GIB:.1f} GiB: take 'counted', fewer tokens (local_batch_size, seq_len), a lower "
-            f"expert_parallel_degree{', or activation_checkpoint.mode = full' * keeps_layers}"
-        )
+    check_memory(needed, available, f"[{GROUPED_MM}] ", ", or activation_checkpoint.mode = full" * keeps_layers)
 
 
 def _not_for_run(job_config: JobConfig, dims: ParallelDims | None) -> str:

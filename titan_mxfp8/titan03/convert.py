@@ -18,7 +18,7 @@ from titan_mxfp8.modules import Dispatch, as_list, telemetry
 from titan_mxfp8.recipe import BF16, get_recipe
 from titan_mxfp8.repairs.patch import is_patched, patch_of
 from titan_mxfp8.titan03.classes import LINEAR_CLASSES, expert_class
-from titan_mxfp8.titan03.moe import dispatch_tokens
+from titan_mxfp8.titan03.moe import dispatch_tokens, remember
 
 # Of this process's run, for telemetry.
 periods = {"health": 0, "experts": 0, "linears": 0}
@@ -69,6 +69,10 @@ class _Converter(QuantizationConverter):
             self.convert_model(model)
             return model
 
+        def update_from_config(own: BaseModel.Config, *, config: object, **kwargs: object) -> None:
+            remember(config)
+            cls.update_from_config(own, config=config, **kwargs)
+
         def to_dict(own: BaseModel.Config) -> dict:
             """What a run saves of its config says what is converted, too."""
             saved = cls.to_dict(own)
@@ -76,6 +80,7 @@ class _Converter(QuantizationConverter):
 
         qualname = f"MXFP8{cls.__qualname__.removeprefix('MXFP8')}"  # TorchTitan logs it
         members = {"__slots__": (), "__qualname__": qualname, "build": build, "to_dict": to_dict}
+        members["update_from_config"] = update_from_config
         model_config.__class__ = type(cls.__name__, (cls,), members)
         return model_config
 

@@ -16,6 +16,7 @@ from titan_mxfp8 import repairs
 from titan_mxfp8.repairs.cpu import train_on_cpu
 from titan_mxfp8.repairs.patch import is_patched, patch_of
 from titan_mxfp8.repairs.wandb_offline import log_offline_if_the_start_fails
+from titan_mxfp8.titan03 import moe
 
 
 def repair() -> None:
@@ -33,7 +34,8 @@ def let_parts_be_overridden_too() -> None:
     For: TorchTitan 0.3.0.
 
     Ours claim the whole model's config, which they leave where it is: they act when the model has been built, on what
-    the others have made of its parts. So their claims leave the tree in which TorchTitan looks for conflicts.
+    the others have made of its parts. So their claims leave the tree in which TorchTitan looks for conflicts. The whole
+    config is kept: overrides are not told of it.
     """
     titan_override = import_module("torchtitan.config.override")  # torchtitan.config has a function of this name
     collect = titan_override._collect_claims
@@ -45,6 +47,7 @@ def let_parts_be_overridden_too() -> None:
         claims = collect(resolved, config_root)
         for claim in claims:
             if claim.ov.origin_module == "titan_mxfp8.titan03":
+                moe.remember(config_root)
                 claim.fqn, claim.parent = f"the model at {claim.fqn}", SimpleNamespace()
         return claims
 
