@@ -22,6 +22,7 @@ class Case(NamedTuple):
 CASES = (
     Case((37, 20, 0, 5), 64, 8, 3),
     Case((16,), 128, 4, 1),
+    Case((5, 11), 64, 2, 1),  # one expert on each of 2 ranks; 4 ranks cannot divide them
     Case((0, 33), 32, 20, 8),  # 10 or 5 experts on a rank
     Case((9, 31), 96, 6, 2),  # 3 experts on each of 2 ranks; 4 ranks cannot divide them
     Case((21,), 64, 160, 6),

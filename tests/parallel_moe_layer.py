@@ -7,6 +7,7 @@ layer too.
 import os
 import sys
 import weakref
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,40 @@ D, H, EXPERTS, K = 64, 96, 12, 3
 NAMES = ("out", "x", "scores", "w1", "w3", "w2")
 
 
-def check(tokens: list[int], recipe: str, only_expert: int | None, device: str, **options: str) -> list[torch.Tensor]:
+class Layer(NamedTuple):
+    """A layer on all ranks: every rank's tokens, one behind the other, and all experts."""
+
+    x: torch.Tensor  # (T, D) bf16
+    scores: torch.Tensor
+    weights: list[torch.Tensor]
+    dy: torch.Tensor
+    expert_ids: torch.Tensor
+
+
+def draw(tokens: int, experts: int, slots: int) -> Layer:
+    """The same in every process."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(tokens, D).bfloat16(), torch.randn(tokens, D).bfloat16()
+    scores, ids = torch.rand(tokens, experts).topk(slots, dim=1)
+    weights = [torch.randn(experts, *shape).bfloat16() / 8 for shape in ((H, D), (H, D), (D, H))]
+    return Layer(x, scores, weights, dy, ids)
+
+
+def run(
+    layer: Layer, tokens: slice, experts: slice, group: dist.ProcessGroup | None, recipe: str, device: str, **way: str
+) -> list[torch.Tensor]:
+    """Output and gradients, in the order of ``NAMES``, of a rank with these tokens and experts; on the CPU."""
+    leaves = [layer.x[tokens], layer.scores[tokens], *(w[experts] for w in layer.weights)]
+    leaves = [t.to(device, copy=True).requires_grad_() for t in leaves]
+    ids = layer.expert_ids[tokens].to(device)
+    out = mxfp8_moe(leaves[0], leaves[1], ids, *leaves[2:], group, recipe=recipe, **way)
+    out.backward(layer.dy[tokens].to(device))
+    return [out.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)]
+
+
+def check(
+    tokens: list[int], recipe: str, only_expert: int | None, experts: int, device: str, **way: str
+) -> list[torch.Tensor]:
     """Everything that does not cross a link as a sum has the bits of one process; sums of tokens are rounded once more,
     to bf16, on each rank that they come from. But FP8 tensor cores may add up a row otherwise among other neighbours.
 
@@ -26,26 +60,14 @@ def check(tokens: list[int], recipe: str, only_expert: int | None, device: str, 
         What this rank computes.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    total, mine = sum(tokens), slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
-    x, dy = torch.randn(total, D).bfloat16(), torch.randn(total, D).bfloat16()
-    scores, ids = torch.rand(total, EXPERTS).topk(1 if only_expert is not None else K, dim=1)
+    mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
+    layer = draw(sum(tokens), experts, 1 if only_expert is not None else min(K, experts))
     if only_expert is not None:
-        ids[:] = only_expert
-    weights = [torch.randn(EXPERTS, *shape).bfloat16() / 8 for shape in ((H, D), (H, D), (D, H))]
-    share = EXPERTS // ranks
+        layer.expert_ids[:] = only_expert
+    share = experts // ranks
     held = slice(rank * share, (rank + 1) * share)
-
-    def run(part: slice, experts: slice, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-        leaves = [x[part], scores[part], *(w[experts] for w in weights)]
-        leaves = [t.to(device, copy=True).requires_grad_() for t in leaves]
-        chosen = options if group is not None else {}
-        out = mxfp8_moe(leaves[0], leaves[1], ids[part].to(device), *leaves[2:], group, recipe=recipe, **chosen)
-        out.backward(dy[part].to(device))
-        return [out.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)]
-
-    here = run(mine, held, dist.group.WORLD)
-    alone = run(slice(None), slice(None), None)
+    here = run(layer, mine, held, dist.group.WORLD, recipe, device, **way)
+    alone = run(layer, slice(None), slice(None), None, recipe, device)
     for name, value, whole in zip(NAMES, here, alone, strict=True):
         expected = whole[held] if name.startswith("w") else whole[mine]
         if (name in ("out", "x") or device != "cpu") and expected.numel():
@@ -54,6 +76,27 @@ def check(tokens: list[int], recipe: str, only_expert: int | None, device: str, 
         else:
             assert torch.equal(value, expected), (rank, name, tokens, recipe)
     return here
+
+
+def check_nan(recipe: str, device: str, **way: str) -> None:
+    """A NaN in a token of rank 0 reaches the token's output and gradients, and those of its experts' weights, whatever
+    rank has them; nothing else, not even the tokens that share a block of 32 with it."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    layer, token, chosen = draw(20 * ranks, EXPERTS, K), 7, [0, EXPERTS // 2 - 1, EXPERTS - 1]
+    layer.expert_ids[token] = torch.tensor(chosen)
+    share = EXPERTS // ranks
+    mine, held = slice(20 * rank, 20 * (rank + 1)), slice(share * rank, share * (rank + 1))
+    clean = run(layer, mine, held, dist.group.WORLD, recipe, device, **way)
+    layer.x[token, 3] = torch.nan
+    spoilt = run(layer, mine, held, dist.group.WORLD, recipe, device, **way)
+    for name, value, expected in zip(NAMES, spoilt, clean, strict=True):
+        first, reached = (held.start, chosen) if name.startswith("w") else (mine.start, [token])
+        hit = torch.tensor([first + i in reached for i in range(value.shape[0])])
+        assert torch.equal(value.isnan().flatten(1).any(1), hit), (rank, name, recipe)
+        same = torch.equal(value[~hit], expected[~hit])
+        if device != "cpu":  # where FP8 sums of a row may end otherwise among other neighbours
+            same = same or relative_rms(value[~hit], expected[~hit]) < 0.006
+        assert same, (rank, name, recipe)
 
 
 def main() -> None:
@@ -71,10 +114,13 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if device != "cpu" else "gloo")
     uneven = [7 * rank for rank in range(ranks)]  # rank 0 has no token
     cases = [
-        (sizes, recipe, None) for recipe in ("mxfp8_2d", "mxfp8_2d_rebased", "bf16") for sizes in ([40] * ranks, uneven)
+        (sizes, recipe, None, EXPERTS)
+        for recipe in ("mxfp8_2d", "mxfp8_2d_rebased", "bf16")
+        for sizes in ([40] * ranks, uneven)
     ]
-    cases.append(([33] * ranks, "mxfp8", EXPERTS - 1))  # one rank gets all rows, the others none
-    cases.append(([1] + [0] * (ranks - 1), "mxfp8", 0))
+    cases.append(([33] * ranks, "mxfp8", EXPERTS - 1, EXPERTS))  # one rank gets all rows, the others none
+    cases.append(([1] + [0] * (ranks - 1), "mxfp8", 0, EXPERTS))
+    cases.append(([40] * ranks, "mxfp8_2d", None, ranks))  # one expert on each rank
     for case in cases:
         first, *others = (check(*case, device, **way) for way in ways)
         for other in others:
@@ -86,9 +132,12 @@ def main() -> None:
                     (ours - theirs).abs().max(),
                     case,
                 )
+    for way in ways:
+        for recipe in ("mxfp8", "mxfp8_2d_rebased", "bf16"):
+            check_nan(recipe, device, **way)
     if device == "cpu":
         try:
-            check([4] * ranks, "bf16", None, device, transport="symmetric")
+            check([4] * ranks, "bf16", None, EXPERTS, device, transport="symmetric")
         except ValueError as error:
             assert "symmetric" in str(error), error
         else:
