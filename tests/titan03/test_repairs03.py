@@ -1,0 +1,124 @@
+"""The symptom that each repair cures in TorchTitan 0.3 as it is installed: a test that fails here says that a repair is
+needed no longer.
+
+``tests/test_repairs.py`` has those of torch alone. Not here, as it takes a real outage: the run that goes on unlogged
+where wandb cannot be reached (test_titan03.py has the cured one).
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+# Without the adapter: each check says what it found.
+SYMPTOMS = """
+import json, sys
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest import mock
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention.flex_attention import flex_attention
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchtitan.config.override import OverrideConfig, apply_overrides, override
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
+from torchtitan.models import deepseek_v3
+from torchtitan.models.common import attention
+from torchtitan.models.common.feed_forward import FeedForward
+from torchtitan.protocols.model import BaseModel
+from torchtitan.tools import utils
+
+assert "titan_mxfp8" not in sys.modules
+found = {}
+
+def symptom(check):
+    try:
+        found[check.__name__] = str(check())
+    except Exception as error:
+        found[check.__name__] = f"{type(error).__name__}: {error}"
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+def one_rank():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+
+@override(target=BaseModel.Config)
+def whole_model(config):
+    return config
+
+@override(target=FeedForward.Config)
+def part(config):
+    return config
+
+@symptom
+def let_parts_be_overridden_too():
+    root = SimpleNamespace(traverse=deepseek_v3.model_registry("debugmodel", attn_backend="varlen").traverse)
+    apply_overrides(OverrideConfig(imports=["__main__.whole_model", "__main__.part"]), root)
+
+@symptom
+def set_timeouts_of_process_groups():
+    one_rank()
+    dist_utils.device_module = SimpleNamespace(current_device=lambda: 0, synchronize=lambda: None)
+    meshes = SimpleNamespace(get_all_one_dimensional_meshes=dict)
+    dist_utils.set_pg_timeouts(timedelta(seconds=9), meshes)
+
+qkv = [torch.ones(1, 4, 16, 16, requires_grad=True) for _ in range(3)]
+
+@symptom
+def attend_without_cuda():
+    ends = torch.tensor([0, 16], dtype=torch.int32)
+    attention.varlen_attn(*(x[0].mT.transpose(0, 1) for x in qkv), ends, ends, 16, 16)
+
+@symptom
+def attend_with_flex_attention():
+    flex_attention(*qkv)
+
+@symptom
+def use_cpu_device():
+    return utils.device_type
+
+@symptom
+def claim_no_mfu():
+    return utils.get_peak_flops("AMD EPYC") < 1e15
+
+@symptom
+def reduce_gradients_by_sum():
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    model = fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    disable_fsdp_gradient_division(model)
+    with mock.patch.object(dist, "reduce_scatter_single") as reduce_scatter:  # FSDP's, of torch 2.13
+        model(torch.ones(1, 4)).sum().backward()
+    dist.destroy_process_group()
+    one_rank()
+    dist.all_reduce(torch.ones(1), op=reduce_scatter.call_args.kwargs["op"])
+
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def symptoms() -> dict[str, str]:
+    result = subprocess.run([sys.executable, "-c", SYMPTOMS], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="looks for the symptoms on a CPU")
+@pytest.mark.parametrize(
+    "repair, symptom",
+    {
+        "let_parts_be_overridden_too": "an ancestor of",
+        "set_timeouts_of_process_groups": "has no attribute 'set_timeout'",
+        "attend_without_cuda": "aten::_flash_attention_forward",
+        "attend_with_flex_attention": "does not support backward on CPU",
+        "use_cpu_device": "cuda",
+        "claim_no_mfu": "True",
+        "reduce_gradients_by_sum": "PREMUL_SUM",
+    }.items(),
+)
+def test_the_symptom_without_its_repair(symptoms: dict[str, str], repair: str, symptom: str) -> None:
+    assert symptom in symptoms[repair]
