@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 
 import torch
@@ -57,12 +57,20 @@ class Run:
     layout: Layout
     model: str
     kind: str  # "plain": no converters, or "mxfp8": both
+    dispatch: str = "off"  # of converted experts
     compile: bool = False
 
     @property
     def name(self) -> str:
         words = f"{self.layout.name} {self.model} {self.kind}" + " compiled" * self.compile
+        words += f" dispatch {self.dispatch}" * (self.dispatch != "off")
         return re.sub(r"\W+", "_", words)
+
+    def plain(self) -> "Run":
+        return replace(self, kind="plain", dispatch="off")
+
+    def twin(self) -> "Run":
+        return replace(self, layout=twin_of(self.layout), compile=False)
 
 
 class Comparison:
@@ -97,7 +105,7 @@ class Comparison:
             *layout.flags,
         ]
         flags += ["--compile.enable"] if run.compile else []
-        flags += [f"--{GROUPED_MM}.dispatch={self.args.dispatch.get(run.model, 'off')}"]
+        flags += [f"--{GROUPED_MM}.dispatch={run.dispatch}"]
         return flags + (["--model.converters="] if run.kind == "plain" else [])
 
     def common_flags(self, model: str, out: Path) -> list[str]:
@@ -213,16 +221,15 @@ class Comparison:
             "twin": twin_of(run.layout).name,
             "model": run.model,
             "converters": "grouped_mm, linear",
-            "dispatch": self.args.dispatch.get(run.model, "off"),
+            "dispatch": run.dispatch,
             "compile": run.compile,
             "precision": self.args.precision,
             "backend": self.backend,
             "steps": self.args.steps,
         }
         problems = []
-        for kind in ("mxfp8", "plain"):
-            one = replace(run, kind=kind)
-            pair = one, replace(one, layout=twin_of(run.layout), compile=False)
+        for kind, one in (("mxfp8", run), ("plain", run.plain())):
+            pair = one, one.twin()
             problems += [f"{r.name}: {s}" for r in pair if (s := self.status.get(r, "not run yet")) != "ok"]
             if problems:
                 continue
@@ -340,8 +347,9 @@ def parse_arguments() -> argparse.Namespace:
         "--dispatch",
         nargs="+",
         default=[],
-        metavar="MODEL=WAY",
-        help="what quantize.grouped_mm.mx.dispatch is for a model, in the layout and in its twin [off]",
+        metavar="LAYOUT=WAY",
+        help="what quantize.grouped_mm.mx.dispatch is in a layout, named as for --only, or in all layouts of a model"
+        " that is named alone; in their twins too [off]",
     )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--compile", default="no", choices=("no", "yes", "both"), help="with --compile.enable [no]")
@@ -354,11 +362,9 @@ def parse_arguments() -> argparse.Namespace:
     if args.gpus > torch.cuda.device_count():
         parser.error(f"--devices {args.devices}, but this machine has {torch.cuda.device_count()} GPUs")
     args.dispatch = dict(pair.partition("=")[::2] for pair in args.dispatch)
-    if not set(args.dispatch) <= set(MODELS):
-        parser.error(f"--dispatch takes MODEL=WAY, MODEL of {', '.join(MODELS)}, not {', '.join(args.dispatch)}")
     names = [layout.name for layout in LAYOUTS]
-    unknown = set(args.only or ()) - set(names) - {f"{model} {name}" for model in args.models for name in names}
-    if unknown:
+    known = {*names, *(f"{model} {name}" for model in args.models for name in names)}
+    if unknown := set(args.only or ()) - known or set(args.dispatch) - known - set(MODELS):
         parser.error(f"unknown layouts {sorted(unknown)}; there are {names}")
     return args
 
@@ -367,15 +373,14 @@ def main() -> int:
     args = parse_arguments()
     layouts = [x for x in LAYOUTS if (x.processes <= args.gpus if args.gpus else not x.gpu_only)]
     compiled = {"no": (False,), "yes": (True,), "both": (False, True)}[args.compile]
-    pairs = [
-        Run(layout=layout, model=model, kind="mxfp8", compile=flag)
-        for flag in compiled
-        for model in args.models
-        for layout in layouts
-        if not args.only or {layout.name, f"{model} {layout.name}"} & set(args.only)
-    ]
-    runs = [replace(run, kind=kind) for run in pairs for kind in ("mxfp8", "plain")]
-    twins = [replace(run, layout=twin_of(run.layout), compile=False) for run in runs]
+    pairs = []
+    for flag, model, layout in product(compiled, args.models, layouts):
+        names = f"{model} {layout.name}", layout.name, model
+        if not args.only or set(names[:2]) & set(args.only):
+            ways = [args.dispatch[name] for name in names if name in args.dispatch]
+            pairs.append(Run(layout=layout, model=model, kind="mxfp8", compile=flag, dispatch=[*ways, "off"][0]))
+    runs = [run for pair in pairs for run in (pair, pair.plain())]
+    twins = [run.twin() for run in runs]
     env = environment("cuda" if args.gpus else "cpu") | {"command": " ".join(sys.argv)}
 
     with tempfile.TemporaryDirectory() as work:

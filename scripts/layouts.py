@@ -78,6 +78,14 @@ LAYOUTS = (
         data_ranks=4,
         expert_batch=4,
     ),
+    Layout(
+        name="HSDP 2x2 + EP 2 accumulate 2",
+        processes=4,
+        flags=parallel(replicate=2, shard=2, expert=2),
+        data_ranks=4,
+        accumulate=2,
+        expert_batch=4,
+    ),
     Layout(name="TP 4", processes=4, flags=parallel(tensor=4)),
     Layout(name="FSDP 2 + TP 2", processes=4, flags=parallel(tensor=2), data_ranks=2),
     Layout(
