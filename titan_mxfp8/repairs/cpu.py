@@ -12,7 +12,7 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -37,10 +37,8 @@ def train_on_cpu(utils: ModuleType, *own_repairs: Callable[[], None]) -> bool:
         return True
     use_cpu_device(utils)
     claim_no_mfu(utils)
-    count_integers_with_histc()
     reduce_gradients_by_sum()
     draw_full_tensor_at_random_init()
-    profile_without_device_activity()
     for repair in own_repairs:
         repair()
     logger.info("No accelerator found: TorchTitan trains on CPU, with gloo between processes")
@@ -115,24 +113,6 @@ def claim_no_mfu(utils: ModuleType) -> None:
     utils.get_peak_flops = lambda device_name: math.inf
 
 
-def count_integers_with_histc() -> None:
-    """Cures: `"histogram_cpu" not implemented for 'Long'` in the MoE router and reorderer.
-
-    For: torch up to 2.15.
-
-    They call `torch.histc(...)`, so the name in the torch module is the only place. float64 counts exactly to 2**53.
-    """
-    histc = torch.histc
-
-    @functools.wraps(histc)
-    def histc_of_integers_too(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if input.device.type != "cpu" or input.is_floating_point():
-            return histc(input, *args, **kwargs)
-        return histc(input.double(), *args, **kwargs).to(input.dtype)  # CUDA, too, answers in the input's dtype
-
-    torch.histc = histc_of_integers_too
-
-
 def reduce_gradients_by_sum() -> None:
     """Cures: `Cannot use ReduceOp.PREMUL_SUM with Gloo` in FSDP's first reduce-scatter.
 
@@ -176,21 +156,3 @@ def fill_full_tensor(fill_: Callable[..., torch.Tensor]) -> Callable[..., DTenso
         return self.copy_(distribute_tensor(full, self.device_mesh, self.placements, src_data_rank=None))
 
     return fill_shard_
-
-
-def profile_without_device_activity() -> None:
-    """Cures: profiling.enable_profiling dies, as TorchTitan passes [CPU, None] where there is no CUDA or XPU.
-
-    For: TorchTitan 0.2.2 and 0.3.0.
-
-    TorchTitan calls `torch.profiler.profile(...)`; the constructor is repaired, so the class stays the same object.
-    """
-    init = torch.profiler.profile.__init__
-
-    @functools.wraps(init)
-    def init_with_known_activities(self: torch.profiler.profile, *, activities: Iterable | None = None, **kwargs: Any):
-        if activities is not None:
-            activities = [activity for activity in activities if activity is not None]
-        init(self, activities=activities, **kwargs)
-
-    torch.profiler.profile.__init__ = init_with_known_activities
