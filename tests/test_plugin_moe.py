@@ -230,7 +230,7 @@ def test_the_log_names_the_transport_and_the_reason(
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ([f"{DISPATCH}=deepep"], "unknown dispatch 'deepep': use one of off, collective, symmetric, auto"),
+        ([f"{DISPATCH}=deepep"], "unknown dispatch 'deepep': use one of off, auto, collective, symmetric"),
         ([f"{ROWS}=all"], "unknown dispatch_rows 'all': use one of counted, worst_case"),
         (
             [f"{DISPATCH}=collective", f"{ROWS}=worst_case"],

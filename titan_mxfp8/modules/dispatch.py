@@ -1,15 +1,13 @@
 """How the experts of a MoE layer get their tokens, where the layer sends them itself: by ``mxfp8_moe``."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from titan_mxfp8.format.mx import BLOCK_SIZE
-from titan_mxfp8.moe import TRANSPORTS, choose
+from titan_mxfp8.moe import ROWS, TRANSPORTS, Rows, TransportName, choose
 from titan_mxfp8.moe.collective import Collective
-from titan_mxfp8.moe.layer import ROWS
 from titan_mxfp8.recipe import Recipe
 
 GIB = 2**30
@@ -23,8 +21,8 @@ class Dispatch:
         ValueError: an unknown name.
     """
 
-    transport: Literal["auto", "collective", "symmetric"]
-    rows: Literal["counted", "worst_case"]
+    transport: TransportName
+    rows: Rows
 
     def __post_init__(self) -> None:
         for name, value, known in (("dispatch", self.transport, TRANSPORTS), ("dispatch_rows", self.rows, ROWS)):

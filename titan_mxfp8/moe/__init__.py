@@ -1,6 +1,6 @@
 """How tokens travel to their experts and back: the transports, and which is chosen (``choose``)."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -11,12 +11,13 @@ from titan_mxfp8.moe.transport import Landing, Local, Transport
 
 __all__ = ["Landing", "Transport", "choose"]
 
-TRANSPORTS = ("auto", "collective", "symmetric")
+TransportName = Literal["auto", "collective", "symmetric"]
+Rows = Literal["counted", "worst_case"]
+TRANSPORTS: tuple[TransportName, ...] = get_args(TransportName)
+ROWS: tuple[Rows, ...] = get_args(Rows)
 
 
-def choose(
-    transport: Literal["auto", "collective", "symmetric"], group: dist.ProcessGroup | None, device: torch.device
-) -> tuple[Transport, str]:
+def choose(transport: TransportName, group: dist.ProcessGroup | None, device: torch.device) -> tuple[Transport, str]:
     """The transport of an expert-parallel group, and why, in words for the log.
 
     Every rank of the group calls this at the same time.

@@ -14,7 +14,7 @@ saved: x_MD as FP8 rows, gate and up (M, H) bf16, the landing
 
 import math
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,16 +24,13 @@ from titan_mxfp8 import backends
 from titan_mxfp8.backends import Plan
 from titan_mxfp8.format.mx import ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
-from titan_mxfp8.moe import TRANSPORTS, Landing, Transport, choose
+from titan_mxfp8.moe import ROWS, TRANSPORTS, Landing, Rows, Transport, TransportName, choose
 from titan_mxfp8.ops import experts
 from titan_mxfp8.ops.checks import check_devices, check_dtype, check_features
 from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.ops.library import Operator, aligned
 from titan_mxfp8.ops.matmul import Once, release_saved_tensors
 from titan_mxfp8.recipe import Recipe, get_recipe
-
-Rows = Literal["counted", "worst_case"]
-ROWS: tuple[Rows, ...] = ("counted", "worst_case")
 
 
 def mxfp8_moe(
@@ -47,7 +44,7 @@ def mxfp8_moe(
     *,
     recipe: str | Recipe = "mxfp8",
     backend: str = "auto",
-    transport: str = "auto",
+    transport: TransportName = "auto",
     rows: Rows = "counted",
     max_tokens: int | None = None,
     scores_first: bool = False,

@@ -23,9 +23,9 @@ from torchtitan.protocols.train_spec import get_train_spec
 from titan_mxfp8 import backends
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.modules import as_list, training_device
+from titan_mxfp8.moe import ROWS
 from titan_mxfp8.plugin.job_config import (
     DISPATCH,
-    DISPATCH_ROWS,
     Cluster,
     Model,
     MXGroupedMM,
@@ -95,7 +95,7 @@ def check_dispatch(job_config: JobConfig) -> None:
     recipe ``bf16``, the control of the dispatch, is asked of anything else."""
     config, linears = job_config.quantize.grouped_mm.mx, job_config.quantize.linear.mx
     converters = job_config.model.converters
-    for name, known in (("dispatch", DISPATCH), ("dispatch_rows", DISPATCH_ROWS)):
+    for name, known in (("dispatch", DISPATCH), ("dispatch_rows", ROWS)):
         if getattr(config, name) not in known:
             raise ValueError(f"[{GROUPED_MM}] unknown {name} {getattr(config, name)!r}: use one of {', '.join(known)}")
     if config.dispatch_rows == "worst_case" and config.dispatch in ("off", "collective"):

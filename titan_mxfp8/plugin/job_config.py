@@ -13,12 +13,12 @@ from typing import Annotated
 
 import tyro
 
+from titan_mxfp8.moe import TRANSPORTS
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR, Recipe, get_recipe
 
 DEFAULT_FILTER_FQNS = ("output", "router.gate")
 DEFAULT_FQNS = ("experts",)
-DISPATCH = ("off", "collective", "symmetric", "auto")
-DISPATCH_ROWS = ("counted", "worst_case")
+DISPATCH = ("off", *TRANSPORTS)
 
 
 def documented(cls: type) -> type:
