@@ -1,5 +1,7 @@
-"""README.md: its length, and that what it names is there; and the tables of README.md and results/README.md."""
+"""README.md: its length, that what it names is there and what it shows runs; and the tables of README.md and
+results/README.md."""
 
+import ast
 import os
 import re
 import subprocess
@@ -8,6 +10,16 @@ from pathlib import Path
 
 import pytest
 import tables
+import torch
+import torch.nn.functional as F
+from test_plugin import ASSETS
+from torch import nn
+from torchtitan.config import ConfigManager
+from torchtitan.models.moe.moe import GroupedExperts
+from torchtitan.protocols.model_converter import build_model_converters
+
+from titan_mxfp8.plugin.converters import GroupedMMConverter, LinearConverter
+from titan_mxfp8.testing import relative_rms
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -39,6 +51,65 @@ def test_commands_of_the_readme_explain_themselves(command: str) -> None:
 
 def test_the_readme_has_commands() -> None:
     assert {"./scripts/train.sh", "./scripts/test.sh", "python -m titan_mxfp8.doctor"} <= set(COMMANDS)
+
+
+def code(language: str) -> str:
+    (block,) = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    return block
+
+
+def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture) -> None:
+    """With a small layer for what it leaves open: 2 tokens, the first expert's and the second's."""
+    features = 32
+    w, w1, w3, w2 = torch.randn(4, 2, features, features).unbind()
+    weight, bias = torch.randn(features, features), torch.randn(features)
+    x, scores = torch.randn(2, features, requires_grad=True), torch.rand(2, 1)
+    linears = {name: nn.Linear(features, features) for name in ("wq", "lm_head")}
+    given = {
+        "model": nn.ModuleDict({"experts": GroupedExperts(features, features, 2, True), **linears}),
+        "x": x,
+        "w": w,
+        "offs": torch.tensor([1, 2], dtype=torch.int32),
+        "weight": weight,
+        "bias": bias,
+        "scores": scores,
+        "expert_ids": torch.tensor([[0], [1]]),
+        "w1": w1,
+        "w3": w3,
+        "w2": w2,
+        "group": None,
+    }
+
+    def multiplied(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("tk,tnk->tn", rows, weights)  # token t is expert t's
+
+    hidden = F.silu(multiplied(x, w1)) * multiplied(x, w3)
+    expected = [multiplied(x, w), F.linear(x, weight, bias), scores * multiplied(hidden, w2)]
+    for statement in ast.parse(code("python")).body:
+        exec(compile(ast.Module([statement], []), "README.md", "exec"), given)
+        if isinstance(statement, ast.Assign):
+            value = expected.pop(0)
+            assert relative_rms(given["y"], value) < 0.15
+            (dx,), (wanted,) = (torch.autograd.grad(y.sum(), x, retain_graph=True) for y in (given["y"], value))
+            assert relative_rms(dx, wanted) < 0.15
+    assert not expected
+    report = capsys.readouterr().out
+    assert "converted 1 expert module " in report and "converted 1 Linear " in report and "lm_head (" in report
+
+
+def test_what_the_readme_switches_on_passes_the_plugins_checks(tmp_path: Path) -> None:
+    """Its TOML, or the flags that do the same, and ``dispatch``; with a model and its tokenizer, which it lacks."""
+    toml = tmp_path / "readme.toml"
+    toml.write_text(code("toml"))
+    flags, dispatch = (re.search(rf"`(--{name}[^`]+)`", README)[1] for name in ("job.custom_config", "quantize"))
+    given = ["--model.name=llama4", *ASSETS, "--compile.enable"]
+    for switch in ([f"--job.config_file={toml}"], flags.split()):
+        config = ConfigManager().parse_args([*switch, *given, dispatch])
+        assert config.quantize.grouped_mm.mx.dispatch == "auto"
+        converters = build_model_converters(config, None).converters
+        assert [type(converter) for converter in converters] == [GroupedMMConverter, LinearConverter]
+        with pytest.raises(ValueError, match="unknown recipe 'mxfp9'"):
+            ConfigManager().parse_args([*switch, *given, "--quantize.linear.mx.recipe_name=mxfp9"])
 
 
 def test_tables_are_those_of_their_csvs() -> None:
