@@ -3,6 +3,7 @@ all ranks. What kernels would be compiled for is looked at on this CPU, for GPUs
 
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -18,6 +19,8 @@ from titan_mxfp8.backends.hopper import gemm as hopper
 from titan_mxfp8.format import spec
 from titan_mxfp8.moe import kernels as moe
 from titan_mxfp8.moe import layer, transport
+from titan_mxfp8.moe.collective import Collective
+from titan_mxfp8.moe.symmetric import Symmetric
 from titan_mxfp8.ops import library, matmul
 from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.testing import group_sizes, make_offs
@@ -109,6 +112,17 @@ def test_a_layer_compiles_with_its_first_tokens_only(recipe: str, kind: str, fir
     assert variants == sum(len(kernel.compiled) for kernel in kernels()), "a key holds what a batch decides"
 
 
+def run_moe(recipe: str, backend: str, features: int, tokens: int, **options) -> None:
+    """Forward and backward of ``mxfp8_moe`` with K 2 and, on each rank of a group, ``EXPERTS`` experts."""
+    group = options.get("group")
+    x = torch.empty(tokens, features, dtype=torch.bfloat16, requires_grad=True)
+    scores, ids = torch.rand(tokens, EXPERTS * (group.size() if group else 1)).topk(2)
+    shapes = (N, features), (N, features), (features, N)
+    weights = [torch.empty(EXPERTS, *shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    y = mxfp8_moe(x, scores.requires_grad_(), ids, *weights, recipe=recipe, backend=backend, **options)
+    y.backward(torch.empty_like(y))
+
+
 @pytest.mark.parametrize("first", [80, 0])
 @pytest.mark.parametrize("features", [160, 512])  # scales that are moved as bytes, and as words
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d", "mxfp8_2d_rebased", "bf16"])
@@ -118,19 +132,71 @@ def test_a_moe_layer_compiles_with_its_first_tokens_only(recipe: str, features: 
     if name != "hopper" and recipe.endswith("rebased"):
         pytest.skip("hopper alone rebases")
 
-    def run_moe(rows: int) -> None:
-        x = torch.empty(rows, features, dtype=torch.bfloat16, requires_grad=True)
-        scores, ids = torch.rand(rows, EXPERTS).topk(2)
-        shapes = (N, features), (N, features), (features, N)
-        weights = [torch.empty(EXPERTS, *shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
-        y = mxfp8_moe(x, scores.requires_grad_(), ids, *weights, recipe=recipe, backend=name)
-        y.backward(torch.empty_like(y))
-
-    run_moe(first)
+    run_moe(recipe, name, features, first)
     expected, variants = set(found), sum(len(kernel.compiled) for kernel in kernels())
     assert any(key.startswith("_place ") for key in expected) and len(expected) >= 10
     for rows in ROWS:
-        run_moe(rows)
+        run_moe(recipe, name, features, rows)
+        assert found == expected, f"{rows} rows compile {sorted(found - expected)}"
+    assert variants == sum(len(kernel.compiled) for kernel in kernels()), "a key holds what a batch decides"
+
+
+class Lonely:
+    """``Link`` of one of two ranks, where nothing comes from the other."""
+
+    ranks, rank, device = 2, 0, torch.device("cpu")
+
+    def gather(self, value: object) -> list:
+        return [value] * self.ranks
+
+    def allocate(self, size: int) -> tuple[torch.Tensor, list[int]]:
+        memory = torch.empty(size, dtype=torch.uint8)
+        return memory, [memory.data_ptr()] * self.ranks
+
+    def barrier(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("first", [80, 0])
+@pytest.mark.parametrize("way", ["collective counted", "symmetric counted", "symmetric worst_case"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d_rebased", "bf16"])
+def test_a_moe_layer_of_two_ranks_compiles_with_its_first_tokens_only(
+    recipe: str, way: str, first: int, backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many rows land as tokens have slots here; the kernels that would count them do not run."""
+    name, found = backend
+    if name != "hopper" and recipe.endswith("rebased"):
+        pytest.skip("hopper alone rebases")
+    group = SimpleNamespace(group_name="two", size=lambda: 2, rank=lambda: 0)
+    transport_name, rows_for = way.split()
+    carrier = Collective(group) if transport_name == "collective" else Symmetric(Lonely())
+    plan, landed = moe.plan, 0
+
+    def plan_what_landed(*args) -> tuple[torch.Tensor, torch.Tensor]:
+        starts, offs = plan(*args)
+        return starts, torch.full_like(offs, landed)
+
+    def receive(out: torch.Tensor, sent: torch.Tensor, *args, **kwargs) -> None:
+        if out.dtype == torch.int32:  # how many slots chose each expert, which no kernel counted, and packets
+            out.copy_(sent)
+            out[:, : 2 * EXPERTS] = 0
+            out[0, 0] = landed
+
+    monkeypatch.setattr(moe, "plan", plan_what_landed)
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", receive)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_resolve_process_group", lambda name: group)
+    monkeypatch.setattr(layer, "choose", lambda *_: (carrier, ""))
+
+    def run(rows: int) -> None:
+        nonlocal landed
+        landed = 2 * rows
+        run_moe(recipe, name, 160, rows, group=group, transport=transport_name, rows=rows_for, max_tokens=max(ROWS))
+
+    run(first)
+    expected, variants = set(found), sum(len(kernel.compiled) for kernel in kernels())
+    assert any(key.startswith("_finish ") for key in expected) and len(expected) >= 10
+    for rows in ROWS:
+        run(rows)
         assert found == expected, f"{rows} rows compile {sorted(found - expected)}"
     assert variants == sum(len(kernel.compiled) for kernel in kernels()), "a key holds what a batch decides"
 
