@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from models import MODELS, build, run_step
+from test_late_compilation import compilations, forget_compiled, kernels
 from test_models import AC_MODES, gemms, tokens
 from test_plugin_moe import check_parallel_models
 from torch._dynamo.utils import counters
@@ -13,12 +14,22 @@ import titan_mxfp8.plugin  # noqa: F401 - what a run's config loads
 from titan_mxfp8.testing import relative_rms
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+COMPILED, COMPILED_IDS = [(), ("--compile.enable",)], ["eager", "compiled"]
 
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
     torch._dynamo.reset()
     counters.clear()
+
+
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, text: torch.Tensor) -> float:
+    """Its loss."""
+    result = run_step(model, text.cuda())
+    for name, param in model.named_parameters():
+        param.grad = result.grads[name.replace("_orig_mod.", "")]
+    optimizer.step()
+    return result.loss
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -33,11 +44,7 @@ def test_mxfp8_tracks_bf16_with_and_without_compile(model: str) -> None:
         optimizer = torch.optim.AdamW(built.parameters(), lr=5e-4)
         losses[kind], graphs = [], []
         for step in range(10):
-            result = run_step(built, tokens(step % 2, length=256).cuda())
-            for name, param in built.named_parameters():
-                param.grad = result.grads[name.replace("_orig_mod.", "")]
-            optimizer.step()
-            losses[kind].append(result.loss / (2 * 256))
+            losses[kind].append(train_step(built, optimizer, tokens(step % 2, length=256)) / (2 * 256))
             graphs.append(counters["stats"]["unique_graphs"])
         assert graphs[-1] == graphs[2], graphs
     print(model, losses)
@@ -46,7 +53,33 @@ def test_mxfp8_tracks_bf16_with_and_without_compile(model: str) -> None:
         assert max(abs(a - b) for a, b in zip(losses[kind], losses["bf16"], strict=True)) < 0.05
 
 
-@pytest.mark.parametrize("compile_flags", [(), ("--compile.enable",)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compile_flags", COMPILED, ids=COMPILED_IDS)
+@pytest.mark.parametrize("dispatch", ["off", "auto"])
+@pytest.mark.parametrize("model", ["llama4", "deepseek_v3"])
+def test_training_compiles_nothing_late(
+    model: str, dispatch: str, compile_flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100 steps after the first three, in which graphs settle; the router learns, and texts are of vocabularies of 1 to
+    1024 tokens, of which few reach few experts."""
+    forget_compiled(monkeypatch)
+    flags = (f"--quantize.grouped_mm.mx.dispatch={dispatch}", *compile_flags)
+    built = build(model, *AC_MODES["none"], *flags, device="cuda")
+    optimizer = torch.optim.AdamW(built.parameters(), lr=5e-4)
+
+    def train(steps: range) -> None:
+        for step in steps:
+            train_step(built, optimizer, tokens(step, length=256, vocabulary=2 ** (step % 11)))
+
+    train(range(10, 13))  # of 1024 tokens, then of 1 and of 2
+    assert any(kernel.compiled for kernel in kernels())
+    graphs = counters["stats"]["unique_graphs"]
+    with compilations() as late:
+        train(range(13, 113))
+    torch.cuda.synchronize()
+    assert not late and graphs == counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("compile_flags", COMPILED, ids=COMPILED_IDS)
 @pytest.mark.parametrize("model", MODELS)
 def test_op_level_checkpointing_recomputes_no_gemm(model: str, compile_flags: tuple[str, ...]) -> None:
     text = tokens(length=256).cuda()

@@ -3,11 +3,13 @@ all ranks. What kernels would be compiled for is looked at on this CPU, for GPUs
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
+import triton
 from aot import specializations
 from scaled_mm import as_on_sm100
 
@@ -52,6 +54,23 @@ def kernels() -> list[launch.Kernel]:
     return list(found.values())
 
 
+def forget_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests have compiled is new again."""
+    for kernel in kernels():
+        monkeypatch.setattr(kernel, "compiled", {})
+    monkeypatch.setattr(gemm, "_prepared", set())
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """What is compiled within for this machine's GPU, as Triton says; then also what ``launch.Kernel`` has kept."""
+    before, found = {(kernel, key) for kernel in kernels() for key in kernel.compiled}, []
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.jit_post_compile_hook = lambda *, repr, **_: found.append(repr)
+        yield found
+    found += [str(key) for kernel in kernels() for key in kernel.compiled if (kernel, key) not in before]
+
+
 @pytest.fixture(params=TARGETS)
 def backend(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, set[str]]]:
     """A backend's name and what it has compiled so far, on a CPU that passes for another device."""
@@ -62,9 +81,7 @@ def backend(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, set
         monkeypatch.setattr(torch, function, as_empty(getattr(torch.ops.aten, function).default))
     for module in (gemm, hopper, moe):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 2)  # so that few rows are many tiles
-    for kernel in kernels():
-        monkeypatch.setattr(kernel, "compiled", {})
-    monkeypatch.setattr(gemm, "_prepared", set())
+    forget_compiled(monkeypatch)
     for cache in caches:
         cache.cache_clear()
     with specializations(hardware.arch) as found:
