@@ -4,11 +4,14 @@
 
 A run is ``WHAT`` or ``WHAT:RECIPE``. WHAT is bf16, grouped (the routed experts), linears or both; RECIPE is the TOML's
 where none is named, and ``WHAT+rebase`` switches ``hopper_rebase`` on, which takes its rebased form; ``+dispatch`` has
-the MoE layers send tokens in MXFP8 (``quantize.grouped_mm.mx.dispatch = "auto"``). ``bf16+dispatch`` is the control of
-that, as in converge.py: the experts with recipe bf16, which quantises nothing, and no linears. What it gains is not
-owed to the number format. Each run trains --steps steps, of which those after --warmup count: median (p50), p20, p80
-and mean tokens/s (the mean is all tokens over all time), and how many times the median the slowest step took, as a step
-that stalls is a finding. Memory is the peak that the allocator reserved.
+the MoE layers send tokens in MXFP8 (``quantize.grouped_mm.mx.dispatch = "auto"``). Without them both are off, whatever
+the TOML says; so is ``requantize_input``, which a flag behind ``--`` can switch on. ``bf16+dispatch`` is the control of
+dispatching, as in converge.py: the experts with recipe bf16, which quantises nothing, and no linears. What it gains is
+not owed to the number format.
+
+Each run trains --steps steps, of which those after --warmup count: median (p50), p20, p80 and mean tokens/s (the mean
+is all tokens over all time), and how many times the median the slowest step took, as a step that stalls is a finding.
+Memory is the peak that the allocator reserved.
 
 With --repeats N the runs alternate, a b c a b c ...: a run's figures are then the medians over its repeats, ``x`` is
 that of the speed-ups against the first run of the same repeat, and the ranges over the repeats stand beside them.
@@ -38,7 +41,7 @@ from statistics import harmonic_mean, median
 
 import torch
 from kernel_times import Trace, read_trace
-from runs import TRAIN, Run, ending, launch, read_run, split_flags
+from runs import TRAIN, Run, conversion_flags, ending, launch, read_run, split_flags
 
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
 from titan_mxfp8.testing import environment, format_table, percentiles, write_results, write_rows
@@ -54,8 +57,7 @@ def flags_of(name: str) -> list[str]:
         ValueError: a name that is not as the module's docstring says.
     """
     if name == "bf16+dispatch":
-        own = f"--{GROUPED_MM}.recipe_name={BF16.name}", f"--{GROUPED_MM}.dispatch=auto"
-        return [f"--model.converters={GROUPED_MM}", *own]
+        return [f"--model.converters={GROUPED_MM}", *conversion_flags((GROUPED_MM,), ["dispatch"], BF16.name)]
     what, _, recipe = name.partition(":")
     what, *options = what.split("+")
     known = what in CONVERTED_BY and set(options) <= {"rebase", "dispatch"} and recipe != BF16.name
@@ -64,15 +66,9 @@ def flags_of(name: str) -> list[str]:
             f"unknown run {name!r}: WHAT[+rebase][+dispatch][:RECIPE], WHAT of {', '.join(CONVERTED_BY)}; bf16 stands "
             "alone or as bf16+dispatch, the control, RECIPE is one of MXFP8, and linears dispatch nothing"
         )
-    flags = [f"--model.converters={','.join(CONVERTED_BY[what])}"]
-    for converter in CONVERTED_BY[what]:
-        if recipe:
-            flags.append(f"--{converter}.recipe_name={get_recipe(recipe).name}")
-        if "rebase" in options:
-            flags.append(f"--{converter}.hopper_rebase")
-    if "dispatch" in options:
-        flags.append(f"--{GROUPED_MM}.dispatch=auto")
-    return flags
+    converters = CONVERTED_BY[what]
+    named = get_recipe(recipe).name if recipe else ""
+    return [f"--model.converters={','.join(converters)}", *conversion_flags(converters, options, named)]
 
 
 @dataclass(slots=True, kw_only=True)

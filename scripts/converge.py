@@ -2,7 +2,7 @@
 
 Runs go seed by seed, all recipes of one before the next: what counts are pairs of runs with the same seed, so an
 interrupted study has as many pairs of each recipe as there was time for. ``bf16`` is the TOML without its model
-converters. Behind a recipe may stand:
+converters. Behind a recipe may stand, and what does not stand there is off, whatever the TOML says:
 
     +rebase      with ``hopper_rebase``: ``mxfp8+rebase`` is the same as ``mxfp8_rebased``
     +experts     with the routed experts alone converted
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from runs import TRAIN, ending, launch, split_flags
+from runs import TRAIN, conversion_flags, ending, launch, split_flags
 
 from titan_mxfp8.modules import as_list
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
@@ -45,7 +45,7 @@ ALONE = {"experts": (GROUPED_MM,), "linears": (LINEAR,)}
 OPTIONS = {"rebase", "dispatch", "requantize", "repeat", *ALONE}
 CHECKPOINTS = "checkpoint/step-*/.metadata"
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
-EVERY_FLAG = (BF16.name, "mxfp8+rebase+dispatch+requantize")  # recipes that flags_of sets all its flags for
+EVERY_FLAG = (BF16.name, "mxfp8")  # recipes that flags_of sets all its flags for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,13 +126,7 @@ def flags_of(run: StudyRun, config: Path, checkpoint_every: int) -> list[str]:
     converters = converters_of(run.recipe)
     if converters != CONVERTERS:
         flags.append(f"--model.converters={','.join(converters)}")
-    flags += [f"--{converter}.recipe_name={name}" for converter in converters]
-    if "rebase" in options:
-        flags += [f"--{converter}.hopper_rebase" for converter in converters]
-    if "requantize" in options:
-        flags += [f"--{converter}.requantize_input" for converter in converters]
-    if "dispatch" in options:
-        flags.append(f"--{GROUPED_MM}.dispatch=auto")
+    flags += conversion_flags(converters, options, name)
     if checkpoint_every:
         flags += ["--checkpoint.enable", f"--checkpoint.interval={checkpoint_every}", "--checkpoint.folder=checkpoint"]
     return flags
@@ -202,7 +196,11 @@ def close(going: Going) -> str:
     if going.process.returncode:
         print(f"{name}: failed after {seconds:.0f} s, {ending(going.run.folder / 'log')}", flush=True)
         return FAILED
-    write_json(going.run.folder / "finished.json", {"seconds": round(seconds, 1)})
+    try:
+        write_json(going.run.folder / "finished.json", {"seconds": round(seconds, 1)})
+    except OSError as error:  # its checkpoint stays, from which the same command ends it again
+        print(f"{name}: finished in {seconds:.0f} s, which cannot be noted: {error}", flush=True)
+        return FAILED
     shutil.rmtree(going.run.folder / "checkpoint", ignore_errors=True)
     print(f"{name}: finished in {seconds:.0f} s", flush=True)
     return FINISHED

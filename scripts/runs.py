@@ -14,6 +14,8 @@ from pathlib import Path
 
 from watch import message
 
+from titan_mxfp8.recipe import GROUPED_MM
+
 TRAIN = ("--local-ranks-filter=0", "-m", "torchtitan.train")  # of the processes, the first one's output
 LOSS = "loss_metrics/global_avg_loss"
 THROUGHPUT = "throughput(tps)"
@@ -65,6 +67,22 @@ def launch(
             stdin=subprocess.DEVNULL,
             start_new_session=start_new_session,
         )
+
+
+def conversion_flags(converters: Sequence[str], options: Sequence[str], recipe: str = "") -> list[str]:
+    """TorchTitan's flags for what some converters do: of what a TOML says of them, only the recipe can count.
+
+    Args:
+        options: those of converge.py that are on, of ``rebase``, ``requantize`` and ``dispatch``; others say nothing.
+        recipe: if empty, the TOML's.
+    """
+    flags = [f"--{converter}.recipe_name={recipe}" for converter in converters if recipe]
+    for option, field_name in (("rebase", "hopper_rebase"), ("requantize", "requantize_input")):
+        switch = field_name if option in options else f"no-{field_name}"
+        flags += [f"--{converter}.{switch}" for converter in converters]
+    if GROUPED_MM in converters:
+        flags.append(f"--{GROUPED_MM}.dispatch={'auto' if 'dispatch' in options else 'off'}")
+    return flags
 
 
 def ending(log: Path) -> str:

@@ -655,6 +655,20 @@ def test_converge_refuses_flags_that_it_sets_for_each_run(
     converge.check_flags(harmless, 500)
 
 
+def test_converge_keeps_a_run_whose_end_it_cannot_note(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = converge.StudyRun(recipe="bf16", seed=0, folder=tmp_path / "bf16-seed0")
+    (run.folder / "checkpoint" / "step-2").mkdir(parents=True)
+    unwritable = run.folder / "finished.json.new"
+    unwritable.mkdir()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    going = converge.Going(run=run, slot=0, process=ended, started=0.0)
+    assert converge.close(going) == converge.FAILED and (run.folder / "checkpoint" / "step-2").is_dir()
+    assert "which cannot be noted: " in capsys.readouterr().out
+    unwritable.rmdir()
+    assert converge.close(going) == converge.FINISHED and run.finished and not (run.folder / "checkpoint").exists()
+
+
 def test_converge_changes_what_a_study_is_until_a_run_has_got_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -706,39 +720,34 @@ def test_converge_says_which_numbers_it_takes(capsys: pytest.CaptureFixture) -> 
 
 
 @pytest.mark.parametrize(
-    "recipe, flags",
+    "recipe, converters, name, rebase, requantize, dispatch",
     [
-        ("bf16", ["--model.converters="]),
-        ("bf16+repeat", ["--model.converters="]),
-        (
-            "bf16+dispatch",
-            ["--model.converters=GROUPED", "--GROUPED.recipe_name=bf16", "--GROUPED.dispatch=auto"],
-        ),
-        ("mxfp8+linears", ["--model.converters=LINEAR", "--LINEAR.recipe_name=mxfp8"]),
-        (
-            "mxfp8+experts+dispatch",
-            ["--model.converters=GROUPED", "--GROUPED.recipe_name=mxfp8", "--GROUPED.dispatch=auto"],
-        ),
-        (
-            "mxfp8+linears+requantize",
-            ["--model.converters=LINEAR", "--LINEAR.recipe_name=mxfp8", "--LINEAR.requantize_input"],
-        ),
-        ("mxfp8_2d+repeat", ["--GROUPED.recipe_name=mxfp8_2d", "--LINEAR.recipe_name=mxfp8_2d"]),
-        (
-            "mxfp8_2d_rebased+dispatch+repeat",
-            [
-                "--GROUPED.recipe_name=mxfp8_2d_rebased",
-                "--LINEAR.recipe_name=mxfp8_2d_rebased",
-                "--GROUPED.dispatch=auto",
-            ],
-        ),
+        ("bf16", [], "mxfp8", True, True, "collective"),  # of converters that do not run the TOML's
+        ("bf16+repeat", [], "mxfp8", True, True, "collective"),
+        ("bf16+dispatch", [GROUPED_MM], "bf16", False, False, "auto"),
+        ("mxfp8+experts+dispatch", [GROUPED_MM], "mxfp8", False, False, "auto"),
+        ("mxfp8_2d+experts+rebase", [GROUPED_MM], "mxfp8_2d", True, False, "off"),
+        ("mxfp8_2d+repeat", [GROUPED_MM, LINEAR], "mxfp8_2d", False, False, "off"),
+        ("mxfp8_2d_rebased+dispatch+repeat", [GROUPED_MM, LINEAR], "mxfp8_2d_rebased", False, False, "auto"),
+        ("mxfp8+linears+requantize", [LINEAR], "mxfp8", False, True, "collective"),
     ],
 )
-def test_converge_converts_as_a_recipe_and_its_options_say(recipe: str, flags: list[str], tmp_path: Path) -> None:
+def test_converge_converts_as_a_recipe_and_its_options_say_whatever_the_toml_says(
+    recipe: str, converters: list[str], name: str, rebase: bool, requantize: bool, dispatch: str, tmp_path: Path
+) -> None:
+    toml = (ROOT / "train_configs" / "debug_deepseek_v3.toml").read_text()
+    switched_on = "hopper_rebase = true\nrequantize_input = true\n"
+    for section in ("[quantize.grouped_mm.mx]\n", "[quantize.linear.mx]\n"):
+        toml = toml.replace(section, section + switched_on)
+    toml = toml.replace('fqns = ["experts"]', 'fqns = ["experts"]\ndispatch = "collective"')
+    (tmp_path / "on.toml").write_text(toml)
     run = converge.StudyRun(recipe=recipe, seed=7, folder=tmp_path / f"{recipe}-seed7")
-    common = [f"--job.dump_folder={run.folder}", "--debug.seed=7"]
-    expected = [flag.replace("GROUPED", GROUPED_MM).replace("LINEAR", LINEAR) for flag in flags]
-    assert converge.flags_of(run, Path("a.toml"), 0)[1:] == [*common, *expected]
+    config = parse_config(str(tmp_path / "on.toml"), converge.flags_of(run, tmp_path / "on.toml", 0)[1:])
+    assert (config.model.converters, config.debug.seed, config.job.dump_folder) == (converters, 7, str(run.folder))
+    for converter, mx in ((GROUPED_MM, config.quantize.grouped_mm.mx), (LINEAR, config.quantize.linear.mx)):
+        if not converters or converter in converters:
+            assert (mx.recipe_name, mx.hopper_rebase, mx.requantize_input) == (name, rebase, requantize)
+    assert config.quantize.grouped_mm.mx.dispatch == dispatch
     read = runs.Run(name=run.folder.name, loss={}, tps={}, memory={}, config={})
     assert (read.group, read.seed) == (recipe, 7)
 
