@@ -152,7 +152,7 @@ def gemm_m_grouped(
     """``Backend.gemm_m_grouped``; ``b_axis``: the one of the weight's axes, 1 or 2, that it was quantised along."""
     check_offs_values(offs, a.shape[0])
     a_operand = Operand(aligned(a), aligned(a_scale), spec_of(a_spec), 1)
-    b_operand = Operand(b, b_scale, spec_of(b_spec), b_axis)
+    b_operand = Operand(aligned(b), b_scale, spec_of(b_spec), b_axis)
     gemm = backends.load(backend, a.device).gemm_m_grouped
     rest = aligned(offs), None if bias is None else aligned(bias.contiguous()), out_dtype, zero_tail
     return _without_autocast(gemm, a.device, a_operand, b_operand, *rest)
@@ -178,7 +178,7 @@ def gemm_k_grouped(
 ) -> torch.Tensor:
     """``Backend.gemm_k_grouped``; ``rows``: tokens, padding aside."""
     check_offs_values(offs, None)
-    operands = Operand(a, a_scale, spec_of(a_spec), 0), Operand(b, b_scale, spec_of(b_spec), 0)
+    operands = Operand(aligned(a), a_scale, spec_of(a_spec), 0), Operand(aligned(b), b_scale, spec_of(b_spec), 0)
     gemm = backends.load(backend, a.device).gemm_k_grouped
     return _without_autocast(gemm, a.device, *operands, aligned(offs), out_dtype)
 

@@ -61,12 +61,19 @@ def specs_of(recipe: str, backend: str, device: torch.device) -> tuple[str, ...]
     return _planned(recipe, backend, device)
 
 
+def quantize(x: torch.Tensor, axis: int, spec: str, offs: torch.Tensor | None, backend: str) -> list[torch.Tensor]:
+    """``library.quantize``. What stays unquantised takes no operator, which may not return what it was given."""
+    if spec == _UNQUANTIZED:
+        return [x.bfloat16().contiguous()]
+    return library.quantize(x, axis, spec, offs, backend)
+
+
 def quantize_input(
     x_MK: torch.Tensor, offs: torch.Tensor | None, last: str, first: str, backend: str
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """x or dy for its two GEMMs: along the features (``last``) and along the tokens (``first``)."""
     if first == _UNQUANTIZED:
-        return library.quantize(x_MK, 1, last, _offs_of_rows(last, offs), backend), [x_MK]
+        return quantize(x_MK, 1, last, _offs_of_rows(last, offs), backend), [x_MK]
     tensors = library.quantize_both(x_MK, last, first, offs, backend)
     split = _tensor_count(last)
     return tensors[:split], tensors[split:]
@@ -115,7 +122,7 @@ def wgrad(
 ) -> torch.Tensor:
     """dw_ENK, from dy and x quantised along M; unquantised operands are rounded to bf16, and so is their product."""
     if dy_spec == _UNQUANTIZED:
-        dy, x = [dy[0].bfloat16().contiguous()], [x[0].bfloat16().contiguous()]
+        dy, x = (quantize(operand[0], 0, _UNQUANTIZED, offs, backend) for operand in (dy, x))
     product = torch.bfloat16 if dy_spec == _UNQUANTIZED else out_dtype
     dw_ENK = library.gemm_k_grouped(dy[0], _scale(dy), dy_spec, x[0], _scale(x), x_spec, rows, offs, product, backend)
     return dw_ENK.to(out_dtype)
@@ -167,7 +174,7 @@ class _Matmul(torch.autograd.Function):
             x_forward, x_saved = quantize_input(x, offs, specs.x_forward, specs.x_wgrad, backend)
         else:
             offs_of_rows = _offs_of_rows(specs.x_forward, offs)
-            x_saved = x_forward = library.quantize(x, 1, specs.x_forward, offs_of_rows, backend)
+            x_saved = x_forward = quantize(x, 1, specs.x_forward, offs_of_rows, backend)
             rows_spec = specs.x_forward
         w_saved = [w_ENK]
         # Values in bf16, two bytes per weight of every layer, would cost more than a second pass.
@@ -176,7 +183,7 @@ class _Matmul(torch.autograd.Function):
             both = library.quantize_both(w_ENK, specs.w_forward, specs.w_dgrad, None, backend)
             w_forward, w_saved = both[:2], both[2:]
         else:
-            w_forward = library.quantize(w_ENK, 2, specs.w_forward, None, backend)
+            w_forward = quantize(w_ENK, 2, specs.w_forward, None, backend)
         saved_x = [*x_saved, None, None][:2] if needs_dw else [None, None]
         saved_w = [*w_saved, None][:2] if needs_dx else [None, None]
         ctx.save_for_backward(*saved_x, *saved_w, offs)
@@ -203,12 +210,11 @@ class _Matmul(torch.autograd.Function):
         if needs_dx and needs_dw:
             dy_dgrad, dy_wgrad = quantize_input(dy_MN, offs, specs.dy_dgrad, specs.dy_wgrad, backend)
         elif needs_dx:
-            dy_dgrad = library.quantize(dy_MN, 1, specs.dy_dgrad, _offs_of_rows(specs.dy_dgrad, offs), backend)
+            dy_dgrad = quantize(dy_MN, 1, specs.dy_dgrad, _offs_of_rows(specs.dy_dgrad, offs), backend)
         elif needs_dw:
-            unquantized = specs.dy_wgrad == _UNQUANTIZED
-            dy_wgrad = [dy_MN] if unquantized else library.quantize(dy_MN, 0, specs.dy_wgrad, offs, backend)
+            dy_wgrad = quantize(dy_MN, 0, specs.dy_wgrad, offs, backend)
         if needs_dx:
-            w_dgrad = [w, w_scale] if ctx.keeps_w else library.quantize(w, 1, specs.w_dgrad, None, backend)
+            w_dgrad = [w, w_scale] if ctx.keeps_w else quantize(w, 1, specs.w_dgrad, None, backend)
             dx_MK = dgrad(dy_dgrad, specs.dy_dgrad, w_dgrad, specs.w_dgrad, offs, ctx.x_dtype, backend)
             del dy_dgrad, w_dgrad, w, w_scale
         if needs_dw:
