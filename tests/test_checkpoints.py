@@ -68,7 +68,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_a_training_goes_on_under_other_layouts(runs: dict[str, Path]) -> None:
     log = (runs["carried"] / "log").read_text()
     assert "Training starts at step 3" in log and "Training starts at step 5" in log
-    assert all(way in log for way in ("themselves, collective: named", "themselves, local: one rank"))
+    assert all(way in log for way in ("itself, collective: named", "itself, local: one rank"))
     whole, carried = losses(runs["whole"]), losses(runs["carried"])
     differences = {step: carried[step] - whole[step] for step in carried}
     print(differences)

@@ -106,9 +106,10 @@ LONG = ("--training.steps=200", "--checkpoint.enable", "--checkpoint.interval=2"
 
 @pytest.fixture(scope="module")
 def killed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """A run one of whose two ranks was killed after step 5, and the seconds that it went on."""
+    """A run one of whose two ranks was killed after step 5, and the seconds that it went on. Its MoE layers send
+    tokens themselves: the other rank waits in one of them, or for gradients."""
     out = tmp_path_factory.mktemp("killed")
-    process = start(out, "llama4", *LONG, layout="FSDP 2 + EP 2")
+    process = start(out, "llama4", *LONG, "--quantize.grouped_mm.mx.dispatch=collective", layout="FSDP 2 + EP 2")
     wait_until(process, lambda: "step:  5" in (out / "log").read_text())
     os.kill(pid_of_rank_1(process), signal.SIGKILL)
     killed = time.monotonic()

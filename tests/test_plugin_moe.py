@@ -196,7 +196,7 @@ def test_the_log_names_the_transport_and_the_reason(
 ) -> None:
     with caplog.at_level(logging.INFO):
         ours = convert(layer("llama4"), f"{DISPATCH}=auto")
-    assert "1 MoE layer dispatch tokens themselves, local: one rank has every expert; rows counted" in caplog.text
+    assert "1 MoE layer dispatches tokens itself, local: one rank has every expert; rows counted" in caplog.text
     assert ours.experts.dispatch == plugin.Dispatch(transport="auto", rows="counted")
 
     reserved = []

@@ -98,8 +98,12 @@ def dispatch_tokens(
     for layer in layers.values():
         layer.__class__ = MOE_CLASSES[type(layer)]
         layer.experts.dispatch = dispatch
-    count = f"{len(layers)} MoE layer{'s' * (len(layers) != 1)}"
-    logger.info(f"MXFP8: {count} dispatch tokens themselves, {choice}; rows {config.dispatch_rows}")
+    who = (
+        f"{len(layers)} MoE layers dispatch tokens themselves"
+        if len(layers) > 1
+        else "1 MoE layer dispatches tokens itself"
+    )
+    logger.info(f"MXFP8: {who}, {choice}; rows {config.dispatch_rows}")
     return list(layers)
 
 
