@@ -42,6 +42,7 @@ LAYERS = {
 }
 CONTROLS = ("torch bf16, compiled", "bf16")
 OURS = "bf16, ours"  # the control: our kernels, or our dispatch, with nothing quantised
+ALONE = {"grouped": ", experts alone", "linears": ", linears alone"}  # behind a model of which no more is converted
 RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_2d_wgrad_bf16", "mxfp8_rebased", "mxfp8_2d_rebased")
 SPEED = "tokens/s (median, per GPU)"
 
@@ -86,6 +87,11 @@ def recipe_of(run: str) -> str:
     return get_recipe(recipe or "mxfp8", rebase="+rebase" in what).name
 
 
+def converted_of(run: str) -> str:
+    """What a run of bench_training.py converts: bf16 (nothing, or it is the control), grouped, linears or both."""
+    return "bf16" if recipe_of(run) in ("bf16", OURS) else run.partition(":")[0].partition("+")[0]
+
+
 def times(values: Sequence[float], digits: int = 2) -> str:
     """One ratio, or a range."""
     low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
@@ -103,8 +109,8 @@ def render(rows: Sequence[Cells]) -> str:
 
 
 def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup: str = "") -> list[Cells]:
-    """Tokens/s of training times bf16's, and memory, of table.csv of bench_training.py, a row for each flavor, and one
-    for its runs with ``dispatch``, which has their control in a column of its own.
+    """Tokens/s of training times bf16's, and memory, of table.csv of bench_training.py, a row for each flavor and what
+    was converted, and one for runs with ``dispatch``, which has their control in a column of its own.
 
     Of the CSV of its steps, with ``warmup``, the range of what the steps before and after it say.
     """
@@ -112,13 +118,16 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup:
     for path in paths:
         rows, env = read(path), env_of(path)
         flavors = dict.fromkeys(row.get("flavor", "") for row in rows)
-        for flavor, sends in itertools.product(flavors, (False, True)):
+        converted = dict.fromkeys(what for row in rows if (what := converted_of(row["run"])) != "bf16") or ["both"]
+        for flavor, what, sends in itertools.product(flavors, converted, (False, True)):
             of_kind = [row for row in rows if row["run"] == "bf16" or ("+dispatch" in row["run"]) == sends]
+            of_kind = [row for row in of_kind if converted_of(row["run"]) in ("bf16", what)]
             of_kind = [row for row in of_kind if row.get("flavor", "") == flavor]
             speeds, memory, repeats = training_speeds(of_kind, warmup)
             if "bf16" not in speeds or len(speeds) == 1:
                 continue
-            cells = {"model": MODELS.get(flavor, flavor) + ", `dispatch`" * sends, "GPUs": env["processes"]}
+            model = MODELS.get(flavor, flavor) + ALONE.get(what, "") + ", `dispatch`" * sends
+            cells = {"model": model, "GPUs": env["processes"]}
             shown = [OURS, *recipes.split(",")]
             for recipe in shown:
                 ratios = [ours / base for ours, base in zip(speeds.get(recipe, ()), speeds["bf16"], strict=False)]

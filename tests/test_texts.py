@@ -176,6 +176,12 @@ def test_a_range_is_that_of_two_halves_and_a_missing_row_is_taken_from_the_next_
     sent, plain = rows["DeepSeek-V3 16B, 4 layers, `dispatch`"], rows["DeepSeek-V3 16B, 4 layers"]
     assert (sent["`mxfp8_2d`"], plain["`mxfp8_2d`"]) == ("1.13", "0.92"), "pairs, not medians of all runs"
     assert (sent["memory"], sent["runs"]) == ("0.90, 0.88", "2 to 3")
+    found = tables.end_to_end(ROOT / "results/2026-11-21_2xh200_training/table.csv", recipes="mxfp8,mxfp8_2d_rebased")
+    assert [(row["model"], row["`mxfp8`"], row["`mxfp8_2d_rebased`"], row["memory"]) for row in found] == [
+        ("", "0.96", "1.08", "1.06, 1.01"),
+        (", experts alone", "0.98", "", "1.02"),
+        (", linears alone", "0.96", "", "1.05"),
+    ]
     steps = [{"run": "bf16", "step": str(step), "tokens/s": str(10 * step), "memory GiB": "1"} for step in range(1, 6)]
     assert tables.training_speeds(steps, "3") == ({"bf16": [25, 45]}, {"bf16": 1}, "1"), "the first step warms up"
     assert tables.render([{"a": "1", "b": ""}, {"a": "", "c": "2"}]) == "| a | c |\n|---|---|\n| 1 | |\n| | 2 |\n"
