@@ -363,9 +363,9 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return [finite_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
-def plot(groups: dict[str, list[Run]], path: Path, margin: float) -> None:
+def plot(groups: dict[str, list[Run]], path: Path, margin: float, metadata: dict[str, str] | None = None) -> None:
     """Draws losses, raw (pale) and smoothed, and below them how far each group is from the baseline; ``margin`` in
-    nats."""
+    nats. The picture holds ``metadata``."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -386,7 +386,7 @@ def plot(groups: dict[str, list[Run]], path: Path, margin: float) -> None:
     top.legend()
     plot_differences(bottom, steps, smooth, margin)
     bottom.set_xlabel("step")
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, metadata=metadata)
     plt.close(figure)
 
 

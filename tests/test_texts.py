@@ -1,4 +1,4 @@
-"""README.md: its length, that what it names is there and what it shows runs; and the tables of README.md and
+"""README.md: its length, that what it names is there and what it shows runs; its pictures, and its tables and those of
 results/README.md."""
 
 import ast
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pictures
 import pytest
 import tables
 import torch
@@ -117,6 +118,18 @@ def test_tables_are_those_of_their_csvs() -> None:
         text = path.read_text()
         assert tables.rewritten(text) == text, f"{path}: python scripts/tables.py writes its tables anew"
         assert text.count("<!-- table:") == len(tables.MARKER.findall(text)) >= 2
+
+
+def test_pictures_are_those_of_their_csvs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = re.findall(r"!\[.+\]\(results/pictures/(.+)\)", README)
+    assert sorted(shown) == sorted(pictures.PICTURES) == sorted(path.name for path in pictures.OUT.glob("*.png"))
+    monkeypatch.setattr(sys, "argv", ["pictures.py"])
+    for name, (_, files) in pictures.PICTURES.items():
+        told = b"Source\0" + pictures.source(files).encode()
+        assert told in (pictures.OUT / name).read_bytes(), f"{name}: python scripts/pictures.py draws it anew"
+    monkeypatch.setattr(pictures, "OUT", tmp_path)
+    pictures.main()
+    assert {path.name for path in tmp_path.iterdir()} == set(shown)
 
 
 def test_what_the_readme_recommends_is_what_was_measured() -> None:

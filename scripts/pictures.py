@@ -1,0 +1,133 @@
+"""Draws README.md's pictures into results/pictures/, from the CSVs under results/ that they show.
+
+    python scripts/pictures.py
+
+Each PNG says in its metadata which files it was drawn from and what they held: a test tells where they are others now.
+"""
+
+import argparse
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import compare_runs
+import tables
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results"
+OUT = RESULTS / "pictures"
+SEEDS = [
+    RESULTS / folder / "losses.csv"
+    for folder in ("2026-11-23_2xh200_convergence", "2026-11-23_2xh200_convergence_12_seeds")
+]
+LAYERS = [RESULTS / "2026-11-23_2xh200_dispatch_training" / "layers.csv"]
+SHOWN = {"bf16": tables.OURS, "mxfp8_2d": "mxfp8_2d", "mxfp8_2d_rebased": "mxfp8_2d_rebased"}
+BITS_16, BITS_8 = "#a6bddb", "#fdae6b"  # the colours of what is stored in so many bits
+# A token's way through a layer's forward where scores multiply outputs: what is done, in how many bits the result lies.
+TORCHTITAN = (
+    ("copy each token\nonce per expert", BITS_16),
+    ("send\n2 D bytes per\ntoken and expert", BITS_16),
+    ("sort by expert,\npad", BITS_16),
+    ("GEMMs w1, w3", BITS_16),
+    ("SwiGLU", BITS_16),
+    ("GEMM w2", BITS_16),
+    ("unsort", BITS_16),
+    ("send back\n2 D bytes per\ntoken and expert", BITS_16),
+    ("unsort, times\nscores, sum", BITS_16),
+)
+OURS = (
+    ("quantise each\ntoken once", BITS_8),
+    ("send\n1.03 D bytes per\ntoken and rank,\ninto place", BITS_8),
+    ("GEMMs w1, w3", BITS_16),
+    ("SwiGLU\nand quantise", BITS_8),
+    ("GEMM w2", BITS_16),
+    ("times scores,\nsum on the rank", BITS_16),
+    ("send back\n2 D bytes per\ntoken and rank", BITS_16),
+    ("sum of ranks", BITS_16),
+)
+
+
+def way_of_a_token(path: Path, metadata: dict[str, str]) -> None:
+    """TorchTitan's forward of a MoE layer, and the one with ``dispatch`` among ranks of one host."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(12, 2.7), layout="constrained")
+    lanes = (1, "TorchTitan, bf16", TORCHTITAN), (0, "dispatch, mxfp8_2d", OURS)
+    for height, name, boxes in lanes:
+        axes.text(-0.2, height, name, ha="right", va="center", weight="bold")
+        axes.annotate("", (len(boxes) + 0.1, height), (0, height), arrowprops={"arrowstyle": "->", "color": "0.5"})
+        for place, (text, colour) in enumerate(boxes):
+            box = {"boxstyle": "round", "facecolor": colour, "edgecolor": "0.3"}
+            axes.text(place + 0.5, height, text, ha="center", va="center", fontsize=8.5, bbox=box)
+    axes.text(0, -0.75, "result in bf16", fontsize=9, bbox={"boxstyle": "round", "facecolor": BITS_16})
+    axes.text(1.4, -0.75, "result in FP8 with scales", fontsize=9, bbox={"boxstyle": "round", "facecolor": BITS_8})
+    note = "D: model features. As in DeepSeek-V3, on Hopper GPUs of one host"
+    axes.text(3.6, -0.75, note, fontsize=9)
+    axes.set(xlim=(-1.7, len(TORCHTITAN) + 0.1), ylim=(-0.9, 1.4))
+    axes.axis("off")
+    figure.savefig(path, dpi=110, metadata=metadata)
+    pyplot.close(figure)
+
+
+def moe_layers(path: Path, metadata: dict[str, str]) -> None:
+    """Milliseconds of each layer's forward + backward, p50, with p20 to p80."""
+    from matplotlib import pyplot
+
+    rows = tables.read(*LAYERS)
+    layers = list(dict.fromkeys(row["layer"] for row in rows))
+    figure, axes = pyplot.subplots(figsize=(9, 3.8), layout="constrained")
+    width = 0.8 / (1 + len(SHOWN))
+    for place, layer in enumerate(layers):
+        by_recipe = {row["way"].split()[0]: row for row in rows if row["layer"] == layer}
+        for turn, (recipe, label) in enumerate({"torchtitan": "TorchTitan, bf16, compiled", **SHOWN}.items()):
+            row = by_recipe[recipe]
+            p20, p50, p80 = (float(row[name]) for name in ("p20", "ms", "p80"))
+            x = place + (turn - len(SHOWN) / 2) * width
+            spread = [[p50 - p20], [p80 - p50]]
+            axes.bar(x, p50, 0.92 * width, yerr=spread, color=f"C{turn}", label=label if place == 0 else None)
+            if recipe != "torchtitan":
+                axes.text(x, p80 + 1, f"{float(row['x']):.2f}x", ha="center", fontsize=8)
+    axes.set_xticks(range(len(layers)), [tables.LAYERS[layer] for layer in layers])
+    axes.set_ylabel("forward + backward, ms")
+    axes.set_title("A MoE layer on two H200s, expert parallel", fontsize=10)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110, metadata=metadata)
+    pyplot.close(figure)
+
+
+def convergence(path: Path, metadata: dict[str, str]) -> None:
+    """Losses of the recipes with twelve seeds."""
+    groups = compare_runs.grouped(compare_runs.read(SEEDS))
+    shown = {name: groups[name] for name in ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")}
+    steps = compare_runs.common_steps([run for group in shown.values() for run in group])
+    margin = compare_runs.margin_of(shown["bf16"], steps, window=0.1, share=0.005)
+    compare_runs.plot(shown, path, margin.nats, metadata)
+
+
+# By file name: what draws it, and the files that it is drawn from.
+PICTURES: dict[str, tuple[Callable[[Path, dict[str, str]], None], list[Path]]] = {
+    "way_of_a_token.png": (way_of_a_token, [Path(__file__).resolve()]),
+    "moe_layers.png": (moe_layers, LAYERS),
+    "convergence.png": (convergence, SEEDS),
+}
+
+
+def source(files: list[Path]) -> str:
+    """The files, each with a hash of what it holds."""
+    hashes = {path: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+    return ", ".join(f"{path.relative_to(ROOT)} {value}" for path, value in hashes.items())
+
+
+def main() -> None:
+    import matplotlib
+
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    matplotlib.use("Agg")
+    OUT.mkdir(exist_ok=True)
+    for name, (draw, files) in PICTURES.items():
+        draw(OUT / name, {"Source": source(files)})
+        print(OUT / name)
+
+
+if __name__ == "__main__":
+    main()
