@@ -45,7 +45,7 @@ ALONE = {"experts": (GROUPED_MM,), "linears": (LINEAR,)}
 OPTIONS = {"rebase", "dispatch", "requantize", "repeat", *ALONE}
 CHECKPOINTS = "checkpoint/step-*/.metadata"
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
-EVERY_FLAG = (BF16.name, "mxfp8")  # recipes that flags_of sets all its flags for
+EVERY_FLAG = (BF16.name, "mxfp8+rebase+dispatch")  # recipes of which flags_of sets all that it alone may set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +129,7 @@ def flags_of(run: StudyRun, config: Path, checkpoint_every: int) -> list[str]:
     flags += conversion_flags(converters, options, name)
     if checkpoint_every:
         flags += ["--checkpoint.enable", f"--checkpoint.interval={checkpoint_every}", "--checkpoint.folder=checkpoint"]
+        flags += ["--checkpoint.no-last_save_model_only"]  # a run whose end cannot be noted is ended again from it
     return flags
 
 
@@ -198,7 +199,7 @@ def close(going: Going) -> str:
         return FAILED
     try:
         write_json(going.run.folder / "finished.json", {"seconds": round(seconds, 1)})
-    except OSError as error:  # its checkpoint stays, from which the same command ends it again
+    except OSError as error:  # if it has checkpoints, the same command ends it again from the last one
         print(f"{name}: finished in {seconds:.0f} s, which cannot be noted: {error}", flush=True)
         return FAILED
     shutil.rmtree(going.run.folder / "checkpoint", ignore_errors=True)

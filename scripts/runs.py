@@ -14,7 +14,8 @@ from pathlib import Path
 
 from watch import message
 
-from titan_mxfp8.recipe import GROUPED_MM
+from titan_mxfp8.format.mx import BLOCK_SIZE
+from titan_mxfp8.recipe import GROUPED_MM, get_recipe
 
 TRAIN = ("--local-ranks-filter=0", "-m", "torchtitan.train")  # of the processes, the first one's output
 LOSS = "loss_metrics/global_avg_loss"
@@ -70,7 +71,8 @@ def launch(
 
 
 def conversion_flags(converters: Sequence[str], options: Sequence[str], recipe: str = "") -> list[str]:
-    """TorchTitan's flags for what some converters do: of what a TOML says of them, only the recipe can count.
+    """TorchTitan's flags for recipe and options of some converters, whatever a TOML says of these; and for what it says
+    of an option, which without it would be an error.
 
     Args:
         options: those of converge.py that are on, of ``rebase``, ``requantize`` and ``dispatch``; others say nothing.
@@ -80,8 +82,11 @@ def conversion_flags(converters: Sequence[str], options: Sequence[str], recipe: 
     for option, field_name in (("rebase", "hopper_rebase"), ("requantize", "requantize_input")):
         switch = field_name if option in options else f"no-{field_name}"
         flags += [f"--{converter}.{switch}" for converter in converters]
+    if recipe and "rebase" not in options and get_recipe(recipe).scale_span == BLOCK_SIZE:
+        flags += [f"--{converter}.hopper_rebase_report=0" for converter in converters]
     if GROUPED_MM in converters:
-        flags.append(f"--{GROUPED_MM}.dispatch={'auto' if 'dispatch' in options else 'off'}")
+        dispatch = ("dispatch=auto",) if "dispatch" in options else ("dispatch=off", "dispatch_rows=counted")
+        flags += [f"--{GROUPED_MM}.{field}" for field in dispatch]
     return flags
 
 

@@ -118,22 +118,23 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup:
     for path in paths:
         rows, env = read(path), env_of(path)
         flavors = dict.fromkeys(row.get("flavor", "") for row in rows)
-        converted = dict.fromkeys(what for row in rows if (what := converted_of(row["run"])) != "bf16") or ["both"]
-        for flavor, what, sends in itertools.product(flavors, converted, (False, True)):
+        for flavor, sends in itertools.product(flavors, (False, True)):
             of_kind = [row for row in rows if row["run"] == "bf16" or ("+dispatch" in row["run"]) == sends]
-            of_kind = [row for row in of_kind if converted_of(row["run"]) in ("bf16", what)]
             of_kind = [row for row in of_kind if row.get("flavor", "") == flavor]
-            speeds, memory, repeats = training_speeds(of_kind, warmup)
-            if "bf16" not in speeds or len(speeds) == 1:
-                continue
-            model = MODELS.get(flavor, flavor) + ALONE.get(what, "") + ", `dispatch`" * sends
-            cells = {"model": model, "GPUs": env["processes"]}
-            shown = [OURS, *recipes.split(",")]
-            for recipe in shown:
-                ratios = [ours / base for ours, base in zip(speeds.get(recipe, ()), speeds["bf16"], strict=False)]
-                cells[code(recipe)] = times(ratios) if ratios else ""
-            used = [f"{memory[recipe] / memory['bf16']:.2f}" for recipe in shown if recipe in memory]
-            table.append(cells | {"memory": ", ".join(used), "runs": repeats, "folder": folder_of(path)})
+            converted = dict.fromkeys(converted_of(row["run"]) for row in of_kind)
+            for what in [name for name in converted if name != "bf16"] or ["bf16"]:
+                chosen = [row for row in of_kind if converted_of(row["run"]) in ("bf16", what)]
+                speeds, memory, repeats = training_speeds(chosen, warmup)
+                if "bf16" not in speeds or len(speeds) == 1:
+                    continue
+                model = MODELS.get(flavor, flavor) + ALONE.get(what, "") + ", `dispatch`" * sends
+                cells = {"model": model, "GPUs": env["processes"]}
+                shown = [OURS, *recipes.split(",")]
+                for recipe in shown:
+                    ratios = [ours / base for ours, base in zip(speeds.get(recipe, ()), speeds["bf16"], strict=False)]
+                    cells[code(recipe)] = times(ratios) if ratios else ""
+                used = [f"{memory[recipe] / memory['bf16']:.2f}" for recipe in shown if recipe in memory]
+                table.append(cells | {"memory": ", ".join(used), "runs": repeats, "folder": folder_of(path)})
     return table
 
 

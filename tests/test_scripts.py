@@ -722,24 +722,24 @@ def test_converge_says_which_numbers_it_takes(capsys: pytest.CaptureFixture) -> 
 @pytest.mark.parametrize(
     "recipe, converters, name, rebase, requantize, dispatch",
     [
-        ("bf16", [], "mxfp8", True, True, "collective"),  # of converters that do not run the TOML's
-        ("bf16+repeat", [], "mxfp8", True, True, "collective"),
+        ("bf16", [], "mxfp8", True, True, "symmetric"),  # of converters that do not run the TOML's
+        ("bf16+repeat", [], "mxfp8", True, True, "symmetric"),
         ("bf16+dispatch", [GROUPED_MM], "bf16", False, False, "auto"),
         ("mxfp8+experts+dispatch", [GROUPED_MM], "mxfp8", False, False, "auto"),
         ("mxfp8_2d+experts+rebase", [GROUPED_MM], "mxfp8_2d", True, False, "off"),
         ("mxfp8_2d+repeat", [GROUPED_MM, LINEAR], "mxfp8_2d", False, False, "off"),
         ("mxfp8_2d_rebased+dispatch+repeat", [GROUPED_MM, LINEAR], "mxfp8_2d_rebased", False, False, "auto"),
-        ("mxfp8+linears+requantize", [LINEAR], "mxfp8", False, True, "collective"),
+        ("mxfp8+linears+requantize", [LINEAR], "mxfp8", False, True, "symmetric"),
     ],
 )
 def test_converge_converts_as_a_recipe_and_its_options_say_whatever_the_toml_says(
     recipe: str, converters: list[str], name: str, rebase: bool, requantize: bool, dispatch: str, tmp_path: Path
 ) -> None:
     toml = (ROOT / "train_configs" / "debug_deepseek_v3.toml").read_text()
-    switched_on = "hopper_rebase = true\nrequantize_input = true\n"
+    switched_on = "hopper_rebase = true\nhopper_rebase_report = 50\nrequantize_input = true\n"
     for section in ("[quantize.grouped_mm.mx]\n", "[quantize.linear.mx]\n"):
         toml = toml.replace(section, section + switched_on)
-    toml = toml.replace('fqns = ["experts"]', 'fqns = ["experts"]\ndispatch = "collective"')
+    toml = toml.replace('fqns = ["experts"]', 'dispatch = "symmetric"\ndispatch_rows = "worst_case"')
     (tmp_path / "on.toml").write_text(toml)
     run = converge.StudyRun(recipe=recipe, seed=7, folder=tmp_path / f"{recipe}-seed7")
     config = parse_config(str(tmp_path / "on.toml"), converge.flags_of(run, tmp_path / "on.toml", 0)[1:])
@@ -887,6 +887,11 @@ def test_the_control_of_dispatch_is_that_of_converge_and_is_told_from_the_baseli
     assert sent["bf16, ours"] == "1.15 to 2.30", "against 100 and 50 tokens/s"
     assert tables.recipe_of("grouped+dispatch:bf16") == tables.OURS, "as it could be written before"
     assert [row["run"] for _, _, row, _ in roofline.trainings(tmp_path)] == list(names[1::2]), "no training in MXFP8"
+    every = "bench_training", "--ngpu", 1, "--steps", 3, "--warmup", 0, "--out", tmp_path, "--runs", *names
+    call(*every, "linears:mxfp8_2d", "grouped+dispatch:mxfp8_2d")
+    models = [(row["model"], row["bf16, ours"]) for row in tables.end_to_end(tmp_path / "table.csv")]
+    both = [("", ""), (", linears alone", ""), (", `dispatch`", "1.15"), (", experts alone, `dispatch`", "1.15")]
+    assert models == both, "a control beside what it controls"
     call("bench_training", "--ngpu", 1, "--steps", 3, "--warmup", 0, "--out", tmp_path, "--runs", *names[::2])
     (alone,) = tables.end_to_end(tmp_path / "table.csv")
     assert (alone["bf16, ours"], alone["`mxfp8_2d`"], alone["memory"]) == ("1.15", "", "1.00")
