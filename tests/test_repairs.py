@@ -5,21 +5,19 @@ Elsewhere: ``keep_saved_outputs`` in test_models.py. Not here, as it takes GPUs 
 unlogged where wandb cannot be reached (test_wandb.py has the cured one).
 """
 
-import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
+from symptoms import look
 
 NEW_TORCH = torch.__version__ >= (2, 13)
 
 # Without the plugin: each check says what it found.
 SYMPTOMS = """
-import copy, json, logging, sys, warnings
+import copy, logging, warnings
 from types import SimpleNamespace
+from symptoms import claim_no_mfu, one_rank, symptom, use_cpu_device
 import torch, torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,32 +30,15 @@ from torchtitan.config import JobConfig
 from torchtitan.models.llama4 import llama4_args
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 from torchtitan.protocols.train_spec import get_train_spec
-from torchtitan.tools import utils
 
-assert "titan_mxfp8" not in sys.modules
 warnings.filterwarnings("ignore")
-found = {}
+symptom(use_cpu_device)
+symptom(claim_no_mfu)
 
 def rank_of_two(rank):
     dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
     torch._dynamo.reset()
     return init_device_mesh("cpu", (2,))
-
-def symptom(check):
-    try:
-        found[check.__name__] = str(check())
-    except Exception as error:
-        found[check.__name__] = f"{type(error).__name__}: {error}"
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-@symptom
-def use_cpu_device():
-    return utils.device_type
-
-@symptom
-def claim_no_mfu():
-    return utils.get_peak_flops("AMD EPYC") < 1e15
 
 @symptom
 def count_integers_with_histc():
@@ -155,20 +136,14 @@ def save_random_states_before_meshes():
 
 @symptom
 def reduce_gradients_by_sum():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    one_rank()
     dist.all_reduce(torch.ones(1), op=dist._make_nccl_premul_sum(2.0))
-
-print(json.dumps(found))
 """
 
 
 @pytest.fixture(scope="module")
 def symptoms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    command, cache = [sys.executable, "-c", SYMPTOMS], tmp_path_factory.mktemp("inductor")
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return look(SYMPTOMS, TORCHINDUCTOR_CACHE_DIR=str(tmp_path_factory.mktemp("inductor")))
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="looks for the symptoms on a CPU")

@@ -5,19 +5,16 @@ needed no longer.
 where wandb cannot be reached (test_titan03.py has the cured one).
 """
 
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
+from symptoms import look
 
 # Without the adapter: each check says what it found.
 SYMPTOMS = """
-import json, sys
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
+from symptoms import claim_no_mfu, one_rank, symptom, use_cpu_device
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,21 +27,9 @@ from torchtitan.models import deepseek_v3
 from torchtitan.models.common import attention
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.protocols.model import BaseModel
-from torchtitan.tools import utils
 
-assert "titan_mxfp8" not in sys.modules
-found = {}
-
-def symptom(check):
-    try:
-        found[check.__name__] = str(check())
-    except Exception as error:
-        found[check.__name__] = f"{type(error).__name__}: {error}"
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-def one_rank():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+symptom(use_cpu_device)
+symptom(claim_no_mfu)
 
 @override(target=BaseModel.Config)
 def whole_model(config):
@@ -78,14 +63,6 @@ def attend_with_flex_attention():
     flex_attention(*qkv)
 
 @symptom
-def use_cpu_device():
-    return utils.device_type
-
-@symptom
-def claim_no_mfu():
-    return utils.get_peak_flops("AMD EPYC") < 1e15
-
-@symptom
 def reduce_gradients_by_sum():
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     model = fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
@@ -95,16 +72,12 @@ def reduce_gradients_by_sum():
     dist.destroy_process_group()
     one_rank()
     dist.all_reduce(torch.ones(1), op=reduce_scatter.call_args.kwargs["op"])
-
-print(json.dumps(found))
 """
 
 
 @pytest.fixture(scope="module")
 def symptoms() -> dict[str, str]:
-    result = subprocess.run([sys.executable, "-c", SYMPTOMS], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return look(SYMPTOMS)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="looks for the symptoms on a CPU")

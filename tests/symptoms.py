@@ -1,0 +1,51 @@
+"""What is wrong in torch and TorchTitan without a repair: scripts of checks that run without the plugin and the
+adapter, in a process of their own.
+
+A script imports ``symptom`` from here and decorates with it functions that have the names of the repairs.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+from torchtitan.tools import utils
+
+found: dict[str, str] = {}
+
+
+def look(script: str, **environment: str) -> dict[str, str]:
+    """By its name, what each check of ``script`` gave or raised."""
+    script += f"\nimport json\nfrom {__name__} import found\nprint(json.dumps(found))\n"
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path} | environment
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def symptom(check: Callable[[], object]) -> None:
+    """Runs a check in the script's process."""
+    assert "titan_mxfp8" not in sys.modules
+    try:
+        found[check.__name__] = str(check())
+    except Exception as error:
+        found[check.__name__] = f"{type(error).__name__}: {error}"
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def one_rank() -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+
+
+# Of both TorchTitans.
+def use_cpu_device() -> str:
+    return utils.device_type
+
+
+def claim_no_mfu() -> bool:
+    return utils.get_peak_flops("AMD EPYC") < 1e15
