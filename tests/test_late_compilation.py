@@ -4,6 +4,7 @@ all ranks. What kernels would be compiled for is looked at on this CPU, for GPUs
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -90,6 +91,17 @@ def backend(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, set
         cache.cache_clear()
 
 
+def check_later_rows(run: Callable[[int, int], None], first: int, found: set[str], least: int) -> None:
+    """``run``, of rows and a seed, compiles at least so many kernels with ``first`` rows, then none with ``ROWS``."""
+    run(first, 0)
+    expected, variants = set(found), sum(len(kernel.compiled) for kernel in kernels())
+    assert len(expected) >= least
+    for seed, rows in enumerate(ROWS):
+        run(rows, seed)
+        assert found == expected, f"{rows} rows compile {sorted(found - expected)}"
+    assert variants == sum(len(kernel.compiled) for kernel in kernels()), "a key holds what a batch decides"
+
+
 def run_layer(kind: str, recipe: str, backend: str, rows: int, seed: int) -> None:
     """Forward and backward, with any numbers in all tensors."""
     x = torch.empty(rows, K, dtype=torch.bfloat16)
@@ -120,13 +132,7 @@ def test_a_layer_compiles_with_its_first_tokens_only(recipe: str, kind: str, fir
     name, found = backend
     if name != "hopper" and recipe.endswith("rebased"):
         pytest.skip("hopper alone rebases")
-    run_layer(kind, recipe, name, first, 0)
-    expected, variants = set(found), sum(len(kernel.compiled) for kernel in kernels())
-    assert len(expected) >= (2 if name == "sm100" else 4)
-    for seed, rows in enumerate(ROWS):
-        run_layer(kind, recipe, name, rows, seed)
-        assert found == expected, f"{rows} rows compile {sorted(found - expected)}"
-    assert variants == sum(len(kernel.compiled) for kernel in kernels()), "a key holds what a batch decides"
+    check_later_rows(partial(run_layer, kind, recipe, name), first, found, 2 if name == "sm100" else 4)
 
 
 def run_moe(recipe: str, backend: str, features: int, tokens: int, **options) -> None:
@@ -149,13 +155,8 @@ def test_a_moe_layer_compiles_with_its_first_tokens_only(recipe: str, features: 
     if name != "hopper" and recipe.endswith("rebased"):
         pytest.skip("hopper alone rebases")
 
-    run_moe(recipe, name, features, first)
-    expected, variants = set(found), sum(len(kernel.compiled) for kernel in kernels())
-    assert any(key.startswith("_place ") for key in expected) and len(expected) >= 10
-    for rows in ROWS:
-        run_moe(recipe, name, features, rows)
-        assert found == expected, f"{rows} rows compile {sorted(found - expected)}"
-    assert variants == sum(len(kernel.compiled) for kernel in kernels()), "a key holds what a batch decides"
+    check_later_rows(lambda rows, seed: run_moe(recipe, name, features, rows), first, found, 10)
+    assert any(key.startswith("_place ") for key in found)
 
 
 class Lonely:
@@ -204,18 +205,13 @@ def test_a_moe_layer_of_two_ranks_compiles_with_its_first_tokens_only(
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_resolve_process_group", lambda name: group)
     monkeypatch.setattr(layer, "choose", lambda *_: (carrier, ""))
 
-    def run(rows: int) -> None:
+    def run(rows: int, seed: int) -> None:
         nonlocal landed
         landed = 2 * rows
         run_moe(recipe, name, 160, rows, group=group, transport=transport_name, rows=rows_for, max_tokens=max(ROWS))
 
-    run(first)
-    expected, variants = set(found), sum(len(kernel.compiled) for kernel in kernels())
-    assert any(key.startswith("_finish ") for key in expected) and len(expected) >= 10
-    for rows in ROWS:
-        run(rows)
-        assert found == expected, f"{rows} rows compile {sorted(found - expected)}"
-    assert variants == sum(len(kernel.compiled) for kernel in kernels()), "a key holds what a batch decides"
+    check_later_rows(run, first, found, 10)
+    assert any(key.startswith("_finish ") for key in found)
 
 
 @pytest.mark.parametrize("first", [80, 0])
@@ -232,29 +228,18 @@ def test_swiglu_compiles_with_its_first_tokens_only(recipe: str, first: int, bac
             module.swiglu(gate, up, None, plan.forward.a, offs)
             module.swiglu_backward([gate, up, u], scores, None, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b, offs)
 
-    run_swiglu(first, 0)
-    expected, variants = set(found), sum(len(kernel.compiled) for kernel in kernels())
-    assert len(expected) >= 4
-    for seed, rows in enumerate(ROWS):
-        run_swiglu(rows, seed)
-        assert found == expected, f"{rows} rows compile {sorted(found - expected)}"
-    assert variants == sum(len(kernel.compiled) for kernel in kernels()), "a key holds what a batch decides"
+    check_later_rows(run_swiglu, first, found, 4)
 
 
 @pytest.mark.parametrize("first", [80, 0])
 def test_pad_compiles_with_its_first_tokens_only(first: int, backend) -> None:
-    def pad_and_unpad(rows: int) -> None:
+    def pad_and_unpad(rows: int, seed: int) -> None:
         offs, length = make_offs(group_sizes("zipf", rows, EXPERTS)), rows // 32 * 32 + 32 * EXPERTS
         padded, _ = pad_token_groups(torch.empty(rows, K), offs, alignment=32, padded_rows=length)
         unpad_token_groups(padded, offs, alignment=32, rows=rows)
 
     _, found = backend
-    pad_and_unpad(first)
-    expected = set(found)
-    assert len(expected) == 4
-    for rows in ROWS:
-        pad_and_unpad(rows)
-        assert found == expected, f"{rows} rows compile {sorted(found - expected)}"
+    check_later_rows(pad_and_unpad, first, found, 4)
 
 
 def test_new_compilations_are_seen(backend) -> None:
