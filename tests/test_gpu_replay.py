@@ -86,6 +86,7 @@ def test_bits_are_those_of_the_implementations(
 
 @pytest.mark.parametrize("kind", ["grouped", "linear"])
 def test_bits_of_compiled_layers(kind: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()  # all layers here have one code, which is compiled eight times at most
     inputs, layer = [make_inputs(seed) for seed in range(4)], make_layer(kind, recipe=recipe)
     compiled = torch.compile(layer, fullgraph=True)
     results = [step(compiled, each) for each in inputs]
