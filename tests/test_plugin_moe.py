@@ -195,7 +195,7 @@ def test_the_log_names_the_transport_and_the_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with caplog.at_level(logging.INFO):
-        ours = convert(layer("llama4"), f"{DISPATCH}=auto")
+        ours = convert(layer("llama4"))
     assert "1 MoE layer dispatches tokens itself, local: one rank has every expert; rows counted" in caplog.text
     assert ours.experts.dispatch == plugin.Dispatch(transport="auto", rows="counted")
 
@@ -211,6 +211,10 @@ def test_the_log_names_the_transport_and_the_reason(
     assert "symmetric: two ranks of one host; rows counted" in caplog.text
     # tokens of a step; of slots, where scores come first; of the validation
     assert reserved == [2 * 64, 2 * 64 * 2, 8 * 2048]
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
+    for ranks in (2, 8):
+        choice = ours.experts.dispatch.connect(SimpleNamespace(size=lambda: ranks), torch.device("cuda"))  # noqa: B023
+        assert choice == "symmetric: two ranks of one host" + "; never run on more than 2 GPUs" * (ranks > 2)
 
     config = parse(CONVERT, f"{DISPATCH}=auto")
     config.quantize.grouped_mm.mx.dispatch_rows = "worst_case"
@@ -236,9 +240,9 @@ def test_the_log_names_the_transport_and_the_reason(
             [f"{DISPATCH}=collective", f"{ROWS}=worst_case"],
             "'worst_case' and dispatch = 'collective': only 'symmetric'",
         ),
-        ([f"{ROWS}=worst_case"], "'worst_case' and dispatch = 'off'"),
-        ([f"{RECIPE}=bf16"], "recipe 'bf16' with dispatch = 'off' is TorchTitan's own"),
-        ([f"{RECIPE}=bf16", f"{DISPATCH}=auto", f"--{GROUPED}.hopper_rebase"], "'bf16' quantises nothing"),
+        ([f"{DISPATCH}=off", f"{ROWS}=worst_case"], "'worst_case' and dispatch = 'off'"),
+        ([f"{DISPATCH}=off", f"{RECIPE}=bf16"], "recipe 'bf16' with dispatch = 'off' is TorchTitan's own"),
+        ([f"{RECIPE}=bf16", f"--{GROUPED}.hopper_rebase"], "'bf16' quantises nothing"),
         ([f"--model.converters={LINEAR}", f"--{LINEAR}.recipe_name=bf16"], "'bf16' is no conversion of linears"),
     ],
 )
@@ -328,7 +332,7 @@ def test_a_config_for_a_cluster_is_checked_without_its_links(tmp_path: Path, mon
     toml = f"{ROOT}/train_configs/debug_llama4.toml"
     flags = ["--cluster.gpu=H200", "--cluster.gpus_per_node=2", "--parallelism.expert_parallel_degree=2"]
     flags += [f"{DISPATCH}=symmetric", f"{ROWS}=worst_case", CONVERT]
-    off = dry_run(parse_config(toml, [*flags[:3], CONVERT, NO_AC]))
+    off = dry_run(parse_config(toml, [*flags[:3], f"{DISPATCH}=off", CONVERT, NO_AC]))
     on = dry_run(parse_config(toml, [*flags, NO_AC]))
     assert (on.converted, on.mesh, on.memory.parameters) == (off.converted, off.mesh, off.memory.parameters)
     # of each token, which has one expert: its row in FP8 and two hidden vectors, for the row in bf16 twice, three and

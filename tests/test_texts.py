@@ -99,14 +99,16 @@ def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_what_the_readme_switches_on_passes_the_plugins_checks(tmp_path: Path) -> None:
-    """Its TOML, or the flags that do the same, and ``dispatch``; with a model and its tokenizer, which it lacks."""
+    """Its TOML, or the flags that do the same; with a model and its tokenizer, which it lacks. What switches
+    ``dispatch`` off."""
     toml = tmp_path / "readme.toml"
     toml.write_text(code("toml"))
     flags, dispatch = (re.search(rf"`(--{name}[^`]+)`", README)[1] for name in ("job.custom_config", "quantize"))
     given = ["--model.name=llama4", *ASSETS, "--compile.enable"]
     for switch in ([f"--job.config_file={toml}"], flags.split()):
-        config = ConfigManager().parse_args([*switch, *given, dispatch])
-        assert config.quantize.grouped_mm.mx.dispatch == "auto"
+        parsed = [ConfigManager().parse_args([*switch, *given, *more]) for more in ([dispatch], [])]
+        assert [config.quantize.grouped_mm.mx.dispatch for config in parsed] == ["off", "auto"]
+        config = parsed[1]
         converters = build_model_converters(config, None).converters
         assert [type(converter) for converter in converters] == [GroupedMMConverter, LinearConverter]
         with pytest.raises(ValueError, match="unknown recipe 'mxfp9'"):
@@ -133,14 +135,10 @@ def test_pictures_are_those_of_their_csvs(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_the_readme_recommends_is_what_was_measured() -> None:
-    """Its first table says in words what a training step gains: figures of the end-to-end tables."""
+    """Its first table says in words what a training step gains: figures of the end-to-end table."""
     rows = [line.split("|")[1:-1] for line in README.splitlines() if line.startswith("|")]
     first = [row for row in rows if "trained and timed" in row[-1]]
-    table = tables.table_of(
-        "end_to_end 2026-11-22_h200_redrawn_core/training_table.csv "
-        "2026-11-23_2xh200_dispatch_training/training_table.csv 2026-11-23_2xh200_dispatch_training/llama4_table.csv "
-        "2026-11-21_2xh200_training/table.csv recipes=mxfp8,mxfp8_2d,mxfp8_2d_rebased"
-    )
+    table = tables.table_of(re.search(r"<!-- table: (end_to_end .+) -->", README)[1])
     names = [cell.strip(" `") for cell in table.splitlines()[0].split("|")]
     lines = [line.split("|") for line in table.splitlines()[2:]]
     for row in first:

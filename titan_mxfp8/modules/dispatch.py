@@ -11,6 +11,7 @@ from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.recipe import Recipe
 
 GIB = 2**30
+GPUS_TRIED = 2  # in expert parallelism, by any run that results/ has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,8 @@ class Dispatch:
             raise ValueError(f"dispatch_rows = 'worst_case' needs the symmetric transport, but it is {choice}")
         if most_rows is not None:
             transport.reserve(most_rows)
-        return choice
+        untried = device.type == "cuda" and group is not None and group.size() > GPUS_TRIED
+        return choice + f"; never run on more than {GPUS_TRIED} GPUs" * untried
 
 
 def worst_case_bytes(

@@ -105,7 +105,7 @@ class MXGroupedMM:
     hopper_rebase_report: int = 0
     """As quantize.linear.mx.hopper_rebase_report, for the routed experts."""
 
-    dispatch: str = "off"
+    dispatch: str = "auto"
     """
     How tokens travel to their experts. off: TorchTitan's own way, in bf16, once for each of a token's experts. Else
     each token is quantised once, crosses each link once, and lands where it is multiplied: symmetric, by kernels that

@@ -102,7 +102,7 @@ class MXFP8Experts(_Converter):
         requantize_input: bool = False
         health_every: int = 0
         hopper_rebase_report: int = 0
-        dispatch: str = "off"
+        dispatch: str = "auto"
         dispatch_rows: str = "counted"
 
     def __init__(self, config: Config) -> None:
