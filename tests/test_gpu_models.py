@@ -6,7 +6,7 @@ import pytest
 import torch
 from models import MODELS, build, run_step
 from test_late_compilation import compilations, forget_compiled, kernels
-from test_models import AC_MODES, gemms, tokens
+from test_models import AC_MODES, GEMM_BY_GEMM, gemms, tokens
 from test_plugin_moe import check_parallel_models
 from torch._dynamo.utils import counters
 
@@ -35,10 +35,10 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, text: t
 @pytest.mark.parametrize("model", MODELS)
 def test_mxfp8_tracks_bf16_with_and_without_compile(model: str) -> None:
     """gpt_oss with its flex attention, which no CPU runs backward. The band is a guess that held on an H200."""
-    losses, dispatch = {}, "--quantize.grouped_mm.mx.dispatch=auto"
-    kinds = {"bf16": ["--model.converters="], "mxfp8": [], "compiled": ["--compile.enable"]}
+    losses, compiled = {}, "--compile.enable"
+    kinds = {"bf16": ["--model.converters="], "mxfp8": [GEMM_BY_GEMM], "compiled": [GEMM_BY_GEMM, compiled]}
     if model != "llama3":
-        kinds |= {"dispatch": [dispatch], "dispatch compiled": [dispatch, "--compile.enable"]}
+        kinds |= {"dispatch": [], "dispatch compiled": [compiled]}
     for kind, flags in kinds.items():
         built = build(model, *AC_MODES["none"], *flags, device="cuda")
         optimizer = torch.optim.AdamW(built.parameters(), lr=5e-4)
@@ -83,7 +83,9 @@ def test_training_compiles_nothing_late(
 @pytest.mark.parametrize("model", MODELS)
 def test_op_level_checkpointing_recomputes_no_gemm(model: str, compile_flags: tuple[str, ...]) -> None:
     text = tokens(length=256).cuda()
-    plain, checkpointed = (build(model, *AC_MODES[mode], *compile_flags, device="cuda") for mode in ("none", "op"))
+    plain, checkpointed = (
+        build(model, *AC_MODES[mode], GEMM_BY_GEMM, *compile_flags, device="cuda") for mode in ("none", "op")
+    )
     n = gemms(plain)
     run_step(checkpointed, text)  # compiles
     expected, step = run_step(plain, text), run_step(checkpointed, text)

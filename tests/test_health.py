@@ -311,11 +311,12 @@ def test_every_rank_adds_to_the_health_that_is_logged_every_n_steps(tmp_path: Pa
     training.train(tmp_path / "ep", "llama4", *flags, recompute, layout="FSDP 2 + EP 2")
     training.train(tmp_path / "pp", "llama4", *flags, layout="PP 2")
     ep, pp = health_of(tmp_path / "ep"), health_of(tmp_path / "pp")
-    assert len(ep) == 15 * 3 * 4 and ep.keys() == pp.keys(), "14 linears and the experts, 3 kinds, 4 figures"
+    assert ep.keys() == pp.keys()
+    assert len(ep) == 15 * 3 * 4 + 2, "14 linears and the experts, 3 kinds, 4 figures; what is requantised of 2 kinds"
     assert all(list(by_step) == [2] for by_step in [*ep.values(), *pp.values()])
     for tag in ep:
         kind, figure = tag.split("/")[1:3]
-        if figure in ("saturated", "flushed_to_zero"):
+        if figure in ("saturated", "flushed_to_zero", "changed_by_requantize"):
             assert ep[tag][2] < 0.01 and pp[tag][2] < 0.01
         elif kind != "gradients":  # under PP TorchTitan scales these by the number of tokens after the backward
             # Measured: 1, the seeds of the layers differ. With torch 2.11 one initial weight of 2^24 is 2 and not 0.1.

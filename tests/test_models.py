@@ -33,6 +33,8 @@ from titan_mxfp8.testing import relative_rms
 cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="runs TorchTitan's models on the CPU")
 # As the inductor, but for its code: the same decompositions and the same division into forward and backward.
 COMPILE = ("--compile.enable", "--compile.backend=aot_eager_decomp_partition")
+# With dispatch a layer's experts are one operator: tests/test_plugin_moe.py and parallel_moe_models.py are for that.
+GEMM_BY_GEMM = "--quantize.grouped_mm.mx.dispatch=off"
 PARALLEL_MODELS = Path(__file__).parent / "parallel_models.py"
 AC_MODES = {
     "none": ("--activation_checkpoint.mode=none",),
@@ -92,7 +94,7 @@ def test_the_gemms_are_in_every_save_list_of_torchtitan() -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_activation_checkpointing_recomputes_what_its_mode_says(model: str) -> None:
     """The numbers do not change, bit for bit. Op-level runs the quantisers again and no GEMM."""
-    plain = build(model, *AC_MODES["none"])
+    plain = build(model, *AC_MODES["none"], GEMM_BY_GEMM)
     expected, n = run_step(plain, tokens()), gemms(plain)
     second_layer = gemms(plain.layers["1"])
     assert expected.forward["gemm_m_grouped"] == expected.backward["gemm_m_grouped"] == n
@@ -101,7 +103,7 @@ def test_activation_checkpointing_recomputes_what_its_mode_says(model: str) -> N
     extra_gemms = {"full": n, "every layer": n, "every second layer": second_layer, "op": 0}
     extra_quantised = {"full": n, "every layer": n, "every second layer": second_layer, "op": n}
     for mode in extra_gemms:
-        step = run_step(build(model, *AC_MODES[mode]), tokens())
+        step = run_step(build(model, *AC_MODES[mode], GEMM_BY_GEMM), tokens())
         assert step.loss == expected.loss, mode
         assert all(torch.equal(step.grads[name], grad) for name, grad in expected.grads.items()), mode
         assert step.forward == expected.forward, mode
@@ -116,7 +118,7 @@ def test_activation_checkpointing_recomputes_what_its_mode_says(model: str) -> N
 @pytest.mark.parametrize("model", MODELS)
 def test_a_compiled_model_equals_the_eager_one_and_compiles_once(model: str) -> None:
     """TorchTitan asks for full graphs: a graph break is an error. Two texts give two splits among the experts."""
-    eager, compiled = build(model, *AC_MODES["op"]), build(model, *AC_MODES["op"], *COMPILE)
+    eager, compiled = (build(model, *AC_MODES["op"], GEMM_BY_GEMM, *flags) for flags in ((), COMPILE))
     graphs, largest = [], []
     for seed, vocabulary in enumerate((2048, 16)):
         text = tokens(seed, vocabulary=vocabulary)
