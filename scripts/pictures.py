@@ -20,7 +20,7 @@ SEEDS = [
     RESULTS / folder / "losses.csv"
     for folder in ("2026-11-23_2xh200_convergence", "2026-11-23_2xh200_convergence_12_seeds")
 ]
-LAYERS = [RESULTS / "2026-11-23_2xh200_dispatch_training" / "layers.csv"]
+LAYERS = [RESULTS / "2026-11-24_2xh200_dispatch_default" / "layers.csv"]
 SHOWN = {"bf16": tables.OURS, "mxfp8_2d": "mxfp8_2d", "mxfp8_2d_rebased": "mxfp8_2d_rebased"}
 BITS_16, BITS_8 = "#a6bddb", "#fdae6b"  # the colours of what is stored in so many bits
 # A token's way through a layer's forward where scores multiply outputs: what is done, in how many bits the result lies.
