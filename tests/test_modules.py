@@ -528,9 +528,16 @@ def test_a_linear_that_is_the_whole_model_has_a_name() -> None:
         linear(torch.randn(4, 32))
 
 
-@pytest.mark.parametrize("kwargs", [{"recipe": "mxfp9"}, {"backend": "sm90"}])
-def test_unknown_recipe_or_backend(kwargs: dict) -> None:
-    with pytest.raises(ValueError, match=r"unknown (recipe|backend)"):
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        ({"recipe": "mxfp9"}, "unknown recipe"),
+        ({"backend": "sm90"}, "unknown backend"),
+        ({"recipe": "bf16"}, "recipe 'bf16' quantises nothing"),
+    ],
+)
+def test_a_recipe_or_backend_that_cannot_be(kwargs: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
         convert_model(Layer(), **kwargs)
 
 

@@ -11,11 +11,14 @@ from training import finish, kill_when, start_torchtitan
 STEPS = ("--training.steps=8", "--training.seq_len=128", "--checkpoint.enable")
 OVERRIDES = ("--override.imports", "titan_mxfp8.titan03.experts", "titan_mxfp8.titan03.linears")
 
-DISPATCH = ("--override.imports", 'titan_mxfp8.titan03.experts={"dispatch": "auto", "health_every": 2}', OVERRIDES[2])
+HEALTH, OFF = (
+    ("--override.imports", f"titan_mxfp8.titan03.experts={arguments}", OVERRIDES[2])
+    for arguments in ('{"health_every": 2}', '{"dispatch": "off"}')
+)
 
 
 def start(out: Path, model: str, kind: str, *flags: str, layout: str = "1 process") -> subprocess.Popen:
-    overrides = {"bf16": (), "mxfp8": OVERRIDES, "dispatch": DISPATCH}[kind]
+    overrides = {"bf16": (), "mxfp8": OVERRIDES, "health": HEALTH, "dispatch off": OFF}[kind]
     own = ("--module=titan_mxfp8.titan03", f"--config=debug_{model}", f"--dump_folder={out}")
     return start_torchtitan(out, [*overrides, *own, *flags], layout)
 
@@ -69,13 +72,15 @@ def test_qwen3_learns_and_tracks_bf16(tmp_path: Path) -> None:
     assert 0 < max(map(abs, gaps)) < BAND
 
 
-def test_layers_that_dispatch_their_own_tokens(run, tmp_path: Path) -> None:
+def test_layers_that_dispatch_their_own_tokens(run, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Among two ranks, and recomputed by selective activation checkpointing; with their health in the logs."""
-    _, before = run("FSDP 2 + EP 2", "mxfp8")
+    _, dispatched = run("FSDP 2 + EP 2", "mxfp8")
     flags = ("--training.steps=3", "--lr_scheduler.total_steps=8", "--training.seq_len=128")
+    without = train(tmp_path_factory.mktemp("off"), "deepseek_v3", "dispatch off", *flags, layout="FSDP 2 + EP 2")
     flags += ("activation_checkpoint:selective",)
-    losses = train(tmp_path, "deepseek_v3", "dispatch", *flags, layout="FSDP 2 + EP 2")
-    gaps = [losses[step] - before[step] for step in losses]
+    losses = train(tmp_path, "deepseek_v3", "health", *flags, layout="FSDP 2 + EP 2")
+    assert losses == {step: dispatched[step] for step in losses}
+    gaps = [losses[step] - without[step] for step in losses]
     print(f"largest gap {max(map(abs, gaps)):.5f}")
     assert list(losses) == [1, 2, 3]
     assert 0 < max(map(abs, gaps)) < 1e-3  # measured 2.5e-4

@@ -154,7 +154,11 @@ def test_an_unknown_recipe_raises_before_the_model_is_built() -> None:
         (EXPERTS, {"health_every": -1}, "health_every is a number of steps, or 0 for never, got -1"),
         (LINEARS, {"hopper_rebase_report": -1}, "hopper_rebase_report is a number of steps"),
         (LINEARS, {"recipe": "mxfp8_2d", "hopper_rebase_report": 1}, "it takes a recipe that is rebased"),
-        (EXPERTS, {"recipe": "bf16"}, "recipe 'bf16' is the control of dispatch: without it, leave the experts out"),
+        (
+            EXPERTS,
+            {"recipe": "bf16", "dispatch": "off"},
+            "recipe 'bf16' is the control of dispatch: without it, leave the experts out",
+        ),
         (LINEARS, {"recipe": "bf16"}, "leave the linears out"),
     ],
 )
@@ -282,7 +286,7 @@ def test_layers_that_dispatch_their_own_tokens(name: str) -> None:
     Measured: 0.99 to 1.05 times its errors of 0.06 to 0.07. But for gpt_oss's biases, whose gradients here are sums of
     quantised ones: 0.059 (0.053) and 0.027 (0).
     """
-    options = ({}, {"dispatch": "collective"})
+    options = ({"dispatch": "off"}, {"dispatch": "collective"})
     models = [build(config(name)), *(build(config(name, (EXPERTS, option))) for option in options)]
     layers = [model.layers["1"].moe.routed_experts.to_empty(device="cpu") for model in models]
     assert [type(layer) for layer in layers] == [RoutedExperts, RoutedExperts, MXFP8RoutedExperts]

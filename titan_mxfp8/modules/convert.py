@@ -15,7 +15,7 @@ from titan_mxfp8.modules import hugging_face
 from titan_mxfp8.modules.converted import ConvertedModule, MXConfig, own_code
 from titan_mxfp8.modules.linear import MXFP8Linear
 from titan_mxfp8.modules.override import OverriddenForward, override_class
-from titan_mxfp8.recipe import Recipe, get_recipe
+from titan_mxfp8.recipe import BF16, Recipe, get_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +74,12 @@ def convert_model(
 
     Raises:
         ValueError: nothing converted, or no expert module though ``grouped_fqns`` names some, an unknown recipe or
-            backend, a backend without ``rebase``, expert features that are no multiple of 32, or experts of
-            Transformers that never call ``torch._grouped_mm``. The model is then as it was.
+            backend, recipe ``bf16``, which quantises nothing, a backend without ``rebase``, expert features that are no
+            multiple of 32, or experts of Transformers that never call ``torch._grouped_mm``. The model is then as it
+            was.
     """
+    if get_recipe(recipe) == BF16:
+        raise ValueError(f"recipe {BF16.name!r} quantises nothing: leave the model as it is, or name an MXFP8 recipe")
     config, chosen = _config(recipe, backend, model, rebase, requantize_input=requantize_input)
     grouped_fqns = as_list(grouped_fqns)
     experts = [_choose_experts(model, grouped_fqns)] if grouped_fqns else []
