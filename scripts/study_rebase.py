@@ -4,8 +4,8 @@
         --job.config_file=train_configs/debug_llama4.toml --training.steps=200
 
 Flags but ``--out`` go to TorchTitan, which trains as the TOML says (without rebase; one process, no activation
-checkpointing). In the last step the operands of each call of a converted module are kept, and afterwards measured on
-the reference backend, whose bits are every backend's:
+checkpointing, and experts GEMM by GEMM, ``dispatch`` off). In the last step the operands of each call of a converted
+module are kept, and afterwards measured on the reference backend, whose bits are every backend's:
 
 - ``changed``: share of the elements of an operand, quantised along the axis of a GEMM, whose value ``rebase`` changes.
 - ``sums``: of an operand of forward or dgrad, weights in 32x32 blocks, ``testing.sums_per_stage``: in how many sums of
@@ -157,7 +157,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for data.csv and env.json")
     args, flags = parser.parse_known_args()
     init_logger()
-    config = ConfigManager().parse_args([*flags, "--activation_checkpoint.mode=none"])
+    gemm_by_gemm = "--quantize.grouped_mm.mx.dispatch=off", "--quantize.grouped_mm.mx.dispatch_rows=counted"
+    config = ConfigManager().parse_args([*flags, "--activation_checkpoint.mode=none", *gemm_by_gemm])
     trainer = Trainer(config)
     train_step = trainer.train_step
     recorder = Recorder(trainer.model_parts[0])
