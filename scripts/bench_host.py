@@ -3,12 +3,13 @@
     python scripts/bench_host.py --out results/<date>_<device>_host
 
 At 256 x 256 x 256 the kernels of a call are over before the next one is launched: the time between two calls is the
-host's. Every way is timed in turns with the others, in blocks of calls; a row has the percentiles over the blocks, and
-the kernels that one call launches, the blocks of memory that it takes and the operators that reach the dispatcher
-(eager), forward and backward together. ``threads``: where backward runs, in autograd's own thread as torch has it, or
-in the one that calls it, as the plugin trains (``titan_mxfp8/repairs/threads.py``). ``layers``: how many a call has,
-one behind the other, compiled as one function; a row is a layer's share. What torch.compile adds to each call of a
-compiled function is shared by the layers in it, which are many in a model.
+host's. Every way, eager and compiled, is timed in turns with the others, in blocks of calls, as the host's speed
+changes within a run, by up to two times. A row has the percentiles over the blocks, and the kernels that one call
+launches, the blocks of memory that it takes and the operators that reach the dispatcher (eager), forward and backward
+together. ``threads``: where backward runs, in autograd's own thread as torch has it, or in the one that calls it, as
+the plugin trains (``titan_mxfp8/repairs/threads.py``). ``layers``: how many a call has, one behind the other, compiled
+as one function; a row is a layer's share. What torch.compile adds to each call of a compiled function is shared by the
+layers in it, which are many in a model.
 """
 
 import argparse
@@ -112,19 +113,19 @@ def operators(call: Callable[[], None]) -> int:
     return counted.calls
 
 
-def measure(calls: dict[str, Callable[[], None]], mode: str, layers: int) -> list[dict[str, object]]:
-    """A row for each way, of one of its layers."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
+def measure(calls: dict[tuple[str, str], Callable[[], None]], layers: int) -> list[dict[str, object]]:
+    """A row for each mode and way, of one of its layers."""
+    times: dict[tuple[str, str], list[float]] = {name: [] for name in calls}
     for call in calls.values():
         step_twice(call)
     for _ in range(BLOCKS):
         for name, call in calls.items():
             times[name].append(block_us(call, layers))
     rows = []
-    for name, call in calls.items():
-        p20, p50, p80 = torch.tensor(times[name][1:]).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
+    for (mode, way), call in calls.items():
+        p20, p50, p80 = torch.tensor(times[mode, way][1:]).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
         counted = counts(call) | ({"operators": operators(call)} if mode == "eager" else {})
-        row = {"way": name, "us_p20": p20, "us_p50": p50, "us_p80": p80}
+        row = {"mode": mode, "way": way, "us_p20": p20, "us_p50": p50, "us_p80": p80}
         rows.append(row | {what: count / layers for what, count in counted.items()})
     return rows
 
@@ -146,17 +147,17 @@ def main() -> None:
         dy = torch.randn(SIZE, SIZE, dtype=torch.bfloat16, device="cuda")
         layers = {"bf16": bf16} | {name_of(way): ours(what, *way, offs) for way in chosen}
         stacks = {name: stacked(layer) for name, layer in layers.items()}
-        for mode in ("eager", "compiled"):
-            torch._dynamo.reset()
-            with torch._dynamo.config.patch(recompile_limit=64):
-                compiled = {n: torch.compile(f, fullgraph=True) if mode == "compiled" else f for n, f in stacks.items()}
-                calls = {name: partial(step, stack, params, dy) for name, stack in compiled.items()}
-                for threads in ("autograd's", "one"):
-                    with torch.autograd.set_multithreading_enabled(threads != "one"):
-                        of_mode = measure(calls, mode, count)
-                    rows += [{"what": what, "layers": count, "mode": mode, "threads": threads} | row for row in of_mode]
-                    print(format_table(rows[-len(calls) :]), flush=True)
-                    write_results(args.out, rows, env)  # a run that is broken off leaves what it has
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(recompile_limit=64):
+            calls = {("eager", name): partial(step, stack, params, dy) for name, stack in stacks.items()}
+            for name, stack in stacks.items():
+                calls["compiled", name] = partial(step, torch.compile(stack, fullgraph=True), params, dy)
+            for threads in ("autograd's", "one"):
+                with torch.autograd.set_multithreading_enabled(threads != "one"):
+                    timed = measure(calls, count)
+                rows += [{"what": what, "layers": count, "threads": threads} | row for row in timed]
+                print(format_table(rows[-len(calls) :]), flush=True)
+                write_results(args.out, rows, env)  # a run that is broken off leaves what it has
 
 
 def name_of(way: tuple[str, bool]) -> str:
