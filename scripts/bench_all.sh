@@ -94,8 +94,8 @@ for name in $parts; do
         scaling) part "$name" 100 python scripts/bench_grouped_mm.py @ --device "$device" --quick --scaling "${shapes[@]}" ;;
         training) part "$name" 100 python scripts/bench_training.py @ --quick --ngpu "$gpus" \
             --config train_configs/deepseek_v3_16b_1x8.toml --flavors 16B_4layers \
-            --runs bf16 both:mxfp8_2d_rebased both:mxfp8_2d \
-            bf16+dispatch both+dispatch:mxfp8_2d_rebased both+dispatch:mxfp8_2d -- \
+            --runs bf16 bf16+dispatch both+dispatch:mxfp8_2d_rebased grouped+dispatch:mxfp8_2d_rebased \
+            both+dispatch:mxfp8_2d both:mxfp8_2d_rebased both:mxfp8_2d -- \
             --model.hf_assets_path=train_configs/assets/tokenizer --training.dataset=c4_test \
             --training.dataset_path=train_configs/assets/kjv --parallelism.data_parallel_shard_degree="$gpus" \
             --parallelism.expert_parallel_degree="$gpus" --compile.components=model,loss \
