@@ -14,7 +14,7 @@ from runs import read_tensorboard, tensorboard_logs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from titan_mxfp8 import convert_model, mxfp8_grouped_mm
+from titan_mxfp8 import convert_model, modules, mxfp8_grouped_mm
 from titan_mxfp8.backends.reference import specs
 from titan_mxfp8.format import reference
 from titan_mxfp8.modules import telemetry
@@ -276,7 +276,7 @@ def test_a_step_is_measured_from_its_first_forward_to_its_end(first: int, logged
 
 def test_modules_that_quantise_nothing_have_no_health() -> None:
     model = nn.Sequential(nn.Linear(64, 32))
-    telemetry.attach(model, convert_model(model, recipe="bf16"))
+    telemetry.attach(model, modules.convert_linears(model, recipe="bf16"))
     processor = Logged(model, every=1)
     model(spread(40, 64)).sum().backward()
     telemetry.end(processor, 1, periods(processor.job_config))
