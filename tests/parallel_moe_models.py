@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import torch
@@ -16,6 +17,7 @@ from models import Step, build, run_step
 from test_models import AC_MODES, COMPILE, tokens
 from test_plugin_moe import CONVERT, DISPATCH, RECIPE, ROWS
 from torch import nn
+from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
 import titan_mxfp8.plugin  # noqa: F401 - what a run's config loads
 from titan_mxfp8.modules import converted
@@ -46,18 +48,31 @@ def step_of(model: nn.Module) -> Step:
     return run_step(model, tokens(dist.get_rank(), LENGTH).to(DEVICE))
 
 
-def compare(what: str, actual: Step, expected: Step) -> tuple[float, float]:
-    """Relative differences of the loss and of the worst gradient."""
+def build_balanced(*args: object, **degrees: object) -> nn.Module:
+    """A model whose tokens go to experts in turn (gpt_oss takes no flag for that). Left to themselves, some of many
+    tokens are as near to another expert of its second layer, and take it where roundings differ: then all gradients
+    there differ by 0.03 to 0.06, on a CPU too."""
+    model = build(*args, **degrees)
+    for module in model.modules():
+        if isinstance(module, TokenChoiceTopKRouter):
+            module._debug_force_load_balance = True
+    return model
+
+
+def compare(what: str, actual: Step, expected: Step) -> tuple[float, float, float]:
+    """Relative differences of the loss, of the worst gradient and of the worst one of the experts' matrices."""
     errors = {name: relative_rms(actual.grads[name], grad) for name, grad in expected.grads.items()}
     loss, worst = abs(actual.loss / expected.loss - 1), max(errors, key=errors.get)
-    print(f"{what}: loss {loss:.1e}, gradients {errors[worst]:.1e} ({worst})")
-    return loss, errors[worst]
+    of_experts = max(error for name, error in errors.items() if ".experts." in name and "bias" not in name)
+    print(f"{what}: loss {loss:.1e}, gradients {errors[worst]:.1e} ({worst}), experts' {of_experts:.1e}")
+    return loss, errors[worst], of_experts
 
 
 def check_model(name: str) -> None:
     """The dispatching model equals TorchTitan's own; activation checkpointing and torch.compile change nothing."""
     none = AC_MODES["none"]
-    ours, plain = build(name, *none, *CONTROLLED, **EP), build(name, *none, "--model.converters=", **EP)
+    make = partial(build_balanced if name == "gpt_oss" and LENGTH > 32 else build, name, **EP)
+    ours, plain = make(*none, *CONTROLLED), make(*none, "--model.converters=")
     layers = [module for module in ours.modules() if isinstance(module, MXFP8MoE)]
     assert layers and ours.state_dict().keys() == plain.state_dict().keys()
     with count_calls() as (calls, dispatched):
@@ -68,29 +83,29 @@ def check_model(name: str) -> None:
         assert x.dtype == torch.bfloat16 and scores.dtype == torch.float32, "FSDP casts the tokens alone"
         assert weights[0].shape[0] == 4 and group.size() == 2 and expert_ids.max() < 8
     theirs = step_of(plain)
-    loss, gradient = compare(f"{name}, TorchTitan", expected, theirs)
+    loss, gradient, _ = compare(f"{name}, TorchTitan", expected, theirs)
     assert loss < 1e-3 and gradient < 0.03  # measured: 3e-5 and 0.014 in gpt_oss, else 1e-5 and 0.005
-    worst = {}
+    errors = {}
     for dispatch in ("off", "collective"):  # error against error
-        quantized = build(name, *none, CONVERT, f"{DISPATCH}={dispatch}", f"{RECIPE}=mxfp8_2d", **EP)
-        loss, worst[dispatch] = compare(f"{name}, mxfp8_2d, {dispatch}", step_of(quantized), theirs)
+        quantized = make(*none, CONVERT, f"{DISPATCH}={dispatch}", f"{RECIPE}=mxfp8_2d")
+        loss, _, errors[dispatch] = compare(f"{name}, mxfp8_2d, {dispatch}", step_of(quantized), theirs)
         assert loss < 1e-3
-    assert 0.5 < worst["collective"] / worst["off"] < 2
+    assert 0.5 < errors["collective"] / errors["off"] < 2
     in_second_layers = sum(layer.moe_enabled for number, layer in ours.layers.items() if int(number) % 2)
     again = {"full": len(layers), "every layer": len(layers), "every second layer": in_second_layers, "op": 0}
     for mode, recomputed in again.items():
         with count_calls() as (_, dispatched):
-            step = step_of(build(name, *AC_MODES[mode], *CONTROLLED, **EP))
-        loss, gradient = compare(f"{name}, {mode}", step, expected)
+            step = step_of(make(*AC_MODES[mode], *CONTROLLED))
+        loss, gradient, _ = compare(f"{name}, {mode}", step, expected)
         assert max(loss, gradient) <= NOISE and dispatched.call_count == len(layers) + recomputed
     for rows in ("counted", "worst_case") if DEVICE == "cuda" else ():
         flags = CONVERT, f"{RECIPE}=bf16", f"{DISPATCH}=symmetric", f"{ROWS}={rows}"
-        loss, gradient = compare(f"{name}, symmetric, {rows}", step_of(build(name, *none, *flags, **EP)), expected)
+        loss, gradient, _ = compare(f"{name}, symmetric, {rows}", step_of(make(*none, *flags)), expected)
         assert max(loss, gradient) <= NOISE
     if name != "gpt_oss":  # which TorchTitan does not compile
         torch._dynamo.reset()
-        compiled = build(name, *AC_MODES["op"], *COMPILE, *CONTROLLED, **EP)
-        loss, gradient = compare(f"{name}, compiled", step_of(compiled), expected)
+        compiled = make(*AC_MODES["op"], *COMPILE, *CONTROLLED)
+        loss, gradient, _ = compare(f"{name}, compiled", step_of(compiled), expected)
         assert loss < 1e-4 and gradient < 0.02  # measured: 0 in llama4; deepseek_v3's norms round otherwise
 
 
