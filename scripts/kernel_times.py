@@ -1,25 +1,33 @@
 """Where the GPU time of a training step goes: the kernels of TorchTitan's profiler traces, summed by name.
 
     python scripts/kernel_times.py OUT/profile_traces/iteration_10/rank0_trace.json ... [--top 40] [--out kernels.csv]
+        [--idle]
 
 Such traces are written with ``--profiling.enable_profiling --profiling.profile_freq=10``. For each trace: the time of
 its steps (``ProfilerStep`` in it; without one, from the first kernel to the end of the last), in how much of it at
 least one kernel ran, and the kernels that took the most. With ``--metrics.log_freq=1`` each step waits for its own
 kernels, else they may run in the next one. Kernels on several streams overlap: their times may add up to more.
+
+``--idle`` tells instead what the GPU waited for: the time in which nothing ran, by what the host was doing when it
+launched what ran next (the outermost operator or annotation), with the number of gaps. The profiler makes the host
+late, so there is more of it than without.
 """
 
 import argparse
 import json
 import sys
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from titan_mxfp8.testing import format_table, write_rows
 
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 STEP = "user_annotation"
+ON_HOST = ("cpu_op", STEP)
+LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 
 class Span(NamedTuple):
@@ -58,20 +66,83 @@ def read_trace(path: Path) -> Trace:
     Raises:
         ValueError: not a profiler's trace, or nothing ran on a GPU in it.
     """
+    events = _events(path)
+    kernels = [event.span for event in events if event.category in ON_GPU]
+    if not kernels:
+        raise ValueError(f"{path}: nothing ran on a GPU")
+    steps = [event.span for event in events if event.is_step] or kernels
+    name = f"{len(steps)} steps" if steps is not kernels else "first to last"
+    return Trace(kernels, Span(name, min(span.start for span in steps), max(span.end for span in steps)))
+
+
+class _Event(NamedTuple):
+    """A span of a trace, in which category, on which thread of the host, and what a launch and its kernel share."""
+
+    span: Span
+    category: str
+    thread: object
+    correlation: object
+
+    @property
+    def is_step(self) -> bool:
+        return self.category == STEP and self.span.name.startswith("ProfilerStep")
+
+
+def _events(path: Path) -> list[_Event]:
+    """In the order of their start, and the longest first."""
+
+    def event(of: dict[str, Any]) -> _Event:
+        span = Span(of["name"], of["ts"] / 1e3, (of["ts"] + of["dur"]) / 1e3)
+        return _Event(span, of["cat"], of.get("tid"), of.get("args", {}).get("correlation"))
+
     try:
-        spans = [
-            (event.get("cat"), Span(event["name"], event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3))
-            for event in json.loads(path.read_text())["traceEvents"]
-            if event.get("ph") == "X" and event.get("cat") in (*ON_GPU, STEP)
+        events = [
+            event(of)
+            for of in json.loads(path.read_text())["traceEvents"]
+            if of.get("ph") == "X" and of.get("cat") in (*ON_GPU, *ON_HOST, *LAUNCHES)
         ]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is not a trace of torch.profiler: {error!r}") from None
-    kernels = sorted((span for category, span in spans if category in ON_GPU), key=lambda span: span.start)
-    if not kernels:
-        raise ValueError(f"{path}: nothing ran on a GPU")
-    steps = [span for category, span in spans if category == STEP and span.name.startswith("ProfilerStep")] or kernels
-    name = f"{len(steps)} steps" if steps is not kernels else "first to last"
-    return Trace(kernels, Span(name, min(span.start for span in steps), max(span.end for span in steps)))
+    return sorted(events, key=lambda event: (event.span.start, -event.span.end))
+
+
+def idle_table(path: Path, top: int) -> list[dict[str, object]]:
+    """A row for each of the ``top`` things the host was doing while the GPU had nothing to do for the longest time, and
+    before them one for all of that time.
+
+    Raises:
+        ValueError: as ``read_trace``.
+    """
+    events, steps = _events(path), read_trace(path).steps
+    launches = {event.correlation: event for event in events if event.category in LAUNCHES}
+    outermost: dict[object, list[Span]] = defaultdict(list)
+    for event in events:
+        done = outermost[event.thread]
+        if event.category in ON_HOST and not event.is_step and (not done or done[-1].end <= event.span.start):
+            done.append(event.span)
+
+    def doing(kernel: _Event) -> str:
+        launch = launches.get(kernel.correlation)
+        if launch is None:
+            return "not known"
+        spans = outermost[launch.thread]
+        at = bisect_right(spans, launch.span.start, key=lambda span: span.start) - 1
+        inside = at >= 0 and launch.span.start < spans[at].end
+        return spans[at].name if inside else "between operators"
+
+    gaps: dict[str, list[float]] = defaultdict(list)
+    until = steps.start
+    for kernel in events:
+        if kernel.category in ON_GPU and kernel.span.start < steps.end:
+            if kernel.span.start > until:
+                gaps[doing(kernel)].append(kernel.span.start - until)
+            until = max(until, kernel.span.end)
+    if until < steps.end:
+        gaps["until the step is over"].append(steps.end - until)
+    rows = [("idle", sum(map(sum, gaps.values())), sum(map(len, gaps.values())))]
+    most = sorted(gaps.items(), key=lambda item: -sum(item[1]))[:top]
+    rows += [(name, sum(each), len(each)) for name, each in most]
+    return [{"trace": str(path), "before": name, "ms": round(ms, 2), "count": count} for name, ms, count in rows]
 
 
 def kernel_table(path: Path, top: int) -> list[dict[str, object]]:
@@ -95,14 +166,16 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--top", type=int, default=40, help="kernels of each trace [40]")
     parser.add_argument("--out", type=Path, help="a CSV of the same rows")
+    parser.add_argument("--idle", action="store_true", help="what the GPU waited for")
     args = parser.parse_args(argv)
     try:
-        tables = [kernel_table(trace, args.top) for trace in args.traces]
+        tables = [(idle_table if args.idle else kernel_table)(trace, args.top) for trace in args.traces]
     except ValueError as error:
         sys.exit(f"kernel_times: {error}")
     for rows in tables:
         print(rows[0]["trace"])
-        print(format_table([{"ms": row["ms"], "count": row["count"], "kernel": row["kernel"][:110]} for row in rows]))
+        what = "before" if args.idle else "kernel"
+        print(format_table([{"ms": row["ms"], "count": row["count"], what: row[what][:110]} for row in rows]))
     if args.out:
         write_rows(args.out, [row for rows in tables for row in rows])
 

@@ -1035,6 +1035,35 @@ def test_kernel_times_adds_up_what_ran_on_the_gpu(tmp_path: Path) -> None:
     assert "is not a trace of torch.profiler" in call("kernel_times", ROOT / "pyproject.toml")
 
 
+def test_kernel_times_tells_what_the_gpu_waited_for(tmp_path: Path) -> None:
+    def event(name: str, start: float, end: float, category: str, thread: int, number: int = 0) -> dict[str, object]:
+        times = {"ts": 1000 * start, "dur": 1000 * (end - start)}
+        return {"ph": "X", "cat": category, "name": name, "tid": thread, "args": {"correlation": number}} | times
+
+    host = [
+        event("ProfilerStep#1", 0, 20, "user_annotation", 1),
+        event("FSDP::pre_forward", 1, 4, "user_annotation", 1),
+    ]
+    host += [event("aten::copy_", 2, 3, "cpu_op", 1), event("_MoE", 5, 9, "cpu_op", 1)]
+    launches = [event("cudaLaunchKernel", at, at + 0.1, "cuda_runtime", 1, i) for i, at in enumerate((2.5, 6, 4.5, 8))]
+    # 3 ms before the copy, 1 before what nothing enclosed, 2 and none before the two of the layer, 6 at the end
+    kernels = [event("copy", 3, 4, "gpu_memcpy", 7, 0), event("a", 7, 10, "kernel", 7, 1)]
+    kernels += [event("b", 5, 5, "kernel", 7, 2), event("c", 8, 14, "kernel", 8, 3)]
+    trace = tmp_path / "rank0_trace.json"
+    trace.write_text(json.dumps({"traceEvents": [*host, *launches, *kernels]}))
+    assert "| 3 | 1 | FSDP::pre_forward |" in call("kernel_times", trace, "--idle", "--out", tmp_path / "idle.csv")
+    rows = {row["before"]: (row["ms"], row["count"]) for row in rows_of(tmp_path / "idle.csv")}
+    assert rows == {
+        "idle": ("12.0", "4"),
+        "until the step is over": ("6.0", "1"),
+        "FSDP::pre_forward": ("3.0", "1"),
+        "_MoE": ("2.0", "1"),
+        "between operators": ("1.0", "1"),
+    }
+    busy = call("kernel_times", trace)
+    assert "any (40.0%)" in busy
+
+
 def test_the_toy_moe_learns_in_mxfp8_and_its_gates_see_what_does_not() -> None:
     problem = toy_moe.make_problem(2, torch.device("cpu"))
     bf16 = toy_moe.train(problem, torch._grouped_mm)
