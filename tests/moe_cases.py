@@ -1,6 +1,7 @@
 """Tokens and their experts for the tests of transports, and what one process makes of them."""
 
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 
@@ -101,7 +102,9 @@ def check_against_one_process(
     local, mine = case.experts // ranks, all_tokens[rank]
     parts, ids, scores = mine.arguments()
     parts, ids, scores = [part.to(device) for part in parts], ids.to(device), scores.to(device)
-    landed, landing = transport.dispatch(parts, ids, scores, case.experts, worst_case)
+    meanwhile = mock.Mock()
+    landed, landing = transport.dispatch(parts, ids, scores, case.experts, worst_case, meanwhile)
+    meanwhile.assert_called_once_with()
 
     # (expert, source, slot) in this order, of every slot that chose an expert of this rank
     slots = [

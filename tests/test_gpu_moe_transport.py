@@ -11,7 +11,7 @@ import torch
 from moe_cases import BF16, CASES, E4M3, Case, check_against_one_process, tokens_of
 
 from titan_mxfp8.moe import kernels, rows
-from titan_mxfp8.moe.transport import Local
+from titan_mxfp8.moe.transport import Local, read_later
 
 PROGRAM = Path(__file__).parent / "gpu_moe_ranks.py"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -36,6 +36,17 @@ def test_large():
         assert torch.equal(landed.view(torch.uint8)[landing.rows[:, slot].long()], x.view(torch.uint8)), slot
     sums, _ = Local().combine([landed.to(BF16)], False, None, landing, torch.float32)
     assert torch.equal(sums, x.float() * k)  # sums of six equal numbers of 4 bits are exact
+
+
+def test_the_host_waits_for_counts_alone():
+    """Not for what it asked of the GPU after them."""
+    second = int(2e9)  # cycles: a second of an H200
+    torch.cuda._sleep(second // 10)
+    counts = read_later(torch.full((3,), 7, dtype=torch.int32, device="cuda").cumsum(0))
+    torch.cuda._sleep(second)
+    end = torch.cuda.Event()
+    end.record()
+    assert counts().tolist() == [7, 14, 21] and not end.query()
 
 
 @several

@@ -31,6 +31,11 @@ def ceil_to(a: int, b: int) -> int:
     return -(-a // b) * b
 
 
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least ``n``, a positive number."""
+    return 1 << (n - 1).bit_length()
+
+
 def ragged_rows(rows: int, groups: int, alignment: int = BLOCK_SIZE) -> int:
     """Rows that ``rows`` rows in ``groups`` groups fill at most once each is padded to a multiple of ``alignment``.
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields, replace
+from functools import cache
 
 import torch
 
@@ -41,18 +42,11 @@ class Layout:
 
     def offsets(self) -> list[int]:
         """The byte at which each section begins, and at last the bytes of all."""
-        packets = self.ranks * self.tokens
-        sizes = (
-            4 * (self.experts + 1),
-            12 * self.slots * self.tokens,
-            self.row_bytes * self.tokens + 16,  # the second part begins at a multiple of 16
-            2 * self.dim * packets,
-            4 * self.slots * packets,
-        )
-        ends = [0]
-        for size in sizes:
-            ends.append(ceil_to(ends[-1] + size, 256))
-        return ends
+        return _offsets(self)
+
+    def holds(self, **sizes: int) -> bool:
+        """Whether there is room for this."""
+        return all(getattr(self, name) >= size for name, size in sizes.items())
 
     def grown(self, **sizes: int) -> "Layout":
         """The least that holds this too."""
@@ -73,13 +67,29 @@ class Layout:
         return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def views(self, buffer: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Room for the parts."""
+        """Room for the parts, each uint8 (T, bytes of its rows)."""
         start, out = self.offsets()[PARTS], []
         for part in parts:
-            room = buffer[start : start + part.numel() * part.element_size()]
-            out.append(room.view(part.dtype).view(part.shape))
-            start += second_part(self.tokens, part.shape[1] * part.element_size())
+            tokens, width = part.shape[0], part.shape[1] * part.element_size()
+            out.append(buffer[start : start + tokens * width].view(tokens, width))
+            start += second_part(self.tokens, width)
         return out
+
+
+@cache
+def _offsets(layout: Layout) -> list[int]:
+    packets = layout.ranks * layout.tokens
+    sizes = (
+        4 * (layout.experts + 1),
+        12 * layout.slots * layout.tokens,
+        layout.row_bytes * layout.tokens + 16,  # the second part begins at a multiple of 16
+        2 * layout.dim * packets,
+        4 * layout.slots * packets,
+    )
+    ends = [0]
+    for size in sizes:
+        ends.append(ceil_to(ends[-1] + size, 256))
+    return ends
 
 
 def second_part(tokens: int, first_row_bytes: int) -> int:

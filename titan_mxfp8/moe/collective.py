@@ -12,11 +12,13 @@ the host reads them, once per layer, for the sizes that torch.distributed wants.
 way, and backward uses the sizes again.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
 from titan_mxfp8.format.mx import ceil_to
-from titan_mxfp8.moe.transport import Landing, check_dispatch, check_parts, movements
+from titan_mxfp8.moe.transport import Landing, check_dispatch, check_parts, movements, read_later
 
 
 class Collective:
@@ -35,6 +37,7 @@ class Collective:
         scores: torch.Tensor,
         experts: int,
         worst_case: bool,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[list[torch.Tensor], Landing]:
         """See ``Transport``.
 
@@ -55,7 +58,9 @@ class Collective:
         everything = torch.empty_like(mine)
         dist.all_to_all_single(everything, mine, group=self.group)
 
-        sizes = everything.cpu().long()  # the host waits here
+        sizes = read_later(everything)
+        meanwhile()
+        sizes = sizes().long()  # the host waits here
         splits = torch.stack((sizes[self.rank, experts:], sizes[:, experts + self.rank]))
         landed = int(sizes[:, self.rank * local : (self.rank + 1) * local].sum())
 

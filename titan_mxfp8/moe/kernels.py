@@ -12,7 +12,7 @@ import triton.language as tl
 
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.hardware import multiprocessors
-from titan_mxfp8.format.mx import ceil_div
+from titan_mxfp8.format.mx import ceil_div, next_power_of_2
 from titan_mxfp8.moe import buffer
 from titan_mxfp8.ops.library import aligned
 
@@ -308,7 +308,7 @@ def plan(
     offs = torch.empty(local, dtype=torch.int32, device=counts.device)
     table = None if peers is None else peers.table
     tensors = table, None if peers else counts, starts, offs
-    constants = ranks, triton.next_power_of_2(experts), peers is not None
+    constants = ranks, next_power_of_2(experts), peers is not None
     limits = rank, _NO_LIMIT if capacity is None else capacity
     _PLAN.launch(1, tensors, (local,), limits, constants, device=counts.device)
     return starts, offs
@@ -330,7 +330,7 @@ def locate(
     scores = torch.empty(capacity, dtype=torch.float32, device=starts.device)
     table, tokens = (None, 1) if peers is None else (peers.table, peers.tokens)
     tensors = table, None if peers else labels, ends, starts, rows, scores
-    powers = triton.next_power_of_2(ranks), triton.next_power_of_2(k)
+    powers = next_power_of_2(ranks), next_power_of_2(k)
     constants = ranks, powers[0], k, labels.stride(0), powers[1], _PACKETS, peers is not None
     counts = packets, tokens, rank, capacity
     _LOCATE.launch(ceil_div(packets, _PACKETS), tensors, (local,), counts, constants, device=starts.device)
@@ -345,7 +345,7 @@ def gather(parts: list[torch.Tensor], tokens: torch.Tensor, packets: torch.Tenso
         dtype = _words(part.shape[1])
         source, out = part.view(dtype), packets.view(-1)[offset:].view(dtype)
         words = source.shape[1]
-        block = triton.next_power_of_2(words)
+        block = next_power_of_2(words)
         constants = words, width // dtype.itemsize, block
         tensors, device = (source, tokens, out), packets.device
         warps = _warps(block * dtype.itemsize)
@@ -371,7 +371,7 @@ def place(
         sources, strides = [None] * len(parts), words
     if len(parts) == 1:  # the second has no columns
         sources, outs, words, strides = sources * 2, outs * 2, [*words, 0], [*strides, 0]
-    blocks = [triton.next_power_of_2(max(count, 1)) for count in words]
+    blocks = [next_power_of_2(max(count, 1)) for count in words]
     table, tokens, ranks = (None, 1, 1) if peers is None else (peers.table, peers.tokens, peers.ranks)
     packets = rows.shape[0]
     tensors = (table, *sources, rows, *outs)
@@ -400,9 +400,9 @@ def reduce(
     ys = [aligned(y.contiguous()) for y in ys]
     given = [x if x is None else aligned(x.contiguous()) for x in (weights, slot_values)]
     tensors = ys[0], ys[1] if len(ys) == 2 else None, *given, rows, sums, values
-    block = min(triton.next_power_of_2(d), _COLUMNS)
+    block = min(next_power_of_2(d), _COLUMNS)
     constants = (
-        d, k, triton.next_power_of_2(k), block, len(ys) == 2, weights is not None, slot_values is not None, out is None,
+        d, k, next_power_of_2(k), block, len(ys) == 2, weights is not None, slot_values is not None, out is None,
     )  # fmt: skip
     programs = _programs(packets, device)
     _REDUCE.launch(programs, tensors, (), (packets,), constants, device=device, warps=_warps(block * 2))
@@ -426,8 +426,8 @@ def finish(
     given = (None, partials, values, slots) if peers is None else (peers.table, None, None, None)
     there, rank = (1, 0) if peers is None else (peers.tokens, peers.rank)
     ranks = slots.shape[1] if peers is None else peers.ranks
-    block = min(triton.next_power_of_2(d), _COLUMNS)
-    constants = d, k, triton.next_power_of_2(k), block, ranks, values is not None, peers is not None
+    block = min(next_power_of_2(d), _COLUMNS)
+    constants = d, k, next_power_of_2(k), block, ranks, values is not None, peers is not None
     _FINISH.launch(
         _programs(tokens, device), (*given, expert_ids, sums, at_home), (experts,), (tokens, there, rank), constants,
         device=device, warps=_warps(block * 2),

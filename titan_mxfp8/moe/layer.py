@@ -219,10 +219,18 @@ def moe_forward(
     plan, kernels, transport = config.plan(device), backends.load(config.backend, device), config.connect(device)
     parts = _to_parts(kernels.quantize(aligned(x), 1, experts.row_spec(plan.forward.a), None))
     sent_scores = torch.ones_like(expert_ids, dtype=torch.float32) if scores is None else scores
-    landed, landing = transport.dispatch(parts, expert_ids, sent_scores, w1.shape[0] * config.ranks, config.worst_case)
+    quantized: list[list[Operand] | None] = []
+
+    def quantize_weights() -> None:
+        quantized.extend(experts.quantize_weights(weights, plan, kernels, config.keep and save))
+
+    landed, landing = transport.dispatch(
+        parts, expert_ids, sent_scores, w1.shape[0] * config.ranks, config.worst_case, quantize_weights
+    )
     del parts
     rows = _of_parts(landed, experts.row_spec(plan.forward.a))
-    w_forward, kept = experts.quantize_weights(weights, plan, kernels, config.keep and save)
+    w_forward, kept = quantized
+    quantized.clear()
     y, gate, up = experts.forward(rows, w_forward, weights, landing.offs, config.limit, plan, kernels)
     del w_forward
     out, _ = transport.combine([y], scores is not None, None, landing, x.dtype)

@@ -30,6 +30,7 @@ All functions of a group belong on one stream, in the same order on every rank.
 import importlib
 import os
 import socket
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -42,7 +43,7 @@ from titan_mxfp8.backends import runs_triton
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.moe import buffer
 from titan_mxfp8.moe.buffer import Layout
-from titan_mxfp8.moe.transport import Landing, check_dispatch, check_parts
+from titan_mxfp8.moe.transport import Landing, check_dispatch, check_parts, read_later
 
 
 class Link(Protocol):
@@ -122,6 +123,7 @@ class Symmetric:
         scores: torch.Tensor,
         experts: int,
         worst_case: bool,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[list[torch.Tensor], Landing]:
         """See ``Transport``; M is R * min(K, E/R) times the tokens there is room for with ``worst_case``.
 
@@ -147,7 +149,9 @@ class Symmetric:
         limit = self.layout.tokens * self.ranks * min(k, experts // self.ranks) if worst_case else None
         shape = counts.new_empty((self.ranks, experts))
         starts, offs = self.kernels.plan(shape, self.rank, limit, self.peers)
-        capacity = int(offs[-1]) if limit is None else limit  # the host waits here, unless for the worst case
+        count = None if limit is not None else read_later(offs[-1:])
+        meanwhile()
+        capacity = limit if count is None else int(count())  # the host waits here, unless for the worst case
         if capacity < 0:
             raise ValueError(
                 f"another rank has more tokens than the symmetric transport has room for, {self.layout.tokens}: its "
@@ -209,7 +213,7 @@ class Symmetric:
 
     def _write(self, parts: list[torch.Tensor]) -> None:
         for room, part in zip(self.layout.views(self.memory, parts), parts, strict=True):
-            room.view(torch.uint8).copy_(part.view(torch.uint8))
+            room.copy_(part.view(torch.uint8))
 
     def _make_room(self, **sizes: int) -> None:
         """A buffer that holds this too. All but the tokens is of the model, so every rank comes here with the same, and
@@ -218,10 +222,10 @@ class Symmetric:
         tokens = sizes.pop("tokens", 0)
         if self.layout is None:
             wanted = Layout(ranks=self.ranks, tokens=self._reserved).grown(tokens=tokens, **sizes)
+        elif self.layout.holds(**sizes):
+            return
         else:
             wanted = self.layout.grown(**sizes)
-            if wanted == self.layout:
-                return
         if self._captured:
             raise RuntimeError(
                 "the symmetric transport makes its buffer in the first forward and backward: run them once before "

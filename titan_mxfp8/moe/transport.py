@@ -4,6 +4,7 @@ T tokens at home, K slots (chosen experts) each, E experts on R ranks, M rows th
 """
 
 import importlib
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple, Protocol
@@ -61,6 +62,7 @@ class Transport(Protocol):
         scores: torch.Tensor,
         experts: int,
         worst_case: bool,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[list[torch.Tensor], Landing]:
         """Tokens to their experts. A token crosses to a rank once, whatever the number of its slots there.
 
@@ -71,6 +73,8 @@ class Transport(Protocol):
             experts: E, of all ranks; a multiple of R.
             worst_case: False: M is what lands here, which the host waits for where it cannot know it. True: M is
                 what could land here at most, and the host waits for nothing.
+            meanwhile: called once, when all is asked of the GPU that the host then waits for: what else is to be done
+                before the rows are used, so that the GPU has it to do when the host goes on.
 
         Returns:
             The parts, (M, B_i), expert after expert, within an expert by source rank, then token: the order of
@@ -123,6 +127,7 @@ class Local:
         scores: torch.Tensor,
         experts: int,
         worst_case: bool,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> tuple[list[torch.Tensor], Landing]:
         """See ``Transport``; M is T * K in both cases."""
         check_dispatch(parts, expert_ids, scores, experts, self.ranks)
@@ -133,6 +138,7 @@ class Local:
         tokens, capacity = expert_ids.shape[0], expert_ids.numel()
         ends = torch.full((1,), tokens, dtype=torch.int32, device=offs.device)
         landed_rows, landed_scores = move.locate(labels, ends, starts, 0, capacity)
+        meanwhile()
         empty, no_splits = offs.new_empty(0), torch.empty((2, 0), dtype=torch.int64)
         landing = Landing(offs, landed_rows, landed_scores, expert_ids, empty.view(0, 1), empty.clone(), no_splits)
         return move.place(parts, landed_rows, capacity), landing
@@ -158,6 +164,22 @@ class Local:
 def movements(device: torch.device) -> ModuleType:
     """The module that moves rows on ``device``: ``kernels`` where Triton's run, else ``rows``."""
     return importlib.import_module("titan_mxfp8.moe.kernels") if runs_triton(hardware_of(device)) else rows
+
+
+def read_later(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Starts copying ``x`` to the host. What is returned waits for that, and for nothing that the GPU is asked to do
+    later, and gives the copy."""
+    if not x.is_cuda:
+        return lambda: x
+    copied = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+
+    def wait() -> torch.Tensor:
+        done.synchronize()
+        return copied
+
+    return wait
 
 
 def check_dispatch(
