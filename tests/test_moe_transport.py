@@ -121,7 +121,7 @@ def test_a_machine_that_refuses_to_share_memory_is_found_out(monkeypatch: pytest
 def test_a_buffer():
     layout = Layout(ranks=2, tokens=5, experts=6, slots=3, row_bytes=33, dim=32)
     offsets = layout.offsets()
-    assert offsets == sorted(set(offsets)) and all(offset % 256 == 0 for offset in offsets)
+    assert list(offsets) == sorted(set(offsets)) and all(offset % 256 == 0 for offset in offsets)
     memory = torch.zeros(offsets[-1], dtype=torch.uint8)
     elements, scales = torch.ones(3, 32, dtype=torch.uint8), torch.ones(3, 1, dtype=torch.uint8)
     views = layout.views(memory, [elements, scales])

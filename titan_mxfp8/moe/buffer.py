@@ -40,7 +40,7 @@ class Layout:
     row_bytes: int = 1
     dim: int = 1
 
-    def offsets(self) -> list[int]:
+    def offsets(self) -> tuple[int, ...]:
         """The byte at which each section begins, and at last the bytes of all."""
         return _offsets(self)
 
@@ -77,7 +77,7 @@ class Layout:
 
 
 @cache
-def _offsets(layout: Layout) -> list[int]:
+def _offsets(layout: Layout) -> tuple[int, ...]:
     packets = layout.ranks * layout.tokens
     sizes = (
         4 * (layout.experts + 1),
@@ -89,7 +89,7 @@ def _offsets(layout: Layout) -> list[int]:
     ends = [0]
     for size in sizes:
         ends.append(ceil_to(ends[-1] + size, 256))
-    return ends
+    return tuple(ends)
 
 
 def second_part(tokens: int, first_row_bytes: int) -> int:

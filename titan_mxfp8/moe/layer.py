@@ -6,6 +6,7 @@ T tokens here, K experts each of E in all, which R ranks share; M rows land here
 forward                                                      backward
 x_TD --quantise along D--> FP8 rows                          g_TD --quantise along D--> FP8 rows
      --dispatch: once per link, to all places--> x_MD             --the same way, to the same places--> g_MD
+       (meanwhile weights are quantised)
      --experts (ops/experts.py)--> y_MD bf16                      --experts--> dgate w1, dup w3 (M, D), scores' (M,)
      --combine: scores, sums, once per link--> out_TD             --combine--> dx_TD, dscores_TK
 saved: x_MD as FP8 rows, gate and up (M, H) bf16, the landing
@@ -230,7 +231,7 @@ def moe_forward(
     del parts
     rows = _of_parts(landed, experts.row_spec(plan.forward.a))
     w_forward, kept = quantized
-    quantized.clear()
+    quantized.clear()  # so that the first of the two can be freed below
     y, gate, up = experts.forward(rows, w_forward, weights, landing.offs, config.limit, plan, kernels)
     del w_forward
     out, _ = transport.combine([y], scores is not None, None, landing, x.dtype)
