@@ -9,6 +9,9 @@ from training import BF16, kill_when, losses, start, train
 
 STEPS = "--training.steps=12"
 MODELS = ("llama4", "deepseek_v3")
+# By layout: two sequences in a step, as the TOMLs have in one process, each of half their length.
+BATCH = {"1 process": ["--training.seq_len=256"]}
+BATCH |= {"FSDP 2 + EP 2": [*BATCH["1 process"], "--training.local_batch_size=1"]}
 
 
 @pytest.fixture(scope="module")
@@ -20,17 +23,17 @@ def run(tmp_path_factory: pytest.TempPathFactory):
         key = (model, layout, kind)
         if key not in done:
             out = tmp_path_factory.mktemp(kind)
-            flags = [STEPS, "--checkpoint.enable", "--checkpoint.interval=6", *([BF16] if kind == "bf16" else [])]
+            flags = [STEPS, *BATCH[layout], "--checkpoint.enable", "--checkpoint.interval=6"]
+            flags += [BF16] if kind == "bf16" else []
             done[key] = out, train(out, model, *flags, layout=layout)
         return done[key]
 
     return get
 
 
-# Fall of the loss from step 1 to step 12, nats per token; measured 1.47 and 1.48 (llama4), 1.70 and 1.66 (deepseek_v3).
-# With torch 2.11, which draws other weights from a seed: 1.55 (deepseek_v3, 1 process).
+# Fall of the loss from step 1 to step 12, nats per token; measured 1.87 and 1.46 (llama4), 1.93 and 1.76 (deepseek_v3).
 FALL = {"llama4": 1.35, "deepseek_v3": 1.45}
-# Largest difference from bf16 at any of the 12 steps; measured 0.0045 and 0.0033 (llama4), 0.0020 and 0.0034.
+# Largest difference from bf16 at any of the 12 steps; measured 0.0038 and 0.0035 (llama4), 0.0031 and 0.0028.
 BAND = 0.01
 
 
@@ -69,12 +72,13 @@ def test_other_models_learn_and_track_bf16(tmp_path: Path, model: str) -> None:
 
 
 def test_a_killed_run_goes_on_from_its_checkpoint(run, tmp_path: Path) -> None:
-    _, whole = run("llama4", "FSDP 2 + EP 2", "mxfp8")
-    flags = (STEPS, "--checkpoint.enable", "--checkpoint.interval=6")
-    process = start(tmp_path, "llama4", *flags, layout="FSDP 2 + EP 2")
+    layout = "FSDP 2 + EP 2"
+    _, whole = run("llama4", layout, "mxfp8")
+    flags = (STEPS, *BATCH[layout], "--checkpoint.enable", "--checkpoint.interval=6")
+    process = start(tmp_path, "llama4", *flags, layout=layout)
     kill_when(process, lambda: "step:  8" in (tmp_path / "log").read_text())
     assert not (tmp_path / "checkpoint" / "step-12").exists()
-    resumed = train(tmp_path, "llama4", *flags, layout="FSDP 2 + EP 2")
+    resumed = train(tmp_path, "llama4", *flags, layout=layout)
     assert "Training starts at step 7" in (tmp_path / "log").read_text()
     assert [resumed[step] for step in range(7, 13)] == [whole[step] for step in range(7, 13)]
 
@@ -94,7 +98,8 @@ def test_without_a_login_wandb_logs_offline(tmp_path: Path) -> None:
 def test_bf16_and_mxfp8_exchange_checkpoints(run, tmp_path: Path, model: str, written: str, read: str) -> None:
     out, before = run(model, "1 process", written)
     shutil.copytree(out / "checkpoint" / "step-6", tmp_path / "checkpoint" / "step-6")
-    flags = [STEPS, "--checkpoint.enable", "--checkpoint.interval=60", *([BF16] if read == "bf16" else [])]
+    flags = [STEPS, *BATCH["1 process"], "--checkpoint.enable", "--checkpoint.interval=60"]
+    flags += [BF16] if read == "bf16" else []
     after = train(tmp_path, model, *flags)
     assert list(after) == list(range(7, 13))
     assert all(abs(after[step] - before[step]) < BAND for step in after)
