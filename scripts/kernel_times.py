@@ -66,7 +66,10 @@ def read_trace(path: Path) -> Trace:
     Raises:
         ValueError: not a profiler's trace, or nothing ran on a GPU in it.
     """
-    events = _events(path)
+    return _trace_of(_events(path), path)
+
+
+def _trace_of(events: "list[_Event]", path: Path) -> Trace:
     kernels = [event.span for event in events if event.category in ON_GPU]
     if not kernels:
         raise ValueError(f"{path}: nothing ran on a GPU")
@@ -76,7 +79,7 @@ def read_trace(path: Path) -> Trace:
 
 
 class _Event(NamedTuple):
-    """A span of a trace, in which category, on which thread of the host, and what a launch and its kernel share."""
+    """A span of a trace with its category and thread. ``correlation``: a number that a launch and its kernel share."""
 
     span: Span
     category: str
@@ -107,14 +110,16 @@ def _events(path: Path) -> list[_Event]:
 
 
 def idle_table(path: Path, top: int) -> list[dict[str, object]]:
-    """A row for each of the ``top`` things the host was doing while the GPU had nothing to do for the longest time, and
-    before them one for all of that time.
+    """First a row for all the time in which nothing ran on the GPU. Then, for each operator or annotation of the host,
+    one for the part that ended with a kernel launched in it; the ``top`` longest.
 
     Raises:
         ValueError: as ``read_trace``.
     """
-    events, steps = _events(path), read_trace(path).steps
+    events = _events(path)
+    steps = _trace_of(events, path).steps
     launches = {event.correlation: event for event in events if event.category in LAUNCHES}
+    launches.pop(None, None)
     outermost: dict[object, list[Span]] = defaultdict(list)
     for event in events:
         done = outermost[event.thread]

@@ -32,7 +32,8 @@ def ceil_to(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least ``n``, a positive number."""
+    """The smallest power of two that is at least ``n``, a positive number. Triton's, which kernels can call too, takes
+    the host far longer."""
     return 1 << (n - 1).bit_length()
 
 

@@ -58,9 +58,9 @@ class Collective:
         everything = torch.empty_like(mine)
         dist.all_to_all_single(everything, mine, group=self.group)
 
-        sizes = read_later(everything)
+        read = read_later(everything)
         meanwhile()
-        sizes = sizes().long()  # the host waits here
+        sizes = read().long()  # the host waits here
         splits = torch.stack((sizes[self.rank, experts:], sizes[:, experts + self.rank]))
         landed = int(sizes[:, self.rank * local : (self.rank + 1) * local].sum())
 

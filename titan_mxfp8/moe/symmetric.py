@@ -149,9 +149,9 @@ class Symmetric:
         limit = self.layout.tokens * self.ranks * min(k, experts // self.ranks) if worst_case else None
         shape = counts.new_empty((self.ranks, experts))
         starts, offs = self.kernels.plan(shape, self.rank, limit, self.peers)
-        count = None if limit is not None else read_later(offs[-1:])
+        count = read_later(offs[-1:]) if limit is None else lambda: limit
         meanwhile()
-        capacity = limit if count is None else int(count())  # the host waits here, unless for the worst case
+        capacity = int(count())  # the host waits here, unless for the worst case
         if capacity < 0:
             raise ValueError(
                 f"another rank has more tokens than the symmetric transport has room for, {self.layout.tokens}: its "

@@ -73,8 +73,8 @@ class Transport(Protocol):
             experts: E, of all ranks; a multiple of R.
             worst_case: False: M is what lands here, which the host waits for where it cannot know it. True: M is
                 what could land here at most, and the host waits for nothing.
-            meanwhile: called once, when all is asked of the GPU that the host then waits for: what else is to be done
-                before the rows are used, so that the GPU has it to do when the host goes on.
+            meanwhile: called once, before the host waits (and where it waits for nothing too): launches other work, so
+                that the GPU is busy with it until the host has launched what follows.
 
         Returns:
             The parts, (M, B_i), expert after expert, within an expert by source rank, then token: the order of
@@ -167,8 +167,11 @@ def movements(device: torch.device) -> ModuleType:
 
 
 def read_later(x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Starts copying ``x`` to the host. What is returned waits for that, and for nothing that the GPU is asked to do
-    later, and gives the copy."""
+    """Starts copying ``x`` to the host.
+
+    Returns:
+        A function that waits until ``x`` is there, but for nothing that was launched after this call, and returns it.
+    """
     if not x.is_cuda:
         return lambda: x
     copied = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
