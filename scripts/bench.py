@@ -1,9 +1,10 @@
 """What the benchmarks of kernels share: their flags, the columns of their CSVs, and how a time is taken.
 
-A row compares a call with its baseline. The two take turns, A B A B, in blocks of ``--seconds`` of which the first half
-does not count: under its power cap a GPU's clock follows the load of the last tenths of a second. The first row of a
-run is measured twice, and the first time thrown away. Before each call half a gigabyte is read, which empties the L2 of
-the arguments without leaving it dirty and gives the host a lead; it is not timed. On a CPU: wall clock.
+Several calls are compared with one baseline, a row for each. All of them take turns, A B C A B C, in blocks of
+``--seconds`` of which the first half does not count: under its power cap a GPU's clock follows the load of the last
+tenths of a second. A run's first turn is thrown away. Calls without a baseline have one block each. Before each call
+half a gigabyte is read, which empties the L2 of the arguments without leaving it dirty and gives the host a lead; it is
+not timed. On a CPU: wall clock.
 
 | column                         | what it holds                                                                       |
 |--------------------------------|-------------------------------------------------------------------------------------|
@@ -14,10 +15,11 @@ the arguments without leaving it dirty and gives the host a lead; it is not time
 | tflops, gb_per_s               | by the median; of bytes each of the inputs and outputs once                         |
 | share                          | of the ceiling that the same run measured: a dense matmul, or a copy                |
 | baseline_us, x, x_min, x_max   | median of the baseline; its ratio to ours: median and range over the turns          |
-| turns, repeats                 | pairs of blocks; calls that counted                                                 |
+| turns, repeats                 | blocks of ours; calls that counted                                                  |
 | block_ms, dropped_ms           | length of a block of ours, and the part that did not count                          |
 
-The files are written after every row, and rows that OUT holds are not measured again: a run that was cut short goes on.
+The files are written after every comparison, and rows that OUT holds are not measured again: a run that was cut short
+goes on.
 """
 
 import argparse
@@ -28,7 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -58,6 +60,16 @@ class Work:
     flops: float = 0
     moved: float = 0
     ceiling: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A call to be measured: what tells its row from others, what it does, further columns."""
+
+    key: Row
+    call: Call
+    work: Work = Work()
+    more: Row = field(default_factory=dict)
 
 
 class Bench:
@@ -105,43 +117,46 @@ class Bench:
 
     def compare(
         self,
-        key: Row,
-        ours: Call,
-        base: Call | None,
-        work: Work,
+        entries: Sequence[Entry],
+        base: Call | None = None,
         *,
         beside: Callable[[], AbstractContextManager] = nullcontext,
-        **more: object,
     ) -> None:
-        """Adds a row.
+        """Adds a row for each entry.
 
         Args:
-            ours: what is measured; its result was compared with the baseline's.
-            base: the baseline; None: the row has no ratio.
-            work: what ours does.
-            beside: a context that both are in while they are timed.
-            more: further columns.
+            entries: what is measured; each result was compared with the baseline's.
+            base: the baseline, the same of all entries; None: the rows have no ratio.
+            beside: a context that all are in while they are timed.
         """
-        times = self._turns(ours, base, beside)
+        calls = [*([base] if base else []), *(entry.call for entry in entries)]
+        times = self._turns(calls, self.args.turns if base else 1, beside)
         counted = [[block[len(block) // 2 :] for block in blocks] for blocks in times]
-        p20, p50, p80 = (round(us, 3) for us in percentiles([us for block in counted[-1] for us in block]))
+        first = 1 if base else 0
+        for entry, blocks, kept in zip(entries, times[first:], counted[first:], strict=True):
+            row = self._row(entry, blocks, kept, counted[0] if base else None)
+            self.rows.append(entry.key | {"control": False} | entry.more | row)
+            self.known.add(identity(entry.key))
+            print(" ".join(f"{name}={value}" for name, value in shown(self.rows[-1]).items()), flush=True)
+        self.write()
+
+    def _row(
+        self, entry: Entry, blocks: list[list[float]], counted: list[list[float]], base: list[list[float]] | None
+    ) -> Row:
+        """The measured columns: of an entry's microseconds by turn, all and those that count, and of the baseline's."""
+        p20, p50, p80 = (round(us, 3) for us in percentiles([us for block in counted for us in block]))
         row: Row = {"p20_us": p20, "p50_us": p50, "p80_us": p80}
-        rates = {"tflops": work.flops / p50 / 1e6, "gb_per_s": work.moved / p50 / 1e3}
+        rates = {"tflops": entry.work.flops / p50 / 1e6, "gb_per_s": entry.work.moved / p50 / 1e3}
         row |= {name: float(f"{rate:.6g}") if rate else None for name, rate in rates.items()}
-        top = self.ceiling(work.ceiling)
+        top = self.ceiling(entry.work.ceiling)
         row["share"] = round((rates["tflops"] or rates["gb_per_s"]) / top, 4) if top else None
         if base:
-            medians = [[median(block) for block in blocks] for blocks in counted]
-            ratios = [theirs / mine for theirs, mine in zip(*medians, strict=True)]
-            row |= {"baseline_us": round(median(us for block in counted[0] for us in block), 3)}
+            ratios = [median(theirs) / median(mine) for theirs, mine in zip(base, counted, strict=True)]
+            row |= {"baseline_us": round(median(us for block in base for us in block), 3)}
             row |= {"x": median(ratios), "x_min": min(ratios), "x_max": max(ratios)}
-        row |= {"turns": len(times[-1]), "repeats": sum(map(len, counted[-1]))}
-        whole, kept = (median(sum(block) / 1e3 for block in blocks) for blocks in (times[-1], counted[-1]))
-        row |= {"block_ms": round(whole, 1), "dropped_ms": round(whole - kept, 1)}
-        self.rows.append(key | {"control": False} | more | row)
-        self.known.add(identity(key))
-        print(" ".join(f"{name}={value}" for name, value in shown(self.rows[-1]).items()), flush=True)
-        self.write()
+        row |= {"turns": len(blocks), "repeats": sum(map(len, counted))}
+        whole, kept = (median(sum(block) / 1e3 for block in of) for of in (blocks, counted))
+        return row | {"block_ms": round(whole, 1), "dropped_ms": round(whole - kept, 1)}
 
     @contextmanager
     def whatever_fits(self, what: str) -> Iterator[None]:
@@ -178,7 +193,7 @@ class Bench:
         for what, (call, work) in calls.items():
             key = self.key(M=2 * size, N=2 * size, K=size, recipe="torch", what=what)
             if self.is_due(key):
-                self.compare(key, call, None, work, control=True)
+                self.compare([Entry(key=key, call=call, work=work, more={"control": True})])
 
     def write(self) -> None:
         write_results(self.args.out, self.rows, self.env | {"rows_left_out": str(self.left_out)})
@@ -191,29 +206,26 @@ class Bench:
             print(f"{self.left_out} rows left out, the time limit was reached: the same command goes on")
 
     def _turns(
-        self, ours: Call, base: Call | None, beside: Callable[[], AbstractContextManager]
+        self, calls: Sequence[Call], turns: int, beside: Callable[[], AbstractContextManager]
     ) -> list[list[list[float]]]:
-        """Microseconds by call (the baseline first), turn and repeat; a run's first ones are thrown away."""
-        calls = [call for call in (base, ours) if call]
-        counts = [self._count(call) for call in calls]
-        if not self.is_warm:
-            self.is_warm = True
-            self._turns(ours, base, beside)
+        """Microseconds by call, turn and repeat."""
+        counts = [self._count(call, turns) for call in calls]
         times: list[list[list[float]]] = [[] for _ in calls]
         with beside():
-            for _ in range(self.args.turns):
+            for _ in range(turns if self.is_warm else turns + 1):
                 for call, count, blocks in zip(calls, counts, times, strict=True):
                     blocks.append(self._block(call, count))
-        return times
+        self.is_warm = True
+        return [blocks[-turns:] for blocks in times]
 
-    def _count(self, call: Call) -> int:
+    def _count(self, call: Call, turns: int) -> int:
         """Calls that fill a block; the first of them compile."""
         self._block(call, 2)
         begun = time.perf_counter()
         self._block(call, 3)
         each = (time.perf_counter() - begun) / 3
         repeats = QUICK_REPEATS if self.args.quick else REPEATS
-        return max(2 * ceil(repeats / self.args.turns), ceil(self.args.seconds / each))
+        return max(2 * ceil(repeats / turns), ceil(self.args.seconds / each))
 
     def _block(self, call: Call, count: int) -> list[float]:
         """Microseconds of so many calls, one after the other."""

@@ -83,13 +83,13 @@ part() {
 
 for name in $parts; do
     case $name in
-        grouped_mm) part "$name" 40 python scripts/bench_grouped_mm.py @ "${common[@]}" "${shapes[@]}" ;;
+        grouped_mm) part "$name" 38 python scripts/bench_grouped_mm.py @ "${common[@]}" "${shapes[@]}" ;;
         # of the recipes, those of the tables
-        kernels) part "$name" 50 python scripts/bench_kernels.py @ "${common[@]}" "${shapes[@]}" \
+        kernels) part "$name" 40 python scripts/bench_kernels.py @ "${common[@]}" "${shapes[@]}" \
             --recipes bf16 mxfp8_2d_rebased mxfp8_2d mxfp8 ;;
-        moe_layer) part "$name" 60 torchrun --standalone --nproc-per-node="$gpus" scripts/bench_moe_layer.py @ \
+        moe_layer) part "$name" 45 torchrun --standalone --nproc-per-node="$gpus" scripts/bench_moe_layer.py @ \
             --device "$device" --quick "${tiny[@]}" ;;
-        pad) part "$name" 40 python scripts/bench_pad.py @ --device "$device" --quick ;;
+        pad) part "$name" 20 python scripts/bench_pad.py @ --device "$device" --quick ;;
         # short blocks: many rows, to see where cost stops being linear
         scaling) part "$name" 100 python scripts/bench_grouped_mm.py @ --device "$device" --quick --scaling "${shapes[@]}" ;;
         training) part "$name" 100 python scripts/bench_training.py @ --quick --ngpu "$gpus" \

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from bench import Bench, Call, Row, Work, parse, parser_of, run
+from bench import Bench, Call, Entry, Row, Work, parse, parser_of, run
 
 from titan_mxfp8 import mxfp8_grouped_mm
 from titan_mxfp8.backends import BACKENDS
@@ -126,11 +126,13 @@ def measure_job(bench: Bench, job: Job) -> None:
     with bench.whatever_fits(f"{shape.name} {job.what}"):
         x, w, dy, offs = make_problem(job, bench.device)
         base: Call = partial(step, function_of(AGAIN, offs, backend), x, w, dy, job.what)
+        entries = []
         for way in due:
             ours: Call = partial(step, function_of(way, offs, backend), x, w, dy, job.what)
             check(shape.name, way, ours(), base())
-            control = way in (AGAIN, COMPILED, BF16.name)
-            bench.compare(keys[way], ours, base, work, beside=beside, control=control)
+            control = {"control": way in (AGAIN, COMPILED, BF16.name)}
+            entries.append(Entry(key=keys[way], call=ours, work=work, more=control))
+        bench.compare(entries, base, beside=beside)
 
 
 def jobs(args: argparse.Namespace, rebases: bool) -> Iterator[Job]:

@@ -20,12 +20,12 @@ than MXFP8 explains ends the run. Recipe ``bf16`` is the control: our GEMMs on p
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
-from bench import Bench, Call, Work, parse, parser_of, run
+from bench import Bench, Call, Entry, Work, parse, parser_of, run
 from bench_grouped_mm import RECIPES, Job, check, make_problem
 
 from titan_mxfp8.backends import BACKENDS, plan
@@ -36,23 +36,20 @@ from titan_mxfp8.recipe import BF16, get_recipe
 from titan_mxfp8.testing import GROUPED_SHAPES, SMALL_EXPERT_SHAPES, GroupedShape, sums_per_stage
 
 Tensors = list[torch.Tensor]
+GEMMS = ("forward", "dgrad", "wgrad")
+QUANTIZERS = ("quantise x", "quantise dy", "quantise w", "quantise w again", "requantise x")
 
 
 class Passes:
     """The operands of a layer as a recipe wants them, and its passes over them, by the names of the table above."""
 
     def __init__(self, problem: Sequence[torch.Tensor], recipe_name: str, backend: str) -> None:
-        self.x, self.w, self.dy, self.offs = (tensor.detach() for tensor in problem)
+        self.x, self.w, self.dy, self.offs = problem
         recipe, device = get_recipe(recipe_name), self.x.device
         self.recipe, self.backend = recipe, backend
         self.plan = plan(recipe, backend, device)
         self.specs = matmul.Specs(*matmul.specs_of(recipe.key, backend, device))
         self.keeps_w = recipe.weight_block == "32x32" and spec_of(self.specs.w_dgrad).stored != "bf16"
-        # Made once, for the GEMMs. A pass that is timed makes its own.
-        self.x_forward, self.x_wgrad = self.quantize_x()
-        self.dy_dgrad, self.dy_wgrad = self.quantize_dy()
-        self.w_forward = self.quantize_w()[: self._tensors(self.specs.w_forward)]
-        self.w_dgrad = self.quantize_w_again()
 
     def quantize_x(self) -> tuple[Tensors, Tensors]:
         return matmul.quantize_input(self.x, self.offs, self.specs.x_forward, self.specs.x_wgrad, self.backend)
@@ -72,47 +69,39 @@ class Passes:
         key = rows.spec.key
         return library.requantize(rows.data, rows.scale, key, 0, self.specs.x_wgrad, self.offs, self.backend)
 
-    def gemm(self, name: str) -> torch.Tensor:
-        """One of the three, in bf16."""
-        out, specs, offs = torch.bfloat16, self.specs, self.offs
-        if name == "forward":
-            return matmul.forward(
-                self.x_forward, specs.x_forward, self.w_forward, specs.w_forward, offs, None, out, self.backend
-            )
-        if name == "dgrad":
-            return matmul.dgrad(self.dy_dgrad, specs.dy_dgrad, self.w_dgrad, specs.w_dgrad, offs, out, self.backend)
-        rows = self.dy.shape[0]
-        return matmul.wgrad(self.dy_wgrad, specs.dy_wgrad, self.x_wgrad, specs.x_wgrad, rows, offs, out, self.backend)
-
-    def bf16(self, name: str) -> torch.Tensor:
-        """The same by torch, of the tensors that nothing has quantised."""
-        x, w, dy = self.x, self.w, self.dy
-        a, b = {"forward": (x, w.mT), "dgrad": (dy, w), "wgrad": (dy.mT, x)}[name]
-        return torch._grouped_mm(a, b, offs=self.offs)
-
-    def quantizers(self) -> Iterator[tuple[str, Call, Sequence[torch.Tensor]]]:
-        """Name, call, and what it reads."""
-        yield "quantise x", self.quantize_x, [self.x]
-        yield "quantise dy", self.quantize_dy, [self.dy]
-        yield "quantise w", self.quantize_w, [self.w]
-        yield "quantise w again", self.quantize_w_again, [self.w]
-        spec = row_spec(self.plan.forward.a)
-        quantized = library.quantize(self.x, 1, spec.key, None, self.backend)
-        rows = Operand(quantized[0], quantized[1], spec, 1)
-        yield "requantise x", partial(self.requantize, rows), quantized
-
-    def sums(self, name: str) -> dict[str, float]:
-        """``sums_a`` and ``sums_b`` of exact FP8 operands on Hopper."""
+    def gemm(self, name: str) -> tuple[Call, dict[str, float]]:
+        """One of the three, on operands that are made here, and ``sums_a`` and ``sums_b`` where they are even."""
+        specs, common = self.specs, (self.offs, torch.bfloat16, self.backend)
         if name == "wgrad":
-            return {}
-        pairs = {
-            "forward": ((self.x_forward, self.specs.x_forward, 1), (self.w_forward, self.specs.w_forward, 2)),
-            "dgrad": ((self.dy_dgrad, self.specs.dy_dgrad, 1), (self.w_dgrad, self.specs.w_dgrad, 1)),
-        }[name]
-        operands = [Operand(tensors[0], tensors[-1], spec_of(key), axis) for tensors, key, axis in pairs]
+            a, b, rows = self.quantize_dy()[1], self.quantize_x()[1], self.dy.shape[0]
+            return partial(matmul.wgrad, a, specs.dy_wgrad, b, specs.x_wgrad, rows, *common), {}
+        if name == "forward":
+            a, b = self.quantize_x()[0], self.quantize_w()[: self._tensors(specs.w_forward)]
+            call = partial(matmul.forward, a, specs.x_forward, b, specs.w_forward, self.offs, None, *common[1:])
+            sides = (a, specs.x_forward, 1), (b, specs.w_forward, 2)
+        else:
+            a, b = self.quantize_dy()[0], self.quantize_w_again()
+            call = partial(matmul.dgrad, a, specs.dy_dgrad, b, specs.w_dgrad, *common)
+            sides = (a, specs.dy_dgrad, 1), (b, specs.w_dgrad, 1)
+        operands = [Operand(tensors[0], tensors[-1], spec_of(key), axis) for tensors, key, axis in sides]
         if any(operand.spec.stored != "even" for operand in operands):
-            return {}
-        return {f"sums_{side}": sums_per_stage(operand) for side, operand in zip("ab", operands, strict=True)}
+            return call, {}
+        return call, {f"sums_{side}": sums_per_stage(operand) for side, operand in zip("ab", operands, strict=True)}
+
+    def quantizer(self, name: str) -> tuple[Call, Sequence[torch.Tensor]]:
+        """One of ``QUANTIZERS``, and what it reads."""
+        if name == "requantise x":
+            spec = row_spec(self.plan.forward.a)
+            quantized = library.quantize(self.x, 1, spec.key, None, self.backend)
+            return partial(self.requantize, Operand(quantized[0], quantized[1], spec, 1)), quantized
+        calls = {
+            "quantise x": (self.quantize_x, self.x),
+            "quantise dy": (self.quantize_dy, self.dy),
+            "quantise w": (self.quantize_w, self.w),
+            "quantise w again": (self.quantize_w_again, self.w),
+        }
+        call, tensor = calls[name]
+        return call, [tensor]
 
     def _tensors(self, key: str) -> int:
         return 1 if spec_of(key).stored == "bf16" else 2
@@ -123,35 +112,46 @@ def tensors_of(value: object) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else [tensor for part in value for tensor in tensors_of(part)]
 
 
-def measure_shape(bench: Bench, shape: GroupedShape, recipe: str) -> None:
-    """The rows of a shape and a recipe that are due."""
-    names = ["forward", "dgrad", "wgrad"]
-    if get_recipe(recipe).quantized:
-        names += ["quantise x", "quantise dy", "quantise w", "quantise w again", "requantise x"]
+def bf16_gemm(name: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """One of the three by torch, of the tensors that nothing has quantised."""
+    a, b = {"forward": (x, w.mT), "dgrad": (dy, w), "wgrad": (dy.mT, x)}[name]
+    return torch._grouped_mm(a, b, offs=offs)
+
+
+def measure_shape(bench: Bench, shape: GroupedShape, recipes: Sequence[str]) -> None:
+    """The rows of a shape that are due."""
     spread = "zipf" if shape in SMALL_EXPERT_SHAPES else "balanced"
-    columns = {"M": shape.m, "N": shape.n, "K": shape.k, "G": shape.groups, "groups": spread, "recipe": recipe}
-    keys = {name: bench.key(**columns, what=name) for name in names}
-    due = {name: key for name, key in keys.items() if bench.is_due(key)}
+    columns = {"M": shape.m, "N": shape.n, "K": shape.k, "G": shape.groups, "groups": spread}
+    due = {}
+    for recipe in recipes:
+        for name in GEMMS + QUANTIZERS if get_recipe(recipe).quantized else GEMMS:
+            key = bench.key(**columns, recipe=recipe, what=name)
+            if bench.is_due(key):
+                due[recipe, name] = key
     if not due:
         return
-    with bench.whatever_fits(f"{shape.name} {recipe}"):
-        passes = Passes(
-            make_problem(Job(shape=shape, ways=(), spread=spread), bench.device), recipe, bench.env["backend"]
-        )
-        control = {"control": recipe == BF16.name}
-        for name in (name for name in due if name in ("forward", "dgrad", "wgrad")):
-            ours, base = partial(passes.gemm, name), partial(passes.bf16, name)
-            check(f"{shape.name} {name}", recipe, [ours()], [base()])
-            multiplies = getattr(passes.plan, name).multiplies
-            ceiling = "FP8 matmul" if multiplies == "FP8" else "bf16 matmul"
-            work = Work(flops=2 * shape.m * shape.n * shape.k, ceiling=ceiling)
-            bench.compare(due[name], ours, base, work, multiplies=multiplies, **control, **passes.sums(name))
-        for name, call, inputs in passes.quantizers() if get_recipe(recipe).quantized else ():
-            if name in due:
-                # what a GEMM takes unquantised is handed on, not written
-                written = [tensor for tensor in tensors_of(call()) if not any(tensor is given for given in inputs)]
-                moved = sum(tensor.nbytes for tensor in (*inputs, *written))
-                bench.compare(due[name], call, None, Work(moved=moved, ceiling="copy"))
+    with bench.whatever_fits(shape.name):
+        problem = make_problem(Job(shape=shape, ways=(), spread=spread), bench.device)
+        problem = [tensor.detach() for tensor in problem]
+        passes = {recipe: Passes(problem, recipe, bench.env["backend"]) for recipe, _ in due}
+        for gemm in GEMMS:
+            base, entries = partial(bf16_gemm, gemm, *problem), []
+            for recipe in (recipe for recipe, name in due if name == gemm):
+                ours, sums = passes[recipe].gemm(gemm)
+                check(f"{shape.name} {gemm}", recipe, [ours()], [base()])
+                multiplies = getattr(passes[recipe].plan, gemm).multiplies
+                ceiling = "FP8 matmul" if multiplies == "FP8" else "bf16 matmul"
+                work = Work(flops=2 * shape.m * shape.n * shape.k, ceiling=ceiling)
+                more = {"multiplies": multiplies, "control": recipe == BF16.name, **sums}
+                entries.append(Entry(key=due[recipe, gemm], call=ours, work=work, more=more))
+            if entries:
+                bench.compare(entries, base)
+        for recipe, name in (which for which in due if which[1] in QUANTIZERS):
+            call, inputs = passes[recipe].quantizer(name)
+            # what a GEMM takes unquantised is handed on, not written
+            written = [tensor for tensor in tensors_of(call()) if not any(tensor is given for given in inputs)]
+            work = Work(moved=sum(tensor.nbytes for tensor in (*inputs, *written)), ceiling="copy")
+            bench.compare([Entry(key=due[recipe, name], call=call, work=work)])
 
 
 def main(argv: Sequence[str]) -> None:
@@ -164,10 +164,9 @@ def main(argv: Sequence[str]) -> None:
     def measure(bench: Bench) -> None:
         bench.measure_ceilings()
         rebases = next(entry.rebases for entry in BACKENDS if entry.name == bench.env["backend"])
+        recipes = [recipe for recipe in args.recipes if rebases or get_recipe(recipe).scale_span == 32]
         for shape in args.shapes or shapes[: 1 if args.quick else None]:
-            for recipe in args.recipes:
-                if rebases or get_recipe(recipe).scale_span == 32:
-                    measure_shape(bench, shape, recipe)
+            measure_shape(bench, shape, recipes)
 
     run("kernels", args, measure)
 

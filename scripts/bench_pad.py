@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from bench import Bench, Work, parse, parser_of, run
+from bench import Bench, Entry, Work, parse, parser_of, run
 
 from titan_mxfp8.format.mx import ragged_rows
 from titan_mxfp8.ops.pad import pad_token_groups, unpad_token_groups
@@ -48,7 +48,8 @@ def measure_shape(bench: Bench, shape: PadShape, dtype: str) -> None:
         key = bench.key(M=shape.rows, K=shape.cols, G=shape.groups, groups="zipf", dtype=dtype, what=what)
         if bench.is_due(key):
             torch_us, cuda_us = shape.b200_us
-            bench.compare(key, call, base, work, b200_torch_us=torch_us, b200_cuda_us=cuda_us)
+            stated = {"b200_torch_us": torch_us, "b200_cuda_us": cuda_us}
+            bench.compare([Entry(key=key, call=call, work=work, more=stated)], base)
 
 
 def main(argv: Sequence[str]) -> None:

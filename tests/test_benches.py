@@ -49,19 +49,25 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[bench.Ben
 
 def test_baseline_and_ours_take_turns_and_half_a_block_does_not_count(scripted, tmp_path: Path) -> None:
     measured, ran, times = scripted
-    thrown_away = [[1.0, 1.0]] * 4
-    times += [*thrown_away, [500, 500, 90, 90], [70, 50, 30, 30], [500, 500, 40, 40], [500, 500, 20, 20]]
-    measured.compare(measured.key(what="first"), "ours", "bf16", bench.Work(flops=5e7, moved=5e4))
-    assert ran == ["bf16", "ours"] * 4, "the first row of a run is measured twice"
-    (row,) = rows_of(tmp_path)
+    thrown_away = [[1.0, 1.0]] * 3
+    times += thrown_away
+    times += [[500, 500, 90, 90], [70, 50, 30, 30], [9.0, 9.0], [500, 500, 40, 40], [500, 500, 20, 20], [5.0, 5.0]]
+    work = bench.Work(flops=5e7, moved=5e4)
+    entries = [bench.Entry(key=measured.key(what=what), call=what, work=work) for what in ("ours", "other")]
+    measured.compare(entries, "bf16")
+    assert ran == ["bf16", "ours", "other"] * 3, "a run's first turn is thrown away"
+    row, other = rows_of(tmp_path)
     # ratios are those of a turn: 90 / 30 and 40 / 20
     assert [float(row[name]) for name in ("x", "x_min", "x_max", "baseline_us")] == [2.5, 2, 3, 65]
     assert [float(row[name]) for name in ("p20_us", "p50_us", "p80_us", "repeats")] == [20, 25, 30, 4]
     assert [float(row[name]) for name in ("tflops", "gb_per_s")] == [2, 2]
     assert [float(row[name]) for name in ("block_ms", "dropped_ms")] == [0.6, 0.6]
-    times += [[50.0, 50.0]] * 4
-    measured.compare(measured.key(what="second"), "ours", "bf16", bench.Work())
-    assert len(ran) == 12, "later rows once"
+    assert [float(other[name]) for name in ("x", "x_min", "x_max", "baseline_us")] == [9, 8, 10, 65]
+    times += [[50.0, 50.0]] * 5
+    measured.compare([bench.Entry(key=measured.key(what="second"), call="ours")], "bf16")
+    assert len(ran) == 13, "later ones once"
+    measured.compare([bench.Entry(key=measured.key(what="third"), call="ours")])
+    assert len(ran) == 14, "without a baseline there is one block"
 
 
 def test_a_block_is_long_enough_and_has_enough_calls(monkeypatch, tmp_path: Path) -> None:
@@ -74,11 +80,16 @@ def test_a_block_is_long_enough_and_has_enough_calls(monkeypatch, tmp_path: Path
     monkeypatch.setattr(bench, "time", clock)
     args = Namespace(out=tmp_path, device="cpu", backend="auto", quick=False, turns=3, seconds=0.05, limit=1e9)
     measured = bench.Bench("x", args)
-    measured.compare(measured.key(what="slow"), lambda: lasts(0.01), None, bench.Work())
-    measured.compare(measured.key(what="fast"), lambda: lasts(0.0005), None, bench.Work())
+    measured.compare([bench.Entry(key=measured.key(what="slow"), call=lambda: lasts(0.01))])
+    measured.compare([bench.Entry(key=measured.key(what="fast"), call=lambda: lasts(0.0005))])
     slow, fast = rows_of(tmp_path)
-    assert (slow["p50_us"], slow["repeats"], slow["block_ms"], slow["dropped_ms"]) == ("10000.0", "21", "140.0", "70.0")
-    assert float(fast["block_ms"]) == pytest.approx(50, abs=1) and int(fast["repeats"]) == pytest.approx(150, abs=3)
+    assert (slow["p50_us"], slow["repeats"], slow["block_ms"], slow["dropped_ms"]) == (
+        "10000.0",
+        "20",
+        "400.0",
+        "200.0",
+    )
+    assert float(fast["block_ms"]) == pytest.approx(50, abs=1) and int(fast["repeats"]) == pytest.approx(50, abs=1)
 
 
 def test_bench_grouped_mm_compares_times_and_goes_on(tmp_path: Path, monkeypatch, capsys) -> None:
