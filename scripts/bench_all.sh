@@ -5,12 +5,12 @@ Fills one folder with the benchmarks of this machine's GPU, or GPUs, within 10 m
 again with the same OUT it goes on: parts that are finished are not repeated, of the others what is missing.
 
     ./scripts/bench_all.sh
-    OUT=results/2027-01-31_h200_bench MINUTES=20 PARTS="grouped_mm kernels pad moe_layer scaling training" ./scripts/bench_all.sh
+    OUT=results/2027-01-31_h200_bench MINUTES=20 PARTS="grouped_mm kernels scaling moe_layer pad training" ./scripts/bench_all.sh
     DEVICE=cpu QUICK=1 SHAPES=256,64,96,4 PARTS="grouped_mm kernels" ./scripts/bench_all.sh   # tries it without a GPU
 
 Environment:
     OUT      folder of the results [results/<date>_<GPUs>x<GPU>_bench]
-    PARTS    of: grouped_mm kernels moe_layer pad scaling training [all but training]
+    PARTS    of: grouped_mm kernels scaling moe_layer pad training [all but training]
     MINUTES  for all of them: a part that is to be cut short keeps what it has measured by then [10]
     QUICK    1: shorter blocks, fewer shapes
     SHAPES   those of grouped_mm, kernels and scaling, as M,N,K,G or by name
@@ -41,7 +41,7 @@ read -r gpus gpu <<< "$found"
 [ "$gpus" = 1 ] && count='' || count=${gpus}x
 out=results/$(date +%Y-%m-%d)_$count${gpu}_bench
 [ -z "${OUT:-}" ] || out=$(from_here "$OUT")
-parts=${PARTS:-grouped_mm kernels moe_layer pad scaling}
+parts=${PARTS:-grouped_mm kernels scaling moe_layer pad}
 mkdir -p "$out/logs"
 end=$((SECONDS + 60 * ${MINUTES:-10}))
 failed=0
@@ -83,15 +83,15 @@ part() {
 
 for name in $parts; do
     case $name in
-        grouped_mm) part "$name" 38 python scripts/bench_grouped_mm.py @ "${common[@]}" "${shapes[@]}" ;;
+        grouped_mm) part "$name" 36 python scripts/bench_grouped_mm.py @ "${common[@]}" "${shapes[@]}" ;;
         # of the recipes, those of the tables
-        kernels) part "$name" 40 python scripts/bench_kernels.py @ "${common[@]}" "${shapes[@]}" \
+        kernels) part "$name" 27 python scripts/bench_kernels.py @ "${common[@]}" "${shapes[@]}" \
             --recipes bf16 mxfp8_2d_rebased mxfp8_2d mxfp8 ;;
-        moe_layer) part "$name" 45 torchrun --standalone --nproc-per-node="$gpus" scripts/bench_moe_layer.py @ \
-            --device "$device" --quick "${tiny[@]}" ;;
-        pad) part "$name" 20 python scripts/bench_pad.py @ --device "$device" --quick ;;
         # short blocks: many rows, to see where cost stops being linear
-        scaling) part "$name" 100 python scripts/bench_grouped_mm.py @ --device "$device" --quick --scaling "${shapes[@]}" ;;
+        scaling) part "$name" 45 python scripts/bench_grouped_mm.py @ --device "$device" --quick --scaling "${shapes[@]}" ;;
+        moe_layer) part "$name" 85 torchrun --standalone --nproc-per-node="$gpus" scripts/bench_moe_layer.py @ \
+            --device "$device" --quick "${tiny[@]}" ;;
+        pad) part "$name" 100 python scripts/bench_pad.py @ --device "$device" --quick ;;
         training) part "$name" 100 python scripts/bench_training.py @ --quick --ngpu "$gpus" \
             --config train_configs/deepseek_v3_16b_1x8.toml --flavors 16B_4layers \
             --runs bf16 bf16+dispatch both+dispatch:mxfp8_2d_rebased grouped+dispatch:mxfp8_2d_rebased \
@@ -101,7 +101,7 @@ for name in $parts; do
             --parallelism.expert_parallel_degree="$gpus" --compile.components=model,loss \
             --activation_checkpoint.mode=none --checkpoint.no-enable ;;
         *)
-            echo "bench_all.sh: PARTS takes grouped_mm, kernels, moe_layer, pad, scaling and training, not '$name'" >&2
+            echo "bench_all.sh: PARTS takes grouped_mm, kernels, scaling, moe_layer, pad and training, not '$name'" >&2
             exit 2
             ;;
     esac

@@ -8,9 +8,10 @@ step is forward and backward, with the gradients of tokens and of all weights. T
 the same for both, and so is the routing. Shared experts are converted too, unless --shared-in-bf16. Before any time,
 output and gradients are compared with bf16's: a recipe that is further off than MXFP8 explains ends the run.
 
-A row is a layer and a way: a recipe with a transport and a choice of rows. The way and bf16 take turns, in blocks of
+A row is a layer and a way: a recipe with a transport and a choice of rows. bf16 and the ways take turns, in blocks of
 --seconds of which the first half does not count, after a turn that is thrown away. ``ms`` is the median over all
-counted steps, each as long as on its slowest rank; ``x`` is the median of the ratio to the block of bf16 right before.
+counted steps, each as long as on its slowest rank; ``x`` is the median of the ratio to the block of bf16 of the same
+turn.
 Controls are rows too (``control``): ``torchtitan``, bf16 against itself, and recipe ``bf16``, our dispatch with nothing
 quantised. ``peak`` is what a step allocates on top of weights, tokens and output gradient; ``held`` what a way takes
 besides from outside of torch's allocator, as symmetric buffers are.
@@ -120,10 +121,23 @@ class Way:
     rows: str = ""
 
     def __str__(self) -> str:
-        return f"{self.recipe} {self.transport} {self.rows}" if self.recipe else "torchtitan"
+        return " ".join(filter(None, (self.recipe, self.transport, self.rows))) or "torchtitan"
 
 
+Row = dict[str, object]
 Step = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A way that can be timed: its module, its step, how many fill a block, how far off it is, what it holds."""
+
+    way: Way
+    module: nn.Module
+    step: Step
+    calls: int
+    errors: dict[str, float]
+    held_gib: float
 
 
 class Block(nn.Module):
@@ -169,7 +183,7 @@ class Bench:
         if self.rank == 0:
             print(text, flush=True)
 
-    def write(self, rows: list[dict[str, object]], name: str, env: dict[str, str]) -> None:
+    def write(self, rows: list[Row], name: str, env: dict[str, str]) -> None:
         """The rows, on rank 0, as a file of the results."""
         if self.rank == 0:
             self.args.out.mkdir(parents=True, exist_ok=True)
@@ -202,7 +216,8 @@ class Bench:
             f"--model.converters={','.join(converters)}",
         ]
         if way.recipe:
-            flags += [f"--{GROUPED_MM}.dispatch={way.transport}", f"--{GROUPED_MM}.dispatch_rows={way.rows}"]
+            flags += [f"--{GROUPED_MM}.dispatch={way.transport}"]
+            flags += [f"--{GROUPED_MM}.dispatch_rows={way.rows}"] if way.rows else []
             flags += [f"--{name}.recipe_name={way.recipe}" for name in converters]
         return ConfigManager().parse_args(flags)
 
@@ -301,53 +316,54 @@ class Bench:
         free, total = torch.cuda.mem_get_info()
         return (total - free - torch.cuda.memory_reserved()) / GIB
 
-    def compare(self, layer: Layer, way: Way, bf16: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, object]:
-        """A row: the way and bf16 in turns."""
-        base, held = step_of(bf16, x, dy), self.outside()
+    def prepare(self, layer: Layer, way: Way, bf16: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Prepared:
+        """The way, compared with bf16 and compiled."""
+        held = self.outside()
         if way.recipe:
-            ours = self.build(layer, way)
-            copy_parameters(ours, bf16)
+            module = self.build(layer, way)
+            copy_parameters(module, bf16)
         else:
-            ours = bf16
-        errors = self.errors(way, ours, bf16, x, dy)
-        step = step_of(ours, x, dy)
-        held = self.outside() - held
-        calls = self.calls(base), self.calls(step)
-        times: list[list[list[float]]] = [[], []]
+            module = bf16
+        errors = self.errors(way, module, bf16, x, dy)
+        step = step_of(module, x, dy)
+        held = self.outside() - held if way.recipe else 0.0
+        return Prepared(
+            way=way, module=module, step=step, calls=self.calls(step), errors=errors, held_gib=max(0.0, held)
+        )
+
+    def compare(
+        self, layer: Layer, ways: Sequence[Prepared], bf16: nn.Module, x: torch.Tensor, dy: torch.Tensor
+    ) -> list[Row]:
+        """A row for each way: bf16 and the ways in turns."""
+        base = step_of(bf16, x, dy)
+        turns = [(bf16, base, self.calls(base)), *((way.module, way.step, way.calls) for way in ways)]
+        times: list[list[list[float]]] = [[] for _ in turns]
         for turn in range(self.args.turns + 1):
-            for one, each, count in ((base, times[0], calls[0]), (step, times[1], calls[1])):
-                block = self.block(one, count)
+            for (module, step, count), each in zip(turns, times, strict=True):
+                block = self.block(step, count)
+                forget_gradients(module, x)
                 if turn:  # the first is thrown away
                     each.append(block[len(block) // 2 :])
-        ratios = [median(theirs) / median(mine) for theirs, mine in zip(*times, strict=True)]
-        bf16_ms, ms = (percentiles([time for block in each for time in block]) for each in times)
-        router = max(error for name, error in errors.items() if "router" in name)
-        weights = max(error for name, error in errors.items() if "router" not in name and "." in name)
-        row = {
-            "way": str(way),
-            "control": way.recipe in ("", BF16.name),
-            "bf16_ms": bf16_ms[1],
-            "ms": ms[1],
-            "p20": ms[0],
-            "p80": ms[2],
-            "x": median(ratios),
-            "x_p20": percentiles(ratios)[0],
-            "x_p80": percentiles(ratios)[2],
-            "bf16_peak_gib": self.peak(base),
-            "peak_gib": self.peak(step),
-            "held_gib": max(0.0, held) if way.recipe else 0.0,
-            "error_y": errors["y"],
-            "error_dx": errors["x"],
-            "error_dw": weights,
-            "error_router": router,
-            "turns": self.args.turns,
-            "steps": sum(map(len, times[1])),
-        }
-        if self.args.profile and self.device.type == "cuda":
-            self.profile(f"{layer.name} {way}", step)
-        return row
+        bf16_ms, bf16_peak = percentiles([time for block in times[0] for time in block])[1], self.peak(base)
+        forget_gradients(bf16, x)
+        rows = []
+        for way, blocks in zip(ways, times[1:], strict=True):
+            ratios = [median(theirs) / median(mine) for theirs, mine in zip(times[0], blocks, strict=True)]
+            p20, p50, p80 = percentiles([time for block in blocks for time in block])
+            row: Row = {"way": str(way.way), "control": way.way.recipe in ("", BF16.name), "bf16_ms": bf16_ms}
+            row |= {"ms": p50, "p20": p20, "p80": p80, "x": median(ratios)}
+            row |= {"x_p20": percentiles(ratios)[0], "x_p80": percentiles(ratios)[2]}
+            row |= {"bf16_peak_gib": bf16_peak, "peak_gib": self.peak(way.step), "held_gib": way.held_gib}
+            row |= {"error_y": way.errors["y"], "error_dx": way.errors["x"]}
+            row["error_dw"] = max(error for name, error in way.errors.items() if "router" not in name and "." in name)
+            row["error_router"] = max(error for name, error in way.errors.items() if "router" in name)
+            rows.append(row | {"turns": self.args.turns, "steps": sum(map(len, blocks))})
+            if self.args.profile and self.device.type == "cuda":
+                self.profile(f"{layer.name} {way.way}", way.step)
+            forget_gradients(way.module, x)
+        return rows
 
-    def parts(self, layer: Layer) -> list[dict[str, object]]:
+    def parts(self, layer: Layer) -> list[Row]:
         """A row for each part and way."""
         (x, dy), args = self.problem(layer), self.args
         x, dy = (t.detach().view(layer.tokens, layer.dim) for t in (x, dy))
@@ -355,13 +371,13 @@ class Bench:
         scores = torch.rand(layer.tokens, layer.experts, device=self.device, generator=generator)
         scores, ids = scores.topk(layer.top_k, dim=1)
         rows = self.parts_of_torchtitan(layer, x, dy, scores, ids)
-        for recipe, transport, kept in itertools.product(args.recipes, args.transports, args.rows):
-            rows += self.parts_of(layer, Way(recipe=recipe, transport=transport, rows=kept), x, dy, scores, ids)
+        for way in (way for way in ways(args) if way.rows):
+            rows += self.parts_of(layer, way, x, dy, scores, ids)
         return rows
 
     def parts_of(
         self, layer: Layer, way: Way, x: torch.Tensor, dy: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor
-    ) -> list[dict[str, object]]:
+    ) -> list[Row]:
         """The same of one way, its experts left out."""
         plan, kernels = backends.plan(get_recipe(way.recipe), "auto", self.device), backends.load("auto", self.device)
         transport, choice = choose(way.transport, dist.group.WORLD if self.ranks > 1 else None, self.device)
@@ -405,7 +421,7 @@ class Bench:
 
     def parts_of_torchtitan(
         self, layer: Layer, x: torch.Tensor, dy: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor
-    ) -> list[dict[str, object]]:
+    ) -> list[Row]:
         """TorchTitan's layer with experts that hand on what they get. Its weights are not there."""
         moe_args = MoEArgs(
             num_experts=layer.experts,
@@ -443,7 +459,7 @@ class Bench:
         scores.requires_grad_(False)
         return rows
 
-    def part(self, layer: Layer, way: str, name: str, call: Step, size: int | None) -> dict[str, object]:
+    def part(self, layer: Layer, way: str, name: str, call: Step, size: int | None) -> Row:
         """A row: milliseconds of a call, those of the first half left out."""
         times = self.block(call, 2 * self.calls(call))
         p20, p50, p80 = percentiles(times[len(times) // 2 :])
@@ -468,19 +484,21 @@ def step_of(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Step:
     """Forward and backward; gradients are new tensors each time."""
 
     def step() -> None:
-        x.grad = None
-        for param in module.parameters():
-            param.grad = None
+        forget_gradients(module, x)
         module(x).backward(dy)
 
     return step
 
 
-def values_and_gradients(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Output and gradients of a step, this rank's part of each."""
+def forget_gradients(module: nn.Module, x: torch.Tensor) -> None:
     x.grad = None
     for param in module.parameters():
         param.grad = None
+
+
+def values_and_gradients(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Output and gradients of a step, this rank's part of each."""
+    forget_gradients(module, x)
     y = module(x)
     y.backward(dy)
     values = {"y": y.detach(), "x": x.grad}
@@ -502,7 +520,7 @@ def copy_parameters(module: nn.Module, source: nn.Module) -> None:
     module.load_state_dict(source.state_dict(), assign=True)
 
 
-def shown(row: dict[str, object]) -> dict[str, object]:
+def shown(row: Row) -> Row:
     """What is printed of a row."""
     short = {name: row[name] for name in ("layer", "ranks", "way", "bf16_ms", "ms", "x")}
     short["x, p20 to p80"] = f"{row['x_p20']:.3f} to {row['x_p80']:.3f}"
@@ -513,7 +531,7 @@ def median(values: Sequence[float]) -> float:
     return percentiles(values)[1]
 
 
-def read_rows(path: Path) -> list[dict[str, object]]:
+def read_rows(path: Path) -> list[Row]:
     """The rows of an earlier run, numbers as such; none where there was none."""
     if not path.is_file():
         return []
@@ -534,9 +552,11 @@ def tiny(layer: Layer) -> Layer:
 
 
 def ways(args: argparse.Namespace) -> list[Way]:
-    """The control first."""
-    chosen = itertools.product(args.recipes, args.transports, args.rows)
-    return [Way()] + [Way(recipe=recipe, transport=transport, rows=rows) for recipe, transport, rows in chosen]
+    """The control first. TorchTitan's dispatch knows one choice of rows, and with bf16 would be TorchTitan's layer."""
+    chosen = [Way(recipe=one, transport=transport) for one in args.recipes for transport in args.transports]
+    off = [way for way in chosen if way.transport == "off" and way.recipe != BF16.name]
+    sent = [replace(way, rows=rows) for way in chosen for rows in args.rows if way.transport != "off"]
+    return [Way(), *sent, *off]
 
 
 @contextmanager
@@ -557,9 +577,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     names = [layer.name for layer in LAYERS]
     add("--out", type=Path, required=True, help="folder for data.csv and env.json")
     add("--layers", nargs="+", choices=names, help="[all that the number of processes allows]")
-    recipes = ["bf16", "mxfp8_2d_rebased", "mxfp8_2d"]
+    recipes = ["bf16", "mxfp8_2d_rebased", "mxfp8_2d", "mxfp8"]
     add("--recipes", nargs="+", default=recipes, metavar="RECIPE", help=f"[{' '.join(recipes)}]")
-    add("--transports", nargs="+", default=["auto"], choices=("auto", "collective", "symmetric"), help="[auto]")
+    help_text = "off: TorchTitan's dispatch, our experts [auto]"
+    add("--transports", nargs="+", default=["auto"], choices=("auto", "collective", "symmetric", "off"), help=help_text)
     add("--rows", nargs="+", default=["counted"], choices=("counted", "worst_case"), help="[counted]")
     add("--shared-in-bf16", action="store_true", help="leave the linears of shared experts as they are")
     add("--turns", type=int, default=10, help="blocks of each way that count [10]")
@@ -608,18 +629,20 @@ def main(argv: Sequence[str]) -> None:
                 due = [way for way in ways(args) if (layer.name, bench.ranks, str(way)) not in done]
                 if not due:
                     continue
-                bf16, (x, dy) = bench.build(layer, Way()), bench.problem(layer)
+                bf16, (x, dy), prepared = bench.build(layer, Way()), bench.problem(layer), []
                 for way in due:
                     if bench.largest([time.monotonic() - started])[0] > args.limit:
                         bench.say(f"{layer.name} {way}: not begun, the time limit is reached")
                         continue
-                    sizes = (layer.tokens, layer.dim, layer.hidden, layer.experts, layer.top_k, layer.shared)
-                    key = {"layer": layer.name, "ranks": bench.ranks}
-                    key |= dict(zip(("tokens", "D", "H", "experts", "top_k", "shared"), sizes, strict=True))
-                    rows.append(key | bench.compare(layer, way, bf16, x, dy))
-                    bench.say(format_table([shown(rows[-1])]))
-                    bench.write(rows, "data.csv", env)
-                del bf16, x, dy
+                    prepared.append(bench.prepare(layer, way, bf16, x, dy))
+                sizes = (layer.tokens, layer.dim, layer.hidden, layer.experts, layer.top_k, layer.shared)
+                key: Row = {"layer": layer.name, "ranks": bench.ranks}
+                key |= dict(zip(("tokens", "D", "H", "experts", "top_k", "shared"), sizes, strict=True))
+                new = [key | row for row in bench.compare(layer, prepared, bf16, x, dy)] if prepared else []
+                rows += new
+                bench.say(format_table(list(map(shown, new))))
+                bench.write(rows, "data.csv", env)
+                del bf16, x, dy, prepared
     except ValueError as error:
         sys.exit(f"bench_moe_layer: {error}")
     finally:

@@ -179,14 +179,15 @@ def moe_layers(*paths: Path, ranks: str = "2") -> list[Cells]:
     found: dict[str, Cells] = {}
     for path in paths:
         for row in read(path):
-            recipe = row["way"].split()[0]
+            recipe, *how = row["way"].split()
             if row["ranks"] != ranks or recipe == "torchtitan":
                 continue
             sizes = ", ".join(row[name] for name in ("tokens", "D", "H", "experts", "top_k"))
             label = f"{sizes} ({LAYERS.get(row['layer'], row['layer'])})"
-            columns = dict.fromkeys((code(name) for name in ("bf16", "mxfp8_2d", "mxfp8_2d_rebased")), "")
+            columns = dict.fromkeys((code(name) for name in ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")), "")
             cells = found.setdefault(label, {"tokens per GPU, D, H, experts, top-k": label} | columns)
-            cells[code(recipe)] = cells.get(code(recipe)) or f"{float(row['x']):.2f}"
+            column = code(recipe) + (", `dispatch` off" if how == ["off"] else "")
+            cells[column] = cells.get(column) or f"{float(row['x']):.2f}"
     return list(found.values())
 
 
