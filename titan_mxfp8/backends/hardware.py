@@ -1,5 +1,7 @@
 """The one place that looks at hardware: what a device, or a named GPU of a cluster, can do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -50,9 +52,27 @@ CLUSTER_GPUS = {
 }
 
 
-@cache
+_standing_in: list[Hardware] = []
+
+
+@contextmanager
+def stand_in(hardware: Hardware) -> Iterator[None]:
+    """Within, every device is taken for ``hardware``, so that a model on the meta device is planned as it would be
+    there. Nothing can be computed so."""
+    _standing_in.append(hardware)
+    try:
+        yield
+    finally:
+        _standing_in.pop()
+
+
 def hardware_of(device: torch.device) -> Hardware:
     """What ``device`` is."""
+    return _standing_in[-1] if _standing_in else _look_at(device)
+
+
+@cache
+def _look_at(device: torch.device) -> Hardware:
     if device.type != "cuda":
         return Hardware(device.type, str(device))
     name = torch.cuda.get_device_name(device)

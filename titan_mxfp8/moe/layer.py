@@ -23,6 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titan_mxfp8 import backends
 from titan_mxfp8.backends import Plan
+from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.format.mx import ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.moe import ROWS, TRANSPORTS, Landing, Rows, Transport, TransportName, choose
@@ -147,7 +148,7 @@ class _Layer(NamedTuple):
         return _Layer(recipe, backend, transport, is_worst, int(most_rows), limit, keep == "True", int(ranks), group)
 
     def plan(self, device: torch.device) -> Plan:
-        return _plan(self.recipe, self.backend, device)
+        return _plan(self.recipe, self.backend, backends.hardware_of(device))
 
     def connect(self, device: torch.device) -> Transport:
         group = dist.distributed_c10d._resolve_process_group(self.group) if self.group else None
@@ -157,8 +158,8 @@ class _Layer(NamedTuple):
 
 
 @cache
-def _plan(recipe: str, backend: str, device: torch.device) -> Plan:
-    return backends.plan(Recipe.of_key(recipe), backend, device)
+def _plan(recipe: str, backend: str, hardware: Hardware) -> Plan:
+    return backends.plan_on(Recipe.of_key(recipe), backend, hardware)
 
 
 class _MoE(torch.autograd.Function):

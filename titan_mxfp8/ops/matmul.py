@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from titan_mxfp8 import backends
+from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.format.mx import MXTensor
 from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
 from titan_mxfp8.ops import library
@@ -42,8 +43,8 @@ class Specs(NamedTuple):
 
 
 @cache
-def _planned(recipe: str, backend: str, device: torch.device) -> tuple[str, ...]:
-    plan = backends.plan(Recipe.of_key(recipe), backend, device)
+def _planned(recipe: str, backend: str, hardware: Hardware) -> tuple[str, ...]:
+    plan = backends.plan_on(Recipe.of_key(recipe), backend, hardware)
     gemms = plan.forward, plan.dgrad, plan.wgrad
     return tuple(spec.key for gemm in gemms for spec in (gemm.a, gemm.b))
 
@@ -58,7 +59,7 @@ def specs_of(recipe: str, backend: str, device: torch.device) -> tuple[str, ...]
     Raises:
         ValueError: as ``backends.select``.
     """
-    return _planned(recipe, backend, device)
+    return _planned(recipe, backend, backends.hardware_of(device))
 
 
 def quantize(x: torch.Tensor, axis: int, spec: str, offs: torch.Tensor | None, backend: str) -> list[torch.Tensor]:
