@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from test_scripts import shell
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.moe import moe
 
-from titan_mxfp8.tools.dry_run import Report, dry_run, parse_config
+from titan_mxfp8.tools.dry_run import Report, converted_model, dry_run, fake_processes, parse_config
 from titan_mxfp8.tools.memory import GIB
 
 ROOT = Path(__file__).parent.parent
@@ -109,16 +111,73 @@ def test_what_lowers_the_memory() -> None:
     assert activations(f"{mode}full", "--training.local_batch_size=3") == pytest.approx(3 * full)
 
 
-def test_eager_mxfp8_layers_keep_one_input_each() -> None:
-    """Of 48 blocks: w1 and w3 of the shared expert, whose input the router keeps anyway, and w3 of the routed one."""
+EAGER = ("--activation_checkpoint.mode=none", "--compile.no-enable")
 
-    def activations(*flags: str) -> float:
-        flags = ("--activation_checkpoint.mode=none", "--quantize.grouped_mm.mx.dispatch=off", *flags)
-        return check(LLAMA4, "--cluster.gpu=", *flags).memory.activations
 
-    eager, bf16 = activations("--compile.no-enable"), activations("--compile.no-enable", "--model.converters=")
-    assert eager - bf16 == 8192 * 48 * 3 * 2 * 5120
-    assert activations() == activations("--model.converters=") < bf16
+def saved(*flags: str, recipe: str = "", gpu: str = "GB200") -> float:
+    """Bytes that each of Llama4's 48 blocks saves of each of 8192 tokens, without checkpointing or compilation."""
+    recipes = [f"--quantize.{kind}.mx.recipe_name={recipe}" for kind in ("linear", "grouped_mm") if recipe]
+    return check(LLAMA4, f"--cluster.gpu={gpu}", *EAGER, *recipes, *flags).memory.activations / 48 / 8192
+
+
+def test_what_mxfp8_saves_depends_on_recipe_gpu_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of titan_mxfp8/README.md that begin with "saved: x"."""
+    monkeypatch.setattr("titan_mxfp8.tools.dry_run.FILL", 9)  # none of it fits an H100, and nothing is to be trained
+    # The inputs of wq, wo, w1, w3 and w2 of the shared expert and of the routed one.
+    inputs = 2 * 5120 + 2 * (2 * 5120 + 8192)
+    off = "--quantize.grouped_mm.mx.dispatch=off"
+    requantized = [f"--quantize.{kind}.mx.requantize_input" for kind in ("linear", "grouped_mm")]
+    bf16, exact = saved("--model.converters="), saved(off, recipe="mxfp8_2d", gpu="H100")
+    # What bf16 keeps once: wq's input is wk's and wv's too, w1's is w3's (and the shared one's the router's), and wo's
+    # is attention's output.
+    assert exact - bf16 == 2 * 5 * 5120
+    assert saved(off, recipe="mxfp8", gpu="H100") == saved(off, *requantized, recipe="mxfp8", gpu="H100") == exact
+    assert exact - saved(off, *requantized, recipe="mxfp8_2d", gpu="H100") == inputs * (1 - 1 / 32)
+    # FP8 along the tokens: those of an expert are padded to whole blocks.
+    rebased, in_blocks = saved(off, recipe="mxfp8_2d_rebased", gpu="H100"), saved(off, recipe="mxfp8")
+    assert exact - rebased == pytest.approx(inputs * (1 - 1 / 128), rel=0.01)
+    assert exact - in_blocks == pytest.approx(inputs * (1 - 1 / 32), rel=0.01)
+
+
+def test_what_a_layer_saves_that_dispatches_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row in FP8 with its scales in place of one in bf16; gate and up as they are."""
+    monkeypatch.setattr("titan_mxfp8.tools.dry_run.FILL", 9)
+    experts = "--model.converters=quantize.grouped_mm.mx"
+    bf16, exact, rebased = (
+        saved(experts, f"--quantize.grouped_mm.mx.recipe_name={recipe}", gpu="H100")
+        for recipe in ("bf16", "mxfp8", "mxfp8_2d_rebased")
+    )
+    assert (bf16 - exact, bf16 - rebased) == (5120 * (1 - 1 / 32), 5120 * (1 - 1 / 128))
+
+
+def test_weights_are_kept_for_dgrad_where_fsdp_does_not_free_them() -> None:
+    """In FP8 with a scale for 32x32, in place of the copy in bf16 of a weight in fp32."""
+
+    def activations(recipe: str, processes: int) -> float:
+        recipes = [f"--quantize.{kind}.mx.recipe_name={recipe}" for kind in ("linear", "grouped_mm")]
+        layout = ("--cluster.gpu=H200", f"--cluster.gpus_per_node={processes}", "--quantize.grouped_mm.mx.dispatch=off")
+        return check("debug_llama4", *EAGER, *layout, *recipes).memory.activations
+
+    config = parse_config(str(TOMLS["debug_llama4"]))
+    with fake_processes(1):
+        model, _ = converted_model(config, ParallelDims(*[1] * 7, world_size=1))
+    weights = sum(
+        param.numel()
+        for module in model.modules()
+        if hasattr(module, "mxfp8")
+        for param in module.parameters(recurse=False)
+    )
+    assert activations("mxfp8", 1) - activations("mxfp8_2d", 1) == weights * (1 - 1 / 1024)
+    assert activations("mxfp8", 2) == activations("mxfp8_2d", 2)
+
+
+def test_compiled_blocks_save_less_and_dry_runs_leave_torchtitan_as_it_was() -> None:
+    experts = moe._run_experts_grouped_mm
+    flags = ("--cluster.gpu=", "--activation_checkpoint.mode=none")
+    for converted in ([], ["--model.converters="]):
+        eager = check(LLAMA4, *flags, "--compile.no-enable", *converted).memory.activations
+        assert check(LLAMA4, *flags, *converted).memory.activations < 0.95 * eager
+    assert moe._run_experts_grouped_mm is experts
 
 
 @pytest.mark.parametrize(
@@ -132,7 +191,7 @@ def test_eager_mxfp8_layers_keep_one_input_each() -> None:
         (
             LLAMA4,
             ["--training.local_batch_size=8"],
-            r"does not fit: 123\.\d GiB .*70% of H100's 74.5 GiB. To fit: shard over more GPUs or lower training.loc",
+            r"does not fit: 12\d\.\d GiB .*70% of H100's 74.5 GiB. To fit: shard over more GPUs or lower training.loc",
         ),
         (
             LLAMA4,

@@ -8,7 +8,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -23,7 +23,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import set_default_dtype
 
 from titan_mxfp8 import backends
-from titan_mxfp8.backends.hardware import CLUSTER_GPUS
+from titan_mxfp8.backends.hardware import CLUSTER_GPUS, stand_in
 from titan_mxfp8.modules import as_list
 from titan_mxfp8.plugin.checks import (
     check_batch,
@@ -40,6 +40,7 @@ from titan_mxfp8.recipe import Recipe
 from titan_mxfp8.tools.flavors import is_study_flavor
 from titan_mxfp8.tools.memory import FILL, GIB, Memory, card_memory, estimate_memory, model_parallel_shape
 from titan_mxfp8.tools.roofline import Layer, Step
+from titan_mxfp8.tools.saved import COMPILE_BACKEND
 
 CONFIG_MODULE = "Set it to 'titan_mxfp8.plugin', or to a module whose JobConfig derives from that one's"
 
@@ -68,6 +69,23 @@ class LocalConfigManager(ClusterConfigManager):
     """Parses a config as training on this machine would, which has to bring the plugin's fields."""
 
     _validate_config = ConfigManager._validate_config  # with the plugin's checks
+
+
+@contextmanager
+def cluster_backends(job_config: JobConfig) -> Iterator[None]:
+    """Within, a model is converted, and planned, as on the cluster's GPU; where the config names none that we know, as
+    here. Experts that are compiled save what ``tools/saved.py`` can look at."""
+    gpu, compile_backend = job_config.cluster.gpu, job_config.compile.backend
+    named = [mx.backend for mx in converter_configs(job_config).values()]
+    try:
+        with local_backends(job_config), stand_in(CLUSTER_GPUS[gpu]) if gpu in CLUSTER_GPUS else nullcontext():
+            if gpu in CLUSTER_GPUS:
+                for mx, backend in zip(converter_configs(job_config).values(), named, strict=True):
+                    mx.backend = backend
+            job_config.compile.backend = COMPILE_BACKEND
+            yield
+    finally:
+        job_config.compile.backend = compile_backend
 
 
 @contextmanager
@@ -208,7 +226,7 @@ def dry_run(job_config: JobConfig) -> Report:
         raise ValueError(f"flavor {job_config.model.flavor!r} needs model.study_flavors = true")
     with fake_processes(world_size):
         dims.build_mesh()
-        with local_backends(job_config):
+        with cluster_backends(job_config):
             model, args = converted_model(job_config, dims)
         dispatching = [module for module in model.modules() if isinstance(module, MXFP8MoE)]
         if card is not None and dispatching and job_config.quantize.grouped_mm.mx.dispatch_rows == "worst_case":
@@ -221,7 +239,8 @@ def dry_run(job_config: JobConfig) -> Report:
             sharded = get_train_spec(job_config.model.name).parallelize_fn(model, dims, eager)
         except (AssertionError, NotImplementedError, RuntimeError) as error:
             raise ValueError(f"TorchTitan cannot lay out the model so: {error}") from error
-        memory = estimate_memory(whole, sharded, job_config, dims)
+        with cluster_backends(job_config):
+            memory = estimate_memory(whole, sharded, job_config, dims)
         step = step_of(sharded, job_config, dims, memory, flops)
     if card is not None and memory.total > FILL * card[1]:
         raise ValueError(

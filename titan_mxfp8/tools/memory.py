@@ -3,10 +3,11 @@
 Everything that a step needs is added up as if it were all alive at once, which no moment of a step reaches. In exchange
 the CUDA context, NCCL's buffers, the allocator's fragmentation and uneven routing are left out.
 
-Held against two peaks of Llama4 17Bx16E cut to 2 layers (FSDP 4, EP 4, sequences of 8192, compiled, no checkpointing,
-bf16): 70.9 GiB for the 70.9 that TorchTitan logged as reserved on H200s with a local batch of 4, where what is counted
-too often and what is left out happen to cancel; and 107.5 GiB for the 145.55 that torchao's README states for B200s
-with a local batch of 8, 26% too low. No term is fitted to either.
+Held against 51 peaks that TorchTitan logged as reserved on one, two and four H200s, compiled, without checkpointing
+(``results/``; no term is fitted to them): of Llama4 17Bx16E cut to 2 and 4 layers from 7% below to 3% above; of
+DeepSeek-V3 16B cut to 4 layers from 15% to 4% below on two GPUs, which is not explained, and from 2% to 7% above on
+one. torchao's README states 145.55 GiB for 2 layers of Llama4 on four B200s with a local batch of 8: 107.5 here, 26%
+too low.
 
 | part        | bytes on one GPU                                                                                   |
 |-------------|----------------------------------------------------------------------------------------------------|
@@ -15,7 +16,7 @@ with a local batch of 8, 26% too low. No term is fitted to either.
 | optimizer   | twice the parameters: Adam's two moments                                                           |
 | gathered    | FSDP: the output layer and the two largest blocks, unsharded (a block runs while the next one is   |
 |             | gathered), 2 per element; the unsharded gradient of the largest unit, 2, and its copy to reduce, 4 |
-| activations | saved for backward, see ``saved_per_token``; with checkpointing, see ``activation_bytes``          |
+| activations | saved for backward, see ``saved.py``; with checkpointing, see ``activation_bytes``                 |
 | logits      | tokens x vocabulary, times 4 with a compiled loss (bf16 logits and their gradient), else 12 (fp32  |
 |             | log-softmax, its gradient and a temporary)                                                         |
 """
@@ -30,8 +31,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 
-from titan_mxfp8.format.mx import BLOCK_SIZE
 from titan_mxfp8.plugin.moe import MXFP8MoE
+from titan_mxfp8.tools.saved import saved_by_blocks
 
 GIB = 2**30
 
@@ -84,13 +85,14 @@ def estimate_memory(whole: nn.Module, sharded: nn.Module, job_config: JobConfig,
     training, compiled = job_config.training, job_config.compile
     local = sum(_local(param).nbytes for param in sharded.parameters())
     tokens = training.local_batch_size * training.seq_len / (dims.cp * dims.tp)
+    frees_weights = any(isinstance(module, FSDPModule) for module in sharded.modules())
     loss_is_compiled = compiled.enable and "loss" in compiled.components
     return Memory(
         parameters=local,
         gradients=local,
         optimizer=2 * local,
         gathered=_gathered_bytes(sharded, TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize),
-        activations=tokens * activation_bytes(whole, job_config),
+        activations=activation_bytes(whole, job_config, dims, frees_weights),
         logits=tokens * whole.output.out_features * (4 if loss_is_compiled else 12),
     )
 
@@ -109,104 +111,40 @@ def model_parallel_shape(param: torch.Tensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def activation_bytes(model: nn.Module, job_config: JobConfig) -> float:
-    """Bytes per token that the forward pass of all blocks keeps for backward.
+def activation_bytes(model: nn.Module, job_config: JobConfig, dims: ParallelDims, frees_weights: bool) -> float:
+    """Bytes that the forward pass of all blocks keeps for backward.
 
-    - ``none``: what every block saves.
+    - ``none``: what every block saves (``saved_by_blocks``).
     - ``full``: every block's input; and what one block saves, while backward runs it again.
     - ``selective``, option N: every N-th block as in ``full``.
-    - ``selective``, option ``op``: every block's input, the outputs of MXFP8 GEMMs (``converters.save_gemm_outputs``),
-      half of those of bf16 linears (TorchTitan saves every second one), the attention's output, the two all-to-alls;
-      and what one block saves.
+    - ``selective``, option ``op``: every block's input, and the outputs of the operators on TorchTitan's list, to which
+      ``converters.save_gemm_outputs`` adds ours, and of its two all-to-alls; and what one block saves.
     - ``memory_budget`` b: the input, and the share b of the rest.
     """
-    ac, compiled = job_config.activation_checkpoint, job_config.compile
-    fused = compiled.enable and "model" in compiled.components
-    dim = model.tok_embeddings.embedding_dim
-    blocks = list(model.layers.values())
-    saved = [saved_per_token(block, dim, fused) for block in blocks]
+    ac, training = job_config.activation_checkpoint, job_config.training
+    tokens = training.local_batch_size * training.seq_len // (dims.cp * dims.tp)
+    block_input = 2 * model.tok_embeddings.embedding_dim * tokens
+    saved = saved_by_blocks(model, job_config, dims, frees_weights)
+    whole = [one.by_autograd for one in saved]
     if ac.mode == "none":
-        return sum(saved)
+        return sum(whole)
     if ac.mode == "memory_budget":
-        return sum(2 * dim + ac.memory_budget * (one - 2 * dim) for one in saved)
+        return sum(block_input + ac.memory_budget * (one - block_input) for one in whole)
     if ac.mode == "full":
-        kept = [2 * dim] * len(blocks)
+        kept = [block_input] * len(saved)
     elif ac.selective_ac_option == "op":
-        kept = [2 * dim + _saved_by_op_policy(block, dim) for block in blocks]
+        sent = [2 * block_input * _copies_sent(block, dims) for block in model.layers.values()]
+        kept = [block_input + one.by_operators + exchanged for one, exchanged in zip(saved, sent, strict=True)]
     else:
         every = int(ac.selective_ac_option)
-        kept = [one if number % every else 2 * dim for number, one in enumerate(saved, 1)]
-    return sum(kept) + max(saved)
+        kept = [one if number % every else block_input for number, one in enumerate(whole, 1)]
+    return sum(kept) + max(whole)
 
 
-# Linears that read the same input as a sibling, and linears whose output is added to the residual, which saves nothing.
-SHARES_INPUT = {"wk", "wv", "wkv_a", "w3"}
-ADDED = {"wo", "w2"}
-
-
-def saved_per_token(block: nn.Module, dim: int, fused: bool) -> float:
-    """Bytes per token that the forward pass of a block keeps for backward, without checkpointing.
-
-    Each of 2 bytes: the block's input and the sum after attention; every distinct input of a linear, which converted
-    linears and experts that are not compiled keep one by one, each as it quantised it; every output that is not merely
-    added up; for latent attention the keys, put together from two linears. A gated MLP that is not
-    compiled keeps silu's output too. Each routed copy of a token adds: the experts' input and 3 hidden vectors, and an
-    fp32 copy for the gradient of the router's score. Where the layer dispatches its own tokens, a copy adds its row in
-    FP8 with its scales, or bf16, and 2 hidden vectors; with ``dispatch_rows = "worst_case"`` more than is counted here.
-    """
-    elements = 2.0 * dim
-    for name, linear in _linears(block).items():
-        leaf = name.rsplit(".", 1)[-1]
-        # the shared experts and the router read the same tensor
-        shares = leaf in SHARES_INPUT or name == "moe.shared_experts.w1"
-        if not shares or (hasattr(linear, "mxfp8") and not fused):
-            elements += linear.in_features
-        if leaf not in ADDED:
-            elements += linear.out_features
-        if leaf == "wkv_b":
-            elements += next(q for end in ("wq_b", "wq") if (q := _linears(block).get(f"attention.{end}"))).out_features
-        if leaf == "w1" and not fused:
-            elements += linear.out_features
-    if hasattr(block, "moe"):
-        hidden = _hidden(block, dim)
-        if isinstance(block.moe, MXFP8MoE):
-            elements += block.moe.router.top_k * _landed(block, dim)
-        else:
-            inputs = 2 if hasattr(block.moe.experts, "w3") and hasattr(block.moe.experts, "mxfp8") and not fused else 1
-            elements += block.moe.router.top_k * (inputs * dim + hidden * (1 if fused else 4 / 3) + 2 * dim)
-    return 2 * elements
-
-
-def _saved_by_op_policy(block: nn.Module, dim: int) -> float:
-    linears = _linears(block)
-    elements = linears["attention.wo"].in_features
-    elements += sum(linear.out_features * (1 if hasattr(linear, "mxfp8") else 0.5) for linear in linears.values())
-    if hasattr(block, "moe") and isinstance(block.moe, MXFP8MoE):
-        elements += block.moe.router.top_k * _landed(block, dim)
-    elif hasattr(block, "moe"):
-        elements += 2 * block.moe.router.top_k * dim  # the two all-to-alls
-        if hasattr(block.moe.experts, "mxfp8"):
-            elements += block.moe.router.top_k * sum(param.shape[1] for param in _experts(block))
-    return 2 * elements
-
-
-def _landed(block: nn.Module, dim: int) -> float:
-    """Elements of 2 bytes that a layer which dispatches its own tokens keeps of a routed copy: its row, gate and up."""
-    quantized = block.moe.experts.mxfp8.recipe.quantized
-    return (dim * (1 + 1 / BLOCK_SIZE) / 2 if quantized else dim) + 2 / 3 * _hidden(block, dim)
-
-
-def _hidden(block: nn.Module, dim: int) -> float:
-    """3 H: of w1, w2, w3 of (E, H, D), (E, D, H), (E, H, D), or gpt-oss's (E, 2H, D), (E, D, H)."""
-    return sum(param.numel() for param in _experts(block)) / block.moe.experts.num_experts / dim
-
-
-def _linears(block: nn.Module) -> dict[str, nn.Linear]:
-    return {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
-
-
-def _experts(block: nn.Module) -> list[nn.Parameter]:
-    return [param for param in block.moe.experts.parameters() if param.ndim == 3]
+def _copies_sent(block: nn.Module, dims: ParallelDims) -> int:
+    """Of a token, by TorchTitan's all-to-all."""
+    sends = dims.ep > 1 and hasattr(block, "moe") and not isinstance(block.moe, MXFP8MoE)
+    return block.moe.router.top_k if sends else 0
 
 
 def _gathered_bytes(model: nn.Module, itemsize: int) -> float:

@@ -1,0 +1,218 @@
+"""What the forward pass of a model's blocks saves for backward: looked at, not computed from recipes and options.
+
+A block of each kind runs forward on the meta device, where nothing is computed and no memory is taken, and what is
+given to autograd to keep is counted. So what is kept, and in how many bytes, is said where it is decided: in
+``ops/matmul.py``, ``moe/layer.py``, the backend's plan, TorchTitan's modules and, of compiled blocks, Inductor's
+partitioner.
+"""
+
+import copy
+import sys
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.moe import moe
+from torchtitan.protocols.train_spec import get_train_spec
+
+from titan_mxfp8.format.spec import UNQUANTIZED
+from titan_mxfp8.modules import convert_experts, is_expert_module
+from titan_mxfp8.plugin.checks import compiles_model
+from titan_mxfp8.recipe import BF16
+
+# Divides forward and backward as Inductor does, and writes no code.
+COMPILE_BACKEND = "aot_eager_decomp_partition"
+
+
+class Saved(NamedTuple):
+    """Bytes that a block keeps for backward.
+
+    Attributes:
+        by_autograd: all that its forward pass saves, if nothing is checkpointed.
+        by_operators: the outputs of the operators that op-level selective checkpointing saves.
+    """
+
+    by_autograd: int
+    by_operators: int
+
+
+def saved_by_blocks(model: nn.Module, job_config: JobConfig, dims: ParallelDims, frees_weights: bool) -> list[Saved]:
+    """What each block of a model keeps on one GPU, in the order of the blocks.
+
+    One block of each kind runs, with the tokens of one GPU and its experts. Nothing is sent, as those experts get as
+    many rows as leave: if tokens are balanced, and memory is for the rows that come (``dispatch_rows = "counted"``).
+    With tensor parallelism a GPU is taken to keep its share of the tokens, each with all features.
+
+    Args:
+        model: on meta, not sharded, converted or not; experts that are compiled, with ``COMPILE_BACKEND``.
+        dims: the layout.
+        frees_weights: whether FSDP does so after forward. Else the copies of weights that are kept for backward beside
+            the optimizer's are counted too.
+    """
+    model = copy.deepcopy(model)
+    kinds = [_kind(block) for block in model.layers.values()]
+    model.layers = nn.ModuleDict({str(kinds.index(kind)): model.layers[str(kinds.index(kind))] for kind in set(kinds)})
+    copies = _prepare(model, job_config, dims.ep, frees_weights)
+    training = job_config.training
+    shape = training.local_batch_size, training.seq_len // (dims.cp * dims.tp), model.tok_embeddings.embedding_dim
+    known = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())} - copies
+    by_operators = {}
+    for name in model.layers:
+        with torch.compiler.set_stance("force_eager"), _Outputs(_saved_operators(job_config)) as outputs:
+            _forward(model, name, job_config, shape)
+        by_operators[name] = outputs.kept.bytes()
+    by_autograd = {}
+    with _compiled(model, job_config):
+        for name in model.layers:
+            kept = _Kept()
+            with torch.autograd.graph.saved_tensors_hooks(kept.add, lambda x: x):
+                _forward(model, name, job_config, shape)
+            by_autograd[name] = kept.bytes(known)
+    names = [str(kinds.index(kind)) for kind in kinds]
+    return [Saved(by_autograd[name], by_operators[name]) for name in names]
+
+
+def _kind(block: nn.Module) -> tuple[object, ...]:
+    """What blocks that keep the same have in common."""
+    modules = tuple((name, type(module)) for name, module in block.named_modules())
+    return modules, tuple((name, param.shape) for name, param in block.named_parameters())
+
+
+def _prepare(model: nn.Module, job_config: JobConfig, ranks: int, frees_weights: bool) -> set[int]:
+    """Has a model run forward on meta, in the dtype of training, with the experts of one of so many ranks.
+
+    Returns:
+        The memory of parameters that stand for copies. Without FSDP, autocast makes one of each weight, and layers that
+        dispatch their own tokens do; compiled code makes them again in backward, and so keeps none.
+    """
+    dtype, compiled = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param], compiles_model(job_config)
+    if any(is_expert_module(module) and not hasattr(module, "mxfp8") for module in model.modules()):
+        # TorchTitan's own read their tokens' counts. This class keeps the same tensors, and reads none.
+        convert_experts(model, recipe=BF16, fqns=["layers"], compile_backend=COMPILE_BACKEND if compiled else None)
+    copies = set()
+    for module in model.modules():
+        if frees_weights:
+            module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # as ``fully_shard`` marks it
+        if hasattr(module, "inner_attention"):
+            module.inner_attention, module.attn_type = _Attention(), "sdpa"
+        if isinstance(module, nn.RMSNorm) and not compiled:
+            module.forward = _RMSNorm.apply
+        dispatches = getattr(module, "dispatch", None) is not None
+        # A layer that dispatches pads no tokens, and looks for all experts that a token names.
+        parts = ranks if is_expert_module(module) and not dispatches else 1
+        if parts > 1:
+            module.register_forward_pre_hook(partial(_of_one_rank, parts))
+        for param in module.parameters(recurse=False):
+            is_copied = param.dtype != dtype and not frees_weights and (dispatches or not compiled)
+            param.data = param.data.to(dtype)[: param.shape[0] // parts]
+            if is_copied:
+                copies.add(_memory(param))
+    return copies
+
+
+def _of_one_rank(
+    ranks: int, experts: nn.Module, args: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The arguments of an expert module, rows and how many each expert has, with a rank's experts alone."""
+    x, counts = args
+    return x, counts[: counts.shape[0] // ranks]
+
+
+def _forward(model: nn.Module, name: str, job_config: JobConfig, shape: tuple[int, int, int]) -> None:
+    """Runs a block on an input of this shape."""
+    dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
+    masks = None
+    if job_config.model.name == "gpt_oss":  # asks for them, and nothing here looks into them
+        masks = dict.fromkeys(("basic_mask", "sliding_window_mask"), BlockMask.__new__(BlockMask))
+    positions = next(model.buffers(recurse=False))
+    model.layers[name](torch.empty(shape, dtype=dtype, device="meta", requires_grad=True), positions, masks)
+
+
+class _Attention(nn.Module):
+    """cuDNN's: keeps its inputs, its output and a float for each row. So does flex attention."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool = False, **options: object
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)
+        return (out, lse.squeeze(-1)) if return_lse else out
+
+
+class _RMSNorm(torch.autograd.Function):
+    """CUDA's, which is one operator: keeps its input and a float for each row. On meta it would be many."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+
+@contextmanager
+def _compiled(model: nn.Module, job_config: JobConfig) -> Iterator[None]:
+    """Within, the blocks are compiled as TorchTitan does it, if the config says so."""
+    if not compiles_model(job_config):
+        yield
+        return
+    job_config, experts = copy.deepcopy(job_config), moe._run_experts_grouped_mm
+    job_config.compile.backend, job_config.activation_checkpoint.mode = COMPILE_BACKEND, "none"
+    one_process = ParallelDims(*[1] * 7, world_size=1)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):  # which TorchTitan sets
+        try:
+            get_train_spec(job_config.model.name).parallelize_fn(model, one_process, job_config)
+            yield
+        finally:
+            moe._run_experts_grouped_mm = experts  # for which TorchTitan has put a compiled one
+            torch._dynamo.reset()  # it keeps a few versions of a function only
+
+
+def _saved_operators(job_config: JobConfig) -> Set[torch._ops.OpOverload]:
+    """Of op-level selective checkpointing."""
+    parallelize = get_train_spec(job_config.model.name).parallelize_fn
+    return sys.modules[parallelize.__module__]._op_sac_save_list
+
+
+class _Kept:
+    """Memory that is kept, however many tensors lie in it."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.storages[_memory(tensor)] = tensor.untyped_storage()
+        return tensor
+
+    def bytes(self, known: Set[int] = frozenset()) -> int:
+        return sum(storage.nbytes() for memory, storage in self.storages.items() if memory not in known)
+
+
+class _Outputs(TorchDispatchMode):
+    """Collects the outputs of some operators; of ``mm``, as TorchTitan's policy does, every second one's. Grouped GEMMs
+    of bf16 stand for torch's, which are not saved."""
+
+    def __init__(self, operators: Set[torch._ops.OpOverload]) -> None:
+        super().__init__()
+        self.operators, self.kept, self.products = operators, _Kept(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.products += func == torch.ops.aten.mm.default
+        is_second = func == torch.ops.aten.mm.default and self.products % 2 == 0
+        is_bf16 = func == torch.ops.titan_mxfp8.gemm_m_grouped.default and args[2] == UNQUANTIZED.key
+        if func in self.operators and not is_second and not is_bf16:
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    self.kept.add(tensor)
+        return out
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Which memory a tensor lies in."""
+    return tensor.untyped_storage()._cdata
