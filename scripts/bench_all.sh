@@ -83,12 +83,12 @@ part() {
 
 for name in $parts; do
     case $name in
-        grouped_mm) part "$name" 36 python scripts/bench_grouped_mm.py @ "${common[@]}" "${shapes[@]}" ;;
+        grouped_mm) part "$name" 30 python scripts/bench_grouped_mm.py @ "${common[@]}" "${shapes[@]}" ;;
         # of the recipes, those of the tables
-        kernels) part "$name" 27 python scripts/bench_kernels.py @ "${common[@]}" "${shapes[@]}" \
+        kernels) part "$name" 25 python scripts/bench_kernels.py @ "${common[@]}" "${shapes[@]}" \
             --recipes bf16 mxfp8_2d_rebased mxfp8_2d mxfp8 ;;
         # short blocks: many rows, to see where cost stops being linear
-        scaling) part "$name" 45 python scripts/bench_grouped_mm.py @ --device "$device" --quick --scaling "${shapes[@]}" ;;
+        scaling) part "$name" 30 python scripts/bench_grouped_mm.py @ --device "$device" --quick --scaling "${shapes[@]}" ;;
         moe_layer) part "$name" 85 torchrun --standalone --nproc-per-node="$gpus" scripts/bench_moe_layer.py @ \
             --device "$device" --quick "${tiny[@]}" ;;
         pad) part "$name" 100 python scripts/bench_pad.py @ --device "$device" --quick ;;

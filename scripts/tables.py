@@ -22,8 +22,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
+from titan_mxfp8.backends import plan_on
+from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.recipe import BF16, get_recipe
 from titan_mxfp8.testing import read_bench
+from titan_mxfp8.tools.roofline import Layer, passes
 
 ROOT = Path(__file__).parent.parent
 FILES = (ROOT / "README.md", ROOT / "results" / "README.md")
@@ -45,6 +48,7 @@ OURS = "bf16, ours"  # the control: our kernels, or our dispatch, with nothing q
 ALONE = {"grouped": ", experts alone", "linears": ", linears alone"}  # behind a model of which no more is converted
 RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_2d_wgrad_bf16", "mxfp8_rebased", "mxfp8_2d_rebased")
 SPEED = "tokens/s (median, per GPU)"
+LINEAR = 1.25
 
 Row = dict[str, str]
 Cells = dict[str, str]
@@ -327,6 +331,43 @@ def scaling(path: Path) -> list[Cells]:
     return table
 
 
+def linearity(path: Path) -> list[Cells]:
+    """Down to how many tokens the time of scaling's balanced groups is linear in them, and what it is made of below.
+
+    *Linear down to*: the fewest of the measured numbers of tokens from which on a token takes at most ``LINEAR`` times
+    what it takes with the most tokens. *Of it weights*: the time of a copy of as many bytes as weights, their quantised
+    copies and their gradients have, in all passes; they are as many for one token as for all.
+    """
+    rows = [row for row in read(path) if row["groups"] == "balanced"]
+    copy = next(row for row in read(path.parent.parent / "kernels" / "data.csv") if row["what"] == "copy")
+    hardware = CLUSTER_GPUS[gpu_of(path)]
+    table = []
+    for n, k in dict.fromkeys((row["N"], row["K"]) for row in rows):
+        most = max(int(row["M"]) for row in rows)
+        groups = next(row["G"] for row in rows if (row["N"], row["K"], row["M"]) == (n, k, str(most)))
+        here = [row for row in rows if (row["N"], row["K"], row["G"]) == (n, k, groups)]
+        by_way: dict[str, dict[int, float]] = {"torch bf16": {int(row["M"]): float(row["baseline_us"]) for row in here}}
+        for row in here:
+            by_way.setdefault(row["recipe"], {})[int(row["M"])] = float(row["p50_us"])
+        for way, us in by_way.items():
+            recipe = get_recipe(way if way in RECIPES else BF16.name)
+            layer = Layer(m=0, n=int(n), k=int(k), groups=int(groups))
+            moved = sum(one.moved for one in passes(recipe, plan_on(recipe, "auto", hardware), layer))
+            longer = [m for m in us if us[m] / m > LINEAR * us[most] / most]
+            linear = min(m for m in us if m > max(longer, default=0))
+            table.append(
+                {
+                    "N, K, experts": f"{n}, {k}, {groups} ({SHAPES[n, k]})",
+                    "way": code(way),
+                    f"ns a token, {most} tokens": f"{1e3 * us[most] / most:.0f}",
+                    "linear down to": str(linear),
+                    f"us, {min(us)} tokens": f"{us[min(us)]:.0f}",
+                    "of it weights": f"{moved / float(copy['gb_per_s']) / 1e3:.0f}",
+                }
+            )
+    return table
+
+
 KINDS: dict[str, Callable[..., list[Cells]]] = {
     function.__name__: function
     for function in (
@@ -341,6 +382,7 @@ KINDS: dict[str, Callable[..., list[Cells]]] = {
         pad,
         predictions,
         scaling,
+        linearity,
     )
 }
 # The tables of a folder of bench_all.sh's, by part.
@@ -375,6 +417,8 @@ def of_folder(folder: Path) -> str:
     for part, function in PARTS.items():
         if (folder / part / "data.csv").is_file() and (rows := function(folder / part / "data.csv")):
             texts.append(f"## {part}\n\n{render(rows)}")
+    if all((folder / part / "data.csv").is_file() for part in ("scaling", "kernels")):
+        texts.append(f"## scaling: how far it is linear\n\n{render(linearity(folder / 'scaling' / 'data.csv'))}")
     for ranks in ("1", "2", "4", "8"):
         path = folder / "moe_layer" / "data.csv"
         if path.is_file() and (rows := moe_layers(path, ranks=ranks)):

@@ -19,7 +19,7 @@ from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.ops import matmul
 from titan_mxfp8.recipe import Recipe
-from titan_mxfp8.testing import PadShape, read_bench
+from titan_mxfp8.testing import PadShape, read_bench, write_results
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--device", "cpu", "--quick", "--turns", "1", "--seconds", "0"]
@@ -218,6 +218,24 @@ def test_the_tables_of_a_folder_show_what_it_holds(tmp_path: Path) -> None:
         "## grouped_mm\n\n| GPU | M, N, K, experts | torch bf16, compiled | bf16, ours | `mxfp8_2d` |\n"
     )
     assert "| 96, 64, 96, 3 | mxfp8_2d | quantise w again |" in text and "| CPU | 96, 64, 96, 3 |" in text
+
+
+def test_linearity_says_down_to_how_many_tokens_and_what_weights_cost(tmp_path: Path) -> None:
+    """A GPU that copies 1000 GB/s, on which a token takes 1 us and anything 2 us besides."""
+    row = {"N": 8192, "K": 5120, "G": 2, "groups": "balanced", "recipe": "mxfp8_2d_rebased"}
+    rows = [row | {"M": m, "p50_us": m + 2, "baseline_us": m} for m in (2, 4, 8, 16, 100)]
+    rows += [row | {"M": 100, "G": 16, "p50_us": 1, "baseline_us": 1}, row | {"M": 1, "groups": "zipf"}]
+    write_results(tmp_path / "scaling", rows, {"gpu": "NVIDIA H200"})
+    write_results(tmp_path / "kernels", [{"what": "copy", "gb_per_s": 1000}], {})
+    theirs, ours = tables.linearity(tmp_path / "scaling" / "data.csv")
+    # bf16: read in forward and dgrad, the gradient written. Rebased: read in bf16, one byte written for forward and one
+    # for dgrad, both read by them, scales aside; the gradient written in bf16
+    weights = 2 * 8192 * 5120
+    assert theirs["of it weights"] == f"{weights * 6 / 1e6:.0f}"
+    assert float(ours["of it weights"]) == pytest.approx(weights * (2 + 2 + 2 + 2) / 1e6, rel=0.01)
+    # of 100 tokens each takes 1.02 us, of 8 tokens 1.25, of 4 tokens 1.5
+    assert (theirs["linear down to"], ours["linear down to"], ours["us, 2 tokens"]) == ("2", "8", "4")
+    assert [row["way"] for row in (theirs, ours)] == ["torch bf16", "`mxfp8_2d_rebased`"]
 
 
 @pytest.mark.parametrize(
