@@ -21,6 +21,7 @@ SEEDS = [
     for folder in ("2026-11-23_2xh200_convergence", "2026-11-23_2xh200_convergence_12_seeds")
 ]
 LAYERS = [RESULTS / "2026-11-24_2xh200_dispatch_default" / "layers.csv"]
+SCALING = [RESULTS / "2026-11-25_h200_bench" / name for name in ("scaling/data.csv", "roofline.csv")]
 SHOWN = {"bf16": tables.OURS, "mxfp8_2d": "mxfp8_2d", "mxfp8_2d_rebased": "mxfp8_2d_rebased"}
 BITS_16, BITS_8 = "#a6bddb", "#fdae6b"  # the colours of what is stored in so many bits
 # A token's way through a layer's forward where scores multiply outputs: what is done, in how many bits the result lies.
@@ -95,6 +96,36 @@ def moe_layers(path: Path, metadata: dict[str, str]) -> None:
     pyplot.close(figure)
 
 
+def tokens(path: Path, metadata: dict[str, str]) -> None:
+    """Speed-up of forward + backward of one grouped GEMM by its tokens, as measured and as the ceilings allow."""
+    from matplotlib import pyplot
+
+    measured, predicted = map(tables.read, SCALING)
+    measured = [row for row in measured if row["groups"] == "balanced"]
+    shapes = ("8192", "5120"), ("2048", "7168")
+    figure, panels = pyplot.subplots(1, len(shapes), figsize=(10, 3.6), layout="constrained", sharey=True)
+    for axes, (n, k) in zip(panels, shapes, strict=True):
+        for turn, (recipe, label) in enumerate(SHOWN.items(), 1):
+            for rows, column, style in ((measured, "x", "-o"), (predicted, "predicted_x", ":")):
+                here = [row for row in rows if (row["N"], row["K"], row["G"], row["recipe"]) == (n, k, "8", recipe)]
+                here = [row for row in here if row["what"] == "forward + backward"]
+                points = sorted((int(row["M"]), float(row[column])) for row in here)
+                if points:
+                    dotted = {} if style == ":" else {"label": label}
+                    axes.plot(*zip(*points, strict=True), style, color=f"C{turn}", markersize=4, **dotted)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("tokens, in 8 groups")
+        axes.set_title(f"{tables.SHAPES[n, k]}'s experts: {k} features in, {n} out", fontsize=10)
+    panels[0].set_ylabel("times torch's bf16")
+    panels[0].legend(fontsize=8)
+    figure.suptitle(
+        "A grouped GEMM on an H200, forward + backward. Dotted: predicted from the GPU's ceilings", fontsize=10
+    )
+    figure.savefig(path, dpi=110, metadata=metadata)
+    pyplot.close(figure)
+
+
 def convergence(path: Path, metadata: dict[str, str]) -> None:
     """Losses of the recipes with twelve seeds."""
     groups = compare_runs.grouped(compare_runs.read(SEEDS))
@@ -108,6 +139,7 @@ def convergence(path: Path, metadata: dict[str, str]) -> None:
 PICTURES: dict[str, tuple[Callable[[Path, dict[str, str]], None], list[Path]]] = {
     "way_of_a_token.png": (way_of_a_token, [Path(__file__).resolve()]),
     "moe_layers.png": (moe_layers, LAYERS),
+    "tokens.png": (tokens, SCALING),
     "convergence.png": (convergence, SEEDS),
 }
 

@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
+import compare_runs
+
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.recipe import BF16, get_recipe
@@ -102,6 +104,12 @@ def times(values: Sequence[float], digits: int = 2) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def between(text: str) -> str:
+    """A range that bench_training.py wrote, as it stands behind a median: `` (1.17-1.24)``, or nothing."""
+    low, _, high = text.partition(" to ")
+    return f" ({float(low):.2f}-{float(high):.2f})" if high and low != high else ""
+
+
 def render(rows: Sequence[Cells]) -> str:
     """Markdown; columns that no row fills are left out."""
     columns = [
@@ -116,11 +124,12 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup:
     """Tokens/s of training times bf16's, and memory, of table.csv of bench_training.py, a row for each flavor and what
     was converted, and one for runs with ``dispatch``, which has their control in a column of its own.
 
-    Of the CSV of its steps, with ``warmup``, the range of what the steps before and after it say.
+    Behind the median of several repeats stands their range. Of the CSV of its steps, with ``warmup``, it is the range
+    of what the steps before and after it say.
     """
     table = []
     for path in paths:
-        rows, env = read(path), env_of(path)
+        rows = read(path)
         flavors = dict.fromkeys(row.get("flavor", "") for row in rows)
         for flavor, sends in itertools.product(flavors, (False, True)):
             of_kind = [row for row in rows if row["run"] == "bf16" or ("+dispatch" in row["run"]) == sends]
@@ -129,14 +138,15 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup:
             for what in [name for name in converted if name != "bf16"] or ["bf16"]:
                 chosen = [row for row in of_kind if converted_of(row["run"]) in ("bf16", what)]
                 speeds, memory, repeats = training_speeds(chosen, warmup)
+                ranges = {recipe_of(row["run"]): row.get("x, range") or "" for row in chosen}
                 if "bf16" not in speeds or len(speeds) == 1:
                     continue
                 model = MODELS.get(flavor, flavor) + ALONE.get(what, "") + ", `dispatch`" * sends
-                cells = {"model": model, "GPUs": env["processes"]}
+                cells = {"model": model}
                 shown = [OURS, *recipes.split(",")]
                 for recipe in shown:
                     ratios = [ours / base for ours, base in zip(speeds.get(recipe, ()), speeds["bf16"], strict=False)]
-                    cells[code(recipe)] = times(ratios) if ratios else ""
+                    cells[code(recipe)] = times(ratios) + between(ranges.get(recipe, "")) if ratios else ""
                 used = [f"{memory[recipe] / memory['bf16']:.2f}" for recipe in shown if recipe in memory]
                 table.append(cells | {"memory": ", ".join(used), "runs": repeats, "folder": folder_of(path)})
     return table
@@ -195,9 +205,11 @@ def moe_layers(*paths: Path, ranks: str = "2") -> list[Cells]:
     return list(found.values())
 
 
-def grouped_mm(*paths: Path, recipes: str = "", held: str = "0", data: str = "", tokens: str = "") -> list[Cells]:
-    """Forward + backward of one grouped GEMM times bf16's, a row for each GPU and problem; of ``data`` and ``tokens``
-    those that are named, or all; the controls always. Many experts have Zipf groups, few have balanced ones."""
+def grouped_mm(
+    *paths: Path, recipes: str = "", held: str = "0", data: str = "", tokens: str = "", experts: str = ""
+) -> list[Cells]:
+    """Forward + backward of one grouped GEMM times bf16's, a row for each GPU and problem; of ``data``, ``tokens`` and
+    ``experts`` those that are named, or all; the controls always. Many experts have Zipf groups, few balanced ones."""
     table = []
     shown = (*CONTROLS, *(recipes.split(",") if recipes else RECIPES))
     for path in paths:
@@ -207,6 +219,8 @@ def grouped_mm(*paths: Path, recipes: str = "", held: str = "0", data: str = "",
                 continue
             spread = "zipf" if int(row["G"]) > 8 else "balanced"
             if (row["groups"], data or row["data"], tokens or row["M"]) != (spread, row["data"], row["M"]):
+                continue
+            if experts and row["G"] not in experts.split(","):
                 continue
             sizes = tuple(row[name] for name in ("M", "N", "K", "G"))
             notes = [SHAPES.get(sizes[1:3], ""), *["products"] * (row["data"] == "products")]
@@ -331,6 +345,48 @@ def scaling(path: Path) -> list[Cells]:
     return table
 
 
+def convergence(*paths: Path, least: str = "1") -> list[Cells]:
+    """Final losses and their distance from bf16's with ``least`` pairs or more, by runs: of a table.csv of
+    compare_runs.py, or of a losses.csv, judged as that script does.
+
+    A run that stands in several files is taken from the first one.
+    """
+    found: dict[str, Cells] = {}
+    for path in paths:
+        for row in read(path) if path.name.endswith("table.csv") else judged(path):
+            if row["difference"] and int(row["pairs"]) < int(least):
+                continue
+            verdict = row["verdict"] or ""
+            cells = {"runs": run_label(row["run"]), "final loss": row["final loss"]}
+            cells["pairs"] = str(row["pairs"] or "")
+            cells["difference from bf16"] = row["difference"] or ""
+            cells["95% interval"] = f"{row['95% low']} to {row['95% high']}" if row["difference"] else ""
+            cells["held-out loss"] = row.get("held-out loss") or ""
+            cells["verdict"] = "" if verdict.startswith("none") else verdict
+            found.setdefault(row["run"], cells)
+    return list(found.values())
+
+
+def judged(path: Path) -> list[dict[str, str]]:
+    """The table of compare_runs.py for a losses.csv, by its default window and margin."""
+    groups = compare_runs.grouped(compare_runs.read([path]))
+    first, *others = groups
+    steps = compare_runs.common_steps([run for group in groups.values() for run in group])
+    margin = compare_runs.margin_of(groups[first], steps, 0.1, 0.005)
+    verdicts = {name: compare_runs.judge(groups[first], groups[name], steps, 0.1, margin) for name in others}
+    columns = ("difference", "95% low", "95% high", "pairs", "verdict")
+    return [dict.fromkeys(columns) | row for row in compare_runs.summary(groups, verdicts, 0.1, margin)]
+
+
+def run_label(name: str) -> str:
+    """A run of converge.py as a table names it: of ``mxfp8_2d+dispatch`` its recipe and ``dispatch``."""
+    recipe, *options = name.split("+")
+    said = {"repeat": " again, same seeds", "rebase": ", `hopper_rebase`"}
+    said |= {"linears": ", linears alone", "experts": ", experts alone"}
+    shown = f"`{recipe}`" if recipe.startswith("mxfp8") else recipe
+    return shown + "".join(said.get(option, f", `{option}`") for option in options)
+
+
 def linearity(path: Path) -> list[Cells]:
     """Down to how many tokens the time of scaling's balanced groups is linear in them, and what it is made of below.
 
@@ -383,6 +439,7 @@ KINDS: dict[str, Callable[..., list[Cells]]] = {
         predictions,
         scaling,
         linearity,
+        convergence,
     )
 }
 # The tables of a folder of bench_all.sh's, by part.

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pictures
@@ -19,12 +20,16 @@ from torchtitan.config import ConfigManager
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols.model_converter import build_model_converters
 
+from titan_mxfp8.backends import plan_on
+from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.plugin.converters import GroupedMMConverter, LinearConverter
+from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.testing import relative_rms
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 MOST_WORDS = 1300
+RANGE = r"(DeepSeek-V3|Llama4) (\d\.\d\d)(?: to (\d\.\d\d))?"
 COMMANDS = sorted(set(re.findall(r"\./scripts/[\w.]+|python scripts/[\w.]+|python -m titan_mxfp8[\w.]*", README)))
 
 
@@ -135,17 +140,68 @@ def test_pictures_are_those_of_their_csvs(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_the_readme_recommends_is_what_was_measured() -> None:
-    """Its first table says in words what a training step gains: figures of the end-to-end table."""
+    """Its first table says in words what a training step gains: by model the range of the end-to-end table's medians,
+    with ``dispatch`` and without."""
     rows = [line.split("|")[1:-1] for line in README.splitlines() if line.startswith("|")]
-    first = [row for row in rows if "trained and timed" in row[-1]]
-    table = tables.table_of(re.search(r"<!-- table: (end_to_end .+) -->", README)[1])
-    names = [cell.strip(" `") for cell in table.splitlines()[0].split("|")]
-    lines = [line.split("|") for line in table.splitlines()[2:]]
-    for row in first:
-        recipe = re.search(r"`(\w+)`", row[1])[1]
-        measured = {line[names.index(recipe)].strip() for line in lines}
-        figures = re.findall(r"\d\.\d\d", row[3])
-        assert figures and set(figures) <= measured, f"{recipe}: {figures} are not among {measured}"
+    query = re.search(r"<!-- table: (end_to_end .+) -->", README)[1]
+    heads, _, *lines = ([cell.strip() for cell in line.split("|")] for line in tables.table_of(query).splitlines())
+    measured = [dict(zip(heads, line, strict=True)) for line in lines]
+    for row in (row for row in rows if "trained and timed" in row[-1]):
+        recipe = re.search(r"`\w+`", row[1])[0]
+        sent, _, off = row[3].partition("; `dispatch` off:")
+        for text, dispatches in ((sent, True), (off, False)):
+            said = {model: (low, high or low) for model, low, high in re.findall(RANGE, text)}
+            found: dict[str, list[str]] = {}
+            for line in measured:
+                if line[recipe] and ("`dispatch`" in line["model"]) == dispatches:
+                    found.setdefault(line["model"].split()[0], []).append(line[recipe].split()[0])
+            assert said == {model: (min(values), max(values)) for model, values in found.items()}, recipe
+
+
+def test_the_readme_shows_the_results_that_count() -> None:
+    """Folders that results/README.md has in bold."""
+    index = (ROOT / "results" / "README.md").read_text()
+    shown = {path for query in re.findall(r"<!-- table: (.+) -->", README) for path in re.findall(r"20[\w-]+", query)}
+    assert shown and shown <= set(re.findall(r"\*\*`([\w-]+)`\*\*", index))
+
+
+def test_what_the_readme_installs_is_there() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {"train", "train03", "hf"} == set(re.findall(r'pip install -e "\.\[(\w+)\]"', README)) <= set(extras)
+
+
+def test_the_log_of_the_readme_is_that_of_its_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its first two lines: the recipe's, on an H200, and the experts', of which another model has another number."""
+    lines = re.search(r"```\n(MXFP8: .*?)```", README, re.DOTALL)[1].splitlines()
+    recipe = re.findall(r'recipe_name = "(\w+)"', code("toml"))
+    plan = plan_on(get_recipe(recipe[0]), "auto", CLUSTER_GPUS["H200"])
+    multiplies = ", ".join(f"{name} {gemm.multiplies}" for name, gemm in plan.gemms.items())
+    assert len(recipe) == 2 and len(set(recipe)) == 1
+    assert lines[0] == f"MXFP8: recipe {recipe[0]}, backend hopper (for NVIDIA H200); multiplies {multiplies}"
+    toml = tmp_path / "readme.toml"
+    toml.write_text(code("toml"))
+    config = ConfigManager().parse_args(
+        [f"--job.config_file={toml}", "--model.name=llama4", *ASSETS, "--compile.enable"]
+    )
+    model = nn.ModuleDict({"experts": GroupedExperts(32, 32, 2, True), "wq": nn.Linear(32, 32)})
+    with caplog.at_level("INFO"):
+        build_model_converters(config, None).convert(model)
+    (logged,) = (record.message for record in caplog.records if "converted 1 expert module " in record.message)
+    assert lines[1] == logged.replace("1 expert module ", "3 expert modules ").replace("reference", "hopper")
+
+
+def test_convergence_takes_verdicts_or_judges() -> None:
+    """A table.csv as it is, but for rows of fewer pairs; a losses.csv as compare_runs.py does by default."""
+    folder = ROOT / "results" / "2026-11-24_h200_moe_320m_seeds_4_5"
+    rows = tables.convergence(folder / "table.csv", least="2")
+    assert [(row["runs"], row["pairs"]) for row in rows] == [
+        ("bf16", ""), ("`mxfp8_2d`", "2"), ("`mxfp8_2d`, `dispatch`", "6"),
+    ]  # fmt: skip
+    assert rows[-1]["95% interval"] == "-0.0267 to +0.0477" and rows[-1]["verdict"] == "cannot tell"
+    again = {row["runs"]: row for row in tables.convergence(folder / "losses.csv", least="6")}
+    assert again["`mxfp8_2d`, `dispatch`"]["verdict"] == "cannot tell" and set(again) == {"bf16", rows[-1]["runs"]}
+    difference = float(again["`mxfp8_2d`, `dispatch`"]["difference from bf16"])
+    assert difference == pytest.approx(0.0105, abs=0.001), "of every so many steps, which losses.csv has"
 
 
 def test_a_table_that_was_typed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -185,7 +241,7 @@ def test_a_range_is_that_of_two_halves_and_a_missing_row_is_taken_from_the_next_
     folder = ROOT / "results/2026-11-23_2xh200_dispatch_training"
     rows = {row["model"]: row for row in tables.end_to_end(folder / "training_table.csv")}
     sent, plain = rows["DeepSeek-V3 16B, 4 layers, `dispatch`"], rows["DeepSeek-V3 16B, 4 layers"]
-    assert (sent["`mxfp8_2d`"], plain["`mxfp8_2d`"]) == ("1.13", "0.92"), "pairs, not medians of all runs"
+    assert (sent["`mxfp8_2d`"], plain["`mxfp8_2d`"]) == ("1.13 (1.10-1.16)", "0.92 (0.90-0.94)"), "pairs"
     assert (sent["memory"], sent["runs"]) == ("0.90, 0.88", "2 to 3")
     found = tables.end_to_end(ROOT / "results/2026-11-21_2xh200_training/table.csv", recipes="mxfp8,mxfp8_2d_rebased")
     assert [(row["model"], row["`mxfp8`"], row["`mxfp8_2d_rebased`"], row["memory"]) for row in found] == [
