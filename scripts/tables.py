@@ -353,9 +353,8 @@ def convergence(*paths: Path, least: str = "1") -> list[Cells]:
     """
     found: dict[str, Cells] = {}
     for path in paths:
-        for row in read(path) if path.name.endswith("table.csv") else judged(path):
-            if row["difference"] and int(row["pairs"]) < int(least):
-                continue
+        base, *rows = read(path) if path.name.endswith("table.csv") else judged(path)
+        for row in [base, *(row for row in rows if row["difference"] and int(row["pairs"]) >= int(least))]:
             verdict = row["verdict"] or ""
             cells = {"runs": run_label(row["run"]), "final loss": row["final loss"]}
             cells["pairs"] = str(row["pairs"] or "")

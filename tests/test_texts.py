@@ -192,16 +192,14 @@ def test_the_log_of_the_readme_is_that_of_its_config(tmp_path: Path, caplog: pyt
 
 def test_convergence_takes_verdicts_or_judges() -> None:
     """A table.csv as it is, but for rows of fewer pairs; a losses.csv as compare_runs.py does by default."""
-    folder = ROOT / "results" / "2026-11-24_h200_moe_320m_seeds_4_5"
-    rows = tables.convergence(folder / "table.csv", least="2")
+    rows = tables.convergence(ROOT / "results" / "2026-11-24_h200_moe_320m_seeds_4_5" / "table.csv", least="2")
     assert [(row["runs"], row["pairs"]) for row in rows] == [
         ("bf16", ""), ("`mxfp8_2d`", "2"), ("`mxfp8_2d`, `dispatch`", "6"),
     ]  # fmt: skip
     assert rows[-1]["95% interval"] == "-0.0267 to +0.0477" and rows[-1]["verdict"] == "cannot tell"
-    again = {row["runs"]: row for row in tables.convergence(folder / "losses.csv", least="6")}
-    assert again["`mxfp8_2d`, `dispatch`"]["verdict"] == "cannot tell" and set(again) == {"bf16", rows[-1]["runs"]}
-    difference = float(again["`mxfp8_2d`, `dispatch`"]["difference from bf16"])
-    assert difference == pytest.approx(0.0105, abs=0.001), "of every so many steps, which losses.csv has"
+    folder = ROOT / "results" / "2026-11-23_cpu_requantize_debug"
+    table, losses = (tables.convergence(folder / f"debug_llama4_{name}.csv") for name in ("table", "losses"))
+    assert table == losses and len(table) == 5 and table[1]["difference from bf16"] == "+0.0011"
 
 
 def test_a_table_that_was_typed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
