@@ -44,7 +44,8 @@ def test_the_bytes_of_quantisers_are_those_that_they_move(name: str) -> None:
     problem = bench_grouped_mm.make_problem(bench_grouped_mm.Job(shape=shape, ways=()), torch.device("cpu"))
     real = bench_kernels.Passes(problem, name, "reference")
     moved = {}
-    for what, call, inputs in real.quantizers():
+    for what in bench_kernels.QUANTIZERS[:4]:  # the model has no fifth: no pass requantises
+        call, inputs = real.quantizer(what)
         written = [t for t in bench_kernels.tensors_of(call()) if not any(t is given for given in inputs)]
         moved[what] = sum(tensor.nbytes for tensor in (*inputs, *written))
     plan = plan_on(recipe, "reference", CPU)
