@@ -44,7 +44,7 @@ from kernel_times import Trace, read_trace
 from runs import TRAIN, Run, conversion_flags, ending, launch, read_run, split_flags
 
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
-from titan_mxfp8.testing import environment, format_table, percentiles, write_results, write_rows
+from titan_mxfp8.testing import SPEED, environment, format_table, percentiles, write_results, write_rows
 
 PROFILED = 8  # steps of the run with --profile; the last one is in the trace
 CONVERTED_BY = {"bf16": (), "grouped": (GROUPED_MM,), "linears": (LINEAR,), "both": (GROUPED_MM, LINEAR)}
@@ -140,7 +140,7 @@ def table(bench: Bench, warmup: int, processes: int) -> list[dict[str, object]]:
         row: dict[str, object] = {"flavor": flavor} if flavor else {}
         row |= {
             "run": name,
-            "tokens/s (median, per GPU)": round(median(speeds)),
+            SPEED: round(median(speeds)),
             "tokens/s (p20)": round(p20),
             "tokens/s (p80)": round(p80),
             "tokens/s (mean)": round(median(map(harmonic_mean, counted))),

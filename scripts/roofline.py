@@ -25,7 +25,7 @@ from pathlib import Path
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
 from titan_mxfp8.recipe import BF16, get_recipe
-from titan_mxfp8.testing import environment, format_table, read_bench, write_results, write_rows
+from titan_mxfp8.testing import environment, format_table, read_bench, training_gains, write_results, write_rows
 from titan_mxfp8.tools.roofline import Layer, Rates, committed_rates, passes
 
 ROOT = Path(__file__).parent.parent
@@ -35,7 +35,6 @@ TOKENS = tuple(half << exponent for exponent in range(9, 18) for half in (2, 3))
 EXPERTS = 8
 GEMMS = ("forward", "dgrad", "wgrad")
 BOTH = "forward + backward"
-SPEED = "tokens/s (median, per GPU)"
 
 COLOURS = ("tab:blue", "tab:orange", "tab:green")
 
@@ -221,13 +220,9 @@ def trainings(results: Path) -> Iterator[tuple[Path, dict[str, str], dict[str, s
             (json.loads((path.parent / name).read_text()) for name in names if (path.parent / name).is_file()), {}
         )
         with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        if SPEED not in rows[0] or "config" not in env:
-            continue
-        bf16 = {row.get("flavor", ""): float(row[SPEED]) for row in rows if row["run"] == "bf16"}
-        for row in rows:
-            if not row["run"].startswith("bf16") and row.get("flavor", "") in bf16:
-                yield path, env, row, float(row[SPEED]) / bf16[row.get("flavor", "")]
+            gains = training_gains(list(csv.DictReader(file)))
+        if "config" in env:
+            yield from ((path, env, row, gain) for row, gain in gains if not row["run"].startswith("bf16"))
 
 
 def check(results: Path) -> list[Row]:

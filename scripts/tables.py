@@ -27,7 +27,7 @@ import compare_runs
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.recipe import BF16, get_recipe
-from titan_mxfp8.testing import read_bench
+from titan_mxfp8.testing import SPEED, read_bench, training_gains
 from titan_mxfp8.tools.roofline import Layer, passes
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +49,6 @@ CONTROLS = ("torch bf16, compiled", "bf16")
 OURS = "bf16, ours"  # the control: our kernels, or our dispatch, with nothing quantised
 ALONE = {"grouped": ", experts alone", "linears": ", linears alone"}  # behind a model of which no more is converted
 RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_2d_wgrad_bf16", "mxfp8_rebased", "mxfp8_2d_rebased")
-SPEED = "tokens/s (median, per GPU)"
 LINEAR = 1.25
 
 Row = dict[str, str]
@@ -160,8 +159,7 @@ def training_speeds(rows: Sequence[Row], warmup: str) -> tuple[dict[str, list[fl
     for row in rows:
         recipe = recipe_of(row["run"])
         memory[recipe] = max(memory.get(recipe, 0), float(row["memory GiB"]))
-        if SPEED in row:
-            speeds[recipe] = [float(row["x"])]
+    speeds |= {recipe_of(row["run"]): [gain] for row, gain in training_gains(rows)}
     if rows and SPEED not in rows[0]:
         for recipe in memory:
             steps = {int(row["step"]): float(row["tokens/s"]) for row in rows if recipe_of(row["run"]) == recipe}
@@ -176,6 +174,7 @@ def training(path: Path, layers: Path) -> list[Cells]:
     rows = read(path)
     flavors = list(dict.fromkeys(row["flavor"] for row in rows))
     speed = {(recipe_of(row["run"]), row["flavor"]): float(row[SPEED]) for row in rows}
+    gains = {(recipe_of(row["run"]), row["flavor"]): gain for row, gain in training_gains(rows)}
     cost = {recipe_of(row["run"]): float(row["us per token and layer"]) for row in read(layers)}
     table = []
     for recipe in sorted(cost, key=("bf16", OURS, *RECIPES).index):
@@ -183,7 +182,7 @@ def training(path: Path, layers: Path) -> list[Cells]:
         for flavor in flavors:
             size = MODELS[flavor].rpartition(", ")[2]
             cells[f"{size}: tokens/s per GPU"] = f"{speed[recipe, flavor]:,.0f}"
-            cells[f"{size}: times bf16"] = f"{speed[recipe, flavor] / speed['bf16', flavor]:.3f}"
+            cells[f"{size}: times bf16"] = f"{gains[recipe, flavor]:.2f}"
         table.append(cells | {"a layer, times bf16": f"{cost['bf16'] / cost[recipe]:.2f}"})
     return table
 

@@ -13,6 +13,7 @@ import torch
 from titan_mxfp8 import doctor
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
 from titan_mxfp8.doctor import Machine
+from titan_mxfp8.testing import SPEED
 
 ROOT = Path(__file__).parent.parent
 H200, B200 = CLUSTER_GPUS["H200"], CLUSTER_GPUS["B200"]
@@ -186,8 +187,8 @@ def test_a_training_with_dispatch_is_not_taken_for_a_rebased_one(tmp_path: Path)
     folder = tmp_path / "2027-01-31_h200_training"
     folder.mkdir()
     (folder / "env.json").write_text('{"gpu": "NVIDIA H200", "processes": "2", "config": "a/m.toml"}')
-    rows = "bf16,100\nboth+dispatch:mxfp8_2d,110\nboth+rebase+dispatch:mxfp8_2d,120\n"
-    (folder / "table.csv").write_text(f'run,"tokens/s (median, per GPU)"\n{rows}')
+    rows = "bf16,100,1\nboth+dispatch:mxfp8_2d,109,1.1\nboth+rebase+dispatch:mxfp8_2d,121,1.2\n"
+    (folder / "table.csv").write_text(f'run,"{SPEED}",x\n{rows}')
     found = doctor.measured(H200, tmp_path)
     assert [(one.recipe, one.times) for one in found] == [("mxfp8_2d", 1.1), ("mxfp8_2d_rebased", 1.2)]
     assert {one.what for one in found} == {"training m with dispatch, 2 GPUs"}

@@ -896,7 +896,7 @@ def test_the_control_of_dispatch_is_that_of_converge_and_is_told_from_the_baseli
     (alone,) = tables.end_to_end(tmp_path / "table.csv")
     assert (alone["bf16, ours"], alone["`mxfp8_2d`"], alone["memory"]) == ("1.15", "", "1.00")
     costs = [{"run": name, "us per token and layer": us} for name, us in (("bf16", 6), ("bf16+dispatch", 5))]
-    speeds = [{"run": name, "flavor": "17bx16e_2layers", tables.SPEED: 1} for name in names[::2]]
+    speeds = [{"run": name, "flavor": "17bx16e_2layers", tables.SPEED: 1, "x": 1} for name in names[::2]]
     for name, rows in (("layers.csv", costs), ("speeds.csv", speeds)):
         write_rows(tmp_path / name, rows)
     layer = [row["a layer, times bf16"] for row in tables.training(tmp_path / "speeds.csv", tmp_path / "layers.csv")]

@@ -27,7 +27,7 @@ from titan_mxfp8.backends import Gemm, plan_on, select
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
 from titan_mxfp8.modules import training_device
 from titan_mxfp8.recipe import RECIPES, Recipe
-from titan_mxfp8.testing import format_table, installed_version, make_offs, read_bench, relative_rms
+from titan_mxfp8.testing import format_table, installed_version, make_offs, read_bench, relative_rms, training_gains
 
 ROOT = Path(__file__).parent.parent
 TORCH, TRITON, TORCHTITAN = ((2, 11), (2, 14)), (3, 6), "0.2.2"  # from, to before; from; the one
@@ -257,20 +257,15 @@ def _of_folder(folder: Path, hardware: Hardware) -> Iterator[Measured]:
 
 
 def _of_training(rows: list[dict[str, str]], env: dict[str, str], file: str) -> Iterator[Measured]:
-    speed = "tokens/s (median, per GPU)"
-    if speed not in rows[0]:
-        return
-    baselines = {row.get("flavor"): float(row[speed]) for row in rows if row["run"] == "bf16"}
-    for row in rows:
+    for row, times in training_gains(rows):
         what, _, recipe = row["run"].partition(":")
         what, *options = what.split("+")
-        if what != "both" or row.get("flavor") not in baselines:
+        if what != "both":
             continue
         recipe = RECIPES[recipe or "mxfp8"]
         name = (recipe.rebased() if "rebase" in options else recipe).name
         model = row.get("flavor") or Path(env.get("config", "")).stem
         gpus = f"{env['processes']} GPU{'s' * (env['processes'] != '1')}" if "processes" in env else "GPUs not named"
-        times = float(row[speed]) / baselines[row.get("flavor")]
         what = f"training {model}{' with dispatch' * ('dispatch' in options)}, {gpus}"
         yield Measured(recipe=name, times=times, training=True, what=what, file=file)
 

@@ -9,7 +9,7 @@ import random
 import re
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -233,6 +233,22 @@ def read_bench(path: Path) -> list[dict[str, str]]:
             row |= {"data": "products" if found["products"] else "normal", "x": row["speedup"]}
             row |= {"baseline_us": row["bf16_us"], "p50_us": row["mxfp8_us"], "tflops": row["mxfp8_tflops"]}
     return rows
+
+
+SPEED = "tokens/s (median, per GPU)"  # of a row of scripts/bench_training.py's table.csv
+
+
+def training_gains(rows: Sequence[Mapping[str, str]]) -> Iterator[tuple[Mapping[str, str], float]]:
+    """Rows of a table.csv of scripts/bench_training.py, with how many times as fast as bf16 of their flavor they train.
+
+    That is of ``x``, the median of ratios of runs of the same turn, and not a ratio of medians of ``SPEED``. ``x`` is
+    against the first run: if that has 1.0 and bf16 0.8, the gains are 1.25 and 1. None where bf16 is not among the
+    rows, or the table is another one.
+    """
+    bf16 = {row.get("flavor"): float(row["x"]) for row in rows if SPEED in row and row["run"] == "bf16"}
+    for row in rows:
+        if row.get("flavor") in bf16:
+            yield row, float(row["x"]) / bf16[row.get("flavor")]
 
 
 def format_table(rows: Sequence[dict[str, object]]) -> str:
