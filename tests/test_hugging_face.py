@@ -1,8 +1,10 @@
 """Models of Hugging Face Transformers, at tiny sizes, converted as a user does: with ``convert_model`` alone."""
 
 import copy
+import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.testing import relative_rms
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason='needs pip install -e ".[hf]"')
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
 
 COMMON = {
     "vocab_size": 256,
@@ -192,6 +194,132 @@ def test_experts_that_can_only_run_otherwise_are_refused() -> None:
     converted = convert_model(model, linear_filter_fqns=["lm_head"])
     assert "feed_forward.router (router)" in str(converted) and "model.layers.1.self_attn.q_proj" in converted
     loss_of(model).backward()
+
+
+class Inherited:
+    """Mixed in before a class of Transformers: a subclass without a forward."""
+
+
+class Scaled:
+    """A subclass that leaves the multiplication to super's forward."""
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(*args)
+
+
+class Own:
+    """A subclass that multiplies by itself, and otherwise has super's forward."""
+
+    def forward(self, x: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
+        return self.multiply(x) if routing else super().forward(x)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        offs = torch.full((32,), len(x), dtype=torch.int32)
+        return torch._grouped_mm(x, self.gate_up_proj.mT, offs=offs)[:, : x.shape[1]]
+
+
+class Untold:
+    """A subclass of which nobody knows what it calls."""
+
+    def forward(self, x: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def subclass_experts(model: nn.Module, mixed_in: type) -> nn.Module:
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):
+            module.__class__ = type("Mine", (mixed_in, type(module)), {})
+    return model
+
+
+@pytest.mark.parametrize("mixed_in", [Inherited, Scaled])
+def test_a_subclass_is_refused_as_the_class_whose_forward_it_runs(mixed_in: type) -> None:
+    llama = subclass_experts(make("llama4_text", LLAMA4), mixed_in)
+    with pytest.raises(ValueError, match="is a Mine that multiplies with the forward of Llama4TextExperts of Transfo"):
+        convert(llama)
+    qwen = subclass_experts(make("qwen3_moe", MODELS["qwen3_moe"][0], experts_implementation="eager"), mixed_in)
+    with pytest.raises(ValueError, match=r"experts_implementation='eager'.*\(\"grouped_mm\"\) before"):
+        convert(qwen)
+    assert not any(isinstance(module, ConvertedModule) for model in (llama, qwen) for module in model.modules())
+    qwen.set_experts_implementation("grouped_mm")
+    convert(qwen)
+    loss_of(qwen).backward()
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_left_to_run() -> None:
+    own = subclass_experts(make("qwen3_moe", MODELS["qwen3_moe"][0], experts_implementation="eager"), Own)
+    assert "model.layers.1.mlp.experts" in convert(own)
+    loss_of(own).backward()
+    untold = subclass_experts(make("llama4_text", LLAMA4), Untold)
+    convert(untold)
+    advice = r"If the class is yours, call it there\. If not, leave .* or register .*\(\"grouped_mm\"\)"
+    with pytest.raises(RuntimeError, match=f"MXFP8Mine.forward made no call of torch._grouped_mm.*{advice}"):
+        loss_of(untold)
+
+
+# A model's own files, as Transformers loads them with trust_remote_code; "{multiply}" is one of the two below.
+REMOTE = """
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+{imports}
+
+class TinyConfig(PreTrainedConfig):
+    model_type = "tiny_remote"
+
+class TinyExperts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(2, 32, 32, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        return {multiply}
+
+class TinyModel(PreTrainedModel):
+    config_class = TinyConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.experts = TinyExperts()
+        self.post_init()
+
+    def forward(self, x):
+        return self.experts(x)
+"""
+LOOP = {"imports": "", "multiply": "torch.cat([rows @ w for rows, w in zip(x.chunk(2), self.w)])"}
+GROUPED = {"imports": "from .gemm import gemm", "multiply": "gemm(x, self.w)"}
+GEMM = """
+import torch
+
+def gemm(x, w):
+    return torch._grouped_mm(x, w, offs=torch.tensor([len(x) // 2, len(x)], dtype=torch.int32))
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("remote_loop", LOOP), ("remote_grouped", GROUPED)])
+def test_remote_code_that_never_says_grouped_mm_is_refused(
+    name: str, code: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers.dynamic_module_utils
+
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = tmp_path / name
+    folder.mkdir()
+    classes = {"AutoConfig": "modeling_tiny.TinyConfig", "AutoModel": "modeling_tiny.TinyModel"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "tiny_remote", "auto_map": classes}))
+    (folder / "modeling_tiny.py").write_text(REMOTE.format(**code))
+    (folder / "gemm.py").write_text(GEMM)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModel.from_config(config, trust_remote_code=True)
+    assert type(model.experts).__module__.startswith("transformers_modules.")
+    if name == "remote_loop":
+        with pytest.raises(ValueError, match=r"a TinyExperts of the model's remote code, .*: leave it out .* without"):
+            convert_model(model, grouped_fqns=["experts"])
+        assert not isinstance(model.experts, ConvertedModule)
+    else:
+        convert_model(model, grouped_fqns=["experts"])
+        model(torch.ones(64, 32, dtype=torch.bfloat16)).sum().backward()
+        assert isinstance(model.experts, ConvertedModule) and model.experts.w.grad.any()
 
 
 def test_the_script_trains_with_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

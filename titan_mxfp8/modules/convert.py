@@ -75,8 +75,8 @@ def convert_model(
     Raises:
         ValueError: nothing converted, or no expert module though ``grouped_fqns`` names some, an unknown recipe or
             backend, recipe ``bf16``, which quantises nothing, a backend without ``rebase``, expert features that are no
-            multiple of 32, or experts of Transformers that never call ``torch._grouped_mm``. The model is then as it
-            was.
+            multiple of 32, or experts of Transformers, or of a model's remote code, that never call
+            ``torch._grouped_mm``. The model is then as it was.
     """
     if get_recipe(recipe) == BF16:
         raise ValueError(f"recipe {BF16.name!r} quantises nothing: leave the model as it is, or name an MXFP8 recipe")
@@ -213,8 +213,8 @@ def convert_experts(
         The names of the converted modules, and a report.
 
     Raises:
-        ValueError: nothing was converted, expert features that are not a multiple of 32, or experts of Transformers
-            that never call ``torch._grouped_mm``.
+        ValueError: nothing was converted, expert features that are not a multiple of 32, or experts of Transformers,
+            or of a model's remote code, that never call ``torch._grouped_mm``.
     """
     config, chosen = _config(recipe, backend, model, rebase, compile_backend, requantize_input)
     return _convert(model, [_choose_experts(model, as_list(fqns))], config, chosen)

@@ -3,6 +3,10 @@
 Since its version 5 most have a forward that asks ``config._experts_implementation`` for the function to run.
 """
 
+import sys
+from pathlib import Path
+from types import CodeType
+
 from torch import nn
 
 # Implementations that never call torch._grouped_mm. Of others, which a user may register, nobody knows before they run.
@@ -11,25 +15,75 @@ _WITHOUT_GROUPED_MM = (None, "batched_mm", "deepgemm", "eager", "sonicmoe")
 
 def is_switchable(cls: type[nn.Module]) -> bool:
     """Whether the forward of an expert class runs what its config says."""
-    return "_experts_implementation" in getattr(getattr(cls.forward, "__code__", None), "co_names", ())
+    return "_experts_implementation" in _names(cls.forward)
 
 
 def refusal(experts: nn.Module) -> str | None:
-    """Why an expert module cannot be converted as it is, and what to do; None if it can, or if nobody knows."""
+    """Why an expert module cannot be converted as it is, and what to do; None if it can, or if nobody knows.
+
+    Nobody knows of a user's own forward, nor of remote code (a model's own files, which Transformers imports as
+    ``transformers_modules``) that somewhere says ``grouped_mm``: what these call, their first forward shows.
+    """
     cls = type(experts)
-    if is_switchable(cls):
+    owner = _owner_of_forward(cls)
+    if is_switchable(owner):
         implementation = experts.config._experts_implementation
         if implementation in _WITHOUT_GROUPED_MM:
             return (
                 f"runs with experts_implementation={implementation!r}, which never calls torch._grouped_mm: call "
-                'model.set_experts_implementation("grouped_mm") before the conversion'
+                'model.set_experts_implementation("grouped_mm") before the conversion, or, if the model does not '
+                "support that, leave it out of fqns, so that only linears are converted"
             )
-    elif cls.__module__.startswith("transformers."):
-        return (
-            f"is a {cls.__name__} of Transformers, which never calls torch._grouped_mm, and which "
-            "set_experts_implementation does not change: leave it out of fqns, so that only linears are converted"
-        )
-    return None
+        return None
+    package = owner.__module__.partition(".")[0]
+    if package == "transformers":
+        whose, instead = "Transformers", ""
+    elif package == "transformers_modules" and not _says_grouped_mm(owner.__module__):
+        whose = "the model's remote code"
+        instead = ", or load the model without trust_remote_code, if Transformers has classes of its own for it"
+    else:
+        return None
+    name = owner.__name__ if cls is owner else f"{cls.__name__} that multiplies with the forward of {owner.__name__}"
+    return (
+        f"is a {name} of {whose}, which never calls torch._grouped_mm, and which set_experts_implementation does not "
+        f"change: leave it out of fqns, so that only linears are converted{instead}"
+    )
+
+
+def _owner_of_forward(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class whose forward multiplies: the first with one, but not a subclass that only calls super's.
+
+    ``class Scaled(Qwen3MoeExperts)`` that multiplies what ``super().forward(...)`` returns: Qwen3MoeExperts. One that
+    names grouped_mm in a method of its own may multiply there, so it is the owner.
+    """
+    owners = [base for base in cls.__mro__ if "forward" in vars(base)]
+    for owner in owners[:-1]:  # the last is nn.Module, whose forward is none
+        methods = frozenset().union(*map(_names, vars(owner).values()))
+        if not {"super", "forward"} <= _names(owner.forward) or methods & {"_grouped_mm", "grouped_mm"}:
+            return owner
+    return cls
+
+
+def _names(function: object) -> frozenset[str]:
+    """The globals and attributes that a function's code names, in functions within it too; none of what is no function.
+
+    ``lambda x: torch.exp(x.data)``: ``torch``, ``exp`` and ``data``.
+    """
+    code = getattr(function, "__code__", function)
+    if not isinstance(code, CodeType):
+        return frozenset()
+    return frozenset(code.co_names).union(*map(_names, code.co_consts))
+
+
+def _says_grouped_mm(module: str) -> bool:
+    """Whether a module, or one imported from the same folder, has ``grouped_mm`` in its text, or one has no text."""
+    folder = module.rpartition(".")[0] + "."
+    files = [getattr(part, "__file__", None) for name, part in [*sys.modules.items()] if name.startswith(folder)]
+    try:
+        texts = [Path(file).read_text(errors="replace") for file in files if file]
+    except OSError:
+        return True
+    return not texts or any("grouped_mm" in text for text in texts)
 
 
 class GroupedMMExperts(nn.Module):

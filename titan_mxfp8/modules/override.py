@@ -94,8 +94,9 @@ class OverriddenForward(ConvertedModule):
         if override.calls == 0 and _has_tokens([*args, *kwargs.values()]):
             raise RuntimeError(
                 f"{self.mxfp8_fqn}: {type(self).__name__}.forward made no call of torch._grouped_mm, so nothing ran in "
-                "MXFP8: call it there, register an MXFP8 class of your own in titan_mxfp8.modules.EXPERT_CLASSES, or "
-                "leave the module out of the names of experts to convert"
+                "MXFP8. If the class is yours, call it there. If not, leave the module out of the names of experts to "
+                "convert, or register an MXFP8 subclass of it in titan_mxfp8.modules.EXPERT_CLASSES. Some classes of "
+                'Transformers call it after model.set_experts_implementation("grouped_mm")'
             )
         return out
 
