@@ -13,6 +13,7 @@ from torch import nn
 
 from titan_mxfp8 import convert_model
 from titan_mxfp8.modules import ConvertedModule
+from titan_mxfp8.modules.hugging_face import WITHOUT_GROUPED_MM
 from titan_mxfp8.testing import relative_rms
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason='needs pip install -e ".[hf]"')
@@ -185,6 +186,15 @@ def test_experts_that_run_otherwise_are_refused_until_they_are_switched(implemen
     model.set_experts_implementation("grouped_mm")
     convert(model)
     loss_of(model).backward()
+
+
+def test_every_implementation_of_transformers_is_known() -> None:
+    """CI takes the newest 5.x: one that it adds would convert, and fail at the first forward if it calls another op."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    unknown = {*ALL_EXPERTS_FUNCTIONS.valid_keys()} - {"grouped_mm", *WITHOUT_GROUPED_MM}
+    assert not unknown, "does it call torch._grouped_mm? If not, it belongs to hugging_face.WITHOUT_GROUPED_MM"
+    assert "grouped_mm" in ALL_EXPERTS_FUNCTIONS and "eager" in WITHOUT_GROUPED_MM, "eager is the class's own forward"
 
 
 def test_experts_that_can_only_run_otherwise_are_refused() -> None:

@@ -10,7 +10,7 @@ from types import CodeType
 from torch import nn
 
 # Implementations that never call torch._grouped_mm. Of others, which a user may register, nobody knows before they run.
-_WITHOUT_GROUPED_MM = (None, "batched_mm", "deepgemm", "eager", "sonicmoe")
+WITHOUT_GROUPED_MM = (None, "batched_mm", "deepgemm", "eager", "sonicmoe")
 
 
 def is_switchable(cls: type[nn.Module]) -> bool:
@@ -28,7 +28,7 @@ def refusal(experts: nn.Module) -> str | None:
     owner = _owner_of_forward(cls)
     if is_switchable(owner):
         implementation = experts.config._experts_implementation
-        if implementation in _WITHOUT_GROUPED_MM:
+        if implementation in WITHOUT_GROUPED_MM:
             return (
                 f"runs with experts_implementation={implementation!r}, which never calls torch._grouped_mm: call "
                 'model.set_experts_implementation("grouped_mm") before the conversion, or, if the model does not '
@@ -91,7 +91,7 @@ class GroupedMMExperts(nn.Module):
     as ``generate`` does on GPUs while it decodes."""
 
     def forward(self, *args, **kwargs):
-        if self.config._experts_implementation not in _WITHOUT_GROUPED_MM:
+        if self.config._experts_implementation not in WITHOUT_GROUPED_MM:
             return super().forward(*args, **kwargs)
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
