@@ -131,9 +131,9 @@ def test_what_other_gpus_multiply_and_why() -> None:
 
 def test_what_to_expect_is_read_from_the_results_that_count() -> None:
     found = doctor.measured(H200, ROOT / "results")
-    named = {result.file for result in found}
-    assert "results/2026-11-22_h200_hopper/data.csv" in named
-    assert not any("2026-11-21_h200_hopper" in file for file in named)  # its name is bold at a later date
+    what = "one GEMM of 131072 x 8192 x 5120, 8 experts, balanced groups"
+    gemms = [result.file for result in found if (result.recipe, result.what) == ("mxfp8", what)]
+    assert gemms == ["results/2026-11-25_h200_bench/grouped_mm/data.csv"], "the newest of three"
     table = "results/2026-11-22_h200_redrawn_core/training_table.csv"
     with (ROOT / table).open(newline="") as file:
         times = {row["run"]: float(row["x"]) for row in csv.DictReader(file)}
@@ -148,7 +148,7 @@ def test_what_to_expect_is_read_from_the_results_that_count() -> None:
     assert any(line.startswith("mxfp8_2d: fastest of exact MXFP8") for line in lines)
     h100 = Hardware("sm_90", "NVIDIA H100 80GB HBM3")
     first, line, *_ = doctor.advice(h100, doctor.measured(h100, ROOT / "results"))
-    assert "one GEMM of 131072 x 2048 x 7168" in line and "results/2026-11-22_h100_hopper/data.csv" in line
+    assert "one GEMM of 131072 x 8192 x 5120" in line and "results/2026-11-25_h100_bench/grouped_mm/data.csv" in line
 
 
 def test_a_combination_that_never_ran_is_named() -> None:

@@ -211,22 +211,19 @@ def recipe_rows(hardware: Hardware, backend: str = "auto") -> list[dict[str, str
 
 
 def measured(hardware: Hardware, results: Path) -> list[Measured]:
-    """The committed results of this GPU, from the folders that ``results/README.md`` lets count.
+    """The committed results of this GPU, of the same thing those of the newest folder.
 
-    Of folders with the same name but for the date, those count that are bold there, or all if none is. Training:
-    ``*table.csv`` with a row for bf16. GEMMs: ``data.csv`` of scripts/bench_grouped_mm.py. Either may lie in a folder
-    of scripts/bench_all.sh's.
+    Training: ``*table.csv`` with a row for bf16. GEMMs: ``data.csv`` of scripts/bench_grouped_mm.py. Either may lie in
+    a folder of scripts/bench_all.sh's.
     """
-    index = results / "README.md"
-    if not index.is_file():
+    if not results.is_dir():
         return []
-    bold = set(re.findall(r"\*\*`([\w-]+)`\*\*", index.read_text()))
-    superseded = {name[11:] for name in bold}
-    found = []
+    found, newest = [], {}
     for folder in sorted(path for path in results.iterdir() if path.is_dir()):
-        if folder.name in bold or folder.name[11:] not in superseded:
-            found += _of_folder(folder, hardware)
-    return found
+        for result in _of_folder(folder, hardware):
+            found.append((folder, result))
+            newest[result.recipe, result.what] = folder
+    return [result for folder, result in found if newest[result.recipe, result.what] == folder]
 
 
 def combinations(hardware: Hardware, results: Path) -> set[tuple[str, str]]:
