@@ -13,6 +13,17 @@ Each run trains --steps steps, of which those after --warmup count: median (p50)
 is all tokens over all time), and how many times the median the slowest step took, as a step that stalls is a finding.
 Memory is the peak that the allocator reserved.
 
+All runs start from the same weights (``--debug.seed=0``; a flag behind ``--`` can name another) and read the same data,
+so their first losses tell whether they compute the same. A run gets no ``x`` if one of its losses is not finite, or if
+its first one is further than --loss-limit (0.01 nats) from the baseline's: the column ``no x, as`` says why, the script
+ends with status 1, and all that was measured stands in the files. The limit is ten times what rounding did: in the
+*losses*.csv of results/ the first loss of an MXFP8 run is at most 0.0009 from that of bf16 with the same seed (153
+pairs, with ``dispatch`` and without, of models of up to 320M parameters; larger ones were not run with one seed). And
+it tells other weights, or a forward that computes something else: DeepSeek-V3 16B cut to 4 layers began at losses of
+11.92 to 12.09 in results/, before there was a common seed, and of two of its bf16 runs 89% are further apart than 0.01.
+An error in backward does not show in the first loss; compare ``last loss``. Trained weights, from a checkpoint, may
+need another limit.
+
 With --repeats N the runs alternate, a b c a b c ...: a run's figures are then the medians over its repeats, ``x`` is
 that of the speed-ups against the first run of the same repeat, and the ranges over the repeats stand beside them.
 --profile trains each run once more, for a few steps under the profiler, and adds in how much of a step the first GPU
@@ -20,6 +31,14 @@ was busy (``kernel_times.py``), as a share of that step and in milliseconds. The
 GPU; so of one process these milliseconds are told as a share of a median step of the other repeats too. Of several that
 would be wrong: kernels that wait for another GPU are busy, and wait for its late host. The files are written after
 every run and finished runs in OUT are not run again: a bench that was cut short goes on.
+
+The first run on a machine, mostly bf16, finds neither its files nor compiled kernels in a cache. That costs its first
+step, which --warmup throws away, and nothing more is done about it, as the steps that count do not show it: where
+results/ have repeats, and bf16 came first and cold, the median of its counted steps was 1.7% below to 2.0% above that
+of its second repeat (-1.7, -1.2, -0.2, 0.0, 0.0, 2.0), while the first step of DeepSeek-V3 16B cut to 4 layers took 10
+to 16 times as long. The runs after it differ by up to 7% between these repeats, which is what repeats are for.
+(training.csv or data.csv of 2026-11-22_h200_redrawn_core, 2026-11-23_2xh200_dispatch_training, which also has
+llama4.csv, 2026-11-23_2xh200_host_path, 2026-11-24_2xh200_dispatch_default and 2026-11-24_h200_default_recipe.)
 
 ``--flavors 17bx16e_2layers 17bx16e_4layers`` trains each run with each of these flavors instead of the TOML's. Where
 they differ in the number of layers, what a layer costs is the difference of the times for a token: embedding, output
@@ -31,6 +50,7 @@ Writes data.csv (a row for each step), table.csv (a row for each run and flavor)
 
 import argparse
 import itertools
+import math
 import re
 import sys
 import time
@@ -46,6 +66,7 @@ from runs import TRAIN, Run, conversion_flags, ending, launch, read_run, split_f
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
 from titan_mxfp8.testing import SPEED, environment, format_table, percentiles, write_results, write_rows
 
+LOSS_LIMIT = 0.01  # nats between the first losses of a run and of its baseline; the docstring says why
 PROFILED = 8  # steps of the run with --profile; the last one is in the trace
 CONVERTED_BY = {"bf16": (), "grouped": (GROUPED_MM,), "linears": (LINEAR,), "both": (GROUPED_MM, LINEAR)}
 
@@ -103,6 +124,7 @@ def train(flavor: str, name: str, suffix: str, steps: int, args: argparse.Namesp
         pass  # no such run yet
     folder.mkdir(parents=True, exist_ok=True)
     flags = [f"--job.config_file={args.config}", f"--job.dump_folder={folder}", f"--training.steps={steps}"]
+    flags += ["--debug.seed=0"]
     flags += [*flags_of(name), *([f"--model.flavor={flavor}", "--model.study_flavors"] if flavor else []), *args.flags]
     flags += ["--metrics.log_freq=1", "--metrics.enable_tensorboard", "--metrics.no-enable_wandb"]
     # Tokenizing in the training process would count as a part of each step.
@@ -128,9 +150,35 @@ def profile(flavor: str, name: str, args: argparse.Namespace) -> Trace:
     return read_trace(traces[0])
 
 
-def table(bench: Bench, warmup: int, processes: int) -> list[dict[str, object]]:
+def refusals(bench: Bench, limit: float = LOSS_LIMIT) -> dict[tuple[str, str], str]:
+    """Why runs get no ``x``, by flavor and name; the first run of a flavor is the baseline of the others."""
+    refused: dict[tuple[str, str], str] = {}
+    for (flavor, name), measured in bench.items():
+        base_name = next(other for first, other in bench if first == flavor)
+        losses = [item for run in measured.repeats for item in run.loss.items()]
+        infinite = [(step, loss) for step, loss in losses if not math.isfinite(loss)]
+        pairs = [
+            (run.loss[min(run.loss)], base.loss[min(base.loss)])
+            for run, base in zip(measured.repeats, bench[flavor, base_name].repeats, strict=False)
+        ]
+        ours, base = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
+        if infinite:
+            step, loss = infinite[0]
+            refused[flavor, name] = f"its loss at step {step} is {loss}"
+        elif (flavor, base_name) in refused:
+            refused[flavor, name] = f"of its baseline, {base_name}, {refused[flavor, base_name]}"
+        elif abs(ours - base) > limit:
+            refused[flavor, name] = (
+                f"its first loss is {ours:.4f} and that of {base_name} {base:.4f}, further apart than {limit}: it "
+                "computes something else, or started from other weights"
+            )
+    return refused
+
+
+def table(bench: Bench, warmup: int, processes: int, limit: float = LOSS_LIMIT) -> list[dict[str, object]]:
     """A row for each run; ``x`` is the speed-up against the first of the same flavor, repeat by repeat."""
     rows: list[dict[str, object]] = []
+    refused = refusals(bench, limit)
     first: dict[str, list[float]] = {}
     for (flavor, name), measured in bench.items():
         counted = [[tps for step, tps in run.tps.items() if step > warmup] for run in measured.repeats]
@@ -148,15 +196,17 @@ def table(bench: Bench, warmup: int, processes: int) -> list[dict[str, object]]:
                 max(speed / min(tps) for speed, tps in zip(speeds, counted, strict=True)), 2
             ),
             "memory GiB": round(max(max(run.memory.values()) for run in measured.repeats), 2),
-            "x": round(median(ratios), 3),
+            "x": None if (flavor, name) in refused else round(median(ratios), 3),
             "last loss": round(median(run.loss[max(run.loss)] for run in measured.repeats), 4),
         }
         if len(speeds) > 1:
             row |= {
                 "repeats": len(speeds),
                 "tokens/s, range": f"{min(speeds):.0f} to {max(speeds):.0f}",
-                "x, range": f"{min(ratios):.3f} to {max(ratios):.3f}",
+                "x, range": None if (flavor, name) in refused else f"{min(ratios):.3f} to {max(ratios):.3f}",
             }
+        if (flavor, name) in refused:
+            row["no x, as"] = refused[flavor, name]
         if measured.profiled is not None:
             busy = measured.profiled.busy
             row |= {"GPU busy, profiled": round(measured.profiled.busy_share, 3), "GPU busy, ms": round(busy, 1)}
@@ -167,9 +217,10 @@ def table(bench: Bench, warmup: int, processes: int) -> list[dict[str, object]]:
     return rows
 
 
-def layer_table(bench: Bench, warmup: int) -> list[dict[str, object]]:
+def layer_table(bench: Bench, warmup: int, limit: float = LOSS_LIMIT) -> list[dict[str, object]]:
     """What a layer costs, for each model of which there are flavors of several numbers of layers: a row for each run
     that has both the one with the fewest and the one with the most; ``x`` against the model's first run."""
+    refused = refusals(bench, limit)
     layers: dict[str, dict[int, str]] = {}
     for flavor, _ in bench:
         if found := re.fullmatch(r"(.+)_(\d+)layers", flavor):
@@ -185,7 +236,8 @@ def layer_table(bench: Bench, warmup: int) -> list[dict[str, object]]:
         first = next(name for flavor, name in bench if flavor == flavors[few])
         for name, us in cost.items():
             # Noise can make layers that cost little cost less than nothing.
-            speedup = round(cost[first] / us, 3) if min(us, cost.get(first, 0)) > 0 else None
+            known = not {(flavors[few], name), (flavors[many], name)} & refused.keys()
+            speedup = round(cost[first] / us, 3) if known and min(us, cost.get(first, 0)) > 0 else None
             rows.append({"model": model, "run": name, "us per token and layer": round(us, 3), "x": speedup})
     return rows
 
@@ -208,9 +260,9 @@ def write(bench: Bench, args: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     described = {"config": str(args.config), "flags": " ".join(args.flags), "processes": str(args.ngpu)}
     write_results(args.out, steps, environment(device) | described)
-    write_rows(args.out / "table.csv", table(bench, args.warmup, args.ngpu))
+    write_rows(args.out / "table.csv", table(bench, args.warmup, args.ngpu, args.loss_limit))
     (args.out / "layers.csv").unlink(missing_ok=True)  # of a call with other flavors
-    if rows := layer_table(bench, args.warmup):
+    if rows := layer_table(bench, args.warmup, args.loss_limit):
         write_rows(args.out / "layers.csv", rows)
 
 
@@ -232,6 +284,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--repeats", type=int, default=1, help="times that each run is made, in turns with the others [1]")
     add(
         "--profile", action="store_true", help="also measure in how much of a step the GPU is busy, in a run of its own"
+    )
+    add(
+        "--loss-limit",
+        type=float,
+        default=LOSS_LIMIT,
+        metavar="NATS",
+        help="a run whose first loss is further from the baseline's gets no x [%(default)s]",
     )
     add("--quick", action="store_true", help="16 steps, of which the last 8 count, once")
     add(
@@ -274,10 +333,14 @@ def main(argv: Sequence[str]) -> None:
             longest = max(longest, time.monotonic() - begun)
             print(f"{label(flavor, name)}: {time.monotonic() - begun:.0f} s", flush=True)
             write(bench, args)
+        if refused := refusals(bench, args.loss_limit):
+            reasons = [f"{label(*run)}: no x, as {reason}" for run, reason in refused.items()]
+            raise ValueError("\n".join([*reasons, f"{args.out} has all that was measured"]))
     except ValueError as error:
         sys.exit(f"bench_training: {error}")
     finally:
-        for rows in (table(bench, args.warmup, args.ngpu), layer_table(bench, args.warmup)):
+        limit = args.loss_limit
+        for rows in (table(bench, args.warmup, args.ngpu, limit), layer_table(bench, args.warmup, limit)):
             if rows:
                 print(format_table(rows))
 

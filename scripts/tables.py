@@ -156,6 +156,7 @@ def training_speeds(rows: Sequence[Row], warmup: str) -> tuple[dict[str, list[fl
     runs of each recipe."""
     speeds: dict[str, list[float]] = {}
     memory: dict[str, float] = {}
+    rows = [row for row in rows if row.get("x") != ""]  # of those that bench_training.py refused, nothing
     for row in rows:
         recipe = recipe_of(row["run"])
         memory[recipe] = max(memory.get(recipe, 0), float(row["memory GiB"]))
@@ -175,7 +176,7 @@ def training(path: Path, layers: Path) -> list[Cells]:
     flavors = list(dict.fromkeys(row["flavor"] for row in rows))
     speed = {(recipe_of(row["run"]), row["flavor"]): float(row[SPEED]) for row in rows}
     gains = {(recipe_of(row["run"]), row["flavor"]): gain for row, gain in training_gains(rows)}
-    cost = {recipe_of(row["run"]): float(row["us per token and layer"]) for row in read(layers)}
+    cost = {recipe_of(row["run"]): float(row["us per token and layer"]) for row in read(layers) if row.get("x") != ""}
     table = []
     for recipe in sorted(cost, key=("bf16", OURS, *RECIPES).index):
         cells = {"experts and linears": "bf16" if recipe == "bf16" else code(recipe)}

@@ -814,7 +814,13 @@ def test_train_many_explains_itself(
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def losses() -> dict[str, tuple[float, float, float]]:
+    """Of runs that ``launched`` logs, by their folders' names; other runs stay at 2."""
+    return {}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, losses: dict[str, tuple[float, float, float]]) -> list[list[str]]:
     """What bench_training.py launches, in order. Instead of training, a run of 3 steps is logged: bf16 at 100 tokens/s,
     its last step at 50, in its second repeat at 125, bf16+dispatch at 115, all others at 200; and a profiler's trace
     where asked for. A step is of 0.3 tokens."""
@@ -828,8 +834,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     def launch(processes: int, program: list[str], log: Path) -> Done:
         programs.append(program)
         with SummaryWriter(str(log.parent / "tb")) as writer:
+            logged = losses.get(log.parent.name, (2.0, 2.0, 2.0))
             for step, speed in enumerate(speeds.get(log.parent.name, (200, 200, 200)), 1):
-                scalars = {runs.LOSS: 2.0, runs.THROUGHPUT: speed, runs.MEMORY: 4.0, runs.STEP_TIME: 0.3 / speed}
+                scalars = {
+                    runs.LOSS: logged[step - 1],
+                    runs.THROUGHPUT: speed,
+                    runs.MEMORY: 4.0,
+                    runs.STEP_TIME: 0.3 / speed,
+                }
                 for tag, value in scalars.items():
                     writer.add_scalar(tag, value, step)
         if "--profiling.enable_profiling" in program:
@@ -936,6 +948,11 @@ def test_bench_training_tells_the_time_of_a_layer_from_that_of_the_rest() -> Non
     others = {("other_8layers", "bf16"): run("bf16", 90), ("m", "bf16"): run("bf16", 9)}
     assert bench_training.layer_table(bench | others, 1) == expected, "no differences between models"
     assert bench_training.layer_table({key: run for key, run in bench.items() if key[0] == "m_4layers"}, 1) == []
+    first_loss = bench["m_2layers", "both"].repeats[0].loss
+    first_loss[8] = 1.02
+    assert bench_training.layer_table(bench, 1) == [expected[0], expected[1] | {"x": None}]
+    assert bench_training.layer_table(bench, 1, limit=0.03) == expected
+    first_loss[8] = 1.0
     del bench["m_4layers", "bf16"]
     assert bench_training.layer_table(bench, 1) == [expected[1] | {"x": None}]
 
@@ -967,6 +984,46 @@ def test_bench_training_takes_turns_and_shows_what_strays(tmp_path: Path, launch
     assert "--repeats is at least 1, got 0" in call("bench_training", "--repeats", 0)
     quick = bench_training.parse_arguments(["--quick", "--repeats", "3"])
     assert (quick.steps, quick.warmup, quick.repeats) == (16, 8, 1)
+
+
+def test_bench_training_gives_no_x_to_a_run_that_computes_something_else(
+    tmp_path: Path,
+    launched: list[list[str]],
+    losses: dict[str, tuple[float, float, float]],
+) -> None:
+    losses |= {"bf16": (2.0, 1.5, 1.0), "grouped": (2.009, 1.0, 1.0), "linears-repeat2": (1.985, 1.5, 1.0)}
+    losses |= {"both": (2.0, 1.5, math.inf), "both-mxfp8_2d": (math.nan, math.nan, math.nan)}
+    names = "bf16", "grouped", "linears", "both", "both:mxfp8_2d"
+    arguments = ["--ngpu", 1, "--steps", 3, "--warmup", 1, "--repeats", 2, "--out", tmp_path, "--runs"]
+    said = call("bench_training", *arguments, *names)
+    assert len(launched) == 10 and all("--debug.seed=0" in flags for flags in launched), "one seed, and all have run"
+    reasons = {
+        "linears": "its first loss is 1.9850 and that of bf16 2.0000, further apart than 0.01: it computes something "
+        "else, or started from other weights",
+        "both": "its loss at step 3 is inf",
+        "both:mxfp8_2d": "its loss at step 1 is nan",
+    }
+    lines = [f"{name}: no x, as {reason}" for name, reason in reasons.items()]
+    assert said == "\n".join([f"bench_training: {lines[0]}", *lines[1:], f"{tmp_path} has all that was measured"])
+    rows = {row["run"]: row for row in rows_of(tmp_path / "table.csv")}
+    assert [(row["x"], row["x, range"]) for row in rows.values()] == [
+        ("1.0", "1.000 to 1.000"),
+        ("2.133", "1.600 to 2.667"),
+        *[("", "")] * 3,
+    ]
+    assert {name: row["no x, as"] for name, row in rows.items() if row["no x, as"]} == reasons
+    assert rows["both"]["tokens/s (median, per GPU)"] == "200" and len(rows_of(tmp_path / "data.csv")) == 30
+    (shown,) = tables.end_to_end(tmp_path / "table.csv", recipes="mxfp8,mxfp8_2d")
+    assert shown["model"] == ", experts alone" and (shown["`mxfp8`"], shown["`mxfp8_2d`"]) == ("2.13 (1.60-2.67)", "")
+    assert [row["run"] for _, _, row, _ in roofline.trainings(tmp_path)] == ["grouped"]
+    assert "no x, as" not in call("bench_training", "--loss-limit", 0.02, *arguments, *names[:3]), "nor a column of it"
+
+    losses |= {"bf16": (2.0, math.nan, 1.0)}
+    said = call("bench_training", *arguments[:-2], tmp_path / "baseline", "--runs", *names[:2])
+    assert "bf16: no x, as its loss at step 2 is nan" in said
+    assert "grouped: no x, as of its baseline, bf16, its loss at step 2 is nan" in said
+    assert [row["x"] for row in rows_of(tmp_path / "baseline" / "table.csv")] == ["", ""]
+    assert tables.end_to_end(tmp_path / "baseline" / "table.csv") == []
 
 
 def test_bench_moe_layer_compares_before_it_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

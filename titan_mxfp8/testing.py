@@ -243,9 +243,10 @@ def training_gains(rows: Sequence[Mapping[str, str]]) -> Iterator[tuple[Mapping[
 
     That is of ``x``, the median of ratios of runs of the same turn, and not a ratio of medians of ``SPEED``. ``x`` is
     against the first run: if that has 1.0 and bf16 0.8, the gains are 1.25 and 1. None where bf16 is not among the
-    rows, or the table is another one.
+    rows, the table is another one, or bench_training.py refused a run its ``x``.
     """
-    bf16 = {row.get("flavor"): float(row["x"]) for row in rows if SPEED in row and row["run"] == "bf16"}
+    rows = [row for row in rows if SPEED in row and row["x"]]
+    bf16 = {row.get("flavor"): float(row["x"]) for row in rows if row["run"] == "bf16"}
     for row in rows:
         if row.get("flavor") in bf16:
             yield row, float(row["x"]) / bf16[row.get("flavor")]
