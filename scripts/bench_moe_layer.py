@@ -9,16 +9,15 @@ the same for both, and so is the routing. Shared experts are converted too, unle
 output and gradients are compared with bf16's: a recipe that is further off than MXFP8 explains ends the run.
 
 A row is a layer and a way: a recipe with a transport and a choice of rows. bf16 and the ways take turns, in blocks of
---seconds of which the first half does not count, after a turn that is thrown away. ``ms`` is the median over all
-counted steps, each as long as on its slowest rank; ``x`` is the median of the ratio to the block of bf16 of the same
-turn.
+--seconds of which the first half does not count, after a turn that is thrown away. A step's time, of which ``p50_us``
+is the median, is that on its slowest rank; ``x`` is the median of the ratios to bf16 of the same turn.
 Controls are rows too (``control``): ``torchtitan``, bf16 against itself, and recipe ``bf16``, our dispatch with nothing
 quantised. ``peak`` is what a step allocates on top of weights, tokens and output gradient; ``held`` what a way takes
 besides from outside of torch's allocator, as symmetric buffers are.
 
 --parts times what is around the experts instead, on the same routing: each call of a transport, all of a forward and
 of a forward + backward, with the quantisation, and the same of TorchTitan's, eager as it runs it: gather, all-to-all,
-permutation, and back. ``GB/s`` is of the rows that cross links; with one rank, of those that land.
+permutation, and back. ``gb_per_s`` is of the rows that cross links; with one rank, of those that land.
 
 --profile adds, of each way, the kernels of a step that take the most time (``kernel_times.py``) and keeps the traces.
 Writes data.csv, a row for each layer and way (parts.csv, for each part), and env.json. Rows of data.csv that OUT holds
@@ -36,10 +35,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bench import QUICK_REPEATS, REPEATS
 from kernel_times import kernel_table
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -293,9 +294,10 @@ class Bench:
         return self.largest([start.elapsed_time(end) for start, end in itertools.pairwise(events)])
 
     def calls(self, step: Step) -> int:
-        """Steps that fill a block; the same number on every rank."""
+        """Steps that fill a block, and with the others' halves are repeats enough; the same number on every rank."""
         self.block(step, 2)  # compiles
-        return max(2, round(self.args.seconds * 1e3 / min(self.block(step, 3))))
+        repeats = QUICK_REPEATS if self.args.quick else REPEATS
+        return max(2 * ceil(repeats / self.args.turns), ceil(self.args.seconds * 1e3 / min(self.block(step, 3))))
 
     def peak(self, step: Step) -> float:
         """GiB that a step allocates on top of what is held before it; NaN on a CPU."""
@@ -350,14 +352,14 @@ class Bench:
         for way, blocks in zip(ways, times[1:], strict=True):
             ratios = [median(theirs) / median(mine) for theirs, mine in zip(times[0], blocks, strict=True)]
             p20, p50, p80 = percentiles([time for block in blocks for time in block])
-            row: Row = {"way": str(way.way), "control": way.way.recipe in ("", BF16.name), "bf16_ms": bf16_ms}
-            row |= {"ms": p50, "p20": p20, "p80": p80, "x": median(ratios)}
-            row |= {"x_p20": percentiles(ratios)[0], "x_p80": percentiles(ratios)[2]}
+            row: Row = {"way": str(way.way), "control": way.way.recipe in ("", BF16.name)}
+            row |= {"p20_us": 1e3 * p20, "p50_us": 1e3 * p50, "p80_us": 1e3 * p80, "baseline_us": 1e3 * bf16_ms}
+            row |= {"x": median(ratios), "x_min": min(ratios), "x_max": max(ratios)}
             row |= {"bf16_peak_gib": bf16_peak, "peak_gib": self.peak(way.step), "held_gib": way.held_gib}
             row |= {"error_y": way.errors["y"], "error_dx": way.errors["x"]}
             row["error_dw"] = max(error for name, error in way.errors.items() if "router" not in name and "." in name)
             row["error_router"] = max(error for name, error in way.errors.items() if "router" in name)
-            rows.append(row | {"turns": self.args.turns, "steps": sum(map(len, blocks))})
+            rows.append(row | {"turns": self.args.turns, "repeats": sum(map(len, blocks))})
             if self.args.profile and self.device.type == "cuda":
                 self.profile(f"{layer.name} {way.way}", way.step)
             forget_gradients(way.module, x)
@@ -460,11 +462,12 @@ class Bench:
         return rows
 
     def part(self, layer: Layer, way: str, name: str, call: Step, size: int | None) -> Row:
-        """A row: milliseconds of a call, those of the first half left out."""
+        """A row of a call; the first half does not count."""
         times = self.block(call, 2 * self.calls(call))
-        p20, p50, p80 = percentiles(times[len(times) // 2 :])
-        row = {"layer": layer.name, "ranks": self.ranks, "way": way, "part": name, "ms": p50, "p20": p20, "p80": p80}
-        return row | {"GB/s": None if size is None else self.largest([size])[0] / p50 / 1e6}
+        p20, p50, p80 = (1e3 * ms for ms in percentiles(times[len(times) // 2 :]))
+        row: Row = {"layer": layer.name, "ranks": self.ranks, "way": way, "part": name}
+        row |= {"p20_us": p20, "p50_us": p50, "p80_us": p80}
+        return row | {"gb_per_s": None if size is None else self.largest([size])[0] / p50 / 1e3}
 
     def profile(self, name: str, step: Step) -> None:
         """Prints the kernels of a step that take the most time, on rank 0; every rank takes part."""
@@ -522,8 +525,8 @@ def copy_parameters(module: nn.Module, source: nn.Module) -> None:
 
 def shown(row: Row) -> Row:
     """What is printed of a row."""
-    short = {name: row[name] for name in ("layer", "ranks", "way", "bf16_ms", "ms", "x")}
-    short["x, p20 to p80"] = f"{row['x_p20']:.3f} to {row['x_p80']:.3f}"
+    short = {name: row[name] for name in ("layer", "ranks", "way", "baseline_us", "p50_us", "x")}
+    short["x, range"] = f"{row['x_min']:.3f} to {row['x_max']:.3f}"
     return short | {name: row[name] for name in ("bf16_peak_gib", "peak_gib", "error_y", "error_dw")}
 
 
@@ -583,9 +586,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--transports", nargs="+", default=["auto"], choices=("auto", "collective", "symmetric", "off"), help=help_text)
     add("--rows", nargs="+", default=["counted"], choices=("counted", "worst_case"), help="[counted]")
     add("--shared-in-bf16", action="store_true", help="leave the linears of shared experts as they are")
-    add("--turns", type=int, default=10, help="blocks of each way that count [10]")
+    add("--turns", type=int, default=3, help="blocks of each way that count [3]")
     add("--seconds", type=float, default=1.0, help="of a block, half of which counts [1]")
-    add("--quick", action="store_true", help="4 turns of 0.5 s")
+    add("--quick", action="store_true", help="less, in 2 turns of 0.5 s: for a first look")
     add("--parts", action="store_true", help="time what is around the experts instead")
     add("--profile", action="store_true", help="print the kernels of a step of each way, on a GPU")
     add("--limit", type=float, default=float("inf"), metavar="SECONDS", help="begin no way later than this")
@@ -593,7 +596,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--tiny", action="store_true", help="small sizes and code that is not optimised, to try the script")
     args = parser.parse_args(argv)
     if args.quick:
-        args.turns, args.seconds = 4, 0.5
+        args.turns, args.seconds = min(args.turns, 2), min(args.seconds, 0.5)
     if args.turns < 1:
         parser.error(f"--turns is at least 1, got {args.turns}")
     for recipe in args.recipes:

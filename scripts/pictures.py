@@ -13,6 +13,8 @@ from pathlib import Path
 import compare_runs
 import tables
 
+from titan_mxfp8.testing import read_bench
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 OUT = RESULTS / "pictures"
@@ -74,7 +76,7 @@ def moe_layers(path: Path, metadata: dict[str, str]) -> None:
     """Milliseconds of each layer's forward + backward, p50, with p20 to p80."""
     from matplotlib import pyplot
 
-    rows = tables.read(*LAYERS)
+    rows = read_bench(*LAYERS)
     layers = list(dict.fromkeys(row["layer"] for row in rows))
     figure, axes = pyplot.subplots(figsize=(9, 3.8), layout="constrained")
     width = 0.8 / (1 + len(SHOWN))
@@ -82,7 +84,7 @@ def moe_layers(path: Path, metadata: dict[str, str]) -> None:
         by_recipe = {row["way"].split()[0]: row for row in rows if row["layer"] == layer}
         for turn, (recipe, label) in enumerate({"torchtitan": "TorchTitan, bf16, compiled", **SHOWN}.items()):
             row = by_recipe[recipe]
-            p20, p50, p80 = (float(row[name]) for name in ("p20", "ms", "p80"))
+            p20, p50, p80 = (float(row[name]) / 1e3 for name in ("p20_us", "p50_us", "p80_us"))
             x = place + (turn - len(SHOWN) / 2) * width
             spread = [[p50 - p20], [p80 - p50]]
             axes.bar(x, p50, 0.92 * width, yerr=spread, color=f"C{turn}", label=label if place == 0 else None)

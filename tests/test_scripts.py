@@ -1028,7 +1028,7 @@ def test_bench_training_gives_no_x_to_a_run_that_computes_something_else(
 
 def test_bench_moe_layer_compares_before_it_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process; tests/test_plugin_moe.py has the layer in two."""
-    arguments = ["--out", tmp_path, "--device", "cpu", "--tiny", "--turns", 1, "--seconds", 0.01]
+    arguments = ["--out", tmp_path, "--device", "cpu", "--tiny", "--quick", "--turns", 1, "--seconds", 0]
     arguments += ["--recipes", "bf16", "mxfp8_2d", "--transports", "auto", "off", "--layers", "qwen3_30b", "llama4_8"]
     printed = call("bench_moe_layer", *arguments)
     rows = rows_of(tmp_path / "data.csv")
@@ -1040,14 +1040,14 @@ def test_bench_moe_layer_compares_before_it_times(tmp_path: Path, monkeypatch: p
         errors = [float(row[f"error_{of}"]) for of in ("y", "dx", "dw")]
         assert max(errors) == 0 if row["way"] == "torchtitan" else 0 < max(errors) < 0.15
         assert row["control"] == str("mxfp8" not in row["way"])
-        assert float(row["x"]) == pytest.approx(float(row["bf16_ms"]) / float(row["ms"]))
+        assert float(row["x"]) == pytest.approx(float(row["baseline_us"]) / float(row["p50_us"]))
     assert json.loads((tmp_path / "env.json").read_text())["ranks"] == "1"
     printed = call("bench_moe_layer", *arguments, "--parts")
     assert "| llama4_8 | 1 | torchtitan | forward + backward |" in printed and "local: one rank" in printed
     measured = [row for row in rows_of(tmp_path / "parts.csv") if row["layer"] == "qwen3_30b"]
     assert {row["way"] for row in measured} == {"torchtitan", "bf16 auto counted", "mxfp8_2d auto counted"}
-    parts = {row["part"]: row for row in measured if "mxfp8_2d" in row["way"] and row["GB/s"]}
-    gigabytes = {name: float(row["GB/s"]) * float(row["ms"]) / 1e3 for name, row in parts.items()}
+    parts = {row["part"]: row for row in measured if "mxfp8_2d" in row["way"] and row["gb_per_s"]}
+    gigabytes = {name: float(row["gb_per_s"]) * float(row["p50_us"]) / 1e6 for name, row in parts.items()}
     # 64 tokens of 64 features: 4 rows land of each, elements and scales; and one in bf16 goes back
     landed = 64 * 4 * 66 / 1e9
     assert gigabytes == pytest.approx({"dispatch": landed, "resend": landed, "combine": 64 * 128 / 1e9})

@@ -219,11 +219,14 @@ EARLIER_WHAT = re.compile(
 
 
 def read_bench(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV of scripts/bench_grouped_mm.py or bench_kernels.py, those of 2026-11-22 and before with today's
-    columns."""
+    """The rows of a CSV of scripts/bench_grouped_mm.py, bench_kernels.py or bench_moe_layer.py; of an earlier one with
+    today's columns."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
+        if "bf16_ms" in row:  # of bench_moe_layer.py up to 2026-11-25
+            earlier = {"p20_us": "p20", "p50_us": "ms", "p80_us": "p80", "baseline_us": "bf16_ms"}
+            row |= {name: str(1e3 * float(row[old])) for name, old in earlier.items()}
         found = EARLIER_WHAT.fullmatch(row["what"]) if "speedup" in row else None
         if found:
             what = found["what"].removesuffix(" GEMM")
