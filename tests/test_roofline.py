@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import bench_grouped_mm
@@ -89,6 +90,7 @@ def test_a_step_is_its_layers_and_what_no_format_changes() -> None:
     two = Layer(m=96, n=64, k=128, groups=3, count=2)
     step = Step(converted=((recipe, two),), other_flops=6 * flops, other_bytes=0, keeps_weight=True, forwards=1)
     assert step_speedup(step, "H200", rates) == pytest.approx((6 + 6) / (6 + 3))
+    assert step_speedup(replace(step, converted=((BF16, two),)), "H200", rates) == 1, "the control"
 
 
 def write_results(folder: Path, rows: list[dict[str, object]], gpu: str = "NVIDIA H200") -> None:
