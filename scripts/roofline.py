@@ -6,9 +6,10 @@
     python scripts/roofline.py check --out OUT                 # predictions beside all measured trainings in results/
 
 ``draw`` writes roofline.csv and, for each model's experts, a picture of it with five panels: speed-up of forward +
-backward by tokens, with the fewest tokens from which MXFP8 pays; GB/s of the quantisers of tokens; of weights; speed-up
-of the GEMMs alone; time by pass. Coloured and dotted: by the ceilings that the same folder measured. Solid: measured.
-Black: as fast as bf16, or as a copy.
+backward by tokens, with the tokens from which MXFP8 pays (``break_even``); GB/s of the quantisers of tokens; of
+weights; speed-up of the GEMMs alone; time by pass. Coloured and dotted: predicted from the ceilings that the same
+folder measured, against a bf16 GEMM at its ceiling; as torch's is slower, what is measured may lie above. Solid:
+measured, as is what the title of a panel calls dashed. Black: as fast as bf16, or as a copy.
 
 ``check`` writes data.csv: for each training of bench_training.py in results/ its gain, and what the model says of the
 same TOML and flags as they are today, by the GPU's ceilings and by our kernels' rates (``committed_rates``). Of the
@@ -18,6 +19,7 @@ what the model leaves out of every run with ``dispatch``.
 
 import argparse
 import csv
+import itertools
 import json
 import logging
 import sys
@@ -38,6 +40,7 @@ EXPERTS = 8
 GEMMS = ("forward", "dgrad", "wgrad")
 BOTH = "forward + backward"
 
+TICKS = tuple(4**exponent for exponent in range(5, 10))
 COLOURS = ("tab:blue", "tab:orange", "tab:green")
 
 Row = dict[str, object]
@@ -104,16 +107,16 @@ def predicted_seconds(recipe: str, hardware: Hardware, layer: Layer, rates: Rate
     return seconds | {BOTH: sum(seconds.values())}
 
 
-def pays_from(rows: Sequence[dict[str, str]], recipe: str) -> int | None:
-    """The fewest tokens from which the recipe is predicted to be as fast as bf16, of those in the rows."""
-    return min(
-        (
-            int(row["M"])
-            for row in rows
-            if (row["what"], row["recipe"]) == (BOTH, recipe) and float(row["predicted_x"]) >= 1
-        ),
-        default=None,
-    )
+def break_even(points: Sequence[tuple[int, float]]) -> float | None:
+    """The tokens at which a speed-up, of points by tokens, last rises to 1; None where it does not.
+
+    Between the two neighbours it is linear in log tokens: with 0.9 at 1024 and 1.1 at 4096 that is at 2048.
+    """
+    crossing = [pair for pair in itertools.pairwise(points) if pair[0][1] < 1 <= pair[1][1]]
+    if not crossing:
+        return None
+    (low, below), (high, above) = crossing[-1]
+    return low * (high / low) ** ((1 - below) / (above - below))
 
 
 def draw(path: Path) -> list[Path]:
@@ -130,13 +133,14 @@ def draw(path: Path) -> list[Path]:
         unused.remove()
         figure.suptitle(
             f"A grouped GEMM of {model}: {EXPERTS} experts, N {n} features out, K {k} in, on one {rows[0]['gpu']}. "
-            "Dotted: what the GPU's ceilings allow, solid: measured"
+            "Solid: measured.\nDotted: predicted from the ceilings, against a bf16 GEMM at its ceiling"
         )
         for recipe, colour in zip(SHOWN, COLOURS, strict=True):
             curve(panels[0], rows, recipe, BOTH, "predicted_x", "x", colour, recipe)
-            if pays := pays_from(rows, recipe):
-                label = f"{recipe}: predicted as fast as bf16 from {pays} tokens"
-                panels[0].axvline(pays, color=colour, linewidth=0.7, label=label)
+            for column, line, how in (("predicted_x", ":", "predicted"), ("x", "-", "measured")):
+                if pays := break_even(of(rows, recipe, BOTH, column)):
+                    label = f"pays from {round(pays, -2):,.0f} tokens, {how}"
+                    panels[0].plot((pays, pays), (0, 1), line, color=colour, linewidth=1, label=label)
             for panel, names in (
                 (panels[1], ("quantise x", "quantise dy")),
                 (panels[2], ("quantise w", "quantise w again")),
@@ -149,8 +153,8 @@ def draw(path: Path) -> list[Path]:
                 curve(panels[3], rows, recipe, name, "predicted_x", "x", colour, f"{recipe} {name}", style)
         titles = {
             panels[0]: "forward + backward with quantising, times bf16's speed",
-            panels[1]: "quantise tokens, GB/s",
-            panels[2]: "quantise weights, GB/s",
+            panels[1]: "quantise tokens, GB/s (x solid, dy dashed)",
+            panels[2]: "quantise weights, GB/s (w again dashed)",
             panels[3]: "GEMMs alone, times bf16's speed",
         }
         for panel, title in titles.items():
@@ -160,8 +164,10 @@ def draw(path: Path) -> list[Path]:
             height, label = (float(rows[0]["ceiling_gb_per_s"]), "a copy") if in_gb_per_s else (1, "bf16")
             panel.axhline(height, linestyle=":", color="black", label=label)
             tokens = [int(row["M"]) for row in rows]
-            panel.set(title=title, xscale="log", xlabel="tokens", xlim=(min(tokens), max(tokens)), ylim=(0, None))
-            panel.legend(fontsize=6)
+            panel.set(title=title, xscale="log", xlabel="tokens", xlim=(min(tokens) / 1.1, max(tokens)), ylim=(0, None))
+            panel.set_xticks(TICKS, [f"{m:,}" for m in TICKS])
+            panel.minorticks_off()
+            panel.legend(fontsize=7, handlelength=3, loc="lower right")
         bars(panels[4], rows)
         drawn.append(path.with_name(f"roofline_{model}.png"))
         figure.savefig(drawn[-1], dpi=110)
@@ -211,7 +217,7 @@ def bars(panel, rows: Sequence[dict[str, str]]) -> None:
         bottom = {recipe: at + height for (recipe, at), height in zip(bottom.items(), ms, strict=True)}
     panel.set(title=f"milliseconds by pass, {tokens[-1]} tokens")
     panel.tick_params(axis="x", labelrotation=20)
-    panel.legend(fontsize=6)
+    panel.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1)).set_in_layout(False)  # the sixth place is free
 
 
 def trainings(results: Path) -> Iterator[tuple[Path, dict[str, str], dict[str, str], float]]:

@@ -222,17 +222,23 @@ def test_pictures_are_drawn_from_csvs(tmp_path: Path, capsys: pytest.CaptureFixt
         rows = [row for row in csv.DictReader(file) if row["N"] == "8192"]
     (row,) = (r for r in rows if (r["M"], r["recipe"], r["what"]) == ("131072", "mxfp8_2d_rebased", roofline.BOTH))
     assert float(row["x"]) == pytest.approx(1.46, abs=0.005) and 1.4 < float(row["predicted_x"]) < 1.8
-    pays = roofline.pays_from(rows, "mxfp8_2d_rebased")
-    below = max(m for m in roofline.TOKENS if m < pays)
-    of_both = {
-        int(row["M"]): float(row["predicted_x"])
-        for row in rows
-        if row["what"] == roofline.BOTH and row["recipe"] == "mxfp8_2d_rebased"
-    }
-    assert of_both[below] < 1 <= of_both[pays] and roofline.pays_from(rows, "mxfp8") is None
+    predicted = dict(roofline.of(rows, "mxfp8_2d_rebased", roofline.BOTH, "predicted_x"))
+    pays = roofline.break_even(list(predicted.items()))
+    below, above = max(m for m in predicted if m < pays), min(m for m in predicted if m >= pays)
+    assert predicted[below] < 1 <= predicted[above]
+    assert roofline.break_even(roofline.of(rows, "mxfp8", roofline.BOTH, "predicted_x")) is None
+    assert roofline.break_even(roofline.of(rows, "mxfp8_2d_rebased", roofline.BOTH, "x")) is None, "one point"
     (tmp_path / "env.json").write_text("{}")
     with pytest.raises(SystemExit, match="holds no results of one of H20, H100"):
         roofline.main(["draw", str(tmp_path)])
+
+
+def test_break_even_is_where_a_speedup_last_rises_to_one() -> None:
+    points = [(512, 1.05), (1024, 0.9), (4096, 1.1), (8192, 1.2)]
+    assert roofline.break_even(points) == pytest.approx(2048)
+    assert roofline.break_even([*points, (16384, 0.9), (65536, 1.1)]) == pytest.approx(32768)
+    assert roofline.break_even([(1024, 0.9), (4096, 1.0)]) == 4096
+    assert all(roofline.break_even(flat) is None for flat in ([], points[2:], points[1:2], points[:2]))
 
 
 def test_ceilings_are_measured_alone(tmp_path: Path) -> None:
