@@ -174,24 +174,25 @@ def test_a_training_has_one_gain_wherever_it_stands() -> None:
     """That of pairs: in one table the medians of ``both:mxfp8_2d`` and bf16 are 81994 and 89864, which is 0.912."""
     rows = [{"run": "both", SPEED: "9", "x": "1.0"}, {"run": "bf16", SPEED: "8", "x": "0.8"}]
     assert [gain for _, gain in training_gains(rows)] == [1.25, 1] and not list(training_gains(rows[:1]))
-    by_doctor, by_roofline = Counter(), Counter()
-    for one in doctor.measured(Hardware("sm_90", "NVIDIA H200"), ROOT / "results"):
-        if one.training:
-            by_doctor[one.file, one.recipe, f"{one.times:.2f}"] += 1
-    files = {file for file, *_ in by_doctor}
-    for path, _, row, gain in roofline.trainings(ROOT / "results"):
-        file = path.relative_to(ROOT).as_posix()
-        if file in files and row["run"].startswith("both"):
-            by_roofline[file, tables.recipe_of(row["run"]), f"{gain:.2f}"] += 1
+    by_doctor = Counter(
+        (one.file, one.recipe, f"{one.times:.2f}")
+        for one in doctor.measured(Hardware("sm_90", "NVIDIA H200"), ROOT / "results")
+        if one.training
+    )
+    by_roofline = Counter(
+        (path.relative_to(ROOT).as_posix(), tables.recipe_of(row["run"]), f"{gain:.2f}")
+        for path, _, row, gain in roofline.trainings(ROOT / "results")
+        if row["run"].startswith("both")
+    )
     by_tables = Counter(
         (file, recipe, cell.split()[0])
-        for file in files
+        for file in {file for file, *_ in by_roofline}
         for cells in tables.end_to_end(ROOT / file, recipes=",".join(tables.RECIPES))
         for recipe in tables.RECIPES
         if (cell := cells.get(tables.code(recipe))) and " alone" not in cells["model"]
     )
-    assert by_doctor == by_roofline == by_tables
-    assert by_doctor["results/2026-11-23_2xh200_dispatch_training/training_table.csv", "mxfp8_2d", "0.92"] == 1
+    assert by_doctor <= by_roofline == by_tables, "the doctor has only the newest of what was measured twice"
+    assert by_tables["results/2026-11-23_2xh200_dispatch_training/training_table.csv", "mxfp8_2d", "0.92"] == 1
 
 
 def test_every_training_that_was_measured_has_a_prediction() -> None:
