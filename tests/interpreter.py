@@ -8,12 +8,14 @@ replaces, in ``triton.runtime.interpreter``:
 - arithmetic on bf16: in fp32, rounded once; ``tl.dot`` of 8- and 16-bit operands: in fp32;
 - ``tl.dot_scaled`` (missing in 3.6): exact products of decoded operands, fp32 sums;
 - ``tl.reduce_or``, which takes a millisecond for each element: numpy's;
-- what patches ``triton.language`` anew at each call of a jitted helper (2 ms): done once, for the whole process.
+- what patches ``triton.language`` anew at each call of a jitted helper (2 ms): done once, for the whole process;
+- types, of which each operation makes several: what is known of one is worked out once (two thirds of the time).
 
 The process can then interpret and nothing else: ``test_triton_interpreter.py`` starts one.
 """
 
 import dataclasses
+import operator
 
 import numpy as np
 import torch
@@ -95,12 +97,47 @@ def install() -> None:
 
     if not hasattr(interpreter, "_InterpreterComparison"):  # 3.6
         _repair_3_6()
+    _remember_types()
 
     interpreter._patch_lang(install)  # for good: triton.language now computes
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     # Off: every integer operation is done in int64 too, to see an overflow.
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+
+
+def _remember_types() -> None:
+    """By the name of a type, in which its elements and its shape are."""
+    make_block, make_tensor, numpy_type = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
+    broadcast = interpreter.TritonSemantic.broadcast_impl_value
+    blocks, tensors, numpy_types = {}, {}, {}
+
+    def remembered_block(self, element_ty, shape):
+        key = element_ty.name, *map(operator.index, shape)
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = vars(self)
+        self.__dict__ = blocks[key]
+
+    def remembered_tensor(self, handle, type):
+        if type.name not in tensors:
+            make_tensor(self, handle, type)
+            tensors[type.name] = vars(self).copy()
+        self.__dict__.update(tensors[type.name])
+        self.handle, self.type = handle, type
+
+    def remembered_numpy_type(type):
+        if type.name not in numpy_types:
+            numpy_types[type.name] = numpy_type(type)
+        return numpy_types[type.name]
+
+    def broadcast_other_shapes(self, lhs, rhs):
+        alike = lhs.type.is_block() and rhs.type.is_block() and [*lhs.type.shape] == [*rhs.type.shape]
+        return (lhs, rhs) if alike else broadcast(self, lhs, rhs)
+
+    tl.block_type.__init__, tl.tensor.__init__ = remembered_block, remembered_tensor
+    interpreter._get_np_dtype = remembered_numpy_type
+    interpreter.TritonSemantic.broadcast_impl_value = broadcast_other_shapes
 
 
 def _repair_3_6() -> None:

@@ -9,16 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).parent
-MODULES = sorted(path.name for path in (TESTS / "interpreted").glob("test_*.py"))
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_in_interpreter(module: str):
+def test_in_interpreter():
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join((str(TESTS), str(TESTS.parent)))}
-    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / "interpreted" / module))
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / "interpreted"))
     run = subprocess.run(command, env=env, cwd=TESTS.parent, capture_output=True, text=True)
     print(run.stdout)
     assert run.returncode == 0, run.stdout + run.stderr
