@@ -12,11 +12,15 @@ MODELS = ("llama4", "deepseek_v3")
 # By layout: two sequences in a step, as the TOMLs have in one process, each of half their length.
 BATCH = {"1 process": ["--training.seq_len=256"]}
 BATCH |= {"FSDP 2 + EP 2": [*BATCH["1 process"], "--training.local_batch_size=1"]}
+NO_LOGIN = ("llama4", "1 process", "mxfp8")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory):
-    """Trains a (model, layout, bf16 or mxfp8) once, 12 steps with a checkpoint at 6; gives its folder and losses."""
+    """Trains a (model, layout, bf16 or mxfp8) once, 12 steps with a checkpoint at 6; gives its folder and losses.
+
+    ``NO_LOGIN`` runs with none of wandb's settings, where nobody has logged in.
+    """
     done = {}
 
     def get(model: str, layout: str, kind: str) -> tuple[Path, dict[int, float]]:
@@ -25,7 +29,9 @@ def run(tmp_path_factory: pytest.TempPathFactory):
             out = tmp_path_factory.mktemp(kind)
             flags = [STEPS, *BATCH[layout], "--checkpoint.enable", "--checkpoint.interval=6"]
             flags += [BF16] if kind == "bf16" else []
-            done[key] = out, train(out, model, *flags, layout=layout)
+            no_login = {"WANDB_MODE": "", "WANDB_API_KEY": "", "HOME": str(tmp_path_factory.mktemp("home"))}
+            environment = no_login if key == NO_LOGIN else None
+            done[key] = out, train(out, model, *flags, layout=layout, environment=environment)
         return done[key]
 
     return get
@@ -83,13 +89,12 @@ def test_a_killed_run_goes_on_from_its_checkpoint(run, tmp_path: Path) -> None:
     assert [resumed[step] for step in range(7, 13)] == [whole[step] for step in range(7, 13)]
 
 
-def test_without_a_login_wandb_logs_offline(tmp_path: Path) -> None:
+def test_without_a_login_wandb_logs_offline(run) -> None:
     """No key, no prompt (standard input is closed), no network: the run is on disk, ready for `wandb sync`."""
-    environment = {"WANDB_MODE": "", "WANDB_API_KEY": "", "HOME": str(tmp_path)}
-    train(tmp_path / "run", "llama4", "--training.steps=2", environment=environment)
-    (offline_run,) = (tmp_path / "run").rglob("wandb/offline-run-*/run-*.wandb")
+    out, _ = run(*NO_LOGIN)
+    (offline_run,) = out.rglob("wandb/offline-run-*/run-*.wandb")
     assert b"global_avg_loss" in offline_run.read_bytes()
-    assert "WandB logging enabled" in (tmp_path / "run" / "log").read_text()
+    assert "WandB logging enabled" in (out / "log").read_text()
 
 
 @pytest.mark.parametrize(
