@@ -1,5 +1,6 @@
 """The debug models trained by stock TorchTitan 0.3 on CPU with both overrides, and what a user does with such runs."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,7 +10,8 @@ from runs import read_tensorboard
 from training import finish, kill_when, start_torchtitan
 
 STEPS = ("--training.steps=8", "--training.seq_len=128", "--checkpoint.enable")
-OVERRIDES = ("--override.imports", "titan_mxfp8.titan03.experts", "titan_mxfp8.titan03.linears")
+README = (Path(__file__).parent.parent.parent / "README.md").read_text()
+OVERRIDES = tuple(re.search(r"`(--override\.imports [^`]+)`", README)[1].split())
 
 HEALTH, OFF = (
     ("--override.imports", f"titan_mxfp8.titan03.experts={arguments}", OVERRIDES[2])
