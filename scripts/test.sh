@@ -21,6 +21,6 @@ ruff check .
 ruff format --check .
 if [ $# = 0 ]; then
     export OMP_NUM_THREADS=1 # threads of two tests would wait for each other
-    set -- --numprocesses=2 --dist=loadfile
+    set -- --numprocesses=2 --dist=loadfile --no-loadscope-reorder # in the order of tests/conftest.py
 fi
 exec python -m pytest "$@"

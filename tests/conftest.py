@@ -6,6 +6,7 @@ Processes that test on one GPU at a time share its memory. Tests of the other To
 import importlib
 import os
 import sys
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,6 +22,12 @@ def pytest_configure() -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     if workers > 1 and torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(0.9 / workers)  # contexts and kernels take some besides
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with few tests first: they train, for minutes, and one that came last would keep one process waiting."""
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: tests[item.path])
 
 
 @pytest.fixture(autouse=True)
