@@ -1516,7 +1516,7 @@ def test_setup_installs_one_more_extra_once_and_for_others_nothing_again(tmp_pat
         result = shell("bash", "-c", f"set -euo pipefail; cd {tmp_path}; {steps}", **UNSET, EXTRA=extra)
         assert result.returncode == 0, result.stderr
     (install,) = (tmp_path / "calls").read_text().splitlines()
-    assert install.endswith("install -q --disable-pip-version-check -e .[hf]")
+    assert install.endswith("install -q --no-compile --disable-pip-version-check -e .[hf]")
 
 
 def test_the_launcher_calls_either_torchtitan() -> None:
