@@ -335,11 +335,7 @@ def test_a_config_for_a_cluster_is_checked_without_its_links(tmp_path: Path, mon
     off = dry_run(parse_config(toml, [*flags[:3], f"{DISPATCH}=off", CONVERT, NO_AC]))
     on = dry_run(parse_config(toml, [*flags, NO_AC]))
     assert (on.converted, on.mesh, on.memory.parameters) == (off.converted, off.mesh, off.memory.parameters)
-    # of each token, which has one expert: its row in FP8 and two hidden vectors, for the row in bf16 twice, three and
-    # silu's output, an fp32 copy
-    tokens, dim, hidden = 4 * 256, 256, 512
-    less = tokens * 2 * (2 * dim + 4 * hidden + 2 * dim - (dim * 33 / 64 + 2 * hidden))
-    assert off.memory.activations - on.memory.activations == less
+    assert on.memory.activations < off.memory.activations  # tests/test_configs.py counts the bytes
     with pytest.raises(ValueError, match=r"'worst_case' needs at least .* GiB of each GPU, which has 0.0 GiB"):
         monkeypatch.setattr("titan_mxfp8.tools.dry_run.card_memory", lambda _: 1e6)
         dry_run(parse_config(toml, flags))
