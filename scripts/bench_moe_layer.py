@@ -294,7 +294,7 @@ class Bench:
         return self.largest([start.elapsed_time(end) for start, end in itertools.pairwise(events)])
 
     def calls(self, step: Step) -> int:
-        """Steps that fill a block, and with the others' halves are repeats enough; the same number on every rank."""
+        """Steps of a block, the same number on every rank: of all turns enough count, and a block is long enough."""
         self.block(step, 2)  # compiles
         repeats = QUICK_REPEATS if self.args.quick else REPEATS
         return max(2 * ceil(repeats / self.args.turns), ceil(self.args.seconds * 1e3 / min(self.block(step, 3))))

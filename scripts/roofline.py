@@ -14,7 +14,8 @@ measured, as is what the title of a panel calls dashed. Black: as fast as bf16, 
 ``check`` writes data.csv: for each training of bench_training.py in results/ its gain, and what the model says of the
 same TOML and flags as they are today, by the GPU's ceilings and by our kernels' rates (``committed_rates``). Of the
 control, ``bf16+dispatch``, it says 1: in the model only the number format changes a step. What the control gains is
-what the model leaves out of every run with ``dispatch``.
+what the model leaves out of every run with ``dispatch``. Beside them the memory that was reserved, and what
+``tools/memory.py`` estimates.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from math import inf
 from pathlib import Path
 
 from titan_mxfp8.backends import plan_on
@@ -238,6 +240,7 @@ def check(results: Path) -> list[Row]:
     from bench_training import flags_of
 
     from titan_mxfp8.tools.dry_run import dry_run, parse_config
+    from titan_mxfp8.tools.memory import GIB
     from titan_mxfp8.tools.roofline import step_speedup
 
     table: list[Row] = []
@@ -246,15 +249,17 @@ def check(results: Path) -> list[Row]:
         rates = committed_rates(results, gpu) if gpu in CLUSTER_GPUS else None
         if rates is None:
             continue
-        flags = [*flags_of(row["run"]), *env.get("flags", "").split(), "--cluster.nodes=1", "--cluster.gpu="]
+        flags = [*flags_of(row["run"]), *env.get("flags", "").split(), "--cluster.nodes=1", f"--cluster.gpu={gpu}"]
         flags += [f"--cluster.gpus_per_node={env['processes']}"]
         if row.get("flavor"):
             flags += [f"--model.flavor={row['flavor']}", "--model.study_flavors"]
         job_config = parse_config(str(ROOT / env["config"]), flags)
-        roofline, own = (round(step_speedup(dry_run(job_config).step, gpu, each), 3) for each in rates)
+        report = dry_run(job_config, fill=inf)  # it has been trained, so it fits
+        roofline, own = (round(step_speedup(report.step, gpu, each), 3) for each in rates)
         found: Row = {"folder": path.parent.relative_to(results), "table": path.name, "model": job_config.model.flavor}
         found |= {"GPUs": env["processes"], "run": row["run"], "measured": round(gain, 3)}
-        table.append(found | {"by our rates": own, "by the ceilings": roofline})
+        found |= {"by our rates": own, "by the ceilings": roofline}
+        table.append(found | {"memory GiB": row["memory GiB"], "estimated GiB": round(report.memory.total / GIB, 2)})
     return table
 
 

@@ -168,6 +168,10 @@ def test_predictions_stand_beside_what_was_measured(monkeypatch: pytest.MonkeyPa
     ]  # fmt: skip
     # rebasing brings more, and a step gains less than its GEMMs do
     assert 1 < rows[1]["by our rates"] < rows[0]["by our rates"] < rows[0]["by the ceilings"] < 1.5
+    assert [row["memory GiB"] for row in rows] == ["99.59", "103.04"], "TorchTitan's"
+    assert [row["estimated GiB"] for row in rows] == pytest.approx([99.59, 103.04], rel=0.02), (
+        "more than the card's 70%"
+    )
 
 
 def test_a_training_has_one_gain_wherever_it_stands() -> None:

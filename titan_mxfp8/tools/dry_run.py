@@ -202,11 +202,12 @@ def parse_config(path: str, overrides: Sequence[str] = ()) -> JobConfig:
     return ClusterConfigManager().parse_args([f"--job.config_file={path}", *overrides])
 
 
-def dry_run(job_config: JobConfig) -> Report:
+def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
     """Builds, converts and shards the model of ``job_config`` for all the GPUs of its ``[cluster]``.
 
     Args:
         job_config: of ``parse_config``; ``compile.enable`` is switched off in a copy, as compilation moves no shard.
+        fill: the share of a card's memory that the estimate may take.
 
     Raises:
         ValueError: the layout does not work, or the model does not fit; the message says why.
@@ -242,9 +243,9 @@ def dry_run(job_config: JobConfig) -> Report:
         with cluster_backends(job_config):
             memory = estimate_memory(whole, sharded, job_config, dims)
         step = step_of(sharded, job_config, dims, memory, flops)
-    if card is not None and memory.total > FILL * card[1]:
+    if card is not None and memory.total > fill * card[1]:
         raise ValueError(
-            f"does not fit: {memory.total / GIB:.1f} GiB a GPU estimated ({memory}), more than {FILL:.0%} of "
+            f"does not fit: {memory.total / GIB:.1f} GiB a GPU estimated ({memory}), more than {fill:.0%} of "
             f"{card[0]}'s {card[1] / GIB:.1f} GiB. {lower_memory(job_config)}"
         )
     training = job_config.training
