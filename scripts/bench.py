@@ -14,9 +14,15 @@ not timed. On a CPU: wall clock.
 | p20_us, p50_us, p80_us         | microseconds of a call that counted                                                 |
 | tflops, gb_per_s               | by the median; of bytes each of the inputs and outputs once                         |
 | share                          | of the ceiling that the same run measured: a dense matmul, or a copy                |
+| watts                          | mean power of the GPU while calls counted, those reads included: median of turns    |
+| sm_mhz                         | clock of its multiprocessors at the end of a block: median of turns                 |
 | baseline_us, x, x_min, x_max   | median of the baseline; its ratio to ours: median and range over the turns          |
 | turns, repeats                 | blocks of ours; calls that counted                                                  |
 | block_ms, dropped_ms           | length of a block of ours, and the part that did not count                          |
+
+NVML tells ``watts`` and ``sm_mhz``. They are empty without the package ``nvidia-ml-py`` (extra ``bench``), on a CPU,
+and on a GPU that does not count its energy. The count goes up every 20 to 100 ms (PETSc's manual), so of short blocks,
+such as those of ``--quick``, ``watts`` is rough.
 
 The files are written after every comparison, and rows that OUT holds are not measured again: a run that was cut short
 goes on.
@@ -46,7 +52,7 @@ Row = dict[str, object]
 Call = Callable[[], object]
 IDENTITY = ("bench", "M", "N", "K", "G", "groups", "data", "held", "dtype", "backend", "recipe", "what")
 REPEATS, QUICK_REPEATS = 20, 4  # calls that count, at least
-RATES = ("p50_us", "tflops", "gb_per_s", "share", "x", "x_min", "x_max")
+RATES = ("p50_us", "tflops", "gb_per_s", "share", "watts", "sm_mhz", "x", "x_min", "x_max")
 SHOWN = (*IDENTITY[1:], *RATES)
 # Of the data sheets' dense matmuls: large enough that a card is at its power cap, small enough for 24 GiB.
 CEILING_SIZE = {"cuda": 8192, "cpu": 64}
@@ -70,6 +76,31 @@ class Entry:
     call: Call
     work: Work = Work()
     more: Row = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What NVML says of a GPU: the energy since its driver was loaded, and when; the clock of its multiprocessors."""
+
+    millijoules: int
+    seconds: float
+    sm_mhz: int
+
+
+Meter = Callable[[], Reading]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Calls one after the other: microseconds of each; of a GPU that has a meter, what ``watts`` and ``sm_mhz`` say."""
+
+    us: list[float]
+    watts: float | None = None
+    sm_mhz: int | None = None
+
+    @property
+    def counted(self) -> list[float]:
+        return self.us[len(self.us) // 2 :]
 
 
 class Bench:
@@ -99,6 +130,7 @@ class Bench:
             with (args.out / "data.csv").open(newline="") as file:
                 self.rows = list(csv.DictReader(file))
         self.known = {identity(row) for row in self.rows}
+        self.meter = meter_of(self.device)
         if self.device.type == "cuda":
             self.cold = torch.ones(1 << 27, dtype=torch.float32, device=self.device)
             self.sink = torch.empty((), device=self.device)
@@ -130,32 +162,31 @@ class Bench:
             beside: a context that all are in while they are timed.
         """
         calls = [*([base] if base else []), *(entry.call for entry in entries)]
-        times = self._turns(calls, self.args.turns if base else 1, beside)
-        counted = [[block[len(block) // 2 :] for block in blocks] for blocks in times]
-        first = 1 if base else 0
-        for entry, blocks, kept in zip(entries, times[first:], counted[first:], strict=True):
-            row = self._row(entry, blocks, kept, counted[0] if base else None)
+        measured = self._turns(calls, self.args.turns if base else 1, beside)
+        for entry, blocks in zip(entries, measured[1 if base else 0 :], strict=True):
+            row = self._row(entry, blocks, measured[0] if base else None)
             self.rows.append(entry.key | {"control": False} | entry.more | row)
             self.known.add(identity(entry.key))
             print(" ".join(f"{name}={value}" for name, value in shown(self.rows[-1]).items()), flush=True)
         self.write()
 
-    def _row(
-        self, entry: Entry, blocks: list[list[float]], counted: list[list[float]], base: list[list[float]] | None
-    ) -> Row:
-        """The measured columns: of an entry's microseconds by turn, all and those that count, and of the baseline's."""
+    def _row(self, entry: Entry, blocks: list[Block], base: list[Block] | None) -> Row:
+        """The measured columns: of an entry's blocks by turn, and of the baseline's."""
+        counted = [block.counted for block in blocks]
         p20, p50, p80 = (round(us, 3) for us in percentiles([us for block in counted for us in block]))
         row: Row = {"p20_us": p20, "p50_us": p50, "p80_us": p80}
         rates = {"tflops": entry.work.flops / p50 / 1e6, "gb_per_s": entry.work.moved / p50 / 1e3}
         row |= {name: float(f"{rate:.6g}") if rate else None for name, rate in rates.items()}
         top = self.ceiling(entry.work.ceiling)
         row["share"] = round((rates["tflops"] or rates["gb_per_s"]) / top, 4) if top else None
+        for name in ("watts", "sm_mhz"):
+            row[name] = round(median(getattr(block, name) for block in blocks), 1) if self.meter else None
         if base:
-            ratios = [median(theirs) / median(mine) for theirs, mine in zip(base, counted, strict=True)]
-            row |= {"baseline_us": round(median(us for block in base for us in block), 3)}
+            ratios = [median(theirs.counted) / median(mine) for theirs, mine in zip(base, counted, strict=True)]
+            row |= {"baseline_us": round(median(us for block in base for us in block.counted), 3)}
             row |= {"x": median(ratios), "x_min": min(ratios), "x_max": max(ratios)}
         row |= {"turns": len(blocks), "repeats": sum(map(len, counted))}
-        whole, kept = (median(sum(block) / 1e3 for block in of) for of in (blocks, counted))
+        whole, kept = (median(sum(us) / 1e3 for us in of) for of in ([block.us for block in blocks], counted))
         return row | {"block_ms": round(whole, 1), "dropped_ms": round(whole - kept, 1)}
 
     @contextmanager
@@ -207,16 +238,16 @@ class Bench:
 
     def _turns(
         self, calls: Sequence[Call], turns: int, beside: Callable[[], AbstractContextManager]
-    ) -> list[list[list[float]]]:
-        """Microseconds by call, turn and repeat."""
+    ) -> list[list[Block]]:
+        """Blocks by call and turn."""
         counts = [self._count(call, turns) for call in calls]
-        times: list[list[list[float]]] = [[] for _ in calls]
+        measured: list[list[Block]] = [[] for _ in calls]
         with beside():
             for _ in range(turns if self.is_warm else turns + 1):
-                for call, count, blocks in zip(calls, counts, times, strict=True):
-                    blocks.append(self._block(call, count))
+                for call, count, blocks in zip(calls, counts, measured, strict=True):
+                    blocks.append(self._block(call, count, self.meter))
         self.is_warm = True
-        return [blocks[-turns:] for blocks in times]
+        return [blocks[-turns:] for blocks in measured]
 
     def _count(self, call: Call, turns: int) -> int:
         """Calls that fill a block; the first of them compile."""
@@ -227,23 +258,60 @@ class Bench:
         repeats = QUICK_REPEATS if self.args.quick else REPEATS
         return max(2 * ceil(repeats / turns), ceil(self.args.seconds / each))
 
-    def _block(self, call: Call, count: int) -> list[float]:
-        """Microseconds of so many calls, one after the other."""
+    def _block(self, call: Call, count: int, meter: Meter | None = None) -> Block:
+        """So many calls, one after the other."""
         if self.device.type != "cuda":
             times = []
             for _ in range(count):
                 begun = time.perf_counter()
                 call()
                 times.append(1e6 * (time.perf_counter() - begun))
-            return times
+            return Block(us=times)
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-        for start, end in events:
+        first, counts = None, events[count // 2][0]
+        for place, (start, end) in enumerate(events):
             torch.sum(self.cold, 0, out=self.sink)
             start.record()
             call()
             end.record()
+            # not after all launches: a GPU queues about a thousand, so that of short calls it is nearly done by then
+            if meter and first is None and place >= count // 2 and counts.query():
+                first = meter()
+        counts.synchronize()
+        first = first or (meter and meter())
         events[-1][1].synchronize()
-        return [1e3 * start.elapsed_time(end) for start, end in events]
+        last = meter and meter()
+        times = [1e3 * start.elapsed_time(end) for start, end in events]
+        if not meter:
+            return Block(us=times)
+        watts = (last.millijoules - first.millijoules) / 1e3 / (last.seconds - first.seconds)
+        return Block(us=times, watts=watts, sm_mhz=last.sm_mhz)
+
+
+def meter_of(device: torch.device) -> Meter | None:
+    """What reads a GPU's energy and clock; None on a CPU, and where NVML cannot be asked."""
+    if device.type != "cuda":
+        return None
+    try:
+        import pynvml  # of the extra ``bench``
+    except ModuleNotFoundError:
+        return None
+
+    def read() -> Reading:
+        return Reading(
+            millijoules=pynvml.nvmlDeviceGetTotalEnergyConsumption(handle),
+            seconds=time.perf_counter(),
+            sm_mhz=pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+        )
+
+    try:
+        pynvml.nvmlInit()
+        # by UUID: NVML counts all GPUs, torch those of CUDA_VISIBLE_DEVICES
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        read()
+    except pynvml.NVMLError:
+        return None
+    return read
 
 
 def identity(row: Mapping[str, object]) -> tuple[str, ...]:

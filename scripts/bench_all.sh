@@ -16,6 +16,7 @@ Environment:
     SHAPES   those of grouped_mm, kernels and scaling, as M,N,K,G or by name
     DEVICE   cuda or cpu [cuda]
     PYTHON   a Python to be used as it is [set up .venv]
+    EXTRA    bench: installs too what reads the power and the clock of an NVIDIA GPU
 The exit status is 0 if no part failed.
 TEXT
 }

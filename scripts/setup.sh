@@ -9,8 +9,8 @@
 # PYTHON= names a Python to be used as it is, with what it has and what lies on PYTHONPATH: nothing is installed, which a
 # machine without a package registry needs.
 #
-# EXTRA= names one more extra of pyproject.toml: test.sh wants hf. It has a stamp of its own, so that no script that does
-# without installs again.
+# EXTRA= names one more extra of pyproject.toml: test.sh wants hf, bench is for bench_all.sh. It has a stamp of its own, so
+# that no script that does without installs again.
 
 if [ -n "${PYTHON:-}" ]; then
     if ! program=$(command -v "$PYTHON"); then

@@ -2,7 +2,9 @@
 
 import csv
 import json
+import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,11 +38,11 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[bench.Ben
     ran: list[str] = []
     times: list[list[float]] = []
 
-    def block(self: bench.Bench, call: str, count: int) -> list[float]:
+    def block(self: bench.Bench, call: str, count: int, meter: bench.Meter | None = None) -> bench.Block:
         if count <= 3:  # to see how many calls fill a block
-            return [0.0]
+            return bench.Block(us=[0.0])
         ran.append(call)
-        return times.pop(0)
+        return bench.Block(us=times.pop(0))
 
     monkeypatch.setattr(bench.Bench, "_block", block)
     args = Namespace(out=tmp_path, device="cpu", backend="auto", quick=False, turns=2, seconds=0, limit=1e9)
@@ -90,6 +92,109 @@ def test_a_block_is_long_enough_and_has_enough_calls(monkeypatch, tmp_path: Path
         "200.0",
     )
     assert float(fast["block_ms"]) == pytest.approx(50, abs=1) and int(fast["repeats"]) == pytest.approx(50, abs=1)
+
+
+class SlowGPU:
+    """In place of a GPU, its clock and NVML: a call takes it 10 ms, and the host ``launch`` seconds to launch.
+
+    It draws 300 W up to the eleventh call of a block of 20, which is the first that counts, 600 W from there to the end
+    of the last one launched, and then 100 W.
+    """
+
+    NVML_CLOCK_SM = 1
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, launch: float) -> None:
+        self.launch, self.fails, self.now, self.done, self.calls, self.hot_since = launch, "", 0.0, 0.0, 0, 0.0
+        self.perf_counter = self.monotonic = lambda: self.now
+        self.nvmlInit = lambda: self.ask("init")
+        self.nvmlDeviceGetHandleByUUID = lambda uuid: self.ask(f"handle of {uuid}")
+
+    def ask(self, answer: object) -> object:
+        self.now += 0.001  # which NVML takes
+        if self.fails and self.fails in str(answer):
+            raise self.NVMLError
+        return answer
+
+    def call(self) -> None:
+        if self.calls % 20 == 10:
+            self.hot_since = max(self.done, self.now)
+        self.done, self.calls = max(self.done, self.now) + 0.01, self.calls + 1
+        self.now += self.launch
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        assert handle == "handle of GPU-12ab"
+        begun, done = min(self.now, self.hot_since), min(self.now, self.done)
+        return self.ask(round(300e3 * begun + 600e3 * (done - begun) + 100e3 * (self.now - done)))
+
+    def nvmlDeviceGetClockInfo(self, handle: str, kind: int) -> int:
+        assert (handle, kind) == ("handle of GPU-12ab", self.NVML_CLOCK_SM)
+        return self.ask(1980 if self.now < self.done else 1410)
+
+    def event(self, enable_timing: bool) -> SimpleNamespace:
+        event = SimpleNamespace(at=0.0)
+        event.record = lambda: setattr(event, "at", max(self.done, self.now))
+        event.query = lambda: self.now >= event.at
+        event.synchronize = lambda: setattr(self, "now", max(self.now, event.at))
+        event.elapsed_time = lambda end: 1e3 * (end.at - event.at)
+        return event
+
+
+@pytest.fixture
+def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[SlowGPU], bench.Bench]:
+    """A bench of blocks of 20 calls on a ``SlowGPU``."""
+
+    def make(gpu: SlowGPU) -> bench.Bench:
+        args = Namespace(out=tmp_path, device="cpu", backend="auto", quick=False, turns=2, seconds=0, limit=1e9)
+        measured = bench.Bench("x", args)
+        assert measured.meter is None, "of a CPU"
+        monkeypatch.setattr(bench, "time", gpu)
+        monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12ab"))
+        measured.device, measured.cold, measured.sink = torch.device("cuda", 0), torch.ones(1), torch.empty(())
+        measured.meter = bench.meter_of(measured.device)
+        monkeypatch.setattr(measured, "_count", lambda call, turns: 20)
+        return measured
+
+    return make
+
+
+@pytest.mark.parametrize("launch", [0.0, 0.005, 0.01])
+def test_power_is_that_of_the_calls_that_count(launch: float, on_gpu, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Whether the GPU has all calls before it begins, or waits for each. Rows without power stand beside."""
+    gpu = SlowGPU(launch)
+    monkeypatch.setitem(sys.modules, "pynvml", gpu)
+    measured = on_gpu(gpu)
+    measured.rows = [{"what": "earlier", "p50_us": "5"}]
+    entry = bench.Entry(key=measured.key(what="ours"), call=gpu.call, work=bench.Work(flops=1))
+    measured.compare([entry])
+    earlier, row = rows_of(tmp_path)
+    assert [float(row[name]) for name in ("watts", "sm_mhz", "p50_us")] == [600, 1410, 10_000]
+    assert "watts=600 sm_mhz=1410" in capsys.readouterr().out and earlier["watts"] == earlier["sm_mhz"] == ""
+
+
+@pytest.mark.parametrize("fails", ["absent", "init", "GPU", "0", "1410"])
+def test_without_nvml_there_is_no_power(fails: str, on_gpu, tmp_path: Path, monkeypatch) -> None:
+    """Without its package, where it finds no driver or not this GPU, or where that tells no energy or clock."""
+    gpu = SlowGPU(0.0)
+    gpu.fails = fails
+    monkeypatch.setitem(sys.modules, "pynvml", None if fails == "absent" else gpu)
+    measured = on_gpu(gpu)
+    measured.compare([bench.Entry(key=measured.key(what="ours"), call=gpu.call)])
+    (row,) = rows_of(tmp_path)
+    assert (row["watts"], row["sm_mhz"], float(row["p50_us"])) == ("", "", 10_000)
+
+
+def test_power_is_the_median_of_turns(scripted, tmp_path: Path, monkeypatch) -> None:
+    measured, _, _ = scripted
+    measured.meter = lambda: None
+    blocks = [bench.Block(us=[1.0, 1.0], watts=watts, sm_mhz=int(3 * watts)) for watts in (1, 1, 9, 400, 9, 600.3)]
+    monkeypatch.setattr(measured, "_turns", lambda calls, turns, beside: [blocks[::2][-2:], blocks[1::2][-2:]])
+    measured.compare([bench.Entry(key=measured.key(what="ours"), call="ours")], "bf16")
+    (row,) = rows_of(tmp_path)
+    assert (row["watts"], row["sm_mhz"]) == ("500.1", "1500.0")
 
 
 def test_bench_grouped_mm_compares_times_and_goes_on(tmp_path: Path, monkeypatch, capsys) -> None:
