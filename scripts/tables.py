@@ -292,14 +292,20 @@ def reference(path: Path, *repeats: Path, losses: str = "") -> list[Cells]:
 
 
 def kernels(path: Path) -> list[Cells]:
-    """Each pass of each recipe: microseconds, rate, share of the ceiling and, of GEMMs, times bf16."""
+    """Each pass of each recipe: microseconds, rate, share of the ceiling and, of GEMMs, times bf16. Where the power
+    was measured: it, the clock and, of GEMMs, the energy of a floating-point operation."""
     table = []
     for row in read(path):
         rate = f"{float(row['tflops']):.0f} TFLOP/s" if row["tflops"] else f"{float(row['gb_per_s']):.0f} GB/s"
         cells = {"M, N, K, experts": ", ".join(filter(None, map(row.get, ("M", "N", "K", "G"))))}
         cells |= {"recipe": row["recipe"], "pass": row["what"], "us": f"{float(row['p50_us']):.0f}", "rate": rate}
         ratios = {"of the ceiling": row.get("share"), "times bf16": row.get("x")}
-        table.append(cells | {name: f"{float(ratio):.2f}" if ratio else "" for name, ratio in ratios.items()})
+        cells |= {name: f"{float(ratio):.2f}" if ratio else "" for name, ratio in ratios.items()}
+        if row.get("watts"):
+            watts = float(row["watts"])
+            cells |= {"W": f"{watts:.0f}", "MHz": f"{float(row['sm_mhz']):.0f}"}
+            cells["pJ per FLOP"] = f"{watts / float(row['tflops']):.3f}" if row["tflops"] else ""
+        table.append(cells)
     return table
 
 

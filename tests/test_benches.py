@@ -325,6 +325,23 @@ def test_the_tables_of_a_folder_show_what_it_holds(tmp_path: Path) -> None:
     assert "| 96, 64, 96, 3 | mxfp8_2d | quantise w again |" in text and "| CPU | 96, 64, 96, 3 |" in text
 
 
+def test_the_table_of_passes_shows_power_where_it_was_measured(tmp_path: Path) -> None:
+    rates = {"M": 1, "N": 2, "K": 3, "recipe": "mxfp8", "p50_us": 100, "share": 0.5, "x": ""}
+    gemm, copy = rates | {"what": "wgrad", "tflops": 1000, "gb_per_s": ""}, rates | {"what": "copy", "gb_per_s": 4000}
+    heads = ["M, N, K, experts", "recipe", "pass", "us", "rate", "of the ceiling", "times bf16"]
+    for power in ({}, {"watts": "", "sm_mhz": ""}):
+        write_results(tmp_path, [gemm | power, copy | power], {})
+        assert [list(row) for row in tables.kernels(tmp_path / "data.csv")] == [heads] * 2
+    hot, cool = {"watts": 650.4, "sm_mhz": 1410}, {"watts": 400.2, "sm_mhz": 1980}
+    write_results(tmp_path, [gemm | hot, copy | cool, gemm], {})
+    shown = tables.kernels(tmp_path / "data.csv")
+    assert [[row.get(name, "") for name in ("W", "MHz", "pJ per FLOP")] for row in shown] == [
+        ["650", "1410", "0.650"], ["400", "1980", ""], ["", "", ""],
+    ]  # fmt: skip
+    # 650.4 W for 100 us, over 1000 TFLOP/s for 100 us
+    assert float(shown[0]["pJ per FLOP"]) == pytest.approx(1e12 * (650.4 * 100e-6) / (1000e12 * 100e-6), abs=1e-3)
+
+
 def test_linearity_says_down_to_how_many_tokens_and_what_weights_cost(tmp_path: Path) -> None:
     """A GPU that copies 1000 GB/s, on which a token takes 1 us and anything 2 us besides."""
     row = {"N": 8192, "K": 5120, "G": 2, "groups": "balanced", "recipe": "mxfp8_2d_rebased"}
