@@ -17,7 +17,9 @@ is started again skips those runs, continues the others from their last checkpoi
 The study keeps checkpoints while a run is going on and deletes them when it is finished. All finished runs in OUT are
 compared, those of earlier commands with other recipes or seeds too.
 
-A seed decides the initial weights; the data and their order are the same for every run.
+A seed decides the initial weights; the data and their order are the same for every run. Of a study that goes on
+elsewhere check that first: ``make_data.py`` writes the sha256 of what it made beside it, and other versions of its
+packages give another. Runs on that are no pairs with the earlier ones.
 """
 
 import argparse
