@@ -5,7 +5,9 @@ folder; where two folders have the same name, all runs are named with the folder
 
     L(g, s)  mean loss of group g, seed s, over the last tenth of the steps (--window), so batch noise averages out
     d(g, s)  L(g, s) - L(baseline, s), a pair: the same seed gives both the same initial weights and the same data in
-             the same order
+             the same order. Runs that saw other data, or the same in another order, stand behind --other-data: they
+             are paired with one another, and these pairs count with the others. Their names get ``@2``, those behind a
+             second --other-data ``@3``
     m        the margin, a share (--margin, 0.005) of the baseline's mean L: fix it before the runs
     D(g)     mean of d(g, s) over the n seeds that both have, with its standard error and 95% t interval
 
@@ -64,12 +66,18 @@ if TYPE_CHECKING:
 PARTS = 10  # of the window, where there is one pair
 FEWEST_CHANGES, TOGETHER = 20, 0.5  # of losses from step to step, and their correlation in a pair
 
-# What must agree for two losses to be comparable: the fields of TorchTitan's config, by section.
-SAME = {
-    "model": ("name", "flavor"),
-    "training": ("seq_len", "local_batch_size", "global_batch_size", "dataset", "dataset_path"),
-    "optimizer": ("name", "lr"),
-}
+# What must agree for two losses to be comparable: section and name of fields of TorchTitan's config.
+SAME = (
+    ("model", "name"),
+    ("model", "flavor"),
+    ("training", "seq_len"),
+    ("training", "local_batch_size"),
+    ("training", "global_batch_size"),
+    ("training", "dataset"),
+    ("training", "dataset_path"),
+    ("optimizer", "name"),
+    ("optimizer", "lr"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +103,19 @@ class Verdict:
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
-    """Raises ValueError if a run differs from the first one in length, or in a field of ``SAME`` that both saved."""
+    """Raises ValueError if a run differs from the first one in length, or in a field of ``SAME`` that both saved; in
+    the data set, from the first one of its --other-data."""
     first = runs[0]
     for run in runs[1:]:
-        for section, keys in SAME.items():
-            saved = first.config.get(section), run.config.get(section)
-            for key in keys if all(saved) else ():
-                if saved[0].get(key) != saved[1].get(key):
-                    raise ValueError(
-                        f"{first.name} has {section}.{key} = {saved[0].get(key)!r} and {run.name} "
-                        f"{saved[1].get(key)!r}: compare runs of the same model on the same data"
-                    )
+        first_on_data = next(other for other in runs if other.pair[1] == run.pair[1])
+        for section, key in SAME:
+            base = first_on_data if key.startswith("dataset") else first
+            saved = base.config.get(section), run.config.get(section)
+            if all(saved) and saved[0].get(key) != saved[1].get(key):
+                raise ValueError(
+                    f"{base.name} has {section}.{key} = {saved[0].get(key)!r} and {run.name} "
+                    f"{saved[1].get(key)!r}: compare runs of the same model on the same data"
+                )
         if max(run.loss) != max(first.loss):
             raise ValueError(
                 f"{first.name} ended at step {max(first.loss)} and {run.name} at step {max(run.loss)}: finish the "
@@ -152,7 +162,7 @@ def grouped(runs: Sequence[Run]) -> dict[str, list[Run]]:
     for run in runs:
         group = groups.setdefault(run.group, [])
         for other in group:
-            if other.seed == run.seed:
+            if other.pair == run.pair:
                 raise ValueError(f"{other.name} and {run.name} are both seed {run.seed} of {run.group}: leave one out")
         group.append(run)
     return groups
@@ -185,10 +195,10 @@ def finite_mean(values: Iterable[float]) -> float:
     return fmean(values) if values and all(map(math.isfinite, values)) else math.nan
 
 
-def final_losses(group: Sequence[Run], steps: Sequence[int], window: float) -> dict[int | None, float]:
-    """By seed, of the runs that have not diverged."""
-    losses = {run.seed: final_loss(run, steps, window) for run in group}
-    return {seed: loss for seed, loss in losses.items() if math.isfinite(loss)}
+def final_losses(group: Sequence[Run], steps: Sequence[int], window: float) -> dict[tuple[int | None, int], float]:
+    """By seed and data, of the runs that have not diverged."""
+    losses = {run.pair: final_loss(run, steps, window) for run in group}
+    return {pair: loss for pair, loss in losses.items() if math.isfinite(loss)}
 
 
 def margin_of(baseline: Sequence[Run], steps: Sequence[int], window: float, share: float) -> Margin:
@@ -200,9 +210,9 @@ def judge(
 ) -> Verdict:
     """The group against the baseline, as the module's docstring says."""
     name, base_name = group[0].group, baseline[0].group
-    shared = {run.seed for run in group} & {run.seed for run in baseline}
+    shared = {run.pair for run in group} & {run.pair for run in baseline}
     base, own = final_losses(baseline, steps, window), final_losses(group, steps, window)
-    differences = [own[seed] - base[seed] for seed in own if seed in base]
+    differences = [own[pair] - base[pair] for pair in own if pair in base]
     if len(own) < len(group):
         text = diverged(group, own)
     elif len(shared) < 2:
@@ -213,9 +223,9 @@ def judge(
         text = verdict_on(differences, margin)
     parts = []
     if len(differences) == 1:
-        (seed,) = base.keys() & own.keys()
-        pair = (next(run for run in runs if run.seed == seed) for runs in (group, baseline))
-        parts = parts_of_pair(*pair, last_steps(steps, window))
+        (only,) = base.keys() & own.keys()
+        two = (next(run for run in runs if run.pair == only) for runs in (group, baseline))
+        parts = parts_of_pair(*two, last_steps(steps, window))
     return Verdict(differences=differences, text=text, parts=parts)
 
 
@@ -225,12 +235,12 @@ def apart(baseline: Sequence[Run], group: Sequence[Run], steps: Sequence[int]) -
     for base, run in product(baseline, group):
         finite = [step for step in steps if math.isfinite(base.loss[step]) and math.isfinite(run.loss[step])]
         changes = [[of.loss[after] - of.loss[before] for before, after in pairwise(finite)] for of in (base, run)]
-        if base.seed != run.seed or len(finite) <= FEWEST_CHANGES or any(len(set(one)) == 1 for one in changes):
+        if base.pair != run.pair or len(finite) <= FEWEST_CHANGES or any(len(set(one)) == 1 for one in changes):
             continue
         if (together := correlation(*changes)) < TOGETHER:
             sentences.append(
-                f"{run.name} and {base.name} have not seen the same batches in the same order, or one of them has gone "
-                f"astray: from step to step their losses change with a correlation of {together:.2f}"
+                f"{run.name} and {base.name} have not seen the same batches in the same order (see --other-data), or "
+                f"one has gone astray: from step to step their losses change with a correlation of {together:.2f}"
             )
     return sentences
 
@@ -375,13 +385,13 @@ def plot(groups: dict[str, list[Run]], path: Path, margin: float, metadata: dict
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), constrained_layout=True
     )
-    smooth: dict[str, dict[int | None, list[float]]] = {}
+    smooth: dict[str, dict[tuple[int | None, int], list[float]]] = {}
     for index, (name, group) in enumerate(groups.items()):
-        smooth[name] = {run.seed: smoothed([run.loss[step] for step in steps]) for run in group}
+        smooth[name] = {run.pair: smoothed([run.loss[step] for step in steps]) for run in group}
         for run in group:
             top.plot(steps, [run.loss[step] for step in steps], color=f"C{index}", alpha=0.12, linewidth=0.6)
             label = name if run is group[0] else None
-            top.plot(steps, smooth[name][run.seed], label=label, **line(index))
+            top.plot(steps, smooth[name][run.pair], label=label, **line(index))
     top.set_ylabel("loss (nats per token)")
     top.legend()
     plot_differences(bottom, steps, smooth, margin)
@@ -396,31 +406,31 @@ def line(index: int) -> dict[str, object]:
 
 
 def plot_differences(
-    axes: "Axes", steps: Sequence[int], smooth: dict[str, dict[int | None, list[float]]], margin: float
+    axes: "Axes", steps: Sequence[int], smooth: dict[str, dict[tuple[int | None, int], list[float]]], margin: float
 ) -> None:
     """Each group's mean paired difference from the first one, its 95% interval at each step (pale), and the margin.
 
     Args:
-        smooth: a loss curve for each seed, by group; those that end in NaN are left out.
+        smooth: a loss curve for each seed and data, by group; those that end in NaN are left out.
         margin: in nats. It and the mean differences after the first tenth of the steps set the axis' limits; NaN where
             no run of the first group has ended.
     """
     first, *others = smooth
     ended = {
-        name: {seed: curve for seed, curve in curves.items() if math.isfinite(curve[-1])}
+        name: {pair: curve for pair, curve in curves.items() if math.isfinite(curve[-1])}
         for name, curves in smooth.items()
     }
     edges = [margin]
     for index, name in enumerate(others, 1):
-        seeds = ended[name].keys() & ended[first].keys()
-        if not seeds:
+        common = ended[name].keys() & ended[first].keys()
+        if not common:
             continue
-        pairs = [[a - b for a, b in zip(ended[name][seed], ended[first][seed], strict=True)] for seed in seeds]
+        pairs = [[a - b for a, b in zip(ended[name][pair], ended[first][pair], strict=True)] for pair in common]
         mean = [finite_mean(values) for values in zip(*pairs, strict=True)]
         edges += mean[len(steps) // 10 :]
         axes.plot(steps, mean, **line(index))
-        if len(seeds) > 1:
-            t = critical_t(0.95, len(seeds) - 1)
+        if len(common) > 1:
+            t = critical_t(0.95, len(common) - 1)
             half = [t * standard_error(values) for values in zip(*pairs, strict=True)]
             low, high = ([y + sign * h for y, h in zip(mean, half, strict=True)] for sign in (-1, 1))
             axes.fill_between(steps, low, high, color=f"C{index}", alpha=0.12, linewidth=0)
@@ -433,11 +443,14 @@ def plot_differences(
     axes.set_ylabel(f"minus {first}, 95% interval")
 
 
-def read(paths: Sequence[Path]) -> list[Run]:
+def read(paths: Sequence[Path], number: int = 1) -> list[Run]:
     """The runs of dump folders and of the losses.csv of earlier comparisons, which stand for folders beside them.
 
+    Args:
+        number: of the data that they saw; above 1 it goes into their names.
+
     Raises:
-        ValueError: a path is neither, or one is given twice.
+        ValueError: a path is neither, or one is given twice; or runs of other data have no seed, or a number already.
     """
     found = []
     for path in paths:
@@ -446,7 +459,13 @@ def read(paths: Sequence[Path]) -> list[Run]:
         else:
             found.append((path, read_run(path)))
     names = unique_names([folder for folder, _ in found])
-    return [replace(run, name=name) for (_, run), name in zip(found, names, strict=True)]
+    runs = [replace(run, name=name) for (_, run), name in zip(found, names, strict=True)]
+    if number == 1:
+        return runs
+    for run in runs:
+        if run.seed is None or run.pair[1] > 1:
+            raise ValueError(f"--other-data has {run.name}: it takes runs named <name>-seed<k>, all of the same data")
+    return [replace(run, name=f"{run.name}@{number}") for run in runs]
 
 
 def compare(runs: Sequence[Run], out: Path, window: float, share: float, planned: bool) -> None:
@@ -495,6 +514,15 @@ def main(argv: Sequence[str]) -> None:
         metavar="RUN",
         help="dump folder of a run, or a losses.csv; the first run is the baseline",
     )
+    add(
+        "--other-data",
+        nargs="+",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="RUN",
+        help="runs that are paired among themselves only, as their data are others; may be given again",
+    )
     add("--out", type=Path, default=Path("."), help="folder for the files [.]")
     add("--window", type=float, default=0.1, help="share of the steps, at the end, that the final loss averages [0.1]")
     add("--margin", type=float, default=0.005, help="difference that counts as none, a share of the loss [0.005]")
@@ -506,11 +534,13 @@ def main(argv: Sequence[str]) -> None:
             raise ValueError(f"--window is a share of the steps, above 0 and at most 1, got {args.window}")
         if not 0 < args.margin < 1:
             raise ValueError(f"--margin is a share of the loss, above 0 and below 1, got {args.margin}")
-        if any(path.is_file() and path.resolve() == (args.out / "losses.csv").resolve() for path in args.runs):
+        sets = [args.runs, *args.other_data]
+        written = (args.out / "losses.csv").resolve()
+        if any(path.is_file() and path.resolve() == written for paths in sets for path in paths):
             raise ValueError(f"{args.out / 'losses.csv'} would be overwritten: name another --out")
         if args.out.exists() and not args.out.is_dir():
             raise ValueError(f"--out {args.out} is a file: name a folder")
-        runs = read(args.runs)
+        runs = [run for number, paths in enumerate(sets, 1) for run in read(paths, number)]
         if args.steps is not None:
             runs = [first_steps(run, args.steps) for run in runs]
         compare(runs, args.out, args.window, args.margin, args.plan)
