@@ -17,12 +17,14 @@ is started again skips those runs, continues the others from their last checkpoi
 The study keeps checkpoints while a run is going on and deletes them when it is finished. All finished runs in OUT are
 compared, those of earlier commands with other recipes or seeds too.
 
-A seed decides the initial weights; the data and their order are the same for every run. Of a study that goes on
-elsewhere check that first: ``make_data.py`` writes the sha256 of what it made beside it, and other versions of its
-packages give another. Runs on that are no pairs with the earlier ones.
+A seed decides the initial weights; the data and their order are the same for every run. ``OUT/study.json`` has the
+sha256 of data and tokenizer, and a study does not go on with others. Before one goes on in another folder or elsewhere
+compare that by hand: ``make_data.py`` makes other data from other versions of its packages, and runs on these are no
+pairs with the earlier ones.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -47,6 +49,9 @@ ALONE = {"experts": (GROUPED_MM,), "linears": (LINEAR,)}
 OPTIONS = {"rebase", "dispatch", "requantize", "repeat", *ALONE}
 CHECKPOINTS = "checkpoint/step-*/.metadata"
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
+DATA = ("training.dataset_path", "validation.dataset_path", "model.hf_assets_path")
+TOKENIZER = ("tokenizer*", "vocab*", "merges*")  # files of a model's assets that decide what it sees
+HASHED = 4 << 30  # bytes
 EVERY_FLAG = (BF16.name, "mxfp8+rebase+dispatch")  # recipes of which flags_of sets all that it alone may set
 
 
@@ -273,6 +278,29 @@ def check_once(flag: str, values: Sequence[object]) -> None:
             raise ValueError(f"{flag} has {value} twice")
 
 
+def data_of(config: Path, flags: Sequence[str]) -> dict[str, str]:
+    """The sha256 of each file of data and tokenizer that runs see, by the field of TorchTitan's config and its name
+    below that; behind the first 4 GiB of a field its size. Of what is not on this machine there is none."""
+    toml, found = tomllib.loads(config.read_text()), {}
+    for name in DATA:
+        section, _, key = name.partition(".")
+        value = toml.get(section, {}).get(key)
+        for flag, behind in zip(flags, [*flags, ""][1:], strict=True):
+            if flag.startswith("--") and field_of(flag) == name:
+                value = flag.partition("=")[2] or behind
+        if not value or not (top := ROOT / value).exists():
+            continue
+        patterns = TOKENIZER if key == "hf_assets_path" else ("**/*",)
+        paths = sorted(path for pattern in patterns for path in top.glob(pattern)) if top.is_dir() else [top]
+        size = 0
+        for path in filter(Path.is_file, paths):
+            size += path.stat().st_size
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest() if size <= HASHED else None
+            found[f"{name}/{path.relative_to(top)}"] = digest or f"{path.stat().st_size} bytes"
+    return found
+
+
 def check(args: argparse.Namespace) -> None:
     """Raises ValueError for what would fail later, and OSError if the study's folder cannot be written."""
     check_recipes(args.config, args.recipes)
@@ -284,13 +312,14 @@ def check(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / ".writable").touch()
     (args.out / ".writable").unlink()
-    described = {"config": args.config.read_text(), "flags": args.flags, "ngpu": args.ngpu}
+    data = data_of(args.config, args.flags)
+    described = {"config": args.config.read_text(), "flags": args.flags, "ngpu": args.ngpu, "data": data}
     kept = args.out / "study.json"
     trained = any(any(args.out.glob(f"*-seed*/{kind}")) for kind in ("finished.json", CHECKPOINTS))
     if trained and kept.is_file() and read_study(kept) != described:
         raise ValueError(
-            f"{args.out} holds a study of another config or other flags ({kept}): name another --out, or remove this "
-            "folder with its runs"
+            f"{args.out} holds a study of another config, other flags or other data ({kept}): name another --out, or "
+            "remove this folder with its runs"
         )
     write_json(kept, described)
 

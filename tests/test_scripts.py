@@ -4,6 +4,7 @@ import ast
 import contextlib
 import csv
 import functools
+import hashlib
 import importlib
 import io
 import json
@@ -571,7 +572,7 @@ def test_converge_runs_a_study_in_order_stops_at_the_limit_and_continues(
     assert "--quantize.grouped_mm.mx.hopper_rebase --quantize.linear.mx.hopper_rebase" in lines[-1]
     assert not any("hopper_rebase" in line for line in lines if "--model.converters=" in line)
     refused = call("converge", *command, "--", "--training.steps=4")
-    assert "holds a study of another config or other flags" in refused
+    assert "holds a study of another config, other flags or other data" in refused
 
 
 @pytest.mark.parametrize("allowed, expected", [(None, ["0", "1"]), ("3,5", ["3", "5"])])
@@ -735,6 +736,39 @@ def test_converge_changes_what_a_study_is_until_a_run_has_got_anywhere(
     assert kept.read_text() == described
     kept.write_text('{"conf')
     assert f"{kept} is no JSON" in begun(5)
+
+
+def test_converge_goes_on_with_the_same_data_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags count before the TOML, in either form; of a model's assets the tokenizer alone, of large files the size."""
+    monkeypatch.setattr(converge, "study", lambda *_: {})
+    texts, held_out, assets = (tmp_path / name for name in ("texts", "held-out.jsonl", "assets"))
+    toml = tmp_path / "own.toml"
+    toml.write_text(f'[model]\nhf_assets_path = "{assets}"\n[training]\ndataset_path = "not/there"\n')
+    flags = ["--training.dataset-path", texts, f"--validation.dataset_path={held_out}", "--training.steps=3"]
+    for path in (texts / "a" / "data.jsonl", texts / "b", held_out, assets / "tokenizer.json", assets / "weights"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.name)
+
+    def begun() -> str:
+        return call("converge", toml, "--recipes", "bf16", "--out", tmp_path / "out", "--", *flags)
+
+    begun()
+    kept = json.loads((tmp_path / "out" / "study.json").read_text())["data"]
+    names = ["training.dataset_path/a/data.jsonl", "training.dataset_path/b"]
+    assert list(kept) == [*names, "validation.dataset_path/.", "model.hf_assets_path/tokenizer.json"]
+    assert kept[names[0]] == hashlib.sha256(b"data.jsonl").hexdigest()
+    run = tmp_path / "out" / "bf16-seed0"
+    run.mkdir()
+    (run / "finished.json").write_text("{}")
+    (assets / "weights").write_text("others")
+    assert "other data" not in begun()
+    for path in (texts / "b", held_out, assets / "tokenizer.json"):
+        path.write_text("others")
+        assert "holds a study of another config, other flags or other data" in begun()
+        path.write_text(path.name)
+    assert "other data" not in begun()
+    monkeypatch.setattr(converge, "HASHED", len("data.jsonl"))
+    assert converge.data_of(toml, [*map(str, flags)])[names[1]] == "1 bytes"
 
 
 def test_converge_says_which_numbers_it_takes(capsys: pytest.CaptureFixture) -> None:
