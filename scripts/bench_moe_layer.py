@@ -19,7 +19,8 @@ besides from outside of torch's allocator, as symmetric buffers are.
 of a forward + backward, with the quantisation, and the same of TorchTitan's, eager as it runs it: gather, all-to-all,
 permutation, and back. ``gb_per_s`` is of the rows that cross links; with one rank, of those that land.
 
---profile adds, of each way, the kernels of a step that take the most time (``kernel_times.py``) and keeps the traces.
+--profile adds kernels.csv, of each way the kernels of a step that take the most time (``kernel_times.py``), and keeps
+the traces.
 Writes data.csv, a row for each layer and way (parts.csv, for each part), and env.json. Rows of data.csv that OUT holds
 are not measured again: a run that was cut short goes on.
 """
@@ -361,7 +362,7 @@ class Bench:
             row["error_router"] = max(error for name, error in way.errors.items() if "router" in name)
             rows.append(row | {"turns": self.args.turns, "repeats": sum(map(len, blocks))})
             if self.args.profile and self.device.type == "cuda":
-                self.profile(f"{layer.name} {way.way}", way.step)
+                self.profile({"layer": layer.name, "ranks": self.ranks, "way": str(way.way)}, way.step)
             forget_gradients(way.module, x)
         return rows
 
@@ -469,18 +470,21 @@ class Bench:
         row |= {"p20_us": p20, "p50_us": p50, "p80_us": p80}
         return row | {"gb_per_s": None if size is None else self.largest([size])[0] / p50 / 1e3}
 
-    def profile(self, name: str, step: Step) -> None:
-        """Prints the kernels of a step that take the most time, on rank 0; every rank takes part."""
+    def profile(self, key: Row, step: Step) -> None:
+        """Prints the kernels of a step that take the most time, on rank 0, and adds them to kernels.csv behind ``key``;
+        every rank takes part."""
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
             step()
             torch.cuda.synchronize()
         if self.rank == 0:
+            name = f"{key['layer']} {key['way']}"
             path = self.args.out / "traces" / f"{name.replace(' ', '_')}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(path))
-            rows = kernel_table(path, 40)
-            columns = [{"ms": row["ms"], "count": row["count"], "kernel": row["kernel"][:110]} for row in rows]
-            self.say(f"{name}\n{format_table(columns)}")
+            rows = [{"ms": row["ms"], "count": row["count"], "kernel": row["kernel"]} for row in kernel_table(path, 40)]
+            self.say(f"{name}\n{format_table([row | {'kernel': row['kernel'][:110]} for row in rows])}")
+            kept = self.args.out / "kernels.csv"
+            write_rows(kept, read_rows(kept) + [key | row for row in rows])
 
 
 def step_of(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Step:
@@ -590,7 +594,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--seconds", type=float, default=1.0, help="of a block, half of which counts [1]")
     add("--quick", action="store_true", help="less, in 2 turns of 0.5 s: for a first look")
     add("--parts", action="store_true", help="time what is around the experts instead")
-    add("--profile", action="store_true", help="print the kernels of a step of each way, on a GPU")
+    add("--profile", action="store_true", help="add the kernels of a step of each way, on a GPU")
     add("--limit", type=float, default=float("inf"), metavar="SECONDS", help="begin no way later than this")
     add("--device", default="cuda", choices=("cuda", "cpu"), help="[cuda]")
     add("--tiny", action="store_true", help="small sizes and code that is not optimised, to try the script")

@@ -1093,6 +1093,29 @@ def test_bench_training_gives_no_x_to_a_run_that_computes_something_else(
     assert tables.end_to_end(tmp_path / "baseline" / "table.csv") == []
 
 
+def test_bench_moe_layer_adds_the_kernels_of_each_way_to_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the operators of a CPU in place of a GPU's kernels."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def table(trace: Path, top: int) -> list[dict[str, object]]:
+        names = [
+            event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "cpu_op"
+        ]
+        return [{"trace": str(trace), "kernel": name, "ms": 1.5, "count": names.count(name)} for name in set(names)]
+
+    monkeypatch.setattr(bench_moe_layer, "kernel_table", table)
+    args = bench_moe_layer.parse_arguments(["--out", str(tmp_path), "--device", "cpu"])
+    x = torch.ones(2, 3)
+    for ranks, step in ((1, x.sign), (2, x.cos)):
+        key = {"layer": "dsv3", "ranks": ranks, "way": "mxfp8_2d off"}
+        bench_moe_layer.Bench(args).profile(key, step)
+    kept = [tuple(row.values()) for row in rows_of(tmp_path / "kernels.csv")]
+    assert ("dsv3", "1", "mxfp8_2d off", "1.5", "1", "aten::sign") in kept and kept[-1][1:3] == ("2", "mxfp8_2d off")
+    assert (tmp_path / "traces" / "dsv3_mxfp8_2d_off.json").is_file()
+
+
 def test_bench_moe_layer_compares_before_it_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process; tests/test_plugin_moe.py has the layer in two."""
     arguments = ["--out", tmp_path, "--device", "cpu", "--tiny", "--quick", "--turns", 1, "--seconds", 0]
