@@ -4,6 +4,7 @@
     python scripts/roofline.py draw results/<folder>           # pictures of a folder of bench_all.sh's
     python scripts/roofline.py predict CONFIG.toml --gpu H200  # the step of a training, as check_configs.sh says it
     python scripts/roofline.py check --out OUT                 # predictions beside all measured trainings in results/
+    python scripts/roofline.py layers CSV ... --gpu H200 --out OUT    # bounds beside measured MoE layers
 
 ``draw`` writes roofline.csv and, for each model's experts, a picture of it with five panels: speed-up of forward +
 backward by tokens, with the tokens from which MXFP8 pays (``break_even``); GB/s of the quantisers of tokens; of
@@ -16,6 +17,12 @@ same TOML and flags as they are today, by the GPU's ceilings and by our kernels'
 control, ``bf16+dispatch``, it says 1: in the model only the number format changes a step. What the control gains is
 what the model leaves out of every run with ``dispatch``. Beside them the memory that was reserved, and what
 ``tools/memory.py`` estimates.
+
+``layers`` takes tables of bench_moe_layer.py and says of each way that dispatches MXFP8 rows how fast it could be at
+most (``moe_passes``), in times bf16's step that was measured beside it: with all passes at the GPU's ceilings, and with
+the GEMMs at our kernels' rates and all else at the ceilings. A goal above the second takes faster GEMMs, whatever is
+done about the rest. ``gemms_ms`` is what the GEMMs alone take at our rates, which are means over the shapes that were
+measured.
 """
 
 import argparse
@@ -32,7 +39,7 @@ from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
 from titan_mxfp8.recipe import BF16, get_recipe
 from titan_mxfp8.testing import environment, format_table, read_bench, training_gains, write_results, write_rows
-from titan_mxfp8.tools.roofline import Layer, Rates, committed_rates, passes
+from titan_mxfp8.tools.roofline import Layer, MoELayer, Rates, committed_rates, moe_passes, passes
 
 ROOT = Path(__file__).parent.parent
 MODELS = {(8192, 5120): "llama4", (2048, 7168): "deepseek_v3"}
@@ -263,6 +270,48 @@ def check(results: Path) -> list[Row]:
     return table
 
 
+def bounds(path: Path, gpu: str, results: Path) -> list[Row]:
+    """A row for each way of a table of bench_moe_layer.py that dispatches MXFP8 rows; rates are those in ``results``.
+
+    Raises:
+        ValueError: no such table, or no rates of this GPU.
+    """
+    rates = committed_rates(results, gpu)
+    if rates is None:
+        raise ValueError(f"{results} has no rates that were measured on {gpu}")
+    ceilings, own = rates
+    gemms = Rates(ceilings=ceilings.ceilings, own={key: rate for key, rate in own.own.items() if key[1] in GEMMS})
+    try:
+        return [row for each in read_bench(path) for row in _bounds_of(each, gpu, ceilings, gemms)]
+    except (OSError, UnicodeDecodeError, KeyError) as error:
+        raise ValueError(f"{path} is no table of bench_moe_layer.py: {error!r}") from error
+
+
+def _bounds_of(row: dict[str, str], gpu: str, ceilings: Rates, gemms: Rates) -> Iterator[Row]:
+    recipe, _, way = row["way"].partition(" ")
+    if way in ("", "off") or recipe == BF16.name:  # TorchTitan's dispatch, and the control
+        return
+    tokens, top_k, ranks = (int(row[name]) for name in ("tokens", "top_k", "ranks"))
+    layer = MoELayer(
+        tokens=tokens,
+        rows=tokens * top_k,
+        dim=int(row["D"]),
+        hidden=int(row["H"]),
+        experts=int(row["experts"]) // ranks,
+        shared=int(row["shared"]),
+    )
+    bf16, ms = (float(row[name]) / 1e3 for name in ("baseline_us", "p50_us"))
+    found = moe_passes(get_recipe(recipe), plan_on(get_recipe(recipe), "auto", CLUSTER_GPUS[gpu]), layer)
+    at_ceilings, with_gemms = (1e3 * sum(rates.seconds(recipe, one) for one in found) for rates in (ceilings, gemms))
+    multiplying = 1e3 * sum(gemms.seconds(recipe, one) for one in found if one.flops)
+    yield {"layer": row["layer"], "ranks": ranks, "way": row["way"], "bf16_ms": round(bf16, 1), "ms": round(ms, 1)} | {
+        "gemms_ms": round(multiplying, 1),
+        "x": round(float(row["x"]), 2),
+        "x, our GEMMs": round(bf16 / with_gemms, 2),
+        "x, ceilings": round(bf16 / at_ceilings, 2),
+    }
+
+
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -273,13 +322,19 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     predicting.add_argument("config", type=Path)
     predicting.add_argument("--gpu", required=True, choices=CLUSTER_GPUS)
     checking = commands.add_parser("check", help="predictions beside what was measured")
-    checking.add_argument("--out", type=Path, help="folder for data.csv and env.json")
+    bounding = commands.add_parser("layers", help="bounds beside measured MoE layers")
+    bounding.add_argument("tables", nargs="+", type=Path, metavar="CSV", help="of bench_moe_layer.py")
+    bounding.add_argument("--gpu", required=True, choices=CLUSTER_GPUS)
+    help_text = "where passes and ceilings were measured [results: the newest passes, and all ceilings]"
+    bounding.add_argument("--rates", type=Path, default=ROOT / "results", metavar="FOLDER", help=help_text)
+    for command in (checking, bounding):
+        command.add_argument("--out", type=Path, help="folder for data.csv and env.json")
     return parser.parse_known_args(argv)
 
 
 def main(argv: Sequence[str]) -> None:
     args, flags = parse_arguments(argv)
-    if flags and args.command in ("draw", "check"):
+    if flags and args.command in ("draw", "check", "layers"):
         sys.exit(f"roofline: unknown arguments {' '.join(flags)}")
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)  # TorchTitan's account of a run that does not happen
@@ -299,7 +354,10 @@ def main(argv: Sequence[str]) -> None:
             report = dry_run(parse_config(str(args.config), [f"--cluster.gpu={args.gpu}", *flags]))
             print(f"{args.config}: {predicted(report)}")
         else:
-            rows = check(ROOT / "results")
+            if args.command == "check":
+                rows = check(ROOT / "results")
+            else:
+                rows = [{"table": path} | row for path in args.tables for row in bounds(path, args.gpu, args.rates)]
             print(format_table(rows))
             if args.out:
                 write_results(args.out, rows, environment("cpu"))

@@ -14,6 +14,23 @@ In bf16 only the GEMMs are left. A step has these passes for each converted laye
 all other FLOPs, at bf16's rate; seven times the bytes of the parameters for AdamW (parameters, gradients and two
 moments read, all but the gradients written); and twice the bytes that forward saves for backward. Left out are
 communication, waiting for the host, what is read and written in between, and with ``dispatch`` what sends tokens.
+
+Of a MoE layer that dispatches its own tokens (``moe_passes``) the passes around the experts are known too. T tokens, R
+rows on this GPU, D model and H hidden features; q: what rows quantised along their features take, q': along the tokens:
+
+| pass                         | bytes                                                                |
+|------------------------------|----------------------------------------------------------------------|
+| quantise x, dispatch         | 2 T D read, q(T, D) written; q(T, D) read, q(R, D) written           |
+| SwiGLU                       | gate and up, 2 R H each, read; q(R, H) written                       |
+| combine                      | 2 R D read, 2 T D written                                            |
+| quantise dy, dispatch        | as of x                                                              |
+| SwiGLU backward              | gate, up and their product's gradient read, 2 R H each; q(R, H)      |
+|                              | written of the first two's gradients, q'(R, H) of these and of h     |
+| requantise x, dy             | q(R, D) read, q'(R, D) written, of each                              |
+| combine of gradients         | two addends, 2 R D each, read; 2 T D written                         |
+
+Shared experts are linears, with SwiGLU in bf16 between them and a sum with the others' output. What crosses links is
+left out, and so is the router.
 """
 
 import json
@@ -101,6 +118,54 @@ def passes(recipe: Recipe, plan: Plan, layer: Layer, keeps_weight: bool = True) 
     for name, (a, b, out) in operands.items():
         multiplies = plan.gemms[name].multiplies
         found.append(Pass(name=name, moved=a + b + 2 * out, flops=flops, what=multiplies))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoELayer:
+    """What one GPU computes of a MoE layer: ``rows`` are a token for each of its experts that are here."""
+
+    tokens: int
+    rows: int
+    dim: int
+    hidden: int
+    experts: int
+    shared: int = 0
+
+
+def moe_passes(recipe: Recipe, plan: Plan, layer: MoELayer) -> list[Pass]:
+    """The passes of a MoE layer that dispatches its own tokens, its shared experts converted too."""
+    t, r, d, h = layer.tokens, layer.rows, layer.dim, layer.hidden
+
+    def along(shape: tuple[int, int], axis: int, spec: OperandSpec) -> int:
+        return _bytes(shape, axis, spec, layer.experts)
+
+    x, dy = plan.forward.a, plan.dgrad.a
+    found = [
+        Pass(name="dispatch x", moved=along((t, d), 1, x) + along((r, d), 1, x)),
+        Pass(name="SwiGLU", moved=4 * r * h + along((r, h), 1, x)),
+        Pass(name="combine", moved=2 * r * d + 2 * t * d),
+        Pass(name="dispatch dy", moved=along((t, d), 1, dy) + along((r, d), 1, dy)),
+        Pass(
+            name="SwiGLU backward",
+            moved=6 * r * h
+            + 2 * (along((r, h), 1, dy) + along((r, h), 0, plan.wgrad.a))
+            + along((r, h), 0, plan.wgrad.b),
+        ),
+        Pass(name="combine of gradients", moved=4 * r * d + 2 * t * d),
+    ]
+    for name, rows, tokens in (("x", x, plan.wgrad.b), ("dy", dy, plan.wgrad.a)):
+        found.append(Pass(name=f"quantise {name}, once", moved=2 * t * d + along((t, d), 1, rows)))
+        found.append(Pass(name=f"requantise {name}", moved=along((r, d), 1, rows) + along((r, d), 0, tokens)))
+    for n, k in ((h, d), (h, d), (d, h)):
+        of_experts = passes(recipe, plan, Layer(m=r, n=n, k=k, groups=layer.experts))
+        found += [one for one in of_experts if one.name not in ("quantise x", "quantise dy")]
+    if layer.shared:
+        wide = layer.shared * h
+        for n, k in ((wide, d), (wide, d), (d, wide)):
+            found += passes(recipe, plan, Layer(m=t, n=n, k=k))
+        found.append(Pass(name="shared experts' SwiGLU", moved=(6 + 10) * t * wide))
+        found.append(Pass(name="sum with shared experts", moved=2 * 6 * t * d))
     return found
 
 
