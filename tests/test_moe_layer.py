@@ -198,6 +198,22 @@ def test_without_gradients_nothing_is_kept() -> None:
     assert torch.equal(out, mxfp8_moe(**frozen))
 
 
+@pytest.mark.parametrize("recipe, keeps", [("mxfp8_2d", True), ("mxfp8_2d", False), ("mxfp8", True), ("bf16", True)])
+def test_weights_that_are_kept_in_fp8_are_not_kept_in_bf16_too(recipe: str, keeps: bool) -> None:
+    """As a model of fp32 parameters casts them in forward, each time anew."""
+    layer, saved = make_layer(), set()
+    casts = {name: layer[name].detach().float().requires_grad_().bfloat16() for name in ("w1", "w3", "w2")}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        mxfp8_moe(**layer | casts, recipe=recipe, keep_quantized_weight=keeps)
+    kept = [w.untyped_storage().data_ptr() in saved for w in casts.values()]
+    assert kept == [not (keeps and recipe == "mxfp8_2d")] * 3
+
+
 @pytest.mark.parametrize("keeps_graph", [False, True])
 def test_backward_frees_what_it_has_used(keeps_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pre-activations and w2, kept in FP8, before the gradients of w1 and w3 are made; not if the graph is kept."""

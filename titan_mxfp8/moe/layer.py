@@ -163,8 +163,8 @@ def _plan(recipe: str, backend: str, hardware: Hardware) -> Plan:
 
 
 class _MoE(torch.autograd.Function):
-    """Saves the rows that landed in FP8, the two pre-activations, where rows landed, and the weights: those of 32x32
-    blocks quantised for dgrad, unless FSDP frees them (``keep``)."""
+    """Saves the rows that landed in FP8, the two pre-activations, where rows landed, and the weights; of those of 32x32
+    blocks what was quantised for dgrad instead, unless FSDP frees them (``keep``)."""
 
     @staticmethod
     def forward(ctx, x, scores, expert_ids, w1, w3, w2, b1, b3, b2, layer, grad_enabled):
@@ -172,6 +172,8 @@ class _MoE(torch.autograd.Function):
         save = grad_enabled and any(ctx.needs_input_grad)
         out, *saved = moe_forward(x, scores, expert_ids, *weights, layer, save)
         if save:
+            if _Layer.of_key(layer).keep:  # backward reads what was kept: of these it wants shape and dtype alone
+                weights = (*(w.new_empty(()).expand(w.shape) for w in weights[:3]), *weights[3:])
             ctx.save_for_backward(*weights, *saved)
         ctx.layer, ctx.scored, ctx.x_dtype = layer, scores is not None, x.dtype
         return out

@@ -91,7 +91,8 @@ def _prepare(model: nn.Module, job_config: JobConfig, ranks: int, frees_weights:
 
     Returns:
         The memory of parameters that stand for copies. Without FSDP, autocast makes one of each weight, and layers that
-        dispatch their own tokens do; compiled code makes them again in backward, and so keeps none.
+        dispatch their own tokens do, which keep it unless it is kept quantised; compiled code makes them again in
+        backward, and so keeps none.
     """
     dtype, compiled = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param], compiles_model(job_config)
     if any(is_expert_module(module) and not hasattr(module, "mxfp8") for module in model.modules()):
