@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_moe
+from titan_mxfp8.backends import reference as reference_backend
 from titan_mxfp8.ops import experts
 from titan_mxfp8.testing import poisoned_empty, relative_rms
 
@@ -216,15 +217,24 @@ def test_weights_that_are_kept_in_fp8_are_not_kept_in_bf16_too(recipe: str, keep
 
 @pytest.mark.parametrize("keeps_graph", [False, True])
 def test_backward_frees_what_it_has_used(keeps_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pre-activations and w2, kept in FP8, before the gradients of w1 and w3 are made; not if the graph is kept."""
+    """Pre-activations and w2, kept in FP8, before the gradients of w1 and w3 are made, and the rows of x before these
+    two GEMMs; not if the graph is kept."""
     forward, quantize_weights, last_part = experts.forward, experts.quantize_weights, experts.backward_w1_w3
+    gemm = reference_backend.gemm_k_grouped
     saved: list[weakref.ref] = []
+    rows: list[weakref.ref] = []
     alive: list[int] = []
+    rows_alive: list[bool] = []
 
-    def forward_and_refer(*args):
-        y, gate, up = forward(*args)
+    def forward_and_refer(x, *args):
+        y, gate, up = forward(x, *args)
         saved.extend(map(weakref.ref, (gate, up)))
+        rows.append(weakref.ref(x.data))
         return y, gate, up
+
+    def look_and_multiply(*args):
+        rows_alive.append(rows[0]() is not None)
+        return gemm(*args)
 
     def quantize_and_refer(*args):
         made, kept = quantize_weights(*args)
@@ -238,10 +248,12 @@ def test_backward_frees_what_it_has_used(keeps_graph: bool, monkeypatch: pytest.
     monkeypatch.setattr(experts, "forward", forward_and_refer)
     monkeypatch.setattr(experts, "quantize_weights", quantize_and_refer)
     monkeypatch.setattr(experts, "backward_w1_w3", count_alive)
+    monkeypatch.setattr(reference_backend, "gemm_k_grouped", look_and_multiply)
     layer = make_layer()
     out = mxfp8_moe(**layer, recipe="mxfp8_2d")
-    gradients = torch.autograd.grad(out.sum(), layer["w1"], retain_graph=keeps_graph)
+    gradients = torch.autograd.grad(out.sum(), [layer[w] for w in ("w1", "w3", "w2")], retain_graph=keeps_graph)[:1]
     assert len(saved) == 3 and alive == [3 if keeps_graph else 0]
+    assert rows_alive == [True, keeps_graph, keeps_graph], "of w2, w1 and w3"
     if keeps_graph:
         assert torch.equal(*gradients, *torch.autograd.grad(out.sum(), layer["w1"]))
 

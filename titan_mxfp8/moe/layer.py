@@ -312,7 +312,7 @@ def moe_backward(
     landing, preactivations, rest = Landing(*saved[:fields]), saved[fields : fields + 2], saved[fields + 2 :]
     saved.clear()
     x_spec, g_spec = experts.row_spec(plan.forward.a), experts.row_spec(plan.dgrad.a)
-    x = _of_parts(rest[: _part_count(x_spec)], x_spec)
+    x = [_of_parts(rest[: _part_count(x_spec)], x_spec)]
     kept = rest[_part_count(x_spec) :]
     dgrad, tensors = plan.dgrad.b, len(kept) // 3
     quantized = [Operand(*[*kept[i : i + tensors], None][:2], dgrad, 1) for i in range(0, len(kept), tensors or 1)]

@@ -135,7 +135,7 @@ def backward_w2(
 
 def backward_w1_w3(
     made: list[Operand],
-    x: Operand,
+    x: list[Operand],
     weights: Weights,
     quantized: list[Operand],
     needs: list[bool],
@@ -147,14 +147,14 @@ def backward_w1_w3(
 
     Args:
         made: the operands that ``backward_w2`` returned; the list is emptied, so that each is freed after its use.
-        x: as ``forward`` took it.
+        x: as ``forward`` took it, alone in a list that is emptied too: nothing needs it once it is quantised along M.
         quantized: w1 and w3 of ``plan.dgrad.b``, emptied too; or none: they are quantised again.
     """
     *along_hidden, dgate_first, dup_first = made
     made.clear()
     dweights: list[torch.Tensor | None] = [None, None]
     if needs[0] or needs[1]:
-        x_first = _along_tokens(x, plan.wgrad.b, offs, kernels)
+        x_first = _along_tokens(x.pop(), plan.wgrad.b, offs, kernels)
         if needs[0]:
             dweights[0] = kernels.gemm_k_grouped(dgate_first, x_first, offs, weights.w1.dtype)
         del dgate_first
