@@ -45,6 +45,7 @@ def check_swiglu(
     used = gate.shape[0] if sizes is None else sum(sizes)
     there = [None if t is None else t.to(device) for t in inputs]
     there[0], there[1] = torch.cat([gate, up], 1).to(device).chunk(2, 1)
+    there[2] = u.to(device, copy=True)  # it is lost
     specs = plan.forward.a, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
     is_reference = backend is reference
     with nullcontext() if is_reference else poisoned_empty():
@@ -144,7 +145,7 @@ def check_nan_stays_in_its_group(backend: Backend, plan: Plan, device: torch.dev
     row, col = 45, 70  # of the third group, whose first block the one before it would read if it read on
     inputs = swiglu_inputs([40, 0, 30, 50], 0, 160)
     specs = plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
-    gate, up, u, scores, offs = (t.to(device) for t in inputs)
+    gate, up, u, scores, offs = (t.to(device, copy=True) for t in inputs)
     clean = backend.swiglu_backward([gate, up, u], scores, None, *specs, offs)
     for in_score in (False, True):
         gate, up, u, scores, offs = (t.to(device, copy=True) for t in inputs)

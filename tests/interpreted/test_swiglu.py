@@ -2,7 +2,8 @@
 groups, odd sizes."""
 
 import pytest
-from swiglu_contract import check_nan_stays_in_its_group, check_swiglu
+import torch
+from swiglu_contract import check_nan_stays_in_its_group, check_swiglu, swiglu_inputs
 
 from titan_mxfp8.backends import hopper, triton
 from titan_mxfp8.backends.common import convert, swiglu
@@ -31,3 +32,25 @@ def test_forms(backend: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> No
         shares = check_swiglu(backend, plan, sizes, extra, hidden, limit, scored)
         print(recipe, sizes, hidden, {name: f"{share:.1e}" for name, share in shares.items()})
     check_nan_stays_in_its_group(backend, plan)
+
+
+@pytest.mark.parametrize("backend, recipe", [("hopper", "mxfp8_2d"), ("triton", "bf16")])
+def test_dgate_takes_the_memory_of_u(backend: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless rows of u are apart: the same result, elsewhere."""
+    monkeypatch.setattr(convert, "cuda_capability_geq", lambda *capability: True)
+    monkeypatch.setattr(swiglu, "cuda_capability_geq", lambda *capability: False)
+    backend, hardware = BACKENDS[backend]
+    plan = backend.plan(get_recipe(recipe), hardware)
+    gate, up, u, scores, offs = swiglu_inputs([44, 0, 7], 0, 160)
+    apart = torch.cat([u, u], 1)[:, :160]
+    for function, args in (
+        (backend.swiglu_backward, (plan.dgrad.a, plan.wgrad.a, plan.wgrad.b, offs)),
+        (swiglu.gradients, (offs,)),
+    ):
+        before, given = apart.clone(), u.clone()
+        other, made = (function([gate, up, tensor], scores, None, *args) for tensor in (apart, given))
+        place, name = {True: (2, "dgate_first"), False: (0, "dgate")}[function is backend.swiglu_backward]
+        assert made._fields[place] == name
+        dgate, elsewhere = ((t if isinstance(t, torch.Tensor) else t.data) for t in (made[place], other[place]))
+        assert dgate.data_ptr() == given.data_ptr() and torch.equal(dgate, elsewhere)
+        assert torch.equal(apart, before) and not torch.equal(given, u)

@@ -164,7 +164,8 @@ class Backend(Protocol):
 
         Args:
             inputs: gate and up as in ``swiglu``, and u, bf16 (M, H), the gradient by h without the score. The list is
-                emptied, and what nobody else holds is freed before the last results are made.
+                emptied, and what nobody else holds is freed before the last results are made. u is lost: a result may
+                have taken its memory.
             scores_M: fp32 (M,), or None for 1.
             limit: as in ``swiglu``.
             last, first, h_first: of a plan's gradients in dgrad and in wgrad, and of its activations in wgrad.

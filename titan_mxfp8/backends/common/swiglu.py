@@ -6,6 +6,8 @@
 | backward   | 6: gate, up, u          | dgate and dup along H and along M, score times h along M, sums of u * h  |
 | gradients  | 6: gate, up, u          | dgate, dup and score times h in bf16, for quantisers; sums of u * h      |
 
+dgate in bf16, or as values in bf16 along M, takes the memory of u: a program writes it last, after all that it reads.
+
 With ragged groups programs past ``offs[-1]`` end at once, and what belongs to no group is neither read nor written,
 but for the zeros between groups that start at multiples of 32 or 128 rows.
 """
@@ -90,11 +92,12 @@ def swiglu_backward(
     gate, up, u = matrices_of(*inputs)
     inputs.clear()
     groups = None if offs is None else offs.shape[0]
-    operands = [last.empty(gate.x, 1, None) for _ in range(2)]
+    in_place = Operand(_memory_of(u), None, first, 0) if first.stored == "bf16" else first.empty(gate.x, 0, groups)
     if first == last and not last.is_quantized:  # the same values along either axis: stored once, and again
+        operands = [in_place._replace(axis=1), last.empty(gate.x, 1, None)]
         operands += [operand._replace(axis=0) for operand in operands]
     else:
-        operands += [first.empty(gate.x, 0, groups) for _ in range(2)]
+        operands = [*(last.empty(gate.x, 1, None) for _ in range(2)), in_place, first.empty(gate.x, 0, groups)]
     operands.append(h_first.empty(gate.x, 0, groups))
     is_transposed = operands[-1].scale is not None
     tile, warps = (TRANSPOSED_TILE, 8) if is_transposed else (VALUES_TILE, 4)
@@ -125,10 +128,11 @@ def gradients(
     inputs: list[torch.Tensor], scores_M: torch.Tensor | None, limit: float | None, offs: torch.Tensor | None
 ) -> definition.Gradients:
     """``format.swiglu.backward`` itself of gate, up and u, nothing quantised; rows at and past ``offs[-1]`` are not
-    computed. The list is emptied."""
+    computed. The list is emptied, and dgate takes the memory of u."""
     gate, up, u = matrices_of(*inputs)
     inputs.clear()
-    dgate, dup, sh = (torch.empty_like(gate.x, memory_format=torch.contiguous_format) for _ in range(3))
+    dup, sh = (torch.empty_like(gate.x, memory_format=torch.contiguous_format) for _ in range(2))
+    dgate = _memory_of(u)
     dscores = None if scores_M is None else scores_M.new_empty(gate.rows)
     _GRADIENTS.launch(
         ceil_div(gate.rows, GRADIENT_ROWS),
@@ -507,6 +511,11 @@ def matrices_of(*tensors: torch.Tensor) -> tuple[Matrices, ...]:
     for x in tensors:
         assert x.dtype == torch.bfloat16 and x.shape == tensors[0].shape and x.ndim == 2, (x.dtype, x.shape)
     return tuple(as_matrices(x, 0) for x in tensors)
+
+
+def _memory_of(u: Matrices) -> torch.Tensor:
+    """u itself, or new memory where rows do not follow each other."""
+    return u.x if u.x.is_contiguous() else torch.empty_like(u.x, memory_format=torch.contiguous_format)
 
 
 def alpha_of(limit: float | None) -> float:
