@@ -113,6 +113,27 @@ def test_scores_first(slots: int) -> None:
         assert relative_rms(out[name], value) < 0.006, name  # measured up to 0.0045: the scaled rows are bf16
 
 
+@pytest.mark.parametrize("slots", [1, 3])
+def test_scores_first_have_the_bits_of_scaled_tokens_and_keep_none_of_them(slots: int) -> None:
+    layer, dy, saved = make_layer(slots=slots), torch.randn(T, D).bfloat16(), []
+    inputs = {name: value.detach().clone().requires_grad_(value.requires_grad) for name, value in layer.items()}
+    scaled = (inputs["x"].float()[:, None] * inputs["scores"][:, :, None]).bfloat16().view(T * slots, D)
+    ones = dict(x=scaled, scores=torch.ones(T * slots, 1), expert_ids=inputs["expert_ids"].view(-1, 1))
+    expected = mxfp8_moe(**inputs | ones, recipe="mxfp8_2d").view(T, slots, D).sum(1, dtype=torch.float32).bfloat16()
+    expected.backward(dy)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = mxfp8_moe(**layer, recipe="mxfp8_2d", scores_first=True)
+    out.backward(dy)
+    assert torch.equal(out, expected)
+    assert all(torch.equal(layer[name].grad, inputs[name].grad) for name in ("x", "scores", "w1", "w3", "w2"))
+    assert not [tensor for tensor in saved if tensor.dtype == torch.float32 and tensor.numel() >= T * D]
+
+
 @pytest.mark.parametrize("limit", [None, 1.5])
 def test_biases_and_the_clamped_swiglu(limit: float | None) -> None:
     layer, dy = make_layer(biases=True), torch.randn(T, D).bfloat16()

@@ -114,9 +114,8 @@ def mxfp8_moe(
     ).key
     if not scores_first:
         return _MoE.apply(x, scores.float(), expert_ids, *weights, layer, torch.is_grad_enabled())
-    scaled = (x.float().unsqueeze(1) * scores.float().unsqueeze(2)).to(x.dtype).view(tokens * slots, x.shape[1])
     ids = expert_ids.reshape(tokens * slots, 1)
-    out = _MoE.apply(scaled, None, ids, *weights, layer, torch.is_grad_enabled())
+    out = _MoE.apply(_Scaled.apply(x, scores.float()), None, ids, *weights, layer, torch.is_grad_enabled())
     return out if slots == 1 else out.view(tokens, slots, x.shape[1]).sum(1, dtype=torch.float32).to(x.dtype)
 
 
@@ -160,6 +159,23 @@ class _Layer(NamedTuple):
 @cache
 def _plan(recipe: str, backend: str, hardware: Hardware) -> Plan:
     return backends.plan_on(Recipe.of_key(recipe), backend, hardware)
+
+
+class _Scaled(torch.autograd.Function):
+    """x (T, D) times each of a token's scores, in fp32 and rounded once: (T K, D). Saves x as it is, not in fp32."""
+
+    @staticmethod
+    def forward(ctx, x, scores):
+        ctx.save_for_backward(x, scores)
+        tokens, slots = scores.shape
+        return (x.float().unsqueeze(1) * scores.unsqueeze(2)).to(x.dtype).view(tokens * slots, x.shape[1])
+
+    @staticmethod
+    def backward(ctx, g):
+        x, scores = ctx.saved_tensors
+        g_TKD = g.view(*scores.shape, x.shape[1])  # in products with fp32 it is taken for fp32
+        dscores = (g_TKD * x.float().unsqueeze(1)).sum(2) if ctx.needs_input_grad[1] else None
+        return (g_TKD * scores.unsqueeze(2)).sum(1).to(x.dtype) if ctx.needs_input_grad[0] else None, dscores
 
 
 class _MoE(torch.autograd.Function):
