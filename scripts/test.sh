@@ -17,6 +17,12 @@ fi
 cd "$(dirname "$0")/.."
 [ "${TITAN:-0.2}" != 0.2 ] || EXTRA=hf # the tests of Transformers are among those of TorchTitan 0.2.2
 . scripts/setup.sh
+if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
+    # Nothing is compiled when it is installed. Every process of the tests, of which there are hundreds, would compile
+    # torch and TorchTitan anew as it starts: 6 of 10 s. The bytecode lies in the environment, beside no source.
+    unset PYTHONDONTWRITEBYTECODE
+    export PYTHONPYCACHEPREFIX=$PWD/$venv/bytecode
+fi
 ruff check .
 ruff format --check .
 if [ $# = 0 ]; then
