@@ -114,15 +114,17 @@ def test_rates_are_read_from_committed_results(tmp_path: Path) -> None:
         key | {"recipe": "torch", "what": "FP8 matmul", "tflops": 4},
     ]
     write_results(tmp_path / "a", [*ceilings, gemm | {"recipe": "mxfp8_2d", "p50_us": 1}])
-    rows = [gemm, gemm | {"p50_us": 2e6}, gemm | {"data": "products", "p50_us": 1}]
+    rows = [gemm, gemm | {"M": 200, "N": 50, "p50_us": 2e6}, gemm | {"data": "products", "p50_us": 1}]
     rows += [gemm | {"recipe": "mxfp8", "p50_us": 0.5e6, "baseline_us": ""}, key | {"recipe": "bf16", "what": "wgrad"}]
     write_results(tmp_path / "b", rows)
     write_results(tmp_path / "c", [gemm | {"p50_us": 1}], gpu="NVIDIA H100 80GB HBM3")
-    write_results(tmp_path / "d", ceilings[:1])  # without passes it leaves our rates as they were
+    # without passes, or with those of one shape alone, it leaves our rates as they were
+    write_results(tmp_path / "d", ceilings[:1])
+    write_results(tmp_path / "e", [gemm | {"p50_us": 4e6}])
     roof, own = committed_rates(tmp_path, "H200")
     # mxfp8 multiplies bf16 values of 8 bits faster than plain bf16 can be: not a ceiling of bf16
     assert roof.ceilings == {"copy": 3e9, "bf16": 1.5e12, "FP8": 2e18} and not roof.own
-    # of the newest run alone: the mean of 2e12 and 1e12; bf16's by its baselines
+    # of the newest run of several shapes alone: the mean of 2e12 and 1e12; bf16's by its baselines
     assert own.own["mxfp8_2d_rebased", "forward"] == 1.5e12 and ("mxfp8_2d", "forward") not in own.own
     assert own.own["bf16", "forward"] == 1e12 and own.own["mxfp8", "forward"] == 4e12
     assert ("bf16", "wgrad") not in own.own

@@ -230,7 +230,8 @@ def kernel_rows(results: Path, gpu: str) -> Iterator[list[dict[str, str]]]:
 
 
 def committed_rates(results: Path, gpu: str) -> tuple[Rates, Rates] | None:
-    """The rates of a GPU by committed measurements: its ceilings, and with what our kernels reached in the newest run.
+    """The rates of a GPU by committed measurements: its ceilings, and with what our kernels reached in the newest run
+    of several shapes, or of one where there is none.
 
     A ceiling is the fastest of all passes that multiply, or move, the same; of bf16, on plain bf16 operands: on values
     that were quantised to 8 bits a GPU draws less power and is faster, so our own rates may lie above it. None: nothing
@@ -239,10 +240,13 @@ def committed_rates(results: Path, gpu: str) -> tuple[Rates, Rates] | None:
     ceilings: dict[str, float] = {}
     own: dict[tuple[str, str], list[float]] = {}
     for rows in kernel_rows(results, gpu):
-        own = own if all(row["what"] in CEILINGS for row in rows) else {}
+        shapes = {(row["N"], row["K"]) for row in rows if row["what"] not in CEILINGS}
+        is_newer = len(shapes) > 1 or (shapes and not own)
+        own = {} if is_newer else own
         for row in rows:
             for name, what, rate in _rates_of(row, CLUSTER_GPUS[gpu]):
-                own.setdefault(name, []).append(rate)
+                if is_newer:
+                    own.setdefault(name, []).append(rate)
                 if what != "bf16" or name[0] not in RECIPES:
                     ceilings[what] = max(rate, ceilings.get(what, 0))
     if not {"copy", "bf16", "FP8"} <= ceilings.keys():
