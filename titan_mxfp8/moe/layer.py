@@ -188,7 +188,7 @@ class _MoE(torch.autograd.Function):
         save = grad_enabled and any(ctx.needs_input_grad)
         out, *saved = moe_forward(x, scores, expert_ids, *weights, layer, save)
         if save:
-            if _Layer.of_key(layer).keep:  # backward reads what was kept: of these it wants shape and dtype alone
+            if _Layer.of_key(layer).keep:  # backward reads what was kept, and of these the shape and dtype alone
                 weights = (*(w.new_empty(()).expand(w.shape) for w in weights[:3]), *weights[3:])
             ctx.save_for_backward(*weights, *saved)
         ctx.layer, ctx.scored, ctx.x_dtype = layer, scores is not None, x.dtype

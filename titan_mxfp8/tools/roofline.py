@@ -24,8 +24,8 @@ rows on this GPU, D model and H hidden features; q: what rows quantised along th
 | SwiGLU                       | gate and up, 2 R H each, read; q(R, H) written                       |
 | combine                      | 2 R D read, 2 T D written                                            |
 | quantise dy, dispatch        | as of x                                                              |
-| SwiGLU backward              | gate, up and their product's gradient read, 2 R H each; q(R, H)      |
-|                              | written of the first two's gradients, q'(R, H) of these and of h     |
+| SwiGLU backward              | gate, up and h's gradient read, 2 R H each; written: q(R, H) and     |
+|                              | q'(R, H) of the gradients of gate and up, q'(R, H) of h              |
 | requantise x, dy             | q(R, D) read, q'(R, D) written, of each                              |
 | combine of gradients         | two addends, 2 R D each, read; 2 T D written                         |
 
@@ -164,8 +164,9 @@ def moe_passes(recipe: Recipe, plan: Plan, layer: MoELayer) -> list[Pass]:
         wide = layer.shared * h
         for n, k in ((wide, d), (wide, d), (d, wide)):
             found += passes(recipe, plan, Layer(m=t, n=n, k=k))
-        found.append(Pass(name="shared experts' SwiGLU", moved=(6 + 10) * t * wide))
-        found.append(Pass(name="sum with shared experts", moved=2 * 6 * t * d))
+        # in bf16: gate and up to h; these two and h's gradient to two gradients; two addends to a sum, there and back
+        found.append(Pass(name="shared experts' SwiGLU", moved=2 * (3 + 5) * t * wide))
+        found.append(Pass(name="sum with shared experts", moved=2 * (3 + 3) * t * d))
     return found
 
 
@@ -241,7 +242,7 @@ def committed_rates(results: Path, gpu: str) -> tuple[Rates, Rates] | None:
     own: dict[tuple[str, str], list[float]] = {}
     for rows in kernel_rows(results, gpu):
         shapes = {(row["N"], row["K"]) for row in rows if row["what"] not in CEILINGS}
-        is_newer = len(shapes) > 1 or (shapes and not own)
+        is_newer = len(shapes) > 1 or (bool(shapes) and not own)
         own = {} if is_newer else own
         for row in rows:
             for name, what, rate in _rates_of(row, CLUSTER_GPUS[gpu]):
