@@ -432,6 +432,34 @@ def check_gemms(
         assert size or not out[e].any(), f"wgrad, {case}: expert {e} has no rows"
 
 
+def check_sum_of_products(
+    backend: Backend,
+    plan: Plan,
+    case: str,
+    *,
+    n: int = 160,
+    k: int = 96,
+    device: torch.device | str = "cpu",
+    make: Callable[..., torch.Tensor] = wide,
+) -> list[torch.Tensor]:
+    """``sum_m_grouped`` of dgrad, of which the second product is the larger one. Returns what it gave."""
+    products, expected = [], 0
+    for factor in (1, 4):
+        given = inputs(case, n, k, make)
+        offs, used = given["offs"], given["rows"] if given["offs"] is None else int(given["offs"][-1])
+        a = to(reference.quantize(given["dy"] * factor, 1, plan.dgrad.a, of_rows(plan.dgrad.a, offs)), device)
+        b = to(reference.quantize(given["w"], 1, plan.dgrad.b), device)
+        products.append((a, b))
+        expected = expected + product_m_grouped(a, b, offs, None)
+    with poisoned_empty():
+        outs = backend.sum_m_grouped(iter(products), None if offs is None else offs.to(device))
+    assert all(out.dtype == BF16 and out.shape == expected.shape for out in outs)
+    judge(sum(out.float() for out in outs).to(BF16)[:used], expected[:used], plan.dgrad, f"sum, {case}")
+    if backend is not reference_backend:
+        assert all(out[used:].isnan().all() for out in outs), f"sum, {case}: rows of no group were written"
+    return outs
+
+
 def alone_and_beside(multiply: Callable[[], torch.Tensor], held: int) -> torch.Tensor:
     """What ``multiply`` gives, which must be the same where another kernel holds ``held`` multiprocessors."""
     with poisoned_empty():

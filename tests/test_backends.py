@@ -16,6 +16,7 @@ from contract import (
     check_quantize,
     check_quantize_both,
     check_requantize,
+    check_sum_of_products,
     even_squares,
     judge,
     operands_of,
@@ -98,6 +99,14 @@ def test_gemms(target: Target, recipe: Recipe, case: str) -> None:
     plan = target.backend.plan(recipe, target.hardware)
     check_gemms(target.backend, plan, case, device=target.device)
     check_gemms(target.backend, plan, case, n=288, k=416, out_dtype=BF16, device=target.device, make=patchy)
+
+
+@pytest.mark.parametrize("target, recipe", PAIRS, ids=ids)
+def test_sums_of_products(target: Target, recipe: Recipe) -> None:
+    plan = target.backend.plan(recipe, target.hardware)
+    for case in ("ragged", "large", "all empty", "no offs"):
+        check_sum_of_products(target.backend, plan, case, device=target.device)
+    check_sum_of_products(target.backend, plan, "ragged", n=288, k=416, device=target.device, make=patchy)
 
 
 @pytest.mark.parametrize("target, recipe", PAIRS, ids=ids)

@@ -15,6 +15,7 @@ from contract import (
     SQUARES,
     alone_and_beside,
     check_gemms,
+    check_sum_of_products,
     judge,
     patchy,
     product_k_grouped,
@@ -91,6 +92,13 @@ def multiply(a: Operand, b: Operand, offs: torch.Tensor | None, tiles: gemm.Tile
 @pytest.mark.parametrize("case", [*CASES, *MORE])
 def test_group_sizes(case: str, plan: Plan, tiles: gemm.Tiles) -> None:
     check_gemms(hopper, plan, case, n=288, k=416, out_dtype=BF16, device=DEVICE, make=patchy)
+
+
+@pytest.mark.parametrize("case", [*CASES, *MORE])
+def test_sums_of_products(case: str, plan: Plan, tiles: gemm.Tiles) -> None:
+    """One kernel adds up both, also where the contraction ends within a stage."""
+    for n, k in ((288, 416), (1312, 160), (32, 32)):
+        assert len(check_sum_of_products(hopper, plan, case, n=n, k=k, device=DEVICE, make=patchy)) == 1
 
 
 def test_shapes_biases_and_types(plan: Plan, tiles: gemm.Tiles) -> None:

@@ -34,9 +34,14 @@ def rebased(tiles: gemm.Tiles) -> None:
     forward(x, w, tiles)
 
 
-def forward(x: Operand, w: Operand, tiles: gemm.Tiles) -> None:
+def rebased_sum(tiles: gemm.Tiles) -> None:
+    dy, w = operand(M, K, axis=1, span=128), operand(E, N, K, axis=2, lines=32, span=128)
+    forward(dy, w, tiles, plus=(dy, w))
+
+
+def forward(x: Operand, w: Operand, tiles: gemm.Tiles, plus: tuple[Operand, Operand] | None = None) -> None:
     offs, bias, y = torch.zeros(E, dtype=torch.int32), torch.empty(E, N, dtype=BF16), torch.empty(M, N, dtype=BF16)
-    gemm.multiply_m_grouped(x, w, offs, bias, y, tiles)
+    gemm.multiply_m_grouped(x, w, offs, None if plus else bias, y, tiles, plus=plus)
 
 
 def wgrad(tiles: gemm.Tiles) -> None:
@@ -58,6 +63,7 @@ def loops_that_multiply(kernel: Kernel, count: int) -> list[str]:
     [
         pytest.param(exact, gemm.M_GROUPED, 64 * 4, id="exact"),
         pytest.param(rebased, gemm.M_GROUPED, 64, id="rebased"),
+        pytest.param(rebased_sum, gemm.M_GROUPED, 64, id="sum of two"),
         pytest.param(exact, gemm.FEW_ROWS, 64 * 4, id="exact-few-rows"),
         pytest.param(rebased, gemm.FEW_ROWS, 64, id="rebased-few-rows"),
         pytest.param(wgrad, gemm.K_GROUPED, 2 * 2 * 64, id="wgrad"),

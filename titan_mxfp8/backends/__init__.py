@@ -1,7 +1,7 @@
 """The backends: what one is (``Backend``), which there are (``BACKENDS``), and which is chosen (``select``)."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple, Protocol
@@ -120,6 +120,19 @@ class Backend(Protocol):
 
         Returns:
             (M, D), zeros in the rows at and past ``offs[-1]``.
+        """
+
+    @staticmethod
+    def sum_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch.Tensor | None) -> list[torch.Tensor]:
+        """Two products of which only the sum is wanted: dgrad of w1 and w3.
+
+        Args:
+            products: ``a`` and ``b`` as of ``gemm_m_grouped``, both pairs of the same shapes and specs.
+            offs: as there.
+
+        Returns:
+            (M, D) in bf16: the sum, rounded once, where a kernel adds up both, else each of the two. Rows at and past
+            ``offs[-1]`` are undefined.
         """
 
     @staticmethod

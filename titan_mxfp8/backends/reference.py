@@ -1,5 +1,7 @@
 """The backend that is the definition: ``format.reference`` quantises, fp32 adds up exact products. Runs anywhere."""
 
+from collections.abc import Iterator
+
 import torch
 
 from titan_mxfp8.backends import Gemm, Plan, SwigluGradients
@@ -78,6 +80,11 @@ def gemm_m_grouped(
         y_MD = y_MD + bias.float()[expert_M]
     y_MD = y_MD.to(out_dtype)
     return y_MD.masked_fill_((row_M >= offs[-1])[:, None], 0) if zero_tail else y_MD
+
+
+def sum_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch.Tensor | None) -> list[torch.Tensor]:
+    """``Backend.sum_m_grouped``."""
+    return [gemm_m_grouped(a, b, offs, None, torch.bfloat16, zero_tail=False) for a, b in products]
 
 
 def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:

@@ -3,6 +3,7 @@
 Tensor cores that know no scales get the values in bf16; those of SM100 and gfx950 get FP8 and scales.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -56,6 +57,11 @@ def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor |
         values = dequantize.dequantize(rows, torch.float32)
         return quantize(values, 1, replace(spec, rounding="rceil"), None)._replace(spec=spec)
     return (dequantize if spec.stored == "bf16" else exact).requantize(rows, spec, offs)
+
+
+def sum_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch.Tensor | None) -> list[torch.Tensor]:
+    """``Backend.sum_m_grouped``, of each product."""
+    return [gemm_m_grouped(a, b, offs, None, torch.bfloat16, zero_tail=False) for a, b in products]
 
 
 def quantize_both(

@@ -9,12 +9,13 @@ hidden features, E experts. A row's score s multiplies y afterwards; with g the 
 | s               | the sum over H of ``u * h``, and ``g b2``: y itself is not needed              |
 | w2              | ``g^T (s h)``                                                                  |
 | w1, w3          | ``dgate^T x`` and ``dup^T x``                                                  |
-| x               | ``dgate w1`` and ``dup w3``, which whoever sums the rows of a token adds up    |
+| x               | ``dgate w1 + dup w3``                                                          |
 
 x and g come as FP8 rows, quantised along D, once for all GEMMs that contract D. Those that contract the tokens take the
 same rows quantised again (``Backend.requantize``); the activation writes both its forms at once (``Backend.swiglu``).
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -143,7 +144,8 @@ def backward_w1_w3(
     plan: Plan,
     kernels: Backend,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor | None]]:
-    """The two addends of the rows' gradient, (M, D), and the gradients of w1, w3 and of b1, b3.
+    """The rows' gradient, (M, D), as the one or the two tensors that ``Backend.sum_m_grouped`` gives, and the gradients
+    of w1, w3 and of b1, b3.
 
     Args:
         made: the operands that ``backward_w2`` returned; the list is emptied, so that each is freed after its use.
@@ -167,12 +169,15 @@ def backward_w1_w3(
             values = _values(along_hidden[i], offs, kernels).float()
             dbiases[i] = _sum_rows(values, _expert_of_rows(offs, values.shape[0]), offs).to(bias.dtype)
             del values
-    rows = []
-    for weight in (weights.w1, weights.w3):
-        w = quantized.pop(0) if quantized else kernels.quantize(weight, 1, plan.dgrad.b, None)
-        rows.append(_gemm(along_hidden.pop(0), w, None, offs, kernels))
-        del w
-    return rows, dweights, dbiases
+
+    def products() -> Iterator[tuple[Operand, Operand]]:
+        for weight in (weights.w1, weights.w3):
+            yield (
+                along_hidden.pop(0),
+                quantized.pop(0) if quantized else kernels.quantize(weight, 1, plan.dgrad.b, None),
+            )
+
+    return kernels.sum_m_grouped(products(), offs), dweights, dbiases
 
 
 def _expert_of_rows(offs: torch.Tensor, rows: int) -> torch.Tensor:

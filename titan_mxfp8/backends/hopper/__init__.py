@@ -10,6 +10,7 @@ Values in bf16 go to the portable GEMMs (``common.gemm``). With 1x32 blocks on b
 FP32 instructions each, and scales could be equal in far fewer places.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -86,15 +87,36 @@ def gemm_m_grouped(
     Raises:
         ValueError: blocks of ``a`` and ``b`` that do not belong together.
     """
+    kernels = gemm if _is_fp8(a, b) else portable
+    return kernels.gemm_m_grouped(a, b, offs, bias, out_dtype, zero_tail)
+
+
+def sum_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch.Tensor | None) -> list[torch.Tensor]:
+    """``Backend.sum_m_grouped``: one sum where FP8 is multiplied.
+
+    Raises:
+        ValueError: as ``gemm_m_grouped``.
+    """
+    a, b = next(products)
+    rest = offs, None, torch.bfloat16, False
+    if _is_fp8(a, b):
+        return [gemm.gemm_m_grouped(a, b, *rest, plus=next(products))]
+    first = portable.gemm_m_grouped(a, b, *rest)
+    del a, b
+    return [first, portable.gemm_m_grouped(*next(products), *rest)]
+
+
+def _is_fp8(a: Operand, b: Operand) -> bool:
+    """Whether the FP8 tensor cores multiply them."""
     check_m_grouped(a, b)
     blocks = a.spec.scale_block, b.spec.scale_block
     if "bf16" in (a.spec.stored, b.spec.stored) or blocks == ("1x32", "1x32"):
-        return portable.gemm_m_grouped(a, b, offs, bias, out_dtype, zero_tail)
+        return False
     if blocks not in (("1x32", "32x32"), ("1x128", "32x128")):
         raise ValueError(
             f"cannot multiply blocks of {blocks[0]} by blocks of {blocks[1]}: quantise both operands as plan() says"
         )
-    return gemm.gemm_m_grouped(a, b, offs, bias, out_dtype, zero_tail)
+    return True
 
 
 def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:

@@ -93,8 +93,9 @@ def _next_slot(slot, phase, STAGES: gl.constexpr):
 @gluon.jit
 def _load(given, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, BAND: gl.constexpr):
     """The role of the warp that fills the stages, and takes the next tile."""
-    a, b, row_scale, column_scale, buffers, groups, C, D, scale_rows, scale_stages, taken = given
+    products, buffers, groups, C, D, scale_rows, scale_stages, taken = given
     a_tiles, b_tiles, row_scales, column_scales, next_tiles, full, empty = buffers
+    PRODUCTS: gl.constexpr = len(products)
     STAGES: gl.constexpr = full.shape[0]
     PARTS: gl.constexpr = a_tiles.shape[0] // STAGES
     STEPS: gl.constexpr = column_scales.shape[1]
@@ -124,20 +125,23 @@ def _load(given, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, BAND: gl.constex
             k_start = group * 0
             k_end = k_start + C
         shift = row % COPIES
-        for k in range(k_start, k_end, 128):
-            mbarrier.wait(empty.index(slot), phase ^ 1)
-            bar = full.index(slot)
-            if k + 128 >= k_end:
-                next_tiles.index(slot).store(next_tile)
-            mbarrier.expect(bar, BYTES)
-            for i in gl.static_range(PARTS):
-                _copy_in(a, [row + i * 64, k], bar, a_tiles.index(slot * PARTS + i))
-                scale_row = (shift * scale_stages + k // 128) * scale_rows + row - shift + i * 64
-                _copy_in(row_scale, [scale_row * STEPS], bar, row_scales.index(slot * PARTS + i))
-            _copy_in(b, [column, k], bar, b_tiles.index(slot))
-            at = [(scale_base + k // 128) * STEPS, tile_column * (WIDTH if WIDTH == COLUMNS else COLUMNS // 32)]
-            _copy_in(column_scale, at, bar, column_scales.index(slot))
-            slot, phase = _next_slot(slot, phase, STAGES)
+        for p in gl.static_range(PRODUCTS):
+            a, b, row_scale, column_scale = products[p]
+            for k in range(k_start, k_end, 128):
+                mbarrier.wait(empty.index(slot), phase ^ 1)
+                bar = full.index(slot)
+                if p == PRODUCTS - 1:
+                    if k + 128 >= k_end:
+                        next_tiles.index(slot).store(next_tile)
+                mbarrier.expect(bar, BYTES)
+                for i in gl.static_range(PARTS):
+                    _copy_in(a, [row + i * 64, k], bar, a_tiles.index(slot * PARTS + i))
+                    scale_row = (shift * scale_stages + k // 128) * scale_rows + row - shift + i * 64
+                    _copy_in(row_scale, [scale_row * STEPS], bar, row_scales.index(slot * PARTS + i))
+                _copy_in(b, [column, k], bar, b_tiles.index(slot))
+                at = [(scale_base + k // 128) * STEPS, tile_column * (WIDTH if WIDTH == COLUMNS else COLUMNS // 32)]
+                _copy_in(column_scale, at, bar, column_scales.index(slot))
+                slot, phase = _next_slot(slot, phase, STAGES)
         tile = gl.max(next_tile, 0)
         state = seek(tile, state, groups, K_GROUPED, PARTS * 64, 128)
 
@@ -251,7 +255,7 @@ def _multiply(
     The warpgroups fill each other's gaps. The branch around the sums of m_grouped, which skips parts without rows, also
     keeps ptxas from overlapping them: it lacks the registers.
     """
-    out, buffers, groups, C, D, out_rows = given
+    out, buffers, groups, length, D, out_rows = given
     a_tiles, b_tiles, row_scales, column_scales, next_tiles, full, empty = buffers
     STAGES: gl.constexpr = full.shape[0]
     PARTS: gl.constexpr = a_tiles.shape[0] // STAGES
@@ -286,7 +290,7 @@ def _multiply(
             row += start
             row_end = gl.minimum(end, out_rows)
             matrix = group * 0
-            k_length = group * 0 + C
+            k_length = group * 0 + length
         accs = ()
         for _i in gl.static_range(OURS):
             accs = accs + (zero.reshape((64, COLUMNS // 32, 32)) if SQUARES else zero,)  # noqa: RUF005, no unpacking here
@@ -346,7 +350,7 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["experts", "tiles_down", "tiles_across", "out_rows", "scale_rows", "scale_stages"])
 def _gemm_kernel(
-    a, b, row_scale, column_scale, out_tiles, out, bias, offs, taken, C, D,
+    a, b, row_scale, column_scale, out_tiles, a_2, b_2, row_scale_2, column_scale_2, out, bias, offs, taken, C, D,
     experts, tiles_down, tiles_across, out_rows, scale_rows, scale_stages,
     STEPS: gl.constexpr, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, ZERO_TAIL: gl.constexpr,
     WARPGROUPS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
@@ -357,7 +361,8 @@ def _gemm_kernel(
 
     ``a``: descriptor of (rows, C). ``b``: of (E * D, C), or (D, C) with K_GROUPED. STEPS: sums of a stage.
     ``row_scale``, ``column_scale``: descriptors of what ``decode_scales`` makes. ``out_tiles``: descriptor of ``out``
-    for whole parts, or None. ``taken``: int32 that is 0, how often a next tile was asked for, and behind it, for
+    for whole parts, or None. ``a_2`` and so on: of a second product of the same shapes, which is added, or None.
+    ``taken``: int32 that is 0, how often a next tile was asked for, and behind it, for
     ``offs`` of None, the end of the one group. C: not used with K_GROUPED, where it depends on the tokens.
     """
     if offs is None:
@@ -382,8 +387,13 @@ def _gemm_kernel(
     fence_async_shared()
     buffers = (a_tiles, b_tiles, row_scales, column_scales, next_tiles, full, empty)
     groups = (offs, experts, tiles_down, tiles_across)
-    load = (a, b, row_scale, column_scale, buffers, groups, C, D, scale_rows, scale_stages, taken)
-    multiply = (out, buffers, groups, C, D, out_rows)
+    products = ((a, b, row_scale, column_scale),)
+    length = C
+    if a_2 is not None:
+        products = ((a, b, row_scale, column_scale), (a_2, b_2, row_scale_2, column_scale_2))
+        length = 2 * 128 * gl.cdiv(C, 128)
+    load = (products, buffers, groups, C, D, scale_rows, scale_stages, taken)
+    multiply = (out, buffers, groups, length, D, out_rows)
     gl.static_assert(WARPGROUPS == 2 or WARPGROUPS == 3)
     if WARPGROUPS == 2:
         gl.warp_specialize(
@@ -537,17 +547,19 @@ def gemm_m_grouped(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     zero_tail: bool = True,
+    plus: tuple[Operand, Operand] | None = None,
 ) -> torch.Tensor:
-    """``Backend.gemm_m_grouped`` of 1x32 blocks by 32x32 ones, or of 1x128 by 32x128.
+    """``Backend.gemm_m_grouped`` of 1x32 blocks by 32x32 ones, or of 1x128 by 32x128; in bf16 also plus the product of
+    two more operands of the same shapes and specs, rounded once.
 
     Products of a row's and a column's scale below 2^-126 may be taken for zero, those from 2^128 on are infinite.
     """
     few = a.data.shape[0] < 768 * b.data.shape[0]  # on average in a group
     tiles, others = (FEW_ROWS, M_GROUPED) if few else (M_GROUPED, FEW_ROWS)
     out = _empty_m_grouped(a, b, out_dtype)
-    if multiply_m_grouped(a, b, offs, bias, out, tiles, zero_tail=zero_tail):
+    if multiply_m_grouped(a, b, offs, bias, out, tiles, zero_tail=zero_tail, plus=plus):
         # What other numbers of tokens will take.
-        multiply_m_grouped(a, b, offs, bias, out, others, run=False, zero_tail=zero_tail)
+        multiply_m_grouped(a, b, offs, bias, out, others, run=False, zero_tail=zero_tail, plus=plus)
     return out
 
 
@@ -572,12 +584,17 @@ def multiply_m_grouped(
     tiles: Tiles,
     run: bool = True,
     zero_tail: bool = True,
+    plus: tuple[Operand, Operand] | None = None,
 ) -> bool:
     """``gemm_m_grouped`` with given tiles, into ``out_MD``; not ``run``: compiles only. Whether the kernel was new."""
     (m, c), d = a.data.shape, b.data.shape[1]
     copies = 4 if a.spec.span == STAGE else 1
-    scales = decode_scales(a, b, d // BLOCK_SIZE, ceil_div(c, STAGE), copies, end=m, offs=offs)
-    return _launch(a, b, scales, out_MD, bias, offs, tiles, k_grouped=False, run=run, zero_tail=zero_tail)
+    products = []
+    for pair in ((a, b), plus) if plus else ((a, b),):
+        assert [(x.data.shape, x.spec) for x in pair] == [(x.data.shape, x.spec) for x in (a, b)], pair
+        scales = decode_scales(*pair, d // BLOCK_SIZE, ceil_div(c, STAGE), copies, end=m, offs=offs)
+        products.append(_Product(*pair, scales))
+    return _launch(products, out_MD, bias, offs, tiles, k_grouped=False, run=run, zero_tail=zero_tail)
 
 
 def multiply_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_ENK: torch.Tensor, tiles: Tiles) -> bool:
@@ -586,7 +603,7 @@ def multiply_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_EN
     if m == 0:
         out_ENK.zero_()
     scales = decode_scales(a, b, b.data.shape[0], ceil_div(m, STAGE), copies=1, end=m, offs=offs, k_grouped=True)
-    return _launch(a, b, scales, out_ENK, None, offs, tiles, k_grouped=True)
+    return _launch([_Product(a, b, scales)], out_ENK, None, offs, tiles, k_grouped=True)
 
 
 class ScaleLayout(NamedTuple):
@@ -681,6 +698,14 @@ def _decoding(
     return layout, row_programs + column_programs, counts
 
 
+class _Product(NamedTuple):
+    """Two operands, and the scales of both."""
+
+    a: Operand
+    b: Operand
+    scales: Scales
+
+
 class _Plan(NamedTuple):
     """What shapes and dtypes decide of a GEMM's launch: made once, and kept for calls of the same ones."""
 
@@ -728,9 +753,7 @@ def _plan(
 
 
 def _launch(
-    a: Operand,
-    b: Operand,
-    scales: Scales,
+    products: list[_Product],
     out: torch.Tensor,
     bias: torch.Tensor | None,
     offs: torch.Tensor | None,
@@ -740,13 +763,17 @@ def _launch(
     run: bool = True,
     zero_tail: bool = True,
 ) -> bool:
-    a_RC, b_DC, buffer = a.data, b.data, scales.buffer
-    shapes, dtypes = (a_RC.shape, b_DC.shape, out.shape), (a_RC.dtype, b_DC.dtype, out.dtype)
+    (a, b, scales), *second = products
+    shapes, dtypes = (a.data.shape, b.data.shape, out.shape), (a.data.dtype, b.data.dtype, out.dtype)
     plan = _plan(shapes, dtypes, scales.layout, tiles, k_grouped, zero_tail)
-    descriptors = tuple(map(descriptor, (a_RC, b_DC, buffer, buffer, out), plan.layouts))
-    tensors = out, bias, offs, buffer[scales.layout.size :]
+    in_memory = [a.data, b.data, scales.buffer, scales.buffer, out]
+    descriptors = tuple(map(descriptor, in_memory, plan.layouts))
+    for a_2, b_2, scales_2 in second:
+        assert len(descriptors) == 5, "a sum of products is in bf16"
+        in_memory = [a_2.data, b_2.data, scales_2.buffer, scales_2.buffer]
+        descriptors += tuple(map(descriptor, in_memory, plan.layouts))
     return _GEMM.launch(
         min(plan.tiles, multiprocessors(out.device)) if run else 0,
-        tensors if len(descriptors) == 5 else (None, *tensors), plan.sizes, plan.counts, plan.constants,
-        device=out.device, descriptors=descriptors,
+        (*[None] * (9 - len(descriptors)), out, bias, offs, scales.buffer[scales.layout.size :]),
+        plan.sizes, plan.counts, plan.constants, device=out.device, descriptors=descriptors,
     )  # fmt: skip

@@ -5,6 +5,7 @@ keep scales in rows, and their GEMMs are the portable ones. Never run on this ha
 holds it to the reference without.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -62,6 +63,11 @@ def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor |
     if rows.spec == _in_rows(spec):
         return blocked.block_scales(rows, offs)
     return blocked.quantize(dequantize(rows, torch.float32), 1, spec, offs)
+
+
+def sum_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch.Tensor | None) -> list[torch.Tensor]:
+    """``Backend.sum_m_grouped``, of each product."""
+    return [gemm_m_grouped(a, b, offs, None, torch.bfloat16, zero_tail=False) for a, b in products]
 
 
 def swiglu(
