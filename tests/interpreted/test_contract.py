@@ -13,6 +13,7 @@ from contract import (
     check_quantize,
     check_quantize_both,
     check_requantize,
+    check_sum_of_products,
     even_squares,
     operands_of,
     partly_even,
@@ -80,6 +81,14 @@ def test_fp8_where_bf16_is_multiplied(hardware: Hardware) -> None:
     """Activations that arrive quantised, say from an all-to-all, meet weights of either kind."""
     for case in ("ragged", "no offs"):
         check_gemms(triton, with_arrived(triton.plan(get_recipe("mxfp8"), hardware)), case)
+
+
+@pytest.mark.parametrize("hardware", ["bf16_tma"], indirect=True)
+@pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
+def test_sums_of_products(recipe: str, hardware: Hardware) -> None:
+    plan = hopper.plan(get_recipe(recipe), hardware)
+    for case in ("ragged", "all empty", "no offs"):
+        assert len(check_sum_of_products(hopper, plan, case)) == 1
 
 
 def test_what_the_backend_launches(monkeypatch: pytest.MonkeyPatch) -> None:

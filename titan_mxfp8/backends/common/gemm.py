@@ -81,6 +81,22 @@ def _multiply(
 
 
 @triton.jit
+def _multiply_copied(
+    acc, a, b, C, row, e, column,
+    D_MAJOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """``acc`` plus BM rows of ``a`` from ``row`` on times BN columns of matrix ``e`` of ``b`` from ``column`` on, by
+    their descriptors."""
+    for c in range(0, C, BC):
+        a_tile = a.load([row, c])
+        if D_MAJOR:
+            acc = tl.dot(a_tile, b.load([e, c, column]).reshape(BC, BN), acc)
+        else:
+            acc = tl.dot(a_tile, b.load([e, column, c]).reshape(BN, BC).T, acc)
+    return acc
+
+
+@triton.jit
 def _fill_zeros(ptr, begin, end, BLOCK: tl.constexpr):
     """Elements ``begin .. end`` become 0, BLOCK at a time, programs taking turns."""
     at = begin + tl.program_id(0) * BLOCK
@@ -109,7 +125,7 @@ def _number(count, THREADS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "E"])
 def _m_grouped_kernel(
-    a, b, a_scale, b_scale, bias, out, offs, taken, C, D, M, E,
+    a, b, a_2, b_2, a_scale, b_scale, bias, out, offs, taken, C, D, M, E,
     MMA: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, SCALE_D: tl.constexpr, D_MAJOR: tl.constexpr,
     EVEN: tl.constexpr, ZERO_TAIL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BAND: tl.constexpr, THREADS: tl.constexpr,
@@ -121,6 +137,7 @@ def _m_grouped_kernel(
     2 x 2, numbers 2 to 5. Of 3 programs the second computes tile 1 and, if it is the second to take another one, tile
     4: rows 100..227 of column tile 1. ``taken``: int32 that is 0, for ``_take``.
     ``a`` is (M, C) and ``b`` (E, D, C), with D_MAJOR (E, C, D); both are TMA descriptors if MMA is ``bf16_tma``.
+    ``a_2``, ``b_2``: of a second product, which is added, as descriptors of the same shapes; or None.
     SCALE_D: how many columns of ``b`` share a scale.
     """
     if D_MAJOR:
@@ -145,12 +162,9 @@ def _m_grouped_kernel(
             col = tile_d * BN + tl.arange(0, BN)
             if MMA == "bf16_tma":
                 acc = tl.zeros((BM, BN), tl.float32)
-                for c in range(0, C, BC):
-                    a_tile = a.load([start + tile_m * BM, c])
-                    if D_MAJOR:
-                        acc = tl.dot(a_tile, b.load([e, c, tile_d * BN]).reshape(BC, BN), acc)
-                    else:
-                        acc = tl.dot(a_tile, b.load([e, tile_d * BN, c]).reshape(BN, BC).T, acc)
+                acc = _multiply_copied(acc, a, b, C, start + tile_m * BM, e, tile_d * BN, D_MAJOR, BM, BN, BC)
+                if a_2 is not None:
+                    acc = _multiply_copied(acc, a_2, b_2, C, start + tile_m * BM, e, tile_d * BN, D_MAJOR, BM, BN, BC)
             else:
                 acc = _multiply(
                     a, a_scale, b, b_scale,
@@ -290,12 +304,14 @@ def gemm_m_grouped(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     zero_tail: bool = True,
+    plus: tuple[Operand, Operand] | None = None,
 ) -> torch.Tensor:
-    """``Backend.gemm_m_grouped`` of exact operands."""
+    """``Backend.gemm_m_grouped`` of exact operands; with TMA also plus the product of two more of the same shapes and
+    specs, rounded once."""
     check_m_grouped(a, b)
     device = a.data.device
     mma = hardware_of(device).mma
-    if mma != "scaled" and offs is None and bias is None and out_dtype == torch.bfloat16:
+    if mma != "scaled" and offs is None and bias is None and plus is None and out_dtype == torch.bfloat16:
         a, b = in_bf16(a), in_bf16(b)
         b_CD = b.data[0] if b.axis == 1 else b.data[0].mT
         if _is_many_tiles(a.data.shape[0], b_CD.shape[1], device):
@@ -304,7 +320,7 @@ def gemm_m_grouped(
                 _prepared.add(key)
                 multiply_m_grouped(a._replace(data=a.data[:0]), b, None, None, out_dtype, mma)
             return torch.mm(a.data, b_CD)
-    return multiply_m_grouped(a, b, offs, bias, out_dtype, mma, zero_tail=zero_tail)
+    return multiply_m_grouped(a, b, offs, bias, out_dtype, mma, zero_tail=zero_tail, plus=plus)
 
 
 def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
@@ -342,12 +358,18 @@ def multiply_m_grouped(
     mma: Mma,
     tiles: "Tiles | None" = None,
     zero_tail: bool = True,
+    plus: tuple[Operand, Operand] | None = None,
 ) -> torch.Tensor:
     """``gemm_m_grouped`` with a given ``Mma`` and, for measurements, given tiles."""
     if mma == "scaled" and a.spec.stored == "bf16":
         mma = "bf16"
     if mma != "scaled":
         a, b = in_bf16(a), in_bf16(b)
+    pairs = [(a, b)]
+    if plus:
+        pairs.append((in_bf16(plus[0]), in_bf16(plus[1])))
+        assert mma == "bf16_tma", "only kernels that use TMA add up two products"
+        assert [(x.data.shape, x.axis) for x in pairs[1]] == [(x.data.shape, x.axis) for x in pairs[0]], plus
     (m, c), experts = a.data.shape, b.data.shape[0]
     d_major = b.spec.stored == "bf16" and b.axis == 1
     d = b.data.shape[2 if d_major else 1]
@@ -358,10 +380,11 @@ def multiply_m_grouped(
 
     def launch(tiles: Tiles, run: bool) -> bool:
         scales = (a.scale, b.scale) if mma == "scaled" else (None, None)
-        matrices, descriptors = (a.data, b.data), ()
+        matrices, descriptors = (a.data, b.data, None, None), ()
         if mma == "bf16_tma":
-            block = (1, tiles.bc, tiles.bn) if d_major else (1, tiles.bn, tiles.bc)
-            matrices, descriptors = (), (_described(a.data, (tiles.bm, tiles.bc)), _described(b.data, block))
+            blocks = (tiles.bm, tiles.bc), (1, tiles.bc, tiles.bn) if d_major else (1, tiles.bn, tiles.bc)
+            descriptors = tuple(_described(x.data, blocks[i]) for pair in pairs for i, x in enumerate(pair))
+            matrices = (None,) * (4 - len(descriptors))
         constants = (
             mma, *_formats(mma, a, b), b.spec.lines if mma == "scaled" else 1, d_major, c % tiles.bc == 0, zero_tail,
             tiles.bm, tiles.bn, tiles.bc, BAND, 64 * tiles.warps,

@@ -92,18 +92,14 @@ def gemm_m_grouped(
 
 
 def sum_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch.Tensor | None) -> list[torch.Tensor]:
-    """``Backend.sum_m_grouped``: one sum where FP8 is multiplied.
+    """``Backend.sum_m_grouped``: one sum.
 
     Raises:
         ValueError: as ``gemm_m_grouped``.
     """
-    a, b = next(products)
-    rest = offs, None, torch.bfloat16, False
-    if _is_fp8(a, b):
-        return [gemm.gemm_m_grouped(a, b, *rest, plus=next(products))]
-    first = portable.gemm_m_grouped(a, b, *rest)
-    del a, b
-    return [first, portable.gemm_m_grouped(*next(products), *rest)]
+    first, second = products
+    kernels = gemm if _is_fp8(*first) else portable
+    return [kernels.gemm_m_grouped(*first, offs, None, torch.bfloat16, zero_tail=False, plus=second)]
 
 
 def _is_fp8(a: Operand, b: Operand) -> bool:
