@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
 from aot import compile_only
 from test_triton_aot import OFFS, check, make
 
@@ -70,7 +71,8 @@ def test_sm_90(form: str):
     spec, axis, options = FORMS[form]
     with compile_only("sm_90") as kernels:
         make(hopper, spec, axis, **options)
-    check(kernels)
+    # 64 registers, with which four programs fit, are just enough for Triton 3.6.
+    check(kernels, spills=32 if "both" in form and not triton.__version__.startswith("3.6.") else 0)
     kernel = next(kernel for kernel in kernels if "_rebase" in kernel.name)
     e5m2 = spec.elem_dtype == E5M2
     # each element is made, and made again once its block's neighbours are known
