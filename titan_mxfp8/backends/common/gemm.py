@@ -304,14 +304,12 @@ def gemm_m_grouped(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     zero_tail: bool = True,
-    plus: tuple[Operand, Operand] | None = None,
 ) -> torch.Tensor:
-    """``Backend.gemm_m_grouped`` of exact operands; with TMA also plus the product of two more of the same shapes and
-    specs, rounded once."""
+    """``Backend.gemm_m_grouped`` of exact operands."""
     check_m_grouped(a, b)
     device = a.data.device
     mma = hardware_of(device).mma
-    if mma != "scaled" and offs is None and bias is None and plus is None and out_dtype == torch.bfloat16:
+    if mma != "scaled" and offs is None and bias is None and out_dtype == torch.bfloat16:
         a, b = in_bf16(a), in_bf16(b)
         b_CD = b.data[0] if b.axis == 1 else b.data[0].mT
         if _is_many_tiles(a.data.shape[0], b_CD.shape[1], device):
@@ -320,7 +318,16 @@ def gemm_m_grouped(
                 _prepared.add(key)
                 multiply_m_grouped(a._replace(data=a.data[:0]), b, None, None, out_dtype, mma)
             return torch.mm(a.data, b_CD)
-    return multiply_m_grouped(a, b, offs, bias, out_dtype, mma, zero_tail=zero_tail, plus=plus)
+    return multiply_m_grouped(a, b, offs, bias, out_dtype, mma, zero_tail=zero_tail)
+
+
+def sum_m_grouped(
+    first: tuple[Operand, Operand], second: tuple[Operand, Operand], offs: torch.Tensor | None
+) -> torch.Tensor:
+    """The sum of two products of ``gemm_m_grouped``, in bf16, by kernels that use TMA; rows of no group are
+    undefined."""
+    mma = hardware_of(first[0].data.device).mma
+    return multiply_m_grouped(*first, offs, None, torch.bfloat16, mma, zero_tail=False, plus=second)
 
 
 def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:

@@ -98,8 +98,9 @@ def sum_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch.Tenso
         ValueError: as ``gemm_m_grouped``.
     """
     first, second = products
-    kernels = gemm if _is_fp8(*first) else portable
-    return [kernels.gemm_m_grouped(*first, offs, None, torch.bfloat16, zero_tail=False, plus=second)]
+    if not _is_fp8(*first):
+        return [portable.sum_m_grouped(first, second, offs)]
+    return [gemm.gemm_m_grouped(*first, offs, None, torch.bfloat16, zero_tail=False, plus=second)]
 
 
 def _is_fp8(a: Operand, b: Operand) -> bool:
