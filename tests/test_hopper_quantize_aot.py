@@ -72,7 +72,7 @@ def test_sm_90(form: str):
     with compile_only("sm_90") as kernels:
         make(hopper, spec, axis, **options)
     # 64 registers, with which four programs fit, are just enough for Triton 3.6.
-    check(kernels, spills=32 if "both" in form and not triton.__version__.startswith("3.6.") else 0)
+    check(kernels, spills=32 if form == "both, ragged" and not triton.__version__.startswith("3.6.") else 0)
     kernel = next(kernel for kernel in kernels if "_rebase" in kernel.name)
     e5m2 = spec.elem_dtype == E5M2
     # each element is made, and made again once its block's neighbours are known

@@ -364,8 +364,8 @@ def _gemm_kernel(
     ``a``: descriptor of (rows, C). ``b``: of (E * D, C), or (D, C) with K_GROUPED. STEPS: sums of a stage.
     ``row_scale``, ``column_scale``: descriptors of what ``decode_scales`` makes. ``out_tiles``: descriptor of ``out``
     for whole parts, or None. ``a_2`` and so on: of a second product of the same shapes, which is added, or None.
-    ``taken``: int32 that is 0, how often a next tile was asked for, and behind it, for
-    ``offs`` of None, the end of the one group. C: not used with K_GROUPED, where it depends on the tokens.
+    ``taken``: int32 that is 0, how often a next tile was asked for, and behind it, for ``offs`` of None, the end of the
+    one group. C: of one product; not used with K_GROUPED, where it depends on the tokens.
     """
     if offs is None:
         offs = taken + 1
