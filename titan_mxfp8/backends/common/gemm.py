@@ -367,7 +367,8 @@ def multiply_m_grouped(
     zero_tail: bool = True,
     plus: tuple[Operand, Operand] | None = None,
 ) -> torch.Tensor:
-    """``gemm_m_grouped`` with a given ``Mma`` and, for measurements, given tiles."""
+    """``gemm_m_grouped`` with a given ``Mma`` and, for measurements, given tiles; with TMA also ``plus`` another
+    product of the same shapes."""
     if mma == "scaled" and a.spec.stored == "bf16":
         mma = "bf16"
     if mma != "scaled":

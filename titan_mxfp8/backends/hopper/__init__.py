@@ -104,7 +104,7 @@ def sum_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch.Tenso
 
 
 def _is_fp8(a: Operand, b: Operand) -> bool:
-    """Whether the FP8 tensor cores multiply them."""
+    """Whether FP8 tensor cores multiply them. Raises ValueError of blocks that do not belong together."""
     check_m_grouped(a, b)
     blocks = a.spec.scale_block, b.spec.scale_block
     if "bf16" in (a.spec.stored, b.spec.stored) or blocks == ("1x32", "1x32"):
