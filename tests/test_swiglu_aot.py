@@ -41,20 +41,22 @@ def compile_swiglu(
 @pytest.mark.parametrize("limit, offs", [(None, OFFS), (7.0, None)], ids=["ragged", "limit"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_sm_90(recipe: str, limit: float | None, offs: torch.Tensor | None) -> None:
-    # Two programs, or with 4 warps three, fit on a multiprocessor.
-    most = 168 if limit else 128
     kernels = compile_swiglu("sm_90", hopper, recipe, limit, offs)
     forward = kernels["swiglu"]
-    assert forward.registers <= 64 and forward.count("LDG.E.128") == 8 and forward.count("STG.E.128") >= 1
+    assert forward.registers <= 72 and forward.count("LDG.E.128") == 8 and forward.count("F2F.") == 0
+    assert forward.count("STG.E.64") + forward.count("STG.E.128") >= 4
     if "rebased" in recipe:
         gradients = kernels["gradients"]
         assert gradients.registers <= 80 and gradients.count("F2F.") == 0
         assert gradients.count("LDG.E.128") >= 3 and gradients.count("STG.E.128") >= 3
         return
-    backward = kernels["swiglu_backward"]
-    assert backward.registers <= most and backward.count("STG.E.128") >= 4
-    assert backward.count("LDG.E.128") >= 24
-    assert backward.count("F2F.") == 0  # to bf16 two at a time
+    backward = kernels["swiglu_backward_in_place"]
+    # Three programs of 4 warps fit on a multiprocessor, four with values in bf16 alone; two with a limit, as gpt_oss
+    # has it, by Triton 3.6.
+    assert backward.registers <= (256 if limit else 168 if "2d" in recipe else 128)
+    # Each number is loaded once, and rounded to bf16 and to values two at a time.
+    assert backward.count("LDG.E.128") == 12 and backward.count("STG.E.128") >= 12
+    assert backward.count("F2F.") == 0 and ("bf16" in recipe or backward.count("HFMA2") >= 100)
 
 
 @pytest.mark.parametrize("limit, offs", [(None, OFFS), (None, None), (7.0, OFFS), (7.0, None)])

@@ -81,6 +81,12 @@ def from_elements(byte, E5M2: tl.constexpr):
 
 
 @triton.jit
+def through_elements(x, scale, E5M2: tl.constexpr):
+    """``x`` rounded to the elements of blocks of scale byte ``scale``, which broadcasts over ``x``."""
+    return from_elements(to_elements(x * reciprocal_scale(scale), scale, E5M2), E5M2) * scale_value(scale)
+
+
+@triton.jit
 def shift_elements(byte, scale, largest, E5M2: tl.constexpr):
     """Elements re-expressed with ``largest`` instead of ``scale`` (``format.reference.rebase``), which broadcast.
 

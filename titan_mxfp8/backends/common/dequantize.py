@@ -9,10 +9,9 @@ import triton.language as tl
 from titan_mxfp8.backends.common.convert import (
     from_elements,
     magnitude_bits,
-    reciprocal_scale,
     scale_byte,
     scale_value,
-    to_elements,
+    through_elements,
 )
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.tiles import (
@@ -85,12 +84,6 @@ def requantize(rows: Operand, spec: OperandSpec, offs: torch.Tensor | None) -> O
     out = spec.empty(rows.data, 0, None)
     _launch_tiles(rows.data, 0, None, out, offs, rows)
     return out
-
-
-@triton.jit
-def through_elements(x, scale, E5M2: tl.constexpr):
-    """``x`` rounded to the elements of blocks of scale byte ``scale``, which broadcasts over ``x``."""
-    return from_elements(to_elements(x * reciprocal_scale(scale), scale, E5M2), E5M2) * scale_value(scale)
 
 
 @triton.jit(do_not_specialize=["blocks", "height", "groups"])

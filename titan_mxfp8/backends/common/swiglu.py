@@ -29,8 +29,14 @@ from titan_mxfp8.backends.common.convert import (
     shift_elements,
     to_elements,
 )
-from titan_mxfp8.backends.common.dequantize import through_elements
 from titan_mxfp8.backends.common.launch import Kernel
+from titan_mxfp8.backends.common.pairs import (
+    join_pairs,
+    magnitude_bits_of_pairs,
+    pair_maxima,
+    round_pairs,
+    split_pairs,
+)
 from titan_mxfp8.backends.common.tiles import (
     LINE_BYTES,
     Matrices,
@@ -51,13 +57,13 @@ from titan_mxfp8.format.swiglu import GPT_OSS_ALPHA
 # How an operand lies: unquantised; values in bf16; FP8 with scales of 1x32, evened out, or of 1x128 across.
 Form = Literal["bf16", "values", "fp8", "even", "across"]
 
-FORWARD_TILE = Tile(rows=32, lines=2)
-# Where nothing is transposed. On an H200, 131072 x 2048, 2.25 ms; with 64 rows 1.92, but with a limit those spill.
-VALUES_TILE = Tile(rows=32, lines=2)
+# Of pairs, and of what a program turns over. A thread that keeps a tile of pairs in registers has 32 numbers of it.
+PAIRS_TILE = Tile(rows=32, lines=2)
 TRANSPOSED_TILE = Tile(rows=128, lines=2)
 LINE = LINE_BYTES // 2
 GRADIENT_ROWS, GRADIENT_COLS = 4, 256
 COLS = 2 * LINE  # of all tiles: whole blocks of 128
+LIMITED_ALPHA = tl.constexpr(GPT_OSS_ALPHA)
 
 
 def swiglu(
@@ -66,12 +72,12 @@ def swiglu(
     """``Backend.swiglu``."""
     gate, up = matrices_of(gate_MH, up_MH)
     out = spec.empty(gate.x, 1, None)
-    tile = FORWARD_TILE
-    constants = limit, alpha_of(limit), offs is not None, _form(spec), *rounding_of(spec), tile.blocks, tile.lines, LINE
+    cols, strides = _in_pairs(gate, up)
     _SWIGLU.launch(
-        ceil_div(gate.rows, tile.rows) * ceil_div(gate.cols, COLS), (gate.x, up.x, out.data, out.scale, offs),
-        (gate.cols, gate.row_stride, up.row_stride), (gate.rows, 0 if offs is None else offs.shape[0]), constants,
-        device=gate.x.device, warps=4,
+        ceil_div(gate.rows, PAIRS_TILE.rows) * ceil_div(gate.cols, COLS),
+        (gate.x, up.x, out.data, out.scale, offs),
+        (cols, *strides), (gate.rows, 0 if offs is None else offs.shape[0]),
+        (limit, alpha_of(limit), offs is not None, _form(spec), *rounding_of(spec)), device=gate.x.device,
     )  # fmt: skip
     return out
 
@@ -93,14 +99,14 @@ def swiglu_backward(
     inputs.clear()
     groups = None if offs is None else offs.shape[0]
     in_place = Operand(_memory_of(u), None, first, 0) if first.stored == "bf16" else first.empty(gate.x, 0, groups)
-    if first == last and not last.is_quantized:  # the same values along either axis: stored once, and again
+    if first == last and not last.is_quantized:  # the same values along either axis
         operands = [in_place._replace(axis=1), last.empty(gate.x, 1, None)]
         operands += [operand._replace(axis=0) for operand in operands]
     else:
         operands = [*(last.empty(gate.x, 1, None) for _ in range(2)), in_place, first.empty(gate.x, 0, groups)]
     operands.append(h_first.empty(gate.x, 0, groups))
-    is_transposed = operands[-1].scale is not None
-    tile, warps = (TRANSPOSED_TILE, 8) if is_transposed else (VALUES_TILE, 4)
+    transposes = operands[-1].scale is not None
+    tile = TRANSPOSED_TILE if transposes else PAIRS_TILE
     unit_map = None if offs is None else map_tiles(offs, gate.rows, tile, tail=False, alignment=first.span)
     units = ceil_div(gate.rows, BLOCK_SIZE) if unit_map is None else unit_map.units
     col_tiles = ceil_div(gate.cols, COLS)
@@ -108,19 +114,27 @@ def swiglu_backward(
     if scores_M is not None:
         sums = torch.empty((col_tiles, gate.rows), dtype=torch.float32, device=gate.x.device)
         scores_M = scores_M.contiguous()
-    padded_blocks = operands[-1].data.shape[-1] // BLOCK_SIZE if is_transposed else 0
-    constants = (
-        limit, alpha_of(limit), offs is not None, scores_M is not None, _form(last), _form(first), *rounding_of(last),
-        h_first.elem_dtype == torch.float8_e5m2, tile.blocks, tile.lines, LINE,
-    )  # fmt: skip
-    _SWIGLU_BACKWARD.launch(
-        ceil_div(units, tile.blocks) * col_tiles,
-        (gate.x, up.x, u.x, scores_M, sums, unit_map and unit_map.table,
-         *(tensor for operand in operands for tensor in operand[:2])),
-        (gate.cols, gate.row_stride, up.row_stride, u.row_stride),
-        (gate.rows, padded_blocks, units, groups or 0), constants,
-        device=gate.x.device, warps=warps,
-    )  # fmt: skip
+    sources = gate.x, up.x, u.x, scores_M, sums, unit_map and unit_map.table
+    constants = limit, alpha_of(limit), offs is not None, scores_M is not None, *rounding_of(last)
+    constants += (h_first.elem_dtype == torch.float8_e5m2,)
+    if transposes:
+        assert _form(last) == "fp8", last
+        _SWIGLU_BACKWARD.launch(
+            ceil_div(units, tile.blocks) * col_tiles,
+            (*sources, *(tensor for operand in operands for tensor in operand[:2])),
+            (gate.cols, gate.row_stride, up.row_stride, u.row_stride),
+            (gate.rows, operands[-1].data.shape[-1] // BLOCK_SIZE, units, groups or 0),
+            (*constants, tile.blocks, tile.lines, LINE), device=gate.x.device, warps=8,
+        )  # fmt: skip
+    else:
+        cols, strides = _in_pairs(gate, up, u)
+        _SWIGLU_BACKWARD_IN_PLACE.launch(
+            units * col_tiles,
+            (*sources, *(tensor for operand in operands[:2] for tensor in operand[:2]),
+             *(operand.data for operand in operands[2:])),
+            (cols, *strides), (gate.rows, units), (*constants, _form(last), first.is_quantized),
+            device=gate.x.device,
+        )  # fmt: skip
     return SwigluGradients(*operands, None if sums is None else sums.sum(0))
 
 
@@ -222,7 +236,7 @@ def gradient_of_up(up, dh, cut_g, s, LIMIT: tl.constexpr):
     dup = dh * (cut_g * s)
     if LIMIT is not None:
         dup = tl.where(tl.abs(up) > LIMIT, 0.0, dup)
-    return rounded(dup)
+    return dup
 
 
 @triton.jit
@@ -230,7 +244,7 @@ def gradient_of_gate(gate, dh, cut_g, factor, s, LIMIT: tl.constexpr, ALPHA: tl.
     dgate = dh * factor * (s * (1 + ALPHA * cut_g * (1 - s)))
     if LIMIT is not None:
         dgate = tl.where(gate > LIMIT, 0.0, dgate)
-    return rounded(dgate)
+    return dgate
 
 
 @triton.jit
@@ -242,115 +256,232 @@ def store_products(sums, h, du, row, stop, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def store_last(
-    values, data, scale, row, stop, at, inside, tile_col, rows, cols,
-    FORM: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
-    BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
-):  # fmt: skip
-    """Stores a tile (8, BLOCKS, LINES, 4, LINE) in bf16, as ``load_tile`` lays it, quantised along the last axis.
+def places(start, rows_left, tile_col, pair_cols, stride):
+    """Where a tile of pairs lies in a matrix whose rows have ``pair_cols`` pairs and are ``stride`` pairs apart: its
+    offset, the pairs' offsets behind that, and which of them exist.
 
-    Args:
-        row, stop: of the tile's rows, ``32 * BLOCKS``.
-        at, inside: of its elements, as ``load_tile`` lays them, in a matrix of ``cols`` columns.
-        rows: of that matrix.
+    It has 32 rows from ``start`` and 128 columns, as (4, 4, 8, 16): row ``8 i + q``, columns ``32 l + 2 c`` and the
+    next one are at [i, l, q, c]. Triton gives a thread 16 bytes of the 64 of a line of 16 pairs, a warp eight lines,
+    and each of four warps an l. So no maximum of a block of 32 numbers, along rows or columns, crosses warps.
     """
-    ALL: tl.constexpr = 32 * BLOCKS * LINES
-    ROWS: tl.constexpr = 32 * BLOCKS
-    tl.static_assert(LINES * LINE == 128)
+    line, pair = tl.arange(0, 128), tl.arange(0, 16)[None, :]
+    row, pair = (line // 32 * 8 + line % 8)[:, None], (line // 8 % 4 * 16)[:, None] + pair
+    inside = (row < rows_left) & (pair < pair_cols - tile_col * 64)
+    return start.to(tl.int64) * stride + tile_col * 64, row * stride + pair, inside
+
+
+@triton.jit
+def load_pairs(x, start, rows_left, tile_col, pair_cols, stride):
+    """A tile of pairs of bf16 numbers, (128, 16), zeros where there are none."""
+    first, at, inside = places(start, rows_left, tile_col, pair_cols, stride)
+    return tl.load(x.to(tl.pointer_type(tl.int32), bitcast=True) + first + at, mask=inside, other=0)
+
+
+@triton.jit
+def store_pairs(data, pairs, start, rows_left, tile_col, pair_cols):
+    """Stores such a tile, in any shape, in a contiguous matrix."""
+    first, at, inside = places(start, rows_left, tile_col, pair_cols, pair_cols)
+    data = data.to(tl.pointer_type(tl.int32), bitcast=True) + first
+    tl.store(data + at, tl.reshape(pairs, (128, 16)), mask=inside)
+
+
+@triton.jit
+def store_last(
+    pairs, data, scale, start, rows_left, tile_col, rows, pair_cols,
+    FORM: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile of pairs (4, 4, 8, 16) quantised along its rows, in matrices of ``rows`` rows."""
     if FORM == "bf16":
-        tl.store(data + at, tl.reshape(values, (ALL, LINE)), mask=inside)
+        store_pairs(data, pairs, start, rows_left, tile_col, pair_cols)
+    elif FORM == "values":
+        maxima = pair_maxima(pairs, 3)
+        largest = tl.maximum(maxima & 0x7FFF, maxima >> 16)
+        pairs = round_pairs(pairs, (largest | (largest << 16))[:, :, :, None], FLOOR, E5M2)
+        store_pairs(data, pairs, start, rows_left, tile_col, pair_cols)
     else:
-        in_blocks = tl.reshape(values.to(tl.float32), (8, BLOCKS, LINES, 4, LINE // 32, 32))
-        byte = scale_byte(tl.max(magnitude_bits(in_blocks), 5), FLOOR, E5M2)
-        if FORM == "values":
-            in_bf16 = through_elements(in_blocks, byte[:, :, :, :, :, None], E5M2).to(tl.bfloat16)
-            tl.store(data + at, tl.reshape(in_bf16, (ALL, LINE)), mask=inside)
-        else:
-            old = byte[:, :, :, :, :, None]
-            elements = to_elements(in_blocks * reciprocal_scale(byte)[:, :, :, :, :, None], old, E5M2)
-            scales = tl.reshape(tl.permute(byte, (1, 3, 0, 2, 4)), (ROWS, 4))
-            if FORM != "fp8":
-                if FORM == "even":
-                    units = tl.reduce_or(element_units(elements, E5M2), 5)
-                    units = tl.reshape(tl.permute(units, (1, 3, 0, 2, 4)), (ROWS, 4))
-                    scales = even_scales(scales, units, ROWS)
-                    new = scales
-                else:
-                    largest = tl.max(scales, 1)
-                    new = tl.broadcast_to(largest[:, None], (ROWS, 4))
-                new = tl.permute(tl.reshape(new, (BLOCKS, 4, 8, LINES, LINE // 32)), (2, 0, 3, 1, 4))
-                elements = shift_elements(elements, old, new[:, :, :, :, :, None], E5M2)
-            elements = tl.reshape(elements, (8, BLOCKS, LINES, 4, LINE))
-            elements = tl.reshape(tl.permute(elements, (1, 3, 0, 2, 4)), (ROWS, 128))
-            store_matrix(data, elements, row, stop, tile_col * 128 + tl.arange(0, 128), cols)
-            if FORM == "across":
-                line = scale + tile_col.to(tl.int64) * (tl.cdiv(rows, 16) * 16)
-                tl.store(line + row, largest.to(tl.uint8), mask=row < stop)
+        low, high = magnitude_bits_of_pairs(pair_maxima(pairs, 3))
+        byte = scale_byte(tl.maximum(low, high), FLOOR, E5M2)
+        scales = tl.reshape(tl.permute(byte, (0, 2, 1)), (32, 4))
+        old = byte[:, :, :, None]
+        low, high = split_pairs(pairs)
+        values = tl.join(low * reciprocal_scale(old), high * reciprocal_scale(old))
+        elements = to_elements(tl.reshape(values, (4, 4, 8, 32)), old, E5M2)
+        if FORM != "fp8":
+            if FORM == "even":
+                units = tl.reduce_or(element_units(elements, E5M2), 3)
+                scales = even_scales(scales, tl.reshape(tl.permute(units, (0, 2, 1)), (32, 4)), 32)
+                new = scales
             else:
-                store_matrix(scale, scales, row, stop, tile_col * 4 + tl.arange(0, 4), tl.cdiv(cols, 32))
+                largest = tl.max(scales, 1)
+                new = tl.broadcast_to(largest[:, None], (32, 4))
+            new = tl.permute(tl.reshape(new, (4, 8, 4)), (0, 2, 1))
+            elements = shift_elements(elements, old, new[:, :, :, None], E5M2)
+        line, col = tl.arange(0, 128), tl.arange(0, 32)[None, :]
+        col = col // 8 * 8 + col % 8  # the same, but a thread stores no more than the 8 bytes that it has
+        row, col = (line // 32 * 8 + line % 8)[:, None], (line // 8 % 4 * 32)[:, None] + col
+        cols = pair_cols * 2
+        inside = (row < rows_left) & (col < cols - tile_col * 128)
+        data += start.to(tl.int64) * cols + tile_col * 128
+        tl.store(data + (row * cols + col), tl.reshape(elements, (128, 32)), mask=inside)
+        row = start + tl.arange(0, 32)
+        if FORM == "across":
+            scale += tile_col.to(tl.int64) * (tl.cdiv(rows, 16) * 16)
+            tl.store(scale + row, largest.to(tl.uint8), mask=row < start + rows_left)
+        else:
+            store_matrix(scale, scales, row, start + rows_left, tile_col * 4 + tl.arange(0, 4), tl.cdiv(cols, 32))
 
 
 @triton.jit
 def store_first(
-    values, data, scale, at, inside, tile_row, tile_col, cols, padded_blocks,
-    FORM: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
-    BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
-):  # fmt: skip
-    """Stores a tile, as in ``store_last``, quantised along the first axis: where it was read, or FP8 transposed at the
-    tile's place in the padded rows."""
-    ALL: tl.constexpr = 32 * BLOCKS * LINES
-    COLS: tl.constexpr = LINES * LINE
-    if FORM == "bf16":
-        tl.store(data + at, tl.reshape(values, (ALL, LINE)), mask=inside)
-    else:
-        values = values.to(tl.float32)
-        byte = scale_byte(tl.max(tl.max(magnitude_bits(values), 0), 2), FLOOR, E5M2)  # (BLOCKS, LINES, LINE)
-        if FORM == "values":
-            in_bf16 = through_elements(values, byte[None, :, :, None, :], E5M2).to(tl.bfloat16)
-            tl.store(data + at, tl.reshape(in_bf16, (ALL, LINE)), mask=inside)
-        else:
-            padded_rows = padded_blocks * 32
-            col = tile_col * COLS + tl.arange(0, COLS)
-            elements = columns_to_elements(values, byte, E5M2, BLOCKS, LINES, LINE)
-            byte = tl.reshape(tl.permute(byte, (1, 2, 0)), (COLS, BLOCKS))
-            store_matrix(scale, byte, col, cols, tile_row * BLOCKS + tl.arange(0, BLOCKS), padded_blocks)
-            elements = transposed(elements, BLOCKS, LINES, LINE)
-            store_matrix(data, elements, col, cols, tile_row * 32 * BLOCKS + tl.arange(0, 32 * BLOCKS), padded_rows)
+    pairs, data, start, rows_left, tile_col, pair_cols, ROUNDED: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr
+):
+    """Stores a tile of pairs (4, 4, 8, 16) as it is, or (ROUNDED) as the values of blocks along its columns."""
+    if ROUNDED:
+        columns = tl.reshape(tl.permute(pairs, (1, 0, 2, 3)), (4, 32, 16))
+        pairs = round_pairs(pairs, pair_maxima(columns, 1)[None, :, None, :], FLOOR, E5M2)
+    store_pairs(data, pairs, start, rows_left, tile_col, pair_cols)
+
+
+@triton.jit
+def pair_gradients(gate, up, u, score, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """Of pairs: dgate, dup, score times h, and the sum of both u * h in fp32."""
+    g0, g1 = split_pairs(gate)
+    v0, v1 = split_pairs(up)
+    u0, u1 = split_pairs(u)
+    cut0, factor0, s0 = activation(g0, v0, LIMIT, ALPHA)
+    cut1, factor1, s1 = activation(g1, v1, LIMIT, ALPHA)
+    dup = join_pairs(gradient_of_up(v0, u0 * score, cut0, s0, LIMIT), gradient_of_up(v1, u1 * score, cut1, s1, LIMIT))
+    dgate = join_pairs(
+        gradient_of_gate(g0, u0 * score, cut0, factor0, s0, LIMIT, ALPHA),
+        gradient_of_gate(g1, u1 * score, cut1, factor1, s1, LIMIT, ALPHA),
+    )
+    h0, h1 = cut0 * s0 * factor0, cut1 * s1 * factor1
+    rounded0, rounded1 = split_pairs(join_pairs(h0, h1))
+    return dgate, dup, join_pairs(h0 * score, h1 * score), u0 * rounded0 + u1 * rounded1
+
+
+@triton.jit
+def _unlimited(gate, up, u, score):
+    return pair_gradients(gate, up, u, score, None, 1.0)
+
+
+@triton.jit
+def _limited(gate, up, u, score, limit):
+    return pair_gradients(gate, up, u, score, limit, LIMITED_ALPHA)
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])
 def _swiglu(
     gate, up, h, h_scale, offs,
-    cols, gate_stride, up_stride,
+    pair_cols, gate_stride, up_stride,
     rows, groups,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr,
     FORM: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
-    BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    """One program: ``32 * BLOCKS`` rows and 128 columns."""
-    ROWS: tl.constexpr = 32 * BLOCKS
-    col_tiles = tl.cdiv(cols, 128)
+    """One program: a tile of pairs. Columns and strides are counted in pairs."""
+    col_tiles = tl.cdiv(pair_cols, 64)
     tile_col = tl.program_id(0) % col_tiles
-    tile_row = tl.program_id(0) // col_tiles
-    end = rows
+    start, end = tl.program_id(0) // col_tiles * 32, rows
     if RAGGED:
         end = tl.minimum(tl.load(offs + groups - 1), rows)
-        if tile_row * ROWS >= end:
+        if start >= end:
             return
-    g, row, col, inside = load_tile(
-        gate, None, None, end, cols, gate_stride, tile_row, tile_col, 0, end,
-        0, False, False, BLOCKS, LINES, LINE,
-    )  # fmt: skip
-    v, _, _, _ = load_tile(
-        up, None, None, end, cols, up_stride, tile_row, tile_col, 0, end,
-        0, False, False, BLOCKS, LINES, LINE,
-    )  # fmt: skip
-    g, v, s = activation(g, v, LIMIT, ALPHA)
-    values = tl.reshape(rounded(g * s * v), (8, BLOCKS, LINES, 4, LINE))
-    at = row.to(tl.int64)[:, None] * cols + col
-    row = tile_row * ROWS + tl.arange(0, ROWS)
-    stop = tl.zeros((ROWS,), tl.int32) + end
-    store_last(values, h, h_scale, row, stop, at, inside, tile_col, rows, cols, FORM, FLOOR, E5M2, BLOCKS, LINES, LINE)
+    g = load_pairs(gate, start, end - start, tile_col, pair_cols, gate_stride)
+    v = load_pairs(up, start, end - start, tile_col, pair_cols, up_stride)
+    g0, g1 = split_pairs(g)
+    v0, v1 = split_pairs(v)
+    g0, v0, s0 = activation(g0, v0, LIMIT, ALPHA)
+    g1, v1, s1 = activation(g1, v1, LIMIT, ALPHA)
+    pairs = tl.reshape(join_pairs(g0 * s0 * v0, g1 * s1 * v1), (4, 4, 8, 16))
+    store_last(pairs, h, h_scale, start, end - start, tile_col, rows, pair_cols, FORM, FLOOR, E5M2)
+
+
+@triton.jit(do_not_specialize=["rows", "units"])
+def _swiglu_backward_in_place(
+    gate, up, u, scores, sums, table,
+    dgate_last, dgate_last_scale, dup_last, dup_last_scale, dgate_first, dup_first, h_first,
+    pair_cols, gate_stride, up_stride, u_stride,
+    rows, units,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr,
+    FLOOR: tl.constexpr, E5M2: tl.constexpr, H_E5M2: tl.constexpr,
+    LAST: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile of pairs, its rows those of a unit of the map; what is quantised along M (ROUNDED), or is in
+    bf16, is stored where it was read. Columns and strides are counted in pairs."""
+    col_tiles = tl.cdiv(pair_cols, 64)
+    tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
+    unit = tl.program_id(0) // col_tiles
+    start, stop = unit * 32, rows
+    if RAGGED:
+        start, stop = tl.load(table + unit), tl.load(table + units + unit)
+        if start >= stop:
+            return
+    left = stop - start
+    g = load_pairs(gate, start, left, tile_col, pair_cols, gate_stride)
+    v = load_pairs(up, start, left, tile_col, pair_cols, up_stride)
+    du = load_pairs(u, start, left, tile_col, pair_cols, u_stride)
+    score = tl.full((128, 16), 1.0, tl.float32)
+    if SCORED:
+        row = tl.arange(0, 128) // 32 * 8 + tl.arange(0, 128) % 8
+        score *= tl.load(scores + start + row, mask=row < left, other=0)[:, None]
+    # Pair by pair: step by step all tiles would be in fp32 at once, and take half as many registers more.
+    if not cuda_capability_geq(8, 0):
+        dgate, dup, sh, products = pair_gradients(g, v, du, score, LIMIT, ALPHA)
+    elif LIMIT is None:
+        dgate, dup, sh, products = tl.map_elementwise(_unlimited, g, v, du, score)
+    else:
+        limit = tl.full((128, 16), LIMIT, tl.float32)
+        dgate, dup, sh, products = tl.map_elementwise(_limited, g, v, du, score, limit)
+    if SCORED:
+        row = tl.arange(0, 32)
+        products = tl.sum(tl.reshape(tl.sum(products, 1), (4, 4, 8)), 1)
+        sums += tile_col.to(tl.int64) * rows + start
+        tl.store(sums + row, tl.reshape(products, (32,)), mask=row < left)
+    sh = tl.reshape(sh, (4, 4, 8, 16))
+    dup = tl.reshape(dup, (4, 4, 8, 16))
+    dgate = tl.reshape(dgate, (4, 4, 8, 16))
+    store_first(sh, h_first, start, left, tile_col, pair_cols, ROUNDED, FLOOR, H_E5M2)
+    STORED_ONCE: tl.constexpr = LAST == "bf16" and not ROUNDED  # both are one tensor
+    if not STORED_ONCE:
+        store_last(dup, dup_last, dup_last_scale, start, left, tile_col, rows, pair_cols, LAST, FLOOR, E5M2)
+    store_first(dup, dup_first, start, left, tile_col, pair_cols, ROUNDED, FLOOR, E5M2)
+    if not STORED_ONCE:
+        store_last(dgate, dgate_last, dgate_last_scale, start, left, tile_col, rows, pair_cols, LAST, FLOOR, E5M2)
+    store_first(dgate, dgate_first, start, left, tile_col, pair_cols, ROUNDED, FLOOR, E5M2)
+
+
+@triton.jit
+def store_rows(
+    values, data, scale, row, stop, tile_col, cols,
+    FLOOR: tl.constexpr, E5M2: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile (8, 1, 2, 4, LINE) in bf16, as ``load_tile`` lays it, as FP8 along the last axis: rows ``row``,
+    32, before ``stop``."""
+    in_blocks = tl.reshape(values.to(tl.float32), (8, 1, 2, 4, LINE // 32, 32))
+    byte = scale_byte(tl.max(magnitude_bits(in_blocks), 5), FLOOR, E5M2)
+    elements = to_elements(in_blocks * reciprocal_scale(byte)[:, :, :, :, :, None], byte[:, :, :, :, :, None], E5M2)
+    elements = tl.reshape(elements, (8, 1, 2, 4, LINE))
+    elements = tl.reshape(tl.permute(elements, (1, 3, 0, 2, 4)), (32, 2 * LINE))
+    store_matrix(data, elements, row, stop, tile_col * 128 + tl.arange(0, 128), cols)
+    scales = tl.reshape(tl.permute(byte, (1, 3, 0, 2, 4)), (32, 4))
+    store_matrix(scale, scales, row, stop, tile_col * 4 + tl.arange(0, 4), tl.cdiv(cols, 32))
+
+
+@triton.jit
+def store_transposed(
+    values, data, scale, tile_row, tile_col, cols, padded_blocks,
+    FLOOR: tl.constexpr, E5M2: tl.constexpr, BLOCKS: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile (8, BLOCKS, 1, 4, LINE) in bf16, as ``load_tile`` lays it, as FP8 along the first axis, transposed,
+    at its place in the padded rows."""
+    values = values.to(tl.float32)
+    byte = scale_byte(tl.max(tl.max(magnitude_bits(values), 0), 2), FLOOR, E5M2)  # (BLOCKS, 1, LINE)
+    col = tile_col * LINE + tl.arange(0, LINE)
+    elements = transposed(columns_to_elements(values, byte, E5M2, BLOCKS, 1, LINE), BLOCKS, 1, LINE)
+    byte = tl.reshape(tl.permute(byte, (1, 2, 0)), (LINE, BLOCKS))
+    store_matrix(scale, byte, col, cols, tile_row * BLOCKS + tl.arange(0, BLOCKS), padded_blocks)
+    row = tile_row * 32 * BLOCKS + tl.arange(0, 32 * BLOCKS)
+    store_matrix(data, elements, col, cols, row, padded_blocks * 32)
 
 
 @triton.jit(do_not_specialize=["rows", "padded_blocks", "units", "groups"])
@@ -361,11 +492,11 @@ def _swiglu_backward(
     cols, gate_stride, up_stride, u_stride,
     rows, padded_blocks, units, groups,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr,
-    LAST: tl.constexpr, FIRST: tl.constexpr,
     FLOOR: tl.constexpr, E5M2: tl.constexpr, H_E5M2: tl.constexpr,
     BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of ``32 * BLOCKS`` rows and 128 columns, its rows those of the next units of the map."""
+    """One program: a tile of ``32 * BLOCKS`` rows and 128 columns, its rows those of the next units of the map; what is
+    quantised along M is stored transposed."""
     ROWS: tl.constexpr = 32 * BLOCKS
     col_tiles = tl.cdiv(cols, 128)
     tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
@@ -376,92 +507,36 @@ def _swiglu_backward(
     if SCORED:
         sums += tile_col.to(tl.int64) * rows
     # Outputs load again, from the L1, and compute again: that costs less than the registers for all of them.
-    if FIRST == "fp8":
-        for block in range(BLOCKS):
-            unit = tile_row * BLOCKS + block
-            g, v, du, cut_g, factor, s, score, at, inside, row, stop = load_parts(
-                gate, up, u, scores, table, rows, cols, gate_stride, up_stride, u_stride,
-                unit, tile_col, units, LIMIT, ALPHA, RAGGED, SCORED, 1, 2, LINE,
-            )  # fmt: skip
-            if SCORED:
-                store_products(sums, cut_g * s * factor, du, row, stop, 1)
-            dup = gradient_of_up(v, du * score, cut_g, s, LIMIT)
-            store_last(
-                dup, dup_last, dup_last_scale, row, stop, at, inside, tile_col, rows, cols,
-                LAST, FLOOR, E5M2, 1, 2, LINE,
-            )  # fmt: skip
-            dgate = gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT, ALPHA)
-            store_last(
-                dgate, dgate_last, dgate_last_scale, row, stop, at, inside, tile_col, rows, cols,
-                LAST, FLOOR, E5M2, 1, 2, LINE,
-            )  # fmt: skip
-        for line in range(LINES):
-            tile_line = tile_col * LINES + line
-            g, v, du, cut_g, factor, s, score, at, inside, row, stop = load_parts(
-                gate, up, u, scores, table, rows, cols, gate_stride, up_stride, u_stride,
-                tile_row, tile_line, units, LIMIT, ALPHA, RAGGED, SCORED, BLOCKS, 1, LINE,
-            )  # fmt: skip
-            h = rounded(cut_g * s * factor * score)
-            store_first(
-                h, h_first, h_first_scale, at, inside, tile_row, tile_line, cols, padded_blocks,
-                FIRST, FLOOR, H_E5M2, BLOCKS, 1, LINE,
-            )  # fmt: skip
-            g, v, du, cut_g, factor, s, score, at, inside, row, stop = load_parts(
-                gate, up, u, scores, table, rows, cols, gate_stride, up_stride, u_stride,
-                tile_row, tile_line, units, LIMIT, ALPHA, RAGGED, SCORED, BLOCKS, 1, LINE,
-            )  # fmt: skip
-            dup = gradient_of_up(v, du * score, cut_g, s, LIMIT)
-            store_first(
-                dup, dup_first, dup_first_scale, at, inside, tile_row, tile_line, cols, padded_blocks,
-                FIRST, FLOOR, E5M2, BLOCKS, 1, LINE,
-            )  # fmt: skip
-            g, v, du, cut_g, factor, s, score, at, inside, row, stop = load_parts(
-                gate, up, u, scores, table, rows, cols, gate_stride, up_stride, u_stride,
-                tile_row, tile_line, units, LIMIT, ALPHA, RAGGED, SCORED, BLOCKS, 1, LINE,
-            )  # fmt: skip
-            dgate = gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT, ALPHA)
-            store_first(
-                dgate, dgate_first, dgate_first_scale, at, inside, tile_row, tile_line, cols, padded_blocks,
-                FIRST, FLOOR, E5M2, BLOCKS, 1, LINE,
-            )  # fmt: skip
-    else:
-        g, v, du, cut_g, factor, s, score, at, inside, row, stop = load_parts(
+    for block in range(BLOCKS):
+        g, v, du, cut_g, factor, s, score, _, _, row, stop = load_parts(
             gate, up, u, scores, table, rows, cols, gate_stride, up_stride, u_stride,
-            tile_row, tile_col, units, LIMIT, ALPHA, RAGGED, SCORED, BLOCKS, LINES, LINE,
+            tile_row * BLOCKS + block, tile_col, units, LIMIT, ALPHA, RAGGED, SCORED, 1, 2, LINE,
         )  # fmt: skip
-        h = cut_g * s * factor
         if SCORED:
-            store_products(sums, h, du, row, stop, BLOCKS)
-        store_first(
-            rounded(h * score), h_first, h_first_scale, at, inside, tile_row, tile_col, cols, padded_blocks,
-            FIRST, FLOOR, H_E5M2, BLOCKS, LINES, LINE,
-        )  # fmt: skip
-        g, v, du, cut_g, factor, s, score, at, inside, row, stop = load_parts(
-            gate, up, u, scores, table, rows, cols, gate_stride, up_stride, u_stride,
-            tile_row, tile_col, units, LIMIT, ALPHA, RAGGED, SCORED, BLOCKS, LINES, LINE,
-        )  # fmt: skip
-        dup = gradient_of_up(v, du * score, cut_g, s, LIMIT)
-        store_last(
-            dup, dup_last, dup_last_scale, row, stop, at, inside, tile_col, rows, cols,
-            LAST, FLOOR, E5M2, BLOCKS, LINES, LINE,
-        )  # fmt: skip
-        store_first(
-            dup, dup_first, dup_first_scale, at, inside, tile_row, tile_col, cols, padded_blocks,
-            FIRST, FLOOR, E5M2, BLOCKS, LINES, LINE,
-        )  # fmt: skip
-        g, v, du, cut_g, factor, s, score, at, inside, row, stop = load_parts(
-            gate, up, u, scores, table, rows, cols, gate_stride, up_stride, u_stride,
-            tile_row, tile_col, units, LIMIT, ALPHA, RAGGED, SCORED, BLOCKS, LINES, LINE,
-        )  # fmt: skip
-        dgate = gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT, ALPHA)
-        store_last(
-            dgate, dgate_last, dgate_last_scale, row, stop, at, inside, tile_col, rows, cols,
-            LAST, FLOOR, E5M2, BLOCKS, LINES, LINE,
-        )  # fmt: skip
-        store_first(
-            dgate, dgate_first, dgate_first_scale, at, inside, tile_row, tile_col, cols, padded_blocks,
-            FIRST, FLOOR, E5M2, BLOCKS, LINES, LINE,
-        )  # fmt: skip
+            store_products(sums, cut_g * s * factor, du, row, stop, 1)
+        dup = rounded(gradient_of_up(v, du * score, cut_g, s, LIMIT))
+        store_rows(dup, dup_last, dup_last_scale, row, stop, tile_col, cols, FLOOR, E5M2, LINE)
+        dgate = rounded(gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT, ALPHA))
+        store_rows(dgate, dgate_last, dgate_last_scale, row, stop, tile_col, cols, FLOOR, E5M2, LINE)
+    for line in range(LINES):
+        tile_line = tile_col * LINES + line
+        for output in tl.static_range(3):
+            g, v, du, cut_g, factor, s, score, _, _, row, stop = load_parts(
+                gate, up, u, scores, table, rows, cols, gate_stride, up_stride, u_stride,
+                tile_row, tile_line, units, LIMIT, ALPHA, RAGGED, SCORED, BLOCKS, 1, LINE,
+            )  # fmt: skip
+            if output == 0:
+                values, data, scale = rounded(cut_g * s * factor * score), h_first, h_first_scale
+            elif output == 1:
+                values, data = rounded(gradient_of_up(v, du * score, cut_g, s, LIMIT)), dup_first
+                scale = dup_first_scale
+            else:
+                values = rounded(gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT, ALPHA))
+                data, scale = dgate_first, dgate_first_scale
+            store_transposed(
+                values, data, scale, tile_row, tile_line, cols, padded_blocks,
+                FLOOR, H_E5M2 if output == 0 else E5M2, BLOCKS, LINE,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])
@@ -496,8 +571,8 @@ def _gradients(
         at = far * cols + col
         dh = du * score[:, None]
         tl.store(sh + at, rounded(h * score[:, None]), mask=inside)
-        tl.store(dup + at, gradient_of_up(v, dh, cut_g, s, LIMIT), mask=inside)
-        tl.store(dgate + at, gradient_of_gate(g, dh, cut_g, factor, s, LIMIT, ALPHA), mask=inside)
+        tl.store(dup + at, rounded(gradient_of_up(v, dh, cut_g, s, LIMIT)), mask=inside)
+        tl.store(dgate + at, rounded(gradient_of_gate(g, dh, cut_g, factor, s, LIMIT, ALPHA)), mask=inside)
     if SCORED:
         tl.store(dscores + row, products, mask=row < end)
 
@@ -505,12 +580,20 @@ def _gradients(
 _GRADIENTS = Kernel(_gradients)
 _SWIGLU = Kernel(_swiglu)
 _SWIGLU_BACKWARD = Kernel(_swiglu_backward)
+_SWIGLU_BACKWARD_IN_PLACE = Kernel(_swiglu_backward_in_place)
 
 
 def matrices_of(*tensors: torch.Tensor) -> tuple[Matrices, ...]:
     for x in tensors:
         assert x.dtype == torch.bfloat16 and x.shape == tensors[0].shape and x.ndim == 2, (x.dtype, x.shape)
     return tuple(as_matrices(x, 0) for x in tensors)
+
+
+def _in_pairs(*matrices: Matrices) -> tuple[int, list[int]]:
+    """Columns and strides of rows, counted in pairs."""
+    strides = [matrix.row_stride for matrix in matrices]
+    assert not any(n % 2 for n in (matrices[0].cols, *strides)), (matrices[0].cols, strides)
+    return matrices[0].cols // 2, [stride // 2 for stride in strides]
 
 
 def _memory_of(u: Matrices) -> torch.Tensor:

@@ -148,10 +148,10 @@ def _swiglu_backward(
                 store_products(sums, h, du, row, stop, 1)
             values, first, first_scale = rounded(h * score), h_first, h_first_scale
         elif output == 1:
-            values = gradient_of_up(v, du * score, cut_g, s, LIMIT)
+            values = rounded(gradient_of_up(v, du * score, cut_g, s, LIMIT))
             last, last_scale, first, first_scale = dup_last, dup_last_scale, dup_first, dup_first_scale
         else:
-            values = gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT, ALPHA)
+            values = rounded(gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT, ALPHA))
             last, last_scale, first, first_scale = dgate_last, dgate_last_scale, dgate_first, dgate_first_scale
         if output > 0:
             store_along_last(
