@@ -187,8 +187,9 @@ def test_swiglu_gives_the_portable_kernels_bits(recipe: str) -> None:
             ours += sm100.swiglu_backward([gate, up, u], scores, limit, *specs[1:], offs)
             theirs = [triton.swiglu(gate, up, limit, rows[0], offs)]
             theirs += triton.swiglu_backward([gate, up, u], scores, limit, *rows[1:], offs)
-        # the same products, in bf16 summed in another order
-        assert not scored or relative_rms(ours[-1][:used], theirs[-1][:used]) <= ("bf16" in recipe) * 1e-6
+        # where weight gradients are bf16, the portable kernel sums in another order
+        tolerance = 1e-6 if "bf16" in recipe else 0
+        assert not scored or relative_rms(ours[-1][:used], theirs[-1][:used]) <= tolerance
         for a, b, spec in zip(ours[:-1], theirs[:-1], [*specs[:2], *specs[1:3], specs[2], specs[3]], strict=True):
             assert a.spec == spec
             b = blocked.block(b, spec, offs) if spec.scales == "blocked" else b

@@ -19,7 +19,6 @@ BACKENDS = {"hopper": (hopper, Hardware("sm_90", "H200")), "triton": (triton, Ha
 @pytest.mark.parametrize("backend, recipe", CASES)
 def test_forms(backend: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert, "cuda_capability_geq", lambda *capability: True)
-    monkeypatch.setattr(swiglu, "cuda_capability_geq", lambda *capability: False)  # assembly cannot be interpreted
     backend, hardware = BACKENDS[backend]
     plan = backend.plan(get_recipe(recipe), hardware)
     for sizes, extra, hidden, limit, scored in (
@@ -38,7 +37,6 @@ def test_forms(backend: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_dgate_takes_the_memory_of_u(backend: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless rows of u are apart: the same result, elsewhere."""
     monkeypatch.setattr(convert, "cuda_capability_geq", lambda *capability: True)
-    monkeypatch.setattr(swiglu, "cuda_capability_geq", lambda *capability: False)
     backend, hardware = BACKENDS[backend]
     plan = backend.plan(get_recipe(recipe), hardware)
     gate, up, u, scores, offs = swiglu_inputs([44, 0, 7], 0, 160)

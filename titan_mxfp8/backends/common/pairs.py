@@ -28,6 +28,43 @@ def split_pairs(pairs):
 
 
 @triton.jit
+def tile_blocks():
+    """Of each of the 128 blocks of 32 numbers in a tile of 32 rows and 128 columns: its row, and its place in the row.
+
+    The tile's pairs lie as (4, 4, 8, 16): row ``8 i + q``, columns ``32 l + 2 c`` and the next one are at [i, l, q, c].
+    Triton gives a thread 16 of a block's 64 bytes, a warp eight blocks, and each of four warps an l. So no maximum of
+    32 numbers, along rows or columns, crosses warps.
+    """
+    block = tl.arange(0, 128)
+    return block // 32 * 8 + block % 8, block // 8 % 4
+
+
+@triton.jit
+def _places(start, rows_left, tile_col, pair_cols, stride):
+    """Where the tile of rows from ``start`` on and of columns ``128 * tile_col`` on lies in a matrix whose rows have
+    ``pair_cols`` pairs and are ``stride`` pairs apart: its offset, its pairs' offsets behind that, and which exist."""
+    row, block = tile_blocks()
+    row, pair = row[:, None], block[:, None] * 16 + tl.arange(0, 16)[None, :]
+    inside = (row < rows_left) & (pair < pair_cols - tile_col * 64)
+    return start.to(tl.int64) * stride + tile_col * 64, row * stride + pair, inside
+
+
+@triton.jit
+def load_pairs(x, start, rows_left, tile_col, pair_cols, stride):
+    """A tile of pairs of bf16 numbers, (128, 16), zeros where there are none."""
+    first, at, inside = _places(start, rows_left, tile_col, pair_cols, stride)
+    return tl.load(x.to(tl.pointer_type(tl.int32), bitcast=True) + first + at, mask=inside, other=0)
+
+
+@triton.jit
+def store_pairs(data, pairs, start, rows_left, tile_col, pair_cols):
+    """Stores such a tile, in any shape, in a contiguous matrix."""
+    first, at, inside = _places(start, rows_left, tile_col, pair_cols, pair_cols)
+    data = data.to(tl.pointer_type(tl.int32), bitcast=True) + first
+    tl.store(data + at, tl.reshape(pairs, (128, 16)), mask=inside)
+
+
+@triton.jit
 def pair_maxima(pairs, AXIS: tl.constexpr):
     """The largest first and second magnitudes along an axis, NaN on top, as pairs."""
     return tl.max(pairs & 0x7FFF, AXIS) | tl.max(pairs & 0x7FFF0000, AXIS)
@@ -51,9 +88,9 @@ def _ptx(lines: list[str], **constants: int) -> str:
 def _scales_ptx(floor: bool, e5m2: bool) -> str:
     """Scales ($0) and their reciprocals ($1) of pairs of blocks from their largest magnitudes ($2).
 
-    The exponent of the largest element, 2^8 (E5M2: 2^15) is taken from that of the magnitude, which is one larger where
-    more than 1.75 remains: 448 is 1.75 * 2^8. Scale byte 0 is the subnormal 2^-127, 0x0040. Of Inf and NaN the scale is
-    NaN: 0 times them is.
+    The exponent of the largest element, 2^8 (E5M2: 2^15), is taken from that of the magnitude. Rounded up, the latter
+    is one larger where more than 1.75 remains, as 448 is 1.75 * 2^8: then 0x1F carries into it. Scale byte 0 is the
+    subnormal 2^-127, 0x0040. Of Inf and NaN the scale is NaN: 0 times them is.
     """
     largest = (15 if e5m2 else 8) << 7
     lines = ["add.u32 x, $2, above", "and.b32 x, x, exponent", "max.bf16x2 x, x, least", "sub.u32 x, x, largest"]
@@ -68,8 +105,8 @@ def _round_ptx(floor: bool, e5m2: bool) -> str:
     """Pairs ($1) rounded to elements, given the scales ($2) and their reciprocals ($3).
 
     Beside 1.5 times 2^4 (E5M2: 2^5) times a number's own power of two, or that of the smallest normal element, bf16 has
-    room for whole steps of the elements: the addition rounds. Then zeros get their signs back. What is divided by a
-    scale that was rounded up cannot be too large.
+    room for whole steps of the elements: the addition rounds, and 1.5 keeps the sum in one binade for either sign. Then
+    zeros get their signs back. What is divided by a scale that was rounded up cannot be too large.
     """
     least, factor, most = (0x3880, 0x4240, 0x4760) if e5m2 else (0x3C80, 0x41C0, 0x43E0)
     lines = ["fma.rn.bf16x2 x, $1, $3, zero"]

@@ -32,10 +32,13 @@ from titan_mxfp8.backends.common.convert import (
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.pairs import (
     join_pairs,
+    load_pairs,
     magnitude_bits_of_pairs,
     pair_maxima,
     round_pairs,
     split_pairs,
+    store_pairs,
+    tile_blocks,
 )
 from titan_mxfp8.backends.common.tiles import (
     LINE_BYTES,
@@ -57,13 +60,11 @@ from titan_mxfp8.format.swiglu import GPT_OSS_ALPHA
 # How an operand lies: unquantised; values in bf16; FP8 with scales of 1x32, evened out, or of 1x128 across.
 Form = Literal["bf16", "values", "fp8", "even", "across"]
 
-# Of pairs, and of what a program turns over. A thread that keeps a tile of pairs in registers has 32 numbers of it.
-PAIRS_TILE = Tile(rows=32, lines=2)
 TRANSPOSED_TILE = Tile(rows=128, lines=2)
 LINE = LINE_BYTES // 2
 GRADIENT_ROWS, GRADIENT_COLS = 4, 256
 COLS = 2 * LINE  # of all tiles: whole blocks of 128
-LIMITED_ALPHA = tl.constexpr(GPT_OSS_ALPHA)
+LIMITED_ALPHA = tl.constexpr(GPT_OSS_ALPHA)  # for _limited
 
 
 def swiglu(
@@ -74,7 +75,7 @@ def swiglu(
     out = spec.empty(gate.x, 1, None)
     cols, strides = _in_pairs(gate, up)
     _SWIGLU.launch(
-        ceil_div(gate.rows, PAIRS_TILE.rows) * ceil_div(gate.cols, COLS),
+        ceil_div(gate.rows, BLOCK_SIZE) * ceil_div(gate.cols, COLS),
         (gate.x, up.x, out.data, out.scale, offs),
         (cols, *strides), (gate.rows, 0 if offs is None else offs.shape[0]),
         (limit, alpha_of(limit), offs is not None, _form(spec), *rounding_of(spec)), device=gate.x.device,
@@ -106,7 +107,7 @@ def swiglu_backward(
         operands = [*(last.empty(gate.x, 1, None) for _ in range(2)), in_place, first.empty(gate.x, 0, groups)]
     operands.append(h_first.empty(gate.x, 0, groups))
     transposes = operands[-1].scale is not None
-    tile = TRANSPOSED_TILE if transposes else PAIRS_TILE
+    tile = TRANSPOSED_TILE
     unit_map = None if offs is None else map_tiles(offs, gate.rows, tile, tail=False, alignment=first.span)
     units = ceil_div(gate.rows, BLOCK_SIZE) if unit_map is None else unit_map.units
     col_tiles = ceil_div(gate.cols, COLS)
@@ -128,7 +129,7 @@ def swiglu_backward(
         )  # fmt: skip
     else:
         cols, strides = _in_pairs(gate, up, u)
-        _SWIGLU_BACKWARD_IN_PLACE.launch(
+        _SWIGLU_BACKWARD_IN_ROWS.launch(
             units * col_tiles,
             (*sources, *(tensor for operand in operands[:2] for tensor in operand[:2]),
              *(operand.data for operand in operands[2:])),
@@ -186,9 +187,10 @@ def activation(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     """The cut gate, what it is multiplied by, and its sigmoid."""
     if LIMIT is None:
         return gate, up, sigmoid(gate)
-    else:  # NaN stays
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    else:
+        NAN_STAYS: tl.constexpr = tl.PropagateNan.ALL
+        gate = tl.minimum(gate, LIMIT, NAN_STAYS)
+        up = tl.maximum(tl.minimum(up, LIMIT, NAN_STAYS), -LIMIT, NAN_STAYS)
         return gate, up + 1, sigmoid(ALPHA * gate)
 
 
@@ -256,41 +258,16 @@ def store_products(sums, h, du, row, stop, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def places(start, rows_left, tile_col, pair_cols, stride):
-    """Where a tile of pairs lies in a matrix whose rows have ``pair_cols`` pairs and are ``stride`` pairs apart: its
-    offset, the pairs' offsets behind that, and which of them exist.
-
-    It has 32 rows from ``start`` and 128 columns, as (4, 4, 8, 16): row ``8 i + q``, columns ``32 l + 2 c`` and the
-    next one are at [i, l, q, c]. Triton gives a thread 16 bytes of the 64 of a line of 16 pairs, a warp eight lines,
-    and each of four warps an l. So no maximum of a block of 32 numbers, along rows or columns, crosses warps.
-    """
-    line, pair = tl.arange(0, 128), tl.arange(0, 16)[None, :]
-    row, pair = (line // 32 * 8 + line % 8)[:, None], (line // 8 % 4 * 16)[:, None] + pair
-    inside = (row < rows_left) & (pair < pair_cols - tile_col * 64)
-    return start.to(tl.int64) * stride + tile_col * 64, row * stride + pair, inside
-
-
-@triton.jit
-def load_pairs(x, start, rows_left, tile_col, pair_cols, stride):
-    """A tile of pairs of bf16 numbers, (128, 16), zeros where there are none."""
-    first, at, inside = places(start, rows_left, tile_col, pair_cols, stride)
-    return tl.load(x.to(tl.pointer_type(tl.int32), bitcast=True) + first + at, mask=inside, other=0)
-
-
-@triton.jit
-def store_pairs(data, pairs, start, rows_left, tile_col, pair_cols):
-    """Stores such a tile, in any shape, in a contiguous matrix."""
-    first, at, inside = places(start, rows_left, tile_col, pair_cols, pair_cols)
-    data = data.to(tl.pointer_type(tl.int32), bitcast=True) + first
-    tl.store(data + at, tl.reshape(pairs, (128, 16)), mask=inside)
-
-
-@triton.jit
 def store_last(
     pairs, data, scale, start, rows_left, tile_col, rows, pair_cols,
     FORM: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile of pairs (4, 4, 8, 16) quantised along its rows, in matrices of ``rows`` rows."""
+    """Stores a tile of pairs (4, 4, 8, 16) in the form that ``FORM`` names, quantised along its rows.
+
+    Args:
+        start, rows_left: its first row, and how many there are from there on.
+        rows: of the matrix, by which scales across lie.
+    """
     if FORM == "bf16":
         store_pairs(data, pairs, start, rows_left, tile_col, pair_cols)
     elif FORM == "values":
@@ -316,10 +293,10 @@ def store_last(
                 new = tl.broadcast_to(largest[:, None], (32, 4))
             new = tl.permute(tl.reshape(new, (4, 8, 4)), (0, 2, 1))
             elements = shift_elements(elements, old, new[:, :, :, None], E5M2)
-        line, col = tl.arange(0, 128), tl.arange(0, 32)[None, :]
+        row, block = tile_blocks()
+        col = tl.arange(0, 32)
         col = col // 8 * 8 + col % 8  # the same, but a thread stores no more than the 8 bytes that it has
-        row, col = (line // 32 * 8 + line % 8)[:, None], (line // 8 % 4 * 32)[:, None] + col
-        cols = pair_cols * 2
+        row, col, cols = row[:, None], block[:, None] * 32 + col[None, :], pair_cols * 2
         inside = (row < rows_left) & (col < cols - tile_col * 128)
         data += start.to(tl.int64) * cols + tile_col * 128
         tl.store(data + (row * cols + col), tl.reshape(elements, (128, 32)), mask=inside)
@@ -333,10 +310,11 @@ def store_last(
 
 @triton.jit
 def store_first(
-    pairs, data, start, rows_left, tile_col, pair_cols, ROUNDED: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr
-):
-    """Stores a tile of pairs (4, 4, 8, 16) as it is, or (ROUNDED) as the values of blocks along its columns."""
-    if ROUNDED:
+    pairs, data, start, rows_left, tile_col, pair_cols,
+    QUANTIZED: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile of pairs (4, 4, 8, 16) in bf16: as it is, or (QUANTIZED) the values of blocks along its columns."""
+    if QUANTIZED:
         columns = tl.reshape(tl.permute(pairs, (1, 0, 2, 3)), (4, 32, 16))
         pairs = round_pairs(pairs, pair_maxima(columns, 1)[None, :, None, :], FLOOR, E5M2)
     store_pairs(data, pairs, start, rows_left, tile_col, pair_cols)
@@ -360,6 +338,7 @@ def pair_gradients(gate, up, u, score, LIMIT: tl.constexpr, ALPHA: tl.constexpr)
     return dgate, dup, join_pairs(h0 * score, h1 * score), u0 * rounded0 + u1 * rounded1
 
 
+# What ``tl.map_elementwise`` calls gets tensors alone: so the limit is one, and alpha is no argument.
 @triton.jit
 def _unlimited(gate, up, u, score):
     return pair_gradients(gate, up, u, score, None, 1.0)
@@ -397,17 +376,20 @@ def _swiglu(
 
 
 @triton.jit(do_not_specialize=["rows", "units"])
-def _swiglu_backward_in_place(
+def _swiglu_backward_in_rows(
     gate, up, u, scores, sums, table,
     dgate_last, dgate_last_scale, dup_last, dup_last_scale, dgate_first, dup_first, h_first,
     pair_cols, gate_stride, up_stride, u_stride,
     rows, units,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr,
     FLOOR: tl.constexpr, E5M2: tl.constexpr, H_E5M2: tl.constexpr,
-    LAST: tl.constexpr, ROUNDED: tl.constexpr,
+    LAST: tl.constexpr, FIRST_QUANTIZED: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of pairs, its rows those of a unit of the map; what is quantised along M (ROUNDED), or is in
-    bf16, is stored where it was read. Columns and strides are counted in pairs."""
+    """One program: a tile of pairs whose rows are those of a unit of the map, at most 32 of one group.
+
+    What is quantised along M (FIRST_QUANTIZED), or is in bf16, goes to the same place in a matrix of its own, dgate in
+    the memory of u. Columns and strides are counted in pairs.
+    """
     col_tiles = tl.cdiv(pair_cols, 64)
     tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
     unit = tl.program_id(0) // col_tiles
@@ -422,7 +404,7 @@ def _swiglu_backward_in_place(
     du = load_pairs(u, start, left, tile_col, pair_cols, u_stride)
     score = tl.full((128, 16), 1.0, tl.float32)
     if SCORED:
-        row = tl.arange(0, 128) // 32 * 8 + tl.arange(0, 128) % 8
+        row, _ = tile_blocks()
         score *= tl.load(scores + start + row, mask=row < left, other=0)[:, None]
     # Pair by pair: step by step all tiles would be in fp32 at once, and take half as many registers more.
     if not cuda_capability_geq(8, 0):
@@ -440,14 +422,14 @@ def _swiglu_backward_in_place(
     sh = tl.reshape(sh, (4, 4, 8, 16))
     dup = tl.reshape(dup, (4, 4, 8, 16))
     dgate = tl.reshape(dgate, (4, 4, 8, 16))
-    store_first(sh, h_first, start, left, tile_col, pair_cols, ROUNDED, FLOOR, H_E5M2)
-    STORED_ONCE: tl.constexpr = LAST == "bf16" and not ROUNDED  # both are one tensor
+    store_first(sh, h_first, start, left, tile_col, pair_cols, FIRST_QUANTIZED, FLOOR, H_E5M2)
+    STORED_ONCE: tl.constexpr = LAST == "bf16" and not FIRST_QUANTIZED  # both are one tensor
     if not STORED_ONCE:
         store_last(dup, dup_last, dup_last_scale, start, left, tile_col, rows, pair_cols, LAST, FLOOR, E5M2)
-    store_first(dup, dup_first, start, left, tile_col, pair_cols, ROUNDED, FLOOR, E5M2)
+    store_first(dup, dup_first, start, left, tile_col, pair_cols, FIRST_QUANTIZED, FLOOR, E5M2)
     if not STORED_ONCE:
         store_last(dgate, dgate_last, dgate_last_scale, start, left, tile_col, rows, pair_cols, LAST, FLOOR, E5M2)
-    store_first(dgate, dgate_first, start, left, tile_col, pair_cols, ROUNDED, FLOOR, E5M2)
+    store_first(dgate, dgate_first, start, left, tile_col, pair_cols, FIRST_QUANTIZED, FLOOR, E5M2)
 
 
 @triton.jit
@@ -580,7 +562,7 @@ def _gradients(
 _GRADIENTS = Kernel(_gradients)
 _SWIGLU = Kernel(_swiglu)
 _SWIGLU_BACKWARD = Kernel(_swiglu_backward)
-_SWIGLU_BACKWARD_IN_PLACE = Kernel(_swiglu_backward_in_place)
+_SWIGLU_BACKWARD_IN_ROWS = Kernel(_swiglu_backward_in_rows)
 
 
 def matrices_of(*tensors: torch.Tensor) -> tuple[Matrices, ...]:
@@ -590,9 +572,10 @@ def matrices_of(*tensors: torch.Tensor) -> tuple[Matrices, ...]:
 
 
 def _in_pairs(*matrices: Matrices) -> tuple[int, list[int]]:
-    """Columns and strides of rows, counted in pairs."""
+    """Columns and strides of rows, counted in pairs: of multiples of 32, as the kernels load 16 bytes at a time where
+    Triton knows that 16 divides these numbers."""
     strides = [matrix.row_stride for matrix in matrices]
-    assert not any(n % 2 for n in (matrices[0].cols, *strides)), (matrices[0].cols, strides)
+    assert not any(n % 32 for n in (matrices[0].cols, *strides)), (matrices[0].cols, strides)
     return matrices[0].cols // 2, [stride // 2 for stride in strides]
 
 
