@@ -106,8 +106,7 @@ def swiglu_backward(
     else:
         operands = [*(last.empty(gate.x, 1, None) for _ in range(2)), in_place, first.empty(gate.x, 0, groups)]
     operands.append(h_first.empty(gate.x, 0, groups))
-    transposes = operands[-1].scale is not None
-    tile = TRANSPOSED_TILE
+    tile = TRANSPOSED_TILE  # the map is the same for any, as it has no tail
     unit_map = None if offs is None else map_tiles(offs, gate.rows, tile, tail=False, alignment=first.span)
     units = ceil_div(gate.rows, BLOCK_SIZE) if unit_map is None else unit_map.units
     col_tiles = ceil_div(gate.cols, COLS)
@@ -118,7 +117,7 @@ def swiglu_backward(
     sources = gate.x, up.x, u.x, scores_M, sums, unit_map and unit_map.table
     constants = limit, alpha_of(limit), offs is not None, scores_M is not None, *rounding_of(last)
     constants += (h_first.elem_dtype == torch.float8_e5m2,)
-    if transposes:
+    if operands[-1].scale is not None:
         assert _form(last) == "fp8", last
         _SWIGLU_BACKWARD.launch(
             ceil_div(units, tile.blocks) * col_tiles,
@@ -262,7 +261,7 @@ def store_last(
     pairs, data, scale, start, rows_left, tile_col, rows, pair_cols,
     FORM: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile of pairs (4, 4, 8, 16) in the form that ``FORM`` names, quantised along its rows.
+    """Stores a tile of pairs (4, 4, 8, 16), quantised along its rows, as ``Form`` names it.
 
     Args:
         start, rows_left: its first row, and how many there are from there on.
@@ -406,7 +405,7 @@ def _swiglu_backward_in_rows(
     if SCORED:
         row, _ = tile_blocks()
         score *= tl.load(scores + start + row, mask=row < left, other=0)[:, None]
-    # Pair by pair: step by step all tiles would be in fp32 at once, and take half as many registers more.
+    # Pair by pair: step by step all tiles would be in fp32 at once, and take a quarter more registers.
     if not cuda_capability_geq(8, 0):
         dgate, dup, sh, products = pair_gradients(g, v, du, score, LIMIT, ALPHA)
     elif LIMIT is None:
@@ -423,7 +422,7 @@ def _swiglu_backward_in_rows(
     dup = tl.reshape(dup, (4, 4, 8, 16))
     dgate = tl.reshape(dgate, (4, 4, 8, 16))
     store_first(sh, h_first, start, left, tile_col, pair_cols, FIRST_QUANTIZED, FLOOR, H_E5M2)
-    STORED_ONCE: tl.constexpr = LAST == "bf16" and not FIRST_QUANTIZED  # both are one tensor
+    STORED_ONCE: tl.constexpr = LAST == "bf16" and not FIRST_QUANTIZED  # along both axes it is one tensor then
     if not STORED_ONCE:
         store_last(dup, dup_last, dup_last_scale, start, left, tile_col, rows, pair_cols, LAST, FLOOR, E5M2)
     store_first(dup, dup_first, start, left, tile_col, pair_cols, FIRST_QUANTIZED, FLOOR, E5M2)
@@ -437,8 +436,8 @@ def store_rows(
     values, data, scale, row, stop, tile_col, cols,
     FLOOR: tl.constexpr, E5M2: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile (8, 1, 2, 4, LINE) in bf16, as ``load_tile`` lays it, as FP8 along the last axis: rows ``row``,
-    32, before ``stop``."""
+    """Stores a tile (8, 1, 2, 4, LINE) in bf16, as ``load_tile`` lays it, as FP8 along the last axis, at those of its
+    32 rows ``row`` that are before ``stop``."""
     in_blocks = tl.reshape(values.to(tl.float32), (8, 1, 2, 4, LINE // 32, 32))
     byte = scale_byte(tl.max(magnitude_bits(in_blocks), 5), FLOOR, E5M2)
     elements = to_elements(in_blocks * reciprocal_scale(byte)[:, :, :, :, :, None], byte[:, :, :, :, :, None], E5M2)
