@@ -8,17 +8,20 @@ its steps (``ProfilerStep`` in it; without one, from the first kernel to the end
 least one kernel ran, and the kernels that took the most. With ``--metrics.log_freq=1`` each step waits for its own
 kernels, else they may run in the next one. Kernels on several streams overlap: their times may add up to more.
 
-``--idle`` tells instead what the GPU waited for: the time in which nothing ran, by what the host was doing when it
-launched what ran next (the outermost operator or annotation), with the number of gaps. The profiler makes the host
-late, so there is more of it than without.
+``--idle`` tells instead what the GPU waited for: the time in which nothing ran, by what the host was doing meanwhile in
+the thread that launched what ran next (``outermost > innermost`` operator or annotation), with the number of such
+times. What ran next may have been launched before; then the GPU waited for itself. The profiler makes the host late, so
+there is more of it than without.
 """
 
 import argparse
 import json
+import math
 import sys
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +31,7 @@ ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 STEP = "user_annotation"
 ON_HOST = ("cpu_op", STEP)
 LAUNCHES = ("cuda_runtime", "cuda_driver")
+NO_OPERATOR = "between operators"
 
 
 class Span(NamedTuple):
@@ -109,9 +113,27 @@ def _events(path: Path) -> list[_Event]:
     return sorted(events, key=lambda event: (event.span.start, -event.span.end))
 
 
+def _doing(spans: list[Span]) -> list[tuple[float, str]]:
+    """What a thread of the host does from when on, by its spans, which are nested: the outermost and the innermost."""
+    doing: list[tuple[float, str]] = [(-math.inf, NO_OPERATOR)]
+    within: list[Span] = []
+
+    def note(at: float) -> None:
+        names = list(dict.fromkeys((within[0].name, within[-1].name))) if within else [NO_OPERATOR]
+        doing.append((max(at, doing[-1][0]), " > ".join(names)))
+
+    for span in [*spans, Span("", math.inf, math.inf)]:
+        while within and within[-1].end <= span.start:
+            end = within.pop().end
+            note(end)
+        within.append(span)
+        note(span.start)
+    return doing
+
+
 def idle_table(path: Path, top: int) -> list[dict[str, object]]:
-    """First a row for all the time in which nothing ran on the GPU. Then, for each operator or annotation of the host,
-    one for the part that ended with a kernel launched in it; the ``top`` longest.
+    """First a row for all the time in which nothing ran on the GPU. Then one for the part in which what ran next was
+    launched already, and for each thing that the host did in the rest, until that began; the ``top`` longest.
 
     Raises:
         ValueError: as ``read_trace``.
@@ -120,34 +142,46 @@ def idle_table(path: Path, top: int) -> list[dict[str, object]]:
     steps = _trace_of(events, path).steps
     launches = {event.correlation: event for event in events if event.category in LAUNCHES}
     launches.pop(None, None)
-    outermost: dict[object, list[Span]] = defaultdict(list)
+    spans: dict[object, list[Span]] = defaultdict(list)
     for event in events:
-        done = outermost[event.thread]
-        if event.category in ON_HOST and not event.is_step and (not done or done[-1].end <= event.span.start):
-            done.append(event.span)
+        if event.category in ON_HOST and not event.is_step:
+            spans[event.thread].append(event.span)
+    doing = {launch.thread: _doing(spans[launch.thread]) for launch in launches.values()}
 
-    def doing(kernel: _Event) -> str:
+    def parts(start: float, kernel: _Event) -> Iterator[tuple[str, float]]:
         launch = launches.get(kernel.correlation)
         if launch is None:
-            return "not known"
-        spans = outermost[launch.thread]
-        at = bisect_right(spans, launch.span.start, key=lambda span: span.start) - 1
-        inside = at >= 0 and launch.span.start < spans[at].end
-        return spans[at].name if inside else "between operators"
+            yield "not known", kernel.span.start - start
+            return
+        if launch.span.start <= start:
+            yield "launched before", kernel.span.start - start
+            return
+        by_thread = doing[launch.thread]
+        launched = min(launch.span.start, kernel.span.start)  # the clocks of host and GPU differ a little
+        at = bisect_right(by_thread, start, key=itemgetter(0)) - 1
+        while at + 1 < len(by_thread) and by_thread[at + 1][0] <= launched:
+            if by_thread[at + 1][0] > start:
+                yield by_thread[at][1], by_thread[at + 1][0] - start
+            at, start = at + 1, by_thread[at + 1][0]
+        if kernel.span.start > start:
+            yield by_thread[at][1], kernel.span.start - start
 
     gaps: dict[str, list[float]] = defaultdict(list)
-    until = steps.start
+    until, count = steps.start, 0
     for kernel in events:
         if kernel.category in ON_GPU and kernel.span.start < steps.end:
             if kernel.span.start > until:
-                gaps[doing(kernel)].append(kernel.span.start - until)
+                count += 1
+                for name, time in parts(until, kernel):
+                    gaps[name].append(time)
             until = max(until, kernel.span.end)
     if until < steps.end:
+        count += 1
         gaps["until the step is over"].append(steps.end - until)
-    rows = [("idle", sum(map(sum, gaps.values())), sum(map(len, gaps.values())))]
+    rows = [("idle", sum(map(sum, gaps.values())), count)]
     most = sorted(gaps.items(), key=lambda item: -sum(item[1]))[:top]
     rows += [(name, sum(each), len(each)) for name, each in most]
-    return [{"trace": str(path), "before": name, "ms": round(ms, 2), "count": count} for name, ms, count in rows]
+    return [{"trace": str(path), "while": name, "ms": round(ms, 2), "count": count} for name, ms, count in rows]
 
 
 def kernel_table(path: Path, top: int) -> list[dict[str, object]]:
@@ -179,7 +213,7 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(f"kernel_times: {error}")
     for rows in tables:
         print(rows[0]["trace"])
-        what = "before" if args.idle else "kernel"
+        what = "while" if args.idle else "kernel"
         print(format_table([{"ms": row["ms"], "count": row["count"], what: row[what][:110]} for row in rows]))
     if args.out:
         write_rows(args.out, [row for rows in tables for row in rows])

@@ -1053,6 +1053,23 @@ def test_bench_training_takes_turns_and_shows_what_strays(tmp_path: Path, launch
     assert (quick.steps, quick.warmup, quick.repeats) == (16, 8, 1)
 
 
+def test_bench_training_expects_a_run_to_take_as_long_as_its_last_repeat(
+    tmp_path: Path, launched: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run, which compiles, takes 100 s, each other one 10."""
+    monkeypatch.setattr(bench_training.time, "monotonic", lambda: sum([100, *[10] * 20][: len(launched)]))
+    arguments = ["--ngpu", 1, "--steps", 3, "--warmup", 1, "--out", tmp_path, "--runs", "bf16", "grouped", "--repeats"]
+    said = call("bench_training", *arguments, 3, "--limit", 225)  # 110 after the first turn: bf16 may take 100 again
+    assert len(launched) == 6 and "not started" not in said
+    said = call("bench_training", *arguments, 4, "--limit", 149)
+    assert len(launched) == 8, "finished runs cost no time, and give no estimate"
+    said = call("bench_training", *arguments, 6, "--limit", 15)
+    assert len(launched) == 9 and said.count("not started") == 3
+    assert [row["repeats"] for row in rows_of(tmp_path / "table.csv")] == ["5", "4"]
+    call("bench_training", *arguments, 4, "--limit", -1)
+    assert [row["repeats"] for row in rows_of(tmp_path / "table.csv")] == ["4", "4"], "what is finished is told"
+
+
 def test_bench_training_gives_no_x_to_a_run_that_computes_something_else(
     tmp_path: Path,
     launched: list[list[str]],
@@ -1193,23 +1210,29 @@ def test_kernel_times_tells_what_the_gpu_waited_for(tmp_path: Path) -> None:
         event("FSDP::pre_forward", 1, 4, "user_annotation", 1),
     ]
     host += [event("aten::copy_", 2, 3, "cpu_op", 1), event("_MoE", 5, 9, "cpu_op", 1)]
-    launches = [event("cudaLaunchKernel", at, at + 0.1, "cuda_runtime", 1, i) for i, at in enumerate((2.5, 6, 4.5, 8))]
-    # 3 ms before the copy, 1 before what nothing enclosed, 2 and none before the two of the layer, 6 at the end
+    host += [event("aten::view", 1, 2, "cpu_op", 1)]
+    launched = enumerate((3.1, 6, 4.5, 8, 8.5))
+    launches = [event("cudaLaunchKernel", at, at + 0.1, "cuda_runtime", 1, i) for i, at in launched]
+    # 3 ms before the copy, which starts a little before its launch, as clocks differ; 1 before what nothing enclosed, 2
+    # and none before two of the layer, 1 before one that was launched long before, 4 at the end
     kernels = [event("copy", 3, 4, "gpu_memcpy", 7, 0), event("a", 7, 10, "kernel", 7, 1)]
-    kernels += [event("b", 5, 5, "kernel", 7, 2), event("c", 8, 14, "kernel", 8, 3)]
+    kernels += [event("b", 5, 5, "kernel", 7, 2), event("c", 8, 14, "kernel", 8, 3), event("d", 15, 16, "kernel", 8, 4)]
     trace = tmp_path / "rank0_trace.json"
     trace.write_text(json.dumps({"traceEvents": [*host, *launches, *kernels]}))
-    assert "| 3 | 1 | FSDP::pre_forward |" in call("kernel_times", trace, "--idle", "--out", tmp_path / "idle.csv")
-    rows = {row["before"]: (row["ms"], row["count"]) for row in rows_of(tmp_path / "idle.csv")}
+    said = call("kernel_times", trace, "--idle", "--out", tmp_path / "idle.csv")
+    assert "| 1 | 1 | FSDP::pre_forward > aten::copy_ |" in said
+    rows = {row["while"]: (row["ms"], row["count"]) for row in rows_of(tmp_path / "idle.csv")}
     assert rows == {
-        "idle": ("12.0", "4"),
-        "until the step is over": ("6.0", "1"),
-        "FSDP::pre_forward": ("3.0", "1"),
+        "idle": ("11.0", "5"),
+        "until the step is over": ("4.0", "1"),
+        "between operators": ("2.0", "2"),
         "_MoE": ("2.0", "1"),
-        "between operators": ("1.0", "1"),
+        "FSDP::pre_forward > aten::view": ("1.0", "1"),
+        "FSDP::pre_forward > aten::copy_": ("1.0", "1"),
+        "launched before": ("1.0", "1"),
     }
     busy = call("kernel_times", trace)
-    assert "any (40.0%)" in busy
+    assert "any (45.0%)" in busy
 
 
 def test_the_toy_moe_learns_in_mxfp8_and_its_gates_see_what_does_not() -> None:
