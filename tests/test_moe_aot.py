@@ -26,10 +26,11 @@ def layer(dim: int, experts: int, slots: int, *, tokens: int = 64, ranks: int = 
         kernels.place(parts, rows, 3 * tokens, given)
         ys, values = [torch.empty(3 * tokens, dim, dtype=BF16)] * 2, landed.clone()
         slots_of = torch.zeros((tokens, sources), dtype=torch.int32)
-        packets = torch.empty(rows.shape[0], dim, dtype=BF16), torch.empty(rows.shape)
         for ys_, weights, values_ in ((ys[:1], landed, None), (ys, None, values)):
-            sums, at_home = kernels.reduce(ys_, weights, values_, rows, BF16, out=packets if given else None)
-            kernels.finish(sums, at_home, slots_of, ids, experts // sources, BF16, given)
+            sums, at_home = kernels.reduce(ys_, weights, values_, rows, BF16)
+            if given:
+                kernels.reduce_to(given, ys_, weights, values_, rows)
+            kernels.finish(sums, at_home, None if given else slots_of, ids, experts // sources, BF16, given)
     offsets = [0]
     for part in [*parts, labels]:
         offsets.append(ceil_to(offsets[-1] + part.view(torch.uint8).shape[1], 16))

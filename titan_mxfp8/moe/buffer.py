@@ -16,13 +16,13 @@ COUNTS, LABELS, PARTS, PARTIALS, VALUES = range(5)
 class Layout:
     """A buffer for layers that are no larger than this. Every rank's is the same.
 
-    | section  | holds                                                           | read by          |
-    |----------|-----------------------------------------------------------------|------------------|
-    | counts   | int32 (E + 1): slots here that chose each expert, then T        | all, to plan     |
-    | labels   | int32 (T, 3K), see ``rows.label``                               | all              |
-    | parts    | a part's rows (T, B_0); then, from ``second_part`` on, (T, B_1) | all              |
-    | partials | bf16 (R, tokens, D): sums for the packets of each source        | the packets' own |
-    | values   | fp32 (R, tokens, K): slot values, likewise                      | the packets' own |
+    | section  | holds                                                           | written by | read by      |
+    |----------|-----------------------------------------------------------------|------------|--------------|
+    | counts   | int32 (E + 1): slots here that chose each expert, then T        | its rank   | all, to plan |
+    | labels   | int32 (T, 3K), see ``rows.label``                               | its rank   | all          |
+    | parts    | a part's rows (T, B_0); then, from ``second_part`` on, (T, B_1) | its rank   | all          |
+    | partials | bf16 (R, tokens, D): what each rank added up of the tokens here | each rank  | its rank     |
+    | values   | fp32 (R, tokens, K): slot values, likewise                      | each rank  | its rank     |
 
     Attributes:
         ranks: R.

@@ -167,84 +167,98 @@ def _place(
 ):  # fmt: skip
     """One program: the rows of every ``programs``-th packet, read once, to all their places here.
 
-    With peers, packets are taken of each source in turn, so that all links are busy.
+    With peers, a program takes a packet of each source in turn, so that all links and this GPU's memory are busy.
     """
     dtype: tl.constexpr = out0.dtype.element_ty
     column0, column1 = tl.arange(0, BLOCK0), tl.arange(0, BLOCK1)
-    for n in range(tl.program_id(0), packets, tl.num_programs(0)):
-        if PEERS:
-            source, token = n % RANKS, tl.cast(n // RANKS, tl.int64)
-            packet = source * tokens + token
-        else:
-            packet = tl.cast(n, tl.int64)
-        last = -1
-        for j in tl.static_range(K):
-            last = tl.maximum(last, tl.load(rows + packet * K + j))
-        if last >= 0:
-            if PEERS:
-                start = tl.load(table + PARTS * RANKS + source)
-                second = (tl.cast(tokens, tl.int64) * (WORDS0 * dtype.primitive_bitwidth // 8) + 15) // 16 * 16
-                at0 = tl.multiple_of(start.to(tl.pointer_type(dtype)), 16) + token * STRIDE0
-                at1 = tl.multiple_of((start + second).to(tl.pointer_type(dtype)), 16) + token * STRIDE1
-            else:
-                at0 = part0 + packet * STRIDE0
-                at1 = part1 + packet * STRIDE1
-            words0 = tl.load(at0 + column0, mask=column0 < WORDS0)
-            words1 = tl.load(at1 + column1, mask=column1 < WORDS1)
+    for first_packet in range(tl.program_id(0) * RANKS, packets, tl.num_programs(0) * RANKS):
+        for source in range(RANKS):
+            token = tl.cast(first_packet // RANKS, tl.int64)
+            packet = token + tl.cast(tokens, tl.int64) * source
+            last = -1
             for j in tl.static_range(K):
-                row = tl.load(rows + packet * K + j).to(tl.int64)
-                if row >= 0:
-                    tl.store(out0 + row * WORDS0 + column0, words0, mask=column0 < WORDS0)
-                    tl.store(out1 + row * WORDS1 + column1, words1, mask=column1 < WORDS1)
-
-
-@triton.jit(do_not_specialize=["packets"])
-def _reduce(
-    y0, y1, weights, slot_values, rows, sums, values,
-    packets,
-    D: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, BOTH: tl.constexpr,
-    WEIGHTED: tl.constexpr, WITH_VALUES: tl.constexpr, ALL: tl.constexpr,
-):  # fmt: skip
-    """One program: the sums of every ``programs``-th packet. Unless ``ALL``, those without a slot here are not
-    written."""
-    for n in range(tl.program_id(0), packets, tl.num_programs(0)):
-        packet = tl.cast(n, tl.int64)
-        is_here = ALL
-        for j in tl.static_range(K):
-            is_here |= tl.load(rows + packet * K + j) != -1
-        if is_here:
-            for first in tl.static_range(0, D, BLOCK):
-                column = first + tl.arange(0, BLOCK)
-                total = tl.zeros((BLOCK,), tl.float32)
+                last = tl.maximum(last, tl.load(rows + packet * K + j))
+            if last >= 0:
+                if PEERS:
+                    start = tl.load(table + PARTS * RANKS + source)
+                    second = (tl.cast(tokens, tl.int64) * (WORDS0 * dtype.primitive_bitwidth // 8) + 15) // 16 * 16
+                    at0 = tl.multiple_of(start.to(tl.pointer_type(dtype)), 16) + token * STRIDE0
+                    at1 = tl.multiple_of((start + second).to(tl.pointer_type(dtype)), 16) + token * STRIDE1
+                else:
+                    at0 = part0 + packet * STRIDE0
+                    at1 = part1 + packet * STRIDE1
+                words0 = tl.load(at0 + column0, mask=column0 < WORDS0)
+                words1 = tl.load(at1 + column1, mask=column1 < WORDS1)
                 for j in tl.static_range(K):
-                    # no branch: the loads of all slots are under way together
                     row = tl.load(rows + packet * K + j).to(tl.int64)
-                    read = (column < D) & (row >= 0)
-                    y = tl.load(y0 + row * D + column, mask=read, other=0).to(tl.float32)
-                    if BOTH:
-                        y += tl.load(y1 + row * D + column, mask=read, other=0).to(tl.float32)
-                    if WEIGHTED:
-                        y *= tl.load(weights + row, mask=row >= 0, other=0)
-                    total += y
-                tl.store(sums + packet * D + column, total.to(sums.dtype.element_ty), mask=column < D)
-            if WITH_VALUES:
-                slot = tl.arange(0, SLOTS)
-                row = tl.load(rows + packet * K + slot, mask=slot < K, other=-1)
-                value = tl.load(slot_values + row, mask=row >= 0, other=0)
-                tl.store(values + packet * K + slot, value, mask=slot < K)
+                    if row >= 0:
+                        tl.store(out0 + row * WORDS0 + column0, words0, mask=column0 < WORDS0)
+                        tl.store(out1 + row * WORDS1 + column1, words1, mask=column1 < WORDS1)
 
 
-@triton.jit(do_not_specialize=["count", "tokens", "rank"])
+@triton.jit(do_not_specialize=["packets", "tokens", "rank"])
+def _reduce(
+    table, y0, y1, weights, slot_values, rows, sums, values,
+    packets, tokens, rank,
+    D: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, BOTH: tl.constexpr,
+    WEIGHTED: tl.constexpr, WITH_VALUES: tl.constexpr, RANKS: tl.constexpr, PEERS: tl.constexpr,
+):  # fmt: skip
+    """One program: the sums of every ``programs``-th packet.
+
+    With peers, each is written into the buffer of the rank where its token is at home, if any slot of it landed here.
+    A program takes a packet of each source in turn, so that it waits for links and for memory at the same time.
+    """
+    for first_packet in range(tl.program_id(0) * RANKS, packets, tl.num_programs(0) * RANKS):
+        for source in range(RANKS):
+            if PEERS:
+                token = tl.cast(first_packet // RANKS, tl.int64)
+                packet = token + tl.cast(tokens, tl.int64) * source
+                at = token + tl.cast(tokens, tl.int64) * rank
+                start = tl.load(table + PARTIALS * RANKS + source).to(tl.pointer_type(tl.bfloat16))
+                sums_there = tl.multiple_of(start, 16)
+                values_there = tl.load(table + VALUES * RANKS + source).to(tl.pointer_type(tl.float32))
+            else:
+                packet = tl.cast(first_packet, tl.int64)
+                at, sums_there, values_there = packet, sums, values
+            is_here = not PEERS
+            for j in tl.static_range(K):
+                is_here |= tl.load(rows + packet * K + j) != -1
+            if is_here:
+                for first in tl.static_range(0, D, BLOCK):
+                    column = first + tl.arange(0, BLOCK)
+                    total = tl.zeros((BLOCK,), tl.float32)
+                    for j in tl.static_range(K):
+                        # no branch: the loads of all slots are under way together
+                        row = tl.load(rows + packet * K + j).to(tl.int64)
+                        read = (column < D) & (row >= 0)
+                        y = tl.load(y0 + row * D + column, mask=read, other=0).to(tl.float32)
+                        if BOTH:
+                            y += tl.load(y1 + row * D + column, mask=read, other=0).to(tl.float32)
+                        if WEIGHTED:
+                            y *= tl.load(weights + row, mask=row >= 0, other=0)
+                        total += y
+                    there = sums_there + at * D + column
+                    tl.store(there, total.to(sums_there.dtype.element_ty), mask=column < D)
+                if WITH_VALUES:
+                    slot = tl.arange(0, SLOTS)
+                    row = tl.load(rows + packet * K + slot, mask=slot < K, other=-1)
+                    value = tl.load(slot_values + row, mask=row >= 0, other=0)
+                    tl.store(values_there + at * K + slot, value, mask=slot < K)
+
+
+@triton.jit(do_not_specialize=["count", "tokens"])
 def _finish(
-    table, partials, values, slots, ids, sums, at_home,
-    local, count, tokens, rank,
+    partials, values, slots, ids, sums, at_home,
+    local, count, tokens,
     D: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr,
     WITH_VALUES: tl.constexpr, PEERS: tl.constexpr,
 ):  # fmt: skip
-    """One program: every ``programs``-th of ``count`` tokens, see ``rows.finish``."""
+    """One program: every ``programs``-th of ``count`` tokens, see ``rows.finish``.
+
+    With peers, what rank r added up of token t is packet ``r * tokens + t``, and what it did not is not there.
+    """
     for n in range(tl.program_id(0), count, tl.num_programs(0)):
         token = tl.cast(n, tl.int64)
-        packet_there = token + tl.cast(tokens, tl.int64) * rank
         slot = tl.arange(0, SLOTS)
         expert = tl.load(ids + token * K + slot, mask=slot < K, other=-1)
         known = (expert >= 0) & (expert < local * RANKS)
@@ -254,22 +268,21 @@ def _finish(
             total = tl.zeros((BLOCK,), tl.float32)
             for r in tl.static_range(RANKS):
                 if PEERS:
-                    packet, went = packet_there, tl.max((owner == r).to(tl.int32), 0) > 0
-                    start = tl.load(table + PARTIALS * RANKS + r).to(tl.pointer_type(tl.bfloat16))
-                    partial = tl.multiple_of(start, 16) + packet * D + column
+                    packet = token + tl.cast(tokens, tl.int64) * r
+                    went = tl.max((owner == r).to(tl.int32), 0) > 0
                 else:
                     packet = tl.load(slots + token * RANKS + r).to(tl.int64)
                     went = packet >= 0
-                    partial = partials + packet * D + column
-                total += tl.load(partial, mask=went & (column < D), other=0).to(tl.float32)
+                partial = tl.load(partials + packet * D + column, mask=went & (column < D), other=0)
+                total += partial.to(tl.float32)
             tl.store(sums + token * D + column, total.to(sums.dtype.element_ty), mask=column < D)
         if WITH_VALUES:
             if PEERS:
-                start = tl.load(table + VALUES * RANKS + owner, mask=known, other=0).to(tl.pointer_type(tl.float32))
-                at = start + packet_there * K + slot
+                packet_of_slot = token + tl.cast(tokens, tl.int64) * owner
             else:
-                at = values + tl.load(slots + token * RANKS + owner, mask=known, other=0).to(tl.int64) * K + slot
-            tl.store(at_home + token * K + slot, tl.load(at, mask=known, other=0), mask=slot < K)
+                packet_of_slot = tl.load(slots + token * RANKS + owner, mask=known, other=0).to(tl.int64)
+            value = tl.load(values + packet_of_slot * K + slot, mask=known, other=0)
+            tl.store(at_home + token * K + slot, value, mask=slot < K)
 
 
 _COUNT_SLOTS, _ADD_BLOCKS, _LABEL, _PLAN = map(Kernel, (_count_slots, _add_blocks, _label, _plan))
@@ -378,7 +391,9 @@ def place(
     counts = packets, tokens
     constants = (k, *words, *strides, *blocks, ranks, peers is not None)
     warps = _warps(blocks[0] * dtype.itemsize)
-    _PLACE.launch(_programs(packets, device), tensors, (), counts, constants, device=device, warps=warps)
+    _PLACE.launch(
+        _programs(ceil_div(packets, ranks), device), tensors, (), counts, constants, device=device, warps=warps
+    )
     return landed
 
 
@@ -388,49 +403,71 @@ def reduce(
     slot_values: torch.Tensor | None,
     rows: torch.Tensor,
     dtype: torch.dtype,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``rows.reduce``; into ``out`` if it is given, where packets without a slot here are not written."""
+    """``rows.reduce``."""
+    packets, k = rows.shape
+    sums = torch.empty((packets, ys[0].shape[1]), dtype=dtype, device=rows.device)
+    values = None if slot_values is None else torch.empty((packets, k), dtype=torch.float32, device=rows.device)
+    _launch_reduce(ys, weights, slot_values, rows, (sums, values), None)
+    return sums, values
+
+
+def reduce_to(
+    peers: Peers,
+    ys: list[torch.Tensor],
+    weights: torch.Tensor | None,
+    slot_values: torch.Tensor | None,
+    rows: torch.Tensor,
+) -> None:
+    """``rows.reduce`` into the buffers of the ranks that the packets came from, the sums in bf16: of token t as packet
+    ``rank * tokens + t`` there. Packets without a slot here are not written."""
+    _launch_reduce(ys, weights, slot_values, rows, (None, None), peers)
+
+
+def _launch_reduce(
+    ys: list[torch.Tensor],
+    weights: torch.Tensor | None,
+    slot_values: torch.Tensor | None,
+    rows: torch.Tensor,
+    out: tuple[torch.Tensor | None, torch.Tensor | None],
+    peers: Peers | None,
+) -> None:
     packets, k, d, device = *rows.shape, ys[0].shape[1], rows.device
-    if out is None:
-        sums = torch.empty((packets, d), dtype=dtype, device=device)
-        values = None if slot_values is None else torch.empty((packets, k), dtype=torch.float32, device=device)
-    else:
-        sums, values = out[0], None if slot_values is None else out[1]
     ys = [aligned(y.contiguous()) for y in ys]
     given = [x if x is None else aligned(x.contiguous()) for x in (weights, slot_values)]
-    tensors = ys[0], ys[1] if len(ys) == 2 else None, *given, rows, sums, values
+    table, tokens, rank, ranks = (
+        (None, 1, 0, 1) if peers is None else (peers.table, peers.tokens, peers.rank, peers.ranks)
+    )
+    tensors = table, ys[0], ys[1] if len(ys) == 2 else None, *given, rows, *out
     block = min(next_power_of_2(d), _COLUMNS)
     constants = (
-        d, k, next_power_of_2(k), block, len(ys) == 2, weights is not None, slot_values is not None, out is None,
+        d, k, next_power_of_2(k), block, len(ys) == 2, weights is not None, slot_values is not None, ranks,
+        peers is not None,
     )  # fmt: skip
-    programs = _programs(packets, device)
-    _REDUCE.launch(programs, tensors, (), (packets,), constants, device=device, warps=_warps(block * 2))
-    return sums, values
+    programs = _programs(ceil_div(packets, ranks), device)
+    _REDUCE.launch(programs, tensors, (), (packets, tokens, rank), constants, device=device, warps=_warps(block * 2))
 
 
 def finish(
     partials: torch.Tensor,
     values: torch.Tensor | None,
-    slots: torch.Tensor,
+    slots: torch.Tensor | None,
     expert_ids: torch.Tensor,
     experts: int,
     dtype: torch.dtype,
     peers: Peers | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``rows.finish``; with peers the partial sums and values are those in their buffers: of ``partials`` only the
-    width is looked at, of ``values`` whether there are any, of ``slots`` nothing."""
+    """``rows.finish``; with peers partial sums and values are what ``reduce_to`` wrote here, and there are no
+    ``slots``."""
     (tokens, k), d, device = expert_ids.shape, partials.shape[1], expert_ids.device
     sums = torch.empty((tokens, d), dtype=dtype, device=device)
     at_home = None if values is None else torch.empty((tokens, k), dtype=torch.float32, device=device)
-    given = (None, partials, values, slots) if peers is None else (peers.table, None, None, None)
-    there, rank = (1, 0) if peers is None else (peers.tokens, peers.rank)
-    ranks = slots.shape[1] if peers is None else peers.ranks
+    ranks, of_a_rank = (slots.shape[1], 1) if peers is None else (peers.ranks, peers.tokens)
     block = min(next_power_of_2(d), _COLUMNS)
     constants = d, k, next_power_of_2(k), block, ranks, values is not None, peers is not None
     _FINISH.launch(
-        _programs(tokens, device), (*given, expert_ids, sums, at_home), (experts,), (tokens, there, rank), constants,
-        device=device, warps=_warps(block * 2),
+        _programs(tokens, device), (partials, values, slots, expert_ids, sums, at_home), (experts,),
+        (tokens, of_a_rank), constants, device=device, warps=_warps(block * 2),
     )  # fmt: skip
     return sums, at_home
 

@@ -1,21 +1,23 @@
 """Tokens over memory that the GPUs of one host read of each other, without the host and without copies per slot.
 
-Each rank has one buffer (``buffer.Layout``), which all layers of a group use. It writes into its own and reads the
-others':
+Each rank has one buffer (``buffer.Layout``), which all layers of a group use:
 
-| function            | does, on the stream of its caller                                                    |
-|---------------------|--------------------------------------------------------------------------------------|
-| dispatch, resend    | barrier; write what is at home; barrier; pull the rows that are wanted here          |
-| combine             | write the sums of what landed here; barrier; pull the sums of what is at home        |
+| function            | does, on the stream of its caller                                                        |
+|---------------------|------------------------------------------------------------------------------------------|
+| dispatch, resend    | barrier; write what is at home; barrier; read the rows that are wanted here from all      |
+| combine             | write the sums of what landed here to where their tokens are at home; barrier; add those |
+
+So a link is busy while memory is: rows are read over it while they are placed, and sums go over it while rows are added
+up.
 
 Why these barriers are enough: a rank passes a barrier when all ranks have reached it, hence all that stands before it
 on their streams is done.
 
-- What is pulled was written: a barrier stands between.
-- Tokens are overwritten by the next dispatch or resend only, whose first barrier comes after every rank's last pull;
+- What is read was written: a barrier stands between.
+- Tokens are overwritten by the next dispatch or resend only, whose first barrier comes after every rank's last read;
   so two dispatches in a row, as when activation checkpointing stops recomputing early, need nothing else.
 - Sums are overwritten by the next combine only. A dispatch or resend comes before it, whose barriers come after every
-  rank's last pull of sums; where none does, combine begins with a barrier.
+  rank's last read of sums; where none does, combine begins with a barrier.
 
 More tokens than there is room for are an error. Unless for the worst case, every rank's host reads how many rows land
 there; the rank with too many tokens writes negative counts before it raises, by which the others see it and raise too.
@@ -186,14 +188,15 @@ class Symmetric:
         self._make_room(dim=d, slots=k)
         if self._sums_are_read:
             self.link.barrier()
-        sums = self.layout.view(self.memory, buffer.PARTIALS, torch.bfloat16, packets, d)
-        values = self.layout.view(self.memory, buffer.VALUES, torch.float32, packets, k)
-        weights = landing.scores if weighted else None
-        _, given = self.kernels.reduce(ys, weights, slot_values, landing.rows, sums.dtype, out=(sums, values))
+        self.kernels.reduce_to(self.peers, ys, landing.scores if weighted else None, slot_values, landing.rows)
         self.link.barrier()
         self._sums_are_read = True
+        sums = self.layout.view(self.memory, buffer.PARTIALS, torch.bfloat16, packets, d)
+        values = None
+        if slot_values is not None:
+            values = self.layout.view(self.memory, buffer.VALUES, torch.float32, packets, k)
         local = landing.offs.shape[0]
-        return self.kernels.finish(sums, given, landing.slots, landing.expert_ids, local, out_dtype, self.peers)
+        return self.kernels.finish(sums, values, None, landing.expert_ids, local, out_dtype, self.peers)
 
     def _refuse(self, tokens: int, experts: int, worst_case: bool) -> NoReturn:
         """Raises of more tokens than there is room for; and has the others raise, unless for the worst case."""
