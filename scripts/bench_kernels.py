@@ -48,7 +48,7 @@ class Passes:
         recipe, device = get_recipe(recipe_name), self.x.device
         self.recipe, self.backend = recipe, backend
         self.plan = plan(recipe, backend, device)
-        self.specs = matmul.Specs(*matmul.specs_of(recipe.key, backend, device))
+        self.specs = matmul.specs_of(recipe.key, backend, device)
         self.keeps_w = recipe.weight_block == "32x32" and spec_of(self.specs.w_dgrad).stored != "bf16"
 
     def quantize_x(self) -> tuple[Tensors, Tensors]:

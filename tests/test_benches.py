@@ -266,9 +266,9 @@ def test_bench_kernels_takes_operands_as_hopper_wants_them(tmp_path: Path, monke
     """Which reference.py's kernels can make and multiply too."""
     hopper = CLUSTER_GPUS["H200"]
 
-    def specs_of(recipe: str, backend: str, device: torch.device) -> tuple[str, ...]:
+    def specs_of(recipe: str, backend: str, device: torch.device) -> matmul.Specs:
         plan = plan_on(Recipe.of_key(recipe), "auto", hopper)
-        return tuple(spec.key for gemm in (plan.forward, plan.dgrad, plan.wgrad) for spec in (gemm.a, gemm.b))
+        return matmul.Specs(*(spec.key for gemm in plan.gemms.values() for spec in (gemm.a, gemm.b)))
 
     monkeypatch.setattr(bench_kernels, "plan", lambda recipe, backend, device: plan_on(recipe, "auto", hopper))
     monkeypatch.setattr(matmul, "specs_of", specs_of)

@@ -162,6 +162,17 @@ def test_any_number_of_recipes_compile_in_one_process(monkeypatch: pytest.Monkey
     assert pickle.loads(pickle.dumps(model))["experts"].mxfp8.recipe == recipe
 
 
+def test_a_compiled_linear_looks_at_nothing_behind_its_matmul_before_a_call() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    convert_model(model)
+    torch._dynamo.reset()
+    torch.compile(model[0], backend="eager", fullgraph=True)(torch.randn(20, 64, requires_grad=True)).sum().backward()
+    (entry,) = torch._dynamo.eval_frame._debug_get_cache_entry_list(type(model[0]).forward.__code__)
+    guards = str(entry.guard_manager)
+    assert "mx_matmul" in guards
+    assert "_Matmul" not in guards and "dgrad" not in guards
+
+
 def test_a_forward_that_calls_no_grouped_mm_is_refused() -> None:
     """A loop over experts, as TorchTitan's fallback: it would train in bf16 while the config says MXFP8."""
 

@@ -112,10 +112,8 @@ def get_recipe(recipe: str | Recipe, rebase: bool = False) -> Recipe:
     """
     if not isinstance(rebase, bool):
         raise ValueError(f"rebase is True or False, got {rebase!r}")
-    if recipe == BF16.name:
-        recipe = BF16
     if not isinstance(recipe, Recipe):
-        if not isinstance(recipe, str) or recipe not in RECIPES:
+        if recipe != BF16.name and (not isinstance(recipe, str) or recipe not in RECIPES):
             raise ValueError(f"unknown recipe {recipe!r}: use one of {', '.join(RECIPES)}")
-        recipe = RECIPES[recipe]
+        recipe = BF16 if recipe == BF16.name else RECIPES[recipe]
     return recipe.rebased() if rebase else recipe

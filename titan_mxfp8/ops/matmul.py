@@ -43,15 +43,13 @@ class Specs(NamedTuple):
 
 
 @cache
-def _planned(recipe: str, backend: str, hardware: Hardware) -> tuple[str, ...]:
+def _planned(recipe: str, backend: str, hardware: Hardware) -> Specs:
     plan = backends.plan_on(Recipe.of_key(recipe), backend, hardware)
-    gemms = plan.forward, plan.dgrad, plan.wgrad
-    return tuple(spec.key for gemm in gemms for spec in (gemm.a, gemm.b))
+    return Specs(*(spec.key for gemm in plan.gemms.values() for spec in (gemm.a, gemm.b)))
 
 
-@torch.compiler.assume_constant_result
-def specs_of(recipe: str, backend: str, device: torch.device) -> tuple[str, ...]:
-    """What the chosen backend's GEMMs take: the fields of ``Specs``.
+def specs_of(recipe: str, backend: str, device: torch.device) -> Specs:
+    """What the chosen backend's GEMMs take.
 
     Args:
         recipe: ``Recipe.key``.
@@ -141,14 +139,35 @@ def mx_matmul(
     requantize_input: bool = False,
 ) -> torch.Tensor:
     """The differentiable core of ``mxfp8_grouped_mm`` and ``mxfp8_linear``; ``offs=None``: one expert, every row."""
-    device = w_ENK.device
-    specs = Specs(*specs_of(recipe.key, backend, device))
     keep = keep_quantized_weight and recipe.weight_block == "32x32"
-    options = (w_ENK, bias_EN, offs, specs, out_dtype, backend, keep, requantize_input, torch.is_grad_enabled())
+    options = (w_ENK, bias_EN, offs, recipe.key, out_dtype, backend, keep, requantize_input)
     if isinstance(x, MXTensor):
         rows, scale = x.qdata.detach().contiguous(), x.scale.contiguous()
-        return _Matmul.apply(x.source, rows, scale, x.orig_dtype, *options)
-    return _Matmul.apply(x, None, None, x.dtype, *options)
+        return _multiply(x.source, rows, scale, x.orig_dtype, *options)
+    return _multiply(x, None, None, x.dtype, *options)
+
+
+@torch.compiler.allow_in_graph
+def _multiply(
+    x: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    x_dtype: torch.dtype,
+    w_ENK: torch.Tensor,
+    bias_EN: torch.Tensor | None,
+    offs: torch.Tensor | None,
+    recipe: str,
+    out_dtype: torch.dtype,
+    backend: str,
+    keep_w: bool,
+    requantize: bool,
+) -> torch.Tensor:
+    """``_Matmul``, which ``torch.compile`` traces for its graph, but without guards for the functions and types in it:
+    they do not change. Else a compiled region with linears would look at a hundred more things before each call, in
+    forward, where the GPU waits for the host."""
+    specs = specs_of(recipe, backend, w_ENK.device)
+    options = specs, out_dtype, backend, keep_w, requantize, torch.is_grad_enabled()
+    return _Matmul.apply(x, rows, scale, x_dtype, w_ENK, bias_EN, offs, *options)
 
 
 class _Matmul(torch.autograd.Function):
