@@ -123,9 +123,9 @@ def test_a_buffer():
     offsets = layout.offsets()
     assert list(offsets) == sorted(set(offsets)) and all(offset % 256 == 0 for offset in offsets)
     memory = torch.zeros(offsets[-1], dtype=torch.uint8)
-    elements, scales = torch.ones(3, 32, dtype=torch.uint8), torch.ones(3, 1, dtype=torch.uint8)
-    views = layout.views(memory, [elements, scales])
+    rooms = layout.rooms(memory, 3, 32, 1)
+    assert [tuple(room.shape) for room in rooms] == [(3, 32), (3, 1)]
     # wherever a rank with fewer tokens has its second part, the others look for it after 5 rows
-    assert [view.data_ptr() - memory.data_ptr() - offsets[PARTS] for view in views] == [0, 160]
+    assert [room.data_ptr() - memory.data_ptr() - offsets[PARTS] for room in rooms] == [0, 160]
     assert layout.grown(tokens=4, dim=64) == Layout(ranks=2, tokens=5, experts=6, slots=3, row_bytes=33, dim=64)
     assert layout.table([1000, 5000], CPU)[PARTS].tolist() == [1000 + offsets[PARTS], 5000 + offsets[PARTS]]

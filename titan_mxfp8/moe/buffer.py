@@ -66,11 +66,10 @@ class Layout:
         start = self.offsets()[section]
         return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def views(self, buffer: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Room for the parts, each uint8 (T, bytes of its rows)."""
+    def rooms(self, buffer: torch.Tensor, tokens: int, *widths: int) -> list[torch.Tensor]:
+        """Room for parts, each uint8 (tokens, bytes of its rows)."""
         start, out = self.offsets()[PARTS], []
-        for part in parts:
-            tokens, width = part.shape[0], part.shape[1] * part.element_size()
+        for width in widths:
             out.append(buffer[start : start + tokens * width].view(tokens, width))
             start += second_part(self.tokens, width)
         return out

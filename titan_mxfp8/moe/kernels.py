@@ -314,8 +314,8 @@ def label(
 def plan(
     counts: torch.Tensor, rank: int, capacity: int | None = None, peers: Peers | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``rows.plan``; with peers the counts are theirs, and of ``counts`` only the shape is looked at."""
-    ranks, experts = counts.shape
+    """``rows.plan``; with peers the counts are theirs, and of ``counts`` only the number of columns is looked at."""
+    ranks, experts = counts.shape[0] if peers is None else peers.ranks, counts.shape[1]
     local = experts // ranks
     starts = torch.empty((ranks, local), dtype=torch.int32, device=counts.device)
     offs = torch.empty(local, dtype=torch.int32, device=counts.device)

@@ -33,7 +33,7 @@ import importlib
 import os
 import socket
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn, Protocol
@@ -46,6 +46,8 @@ from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.moe import buffer
 from titan_mxfp8.moe.buffer import Layout
 from titan_mxfp8.moe.transport import Landing, check_dispatch, check_parts, read_later
+
+_VIEWS = 64  # of a buffer that are kept, of each kind
 
 
 class Link(Protocol):
@@ -103,6 +105,7 @@ class Symmetric:
     def __init__(self, link: Link):
         self.link, self.ranks, self.rank = link, link.ranks, link.rank
         self.layout: Layout | None = None
+        self._view = self._rooms = None  # of the buffer's memory: ``Layout.view`` and ``Layout.rooms``
         self._reserved, self._sums_are_read, self._captured = 1, False, False
 
     def reserve(self, tokens: int) -> None:
@@ -140,8 +143,8 @@ class Symmetric:
             self._refuse(tokens, experts, worst_case)
         expert_ids = expert_ids.to(torch.int32, copy=True)
         self.link.barrier()
-        counts = self.layout.view(self.memory, buffer.COUNTS, torch.int32, experts + 1)
-        labels = self.layout.view(self.memory, buffer.LABELS, torch.int32, tokens, 3 * k)
+        counts = self._view(buffer.COUNTS, torch.int32, experts + 1)
+        labels = self._view(buffer.LABELS, torch.int32, tokens, 3 * k)
         counts[experts:].fill_(tokens)
         self.kernels.label(expert_ids, scores, experts, out=(counts, labels))
         self._write(parts)
@@ -149,8 +152,9 @@ class Symmetric:
         self._sums_are_read = False
 
         limit = self.layout.tokens * self.ranks * min(k, experts // self.ranks) if worst_case else None
-        shape = counts.new_empty((self.ranks, experts))
-        starts, offs = self.kernels.plan(shape, self.rank, limit, self.peers)
+        starts, offs = self.kernels.plan(
+            self._view(buffer.COUNTS, torch.int32, 1, experts), self.rank, limit, self.peers
+        )
         count = read_later(offs[-1:]) if limit is None else lambda: limit
         meanwhile()
         capacity = int(count())  # the host waits here, unless for the worst case
@@ -191,10 +195,8 @@ class Symmetric:
         self.kernels.reduce_to(self.peers, ys, landing.scores if weighted else None, slot_values, landing.rows)
         self.link.barrier()
         self._sums_are_read = True
-        sums = self.layout.view(self.memory, buffer.PARTIALS, torch.bfloat16, packets, d)
-        values = None
-        if slot_values is not None:
-            values = self.layout.view(self.memory, buffer.VALUES, torch.float32, packets, k)
+        sums = self._view(buffer.PARTIALS, torch.bfloat16, packets, d)
+        values = None if slot_values is None else self._view(buffer.VALUES, torch.float32, packets, k)
         local = landing.offs.shape[0]
         return self.kernels.finish(sums, values, None, landing.expert_ids, local, out_dtype, self.peers)
 
@@ -204,7 +206,7 @@ class Symmetric:
         if not worst_case:
             others = "the other ranks raise an error too"
             self.link.barrier()
-            counts = self.layout.view(self.memory, buffer.COUNTS, torch.int32, experts)
+            counts = self._view(buffer.COUNTS, torch.int32, experts)
             counts.fill_(-(2**31 // experts))  # so much that no rank's sum is positive, and none overflows
             self.link.barrier()
             self._sums_are_read = False
@@ -215,8 +217,10 @@ class Symmetric:
         )
 
     def _write(self, parts: list[torch.Tensor]) -> None:
-        for room, part in zip(self.layout.views(self.memory, parts), parts, strict=True):
-            room.copy_(part.view(torch.uint8))
+        in_bytes = [part.view(torch.uint8) for part in parts]
+        rooms = self._rooms(parts[0].shape[0], *(part.shape[1] for part in in_bytes))
+        for room, part in zip(rooms, in_bytes, strict=True):
+            room.copy_(part)
 
     def _make_room(self, **sizes: int) -> None:
         """A buffer that holds this too. All but the tokens is of the model, so every rank comes here with the same, and
@@ -238,8 +242,12 @@ class Symmetric:
 
         for other in self.link.gather(wanted):  # and every rank has read what it wanted from the buffer before
             wanted = wanted.grown(**other.sizes())
-        self.kernels, self.layout, self.memory = kernels, wanted, None
-        self.memory, pointers = self.link.allocate(wanted.offsets()[-1])
+        self.kernels, self.layout = kernels, wanted
+        self._view = self._rooms = None  # they held the buffer before
+        memory, pointers = self.link.allocate(wanted.offsets()[-1])
+        # Views are kept: each step asks for the same, and to make one takes the host as long as a launch.
+        self._view = lru_cache(_VIEWS)(partial(wanted.view, memory))
+        self._rooms = lru_cache(_VIEWS)(partial(wanted.rooms, memory))
         self.peers = kernels.Peers(wanted.table(pointers, self.link.device), wanted.tokens, self.rank)
 
 
