@@ -49,7 +49,7 @@ class Calls:
         for kernel, programs, descriptors, arguments in self.launches:
             bases = [(self._place(d.base.data_ptr(), known), d.tile_layout) for d in descriptors]
             launches.append((kernel, programs, bases, [self._place(a, known) for a in arguments]))
-        allocated = [(how, a.shape, a.dtype) for how, a in zip(self.how, self.allocated, strict=True)]
+        allocated = [(how, a.shape, a.stride(), a.dtype) for how, a in zip(self.how, self.allocated, strict=True)]
         self.log.append((function.__name__, returned, allocated, launches))
         return result
 
@@ -87,6 +87,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     for owner, name, how in ((torch, "empty", "any"), (torch, "zeros", "zeros"), (torch.Tensor, "new_empty", "any")):
         monkeypatch.setattr(owner, name, kept(getattr(owner, name), how))
+    monkeypatch.setattr(replay, "_empty_strided_cuda", kept(torch._C._dynamo.guards._empty_strided_cpu, "any"))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
 
