@@ -1,4 +1,4 @@
-"""What lies where in the memory that the ranks of one host read of each other."""
+"""What lies where in the memory that the ranks of one host share."""
 
 import math
 from dataclasses import dataclass, fields, replace

@@ -1,4 +1,4 @@
-"""``rows.py`` for GPUs, and the same over memory that GPUs read of each other.
+"""``rows.py`` for GPUs, and the same over memory that GPUs share.
 
 Rows are copied whole, as integers of 4 bytes where their size allows: a program takes a row at a time, every
 ``programs``-th one. Addresses are 64 bits wide. Nothing of a batch is in a compiled kernel's key.

@@ -76,7 +76,7 @@ def mxfp8_moe(
         group: the ranks, or None for all experts here.
         recipe: a key of ``RECIPES``, a ``Recipe``, or ``bf16``: unquantised rows and GEMMs, as a control.
         backend: ``auto`` or a name of ``titan_mxfp8.backends``.
-        transport: ``symmetric``: ranks of one host read each other's memory; ``collective``: all-to-all; ``auto``: the
+        transport: ``symmetric``: ranks of one host share memory; ``collective``: all-to-all; ``auto``: the
             first where it can be had (``titan_mxfp8.moe.choose``).
         rows: ``counted``: M is read on the host, once for each call, and memory is exact. ``worst_case``: memory for
             ``R * max_tokens * min(K, E / R)`` rows, all tokens of all ranks, and the host never waits.

@@ -1,10 +1,10 @@
-"""Tokens over memory that the GPUs of one host read of each other, without the host and without copies per slot.
+"""Tokens over memory that the GPUs of one host share, without the host and without copies per slot.
 
 Each rank has one buffer (``buffer.Layout``), which all layers of a group use:
 
 | function            | does, on the stream of its caller                                                        |
 |---------------------|------------------------------------------------------------------------------------------|
-| dispatch, resend    | barrier; write what is at home; barrier; read the rows that are wanted here from all      |
+| dispatch, resend    | barrier; write what is at home; barrier; read the rows that are wanted here from all     |
 | combine             | write the sums of what landed here to where their tokens are at home; barrier; add those |
 
 So a link is busy while memory is: rows are read over it while they are placed, and sums go over it while rows are added
@@ -96,7 +96,7 @@ class GroupLink:
 
 
 class Symmetric:
-    """``Transport`` over memory that the ranks read of each other.
+    """``Transport`` over memory that the ranks share.
 
     The first dispatch makes the buffer, for as many tokens as any rank has then or has reserved; all ranks agree on it.
     A later one may not have more.
