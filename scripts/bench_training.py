@@ -308,7 +308,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         default=float("inf"),
         metavar="SECONDS",
         help="start no run that would end later than this, were it as long as its last repeat, or without one in this "
-        "call as the longest of the others",
+        "call as the longest of the others, the first aside, which compiles; and none whose baseline was left",
     )
     add("--out", type=Path, default=Path("outputs/bench_training"), help="[%(default)s]")
     own, flags = split_flags(argv)
@@ -321,7 +321,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> None:
     args = parse_arguments(argv)
     started = time.monotonic()
-    took: dict[tuple[str, str], float] = {}  # seconds of the last run of each that this call made
+    took: dict[tuple[str, str], float] = {}  # seconds of the last run of each that this call made, but for the first
+    first = 0.0  # of that one, which finds no compiled kernels and takes longer than its repeats will
     bench: Bench = {}
     left: set[tuple[str, str]] = set()
     try:
@@ -339,8 +340,10 @@ def main(argv: Sequence[str]) -> None:
             else:
                 suffix, steps = f"-repeat{turn}" if turn > 1 else "", args.steps
             finished = is_finished(folder_of(flavor, name, suffix, args), steps)
-            expected = took.get(run, max(took.values(), default=0.0))
-            if run in left or (not finished and begun - started + expected > args.limit):
+            expected = took.get(run, max(took.values(), default=first))
+            is_late = begun - started + expected > args.limit
+            has_baseline = turn == "profile" or (flavor, args.runs[0]) not in left
+            if run in left or (not finished and (is_late or not has_baseline)):
                 left.add(run)  # for good: repeats are compared with the baseline's in their order
                 print(f"{label(flavor, name)}: not started, the time limit is near; the same command goes on")
                 continue
@@ -349,8 +352,12 @@ def main(argv: Sequence[str]) -> None:
             else:
                 bench.setdefault(run, Measured()).repeats.append(read_run(train(flavor, name, suffix, steps, args)))
             if not finished:
-                took[run] = time.monotonic() - begun
-                print(f"{label(flavor, name)}: {took[run]:.0f} s", flush=True)
+                seconds = time.monotonic() - begun
+                print(f"{label(flavor, name)}: {seconds:.0f} s", flush=True)
+                if first:
+                    took[run] = seconds
+                else:
+                    first = seconds
             write(bench, args)
         if refused := refusals(bench, args.loss_limit):
             reasons = [f"{label(*run)}: no x, as {reason}" for run, reason in refused.items()]
