@@ -308,7 +308,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         default=float("inf"),
         metavar="SECONDS",
         help="start no run that would end later than this, were it as long as its last repeat, or without one in this "
-        "call as the longest of the others, the first aside, which compiles; and none whose baseline was left",
+        "call as the longest of its flavor's others, the first aside, which compiles; and none whose baseline was left",
     )
     add("--out", type=Path, default=Path("outputs/bench_training"), help="[%(default)s]")
     own, flags = split_flags(argv)
@@ -321,8 +321,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> None:
     args = parse_arguments(argv)
     started = time.monotonic()
-    took: dict[tuple[str, str], float] = {}  # seconds of the last run of each that this call made, but for the first
-    first = 0.0  # of that one, which finds no compiled kernels and takes longer than its repeats will
+    took: dict[tuple[str, str], float] = {}  # seconds of the last run of each that this call made, but for
+    first: dict[str, float] = {}  # those of each flavor's first one, which compiles: its repeats will not take so long
     bench: Bench = {}
     left: set[tuple[str, str]] = set()
     try:
@@ -340,7 +340,9 @@ def main(argv: Sequence[str]) -> None:
             else:
                 suffix, steps = f"-repeat{turn}" if turn > 1 else "", args.steps
             finished = is_finished(folder_of(flavor, name, suffix, args), steps)
-            expected = took.get(run, max(took.values(), default=first))
+            others = [seconds for (of, _), seconds in took.items() if of == flavor]
+            longest_first = max(first.values(), default=0.0)
+            expected = took.get(run, max(others, default=first.get(flavor, longest_first)))
             is_late = begun - started + expected > args.limit
             has_baseline = turn == "profile" or (flavor, args.runs[0]) not in left
             if run in left or (not finished and (is_late or not has_baseline)):
@@ -354,10 +356,10 @@ def main(argv: Sequence[str]) -> None:
             if not finished:
                 seconds = time.monotonic() - begun
                 print(f"{label(flavor, name)}: {seconds:.0f} s", flush=True)
-                if first:
+                if flavor in first:
                     took[run] = seconds
                 else:
-                    first = seconds
+                    first[flavor] = seconds
             write(bench, args)
         if refused := refusals(bench, args.loss_limit):
             reasons = [f"{label(*run)}: no x, as {reason}" for run, reason in refused.items()]

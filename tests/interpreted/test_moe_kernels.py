@@ -214,6 +214,20 @@ def test_reserved_room():
     on_ranks(2, layers)
 
 
+def test_a_buffer_that_inference_used_first_can_be_trained_with():
+    def layers(transport: Symmetric) -> None:
+        for case in (Case((4, 2), 64, 4, 1), Case((3, 4), 64, 2, 1)):  # the second one in the buffer of the first
+            mine = tokens_of(case, transport.rank, 2)
+            with torch.inference_mode():
+                _, landing = transport.dispatch(*mine.arguments(), case.experts, False)
+                landed = torch.ones(landing.scores.shape[0], case.dim).bfloat16()
+                transport.combine([landed], True, landing.scores, landing, torch.bfloat16)
+            all_tokens = [tokens_of(case, source, 2) for source in range(2)]
+            check_against_one_process(transport, case, all_tokens, "cpu")
+
+    on_ranks(2, layers)
+
+
 def test_dispatches_in_a_row():
     """As when activation checkpointing stops recomputing early; each is right when it comes, and still afterwards."""
     case = Case((6, 4), 64, 4, 2)

@@ -244,10 +244,12 @@ class Symmetric:
             wanted = wanted.grown(**other.sizes())
         self.kernels, self.layout = kernels, wanted
         self._view = self._rooms = None  # they held the buffer before
-        memory, pointers = self.link.allocate(wanted.offsets()[-1])
-        # Views are kept: each step asks for the same, and to make one takes the host as long as a launch.
-        self._view = lru_cache(_VIEWS)(partial(wanted.view, memory))
-        self._rooms = lru_cache(_VIEWS)(partial(wanted.rooms, memory))
+        # Views are kept: each step asks for the same, and to make one takes the host as long as a launch. Tensors that
+        # are made in inference mode could not be written outside of it.
+        normal_mode = torch.inference_mode(False)
+        memory, pointers = normal_mode(self.link.allocate)(wanted.offsets()[-1])
+        self._view = lru_cache(_VIEWS)(normal_mode(partial(wanted.view, memory)))
+        self._rooms = lru_cache(_VIEWS)(normal_mode(partial(wanted.rooms, memory)))
         self.peers = kernels.Peers(wanted.table(pointers, self.link.device), wanted.tokens, self.rank)
 
 

@@ -115,7 +115,8 @@ class _Place(NamedTuple):
 
 
 class _Allocation(NamedTuple):
-    """Of a tensor, with zeros in it or anything. ``_empty_strided_cuda`` takes tuples, and no torch.Size."""
+    """Of a tensor, with zeros in it or anything, which deterministic algorithms of torch do not fill here.
+    ``_empty_strided_cuda`` takes tuples, and no torch.Size."""
 
     how: Literal["empty", "zeros"]
     shape: tuple[int, ...]
