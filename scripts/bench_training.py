@@ -321,8 +321,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> None:
     args = parse_arguments(argv)
     started = time.monotonic()
-    took: dict[tuple[str, str], float] = {}  # seconds of the last run of each that this call made, but for
-    first: dict[str, float] = {}  # those of each flavor's first one, which compiles: its repeats will not take so long
+    # Seconds of the runs that this call made: of each flavor's first one, which compiles and takes longer than its
+    # repeats will, and the last of each of the others.
+    first: dict[str, float] = {}
+    took: dict[tuple[str, str], float] = {}
     bench: Bench = {}
     left: set[tuple[str, str]] = set()
     try:

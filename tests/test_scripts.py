@@ -1059,24 +1059,15 @@ def test_bench_training_expects_a_run_to_take_as_long_as_its_last_repeat(
     """The first run, which compiles, takes 100 s, each other one 10."""
     monkeypatch.setattr(bench_training.time, "monotonic", lambda: sum([100, *[10] * 20][: len(launched)]))
     arguments = ["--ngpu", 1, "--steps", 3, "--warmup", 1, "--out", tmp_path, "--runs", "bf16", "grouped", "--repeats"]
-    said = call("bench_training", *arguments, 1, "--limit", 199)
-    assert len(launched) == 1 and said.count("not started") == 1, "nothing but the first run is known"
-    said = call("bench_training", *arguments, 3, "--limit", 50)
-    assert len(launched) == 6 and "not started" not in said
+    said = call("bench_training", *arguments, 2, "--limit", 200)
+    assert len(launched) == 4 and "not started" not in said, "no repeat is expected to take 100 again"
+    said = call("bench_training", *arguments, 3, "--limit", 20)
+    assert len(launched) == 6 and "not started" not in said, "finished runs cost no time"
     said = call("bench_training", *arguments, 6, "--limit", 15)
-    assert len(launched) == 7 and said.count("not started") == 5
+    assert len(launched) == 7 and said.count("not started") == 5, "where only the first is known, others take as long"
     assert [row["repeats"] for row in rows_of(tmp_path / "table.csv")] == ["4", "3"]
     call("bench_training", *arguments, 3, "--limit", -1)
     assert [row["repeats"] for row in rows_of(tmp_path / "table.csv")] == ["3", "3"], "what is finished is told"
-
-
-def test_bench_training_expects_no_repeat_to_take_as_long_as_the_first_run(
-    tmp_path: Path, launched: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench_training.time, "monotonic", lambda: sum([100, *[10] * 20][: len(launched)]))
-    arguments = ["--ngpu", 1, "--steps", 3, "--warmup", 1, "--out", tmp_path, "--runs", "bf16", "grouped", "--repeats"]
-    said = call("bench_training", *arguments, 2, "--limit", 200)
-    assert len(launched) == 4 and "not started" not in said
 
 
 def test_bench_training_leaves_repeats_that_have_no_baseline(

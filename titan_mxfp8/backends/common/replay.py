@@ -115,8 +115,8 @@ class _Place(NamedTuple):
 
 
 class _Allocation(NamedTuple):
-    """Of a tensor, with zeros in it or anything, which deterministic algorithms of torch do not fill here.
-    ``_empty_strided_cuda`` takes tuples, and no torch.Size."""
+    """How a tensor is allocated: filled with zeros, or not at all, even where ``torch.use_deterministic_algorithms``
+    has torch.empty fill it. Shapes are tuples, as ``_empty_strided_cuda`` takes no torch.Size."""
 
     how: Literal["empty", "zeros"]
     shape: tuple[int, ...]
