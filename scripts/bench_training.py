@@ -62,10 +62,10 @@ from statistics import harmonic_mean, median
 
 import torch
 from kernel_times import Trace, read_trace
+from result_files import SPEED, environment, format_table, percentiles, write_results, write_rows
 from runs import TRAIN, Run, conversion_flags, ending, launch, read_run, split_flags
 
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
-from titan_mxfp8.testing import SPEED, environment, format_table, percentiles, write_results, write_rows
 
 LOSS_LIMIT = 0.01  # nats between the first losses of a run and of its baseline; the docstring says why
 PROFILED = 8  # steps of the run with --profile; the last one is in the trace

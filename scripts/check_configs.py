@@ -7,7 +7,8 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-from titan_mxfp8.testing import format_table
+from result_files import format_table
+
 from titan_mxfp8.tools.dry_run import Report, dry_run, parse_config
 from titan_mxfp8.tools.memory import GIB
 from titan_mxfp8.tools.roofline import committed_rates, step_speedup

@@ -56,9 +56,8 @@ from statistics import correlation, fmean, median, stdev
 from typing import TYPE_CHECKING
 
 from intervals import MOST, critical_t, interval, is_equivalent, pairs_needed
+from result_files import format_table, write_rows
 from runs import Run, read_losses, read_run, unique_names
-
-from titan_mxfp8.testing import format_table, write_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

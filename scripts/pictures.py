@@ -12,8 +12,7 @@ from pathlib import Path
 
 import compare_runs
 import tables
-
-from titan_mxfp8.testing import read_bench
+from result_files import read_bench
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"

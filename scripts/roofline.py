@@ -35,10 +35,11 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from pathlib import Path
 
+from result_files import environment, format_table, read_bench, training_gains, write_results, write_rows
+
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
 from titan_mxfp8.recipe import BF16, get_recipe
-from titan_mxfp8.testing import environment, format_table, read_bench, training_gains, write_results, write_rows
 from titan_mxfp8.tools.roofline import Layer, MoELayer, Rates, committed_rates, moe_passes, passes
 
 ROOT = Path(__file__).parent.parent

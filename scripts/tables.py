@@ -23,11 +23,11 @@ from pathlib import Path
 from statistics import median
 
 import compare_runs
+from result_files import SPEED, read_bench, training_gains
 
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.recipe import BF16, get_recipe
-from titan_mxfp8.testing import SPEED, read_bench, training_gains
 from titan_mxfp8.tools.roofline import Layer, passes
 
 ROOT = Path(__file__).parent.parent

@@ -28,12 +28,12 @@ from contract import (
     wide,
     wild,
 )
+from problems import SPREADS, group_sizes, make_offs, relative_rms
 
 from titan_mxfp8.backends import BACKENDS, Backend, load, select
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware, hardware_of
 from titan_mxfp8.format import reference
 from titan_mxfp8.recipe import RECIPES, Recipe, get_recipe
-from titan_mxfp8.testing import SPREADS, group_sizes, make_offs, relative_rms
 
 TARGETS = targets_here()
 # The reference is what the others are compared with: its GEMMs are judged too, with a few recipes that tell them apart.

@@ -16,12 +16,13 @@ import pytest
 import roofline
 import tables
 import torch
+from bench_pad import PadShape
+from result_files import read_bench, write_results
 
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.ops import matmul
 from titan_mxfp8.recipe import Recipe
-from titan_mxfp8.testing import PadShape, read_bench, write_results
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--device", "cpu", "--quick", "--turns", "1", "--seconds", "0"]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from result_files import SPEED
 
 from titan_mxfp8 import doctor
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
 from titan_mxfp8.doctor import Machine
-from titan_mxfp8.testing import SPEED
 
 ROOT = Path(__file__).parent.parent
 H200, B200 = CLUSTER_GPUS["H200"], CLUSTER_GPUS["B200"]

@@ -4,6 +4,8 @@
 import pytest
 import torch
 from contract import BF16, FP32, check_quantize, check_quantize_both, filled, partly_even, to, uneven, wild
+from poison import poisoned_empty
+from problems import SPREADS, group_sizes, make_offs
 from swiglu_contract import check_nan_stays_in_its_group, check_swiglu
 
 from titan_mxfp8.backends import sm100
@@ -13,7 +15,6 @@ from titan_mxfp8.backends.sm100.quantize import block_scales
 from titan_mxfp8.format import blocked, reference
 from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.recipe import get_recipe
-from titan_mxfp8.testing import SPREADS, group_sizes, make_offs, poisoned_empty
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.version.hip is not None or torch.cuda.get_device_capability() < (9, 0),

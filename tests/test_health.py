@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import training
+from problems import make_offs
 from runs import read_tensorboard, tensorboard_logs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +22,6 @@ from titan_mxfp8.modules import telemetry
 from titan_mxfp8.ops import observe
 from titan_mxfp8.plugin.telemetry import periods
 from titan_mxfp8.recipe import RECIPES
-from titan_mxfp8.testing import make_offs
 
 # max, exponent of the largest power of two, and what rounds to zero: half of the smallest subnormal, a tie, does too
 E4M3, E5M2 = (448.0, 8, 2.0**-10), (57344.0, 15, 2.0**-17)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from problems import relative_rms
 from torch import nn
 
 from titan_mxfp8 import convert_model
 from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.modules.hugging_face import WITHOUT_GROUPED_MM
-from titan_mxfp8.testing import relative_rms
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason='needs pip install -e ".[hf]"')
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from problems import SPREADS, group_sizes, make_offs, relative_rms
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,7 +17,6 @@ from titan_mxfp8.format import reference
 from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
 from titan_mxfp8.ops import library
 from titan_mxfp8.recipe import BF16, Recipe, get_recipe
-from titan_mxfp8.testing import SPREADS, group_sizes, make_offs, relative_rms
 
 CANONICAL = sorted({recipe.name for recipe in RECIPES.values()})
 EXACT = [name for name in CANONICAL if RECIPES[name].scale_span == 32]

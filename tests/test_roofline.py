@@ -15,12 +15,13 @@ import pytest
 import roofline
 import tables
 import torch
+from problems import GroupedShape
+from result_files import SPEED, training_gains
 
 from titan_mxfp8 import doctor
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
 from titan_mxfp8.recipe import BF16, get_recipe
-from titan_mxfp8.testing import SPEED, GroupedShape, training_gains
 from titan_mxfp8.tools.dry_run import dry_run, parse_config
 from titan_mxfp8.tools.roofline import (
     Layer,

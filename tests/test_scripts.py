@@ -32,11 +32,11 @@ import tables
 import torch
 import toy_moe
 import watch
+from result_files import write_rows
 from torch.utils.tensorboard import SummaryWriter
 
 from titan_mxfp8 import mxfp8_grouped_mm
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
-from titan_mxfp8.testing import write_rows
 from titan_mxfp8.tools.dry_run import parse_config
 
 ROOT = Path(__file__).parent.parent

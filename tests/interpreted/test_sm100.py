@@ -23,6 +23,8 @@ from contract import (
     uneven,
     wild,
 )
+from poison import poisoned_empty
+from problems import SPREADS, group_sizes, make_offs, relative_rms
 from swiglu_contract import check_swiglu, swiglu_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -35,7 +37,6 @@ from titan_mxfp8.format import blocked, reference
 from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
 from titan_mxfp8.ops import library, matmul
 from titan_mxfp8.recipe import get_recipe
-from titan_mxfp8.testing import SPREADS, group_sizes, make_offs, poisoned_empty, relative_rms
 
 HARDWARE = Hardware("sm_100", "NVIDIA B200")
 BLOCKED = OperandSpec(scales="blocked")
