@@ -4,7 +4,6 @@ import csv
 import json
 import os
 import platform
-import re
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,30 +60,14 @@ def write_rows(path: Path, rows: Sequence[dict[str, object]]) -> None:
         writer.writerows(rows)
 
 
-# What scripts/bench_grouped_mm.py wrote into its column ``what`` up to 2026-11-22.
-EARLIER_WHAT = re.compile(
-    r"(?P<recipe>mxfp8\w*)(?P<rebased> rebased|\+rebase)?(?P<products> of products)?(, (?P<held>\d+) held,)? "
-    r"(?P<what>.+)"
-)
-
-
-def read_bench(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV of scripts/bench_grouped_mm.py, bench_kernels.py or bench_moe_layer.py; of an earlier one with
-    today's columns."""
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV; those of bench_moe_layer.py up to 2026-11-25 with the columns of today."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
-        if "bf16_ms" in row:  # of bench_moe_layer.py up to 2026-11-25
+        if "bf16_ms" in row:
             earlier = {"p20_us": "p20", "p50_us": "ms", "p80_us": "p80", "baseline_us": "bf16_ms"}
             row |= {name: str(1e3 * float(row[old])) for name, old in earlier.items()}
-        found = EARLIER_WHAT.fullmatch(row["what"]) if "speedup" in row else None
-        if found:
-            what = found["what"].removesuffix(" GEMM")
-            is_kernel = what != found["what"] or what.startswith("quantise")
-            row |= {"bench": "kernels" if is_kernel else "grouped_mm", "what": what, "held": found["held"] or "0"}
-            row |= {"recipe": found["recipe"] + ("_rebased" if found["rebased"] else ""), "control": "False"}
-            row |= {"data": "products" if found["products"] else "normal", "x": row["speedup"]}
-            row |= {"baseline_us": row["bf16_us"], "p50_us": row["mxfp8_us"], "tflops": row["mxfp8_tflops"]}
     return rows
 
 

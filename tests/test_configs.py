@@ -12,6 +12,8 @@ from test_scripts import shell
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe import moe
 
+from titan_mxfp8 import doctor
+from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.tools.dry_run import Report, converted_model, dry_run, fake_processes, parse_config
 from titan_mxfp8.tools.memory import GIB
 
@@ -55,6 +57,7 @@ def test_a_cluster_takes_the_recipe_that_the_readme_names_for_its_gpu(name: str)
     named = re.search(row, (ROOT / "README.md").read_text(), re.MULTILINE)[1]
     mx = config.quantize.grouped_mm.mx, config.quantize.linear.mx
     assert [(each.recipe_name, each.hopper_rebase) for each in mx] == [(named, False)] * 2
+    assert doctor.recommended(CLUSTER_GPUS[config.cluster.gpu]) == named
 
 
 @pytest.mark.parametrize("name", TOMLS)
@@ -66,7 +69,7 @@ def test_a_finished_run_can_be_extended(name: str) -> None:
 def test_the_bf16_half_of_a_pair_differs_in_the_converters_only(name: str) -> None:
     mxfp8, bf16 = (asdict(parse_config(str(TOMLS[name]), flags)) for flags in ([], ["--model.converters="]))
     assert mxfp8["model"].pop("converters") and bf16["model"].pop("converters") == []
-    assert mxfp8 == bf16
+    assert mxfp8 == bf16 and "MXFP8" not in bf16["job"]["description"], "which both log"
 
 
 def test_the_published_run_on_64_nodes_of_4() -> None:

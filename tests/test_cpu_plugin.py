@@ -28,12 +28,12 @@ from torchtitan.models.qwen3 import Qwen3Model, qwen3_args
 from torchtitan.protocols import BaseModelArgs
 from torchtitan.tools import utils
 
+from titan_mxfp8.plugin.flavors import register_flavors
 from titan_mxfp8.plugin.repairs.cpu import enable_cpu_training
 from titan_mxfp8.repairs import wandb_offline
 from titan_mxfp8.repairs.activation_checkpointing import ignore_profiler_ranges
 from titan_mxfp8.repairs.cpu import CpuDevice
 from titan_mxfp8.repairs.wandb_offline import default_wandb_offline
-from titan_mxfp8.tools.flavors import register_flavors
 
 ROOT = Path(__file__).parent.parent
 cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="repairs are for machines without accelerator")
@@ -359,7 +359,7 @@ INITIAL_WEIGHTS = """
 import copy, hashlib, json, os, sys
 import torch
 from titan_mxfp8.plugin.repairs.cpu import enable_cpu_training
-from titan_mxfp8.tools.flavors import register_flavors
+from titan_mxfp8.plugin.flavors import register_flavors
 
 assert enable_cpu_training()
 register_flavors()

@@ -23,9 +23,9 @@ from torchtitan.protocols.train_spec import get_train_spec
 from titan_mxfp8 import modules, mxfp8_grouped_mm
 from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
+from titan_mxfp8.plugin.flavors import register_flavors
 from titan_mxfp8.plugin.job_config import Job, Model, MXGroupedMM, MXLinear, Quantize
 from titan_mxfp8.recipe import RECIPES
-from titan_mxfp8.tools.flavors import register_flavors
 
 ROOT = Path(__file__).parent.parent
 TOMLS = sorted((ROOT / "train_configs").glob("debug_*.toml"))

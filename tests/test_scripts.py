@@ -982,17 +982,6 @@ def test_the_control_of_dispatch_is_that_of_converge_and_is_told_from_the_baseli
     assert layer == ["1.00", "1.20"]
 
 
-def test_tables_of_before_the_percentiles_are_read_as_well(tmp_path: Path, launched: list[list[str]]) -> None:
-    arguments = ["--ngpu", 1, "--steps", 3, "--warmup", 0, "--out", tmp_path, "--runs", "bf16", "both:mxfp8_2d"]
-    call("bench_training", *arguments)
-    path, found = tmp_path / "table.csv", []
-    for columns in (list(rows_of(path)[0]), [name for name in rows_of(path)[0] if "(p" not in name]):
-        write_rows(path, [{name: row[name] for name in columns} for row in rows_of(path)])
-        found.append((len(columns), tables.end_to_end(path), [gain for *_, gain in roofline.trainings(tmp_path)]))
-    (now, *said), (before, *same) = found
-    assert now == before + 2 and said == same == [said[0], [2.0]] and said[0][0]["`mxfp8_2d`"] == "2.00"
-
-
 def test_bench_training_tells_the_time_of_a_layer_from_that_of_the_rest() -> None:
     def run(name: str, us_per_token: float) -> bench_training.Measured:
         tps = {1: 1.0} | dict.fromkeys(range(2, 9), 1e6 / us_per_token)

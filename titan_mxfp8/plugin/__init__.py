@@ -29,7 +29,7 @@ a converter is made: compiled code would overwrite what is saved.
 The environment variable WANDB_MODE becomes ``offline`` where there is no login to wandb and no choice of a mode.
 
 A parsed config that converts experts hides TorchTitan's warning that they fall back to a loop. One that sets
-``model.study_flavors`` adds small flavors to the tables of five models (titan_mxfp8.tools.flavors).
+``model.study_flavors`` adds small flavors to the tables of five models (titan_mxfp8.plugin.flavors).
 
 Where there is no accelerator, so that TorchTitan trains on CPUs (cpu.py):
 

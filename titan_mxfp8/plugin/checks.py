@@ -7,7 +7,8 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import get_type_hints
+from types import NoneType, UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import datasets
 import torch
@@ -26,11 +27,8 @@ from titan_mxfp8.modules import as_list, training_device
 from titan_mxfp8.moe import ROWS
 from titan_mxfp8.plugin.job_config import (
     DISPATCH,
-    Cluster,
-    Model,
     MXGroupedMM,
     MXLinear,
-    Quantize,
     converter_configs,
     recipe_of,
 )
@@ -43,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 # These of TorchTitan's models wrap in FSDP wherever there is EP, and fail without ranks for it. Qwen3 does not.
 FSDP_WITH_EP = ("llama4", "deepseek_v3", "gpt_oss")
+
+TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", NoneType: "nothing"}
+NUMBER_AS_STRING = ("activation_checkpoint.selective_ac_option",)  # which TorchTitan reads by int()
 
 
 def check_job_config(job_config: JobConfig) -> None:
@@ -62,7 +63,7 @@ def check_job_config(job_config: JobConfig) -> None:
     if os.environ.get("RANK", "0") == "0":
         fill_git_commit(job_config)
     if job_config.model.study_flavors:
-        from titan_mxfp8.tools.flavors import register_flavors
+        from titan_mxfp8.plugin.flavors import register_flavors
 
         register_flavors()
     _check_converters(job_config)
@@ -136,32 +137,41 @@ def check_transport(job_config: JobConfig) -> None:
     check_hosts(job_config, processes, per_host)
 
 
-def check_types(job_config: JobConfig) -> None:
-    """Raises ValueError if a field of the plugin, or ``model.converters``, has a value of another type: TOML takes any.
+def check_types(config: object, section: str = "") -> None:
+    """Raises ValueError if a field of a parsed config, in whatever section, has a value of another type: TOML takes
+    any. A string stands for a list of strings too, and an integer for a number.
 
-    A string stands for a list of strings too.
+    Args:
+        config: TorchTitan's ``JobConfig``, or a section of it, which is named ``section``.
     """
-    sections = {
-        "model": (Model, job_config.model),
-        "quantize": (Quantize, job_config.quantize),
-        GROUPED_MM: (MXGroupedMM, job_config.quantize.grouped_mm.mx),
-        LINEAR: (MXLinear, job_config.quantize.linear.mx),
-        "cluster": (Cluster, job_config.cluster),
-    }
-    words = {int: "a whole number", bool: "true or false", str: "a string"}
-    values = [("model.converters", list[str], job_config.model.converters)]
-    for section, (cls, config) in sections.items():
-        hints = get_type_hints(cls)
-        values += [(f"{section}.{name}", hints[name], getattr(config, name)) for name in hints]
-    for name, hint, value in values:
-        if hint in words:
-            fits = type(value) is hint
-        else:
-            fits = is_dataclass(hint) or (
-                isinstance(value, str | list) and all(isinstance(part, str) for part in value)
-            )
-        if not fits:
-            raise ValueError(f"{name} = {value!r}: it must be {words.get(hint, 'a list of strings')}")
+    for name, hint in get_type_hints(type(config)).items():
+        value, name = getattr(config, name), f"{section}{name}"
+        if is_dataclass(hint) and is_dataclass(value):
+            check_types(value, f"{name}.")
+        elif not _fits(value, hint) and not (name in NUMBER_AS_STRING and type(value) is int):
+            raise ValueError(f"{name} = {value!r}: it must be {_described(hint)}")
+
+
+def _fits(value: object, hint: object) -> bool:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, one) for one in args)
+    if origin is Literal:
+        return any(type(value) is type(one) and value == one for one in args)
+    if origin is list:
+        is_list = isinstance(value, list) and all(_fits(part, args[0]) for part in value)
+        return is_list or (args == (str,) and type(value) is str)
+    if hint is float:
+        return type(value) in (float, int)
+    return not (hint in TYPES or is_dataclass(hint)) or type(value) is hint
+
+
+def _described(hint: object) -> str:
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_described(one) for one in get_args(hint) if one is not NoneType)
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(repr, get_args(hint)))}"
+    return TYPES.get(hint, "a table" if is_dataclass(hint) else "a list of strings")
 
 
 def check_files(job_config: JobConfig) -> None:
@@ -341,6 +351,7 @@ def install() -> None:
 
     @patch_of(validate)
     def validate_and_check(self: manager.ConfigManager) -> None:
+        check_types(self.config)  # before TorchTitan takes them for what they are not
         validate(self)
         check_job_config(self.config)
         check_files(self.config)

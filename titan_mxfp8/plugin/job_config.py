@@ -161,7 +161,7 @@ class Quantize:
 class Model:
     study_flavors: bool = False
     """
-    Whether the model tables get the flavors of titan_mxfp8.tools.flavors: <flavor>_2layers and <flavor>_4layers of
+    Whether the model tables get the flavors of titan_mxfp8.plugin.flavors: <flavor>_2layers and <flavor>_4layers of
     several models, moe_100m of llama4 and moe_320m of deepseek_v3.
     """
 
