@@ -84,7 +84,7 @@ class Passes:
             call = partial(matmul.dgrad, a, specs.dy_dgrad, b, specs.w_dgrad, *common)
             sides = (a, specs.dy_dgrad, 1), (b, specs.w_dgrad, 1)
         operands = [Operand(tensors[0], tensors[-1], spec_of(key), axis) for tensors, key, axis in sides]
-        if any(operand.spec.stored != "even" for operand in operands):
+        if any(operand.spec.stored != "coalesced" for operand in operands):
             return call, {}
         return call, {f"sums_{side}": sums_per_stage(operand) for side, operand in zip("ab", operands, strict=True)}
 
@@ -139,10 +139,10 @@ def measure_shape(bench: Bench, shape: GroupedShape, recipes: Sequence[str]) -> 
             for recipe in (recipe for recipe, name in due if name == gemm):
                 ours, sums = passes[recipe].gemm(gemm)
                 check(f"{shape.name} {gemm}", recipe, [ours()], [base()])
-                multiplies = getattr(passes[recipe].plan, gemm).multiplies
-                ceiling = "FP8 matmul" if multiplies == "FP8" else "bf16 matmul"
+                mma_dtype = getattr(passes[recipe].plan, gemm).mma_dtype
+                ceiling = "FP8 matmul" if mma_dtype == "FP8" else "bf16 matmul"
                 work = Work(flops=2 * shape.m * shape.n * shape.k, ceiling=ceiling)
-                more = {"multiplies": multiplies, "control": recipe == BF16.name, **sums}
+                more = {"mma_dtype": mma_dtype, "control": recipe == BF16.name, **sums}
                 entries.append(Entry(key=due[recipe, gemm], call=ours, work=work, more=more))
             if entries:
                 bench.compare(entries, base)
@@ -164,7 +164,7 @@ def main(argv: Sequence[str]) -> None:
     def measure(bench: Bench) -> None:
         bench.measure_ceilings()
         rebases = next(entry.rebases for entry in BACKENDS if entry.name == bench.env["backend"])
-        recipes = [recipe for recipe in args.recipes if rebases or get_recipe(recipe).scale_span == 32]
+        recipes = [recipe for recipe in args.recipes if rebases or get_recipe(recipe).block_k == 32]
         for shape in args.shapes or shapes[: 1 if args.quick else None]:
             measure_shape(bench, shape, recipes)
 

@@ -50,10 +50,10 @@ for case in CASES:
             continue
         raise AssertionError("experts that cannot be divided")
     all_tokens = [tokens_of(case, source, ranks) for source in range(ranks)]
-    landed, _ = check_against_one_process(transport, case, all_tokens, "cpu")
+    received, _ = check_against_one_process(transport, case, all_tokens, "cpu")
     for part in (0, 1):
         expected = torchtitan_rows(case, all_tokens, rank, part)
-        assert torch.equal(landed[part].view(torch.uint8), expected), case
+        assert torch.equal(received[part].view(torch.uint8), expected), case
 try:
     tokens = tokens_of(CASES[0], rank, ranks)
     transport.dispatch(*tokens.arguments(), CASES[0].experts, worst_case=True)

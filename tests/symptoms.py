@@ -1,7 +1,7 @@
-"""What is wrong in torch and TorchTitan without a repair: scripts of checks that run without the plugin and the
+"""What is wrong in torch and TorchTitan without a workaround: scripts of checks that run without the plugin and the
 adapter, in a process of their own.
 
-A script imports ``symptom`` from here and decorates with it functions that have the names of the repairs.
+A script imports ``symptom`` from here and decorates with it functions that have the names of the workarounds.
 """
 
 import json

@@ -184,7 +184,7 @@ def test_every_operand_of_every_plan_has_a_key_that_says_all_of_it() -> None:
         module = __import__(entry.module, fromlist=["plan"])
         for hardware in (*CLUSTER_GPUS.values(), Hardware("cpu", "cpu"), Hardware("gfx950", "MI355X")):
             for recipe in RECIPES.values():
-                if entry.runs_on(hardware) and (entry.rebases or recipe.scale_span == 32):
+                if entry.runs_on(hardware) and (entry.rebases or recipe.block_k == 32):
                     specs = {spec for _, _, spec in operands_of(module.plan(recipe, hardware))}
                     assert all(spec_of(spec.key) == spec for spec in specs)
                     seen |= {spec.key for spec in specs}

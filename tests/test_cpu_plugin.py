@@ -1,4 +1,4 @@
-"""TorchTitan on a machine without accelerators, its repairs on any, the 2-layer flavors, wandb's defaults."""
+"""TorchTitan on a machine without accelerators, its workarounds on any, the 2-layer flavors, wandb's defaults."""
 
 import copy
 import dataclasses
@@ -28,15 +28,17 @@ from torchtitan.models.qwen3 import Qwen3Model, qwen3_args
 from torchtitan.protocols import BaseModelArgs
 from torchtitan.tools import utils
 
-from titan_mxfp8.plugin.repairs.cpu import enable_cpu_training
-from titan_mxfp8.repairs import wandb_offline
-from titan_mxfp8.repairs.activation_checkpointing import ignore_profiler_ranges
-from titan_mxfp8.repairs.cpu import CpuDevice
-from titan_mxfp8.repairs.wandb_offline import default_wandb_offline
+from titan_mxfp8.plugin.workarounds.cpu import enable_cpu_training
 from titan_mxfp8.tools.flavors import register_flavors
+from titan_mxfp8.workarounds import wandb_offline
+from titan_mxfp8.workarounds.activation_checkpointing import ignore_profiler_ranges
+from titan_mxfp8.workarounds.cpu import CpuDevice
+from titan_mxfp8.workarounds.wandb_offline import default_wandb_offline
 
 ROOT = Path(__file__).parent.parent
-cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="repairs are for machines without accelerator")
+cpu_only = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="workarounds are for machines without accelerator"
+)
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ print(json.dumps(report))
 
 
 def test_patches_nothing_where_an_accelerator_exists_and_each_site_once_elsewhere() -> None:
-    cpu_file = ROOT / "titan_mxfp8/plugin/repairs/cpu.py"
+    cpu_file = ROOT / "titan_mxfp8/plugin/workarounds/cpu.py"
     result = subprocess.run(
         [sys.executable, "-c", PATCH_SITES, cpu_file], capture_output=True, text=True, check=True, cwd="/"
     )
@@ -358,7 +360,7 @@ def test_flavors_twice_and_over_a_flavor_of_someone_else(monkeypatch: pytest.Mon
 INITIAL_WEIGHTS = """
 import copy, hashlib, json, os, sys
 import torch
-from titan_mxfp8.plugin.repairs.cpu import enable_cpu_training
+from titan_mxfp8.plugin.workarounds.cpu import enable_cpu_training
 from titan_mxfp8.tools.flavors import register_flavors
 
 assert enable_cpu_training()

@@ -129,7 +129,7 @@ def test_ops_against_the_reference_backend(target, recipe: Recipe, dtype: torch.
         gemm_plan = getattr(plan, name.split()[1])
         # A bf16 sum beside a rounding boundary can fall to the other side: measured up to 5.6e-5.
         rounded = dtype == BF16 or not gemm_plan.a.is_quantized
-        tolerance = (3e-4 if rounded else 0) + TOLERANCE[gemm_plan.multiplies, FP32]
+        tolerance = (3e-4 if rounded else 0) + TOLERANCE[gemm_plan.mma_dtype, FP32]
         assert error < tolerance, name
         assert row_error < (2**-8 if rounded else ROW_FACTOR * tolerance), name
 

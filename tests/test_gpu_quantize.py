@@ -44,9 +44,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 # Tile edges (128 rows, 128 columns of bf16), block edges, sizes that 16-byte accesses do not fit, one row, one column.
 SHAPES = [(384, 160), (129, 70), (1, 2048), (1000, 1), (33, 4099), (5, 96, 224), (2, 3, 40, 72)]
-REBASED = OperandSpec(span=128, scales="across")
-REBASED_SQUARES = OperandSpec(span=128, scales="across", block="32x32", lines=32)
-EVEN_SQUARES = OperandSpec(stored="even", block="32x32", lines=32)
+REBASED = OperandSpec(block_k=128, scales="mn_major")
+REBASED_SQUARES = OperandSpec(block_k=128, scales="mn_major", block="32x32", block_mn=32)
+EVEN_SQUARES = OperandSpec(stored="coalesced", block="32x32", block_mn=32)
 # What is quantised along both axes, by the backend that makes it.
 SPECS = [(triton, spec) for spec in (EXACT, SQUARES, replace(EXACT, stored="bf16"), replace(SQUARES, stored="bf16"))]
 SPECS += [(hopper, spec) for spec in (REBASED, REBASED_SQUARES, EVEN_SQUARES) if IS_HOPPER]
@@ -90,9 +90,9 @@ def test_even_and_32x128_along_one_axis(in_dtype: torch.dtype, rounding: str, dt
     for make in (wild, uneven, partly_even):
         for shape in SHAPES:
             x = make(shape, in_dtype)
-            check_quantize(hopper, x, x.ndim - 1, OperandSpec(stored="even", **common), device="cuda")
+            check_quantize(hopper, x, x.ndim - 1, OperandSpec(stored="coalesced", **common), device="cuda")
             for axis in (x.ndim - 1, x.ndim - 2):
-                check_quantize(hopper, x, axis, replace(REBASED, lines=32, **common), device="cuda")
+                check_quantize(hopper, x, axis, replace(REBASED, block_mn=32, **common), device="cuda")
 
 
 @pytest.mark.parametrize("backend, spec", SPECS, ids=ids)
@@ -156,7 +156,7 @@ def test_beyond_int32():
     for backend, spec in [(triton, EXACT), (hopper, REBASED)][: 2 if IS_HOPPER else 1]:
         with poisoned_empty():
             last, first = backend.quantize_both(x, spec, spec, None)
-        blocks = -(-edge // spec.span)
+        blocks = -(-edge // spec.block_k)
         ends = {1: (last.data[-edge:], last.row_scales()[-edge:])}
         ends[0] = first.data[:, -edge:], first.row_scales()[:, -blocks:]
         for axis, (data, scale) in ends.items():

@@ -16,25 +16,25 @@ from titan_mxfp8.backends import hopper
 from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
 
 E5M2 = torch.float8_e5m2
-ROWS = OperandSpec(span=128, scales="across")
-SQUARES = OperandSpec(span=128, scales="across", block="32x32", lines=32)
-EVEN_SQUARES = OperandSpec(stored="even", block="32x32", lines=32)
+ROWS = OperandSpec(block_k=128, scales="mn_major")
+SQUARES = OperandSpec(block_k=128, scales="mn_major", block="32x32", block_mn=32)
+EVEN_SQUARES = OperandSpec(stored="coalesced", block="32x32", block_mn=32)
 # What is made: the spec, the axis (None: both), and what else there is to say.
 FORMS = {
     "last": (ROWS, 1, {}),
-    "last, squares": (OperandSpec(span=128, scales="across", lines=32), 1, {}),
+    "last, squares": (OperandSpec(block_k=128, scales="mn_major", block_mn=32), 1, {}),
     "first, ragged": (ROWS, 0, {"offs": OFFS}),
-    "first, squares": (OperandSpec(span=128, scales="across", lines=32), 0, {}),
+    "first, squares": (OperandSpec(block_k=128, scales="mn_major", block_mn=32), 0, {}),
     "both, ragged": (ROWS, None, {"offs": OFFS}),
     "both of fp32": (ROWS, None, {"dtype": torch.float32}),
-    "both, ragged, E5M2": (OperandSpec(span=128, scales="across", elem_dtype=E5M2), None, {"offs": OFFS}),
+    "both, ragged, E5M2": (OperandSpec(block_k=128, scales="mn_major", elem_dtype=E5M2), None, {"offs": OFFS}),
     "both, 77 rows": (ROWS, None, {"shape": (77, 480)}),
     "32x32 both": (SQUARES, None, {}),
-    "even": (OperandSpec(stored="even"), 1, {}),
-    "even, E5M2 of fp32": (OperandSpec(stored="even", elem_dtype=E5M2), 1, {"dtype": torch.float32}),
+    "coalesced": (OperandSpec(stored="coalesced"), 1, {}),
+    "even, E5M2 of fp32": (OperandSpec(stored="coalesced", elem_dtype=E5M2), 1, {"dtype": torch.float32}),
     "even 32x32 last": (EVEN_SQUARES, 1, {}),
     "even 32x32 both": (EVEN_SQUARES, None, {}),
-    "even 32x32 both, E5M2": (OperandSpec(stored="even", block="32x32", lines=32, elem_dtype=E5M2), None, {}),
+    "even 32x32 both, E5M2": (OperandSpec(stored="coalesced", block="32x32", block_mn=32, elem_dtype=E5M2), None, {}),
 }
 
 
@@ -45,7 +45,7 @@ REQUANTISED = {
     "rebased, E5M2": (replace(ROWS, elem_dtype=E5M2), replace(ROWS, elem_dtype=E5M2)),
     "exact to rebased": (EXACT, ROWS),
     "exact": (EXACT, EXACT),
-    "even to values": (replace(EXACT, stored="even"), VALUES),
+    "even to values": (replace(EXACT, stored="coalesced"), VALUES),
     "rebased to unquantised": (ROWS, UNQUANTIZED),
 }
 

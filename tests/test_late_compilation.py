@@ -188,17 +188,17 @@ def test_a_moe_layer_of_two_ranks_compiles_with_its_first_tokens_only(
     group = SimpleNamespace(group_name="two", size=lambda: 2, rank=lambda: 0)
     transport_name, rows_for = way.split()
     carrier = Collective(group) if transport_name == "collective" else Symmetric(Lonely())
-    plan, landed = moe.plan, 0
+    plan, received = moe.plan, 0
 
     def plan_what_landed(*args) -> tuple[torch.Tensor, torch.Tensor]:
         starts, offs = plan(*args)
-        return starts, torch.full_like(offs, landed)
+        return starts, torch.full_like(offs, received)
 
     def receive(out: torch.Tensor, sent: torch.Tensor, *args, **kwargs) -> None:
         if out.dtype == torch.int32:  # how many slots chose each expert, which no kernel counted, and packets
             out.copy_(sent)
             out[:, : 2 * EXPERTS] = 0
-            out[0, 0] = landed
+            out[0, 0] = received
 
     monkeypatch.setattr(moe, "plan", plan_what_landed)
     monkeypatch.setattr(torch.distributed, "all_to_all_single", receive)
@@ -206,8 +206,8 @@ def test_a_moe_layer_of_two_ranks_compiles_with_its_first_tokens_only(
     monkeypatch.setattr(layer, "choose", lambda *_: (carrier, ""))
 
     def run(rows: int, seed: int) -> None:
-        nonlocal landed
-        landed = 2 * rows
+        nonlocal received
+        received = 2 * rows
         run_moe(recipe, name, 160, rows, group=group, transport=transport_name, rows=rows_for, max_tokens=max(ROWS))
 
     check_later_rows(run, first, found, 10)

@@ -26,7 +26,7 @@ from torchtitan.models.moe.moe import GroupedExperts
 
 from titan_mxfp8 import RECIPES, convert_model, modules, mxfp8_linear
 from titan_mxfp8.modules import MXFP8Linear
-from titan_mxfp8.plugin.repairs.cpu import enable_cpu_training
+from titan_mxfp8.plugin.workarounds.cpu import enable_cpu_training
 from titan_mxfp8.recipe import Recipe
 from titan_mxfp8.testing import relative_rms
 

@@ -302,7 +302,7 @@ def test_the_log_says_what_is_converted_by_what_and_what_is_multiplied(caplog: p
     with caplog.at_level(logging.INFO):
         convert_model(Layer(), grouped_fqns=["experts"], recipe="mxfp8_wgrad_bf16", rebase=True)
     assert "MXFP8: recipe mxfp8_wgrad_bf16_rebased, backend reference (for cpu; " in caplog.text
-    assert "multiplies forward fp32, dgrad fp32, wgrad bf16" in caplog.text
+    assert "MMA forward fp32, dgrad fp32, wgrad bf16" in caplog.text
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 

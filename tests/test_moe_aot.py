@@ -22,11 +22,11 @@ def layer(dim: int, experts: int, slots: int, *, tokens: int = 64, ranks: int = 
         counts, labels = kernels.label(ids, scores, experts)
         starts, _ = kernels.plan(counts.expand(sources, -1).contiguous(), 0, None, given)
         ends = torch.zeros(sources, dtype=torch.int32)
-        rows, landed = kernels.locate(labels, ends, starts, 0, 3 * tokens, given)
+        rows, received = kernels.locate(labels, ends, starts, 0, 3 * tokens, given)
         kernels.place(parts, rows, 3 * tokens, given)
-        ys, values = [torch.empty(3 * tokens, dim, dtype=BF16)] * 2, landed.clone()
+        ys, values = [torch.empty(3 * tokens, dim, dtype=BF16)] * 2, received.clone()
         slots_of = torch.zeros((tokens, sources), dtype=torch.int32)
-        for ys_, weights, values_ in ((ys[:1], landed, None), (ys, None, values)):
+        for ys_, weights, values_ in ((ys[:1], received, None), (ys, None, values)):
             sums, at_home = kernels.reduce(ys_, weights, values_, rows, BF16)
             if given:
                 kernels.reduce_to(given, ys_, weights, values_, rows)

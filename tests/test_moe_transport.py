@@ -36,23 +36,23 @@ def test_slots_without_an_expert_are_sent_nowhere():
     x = torch.arange(64.0).view(4, 16)
     expert_ids = torch.tensor([[0, -1], [2, 0], [-1, 7], [1, 1]])  # of 3 experts; the last names one twice
     scores = torch.arange(8.0).view(4, 2)
-    (landed,), landing = Local().dispatch([x], expert_ids, scores, 3, False)
-    assert landing.offs.tolist() == [2, 4, 5]
-    assert landing.rows.tolist() == [[0, -1], [4, 1], [-1, -1], [2, 3]]
-    assert torch.equal(landed[:5], x[[0, 1, 3, 3, 1]])
-    assert landing.scores[:5].tolist() == [0, 3, 6, 7, 2]
-    y = torch.full_like(landed, float("nan"))
-    y[:5] = landed[:5]
-    out, values = Local().combine([y], False, y[:, 1].contiguous(), landing, torch.float32)
+    (received,), handle = Local().dispatch([x], expert_ids, scores, 3, False)
+    assert handle.offs.tolist() == [2, 4, 5]
+    assert handle.rows.tolist() == [[0, -1], [4, 1], [-1, -1], [2, 3]]
+    assert torch.equal(received[:5], x[[0, 1, 3, 3, 1]])
+    assert handle.scores[:5].tolist() == [0, 3, 6, 7, 2]
+    y = torch.full_like(received, float("nan"))
+    y[:5] = received[:5]
+    out, values = Local().combine([y], False, y[:, 1].contiguous(), handle, torch.float32)
     assert torch.equal(out, x * torch.tensor([1.0, 2, 0, 2])[:, None])
     assert values.tolist() == [[1, 0], [17, 17], [0, 0], [49, 49]]
 
 
 def test_nothing_of_a_landing_is_an_input():
     expert_ids, scores = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
-    _, landing = Local().dispatch([torch.ones(3, 32)], expert_ids, scores, 1, True)
+    _, handle = Local().dispatch([torch.ones(3, 32)], expert_ids, scores, 1, True)
     inputs = {expert_ids.data_ptr(), scores.data_ptr()}
-    pointers = [x.data_ptr() for x in landing if x.numel()]
+    pointers = [x.data_ptr() for x in handle if x.numel()]
     assert inputs.isdisjoint(pointers) and len(set(pointers)) == len(pointers)
 
 

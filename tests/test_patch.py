@@ -19,8 +19,8 @@ from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
 from titan_mxfp8 import plugin
 from titan_mxfp8.plugin import checks, telemetry, wandb_run
-from titan_mxfp8.plugin.repairs import moe, validation
-from titan_mxfp8.repairs import tensor_parallel
+from titan_mxfp8.plugin.workarounds import moe, validation
+from titan_mxfp8.workarounds import tensor_parallel
 
 WAITS = "act_input_indices" in inspect.signature(ViewAndMutationMeta).parameters
 SITES = {
@@ -108,7 +108,7 @@ everywhere = changed(before)
 assert not any("titan_mxfp8.tools" in name for name in sys.modules), "a run that does not ask imports no tools"
 torch.accelerator.is_available = lambda: False
 before = snapshot()
-titan_mxfp8.plugin.repairs.cpu.enable_cpu_training()
+titan_mxfp8.plugin.workarounds.cpu.enable_cpu_training()
 print(json.dumps([everywhere, changed(before)]))
 """
 

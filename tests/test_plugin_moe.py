@@ -25,7 +25,7 @@ from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.ops import observe
 from titan_mxfp8.plugin import moe as plugin
 from titan_mxfp8.plugin.converters import GroupedMMConverter
-from titan_mxfp8.plugin.repairs.cpu import enable_cpu_training
+from titan_mxfp8.plugin.workarounds.cpu import enable_cpu_training
 from titan_mxfp8.recipe import BF16
 from titan_mxfp8.testing import relative_rms
 from titan_mxfp8.tools.dry_run import dry_run, parse_config

@@ -12,16 +12,16 @@ from test_triton_aot import check
 from titan_mxfp8.backends import plan_on, sm100
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.backends.sm100 import gemm
-from titan_mxfp8.backends.sm100.quantize import block_scales
+from titan_mxfp8.backends.sm100.quantize import swizzle_scales
 from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.recipe import get_recipe
 
 M, N, K, E = 256, 160, 512, 3
 OFFS = torch.tensor([100, 100, 250], dtype=torch.int32)
 BF16, FP32 = torch.bfloat16, torch.float32
-ROWS, BLOCKED = OperandSpec(), OperandSpec(scales="blocked")
-SQUARES = OperandSpec(block="32x32", scales="blocked")
-E5M2 = OperandSpec(rounding="floor", elem_dtype=torch.float8_e5m2, scales="blocked")
+ROWS, BLOCKED = OperandSpec(), OperandSpec(scales="swizzled")
+SQUARES = OperandSpec(block="32x32", scales="swizzled")
+E5M2 = OperandSpec(rounding="floor", elem_dtype=torch.float8_e5m2, scales="swizzled")
 # What is quantised to what, along which axis (None: both), with groups or without.
 QUANTIZE = {
     "last": (BF16, BLOCKED, 1, None),
@@ -58,7 +58,7 @@ def test_requantise_tiles_and_what_torch_leaves() -> None:
     with compile_only("sm_100") as kernels:
         sm100.requantize(rows, 0, BLOCKED, OFFS)
         for operand, offs in ((rows, None), (rows, OFFS), (tokens, OFFS), (w, None)):
-            block_scales(operand, offs)
+            swizzle_scales(operand, offs)
         gemm.finish_rows(out, torch.empty(E, N, dtype=BF16), OFFS, zero_tail=True)
         gemm.zero_empty_groups(dw, OFFS)
     check(kernels)

@@ -19,7 +19,7 @@ from titan_mxfp8.backends.common.pad import pad_token_groups, unpad_token_groups
 from titan_mxfp8.format.spec import OperandSpec
 
 ROWS = OperandSpec()
-SQUARES = OperandSpec(block="32x32", lines=32)
+SQUARES = OperandSpec(block="32x32", block_mn=32)
 OFFS = torch.tensor([100, 100, 250], dtype=torch.int32)
 # Each form that compiles differently enough to spill, or to lose an instruction: the spec, the axis (None: both), and
 # what else there is to say.

@@ -34,7 +34,7 @@ from titan_mxfp8.testing import SPREADS, group_sizes, make_offs
 WAYS = {"scaled": "sm_100", "bf16_tma": "sm_90", "bf16": "sm_80"}
 # Small tiles: 160 rows then have bands, several tiles for each of the 3 programs, and tails on all sides.
 TILES = gemm.Tiles(bm=16, bn=64, bc=64, warps=4, stages=2, programs=1)
-EXACT = [recipe.name for recipe in dict.fromkeys(RECIPES.values()) if recipe.scale_span == 32]
+EXACT = [recipe.name for recipe in dict.fromkeys(RECIPES.values()) if recipe.block_k == 32]
 
 
 @pytest.fixture(params=WAYS)

@@ -9,13 +9,13 @@ from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.testing import make_offs, poisoned_empty
 
 ROWS = OperandSpec()
-SQUARES = OperandSpec(block="32x32", lines=32)
-REBASED = OperandSpec(span=128, scales="across")
+SQUARES = OperandSpec(block="32x32", block_mn=32)
+REBASED = OperandSpec(block_k=128, scales="mn_major")
 
 
 def operand(scale: torch.Tensor, lines: int, spec: OperandSpec = ROWS) -> Operand:
     """An operand of these scales, (..., lines, blocks), with what fills them up where they lie across; no elements."""
-    if spec.scales == "across":
+    if spec.scales == "mn_major":
         stored = torch.full((*scale.shape[:-2], scale.shape[-1], ceil_to(lines, 16)), 200, dtype=torch.uint8)
         stored[..., :lines] = scale.mT
         scale = stored

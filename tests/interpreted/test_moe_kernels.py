@@ -219,9 +219,9 @@ def test_a_buffer_that_inference_used_first_can_be_trained_with():
         for case in (Case((4, 2), 64, 4, 1), Case((3, 4), 64, 2, 1)):  # the second one in the buffer of the first
             mine = tokens_of(case, transport.rank, 2)
             with torch.inference_mode():
-                _, landing = transport.dispatch(*mine.arguments(), case.experts, False)
-                landed = torch.ones(landing.scores.shape[0], case.dim).bfloat16()
-                transport.combine([landed], True, landing.scores, landing, torch.bfloat16)
+                _, handle = transport.dispatch(*mine.arguments(), case.experts, False)
+                received = torch.ones(handle.scores.shape[0], case.dim).bfloat16()
+                transport.combine([received], True, handle.scores, handle, torch.bfloat16)
             all_tokens = [tokens_of(case, source, 2) for source in range(2)]
             check_against_one_process(transport, case, all_tokens, "cpu")
 
@@ -233,14 +233,14 @@ def test_dispatches_in_a_row():
     case = Case((6, 4), 64, 4, 2)
 
     def layers(transport: Symmetric) -> None:
-        landed = []
+        received = []
         for seed in range(3):
             mine = tokens_of(case, transport.rank, 2, seed)
-            parts, landing = transport.dispatch(*mine.arguments(), case.experts, False)
-            landed.append((seed, parts, landing))
-        for seed, parts, landing in landed:
+            parts, handle = transport.dispatch(*mine.arguments(), case.experts, False)
+            received.append((seed, parts, handle))
+        for seed, parts, handle in received:
             mine = tokens_of(case, transport.rank, 2, seed)
-            again = transport.resend(mine.parts, landing)
+            again = transport.dispatch_with_handle(mine.parts, handle)
             for part, expected in zip(parts, again, strict=True):
                 assert torch.equal(part.view(torch.uint8), expected.view(torch.uint8))
             all_tokens = [tokens_of(case, source, 2, seed) for source in range(2)]
@@ -256,12 +256,12 @@ def test_rows_that_there_is_no_room_for_are_dropped():
         tokens = (3, 2)[transport.rank]
         x = torch.arange(1.0, 1 + tokens * 32).view(tokens, 32).to(torch.bfloat16)
         ids, scores = torch.zeros(tokens, 2, dtype=torch.int64), torch.ones(tokens, 2)
-        (landed,), landing = transport.dispatch([x], ids, scores, 2, True)
+        (received,), handle = transport.dispatch([x], ids, scores, 2, True)
         room = 3 * 2 * 1
-        assert landed.shape == (room, 32) and landing.offs.tolist() == [room if transport.rank == 0 else 0]
+        assert received.shape == (room, 32) and handle.offs.tolist() == [room if transport.rank == 0 else 0]
         if transport.rank == 0:
-            assert landing.rows.tolist() == [[0, 1], [2, 3], [4, 5], [-2, -2], [-2, -2], [-1, -1]]
-        sums, values = transport.combine([landed], True, landing.scores, landing, torch.float32)
+            assert handle.rows.tolist() == [[0, 1], [2, 3], [4, 5], [-2, -2], [-2, -2], [-1, -1]]
+        sums, values = transport.combine([received], True, handle.scores, handle, torch.float32)
         doubled = (2 * x.float()).to(torch.bfloat16).float()
         assert torch.equal(sums, doubled if transport.rank == 0 else torch.zeros_like(doubled))
         assert values.eq(1 - transport.rank).all()

@@ -29,14 +29,14 @@ from titan_mxfp8.backends.common import quantize as exact
 from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.testing import SPREADS, group_sizes, make_offs
 
-REBASED = OperandSpec(span=128, scales="across")
+REBASED = OperandSpec(block_k=128, scales="mn_major")
 
 
 def specs(rounding: str = "rceil", dtype: torch.dtype = E4M3) -> Iterator[OperandSpec]:
     """Both blocks in FP8, and both as values in bf16."""
     for stored in ("fp8", "bf16"):
         yield OperandSpec(rounding=rounding, elem_dtype=dtype, stored=stored)
-        yield OperandSpec(rounding=rounding, elem_dtype=dtype, stored=stored, block="32x32", lines=32)
+        yield OperandSpec(rounding=rounding, elem_dtype=dtype, stored=stored, block="32x32", block_mn=32)
 
 
 @pytest.fixture(params=["instruction", "integers"])
@@ -138,7 +138,7 @@ def test_dequantize(dtype: torch.dtype):
     check_every_byte(dtype)
     for shape in ((70, 45), (2, 40, 96)):
         for block, lines in (("1x32", 1), ("32x32", 32)):
-            check_dequantize(wild(shape, FP32), OperandSpec(elem_dtype=dtype, block=block, lines=lines))
+            check_dequantize(wild(shape, FP32), OperandSpec(elem_dtype=dtype, block=block, block_mn=lines))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -28,7 +28,7 @@ from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_linear
 from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.titan03 import MXFP8Experts, MXFP8Linears, config_registry, moe
 from titan_mxfp8.titan03.moe import MXFP8RoutedExperts
-from titan_mxfp8.titan03.repairs import varlen_attn_on_cpu
+from titan_mxfp8.titan03.workarounds import varlen_attn_on_cpu
 
 EXPERTS, LINEARS = "titan_mxfp8.titan03.experts", "titan_mxfp8.titan03.linears"
 # Model, expert modules, linears that are converted.

@@ -20,12 +20,12 @@ class Gemm:
     Attributes:
         a: spec of the activations (forward) or the output gradient (dgrad, wgrad).
         b: spec of the weight (forward, dgrad) or the activations (wgrad).
-        multiplies: what the tensor cores, or the CPU, multiply.
+        mma_dtype: what the tensor cores, or the CPU, multiply.
     """
 
     a: OperandSpec
     b: OperandSpec
-    multiplies: Literal["FP8", "bf16", "fp32"]
+    mma_dtype: Literal["FP8", "bf16", "fp32"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +53,18 @@ class Plan:
         return Plan(**{name: change(gemm) for name, gemm in self.gemms.items()})
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {gemm.multiplies}" for name, gemm in self.gemms.items())
+        return ", ".join(f"{name} {gemm.mma_dtype}" for name, gemm in self.gemms.items())
 
 
 class SwigluGradients(NamedTuple):
     """What ``Backend.swiglu_backward`` makes: the gradients along H (dgrad) and along M (wgrad), the score times h
     along M (wgrad of w2), and the scores' gradient, fp32 (M,), None without scores."""
 
-    dgate_last: Operand
-    dup_last: Operand
-    dgate_first: Operand
-    dup_first: Operand
-    sh_first: Operand
+    dgate_rowwise: Operand
+    dup_rowwise: Operand
+    dgate_columnwise: Operand
+    dup_columnwise: Operand
+    sh_columnwise: Operand
     dscores: torch.Tensor | None
 
 
@@ -82,14 +82,14 @@ class Backend(Protocol):
     @staticmethod
     def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
         """``format.reference.quantize``, of any spec of the plans and any exact FP8 one. Of operands of a spec that
-        ``groups_rows`` what lies behind the last group is undefined."""
+        ``grouped_scales`` what lies behind the last group is undefined."""
 
     @staticmethod
     def quantize_both(
         x: torch.Tensor, last: OperandSpec, first: OperandSpec, offs: torch.Tensor | None
     ) -> tuple[Operand, Operand]:
         """``x`` quantised along its last axis and along the one before it, both from ``x``; ``offs`` cuts the latter,
-        and the former if its spec ``groups_rows``.
+        and the former if its spec ``grouped_scales``.
 
         In one read of ``x`` where there is a kernel for the pair.
         """
@@ -123,7 +123,9 @@ class Backend(Protocol):
         """
 
     @staticmethod
-    def sum_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch.Tensor | None) -> list[torch.Tensor]:
+    def dual_gemm_m_grouped(
+        products: Iterator[tuple[Operand, Operand]], offs: torch.Tensor | None
+    ) -> list[torch.Tensor]:
         """Two products of which only the sum is wanted: dgrad of w1 and w3.
 
         Args:
@@ -195,7 +197,7 @@ class Entry:
         module: import path of the ``Backend``, which is imported when it is first used.
         needs: the hardware it needs, in words.
         runs_on: whether it runs there.
-        rebases: whether it multiplies rebased operands (``Recipe.scale_span`` 128).
+        rebases: whether it multiplies rebased operands (``Recipe.block_k`` 128).
     """
 
     name: str
@@ -265,7 +267,7 @@ def select(backend: str, hardware: Hardware, recipe: Recipe) -> Selection:
         reason = "; ".join([f"for {hardware.name}", *passed_over])
     else:
         entry, reason = _named(backend, hardware), "named by the user"
-    if recipe.scale_span == 128 and not entry.rebases:
+    if recipe.block_k == 128 and not entry.rebases:
         able = " or ".join(repr(other.name) for other in BACKENDS if other.rebases)
         raise ValueError(
             f"recipe {recipe.name!r} is rebased, but backend {entry.name!r} ({reason}) cannot: use backend {able}, or "

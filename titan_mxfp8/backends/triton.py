@@ -24,7 +24,7 @@ swiglu_backward = fused.swiglu_backward
 
 def plan(recipe: Recipe, hardware: Hardware) -> Plan:
     """``Backend.plan``: FP8 where tensor cores know scales, else the values in bf16."""
-    assert recipe.scale_span == 32, recipe
+    assert recipe.block_k == 32, recipe
     fp8 = reference.plan(recipe, hardware)
     if hardware.mma == "scaled":
         return fp8.map(in_fp8)
@@ -33,17 +33,17 @@ def plan(recipe: Recipe, hardware: Hardware) -> Plan:
 
 def in_fp8(gemm: Gemm) -> Gemm:
     """The same operands, multiplied in FP8; unquantised ones in bf16 in any case."""
-    return replace(gemm, multiplies="FP8" if gemm.a.is_quantized else "bf16")
+    return replace(gemm, mma_dtype="FP8" if gemm.a.is_quantized else "bf16")
 
 
 def in_bf16(gemm: Gemm) -> Gemm:
     """The same values in bf16."""
-    return Gemm(a=replace(gemm.a, stored="bf16"), b=replace(gemm.b, stored="bf16"), multiplies="bf16")
+    return Gemm(a=replace(gemm.a, stored="bf16"), b=replace(gemm.b, stored="bf16"), mma_dtype="bf16")
 
 
 def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
     """``Backend.quantize``."""
-    assert spec.span == 32 and spec.stored != "even" and spec.scales == "rows", spec
+    assert spec.block_k == 32 and spec.stored != "coalesced" and spec.scales == "k_major", spec
     if spec.stored == "bf16":
         return dequantize.quantize_dequantize(x, axis, spec, offs)
     return exact.quantize(x, axis, spec, offs)
@@ -59,8 +59,8 @@ def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor |
     return (dequantize if spec.stored == "bf16" else exact).requantize(rows, spec, offs)
 
 
-def sum_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch.Tensor | None) -> list[torch.Tensor]:
-    """``Backend.sum_m_grouped``, of each product."""
+def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch.Tensor | None) -> list[torch.Tensor]:
+    """``Backend.dual_gemm_m_grouped``, of each product."""
     return [gemm_m_grouped(a, b, offs, None, torch.bfloat16, zero_tail=False) for a, b in products]
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from titan_mxfp8.format.blocked import block
 from titan_mxfp8.format.mx import (
     BLOCK_SIZE,
     SCALE_BIAS,
@@ -22,6 +21,7 @@ from titan_mxfp8.format.mx import (
     to_blocks,
 )
 from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.format.swizzle import swizzle
 
 # Per element type: exponent of the largest power of two, and 1 / max as the fp32 that the definition multiplies by.
 _POW2_MAX = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
@@ -38,34 +38,34 @@ def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor |
         axis: non-negative. With 32x32 blocks, one of the last two axes.
         spec: what to make.
         offs: int32 (E,) end offsets of groups along ``axis``, or None. Each group then starts a new block: it moves to
-            the next multiple of ``spec.span`` of an axis of ``ragged_rows`` elements, the gaps are zeros with scale
-            byte 0, and elements at and past ``offs[-1]`` are dropped. ``offs=[2, 2, 40]``, length 41, span 32:
+            the next multiple of ``spec.block_k`` of an axis of ``ragged_rows`` elements, the gaps are zeros with scale
+            byte 0, and elements at and past ``offs[-1]`` are dropped. ``offs=[2, 2, 40]``, length 41, block_k 32:
             elements 0..1 stay, 2..39 go to 32..69, and the axis grows to 128. Values in bf16 stay where they are.
-            Of a spec that ``groups_rows`` and the last axis: of groups of rows, which stay where they are.
+            Of a spec that ``grouped_scales`` and the last axis: of groups of rows, which stay where they are.
     """
     if not spec.is_quantized:
         return Operand(x.bfloat16().contiguous(), None, spec, axis)
-    if spec.scales == "blocked":
+    if spec.scales == "swizzled":
         by_rows = axis == x.ndim - 1
-        return block(quantize(x, axis, spec.exact, None if by_rows else offs), spec, offs)
+        return swizzle(quantize(x, axis, spec.exact, None if by_rows else offs), spec, offs)
     is_last = axis == x.ndim - 1
     x_along = x.movedim(axis, -1)
     if offs is not None:
-        x_along = _gather_groups(x_along, offs, spec.span)
+        x_along = _gather_groups(x_along, offs, spec.block_k)
     else:
         x_along = F.pad(x_along, (0, spec.length(x.shape[axis], is_last, None) - x.shape[axis]))
     round_to_blocks = _round_to_squares if spec.block == "32x32" else _round_to_blocks
     data, scale = round_to_blocks(x_along.float(), spec.rounding, spec.elem_dtype)
     operand = Operand(data.contiguous(), scale, spec.exact, axis)
-    if spec.stored == "even":
-        return even_out(operand)
+    if spec.stored == "coalesced":
+        return coalesce_scales(operand)
     if spec.stored == "bf16":
         values = operand.dequantize()
         if offs is not None:
-            values = _scatter_groups(values, offs, x.shape[axis], spec.span)
+            values = _scatter_groups(values, offs, x.shape[axis], spec.block_k)
         values = values.narrow(-1, 0, x.shape[axis]).movedim(-1, axis)
         return Operand(values.to(torch.bfloat16).contiguous(), None, spec, axis)
-    return operand if spec.span == BLOCK_SIZE else rebase(operand, spec)
+    return operand if spec.block_k == BLOCK_SIZE else rebase(operand, spec)
 
 
 def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None = None) -> Operand:
@@ -80,7 +80,7 @@ def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor |
         rows: FP8 of (M, C), quantised along axis 1 in blocks of 1x32: exact, evened out or rebased.
         axis, spec, offs: as of ``quantize``; values in bf16 along axis 1 are those of ``rows``.
     """
-    assert rows.axis == 1 and rows.data.ndim == 2 and rows.spec.stored != "bf16" and rows.spec.lines == 1, rows.spec
+    assert rows.axis == 1 and rows.data.ndim == 2 and rows.spec.stored != "bf16" and rows.spec.block_mn == 1, rows.spec
     values = dequantize(rows)
     if axis == 0:
         return quantize(values, 0, spec, offs)
@@ -91,7 +91,7 @@ def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor |
 
 def rebase(operand: Operand, spec: OperandSpec) -> Operand:
     """Gives neighbouring blocks one scale, the largest of theirs, so that a GEMM may scale once per 128 elements of the
-    axis and, with ``spec.lines`` of 32, by one number for 32 columns.
+    axis and, with ``spec.block_mn`` of 32, by one number for 32 columns.
 
     An element becomes the nearest (ties to even) of ``element * 2^(s - S)``, s the old and S the new scale byte: its
     exponent moves, its value changes only where it falls below the smallest normal element. Blocks of bytes 120 and
@@ -100,16 +100,17 @@ def rebase(operand: Operand, spec: OperandSpec) -> Operand:
 
     Args:
         operand: exact, in blocks of 1x32 or 32x32. The last ones may be fewer. Groups must start at multiples of 128.
-        spec: of the result: ``span`` 128, the same blocks. ``lines`` 1: four blocks of 1x32 share a scale; 32: four of
+        spec: of the result: ``block_k`` 128, the same blocks. ``block_mn`` 1: four blocks of 1x32 share a scale; 32:
+        four of
             32x32, or all 1x32 of 32 x 128 elements.
     """
     scale = operand.scale.to(torch.int16)
     largest = to_blocks(scale, scale.ndim - 1, _SHARED).amax(-1)
-    if spec.lines > operand.spec.lines:
+    if spec.block_mn > operand.spec.block_mn:
         largest = to_blocks(largest, largest.ndim - 2).amax(-2)
     shared = largest.repeat_interleave(_SHARED, dim=-1)
-    if spec.lines > operand.spec.lines:
-        shared = shared.repeat_interleave(spec.lines, dim=-2)
+    if spec.block_mn > operand.spec.block_mn:
+        shared = shared.repeat_interleave(spec.block_mn, dim=-2)
     shared = shared[tuple(slice(size) for size in scale.shape)]
     # the steps as scale bytes of their own: with 2^-126 every element, below 2^16, goes to 0
     steps = (scale - shared + SCALE_BIAS).clamp_(min=1).masked_fill_(shared == SCALE_NAN, SCALE_NAN).to(torch.uint8)
@@ -121,7 +122,7 @@ def rebase(operand: Operand, spec: OperandSpec) -> Operand:
     return Operand(data, stored, spec, operand.axis)
 
 
-def even_out(operand: Operand) -> Operand:
+def coalesce_scales(operand: Operand) -> Operand:
     """Gives neighbouring blocks one scale where that changes no value: the same numbers, in the same blocks.
 
     Four neighbouring blocks along the axis get the largest of their scales if all of their elements can be expressed
@@ -157,7 +158,7 @@ def even_out(operand: Operand) -> Operand:
     elements = elements.to(elem_dtype).view(torch.uint8)
     data = torch.where(steps.unsqueeze(-1) > 0, elements, data).flatten(-2)[..., :rows, :length].contiguous()
     scale = new[..., :count].to(torch.uint8).contiguous()
-    return Operand(data.view(elem_dtype), scale, replace(spec, stored="even"), operand.axis)
+    return Operand(data.view(elem_dtype), scale, replace(spec, stored="coalesced"), operand.axis)
 
 
 def dequantize(operand: Operand) -> torch.Tensor:
@@ -181,7 +182,7 @@ def dequantize(operand: Operand) -> torch.Tensor:
 def scale_operand(elements: torch.Tensor, operand: Operand) -> torch.Tensor:
     """``operand``'s elements, given in fp32, times its scales; may overwrite them."""
     spec = operand.spec
-    return scale_elements(elements, operand.row_scales(), span=spec.span, lines=spec.lines)
+    return scale_elements(elements, operand.row_scales(), block_k=spec.block_k, block_mn=spec.block_mn)
 
 
 def changed_elements(before: Operand, after: Operand) -> torch.Tensor:

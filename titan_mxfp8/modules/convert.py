@@ -341,7 +341,7 @@ def _config(
     recipe, hardware = get_recipe(recipe, rebase), hardware_of(_device(model))
     selection = backends.select(backend, hardware, recipe)
     plan = backends.plan_on(recipe, selection.name, hardware)
-    chosen = f"MXFP8: recipe {recipe.name}, backend {selection.name} ({selection.reason}); multiplies {plan}"
+    chosen = f"MXFP8: recipe {recipe.name}, backend {selection.name} ({selection.reason}); MMA {plan}"
     logger.info(chosen)
     if selection.warning:
         logger.warning(f"MXFP8: {selection.warning}")

@@ -20,7 +20,7 @@ from titan_mxfp8.modules.convert import training_device
 from titan_mxfp8.modules.converted import ConvertedModule
 from titan_mxfp8.modules.linear import MXFP8Linear
 from titan_mxfp8.ops import observe
-from titan_mxfp8.repairs.patch import is_patched, patch_of
+from titan_mxfp8.workarounds.patch import is_patched, patch_of
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from titan_mxfp8.format.mx import ceil_to
-from titan_mxfp8.moe.transport import Landing, check_dispatch, check_parts, movements, read_later
+from titan_mxfp8.moe.transport import DispatchHandle, check_dispatch, check_parts, movements, read_later
 
 
 class Collective:
@@ -37,8 +37,8 @@ class Collective:
         scores: torch.Tensor,
         experts: int,
         worst_case: bool,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> tuple[list[torch.Tensor], Landing]:
+        overlap: Callable[[], None] = lambda: None,
+    ) -> tuple[list[torch.Tensor], DispatchHandle]:
         """See ``Transport``.
 
         Raises:
@@ -59,10 +59,10 @@ class Collective:
         dist.all_to_all_single(everything, mine, group=self.group)
 
         read = read_later(everything)
-        meanwhile()
+        overlap()
         sizes = read().long()  # the host waits here
         splits = torch.stack((sizes[self.rank, experts:], sizes[:, experts + self.rank]))
-        landed = int(sizes[:, self.rank * local : (self.rank + 1) * local].sum())
+        received = int(sizes[:, self.rank * local : (self.rank + 1) * local].sum())
 
         starts, offs = move.plan(everything[:, :experts].contiguous(), self.rank)
         ends = everything[:, experts + self.rank].cumsum(0).int()
@@ -70,35 +70,35 @@ class Collective:
         tokens = self._tokens(slots, int(splits[0].sum()))
         packets, offsets = self._exchange([*parts, labels], tokens, splits)
         labels = packets.view(torch.int32)[:, offsets[-1] // 4 :][:, : labels.shape[1]]
-        landed_rows, landed_scores = move.locate(labels, ends, starts, self.rank, landed)
-        landing = Landing(offs, landed_rows, landed_scores, expert_ids, slots, tokens, splits)
-        return move.place(_cut(packets, parts, offsets), landed_rows, landed), landing
+        handle_rows, row_scores = move.locate(labels, ends, starts, self.rank, received)
+        handle = DispatchHandle(offs, handle_rows, row_scores, expert_ids, slots, tokens, splits)
+        return move.place(_cut(packets, parts, offsets), handle_rows, received), handle
 
-    def resend(self, parts: list[torch.Tensor], landing: Landing) -> list[torch.Tensor]:
+    def dispatch_with_handle(self, parts: list[torch.Tensor], handle: DispatchHandle) -> list[torch.Tensor]:
         """See ``Transport``."""
-        check_parts(parts, landing.expert_ids.shape[0])
-        packets, offsets = self._exchange(parts, landing.tokens, landing.splits)
+        check_parts(parts, handle.expert_ids.shape[0])
+        packets, offsets = self._exchange(parts, handle.tokens, handle.splits)
         move = movements(packets.device)
-        return move.place(_cut(packets, parts, offsets), landing.rows, landing.scores.shape[0])
+        return move.place(_cut(packets, parts, offsets), handle.rows, handle.scores.shape[0])
 
     def combine(
         self,
         ys: list[torch.Tensor],
         weighted: bool,
         slot_values: torch.Tensor | None,
-        landing: Landing,
+        handle: DispatchHandle,
         out_dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See ``Transport``."""
-        move = movements(landing.rows.device)
-        weights = landing.scores if weighted else None
-        partials, values = move.reduce(ys, weights, slot_values, landing.rows, torch.bfloat16)
-        received, sent = landing.splits.flip(0), landing.tokens.shape[0]  # home sends what it received
+        move = movements(handle.rows.device)
+        weights = handle.scores if weighted else None
+        partials, values = move.reduce(ys, weights, slot_values, handle.rows, torch.bfloat16)
+        received, sent = handle.splits.flip(0), handle.tokens.shape[0]  # home sends what it received
         partials = self._all_to_all(partials, sent, received)
         if values is not None:
             values = self._all_to_all(values, sent, received)
-        local = landing.offs.shape[0]
-        return move.finish(partials, values, landing.slots, landing.expert_ids, local, out_dtype)
+        local = handle.offs.shape[0]
+        return move.finish(partials, values, handle.slots, handle.expert_ids, local, out_dtype)
 
     def _tokens(self, slots: torch.Tensor, packets: int) -> torch.Tensor:
         """The token of each packet, from the packet of each token and rank."""

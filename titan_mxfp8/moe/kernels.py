@@ -205,7 +205,7 @@ def _reduce(
 ):  # fmt: skip
     """One program: the sums of every ``programs``-th packet.
 
-    With peers, each is written into the buffer of the rank where its token is at home, if any slot of it landed here.
+    With peers, each is written into the buffer of the rank where its token is at home, if any slot of it arrived here.
     A program takes a packet of each source in turn, so that it waits for links and for memory at the same time.
     """
     for first_packet in range(tl.program_id(0) * RANKS, packets, tl.num_programs(0) * RANKS):
@@ -371,8 +371,8 @@ def place(
     """``rows.place``; with peers the rows are those in their buffers, and of ``parts`` only the shape and dtype is
     looked at."""
     k, device = rows.shape[1], rows.device
-    landed = [torch.empty((capacity, part.shape[1]), dtype=part.dtype, device=device) for part in parts]
-    in_bytes = [part.view(torch.uint8) for part in landed]
+    received = [torch.empty((capacity, part.shape[1]), dtype=part.dtype, device=device) for part in parts]
+    in_bytes = [part.view(torch.uint8) for part in received]
     widths = [part.shape[1] for part in in_bytes]
     dtype = _words(*widths)
     outs = [part.view(dtype) for part in in_bytes]
@@ -394,7 +394,7 @@ def place(
     _PLACE.launch(
         _programs(ceil_div(packets, ranks), device), tensors, (), counts, constants, device=device, warps=warps
     )
-    return landed
+    return received
 
 
 def reduce(

@@ -6,10 +6,10 @@ T tokens here, K experts each of E in all, which R ranks share; M rows land here
 forward                                                      backward
 x_TD --quantise along D--> FP8 rows                          g_TD --quantise along D--> FP8 rows
      --dispatch: once per link, to all places--> x_MD             --the same way, to the same places--> g_MD
-       (meanwhile weights are quantised)
+       (overlap weights are quantised)
      --experts (ops/experts.py)--> y_MD bf16                      --experts--> dgate w1, dup w3 (M, D), scores' (M,)
      --combine: scores, sums, once per link--> out_TD             --combine--> dx_TD, dscores_TK
-saved: x_MD as FP8 rows, gate and up (M, H) bf16, the landing
+saved: x_MD as FP8 rows, gate and up (M, H) bf16, the handle
 ```
 """
 
@@ -26,7 +26,7 @@ from titan_mxfp8.backends import Plan
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.format.mx import ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
-from titan_mxfp8.moe import ROWS, TRANSPORTS, Landing, Rows, Transport, TransportName, choose
+from titan_mxfp8.moe import ROWS, TRANSPORTS, DispatchHandle, Rows, Transport, TransportName, choose
 from titan_mxfp8.ops import experts
 from titan_mxfp8.ops.checks import check_devices, check_dtype, check_features
 from titan_mxfp8.ops.experts import Weights
@@ -179,8 +179,8 @@ class _Scaled(torch.autograd.Function):
 
 
 class _MoE(torch.autograd.Function):
-    """Saves the rows that landed in FP8, the two pre-activations, where rows landed, and the weights; of those of 32x32
-    blocks what was quantised for dgrad instead, unless FSDP frees them (``keep``)."""
+    """Saves the rows that arrived in FP8, the two pre-activations, where rows arrived, and the weights; of those of
+    32x32 blocks what was quantised for dgrad instead, unless FSDP frees them (``keep``)."""
 
     @staticmethod
     def forward(ctx, x, scores, expert_ids, w1, w3, w2, b1, b3, b2, layer, grad_enabled):
@@ -229,8 +229,8 @@ def moe_forward(
     layer: str,
     save: bool,
 ) -> list[torch.Tensor]:
-    """The output (T, D), and with ``save`` what ``moe_backward`` takes: the ``Landing``, gate and up (M, H), the rows
-    of x as they landed, and the kept weights."""
+    """The output (T, D), and with ``save`` what ``moe_backward`` takes: the ``DispatchHandle``, gate and up (M, H),
+    the rows of x as they arrived, and the kept weights."""
     device = x.device
     config = _Layer.of_key(layer)
     _check_expert_ids(expert_ids, w1.shape[0] * config.ranks)
@@ -244,20 +244,20 @@ def moe_forward(
     def quantize_weights() -> None:
         quantized.extend(experts.quantize_weights(weights, plan, kernels, config.keep and save))
 
-    landed, landing = transport.dispatch(
+    received, handle = transport.dispatch(
         parts, expert_ids, sent_scores, w1.shape[0] * config.ranks, config.worst_case, quantize_weights
     )
     del parts
-    rows = _of_parts(landed, experts.row_spec(plan.forward.a))
+    rows = _of_parts(received, experts.row_spec(plan.forward.a))
     w_forward, kept = quantized
     quantized.clear()  # so that the first of the two can be freed below
-    y, gate, up = experts.forward(rows, w_forward, weights, landing.offs, config.limit, plan, kernels)
+    y, gate, up = experts.forward(rows, w_forward, weights, handle.offs, config.limit, plan, kernels)
     del w_forward
-    out, _ = transport.combine([y], scores is not None, None, landing, x.dtype)
+    out, _ = transport.combine([y], scores is not None, None, handle, x.dtype)
     if not save:
         return [out]
     kept = [tensor for operand in kept or () for tensor in operand[:2] if tensor is not None]
-    return [out, *landing, gate, up, *landed, *kept]
+    return [out, *handle, gate, up, *received, *kept]
 
 
 @torch.library.register_fake(moe_forward.overload)
@@ -267,20 +267,20 @@ def _(x, scores, expert_ids, w1, w3, w2, b1, b3, b2, layer, save):
         return [out]
     config = _Layer.of_key(layer)
     plan, (local, hidden, features) = config.plan(x.device), w1.shape
-    landing = _empty_landing(expert_ids, local, config)
-    x_spec, rows = experts.row_spec(plan.forward.a), landing.scores.shape[0]
-    landed = [x.new_empty((rows, features), dtype=x_spec.elem_dtype)]
+    handle = _empty_handle(expert_ids, local, config)
+    x_spec, rows = experts.row_spec(plan.forward.a), handle.scores.shape[0]
+    received = [x.new_empty((rows, features), dtype=x_spec.elem_dtype)]
     if x_spec.is_quantized:
-        landed.append(x.new_empty((rows, ceil_div(features, x_spec.span)), dtype=torch.uint8))
+        received.append(x.new_empty((rows, ceil_div(features, x_spec.block_k)), dtype=torch.uint8))
     preactivations = [x.new_empty((rows, hidden), dtype=torch.bfloat16) for _ in range(2)]
     operands = [plan.dgrad.b.empty(w, 1, None) for w in (w1, w3, w2)] if config.keep else []
     kept = [tensor for operand in operands for tensor in operand[:2] if tensor is not None]
-    return [out, *landing, *preactivations, *landed, *kept]
+    return [out, *handle, *preactivations, *received, *kept]
 
 
-def _empty_landing(expert_ids: torch.Tensor, local: int, config: "_Layer") -> Landing:
-    """The shapes of a ``Landing``. Where the host counts rows, compilers take their number as it comes; elsewhere, as
-    in estimates of memory, it is that of balanced experts."""
+def _empty_handle(expert_ids: torch.Tensor, local: int, config: "_Layer") -> DispatchHandle:
+    """The shapes of a ``DispatchHandle``. Where the host counts rows, compilers take their number as it comes;
+    elsewhere, as in estimates of memory, it is that of balanced experts."""
     tokens, slots = expert_ids.shape
     ranks, counted = config.ranks, config.ranks > 1 and not config.worst_case
     room = config.most_rows if config.most_rows and ranks > 1 else tokens
@@ -292,7 +292,7 @@ def _empty_landing(expert_ids: torch.Tensor, local: int, config: "_Layer") -> La
         return balanced if context._shape_env is None else context.new_dynamic_size()
 
     rows = count(tokens * slots) if counted or ranks == 1 else room * ranks * min(slots, local)
-    return Landing(
+    return DispatchHandle(
         offs=expert_ids.new_empty(local, dtype=torch.int32),
         rows=expert_ids.new_empty((count(room * ranks), slots), dtype=torch.int32),
         scores=expert_ids.new_empty(rows, dtype=torch.float32),
@@ -324,8 +324,8 @@ def moe_backward(
     device, weights = g.device, Weights(*map(aligned, (w1, w3, w2)), b1, b3, b2)
     config = _Layer.of_key(layer)
     plan, kernels, transport = config.plan(device), backends.load(config.backend, device), config.connect(device)
-    fields = len(Landing._fields)
-    landing, preactivations, rest = Landing(*saved[:fields]), saved[fields : fields + 2], saved[fields + 2 :]
+    fields = len(DispatchHandle._fields)
+    handle, preactivations, rest = DispatchHandle(*saved[:fields]), saved[fields : fields + 2], saved[fields + 2 :]
     saved.clear()
     x_spec, g_spec = experts.row_spec(plan.forward.a), experts.row_spec(plan.dgrad.a)
     x = [_of_parts(rest[: _part_count(x_spec)], x_spec)]
@@ -333,22 +333,24 @@ def moe_backward(
     dgrad, tensors = plan.dgrad.b, len(kept) // 3
     quantized = [Operand(*[*kept[i : i + tensors], None][:2], dgrad, 1) for i in range(0, len(kept), tensors or 1)]
     del rest, kept
-    offs, scores = landing.offs, landing.scores if scored else None
-    g_rows = _of_parts(transport.resend(_to_parts(kernels.quantize(aligned(g), 1, g_spec, None)), landing), g_spec)
+    offs, scores = handle.offs, handle.scores if scored else None
+    g_rows = _of_parts(
+        transport.dispatch_with_handle(_to_parts(kernels.quantize(aligned(g), 1, g_spec, None)), handle), g_spec
+    )
     made, dscores_M, dw2, db2 = experts.backward_w2(
         g_rows, preactivations, scores, weights, quantized, needs, offs, config.limit, plan, kernels
     )
     del g_rows  # before the rows' gradient, the largest of all, is made; so `made` is emptied too
     rows, (dw1, dw3), (db1, db3) = experts.backward_w1_w3(made, x, weights, quantized, needs, offs, plan, kernels)
-    dx, dscores = transport.combine(rows, False, dscores_M, landing, g.dtype)
+    dx, dscores = transport.combine(rows, False, dscores_M, handle, g.dtype)
     wanted = [grad for grad, needed in zip((dw1, dw3, dw2, db1, db3, db2), needs, strict=True) if needed]
     return [dx, *([dscores] if scored else []), *wanted]
 
 
 @torch.library.register_fake(moe_backward.overload)
 def _(g, saved, w1, w3, w2, b1, b3, b2, scored, needs, layer):
-    landing = Landing(*saved[: len(Landing._fields)])
-    dscores = [landing.expert_ids.new_empty(landing.expert_ids.shape, dtype=torch.float32)] if scored else []
+    handle = DispatchHandle(*saved[: len(DispatchHandle._fields)])
+    dscores = [handle.expert_ids.new_empty(handle.expert_ids.shape, dtype=torch.float32)] if scored else []
     weights = [w.new_empty(w.shape) for w, needed in zip((w1, w3, w2, b1, b3, b2), needs, strict=True) if needed]
     return [g.new_empty(g.shape), *dscores, *weights]
 
@@ -363,7 +365,7 @@ def _(x_shape, scores_shape, expert_ids_shape, w1_shape, *args, **kwargs) -> int
 def _(
     g_shape, saved_shapes, w1_shape, w3_shape, w2_shape, b1_shape, b3_shape, b2_shape, scored, needs, *args, **kwargs
 ) -> int:
-    expert_ids_shape = Landing(*saved_shapes[: len(Landing._fields)]).expert_ids
+    expert_ids_shape = DispatchHandle(*saved_shapes[: len(DispatchHandle._fields)]).expert_ids
     return (3 + sum(needs[:3])) * _flops_of_gemm(expert_ids_shape, w1_shape)
 
 
@@ -372,11 +374,11 @@ def _flops_of_gemm(expert_ids_shape: torch.Size, w1_shape: torch.Size) -> int:
 
 
 def _to_parts(rows: Operand) -> list[torch.Tensor]:
-    """What travels of (T, D) rows: their elements and, (T, D / span), their scales; or bf16 alone."""
+    """What travels of (T, D) rows: their elements and, (T, D / block_k), their scales; or bf16 alone."""
     if rows.scale is None:
         return [rows.data]
     scales = rows.row_scales()
-    if rows.spec.scales == "across":  # of no rows contiguous() would leave the strides
+    if rows.spec.scales == "mn_major":  # of no rows contiguous() would leave the strides
         scales = scales.clone(memory_format=torch.contiguous_format)
     return [rows.data, scales.contiguous()]
 
@@ -384,7 +386,7 @@ def _to_parts(rows: Operand) -> list[torch.Tensor]:
 def _of_parts(parts: list[torch.Tensor], spec: OperandSpec) -> Operand:
     """The rows that arrived, as a GEMM takes them."""
     data, scale = (*parts, None)[:2]
-    if spec.scales == "across":
+    if spec.scales == "mn_major":
         across = scale.new_zeros(spec.scale_shape(tuple(data.shape)))
         across[:, : data.shape[0]] = scale.mT
         scale = across

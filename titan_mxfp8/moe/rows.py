@@ -62,7 +62,7 @@ def plan(counts: torch.Tensor, rank: int, capacity: int | None = None) -> tuple[
 def locate(
     labels: torch.Tensor, ends: torch.Tensor, starts: torch.Tensor, rank: int, capacity: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The landed row of each slot of each packet.
+    """The received row of each slot of each packet.
 
     Args:
         labels: int32 (N, 3K), see ``label``.
@@ -72,7 +72,7 @@ def locate(
         capacity: M.
 
     Returns:
-        Rows, int32 (N, K), with ``ELSEWHERE`` and ``DROPPED``, and the score of each landed row, fp32 (M,).
+        Rows, int32 (N, K), with ``ELSEWHERE`` and ``DROPPED``, and the score of each received row, fp32 (M,).
     """
     local = starts.shape[1]
     ids, positions, bits = labels.chunk(3, 1)
@@ -105,14 +105,14 @@ def place(parts: list[torch.Tensor], rows: torch.Tensor, capacity: int) -> list[
     Returns:
         (M, B_i) of the same dtypes; rows that no slot has are not written.
     """
-    landed = []
+    received = []
     for part in parts:
         source = part.view(torch.uint8)
         out = torch.empty((capacity, source.shape[1]), dtype=torch.uint8, device=part.device)
         for row in rows.unbind(1):
             out[row[row >= 0].long()] = source[row >= 0]
-        landed.append(out.view(part.dtype))
-    return landed
+        received.append(out.view(part.dtype))
+    return received
 
 
 def reduce(

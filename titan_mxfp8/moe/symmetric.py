@@ -4,8 +4,8 @@ Each rank has one buffer (``buffer.Layout``), which all layers of a group use:
 
 | function            | does, on the stream of its caller                                                        |
 |---------------------|------------------------------------------------------------------------------------------|
-| dispatch, resend    | barrier; write what is at home; barrier; read the rows that are wanted here from all     |
-| combine             | write the sums of what landed here to where their tokens are at home; barrier; add those |
+| both dispatches     | barrier; write what is at home; barrier; read the rows that are wanted here from all     |
+| combine             | write the sums of what arrived here to where their tokens are at home; barrier; add those |
 
 So a link is busy while memory is: rows are read over it while they are placed, and sums go over it while rows are added
 up.
@@ -14,9 +14,11 @@ Why these barriers are enough: a rank passes a barrier when all ranks have reach
 on their streams is done.
 
 - What is read was written: a barrier stands between.
-- Tokens are overwritten by the next dispatch or resend only, whose first barrier comes after every rank's last read;
+- Tokens are overwritten by the next dispatch or dispatch_with_handle only, whose first barrier comes after every
+rank's last read;
   so two dispatches in a row, as when activation checkpointing stops recomputing early, need nothing else.
-- Sums are overwritten by the next combine only. A dispatch or resend comes before it, whose barriers come after every
+- Sums are overwritten by the next combine only. A dispatch or dispatch_with_handle comes before it, whose barriers
+come after every
   rank's last read of sums; where none does, combine begins with a barrier.
 
 More tokens than there is room for are an error. Unless for the worst case, every rank's host reads how many rows land
@@ -45,7 +47,7 @@ from titan_mxfp8.backends import runs_triton
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.moe import buffer
 from titan_mxfp8.moe.buffer import Layout
-from titan_mxfp8.moe.transport import Landing, check_dispatch, check_parts, read_later
+from titan_mxfp8.moe.transport import DispatchHandle, check_dispatch, check_parts, read_later
 
 _VIEWS = 64  # of a buffer that are kept, of each kind
 
@@ -128,8 +130,8 @@ class Symmetric:
         scores: torch.Tensor,
         experts: int,
         worst_case: bool,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> tuple[list[torch.Tensor], Landing]:
+        overlap: Callable[[], None] = lambda: None,
+    ) -> tuple[list[torch.Tensor], DispatchHandle]:
         """See ``Transport``; M is R * min(K, E/R) times the tokens there is room for with ``worst_case``.
 
         Raises:
@@ -156,49 +158,49 @@ class Symmetric:
             self._view(buffer.COUNTS, torch.int32, 1, experts), self.rank, limit, self.peers
         )
         count = read_later(offs[-1:]) if limit is None else lambda: limit
-        meanwhile()
+        overlap()
         capacity = int(count())  # the host waits here, unless for the worst case
         if capacity < 0:
             raise ValueError(
                 f"another rank has more tokens than the symmetric transport has room for, {self.layout.tokens}: its "
                 "error says what to do"
             )
-        rows, landed_scores = self.kernels.locate(labels, None, starts, self.rank, capacity, self.peers)
+        rows, row_scores = self.kernels.locate(labels, None, starts, self.rank, capacity, self.peers)
         empty, no_splits = offs.new_empty(0), torch.empty((2, 0), dtype=torch.int64)
         slots = empty.view(0, 1).expand(0, self.ranks)
-        landing = Landing(offs, rows, landed_scores, expert_ids, slots, empty.clone(), no_splits)
-        return self.kernels.place(parts, rows, capacity, self.peers), landing
+        handle = DispatchHandle(offs, rows, row_scores, expert_ids, slots, empty.clone(), no_splits)
+        return self.kernels.place(parts, rows, capacity, self.peers), handle
 
-    def resend(self, parts: list[torch.Tensor], landing: Landing) -> list[torch.Tensor]:
+    def dispatch_with_handle(self, parts: list[torch.Tensor], handle: DispatchHandle) -> list[torch.Tensor]:
         """See ``Transport``."""
-        check_parts(parts, landing.expert_ids.shape[0])
+        check_parts(parts, handle.expert_ids.shape[0])
         self._make_room(row_bytes=_row_bytes(parts))
         self.link.barrier()
         self._write(parts)
         self.link.barrier()
         self._sums_are_read = False
-        return self.kernels.place(parts, landing.rows, landing.scores.shape[0], self.peers)
+        return self.kernels.place(parts, handle.rows, handle.scores.shape[0], self.peers)
 
     def combine(
         self,
         ys: list[torch.Tensor],
         weighted: bool,
         slot_values: torch.Tensor | None,
-        landing: Landing,
+        handle: DispatchHandle,
         out_dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See ``Transport``."""
-        k, d, packets = landing.expert_ids.shape[1], ys[0].shape[1], landing.rows.shape[0]
+        k, d, packets = handle.expert_ids.shape[1], ys[0].shape[1], handle.rows.shape[0]
         self._make_room(dim=d, slots=k)
         if self._sums_are_read:
             self.link.barrier()
-        self.kernels.reduce_to(self.peers, ys, landing.scores if weighted else None, slot_values, landing.rows)
+        self.kernels.reduce_to(self.peers, ys, handle.scores if weighted else None, slot_values, handle.rows)
         self.link.barrier()
         self._sums_are_read = True
         sums = self._view(buffer.PARTIALS, torch.bfloat16, packets, d)
         values = None if slot_values is None else self._view(buffer.VALUES, torch.float32, packets, k)
-        local = landing.offs.shape[0]
-        return self.kernels.finish(sums, values, None, landing.expert_ids, local, out_dtype, self.peers)
+        local = handle.offs.shape[0]
+        return self.kernels.finish(sums, values, None, handle.expert_ids, local, out_dtype, self.peers)
 
     def _refuse(self, tokens: int, experts: int, worst_case: bool) -> NoReturn:
         """Raises of more tokens than there is room for; and has the others raise, unless for the worst case."""

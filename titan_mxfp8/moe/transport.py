@@ -16,14 +16,14 @@ from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.moe import rows
 
 
-class Landing(NamedTuple):
-    """A layer's routing: all that ``resend`` and ``combine`` need, as tensors of their own.
+class DispatchHandle(NamedTuple):
+    """A layer's routing: all that ``dispatch_with_handle`` and ``combine`` need, as tensors of their own.
 
     Attributes:
         offs: int32 (E/R,) end offsets of the local experts' rows.
         rows: int32 (N, K). For each packet (a token of some rank that came here) and each of its slots the row where
-            it landed; -1 where the slot's expert is elsewhere, -2 where there was no room.
-        scores: fp32 (M,), of each landed row.
+            it arrived; -1 where the slot's expert is elsewhere, -2 where there was no room.
+        scores: fp32 (M,), of each received row.
         expert_ids: int32 (T, K), of this rank's tokens.
         slots: int32 (T, R). Which of the packets that this rank sent is its token's to rank r, or -1; ``collective``
             only, else (0, R).
@@ -62,8 +62,8 @@ class Transport(Protocol):
         scores: torch.Tensor,
         experts: int,
         worst_case: bool,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> tuple[list[torch.Tensor], Landing]:
+        overlap: Callable[[], None] = lambda: None,
+    ) -> tuple[list[torch.Tensor], DispatchHandle]:
         """Tokens to their experts. A token crosses to a rank once, whatever the number of its slots there.
 
         Args:
@@ -73,7 +73,7 @@ class Transport(Protocol):
             experts: E, of all ranks; a multiple of R.
             worst_case: False: M is what lands here, which the host waits for where it cannot know it. True: M is
                 what could land here at most, and the host waits for nothing.
-            meanwhile: called once, before the host waits (and where it waits for nothing too): launches other work, so
+            overlap: called once, before the host waits (and where it waits for nothing too): launches other work, so
                 that the GPU is busy with it until the host has launched what follows.
 
         Returns:
@@ -84,7 +84,7 @@ class Transport(Protocol):
             ValueError: for shapes and dtypes other than these, before anything is sent.
         """
 
-    def resend(self, parts: list[torch.Tensor], landing: Landing) -> list[torch.Tensor]:
+    def dispatch_with_handle(self, parts: list[torch.Tensor], handle: DispatchHandle) -> list[torch.Tensor]:
         """Other rows of the same tokens, (T, B_i), to the same places: gradients, in backward."""
 
     def combine(
@@ -92,7 +92,7 @@ class Transport(Protocol):
         ys: list[torch.Tensor],
         weighted: bool,
         slot_values: torch.Tensor | None,
-        landing: Landing,
+        handle: DispatchHandle,
         out_dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the experts made of each token, added up.
@@ -104,7 +104,7 @@ class Transport(Protocol):
             ys: one or two of (M, D); the sum of both is what is meant.
             weighted: whether each row is multiplied by its score.
             slot_values: fp32 (M,), a number for each row that goes home too (the gradient of its score), or None.
-            landing: of ``dispatch``.
+            handle: of ``dispatch``.
             out_dtype: of the sums.
 
         Returns:
@@ -127,8 +127,8 @@ class Local:
         scores: torch.Tensor,
         experts: int,
         worst_case: bool,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> tuple[list[torch.Tensor], Landing]:
+        overlap: Callable[[], None] = lambda: None,
+    ) -> tuple[list[torch.Tensor], DispatchHandle]:
         """See ``Transport``; M is T * K in both cases."""
         check_dispatch(parts, expert_ids, scores, experts, self.ranks)
         move = movements(expert_ids.device)
@@ -137,27 +137,27 @@ class Local:
         starts, offs = move.plan(counts[None], 0)
         tokens, capacity = expert_ids.shape[0], expert_ids.numel()
         ends = torch.full((1,), tokens, dtype=torch.int32, device=offs.device)
-        landed_rows, landed_scores = move.locate(labels, ends, starts, 0, capacity)
-        meanwhile()
+        handle_rows, row_scores = move.locate(labels, ends, starts, 0, capacity)
+        overlap()
         empty, no_splits = offs.new_empty(0), torch.empty((2, 0), dtype=torch.int64)
-        landing = Landing(offs, landed_rows, landed_scores, expert_ids, empty.view(0, 1), empty.clone(), no_splits)
-        return move.place(parts, landed_rows, capacity), landing
+        handle = DispatchHandle(offs, handle_rows, row_scores, expert_ids, empty.view(0, 1), empty.clone(), no_splits)
+        return move.place(parts, handle_rows, capacity), handle
 
-    def resend(self, parts: list[torch.Tensor], landing: Landing) -> list[torch.Tensor]:
+    def dispatch_with_handle(self, parts: list[torch.Tensor], handle: DispatchHandle) -> list[torch.Tensor]:
         """See ``Transport``."""
-        return movements(landing.rows.device).place(parts, landing.rows, landing.scores.shape[0])
+        return movements(handle.rows.device).place(parts, handle.rows, handle.scores.shape[0])
 
     def combine(
         self,
         ys: list[torch.Tensor],
         weighted: bool,
         slot_values: torch.Tensor | None,
-        landing: Landing,
+        handle: DispatchHandle,
         out_dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See ``Transport``."""
-        weights = landing.scores if weighted else None
-        return movements(landing.rows.device).reduce(ys, weights, slot_values, landing.rows, out_dtype)
+        weights = handle.scores if weighted else None
+        return movements(handle.rows.device).reduce(ys, weights, slot_values, handle.rows, out_dtype)
 
 
 @cache

@@ -49,7 +49,7 @@ class Weights(NamedTuple):
 def row_spec(spec: OperandSpec) -> OperandSpec:
     """What x or g are quantised to at home: ``spec``, which the GEMM takes, or the FP8 that its bf16 values are made
     from, and whose scales it wants by groups."""
-    return spec.exact if spec.is_quantized and (spec.stored == "bf16" or spec.groups_rows) else spec
+    return spec.exact if spec.is_quantized and (spec.stored == "bf16" or spec.grouped_scales) else spec
 
 
 def quantize_weights(
@@ -118,11 +118,11 @@ def backward_w2(
     preactivations.append(_gemm(_as_multiplied(g, plan.dgrad.a, offs, kernels), w2, None, offs, kernels))  # u
     del w2
     specs = plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
-    *made, sh_first, dscores = kernels.swiglu_backward(preactivations, scores, limit, *specs, offs)
+    *made, sh_columnwise, dscores = kernels.swiglu_backward(preactivations, scores, limit, *specs, offs)
     dw2 = db2 = None
     if needs[2]:
         g_first = _along_tokens(g, plan.wgrad.a, offs, kernels)
-        dw2 = kernels.gemm_k_grouped(g_first, sh_first, offs, weights.w2.dtype)
+        dw2 = kernels.gemm_k_grouped(g_first, sh_columnwise, offs, weights.w2.dtype)
     if weights.b2 is not None:
         values = _values(g, offs, kernels).float()
         expert_M = _expert_of_rows(offs, values.shape[0])
@@ -144,25 +144,25 @@ def backward_w1_w3(
     plan: Plan,
     kernels: Backend,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor | None]]:
-    """The rows' gradient, (M, D), as the one or the two tensors that ``Backend.sum_m_grouped`` gives, and the gradients
-    of w1, w3 and of b1, b3.
+    """The rows' gradient, (M, D), as the one or the two tensors that ``Backend.dual_gemm_m_grouped`` gives, and the
+    gradients of w1, w3 and of b1, b3.
 
     Args:
         made: the operands that ``backward_w2`` returned; the list is emptied, so that each is freed after its use.
         x: as ``forward`` took it, alone in a list that is emptied too: nothing needs it once it is quantised along M.
         quantized: w1 and w3 of ``plan.dgrad.b``, emptied too; or none: they are quantised again.
     """
-    *along_hidden, dgate_first, dup_first = made
+    *along_hidden, dgate_columnwise, dup_columnwise = made
     made.clear()
     dweights: list[torch.Tensor | None] = [None, None]
     if needs[0] or needs[1]:
         x_first = _along_tokens(x.pop(), plan.wgrad.b, offs, kernels)
         if needs[0]:
-            dweights[0] = kernels.gemm_k_grouped(dgate_first, x_first, offs, weights.w1.dtype)
-        del dgate_first
+            dweights[0] = kernels.gemm_k_grouped(dgate_columnwise, x_first, offs, weights.w1.dtype)
+        del dgate_columnwise
         if needs[1]:
-            dweights[1] = kernels.gemm_k_grouped(dup_first, x_first, offs, weights.w3.dtype)
-        del dup_first, x_first
+            dweights[1] = kernels.gemm_k_grouped(dup_columnwise, x_first, offs, weights.w3.dtype)
+        del dup_columnwise, x_first
     dbiases: list[torch.Tensor | None] = [None, None]
     for i, bias in enumerate((weights.b1, weights.b3)):
         if needs[3 + i]:
@@ -177,7 +177,7 @@ def backward_w1_w3(
                 quantized.pop(0) if quantized else kernels.quantize(weight, 1, plan.dgrad.b, None),
             )
 
-    return kernels.sum_m_grouped(products(), offs), dweights, dbiases
+    return kernels.dual_gemm_m_grouped(products(), offs), dweights, dbiases
 
 
 def _expert_of_rows(offs: torch.Tensor, rows: int) -> torch.Tensor:
@@ -197,7 +197,7 @@ def _gemm(a: Operand, w: Operand, bias: torch.Tensor | None, offs: torch.Tensor,
 
 def _as_multiplied(rows: Operand, spec: OperandSpec, offs: torch.Tensor, kernels: Backend) -> Operand:
     """FP8 rows as the GEMM takes them: as they are, their values in bf16, or with their scales by groups."""
-    return rows if rows.spec == spec else kernels.requantize(rows, 1, spec, offs if spec.groups_rows else None)
+    return rows if rows.spec == spec else kernels.requantize(rows, 1, spec, offs if spec.grouped_scales else None)
 
 
 def _along_tokens(rows: Operand, spec: OperandSpec, offs: torch.Tensor, kernels: Backend) -> Operand:
@@ -211,4 +211,4 @@ def _values(rows: Operand, offs: torch.Tensor, kernels: Backend) -> torch.Tensor
     """The values of (M, C) rows in bf16."""
     if rows.spec.stored == "bf16":
         return rows.data
-    return kernels.requantize(rows, 1, UNQUANTIZED, offs if rows.spec.groups_rows else None).data
+    return kernels.requantize(rows, 1, UNQUANTIZED, offs if rows.spec.grouped_scales else None).data

@@ -86,7 +86,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, list, str, int, bool, torc
 @KernelOperator
 def quantize(x: torch.Tensor, axis: int, spec: str, offs: torch.Tensor | None, backend: str) -> list[torch.Tensor]:
     """``Backend.quantize`` of the spec with this key."""
-    check_offs_values(offs, x.shape[0 if spec_of(spec).groups_rows else axis])
+    check_offs_values(offs, x.shape[0 if spec_of(spec).grouped_scales else axis])
     operand = backends.load(backend, x.device).quantize(aligned(x), axis, spec_of(spec), aligned(offs))
     return _tensors(operand)
 
@@ -211,7 +211,7 @@ def _features(spec: str, axis: int) -> int:
 
 def _empty_last(x: torch.Tensor, spec: str, offs: torch.Tensor | None) -> Operand:
     """``OperandSpec.empty`` along the last axis, where ``offs`` are of groups of rows."""
-    by_rows = offs is not None and spec_of(spec).groups_rows
+    by_rows = offs is not None and spec_of(spec).grouped_scales
     return spec_of(spec).empty(x, x.ndim - 1, offs.shape[0] if by_rows else None)
 
 

@@ -289,7 +289,7 @@ def _tensor_count(spec: str) -> int:
 
 def _offs_of_rows(spec: str, offs: torch.Tensor | None) -> torch.Tensor | None:
     """What a quantiser along the features takes: the offsets where it places scales by groups of rows."""
-    return offs if spec.endswith(" blocked") else None
+    return offs if spec.endswith(" swizzled") else None
 
 
 def _is_exact(spec: str) -> bool:

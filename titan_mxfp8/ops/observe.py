@@ -120,13 +120,13 @@ def _measure(
     exact = kernels.quantize(rows, 1, wanted.exact, None)  # 32x32 blocks lie in one expert: its rows are whole blocks
     changed = [0, 0, 0, 0]  # of rebased elements and of requantised ones: how many there are, and how many changed
     all_used = used.sum() * rows.shape[1]
-    if wanted.span > BLOCK_SIZE:
+    if wanted.block_k > BLOCK_SIZE:
         for axis in (1, 0) if by_tokens else (1,):
             before = exact if axis == 1 else kernels.quantize(rows, 0, wanted.exact, None)
             after = kernels.quantize(rows, axis, wanted, None)
             changed[:2] = changed[0] + all_used, changed[1] + _changed(before, after, used)
     if requantized:
-        arrived = exact if wanted.span == BLOCK_SIZE else kernels.quantize(rows, 1, wanted, None)
+        arrived = exact if wanted.block_k == BLOCK_SIZE else kernels.quantize(rows, 1, wanted, None)
         again = reference.requantize(arrived, 0, wanted)
         changed[2:] = all_used, _changed(arrived, again, used)
     return _count(rows, exact, used, wanted, changed)

@@ -59,7 +59,7 @@ def quantize(
             raise ValueError(f"offs takes 1x32 blocks of a 2-D tensor, got {block} and shape {tuple(x.shape)}")
         check_offs_type(offs)
         check_devices(x=x, offs=offs)
-    spec = OperandSpec(elem_dtype=elem_dtype, rounding=rounding, block=block, lines=32 if block == "32x32" else 1)
+    spec = OperandSpec(elem_dtype=elem_dtype, rounding=rounding, block=block, block_mn=32 if block == "32x32" else 1)
     data, scale = library.quantize(x.detach(), axis, spec.key, offs, backend)
     length = x.shape[axis] if offs is None else data.shape[-1]
     mx = Operand(data, scale, spec, axis).to_mx(length, x.dtype)

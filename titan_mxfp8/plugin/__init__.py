@@ -13,7 +13,7 @@ What the import changes in TorchTitan and torch, on every machine:
 - ``MetricsProcessor.should_log``: health_every and hopper_rebase_report (telemetry.py).
 - ``WandBLogger.__init__``: a run's name, tags and commit, and offline if wandb cannot start (wandb_run.py).
 
-and repairs (repairs/, here and in titan_mxfp8/):
+and workarounds (workarounds/, here and in titan_mxfp8/):
 
 - ``SAC_IGNORED_OPS``: from torch 2.13 on selective activation checkpointing fails under EP.
 - ``_ToTorchTensor.forward``: from torch 2.13 on tensor parallelism with compile loses gradients.
@@ -44,7 +44,7 @@ Where there is no accelerator, so that TorchTitan trains on CPUs (cpu.py):
 
 from titan_mxfp8.plugin import checks, converters, moe, telemetry, wandb_run
 from titan_mxfp8.plugin.job_config import JobConfig
-from titan_mxfp8.plugin.repairs import repair
+from titan_mxfp8.plugin.workarounds import apply
 
 __all__ = ["JobConfig"]
 
@@ -54,4 +54,4 @@ checks.install()
 moe.install()
 telemetry.install()
 wandb_run.install()
-repair()
+apply()

@@ -34,10 +34,10 @@ from titan_mxfp8.plugin.job_config import (
     converter_configs,
     recipe_of,
 )
-from titan_mxfp8.plugin.repairs.moe import hide_grouped_mm_warning
 from titan_mxfp8.plugin.wandb_run import fill_git_commit
+from titan_mxfp8.plugin.workarounds.moe import hide_grouped_mm_warning
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR
-from titan_mxfp8.repairs.patch import is_patched, patch_of
+from titan_mxfp8.workarounds.patch import is_patched, patch_of
 
 logger = logging.getLogger(__name__)
 
@@ -397,7 +397,7 @@ def _check_compile(job_config: JobConfig) -> None:
 def _check_rebase_report(config: MXLinear | MXGroupedMM) -> None:
     if config.hopper_rebase_report < 0:
         raise ValueError(f"hopper_rebase_report is a number of steps, got {config.hopper_rebase_report}: 0 is never")
-    if config.hopper_rebase_report and recipe_of(config).scale_span == 32:
+    if config.hopper_rebase_report and recipe_of(config).block_k == 32:
         raise ValueError("hopper_rebase_report says what rebasing changes: set hopper_rebase = true as well")
 
 

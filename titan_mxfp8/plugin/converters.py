@@ -23,7 +23,7 @@ from titan_mxfp8.plugin import moe
 from titan_mxfp8.plugin.checks import check_one_quantisation, compiles_model
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, recipe_of
-from titan_mxfp8.plugin.repairs.activation_checkpointing import keep_saved_outputs
+from titan_mxfp8.plugin.workarounds.activation_checkpointing import keep_saved_outputs
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 
 logger = logging.getLogger(__name__)

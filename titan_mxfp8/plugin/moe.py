@@ -25,7 +25,7 @@ from titan_mxfp8.modules import Dispatch, check_memory, training_device, worst_c
 from titan_mxfp8.plugin.experts import RoutedExperts, Routing
 from titan_mxfp8.plugin.job_config import recipe_of
 from titan_mxfp8.recipe import BF16, GROUPED_MM
-from titan_mxfp8.repairs.patch import is_patched, patch_of
+from titan_mxfp8.workarounds.patch import is_patched, patch_of
 
 logger = logging.getLogger(__name__)
 

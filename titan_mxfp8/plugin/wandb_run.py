@@ -9,8 +9,8 @@ from torchtitan.config import JobConfig
 
 from titan_mxfp8.plugin.job_config import converter_configs, recipe_of
 from titan_mxfp8.recipe import GROUPED_MM
-from titan_mxfp8.repairs.patch import is_patched, patch_of
-from titan_mxfp8.repairs.wandb_offline import log_offline_if_the_start_fails
+from titan_mxfp8.workarounds.patch import is_patched, patch_of
+from titan_mxfp8.workarounds.wandb_offline import log_offline_if_the_start_fails
 
 
 def name_run(job_config: JobConfig) -> None:

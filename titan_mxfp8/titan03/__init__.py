@@ -15,9 +15,9 @@ What the import changes in TorchTitan and torch, on every machine:
 - ``SelectiveAC.get_save_ops``: selective activation checkpointing saves the outputs of MXFP8 GEMMs too, and those of
   layers that dispatch their own tokens.
 
-and the repairs of titan_mxfp8/repairs, which the plugin for 0.2.2 lists. Where there is no accelerator, so that
+and the workarounds of titan_mxfp8/workarounds, which the plugin for 0.2.2 lists. Where there is no accelerator, so that
 TorchTitan trains on CPUs (before the Trainer exists: a config of titan03/config_registry.py, or of yours that imports
-this), besides those of titan_mxfp8/repairs/cpu.py:
+this), besides those of titan_mxfp8/workarounds/cpu.py:
 
 - ``attention.varlen_attn``: CUDA only, and flex attention has no backward on CPUs.
 """
@@ -26,7 +26,7 @@ from torchtitan.config.override import override
 from torchtitan.protocols.model import BaseModel
 
 from titan_mxfp8.titan03.convert import MXFP8Experts, MXFP8Linears, log_telemetry, save_gemm_outputs
-from titan_mxfp8.titan03.repairs import repair
+from titan_mxfp8.titan03.workarounds import apply
 
 __all__ = ["MXFP8Experts", "MXFP8Linears", "experts", "linears"]
 
@@ -45,4 +45,4 @@ def linears(model_config: BaseModel.Config, **fields: object) -> BaseModel.Confi
 
 log_telemetry()
 save_gemm_outputs()
-repair()
+apply()

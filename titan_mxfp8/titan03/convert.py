@@ -16,9 +16,9 @@ import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
 from titan_mxfp8 import modules
 from titan_mxfp8.modules import Dispatch, as_list, telemetry
 from titan_mxfp8.recipe import BF16, get_recipe
-from titan_mxfp8.repairs.patch import is_patched, patch_of
 from titan_mxfp8.titan03.classes import LINEAR_CLASSES, expert_class
 from titan_mxfp8.titan03.moe import dispatch_tokens, remember
+from titan_mxfp8.workarounds.patch import is_patched, patch_of
 
 # Of this process's run, for telemetry.
 periods = {"health": 0, "experts": 0, "linears": 0}
@@ -38,7 +38,7 @@ class _Converter(QuantizationConverter):
         for name in ("health_every", "hopper_rebase_report"):
             if getattr(config, name) < 0:
                 raise ValueError(f"{name} is a number of steps, or 0 for never, got {getattr(config, name)}")
-        if config.hopper_rebase_report and get_recipe(config.recipe).scale_span == 32:
+        if config.hopper_rebase_report and get_recipe(config.recipe).block_k == 32:
             raise ValueError("hopper_rebase_report says what rebasing changes: it takes a recipe that is rebased")
         if get_recipe(config.recipe) == BF16 and getattr(config, "dispatch", "off") == "off":
             raise ValueError(f"recipe {BF16.name!r} is the control of dispatch: without it, leave the {self.kind} out")

@@ -23,7 +23,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import set_default_dtype
 
 from titan_mxfp8 import backends
-from titan_mxfp8.backends.hardware import CLUSTER_GPUS, stand_in
+from titan_mxfp8.backends.hardware import CLUSTER_GPUS, override_hardware
 from titan_mxfp8.modules import as_list
 from titan_mxfp8.plugin.checks import (
     check_batch,
@@ -78,7 +78,7 @@ def cluster_backends(job_config: JobConfig) -> Iterator[None]:
     gpu, compile_backend = job_config.cluster.gpu, job_config.compile.backend
     named = [mx.backend for mx in converter_configs(job_config).values()]
     try:
-        with local_backends(job_config), stand_in(CLUSTER_GPUS[gpu]) if gpu in CLUSTER_GPUS else nullcontext():
+        with local_backends(job_config), override_hardware(CLUSTER_GPUS[gpu]) if gpu in CLUSTER_GPUS else nullcontext():
             if gpu in CLUSTER_GPUS:
                 for mx, backend in zip(converter_configs(job_config).values(), named, strict=True):
                     mx.backend = backend

@@ -118,8 +118,8 @@ def element_units(byte, E5M2: tl.constexpr):
 
 @triton.jit
 def even_scales(byte, units, ROWS: tl.constexpr):
-    """``format.reference.even_out``: the new scales of (ROWS, 4) blocks, neighbours in a row, from the old ones and the
-    bitwise or of each block's ``element_units``."""
+    """``format.reference.coalesce_scales``: the new scales of (ROWS, 4) blocks, neighbours in a row, from the old ones
+    and the bitwise or of each block's ``element_units``."""
     zeros = ((units & -units).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
     room = tl.where(zeros >= 18, 255, tl.minimum(zeros, 15))
     scale = byte

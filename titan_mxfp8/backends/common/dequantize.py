@@ -35,8 +35,8 @@ def dequantize(operand: Operand, dtype: torch.dtype = torch.bfloat16, offs: torc
     """The values of an FP8 operand, exact or rebased rows, as its elements lie; with ``offs`` of those before
     ``offs[-1]``, nothing in the others."""
     data, scale, spec, _ = operand
-    across, squares = spec.scales == "across", spec.block == "32x32"
-    assert spec.stored != "bf16" and not (across and (spec.lines > 1 or data.ndim > 2)), spec
+    across, squares = spec.scales == "mn_major", spec.block == "32x32"
+    assert spec.stored != "bf16" and not (across and (spec.block_mn > 1 or data.ndim > 2)), spec
     out = torch.empty(data.shape, dtype=dtype, device=data.device)
     row_blocks = ceil_div(data.shape[-1], BLOCK_SIZE)
     blocks = math.prod(data.shape[:-1]) * row_blocks

@@ -321,7 +321,7 @@ def gemm_m_grouped(
     return multiply_m_grouped(a, b, offs, bias, out_dtype, mma, zero_tail=zero_tail)
 
 
-def sum_m_grouped(
+def dual_gemm_m_grouped(
     first: tuple[Operand, Operand], second: tuple[Operand, Operand], offs: torch.Tensor | None
 ) -> torch.Tensor:
     """The sum of two products of ``gemm_m_grouped``, in bf16, by kernels that use TMA; rows of no group are
@@ -394,7 +394,7 @@ def multiply_m_grouped(
             descriptors = tuple(_described(x.data, blocks[i]) for pair in pairs for i, x in enumerate(pair))
             matrices = (None,) * (4 - len(descriptors))
         constants = (
-            mma, *_formats(mma, a, b), b.spec.lines if mma == "scaled" else 1, d_major, c % tiles.bc == 0, zero_tail,
+            mma, *_formats(mma, a, b), b.spec.block_mn if mma == "scaled" else 1, d_major, c % tiles.bc == 0, zero_tail,
             tiles.bm, tiles.bn, tiles.bc, BAND, 64 * tiles.warps,
         )  # fmt: skip
         count = (ceil_div(m, tiles.bm) + experts) * ceil_div(d, tiles.bn) if m else 0  # at most

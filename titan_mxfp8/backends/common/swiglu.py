@@ -58,7 +58,7 @@ from titan_mxfp8.format.spec import UNQUANTIZED, Operand, OperandSpec
 from titan_mxfp8.format.swiglu import GPT_OSS_ALPHA
 
 # How an operand lies: unquantised; values in bf16; FP8 with scales of 1x32, evened out, or of 1x128 across.
-Form = Literal["bf16", "values", "fp8", "even", "across"]
+Form = Literal["bf16", "values", "fp8", "coalesced", "across"]
 
 TRANSPOSED_TILE = Tile(rows=128, lines=2)
 LINE = LINE_BYTES // 2
@@ -93,7 +93,7 @@ def swiglu_backward(
     offs: torch.Tensor | None,
 ) -> SwigluGradients:
     """``Backend.swiglu_backward``, but to rebased operands along M."""
-    assert _form(first) == _form(h_first) and _form(first) not in ("even", "across"), (first, h_first)
+    assert _form(first) == _form(h_first) and _form(first) not in ("coalesced", "across"), (first, h_first)
     roundings = {spec.rounding for spec in (last, first, h_first) if spec.is_quantized}
     assert len(roundings) <= 1 and (not first.is_quantized or first.elem_dtype == last.elem_dtype), (last, first)
     gate, up, u = matrices_of(*inputs)
@@ -107,7 +107,7 @@ def swiglu_backward(
         operands = [*(last.empty(gate.x, 1, None) for _ in range(2)), in_place, first.empty(gate.x, 0, groups)]
     operands.append(h_first.empty(gate.x, 0, groups))
     tile = TRANSPOSED_TILE  # the map is the same for any, as it has no tail
-    unit_map = None if offs is None else map_tiles(offs, gate.rows, tile, tail=False, alignment=first.span)
+    unit_map = None if offs is None else map_tiles(offs, gate.rows, tile, tail=False, alignment=first.block_k)
     units = ceil_div(gate.rows, BLOCK_SIZE) if unit_map is None else unit_map.units
     col_tiles = ceil_div(gate.cols, COLS)
     sums = None
@@ -283,7 +283,7 @@ def store_last(
         values = tl.join(low * reciprocal_scale(old), high * reciprocal_scale(old))
         elements = to_elements(tl.reshape(values, (4, 4, 8, 32)), old, E5M2)
         if FORM != "fp8":
-            if FORM == "even":
+            if FORM == "coalesced":
                 units = tl.reduce_or(element_units(elements, E5M2), 3)
                 scales = even_scales(scales, tl.reshape(tl.permute(units, (0, 2, 1)), (32, 4)), 32)
                 new = scales
@@ -377,7 +377,7 @@ def _swiglu(
 @triton.jit(do_not_specialize=["rows", "units"])
 def _swiglu_backward_in_rows(
     gate, up, u, scores, sums, table,
-    dgate_last, dgate_last_scale, dup_last, dup_last_scale, dgate_first, dup_first, h_first,
+    dgate_rowwise, dgate_last_scale, dup_rowwise, dup_last_scale, dgate_columnwise, dup_columnwise, h_first,
     pair_cols, gate_stride, up_stride, u_stride,
     rows, units,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr,
@@ -424,11 +424,11 @@ def _swiglu_backward_in_rows(
     store_first(sh, h_first, start, left, tile_col, pair_cols, FIRST_QUANTIZED, FLOOR, H_E5M2)
     STORED_ONCE: tl.constexpr = LAST == "bf16" and not FIRST_QUANTIZED  # along both axes it is one tensor then
     if not STORED_ONCE:
-        store_last(dup, dup_last, dup_last_scale, start, left, tile_col, rows, pair_cols, LAST, FLOOR, E5M2)
-    store_first(dup, dup_first, start, left, tile_col, pair_cols, FIRST_QUANTIZED, FLOOR, E5M2)
+        store_last(dup, dup_rowwise, dup_last_scale, start, left, tile_col, rows, pair_cols, LAST, FLOOR, E5M2)
+    store_first(dup, dup_columnwise, start, left, tile_col, pair_cols, FIRST_QUANTIZED, FLOOR, E5M2)
     if not STORED_ONCE:
-        store_last(dgate, dgate_last, dgate_last_scale, start, left, tile_col, rows, pair_cols, LAST, FLOOR, E5M2)
-    store_first(dgate, dgate_first, start, left, tile_col, pair_cols, FIRST_QUANTIZED, FLOOR, E5M2)
+        store_last(dgate, dgate_rowwise, dgate_last_scale, start, left, tile_col, rows, pair_cols, LAST, FLOOR, E5M2)
+    store_first(dgate, dgate_columnwise, start, left, tile_col, pair_cols, FIRST_QUANTIZED, FLOOR, E5M2)
 
 
 @triton.jit
@@ -468,8 +468,8 @@ def store_transposed(
 @triton.jit(do_not_specialize=["rows", "padded_blocks", "units", "groups"])
 def _swiglu_backward(
     gate, up, u, scores, sums, table,
-    dgate_last, dgate_last_scale, dup_last, dup_last_scale,
-    dgate_first, dgate_first_scale, dup_first, dup_first_scale, h_first, h_first_scale,
+    dgate_rowwise, dgate_last_scale, dup_rowwise, dup_last_scale,
+    dgate_columnwise, dgate_first_scale, dup_columnwise, dup_first_scale, h_first, h_first_scale,
     cols, gate_stride, up_stride, u_stride,
     rows, padded_blocks, units, groups,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr,
@@ -496,9 +496,9 @@ def _swiglu_backward(
         if SCORED:
             store_products(sums, cut_g * s * factor, du, row, stop, 1)
         dup = rounded(gradient_of_up(v, du * score, cut_g, s, LIMIT))
-        store_rows(dup, dup_last, dup_last_scale, row, stop, tile_col, cols, FLOOR, E5M2, LINE)
+        store_rows(dup, dup_rowwise, dup_last_scale, row, stop, tile_col, cols, FLOOR, E5M2, LINE)
         dgate = rounded(gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT, ALPHA))
-        store_rows(dgate, dgate_last, dgate_last_scale, row, stop, tile_col, cols, FLOOR, E5M2, LINE)
+        store_rows(dgate, dgate_rowwise, dgate_last_scale, row, stop, tile_col, cols, FLOOR, E5M2, LINE)
     for line in range(LINES):
         tile_line = tile_col * LINES + line
         for output in tl.static_range(3):
@@ -509,11 +509,11 @@ def _swiglu_backward(
             if output == 0:
                 values, data, scale = rounded(cut_g * s * factor * score), h_first, h_first_scale
             elif output == 1:
-                values, data = rounded(gradient_of_up(v, du * score, cut_g, s, LIMIT)), dup_first
+                values, data = rounded(gradient_of_up(v, du * score, cut_g, s, LIMIT)), dup_columnwise
                 scale = dup_first_scale
             else:
                 values = rounded(gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT, ALPHA))
-                data, scale = dgate_first, dgate_first_scale
+                data, scale = dgate_columnwise, dgate_first_scale
             store_transposed(
                 values, data, scale, tile_row, tile_line, cols, padded_blocks,
                 FLOOR, H_E5M2 if output == 0 else E5M2, BLOCKS, LINE,
@@ -588,12 +588,12 @@ def alpha_of(limit: float | None) -> float:
 
 
 def _form(spec: OperandSpec) -> Form:
-    assert spec.lines == 1 and spec.scales != "blocked", spec
+    assert spec.block_mn == 1 and spec.scales != "swizzled", spec
     if spec == UNQUANTIZED:
         return "bf16"
     if spec.stored == "fp8":
-        return "fp8" if spec.span == BLOCK_SIZE else "across"
-    return "values" if spec.stored == "bf16" else "even"
+        return "fp8" if spec.block_k == BLOCK_SIZE else "across"
+    return "values" if spec.stored == "bf16" else "coalesced"
 
 
 def rounding_of(spec: OperandSpec) -> tuple[bool, bool]:

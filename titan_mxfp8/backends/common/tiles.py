@@ -167,7 +167,7 @@ def source_of(x: torch.Tensor, rows: Operand | None) -> tuple[int, tuple[int, bo
     those of ``rows``."""
     if rows is None:
         return LINE_BYTES // x.element_size(), (0, False)
-    return ROWS_LINE, (rows.spec.span, rows.spec.elem_dtype == torch.float8_e5m2)
+    return ROWS_LINE, (rows.spec.block_k, rows.spec.elem_dtype == torch.float8_e5m2)
 
 
 def lies_transposed(x: torch.Tensor) -> bool:

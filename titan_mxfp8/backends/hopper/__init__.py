@@ -3,7 +3,7 @@
 | recipe               | forward, dgrad                                                              | wgrad          |
 |----------------------|-----------------------------------------------------------------------------|----------------|
 | exact, 1x32 weights  | the values in bf16                                                          | bf16           |
-| exact, 32x32 weights | FP8 ``even``: sums scaled per 64 or 128 where scales can be equal, else 32  | bf16           |
+| exact, 32x32 weights | FP8 coalesced: sums scaled per 64 or 128 where scales can be equal, else 32  | bf16           |
 | rebased              | FP8, sums scaled per 128                                                    | FP8, per 128   |
 
 Values in bf16 go to the portable GEMMs (``common.gemm``). With 1x32 blocks on both sides, sums of 32 would need two
@@ -31,15 +31,15 @@ swiglu = fused.swiglu
 def plan(recipe: Recipe, hardware: Hardware) -> Plan:
     """``Backend.plan``: the table above."""
     fp8 = reference.plan(recipe, hardware)
-    if recipe.scale_span == 128:
+    if recipe.block_k == 128:
         return fp8.map(triton.in_fp8)
     if recipe.weight_block == "32x32":
-        return Plan(forward=_even(fp8.forward), dgrad=_even(fp8.dgrad), wgrad=triton.in_bf16(fp8.wgrad))
+        return Plan(forward=_coalesced(fp8.forward), dgrad=_coalesced(fp8.dgrad), wgrad=triton.in_bf16(fp8.wgrad))
     return fp8.map(triton.in_bf16)
 
 
-def _even(gemm: Gemm) -> Gemm:
-    return Gemm(a=replace(gemm.a, stored="even"), b=replace(gemm.b, stored="even"), multiplies="FP8")
+def _coalesced(gemm: Gemm) -> Gemm:
+    return Gemm(a=replace(gemm.a, stored="coalesced"), b=replace(gemm.b, stored="coalesced"), mma_dtype="FP8")
 
 
 def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
@@ -70,7 +70,7 @@ def quantize_both(
 
 def _is_own(spec: OperandSpec) -> bool:
     """Whether the quantisers of this folder make it, not the portable ones."""
-    return spec.stored == "even" or spec.span == 128
+    return spec.stored == "coalesced" or spec.block_k == 128
 
 
 def gemm_m_grouped(
@@ -91,15 +91,15 @@ def gemm_m_grouped(
     return kernels.gemm_m_grouped(a, b, offs, bias, out_dtype, zero_tail)
 
 
-def sum_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch.Tensor | None) -> list[torch.Tensor]:
-    """``Backend.sum_m_grouped``: one sum.
+def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch.Tensor | None) -> list[torch.Tensor]:
+    """``Backend.dual_gemm_m_grouped``: one sum.
 
     Raises:
         ValueError: as ``gemm_m_grouped``.
     """
     first, second = products
     if not _is_fp8(*first):
-        return [portable.sum_m_grouped(first, second, offs)]
+        return [portable.dual_gemm_m_grouped(first, second, offs)]
     return [gemm.gemm_m_grouped(*first, offs, None, torch.bfloat16, zero_tail=False, plus=second)]
 
 
@@ -123,12 +123,12 @@ def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype:
         ValueError: only one operand is rebased.
     """
     check_k_grouped(a, b)
-    if a.spec.span != b.spec.span:
+    if a.spec.block_k != b.spec.block_k:
         raise ValueError(
             f"cannot multiply blocks of {a.spec.scale_block} by blocks of {b.spec.scale_block}: quantise both operands "
             "as plan() says"
         )
-    return (portable if a.spec.span == 32 else gemm).gemm_k_grouped(a, b, offs, out_dtype)
+    return (portable if a.spec.block_k == 32 else gemm).gemm_k_grouped(a, b, offs, out_dtype)
 
 
 def swiglu_backward(
@@ -142,12 +142,12 @@ def swiglu_backward(
 ) -> SwigluGradients:
     """``Backend.swiglu_backward``. What is rebased along both axes goes through bf16: on an H200, 131072 x 2048, one
     kernel that made everything from the three inputs took 3.4 ms."""
-    if first.span != 128:
+    if first.block_k != 128:
         return fused.swiglu_backward(inputs, scores_M, limit, last, first, h_first, offs)
     dgate, dup, sh, dscores = fused.gradients(inputs, scores_M, limit, offs)
-    dgate_last, dgate_first = hopper.quantize_groups(dgate, last, first, offs)
+    dgate_rowwise, dgate_columnwise = hopper.quantize_groups(dgate, last, first, offs)
     del dgate
-    dup_last, dup_first = hopper.quantize_groups(dup, last, first, offs)
+    dup_rowwise, dup_columnwise = hopper.quantize_groups(dup, last, first, offs)
     del dup
-    _, sh_first = hopper.quantize_groups(sh, None, h_first, offs)
-    return SwigluGradients(dgate_last, dup_last, dgate_first, dup_first, sh_first, dscores)
+    _, sh_columnwise = hopper.quantize_groups(sh, None, h_first, offs)
+    return SwigluGradients(dgate_rowwise, dup_rowwise, dgate_columnwise, dup_columnwise, sh_columnwise, dscores)

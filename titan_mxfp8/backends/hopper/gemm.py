@@ -13,7 +13,8 @@ can be:
 
 Exact operands (32x32) have blocks of 32. A sum goes on over the next block of the stage where its scales are those of
 the block before, in all of 64 rows of ``a`` and 128 columns of ``b``: the quantiser sees to it where that changes no
-value (``format.reference.even_out``), ``decode_scales`` looks for it and leaves marks, and each warpgroup goes by them.
+value (``format.reference.coalesce_scales``), ``decode_scales`` looks for it and leaves marks, and each warpgroup goes
+by them.
 The result is exact in any case, but for the bits that tensor cores cut off a sum; so the last bits of a row depend on
 which rows are beside it.
 
@@ -591,7 +592,7 @@ def multiply_m_grouped(
     """``gemm_m_grouped`` with given tiles, into ``out_MD``, ``plus`` another product of the same shapes and specs; not
     ``run``: compiles only. Whether the kernel was new."""
     (m, c), d = a.data.shape, b.data.shape[1]
-    copies = 4 if a.spec.span == STAGE else 1
+    copies = 4 if a.spec.block_k == STAGE else 1
     products = []
     for pair in ((a, b), plus) if plus else ((a, b),):
         assert [(x.data.shape, x.spec) for x in pair] == [(x.data.shape, x.spec) for x in (a, b)], pair
@@ -657,7 +658,7 @@ def decode_scales(
     """The scales of both operands, with ``offs`` those that the groups need. ``columns``: lines of scales of a matrix
     of ``b``; ``end``: of the one group."""
     rows, experts = a.data.shape[0], b.data.shape[0] if b.data.ndim == 3 else 1
-    across = a.spec.scales == "across"
+    across = a.spec.scales == "mn_major"
     steps, blocks = (1, a.scale.shape[0]) if across else (STAGE // BLOCK_SIZE, a.scale.shape[1])
     groups = 0 if offs is None else offs.shape[0]
     layout, programs, counts = _decoding(

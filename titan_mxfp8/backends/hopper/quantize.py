@@ -56,7 +56,7 @@ REQUANTIZE_TILE = Tile(rows=128, lines=1)  # of FP8 rows, 131072 x 7168: 0.68 ms
 def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
     """``Backend.quantize`` to rebased or evened-out FP8; ``axis`` is one of the last two, the last one for evened-out
     blocks of 1x32."""
-    if spec.stored == "even" and spec.block == "1x32":  # transposed x too: there is no other launch for them
+    if spec.stored == "coalesced" and spec.block == "1x32":  # transposed x too: there is no other launch for them
         assert axis == x.ndim - 1 and offs is None, (axis, spec)
         operand = spec.empty(x, axis, None)
         _launch_rows(x, operand)
@@ -71,8 +71,8 @@ def quantize_both(
 
     Rebased 1x32 blocks that become 32 x 128, which nothing needs along both axes at once, cost two reads.
     """
-    assert last.span == 128 or last.block == "32x32", last
-    if last.block == "1x32" and last.lines == 32:
+    assert last.block_k == 128 or last.block == "32x32", last
+    if last.block == "1x32" and last.block_mn == 32:
         return quantize(x, x.ndim - 1, last, None), quantize(x, x.ndim - 2, first, offs)
     return quantize_both_by(_LAUNCHES, x, last, first, offs)
 
@@ -90,7 +90,7 @@ def quantize_groups(
 
 def requantize(rows: Operand, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
     """``Backend.requantize`` along axis 0 to rebased FP8."""
-    assert spec.span == 128 and spec.lines == 1, spec
+    assert spec.block_k == 128 and spec.block_mn == 1, spec
     return requantize_by(_LAUNCHES, rows, spec, offs)
 
 
@@ -316,7 +316,7 @@ def _launch_rows(x: torch.Tensor, out: Operand) -> None:
     _REBASE_ROWS.launch(
         matrices.batches * ceil_div(matrices.rows, LAST_ROWS) * ceil_div(matrices.cols, 128),
         (matrices.x, out.data, out.scale), (matrices.cols, matrices.batch_stride, matrices.row_stride),
-        (matrices.rows,), (*_rounding(out.spec), LAST_ROWS, out.spec.lines == 32, out.spec.stored == "even"),
+        (matrices.rows,), (*_rounding(out.spec), LAST_ROWS, out.spec.block_mn == 32, out.spec.stored == "coalesced"),
         device=x.device,
     )  # fmt: skip
 
@@ -340,7 +340,7 @@ def _launch_tiles(
     was_timed = x.dtype == torch.bfloat16 and first.spec.elem_dtype == torch.float8_e4m3fn and offs is not None
     registers = BOTH_REGISTERS if last and was_timed else None
     constants = (
-        *source_constants, tail, last is not None, first.spec.lines == 32, offs is not None, *_rounding(first.spec),
+        *source_constants, tail, last is not None, first.spec.block_mn == 32, offs is not None, *_rounding(first.spec),
         tile.blocks, tile.lines, line,
     )  # fmt: skip
     _REBASE_TILES.launch(
@@ -355,7 +355,7 @@ def _launch_tiles(
 
 def _launch_squares(x: torch.Tensor, last: Operand | None, first: Operand | None) -> None:
     spec, matrices = (last or first).spec, as_matrices(x, x.ndim - 2)
-    tile, line, even = _square_tile(x.dtype), LINE_BYTES // x.element_size(), spec.stored == "even"
+    tile, line, even = _square_tile(x.dtype), LINE_BYTES // x.element_size(), spec.stored == "coalesced"
     # So that two programs fit on a multiprocessor: Triton 3.6 takes 167 registers, and on an H100 1.3 times as long.
     registers = 128 if even and last and first and spec.elem_dtype == torch.float8_e4m3fn else None
     constants = (

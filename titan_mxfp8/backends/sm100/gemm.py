@@ -17,10 +17,10 @@ from titan_mxfp8.backends.common import gemm as portable
 from titan_mxfp8.backends.common.groups import map_units
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.hardware import multiprocessors
-from titan_mxfp8.backends.sm100.quantize import block_scales
-from titan_mxfp8.format.blocked import unblock
+from titan_mxfp8.backends.sm100.quantize import swizzle_scales
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.format.spec import Operand, check_k_grouped, check_m_grouped
+from titan_mxfp8.format.swizzle import unswizzle
 
 
 def gemm_m_grouped(
@@ -89,12 +89,12 @@ def _is_torchs(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: tor
 
 
 def _blocked(operand: Operand, offs: torch.Tensor | None) -> Operand:
-    return operand if operand.spec.scales == "blocked" else block_scales(operand, offs)
+    return operand if operand.spec.scales == "swizzled" else swizzle_scales(operand, offs)
 
 
 def _unblocked(operand: Operand, offs: torch.Tensor | None) -> Operand:
     """For the portable kernels: plain torch, as few operands come here."""
-    return unblock(operand, offs) if operand.spec.scales == "blocked" else operand
+    return unswizzle(operand, offs) if operand.spec.scales == "swizzled" else operand
 
 
 def finish_rows(out_MD: torch.Tensor, bias_ED: torch.Tensor | None, offs: torch.Tensor, zero_tail: bool) -> None:

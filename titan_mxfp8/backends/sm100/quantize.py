@@ -1,4 +1,4 @@
-"""Quantisers that write scales in SM100's tiles (``format.blocked``), each tile once and in one piece.
+"""Quantisers that write scales in SM100's tiles (``format.swizzle``), each tile once and in one piece.
 
 A program takes 128 rows of 128 columns: that is one tile of scales along the last axis, one along the first, or, in one
 read, both. Ragged groups start at whole tiles of rows, so one map of the groups serves both axes.
@@ -22,13 +22,13 @@ from titan_mxfp8.backends.common.tiles import (
     store_matrix,
     transposed,
 )
-from titan_mxfp8.format.blocked import TILE_COLUMNS, TILE_LINES
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.format.swizzle import TILE_COLUMNS, TILE_LINES
 
 
 def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
-    """``Backend.quantize`` of (M, C) or (E, R, C) to FP8 with blocked scales."""
+    """``Backend.quantize`` of (M, C) or (E, R, C) to FP8 with swizzled scales."""
     along_last, other = axis == x.ndim - 1, 2 * x.ndim - 3 - axis  # other: of the last two axes
     if offs is None and lies_transposed(x):
         return quantize(x.mT, other, spec, None)._replace(axis=axis)
@@ -38,7 +38,7 @@ def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor |
 
 
 def quantize_both(x: torch.Tensor, spec: OperandSpec, offs: torch.Tensor | None) -> tuple[Operand, Operand]:
-    """``Backend.quantize_both`` to FP8 with blocked scales, in one read of ``x``."""
+    """``Backend.quantize_both`` to FP8 with swizzled scales, in one read of ``x``."""
     if offs is None and lies_transposed(x):
         along_last, along_first = quantize_both(x.mT, spec, None)
         return along_first._replace(axis=x.ndim - 1), along_last._replace(axis=x.ndim - 2)
@@ -55,9 +55,9 @@ def requantize(rows: Operand, spec: OperandSpec, offs: torch.Tensor | None) -> O
     return operand
 
 
-def block_scales(operand: Operand, offs: torch.Tensor | None) -> Operand:
-    """``format.blocked.block``, for operands that come with their scales in rows."""
-    spec, groups = replace(operand.spec, lines=1, scales="blocked"), None if offs is None else offs.shape[0]
+def swizzle_scales(operand: Operand, offs: torch.Tensor | None) -> Operand:
+    """``format.swizzle.block``, for operands that come with their scales in rows."""
+    spec, groups = replace(operand.spec, block_mn=1, scales="swizzled"), None if offs is None else offs.shape[0]
     *rest, lines, length = operand.data.shape
     by_rows = operand.axis == operand.data.ndim - 1
     shape = spec.scale_shape(operand.data.shape, groups, by_rows)
@@ -70,7 +70,7 @@ def block_scales(operand: Operand, offs: torch.Tensor | None) -> Operand:
         table, column_tiles = map_tiles(offs, length, shape[1] * BLOCK_SIZE)
     _BLOCK_SCALES.launch(
         (rest[0] if rest else 1) * row_tiles * ceil_div(column_tiles, 8), (operand.scale, scale, table), (),
-        (lines, columns, row_tiles, column_tiles), (groups is not None, by_rows, operand.spec.lines, 8),
+        (lines, columns, row_tiles, column_tiles), (groups is not None, by_rows, operand.spec.block_mn, 8),
         device=scale.device,
     )  # fmt: skip
     return Operand(operand.data, scale, spec, operand.axis)

@@ -31,8 +31,8 @@ from titan_mxfp8.format.spec import UNQUANTIZED, Operand, OperandSpec
 def swiglu(
     gate_MH: torch.Tensor, up_MH: torch.Tensor, limit: float | None, spec: OperandSpec, offs: torch.Tensor | None
 ) -> Operand:
-    """``Backend.swiglu`` with blocked scales."""
-    assert spec.scales == "blocked" and spec.block == "1x32", spec
+    """``Backend.swiglu`` with swizzled scales."""
+    assert spec.scales == "swizzled" and spec.block == "1x32", spec
     gate, up = matrices_of(gate_MH, up_MH)
     out = spec.empty(gate.x, 1, None if offs is None else offs.shape[0])
     tiles = map_tiles(offs, gate.rows, out.scale.shape[0])
@@ -53,8 +53,8 @@ def swiglu_backward(
     h_first: OperandSpec,
     offs: torch.Tensor | None,
 ) -> SwigluGradients:
-    """``Backend.swiglu_backward`` with blocked scales along H, and blocked ones or bf16 along M."""
-    assert last.scales == "blocked" and last.block == "1x32", last
+    """``Backend.swiglu_backward`` with swizzled scales along H, and blocked ones or bf16 along M."""
+    assert last.scales == "swizzled" and last.block == "1x32", last
     assert first == h_first and first in (last, UNQUANTIZED), (last, first, h_first)
     gate, up, u = matrices_of(*inputs)
     inputs.clear()
@@ -113,8 +113,8 @@ def _swiglu(
 @triton.jit(do_not_specialize=["rows", "padded_blocks", "tiles"])
 def _swiglu_backward(
     gate, up, u, scores, sums, table,
-    dgate_last, dgate_last_scale, dup_last, dup_last_scale,
-    dgate_first, dgate_first_scale, dup_first, dup_first_scale, h_first, h_first_scale,
+    dgate_rowwise, dgate_last_scale, dup_rowwise, dup_last_scale,
+    dgate_columnwise, dgate_first_scale, dup_columnwise, dup_first_scale, h_first, h_first_scale,
     cols, gate_stride, up_stride, u_stride,
     rows, padded_blocks, tiles,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr,
@@ -149,10 +149,10 @@ def _swiglu_backward(
             values, first, first_scale = rounded(h * score), h_first, h_first_scale
         elif output == 1:
             values = rounded(gradient_of_up(v, du * score, cut_g, s, LIMIT))
-            last, last_scale, first, first_scale = dup_last, dup_last_scale, dup_first, dup_first_scale
+            last, last_scale, first, first_scale = dup_rowwise, dup_last_scale, dup_columnwise, dup_first_scale
         else:
             values = rounded(gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT, ALPHA))
-            last, last_scale, first, first_scale = dgate_last, dgate_last_scale, dgate_first, dgate_first_scale
+            last, last_scale, first, first_scale = dgate_rowwise, dgate_last_scale, dgate_columnwise, dgate_first_scale
         if output > 0:
             store_along_last(
                 values, last + token * cols, last_scale + last_tile,

@@ -25,7 +25,7 @@ TILE_LINES, TILE_COLUMNS = 128, 4
 TILE_BYTES = TILE_LINES * TILE_COLUMNS
 
 
-def block(rows: Operand, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+def swizzle(rows: Operand, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
     """An exact operand with its scales in tiles; those of 32x32 blocks are repeated for each line.
 
     Args:
@@ -33,10 +33,10 @@ def block(rows: Operand, spec: OperandSpec, offs: torch.Tensor | None) -> Operan
         spec: of the result.
         offs: int32 (E,) end offsets of the groups of M, or None.
     """
-    assert spec.scales == "blocked" and rows.spec.scales == "rows" and rows.spec.stored == "fp8", (spec, rows.spec)
+    assert spec.scales == "swizzled" and rows.spec.scales == "k_major" and rows.spec.stored == "fp8", (spec, rows.spec)
     scale = rows.scale
-    if rows.spec.lines > 1:
-        scale = scale.repeat_interleave(rows.spec.lines, dim=-2).narrow(-2, 0, rows.data.shape[-2])
+    if rows.spec.block_mn > 1:
+        scale = scale.repeat_interleave(rows.spec.block_mn, dim=-2).narrow(-2, 0, rows.data.shape[-2])
     groups = None if offs is None else offs.shape[0]
     blocked = scale.new_zeros(spec.scale_shape(rows.data.shape, groups, rows.axis == rows.data.ndim - 1))
     index, known = positions(rows, offs)
@@ -44,12 +44,12 @@ def block(rows: Operand, spec: OperandSpec, offs: torch.Tensor | None) -> Operan
     return Operand(rows.data, blocked, spec, rows.axis)
 
 
-def unblock(operand: Operand, offs: torch.Tensor | None) -> Operand:
+def unswizzle(operand: Operand, offs: torch.Tensor | None) -> Operand:
     """The inverse of ``block``: the same operand with its scales in rows, one for each line; 0 in lines of no group."""
-    assert operand.spec.scales == "blocked", operand.spec
+    assert operand.spec.scales == "swizzled", operand.spec
     index, known = positions(operand, offs)
     scale = operand.scale.reshape(-1)[torch.where(known, index, 0)].masked_fill_(~known, 0)
-    return Operand(operand.data, scale, replace(operand.spec, block="1x32", scales="rows"), operand.axis)
+    return Operand(operand.data, scale, replace(operand.spec, block="1x32", scales="k_major"), operand.axis)
 
 
 def positions(operand: Operand, offs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

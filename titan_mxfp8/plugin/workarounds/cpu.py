@@ -1,4 +1,4 @@
-"""TorchTitan 0.2.2 on a machine without accelerators: what it needs besides titan_mxfp8/repairs/cpu.py."""
+"""TorchTitan 0.2.2 on a machine without accelerators: what it needs besides titan_mxfp8/workarounds/cpu.py."""
 
 import functools
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ import torch
 import torchtitan.models.moe.utils as moe_utils
 from torchtitan.tools import utils
 
-from titan_mxfp8.repairs.cpu import train_on_cpu
+from titan_mxfp8.workarounds.cpu import train_on_cpu
 
 
 def enable_cpu_training() -> bool:
@@ -18,18 +18,18 @@ def enable_cpu_training() -> bool:
 
 
 def permute_tokens_without_triton() -> None:
-    """Cures: `0 active drivers` from the Triton kernel that orders tokens by expert.
+    """Works around: `0 active drivers` from the Triton kernel that orders tokens by expert.
 
     For: TorchTitan 0.2.2.
 
     `generate_permute_indices` has a CPU path, but its one caller, `_permute` in moe/utils.py, never asks for it. The
-    repair goes to that caller's copy of the name; the function in moe/kernels.py stays as it is.
+    workaround goes to that caller's copy of the name; the function in moe/kernels.py stays as it is.
     """
     moe_utils.generate_permute_indices = functools.partial(moe_utils.generate_permute_indices, use_cpu=True)
 
 
 def count_integers_with_histc() -> None:
-    """Cures: `"histogram_cpu" not implemented for 'Long'` in the MoE router and reorderer.
+    """Works around: `"histogram_cpu" not implemented for 'Long'` in the MoE router and reorderer.
 
     For: TorchTitan 0.2.2, torch up to 2.15.
 
@@ -47,7 +47,7 @@ def count_integers_with_histc() -> None:
 
 
 def profile_without_device_activity() -> None:
-    """Cures: profiling.enable_profiling dies, as TorchTitan passes [CPU, None] where there is no CUDA or XPU.
+    """Works around: profiling.enable_profiling dies, as TorchTitan passes [CPU, None] where there is no CUDA or XPU.
 
     For: TorchTitan 0.2.2.
 

@@ -1,11 +1,11 @@
-"""Repairs of activation checkpointing."""
+"""Workarounds of activation checkpointing."""
 
 import torch
 import torch.utils.checkpoint
 
 
 def ignore_profiler_ranges() -> None:
-    """Cures: `profiler._record_function_enter_new ... encountered during backward but not found in storage`.
+    """Works around: `profiler._record_function_enter_new ... encountered during backward but not found in storage`.
 
     For: torch 2.13 and newer; torch 2.11 has no such set and does not need it.
 

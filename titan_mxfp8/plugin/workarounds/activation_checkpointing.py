@@ -1,11 +1,11 @@
-"""Repairs of activation checkpointing."""
+"""Workarounds of activation checkpointing."""
 
 from torch._inductor import config as inductor_config
 from torchtitan.config import JobConfig
 
 
 def keep_saved_outputs(job_config: JobConfig) -> None:
-    """Cures: wrong gradients, without a word, from compiled op-level activation checkpointing.
+    """Works around: wrong gradients, without a word, from compiled op-level activation checkpointing.
 
     For: all versions. Called by each converter, as it depends on the config.
 

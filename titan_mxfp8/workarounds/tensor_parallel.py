@@ -1,4 +1,4 @@
-"""Repairs of compiled tensor parallelism."""
+"""Workarounds of compiled tensor parallelism."""
 
 import dataclasses
 import os
@@ -11,11 +11,12 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _api as dtensor_api
 
-from titan_mxfp8.repairs.patch import is_patched, patch_of
+from titan_mxfp8.workarounds.patch import is_patched, patch_of
 
 
 def wait_before_compiled_regions() -> None:
-    """Cures: `'Tensor' object has no attribute '_local_tensor'` in the backward of tensor parallelism with compile.
+    """Works around: `'Tensor' object has no attribute '_local_tensor'` in the backward of tensor parallelism with
+    compile.
 
     For: torch 2.13. Newer ones need more than this, and checks.py refuses them.
 
@@ -39,7 +40,7 @@ def wait_before_compiled_regions() -> None:
 
 
 def save_random_states_before_meshes() -> None:
-    """Cures: `expected all tensors_saved_with_vc_check to be Tensors, got types: [...DeviceMesh...]`.
+    """Works around: `expected all tensors_saved_with_vc_check to be Tensors, got types: [...DeviceMesh...]`.
 
     For: torch 2.13 and newer, on CPUs.
 
@@ -76,7 +77,7 @@ def save_random_states_before_meshes() -> None:
 
 
 def compile_for_own_rank_only() -> None:
-    """Cures: wrong gradients, without a word, where one process is given the compiled code of another.
+    """Works around: wrong gradients, without a word, where one process is given the compiled code of another.
 
     For: torch 2.13 and newer.
 

@@ -1,4 +1,4 @@
-"""Repairs of TorchTitan's MoE layers."""
+"""Workarounds of TorchTitan's MoE layers."""
 
 import logging
 
@@ -6,11 +6,11 @@ import torch
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 from torchtitan.tools.logging import logger
 
-from titan_mxfp8.repairs.patch import is_patched, patch_of
+from titan_mxfp8.workarounds.patch import is_patched, patch_of
 
 
 def initialise_router_bias() -> None:
-    """Cures: other routing from run to run, or NaN, in models whose router has a bias, as gpt_oss.
+    """Works around: other routing from run to run, or NaN, in models whose router has a bias, as gpt_oss.
 
     For: TorchTitan 0.2.2.
 
@@ -39,7 +39,8 @@ _no_warning = _NoGroupedMMWarning()
 
 
 def hide_grouped_mm_warning(hide: bool) -> None:
-    """Cures: the warning `Failed to use grouped mm, which is only supported on SM90 or later` beside experts that work.
+    """Works around: the warning `Failed to use grouped mm, which is only supported on SM90 or later` beside experts
+    that work.
 
     For: TorchTitan 0.2.2, on anything below SM90.
 

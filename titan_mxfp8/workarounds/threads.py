@@ -4,7 +4,7 @@ import torch
 
 
 def run_backward_in_the_calling_thread() -> None:
-    """Cures: forward + backward of a small layer takes the host twice as long as both parts alone.
+    """Works around: forward + backward of a small layer takes the host twice as long as both parts alone.
 
     For: all versions of torch (seen with 2.11), GPUs. Autograd runs backward of a GPU's operators in a thread of that
     GPU. Forward and backward of Python code, which custom operators, FSDP's hooks and compiled code have much of, then

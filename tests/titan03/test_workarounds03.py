@@ -1,8 +1,8 @@
-"""The symptom that each repair cures in TorchTitan 0.3 as it is installed: a test that fails here says that a repair is
-needed no longer.
+"""The symptom that each workaround is for in TorchTitan 0.3 as it is installed: a test that fails here says that a
+workaround is needed no longer.
 
-``tests/test_repairs.py`` has those of torch alone. Not here, as it takes a real outage: the run that goes on unlogged
-where wandb cannot be reached (test_titan03.py has the cured one).
+``tests/test_workarounds.py`` has those of torch alone. Not here, as it takes a real outage: the run that goes on
+unlogged where wandb cannot be reached (test_titan03.py has the cured one).
 """
 
 import pytest
@@ -82,7 +82,7 @@ def symptoms() -> dict[str, str]:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="looks for the symptoms on a CPU")
 @pytest.mark.parametrize(
-    "repair, symptom",
+    "workaround, symptom",
     {
         "let_parts_be_overridden_too": "an ancestor of",
         "set_timeouts_of_process_groups": "has no attribute 'set_timeout'",
@@ -93,5 +93,5 @@ def symptoms() -> dict[str, str]:
         "reduce_gradients_by_sum": "PREMUL_SUM",
     }.items(),
 )
-def test_the_symptom_without_its_repair(symptoms: dict[str, str], repair: str, symptom: str) -> None:
-    assert symptom in symptoms[repair]
+def test_the_symptom_without_its_repair(symptoms: dict[str, str], workaround: str, symptom: str) -> None:
+    assert symptom in symptoms[workaround]

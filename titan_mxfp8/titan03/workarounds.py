@@ -1,4 +1,4 @@
-"""Repairs of TorchTitan 0.3, and those of every version."""
+"""Workarounds of TorchTitan 0.3, and those of every version."""
 
 from importlib import import_module
 from types import SimpleNamespace
@@ -12,16 +12,17 @@ from torchtitan.components.metrics import WandBLogger
 from torchtitan.models.common import attention
 from torchtitan.tools import utils
 
-from titan_mxfp8 import repairs
-from titan_mxfp8.repairs.cpu import train_on_cpu
-from titan_mxfp8.repairs.patch import is_patched, patch_of
-from titan_mxfp8.repairs.wandb_offline import log_offline_if_the_start_fails
+from titan_mxfp8 import workarounds
 from titan_mxfp8.titan03 import moe
+from titan_mxfp8.workarounds.cpu import train_on_cpu
+from titan_mxfp8.workarounds.patch import is_patched, patch_of
+from titan_mxfp8.workarounds.wandb_offline import log_offline_if_the_start_fails
 
 
-def repair() -> None:
-    """Applies the repairs that every run needs, and those of machines without an accelerator where there is none."""
-    repairs.repair()
+def apply() -> None:
+    """Applies the workarounds that every run needs, and those of machines without an accelerator where there is
+    none."""
+    workarounds.apply()
     let_parts_be_overridden_too()
     set_timeouts_of_process_groups()
     log_offline_where_wandb_is_out_of_reach()
@@ -29,7 +30,8 @@ def repair() -> None:
 
 
 def let_parts_be_overridden_too() -> None:
-    """Cures: `claims 'model_spec.model', an ancestor of ...` where a run has MXFP8 and an override of another part.
+    """Works around: `claims 'model_spec.model', an ancestor of ...` where a run has MXFP8 and an override of another
+    part.
 
     For: TorchTitan 0.3.0.
 
@@ -55,7 +57,7 @@ def let_parts_be_overridden_too() -> None:
 
 
 def set_timeouts_of_process_groups() -> None:
-    """Cures: `module 'torch.distributed' has no attribute 'set_timeout'` after the first step.
+    """Works around: `module 'torch.distributed' has no attribute 'set_timeout'` after the first step.
 
     For: TorchTitan 0.3.0 with torch 2.13, whose function of this kind is private.
     """
@@ -64,7 +66,7 @@ def set_timeouts_of_process_groups() -> None:
 
 
 def log_offline_where_wandb_is_out_of_reach() -> None:
-    """Cures: a run that goes on unlogged where wandb cannot be reached.
+    """Works around: a run that goes on unlogged where wandb cannot be reached.
 
     For: TorchTitan 0.3.0; wandb up to 0.31.
     """
@@ -80,7 +82,7 @@ def log_offline_where_wandb_is_out_of_reach() -> None:
 
 
 def attend_without_cuda() -> None:
-    """Cures: `Could not run 'aten::_flash_attention_forward'`: variable-length attention is CUDA's only.
+    """Works around: `Could not run 'aten::_flash_attention_forward'`: variable-length attention is CUDA's only.
 
     For: TorchTitan 0.3.0, torch up to 2.13.
 

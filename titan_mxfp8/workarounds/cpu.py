@@ -1,6 +1,6 @@
 """TorchTitan's own train.py on a machine without accelerators: CPU tensors, gloo collectives.
 
-TorchTitan assumes "cuda" where it finds no device, and dies. Each function below repairs one place and names the
+TorchTitan assumes "cuda" where it finds no device, and dies. Each function below workarounds one place and names the
 symptom it cures; `train_on_cpu` applies them all, before Trainer.__init__ reads the device. Each adapter adds those of
 its own TorchTitan, whose modules are arguments here. Where an accelerator exists nothing of this file runs. Linux only,
 like the triton that TorchTitan imports.
@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 logger = logging.getLogger(__name__)
 
 
-def train_on_cpu(utils: ModuleType, *own_repairs: Callable[[], None]) -> bool:
+def train_on_cpu(utils: ModuleType, *own_workarounds: Callable[[], None]) -> bool:
     """Makes TorchTitan train on CPU if this machine has no accelerator; says whether it does. Safe to call again.
 
     Args:
         utils: ``torchtitan.tools.utils``.
-        own_repairs: what this TorchTitan alone needs.
+        own_workarounds: what this TorchTitan alone needs.
     """
     if torch.accelerator.is_available():
         return False
@@ -39,8 +39,8 @@ def train_on_cpu(utils: ModuleType, *own_repairs: Callable[[], None]) -> bool:
     claim_no_mfu(utils)
     reduce_gradients_by_sum()
     draw_full_tensor_at_random_init()
-    for repair in own_repairs:
-        repair()
+    for workaround in own_workarounds:
+        workaround()
     logger.info("No accelerator found: TorchTitan trains on CPU, with gloo between processes")
     return True
 
@@ -81,7 +81,7 @@ class CpuDevice:
 
 
 def use_cpu_device(utils: ModuleType) -> None:
-    """Cures: `module 'torch._C' has no attribute '_cuda_setDevice'`, at the start of Trainer.__init__.
+    """Works around: `module 'torch._C' has no attribute '_cuda_setDevice'`, at the start of Trainer.__init__.
 
     For: TorchTitan 0.2.2 and 0.3.0.
 
@@ -104,7 +104,8 @@ def use_cpu_device(utils: ModuleType) -> None:
 
 
 def claim_no_mfu(utils: ModuleType) -> None:
-    """Cures: an MFU in the logs that is a share of an A100, which TorchTitan takes for any device it does not know.
+    """Works around: an MFU in the logs that is a share of an A100, which TorchTitan takes for any device it does not
+    know.
 
     For: TorchTitan 0.2.2 and 0.3.0.
 
@@ -114,7 +115,7 @@ def claim_no_mfu(utils: ModuleType) -> None:
 
 
 def reduce_gradients_by_sum() -> None:
-    """Cures: `Cannot use ReduceOp.PREMUL_SUM with Gloo` in FSDP's first reduce-scatter.
+    """Works around: `Cannot use ReduceOp.PREMUL_SUM with Gloo` in FSDP's first reduce-scatter.
 
     For: TorchTitan 0.2.2 and 0.3.0, torch up to 2.15.
 
@@ -132,7 +133,7 @@ def reduce_gradients_by_sum() -> None:
 
 
 def draw_full_tensor_at_random_init() -> None:
-    """Cures, and nothing else would show it: with FSDP, EP or TP every rank starts with the same shard.
+    """Works around, and nothing else would show it: with FSDP, EP or TP every rank starts with the same shard.
 
     For: torch up to 2.15.
 

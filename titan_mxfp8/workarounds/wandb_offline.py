@@ -1,4 +1,4 @@
-"""Repairs of runs that log to wandb."""
+"""Workarounds of runs that log to wandb."""
 
 import configparser
 import logging
@@ -16,7 +16,7 @@ WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 
 
 def default_wandb_offline() -> None:
-    """Cures: one ERROR line and a run that is not logged, where the user is not logged in to wandb.
+    """Works around: one ERROR line and a run that is not logged, where the user is not logged in to wandb.
 
     For: TorchTitan 0.2.2 and 0.3.0; wandb up to 0.31.
 
@@ -38,7 +38,7 @@ def default_wandb_offline() -> None:
 
 
 def log_offline_if_the_start_fails(run_logger: Any, start: Callable[[], None]) -> None:
-    """Cures: a run that goes on unlogged where wandb cannot be reached.
+    """Works around: a run that goes on unlogged where wandb cannot be reached.
 
     For: TorchTitan 0.2.2 and 0.3.0; wandb up to 0.31.
 

@@ -1,4 +1,4 @@
-"""Repairs of TorchTitan's validation."""
+"""Workarounds of TorchTitan's validation."""
 
 from collections.abc import Callable
 
@@ -7,11 +7,11 @@ from torchtitan.components.validate import Validator, build_validator
 from torchtitan.models import deepseek_v3, gpt_oss
 from torchtitan.protocols.train_spec import TrainSpec
 
-from titan_mxfp8.repairs.patch import is_patched, patch_of
+from titan_mxfp8.workarounds.patch import is_patched, patch_of
 
 
 def validate_every_model() -> None:
-    """Cures: an AssertionError without words where ``validation.enable`` is set for deepseek_v3 or gpt_oss.
+    """Works around: an AssertionError without words where ``validation.enable`` is set for deepseek_v3 or gpt_oss.
 
     For: TorchTitan 0.2.2.
 
@@ -31,7 +31,8 @@ def validate_every_model() -> None:
 
 
 def validate_as_it_trains() -> None:
-    """Cures: ``assert attention_masks is None`` in the attention of llama4 and deepseek_v3 when they are validated.
+    """Works around: ``assert attention_masks is None`` in the attention of llama4 and deepseek_v3 when they are
+    validated.
 
     For: TorchTitan 0.2.2.
 

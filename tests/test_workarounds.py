@@ -1,5 +1,5 @@
-"""The symptom that each repair cures, in torch and TorchTitan as they are installed: a test that fails here says that a
-repair is needed no longer.
+"""The symptom that each workaround is for, in torch and TorchTitan as they are installed: a test that fails here says
+that a workaround is needed no longer.
 
 Elsewhere: ``keep_saved_outputs`` in test_models.py. Not here, as it takes GPUs or a real outage: the run that goes on
 unlogged where wandb cannot be reached (test_wandb.py has the cured one).
@@ -148,7 +148,7 @@ def symptoms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="looks for the symptoms on a CPU")
 @pytest.mark.parametrize(
-    "repair, symptom",
+    "workaround, symptom",
     {
         "use_cpu_device": "cuda",
         "claim_no_mfu": "True",
@@ -168,7 +168,7 @@ def symptoms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "compile_for_own_rank_only": str(NEW_TORCH),
     }.items(),
 )
-def test_the_symptom_without_its_repair(symptoms: dict[str, str], repair: str, symptom: str) -> None:
-    if repair == "compile_for_own_rank_only" and shutil.which("g++") is None:
+def test_the_symptom_without_its_repair(symptoms: dict[str, str], workaround: str, symptom: str) -> None:
+    if workaround == "compile_for_own_rank_only" and shutil.which("g++") is None:
         pytest.skip("the inductor needs a C++ compiler on CPUs")
-    assert symptom in symptoms[repair]
+    assert symptom in symptoms[workaround]
