@@ -28,7 +28,7 @@ from titan_mxfp8.format.mx import ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.moe import ROWS, TRANSPORTS, DispatchHandle, Rows, Transport, TransportName, choose
 from titan_mxfp8.ops import experts
-from titan_mxfp8.ops.autograd import once_differentiable, take, take_many, take_saved
+from titan_mxfp8.ops.autograd import once_differentiable, take_many, take_saved
 from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_features
 from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, Weights
@@ -226,8 +226,10 @@ class _MoE(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, g_TD):
-        saved = take_saved(ctx)
-        b2, weights = take(saved), [] if ctx.keeps_weight else take_many(saved, 3)
+        b2, *saved = take_saved(ctx)
+        weights = []
+        if not ctx.keeps_weight:
+            *weights, saved = *saved[:3], saved[3:]
         needs = list(ctx.needs_input_grad[3:9])
         made = moe_backward(g_TD, saved, weights, b2, ctx.scored, needs, common_dtype(ctx.dtypes), ctx.config)
         dweights = gradients_of(made[1 + ctx.scored :], needs, ctx.dtypes)
