@@ -45,11 +45,11 @@ def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor |
 
 
 def quantize_both(
-    x: torch.Tensor, last: OperandSpec, first: OperandSpec, offs: torch.Tensor | None
+    x: torch.Tensor, rowwise: OperandSpec, columnwise: OperandSpec, offs: torch.Tensor | None
 ) -> tuple[Operand, Operand]:
     """``Backend.quantize_both``."""
-    along_last = quantize(x, x.ndim - 1, last, offs if last.grouped_scales else None)
-    return along_last, quantize(x, x.ndim - 2, first, offs)
+    rowwise_operand = quantize(x, x.ndim - 1, rowwise, offs if rowwise.grouped_scales else None)
+    return rowwise_operand, quantize(x, x.ndim - 2, columnwise, offs)
 
 
 def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
@@ -68,8 +68,8 @@ def gemm_m_grouped(
     """``Backend.gemm_m_grouped``."""
     check_m_grouped(a, b)
     a_MC, b_EDC = reference.dequantize(a), reference.dequantize(b)
-    along_first = b.spec.stored == "bf16" and b.axis == 1
-    b_ECD = b_EDC if along_first else b_EDC.mT
+    columnwise_operand = b.spec.stored == "bf16" and b.axis == 1
+    b_ECD = b_EDC if columnwise_operand else b_EDC.mT
     if offs is None:
         y_MD = a_MC @ b_ECD[0]
         return (y_MD if bias is None else y_MD + bias.float()).to(out_dtype)
@@ -114,19 +114,19 @@ def swiglu_backward(
     inputs: list[torch.Tensor],
     scores_M: torch.Tensor | None,
     limit: float | None,
-    last: OperandSpec,
-    first: OperandSpec,
-    h_first: OperandSpec,
+    rowwise: OperandSpec,
+    columnwise: OperandSpec,
+    h_columnwise: OperandSpec,
     offs: torch.Tensor | None,
 ) -> SwigluGradients:
     """``Backend.swiglu_backward``."""
     dgate, dup, sh, dscores = definition.backward(*inputs, scores_M, limit)
     inputs.clear()
     (dgate_rowwise, dgate_columnwise), (dup_rowwise, dup_columnwise) = (
-        quantize_both(t, last, first, offs) for t in (dgate, dup)
+        quantize_both(t, rowwise, columnwise, offs) for t in (dgate, dup)
     )
     return SwigluGradients(
-        dgate_rowwise, dup_rowwise, dgate_columnwise, dup_columnwise, quantize(sh, 0, h_first, offs), dscores
+        dgate_rowwise, dup_rowwise, dgate_columnwise, dup_columnwise, quantize(sh, 0, h_columnwise, offs), dscores
     )
 
 
