@@ -16,10 +16,10 @@ def _swizzled_position(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     The tiles in flight then share operands, which stay in L2. 3 x 2 tiles, GROUP_M 2: (0, 0) (1, 0) (0, 1) (1, 1)
     (2, 0) (2, 1).
     """
-    first_row = index // (GROUP_M * tiles_n) * GROUP_M
-    rows = min(tiles_m - first_row, GROUP_M)
+    swizzle_group = index // (GROUP_M * tiles_n)
+    rows = min(tiles_m - swizzle_group * GROUP_M, GROUP_M)
     inside = index % (GROUP_M * tiles_n)
-    return first_row + inside % rows, inside // rows
+    return swizzle_group * GROUP_M + inside % rows, inside // rows
 
 
 @triton.jit

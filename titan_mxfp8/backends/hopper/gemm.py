@@ -1,4 +1,25 @@
-"""HDOC"""
+"""The grouped GEMMs on Hopper: FP8 tensor cores, whose sums are scaled and added up in fp32 registers.
+
+Hopper's tensor cores (``wgmma``) multiply FP8 but know no scales. So a chain of them sums 32 to 128 products of a row
+and a column, and each sum p is added to the output as ``acc += p * (row scale * column scale)``. One FP32 instruction
+for each p takes as long as the tensor cores take for 32 products, and power besides, so this decides how fast a variant
+can be:
+
+| GEMM      | ``b``  | sums of   | scales of a sum             | FP32 instructions per element of it |
+|-----------|--------|-----------|-----------------------------|-------------------------------------|
+| m_grouped | 32x32  | 32 to 128 | one per row and 32 columns  | 1                                   |
+| m_grouped | 32x128 | 128       | one per row and 32 columns  | 1                                   |
+| k_grouped | 1x128  | 128       | one per row, one per column | 2                                   |
+
+Exact operands (32x32) have blocks of 32. A sum goes on over the next block of the stage where its scales are those of
+the block before, in all of 64 rows of ``a`` and 128 columns of ``b``: the quantiser sees to it where that changes no
+value (``format.reference.coalesce_scales``), ``scales.decode_scales`` looks for it and leaves marks, and each warpgroup
+goes by them. The result is exact in any case, but for the bits that tensor cores cut off a sum; so the last bits of a
+row depend on which rows are beside it.
+
+``gemm_kernel.py`` is the kernel, ``tile_scheduler.py`` hands out its tiles, ``scales.py`` prepares the scales.
+M tokens, N out features, K in features, E experts; C is a contraction axis and D the other one of ``b``.
+"""
 
 import math
 from dataclasses import dataclass
@@ -15,6 +36,7 @@ from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.format.spec import Operand
 
 COLUMNS = 128  # of a tile
+DESCRIPTORS = 9  # that the kernel takes at most, as its first arguments
 GROUP_M = 8  # rows of tiles that are in flight together, see tile_scheduler.swizzled_position
 
 
@@ -173,17 +195,19 @@ def _launch(
     run: bool = True,
     zero_tail: bool = True,
 ) -> bool:
-    (a, b, scales), *second = products
+    """Whether the kernel was new. It takes descriptors of a product, of the output in bf16, and of a second product."""
+    a, b, scales = products[0]
     shapes, dtypes = (a.data.shape, b.data.shape, out.shape), (a.data.dtype, b.data.dtype, out.dtype)
     plan = _plan(shapes, dtypes, scales.layout, tiles, k_grouped, zero_tail)
-    in_memory = [a.data, b.data, scales.buffer, scales.buffer, out]
-    descriptors = tuple(map(descriptor, in_memory, plan.layouts))
-    for a_2, b_2, scales_2 in second:
-        assert len(descriptors) == 5, "a sum of products is in bf16"
-        in_memory = [a_2.data, b_2.data, scales_2.buffer, scales_2.buffer]
-        descriptors += tuple(map(descriptor, in_memory, plan.layouts))
+    memory = [(a.data, b.data, scales.buffer, scales.buffer) for a, b, scales in products]
+    memory[0] += (out,)
+    assert len(products) == 1 or len(plan.layouts) == 5, "a sum of products is in bf16"
+    descriptors = [
+        descriptor(x, layout) for tensors in memory for x, layout in zip(tensors, plan.layouts, strict=False)
+    ]
+    absent = [None] * (DESCRIPTORS - len(descriptors))
     return GEMM.launch(
         min(plan.tiles, multiprocessors(out.device)) if run else 0,
-        (*[None] * (9 - len(descriptors)), out, bias, offs, scales.buffer[scales.layout.size :]),
-        plan.sizes, plan.counts, plan.constants, device=out.device, descriptors=descriptors,
+        (*absent, out, bias, offs, scales.buffer[scales.layout.size :]),
+        plan.sizes, plan.counts, plan.constants, device=out.device, descriptors=tuple(descriptors),
     )  # fmt: skip

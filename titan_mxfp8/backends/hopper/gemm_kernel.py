@@ -1,4 +1,23 @@
-"""KDOC"""
+"""The kernel of Hopper's grouped GEMMs: what it computes, and the host's side, are in ``gemm.py``.
+
+A persistent program per multiprocessor. Its warps have roles, and pass stages of 128 of the contraction through shared
+memory. A stage holds the tile's rows of ``a``, in parts of 64, 128 rows of ``b.mT``, and their scales as fp32:
+
+| role                        | waits for       | does                                              | then arrives at |
+|-----------------------------|-----------------|---------------------------------------------------|-----------------|
+| ``_load``, one warp         | ``empty[stage]``| starts the copies (TMA) of the stage              | ``full[stage]`` |
+| ``_multiply``, a warpgroup  | ``full[stage]`` | its parts of ``a`` times ``b``, adds up the sums  | ``empty[stage]``|
+| of 4 warps, two or three    |                 | after the last stage: stores its part of the tile |                 |
+
+Tiles are taken on demand. A program starts with the one that has its own number; its loading warp takes the next from
+a counter in device memory and hands the number on with the last stage of the tile before. So the tiles in flight are
+nearly neighbours, which read the same rows of ``a`` and ``b`` while those are in L2, and a program that starts late, as
+a kernel of NCCL has its multiprocessor, leaves its share to the others.
+
+Every role finds its tile by itself (``tile_scheduler.advance``), from the offsets in device memory: groups may end
+anywhere, nothing is padded and the host never waits. A tile may read rows of the next group: rows do not mix, and only
+the group's own are stored. What the copies read outside a tensor is zero.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -65,7 +84,9 @@ def _load(given, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, GROUP_M: gl.cons
             scale_base = group * scale_stages
             k_start = group * 0
             k_end = k_start + C
+        # Scales of rows are copied from the copy that starts at this row modulo 4: TMA wants multiples of 16 bytes.
         shift = row % COPIES
+        # A second product goes on where the first one ends: its stages are added to the same sums.
         for p in gl.static_range(PRODUCTS):
             a, b, row_scale, column_scale = products[p]
             for k in range(k_start, k_end, 128):
@@ -210,6 +231,7 @@ def _multiply(
     ROW_MAJOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    # TMA copied one row of numbers; what multiplies reads them as rows and steps. Both lie without swizzle.
     if _REINTERPRET:
         row_scales = row_scales.reinterpret(gl.float32, [STAGES * PARTS, 64, STEPS], ROW_MAJOR)
         column_scales = column_scales.reinterpret(gl.float32, [STAGES * STEPS, WIDTH], VECTOR)
@@ -257,8 +279,12 @@ def _multiply(
                         accs = (accs[0], acc)
             if k + 128 >= k_length:
                 next_tile = gl.max(next_tiles.index(slot).slice(0, 1).load(ONE), 0)
+            # All sums of the stage were waited for: nothing reads the slot any more. A wgmma in flight over the back
+            # edge of this loop would make ptxas serialise all of them (C7515), and spill.
             mbarrier.arrive(empty.index(slot), count=1)
             slot, phase = _next_slot(slot, phase, STAGES)
+        # The loading warp fills the stages of the next tile meanwhile. Whole parts go through shared memory
+        # by TMA; others, of which some rows are the next group's, from registers with a mask.
         column = tile_column * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
         for i in gl.static_range(OURS):
             total = gl.convert_layout(accs[i].reshape((64, COLUMNS)), MMA, assert_trivial=True)

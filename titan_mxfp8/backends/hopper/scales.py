@@ -1,4 +1,9 @@
-"""SDOC"""
+"""The scales of Hopper's GEMMs as fp32, in the layouts that single copies of TMA want.
+
+``decode_scales`` prepares them, however they lie: a copy must start at a multiple of 16 bytes, but a group at any row.
+Exact: the four scales of a row's stage are side by side, 16 bytes. Rebased: the rows' scales are stored four times,
+shifted by 0 to 3 rows, and one of the four fits any start.
+"""
 
 from functools import lru_cache
 from typing import NamedTuple

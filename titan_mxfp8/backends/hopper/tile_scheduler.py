@@ -51,7 +51,7 @@ def swizzled_position(tile, state, tiles_across, GROUP_M: gl.constexpr):
     """
     _, first, count, _, _, _ = state
     index = tile - first
-    first_row = index // (GROUP_M * tiles_across) * GROUP_M
-    rows = gl.minimum(count // tiles_across - first_row, GROUP_M)
+    swizzle_group = index // (GROUP_M * tiles_across)
+    rows = gl.minimum(count // tiles_across - swizzle_group * GROUP_M, GROUP_M)
     inside = index % (GROUP_M * tiles_across)
-    return first_row + inside % rows, inside // rows
+    return swizzle_group * GROUP_M + inside % rows, inside // rows
