@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from titan_mxfp8.titan03.workarounds import varlen_attn_on_cpu
 from torch import nn
 from torch.nn.attention.varlen import AuxRequest
 from torchtitan.components.metrics import WandBLogger
@@ -28,7 +29,6 @@ from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_linear
 from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.titan03 import MXFP8Experts, MXFP8Linears, config_registry, moe
 from titan_mxfp8.titan03.moe import MXFP8RoutedExperts
-from titan_mxfp8.titan03.workarounds import varlen_attn_on_cpu
 
 EXPERTS, LINEARS = "titan_mxfp8.titan03.experts", "titan_mxfp8.titan03.linears"
 # Model, expert modules, linears that are converted.

@@ -1,7 +1,5 @@
 """``quantize.grouped_mm.mx`` and ``quantize.linear.mx``, as TorchTitan's model converters."""
 
-import logging
-
 import torch
 from torch import nn
 from torchtitan.components.quantization import QuantizationConverter
@@ -17,32 +15,33 @@ from torchtitan.models.qwen3.infra import parallelize as qwen3
 from torchtitan.protocols import model_converter
 
 import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
-from titan_mxfp8 import modules
-from titan_mxfp8.modules import telemetry
+from titan_mxfp8 import modules, workarounds
 from titan_mxfp8.plugin import moe
-from titan_mxfp8.plugin.checks import check_one_quantisation, compiles_model
+from titan_mxfp8.plugin.checks import check_converters, compiles_model
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, recipe_of
-from titan_mxfp8.plugin.workarounds.activation_checkpointing import keep_saved_outputs
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
-
-logger = logging.getLogger(__name__)
+from titan_mxfp8.titan import telemetry
+from titan_mxfp8.workarounds import pytorch
 
 
 class _Converter(QuantizationConverter):
+    kind: str
     config: MXGroupedMM | MXLinear
     # TorchTitan's own is an assertion; this one says what to do
-    _validate = staticmethod(check_one_quantisation)
+    _validate = staticmethod(check_converters)
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         super().__init__(job_config, parallel_dims)
         self.health_every = job_config.quantize.health_every
-        keep_saved_outputs(job_config)
+        checkpointing = job_config.activation_checkpoint
+        op_level = checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
+        if op_level and workarounds.wanted("keep_saved_outputs"):
+            pytorch.keep_saved_outputs()
 
     def observe(self, model: nn.Module, converted: list[str]) -> None:
         """Prepares the converted modules for ``quantize.health_every`` and ``hopper_rebase_report``."""
-        if self.health_every or self.config.hopper_rebase_report:
-            telemetry.attach(model, converted)
+        telemetry.attach(model, converted, self.kind, self.health_every, self.config.hopper_rebase_report)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Nothing: operands are quantised where they are used."""
@@ -50,6 +49,8 @@ class _Converter(QuantizationConverter):
 
 class GroupedMMConverter(_Converter):
     """Converts the routed experts that ``quantize.grouped_mm.mx.fqns`` names."""
+
+    kind = "experts"
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         super().__init__(job_config, parallel_dims)
@@ -66,13 +67,14 @@ class GroupedMMConverter(_Converter):
             compile_backend=self.compile_backend,
             requantize_input=self.config.requantize_input,
         )
-        if self.config.dispatch != "off":
-            moe.dispatch_tokens(model, converted, self.job_config, self.parallel_dims)
+        moe.dispatch_tokens(model, converted, self.job_config, self.parallel_dims)
         self.observe(model, converted)
 
 
 class LinearConverter(_Converter):
     """Converts the linears that ``quantize.linear.mx.filter_fqns`` does not name."""
+
+    kind = "linears"
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         super().__init__(job_config, parallel_dims)
