@@ -44,6 +44,10 @@ def run_backward_in_the_calling_thread():
     return torch.autograd.is_multithreading_enabled()
 
 @symptom
+def export_dense_layers():
+    return Llama4StateDictAdapter(llama4_args["debugmodel"], None).to_hf({"layers.0.feed_forward.w1.weight": None})
+
+@symptom
 def export_contiguous_tensors():
     w2 = torch.zeros(2, 3, 4)
     adapter = Llama4StateDictAdapter(llama4_args["debugmodel"], None)
@@ -165,6 +169,7 @@ FOUND = {
     "claim_no_mfu": "True",
     "log_offline_where_wandb_is_out_of_reach": "no network",
     "run_backward_in_the_calling_thread": "True",
+    "export_dense_layers": "{}",
     "export_contiguous_tensors": "[False]",
     "count_integers_with_histc": "not implemented for 'Long'",
     "permute_tokens_without_triton": "0 active drivers",

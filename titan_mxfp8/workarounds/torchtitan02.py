@@ -7,6 +7,7 @@ import torch
 
 from titan_mxfp8.workarounds.patch import around
 
+_LLAMA4_ADAPTER = "torchtitan.models.llama4.model.state_dict_adapter.Llama4StateDictAdapter"
 _MOE_ROUTER = "torchtitan.models.moe.moe.TokenChoiceTopKRouter"
 
 
@@ -38,11 +39,21 @@ def validate_as_it_trains(prepare: Any, validator: Any, input_dict: dict, labels
     return inputs, labels, extra_inputs, extra_kwargs
 
 
-@around("torchtitan.models.llama4.model.state_dict_adapter.Llama4StateDictAdapter.to_hf")
+@around(f"{_LLAMA4_ADAPTER}.to_hf")
 def export_contiguous_tensors(to_hf: Any, adapter: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """It transposes the weights of experts for Transformers, and safetensors takes no view. The tensors of a load,
     which are written to, come this way too: what is read into a copy comes back by ``from_hf``."""
     return {name: value.contiguous() for name, value in to_hf(adapter, state_dict).items()}
+
+
+@around(f"{_LLAMA4_ADAPTER}.__init__")
+def export_dense_layers(init: Any, adapter: Any, *args: Any) -> None:
+    """Its table of names knows the feed-forward of MoE layers only. 17bx128e and the debug model have dense layers
+    between them, whose feed-forward neither comes into an export nor is loaded from one."""
+    init(adapter, *args)
+    for theirs, ours in {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}.items():
+        name = f"language_model.model.layers.{{}}.feed_forward.{theirs}.weight"
+        adapter.from_hf_map.setdefault(name, f"layers.{{}}.feed_forward.{ours}.weight")
 
 
 @around("torchtitan.models.moe.utils.generate_permute_indices")
