@@ -49,12 +49,8 @@ class _Converter(QuantizationConverter):
         self.config = config
 
     @abstractmethod
-    def convert_model(self, model: nn.Module) -> None:
-        """Converts modules of a model that has just been built, on meta."""
-
-    def observe(self, model: nn.Module, converted: list[str]) -> None:
-        """Prepares the converted modules for ``health_every`` and ``hopper_rebase_report``."""
-        telemetry.attach(model, converted, self.kind, self.config.health_every, self.config.hopper_rebase_report)
+    def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
+        """Converts modules of a model that has just been built, on meta, and returns their names."""
 
     def convert(self, model_config: BaseModel.Config) -> BaseModel.Config:
         """Has the model that ``model_config`` builds converted, after what other conversions it has; gives it back.
@@ -65,8 +61,10 @@ class _Converter(QuantizationConverter):
         cls = type(model_config)
 
         def build(own: BaseModel.Config, **kwargs: object) -> nn.Module:
-            model = cls.build(own, **kwargs)
-            self.convert_model(model)
+            model, config = cls.build(own, **kwargs), self.config
+            options = {"backend": config.backend, "requantize_input": config.requantize_input}
+            converted = self.convert_modules(model, recipe=self.recipe, **options)
+            telemetry.attach(model, converted, self.kind, config.health_every, config.hopper_rebase_report)
             return model
 
         def to_dict(own: BaseModel.Config) -> dict:
@@ -105,21 +103,14 @@ class MXFP8Experts(_Converter):
         self.dispatches = self.dispatch is not None
         super().__init__(config)
 
-    def convert_model(self, model: nn.Module) -> None:
-        config = self.config
+    def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
         for module in model.modules():
             if isinstance(module, GroupedExperts):
                 modules.EXPERT_CLASSES.setdefault(type(module), expert_class(type(module)))
-        converted = modules.convert_experts(
-            model,
-            recipe=self.recipe,
-            fqns=as_list(config.fqns),
-            backend=config.backend,
-            requantize_input=config.requantize_input,
-        )
+        converted = modules.convert_experts(model, fqns=as_list(self.config.fqns), **options)
         if self.dispatch is not None:
             dispatch_tokens(model, converted, self.dispatch, self.recipe, _trainer_config.get())
-        self.observe(model, converted)
+        return converted
 
 
 class MXFP8Linears(_Converter):
@@ -137,17 +128,9 @@ class MXFP8Linears(_Converter):
         health_every: int = 0
         hopper_rebase_report: int = 0
 
-    def convert_model(self, model: nn.Module) -> None:
-        config = self.config
+    def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
         modules.LINEAR_CLASSES.update(LINEAR_CLASSES)
-        converted = modules.convert_linears(
-            model,
-            recipe=self.recipe,
-            filter_fqns=as_list(config.filter_fqns),
-            backend=config.backend,
-            requantize_input=config.requantize_input,
-        )
-        self.observe(model, converted)
+        return modules.convert_linears(model, filter_fqns=as_list(self.config.filter_fqns), **options)
 
 
 def convert_config(
