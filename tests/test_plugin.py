@@ -295,6 +295,8 @@ def test_a_bad_config_is_refused_when_it_is_parsed(flags: list[str], message: st
         ("model", "study_flavors = 1", "model.study_flavors = 1: it must be true or false"),
         ("model", "converters = [1]", r"model.converters = \[1\]: it must be a list of strings"),
         ("activation_checkpoint", "selective_ac_option = 0", "selective_ac_option = '0': use 'op'"),
+        ("training", 'steps = "60"', "training.steps = '60': it must be a whole number"),
+        ("compile", "enable = 1", "compile.enable = 1: it must be true or false"),
         ("cluster", "nodes = 2.0", "cluster.nodes = 2.0: it must be a whole number"),
     ],
 )

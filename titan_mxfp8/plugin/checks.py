@@ -21,20 +21,11 @@ from torchtitan.protocols import BaseModelArgs, model_converter
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_mxfp8 import backends, workarounds
-from titan_mxfp8.arguments import check_fields, check_type
+from titan_mxfp8.arguments import check_types
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.modules import as_list, training_device
 from titan_mxfp8.plugin.flavors import register_flavors
-from titan_mxfp8.plugin.job_config import (
-    Cluster,
-    Model,
-    MXGroupedMM,
-    MXLinear,
-    Quantize,
-    converter_configs,
-    has_our_fields,
-    recipe_of,
-)
+from titan_mxfp8.plugin.job_config import MXGroupedMM, converter_configs, has_our_fields, recipe_of
 from titan_mxfp8.plugin.wandb_run import fill_git_commit
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 from titan_mxfp8.titan.dispatch import dispatch_of
@@ -48,19 +39,21 @@ logger = logging.getLogger(__name__)
 FSDP_WITH_EP = ("llama4", "deepseek_v3", "gpt_oss")
 
 
+NUMBER_AS_STRING = ("activation_checkpoint.selective_ac_option",)  # TOML may have a number
+
+
 def check_job_config(job_config: JobConfig) -> None:
-    """Normalises lists that TOML or the command line gave as strings, and checks what the plugin is about to use.
-    Warns of a field without effect. Fills ``job.git_commit`` on rank 0, which saves the config, and registers the study
+    """Normalises lists that TOML or the command line gave as strings, and checks what the plugin is about to use; types
+    are checked before. Warns of a field without effect. Fills ``job.git_commit`` on rank 0, which saves the config, and registers the study
     flavors where the config asks for them.
 
     ``--model.converters=`` (nothing behind the sign) means no converters.
 
     Raises:
-        ValueError: a value of the wrong type, a converter that nobody registered, MXFP8 beside another quantisation, an
+        ValueError: a converter that nobody registered, MXFP8 beside another quantisation, an
             unknown recipe or backend, a backend without rebase, a report on it or on health that cannot be, a dispatch
             that cannot be, activation checkpointing or compilation that TorchTitan is known to fail at.
     """
-    check_types(job_config)
     experts, linears = job_config.quantize.grouped_mm.mx, job_config.quantize.linear.mx
     job_config.model.converters = converters = as_list(",".join(as_list(job_config.model.converters)))
     if os.environ.get("RANK", "0") == "0":
@@ -127,20 +120,6 @@ def check_transport(job_config: JobConfig) -> None:
         )
     processes, per_host = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     check_hosts(job_config, processes, per_host)
-
-
-def check_types(job_config: JobConfig) -> None:
-    """Raises ValueError if a field of the plugin, or ``model.converters``, has a value of another type: TOML takes any.
-
-    A string stands for a list of strings too.
-    """
-    quantize = job_config.quantize
-    check_type("model.converters", job_config.model.converters, list[str])
-    check_fields(job_config.model, Model, "model")
-    check_fields(quantize, Quantize, "quantize")
-    check_fields(quantize.grouped_mm.mx, MXGroupedMM, GROUPED_MM)
-    check_fields(quantize.linear.mx, MXLinear, LINEAR)
-    check_fields(job_config.cluster, Cluster, "cluster")
 
 
 def check_files(job_config: JobConfig) -> None:
@@ -339,11 +318,13 @@ def validate_and_check(validate: Any, config_manager: ConfigManager) -> None:
     The layout is checked where the number of processes is known: in a process that torchrun started. Not where
     ``experimental.custom_import`` is yet to bring the model.
     """
-    validate(config_manager)
     config = config_manager.config
     if not has_our_fields(config):
+        validate(config_manager)
         check_converters(config)
         return
+    check_types(config, skip=NUMBER_AS_STRING)  # before TorchTitan takes values for what they are not
+    validate(config_manager)
     check_job_config(config)
     check_files(config)
     check_transport(config)

@@ -16,7 +16,7 @@ from torchtitan.trainer import Trainer
 
 import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
 from titan_mxfp8 import modules
-from titan_mxfp8.arguments import check_fields
+from titan_mxfp8.arguments import check_types
 from titan_mxfp8.modules import as_list
 from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.titan import telemetry
@@ -42,7 +42,7 @@ class _Converter(QuantizationConverter):
     dispatches = False
 
     def __init__(self, config: QuantizationConverter.Config) -> None:
-        check_fields(config, type(config))
+        check_types(config)
         self.recipe = get_recipe(config.recipe)
         check_periods(self.recipe, config.health_every, config.hopper_rebase_report)
         check_control(self.recipe, self.kind, self.dispatches)

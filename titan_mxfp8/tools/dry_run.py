@@ -26,6 +26,7 @@ from titan_mxfp8 import backends
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, override_hardware
 from titan_mxfp8.modules import as_list
 from titan_mxfp8.plugin.checks import (
+    NUMBER_AS_STRING,
     check_batch,
     check_dispatch,
     check_hosts,
@@ -59,7 +60,7 @@ class ClusterConfigManager(ConfigManager):
         return config_cls
 
     def _validate_config(self) -> None:
-        check_types(self.config)
+        check_types(self.config, skip=NUMBER_AS_STRING)
         plans(self.config)
         check_dispatch(self.config)
         with local_backends(self.config):
