@@ -43,9 +43,9 @@ NUMBER_AS_STRING = ("activation_checkpoint.selective_ac_option",)  # TOML may ha
 
 
 def check_job_config(job_config: JobConfig) -> None:
-    """Normalises lists that TOML or the command line gave as strings, and checks what the plugin is about to use; types
-    are checked before. Warns of a field without effect. Fills ``job.git_commit`` on rank 0, which saves the config, and registers the study
-    flavors where the config asks for them.
+    """Normalises lists that TOML or the command line gave as strings, and checks what the plugin is about to use; the
+    types of all fields are checked before. Warns of a field without effect. Fills ``job.git_commit`` on rank 0, which
+    saves the config, and registers the study flavors where the config asks for them.
 
     ``--model.converters=`` (nothing behind the sign) means no converters.
 

@@ -17,7 +17,6 @@ from torchtitan.trainer import Trainer
 import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
 from titan_mxfp8 import modules
 from titan_mxfp8.arguments import check_types
-from titan_mxfp8.modules import as_list
 from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.titan import telemetry
 from titan_mxfp8.titan.dispatch import dispatch_of
@@ -107,7 +106,7 @@ class MXFP8Experts(_Converter):
         for module in model.modules():
             if isinstance(module, GroupedExperts):
                 modules.EXPERT_CLASSES.setdefault(type(module), expert_class(type(module)))
-        converted = modules.convert_experts(model, fqns=as_list(self.config.fqns), **options)
+        converted = modules.convert_experts(model, fqns=self.config.fqns, **options)
         if self.dispatch is not None:
             dispatch_tokens(model, converted, self.dispatch, self.recipe, _trainer_config.get())
         return converted
@@ -130,7 +129,7 @@ class MXFP8Linears(_Converter):
 
     def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
         modules.LINEAR_CLASSES.update(LINEAR_CLASSES)
-        return modules.convert_linears(model, filter_fqns=as_list(self.config.filter_fqns), **options)
+        return modules.convert_linears(model, filter_fqns=self.config.filter_fqns, **options)
 
 
 def convert_config(
