@@ -175,7 +175,7 @@ def test_workarounds_can_be_left_out_before_the_plugin_is_imported(
 
 
 def test_an_unknown_workaround_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"no workaround is named nope: use .*ignore_profiler_ranges"):
+    with pytest.raises(ValueError, match=r"no workarounds are named nope: use some of .*ignore_profiler_ranges"):
         workarounds.install(leave_out=["nope"])
 
 

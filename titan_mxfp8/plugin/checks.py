@@ -153,31 +153,29 @@ def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
     args, model, training = model_args(job_config), job_config.model, job_config.training
     experts = getattr(getattr(args, "moe_args", None), "num_experts", 0)
     heads, kv_heads = getattr(args, "n_heads", 0), getattr(args, "n_kv_heads", 0) or 0
-    batch = training.local_batch_size * dims.dp_replicate * dims.dp_shard
-    of_model = f"of {model.name} {model.flavor}"
-    divided = [
-        (experts, f"the {experts} experts {of_model}", f"expert_parallel_degree {dims.ep}", dims.ep),
-        (heads, f"the {heads} attention heads {of_model}", f"tensor_parallel_degree {dims.tp}", dims.tp),
-        (kv_heads, f"the {kv_heads} key and value heads {of_model}", f"tensor_parallel_degree {dims.tp}", dims.tp),
+    of_model = f"of {model.name} {model.flavor}: choose a divisor"
+    expert_degree, tensor_degree = f"expert_parallel_degree {dims.ep}", f"tensor_parallel_degree {dims.tp}"
+    batch, batches = training.global_batch_size, dims.dp_replicate * dims.dp_shard
+    together = training.local_batch_size * batches
+    sizes = [
+        (experts, dims.ep, f"{expert_degree} does not divide the {experts} experts {of_model}"),
+        (heads, dims.tp, f"{tensor_degree} does not divide the {heads} attention heads {of_model}"),
+        (kv_heads, dims.tp, f"{tensor_degree} does not divide the {kv_heads} key and value heads {of_model}"),
         (
             training.seq_len,
-            f"training.seq_len {training.seq_len}",
-            f"{dims.seq_len_divisor} = 2 x context_parallel_degree {dims.cp} x tensor_parallel_degree {dims.tp}",
             dims.seq_len_divisor,
-        ),
-        (
-            max(training.global_batch_size, 0),  # negative: whatever all ranks have
-            f"training.global_batch_size {training.global_batch_size}",
-            f"{batch} = local_batch_size {training.local_batch_size} x {dims.dp_replicate * dims.dp_shard} "
-            "data-parallel ranks",
-            batch,
+            f"training.seq_len {training.seq_len} is no multiple of {dims.seq_len_divisor} = 2 x "
+            f"context_parallel_degree {dims.cp} x {tensor_degree}, which divide the sequence",
         ),
     ]
-    for count, what, divisor, number in divided:
-        if count % number:
-            raise ValueError(f"{divisor} does not divide {what}: choose a divisor, or another size")
-    if training.global_batch_size == 0:
-        raise ValueError("training.global_batch_size = 0: it must be at least 1, or negative for all ranks' own")
+    for size, divisor, message in sizes:
+        if size % divisor:
+            raise ValueError(message)
+    if batch == 0 or (batch > 0 and batch % together):  # negative: what all ranks have together
+        raise ValueError(
+            f"training.global_batch_size {batch} is no multiple of {together} = local_batch_size "
+            f"{training.local_batch_size} x {batches} data-parallel ranks"
+        )
     return dims
 
 
