@@ -296,6 +296,7 @@ def test_a_trainers_config_is_known_while_it_is_made(monkeypatch: pytest.MonkeyP
     seen = []
     monkeypatch.setattr(Trainer, "init_distributed", lambda self: seen.append(convert._trainer_config.get()) or 1 / 0)
     monkeypatch.setattr(moe.utils.device_module, "set_device", lambda device: None, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
     wanted = config("deepseek_v3")
     with pytest.raises(ZeroDivisionError):
         Trainer(wanted)

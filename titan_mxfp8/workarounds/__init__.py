@@ -13,6 +13,7 @@ import logging
 import pkgutil
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
+from functools import cache
 
 import torch
 
@@ -51,9 +52,9 @@ class Workaround:
     @property
     def versions(self) -> str:
         """In words."""
-        bounds = [f"{sign}{version}" for sign, version in ((">=", self.since), ("<", self.before)) if version]
-        words = [f"TorchTitan {self.torchtitan}"] * bool(self.torchtitan)
-        return "; ".join([*words, f"torch {','.join(bounds)}".strip()]) + "; CPUs" * self.cpu
+        bounds = [f"torch {sign} {version}" for sign, version in ((">=", self.since), ("<", self.before)) if version]
+        titans = [f"TorchTitan {version}" for version in self.torchtitan.split()]
+        return ", ".join([*titans, *bounds] or ["any torch"]) + ", on CPUs" * self.cpu
 
     def is_for_this_machine(self) -> bool:
         """Whether versions and hardware are those that it is for."""
@@ -190,6 +191,7 @@ def wanted(name: str) -> bool:
     return name not in _left_out and row.is_for_this_machine()
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
