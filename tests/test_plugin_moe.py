@@ -229,7 +229,7 @@ def test_the_log_names_the_transport_and_the_reason(
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ([f"{DISPATCH}=deepep"], "dispatch = 'deepep': use one of auto, collective, symmetric"),
+        ([f"{DISPATCH}=deepep"], "dispatch = 'deepep': use one of off, auto, collective, symmetric"),
         ([f"{ROWS}=all"], "dispatch_rows = 'all': use one of counted, worst_case"),
         (
             [f"{DISPATCH}=collective", f"{ROWS}=worst_case"],
@@ -303,7 +303,7 @@ def test_too_little_memory_for_the_worst_case_is_said_before_training(monkeypatc
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, p=properties: p)
         holder = nn.ModuleDict({"moe": layer("deepseek_v3")})
         if total < needed:
-            with pytest.raises(ValueError, match=r"needs at least 0.0 GiB of each GPU.*seq_len.*mode = full"):
+            with pytest.raises(ValueError, match=r"needs at least 0.0 GiB of each GPU.*seq_len"):
                 GroupedMMConverter(config, None).convert(holder)
         else:
             GroupedMMConverter(config, None).convert(holder)
@@ -346,7 +346,7 @@ def test_a_config_for_a_cluster_is_checked_without_its_links(tmp_path: Path, mon
     assert on.mxfp8_share > control.mxfp8_share == 0 and control.multiplied[GROUPED].startswith("bf16")
     with pytest.raises(ValueError, match="degree 4 does not divide the 2 processes of a host"):
         dry_run(parse_config(toml, [*flags, "--cluster.nodes=2", "--parallelism.expert_parallel_degree=4"]))
-    with pytest.raises(ValueError, match="unknown dispatch 'deepep'"):
+    with pytest.raises(ValueError, match="dispatch = 'deepep': use one of off"):
         parse_config(toml, [*flags, f"{DISPATCH}=deepep"])
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.modules import Dispatch
+from titan_mxfp8.moe import TRANSPORTS
 from titan_mxfp8.recipe import BF16, Recipe
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,8 @@ def dispatch_of(transport: str, rows: str) -> Dispatch | None:
     Raises:
         ValueError: an unknown name, or fields that contradict each other.
     """
+    if transport not in ("off", *TRANSPORTS):
+        raise ValueError(f"dispatch = {transport!r}: use one of off, {', '.join(TRANSPORTS)}")
     dispatch = Dispatch(transport="auto" if transport == "off" else transport, rows=rows)
     if rows == "worst_case" and transport in ("off", "collective"):
         raise ValueError(
