@@ -148,7 +148,6 @@ def convert_experts(
     recipe: str | Recipe,
     fqns: Iterable[str],
     backend: str = "auto",
-    compile_backend: str | None = None,
     rebase: bool = False,
     requantize_input: bool = False,
 ) -> Conversion:
@@ -166,7 +165,7 @@ def convert_experts(
         ValueError: nothing was converted, expert features that are not a multiple of 32, or experts of Transformers,
             or of a model's remote code, that never call ``torch._grouped_mm``.
     """
-    config, chosen = _config(recipe, backend, model, rebase, compile_backend, requantize_input)
+    config, chosen = _config(recipe, backend, model, rebase, requantize_input)
     fqns = as_list(fqns)
     experts = choose_experts(model, fqns, "fqns")
     _check_any(experts, f"expert module matches fqns {fqns} and is still to be converted")
@@ -262,7 +261,6 @@ def _config(
     backend: str,
     model: nn.Module,
     rebase: bool,
-    compile_backend: str | None = None,
     requantize_input: bool = False,
 ) -> tuple[MXConfig, str]:
     """The config of all modules that one call converts, and the log line that says what was chosen."""
@@ -280,10 +278,7 @@ def _config(
             f"MXFP8: requantize_input changes nothing, as forward multiplies bf16 values with recipe {recipe.name} on "
             f"backend {selection.name}: leave it out, or take a recipe whose forward multiplies FP8"
         )
-    config = MXConfig(
-        recipe=recipe, backend=selection.name, compile_backend=compile_backend, requantize_input=requantize_input
-    )
-    return config, chosen
+    return MXConfig(recipe=recipe, backend=selection.name, plan=plan, requantize_input=requantize_input), chosen
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -19,7 +19,7 @@ from torchtitan.protocols import model_converter
 import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
 from titan_mxfp8 import modules, workarounds
 from titan_mxfp8.plugin import moe
-from titan_mxfp8.plugin.checks import check_converters, compiles_model
+from titan_mxfp8.plugin.checks import check_converters
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 from titan_mxfp8.plugin.job_config import converter_configs, recipe_of
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
@@ -63,9 +63,7 @@ class GroupedMMConverter(_Converter):
     name, kind = GROUPED_MM, "experts"
 
     def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
-        compile_backend = self.job_config.compile.backend if compiles_model(self.job_config) else None
-        fqns = self.config.fqns
-        converted = modules.convert_experts(model, fqns=fqns, compile_backend=compile_backend, **options)
+        converted = modules.convert_experts(model, fqns=self.config.fqns, **options)
         moe.dispatch_tokens(model, converted, self.job_config, self.parallel_dims)
         return converted
 
@@ -100,8 +98,10 @@ def save_gemm_outputs() -> None:
     Each model has a set of the operators whose outputs are saved, for all others run again in backward. Of TorchTitan's
     own, every second `mm` is left out; of ours none is. The quantised operands are not saved: they are made again from
     the block's inputs, which costs one pass over memory each, where saving them would keep every weight a second time.
-    A layer that dispatches its own tokens is one operator: what its backward needs is saved, and nothing sent twice.
+    Experts, and a layer that dispatches its own tokens, are one operator: what its backward needs is saved, and nothing
+    sent twice.
     """
+    ours = torch.ops.titan_mxfp8
     for model in (deepseek_v3, gpt_oss, llama3, llama4, qwen3):
-        for operator in (torch.ops.titan_mxfp8.gemm_m_grouped, torch.ops.titan_mxfp8.moe_forward):
+        for operator in (ours.gemm_m_grouped, ours.experts_forward, ours.moe_forward):
             model._op_sac_save_list.add(operator.default)
