@@ -294,12 +294,12 @@ def _empty_handle(expert_ids: torch.Tensor, local: int, config: "_Layer") -> Dis
     rows = count(tokens * slots) if counted or ranks == 1 else room * ranks * min(slots, local)
     return DispatchHandle(
         offs=expert_ids.new_empty(local, dtype=torch.int32),
-        rows=expert_ids.new_empty((count(room * ranks), slots), dtype=torch.int32),
+        destinations=expert_ids.new_empty((count(room * ranks), slots), dtype=torch.int32),
         scores=expert_ids.new_empty(rows, dtype=torch.float32),
         expert_ids=expert_ids.new_empty((tokens, slots), dtype=torch.int32),
         # of these three the transport decides how many there are
-        slots=expert_ids.new_empty((count(0), ranks), dtype=torch.int32),
-        tokens=expert_ids.new_empty(count(0), dtype=torch.int32),
+        copies_of_token=expert_ids.new_empty((count(0), ranks), dtype=torch.int32),
+        token_of_copy=expert_ids.new_empty(count(0), dtype=torch.int32),
         splits=expert_ids.new_empty((2, count(0)), dtype=torch.int64, device="cpu"),
     )
 
