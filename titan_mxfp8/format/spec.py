@@ -235,6 +235,7 @@ def check_k_grouped(a: Operand, b: Operand) -> None:
 
 
 def _check_axis(name: str, operand: Operand, *axes: int) -> None:
+    assert (operand.scale is None) == (operand.spec.stored == "bf16"), "values in bf16 have no scales, FP8 has"
     if operand.axis not in axes:
         raise ValueError(
             f"operand {name} is quantised along axis {operand.axis}, but this GEMM contracts axis "
