@@ -19,6 +19,7 @@ from titan_mxfp8.backends.reference import specs
 from titan_mxfp8.format import reference
 from titan_mxfp8.modules import telemetry
 from titan_mxfp8.ops import observe
+from titan_mxfp8.ops.config import config_of
 from titan_mxfp8.plugin.telemetry import periods
 from titan_mxfp8.recipe import RECIPES
 from titan_mxfp8.testing import make_offs
@@ -94,9 +95,10 @@ def test_rows_past_the_last_group_do_not_count() -> None:
     x[40:], dy[40:] = 1e30, torch.nan
     a, probe = x.clone().requires_grad_(), observe.make_probe(torch.device("cpu"))
     offs = make_offs([13, 0, 27])
+    config = config_of(RECIPES["mxfp8"], "auto", x.device)
     with observe.recording():
         y = mxfp8_grouped_mm(a, w.mT, offs, out_dtype=torch.float32)
-        observe.observe(y, a, w, offs, probe, RECIPES["mxfp8"], "auto").backward(dy)
+        observe.observe(y, a, w, offs, probe, config).backward(dy)
     assert figures(probe)["activations"] == counted_by_hand(x[:40], E4M3, "rceil", "1x32")
     assert figures(probe)["weights"] == counted_by_hand(w, E4M3, "rceil", "1x32")
     assert figures(probe)["gradients"] == counted_by_hand(dy[:40], E4M3, "rceil", "1x32")
@@ -165,11 +167,11 @@ def test_what_requantising_changes_is_counted(name: str) -> None:
         values, again = rows.dequantize()[:ends], reference.requantize(rows, 0, spec).dequantize().mT[:ends]
         expected[kind] = (values != again).double().mean().item()
     assert all(0.001 < share < 0.5 for share in expected.values())
-    probes = [observe.make_probe(torch.device("cpu")) for _ in range(2)]
+    probes, config = [observe.make_probe(torch.device("cpu")) for _ in range(2)], config_of(recipe, "auto", x.device)
     with observe.recording():
         for probe, dispatched in zip(probes, (True, False), strict=True):
             y = torch.zeros(70, 64, requires_grad=True)
-            observe.observe(y, x, w, make_offs([20, 0, 40]), probe, recipe, "auto", dispatched=dispatched).backward(dy)
+            observe.observe(y, x, w, make_offs([20, 0, 40]), probe, config, dispatched=dispatched).backward(dy)
     found, none = (observe.summarize(probe.grad.tolist()) for probe in probes)
     key = "changed_by_requantize"
     assert not any(key in figure for figure in none) and f"weights/{key}" not in found

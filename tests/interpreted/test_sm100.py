@@ -33,7 +33,7 @@ from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.sm100.quantize import swizzle_scales
 from titan_mxfp8.format import reference, swizzle
 from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
-from titan_mxfp8.ops import library, matmul
+from titan_mxfp8.ops import config, library
 from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.testing import SPREADS, group_sizes, make_offs, poisoned_empty, relative_rms
 
@@ -220,7 +220,7 @@ def test_swiglu_refuses_what_no_plan_has() -> None:
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What ``auto`` finds is an SM100."""
-    caches = backends.load, matmul._planned
+    caches = backends.load, config._config
     monkeypatch.setattr(backends, "hardware_of", lambda device: HARDWARE)
     for cache in caches:
         cache.cache_clear()

@@ -98,7 +98,7 @@ def convert_model(
     """
     if get_recipe(recipe) == BF16:
         raise ValueError(f"recipe {BF16.name!r} quantises nothing: leave the model as it is, or name an MXFP8 recipe")
-    config, chosen = _config(recipe, backend, model, rebase, requantize_input=requantize_input)
+    config, chosen = _config(recipe, backend, model, rebase, requantize_input)
     grouped_fqns = as_list(grouped_fqns)
     experts = choose_experts(model, grouped_fqns, "grouped_fqns")
     if grouped_fqns:
@@ -134,7 +134,7 @@ def convert_linears(
     Raises:
         ValueError: nothing was converted; the message says why each candidate was not.
     """
-    config, chosen = _config(recipe, backend, model, rebase, requantize_input=requantize_input)
+    config, chosen = _config(recipe, backend, model, rebase, requantize_input)
     linears = choose_linears(model, as_list(filter_fqns), "filter_fqns")
     _check_any(linears, "nn.Linear was converted")
     return _convert(model, [linears], config, chosen)
@@ -147,7 +147,6 @@ def convert_experts(
     recipe: str | Recipe,
     fqns: Iterable[str],
     backend: str = "auto",
-    compile_backend: str | None = None,
     rebase: bool = False,
     requantize_input: bool = False,
 ) -> Conversion:
@@ -165,7 +164,7 @@ def convert_experts(
         ValueError: nothing was converted, expert features that are not a multiple of 32, or experts of Transformers,
             or of a model's remote code, that never call ``torch._grouped_mm``.
     """
-    config, chosen = _config(recipe, backend, model, rebase, compile_backend, requantize_input)
+    config, chosen = _config(recipe, backend, model, rebase, requantize_input)
     fqns = as_list(fqns)
     experts = choose_experts(model, fqns, "fqns")
     _check_any(experts, f"expert module matches fqns {fqns} and is still to be converted")
@@ -259,8 +258,7 @@ def _config(
     backend: str,
     model: nn.Module,
     rebase: bool,
-    compile_backend: str | None = None,
-    requantize_input: bool = False,
+    requantize_input: bool,
 ) -> tuple[MXConfig, str]:
     """The config of all modules that one call converts, and the log line that says what was chosen."""
     recipe, hardware = get_recipe(recipe, rebase), hardware_of(_device(model))
@@ -275,10 +273,7 @@ def _config(
             f"MXFP8: requantize_input changes nothing, as forward multiplies bf16 values with recipe {recipe.name} on "
             f"backend {selection.name}: leave it out, or take a recipe whose forward multiplies FP8"
         )
-    config = MXConfig(
-        recipe=recipe, backend=selection.name, compile_backend=compile_backend, requantize_input=requantize_input
-    )
-    return config, chosen
+    return MXConfig(recipe=recipe, backend=selection.name, plan=plan, requantize_input=requantize_input), chosen
 
 
 def _device(model: nn.Module) -> torch.device:

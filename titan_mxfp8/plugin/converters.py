@@ -20,7 +20,7 @@ import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
 from titan_mxfp8 import modules
 from titan_mxfp8.modules import telemetry
 from titan_mxfp8.plugin import moe
-from titan_mxfp8.plugin.checks import check_one_quantisation, compiles_model
+from titan_mxfp8.plugin.checks import check_one_quantisation
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, recipe_of
 from titan_mxfp8.plugin.workarounds.activation_checkpointing import keep_saved_outputs
@@ -55,7 +55,6 @@ class GroupedMMConverter(_Converter):
         super().__init__(job_config, parallel_dims)
         self.job_config, self.parallel_dims = job_config, parallel_dims
         self.config = job_config.quantize.grouped_mm.mx
-        self.compile_backend = job_config.compile.backend if compiles_model(job_config) else None
 
     def convert(self, model: nn.Module) -> None:
         converted = modules.convert_experts(
@@ -63,7 +62,6 @@ class GroupedMMConverter(_Converter):
             recipe=recipe_of(self.config),
             fqns=self.config.fqns,
             backend=self.config.backend,
-            compile_backend=self.compile_backend,
             requantize_input=self.config.requantize_input,
         )
         if self.config.dispatch != "off":
@@ -110,8 +108,10 @@ def save_gemm_outputs() -> None:
     Each model has a set of the operators whose outputs are saved, for all others run again in backward. Of TorchTitan's
     own, every second `mm` is left out; of ours none is. The quantised operands are not saved: they are made again from
     the block's inputs, which costs one pass over memory each, where saving them would keep every weight a second time.
-    A layer that dispatches its own tokens is one operator: what its backward needs is saved, and nothing sent twice.
+    Experts, and a layer that dispatches its own tokens, are one operator: what its backward needs is saved, and nothing
+    sent twice.
     """
+    ours = torch.ops.titan_mxfp8
     for model in (deepseek_v3, gpt_oss, llama3, llama4, qwen3):
-        for operator in (torch.ops.titan_mxfp8.gemm_m_grouped, torch.ops.titan_mxfp8.moe_forward):
+        for operator in (ours.gemm_m_grouped, ours.experts_forward, ours.moe_forward):
             model._op_sac_save_list.add(operator.default)

@@ -171,6 +171,10 @@ def save_gemm_outputs() -> None:
     @patch_of(get_save_ops)
     def get_save_ops_and_ours(self: SelectiveAC) -> set:
         ours = torch.ops.titan_mxfp8
-        return get_save_ops(self) | {ours.gemm_m_grouped.default, ours.moe_forward.default}
+        return get_save_ops(self) | {
+            ours.gemm_m_grouped.default,
+            ours.experts_forward.default,
+            ours.moe_forward.default,
+        }
 
     SelectiveAC.get_save_ops = get_save_ops_and_ours

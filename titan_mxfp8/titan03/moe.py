@@ -23,6 +23,8 @@ from torchtitan.trainer import Trainer
 
 from titan_mxfp8.format.mx import ceil_div
 from titan_mxfp8.modules import ConvertedModule, Dispatch, check_memory, interleaved, worst_case_bytes
+from titan_mxfp8.moe.layer import Dispatched
+from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -83,16 +85,13 @@ class MXFP8RoutedExperts(RoutedExperts):
             # TorchTitan compiles whole blocks, and Dynamo loses how many rows land here (PendingUnbackedSymbolNotFound)
             return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
         experts, dispatch = self.inner_experts, self.mxfp8_dispatch
-        weights, biases = _parameters(experts)
         y_TD = experts.mxfp8_moe(
             x_BLD.flatten(0, 1),
             topk_scores_BLK.flatten(0, 1),
             topk_expert_ids_BLK.flatten(0, 1),
-            weights,
+            _parameters(experts),
             self._group(),
-            transport=dispatch.transport,
-            rows=dispatch.rows,
-            **biases,
+            Dispatched(dispatch.transport, dispatch.rows, limit=getattr(experts, "swiglu_limit", None)),
         )
         return y_TD.view_as(x_BLD)
 
@@ -151,14 +150,13 @@ def _saved_layers(layers: int) -> int:
     return ceil_div(layers, run.config.parallelism.pipeline_parallel_degree)
 
 
-def _parameters(experts: GroupedExperts) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor | float]]:
-    """This rank's w1, w3 and w2; and what gpt_oss's experts have besides."""
+def _parameters(experts: GroupedExperts) -> Weights:
+    """This rank's, in bf16."""
     if not isinstance(experts, GptOssGroupedExperts):
-        return tuple(_local(w).bfloat16() for w in (experts.w1_EFD, experts.w3_EFD, experts.w2_EDF)), {}
+        return Weights(*(_local(w).bfloat16() for w in (experts.w1_EFD, experts.w3_EFD, experts.w2_EDF)))
     w1, w3 = interleaved(_local(experts.mlp1_weight_EGD).bfloat16())
     b1, b3 = interleaved(_local(experts.mlp1_bias_EG))
-    biases = {"b1": b1, "b3": b3, "b2": _local(experts.mlp2_bias_ED), "swiglu_limit": experts.swiglu_limit}
-    return (w1, w3, _local(experts.mlp2_weight_EDF).bfloat16()), biases
+    return Weights(w1, w3, _local(experts.mlp2_weight_EDF).bfloat16(), b1, b3, _local(experts.mlp2_bias_ED))
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:

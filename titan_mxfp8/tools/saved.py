@@ -97,7 +97,7 @@ def _prepare(model: nn.Module, job_config: JobConfig, ranks: int, frees_weights:
     dtype, compiled = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param], compiles_model(job_config)
     if any(is_expert_module(module) and not hasattr(module, "mxfp8") for module in model.modules()):
         # TorchTitan's own read their tokens' counts. This class keeps the same tensors, and reads none.
-        convert_experts(model, recipe=BF16, fqns=["layers"], compile_backend=COMPILE_BACKEND if compiled else None)
+        convert_experts(model, recipe=BF16, fqns=["layers"])
     copies = set()
     for module in model.modules():
         if frees_weights:
