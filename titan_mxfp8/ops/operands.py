@@ -34,7 +34,7 @@ def _plain(function: str, name: str, x: torch.Tensor | MXTensor | None) -> torch
         return x
     kind = type(x).__name__
     if not isinstance(x, torch.Tensor):
-        raise ValueError(f"{function}: {name} must be a torch.Tensor, got a {kind}{_ADVICE.get(kind, '')}")
+        raise ValueError(f"{function}: {name} must be a torch.Tensor, got {kind}{_ADVICE.get(kind, '')}")
     if isinstance(x, DTensor):
         raise ValueError(f"{function}: {name} is a DTensor: pass what this rank holds of it, {name}.to_local()")
     if x.is_nested:
