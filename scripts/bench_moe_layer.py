@@ -17,7 +17,7 @@ besides from outside of torch's allocator, as symmetric buffers are.
 
 --parts times what is around the experts instead, on the same routing: each call of a transport, all of a forward and
 of a forward + backward, with the quantisation, and the same of TorchTitan's, eager as it runs it: gather, all-to-all,
-permutation, and back. ``gb_per_s`` is of the rows that cross links; with one rank, of those that land.
+permutation, and back. ``gb_per_s`` is of the rows that cross links; with one rank, of those that the experts get.
 
 --profile adds kernels.csv, of each way the kernels of a step that take the most time (``kernel_times.py``), and keeps
 the traces.
@@ -416,7 +416,7 @@ class Bench:
         owners = torch.div(ids, layer.experts // self.ranks, rounding_mode="floor")
         crossing = sum(int((owners == rank).any(1).sum()) for rank in range(self.ranks) if rank != self.rank)
         sent = crossing if self.ranks > 1 else ids.numel()
-        row_bytes = sum(part.shape[1] * part.element_size() for part in x_rows)
+        row_bytes = sum(tensor.shape[1] * tensor.element_size() for tensor in x_rows)
         bytes_of = {"dispatch": sent * row_bytes, "dispatch_with_handle": sent * row_bytes}
         bytes_of["combine"] = (crossing if self.ranks > 1 else layer.tokens) * 2 * layer.dim
         calls |= {"forward": forward, "forward + backward": both}

@@ -35,19 +35,19 @@ CASES = (
 
 
 class Tokens(NamedTuple):
-    """A rank's: FP8 rows and their scales, and for the other tests rows in bf16; their experts and scores."""
+    """A rank's: FP8 data and their scales, and for the other tests rows in bf16; their experts and scores."""
 
-    parts: list[torch.Tensor]
+    payload: list[torch.Tensor]
     gradients: torch.Tensor
     expert_ids: torch.Tensor
     scores: torch.Tensor
 
     def arguments(self) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-        return self.parts, self.expert_ids, self.scores
+        return self.payload, self.expert_ids, self.scores
 
 
 def tokens_of(case: Case, rank: int, ranks: int, seed: int = 0) -> Tokens:
-    """The tokens at home on ``rank``, the same in every process."""
+    """The tokens of ``rank``, the same in every process."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     tokens = case.tokens[rank % len(case.tokens)]
     local = max(case.experts // ranks, 1)
@@ -97,13 +97,13 @@ def expected_sums(
 def check_against_one_process(
     transport: Transport, case: Case, all_tokens: list[Tokens], device: str, worst_case: bool = False
 ) -> tuple[list[torch.Tensor], DispatchHandle]:
-    """Holds a rank of ``transport`` to what one process makes of all ranks' tokens, bit for bit; what arrived."""
+    """Holds a rank of ``transport`` to what one process makes of all ranks' tokens, bit for bit; what it received."""
     rank, ranks = transport.rank, transport.ranks
     local, mine = case.experts // ranks, all_tokens[rank]
-    parts, ids, scores = mine.arguments()
-    parts, ids, scores = [part.to(device) for part in parts], ids.to(device), scores.to(device)
+    payload, ids, scores = mine.arguments()
+    payload, ids, scores = [tensor.to(device) for tensor in payload], ids.to(device), scores.to(device)
     overlap = mock.Mock()
-    received, handle = transport.dispatch(parts, ids, scores, case.experts, worst_case, overlap)
+    received, handle = transport.dispatch(payload, ids, scores, case.experts, worst_case, overlap)
     overlap.assert_called_once_with()
 
     # (expert, source, slot) in this order, of every slot that chose an expert of this rank
@@ -128,9 +128,9 @@ def check_against_one_process(
     def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
         return torch.equal(actual[:rows].cpu().view(torch.uint8), expected)
 
-    for part, part_received in enumerate(received):
-        assert part_received.dtype == parts[part].dtype
-        assert same(part_received, of_all([tokens.parts[part] for tokens in all_tokens])), (case, part)
+    for i, rows_received in enumerate(received):
+        assert rows_received.dtype == payload[i].dtype
+        assert same(rows_received, of_all([tokens.payload[i] for tokens in all_tokens])), (case, i)
     expected = torch.tensor([all_tokens[source].scores.view(-1)[i] for _, source, i in slots])
     assert torch.equal(handle.scores[:rows].cpu(), expected), case
     (gradients,) = transport.dispatch_with_handle([mine.gradients.to(device)], handle)
@@ -143,14 +143,14 @@ def check_against_one_process(
         values[at] = 10 * handle.scores[at] + number
     gradients[rows:] = float("nan")
     for weighted, dtype in ((True, BF16), (False, torch.float32)):
-        sums, at_home = transport.combine([y, gradients], weighted, values, handle, dtype)
+        sums, values_of_slots = transport.combine([y, gradients], weighted, values, handle, dtype)
         expected, expected_values = expected_sums(case, all_tokens, rank, weighted, dtype)
         assert sums.dtype == dtype
         if weighted and torch.device(device).type == "cuda":  # which multiplies and adds in one rounding
             torch.testing.assert_close(sums.cpu(), expected, rtol=2**-7, atol=2**-8)
         else:
             assert torch.equal(sums.cpu(), expected), (case, weighted)
-        assert torch.equal(at_home.cpu(), expected_values), case
-    sums, at_home = transport.combine([y], True, None, handle, BF16)
-    assert at_home is None and sums.shape == mine.gradients.shape
+        assert torch.equal(values_of_slots.cpu(), expected_values), case
+    sums, values_of_slots = transport.combine([y], True, None, handle, BF16)
+    assert values_of_slots is None and sums.shape == mine.gradients.shape
     return received, handle

@@ -156,7 +156,7 @@ def test_a_moe_layer_compiles_with_its_first_tokens_only(recipe: str, features: 
         pytest.skip("hopper alone rebases")
 
     check_later_rows(lambda rows, seed: run_moe(recipe, name, features, rows), first, found, 10)
-    assert any(key.startswith("_place ") for key in found)
+    assert any(key.startswith("_permute ") for key in found)
 
 
 class Lonely:
@@ -181,7 +181,7 @@ class Lonely:
 def test_a_moe_layer_of_two_ranks_compiles_with_its_first_tokens_only(
     recipe: str, way: str, first: int, backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many rows land as tokens have slots here; the kernels that would count them do not run."""
+    """As many rows as tokens have slots are for the experts here; the kernels that would count them do not run."""
     name, found = backend
     if name != "hopper" and recipe.endswith("rebased"):
         pytest.skip("hopper alone rebases")
@@ -190,17 +190,17 @@ def test_a_moe_layer_of_two_ranks_compiles_with_its_first_tokens_only(
     carrier = Collective(group) if transport_name == "collective" else Symmetric(Lonely())
     plan, received = moe.plan, 0
 
-    def plan_what_landed(*args) -> tuple[torch.Tensor, torch.Tensor]:
+    def plan_received(*args) -> tuple[torch.Tensor, torch.Tensor]:
         starts, offs = plan(*args)
         return starts, torch.full_like(offs, received)
 
     def receive(out: torch.Tensor, sent: torch.Tensor, *args, **kwargs) -> None:
-        if out.dtype == torch.int32:  # how many slots chose each expert, which no kernel counted, and packets
+        if out.dtype == torch.int32:  # how many slots chose each expert, which no kernel counted, and copies
             out.copy_(sent)
             out[:, : 2 * EXPERTS] = 0
             out[0, 0] = received
 
-    monkeypatch.setattr(moe, "plan", plan_what_landed)
+    monkeypatch.setattr(moe, "plan", plan_received)
     monkeypatch.setattr(torch.distributed, "all_to_all_single", receive)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_resolve_process_group", lambda name: group)
     monkeypatch.setattr(layer, "choose", lambda *_: (carrier, ""))
@@ -211,7 +211,7 @@ def test_a_moe_layer_of_two_ranks_compiles_with_its_first_tokens_only(
         run_moe(recipe, name, 160, rows, group=group, transport=transport_name, rows=rows_for, max_tokens=max(ROWS))
 
     check_later_rows(run, first, found, 10)
-    assert any(key.startswith("_finish ") for key in found)
+    assert any(key.startswith("_combine ") for key in found)
 
 
 @pytest.mark.parametrize("first", [80, 0])

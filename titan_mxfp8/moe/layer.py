@@ -28,7 +28,7 @@ from titan_mxfp8.format.mx import ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.moe import ROWS, TRANSPORTS, DispatchHandle, Rows, Transport, TransportName, choose
 from titan_mxfp8.ops import experts
-from titan_mxfp8.ops.autograd import exportable, once_differentiable, save_for_backward, take, take_many
+from titan_mxfp8.ops.autograd import exportable, once_differentiable, save_for_backward, take_many
 from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_features
 from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, Weights
@@ -253,7 +253,10 @@ class _MoE(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, g_TD):
-        b2, weights = take(saved), [] if ctx.keeps_weight else take_many(saved, 3)
+        b2, *saved = saved
+        weights = []
+        if not ctx.keeps_weight:
+            *weights, saved = *saved[:3], saved[3:]
         needs = list(ctx.needs_input_grad[3:9])
         made = moe_backward(g_TD, saved, weights, b2, ctx.scored, needs, common_dtype(ctx.dtypes), ctx.config)
         dweights = gradients_of(made[1 + ctx.scored :], needs, ctx.dtypes)
@@ -334,12 +337,12 @@ def _empty_handle(expert_ids: torch.Tensor, local: int, config: MoEConfig) -> Di
     rows = count(tokens * slots) if counted or ranks == 1 else room * ranks * min(slots, local)
     return DispatchHandle(
         offs=expert_ids.new_empty(local, dtype=torch.int32),
-        rows=expert_ids.new_empty((count(room * ranks), slots), dtype=torch.int32),
+        destinations=expert_ids.new_empty((count(room * ranks), slots), dtype=torch.int32),
         scores=expert_ids.new_empty(rows, dtype=torch.float32),
         expert_ids=expert_ids.new_empty((tokens, slots), dtype=torch.int32),
         # of these three the transport decides how many there are
-        slots=expert_ids.new_empty((count(0), ranks), dtype=torch.int32),
-        tokens=expert_ids.new_empty(count(0), dtype=torch.int32),
+        copies_of_token=expert_ids.new_empty((count(0), ranks), dtype=torch.int32),
+        token_of_copy=expert_ids.new_empty(count(0), dtype=torch.int32),
         splits=expert_ids.new_empty((2, count(0)), dtype=torch.int64, device="cpu"),
     )
 

@@ -44,7 +44,7 @@ def save_for_backward(
 
 
 def once_differentiable(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Makes a ``backward`` of one that takes what was saved, ``Owned``, and the gradient of y.
+    """Makes a ``backward`` of one that takes what was saved, which nothing else holds, and the gradient of y.
     Its gradients cannot be differentiated again, whatever is asked for.
 
     torch's ``once_differentiable`` looks at the output gradient alone: of ``y.sum()`` that needs none. And a second
@@ -59,13 +59,15 @@ def once_differentiable(backward: Callable[..., tuple]) -> Callable[..., tuple]:
         *saved, token = ctx.saved_tensors  # activation checkpointing hands them out once
         if torch.compiler.is_compiling():
             return backward(ctx, saved, dy)
+        owned = [saved]
+        del saved
         refuse_transforms(dy)
         dy = dy.resolve_neg()
         ctx.maybe_clear_saved_tensors()  # unless the graph is kept; autograd would do so when backward has returned
         if not torch.is_grad_enabled():
-            return backward(ctx, saved, dy)
+            return backward(ctx, owned.pop(), dy)
         with torch.no_grad():
-            gradients = backward(ctx, saved, dy)
+            gradients = backward(ctx, owned.pop(), dy)
         return tuple(g if g is None else _NotAgain.apply(g, dy, token) for g in gradients)
 
     return run

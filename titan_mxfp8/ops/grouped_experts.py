@@ -82,8 +82,10 @@ class _GroupedExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, g):
-        offs, b2 = take_many(saved, 2)
-        weights = [] if ctx.keeps_weight else take_many(saved, 3)
+        offs, b2, *saved = saved
+        weights = []
+        if not ctx.keeps_weight:
+            *weights, saved = *saved[:3], saved[3:]
         needs = list(ctx.needs_input_grad[2:8])
         made = experts_backward(g, saved, weights, b2, offs, needs, common_dtype(ctx.dtypes), ctx.config)
         return made[0], None, *gradients_of(made[1:], needs, ctx.dtypes), None, None, None
@@ -98,7 +100,8 @@ def gradients_of(
     made: list[torch.Tensor], needs: list[bool], dtypes: list[torch.dtype | None]
 ) -> list[torch.Tensor | None]:
     """The gradients of all parameters, of which only those that are needed were made."""
-    return [take(made).to(dtype) if needed else None for needed, dtype in zip(needs, dtypes, strict=True)]
+    rest = iter(made)
+    return [next(rest).to(dtype) if needed else None for needed, dtype in zip(needs, dtypes, strict=True)]
 
 
 @Operator

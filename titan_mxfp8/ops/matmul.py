@@ -21,7 +21,7 @@ from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.mx import MXTensor
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.ops import library
-from titan_mxfp8.ops.autograd import exportable, once_differentiable, save_for_backward, take_many
+from titan_mxfp8.ops.autograd import exportable, once_differentiable, save_for_backward
 from titan_mxfp8.ops.config import MXConfig
 
 _ARRIVED = OperandSpec()  # of activations that come quantised
@@ -160,7 +160,8 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, dy_MN):
-        x, x_scale, w, w_scale, offs = take_many(saved)
+        x, x_scale, w, w_scale, offs = saved
+        del saved
         config, plan, backend = ctx.config, ctx.config.plan, ctx.config.backend
         needs_dx, needs_dw, needs_dbias = ctx.needs_input_grad[0], ctx.needs_input_grad[3], ctx.needs_input_grad[4]
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
