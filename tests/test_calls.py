@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from test_plugin_moe import convert, layer
+from titan_mxfp8.plugin.workarounds.cpu import enable_cpu_training
 
 import titan_mxfp8
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_moe
 from titan_mxfp8.backends import reference
-from titan_mxfp8.plugin.workarounds.cpu import enable_cpu_training
 from titan_mxfp8.testing import make_offs
 
 PACKAGE = str(Path(titan_mxfp8.__file__).parent)

@@ -17,12 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from titan_mxfp8 import convert_model, modules, mxfp8_grouped_mm
 from titan_mxfp8.backends.reference import specs
 from titan_mxfp8.format import reference
-from titan_mxfp8.modules import telemetry
 from titan_mxfp8.ops import observe
 from titan_mxfp8.ops.config import config_of
-from titan_mxfp8.plugin.telemetry import periods
 from titan_mxfp8.recipe import RECIPES
 from titan_mxfp8.testing import make_offs
+from titan_mxfp8.titan import telemetry
 
 # max, exponent of the largest power of two, and what rounds to zero: half of the smallest subnormal, a tie, does too
 E4M3, E5M2 = (448.0, 8, 2.0**-10), (57344.0, 15, 2.0**-17)
@@ -242,11 +241,11 @@ class Logged:
 
     device_memory_monitor = SimpleNamespace(device=torch.device("cpu"))
 
-    def __init__(self, model: nn.Module, every: int, report: int = 0) -> None:
-        experts, linears = (SimpleNamespace(mx=SimpleNamespace(hopper_rebase_report=n)) for n in (0, report))
-        quantize = SimpleNamespace(health_every=every, grouped_mm=experts, linear=linears)
-        self.job_config = SimpleNamespace(quantize=quantize)
+    def __init__(self, model: nn.Module) -> None:
         self.model_parts, self.logger, self.steps = [model], self, {}
+
+    def end(self, step: int) -> None:
+        getattr(self.model_parts[0], telemetry.RECORDER).end(self, step)
 
     def log(self, figures: dict[str, float], step: int) -> None:
         self.steps[step] = figures
@@ -257,15 +256,15 @@ def test_a_step_is_measured_from_its_first_forward_to_its_end(first: int, logged
     """Also the first one of a run that goes on from a checkpoint, its micro-batches, and no validation in between."""
     torch.manual_seed(0)
     whole, x = nn.Sequential(nn.Linear(64, 32)), spread(40, 64)
-    telemetry.attach(whole, convert_model(whole, recipe="mxfp8"))
+    telemetry.attach(whole, convert_model(whole, recipe="mxfp8"), "linears", 3, 0)
     model = copy.deepcopy(whole)  # as a pipeline's stage
-    processor = Logged(model, every=3)
+    processor = Logged(model)
     measured = []
     for step in range(first, 8):
         for _ in range(2):
             model(x).sum().backward()
         measured += [step] * (model[0].probe.grad is not None)
-        telemetry.end(processor, step, periods(processor.job_config))
+        processor.end(step)
         model.eval()
         model(x)
         assert not observe._recording, "a validation is not measured"
@@ -278,22 +277,22 @@ def test_a_step_is_measured_from_its_first_forward_to_its_end(first: int, logged
 
 def test_modules_that_quantise_nothing_have_no_health() -> None:
     model = nn.Sequential(nn.Linear(64, 32))
-    telemetry.attach(model, modules.convert_linears(model, recipe="bf16"))
-    processor = Logged(model, every=1)
+    telemetry.attach(model, modules.convert_linears(model, recipe="bf16"), "linears", 1, 0)
+    processor = Logged(model)
     model(spread(40, 64)).sum().backward()
-    telemetry.end(processor, 1, periods(processor.job_config))
+    processor.end(1)
     assert not processor.steps
 
 
 def test_what_rebasing_changed_is_reported_every_n_steps(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 32)), spread(40, 64)
-    telemetry.attach(model, convert_model(model, recipe="mxfp8", rebase=True))
-    processor = Logged(model, every=3, report=2)
+    telemetry.attach(model, convert_model(model, recipe="mxfp8", rebase=True), "linears", 3, 2)
+    processor = Logged(model)
     with caplog.at_level(logging.INFO):
         for step in range(1, 7):
             model(x).sum().backward()
-            telemetry.end(processor, step, periods(processor.job_config))
+            processor.end(step)
     reports = [line for line in caplog.messages if "rebasing changed in linears" in line]
     assert [line.partition("step ")[2][0] for line in reports] == ["2", "4", "6"]
     assert "activations " in reports[0] and "(most in 0: " in reports[0]

@@ -19,6 +19,7 @@ from titan_mxfp8.backends.common import gemm, launch
 from titan_mxfp8.backends.common.pad import pad_token_groups, unpad_token_groups
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm as hopper
+from titan_mxfp8.backends.hopper import scales
 from titan_mxfp8.format import spec
 from titan_mxfp8.moe import kernels as moe
 from titan_mxfp8.moe import layer, transport
@@ -295,7 +296,7 @@ def test_kept_descriptors_differ_in_all_that_a_layout_says() -> None:
 @pytest.mark.parametrize("backend", ["hopper"], indirect=True)
 def test_what_is_kept_of_a_launch_is_of_the_same_shapes(backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that differ in one thing launch what each launches when nothing is kept."""
-    launched, caches = [], (hopper._plan, hopper._decoding, spec._stored_shapes)
+    launched, caches = [], (hopper._plan, scales._decoding, spec._stored_shapes)
 
     def record(self, programs, tensors, sizes, counts, constants, descriptors=(), **options) -> bool:
         shapes = [None if t is None else (t.shape, t.dtype) for t in tensors]

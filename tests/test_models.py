@@ -23,10 +23,10 @@ from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts
 from torchtitan.models.llama4.infra.parallelize import _op_sac_save_list
 from torchtitan.models.moe.moe import GroupedExperts
 
+import titan_mxfp8.plugin  # noqa: F401 - what a run's config loads
 from titan_mxfp8 import convert_model, modules, mxfp8_linear
 from titan_mxfp8.format.swiglu import forward as swiglu
 from titan_mxfp8.modules import MXFP8Linear
-from titan_mxfp8.plugin.workarounds.cpu import enable_cpu_training
 from titan_mxfp8.recipe import Recipe
 from titan_mxfp8.testing import relative_rms
 
@@ -47,7 +47,6 @@ AC_MODES = {
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
-    enable_cpu_training()
     torch._dynamo.reset()
     counters.clear()
 
@@ -151,7 +150,7 @@ class TwoLinears(nn.Module):
 
 @cpu_only
 def test_code_compiled_within_a_checkpointed_block_does_not_overwrite_what_is_saved() -> None:
-    """As TorchTitan compiles the attention of a MoE block. Without the cure the second weight's gradient is noise."""
+    """Of keep_saved_outputs, without which the second weight's gradient is noise. TorchTitan compiles attention so."""
     block, x = nn.Sequential(TwoLinears()), torch.randn(128, 64)
     convert_model(block)
     block(x).square().sum().backward()

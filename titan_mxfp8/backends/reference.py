@@ -62,8 +62,8 @@ def gemm_m_grouped(
     """``Backend.gemm_m_grouped``."""
     check_m_grouped(a, b)
     a_MC, b_EDC = reference.dequantize(a), reference.dequantize(b)
-    along_first = b.spec.stored == "bf16" and b.axis == 1
-    b_ECD = b_EDC if along_first else b_EDC.mT
+    columnwise_operand = b.spec.stored == "bf16" and b.axis == 1
+    b_ECD = b_EDC if columnwise_operand else b_EDC.mT
     if offs is None:
         y_MD = a_MC @ b_ECD[0]
         return (y_MD if bias is None else y_MD + bias.float()).to(out_dtype)
@@ -108,19 +108,19 @@ def swiglu_backward(
     inputs: list[torch.Tensor],
     scores_M: torch.Tensor | None,
     limit: float | None,
-    last: OperandSpec,
-    first: OperandSpec,
-    h_first: OperandSpec,
+    rowwise: OperandSpec,
+    columnwise: OperandSpec,
+    h_columnwise: OperandSpec,
     offs: torch.Tensor | None,
 ) -> SwigluGradients:
     """``Backend.swiglu_backward``."""
     dgate, dup, sh, dscores = definition.backward(*inputs, scores_M, limit)
     inputs.clear()
     (dgate_rowwise, dgate_columnwise), (dup_rowwise, dup_columnwise) = (
-        quantize_both(t, last, first, offs) for t in (dgate, dup)
+        quantize_both(t, rowwise, columnwise, offs) for t in (dgate, dup)
     )
     return SwigluGradients(
-        dgate_rowwise, dup_rowwise, dgate_columnwise, dup_columnwise, quantize(sh, 0, h_first, offs), dscores
+        dgate_rowwise, dup_rowwise, dgate_columnwise, dup_columnwise, quantize(sh, 0, h_columnwise, offs), dscores
     )
 
 
