@@ -73,7 +73,7 @@ def describe(report: Report) -> str:
             "batch": f"{report.sequences} sequences",
             "MXFP8": listing(report.converted),
             "bf16": listing(report.left),
-            "multiplies": multiplies,
+            "MMA dtype": multiplies,
             "parameters": f"{report.parameters / 1e9:.2f} billion",
             "GiB a GPU": f"{report.memory.total / GIB:.1f}{card}: {report.memory}",
             "FLOPs": f"{report.flops_per_token / 1e9:.1f} billion a token, {report.mxfp8_share:.0%} of them MXFP8",

@@ -143,11 +143,11 @@ def symmetric_memory(machine: Machine) -> str:
 
 def why_not_faster(gemm: Gemm, recipe: Recipe, hardware: Hardware) -> str:
     """Why the tensor cores multiply no narrower numbers in this GEMM; empty where they do."""
-    if gemm.multiplies == "FP8":
+    if gemm.mma_dtype == "FP8":
         return ""
     if not gemm.a.is_quantized:
         return "the recipe leaves the weight gradient unquantised"
-    if gemm.multiplies == "fp32":
+    if gemm.mma_dtype == "fp32":
         return "the reference multiplies exact values"
     if hardware.arch == "sm_90":
         weights = "" if recipe.weight_block == "32x32" else "32x32 weights bring FP8 to forward and dgrad, "
@@ -172,7 +172,7 @@ def recipe_rows(hardware: Hardware, backend: str = "auto") -> list[dict[str, str
         for gemm_name, gemm in gemms.items():
             reasons.setdefault(why_not_faster(gemm, recipe, hardware), []).append(gemm_name)
         why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items() if reason)
-        multiplied = {gemm_name: gemm.multiplies for gemm_name, gemm in gemms.items()}
+        multiplied = {gemm_name: gemm.mma_dtype for gemm_name, gemm in gemms.items()}
         rows.append({"recipe": recipe.name, "backend": name, **multiplied, "why nothing faster": why})
     return rows
 
@@ -191,7 +191,7 @@ def recommended(hardware: Hardware) -> str:
 def advice(hardware: Hardware) -> list[str]:
     """Which recipe to use on ``hardware``, and what it brought where it was measured."""
     recipe, found = recommended(hardware), measured(hardware)
-    multiplied = {gemm.multiplies for gemm in plan_on(RECIPES[recipe], "auto", hardware).gemms.values()}
+    multiplied = plan_on(RECIPES[recipe], "auto", hardware).mma_dtypes
     if hardware.arch == "cpu":
         return [f"{recipe}: to try things out, slower than bf16"]
     if multiplied != {"FP8"}:

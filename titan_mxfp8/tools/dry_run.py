@@ -23,11 +23,19 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import set_default_dtype
 
 from titan_mxfp8 import backends
-from titan_mxfp8.backends.hardware import CLUSTER_GPUS, stand_in
-from titan_mxfp8.plugin.checks import check_batch, check_hosts, check_job_config, check_layout, check_types, model_args
+from titan_mxfp8.backends.hardware import CLUSTER_GPUS
+from titan_mxfp8.plugin.checks import (
+    NUMBER_AS_STRING,
+    check_batch,
+    check_hosts,
+    check_job_config,
+    check_layout,
+    check_types,
+    model_args,
+)
 from titan_mxfp8.plugin.flavors import is_study_flavor
 from titan_mxfp8.plugin.job_config import converter_configs, recipe_of
-from titan_mxfp8.plugin.moe import MXFP8MoE, check_worst_case
+from titan_mxfp8.plugin.moe import MXFP8MoE
 from titan_mxfp8.recipe import Recipe
 from titan_mxfp8.tools.memory import FILL, GIB, Memory, card_memory, estimate_memory, model_parallel_shape
 from titan_mxfp8.tools.saved import COMPILE_BACKEND
@@ -52,7 +60,7 @@ class ClusterConfigManager(LocalConfigManager):
     """Parses a config that will run elsewhere: this machine needs neither its tokenizer nor its data, nor its GPU."""
 
     def _validate_config(self) -> None:
-        check_types(self.config)  # before its GPU's name is looked at
+        check_types(self.config, skip=NUMBER_AS_STRING)  # before its GPU's name is looked at
         with cluster_gpu(self.config):
             check_job_config(self.config)
 
@@ -67,7 +75,7 @@ def cluster_gpu(job_config: JobConfig) -> Iterator[None]:
     """
     gpu, configs = job_config.cluster.gpu, converter_configs(job_config)
     if gpu in CLUSTER_GPUS:
-        with stand_in(CLUSTER_GPUS[gpu]):
+        with override_hardware(CLUSTER_GPUS[gpu]):
             yield
         return
     named = {name: mx.backend for name, mx in configs.items()}
@@ -200,7 +208,9 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
         whole, args = converted_model(without_hardware(job_config), dims)
         dispatching = [module for module in whole.modules() if isinstance(module, MXFP8MoE)]
         if card is not None and dispatching and job_config.quantize.grouped_mm.mx.dispatch_rows == "worst_case":
-            check_worst_case(dispatching, job_config, dims, card[1])
+            experts = job_config.quantize.grouped_mm.mx
+            dispatch = dispatch_of(experts.dispatch, experts.dispatch_rows)
+            dispatching_layers(dispatching, dispatch, job_config).check_memory(dims.ep, card[1], f"[{GROUPED_MM}] ")
         parameters, flops = args.get_nparams_and_flops(whole, training.seq_len)
         sharded = shard(copy.deepcopy(whole), job_config, dims)
         memory = estimate_memory(whole, sharded, job_config, dims)
