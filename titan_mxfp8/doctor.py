@@ -24,10 +24,10 @@ from typing import Literal
 import torch
 
 import titan_mxfp8
-from titan_mxfp8.backends import Gemm, plan_on, select
+from titan_mxfp8.backends import Gemm, plan_on, recommend, select
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
 from titan_mxfp8.modules import training_device
-from titan_mxfp8.recipe import BF16, RECIPES, Recipe
+from titan_mxfp8.recipe import AUTO, BF16, RECIPES, Recipe
 
 MEASURED = Path(__file__).with_name("measured.csv")  # scripts/measured.py writes it
 TORCH, TRITON = ((2, 11), (2, 14)), (3, 6)  # from, to before; from
@@ -183,22 +183,19 @@ def measured(hardware: Hardware) -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if row["gpu"] == hardware.name]
 
 
-def recommended(hardware: Hardware) -> str:
-    """The recipe that README.md recommends for this hardware."""
-    return "mxfp8_2d_rebased" if hardware.arch == "sm_90" else "mxfp8"
-
-
 def advice(hardware: Hardware) -> list[str]:
     """Which recipe to use on ``hardware``, and what it brought where it was measured."""
-    recipe, found = recommended(hardware), measured(hardware)
-    multiplied = plan_on(RECIPES[recipe], "auto", hardware).mma_dtypes
+    chosen, found = recommend(AUTO, "auto", hardware), measured(hardware)
+    recipe = chosen.name
     if hardware.arch == "cpu":
-        return [f"{recipe}: to try things out, slower than bf16"]
-    if multiplied != {"FP8"}:
-        lines = [f"{recipe}: to see what MXFP8 does to a loss; nothing here multiplies FP8, so expect no speed"]
+        return [f"{recipe} (recipe auto): to try things out, slower than bf16"]
+    if plan_on(chosen, "auto", hardware).mma_dtypes != {"FP8"}:
+        lines = [
+            f"{recipe} (recipe auto): to see what MXFP8 does to a loss; nothing here multiplies FP8, so expect no speed"
+        ]
     else:
-        inexact = ", a scale per 128 elements: not exact MXFP8" if RECIPES[recipe].scale_span == 128 else ""
-        lines = [f"{recipe}: all three GEMMs in FP8{inexact}"]
+        inexact = ", a scale per 128 elements: not exact MXFP8" if chosen.block_k == 128 else ""
+        lines = [f"{recipe} (recipe auto): all three GEMMs in FP8{inexact}"]
     lines += _times(recipe, found)
     if hardware.arch == "sm_90":
         lines += ["mxfp8_2d: exact MXFP8, in FP8 but for the weight gradient", *_times("mxfp8_2d", found)]

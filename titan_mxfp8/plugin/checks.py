@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 # These of TorchTitan's models wrap in FSDP wherever there is EP, and fail without ranks for it. Qwen3 does not.
 FSDP_WITH_EP = ("llama4", "deepseek_v3", "gpt_oss")
 
-NUMBER_AS_STRING = ("activation_checkpoint.selective_ac_option",)  # which TorchTitan reads by int()
-
 
 NUMBER_AS_STRING = ("activation_checkpoint.selective_ac_option",)  # TOML may have a number
 

@@ -38,9 +38,10 @@ def documented(cls: type) -> type:
 @dataclass
 class MXLinear:
     recipe_name: str = option(DEFAULT_RECIPE)("""
-    What is quantised how, in all linears: auto, which is recommended for the hardware, as the log says; mxfp8, mxfp8_floor, mxfp8_wgrad_bf16, mxfp8_2d, mxfp8_2d_wgrad_bf16,
-    mxfp8_e5m2_grad; one of these with _rebased behind it, see hopper_rebase; or one of the aliases mxfp8_rceil and
-    mxfp8_cublas_rceil (= mxfp8), mxfp8_cublas (= mxfp8_floor), mxfp8_rceil_wgrad_with_hp (= mxfp8_wgrad_bf16).
+    What is quantised how, in all linears: auto, the recipe that is recommended for the hardware, which the log names;
+    mxfp8, mxfp8_floor, mxfp8_wgrad_bf16, mxfp8_2d, mxfp8_2d_wgrad_bf16, mxfp8_e5m2_grad; one of these with _rebased
+    behind it, see hopper_rebase; or one of the aliases mxfp8_rceil and mxfp8_cublas_rceil (= mxfp8), mxfp8_cublas (=
+    mxfp8_floor), mxfp8_rceil_wgrad_with_hp (= mxfp8_wgrad_bf16).
     """)
 
     filter_fqns: list[str] = option(DEFAULT_FILTER_FQNS)("""
@@ -199,8 +200,8 @@ def converter_configs(job_config: JobConfig) -> dict[str, MXGroupedMM | MXLinear
 
 
 def recipe_of(config: MXGroupedMM | MXLinear) -> Recipe:
-    """The recipe that a section asks for: the one named, or recommended for the hardware of this training; rebased where
-    ``hopper_rebase`` is on.
+    """The recipe that a section asks for: the one named, or recommended for the hardware of this training; rebased
+    where ``hopper_rebase`` is on.
 
     Raises:
         ValueError: as ``backends.recommend``.

@@ -23,7 +23,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import set_default_dtype
 
 from titan_mxfp8 import backends
-from titan_mxfp8.backends.hardware import CLUSTER_GPUS
+from titan_mxfp8.backends.hardware import CLUSTER_GPUS, override_hardware
 from titan_mxfp8.plugin.checks import (
     NUMBER_AS_STRING,
     check_batch,
@@ -35,8 +35,9 @@ from titan_mxfp8.plugin.checks import (
 )
 from titan_mxfp8.plugin.flavors import is_study_flavor
 from titan_mxfp8.plugin.job_config import converter_configs, recipe_of
-from titan_mxfp8.plugin.moe import MXFP8MoE
-from titan_mxfp8.recipe import Recipe
+from titan_mxfp8.plugin.moe import MXFP8MoE, dispatching_layers
+from titan_mxfp8.recipe import GROUPED_MM, Recipe
+from titan_mxfp8.titan.dispatch import dispatch_of
 from titan_mxfp8.tools.memory import FILL, GIB, Memory, card_memory, estimate_memory, model_parallel_shape
 from titan_mxfp8.tools.saved import COMPILE_BACKEND
 
@@ -101,8 +102,9 @@ def multiplied(job_config: JobConfig) -> dict[str, str]:
     found = {}
     for name in job_config.model.converters:
         if name in configs:
-            recipe = recipe_of(configs[name])
-            selection = backends.select(configs[name].backend, CLUSTER_GPUS[gpu], recipe)
+            mx = configs[name]
+            recipe = backends.recommend(mx.recipe_name, mx.backend, CLUSTER_GPUS[gpu], mx.hopper_rebase)
+            selection = backends.select(mx.backend, CLUSTER_GPUS[gpu], recipe)
             untried = ", never run there" if selection.warning else ""
             plan = backends.plan_on(recipe, selection.name, CLUSTER_GPUS[gpu])
             found[name] = f"{recipe.name}, backend {selection.name}{untried}: {plan}"
