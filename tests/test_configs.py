@@ -12,7 +12,7 @@ from test_scripts import shell
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe import moe
 
-from titan_mxfp8 import doctor
+from titan_mxfp8.backends import recommend
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.tools.dry_run import Report, converted_model, dry_run, fake_processes, parse_config
 from titan_mxfp8.tools.memory import GIB
@@ -56,8 +56,9 @@ def test_a_cluster_takes_the_recipe_that_the_readme_names_for_its_gpu(name: str)
     row = rf"^\| NVIDIA [^|]*\b{gpu}\b[^|]*\| `(\w+)` \|"
     named = re.search(row, (ROOT / "README.md").read_text(), re.MULTILINE)[1]
     mx = config.quantize.grouped_mm.mx, config.quantize.linear.mx
-    assert [(each.recipe_name, each.hopper_rebase) for each in mx] == [(named, False)] * 2
-    assert doctor.recommended(CLUSTER_GPUS[config.cluster.gpu]) == named
+    hardware = CLUSTER_GPUS[config.cluster.gpu]
+    assert [recommend(each.recipe_name, each.backend, hardware, each.hopper_rebase).name for each in mx] == [named] * 2
+    assert recommend("auto", "auto", hardware).name == named
 
 
 @pytest.mark.parametrize("name", TOMLS)

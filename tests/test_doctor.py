@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -156,7 +157,7 @@ def test_what_is_missing_comes_with_the_command_that_mends_it() -> None:
     newer = HEALTHY.versions | {"torch": "2.13.0", "torchtitan": "0.3.0"}
     assert doctor.problems(replace(HEALTHY, versions=newer)) == []
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
-    assert set(doctor.INSTALL_TITAN.split()[2:]) == set(named)
+    assert set(shlex.split(doctor.INSTALL_TITAN)[2:]) == set(named)
     assert "each of 8 GPUs" in doctor.symmetric_memory(HEALTHY)
     assert "two GPUs" in doctor.symmetric_memory(replace(HEALTHY, gpus=1))
     assert "cannot read" in doctor.symmetric_memory(replace(HEALTHY, peers=False))

@@ -36,7 +36,7 @@ REINSTALL_TORCH = 'pip install --force-reinstall "torch>=2.11,<2.14"'
 # By TorchTitan: the least torch; what its training imports; what some configs and scripts use.
 TORCHTITAN = {"0.2.2": ((2, 11), ("tensorboard",), ("wandb", "safetensors", "matplotlib")), "0.3.0": ((2, 13), (), ())}
 # pyproject.toml's [train]
-INSTALL_TITAN = "pip install torchtitan==0.2.2 tomli wandb tensorboard safetensors matplotlib"
+INSTALL_TITAN = "pip install torchtitan==0.2.2 tomli 'wandb>=0.31' tensorboard safetensors matplotlib"
 CONVERTERS = "--model.converters=quantize.grouped_mm.mx,quantize.linear.mx"
 
 
