@@ -23,7 +23,8 @@ def plain(function: str, **operands: torch.Tensor | MXTensor | None) -> list[tor
     """
     if torch.compiler.is_compiling():  # which sees operators, and says itself what it cannot trace
         return [*operands.values()]
-    refuse_transforms()
+    if _transforms_active() or torch.jit.is_tracing():
+        refuse_transforms()
     for name, x in operands.items():
         if type(x) not in _PLAIN or x.layout is not torch.strided or x.is_nested or x.is_neg():
             if x is not None or name not in _OPTIONAL:
