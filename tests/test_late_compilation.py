@@ -25,7 +25,7 @@ from titan_mxfp8.moe import kernels as moe
 from titan_mxfp8.moe import layer, transport
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.moe.symmetric import Symmetric
-from titan_mxfp8.ops import library, matmul
+from titan_mxfp8.ops import config, library
 from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.testing import group_sizes, make_offs
 
@@ -76,7 +76,7 @@ def compilations() -> Iterator[list[str]]:
 @pytest.fixture(params=TARGETS)
 def backend(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, set[str]]]:
     """A backend's name and what it has compiled so far, on a CPU that passes for another device."""
-    hardware, caches = TARGETS[request.param], (backends.load, matmul._planned, layer._plan, transport.movements)
+    hardware, caches = TARGETS[request.param], (backends.load, config._config, transport.movements)
     for module in (backends, gemm, transport):
         monkeypatch.setattr(module, "hardware_of", lambda device: hardware)
     for function in ("_scaled_mm", "_scaled_grouped_mm"):

@@ -19,7 +19,7 @@ from contract import (
     check_quantize_both,
     check_requantize,
     filled,
-    partly_even,
+    partly_coalescible,
     uneven,
     wild,
 )
@@ -33,7 +33,7 @@ from titan_mxfp8.backends.common.swizzled import swizzle_scales
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.format import reference, swizzle
 from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
-from titan_mxfp8.ops import library, matmul
+from titan_mxfp8.ops import config, library
 from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.testing import SPREADS, group_sizes, make_offs, poisoned_empty, relative_rms
 
@@ -71,7 +71,7 @@ def test_quantisers_give_the_references_bits(recipe: str, dtype: torch.dtype) ->
 def test_groups_of_all_sizes(spread: str) -> None:
     """All rows in groups, and a tail of 45 that belongs to none; more groups than a step of the map takes."""
     for rows, groups in ((600, 5), (300, 40)):
-        x = partly_even((rows, 160), BF16)
+        x = partly_coalescible((rows, 160), BF16)
         for used in (rows, rows - 45):
             check_quantize_both(sm100, x, BLOCKED, BLOCKED, make_offs(group_sizes(spread, used, groups)))
 
@@ -220,7 +220,7 @@ def test_swiglu_refuses_what_no_plan_has() -> None:
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What ``auto`` finds is an SM100."""
-    caches = backends.load, matmul._planned
+    caches = backends.load, config._config
     monkeypatch.setattr(backends, "hardware_of", lambda device: HARDWARE)
     for cache in caches:
         cache.cache_clear()

@@ -9,12 +9,13 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
+from titan_mxfp8.format.codec import Encoded
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gemm:
+@dataclass(frozen=True, kw_only=True)
+class Gemm(Encoded):
     """One of the three GEMMs in a plan.
 
     Attributes:
@@ -28,8 +29,8 @@ class Gemm:
     mma_dtype: Literal["FP8", "bf16", "fp32"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True)
+class Plan(Encoded):
     """Which operands each GEMM of a recipe takes. Per expert: M tokens, N out features, K in features.
 
     | GEMM    | computes                | a, quantised along | b, quantised along |

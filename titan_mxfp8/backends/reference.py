@@ -39,22 +39,16 @@ def specs(recipe: Recipe) -> tuple[OperandSpec, OperandSpec, OperandSpec]:
     )
 
 
-def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
-    """``Backend.quantize``."""
-    return reference.quantize(x, axis, spec, offs)
+quantize = reference.quantize
+requantize = reference.requantize
 
 
 def quantize_both(
     x: torch.Tensor, rowwise: OperandSpec, columnwise: OperandSpec, offs: torch.Tensor | None
 ) -> tuple[Operand, Operand]:
     """``Backend.quantize_both``."""
-    rowwise_operand = quantize(x, x.ndim - 1, rowwise, offs if rowwise.grouped_scales else None)
-    return rowwise_operand, quantize(x, x.ndim - 2, columnwise, offs)
-
-
-def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
-    """``Backend.requantize``."""
-    return reference.requantize(rows, axis, spec, offs)
+    of_rows = reference.quantize(x, x.ndim - 1, rowwise, offs if rowwise.grouped_scales else None)
+    return of_rows, reference.quantize(x, x.ndim - 2, columnwise, offs)
 
 
 def gemm_m_grouped(
