@@ -209,21 +209,18 @@ class Operand(NamedTuple):
 
 def check_m_grouped(a: Operand, b: Operand) -> None:
     """Raises ValueError unless forward or dgrad can contract the axes that ``a`` and ``b`` were quantised along."""
-    assert _has_its_scales(a) and _has_its_scales(b), (a.spec, b.spec)
+    for operand in (a, b):
+        assert (operand.scale is None) == (operand.spec.stored == "bf16"), "values in bf16 have no scales, FP8 has"
     if a.axis != 1 or b.axis not in (1, 2):
         raise _other_axis(("a", a.axis, (1,)), ("b", b.axis, (1, 2)))
 
 
 def check_k_grouped(a: Operand, b: Operand) -> None:
     """Raises ValueError unless wgrad can contract the axes that ``a`` and ``b`` were quantised along."""
-    assert _has_its_scales(a) and _has_its_scales(b), (a.spec, b.spec)
+    for operand in (a, b):
+        assert (operand.scale is None) == (operand.spec.stored == "bf16"), "values in bf16 have no scales, FP8 has"
     if a.axis != 0 or b.axis != 0:
         raise _other_axis(("a", a.axis, (0,)), ("b", b.axis, (0,)))
-
-
-def _has_its_scales(operand: Operand) -> bool:
-    """Values in bf16 have none, FP8 has."""
-    return (operand.scale is None) == (operand.spec.stored == "bf16")
 
 
 def _other_axis(*operands: tuple[str, int, tuple[int, ...]]) -> ValueError:
