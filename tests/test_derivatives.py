@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from titan_mxfp8.testing import make_offs
+from problems import make_offs
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 

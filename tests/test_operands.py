@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from titan_mxfp8.testing import make_offs
+from problems import make_offs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor

@@ -19,7 +19,7 @@ from contract import (
     check_quantize_both,
     check_requantize,
     filled,
-    partly_even,
+    partly_coalescible,
     uneven,
     wild,
 )
@@ -72,7 +72,7 @@ def test_quantisers_give_the_references_bits(recipe: str, dtype: torch.dtype) ->
 def test_groups_of_all_sizes(spread: str) -> None:
     """All rows in groups, and a tail of 45 that belongs to none; more groups than a step of the map takes."""
     for rows, groups in ((600, 5), (300, 40)):
-        x = partly_even((rows, 160), BF16)
+        x = partly_coalescible((rows, 160), BF16)
         for used in (rows, rows - 45):
             check_quantize_both(sm100, x, BLOCKED, BLOCKED, make_offs(group_sizes(spread, used, groups)))
 
