@@ -13,6 +13,7 @@ the config, as they do in training; --model.converters= gives its bf16 half. Nei
 trained is reported with the reason, and the exit status is 1.
 TEXT
 }
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
 set -euo pipefail
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     usage
@@ -20,4 +21,4 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
 fi
 cd "$(dirname "$0")/.."
 . scripts/setup.sh
-CUDA_VISIBLE_DEVICES='' HIP_VISIBLE_DEVICES='' exec python scripts/check_configs.py "$@"
+CUDA_VISIBLE_DEVICES='' HIP_VISIBLE_DEVICES='' exec "$program" scripts/check_configs.py "$@"

@@ -374,13 +374,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--jobs",
         type=int,
-        default=int(os.environ.get("JOBS", 1)),
+        default=os.environ.get("JOBS") or 1,
         help="runs at a time; more than GPUs share them [JOBS, or 1]",
     )
     add(
         "--ngpu",
         type=int,
-        default=int(os.environ.get("NGPU", 1)),
+        default=os.environ.get("NGPU") or 1,
         help="processes of one run, one per GPU [NGPU, or 1]",
     )
     add("--limit", type=float, metavar="SECONDS", help="stop then; the same command continues the study")
