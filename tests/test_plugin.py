@@ -5,6 +5,7 @@ import inspect
 import logging
 import re
 import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torchtitan.config import ConfigManager, JobConfig, job_config
 from torchtitan.models.llama4 import Transformer, llama4_args
 from torchtitan.models.moe.moe import GroupedExperts
@@ -291,6 +293,24 @@ def test_a_validation_that_cannot_be_is_refused(
         parse(*VALIDATE, *flags)
     parse(*VALIDATE)
     parse(*VALIDATE, *flags, "--validation.no-enable")
+
+
+def test_under_torchrun_a_refusal_is_the_last_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """It stood in the middle of 50 lines: two tracebacks of the process before it, torchrun's report behind it."""
+    record = tmp_path / "error.json"
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(record))
+    with pytest.raises(ValueError, match="unknown recipe 'mxfp9'") as refused:
+        parse(f"--model.converters={GROUPED}", f"{RECIPE}=mxfp9")
+    sys.excepthook(refused.type, refused.value, refused.tb)
+    assert capsys.readouterr().err == f"ValueError: {refused.value}\n"
+    sys.excepthook(KeyError, KeyError("another"), refused.tb)
+    assert "Traceback" in capsys.readouterr().err
+    report = ChildFailedError("train", {0: ProcessFailure(0, pid=1, exitcode=1, error_file=str(record))})
+    *_, said, border = str(report).strip().splitlines()
+    assert said.strip() == f"traceback : ValueError: {refused.value}" and set(border) == {"="}
 
 
 def test_compiled_tensor_parallelism_is_refused_where_torchtitan_fails_at_it(monkeypatch: pytest.MonkeyPatch) -> None:

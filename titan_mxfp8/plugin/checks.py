@@ -30,6 +30,7 @@ from titan_mxfp8.plugin.job_config import (
     converter_configs,
     recipe_of,
 )
+from titan_mxfp8.plugin.refusal import in_one_line
 from titan_mxfp8.plugin.repairs.moe import hide_grouped_mm_warning
 from titan_mxfp8.plugin.wandb_run import fill_git_commit
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR
@@ -318,6 +319,7 @@ def install() -> None:
         return
 
     @patch_of(validate)
+    @in_one_line()
     def validate_and_check(self: manager.ConfigManager) -> None:
         validate(self)
         check_job_config(self.config)
