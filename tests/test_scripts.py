@@ -368,6 +368,8 @@ def test_compare_runs_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
         (b"step,a loss\n,8.0\n", "{path}, row 2: step is '', not a number"),
         (b"step,a loss,a loss\n1,8.0,7.0\n", "{path} has the column 'a loss' twice"),
         (b"step,a loss\n1,\xff\n", "{path} is no CSV"),
+        (b"\x89PNG\r\n\x1a\n", "{path} is no CSV: 'utf-8' codec can't decode"),
+        (b"step,a loss\n1.5,8.0\n", "{path}, row 2: step is '1.5', not a whole number"),
         (b"", "{path} is no losses.csv"),
     ],
 )
@@ -375,6 +377,20 @@ def test_compare_runs_names_the_file_that_is_no_losses(text: bytes, message: str
     path = tmp_path / "losses.csv"
     path.write_bytes(text)
     assert message.format(path=path) in compare(path, "--out", tmp_path / "out")
+
+
+def test_compare_runs_reads_a_losses_csv_that_a_spreadsheet_saved(tmp_path: Path) -> None:
+    (tmp_path / "losses.csv").write_bytes(b"\xef\xbb\xbfstep,a loss,b loss\r\n1.0,8.0,7.0\r\n2.0,7.0,6.5\r\n")
+    assert "| 2 | 7.0000 | 6.5000 | -0.5000 |" in compare(tmp_path / "losses.csv", "--out", tmp_path / "out")
+    assert [row["step"] for row in rows_of(tmp_path / "out" / "losses.csv")] == ["1", "2"]
+
+
+@pytest.mark.parametrize("config", ["null", "[]", "1", '"a"', '{"model": ["llama4"]}', '{"training": "a"}'])
+def test_compare_runs_refuses_a_config_that_is_none(config: str, tmp_path: Path) -> None:
+    full = write_run(tmp_path / "full", [8.0, 7.0], {"model": {"name": "llama4"}})
+    torn = write_run(tmp_path / "torn", [8.0, 7.5])
+    (torn / "job_config.json").write_text(config)
+    assert f"{torn / 'job_config.json'} is no config of TorchTitan" in compare(full, torn, "--out", tmp_path)
 
 
 NAN, INF = math.nan, math.inf
@@ -951,6 +967,29 @@ def test_bench_training_tables_its_runs_and_does_none_twice(tmp_path: Path, laun
     assert not (tmp_path / "layers.csv").exists()
     rows = rows_of(tmp_path / "table.csv")
     assert [(row["flavor"], row["run"]) for row in rows[2:4]] == [("a_2layers", "both+rebase:mxfp8"), ("b", "bf16")]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_bench_training_ends_with_the_cause_where_its_first_run_fails(
+    interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``max() arg is an empty sequence`` hid it: the table had a row for the run."""
+
+    class Failed:
+        def wait(self) -> int:
+            if interrupted:
+                raise KeyboardInterrupt
+            return 1
+
+    def launch(processes: int, program: list[str], log: Path) -> Failed:
+        log.write_text(f"{TRACEBACK}RuntimeError: mine\n")
+        return Failed()
+
+    monkeypatch.setattr(bench_training, "launch", launch)
+    said = call("bench_training", "--out", tmp_path, "--runs", "bf16")
+    assert said.startswith(
+        f"bench_training: {'interrupted; the same' if interrupted else 'run bf16 failed, RuntimeError: mine'}"
+    )
 
 
 def test_the_control_of_dispatch_is_that_of_converge_and_is_told_from_the_baseline(
