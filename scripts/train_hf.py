@@ -46,11 +46,38 @@ def tiny_model(vocab_size: int) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes))
 
 
+def read_rows(path: Path) -> list[str]:
+    """The texts of a JSON Lines file in UTF-8, whose lines may be empty.
+
+    Raises:
+        ValueError: a line is no such row.
+    """
+    texts = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line.decode("utf-8-sig"))["text"]
+                if not isinstance(text, str):
+                    raise TypeError(f"its text is {text!r:.40}")
+            except (ValueError, TypeError, LookupError) as error:
+                wanted = 'each line must be a JSON object in UTF-8 whose "text" is a string'
+                raise ValueError(f"{path}, line {number}: {wanted} ({type(error).__name__}: {error})") from error
+            texts.append(text)
+    return texts
+
+
 def sequences(text: Path, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> list[dict[str, torch.Tensor]]:
-    """The text as one stream of tokens, cut into sequences."""
-    with text.open() as lines:
-        rows = tokenizer([json.loads(line)["text"] for line in lines])["input_ids"]
-    tokens = torch.tensor([token for row in rows for token in row])
+    """The text as one stream of tokens, cut into sequences.
+
+    Raises:
+        ValueError: the text cannot be read, or is shorter than a sequence.
+    """
+    texts = read_rows(text)
+    tokens = torch.tensor([token for row in tokenizer(texts)["input_ids"] for token in row] if texts else [])
+    if not 1 < seq_len <= len(tokens):
+        raise ValueError(f"--seq_len {seq_len}: a sequence has 2 tokens or more, and {text} has {len(tokens)}")
     return [{"input_ids": part, "labels": part} for part in tokens.split(seq_len) if len(part) == seq_len]
 
 
@@ -65,10 +92,15 @@ def main(argv: list[str] | None = None) -> None:
     if run.recipe != "bf16":  # routers stay as they are; before the Trainer wraps or compiles the model
         left = {"linear_filter_fqns": ["lm_head"]}
         print(titan_mxfp8.convert_model(model, recipe=run.recipe, grouped_fqns=["experts"], **left))
-    dataset = sequences(Path(run.text), tokenizer, run.seq_len)
+    try:
+        dataset = sequences(Path(run.text), tokenizer, run.seq_len)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"train_hf: {error}") from error
     trainer = Trainer(model, args, default_data_collator, dataset, processing_class=tokenizer)
     trainer.train()
     trainer.save_model()  # an ordinary checkpoint: convert again after from_pretrained
+    if trainer.is_world_process_zero():
+        print(f"saved model and tokenizer to {args.output_dir}: --model {args.output_dir} goes on with it")
 
 
 if __name__ == "__main__":
