@@ -55,6 +55,16 @@ find_config() {
     fi
 }
 
+# folder_of CONFIG: where it is trained, so that its relative paths and those of flags lead from there: the repository for
+# its own configs, the caller's folder for others.
+folder_of() {
+    if [ "$TITAN" = 0.3 ] || [[ $(cd "$(dirname "$1")" && pwd -P)/ = "$(pwd -P)"/* ]]; then
+        echo "$PWD"
+    else
+        echo "$here"
+    fi
+}
+
 # check_gpu: ends with status 1 where this machine has a GPU that torch cannot use: TorchTitan would train on the CPU.
 # CUDA_VISIBLE_DEVICES= (nothing behind the sign) says that this is meant.
 check_gpu() {
@@ -73,7 +83,8 @@ PYTHON
 # train_runs CONFIG OUT FLAG...: trains or, with DRYRUN=1, prints each of RUNS in NGPU processes, until one fails. The
 # caller defines torchrun_flags RUN, which sets the array `torchrun` to the flags that place the processes.
 train_runs() {
-    local config=$1 out=$2 run name command torchrun logs status
+    local config=$1 out=$2 folder run name command torchrun logs status
+    folder=$(folder_of "$config")
     shift 2
     if [ "$DRYRUN" != 1 ]; then
         # shellcheck source=scripts/setup.sh
@@ -105,7 +116,7 @@ train_runs() {
         [ "$DRYRUN" != 1 ] || continue
         # INFO: torchrun says then that it restarts processes. PYTHONUNBUFFERED: and passes their output on at once
         status=0
-        LOGLEVEL=${LOGLEVEL:-INFO} PYTHONUNBUFFERED=1 WANDB_RUN_NAME=$name "${command[@]}" "$@" 2>&1 |
+        (cd "$folder" && LOGLEVEL=${LOGLEVEL:-INFO} PYTHONUNBUFFERED=1 WANDB_RUN_NAME=$name "${command[@]}" "$@") 2>&1 |
             python scripts/watch.py show "$logs" || status=${PIPESTATUS[0]}
         if [ "$status" != 0 ]; then
             echo "$(basename "$0"): $run failed: $(python scripts/watch.py cause "$logs")" >&2

@@ -22,7 +22,8 @@ Environment:
              MODULE     TorchTitan's --module [titan_mxfp8.titan03]
              OVERRIDES  what makes the mxfp8 run [titan_mxfp8.titan03.experts titan_mxfp8.titan03.linears]
     WANDB_*  wandb's own. Without a login runs are logged offline; `wandb sync` uploads them later.
-Trailing flags go to TorchTitan. Paths in them and in a TOML are those of the repository.
+Trailing flags go to TorchTitan. Relative paths in them and in the TOML lead from the current folder, with a TOML of the
+repository from the repository.
 TEXT
 }
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"

@@ -22,7 +22,8 @@ Environment:
     DRYRUN         1: print the commands and stop [0]
     PYTHON         a Python to be used as it is, with torch, torchtitan and what is on PYTHONPATH [set up .venv]
     WANDB_*        wandb's own. Without a login runs are logged offline; `wandb sync` uploads them later.
-Trailing flags go to TorchTitan. Paths in them and in a TOML are those of the repository.
+Trailing flags go to TorchTitan. Relative paths in them and in the TOML lead from the current folder, with a TOML of the
+repository from the repository.
 
 With checkpoint.enable a job goes on from its last checkpoint: after a process has died (MAX_RESTARTS), or when the same
 command with the same OUT is given again. After a machine has died, give the command on another one: the rest wait for it.

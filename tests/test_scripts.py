@@ -871,7 +871,7 @@ def test_converge_takes_converters_as_one_string_and_paths_of_the_current_folder
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "outputs" / "study_own" / "table.csv").is_file()
     (call,) = (tmp_path / "calls").read_text().splitlines()
-    assert f"--job.config_file={tmp_path / 'own.toml'} " in call, "torchrun runs in the repository's root"
+    assert f"--job.config_file={tmp_path / 'own.toml'} " in call
     assert f"--job.dump_folder={tmp_path / 'outputs' / 'study_own' / 'mxfp8-seed0'} " in call
     monkeypatch.chdir(tmp_path)
     args = converge.parse_arguments(["train_configs/debug_llama4.toml"])
@@ -1339,6 +1339,21 @@ def test_paths_are_those_of_the_callers_folder(script: str, tmp_path: Path) -> N
     assert f"--job.config_file=train_configs/debug_llama4.toml --job.dump_folder={tmp_path}/y/mxfp8" in repository
 
 
+def test_relative_paths_of_a_toml_of_ones_own_lead_from_the_current_folder(
+    tmp_path: Path, stub: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those of the repository's TOMLs from the repository, wherever the launcher is called."""
+    (tmp_path / "stub" / "torchtitan" / "train.py").write_text("import os\nprint('trained in', os.getcwd())")
+    (tmp_path / "own.toml").touch()
+    settings = stub | {"PYTHON": sys.executable, "RUNS": "mxfp8", "CONFIG": "own.toml"}
+    done = shell("sh", "-c", f"cd {tmp_path} && {ROOT}/scripts/train.sh", **settings)
+    assert done.returncode == 0 and f"trained in {tmp_path}\n" in done.stdout, done.stdout + done.stderr
+    monkeypatch.chdir(tmp_path)
+    for config, folder in (("train_configs/debug_llama4.toml", ROOT), (tmp_path / "own.toml", tmp_path)):
+        said = shell("bash", "-c", f"here={tmp_path}; . scripts/launch.sh; folder_of {config}").stdout
+        assert said == f"{folder}\n" and converge.folder_of(ROOT / config) == folder
+
+
 def test_train_ends_with_the_cause_whatever_the_rank(tmp_path: Path, stub: dict[str, str]) -> None:
     """Rank 0 loses its connection to rank 1, which is the one that failed, and is the last to write a traceback."""
     (tmp_path / "stub" / "torchtitan" / "train.py").write_text(
@@ -1535,8 +1550,8 @@ def test_slurm_runs_one_agent_on_each_node(slurm: dict[str, str], tmp_path: Path
     )
     assert "train.slurm: job 31234, restart 0, nodes gpu07 gpu08" in lines
     assert lines[-3:] == [
-        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none --export=ALL --label "
-        "./scripts/train_multinode.sh --training.steps=3",
+        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none --export=ALL "
+        f"--chdir={ROOT} --label {ROOT}/scripts/train_multinode.sh --training.steps=3",
         f"gpu07: {agent}",
         f"gpu08: {agent}",
     ]
