@@ -9,11 +9,11 @@ The other flags are those of transformers.TrainingArguments, such as --max_steps
 --gradient_checkpointing. Several GPUs: torchrun --nproc-per-node=... scripts/train_hf.py. Run on CPUs only so far.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from make_data import read_rows
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -44,28 +44,6 @@ def tiny_model(vocab_size: int) -> torch.nn.Module:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     sizes = {"vocab_size": vocab_size, "hidden_size": 128, "num_hidden_layers": 2} | attention | experts
     return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes))
-
-
-def read_rows(path: Path) -> list[str]:
-    """The texts of a JSON Lines file in UTF-8, whose lines may be empty.
-
-    Raises:
-        ValueError: a line is no such row.
-    """
-    texts = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line.decode("utf-8-sig"))["text"]
-                if not isinstance(text, str):
-                    raise TypeError(f"its text is {text!r:.40}")
-            except (ValueError, TypeError, LookupError) as error:
-                wanted = 'each line must be a JSON object in UTF-8 whose "text" is a string'
-                raise ValueError(f"{path}, line {number}: {wanted} ({type(error).__name__}: {error})") from error
-            texts.append(text)
-    return texts
 
 
 def sequences(text: Path, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> list[dict[str, torch.Tensor]]:

@@ -373,13 +373,6 @@ def test_the_script_names_the_line_that_is_no_text(text: bytes, message: str, tm
         train_hf.main(f"--text {tmp_path / 'text.jsonl'} --seq_len 64 --output_dir {tmp_path / 'out'}".split())
 
 
-def test_the_script_reads_what_torchtitan_reads(tmp_path: Path) -> None:
-    import train_hf
-
-    (tmp_path / "text.jsonl").write_bytes('\ufeff{"text": "é"}\r\n\n{"text": "b"}'.encode())
-    assert train_hf.read_rows(tmp_path / "text.jsonl") == ["é", "b"]
-
-
 def test_an_implementation_of_the_users_is_left_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
