@@ -94,6 +94,19 @@ def test_compare_runs_prints_and_plots_the_difference(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_compare_runs_says_what_its_columns_are(tmp_path: Path) -> None:
+    bf16, ours = (write_run(tmp_path / name, [8.0, 7.0, 6.0]) for name in ("bf16", "mxfp8"))
+    printed = compare(bf16, ours, "--out", tmp_path, "--window", 0.5, "--margin", 0.01)
+    for line in (
+        "final loss: mean over the last 50% of the steps, in nats per token",
+        "x: tokens/s, times those of bf16",
+        "margin: a difference that counts as none: 1% of the loss of bf16, in nats",
+        "pairs: of runs, one of bf16, with the same seed and data; one pair has no verdict",
+    ):
+        assert line in printed.splitlines()
+    assert "held-out loss:" not in printed and "pairs:" not in compare(bf16, "--out", tmp_path)
+
+
 def test_compare_runs_shows_a_run_alone(tmp_path: Path) -> None:
     alone = write_run(tmp_path / "bf16", [8.0 - step / 100 for step in range(40)])
     assert "| bf16 | 1 | 40 | 7.6250 |" in compare(alone, "--out", tmp_path / "out")
@@ -1564,7 +1577,8 @@ def test_slurm_ends_a_job_that_does_not_fit_before_its_nodes_work(slurm: dict[st
     assert "does not fit 8 processes" in result.stdout
     unchecked = shell(str(tmp_path / "slurm_script"), **slurm, CHECK="0")
     assert unchecked.returncode == 0 and "srun --nodes=2" in unchecked.stdout
-    assert "sbatch" in shell("scripts/train.slurm", "--help").stdout
+    help = shell("scripts/train.slurm", "--help").stdout
+    assert all(word in help for word in ("sbatch -p PARTITION -A ACCOUNT -t", "Modules", "NCCL_SOCKET_IFNAME"))
 
 
 def test_slurm_sets_up_before_its_nodes_would_do_it_all_at_once(slurm: dict[str, str], tmp_path: Path) -> None:
