@@ -10,7 +10,8 @@ Controls are rows too: the baseline against itself, the baseline under ``torch.c
 operators and kernels with nothing quantised.
 
 ``data``: normal numbers, or *products*, tokens and gradients that are products of two normal numbers, as the input of
-w2 is one: how fast Hopper's exact FP8 GEMMs are depends on it (``format.reference.even_out``). ``groups``: how tokens
+w2 is one: how fast Hopper's exact FP8 GEMMs are depends on it (``format.reference.coalesce_scales``). ``groups``: how
+tokens
 are spread over experts (``testing.group_sizes``). ``held``: multiprocessors that another kernel holds and does nothing
 else with, as kernels of NCCL hold some while FSDP gathers or scatters; the baseline is beside it too, so ``x`` is also
 how each copes.
@@ -140,7 +141,7 @@ def jobs(args: argparse.Namespace, rebases: bool) -> Iterator[Job]:
 
     def ways(*recipes: str) -> tuple[str, ...]:
         chosen = [name for name in recipes if name in args.recipes]
-        return tuple(name for name in chosen if rebases or get_recipe(name).scale_span == 32)
+        return tuple(name for name in chosen if rebases or get_recipe(name).block_k == 32)
 
     controls = (AGAIN, COMPILED, BF16.name)
     shapes = args.shapes or GROUPED_SHAPES

@@ -17,7 +17,7 @@ besides from outside of torch's allocator, as symmetric buffers are.
 
 --parts times what is around the experts instead, on the same routing: each call of a transport, all of a forward and
 of a forward + backward, with the quantisation, and the same of TorchTitan's, eager as it runs it: gather, all-to-all,
-permutation, and back. ``gb_per_s`` is of the rows that cross links; with one rank, of those that land.
+permutation, and back. ``gb_per_s`` is of the rows that cross links; with one rank, of those that the experts get.
 
 --profile adds kernels.csv, of each way the kernels of a step that take the most time (``kernel_times.py``), and keeps
 the traces.
@@ -54,7 +54,7 @@ from torchtitan.models.moe.utils import indices_padding_wrapper
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.tools.utils import set_default_dtype
 
-import titan_mxfp8.plugin  # noqa: F401 - where there is no accelerator TorchTitan needs its repairs
+import titan_mxfp8.plugin  # noqa: F401 - where there is no accelerator TorchTitan needs its workarounds
 from titan_mxfp8 import backends
 from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.moe import choose
@@ -392,16 +392,16 @@ class Bench:
             return [operand.data] if operand.scale is None else [operand.data, operand.row_scales().contiguous()]
 
         x_rows, dy_rows = quantize(x, plan.forward.a), quantize(dy, plan.dgrad.a)
-        _, landing = transport.dispatch(x_rows, ids, scores, layer.experts, worst_case)
-        landed = landing.scores.shape[0]
-        y, other = (torch.randn(landed, layer.dim, dtype=x.dtype, device=self.device) for _ in range(2))
-        values = torch.zeros(landed, device=self.device)
+        _, handle = transport.dispatch(x_rows, ids, scores, layer.experts, worst_case)
+        received = handle.scores.shape[0]
+        y, other = (torch.randn(received, layer.dim, dtype=x.dtype, device=self.device) for _ in range(2))
+        values = torch.zeros(received, device=self.device)
         calls: dict[str, Step] = {
             "quantise": lambda: quantize(x, plan.forward.a),
             "dispatch": lambda: transport.dispatch(x_rows, ids, scores, layer.experts, worst_case),
-            "combine": lambda: transport.combine([y], weighted, None, landing, x.dtype),
-            "resend": lambda: transport.resend(dy_rows, landing),
-            "combine of gradients": lambda: transport.combine([y, other], False, values, landing, x.dtype),
+            "combine": lambda: transport.combine([y], weighted, None, handle, x.dtype),
+            "dispatch_with_handle": lambda: transport.dispatch_with_handle(dy_rows, handle),
+            "combine of gradients": lambda: transport.combine([y, other], False, values, handle, x.dtype),
         }
 
         def forward() -> None:
@@ -410,14 +410,14 @@ class Bench:
 
         def both() -> None:
             forward()
-            transport.resend(quantize(dy, plan.dgrad.a), landing)
+            transport.dispatch_with_handle(quantize(dy, plan.dgrad.a), handle)
             calls["combine of gradients"]()
 
         owners = torch.div(ids, layer.experts // self.ranks, rounding_mode="floor")
         crossing = sum(int((owners == rank).any(1).sum()) for rank in range(self.ranks) if rank != self.rank)
         sent = crossing if self.ranks > 1 else ids.numel()
-        row_bytes = sum(part.shape[1] * part.element_size() for part in x_rows)
-        bytes_of = {"dispatch": sent * row_bytes, "resend": sent * row_bytes}
+        row_bytes = sum(tensor.shape[1] * tensor.element_size() for tensor in x_rows)
+        bytes_of = {"dispatch": sent * row_bytes, "dispatch_with_handle": sent * row_bytes}
         bytes_of["combine"] = (crossing if self.ranks > 1 else layer.tokens) * 2 * layer.dim
         calls |= {"forward": forward, "forward + backward": both}
         return [self.part(layer, str(way), name, call, bytes_of.get(name)) for name, call in calls.items()]

@@ -47,8 +47,7 @@ def describe(report: Report) -> str:
             "batch": f"{report.sequences} sequences",
             "MXFP8": listing(report.converted),
             "bf16": listing(report.left),
-            "multiplies": "; ".join(f"{name} {text}" for name, text in report.multiplied.items() if text)
-            or "not known",
+            "mma_dtype": "; ".join(f"{name} {text}" for name, text in report.multiplied.items() if text) or "not known",
             "parameters": f"{report.parameters / 1e9:.2f} billion",
             "GiB a GPU": f"{report.memory.total / GIB:.1f}{card}: {report.memory}",
             "FLOPs": f"{report.flops_per_token / 1e9:.1f} billion a token, {report.mxfp8_share:.0%} of them MXFP8",

@@ -82,7 +82,7 @@ def conversion_flags(converters: Sequence[str], options: Sequence[str], recipe: 
     for option, field_name in (("rebase", "hopper_rebase"), ("requantize", "requantize_input")):
         switch = field_name if option in options else f"no-{field_name}"
         flags += [f"--{converter}.{switch}" for converter in converters]
-    if recipe and "rebase" not in options and get_recipe(recipe).scale_span == BLOCK_SIZE:
+    if recipe and "rebase" not in options and get_recipe(recipe).block_k == BLOCK_SIZE:
         flags += [f"--{converter}.hopper_rebase_report=0" for converter in converters]
     if GROUPED_MM in converters:
         dispatch = ("dispatch=auto",) if "dispatch" in options else ("dispatch=off", "dispatch_rows=counted")

@@ -102,7 +102,7 @@ def changed_rows(call: Call) -> Iterator[Row]:
         changed = sum(int(changed_elements(*pair).sum()) for pair in pairs)
         row: Row = {"module": call.name, "gemm": gemm, "operand": operand, "changed": changed / x.numel()}
         if gemm != "wgrad":
-            row["sums"] = sums_per_stage(quantize(x, axis, replace(squares[operand], stored="even")))
+            row["sums"] = sums_per_stage(quantize(x, axis, replace(squares[operand], stored="coalesced")))
         yield row
 
 

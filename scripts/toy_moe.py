@@ -119,7 +119,7 @@ def main() -> None:
     backend = select(args.backend, hardware_of(device), RECIPES["mxfp8"]).name
     rebases = next(entry.rebases for entry in BACKENDS if entry.name == backend)
     named = (recipe for name, recipe in RECIPES.items() if name == recipe.name)
-    recipes = [recipe.name for recipe in named if rebases or recipe.scale_span == 32]
+    recipes = [recipe.name for recipe in named if rebases or recipe.block_k == 32]
     curves, verdicts = [], []
     for experts in (2, 4):
         problem = make_problem(experts, device)

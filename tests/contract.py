@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 
 from titan_mxfp8 import RECIPES
-from titan_mxfp8.backends import BACKENDS, Backend, Entry, Gemm, Plan, load
+from titan_mxfp8.backends import BACKENDS, Backend, BackendRow, Gemm, Plan, load
 from titan_mxfp8.backends import reference as reference_backend
 from titan_mxfp8.backends.common import pad
 from titan_mxfp8.backends.common.dequantize import dequantize
 from titan_mxfp8.backends.common.hold import held_multiprocessors
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
 from titan_mxfp8.format import reference
-from titan_mxfp8.format.blocked import unblock
 from titan_mxfp8.format.mx import ceil_div, ragged_rows
 from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.format.swizzle import unswizzle
 from titan_mxfp8.recipe import Recipe
 from titan_mxfp8.testing import largest_row_error, make_offs, poisoned_empty, relative_rms
 
@@ -29,7 +29,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP32 = torch.bfloat16, torch.float32
 FORMATS = tuple((rounding, dtype) for rounding in ("rceil", "floor") for dtype in (E4M3, E5M2))
 EXACT = OperandSpec()
-SQUARES = OperandSpec(block="32x32", lines=32)
+SQUARES = OperandSpec(block="32x32", block_mn=32)
 
 # What no named recipe combines.
 OTHER = Recipe(name="mxfp8_2d_floor_e5m2_grad", weight_block="32x32", rounding="floor", grad_dtype=E5M2)
@@ -58,30 +58,28 @@ CASES: dict[str, tuple[list[int] | None, int]] = {
 class Target:
     """A backend on a piece of hardware that is here."""
 
-    entry: Entry
+    row: BackendRow
     hardware: Hardware
     device: torch.device
 
     @property
     def backend(self) -> Backend:
-        return load(self.entry.name, self.device)
+        return load(self.row.name, self.device)
 
     def recipes(self) -> list[Recipe]:
         recipes = dict.fromkeys([*RECIPES.values(), OTHER])
-        return [recipe for recipe in recipes if recipe.scale_span == 32 or self.entry.rebases]
+        return [recipe for recipe in recipes if recipe.block_k == 32 or self.row.rebases]
 
     def __str__(self) -> str:
-        return f"{self.entry.name}-{self.device.type}"
+        return f"{self.row.name}-{self.device.type}"
 
 
 def targets_here() -> list[Target]:
     """Each row of ``BACKENDS`` on the CPU and, if there is one, on the GPU."""
     devices = [torch.device("cpu")] + [torch.device("cuda", 0)] * torch.cuda.is_available()
-    pairs = [(entry, hardware_of(device), device) for device in devices for entry in BACKENDS]
+    pairs = [(row, hardware_of(device), device) for device in devices for row in BACKENDS]
     return [
-        Target(entry=entry, hardware=hardware, device=device)
-        for entry, hardware, device in pairs
-        if entry.runs_on(hardware)
+        Target(row=row, hardware=hardware, device=device) for row, hardware, device in pairs if row.runs_on(hardware)
     ]
 
 
@@ -112,7 +110,7 @@ def uneven(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(shape) * torch.exp2((down + across).float())).to(dtype)
 
 
-def partly_even(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def partly_coalescible(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Of each kind of row some: scales that can be made equal, by a few steps or by 12 to 18, and others."""
     *rest, rows, cols = shape
     steps = torch.tensor([0, 1, 3, 12, 13, 14, 15, 16, 17, 18])[torch.randint(0, 10, (*rest, rows, 1))]
@@ -123,10 +121,10 @@ def partly_even(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.where(kind < 0.6, powers, values).to(dtype)
 
 
-def even_squares(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def coalescible_squares(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """32x32 squares of one value each, so that most scales can be made equal by a few steps."""
     *rest, rows, cols = shape
-    values = partly_even((*rest, ceil_div(rows, 32), ceil_div(cols, 32)), dtype)
+    values = partly_coalescible((*rest, ceil_div(rows, 32), ceil_div(cols, 32)), dtype)
     return values.repeat_interleave(32, -2).repeat_interleave(32, -1)[..., :rows, :cols].contiguous()
 
 
@@ -165,7 +163,7 @@ def assert_same(ours: Operand, theirs: Operand, rows: int | None = None) -> None
     else:
         assert ours.scale.shape == theirs.scale.shape and ours.scale.is_contiguous()
         pairs["scale"] = ours.scale.cpu(), theirs.scale
-        if ours.spec.scales != "blocked":
+        if ours.spec.scales != "swizzled":
             pairs["scale"] = ours._replace(scale=ours.scale.cpu()).row_scales(), theirs.row_scales()
     for name, (a, b) in pairs.items():
         assert a.dtype == b.dtype and a.shape == b.shape, (name, a.shape, b.shape)
@@ -181,12 +179,12 @@ def assert_same(ours: Operand, theirs: Operand, rows: int | None = None) -> None
 
 def of_rows(spec: OperandSpec, offs: torch.Tensor | None) -> torch.Tensor | None:
     """What a quantiser along the last axis of activations takes."""
-    return offs if spec.groups_rows else None
+    return offs if spec.grouped_scales else None
 
 
 def filled(operand: Operand, offs: torch.Tensor | None) -> Operand:
-    """Of an operand with blocked scales and ragged groups what those fill: rows or columns, and whole tiles."""
-    if operand.spec.scales != "blocked" or offs is None:
+    """Of an operand with swizzled scales and ragged groups what those fill: rows or columns, and whole tiles."""
+    if operand.spec.scales != "swizzled" or offs is None:
         return operand
     sizes = offs.diff(prepend=offs.new_zeros(1)).cpu()
     tiles = int(ceil_div(sizes, 128).sum())
@@ -210,17 +208,19 @@ def check_quantize(
 
 
 def check_quantize_both(
-    backend: Backend, x: torch.Tensor, last: OperandSpec, first: OperandSpec, offs=None, device="cpu"
+    backend: Backend, x: torch.Tensor, rowwise: OperandSpec, columnwise: OperandSpec, offs=None, device="cpu"
 ) -> None:
     x, x_cpu = _on(x, device), x
     with poisoned_empty():
-        along_last, along_first = backend.quantize_both(x, last, first, None if offs is None else offs.to(device))
+        rowwise_operand, columnwise_operand = backend.quantize_both(
+            x, rowwise, columnwise, None if offs is None else offs.to(device)
+        )
     rows = None if offs is None else int(offs[-1])
-    offs_of_rows = of_rows(last, offs)
-    theirs_last = reference.quantize(x_cpu, x.ndim - 1, last, offs_of_rows)
-    theirs_first = reference.quantize(x_cpu, x.ndim - 2, first, offs)
-    assert_same(filled(along_last, offs_of_rows), filled(theirs_last, offs_of_rows), rows)
-    assert_same(filled(along_first, offs), filled(theirs_first, offs), rows)
+    offs_of_rows = of_rows(rowwise, offs)
+    theirs_rowwise = reference.quantize(x_cpu, x.ndim - 1, rowwise, offs_of_rows)
+    theirs_columnwise = reference.quantize(x_cpu, x.ndim - 2, columnwise, offs)
+    assert_same(filled(rowwise_operand, offs_of_rows), filled(theirs_rowwise, offs_of_rows), rows)
+    assert_same(filled(columnwise_operand, offs), filled(theirs_columnwise, offs), rows)
 
 
 def check_requantize(
@@ -233,10 +233,10 @@ def check_requantize(
     if offs is not None and spec.stored == "bf16":
         used = int(offs[-1])
     elif offs is not None:
-        end = int(reference.padded_ends(offs, spec.span)[-1])
+        end = int(reference.padded_ends(offs, spec.block_k)[-1])
         assert ours.data.shape == expected.data.shape and ours.data.is_contiguous()
         assert ours.scale.shape == expected.scale.shape and ours.scale.is_contiguous()
-        if spec.scales == "blocked":
+        if spec.scales == "swizzled":
             ours, expected = (filled(to(operand, "cpu"), offs) for operand in (ours, expected))
         else:
             ours, expected = (_before(end, to(operand, "cpu")) for operand in (ours, expected))
@@ -245,8 +245,8 @@ def check_requantize(
 
 def _before(end: int, operand: Operand) -> Operand:
     """Of a padded axis the part that groups fill."""
-    blocks = end // operand.spec.span
-    scale = operand.scale[:, :blocks] if operand.spec.scales == "rows" else operand.scale[:blocks]
+    blocks = end // operand.spec.block_k
+    scale = operand.scale[:, :blocks] if operand.spec.scales == "k_major" else operand.scale[:blocks]
     return operand._replace(data=operand.data[:, :end].contiguous(), scale=scale.contiguous())
 
 
@@ -325,8 +325,8 @@ def with_arrived(plan: Plan) -> Plan:
 
 def values(operand: Operand, offs: torch.Tensor | None, rows: int) -> torch.Tensor:
     """The values of an operand in fp64, as its input lay; of padded groups those of the tokens, NaN elsewhere."""
-    if operand.spec.scales == "blocked":
-        operand = unblock(operand, None if offs is None else offs.to(operand.data.device))
+    if operand.spec.scales == "swizzled":
+        operand = unswizzle(operand, None if offs is None else offs.to(operand.data.device))
     dequantized = reference.dequantize(operand).double()
     if operand.spec.stored == "bf16":
         return dequantized
@@ -339,7 +339,7 @@ def values(operand: Operand, offs: torch.Tensor | None, rows: int) -> torch.Tens
     start = padded_start = 0
     for end in offs.tolist():
         out[start:end] = dequantized[padded_start : padded_start + end - start]
-        start, padded_start = end, padded_start + -(-(end - start) // operand.spec.span) * operand.spec.span
+        start, padded_start = end, padded_start + -(-(end - start) // operand.spec.block_k) * operand.spec.block_k
     return out
 
 
@@ -367,7 +367,7 @@ def product_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, rows: i
 
 def judge(out: torch.Tensor, expected: torch.Tensor, gemm: Gemm, what: str) -> None:
     """Fails if ``out`` as a whole, or one of its rows, is further from ``expected`` than the arithmetic explains."""
-    tolerance = 2**-8 if out.dtype == BF16 else TOLERANCE[gemm.multiplies, out.dtype]
+    tolerance = 2**-8 if out.dtype == BF16 else TOLERANCE[gemm.mma_dtype, out.dtype]
     if not gemm.a.is_quantized:
         tolerance = 2**-8  # in and out in bf16
     error, row_error = relative_rms(out, expected), largest_row_error(out, expected)
@@ -442,7 +442,7 @@ def check_sum_of_products(
     device: torch.device | str = "cpu",
     make: Callable[..., torch.Tensor] = wide,
 ) -> list[torch.Tensor]:
-    """``sum_m_grouped`` of dgrad, of which the second product is the larger one. Returns what it gave."""
+    """``dual_gemm_m_grouped`` of dgrad, of which the second product is the larger one. Returns what it gave."""
     products, expected = [], 0
     for factor in (1, 4):
         given = inputs(case, n, k, make)
@@ -452,7 +452,7 @@ def check_sum_of_products(
         products.append((a, b))
         expected = expected + product_m_grouped(a, b, offs, None)
     with poisoned_empty():
-        outs = backend.sum_m_grouped(iter(products), None if offs is None else offs.to(device))
+        outs = backend.dual_gemm_m_grouped(iter(products), None if offs is None else offs.to(device))
     assert all(out.dtype == BF16 and out.shape == expected.shape for out in outs)
     judge(sum(out.float() for out in outs).to(BF16)[:used], expected[:used], plan.dgrad, f"sum, {case}")
     if backend is not reference_backend:

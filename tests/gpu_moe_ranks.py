@@ -74,23 +74,23 @@ def draw(generator: torch.Generator, most: int, dim: int, experts: int, k: int, 
 
 
 def run(transport: Transport, layer: Layer, experts: int, worst_case: bool) -> list[torch.Tensor]:
-    """A forward and a backward; all that comes out, of landed rows those that landed."""
+    """A forward and a backward; all that comes out, of received rows those up to the last offset."""
     elements, scales, gradients, ids, scores = layer
     if isinstance(transport, Symmetric) and isinstance(transport.link, Unruly):
         transport.link.poison = True
-    parts, landing = transport.dispatch([elements, scales], ids, scores, experts, worst_case)
-    (rows,) = transport.resend([gradients], landing)
-    sums, _ = transport.combine([rows], True, None, landing, BF16)
-    values = landing.scores * 3
-    grads, at_home = transport.combine([rows, rows], False, values, landing, BF16)
-    return [landing.offs, *parts, rows, landing.scores, sums, grads, at_home]
+    payload, handle = transport.dispatch([elements, scales], ids, scores, experts, worst_case)
+    (rows,) = transport.dispatch_with_handle([gradients], handle)
+    sums, _ = transport.combine([rows], True, None, handle, BF16)
+    values = handle.scores * 3
+    grads, of_slots = transport.combine([rows, rows], False, values, handle, BF16)
+    return [handle.offs, *payload, rows, handle.scores, sums, grads, of_slots]
 
 
 def check_same(actual: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
-    landed = expected[0][-1].item()
+    received = expected[0][-1].item()
     for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
         if 1 <= i <= 4:
-            a, b = a[:landed], b[:landed]
+            a, b = a[:received], b[:received]
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), f"{what}: output {i} differs on rank {rank}"
 
 
@@ -133,8 +133,8 @@ def check_graph() -> None:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = run(fast, layer, experts, True)
     for _ in range(100):
-        for place, new in zip(layer, draw(generator, 200, dim, experts, k, like=0), strict=True):
-            place.view(torch.uint8).copy_(new.view(torch.uint8))
+        for tensor, new in zip(layer, draw(generator, 200, dim, experts, k, like=0), strict=True):
+            tensor.view(torch.uint8).copy_(new.view(torch.uint8))
         graph.replay()
         check_same(result, run(collective, layer, experts, False), "graph")
     say("100 replays of a CUDA graph with other routings: the same bits")
@@ -179,30 +179,30 @@ def time_layers() -> None:
         elements = torch.randint(0, 100, (tokens, dim), device=device, dtype=torch.uint8).view(E4M3)
         scales = torch.randint(120, 130, (tokens, dim // 32), device=device, dtype=torch.uint8)
         owners = ids // (experts // ranks)
-        packets = sum(int((owners == other).any(1).sum()) for other in range(ranks) if other != rank)
+        copies = sum(int((owners == other).any(1).sum()) for other in range(ranks) if other != rank)
         for transport in (Symmetric(GroupLink(group, device)), collective):
             times, rows = time_layer(transport, [elements, scales], ids, scores, experts)
-            sizes = {"dispatch": dim * 33 / 32, "resend": dim * 33 / 32, "combine": dim * 2}
+            sizes = {"dispatch": dim * 33 / 32, "dispatch_with_handle": dim * 33 / 32, "combine": dim * 2}
             text = [f"{what} {ms:.3f} ms" for what, ms in times.items()]
-            text += [f"{what} {packets * size / times[what] / 1e6:.0f} GB/s" for what, size in sizes.items()]
-            say(f"{name}, {type(transport).__name__.lower()}: {', '.join(text)}; {rows} rows, {packets} packets sent")
+            text += [f"{what} {copies * size / times[what] / 1e6:.0f} GB/s" for what, size in sizes.items()]
+            say(f"{name}, {type(transport).__name__.lower()}: {', '.join(text)}; {rows} rows, {copies} copies sent")
 
 
 def time_layer(
-    transport: Transport, parts: list[torch.Tensor], ids: torch.Tensor, scores: torch.Tensor, experts: int
+    transport: Transport, payload: list[torch.Tensor], ids: torch.Tensor, scores: torch.Tensor, experts: int
 ) -> tuple[dict[str, float], int]:
-    """Each function's time, and how many rows landed."""
+    """Each function's time, and how many rows arrived."""
     worst_case = isinstance(transport, Symmetric)
-    _, landing = transport.dispatch(parts, ids, scores, experts, worst_case)
-    y = torch.ones(landing.scores.shape[0], parts[0].shape[1], device=device, dtype=BF16)
+    _, handle = transport.dispatch(payload, ids, scores, experts, worst_case)
+    y = torch.ones(handle.scores.shape[0], payload[0].shape[1], device=device, dtype=BF16)
     calls = {
-        "dispatch": lambda: transport.dispatch(parts, ids, scores, experts, worst_case),
-        "counted": lambda: transport.dispatch(parts, ids, scores, experts, False),
-        "resend": lambda: transport.resend(parts, landing),
-        "combine": lambda: transport.combine([y], True, None, landing, BF16),
-        "of two, with values": lambda: transport.combine([y, y], False, landing.scores, landing, BF16),
+        "dispatch": lambda: transport.dispatch(payload, ids, scores, experts, worst_case),
+        "counted": lambda: transport.dispatch(payload, ids, scores, experts, False),
+        "dispatch_with_handle": lambda: transport.dispatch_with_handle(payload, handle),
+        "combine": lambda: transport.combine([y], True, None, handle, BF16),
+        "of two, with values": lambda: transport.combine([y, y], False, handle.scores, handle, BF16),
     }
-    return {what: milliseconds(call) for what, call in calls.items()}, int(landing.offs[-1])
+    return {what: milliseconds(call) for what, call in calls.items()}, int(handle.offs[-1])
 
 
 def die() -> None:

@@ -1,4 +1,4 @@
-"""Repairs Triton's CPU interpreter, so that kernels can be held to the format's bits without a GPU.
+"""Workarounds Triton's CPU interpreter, so that kernels can be held to the format's bits without a GPU.
 
 As shipped (3.6.0 and 3.9.0 tried) ``TRITON_INTERPRET=1`` rounds fp32 -> fp8 half up and drops carries, truncates
 fp32 -> bf16, makes fp8 NaN codes finite, and computes on bf16, which it stores as uint16, as on integers. ``install()``

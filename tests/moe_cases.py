@@ -5,7 +5,7 @@ from unittest import mock
 
 import torch
 
-from titan_mxfp8.moe.transport import Landing, Transport
+from titan_mxfp8.moe.transport import DispatchHandle, Transport
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 
@@ -35,19 +35,19 @@ CASES = (
 
 
 class Tokens(NamedTuple):
-    """A rank's: FP8 rows and their scales, and for the other tests rows in bf16; their experts and scores."""
+    """A rank's: FP8 data and their scales, and for the other tests rows in bf16; their experts and scores."""
 
-    parts: list[torch.Tensor]
+    payload: list[torch.Tensor]
     gradients: torch.Tensor
     expert_ids: torch.Tensor
     scores: torch.Tensor
 
     def arguments(self) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-        return self.parts, self.expert_ids, self.scores
+        return self.payload, self.expert_ids, self.scores
 
 
 def tokens_of(case: Case, rank: int, ranks: int, seed: int = 0) -> Tokens:
-    """The tokens at home on ``rank``, the same in every process."""
+    """The tokens of ``rank``, the same in every process."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     tokens = case.tokens[rank % len(case.tokens)]
     local = max(case.experts // ranks, 1)
@@ -96,15 +96,15 @@ def expected_sums(
 
 def check_against_one_process(
     transport: Transport, case: Case, all_tokens: list[Tokens], device: str, worst_case: bool = False
-) -> tuple[list[torch.Tensor], Landing]:
-    """Holds a rank of ``transport`` to what one process makes of all ranks' tokens, bit for bit; what landed."""
+) -> tuple[list[torch.Tensor], DispatchHandle]:
+    """Holds a rank of ``transport`` to what one process makes of all ranks' tokens, bit for bit; what it received."""
     rank, ranks = transport.rank, transport.ranks
     local, mine = case.experts // ranks, all_tokens[rank]
-    parts, ids, scores = mine.arguments()
-    parts, ids, scores = [part.to(device) for part in parts], ids.to(device), scores.to(device)
-    meanwhile = mock.Mock()
-    landed, landing = transport.dispatch(parts, ids, scores, case.experts, worst_case, meanwhile)
-    meanwhile.assert_called_once_with()
+    payload, ids, scores = mine.arguments()
+    payload, ids, scores = [tensor.to(device) for tensor in payload], ids.to(device), scores.to(device)
+    overlap = mock.Mock()
+    received, handle = transport.dispatch(payload, ids, scores, case.experts, worst_case, overlap)
+    overlap.assert_called_once_with()
 
     # (expert, source, slot) in this order, of every slot that chose an expert of this rank
     slots = [
@@ -116,10 +116,10 @@ def check_against_one_process(
     slots.sort()
     rows = len(slots)
     ends = [sum(number < (rank * local + e + 1) for number, _, _ in slots) for e in range(local)]
-    assert landing.offs.tolist() == ends and landing.offs.dtype == torch.int32, (case, landing.offs, ends)
-    assert landed[0].shape[0] == landing.scores.shape[0] >= rows
+    assert handle.offs.tolist() == ends and handle.offs.dtype == torch.int32, (case, handle.offs, ends)
+    assert received[0].shape[0] == handle.scores.shape[0] >= rows
     if not worst_case:
-        assert landing.scores.shape[0] == rows, (case, landing.scores.shape, rows)
+        assert handle.scores.shape[0] == rows, (case, handle.scores.shape, rows)
 
     def of_all(tensors: list[torch.Tensor]) -> torch.Tensor:
         picked = [tensors[source].view(torch.uint8)[i // case.slots] for _, source, i in slots]
@@ -128,29 +128,29 @@ def check_against_one_process(
     def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
         return torch.equal(actual[:rows].cpu().view(torch.uint8), expected)
 
-    for part, part_landed in enumerate(landed):
-        assert part_landed.dtype == parts[part].dtype
-        assert same(part_landed, of_all([tokens.parts[part] for tokens in all_tokens])), (case, part)
+    for i, rows_received in enumerate(received):
+        assert rows_received.dtype == payload[i].dtype
+        assert same(rows_received, of_all([tokens.payload[i] for tokens in all_tokens])), (case, i)
     expected = torch.tensor([all_tokens[source].scores.view(-1)[i] for _, source, i in slots])
-    assert torch.equal(landing.scores[:rows].cpu(), expected), case
-    (gradients,) = transport.resend([mine.gradients.to(device)], landing)
+    assert torch.equal(handle.scores[:rows].cpu(), expected), case
+    (gradients,) = transport.dispatch_with_handle([mine.gradients.to(device)], handle)
     assert same(gradients, of_all([tokens.gradients for tokens in all_tokens])), case
 
     y = torch.full_like(gradients, float("nan"))  # rows past the last one stay so
-    values = torch.full_like(landing.scores, float("nan"))
+    values = torch.full_like(handle.scores, float("nan"))
     for at, (number, _, _) in enumerate(slots):
         y[at] = expert(number, gradients[at])
-        values[at] = 10 * landing.scores[at] + number
+        values[at] = 10 * handle.scores[at] + number
     gradients[rows:] = float("nan")
     for weighted, dtype in ((True, BF16), (False, torch.float32)):
-        sums, at_home = transport.combine([y, gradients], weighted, values, landing, dtype)
+        sums, values_of_slots = transport.combine([y, gradients], weighted, values, handle, dtype)
         expected, expected_values = expected_sums(case, all_tokens, rank, weighted, dtype)
         assert sums.dtype == dtype
         if weighted and torch.device(device).type == "cuda":  # which multiplies and adds in one rounding
             torch.testing.assert_close(sums.cpu(), expected, rtol=2**-7, atol=2**-8)
         else:
             assert torch.equal(sums.cpu(), expected), (case, weighted)
-        assert torch.equal(at_home.cpu(), expected_values), case
-    sums, at_home = transport.combine([y], True, None, landing, BF16)
-    assert at_home is None and sums.shape == mine.gradients.shape
-    return landed, landing
+        assert torch.equal(values_of_slots.cpu(), expected_values), case
+    sums, values_of_slots = transport.combine([y], True, None, handle, BF16)
+    assert values_of_slots is None and sums.shape == mine.gradients.shape
+    return received, handle

@@ -13,16 +13,16 @@ from torchtitan.models.moe.kernels import generate_permute_indices
 from titan_mxfp8.moe import choose
 
 
-def torchtitan_rows(case: Case, all_tokens: list[Tokens], rank: int, part: int) -> torch.Tensor:
-    """The rows of a part in the order of TorchTitan's dispatch: what each source sends in the order of its experts,
-    then TorchTitan's permutation, less the padding."""
+def torchtitan_rows(case: Case, all_tokens: list[Tokens], rank: int, which: int) -> torch.Tensor:
+    """The rows of the data (0) or scales (1) in the order of TorchTitan's dispatch: what each source sends in the order
+    of its experts, then TorchTitan's permutation, less the padding."""
     local = case.experts // len(all_tokens)
     sent, counts = [], []
     for tokens in all_tokens:
         ids = tokens.expert_ids.view(-1)
         order = torch.argsort(ids, stable=True)
         order = order[ids[order] // local == rank]
-        sent.append(tokens.parts[part].view(torch.uint8)[order // case.slots])
+        sent.append(tokens.payload[which].view(torch.uint8)[order // case.slots])
         counts.append(torch.bincount(ids, minlength=case.experts)[rank * local : (rank + 1) * local])
     rows, counts = torch.cat(sent), torch.cat(counts).int()
     padded = rows.shape[0] + local * 8
@@ -50,10 +50,10 @@ for case in CASES:
             continue
         raise AssertionError("experts that cannot be divided")
     all_tokens = [tokens_of(case, source, ranks) for source in range(ranks)]
-    landed, _ = check_against_one_process(transport, case, all_tokens, "cpu")
-    for part in (0, 1):
-        expected = torchtitan_rows(case, all_tokens, rank, part)
-        assert torch.equal(landed[part].view(torch.uint8), expected), case
+    received, _ = check_against_one_process(transport, case, all_tokens, "cpu")
+    for which in (0, 1):
+        expected = torchtitan_rows(case, all_tokens, rank, which)
+        assert torch.equal(received[which].view(torch.uint8), expected), case
 try:
     tokens = tokens_of(CASES[0], rank, ranks)
     transport.dispatch(*tokens.arguments(), CASES[0].experts, worst_case=True)

@@ -9,8 +9,8 @@ import torch
 from contract import BF16, assert_same, filled, to
 
 from titan_mxfp8.backends import Backend, Plan, reference
-from titan_mxfp8.format import blocked
 from titan_mxfp8.format import reference as reference_format
+from titan_mxfp8.format import swizzle
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.testing import make_offs, poisoned_empty, relative_rms
 
@@ -58,7 +58,7 @@ def check_swiglu(
         [gate, up, u], None if scores is None else scores[:used], limit, *specs[1:], offs
     )
     shares = {"h": check_same(h, expected_h, offs, used, "h")}
-    for name in ("dgate_last", "dup_last", "dgate_first", "dup_first", "sh_first"):
+    for name in ("dgate_rowwise", "dup_rowwise", "dgate_columnwise", "dup_columnwise", "sh_columnwise"):
         shares[name] = check_same(getattr(ours, name), getattr(theirs, name), offs, used, name)
     if scored:
         dscores = ours.dscores[:used].cpu()
@@ -89,9 +89,9 @@ def check_same(ours: Operand, theirs: Operand, offs: torch.Tensor | None, used: 
     ours = to(ours, "cpu")
     stored = theirs.data.shape[-1]
     if theirs.scale is not None and theirs.axis == 0 and offs is not None:
-        stored = int(reference_format.padded_ends(offs, theirs.spec.span)[-1])  # behind it is anything
-    if theirs.spec.scales == "blocked":  # their tiles are whole, too: zeros fill them up
-        assert_same(filled(ours, offs), filled(blocked.block(in_rows(ours, offs), ours.spec, offs), offs))
+        stored = int(reference_format.padded_ends(offs, theirs.spec.block_k)[-1])  # behind it is anything
+    if theirs.spec.scales == "swizzled":  # their tiles are whole, too: zeros fill them up
+        assert_same(filled(ours, offs), filled(swizzle.swizzle(in_rows(ours, offs), ours.spec, offs), offs))
         ours, theirs = in_rows(ours, offs), in_rows(theirs, offs)
     shares = []
     for cut in (elements, scales):
@@ -110,7 +110,7 @@ def check_same(ours: Operand, theirs: Operand, offs: torch.Tensor | None, used: 
 def in_rows(operand: Operand, offs: torch.Tensor | None) -> Operand:
     """The same with scales in rows, on the CPU."""
     operand = to(operand, "cpu")
-    return blocked.unblock(operand, offs) if operand.spec.scales == "blocked" else operand
+    return swizzle.unswizzle(operand, offs) if operand.spec.scales == "swizzled" else operand
 
 
 def values(operand: Operand, used: int, stored: int) -> torch.Tensor:
@@ -132,7 +132,7 @@ def scales(operand: Operand, used: int, stored: int) -> torch.Tensor:
     if operand.scale is None:
         return torch.empty(0)
     rows = operand.row_scales()
-    return rows[:, : -(-stored // operand.spec.span)] if operand.axis == 0 else rows[:used]
+    return rows[:, : -(-stored // operand.spec.block_k)] if operand.axis == 0 else rows[:used]
 
 
 def step_of(spec: OperandSpec) -> float:
@@ -154,18 +154,18 @@ def check_nan_stays_in_its_group(backend: Backend, plan: Plan, device: torch.dev
         else:
             u[row, col] = torch.nan
         ours = backend.swiglu_backward([gate, up, u], scores, None, *specs, offs)
-        for name in ("dgate_last", "dup_last", "dgate_first", "dup_first", "sh_first"):
+        for name in ("dgate_rowwise", "dup_rowwise", "dgate_columnwise", "dup_columnwise", "sh_columnwise"):
             _check_nan(getattr(clean, name), getattr(ours, name), name, row, None if in_score else col, inputs[4])
         assert ours.dscores.isnan().sum() == (not in_score), "dscores"
         assert in_score or ours.dscores[row].isnan(), "dscores"
 
 
 def _check_nan(clean: Operand, ours: Operand, name: str, row: int, col: int | None, offs: torch.Tensor) -> None:
-    is_padded, span = ours.axis == 0 and ours.scale is not None, ours.spec.span
-    length = int(reference_format.padded_ends(offs, span)[-1])
+    is_padded, block_k = ours.axis == 0 and ours.scale is not None, ours.spec.block_k
+    length = int(reference_format.padded_ends(offs, block_k)[-1])
     before, after = (values(in_rows(t, offs), int(offs[-1]), length) for t in (clean, ours))
     changed = ((before != after) | after.isnan()).nonzero()
-    if name == "sh_first" and col is not None:  # u is not in it
+    if name == "sh_columnwise" and col is not None:  # u is not in it
         assert not len(changed), name
         return
     assert after.isnan().any(), name
@@ -173,6 +173,6 @@ def _check_nan(clean: Operand, ours: Operand, name: str, row: int, col: int | No
     if ours.axis == 1:
         assert (tokens == row).all(), name
     else:
-        start, end = {32: (64, 96), 128: (128, 256)}[span] if is_padded else (40, 70)  # of the group
+        start, end = {32: (64, 96), 128: (128, 256)}[block_k] if is_padded else (40, 70)  # of the group
         assert (tokens >= start).all() and (tokens < end).all(), name
         assert col is None or (features == col).all(), name

@@ -19,8 +19,6 @@ import torch
 
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
-from titan_mxfp8.ops import matmul
-from titan_mxfp8.recipe import Recipe
 from titan_mxfp8.testing import PadShape, read_bench, write_results
 
 ROOT = Path(__file__).parent.parent
@@ -255,8 +253,8 @@ def test_bench_kernels_times_each_pass_of_a_recipe(tmp_path: Path, monkeypatch) 
     assert moved == pytest.approx(96 * 128 * (2 + 1 + 1 / 32), rel=0.02)
     copy = rows["torch", "copy"]
     assert float(row["share"]) == pytest.approx(float(row["gb_per_s"]) / float(copy["gb_per_s"]), abs=1e-3)
-    assert rows["bf16", "wgrad"]["multiplies"] == "bf16" and rows["bf16", "wgrad"]["control"] == "True"
-    assert rows["mxfp8", "forward"]["multiplies"] == "fp32" and float(rows["mxfp8", "forward"]["x"]) > 0
+    assert rows["bf16", "wgrad"]["mma_dtype"] == "bf16" and rows["bf16", "wgrad"]["control"] == "True"
+    assert rows["mxfp8", "forward"]["mma_dtype"] == "fp32" and float(rows["mxfp8", "forward"]["x"]) > 0
     monkeypatch.setitem(bench_grouped_mm.MAX_ERROR, True, 1e-6)
     with pytest.raises(SystemExit, match="96,64,128,3 forward mxfp8: y is off by"):
         bench_kernels.main([*arguments, "--out", str(tmp_path / "new")])
@@ -266,17 +264,12 @@ def test_bench_kernels_takes_operands_as_hopper_wants_them(tmp_path: Path, monke
     """Which reference.py's kernels can make and multiply too."""
     hopper = CLUSTER_GPUS["H200"]
 
-    def specs_of(recipe: str, backend: str, device: torch.device) -> matmul.Specs:
-        plan = plan_on(Recipe.of_key(recipe), "auto", hopper)
-        return matmul.Specs(*(spec.key for gemm in plan.gemms.values() for spec in (gemm.a, gemm.b)))
-
     monkeypatch.setattr(bench_kernels, "plan", lambda recipe, backend, device: plan_on(recipe, "auto", hopper))
-    monkeypatch.setattr(matmul, "specs_of", specs_of)
     recipes = ["mxfp8", "mxfp8_2d", "mxfp8_2d_rebased"]
     bench_kernels.main([*SMALL, "--shapes", "300,128,256,3", "--out", str(tmp_path), "--recipes", *recipes])
     rows = {(row["recipe"], row["what"]): row for row in rows_of(tmp_path) if row["recipe"] in recipes}
     assert len(rows) == 3 * 8
-    multiplied = [[rows[recipe, gemm]["multiplies"] for gemm in ("forward", "dgrad", "wgrad")] for recipe in recipes]
+    multiplied = [[rows[recipe, gemm]["mma_dtype"] for gemm in ("forward", "dgrad", "wgrad")] for recipe in recipes]
     assert multiplied == [["bf16"] * 3, ["FP8", "FP8", "bf16"], ["FP8"] * 3]
     even = rows["mxfp8_2d", "forward"]
     assert all(1 <= float(even[name]) <= 4 for name in ("sums_a", "sums_b"))

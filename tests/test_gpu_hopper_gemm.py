@@ -44,8 +44,8 @@ from titan_mxfp8.testing import group_sizes, make_offs, poisoned_empty
 DEVICE = torch.device("cuda", 0)
 EVEN, REBASED = (hopper.plan(get_recipe(name), hardware_of(DEVICE)) for name in ("mxfp8_2d", "mxfp8_2d_rebased"))
 # Activations that came quantised meet the weights of ``mxfp8_2d``; their scales are as they came.
-ARRIVED = Gemm(a=EXACT, b=SQUARES, multiplies="FP8")
-PLANS = {"arrived": Plan(forward=ARRIVED, dgrad=ARRIVED, wgrad=EVEN.wgrad), "even": EVEN, "rebased": REBASED}
+ARRIVED = Gemm(a=EXACT, b=SQUARES, mma_dtype="FP8")
+PLANS = {"arrived": Plan(forward=ARRIVED, dgrad=ARRIVED, wgrad=EVEN.wgrad), "coalesced": EVEN, "rebased": REBASED}
 TILES = {f"{64 * tiles.parts} rows": tiles for tiles in (gemm.M_GROUPED, gemm.FEW_ROWS)}
 # Besides ``CASES``.
 MORE = {
@@ -251,7 +251,7 @@ def one_in_each(lines: int, scale: torch.Tensor, spec: OperandSpec, axis: int) -
     line."""
     data = torch.zeros(lines, 128)
     data[:, 0] = 1
-    if spec.scales == "across":
+    if spec.scales == "mn_major":
         stored = torch.zeros(spec.scale_shape(data.shape), dtype=torch.uint8)
         stored[0, : len(scale)] = scale
     else:

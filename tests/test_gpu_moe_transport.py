@@ -28,13 +28,13 @@ def test_large():
     tokens, dim, experts, k = 70_000, 7168, 160, 6
     ids = torch.rand(tokens, experts, device="cuda").topk(k, 1).indices.int()
     scores = torch.rand(tokens, k, device="cuda")
-    found, expected = kernels.label(ids, scores, experts), rows.label(ids, scores, experts)
+    found, expected = kernels.make_metadata(ids, scores, experts), rows.make_metadata(ids, scores, experts)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
     x = torch.randint(0, 120, (tokens, dim), dtype=torch.uint8, device="cuda").view(E4M3)
-    (landed,), landing = Local().dispatch([x], ids, scores, experts, True)
+    (received,), handle = Local().dispatch([x], ids, scores, experts, True)
     for slot in range(k):
-        assert torch.equal(landed.view(torch.uint8)[landing.rows[:, slot].long()], x.view(torch.uint8)), slot
-    sums, _ = Local().combine([landed.to(BF16)], False, None, landing, torch.float32)
+        assert torch.equal(received.view(torch.uint8)[handle.destinations[:, slot].long()], x.view(torch.uint8)), slot
+    sums, _ = Local().combine([received.to(BF16)], False, None, handle, torch.float32)
     assert torch.equal(sums, x.float() * k)  # sums of six equal numbers of 4 bits are exact
 
 

@@ -7,10 +7,10 @@ from contract import BF16, FP32, check_quantize, check_quantize_both, filled, pa
 from swiglu_contract import check_nan_stays_in_its_group, check_swiglu
 
 from titan_mxfp8.backends import sm100
+from titan_mxfp8.backends.common.swizzled import swizzle_scales
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.sm100 import gemm
-from titan_mxfp8.backends.sm100.quantize import block_scales
-from titan_mxfp8.format import blocked, reference
+from titan_mxfp8.format import reference, swizzle
 from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.testing import SPREADS, group_sizes, make_offs, poisoned_empty
@@ -47,10 +47,10 @@ def test_blocked_and_unblocked_are_the_same_scales(sizes: list[int] | None) -> N
     for axis in (0, 1):
         rows = reference.quantize(wild((1300, 416), BF16).cuda(), axis, OperandSpec(), None if axis else offs)
         with poisoned_empty():
-            ours = block_scales(rows, offs)
-        theirs = blocked.block(rows, ours.spec, offs)
+            ours = swizzle_scales(rows, offs)
+        theirs = swizzle.swizzle(rows, ours.spec, offs)
         assert torch.equal(filled(ours, offs).scale, filled(theirs, offs).scale)
-        back, (_, known) = blocked.unblock(ours, offs), blocked.positions(rows, offs)
+        back, (_, known) = swizzle.unswizzle(ours, offs), swizzle.positions(rows, offs)
         assert known.any() and torch.equal(back.scale[known], rows.scale[known])
 
 

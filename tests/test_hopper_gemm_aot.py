@@ -20,32 +20,34 @@ BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, tor
 
 def operand(*shape: int, axis: int, elem_dtype: torch.dtype = E4M3, **fields) -> Operand:
     """An operand made from a tensor of this shape."""
-    spec = OperandSpec(elem_dtype=elem_dtype, scales="across" if fields.get("span") == 128 else "rows", **fields)
+    spec = OperandSpec(
+        elem_dtype=elem_dtype, scales="mn_major" if fields.get("block_k") == 128 else "k_major", **fields
+    )
     return spec.empty(torch.empty(shape, dtype=BF16), axis, None)
 
 
 def exact(tiles: gemm.Tiles) -> None:
-    x = operand(M, K, axis=1, elem_dtype=E5M2, stored="even")
-    forward(x, operand(E, N, K, axis=2, block="32x32", lines=32, stored="even"), tiles)
+    x = operand(M, K, axis=1, elem_dtype=E5M2, stored="coalesced")
+    forward(x, operand(E, N, K, axis=2, block="32x32", block_mn=32, stored="coalesced"), tiles)
 
 
 def rebased(tiles: gemm.Tiles) -> None:
-    x, w = operand(M, K, axis=1, elem_dtype=E5M2, span=128), operand(E, N, K, axis=2, lines=32, span=128)
+    x, w = operand(M, K, axis=1, elem_dtype=E5M2, block_k=128), operand(E, N, K, axis=2, block_mn=32, block_k=128)
     forward(x, w, tiles)
 
 
 def rebased_sum(tiles: gemm.Tiles) -> None:
-    dy, w = operand(M, K, axis=1, span=128), operand(E, N, K, axis=2, lines=32, span=128)
-    forward(dy, w, tiles, plus=(dy, w))
+    dy, w = operand(M, K, axis=1, block_k=128), operand(E, N, K, axis=2, block_mn=32, block_k=128)
+    forward(dy, w, tiles, second=(dy, w))
 
 
-def forward(x: Operand, w: Operand, tiles: gemm.Tiles, plus: tuple[Operand, Operand] | None = None) -> None:
+def forward(x: Operand, w: Operand, tiles: gemm.Tiles, second: tuple[Operand, Operand] | None = None) -> None:
     offs, bias, y = torch.zeros(E, dtype=torch.int32), torch.empty(E, N, dtype=BF16), torch.empty(M, N, dtype=BF16)
-    gemm.multiply_m_grouped(x, w, offs, None if plus else bias, y, tiles, plus=plus)
+    gemm.multiply_m_grouped(x, w, offs, None if second else bias, y, tiles, second=second)
 
 
 def wgrad(tiles: gemm.Tiles) -> None:
-    dy, x = operand(M, N, axis=0, span=128), operand(M, K, axis=0, span=128)
+    dy, x = operand(M, N, axis=0, block_k=128), operand(M, K, axis=0, block_k=128)
     gemm.multiply_k_grouped(dy, x, torch.zeros(E, dtype=torch.int32), torch.empty(E, N, K, dtype=FP32), tiles)
 
 
@@ -100,8 +102,8 @@ def test_what_has_no_kernel_here_goes_to_the_portable_gemms(in_bf16: str, monkey
 
 
 def test_blocks_that_do_not_belong_together_raise() -> None:
-    exact, rebased = operand(64, 32, axis=1), operand(64, 32, axis=1, span=128)
-    squares = operand(1, 96, 32, axis=2, block="32x32", lines=32)
+    exact, rebased = operand(64, 32, axis=1), operand(64, 32, axis=1, block_k=128)
+    squares = operand(1, 96, 32, axis=2, block="32x32", block_mn=32)
     with pytest.raises(ValueError, match="cannot multiply blocks of 1x128 by blocks of 32x32"):
         hopper.gemm_m_grouped(rebased, squares, None, None, BF16)
     with pytest.raises(ValueError, match="cannot multiply blocks of 1x32 by blocks of 1x128"):

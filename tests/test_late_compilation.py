@@ -19,12 +19,13 @@ from titan_mxfp8.backends.common import gemm, launch
 from titan_mxfp8.backends.common.pad import pad_token_groups, unpad_token_groups
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm as hopper
+from titan_mxfp8.backends.hopper import scales
 from titan_mxfp8.format import spec
 from titan_mxfp8.moe import kernels as moe
 from titan_mxfp8.moe import layer, transport
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.moe.symmetric import Symmetric
-from titan_mxfp8.ops import library, matmul
+from titan_mxfp8.ops import config, library
 from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.testing import group_sizes, make_offs
 
@@ -75,7 +76,7 @@ def compilations() -> Iterator[list[str]]:
 @pytest.fixture(params=TARGETS)
 def backend(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, set[str]]]:
     """A backend's name and what it has compiled so far, on a CPU that passes for another device."""
-    hardware, caches = TARGETS[request.param], (backends.load, matmul._planned, layer._plan, transport.movements)
+    hardware, caches = TARGETS[request.param], (backends.load, config._config, transport.movements)
     for module in (backends, gemm, transport):
         monkeypatch.setattr(module, "hardware_of", lambda device: hardware)
     for function in ("_scaled_mm", "_scaled_grouped_mm"):
@@ -156,7 +157,7 @@ def test_a_moe_layer_compiles_with_its_first_tokens_only(recipe: str, features: 
         pytest.skip("hopper alone rebases")
 
     check_later_rows(lambda rows, seed: run_moe(recipe, name, features, rows), first, found, 10)
-    assert any(key.startswith("_place ") for key in found)
+    assert any(key.startswith("_permute ") for key in found)
 
 
 class Lonely:
@@ -181,37 +182,37 @@ class Lonely:
 def test_a_moe_layer_of_two_ranks_compiles_with_its_first_tokens_only(
     recipe: str, way: str, first: int, backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many rows land as tokens have slots here; the kernels that would count them do not run."""
+    """As many rows as tokens have slots are for the experts here; the kernels that would count them do not run."""
     name, found = backend
     if name != "hopper" and recipe.endswith("rebased"):
         pytest.skip("hopper alone rebases")
     group = SimpleNamespace(group_name="two", size=lambda: 2, rank=lambda: 0)
     transport_name, rows_for = way.split()
     carrier = Collective(group) if transport_name == "collective" else Symmetric(Lonely())
-    plan, landed = moe.plan, 0
+    plan, received = moe.plan, 0
 
-    def plan_what_landed(*args) -> tuple[torch.Tensor, torch.Tensor]:
+    def plan_received(*args) -> tuple[torch.Tensor, torch.Tensor]:
         starts, offs = plan(*args)
-        return starts, torch.full_like(offs, landed)
+        return starts, torch.full_like(offs, received)
 
     def receive(out: torch.Tensor, sent: torch.Tensor, *args, **kwargs) -> None:
-        if out.dtype == torch.int32:  # how many slots chose each expert, which no kernel counted, and packets
+        if out.dtype == torch.int32:  # how many slots chose each expert, which no kernel counted, and copies
             out.copy_(sent)
             out[:, : 2 * EXPERTS] = 0
-            out[0, 0] = landed
+            out[0, 0] = received
 
-    monkeypatch.setattr(moe, "plan", plan_what_landed)
+    monkeypatch.setattr(moe, "plan", plan_received)
     monkeypatch.setattr(torch.distributed, "all_to_all_single", receive)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_resolve_process_group", lambda name: group)
     monkeypatch.setattr(layer, "choose", lambda *_: (carrier, ""))
 
     def run(rows: int, seed: int) -> None:
-        nonlocal landed
-        landed = 2 * rows
+        nonlocal received
+        received = 2 * rows
         run_moe(recipe, name, 160, rows, group=group, transport=transport_name, rows=rows_for, max_tokens=max(ROWS))
 
     check_later_rows(run, first, found, 10)
-    assert any(key.startswith("_finish ") for key in found)
+    assert any(key.startswith("_combine ") for key in found)
 
 
 @pytest.mark.parametrize("first", [80, 0])
@@ -295,7 +296,7 @@ def test_kept_descriptors_differ_in_all_that_a_layout_says() -> None:
 @pytest.mark.parametrize("backend", ["hopper"], indirect=True)
 def test_what_is_kept_of_a_launch_is_of_the_same_shapes(backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that differ in one thing launch what each launches when nothing is kept."""
-    launched, caches = [], (hopper._plan, hopper._decoding, spec._stored_shapes)
+    launched, caches = [], (hopper._plan, scales._decoding, spec._stored_shapes)
 
     def record(self, programs, tensors, sizes, counts, constants, descriptors=(), **options) -> bool:
         shapes = [None if t is None else (t.shape, t.dtype) for t in tensors]

@@ -14,28 +14,28 @@ E4M3, E8M0, BF16 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bfloat16
 def layer(dim: int, experts: int, slots: int, *, tokens: int = 64, ranks: int = 2, second: bool = True) -> None:
     """Every launch of a layer, of all transports."""
     ids, scores = torch.zeros(tokens, slots, dtype=torch.int32), torch.zeros(tokens, slots)
-    parts = [torch.empty(tokens, dim, dtype=E4M3), torch.empty(tokens, dim // 32, dtype=E8M0)]
-    parts = parts if second else [torch.empty(tokens, dim, dtype=BF16)]
+    payload = [torch.empty(tokens, dim, dtype=E4M3), torch.empty(tokens, dim // 32, dtype=E8M0)]
+    payload = payload if second else [torch.empty(tokens, dim, dtype=BF16)]
     layout = Layout(ranks=ranks, tokens=1000, experts=experts, slots=slots, row_bytes=dim + dim // 32, dim=dim)
     peers = kernels.Peers(layout.table([0] * ranks, ids.device), layout.tokens, ranks - 1)
     for given, sources in ((None, 1), (None, ranks), (peers, ranks)):
-        counts, labels = kernels.label(ids, scores, experts)
+        counts, metadata = kernels.make_metadata(ids, scores, experts)
         starts, _ = kernels.plan(counts.expand(sources, -1).contiguous(), 0, None, given)
         ends = torch.zeros(sources, dtype=torch.int32)
-        rows, landed = kernels.locate(labels, ends, starts, 0, 3 * tokens, given)
-        kernels.place(parts, rows, 3 * tokens, given)
-        ys, values = [torch.empty(3 * tokens, dim, dtype=BF16)] * 2, landed.clone()
-        slots_of = torch.zeros((tokens, sources), dtype=torch.int32)
-        for ys_, weights, values_ in ((ys[:1], landed, None), (ys, None, values)):
-            sums, at_home = kernels.reduce(ys_, weights, values_, rows, BF16)
+        destinations, received = kernels.find_destinations(metadata, ends, starts, 0, 3 * tokens, given)
+        kernels.permute(payload, destinations, 3 * tokens, given)
+        ys, values = [torch.empty(3 * tokens, dim, dtype=BF16)] * 2, received.clone()
+        copies_of_token = torch.zeros((tokens, sources), dtype=torch.int32)
+        for ys_, weights, values_ in ((ys[:1], received, None), (ys, None, values)):
+            sums, of_slots = kernels.local_combine(ys_, weights, values_, destinations, BF16)
             if given:
-                kernels.reduce_to(given, ys_, weights, values_, rows)
-            kernels.finish(sums, at_home, None if given else slots_of, ids, experts // sources, BF16, given)
+                kernels.local_combine(ys_, weights, values_, destinations, BF16, given)
+            kernels.combine(sums, of_slots, None if given else copies_of_token, ids, experts // sources, BF16, given)
     offsets = [0]
-    for part in [*parts, labels]:
-        offsets.append(ceil_to(offsets[-1] + part.view(torch.uint8).shape[1], 16))
-    packets = torch.empty(tokens, offsets.pop(), dtype=torch.uint8)
-    kernels.gather([*parts, labels], torch.zeros(tokens, dtype=torch.int32), packets, offsets)
+    for tensor in [*payload, metadata]:
+        offsets.append(ceil_to(offsets[-1] + tensor.view(torch.uint8).shape[1], 16))
+    copies = torch.empty(tokens, offsets.pop(), dtype=torch.uint8)
+    kernels.gather([*payload, metadata], torch.zeros(tokens, dtype=torch.int32), copies, offsets)
 
 
 MADE = [value for value in vars(kernels).values() if isinstance(value, kernels.Kernel)]
@@ -51,9 +51,8 @@ def test_nothing_spills_and_rows_are_read_16_bytes_at_a_time(target: str):
     for kernel in found:
         print(kernel)
         assert not kernel.spills and not kernel.warnings, kernel
-        if (
-            kernel.name in ("_place", "_reduce", "_finish") and target != "gfx950"
-        ):  # there stores of _place are narrower
+        wide = kernel.name in ("_permute", "_local_combine", "_combine")
+        if wide and target != "gfx950":  # there stores of _permute are narrower
             assert kernel.count("LDG.E.128") and kernel.count("STG.E.128"), kernel.name
 
 

@@ -11,7 +11,7 @@ import torch
 from moe_cases import CASES, Case, check_against_one_process, tokens_of
 
 from titan_mxfp8.moe import choose, symmetric
-from titan_mxfp8.moe.buffer import PARTS, Layout
+from titan_mxfp8.moe.buffer import PAYLOAD, Layout
 from titan_mxfp8.moe.transport import Local
 
 TESTS = Path(__file__).parent
@@ -36,29 +36,29 @@ def test_slots_without_an_expert_are_sent_nowhere():
     x = torch.arange(64.0).view(4, 16)
     expert_ids = torch.tensor([[0, -1], [2, 0], [-1, 7], [1, 1]])  # of 3 experts; the last names one twice
     scores = torch.arange(8.0).view(4, 2)
-    (landed,), landing = Local().dispatch([x], expert_ids, scores, 3, False)
-    assert landing.offs.tolist() == [2, 4, 5]
-    assert landing.rows.tolist() == [[0, -1], [4, 1], [-1, -1], [2, 3]]
-    assert torch.equal(landed[:5], x[[0, 1, 3, 3, 1]])
-    assert landing.scores[:5].tolist() == [0, 3, 6, 7, 2]
-    y = torch.full_like(landed, float("nan"))
-    y[:5] = landed[:5]
-    out, values = Local().combine([y], False, y[:, 1].contiguous(), landing, torch.float32)
+    (received,), handle = Local().dispatch([x], expert_ids, scores, 3, False)
+    assert handle.offs.tolist() == [2, 4, 5]
+    assert handle.destinations.tolist() == [[0, -1], [4, 1], [-1, -1], [2, 3]]
+    assert torch.equal(received[:5], x[[0, 1, 3, 3, 1]])
+    assert handle.scores[:5].tolist() == [0, 3, 6, 7, 2]
+    y = torch.full_like(received, float("nan"))
+    y[:5] = received[:5]
+    out, values = Local().combine([y], False, y[:, 1].contiguous(), handle, torch.float32)
     assert torch.equal(out, x * torch.tensor([1.0, 2, 0, 2])[:, None])
     assert values.tolist() == [[1, 0], [17, 17], [0, 0], [49, 49]]
 
 
-def test_nothing_of_a_landing_is_an_input():
+def test_nothing_of_a_handle_is_an_input():
     expert_ids, scores = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
-    _, landing = Local().dispatch([torch.ones(3, 32)], expert_ids, scores, 1, True)
+    _, handle = Local().dispatch([torch.ones(3, 32)], expert_ids, scores, 1, True)
     inputs = {expert_ids.data_ptr(), scores.data_ptr()}
-    pointers = [x.data_ptr() for x in landing if x.numel()]
+    pointers = [x.data_ptr() for x in handle if x.numel()]
     assert inputs.isdisjoint(pointers) and len(set(pointers)) == len(pointers)
 
 
 def test_bad_input():
     x, ids, scores = torch.ones(3, 32), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
-    for parts, expert_ids, given, message in (
+    for payload, expert_ids, given, message in (
         ([x, x, x], ids, scores, "one or two contiguous"),
         ([x[:2]], ids, scores, "one or two contiguous"),
         ([x.t().contiguous().t()], ids, scores, "one or two contiguous"),
@@ -67,7 +67,7 @@ def test_bad_input():
         ([x], ids, scores[:, :1], "must be float32"),
     ):
         with pytest.raises(ValueError, match=message):
-            Local().dispatch(parts, expert_ids, given, 4, False)
+            Local().dispatch(payload, expert_ids, given, 4, False)
 
 
 def test_choice():
@@ -125,7 +125,7 @@ def test_a_buffer():
     memory = torch.zeros(offsets[-1], dtype=torch.uint8)
     rooms = layout.rooms(memory, 3, 32, 1)
     assert [tuple(room.shape) for room in rooms] == [(3, 32), (3, 1)]
-    # wherever a rank with fewer tokens has its second part, the others look for it after 5 rows
-    assert [room.data_ptr() - memory.data_ptr() - offsets[PARTS] for room in rooms] == [0, 160]
+    # wherever a rank with fewer tokens has its scales, the others look for them after 5 rows
+    assert [room.data_ptr() - memory.data_ptr() - offsets[PAYLOAD] for room in rooms] == [0, 160]
     assert layout.grown(tokens=4, dim=64) == Layout(ranks=2, tokens=5, experts=6, slots=3, row_bytes=33, dim=64)
-    assert layout.table([1000, 5000], CPU)[PARTS].tolist() == [1000 + offsets[PARTS], 5000 + offsets[PARTS]]
+    assert layout.table([1000, 5000], CPU)[PAYLOAD].tolist() == [1000 + offsets[PAYLOAD], 5000 + offsets[PAYLOAD]]

@@ -13,13 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from titan_mxfp8 import RECIPES, MXTensor, mxfp8_grouped_mm, mxfp8_linear, quantize
 from titan_mxfp8.backends.reference import gemm_k_grouped, gemm_m_grouped, specs
 from titan_mxfp8.format import reference
+from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
 from titan_mxfp8.ops import library
 from titan_mxfp8.recipe import BF16, Recipe, get_recipe
 from titan_mxfp8.testing import SPREADS, group_sizes, make_offs, relative_rms
 
 CANONICAL = sorted({recipe.name for recipe in RECIPES.values()})
-EXACT = [name for name in CANONICAL if RECIPES[name].scale_span == 32]
+EXACT = [name for name in CANONICAL if RECIPES[name].block_k == 32]
 M, N, K, E = 260, 96, 64, 5
 
 
@@ -61,7 +62,7 @@ def test_recipe_table_and_aliases() -> None:
     for alias, name in aliases.items():
         assert get_recipe(alias) is RECIPES[name] and RECIPES[name].name == name
     wrong = {"rounding": "up", "wgrad": "hp", "weight_block": "1x128", "grad_dtype": torch.half}
-    for field, value in (*wrong.items(), ("quantized", 1), ("scale_span", 128.0)):
+    for field, value in (*wrong.items(), ("quantized", 1), ("block_k", 128.0)):
         with pytest.raises(ValueError, match=f"recipe 'own': unknown {field} .*use one of"):
             Recipe(name="own", **{field: value})
     floor = RECIPES["mxfp8_floor"]
@@ -78,9 +79,9 @@ def test_rebased_recipes_are_rows_of_the_table() -> None:
     assert len(CANONICAL) == 2 * len(EXACT)
     for name in EXACT:
         rebased = RECIPES[f"{name}_rebased"]
-        assert (rebased.name, rebased.scale_span) == (f"{name}_rebased", 128)
-        assert rebased == replace(RECIPES[name], name=rebased.name, scale_span=128)
-        assert replace(Recipe.of_key(rebased.key), name=rebased.name) == rebased
+        assert (rebased.name, rebased.block_k) == (f"{name}_rebased", 128)
+        assert rebased == replace(RECIPES[name], name=rebased.name, block_k=128)
+        assert decode(rebased.key) == rebased
         assert get_recipe(name, rebase=True) == rebased == get_recipe(rebased, rebase=True) == get_recipe(rebased)
     assert get_recipe("mxfp8_cublas", rebase=True) is not get_recipe("mxfp8_cublas")
     for rebase in (None, 1, "yes"):
@@ -89,7 +90,7 @@ def test_rebased_recipes_are_rows_of_the_table() -> None:
 
 
 def test_the_control_multiplies_unquantised_operands() -> None:
-    assert Recipe.of_key(BF16.key) == replace(BF16, name="") and "bf16" not in RECIPES
+    assert decode(BF16.key) == BF16 and "bf16" not in RECIPES
     for backend in ("auto", "reference"):
         problem = make_problem()
         out, exact = run(problem, "bf16", backend=backend), exact_per_group(problem)
@@ -145,10 +146,10 @@ def test_the_three_gemms_take_the_operands_of_the_table(name: str) -> None:
     recipe, problem = RECIPES[name], make_problem()
     problem["x"] = problem["x"].detach() * torch.exp2(torch.randint(-8, 1, (M, 1)).bfloat16())
     x, w, dy, offs, bias = (problem[key].detach() for key in ("x", "w", "dy", "offs", "bias"))
-    squares, span = recipe.weight_block == "32x32", recipe.scale_span
-    common = {"rounding": recipe.rounding, "span": span, "scales": "rows" if span == 32 else "across"}
+    squares, block_k = recipe.weight_block == "32x32", recipe.block_k
+    common = {"rounding": recipe.rounding, "block_k": block_k, "scales": "k_major" if block_k == 32 else "mn_major"}
     act, grad = OperandSpec(**common), OperandSpec(elem_dtype=recipe.grad_dtype, **common)
-    weight = OperandSpec(block=recipe.weight_block, lines=32 if squares or span == 128 else 1, **common)
+    weight = OperandSpec(block=recipe.weight_block, block_mn=32 if squares or block_k == 128 else 1, **common)
     assert specs(recipe) == (act, grad, weight)
 
     def along(x: torch.Tensor, axis: int, spec: OperandSpec):
@@ -162,7 +163,7 @@ def test_the_three_gemms_take_the_operands_of_the_table(name: str) -> None:
         dw = gemm_k_grouped(along(dy, 0, grad), along(x, 0, act), offs, torch.bfloat16)
     out = run(problem, recipe)
     assert torch.equal(out["y"], y) and torch.equal(out["dx"], dx) and torch.equal(out["dw"], dw)
-    if span == 32:
+    if block_k == 32:
         wide = {key: t if key == "offs" else t.float() for key, t in problem.items()}
         exact, rebased = run(wide, recipe), run(wide, recipe, rebase=True)
         assert all(map(torch.equal, rebased.values(), run(wide, f"{name}_rebased").values()))
@@ -289,7 +290,7 @@ def test_prequantised_activations_of_every_recipe(recipe: str) -> None:
     y.backward(dy)
     assert torch.equal(x.grad, expected["dx"])
     # Rebased, a block's largest element may lie where either of two scales holds it: measured 0.
-    assert relative_rms(y, expected["y"]) < 1e-3 if plain.scale_span == 128 else torch.equal(y, expected["y"])
+    assert relative_rms(y, expected["y"]) < 1e-3 if plain.block_k == 128 else torch.equal(y, expected["y"])
     rows = reference.quantize(x, 1, OperandSpec(rounding=plain.rounding))
     if plain.wgrad == "bf16":
         assert torch.equal(w.grad, torch._grouped_mm(dy.mT, rows.dequantize().bfloat16(), offs=offs))

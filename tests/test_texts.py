@@ -175,9 +175,9 @@ def test_the_log_of_the_readme_is_that_of_its_config(tmp_path: Path, caplog: pyt
     lines = re.search(r"```\n(MXFP8: .*?)```", README, re.DOTALL)[1].splitlines()
     recipe = re.findall(r'recipe_name = "(\w+)"', code("toml"))
     plan = plan_on(get_recipe(recipe[0]), "auto", CLUSTER_GPUS["H200"])
-    multiplies = ", ".join(f"{name} {gemm.multiplies}" for name, gemm in plan.gemms.items())
+    mma = ", ".join(f"{name} {gemm.mma_dtype}" for name, gemm in plan.gemms.items())
     assert len(recipe) == 2 and len(set(recipe)) == 1
-    assert lines[0] == f"MXFP8: recipe {recipe[0]}, backend hopper (for NVIDIA H200); multiplies {multiplies}"
+    assert lines[0] == f"MXFP8: recipe {recipe[0]}, backend hopper (for NVIDIA H200); MMA {mma}"
     toml = tmp_path / "readme.toml"
     toml.write_text(code("toml"))
     config = ConfigManager().parse_args(

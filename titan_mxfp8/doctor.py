@@ -176,11 +176,11 @@ def symmetric_memory(machine: Machine) -> str:
 
 def why_not_faster(gemm: Gemm, recipe: Recipe, hardware: Hardware) -> str:
     """Why the tensor cores multiply no narrower numbers in this GEMM; empty where they do."""
-    if gemm.multiplies == "FP8":
+    if gemm.mma_dtype == "FP8":
         return ""
     if not gemm.a.is_quantized:
         return "the recipe leaves the weight gradient unquantised"
-    if gemm.multiplies == "fp32":
+    if gemm.mma_dtype == "fp32":
         return "the reference multiplies exact values"
     if hardware.arch == "sm_90":
         weights = "" if recipe.weight_block == "32x32" else "32x32 weights bring FP8 to forward and dgrad, "
@@ -205,7 +205,7 @@ def recipe_rows(hardware: Hardware, backend: str = "auto") -> list[dict[str, str
         for gemm_name, gemm in gemms.items():
             reasons.setdefault(why_not_faster(gemm, recipe, hardware), []).append(gemm_name)
         why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items() if reason)
-        multiplied = {gemm_name: gemm.multiplies for gemm_name, gemm in gemms.items()}
+        multiplied = {gemm_name: gemm.mma_dtype for gemm_name, gemm in gemms.items()}
         rows.append({"recipe": recipe.name, "backend": name, **multiplied, "why nothing faster": why})
     return rows
 
@@ -285,13 +285,13 @@ def advice(hardware: Hardware, found: Sequence[Measured]) -> list[str]:
         if of_kind:
             break
     for spans, title in (((32, 128), "fastest"), ((32,), "fastest of exact MXFP8")):
-        names = sorted({result.recipe for result in of_kind if RECIPES[result.recipe].scale_span in spans})
+        names = sorted({result.recipe for result in of_kind if RECIPES[result.recipe].block_k in spans})
         if not names:
             continue
         average = {name: mean(result.times for result in of_kind if result.recipe == name) for name in names}
         beaten = {name: sum(_is_faster(name, other, of_kind) for other in names) for name in names}
         best = max(names, key=lambda name: (beaten[name], average[name]))
-        inexact = " (a scale per 128 elements: not exact MXFP8)" if RECIPES[best].scale_span == 128 else ""
+        inexact = " (a scale per 128 elements: not exact MXFP8)" if RECIPES[best].block_k == 128 else ""
         lines.append(f"{best}{inexact}: {title} of what was measured on this GPU; expect")
         lines += [f"    {result}" for result in reversed(of_kind) if result.recipe == best]  # the newest first
     if lines:

@@ -28,11 +28,13 @@ def test_one_rank(case: Case, local: Local):
     check_against_one_process(local, case, [tokens_of(case, 0, 1)], "cpu")
 
 
-def test_labels():
+def test_metadata():
     """More slots than a program looks at, experts twice in a token and experts that do not exist."""
     expert_ids = torch.randint(-1, 8, (117, 5), dtype=torch.int32)
     scores = torch.rand(5, 117).t()
-    for actual, expected in zip(kernels.label(expert_ids, scores, 7), rows.label(expert_ids, scores, 7), strict=True):
+    for actual, expected in zip(
+        kernels.make_metadata(expert_ids, scores, 7), rows.make_metadata(expert_ids, scores, 7), strict=True
+    ):
         assert actual.dtype == expected.dtype and torch.equal(actual, expected)
 
 
@@ -206,7 +208,7 @@ def test_reserved_room():
 
     def layers(transport: Symmetric) -> None:
         transport.reserve(2 + 7 * transport.rank)
-        for tokens in (1, 9, 2):  # the last with labels of the one before behind it
+        for tokens in (1, 9, 2):  # the last with metadata of the one before behind it
             several = case._replace(tokens=(tokens, tokens))
             all_tokens = [tokens_of(several, source, 2) for source in range(2)]
             check_against_one_process(transport, several, all_tokens, "cpu")
@@ -219,9 +221,9 @@ def test_a_buffer_that_inference_used_first_can_be_trained_with():
         for case in (Case((4, 2), 64, 4, 1), Case((3, 4), 64, 2, 1)):  # the second one in the buffer of the first
             mine = tokens_of(case, transport.rank, 2)
             with torch.inference_mode():
-                _, landing = transport.dispatch(*mine.arguments(), case.experts, False)
-                landed = torch.ones(landing.scores.shape[0], case.dim).bfloat16()
-                transport.combine([landed], True, landing.scores, landing, torch.bfloat16)
+                _, handle = transport.dispatch(*mine.arguments(), case.experts, False)
+                received = torch.ones(handle.scores.shape[0], case.dim).bfloat16()
+                transport.combine([received], True, handle.scores, handle, torch.bfloat16)
             all_tokens = [tokens_of(case, source, 2) for source in range(2)]
             check_against_one_process(transport, case, all_tokens, "cpu")
 
@@ -233,16 +235,16 @@ def test_dispatches_in_a_row():
     case = Case((6, 4), 64, 4, 2)
 
     def layers(transport: Symmetric) -> None:
-        landed = []
+        received = []
         for seed in range(3):
             mine = tokens_of(case, transport.rank, 2, seed)
-            parts, landing = transport.dispatch(*mine.arguments(), case.experts, False)
-            landed.append((seed, parts, landing))
-        for seed, parts, landing in landed:
+            payload, handle = transport.dispatch(*mine.arguments(), case.experts, False)
+            received.append((seed, payload, handle))
+        for seed, payload, handle in received:
             mine = tokens_of(case, transport.rank, 2, seed)
-            again = transport.resend(mine.parts, landing)
-            for part, expected in zip(parts, again, strict=True):
-                assert torch.equal(part.view(torch.uint8), expected.view(torch.uint8))
+            again = transport.dispatch_with_handle(mine.payload, handle)
+            for tensor, expected in zip(payload, again, strict=True):
+                assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
             all_tokens = [tokens_of(case, source, 2, seed) for source in range(2)]
             check_against_one_process(transport, case, all_tokens, "cpu")
 
@@ -256,12 +258,12 @@ def test_rows_that_there_is_no_room_for_are_dropped():
         tokens = (3, 2)[transport.rank]
         x = torch.arange(1.0, 1 + tokens * 32).view(tokens, 32).to(torch.bfloat16)
         ids, scores = torch.zeros(tokens, 2, dtype=torch.int64), torch.ones(tokens, 2)
-        (landed,), landing = transport.dispatch([x], ids, scores, 2, True)
+        (received,), handle = transport.dispatch([x], ids, scores, 2, True)
         room = 3 * 2 * 1
-        assert landed.shape == (room, 32) and landing.offs.tolist() == [room if transport.rank == 0 else 0]
+        assert received.shape == (room, 32) and handle.offs.tolist() == [room if transport.rank == 0 else 0]
         if transport.rank == 0:
-            assert landing.rows.tolist() == [[0, 1], [2, 3], [4, 5], [-2, -2], [-2, -2], [-1, -1]]
-        sums, values = transport.combine([landed], True, landing.scores, landing, torch.float32)
+            assert handle.destinations.tolist() == [[0, 1], [2, 3], [4, 5], [-2, -2], [-2, -2], [-1, -1]]
+        sums, values = transport.combine([received], True, handle.scores, handle, torch.float32)
         doubled = (2 * x.float()).to(torch.bfloat16).float()
         assert torch.equal(sums, doubled if transport.rank == 0 else torch.zeros_like(doubled))
         assert values.eq(1 - transport.rank).all()

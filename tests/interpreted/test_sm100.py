@@ -28,17 +28,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, mxfp8_moe
 from titan_mxfp8.backends import sm100, triton
-from titan_mxfp8.backends.common import convert
+from titan_mxfp8.backends.common import convert, swizzled
+from titan_mxfp8.backends.common.swizzled import swizzle_scales
 from titan_mxfp8.backends.hardware import Hardware
-from titan_mxfp8.backends.sm100.quantize import block_scales
-from titan_mxfp8.format import blocked, reference
+from titan_mxfp8.format import reference, swizzle
 from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
-from titan_mxfp8.ops import library, matmul
+from titan_mxfp8.ops import config, library
 from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.testing import SPREADS, group_sizes, make_offs, poisoned_empty, relative_rms
 
 HARDWARE = Hardware("sm_100", "NVIDIA B200")
-BLOCKED = OperandSpec(scales="blocked")
+BLOCKED = OperandSpec(scales="swizzled")
 SIZES = [0, 44, 1, 64, 0, 31, 0]  # and 20 rows of no group
 
 
@@ -52,7 +52,7 @@ def sm_100(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_quantisers_give_the_references_bits(recipe: str, dtype: torch.dtype) -> None:
     plan = sm100.plan(get_recipe(recipe), HARDWARE)
     spec = plan.forward.a
-    assert spec.scales == plan.wgrad.a.scales == plan.forward.b.scales == "blocked"
+    assert spec.scales == plan.wgrad.a.scales == plan.forward.b.scales == "swizzled"
     for make in (uneven, wild):
         for shape in ((129, 288), (1, 32), (0, 64), (300, 96)):
             check_quantize_both(sm100, make(shape, dtype), spec, spec)
@@ -80,17 +80,17 @@ def test_groups_of_all_sizes(spread: str) -> None:
 def test_blocked_and_unblocked_are_the_same_scales(sizes: list[int] | None) -> None:
     """By the kernel and by the definition, of every layout; and squares, whose lines share scales."""
     offs = None if sizes is None else make_offs(sizes)
-    x, w, squares = wild((1300, 160), BF16), wild((3, 96, 1100), BF16), OperandSpec(block="32x32", lines=32)
+    x, w, squares = wild((1300, 160), BF16), wild((3, 96, 1100), BF16), OperandSpec(block="32x32", block_mn=32)
     operands = [(reference.quantize(x, axis, OperandSpec(), None if axis else offs), offs) for axis in (0, 1)]
     operands += [(reference.quantize(w, axis, spec), None) for axis in (1, 2) for spec in (OperandSpec(), squares)]
     for rows, cut in operands:
         with poisoned_empty():
-            ours = block_scales(rows, cut)
-        theirs = blocked.block(rows, ours.spec, cut)
+            ours = swizzle_scales(rows, cut)
+        theirs = swizzle.swizzle(rows, ours.spec, cut)
         assert ours.scale.shape == theirs.scale.shape
         assert_same(filled(ours, cut), filled(theirs, cut))
-        back, (_, known) = blocked.unblock(ours, cut), blocked.positions(rows, cut)
-        lines = rows.scale.repeat_interleave(rows.spec.lines, -2).narrow(-2, 0, rows.data.shape[-2])
+        back, (_, known) = swizzle.unswizzle(ours, cut), swizzle.positions(rows, cut)
+        lines = rows.scale.repeat_interleave(rows.spec.block_mn, -2).narrow(-2, 0, rows.data.shape[-2])
         assert known.any() and torch.equal(back.scale[known], lines[known])
         assert not back.scale[~known].any()
 
@@ -103,12 +103,12 @@ def test_requantise(recipe: str) -> None:
         rows = reference.quantize(uneven((300, 160), BF16), 1, arrived)
         for cut in (None, offs):
             check_requantize(sm100, rows, 0, spec, cut)
-        if spec.scales != "blocked":
+        if spec.scales != "swizzled":
             continue
         ours = sm100.requantize(rows, 1, spec, offs)  # the same values: elements stay what they are
-        assert torch.equal(blocked.unblock(ours, offs).scale[:255], rows.scale[:255]) and ours.data is rows.data
+        assert torch.equal(swizzle.unswizzle(ours, offs).scale[:255], rows.scale[:255]) and ours.data is rows.data
         tiles = reference.quantize(uneven((300, 160), BF16), 1, spec, offs)
-        again, plain = sm100.requantize(tiles, 0, spec, offs), blocked.unblock(tiles, offs)
+        again, plain = sm100.requantize(tiles, 0, spec, offs), swizzle.unswizzle(tiles, offs)
         assert_same(filled(again, offs), filled(reference.requantize(plain, 0, spec, offs), offs))
 
 
@@ -165,7 +165,7 @@ SWIGLU_CASES = [
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_floor", "mxfp8_2d_wgrad_bf16", "mxfp8_e5m2_grad"])
 def test_swiglu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference's bits, but for the last one of an exponential, with scales in tiles and no pass over them."""
-    monkeypatch.setattr(sm100.blocked, "_BLOCK_SCALES", None)
+    monkeypatch.setattr(swizzled, "_SWIZZLE_SCALES", None)
     plan = sm100.plan(get_recipe(recipe), HARDWARE)
     for case in SWIGLU_CASES:
         shares = check_swiglu(sm100, plan, *case)
@@ -177,7 +177,7 @@ def test_swiglu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_swiglu_gives_the_portable_kernels_bits(recipe: str) -> None:
     plan = sm100.plan(get_recipe(recipe), HARDWARE)
     specs = plan.forward.a, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
-    rows = [replace(spec, scales="rows") for spec in specs]
+    rows = [replace(spec, scales="k_major") for spec in specs]
     for sizes, extra, hidden, limit, scored in SWIGLU_CASES:
         gate, up, u, scores, offs = swiglu_inputs(sizes, extra, hidden)
         used = gate.shape[0] if sizes is None else sum(sizes)
@@ -192,7 +192,7 @@ def test_swiglu_gives_the_portable_kernels_bits(recipe: str) -> None:
         assert not scored or relative_rms(ours[-1][:used], theirs[-1][:used]) <= tolerance
         for a, b, spec in zip(ours[:-1], theirs[:-1], [*specs[:2], *specs[1:3], specs[2], specs[3]], strict=True):
             assert a.spec == spec
-            b = blocked.block(b, spec, offs) if spec.scales == "blocked" else b
+            b = swizzle.swizzle(b, spec, offs) if spec.scales == "swizzled" else b
             assert_same(filled(a, offs), filled(b, offs), used)
 
 
@@ -202,14 +202,14 @@ def test_swiglu_leaves_zeros_in_tiles_of_no_group() -> None:
     with poisoned_empty():
         h = sm100.swiglu(gate, up, None, plan.forward.a, offs)
         made = sm100.swiglu_backward([gate, up, u], scores, None, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b, offs)
-    for operand in (h, made.dgate_last, made.dup_last):
+    for operand in (h, made.dgate_rowwise, made.dup_rowwise):
         assert operand.scale[: 3 * 128].any() and not operand.scale[3 * 128 :].any()
         assert (operand.data[174:].view(torch.uint8) == 0xFF).all()  # as they were
 
 
 def test_swiglu_refuses_what_no_plan_has() -> None:
     gate, up, u, scores, offs = swiglu_inputs([40, 30], 0, 96)
-    rows, squares = OperandSpec(), OperandSpec(block="32x32", scales="blocked")
+    rows, squares = OperandSpec(), OperandSpec(block="32x32", scales="swizzled")
     for specs in ((BLOCKED, rows, rows), (rows, BLOCKED, BLOCKED), (BLOCKED, BLOCKED, UNQUANTIZED), [squares] * 3):
         with pytest.raises(AssertionError):
             sm100.swiglu_backward([gate, up, u], scores, None, *specs, offs)
@@ -220,7 +220,7 @@ def test_swiglu_refuses_what_no_plan_has() -> None:
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What ``auto`` finds is an SM100."""
-    caches = backends.load, matmul._planned
+    caches = backends.load, config._config
     monkeypatch.setattr(backends, "hardware_of", lambda device: HARDWARE)
     for cache in caches:
         cache.cache_clear()

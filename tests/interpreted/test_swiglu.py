@@ -47,7 +47,7 @@ def test_dgate_takes_the_memory_of_u(backend: str, recipe: str, monkeypatch: pyt
     ):
         before, given = apart.clone(), u.clone()
         other, made = (function([gate, up, tensor], scores, None, *args) for tensor in (apart, given))
-        place, name = {True: (2, "dgate_first"), False: (0, "dgate")}[function is backend.swiglu_backward]
+        place, name = {True: (2, "dgate_columnwise"), False: (0, "dgate")}[function is backend.swiglu_backward]
         assert made._fields[place] == name
         dgate, elsewhere = ((t if isinstance(t, torch.Tensor) else t.data) for t in (made[place], other[place]))
         assert dgate.data_ptr() == given.data_ptr() and torch.equal(dgate, elsewhere)

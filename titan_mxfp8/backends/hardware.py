@@ -52,23 +52,23 @@ CLUSTER_GPUS = {
 }
 
 
-_standing_in: list[Hardware] = []
+_overrides: list[Hardware] = []
 
 
 @contextmanager
-def stand_in(hardware: Hardware) -> Iterator[None]:
+def override_hardware(hardware: Hardware) -> Iterator[None]:
     """Within, every device is taken for ``hardware``, so that a model on the meta device is planned as it would be
     there. Nothing can be computed so."""
-    _standing_in.append(hardware)
+    _overrides.append(hardware)
     try:
         yield
     finally:
-        _standing_in.pop()
+        _overrides.pop()
 
 
 def hardware_of(device: torch.device) -> Hardware:
     """What ``device`` is."""
-    return _standing_in[-1] if _standing_in else _look_at(device)
+    return _overrides[-1] if _overrides else _look_at(device)
 
 
 @cache

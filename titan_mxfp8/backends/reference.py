@@ -15,13 +15,13 @@ from titan_mxfp8.recipe import Recipe
 def plan(recipe: Recipe, hardware: Hardware) -> Plan:
     """FP8 and scales for every GEMM; unquantised bf16 where wgrad is in bf16."""
     x, dy, w = specs(recipe)
-    unquantized = Gemm(a=UNQUANTIZED, b=UNQUANTIZED, multiplies="bf16")
+    unquantized = Gemm(a=UNQUANTIZED, b=UNQUANTIZED, mma_dtype="bf16")
     if not recipe.quantized:
         return Plan(forward=unquantized, dgrad=unquantized, wgrad=unquantized)
     return Plan(
-        forward=Gemm(a=x, b=w, multiplies="fp32"),
-        dgrad=Gemm(a=dy, b=w, multiplies="fp32"),
-        wgrad=unquantized if recipe.wgrad == "bf16" else Gemm(a=dy, b=x, multiplies="fp32"),
+        forward=Gemm(a=x, b=w, mma_dtype="fp32"),
+        dgrad=Gemm(a=dy, b=w, mma_dtype="fp32"),
+        wgrad=unquantized if recipe.wgrad == "bf16" else Gemm(a=dy, b=x, mma_dtype="fp32"),
     )
 
 
@@ -29,32 +29,26 @@ def specs(recipe: Recipe) -> tuple[OperandSpec, OperandSpec, OperandSpec]:
     """Of activations, output gradients and weights, as the recipe defines their values."""
     if not recipe.quantized:
         return UNQUANTIZED, UNQUANTIZED, UNQUANTIZED
-    span = recipe.scale_span
-    common = {"rounding": recipe.rounding, "span": span, "scales": "rows" if span == 32 else "across"}
-    squares = recipe.weight_block == "32x32" or span == 128
+    block_k = recipe.block_k
+    common = {"rounding": recipe.rounding, "block_k": block_k, "scales": "k_major" if block_k == 32 else "mn_major"}
+    squares = recipe.weight_block == "32x32" or block_k == 128
     return (
         OperandSpec(**common),
         OperandSpec(elem_dtype=recipe.grad_dtype, **common),
-        OperandSpec(block=recipe.weight_block, lines=32 if squares else 1, **common),
+        OperandSpec(block=recipe.weight_block, block_mn=32 if squares else 1, **common),
     )
 
 
-def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
-    """``Backend.quantize``."""
-    return reference.quantize(x, axis, spec, offs)
+quantize = reference.quantize
+requantize = reference.requantize
 
 
 def quantize_both(
-    x: torch.Tensor, last: OperandSpec, first: OperandSpec, offs: torch.Tensor | None
+    x: torch.Tensor, rowwise: OperandSpec, columnwise: OperandSpec, offs: torch.Tensor | None
 ) -> tuple[Operand, Operand]:
     """``Backend.quantize_both``."""
-    along_last = quantize(x, x.ndim - 1, last, offs if last.groups_rows else None)
-    return along_last, quantize(x, x.ndim - 2, first, offs)
-
-
-def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
-    """``Backend.requantize``."""
-    return reference.requantize(rows, axis, spec, offs)
+    of_rows = reference.quantize(x, x.ndim - 1, rowwise, offs if rowwise.grouped_scales else None)
+    return of_rows, reference.quantize(x, x.ndim - 2, columnwise, offs)
 
 
 def gemm_m_grouped(
@@ -68,8 +62,8 @@ def gemm_m_grouped(
     """``Backend.gemm_m_grouped``."""
     check_m_grouped(a, b)
     a_MC, b_EDC = reference.dequantize(a), reference.dequantize(b)
-    along_first = b.spec.stored == "bf16" and b.axis == 1
-    b_ECD = b_EDC if along_first else b_EDC.mT
+    columnwise_operand = b.spec.stored == "bf16" and b.axis == 1
+    b_ECD = b_EDC if columnwise_operand else b_EDC.mT
     if offs is None:
         y_MD = a_MC @ b_ECD[0]
         return (y_MD if bias is None else y_MD + bias.float()).to(out_dtype)
@@ -82,8 +76,8 @@ def gemm_m_grouped(
     return y_MD.masked_fill_((row_M >= offs[-1])[:, None], 0) if zero_tail else y_MD
 
 
-def sum_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch.Tensor | None) -> list[torch.Tensor]:
-    """``Backend.sum_m_grouped``."""
+def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch.Tensor | None) -> list[torch.Tensor]:
+    """``Backend.dual_gemm_m_grouped``."""
     return [gemm_m_grouped(a, b, offs, None, torch.bfloat16, zero_tail=False) for a, b in products]
 
 
@@ -99,7 +93,7 @@ def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype:
         return (a_NM @ b_KM.mT).unsqueeze(0).to(out_dtype)
     if a_NM.shape[1] == 0:  # torch._grouped_mm refuses the strides of an empty matrix
         return a_NM.new_zeros((offs.shape[0], a_NM.shape[0], b_KM.shape[0]), dtype=out_dtype)
-    ends_E = offs if a.spec.stored == "bf16" else reference.padded_ends(offs, a.spec.span)
+    ends_E = offs if a.spec.stored == "bf16" else reference.padded_ends(offs, a.spec.block_k)
     return torch._grouped_mm(a_NM, b_KM.mT, offs=ends_E).to(out_dtype)
 
 
@@ -107,23 +101,27 @@ def swiglu(
     gate_MH: torch.Tensor, up_MH: torch.Tensor, limit: float | None, spec: OperandSpec, offs: torch.Tensor | None
 ) -> Operand:
     """``Backend.swiglu``."""
-    return quantize(definition.forward(gate_MH, up_MH, limit), 1, spec, offs if spec.groups_rows else None)
+    return quantize(definition.forward(gate_MH, up_MH, limit), 1, spec, offs if spec.grouped_scales else None)
 
 
 def swiglu_backward(
     inputs: list[torch.Tensor],
     scores_M: torch.Tensor | None,
     limit: float | None,
-    last: OperandSpec,
-    first: OperandSpec,
-    h_first: OperandSpec,
+    rowwise: OperandSpec,
+    columnwise: OperandSpec,
+    h_columnwise: OperandSpec,
     offs: torch.Tensor | None,
 ) -> SwigluGradients:
     """``Backend.swiglu_backward``."""
     dgate, dup, sh, dscores = definition.backward(*inputs, scores_M, limit)
     inputs.clear()
-    (dgate_last, dgate_first), (dup_last, dup_first) = (quantize_both(t, last, first, offs) for t in (dgate, dup))
-    return SwigluGradients(dgate_last, dup_last, dgate_first, dup_first, quantize(sh, 0, h_first, offs), dscores)
+    (dgate_rowwise, dgate_columnwise), (dup_rowwise, dup_columnwise) = (
+        quantize_both(t, rowwise, columnwise, offs) for t in (dgate, dup)
+    )
+    return SwigluGradients(
+        dgate_rowwise, dup_rowwise, dgate_columnwise, dup_columnwise, quantize(sh, 0, h_columnwise, offs), dscores
+    )
 
 
 def multiply_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:

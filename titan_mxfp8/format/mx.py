@@ -10,11 +10,11 @@ BLOCK_SIZE = 32
 
 Block = Literal["1x32", "32x32"]  # elements that are rounded with one scale: along the axis, or a square
 Rounding = Literal["rceil", "floor"]
-Span = Literal[32, 128]  # elements along the axis that share a scale in the end: 128 where operands are rebased
+BlockK = Literal[32, 128]  # elements along the axis that share a scale in the end: 128 where operands are rebased
 
 BLOCKS: tuple[Block, ...] = ("1x32", "32x32")
 ROUNDINGS: tuple[Rounding, ...] = ("rceil", "floor")
-SPANS: tuple[Span, ...] = (32, 128)
+BLOCK_KS: tuple[BlockK, ...] = (32, 128)
 ELEM_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 # Scale byte s stands for 2^(s - 127); 255 makes the whole block NaN.
@@ -94,8 +94,8 @@ class MXTensor:
         exception: 2^128, which 3.4e38 is rounded to, is Inf in either. A ragged operand comes back in its padded shape.
         """
         along, scale = self.qdata.movedim(self.axis, -1), self.scale.movedim(self.axis, -1)
-        lines = BLOCK_SIZE if self.block == "32x32" else 1
-        values = scale_elements(along.float(), scale, span=BLOCK_SIZE, lines=lines)
+        block_mn = BLOCK_SIZE if self.block == "32x32" else 1
+        values = scale_elements(along.float(), scale, block_k=BLOCK_SIZE, block_mn=block_mn)
         return values.movedim(-1, self.axis).to(dtype or self.orig_dtype)
 
     @classmethod
@@ -149,17 +149,20 @@ def to_blocks(x: torch.Tensor, axis: int, size: int = BLOCK_SIZE) -> torch.Tenso
     return x.unflatten(axis, (-1, size))
 
 
-def scale_elements(elements: torch.Tensor, scale: torch.Tensor, *, span: int, lines: int) -> torch.Tensor:
+def scale_elements(elements: torch.Tensor, scale: torch.Tensor, *, block_k: int, block_mn: int) -> torch.Tensor:
     """Elements, given in fp32 with the quantised axis last, times their scales; may overwrite ``elements``.
 
     Args:
         elements: (..., R, C).
-        scale: E8M0 bytes, (..., R / lines, C / span), both rounded up.
-        span: elements along the axis that share a scale.
-        lines: neighbours across the axis that do, 1 or 32.
+        scale: E8M0 bytes, (..., R / block_mn, C / block_k), both rounded up.
+        block_k: elements along the axis that share a scale.
+        block_mn: neighbours across the axis that do, 1 or 32.
     """
-    rows, length = elements.shape[-2:] if elements.ndim > 1 else (1, elements.shape[-1])
+    length = elements.shape[-1]
     factor = decode_scale(scale)
-    if lines > 1:
-        factor = factor.repeat_interleave(lines, dim=-2).narrow(-2, 0, rows)
-    return to_blocks(elements, elements.ndim - 1, span).mul_(factor.unsqueeze(-1)).flatten(-2).narrow(-1, 0, length)
+    if block_mn > 1:
+        factor = factor.repeat_interleave(block_mn, dim=-2).narrow(-2, 0, elements.shape[-2])
+    if missing := -length % block_k:
+        elements = F.pad(elements, (0, missing))
+    scaled = elements.unflatten(-1, (-1, block_k)).mul_(factor.unsqueeze(-1)).flatten(-2)
+    return scaled.narrow(-1, 0, length) if missing else scaled

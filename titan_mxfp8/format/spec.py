@@ -1,98 +1,95 @@
 """``OperandSpec``: the one description of a GEMM's operand; ``Operand``: an operand as it lies in memory."""
 
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 import torch
 
+from titan_mxfp8.format.codec import Encoded
 from titan_mxfp8.format.mx import (
+    BLOCK_KS,
     BLOCK_SIZE,
     BLOCKS,
     ELEM_DTYPES,
     ROUNDINGS,
-    SPANS,
     Block,
+    BlockK,
     MXTensor,
     Rounding,
-    Span,
     ceil_div,
     ceil_to,
     ragged_rows,
     scale_elements,
 )
 
-Stored = Literal["fp8", "even", "bf16"]
-ScaleLayout = Literal["rows", "across", "blocked"]
+Stored = Literal["fp8", "coalesced", "bf16"]
+ScaleLayout = Literal["k_major", "mn_major", "swizzled"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperandSpec:
+@dataclass(frozen=True, kw_only=True)
+class OperandSpec(Encoded):
     """How an operand is quantised and how it lies in memory. Nothing about it is inferred from shapes or dtypes.
 
     Attributes:
         elem_dtype: FP8 type of the elements; ``bfloat16`` where the operand is not quantised.
         rounding: of the scales.
         block: elements that are rounded with one scale.
-        span: elements along the axis that share a scale in the end: 128 where blocks are rebased
+        block_k: elements along the axis that share a scale in the end: 128 where blocks are rebased
             (``format.reference.rebase``).
-        lines: neighbours across the axis that share it, 1 or 32: 32 with 32x32 blocks, and where the weight's 1x32
+        block_mn: neighbours across the axis that share it, 1 or 32: 32 with 32x32 blocks, and where the weight's 1x32
             blocks are rebased to 32 x 128.
-        stored: ``fp8``; ``even``: FP8, neighbouring blocks at one scale where that changes no value
-            (``format.reference.even_out``); or ``bf16``: the values ``element * 2^(scale - 127)``, for tensor cores
-            that know no scales. Exact but for values below 2^-133, bf16's smallest, which round to a multiple of it:
-            they only occur in blocks whose largest value is below 2^-116 (E4M3) or 2^-102 (E5M2).
-        scales: how scales lie. ``rows``: those of a line side by side. ``across``: those of neighbouring lines side by
-            side, lines rounded up to a multiple of 16, as a GEMM that scales once per 128 copies them. ``blocked``: in
-            tiles of 128 lines x 4 scales, as SM100's tensor cores read them, a scale for each line and, in ragged
-            operands, whole tiles for each group (``format.blocked``).
+        stored: ``fp8``; ``coalesced``: FP8, neighbouring blocks at one scale where that changes no value
+            (``format.reference.coalesce_scales``); or ``bf16``: the values ``element * 2^(scale - 127)``, for tensor
+            cores that know no scales. Exact but for values below 2^-133, bf16's smallest, which round to a multiple of
+            it: they only occur in blocks whose largest value is below 2^-116 (E4M3) or 2^-102 (E5M2).
+        scales: how scales lie. ``k_major``: those of a row side by side. ``mn_major``: those of neighbouring rows side
+            by side, rows rounded up to a multiple of 16, as a GEMM that scales once per 128 copies them. ``swizzled``:
+            in tiles of 128 rows x 4 scales, as SM100's tensor cores read them, a scale for each row and, in ragged
+            operands, whole tiles for each group (``format.swizzle``).
+        key: the spec as the string that operators take and graphs show.
+        is_quantized: whether the operand is.
+        exact: the spec of the FP8 elements and scales that it is made from: one scale per block, as rounded.
+        scale_block: elements that share a scale, across and along the axis: ``32x128``.
+        grouped_scales: whether scales along the last axis of (M, C) lie by groups of rows: ``offs`` are then of those.
     """
 
     elem_dtype: torch.dtype = torch.float8_e4m3fn
     rounding: Rounding = "rceil"
     block: Block = "1x32"
-    span: Span = 32
-    lines: Literal[1, 32] = 1
+    block_k: BlockK = 32
+    block_mn: Literal[1, 32] = 1
     stored: Stored = "fp8"
-    scales: ScaleLayout = "rows"
+    scales: ScaleLayout = "k_major"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         assert self.elem_dtype in (*ELEM_DTYPES, torch.bfloat16) and self.rounding in ROUNDINGS, self
-        assert self.block in BLOCKS and self.span in SPANS and self.stored in ("fp8", "even", "bf16"), self
-        if self.scales == "blocked":
-            assert self.lines == 1 and self.span == 32 and self.stored == "fp8", self
+        assert self.block in BLOCKS and self.block_k in BLOCK_KS and self.stored in ("fp8", "coalesced", "bf16"), self
+        if self.scales == "swizzled":
+            assert self.block_mn == 1 and self.block_k == 32 and self.stored == "fp8", self
         else:
-            assert self.lines == 32 if self.block == "32x32" else self.lines == 1 or self.span == 128, self
-            assert self.scales == ("rows" if self.span == 32 else "across"), self
-        assert self.span == 32 or self.stored == "fp8", self
+            assert self.block_mn == 32 if self.block == "32x32" else self.block_mn == 1 or self.block_k == 128, self
+            assert self.scales == ("k_major" if self.block_k == 32 else "mn_major"), self
+        assert self.block_k == 32 or self.stored == "fp8", self
         assert self.is_quantized or self.stored == "bf16", self
 
-    @property
-    def key(self) -> str:
-        """What operators take and graphs show: ``float8_e4m3fn rceil 1x32 32 1 fp8 rows``."""
-        elements = str(self.elem_dtype).removeprefix("torch.")
-        fields = (elements, self.rounding, self.block, self.span, self.lines, self.stored, self.scales)
-        return " ".join(map(str, fields))
-
-    @property
+    @cached_property
     def is_quantized(self) -> bool:
         return self.elem_dtype != torch.bfloat16
 
-    @property
+    @cached_property
     def exact(self) -> "OperandSpec":
-        """The FP8 elements and scales that it is made from: one scale per block, as rounded."""
-        lines = 32 if self.block == "32x32" else 1
-        return replace(self, span=32, lines=lines, stored="fp8", scales="rows")
+        block_mn = 32 if self.block == "32x32" else 1
+        return replace(self, block_k=32, block_mn=block_mn, stored="fp8", scales="k_major")
 
-    @property
+    @cached_property
     def scale_block(self) -> str:
-        """Elements that share a scale, across and along the axis: ``32x128``."""
-        return f"{self.lines}x{self.span}"
+        return f"{self.block_mn}x{self.block_k}"
 
-    @property
-    def groups_rows(self) -> bool:
-        """Whether scales along the last axis of (M, C) lie by groups of rows: ``offs`` are then of those."""
-        return self.scales == "blocked"
+    @cached_property
+    def grouped_scales(self) -> bool:
+        return self.scales == "swizzled"
 
     def length(self, length: int, is_last: bool, groups: int | None) -> int:
         """Length of the stored axis of FP8 elements.
@@ -101,10 +98,10 @@ class OperandSpec:
             length: of the quantised axis of the input.
             is_last: whether that is the input's last axis. Of other ones the storage is transposed and its rows are
                 padded with zeros to whole blocks of 32, so that each starts at a multiple of 16 bytes.
-            groups: with ragged groups, how many: each starts at a multiple of ``span``.
+            groups: with ragged groups, how many: each starts at a multiple of ``block_k``.
         """
         if groups is not None:
-            return ragged_rows(length, groups, self.span)
+            return ragged_rows(length, groups, self.block_k)
         return length if is_last else ceil_to(length, BLOCK_SIZE)
 
     def scale_shape(self, shape: tuple[int, ...], groups: int | None = None, by_rows: bool = False) -> tuple[int, ...]:
@@ -112,26 +109,26 @@ class OperandSpec:
 
         Args:
             shape: of the elements.
-            groups: with ragged groups, how many; only blocked scales take more room for them.
+            groups: with ragged groups, how many; only swizzled scales take more room for them.
             by_rows: whether those cut R, and not C.
         """
         if len(shape) == 1:
-            return (ceil_div(shape[0], self.span),)
+            return (ceil_div(shape[0], self.block_k),)
         *rest, rows, length = shape
-        if self.scales == "blocked":
+        if self.scales == "swizzled":
             if groups is not None and by_rows:
                 rows = ragged_rows(rows, groups, 128)
             elif groups is not None:
                 length = (length + (128 - BLOCK_SIZE) * groups) // 128 * 128  # it is padded to whole blocks already
-            rows, scales = ceil_to(rows, 128), ceil_to(ceil_div(length, self.span), 4)
+            rows, scales = ceil_to(rows, 128), ceil_to(ceil_div(length, self.block_k), 4)
             return (*rest, rows * scales) if rest else (rows, scales)
-        rows, blocks = ceil_div(rows, self.lines), ceil_div(length, self.span)
-        return (*rest, rows, blocks) if self.scales == "rows" else (*rest, blocks, ceil_to(rows, 16))
+        rows, blocks = ceil_div(rows, self.block_mn), ceil_div(length, self.block_k)
+        return (*rest, rows, blocks) if self.scales == "k_major" else (*rest, blocks, ceil_to(rows, 16))
 
     def empty(self, x: torch.Tensor, axis: int, groups: int | None) -> "Operand":
         """Uninitialised memory for ``x`` quantised along ``axis``, with ragged groups or (None) without.
 
-        The groups cut ``axis``; of a spec that ``groups_rows`` they cut the first one of (M, C).
+        The groups cut ``axis``; of a spec that ``grouped_scales`` they cut the first one of (M, C).
         """
         if self.stored == "bf16":
             values = x.new_empty(x.shape, dtype=torch.bfloat16)
@@ -149,28 +146,13 @@ def _stored_shapes(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of the elements and of the scales of ``OperandSpec.empty``, of an input of this shape."""
     is_last = axis == len(shape) - 1
-    by_rows = is_last and spec.groups_rows
+    by_rows = is_last and spec.grouped_scales
     length = spec.length(shape[axis], is_last, None if by_rows else groups)
     stored = (*shape[:axis], *shape[axis + 1 :], length)
     return stored, spec.scale_shape(stored, groups, by_rows)
 
 
 UNQUANTIZED = OperandSpec(elem_dtype=torch.bfloat16, stored="bf16")
-
-
-@cache
-def spec_of(key: str) -> OperandSpec:
-    """The spec whose ``key`` this is."""
-    elements, rounding, block, span, lines, stored, scales = key.split()
-    return OperandSpec(
-        elem_dtype=getattr(torch, elements),
-        rounding=rounding,
-        block=block,
-        span=int(span),
-        lines=int(lines),
-        stored=stored,
-        scales=scales,
-    )
 
 
 class Operand(NamedTuple):
@@ -190,49 +172,61 @@ class Operand(NamedTuple):
     spec: OperandSpec
     axis: int
 
+    def tensors(self) -> list[torch.Tensor]:
+        """``data``, and ``scale`` where there is one."""
+        return [self.data] if self.scale is None else [self.data, self.scale]
+
     @classmethod
     def of(cls, mx: MXTensor) -> "Operand":
         """An ``MXTensor`` as a GEMM takes it."""
         data, scale = (t.movedim(mx.axis, -1).contiguous() for t in (mx.qdata, mx.scale))
-        spec = OperandSpec(elem_dtype=mx.qdata.dtype, block=mx.block, lines=32 if mx.block == "32x32" else 1)
+        spec = OperandSpec(elem_dtype=mx.qdata.dtype, block=mx.block, block_mn=32 if mx.block == "32x32" else 1)
         return cls(data, scale, spec, mx.axis)
 
     def to_mx(self, length: int, orig_dtype: torch.dtype) -> MXTensor:
         """An exact FP8 operand as the public ``MXTensor``, the padding behind ``length`` elements of the axis cut."""
-        assert self.spec.stored != "bf16" and self.spec.span == BLOCK_SIZE, self.spec
+        assert self.spec.stored != "bf16" and self.spec.block_k == BLOCK_SIZE, self.spec
         qdata, scale = self.data.narrow(-1, 0, length), self.scale.narrow(-1, 0, ceil_div(length, BLOCK_SIZE))
         qdata, scale = qdata.movedim(-1, self.axis), scale.movedim(-1, self.axis)
         return MXTensor(qdata, scale, self.axis, self.spec.block, orig_dtype)
 
     def row_scales(self) -> torch.Tensor:
-        """The scales as (..., R / lines, C / span), across or in rows: a view. Blocked ones: ``format.blocked``."""
-        assert self.spec.scales != "blocked", self.spec
-        if self.spec.scales == "rows":
+        """The scales as (..., R / block_mn, C / block_k), across or in rows: a view. Blocked ones:
+        ``format.swizzle``."""
+        assert self.spec.scales != "swizzled", self.spec
+        if self.spec.scales == "k_major":
             return self.scale
-        return self.scale.narrow(-1, 0, ceil_div(self.data.shape[-2], self.spec.lines)).mT
+        return self.scale.narrow(-1, 0, ceil_div(self.data.shape[-2], self.spec.block_mn)).mT
 
     def dequantize(self) -> torch.Tensor:
         """The values in fp32, as ``data`` lies."""
         if self.spec.stored == "bf16":
             return self.data.float()
-        return scale_elements(self.data.float(), self.row_scales(), span=self.spec.span, lines=self.spec.lines)
+        return scale_elements(
+            self.data.float(), self.row_scales(), block_k=self.spec.block_k, block_mn=self.spec.block_mn
+        )
 
 
 def check_m_grouped(a: Operand, b: Operand) -> None:
     """Raises ValueError unless forward or dgrad can contract the axes that ``a`` and ``b`` were quantised along."""
-    _check_axis("a", a, 1)
-    _check_axis("b", b, 1, 2)
+    for operand in (a, b):
+        assert (operand.scale is None) == (operand.spec.stored == "bf16"), "values in bf16 have no scales, FP8 has"
+    if a.axis != 1 or b.axis not in (1, 2):
+        raise _other_axis(("a", a.axis, (1,)), ("b", b.axis, (1, 2)))
 
 
 def check_k_grouped(a: Operand, b: Operand) -> None:
     """Raises ValueError unless wgrad can contract the axes that ``a`` and ``b`` were quantised along."""
-    _check_axis("a", a, 0)
-    _check_axis("b", b, 0)
+    for operand in (a, b):
+        assert (operand.scale is None) == (operand.spec.stored == "bf16"), "values in bf16 have no scales, FP8 has"
+    if a.axis != 0 or b.axis != 0:
+        raise _other_axis(("a", a.axis, (0,)), ("b", b.axis, (0,)))
 
 
-def _check_axis(name: str, operand: Operand, *axes: int) -> None:
-    if operand.axis not in axes:
-        raise ValueError(
-            f"operand {name} is quantised along axis {operand.axis}, but this GEMM contracts axis "
-            f"{' or '.join(map(str, axes))}: quantise the high-precision tensor along that axis"
-        )
+def _other_axis(*operands: tuple[str, int, tuple[int, ...]]) -> ValueError:
+    """Of the first operand whose axis is none of those that a GEMM contracts."""
+    name, axis, contracted = next(operand for operand in operands if operand[1] not in operand[2])
+    return ValueError(
+        f"operand {name} is quantised along axis {axis}, but this GEMM contracts axis "
+        f"{' or '.join(map(str, contracted))}: quantise the high-precision tensor along that axis"
+    )

@@ -3,19 +3,17 @@
 So FSDP, TP, EP, checkpoints, optimizers, ``deepcopy`` and meta-device init meet the modules and parameters they know.
 """
 
+from titan_mxfp8.modules.choose import EXPERT_CLASSES, LINEAR_CLASSES, is_expert_module
 from titan_mxfp8.modules.convert import (
-    EXPERT_CLASSES,
-    LINEAR_CLASSES,
     Conversion,
     as_list,
     convert_experts,
     convert_linears,
     convert_model,
-    is_expert_module,
     training_device,
 )
 from titan_mxfp8.modules.converted import SPLITS_GEMMS, ConvertedModule, MXConfig, own_code
-from titan_mxfp8.modules.dispatch import Dispatch, check_memory, interleaved, worst_case_bytes
+from titan_mxfp8.modules.dispatch import Dispatch, interleaved
 from titan_mxfp8.modules.linear import MXFP8Linear
 
 __all__ = [
@@ -28,7 +26,6 @@ __all__ = [
     "MXConfig",
     "MXFP8Linear",
     "as_list",
-    "check_memory",
     "convert_experts",
     "convert_linears",
     "convert_model",
@@ -36,5 +33,4 @@ __all__ = [
     "is_expert_module",
     "own_code",
     "training_device",
-    "worst_case_bytes",
 ]

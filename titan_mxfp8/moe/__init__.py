@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.moe.symmetric import symmetric_available, symmetric_of
-from titan_mxfp8.moe.transport import Landing, Local, Transport
+from titan_mxfp8.moe.transport import DispatchHandle, Local, Transport
 
-__all__ = ["Landing", "Transport", "choose"]
+__all__ = ["DispatchHandle", "Transport", "choose"]
 
 TransportName = Literal["auto", "collective", "symmetric"]
 Rows = Literal["counted", "worst_case"]

@@ -9,7 +9,7 @@ import torch
 from titan_mxfp8.format.mx import ceil_to
 
 # The sections of a rank's buffer, which are rows of the table of pointers.
-COUNTS, LABELS, PARTS, PARTIALS, VALUES = range(5)
+COUNTS, METADATA, PAYLOAD, PARTIALS, VALUES = range(5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,17 +19,17 @@ class Layout:
     | section  | holds                                                           | written by | read by      |
     |----------|-----------------------------------------------------------------|------------|--------------|
     | counts   | int32 (E + 1): slots here that chose each expert, then T        | its rank   | all, to plan |
-    | labels   | int32 (T, 3K), see ``rows.label``                               | its rank   | all          |
-    | parts    | a part's rows (T, B_0); then, from ``second_part`` on, (T, B_1) | its rank   | all          |
-    | partials | bf16 (R, tokens, D): what each rank added up of the tokens here | each rank  | its rank     |
+    | metadata | int32 (T, 3K), see ``rows.make_metadata``                       | its rank   | all          |
+    | payload  | data (T, B_0); then, from ``scales_offset`` on, scales (T, B_1) | its rank   | all          |
+    | partials | bf16 (R, tokens, D): what each rank added up of its tokens      | each rank  | its rank     |
     | values   | fp32 (R, tokens, K): slot values, likewise                      | each rank  | its rank     |
 
     Attributes:
         ranks: R.
-        tokens: the most that a rank may have at home.
+        tokens: the most that a rank may have of its own.
         experts: E.
         slots: K.
-        row_bytes: of a token's parts together.
+        row_bytes: of a token's data and scales together.
         dim: D.
     """
 
@@ -67,23 +67,23 @@ class Layout:
         return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def rooms(self, buffer: torch.Tensor, tokens: int, *widths: int) -> list[torch.Tensor]:
-        """Room for parts, each uint8 (tokens, bytes of its rows)."""
-        start, out = self.offsets()[PARTS], []
+        """Room for data and scales, each uint8 (tokens, bytes of its rows)."""
+        start, out = self.offsets()[PAYLOAD], []
         for width in widths:
             out.append(buffer[start : start + tokens * width].view(tokens, width))
-            start += second_part(self.tokens, width)
+            start += scales_offset(self.tokens, width)
         return out
 
 
 @cache
 def _offsets(layout: Layout) -> tuple[int, ...]:
-    packets = layout.ranks * layout.tokens
+    copies = layout.ranks * layout.tokens
     sizes = (
         4 * (layout.experts + 1),
         12 * layout.slots * layout.tokens,
-        layout.row_bytes * layout.tokens + 16,  # the second part begins at a multiple of 16
-        2 * layout.dim * packets,
-        4 * layout.slots * packets,
+        layout.row_bytes * layout.tokens + 16,  # scales begin at a multiple of 16
+        2 * layout.dim * copies,
+        4 * layout.slots * copies,
     )
     ends = [0]
     for size in sizes:
@@ -91,6 +91,6 @@ def _offsets(layout: Layout) -> tuple[int, ...]:
     return tuple(ends)
 
 
-def second_part(tokens: int, first_row_bytes: int) -> int:
-    """How many bytes after the first part the second one begins, on every rank, whatever it has at home."""
-    return ceil_to(tokens * first_row_bytes, 16)
+def scales_offset(tokens: int, row_bytes: int) -> int:
+    """How many bytes after the data the scales begin, on every rank, however many tokens it has."""
+    return ceil_to(tokens * row_bytes, 16)

@@ -2,54 +2,55 @@
 
 A rank sends each token once to every rank that has one of its experts, all in one buffer of bytes:
 
-| bytes of a packet     | what                                                          |
-|-----------------------|---------------------------------------------------------------|
-| of each part          | the token's row: FP8 elements, scales; or bf16                |
-| 3 x 4 x K             | its labels: experts, positions, bits of the scores (rows.py)  |
+| bytes of a copy       | what                                                               |
+|-----------------------|--------------------------------------------------------------------|
+| of each payload       | the token's row: FP8 data, scales; or bf16                         |
+| 3 x 4 x K             | its metadata: experts, positions, bits of the scores (``rows.py``) |
 
 each from a multiple of 16 on. NCCL knows no FP8 or E8M0 and gloo neither. The counts go to all ranks first;
 the host reads them, once per layer, for the sizes that torch.distributed wants. What the ranks add up returns the same
 way, and backward uses the sizes again.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titan_mxfp8.format.mx import ceil_to
-from titan_mxfp8.moe.transport import Landing, check_dispatch, check_parts, movements, read_later
+from titan_mxfp8.moe.transport import (
+    DispatchHandle,
+    Overlap,
+    check_payload,
+    checked_ids,
+    movements,
+    nothing,
+    read_later,
+)
 
 
 class Collective:
-    """``Transport`` over all-to-all of a process group."""
+    """``Transport`` over all-to-all of a process group. Methods are as there."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
 
-    def reserve(self, tokens: int) -> None:
-        """See ``Transport``: there is none."""
+    def reserve(self, tokens: int) -> None: ...
 
     def dispatch(
         self,
-        parts: list[torch.Tensor],
-        expert_ids: torch.Tensor,
-        scores: torch.Tensor,
+        payload: list[Tensor],
+        expert_ids: Tensor,
+        scores: Tensor,
         experts: int,
         worst_case: bool,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> tuple[list[torch.Tensor], Landing]:
-        """See ``Transport``.
-
-        Raises:
-            ValueError: besides, with ``worst_case``: the host has to know the sizes.
-        """
-        check_dispatch(parts, expert_ids, scores, experts, self.ranks)
+        overlap: Overlap = nothing,
+    ) -> tuple[list[Tensor], DispatchHandle]:
+        """Raises ValueError with ``worst_case`` too: the host has to know the sizes."""
+        expert_ids = checked_ids(payload, expert_ids, scores, experts, self.ranks)
         if worst_case:
             raise ValueError("the collective transport cannot take rows for the worst case: use counted rows")
         move, local = movements(expert_ids.device), experts // self.ranks
-        expert_ids = expert_ids.to(torch.int32, copy=True)
-        counts, labels = move.label(expert_ids, scores, experts)
+        counts, metadata = move.make_metadata(expert_ids, scores, experts)
         # floor: an expert -1 is on rank -1
         owners = torch.div(expert_ids, local, rounding_mode="floor")
         goes = torch.stack([(owners == rank).any(1) for rank in range(self.ranks)], 1)  # (T, R)
@@ -59,77 +60,65 @@ class Collective:
         dist.all_to_all_single(everything, mine, group=self.group)
 
         read = read_later(everything)
-        meanwhile()
+        overlap()
         sizes = read().long()  # the host waits here
         splits = torch.stack((sizes[self.rank, experts:], sizes[:, experts + self.rank]))
-        landed = int(sizes[:, self.rank * local : (self.rank + 1) * local].sum())
+        capacity = int(sizes[:, self.rank * local : (self.rank + 1) * local].sum())
 
         starts, offs = move.plan(everything[:, :experts].contiguous(), self.rank)
         ends = everything[:, experts + self.rank].cumsum(0).int()
-        slots = torch.where(goes, goes.cumsum(0) - 1 + (sent.cumsum(0) - sent), -1).int()
-        tokens = self._tokens(slots, int(splits[0].sum()))
-        packets, offsets = self._exchange([*parts, labels], tokens, splits)
-        labels = packets.view(torch.int32)[:, offsets[-1] // 4 :][:, : labels.shape[1]]
-        landed_rows, landed_scores = move.locate(labels, ends, starts, self.rank, landed)
-        landing = Landing(offs, landed_rows, landed_scores, expert_ids, slots, tokens, splits)
-        return move.place(_cut(packets, parts, offsets), landed_rows, landed), landing
+        copies_of_token = torch.where(goes, goes.cumsum(0) - 1 + (sent.cumsum(0) - sent), -1).int()
+        token_of_copy = _token_of_copy(copies_of_token, int(splits[0].sum()))
+        copies, offsets = self._exchange([*payload, metadata], token_of_copy, splits)
+        metadata = copies.view(torch.int32)[:, offsets[-1] // 4 :][:, : metadata.shape[1]]
+        destinations, row_scores = move.find_destinations(metadata, ends, starts, self.rank, capacity)
+        handle = DispatchHandle(offs, destinations, row_scores, expert_ids, copies_of_token, token_of_copy, splits)
+        return move.permute(_cut(copies, payload, offsets), destinations, capacity), handle
 
-    def resend(self, parts: list[torch.Tensor], landing: Landing) -> list[torch.Tensor]:
-        """See ``Transport``."""
-        check_parts(parts, landing.expert_ids.shape[0])
-        packets, offsets = self._exchange(parts, landing.tokens, landing.splits)
-        move = movements(packets.device)
-        return move.place(_cut(packets, parts, offsets), landing.rows, landing.scores.shape[0])
+    def dispatch_with_handle(self, payload: list[Tensor], handle: DispatchHandle) -> list[Tensor]:
+        check_payload(payload, handle.expert_ids.shape[0])
+        copies, offsets = self._exchange(payload, handle.token_of_copy, handle.splits)
+        move = movements(copies.device)
+        return move.permute(_cut(copies, payload, offsets), handle.destinations, handle.scores.shape[0])
 
     def combine(
-        self,
-        ys: list[torch.Tensor],
-        weighted: bool,
-        slot_values: torch.Tensor | None,
-        landing: Landing,
-        out_dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See ``Transport``."""
-        move = movements(landing.rows.device)
-        weights = landing.scores if weighted else None
-        partials, values = move.reduce(ys, weights, slot_values, landing.rows, torch.bfloat16)
-        received, sent = landing.splits.flip(0), landing.tokens.shape[0]  # home sends what it received
-        partials = self._all_to_all(partials, sent, received)
+        self, ys: list[Tensor], weighted: bool, slot_values: Tensor | None, handle: DispatchHandle, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        move, weights = movements(handle.offs.device), handle.scores if weighted else None
+        partials, values = move.local_combine(ys, weights, slot_values, handle.destinations, torch.bfloat16)
+        back = handle.splits.flip(0)  # a rank returns what it received
+        partials = self._all_to_all(partials, back)
         if values is not None:
-            values = self._all_to_all(values, sent, received)
-        local = landing.offs.shape[0]
-        return move.finish(partials, values, landing.slots, landing.expert_ids, local, out_dtype)
+            values = self._all_to_all(values, back)
+        return move.combine(partials, values, handle.copies_of_token, handle.expert_ids, handle.offs.shape[0], dtype)
 
-    def _tokens(self, slots: torch.Tensor, packets: int) -> torch.Tensor:
-        """The token of each packet, from the packet of each token and rank."""
-        tokens = torch.empty(packets + 1, dtype=torch.int32, device=slots.device)
-        token = torch.arange(slots.shape[0], dtype=torch.int32, device=slots.device)
-        where = torch.where(slots >= 0, slots, packets).long()
-        return tokens.scatter_(0, where.view(-1), token[:, None].expand_as(slots).reshape(-1))[:packets].clone()
-
-    def _exchange(
-        self, parts: list[torch.Tensor], tokens: torch.Tensor, splits: torch.Tensor
-    ) -> tuple[torch.Tensor, list[int]]:
-        """The packets that arrive, uint8 (N, bytes), and where in them each part begins."""
+    def _exchange(self, tensors: list[Tensor], token_of_copy: Tensor, splits: Tensor) -> tuple[Tensor, list[int]]:
+        """The copies that arrive, uint8 (N, bytes), and where in them each tensor begins."""
         offsets = [0]
-        for part in parts:
-            offsets.append(ceil_to(offsets[-1] + part.shape[1] * part.element_size(), 16))
+        for tensor in tensors:
+            offsets.append(ceil_to(offsets[-1] + tensor.shape[1] * tensor.element_size(), 16))
         width = offsets.pop()
-        packets = torch.empty((tokens.shape[0], width), dtype=torch.uint8, device=tokens.device)
-        movements(tokens.device).gather(parts, tokens, packets, offsets)
-        return self._all_to_all(packets, int(splits[1].sum()), splits), offsets
+        copies = torch.empty((token_of_copy.shape[0], width), dtype=torch.uint8, device=token_of_copy.device)
+        movements(copies.device).gather(tensors, token_of_copy, copies, offsets)
+        return self._all_to_all(copies, splits), offsets
 
-    def _all_to_all(self, x: torch.Tensor, rows: int, splits: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty((rows, x.shape[1]))
+    def _all_to_all(self, x: Tensor, splits: Tensor) -> Tensor:
         send, receive = splits.tolist()
+        out = x.new_empty((sum(receive), x.shape[1]))
         dist.all_to_all_single(out, x, receive, send, group=self.group)
         return out
 
 
-def _cut(packets: torch.Tensor, parts: list[torch.Tensor], offsets: list[int]) -> list[torch.Tensor]:
-    """The parts in the packets, as views of the same dtypes."""
+def _token_of_copy(copies_of_token: Tensor, copies: int) -> Tensor:
+    tokens = torch.empty(copies + 1, dtype=torch.int32, device=copies_of_token.device)  # the last: of those not sent
+    token = torch.arange(copies_of_token.shape[0], dtype=torch.int32, device=tokens.device)
+    where = torch.where(copies_of_token >= 0, copies_of_token, copies).long()
+    return tokens.scatter_(0, where.view(-1), token[:, None].expand_as(where).reshape(-1))[:copies].clone()
+
+
+def _cut(copies: Tensor, payload: list[Tensor], offsets: list[int]) -> list[Tensor]:
+    """The payload in the copies, as views of the same dtypes."""
     cut = []
-    for part, offset in zip(parts, offsets, strict=False):  # the last offset may be the labels'
-        columns = packets[:, offset : offset + part.shape[1] * part.element_size()]
-        cut.append(columns.view(part.dtype))
+    for tensor, offset in zip(payload, offsets, strict=False):  # the last offset may be the metadata's
+        cut.append(copies[:, offset : offset + tensor.shape[1] * tensor.element_size()].view(tensor.dtype))
     return cut

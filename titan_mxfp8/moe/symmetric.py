@@ -2,25 +2,25 @@
 
 Each rank has one buffer (``buffer.Layout``), which all layers of a group use:
 
-| function            | does, on the stream of its caller                                                        |
-|---------------------|------------------------------------------------------------------------------------------|
-| dispatch, resend    | barrier; write what is at home; barrier; read the rows that are wanted here from all     |
-| combine             | write the sums of what landed here to where their tokens are at home; barrier; add those |
+| function        | does, on the stream of its caller                                                         |
+|-----------------|-------------------------------------------------------------------------------------------|
+| both dispatches | barrier; write this rank's tokens; barrier; read from all the rows that are wanted here   |
+| combine         | write the local sums into the buffers of the source ranks; barrier; add up what came back |
 
-So a link is busy while memory is: rows are read over it while they are placed, and sums go over it while rows are added
-up.
+So a link is busy while memory is: rows are permuted as they are read over it, and sums go over it as rows are added up.
 
 Why these barriers are enough: a rank passes a barrier when all ranks have reached it, hence all that stands before it
 on their streams is done.
 
 - What is read was written: a barrier stands between.
-- Tokens are overwritten by the next dispatch or resend only, whose first barrier comes after every rank's last read;
-  so two dispatches in a row, as when activation checkpointing stops recomputing early, need nothing else.
-- Sums are overwritten by the next combine only. A dispatch or resend comes before it, whose barriers come after every
-  rank's last read of sums; where none does, combine begins with a barrier.
+- Tokens are overwritten by the next dispatch (with or without a handle) only, whose first barrier comes after every
+  rank's last read; so two dispatches in a row, as when activation checkpointing stops recomputing early, need nothing
+  else.
+- Sums are overwritten by the next combine only. A dispatch comes before it, whose barriers come after every rank's last
+  read of sums; where none does, combine begins with a barrier.
 
-More tokens than there is room for are an error. Unless for the worst case, every rank's host reads how many rows land
-there; the rank with too many tokens writes negative counts before it raises, by which the others see it and raise too.
+More tokens than there is room for are an error. Unless for the worst case, every rank's host reads how many rows it
+gets; the rank with too many tokens writes negative counts before it raises, by which the others see it and raise too.
 
 A rank that died is waited for until the process group's timeout; then the barrier says on stdout which rank did not
 come (``[FATAL] CUDASymmetricMemory::barrier: rank 0 failed to receive signal from rank 1``) and traps: the next call
@@ -32,7 +32,6 @@ All functions of a group belong on one stream, in the same order on every rank.
 import importlib
 import os
 import socket
-from collections.abc import Callable
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -40,12 +39,13 @@ from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titan_mxfp8.backends import runs_triton
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.moe import buffer
 from titan_mxfp8.moe.buffer import Layout
-from titan_mxfp8.moe.transport import Landing, check_dispatch, check_parts, read_later
+from titan_mxfp8.moe.transport import DispatchHandle, Overlap, check_payload, checked_ids, nothing, read_later
 
 _VIEWS = 64  # of a buffer that are kept, of each kind
 
@@ -60,7 +60,7 @@ class Link(Protocol):
     def gather(self, value: object) -> list:
         """Every rank's ``value``, once the GPU has done what was asked of it."""
 
-    def allocate(self, size: int) -> tuple[torch.Tensor, list[int]]:
+    def allocate(self, size: int) -> tuple[Tensor, list[int]]:
         """A buffer of ``size`` bytes, and where every rank's begins, as this one's kernels see it."""
 
     def barrier(self) -> None:
@@ -79,7 +79,7 @@ class GroupLink:
         torch.cuda.synchronize(self.device)
         return _gather(value, self.group)
 
-    def allocate(self, size: int) -> tuple[torch.Tensor, list[int]]:
+    def allocate(self, size: int) -> tuple[Tensor, list[int]]:
         symm_mem = _symmetric_memory()
         memory = symm_mem.empty(size, dtype=torch.uint8, device=self.device)
         self.handle = symm_mem.rendezvous(memory, group=self.group)
@@ -96,7 +96,7 @@ class GroupLink:
 
 
 class Symmetric:
-    """``Transport`` over memory that the ranks share.
+    """``Transport`` over memory that the ranks share. Methods are as there.
 
     The first dispatch makes the buffer, for as many tokens as any rank has then or has reserved; all ranks agree on it.
     A later one may not have more.
@@ -109,11 +109,7 @@ class Symmetric:
         self._reserved, self._sums_are_read, self._captured = 1, False, False
 
     def reserve(self, tokens: int) -> None:
-        """See ``Transport``.
-
-        Raises:
-            ValueError: the buffer has been made, for fewer.
-        """
+        """Raises ValueError if the buffer has been made, for fewer."""
         if self.layout is not None and tokens > self.layout.tokens:
             raise ValueError(
                 f"room for {tokens} tokens comes too late: the first call of these ranks made their buffer for "
@@ -123,82 +119,67 @@ class Symmetric:
 
     def dispatch(
         self,
-        parts: list[torch.Tensor],
-        expert_ids: torch.Tensor,
-        scores: torch.Tensor,
+        payload: list[Tensor],
+        expert_ids: Tensor,
+        scores: Tensor,
         experts: int,
         worst_case: bool,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> tuple[list[torch.Tensor], Landing]:
-        """See ``Transport``; M is R * min(K, E/R) times the tokens there is room for with ``worst_case``.
+        overlap: Overlap = nothing,
+    ) -> tuple[list[Tensor], DispatchHandle]:
+        """M is R * min(K, E/R) times the tokens there is room for with ``worst_case``.
 
         Raises:
             ValueError: besides, for more tokens than there is room for; unless ``worst_case``, on all ranks.
         """
-        check_dispatch(parts, expert_ids, scores, experts, self.ranks)
-        tokens, k = expert_ids.shape
-        dim = parts[0].shape[1]
-        self._make_room(tokens=tokens, experts=experts, slots=k, row_bytes=_row_bytes(parts), dim=dim)
+        expert_ids = checked_ids(payload, expert_ids, scores, experts, self.ranks)
+        (tokens, k), dim = expert_ids.shape, payload[0].shape[1]
+        self._make_room(tokens=tokens, experts=experts, slots=k, row_bytes=_row_bytes(payload), dim=dim)
         if tokens > self.layout.tokens:
             self._refuse(tokens, experts, worst_case)
-        expert_ids = expert_ids.to(torch.int32, copy=True)
         self.link.barrier()
         counts = self._view(buffer.COUNTS, torch.int32, experts + 1)
-        labels = self._view(buffer.LABELS, torch.int32, tokens, 3 * k)
+        metadata = self._view(buffer.METADATA, torch.int32, tokens, 3 * k)
         counts[experts:].fill_(tokens)
-        self.kernels.label(expert_ids, scores, experts, out=(counts, labels))
-        self._write(parts)
-        self.link.barrier()
-        self._sums_are_read = False
+        self.kernels.make_metadata(expert_ids, scores, experts, out=(counts, metadata))
+        self._write(payload)
 
         limit = self.layout.tokens * self.ranks * min(k, experts // self.ranks) if worst_case else None
-        starts, offs = self.kernels.plan(
-            self._view(buffer.COUNTS, torch.int32, 1, experts), self.rank, limit, self.peers
-        )
+        counts = self._view(buffer.COUNTS, torch.int32, 1, experts)
+        starts, offs = self.kernels.plan(counts, self.rank, limit, self.peers)
         count = read_later(offs[-1:]) if limit is None else lambda: limit
-        meanwhile()
+        overlap()
         capacity = int(count())  # the host waits here, unless for the worst case
         if capacity < 0:
             raise ValueError(
                 f"another rank has more tokens than the symmetric transport has room for, {self.layout.tokens}: its "
                 "error says what to do"
             )
-        rows, landed_scores = self.kernels.locate(labels, None, starts, self.rank, capacity, self.peers)
-        empty, no_splits = offs.new_empty(0), torch.empty((2, 0), dtype=torch.int64)
-        slots = empty.view(0, 1).expand(0, self.ranks)
-        landing = Landing(offs, rows, landed_scores, expert_ids, slots, empty.clone(), no_splits)
-        return self.kernels.place(parts, rows, capacity, self.peers), landing
+        destinations, row_scores = self.kernels.find_destinations(
+            metadata, None, starts, self.rank, capacity, self.peers
+        )
+        handle = DispatchHandle.of_direct(offs, destinations, row_scores, expert_ids, self.ranks)
+        return self.kernels.permute(payload, destinations, capacity, self.peers), handle
 
-    def resend(self, parts: list[torch.Tensor], landing: Landing) -> list[torch.Tensor]:
-        """See ``Transport``."""
-        check_parts(parts, landing.expert_ids.shape[0])
-        self._make_room(row_bytes=_row_bytes(parts))
+    def dispatch_with_handle(self, payload: list[Tensor], handle: DispatchHandle) -> list[Tensor]:
+        check_payload(payload, handle.expert_ids.shape[0])
+        self._make_room(row_bytes=_row_bytes(payload))
         self.link.barrier()
-        self._write(parts)
-        self.link.barrier()
-        self._sums_are_read = False
-        return self.kernels.place(parts, landing.rows, landing.scores.shape[0], self.peers)
+        self._write(payload)
+        return self.kernels.permute(payload, handle.destinations, handle.scores.shape[0], self.peers)
 
     def combine(
-        self,
-        ys: list[torch.Tensor],
-        weighted: bool,
-        slot_values: torch.Tensor | None,
-        landing: Landing,
-        out_dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See ``Transport``."""
-        k, d, packets = landing.expert_ids.shape[1], ys[0].shape[1], landing.rows.shape[0]
+        self, ys: list[Tensor], weighted: bool, slot_values: Tensor | None, handle: DispatchHandle, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        (copies, k), d, weights = handle.destinations.shape, ys[0].shape[1], handle.scores if weighted else None
         self._make_room(dim=d, slots=k)
         if self._sums_are_read:
             self.link.barrier()
-        self.kernels.reduce_to(self.peers, ys, landing.scores if weighted else None, slot_values, landing.rows)
+        self.kernels.local_combine(ys, weights, slot_values, handle.destinations, torch.bfloat16, self.peers)
         self.link.barrier()
         self._sums_are_read = True
-        sums = self._view(buffer.PARTIALS, torch.bfloat16, packets, d)
-        values = None if slot_values is None else self._view(buffer.VALUES, torch.float32, packets, k)
-        local = landing.offs.shape[0]
-        return self.kernels.finish(sums, values, None, landing.expert_ids, local, out_dtype, self.peers)
+        sums = self._view(buffer.PARTIALS, torch.bfloat16, copies, d)
+        values = None if slot_values is None else self._view(buffer.VALUES, torch.float32, copies, k)
+        return self.kernels.combine(sums, values, None, handle.expert_ids, handle.offs.shape[0], dtype, self.peers)
 
     def _refuse(self, tokens: int, experts: int, worst_case: bool) -> NoReturn:
         """Raises of more tokens than there is room for; and has the others raise, unless for the worst case."""
@@ -216,15 +197,18 @@ class Symmetric:
             "mxfp8_moe, what any rank ever has, from the first call on, or use the collective transport; " + others
         )
 
-    def _write(self, parts: list[torch.Tensor]) -> None:
-        in_bytes = [part.view(torch.uint8) for part in parts]
-        rooms = self._rooms(parts[0].shape[0], *(part.shape[1] for part in in_bytes))
-        for room, part in zip(rooms, in_bytes, strict=True):
-            room.copy_(part)
+    def _write(self, payload: list[Tensor]) -> None:
+        """This rank's tokens, for all to read."""
+        in_bytes = [tensor.view(torch.uint8) for tensor in payload]
+        rooms = self._rooms(payload[0].shape[0], *(tensor.shape[1] for tensor in in_bytes))
+        for room, tensor in zip(rooms, in_bytes, strict=True):
+            room.copy_(tensor)
+        self.link.barrier()
+        self._sums_are_read = False
 
     def _make_room(self, **sizes: int) -> None:
         """A buffer that holds this too. All but the tokens is of the model, so every rank comes here with the same, and
-        where the buffer must grow, all make a new one. For tokens it never grows: landings number packets by them."""
+        where the buffer must grow, all make a new one. For tokens it never grows: handles number copies by them."""
         self._captured |= self.link.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         tokens = sizes.pop("tokens", 0)
         if self.layout is None:
@@ -283,7 +267,7 @@ def _try_out(group: dist.ProcessGroup, device: torch.device) -> tuple[bool, str]
 
 def trial(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """What fails where the ranks share a byte, in words, the same on every rank; None where nothing does."""
-    made: list[torch.Tensor] = []
+    made: list[Tensor] = []
 
     def allocate() -> None:
         made.append(_symmetric_memory().empty(1, dtype=torch.uint8, device=device))
@@ -341,5 +325,5 @@ def _first(failure: str | None, group: dist.ProcessGroup) -> str | None:
     return next(filter(None, _gather(failure, group)), None)
 
 
-def _row_bytes(parts: list[torch.Tensor]) -> int:
-    return sum(part.shape[1] * part.element_size() for part in parts)
+def _row_bytes(payload: list[Tensor]) -> int:
+    return sum(tensor.shape[1] * tensor.element_size() for tensor in payload)

@@ -1,6 +1,6 @@
 """What a transport is, what it leaves of a layer's routing, and the one of a single rank.
 
-T tokens at home, K slots (chosen experts) each, E experts on R ranks, M rows that land here: ``rows.py``.
+T tokens of this rank, K slots (chosen experts) each, E experts on R ranks, M rows for the experts here: ``rows.py``.
 """
 
 import importlib
@@ -10,35 +10,50 @@ from types import ModuleType
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from titan_mxfp8.backends import runs_triton
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.moe import rows
 
+Overlap = Callable[[], None]
 
-class Landing(NamedTuple):
-    """A layer's routing: all that ``resend`` and ``combine`` need, as tensors of their own.
+
+def nothing() -> None:
+    """The overlap callback of callers that have nothing else to launch."""
+
+
+class DispatchHandle(NamedTuple):
+    """A layer's routing: all that ``dispatch_with_handle`` and ``combine`` need, as tensors of their own.
 
     Attributes:
         offs: int32 (E/R,) end offsets of the local experts' rows.
-        rows: int32 (N, K). For each packet (a token of some rank that came here) and each of its slots the row where
-            it landed; -1 where the slot's expert is elsewhere, -2 where there was no room.
-        scores: fp32 (M,), of each landed row.
+        destinations: int32 (N, K). For each token copy that arrived here and each of its slots the row it went to; -1
+            where the slot's expert is on another rank, -2 where there was no memory.
+        scores: fp32 (M,), of each row.
         expert_ids: int32 (T, K), of this rank's tokens.
-        slots: int32 (T, R). Which of the packets that this rank sent is its token's to rank r, or -1; ``collective``
-            only, else (0, R).
-        tokens: int32 (packets sent,). The token of each; ``collective`` only, else empty.
-        splits: int64 (2, R) on the CPU. Packets sent to each rank and received from it; ``collective`` only, else
+        copies_of_token: int32 (T, R). Which of the copies that this rank sent is its token's to rank r, or -1;
+            ``collective`` only, else (0, R).
+        token_of_copy: int32 (copies sent,). The token of each; ``collective`` only, else empty.
+        splits: int64 (2, R) on the CPU. Copies sent to each rank and received from it; ``collective`` only, else
             (2, 0).
     """
 
-    offs: torch.Tensor
-    rows: torch.Tensor
-    scores: torch.Tensor
-    expert_ids: torch.Tensor
-    slots: torch.Tensor
-    tokens: torch.Tensor
-    splits: torch.Tensor
+    offs: Tensor
+    destinations: Tensor
+    scores: Tensor
+    expert_ids: Tensor
+    copies_of_token: Tensor
+    token_of_copy: Tensor
+    splits: Tensor
+
+    @classmethod
+    def of_direct(
+        cls, offs: Tensor, destinations: Tensor, scores: Tensor, expert_ids: Tensor, ranks: int
+    ) -> "DispatchHandle":
+        """That of a transport which needs no list of copies."""
+        copies, tokens = offs.new_empty((0, ranks)), offs.new_empty(0)
+        return cls(offs, destinations, scores, expert_ids, copies, tokens, torch.empty((2, 0), dtype=torch.int64))
 
 
 class Transport(Protocol):
@@ -52,60 +67,56 @@ class Transport(Protocol):
     rank: int
 
     def reserve(self, tokens: int) -> None:
-        """Makes room for ``tokens`` tokens at home, on all ranks, where a transport has memory of its own for them.
-        Before the first dispatch, on any rank; afterwards it only says whether there is as much."""
+        """Makes room for ``tokens`` tokens of each rank, where a transport has memory of its own for them. Before the
+        first dispatch, on any rank; afterwards it only says whether there is as much."""
 
     def dispatch(
         self,
-        parts: list[torch.Tensor],
-        expert_ids: torch.Tensor,
-        scores: torch.Tensor,
+        payload: list[Tensor],
+        expert_ids: Tensor,
+        scores: Tensor,
         experts: int,
         worst_case: bool,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> tuple[list[torch.Tensor], Landing]:
+        overlap: Overlap = nothing,
+    ) -> tuple[list[Tensor], DispatchHandle]:
         """Tokens to their experts. A token crosses to a rank once, whatever the number of its slots there.
 
         Args:
-            parts: one or two of (T, B_i), contiguous: FP8 elements and their scales, or rows in bf16.
+            payload: one or two of (T, B_i), contiguous: FP8 data and their scales, or rows in bf16.
             expert_ids: integers (T, K); a slot of an expert that is not in 0..E-1 is sent nowhere.
             scores: fp32 (T, K).
             experts: E, of all ranks; a multiple of R.
-            worst_case: False: M is what lands here, which the host waits for where it cannot know it. True: M is
-                what could land here at most, and the host waits for nothing.
-            meanwhile: called once, before the host waits (and where it waits for nothing too): launches other work, so
+            worst_case: False: M is the number of rows, which the host waits for where it cannot know it. True: M is
+                the most that it could be, and the host waits for nothing.
+            overlap: called once, before the host waits (and where it waits for nothing too): launches other work, so
                 that the GPU is busy with it until the host has launched what follows.
 
         Returns:
-            The parts, (M, B_i), expert after expert, within an expert by source rank, then token: the order of
+            The payload, (M, B_i), expert after expert, within an expert by source rank, then token: the order of
             TorchTitan's own dispatch, without padding.
 
         Raises:
             ValueError: for shapes and dtypes other than these, before anything is sent.
         """
 
-    def resend(self, parts: list[torch.Tensor], landing: Landing) -> list[torch.Tensor]:
-        """Other rows of the same tokens, (T, B_i), to the same places: gradients, in backward."""
+    def dispatch_with_handle(self, payload: list[Tensor], handle: DispatchHandle) -> list[Tensor]:
+        """Other rows of the same tokens, (T, B_i), to the same destinations: gradients, in backward."""
 
     def combine(
-        self,
-        ys: list[torch.Tensor],
-        weighted: bool,
-        slot_values: torch.Tensor | None,
-        landing: Landing,
-        out_dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, ys: list[Tensor], weighted: bool, slot_values: Tensor | None, handle: DispatchHandle, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
         """What the experts made of each token, added up.
 
         An expert's rank adds up the slots of a token in fp32; where R > 1 that travels in bf16, one row for each token
-        and rank, and home adds those in fp32, in the order of the ranks.
+        and rank, and the source rank adds those in fp32, in the order of the ranks.
 
         Args:
             ys: one or two of (M, D); the sum of both is what is meant.
             weighted: whether each row is multiplied by its score.
-            slot_values: fp32 (M,), a number for each row that goes home too (the gradient of its score), or None.
-            landing: of ``dispatch``.
-            out_dtype: of the sums.
+            slot_values: fp32 (M,), a number of each row that goes to its source rank too (the gradient of its score),
+                or None.
+            handle: of ``dispatch``.
+            dtype: of the sums.
 
         Returns:
             Sums (T, D), and the slot values, fp32 (T, K).
@@ -113,51 +124,40 @@ class Transport(Protocol):
 
 
 class Local:
-    """One rank: no links. Rows move once, from the token to its places."""
+    """One rank: no links. Rows move once, from the token to its destinations. Methods are as in ``Transport``."""
 
     ranks, rank = 1, 0
 
-    def reserve(self, tokens: int) -> None:
-        """See ``Transport``: there is none."""
+    def reserve(self, tokens: int) -> None: ...
 
     def dispatch(
         self,
-        parts: list[torch.Tensor],
-        expert_ids: torch.Tensor,
-        scores: torch.Tensor,
+        payload: list[Tensor],
+        expert_ids: Tensor,
+        scores: Tensor,
         experts: int,
         worst_case: bool,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> tuple[list[torch.Tensor], Landing]:
-        """See ``Transport``; M is T * K in both cases."""
-        check_dispatch(parts, expert_ids, scores, experts, self.ranks)
-        move = movements(expert_ids.device)
-        expert_ids = expert_ids.to(torch.int32, copy=True)
-        counts, labels = move.label(expert_ids, scores, experts)
+        overlap: Overlap = nothing,
+    ) -> tuple[list[Tensor], DispatchHandle]:
+        """M is T * K in both cases."""
+        expert_ids = checked_ids(payload, expert_ids, scores, experts, self.ranks)
+        move, tokens, capacity = movements(expert_ids.device), expert_ids.shape[0], expert_ids.numel()
+        counts, metadata = move.make_metadata(expert_ids, scores, experts)
         starts, offs = move.plan(counts[None], 0)
-        tokens, capacity = expert_ids.shape[0], expert_ids.numel()
         ends = torch.full((1,), tokens, dtype=torch.int32, device=offs.device)
-        landed_rows, landed_scores = move.locate(labels, ends, starts, 0, capacity)
-        meanwhile()
-        empty, no_splits = offs.new_empty(0), torch.empty((2, 0), dtype=torch.int64)
-        landing = Landing(offs, landed_rows, landed_scores, expert_ids, empty.view(0, 1), empty.clone(), no_splits)
-        return move.place(parts, landed_rows, capacity), landing
+        destinations, row_scores = move.find_destinations(metadata, ends, starts, 0, capacity)
+        overlap()
+        handle = DispatchHandle.of_direct(offs, destinations, row_scores, expert_ids, self.ranks)
+        return move.permute(payload, destinations, capacity), handle
 
-    def resend(self, parts: list[torch.Tensor], landing: Landing) -> list[torch.Tensor]:
-        """See ``Transport``."""
-        return movements(landing.rows.device).place(parts, landing.rows, landing.scores.shape[0])
+    def dispatch_with_handle(self, payload: list[Tensor], handle: DispatchHandle) -> list[Tensor]:
+        return movements(handle.offs.device).permute(payload, handle.destinations, handle.scores.shape[0])
 
     def combine(
-        self,
-        ys: list[torch.Tensor],
-        weighted: bool,
-        slot_values: torch.Tensor | None,
-        landing: Landing,
-        out_dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See ``Transport``."""
-        weights = landing.scores if weighted else None
-        return movements(landing.rows.device).reduce(ys, weights, slot_values, landing.rows, out_dtype)
+        self, ys: list[Tensor], weighted: bool, slot_values: Tensor | None, handle: DispatchHandle, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        weights = handle.scores if weighted else None
+        return movements(handle.offs.device).local_combine(ys, weights, slot_values, handle.destinations, dtype)
 
 
 @cache
@@ -166,7 +166,7 @@ def movements(device: torch.device) -> ModuleType:
     return importlib.import_module("titan_mxfp8.moe.kernels") if runs_triton(hardware_of(device)) else rows
 
 
-def read_later(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+def read_later(x: Tensor) -> Callable[[], Tensor]:
     """Starts copying ``x`` to the host.
 
     Returns:
@@ -178,29 +178,28 @@ def read_later(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     done = torch.cuda.Event()
     done.record()
 
-    def wait() -> torch.Tensor:
+    def wait() -> Tensor:
         done.synchronize()
         return copied
 
     return wait
 
 
-def check_dispatch(
-    parts: list[torch.Tensor], expert_ids: torch.Tensor, scores: torch.Tensor, experts: int, ranks: int
-) -> None:
-    """Raises ValueError unless the arguments are as ``Transport.dispatch`` asks."""
+def checked_ids(payload: list[Tensor], expert_ids: Tensor, scores: Tensor, experts: int, ranks: int) -> Tensor:
+    """A copy of ``expert_ids`` in int32; raises ValueError unless the arguments are as ``Transport.dispatch`` asks."""
     if experts % ranks:
         raise ValueError(f"{experts} experts cannot be divided among {ranks} ranks of the expert-parallel group")
     if expert_ids.ndim != 2 or expert_ids.dtype.is_floating_point:
         raise ValueError(f"expert_ids must be integers (T, K), got {expert_ids.dtype} {tuple(expert_ids.shape)}")
     if scores.shape != expert_ids.shape or scores.dtype != torch.float32:
         raise ValueError(f"scores must be float32 {tuple(expert_ids.shape)}, got {scores.dtype} {tuple(scores.shape)}")
-    check_parts(parts, expert_ids.shape[0])
+    check_payload(payload, expert_ids.shape[0])
+    return expert_ids.to(torch.int32, copy=True)
 
 
-def check_parts(parts: list[torch.Tensor], tokens: int) -> None:
+def check_payload(payload: list[Tensor], tokens: int) -> None:
     """Raises ValueError unless there are one or two contiguous (``tokens``, B)."""
-    shapes = [tuple(part.shape) for part in parts]
-    right = all(part.ndim == 2 and part.shape[0] == tokens and part.is_contiguous() for part in parts)
-    if not right or len(parts) not in (1, 2):
-        raise ValueError(f"parts must be one or two contiguous tensors of {tokens} rows, got {shapes}")
+    right = all(x.ndim == 2 and x.shape[0] == tokens and x.is_contiguous() for x in payload)
+    if not right or len(payload) not in (1, 2):
+        shapes = [tuple(x.shape) for x in payload]
+        raise ValueError(f"payload must be one or two contiguous tensors of {tokens} rows, got {shapes}")

@@ -3,8 +3,10 @@
 import torch
 
 from titan_mxfp8.format.mx import MXTensor
-from titan_mxfp8.ops.checks import check_activations, check_devices, check_dtype, check_features, check_offs_type
+from titan_mxfp8.ops.checks import check_activations, check_devices, check_dtypes, check_features, check_offs_type
+from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.matmul import mx_matmul
+from titan_mxfp8.ops.operands import plain
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 
@@ -12,9 +14,9 @@ def mxfp8_grouped_mm(
     a: torch.Tensor | MXTensor,
     b_t: torch.Tensor,
     offs: torch.Tensor,
+    bias: torch.Tensor | None = None,
     *,
     recipe: str | Recipe = "mxfp8",
-    bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
     rebase: bool = False,
@@ -29,8 +31,8 @@ def mxfp8_grouped_mm(
             gradient multiplies its values, quantised again along M as the recipe says.
         b_t: (E, K, N) weights, bf16 or fp32, usually ``w_ENK.transpose(-2, -1)``. K and N are multiples of 32.
         offs: int32 (E,) end offsets of the groups among the M rows: non-decreasing, any sizes, on the device of ``a``.
-        recipe: a key of ``RECIPES``, or a ``Recipe``.
         bias: (N,), or (E, N) for one per expert; added in fp32 before the output is rounded.
+        recipe: a key of ``RECIPES``, or a ``Recipe``.
         out_dtype: ``torch.bfloat16`` or ``torch.float32``.
         backend: ``auto`` or a name of ``titan_mxfp8.backends``.
         rebase: takes the recipe's rebased form (``Recipe.rebased``): the GEMMs scale once per 128 elements, much
@@ -49,39 +51,48 @@ def mxfp8_grouped_mm(
         holds there is never used. The weight gradient of an expert without rows is exactly zero.
 
     Raises:
-        ValueError: anything not as described above.
+        ValueError: an unknown recipe or backend, or one that cannot run here; another dtype, shape or device of a
+            tensor; K or N that is no multiple of 32; an ``MXTensor`` of other blocks or along another axis; on a CPU,
+            ``offs`` that is negative, decreasing or past M.
     """
-    recipe = get_recipe(recipe, rebase)
+    (b_t,) = plain("mxfp8_grouped_mm", b_t=b_t)
+    config = config_of(
+        get_recipe(recipe, rebase), f"{backend}", b_t.device, bool(keep_quantized_weight), bool(requantize_input)
+    )
+    return grouped_mm(a, b_t, offs, bias, out_dtype, config)
+
+
+def grouped_mm(
+    a: torch.Tensor | MXTensor,
+    b_t: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    config: MXConfig,
+) -> torch.Tensor:
+    """``mxfp8_grouped_mm`` with a ``config``."""
+    a, b_t, bias = plain("mxfp8_grouped_mm", a=a, b_t=b_t, bias=bias)
     if b_t.ndim != 3 or len(a.shape) != 2 or not isinstance(offs, torch.Tensor):
         given = tuple(offs.shape) if isinstance(offs, torch.Tensor) else repr(offs)
         raise ValueError(
-            "takes a of shape (M, K), b_t of shape (E, K, N) and offs, an int32 tensor of shape (E,), got "
-            f"{tuple(a.shape)}, {tuple(b_t.shape)} and {given}"
+            "mxfp8_grouped_mm takes a of shape (M, K), b_t of shape (E, K, N) and offs, an int32 tensor of shape (E,), "
+            f"got {tuple(a.shape)}, {tuple(b_t.shape)} and {given}"
         )
     experts, k, n = b_t.shape
     if a.shape[1] != k:
-        raise ValueError(f"a of shape {tuple(a.shape)} and b_t of shape {tuple(b_t.shape)} disagree about K")
+        raise ValueError(
+            f"mxfp8_grouped_mm: a of shape {tuple(a.shape)} and b_t of shape {tuple(b_t.shape)} disagree about K"
+            + ": pass b_t.mT" * (a.shape[1] == n)
+        )
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"out_dtype must be torch.bfloat16 or torch.float32, got {out_dtype}")
     check_offs_type(offs, experts)
-    _check_operands(a, b_t, bias, out_dtype)
+    check_activations("a", a)
+    check_dtypes(b_t=b_t, bias=bias)
+    check_features({"K, the number of in features,": k, "N, the number of out features,": n})
     check_devices(a=a, b_t=b_t, offs=offs, bias=bias)
     if bias is not None:
         if tuple(bias.shape) not in ((n,), (experts, n)):
             raise ValueError(f"bias must be of shape ({n},) or ({experts}, {n}), got {tuple(bias.shape)}")
         bias = bias.expand(experts, n)
-    return mx_matmul(a, b_t.mT, bias, offs, recipe, out_dtype, backend, keep_quantized_weight, requantize_input)
-
-
-def _check_operands(
-    a: torch.Tensor | MXTensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> None:
-    if out_dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"out_dtype must be torch.bfloat16 or torch.float32, got {out_dtype}")
-    check_activations("a", a)
-    check_dtype("b_t", b)
-    if bias is not None:
-        check_dtype("bias", bias)
-    check_features("K, the number of in features,", b.shape[-2])
-    check_features("N, the number of out features,", b.shape[-1])
+    return mx_matmul(a, b_t.mT, bias, offs, out_dtype, config)

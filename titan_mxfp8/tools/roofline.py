@@ -116,8 +116,8 @@ def passes(recipe: Recipe, plan: Plan, layer: Layer, keeps_weight: bool = True) 
         "wgrad": (_bytes(dy, 0, plan.wgrad.a, groups), _bytes(x, 0, plan.wgrad.b, groups), groups * n * k),
     }
     for name, (a, b, out) in operands.items():
-        multiplies = plan.gemms[name].multiplies
-        found.append(Pass(name=name, moved=a + b + 2 * out, flops=flops, what=multiplies))
+        mma_dtype = plan.gemms[name].mma_dtype
+        found.append(Pass(name=name, moved=a + b + 2 * out, flops=flops, what=mma_dtype))
     return found
 
 
@@ -172,7 +172,7 @@ def moe_passes(recipe: Recipe, plan: Plan, layer: MoELayer) -> list[Pass]:
 
 def _bytes(shape: tuple[int, ...], axis: int, spec: OperandSpec, groups: int) -> int:
     """Of an operand as it is stored; of rows that are cut into groups along ``axis``, with their padding."""
-    is_ragged = len(shape) == 2 and (axis == 0 or spec.groups_rows)
+    is_ragged = len(shape) == 2 and (axis == 0 or spec.grouped_scales)
     operand = spec.empty(torch.empty(shape, dtype=torch.bfloat16, device="meta"), axis, groups if is_ragged else None)
     return operand.data.nbytes + (0 if operand.scale is None else operand.scale.nbytes)
 

@@ -1,0 +1,202 @@
+"""The symptom that each workaround is for, in torch and TorchTitan 0.2.2 as they are installed: a test that fails here
+says that a workaround is needed no longer. A workaround without a check fails too.
+
+Not here is ``keep_saved_outputs``, whose symptom takes a whole model: test_models.py.
+"""
+
+import shutil
+
+import pytest
+import test_models
+import torch
+from symptoms import look
+
+from titan_mxfp8.workarounds import TITAN03, WORKAROUNDS
+
+NEW_TORCH = torch.__version__ >= (2, 13)
+
+# Without the plugin: each check says what it found.
+SYMPTOMS = """
+import copy, logging, warnings
+from types import SimpleNamespace
+from symptoms import claim_no_mfu, log_offline_where_wandb_is_out_of_reach, one_rank, symptom, use_cpu_device
+import torch, torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+import torchtitan.models.moe.utils as moe_utils
+from torchtitan.components.validate import Validator
+from torchtitan.config import JobConfig
+from torchtitan.models.llama4 import llama4_args
+from torchtitan.models.llama4.model.state_dict_adapter import Llama4StateDictAdapter
+from torchtitan.models.moe.moe import TokenChoiceTopKRouter
+from torchtitan.protocols.train_spec import get_train_spec
+
+warnings.filterwarnings("ignore")
+symptom(use_cpu_device)
+symptom(claim_no_mfu)
+symptom(log_offline_where_wandb_is_out_of_reach)
+
+@symptom
+def run_backward_in_the_calling_thread():
+    return torch.autograd.is_multithreading_enabled()
+
+@symptom
+def export_dense_layers():
+    return Llama4StateDictAdapter(llama4_args["debugmodel"], None).to_hf({"layers.0.feed_forward.w1.weight": None})
+
+@symptom
+def export_contiguous_tensors():
+    w2 = torch.zeros(2, 3, 4)
+    adapter = Llama4StateDictAdapter(llama4_args["debugmodel"], None)
+    return [value.is_contiguous() for value in adapter.to_hf({"layers.1.moe.experts.w2": w2}).values()]
+
+def rank_of_two(rank):
+    dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+    torch._dynamo.reset()
+    return init_device_mesh("cpu", (2,))
+
+@symptom
+def count_integers_with_histc():
+    torch.histc(torch.arange(4), bins=4, min=0, max=4)
+
+@symptom
+def permute_tokens_without_triton():
+    moe_utils.generate_permute_indices(torch.tensor([2, 0, 1, 1, 0, 4]), 3, 2, 20, 4)
+
+@symptom
+def profile_without_device_activity():
+    torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, None])
+
+@symptom
+def initialise_router_bias():
+    router = TokenChoiceTopKRouter(32, 4, None, None, 2, "softmax", False, 1.0, gate_bias=True)
+    router.requires_grad_(False)
+    router.gate.bias.fill_(torch.nan)
+    router.init_weights(0.02)
+    return router.gate.bias.isnan().all().item()
+
+@symptom
+def validate_every_model():
+    return [get_train_spec(name).build_validator_fn for name in ("deepseek_v3", "gpt_oss")]
+
+@symptom
+def validate_as_it_trains():
+    model = SimpleNamespace(get_attention_masks=lambda **inputs: "masks", model_args=SimpleNamespace(attn_type="sdpa"))
+    validator = SimpleNamespace(tokenizer=None, parallel_dims=SimpleNamespace(cp_enabled=False))
+    return Validator.post_dataloading_process(validator, {"input": torch.zeros(1, 1)}, None, [model])[-1]
+
+@symptom
+def hide_grouped_mm_warning():
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger().addHandler(handler)
+    copy.deepcopy(llama4_args["debugmodel"]).update_from_config(JobConfig())
+    return "; ".join(record.getMessage() for record in records)
+
+@symptom
+def ignore_profiler_ranges():
+    calls = []
+
+    def block(x):
+        calls.append(x)
+        if len(calls) > 1:
+            with torch.profiler.record_function("FSDP::all_gather"):
+                pass
+        return (x @ x).sin()
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    x = torch.ones(4, 4, requires_grad=True)
+    contexts = lambda: create_selective_checkpoint_contexts(policy)
+    checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum().backward()
+
+@symptom
+def draw_full_tensor_at_random_init():
+    shards = []
+    for rank in (0, 1):
+        whole = distribute_tensor(torch.empty(4, 4), rank_of_two(rank), [Shard(0)], src_data_rank=None)
+        torch.manual_seed(0)
+        shards.append(whole.normal_().to_local())
+        dist.destroy_process_group()
+    return torch.equal(*shards)
+
+@symptom
+def compile_for_own_rank_only():
+    shards = []
+    for rank in (1, 0):
+        whole = DTensor.from_local(torch.arange(4.0), rank_of_two(rank), [Replicate()])
+        shards.append(torch.compile(lambda x: x.redistribute(placements=[Shard(0)]).to_local())(whole))
+        dist.destroy_process_group()
+    return torch.equal(*shards)
+
+@symptom
+def wait_before_compiled_regions():
+    sharded = DTensor.from_local(torch.ones(4, requires_grad=True), rank_of_two(0), [Shard(0)])
+    gathered = sharded.redistribute(placements=[Replicate()], async_op=True).to_local()
+    return torch.compile(lambda x: x * 2, backend="aot_eager")(gathered).requires_grad
+
+@symptom
+def save_random_states_before_meshes():
+    mesh = rank_of_two(0)
+    weight = torch.nn.Parameter(DTensor.from_local(torch.randn(16, 32), mesh, [Shard(0)]))
+
+    def attend(x):
+        q = (x @ weight.t()).to_local()
+        return DTensor.from_local(F.scaled_dot_product_attention(q, q, q), mesh, [Shard(3)])
+
+    compiled = torch.compile(lambda x: checkpoint(attend, x, use_reentrant=False), backend="aot_eager_decomp_partition")
+    compiled(DTensor.from_local(torch.randn(2, 4, 8, 32), mesh, [Replicate()])).to_local().sum().backward()
+
+@symptom
+def reduce_gradients_by_sum():
+    one_rank()
+    dist.all_reduce(torch.ones(1), op=dist._make_nccl_premul_sum(2.0))
+"""
+
+
+@pytest.fixture(scope="module")
+def symptoms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return look(SYMPTOMS, TORCHINDUCTOR_CACHE_DIR=str(tmp_path_factory.mktemp("inductor")))
+
+
+FOUND = {
+    "use_cpu_device": "cuda",
+    "claim_no_mfu": "True",
+    "log_offline_where_wandb_is_out_of_reach": "no network",
+    "run_backward_in_the_calling_thread": "True",
+    "export_dense_layers": "{}",
+    "export_contiguous_tensors": "[False]",
+    "count_integers_with_histc": "not implemented for 'Long'",
+    "permute_tokens_without_triton": "0 active drivers",
+    "profile_without_device_activity": "None",
+    "draw_full_tensor_at_random_init": "True",
+    "reduce_gradients_by_sum": "PREMUL_SUM",
+    "initialise_router_bias": "True",
+    "validate_every_model": "[None, None]",
+    "validate_as_it_trains": "{'attention_masks': 'masks'}",
+    "hide_grouped_mm_warning": "Failed to use grouped mm, which is only supported on SM90",
+    # of torch 2.13
+    "ignore_profiler_ranges": "encountered during backward" if NEW_TORCH else "None",
+    "wait_before_compiled_regions": str(not NEW_TORCH),
+    "save_random_states_before_meshes": "got types: [" if NEW_TORCH else "None",
+    "compile_for_own_rank_only": str(NEW_TORCH),
+}
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="looks for the symptoms on a CPU")
+@pytest.mark.parametrize("workaround, symptom", FOUND.items())
+def test_the_symptom_without_its_workaround(symptoms: dict[str, str], workaround: str, symptom: str) -> None:
+    if workaround == "compile_for_own_rank_only" and shutil.which("g++") is None:
+        pytest.skip("the inductor needs a C++ compiler on CPUs")
+    assert symptom in symptoms[workaround]
+
+
+def test_each_workaround_has_a_check() -> None:
+    elsewhere = test_models.test_code_compiled_within_a_checkpointed_block_does_not_overwrite_what_is_saved
+    assert "keep_saved_outputs" in elsewhere.__doc__
+    assert FOUND.keys() | {"keep_saved_outputs"} == {row.name for row in WORKAROUNDS if row.torchtitan != TITAN03}

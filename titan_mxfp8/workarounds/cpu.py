@@ -1,0 +1,108 @@
+"""TorchTitan's own train.py on a machine without accelerators: CPU tensors, gloo collectives.
+
+TorchTitan assumes "cuda" where it finds no device, and dies. Each function below works around one place, before
+Trainer.__init__ reads the device. Where an accelerator exists nothing of this file runs. Linux only, like the triton
+that TorchTitan imports.
+"""
+
+import logging
+import math
+import os
+import platform
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from titan_mxfp8.workarounds.patch import around
+
+logger = logging.getLogger(__name__)
+
+
+class CpuDevice:
+    """TorchTitan's `device_module` for CPU: torch.cpu, and what TorchTitan calls that torch.cpu lacks."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    def current_device(self) -> int:
+        return 0  # torch.cpu says "cpu", but barrier(device_ids=[current_device()]) refuses anything except an int
+
+    def get_device_name(self, device: object = None) -> str:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+        return f"{platform.machine()} CPU"  # Arm kernels print no model name
+
+    def get_device_properties(self, device: object = None) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+    def memory_stats(self, device: object = None) -> dict[str, int]:
+        """The process's peak resident memory as both peaks: torch keeps no counters for its CPU allocations."""
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        # VmHWM is the peak since the last reset; sandboxed kernels (gVisor) leave it out and have VmRSS only.
+        peak = int(status.get("VmHWM", status["VmRSS"]).split()[0]) * 1024
+        return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak, "num_alloc_retries": 0, "num_ooms": 0}
+
+    def reset_peak_memory_stats(self, device: object = None) -> None:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # 5 sets VmHWM back to VmRSS
+        except OSError:
+            pass  # not writable in some containers: the peak then is that of the whole run
+
+    def empty_cache(self) -> None:
+        pass
+
+
+def use_cpu_device() -> None:
+    """TorchTitan reads the device once, when tools/utils.py is imported. The modules imported by now (parallel_dims,
+    distributed.utils, metrics, profiling) hold copies of it under the same names; the ones imported later (the models'
+    parallelize.py) copy what is set here."""
+    from torchtitan.tools import utils
+
+    if utils.device_type == "cpu":  # TorchTitan itself never says "cpu": an earlier call did
+        return
+    device_module = CpuDevice()
+    on_cpu = {
+        "device_type": "cpu",
+        "device_module": device_module,
+        "get_device_info": lambda: ("cpu", device_module),
+    }
+    copied = {name: getattr(utils, name) for name in on_cpu}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == "torchtitan":
+            for name, value in on_cpu.items():
+                if vars(module).get(name) is copied[name]:
+                    setattr(module, name, value)
+    logger.info("No accelerator found: TorchTitan trains on CPU, with gloo between processes")
+
+
+@around("torchtitan.tools.utils.get_peak_flops")
+def claim_no_mfu(get_peak_flops: Any, device_name: str) -> float:
+    """TorchTitan takes any device that it does not know for an A100. An infinite peak gives `mfu: 0.00%`. The Trainer
+    and the metrics both call it as `utils.get_peak_flops`."""
+    return math.inf
+
+
+@around("torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor")
+def reduce_gradients_by_sum(set_gradient_divide_factor: Any, module: FSDPModule, factor: float) -> None:
+    """FSDP picks PREMUL_SUM once a divide factor is set, and TorchTitan sets one (1.0) on all its FSDP modules. So this
+    setter is the one place that serves all models."""
+    set_gradient_divide_factor(module, factor)
+    module.set_force_sum_reduction_for_comms(True)
+
+
+@around("torch.distributed.tensor.DTensor.normal_", "torch.distributed.tensor.DTensor.uniform_")
+def draw_full_tensor_at_random_init(fill_: Any, shard: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+    """DTensor keeps a random generator per shard on CUDA-like devices only; on CPU each rank fills its shard from the
+    same seed, so under EP 2 experts 0-3 equal experts 4-7. Here each rank draws the full tensor and keeps its shard: 1
+    process, DDP, FSDP, EP and TP all start from the same weights. The random functions of torch.nn.init all end in one
+    of these two methods, and plain tensors never see them. torch's warning at start, that random operators `may not
+    have complete support on cpu`, stays: it is right for the others (dropout), which no model here uses."""
+    full = fill_(torch.empty(shard.shape, dtype=shard.dtype, device=shard.device), *args, **kwargs)
+    # src_data_rank=None: no broadcast, each rank cuts its own (all drew the same, their seeds are equal)
+    return shard.copy_(distribute_tensor(full, shard.device_mesh, shard.placements, src_data_rank=None))
