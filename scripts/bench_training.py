@@ -354,7 +354,8 @@ def main(argv: Sequence[str]) -> None:
             if turn == "profile":
                 bench[run].profiled = profile(flavor, name, args)
             else:
-                bench.setdefault(run, Measured()).repeats.append(read_run(train(flavor, name, suffix, steps, args)))
+                measured = read_run(train(flavor, name, suffix, steps, args))
+                bench.setdefault(run, Measured()).repeats.append(measured)
             if not finished:
                 seconds = time.monotonic() - begun
                 print(f"{label(flavor, name)}: {seconds:.0f} s", flush=True)
@@ -368,6 +369,8 @@ def main(argv: Sequence[str]) -> None:
             raise ValueError("\n".join([*reasons, f"{args.out} has all that was measured"]))
     except ValueError as error:
         sys.exit(f"bench_training: {error}")
+    except KeyboardInterrupt:
+        sys.exit("bench_training: interrupted; the same command goes on")
     finally:
         limit = args.loss_limit
         for rows in (table(bench, args.warmup, args.ngpu, limit), layer_table(bench, args.warmup, limit)):

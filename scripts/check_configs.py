@@ -84,7 +84,7 @@ def describe(report: Report) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, usage="check_configs.sh [CONFIG.toml ...] [TorchTitan flags]")
-    parser.add_argument("configs", nargs="*", help="TOMLs [all of train_configs/]")
+    parser.add_argument("configs", nargs="*", help="TOMLs, here or in the repository [all of train_configs/]")
     args, overrides = parser.parse_known_args()
     configs = [Path(path) for path in args.configs] or sorted((ROOT / "train_configs").glob("*.toml"))
 
@@ -93,7 +93,10 @@ def main() -> int:
     rows, failed = [], 0
     for config in configs:
         try:
-            report = dry_run(parse_config(str(config), overrides))
+            found = next(filter(Path.is_file, (config, ROOT / config)), None)
+            if found is None:
+                raise ValueError(f"no such file, here or in the repository: ls {ROOT / 'train_configs'}")
+            report = dry_run(parse_config(str(found), overrides))
         except Exception as error:  # whatever it is, the other configs are to be checked too
             failed += 1
             kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "

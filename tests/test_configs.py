@@ -300,3 +300,13 @@ def test_the_script_reports_each_config_and_fails_if_one_does(tmp_path: Path) ->
     assert any(line.startswith(f"FAIL {tmp_path}/none.toml: ") for line in lines)
     assert lines[-1] == f"2 of {len(configs)} configs can be trained as they are laid out"
     assert result.stderr == ""
+
+
+def test_check_configs_finds_a_config_in_the_callers_folder(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text("[job]\n")
+    command = f"cd {tmp_path} && {ROOT}/scripts/check_configs.sh own.toml none.toml"
+    result = shell("sh", "-c", command, PYTHON=sys.executable)
+    assert result.returncode == 1
+    own, none = (line for line in result.stdout.splitlines() if line.startswith("FAIL"))
+    assert own.startswith("FAIL own.toml: job.custom_config_module")
+    assert none == f"FAIL none.toml: no such file, here or in the repository: ls {ROOT}/train_configs"
