@@ -159,6 +159,13 @@ def test_a_moe_layer_compiles_with_its_first_tokens_only(recipe: str, features: 
     assert any(key.startswith("_permute ") for key in found)
 
 
+class Group:
+    """As much of a process group as is asked for."""
+
+    group_name = "two"
+    size, rank = (lambda self: 2), (lambda self: 0)
+
+
 class Lonely:
     """``Link`` of one of two ranks, where nothing comes from the other."""
 
@@ -176,7 +183,9 @@ class Lonely:
 
 
 @pytest.mark.parametrize("first", [80, 0])
-@pytest.mark.parametrize("way", ["collective counted", "symmetric counted", "symmetric worst_case"])
+@pytest.mark.parametrize(
+    "way", ["collective counted", "collective bounded", "symmetric counted", "symmetric worst_case"]
+)
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d_rebased", "bf16"])
 def test_a_moe_layer_of_two_ranks_compiles_with_its_first_tokens_only(
     recipe: str, way: str, first: int, backend, monkeypatch: pytest.MonkeyPatch
@@ -185,14 +194,18 @@ def test_a_moe_layer_of_two_ranks_compiles_with_its_first_tokens_only(
     name, found = backend
     if name != "hopper" and recipe.endswith("rebased"):
         pytest.skip("hopper alone rebases")
-    group = SimpleNamespace(group_name="two", size=lambda: 2, rank=lambda: 0)
+    group = Group()
     transport_name, rows_for = way.split()
     carrier = Collective(group) if transport_name == "collective" else Symmetric(Lonely())
+    monkeypatch.setattr(carrier, "_gather", lambda value: [value] * 2)
     plan, received = moe.plan, 0
 
     def plan_received(*args) -> tuple[torch.Tensor, torch.Tensor]:
         starts, offs = plan(*args)
         return starts, torch.full_like(offs, received)
+
+    def receive_all(out: torch.Tensor, sent: torch.Tensor, **kwargs) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: None)
 
     def receive(out: torch.Tensor, sent: torch.Tensor, *args, **kwargs) -> None:
         if out.dtype == torch.int32:  # how many slots chose each expert, which no kernel counted, and copies
@@ -202,6 +215,7 @@ def test_a_moe_layer_of_two_ranks_compiles_with_its_first_tokens_only(
 
     monkeypatch.setattr(moe, "plan", plan_received)
     monkeypatch.setattr(torch.distributed, "all_to_all_single", receive)
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", receive_all)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_resolve_process_group", lambda name: group)
     monkeypatch.setattr(layer, "choose", lambda *_: (carrier, ""))
 

@@ -26,7 +26,8 @@ from titan_mxfp8.backends import Plan
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.format.mx import ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
-from titan_mxfp8.moe import ROWS, TRANSPORTS, DispatchHandle, Rows, Transport, TransportName, choose
+from titan_mxfp8.moe import TRANSPORTS, DispatchHandle, Rows, Transport, TransportName, choose
+from titan_mxfp8.moe.bounds import bound, factor_of
 from titan_mxfp8.ops import experts
 from titan_mxfp8.ops.checks import check_devices, check_dtype, check_features
 from titan_mxfp8.ops.experts import Weights
@@ -78,13 +79,14 @@ def mxfp8_moe(
         backend: ``auto`` or a name of ``titan_mxfp8.backends``.
         transport: ``symmetric``: ranks of one host share memory; ``collective``: all-to-all; ``auto``: the
             first where it can be had (``titan_mxfp8.moe.choose``).
-        rows: ``counted``: M is read on the host, once for each call, and memory is exact. ``worst_case``: memory for
-            ``R * max_tokens * min(K, E / R)`` rows, all tokens of all ranks, and the host never waits.
+        rows: ``counted``: M is read on the host, once for each call, and memory is exact. A number: M is that times the
+            ``max_tokens * K`` rows of balanced experts, rounded up to 128, and the host never waits; ``bounded``: 1.5
+            times; ``worst_case``: ``R * max_tokens * min(K, E / R)`` rows, all tokens of all ranks, which is the most.
+            Rows that do not fit are left out, and the call's backward or the next call raises.
         max_tokens: the most tokens that any rank ever has in a call, the same on all ranks and in all layers of the
-            group. Only ``symmetric`` looks at it: the group's first call makes the buffer that all of its layers share,
-            for so many tokens, or where None (or less) for the most that any rank has in that call. The buffer cannot
-            grow, so more tokens later are an error: on all ranks with ``counted``; with ``worst_case`` on the rank that
-            has them, for which the others wait until the process group's timeout.
+            group; None: as many as any rank has in the first call. Unless rows are counted, and with ``symmetric``,
+            whose buffer has room for so many, more tokens are an error: on the rank that has them, for which the others
+            wait until the process group's timeout; on all with ``symmetric`` and counted rows.
         scores_first: scores multiply x, as in llama4, instead of the outputs.
         b1, b3: (E / R, H), added to the pre-activations, or None.
         b2: (E / R, D), added to the experts' outputs, or None.
@@ -95,7 +97,8 @@ def mxfp8_moe(
         (T, D) in the dtype of ``x``.
 
     Raises:
-        ValueError: anything not as described above.
+        ValueError: anything not as described above; on every rank, if they disagree about experts, K, recipe or rows.
+        RuntimeError: an earlier call had more rows than memory for them, as far as the host knows without waiting.
     """
     recipe = get_recipe(recipe)
     weights = Weights(w1, w3, w2, b1, b3, b2)
@@ -106,7 +109,7 @@ def mxfp8_moe(
         backend=backend,
         group="" if group is None else group.group_name,
         transport=transport,
-        worst_case=rows == "worst_case",
+        factor=factor_of(rows),
         most_rows=(max_tokens or 0) * (slots if scores_first else 1),
         limit=swiglu_limit,
         keep=keep_quantized_weight and recipe.weight_block == "32x32" and recipe.quantized,
@@ -122,18 +125,23 @@ def mxfp8_moe(
 class _Layer(NamedTuple):
     """Everything about a layer that is no tensor. Operators and graphs carry it as one string, ``key``.
 
-    ``most_rows``: that a rank ever sends in a call; 0: as many as in the first.
+    ``factor``: of balanced rows (``bounds.factor_of``). ``most_rows``: that a rank ever sends in a call; 0: as many as in
+    the first.
     """
 
     recipe: str
     backend: str
     transport: str
-    worst_case: bool
+    factor: float | None
     most_rows: int
     limit: float | None
     keep: bool
     ranks: int
     group: str
+
+    def capacity(self, tokens: int, slots: int, local: int) -> int | None:
+        """The rows there is memory for, see ``bounds.bound``; None: those that come."""
+        return None if self.factor is None else bound(self.factor, tokens, slots, self.ranks, local)
 
     @property
     def key(self) -> str:
@@ -142,9 +150,9 @@ class _Layer(NamedTuple):
     @staticmethod
     @cache
     def of_key(key: str) -> "_Layer":
-        recipe, backend, transport, worst_case, most_rows, limit, keep, ranks, group = key.split("|", maxsplit=8)
-        limit, is_worst = None if limit == "None" else float(limit), worst_case == "True"
-        return _Layer(recipe, backend, transport, is_worst, int(most_rows), limit, keep == "True", int(ranks), group)
+        recipe, backend, transport, factor, most_rows, limit, keep, ranks, group = key.split("|", maxsplit=8)
+        factor, limit = (None if value == "None" else float(value) for value in (factor, limit))
+        return _Layer(recipe, backend, transport, factor, int(most_rows), limit, keep == "True", int(ranks), group)
 
     def plan(self, device: torch.device) -> Plan:
         return _plan(self.recipe, self.backend, backends.hardware_of(device))
@@ -244,9 +252,10 @@ def moe_forward(
     def quantize_weights() -> None:
         quantized.extend(experts.quantize_weights(weights, plan, kernels, config.keep and save))
 
-    received, handle = transport.dispatch(
-        parts, expert_ids, sent_scores, w1.shape[0] * config.ranks, config.worst_case, quantize_weights
-    )
+    (tokens, slots), experts_of_all = expert_ids.shape, w1.shape[0] * config.ranks
+    room = transport.agree(tokens, experts=experts_of_all, slots=slots, recipe=config.recipe, rows=config.factor)
+    capacity = config.capacity(room, slots, w1.shape[0])
+    received, handle = transport.dispatch(parts, expert_ids, sent_scores, experts_of_all, capacity, quantize_weights)
     del parts
     rows = _of_parts(received, experts.row_spec(plan.forward.a))
     w_forward, kept = quantized
@@ -282,8 +291,9 @@ def _empty_handle(expert_ids: torch.Tensor, local: int, config: "_Layer") -> Dis
     """The shapes of a ``DispatchHandle``. Where the host counts rows, compilers take their number as it comes;
     elsewhere, as in estimates of memory, it is that of balanced experts."""
     tokens, slots = expert_ids.shape
-    ranks, counted = config.ranks, config.ranks > 1 and not config.worst_case
+    ranks, counted = config.ranks, config.ranks > 1 and config.factor is None
     room = config.most_rows if config.most_rows and ranks > 1 else tokens
+    capacity = config.capacity(room, slots, local)
 
     def count(balanced: int) -> int:
         if not counted:  # on meta tensors there is no context
@@ -291,7 +301,7 @@ def _empty_handle(expert_ids: torch.Tensor, local: int, config: "_Layer") -> Dis
         context = torch.library.get_ctx()
         return balanced if context._shape_env is None else context.new_dynamic_size()
 
-    rows = count(tokens * slots) if counted or ranks == 1 else room * ranks * min(slots, local)
+    rows = count(tokens * slots) if capacity is None else capacity
     return DispatchHandle(
         offs=expert_ids.new_empty(local, dtype=torch.int32),
         destinations=expert_ids.new_empty((count(room * ranks), slots), dtype=torch.int32),
@@ -413,7 +423,7 @@ def _check(
     weights: Weights,
     group: dist.ProcessGroup | None,
     transport: str,
-    rows: str,
+    rows: Rows,
     max_tokens: int | None,
     swiglu_limit: float | None,
 ) -> None:
@@ -441,9 +451,9 @@ def _check(
             check_dtype(name, bias)
             if tuple(bias.shape) != (local, size):
                 raise ValueError(f"{name} must be of shape ({local}, {size}), got {tuple(bias.shape)}")
-    for name, value, known in (("rows", rows, ROWS), ("transport", transport, TRANSPORTS)):
-        if value not in known:
-            raise ValueError(f"{name} is one of {', '.join(known)}, got {value!r}")
+    factor_of(rows)
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport is one of {', '.join(TRANSPORTS)}, got {transport!r}")
     if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens > 0):
         raise ValueError(f"max_tokens is a positive number of tokens or None, got {max_tokens!r}")
     if swiglu_limit is not None and not (isinstance(swiglu_limit, float | int) and swiglu_limit > 0):
