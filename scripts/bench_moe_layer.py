@@ -58,7 +58,7 @@ import titan_mxfp8.plugin  # noqa: F401 - where there is no accelerator TorchTit
 from titan_mxfp8 import backends
 from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.moe import choose
-from titan_mxfp8.moe.bounds import bound, factor_of
+from titan_mxfp8.moe.bounds import ROWS, bound, factor_of
 from titan_mxfp8.ops.experts import row_spec
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
 from titan_mxfp8.testing import environment, format_table, percentiles, relative_rms, write_rows
@@ -592,7 +592,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--recipes", nargs="+", default=recipes, metavar="RECIPE", help=f"[{' '.join(recipes)}]")
     help_text = "off: TorchTitan's dispatch, our experts [auto]"
     add("--transports", nargs="+", default=["auto"], choices=("auto", "collective", "symmetric", "off"), help=help_text)
-    add("--rows", nargs="+", default=["counted"], choices=("counted", "worst_case"), help="[counted]")
+    add("--rows", nargs="+", default=["counted"], choices=ROWS, help="[counted]")
     add("--shared-in-bf16", action="store_true", help="leave the linears of shared experts as they are")
     add("--turns", type=int, default=3, help="blocks of each way that count [3]")
     add("--seconds", type=float, default=1.0, help="of a block, half of which counts [1]")

@@ -20,8 +20,8 @@ from titan_mxfp8.backends.common.pad import pad_token_groups, unpad_token_groups
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm as hopper
 from titan_mxfp8.format import spec
+from titan_mxfp8.moe import collective, layer, transport
 from titan_mxfp8.moe import kernels as moe
-from titan_mxfp8.moe import layer, transport
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.moe.symmetric import Symmetric
 from titan_mxfp8.ops import library, matmul
@@ -183,19 +183,17 @@ class Lonely:
 
 
 @pytest.mark.parametrize("first", [80, 0])
-@pytest.mark.parametrize(
-    "way", ["collective counted", "collective bounded", "symmetric counted", "symmetric worst_case"]
-)
+@pytest.mark.parametrize("rows_for", ["counted", "worst_case"])
+@pytest.mark.parametrize("transport_name", ["collective", "symmetric"])
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d_rebased", "bf16"])
 def test_a_moe_layer_of_two_ranks_compiles_with_its_first_tokens_only(
-    recipe: str, way: str, first: int, backend, monkeypatch: pytest.MonkeyPatch
+    recipe: str, transport_name: str, rows_for: str, first: int, backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many rows as tokens have slots are for the experts here; the kernels that would count them do not run."""
     name, found = backend
     if name != "hopper" and recipe.endswith("rebased"):
         pytest.skip("hopper alone rebases")
     group = Group()
-    transport_name, rows_for = way.split()
     carrier = Collective(group) if transport_name == "collective" else Symmetric(Lonely())
     monkeypatch.setattr(carrier, "_gather", lambda value: [value] * 2)
     plan, received = moe.plan, 0
@@ -215,7 +213,7 @@ def test_a_moe_layer_of_two_ranks_compiles_with_its_first_tokens_only(
 
     monkeypatch.setattr(moe, "plan", plan_received)
     monkeypatch.setattr(torch.distributed, "all_to_all_single", receive)
-    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", receive_all)
+    monkeypatch.setattr(collective, "_all_gather", receive_all)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_resolve_process_group", lambda name: group)
     monkeypatch.setattr(layer, "choose", lambda *_: (carrier, ""))
 

@@ -235,7 +235,7 @@ def test_the_log_names_the_transport_and_the_reason(
     "flags, message",
     [
         ([f"{DISPATCH}=deepep"], "unknown dispatch 'deepep': use one of off, auto, collective, symmetric"),
-        ([f"{ROWS}=all"], "unknown dispatch_rows 'all': use one of counted, worst_case"),
+        ([f"{ROWS}=all"], "unknown dispatch_rows 'all': use one of counted, bounded, worst_case"),
         (
             [f"{DISPATCH}=collective", f"{ROWS}=worst_case"],
             "'worst_case' and dispatch = 'collective': only 'symmetric'",

@@ -25,6 +25,8 @@ from titan_mxfp8.format.mx import ceil_to
 from titan_mxfp8.moe.rows import goes_to
 from titan_mxfp8.moe.transport import DispatchHandle, Shared, Transport, gather_objects, movements, read_later
 
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
+
 # While the group lives, which nothing here may prolong: a thread of gloo that frees its last tensor while Python ends
 # aborts the process.
 _SHARED: WeakKeyDictionary[dist.ProcessGroup, Shared] = WeakKeyDictionary()
@@ -46,7 +48,7 @@ class Collective(Transport):
         if capacity is not None:
             listed = None
             all_counts = counts.new_empty((self.ranks, experts))
-            dist.all_gather_into_tensor(all_counts.view(-1), counts, group=self.group)
+            _all_gather(all_counts.view(-1), counts, group=self.group)
             copies, offsets, work = self._to_all([*payload, metadata], expert_ids.shape[0], room)
             overlap()
             wanted = self.shared.wanted.buffer(capacity, counts.device)
@@ -112,7 +114,7 @@ class Collective(Transport):
         movements(mine.device).gather(tensors, token, mine[:tokens], offsets)
         mine[tokens:].fill_(0xFF)
         copies = mine.new_empty((self.ranks * room, width))
-        return copies, offsets, dist.all_gather_into_tensor(copies, mine, group=self.group, async_op=True)
+        return copies, offsets, _all_gather(copies, mine, group=self.group, async_op=True)
 
     def _exchange(self, tensors: list[Tensor], token_of_copy: Tensor, splits: Tensor) -> tuple[Tensor, list[int]]:
         """The copies that arrive, uint8 (N, bytes), and where in them each tensor begins."""

@@ -125,8 +125,7 @@ def mxfp8_moe(
 class _Layer(NamedTuple):
     """Everything about a layer that is no tensor. Operators and graphs carry it as one string, ``key``.
 
-    ``factor``: of balanced rows (``bounds.factor_of``). ``most_rows``: that a rank ever sends in a call; 0: as many as in
-    the first.
+    ``factor``: see ``bounds.factor_of``. ``most_rows``: that a rank ever sends in a call; 0: as many as in the first.
     """
 
     recipe: str
