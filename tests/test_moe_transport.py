@@ -90,8 +90,9 @@ def test_rows_that_did_not_fit_are_an_error_later():
             again[0](*again[1:])
         again[0](*again[1:])
     transport.shared.wanted.raises = False
-    for _ in range(2):
-        transport.dispatch([x], expert_ids, scores, 1, 2)
+    for in_inference in (True, False):
+        with torch.inference_mode(in_inference):
+            transport.dispatch([x], expert_ids, scores, 1, 2)
     assert transport.shared.wanted.read() == {4: 0, 3: 0, 2: 4}
 
 

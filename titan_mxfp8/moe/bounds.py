@@ -68,9 +68,12 @@ class WantedRows:
 
     def buffer(self, capacity: int, device: torch.device) -> Tensor:
         """The rows wanted since ``reset`` where there was memory for ``capacity``, int32 (1,): what ``plan`` raises.
-        Made in the first call, which must not be one that a CUDA graph captures."""
+        Raises RuntimeError if that is not there yet while a CUDA graph is captured, which would zero it."""
         if capacity not in self._most:
-            self._most[capacity] = torch.zeros(1, dtype=torch.int32, device=device)
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("run a layer with bounded rows once before capturing it in a CUDA graph")
+            with torch.inference_mode(False):  # a tensor made in it could not be written outside of it
+                self._most[capacity] = torch.zeros(1, dtype=torch.int32, device=device)
         return self._most[capacity]
 
     def watch(self, capacity: int) -> None:
@@ -88,19 +91,18 @@ class WantedRows:
 
     def check(self) -> None:
         """Raises RuntimeError if a call before, as far as is known without waiting, wanted more than its bound."""
-        if self._reads and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return
         for capacity, (host, done) in list(self._reads.items()):
-            if done is None or done.query():
-                del self._reads[capacity]
-                if self.raises and (wanted := int(host)) > capacity:
-                    self.reset()
-                    raise RuntimeError(
-                        f"the experts of one rank were sent {wanted} rows by a MoE layer that had memory for "
-                        f"{capacity}, so the output and gradients of that call are incomplete. Take a larger factor "
-                        "for `rows` of mxfp8_moe, at least in that proportion, or 'worst_case' (memory for all that "
-                        "could come), or 'counted' (the host waits)"
-                    )
+            if done is not None and (torch.cuda.is_current_stream_capturing() or not done.query()):
+                continue
+            del self._reads[capacity]
+            if self.raises and (wanted := int(host)) > capacity:
+                self.reset()
+                raise RuntimeError(
+                    f"the experts of one rank were sent {wanted} rows by a MoE layer that had memory for {capacity}, "
+                    "so the output and gradients of that call are incomplete. Take a larger factor for `rows` of "
+                    "mxfp8_moe, at least in that proportion, or 'worst_case' (memory for all that could come), or "
+                    "'counted' (the host waits)"
+                )
 
     def read(self) -> dict[int, int]:
         """The bounds and the most rows that were wanted since ``reset``. Waits for the GPU."""
