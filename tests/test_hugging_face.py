@@ -199,11 +199,34 @@ def test_every_implementation_of_transformers_is_known() -> None:
 
 def test_experts_that_can_only_run_otherwise_are_refused() -> None:
     model = make("llama4_text", LLAMA4)
-    with pytest.raises(ValueError, match=r"experts is a Llama4TextExperts of Transformers, .*: leave it out"):
+    match = r"experts is a Llama4TextExperts of Transformers, .*; or leave this module out of grouped_fqns"
+    with pytest.raises(ValueError, match=match):
         convert(model)
     converted = convert_model(model, linear_filter_fqns=["lm_head"])
     assert "feed_forward.router (router)" in str(converted) and "model.layers.1.self_attn.q_proj" in converted
     loss_of(model).backward()
+
+
+def test_what_transformers_split_itself_is_refused_with_what_to_do() -> None:
+    """Its tensor and expert parallelism run a forward of their own, which a model has as soon as it is loaded."""
+    styles = pytest.importorskip("transformers.distributed.tensor_parallel", reason="of Transformers 5.24 and later")
+    plan = {"self_attn.q_proj": "colwise", "self_attn.q_proj.weight": "colwise", "mlp.experts": "moe_tp_experts"}
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        model = make("qwen3_moe", MODELS["qwen3_moe"][0])
+        styles.apply_tensor_parallelism(
+            model,
+            torch.distributed.init_device_mesh("cpu", (1,)),
+            {f"model.layers.1.{name}": style for name, style in plan.items()},
+        )
+        advice = "is split by Transformers' own tensor or expert parallelism: load the model without tp_plan"
+        with pytest.raises(ValueError, match=rf"layers.1.mlp.experts {advice}"):
+            convert(model)
+        converted = convert_model(model, grouped_fqns=["layers.0.mlp.experts"])
+        assert f"model.layers.1.self_attn.q_proj ({advice}" in str(converted)
+        assert "model.layers.1.self_attn.k_proj" in converted
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 class Inherited:
@@ -323,7 +346,7 @@ def test_remote_code_that_never_says_grouped_mm_is_refused(
     model = AutoModel.from_config(config, trust_remote_code=True)
     assert type(model.experts).__module__.startswith("transformers_modules.")
     if name == "remote_loop":
-        with pytest.raises(ValueError, match=r"a TinyExperts of the model's remote code, .*: leave it out .* without"):
+        with pytest.raises(ValueError, match=r"a TinyExperts of the model's remote code, .* without.*; or leave"):
             convert_model(model, grouped_fqns=["experts"])
         assert not isinstance(model.experts, ConvertedModule)
     else:

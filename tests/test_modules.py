@@ -71,7 +71,7 @@ def test_converts_experts_and_linears_and_tells_them_apart(caplog: pytest.LogCap
     log = caplog.text
     assert "converted 1 expert module (recipe mxfp8_2d, backend reference)" in log
     assert "converted 2 Linears (recipe mxfp8_2d, backend reference); left: head" in log
-    assert "head stays in high precision, 64 -> 4 features" in log and "attention.wk (filter_fqns has 'wk')" in log
+    assert "head (64 -> 4 features, not multiples of 32), attention.wk (linear_filter_fqns has 'wk')" in log
 
 
 def test_the_forward_is_the_mxfp8_op() -> None:
@@ -294,7 +294,7 @@ def test_subclasses_of_linear_keep_their_forward(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO):
         assert convert_model(model) == ["1"] and type(model[0]) is Scaled
     assert "left: 0 (Scaled, not nn.Linear itself)" in caplog.text
-    with pytest.raises(ValueError, match=r"linears: 0 \(Scaled, not nn.Linear itself\), 1 \(converted already\)"):
+    with pytest.raises(ValueError, match=r"Linears: 0 \(Scaled, not nn.Linear itself\), 1 \(converted already\)"):
         convert_model(model)
 
 
@@ -311,7 +311,7 @@ def test_what_comes_back_shows_what_the_log_says(caplog: pytest.LogCaptureFixtur
     model = Layer()
     with caplog.at_level(logging.INFO):
         converted = convert_model(model, grouped_fqns=["experts"])
-    logged = [record.getMessage() for record in caplog.records if "stays in high precision" not in record.getMessage()]
+    logged = [record.getMessage() for record in caplog.records]
     assert len(logged) == 3 and str(converted).splitlines() == logged
     assert converted == ["experts", "shared_experts", "attention.wq", "attention.wk"]
     again = copy.deepcopy(converted)
@@ -366,16 +366,17 @@ def test_converting_twice_is_an_error_that_says_so() -> None:
     convert_model(model, grouped_fqns=["experts"])
     with pytest.raises(ValueError, match=r"expert modules: experts \(converted already\)"):
         convert_model(model, grouped_fqns=["experts"])
-    with pytest.raises(ValueError, match=r"linears: shared_experts, attention.wq, attention.wk \(converted already\)"):
+    with pytest.raises(ValueError, match=r"Linears: shared_experts, attention.wq, attention.wk \(converted already\)"):
         modules.convert_linears(model, recipe="mxfp8")
 
 
 def test_converting_nothing_lists_what_could_have_matched() -> None:
-    with pytest.raises(ValueError, match=r"fqns \['expert_bank'\].*expert modules: experts \(Experts\)"):
+    match = r"^convert_model: .* grouped_fqns \['expert_bank'\].*expert modules: experts \(Experts\)"
+    with pytest.raises(ValueError, match=match):
         convert_model(Layer(), grouped_fqns=["expert_bank"])
-    with pytest.raises(ValueError, match=r"shared_experts, head, .* \(filter_fqns has 'a'\)"):
+    with pytest.raises(ValueError, match=r"shared_experts, head, .* \(linear_filter_fqns has 'a'\)"):
         convert_model(Layer(), linear_filter_fqns=["a"])
-    with pytest.raises(ValueError, match="The model's linears: none"):
+    with pytest.raises(ValueError, match="The model's Linears: none"):
         convert_model(nn.Sequential(nn.LayerNorm(4)))
 
 
@@ -385,19 +386,20 @@ def test_a_name_matched_only_through_shared_experts_is_no_expert_module() -> Non
             super().__init__()
             self.shared_experts = nn.Linear(64, 64)
 
-    with pytest.raises(ValueError, match="no expert module matches"):
+    with pytest.raises(ValueError, match=r"^convert_experts: no expert module matches fqns"):
         modules.convert_experts(OnlyShared(), recipe="mxfp8", fqns=["experts"])
 
 
 def test_expert_features_off_the_block_size_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"0.w has shape \(4, 40, 64\).*multiples of 32"):
+    match = r"^convert_model: 0 holds w of shape \(4, 40, 64\).*multiples of 32.*leave .* out of grouped_fqns"
+    with pytest.raises(ValueError, match=match):
         convert_model(nn.Sequential(Experts(hidden=40)), grouped_fqns=["0"])
 
 
 @pytest.mark.parametrize(
     "kwargs, message",
     [
-        ({"grouped_fqns": "experts"}, "bad_experts.w has shape"),
+        ({"grouped_fqns": "experts"}, "bad_experts holds w of shape"),
         ({"linear_filter_fqns": "linear"}, "no nn.Linear was converted"),
         ({"grouped_fqns": "good_experts", "rebase": None}, "rebase is True or False"),
     ],
@@ -411,11 +413,72 @@ def test_an_error_leaves_the_whole_model_as_it_was(kwargs: dict, message: str) -
     assert not any(hasattr(module, "mxfp8") for module in model.values())
 
 
+class Closed(Experts):
+    """Cannot be derived from as other classes."""
+
+    def __init_subclass__(cls, *, kind: str, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+
+
+class Frozen(Experts):
+    """Takes no attributes but those of its own."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in ("training", "w"):
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+def test_classes_are_made_before_the_first_module_is_swapped() -> None:
+    model = nn.ModuleDict({"first_experts": Experts(), "closed_experts": Closed(), "linear": nn.Linear(64, 64)})
+    with pytest.raises(ValueError, match=r"no class can be derived from Closed, that of closed_experts: .*'kind'"):
+        convert_model(model, grouped_fqns="experts")
+    assert [type(module) for module in model.values()] == [Experts, Closed, nn.Linear]
+    model["closed_experts"] = Frozen()
+    assert convert_model(model, grouped_fqns="experts") == ["first_experts", "closed_experts", "linear"]
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 96), (4, 1, 1), (4, 3, 2)])
+def test_what_is_narrower_than_a_block_is_no_matrix_of_an_expert(shape: tuple[int, ...]) -> None:
+    """A bias, a scale, or scales of blocks, which no GEMM takes."""
+
+    class Scaled(Experts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(shape))
+
+        def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+            return super().forward(x, offs) * self.scale[0, 0, -1]
+
+    model = nn.Sequential(Scaled())
+    convert_model(model, grouped_fqns=["0"])
+    x = torch.randn(20, 64)
+    expected = mxfp8_grouped_mm(x.bfloat16(), model[0].w.bfloat16().mT, OFFS) * model[0].scale[0, 0, -1]
+    assert torch.equal(model[0](x, OFFS), expected)
+    model = nn.Sequential(Scaled())
+    model[0].scale = nn.Parameter(torch.randn(4, 40, 56))
+    with pytest.raises(ValueError, match=r"0 holds scale of shape \(4, 40, 56\).* if no GEMM multiplies it, give it"):
+        convert_model(model, grouped_fqns=["0"])
+
+
+def test_experts_that_nobody_named_are_in_the_report() -> None:
+    report = str(convert_model(Layer()))
+    assert "converted 0 expert modules" in report
+    assert "left: experts (Experts, unless grouped_fqns names it)" in report
+    assert "expert" not in str(convert_model(nn.Sequential(nn.Linear(64, 64))))
+
+
+@pytest.mark.parametrize("thing", [nn.Linear(64, 64).state_dict(), [nn.Linear(64, 64)], None])
+def test_what_is_no_model_is_refused_with_what_to_do(thing: object) -> None:
+    with pytest.raises(ValueError, match=r"^convert_model: takes a model, .*: load saved weights into a model"):
+        convert_model(thing)
+
+
 def test_experts_are_converted_where_the_filter_leaves_no_linear(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.ModuleDict({"experts": Experts(), "output": nn.Linear(64, 64)})
     with caplog.at_level(logging.INFO):
         assert convert_model(model, grouped_fqns="experts", linear_filter_fqns="output") == ["experts"]
-    assert "converted 0 Linears" in caplog.text and "left: output (filter_fqns has 'output')" in caplog.text
+    assert "converted 0 Linears" in caplog.text and "left: output (linear_filter_fqns has 'output')" in caplog.text
     assert type(model["output"]) is nn.Linear
 
 
@@ -425,7 +488,7 @@ def test_a_linear_with_two_names_is_left_alone_if_one_is_filtered(caplog: pytest
     with caplog.at_level(logging.INFO):
         assert convert_model(model, linear_filter_fqns="lm_head") == ["wq"]
     assert type(shared) is nn.Linear
-    assert "left: decoder (also named lm_head, and filter_fqns has 'lm_head')" in caplog.text
+    assert "left: decoder (also named lm_head, and linear_filter_fqns has 'lm_head')" in caplog.text
     model = nn.ModuleDict({"experts": Experts(), "linear": nn.Linear(64, 64)})
     model["bank"] = model["experts"]
     assert convert_model(model, grouped_fqns="bank") == ["experts", "linear"]
@@ -484,7 +547,7 @@ def test_lora_adapters_are_left_alone_and_those_of_many_layers_counted(caplog: p
     model = named(" ".join(f"{i}.q.base_layer {i}.q.lora_A.default {i}.q.lora_B.default" for i in range(6)) + " out")
     with caplog.at_level(logging.INFO):
         assert convert_model(model, linear_filter_fqns="out") == [f"{i}.q.base_layer" for i in range(6)]
-    assert "3.q.lora_B.default and 4 more (LoRA adapter), out (filter_fqns has 'out')" in caplog.text
+    assert "3.q.lora_B.default and 4 more (LoRA adapter), out (linear_filter_fqns has 'out')" in caplog.text
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -3,15 +3,13 @@
 So FSDP, TP, EP, checkpoints, optimizers, ``deepcopy`` and meta-device init meet the modules and parameters they know.
 """
 
+from titan_mxfp8.modules.choose import EXPERT_CLASSES, LINEAR_CLASSES, is_expert_module
 from titan_mxfp8.modules.convert import (
-    EXPERT_CLASSES,
-    LINEAR_CLASSES,
     Conversion,
     as_list,
     convert_experts,
     convert_linears,
     convert_model,
-    is_expert_module,
     training_device,
 )
 from titan_mxfp8.modules.converted import SPLITS_GEMMS, ConvertedModule, MXConfig, own_code

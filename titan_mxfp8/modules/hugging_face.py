@@ -31,22 +31,21 @@ def refusal(experts: nn.Module) -> str | None:
         if implementation in WITHOUT_GROUPED_MM:
             return (
                 f"runs with experts_implementation={implementation!r}, which never calls torch._grouped_mm: call "
-                'model.set_experts_implementation("grouped_mm") before the conversion, or, if the model does not '
-                "support that, leave it out of fqns, so that only linears are converted"
+                'model.set_experts_implementation("grouped_mm") before the conversion, if the model supports that'
             )
         return None
     package = owner.__module__.partition(".")[0]
     if package == "transformers":
-        whose, instead = "Transformers", ""
+        whose, instead = "Transformers", "convert the model's linears alone"
     elif package == "transformers_modules" and not _says_grouped_mm(owner.__module__):
         whose = "the model's remote code"
-        instead = ", or load the model without trust_remote_code, if Transformers has classes of its own for it"
+        instead = "load the model without trust_remote_code, if Transformers has classes of its own for it"
     else:
         return None
     name = owner.__name__ if cls is owner else f"{cls.__name__} that multiplies with the forward of {owner.__name__}"
     return (
         f"is a {name} of {whose}, which never calls torch._grouped_mm, and which set_experts_implementation does not "
-        f"change: leave it out of fqns, so that only linears are converted{instead}"
+        f"change: {instead}"
     )
 
 
