@@ -128,6 +128,7 @@ def check_graph() -> None:
     experts, dim, k = 4 * ranks, 512, 2
     generator = torch.Generator().manual_seed(rank)
     fast = Symmetric(GroupLink(group, device))
+    fast.shared.wanted.raises = False
     layer = draw(generator, 200, dim, experts, k, like=0)
     most = 200 * ranks * k
     run(fast, layer, experts, most)
@@ -138,7 +139,11 @@ def check_graph() -> None:
     for _ in range(100):
         for tensor, new in zip(layer, draw(generator, 200, dim, experts, k, like=0), strict=True):
             tensor.view(torch.uint8).copy_(new.view(torch.uint8))
+        fast.shared.wanted.reset()
         graph.replay()
+        counts = torch.bincount(layer[3].view(-1) // (experts // ranks), minlength=ranks)
+        dist.all_reduce(counts)
+        assert fast.shared.wanted.read() == {most: int(counts.max())}
         check_same(result, run(collective, layer, experts, None), "graph")
     say("100 replays of a CUDA graph with other routings: the same bits")
 

@@ -182,33 +182,34 @@ def test_memory_for_the_worst_case_changes_no_bit(recipe: str) -> None:
         assert torch.equal(value, worst[name]), name
 
 
-@pytest.fixture
-def local(monkeypatch: pytest.MonkeyPatch) -> Local:
-    """The transport of one rank, which says nothing of rows that did not fit."""
-    transport = Local()
-    transport.shared.wanted.raises = False
-    monkeypatch.setattr(moe_layer, "choose", lambda *_: (transport, ""))
-    return transport
-
-
 @pytest.mark.parametrize("factor", [0, 0.2, 0.7])
 @pytest.mark.parametrize("recipe", ["mxfp8_2d", "mxfp8_rebased", "bf16"])
-def test_rows_that_do_not_fit_are_those_of_experts_that_are_not_there(
-    recipe: str, factor: float, local: Local, monkeypatch: pytest.MonkeyPatch
+def test_rows_that_do_not_fit_are_as_if_their_experts_did_not_exist(
+    recipe: str, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit, and of nothing else."""
-    layer, dy = make_layer(), torch.randn(T, D).bfloat16()
+    check_bounded(make_layer(), torch.randn(T, D).bfloat16(), monkeypatch, factor, recipe=recipe)
+
+
+def check_bounded(
+    layer: dict[str, torch.Tensor], dy: torch.Tensor, monkeypatch: pytest.MonkeyPatch, factor: float, **options: str
+) -> None:
+    """To the bit; but FP8 tensor cores may add up a row otherwise where there are fewer."""
+    local = Local()
+    local.shared.wanted.raises = False
+    monkeypatch.setattr(moe_layer, "choose", lambda *_: (local, ""))
+    monkeypatch.setattr(moe_layer, "_check_expert_ids", lambda *_: None)
     room = bounds.bound(factor, T, K, 1, E)
     assert room == {0: 0, 0.2: 256, 0.7: 640}[factor] and (layer["expert_ids"] == E - 1).sum() == 0
     order = layer["expert_ids"].flatten().argsort(stable=True)
     kept = layer["expert_ids"].flatten().clone()
     kept[order[room:]] = -1
     with poisoned_empty():
-        out = run(layer, dy, recipe=recipe, rows=factor)
+        out = run(layer, dy, rows=factor, **options)
     assert local.shared.wanted.read() == {room: T * K}
-    monkeypatch.setattr(moe_layer, "_check_expert_ids", lambda *_: None)
-    for name, value in run(layer | {"expert_ids": kept.view(T, K)}, dy, recipe=recipe).items():
-        assert torch.equal(out[name], value), name
+    local.shared.wanted.reset()
+    for name, value in run(layer | {"expert_ids": kept.view(T, K)}, dy, **options).items():
+        same = torch.equal(out[name], value)
+        assert same or (value.is_cuda and relative_rms(out[name], value) < 0.006), name
         assert value.any() == (factor > 0), name
 
 
