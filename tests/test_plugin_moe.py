@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -218,7 +219,7 @@ def test_the_log_names_the_transport_and_the_reason(
 
     config = parse(CONVERT, f"{DISPATCH}=auto")
     config.quantize.grouped_mm.mx.dispatch_rows = "worst_case"
-    no_peers = Collective(SimpleNamespace(size=lambda: 2, rank=lambda: 0)), "collective: no peer access"
+    no_peers = Collective(Mock(size=lambda: 2, rank=lambda: 0)), "collective: no peer access"
     monkeypatch.setattr(CHOOSE, lambda *_: no_peers)
     with pytest.raises(ValueError, match="'worst_case' needs the symmetric transport, but it is collective: no peer"):
         GroupedMMConverter(config, None).convert(nn.ModuleDict({"moe": layer("llama4")}))
