@@ -29,8 +29,8 @@ from bench import Bench, Call, Entry, Work, parse, parser_of, run
 from bench_grouped_mm import RECIPES, Job, check, make_problem
 
 from titan_mxfp8.backends import BACKENDS, plan
-from titan_mxfp8.format.spec import Operand, spec_of
-from titan_mxfp8.ops import library, matmul
+from titan_mxfp8.format.spec import Operand
+from titan_mxfp8.ops import matmul
 from titan_mxfp8.ops.experts import row_spec
 from titan_mxfp8.recipe import BF16, get_recipe
 from titan_mxfp8.testing import GROUPED_SHAPES, SMALL_EXPERT_SHAPES, GroupedShape, sums_per_stage
@@ -48,42 +48,35 @@ class Passes:
         recipe, device = get_recipe(recipe_name), self.x.device
         self.recipe, self.backend = recipe, backend
         self.plan = plan(recipe, backend, device)
-        self.specs = matmul.specs_of(recipe.key, backend, device)
-        self.keeps_w = recipe.weight_block == "32x32" and spec_of(self.specs.w_dgrad).stored != "bf16"
+        self.keeps_w = recipe.weight_block == "32x32" and self.plan.dgrad.b.stored != "bf16"
 
-    def quantize_x(self) -> tuple[Tensors, Tensors]:
-        return matmul.quantize_input(self.x, self.offs, self.specs.x_forward, self.specs.x_wgrad, self.backend)
+    def quantize_x(self) -> tuple[Operand, Operand]:
+        plan = self.plan
+        return matmul.quantize_both(self.x, plan.forward.a, plan.wgrad.b, self.offs, self.backend)
 
-    def quantize_dy(self) -> tuple[Tensors, Tensors]:
-        return matmul.quantize_input(self.dy, self.offs, self.specs.dy_dgrad, self.specs.dy_wgrad, self.backend)
+    def quantize_dy(self) -> tuple[Operand, Operand]:
+        return matmul.quantize_both(self.dy, self.plan.dgrad.a, self.plan.wgrad.a, self.offs, self.backend)
 
-    def quantize_w(self) -> Tensors:
+    def quantize_w(self) -> tuple[Operand, ...]:
+        plan = self.plan
         if self.keeps_w:
-            return library.quantize_both(self.w, self.specs.w_forward, self.specs.w_dgrad, None, self.backend)
-        return library.quantize(self.w, 2, self.specs.w_forward, None, self.backend)
+            return matmul.quantize_both(self.w, plan.forward.b, plan.dgrad.b, None, self.backend)
+        return (matmul.quantize(self.w, 2, plan.forward.b, None, self.backend),)
 
-    def quantize_w_again(self) -> Tensors:
-        return library.quantize(self.w, 1, self.specs.w_dgrad, None, self.backend)
-
-    def requantize(self, rows: Operand) -> Tensors:
-        key = rows.spec.key
-        return library.requantize(rows.data, rows.scale, key, 0, self.specs.x_wgrad, self.offs, self.backend)
+    def quantize_w_again(self) -> Operand:
+        return matmul.quantize(self.w, 1, self.plan.dgrad.b, None, self.backend)
 
     def gemm(self, name: str) -> tuple[Call, dict[str, float]]:
-        """One of the three, on operands that are made here, and ``sums_a`` and ``sums_b`` where they are even."""
-        specs, common = self.specs, (self.offs, torch.bfloat16, self.backend)
+        """One of the three, on operands that are made here, and ``sums_a`` and ``sums_b`` where they are coalesced."""
+        common = self.offs, torch.bfloat16, self.backend
         if name == "wgrad":
-            a, b, rows = self.quantize_dy()[1], self.quantize_x()[1], self.dy.shape[0]
-            return partial(matmul.wgrad, a, specs.dy_wgrad, b, specs.x_wgrad, rows, *common), {}
+            operands = self.quantize_dy()[1], self.quantize_x()[1]
+            return partial(matmul.gemm_k_grouped, *operands, self.dy.shape[0], *common), {}
         if name == "forward":
-            a, b = self.quantize_x()[0], self.quantize_w()[: self._tensors(specs.w_forward)]
-            call = partial(matmul.forward, a, specs.x_forward, b, specs.w_forward, self.offs, None, *common[1:])
-            sides = (a, specs.x_forward, 1), (b, specs.w_forward, 2)
+            operands = self.quantize_x()[0], self.quantize_w()[0]
         else:
-            a, b = self.quantize_dy()[0], self.quantize_w_again()
-            call = partial(matmul.dgrad, a, specs.dy_dgrad, b, specs.w_dgrad, *common)
-            sides = (a, specs.dy_dgrad, 1), (b, specs.w_dgrad, 1)
-        operands = [Operand(tensors[0], tensors[-1], spec_of(key), axis) for tensors, key, axis in sides]
+            operands = self.quantize_dy()[0], self.quantize_w_again()
+        call = partial(matmul.gemm_m_grouped, *operands, self.offs, None, *common[1:])
         if any(operand.spec.stored != "coalesced" for operand in operands):
             return call, {}
         return call, {f"sums_{side}": sums_per_stage(operand) for side, operand in zip("ab", operands, strict=True)}
@@ -91,9 +84,9 @@ class Passes:
     def quantizer(self, name: str) -> tuple[Call, Sequence[torch.Tensor]]:
         """One of ``QUANTIZERS``, and what it reads."""
         if name == "requantise x":
-            spec = row_spec(self.plan.forward.a)
-            quantized = library.quantize(self.x, 1, spec.key, None, self.backend)
-            return partial(self.requantize, Operand(quantized[0], quantized[1], spec, 1)), quantized
+            rows = matmul.quantize(self.x, 1, row_spec(self.plan.forward.a), None, self.backend)
+            call = partial(matmul.requantize, rows, 0, self.plan.wgrad.b, self.offs, self.backend)
+            return call, [rows.data, rows.scale]
         calls = {
             "quantise x": (self.quantize_x, self.x),
             "quantise dy": (self.quantize_dy, self.dy),
@@ -102,9 +95,6 @@ class Passes:
         }
         call, tensor = calls[name]
         return call, [tensor]
-
-    def _tensors(self, key: str) -> int:
-        return 1 if spec_of(key).stored == "bf16" else 2
 
 
 def tensors_of(value: object) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from titan_mxfp8 import RECIPES
-from titan_mxfp8.backends import BACKENDS, Backend, Entry, Gemm, Plan, load
+from titan_mxfp8.backends import BACKENDS, Backend, BackendRow, Gemm, Plan, load
 from titan_mxfp8.backends import reference as reference_backend
 from titan_mxfp8.backends.common import pad
 from titan_mxfp8.backends.common.dequantize import dequantize
@@ -58,30 +58,28 @@ CASES: dict[str, tuple[list[int] | None, int]] = {
 class Target:
     """A backend on a piece of hardware that is here."""
 
-    entry: Entry
+    row: BackendRow
     hardware: Hardware
     device: torch.device
 
     @property
     def backend(self) -> Backend:
-        return load(self.entry.name, self.device)
+        return load(self.row.name, self.device)
 
     def recipes(self) -> list[Recipe]:
         recipes = dict.fromkeys([*RECIPES.values(), OTHER])
-        return [recipe for recipe in recipes if recipe.block_k == 32 or self.entry.rebases]
+        return [recipe for recipe in recipes if recipe.block_k == 32 or self.row.rebases]
 
     def __str__(self) -> str:
-        return f"{self.entry.name}-{self.device.type}"
+        return f"{self.row.name}-{self.device.type}"
 
 
 def targets_here() -> list[Target]:
     """Each row of ``BACKENDS`` on the CPU and, if there is one, on the GPU."""
     devices = [torch.device("cpu")] + [torch.device("cuda", 0)] * torch.cuda.is_available()
-    pairs = [(entry, hardware_of(device), device) for device in devices for entry in BACKENDS]
+    pairs = [(row, hardware_of(device), device) for device in devices for row in BACKENDS]
     return [
-        Target(entry=entry, hardware=hardware, device=device)
-        for entry, hardware, device in pairs
-        if entry.runs_on(hardware)
+        Target(row=row, hardware=hardware, device=device) for row, hardware, device in pairs if row.runs_on(hardware)
     ]
 
 
@@ -112,7 +110,7 @@ def uneven(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(shape) * torch.exp2((down + across).float())).to(dtype)
 
 
-def partly_even(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def partly_coalescible(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Of each kind of row some: scales that can be made equal, by a few steps or by 12 to 18, and others."""
     *rest, rows, cols = shape
     steps = torch.tensor([0, 1, 3, 12, 13, 14, 15, 16, 17, 18])[torch.randint(0, 10, (*rest, rows, 1))]
@@ -123,10 +121,10 @@ def partly_even(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.where(kind < 0.6, powers, values).to(dtype)
 
 
-def even_squares(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def coalescible_squares(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """32x32 squares of one value each, so that most scales can be made equal by a few steps."""
     *rest, rows, cols = shape
-    values = partly_even((*rest, ceil_div(rows, 32), ceil_div(cols, 32)), dtype)
+    values = partly_coalescible((*rest, ceil_div(rows, 32), ceil_div(cols, 32)), dtype)
     return values.repeat_interleave(32, -2).repeat_interleave(32, -1)[..., :rows, :cols].contiguous()
 
 
@@ -210,17 +208,19 @@ def check_quantize(
 
 
 def check_quantize_both(
-    backend: Backend, x: torch.Tensor, last: OperandSpec, first: OperandSpec, offs=None, device="cpu"
+    backend: Backend, x: torch.Tensor, rowwise: OperandSpec, columnwise: OperandSpec, offs=None, device="cpu"
 ) -> None:
     x, x_cpu = _on(x, device), x
     with poisoned_empty():
-        along_last, along_first = backend.quantize_both(x, last, first, None if offs is None else offs.to(device))
+        rowwise_operand, columnwise_operand = backend.quantize_both(
+            x, rowwise, columnwise, None if offs is None else offs.to(device)
+        )
     rows = None if offs is None else int(offs[-1])
-    offs_of_rows = of_rows(last, offs)
-    theirs_last = reference.quantize(x_cpu, x.ndim - 1, last, offs_of_rows)
-    theirs_first = reference.quantize(x_cpu, x.ndim - 2, first, offs)
-    assert_same(filled(along_last, offs_of_rows), filled(theirs_last, offs_of_rows), rows)
-    assert_same(filled(along_first, offs), filled(theirs_first, offs), rows)
+    offs_of_rows = of_rows(rowwise, offs)
+    theirs_rowwise = reference.quantize(x_cpu, x.ndim - 1, rowwise, offs_of_rows)
+    theirs_columnwise = reference.quantize(x_cpu, x.ndim - 2, columnwise, offs)
+    assert_same(filled(rowwise_operand, offs_of_rows), filled(theirs_rowwise, offs_of_rows), rows)
+    assert_same(filled(columnwise_operand, offs), filled(theirs_columnwise, offs), rows)
 
 
 def check_requantize(

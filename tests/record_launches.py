@@ -49,6 +49,9 @@ UNWRITTEN = 64  # what the host reads of integers that a kernel would have writt
 
 
 # All that is asked of the package's inside. What is called otherwise now goes behind its earlier names.
+PADDING = "titan_mxfp8.ops.pad"  # has pad_token_groups and unpad_token_groups
+
+
 def inside(*names: str) -> object:
     modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("titan_mxfp8")]
     found = [vars(module)[name] for name in names for module in modules if name in vars(module)]
@@ -160,7 +163,7 @@ def run_ranks(size: str, options: dict) -> None:
 
 
 def run_pad(dtype: torch.dtype) -> None:
-    module = importlib.import_module("titan_mxfp8.ops.pad")
+    module = importlib.import_module(PADDING)
     offs, x = ends("small"), torch.zeros(519, 160, dtype=dtype, requires_grad=True)
     padded, _ = module.pad_token_groups(x, offs, 32)
     module.unpad_token_groups(padded, offs, 32, 519).backward(torch.zeros_like(x))
@@ -277,7 +280,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="a CSV to write")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--cases", default="", help="a regular expression")
+    parser.add_argument("--cases", default="", help="a regular expression; the same for both lists")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("BEFORE", "AFTER"))
     args = parser.parse_args()
     if args.compare:

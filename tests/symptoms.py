@@ -8,10 +8,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch.distributed as dist
+from torchtitan.components.metrics import WandBLogger
 from torchtitan.tools import utils
 
 found: dict[str, str] = {}
@@ -49,3 +53,11 @@ def use_cpu_device() -> str:
 
 def claim_no_mfu() -> bool:
     return utils.get_peak_flops("AMD EPYC") < 1e15
+
+
+def log_offline_where_wandb_is_out_of_reach() -> None:
+    def init(**kwargs: object) -> None:
+        raise ConnectionError("no network")
+
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(sys.modules, wandb=SimpleNamespace(init=init)):
+        WandBLogger(folder, SimpleNamespace(to_dict=dict))

@@ -19,8 +19,6 @@ import torch
 
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
-from titan_mxfp8.ops import matmul
-from titan_mxfp8.recipe import Recipe
 from titan_mxfp8.testing import PadShape, read_bench, write_results
 
 ROOT = Path(__file__).parent.parent
@@ -266,12 +264,7 @@ def test_bench_kernels_takes_operands_as_hopper_wants_them(tmp_path: Path, monke
     """Which reference.py's kernels can make and multiply too."""
     hopper = CLUSTER_GPUS["H200"]
 
-    def specs_of(recipe: str, backend: str, device: torch.device) -> matmul.Specs:
-        plan = plan_on(Recipe.of_key(recipe), "auto", hopper)
-        return matmul.Specs(*(spec.key for gemm in plan.gemms.values() for spec in (gemm.a, gemm.b)))
-
     monkeypatch.setattr(bench_kernels, "plan", lambda recipe, backend, device: plan_on(recipe, "auto", hopper))
-    monkeypatch.setattr(matmul, "specs_of", specs_of)
     recipes = ["mxfp8", "mxfp8_2d", "mxfp8_2d_rebased"]
     bench_kernels.main([*SMALL, "--shapes", "300,128,256,3", "--out", str(tmp_path), "--recipes", *recipes])
     rows = {(row["recipe"], row["what"]): row for row in rows_of(tmp_path) if row["recipe"] in recipes}

@@ -13,7 +13,7 @@ from torchtitan.config import JobConfig
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, deepseekv3_args
 from training import kill_when, losses, start, train
 
-from titan_mxfp8.tools.flavors import register_flavors
+from titan_mxfp8.plugin.flavors import register_flavors
 
 IN_STEP, STEPS = 4, 7  # sequences in a step
 # Largest loss difference at any step; measured 3.6e-4 (and 1.0e-4 at the last) of a fall by 1.2.

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -28,12 +27,9 @@ from torchtitan.models.qwen3 import Qwen3Model, qwen3_args
 from torchtitan.protocols import BaseModelArgs
 from torchtitan.tools import utils
 
-from titan_mxfp8.plugin.workarounds.cpu import enable_cpu_training
-from titan_mxfp8.tools.flavors import register_flavors
-from titan_mxfp8.workarounds import wandb_offline
-from titan_mxfp8.workarounds.activation_checkpointing import ignore_profiler_ranges
+import titan_mxfp8.plugin  # noqa: F401 - installs the workarounds
+from titan_mxfp8.plugin.flavors import register_flavors
 from titan_mxfp8.workarounds.cpu import CpuDevice
-from titan_mxfp8.workarounds.wandb_offline import default_wandb_offline
 
 ROOT = Path(__file__).parent.parent
 cpu_only = pytest.mark.skipif(
@@ -41,64 +37,8 @@ cpu_only = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def cpu_training() -> None:
-    assert enable_cpu_training()
-
-
-# Loads cpu.py by path: importing it by name would run the plugin, which itself calls enable_cpu_training.
-PATCH_SITES = """
-import importlib.util, json, sys
-import torch, torch.distributed.fsdp, torch.distributed.tensor, torch.profiler
-import torchtitan.train, torchtitan.models.llama4, torchtitan.models.moe.kernels
-
-def snapshot():
-    owners = {name: module for name, module in sys.modules.items() if name.startswith("torchtitan")}
-    owners |= {"torch": torch, "init": torch.nn.init, "FSDPModule": torch.distributed.fsdp.FSDPModule,
-               "DTensor": torch.distributed.tensor.DTensor, "Tensor": torch.Tensor, "profile": torch.profiler.profile}
-    return {f"{name}.{key}": value for name, owner in owners.items() for key, value in vars(owner).items()}
-
-def changed(before):
-    return sorted(key for key, value in snapshot().items() if value is not before.get(key))
-
-spec = importlib.util.spec_from_file_location("cpu", sys.argv[1])
-cpu = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(cpu)
-report = {}
-for call, accelerator in (("with accelerator", True), ("without", False), ("without, again", False)):
-    torch.accelerator.is_available = lambda: accelerator
-    before = snapshot()
-    report[call] = [cpu.enable_cpu_training(), changed(before)]
-report["stale"] = sorted(name for name, module in sys.modules.items() if vars(module).get("device_type") == "cuda")
-print(json.dumps(report))
-"""
-
-
-def test_patches_nothing_where_an_accelerator_exists_and_each_site_once_elsewhere() -> None:
-    cpu_file = ROOT / "titan_mxfp8/plugin/workarounds/cpu.py"
-    result = subprocess.run(
-        [sys.executable, "-c", PATCH_SITES, cpu_file], capture_output=True, text=True, check=True, cwd="/"
-    )
-    report = json.loads(result.stdout.splitlines()[-1])
-    assert report["with accelerator"] == [False, []]
-    enabled, patched = report["without"]
-    assert enabled
-    copies = ("device_type", "device_module", "get_device_info")
-    assert [site for site in patched if site.rpartition(".")[2] not in copies] == [
-        "DTensor.normal_",
-        "DTensor.uniform_",
-        "FSDPModule.set_gradient_divide_factor",
-        "profile.__init__",
-        "torch.histc",
-        "torchtitan.models.moe.utils.generate_permute_indices",
-        "torchtitan.tools.utils.get_peak_flops",
-    ]
-    assert report["without, again"] == [True, []]
-    assert report["stale"] == []
-
-
 @cpu_only
-def test_device_is_cpu_in_modules_that_copied_it(cpu_training: None) -> None:
+def test_device_is_cpu_in_modules_that_copied_it() -> None:
     from torchtitan.components import metrics
     from torchtitan.distributed import parallel_dims
     from torchtitan.distributed import utils as dist_utils
@@ -129,14 +69,14 @@ def test_peak_memory_follows_allocations() -> None:
 
 
 @cpu_only
-def test_no_mfu_is_claimed(cpu_training: None) -> None:
+def test_no_mfu_is_claimed() -> None:
     assert f"{100 * 1e9 * 5000 / utils.get_peak_flops('AMD EPYC'):.2f}%" == "0.00%"
 
 
 @cpu_only
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("experts", [8, 48, 160])
-def test_histc_of_integers_counts_like_bincount(cpu_training: None, dtype: torch.dtype, experts: int) -> None:
+def test_histc_of_integers_counts_like_bincount(dtype: torch.dtype, experts: int) -> None:
     chosen = torch.randint(experts, (4096,), generator=torch.Generator().manual_seed(0)).to(dtype)
     chosen[chosen == 3] = 4  # an expert without tokens
     counts = torch.histc(chosen, bins=experts, min=0, max=experts)
@@ -147,7 +87,7 @@ def test_histc_of_integers_counts_like_bincount(cpu_training: None, dtype: torch
 
 
 @cpu_only
-def test_permute_indices_of_a_hand_worked_example(cpu_training: None) -> None:
+def test_permute_indices_of_a_hand_worked_example() -> None:
     """2 ranks sent tokens for 3 experts, groups padded to 4 rows: -1 is padding, an empty expert gets 4 rows of it.
 
     rank 0 sent [2, 0, 1] -> rows 0 1 | - | 2; rank 1 sent [1, 0, 4] -> rows 3 | - | 4 5 6 7
@@ -159,7 +99,7 @@ def test_permute_indices_of_a_hand_worked_example(cpu_training: None) -> None:
 
 
 @cpu_only
-def test_profiler_ignores_the_activity_that_torchtitan_lacks(cpu_training: None) -> None:
+def test_profiler_ignores_the_activity_that_torchtitan_lacks() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, None]) as profiler:
         torch.ones(8) + 1
     assert any(event.key == "aten::add" for event in profiler.key_averages())
@@ -167,7 +107,6 @@ def test_profiler_ignores_the_activity_that_torchtitan_lacks(cpu_training: None)
 
 def test_selective_ac_ignores_profiler_ranges() -> None:
     """FSDP under EP opens ranges in the recomputed forward that the first forward did not have."""
-    ignore_profiler_ranges()
     calls = []
 
     def block(x: torch.Tensor) -> torch.Tensor:
@@ -184,97 +123,6 @@ def test_selective_ac_ignores_profiler_ranges() -> None:
     y = checkpoint(block, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
     y.sum().backward()
     assert len(calls) == 2
-
-
-WANDB_KEY = "0123456789012345678901234567890123456789"
-
-
-@pytest.fixture
-def no_wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A user who never heard of wandb; the path is their home and working folder."""
-    for name in list(os.environ):
-        if name.startswith("WANDB_") or name == "NETRC":
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("WANDB_MODE", "")  # registers it: what the test sets is undone
-    monkeypatch.delenv("WANDB_MODE")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_wandb_is_offline_without_login(no_wandb: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails: it is slow, and an optional dependency
-    default_wandb_offline()
-    assert os.environ["WANDB_MODE"] == "offline"
-    assert "WANDB_PROJECT" not in os.environ, "the user's runs stay in their project"
-
-
-def test_wandb_mode_of_the_user_stays(no_wandb: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "online")
-    default_wandb_offline()
-    assert os.environ["WANDB_MODE"] == "online"
-
-
-@pytest.mark.parametrize("name", ["WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"])
-def test_wandb_login_in_the_environment(no_wandb: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(name, "")
-    default_wandb_offline()
-    assert os.environ.pop("WANDB_MODE") == "offline", "an empty value is no login"
-    monkeypatch.setenv(name, WANDB_KEY)
-    default_wandb_offline()
-    assert "WANDB_MODE" not in os.environ
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "environment", "logged_in"),
-    [
-        (".netrc", "machine api.wandb.ai login user password {key}", {}, True),
-        (".netrc", "machine api.forge.coreweave.com login user password {key}", {}, True),  # wandb 0.31's own default
-        ("_netrc", "machine api.wandb.ai\n  login user\n  password {key}", {}, True),
-        ("elsewhere", "machine api.wandb.ai login user password {key}", {"NETRC": "~/elsewhere"}, True),
-        (".netrc", "machine api.wandb.ai login user password {key}", {"NETRC": "~/absent"}, False),
-        (".netrc", "machine github.com login user password {key}", {}, False),
-        (".netrc", 'machine api.wandb.ai login user password ""', {}, False),
-        (".netrc", "machine api.wandb.ai garbage {key}", {}, False),
-        (
-            ".netrc",
-            "machine wandb.corp:8080 login u password {key}",
-            {"WANDB_BASE_URL": "http://wandb.corp:8080"},
-            True,
-        ),
-        (".netrc", "machine api.wandb.ai login u password {key}", {"WANDB_BASE_URL": "http://wandb.corp:8080"}, False),
-        (".config/wandb/settings", "[default]\napi_key = {key}", {}, True),
-        ("conf/settings", "[default]\napi_key = {key}", {"WANDB_CONFIG_DIR": "~/conf"}, True),
-        ("wandb/settings", "[default]\napi_key = {key}", {}, True),
-        (".config/wandb/settings", "[default]\nbase_url = http://wandb.corp", {}, False),
-        (".config/wandb/settings", "no section\n{key}", {}, False),
-        (".config/wandb/settings", "[default]\nmode = disabled", {}, True),  # `wandb disabled`: a choice, not a login
-    ],
-)
-def test_wandb_login_in_files(
-    no_wandb: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    file: str,
-    text: str,
-    environment: dict[str, str],
-    logged_in: bool,
-) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    path = no_wandb / file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text.format(key=WANDB_KEY))
-    default_wandb_offline()
-    assert ("WANDB_MODE" not in os.environ) == logged_in
-
-
-def test_wandb_hosts_are_those_of_the_installed_wandb() -> None:
-    """Reads wandb's source, as importing it is slow."""
-    spec = importlib.util.find_spec("wandb")
-    if spec is None:
-        pytest.skip("wandb is not installed")
-    urls = Path(spec.origin).parent / "sdk/lib/urls.py"
-    assert any(f'DEFAULT_BASE_URL = "https://{host}"' in urls.read_text() for host in wandb_offline.WANDB_HOSTS)
 
 
 # Model, flavors, flavor, MoE layers, what changes besides the number of layers.
@@ -360,10 +208,9 @@ def test_flavors_twice_and_over_a_flavor_of_someone_else(monkeypatch: pytest.Mon
 INITIAL_WEIGHTS = """
 import copy, hashlib, json, os, sys
 import torch
-from titan_mxfp8.plugin.workarounds.cpu import enable_cpu_training
-from titan_mxfp8.tools.flavors import register_flavors
+import titan_mxfp8.plugin
+from titan_mxfp8.plugin.flavors import register_flavors
 
-assert enable_cpu_training()
 register_flavors()
 
 from torch.distributed.tensor import DTensor
@@ -410,7 +257,7 @@ torch.distributed.destroy_process_group()
 
 
 @cpu_only
-def test_initial_weights_and_gradients_are_those_of_one_process(cpu_training: None, tmp_path: Path) -> None:
+def test_initial_weights_and_gradients_are_those_of_one_process(tmp_path: Path) -> None:
     # name, data_parallel_shard, data_parallel_replicate, tensor_parallel, expert_parallel
     layouts = [("fsdp", 2, 1, 1, 1), ("fsdp+ep", 2, 1, 1, 2), ("tp", 1, 1, 2, 1), ("ddp", 1, 2, 1, 1)]
     script = tmp_path / "initial_weights.py"

@@ -35,7 +35,7 @@ from titan_mxfp8.backends.hardware import Hardware, hardware_of
 DEVICE = torch.device("cuda", 0)
 HARDWARE = hardware_of(DEVICE)
 ON_GPU = [target for target in targets_here() if target.device == DEVICE]
-KERNELS = [(target, recipe) for target in ON_GPU if target.entry.name != "reference" for recipe in target.recipes()]
+KERNELS = [(target, recipe) for target in ON_GPU if target.row.name != "reference" for recipe in target.recipes()]
 FEW = ("mxfp8", "mxfp8_2d", "mxfp8_wgrad_bf16", "mxfp8_2d_rebased")
 FEW_KERNELS = [(target, recipe) for target, recipe in KERNELS if recipe.name in FEW]
 
@@ -51,7 +51,7 @@ def fresh_inputs() -> None:
 
 @pytest.fixture
 def take(monkeypatch: pytest.MonkeyPatch):
-    """Makes the backend take the tiles that it is given, of any way to multiply, and leave nothing to torch."""
+    """Makes the backend take the tiles that it is given, of any variant, and leave nothing to torch."""
 
     def take(tiles: gemm.Tiles, hardware: Hardware = HARDWARE) -> None:
         monkeypatch.setattr(gemm, "hardware_of", lambda device: hardware)
@@ -111,7 +111,7 @@ def test_ops_against_the_reference_backend(target, recipe: Recipe, dtype: torch.
     """Same quantised bits, so results differ by the order of additions, what tensor cores cut off, and rounding."""
     grouped, linear = problem(1000, k=416, dtype=dtype), problem(1000, experts=1, k=416, dtype=dtype)
     bias, results = torch.randn(5, 192, device=DEVICE), {}
-    for backend, device in ((target.entry.name, DEVICE), ("reference", "cpu")):
+    for backend, device in ((target.row.name, DEVICE), ("reference", "cpu")):
         for kind, given in (("grouped", grouped), ("linear", linear)):
             x, w = (given[name].detach().to(device).requires_grad_() for name in ("x", "w"))
             options = {"recipe": recipe, "out_dtype": dtype, "backend": backend}
@@ -134,15 +134,15 @@ def test_ops_against_the_reference_backend(target, recipe: Recipe, dtype: torch.
         assert row_error < (2**-8 if rounded else ROW_FACTOR * tolerance), name
 
 
-@pytest.mark.parametrize("target", [target for target in ON_GPU if target.entry.name != "reference"], ids=ids)
+@pytest.mark.parametrize("target", [target for target in ON_GPU if target.row.name != "reference"], ids=ids)
 def test_quantised_activations_may_start_anywhere(target) -> None:
     """Such as rows of a larger buffer, whose scales start at an odd byte."""
     w, offs = torch.randn(3, 64, 96, dtype=BF16, device=DEVICE), make_offs([5, 0, 27], DEVICE)
-    whole = quantize(torch.randn(33, 96, dtype=BF16, device=DEVICE), backend=target.entry.name)
+    whole = quantize(torch.randn(33, 96, dtype=BF16, device=DEVICE), backend=target.row.name)
     assert whole.scale[1:].data_ptr() % 16
     x = MXTensor.from_qdata_and_scales(whole.qdata[1:], whole.scale[1:], BF16)
     for recipe in target.recipes():
-        y = mxfp8_grouped_mm(x, w.mT, offs, recipe=recipe, out_dtype=FP32, backend=target.entry.name)
+        y = mxfp8_grouped_mm(x, w.mT, offs, recipe=recipe, out_dtype=FP32, backend=target.row.name)
         on_cpu = MXTensor.from_qdata_and_scales(x.qdata.cpu(), x.scale.cpu(), BF16)
         expected = mxfp8_grouped_mm(on_cpu, w.cpu().mT, offs.cpu(), recipe=recipe, out_dtype=FP32, backend="reference")
         assert largest_row_error(y.cpu(), expected) < ROW_FACTOR * TOLERANCE["FP8", FP32]
@@ -156,7 +156,7 @@ def test_cuda_graph_with_changing_offs(target, recipe: Recipe, requantize_input:
     x, w, dy, offs = static["x"], static["w"], static["dy"], static["offs"]
 
     def step() -> tuple[torch.Tensor, ...]:
-        options = {"backend": target.entry.name, "requantize_input": requantize_input}
+        options = {"backend": target.row.name, "requantize_input": requantize_input}
         y = mxfp8_grouped_mm(x, w.mT, offs, recipe=recipe, **options)
         return y, *torch.autograd.grad(y, (x, w), dy)
 
@@ -180,7 +180,7 @@ def test_cuda_graph_with_changing_offs(target, recipe: Recipe, requantize_input:
 
 @pytest.mark.parametrize("target, recipe", FEW_KERNELS, ids=ids)
 def test_compile_with_changing_token_counts(target, recipe: Recipe) -> None:
-    name, backend = recipe.name, target.entry.name
+    name, backend = recipe.name, target.row.name
 
     def layer(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         y = mxfp8_grouped_mm(x, w1.mT, offs, recipe=name, backend=backend)
@@ -206,7 +206,7 @@ def test_compile_with_changing_token_counts(target, recipe: Recipe) -> None:
 def test_a_warm_layer_compiles_nothing(target, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """100 steps of any routing after the first one."""
     forget_compiled(monkeypatch)
-    options, rng = {"recipe": recipe, "backend": target.entry.name}, random.Random(recipe.name)
+    options, rng = {"recipe": recipe, "backend": target.row.name}, random.Random(recipe.name)
 
     def step(rows: int, seed: int) -> None:
         given = problem(rows, k=96)

@@ -24,9 +24,9 @@ from contract import (
     check_pad,
     check_quantize,
     check_quantize_both,
-    even_squares,
+    coalescible_squares,
     every_bfloat16,
-    partly_even,
+    partly_coalescible,
     uneven,
     wild,
 )
@@ -78,7 +78,7 @@ def test_shapes(backend, spec: OperandSpec, in_dtype: torch.dtype, rounding: str
     for shape in SHAPES:
         check_all(backend, wild(shape, in_dtype), spec)
     if backend is hopper:
-        for make in (uneven, even_squares):
+        for make in (uneven, coalescible_squares):
             check_all(backend, make((129, 288), in_dtype), spec)
 
 
@@ -87,7 +87,7 @@ def test_shapes(backend, spec: OperandSpec, in_dtype: torch.dtype, rounding: str
 @pytest.mark.parametrize("in_dtype", [BF16, FP32])
 def test_even_and_32x128_along_one_axis(in_dtype: torch.dtype, rounding: str, dtype: torch.dtype):
     common = {"rounding": rounding, "elem_dtype": dtype}
-    for make in (wild, uneven, partly_even):
+    for make in (wild, uneven, partly_coalescible):
         for shape in SHAPES:
             x = make(shape, in_dtype)
             check_quantize(hopper, x, x.ndim - 1, OperandSpec(stored="coalesced", **common), device="cuda")
@@ -103,10 +103,10 @@ def test_strides(backend, spec: OperandSpec):
     def quantize_op(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
         return operand(library.quantize(x, axis, spec.key, offs, name), spec, axis)
 
-    def quantize_both_op(x, last, first, offs) -> tuple[Operand, Operand]:
-        tensors = library.quantize_both(x, last.key, first.key, offs, name)
+    def quantize_both_op(x, rowwise, columnwise, offs) -> tuple[Operand, Operand]:
+        tensors = library.quantize_both(x, rowwise.key, columnwise.key, offs, name)
         split = len(tensors) // 2
-        return operand(tensors[:split], last, x.ndim - 1), operand(tensors[split:], first, x.ndim - 2)
+        return operand(tensors[:split], rowwise, x.ndim - 1), operand(tensors[split:], columnwise, x.ndim - 2)
 
     def operand(tensors: list[torch.Tensor], spec: OperandSpec, axis: int) -> Operand:
         return Operand(*tensors, *[None] * (2 - len(tensors)), spec, axis)
@@ -155,34 +155,34 @@ def test_beyond_int32():
     x = torch.randn((rows, cols), dtype=BF16, device="cuda")
     for backend, spec in [(triton, EXACT), (hopper, REBASED)][: 2 if IS_HOPPER else 1]:
         with poisoned_empty():
-            last, first = backend.quantize_both(x, spec, spec, None)
+            rowwise, columnwise = backend.quantize_both(x, spec, spec, None)
         blocks = -(-edge // spec.block_k)
-        ends = {1: (last.data[-edge:], last.row_scales()[-edge:])}
-        ends[0] = first.data[:, -edge:], first.row_scales()[:, -blocks:]
+        ends = {1: (rowwise.data[-edge:], rowwise.row_scales()[-edge:])}
+        ends[0] = columnwise.data[:, -edge:], columnwise.row_scales()[:, -blocks:]
         for axis, (data, scale) in ends.items():
             expected = reference.quantize(x[-edge:].cpu(), axis, spec)
             assert torch.equal(data.cpu().view(torch.uint8), expected.data.view(torch.uint8))
             assert torch.equal(scale.cpu(), expected.row_scales())
-        again = backend.requantize(last, 0, spec, None)
+        again = backend.requantize(rowwise, 0, spec, None)
         expected = reference.requantize(reference.quantize(x[-edge:].cpu(), 1, spec), 0, spec)
         assert torch.equal(again.data[:, -edge:].cpu().view(torch.uint8), expected.data.view(torch.uint8))
         assert torch.equal(again.row_scales()[:, -blocks:].cpu(), expected.row_scales())
         del again
         if spec == EXACT:
             one = quantize(x, backend="triton")
-            assert torch.equal(one.qdata.view(torch.uint8), last.data.view(torch.uint8))
-            assert torch.equal(one.scale, last.scale)
-        del last, first, ends
+            assert torch.equal(one.qdata.view(torch.uint8), rowwise.data.view(torch.uint8))
+            assert torch.equal(one.scale, rowwise.scale)
+        del rowwise, columnwise, ends
 
 
 def test_compiles_with_dynamic_tokens():
     """One graph, and one compilation for all token counts."""
 
     def all_ops(x: torch.Tensor, offs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        last, first = quantize(x), quantize(x, 0, offs=offs)
+        rowwise, columnwise = quantize(x), quantize(x, 0, offs=offs)
         padded, _ = pad_token_groups(x, offs, 32)
         back = unpad_token_groups(padded, offs, 32, x.shape[0])
-        return last.qdata, last.scale, first.qdata, first.scale, back
+        return rowwise.qdata, rowwise.scale, columnwise.qdata, columnwise.scale, back
 
     compiled = torch.compile(all_ops, fullgraph=True, dynamic=True)
     for step, rows in enumerate((200, 333, 1024)):
@@ -210,13 +210,13 @@ def test_cuda_graph_with_changing_groups(backend, spec: OperandSpec):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        (last, first), padded, padded_offs = step()
+        (rowwise, columnwise), padded, padded_offs = step()
     for seed, spread in enumerate(SPREADS):
         x.copy_(wild((rows, cols), BF16))
         offs.copy_(make_offs(group_sizes(spread, rows - 100, groups, seed)))
         graph.replay()
-        assert_same(last, reference.quantize(x.cpu(), 1, spec))
-        assert_same(first, reference.quantize(x.cpu(), 0, spec, offs.cpu()), int(offs[-1]))
+        assert_same(rowwise, reference.quantize(x.cpu(), 1, spec))
+        assert_same(columnwise, reference.quantize(x.cpu(), 0, spec, offs.cpu()), int(offs[-1]))
         expected_rows, expected_offs = pad_token_groups(x.cpu(), offs.cpu(), 32)
         assert torch.equal(padded.cpu().view(torch.int16), expected_rows.view(torch.int16))
         assert torch.equal(padded_offs.cpu(), expected_offs)

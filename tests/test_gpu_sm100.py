@@ -7,9 +7,9 @@ from contract import BF16, FP32, check_quantize, check_quantize_both, filled, pa
 from swiglu_contract import check_nan_stays_in_its_group, check_swiglu
 
 from titan_mxfp8.backends import sm100
+from titan_mxfp8.backends.common.swizzled import swizzle_scales
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.sm100 import gemm
-from titan_mxfp8.backends.sm100.quantize import swizzle_scales
 from titan_mxfp8.format import reference, swizzle
 from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.recipe import get_recipe

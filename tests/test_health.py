@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from titan_mxfp8 import convert_model, modules, mxfp8_grouped_mm
 from titan_mxfp8.backends.reference import specs
 from titan_mxfp8.format import reference
-from titan_mxfp8.modules import telemetry
 from titan_mxfp8.ops import observe
-from titan_mxfp8.plugin.telemetry import periods
+from titan_mxfp8.ops.config import config_of
 from titan_mxfp8.recipe import RECIPES
 from titan_mxfp8.testing import make_offs
+from titan_mxfp8.titan import telemetry
 
 # max, exponent of the largest power of two, and what rounds to zero: half of the smallest subnormal, a tie, does too
 E4M3, E5M2 = (448.0, 8, 2.0**-10), (57344.0, 15, 2.0**-17)
@@ -94,9 +94,10 @@ def test_rows_past_the_last_group_do_not_count() -> None:
     x[40:], dy[40:] = 1e30, torch.nan
     a, probe = x.clone().requires_grad_(), observe.make_probe(torch.device("cpu"))
     offs = make_offs([13, 0, 27])
+    config = config_of(RECIPES["mxfp8"], "auto", x.device)
     with observe.recording():
         y = mxfp8_grouped_mm(a, w.mT, offs, out_dtype=torch.float32)
-        observe.observe(y, a, w, offs, probe, RECIPES["mxfp8"], "auto").backward(dy)
+        observe.observe(y, a, w, offs, probe, config).backward(dy)
     assert figures(probe)["activations"] == counted_by_hand(x[:40], E4M3, "rceil", "1x32")
     assert figures(probe)["weights"] == counted_by_hand(w, E4M3, "rceil", "1x32")
     assert figures(probe)["gradients"] == counted_by_hand(dy[:40], E4M3, "rceil", "1x32")
@@ -165,11 +166,11 @@ def test_what_requantising_changes_is_counted(name: str) -> None:
         values, again = rows.dequantize()[:ends], reference.requantize(rows, 0, spec).dequantize().mT[:ends]
         expected[kind] = (values != again).double().mean().item()
     assert all(0.001 < share < 0.5 for share in expected.values())
-    probes = [observe.make_probe(torch.device("cpu")) for _ in range(2)]
+    probes, config = [observe.make_probe(torch.device("cpu")) for _ in range(2)], config_of(recipe, "auto", x.device)
     with observe.recording():
         for probe, dispatched in zip(probes, (True, False), strict=True):
             y = torch.zeros(70, 64, requires_grad=True)
-            observe.observe(y, x, w, make_offs([20, 0, 40]), probe, recipe, "auto", dispatched=dispatched).backward(dy)
+            observe.observe(y, x, w, make_offs([20, 0, 40]), probe, config, dispatched=dispatched).backward(dy)
     found, none = (observe.summarize(probe.grad.tolist()) for probe in probes)
     key = "changed_by_requantize"
     assert not any(key in figure for figure in none) and f"weights/{key}" not in found
@@ -240,11 +241,11 @@ class Logged:
 
     device_memory_monitor = SimpleNamespace(device=torch.device("cpu"))
 
-    def __init__(self, model: nn.Module, every: int, report: int = 0) -> None:
-        experts, linears = (SimpleNamespace(mx=SimpleNamespace(hopper_rebase_report=n)) for n in (0, report))
-        quantize = SimpleNamespace(health_every=every, grouped_mm=experts, linear=linears)
-        self.job_config = SimpleNamespace(quantize=quantize)
+    def __init__(self, model: nn.Module) -> None:
         self.model_parts, self.logger, self.steps = [model], self, {}
+
+    def end(self, step: int) -> None:
+        getattr(self.model_parts[0], telemetry.RECORDER).end(self, step)
 
     def log(self, figures: dict[str, float], step: int) -> None:
         self.steps[step] = figures
@@ -255,15 +256,15 @@ def test_a_step_is_measured_from_its_first_forward_to_its_end(first: int, logged
     """Also the first one of a run that goes on from a checkpoint, its micro-batches, and no validation in between."""
     torch.manual_seed(0)
     whole, x = nn.Sequential(nn.Linear(64, 32)), spread(40, 64)
-    telemetry.attach(whole, convert_model(whole, recipe="mxfp8"))
+    telemetry.attach(whole, convert_model(whole, recipe="mxfp8"), "linears", 3, 0)
     model = copy.deepcopy(whole)  # as a pipeline's stage
-    processor = Logged(model, every=3)
+    processor = Logged(model)
     measured = []
     for step in range(first, 8):
         for _ in range(2):
             model(x).sum().backward()
         measured += [step] * (model[0].probe.grad is not None)
-        telemetry.end(processor, step, periods(processor.job_config))
+        processor.end(step)
         model.eval()
         model(x)
         assert not observe._recording, "a validation is not measured"
@@ -276,22 +277,22 @@ def test_a_step_is_measured_from_its_first_forward_to_its_end(first: int, logged
 
 def test_modules_that_quantise_nothing_have_no_health() -> None:
     model = nn.Sequential(nn.Linear(64, 32))
-    telemetry.attach(model, modules.convert_linears(model, recipe="bf16"))
-    processor = Logged(model, every=1)
+    telemetry.attach(model, modules.convert_linears(model, recipe="bf16"), "linears", 1, 0)
+    processor = Logged(model)
     model(spread(40, 64)).sum().backward()
-    telemetry.end(processor, 1, periods(processor.job_config))
+    processor.end(1)
     assert not processor.steps
 
 
 def test_what_rebasing_changed_is_reported_every_n_steps(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 32)), spread(40, 64)
-    telemetry.attach(model, convert_model(model, recipe="mxfp8", rebase=True))
-    processor = Logged(model, every=3, report=2)
+    telemetry.attach(model, convert_model(model, recipe="mxfp8", rebase=True), "linears", 3, 2)
+    processor = Logged(model)
     with caplog.at_level(logging.INFO):
         for step in range(1, 7):
             model(x).sum().backward()
-            telemetry.end(processor, step, periods(processor.job_config))
+            processor.end(step)
     reports = [line for line in caplog.messages if "rebasing changed in linears" in line]
     assert [line.partition("step ")[2][0] for line in reports] == ["2", "4", "6"]
     assert "activations " in reports[0] and "(most in 0: " in reports[0]

@@ -20,7 +20,9 @@ BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, tor
 
 def operand(*shape: int, axis: int, elem_dtype: torch.dtype = E4M3, **fields) -> Operand:
     """An operand made from a tensor of this shape."""
-    spec = OperandSpec(elem_dtype=elem_dtype, scales="mn_major" if fields.get("block_k") == 128 else "rows", **fields)
+    spec = OperandSpec(
+        elem_dtype=elem_dtype, scales="mn_major" if fields.get("block_k") == 128 else "k_major", **fields
+    )
     return spec.empty(torch.empty(shape, dtype=BF16), axis, None)
 
 
@@ -36,12 +38,12 @@ def rebased(tiles: gemm.Tiles) -> None:
 
 def rebased_sum(tiles: gemm.Tiles) -> None:
     dy, w = operand(M, K, axis=1, block_k=128), operand(E, N, K, axis=2, block_mn=32, block_k=128)
-    forward(dy, w, tiles, plus=(dy, w))
+    forward(dy, w, tiles, second=(dy, w))
 
 
-def forward(x: Operand, w: Operand, tiles: gemm.Tiles, plus: tuple[Operand, Operand] | None = None) -> None:
+def forward(x: Operand, w: Operand, tiles: gemm.Tiles, second: tuple[Operand, Operand] | None = None) -> None:
     offs, bias, y = torch.zeros(E, dtype=torch.int32), torch.empty(E, N, dtype=BF16), torch.empty(M, N, dtype=BF16)
-    gemm.multiply_m_grouped(x, w, offs, None if plus else bias, y, tiles, plus=plus)
+    gemm.multiply_m_grouped(x, w, offs, None if second else bias, y, tiles, second=second)
 
 
 def wgrad(tiles: gemm.Tiles) -> None:

@@ -1,4 +1,4 @@
-"""The quantise kernels that rebase or even out, compiled for sm_90: no spills, 16-byte accesses, the conversions that
+"""The quantise kernels that rebase or coalesce, compiled for sm_90: no spills, 16-byte accesses, the conversions that
 are meant.
 
 ``pytest -rP tests/test_hopper_quantize_aot.py`` prints registers and shared memory of each.
@@ -18,42 +18,46 @@ from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
 E5M2 = torch.float8_e5m2
 ROWS = OperandSpec(block_k=128, scales="mn_major")
 SQUARES = OperandSpec(block_k=128, scales="mn_major", block="32x32", block_mn=32)
-EVEN_SQUARES = OperandSpec(stored="coalesced", block="32x32", block_mn=32)
+COALESCED_SQUARES = OperandSpec(stored="coalesced", block="32x32", block_mn=32)
 # What is made: the spec, the axis (None: both), and what else there is to say.
-FORMS = {
-    "last": (ROWS, 1, {}),
-    "last, squares": (OperandSpec(block_k=128, scales="mn_major", block_mn=32), 1, {}),
-    "first, ragged": (ROWS, 0, {"offs": OFFS}),
-    "first, squares": (OperandSpec(block_k=128, scales="mn_major", block_mn=32), 0, {}),
+CASES = {
+    "rowwise": (ROWS, 1, {}),
+    "rowwise, squares": (OperandSpec(block_k=128, scales="mn_major", block_mn=32), 1, {}),
+    "columnwise, ragged": (ROWS, 0, {"offs": OFFS}),
+    "columnwise, squares": (OperandSpec(block_k=128, scales="mn_major", block_mn=32), 0, {}),
     "both, ragged": (ROWS, None, {"offs": OFFS}),
     "both of fp32": (ROWS, None, {"dtype": torch.float32}),
     "both, ragged, E5M2": (OperandSpec(block_k=128, scales="mn_major", elem_dtype=E5M2), None, {"offs": OFFS}),
     "both, 77 rows": (ROWS, None, {"shape": (77, 480)}),
     "32x32 both": (SQUARES, None, {}),
     "coalesced": (OperandSpec(stored="coalesced"), 1, {}),
-    "even, E5M2 of fp32": (OperandSpec(stored="coalesced", elem_dtype=E5M2), 1, {"dtype": torch.float32}),
-    "even 32x32 last": (EVEN_SQUARES, 1, {}),
-    "even 32x32 both": (EVEN_SQUARES, None, {}),
-    "even 32x32 both, E5M2": (OperandSpec(stored="coalesced", block="32x32", block_mn=32, elem_dtype=E5M2), None, {}),
+    "coalesced, E5M2 of fp32": (OperandSpec(stored="coalesced", elem_dtype=E5M2), 1, {"dtype": torch.float32}),
+    "coalesced 32x32 rowwise": (COALESCED_SQUARES, 1, {}),
+    "coalesced 32x32 both": (COALESCED_SQUARES, None, {}),
+    "coalesced 32x32 both, E5M2": (
+        OperandSpec(stored="coalesced", block="32x32", block_mn=32, elem_dtype=E5M2),
+        None,
+        {},
+    ),
 }
 
 
 # What FP8 rows become along the first axis, by what they are.
-EXACT, VALUES = OperandSpec(), OperandSpec(stored="bf16")
+EXACT, QDQ = OperandSpec(), OperandSpec(stored="bf16")
 REQUANTISED = {
     "rebased": (ROWS, ROWS),
     "rebased, E5M2": (replace(ROWS, elem_dtype=E5M2), replace(ROWS, elem_dtype=E5M2)),
     "exact to rebased": (EXACT, ROWS),
     "exact": (EXACT, EXACT),
-    "even to values": (replace(EXACT, stored="coalesced"), VALUES),
+    "coalesced to QDQ": (replace(EXACT, stored="coalesced"), QDQ),
     "rebased to unquantised": (ROWS, UNQUANTIZED),
 }
 
 
-@pytest.mark.parametrize("form", REQUANTISED)
-def test_requantise_sm_90(form: str):
+@pytest.mark.parametrize("case", REQUANTISED)
+def test_requantise_sm_90(case: str):
     """Each thread reads 8 bytes at once and no row past the last group; stores are as those of other quantisers."""
-    rows, spec = REQUANTISED[form]
+    rows, spec = REQUANTISED[case]
     with compile_only("sm_90") as kernels:
         hopper.requantize(rows.empty(torch.empty(256, 512, dtype=torch.bfloat16), 1, None), 0, spec, OFFS)
     check(kernels)
@@ -66,17 +70,17 @@ def test_requantise_sm_90(form: str):
     assert kernel.count("STG.E.128") >= 1 and kernel.count("STG.E.U8") <= 2
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_sm_90(form: str):
-    spec, axis, options = FORMS[form]
+@pytest.mark.parametrize("case", CASES)
+def test_sm_90(case: str):
+    spec, axis, options = CASES[case]
     with compile_only("sm_90") as kernels:
         make(hopper, spec, axis, **options)
     # 64 registers, with which four programs fit, are just enough for Triton 3.6.
-    check(kernels, spills=32 if form == "both, ragged" and not triton.__version__.startswith("3.6.") else 0)
+    check(kernels, spills=32 if case == "both, ragged" and not triton.__version__.startswith("3.6.") else 0)
     kernel = next(kernel for kernel in kernels if "_rebase" in kernel.name)
     e5m2 = spec.elem_dtype == E5M2
     # each element is made, and made again once its block's neighbours are known
     assert kernel.count(f"F2FP.SATFINITE.{'E5M2' if e5m2 else 'E4M3'}") >= 32
     assert e5m2 or (kernel.count("F2FP.F16.E4M3") >= 16 and kernel.count("HMUL2") >= 16)
-    if "77" not in form:
+    if "77" not in case:
         assert kernel.count("LDG.E.128") >= 2 and kernel.count("STG.E.128") >= 1

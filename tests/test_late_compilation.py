@@ -20,12 +20,13 @@ from titan_mxfp8.backends.common import gemm, launch
 from titan_mxfp8.backends.common.pad import pad_token_groups, unpad_token_groups
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm as hopper
+from titan_mxfp8.backends.hopper import scales
 from titan_mxfp8.format import spec
 from titan_mxfp8.moe import collective, layer, transport
 from titan_mxfp8.moe import kernels as moe
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.moe.symmetric import Symmetric
-from titan_mxfp8.ops import library, matmul
+from titan_mxfp8.ops import config, library
 from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.testing import group_sizes, make_offs
 
@@ -76,7 +77,7 @@ def compilations() -> Iterator[list[str]]:
 @pytest.fixture(params=TARGETS)
 def backend(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, set[str]]]:
     """A backend's name and what it has compiled so far, on a CPU that passes for another device."""
-    hardware, caches = TARGETS[request.param], (backends.load, matmul._planned, layer._plan, transport.movements)
+    hardware, caches = TARGETS[request.param], (backends.load, config._config, transport.movements)
     for module in (backends, gemm, transport):
         monkeypatch.setattr(module, "hardware_of", lambda device: hardware)
     for function in ("_scaled_mm", "_scaled_grouped_mm"):
@@ -301,7 +302,7 @@ def test_kept_descriptors_differ_in_all_that_a_layout_says() -> None:
 @pytest.mark.parametrize("backend", ["hopper"], indirect=True)
 def test_what_is_kept_of_a_launch_is_of_the_same_shapes(backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that differ in one thing launch what each launches when nothing is kept."""
-    launched, caches = [], (hopper._plan, hopper._decoding, spec._stored_shapes)
+    launched, caches = [], (hopper._plan, scales._decoding, spec._stored_shapes)
 
     def record(self, programs, tensors, sizes, counts, constants, descriptors=(), **options) -> bool:
         shapes = [None if t is None else (t.shape, t.dtype) for t in tensors]

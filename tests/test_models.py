@@ -3,7 +3,6 @@
 import copy
 import importlib
 import os
-import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchtitan
-from models import MODELS, ROOT, build, count_kernels, run_step
+from models import MODELS, ROOT, build, run_step
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
@@ -20,13 +19,14 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import _apply_op_sac
-from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, swiglu
+from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts
 from torchtitan.models.llama4.infra.parallelize import _op_sac_save_list
 from torchtitan.models.moe.moe import GroupedExperts
 
-from titan_mxfp8 import RECIPES, convert_model, modules, mxfp8_linear
+import titan_mxfp8.plugin  # noqa: F401 - what a run's config loads
+from titan_mxfp8 import convert_model, modules, mxfp8_linear
+from titan_mxfp8.format.swiglu import forward as swiglu
 from titan_mxfp8.modules import MXFP8Linear
-from titan_mxfp8.plugin.workarounds.cpu import enable_cpu_training
 from titan_mxfp8.recipe import Recipe
 from titan_mxfp8.testing import relative_rms
 
@@ -47,7 +47,6 @@ AC_MODES = {
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
-    enable_cpu_training()
     torch._dynamo.reset()
     counters.clear()
 
@@ -151,7 +150,7 @@ class TwoLinears(nn.Module):
 
 @cpu_only
 def test_code_compiled_within_a_checkpointed_block_does_not_overwrite_what_is_saved() -> None:
-    """As TorchTitan compiles the attention of a MoE block. Without the cure the second weight's gradient is noise."""
+    """Of keep_saved_outputs, without which the second weight's gradient is noise. TorchTitan compiles attention so."""
     block, x = nn.Sequential(TwoLinears()), torch.randn(128, 64)
     convert_model(block)
     block(x).square().sum().backward()
@@ -204,8 +203,10 @@ def looped_gpt_oss(module: GptOssGroupedExperts, x: torch.Tensor, counts: torch.
     outputs = []
     for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         w1, b1, w2, b2 = (p[e] for p in (module.mlp1_weight, module.mlp1_bias, module.mlp2_weight, module.mlp2_bias))
-        h = mxfp8_linear(x[start:end].bfloat16(), w1.bfloat16(), b1)
-        outputs.append(mxfp8_linear(swiglu(h, limit=module.swiglu_limit), w2.bfloat16(), b2))
+        rows = x[start:end].bfloat16()
+        gate, up = (mxfp8_linear(rows, w1[i::2].bfloat16(), b1[i::2]) for i in (0, 1))
+        h = swiglu(gate, up, module.swiglu_limit)
+        outputs.append(mxfp8_linear(h, w2.bfloat16(), b2))
     return torch.cat(outputs)
 
 
@@ -218,43 +219,37 @@ def test_gpt_oss_experts_against_an_emulation_and_torchtitans_own(use_grouped_mm
     emulated.forward = lambda x, counts: looped_gpt_oss(emulated, x, counts)
     mxfp8 = run_experts(convert(copy.deepcopy(holder))["experts"])
     for name, expected in run_experts(emulated).items():
-        assert relative_rms(mxfp8[name], expected) < 1e-6, name  # measured: 0, and 2e-8 in the biases' sums
+        # measured: 0, and 2e-8 in the sums of b2; those of b1 and b3 are of quantised gradients: 0.027
+        assert relative_rms(mxfp8[name], expected) < (0.04 if name == "mlp1_bias" else 1e-6), name
     errors = {name: relative_rms(mxfp8[name], expected) for name, expected in plain.items()}
     print(errors)
     errors.pop("mlp2_bias")  # a sum of output gradients, which nothing quantises
     assert 0.02 < min(errors.values()) and max(errors.values()) < 0.12
 
 
-def test_compiled_experts_keep_no_quantised_weights_for_backward() -> None:
-    """Weights that are no parameters, as expert parallelism hands them over: each is quantised once in the forward."""
-    module = convert(experts("others").bfloat16(), compile_backend="aot_eager_decomp_partition")["experts"]
-    for name, param in list(module.named_parameters()):
-        delattr(module, name)
-        setattr(module, name, param.view_as(param))
-    x = torch.randn(50, 64, dtype=torch.bfloat16, requires_grad=True)
-    with count_kernels(x.device) as counts:
-        y = module(x, COUNTS)
-        assert counts()["quantize"] == 3
-        y.sum().backward()
-        assert counts()["quantize"] == 6
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d", "mxfp8_wgrad_bf16", "mxfp8_2d_rebased"])
+@pytest.mark.parametrize("kind", ["gpt_oss", "others"])
+def test_experts_in_compiled_code_equal_eager_ones(kind: str, recipe: str) -> None:
+    holder = convert(experts(kind), recipe)
+    expected = run_experts(copy.deepcopy(holder["experts"]))
+    compiled = holder["experts"]
+    compiled.compile(backend="aot_eager", fullgraph=True)
+    for name, value in run_experts(compiled).items():
+        assert torch.equal(value, expected[name]), name
 
 
-def test_experts_of_any_number_of_recipes_compile_in_one_process() -> None:
-    """Each recipe takes some of the 8 versions that torch.compile makes of one function."""
-    for recipe in dict.fromkeys(RECIPES.values()):
-        module = convert(experts("others"), recipe, compile_backend="eager")["experts"]
-        for rows in (50, 54):
-            run_experts(module, rows)
-            with torch.no_grad():
-                module(torch.randn(rows, 64), COUNTS)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the inductor needs a C++ compiler on CPUs")
-def test_experts_compiled_by_the_inductor_equal_eager_ones() -> None:
-    holder = experts("gpt_oss")
-    compiled = run_experts(convert(copy.deepcopy(holder), compile_backend="inductor")["experts"])
-    for name, expected in run_experts(convert(holder)["experts"]).items():
-        assert relative_rms(compiled[name], expected) < 0.05, name  # measured: 0.0105 in y, fused in fp32
+@pytest.mark.parametrize("requantize_input", [False, True])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d", "mxfp8_wgrad_bf16", "bf16"])
+def test_experts_keep_each_tensor_once(recipe: str, requantize_input: bool) -> None:
+    """x as the weight gradient multiplies it, once for w1 and w3; of 32x32 blocks the weights in FP8 alone."""
+    module = convert(experts("others").bfloat16(), recipe, requantize_input=requantize_input)["experts"]
+    x, saved = torch.randn(50, 64, dtype=torch.bfloat16, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append((t.dtype, t.numel())), lambda t: t):
+        module(x, COUNTS)
+    of_x = sum(numel == x.numel() for dtype, numel in saved if dtype == torch.bfloat16)
+    in_fp8 = sum(dtype == torch.float8_e4m3fn for dtype, _ in saved)
+    assert of_x == (recipe == "bf16" or (recipe == "mxfp8_wgrad_bf16" and not requantize_input))
+    assert in_fp8 == (not of_x) + 3 * (recipe == "mxfp8_2d")
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "others"])

@@ -697,3 +697,18 @@ def test_linears_on_dtensors_equal_those_of_one_process() -> None:
     )
     print(result.stdout)
     assert result.returncode == 0 and result.stdout.count("passed") == 2, result.stderr[-6000:]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"requantize_input": "false"}, "requantize_input = 'false': it must be true or false"),
+        ({"backend": 1}, "backend = 1: it must be a string"),
+        ({"linear_filter_fqns": 3}, "linear_filter_fqns = 3: it must be a list of strings"),
+        ({"grouped_fqns": [nn.Linear]}, "grouped_fqns = .*Linear.*: it must be a list of strings"),
+        ({"rebase": "false"}, "rebase is True or False, got 'false'"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        convert_model(nn.Sequential(nn.Linear(64, 64)), **arguments)

@@ -1,37 +1,20 @@
 """The plugin's patches go around those of others, and once around anything."""
 
 import functools
-import inspect
 import json
-import re
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
-from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
-from torch.distributed.tensor import _api as dtensor_api
-from torchtitan.components.metrics import MetricsProcessor, WandBLogger
-from torchtitan.components.validate import Validator
-from torchtitan.config import ConfigManager
-from torchtitan.models import deepseek_v3, gpt_oss
-from torchtitan.models.moe.moe import TokenChoiceTopKRouter
+import torch
 
-from titan_mxfp8 import plugin
-from titan_mxfp8.plugin import checks, telemetry, wandb_run
-from titan_mxfp8.plugin.workarounds import moe, validation
-from titan_mxfp8.workarounds import tensor_parallel
+from titan_mxfp8 import workarounds
+from titan_mxfp8.workarounds import HOOKS, WORKAROUNDS, Workaround, pytorch  # noqa: F401
+from titan_mxfp8.workarounds.patch import around
 
-WAITS = "act_input_indices" in inspect.signature(ViewAndMutationMeta).parameters
-SITES = {
-    telemetry.install: [(MetricsProcessor, "should_log")],
-    wandb_run.install: [(WandBLogger, "__init__")],
-    checks.install: [(ConfigManager, "_validate_config")],
-    moe.initialise_router_bias: [(TokenChoiceTopKRouter, "init_weights")],
-    validation.validate_every_model: [(deepseek_v3, "get_train_spec"), (gpt_oss, "get_train_spec")],
-    validation.validate_as_it_trains: [(Validator, "post_dataloading_process")],
-    tensor_parallel.wait_before_compiled_regions: [(dtensor_api._ToTorchTensor, "forward")] * WAITS,
-}
+HERE = [row for row in WORKAROUNDS if row.is_for_this_machine()]
 
 
 def decorated(function: Callable) -> Callable:
@@ -42,30 +25,40 @@ def decorated(function: Callable) -> Callable:
     return theirs
 
 
-@pytest.mark.parametrize("install", SITES, ids=lambda install: f"{install.__module__}.{install.__name__}")
-def test_what_others_have_wrapped_is_patched_too_and_once(
-    install: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def put(owner: type, name: str, function: Callable) -> None:
-        static = isinstance(inspect.getattr_static(owner, name), staticmethod)
-        monkeypatch.setattr(owner, name, staticmethod(function) if static else function)
+class Owner:
+    @staticmethod
+    def static(x: int) -> int:
+        return x
 
-    def now() -> list[Callable]:
-        return [getattr(owner, name) for owner, name in SITES[install]]
+    def method(self, x: int) -> int:
+        return x
 
-    theirs = [decorated(inspect.unwrap(function)) for function in now()]
-    for (owner, name), function in zip(SITES[install], theirs, strict=True):
-        put(owner, name, function)
-    install()
-    ours = now()
-    assert [function.__wrapped__ for function in ours] == theirs, "ours, around theirs"
-    install()
-    assert now() == ours
-    around = [decorated(function) for function in ours]
-    for (owner, name), function in zip(SITES[install], around, strict=True):
-        put(owner, name, function)
-    install()
-    assert now() == around, "theirs around ours is patched already"
+
+@around(f"{__name__}.Owner.static", f"{__name__}.Owner.method")
+def add_one(original: Callable[..., int], *args: object) -> int:
+    return original(*args) + 1
+
+
+@around(f"{__name__}.Owner.static")
+def double(original: Callable[..., int], x: int) -> int:
+    return 2 * original(x)
+
+
+def test_what_others_have_wrapped_is_patched_too_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    static, method = Owner.static, Owner.method
+    monkeypatch.setattr(Owner, "static", staticmethod(decorated(static)))
+    monkeypatch.setattr(Owner, "method", decorated(method))
+    add_one()
+    assert Owner.static(1) == Owner().static(1) == Owner().method(1) == 2
+    ours = Owner.static, Owner.method
+    add_one()
+    assert (Owner.static, Owner.method) == ours
+    monkeypatch.setattr(Owner, "static", staticmethod(decorated(ours[0])))
+    add_one()
+    assert Owner.static(1) == 2, "theirs around ours is patched already"
+    double()
+    double()
+    assert Owner.static(1) == 4, "another patch of ours goes around it"
 
 
 # What the import of the plugin changes in modules and classes of TorchTitan and torch that were there before.
@@ -108,19 +101,114 @@ everywhere = changed(before)
 assert not any("titan_mxfp8.tools" in name for name in sys.modules), "a run that does not ask imports no tools"
 torch.accelerator.is_available = lambda: False
 before = snapshot()
-titan_mxfp8.plugin.workarounds.cpu.enable_cpu_training()
-print(json.dumps([everywhere, changed(before)]))
+titan_mxfp8.workarounds.install()
+on_cpus = changed(before)
+before = snapshot()
+titan_mxfp8.workarounds.install()
+print(json.dumps([everywhere, on_cpus, changed(before)]))
 """
 
 
+def imports(code: str, *more: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code, *more], capture_output=True, text=True)
+
+
 def test_all_that_importing_the_plugin_changes_is_listed() -> None:
-    result = subprocess.run([sys.executable, "-c", CHANGES], capture_output=True, text=True, check=True)
-    lists = plugin.__doc__.split("Where there is no accelerator")
-    for changed, text in zip(json.loads(result.stdout.splitlines()[-1]), lists, strict=True):
-        rows = [line.partition("``: ")[0] + "``" for line in text.splitlines() if line.startswith("- ")]
-        listed = [name for row in rows for name in re.findall("``(.+?)``", row)]
+    result = imports(CHANGES)
+    assert result.returncode == 0, result.stderr
+    *seen, again = json.loads(result.stdout.splitlines()[-1])
+    assert again == []
+    everywhere, on_cpus = (
+        {name for row in HERE if row.cpu == cpu for name in row.changes.split()} for cpu in (False, True)
+    )
+    hooks = {name.replace("*", "[a-z0-9_]+") for name in HOOKS}
+    # which hold copies of the device
+    copies = {rf"torchtitan\..+\.{name}" for name in ("device_type", "device_module", "get_device_info")}
+    for changed, listed in zip(seen, (everywhere | hooks, on_cpus | copies), strict=True):
+        ends = [f".{name.rpartition('.')[2]}" for name in listed]
         assert len(listed) > 8
-        sites = [f".{site}" for site in changed]
-        assert [site for site in sites if not site.endswith(tuple(f".{name}" for name in listed))] == []
-        if WAITS:  # older versions of torch need less
-            assert [name for name in listed if not any(site.endswith(f".{name}") for site in sites)] == []
+        assert [site for site in changed if not site.endswith(tuple(ends))] == []
+        # states that are not attributes, of a config or the environment
+        kept = {
+            "set_multithreading_enabled",
+            "enable_autograd_cache",
+            "filters",
+            "inplace_buffers",
+            "allow_buffer_reuse",
+        }
+        kept |= {"get_save_ops", "Trainer.__init__", "WandBLogger.__init__"}
+        missing = [name for name in listed if not any(site.endswith(f".{name.rpartition('.')[2]}") for site in changed)]
+        assert [name for name in missing if not name.endswith(tuple(kept))] == []
+
+
+OWN_CHOICE = """
+import json, sys
+import torch
+from titan_mxfp8 import workarounds
+torch.accelerator.is_available = lambda: False
+histc, init = torch.histc, torch.profiler.profile.__init__
+kwargs = json.loads(sys.argv[1])
+workarounds.install(**kwargs)
+import titan_mxfp8.plugin
+from torchtitan.config import ConfigManager
+from torchtitan.tools import utils
+changed = torch.histc is not histc, torch.profiler.profile.__init__ is not init, utils.device_type == "cpu"
+checks = hasattr(ConfigManager._validate_config, "__wrapped__")
+print(json.dumps([changed, torch.autograd.is_multithreading_enabled(), checks]))
+"""
+
+
+@pytest.mark.parametrize(
+    "choice, changed, threads",
+    [
+        ({}, [True, True, True], False),
+        ({"enabled": False}, [False, False, False], True),
+        ({"leave_out": ["count_integers_with_histc", "run_backward_in_the_calling_thread"]}, [False, True, True], True),
+    ],
+)
+def test_workarounds_can_be_left_out_before_the_plugin_is_imported(
+    choice: dict, changed: list[bool], threads: bool
+) -> None:
+    result = imports(OWN_CHOICE, json.dumps(choice))
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1]) == [changed, threads, True]
+
+
+def test_an_unknown_workaround_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no workarounds are named nope: use some of .*ignore_profiler_ranges"):
+        workarounds.install(leave_out=["nope"])
+
+
+def test_a_workaround_is_for_the_versions_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Workaround("x", "pytorch", changes="", symptom="", torchtitan="0.2.2 0.3.0", since="2.12", before="2.14")
+    for torch_version, titan_version, wanted in (
+        ("2.13.0+cpu", "0.2.2", True),
+        ("2.12.0", "0.3.0", True),
+        ("2.11.1", "0.2.2", False),
+        ("2.14.0", "0.2.2", False),
+        ("2.13.0", "0.2.1", False),
+        ("2.13.0", "", False),
+    ):
+        monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(torch_version))
+        monkeypatch.setattr(workarounds, "_version", lambda package, version=titan_version: version)
+        assert row.is_for_this_machine() == wanted, (torch_version, titan_version)
+
+
+def test_what_no_longer_fits_is_said_and_the_rest_is_installed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [Workaround(name, "pytorch", changes="", symptom="") for name in ("gone", "ignore_profiler_ranges")]
+    called = []
+    monkeypatch.setattr(workarounds, "WORKAROUNDS", tuple(rows))
+    monkeypatch.setattr(workarounds.pytorch, "gone", lambda: torch.no_such_function, raising=False)
+    monkeypatch.setattr(workarounds.pytorch, "ignore_profiler_ranges", lambda: called.append(1))
+    with caplog.at_level(logging.WARNING, logger="titan_mxfp8"):
+        workarounds.install()
+    assert called == [1] and "the workaround gone does not fit torch" in caplog.text
+
+
+def test_the_list_can_be_printed() -> None:
+    command = [sys.executable, "-m", "titan_mxfp8.workarounds"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert all(row.name in printed and row.symptom in printed for row in WORKAROUNDS)
+    assert all(name in printed for name in HOOKS)

@@ -14,7 +14,7 @@ from titan_mxfp8.backends.common import gemm, launch, replay
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm as hopper
 from titan_mxfp8.moe import layer
-from titan_mxfp8.ops import library, matmul
+from titan_mxfp8.ops import config, library
 from titan_mxfp8.testing import group_sizes, make_offs
 
 EXPERTS, N, K = 3, 96, 160
@@ -101,7 +101,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 @pytest.fixture(params=[Hardware("sm_90", "NVIDIA H200"), Hardware("sm_80", "NVIDIA A100")], ids=["hopper", "triton"])
 def gpu(request, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A backend on a GPU where everything is compiled."""
-    caches = backends.load, matmul._planned
+    caches = backends.load, config._config
     for module in (backends, gemm):
         monkeypatch.setattr(module, "hardware_of", lambda device: request.param)
     for module in (gemm, hopper):
@@ -168,12 +168,12 @@ def test_what_is_launched_again_is_what_was_launched(recipe: str, kind: str, gpu
 def test_which_operators_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs alone; and not those of a MoE layer, in which the host looks at sizes."""
     monkeypatch.setattr(replay, "call", lambda *given: given)
-    on_gpu, on_cpu = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
+    on_gpu, on_cpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda")), torch.zeros(1)
     operators = {name: value for name, value in vars(library).items() if isinstance(value, library.Operator)}
     assert operators.keys() == {"quantize", "quantize_both", "requantize", "gemm_m_grouped", "gemm_k_grouped"}
     for name, operator in operators.items():
-        function, unread = operator.function, 6 if name == "gemm_k_grouped" else None
-        assert operator.run(on_gpu, 7) == (function, (on_gpu, 7), unread)
+        unread = 6 if name == "gemm_k_grouped" else None
+        assert operator.run(on_gpu, 7) == (operator.run_aligned, (on_gpu, 7), unread)
         monkeypatch.setattr(operator, "function", lambda *args: args)
         assert operator.run(on_cpu, 7) == (on_cpu, 7)
     for operator in (layer.moe_forward, layer.moe_backward):

@@ -10,35 +10,35 @@ from scaled_mm import as_on_sm100
 from test_triton_aot import check
 
 from titan_mxfp8.backends import plan_on, sm100
+from titan_mxfp8.backends.common.swizzled import swizzle_scales
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.backends.sm100 import gemm
-from titan_mxfp8.backends.sm100.quantize import swizzle_scales
 from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.recipe import get_recipe
 
 M, N, K, E = 256, 160, 512, 3
 OFFS = torch.tensor([100, 100, 250], dtype=torch.int32)
 BF16, FP32 = torch.bfloat16, torch.float32
-ROWS, BLOCKED = OperandSpec(), OperandSpec(scales="swizzled")
+ROWS, SWIZZLED = OperandSpec(), OperandSpec(scales="swizzled")
 SQUARES = OperandSpec(block="32x32", scales="swizzled")
 E5M2 = OperandSpec(rounding="floor", elem_dtype=torch.float8_e5m2, scales="swizzled")
 # What is quantised to what, along which axis (None: both), with groups or without.
 QUANTIZE = {
-    "last": (BF16, BLOCKED, 1, None),
-    "last, ragged": (BF16, BLOCKED, 1, OFFS),
-    "first, ragged": (BF16, BLOCKED, 0, OFFS),
-    "both": (BF16, BLOCKED, None, None),
-    "both, ragged": (BF16, BLOCKED, None, OFFS),
-    "both of fp32, ragged": (FP32, BLOCKED, None, OFFS),
+    "rowwise": (BF16, SWIZZLED, 1, None),
+    "rowwise, ragged": (BF16, SWIZZLED, 1, OFFS),
+    "columnwise, ragged": (BF16, SWIZZLED, 0, OFFS),
+    "both": (BF16, SWIZZLED, None, None),
+    "both, ragged": (BF16, SWIZZLED, None, OFFS),
+    "both of fp32, ragged": (FP32, SWIZZLED, None, OFFS),
     "both of fp32, floor, E5M2": (FP32, E5M2, None, None),
-    "32x32 last": (BF16, SQUARES, 1, None),
+    "32x32 rowwise": (BF16, SQUARES, 1, None),
     "32x32 both": (BF16, SQUARES, None, None),
 }
 
 
-@pytest.mark.parametrize("form", QUANTIZE)
-def test_quantize(form: str) -> None:
-    dtype, spec, axis, offs = QUANTIZE[form]
+@pytest.mark.parametrize("case", QUANTIZE)
+def test_quantize(case: str) -> None:
+    dtype, spec, axis, offs = QUANTIZE[case]
     x = torch.empty((M, K), dtype=dtype)
     with compile_only("sm_100") as kernels:
         if axis is None:
@@ -56,14 +56,14 @@ def test_requantise_tiles_and_what_torch_leaves() -> None:
     tokens = ROWS.empty(torch.empty(M, K), 0, E)
     out, dw = torch.empty(M, N, dtype=BF16), torch.empty(E, N, K, dtype=BF16)
     with compile_only("sm_100") as kernels:
-        sm100.requantize(rows, 0, BLOCKED, OFFS)
+        sm100.requantize(rows, 0, SWIZZLED, OFFS)
         for operand, offs in ((rows, None), (rows, OFFS), (tokens, OFFS), (w, None)):
             swizzle_scales(operand, offs)
         gemm.finish_rows(out, torch.empty(E, N, dtype=BF16), OFFS, zero_tail=True)
         gemm.zero_empty_groups(dw, OFFS)
     check(kernels)
     names = {kernel.name for kernel in kernels}
-    assert names >= {"_quantize_tiles", "_map_tiles", "_block_scales", "_add_bias", "_zero_tail", "_zero_empty"}
+    assert names >= {"_quantize_tiles", "_map_tiles", "_swizzle_scales", "_add_bias", "_zero_tail", "_zero_empty"}
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     monkeypatch.setattr(torch, "_scaled_grouped_mm", ask(torch.ops.aten._scaled_grouped_mm.default))
     for name in ("finish_rows", "zero_empty_groups"):
         monkeypatch.setattr(gemm, name, lambda *args: None)
-    monkeypatch.setattr(gemm, "map_units", lambda offs, *args, **kwargs: type("Map", (), {"padded_offs": offs}))
+    monkeypatch.setattr(gemm, "map_row_blocks", lambda offs, *args, **kwargs: type("Map", (), {"padded_offs": offs}))
     return answers
 
 
@@ -108,7 +108,7 @@ def test_torch_takes_the_arguments(recipe: str, asked: list[torch.Size]) -> None
 
 def test_torch_would_refuse_other_arguments(asked: list[torch.Size]) -> None:
     """The checks look: scales of another shape, rows that are no rows, offsets of another type."""
-    a, b = BLOCKED.empty(torch.empty(M, K), 1, E), BLOCKED.empty(torch.empty(E, N, K), 2, None)
+    a, b = SWIZZLED.empty(torch.empty(M, K), 1, E), SWIZZLED.empty(torch.empty(E, N, K), 2, None)
     for wrong_a, wrong_b, offs in (
         (a, b._replace(scale=b.scale[:, :-4]), OFFS),
         (a, b, OFFS.long()),
@@ -117,7 +117,7 @@ def test_torch_would_refuse_other_arguments(asked: list[torch.Size]) -> None:
     ):
         with pytest.raises(RuntimeError):
             gemm.scaled_grouped_mm(wrong_a, wrong_b, offs)
-    dense = BLOCKED.empty(torch.empty(M, K), 1, None)
+    dense = SWIZZLED.empty(torch.empty(M, K), 1, None)
     for wrong in (dense._replace(scale=dense.scale[:128]), dense._replace(data=dense.data[:, :500])):
         with pytest.raises(RuntimeError):
-            gemm.scaled_mm(wrong, BLOCKED.empty(torch.empty(N, K), 1, None), None, BF16)
+            gemm.scaled_mm(wrong, SWIZZLED.empty(torch.empty(N, K), 1, None), None, BF16)

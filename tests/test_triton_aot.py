@@ -12,38 +12,37 @@ import torch
 import triton
 from aot import SHARED_BYTES, Kernel, compile_only
 
-from titan_mxfp8.backends.common import quantize as exact
-from titan_mxfp8.backends.common.dequantize import dequantize, quantize_dequantize, quantize_dequantize_both
-from titan_mxfp8.backends.common.dequantize import requantize as requantize_to_values
+from titan_mxfp8.backends.common import quantizers
+from titan_mxfp8.backends.common.dequantize import dequantize
 from titan_mxfp8.backends.common.pad import pad_token_groups, unpad_token_groups
 from titan_mxfp8.format.spec import OperandSpec
 
 ROWS = OperandSpec()
 SQUARES = OperandSpec(block="32x32", block_mn=32)
 OFFS = torch.tensor([100, 100, 250], dtype=torch.int32)
-# Each form that compiles differently enough to spill, or to lose an instruction: the spec, the axis (None: both), and
+# Each case that compiles differently enough to spill, or to lose an instruction: the spec, the axis (None: both), and
 # what else there is to say.
 FLOOR_E5M2 = OperandSpec(rounding="floor", elem_dtype=torch.float8_e5m2)
 QUANTIZE = {
-    "last": (ROWS, 1, {}),
-    "last of fp32, floor, E5M2": (FLOOR_E5M2, 1, {"dtype": torch.float32}),
-    "first": (ROWS, 0, {}),
-    "first, ragged": (ROWS, 0, {"offs": OFFS}),
+    "rowwise": (ROWS, 1, {}),
+    "rowwise of fp32, floor, E5M2": (FLOOR_E5M2, 1, {"dtype": torch.float32}),
+    "columnwise": (ROWS, 0, {}),
+    "columnwise, ragged": (ROWS, 0, {"offs": OFFS}),
     "both": (ROWS, None, {}),
     "both, ragged": (ROWS, None, {"offs": OFFS}),
     "both of fp32, ragged": (ROWS, None, {"dtype": torch.float32, "offs": OFFS}),
     "both, odd sizes": (ROWS, None, {"shape": (77, 45)}),
-    "32x32 last": (SQUARES, 1, {}),
+    "32x32 rowwise": (SQUARES, 1, {}),
     "32x32 both": (SQUARES, None, {}),
 }
 # What is compiled for other targets than sm_90, which gets all.
 ELSEWHERE = {
-    "sm_80": ("last", "both, ragged"),
-    "sm_89": ("last", "both, ragged"),
-    "sm_120": ("last", "both, ragged", "32x32 both"),
-    "sm_100": ("last", "last of fp32, floor, E5M2", "both, ragged", "32x32 both"),
-    "gfx942": ("last", "both, ragged"),
-    "gfx950": ("last", "last of fp32, floor, E5M2", "both, ragged", "32x32 both"),
+    "sm_80": ("rowwise", "both, ragged"),
+    "sm_89": ("rowwise", "both, ragged"),
+    "sm_120": ("rowwise", "both, ragged", "32x32 both"),
+    "sm_100": ("rowwise", "rowwise of fp32, floor, E5M2", "both, ragged", "32x32 both"),
+    "gfx942": ("rowwise", "both, ragged"),
+    "gfx950": ("rowwise", "rowwise of fp32, floor, E5M2", "both, ragged", "32x32 both"),
 }
 
 
@@ -62,10 +61,10 @@ def make(
         quantiser.quantize(x, axis, spec, offs)
 
 
-def compile_quantize(target: str, form: str) -> list[Kernel]:
-    spec, axis, options = QUANTIZE[form]
+def compile_quantize(target: str, case: str) -> list[Kernel]:
+    spec, axis, options = QUANTIZE[case]
     with compile_only(target) as kernels:
-        make(exact, spec, axis, **options)
+        make(quantizers, spec, axis, **options)
     return kernels
 
 
@@ -83,40 +82,40 @@ def check(kernels: list[Kernel], spills: int = 0) -> None:
             assert set(readers) <= {"LDC", "IADD3", "VIADD", "PRMT"}, readers
 
 
-@pytest.mark.parametrize("form", QUANTIZE)
-def test_quantize_sm_90(form: str):
-    kernels = compile_quantize("sm_90", form)
+@pytest.mark.parametrize("case", QUANTIZE)
+def test_quantize_sm_90(case: str):
+    kernels = compile_quantize("sm_90", case)
     # Triton 3.6 does, byte by byte; features of a model are a multiple of 32
-    check(kernels, spills=272 if form == "both, odd sizes" and triton.__version__.startswith("3.6.") else 0)
+    check(kernels, spills=272 if case == "both, odd sizes" and triton.__version__.startswith("3.6.") else 0)
     kernel = next(kernel for kernel in kernels if "_quantize" in kernel.name)
-    fp8 = "F2FP.SATFINITE.E5M2" if "E5M2" in form else "F2FP.SATFINITE.E4M3"
+    fp8 = "F2FP.SATFINITE.E5M2" if "E5M2" in case else "F2FP.SATFINITE.E4M3"
     assert kernel.count(fp8) >= 8
-    if "odd" not in form:  # 16 bytes a thread
+    if "odd" not in case:  # 16 bytes a thread
         assert kernel.count("LDG.E.128") >= 2 and kernel.count("STG.E.128") >= 1
-    if "both" in form and "32x32" not in form:
+    if "both" in case and "32x32" not in case:
         assert "_place_scales" in {kernel.name for kernel in kernels}
 
 
-@pytest.mark.parametrize("target, form", [(target, form) for target, forms in ELSEWHERE.items() for form in forms])
-def test_quantize(target: str, form: str):
-    kernels = compile_quantize(target, form)
+@pytest.mark.parametrize("target, case", [(target, case) for target, forms in ELSEWHERE.items() for case in forms])
+def test_quantize(target: str, case: str):
+    kernels = compile_quantize(target, case)
     check(
         kernels, spills={"sm_80": 8, "sm_89": 40}.get(target, 0)
     )  # "both, ragged" by integers takes all 255 registers
     kernel = next(kernel for kernel in kernels if "_quantize" in kernel.name)
     if target in ("sm_100", "sm_120"):
-        assert kernel.count("F2FP.SATFINITE.E5M2" if "E5M2" in form else "F2FP.SATFINITE.E4M3") >= 8
+        assert kernel.count("F2FP.SATFINITE.E5M2" if "E5M2" in case else "F2FP.SATFINITE.E4M3") >= 8
     else:  # integers make the elements
         assert kernel.count("F2FP.SATFINITE") == kernel.count("v_cvt_pk_fp8") == 0
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "sm_120", "gfx950"])
 def test_requantize(target: str) -> None:
-    """FP8 rows along the tokens, to FP8 and to values: sm_90 is in test_hopper_quantize_aot.py."""
+    """FP8 rows along the tokens, to FP8 and to its values in bf16: sm_90 is in test_hopper_quantize_aot.py."""
     rows = ROWS.empty(torch.empty(256, 512), 1, None)
     with compile_only(target) as kernels:
-        exact.requantize(rows, ROWS, OFFS)
-        requantize_to_values(rows, replace(ROWS, stored="bf16"), OFFS)
+        quantizers.requantize(rows, 0, ROWS, OFFS)
+        quantizers.requantize(rows, 0, replace(ROWS, stored="bf16"), OFFS)
     check(kernels)
     assert {kernel.name for kernel in kernels} >= {"_quantize_tiles", "_quantize_dequantize_tiles"}
 
@@ -127,9 +126,9 @@ def test_dequantize_and_pad(target: str):
     with compile_only(target) as kernels:
         for spec in (ROWS, SQUARES):
             dequantize(spec.empty(x, 1, None))
-            quantize_dequantize(x, 1, replace(spec, stored="bf16"), None)
+            quantizers.quantize(x, 1, replace(spec, stored="bf16"), None)
         values = replace(ROWS, stored="bf16")
-        quantize_dequantize_both(x, values, values, OFFS)
+        quantizers.quantize_both(x, values, values, OFFS)
         padded, _ = pad_token_groups(x, OFFS, alignment=32, padded_rows=320)
         unpad_token_groups(padded, OFFS, alignment=32, rows=256)
     check(kernels)
@@ -137,6 +136,6 @@ def test_dequantize_and_pad(target: str):
         "dequantize_rows",
         "quantize_dequantize_rows",
         "quantize_dequantize_tiles",
-        "move_units",
-        "map_units",
+        "move_row_blocks",
+        "map_row_blocks",
     }

@@ -44,7 +44,7 @@ def compile_all(target: str, mma: Mma, tiles: gemm.Tiles) -> dict[str, Kernel]:
         kernels["dgrad"] = compiled[-1]
         if mma == "bf16_tma":
             a, b = spec.empty(dy, 1, None), spec.empty(w, 1, None)
-            gemm.multiply_m_grouped(a, b, offs, None, BF16, mma, tiles, plus=(a, b))
+            gemm.multiply_m_grouped(a, b, offs, None, BF16, mma, tiles, second=(a, b))
             kernels["sum of two"] = compiled[-1]
         gemm.multiply_k_grouped(spec.empty(dy, 0, E), spec.empty(x, 0, E), offs, BF16, mma, tiles)
         kernels["wgrad"] = compiled[-1]

@@ -9,16 +9,17 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import training
+import wandb
 from torchtitan.components.metrics import WandBLogger
 from torchtitan.config import ConfigManager, JobConfig
 from wandb_server import wandb_server
 
 from titan_mxfp8.plugin import wandb_run
 from titan_mxfp8.plugin.wandb_run import git_commit, name_run
+from titan_mxfp8.workarounds import wandb_offline
 
 ROOT = Path(__file__).parent.parent
 KEY = "0123456789" * 4
@@ -56,8 +57,10 @@ def test_the_launchers_runs_have_a_project(project: str, wanted: str) -> None:
     assert result.stdout.splitlines()[-1] == wanted
 
 
-def test_the_commit_is_that_of_the_files(tmp_path: Path) -> None:
-    assert git_commit(tmp_path) == "", "no repository"
+def test_the_commit_is_that_of_a_tracked_file(tmp_path: Path) -> None:
+    file, untracked = tmp_path / "file", tmp_path / "installed" / "file"
+    file.write_text("1")
+    assert git_commit(file) == "", "no repository"
     identity = ("-c", "user.name=n", "-c", "user.email=e")
 
     def git(*arguments: str) -> str:
@@ -65,39 +68,94 @@ def test_the_commit_is_that_of_the_files(tmp_path: Path) -> None:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     git("init")
-    (tmp_path / "file").write_text("1")
     git("add", ".")
     git("commit", "-m", "one")
-    assert git_commit(tmp_path) == git("rev-parse", "HEAD") and len(git_commit(tmp_path)) == 40
-    (tmp_path / "file").write_text("2")
-    assert git_commit(tmp_path).endswith("-dirty")
+    assert git_commit(file) == git("rev-parse", "HEAD") and len(git_commit(file)) == 40
+    untracked.parent.mkdir()
+    untracked.write_text("1")
+    assert git_commit(untracked) == "", "installed inside somebody's repository"
+    file.write_text("2")
+    assert git_commit(file).endswith("-dirty")
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str | None, str]]:
+    """WANDB_MODE and commit of each start of TorchTitan's wandb logger, for a user who never heard of wandb and whose
+    home and working folder is ``tmp_path``."""
+    started = []
+
+    def start(self: WandBLogger, log_dir: str, job_config: JobConfig, tag: str | None = None) -> None:
+        started.append((os.environ.get("WANDB_MODE"), job_config.job.git_commit))
+        if "refuse" in log_dir and len(started) == 1:
+            raise TimeoutError
+
+    wandb.teardown()
+    for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
+        monkeypatch.delenv(name)
+    for name in ("WANDB_MODE", "WANDB_RUN_NAME", "WANDB_TAGS", "WANDB_INIT_TIMEOUT", "WANDB_FINISH_TIMEOUT"):
+        monkeypatch.setenv(name, "")  # registers it: what the test sets is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(WandBLogger, "__init__", start)
+    wandb_offline.log_offline_where_wandb_is_out_of_reach()
+    wandb_run.name_and_start()
+    yield started
+    wandb.teardown()
+
+
+def config_of_debug_llama4() -> JobConfig:
+    flags = [f"--model.hf_assets_path={ROOT}/train_configs/assets/tokenizer"]
+    flags.append(f"--training.dataset_path={ROOT}/train_configs/assets/kjv")
+    return ConfigManager().parse_args([f"--job.config_file={ROOT}/train_configs/debug_llama4.toml", *flags])
 
 
 def test_a_start_that_fails_without_a_message_goes_offline_too(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    starts: list, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On the last rank of a pipeline, which asks git for the commit itself."""
-    starts = []
-
-    def start(self: WandBLogger, log_dir: str, job_config: JobConfig, tag: str | None = None) -> None:
-        self.wandb = SimpleNamespace(teardown=lambda: starts.append("teardown"))
-        starts.append((os.environ.get("WANDB_MODE"), job_config.job.git_commit))
-        if len(starts) == 1:
-            raise TimeoutError
-
-    monkeypatch.setattr(WandBLogger, "__init__", start)
-    wandb_run.install()
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(wandb_run, "git_commit", lambda folder: "0123abc")
-    for name in ("WANDB_RUN_NAME", "WANDB_TAGS", "WANDB_INIT_TIMEOUT", "WANDB_FINISH_TIMEOUT"):
-        monkeypatch.setenv(name, "30")
-    monkeypatch.chdir(ROOT)
-    config = ConfigManager().parse_args(["--job.config_file=train_configs/debug_llama4.toml"])
+    monkeypatch.setattr(wandb_run, "git_commit", lambda file: "0123abc")
     with caplog.at_level(logging.WARNING, logger="titan_mxfp8"):  # whatever earlier tests made of the root's
-        WandBLogger("logs", config)
-    assert starts == [("online", "0123abc"), "teardown", ("offline", "0123abc")]
+        WandBLogger("refuse", config_of_debug_llama4())
+    assert starts == [("online", "0123abc"), ("offline", "0123abc")]
     assert "wandb could not start: TimeoutError(). Logging offline" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "file, text, environment, mode",
+    [
+        (None, "", {}, "offline"),
+        (None, "", {"WANDB_API_KEY": ""}, "offline"),
+        (None, "", {"WANDB_MODE": "online"}, "online"),
+        (None, "", {"WANDB_API_KEY": KEY}, None),
+        (".netrc", f"machine wandb.corp login user password {KEY}", {"WANDB_BASE_URL": "http://wandb.corp"}, None),
+        (".netrc", f"machine github.com login user password {KEY}", {}, "offline"),
+        ("wandb/settings", "[default]\nmode = disabled", {}, None),  # `wandb disabled`
+    ],
+)
+def test_a_run_without_a_login_logs_offline_unless_a_mode_was_chosen(
+    file: str | None,
+    text: str,
+    environment: dict[str, str],
+    mode: str | None,
+    starts: list,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(
+        "wandb.sdk.wandb_login._print_logged_in_message", lambda *args, **kwargs: None
+    )  # asks the server
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if file is not None:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text)
+        (tmp_path / file).chmod(0o600)
+    WandBLogger("logs", config_of_debug_llama4())
+    assert [started for started, _ in starts] == [mode]
+    assert "WANDB_PROJECT" not in os.environ, "the user's runs stay in their project"
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,17 @@
-"""The symptom that each workaround is for, in torch and TorchTitan as they are installed: a test that fails here says
-that a workaround is needed no longer.
+"""The symptom that each workaround is for, in torch and TorchTitan 0.2.2 as they are installed: a test that fails here
+says that a workaround is needed no longer. A workaround without a check fails too.
 
-Elsewhere: ``keep_saved_outputs`` in test_models.py. Not here, as it takes GPUs or a real outage: the run that goes on
-unlogged where wandb cannot be reached (test_wandb.py has the cured one).
+Not here is ``keep_saved_outputs``, whose symptom takes a whole model: test_models.py.
 """
 
 import shutil
 
 import pytest
+import test_models
 import torch
 from symptoms import look
+
+from titan_mxfp8.workarounds import TITAN03, WORKAROUNDS
 
 NEW_TORCH = torch.__version__ >= (2, 13)
 
@@ -17,7 +19,7 @@ NEW_TORCH = torch.__version__ >= (2, 13)
 SYMPTOMS = """
 import copy, logging, warnings
 from types import SimpleNamespace
-from symptoms import claim_no_mfu, one_rank, symptom, use_cpu_device
+from symptoms import claim_no_mfu, log_offline_where_wandb_is_out_of_reach, one_rank, symptom, use_cpu_device
 import torch, torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,12 +30,28 @@ import torchtitan.models.moe.utils as moe_utils
 from torchtitan.components.validate import Validator
 from torchtitan.config import JobConfig
 from torchtitan.models.llama4 import llama4_args
+from torchtitan.models.llama4.model.state_dict_adapter import Llama4StateDictAdapter
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 from torchtitan.protocols.train_spec import get_train_spec
 
 warnings.filterwarnings("ignore")
 symptom(use_cpu_device)
 symptom(claim_no_mfu)
+symptom(log_offline_where_wandb_is_out_of_reach)
+
+@symptom
+def run_backward_in_the_calling_thread():
+    return torch.autograd.is_multithreading_enabled()
+
+@symptom
+def export_dense_layers():
+    return Llama4StateDictAdapter(llama4_args["debugmodel"], None).to_hf({"layers.0.feed_forward.w1.weight": None})
+
+@symptom
+def export_contiguous_tensors():
+    w2 = torch.zeros(2, 3, 4)
+    adapter = Llama4StateDictAdapter(llama4_args["debugmodel"], None)
+    return [value.is_contiguous() for value in adapter.to_hf({"layers.1.moe.experts.w2": w2}).values()]
 
 def rank_of_two(rank):
     dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
@@ -146,29 +164,39 @@ def symptoms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return look(SYMPTOMS, TORCHINDUCTOR_CACHE_DIR=str(tmp_path_factory.mktemp("inductor")))
 
 
+FOUND = {
+    "use_cpu_device": "cuda",
+    "claim_no_mfu": "True",
+    "log_offline_where_wandb_is_out_of_reach": "no network",
+    "run_backward_in_the_calling_thread": "True",
+    "export_dense_layers": "{}",
+    "export_contiguous_tensors": "[False]",
+    "count_integers_with_histc": "not implemented for 'Long'",
+    "permute_tokens_without_triton": "0 active drivers",
+    "profile_without_device_activity": "None",
+    "draw_full_tensor_at_random_init": "True",
+    "reduce_gradients_by_sum": "PREMUL_SUM",
+    "initialise_router_bias": "True",
+    "validate_every_model": "[None, None]",
+    "validate_as_it_trains": "{'attention_masks': 'masks'}",
+    "hide_grouped_mm_warning": "Failed to use grouped mm, which is only supported on SM90",
+    # of torch 2.13
+    "ignore_profiler_ranges": "encountered during backward" if NEW_TORCH else "None",
+    "wait_before_compiled_regions": str(not NEW_TORCH),
+    "save_random_states_before_meshes": "got types: [" if NEW_TORCH else "None",
+    "compile_for_own_rank_only": str(NEW_TORCH),
+}
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="looks for the symptoms on a CPU")
-@pytest.mark.parametrize(
-    "workaround, symptom",
-    {
-        "use_cpu_device": "cuda",
-        "claim_no_mfu": "True",
-        "count_integers_with_histc": "not implemented for 'Long'",
-        "permute_tokens_without_triton": "0 active drivers",
-        "profile_without_device_activity": "None",
-        "draw_full_tensor_at_random_init": "True",
-        "reduce_gradients_by_sum": "PREMUL_SUM",
-        "initialise_router_bias": "True",
-        "validate_every_model": "[None, None]",
-        "validate_as_it_trains": "{'attention_masks': 'masks'}",
-        "hide_grouped_mm_warning": "Failed to use grouped mm, which is only supported on SM90",
-        # of torch 2.13
-        "ignore_profiler_ranges": "encountered during backward" if NEW_TORCH else "None",
-        "wait_before_compiled_regions": str(not NEW_TORCH),
-        "save_random_states_before_meshes": "got types: [" if NEW_TORCH else "None",
-        "compile_for_own_rank_only": str(NEW_TORCH),
-    }.items(),
-)
-def test_the_symptom_without_its_repair(symptoms: dict[str, str], workaround: str, symptom: str) -> None:
+@pytest.mark.parametrize("workaround, symptom", FOUND.items())
+def test_the_symptom_without_its_workaround(symptoms: dict[str, str], workaround: str, symptom: str) -> None:
     if workaround == "compile_for_own_rank_only" and shutil.which("g++") is None:
         pytest.skip("the inductor needs a C++ compiler on CPUs")
     assert symptom in symptoms[workaround]
+
+
+def test_each_workaround_has_a_check() -> None:
+    elsewhere = test_models.test_code_compiled_within_a_checkpointed_block_does_not_overwrite_what_is_saved
+    assert "keep_saved_outputs" in elsewhere.__doc__
+    assert FOUND.keys() | {"keep_saved_outputs"} == {row.name for row in WORKAROUNDS if row.torchtitan != TITAN03}

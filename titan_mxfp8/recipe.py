@@ -1,15 +1,16 @@
 """What is quantised how: a recipe is a row of this table, nothing else in the package branches on its name."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
+from titan_mxfp8.format.codec import Encoded
 from titan_mxfp8.format.mx import BLOCK_KS, BLOCKS, ELEM_DTYPES, ROUNDINGS, Block, BlockK, Rounding
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Encoded):
     """How the operands of the three GEMMs are quantised. Activations are always 1x32 E4M3.
 
     Attributes:
@@ -22,7 +23,7 @@ class Recipe:
         rounding: scale rounding, see ``format/reference.py``.
         block_k: how many elements along the contraction axis share a scale: 32, exact MXFP8, or 128, where the
             operands are rebased (``format.reference.rebase``), which Hopper's FP8 tensor cores multiply much faster.
-        key: all but the name as one string, which ``torch.compile`` can hand on where it could not hand on a recipe.
+        key: the recipe as one string, which ``torch.compile`` can hand on where it could not hand on a recipe.
 
     Raises:
         ValueError: a value that is none of these.
@@ -35,7 +36,6 @@ class Recipe:
     wgrad: Literal["mxfp8", "bf16"] = "mxfp8"
     rounding: Rounding = "rceil"
     block_k: BlockK = 32
-    key: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -47,28 +47,11 @@ class Recipe:
             ("block_k", BLOCK_KS),
         ):
             value = getattr(self, name)
-            if value not in known or type(value) is not type(known[0]):  # 1 == True, but ``key`` would tell them apart
+            if value not in known or type(value) is not type(known[0]):  # 1 == True
                 raise ValueError(
                     f"recipe {self.name!r}: unknown {name} {value!r}, use one of {', '.join(map(str, known))}"
                 )
-
-        grad_dtype = str(self.grad_dtype).removeprefix("torch.")
-        numerics = (self.quantized, self.weight_block, grad_dtype, self.wgrad, self.rounding, self.block_k)
-        object.__setattr__(self, "key", " ".join(map(str, numerics)))
-
-    @classmethod
-    def of_key(cls, key: str) -> "Recipe":
-        """A recipe with this ``key``, without a name."""
-        quantized, weight_block, grad_dtype, wgrad, rounding, block_k = key.split()
-        return cls(
-            name="",
-            quantized=quantized == "True",
-            weight_block=weight_block,
-            grad_dtype=getattr(torch, grad_dtype),
-            wgrad=wgrad,
-            rounding=rounding,
-            block_k=int(block_k),
-        )
+        super().__post_init__()
 
     def rebased(self) -> "Recipe":
         """The same recipe with a scale per 128 elements; itself where it has one already.

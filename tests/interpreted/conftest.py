@@ -6,10 +6,10 @@ import os
 if os.environ.get("TRITON_INTERPRET") == "1":
     import interpreter
 
-    from titan_mxfp8.backends.common import convert, pairs, swiglu
+    from titan_mxfp8.backends.common import activation, bf16x2, convert, swiglu
 
     interpreter.install()
-    for module in (convert, pairs, swiglu):  # assembly cannot be interpreted, whatever GPU is here
+    for module in (activation, bf16x2, convert, swiglu):  # assembly cannot be interpreted, whatever GPU is here
         module.cuda_capability_geq = lambda *capability: False
 else:
     collect_ignore_glob = ["test_*.py"]

@@ -1,5 +1,5 @@
-"""The contract of a backend (``contract.py``) in the interpreter: the portable kernels with every way to multiply, and
-Hopper's quantisers, whose Gluon GEMMs cannot be interpreted."""
+"""The contract of a backend (``contract.py``) in the interpreter: the portable kernels with every variant of the
+GEMMs, and Hopper's quantisers, whose Gluon GEMMs cannot be interpreted."""
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ from contract import (
     check_quantize_both,
     check_requantize,
     check_sum_of_products,
-    even_squares,
+    coalescible_squares,
     operands_of,
-    partly_even,
+    partly_coalescible,
     requantised,
     uneven,
     wild,
@@ -31,16 +31,16 @@ from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.recipe import RECIPES, Recipe, get_recipe
 from titan_mxfp8.testing import SPREADS, group_sizes, make_offs
 
-WAYS = {"scaled": "sm_100", "bf16_tma": "sm_90", "bf16": "sm_80"}
+VARIANTS = {"scaled": "sm_100", "bf16_tma": "sm_90", "bf16": "sm_80"}
 # Small tiles: 160 rows then have bands, several tiles for each of the 3 programs, and tails on all sides.
 TILES = gemm.Tiles(bm=16, bn=64, bc=64, warps=4, stages=2, programs=1)
 EXACT = [recipe.name for recipe in dict.fromkeys(RECIPES.values()) if recipe.block_k == 32]
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=VARIANTS)
 def hardware(request, monkeypatch) -> Hardware:
-    """Each way to multiply, with small tiles."""
-    here = Hardware(WAYS[request.param], request.param)
+    """Each variant of the GEMMs, with small tiles."""
+    here = Hardware(VARIANTS[request.param], request.param)
     monkeypatch.setattr(gemm, "hardware_of", lambda device: here)
     monkeypatch.setattr(gemm, "tiles_of", lambda mma: (TILES, TILES))
     monkeypatch.setattr(gemm, "_is_many_tiles", lambda *args: False)
@@ -111,24 +111,24 @@ def hoppers_pairs() -> dict[str, tuple[str, OperandSpec, OperandSpec]]:
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("pair", hoppers_pairs())
 def test_hoppers_quantisers(pair: str, dtype: torch.dtype) -> None:
-    what, last, first = hoppers_pairs()[pair]
-    for make in (uneven, partly_even, wild):
+    what, rowwise, columnwise = hoppers_pairs()[pair]
+    for make in (uneven, partly_coalescible, wild):
         if what == "x":
             for shape in ((129, 288), (1, 32), (0, 64)):
-                check_quantize_both(hopper, make(shape, dtype), last, first)
+                check_quantize_both(hopper, make(shape, dtype), rowwise, columnwise)
             x, offs = make((300, 96), dtype), make_offs([0, 1, 44, 130, 80])
-            check_quantize_both(hopper, x, last, first, offs)
-            check_quantize(hopper, x, 0, first, offs)
-            check_quantize(hopper, x, 1, last)
+            check_quantize_both(hopper, x, rowwise, columnwise, offs)
+            check_quantize(hopper, x, 0, columnwise, offs)
+            check_quantize(hopper, x, 1, rowwise)
             continue
         weights = [make((2, 160, 96), dtype)]
         if make is uneven:  # other strides, of one kind of values
             wider = make((2, 160, 192), dtype)
-            weights += [weights[0].mT, wider[..., ::2], wider[:, ::2, 3:99], even_squares((2, 160, 96), dtype)]
+            weights += [weights[0].mT, wider[..., ::2], wider[:, ::2, 3:99], coalescible_squares((2, 160, 96), dtype)]
         for x in weights:
-            check_quantize_both(hopper, x, last, first)
-            check_quantize(hopper, x, 2, last)
-            check_quantize(hopper, x, 1, first)
+            check_quantize_both(hopper, x, rowwise, columnwise)
+            check_quantize(hopper, x, 2, rowwise)
+            check_quantize(hopper, x, 1, columnwise)
 
 
 @pytest.mark.usefixtures("sm_90")

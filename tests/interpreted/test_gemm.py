@@ -5,7 +5,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from contract import BF16, FP32, check_offs_past_the_last_row, judge, product_k_grouped, product_m_grouped, wide
-from test_contract import TILES, WAYS
+from test_contract import TILES, VARIANTS
 
 from titan_mxfp8.backends import triton
 from titan_mxfp8.backends.common import gemm
@@ -15,9 +15,9 @@ from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.testing import make_offs, poisoned_empty
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=VARIANTS)
 def hardware(request, monkeypatch: pytest.MonkeyPatch) -> Hardware:
-    here = Hardware(WAYS[request.param], request.param)
+    here = Hardware(VARIANTS[request.param], request.param)
     monkeypatch.setattr(gemm, "hardware_of", lambda device: here)
     return here
 
@@ -40,10 +40,10 @@ def test_offs_past_the_last_row(hardware: Hardware):
     check_offs_past_the_last_row(triton, triton.plan(get_recipe("mxfp8"), hardware))
 
 
-@pytest.mark.parametrize("way", ["bf16_tma", "bf16"])
-def test_torch_multiplies_large_matrices_without_groups(way: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("variant", ["bf16_tma", "bf16"])
+def test_torch_multiplies_large_matrices_without_groups(variant: str, monkeypatch: pytest.MonkeyPatch):
     """The interpreter has 3 multiprocessors, which 4 tiles of 128 x 128 keep busy. A bias, fp32 or groups need ours."""
-    here = Hardware(WAYS[way], way)
+    here = Hardware(VARIANTS[variant], variant)
     plan, ours = triton.plan(get_recipe("mxfp8"), here), Mock()
     monkeypatch.setattr(gemm, "hardware_of", lambda device: here)
     monkeypatch.setattr(gemm, "_prepared", set())

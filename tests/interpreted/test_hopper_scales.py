@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titan_mxfp8.backends.hopper import gemm
+from titan_mxfp8.backends.hopper import scales as hopper
 from titan_mxfp8.format.mx import ceil_to, decode_scale
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.testing import make_offs, poisoned_empty
@@ -13,20 +13,20 @@ SQUARES = OperandSpec(block="32x32", block_mn=32)
 REBASED = OperandSpec(block_k=128, scales="mn_major")
 
 
-def operand(scale: torch.Tensor, lines: int, spec: OperandSpec = ROWS) -> Operand:
-    """An operand of these scales, (..., lines, blocks), with what fills them up where they lie across; no elements."""
+def operand(scale: torch.Tensor, mn: int, spec: OperandSpec = ROWS) -> Operand:
+    """An operand of these scales, (..., mn, blocks), with what fills them up where they lie across; no elements."""
     if spec.scales == "mn_major":
-        stored = torch.full((*scale.shape[:-2], scale.shape[-1], ceil_to(lines, 16)), 200, dtype=torch.uint8)
-        stored[..., :lines] = scale.mT
+        stored = torch.full((*scale.shape[:-2], scale.shape[-1], ceil_to(mn, 16)), 200, dtype=torch.uint8)
+        stored[..., :mn] = scale.mT
         scale = stored
-    return Operand(torch.empty((*scale.shape[:-2], lines, 0)), scale.to(torch.uint8), spec, 1)
+    return Operand(torch.empty((*scale.shape[:-2], mn, 0)), scale.to(torch.uint8), spec, 1)
 
 
-def parts(scales: gemm.Scales) -> tuple[torch.Tensor, torch.Tensor]:
+def parts(scales: hopper.Scales) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales of the rows, (copies, stages, rows, steps), and of the columns, as int32."""
     buffer, layout = scales
     rows = buffer[: layout.row_size].view(layout.copies, layout.stages, layout.rows, layout.steps)
-    return rows, buffer[layout.row_size : layout.size].view(layout.column_lines, layout.columns)
+    return rows, buffer[layout.row_size : layout.size].view(layout.column_rows, layout.columns)
 
 
 @pytest.mark.parametrize("exact, copies, experts", [(True, 1, 3), (False, 4, 3), (False, 1, 1)])
@@ -34,20 +34,20 @@ def test_decoded_scales_lie_where_the_gemm_looks(
     exact: bool, copies: int, experts: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Those of forward and dgrad, and of wgrad, whose ``b`` is one matrix."""
-    monkeypatch.setattr(gemm, "DECODE_LINES", 64)
+    monkeypatch.setattr(hopper, "DECODE_MN", 64)
     rows, columns, stages, steps = 77, 70, 3, 4 if exact else 1
     blocks = steps * stages - steps // 2  # of four steps the last stage has two
     row_scale = torch.randint(256, (rows, blocks), dtype=torch.uint8)
     column_scale = torch.randint(256, (experts, columns, blocks), dtype=torch.uint8)
     a = operand(row_scale, rows, ROWS if exact else REBASED)
     b = operand(column_scale if experts > 1 else column_scale[0], columns, SQUARES if exact else REBASED)
-    scales = gemm.decode_scales(a, b, columns, stages, copies, end=1234)
+    scales = hopper.decode_scales(a, b, columns, stages, copies, end=1234)
     assert scales.layout.steps == steps and scales.buffer[scales.layout.size :][:2].tolist() == [0, 1234]
 
-    def padded(scale: torch.Tensor, lines: int) -> torch.Tensor:
-        """fp32 (..., lines, steps * stages), 2^-127 where there is nothing."""
+    def padded(scale: torch.Tensor, mn: int) -> torch.Tensor:
+        """fp32 (..., mn, steps * stages), 2^-127 where there is nothing."""
         *rest, there, found = scale.shape
-        out = torch.full((*rest, lines, steps * stages), 2.0**-127)
+        out = torch.full((*rest, mn, steps * stages), 2.0**-127)
         out[..., :there, :found] = decode_scale(scale)
         return out
 
@@ -64,16 +64,16 @@ def test_decoded_scales_lie_where_the_gemm_looks(
 def test_scales_of_no_group_are_not_decoded(exact: bool, k_grouped: bool, monkeypatch: pytest.MonkeyPatch):
     """Rows from the next 64 past ``offs[-1]`` on, in each of the shifted copies; those before are as behind the last
     one. Of wgrad stages that no group can reach, of both operands: 130 tokens in two groups fill at most 3."""
-    monkeypatch.setattr(gemm, "DECODE_LINES", 64)
+    monkeypatch.setattr(hopper, "DECODE_MN", 64)
     rows, stages, copies = 300, 5, 1 if exact or k_grouped else 4
     row_scale = torch.randint(256, (rows, stages * (4 if exact else 1)))
     a = operand(row_scale, rows, ROWS if exact else REBASED)
     matrices = () if k_grouped else (2,)
     column_scale = torch.randint(256, (*matrices, 70, stages * (4 if exact else 1)))
     b = operand(column_scale, 70, SQUARES if exact else REBASED)
-    whole = gemm.decode_scales(a, b, 70, stages, copies, end=rows)
+    whole = hopper.decode_scales(a, b, 70, stages, copies, end=rows)
     with poisoned_empty():
-        part = gemm.decode_scales(a, b, 70, stages, copies, rows, make_offs([1, 129]), k_grouped)
+        part = hopper.decode_scales(a, b, 70, stages, copies, rows, make_offs([1, 129]), k_grouped)
     assert part.buffer[part.layout.size :][:2].tolist() == [0, rows]
     (row_whole, column_whole), (row_part, column_part) = parts(whole), parts(part)
     if k_grouped:
@@ -91,7 +91,7 @@ def test_scales_of_no_group_are_not_decoded(exact: bool, k_grouped: bool, monkey
         other = row_scale.clone()
         other[130:] = torch.randint(256, other[130:].shape)
         a = operand(other, rows, ROWS if exact else REBASED)
-        again = gemm.decode_scales(a, b, 70, stages, copies, rows, make_offs([1, 129]), k_grouped)
+        again = hopper.decode_scales(a, b, 70, stages, copies, rows, make_offs([1, 129]), k_grouped)
         assert torch.equal(parts(again)[0][:, :, :until], row_part[:, :, :until])  # marks too
 
 
@@ -117,7 +117,7 @@ def test_equal_scales_are_marked():
     row_scale[140, 15] ^= 128
     column_scale[9, 15] ^= 128
     a, b = operand(row_scale[:, :18], rows), operand(column_scale[None, :, :18], columns, SQUARES)
-    row_out, column_out = (marks(part) for part in parts(gemm.decode_scales(a, b, columns, stages, 1, end=rows)))
+    row_out, column_out = (marks(part) for part in parts(hopper.decode_scales(a, b, columns, stages, 1, end=rows)))
     expected = torch.zeros(stages, 256, 4, dtype=torch.int32)
     expected[0, :, 0] = expected[2, :, 0] = expected[3, :128, 0] = 0b111
     expected[2, 64:128, 0], expected[3, 128:192, 0], expected[4, :, 0] = 0b100, 0b011, 0b101
@@ -129,7 +129,7 @@ def test_equal_scales_are_marked():
     assert torch.equal(column_out.view(stages, 4, 12), expected)
 
     a, b = (operand(scale, len(scale), REBASED) for scale in (row_scale, column_scale))
-    assert not any(marks(part).any() for part in parts(gemm.decode_scales(a, b, columns, 20, 1, end=rows)))
+    assert not any(marks(part).any() for part in parts(hopper.decode_scales(a, b, columns, 20, 1, end=rows)))
 
 
 @pytest.mark.parametrize("rows", [1, 65, 100, 128, 150])
@@ -139,7 +139,7 @@ def test_no_step_is_added_to_one_of_another_scale(rows: int):
     row_scale = torch.full((rows, 4 * stages), 127)
     row_scale[rows * 2 // 3 :, 1] += 1  # of the first stage only the rows before have equal scales
     a, b = operand(row_scale, rows), operand(torch.full((1, 32, 4 * stages), 127), 32, SQUARES)
-    scales = gemm.decode_scales(a, b, 32, stages, 1, end=rows)
+    scales = hopper.decode_scales(a, b, 32, stages, 1, end=rows)
     row_out = torch.cat([parts(scales)[0].flatten(), torch.zeros(64 * 4, dtype=torch.int32)])
     stage_scales = row_scale.view(rows, stages, 4)
     equal = stage_scales[:, :, 1:] == stage_scales[:, :, :-1]

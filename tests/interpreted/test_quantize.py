@@ -33,7 +33,7 @@ REBASED = OperandSpec(block_k=128, scales="mn_major")
 
 
 def specs(rounding: str = "rceil", dtype: torch.dtype = E4M3) -> Iterator[OperandSpec]:
-    """Both blocks in FP8, and both as values in bf16."""
+    """Both blocks in FP8, and both as values in bf16 (QDQ)."""
     for stored in ("fp8", "bf16"):
         yield OperandSpec(rounding=rounding, elem_dtype=dtype, stored=stored)
         yield OperandSpec(rounding=rounding, elem_dtype=dtype, stored=stored, block="32x32", block_mn=32)
@@ -41,7 +41,7 @@ def specs(rounding: str = "rceil", dtype: torch.dtype = E4M3) -> Iterator[Operan
 
 @pytest.fixture(params=["instruction", "integers"])
 def conversion(request, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to FP8: the conversion of SM90 and newer, and integer arithmetic for all else."""
+    """Both variants: the conversion of SM90 and newer, and integer arithmetic for all else."""
     monkeypatch.setattr(convert, "cuda_capability_geq", lambda *capability: request.param == "instruction")
 
 
@@ -49,7 +49,7 @@ def conversion(request, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rounding, dtype", FORMATS)
 def test_every_bfloat16(rounding: str, dtype: torch.dtype):
     for x in every_bfloat16():
-        check_quantize(exact, x, 1, OperandSpec(rounding=rounding, elem_dtype=dtype))
+        check_quantize(triton, x, 1, OperandSpec(rounding=rounding, elem_dtype=dtype))
 
 
 @pytest.mark.usefixtures("conversion")
@@ -70,11 +70,11 @@ def test_strides():
     views = (base.mT, base[:, 1::2, 3:99], base[:1].expand(2, 70, 136), base.permute(1, 0, 2)[:5], base[..., ::2])
     for x in views:
         for spec in (EXACT, SQUARES):
-            check_quantize(exact, x, 1, spec)
-            check_quantize(exact, x, 2, spec)
-            check_quantize_both(exact, x, spec, spec)
-    check_quantize(exact, base, 0, EXACT)
-    check_quantize(exact, base[0, 0], 0, EXACT)
+            check_quantize(triton, x, 1, spec)
+            check_quantize(triton, x, 2, spec)
+            check_quantize_both(triton, x, spec, spec)
+    check_quantize(triton, base, 0, EXACT)
+    check_quantize(triton, base[0, 0], 0, EXACT)
 
 
 def test_transposed_weights_are_not_copied(monkeypatch: pytest.MonkeyPatch):
@@ -88,9 +88,9 @@ def test_transposed_weights_are_not_copied(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(exact, "as_matrices", without_copy)
     for spec in (EXACT, SQUARES):
-        exact.quantize(w_EKN, 1, spec, None)
-        exact.quantize(w_EKN, 2, spec, None)
-        exact.quantize_both(w_EKN, spec, spec, None)
+        triton.quantize(w_EKN, 1, spec, None)
+        triton.quantize(w_EKN, 2, spec, None)
+        triton.quantize_both(w_EKN, spec, spec, None)
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (2, 0, 64)])
@@ -137,8 +137,8 @@ def test_many_groups():
 def test_dequantize(dtype: torch.dtype):
     check_every_byte(dtype)
     for shape in ((70, 45), (2, 40, 96)):
-        for block, lines in (("1x32", 1), ("32x32", 32)):
-            check_dequantize(wild(shape, FP32), OperandSpec(elem_dtype=dtype, block=block, block_mn=lines))
+        for block, block_mn in (("1x32", 1), ("32x32", 32)):
+            check_dequantize(wild(shape, FP32), OperandSpec(elem_dtype=dtype, block=block, block_mn=block_mn))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

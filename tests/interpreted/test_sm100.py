@@ -28,12 +28,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, mxfp8_moe
 from titan_mxfp8.backends import sm100, triton
-from titan_mxfp8.backends.common import convert
+from titan_mxfp8.backends.common import convert, swizzled
+from titan_mxfp8.backends.common.swizzled import swizzle_scales
 from titan_mxfp8.backends.hardware import Hardware
-from titan_mxfp8.backends.sm100.quantize import swizzle_scales
 from titan_mxfp8.format import reference, swizzle
 from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
-from titan_mxfp8.ops import library, matmul
+from titan_mxfp8.ops import config, library
 from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.testing import SPREADS, group_sizes, make_offs, poisoned_empty, relative_rms
 
@@ -165,7 +165,7 @@ SWIGLU_CASES = [
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_floor", "mxfp8_2d_wgrad_bf16", "mxfp8_e5m2_grad"])
 def test_swiglu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference's bits, but for the last one of an exponential, with scales in tiles and no pass over them."""
-    monkeypatch.setattr(sm100.swizzled, "_BLOCK_SCALES", None)
+    monkeypatch.setattr(swizzled, "_SWIZZLE_SCALES", None)
     plan = sm100.plan(get_recipe(recipe), HARDWARE)
     for case in SWIGLU_CASES:
         shares = check_swiglu(sm100, plan, *case)
@@ -220,7 +220,7 @@ def test_swiglu_refuses_what_no_plan_has() -> None:
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What ``auto`` finds is an SM100."""
-    caches = backends.load, matmul._planned
+    caches = backends.load, config._config
     monkeypatch.setattr(backends, "hardware_of", lambda device: HARDWARE)
     for cache in caches:
         cache.cache_clear()

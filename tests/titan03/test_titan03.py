@@ -26,9 +26,10 @@ from torchtitan.trainer import Trainer
 
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_linear
 from titan_mxfp8.modules import ConvertedModule
-from titan_mxfp8.titan03 import MXFP8Experts, MXFP8Linears, config_registry, moe
+from titan_mxfp8.titan03 import MXFP8Experts, MXFP8Linears, config_registry, convert, moe
+from titan_mxfp8.titan03.convert import trainer_config
 from titan_mxfp8.titan03.moe import MXFP8RoutedExperts
-from titan_mxfp8.titan03.workarounds import varlen_attn_on_cpu
+from titan_mxfp8.workarounds.torchtitan03 import varlen_attn_on_cpu
 
 EXPERTS, LINEARS = "titan_mxfp8.titan03.experts", "titan_mxfp8.titan03.linears"
 # Model, expert modules, linears that are converted.
@@ -152,6 +153,12 @@ def test_an_unknown_recipe_raises_before_the_model_is_built() -> None:
     ("target", "kwargs", "says"),
     [
         (EXPERTS, {"health_every": -1}, "health_every is a number of steps, or 0 for never, got -1"),
+        (EXPERTS, {"requantize_input": "false"}, "requantize_input = 'false': it must be true or false"),
+        (LINEARS, {"health_every": "5"}, "health_every = '5': it must be a whole number"),
+        (EXPERTS, {"fqns": 3}, "fqns = 3: it must be a list of strings"),
+        (EXPERTS, {"recipe": 8}, "recipe = 8: it must be a string"),
+        (LINEARS, {"dispatch": "off"}, "linears has no dispatch: its fields are"),
+        (EXPERTS, {"dispatch": "collective", "dispatch_rows": "worst_case"}, "only 'symmetric'"),
         (LINEARS, {"hopper_rebase_report": -1}, "hopper_rebase_report is a number of steps"),
         (LINEARS, {"recipe": "mxfp8_2d", "hopper_rebase_report": 1}, "it takes a recipe that is rebased"),
         (
@@ -186,7 +193,7 @@ def test_other_overrides_work_beside_ours(monkeypatch: pytest.MonkeyPatch) -> No
     assert isinstance(model.layers["0"].feed_forward, Gated)
     assert "layers.0.feed_forward.w1" in converted(model)
     module = import_module("torchtitan.config.override")
-    monkeypatch.setattr(module, "_collect_claims", module._collect_claims.__wrapped__)
+    monkeypatch.setattr(module, "_collect_claims", inspect.unwrap(module._collect_claims))
     with pytest.raises(ValueError, match="an ancestor of"):
         config("deepseek_v3", theirs, LINEARS)
 
@@ -207,7 +214,9 @@ def test_wandb_logs_offline_where_it_cannot_be_reached(monkeypatch: pytest.Monke
     for name in ("WANDB_INIT_TIMEOUT", "WANDB_FINISH_TIMEOUT"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("WANDB_MODE", "online")
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, teardown=lambda: None))
+    setup = SimpleNamespace(settings=SimpleNamespace(mode="online"))
+    fake = SimpleNamespace(init=init, teardown=lambda: None, setup=lambda: setup)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
     WandBLogger(str(tmp_path), config_dict={"a": 1})
     assert started == [{"a": 1}] and os.environ["WANDB_MODE"] == "offline"
 
@@ -247,7 +256,6 @@ def test_in_compiled_blocks_torchtitan_dispatches(monkeypatch: pytest.MonkeyPatc
 def test_room_and_memory_are_those_of_the_config(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reserved, and enough of it for the worst case, before anything is trained."""
     options = {"dispatch": "symmetric", "dispatch_rows": "worst_case"}
-    monkeypatch.setattr(moe.run, "config", None)
     changed = config("qwen3")
     changed.training.local_batch_size, changed.training.seq_len = 3, 128
     changed.activation_checkpoint = None
@@ -255,8 +263,8 @@ def test_room_and_memory_are_those_of_the_config(way: str, monkeypatch: pytest.M
         apply_overrides(OverrideConfig(imports=[(EXPERTS, options)]), changed)
     else:
         MXFP8Experts.Config(**options).build().convert(changed.model_spec.model)
-        changed.model_spec.model.update_from_config(config=changed)
-    layer = build(changed).layers["1"].moe.routed_experts
+    with trainer_config(changed):
+        layer = build(changed).layers["1"].moe.routed_experts
     _, dim, hidden = layer.inner_experts.w2_EDF.shape
     reserved = []
     monkeypatch.setattr(
@@ -264,6 +272,9 @@ def test_room_and_memory_are_those_of_the_config(way: str, monkeypatch: pytest.M
     )
     monkeypatch.setattr(moe.utils, "get_local_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(RoutedExperts, "parallelize", lambda *_: None)
+    two_ranks = SimpleNamespace(size=lambda: 2)
+    layer.token_dispatcher.ep_mesh = SimpleNamespace(get_group=lambda: two_ranks)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
     top_k, here = layer.token_dispatcher.top_k, layer.inner_experts.num_experts // 2
     rows = 3 * 128 * 2 * min(top_k, here)
     needed = rows * (2 * (dim + dim // 32 + 4 * hidden) + 2 * dim + 2 * hidden)  # two layers, no checkpointing
@@ -273,10 +284,23 @@ def test_room_and_memory_are_those_of_the_config(way: str, monkeypatch: pytest.M
         )
         refused = pytest.raises(ValueError, match=r"'worst_case' needs at least .* GiB of each GPU")
         with refused if available < needed else nullcontext():
-            layer.parallelize(SimpleNamespace(tp=1, ep=2))
+            layer.parallelize(SimpleNamespace(tp=1))
     assert reserved == [3 * 128] * 2
     changed.compile.enable = True
-    assert build(changed).layers["1"].moe.routed_experts.mxfp8_most_rows is None
+    with trainer_config(changed):
+        assert build(changed).layers["1"].moe.routed_experts.mxfp8_layers.rows is None
+    assert build(changed).layers["1"].moe.routed_experts.mxfp8_layers.rows is None, "no trainer"
+
+
+def test_a_trainers_config_is_known_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(Trainer, "init_distributed", lambda self: seen.append(convert._trainer_config.get()) or 1 / 0)
+    monkeypatch.setattr(moe.utils.device_module, "set_device", lambda device: None, raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    wanted = config("deepseek_v3")
+    with pytest.raises(ZeroDivisionError):
+        Trainer(wanted)
+    assert seen == [wanted] and convert._trainer_config.get() is None
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])

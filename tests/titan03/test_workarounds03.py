@@ -1,20 +1,22 @@
 """The symptom that each workaround is for in TorchTitan 0.3 as it is installed: a test that fails here says that a
-workaround is needed no longer.
+workaround is needed no longer. A workaround without a check fails too.
 
-``tests/test_workarounds.py`` has those of torch alone. Not here, as it takes a real outage: the run that goes on
-unlogged where wandb cannot be reached (test_titan03.py has the cured one).
+``tests/test_workarounds.py`` has those of torch alone. ``draw_full_tensor_at_random_init`` is one of them, though no
+run without a TorchTitan needs it.
 """
 
 import pytest
 import torch
 from symptoms import look
 
+from titan_mxfp8.workarounds import TITAN03, WORKAROUNDS
+
 # Without the adapter: each check says what it found.
 SYMPTOMS = """
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
-from symptoms import claim_no_mfu, one_rank, symptom, use_cpu_device
+from symptoms import claim_no_mfu, log_offline_where_wandb_is_out_of_reach, one_rank, symptom, use_cpu_device
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,6 +32,7 @@ from torchtitan.protocols.model import BaseModel
 
 symptom(use_cpu_device)
 symptom(claim_no_mfu)
+symptom(log_offline_where_wandb_is_out_of_reach)
 
 @override(target=BaseModel.Config)
 def whole_model(config):
@@ -80,18 +83,25 @@ def symptoms() -> dict[str, str]:
     return look(SYMPTOMS)
 
 
+FOUND = {
+    "let_parts_be_overridden_too": "an ancestor of",
+    "set_timeouts_of_process_groups": "has no attribute 'set_timeout'",
+    "attend_without_cuda": "aten::_flash_attention_forward",
+    "attend_with_flex_attention": "does not support backward on CPU",
+    "use_cpu_device": "cuda",
+    "claim_no_mfu": "True",
+    "log_offline_where_wandb_is_out_of_reach": "no network",
+    "reduce_gradients_by_sum": "PREMUL_SUM",
+}
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="looks for the symptoms on a CPU")
-@pytest.mark.parametrize(
-    "workaround, symptom",
-    {
-        "let_parts_be_overridden_too": "an ancestor of",
-        "set_timeouts_of_process_groups": "has no attribute 'set_timeout'",
-        "attend_without_cuda": "aten::_flash_attention_forward",
-        "attend_with_flex_attention": "does not support backward on CPU",
-        "use_cpu_device": "cuda",
-        "claim_no_mfu": "True",
-        "reduce_gradients_by_sum": "PREMUL_SUM",
-    }.items(),
-)
-def test_the_symptom_without_its_repair(symptoms: dict[str, str], workaround: str, symptom: str) -> None:
+@pytest.mark.parametrize("workaround, symptom", FOUND.items())
+def test_the_symptom_without_its_workaround(symptoms: dict[str, str], workaround: str, symptom: str) -> None:
     assert symptom in symptoms[workaround]
+
+
+def test_each_workaround_has_a_check() -> None:
+    elsewhere = {"draw_full_tensor_at_random_init"}
+    wanted = {row.name for row in WORKAROUNDS if TITAN03 in row.torchtitan}
+    assert FOUND.keys() - {"attend_with_flex_attention"} | elsewhere == wanted

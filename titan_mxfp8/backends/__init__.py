@@ -9,12 +9,13 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
+from titan_mxfp8.format.codec import Encoded
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gemm:
+@dataclass(frozen=True, kw_only=True)
+class Gemm(Encoded):
     """One of the three GEMMs in a plan.
 
     Attributes:
@@ -28,8 +29,8 @@ class Gemm:
     mma_dtype: Literal["FP8", "bf16", "fp32"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True)
+class Plan(Encoded):
     """Which operands each GEMM of a recipe takes. Per expert: M tokens, N out features, K in features.
 
     | GEMM    | computes                | a, quantised along | b, quantised along |
@@ -86,7 +87,7 @@ class Backend(Protocol):
 
     @staticmethod
     def quantize_both(
-        x: torch.Tensor, last: OperandSpec, first: OperandSpec, offs: torch.Tensor | None
+        x: torch.Tensor, rowwise: OperandSpec, columnwise: OperandSpec, offs: torch.Tensor | None
     ) -> tuple[Operand, Operand]:
         """``x`` quantised along its last axis and along the one before it, both from ``x``; ``offs`` cuts the latter,
         and the former if its spec ``grouped_scales``.
@@ -170,12 +171,13 @@ class Backend(Protocol):
         inputs: list[torch.Tensor],
         scores_M: torch.Tensor | None,
         limit: float | None,
-        last: OperandSpec,
-        first: OperandSpec,
-        h_first: OperandSpec,
+        rowwise: OperandSpec,
+        columnwise: OperandSpec,
+        h_columnwise: OperandSpec,
         offs: torch.Tensor | None,
     ) -> SwigluGradients:
-        """``format.swiglu.backward``, quantised along H to ``last``, along M to ``first``, and s h to ``h_first``.
+        """``format.swiglu.backward``, quantised along H to ``rowwise``, along M to ``columnwise``, and s h to
+        ``h_columnwise``.
 
         Args:
             inputs: gate and up as in ``swiglu``, and u, bf16 (M, H), the gradient by h without the score. The list is
@@ -183,13 +185,13 @@ class Backend(Protocol):
                 have taken its memory.
             scores_M: fp32 (M,), or None for 1.
             limit: as in ``swiglu``.
-            last, first, h_first: of a plan's gradients in dgrad and in wgrad, and of its activations in wgrad.
-            offs: as in ``swiglu``; along M blocks restart at each group.
+            rowwise, columnwise, h_columnwise: of a plan's gradients in dgrad and in wgrad, and of its activations in
+            wgrad. offs: as in ``swiglu``; along M blocks restart at each group.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class BackendRow:
     """A row of the table of backends.
 
     Attributes:
@@ -215,28 +217,28 @@ def runs_triton(hardware: Hardware) -> bool:
 
 # In order of preference: ``auto`` takes the first that runs on the hardware.
 BACKENDS = (
-    Entry(
+    BackendRow(
         name="hopper",
         module="titan_mxfp8.backends.hopper",
         needs="an NVIDIA GPU of SM90 (H100, H200)",
         runs_on=lambda hardware: hardware.arch == "sm_90",
         rebases=True,
     ),
-    Entry(
+    BackendRow(
         name="sm100",
         module="titan_mxfp8.backends.sm100",
         needs="an NVIDIA GPU of SM100 (B200, GB200)",
         runs_on=lambda hardware: hardware.arch == "sm_100",
         rebases=False,
     ),
-    Entry(
+    BackendRow(
         name="triton",
         module="titan_mxfp8.backends.triton",
         needs="an NVIDIA GPU of SM80 or newer, or an AMD gfx942 or gfx950",
         runs_on=runs_triton,
         rebases=False,
     ),
-    Entry(
+    BackendRow(
         name="reference",
         module="titan_mxfp8.backends.reference",
         needs="anything torch runs on",
@@ -262,24 +264,24 @@ def select(backend: str, hardware: Hardware, recipe: Recipe) -> Selection:
         ValueError: unknown name, a named backend that cannot run there, or a rebased recipe with one that cannot.
     """
     if backend == "auto":
-        entry = next(entry for entry in BACKENDS if entry.runs_on(hardware))
-        passed_over = [f"{other.name} needs {other.needs}" for other in BACKENDS[: BACKENDS.index(entry)]]
+        row = next(row for row in BACKENDS if row.runs_on(hardware))
+        passed_over = [f"{other.name} needs {other.needs}" for other in BACKENDS[: BACKENDS.index(row)]]
         reason = "; ".join([f"for {hardware.name}", *passed_over])
     else:
-        entry, reason = _named(backend, hardware), "named by the user"
-    if recipe.block_k == 128 and not entry.rebases:
+        row, reason = _named(backend, hardware), "named by the user"
+    if recipe.block_k == 128 and not row.rebases:
         able = " or ".join(repr(other.name) for other in BACKENDS if other.rebases)
         raise ValueError(
-            f"recipe {recipe.name!r} is rebased, but backend {entry.name!r} ({reason}) cannot: use backend {able}, or "
+            f"recipe {recipe.name!r} is rebased, but backend {row.name!r} ({reason}) cannot: use backend {able}, or "
             f"a recipe that is not"
         )
     warning = None
-    if not hardware.was_tried and entry.name != "reference":
+    if not hardware.was_tried and row.name != "reference":
         warning = (
-            f"backend {entry.name!r} was never run on {hardware.name} ({hardware.arch}) by this project: check losses "
+            f"backend {row.name!r} was never run on {hardware.name} ({hardware.arch}) by this project: check losses "
             "against bf16, or name another one"
         )
-    return Selection(name=entry.name, reason=reason, warning=warning)
+    return Selection(name=row.name, reason=reason, warning=warning)
 
 
 @cache
@@ -307,21 +309,21 @@ def plan_on(recipe: Recipe, backend: str, hardware: Hardware) -> Plan:
 
 
 def _module(name: str) -> Backend:
-    return importlib.import_module(next(entry.module for entry in BACKENDS if entry.name == name))
+    return importlib.import_module(next(row.module for row in BACKENDS if row.name == name))
 
 
 def check_name(backend: str) -> None:
     """Raises ValueError unless ``backend`` is ``auto`` or the name of one."""
-    known = ["auto", *(entry.name for entry in BACKENDS)]
+    known = ["auto", *(row.name for row in BACKENDS)]
     if backend not in known:
         raise ValueError(f"unknown backend {backend!r}: use one of {', '.join(known)}")
 
 
-def _named(backend: str, hardware: Hardware) -> Entry:
+def _named(backend: str, hardware: Hardware) -> BackendRow:
     check_name(backend)
-    entry = next(entry for entry in BACKENDS if entry.name == backend)
-    if not entry.runs_on(hardware):
+    row = next(row for row in BACKENDS if row.name == backend)
+    if not row.runs_on(hardware):
         raise ValueError(
-            f"backend {backend!r} needs {entry.needs} and cannot run on {hardware.name}: use 'auto' or 'reference'"
+            f"backend {backend!r} needs {row.needs} and cannot run on {hardware.name}: use 'auto' or 'reference'"
         )
-    return entry
+    return row

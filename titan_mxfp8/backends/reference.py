@@ -39,22 +39,16 @@ def specs(recipe: Recipe) -> tuple[OperandSpec, OperandSpec, OperandSpec]:
     )
 
 
-def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
-    """``Backend.quantize``."""
-    return reference.quantize(x, axis, spec, offs)
+quantize = reference.quantize
+requantize = reference.requantize
 
 
 def quantize_both(
-    x: torch.Tensor, last: OperandSpec, first: OperandSpec, offs: torch.Tensor | None
+    x: torch.Tensor, rowwise: OperandSpec, columnwise: OperandSpec, offs: torch.Tensor | None
 ) -> tuple[Operand, Operand]:
     """``Backend.quantize_both``."""
-    along_last = quantize(x, x.ndim - 1, last, offs if last.grouped_scales else None)
-    return along_last, quantize(x, x.ndim - 2, first, offs)
-
-
-def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
-    """``Backend.requantize``."""
-    return reference.requantize(rows, axis, spec, offs)
+    of_rows = reference.quantize(x, x.ndim - 1, rowwise, offs if rowwise.grouped_scales else None)
+    return of_rows, reference.quantize(x, x.ndim - 2, columnwise, offs)
 
 
 def gemm_m_grouped(
@@ -68,8 +62,8 @@ def gemm_m_grouped(
     """``Backend.gemm_m_grouped``."""
     check_m_grouped(a, b)
     a_MC, b_EDC = reference.dequantize(a), reference.dequantize(b)
-    along_first = b.spec.stored == "bf16" and b.axis == 1
-    b_ECD = b_EDC if along_first else b_EDC.mT
+    columnwise_operand = b.spec.stored == "bf16" and b.axis == 1
+    b_ECD = b_EDC if columnwise_operand else b_EDC.mT
     if offs is None:
         y_MD = a_MC @ b_ECD[0]
         return (y_MD if bias is None else y_MD + bias.float()).to(out_dtype)
@@ -114,19 +108,19 @@ def swiglu_backward(
     inputs: list[torch.Tensor],
     scores_M: torch.Tensor | None,
     limit: float | None,
-    last: OperandSpec,
-    first: OperandSpec,
-    h_first: OperandSpec,
+    rowwise: OperandSpec,
+    columnwise: OperandSpec,
+    h_columnwise: OperandSpec,
     offs: torch.Tensor | None,
 ) -> SwigluGradients:
     """``Backend.swiglu_backward``."""
     dgate, dup, sh, dscores = definition.backward(*inputs, scores_M, limit)
     inputs.clear()
     (dgate_rowwise, dgate_columnwise), (dup_rowwise, dup_columnwise) = (
-        quantize_both(t, last, first, offs) for t in (dgate, dup)
+        quantize_both(t, rowwise, columnwise, offs) for t in (dgate, dup)
     )
     return SwigluGradients(
-        dgate_rowwise, dup_rowwise, dgate_columnwise, dup_columnwise, quantize(sh, 0, h_first, offs), dscores
+        dgate_rowwise, dup_rowwise, dgate_columnwise, dup_columnwise, quantize(sh, 0, h_columnwise, offs), dscores
     )
 
 

@@ -158,8 +158,11 @@ def scale_elements(elements: torch.Tensor, scale: torch.Tensor, *, block_k: int,
         block_k: elements along the axis that share a scale.
         block_mn: neighbours across the axis that do, 1 or 32.
     """
-    rows, length = elements.shape[-2:] if elements.ndim > 1 else (1, elements.shape[-1])
+    length = elements.shape[-1]
     factor = decode_scale(scale)
     if block_mn > 1:
-        factor = factor.repeat_interleave(block_mn, dim=-2).narrow(-2, 0, rows)
-    return to_blocks(elements, elements.ndim - 1, block_k).mul_(factor.unsqueeze(-1)).flatten(-2).narrow(-1, 0, length)
+        factor = factor.repeat_interleave(block_mn, dim=-2).narrow(-2, 0, elements.shape[-2])
+    if missing := -length % block_k:
+        elements = F.pad(elements, (0, missing))
+    scaled = elements.unflatten(-1, (-1, block_k)).mul_(factor.unsqueeze(-1)).flatten(-2)
+    return scaled.narrow(-1, 0, length) if missing else scaled

@@ -13,8 +13,6 @@ from titan_mxfp8.format.mx import (
     BLOCK_SIZE,
     SCALE_BIAS,
     SCALE_NAN,
-    Rounding,
-    ceil_div,
     decode_scale,
     ragged_rows,
     scale_elements,
@@ -48,14 +46,13 @@ def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor |
     if spec.scales == "swizzled":
         by_rows = axis == x.ndim - 1
         return swizzle(quantize(x, axis, spec.exact, None if by_rows else offs), spec, offs)
-    is_last = axis == x.ndim - 1
     x_along = x.movedim(axis, -1)
     if offs is not None:
         x_along = _gather_groups(x_along, offs, spec.block_k)
-    else:
-        x_along = F.pad(x_along, (0, spec.length(x.shape[axis], is_last, None) - x.shape[axis]))
+    elif axis != x.ndim - 1:  # stored transposed, in whole blocks: see ``OperandSpec.length``
+        x_along = F.pad(x_along, (0, -x.shape[axis] % BLOCK_SIZE))
     round_to_blocks = _round_to_squares if spec.block == "32x32" else _round_to_blocks
-    data, scale = round_to_blocks(x_along.float(), spec.rounding, spec.elem_dtype)
+    data, scale = round_to_blocks(x_along.float(), spec)
     operand = Operand(data.contiguous(), scale, spec.exact, axis)
     if spec.stored == "coalesced":
         return coalesce_scales(operand)
@@ -77,7 +74,7 @@ def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor |
     blocks NaN that they go through.
 
     Args:
-        rows: FP8 of (M, C), quantised along axis 1 in blocks of 1x32: exact, evened out or rebased.
+        rows: FP8 of (M, C), quantised along axis 1 in blocks of 1x32: exact, coalesced or rebased.
         axis, spec, offs: as of ``quantize``; values in bf16 along axis 1 are those of ``rows``.
     """
     assert rows.axis == 1 and rows.data.ndim == 2 and rows.spec.stored != "bf16" and rows.spec.block_mn == 1, rows.spec
@@ -91,7 +88,8 @@ def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor |
 
 def rebase(operand: Operand, spec: OperandSpec) -> Operand:
     """Gives neighbouring blocks one scale, the largest of theirs, so that a GEMM may scale once per 128 elements of the
-    axis and, with ``spec.block_mn`` of 32, by one number for 32 columns.
+    axis, as with DeepSeek-V3's 1x128 scales (arXiv 2412.19437, section 3.3.2), and, with ``spec.block_mn`` of 32, by
+    one number for 32 columns.
 
     An element becomes the nearest (ties to even) of ``element * 2^(s - S)``, s the old and S the new scale byte: its
     exponent moves, its value changes only where it falls below the smallest normal element. Blocks of bytes 120 and
@@ -101,8 +99,7 @@ def rebase(operand: Operand, spec: OperandSpec) -> Operand:
     Args:
         operand: exact, in blocks of 1x32 or 32x32. The last ones may be fewer. Groups must start at multiples of 128.
         spec: of the result: ``block_k`` 128, the same blocks. ``block_mn`` 1: four blocks of 1x32 share a scale; 32:
-        four of
-            32x32, or all 1x32 of 32 x 128 elements.
+            four of 32x32, or all 1x32 of 32 x 128 elements.
     """
     scale = operand.scale.to(torch.int16)
     largest = to_blocks(scale, scale.ndim - 1, _SHARED).amax(-1)
@@ -176,13 +173,8 @@ def dequantize(operand: Operand) -> torch.Tensor:
     low, high = elements.aminmax()
     if low < -448 or high > 448:
         elements.masked_fill_(elements.abs() > 448, torch.nan)
-    return scale_operand(elements, operand)
-
-
-def scale_operand(elements: torch.Tensor, operand: Operand) -> torch.Tensor:
-    """``operand``'s elements, given in fp32, times its scales; may overwrite them."""
-    spec = operand.spec
-    return scale_elements(elements, operand.row_scales(), block_k=spec.block_k, block_mn=spec.block_mn)
+    spec, scale = operand.spec, operand.scale if operand.spec.scales == "k_major" else operand.row_scales()
+    return scale_elements(elements, scale, block_k=spec.block_k, block_mn=spec.block_mn)
 
 
 def changed_elements(before: Operand, after: Operand) -> torch.Tensor:
@@ -198,52 +190,60 @@ def changed_elements(before: Operand, after: Operand) -> torch.Tensor:
 
 def padded_ends(offs: torch.Tensor, alignment: int) -> torch.Tensor:
     """int32 end offsets of the groups once each starts at a multiple of ``alignment``."""
-    return _padded_sizes(offs, alignment).cumsum(0, dtype=torch.int32)
+    sizes = offs.diff(prepend=offs.new_zeros(1))
+    return (-(-sizes // alignment) * alignment).cumsum(0, dtype=torch.int32)
 
 
-def _round_to_blocks(x: torch.Tensor, rounding: Rounding, elem_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _round_to_blocks(x: torch.Tensor, spec: OperandSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Elements and scales of fp32 ``x`` in blocks of 32 along the last axis."""
-    blocks = to_blocks(x, x.ndim - 1)
-    amax = torch.maximum(blocks.amax(-1), -blocks.amin(-1))  # of the magnitudes, without storing those
-    scale = _scale_bytes(amax, elem_dtype, rounding)
-    return _cast(blocks, scale.unsqueeze(-1), elem_dtype).flatten(-2).narrow(-1, 0, x.shape[-1]), scale
+    length = x.shape[-1]
+    padded = F.pad(x, (0, -length % BLOCK_SIZE)) if length % BLOCK_SIZE else x
+    blocks = padded.unflatten(-1, (-1, BLOCK_SIZE))
+    amax = torch.maximum(blocks.amax(-1, keepdim=True), -blocks.amin(-1, keepdim=True))  # stores no magnitudes
+    data, scale = _round(blocks, amax, spec)
+    return data.flatten(-2).narrow(-1, 0, length), scale.squeeze(-1)
 
 
-def _round_to_squares(
-    x: torch.Tensor, rounding: Rounding, elem_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _round_to_squares(x: torch.Tensor, spec: OperandSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Elements and scales of fp32 ``x`` in 32x32 blocks."""
     rows, cols = x.shape[-2:]
     padded = F.pad(x, (0, -cols % BLOCK_SIZE, 0, -rows % BLOCK_SIZE))
     squares = padded.unflatten(-1, (-1, BLOCK_SIZE)).unflatten(-3, (-1, BLOCK_SIZE))  # (..., R/32, 32, C/32, 32)
-    scale = _scale_bytes(squares.abs().amax((-3, -1)), elem_dtype, rounding)
-    data = _cast(squares, scale[..., :, None, :, None], elem_dtype).flatten(-4, -3).flatten(-2)
-    return data[..., :rows, :cols], scale
+    data, scale = _round(squares, squares.abs().amax((-3, -1), keepdim=True), spec)
+    return data.flatten(-4, -3).flatten(-2)[..., :rows, :cols], scale.squeeze(-1).squeeze(-2)
 
 
-def _scale_bytes(amax: torch.Tensor, elem_dtype: torch.dtype, rounding: Rounding) -> torch.Tensor:
-    """E8M0 byte of a block from the fp32 maximum of its magnitudes (NaN if the block holds one)."""
-    if rounding == "floor":
+def _round(x: torch.Tensor, amax: torch.Tensor, spec: OperandSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements and E8M0 bytes of fp32 blocks: ``x`` divided by its scale, rounded to nearest even, saturated to the
+    largest finite element. A scale of NaN makes the whole block NaN.
+
+    ``floor`` is OCP's rule (OCP MX v1.0, section 6.3): the largest power of two in the block, divided by that of the
+    element type. ``rceil`` is the one of NVIDIA's "Recipes for Pre-training LLMs
+    with MXFP8" (arXiv 2506.08027): ``amax`` divided by the largest
+    element, rounded up to a power of two, so that nothing saturates.
+
+    Args:
+        x: in blocks.
+        amax: the maximum of each block's magnitudes, NaN if the block holds one; of a shape that broadcasts to ``x``.
+        spec: ``rounding`` and ``elem_dtype`` count.
+    """
+    if spec.rounding == "floor":
         exponent = (amax.view(torch.int32) >> 23) & 0xFF
-        scale = (exponent - _POW2_MAX[elem_dtype]).clamp(min=0)
+        scale = (exponent - _POW2_MAX[spec.elem_dtype]).clamp(min=0)
     else:
-        inv_max = torch.tensor(_INV_MAX_BITS[elem_dtype], dtype=torch.int32, device=amax.device).view(torch.float32)
+        inv_max = torch.tensor(_INV_MAX_BITS[spec.elem_dtype], dtype=torch.int32, device=x.device).view(torch.float32)
         bits = (amax * inv_max).view(torch.int32)
         exponent, mantissa = (bits >> 23) & 0xFF, bits & 0x7FFFFF
         # A subnormal has no implicit one: up to half of 2^-126 it is at most 2^-127, which is scale byte 0.
         scale = exponent + (mantissa > (exponent == 0).to(torch.int32) * 0x400000)
-    return scale.masked_fill_(exponent == 0xFF, SCALE_NAN).to(torch.uint8)
-
-
-def _cast(x: torch.Tensor, scale: torch.Tensor, elem_dtype: torch.dtype) -> torch.Tensor:
-    """fp32 ``x`` divided by its scale, rounded to nearest even, saturated to the largest finite element."""
+    scale = scale.masked_fill_(exponent == 0xFF, SCALE_NAN).to(torch.uint8)
     reciprocal = decode_scale(254 - scale)  # 1 / 2^(s - 127) is 2^((254 - s) - 127); 254 - 255 wraps to 255, NaN
-    limit = torch.finfo(elem_dtype).max
-    data = (x * reciprocal).clamp_(-limit, limit).to(elem_dtype).view(torch.uint8)
+    limit = torch.finfo(spec.elem_dtype).max
+    data = (x * reciprocal).clamp_(-limit, limit).to(spec.elem_dtype).view(torch.uint8)
     poisoned = scale == SCALE_NAN
     if poisoned.any():  # the pass over all elements is dear, and hardly ever needed
         data = data.masked_fill_(poisoned, _NAN_BYTE)
-    return data.view(elem_dtype)
+    return data.view(spec.elem_dtype), scale
 
 
 def _exact_halvings(elements: torch.Tensor) -> torch.Tensor:
@@ -255,22 +255,16 @@ def _exact_halvings(elements: torch.Tensor) -> torch.Tensor:
     return (torch.frexp(lowest_bit).exponent - 1).clamp(max=15).masked_fill(units == 0, 255)
 
 
-def _padded_sizes(offs: torch.Tensor, alignment: int) -> torch.Tensor:
-    sizes = offs.diff(prepend=offs.new_zeros(1))
-    return ceil_div(sizes, alignment) * alignment
-
-
 def _packed_positions(offs: torch.Tensor, length: int, alignment: int) -> tuple[torch.Tensor, torch.Tensor]:
     """For each position of the padded axis: the packed element there, and whether there is one."""
-    groups = offs.numel()
-    padded_sizes = _padded_sizes(offs, alignment)
+    groups, sizes = offs.numel(), offs.diff(prepend=offs.new_zeros(1))
+    padded_sizes = -(-sizes // alignment) * alignment
     ends = padded_sizes.cumsum(0)
     position = torch.arange(ragged_rows(length, groups, alignment), device=offs.device)
     group = torch.searchsorted(ends, position, right=True)
     inside = group < groups
     group = group.clamp(max=groups - 1)
-    start = offs - offs.diff(prepend=offs.new_zeros(1))
-    source = position - (ends - padded_sizes)[group] + start[group]
+    source = position - (ends - padded_sizes)[group] + (offs - sizes)[group]
     return source, inside & (source < offs[group])
 
 

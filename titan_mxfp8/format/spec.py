@@ -1,11 +1,12 @@
 """``OperandSpec``: the one description of a GEMM's operand; ``Operand``: an operand as it lies in memory."""
 
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 import torch
 
+from titan_mxfp8.format.codec import Encoded
 from titan_mxfp8.format.mx import (
     BLOCK_KS,
     BLOCK_SIZE,
@@ -26,8 +27,8 @@ Stored = Literal["fp8", "coalesced", "bf16"]
 ScaleLayout = Literal["k_major", "mn_major", "swizzled"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperandSpec:
+@dataclass(frozen=True, kw_only=True)
+class OperandSpec(Encoded):
     """How an operand is quantised and how it lies in memory. Nothing about it is inferred from shapes or dtypes.
 
     Attributes:
@@ -40,13 +41,17 @@ class OperandSpec:
             blocks are rebased to 32 x 128.
         stored: ``fp8``; ``coalesced``: FP8, neighbouring blocks at one scale where that changes no value
             (``format.reference.coalesce_scales``); or ``bf16``: the values ``element * 2^(scale - 127)``, for tensor
-            cores
-            that know no scales. Exact but for values below 2^-133, bf16's smallest, which round to a multiple of it:
-            they only occur in blocks whose largest value is below 2^-116 (E4M3) or 2^-102 (E5M2).
-        scales: how scales lie. ``rows``: those of a line side by side. ``across``: those of neighbouring lines side by
-            side, lines rounded up to a multiple of 16, as a GEMM that scales once per 128 copies them. ``blocked``: in
-            tiles of 128 lines x 4 scales, as SM100's tensor cores read them, a scale for each line and, in ragged
+            cores that know no scales. Exact but for values below 2^-133, bf16's smallest, which round to a multiple of
+            it: they only occur in blocks whose largest value is below 2^-116 (E4M3) or 2^-102 (E5M2).
+        scales: how scales lie. ``k_major``: those of a row side by side. ``mn_major``: those of neighbouring rows side
+            by side, rows rounded up to a multiple of 16, as a GEMM that scales once per 128 copies them. ``swizzled``:
+            in tiles of 128 rows x 4 scales, as SM100's tensor cores read them, a scale for each row and, in ragged
             operands, whole tiles for each group (``format.swizzle``).
+        key: the spec as the string that operators take and graphs show.
+        is_quantized: whether the operand is.
+        exact: the spec of the FP8 elements and scales that it is made from: one scale per block, as rounded.
+        scale_block: elements that share a scale, across and along the axis: ``32x128``.
+        grouped_scales: whether scales along the last axis of (M, C) lie by groups of rows: ``offs`` are then of those.
     """
 
     elem_dtype: torch.dtype = torch.float8_e4m3fn
@@ -58,6 +63,7 @@ class OperandSpec:
     scales: ScaleLayout = "k_major"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         assert self.elem_dtype in (*ELEM_DTYPES, torch.bfloat16) and self.rounding in ROUNDINGS, self
         assert self.block in BLOCKS and self.block_k in BLOCK_KS and self.stored in ("fp8", "coalesced", "bf16"), self
         if self.scales == "swizzled":
@@ -68,31 +74,21 @@ class OperandSpec:
         assert self.block_k == 32 or self.stored == "fp8", self
         assert self.is_quantized or self.stored == "bf16", self
 
-    @property
-    def key(self) -> str:
-        """What operators take and graphs show: ``float8_e4m3fn rceil 1x32 32 1 fp8 rows``."""
-        elements = str(self.elem_dtype).removeprefix("torch.")
-        fields = (elements, self.rounding, self.block, self.block_k, self.block_mn, self.stored, self.scales)
-        return " ".join(map(str, fields))
-
-    @property
+    @cached_property
     def is_quantized(self) -> bool:
         return self.elem_dtype != torch.bfloat16
 
-    @property
+    @cached_property
     def exact(self) -> "OperandSpec":
-        """The FP8 elements and scales that it is made from: one scale per block, as rounded."""
         block_mn = 32 if self.block == "32x32" else 1
         return replace(self, block_k=32, block_mn=block_mn, stored="fp8", scales="k_major")
 
-    @property
+    @cached_property
     def scale_block(self) -> str:
-        """Elements that share a scale, across and along the axis: ``32x128``."""
         return f"{self.block_mn}x{self.block_k}"
 
-    @property
+    @cached_property
     def grouped_scales(self) -> bool:
-        """Whether scales along the last axis of (M, C) lie by groups of rows: ``offs`` are then of those."""
         return self.scales == "swizzled"
 
     def length(self, length: int, is_last: bool, groups: int | None) -> int:
@@ -159,21 +155,6 @@ def _stored_shapes(
 UNQUANTIZED = OperandSpec(elem_dtype=torch.bfloat16, stored="bf16")
 
 
-@cache
-def spec_of(key: str) -> OperandSpec:
-    """The spec whose ``key`` this is."""
-    elements, rounding, block, block_k, block_mn, stored, scales = key.split()
-    return OperandSpec(
-        elem_dtype=getattr(torch, elements),
-        rounding=rounding,
-        block=block,
-        block_k=int(block_k),
-        block_mn=int(block_mn),
-        stored=stored,
-        scales=scales,
-    )
-
-
 class Operand(NamedTuple):
     """An operand as it lies in memory: what a backend's quantiser makes and its GEMMs multiply.
 
@@ -190,6 +171,10 @@ class Operand(NamedTuple):
     scale: torch.Tensor | None
     spec: OperandSpec
     axis: int
+
+    def tensors(self) -> list[torch.Tensor]:
+        """``data``, and ``scale`` where there is one."""
+        return [self.data] if self.scale is None else [self.data, self.scale]
 
     @classmethod
     def of(cls, mx: MXTensor) -> "Operand":
@@ -224,19 +209,20 @@ class Operand(NamedTuple):
 
 def check_m_grouped(a: Operand, b: Operand) -> None:
     """Raises ValueError unless forward or dgrad can contract the axes that ``a`` and ``b`` were quantised along."""
-    _check_axis("a", a, 1)
-    _check_axis("b", b, 1, 2)
+    if a.axis != 1 or b.axis not in (1, 2):
+        raise _other_axis(("a", a.axis, (1,)), ("b", b.axis, (1, 2)))
 
 
 def check_k_grouped(a: Operand, b: Operand) -> None:
     """Raises ValueError unless wgrad can contract the axes that ``a`` and ``b`` were quantised along."""
-    _check_axis("a", a, 0)
-    _check_axis("b", b, 0)
+    if a.axis != 0 or b.axis != 0:
+        raise _other_axis(("a", a.axis, (0,)), ("b", b.axis, (0,)))
 
 
-def _check_axis(name: str, operand: Operand, *axes: int) -> None:
-    if operand.axis not in axes:
-        raise ValueError(
-            f"operand {name} is quantised along axis {operand.axis}, but this GEMM contracts axis "
-            f"{' or '.join(map(str, axes))}: quantise the high-precision tensor along that axis"
-        )
+def _other_axis(*operands: tuple[str, int, tuple[int, ...]]) -> ValueError:
+    """Of the first operand whose axis is none of those that a GEMM contracts."""
+    name, axis, contracted = next(operand for operand in operands if operand[1] not in operand[2])
+    return ValueError(
+        f"operand {name} is quantised along axis {axis}, but this GEMM contracts axis "
+        f"{' or '.join(map(str, contracted))}: quantise the high-precision tensor along that axis"
+    )

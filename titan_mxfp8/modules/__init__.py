@@ -13,7 +13,7 @@ from titan_mxfp8.modules.convert import (
     training_device,
 )
 from titan_mxfp8.modules.converted import SPLITS_GEMMS, ConvertedModule, MXConfig, own_code
-from titan_mxfp8.modules.dispatch import Dispatch, check_memory, interleaved, worst_case_bytes
+from titan_mxfp8.modules.dispatch import Dispatch, interleaved
 from titan_mxfp8.modules.linear import MXFP8Linear
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "MXConfig",
     "MXFP8Linear",
     "as_list",
-    "check_memory",
     "convert_experts",
     "convert_linears",
     "convert_model",
@@ -34,5 +33,4 @@ __all__ = [
     "is_expert_module",
     "own_code",
     "training_device",
-    "worst_case_bytes",
 ]

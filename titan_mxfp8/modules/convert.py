@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from titan_mxfp8 import backends
+from titan_mxfp8.arguments import check_type
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.modules.choose import (
     EXPERT_CLASSES,
@@ -99,11 +100,11 @@ def convert_model(
     if get_recipe(recipe) == BF16:
         raise ValueError(f"recipe {BF16.name!r} quantises nothing: leave the model as it is, or name an MXFP8 recipe")
     config, chosen = _config(recipe, backend, model, rebase, requantize_input=requantize_input)
-    grouped_fqns = as_list(grouped_fqns)
+    grouped_fqns = as_list(grouped_fqns, "grouped_fqns")
     experts = choose_experts(model, grouped_fqns, "grouped_fqns")
     if grouped_fqns:
         _check_any(experts, f"expert module matches grouped_fqns {grouped_fqns} and is still to be converted")
-    linears = choose_linears(model, as_list(linear_filter_fqns), "linear_filter_fqns")
+    linears = choose_linears(model, as_list(linear_filter_fqns, "linear_filter_fqns"), "linear_filter_fqns")
     if not grouped_fqns:
         _check_any(linears, "nn.Linear was converted")
     return _convert(model, [experts, linears] if grouped_fqns or experts.left else [linears], config, chosen)
@@ -135,7 +136,7 @@ def convert_linears(
         ValueError: nothing was converted; the message says why each candidate was not.
     """
     config, chosen = _config(recipe, backend, model, rebase, requantize_input=requantize_input)
-    linears = choose_linears(model, as_list(filter_fqns), "filter_fqns")
+    linears = choose_linears(model, as_list(filter_fqns, "filter_fqns"), "filter_fqns")
     _check_any(linears, "nn.Linear was converted")
     return _convert(model, [linears], config, chosen)
 
@@ -147,7 +148,6 @@ def convert_experts(
     recipe: str | Recipe,
     fqns: Iterable[str],
     backend: str = "auto",
-    compile_backend: str | None = None,
     rebase: bool = False,
     requantize_input: bool = False,
 ) -> Conversion:
@@ -165,7 +165,7 @@ def convert_experts(
         ValueError: nothing was converted, expert features that are not a multiple of 32, or experts of Transformers,
             or of a model's remote code, that never call ``torch._grouped_mm``.
     """
-    config, chosen = _config(recipe, backend, model, rebase, compile_backend, requantize_input)
+    config, chosen = _config(recipe, backend, model, rebase, requantize_input)
     fqns = as_list(fqns)
     experts = choose_experts(model, fqns, "fqns")
     _check_any(experts, f"expert module matches fqns {fqns} and is still to be converted")
@@ -248,9 +248,11 @@ def training_device() -> torch.device:
     return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
 
 
-def as_list(fqns: Iterable[str] | str) -> list[str]:
-    """A list of name parts. A plain string, as TOML may have it, is comma-separated, not a list of letters."""
-    parts = fqns.split(",") if isinstance(fqns, str) else fqns
+def as_list(fqns: Iterable[str] | str, argument: str = "fqns") -> list[str]:
+    """A list of name parts. A plain string, as TOML may have it, is comma-separated, not a list of letters. An error
+    calls it ``argument``."""
+    parts = fqns.split(",") if isinstance(fqns, str) else list(fqns) if isinstance(fqns, Iterable) else fqns
+    check_type(argument, parts, list[str])
     return [part.strip() for part in parts if part.strip()]  # an empty part would match every name
 
 
@@ -259,10 +261,11 @@ def _config(
     backend: str,
     model: nn.Module,
     rebase: bool,
-    compile_backend: str | None = None,
     requantize_input: bool = False,
 ) -> tuple[MXConfig, str]:
     """The config of all modules that one call converts, and the log line that says what was chosen."""
+    check_type("requantize_input", requantize_input, bool)
+    check_type("backend", backend, str)
     recipe, hardware = get_recipe(recipe, rebase), hardware_of(_device(model))
     selection = backends.select(backend, hardware, recipe)
     plan = backends.plan_on(recipe, selection.name, hardware)
@@ -275,10 +278,7 @@ def _config(
             f"MXFP8: requantize_input changes nothing, as forward multiplies bf16 values with recipe {recipe.name} on "
             f"backend {selection.name}: leave it out, or take a recipe whose forward multiplies FP8"
         )
-    config = MXConfig(
-        recipe=recipe, backend=selection.name, compile_backend=compile_backend, requantize_input=requantize_input
-    )
-    return config, chosen
+    return MXConfig(recipe=recipe, backend=selection.name, plan=plan, requantize_input=requantize_input), chosen
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -1,7 +1,7 @@
 """What a converted module carries, and what it refuses."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from types import FunctionType
 
 import torch
@@ -10,28 +10,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_mxfp8.format.mx import BLOCK_SIZE
-from titan_mxfp8.moe.layer import mxfp8_moe
-from titan_mxfp8.ops.grouped_mm import mxfp8_grouped_mm
+from titan_mxfp8.moe.layer import Dispatched, moe
+from titan_mxfp8.ops.config import MXConfig
+from titan_mxfp8.ops.experts import Weights
+from titan_mxfp8.ops.grouped_experts import grouped_experts
+from titan_mxfp8.ops.grouped_mm import grouped_mm
 from titan_mxfp8.ops.observe import observe
-from titan_mxfp8.recipe import Recipe
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MXConfig:
-    """What a converted module's class carries as ``module.mxfp8``.
-
-    Attributes:
-        recipe: how its operands are quantised.
-        backend: name of the chosen backend, not ``auto``.
-        compile_backend: for experts that TorchTitan compiles apart from their module: a ``torch.compile`` backend, or
-            None for eager.
-        requantize_input: as for ``mxfp8_grouped_mm``.
-    """
-
-    recipe: Recipe
-    backend: str
-    compile_backend: str | None = None
-    requantize_input: bool = False
 
 
 def own_code(function: Callable) -> Callable:
@@ -60,18 +44,27 @@ class ConvertedModule:
     """
 
     mxfp8: MXConfig
-    mxfp8_fqn: str  # not in MXConfig: torch.compile would compile each layer's experts anew
+    mxfp8_fqn: str  # not in MXConfig, which the classes of all layers share
     probe: torch.Tensor | None = None  # of ops.observe
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "mxfp8" in vars(cls):
+            cls.mxfp8_freed = replace(cls.mxfp8, keep_quantized_weight=False)
+
+    @property
+    def mx_config(self) -> MXConfig:
+        """Of a call now: ``fully_shard`` marks the modules whose weights it frees after forward."""
+        return self.mxfp8_freed if getattr(self, "_is_fsdp_managed_module", False) else self.mxfp8
 
     @property
     def op_options(self) -> dict[str, object]:
-        """What ``mxfp8_grouped_mm`` and ``mxfp8_linear`` are called with. ``fully_shard`` marks the modules whose
-        weights it frees after forward."""
-        config = self.mxfp8
+        """The same as arguments of ``mxfp8_grouped_mm`` and ``mxfp8_linear``."""
+        config = self.mx_config
         return {
             "recipe": config.recipe,
             "backend": config.backend,
-            "keep_quantized_weight": not getattr(self, "_is_fsdp_managed_module", False),
+            "keep_quantized_weight": config.keep_quantized_weight,
             "requantize_input": config.requantize_input,
         }
 
@@ -84,34 +77,43 @@ class ConvertedModule:
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """``torch._grouped_mm`` of experts, in MXFP8, and observed."""
-        options = self.op_options
+        config = self.mx_config
         try:
-            y = mxfp8_grouped_mm(a, b_t, offs, bias=bias, out_dtype=out_dtype or a.dtype, **options)
+            y = grouped_mm(a, b_t, offs, bias, out_dtype or a.dtype, config)
         except ValueError as error:
             raise ValueError(f"{self.mxfp8_fqn}: {error}") from error
-        return observe(y, a, b_t.mT, offs, self.probe, options["recipe"], options["backend"])
+        return y if self.probe is None else observe(y, a, b_t.mT, offs, self.probe, config)
+
+    def mxfp8_experts(
+        self, x: torch.Tensor, weights: Weights, offs: torch.Tensor, limit: float | None = None
+    ) -> torch.Tensor:
+        """``grouped_experts`` of rows that are sorted by expert, observed as ``mxfp8_moe`` is."""
+        config = self.mx_config
+        y = grouped_experts(x, weights, offs, config, limit)
+        return y if self.probe is None else observe(y, x, weights[:3], offs, self.probe, config)
 
     def mxfp8_moe(
         self,
         x: torch.Tensor,
         scores: torch.Tensor,
         expert_ids: torch.Tensor,
-        weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        weights: Weights,
         group: dist.ProcessGroup | None,
-        **options: object,
+        options: Dispatched,
+        scores_first: bool = False,
     ) -> torch.Tensor:
-        """``mxfp8_moe`` of experts with weights w1, w3, w2, observed.
+        """``mxfp8_moe`` of experts, observed.
 
         A probe sees tokens and output gradients as they are quantised, at home, and the three weights. Not what is
         quantised in the hidden layer, inside ``mxfp8_moe``; what requantising changes is that of tokens in their order
         at home.
         """
-        options |= {name: self.op_options[name] for name in ("recipe", "backend", "keep_quantized_weight")}
+        config = self.mx_config
         try:
-            y = mxfp8_moe(x, scores, expert_ids, *weights, group, **options)
+            y = moe(x, scores, expert_ids, weights, group, options, config, scores_first)
         except ValueError as error:
             raise ValueError(f"{self.mxfp8_fqn}: {error}") from error
-        return observe(y, x, weights, None, self.probe, options["recipe"], options["backend"], dispatched=True)
+        return y if self.probe is None else observe(y, x, weights[:3], None, self.probe, config, dispatched=True)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if isinstance(param, DTensor) and (param.ndim == 3 or name == "weight"):

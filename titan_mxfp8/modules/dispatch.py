@@ -5,12 +5,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from titan_mxfp8.format.mx import BLOCK_SIZE
 from titan_mxfp8.moe import ROWS, TRANSPORTS, Rows, TransportName, choose
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.recipe import Recipe
 
-GIB = 2**30
 GPUS_TRIED = 2  # in expert parallelism, by any run that results/ has
 
 
@@ -57,32 +55,6 @@ class Dispatch:
             transport.reserve(most_rows)
         untried = device.type == "cuda" and group is not None and group.size() > GPUS_TRIED
         return choice + f"; never run on more than {GPUS_TRIED} GPUs" * untried
-
-
-def worst_case_bytes(
-    *, tokens: int, ranks: int, top_k: int, experts: int, dim: int, hidden: int, saved_layers: int
-) -> int:
-    """Bytes on one GPU that layers with ``dispatch_rows = "worst_case"`` need at least.
-
-    All tokens of all ranks may land here, each for as many experts as are here: ``tokens * ranks * min(top_k, experts
-    / ranks)`` rows. (Where scores are applied first, each of a token's slots is a token of one.) Each layer keeps for
-    backward the rows in FP8 with their scales and two pre-activations in bf16; one layer at a time has its output and
-    its hidden activation in bf16 besides.
-    """
-    rows = tokens * ranks * min(top_k, experts // ranks)
-    saved = dim + dim // BLOCK_SIZE + 2 * 2 * hidden
-    return rows * (saved_layers * saved + 2 * dim + 2 * hidden)
-
-
-def check_memory(needed: int, available: float, where: str = "", more: str = "") -> None:
-    """Raises ValueError if a GPU has fewer bytes than ``worst_case_bytes``. ``where``: what the message begins with;
-    ``more``: what else would help."""
-    if needed > available:
-        raise ValueError(
-            f"{where}dispatch_rows = 'worst_case' needs at least {needed / GIB:.1f} GiB of each GPU, which has "
-            f"{available / GIB:.1f} GiB: take 'counted', fewer tokens (local_batch_size, seq_len), a lower "
-            f"expert_parallel_degree{more}"
-        )
 
 
 def interleaved(param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

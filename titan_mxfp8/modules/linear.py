@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from titan_mxfp8.modules.converted import ConvertedModule
-from titan_mxfp8.ops.linear import mxfp8_linear
+from titan_mxfp8.ops.linear import linear
 from titan_mxfp8.ops.observe import observe
 
 
@@ -27,16 +27,16 @@ class MXFP8Linear(ConvertedModule, nn.Linear):
 
     def mxfp8_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``F.linear`` of plain tensors, in MXFP8, and observed."""
-        options = self.op_options
+        config = self.mx_config
         try:
-            y = mxfp8_linear(x, weight, bias, **options)
+            y = linear(x, weight, bias, config)
         except ValueError as error:
             raise ValueError(f"{self.mxfp8_fqn}: {error}") from error
-        return observe(y, x, weight, None, self.probe, options["recipe"], options["backend"])
+        return y if self.probe is None else observe(y, x, weight, None, self.probe, config)
 
 
-def _linear_on_dtensors(linear: Callable, x: DTensor, weight: DTensor, bias: DTensor | None) -> DTensor:
-    """Runs ``linear`` on the local shards of a tensor-parallel layer.
+def _linear_on_dtensors(run: Callable, x: DTensor, weight: DTensor, bias: DTensor | None) -> DTensor:
+    """Calls ``run`` on the local shards of a tensor-parallel layer.
 
     Per mesh dimension (S(i) shards axis i, "last" is the feature axis of x and y, R is replicated, P partial):
 
@@ -70,7 +70,7 @@ def _linear_on_dtensors(linear: Callable, x: DTensor, weight: DTensor, bias: DTe
         bias_local = bias.redistribute(mesh, bias_wanted).to_local(grad_placements=dbias_is)
         if summed_ranks > 1:
             bias_local = _Share.apply(bias_local, summed_ranks)
-    y_local = linear(x_local, weight.to_local(grad_placements=dweight_is), bias_local)
+    y_local = run(x_local, weight.to_local(grad_placements=dweight_is), bias_local)
     # Without shape and stride each rank would take all others to have as many rows as itself.
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

@@ -5,12 +5,14 @@ What does not fit is left out: of the last experts, of an expert that of the las
 """
 
 import math
+from fractions import Fraction
+from functools import cache
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from titan_mxfp8.format.mx import ceil_to
+from titan_mxfp8.format.mx import ceil_div, ceil_to
 
 RowsName = Literal["counted", "bounded", "worst_case"]
 Rows = RowsName | float
@@ -50,8 +52,15 @@ def bound(factor: float, tokens: int, slots: int, ranks: int, local: int) -> int
         ranks of 8 experts each: 640 with a factor of 1.5, 800 with 2 or more.
     """
     most = tokens * ranks * min(slots, local)
-    wanted = factor * tokens * slots if tokens else 0
-    return most if wanted >= most else min(most, ceil_to(math.ceil(wanted), _MULTIPLE))
+    if factor == math.inf:
+        return most
+    times, of = _ratio(factor)  # tokens may be symbolic
+    return torch.sym_min(most, ceil_to(ceil_div(tokens * slots * times, of), _MULTIPLE))
+
+
+@cache
+def _ratio(factor: float) -> tuple[int, int]:
+    return Fraction(factor).limit_denominator(1000).as_integer_ratio()
 
 
 class WantedRows:

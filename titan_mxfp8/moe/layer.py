@@ -1,6 +1,6 @@
 """``mxfp8_moe``: a MoE layer between its router and its output, as one operator forward and one backward.
 
-T tokens here, K experts each of E in all, which R ranks share; M rows land here. D model and H hidden features.
+T tokens here, K experts each of E in all, which R ranks share; M rows for those here. D model and H hidden features.
 
 ```
 forward                                                      backward
@@ -14,6 +14,7 @@ saved: x_MD as FP8 rows, gate and up (M, H) bf16, the handle
 """
 
 import math
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -22,18 +23,21 @@ import torch.distributed as dist
 from torch.utils.flop_counter import register_flop_formula
 
 from titan_mxfp8 import backends
-from titan_mxfp8.backends import Plan
-from titan_mxfp8.backends.hardware import Hardware
+from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.mx import ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.moe import TRANSPORTS, DispatchHandle, Rows, Transport, TransportName, choose
 from titan_mxfp8.moe.bounds import bound, factor_of
 from titan_mxfp8.ops import experts
-from titan_mxfp8.ops.checks import check_devices, check_dtype, check_features
-from titan_mxfp8.ops.experts import Weights
+from titan_mxfp8.ops.autograd import once_differentiable, take_many, take_saved
+from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_features
+from titan_mxfp8.ops.config import MXConfig, config_of
+from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, Weights
+from titan_mxfp8.ops.grouped_experts import common_dtype, empty_gradients, gradients_of, kept_operands
 from titan_mxfp8.ops.library import Operator, aligned
-from titan_mxfp8.ops.matmul import Once, release_saved_tensors
 from titan_mxfp8.recipe import Recipe, get_recipe
+
+_HANDLE = len(DispatchHandle._fields)
 
 
 def mxfp8_moe(
@@ -60,8 +64,8 @@ def mxfp8_moe(
     """The routed experts of a MoE layer: ``sum over j of scores[t, j] * expert(expert_ids[t, j])(x[t])``.
 
     With a ``group``, its R ranks share the experts (expert parallelism): rank r holds experts ``r E / R`` to
-    ``(r + 1) E / R - 1`` and tokens of its own, and all ranks call this together. A token's row is quantised once, at
-    home, crosses each link once, and lands where it is multiplied; outputs are summed before they travel.
+    ``(r + 1) E / R - 1`` and tokens of its own, and all ranks call this together. A token's row is quantised once, on
+    its source rank, crosses each link once, and arrives where it is multiplied; outputs are summed before they travel.
 
     ``expert(x) = (silu(x w1^T) * (x w3^T)) w2^T``; with ``swiglu_limit`` gpt_oss's clamped form of it. Differentiable
     in everything but ``expert_ids``.
@@ -97,44 +101,66 @@ def mxfp8_moe(
         (T, D) in the dtype of ``x``.
 
     Raises:
-        ValueError: anything not as described above; on every rank, if they disagree about experts, K, recipe or rows.
+        ValueError: an unknown recipe, backend, transport or kind of rows, or one that cannot be here; another dtype,
+            shape or device of a tensor; D or H that is no multiple of 32; K above E, E that the ranks do not divide; a
+            limit or ``max_tokens`` that is not positive; more tokens than there is room for; on a CPU, ids of no
+            expert; on every rank, ranks that disagree about experts, K, recipe or rows.
         RuntimeError: an earlier call had more rows than memory for them, as far as the host knows without waiting.
     """
-    recipe = get_recipe(recipe)
-    weights = Weights(w1, w3, w2, b1, b3, b2)
-    _check(x, scores, expert_ids, weights, group, transport, rows, max_tokens, swiglu_limit)
+    config = config_of(get_recipe(recipe), f"{backend}", x.device, bool(keep_quantized_weight))
+    options = Dispatched(transport=transport, rows=rows, max_tokens=max_tokens, limit=swiglu_limit)
+    return moe(x, scores, expert_ids, Weights(w1, w3, w2, b1, b3, b2), group, options, config, scores_first)
+
+
+class Dispatched(NamedTuple):
+    """Arguments of ``mxfp8_moe`` that are no tensors."""
+
+    transport: TransportName = "auto"
+    rows: Rows = "counted"
+    max_tokens: int | None = None
+    limit: float | None = None
+
+
+def moe(
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: Weights,
+    group: dist.ProcessGroup | None,
+    options: Dispatched,
+    config: MXConfig,
+    scores_first: bool = False,
+) -> torch.Tensor:
+    """``mxfp8_moe`` with a ``config``."""
+    ranks = 1 if group is None else group.size()
+    _check(x, scores, expert_ids, weights, ranks, options)
     tokens, slots = expert_ids.shape
-    layer = _Layer(
-        recipe=recipe.key,
-        backend=backend,
-        group="" if group is None else group.group_name,
-        transport=transport,
-        factor=factor_of(rows),
-        most_rows=(max_tokens or 0) * (slots if scores_first else 1),
-        limit=swiglu_limit,
-        keep=keep_quantized_weight and recipe.weight_block == "32x32" and recipe.quantized,
-        ranks=1 if group is None else group.size(),
-    ).key
+    transport, rows, max_tokens, limit = options
+    most_rows = (max_tokens or 0) * (slots if scores_first else 1)
+    name = "" if group is None else group.group_name
+    layer = _moe_key(config.key, limit, transport, factor_of(rows), most_rows, ranks, name)
+    rest = layer, config.keeps_weight, torch.is_grad_enabled()
     if not scores_first:
-        return _MoE.apply(x, scores.float(), expert_ids, *weights, layer, torch.is_grad_enabled())
+        return _MoE.apply(x, scores.float(), expert_ids, *weights, *rest)
     ids = expert_ids.reshape(tokens * slots, 1)
-    out = _MoE.apply(_Scaled.apply(x, scores.float()), None, ids, *weights, layer, torch.is_grad_enabled())
+    out = _MoE.apply(_Scaled.apply(x, scores.float()), None, ids, *weights, *rest)
     return out if slots == 1 else out.view(tokens, slots, x.shape[1]).sum(1, dtype=torch.float32).to(x.dtype)
 
 
-class _Layer(NamedTuple):
-    """Everything about a layer that is no tensor. Operators and graphs carry it as one string, ``key``.
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(ExpertsConfig):
+    """Everything about a layer that is no tensor.
 
-    ``factor``: see ``bounds.factor_of``. ``most_rows``: that a rank ever sends in a call; 0: as many as in the first.
+    Attributes:
+        transport: as of ``mxfp8_moe``.
+        factor: of ``rows``, see ``bounds.factor_of``.
+        most_rows: that a rank ever sends in a call; 0: as many as in the first.
+        ranks, group: how many share the experts, and the name of their process group; empty: this process alone.
     """
 
-    recipe: str
-    backend: str
-    transport: str
+    transport: TransportName
     factor: float | None
     most_rows: int
-    limit: float | None
-    keep: bool
     ranks: int
     group: str
 
@@ -142,30 +168,35 @@ class _Layer(NamedTuple):
         """The rows there is memory for, see ``bounds.bound``; None: those that come."""
         return None if self.factor is None else bound(self.factor, tokens, slots, self.ranks, local)
 
-    @property
-    def key(self) -> str:
-        return "|".join(str(value) for value in self)
-
-    @staticmethod
-    @cache
-    def of_key(key: str) -> "_Layer":
-        recipe, backend, transport, factor, most_rows, limit, keep, ranks, group = key.split("|", maxsplit=8)
-        factor, limit = (None if value == "None" else float(value) for value in (factor, limit))
-        return _Layer(recipe, backend, transport, factor, int(most_rows), limit, keep == "True", int(ranks), group)
-
-    def plan(self, device: torch.device) -> Plan:
-        return _plan(self.recipe, self.backend, backends.hardware_of(device))
-
     def connect(self, device: torch.device) -> Transport:
         group = dist.distributed_c10d._resolve_process_group(self.group) if self.group else None
         transport, _ = choose(self.transport, group, device)
-        transport.reserve(self.most_rows)
+        if self.most_rows:
+            transport.reserve(self.most_rows)
         return transport
 
 
+@torch.compiler.assume_constant_result
+def _moe_key(
+    gemms: str, limit: float | None, transport: str, factor: float | None, most_rows: int, ranks: int, group: str
+) -> str:
+    """The key of a ``MoEConfig``, of whose GEMMs ``gemms`` is the key."""
+    return _moe_config(gemms, limit, transport, factor, most_rows, ranks, group).key
+
+
 @cache
-def _plan(recipe: str, backend: str, hardware: Hardware) -> Plan:
-    return backends.plan_on(Recipe.of_key(recipe), backend, hardware)
+def _moe_config(
+    gemms: str, limit: float | None, transport: str, factor: float | None, most_rows: int, ranks: int, group: str
+) -> MoEConfig:
+    return MoEConfig(
+        gemms=decode(gemms),
+        limit=limit,
+        transport=transport,
+        factor=factor,
+        most_rows=most_rows,
+        ranks=ranks,
+        group=group,
+    )
 
 
 class _Scaled(torch.autograd.Function):
@@ -187,39 +218,29 @@ class _Scaled(torch.autograd.Function):
 
 class _MoE(torch.autograd.Function):
     """Saves the rows that arrived in FP8, the two pre-activations, where rows arrived, and the weights; of those of
-    32x32 blocks what was quantised for dgrad instead, unless FSDP frees them (``keep``)."""
+    32x32 blocks what was quantised for dgrad instead, unless FSDP frees them (``MXConfig.keeps_weight``)."""
 
     @staticmethod
-    def forward(ctx, x, scores, expert_ids, w1, w3, w2, b1, b3, b2, layer, grad_enabled):
-        weights = (w1, w3, w2, b1, b3, b2)
+    def forward(ctx, x, scores, expert_ids, w1, w3, w2, b1, b3, b2, config, keeps_weight, grad_enabled):
         save = grad_enabled and any(ctx.needs_input_grad)
-        out, *saved = moe_forward(x, scores, expert_ids, *weights, layer, save)
+        out, *saved = moe_forward(x, scores, expert_ids, [w1, w3, w2], [b1, b3, b2], config, save)
         if save:
-            if _Layer.of_key(layer).keep:  # backward reads what was kept, and of these the shape and dtype alone
-                weights = (*(w.new_empty(()).expand(w.shape) for w in weights[:3]), *weights[3:])
-            ctx.save_for_backward(*weights, *saved)
-        ctx.layer, ctx.scored, ctx.x_dtype = layer, scores is not None, x.dtype
+            ctx.save_for_backward(b2, *(() if keeps_weight else (w1, w3, w2)), *saved)
+        ctx.config, ctx.keeps_weight, ctx.scored, ctx.x_dtype = config, keeps_weight, scores is not None, x.dtype
+        ctx.dtypes = [None if w is None else w.dtype for w in (w1, w3, w2, b1, b3, b2)]
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, g_TD):
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return _MoE.gradients(ctx, g_TD)
-        with torch.no_grad():
-            gradients = _MoE.gradients(ctx, g_TD)
-        return tuple(g if g is None else Once.apply(g.requires_grad_()) for g in gradients)
-
-    @staticmethod
-    def gradients(ctx, g_TD):
-        tensors = ctx.saved_tensors  # activation checkpointing hands them out once
-        release_saved_tensors(ctx)
-        weights, saved = tensors[:6], list(tensors[6:])
-        del tensors  # so that moe_backward alone has what was saved
+        b2, *saved = take_saved(ctx)
+        weights = []
+        if not ctx.keeps_weight:
+            *weights, saved = *saved[:3], saved[3:]
         needs = list(ctx.needs_input_grad[3:9])
-        made = iter(moe_backward(g_TD, saved, *weights, ctx.scored, needs, ctx.layer))
-        dx_TD, dscores_TK = next(made), next(made) if ctx.scored else None
-        dweights = [next(made) if needed else None for needed in needs]
-        return dx_TD.to(ctx.x_dtype), dscores_TK, None, *dweights, None, None
+        made = moe_backward(g_TD, saved, weights, b2, ctx.scored, needs, common_dtype(ctx.dtypes), ctx.config)
+        dweights = gradients_of(made[1 + ctx.scored :], needs, ctx.dtypes)
+        return made[0].to(ctx.x_dtype), made[1] if ctx.scored else None, None, *dweights, None, None, None
 
 
 @Operator
@@ -227,66 +248,63 @@ def moe_forward(
     x: torch.Tensor,
     scores: torch.Tensor | None,
     expert_ids: torch.Tensor,
-    w1: torch.Tensor,
-    w3: torch.Tensor,
-    w2: torch.Tensor,
-    b1: torch.Tensor | None,
-    b3: torch.Tensor | None,
-    b2: torch.Tensor | None,
-    layer: str,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    config: str,
     save: bool,
 ) -> list[torch.Tensor]:
     """The output (T, D), and with ``save`` what ``moe_backward`` takes: the ``DispatchHandle``, gate and up (M, H),
-    the rows of x as they arrived, and the kept weights."""
-    device = x.device
-    config = _Layer.of_key(layer)
-    _check_expert_ids(expert_ids, w1.shape[0] * config.ranks)
-    matrices, biases = map(aligned, (w1, w3, w2)), (b if b is None else aligned(b.contiguous()) for b in (b1, b3, b2))
-    weights = Weights(*matrices, *biases)
-    plan, kernels, transport = config.plan(device), backends.load(config.backend, device), config.connect(device)
-    parts = _to_parts(kernels.quantize(aligned(x), 1, experts.row_spec(plan.forward.a), None))
+    the kept weights, and the rows of x as they arrived.
+
+    Args:
+        weights: w1, w3, w2.
+        biases: b1, b3, b2.
+        config: the key of a ``MoEConfig``.
+    """
+    layer: MoEConfig = decode(config)
+    gemms, kernels = layer.gemms, backends.load(layer.gemms.backend, x.device)
+    transport, count = layer.connect(x.device), weights[0].shape[0] * layer.ranks
+    _check_expert_ids(expert_ids, count)
+    parameters = experts.weights_of(weights, biases)
+    parts = _to_parts(kernels.quantize(aligned(x), 1, layer.x_rows, None))
     sent_scores = torch.ones_like(expert_ids, dtype=torch.float32) if scores is None else scores
-    quantized: list[list[Operand] | None] = []
+    quantized, kept = [], []
 
     def quantize_weights() -> None:
-        quantized.extend(experts.quantize_weights(weights, plan, kernels, config.keep and save))
+        made = experts.quantize_weights(parameters, gemms.plan, kernels, gemms.keeps_weight and save)
+        quantized.extend(made[0]), kept.extend(made[1])
 
-    (tokens, slots), experts_of_all = expert_ids.shape, w1.shape[0] * config.ranks
-    room = transport.agree(tokens, experts=experts_of_all, slots=slots, recipe=config.recipe, rows=config.factor)
-    capacity = config.capacity(room, slots, w1.shape[0])
-    received, handle = transport.dispatch(parts, expert_ids, sent_scores, experts_of_all, capacity, quantize_weights)
+    recipe, (tokens, slots) = gemms.recipe.name, expert_ids.shape
+    room = transport.agree(tokens, experts=count, slots=slots, recipe=recipe, rows=layer.factor)
+    capacity = layer.capacity(room, slots, weights[0].shape[0])
+    received, handle = transport.dispatch(parts, expert_ids, sent_scores, count, capacity, quantize_weights)
     del parts
-    rows = _of_parts(received, experts.row_spec(plan.forward.a))
-    w_forward, kept = quantized
-    quantized.clear()  # so that the first of the two can be freed below
-    y, gate, up = experts.forward(rows, w_forward, weights, handle.offs, config.limit, plan, kernels)
-    del w_forward
+    x_tokens = Tokens(_of_parts(received, layer.x_rows))
+    y, gate, up = experts.forward(x_tokens, quantized, parameters, handle.offs, layer, kernels)
     out, _ = transport.combine([y], scores is not None, None, handle, x.dtype)
     if not save:
         return [out]
-    kept = [tensor for operand in kept or () for tensor in operand[:2] if tensor is not None]
-    return [out, *handle, gate, up, *received, *kept]
+    return [out, *handle, gate, up, *experts.tensors_of(kept), *received]
 
 
 @torch.library.register_fake(moe_forward.overload)
-def _(x, scores, expert_ids, w1, w3, w2, b1, b3, b2, layer, save):
+def _(x, scores, expert_ids, weights, biases, config, save):
     out = x.new_empty(x.shape)
     if not save:
         return [out]
-    config = _Layer.of_key(layer)
-    plan, (local, hidden, features) = config.plan(x.device), w1.shape
-    handle = _empty_handle(expert_ids, local, config)
-    x_spec, rows = experts.row_spec(plan.forward.a), handle.scores.shape[0]
-    received = [x.new_empty((rows, features), dtype=x_spec.elem_dtype)]
-    if x_spec.is_quantized:
-        received.append(x.new_empty((rows, ceil_div(features, x_spec.block_k)), dtype=torch.uint8))
+    layer, (local, hidden, features) = decode(config), weights[0].shape
+    handle, spec = _empty_handle(expert_ids, local, layer), layer.x_rows
+    rows = handle.scores.shape[0]
+    received = [x.new_empty((rows, features), dtype=spec.elem_dtype)]
+    if spec.is_quantized:
+        received.append(x.new_empty((rows, ceil_div(features, spec.block_k)), dtype=torch.uint8))
     preactivations = [x.new_empty((rows, hidden), dtype=torch.bfloat16) for _ in range(2)]
-    operands = [plan.dgrad.b.empty(w, 1, None) for w in (w1, w3, w2)] if config.keep else []
-    kept = [tensor for operand in operands for tensor in operand[:2] if tensor is not None]
-    return [out, *handle, *preactivations, *received, *kept]
+    gemms = layer.gemms
+    kept = [gemms.plan.dgrad.b.empty(w, 1, None) for w in weights] if gemms.keeps_weight else []
+    return [out, *handle, *preactivations, *experts.tensors_of(kept), *received]
 
 
-def _empty_handle(expert_ids: torch.Tensor, local: int, config: "_Layer") -> DispatchHandle:
+def _empty_handle(expert_ids: torch.Tensor, local: int, config: MoEConfig) -> DispatchHandle:
     """The shapes of a ``DispatchHandle``. Where the host counts rows, compilers take their number as it comes;
     elsewhere, as in estimates of memory, it is that of balanced experts."""
     tokens, slots = expert_ids.shape
@@ -317,79 +335,68 @@ def _empty_handle(expert_ids: torch.Tensor, local: int, config: "_Layer") -> Dis
 def moe_backward(
     g: torch.Tensor,
     saved: list[torch.Tensor],
-    w1: torch.Tensor,
-    w3: torch.Tensor,
-    w2: torch.Tensor,
-    b1: torch.Tensor | None,
-    b3: torch.Tensor | None,
+    weights: list[torch.Tensor],
     b2: torch.Tensor | None,
     scored: bool,
     needs: list[bool],
-    layer: str,
+    dtype: torch.dtype,
+    config: str,
 ) -> list[torch.Tensor]:
-    """The gradients: of x (T, D) in bf16 or the dtype of ``g``, with ``scored`` of the scores (T, K), and those of the
-    weights and biases that ``needs`` names. The list ``saved`` is emptied, and each of its tensors freed after its use,
-    if nothing else holds it."""
-    device, weights = g.device, Weights(*map(aligned, (w1, w3, w2)), b1, b3, b2)
-    config = _Layer.of_key(layer)
-    plan, kernels, transport = config.plan(device), backends.load(config.backend, device), config.connect(device)
-    fields = len(DispatchHandle._fields)
-    handle, preactivations, rest = DispatchHandle(*saved[:fields]), saved[fields : fields + 2], saved[fields + 2 :]
-    saved.clear()
-    x_spec, g_spec = experts.row_spec(plan.forward.a), experts.row_spec(plan.dgrad.a)
-    x = [_of_parts(rest[: _part_count(x_spec)], x_spec)]
-    kept = rest[_part_count(x_spec) :]
-    dgrad, tensors = plan.dgrad.b, len(kept) // 3
-    quantized = [Operand(*[*kept[i : i + tensors], None][:2], dgrad, 1) for i in range(0, len(kept), tensors or 1)]
-    del rest, kept
-    offs, scores = handle.offs, handle.scores if scored else None
-    g_rows = _of_parts(
-        transport.dispatch_with_handle(_to_parts(kernels.quantize(aligned(g), 1, g_spec, None)), handle), g_spec
-    )
+    """The gradients: of x (T, D) in bf16 or the dtype of ``g``, with ``scored`` of the scores (T, K), and those that
+    ``needs`` names: of w1, w3, w2 in ``dtype``, of b1, b3, b2 in fp32.
+
+    Args:
+        saved: what ``moe_forward`` returned behind the output. Emptied: each tensor is freed after its use, if nothing
+            else holds it.
+        weights: w1, w3, w2; none where they are kept quantised.
+    """
+    layer: MoEConfig = decode(config)
+    kernels, transport = backends.load(layer.gemms.backend, g.device), layer.connect(g.device)
+    parameters = experts.weights_of(weights, [None, None, b2])
+    taken = take_many(saved)
+    handle, preactivations = DispatchHandle(*take_many(taken, _HANDLE)), take_many(taken, 2)
+    quantized = kept_operands(taken, layer.gemms)
+    x = [Tokens(_of_parts(take_many(taken), layer.x_rows))]
+    sent = _to_parts(kernels.quantize(aligned(g), 1, layer.g_rows, None))
+    g_tokens = Tokens(_of_parts(transport.dispatch_with_handle(sent, handle), layer.g_rows))
+    del sent
+    rest = needs, dtype, handle.offs, layer, kernels
     made, dscores_M, dw2, db2 = experts.backward_w2(
-        g_rows, preactivations, scores, weights, quantized, needs, offs, config.limit, plan, kernels
+        g_tokens, preactivations, handle.scores if scored else None, parameters, quantized, *rest
     )
-    del g_rows  # before the rows' gradient, the largest of all, is made; so `made` is emptied too
-    rows, (dw1, dw3), (db1, db3) = experts.backward_w1_w3(made, x, weights, quantized, needs, offs, plan, kernels)
+    del g_tokens  # before the rows' gradient, the largest of all, is made
+    rows, (dw1, dw3, db1, db3) = experts.backward_w1_w3(made, x, parameters, quantized, *rest)
     dx, dscores = transport.combine(rows, False, dscores_M, handle, g.dtype)
     wanted = [grad for grad, needed in zip((dw1, dw3, dw2, db1, db3, db2), needs, strict=True) if needed]
     return [dx, *([dscores] if scored else []), *wanted]
 
 
 @torch.library.register_fake(moe_backward.overload)
-def _(g, saved, w1, w3, w2, b1, b3, b2, scored, needs, layer):
-    handle = DispatchHandle(*saved[: len(DispatchHandle._fields)])
+def _(g, saved, weights, b2, scored, needs, dtype, config):
+    handle = DispatchHandle(*saved[:_HANDLE])
     dscores = [handle.expert_ids.new_empty(handle.expert_ids.shape, dtype=torch.float32)] if scored else []
-    weights = [w.new_empty(w.shape) for w, needed in zip((w1, w3, w2, b1, b3, b2), needs, strict=True) if needed]
-    return [g.new_empty(g.shape), *dscores, *weights]
+    grads = empty_gradients(g, saved[_HANDLE].shape[1], handle.offs.shape[0], needs, dtype)
+    return [g.new_empty(g.shape), *dscores, *grads]
 
 
 # As ``ops/library.py`` has it for single GEMMs: of T * K rows, as many as land on a rank if experts are balanced.
 @register_flop_formula(torch.ops.titan_mxfp8.moe_forward)
-def _(x_shape, scores_shape, expert_ids_shape, w1_shape, *args, **kwargs) -> int:
-    return 3 * _flops_of_gemm(expert_ids_shape, w1_shape)
+def _(x_shape, scores_shape, expert_ids_shape, weight_shapes, *args, **kwargs) -> int:
+    return 3 * 2 * math.prod(expert_ids_shape) * math.prod(weight_shapes[0][1:])
 
 
 @register_flop_formula(torch.ops.titan_mxfp8.moe_backward)
-def _(
-    g_shape, saved_shapes, w1_shape, w3_shape, w2_shape, b1_shape, b3_shape, b2_shape, scored, needs, *args, **kwargs
-) -> int:
-    expert_ids_shape = DispatchHandle(*saved_shapes[: len(DispatchHandle._fields)]).expert_ids
-    return (3 + sum(needs[:3])) * _flops_of_gemm(expert_ids_shape, w1_shape)
-
-
-def _flops_of_gemm(expert_ids_shape: torch.Size, w1_shape: torch.Size) -> int:
-    return 2 * math.prod(expert_ids_shape) * math.prod(w1_shape[1:])
+def _(g_shape, saved_shapes, weight_shapes, b2_shape, scored, needs, *args, **kwargs) -> int:
+    expert_ids_shape = DispatchHandle(*saved_shapes[:_HANDLE]).expert_ids
+    features = g_shape[1] * saved_shapes[_HANDLE][1]
+    return (3 + sum(needs[:3])) * 2 * math.prod(expert_ids_shape) * features
 
 
 def _to_parts(rows: Operand) -> list[torch.Tensor]:
     """What travels of (T, D) rows: their elements and, (T, D / block_k), their scales; or bf16 alone."""
-    if rows.scale is None:
-        return [rows.data]
-    scales = rows.row_scales()
     if rows.spec.scales == "mn_major":  # of no rows contiguous() would leave the strides
-        scales = scales.clone(memory_format=torch.contiguous_format)
-    return [rows.data, scales.contiguous()]
+        return [rows.data, rows.row_scales().clone(memory_format=torch.contiguous_format)]
+    return [rows.data] if rows.scale is None else [rows.data, rows.scale.contiguous()]
 
 
 def _of_parts(parts: list[torch.Tensor], spec: OperandSpec) -> Operand:
@@ -400,10 +407,6 @@ def _of_parts(parts: list[torch.Tensor], spec: OperandSpec) -> Operand:
         across[:, : data.shape[0]] = scale.mT
         scale = across
     return Operand(data, scale, spec, 1)
-
-
-def _part_count(spec: OperandSpec) -> int:
-    return 2 if spec.is_quantized else 1
 
 
 def _check_expert_ids(expert_ids: torch.Tensor, experts: int) -> None:
@@ -420,13 +423,11 @@ def _check(
     scores: torch.Tensor,
     expert_ids: torch.Tensor,
     weights: Weights,
-    group: dist.ProcessGroup | None,
-    transport: str,
-    rows: Rows,
-    max_tokens: int | None,
-    swiglu_limit: float | None,
+    ranks: int,
+    options: Dispatched,
 ) -> None:
-    w1, w3, w2, *biases = weights
+    w1, w3, w2, b1, b3, b2 = weights
+    transport, rows, max_tokens, swiglu_limit = options
     if x.ndim != 2 or w1.ndim != 3 or w1.shape[2] != x.shape[1]:
         raise ValueError(
             "takes x of shape (T, D), w1 and w3 of shape (E / R, H, D) and w2 of shape (E / R, D, H), got "
@@ -445,11 +446,9 @@ def _check(
         )
     if expert_ids.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
         raise ValueError(f"expert_ids must be integers, got {expert_ids.dtype}")
-    for name, bias, size in zip(("b1", "b3", "b2"), biases, (hidden, hidden, features), strict=True):
-        if bias is not None:
-            check_dtype(name, bias)
-            if tuple(bias.shape) != (local, size):
-                raise ValueError(f"{name} must be of shape ({local}, {size}), got {tuple(bias.shape)}")
+    for name, bias, size in (("b1", b1, hidden), ("b3", b3, hidden), ("b2", b2, features)):
+        if bias is not None and tuple(bias.shape) != (local, size):
+            raise ValueError(f"{name} must be of shape ({local}, {size}), got {tuple(bias.shape)}")
     factor_of(rows)
     if transport not in TRANSPORTS:
         raise ValueError(f"transport is one of {', '.join(TRANSPORTS)}, got {transport!r}")
@@ -457,12 +456,9 @@ def _check(
         raise ValueError(f"max_tokens is a positive number of tokens or None, got {max_tokens!r}")
     if swiglu_limit is not None and not (isinstance(swiglu_limit, float | int) and swiglu_limit > 0):
         raise ValueError(f"swiglu_limit is a positive number or None, got {swiglu_limit!r}")
-    slots, ranks = expert_ids.shape[1], 1 if group is None else group.size()
+    slots = expert_ids.shape[1]
     if slots > local * ranks:
         raise ValueError(f"each token is sent to {slots} experts, but there are only {local * ranks}")
-    named = {"x": x, "scores": scores, "w1": w1, "w3": w3, "w2": w2}
-    for name, tensor in named.items():
-        check_dtype(name, tensor)
-    check_features("D, the number of model features,", features)
-    check_features("H, the number of hidden features,", hidden)
-    check_devices(**named, expert_ids=expert_ids, b1=weights.b1, b3=weights.b3, b2=weights.b2)
+    check_dtypes(x=x, scores=scores, w1=w1, w3=w3, w2=w2, b1=b1, b3=b3, b2=b2)
+    check_features({"D, the number of model features,": features, "H, the number of hidden features,": hidden})
+    check_devices(x=x, scores=scores, expert_ids=expert_ids, w1=w1, w3=w3, w2=w2, b1=b1, b3=b3, b2=b2)

@@ -1,36 +1,36 @@
 """Checks of what every op takes."""
 
-from itertools import pairwise
-
 import torch
 
 from titan_mxfp8.format.mx import BLOCK_SIZE, MXTensor
 
 
-def check_dtype(name: str, x: torch.Tensor) -> None:
-    """Raises ValueError unless ``x`` is bf16 or fp32."""
-    if x.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"{name} must be bfloat16 or float32, got {x.dtype}: cast it first")
+def check_dtypes(**tensors: torch.Tensor | None) -> None:
+    """Raises ValueError unless each tensor that is not None is bf16 or fp32."""
+    for name, x in tensors.items():
+        if x is not None and x.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"{name} must be bfloat16 or float32, got {x.dtype}: cast it first")
 
 
-def check_features(name: str, size: int) -> None:
-    """Raises ValueError unless a feature dimension is a positive multiple of 32."""
-    if size == 0 or size % BLOCK_SIZE:
-        raise ValueError(
-            f"{name} is {size}, but MXFP8 scales blocks of {BLOCK_SIZE} features: make it a positive multiple of "
-            f"{BLOCK_SIZE}, or leave this layer in bf16"
-        )
+def check_features(sizes: dict[str, int]) -> None:
+    """Raises ValueError unless each feature dimension, by its name, is a positive multiple of 32."""
+    for name, size in sizes.items():
+        if size == 0 or size % BLOCK_SIZE:
+            raise ValueError(
+                f"{name} is {size}, but MXFP8 scales blocks of {BLOCK_SIZE} features: make it a positive multiple of "
+                f"{BLOCK_SIZE}, or leave this layer in bf16"
+            )
 
 
 def check_devices(**operands: torch.Tensor | MXTensor | None) -> None:
     """Raises ValueError unless all operands that are not None are on one device."""
-    tensors = [x.qdata if isinstance(x, MXTensor) else x for x in operands.values() if x is not None]
-    if all(x.device == tensors[0].device for x in tensors):
-        return
-    tensors = {name: x.qdata if isinstance(x, MXTensor) else x for name, x in operands.items() if x is not None}
-    devices = {name: x.device for name, x in tensors.items()}
-    places = ", ".join(f"{name} on {device}" for name, device in devices.items())
-    raise ValueError(f"operands must be on one device, got {places}: move them, or initialise what is on meta")
+    devices = {}
+    for name, x in operands.items():
+        if x is not None:
+            devices[name] = x.qdata.device if isinstance(x, MXTensor) else x.device
+    if len(set(devices.values())) > 1:
+        places = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ValueError(f"operands must be on one device, got {places}: move them, or initialise what is on meta")
 
 
 def check_offs_type(offs: torch.Tensor, groups: int | None = None) -> None:
@@ -46,21 +46,21 @@ def check_offs_type(offs: torch.Tensor, groups: int | None = None) -> None:
         raise ValueError(f"offs has {offs.shape[0]} groups but there are {groups} experts")
 
 
-def check_offs_values(offs: torch.Tensor | None, rows: int | None) -> None:
+def check_offs_values(offs: torch.Tensor | None, rows: int) -> None:
     """Raises ValueError if ``offs`` on CPU, where looking costs no sync, is negative, decreasing or past ``rows``."""
     if offs is None or not offs.is_cpu:
         return
     values = offs.tolist()
-    if values[0] < 0 or any(a > b for a, b in pairwise(values)):
+    if values[0] < 0 or values != sorted(values):
         raise ValueError(f"offs must be non-decreasing end offsets of the groups, got {values}")
-    if rows is not None and values[-1] > rows:
+    if values[-1] > rows:
         raise ValueError(f"offs ends at {values[-1]} but there are only {rows} rows: {values}")
 
 
 def check_activations(name: str, x: torch.Tensor | MXTensor) -> None:
     """Raises ValueError unless ``x`` is bf16 or fp32, or an ``MXTensor`` as forward multiplies it."""
     if not isinstance(x, MXTensor):
-        check_dtype(name, x)
+        check_dtypes(**{name: x})
         return
     last = len(x.shape) - 1
     if x.axis != last:

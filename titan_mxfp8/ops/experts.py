@@ -11,17 +11,25 @@ hidden features, E experts. A row's score s multiplies y afterwards; with g the 
 | w1, w3          | ``dgate^T x`` and ``dup^T x``                                                  |
 | x               | ``dgate w1 + dup w3``                                                          |
 
-x and g come as FP8 rows, quantised along D, once for all GEMMs that contract D. Those that contract the tokens take the
-same rows quantised again (``Backend.requantize``); the activation writes both its forms at once (``Backend.swiglu``).
+x and g are quantised along D once for all GEMMs that contract D; the activation writes both its forms at once
+(``Backend.swiglu_backward``). Two layers are made of these functions: ``moe.layer``, to which x and g come as FP8 rows,
+and ``grouped_experts``, which has them in high precision.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from titan_mxfp8.backends import Backend, Plan
+from titan_mxfp8.format.codec import Encoded
 from titan_mxfp8.format.spec import UNQUANTIZED, Operand, OperandSpec
+from titan_mxfp8.ops.autograd import Owned, take, take_many
+from titan_mxfp8.ops.config import MXConfig
+from titan_mxfp8.ops.library import aligned
+from titan_mxfp8.ops.matmul import sum_rows
 
 
 class Weights(NamedTuple):
@@ -37,174 +45,211 @@ class Weights(NamedTuple):
     w1: torch.Tensor
     w3: torch.Tensor
     w2: torch.Tensor
-    b1: torch.Tensor | None
-    b3: torch.Tensor | None
-    b2: torch.Tensor | None
+    b1: torch.Tensor | None = None
+    b3: torch.Tensor | None = None
+    b2: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(Encoded):
+    """Everything about experts that is no tensor.
+
+    Attributes:
+        gemms: of their GEMMs.
+        limit: that of gpt_oss's clamped SwiGLU, or None for SiLU.
+        x_rows, g_rows: what x and g are quantised to before they travel.
+    """
+
+    gemms: MXConfig
+    limit: float | None = None
 
     @property
-    def matrices(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.w1, self.w3, self.w2
+    def plan(self) -> Plan:
+        return self.gemms.plan
+
+    @cached_property
+    def x_rows(self) -> OperandSpec:
+        return row_spec(self.gemms.plan.forward.a)
+
+    @cached_property
+    def g_rows(self) -> OperandSpec:
+        return row_spec(self.gemms.plan.dgrad.a)
+
+
+class Tokens(NamedTuple):
+    """x or g as it is there for the GEMMs.
+
+    Attributes:
+        rowwise: quantised along D: as the GEMM along D takes it, or FP8 rows from which that is made.
+        columnwise: quantised along M, from the high-precision tensor; None: it is made from ``rowwise``.
+        values: (M, D) in high precision; None: those of ``rowwise``.
+    """
+
+    rowwise: Operand | None
+    columnwise: Operand | None = None
+    values: torch.Tensor | None = None
+
+    def along_features(self, spec: OperandSpec, offs: torch.Tensor, kernels: Backend) -> Operand:
+        """As forward or dgrad takes it: as it is, its values in bf16, or with its scales by groups."""
+        rows = self.rowwise
+        return rows if rows.spec == spec else kernels.requantize(rows, 1, spec, offs if spec.grouped_scales else None)
+
+    def along_tokens(self, spec: OperandSpec, offs: torch.Tensor, kernels: Backend) -> Operand:
+        """As wgrad takes it."""
+        if self.columnwise is not None:
+            return self.columnwise
+        if self.rowwise.spec.stored == "bf16":
+            return Operand(self.rowwise.data, None, spec, 0)
+        return kernels.requantize(self.rowwise, 0, spec, offs)
 
 
 def row_spec(spec: OperandSpec) -> OperandSpec:
-    """What x or g are quantised to at home: ``spec``, which the GEMM takes, or the FP8 that its bf16 values are made
-    from, and whose scales it wants by groups."""
+    """What x or g are quantised to before they travel: ``spec``, which the GEMM takes, or the FP8 that its bf16 values
+    are made from, and whose scales it wants by groups."""
     return spec.exact if spec.is_quantized and (spec.stored == "bf16" or spec.grouped_scales) else spec
 
 
-def quantize_weights(
-    weights: Weights, plan: Plan, kernels: Backend, keep: bool
-) -> tuple[list[Operand], list[Operand] | None]:
-    """The three matrices for forward and, with ``keep``, for dgrad."""
-    forward, dgrad = plan.forward.b, plan.dgrad.b
-    if not keep:
-        return [kernels.quantize(w, 2, forward, None) for w in weights.matrices], None
-    both = [kernels.quantize_both(w, forward, dgrad, None) for w in weights.matrices]
-    return [pair[0] for pair in both], [pair[1] for pair in both]
+def weights_of(matrices: list[torch.Tensor], biases: list[torch.Tensor | None]) -> Weights:
+    """``Weights`` as kernels take them."""
+    if matrices and matrices[0].is_cuda:
+        matrices, biases = ([aligned(x) for x in tensors] for tensors in (matrices, biases))
+    biases = list(biases)
+    for i, bias in enumerate(biases):
+        if bias is not None:
+            biases[i] = bias.contiguous()
+    return Weights(*(matrices or (None, None, None)), *biases)
+
+
+def quantize_weights(weights: Weights, plan: Plan, kernels: Backend, keep: bool) -> tuple[Owned, Owned]:
+    """w1, w3 and w2 for forward and, with ``keep``, for dgrad."""
+    spec, dgrad, forward, kept = plan.forward.b, plan.dgrad.b, [], []
+    for w in weights[:3]:
+        if keep:
+            of_forward, of_dgrad = kernels.quantize_both(w, spec, dgrad, None)
+            kept.append(of_dgrad)
+        else:
+            of_forward = kernels.quantize(w, 2, spec, None)
+        forward.append(of_forward)
+    return forward, kept
 
 
 def forward(
-    x: Operand,
-    weights: list[Operand],
-    biases: Weights,
+    x: Tokens,
+    quantized: Owned,
+    weights: Weights,
     offs: torch.Tensor,
-    limit: float | None,
-    plan: Plan,
+    config: ExpertsConfig,
     kernels: Backend,
+    zero_tail: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y (M, D), and the pre-activations x w1^T and x w3^T, (M, H); all bf16, undefined at and past ``offs[-1]``.
+    """y (M, D), and the pre-activations x w1^T and x w3^T, (M, H); all bf16, undefined at and past ``offs[-1]``, but y
+    zero there with ``zero_tail``.
 
     Args:
-        x: (M, D) of ``row_spec(plan.forward.a)``.
-        weights: w1, w3 and w2 of ``plan.forward.b``.
-        biases: those of its fields that are biases.
+        quantized: w1, w3 and w2 of ``plan.forward.b``.
+        weights: of which the biases count.
         offs: int32 (E,), end offsets of the experts' rows.
-        limit: that of gpt_oss's clamped SwiGLU, or None for SiLU.
     """
-    w1, w3, w2 = weights
-    values = _as_multiplied(x, plan.forward.a, offs, kernels)
-    gate = _gemm(values, w1, biases.b1, offs, kernels)
-    up = _gemm(values, w3, biases.b3, offs, kernels)
+    spec, gemm = config.gemms.plan.forward.a, kernels.gemm_m_grouped
+    values = x.along_features(spec, offs, kernels)
+    gate = gemm(values, take(quantized), offs, weights.b1, torch.bfloat16, False)
+    up = gemm(values, take(quantized), offs, weights.b3, torch.bfloat16, False)
     del values
-    h = kernels.swiglu(gate, up, limit, plan.forward.a, offs)
-    return _gemm(h, w2, biases.b2, offs, kernels), gate, up
+    h = kernels.swiglu(gate, up, config.limit, spec, offs)
+    return gemm(h, take(quantized), offs, weights.b2, torch.bfloat16, zero_tail), gate, up
 
 
 def backward_w2(
-    g: Operand,
-    preactivations: list[torch.Tensor],
+    g: Tokens,
+    preactivations: Owned,
     scores: torch.Tensor | None,
     weights: Weights,
-    quantized: list[Operand],
+    quantized: Owned,
     needs: list[bool],
+    dtype: torch.dtype,
     offs: torch.Tensor,
-    limit: float | None,
-    plan: Plan,
+    config: ExpertsConfig,
     kernels: Backend,
-) -> tuple[list[Operand], torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[Owned, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """What g alone is needed for: the gradients of the pre-activations (gate and up along H, then along M), of the
     scores, of w2 and of b2.
 
     Args:
-        g: (M, D) of ``row_spec(plan.dgrad.a)``, not yet multiplied by the scores.
-        preactivations: gate and up, as ``forward`` returned them; the list is emptied, so that they are freed after
-            their use.
+        g: not yet multiplied by the scores.
+        preactivations: gate and up, as ``forward`` returned them; taken.
         scores: float32 (M,), or None where outputs are not multiplied by any.
-        weights: as they are, in high precision.
-        quantized: w1, w3 and w2 of ``plan.dgrad.b``, of which w2 is taken out; or none: it is quantised again.
+        weights: as they are, in high precision; matrices that ``quantized`` has may be missing.
+        quantized: w1, w3 and w2 of ``plan.dgrad.b``, of which w2 is taken; or none: it is quantised again.
         needs: which gradients of ``weights`` are wanted.
+        dtype: of the gradient of w2; that of b2 is fp32.
     """
+    plan = config.gemms.plan
     w2 = quantized.pop() if quantized else kernels.quantize(weights.w2, 1, plan.dgrad.b, None)
-    preactivations.append(_gemm(_as_multiplied(g, plan.dgrad.a, offs, kernels), w2, None, offs, kernels))  # u
-    del w2
+    rows = g.along_features(plan.dgrad.a, offs, kernels)
+    preactivations.append(kernels.gemm_m_grouped(rows, w2, offs, None, torch.bfloat16, False))  # u
+    del w2, rows
     specs = plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
-    *made, sh_columnwise, dscores = kernels.swiglu_backward(preactivations, scores, limit, *specs, offs)
+    *made, sh_columnwise, dscores = kernels.swiglu_backward(preactivations, scores, config.limit, *specs, offs)
     dw2 = db2 = None
     if needs[2]:
-        g_first = _along_tokens(g, plan.wgrad.a, offs, kernels)
-        dw2 = kernels.gemm_k_grouped(g_first, sh_columnwise, offs, weights.w2.dtype)
+        dw2 = kernels.gemm_k_grouped(g.along_tokens(plan.wgrad.a, offs, kernels), sh_columnwise, offs, dtype)
     if weights.b2 is not None:
-        values = _values(g, offs, kernels).float()
-        expert_M = _expert_of_rows(offs, values.shape[0])
+        values = (_values(g.rowwise, offs, kernels) if g.values is None else g.values).float()
         if scores is not None:
+            expert_M = torch.searchsorted(offs, torch.arange(values.shape[0], device=offs.device), right=True)
             products = (values * weights.b2.float()[expert_M.clamp(max=offs.numel() - 1)]).sum(1)
             dscores = dscores + products
             values = values * scores[:, None]
-        db2 = _sum_rows(values, expert_M, offs).to(weights.b2.dtype) if needs[5] else None
+        db2 = sum_rows(values, offs) if needs[5] else None
     return made, dscores, dw2, db2
 
 
 def backward_w1_w3(
-    made: list[Operand],
-    x: list[Operand],
+    made: Owned,
+    x: Owned,
     weights: Weights,
-    quantized: list[Operand],
+    quantized: Owned,
     needs: list[bool],
+    dtype: torch.dtype,
     offs: torch.Tensor,
-    plan: Plan,
+    config: ExpertsConfig,
     kernels: Backend,
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor | None]]:
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """The rows' gradient, (M, D), as the one or the two tensors that ``Backend.dual_gemm_m_grouped`` gives, and the
-    gradients of w1, w3 and of b1, b3.
+    gradients of w1, w3 (of ``dtype``), b1 and b3 (fp32).
 
     Args:
-        made: the operands that ``backward_w2`` returned; the list is emptied, so that each is freed after its use.
-        x: as ``forward`` took it, alone in a list that is emptied too: nothing needs it once it is quantised along M.
-        quantized: w1 and w3 of ``plan.dgrad.b``, emptied too; or none: they are quantised again.
+        made: the operands that ``backward_w2`` returned; taken.
+        x: the ``Tokens`` that ``forward`` took, taken: nothing needs them once they are quantised along M.
+        weights: as of ``backward_w2``.
+        quantized: w1 and w3 of ``plan.dgrad.b``, taken; or none: they are quantised again.
+        needs: as of ``backward_w2``.
     """
-    *along_hidden, dgate_columnwise, dup_columnwise = made
-    made.clear()
-    dweights: list[torch.Tensor | None] = [None, None]
+    plan = config.gemms.plan
+    rowwise, columnwise = take_many(made, 2), take_many(made)
+    grads: list[torch.Tensor | None] = [None] * 4
     if needs[0] or needs[1]:
-        x_first = _along_tokens(x.pop(), plan.wgrad.b, offs, kernels)
-        if needs[0]:
-            dweights[0] = kernels.gemm_k_grouped(dgate_columnwise, x_first, offs, weights.w1.dtype)
-        del dgate_columnwise
-        if needs[1]:
-            dweights[1] = kernels.gemm_k_grouped(dup_columnwise, x_first, offs, weights.w3.dtype)
-        del dup_columnwise, x_first
-    dbiases: list[torch.Tensor | None] = [None, None]
-    for i, bias in enumerate((weights.b1, weights.b3)):
+        x_columnwise = take(x).along_tokens(plan.wgrad.b, offs, kernels)
+        for i in (0, 1):
+            dy = take(columnwise)
+            if needs[i]:
+                grads[i] = kernels.gemm_k_grouped(dy, x_columnwise, offs, dtype)
+            del dy
+        del x_columnwise
+    for i in (0, 1):
         if needs[3 + i]:
-            values = _values(along_hidden[i], offs, kernels).float()
-            dbiases[i] = _sum_rows(values, _expert_of_rows(offs, values.shape[0]), offs).to(bias.dtype)
-            del values
+            grads[2 + i] = sum_rows(_values(rowwise[i], offs, kernels).float(), offs)
 
     def products() -> Iterator[tuple[Operand, Operand]]:
-        for weight in (weights.w1, weights.w3):
-            yield (
-                along_hidden.pop(0),
-                quantized.pop(0) if quantized else kernels.quantize(weight, 1, plan.dgrad.b, None),
-            )
+        for w in weights[:2]:
+            yield take(rowwise), take(quantized) if quantized else kernels.quantize(w, 1, plan.dgrad.b, None)
 
-    return kernels.dual_gemm_m_grouped(products(), offs), dweights, dbiases
+    return kernels.dual_gemm_m_grouped(products(), offs), grads
 
 
-def _expert_of_rows(offs: torch.Tensor, rows: int) -> torch.Tensor:
-    """The expert of each row; E for those behind the last group."""
-    return torch.searchsorted(offs, torch.arange(rows, device=offs.device), right=True)
-
-
-def _sum_rows(values: torch.Tensor, expert_M: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """The sum of each expert's rows, (E, C) in fp32."""
-    sums = values.new_zeros((offs.numel() + 1, values.shape[1]))
-    return sums.index_add_(0, expert_M, values)[:-1]
-
-
-def _gemm(a: Operand, w: Operand, bias: torch.Tensor | None, offs: torch.Tensor, kernels: Backend) -> torch.Tensor:
-    return kernels.gemm_m_grouped(a, w, offs, bias, torch.bfloat16, zero_tail=False)
-
-
-def _as_multiplied(rows: Operand, spec: OperandSpec, offs: torch.Tensor, kernels: Backend) -> Operand:
-    """FP8 rows as the GEMM takes them: as they are, their values in bf16, or with their scales by groups."""
-    return rows if rows.spec == spec else kernels.requantize(rows, 1, spec, offs if spec.grouped_scales else None)
-
-
-def _along_tokens(rows: Operand, spec: OperandSpec, offs: torch.Tensor, kernels: Backend) -> Operand:
-    """The rows for wgrad."""
-    if rows.spec.stored == "bf16":
-        return Operand(rows.data, None, spec, 0)
-    return kernels.requantize(rows, 0, spec, offs)
+def tensors_of(operands: list[Operand]) -> list[torch.Tensor]:
+    """Elements and, where there are any, scales, one operand after the other."""
+    return [tensor for operand in operands for tensor in operand[:2] if tensor is not None]
 
 
 def _values(rows: Operand, offs: torch.Tensor, kernels: Backend) -> torch.Tensor:

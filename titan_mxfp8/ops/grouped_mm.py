@@ -3,7 +3,8 @@
 import torch
 
 from titan_mxfp8.format.mx import MXTensor
-from titan_mxfp8.ops.checks import check_activations, check_devices, check_dtype, check_features, check_offs_type
+from titan_mxfp8.ops.checks import check_activations, check_devices, check_dtypes, check_features, check_offs_type
+from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.matmul import mx_matmul
 from titan_mxfp8.recipe import Recipe, get_recipe
 
@@ -49,9 +50,25 @@ def mxfp8_grouped_mm(
         holds there is never used. The weight gradient of an expert without rows is exactly zero.
 
     Raises:
-        ValueError: anything not as described above.
+        ValueError: an unknown recipe or backend, or one that cannot run here; another dtype, shape or device of a
+            tensor; K or N that is no multiple of 32; an ``MXTensor`` of other blocks or along another axis; on a CPU,
+            ``offs`` that is negative, decreasing or past M.
     """
-    recipe = get_recipe(recipe, rebase)
+    config = config_of(
+        get_recipe(recipe, rebase), f"{backend}", b_t.device, bool(keep_quantized_weight), bool(requantize_input)
+    )
+    return grouped_mm(a, b_t, offs, bias, out_dtype, config)
+
+
+def grouped_mm(
+    a: torch.Tensor | MXTensor,
+    b_t: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    config: MXConfig,
+) -> torch.Tensor:
+    """``mxfp8_grouped_mm`` with a ``config``."""
     if b_t.ndim != 3 or len(a.shape) != 2 or not isinstance(offs, torch.Tensor):
         given = tuple(offs.shape) if isinstance(offs, torch.Tensor) else repr(offs)
         raise ValueError(
@@ -61,27 +78,15 @@ def mxfp8_grouped_mm(
     experts, k, n = b_t.shape
     if a.shape[1] != k:
         raise ValueError(f"a of shape {tuple(a.shape)} and b_t of shape {tuple(b_t.shape)} disagree about K")
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"out_dtype must be torch.bfloat16 or torch.float32, got {out_dtype}")
     check_offs_type(offs, experts)
-    _check_operands(a, b_t, bias, out_dtype)
+    check_activations("a", a)
+    check_dtypes(b_t=b_t, bias=bias)
+    check_features({"K, the number of in features,": k, "N, the number of out features,": n})
     check_devices(a=a, b_t=b_t, offs=offs, bias=bias)
     if bias is not None:
         if tuple(bias.shape) not in ((n,), (experts, n)):
             raise ValueError(f"bias must be of shape ({n},) or ({experts}, {n}), got {tuple(bias.shape)}")
         bias = bias.expand(experts, n)
-    return mx_matmul(a, b_t.mT, bias, offs, recipe, out_dtype, backend, keep_quantized_weight, requantize_input)
-
-
-def _check_operands(
-    a: torch.Tensor | MXTensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> None:
-    if out_dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"out_dtype must be torch.bfloat16 or torch.float32, got {out_dtype}")
-    check_activations("a", a)
-    check_dtype("b_t", b)
-    if bias is not None:
-        check_dtype("bias", bias)
-    check_features("K, the number of in features,", b.shape[-2])
-    check_features("N, the number of out features,", b.shape[-1])
+    return mx_matmul(a, b_t.mT, bias, offs, out_dtype, config)

@@ -1,8 +1,8 @@
 """The backends' functions as custom operators, so that ``torch.compile`` and activation checkpointing see them.
 
 An operator takes and returns operands as they lie in memory (``format.spec.Operand``): one tensor if the values are
-stored in bf16, else FP8 elements and their scales. Beside them it takes the key of their ``OperandSpec``, which is all
-that the fakes need to know.
+stored in bf16, else FP8 elements and their scales. Beside them it takes the key of their ``OperandSpec``
+(``format.codec``), which is all that the fakes need to know.
 """
 
 import importlib
@@ -16,10 +16,12 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import register_flop_formula
 
 from titan_mxfp8 import backends
-from titan_mxfp8.format.spec import Operand, spec_of
+from titan_mxfp8.format.codec import decode
+from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.ops.checks import check_offs_values
 
 _LIBRARY = torch.library.Library("titan_mxfp8", "FRAGMENT")
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, list, str, int, bool, torch.dtype, type(None)))
 
 
 class Operator:
@@ -28,7 +30,7 @@ class Operator:
     As ``torch.library.custom_op`` makes it, without its checks on each call. In eager mode, where no mode such as that
     of selective activation checkpointing is active and no tensor is of a subclass, what the dispatcher would do takes
     the host a third of the time of a small call, and gives the same. Nothing differentiates these operators:
-    ``autograd.Function``s call them.
+    ``autograd.Function``s call them. The first argument is a tensor, and all are on its device.
     """
 
     def __init__(self, function: Callable[..., object]):
@@ -39,13 +41,18 @@ class Operator:
         self.overload: OpOverload = getattr(torch.ops.titan_mxfp8, function.__name__).default
 
     def __call__(self, *args: object) -> object:
-        if torch.compiler.is_compiling() or _modes() or not _are_plain(args):
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack():
             return self.overload(*args)
-        return self.run(*args)
+        is_plain = not args[0].is_meta and _PLAIN.issuperset(map(type, args))
+        return self.run(*args) if is_plain else self.overload(*args)
 
     def run(self, *args: object) -> object:
-        """The implementation."""
-        return self.function(*args)
+        """The implementation. An autocast region would run the reference's fp32 matmuls in bf16."""
+        device_type = args[0].device.type
+        if not torch.is_autocast_enabled(device_type):
+            return self.function(*args)
+        with torch.autocast(device_type, enabled=False):
+            return self.function(*args)
 
 
 class KernelOperator(Operator):
@@ -59,8 +66,13 @@ class KernelOperator(Operator):
         super().__init__(function)
         self.unread = None if unread is None else list(inspect.signature(function).parameters).index(unread)
 
+        self.run_aligned = self._run_aligned  # the same object each time, for those who remember calls
+
     def run(self, *args: object) -> object:
-        return _replay().call(self.function, args, self.unread) if args[0].is_cuda else self.function(*args)
+        return _replay().call(self.run_aligned, args, self.unread) if args[0].is_cuda else super().run(*args)
+
+    def _run_aligned(self, *args: object) -> object:
+        return super().run(*[aligned(x) if isinstance(x, torch.Tensor) else x for x in args])
 
 
 @cache
@@ -69,48 +81,44 @@ def _replay() -> ModuleType:
     return importlib.import_module("titan_mxfp8.backends.common.replay")
 
 
-def _modes() -> int:
-    """How many modes look at operators or at calls of torch's functions."""
-    return torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
-
-
-def _are_plain(args: tuple[object, ...]) -> bool:
-    """Whether all tensors are ordinary ones with data, so that no operator does anything but compute. The first
-    argument is a tensor, and all are on its device."""
-    return not args[0].is_meta and _PLAIN.issuperset(map(type, args))
-
-
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, list, str, int, bool, torch.dtype, type(None)))
+def aligned(x: torch.Tensor | None) -> torch.Tensor | None:
+    """``x`` at a multiple of 16 bytes, as kernels are compiled for: itself, or a copy where it was cut out of the
+    middle of something. Vectors contiguous too."""
+    if x is None or not x.is_cuda:
+        return x
+    if x.ndim == 1:
+        x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 @KernelOperator
 def quantize(x: torch.Tensor, axis: int, spec: str, offs: torch.Tensor | None, backend: str) -> list[torch.Tensor]:
     """``Backend.quantize`` of the spec with this key."""
-    check_offs_values(offs, x.shape[0 if spec_of(spec).grouped_scales else axis])
-    operand = backends.load(backend, x.device).quantize(aligned(x), axis, spec_of(spec), aligned(offs))
-    return _tensors(operand)
+    wanted: OperandSpec = decode(spec)
+    check_offs_values(offs, x.shape[0 if wanted.grouped_scales else axis])
+    return backends.load(backend, x.device).quantize(x, axis, wanted, offs).tensors()
 
 
 @torch.library.register_fake(quantize.overload)
 def _(x, axis, spec, offs, backend):
-    return _tensors(spec_of(spec).empty(x, axis, None if offs is None else offs.shape[0]))
+    return decode(spec).empty(x, axis, None if offs is None else offs.shape[0]).tensors()
 
 
 @KernelOperator
 def quantize_both(
-    x: torch.Tensor, last: str, first: str, offs: torch.Tensor | None, backend: str
+    x: torch.Tensor, rowwise: str, columnwise: str, offs: torch.Tensor | None, backend: str
 ) -> list[torch.Tensor]:
-    """``Backend.quantize_both``: the tensors along the last axis, then those along the first one."""
+    """``Backend.quantize_both``: the tensors along the last axis, then those along the one before it."""
     check_offs_values(offs, x.shape[-2])
-    load = backends.load(backend, x.device)
-    along_last, along_first = load.quantize_both(aligned(x), spec_of(last), spec_of(first), aligned(offs))
-    return _tensors(along_last) + _tensors(along_first)
+    both = backends.load(backend, x.device).quantize_both(x, decode(rowwise), decode(columnwise), offs)
+    return both[0].tensors() + both[1].tensors()
 
 
 @torch.library.register_fake(quantize_both.overload)
-def _(x, last, first, offs, backend):
-    along_first = spec_of(first).empty(x, x.ndim - 2, None if offs is None else offs.shape[0])
-    return _tensors(_empty_last(x, last, offs)) + _tensors(along_first)
+def _(x, rowwise, columnwise, offs, backend):
+    groups = None if offs is None else offs.shape[0]
+    of_rows = decode(rowwise).empty(x, x.ndim - 1, groups if decode(rowwise).grouped_scales else None)
+    return of_rows.tensors() + decode(columnwise).empty(x, x.ndim - 2, groups).tensors()
 
 
 @KernelOperator
@@ -124,14 +132,13 @@ def requantize(
     backend: str,
 ) -> list[torch.Tensor]:
     """``Backend.requantize`` of FP8 rows and their scales."""
-    check_offs_values(offs, rows.shape[0])
-    operand = Operand(aligned(rows), aligned(scale), spec_of(rows_spec), 1)
-    return _tensors(backends.load(backend, rows.device).requantize(operand, axis, spec_of(spec), aligned(offs)))
+    operand = Operand(rows, scale, decode(rows_spec), 1)
+    return backends.load(backend, rows.device).requantize(operand, axis, decode(spec), offs).tensors()
 
 
 @torch.library.register_fake(requantize.overload)
 def _(rows, scale, rows_spec, axis, spec, offs, backend):
-    return _tensors(spec_of(spec).empty(rows, axis, None if offs is None else offs.shape[0]))
+    return decode(spec).empty(rows, axis, None if offs is None else offs.shape[0]).tensors()
 
 
 @KernelOperator
@@ -147,19 +154,16 @@ def gemm_m_grouped(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
-    zero_tail: bool = True,
 ) -> torch.Tensor:
     """``Backend.gemm_m_grouped``; ``b_axis``: the one of the weight's axes, 1 or 2, that it was quantised along."""
     check_offs_values(offs, a.shape[0])
-    a_operand = Operand(aligned(a), aligned(a_scale), spec_of(a_spec), 1)
-    b_operand = Operand(aligned(b), b_scale, spec_of(b_spec), b_axis)
-    gemm = backends.load(backend, a.device).gemm_m_grouped
-    rest = aligned(offs), None if bias is None else aligned(bias.contiguous()), out_dtype, zero_tail
-    return _without_autocast(gemm, a.device, a_operand, b_operand, *rest)
+    operands = Operand(a, a_scale, decode(a_spec), 1), Operand(b, b_scale, decode(b_spec), b_axis)
+    bias = None if bias is None else bias.contiguous()
+    return backends.load(backend, a.device).gemm_m_grouped(*operands, offs, bias, out_dtype)
 
 
 @torch.library.register_fake(gemm_m_grouped.overload)
-def _(a, a_scale, a_spec, b, b_scale, b_spec, b_axis, offs, bias, out_dtype, backend, zero_tail=True):
+def _(a, a_scale, a_spec, b, b_scale, b_spec, b_axis, offs, bias, out_dtype, backend):
     return a.new_empty((a.shape[0], b.shape[_features(b_spec, b_axis)]), dtype=out_dtype)
 
 
@@ -177,10 +181,8 @@ def gemm_k_grouped(
     backend: str,
 ) -> torch.Tensor:
     """``Backend.gemm_k_grouped``; ``rows``: tokens, padding aside."""
-    check_offs_values(offs, None)
-    operands = Operand(aligned(a), a_scale, spec_of(a_spec), 0), Operand(aligned(b), b_scale, spec_of(b_spec), 0)
-    gemm = backends.load(backend, a.device).gemm_k_grouped
-    return _without_autocast(gemm, a.device, *operands, aligned(offs), out_dtype)
+    operands = Operand(a, a_scale, decode(a_spec), 0), Operand(b, b_scale, decode(b_spec), 0)
+    return backends.load(backend, a.device).gemm_k_grouped(*operands, offs, out_dtype)
 
 
 @torch.library.register_fake(gemm_k_grouped.overload)
@@ -204,34 +206,4 @@ def _(a_shape, a_scale_shape, a_spec, b_shape, b_scale_shape, b_spec, rows, *arg
 def _features(spec: str, axis: int) -> int:
     """Which axis of a stored operand, quantised along ``axis`` of its input, the GEMM keeps: FP8 lies with the
     quantised axis last; values in bf16 lie like the input, (M, features) or (E, N, K)."""
-    if spec_of(spec).stored == "bf16":
-        return {0: 1, 1: 2, 2: 1}[axis]
-    return -2
-
-
-def _empty_last(x: torch.Tensor, spec: str, offs: torch.Tensor | None) -> Operand:
-    """``OperandSpec.empty`` along the last axis, where ``offs`` are of groups of rows."""
-    by_rows = offs is not None and spec_of(spec).grouped_scales
-    return spec_of(spec).empty(x, x.ndim - 1, offs.shape[0] if by_rows else None)
-
-
-def _tensors(operand: Operand) -> list[torch.Tensor]:
-    return [operand.data] if operand.scale is None else [operand.data, operand.scale]
-
-
-def aligned(x: torch.Tensor | None) -> torch.Tensor | None:
-    """``x`` at a multiple of 16 bytes, as kernels are compiled for: itself, or a copy where it was cut out of the
-    middle of something. Vectors contiguous too."""
-    if x is None or not x.is_cuda:
-        return x
-    if x.ndim == 1:
-        x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
-def _without_autocast(gemm: Callable[..., torch.Tensor], device: torch.device, *args: object) -> torch.Tensor:
-    """An autocast region would run the reference's fp32 matmuls in bf16."""
-    if not torch.is_autocast_enabled(device.type):
-        return gemm(*args)
-    with torch.autocast(device.type, enabled=False):
-        return gemm(*args)
+    return {0: 1, 1: 2, 2: 1}[axis] if decode(spec).stored == "bf16" else -2

@@ -5,7 +5,8 @@ from dataclasses import replace
 import torch
 
 from titan_mxfp8.format.mx import BLOCK_SIZE, MXTensor
-from titan_mxfp8.ops.checks import check_activations, check_devices, check_dtype, check_features
+from titan_mxfp8.ops.checks import check_activations, check_devices, check_dtypes, check_features
+from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.matmul import mx_matmul
 from titan_mxfp8.recipe import Recipe, get_recipe
 
@@ -37,9 +38,20 @@ def mxfp8_linear(
         (..., N) in the dtype of ``x``, of an ``MXTensor`` in its ``orig_dtype``.
 
     Raises:
-        ValueError: anything not as described above.
+        ValueError: an unknown recipe or backend, or one that cannot run here; another dtype, shape or device of a
+            tensor; K or N that is no multiple of 32; an ``MXTensor`` of other blocks or along another axis; an
+            autocast region of float16.
     """
-    recipe = get_recipe(recipe, rebase)
+    config = config_of(
+        get_recipe(recipe, rebase), f"{backend}", weight.device, bool(keep_quantized_weight), bool(requantize_input)
+    )
+    return linear(x, weight, bias, config)
+
+
+def linear(
+    x: torch.Tensor | MXTensor, weight: torch.Tensor, bias: torch.Tensor | None, config: MXConfig
+) -> torch.Tensor:
+    """``mxfp8_linear`` with a ``config``."""
     if weight.ndim != 2 or len(x.shape) < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"takes x of shape (..., K) and weight of shape (N, K), got {tuple(x.shape)}, {tuple(weight.shape)}"
@@ -55,16 +67,12 @@ def mxfp8_linear(
         weight, bias = weight.to(out_dtype), None if bias is None else bias.to(out_dtype)
         x = x if isinstance(x, MXTensor) else x.to(out_dtype)
     check_activations("x", x)
-    check_dtype("weight", weight)
-    if bias is not None:
-        check_dtype("bias", bias)
-    check_features("K, the number of in features,", k)
-    check_features("N, the number of out features,", n)
+    check_dtypes(weight=weight, bias=bias)
+    check_features({"K, the number of in features,": k, "N, the number of out features,": n})
     check_devices(x=x, weight=weight, bias=bias)
     x_MK = _flat(x, k) if isinstance(x, MXTensor) else x.reshape(-1, k)
     bias_EN = None if bias is None else bias.unsqueeze(0)
-    options = backend, keep_quantized_weight, requantize_input
-    y_MN = mx_matmul(x_MK, weight.unsqueeze(0), bias_EN, None, recipe, out_dtype, *options)
+    y_MN = mx_matmul(x_MK, weight.unsqueeze(0), bias_EN, None, out_dtype, config)
     # no view where none is needed: FSDP cannot free one that an operation behind the linear has changed in place
     return y_MN if len(x.shape) == 2 else y_MN.view(*x.shape[:-1], n)
 

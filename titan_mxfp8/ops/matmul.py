@@ -15,116 +15,77 @@ Every operand is quantised from the high-precision tensor, but for x along M whe
 has a kernel for the pair.
 """
 
-from functools import cache
-from typing import NamedTuple
-
 import torch
 
-from titan_mxfp8 import backends
-from titan_mxfp8.backends.hardware import Hardware
+from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.mx import MXTensor
-from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
+from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.ops import library
-from titan_mxfp8.recipe import Recipe
+from titan_mxfp8.ops.autograd import once_differentiable, take_saved
+from titan_mxfp8.ops.config import MXConfig
 
-_UNQUANTIZED = UNQUANTIZED.key
-_ARRIVED = OperandSpec().key  # of activations that come quantised
-
-
-class Specs(NamedTuple):
-    """Keys of the operands' specs, by the GEMM that takes them (``backends.Plan``)."""
-
-    x_forward: str
-    w_forward: str
-    dy_dgrad: str
-    w_dgrad: str
-    dy_wgrad: str
-    x_wgrad: str
+_ARRIVED = OperandSpec()  # of activations that come quantised
 
 
-@cache
-def _planned(recipe: str, backend: str, hardware: Hardware) -> Specs:
-    plan = backends.plan_on(Recipe.of_key(recipe), backend, hardware)
-    return Specs(*(spec.key for gemm in plan.gemms.values() for spec in (gemm.a, gemm.b)))
-
-
-def specs_of(recipe: str, backend: str, device: torch.device) -> Specs:
-    """What the chosen backend's GEMMs take.
+def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None, backend: str) -> Operand:
+    """``library.quantize``; what stays unquantised takes no operator, as one may not return what it was given.
 
     Args:
-        recipe: ``Recipe.key``.
-
-    Raises:
-        ValueError: as ``backends.select``.
+        offs: int32 (E,) end offsets of groups along ``axis``, or None. Along the features of (M, C) they count only
+            where ``spec`` has its scales by groups of rows.
     """
-    return _planned(recipe, backend, backends.hardware_of(device))
+    if not spec.is_quantized:
+        return Operand(x.bfloat16().contiguous(), None, spec, axis)
+    if axis == x.ndim - 1 and not spec.grouped_scales:
+        offs = None
+    return _operand(library.quantize(x, axis, spec.key, offs, backend), spec, axis)
 
 
-def quantize(x: torch.Tensor, axis: int, spec: str, offs: torch.Tensor | None, backend: str) -> list[torch.Tensor]:
-    """``library.quantize``. What stays unquantised takes no operator, which may not return what it was given."""
-    if spec == _UNQUANTIZED:
-        return [x.bfloat16().contiguous()]
-    return library.quantize(x, axis, spec, offs, backend)
+def quantize_both(
+    x_MC: torch.Tensor, rowwise: OperandSpec, columnwise: OperandSpec, offs: torch.Tensor | None, backend: str
+) -> tuple[Operand, Operand]:
+    """x or dy for its two GEMMs: along the features and along the tokens. Or a weight, with ``offs`` None. An
+    unquantised ``columnwise`` operand is ``x_MC`` itself, in whatever dtype."""
+    if not columnwise.is_quantized:
+        return quantize(x_MC, x_MC.ndim - 1, rowwise, offs, backend), Operand(x_MC, None, columnwise, x_MC.ndim - 2)
+    tensors = library.quantize_both(x_MC, rowwise.key, columnwise.key, offs, backend)
+    split = 1 if rowwise.stored == "bf16" else 2
+    of_rows = _operand(tensors[:split], rowwise, x_MC.ndim - 1)
+    return of_rows, _operand(tensors[split:], columnwise, x_MC.ndim - 2)
 
 
-def quantize_input(
-    x_MK: torch.Tensor, offs: torch.Tensor | None, last: str, first: str, backend: str
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """x or dy for its two GEMMs: along the features (``last``) and along the tokens (``first``)."""
-    if first == _UNQUANTIZED:
-        return quantize(x_MK, 1, last, _offs_of_rows(last, offs), backend), [x_MK]
-    tensors = library.quantize_both(x_MK, last, first, offs, backend)
-    split = _tensor_count(last)
-    return tensors[:split], tensors[split:]
+def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None, backend: str) -> Operand:
+    """``library.requantize``, ``offs`` as of ``quantize``."""
+    if axis == 1 and not spec.grouped_scales:
+        offs = None
+    return _operand(library.requantize(rows.data, rows.scale, rows.spec.key, axis, spec.key, offs, backend), spec, axis)
 
 
-def forward(
-    x: list[torch.Tensor],
-    x_spec: str,
-    w: list[torch.Tensor],
-    w_spec: str,
+def gemm_m_grouped(
+    a: Operand,
+    w: Operand,
     offs: torch.Tensor | None,
-    bias_EN: torch.Tensor | None,
+    bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
 ) -> torch.Tensor:
-    """y_MN, from x quantised along K and w along K."""
+    """Forward, y_MN from x and w quantised along K, or dgrad, dx_MK from dy and w quantised along N."""
     return library.gemm_m_grouped(
-        x[0], _scale(x), x_spec, w[0], _scale(w), w_spec, 2, offs, bias_EN, out_dtype, backend
+        a.data, a.scale, a.spec.key, w.data, w.scale, w.spec.key, w.axis, offs, bias, out_dtype, backend
     )
 
 
-def dgrad(
-    dy: list[torch.Tensor],
-    dy_spec: str,
-    w: list[torch.Tensor],
-    w_spec: str,
-    offs: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    backend: str,
+def gemm_k_grouped(
+    dy: Operand, x: Operand, rows: int, offs: torch.Tensor | None, out_dtype: torch.dtype, backend: str
 ) -> torch.Tensor:
-    """dx_MK, from dy quantised along N and w along N."""
-    return library.gemm_m_grouped(
-        dy[0], _scale(dy), dy_spec, w[0], _scale(w), w_spec, 1, offs, None, out_dtype, backend
-    )
-
-
-def wgrad(
-    dy: list[torch.Tensor],
-    dy_spec: str,
-    x: list[torch.Tensor],
-    x_spec: str,
-    rows: int,
-    offs: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> torch.Tensor:
-    """dw_ENK, from dy and x quantised along M; unquantised operands are rounded to bf16, and so is their product."""
-    if dy_spec == _UNQUANTIZED:
-        dy, x = (quantize(operand[0], 0, _UNQUANTIZED, offs, backend) for operand in (dy, x))
-    product = torch.bfloat16 if dy_spec == _UNQUANTIZED else out_dtype
-    dw_ENK = library.gemm_k_grouped(dy[0], _scale(dy), dy_spec, x[0], _scale(x), x_spec, rows, offs, product, backend)
-    return dw_ENK.to(out_dtype)
+    """Wgrad, dw_ENK from dy and x quantised along M, ``rows`` tokens; unquantised operands are rounded to bf16, and so
+    is their product."""
+    product = out_dtype
+    if not dy.spec.is_quantized:
+        dy, x = (operand._replace(data=operand.data.bfloat16().contiguous()) for operand in (dy, x))
+        product = torch.bfloat16
+    operands = dy.data, dy.scale, dy.spec.key, x.data, x.scale, x.spec.key
+    return library.gemm_k_grouped(*operands, rows, offs, product, backend).to(out_dtype)
 
 
 def mx_matmul(
@@ -132,19 +93,14 @@ def mx_matmul(
     w_ENK: torch.Tensor,
     bias_EN: torch.Tensor | None,
     offs: torch.Tensor | None,
-    recipe: Recipe,
     out_dtype: torch.dtype,
-    backend: str,
-    keep_quantized_weight: bool,
-    requantize_input: bool = False,
+    config: MXConfig,
 ) -> torch.Tensor:
     """The differentiable core of ``mxfp8_grouped_mm`` and ``mxfp8_linear``; ``offs=None``: one expert, every row."""
-    keep = keep_quantized_weight and recipe.weight_block == "32x32"
-    options = (w_ENK, bias_EN, offs, recipe.key, out_dtype, backend, keep, requantize_input)
     if isinstance(x, MXTensor):
         rows, scale = x.qdata.detach().contiguous(), x.scale.contiguous()
-        return _multiply(x.source, rows, scale, x.orig_dtype, *options)
-    return _multiply(x, None, None, x.dtype, *options)
+        return _multiply(x.source, rows, scale, w_ENK, bias_EN, offs, out_dtype, config.key)
+    return _multiply(x, None, None, w_ENK, bias_EN, offs, out_dtype, config.key)
 
 
 @torch.compiler.allow_in_graph
@@ -152,22 +108,16 @@ def _multiply(
     x: torch.Tensor | None,
     rows: torch.Tensor | None,
     scale: torch.Tensor | None,
-    x_dtype: torch.dtype,
     w_ENK: torch.Tensor,
     bias_EN: torch.Tensor | None,
     offs: torch.Tensor | None,
-    recipe: str,
     out_dtype: torch.dtype,
-    backend: str,
-    keep_w: bool,
-    requantize: bool,
+    config: str,
 ) -> torch.Tensor:
     """``_Matmul``, which ``torch.compile`` traces for its graph, but without guards for the functions and types in it:
     they do not change. Else a compiled region with linears would look at a hundred more things before each call, in
     forward, where the GPU waits for the host."""
-    specs = specs_of(recipe, backend, w_ENK.device)
-    options = specs, out_dtype, backend, keep_w, requantize, torch.is_grad_enabled()
-    return _Matmul.apply(x, rows, scale, x_dtype, w_ENK, bias_EN, offs, *options)
+    return _Matmul.apply(x, rows, scale, w_ENK, bias_EN, offs, out_dtype, decode(config), torch.is_grad_enabled())
 
 
 class _Matmul(torch.autograd.Function):
@@ -179,123 +129,72 @@ class _Matmul(torch.autograd.Function):
     ``needs_input_grad`` does not know of ``no_grad``."""
 
     @staticmethod
-    def forward(
-        ctx, x, rows, scale, x_dtype, w_ENK, bias_EN, offs, specs, out_dtype, backend, keep_w, requantize, grad_enabled
-    ):  # fmt: skip
-        needs_dx, needs_dw = (grad_enabled and ctx.needs_input_grad[i] for i in (0, 4))
-        x_saved, rows_spec = [], None
+    def forward(ctx, x, rows, scale, w_ENK, bias_EN, offs, out_dtype, config, grad_enabled):
+        plan, backend = config.plan, config.backend
+        x_spec, w_spec = plan.forward.a, plan.forward.b
+        needs_dx, needs_dw = grad_enabled and ctx.needs_input_grad[0], grad_enabled and ctx.needs_input_grad[3]
         if rows is not None:
-            x_saved = x_forward = [rows, scale]
-            rows_spec = _ARRIVED
-            if not _is_exact(specs.x_forward):
-                offs_of_rows = _offs_of_rows(specs.x_forward, offs)
-                x_forward = library.requantize(rows, scale, rows_spec, 1, specs.x_forward, offs_of_rows, backend)
-        elif needs_dw and not (requantize and _tensor_count(specs.x_forward) == 2):
-            x_forward, x_saved = quantize_input(x, offs, specs.x_forward, specs.x_wgrad, backend)
+            x_saved = x_forward = Operand(rows, scale, _ARRIVED, 1)
+            if (x_spec.stored, x_spec.block_k, x_spec.scales) != ("fp8", 32, "k_major"):
+                x_forward = requantize(x_saved, 1, x_spec, offs, backend)
+        elif needs_dw and not config.keeps_rows:
+            x_forward, x_saved = quantize_both(x, x_spec, plan.wgrad.b, offs, backend)
         else:
-            offs_of_rows = _offs_of_rows(specs.x_forward, offs)
-            x_saved = x_forward = quantize(x, 1, specs.x_forward, offs_of_rows, backend)
-            rows_spec = specs.x_forward
-        w_saved = [w_ENK]
-        # Values in bf16, two bytes per weight of every layer, would cost more than a second pass.
-        keeps_w = needs_dx and keep_w and _tensor_count(specs.w_dgrad) == 2
-        if keeps_w:
-            both = library.quantize_both(w_ENK, specs.w_forward, specs.w_dgrad, None, backend)
-            w_forward, w_saved = both[:2], both[2:]
+            x_saved = x_forward = quantize(x, 1, x_spec, offs, backend)
+        w_saved = Operand(w_ENK, None, w_spec, 2)
+        if needs_dx and config.keeps_weight:
+            w_forward, w_saved = quantize_both(w_ENK, w_spec, plan.dgrad.b, None, backend)
         else:
-            w_forward = quantize(w_ENK, 2, specs.w_forward, None, backend)
-        saved_x = [*x_saved, None, None][:2] if needs_dw else [None, None]
-        saved_w = [*w_saved, None][:2] if needs_dx else [None, None]
+            w_forward = quantize(w_ENK, 2, w_spec, None, backend)
+        saved_x, saved_w = x_saved[:2] if needs_dw else (None, None), w_saved[:2] if needs_dx else (None, None)
         ctx.save_for_backward(*saved_x, *saved_w, offs)
-        ctx.specs, ctx.backend, ctx.keeps_w, ctx.rows_spec = specs, backend, keeps_w, rows_spec
-        ctx.x_dtype, ctx.w_dtype = x_dtype, w_ENK.dtype
-        ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
-        return forward(x_forward, specs.x_forward, w_forward, specs.w_forward, offs, bias_EN, out_dtype, backend)
+        ctx.config, ctx.x_saved = config, x_saved[2:]
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, w_ENK, bias_EN)]
+        return gemm_m_grouped(x_forward, w_forward, offs, bias_EN, out_dtype, backend)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy_MN):
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # which refuses create_graph itself
-            return _Matmul.gradients(ctx, dy_MN)
-        with torch.no_grad():
-            gradients = _Matmul.gradients(ctx, dy_MN)
-        return tuple(g if g is None else Once.apply(g.requires_grad_()) for g in gradients)
-
-    @staticmethod
-    def gradients(ctx, dy_MN):
-        x, x_scale, w, w_scale, offs = ctx.saved_tensors
-        release_saved_tensors(ctx)
-        specs, backend = ctx.specs, ctx.backend
-        needs_dx, needs_dw, needs_dbias = (ctx.needs_input_grad[i] for i in (0, 4, 5))
+        x, x_scale, w, w_scale, offs = take_saved(ctx)
+        config, plan, backend = ctx.config, ctx.config.plan, ctx.config.backend
+        needs_dx, needs_dw, needs_dbias = ctx.needs_input_grad[0], ctx.needs_input_grad[3], ctx.needs_input_grad[4]
+        x_dtype, w_dtype, bias_dtype = ctx.dtypes
         dx_MK = dw_ENK = dbias_EN = None
         if needs_dx and needs_dw:
-            dy_dgrad, dy_wgrad = quantize_input(dy_MN, offs, specs.dy_dgrad, specs.dy_wgrad, backend)
+            dy_rowwise, dy_columnwise = quantize_both(dy_MN, plan.dgrad.a, plan.wgrad.a, offs, backend)
         elif needs_dx:
-            dy_dgrad = quantize(dy_MN, 1, specs.dy_dgrad, _offs_of_rows(specs.dy_dgrad, offs), backend)
+            dy_rowwise = quantize(dy_MN, 1, plan.dgrad.a, offs, backend)
         elif needs_dw:
-            dy_wgrad = quantize(dy_MN, 0, specs.dy_wgrad, offs, backend)
+            dy_columnwise = quantize(dy_MN, 0, plan.wgrad.a, offs, backend)
         if needs_dx:
-            w_dgrad = [w, w_scale] if ctx.keeps_w else quantize(w, 1, specs.w_dgrad, None, backend)
-            dx_MK = dgrad(dy_dgrad, specs.dy_dgrad, w_dgrad, specs.w_dgrad, offs, ctx.x_dtype, backend)
-            del dy_dgrad, w_dgrad, w, w_scale
+            w_spec = plan.dgrad.b
+            weight = Operand(w, w_scale, w_spec, 1) if config.keeps_weight else quantize(w, 1, w_spec, None, backend)
+            dx_MK = gemm_m_grouped(dy_rowwise, weight, offs, None, x_dtype, backend)
+            del dy_rowwise, weight, w, w_scale
         if needs_dw:
-            x_wgrad = [x] if x_scale is None else [x, x_scale]
-            if ctx.rows_spec:
-                x_wgrad = library.requantize(x, x_scale, ctx.rows_spec, 0, specs.x_wgrad, offs, backend)
-            rows = dy_MN.shape[0]
-            dw_ENK = wgrad(dy_wgrad, specs.dy_wgrad, x_wgrad, specs.x_wgrad, rows, offs, ctx.w_dtype, backend)
+            x_columnwise = Operand(x, x_scale, *ctx.x_saved)
+            if x_columnwise.axis == 1:
+                x_columnwise = requantize(x_columnwise, 0, plan.wgrad.b, offs, backend)
+            dw_ENK = gemm_k_grouped(dy_columnwise, x_columnwise, dy_MN.shape[0], offs, w_dtype, backend)
         if needs_dbias:
-            dbias_EN = _bias_grad(dy_MN, offs).to(ctx.bias_dtype)
-        return dx_MK, None, None, None, dw_ENK, dbias_EN, *[None] * 7
-
-
-def release_saved_tensors(ctx: torch.autograd.function.FunctionCtx) -> None:
-    """Leaves what ``ctx.saved_tensors`` has just given to the caller alone, to free it within backward, unless the
-    graph is kept for another backward. What autograd itself does when backward has returned, and torch.compile here."""
-    if not torch.compiler.is_compiling():
-        ctx.maybe_clear_saved_tensors()
-
-
-class Once(torch.autograd.Function):
-    """A gradient that cannot be differentiated again. ``once_differentiable`` of torch looks at the output gradient
-    alone: of ``y.sum()`` that needs none, and what the second derivative lacks would be left out without a word."""
-
-    @staticmethod
-    def forward(ctx, gradient):
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx, _):
-        raise RuntimeError(
-            "MXFP8 GEMMs cannot be differentiated twice: compute what needs a second derivative, such as a gradient "
-            "penalty, with layers that are not converted"
-        )
+            dbias_EN = _bias_grad(dy_MN, offs).to(bias_dtype)
+        return dx_MK, None, None, dw_ENK, dbias_EN, None, None, None, None
 
 
 def _bias_grad(dy_MN: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
     """Sum of the output gradient over the rows of each group, (E, N) in fp32."""
     if offs is None:
         return dy_MN.sum(0, keepdim=True, dtype=torch.float32)
-    experts = offs.shape[0]
-    row_M = torch.arange(dy_MN.shape[0], device=offs.device)
+    return sum_rows(dy_MN.float(), offs)
+
+
+def sum_rows(values_MC: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """The sum of each group's rows, (E, C) in fp32, of values in fp32."""
+    row_M = torch.arange(values_MC.shape[0], device=offs.device)
     expert_M = torch.searchsorted(offs, row_M, right=True)  # rows past the last group: E, summed apart and dropped
-    sums = dy_MN.new_zeros((experts + 1, dy_MN.shape[1]), dtype=torch.float32)
-    return sums.index_add_(0, expert_M, dy_MN.float())[:experts]
+    sums = values_MC.new_zeros((offs.shape[0] + 1, values_MC.shape[1]))
+    return sums.index_add_(0, expert_M, values_MC)[:-1]
 
 
-def _tensor_count(spec: str) -> int:
-    """How many tensors an operand of this spec is."""
-    return 1 if " bf16 " in spec else 2
-
-
-def _offs_of_rows(spec: str, offs: torch.Tensor | None) -> torch.Tensor | None:
-    """What a quantiser along the features takes: the offsets where it places scales by groups of rows."""
-    return offs if spec.endswith(" swizzled") else None
-
-
-def _is_exact(spec: str) -> bool:
-    """Whether an operand of this spec is exact FP8 in 1x32 blocks: however scales are rounded, ``_ARRIVED`` is one."""
-    return spec.split()[2:] == _ARRIVED.split()[2:]
-
-
-def _scale(operand: list[torch.Tensor]) -> torch.Tensor | None:
-    return operand[1] if len(operand) == 2 else None
+def _operand(tensors: list[torch.Tensor], spec: OperandSpec, axis: int) -> Operand:
+    return Operand(tensors[0], None if len(tensors) == 1 else tensors[1], spec, axis)

@@ -18,9 +18,10 @@ import torch
 from titan_mxfp8 import backends
 from titan_mxfp8.backends.reference import specs
 from titan_mxfp8.format import reference
+from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.mx import BLOCK_SIZE, SCALE_BIAS, SCALE_NAN, ceil_div, decode_scale
-from titan_mxfp8.format.spec import Operand, OperandSpec, spec_of
-from titan_mxfp8.recipe import Recipe
+from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.ops.config import MXConfig
 
 KINDS = ("activations", "weights", "gradients")
 # Per kind: elements that are not zero, of those the saturated and the flushed ones; elements that were rebased, of
@@ -56,8 +57,7 @@ def observe(
     w: torch.Tensor | Sequence[torch.Tensor],
     offs: torch.Tensor | None,
     probe: torch.Tensor | None,
-    recipe: Recipe,
-    backend: str,
+    config: MXConfig,
     dispatched: bool = False,
 ) -> torch.Tensor:
     """Returns ``y_MN``, the output of a GEMM of ``x_MK`` and ``w``; measures the three operands in ``recording()``.
@@ -68,13 +68,13 @@ def observe(
         w: (N, K), or (E, N, K) with ``offs``; or all weights between ``x_MK`` and ``y_MN``, which count together.
         offs: int32 (E,) end offsets of the groups: rows at and past the last one do not count.
         probe: of ``make_probe``; None observes nothing.
-        recipe, backend: those of the GEMM.
+        config: that of the GEMM.
         dispatched: whether ``x_MK`` and the gradient travel as FP8 rows, which are requantised for the weight gradient.
     """
     if probe is None or not (torch.compiler.is_compiling() or _recording):
         return y_MN
     weights = [weight.detach() for weight in ([w] if isinstance(w, torch.Tensor) else w)]
-    return _Observe.apply(y_MN, probe, x_MK.detach(), offs, recipe, backend, dispatched, *weights)
+    return _Observe.apply(y_MN, probe, x_MK.detach(), offs, config.recipe, config.backend, dispatched, *weights)
 
 
 class _Observe(torch.autograd.Function):
@@ -97,7 +97,7 @@ class _Observe(torch.autograd.Function):
 
 @torch.compiler.assume_constant_result
 def _spec_keys(recipe: str) -> tuple[str, ...]:
-    return tuple(spec.key for spec in specs(Recipe.of_key(recipe)))
+    return tuple(spec.key for spec in specs(decode(recipe)))
 
 
 @torch.library.custom_op("titan_mxfp8::measure", mutates_args=())
@@ -116,7 +116,7 @@ def _measure(
     if len(index) < len(rows):
         rows = rows[index]
     used = torch.ones(len(rows), dtype=torch.bool, device=x.device) if offs is None else index < offs[-1]
-    wanted, kernels = spec_of(spec), backends.load(backend, x.device)
+    wanted, kernels = decode(spec), backends.load(backend, x.device)
     exact = kernels.quantize(rows, 1, wanted.exact, None)  # 32x32 blocks lie in one expert: its rows are whole blocks
     changed = [0, 0, 0, 0]  # of rebased elements and of requantised ones: how many there are, and how many changed
     all_used = used.sum() * rows.shape[1]

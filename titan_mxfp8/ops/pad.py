@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from titan_mxfp8.backends import runs_triton
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.format.mx import ceil_div, ragged_rows
-from titan_mxfp8.ops.checks import check_dtype, check_offs_type, check_offs_values
+from titan_mxfp8.ops.checks import check_dtypes, check_offs_type, check_offs_values
 
 
 def pad_token_groups(x: torch.Tensor, offs: torch.Tensor, alignment: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,7 +31,8 @@ def pad_token_groups(x: torch.Tensor, offs: torch.Tensor, alignment: int = 32) -
         last one (rows of ``x`` at and past ``offs[-1]`` are dropped); and int32 (E,), the padded groups' end offsets.
 
     Raises:
-        ValueError: anything not as described above.
+        ValueError: another dtype or shape of ``x`` or ``offs``, an alignment that is no multiple of 16; on a CPU,
+            offsets that are negative, decreasing or past M.
     """
     _check(x, offs, alignment)
     return _pad(x, offs, alignment)
@@ -50,7 +51,7 @@ def unpad_token_groups(padded: torch.Tensor, offs: torch.Tensor, alignment: int,
         (rows, D), zeros at and past ``offs[-1]``.
 
     Raises:
-        ValueError: anything not as described above.
+        ValueError: as ``pad_token_groups``, or another number of padded rows.
     """
     _check(padded, offs, alignment)
     expected = ragged_rows(rows, offs.shape[0], alignment)
@@ -137,7 +138,7 @@ def _kernels(device: torch.device) -> ModuleType | None:
 
 
 def _check(x: torch.Tensor, offs: torch.Tensor, alignment: int) -> None:
-    check_dtype("the tokens", x)
+    check_dtypes(tokens=x)
     if x.ndim != 2:
         raise ValueError(f"takes tokens of shape (rows, features), got {tuple(x.shape)}")
     check_offs_type(offs)

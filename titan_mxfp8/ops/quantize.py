@@ -7,7 +7,7 @@ import torch
 from titan_mxfp8.format.mx import BLOCKS, ELEM_DTYPES, ROUNDINGS, Block, MXTensor, Rounding
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.ops import library
-from titan_mxfp8.ops.checks import check_devices, check_dtype, check_offs_type
+from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_offs_type
 
 
 def quantize(
@@ -27,7 +27,7 @@ def quantize(
         axis: the axis that the GEMM to come contracts. With 32x32 blocks one of the last two: the values are blocks
             along both, and ``axis`` is the one that the storage is contiguous along.
         rounding: of the scale. ``rceil`` rounds ``amax / max`` up to a power of two, so nothing saturates; ``floor`` is
-            the OCP rule, by which a block's largest elements may saturate.
+            the OCP rule, by which a block's largest elements may saturate (``format.reference._round``).
         elem_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         block: ``1x32``, or ``32x32`` squares over the last two axes.
         offs: int32 (E,) end offsets of token groups along ``axis``, any sizes. Each group starts a new block, at the
@@ -39,9 +39,11 @@ def quantize(
         keeps the memory of ``x``. A block that holds NaN or Inf is NaN as a whole, no other block is touched.
 
     Raises:
-        ValueError: anything not as described above.
+        ValueError: another dtype or shape, an axis out of range, an unknown rounding, element type, block or backend,
+            ``offs`` with squares or with other than two axes; on a CPU, ``offs`` that is negative, decreasing or past
+            the end of the axis.
     """
-    check_dtype("x", x)
+    check_dtypes(x=x)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis {axis} is out of range for a tensor of shape {tuple(x.shape)}")
     axis %= x.ndim
@@ -59,16 +61,21 @@ def quantize(
             raise ValueError(f"offs takes 1x32 blocks of a 2-D tensor, got {block} and shape {tuple(x.shape)}")
         check_offs_type(offs)
         check_devices(x=x, offs=offs)
-    spec = OperandSpec(elem_dtype=elem_dtype, rounding=rounding, block=block, block_mn=32 if block == "32x32" else 1)
+    spec = _spec(elem_dtype, rounding, block)
     data, scale = library.quantize(x.detach(), axis, spec.key, offs, backend)
     length = x.shape[axis] if offs is None else data.shape[-1]
     mx = Operand(data, scale, spec, axis).to_mx(length, x.dtype)
     if offs is None and x.requires_grad and torch.is_grad_enabled():
-        mx = replace(mx, source=_StandIn.apply(x))
+        mx = replace(mx, source=_Source.apply(x))
     return mx
 
 
-class _StandIn(torch.autograd.Function):
+@torch.compiler.assume_constant_result
+def _spec(elem_dtype: torch.dtype, rounding: Rounding, block: Block) -> OperandSpec:
+    return OperandSpec(elem_dtype=elem_dtype, rounding=rounding, block=block, block_mn=32 if block == "32x32" else 1)
+
+
+class _Source(torch.autograd.Function):
     """A tensor of the shape and dtype of ``x`` without memory, whose gradient is that of ``x``."""
 
     @staticmethod

@@ -4,40 +4,34 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable
-from dataclasses import is_dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any
 
 import datasets
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.components.tokenizer import build_hf_tokenizer
-from torchtitan.config import JobConfig, manager
+from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.job_config import MXLinear as TorchTitanMXLinear
 from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 from torchtitan.protocols import BaseModelArgs, model_converter
 from torchtitan.protocols.train_spec import get_train_spec
 
-from titan_mxfp8 import backends
+from titan_mxfp8 import backends, workarounds
+from titan_mxfp8.arguments import check_types
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.modules import as_list, training_device
-from titan_mxfp8.moe import ROWS
-from titan_mxfp8.plugin.job_config import (
-    DISPATCH,
-    Cluster,
-    Model,
-    MXGroupedMM,
-    MXLinear,
-    Quantize,
-    converter_configs,
-    recipe_of,
-)
+from titan_mxfp8.plugin.flavors import register_flavors
+from titan_mxfp8.plugin.job_config import MXGroupedMM, converter_configs, has_our_fields, recipe_of
 from titan_mxfp8.plugin.wandb_run import fill_git_commit
-from titan_mxfp8.plugin.workarounds.moe import hide_grouped_mm_warning
-from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR
-from titan_mxfp8.workarounds.patch import is_patched, patch_of
+from titan_mxfp8.recipe import GROUPED_MM, LINEAR
+from titan_mxfp8.titan.dispatch import dispatch_of
+from titan_mxfp8.titan.fields import check_control, check_periods
+from titan_mxfp8.workarounds import torchtitan02
+from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
 
@@ -45,78 +39,70 @@ logger = logging.getLogger(__name__)
 FSDP_WITH_EP = ("llama4", "deepseek_v3", "gpt_oss")
 
 
+NUMBER_AS_STRING = ("activation_checkpoint.selective_ac_option",)  # TOML may have a number
+
+
 def check_job_config(job_config: JobConfig) -> None:
-    """Normalises lists that TOML or the command line gave as strings, and checks what the plugin is about to use.
-    Warns of a field without effect. Fills ``job.git_commit`` on rank 0, which saves the config, and registers the study
-    flavors where the config asks for them.
+    """Normalises lists that TOML or the command line gave as strings, and checks what the plugin is about to use; the
+    types of all fields are checked before. Warns of a field without effect. Fills ``job.git_commit`` on rank 0, which
+    saves the config, and registers the study flavors where the config asks for them.
 
     ``--model.converters=`` (nothing behind the sign) means no converters.
 
     Raises:
-        ValueError: a value of the wrong type, a converter that nobody registered, MXFP8 beside another quantisation, an
+        ValueError: a converter that nobody registered, MXFP8 beside another quantisation, an
             unknown recipe or backend, a backend without rebase, a report on it or on health that cannot be, a dispatch
             that cannot be, activation checkpointing or compilation that TorchTitan is known to fail at.
     """
-    check_types(job_config)
+    experts, linears = job_config.quantize.grouped_mm.mx, job_config.quantize.linear.mx
     job_config.model.converters = converters = as_list(",".join(as_list(job_config.model.converters)))
     if os.environ.get("RANK", "0") == "0":
         fill_git_commit(job_config)
     if job_config.model.study_flavors:
-        from titan_mxfp8.tools.flavors import register_flavors
-
         register_flavors()
-    _check_converters(job_config)
-    check_one_quantisation(job_config)
+    _check_converters_are_known(job_config)
+    check_converters(job_config)
     check_dispatch(job_config)
     for name, config in converter_configs(job_config).items():
-        if name not in converters:
-            continue
-        try:
-            backends.select(config.backend, hardware_of(training_device()), recipe_of(config))
-            _check_rebase_report(config)
-        except ValueError as error:
-            raise ValueError(f"[{name}] {error}") from error
-    kernel_choice = job_config.quantize.linear.mx.mxfp8_dim1_cast_kernel_choice
-    if LINEAR in converters and kernel_choice != TorchTitanMXLinear.mxfp8_dim1_cast_kernel_choice:
+        if name in converters:
+            with errors_in(name):
+                recipe = recipe_of(config)
+                backends.select(config.backend, hardware_of(training_device()), recipe)
+                check_periods(recipe, job_config.quantize.health_every, config.hopper_rebase_report)
+    kernel = linears.mxfp8_dim1_cast_kernel_choice
+    if LINEAR in converters and kernel != TorchTitanMXLinear.mxfp8_dim1_cast_kernel_choice:
         logger.warning(
-            f"[{LINEAR}] mxfp8_dim1_cast_kernel_choice = {kernel_choice!r} has no effect with titan_mxfp8: its kernels "
-            "are chosen by backend"
+            f"[{LINEAR}] mxfp8_dim1_cast_kernel_choice = {kernel!r} has no effect with titan_mxfp8: its kernels are "
+            "chosen by backend"
         )
     _check_health(job_config)
     _check_activation_checkpointing(job_config)
     _check_compile(job_config)
-    hide_grouped_mm_warning(GROUPED_MM in converters)
-    job_config.quantize.grouped_mm.mx.fqns = as_list(job_config.quantize.grouped_mm.mx.fqns)
-    job_config.quantize.linear.mx.filter_fqns = as_list(job_config.quantize.linear.mx.filter_fqns)
+    if workarounds.wanted("hide_grouped_mm_warning"):
+        torchtitan02.hide_grouped_mm_warning(GROUPED_MM in converters)
+    experts.fqns, linears.filter_fqns = as_list(experts.fqns), as_list(linears.filter_fqns)
+
+
+@contextmanager
+def errors_in(section: str) -> Iterator[None]:
+    """Within, errors begin with the section that they are in."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"[{section}] {error}") from error
 
 
 def check_dispatch(job_config: JobConfig) -> None:
     """Raises ValueError if ``dispatch`` and ``dispatch_rows`` have unknown values or contradict each other, or where
     recipe ``bf16``, the control of the dispatch, is asked of anything else."""
-    config, linears = job_config.quantize.grouped_mm.mx, job_config.quantize.linear.mx
-    converters = job_config.model.converters
-    for name, known in (("dispatch", DISPATCH), ("dispatch_rows", ROWS)):
-        if getattr(config, name) not in known:
-            raise ValueError(f"[{GROUPED_MM}] unknown {name} {getattr(config, name)!r}: use one of {', '.join(known)}")
-    if config.dispatch_rows == "worst_case" and config.dispatch in ("off", "collective"):
-        raise ValueError(
-            f"[{GROUPED_MM}] dispatch_rows = 'worst_case' and dispatch = {config.dispatch!r}: only 'symmetric' (or "
-            "'auto', where it takes that) works without a number of rows that the host has read"
-        )
-    if LINEAR in converters and linears.recipe_name == BF16.name:
-        raise ValueError(
-            f"[{LINEAR}] recipe {BF16.name!r} is no conversion of linears: leave {LINEAR} out of the converters"
-        )
-    if GROUPED_MM in converters and config.recipe_name == BF16.name:
-        if config.dispatch == "off":
-            raise ValueError(
-                f"[{GROUPED_MM}] recipe {BF16.name!r} with dispatch = 'off' is TorchTitan's own: set dispatch, or "
-                f"leave {GROUPED_MM} out of the converters"
-            )
-        if config.hopper_rebase or config.hopper_rebase_report:
-            raise ValueError(
-                f"[{GROUPED_MM}] recipe {BF16.name!r} quantises nothing: hopper_rebase has nothing to rebase"
-            )
+    experts, linears = job_config.quantize.grouped_mm.mx, job_config.quantize.linear.mx
+    with errors_in(GROUPED_MM):
+        dispatch = dispatch_of(experts.dispatch, experts.dispatch_rows)
+        if GROUPED_MM in job_config.model.converters:
+            check_control(recipe_of(experts), "experts", dispatch is not None)
+    if LINEAR in job_config.model.converters:
+        with errors_in(LINEAR):
+            check_control(recipe_of(linears), "linears", False)
 
 
 def check_transport(job_config: JobConfig) -> None:
@@ -134,34 +120,6 @@ def check_transport(job_config: JobConfig) -> None:
         )
     processes, per_host = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     check_hosts(job_config, processes, per_host)
-
-
-def check_types(job_config: JobConfig) -> None:
-    """Raises ValueError if a field of the plugin, or ``model.converters``, has a value of another type: TOML takes any.
-
-    A string stands for a list of strings too.
-    """
-    sections = {
-        "model": (Model, job_config.model),
-        "quantize": (Quantize, job_config.quantize),
-        GROUPED_MM: (MXGroupedMM, job_config.quantize.grouped_mm.mx),
-        LINEAR: (MXLinear, job_config.quantize.linear.mx),
-        "cluster": (Cluster, job_config.cluster),
-    }
-    words = {int: "a whole number", bool: "true or false", str: "a string"}
-    values = [("model.converters", list[str], job_config.model.converters)]
-    for section, (cls, config) in sections.items():
-        hints = get_type_hints(cls)
-        values += [(f"{section}.{name}", hints[name], getattr(config, name)) for name in hints]
-    for name, hint, value in values:
-        if hint in words:
-            fits = type(value) is hint
-        else:
-            fits = is_dataclass(hint) or (
-                isinstance(value, str | list) and all(isinstance(part, str) for part in value)
-            )
-        if not fits:
-            raise ValueError(f"{name} = {value!r}: it must be {words.get(hint, 'a list of strings')}")
 
 
 def check_files(job_config: JobConfig) -> None:
@@ -189,10 +147,42 @@ def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
         ValueError: degrees that do not multiply to ``world_size``, or do not divide the experts, the sequence or the
             global batch; EP without ranks for FSDP; an empty batch or sequence; an unknown model or flavor.
     """
-    parallelism, training = job_config.parallelism, job_config.training
     check_batch(job_config)
+    dims = _parallel_dims(job_config, world_size)
+    _check_expert_ranks(job_config, dims)
+    args, model, training = model_args(job_config), job_config.model, job_config.training
+    experts = getattr(getattr(args, "moe_args", None), "num_experts", 0)
+    heads, kv_heads = getattr(args, "n_heads", 0), getattr(args, "n_kv_heads", 0) or 0
+    of_model = f"of {model.name} {model.flavor}: choose a divisor"
+    expert_degree, tensor_degree = f"expert_parallel_degree {dims.ep}", f"tensor_parallel_degree {dims.tp}"
+    batch, batches = training.global_batch_size, dims.dp_replicate * dims.dp_shard
+    together = training.local_batch_size * batches
+    sizes = [
+        (experts, dims.ep, f"{expert_degree} does not divide the {experts} experts {of_model}"),
+        (heads, dims.tp, f"{tensor_degree} does not divide the {heads} attention heads {of_model}"),
+        (kv_heads, dims.tp, f"{tensor_degree} does not divide the {kv_heads} key and value heads {of_model}"),
+        (
+            training.seq_len,
+            dims.seq_len_divisor,
+            f"training.seq_len {training.seq_len} is no multiple of {dims.seq_len_divisor} = 2 x "
+            f"context_parallel_degree {dims.cp} x {tensor_degree}, which divide the sequence",
+        ),
+    ]
+    for size, divisor, message in sizes:
+        if size % divisor:
+            raise ValueError(message)
+    if batch == 0 or (batch > 0 and batch % together):  # negative: what all ranks have together
+        raise ValueError(
+            f"training.global_batch_size {batch} is no multiple of {together} = local_batch_size "
+            f"{training.local_batch_size} x {batches} data-parallel ranks"
+        )
+    return dims
+
+
+def _parallel_dims(job_config: JobConfig, world_size: int) -> ParallelDims:
+    parallelism = job_config.parallelism
     try:
-        dims = ParallelDims(
+        return ParallelDims(
             dp_replicate=parallelism.data_parallel_replicate_degree,
             dp_shard=parallelism.data_parallel_shard_degree,
             cp=parallelism.context_parallel_degree,
@@ -207,43 +197,24 @@ def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
             f"[parallelism] does not fit {world_size} processes: {error}. Start as many processes as the degrees "
             "multiply to, or change a degree (data_parallel_shard_degree = -1 takes what is left)"
         ) from error
-    ranks = dims.dp_shard * dims.cp * dims.tp
-    if dims.ep > 1 and ranks % (dims.ep * dims.etp):
+
+
+def _check_expert_ranks(job_config: JobConfig, dims: ParallelDims) -> None:
+    if dims.ep == 1:
+        return
+    ranks, model = dims.dp_shard * dims.cp * dims.tp, job_config.model.name
+    if ranks % (dims.ep * dims.etp):
         raise ValueError(
             f"expert_parallel_degree {dims.ep} x expert_tensor_parallel_degree {dims.etp} does not divide the {ranks} "
             "ranks of data_parallel_shard x context_parallel x tensor_parallel, among which it divides the experts: "
             "choose a divisor"
         )
-    if dims.ep > 1 and dims.dp_shard * dims.cp == 1 and job_config.model.name in FSDP_WITH_EP:
+    if dims.dp_shard * dims.cp == 1 and model in FSDP_WITH_EP:
         raise ValueError(
             f"expert_parallel_degree {dims.ep} takes its ranks from tensor_parallel_degree {dims.tp} alone, but where "
-            f"TorchTitan's {job_config.model.name} has EP it also needs ranks for FSDP: set "
-            "data_parallel_shard_degree or context_parallel_degree to 2 or more, or expert_parallel_degree = 1"
+            f"TorchTitan's {model} has EP it also needs ranks for FSDP: set data_parallel_shard_degree or "
+            "context_parallel_degree to 2 or more, or expert_parallel_degree = 1"
         )
-    args = model_args(job_config)
-    counts = {
-        "experts": (getattr(getattr(args, "moe_args", None), "num_experts", 0), "expert", dims.ep),
-        "attention heads": (getattr(args, "n_heads", 0), "tensor", dims.tp),
-        "key and value heads": (getattr(args, "n_kv_heads", 0) or 0, "tensor", dims.tp),
-    }
-    for what, (count, kind, degree) in counts.items():
-        if count % degree:
-            raise ValueError(
-                f"{kind}_parallel_degree {degree} does not divide the {count} {what} of {job_config.model.name} "
-                f"{job_config.model.flavor}: choose a divisor"
-            )
-    if training.seq_len % dims.seq_len_divisor:
-        raise ValueError(
-            f"training.seq_len {training.seq_len} is no multiple of {dims.seq_len_divisor} = 2 x "
-            f"context_parallel_degree {dims.cp} x tensor_parallel_degree {dims.tp}, which divide the sequence"
-        )
-    batch = training.local_batch_size * dims.dp_replicate * dims.dp_shard
-    if training.global_batch_size == 0 or (training.global_batch_size > 0 and training.global_batch_size % batch):
-        raise ValueError(
-            f"training.global_batch_size {training.global_batch_size} is no multiple of {batch} = local_batch_size "
-            f"{training.local_batch_size} x {dims.dp_replicate * dims.dp_shard} data-parallel ranks"
-        )
-    return dims
 
 
 def check_batch(job_config: JobConfig) -> None:
@@ -314,13 +285,21 @@ def model_args(job_config: JobConfig) -> BaseModelArgs:
     return flavors[job_config.model.flavor]
 
 
-def check_one_quantisation(job_config: JobConfig) -> None:
-    """Raises ValueError if ``model.converters`` mixes MXFP8 with another quantisation, such as float8."""
-    quantisations = [name for name in job_config.model.converters if name.startswith("quantize.")]
+def check_converters(job_config: JobConfig) -> None:
+    """Raises ValueError if ``model.converters`` mixes MXFP8 with another quantisation, such as float8, or has ours in a
+    config without our fields."""
+    converters = job_config.model.converters
+    quantisations = [name for name in converters if name.startswith("quantize.")]
     if len({name.rsplit(".", 1)[-1] for name in quantisations}) > 1:
         raise ValueError(
             f"model.converters = {quantisations} mixes quantisation formats, which TorchTitan does not support: keep "
             "either the .mx converters or the .float8 ones"
+        )
+    ours = [name for name in (GROUPED_MM, LINEAR) if name in converters]
+    if ours and not has_our_fields(job_config):
+        raise ValueError(
+            f"model.converters has {', '.join(map(repr, ours))} of titan_mxfp8, whose fields this config lacks: set "
+            "job.custom_config_module to 'titan_mxfp8.plugin', or to a module whose JobConfig derives from that one's"
         )
 
 
@@ -329,31 +308,31 @@ def compiles_model(job_config: JobConfig) -> bool:
     return job_config.compile.enable and "model" in job_config.compile.components
 
 
-def install() -> None:
-    """Makes TorchTitan's config manager run the checks above once it has parsed and checked a config itself.
+@around("torchtitan.config.manager.ConfigManager._validate_config")
+def validate_and_check(validate: Any, config_manager: ConfigManager) -> None:
+    """Makes TorchTitan's config manager run the checks above once it has parsed and checked a config itself. One
+    without our fields is left as it is.
 
     The layout is checked where the number of processes is known: in a process that torchrun started. Not where
     ``experimental.custom_import`` is yet to bring the model.
     """
-    validate: Callable = manager.ConfigManager._validate_config
-    if is_patched(validate):
+    config = config_manager.config
+    if not has_our_fields(config):
+        validate(config_manager)
+        check_converters(config)
         return
-
-    @patch_of(validate)
-    def validate_and_check(self: manager.ConfigManager) -> None:
-        validate(self)
-        check_job_config(self.config)
-        check_files(self.config)
-        check_transport(self.config)
-        if "WORLD_SIZE" in os.environ and not self.config.experimental.custom_import:
-            dims = check_layout(self.config, int(os.environ["WORLD_SIZE"]))
-            if os.environ.get("RANK", "0") == "0":
-                check_checkpoint(self.config, dims)
-
-    manager.ConfigManager._validate_config = validate_and_check
+    check_types(config, skip=NUMBER_AS_STRING)  # before TorchTitan takes values for what they are not
+    validate(config_manager)
+    check_job_config(config)
+    check_files(config)
+    check_transport(config)
+    if "WORLD_SIZE" in os.environ and not config.experimental.custom_import:
+        dims = check_layout(config, int(os.environ["WORLD_SIZE"]))
+        if os.environ.get("RANK", "0") == "0":
+            check_checkpoint(config, dims)
 
 
-def _check_converters(job_config: JobConfig) -> None:
+def _check_converters_are_known(job_config: JobConfig) -> None:
     known = model_converter._registry_model_converter_cls
     unknown = [name for name in job_config.model.converters if name not in known]
     if unknown and not job_config.experimental.custom_import:  # which may bring them
@@ -365,8 +344,6 @@ def _check_converters(job_config: JobConfig) -> None:
 
 def _check_health(job_config: JobConfig) -> None:
     every, metrics = job_config.quantize.health_every, job_config.metrics
-    if every < 0:
-        raise ValueError(f"quantize.health_every = {every}: a number of steps, or 0 for never")
     measured = every and converter_configs(job_config).keys() & set(job_config.model.converters)
     if measured and not (metrics.enable_tensorboard or metrics.enable_wandb):
         raise ValueError(
@@ -392,13 +369,6 @@ def _check_compile(job_config: JobConfig) -> None:
             f"torch {torch.__version__} (\"'Tensor' object has no attribute '_local_tensor'\" in backward), with or "
             "without converters. Use torch 2.11 to 2.13, compile.enable = false, or compile.components = ['loss']"
         )
-
-
-def _check_rebase_report(config: MXLinear | MXGroupedMM) -> None:
-    if config.hopper_rebase_report < 0:
-        raise ValueError(f"hopper_rebase_report is a number of steps, got {config.hopper_rebase_report}: 0 is never")
-    if config.hopper_rebase_report and recipe_of(config).block_k == 32:
-        raise ValueError("hopper_rebase_report says what rebasing changes: set hopper_rebase = true as well")
 
 
 def _check_tokenizer(path: Path) -> None:

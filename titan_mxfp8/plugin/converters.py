@@ -1,6 +1,6 @@
 """``quantize.grouped_mm.mx`` and ``quantize.linear.mx``, as TorchTitan's model converters."""
 
-import logging
+from abc import abstractmethod
 
 import torch
 from torch import nn
@@ -17,32 +17,41 @@ from torchtitan.models.qwen3.infra import parallelize as qwen3
 from torchtitan.protocols import model_converter
 
 import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
-from titan_mxfp8 import modules
-from titan_mxfp8.modules import telemetry
+from titan_mxfp8 import modules, workarounds
 from titan_mxfp8.plugin import moe
-from titan_mxfp8.plugin.checks import check_one_quantisation, compiles_model
+from titan_mxfp8.plugin.checks import check_converters
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
-from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, recipe_of
-from titan_mxfp8.plugin.workarounds.activation_checkpointing import keep_saved_outputs
+from titan_mxfp8.plugin.job_config import converter_configs, recipe_of
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
-
-logger = logging.getLogger(__name__)
+from titan_mxfp8.titan import telemetry
+from titan_mxfp8.workarounds import pytorch
 
 
 class _Converter(QuantizationConverter):
-    config: MXGroupedMM | MXLinear
+    name: str
+    kind: str
     # TorchTitan's own is an assertion; this one says what to do
-    _validate = staticmethod(check_one_quantisation)
+    _validate = staticmethod(check_converters)
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         super().__init__(job_config, parallel_dims)
-        self.health_every = job_config.quantize.health_every
-        keep_saved_outputs(job_config)
+        self.job_config, self.parallel_dims = job_config, parallel_dims
+        self.config = converter_configs(job_config)[self.name]
+        checkpointing = job_config.activation_checkpoint
+        op_level = checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
+        if op_level and workarounds.wanted("keep_saved_outputs"):
+            pytorch.keep_saved_outputs()
 
-    def observe(self, model: nn.Module, converted: list[str]) -> None:
-        """Prepares the converted modules for ``quantize.health_every`` and ``hopper_rebase_report``."""
-        if self.health_every or self.config.hopper_rebase_report:
-            telemetry.attach(model, converted)
+    @abstractmethod
+    def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
+        """Converts modules of a model, and returns their names."""
+
+    def convert(self, model: nn.Module) -> None:
+        config = self.config
+        options = {"backend": config.backend, "requantize_input": config.requantize_input}
+        converted = self.convert_modules(model, recipe=recipe_of(config), **options)
+        health_every = self.job_config.quantize.health_every
+        telemetry.attach(model, converted, self.kind, health_every, config.hopper_rebase_report)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Nothing: operands are quantised where they are used."""
@@ -51,42 +60,21 @@ class _Converter(QuantizationConverter):
 class GroupedMMConverter(_Converter):
     """Converts the routed experts that ``quantize.grouped_mm.mx.fqns`` names."""
 
-    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
-        super().__init__(job_config, parallel_dims)
-        self.job_config, self.parallel_dims = job_config, parallel_dims
-        self.config = job_config.quantize.grouped_mm.mx
-        self.compile_backend = job_config.compile.backend if compiles_model(job_config) else None
+    name, kind = GROUPED_MM, "experts"
 
-    def convert(self, model: nn.Module) -> None:
-        converted = modules.convert_experts(
-            model,
-            recipe=recipe_of(self.config),
-            fqns=self.config.fqns,
-            backend=self.config.backend,
-            compile_backend=self.compile_backend,
-            requantize_input=self.config.requantize_input,
-        )
-        if self.config.dispatch != "off":
-            moe.dispatch_tokens(model, converted, self.job_config, self.parallel_dims)
-        self.observe(model, converted)
+    def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
+        converted = modules.convert_experts(model, fqns=self.config.fqns, **options)
+        moe.dispatch_tokens(model, converted, self.job_config, self.parallel_dims)
+        return converted
 
 
 class LinearConverter(_Converter):
     """Converts the linears that ``quantize.linear.mx.filter_fqns`` does not name."""
 
-    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
-        super().__init__(job_config, parallel_dims)
-        self.config = job_config.quantize.linear.mx
+    name, kind = LINEAR, "linears"
 
-    def convert(self, model: nn.Module) -> None:
-        converted = modules.convert_linears(
-            model,
-            recipe=recipe_of(self.config),
-            filter_fqns=self.config.filter_fqns,
-            backend=self.config.backend,
-            requantize_input=self.config.requantize_input,
-        )
-        self.observe(model, converted)
+    def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
+        return modules.convert_linears(model, filter_fqns=self.config.filter_fqns, **options)
 
 
 def register() -> None:
@@ -110,8 +98,10 @@ def save_gemm_outputs() -> None:
     Each model has a set of the operators whose outputs are saved, for all others run again in backward. Of TorchTitan's
     own, every second `mm` is left out; of ours none is. The quantised operands are not saved: they are made again from
     the block's inputs, which costs one pass over memory each, where saving them would keep every weight a second time.
-    A layer that dispatches its own tokens is one operator: what its backward needs is saved, and nothing sent twice.
+    Experts, and a layer that dispatches its own tokens, are one operator: what its backward needs is saved, and nothing
+    sent twice.
     """
+    ours = torch.ops.titan_mxfp8
     for model in (deepseek_v3, gpt_oss, llama3, llama4, qwen3):
-        for operator in (torch.ops.titan_mxfp8.gemm_m_grouped, torch.ops.titan_mxfp8.moe_forward):
+        for operator in (ours.gemm_m_grouped, ours.experts_forward, ours.moe_forward):
             model._op_sac_save_list.add(operator.default)

@@ -4,109 +4,96 @@ TorchTitan merges ``JobConfig`` into its own while it parses the config. The mer
 not have ``from __future__ import annotations``.
 """
 
-import ast
-import inspect
-import itertools
-import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
-from titan_mxfp8.moe import TRANSPORTS
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR, Recipe, get_recipe
+from titan_mxfp8.titan.fields import DEFAULT_RECIPE
 
 DEFAULT_FILTER_FQNS = ("output", "router.gate")
 DEFAULT_FQNS = ("experts",)
-DISPATCH = ("off", *TRANSPORTS)
+
+
+def option(default: object) -> Callable[[str], Any]:
+    """A field with this default, a tuple for a list, and its text for ``--help``: ``option(0)("How many.")``."""
+    given = {"default_factory": lambda: list(default)} if isinstance(default, tuple) else {"default": default}
+    return lambda text: field(**given, metadata={"help": " ".join(text.split())})
 
 
 def documented(cls: type) -> type:
-    """Has ``--help`` show the string under each field of a dataclass.
-
-    tyro looks for it in the source of the class that it is given. TorchTitan gives it a merged one, which has none, and
-    tyro falls back to TorchTitan's class and text. The types of the fields are what the merge takes over.
-    """
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
-    by_name = {item.name: item for item in fields(cls)}
-    for node, text in itertools.pairwise(body):
-        if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Expr):
-            help = " ".join(ast.literal_eval(text.value).split())
-            by_name[node.target.id].type = Annotated[by_name[node.target.id].type, tyro.conf.arg(help=help)]
+    """Puts the texts of a dataclass's options into the types of its fields, which TorchTitan's merge takes over."""
+    for item in fields(cls):
+        if "help" in item.metadata:
+            item.type = Annotated[item.type, tyro.conf.arg(help=item.metadata["help"])]
     return cls
 
 
 @documented
 @dataclass
 class MXLinear:
-    recipe_name: str = "mxfp8"
-    """
+    recipe_name: str = option(DEFAULT_RECIPE)("""
     What is quantised how, in all linears: mxfp8, mxfp8_floor, mxfp8_wgrad_bf16, mxfp8_2d, mxfp8_2d_wgrad_bf16,
     mxfp8_e5m2_grad; one of these with _rebased behind it, see hopper_rebase; or one of the aliases mxfp8_rceil and
     mxfp8_cublas_rceil (= mxfp8), mxfp8_cublas (= mxfp8_floor), mxfp8_rceil_wgrad_with_hp (= mxfp8_wgrad_bf16).
-    """
+    """)
 
-    filter_fqns: list[str] = field(default_factory=lambda: list(DEFAULT_FILTER_FQNS))
-    """
+    filter_fqns: list[str] = option(DEFAULT_FILTER_FQNS)("""
     Comma-separated parts of the names of nn.Linear modules to leave in high precision; with $ behind it, a part at the
     end of a name. Routers are always left, and a linear whose in or out features are not a multiple of 32, with a log
     line that names it.
     Example: --quantize.linear.mx.filter_fqns="output,router.gate,attention.wk,attention.wv"
-    """
+    """)  # noqa: RUF009
 
-    backend: str = "auto"
-    """auto, or the name of a backend: one that cannot run on this hardware is an error. The log names the choice."""
+    backend: str = option("auto")("""
+    auto, or the name of a backend: one that cannot run on this hardware is an error. The log names the choice.
+    """)
 
-    hopper_rebase: bool = False
-    """
+    hopper_rebase: bool = option(False)("""
     Whether to take the recipe's rebased form (mxfp8_2d: mxfp8_2d_rebased), whose GEMMs scale once per 128 elements,
     much faster on an H100 or H200: four neighbouring blocks of 32, of a weight all of 32 x 128 elements, get the
     largest of their scales, and elements that become too small for it are rounded. So it is not exact MXFP8;
     hopper_rebase_report says how many elements change. Backends hopper and reference, with the same bits.
-    """
+    """)
 
-    hopper_rebase_report: int = 0
-    """
+    hopper_rebase_report: int = option(0)("""
     Steps between two log lines with the share of elements that rebasing changed in that step, in this process; 0:
     never. Measured as quantize.health_every is.
-    """
+    """)
 
-    requantize_input: bool = False
-    """
+    requantize_input: bool = option(False)("""
     Whether inputs are kept for backward as the FP8 rows that forward multiplies, and quantised once more there, along
     the tokens. That is half the memory of these inputs where the weight gradient multiplies bf16 values (mxfp8_2d on an
     H100 or H200). Where it multiplies FP8 (mxfp8_2d_rebased) they take one byte an element without it. Where forward
     multiplies bf16 values nothing changes, and a warning says so.
-    """
+    """)
 
 
 @documented
 @dataclass
 class MXGroupedMM:
-    recipe_name: str = "mxfp8"
-    """
+    recipe_name: str = option(DEFAULT_RECIPE)("""
     What is quantised how, in the routed experts; the names are those of quantize.linear.mx.recipe_name. Besides bf16,
     where dispatch is not off: the same layer with nothing quantised, the control for what the number format does.
-    """
+    """)
 
-    fqns: list[str] | str = field(default_factory=lambda: list(DEFAULT_FQNS))
-    """
+    fqns: list[str] | str = option(DEFAULT_FQNS)("""
     Comma-separated parts of the names of expert modules to convert; with $ behind it, a part at the end of a name. Only
     modules that hold one matrix per expert count: the linears of moe.shared_experts match "experts" too, and belong to
     quantize.linear.mx.
-    """
+    """)  # noqa: RUF009
 
-    backend: str = "auto"
-    """auto, or the name of a backend: one that cannot run on this hardware is an error. The log names the choice."""
+    backend: str = option("auto")("""
+    auto, or the name of a backend: one that cannot run on this hardware is an error. The log names the choice.
+    """)
 
-    hopper_rebase: bool = False
-    """As quantize.linear.mx.hopper_rebase, for the routed experts."""
+    hopper_rebase: bool = option(False)("As quantize.linear.mx.hopper_rebase, for the routed experts.")
 
-    hopper_rebase_report: int = 0
-    """As quantize.linear.mx.hopper_rebase_report, for the routed experts."""
+    hopper_rebase_report: int = option(0)("As quantize.linear.mx.hopper_rebase_report, for the routed experts.")
 
-    dispatch: str = "auto"
-    """
+    dispatch: str = option("auto")("""
     How tokens travel to their experts. off: TorchTitan's own way, in bf16, once for each of a token's experts. Else
     each token is quantised once, crosses each link once, and lands where it is multiplied: symmetric, by kernels that
     read the memory of other GPUs of one host; collective, in an all-to-all over whatever links there are; auto,
@@ -114,20 +101,18 @@ class MXGroupedMM:
     links, and the same kernels. The log says which and why. With tensor parallelism, DeepEP, or DualPipeV's overlap
     the experts keep TorchTitan's way, and the log says so; with auto also in recipes with _wgrad_bf16, whose weight
     gradient takes tokens that were not quantised. Parameters and checkpoints are the same in all.
-    """
+    """)
 
-    dispatch_rows: str = "counted"
-    """
-    Rows of the buffers that tokens land in, where dispatch is not off. counted: as many as land here, read on the
+    dispatch_rows: str = option("counted")("""
+    Rows of the buffers that receive tokens, where dispatch is not off. counted: as many as are received, read on the
     host once per layer. worst_case: as many as ever could, so that the host never waits; needs symmetric, and far more
     memory.
-    """
+    """)
 
-    requantize_input: bool = False
-    """
+    requantize_input: bool = option(False)("""
     As quantize.linear.mx.requantize_input, for routed experts whose tokens TorchTitan dispatches. Where dispatch is not
     off, x is FP8 rows in any case.
-    """
+    """)
 
 
 @dataclass
@@ -146,39 +131,38 @@ class Quantize:
     linear: QuantizedLinear = field(default_factory=QuantizedLinear)
     grouped_mm: QuantizedGroupedMM = field(default_factory=QuantizedGroupedMM)
 
-    health_every: int = 0
-    """
+    health_every: int = option(0)("""
     Every so many steps, log to TensorBoard and wandb, for each converted module and its activations, weights and
     gradients (mx_health/...), the shares of elements that saturate or are flushed to zero, and the range of the scales'
     exponents. 0: never. Of an operand with more than 16.8 million elements as many are measured, evenly spaced. These
     are of exact MXFP8; of rebased recipes the share of elements that rebasing changed is logged too, and of tokens and
     gradients that dispatch sends, what quantising the rows that arrived once more, along the tokens, changed.
-    """
+    """)
 
 
 @documented
 @dataclass
 class Model:
-    study_flavors: bool = False
-    """
-    Whether the model tables get the flavors of titan_mxfp8.tools.flavors: <flavor>_2layers and <flavor>_4layers of
+    study_flavors: bool = option(False)("""
+    Whether the model tables get the flavors of titan_mxfp8.plugin.flavors: <flavor>_2layers and <flavor>_4layers of
     several models, moe_100m of llama4 and moe_320m of deepseek_v3.
-    """
+    """)
 
 
 @documented
 @dataclass
 class Job:
-    git_commit: str = ""
-    """
+    git_commit: str = option("")("""
     Logged with the config. By default found where titan_mxfp8 lies, if that is a git repository; "-dirty" behind it
     says that files were changed since.
-    """
+    """)
 
-    save_config_file: str | None = "job_config.json"
-    """The whole config as JSON, in job.dump_folder: scripts/compare_runs.py reads it."""
+    save_config_file: str | None = option("job_config.json")("""
+    The whole config as JSON, in job.dump_folder: scripts/compare_runs.py reads it.
+    """)
 
 
+@documented
 @dataclass
 class Cluster:
     """
@@ -186,14 +170,11 @@ class Cluster:
     processes from torchrun.
     """
 
-    nodes: int = 1
-    """Machines."""
+    nodes: int = option(1)("Machines.")
 
-    gpus_per_node: int = 1
-    """GPUs of each machine."""
+    gpus_per_node: int = option(1)("GPUs of each machine.")
 
-    gpu: str = ""
-    """H20, H100, H200, B200 or GB200. Empty: the memory estimate is compared with nothing."""
+    gpu: str = option("")("H20, H100, H200, B200 or GB200. Empty: the memory estimate is compared with nothing.")
 
 
 @dataclass
@@ -202,6 +183,11 @@ class JobConfig:
     model: Model = field(default_factory=Model)
     quantize: Quantize = field(default_factory=Quantize)
     cluster: Cluster = field(default_factory=Cluster)
+
+
+def has_our_fields(job_config: object) -> bool:
+    """Whether a config was merged with ``JobConfig``. A program that imports the plugin may parse others too."""
+    return hasattr(job_config, "cluster") and hasattr(job_config.quantize, "health_every")
 
 
 def converter_configs(job_config: JobConfig) -> dict[str, MXGroupedMM | MXLinear]:

@@ -9,6 +9,7 @@ ever, but TorchTitan's hooks that dispatch and combine are left out.
 """
 
 import logging
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,12 +21,12 @@ from torchtitan.distributed.expert_parallel import ExpertParallel
 from torchtitan.models.gpt_oss.model.moe import GptOssMoE
 from torchtitan.models.moe.moe import MoE
 
-from titan_mxfp8.format.mx import ceil_div
-from titan_mxfp8.modules import Dispatch, check_memory, training_device, worst_case_bytes
+from titan_mxfp8.modules import Dispatch, training_device
 from titan_mxfp8.plugin.experts import RoutedExperts, Routing
 from titan_mxfp8.plugin.job_config import recipe_of
-from titan_mxfp8.recipe import BF16, GROUPED_MM
-from titan_mxfp8.workarounds.patch import is_patched, patch_of
+from titan_mxfp8.recipe import GROUPED_MM
+from titan_mxfp8.titan.dispatch import DispatchingLayers, choose_layers, dispatch_of, kept_layers, most_tokens
+from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
 
@@ -63,65 +64,46 @@ def dispatch_tokens(
         dims: of the whole run; None for one process.
 
     Returns:
-        The names of those layers. Those that keep TorchTitan's way are logged, with the reason.
+        The names of those layers.
 
     Raises:
-        ValueError: a transport that cannot be, too little memory for ``worst_case``, or recipe ``bf16`` for experts
-            that would be TorchTitan's own.
+        ValueError: as ``choose_layers`` and ``DispatchingLayers.connect``.
     """
     config = job_config.quantize.grouped_mm.mx
-    dispatch = Dispatch(transport=config.dispatch, rows=config.dispatch_rows)
-    layers: dict[str, nn.Module] = {}
-    left: dict[str, list[str]] = {}
-    of_the_run = _not_for_run(job_config, dims) or dispatch.refusal(recipe_of(config))
-    for fqn in converted:
-        name, _, child = fqn.rpartition(".")
-        layer = model.get_submodule(name)
-        if reason := of_the_run or _not_for_layer(layer, child):
-            left.setdefault(reason, []).append(fqn)
-        else:
-            layers[name] = layer
-    for reason, names in left.items():
-        words = (
-            f"MXFP8: dispatch = {config.dispatch!r} does not work with {reason}: TorchTitan dispatches the tokens of "
-            f"{names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}"
-        )
-        if config.recipe_name == BF16.name:
-            raise ValueError(f"{words}, with recipe {BF16.name!r} as if unconverted. Leave {GROUPED_MM} out instead")
-        logger.info(words)
-    if not layers:
+    dispatch = dispatch_of(config.dispatch, config.dispatch_rows)
+    if dispatch is None:
         return []
-    chosen = list(layers.values())
-    choice = _choose_transport(dispatch, dims, _most_rows(chosen[0], job_config, dims))
-    if config.dispatch_rows == "worst_case" and (device := _device()).type == "cuda":
-        check_worst_case(chosen, job_config, dims, torch.cuda.get_device_properties(device).total_memory)
-    for layer in layers.values():
+    of_the_run = _not_for_run(job_config, dims)
+    reasons = [(fqn, of_the_run or _not_for_layer(model, fqn)) for fqn in converted]
+    names = [fqn.rpartition(".")[0] for fqn in choose_layers(dispatch, recipe_of(config), reasons)]
+    if not names:
+        return []
+    layers = [model.get_submodule(name) for name in names]
+    group = None if dims is None or dims.ep == 1 else dims.get_mesh("ep").get_group()
+    line = dispatching_layers(layers, dispatch, job_config).connect(group, _device(), f"[{GROUPED_MM}] ")
+    for layer in layers:
         layer.__class__ = MOE_CLASSES[type(layer)]
         layer.experts.dispatch = dispatch
-    who = (
-        f"{len(layers)} MoE layers dispatch tokens themselves"
-        if len(layers) > 1
-        else "1 MoE layer dispatches tokens itself"
-    )
-    logger.info(f"MXFP8: {who}, {choice}; rows {config.dispatch_rows}")
-    return list(layers)
+    logger.info(line)
+    return names
 
 
-def check_worst_case(layers: list[MoE], job_config: JobConfig, dims: ParallelDims | None, available: float) -> None:
-    """Raises ValueError if a GPU has fewer bytes than ``worst_case`` needs at least for the layers of a model."""
-    moe = layers[0]
+def dispatching_layers(layers: list[MoE], dispatch: Dispatch, job_config: JobConfig) -> DispatchingLayers:
+    """What these layers of a model need. Where scores come first, each of a token's slots is a row of its own."""
+    moe, parallelism = layers[0], job_config.parallelism
     _, dim, hidden = moe.experts.get_parameter("mlp2_weight" if isinstance(moe, GptOssMoE) else "w2").shape
-    keeps_layers = job_config.activation_checkpoint.mode == "none"
-    needed = worst_case_bytes(
-        tokens=_most_rows(moe, job_config, dims),
-        ranks=dims.ep if dims else 1,
-        top_k=1 if moe.score_before_experts else moe.router.top_k,
+    validation = job_config.validation if job_config.validation.enable else None
+    slots = moe.router.top_k if moe.score_before_experts else 1
+    return DispatchingLayers(
+        dispatch=dispatch,
+        count=len(layers),
+        kept=kept_layers(len(layers), parallelism, job_config.activation_checkpoint.mode != "none"),
+        rows=most_tokens(job_config.training, parallelism, validation) * slots,
+        top_k=moe.router.top_k // slots,
         experts=moe.experts.num_experts,
         dim=dim,
         hidden=hidden,
-        saved_layers=ceil_div(len(layers), dims.pp if dims else 1) if keeps_layers else 1,
     )
-    check_memory(needed, available, f"[{GROUPED_MM}] ", ", or activation_checkpoint.mode = full" * keeps_layers)
 
 
 def _not_for_run(job_config: JobConfig, dims: ParallelDims | None) -> str:
@@ -135,21 +117,13 @@ def _not_for_run(job_config: JobConfig, dims: ParallelDims | None) -> str:
     return "DualPipeV's overlap" if get_dual_pipe_v_flag(job_config, dims) else ""
 
 
-def _not_for_layer(layer: nn.Module, child: str) -> str:
-    """The same for one layer, whose experts are its child of this name."""
+def _not_for_layer(model: nn.Module, fqn: str) -> str:
+    """The same for the layer around the experts of this name."""
+    name, _, child = fqn.rpartition(".")
+    layer = model.get_submodule(name)
     if type(layer) not in MOE_CLASSES or child != "experts":
         return f"experts in a {type(layer).__name__}"
     return "" if isinstance(layer.experts, RoutedExperts) else f"experts of class {type(layer.experts).__name__}"
-
-
-def _choose_transport(dispatch: Dispatch, dims: ParallelDims | None, rows: int) -> str:
-    """Which transport ``mxfp8_moe`` will take for so many rows of a rank, and why, in words. Chosen here so that an
-    error, and the log line, come before anything is trained."""
-    group = None if dims is None or dims.ep == 1 else dims.get_mesh("ep").get_group()
-    try:
-        return dispatch.connect(group, _device(), rows)
-    except ValueError as error:
-        raise ValueError(f"[{GROUPED_MM}] dispatch = {dispatch.transport!r}: {error}") from error
 
 
 def _device() -> torch.device:
@@ -158,30 +132,9 @@ def _device() -> torch.device:
     return device if device.type == "cpu" else torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def _most_rows(moe: MoE, job_config: JobConfig, dims: ParallelDims | None) -> int:
-    """The most rows that a rank sends in one forward, validation included: its tokens, or where scores come first, a
-    row for each of a token's slots."""
-    training, validation, parallelism = job_config.training, job_config.validation, job_config.parallelism
-    pipelined = dims is not None and dims.pp > 1
-    sequences = parallelism.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
-    tokens = sequences * training.seq_len
-    if validation.enable:
-        sequences = sequences if pipelined else validation.local_batch_size
-        tokens = max(tokens, sequences * validation.seq_len)
-    return tokens // (dims.cp if dims else 1) * (moe.router.top_k if moe.score_before_experts else 1)
-
-
-def install() -> None:
-    """Has expert parallelism shard the weights of layers that dispatch their own tokens, and no more. Safe to call
-    again."""
-    apply = ExpertParallel._apply
-    if is_patched(apply):
-        return
-
-    @patch_of(apply)
-    def shard_or_apply(self: ExpertParallel, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if getattr(module, "dispatch", None) is None:
-            return apply(self, module, device_mesh)
-        return distribute_module(module, device_mesh, self._partition_fn)
-
-    ExpertParallel._apply = shard_or_apply
+@around("torchtitan.distributed.expert_parallel.ExpertParallel._apply")
+def shard_weights_only(apply: Any, parallel: ExpertParallel, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    """Has expert parallelism shard the weights of layers that dispatch their own tokens, and no more."""
+    if getattr(module, "dispatch", None) is None:
+        return apply(parallel, module, device_mesh)
+    return distribute_module(module, device_mesh, parallel._partition_fn)

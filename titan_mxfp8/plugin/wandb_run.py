@@ -3,14 +3,13 @@
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
-from torchtitan.components.metrics import WandBLogger
 from torchtitan.config import JobConfig
 
-from titan_mxfp8.plugin.job_config import converter_configs, recipe_of
+from titan_mxfp8.plugin.job_config import converter_configs, has_our_fields, recipe_of
 from titan_mxfp8.recipe import GROUPED_MM
-from titan_mxfp8.workarounds.patch import is_patched, patch_of
-from titan_mxfp8.workarounds.wandb_offline import log_offline_if_the_start_fails
+from titan_mxfp8.workarounds.patch import around
 
 
 def name_run(job_config: JobConfig) -> None:
@@ -37,13 +36,17 @@ def number_formats(job_config: JobConfig) -> list[str]:
     return formats or ["bf16"]
 
 
-def git_commit(folder: Path) -> str:
-    """The commit that the files in ``folder`` are of, with ``-dirty`` behind it if some were changed since; or an empty
-    string, where there is no git or no repository."""
+def git_commit(file: Path) -> str:
+    """The commit that a file is of, with ``-dirty`` behind it if the repository was changed since; or an empty string,
+    where there is no git, or no repository that tracks the file."""
+
+    def git(*arguments: str) -> str:
+        command = ("git", "--no-optional-locks", "-C", str(file.parent), *arguments)
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
     try:
-        git = ("git", "--no-optional-locks", "-C", str(folder))
-        describe = (*git, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
-        return subprocess.run(describe, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        git("ls-files", "--error-unmatch", file.name)
+        return git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -51,20 +54,14 @@ def git_commit(folder: Path) -> str:
 def fill_git_commit(job_config: JobConfig) -> None:
     """Fills ``job.git_commit``, unless the user did. For few processes only: git looks at every file of a repository
     that a cluster's nodes may share."""
-    job_config.job.git_commit = job_config.job.git_commit or git_commit(Path(__file__).parent)
+    job_config.job.git_commit = job_config.job.git_commit or git_commit(Path(__file__))
 
 
-def install() -> None:
-    """Has TorchTitan's wandb logger name its run, log the git commit (on a pipeline's last ranks too, while the config
-    has it on rank 0 only) and, if wandb cannot start online, log offline. Safe to call again."""
-    start = WandBLogger.__init__
-    if is_patched(start):
-        return
-
-    @patch_of(start)
-    def name_and_start(self: WandBLogger, log_dir: str, job_config: JobConfig, tag: str | None = None) -> None:
+@around("torchtitan.components.metrics.WandBLogger.__init__")
+def name_and_start(start: Any, logger: Any, log_dir: str, job_config: JobConfig, tag: str | None = None) -> None:
+    """Has TorchTitan's wandb logger name its run and log the git commit (on a pipeline's last ranks too, while the
+    config has it on rank 0 only)."""
+    if has_our_fields(job_config):
         name_run(job_config)
         fill_git_commit(job_config)
-        log_offline_if_the_start_fails(self, lambda: start(self, log_dir, job_config, tag))
-
-    WandBLogger.__init__ = name_and_start
+    start(logger, log_dir, job_config, tag)

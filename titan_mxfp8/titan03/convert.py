@@ -1,60 +1,55 @@
 """TorchTitan's converters: a model config whose model is converted as soon as it is built."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.quantization import QuantizationConverter
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.model import BaseModel
+from torchtitan.trainer import Trainer
 
 import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
 from titan_mxfp8 import modules
-from titan_mxfp8.modules import Dispatch, as_list, telemetry
-from titan_mxfp8.recipe import BF16, get_recipe
+from titan_mxfp8.arguments import check_types
+from titan_mxfp8.recipe import get_recipe
+from titan_mxfp8.titan import telemetry
+from titan_mxfp8.titan.dispatch import dispatch_of
+from titan_mxfp8.titan.fields import DEFAULT_RECIPE, check_control, check_periods
 from titan_mxfp8.titan03.classes import LINEAR_CLASSES, expert_class
-from titan_mxfp8.titan03.moe import dispatch_tokens, remember
-from titan_mxfp8.workarounds.patch import is_patched, patch_of
+from titan_mxfp8.titan03.moe import dispatch_tokens
+from titan_mxfp8.workarounds.patch import around
 
-# Of this process's run, for telemetry.
-periods = {"health": 0, "experts": 0, "linears": 0}
+# The whole config while a trainer is made, which builds the model; None elsewhere.
+_trainer_config: ContextVar[Trainer.Config | None] = ContextVar("trainer_config", default=None)
 
 
 class _Converter(QuantizationConverter):
     """What both converters do.
 
     Raises:
-        ValueError: an unknown recipe, or periods that are none. When the model is built: as
+        ValueError: a field of another type, an unknown recipe, or periods that are none. When the model is built: as
             ``modules.convert_experts``, ``convert_linears``.
     """
 
     kind: str
+    dispatches = False
 
     def __init__(self, config: QuantizationConverter.Config) -> None:
-        for name in ("health_every", "hopper_rebase_report"):
-            if getattr(config, name) < 0:
-                raise ValueError(f"{name} is a number of steps, or 0 for never, got {getattr(config, name)}")
-        if config.hopper_rebase_report and get_recipe(config.recipe).block_k == 32:
-            raise ValueError("hopper_rebase_report says what rebasing changes: it takes a recipe that is rebased")
-        if get_recipe(config.recipe) == BF16 and getattr(config, "dispatch", "off") == "off":
-            raise ValueError(f"recipe {BF16.name!r} is the control of dispatch: without it, leave the {self.kind} out")
+        check_types(config)
+        self.recipe = get_recipe(config.recipe)
+        check_periods(self.recipe, config.health_every, config.hopper_rebase_report)
+        check_control(self.recipe, self.kind, self.dispatches)
         self.config = config
 
     @abstractmethod
-    def convert_model(self, model: nn.Module) -> None:
-        """Converts modules of a model that has just been built, on meta."""
-
-    def observe(self, model: nn.Module, converted: list[str]) -> None:
-        """Prepares the converted modules for ``health_every`` and ``hopper_rebase_report``."""
-        health, report = self.config.health_every, self.config.hopper_rebase_report
-        periods["health"] = max(periods["health"], health)
-        periods[self.kind] = report
-        if health or report:
-            telemetry.attach(model, converted)
+    def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
+        """Converts modules of a model that has just been built, on meta, and returns their names."""
 
     def convert(self, model_config: BaseModel.Config) -> BaseModel.Config:
         """Has the model that ``model_config`` builds converted, after what other conversions it has; gives it back.
@@ -65,13 +60,11 @@ class _Converter(QuantizationConverter):
         cls = type(model_config)
 
         def build(own: BaseModel.Config, **kwargs: object) -> nn.Module:
-            model = cls.build(own, **kwargs)
-            self.convert_model(model)
+            model, config = cls.build(own, **kwargs), self.config
+            options = {"backend": config.backend, "requantize_input": config.requantize_input}
+            converted = self.convert_modules(model, recipe=self.recipe, **options)
+            telemetry.attach(model, converted, self.kind, config.health_every, config.hopper_rebase_report)
             return model
-
-        def update_from_config(own: BaseModel.Config, *, config: object, **kwargs: object) -> None:
-            remember(config)
-            cls.update_from_config(own, config=config, **kwargs)
 
         def to_dict(own: BaseModel.Config) -> dict:
             """What a run saves of its config says what is converted, too."""
@@ -80,7 +73,6 @@ class _Converter(QuantizationConverter):
 
         qualname = f"MXFP8{cls.__qualname__.removeprefix('MXFP8')}"  # TorchTitan logs it
         members = {"__slots__": (), "__qualname__": qualname, "build": build, "to_dict": to_dict}
-        members["update_from_config"] = update_from_config
         model_config.__class__ = type(cls.__name__, (cls,), members)
         return model_config
 
@@ -96,7 +88,7 @@ class MXFP8Experts(_Converter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        recipe: str = "mxfp8"
+        recipe: str = DEFAULT_RECIPE
         fqns: Sequence[str] | str = ("experts",)
         backend: str = "auto"
         requantize_input: bool = False
@@ -106,26 +98,18 @@ class MXFP8Experts(_Converter):
         dispatch_rows: str = "counted"
 
     def __init__(self, config: Config) -> None:
+        self.dispatch = dispatch_of(config.dispatch, config.dispatch_rows)
+        self.dispatches = self.dispatch is not None
         super().__init__(config)
-        self.dispatch = None
-        if config.dispatch != "off":
-            self.dispatch = Dispatch(transport=config.dispatch, rows=config.dispatch_rows)
 
-    def convert_model(self, model: nn.Module) -> None:
-        config = self.config
+    def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
         for module in model.modules():
             if isinstance(module, GroupedExperts):
                 modules.EXPERT_CLASSES.setdefault(type(module), expert_class(type(module)))
-        converted = modules.convert_experts(
-            model,
-            recipe=config.recipe,
-            fqns=as_list(config.fqns),
-            backend=config.backend,
-            requantize_input=config.requantize_input,
-        )
+        converted = modules.convert_experts(model, fqns=self.config.fqns, **options)
         if self.dispatch is not None:
-            dispatch_tokens(model, self.dispatch, get_recipe(config.recipe))
-        self.observe(model, converted)
+            dispatch_tokens(model, converted, self.dispatch, self.recipe, _trainer_config.get())
+        return converted
 
 
 class MXFP8Linears(_Converter):
@@ -136,41 +120,56 @@ class MXFP8Linears(_Converter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        recipe: str = "mxfp8"
+        recipe: str = DEFAULT_RECIPE
         filter_fqns: Sequence[str] | str = ("lm_head", "router.gate")
         backend: str = "auto"
         requantize_input: bool = False
         health_every: int = 0
         hopper_rebase_report: int = 0
 
-    def convert_model(self, model: nn.Module) -> None:
-        config = self.config
+    def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
         modules.LINEAR_CLASSES.update(LINEAR_CLASSES)
-        converted = modules.convert_linears(
-            model,
-            recipe=config.recipe,
-            filter_fqns=as_list(config.filter_fqns),
-            backend=config.backend,
-            requantize_input=config.requantize_input,
-        )
-        self.observe(model, converted)
+        return modules.convert_linears(model, filter_fqns=self.config.filter_fqns, **options)
 
 
-def log_telemetry() -> None:
-    """Has every run that asks for it log health, and what rebasing changed. Safe to call again."""
-    telemetry.install(MetricsProcessor, lambda processor: periods)
+def convert_config(
+    converter: type[_Converter], model_config: BaseModel.Config, given: dict[str, object]
+) -> BaseModel.Config:
+    """What an override does: builds the converter of these fields, and converts.
+
+    Raises:
+        ValueError: a field that the converter does not have, or as the converter.
+    """
+    names = [item.name for item in fields(converter.Config)]
+    if unknown := set(given) - set(names):
+        raise ValueError(f"{converter.kind} has no {', '.join(sorted(unknown))}: its fields are {', '.join(names)}")
+    return converter.Config(**given).build().convert(model_config)
 
 
-def save_gemm_outputs() -> None:
+@contextmanager
+def trainer_config(config: Trainer.Config) -> Iterator[None]:
+    """Within, models are built for the trainer with this config."""
+    token = _trainer_config.set(config)
+    try:
+        yield
+    finally:
+        _trainer_config.reset(token)
+
+
+@around("torchtitan.trainer.Trainer.__init__")
+def know_the_config(init: Any, trainer: Trainer, config: Trainer.Config) -> None:
+    """Has the whole config of a trainer known while it builds the model, for the sizes of its batches."""
+    with trainer_config(config):
+        init(trainer, config)
+
+
+@around("torchtitan.distributed.activation_checkpoint.SelectiveAC.get_save_ops")
+def save_gemm_outputs(get_save_ops: Any, checkpointing: Any) -> set:
     """Has selective activation checkpointing save the outputs of the MXFP8 GEMMs, and of layers that dispatch their own
     tokens, as the plugin for 0.2.2 has it."""
-    get_save_ops = SelectiveAC.get_save_ops
-    if is_patched(get_save_ops):
-        return
-
-    @patch_of(get_save_ops)
-    def get_save_ops_and_ours(self: SelectiveAC) -> set:
-        ours = torch.ops.titan_mxfp8
-        return get_save_ops(self) | {ours.gemm_m_grouped.default, ours.moe_forward.default}
-
-    SelectiveAC.get_save_ops = get_save_ops_and_ours
+    ours = torch.ops.titan_mxfp8
+    return get_save_ops(checkpointing) | {
+        ours.gemm_m_grouped.default,
+        ours.experts_forward.default,
+        ours.moe_forward.default,
+    }

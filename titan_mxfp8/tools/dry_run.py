@@ -26,6 +26,7 @@ from titan_mxfp8 import backends
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, override_hardware
 from titan_mxfp8.modules import as_list
 from titan_mxfp8.plugin.checks import (
+    NUMBER_AS_STRING,
     check_batch,
     check_dispatch,
     check_hosts,
@@ -34,10 +35,11 @@ from titan_mxfp8.plugin.checks import (
     check_types,
     model_args,
 )
+from titan_mxfp8.plugin.flavors import is_study_flavor
 from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, converter_configs, recipe_of
-from titan_mxfp8.plugin.moe import MXFP8MoE, check_worst_case
-from titan_mxfp8.recipe import Recipe
-from titan_mxfp8.tools.flavors import is_study_flavor
+from titan_mxfp8.plugin.moe import MXFP8MoE, dispatching_layers
+from titan_mxfp8.recipe import GROUPED_MM, Recipe
+from titan_mxfp8.titan.dispatch import dispatch_of
 from titan_mxfp8.tools.memory import FILL, GIB, Memory, card_memory, estimate_memory, model_parallel_shape
 from titan_mxfp8.tools.roofline import Layer, Step
 from titan_mxfp8.tools.saved import COMPILE_BACKEND
@@ -58,7 +60,7 @@ class ClusterConfigManager(ConfigManager):
         return config_cls
 
     def _validate_config(self) -> None:
-        check_types(self.config)
+        check_types(self.config, skip=NUMBER_AS_STRING)
         plans(self.config)
         check_dispatch(self.config)
         with local_backends(self.config):
@@ -229,9 +231,11 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
         dims.build_mesh()
         with cluster_backends(job_config):
             model, args = converted_model(job_config, dims)
+        experts = job_config.quantize.grouped_mm.mx
         dispatching = [module for module in model.modules() if isinstance(module, MXFP8MoE)]
-        if card is not None and dispatching and job_config.quantize.grouped_mm.mx.dispatch_rows == "worst_case":
-            check_worst_case(dispatching, job_config, dims, card[1])
+        if card is not None and dispatching and experts.dispatch_rows == "worst_case":
+            dispatch = dispatch_of(experts.dispatch, experts.dispatch_rows)
+            dispatching_layers(dispatching, dispatch, job_config).check_memory(dims.ep, card[1], f"[{GROUPED_MM}] ")
         parameters, flops = args.get_nparams_and_flops(model, job_config.training.seq_len)
         whole = copy.deepcopy(model)
         eager = copy.deepcopy(job_config)

@@ -14,17 +14,20 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, swiglu
 from torchtitan.models.moe import moe
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_mxfp8.format.spec import UNQUANTIZED
-from titan_mxfp8.modules import convert_experts, is_expert_module
+from titan_mxfp8.modules import is_expert_module
+from titan_mxfp8.ops.grouped_mm import mxfp8_grouped_mm
 from titan_mxfp8.plugin.checks import compiles_model
 from titan_mxfp8.recipe import BF16
 
@@ -95,11 +98,13 @@ def _prepare(model: nn.Module, job_config: JobConfig, ranks: int, frees_weights:
         backward, and so keeps none.
     """
     dtype, compiled = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param], compiles_model(job_config)
-    if any(is_expert_module(module) and not hasattr(module, "mxfp8") for module in model.modules()):
-        # TorchTitan's own read their tokens' counts. This class keeps the same tensors, and reads none.
-        convert_experts(model, recipe=BF16, fqns=["layers"], compile_backend=COMPILE_BACKEND if compiled else None)
-    copies = set()
+    copies, plain = set(), torch.compile(_plain_experts, backend=COMPILE_BACKEND) if compiled else _plain_experts
     for module in model.modules():
+        is_compiled = compiled
+        if is_expert_module(module) and not hasattr(module, "mxfp8"):
+            module.forward = partial(plain, module)
+        elif is_expert_module(module):
+            is_compiled = False  # ours are one operator
         if frees_weights:
             module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # as ``fully_shard`` marks it
         if hasattr(module, "inner_attention"):
@@ -112,7 +117,7 @@ def _prepare(model: nn.Module, job_config: JobConfig, ranks: int, frees_weights:
         if parts > 1:
             module.register_forward_pre_hook(partial(_of_one_rank, parts))
         for param in module.parameters(recurse=False):
-            is_copied = param.dtype != dtype and not frees_weights and (dispatches or not compiled)
+            is_copied = param.dtype != dtype and not frees_weights and not is_compiled
             param.data = param.data.to(dtype)[: param.shape[0] // parts]
             if is_copied:
                 copies.add(_memory(param))
@@ -145,6 +150,21 @@ class _Attention(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)
         return (out, lse.squeeze(-1)) if return_lse else out
+
+
+def _plain_experts(module: nn.Module, x_MD: torch.Tensor, tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+    """TorchTitan's own experts, which on meta would read their tokens' counts: keeps the same tensors, and reads
+    none."""
+    offs_E = torch.cumsum(tokens_per_expert_E, 0, dtype=torch.int32)
+
+    def grouped_mm(a: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return mxfp8_grouped_mm(a, w.bfloat16().mT, offs_E, bias=bias, recipe=BF16)
+
+    x_MD = x_MD.bfloat16()
+    if isinstance(module, GptOssGroupedExperts):
+        h_MH = swiglu(grouped_mm(x_MD, module.mlp1_weight, module.mlp1_bias), limit=module.swiglu_limit)
+        return grouped_mm(h_MH, module.mlp2_weight, module.mlp2_bias)
+    return grouped_mm(F.silu(grouped_mm(x_MD, module.w1)) * grouped_mm(x_MD, module.w3), module.w2)
 
 
 class _RMSNorm(torch.autograd.Function):

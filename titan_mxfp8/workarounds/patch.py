@@ -1,25 +1,49 @@
-"""How the adapters replace functions of TorchTitan and torch: around whatever is there, and once."""
+"""How functions of TorchTitan and torch are replaced: around whatever is there, and once."""
 
 import functools
+import inspect
+import pkgutil
 from collections.abc import Callable
 
-MARK = "_patched_by_titan_mxfp8"
+MARK = "_titan_mxfp8_patches"
 
 
-def is_patched(function: Callable) -> bool:
-    """Whether ``function`` is a patch of ours, or somebody's ``functools.wraps`` around one."""
-    return hasattr(function, MARK)
+def around(*targets: str) -> Callable[[Callable], Callable[[], None]]:
+    """Decorates ``patch(original, *arguments)``: it becomes a function that puts the patch around each target.
 
+    The modules of the targets are imported when it is called. What is there by then, somebody's own patch included, is
+    the ``original``; a second call, or one after somebody has wrapped ours with ``functools.wraps``, changes nothing.
 
-def patch_of(function: Callable) -> Callable[[Callable], Callable]:
-    """``functools.wraps(function)``, for a patch of ours: ``is_patched`` of it is true.
-
-    ``__wrapped__``, which every decorator of that kind sets, would not tell ours from others'.
+    Args:
+        targets: dotted names of functions, or of methods.
     """
 
-    def decorate(patch: Callable) -> Callable:
-        patch = functools.wraps(function)(patch)
-        setattr(patch, MARK, True)
-        return patch
+    def decorate(patch: Callable) -> Callable[[], None]:
+        name = f"{patch.__module__}.{patch.__qualname__}"
+
+        @functools.wraps(patch)
+        def install() -> None:
+            for target in targets:
+                _put_around(target, patch, name)
+
+        del install.__wrapped__  # its arguments are not the patch's
+        return install
 
     return decorate
+
+
+def _put_around(target: str, patch: Callable, name: str) -> None:
+    owner_name, _, attribute = target.rpartition(".")
+    owner = pkgutil.resolve_name(owner_name)
+    original = getattr(owner, attribute)
+    marks = getattr(original, MARK, frozenset())
+    if name in marks:
+        return
+
+    @functools.wraps(original)
+    def patched(*args: object, **kwargs: object) -> object:
+        return patch(original, *args, **kwargs)
+
+    setattr(patched, MARK, marks | {name})
+    static = isinstance(inspect.getattr_static(owner, attribute), staticmethod)
+    setattr(owner, attribute, staticmethod(patched) if static else patched)

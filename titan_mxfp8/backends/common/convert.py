@@ -104,7 +104,7 @@ def shift_elements(byte, scale, largest, E5M2: tl.constexpr):
 
 
 @triton.jit
-def element_units(byte, E5M2: tl.constexpr):
+def halving_bits(byte, E5M2: tl.constexpr):
     """int32 whose trailing zeros say how often elements can be halved exactly: 15 to 17 are 15 or more, 18 and more
     are zeros. The bitwise or of several has those of the one with the fewest. Those of NaN mean nothing."""
     # The last bit of each sum is the smallest element.
@@ -117,10 +117,10 @@ def element_units(byte, E5M2: tl.constexpr):
 
 
 @triton.jit
-def even_scales(byte, units, ROWS: tl.constexpr):
+def coalesce_scales(byte, halvings, ROWS: tl.constexpr):
     """``format.reference.coalesce_scales``: the new scales of (ROWS, 4) blocks, neighbours in a row, from the old ones
-    and the bitwise or of each block's ``element_units``."""
-    zeros = ((units & -units).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    and the bitwise or of each block's ``halving_bits``."""
+    zeros = ((halvings & -halvings).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
     room = tl.where(zeros >= 18, 255, tl.minimum(zeros, 15))
     scale = byte
     for BLOCKS in tl.static_range(2, 5, 2):

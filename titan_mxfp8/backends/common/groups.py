@@ -10,42 +10,42 @@ from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.format.mx import ceil_div
 
 
-class UnitMap(NamedTuple):
-    """For each unit of rows of the padded axis, the rows of the packed axis that it holds.
+class RowBlockMap(NamedTuple):
+    """For each block of rows of the padded axis, the rows of the packed axis that it holds.
 
     Attributes:
-        table: int32 (2 * units + E,). For each unit the first packed row; then, for each, the end of the packed rows
-            that are the unit's, unless the unit is full before; then the end offsets of the padded groups.
-        units: how many there are.
+        table: int32 (2 * row_blocks + E,). For each block its first packed row; then, for each, the end of the packed
+            rows that are the block's, unless the block is full before; then the end offsets of the padded groups.
+        row_blocks: how many there are.
     """
 
     table: torch.Tensor
-    units: int
+    row_blocks: int
 
     @property
     def padded_offs(self) -> torch.Tensor:
         """int32 (E,) end offsets of the padded groups."""
-        return self.table[2 * self.units :]
+        return self.table[2 * self.row_blocks :]
 
 
-@triton.jit(do_not_specialize=["groups", "units", "rows"])
-def _map_units(
+@triton.jit(do_not_specialize=["groups", "row_blocks", "rows"])
+def _map_row_blocks(
     offs, table,
-    groups, units, rows,
-    UNIT: tl.constexpr, ALIGNMENT: tl.constexpr, TAIL: tl.constexpr, TAIL_ALIGNMENT: tl.constexpr,
-    UNITS: tl.constexpr, GROUPS: tl.constexpr,
+    groups, row_blocks, rows,
+    BLOCK_ROWS: tl.constexpr, ALIGNMENT: tl.constexpr, TAIL: tl.constexpr, TAIL_ALIGNMENT: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """One program: ``UNITS`` entries of a ``UnitMap``, while the groups pass by, ``GROUPS`` at a time.
+    """One program: ``ROW_BLOCKS`` blocks of a ``RowBlockMap``, while the groups pass by, ``GROUPS`` at a time.
 
-    ``offs = [2, 2, 40]`` of 50 rows, units of 32 rows, groups aligned to 32, the tail to 128: the padded groups end at
-    32, 32 and 96, so the units at 0, 32 and 64 hold rows 0..1, 2..33 and 34..39, the one at 96 nothing, and the one at
+    ``offs = [2, 2, 40]`` of 50 rows, blocks of 32 rows, groups aligned to 32, the tail to 128: the padded groups end at
+    32, 32 and 96, so the blocks at 0, 32 and 64 hold rows 0..1, 2..33 and 34..39, the one at 96 nothing, and the one at
     128 the tail, 40..49.
     """
-    padded_offs = table + 2 * units
-    unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
-    position = unit * UNIT
-    group = tl.zeros((UNITS,), tl.int32)  # groups that end at or before the unit
-    padding = tl.zeros((UNITS,), tl.int32)  # rows of padding in those groups
+    padded_offs = table + 2 * row_blocks
+    row_block = tl.program_id(0) * ROW_BLOCKS + tl.arange(0, ROW_BLOCKS)
+    position = row_block * BLOCK_ROWS
+    group = tl.zeros((ROW_BLOCKS,), tl.int32)  # groups that end at or before the block
+    padding = tl.zeros((ROW_BLOCKS,), tl.int32)  # rows of padding in those groups
     padded_start = 0
     for first in range(0, groups, GROUPS):
         g = first + tl.arange(0, GROUPS)
@@ -65,38 +65,44 @@ def _map_units(
         in_tail = position >= tail_start
         row = tl.where(in_tail, tl.load(offs + groups - 1) + position - tail_start, row)
         stop_row = tl.where(in_tail, rows, stop_row)
-    tl.store(table + unit, row, mask=unit < units)
-    tl.store(table + units + unit, stop_row, mask=unit < units)
+    tl.store(table + row_block, row, mask=row_block < row_blocks)
+    tl.store(table + row_blocks + row_block, stop_row, mask=row_block < row_blocks)
 
 
-_MAP_UNITS = Kernel(_map_units)
+_MAP_ROW_BLOCKS = Kernel(_map_row_blocks)
 
 
-def map_units(
-    offs: torch.Tensor, rows: int, *, units: int, unit: int, alignment: int, tail_alignment: int | None = None
-) -> UnitMap:
-    """The map of ``units`` units of ``unit`` rows.
+def map_row_blocks(
+    offs: torch.Tensor,
+    rows: int,
+    *,
+    row_blocks: int,
+    block_rows: int,
+    alignment: int,
+    tail_alignment: int | None = None,
+) -> RowBlockMap:
+    """The map of ``row_blocks`` blocks of ``block_rows`` rows.
 
     Args:
         offs: int32 (E,) end offsets of the packed groups, contiguous.
         rows: of the packed axis.
-        units: see ``units_with_tail``.
-        unit: rows of a unit.
-        alignment: padded groups start at multiples of it; itself a multiple of ``unit``.
-        tail_alignment: with it, the units from its next multiple on hold the rows past the last group; else no unit.
+        row_blocks: see ``row_blocks_with_tail``.
+        block_rows: of each.
+        alignment: padded groups start at multiples of it; itself a multiple of ``block_rows``.
+        tail_alignment: with it, the blocks from its next multiple on hold the rows past the last group; else none.
     """
     groups = offs.shape[0]
-    table = torch.empty(2 * units + groups, dtype=torch.int32, device=offs.device)
-    constants = (unit, alignment, tail_alignment is not None, tail_alignment, 128, 32)
-    programs = max(ceil_div(units, 128), 1)
-    _MAP_UNITS.launch(programs, (offs, table), (), (groups, units, rows), constants, device=offs.device)
-    return UnitMap(table, units)
+    table = torch.empty(2 * row_blocks + groups, dtype=torch.int32, device=offs.device)
+    constants = (block_rows, alignment, tail_alignment is not None, tail_alignment, 128, 32)
+    programs = max(ceil_div(row_blocks, 128), 1)
+    _MAP_ROW_BLOCKS.launch(programs, (offs, table), (), (groups, row_blocks, rows), constants, device=offs.device)
+    return RowBlockMap(table, row_blocks)
 
 
-def units_with_tail(rows: int, groups: int, *, unit: int, alignment: int, tail_alignment: int) -> int:
-    """Units that ``rows`` rows in ``groups`` groups and a tail fill at most, whole tail alignments.
+def row_blocks_with_tail(rows: int, groups: int, *, block_rows: int, alignment: int, tail_alignment: int) -> int:
+    """Row blocks that ``rows`` rows in ``groups`` groups and a tail fill at most, whole tail alignments.
 
     Padding adds at most ``alignment - 1`` rows to a group, and less than ``tail_alignment`` before the tail.
     """
     longest = rows + groups * (alignment - 1) + tail_alignment - 1
-    return ceil_div(longest, tail_alignment) * (tail_alignment // unit)
+    return ceil_div(longest, tail_alignment) * (tail_alignment // block_rows)

@@ -4,11 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
-from titan_mxfp8.backends.common.groups import UnitMap, map_units, units_with_tail
+from titan_mxfp8.backends.common.groups import RowBlockMap, map_row_blocks, row_blocks_with_tail
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.format.mx import ceil_div
 
-UNIT = 16  # rows that a program moves; alignments are multiples of it
+BLOCK_ROWS = 16  # rows that a program moves; alignments are multiples of it
 COLUMN_BYTES = 1024  # of a row that a program moves
 
 
@@ -18,37 +18,40 @@ def pad_token_groups(
     """The groups of ``x`` (M, D) in a buffer of ``padded_rows``, zeros elsewhere, and the padded groups' offsets."""
     x, offs = x.contiguous(), offs.contiguous()
     padded = torch.empty((padded_rows, x.shape[1]), dtype=x.dtype, device=x.device)
-    unit_map = map_units(offs, x.shape[0], units=padded_rows // UNIT, unit=UNIT, alignment=alignment)
-    _move(padded, x, unit_map, offs, pad=True)
-    return padded, unit_map.padded_offs
+    row_block_map = map_row_blocks(
+        offs, x.shape[0], row_blocks=padded_rows // BLOCK_ROWS, block_rows=BLOCK_ROWS, alignment=alignment
+    )
+    _move(padded, x, row_block_map, offs, pad=True)
+    return padded, row_block_map.padded_offs
 
 
 def unpad_token_groups(padded: torch.Tensor, offs: torch.Tensor, *, alignment: int, rows: int) -> torch.Tensor:
     """The (rows, D) that ``pad_token_groups`` was given; rows past the last group are zeros."""
     padded, offs = padded.contiguous(), offs.contiguous()
     packed = torch.empty((rows, padded.shape[1]), dtype=padded.dtype, device=padded.device)
-    kwargs = {"unit": UNIT, "alignment": alignment, "tail_alignment": UNIT}
-    unit_map = map_units(offs, rows, units=units_with_tail(rows, offs.shape[0], **kwargs), **kwargs)
-    _move(packed, padded, unit_map, offs, pad=False)
+    kwargs = {"block_rows": BLOCK_ROWS, "alignment": alignment, "tail_alignment": BLOCK_ROWS}
+    row_block_map = map_row_blocks(offs, rows, row_blocks=row_blocks_with_tail(rows, offs.shape[0], **kwargs), **kwargs)
+    _move(packed, padded, row_block_map, offs, pad=False)
     return packed
 
 
-@triton.jit(do_not_specialize=["units", "groups"])
-def _move_units(
-    out, source, table, offs, cols, units, groups, UNIT: tl.constexpr, COLS: tl.constexpr, PAD: tl.constexpr
+@triton.jit(do_not_specialize=["row_blocks", "groups"])
+def _move_row_blocks(
+    out, source, table, offs, cols, row_blocks, groups, BLOCK_ROWS: tl.constexpr, COLS: tl.constexpr, PAD: tl.constexpr
 ):
-    """One program: ``UNIT`` rows of a unit of the map, ``COLS`` of their columns, into the padded buffer or out of it.
+    """One program: ``BLOCK_ROWS`` rows of a row_block of the map, ``COLS`` of their columns, into the padded buffer or
+    out of it.
 
-    ``offs = [2, 40]`` aligned to 32: unit 3, padded rows 48..63, holds packed rows 18..33.
+    ``offs = [2, 40]`` aligned to 32: row_block 3, padded rows 48..63, holds packed rows 18..33.
     """
     col_tiles = tl.cdiv(cols, COLS)
-    unit = tl.program_id(0) // col_tiles
-    i = tl.arange(0, UNIT)
+    row_block = tl.program_id(0) // col_tiles
+    i = tl.arange(0, BLOCK_ROWS)
     col = (tl.program_id(0) % col_tiles * COLS + tl.arange(0, COLS))[None, :]
-    packed_row = tl.load(table + unit) + i
-    inside = (packed_row < tl.load(table + units + unit))[:, None]
+    packed_row = tl.load(table + row_block) + i
+    inside = (packed_row < tl.load(table + row_blocks + row_block))[:, None]
     packed = packed_row.to(tl.int64)[:, None] * cols + col
-    padded = (unit.to(tl.int64) * UNIT + i)[:, None] * cols + col
+    padded = (row_block.to(tl.int64) * BLOCK_ROWS + i)[:, None] * cols + col
     if PAD:
         tl.store(out + padded, tl.load(source + packed, mask=inside & (col < cols), other=0), mask=col < cols)
     else:
@@ -57,12 +60,14 @@ def _move_units(
         tl.store(out + packed, values, mask=inside & (col < cols))
 
 
-_MOVE_UNITS = Kernel(_move_units)
+_MOVE_ROW_BLOCKS = Kernel(_move_row_blocks)
 
 
-def _move(out: torch.Tensor, source: torch.Tensor, unit_map: UnitMap, offs: torch.Tensor, *, pad: bool) -> None:
+def _move(
+    out: torch.Tensor, source: torch.Tensor, row_block_map: RowBlockMap, offs: torch.Tensor, *, pad: bool
+) -> None:
     cols = out.shape[1]
     tile_cols = COLUMN_BYTES // out.element_size()
-    programs = unit_map.units * ceil_div(cols, tile_cols) if out.numel() else 0
-    tensors, counts = (out, source, unit_map.table, offs), (unit_map.units, offs.shape[0])
-    _MOVE_UNITS.launch(programs, tensors, (cols,), counts, (UNIT, tile_cols, pad), device=out.device)
+    programs = row_block_map.row_blocks * ceil_div(cols, tile_cols) if out.numel() else 0
+    tensors, counts = (out, source, row_block_map.table, offs), (row_block_map.row_blocks, offs.shape[0])
+    _MOVE_ROW_BLOCKS.launch(programs, tensors, (cols,), counts, (BLOCK_ROWS, tile_cols, pad), device=out.device)

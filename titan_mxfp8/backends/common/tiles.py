@@ -9,19 +9,19 @@ import triton
 import triton.language as tl
 
 from titan_mxfp8.backends.common.convert import from_elements, reciprocal_scale, scale_value, to_elements
-from titan_mxfp8.backends.common.groups import UnitMap, map_units, units_with_tail
+from titan_mxfp8.backends.common.groups import RowBlockMap, map_row_blocks, row_blocks_with_tail
 from titan_mxfp8.format.mx import BLOCK_SIZE, ragged_rows
-from titan_mxfp8.format.spec import Operand
+from titan_mxfp8.format.spec import Operand, OperandSpec
 
-LINE_BYTES = 128
+SEGMENT_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Rows and 128-byte lines of a program's tile. Its warps take 32 rows of a line each."""
+    """Rows and 128-byte segments of a program's tile. Its warps take 32 rows of a segment each."""
 
     rows: int
-    lines: int
+    segments: int
 
     @property
     def blocks(self) -> int:
@@ -29,22 +29,20 @@ class Tile:
 
     @property
     def warps(self) -> int:
-        return self.blocks * self.lines
+        return self.blocks * self.segments
 
 
-# Of FP8 rows a line is half as long: a thread then holds as many numbers as of bf16. Two of them in a tile: of scales
-# that lie in rows a whole sector is read, for 4 scales of 128 columns. Chosen without a GPU.
-ROWS_LINE = 64
-ROWS_TILE = Tile(rows=128, lines=2)
+# Columns of a segment of FP8 rows: a thread then holds as many numbers as of bf16.
+FP8_SEGMENT = 64
 
 
 @triton.jit
-def unit_rows(table, rows, tile_row, units, RAGGED: tl.constexpr, BLOCKS: tl.constexpr):
+def row_block_rows(table, rows, tile_row, row_blocks, RAGGED: tl.constexpr, BLOCKS: tl.constexpr):
     """First row of each 32-row block of a tile, and the end of the rows that are its own."""
     block = tile_row * BLOCKS + tl.arange(0, BLOCKS)
     if RAGGED:
-        start = tl.load(table + block, mask=block < units, other=0)
-        return start, tl.load(table + units + block, mask=block < units, other=0)
+        start = tl.load(table + block, mask=block < row_blocks, other=0)
+        return start, tl.load(table + row_blocks + block, mask=block < row_blocks, other=0)
     else:
         return block * 32, tl.zeros((BLOCKS,), tl.int32) + rows
 
@@ -65,44 +63,48 @@ def is_past(table, offs, groups, tile_row, BLOCKS: tl.constexpr):
 @triton.jit
 def load_tile(
     x, x_scale, table,
-    rows, cols, row_stride, tile_row, tile_col, units, limit,
-    X_SPAN: tl.constexpr, X_E5M2: tl.constexpr,
-    RAGGED: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+    rows, cols, row_stride, tile_row, tile_col, row_blocks, limit,
+    X_BLOCK_K: tl.constexpr, X_E5M2: tl.constexpr,
+    RAGGED: tl.constexpr, BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``32 * BLOCKS`` rows and ``LINES * LINE`` columns as fp32, its row and column numbers and its mask.
+    """A tile of ``32 * BLOCKS`` rows and ``SEGMENTS * SEGMENT`` columns as fp32, its row and column numbers and its
+    mask.
 
-    Rows at and past ``limit`` are zeros, but inside. With X_SPAN ``x`` is FP8 and has a scale for X_SPAN columns of a
-    row, which lie in rows (32) or across (128): see ``OperandSpec.scales``.
+    Rows at and past ``limit`` are zeros, but inside. With X_BLOCK_K ``x`` is FP8 and has a scale for X_BLOCK_K columns
+    of a row, which lie in rows (32) or across (128): see ``OperandSpec.scales``.
 
-    It lies as (8 * BLOCKS * LINES * 4, LINE): row ``32 b + 8 q + i``, column ``LINE l + c`` is at [i, b, l, q, c]. A
-    line is 128 bytes, so Triton gives a thread 16 bytes of a line, a warp four lines, and the warps the next ones: a
-    thread holds 8 rows of 8 columns (bf16), a warp 32 x 64, and no maximum of a block crosses warps. Two traps: a load
-    of five axes would leave it to the compiler which one the lanes go to, and 3.6 and 3.9 choose differently; and if
-    bytes were stored in the shape of this load, its threads would get 32 bytes, which undoes all this (3 times slower).
+    It lies as (8 * BLOCKS * SEGMENTS * 4, SEGMENT): row ``32 b + 8 q + i``, column ``SEGMENT l + c`` is at [i, b, l,
+    q, c]. A segment is 128 bytes, so Triton gives a thread 16 bytes of a segment, a warp four segments, and the warps
+    the next ones: a thread holds 8 rows of 8 columns (bf16), a warp 32 x 64, and no maximum of a block crosses warps.
+    Two traps: a load of five axes would leave it to the compiler which one the lanes go to, and 3.6 and 3.9 choose
+    differently; and if bytes were stored in the shape of this load, its threads would get 32 bytes, which undoes all
+    this (3 times slower).
     """
-    start, stop = unit_rows(table, rows, tile_row, units, RAGGED, BLOCKS)
+    start, stop = row_block_rows(table, rows, tile_row, row_blocks, RAGGED, BLOCKS)
     in_block = tl.arange(0, 8)[:, None, None, None] + 8 * tl.arange(0, 4)[None, None, None, :]
-    shape: tl.constexpr = (8, BLOCKS, LINES, 4)
-    row = tl.reshape(tl.broadcast_to(start[None, :, None, None] + in_block, shape), (32 * BLOCKS * LINES,))
-    stop = tl.reshape(tl.broadcast_to(stop[None, :, None, None], shape), (32 * BLOCKS * LINES,))
-    line = tl.arange(0, 32 * BLOCKS * LINES) // 4 % LINES
-    in_line = tl.arange(0, LINE)
-    if X_SPAN:
-        in_line = in_line // 8 * 8 + in_line % 8  # the same, but a thread gets 8 bytes of a line, and 8 rows again
-    col = (tile_col * LINES + line[:, None]) * LINE + in_line[None, :]
+    shape: tl.constexpr = (8, BLOCKS, SEGMENTS, 4)
+    row = tl.reshape(tl.broadcast_to(start[None, :, None, None] + in_block, shape), (32 * BLOCKS * SEGMENTS,))
+    stop = tl.reshape(tl.broadcast_to(stop[None, :, None, None], shape), (32 * BLOCKS * SEGMENTS,))
+    segment = tl.arange(0, 32 * BLOCKS * SEGMENTS) // 4 % SEGMENTS
+    in_segment = tl.arange(0, SEGMENT)
+    if X_BLOCK_K:
+        in_segment = (
+            in_segment // 8 * 8 + in_segment % 8
+        )  # the same, but a thread gets 8 bytes of a segment, and 8 rows again
+    col = (tile_col * SEGMENTS + segment[:, None]) * SEGMENT + in_segment[None, :]
     known_row = row < tl.minimum(stop, limit)
     known = known_row[:, None] & (col < cols)
     loaded = tl.load(x + row.to(tl.int64)[:, None] * row_stride + col, mask=known, other=0)
-    if X_SPAN:
-        WIDTH: tl.constexpr = min(LINE, X_SPAN)
-        first_col = (tile_col * LINES + line[:, None]) * LINE + tl.arange(0, LINE // WIDTH)[None, :] * WIDTH
-        if X_SPAN == 32:
+    if X_BLOCK_K:
+        WIDTH: tl.constexpr = min(SEGMENT, X_BLOCK_K)
+        first_col = (tile_col * SEGMENTS + segment[:, None]) * SEGMENT + tl.arange(0, SEGMENT // WIDTH)[None, :] * WIDTH
+        if X_BLOCK_K == 32:
             at = row.to(tl.int64)[:, None] * tl.cdiv(cols, 32) + first_col // 32
         else:
             at = (first_col // 128).to(tl.int64) * (tl.cdiv(rows, 16) * 16) + row[:, None]
         scale = tl.load(x_scale + at, mask=known_row[:, None] & (first_col < cols), other=0).to(tl.int32)
-        in_blocks = tl.reshape(from_elements(loaded, X_E5M2), (32 * BLOCKS * LINES, LINE // WIDTH, WIDTH))
-        values = tl.reshape(in_blocks * scale_value(scale)[:, :, None], (32 * BLOCKS * LINES, LINE))
+        in_blocks = tl.reshape(from_elements(loaded, X_E5M2), (32 * BLOCKS * SEGMENTS, SEGMENT // WIDTH, WIDTH))
+        values = tl.reshape(in_blocks * scale_value(scale)[:, :, None], (32 * BLOCKS * SEGMENTS, SEGMENT))
     else:
         values = loaded.to(tl.float32)
     inside = (row < stop)[:, None] & (col < cols)
@@ -111,15 +113,15 @@ def load_tile(
 
 @triton.jit
 def columns_to_elements(
-    values, byte, E5M2: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr
+    values, byte, E5M2: tl.constexpr, BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr
 ):
-    """Elements of a tile with scale bytes (BLOCKS, LINES, LINE), laid out for ``transposed``.
+    """Elements of a tile with scale bytes (BLOCKS, SEGMENTS, SEGMENT), laid out for ``transposed``.
 
     The conversion takes two neighbouring registers. They should hold two rows, whose bytes are to be neighbours: so
     rows are split into even and odd ones and joined on a new last axis. With two columns in them it costs a byte
     permutation for each element, and ptxas 12.8 (Triton 3.6) loses bytes where elements are stored in both orders.
     """
-    pairs = tl.permute(tl.reshape(values, (4, 2, BLOCKS, LINES, 4, LINE)), (0, 2, 3, 4, 5, 1))
+    pairs = tl.permute(tl.reshape(values, (4, 2, BLOCKS, SEGMENTS, 4, SEGMENT)), (0, 2, 3, 4, 5, 1))
     even, odd = tl.split(pairs)
     reciprocal = reciprocal_scale(byte)[None, :, :, None, :]
     scaled = tl.join(even * reciprocal, odd * reciprocal)
@@ -127,9 +129,9 @@ def columns_to_elements(
 
 
 @triton.jit
-def transposed(elements, BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr):
+def transposed(elements, BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr):
     """The bytes of ``columns_to_elements`` as (columns, rows)."""
-    return tl.reshape(tl.permute(elements, (2, 4, 1, 3, 0, 5)), (LINES * LINE, BLOCKS * 32))
+    return tl.reshape(tl.permute(elements, (2, 4, 1, 3, 0, 5)), (SEGMENTS * SEGMENT, BLOCKS * 32))
 
 
 class Matrices(NamedTuple):
@@ -163,11 +165,16 @@ def as_rows(x: torch.Tensor) -> Matrices:
 
 
 def source_of(x: torch.Tensor, rows: Operand | None) -> tuple[int, tuple[int, bool]]:
-    """Columns of a line of ``x``, and how ``load_tile`` reads it (X_SPAN, X_E5M2): numbers, or FP8 elements, which are
-    those of ``rows``."""
+    """Columns of a segment of ``x``, and how ``load_tile`` reads it (X_BLOCK_K, X_E5M2): numbers, or FP8 elements,
+    which are those of ``rows``."""
     if rows is None:
-        return LINE_BYTES // x.element_size(), (0, False)
-    return ROWS_LINE, (rows.spec.block_k, rows.spec.elem_dtype == torch.float8_e5m2)
+        return SEGMENT_BYTES // x.element_size(), (0, False)
+    return FP8_SEGMENT, (rows.spec.block_k, rows.spec.elem_dtype == torch.float8_e5m2)
+
+
+def rounding_of(spec: OperandSpec) -> tuple[bool, bool]:
+    """The constants FLOOR and E5M2 of a kernel that quantises."""
+    return spec.rounding == "floor", spec.elem_dtype == torch.float8_e5m2
 
 
 def lies_transposed(x: torch.Tensor) -> bool:
@@ -179,11 +186,15 @@ def lies_transposed(x: torch.Tensor) -> bool:
     return x.shape[-1] % BLOCK_SIZE == 0 and x.shape[-2] % BLOCK_SIZE == 0
 
 
-def map_tiles(offs: torch.Tensor, rows: int, tile: Tile, *, tail: bool, alignment: int = BLOCK_SIZE) -> UnitMap:
+def map_tiles(offs: torch.Tensor, rows: int, tile: Tile, *, tail: bool, alignment: int = BLOCK_SIZE) -> RowBlockMap:
     """The map of the 32-row blocks of tiles; with ``tail``, whole tiles hold the rows past the last group."""
-    groups, unit = offs.shape[0], BLOCK_SIZE
+    groups, block_rows = offs.shape[0], BLOCK_SIZE
     if not tail:
-        units = ragged_rows(rows, groups, alignment) // unit
-        return map_units(offs, rows, units=units, unit=unit, alignment=alignment)
-    units = units_with_tail(rows, groups, unit=unit, alignment=alignment, tail_alignment=tile.rows)
-    return map_units(offs, rows, units=units, unit=unit, alignment=alignment, tail_alignment=tile.rows)
+        row_blocks = ragged_rows(rows, groups, alignment) // block_rows
+        return map_row_blocks(offs, rows, row_blocks=row_blocks, block_rows=block_rows, alignment=alignment)
+    row_blocks = row_blocks_with_tail(
+        rows, groups, block_rows=block_rows, alignment=alignment, tail_alignment=tile.rows
+    )
+    return map_row_blocks(
+        offs, rows, row_blocks=row_blocks, block_rows=block_rows, alignment=alignment, tail_alignment=tile.rows
+    )

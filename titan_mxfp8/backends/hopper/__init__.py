@@ -15,17 +15,26 @@ from dataclasses import replace
 
 import torch
 
-from titan_mxfp8.backends import Gemm, Plan, SwigluGradients, reference, triton
+from titan_mxfp8.backends import Gemm, Plan, reference, triton
 from titan_mxfp8.backends.common import gemm as portable
-from titan_mxfp8.backends.common import swiglu as fused
-from titan_mxfp8.backends.common.dequantize import dequantize
+from titan_mxfp8.backends.common.quantizers import quantize, quantize_both, requantize
+from titan_mxfp8.backends.common.swiglu import swiglu, swiglu_backward
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm
-from titan_mxfp8.backends.hopper import quantize as hopper
-from titan_mxfp8.format.spec import Operand, OperandSpec, check_k_grouped, check_m_grouped
+from titan_mxfp8.format.spec import Operand, check_k_grouped, check_m_grouped
 from titan_mxfp8.recipe import Recipe
 
-swiglu = fused.swiglu
+__all__ = [
+    "dual_gemm_m_grouped",
+    "gemm_k_grouped",
+    "gemm_m_grouped",
+    "plan",
+    "quantize",
+    "quantize_both",
+    "requantize",
+    "swiglu",
+    "swiglu_backward",
+]
 
 
 def plan(recipe: Recipe, hardware: Hardware) -> Plan:
@@ -40,37 +49,6 @@ def plan(recipe: Recipe, hardware: Hardware) -> Plan:
 
 def _coalesced(gemm: Gemm) -> Gemm:
     return Gemm(a=replace(gemm.a, stored="coalesced"), b=replace(gemm.b, stored="coalesced"), mma_dtype="FP8")
-
-
-def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
-    """``Backend.quantize``."""
-    return (hopper if _is_own(spec) else triton).quantize(x, axis, spec, offs)
-
-
-def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
-    """``Backend.requantize``."""
-    if not _is_own(spec):
-        return triton.requantize(rows, axis, spec, offs)
-    if axis == 1:
-        values = dequantize(rows, torch.float32)
-        return quantize(values, 1, replace(spec, rounding="rceil"), None)._replace(spec=spec)
-    return hopper.requantize(rows, spec, offs)
-
-
-def quantize_both(
-    x: torch.Tensor, last: OperandSpec, first: OperandSpec, offs: torch.Tensor | None
-) -> tuple[Operand, Operand]:
-    """``Backend.quantize_both``."""
-    if last == first and _is_own(last):
-        return hopper.quantize_both(x, last, first, offs)
-    if not _is_own(last) and not _is_own(first):
-        return triton.quantize_both(x, last, first, offs)
-    return quantize(x, x.ndim - 1, last, None), quantize(x, x.ndim - 2, first, offs)  # nothing makes both in one read
-
-
-def _is_own(spec: OperandSpec) -> bool:
-    """Whether the quantisers of this folder make it, not the portable ones."""
-    return spec.stored == "coalesced" or spec.block_k == 128
 
 
 def gemm_m_grouped(
@@ -100,7 +78,7 @@ def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch
     first, second = products
     if not _is_fp8(*first):
         return [portable.dual_gemm_m_grouped(first, second, offs)]
-    return [gemm.gemm_m_grouped(*first, offs, None, torch.bfloat16, zero_tail=False, plus=second)]
+    return [gemm.gemm_m_grouped(*first, offs, None, torch.bfloat16, zero_tail=False, second=second)]
 
 
 def _is_fp8(a: Operand, b: Operand) -> bool:
@@ -129,25 +107,3 @@ def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype:
             "as plan() says"
         )
     return (portable if a.spec.block_k == 32 else gemm).gemm_k_grouped(a, b, offs, out_dtype)
-
-
-def swiglu_backward(
-    inputs: list[torch.Tensor],
-    scores_M: torch.Tensor | None,
-    limit: float | None,
-    last: OperandSpec,
-    first: OperandSpec,
-    h_first: OperandSpec,
-    offs: torch.Tensor | None,
-) -> SwigluGradients:
-    """``Backend.swiglu_backward``. What is rebased along both axes goes through bf16: on an H200, 131072 x 2048, one
-    kernel that made everything from the three inputs took 3.4 ms."""
-    if first.block_k != 128:
-        return fused.swiglu_backward(inputs, scores_M, limit, last, first, h_first, offs)
-    dgate, dup, sh, dscores = fused.gradients(inputs, scores_M, limit, offs)
-    dgate_rowwise, dgate_columnwise = hopper.quantize_groups(dgate, last, first, offs)
-    del dgate
-    dup_rowwise, dup_columnwise = hopper.quantize_groups(dup, last, first, offs)
-    del dup
-    _, sh_columnwise = hopper.quantize_groups(sh, None, h_first, offs)
-    return SwigluGradients(dgate_rowwise, dup_rowwise, dgate_columnwise, dup_columnwise, sh_columnwise, dscores)

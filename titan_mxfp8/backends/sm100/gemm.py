@@ -9,15 +9,17 @@ With groups they give bf16, add no bias and want E4M3 on both sides: a bias is a
 outputs and E5M2 go to the portable kernels.
 """
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
 
 from titan_mxfp8.backends.common import gemm as portable
-from titan_mxfp8.backends.common.groups import map_units
+from titan_mxfp8.backends.common.groups import map_row_blocks
 from titan_mxfp8.backends.common.launch import Kernel
+from titan_mxfp8.backends.common.swizzled import swizzle_scales
 from titan_mxfp8.backends.hardware import multiprocessors
-from titan_mxfp8.backends.sm100.quantize import swizzle_scales
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.format.spec import Operand, check_k_grouped, check_m_grouped
 from titan_mxfp8.format.swizzle import unswizzle
@@ -34,9 +36,9 @@ def gemm_m_grouped(
     """``Backend.gemm_m_grouped``."""
     check_m_grouped(a, b)
     if not _is_torchs(a, b, offs, out_dtype):
-        a, b = _unblocked(a, offs), _unblocked(b, None)
+        a, b = _unswizzled(a, offs), _unswizzled(b, None)
         return portable.gemm_m_grouped(a, b, offs, bias, out_dtype, zero_tail)
-    a, b = _blocked(a, offs), _blocked(b, None)
+    a, b = _swizzled(a, offs), _swizzled(b, None)
     if offs is None:
         own = bias is not None and bias.dtype == out_dtype == torch.bfloat16  # what it adds before it rounds
         b = b._replace(data=b.data[0], scale=b.scale[0])
@@ -47,16 +49,21 @@ def gemm_m_grouped(
     return out_MD
 
 
+def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch.Tensor | None) -> list[torch.Tensor]:
+    """``Backend.dual_gemm_m_grouped``, of each product."""
+    return [gemm_m_grouped(a, b, offs, None, torch.bfloat16, zero_tail=False) for a, b in products]
+
+
 def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """``Backend.gemm_k_grouped``."""
     check_k_grouped(a, b)
     if not a.spec.is_quantized or not _is_torchs(a, b, offs, out_dtype):
-        return portable.gemm_k_grouped(_unblocked(a, offs), _unblocked(b, offs), offs, out_dtype)
-    a, b = _blocked(a, offs), _blocked(b, offs)
+        return portable.gemm_k_grouped(_unswizzled(a, offs), _unswizzled(b, offs), offs, out_dtype)
+    a, b = _swizzled(a, offs), _swizzled(b, offs)
     if offs is None:
         return scaled_mm(a, b, None, out_dtype)[None]
     tokens = a.data.shape[1]
-    padded_offs = map_units(offs, tokens, units=0, unit=BLOCK_SIZE, alignment=BLOCK_SIZE).padded_offs
+    padded_offs = map_row_blocks(offs, tokens, row_blocks=0, block_rows=BLOCK_SIZE, alignment=BLOCK_SIZE).padded_offs
     out_ENK = scaled_grouped_mm(a, b, padded_offs)
     zero_empty_groups(out_ENK, offs)
     return out_ENK
@@ -88,11 +95,11 @@ def _is_torchs(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: tor
     return are_e4m3 and (offs is None or out_dtype == torch.bfloat16)
 
 
-def _blocked(operand: Operand, offs: torch.Tensor | None) -> Operand:
+def _swizzled(operand: Operand, offs: torch.Tensor | None) -> Operand:
     return operand if operand.spec.scales == "swizzled" else swizzle_scales(operand, offs)
 
 
-def _unblocked(operand: Operand, offs: torch.Tensor | None) -> Operand:
+def _unswizzled(operand: Operand, offs: torch.Tensor | None) -> Operand:
     """For the portable kernels: plain torch, as few operands come here."""
     return unswizzle(operand, offs) if operand.spec.scales == "swizzled" else operand
 

@@ -16,61 +16,33 @@ from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.tiles import (
     as_matrices,
     columns_to_elements,
-    lies_transposed,
     load_tile,
+    rounding_of,
     source_of,
     store_matrix,
     transposed,
 )
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
-from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.format.spec import Operand
 from titan_mxfp8.format.swizzle import TILE_COLUMNS, TILE_LINES
-
-
-def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
-    """``Backend.quantize`` of (M, C) or (E, R, C) to FP8 with swizzled scales."""
-    along_last, other = axis == x.ndim - 1, 2 * x.ndim - 3 - axis  # other: of the last two axes
-    if offs is None and lies_transposed(x):
-        return quantize(x.mT, other, spec, None)._replace(axis=axis)
-    operand = spec.empty(x, axis, None if offs is None else offs.shape[0])
-    _launch(x, operand if along_last else None, None if along_last else operand, offs)
-    return operand
-
-
-def quantize_both(x: torch.Tensor, spec: OperandSpec, offs: torch.Tensor | None) -> tuple[Operand, Operand]:
-    """``Backend.quantize_both`` to FP8 with swizzled scales, in one read of ``x``."""
-    if offs is None and lies_transposed(x):
-        along_last, along_first = quantize_both(x.mT, spec, None)
-        return along_first._replace(axis=x.ndim - 1), along_last._replace(axis=x.ndim - 2)
-    groups = None if offs is None else offs.shape[0]
-    last, first = spec.empty(x, x.ndim - 1, groups), spec.empty(x, x.ndim - 2, groups)
-    _launch(x, last, first, offs)
-    return last, first
-
-
-def requantize(rows: Operand, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
-    """``Backend.requantize`` of FP8 with scales in rows, along axis 0."""
-    operand = spec.empty(rows.data, 0, None if offs is None else offs.shape[0])
-    _launch(rows.data, None, operand, offs, rows)
-    return operand
 
 
 def swizzle_scales(operand: Operand, offs: torch.Tensor | None) -> Operand:
     """``format.swizzle.block``, for operands that come with their scales in rows."""
     spec, groups = replace(operand.spec, block_mn=1, scales="swizzled"), None if offs is None else offs.shape[0]
-    *rest, lines, length = operand.data.shape
+    *rest, rows, length = operand.data.shape
     by_rows = operand.axis == operand.data.ndim - 1
     shape = spec.scale_shape(operand.data.shape, groups, by_rows)
     scale = torch.empty(shape, dtype=torch.uint8, device=operand.data.device)
-    columns, row_tiles = operand.scale.shape[-1], ceil_div(lines, TILE_LINES)
+    columns, row_tiles = operand.scale.shape[-1], ceil_div(rows, TILE_LINES)
     column_tiles, table = ceil_div(columns, TILE_COLUMNS), None
     if by_rows and groups:
-        table, row_tiles = map_tiles(offs, lines, shape[0])
+        table, row_tiles = map_tiles(offs, rows, shape[0])
     elif groups:
         table, column_tiles = map_tiles(offs, length, shape[1] * BLOCK_SIZE)
-    _BLOCK_SCALES.launch(
+    _SWIZZLE_SCALES.launch(
         (rest[0] if rest else 1) * row_tiles * ceil_div(column_tiles, 8), (operand.scale, scale, table), (),
-        (lines, columns, row_tiles, column_tiles), (groups is not None, by_rows, operand.spec.block_mn, 8),
+        (rows, columns, row_tiles, column_tiles), (groups is not None, by_rows, operand.spec.block_mn, 8),
         device=scale.device,
     )  # fmt: skip
     return Operand(operand.data, scale, spec, operand.axis)
@@ -158,44 +130,44 @@ def tile_of(table, tile, tile_col, rows, col_tiles, tiles, RAGGED: tl.constexpr)
         place = token
         before = 0
         width = tiles
-    last_tile = (tile * col_tiles + tile_col).to(tl.int64) * 512
-    first_tile = (before * col_tiles + tile_col * width + tile - before).to(tl.int64) * 512
-    return token.to(tl.int64), left, place, last_tile, first_tile
+    rowwise_tile = (tile * col_tiles + tile_col).to(tl.int64) * 512
+    columnwise_tile = (before * col_tiles + tile_col * width + tile - before).to(tl.int64) * 512
+    return token.to(tl.int64), left, place, rowwise_tile, columnwise_tile
 
 
 @triton.jit
 def store_scales(
-    scales, byte, line_block, column, lines, SQUARES: tl.constexpr, LINE_BLOCKS: tl.constexpr, COLUMNS: tl.constexpr
+    scales, byte, row_block, column, rows, SQUARES: tl.constexpr, ROW_BLOCKS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Stores bytes (32, LINE_BLOCKS, COLUMNS) of a tile: line ``32 (line_block + b) + r``, column ``column + c`` is at
+    """Stores bytes (32, ROW_BLOCKS, COLUMNS) of a tile: row ``32 (row_block + b) + r``, column ``column + c`` is at
     [r, b, c]."""
-    at = tl.arange(0, 32 * LINE_BLOCKS * COLUMNS)
-    in_block = at // (LINE_BLOCKS * COLUMNS)
-    line_block += at // COLUMNS % LINE_BLOCKS
-    byte = tl.reshape(byte, (32 * LINE_BLOCKS * COLUMNS,))
-    if SQUARES:  # one at the edge has lines that there are not
-        byte = tl.where(line_block * 32 + in_block < lines, byte, 0)
-    tl.store(scales + in_block * 16 + line_block * 4 + column + at % COLUMNS, byte.to(tl.uint8))
+    at = tl.arange(0, 32 * ROW_BLOCKS * COLUMNS)
+    in_block = at // (ROW_BLOCKS * COLUMNS)
+    row_block += at // COLUMNS % ROW_BLOCKS
+    byte = tl.reshape(byte, (32 * ROW_BLOCKS * COLUMNS,))
+    if SQUARES:  # one at the edge has rows that there are not
+        byte = tl.where(row_block * 32 + in_block < rows, byte, 0)
+    tl.store(scales + in_block * 16 + row_block * 4 + column + at % COLUMNS, byte.to(tl.uint8))
 
 
 @triton.jit
 def square_scales(values, FLOOR: tl.constexpr, E5M2: tl.constexpr):
-    """Scale bytes of the 32x32 squares of (8, BLOCKS, LINES, 4, LINE): (BLOCKS, LINES, LINE / 32)."""
+    """Scale bytes of the 32x32 squares of (8, BLOCKS, SEGMENTS, 4, SEGMENT): (BLOCKS, SEGMENTS, SEGMENT / 32)."""
     amax = tl.max(tl.max(magnitude_bits(values), 0), 2)
     BLOCKS: tl.constexpr = amax.shape[0]
-    LINES: tl.constexpr = amax.shape[1]
-    LINE: tl.constexpr = amax.shape[2]
-    return scale_byte(tl.max(tl.reshape(amax, (BLOCKS, LINES, LINE // 32, 32)), 3), FLOOR, E5M2)
+    SEGMENTS: tl.constexpr = amax.shape[1]
+    SEGMENT: tl.constexpr = amax.shape[2]
+    return scale_byte(tl.max(tl.reshape(amax, (BLOCKS, SEGMENTS, SEGMENT // 32, 32)), 3), FLOOR, E5M2)
 
 
 @triton.jit
-def store_along_last(
+def store_rowwise(
     values, data, scales, left, block, tile_col, cols,
     SQUARES: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
-    BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+    BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """Stores ``32 * BLOCKS`` rows of a tile, (8, BLOCKS, LINES, 4, LINE), as ``load_tile`` lays them, quantised along
-    the last axis.
+    """Stores ``32 * BLOCKS`` rows of a tile, (8, BLOCKS, SEGMENTS, 4, SEGMENT), as ``load_tile`` lays them, quantised
+    along the last axis.
 
     Args:
         data, scales: of the tile's first row, and the tile of scales.
@@ -203,15 +175,15 @@ def store_along_last(
         block: which 32 rows of the tile are the first ones.
     """
     values = values.to(tl.float32)
-    in_blocks = tl.reshape(values, (8, BLOCKS, LINES, 4, LINE // 32, 32))
+    in_blocks = tl.reshape(values, (8, BLOCKS, SEGMENTS, 4, SEGMENT // 32, 32))
     if SQUARES:
         byte = square_scales(values, FLOOR, E5M2)
-        byte = tl.broadcast_to(byte[None, :, :, None, :], (8, BLOCKS, LINES, 4, LINE // 32))
+        byte = tl.broadcast_to(byte[None, :, :, None, :], (8, BLOCKS, SEGMENTS, 4, SEGMENT // 32))
     else:
         byte = scale_byte(tl.max(magnitude_bits(in_blocks), 5), FLOOR, E5M2)
     scaled = in_blocks * reciprocal_scale(byte)[:, :, :, :, :, None]
     elements = to_elements(scaled, byte[:, :, :, :, :, None], E5M2)
-    elements = tl.reshape(elements, (8, BLOCKS, LINES, 4, LINE))
+    elements = tl.reshape(elements, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
     elements = tl.reshape(tl.permute(elements, (1, 3, 0, 2, 4)), (32 * BLOCKS, 128))
     row = block * 32 + tl.arange(0, 32 * BLOCKS)
     store_matrix(data, elements, row, left, tile_col * 128 + tl.arange(0, 128), cols)
@@ -219,19 +191,21 @@ def store_along_last(
 
 
 @triton.jit
-def store_along_first(
+def store_columnwise(
     values, data, scales, left, block, tile_col, cols, padded_blocks,
     SQUARES: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
-    BLOCKS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+    BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """The same along the first axis; ``data`` of where the tile's first row lies there."""
     values = values.to(tl.float32)
     if SQUARES:
         byte = square_scales(values, FLOOR, E5M2)
-        byte = tl.reshape(tl.broadcast_to(byte[:, :, :, None], (BLOCKS, LINES, LINE // 32, 32)), (BLOCKS, LINES, LINE))
+        byte = tl.reshape(
+            tl.broadcast_to(byte[:, :, :, None], (BLOCKS, SEGMENTS, SEGMENT // 32, 32)), (BLOCKS, SEGMENTS, SEGMENT)
+        )
     else:
         byte = scale_byte(tl.max(tl.max(magnitude_bits(values), 0), 2), FLOOR, E5M2)
-    elements = transposed(columns_to_elements(values, byte, E5M2, BLOCKS, LINES, LINE), BLOCKS, LINES, LINE)
+    elements = transposed(columns_to_elements(values, byte, E5M2, BLOCKS, SEGMENTS, SEGMENT), BLOCKS, SEGMENTS, SEGMENT)
     row = block * 32 + tl.arange(0, 32 * BLOCKS)
     col = tile_col * 128 + tl.arange(0, 128)
     pointers = data + col.to(tl.int64)[:, None] * (padded_blocks * 32) + row[None, :]
@@ -244,107 +218,109 @@ def store_along_first(
 
 @triton.jit(do_not_specialize=["rows", "padded_blocks", "tiles"])
 def _quantize_tiles(
-    x, x_scale, last_data, last_scale, first_data, first_scale, table,
+    x, x_scale, rowwise_data, rowwise_scale, columnwise_data, columnwise_scale, table,
     cols, batch_stride, row_stride,
     rows, padded_blocks, tiles,
-    X_SPAN: tl.constexpr, X_E5M2: tl.constexpr,
-    LAST: tl.constexpr, FIRST: tl.constexpr, RAGGED: tl.constexpr, SQUARES: tl.constexpr,
-    FLOOR: tl.constexpr, E5M2: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+    X_BLOCK_K: tl.constexpr, X_E5M2: tl.constexpr,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, RAGGED: tl.constexpr, SQUARES: tl.constexpr,
+    FLOOR: tl.constexpr, E5M2: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of 128 rows x 128 columns of one matrix, in blocks along the last axis (LAST), the one before
-    (FIRST), or both."""
-    tl.static_assert(LINES * LINE == 128)
+    """One program: a tile of 128 rows x 128 columns of one matrix, in blocks along the last axis (ROWWISE), the one
+    before (COLUMNWISE), or both."""
+    tl.static_assert(SEGMENTS * SEGMENT == 128)
     col_tiles = tl.cdiv(cols, 128)
     tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
     tile = tl.program_id(0) // col_tiles % tiles
     batch = (tl.program_id(0) // col_tiles // tiles).to(tl.int64)
-    token, left, place, last_tile, first_tile = tile_of(table, tile, tile_col, rows, col_tiles, tiles, RAGGED)
-    if X_SPAN:
+    token, left, place, rowwise_tile, columnwise_tile = tile_of(table, tile, tile_col, rows, col_tiles, tiles, RAGGED)
+    if X_BLOCK_K:
         x_scale += token * tl.cdiv(cols, 32)
     values, _, _, _ = load_tile(
         x + batch * batch_stride + token * row_stride, x_scale, None, left, cols, row_stride, 0, tile_col, 4, left,
-        X_SPAN, X_E5M2, False, 4, LINES, LINE,
+        X_BLOCK_K, X_E5M2, False, 4, SEGMENTS, SEGMENT,
     )  # fmt: skip
-    values = tl.reshape(values, (8, 4, LINES, 4, LINE))
+    values = tl.reshape(values, (8, 4, SEGMENTS, 4, SEGMENT))
     scales_before = batch * tiles * col_tiles * 512
-    if LAST:
-        store_along_last(
-            values, last_data + (batch * rows + token) * cols, last_scale + scales_before + last_tile,
-            left, 0, tile_col, cols, SQUARES, FLOOR, E5M2, 4, LINES, LINE,
+    if ROWWISE:
+        store_rowwise(
+            values, rowwise_data + (batch * rows + token) * cols, rowwise_scale + scales_before + rowwise_tile,
+            left, 0, tile_col, cols, SQUARES, FLOOR, E5M2, 4, SEGMENTS, SEGMENT,
         )  # fmt: skip
-    if FIRST:
-        store_along_first(
-            values, first_data + batch * cols * (padded_blocks * 32) + place, first_scale + scales_before + first_tile,
-            left, 0, tile_col, cols, padded_blocks, SQUARES, FLOOR, E5M2, 4, LINES, LINE,
+    if COLUMNWISE:
+        store_columnwise(
+            values, columnwise_data + batch * cols * (padded_blocks * 32) + place,
+            columnwise_scale + scales_before + columnwise_tile,
+            left, 0, tile_col, cols, padded_blocks, SQUARES, FLOOR, E5M2, 4, SEGMENTS, SEGMENT,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["lines", "columns", "row_tiles", "column_tiles"])
-def _block_scales(
-    rows, blocked, table,
-    lines, columns, row_tiles, column_tiles,
+@triton.jit(do_not_specialize=["rows", "columns", "row_tiles", "column_tiles"])
+def _swizzle_scales(
+    source, swizzled, table,
+    rows, columns, row_tiles, column_tiles,
     RAGGED: tl.constexpr, BY_ROWS: tl.constexpr, REPEAT: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """One program: TILES neighbouring tiles of scales, from where their lines lie in rows, REPEAT lines of the result
-    on one of them. Eight tiles are a sector of each line."""
+    """One program: TILES neighbouring tiles of scales, from where their rows lie in rows, REPEAT rows of the result
+    on one of them. Eight tiles are a sector of each row."""
     programs = tl.cdiv(column_tiles, TILES)
     tile_column = (tl.program_id(0) % programs * TILES + tl.arange(0, TILES))[:, None]
     tile_row = tl.program_id(0) // programs % row_tiles
     batch = (tl.program_id(0) // programs // row_tiles).to(tl.int64)
     at = tl.arange(0, 512)[None, :]
-    line = at // 4 % 4 * 32 + at // 16
+    row = at // 4 % 4 * 32 + at // 16
     known = tile_column < column_tiles
     column = at % 4
     index = (batch * row_tiles + tile_row) * column_tiles + tile_column
     if RAGGED and BY_ROWS:
-        inside = (line < tl.load(table + row_tiles + tile_row)) & (tile_column * 4 + column < columns)
-        line += tl.load(table + tile_row)
+        inside = (row < tl.load(table + row_tiles + tile_row)) & (tile_column * 4 + column < columns)
+        row += tl.load(table + tile_row)
         column += tile_column * 4
     elif RAGGED:
-        entry = table + tile_column
-        left = tl.cdiv(tl.load(entry + column_tiles, mask=known, other=0), 32)
-        before = tl.load(entry + 3 * column_tiles, mask=known, other=0)
-        width = tl.load(entry + 4 * column_tiles, mask=known, other=0)
-        line += tile_row * 128
-        inside = (line < lines) & (column < left)
-        column += tl.load(entry + 2 * column_tiles, mask=known, other=0) // 32
+        place = table + tile_column
+        left = tl.cdiv(tl.load(place + column_tiles, mask=known, other=0), 32)
+        before = tl.load(place + 3 * column_tiles, mask=known, other=0)
+        width = tl.load(place + 4 * column_tiles, mask=known, other=0)
+        row += tile_row * 128
+        inside = (row < rows) & (column < left)
+        column += tl.load(place + 2 * column_tiles, mask=known, other=0) // 32
         # tiles behind the last group have no place of their own: all rows of them write the same zeros
         index = (before * row_tiles + tile_row * width + tile_column - before).to(tl.int64)
     else:
-        line += tile_row * 128
+        row += tile_row * 128
         column += tile_column * 4
-        inside = (line < lines) & (column < columns)
-    source = (batch * tl.cdiv(lines, REPEAT) + line // REPEAT) * columns + column
-    tl.store(blocked + index * 512 + at, tl.load(rows + source, mask=inside & known, other=0), mask=known)
+        inside = (row < rows) & (column < columns)
+    at_source = (batch * tl.cdiv(rows, REPEAT) + row // REPEAT) * columns + column
+    tl.store(swizzled + index * 512 + at, tl.load(source + at_source, mask=inside & known, other=0), mask=known)
 
 
 _MAP_TILES = Kernel(_map_tiles)
 _QUANTIZE_TILES = Kernel(_quantize_tiles)
-_BLOCK_SCALES = Kernel(_block_scales)
+_SWIZZLE_SCALES = Kernel(_swizzle_scales)
 
 
-def _launch(
+def launch(
     x: torch.Tensor,
-    last: Operand | None,
-    first: Operand | None,
+    rowwise: Operand | None,
+    columnwise: Operand | None,
     offs: torch.Tensor | None,
-    source: Operand | None = None,
+    source: Operand | None,
 ) -> None:
-    """Fills the operands along the last axis of ``x``, FP8 elements if they are of a ``source``, and the one before."""
-    spec, matrices = (last or first).spec, as_matrices(x, x.ndim - 2)
-    line, source_constants = source_of(x, source)
-    room = last.scale.shape[0] if last else first.scale.shape[1] * BLOCK_SIZE  # both have as much
+    """Fills operands of FP8 with swizzled scales, see ``quantizers.LAUNCHES``."""
+    spec, matrices = (rowwise or columnwise).spec, as_matrices(x, x.ndim - 2)
+    segment, source_constants = source_of(x, source)
+    room = rowwise.scale.shape[0] if rowwise else columnwise.scale.shape[1] * BLOCK_SIZE  # both have as much
     tiles = map_tiles(offs, matrices.rows, room)
     col_tiles = ceil_div(matrices.cols, 128)
     tensors = (
         matrices.x, source and source.scale,
-        last and last.data, last and last.scale, first and first.data, first and first.scale, tiles.table,
+        rowwise and rowwise.data, rowwise and rowwise.scale, columnwise and columnwise.data, columnwise and
+        columnwise.scale, tiles.table,
     )  # fmt: skip
     constants = (
-        *source_constants, last is not None, first is not None, offs is not None, spec.block == "32x32",
-        spec.rounding == "floor", spec.elem_dtype == torch.float8_e5m2, 128 // line, line,
+        *source_constants, rowwise is not None, columnwise is not None, offs is not None, spec.block == "32x32",
+        *rounding_of(spec), 128 // segment, segment,
     )  # fmt: skip
-    counts = matrices.rows, first.data.shape[-1] // BLOCK_SIZE if first else 0, tiles.count
+    counts = matrices.rows, columnwise.data.shape[-1] // BLOCK_SIZE if columnwise else 0, tiles.count
     _QUANTIZE_TILES.launch(
         matrices.batches * tiles.count * col_tiles, tensors,
         (matrices.cols, matrices.batch_stride, matrices.row_stride), counts, constants, device=x.device, warps=8,

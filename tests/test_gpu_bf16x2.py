@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from contract import BF16, FORMATS
 
-from titan_mxfp8.backends.common.pairs import pair_maxima, round_pairs
+from titan_mxfp8.backends.common.bf16x2 import amax_bf16x2, round_bf16x2
 from titan_mxfp8.format import reference
 from titan_mxfp8.format.spec import OperandSpec
 
@@ -14,12 +14,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 @triton.jit
-def _round_columns(x, out, pair_cols, FLOOR: tl.constexpr, E5M2: tl.constexpr):
+def _round_columns(x, out, packed_cols, FLOOR: tl.constexpr, E5M2: tl.constexpr):
     """One program: 32 rows, a block in each column, and 16 pairs of columns."""
     pair = tl.program_id(0) * 16 + tl.arange(0, 16)[None, :]
-    at = tl.arange(0, 32)[:, None] * pair_cols + pair
+    at = tl.arange(0, 32)[:, None] * packed_cols + pair
     pairs = tl.load(x + at)
-    tl.store(out + at, round_pairs(pairs, pair_maxima(pairs, 0)[None, :], FLOOR, E5M2))
+    tl.store(out + at, round_bf16x2(pairs, amax_bf16x2(pairs, 0)[None, :], FLOOR, E5M2))
 
 
 @pytest.mark.parametrize("rounding, dtype", FORMATS)

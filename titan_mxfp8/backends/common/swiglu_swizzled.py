@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 
 from titan_mxfp8.backends import SwigluGradients
-from titan_mxfp8.backends.common.launch import Kernel
-from titan_mxfp8.backends.common.swiglu import (
-    LINE,
+from titan_mxfp8.backends.common.activation import (
+    SEGMENT,
     activation,
     alpha_of,
     gradient_of_gate,
@@ -19,11 +18,11 @@ from titan_mxfp8.backends.common.swiglu import (
     load_parts,
     matrices_of,
     rounded,
-    rounding_of,
     store_products,
 )
-from titan_mxfp8.backends.common.tiles import load_tile
-from titan_mxfp8.backends.sm100.quantize import map_tiles, store_along_first, store_along_last, tile_of
+from titan_mxfp8.backends.common.launch import Kernel
+from titan_mxfp8.backends.common.swizzled import map_tiles, store_columnwise, store_rowwise, tile_of
+from titan_mxfp8.backends.common.tiles import load_tile, rounding_of
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.format.spec import UNQUANTIZED, Operand, OperandSpec
 
@@ -39,7 +38,7 @@ def swiglu(
     _SWIGLU.launch(
         tiles.count * 4 * ceil_div(gate.cols, 128), (gate.x, up.x, out.data, out.scale, tiles.table),
         (gate.cols, gate.row_stride, up.row_stride), (gate.rows, tiles.count),
-        (limit, alpha_of(limit), offs is not None, *rounding_of(spec), LINE), device=gate.x.device, warps=4,
+        (limit, alpha_of(limit), offs is not None, *rounding_of(spec), SEGMENT), device=gate.x.device, warps=4,
     )  # fmt: skip
     return out
 
@@ -48,30 +47,31 @@ def swiglu_backward(
     inputs: list[torch.Tensor],
     scores_M: torch.Tensor | None,
     limit: float | None,
-    last: OperandSpec,
-    first: OperandSpec,
-    h_first: OperandSpec,
+    rowwise: OperandSpec,
+    columnwise: OperandSpec,
+    h_columnwise: OperandSpec,
     offs: torch.Tensor | None,
 ) -> SwigluGradients:
-    """``Backend.swiglu_backward`` with swizzled scales along H, and blocked ones or bf16 along M."""
-    assert last.scales == "swizzled" and last.block == "1x32", last
-    assert first == h_first and first in (last, UNQUANTIZED), (last, first, h_first)
+    """``Backend.swiglu_backward`` with swizzled scales along H, and swizzled ones or bf16 along M."""
+    assert rowwise.scales == "swizzled" and rowwise.block == "1x32", rowwise
+    assert columnwise == h_columnwise and columnwise in (rowwise, UNQUANTIZED), (rowwise, columnwise, h_columnwise)
     gate, up, u = matrices_of(*inputs)
     inputs.clear()
     groups, device = None if offs is None else offs.shape[0], gate.x.device
-    operands = [last.empty(gate.x, 1, groups) for _ in range(2)]
-    operands += [first.empty(gate.x, 0, groups) for _ in range(3)]
+    operands = [rowwise.empty(gate.x, 1, groups) for _ in range(2)]
+    operands += [columnwise.empty(gate.x, 0, groups) for _ in range(3)]
     tiles, col_tiles = map_tiles(offs, gate.rows, operands[0].scale.shape[0]), ceil_div(gate.cols, 128)
     sums = None
     if scores_M is not None:
         sums = torch.empty((col_tiles, gate.rows), dtype=torch.float32, device=device)
         scores_M = scores_M.contiguous()
-    padded_blocks = operands[-1].data.shape[-1] // BLOCK_SIZE if first.is_quantized else 0
+    padded_blocks = operands[-1].data.shape[-1] // BLOCK_SIZE if columnwise.is_quantized else 0
     _SWIGLU_BACKWARD.launch(
         tiles.count * 4 * col_tiles,
         (gate.x, up.x, u.x, scores_M, sums, tiles.table, *(tensor for operand in operands for tensor in operand[:2])),
         (gate.cols, gate.row_stride, up.row_stride, u.row_stride), (gate.rows, padded_blocks, tiles.count),
-        (limit, alpha_of(limit), offs is not None, scores_M is not None, first.is_quantized, *rounding_of(last), LINE),
+        (limit, alpha_of(limit), offs is not None, scores_M is not None, columnwise.is_quantized,
+        *rounding_of(rowwise), SEGMENT),
         device=device, warps=4,
     )  # fmt: skip
     return SwigluGradients(*operands, None if sums is None else sums.sum(0))
@@ -83,52 +83,52 @@ def _swiglu(
     cols, gate_stride, up_stride,
     rows, tiles,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr,
-    FLOOR: tl.constexpr, E5M2: tl.constexpr, LINE: tl.constexpr,
+    FLOOR: tl.constexpr, E5M2: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """One program: 32 rows and 128 columns of a tile."""
     col_tiles = tl.cdiv(cols, 128)
     tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
     block = tl.program_id(0) // col_tiles % 4
     tile = tl.program_id(0) // col_tiles // 4
-    token, left, _, last_tile, _ = tile_of(table, tile, tile_col, rows, col_tiles, tiles, RAGGED)
-    h_scale += last_tile
+    token, left, _, rowwise_tile, _ = tile_of(table, tile, tile_col, rows, col_tiles, tiles, RAGGED)
+    h_scale += rowwise_tile
     if left <= 0:
         clear_tile(h_scale)
         return
     g, _, _, _ = load_tile(
         gate + token * gate_stride, None, None, left, cols, gate_stride, block, tile_col, 4, left,
-        0, False, False, 1, 2, LINE,
+        0, False, False, 1, 2, SEGMENT,
     )  # fmt: skip
     v, _, _, _ = load_tile(
         up + token * up_stride, None, None, left, cols, up_stride, block, tile_col, 4, left,
-        0, False, False, 1, 2, LINE,
+        0, False, False, 1, 2, SEGMENT,
     )  # fmt: skip
     g, v, s = activation(g, v, LIMIT, ALPHA)
-    values = tl.reshape(rounded(g * s * v), (8, 1, 2, 4, LINE))
-    store_along_last(
-        values, h + token * cols, h_scale, left, block, tile_col, cols, False, FLOOR, E5M2, 1, 2, LINE
+    values = tl.reshape(rounded(g * s * v), (8, 1, 2, 4, SEGMENT))
+    store_rowwise(
+        values, h + token * cols, h_scale, left, block, tile_col, cols, False, FLOOR, E5M2, 1, 2, SEGMENT
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "padded_blocks", "tiles"])
 def _swiglu_backward(
     gate, up, u, scores, sums, table,
-    dgate_rowwise, dgate_last_scale, dup_rowwise, dup_last_scale,
-    dgate_columnwise, dgate_first_scale, dup_columnwise, dup_first_scale, h_first, h_first_scale,
+    dgate_rowwise, dgate_rowwise_scale, dup_rowwise, dup_rowwise_scale,
+    dgate_columnwise, dgate_columnwise_scale, dup_columnwise, dup_columnwise_scale, h_columnwise, h_columnwise_scale,
     cols, gate_stride, up_stride, u_stride,
     rows, padded_blocks, tiles,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr,
-    FIRST: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr, LINE: tl.constexpr,
+    COLUMNWISE: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: 32 rows and 128 columns of a tile; along the first axis quantised (FIRST), or in bf16."""
+    """One program: 32 rows and 128 columns of a tile; along the first axis quantised (COLUMNWISE), or in bf16."""
     col_tiles = tl.cdiv(cols, 128)
     tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
     block = tl.program_id(0) // col_tiles % 4
     tile = tl.program_id(0) // col_tiles // 4
-    token, left, place, last_tile, first_tile = tile_of(table, tile, tile_col, rows, col_tiles, tiles, RAGGED)
+    token, left, place, rowwise_tile, columnwise_tile = tile_of(table, tile, tile_col, rows, col_tiles, tiles, RAGGED)
     if left <= 0:
-        clear_tile(dgate_last_scale + last_tile)
-        clear_tile(dup_last_scale + last_tile)
+        clear_tile(dgate_rowwise_scale + rowwise_tile)
+        clear_tile(dup_rowwise_scale + rowwise_tile)
         return
     gate += token * gate_stride
     up += token * up_stride
@@ -140,31 +140,33 @@ def _swiglu_backward(
     for output in tl.static_range(3):
         g, v, du, cut_g, factor, s, score, at, inside, row, stop = load_parts(
             gate, up, u, scores, None, left, cols, gate_stride, up_stride, u_stride,
-            block, tile_col, 4, LIMIT, ALPHA, False, SCORED, 1, 2, LINE,
+            block, tile_col, 4, LIMIT, ALPHA, False, SCORED, 1, 2, SEGMENT,
         )  # fmt: skip
         if output == 0:
             h = cut_g * s * factor
             if SCORED:
                 store_products(sums, h, du, row, stop, 1)
-            values, first, first_scale = rounded(h * score), h_first, h_first_scale
+            values, columnwise, columnwise_scale = rounded(h * score), h_columnwise, h_columnwise_scale
         elif output == 1:
             values = rounded(gradient_of_up(v, du * score, cut_g, s, LIMIT))
-            last, last_scale, first, first_scale = dup_rowwise, dup_last_scale, dup_columnwise, dup_first_scale
+            rowwise, rowwise_scale = dup_rowwise, dup_rowwise_scale
+            columnwise, columnwise_scale = dup_columnwise, dup_columnwise_scale
         else:
             values = rounded(gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT, ALPHA))
-            last, last_scale, first, first_scale = dgate_rowwise, dgate_last_scale, dgate_columnwise, dgate_first_scale
+            rowwise, rowwise_scale = dgate_rowwise, dgate_rowwise_scale
+            columnwise, columnwise_scale = dgate_columnwise, dgate_columnwise_scale
         if output > 0:
-            store_along_last(
-                values, last + token * cols, last_scale + last_tile,
-                left, block, tile_col, cols, False, FLOOR, E5M2, 1, 2, LINE,
+            store_rowwise(
+                values, rowwise + token * cols, rowwise_scale + rowwise_tile,
+                left, block, tile_col, cols, False, FLOOR, E5M2, 1, 2, SEGMENT,
             )  # fmt: skip
-        if FIRST:
-            store_along_first(
-                values, first + place, first_scale + first_tile,
-                left, block, tile_col, cols, padded_blocks, False, FLOOR, E5M2, 1, 2, LINE,
+        if COLUMNWISE:
+            store_columnwise(
+                values, columnwise + place, columnwise_scale + columnwise_tile,
+                left, block, tile_col, cols, padded_blocks, False, FLOOR, E5M2, 1, 2, SEGMENT,
             )  # fmt: skip
         else:
-            tl.store(first + token * cols + at, tl.reshape(values, at.shape), mask=inside)
+            tl.store(columnwise + token * cols + at, tl.reshape(values, at.shape), mask=inside)
 
 
 @triton.jit

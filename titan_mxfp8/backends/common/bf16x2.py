@@ -10,7 +10,7 @@ from titan_mxfp8.backends.common.convert import scale_byte, through_elements
 
 
 @triton.jit
-def join_pairs(low, high):
+def pack_bf16x2(low, high):
     """fp32 numbers rounded to bf16: 1.0 and -2.0 are 0xC0003F80."""
     if cuda_capability_geq(8, 0):
         return tl.inline_asm_elementwise(
@@ -22,9 +22,9 @@ def join_pairs(low, high):
 
 
 @triton.jit
-def split_pairs(pairs):
+def unpack_bf16x2(packed):
     """Both numbers of each, in fp32."""
-    return (pairs << 16).to(tl.float32, bitcast=True), (pairs & -0x10000).to(tl.float32, bitcast=True)
+    return (packed << 16).to(tl.float32, bitcast=True), (packed & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -40,38 +40,39 @@ def tile_blocks():
 
 
 @triton.jit
-def _places(start, rows_left, tile_col, pair_cols, stride):
+def _places(start, rows_left, tile_col, packed_cols, stride):
     """Where the tile of rows from ``start`` on and of columns ``128 * tile_col`` on lies in a matrix whose rows have
-    ``pair_cols`` pairs and are ``stride`` pairs apart: its offset, its pairs' offsets behind that, and which exist."""
+    ``packed_cols`` pairs and are ``stride`` pairs apart: its offset, its pairs' offsets behind that, and which
+    exist."""
     row, block = tile_blocks()
     row, pair = row[:, None], block[:, None] * 16 + tl.arange(0, 16)[None, :]
-    inside = (row < rows_left) & (pair < pair_cols - tile_col * 64)
+    inside = (row < rows_left) & (pair < packed_cols - tile_col * 64)
     return start.to(tl.int64) * stride + tile_col * 64, row * stride + pair, inside
 
 
 @triton.jit
-def load_pairs(x, start, rows_left, tile_col, pair_cols, stride):
+def load_bf16x2(x, start, rows_left, tile_col, packed_cols, stride):
     """A tile of pairs of bf16 numbers, (128, 16), zeros where there are none."""
-    first, at, inside = _places(start, rows_left, tile_col, pair_cols, stride)
+    first, at, inside = _places(start, rows_left, tile_col, packed_cols, stride)
     return tl.load(x.to(tl.pointer_type(tl.int32), bitcast=True) + first + at, mask=inside, other=0)
 
 
 @triton.jit
-def store_pairs(data, pairs, start, rows_left, tile_col, pair_cols):
+def store_bf16x2(data, packed, start, rows_left, tile_col, packed_cols):
     """Stores such a tile, in any shape, in a contiguous matrix."""
-    first, at, inside = _places(start, rows_left, tile_col, pair_cols, pair_cols)
+    first, at, inside = _places(start, rows_left, tile_col, packed_cols, packed_cols)
     data = data.to(tl.pointer_type(tl.int32), bitcast=True) + first
-    tl.store(data + at, tl.reshape(pairs, (128, 16)), mask=inside)
+    tl.store(data + at, tl.reshape(packed, (128, 16)), mask=inside)
 
 
 @triton.jit
-def pair_maxima(pairs, AXIS: tl.constexpr):
-    """The largest first and second magnitudes along an axis, NaN on top, as pairs."""
-    return tl.max(pairs & 0x7FFF, AXIS) | tl.max(pairs & 0x7FFF0000, AXIS)
+def amax_bf16x2(packed, AXIS: tl.constexpr):
+    """The largest first and second magnitudes along an axis, NaN on top, packed."""
+    return tl.max(packed & 0x7FFF, AXIS) | tl.max(packed & 0x7FFF0000, AXIS)
 
 
 @triton.jit
-def magnitude_bits_of_pairs(maxima):
+def magnitude_bits_bf16x2(maxima):
     """``convert.magnitude_bits`` of both."""
     return (maxima & 0x7FFF) << 16, maxima & 0x7FFF0000
 
@@ -120,18 +121,19 @@ def _round_ptx(floor: bool, e5m2: bool) -> str:
 
 
 @triton.jit
-def round_pairs(pairs, maxima, FLOOR: tl.constexpr, E5M2: tl.constexpr):
-    """``convert.through_elements`` of pairs, given ``pair_maxima`` of their blocks, which broadcast over them."""
+def round_bf16x2(packed, maxima, FLOOR: tl.constexpr, E5M2: tl.constexpr):
+    """``convert.through_elements`` of both numbers, given ``amax_bf16x2`` of their blocks, which broadcast over
+    them."""
     if cuda_capability_geq(8, 0):
         scales, reciprocals = tl.inline_asm_elementwise(
             _scales_ptx(FLOOR, E5M2), "=&r,=&r,r", [maxima], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
         return tl.inline_asm_elementwise(
-            _round_ptx(FLOOR, E5M2), "=&r,r,r,r", [pairs, scales, reciprocals], dtype=tl.int32, is_pure=True, pack=1
+            _round_ptx(FLOOR, E5M2), "=&r,r,r,r", [packed, scales, reciprocals], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
-        low, high = split_pairs(pairs)
-        low_max, high_max = magnitude_bits_of_pairs(maxima)
+        low, high = unpack_bf16x2(packed)
+        low_max, high_max = magnitude_bits_bf16x2(maxima)
         low = through_elements(low, scale_byte(low_max, FLOOR, E5M2), E5M2)
         high = through_elements(high, scale_byte(high_max, FLOOR, E5M2), E5M2)
-        return join_pairs(low, high)
+        return pack_bf16x2(low, high)

@@ -1,18 +1,18 @@
-"""Which output tile comes next: device code that every role of the GEMM kernel runs for itself."""
+"""The tile scheduler: which output tile comes next. Device code that every role of the GEMM kernel runs for itself."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def before_first_group():
-    """The state that ``seek`` starts from: group -1, which has no tiles."""
+def start_position():
+    """The state that ``advance`` starts from: group -1, which has no tiles."""
     zero = gl.to_tensor(0)
     return zero - 1, zero, zero, zero, zero, zero
 
 
 @gluon.jit
-def seek(
+def advance(
     tile, state, groups, K_GROUPED: gl.constexpr, TILE_ROWS: gl.constexpr, ALIGNMENT: gl.constexpr
 ):  # fmt: skip
     """Advances ``state`` to the group that has ``tile``; the group is ``experts`` when there are no more tiles.
@@ -43,15 +43,15 @@ def seek(
 
 
 @gluon.jit
-def tile_position(tile, state, tiles_across, BAND: gl.constexpr):
-    """Row and column of ``tile`` among its group's: down a band of BAND rows, then the band's next column.
+def swizzled_position(tile, state, tiles_across, GROUP_M: gl.constexpr):
+    """Row and column of ``tile`` among its group's: down GROUP_M rows, then their next column.
 
-    The tiles in flight then share operands, which stay in L2. 3 x 2 tiles, BAND 2: (0, 0) (1, 0) (0, 1) (1, 1) (2, 0)
-    (2, 1).
+    The tiles in flight then share operands, which stay in L2. 3 x 2 tiles, GROUP_M 2: (0, 0) (1, 0) (0, 1) (1, 1)
+    (2, 0) (2, 1).
     """
     _, first, count, _, _, _ = state
     index = tile - first
-    band = index // (BAND * tiles_across)
-    rows = gl.minimum(count // tiles_across - band * BAND, BAND)
-    inside = index % (BAND * tiles_across)
-    return band * BAND + inside % rows, inside // rows
+    swizzle_group = index // (GROUP_M * tiles_across)
+    rows = gl.minimum(count // tiles_across - swizzle_group * GROUP_M, GROUP_M)
+    inside = index % (GROUP_M * tiles_across)
+    return swizzle_group * GROUP_M + inside % rows, inside // rows

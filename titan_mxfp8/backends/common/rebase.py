@@ -1,0 +1,367 @@
+"""Quantise kernels that rebase or coalesce (``format.reference``) what the quantiser makes, in one read.
+
+Host tensors have R rows, C columns and B matrices; P is R to a multiple of 32, or with ragged groups
+``ragged_rows(R, groups, 128)``. Rebased scales lie across (``OperandSpec.scales``), their last axis rounded up to a
+multiple of 16:
+
+| output | elements  | scales 1x128    | scales 32x128        | coalesced: of 1x32   | of 32x32             |
+|--------|-----------|-----------------|----------------------|-----------------|----------------------|
+| rowwise  | (B, R, C) | (B, C / 128, R) | (B, C / 128, R / 32) | (B, R, C / 32)  | (B, R / 32, C / 32)  |
+| columnwise  | (B, C, P) | (B, P / 128, C) | (B, P / 128, C / 32) |                 | (B, C / 32, P / 32)  |
+
+A tile of 128 rows and 128 columns holds whole blocks of 128 along both axes, and its scales are whole sectors.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from titan_mxfp8.backends.common.convert import (
+    coalesce_scales,
+    halving_bits,
+    magnitude_bits,
+    reciprocal_scale,
+    scale_byte,
+    shift_elements,
+    to_elements,
+)
+from titan_mxfp8.backends.common.launch import Kernel
+from titan_mxfp8.backends.common.tiles import (
+    SEGMENT_BYTES,
+    Tile,
+    as_matrices,
+    columns_to_elements,
+    is_past,
+    load_tile,
+    map_tiles,
+    rounding_of,
+    source_of,
+    store_matrix,
+    transposed,
+)
+from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
+from titan_mxfp8.format.spec import Operand, OperandSpec
+
+# By share of the copy bandwidth on an H200, 131072 x 7168 bf16. Last alone: 32 rows and 4 warps 1.02, 16 rows 0.94.
+# First alone: 128 rows and 1 segment 0.91, 256 rows 0.90. Both, 128 x 128: 0.76 (ragged) and 0.77; with 4 warps 0.68.
+# With 64 registers four programs of both, ragged, fit instead of three: 1.13 ms instead of 1.23.
+ROWWISE_ROWS = 32  # a sector of scales, or one scale for all of them
+COLUMNWISE_TILE = Tile(rows=128, segments=1)
+BOTH_REGISTERS = 64
+REQUANTIZE_TILE = Tile(rows=128, segments=1)  # of FP8 rows, 131072 x 7168: 0.68 ms, 2 segments 0.80
+
+
+def launch(
+    x: torch.Tensor,
+    rowwise: Operand | None,
+    columnwise: Operand | None,
+    offs: torch.Tensor | None,
+    source: Operand | None,
+) -> None:
+    """Fills operands of rebased or coalesced FP8, see ``quantizers.LAUNCHES``."""
+    spec = (rowwise or columnwise).spec
+    if spec.block == "32x32":
+        _launch_squares(x, rowwise, columnwise)
+    elif columnwise is None:
+        _launch_rows(x, rowwise)
+    else:
+        assert spec.block_k == 128, "coalesced 1x32 blocks are made along the last axis"
+        _launch_tiles(x, rowwise, columnwise, offs, source)
+
+
+def quantize_groups(
+    x: torch.Tensor, rowwise: OperandSpec | None, columnwise: OperandSpec, offs: torch.Tensor | None
+) -> tuple[Operand | None, Operand]:
+    """(M, C) to rebased 1x32 blocks along the tokens, ragged, and along C too unless ``rowwise`` is None. What lies
+    behind the last group is undefined, and costs nothing."""
+    rowwise_operand = None if rowwise is None else rowwise.empty(x, 1, None)
+    columnwise_operand = columnwise.empty(x, 0, None if offs is None else offs.shape[0])
+    _launch_tiles(x, rowwise_operand, columnwise_operand, offs, None, tail=False)
+    return rowwise_operand, columnwise_operand
+
+
+@triton.jit
+def rebase_rows(
+    x, qdata, row, stop, cols, row_stride, tile_col,
+    FLOOR: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr, SQUARES: tl.constexpr, COALESCE: tl.constexpr,
+):  # fmt: skip
+    """``ROWS`` rows, those before ``stop``, and 128 columns of a matrix, along the last axis. Returns the scale of each
+    row, with SQUARES the same, or with COALESCE the four of each."""
+    col = tile_col * 128 + tl.arange(0, 128)
+    inside = (row < stop)[:, None] & (col < cols)[None, :]
+    values = tl.load(x + row.to(tl.int64)[:, None] * row_stride + col[None, :], mask=inside, other=0)
+    values = tl.reshape(values.to(tl.float32), (ROWS, 4, 32))
+    byte = scale_byte(tl.max(magnitude_bits(values), 2), FLOOR, E5M2)
+    old = byte[:, :, None]
+    elements = to_elements(values * reciprocal_scale(old), old, E5M2)
+    if COALESCE:
+        scale = coalesce_scales(byte, tl.reduce_or(halving_bits(elements, E5M2), 2), ROWS)
+        shifted = shift_elements(elements, old, scale[:, :, None], E5M2)
+    else:
+        scale = tl.max(byte, 1)
+        if SQUARES:
+            scale = tl.zeros((ROWS,), tl.int32) + tl.max(scale, 0)
+        new = scale[:, None, None]
+        shifted = shift_elements(elements, old, new, E5M2)
+    store_matrix(qdata, tl.reshape(shifted, (ROWS, 128)), row, stop, col, cols)
+    return scale.to(tl.uint8)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rebase_rows(
+    x, qdata, scale,
+    cols, batch_stride, row_stride,
+    rows,
+    FLOOR: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr, SQUARES: tl.constexpr, COALESCE: tl.constexpr,
+):  # fmt: skip
+    """One program: ``ROWS`` rows and 128 columns of one matrix, along the last axis."""
+    col_tiles = tl.cdiv(cols, 128)
+    row_tiles = tl.cdiv(rows, ROWS)
+    tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
+    tile_row = tl.program_id(0) // col_tiles % row_tiles
+    batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
+    row = tile_row * ROWS + tl.arange(0, ROWS)
+    scales = rebase_rows(
+        x + batch * batch_stride, qdata + batch * rows * cols,
+        row, rows, cols, row_stride, tile_col, FLOOR, E5M2, ROWS, SQUARES, COALESCE,
+    )  # fmt: skip
+    if COALESCE:
+        block, blocks = tile_col * 4 + tl.arange(0, 4), tl.cdiv(cols, 32)
+        store_matrix(scale + batch * rows * blocks, scales, row, rows, block, blocks)
+    else:
+        scale_rows = row_tiles if SQUARES else rows
+        scale += (batch * col_tiles + tile_col) * (tl.cdiv(scale_rows, 16) * 16)
+        if SQUARES:
+            tl.static_assert(ROWS == 32)
+            tl.store(scale + tile_row, tl.max(scales, 0))
+        else:
+            tl.store(scale + row, scales, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows", "padded_blocks", "row_blocks", "groups"])
+def _rebase_tiles(
+    x, x_scale, rowwise_qdata, rowwise_scale, columnwise_qdata, columnwise_scale, table, offs,
+    cols, batch_stride, row_stride,
+    rows, padded_blocks, row_blocks, groups,
+    X_BLOCK_K: tl.constexpr, X_E5M2: tl.constexpr, TAIL: tl.constexpr,
+    ROWWISE: tl.constexpr, SQUARES: tl.constexpr, RAGGED: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
+    BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile of one matrix along the first axis and, with ``ROWWISE``, along the last one too; with
+    ``TAIL`` also of what lies behind the last group.
+
+    As ``quantize._quantize_tiles``, but that groups start at multiples of 128 rows, so that 128 rows of
+    a tile belong to one group, and that the scales of a tile, one for each row and each column, or with ``SQUARES`` for
+    32 columns, need no second kernel.
+    """
+    ROWS: tl.constexpr = BLOCKS * 32
+    COLS: tl.constexpr = SEGMENTS * SEGMENT
+    GROUPS: tl.constexpr = BLOCKS // 4
+    col_tiles = tl.cdiv(cols, COLS)
+    row_tiles = tl.cdiv(row_blocks, BLOCKS)
+    tile_col = tl.program_id(0) % col_tiles
+    tile_row = tl.program_id(0) // col_tiles % row_tiles
+    batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
+    if RAGGED and not TAIL:
+        if is_past(table, offs, groups, tile_row, BLOCKS):
+            return
+    x += batch * batch_stride
+    end = rows
+    if ROWWISE:
+        tl.static_assert(ROWS == 128 and COLS == 128)
+        start, stop = tile_row * 128, rows
+        if RAGGED:
+            start = tl.load(table + tile_row * 4)
+            stop = tl.load(table + row_blocks + tile_row * 4)
+            end = tl.load(offs + groups - 1)  # the tail is zeros along the first axis
+        row = start + tl.arange(0, 128)
+        rowwise_largest = rebase_rows(
+            x, rowwise_qdata + batch * rows * cols, row, stop, cols, row_stride, tile_col,
+            FLOOR, E5M2, 128, False, False,
+        )  # fmt: skip
+        rowwise_scale += (batch * col_tiles + tile_col) * (tl.cdiv(rows, 16) * 16)
+        tl.store(rowwise_scale + row, rowwise_largest, mask=row < stop)
+    # A second load comes from the L1. In one layout for both axes a maximum would cross warps on either.
+    values, _, _, _ = load_tile(
+        x, x_scale, table, rows, cols, row_stride, tile_row, tile_col, row_blocks, end,
+        X_BLOCK_K, X_E5M2, RAGGED, BLOCKS, SEGMENTS, SEGMENT,
+    )  # fmt: skip
+    values = tl.reshape(values, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
+    byte = scale_byte(tl.max(tl.max(magnitude_bits(values), 0), 2), FLOOR, E5M2)  # (BLOCKS, SEGMENTS, SEGMENT)
+    largest = tl.max(tl.reshape(byte, (GROUPS, 4, SEGMENTS, SEGMENT)), 1)
+    if SQUARES:
+        square = tl.max(tl.reshape(largest, (GROUPS, SEGMENTS, SEGMENT // 32, 32)), 3)
+        largest = tl.broadcast_to(square[:, :, :, None], (GROUPS, SEGMENTS, SEGMENT // 32, 32))
+        largest = tl.reshape(largest, (GROUPS, SEGMENTS, SEGMENT))
+    wide = tl.broadcast_to(largest[:, None, :, :], (GROUPS, 4, SEGMENTS, SEGMENT))
+    wide = tl.reshape(wide, (BLOCKS, SEGMENTS, SEGMENT))
+    old, new = byte[None, :, :, None, :, None], wide[None, :, :, None, :, None]
+    elements = columns_to_elements(values, byte, E5M2, BLOCKS, SEGMENTS, SEGMENT)
+    shifted = shift_elements(elements, old, new, E5M2)
+    padded_rows = padded_blocks * 32
+    col = tile_col * COLS + tl.arange(0, COLS)
+    position = tile_row * ROWS + tl.arange(0, ROWS)
+    shifted = transposed(shifted, BLOCKS, SEGMENTS, SEGMENT)
+    store_matrix(columnwise_qdata + batch * cols * padded_rows, shifted, col, cols, position, padded_rows)
+    scale_rows = cols
+    if SQUARES:
+        largest = square
+        col, scale_rows = tile_col * (COLS // 32) + tl.arange(0, COLS // 32), tl.cdiv(cols, 32)
+    group, groups = tile_row * GROUPS + tl.arange(0, GROUPS), tl.cdiv(padded_rows, 128)
+    columnwise_scale += (batch * groups + group.to(tl.int64)[:, None]) * (tl.cdiv(scale_rows, 16) * 16) + col[None, :]
+    inside = (group < groups)[:, None] & (col < scale_rows)[None, :]
+    tl.store(columnwise_scale, tl.reshape(largest, (GROUPS, col.shape[0])).to(tl.uint8), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rebase_squares(
+    x, rowwise_qdata, rowwise_scale, columnwise_qdata, columnwise_scale,
+    cols, batch_stride, row_stride,
+    rows,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr, COALESCE: tl.constexpr,
+    BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
+    """One program: a 128 x 128 tile in 32x32 blocks, rebased along the last axis, the first one or both."""
+    tl.static_assert(SEGMENTS * SEGMENT == 128 and BLOCKS == 4)
+    SQUARES: tl.constexpr = SEGMENT // 32
+    col_tiles = tl.cdiv(cols, 128)
+    row_tiles = tl.cdiv(rows, 128)
+    tile_col = tl.program_id(0) % col_tiles
+    tile_row = tl.program_id(0) // col_tiles % row_tiles
+    batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
+    values, _, _, _ = load_tile(
+        x + batch * batch_stride, None, None, rows, cols, row_stride, tile_row, tile_col, row_tiles * 4, rows,
+        0, False, False, BLOCKS, SEGMENTS, SEGMENT,
+    )  # fmt: skip
+    values = tl.reshape(values, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
+    amax = tl.max(tl.max(magnitude_bits(values), 0), 2)
+    byte = scale_byte(tl.max(tl.reshape(amax, (BLOCKS, SEGMENTS, SQUARES, 32)), 3), FLOOR, E5M2)
+    wide = tl.reshape(
+        tl.broadcast_to(byte[:, :, :, None], (BLOCKS, SEGMENTS, SQUARES, 32)), (BLOCKS, SEGMENTS, SEGMENT)
+    )
+    row = tile_row * 128 + tl.arange(0, 128)
+    col = tile_col * 128 + tl.arange(0, 128)
+    row_block = tile_row * 4 + tl.arange(0, 4)
+    col_block = tile_col * 4 + tl.arange(0, 4)
+    row_blocks, col_blocks = tl.cdiv(rows, 32), tl.cdiv(cols, 32)
+    if ROWWISE:
+        old = wide[None, :, :, None, :]
+        elements = to_elements(values * reciprocal_scale(old), old, E5M2)
+        if COALESCE:
+            halvings = tl.reduce_or(tl.reduce_or(halving_bits(elements, E5M2), 0), 2)  # (BLOCKS, SEGMENTS, SEGMENT)
+            halvings = tl.reduce_or(tl.reshape(halvings, (BLOCKS, 4, 32)), 2)
+            scales = coalesce_scales(tl.reshape(byte, (BLOCKS, 4)), halvings, BLOCKS)
+            new = tl.reshape(tl.broadcast_to(scales[:, :, None], (BLOCKS, 4, 32)), (BLOCKS, SEGMENTS, SEGMENT))
+            shifted = shift_elements(elements, old, new[None, :, :, None, :], E5M2)
+            rowwise_scale += batch * row_blocks * col_blocks
+            store_matrix(rowwise_scale, scales, row_block, row_blocks, col_block, col_blocks)
+        else:
+            largest = tl.max(tl.max(byte, 2), 1)
+            new = largest[None, :, None, None, None]
+            shifted = shift_elements(elements, old, new, E5M2)
+            rowwise_scale += (batch * col_tiles + tile_col) * (tl.cdiv(row_blocks, 16) * 16)
+            tl.store(rowwise_scale + row_block, largest.to(tl.uint8), mask=row_block < row_blocks)
+        shifted = tl.reshape(tl.permute(shifted, (1, 3, 0, 2, 4)), (128, 128))
+        store_matrix(rowwise_qdata + batch * rows * cols, shifted, row, rows, col, cols)
+    if COLUMNWISE:
+        elements = columns_to_elements(
+            values, wide, E5M2, BLOCKS, SEGMENTS, SEGMENT
+        )  # (4, BLOCKS, SEGMENTS, 4, SEGMENT, 2)
+        old = wide[None, :, :, None, :, None]
+        if COALESCE:
+            if not ROWWISE:
+                halvings = tl.reduce_or(tl.reduce_or(halving_bits(elements, E5M2), 5), 0)
+                halvings = tl.reduce_or(halvings, 2)  # (BLOCKS, SEGMENTS, SEGMENT)
+                halvings = tl.reduce_or(tl.reshape(halvings, (BLOCKS, 4, 32)), 2)
+            scales = coalesce_scales(tl.trans(tl.reshape(byte, (BLOCKS, 4))), tl.trans(halvings), 4)
+            new = tl.broadcast_to(tl.trans(scales)[:, :, None], (BLOCKS, 4, 32))
+            new = tl.reshape(new, (BLOCKS, SEGMENTS, SEGMENT))
+            shifted = shift_elements(elements, old, new[None, :, :, None, :, None], E5M2)
+            columnwise_scale += batch * row_blocks * col_blocks
+            store_matrix(columnwise_scale, scales, col_block, col_blocks, row_block, row_blocks)
+        else:
+            largest = tl.max(byte, 0)
+            new = tl.reshape(tl.broadcast_to(largest[:, :, None], (SEGMENTS, SQUARES, 32)), (SEGMENTS, SEGMENT))
+            new = new[None, None, :, None, :, None]
+            shifted = shift_elements(elements, old, new, E5M2)
+            columnwise_scale += (batch * row_tiles + tile_row) * (tl.cdiv(col_blocks, 16) * 16)
+            tl.store(columnwise_scale + col_block, tl.reshape(largest, (4,)).to(tl.uint8), mask=col_block < col_blocks)
+        shifted = transposed(shifted, BLOCKS, SEGMENTS, SEGMENT)
+        padded_rows = row_blocks * 32
+        store_matrix(columnwise_qdata + batch * padded_rows * cols, shifted, col, cols, row, padded_rows)
+
+
+_REBASE_ROWS = Kernel(_rebase_rows)
+_REBASE_TILES = Kernel(_rebase_tiles)
+_REBASE_SQUARES = Kernel(_rebase_squares)
+
+
+def _launch_rows(x: torch.Tensor, out: Operand) -> None:
+    matrices = as_matrices(x, x.ndim - 2)
+    _REBASE_ROWS.launch(
+        matrices.batches * ceil_div(matrices.rows, ROWWISE_ROWS) * ceil_div(matrices.cols, 128),
+        (matrices.x, out.data, out.scale), (matrices.cols, matrices.batch_stride, matrices.row_stride),
+        (matrices.rows,), (*rounding_of(out.spec), ROWWISE_ROWS, out.spec.block_mn == 32,
+        out.spec.stored == "coalesced"),
+        device=x.device,
+    )  # fmt: skip
+
+
+def _launch_tiles(
+    x: torch.Tensor,
+    rowwise: Operand | None,
+    columnwise: Operand,
+    offs: torch.Tensor | None,
+    source: Operand | None,
+    tail: bool = True,
+) -> None:
+    matrices, tail = as_matrices(x, x.ndim - 2), tail and source is None
+    tile = _square_tile(x.dtype) if rowwise else REQUANTIZE_TILE if source else COLUMNWISE_TILE
+    segment, source_constants = source_of(x, source)
+    row_block_map = (
+        None if offs is None else map_tiles(offs, matrices.rows, tile, tail=tail and rowwise is not None, alignment=128)
+    )
+    row_blocks = ceil_div(matrices.rows, BLOCK_SIZE) if row_block_map is None else row_block_map.row_blocks
+    # Only what was timed so; without groups ptxas would spill.
+    was_timed = x.dtype == torch.bfloat16 and columnwise.spec.elem_dtype == torch.float8_e4m3fn and offs is not None
+    registers = BOTH_REGISTERS if rowwise and was_timed else None
+    constants = (
+        *source_constants, tail, rowwise is not None, columnwise.spec.block_mn == 32, offs is not None,
+        *rounding_of(columnwise.spec),
+        tile.blocks, tile.segments, segment,
+    )  # fmt: skip
+    _REBASE_TILES.launch(
+        matrices.batches * ceil_div(row_blocks, tile.blocks) * ceil_div(matrices.cols, tile.segments * segment),
+        (matrices.x, source and source.scale, rowwise and rowwise.data, rowwise and rowwise.scale, columnwise.data,
+        columnwise.scale,
+         row_block_map and row_block_map.table, offs),
+        (matrices.cols, matrices.batch_stride, matrices.row_stride),
+        (matrices.rows, columnwise.data.shape[-1] // BLOCK_SIZE, row_blocks, 0 if offs is None else offs.shape[0]),
+        constants,
+        device=x.device, warps=tile.warps, registers=registers,
+    )  # fmt: skip
+
+
+def _launch_squares(x: torch.Tensor, rowwise: Operand | None, columnwise: Operand | None) -> None:
+    spec, matrices = (rowwise or columnwise).spec, as_matrices(x, x.ndim - 2)
+    tile, segment, coalesced = _square_tile(x.dtype), SEGMENT_BYTES // x.element_size(), spec.stored == "coalesced"
+    # So that two programs fit on a multiprocessor: Triton 3.6 takes 167 registers, and on an H100 1.3 times as long.
+    registers = 128 if coalesced and rowwise and columnwise and spec.elem_dtype == torch.float8_e4m3fn else None
+    constants = (
+        rowwise is not None, columnwise is not None, *rounding_of(spec), coalesced, tile.blocks, tile.segments, segment,
+    )  # fmt: skip
+    _REBASE_SQUARES.launch(
+        matrices.batches * ceil_div(matrices.rows, 128) * ceil_div(matrices.cols, 128),
+        (matrices.x, rowwise and rowwise.data, rowwise and rowwise.scale, columnwise and columnwise.data,
+        columnwise and columnwise.scale),
+        (matrices.cols, matrices.batch_stride, matrices.row_stride), (matrices.rows,), constants,
+        device=x.device, warps=tile.warps, registers=registers,
+    )  # fmt: skip
+
+
+@cache
+def _square_tile(dtype: torch.dtype) -> Tile:
+    """128 rows and 128 columns."""
+    return Tile(rows=128, segments=128 * dtype.itemsize // SEGMENT_BYTES)

@@ -1,0 +1,74 @@
+"""What is chosen once for the GEMMs of a layer, and travels from the module to the operators as it is."""
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+from titan_mxfp8 import backends
+from titan_mxfp8.backends import Plan
+from titan_mxfp8.backends.hardware import Hardware
+from titan_mxfp8.format.codec import Encoded
+from titan_mxfp8.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXConfig(Encoded):
+    """Made when a module is converted, or by ``config_of`` where a public function is called.
+
+    Attributes:
+        recipe: how operands are quantised.
+        backend: name of the chosen backend, not ``auto``.
+        plan: the operands of its three GEMMs.
+        keep_quantized_weight: as for ``mxfp8_grouped_mm``.
+        requantize_input: likewise.
+        keeps_weight: whether backward gets the weight as forward has quantised it for dgrad.
+        keeps_rows: whether backward gets the input as the FP8 rows that forward multiplies.
+        keeps_input: whether it gets the input itself, which wgrad multiplies unquantised.
+    """
+
+    recipe: Recipe
+    backend: str
+    plan: Plan
+    keep_quantized_weight: bool = True
+    requantize_input: bool = False
+    keeps_weight: bool = field(init=False, repr=False, compare=False)
+    keeps_rows: bool = field(init=False, repr=False, compare=False)
+    keeps_input: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Values in bf16, two bytes per weight of every layer, would cost more than a second pass.
+        keeps_weight = self.recipe.weight_block == "32x32" and self.plan.dgrad.b.stored != "bf16"
+        keeps_rows = self.requantize_input and self.plan.forward.a.stored != "bf16"
+        object.__setattr__(self, "keeps_weight", self.keep_quantized_weight and keeps_weight)
+        object.__setattr__(self, "keeps_rows", keeps_rows)
+        object.__setattr__(self, "keeps_input", not keeps_rows and not self.plan.wgrad.b.is_quantized)
+
+
+@torch.compiler.assume_constant_result
+def config_of(
+    recipe: Recipe, backend: str, device: torch.device, keep: bool = True, requantize: bool = False
+) -> MXConfig:
+    """The config of a layer on ``device``, the same object each time.
+
+    Args:
+        backend: ``auto`` or the name of one.
+        keep, requantize: ``keep_quantized_weight`` and ``requantize_input`` of ``mxfp8_grouped_mm``.
+
+    Raises:
+        ValueError: as ``backends.select``.
+    """
+    return _config(recipe, backend, backends.hardware_of(device), keep, requantize)
+
+
+@cache
+def _config(recipe: Recipe, backend: str, hardware: Hardware, keep: bool, requantize: bool) -> MXConfig:
+    name = backends.select(backend, hardware, recipe).name
+    return MXConfig(
+        recipe=recipe,
+        backend=name,
+        plan=backends.plan_on(recipe, name, hardware),
+        keep_quantized_weight=keep,
+        requantize_input=requantize,
+    )

@@ -1,0 +1,230 @@
+"""The experts of a MoE layer on rows that are sorted by expert already: one operator forward and one backward.
+
+M rows, D model and H hidden features, E experts. x and the output's gradient are there in high precision, so all of
+their operands are quantised from the originals; what the recipe leaves unquantised is multiplied as it is. Saved for
+backward: x as wgrad wants it (or as FP8 rows, with ``requantize_input``), gate and up (M, H) in bf16, and the weights
+or, of 32x32 blocks, what was quantised for dgrad, unless FSDP frees them.
+"""
+
+import math
+from functools import cache
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from titan_mxfp8 import backends
+from titan_mxfp8.format.codec import decode
+from titan_mxfp8.format.spec import Operand
+from titan_mxfp8.ops import experts
+from titan_mxfp8.ops.autograd import Owned, once_differentiable, take, take_many, take_saved
+from titan_mxfp8.ops.checks import check_offs_values
+from titan_mxfp8.ops.config import MXConfig
+from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, Weights
+from titan_mxfp8.ops.library import Operator, aligned
+
+
+def grouped_experts(
+    x_MD: torch.Tensor, weights: Weights, offs: torch.Tensor, config: MXConfig, limit: float | None = None
+) -> torch.Tensor:
+    """``expert(x)`` of each expert on its own rows, (M, D) in bf16; zeros at and past ``offs[-1]``, here and in the
+    gradient of x.
+
+    Args:
+        x_MD: bf16, sorted by expert.
+        weights: this rank's.
+        offs: int32 (E,), end offsets of the experts' rows.
+        limit: that of gpt_oss's clamped SwiGLU, or None for SiLU.
+    """
+    keeps = config.keeps_input, config.keeps_weight
+    return _GroupedExperts.apply(x_MD, offs, *weights, experts_key(config.key, limit), keeps, torch.is_grad_enabled())
+
+
+@torch.compiler.assume_constant_result
+def experts_key(gemms: str, limit: float | None) -> str:
+    """The key of the ``ExpertsConfig`` for the ``MXConfig`` of this key."""
+    return _experts_config(gemms, limit).key
+
+
+@cache
+def _experts_config(gemms: str, limit: float | None) -> ExpertsConfig:
+    return ExpertsConfig(gemms=decode(gemms), limit=limit)
+
+
+class _GroupedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, offs, w1, w3, w2, b1, b3, b2, config, keeps, grad_enabled):
+        save = grad_enabled and any(ctx.needs_input_grad)
+        y, *saved = experts_forward(x, [w1, w3, w2], [b1, b3, b2], offs, config, save)
+        if save:
+            keeps_input, keeps_weight = keeps
+            weights = () if keeps_weight else (w1, w3, w2)
+            ctx.save_for_backward(offs, b2, *weights, *saved, *((x,) if keeps_input else ()))
+        ctx.config, ctx.keeps_weight = config, keeps[1]
+        ctx.dtypes = [None if w is None else w.dtype for w in (w1, w3, w2, b1, b3, b2)]
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        offs, b2, *saved = take_saved(ctx)
+        weights = []
+        if not ctx.keeps_weight:
+            *weights, saved = *saved[:3], saved[3:]
+        needs = list(ctx.needs_input_grad[2:8])
+        made = experts_backward(g, saved, weights, b2, offs, needs, common_dtype(ctx.dtypes), ctx.config)
+        return made[0], None, *gradients_of(made[1:], needs, ctx.dtypes), None, None, None
+
+
+def common_dtype(dtypes: list[torch.dtype | None]) -> torch.dtype:
+    """That of the gradients of w1, w3 and w2, whose own these are, before each is rounded to its own."""
+    return dtypes[0] if dtypes[0] == dtypes[1] == dtypes[2] else torch.float32
+
+
+def gradients_of(
+    made: list[torch.Tensor], needs: list[bool], dtypes: list[torch.dtype | None]
+) -> list[torch.Tensor | None]:
+    """The gradients of all parameters, of which only those that are needed were made."""
+    rest = iter(made)
+    return [next(rest).to(dtype) if needed else None for needed, dtype in zip(needs, dtypes, strict=True)]
+
+
+@Operator
+def experts_forward(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    offs: torch.Tensor,
+    config: str,
+    save: bool,
+) -> list[torch.Tensor]:
+    """y (M, D), and with ``save`` what ``experts_backward`` takes: gate and up (M, H), the kept weights, and x as wgrad
+    or requantisation wants it, unless that is x itself.
+
+    Args:
+        weights: w1, w3, w2.
+        biases: b1, b3, b2.
+        config: the key of an ``ExpertsConfig``.
+    """
+    check_offs_values(offs, x.shape[0])
+    layer: ExpertsConfig = decode(config)
+    gemms, kernels = layer.gemms, backends.load(layer.gemms.backend, x.device)
+    spec, x, offs, parameters = gemms.plan.forward.a, aligned(x), aligned(offs), experts.weights_of(weights, biases)
+    if save and not gemms.keeps_rows and not gemms.keeps_input:
+        rows, x_saved = kernels.quantize_both(x, spec, gemms.plan.wgrad.b, offs)
+    else:
+        rows = x_saved = kernels.quantize(x, 1, spec, offs if spec.grouped_scales else None)
+    quantized, kept = experts.quantize_weights(parameters, gemms.plan, kernels, save and gemms.keeps_weight)
+    tokens = Tokens(rows)
+    del rows
+    y, gate, up = experts.forward(tokens, quantized, parameters, offs, layer, kernels, zero_tail=True)
+    if not save:
+        return [y]
+    return [y, gate, up, *experts.tensors_of(kept), *([] if gemms.keeps_input else x_saved.tensors())]
+
+
+@torch.library.register_fake(experts_forward.overload)
+def _(x, weights, biases, offs, config, save):
+    y = x.new_empty(x.shape, dtype=torch.bfloat16)
+    if not save:
+        return [y]
+    gemms, (_, hidden, _), groups = decode(config).gemms, weights[0].shape, offs.shape[0]
+    preactivations = [x.new_empty((x.shape[0], hidden), dtype=torch.bfloat16) for _ in range(2)]
+    kept = [gemms.plan.dgrad.b.empty(w, 1, None) for w in weights] if gemms.keeps_weight else []
+    if gemms.keeps_input:
+        return [y, *preactivations, *experts.tensors_of(kept)]
+    spec = gemms.plan.forward.a
+    if gemms.keeps_rows:
+        x_saved = spec.empty(x, 1, groups if spec.grouped_scales else None)
+    else:
+        x_saved = gemms.plan.wgrad.b.empty(x, 0, groups)
+    return [y, *preactivations, *experts.tensors_of(kept), *x_saved.tensors()]
+
+
+@Operator
+def experts_backward(
+    g: torch.Tensor,
+    saved: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    b2: torch.Tensor | None,
+    offs: torch.Tensor,
+    needs: list[bool],
+    dtype: torch.dtype,
+    config: str,
+) -> list[torch.Tensor]:
+    """The gradient of x (M, D) in bf16, and those that ``needs`` names: of w1, w3, w2 in ``dtype``, of b1, b3, b2 in
+    fp32.
+
+    Args:
+        saved: what ``experts_forward`` returned behind y, and x where that is kept as it is. Emptied: each tensor is
+            freed after its use, if nothing else holds it.
+        weights: w1, w3, w2; none where they are kept quantised.
+    """
+    layer: ExpertsConfig = decode(config)
+    gemms, kernels = layer.gemms, backends.load(layer.gemms.backend, g.device)
+    plan, g, offs, parameters = gemms.plan, aligned(g), aligned(offs), experts.weights_of(weights, [None, None, b2])
+    taken = take_many(saved)
+    preactivations = take_many(taken, 2)
+    quantized = kept_operands(taken, gemms)
+    x = [_saved_tokens(taken, gemms)]
+    rows, columns = plan.dgrad.a, plan.wgrad.a
+    if not needs[2]:
+        g_tokens = Tokens(kernels.quantize(g, 1, rows, offs if rows.grouped_scales else None), None, g)
+    elif columns.is_quantized:
+        g_tokens = Tokens(*kernels.quantize_both(g, rows, columns, offs), g)
+    else:
+        of_rows = kernels.quantize(g, 1, rows, offs if rows.grouped_scales else None)
+        g_tokens = Tokens(of_rows, Operand(g.bfloat16().contiguous(), None, columns, 0), g)
+    made, _, dw2, db2 = experts.backward_w2(
+        g_tokens, preactivations, None, parameters, quantized, needs, dtype, offs, layer, kernels
+    )
+    del g_tokens  # before the rows' gradient, the largest of all, is made
+    dx, (dw1, dw3, db1, db3) = experts.backward_w1_w3(
+        made, x, parameters, quantized, needs, dtype, offs, layer, kernels
+    )
+    dx = dx[0] if len(dx) == 1 else dx[0].add_(dx[1])
+    row_M = torch.arange(dx.shape[0], device=offs.device)
+    dx.masked_fill_((row_M >= offs[-1])[:, None], 0)
+    return [dx, *[grad for grad, needed in zip((dw1, dw3, dw2, db1, db3, db2), needs, strict=True) if needed]]
+
+
+@torch.library.register_fake(experts_backward.overload)
+def _(g, saved, weights, b2, offs, needs, dtype, config):
+    dx = g.new_empty(g.shape, dtype=torch.bfloat16)
+    return [dx, *empty_gradients(g, saved[0].shape[1], offs.shape[0], needs, dtype)]
+
+
+def empty_gradients(
+    g: torch.Tensor, hidden: int, local: int, needs: list[bool], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """For fakes: the gradients of ``local`` experts' parameters, with ``g`` (M, D)."""
+    d, h = g.shape[1], hidden
+    shapes = (local, h, d), (local, h, d), (local, d, h), (local, h), (local, h), (local, d)
+    dtypes = [dtype] * 3 + [torch.float32] * 3
+    return [g.new_empty(shapes[i], dtype=dtypes[i]) for i in range(6) if needs[i]]
+
+
+def kept_operands(saved: Owned, gemms: MXConfig) -> Owned:
+    """w1, w3 and w2 of ``plan.dgrad.b``, taken out of what was saved; none where they are not kept."""
+    if not gemms.keeps_weight:
+        return []
+    return [Operand(*take_many(saved, 2), gemms.plan.dgrad.b, 1) for _ in range(3)]
+
+
+def _saved_tokens(saved: Owned, gemms: MXConfig) -> Tokens:
+    if gemms.keeps_input:
+        return Tokens(None, Operand(take(saved).bfloat16().contiguous(), None, gemms.plan.wgrad.b, 0))
+    data, scale = (*take_many(saved), None)[:2]
+    if gemms.keeps_rows:
+        return Tokens(Operand(data, scale, gemms.plan.forward.a, 1))
+    return Tokens(None, Operand(data, scale, gemms.plan.wgrad.b, 0))
+
+
+# As ``ops/library.py`` has it for single GEMMs.
+@register_flop_formula(torch.ops.titan_mxfp8.experts_forward)
+def _(x_shape, weight_shapes, *args, **kwargs) -> int:
+    return 3 * 2 * x_shape[0] * math.prod(weight_shapes[0][1:])
+
+
+@register_flop_formula(torch.ops.titan_mxfp8.experts_backward)
+def _(g_shape, saved_shapes, weight_shapes, b2_shape, offs_shape, needs, *args, **kwargs) -> int:
+    return (3 + sum(needs[:3])) * 2 * math.prod(g_shape) * saved_shapes[0][1]

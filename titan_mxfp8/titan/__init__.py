@@ -1,0 +1,1 @@
+"""What the adapters of both TorchTitans share: which MoE layers dispatch their own tokens, and what is logged."""

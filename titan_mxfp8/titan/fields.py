@@ -1,0 +1,24 @@
+"""What the fields of both adapters have in common: a default, and rules that need no TorchTitan."""
+
+from titan_mxfp8.recipe import BF16, Recipe
+
+DEFAULT_RECIPE = "mxfp8"
+
+
+def check_periods(recipe: Recipe, health_every: int, hopper_rebase_report: int) -> None:
+    """Raises ValueError of periods that are none, or of a report on what a recipe does not do."""
+    for name, steps in (("health_every", health_every), ("hopper_rebase_report", hopper_rebase_report)):
+        if steps < 0:
+            raise ValueError(f"{name} is a number of steps, or 0 for never, got {steps}")
+    if hopper_rebase_report and recipe.block_k == 32:
+        raise ValueError(
+            f"hopper_rebase_report says what rebasing changes: it takes a recipe that is rebased, not {recipe.name!r}"
+        )
+
+
+def check_control(recipe: Recipe, kind: str, dispatches: bool) -> None:
+    """Raises ValueError where recipe ``bf16``, the control of the dispatch, is asked of anything else."""
+    if recipe == BF16 and not dispatches:
+        raise ValueError(
+            f"recipe {BF16.name!r} is the control of dispatch: without it, leave the {kind} out of the conversion"
+        )

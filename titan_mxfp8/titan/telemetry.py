@@ -1,0 +1,131 @@
+"""``health_every`` and ``hopper_rebase_report``: what quantisation does to the operands of each converted module, in
+the logs, every N steps.
+
+A step begins to be recorded with its first forward pass in training and ends in TorchTitan's
+``MetricsProcessor.should_log``, which is called after the optimizer in every step, on every rank, with the step's
+number. That number says whether the next step is to be recorded. The first one of a run always is, as its number is not
+known yet: a run may go on from a checkpoint.
+"""
+
+import contextlib
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titan_mxfp8.modules import ConvertedModule, MXFP8Linear, training_device
+from titan_mxfp8.ops import observe
+from titan_mxfp8.workarounds.patch import around
+
+logger = logging.getLogger(__name__)
+
+RECORDER = "mxfp8_recorder"
+
+
+class Recorder:
+    """What one run measures and logs. The model carries it, as ``mxfp8_recorder``, and so do a pipeline's copies.
+
+    Attributes:
+        every: steps between two logs: of ``health``, and of what rebasing changed in the ``experts`` and in the
+            ``linears``; 0: never.
+    """
+
+    def __init__(self) -> None:
+        self.every = {"health": 0, "experts": 0, "linears": 0}
+        self._region = contextlib.ExitStack()
+        self._due = True  # whether the next forward pass in training begins to record
+        self._names: list[str] | None = None  # of the converted modules of all ranks
+
+    def __deepcopy__(self, memo: dict) -> "Recorder":
+        return self
+
+    def begin(self, part: nn.Module, inputs: tuple[object, ...]) -> None:
+        """Called before each forward pass of the model."""
+        if self._due and part.training:  # a validation comes between two steps
+            self._due = False
+            self._region.enter_context(observe.recording())
+
+    def end(self, processor: Any, step: int) -> None:
+        """Called after a step, with TorchTitan's ``MetricsProcessor``: logs what was recorded in every N-th one."""
+        self._region.close()
+        self._due = any(n and (step + 1) % n == 0 for n in self.every.values())
+        measured = {
+            module.mxfp8_fqn: module
+            for part in processor.model_parts
+            for module in part.modules()
+            if isinstance(module, ConvertedModule) and module.probe is not None
+        }
+        if self._is_time("health", step):
+            self._log_health(processor, step, measured)
+        for kind in filter(lambda kind: self._is_time(kind, step), ("experts", "linears")):
+            of_kind = {n: m for n, m in measured.items() if isinstance(m, MXFP8Linear) == (kind == "linears")}
+            counts = {name: m.probe.grad.tolist() for name, m in of_kind.items() if m.probe.grad is not None}
+            if report := observe.rebase_report(counts):
+                logger.info(f"MXFP8: share of elements that rebasing changed in {kind} in step {step}, here: {report}")
+        for module in measured.values():
+            module.probe.grad = None
+
+    def _is_time(self, what: str, step: int) -> bool:
+        return self.every[what] > 0 and step % self.every[what] == 0
+
+    def _log_health(self, processor: Any, step: int, measured: dict[str, ConvertedModule]) -> None:
+        """Logs the figures, added up over all ranks.
+
+        Data-parallel ranks see other tokens, expert- and pipeline-parallel ranks other modules, and their sum is that
+        of the step; where ranks hold the same tensor all of its counts are multiplied alike, which leaves the shares as
+        they are.
+        """
+        if self._names is None:
+            everyones = [list(measured)]
+            if dist.is_initialized():
+                everyones = [None] * dist.get_world_size()
+                dist.all_gather_object(everyones, list(measured))
+            self._names = sorted(set().union(*everyones))
+        if not self._names:
+            return
+        device = processor.device_memory_monitor.device
+        counts = torch.zeros(len(self._names), len(observe.KINDS), observe.COUNTS, dtype=torch.float64, device=device)
+        for name, module in measured.items():
+            if module.probe.grad is not None:
+                counts[self._names.index(name)] = module.probe.grad
+        if dist.is_initialized():
+            dist.all_reduce(counts)
+        figures = {}
+        for name, of_module in zip(self._names, counts.tolist(), strict=True):
+            for figure, value in observe.summarize(of_module).items():
+                figures[f"mx_health/{figure}/{name}"] = value
+        processor.logger.log(figures, step)
+
+
+def attach(model: nn.Module, converted: list[str], kind: str, health_every: int, hopper_rebase_report: int) -> None:
+    """Has a run measure and log what was converted in ``model``, if it asks for that.
+
+    Converted modules that quantise get a probe each, on the device where they will compute.
+
+    Args:
+        converted: names of ``experts`` or of ``linears``, which ``kind`` says.
+        health_every, hopper_rebase_report: steps between two logs; 0: never.
+    """
+    if not health_every and not hopper_rebase_report:
+        return
+    for module in map(model.get_submodule, converted):
+        if module.mxfp8.recipe.quantized:
+            module.probe = observe.make_probe(torch.device(training_device().type))
+    if not hasattr(model, RECORDER):
+        recorder = Recorder()
+        setattr(model, RECORDER, recorder)
+        model.register_forward_pre_hook(recorder.begin)
+    every = getattr(model, RECORDER).every
+    every["health"] = max(every["health"], health_every)
+    every[kind] = hopper_rebase_report
+
+
+@around("torchtitan.components.metrics.MetricsProcessor.should_log")
+def log_what_was_recorded(should_log: Any, processor: Any, step: int) -> bool:
+    """Makes every run that asks for it log what was recorded."""
+    recorders = [getattr(part, RECORDER) for part in processor.model_parts or () if hasattr(part, RECORDER)]
+    if recorders:
+        recorders[0].end(processor, step)
+    return should_log(processor, step)

@@ -1,0 +1,92 @@
+"""Workarounds of torch, on any machine."""
+
+import os
+from typing import Any
+
+import torch
+
+from titan_mxfp8.workarounds.patch import around
+
+
+def ignore_profiler_ranges() -> None:
+    """Selective op-level activation checkpointing replays the forward op by op, and counts FSDP's profiler ranges as
+    ops. Under EP the experts are an FSDP unit of their own in the checkpointed block, and opens more ranges the second
+    time than the first (torchtitan#3427). The ranges compute nothing: checkpointing may ignore them."""
+    from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+    profiler = torch.ops.profiler
+    SAC_IGNORED_OPS.update(
+        {
+            profiler._record_function_enter.default,
+            profiler._record_function_enter_new.default,
+            profiler._record_function_exit.default,
+            profiler._record_function_exit._RecordFunction,
+        }
+    )
+
+
+@around("torch.distributed.tensor._api._ToTorchTensor.forward")
+def wait_before_compiled_regions(to_local: Any, *args: Any) -> torch.Tensor:
+    """A compiled region waits for those of its inputs that a collective is still filling, and forgets that they need a
+    gradient (pytorch#191113): a block behind the embedding dies of it, and a MoE layer's router and shared experts lose
+    their part of the gradient without a word. All these inputs come out of DTensor.to_local, so the wait is put there.
+    On a GPU it is the compute stream that waits, a little earlier than it would have. torch 2.14 needs more than this,
+    which the check of a config refuses."""
+    local = to_local(*args)
+    return local.trigger_wait() if hasattr(local, "trigger_wait") else local  # AsyncCollectiveTensor
+
+
+@around("torch._functorch.partitioners.functionalize_rng_ops")
+def save_random_states_before_meshes(functionalize: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """A forward compiled under tensor parallelism saves the DeviceMesh of DTensors for the backward: tensors come
+    first, then meshes, then sizes. Where activation checkpointing repeats an op that may draw random numbers, as
+    attention on CPUs may, the partitioner puts the generator's state, a tensor, behind the meshes, in the outputs of
+    the forward and the inputs of the backward. Both are sorted here. On GPUs such a state is no output."""
+    from torch._functorch.partitioners import is_opaque_node, is_sym_node
+
+    forward, backward = functionalize(*args, **kwargs)
+    inputs = list(backward.graph.find_nodes(op="placeholder"))
+    saved = next(i for i, node in enumerate(inputs) if "tangents" in node.name)  # how many
+    for node in filter(is_opaque_node, inputs[:saved]):
+        inputs[saved].prepend(node)
+    output = forward.graph.output_node()
+    values = output.args[0]
+    own = len(values) - saved
+    in_order = sorted(values[own:], key=lambda node: 2 if is_sym_node(node) else int(is_opaque_node(node)))
+    output.args = ((*values[:own], *in_order),)
+    forward.recompile()
+    backward.recompile()
+    return forward, backward
+
+
+def compile_for_own_rank_only() -> None:
+    """AOTAutograd's cache on disk takes DTensors whose ranks differ for equal: a process is given the code of another
+    rank of its machine, or of an earlier run, and takes that rank's shard. GPUs hide it as long as each rank has a
+    device number of its own. Only the tracing is repeated: the inductor's cache of kernels stays in use."""
+    from torch._functorch import config
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        config.enable_autograd_cache = False
+
+
+def run_backward_in_the_calling_thread() -> None:
+    """Autograd runs backward of a GPU's operators in a thread of that GPU. Forward and backward of Python code, which
+    custom operators, FSDP's hooks and compiled code have much of, then take turns on two cores, each of which finds
+    nothing in its cache: 1258 us for a grouped GEMM on an H200's host, 629 with both threads on one core, 580 to 670 in
+    one thread. A training process has one GPU, so nothing runs at once that would be in turns now. It holds for the
+    thread that calls this, the one that trains."""
+    torch.autograd.set_multithreading_enabled(False)
+
+
+def keep_saved_outputs() -> None:
+    """Called by TorchTitan 0.2.2's converters where a config has op-level activation checkpointing.
+
+    TorchTitan compiles the parts of a MoE block one by one, within the checkpointed block. So checkpointing saves the
+    outputs of our GEMMs while compiled code runs, which knows nothing of it and writes its next result into the same
+    memory: a rotary embedding over the queries that it is made from. The inductor is told to allocate anew instead;
+    memory that is free the allocator gives it again. What that costs has not been measured. TorchTitan's own `mm` is
+    never saved from within compiled code."""
+    from torch._inductor import config
+
+    config.inplace_buffers = False
+    config.allow_buffer_reuse = False
