@@ -97,8 +97,8 @@ def test_rows_that_did_not_fit_are_an_error_later():
 
 
 def test_bounds():
-    assert [factor_of(rows) for rows in ("counted", "bounded", "worst_case", 0, 2.5)] == [None, 1.5, math.inf, 0, 2.5]
-    for rows in ("all", -1, math.nan, True, None, "1.5"):
+    assert [factor_of(rows) for rows in ("counted", "bounded", "worst_case", 0, "2.5")] == [None, 1.5, math.inf, 0, 2.5]
+    for rows in ("all", -1, math.nan, True, None, "-1"):
         with pytest.raises(ValueError, match=r"rows is one of counted, bounded, worst_case, or a factor .* got"):
             factor_of(rows)
     assert bound(1.5, 100, 4, 2, 8) == 640  # 600 in tiles of 128

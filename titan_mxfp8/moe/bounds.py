@@ -21,20 +21,25 @@ BALANCED_ROWS = 1.5  # times, with "bounded"
 _MULTIPLE = 128  # of rows, a GEMM's tile
 
 
-def factor_of(rows: Rows) -> float | None:
+def factor_of(rows: Rows | str, name: str = "rows") -> float | None:
     """How many times T K rows there is memory for; None: for those that come, which the host counts.
 
     Args:
-        rows: ``counted`` (None), ``bounded`` (1.5), ``worst_case`` (infinity), or the factor.
+        rows: ``counted`` (None), ``bounded`` (1.5), ``worst_case`` (infinity), or the factor, as text too.
+        name: what an error calls it.
 
     Raises:
         ValueError: none of these.
     """
     if isinstance(rows, str) and rows in ROWS:
         return {"counted": None, "bounded": BALANCED_ROWS, "worst_case": math.inf}[rows]
-    if isinstance(rows, bool) or not isinstance(rows, int | float) or not rows >= 0:
-        raise ValueError(f"rows is one of {', '.join(ROWS)}, or a factor of balanced rows from 0 on, got {rows!r}")
-    return float(rows)
+    try:
+        factor = -1.0 if isinstance(rows, bool) else float(rows)
+    except (TypeError, ValueError):
+        factor = -1.0
+    if not factor >= 0:
+        raise ValueError(f"{name} is one of {', '.join(ROWS)}, or a factor of balanced rows from 0 on, got {rows!r}")
+    return factor
 
 
 def bound(factor: float, tokens: int, slots: int, ranks: int, local: int) -> int:

@@ -138,7 +138,7 @@ def moe(
     transport, rows, max_tokens, limit = options
     most_rows = (max_tokens or 0) * (slots if scores_first else 1)
     name = "" if group is None else group.group_name
-    layer = _moe_key(config.key, limit, transport, factor_of(rows), most_rows, ranks, name)
+    layer = _moe_key(config.key, limit, transport, f"{rows}", most_rows, ranks, name)
     rest = layer, config.keeps_weight, torch.is_grad_enabled()
     if not scores_first:
         return _MoE.apply(x, scores.float(), expert_ids, *weights, *rest)
@@ -177,22 +177,20 @@ class MoEConfig(ExpertsConfig):
 
 
 @torch.compiler.assume_constant_result
-def _moe_key(
-    gemms: str, limit: float | None, transport: str, factor: float | None, most_rows: int, ranks: int, group: str
-) -> str:
+def _moe_key(gemms: str, limit: float | None, transport: str, rows: str, most_rows: int, ranks: int, group: str) -> str:
     """The key of a ``MoEConfig``, of whose GEMMs ``gemms`` is the key."""
-    return _moe_config(gemms, limit, transport, factor, most_rows, ranks, group).key
+    return _moe_config(gemms, limit, transport, rows, most_rows, ranks, group).key
 
 
 @cache
 def _moe_config(
-    gemms: str, limit: float | None, transport: str, factor: float | None, most_rows: int, ranks: int, group: str
+    gemms: str, limit: float | None, transport: str, rows: str, most_rows: int, ranks: int, group: str
 ) -> MoEConfig:
     return MoEConfig(
         gemms=decode(gemms),
         limit=limit,
         transport=transport,
-        factor=factor,
+        factor=factor_of(rows),
         most_rows=most_rows,
         ranks=ranks,
         group=group,
