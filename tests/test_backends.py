@@ -1,6 +1,7 @@
 """The contract of a backend (``contract.py``), for every row of ``BACKENDS`` that runs here: CPU and, if any, GPU."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -143,6 +144,16 @@ def test_an_operand_quantised_along_another_axis_raises(target: Target) -> None:
     for a, b in ((along[1], along[0]), (along[0], along[1])):
         with pytest.raises(ValueError, match="this GEMM contracts axis 0"):
             target.backend.gemm_k_grouped(a, b, None, BF16)
+
+
+def test_values_in_bf16_with_scales_are_no_operand() -> None:
+    backend, cpu = load("reference", torch.device("cpu")), hardware_of(torch.device("cpu"))
+    plan = backend.plan(get_recipe("mxfp8"), cpu)
+    x, w = torch.randn(64, 64), torch.randn(1, 64, 64)
+    a, b = backend.quantize(x, 1, plan.forward.a, None), backend.quantize(w, 2, plan.forward.b, None)
+    for wrong in (a._replace(scale=None), a._replace(spec=replace(a.spec, stored="bf16"))):
+        with pytest.raises(AssertionError, match="have no scales"):
+            backend.gemm_m_grouped(wrong, b, None, None, BF16)
 
 
 def test_the_judge_sees_one_wrong_row_and_one_wrong_tile() -> None:

@@ -120,7 +120,9 @@ def gpu(request, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
     real = launch.Kernel.launch
 
     def launch_compiled(kernel: launch.Kernel, *args: Any, **kwargs: Any) -> bool:
-        return real(SimpleNamespace(function=kernel.function, compiled=Compiled()), *args, **kwargs)
+        compiled = launch.Kernel(kernel.function)
+        compiled.compiled = Compiled()
+        return real(compiled, *args, **kwargs)
 
     monkeypatch.setattr(launch.Kernel, "launch", launch_compiled)
     for cache in caches:
@@ -179,6 +181,23 @@ def test_which_operators_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     for operator in (layer.moe_forward, layer.moe_backward):
         monkeypatch.setattr(operator, "function", lambda *args: args)
         assert operator.run(on_gpu, 7) == (on_gpu, 7)
+
+
+@pytest.mark.parametrize("why", ["switched off", "another torch"])
+def test_nothing_is_replayed_where_it_is_switched_off_or_torch_lacks_what_it_takes(
+    why: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "replays", True)
+    function, x = launches_a_kernel(calls), torch.randn(4, 4)
+    for _ in range(4):
+        calls(function, x)
+    assert calls.ran == [True, True, False, False]
+    if why == "switched off":
+        backends.replay_launches(False)
+    else:
+        monkeypatch.setattr(replay, "_empty_strided_cuda", None)
+    calls(function, x)
+    assert calls.ran[-1]
 
 
 def launches_a_kernel(calls: Calls) -> Callable[..., torch.Tensor]:

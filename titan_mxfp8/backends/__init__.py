@@ -294,6 +294,17 @@ def load(backend: str, device: torch.device) -> Backend:
     return _module(select(backend, hardware_of(device), get_recipe("mxfp8")).name)
 
 
+replays = True
+
+
+def replay_launches(on: bool) -> None:
+    """Switches on or off, for this process, that operators on a GPU repeat what they launched for the same shapes
+    before instead of running the Python that decides it (``common.replay``); on unless switched off. Results are the
+    same: off is slower for small shapes, and for whoever debugs a backend."""
+    global replays
+    replays = on
+
+
 def plan(recipe: Recipe, backend: str, device: torch.device) -> Plan:
     """``plan_on`` for the hardware that ``device`` is."""
     return plan_on(recipe, backend, hardware_of(device))

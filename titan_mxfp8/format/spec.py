@@ -209,12 +209,16 @@ class Operand(NamedTuple):
 
 def check_m_grouped(a: Operand, b: Operand) -> None:
     """Raises ValueError unless forward or dgrad can contract the axes that ``a`` and ``b`` were quantised along."""
+    for operand in (a, b):
+        assert (operand.scale is None) == (operand.spec.stored == "bf16"), "values in bf16 have no scales, FP8 has"
     if a.axis != 1 or b.axis not in (1, 2):
         raise _other_axis(("a", a.axis, (1,)), ("b", b.axis, (1, 2)))
 
 
 def check_k_grouped(a: Operand, b: Operand) -> None:
     """Raises ValueError unless wgrad can contract the axes that ``a`` and ``b`` were quantised along."""
+    for operand in (a, b):
+        assert (operand.scale is None) == (operand.spec.stored == "bf16"), "values in bf16 have no scales, FP8 has"
     if a.axis != 0 or b.axis != 0:
         raise _other_axis(("a", a.axis, (0,)), ("b", b.axis, (0,)))
 

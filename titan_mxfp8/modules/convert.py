@@ -99,7 +99,7 @@ def convert_model(
     """
     if get_recipe(recipe) == BF16:
         raise ValueError(f"recipe {BF16.name!r} quantises nothing: leave the model as it is, or name an MXFP8 recipe")
-    config, chosen = _config(recipe, backend, model, rebase, requantize_input=requantize_input)
+    config, chosen = _config(recipe, backend, model, rebase, requantize_input)
     grouped_fqns = as_list(grouped_fqns, "grouped_fqns")
     experts = choose_experts(model, grouped_fqns, "grouped_fqns")
     if grouped_fqns:
@@ -135,7 +135,7 @@ def convert_linears(
     Raises:
         ValueError: nothing was converted; the message says why each candidate was not.
     """
-    config, chosen = _config(recipe, backend, model, rebase, requantize_input=requantize_input)
+    config, chosen = _config(recipe, backend, model, rebase, requantize_input)
     linears = choose_linears(model, as_list(filter_fqns, "filter_fqns"), "filter_fqns")
     _check_any(linears, "nn.Linear was converted")
     return _convert(model, [linears], config, chosen)
@@ -261,7 +261,7 @@ def _config(
     backend: str,
     model: nn.Module,
     rebase: bool,
-    requantize_input: bool = False,
+    requantize_input: bool,
 ) -> tuple[MXConfig, str]:
     """The config of all modules that one call converts, and the log line that says what was chosen."""
     check_type("requantize_input", requantize_input, bool)

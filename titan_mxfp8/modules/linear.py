@@ -16,6 +16,8 @@ class MXFP8Linear(ConvertedModule, nn.Linear):
     """``nn.Linear`` whose three GEMMs are MXFP8, also on DTensors. Made by ``convert_linears``."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # nn.Linear's name, which TorchTitan 0.3 looks for
+        if isinstance(input, torch.Tensor) and input.layout is torch.jagged and input.is_contiguous():
+            return torch.nested.nested_tensor_from_jagged(self.forward(input.values()), input.offsets())
         if isinstance(self.weight, DTensor):
             if not isinstance(input, DTensor):
                 raise ValueError(

@@ -29,12 +29,13 @@ from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.moe import TRANSPORTS, DispatchHandle, Rows, Transport, TransportName, choose
 from titan_mxfp8.moe.bounds import bound, factor_of
 from titan_mxfp8.ops import experts
-from titan_mxfp8.ops.autograd import once_differentiable, take_many, take_saved
+from titan_mxfp8.ops.autograd import exportable, once_differentiable, save_for_backward, take_many
 from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_features
 from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, Weights
 from titan_mxfp8.ops.grouped_experts import common_dtype, empty_gradients, gradients_of, kept_operands
 from titan_mxfp8.ops.library import Operator, aligned
+from titan_mxfp8.ops.operands import plain
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 _HANDLE = len(DispatchHandle._fields)
@@ -107,6 +108,7 @@ def mxfp8_moe(
             expert; on every rank, ranks that disagree about experts, K, recipe or rows.
         RuntimeError: an earlier call had more rows than memory for them, as far as the host knows without waiting.
     """
+    (x,) = plain("mxfp8_moe", x=x)
     config = config_of(get_recipe(recipe), f"{backend}", x.device, bool(keep_quantized_weight))
     options = Dispatched(transport=transport, rows=rows, max_tokens=max_tokens, limit=swiglu_limit)
     return moe(x, scores, expert_ids, Weights(w1, w3, w2, b1, b3, b2), group, options, config, scores_first)
@@ -132,19 +134,44 @@ def moe(
     scores_first: bool = False,
 ) -> torch.Tensor:
     """``mxfp8_moe`` with a ``config``."""
+    x, scores, *rest = plain("mxfp8_moe", x=x, scores=scores, **weights._asdict())
+    weights = Weights(*rest)
+    if not isinstance(group, dist.ProcessGroup | None):
+        raise ValueError(
+            f"mxfp8_moe: group must be a torch.distributed.ProcessGroup or None, got {group!r}: a DeviceMesh has one "
+            "for each of its dimensions, mesh.get_group(name)"
+        )
     ranks = 1 if group is None else group.size()
     _check(x, scores, expert_ids, weights, ranks, options)
-    tokens, slots = expert_ids.shape
+    slots = expert_ids.shape[1]
     transport, rows, max_tokens, limit = options
     most_rows = (max_tokens or 0) * (slots if scores_first else 1)
     name = "" if group is None else group.group_name
     layer = _moe_key(config.key, limit, transport, f"{rows}", most_rows, ranks, name)
-    rest = layer, config.keeps_weight, torch.is_grad_enabled()
+    return _moe(x, scores, expert_ids, *weights, scores_first, layer, config.keeps_weight)
+
+
+@exportable(lambda x, *rest: x.new_empty(x.shape))
+def _moe(
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    expert_ids: torch.Tensor,
+    w1: torch.Tensor,
+    w3: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None,
+    b3: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    scores_first: bool,
+    config: str,
+    keeps_weight: bool,
+) -> torch.Tensor:
+    rest = w1, w3, w2, b1, b3, b2, config, keeps_weight, torch.is_grad_enabled()
     if not scores_first:
-        return _MoE.apply(x, scores.float(), expert_ids, *weights, *rest)
-    ids = expert_ids.reshape(tokens * slots, 1)
-    out = _MoE.apply(_Scaled.apply(x, scores.float()), None, ids, *weights, *rest)
-    return out if slots == 1 else out.view(tokens, slots, x.shape[1]).sum(1, dtype=torch.float32).to(x.dtype)
+        return _MoE.apply(x, scores.float(), expert_ids, *rest)[0]
+    out = _MoE.apply(_Scaled.apply(x, scores.float()), None, expert_ids.reshape(-1, 1), *rest)[0]
+    slots = expert_ids.shape[1]
+    return out if slots == 1 else out.view(-1, slots, x.shape[1]).sum(1, dtype=torch.float32).to(x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,16 +249,16 @@ class _MoE(torch.autograd.Function):
     def forward(ctx, x, scores, expert_ids, w1, w3, w2, b1, b3, b2, config, keeps_weight, grad_enabled):
         save = grad_enabled and any(ctx.needs_input_grad)
         out, *saved = moe_forward(x, scores, expert_ids, [w1, w3, w2], [b1, b3, b2], config, save)
-        if save:
-            ctx.save_for_backward(b2, *(() if keeps_weight else (w1, w3, w2)), *saved)
         ctx.config, ctx.keeps_weight, ctx.scored, ctx.x_dtype = config, keeps_weight, scores is not None, x.dtype
         ctx.dtypes = [None if w is None else w.dtype for w in (w1, w3, w2, b1, b3, b2)]
-        return out
+        if not save:
+            return out, None
+        return save_for_backward(ctx, out, b2, *(() if keeps_weight else (w1, w3, w2)), *saved)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g_TD):
-        b2, *saved = take_saved(ctx)
+    def backward(ctx, saved, g_TD):
+        b2, *saved = saved
         weights = []
         if not ctx.keeps_weight:
             *weights, saved = *saved[:3], saved[3:]
@@ -428,8 +455,10 @@ def _check(
     transport, rows, max_tokens, swiglu_limit = options
     if x.ndim != 2 or w1.ndim != 3 or w1.shape[2] != x.shape[1]:
         raise ValueError(
-            "takes x of shape (T, D), w1 and w3 of shape (E / R, H, D) and w2 of shape (E / R, D, H), got "
+            "mxfp8_moe takes x of shape (T, D), w1 and w3 of shape (E / R, H, D) and w2 of shape (E / R, D, H), got "
             f"{tuple(x.shape)}, {tuple(w1.shape)}, {tuple(w3.shape)} and {tuple(w2.shape)}"
+            + ": pass w1.mT, w3.mT and w2.mT"
+            * (w1.ndim == 3 and w1.shape[1] == x.shape[-1])
         )
     local, hidden, features = w1.shape
     if w3.shape != w1.shape or tuple(w2.shape) != (local, features, hidden):

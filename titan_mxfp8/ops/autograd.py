@@ -5,6 +5,8 @@ from functools import wraps
 
 import torch
 
+from titan_mxfp8.ops.operands import refuse_transforms
+
 Owned = list  # of tensors and operands, which has one owner: see ``take``
 
 
@@ -24,37 +26,58 @@ def take_many(owned: Owned, count: int | None = None) -> Owned:
     return taken
 
 
-def take_saved(ctx: torch.autograd.function.FunctionCtx) -> Owned:
-    """``ctx.saved_tensors``, which backward alone holds afterwards, unless the graph is kept for another backward. What
-    autograd itself does when backward has returned, and torch.compile here. Activation checkpointing hands them out
-    once."""
-    saved = list(ctx.saved_tensors)
+def save_for_backward(
+    ctx: torch.autograd.function.FunctionCtx, y: torch.Tensor, *tensors: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Saves ``tensors`` for a backward that is ``once_differentiable``.
+
+    Returns:
+        What forward has to return: ``y``, and an empty tensor, saved too, which leads backward to all inputs of the
+        function and keeps the memory of none. Compiled graphs, which refuse second derivatives themselves, need none.
+    """
+    token = None
     if not torch.compiler.is_compiling():
-        ctx.maybe_clear_saved_tensors()
-    return saved
+        token = y.new_empty(0)
+        ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, token)
+    return y, token
 
 
 def once_differentiable(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Has the ``backward`` of an autograd function return gradients that cannot be differentiated again.
+    """Makes a ``backward`` of one that takes what was saved, which nothing else holds, and the gradient of y.
+    Its gradients cannot be differentiated again, whatever is asked for.
 
-    ``once_differentiable`` of torch looks at the output gradient alone: of ``y.sum()`` that needs none, and what the
-    second derivative lacks would be left out without a word.
+    torch's ``once_differentiable`` looks at the output gradient alone: of ``y.sum()`` that needs none. And a second
+    derivative that is asked for by inputs, as of ``torch.autograd.grad``, runs only what leads to these inputs. What it
+    lacks would be left out without a word.
     """
 
     @wraps(backward)
-    def run(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> tuple:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # which refuses create_graph itself
-            return backward(ctx, *grads)
+    def run(ctx: torch.autograd.function.FunctionCtx, dy: torch.Tensor | None, _: torch.Tensor | None = None) -> tuple:
+        if dy is None:
+            return (None,) * len(ctx.needs_input_grad)
+        *saved, token = ctx.saved_tensors  # activation checkpointing hands them out once
+        if torch.compiler.is_compiling():
+            return backward(ctx, saved, dy)
+        owned = [saved]
+        del saved
+        refuse_transforms(dy)
+        dy = dy.resolve_neg()
+        ctx.maybe_clear_saved_tensors()  # unless the graph is kept; autograd would do so when backward has returned
+        if not torch.is_grad_enabled():
+            return backward(ctx, owned.pop(), dy)
         with torch.no_grad():
-            gradients = backward(ctx, *grads)
-        return tuple(g if g is None else _NotAgain.apply(g.requires_grad_()) for g in gradients)
+            gradients = backward(ctx, owned.pop(), dy)
+        return tuple(g if g is None else _NotAgain.apply(g, dy, token) for g in gradients)
 
     return run
 
 
 class _NotAgain(torch.autograd.Function):
+    """A gradient, and what it depends on: dy and, or what leads to, all inputs of the layer."""
+
     @staticmethod
-    def forward(ctx, gradient):
+    def forward(ctx, gradient, *depends_on):
         return gradient.view_as(gradient)
 
     @staticmethod
@@ -63,3 +86,44 @@ class _NotAgain(torch.autograd.Function):
             "MXFP8 GEMMs cannot be differentiated twice: compute what needs a second derivative, such as a gradient "
             "penalty, with layers that are not converted"
         )
+
+
+def exportable(fake: Callable[..., torch.Tensor]) -> Callable[[Callable], Callable]:
+    """A decorator for differentiable functions that return one tensor: ``torch.export`` traces each as one operator
+    that has gradients. Its graphs hold operators alone, and lose autograd functions around them with their gradients.
+    And one operator takes any number of rows, whatever it chooses by them.
+
+    Backward computes forward again. ``fake`` takes the function's arguments and returns an empty output.
+    """
+
+    def decorate(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        name = f"titan_mxfp8::{function.__name__.strip('_')}"
+        schema = torch.library.infer_schema(function, mutates_args=())
+        operator = torch.library.custom_op(name, torch.no_grad()(function), mutates_args=(), schema=schema)
+        operator.register_fake(fake)
+
+        def save(ctx, inputs, output):
+            ctx.save_for_backward(*[x if isinstance(x, torch.Tensor) else None for x in inputs])
+            ctx.options = [None if isinstance(x, torch.Tensor) else x for x in inputs]
+
+        def backward(ctx, dy):
+            pairs = zip(ctx.saved_tensors, ctx.options, ctx.needs_input_grad, strict=True)
+            args = [option if x is None else x.detach().requires_grad_(needed) for x, option, needed in pairs]
+            with torch.enable_grad():
+                y = function(*args)
+            wanted = [x for x, needed in zip(args, ctx.needs_input_grad, strict=True) if needed]
+            made = iter(torch.autograd.grad(y, wanted, dy.detach()))
+            gradients = [next(made) if needed else None for needed in ctx.needs_input_grad]
+            if not torch.is_grad_enabled():
+                return tuple(gradients)
+            return tuple(g if g is None else _NotAgain.apply(g, dy, *ctx.saved_tensors) for g in gradients)
+
+        operator.register_autograd(backward, setup_context=save)
+
+        @wraps(function)
+        def run(*args: object) -> torch.Tensor:
+            return operator(*args) if torch.compiler.is_exporting() else function(*args)
+
+        return run
+
+    return decorate

@@ -16,7 +16,7 @@ from titan_mxfp8 import backends
 from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.spec import Operand
 from titan_mxfp8.ops import experts
-from titan_mxfp8.ops.autograd import Owned, once_differentiable, take, take_many, take_saved
+from titan_mxfp8.ops.autograd import Owned, exportable, once_differentiable, save_for_backward, take, take_many
 from titan_mxfp8.ops.checks import check_offs_values
 from titan_mxfp8.ops.config import MXConfig
 from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, Weights
@@ -35,8 +35,25 @@ def grouped_experts(
         offs: int32 (E,), end offsets of the experts' rows.
         limit: that of gpt_oss's clamped SwiGLU, or None for SiLU.
     """
-    keeps = config.keeps_input, config.keeps_weight
-    return _GroupedExperts.apply(x_MD, offs, *weights, experts_key(config.key, limit), keeps, torch.is_grad_enabled())
+    return _experts(x_MD, offs, *weights, experts_key(config.key, limit), config.keeps_input, config.keeps_weight)
+
+
+@exportable(lambda x, *rest: x.new_empty(x.shape, dtype=torch.bfloat16))
+def _experts(
+    x: torch.Tensor,
+    offs: torch.Tensor,
+    w1: torch.Tensor,
+    w3: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None,
+    b3: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    config: str,
+    keeps_input: bool,
+    keeps_weight: bool,
+) -> torch.Tensor:
+    keeps = keeps_input, keeps_weight
+    return _GroupedExperts.apply(x, offs, w1, w3, w2, b1, b3, b2, config, keeps, torch.is_grad_enabled())[0]
 
 
 @torch.compiler.assume_constant_result
@@ -55,18 +72,17 @@ class _GroupedExperts(torch.autograd.Function):
     def forward(ctx, x, offs, w1, w3, w2, b1, b3, b2, config, keeps, grad_enabled):
         save = grad_enabled and any(ctx.needs_input_grad)
         y, *saved = experts_forward(x, [w1, w3, w2], [b1, b3, b2], offs, config, save)
-        if save:
-            keeps_input, keeps_weight = keeps
-            weights = () if keeps_weight else (w1, w3, w2)
-            ctx.save_for_backward(offs, b2, *weights, *saved, *((x,) if keeps_input else ()))
-        ctx.config, ctx.keeps_weight = config, keeps[1]
-        ctx.dtypes = [None if w is None else w.dtype for w in (w1, w3, w2, b1, b3, b2)]
-        return y
+        keeps_input, ctx.keeps_weight = keeps
+        ctx.config, ctx.dtypes = config, [None if w is None else w.dtype for w in (w1, w3, w2, b1, b3, b2)]
+        if not save:
+            return y, None
+        weights = () if ctx.keeps_weight else (w1, w3, w2)
+        return save_for_backward(ctx, y, offs, b2, *weights, *saved, *((x,) if keeps_input else ()))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g):
-        offs, b2, *saved = take_saved(ctx)
+    def backward(ctx, saved, g):
+        offs, b2, *saved = saved
         weights = []
         if not ctx.keeps_weight:
             *weights, saved = *saved[:3], saved[3:]

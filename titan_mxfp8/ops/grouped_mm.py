@@ -6,6 +6,7 @@ from titan_mxfp8.format.mx import MXTensor
 from titan_mxfp8.ops.checks import check_activations, check_devices, check_dtypes, check_features, check_offs_type
 from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.matmul import mx_matmul
+from titan_mxfp8.ops.operands import plain
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 
@@ -13,9 +14,9 @@ def mxfp8_grouped_mm(
     a: torch.Tensor | MXTensor,
     b_t: torch.Tensor,
     offs: torch.Tensor,
+    bias: torch.Tensor | None = None,
     *,
     recipe: str | Recipe = "mxfp8",
-    bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
     rebase: bool = False,
@@ -30,8 +31,8 @@ def mxfp8_grouped_mm(
             gradient multiplies its values, quantised again along M as the recipe says.
         b_t: (E, K, N) weights, bf16 or fp32, usually ``w_ENK.transpose(-2, -1)``. K and N are multiples of 32.
         offs: int32 (E,) end offsets of the groups among the M rows: non-decreasing, any sizes, on the device of ``a``.
-        recipe: a key of ``RECIPES``, or a ``Recipe``.
         bias: (N,), or (E, N) for one per expert; added in fp32 before the output is rounded.
+        recipe: a key of ``RECIPES``, or a ``Recipe``.
         out_dtype: ``torch.bfloat16`` or ``torch.float32``.
         backend: ``auto`` or a name of ``titan_mxfp8.backends``.
         rebase: takes the recipe's rebased form (``Recipe.rebased``): the GEMMs scale once per 128 elements, much
@@ -54,6 +55,7 @@ def mxfp8_grouped_mm(
             tensor; K or N that is no multiple of 32; an ``MXTensor`` of other blocks or along another axis; on a CPU,
             ``offs`` that is negative, decreasing or past M.
     """
+    (b_t,) = plain("mxfp8_grouped_mm", b_t=b_t)
     config = config_of(
         get_recipe(recipe, rebase), f"{backend}", b_t.device, bool(keep_quantized_weight), bool(requantize_input)
     )
@@ -69,15 +71,19 @@ def grouped_mm(
     config: MXConfig,
 ) -> torch.Tensor:
     """``mxfp8_grouped_mm`` with a ``config``."""
+    a, b_t, bias = plain("mxfp8_grouped_mm", a=a, b_t=b_t, bias=bias)
     if b_t.ndim != 3 or len(a.shape) != 2 or not isinstance(offs, torch.Tensor):
         given = tuple(offs.shape) if isinstance(offs, torch.Tensor) else repr(offs)
         raise ValueError(
-            "takes a of shape (M, K), b_t of shape (E, K, N) and offs, an int32 tensor of shape (E,), got "
-            f"{tuple(a.shape)}, {tuple(b_t.shape)} and {given}"
+            "mxfp8_grouped_mm takes a of shape (M, K), b_t of shape (E, K, N) and offs, an int32 tensor of shape (E,), "
+            f"got {tuple(a.shape)}, {tuple(b_t.shape)} and {given}"
         )
     experts, k, n = b_t.shape
     if a.shape[1] != k:
-        raise ValueError(f"a of shape {tuple(a.shape)} and b_t of shape {tuple(b_t.shape)} disagree about K")
+        raise ValueError(
+            f"mxfp8_grouped_mm: a of shape {tuple(a.shape)} and b_t of shape {tuple(b_t.shape)} disagree about K"
+            + ": pass b_t.mT" * (a.shape[1] == n)
+        )
     if out_dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"out_dtype must be torch.bfloat16 or torch.float32, got {out_dtype}")
     check_offs_type(offs, experts)

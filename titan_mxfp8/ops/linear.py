@@ -8,6 +8,7 @@ from titan_mxfp8.format.mx import BLOCK_SIZE, MXTensor
 from titan_mxfp8.ops.checks import check_activations, check_devices, check_dtypes, check_features
 from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.matmul import mx_matmul
+from titan_mxfp8.ops.operands import plain
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 
@@ -42,6 +43,7 @@ def mxfp8_linear(
             tensor; K or N that is no multiple of 32; an ``MXTensor`` of other blocks or along another axis; an
             autocast region of float16.
     """
+    (weight,) = plain("mxfp8_linear", weight=weight)
     config = config_of(
         get_recipe(recipe, rebase), f"{backend}", weight.device, bool(keep_quantized_weight), bool(requantize_input)
     )
@@ -52,9 +54,12 @@ def linear(
     x: torch.Tensor | MXTensor, weight: torch.Tensor, bias: torch.Tensor | None, config: MXConfig
 ) -> torch.Tensor:
     """``mxfp8_linear`` with a ``config``."""
+    x, weight, bias = plain("mxfp8_linear", x=x, weight=weight, bias=bias)
     if weight.ndim != 2 or len(x.shape) < 1 or x.shape[-1] != weight.shape[1]:
+        is_transposed = weight.ndim == 2 and weight.shape[0] == x.shape[-1]
         raise ValueError(
-            f"takes x of shape (..., K) and weight of shape (N, K), got {tuple(x.shape)}, {tuple(weight.shape)}"
+            f"mxfp8_linear takes x of shape (..., K) and weight of shape (N, K), got {tuple(x.shape)}, "
+            f"{tuple(weight.shape)}" + ": pass weight.mT" * is_transposed
         )
     n, k = weight.shape
     if bias is not None and tuple(bias.shape) != (n,):

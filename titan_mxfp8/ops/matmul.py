@@ -21,7 +21,7 @@ from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.mx import MXTensor
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.ops import library
-from titan_mxfp8.ops.autograd import once_differentiable, take_saved
+from titan_mxfp8.ops.autograd import exportable, once_differentiable, save_for_backward
 from titan_mxfp8.ops.config import MXConfig
 
 _ARRIVED = OperandSpec()  # of activations that come quantised
@@ -103,7 +103,12 @@ def mx_matmul(
     return _multiply(x, None, None, w_ENK, bias_EN, offs, out_dtype, config.key)
 
 
+def _empty(x, rows, scale, w_ENK, bias_EN, offs, out_dtype, config):
+    return w_ENK.new_empty(((x if rows is None else rows).shape[0], w_ENK.shape[1]), dtype=out_dtype)
+
+
 @torch.compiler.allow_in_graph
+@exportable(_empty)
 def _multiply(
     x: torch.Tensor | None,
     rows: torch.Tensor | None,
@@ -117,7 +122,7 @@ def _multiply(
     """``_Matmul``, which ``torch.compile`` traces for its graph, but without guards for the functions and types in it:
     they do not change. Else a compiled region with linears would look at a hundred more things before each call, in
     forward, where the GPU waits for the host."""
-    return _Matmul.apply(x, rows, scale, w_ENK, bias_EN, offs, out_dtype, decode(config), torch.is_grad_enabled())
+    return _Matmul.apply(x, rows, scale, w_ENK, bias_EN, offs, out_dtype, decode(config), torch.is_grad_enabled())[0]
 
 
 class _Matmul(torch.autograd.Function):
@@ -147,15 +152,16 @@ class _Matmul(torch.autograd.Function):
         else:
             w_forward = quantize(w_ENK, 2, w_spec, None, backend)
         saved_x, saved_w = x_saved[:2] if needs_dw else (None, None), w_saved[:2] if needs_dx else (None, None)
-        ctx.save_for_backward(*saved_x, *saved_w, offs)
         ctx.config, ctx.x_saved = config, x_saved[2:]
         ctx.dtypes = [None if t is None else t.dtype for t in (x, w_ENK, bias_EN)]
-        return gemm_m_grouped(x_forward, w_forward, offs, bias_EN, out_dtype, backend)
+        y = gemm_m_grouped(x_forward, w_forward, offs, bias_EN, out_dtype, backend)
+        return save_for_backward(ctx, y, *saved_x, *saved_w, offs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy_MN):
-        x, x_scale, w, w_scale, offs = take_saved(ctx)
+    def backward(ctx, saved, dy_MN):
+        x, x_scale, w, w_scale, offs = saved
+        del saved
         config, plan, backend = ctx.config, ctx.config.plan, ctx.config.backend
         needs_dx, needs_dw, needs_dbias = ctx.needs_input_grad[0], ctx.needs_input_grad[3], ctx.needs_input_grad[4]
         x_dtype, w_dtype, bias_dtype = ctx.dtypes

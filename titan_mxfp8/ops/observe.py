@@ -67,11 +67,11 @@ def observe(
         x_MK: (..., K).
         w: (N, K), or (E, N, K) with ``offs``; or all weights between ``x_MK`` and ``y_MN``, which count together.
         offs: int32 (E,) end offsets of the groups: rows at and past the last one do not count.
-        probe: of ``make_probe``; None observes nothing.
+        probe: of ``make_probe``; None observes nothing, and nor do graphs of ``torch.export``.
         config: that of the GEMM.
         dispatched: whether ``x_MK`` and the gradient travel as FP8 rows, which are requantised for the weight gradient.
     """
-    if probe is None or not (torch.compiler.is_compiling() or _recording):
+    if probe is None or not (torch.compiler.is_compiling() or _recording) or torch.compiler.is_exporting():
         return y_MN
     weights = [weight.detach() for weight in ([w] if isinstance(w, torch.Tensor) else w)]
     return _Observe.apply(y_MN, probe, x_MK.detach(), offs, config.recipe, config.backend, dispatched, *weights)

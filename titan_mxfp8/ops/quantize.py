@@ -7,7 +7,9 @@ import torch
 from titan_mxfp8.format.mx import BLOCKS, ELEM_DTYPES, ROUNDINGS, Block, MXTensor, Rounding
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.ops import library
+from titan_mxfp8.ops.autograd import exportable
 from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_offs_type
+from titan_mxfp8.ops.operands import plain
 
 
 def quantize(
@@ -43,6 +45,7 @@ def quantize(
             ``offs`` with squares or with other than two axes; on a CPU, ``offs`` that is negative, decreasing or past
             the end of the axis.
     """
+    (x,) = plain("quantize", x=x)
     check_dtypes(x=x)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis {axis} is out of range for a tensor of shape {tuple(x.shape)}")
@@ -66,13 +69,18 @@ def quantize(
     length = x.shape[axis] if offs is None else data.shape[-1]
     mx = Operand(data, scale, spec, axis).to_mx(length, x.dtype)
     if offs is None and x.requires_grad and torch.is_grad_enabled():
-        mx = replace(mx, source=_Source.apply(x))
+        mx = replace(mx, source=_source(x))
     return mx
 
 
 @torch.compiler.assume_constant_result
 def _spec(elem_dtype: torch.dtype, rounding: Rounding, block: Block) -> OperandSpec:
     return OperandSpec(elem_dtype=elem_dtype, rounding=rounding, block=block, block_mn=32 if block == "32x32" else 1)
+
+
+@exportable(lambda x: x.new_empty(()).expand(x.shape))
+def _source(x: torch.Tensor) -> torch.Tensor:
+    return _Source.apply(x)
 
 
 class _Source(torch.autograd.Function):

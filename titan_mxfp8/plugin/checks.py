@@ -30,7 +30,6 @@ from titan_mxfp8.plugin.wandb_run import fill_git_commit
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 from titan_mxfp8.titan.dispatch import dispatch_of
 from titan_mxfp8.titan.fields import check_control, check_periods
-from titan_mxfp8.workarounds import torchtitan02
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
@@ -78,8 +77,7 @@ def check_job_config(job_config: JobConfig) -> None:
     _check_health(job_config)
     _check_activation_checkpointing(job_config)
     _check_compile(job_config)
-    if workarounds.wanted("hide_grouped_mm_warning"):
-        torchtitan02.hide_grouped_mm_warning(GROUPED_MM in converters)
+    workarounds.apply("hide_grouped_mm_warning", GROUPED_MM in converters)
     experts.fqns, linears.filter_fqns = as_list(experts.fqns), as_list(linears.filter_fqns)
 
 

@@ -24,7 +24,6 @@ from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedEx
 from titan_mxfp8.plugin.job_config import converter_configs, recipe_of
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 from titan_mxfp8.titan import telemetry
-from titan_mxfp8.workarounds import pytorch
 
 
 class _Converter(QuantizationConverter):
@@ -39,8 +38,8 @@ class _Converter(QuantizationConverter):
         self.config = converter_configs(job_config)[self.name]
         checkpointing = job_config.activation_checkpoint
         op_level = checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
-        if op_level and workarounds.wanted("keep_saved_outputs"):
-            pytorch.keep_saved_outputs()
+        if op_level:
+            workarounds.apply("keep_saved_outputs")
 
     @abstractmethod
     def convert_modules(self, model: nn.Module, **options: object) -> list[str]:

@@ -168,8 +168,5 @@ def save_gemm_outputs(get_save_ops: Any, checkpointing: Any) -> set:
     """Has selective activation checkpointing save the outputs of the MXFP8 GEMMs, and of layers that dispatch their own
     tokens, as the plugin for 0.2.2 has it."""
     ours = torch.ops.titan_mxfp8
-    return get_save_ops(checkpointing) | {
-        ours.gemm_m_grouped.default,
-        ours.experts_forward.default,
-        ours.moe_forward.default,
-    }
+    saved = {ours.gemm_m_grouped.default, ours.experts_forward.default, ours.moe_forward.default}
+    return get_save_ops(checkpointing) | saved

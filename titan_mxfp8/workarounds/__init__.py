@@ -35,7 +35,7 @@ class Workaround:
         torchtitan: for which versions, with spaces between them; empty: whether or not there is one.
         since, before: for which versions of torch; empty: from the oldest, up to the newest that is supported.
         cpu: only where there is no accelerator.
-        by_config: not installed at import; called where a config is known that needs it.
+        by_config: not at import, but where a config is known that needs it.
     """
 
     name: str
@@ -177,18 +177,19 @@ def install(enabled: bool = True, *, leave_out: Iterable[str] = ()) -> None:
         )
     _left_out.update(leave_out if enabled else names)
     for row in WORKAROUNDS:
-        if row.by_config or not wanted(row.name):
-            continue
-        try:
-            pkgutil.resolve_name(f"{__name__}.{row.module}.{row.name}")()
-        except (AttributeError, ImportError) as error:  # much of what they change is private
-            logger.warning(f"MXFP8: the workaround {row.name} does not fit torch {torch.__version__}: {error}")
+        if not row.by_config:
+            apply(row.name)
 
 
-def wanted(name: str) -> bool:
-    """Whether this machine needs a workaround of the list, and nobody has left it out."""
+def apply(name: str, *arguments: object) -> None:
+    """Calls the function of a workaround, if this machine needs it and nobody has left it out."""
     row = next(row for row in WORKAROUNDS if row.name == name)
-    return name not in _left_out and row.is_for_this_machine()
+    if name in _left_out or not row.is_for_this_machine():
+        return
+    try:
+        pkgutil.resolve_name(f"{__name__}.{row.module}.{name}")(*arguments)
+    except (AttributeError, ImportError) as error:  # much of what they change is private
+        logger.warning(f"MXFP8: the workaround {name} does not fit torch {torch.__version__}: {error}")
 
 
 @cache

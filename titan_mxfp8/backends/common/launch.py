@@ -118,18 +118,22 @@ class Kernel:
             if watched.launches is not None:
                 watched.launches.append(Launched(kernel, programs, descriptors, tensors, numbers))
             return False
-        args = *descriptors, *map(_as_bytes, tensors), *sizes, *counts, *constants
         options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
-        options = {name: value for name, value in options.items() if value is not None}
-        is_new = key not in self.compiled
+        args = *descriptors, *map(_as_bytes, tensors), *sizes, *counts, *constants
+        return self._launch_by_triton(programs, key, args, {name: n for name, n in options.items() if n is not None})
+
+    def _launch_by_triton(self, programs: int, key: tuple, args: tuple, options: dict[str, int]) -> bool:
+        """``launch`` of a variant that may be new, of 0 programs, or where something watches launches."""
+        is_new, on_gpu = key not in self.compiled, key[0].type == "cuda"
         if watched.launches is not None and (is_new or programs):
             watched.launches.append(None)
-        if is_new and isinstance(self.function, JITFunction):  # else Triton interprets
-            kernel = self.function.warmup(*args, grid=(1,), **options)
-        # Loads it too, which waits for what runs: later that would stall a step of training. Off the GPU, where Triton
-        # launches, it is only known to be compiled.
         if is_new:
-            self.compiled[key] = launcher(kernel.run, kernel.function, kernel.packed_metadata) if on_gpu else None
+            compiled = None  # where Triton interprets
+            if isinstance(self.function, JITFunction):
+                compiled = self.function.warmup(*args, grid=(1,), **options)
+            # Loads it too, which waits for what runs: later that would stall a step of training. Off the GPU, where
+            # Triton launches, it is only known to be compiled.
+            self.compiled[key] = launcher(compiled.run, compiled.function, compiled.packed_metadata) if on_gpu else None
         if programs:
             self.function[(programs,)](*args, **options)
         return is_new
@@ -153,8 +157,8 @@ def launcher(run: Any, function: int, metadata: tuple) -> Callable[[int, int, tu
 
     def launch(programs: int, stream: int, descriptors: tuple, arguments: tuple) -> None:
         encoded = []
-        for kept, form in zip(descriptors, formats, strict=True):
-            encoded += kept.encoded.get(form.key) or form.encode(kept)
+        for kept, wanted in zip(descriptors, formats, strict=True):
+            encoded += kept.encoded.get(wanted.key) or wanted.encode(kept)
         launch_now(programs, 1, 1, stream, function, *options, *encoded, *arguments)
 
     return launch
@@ -172,11 +176,19 @@ class _Format:
 
 
 def _direct(run: Any) -> tuple[Callable[..., None], tuple[_Format, ...]] | None:
-    """The function in C under Triton 3.6's launcher for NVIDIA, and the formats of its descriptors; None for others.
+    """The function in C under the launcher of Triton 3.6 to 3.9 for NVIDIA, and the formats of its descriptors; None
+    for others, which launch through ``run``.
 
     What lies between encodes descriptors for every launch: with five of them one took 16 us, without any 6 (on an
     H200's host).
     """
+    try:
+        return _under(run)
+    except (AttributeError, KeyError, TypeError):  # none of this is public
+        return None
+
+
+def _under(run: Any) -> tuple[Callable[..., None], tuple[_Format, ...]] | None:
     module = inspect.getmodule(type(run))
     if (
         getattr(module, "_BASE_ARGS_FORMAT", None) != "iiiKKppOOOOOO"

@@ -1,7 +1,7 @@
 """Quantise kernels that rebase or coalesce (``format.reference``) what the quantiser makes, in one read.
 
 Host tensors have R rows, C columns and B matrices; P is R to a multiple of 32, or with ragged groups
-``ragged_rows(R, groups, 128)``. Rebased scales lie across (``OperandSpec.scales``), their last axis rounded up to a
+``ragged_rows(R, groups, 128)``. Rebased scales are MN-major (``OperandSpec.scales``), their last axis rounded up to a
 multiple of 16:
 
 | output | elements  | scales 1x128    | scales 32x128        | coalesced: of 1x32   | of 32x32             |
@@ -44,7 +44,7 @@ from titan_mxfp8.backends.common.tiles import (
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
 
-# By share of the copy bandwidth on an H200, 131072 x 7168 bf16. Last alone: 32 rows and 4 warps 1.02, 16 rows 0.94.
+# By share of the copy bandwidth on an H200, 131072 x 7168 bf16. Rowwise alone: 32 rows and 4 warps 1.02, 16 rows 0.94.
 # First alone: 128 rows and 1 segment 0.91, 256 rows 0.90. Both, 128 x 128: 0.76 (ragged) and 0.77; with 4 warps 0.68.
 # With 64 registers four programs of both, ragged, fit instead of three: 1.13 ms instead of 1.23.
 ROWWISE_ROWS = 32  # a sector of scales, or one scale for all of them

@@ -4,11 +4,13 @@ What an operator here does on the host (which kernels, in what order, with which
 by the shapes, strides and dtypes of its tensors and by its other arguments. Their values are on the GPU, where the host
 does not look. So once an operator has been called some times with a first argument of the same shape, one call of those
 that are alike in all of these is watched, and after it the same allocations and launches are made with other addresses.
+``backends.replay_launches(False)`` switches that off.
 
 A call that does anything else, such as copying an argument or calling torch's GEMM, is never replayed. What a recording
 takes for granted besides is what a process does not change: the GPU, and the backend that ``auto`` chooses for it.
 """
 
+import logging
 import operator
 import threading
 from bisect import bisect_right
@@ -16,10 +18,10 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch._C._dynamo.guards import _empty_strided_cuda
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
+from titan_mxfp8 import backends
 from titan_mxfp8.backends.common.launch import (
     GluonDescriptor,
     Launched,
@@ -28,6 +30,12 @@ from titan_mxfp8.backends.common.launch import (
     kept_descriptor,
     watched,
 )
+
+try:  # private to torch's compiled code, which allocates with it; torch 2.11 to 2.13 have it
+    from torch._C._dynamo.guards import _empty_strided_cuda
+except ImportError:
+    _empty_strided_cuda = None
+    logging.getLogger(__name__).info("operators are not replayed, so small ones take the host longer: another torch")
 
 _aten = torch.ops.aten
 _ALLOCATIONS = {_aten.empty.memory_format: "empty", _aten.new_empty.default: "empty", _aten.zeros.default: "zeros"}
@@ -52,6 +60,8 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], unread: int | None
         unread: which of them, no tensor, the implementation does not read.
     """
     device = args[0].device
+    if not backends.replays or _empty_strided_cuda is None:
+        return function(*args)
     if torch._C._cuda_getDevice() != device.index or knobs.runtime.launch_enter_hook.calls:
         return function(*args)
     call_of = function, args[0].shape

@@ -284,7 +284,7 @@ def _swiglu_backward_in_rows(
     rows, row_blocks,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr,
     FLOOR: tl.constexpr, E5M2: tl.constexpr, H_E5M2: tl.constexpr,
-    ROWWISE: tl.constexpr, COLUMNWISE_QUANTIZED: tl.constexpr,
+    LAYOUT: tl.constexpr, COLUMNWISE_QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of pairs whose rows are those of a block of the map, at most 32 of one group.
 
@@ -315,24 +315,27 @@ def _swiglu_backward_in_rows(
     else:
         limit = tl.full((128, 16), LIMIT, tl.float32)
         dgate, dup, sh, products = tl.map_elementwise(_limited, g, v, du, score, limit)
-    if SCORED:
+    if SCORED:  # u * h over these 128 columns; the host adds up the column tiles, in the same order every time
         row = tl.arange(0, 32)
         products = tl.sum(tl.reshape(tl.sum(products, 1), (4, 4, 8)), 1)
         sums += tile_col.to(tl.int64) * rows + start
         tl.store(sums + row, tl.reshape(products, (32,)), mask=row < left)
+    # One result after the other, so that the registers of each are free for the next. dgate comes last: it may lie
+    # where u lay, which has been read by now.
     sh = tl.reshape(sh, (4, 4, 8, 16))
     dup = tl.reshape(dup, (4, 4, 8, 16))
     dgate = tl.reshape(dgate, (4, 4, 8, 16))
     store_columnwise(sh, h_columnwise, start, left, tile_col, packed_cols, COLUMNWISE_QUANTIZED, FLOOR, H_E5M2)
-    STORED_ONCE: tl.constexpr = ROWWISE == "bf16" and not COLUMNWISE_QUANTIZED  # along both axes it is one tensor then
+    # In bf16 what lies along both axes is one tensor.
+    STORED_ONCE: tl.constexpr = LAYOUT == "bf16" and not COLUMNWISE_QUANTIZED
     if not STORED_ONCE:
         store_rowwise(
-            dup, dup_rowwise, dup_rowwise_scale, start, left, tile_col, rows, packed_cols, ROWWISE, FLOOR, E5M2
+            dup, dup_rowwise, dup_rowwise_scale, start, left, tile_col, rows, packed_cols, LAYOUT, FLOOR, E5M2
         )
     store_columnwise(dup, dup_columnwise, start, left, tile_col, packed_cols, COLUMNWISE_QUANTIZED, FLOOR, E5M2)
     if not STORED_ONCE:
         store_rowwise(
-            dgate, dgate_rowwise, dgate_rowwise_scale, start, left, tile_col, rows, packed_cols, ROWWISE, FLOOR, E5M2
+            dgate, dgate_rowwise, dgate_rowwise_scale, start, left, tile_col, rows, packed_cols, LAYOUT, FLOOR, E5M2
         )
     store_columnwise(dgate, dgate_columnwise, start, left, tile_col, packed_cols, COLUMNWISE_QUANTIZED, FLOOR, E5M2)
 

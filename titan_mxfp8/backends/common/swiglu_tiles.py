@@ -100,7 +100,9 @@ def _swiglu_backward(
             return
     if SCORED:
         sums += tile_col.to(tl.int64) * rows
-    # Outputs load again, from the L1, and compute again: that costs less than the registers for all of them.
+    # Outputs load again, from the L1, and compute again: that costs less than the registers for all of them. First
+    # along H, 32 rows of 128 columns at a time, then along M, all rows of 64 columns: whole blocks of the axis either
+    # time.
     for block in range(BLOCKS):
         g, v, du, cut_g, factor, s, score, _, _, row, stop = load_parts(
             gate, up, u, scores, table, rows, cols, gate_stride, up_stride, u_stride,
@@ -141,7 +143,7 @@ def _gradients(
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """One program: ``ROWS`` rows, ``COLS`` columns at a time."""
+    """One program: ``ROWS`` rows, ``COLS`` columns at a time, so that it has the whole sums of u * h of its rows."""
     end = rows
     if RAGGED:
         end = tl.minimum(tl.load(offs + groups - 1), rows)
@@ -161,7 +163,7 @@ def _gradients(
         du = tl.load(u + far * u_stride + col, mask=inside, other=0).to(tl.float32)
         cut_g, factor, s = activation(g, v, LIMIT, ALPHA)
         h = cut_g * s * factor
-        products += tl.sum(du * rounded(h).to(tl.float32), 1)
+        products += tl.sum(du * rounded(h).to(tl.float32), 1)  # of h as ``format.swiglu`` has it, in bf16
         at = far * cols + col
         dh = du * score[:, None]
         tl.store(sh + at, rounded(h * score[:, None]), mask=inside)

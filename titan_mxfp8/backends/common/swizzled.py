@@ -114,7 +114,7 @@ def tile_of(table, tile, tile_col, rows, col_tiles, tiles, RAGGED: tl.constexpr)
     """Of 128 columns of a tile of ``TileMap``: the first token, how many are the group's from there on, the place of
     the first one along the first axis, and where the tile of scales along the last axis lies, and along the first one.
 
-    Tile 2 of ``_map_tiles``'s example has rows 130..139 of the input. Along the last axis they are lines 0..9 of row 2
+    Tile 2 of ``_map_tiles``'s example has rows 130..139 of the input. Along the last axis they are rows 0..9 of row 2
     of tiles of scales. Along the first one they are tokens 160..169 of the padded axis, up to 191 zeros, and, for
     columns 128..255 of 300, the tile behind 3 * 1 of the group before, 2 of columns 0..127, and 1 of tokens 2..129.
     """

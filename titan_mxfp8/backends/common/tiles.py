@@ -71,7 +71,7 @@ def load_tile(
     mask.
 
     Rows at and past ``limit`` are zeros, but inside. With X_BLOCK_K ``x`` is FP8 and has a scale for X_BLOCK_K columns
-    of a row, which lie in rows (32) or across (128): see ``OperandSpec.scales``.
+    of a row, which are K-major (32) or MN-major (128): see ``OperandSpec.scales``.
 
     It lies as (8 * BLOCKS * SEGMENTS * 4, SEGMENT): row ``32 b + 8 q + i``, column ``SEGMENT l + c`` is at [i, b, l,
     q, c]. A segment is 128 bytes, so Triton gives a thread 16 bytes of a segment, a warp four segments, and the warps

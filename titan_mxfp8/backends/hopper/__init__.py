@@ -2,7 +2,7 @@
 
 | recipe               | forward, dgrad                                                              | wgrad          |
 |----------------------|-----------------------------------------------------------------------------|----------------|
-| exact, 1x32 weights  | the values in bf16                                                          | bf16           |
+| exact, 1x32 weights  | the quantised values in bf16 (QDQ)                                          | bf16           |
 | exact, 32x32 weights | FP8 coalesced: sums scaled per 64 or 128 where scales can be equal, else 32  | bf16           |
 | rebased              | FP8, sums scaled per 128                                                    | FP8, per 128   |
 
@@ -24,17 +24,8 @@ from titan_mxfp8.backends.hopper import gemm
 from titan_mxfp8.format.spec import Operand, check_k_grouped, check_m_grouped
 from titan_mxfp8.recipe import Recipe
 
-__all__ = [
-    "dual_gemm_m_grouped",
-    "gemm_k_grouped",
-    "gemm_m_grouped",
-    "plan",
-    "quantize",
-    "quantize_both",
-    "requantize",
-    "swiglu",
-    "swiglu_backward",
-]
+__all__ = ["plan", "quantize", "quantize_both", "requantize", "swiglu", "swiglu_backward"]
+__all__ += ["dual_gemm_m_grouped", "gemm_k_grouped", "gemm_m_grouped"]
 
 
 def plan(recipe: Recipe, hardware: Hardware) -> Plan:

@@ -109,8 +109,8 @@ def multiply_m_grouped(
     zero_tail: bool = True,
     second: tuple[Operand, Operand] | None = None,
 ) -> bool:
-    """``gemm_m_grouped`` with given tiles, into ``out_MD``, ``plus`` another product of the same shapes and specs; not
-    ``run``: compiles only. Whether the kernel was new."""
+    """``gemm_m_grouped`` with given tiles, into ``out_MD``, ``second`` another product of the same shapes and specs;
+    not ``run``: compiles only. Whether the kernel was new."""
     (m, c), d = a.data.shape, b.data.shape[1]
     copies = 4 if a.spec.block_k == STAGE else 1
     products = []

@@ -271,12 +271,7 @@ def _multiply(
                         acc = _add_stage(acc, a, b, zero, row_scales, column_scales, part + i, slot)
                     elif row + i * 64 < row_end:
                         acc = _add_stage_of_squares(acc, a, b, zero, row_scales, column_scales, part + i, slot)
-                    if OURS == 1:
-                        accs = (acc,)
-                    elif i == 0:
-                        accs = (acc, accs[1])
-                    else:
-                        accs = (accs[0], acc)
+                    accs = accs[:i] + (acc,) + accs[i + 1 :]  # noqa: RUF005, no unpacking here
             if k + 128 >= k_length:
                 next_tile = gl.max(next_tiles.index(slot).slice(0, 1).load(ONE), 0)
             # All sums of the stage were waited for: nothing reads the slot any more. A wgmma in flight over the back
@@ -364,6 +359,7 @@ def _gemm_kernel(
     load = (products, buffers, groups, C, D, scale_rows, scale_stages, tile_counter)
     multiply = (out, buffers, groups, length, D, out_rows)
     gl.static_assert(WARPGROUPS == 2 or WARPGROUPS == 3)
+    # Written twice: what a role is called with may be no variable here, as its constants would be values then.
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [

@@ -192,7 +192,8 @@ def _decoding(
     groups: int,
     mn: int,
 ) -> tuple[ScaleLayout, int, tuple[int, ...]]:
-    """Where ``decode_scales`` writes, and the programs, of ``lines`` lines each, and the counts of its launch."""
+    """Where ``decode_scales`` writes, and the programs, of ``mn`` rows or columns each, and the counts of its
+    launch."""
     # With marks, whole runs, and one more, in which a part that goes on past the last row has its last one: all of its
     # rows that count are in the run before. So no mark depends on how much memory lies behind the last group.
     # Multiples of 4 both: TMA wants the second part to start at 16 bytes too.

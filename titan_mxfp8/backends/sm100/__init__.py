@@ -16,17 +16,8 @@ from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.sm100.gemm import dual_gemm_m_grouped, gemm_k_grouped, gemm_m_grouped
 from titan_mxfp8.recipe import Recipe
 
-__all__ = [
-    "dual_gemm_m_grouped",
-    "gemm_k_grouped",
-    "gemm_m_grouped",
-    "plan",
-    "quantize",
-    "quantize_both",
-    "requantize",
-    "swiglu",
-    "swiglu_backward",
-]
+__all__ = ["plan", "quantize", "quantize_both", "requantize", "swiglu", "swiglu_backward"]
+__all__ += ["dual_gemm_m_grouped", "gemm_k_grouped", "gemm_m_grouped"]
 
 
 def plan(recipe: Recipe, hardware: Hardware) -> Plan:

@@ -1,0 +1,153 @@
+"""What public functions say of things that are no ordinary tensors, and that lazily negated ones keep their sign."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+from titan_mxfp8 import convert_model, mxfp8_grouped_mm, mxfp8_linear, mxfp8_moe, quantize
+from titan_mxfp8.backends import reference
+from titan_mxfp8.format.spec import Operand
+from titan_mxfp8.testing import make_offs
+
+X, W, BIAS, DY = torch.randn(20, 64), torch.randn(4, 96, 64), torch.randn(96), torch.randn(20, 96)
+OFFS = make_offs([3, 0, 6, 11])
+IDS = torch.tensor([[0, 3]] * 20)
+SCORES = torch.rand(20, 2)
+
+
+def moe(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, **options: object) -> torch.Tensor:
+    b1 = None if bias is None else bias.expand(4, 96)
+    return mxfp8_moe(x, options.pop("scores", SCORES), IDS, w, w, w.mT, b1=b1, **options)
+
+
+# function(x, w, bias); the third takes w of one expert
+FUNCTIONS: dict[str, Callable] = {
+    "mxfp8_grouped_mm": lambda x, w, bias=None: mxfp8_grouped_mm(x, w.mT, OFFS, bias, out_dtype=torch.float32),
+    "mxfp8_moe": moe,
+    "mxfp8_linear": lambda x, w, bias=None: mxfp8_linear(x, w[0] if isinstance(w, torch.Tensor) else w, bias),
+}
+
+
+@pytest.fixture(params=FUNCTIONS)
+def function(request: pytest.FixtureRequest) -> Callable:
+    return FUNCTIONS[request.param]
+
+
+def test_backends_get_no_lazily_negated_tensor(function: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel reads memory, where the sign is not; torch's operators look at it."""
+    seen = []
+
+    def look(original: Callable) -> Callable:
+        def run(*args: object, **kwargs: object) -> object:
+            tensors = [arg.data if isinstance(arg, Operand) else arg for arg in args]
+            seen.extend(x for x in tensors if isinstance(x, torch.Tensor))
+            return original(*args, **kwargs)
+
+        return run
+
+    for name in ("quantize", "quantize_both", "gemm_m_grouped"):
+        monkeypatch.setattr(reference, name, look(getattr(reference, name)))
+    results = []
+    for of in (torch._neg_view, torch.neg):
+        x, w = of(X).detach().requires_grad_(), of(W).detach().requires_grad_()
+        y = function(x, w, of(BIAS))
+        y.backward(of(torch.ones_like(y)))
+        results.append([y, x.grad, w.grad])
+    assert len(seen) >= 4 and not any(x.is_neg() for x in seen)
+    assert all(map(torch.equal, *results))
+
+
+def test_quantize_gives_backends_no_lazily_negated_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, seen = reference.quantize, []
+    monkeypatch.setattr(reference, "quantize", lambda x, *args: seen.append(x) or original(x, *args))
+    quantize(torch.view_as_real(torch.randn(20, 64, dtype=torch.complex64).conj().resolve_conj())[..., 1])
+    quantize(torch.randn(20, 64, dtype=torch.complex64).conj().imag)
+    assert len(seen) == 2 and not any(x.is_neg() for x in seen)
+
+
+@pytest.mark.parametrize(
+    ("thing", "says"),
+    [
+        (X.numpy(), "x must be a torch.Tensor, got ndarray: torch.from_numpy makes one"),
+        (None, "x must be a torch.Tensor, got NoneType"),
+        (X.to_sparse(), r"x is of layout torch.sparse_coo: pass x.to_dense\(\)"),
+        (torch.nested.nested_tensor([X]), "x is nested: pass the rows of all its tensors"),
+        (torch.nested.nested_tensor([X, X], layout=torch.jagged), r"x is nested: .*, x.values\(\) where layout"),
+    ],
+    ids=["NumPy", "None", "sparse", "nested", "jagged"],
+)
+def test_what_is_no_ordinary_tensor(thing: object, says: str) -> None:
+    for name, function in (("mxfp8_linear", mxfp8_linear), ("mxfp8_moe", moe)):
+        with pytest.raises(ValueError, match=f"^{name}: {says}"):
+            function(thing, W[0] if name == "mxfp8_linear" else W)
+    with pytest.raises(ValueError, match=f"^quantize: {says}"):
+        quantize(thing)
+    for name, call in {
+        "mxfp8_linear: weight": lambda: mxfp8_linear(X, thing),
+        "mxfp8_grouped_mm: a": lambda: mxfp8_grouped_mm(thing, W.mT, OFFS),
+        "mxfp8_grouped_mm: b_t": lambda: mxfp8_grouped_mm(X, thing, OFFS),
+        "mxfp8_moe: scores": lambda: moe(X, W, scores=thing),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{name}{says.removeprefix('x').replace('x.', name.split()[1] + '.')}"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: mxfp8_linear(X, W[0].mT), r"mxfp8_linear takes .*: pass weight.mT"),
+        (lambda: mxfp8_grouped_mm(X, W, OFFS), r"mxfp8_grouped_mm: .* disagree about K: pass b_t.mT"),
+        (lambda: mxfp8_moe(X, SCORES, IDS, W.mT, W.mT, W), r"mxfp8_moe takes .*: pass w1.mT, w3.mT and w2.mT"),
+        (lambda: moe(X, W, group="ep"), r"mxfp8_moe: group must be .* or None, got 'ep': .* mesh.get_group\(name\)"),
+    ],
+    ids=["linear", "grouped", "moe", "group"],
+)
+def test_a_forgotten_transpose_or_a_wrong_group(call: Callable[[], object], says: str) -> None:
+    with pytest.raises(ValueError, match=f"^{says}"):
+        call()
+
+
+def test_a_bias_may_be_the_fourth_argument_as_of_torchs_grouped_mm() -> None:
+    expected = mxfp8_grouped_mm(X, W.mT, OFFS, bias=BIAS)
+    assert torch.equal(mxfp8_grouped_mm(X, W.mT, OFFS, BIAS), expected)
+    assert not torch.equal(mxfp8_grouped_mm(X, W.mT, OFFS), expected)
+
+
+def test_dtensors_and_meshes_are_refused_with_what_to_pass() -> None:
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        with pytest.raises(ValueError, match=r"^mxfp8_moe: group must be .* got DeviceMesh.* mesh.get_group\(name\)"):
+            moe(X, W, group=mesh)
+        assert torch.equal(moe(X, W, group=mesh.get_group("ep")), moe(X, W))
+        for name, call in {
+            "mxfp8_linear: weight": lambda w: mxfp8_linear(X, w),
+            "mxfp8_moe: w1": lambda w: moe(X, w),
+            "mxfp8_grouped_mm: b_t": lambda w: mxfp8_grouped_mm(X, w.mT, OFFS),
+        }.items():
+            with pytest.raises(
+                ValueError, match=rf"^{name} is a DTensor: pass what .*, {name.split()[1]}.to_local\(\)"
+            ):
+                call(distribute_tensor(W[0] if "linear" in name else W, mesh))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_converted_linear_takes_jagged_tensors(compiled: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    convert_model(model)
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    rows = torch.randn(20, 64, requires_grad=True)
+    y = run(torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 3, 3, 20])))
+    (gradient,) = torch.autograd.grad(y.values().sum(), rows)
+    expected = model(rows)
+    assert torch.equal(y.values(), expected) and torch.equal(y.offsets(), torch.tensor([0, 3, 3, 20]))
+    assert torch.equal(gradient, *torch.autograd.grad(expected.sum(), rows))
+    heads = torch.nested.nested_tensor_from_jagged(torch.randn(20, 2, 64), torch.tensor([0, 3, 20])).transpose(1, 2)
+    with pytest.raises(ValueError, match=r"^0: mxfp8_linear: x is nested"):
+        model[0](heads)
