@@ -60,6 +60,7 @@ import titan_mxfp8.plugin  # noqa: F401 - where there is no accelerator TorchTit
 from titan_mxfp8 import backends
 from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.moe import choose
+from titan_mxfp8.moe.bounds import ROWS, bound, factor_of
 from titan_mxfp8.ops.experts import row_spec
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
 
@@ -385,7 +386,7 @@ class Bench:
         """The same of one way, its experts left out."""
         plan, kernels = backends.plan(get_recipe(way.recipe), "auto", self.device), backends.load("auto", self.device)
         transport, choice = choose(way.transport, dist.group.WORLD if self.ranks > 1 else None, self.device)
-        worst_case, weighted = way.rows == "worst_case", not layer.scores_first
+        factor, weighted = factor_of(way.rows), not layer.scores_first
         self.say(f"{way}: {choice}")
 
         def quantize(rows: torch.Tensor, spec: OperandSpec) -> list[torch.Tensor]:
@@ -393,20 +394,23 @@ class Bench:
             return [operand.data] if operand.scale is None else [operand.data, operand.row_scales().contiguous()]
 
         x_rows, dy_rows = quantize(x, plan.forward.a), quantize(dy, plan.dgrad.a)
-        _, handle = transport.dispatch(x_rows, ids, scores, layer.experts, worst_case)
+        room, capacity = transport.agree(layer.tokens, way=str(way)), None
+        if factor is not None:
+            capacity = bound(factor, room, layer.top_k, self.ranks, layer.experts // self.ranks)
+        _, handle = transport.dispatch(x_rows, ids, scores, layer.experts, capacity)
         received = handle.scores.shape[0]
         y, other = (torch.randn(received, layer.dim, dtype=x.dtype, device=self.device) for _ in range(2))
         values = torch.zeros(received, device=self.device)
         calls: dict[str, Step] = {
             "quantise": lambda: quantize(x, plan.forward.a),
-            "dispatch": lambda: transport.dispatch(x_rows, ids, scores, layer.experts, worst_case),
+            "dispatch": lambda: transport.dispatch(x_rows, ids, scores, layer.experts, capacity),
             "combine": lambda: transport.combine([y], weighted, None, handle, x.dtype),
             "dispatch_with_handle": lambda: transport.dispatch_with_handle(dy_rows, handle),
             "combine of gradients": lambda: transport.combine([y, other], False, values, handle, x.dtype),
         }
 
         def forward() -> None:
-            transport.dispatch(quantize(x, plan.forward.a), ids, scores, layer.experts, worst_case)
+            transport.dispatch(quantize(x, plan.forward.a), ids, scores, layer.experts, capacity)
             calls["combine"]()
 
         def both() -> None:
@@ -589,7 +593,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--recipes", nargs="+", default=recipes, metavar="RECIPE", help=f"[{' '.join(recipes)}]")
     help_text = "off: TorchTitan's dispatch, our experts [auto]"
     add("--transports", nargs="+", default=["auto"], choices=("auto", "collective", "symmetric", "off"), help=help_text)
-    add("--rows", nargs="+", default=["counted"], choices=("counted", "worst_case"), help="[counted]")
+    add("--rows", nargs="+", default=["counted"], choices=ROWS, help="[counted]")
     add("--shared-in-bf16", action="store_true", help="leave the linears of shared experts as they are")
     add("--turns", type=int, default=3, help="blocks of each way that count [3]")
     add("--seconds", type=float, default=1.0, help="of a block, half of which counts [1]")

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from moe_cases import BF16, CASES, E4M3, check_against_one_process, tokens_of
+from moe_cases import BF16, CASES, E4M3, capacities, check_against_one_process, tokens_of
 
 from titan_mxfp8.moe import choose
 from titan_mxfp8.moe.collective import Collective
@@ -73,12 +73,12 @@ def draw(generator: torch.Generator, most: int, dim: int, experts: int, k: int, 
     return [x.to(device) for x in (elements, scales, gradients, ids, torch.rand(tokens, k, generator=generator))]
 
 
-def run(transport: Transport, layer: Layer, experts: int, worst_case: bool) -> list[torch.Tensor]:
+def run(transport: Transport, layer: Layer, experts: int, capacity: int | None) -> list[torch.Tensor]:
     """A forward and a backward; all that comes out, of received rows those up to the last offset."""
     elements, scales, gradients, ids, scores = layer
     if isinstance(transport, Symmetric) and isinstance(transport.link, Unruly):
         transport.link.poison = True
-    payload, handle = transport.dispatch([elements, scales], ids, scores, experts, worst_case)
+    payload, handle = transport.dispatch([elements, scales], ids, scores, experts, capacity)
     (rows,) = transport.dispatch_with_handle([gradients], handle)
     sums, _ = transport.combine([rows], True, None, handle, BF16)
     values = handle.scores * 3
@@ -102,9 +102,11 @@ def check_cases() -> None:
         if case.experts % ranks:
             continue
         all_tokens = [tokens_of(case, source, ranks) for source in range(ranks)]
-        for transport, worst_case in ((collective, False), (unruly, False), (unruly, True)):
-            check_against_one_process(transport, case, all_tokens, device, worst_case)
-            count += 1
+        for transport in (collective, unruly):
+            transport.shared.wanted.raises = False
+            for capacity in (None, *capacities(case, ranks)):
+                check_against_one_process(transport, case, all_tokens, device, capacity)
+                count += 1
     say(f"{count} cases are right")
 
 
@@ -116,9 +118,9 @@ def check_rounds() -> None:
     unruly.reserve(300)
     for _ in range(ROUNDS // AT_ONCE):
         layers = [draw(generator, 300, dim, experts, k) for _ in range(AT_ONCE)]
-        results = [run(unruly, layer, experts, True) for layer in layers]  # the host runs ahead
+        results = [run(unruly, layer, experts, 300 * ranks * k) for layer in layers]  # the host runs ahead
         for layer, result in zip(layers, results, strict=True):
-            check_same(result, run(collective, layer, experts, False), "rounds")
+            check_same(result, run(collective, layer, experts, None), "rounds")
     say(f"{ROUNDS} rounds with delays and poison: the same bits")
 
 
@@ -126,17 +128,23 @@ def check_graph() -> None:
     experts, dim, k = 4 * ranks, 512, 2
     generator = torch.Generator().manual_seed(rank)
     fast = Symmetric(GroupLink(group, device))
+    fast.shared.wanted.raises = False
     layer = draw(generator, 200, dim, experts, k, like=0)
-    run(fast, layer, experts, True)
+    most = 200 * ranks * k
+    run(fast, layer, experts, most)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = run(fast, layer, experts, True)
+        result = run(fast, layer, experts, most)
     for _ in range(100):
         for tensor, new in zip(layer, draw(generator, 200, dim, experts, k, like=0), strict=True):
             tensor.view(torch.uint8).copy_(new.view(torch.uint8))
+        fast.shared.wanted.reset()
         graph.replay()
-        check_same(result, run(collective, layer, experts, False), "graph")
+        counts = torch.bincount(layer[3].view(-1) // (experts // ranks), minlength=ranks)
+        dist.all_reduce(counts)
+        assert fast.shared.wanted.read() == {most: int(counts.max())}
+        check_same(result, run(collective, layer, experts, None), "graph")
     say("100 replays of a CUDA graph with other routings: the same bits")
 
 
@@ -144,15 +152,15 @@ def check_too_many_tokens() -> None:
     """On the last rank; all refuse them, and go on."""
     small = Symmetric(GroupLink(group, device))
     generator = torch.Generator().manual_seed(rank)
-    run(small, draw(generator, 20, 64, ranks, 1, like=0), ranks, False)
+    run(small, draw(generator, 20, 64, ranks, 1, like=0), ranks, None)
     try:
-        run(small, draw(generator, 20 + (rank == ranks - 1), 64, ranks, 1, like=0), ranks, False)
+        run(small, draw(generator, 20 + (rank == ranks - 1), 64, ranks, 1, like=0), ranks, None)
     except ValueError as error:
         say(f"refused: {error}")
     else:
         raise AssertionError("more tokens than there is room for")
     layer = draw(generator, 20, 64, ranks, 1, like=0)
-    check_same(run(small, layer, ranks, False), run(collective, layer, ranks, False), "after too many tokens")
+    check_same(run(small, layer, ranks, None), run(collective, layer, ranks, None), "after too many tokens")
 
 
 def milliseconds(function: Callable[[], object], repeats: int = 20) -> float:
@@ -192,12 +200,12 @@ def time_layer(
     transport: Transport, payload: list[torch.Tensor], ids: torch.Tensor, scores: torch.Tensor, experts: int
 ) -> tuple[dict[str, float], int]:
     """Each function's time, and how many rows arrived."""
-    worst_case = isinstance(transport, Symmetric)
-    _, handle = transport.dispatch(payload, ids, scores, experts, worst_case)
+    most = ids.shape[0] * ranks * min(ids.shape[1], experts // ranks)
+    _, handle = transport.dispatch(payload, ids, scores, experts, most)
     y = torch.ones(handle.scores.shape[0], payload[0].shape[1], device=device, dtype=BF16)
     calls = {
-        "dispatch": lambda: transport.dispatch(payload, ids, scores, experts, worst_case),
-        "counted": lambda: transport.dispatch(payload, ids, scores, experts, False),
+        "dispatch": lambda: transport.dispatch(payload, ids, scores, experts, most),
+        "counted": lambda: transport.dispatch(payload, ids, scores, experts),
         "dispatch_with_handle": lambda: transport.dispatch_with_handle(payload, handle),
         "combine": lambda: transport.combine([y], True, None, handle, BF16),
         "of two, with values": lambda: transport.combine([y, y], False, handle.scores, handle, BF16),
@@ -209,11 +217,11 @@ def die() -> None:
     """The last rank is gone; the others must end with a message."""
     fast = Symmetric(GroupLink(group, device))
     layer = draw(torch.Generator().manual_seed(rank), 20, 64, ranks, 1, like=0)
-    run(fast, layer, ranks, False)
+    run(fast, layer, ranks, None)
     torch.cuda.synchronize()
     if rank == ranks - 1:
         os._exit(0)
-    run(fast, layer, ranks, False)
+    run(fast, layer, ranks, None)
 
 
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

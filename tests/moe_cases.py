@@ -34,6 +34,12 @@ CASES = (
 )
 
 
+def capacities(case: Case, ranks: int) -> list[int]:
+    """Of which the last holds all that could come, and the others too little where any token is."""
+    most = max(case.tokens) * ranks * min(case.slots, case.experts // ranks)
+    return [0, most // ranks // 2, most]
+
+
 class Tokens(NamedTuple):
     """A rank's: FP8 data and their scales, and for the other tests rows in bf16; their experts and scores."""
 
@@ -71,55 +77,72 @@ def expert(number: int, x: torch.Tensor) -> torch.Tensor:
     return (x.float() * (0.5 + number / 7)).to(BF16)
 
 
+Slot = tuple[int, int, int]  # expert, source rank, number among all slots of the source's tokens
+
+
+def slots_of_ranks(case: Case, all_tokens: list[Tokens]) -> list[list[Slot]]:
+    """The slots that chose an expert of each rank, in the order of its rows."""
+    local = case.experts // len(all_tokens)
+    slots = sorted(
+        (number, source, i)
+        for source, tokens in enumerate(all_tokens)
+        for i, number in enumerate(tokens.expert_ids.view(-1).tolist())
+    )
+    return [[slot for slot in slots if slot[0] // local == rank] for rank in range(len(all_tokens))]
+
+
 def expected_sums(
-    case: Case, all_tokens: list[Tokens], rank: int, weighted: bool, dtype: torch.dtype
+    case: Case, all_tokens: list[Tokens], rank: int, weighted: bool, dtype: torch.dtype, capacity: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``combine`` of experts applied twice over (two ``ys``), token by token, and the slot values 10 * score + expert.
 
-    Sums as the transport has them: in fp32 on each rank in the order of slots, then in bf16, then over the ranks.
+    Sums as the transport has them: in fp32 on each rank in the order of slots, then in bf16, then over the ranks. Of
+    each rank's rows the first ``capacity`` count.
     """
     tokens, ranks = all_tokens[rank], len(all_tokens)
     local, total = case.experts // ranks, torch.zeros(tokens.gradients.shape)
+    fits = torch.zeros(tokens.expert_ids.shape, dtype=torch.bool)
+    for slots in slots_of_ranks(case, all_tokens):
+        fits.view(-1)[[i for _, source, i in slots[:capacity] if source == rank]] = True
     for owner in range(ranks):
         partial = torch.zeros_like(total)
         for slot in range(case.slots):
             ids = tokens.expert_ids[:, slot]
             for number in ids.unique().tolist():
                 if number // local == owner:
-                    chosen = ids == number
+                    chosen = (ids == number) & fits[:, slot]
                     x = tokens.gradients[chosen]
                     y = expert(number, x).float() + x.float()
                     partial[chosen] += tokens.scores[chosen, slot][:, None] * y if weighted else y
         total += partial if ranks == 1 else partial.to(BF16).float()
-    return total.to(dtype), 10 * tokens.scores + tokens.expert_ids
+    return total.to(dtype), torch.where(fits, 10 * tokens.scores + tokens.expert_ids, 0)
 
 
 def check_against_one_process(
-    transport: Transport, case: Case, all_tokens: list[Tokens], device: str, worst_case: bool = False
+    transport: Transport, case: Case, all_tokens: list[Tokens], device: str, capacity: int | None = None
 ) -> tuple[list[torch.Tensor], DispatchHandle]:
-    """Holds a rank of ``transport`` to what one process makes of all ranks' tokens, bit for bit; what it received."""
+    """Holds a rank of ``transport`` to what one process makes of all ranks' tokens, bit for bit; what it received.
+
+    With a capacity that is too small, to what comes of each rank's first rows; the transport must not raise then.
+    """
     rank, ranks = transport.rank, transport.ranks
     local, mine = case.experts // ranks, all_tokens[rank]
     payload, ids, scores = mine.arguments()
     payload, ids, scores = [tensor.to(device) for tensor in payload], ids.to(device), scores.to(device)
     overlap = mock.Mock()
-    received, handle = transport.dispatch(payload, ids, scores, case.experts, worst_case, overlap)
+    received, handle = transport.dispatch(payload, ids, scores, case.experts, capacity, overlap)
     overlap.assert_called_once_with()
 
-    # (expert, source, slot) in this order, of every slot that chose an expert of this rank
-    slots = [
-        (number, source, i)
-        for source, tokens in enumerate(all_tokens)
-        for i, number in enumerate(tokens.expert_ids.view(-1).tolist())
-        if number // local == rank
-    ]
-    slots.sort()
+    of_ranks = slots_of_ranks(case, all_tokens)
+    if capacity is not None:
+        assert transport.shared.wanted.read()[capacity] == max(map(len, of_ranks))
+        transport.shared.wanted.reset()
+    slots = of_ranks[rank][:capacity]
     rows = len(slots)
     ends = [sum(number < (rank * local + e + 1) for number, _, _ in slots) for e in range(local)]
     assert handle.offs.tolist() == ends and handle.offs.dtype == torch.int32, (case, handle.offs, ends)
-    assert received[0].shape[0] == handle.scores.shape[0] >= rows
-    if not worst_case:
-        assert handle.scores.shape[0] == rows, (case, handle.scores.shape, rows)
+    assert received[0].shape[0] == handle.scores.shape[0]
+    assert handle.scores.shape[0] == (rows if capacity is None else capacity), (case, handle.scores.shape, rows)
 
     def of_all(tensors: list[torch.Tensor]) -> torch.Tensor:
         picked = [tensors[source].view(torch.uint8)[i // case.slots] for _, source, i in slots]
@@ -144,7 +167,7 @@ def check_against_one_process(
     gradients[rows:] = float("nan")
     for weighted, dtype in ((True, BF16), (False, torch.float32)):
         sums, values_of_slots = transport.combine([y, gradients], weighted, values, handle, dtype)
-        expected, expected_values = expected_sums(case, all_tokens, rank, weighted, dtype)
+        expected, expected_values = expected_sums(case, all_tokens, rank, weighted, dtype, capacity)
         assert sums.dtype == dtype
         if weighted and torch.device(device).type == "cuda":  # which multiplies and adds in one rounding
             torch.testing.assert_close(sums.cpu(), expected, rtol=2**-7, atol=2**-8)

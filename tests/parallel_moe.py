@@ -7,10 +7,11 @@ import os
 
 import torch
 import torch.distributed as dist
-from moe_cases import CASES, Case, Tokens, check_against_one_process, tokens_of
+from moe_cases import CASES, Case, Tokens, capacities, check_against_one_process, tokens_of
 from torchtitan.models.moe.kernels import generate_permute_indices
 
 from titan_mxfp8.moe import choose
+from titan_mxfp8.moe.collective import Collective
 
 
 def torchtitan_rows(case: Case, all_tokens: list[Tokens], rank: int, which: int) -> torch.Tensor:
@@ -44,7 +45,7 @@ else:
 for case in CASES:
     if case.experts % ranks:
         try:
-            transport.dispatch(*tokens_of(case, rank, ranks).arguments(), case.experts, False)
+            transport.dispatch(*tokens_of(case, rank, ranks).arguments(), case.experts, None)
         except ValueError as error:
             assert "cannot be divided" in str(error)
             continue
@@ -54,13 +55,24 @@ for case in CASES:
     for which in (0, 1):
         expected = torchtitan_rows(case, all_tokens, rank, which)
         assert torch.equal(received[which].view(torch.uint8), expected), case
-try:
-    tokens = tokens_of(CASES[0], rank, ranks)
-    transport.dispatch(*tokens.arguments(), CASES[0].experts, worst_case=True)
-except ValueError as error:
-    assert "use counted rows" in str(error)
-else:
-    raise AssertionError("rows for the worst case")
+transport.shared.wanted.raises = False
+for case in CASES:
+    if not case.experts % ranks:
+        all_tokens = [tokens_of(case, source, ranks) for source in range(ranks)]
+        for capacity in capacities(case, ranks):
+            check_against_one_process(transport, case, all_tokens, "cpu", capacity)
+# in a transport of the same group made later
+room, again = max(max(case.tokens) for case in CASES), Collective(dist.group.WORLD)
+assert again.shared is transport.shared and again.shared.room == room
+many = Case((room + (rank == 1),), 64, 4, 1)
+again.dispatch(*tokens_of(many, rank, ranks).arguments(), many.experts)
+if rank == 1:  # which alone refuses them
+    try:
+        again.dispatch(*tokens_of(many, rank, ranks).arguments(), many.experts, 5)
+    except ValueError as error:
+        assert f"{room + 1} tokens" in str(error) and "name max_tokens" in str(error), error
+    else:
+        raise AssertionError("more tokens than there is room for")
 print(f"{len(CASES)} cases on {ranks} ranks")
 del transport  # which has the group: gloo's threads would go on while Python ends, which may abort
 dist.destroy_process_group()

@@ -39,7 +39,13 @@ def draw(tokens: int, experts: int, slots: int) -> Layer:
 
 
 def run(
-    layer: Layer, tokens: slice, experts: slice, group: dist.ProcessGroup | None, recipe: str, device: str, **way: str
+    layer: Layer,
+    tokens: slice,
+    experts: slice,
+    group: dist.ProcessGroup | None,
+    recipe: str,
+    device: str,
+    **way: object,
 ) -> list[torch.Tensor]:
     """Output and gradients, in the order of ``NAMES``, of a rank with these tokens and experts; on the CPU."""
     leaves = [layer.x[tokens], layer.scores[tokens], *(w[experts] for w in layer.weights)]
@@ -51,7 +57,7 @@ def run(
 
 
 def check(
-    tokens: list[int], recipe: str, only_expert: int | None, experts: int, device: str, **way: str
+    tokens: list[int], recipe: str, only_expert: int | None, experts: int, device: str, **way: object
 ) -> list[torch.Tensor]:
     """Everything that does not cross a link as a sum has the bits of one process; sums of tokens are rounded once more,
     to bf16, on each rank that they come from. But FP8 tensor cores may add up a row otherwise among other neighbours.
@@ -78,7 +84,7 @@ def check(
     return here
 
 
-def check_nan(recipe: str, device: str, **way: str) -> None:
+def check_nan(recipe: str, device: str, **way: object) -> None:
     """A NaN in a token of rank 0 reaches the token's output and gradients, and those of its experts' weights, whatever
     rank has them; nothing else, not even the tokens that share a block of 32 with it."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -99,15 +105,45 @@ def check_nan(recipe: str, device: str, **way: str) -> None:
         assert same, (rank, name, recipe)
 
 
+def check_rows_that_do_not_fit() -> None:
+    """Every rank hears of it, also those that had memory."""
+    ranks = dist.get_world_size()
+    try:
+        check([40] * ranks, "mxfp8", EXPERTS - 1, EXPERTS, "cpu", rows=0.5)
+    except RuntimeError as error:
+        assert f"{40 * ranks} rows by a MoE layer that had memory for {min(128, 40 * ranks)}" in str(error), error
+    else:
+        assert 40 * ranks <= 128
+
+
+def check_disagreements() -> None:
+    """About what decides the sizes of messages: all ranks raise, and go on."""
+    first = dist.get_rank() == 0
+    for recipe, slots, experts, about in (
+        ("mxfp8", 2, 2 + first, f"experts: {3 * dist.get_world_size()} on rank 0"),
+        ("mxfp8", 1 + first, 2, "slots: 2 on rank 0, 1 on rank 1"),
+        ("mxfp8" if first else "bf16", 2, 2, "recipe"),
+    ):
+        weights = [torch.randn(experts, *shape).bfloat16() for shape in ((H, D), (H, D), (D, H))]
+        ids = torch.tensor([[0, 3][:slots]] * 8)
+        try:
+            mxfp8_moe(torch.randn(8, D), torch.rand(8, slots), ids, *weights, dist.group.WORLD, recipe=recipe)
+        except ValueError as error:
+            assert f"disagree about {about}" in str(error), error
+        else:
+            raise AssertionError(f"ranks that disagree about {about}")
+
+
 def main() -> None:
     device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
     ranks = int(os.environ["WORLD_SIZE"])
-    ways = [{}]
+    ways = [{}, {"rows": "worst_case"}, {"rows": float(ranks)}]
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         device = f"cuda:{torch.cuda.current_device()}"
         ways = [
             {"transport": "collective"},
+            {"transport": "collective", "rows": "worst_case"},
             {"transport": "symmetric"},
             {"transport": "symmetric", "rows": "worst_case"},
         ]
@@ -132,10 +168,12 @@ def main() -> None:
                     (ours - theirs).abs().max(),
                     case,
                 )
-    for way in ways:
+    for way in ways[:: 1 if device != "cpu" else 2]:
         for recipe in ("mxfp8", "mxfp8_2d_rebased", "bf16"):
             check_nan(recipe, device, **way)
     if device == "cpu":
+        check_rows_that_do_not_fit()
+        check_disagreements()
         try:
             check([4] * ranks, "bf16", None, EXPERTS, device, transport="symmetric")
         except ValueError as error:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from poison import poisoned_empty
 from problems import relative_rms
-from test_moe_layer import D, T, check_compiled, in_fp64, make_layer, row_by_row, run, run_ranks
+from test_moe_layer import D, T, check_bounded, check_compiled, in_fp64, make_layer, row_by_row, run, run_ranks
 
 from titan_mxfp8 import mxfp8_moe
 
@@ -63,6 +63,29 @@ def test_memory_for_the_worst_case_changes_no_bit(recipe: str) -> None:
             worst = run(layer, dy, recipe=recipe, backend=backend, rows="worst_case")
         for name, value in counted.items():
             assert torch.equal(value, worst[name]), name
+
+
+@pytest.mark.parametrize("factor", [0, 0.2, 0.7])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d_rebased", "bf16"])
+def test_rows_that_do_not_fit(recipe: str, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    for backend in backends_of(recipe):
+        layer, dy = on_gpu(make_layer()), torch.randn(T, D).bfloat16().cuda()
+        check_bounded(layer, dy, monkeypatch, factor, recipe=recipe, backend=backend)
+
+
+def test_the_host_hears_of_rows_that_did_not_fit_without_waiting() -> None:
+    layer, dy = on_gpu(make_layer()), torch.randn(T, D).bfloat16().cuda()
+    run(layer, dy, rows=1.0)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(1e9))  # half a second of an H200
+    run(layer, dy, rows=0.2)
+    end = torch.cuda.Event()
+    end.record()
+    assert not end.query(), "the host waited"
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="900 rows by a MoE layer that had memory for 256"):
+        run(layer, dy)
+    run(layer, dy, rows=1.0)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_2d", "mxfp8_2d_rebased"])

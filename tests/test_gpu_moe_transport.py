@@ -31,7 +31,7 @@ def test_large():
     found, expected = kernels.make_metadata(ids, scores, experts), rows.make_metadata(ids, scores, experts)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
     x = torch.randint(0, 120, (tokens, dim), dtype=torch.uint8, device="cuda").view(E4M3)
-    (received,), handle = Local().dispatch([x], ids, scores, experts, True)
+    (received,), handle = Local().dispatch([x], ids, scores, experts, tokens * k)
     for slot in range(k):
         assert torch.equal(received.view(torch.uint8)[handle.destinations[:, slot].long()], x.view(torch.uint8)), slot
     sums, _ = Local().combine([received.to(BF16)], False, None, handle, torch.float32)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm as hopper
 from titan_mxfp8.backends.hopper import scales
 from titan_mxfp8.format import spec
+from titan_mxfp8.moe import collective, layer, transport
 from titan_mxfp8.moe import kernels as moe
-from titan_mxfp8.moe import layer, transport
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.moe.symmetric import Symmetric
 from titan_mxfp8.ops import config, library
@@ -177,23 +178,27 @@ class Lonely:
 
 
 @pytest.mark.parametrize("first", [80, 0])
-@pytest.mark.parametrize("way", ["collective counted", "symmetric counted", "symmetric worst_case"])
+@pytest.mark.parametrize("rows_for", ["counted", "worst_case"])
+@pytest.mark.parametrize("transport_name", ["collective", "symmetric"])
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d_rebased", "bf16"])
 def test_a_moe_layer_of_two_ranks_compiles_with_its_first_tokens_only(
-    recipe: str, way: str, first: int, backend, monkeypatch: pytest.MonkeyPatch
+    recipe: str, transport_name: str, rows_for: str, first: int, backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many rows as tokens have slots are for the experts here; the kernels that would count them do not run."""
     name, found = backend
     if name != "hopper" and recipe.endswith("rebased"):
         pytest.skip("hopper alone rebases")
-    group = SimpleNamespace(group_name="two", size=lambda: 2, rank=lambda: 0)
-    transport_name, rows_for = way.split()
+    group = Mock(group_name="two", size=lambda: 2, rank=lambda: 0)
     carrier = Collective(group) if transport_name == "collective" else Symmetric(Lonely())
+    monkeypatch.setattr(carrier, "_gather", lambda value: [value] * 2)
     plan, received = moe.plan, 0
 
     def plan_received(*args) -> tuple[torch.Tensor, torch.Tensor]:
         starts, offs = plan(*args)
         return starts, torch.full_like(offs, received)
+
+    def receive_all(out: torch.Tensor, sent: torch.Tensor, **kwargs) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: None)
 
     def receive(out: torch.Tensor, sent: torch.Tensor, *args, **kwargs) -> None:
         if out.dtype == torch.int32:  # how many slots chose each expert, which no kernel counted, and copies
@@ -203,6 +208,7 @@ def test_a_moe_layer_of_two_ranks_compiles_with_its_first_tokens_only(
 
     monkeypatch.setattr(moe, "plan", plan_received)
     monkeypatch.setattr(torch.distributed, "all_to_all_single", receive)
+    monkeypatch.setattr(collective, "_all_gather", receive_all)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_resolve_process_group", lambda name: group)
     monkeypatch.setattr(layer, "choose", lambda *_: (carrier, ""))
 

@@ -20,7 +20,7 @@ def layer(dim: int, experts: int, slots: int, *, tokens: int = 64, ranks: int = 
     peers = kernels.Peers(layout.table([0] * ranks, ids.device), layout.tokens, ranks - 1)
     for given, sources in ((None, 1), (None, ranks), (peers, ranks)):
         counts, metadata = kernels.make_metadata(ids, scores, experts)
-        starts, _ = kernels.plan(counts.expand(sources, -1).contiguous(), 0, None, given)
+        starts, _ = kernels.plan(counts.expand(sources, -1).contiguous(), 0, None, counts[:1], given)
         ends = torch.zeros(sources, dtype=torch.int32)
         destinations, received = kernels.find_destinations(metadata, ends, starts, 0, 3 * tokens, given)
         kernels.permute(payload, destinations, 3 * tokens, given)
@@ -30,7 +30,8 @@ def layer(dim: int, experts: int, slots: int, *, tokens: int = 64, ranks: int = 
             sums, of_slots = kernels.local_combine(ys_, weights, values_, destinations, BF16)
             if given:
                 kernels.local_combine(ys_, weights, values_, destinations, BF16, given)
-            kernels.combine(sums, of_slots, None if given else copies_of_token, ids, experts // sources, BF16, given)
+            for copies in (copies_of_token, (sources, layout.tokens)):
+                kernels.combine(sums, of_slots, copies, ids, experts // sources, BF16)
     offsets = [0]
     for tensor in [*payload, metadata]:
         offsets.append(ceil_to(offsets[-1] + tensor.view(torch.uint8).shape[1], 16))

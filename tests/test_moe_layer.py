@@ -15,6 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_moe
 from titan_mxfp8.backends import reference as reference_backend
+from titan_mxfp8.moe import bounds
+from titan_mxfp8.moe import layer as moe_layer
+from titan_mxfp8.moe.transport import Local
 from titan_mxfp8.ops import experts
 
 T, D, H, E, K = 300, 96, 160, 6, 3
@@ -180,6 +183,47 @@ def test_memory_for_the_worst_case_changes_no_bit(recipe: str) -> None:
         assert torch.equal(value, worst[name]), name
 
 
+@pytest.mark.parametrize("factor", [0, 0.2, 0.7])
+@pytest.mark.parametrize("recipe", ["mxfp8_2d", "mxfp8_rebased", "bf16"])
+def test_rows_that_do_not_fit_are_as_if_their_experts_did_not_exist(
+    recipe: str, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_bounded(make_layer(), torch.randn(T, D).bfloat16(), monkeypatch, factor, recipe=recipe)
+
+
+def check_bounded(
+    layer: dict[str, torch.Tensor], dy: torch.Tensor, monkeypatch: pytest.MonkeyPatch, factor: float, **options: str
+) -> None:
+    """To the bit; but FP8 tensor cores may add up a row otherwise where there are fewer."""
+    local = Local()
+    local.shared.wanted.raises = False
+    monkeypatch.setattr(moe_layer, "choose", lambda *_: (local, ""))
+    monkeypatch.setattr(moe_layer, "_check_expert_ids", lambda *_: None)
+    room = bounds.bound(factor, T, K, 1, E)
+    assert room == {0: 0, 0.2: 256, 0.7: 640}[factor] and (layer["expert_ids"] == E - 1).sum() == 0
+    order = layer["expert_ids"].flatten().argsort(stable=True)
+    kept = layer["expert_ids"].flatten().clone()
+    kept[order[room:]] = -1
+    with poisoned_empty():
+        out = run(layer, dy, rows=factor, **options)
+    assert local.shared.wanted.read() == {room: T * K}
+    local.shared.wanted.reset()
+    for name, value in run(layer | {"expert_ids": kept.view(T, K)}, dy, **options).items():
+        same = torch.equal(out[name], value)
+        assert same or (value.is_cuda and relative_rms(out[name], value) < 0.006), name
+        assert value.any() == (factor > 0), name
+
+
+def test_rows_that_did_not_fit_are_an_error_in_words() -> None:
+    layer = make_layer()
+    message = r"900 rows by a MoE layer that had memory for 256, .*'worst_case'"
+    for by in ("backward", "the next call"):
+        out = mxfp8_moe(**layer, rows=0.2)
+        with pytest.raises(RuntimeError, match=message):
+            out.sum().backward() if by == "backward" else mxfp8_moe(**layer)
+        mxfp8_moe(**layer, rows="bounded").sum().backward()
+
+
 def test_nan_stays_with_its_token() -> None:
     layer, dy = make_layer(), torch.randn(T, D).bfloat16()
     clean = run(layer, dy, recipe="mxfp8_2d")
@@ -338,7 +382,8 @@ def test_bad_input_is_refused_in_words() -> None:
         ({"b3": torch.zeros(E, H, device="meta")}, "operands must be on one device, .*b3 on meta"),
         ({"swiglu_limit": torch.tensor(7.0)}, "swiglu_limit is a positive number or None"),
         ({"swiglu_limit": -1}, "swiglu_limit is a positive number or None, got -1"),
-        ({"rows": "all"}, "rows is one of counted, worst_case, got 'all'"),
+        ({"rows": "all"}, "rows is one of counted, bounded, worst_case, or a factor .* from 0 on, got 'all'"),
+        ({"rows": -0.5}, "rows is one of .* got -0.5"),
         ({"max_tokens": 0}, "max_tokens is a positive number of tokens or None, got 0"),
         ({"max_tokens": 1.5}, "max_tokens is a positive number of tokens or None, got 1.5"),
         ({"recipe": "mxfp4"}, "unknown recipe"),

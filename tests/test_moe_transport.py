@@ -1,5 +1,6 @@
 """Tokens to their experts and back: one process here, several over gloo in ``parallel_moe.py``."""
 
+import math
 import os
 import subprocess
 import sys
@@ -8,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from moe_cases import CASES, Case, check_against_one_process, tokens_of
+from moe_cases import CASES, Case, capacities, check_against_one_process, tokens_of
 
 from titan_mxfp8.moe import choose, symmetric
+from titan_mxfp8.moe.bounds import bound, factor_of
 from titan_mxfp8.moe.buffer import PAYLOAD, Layout
 from titan_mxfp8.moe.transport import Local
 
@@ -29,14 +31,17 @@ def test_several_processes(ranks: int):
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_process(case: Case):
-    check_against_one_process(Local(), case, [tokens_of(case, 0, 1)], "cpu")
+    transport = Local()
+    transport.shared.wanted.raises = False
+    for capacity in (None, *capacities(case, 1)):
+        check_against_one_process(transport, case, [tokens_of(case, 0, 1)], "cpu", capacity)
 
 
 def test_slots_without_an_expert_are_sent_nowhere():
     x = torch.arange(64.0).view(4, 16)
     expert_ids = torch.tensor([[0, -1], [2, 0], [-1, 7], [1, 1]])  # of 3 experts; the last names one twice
     scores = torch.arange(8.0).view(4, 2)
-    (received,), handle = Local().dispatch([x], expert_ids, scores, 3, False)
+    (received,), handle = Local().dispatch([x], expert_ids, scores, 3, None)
     assert handle.offs.tolist() == [2, 4, 5]
     assert handle.destinations.tolist() == [[0, -1], [4, 1], [-1, -1], [2, 3]]
     assert torch.equal(received[:5], x[[0, 1, 3, 3, 1]])
@@ -50,10 +55,56 @@ def test_slots_without_an_expert_are_sent_nowhere():
 
 def test_nothing_of_a_handle_is_an_input():
     expert_ids, scores = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
-    _, handle = Local().dispatch([torch.ones(3, 32)], expert_ids, scores, 1, True)
+    _, handle = Local().dispatch([torch.ones(3, 32)], expert_ids, scores, 1, 3)
     inputs = {expert_ids.data_ptr(), scores.data_ptr()}
     pointers = [x.data_ptr() for x in handle if x.numel()]
     assert inputs.isdisjoint(pointers) and len(set(pointers)) == len(pointers)
+
+
+def test_which_rows_do_not_fit():
+    """Those of the last experts, and of an expert those of the last tokens."""
+    x = torch.arange(1.0, 5)[:, None].expand(4, 16).contiguous()
+    expert_ids, scores = torch.tensor([[0, 1], [1, 0], [1, 2], [0, 1]]), torch.ones(4, 2)
+    transport = Local()
+    (received,), handle = transport.dispatch([x], expert_ids, scores, 3, 5)
+    assert handle.offs.tolist() == [3, 5, 5]  # of 3, 7 and 8
+    assert handle.destinations.tolist() == [[0, 3], [4, 1], [-2, -2], [2, -2]]
+    sums, values = transport.combine([received], True, handle.scores, handle, torch.float32)
+    assert sums[:, 0].tolist() == [2, 4, 0, 4] and values.tolist() == [[1, 1], [1, 1], [0, 0], [1, 0]]
+    assert transport.shared.wanted.read() == {5: 8}
+
+
+def test_rows_that_did_not_fit_are_an_error_later():
+    """In backward, and in the next call of any capacity; once."""
+    x, expert_ids, scores = torch.ones(4, 16), torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1)
+    transport = Local()
+    for in_backward in (True, False):
+        transport.dispatch([x], expert_ids, scores, 1, 4)
+        _, handle = transport.dispatch([x], expert_ids, scores, 1, 3)
+        again = (
+            (transport.dispatch_with_handle, [x], handle)
+            if in_backward
+            else (transport.dispatch, [x], expert_ids, scores, 1)
+        )
+        with pytest.raises(RuntimeError, match=r"4 rows by a MoE layer that had memory for 3.*larger factor"):
+            again[0](*again[1:])
+        again[0](*again[1:])
+    transport.shared.wanted.raises = False
+    for in_inference in (True, False):
+        with torch.inference_mode(in_inference):
+            transport.dispatch([x], expert_ids, scores, 1, 2)
+    assert transport.shared.wanted.read() == {4: 0, 3: 0, 2: 4}
+
+
+def test_bounds():
+    assert [factor_of(rows) for rows in ("counted", "bounded", "worst_case", 0, "2.5")] == [None, 1.5, math.inf, 0, 2.5]
+    for rows in ("all", -1, math.nan, True, None, "-1"):
+        with pytest.raises(ValueError, match=r"rows is one of counted, bounded, worst_case, or a factor .* got"):
+            factor_of(rows)
+    assert bound(1.5, 100, 4, 2, 8) == 640  # 600 in tiles of 128
+    assert bound(2, 100, 4, 2, 8) == bound(math.inf, 100, 4, 2, 8) == 800
+    assert bound(2, 100, 4, 2, 1) == 200  # one expert here, which a token has once
+    assert bound(0, 100, 4, 2, 8) == bound(math.inf, 0, 4, 2, 8) == 0
 
 
 def test_bad_input():
@@ -67,7 +118,7 @@ def test_bad_input():
         ([x], ids, scores[:, :1], "must be float32"),
     ):
         with pytest.raises(ValueError, match=message):
-            Local().dispatch(payload, expert_ids, given, 4, False)
+            Local().dispatch(payload, expert_ids, given, 4, None)
 
 
 def test_choice():
@@ -111,7 +162,7 @@ def test_a_machine_that_refuses_to_share_memory_is_found_out(monkeypatch: pytest
 
     memory = SimpleNamespace(empty=lambda *_, **__: torch.empty(1), rendezvous=lambda *_, **__: None)
     monkeypatch.setattr(symmetric, "_symmetric_memory", lambda: memory)
-    monkeypatch.setattr(symmetric, "_gather", lambda value, group: [None, value])
+    monkeypatch.setattr(symmetric, "gather_objects", lambda value, group: [None, value])
     assert symmetric.trial(None, CPU) is None
     for step in ("rendezvous", "empty"):
         monkeypatch.setattr(memory, step, refuse)

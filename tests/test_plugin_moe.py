@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -213,7 +214,7 @@ def test_the_log_names_the_transport_and_the_reason(
 
     config = parse(CONVERT, f"{DISPATCH}=auto")
     config.quantize.grouped_mm.mx.dispatch_rows = "worst_case"
-    no_peers = Collective(SimpleNamespace(size=lambda: 2, rank=lambda: 0)), "collective: no peer access"
+    no_peers = Collective(Mock(size=lambda: 2, rank=lambda: 0)), "collective: no peer access"
     monkeypatch.setattr(CHOOSE, lambda *_: no_peers)
     with pytest.raises(ValueError, match="'worst_case' needs the symmetric transport, but it is collective: no peer"):
         GroupedMMConverter(config, None).convert(nn.ModuleDict({"moe": layer("llama4")}))
@@ -230,7 +231,7 @@ def test_the_log_names_the_transport_and_the_reason(
     "flags, message",
     [
         ([f"{DISPATCH}=deepep"], "dispatch = 'deepep': use one of off, auto, collective, symmetric"),
-        ([f"{ROWS}=all"], "dispatch_rows = 'all': use one of counted, worst_case"),
+        ([f"{ROWS}=all"], "dispatch_rows = 'all': use one of counted, bounded, worst_case"),
         (
             [f"{DISPATCH}=collective", f"{ROWS}=worst_case"],
             "'worst_case' and dispatch = 'collective': only 'symmetric'",

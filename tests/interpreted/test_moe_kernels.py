@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from moe_cases import CASES, Case, check_against_one_process, tokens_of
+from moe_cases import CASES, Case, capacities, check_against_one_process, tokens_of
 
 from titan_mxfp8.moe import kernels, layer, rows, transport
 from titan_mxfp8.moe.symmetric import Symmetric
@@ -25,7 +25,23 @@ def local(monkeypatch: pytest.MonkeyPatch) -> Local:
 
 @pytest.mark.parametrize("case", CASES[1:])
 def test_one_rank(case: Case, local: Local):
-    check_against_one_process(local, case, [tokens_of(case, 0, 1)], "cpu")
+    local.shared.wanted.raises = False
+    for capacity in (None, capacities(case, 1)[1]):
+        check_against_one_process(local, case, [tokens_of(case, 0, 1)], "cpu", capacity)
+
+
+@pytest.mark.parametrize("ranks, experts", [(1, 5), (2, 6), (3, 15), (4, 4)])
+def test_plans(ranks: int, experts: int):
+    counts = torch.randint(0, 9, (ranks, experts), dtype=torch.int32)
+    most = counts.sum(0).view(ranks, -1).sum(1).max()
+    for rank in range(ranks):
+        wanted = torch.zeros(2, 1, dtype=torch.int32)
+        for sent in (counts, counts // 2):  # what is wanted stays the most
+            for capacity in (None, 0, 11, 1000):
+                actual = kernels.plan(sent, rank, capacity, wanted[0])
+                for tensor, expected in zip(actual, rows.plan(sent, rank, capacity, wanted[1]), strict=True):
+                    assert tensor.dtype == expected.dtype and torch.equal(tensor, expected)
+                assert wanted.tolist() == [[most], [most]]
 
 
 def test_metadata():
@@ -112,15 +128,18 @@ SYMMETRIC = (
 
 
 @pytest.mark.parametrize(
-    "case, ranks, worst_case", [(*which, False) for which in SYMMETRIC] + [(*which, True) for which in SYMMETRIC[::2]]
+    "case, ranks, which",
+    [(*which, None) for which in SYMMETRIC] + [(*which, i) for i in (1, 2) for which in SYMMETRIC[::2]],
 )
-def test_symmetric(case: Case, ranks: int, worst_case: bool):
-    """Two layers one after the other in one buffer."""
+def test_symmetric(case: Case, ranks: int, which: int | None):
+    """Two layers one after the other in one buffer, with one of ``capacities``."""
+    capacity = None if which is None else capacities(case, ranks)[which]
 
     def layers(transport: Symmetric) -> None:
+        transport.shared.wanted.raises = False
         for seed in range(2):
             all_tokens = [tokens_of(case, source, ranks, seed) for source in range(ranks)]
-            check_against_one_process(transport, case, all_tokens, "cpu", worst_case)
+            check_against_one_process(transport, case, all_tokens, "cpu", capacity)
 
     on_ranks(ranks, layers)
 
@@ -138,7 +157,7 @@ def test_a_buffer_grows_for_wider_layers_and_refuses_more_tokens():
                 mine, too_many = tokens_of(case, transport.rank, 2), tokens[transport.rank] > 4
                 message = f"{max(tokens)} tokens .* on rank {transport.rank}, but .* 4, .* name max_tokens"
                 with pytest.raises(ValueError, match=message if too_many else "another rank has more .* room for, 4"):
-                    transport.dispatch(*mine.arguments(), case.experts, False)
+                    transport.dispatch(*mine.arguments(), case.experts, None)
             else:
                 all_tokens = [tokens_of(case, source, 2) for source in range(2)]
                 check_against_one_process(transport, case, all_tokens, "cpu")
@@ -146,11 +165,11 @@ def test_a_buffer_grows_for_wider_layers_and_refuses_more_tokens():
     on_ranks(2, layers)
 
 
-def test_for_the_worst_case_one_rank_alone_refuses_more_tokens():
+def test_with_a_capacity_one_rank_alone_refuses_more_tokens():
     def layers(transport: Symmetric) -> None:
         for tokens in ((4, 4), (4, 5)):
             case = Case(tokens, 64, 4, 1)
-            transport.dispatch(*tokens_of(case, transport.rank, 2).arguments(), case.experts, True)
+            transport.dispatch(*tokens_of(case, transport.rank, 2).arguments(), case.experts, 10)
 
     with pytest.raises(ValueError, match=r"5 tokens .* on rank 1, .*; the other ranks wait for this one"):
         on_ranks(2, layers)
@@ -221,7 +240,7 @@ def test_a_buffer_that_inference_used_first_can_be_trained_with():
         for case in (Case((4, 2), 64, 4, 1), Case((3, 4), 64, 2, 1)):  # the second one in the buffer of the first
             mine = tokens_of(case, transport.rank, 2)
             with torch.inference_mode():
-                _, handle = transport.dispatch(*mine.arguments(), case.experts, False)
+                _, handle = transport.dispatch(*mine.arguments(), case.experts, None)
                 received = torch.ones(handle.scores.shape[0], case.dim).bfloat16()
                 transport.combine([received], True, handle.scores, handle, torch.bfloat16)
             all_tokens = [tokens_of(case, source, 2) for source in range(2)]
@@ -238,7 +257,7 @@ def test_dispatches_in_a_row():
         received = []
         for seed in range(3):
             mine = tokens_of(case, transport.rank, 2, seed)
-            payload, handle = transport.dispatch(*mine.arguments(), case.experts, False)
+            payload, handle = transport.dispatch(*mine.arguments(), case.experts, None)
             received.append((seed, payload, handle))
         for seed, payload, handle in received:
             mine = tokens_of(case, transport.rank, 2, seed)
@@ -252,14 +271,14 @@ def test_dispatches_in_a_row():
 
 
 def test_rows_that_there_is_no_room_for_are_dropped():
-    """Only where a token names an expert twice, which no router does: expert 0 gets 10 rows of 5 tokens."""
+    """Of one expert too, whose rows of the last source ranks they are: expert 0 gets 10 rows of 5 tokens."""
 
     def layer(transport: Symmetric) -> None:
         tokens = (3, 2)[transport.rank]
         x = torch.arange(1.0, 1 + tokens * 32).view(tokens, 32).to(torch.bfloat16)
         ids, scores = torch.zeros(tokens, 2, dtype=torch.int64), torch.ones(tokens, 2)
-        (received,), handle = transport.dispatch([x], ids, scores, 2, True)
-        room = 3 * 2 * 1
+        room = 6
+        (received,), handle = transport.dispatch([x], ids, scores, 2, room)
         assert received.shape == (room, 32) and handle.offs.tolist() == [room if transport.rank == 0 else 0]
         if transport.rank == 0:
             assert handle.destinations.tolist() == [[0, 1], [2, 3], [4, 5], [-2, -2], [-2, -2], [-1, -1]]

@@ -1,20 +1,20 @@
 """How tokens travel to their experts and back: the transports, and which is chosen (``choose``)."""
 
+from functools import cache
 from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
+from titan_mxfp8.moe.bounds import ROWS, Rows
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.moe.symmetric import symmetric_available, symmetric_of
 from titan_mxfp8.moe.transport import DispatchHandle, Local, Transport
 
-__all__ = ["DispatchHandle", "Transport", "choose"]
+__all__ = ["ROWS", "DispatchHandle", "Rows", "Transport", "choose"]
 
 TransportName = Literal["auto", "collective", "symmetric"]
-Rows = Literal["counted", "worst_case"]
 TRANSPORTS: tuple[TransportName, ...] = get_args(TransportName)
-ROWS: tuple[Rows, ...] = get_args(Rows)
 
 
 def choose(transport: TransportName, group: dist.ProcessGroup | None, device: torch.device) -> tuple[Transport, str]:
@@ -33,7 +33,7 @@ def choose(transport: TransportName, group: dist.ProcessGroup | None, device: to
     if transport not in TRANSPORTS:
         raise ValueError(f"unknown transport {transport!r}: use one of {', '.join(TRANSPORTS)}")
     if group is None or group.size() == 1:
-        return Local(), "local: one rank has every expert"
+        return _local_of(device), "local: one rank has every expert"
     if transport == "collective":
         return Collective(group), "collective: named by the user"
     if device.type == "cuda" and device.index is None:
@@ -44,3 +44,9 @@ def choose(transport: TransportName, group: dist.ProcessGroup | None, device: to
     if transport == "symmetric":
         raise ValueError(f"the symmetric transport cannot be used: {reason}; use 'auto' or 'collective'")
     return Collective(group), f"collective: symmetric cannot be used: {reason}"
+
+
+@cache
+def _local_of(device: torch.device) -> Local:
+    """What the layers of a device share."""
+    return Local()

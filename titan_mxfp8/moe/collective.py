@@ -7,106 +7,139 @@ A rank sends each token once to every rank that has one of its experts, all in o
 | of each payload       | the token's row: FP8 data, scales; or bf16                         |
 | 3 x 4 x K             | its metadata: experts, positions, bits of the scores (``rows.py``) |
 
-each from a multiple of 16 on. NCCL knows no FP8 or E8M0 and gloo neither. The counts go to all ranks first;
-the host reads them, once per layer, for the sizes that torch.distributed wants. What the ranks add up returns the same
-way, and backward uses the sizes again.
+each from a multiple of 16 on. NCCL knows no FP8 or E8M0 and gloo neither. What the ranks add up returns the same way.
+
+- Counted rows: the counts go to all ranks first, and the host reads them, once per layer, for the sizes that
+  torch.distributed wants. Backward uses the sizes again.
+- A capacity: every rank sends all of its tokens to all, as many as any rank may have, and gets as many sums back; so
+  sizes are known, links are busier, and no host waits.
 """
+
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from titan_mxfp8.format.mx import ceil_to
-from titan_mxfp8.moe.transport import (
-    DispatchHandle,
-    Overlap,
-    check_payload,
-    checked_ids,
-    movements,
-    nothing,
-    read_later,
-)
+from titan_mxfp8.moe.rows import goes_to
+from titan_mxfp8.moe.transport import DispatchHandle, Shared, Transport, gather_objects, movements, read_later
+
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
+
+# While the group lives, which nothing here may prolong: a thread of gloo that frees its last tensor while Python ends
+# aborts the process.
+_SHARED: WeakKeyDictionary[dist.ProcessGroup, Shared] = WeakKeyDictionary()
 
 
-class Collective:
-    """``Transport`` over all-to-all of a process group. Methods are as there."""
+class Collective(Transport):
+    """``Transport`` over collectives of a process group."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group, self.ranks, self.rank = group, group.size(), group.rank()
+        super().__init__(group.size(), group.rank(), _SHARED.setdefault(group, Shared()))
+        self.group = group
 
-    def reserve(self, tokens: int) -> None: ...
+    def _gather(self, value: object) -> list:
+        return gather_objects(value, self.group)
 
-    def dispatch(
-        self,
-        payload: list[Tensor],
-        expert_ids: Tensor,
-        scores: Tensor,
-        experts: int,
-        worst_case: bool,
-        overlap: Overlap = nothing,
-    ) -> tuple[list[Tensor], DispatchHandle]:
-        """Raises ValueError with ``worst_case`` too: the host has to know the sizes."""
-        expert_ids = checked_ids(payload, expert_ids, scores, experts, self.ranks)
-        if worst_case:
-            raise ValueError("the collective transport cannot take rows for the worst case: use counted rows")
-        move, local = movements(expert_ids.device), experts // self.ranks
+    def _dispatch(self, payload, expert_ids, scores, experts, capacity, overlap):
+        move, local, room = movements(expert_ids.device), experts // self.ranks, self.shared.room
         counts, metadata = move.make_metadata(expert_ids, scores, experts)
-        # floor: an expert -1 is on rank -1
-        owners = torch.div(expert_ids, local, rounding_mode="floor")
-        goes = torch.stack([(owners == rank).any(1) for rank in range(self.ranks)], 1)  # (T, R)
-        sent = goes.sum(0)
-        mine = torch.cat((counts, sent.int())).expand(self.ranks, -1).contiguous()  # the same to all
-        everything = torch.empty_like(mine)
-        dist.all_to_all_single(everything, mine, group=self.group)
+        if capacity is not None:
+            listed = None
+            all_counts = counts.new_empty((self.ranks, experts))
+            _all_gather(all_counts.view(-1), counts, group=self.group)
+            copies, offsets, work = self._to_all([*payload, metadata], expert_ids.shape[0], room)
+            overlap()
+            wanted = self.shared.wanted.buffer(capacity, counts.device)
+            starts, offs = move.plan(all_counts, self.rank, capacity, wanted)
+            ends = room * torch.arange(1, self.ranks + 1, dtype=torch.int32, device=counts.device)
+            work.wait()
+        else:
+            goes = goes_to(expert_ids, local, self.ranks)
+            sent = goes.sum(0)
+            mine = torch.cat((counts, sent.int())).expand(self.ranks, -1).contiguous()  # the same to all
+            everything = torch.empty_like(mine)
+            dist.all_to_all_single(everything, mine, group=self.group)
 
-        read = read_later(everything)
-        overlap()
-        sizes = read().long()  # the host waits here
-        splits = torch.stack((sizes[self.rank, experts:], sizes[:, experts + self.rank]))
-        capacity = int(sizes[:, self.rank * local : (self.rank + 1) * local].sum())
+            read = read_later(everything)
+            overlap()
+            sizes = read().long()  # the host waits here
+            splits = torch.stack((sizes[self.rank, experts:], sizes[:, experts + self.rank]))
+            capacity = int(sizes[:, self.rank * local : (self.rank + 1) * local].sum())
 
-        starts, offs = move.plan(everything[:, :experts].contiguous(), self.rank)
-        ends = everything[:, experts + self.rank].cumsum(0).int()
-        copies_of_token = torch.where(goes, goes.cumsum(0) - 1 + (sent.cumsum(0) - sent), -1).int()
-        token_of_copy = _token_of_copy(copies_of_token, int(splits[0].sum()))
-        copies, offsets = self._exchange([*payload, metadata], token_of_copy, splits)
+            starts, offs = move.plan(everything[:, :experts].contiguous(), self.rank)
+            ends = everything[:, experts + self.rank].cumsum(0).int()
+            copies_of_token = torch.where(goes, goes.cumsum(0) - 1 + (sent.cumsum(0) - sent), -1).int()
+            token_of_copy = _token_of_copy(copies_of_token, int(splits[0].sum()))
+            copies, offsets = self._exchange([*payload, metadata], token_of_copy, splits)
+            listed = copies_of_token, token_of_copy, splits
         metadata = copies.view(torch.int32)[:, offsets[-1] // 4 :][:, : metadata.shape[1]]
         destinations, row_scores = move.find_destinations(metadata, ends, starts, self.rank, capacity)
-        handle = DispatchHandle(offs, destinations, row_scores, expert_ids, copies_of_token, token_of_copy, splits)
+        routing = offs, destinations, row_scores, expert_ids
+        handle = DispatchHandle(*routing, *listed) if listed else DispatchHandle.of_direct(*routing, self.ranks)
         return move.permute(_cut(copies, payload, offsets), destinations, capacity), handle
 
-    def dispatch_with_handle(self, payload: list[Tensor], handle: DispatchHandle) -> list[Tensor]:
-        check_payload(payload, handle.expert_ids.shape[0])
-        copies, offsets = self._exchange(payload, handle.token_of_copy, handle.splits)
+    def _dispatch_with_handle(self, payload, handle):
+        if _is_counted(handle):
+            copies, offsets = self._exchange(payload, handle.token_of_copy, handle.splits)
+        else:
+            tokens = handle.expert_ids.shape[0]
+            copies, offsets, work = self._to_all(payload, tokens, handle.destinations.shape[0] // self.ranks)
+            work.wait()
         move = movements(copies.device)
         return move.permute(_cut(copies, payload, offsets), handle.destinations, handle.scores.shape[0])
 
     def combine(
         self, ys: list[Tensor], weighted: bool, slot_values: Tensor | None, handle: DispatchHandle, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
+        """See ``Transport``."""
         move, weights = movements(handle.offs.device), handle.scores if weighted else None
         partials, values = move.local_combine(ys, weights, slot_values, handle.destinations, torch.bfloat16)
-        back = handle.splits.flip(0)  # a rank returns what it received
+        if _is_counted(handle):
+            back, copies_of_token = handle.splits.flip(0), handle.copies_of_token  # a rank returns what it received
+        else:
+            back, copies_of_token = None, (self.ranks, handle.destinations.shape[0] // self.ranks)
         partials = self._all_to_all(partials, back)
         if values is not None:
             values = self._all_to_all(values, back)
-        return move.combine(partials, values, handle.copies_of_token, handle.expert_ids, handle.offs.shape[0], dtype)
+        return move.combine(partials, values, copies_of_token, handle.expert_ids, handle.offs.shape[0], dtype)
+
+    def _to_all(self, tensors: list[Tensor], tokens: int, room: int) -> tuple[Tensor, list[int], dist.Work]:
+        """As ``_exchange``, but every token to all ranks, ``room`` of each; what is there once the work has been waited
+        for. What lies behind a rank's tokens names no expert."""
+        offsets, width = _offsets(tensors)
+        mine = torch.empty((room, width), dtype=torch.uint8, device=tensors[0].device)
+        token = torch.arange(tokens, dtype=torch.int32, device=mine.device)
+        movements(mine.device).gather(tensors, token, mine[:tokens], offsets)
+        mine[tokens:].fill_(0xFF)
+        copies = mine.new_empty((self.ranks * room, width))
+        return copies, offsets, _all_gather(copies, mine, group=self.group, async_op=True)
 
     def _exchange(self, tensors: list[Tensor], token_of_copy: Tensor, splits: Tensor) -> tuple[Tensor, list[int]]:
         """The copies that arrive, uint8 (N, bytes), and where in them each tensor begins."""
-        offsets = [0]
-        for tensor in tensors:
-            offsets.append(ceil_to(offsets[-1] + tensor.shape[1] * tensor.element_size(), 16))
-        width = offsets.pop()
+        offsets, width = _offsets(tensors)
         copies = torch.empty((token_of_copy.shape[0], width), dtype=torch.uint8, device=token_of_copy.device)
         movements(copies.device).gather(tensors, token_of_copy, copies, offsets)
         return self._all_to_all(copies, splits), offsets
 
-    def _all_to_all(self, x: Tensor, splits: Tensor) -> Tensor:
-        send, receive = splits.tolist()
-        out = x.new_empty((sum(receive), x.shape[1]))
+    def _all_to_all(self, x: Tensor, splits: Tensor | None) -> Tensor:
+        send, receive = (None, None) if splits is None else splits.tolist()
+        out = torch.empty_like(x) if splits is None else x.new_empty((sum(receive), x.shape[1]))
         dist.all_to_all_single(out, x, receive, send, group=self.group)
         return out
+
+
+def _is_counted(handle: DispatchHandle) -> bool:
+    return handle.splits.shape[1] > 0
+
+
+def _offsets(tensors: list[Tensor]) -> tuple[list[int], int]:
+    """Where in a copy each tensor's row begins, and the bytes of all."""
+    offsets = [0]
+    for tensor in tensors:
+        offsets.append(ceil_to(offsets[-1] + tensor.shape[1] * tensor.element_size(), 16))
+    return offsets[:-1], offsets[-1]
 
 
 def _token_of_copy(copies_of_token: Tensor, copies: int) -> Tensor:

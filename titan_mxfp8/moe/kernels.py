@@ -101,8 +101,10 @@ def _make_metadata(
 
 @triton.jit(do_not_specialize=["rank", "capacity"])
 def _plan(
-    table, counts, starts, offs, local, rank, capacity, RANKS: tl.constexpr, SIZES: tl.constexpr, PEERS: tl.constexpr
-):
+    table, counts, starts, offs, wanted,
+    local, rank, capacity,
+    RANKS: tl.constexpr, SIZES: tl.constexpr, BOUNDED: tl.constexpr, PEERS: tl.constexpr,
+):  # fmt: skip
     """The one program: see ``rows.plan``."""
     i = tl.arange(0, SIZES)
     expert, source = i // RANKS, i % RANKS
@@ -115,6 +117,11 @@ def _plan(
     end = tl.cumsum(size, 0)
     tl.store(starts + source * local + expert, end - size, mask=known)
     tl.store(offs + expert, tl.minimum(end, capacity), mask=known & (source == RANKS - 1))
+    if BOUNDED:
+        most = 0
+        for owner in range(RANKS):
+            most = tl.maximum(most, tl.sum(tl.load(of_source + owner * local + expert, mask=known, other=0), 0))
+        tl.atomic_max(wanted, most)
 
 
 @triton.jit(do_not_specialize=["copies", "tokens", "rank", "capacity"])
@@ -254,11 +261,11 @@ def _combine(
     partials, values, copies_of_token, ids, sums, slot_values,
     local, count, tokens,
     D: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr,
-    WITH_VALUES: tl.constexpr, PEERS: tl.constexpr,
+    WITH_VALUES: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """One program: every ``programs``-th of ``count`` tokens, see ``rows.combine``.
 
-    With peers, what rank r added up of token t is copy ``r * tokens + t``; of ranks it was not sent to there is none.
+    Where they are not listed, what rank r added up of token t is copy ``r * tokens + t``.
     """
     for n in range(tl.program_id(0), count, tl.num_programs(0)):
         token = tl.cast(n, tl.int64)
@@ -270,20 +277,20 @@ def _combine(
             column = first + tl.arange(0, BLOCK)
             total = tl.zeros((BLOCK,), tl.float32)
             for r in tl.static_range(RANKS):
-                if PEERS:
-                    copy = token + tl.cast(tokens, tl.int64) * r
-                    went = tl.max((owner == r).to(tl.int32), 0) > 0
-                else:
+                if LISTED:
                     copy = tl.load(copies_of_token + token * RANKS + r).to(tl.int64)
                     went = copy >= 0
+                else:
+                    copy = token + tl.cast(tokens, tl.int64) * r
+                    went = tl.max((owner == r).to(tl.int32), 0) > 0
                 partial = tl.load(partials + copy * D + column, mask=went & (column < D), other=0)
                 total += partial.to(tl.float32)
             tl.store(sums + token * D + column, total.to(sums.dtype.element_ty), mask=column < D)
         if WITH_VALUES:
-            if PEERS:
-                copy_of_slot = token + tl.cast(tokens, tl.int64) * owner
-            else:
+            if LISTED:
                 copy_of_slot = tl.load(copies_of_token + token * RANKS + owner, mask=known, other=0).to(tl.int64)
+            else:
+                copy_of_slot = token + tl.cast(tokens, tl.int64) * owner
             value = tl.load(values + copy_of_slot * K + slot, mask=known, other=0)
             tl.store(slot_values + token * K + slot, value, mask=slot < K)
 
@@ -312,16 +319,22 @@ def make_metadata(
     return counts, metadata
 
 
-def plan(counts: Tensor, rank: int, capacity: int | None = None, peers: Peers | None = None) -> tuple[Tensor, Tensor]:
+def plan(
+    counts: Tensor,
+    rank: int,
+    capacity: int | None = None,
+    wanted: Tensor | None = None,
+    peers: Peers | None = None,
+) -> tuple[Tensor, Tensor]:
     """``rows.plan``; with peers the counts are theirs, and of ``counts`` only the number of columns is looked at."""
     ranks, experts = counts.shape[0] if peers is None else peers.ranks, counts.shape[1]
     local = experts // ranks
     starts = torch.empty((ranks, local), dtype=torch.int32, device=counts.device)
     offs = torch.empty(local, dtype=torch.int32, device=counts.device)
-    tensors = (None, counts, starts, offs) if peers is None else (peers.table, None, starts, offs)
-    constants = ranks, next_power_of_2(experts), peers is not None
+    tensors = (None, counts) if peers is None else (peers.table, None)
+    constants = ranks, next_power_of_2(experts), wanted is not None, peers is not None
     limits = rank, _NO_LIMIT if capacity is None else capacity
-    _PLAN.launch(1, tensors, (local,), limits, constants, device=counts.device)
+    _PLAN.launch(1, (*tensors, starts, offs, wanted), (local,), limits, constants, device=counts.device)
     return starts, offs
 
 
@@ -411,22 +424,21 @@ def local_combine(
 def combine(
     partials: Tensor,
     values: Tensor | None,
-    copies_of_token: Tensor | None,
+    copies_of_token: Tensor | tuple[int, int],
     expert_ids: Tensor,
     experts: int,
     dtype: torch.dtype,
-    peers: Peers | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``rows.combine``; with peers partial sums and values are what ``local_combine`` wrote here, and there are no
-    ``copies_of_token``."""
+    """``rows.combine``."""
     (tokens, k), d, device = expert_ids.shape, partials.shape[1], expert_ids.device
     sums = torch.empty((tokens, d), dtype=dtype, device=device)
     slot_values = None if values is None else torch.empty((tokens, k), dtype=torch.float32, device=device)
-    ranks, of_a_rank = (copies_of_token.shape[1], 1) if peers is None else (peers.ranks, peers.tokens)
+    listed = isinstance(copies_of_token, Tensor)
+    ranks, of_a_rank = (copies_of_token.shape[1], 1) if listed else copies_of_token
     block = min(next_power_of_2(d), _COLUMNS)
-    constants = d, k, next_power_of_2(k), block, ranks, values is not None, peers is not None
-    tensors, counts = (partials, values, copies_of_token, expert_ids, sums, slot_values), (tokens, of_a_rank)
-    programs, warps = _programs(tokens, device), _warps(block * 2)
+    constants = d, k, next_power_of_2(k), block, ranks, values is not None, listed
+    tensors = partials, values, copies_of_token if listed else None, expert_ids, sums, slot_values
+    programs, warps, counts = _programs(tokens, device), _warps(block * 2), (tokens, of_a_rank)
     _COMBINE.launch(programs, tensors, (experts,), counts, constants, device=device, warps=warps)
     return sums, slot_values
 

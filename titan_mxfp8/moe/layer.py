@@ -1,6 +1,6 @@
 """``mxfp8_moe``: a MoE layer between its router and its output, as one operator forward and one backward.
 
-T tokens here, K experts each of E in all, which R ranks share; M rows land here. D model and H hidden features.
+T tokens here, K experts each of E in all, which R ranks share; M rows for those here. D model and H hidden features.
 
 ```
 forward                                                      backward
@@ -26,7 +26,8 @@ from titan_mxfp8 import backends
 from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.mx import ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
-from titan_mxfp8.moe import ROWS, TRANSPORTS, DispatchHandle, Rows, Transport, TransportName, choose
+from titan_mxfp8.moe import TRANSPORTS, DispatchHandle, Rows, Transport, TransportName, choose
+from titan_mxfp8.moe.bounds import bound, factor_of
 from titan_mxfp8.ops import experts
 from titan_mxfp8.ops.autograd import exported, once_differentiable, save_for_backward, take_many
 from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_features
@@ -64,8 +65,8 @@ def mxfp8_moe(
     """The routed experts of a MoE layer: ``sum over j of scores[t, j] * expert(expert_ids[t, j])(x[t])``.
 
     With a ``group``, its R ranks share the experts (expert parallelism): rank r holds experts ``r E / R`` to
-    ``(r + 1) E / R - 1`` and tokens of its own, and all ranks call this together. A token's row is quantised once, at
-    home, crosses each link once, and lands where it is multiplied; outputs are summed before they travel.
+    ``(r + 1) E / R - 1`` and tokens of its own, and all ranks call this together. A token's row is quantised once, on
+    its source rank, crosses each link once, and arrives where it is multiplied; outputs are summed before they travel.
 
     ``expert(x) = (silu(x w1^T) * (x w3^T)) w2^T``; with ``swiglu_limit`` gpt_oss's clamped form of it. Differentiable
     in everything but ``expert_ids``.
@@ -83,13 +84,14 @@ def mxfp8_moe(
         backend: ``auto`` or a name of ``titan_mxfp8.backends``.
         transport: ``symmetric``: ranks of one host share memory; ``collective``: all-to-all; ``auto``: the
             first where it can be had (``titan_mxfp8.moe.choose``).
-        rows: ``counted``: M is read on the host, once for each call, and memory is exact. ``worst_case``: memory for
-            ``R * max_tokens * min(K, E / R)`` rows, all tokens of all ranks, and the host never waits.
+        rows: ``counted``: M is read on the host, once for each call, and memory is exact. A number: M is that times the
+            ``max_tokens * K`` rows of balanced experts, rounded up to 128, and the host never waits; ``bounded``: 1.5
+            times; ``worst_case``: ``R * max_tokens * min(K, E / R)`` rows, all tokens of all ranks, which is the most.
+            Rows that do not fit are left out, and the call's backward or the next call raises.
         max_tokens: the most tokens that any rank ever has in a call, the same on all ranks and in all layers of the
-            group. Only ``symmetric`` looks at it: the group's first call makes the buffer that all of its layers share,
-            for so many tokens, or where None (or less) for the most that any rank has in that call. The buffer cannot
-            grow, so more tokens later are an error: on all ranks with ``counted``; with ``worst_case`` on the rank that
-            has them, for which the others wait until the process group's timeout.
+            group; None: as many as any rank has in the first call. Unless rows are counted, and with ``symmetric``,
+            whose buffer has room for so many, more tokens are an error: on the rank that has them, for which the others
+            wait until the process group's timeout; on all with ``symmetric`` and counted rows.
         scores_first: scores multiply x, as in llama4, instead of the outputs.
         b1, b3: (E / R, H), added to the pre-activations, or None.
         b2: (E / R, D), added to the experts' outputs, or None.
@@ -103,7 +105,8 @@ def mxfp8_moe(
         ValueError: an unknown recipe, backend, transport or kind of rows, or one that cannot be here; another dtype,
             shape or device of a tensor; D or H that is no multiple of 32; K above E, E that the ranks do not divide; a
             limit or ``max_tokens`` that is not positive; more tokens than there is room for; on a CPU, ids of no
-            expert.
+            expert; on every rank, ranks that disagree about experts, K, recipe or rows.
+        RuntimeError: an earlier call had more rows than memory for them, as far as the host knows without waiting.
     """
     (x,) = plain("mxfp8_moe", x=x)
     config = config_of(get_recipe(recipe), f"{backend}", x.device, bool(keep_quantized_weight))
@@ -144,7 +147,7 @@ def moe(
     transport, rows, max_tokens, limit = options
     most_rows = (max_tokens or 0) * (slots if scores_first else 1)
     name = "" if group is None else group.group_name
-    layer = _moe_key(config.key, limit, transport, rows == "worst_case", most_rows, ranks, name)
+    layer = _moe_key(config.key, limit, transport, f"{rows}", most_rows, ranks, name)
     call = _exported_moe if torch.compiler.is_exporting() else _moe
     return call(x, scores, expert_ids, *weights, scores_first, layer, config.keeps_weight)
 
@@ -180,16 +183,20 @@ class MoEConfig(ExpertsConfig):
 
     Attributes:
         transport: as of ``mxfp8_moe``.
-        worst_case: whether ``rows`` are.
+        factor: of ``rows``, see ``bounds.factor_of``.
         most_rows: that a rank ever sends in a call; 0: as many as in the first.
         ranks, group: how many share the experts, and the name of their process group; empty: this process alone.
     """
 
     transport: TransportName
-    worst_case: bool
+    factor: float | None
     most_rows: int
     ranks: int
     group: str
+
+    def capacity(self, tokens: int, slots: int, local: int) -> int | None:
+        """The rows there is memory for, see ``bounds.bound``; None: those that come."""
+        return None if self.factor is None else bound(self.factor, tokens, slots, self.ranks, local)
 
     def connect(self, device: torch.device) -> Transport:
         group = dist.distributed_c10d._resolve_process_group(self.group) if self.group else None
@@ -200,22 +207,20 @@ class MoEConfig(ExpertsConfig):
 
 
 @torch.compiler.assume_constant_result
-def _moe_key(
-    gemms: str, limit: float | None, transport: str, worst_case: bool, most_rows: int, ranks: int, group: str
-) -> str:
+def _moe_key(gemms: str, limit: float | None, transport: str, rows: str, most_rows: int, ranks: int, group: str) -> str:
     """The key of a ``MoEConfig``, of whose GEMMs ``gemms`` is the key."""
-    return _moe_config(gemms, limit, transport, worst_case, most_rows, ranks, group).key
+    return _moe_config(gemms, limit, transport, rows, most_rows, ranks, group).key
 
 
 @cache
 def _moe_config(
-    gemms: str, limit: float | None, transport: str, worst_case: bool, most_rows: int, ranks: int, group: str
+    gemms: str, limit: float | None, transport: str, rows: str, most_rows: int, ranks: int, group: str
 ) -> MoEConfig:
     return MoEConfig(
         gemms=decode(gemms),
         limit=limit,
         transport=transport,
-        worst_case=worst_case,
+        factor=factor_of(rows),
         most_rows=most_rows,
         ranks=ranks,
         group=group,
@@ -297,10 +302,13 @@ def moe_forward(
         made = experts.quantize_weights(parameters, gemms.plan, kernels, gemms.keeps_weight and save)
         quantized.extend(made[0]), kept.extend(made[1])
 
-    received, handle = transport.dispatch(parts, expert_ids, sent_scores, count, layer.worst_case, quantize_weights)
+    recipe, (tokens, slots) = gemms.recipe.name, expert_ids.shape
+    room = transport.agree(tokens, experts=count, slots=slots, recipe=recipe, rows=layer.factor)
+    capacity = layer.capacity(room, slots, weights[0].shape[0])
+    received, handle = transport.dispatch(parts, expert_ids, sent_scores, count, capacity, quantize_weights)
     del parts
-    tokens = Tokens(_of_parts(received, layer.x_rows))
-    y, gate, up = experts.forward(tokens, quantized, parameters, handle.offs, layer, kernels)
+    x_tokens = Tokens(_of_parts(received, layer.x_rows))
+    y, gate, up = experts.forward(x_tokens, quantized, parameters, handle.offs, layer, kernels)
     out, _ = transport.combine([y], scores is not None, None, handle, x.dtype)
     if not save:
         return [out]
@@ -328,8 +336,9 @@ def _empty_handle(expert_ids: torch.Tensor, local: int, config: MoEConfig) -> Di
     """The shapes of a ``DispatchHandle``. Where the host counts rows, compilers take their number as it comes;
     elsewhere, as in estimates of memory, it is that of balanced experts."""
     tokens, slots = expert_ids.shape
-    ranks, counted = config.ranks, config.ranks > 1 and not config.worst_case
+    ranks, counted = config.ranks, config.ranks > 1 and config.factor is None
     room = config.most_rows if config.most_rows and ranks > 1 else tokens
+    capacity = config.capacity(room, slots, local)
 
     def count(balanced: int) -> int:
         if not counted:  # on meta tensors there is no context
@@ -337,7 +346,7 @@ def _empty_handle(expert_ids: torch.Tensor, local: int, config: MoEConfig) -> Di
         context = torch.library.get_ctx()
         return balanced if context._shape_env is None else context.new_dynamic_size()
 
-    rows = count(tokens * slots) if counted or ranks == 1 else room * ranks * min(slots, local)
+    rows = count(tokens * slots) if capacity is None else capacity
     return DispatchHandle(
         offs=expert_ids.new_empty(local, dtype=torch.int32),
         destinations=expert_ids.new_empty((count(room * ranks), slots), dtype=torch.int32),
@@ -470,9 +479,9 @@ def _check(
     for name, bias, size in (("b1", b1, hidden), ("b3", b3, hidden), ("b2", b2, features)):
         if bias is not None and tuple(bias.shape) != (local, size):
             raise ValueError(f"{name} must be of shape ({local}, {size}), got {tuple(bias.shape)}")
-    for name, value, known in (("rows", rows, ROWS), ("transport", transport, TRANSPORTS)):
-        if value not in known:
-            raise ValueError(f"{name} is one of {', '.join(known)}, got {value!r}")
+    factor_of(rows)
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport is one of {', '.join(TRANSPORTS)}, got {transport!r}")
     if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens > 0):
         raise ValueError(f"max_tokens is a positive number of tokens or None, got {max_tokens!r}")
     if swiglu_limit is not None and not (isinstance(swiglu_limit, float | int) and swiglu_limit > 0):

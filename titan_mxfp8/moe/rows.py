@@ -11,8 +11,7 @@ A slot whose expert is not in 0..E-1 is sent nowhere. Sums are in fp32, in the o
 import torch
 from torch import Tensor
 
-# Destinations of slots that have no row here: the expert is another rank's, or there are more rows than memory (a token
-# that names an expert twice, where rows are allocated for the worst case).
+# Destinations of slots that have no row here: the expert is another rank's, or there are more rows than memory.
 ELSEWHERE, DROPPED = -1, -2
 
 
@@ -41,24 +40,27 @@ def make_metadata(expert_ids: Tensor, scores: Tensor, experts: int) -> tuple[Ten
     return counts[:experts].int(), torch.cat((expert_ids, positions.view(expert_ids.shape).int(), bits), 1)
 
 
-def plan(counts: Tensor, rank: int, capacity: int | None = None) -> tuple[Tensor, Tensor]:
+def plan(counts: Tensor, rank: int, capacity: int | None = None, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Where the rows of each source rank and expert begin.
 
     Args:
         counts: int32 (R, E), of each source rank as ``make_metadata`` gives them.
         rank: whose experts.
         capacity: rows there is memory for; None: for all.
+        wanted: int32 (1,), raised to the rows of the rank that is sent the most, or None.
 
     Returns:
         The first row of each source rank and local expert, int32 (R, L), and the end offsets of the experts' rows,
-        int32 (L,). With two sources' counts ``[[2, 0], [1, 3]]`` of two local experts: ``[[0, 3], [2, 3]]`` and
-        ``[3, 6]``.
+        int32 (L,), none past ``capacity``. With two sources' counts ``[[2, 0, 0, 1], [1, 3, 0, 0]]`` rank 0 has
+        ``[[0, 3], [2, 3]]`` and ``[3, 6]``, with a capacity of 4 ``[3, 4]``; 6 rows are wanted, as rank 1 gets 1.
     """
     ranks, experts = counts.shape
     local = experts // ranks
     sizes = counts[:, rank * local : (rank + 1) * local].t().reshape(-1)  # by expert, then source
     ends = sizes.cumsum(0)
     starts, offs = (ends - sizes).view(local, ranks).t(), ends.view(local, ranks)[:, -1]
+    if wanted is not None:
+        torch.maximum(wanted, counts.sum(0, dtype=torch.int32).view(ranks, local).sum(1).amax().int(), out=wanted)
     return starts.int().contiguous(), offs.clamp(max=capacity).int() if capacity is not None else offs.int()
 
 
@@ -151,7 +153,7 @@ def local_combine(
 def combine(
     partials: Tensor,
     values: Tensor | None,
-    copies_of_token: Tensor,
+    copies_of_token: Tensor | tuple[int, int],
     expert_ids: Tensor,
     experts: int,
     dtype: torch.dtype,
@@ -161,7 +163,8 @@ def combine(
     Args:
         partials: (N, D), the local sums of the copies that this rank sent.
         values: fp32 (N, K), or None.
-        copies_of_token: int32 (T, R), the copy of each token that was sent to each rank, or -1.
+        copies_of_token: int32 (T, R), the copy of each token that was sent to each rank, or -1. Or R and how many
+            copies there are of each rank, if any of them that is token t's is the t-th.
         expert_ids: int32 (T, K).
         experts: L, on each rank.
         dtype: of the sums.
@@ -169,7 +172,15 @@ def combine(
     Returns:
         Sums (T, D), and for each slot its value, fp32 (T, K), 0 where it was sent nowhere.
     """
-    tokens, ranks = copies_of_token.shape
+    tokens = expert_ids.shape[0]
+    if isinstance(copies_of_token, tuple):
+        ranks, of_a_rank = copies_of_token
+        copies = (
+            torch.arange(ranks, device=partials.device) * of_a_rank
+            + torch.arange(tokens, device=partials.device)[:, None]
+        )
+        copies_of_token = torch.where(goes_to(expert_ids, experts, ranks), copies, -1)
+    ranks = copies_of_token.shape[1]
     sums = torch.zeros((tokens, partials.shape[1]), dtype=torch.float32, device=partials.device)
     for copy in copies_of_token.unbind(1):
         sums[copy >= 0] += partials[copy[copy >= 0].long()].float()
@@ -182,3 +193,9 @@ def combine(
     out = torch.zeros(expert_ids.shape, dtype=torch.float32, device=partials.device)
     out[known] = values[copy, slot][known] if values.numel() else 0.0
     return sums.to(dtype), out
+
+
+def goes_to(expert_ids: Tensor, experts: int, ranks: int) -> Tensor:
+    """Whether each token has an expert on each rank, bool (T, R); ``experts``: L."""
+    owners = torch.div(expert_ids, experts, rounding_mode="floor")  # floor: an expert -1 is on rank -1
+    return torch.stack([(owners == rank).any(1) for rank in range(ranks)], 1)

@@ -19,8 +19,8 @@ on their streams is done.
 - Sums are overwritten by the next combine only. A dispatch comes before it, whose barriers come after every rank's last
   read of sums; where none does, combine begins with a barrier.
 
-More tokens than there is room for are an error. Unless for the worst case, every rank's host reads how many rows it
-gets; the rank with too many tokens writes negative counts before it raises, by which the others see it and raise too.
+More tokens than there is room for are an error. Where rows are counted, every rank's host reads how many it gets; the
+rank with too many tokens writes negative counts before it raises, by which the others see it and raise too.
 
 A rank that died is waited for until the process group's timeout; then the barrier says on stdout which rank did not
 come (``[FATAL] CUDASymmetricMemory::barrier: rank 0 failed to receive signal from rank 1``) and traps: the next call
@@ -45,7 +45,7 @@ from titan_mxfp8.backends import runs_triton
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.moe import buffer
 from titan_mxfp8.moe.buffer import Layout
-from titan_mxfp8.moe.transport import DispatchHandle, Overlap, check_payload, checked_ids, nothing, read_later
+from titan_mxfp8.moe.transport import DispatchHandle, Shared, Transport, gather_objects, read_later, row_bytes
 
 _VIEWS = 64  # of a buffer that are kept, of each kind
 
@@ -77,7 +77,7 @@ class GroupLink:
 
     def gather(self, value: object) -> list:
         torch.cuda.synchronize(self.device)
-        return _gather(value, self.group)
+        return gather_objects(value, self.group)
 
     def allocate(self, size: int) -> tuple[Tensor, list[int]]:
         symm_mem = _symmetric_memory()
@@ -95,47 +95,45 @@ class GroupLink:
         return int(self.group._get_backend(self.device).options._timeout.total_seconds() * 1000)
 
 
-class Symmetric:
-    """``Transport`` over memory that the ranks share. Methods are as there.
+class Symmetric(Transport):
+    """``Transport`` over memory that the ranks share.
 
-    The first dispatch makes the buffer, for as many tokens as any rank has then or has reserved; all ranks agree on it.
-    A later one may not have more.
+    The first dispatch makes the buffer, for as many tokens as any rank has then or has reserved. A later one may not
+    have more.
     """
 
     def __init__(self, link: Link):
-        self.link, self.ranks, self.rank = link, link.ranks, link.rank
+        super().__init__(link.ranks, link.rank, Shared())
+        self.link = link
         self.layout: Layout | None = None
         self._view = self._rooms = None  # of the buffer's memory: ``Layout.view`` and ``Layout.rooms``
-        self._reserved, self._sums_are_read, self._captured = 1, False, False
+        self._sums_are_read = self._captured = False
 
     def reserve(self, tokens: int) -> None:
-        """Raises ValueError if the buffer has been made, for fewer."""
+        """See ``Transport``.
+
+        Raises:
+            ValueError: the buffer has been made, for fewer.
+        """
         if self.layout is not None and tokens > self.layout.tokens:
             raise ValueError(
                 f"room for {tokens} tokens comes too late: the first call of these ranks made their buffer for "
                 f"{self.layout.tokens}. Name max_tokens in that call, the same in all layers"
             )
-        self._reserved = max(self._reserved, tokens)
+        super().reserve(tokens)
 
-    def dispatch(
-        self,
-        payload: list[Tensor],
-        expert_ids: Tensor,
-        scores: Tensor,
-        experts: int,
-        worst_case: bool,
-        overlap: Overlap = nothing,
-    ) -> tuple[list[Tensor], DispatchHandle]:
-        """M is R * min(K, E/R) times the tokens there is room for with ``worst_case``.
+    def _gather(self, value: object) -> list:
+        return self.link.gather(value)
 
-        Raises:
-            ValueError: besides, for more tokens than there is room for; unless ``worst_case``, on all ranks.
-        """
-        expert_ids = checked_ids(payload, expert_ids, scores, experts, self.ranks)
+    def _set_room(self, tokens: int) -> None:
+        if self.layout is None:
+            super()._set_room(tokens)
+
+    def _dispatch(self, payload, expert_ids, scores, experts, capacity, overlap):
         (tokens, k), dim = expert_ids.shape, payload[0].shape[1]
-        self._make_room(tokens=tokens, experts=experts, slots=k, row_bytes=_row_bytes(payload), dim=dim)
+        self._make_room(experts=experts, slots=k, row_bytes=row_bytes(payload), dim=dim)
         if tokens > self.layout.tokens:
-            self._refuse(tokens, experts, worst_case)
+            self._refuse(tokens, experts)
         self.link.barrier()
         counts = self._view(buffer.COUNTS, torch.int32, experts + 1)
         metadata = self._view(buffer.METADATA, torch.int32, tokens, 3 * k)
@@ -143,12 +141,13 @@ class Symmetric:
         self.kernels.make_metadata(expert_ids, scores, experts, out=(counts, metadata))
         self._write(payload)
 
-        limit = self.layout.tokens * self.ranks * min(k, experts // self.ranks) if worst_case else None
         counts = self._view(buffer.COUNTS, torch.int32, 1, experts)
-        starts, offs = self.kernels.plan(counts, self.rank, limit, self.peers)
-        count = read_later(offs[-1:]) if limit is None else lambda: limit
+        wanted = None if capacity is None else self.shared.wanted.buffer(capacity, self.link.device)
+        starts, offs = self.kernels.plan(counts, self.rank, capacity, wanted, self.peers)
+        count = read_later(offs[-1:]) if capacity is None else None
         overlap()
-        capacity = int(count())  # the host waits here, unless for the worst case
+        if count is not None:
+            capacity = int(count())  # the host waits here
         if capacity < 0:
             raise ValueError(
                 f"another rank has more tokens than the symmetric transport has room for, {self.layout.tokens}: its "
@@ -160,9 +159,8 @@ class Symmetric:
         handle = DispatchHandle.of_direct(offs, destinations, row_scores, expert_ids, self.ranks)
         return self.kernels.permute(payload, destinations, capacity, self.peers), handle
 
-    def dispatch_with_handle(self, payload: list[Tensor], handle: DispatchHandle) -> list[Tensor]:
-        check_payload(payload, handle.expert_ids.shape[0])
-        self._make_room(row_bytes=_row_bytes(payload))
+    def _dispatch_with_handle(self, payload, handle):
+        self._make_room(row_bytes=row_bytes(payload))
         self.link.barrier()
         self._write(payload)
         return self.kernels.permute(payload, handle.destinations, handle.scores.shape[0], self.peers)
@@ -170,6 +168,7 @@ class Symmetric:
     def combine(
         self, ys: list[Tensor], weighted: bool, slot_values: Tensor | None, handle: DispatchHandle, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
+        """See ``Transport``."""
         (copies, k), d, weights = handle.destinations.shape, ys[0].shape[1], handle.scores if weighted else None
         self._make_room(dim=d, slots=k)
         if self._sums_are_read:
@@ -179,23 +178,17 @@ class Symmetric:
         self._sums_are_read = True
         sums = self._view(buffer.PARTIALS, torch.bfloat16, copies, d)
         values = None if slot_values is None else self._view(buffer.VALUES, torch.float32, copies, k)
-        return self.kernels.combine(sums, values, None, handle.expert_ids, handle.offs.shape[0], dtype, self.peers)
+        directly, local = (self.ranks, self.layout.tokens), handle.offs.shape[0]
+        return self.kernels.combine(sums, values, directly, handle.expert_ids, local, dtype)
 
-    def _refuse(self, tokens: int, experts: int, worst_case: bool) -> NoReturn:
-        """Raises of more tokens than there is room for; and has the others raise, unless for the worst case."""
-        others = "the other ranks wait for this one until the timeout of the process group, or until they are ended"
-        if not worst_case:
-            others = "the other ranks raise an error too"
-            self.link.barrier()
-            counts = self._view(buffer.COUNTS, torch.int32, experts)
-            counts.fill_(-(2**31 // experts))  # so much that no rank's sum is positive, and none overflows
-            self.link.barrier()
-            self._sums_are_read = False
-        raise ValueError(
-            f"{tokens} tokens (slots, with scores_first) on rank {self.rank}, but the symmetric transport has room for "
-            f"{self.layout.tokens}, the most that any rank had or named in the first call: name max_tokens of "
-            "mxfp8_moe, what any rank ever has, from the first call on, or use the collective transport; " + others
-        )
+    def _refuse(self, tokens: int, experts: int) -> NoReturn:
+        """Raises of more tokens than there is room for, and has the others raise, whose hosts wait for counts."""
+        self.link.barrier()
+        counts = self._view(buffer.COUNTS, torch.int32, experts)
+        counts.fill_(-(2**31 // experts))  # so much that no rank's sum is positive, and none overflows
+        self.link.barrier()
+        self._sums_are_read = False
+        raise self._too_many(tokens, "the other ranks raise an error too")
 
     def _write(self, payload: list[Tensor]) -> None:
         """This rank's tokens, for all to read."""
@@ -207,12 +200,11 @@ class Symmetric:
         self._sums_are_read = False
 
     def _make_room(self, **sizes: int) -> None:
-        """A buffer that holds this too. All but the tokens is of the model, so every rank comes here with the same, and
-        where the buffer must grow, all make a new one. For tokens it never grows: handles number copies by them."""
+        """A buffer that holds this too. All of it is of the model, so every rank comes here with the same, and where
+        the buffer must grow, all make a new one. For tokens it never grows: handles number copies by them."""
         self._captured |= self.link.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        tokens = sizes.pop("tokens", 0)
         if self.layout is None:
-            wanted = Layout(ranks=self.ranks, tokens=self._reserved).grown(tokens=tokens, **sizes)
+            wanted = Layout(ranks=self.ranks, tokens=max(self.shared.room, 1)).grown(**sizes)
         elif self.layout.holds(**sizes):
             return
         else:
@@ -260,7 +252,7 @@ def _try_out(group: dist.ProcessGroup, device: torch.device) -> tuple[bool, str]
     group of CPUs must not be: a thread of gloo that frees its last tensor while Python ends aborts the process."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = socket.gethostname(), boot.read_text() if boot.exists() else ""
-    gathered = _gather((host, str(torch.cuda.get_device_properties(device).uuid)), group)
+    gathered = gather_objects((host, str(torch.cuda.get_device_properties(device).uuid)), group)
     found = _first(obstacle(gathered, group.rank(), device), group) or trial(group, device)
     return found is None, found or "all ranks are on one host, with peer access"
 
@@ -314,16 +306,6 @@ def _symmetric_memory() -> ModuleType:
     return importlib.import_module("torch.distributed._symmetric_memory")
 
 
-def _gather(value: object, group: dist.ProcessGroup) -> list:
-    gathered = [None] * group.size()
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
-
-
 def _first(failure: str | None, group: dist.ProcessGroup) -> str | None:
     """The failure of the first rank that has one."""
-    return next(filter(None, _gather(failure, group)), None)
-
-
-def _row_bytes(payload: list[Tensor]) -> int:
-    return sum(tensor.shape[1] * tensor.element_size() for tensor in payload)
+    return next(filter(None, gather_objects(failure, group)), None)

@@ -7,14 +7,16 @@ import importlib
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from titan_mxfp8.backends import runs_triton
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.moe import rows
+from titan_mxfp8.moe.bounds import WantedRows
 
 Overlap = Callable[[], None]
 
@@ -29,14 +31,13 @@ class DispatchHandle(NamedTuple):
     Attributes:
         offs: int32 (E/R,) end offsets of the local experts' rows.
         destinations: int32 (N, K). For each token copy that arrived here and each of its slots the row it went to; -1
-            where the slot's expert is on another rank, -2 where there was no memory.
+            where the slot's expert is on another rank, -2 where there was no memory for it.
         scores: fp32 (M,), of each row.
         expert_ids: int32 (T, K), of this rank's tokens.
         copies_of_token: int32 (T, R). Which of the copies that this rank sent is its token's to rank r, or -1;
-            ``collective`` only, else (0, R).
-        token_of_copy: int32 (copies sent,). The token of each; ``collective`` only, else empty.
-        splits: int64 (2, R) on the CPU. Copies sent to each rank and received from it; ``collective`` only, else
-            (2, 0).
+            ``collective`` with counted rows only, else (0, R).
+        token_of_copy: int32 (copies sent,). The token of each; likewise, else empty.
+        splits: int64 (2, R) on the CPU. Copies sent to each rank and received from it; likewise, else (2, 0).
     """
 
     offs: Tensor
@@ -51,24 +52,66 @@ class DispatchHandle(NamedTuple):
     def of_direct(
         cls, offs: Tensor, destinations: Tensor, scores: Tensor, expert_ids: Tensor, ranks: int
     ) -> "DispatchHandle":
-        """That of a transport which needs no list of copies."""
+        """Of tokens whose copies need no list: on each rank token t's is the t-th of its source."""
         copies, tokens = offs.new_empty((0, ranks)), offs.new_empty(0)
         return cls(offs, destinations, scores, expert_ids, copies, tokens, torch.empty((2, 0), dtype=torch.int64))
 
 
-class Transport(Protocol):
+class Shared:
+    """What the layers of a group share on a rank.
+
+    Attributes:
+        room: the most tokens that any rank has, see ``Transport.agree``.
+        reserved: see ``Transport.reserve``.
+        agreed: the settings that all ranks have the same.
+        wanted: the rows that were wanted where their number is bounded.
+    """
+
+    def __init__(self) -> None:
+        self.room, self.reserved, self.agreed, self.wanted = 0, 0, set(), WantedRows()
+
+
+class Transport:
     """Carries tokens to their experts' ranks and back. All give the same bits. Nothing here is differentiated.
 
     Every rank of the group calls the same functions in the same order. Nothing reads or writes rows at and past
     ``offs[-1]``.
     """
 
-    ranks: int
-    rank: int
+    def __init__(self, ranks: int, rank: int, shared: Shared):
+        self.ranks, self.rank, self.shared = ranks, rank, shared
 
     def reserve(self, tokens: int) -> None:
-        """Makes room for ``tokens`` tokens of each rank, where a transport has memory of its own for them. Before the
-        first dispatch, on any rank; afterwards it only says whether there is as much."""
+        """Makes room for ``tokens`` tokens of each rank, the same on all ranks. Before the first dispatch; afterwards
+        ``symmetric``, which has memory of its own for them, only says whether there is as much."""
+        self.shared.reserved = max(self.shared.reserved, tokens)
+
+    def agree(self, tokens: int, **settings: object) -> int:
+        """Makes sure, the first time that it sees ``settings``, that all ranks have the same; they call it together.
+
+        Args:
+            tokens: T.
+            settings: what must be the same on all ranks, by the name that an error calls it: experts, recipe.
+
+        Returns:
+            ``room``, the most tokens that any rank had in such a first call, or reserved.
+
+        Raises:
+            ValueError: on every rank, if they disagree.
+        """
+        shared, key = self.shared, (self.shared.reserved, *settings.items())
+        if key not in shared.agreed:
+            of_ranks = self._gather((settings, max(tokens, shared.reserved)))
+            for name, value in of_ranks[0][0].items():
+                for rank, (other, _) in enumerate(of_ranks):
+                    if other.get(name, value) != value:
+                        raise ValueError(
+                            f"the ranks of the expert-parallel group disagree about {name}: {value} on rank 0, "
+                            f"{other[name]} on rank {rank}; all need the same"
+                        )
+            self._set_room(max(1, *(room for _, room in of_ranks)))
+            shared.agreed.add(key)
+        return shared.room
 
     def dispatch(
         self,
@@ -76,7 +119,7 @@ class Transport(Protocol):
         expert_ids: Tensor,
         scores: Tensor,
         experts: int,
-        worst_case: bool,
+        capacity: int | None = None,
         overlap: Overlap = nothing,
     ) -> tuple[list[Tensor], DispatchHandle]:
         """Tokens to their experts. A token crosses to a rank once, whatever the number of its slots there.
@@ -86,8 +129,9 @@ class Transport(Protocol):
             expert_ids: integers (T, K); a slot of an expert that is not in 0..E-1 is sent nowhere.
             scores: fp32 (T, K).
             experts: E, of all ranks; a multiple of R.
-            worst_case: False: M is the number of rows, which the host waits for where it cannot know it. True: M is
-                the most that it could be, and the host waits for nothing.
+            capacity: M, the same on all ranks: the host waits for nothing, rows that do not fit are left out, and
+                ``wanted`` says how many there would be. None: M is the number of rows, which the host waits for where
+                it cannot know it.
             overlap: called once, before the host waits (and where it waits for nothing too): launches other work, so
                 that the GPU is busy with it until the host has launched what follows.
 
@@ -96,11 +140,31 @@ class Transport(Protocol):
             TorchTitan's own dispatch, without padding.
 
         Raises:
-            ValueError: for shapes and dtypes other than these, before anything is sent.
+            ValueError: for shapes and dtypes other than these, on ranks that disagree about them, and for more tokens
+                than there is room for where it matters: with a capacity, or where the transport has memory for so many.
+            RuntimeError: in a call before there were more rows than its capacity (``WantedRows.check``).
         """
+        _check_routing(expert_ids, scores, experts, self.ranks)
+        tokens, slots = expert_ids.shape
+        check_payload(payload, tokens)
+        self.agree(tokens, experts=experts, slots=slots, row_bytes=row_bytes(payload))
+        self.shared.wanted.check()
+        if capacity is not None and tokens > self.shared.room:
+            others = "the other ranks wait for this one until the timeout of the process group, or until they are ended"
+            raise self._too_many(tokens, others)
+        received, handle = self._dispatch(
+            payload, expert_ids.to(torch.int32, copy=True), scores, experts, capacity, overlap
+        )
+        if capacity is not None:
+            self.shared.wanted.watch(capacity)
+        return received, handle
 
     def dispatch_with_handle(self, payload: list[Tensor], handle: DispatchHandle) -> list[Tensor]:
-        """Other rows of the same tokens, (T, B_i), to the same destinations: gradients, in backward."""
+        """Other rows of the same tokens, (T, B_i), to the same destinations: gradients, in backward. Raises as
+        ``dispatch``."""
+        check_payload(payload, handle.expert_ids.shape[0])
+        self.shared.wanted.check()
+        return self._dispatch_with_handle(payload, handle)
 
     def combine(
         self, ys: list[Tensor], weighted: bool, slot_values: Tensor | None, handle: DispatchHandle, dtype: torch.dtype
@@ -108,7 +172,7 @@ class Transport(Protocol):
         """What the experts made of each token, added up.
 
         An expert's rank adds up the slots of a token in fp32; where R > 1 that travels in bf16, one row for each token
-        and rank, and the source rank adds those in fp32, in the order of the ranks.
+        and rank, and the source rank adds those in fp32, in the order of the ranks. Rows that did not fit count as 0.
 
         Args:
             ys: one or two of (M, D); the sum of both is what is meant.
@@ -121,41 +185,66 @@ class Transport(Protocol):
         Returns:
             Sums (T, D), and the slot values, fp32 (T, K).
         """
+        raise NotImplementedError
+
+    # Of each transport: ``dispatch`` and ``dispatch_with_handle`` of arguments that were checked.
+
+    def _dispatch(self, payload, expert_ids, scores, experts, capacity, overlap):
+        raise NotImplementedError
+
+    def _dispatch_with_handle(self, payload, handle):
+        raise NotImplementedError
+
+    def _gather(self, value: object) -> list:
+        """Every rank's ``value``."""
+        raise NotImplementedError
+
+    def _set_room(self, tokens: int) -> None:
+        self.shared.room = max(self.shared.room, tokens)
+
+    def _too_many(self, tokens: int, others: str) -> ValueError:
+        return ValueError(
+            f"{tokens} tokens (slots, with scores_first) on rank {self.rank}, but there is room for "
+            f"{self.shared.room}, the most that any rank had or named in the first call: name max_tokens of mxfp8_moe, "
+            "what any rank ever has, from the first call on, or use counted rows and the collective transport; "
+            + others
+        )
 
 
-class Local:
-    """One rank: no links. Rows move once, from the token to its destinations. Methods are as in ``Transport``."""
+class Local(Transport):
+    """One rank: no links. Rows move once, from the token to its destinations."""
 
-    ranks, rank = 1, 0
+    def __init__(self) -> None:
+        super().__init__(1, 0, Shared())
 
-    def reserve(self, tokens: int) -> None: ...
+    def agree(self, tokens: int, **settings: object) -> int:
+        """See ``Transport``: there is nobody else."""
+        self.shared.room = tokens
+        return tokens
 
-    def dispatch(
-        self,
-        payload: list[Tensor],
-        expert_ids: Tensor,
-        scores: Tensor,
-        experts: int,
-        worst_case: bool,
-        overlap: Overlap = nothing,
-    ) -> tuple[list[Tensor], DispatchHandle]:
-        """M is T * K in both cases."""
-        expert_ids = checked_ids(payload, expert_ids, scores, experts, self.ranks)
-        move, tokens, capacity = movements(expert_ids.device), expert_ids.shape[0], expert_ids.numel()
+    def _dispatch(self, payload, expert_ids, scores, experts, capacity, overlap):
+        """Without a capacity M is T * K, which holds all."""
+        device = expert_ids.device
+        move, tokens, wanted = movements(device), expert_ids.shape[0], None
+        if capacity is None:
+            capacity = expert_ids.numel()
+        else:
+            wanted = self.shared.wanted.buffer(capacity, device)
         counts, metadata = move.make_metadata(expert_ids, scores, experts)
-        starts, offs = move.plan(counts[None], 0)
-        ends = torch.full((1,), tokens, dtype=torch.int32, device=offs.device)
+        starts, offs = move.plan(counts[None], 0, capacity, wanted)
+        ends = torch.full((1,), tokens, dtype=torch.int32, device=device)
         destinations, row_scores = move.find_destinations(metadata, ends, starts, 0, capacity)
         overlap()
         handle = DispatchHandle.of_direct(offs, destinations, row_scores, expert_ids, self.ranks)
         return move.permute(payload, destinations, capacity), handle
 
-    def dispatch_with_handle(self, payload: list[Tensor], handle: DispatchHandle) -> list[Tensor]:
+    def _dispatch_with_handle(self, payload, handle):
         return movements(handle.offs.device).permute(payload, handle.destinations, handle.scores.shape[0])
 
     def combine(
         self, ys: list[Tensor], weighted: bool, slot_values: Tensor | None, handle: DispatchHandle, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
+        """See ``Transport``."""
         weights = handle.scores if weighted else None
         return movements(handle.offs.device).local_combine(ys, weights, slot_values, handle.destinations, dtype)
 
@@ -185,16 +274,27 @@ def read_later(x: Tensor) -> Callable[[], Tensor]:
     return wait
 
 
-def checked_ids(payload: list[Tensor], expert_ids: Tensor, scores: Tensor, experts: int, ranks: int) -> Tensor:
-    """A copy of ``expert_ids`` in int32; raises ValueError unless the arguments are as ``Transport.dispatch`` asks."""
+def _check_routing(expert_ids: Tensor, scores: Tensor, experts: int, ranks: int) -> None:
     if experts % ranks:
         raise ValueError(f"{experts} experts cannot be divided among {ranks} ranks of the expert-parallel group")
     if expert_ids.ndim != 2 or expert_ids.dtype.is_floating_point:
         raise ValueError(f"expert_ids must be integers (T, K), got {expert_ids.dtype} {tuple(expert_ids.shape)}")
     if scores.shape != expert_ids.shape or scores.dtype != torch.float32:
         raise ValueError(f"scores must be float32 {tuple(expert_ids.shape)}, got {scores.dtype} {tuple(scores.shape)}")
-    check_payload(payload, expert_ids.shape[0])
-    return expert_ids.to(torch.int32, copy=True)
+
+
+def gather_objects(value: object, group: dist.ProcessGroup) -> list:
+    """Every rank's ``value``; of a group whose other ranks do not exist, as in a dry run, this one's."""
+    if dist.get_backend(group) == "fake":
+        return [value] * group.size()
+    gathered = [None] * group.size()
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def row_bytes(payload: list[Tensor]) -> int:
+    """Of a token's data and scales together."""
+    return sum(tensor.shape[1] * tensor.element_size() for tensor in payload)
 
 
 def check_payload(payload: list[Tensor], tokens: int) -> None:
