@@ -24,14 +24,18 @@ def plain(function: str, **operands: torch.Tensor | MXTensor | None) -> list[tor
     if torch.compiler.is_compiling():  # which sees operators, and says itself what it cannot trace
         return [*operands.values()]
     refuse_transforms()
-    return [_plain(function, name, x) for name, x in operands.items()]
+    for name, x in operands.items():
+        is_ordinary = type(x) in _PLAIN and x.layout is torch.strided and not x.is_nested and not x.is_neg()
+        if not is_ordinary and not (x is None and name in _OPTIONAL):
+            operands[name] = _plain(function, name, x)
+    return [*operands.values()]
 
 
 def _plain(function: str, name: str, x: torch.Tensor | MXTensor | None) -> torch.Tensor | MXTensor | None:
-    if type(x) in _PLAIN and x.layout is torch.strided and not x.is_nested:
-        return x.resolve_neg() if x.is_neg() else x
-    if isinstance(x, MXTensor) or (x is None and name in _OPTIONAL):
+    if isinstance(x, MXTensor):
         return x
+    if type(x) in _PLAIN and x.layout is torch.strided and not x.is_nested:
+        return x.resolve_neg()
     kind = type(x).__name__
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{function}: {name} must be a torch.Tensor, got {kind}{_ADVICE.get(kind, '')}")
