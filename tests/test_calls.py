@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from problems import make_offs
 from test_plugin_moe import convert, layer
 
 import titan_mxfp8
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_moe
 from titan_mxfp8.backends import reference
-from titan_mxfp8.testing import make_offs
 
 PACKAGE = str(Path(titan_mxfp8.__file__).parent)
 
