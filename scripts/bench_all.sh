@@ -20,6 +20,7 @@ Environment:
 The exit status is 0 if no part failed.
 TEXT
 }
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
 set -euo pipefail
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     usage
@@ -28,13 +29,18 @@ fi
 here=$PWD
 cd "$(dirname "$0")/.."
 . scripts/launch.sh
+takes DEVICE 'cuda|cpu' "cuda or cpu"
+takes MINUTES "$minutes" "a number of minutes"
+takes QUICK '[01]' "0 or 1"
+part='(grouped_mm|kernels|scaling|moe_layer|pad|training)'
+takes PARTS "$part( $part)*" "grouped_mm, kernels, scaling, moe_layer, pad and training, with spaces between them"
+DEVICE=${DEVICE:-cuda} MINUTES=${MINUTES:-10} QUICK=${QUICK:-0} PARTS=${PARTS:-grouped_mm kernels scaling moe_layer pad}
 . scripts/setup.sh
-device=${DEVICE:-cuda}
 machine="import sys, torch
 if sys.argv[1] == 'cpu': print('1 cpu')
 elif not torch.cuda.is_available(): sys.exit(1)
 else: print(torch.cuda.device_count(), torch.cuda.get_device_name().lower().replace('nvidia ', '').split()[0])"
-if ! found=$(python -c "$machine" "$device"); then
+if ! found=$(python -c "$machine" "$DEVICE"); then
     echo "bench_all.sh: no GPU here that torch can use; DEVICE=cpu with small SHAPES tries the benchmarks" >&2
     exit 1
 fi
@@ -42,14 +48,13 @@ read -r gpus gpu <<< "$found"
 [ "$gpus" = 1 ] && count='' || count=${gpus}x
 out=results/$(date +%Y-%m-%d)_$count${gpu}_bench
 [ -z "${OUT:-}" ] || out=$(from_here "$OUT")
-parts=${PARTS:-grouped_mm kernels scaling moe_layer pad}
 mkdir -p "$out/logs"
-end=$((SECONDS + 60 * ${MINUTES:-10}))
+end=$((SECONDS + $(seconds "$MINUTES")))
 failed=0
-common=(--device "$device")
-[ "${QUICK:-0}" != 1 ] || common+=(--quick)
+common=(--device "$DEVICE")
+[ "$QUICK" != 1 ] || common+=(--quick)
 shapes=() tiny=()
-[ "$device" = cuda ] || tiny=(--tiny)
+[ "$DEVICE" = cuda ] || tiny=(--tiny)
 # shellcheck disable=SC2206 # several words
 [ -z "${SHAPES:-}" ] || shapes=(--shapes ${SHAPES})
 
@@ -82,18 +87,18 @@ part() {
     fi
 }
 
-for name in $parts; do
+for name in $PARTS; do
     case $name in
-        grouped_mm) part "$name" 30 python scripts/bench_grouped_mm.py @ "${common[@]}" "${shapes[@]}" ;;
+        grouped_mm) part "$name" 30 "$program" scripts/bench_grouped_mm.py @ "${common[@]}" "${shapes[@]}" ;;
         # of the recipes, those of the tables
-        kernels) part "$name" 25 python scripts/bench_kernels.py @ "${common[@]}" "${shapes[@]}" \
+        kernels) part "$name" 25 "$program" scripts/bench_kernels.py @ "${common[@]}" "${shapes[@]}" \
             --recipes bf16 mxfp8_2d_rebased mxfp8_2d mxfp8 ;;
         # short blocks: many rows, to see where cost stops being linear
-        scaling) part "$name" 30 python scripts/bench_grouped_mm.py @ --device "$device" --quick --scaling "${shapes[@]}" ;;
-        moe_layer) part "$name" 85 torchrun --standalone --nproc-per-node="$gpus" scripts/bench_moe_layer.py @ \
-            --device "$device" --quick "${tiny[@]}" ;;
-        pad) part "$name" 100 python scripts/bench_pad.py @ --device "$device" --quick ;;
-        training) part "$name" 100 python scripts/bench_training.py @ --quick --ngpu "$gpus" \
+        scaling) part "$name" 30 "$program" scripts/bench_grouped_mm.py @ --device "$DEVICE" --quick --scaling "${shapes[@]}" ;;
+        moe_layer) part "$name" 85 "$program" -m torch.distributed.run --standalone --nproc-per-node="$gpus" scripts/bench_moe_layer.py @ \
+            --device "$DEVICE" --quick "${tiny[@]}" ;;
+        pad) part "$name" 100 "$program" scripts/bench_pad.py @ --device "$DEVICE" --quick ;;
+        training) part "$name" 100 "$program" scripts/bench_training.py @ --quick --ngpu "$gpus" \
             --config train_configs/deepseek_v3_16b_1x8.toml --flavors 16B_4layers \
             --runs bf16 bf16+dispatch both+dispatch:mxfp8_2d_rebased grouped+dispatch:mxfp8_2d_rebased \
             both+dispatch:mxfp8_2d both:mxfp8_2d_rebased both:mxfp8_2d -- \
@@ -101,14 +106,10 @@ for name in $parts; do
             --training.dataset_path=train_configs/assets/kjv --parallelism.data_parallel_shard_degree="$gpus" \
             --parallelism.expert_parallel_degree="$gpus" --compile.components=model,loss \
             --activation_checkpoint.mode=none --checkpoint.no-enable ;;
-        *)
-            echo "bench_all.sh: PARTS takes grouped_mm, kernels, scaling, moe_layer, pad and training, not '$name'" >&2
-            exit 2
-            ;;
     esac
 done
 python scripts/tables.py --of "$out" | tee "$out/tables.md"
-if [ -e "$out/kernels/data.csv" ] && [ "$device" = cuda ]; then
+if [ -e "$out/kernels/data.csv" ] && [ "$DEVICE" = cuda ]; then
     python scripts/roofline.py draw "$out" || echo "bench_all.sh: no pictures" >&2 # of a GPU that no config names
 fi
 exit "$failed"

@@ -28,20 +28,12 @@ from functools import partial
 
 import torch
 from bench import Bench, Call, Entry, Row, Work, parse, parser_of, run
+from occupy import occupied_multiprocessors
+from problems import GROUPED_SHAPES, SMALL_EXPERT_SHAPES, GroupedShape, Spread, group_sizes, make_offs, relative_rms
 
 from titan_mxfp8 import mxfp8_grouped_mm
 from titan_mxfp8.backends import BACKENDS
-from titan_mxfp8.backends.common.hold import held_multiprocessors
 from titan_mxfp8.recipe import BF16, get_recipe
-from titan_mxfp8.testing import (
-    GROUPED_SHAPES,
-    SMALL_EXPERT_SHAPES,
-    GroupedShape,
-    Spread,
-    group_sizes,
-    make_offs,
-    relative_rms,
-)
 
 # Relative RMS between MXFP8 and bf16 results on normal data: 0.037, see tests/test_ops.py. bf16 twice: 0.003.
 MAX_ERROR = {True: 0.045, False: 0.01}
@@ -122,7 +114,7 @@ def measure_job(bench: Bench, job: Job) -> None:
     due = [way for way, key in keys.items() if bench.is_due(key)]
     if not due:
         return
-    beside = partial(held_multiprocessors, job.held, looks=1 << 25)
+    beside = partial(occupied_multiprocessors, job.held, looks=1 << 25)
     work = Work(flops=(1 if job.what == FORWARD else 3) * 2 * shape.m * shape.n * shape.k)
     with bench.whatever_fits(f"{shape.name} {job.what}"):
         x, w, dy, offs = make_problem(job, bench.device)

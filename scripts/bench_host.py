@@ -21,11 +21,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from problems import make_offs
+from result_files import environment, format_table, write_results
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_linear
-from titan_mxfp8.testing import environment, format_table, make_offs, write_results
 
 SIZE, EXPERTS = 256, 4
 RECIPES = ("mxfp8", "mxfp8_floor", "mxfp8_wgrad_bf16", "mxfp8_2d", "mxfp8_2d_wgrad_bf16", "mxfp8_e5m2_grad")

@@ -27,13 +27,13 @@ from functools import partial
 import torch
 from bench import Bench, Call, Entry, Work, parse, parser_of, run
 from bench_grouped_mm import RECIPES, Job, check, make_problem
+from problems import GROUPED_SHAPES, SMALL_EXPERT_SHAPES, GroupedShape, sums_per_stage
 
 from titan_mxfp8.backends import BACKENDS, plan
 from titan_mxfp8.format.spec import Operand
 from titan_mxfp8.ops import matmul
 from titan_mxfp8.ops.experts import row_spec
 from titan_mxfp8.recipe import BF16, get_recipe
-from titan_mxfp8.testing import GROUPED_SHAPES, SMALL_EXPERT_SHAPES, GroupedShape, sums_per_stage
 
 Tensors = list[torch.Tensor]
 GEMMS = ("forward", "dgrad", "wgrad")

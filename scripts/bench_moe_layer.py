@@ -43,6 +43,8 @@ import torch
 import torch.distributed as dist
 from bench import QUICK_REPEATS, REPEATS
 from kernel_times import kernel_table
+from problems import relative_rms
+from result_files import environment, format_table, percentiles, write_rows
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -60,7 +62,6 @@ from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.moe import choose
 from titan_mxfp8.ops.experts import row_spec
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
-from titan_mxfp8.testing import environment, format_table, percentiles, relative_rms, write_rows
 
 ASSETS = Path(__file__).parent.parent / "train_configs" / "assets"
 GIB = 2**30

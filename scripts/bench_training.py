@@ -62,10 +62,10 @@ from statistics import harmonic_mean, median
 
 import torch
 from kernel_times import Trace, read_trace
+from result_files import SPEED, environment, format_table, percentiles, write_results, write_rows
 from runs import TRAIN, Run, conversion_flags, ending, launch, read_run, split_flags
 
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
-from titan_mxfp8.testing import SPEED, environment, format_table, percentiles, write_results, write_rows
 
 LOSS_LIMIT = 0.01  # nats between the first losses of a run and of its baseline; the docstring says why
 PROFILED = 8  # steps of the run with --profile; the last one is in the trace
@@ -354,7 +354,8 @@ def main(argv: Sequence[str]) -> None:
             if turn == "profile":
                 bench[run].profiled = profile(flavor, name, args)
             else:
-                bench.setdefault(run, Measured()).repeats.append(read_run(train(flavor, name, suffix, steps, args)))
+                measured = read_run(train(flavor, name, suffix, steps, args))
+                bench.setdefault(run, Measured()).repeats.append(measured)
             if not finished:
                 seconds = time.monotonic() - begun
                 print(f"{label(flavor, name)}: {seconds:.0f} s", flush=True)
@@ -368,6 +369,8 @@ def main(argv: Sequence[str]) -> None:
             raise ValueError("\n".join([*reasons, f"{args.out} has all that was measured"]))
     except ValueError as error:
         sys.exit(f"bench_training: {error}")
+    except KeyboardInterrupt:
+        sys.exit("bench_training: interrupted; the same command goes on")
     finally:
         limit = args.loss_limit
         for rows in (table(bench, args.warmup, args.ngpu, limit), layer_table(bench, args.warmup, limit)):

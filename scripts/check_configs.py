@@ -7,27 +7,51 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-from titan_mxfp8.testing import format_table
+from passes import committed_rates, step_of, step_speedup
+from result_files import format_table, read_rows
+from tables import times
+
+from titan_mxfp8.recipe import BF16
 from titan_mxfp8.tools.dry_run import Report, dry_run, parse_config
 from titan_mxfp8.tools.memory import GIB
-from titan_mxfp8.tools.roofline import committed_rates, step_speedup
 
 ROOT = Path(__file__).parent.parent
 
 
 def predicted(report: Report) -> str:
-    """How many times bf16's speed a step can reach, by what was measured on its GPU."""
+    """How many times bf16's speed a step can reach, by what was measured on its GPU: what the number format changes, by
+    the model of passes, times what the dispatch gains where nothing is quantised, as it was measured in training."""
+    if not report.converted:
+        return "none, as nothing is converted"
     if report.card is None:
         return "not known: cluster.gpu names no GPU"
     gpu = report.card[0]
     rates = committed_rates(ROOT / "results", gpu)
     if rates is None:
         return f"not known: no committed result has rates that were measured on {gpu}"
-    ceilings, own = (step_speedup(report.step, gpu, each) for each in rates)
-    return (
-        f"{own:.2f} times bf16's speed with our kernels' rates, {ceilings:.2f} with the {gpu}'s highest; communication "
-        "and the host are left out"
-    )
+    ceilings, own = (step_speedup(step_of(report), gpu, each) for each in rates)
+    left_out = "communication and the host are left out"
+    by_format = f"by the number format with our kernels' rates ({ceilings:.2f} with the {gpu}'s highest)"
+    if not report.dispatching:
+        return f"{own:.2f} times bf16's speed {by_format}; {left_out}"
+    gains = dispatch_gains(gpu, report.model)
+    if not gains:
+        unknown = f"what the dispatch gains besides was not measured for {report.model} on {gpu}"
+        return f"{own:.2f} times bf16's speed {by_format}; {unknown}; {left_out}"
+    both = times([own * gain for gain in gains])
+    by_dispatch = f"{times(gains)} by the dispatch, as measured in bf16 on models of 4 layers"
+    return f"{both} times bf16's speed: {own:.2f} {by_format}, times {by_dispatch}; {left_out}"
+
+
+def dispatch_gains(gpu: str, model: str) -> list[float]:
+    """How many times as fast trainings of a model were with the dispatch alone, by measured.csv."""
+    rows = read_rows(ROOT / "titan_mxfp8" / "measured.csv")
+    control = (model, "training", BF16.name)
+    return [
+        float(row["x"])
+        for row in rows
+        if row["gpu"].split()[1] == gpu and (row["model"], row["kind"], row["recipe"]) == control
+    ]
 
 
 def describe(report: Report) -> str:
@@ -38,6 +62,8 @@ def describe(report: Report) -> str:
         experts = sum(count for name, count in counts.items() if name.endswith(".experts"))
         return f"{experts} expert modules, {counts.total() - experts} linears: {names}" if names else "nothing"
 
+    words = "; ".join(f"{name} {text}" for name, text in report.multiplied.items())
+    multiplies = words or ("not known: cluster.gpu names no GPU" if report.converted else "bf16 in all GEMMs")
     card = f" of {report.card[0]}'s {report.card[1] / GIB:.1f}" if report.card else ""
     return "\n".join(
         f"  {title:11}{text}"
@@ -47,7 +73,7 @@ def describe(report: Report) -> str:
             "batch": f"{report.sequences} sequences",
             "MXFP8": listing(report.converted),
             "bf16": listing(report.left),
-            "mma_dtype": "; ".join(f"{name} {text}" for name, text in report.multiplied.items() if text) or "not known",
+            "MMA dtype": multiplies,
             "parameters": f"{report.parameters / 1e9:.2f} billion",
             "GiB a GPU": f"{report.memory.total / GIB:.1f}{card}: {report.memory}",
             "FLOPs": f"{report.flops_per_token / 1e9:.1f} billion a token, {report.mxfp8_share:.0%} of them MXFP8",
@@ -58,7 +84,7 @@ def describe(report: Report) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, usage="check_configs.sh [CONFIG.toml ...] [TorchTitan flags]")
-    parser.add_argument("configs", nargs="*", help="TOMLs [all of train_configs/]")
+    parser.add_argument("configs", nargs="*", help="TOMLs, here or in the repository [all of train_configs/]")
     args, overrides = parser.parse_known_args()
     configs = [Path(path) for path in args.configs] or sorted((ROOT / "train_configs").glob("*.toml"))
 
@@ -67,7 +93,10 @@ def main() -> int:
     rows, failed = [], 0
     for config in configs:
         try:
-            report = dry_run(parse_config(str(config), overrides))
+            found = next(filter(Path.is_file, (config, ROOT / config)), None)
+            if found is None:
+                raise ValueError(f"no such file, here or in the repository: ls {ROOT / 'train_configs'}")
+            report = dry_run(parse_config(str(found), overrides))
         except Exception as error:  # whatever it is, the other configs are to be checked too
             failed += 1
             kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "

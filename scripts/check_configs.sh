@@ -9,15 +9,20 @@ and what MXFP8 can bring.
     ./scripts/check_configs.sh train_configs/llama4_17bx16e_8x8.toml --cluster.gpu=H200 --training.local_batch_size=2
 
 The number of GPUs and their kind are [cluster] nodes, gpus_per_node and gpu. Other flags (--section.name=value) override
-the config, as they do in training; --model.converters= gives its bf16 half. Neither tokenizer nor data are needed. A config that cannot be
-trained is reported with the reason, and the exit status is 1.
+the config, as they do in training; --model.converters= gives its bf16 half. Neither tokenizer nor data are needed. A
+config is a file of the current folder or of the repository. One that cannot be trained is reported with the reason, and
+the exit status is 1.
 TEXT
 }
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
 set -euo pipefail
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     usage
     exit
 fi
+here=$PWD
 cd "$(dirname "$0")/.."
+root=$PWD
 . scripts/setup.sh
-CUDA_VISIBLE_DEVICES='' HIP_VISIBLE_DEVICES='' exec python scripts/check_configs.py "$@"
+cd "$here"
+CUDA_VISIBLE_DEVICES='' HIP_VISIBLE_DEVICES='' exec "$program" "$root/scripts/check_configs.py" "$@"

@@ -36,14 +36,13 @@ from pathlib import Path
 
 import torch
 from converge import StudyRun, check_flags, check_recipes, flags_of
+from result_files import environment, format_table, write_results, write_rows
 from runs import split_flags
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 from train_many import WRAPPERS
-
-from titan_mxfp8.testing import environment, format_table, write_results, write_rows
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 Gradients = dict[str, torch.Tensor]

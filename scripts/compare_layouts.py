@@ -33,13 +33,14 @@ from pathlib import Path
 
 import torch
 from layouts import LAYOUTS, Layout, twin_of
+from problems import relative_rms
+from result_files import environment, format_table, write_results
 from runs import LOSS, cores_each, launch, read_tensorboard, tensorboard_logs
 from tokenizers import Tokenizer
 
 from titan_mxfp8.backends import select
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.recipe import GROUPED_MM, get_recipe
-from titan_mxfp8.testing import environment, format_table, relative_rms, write_results
 
 ROOT = Path(__file__).parent.parent
 ASSETS = ROOT / "train_configs" / "assets"

@@ -56,9 +56,8 @@ from statistics import correlation, fmean, median, stdev
 from typing import TYPE_CHECKING
 
 from intervals import MOST, critical_t, interval, is_equivalent, pairs_needed
+from result_files import format_table, write_rows
 from runs import Run, read_losses, read_run, unique_names
-
-from titan_mxfp8.testing import format_table, write_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -299,6 +298,21 @@ def summary(
     return rows
 
 
+def legend(rows: Sequence[dict[str, object]], baseline: str, window: float, share: float) -> str:
+    """What the columns of the summary mean that are there, a line for each."""
+    words = {
+        "final loss": f"mean over the last {100 * window:.3g}% of the steps, in nats per token",
+        "x": f"tokens/s, times those of {baseline}",
+        "difference": f"of the final loss, from {baseline}'s: the mean over the pairs",
+        "95% low": "with 95% high the interval of the difference",
+        "margin": f"a difference that counts as none: {100 * share:.3g}% of the loss of {baseline}, in nats",
+        "pairs": f"of runs, one of {baseline}, with the same seed and data; one pair has no verdict",
+        "held-out loss": "the last one on the text of validation",
+    }
+    columns = {column for row in rows for column in row}
+    return "\n".join(f"{column}: {text}" for column, text in words.items() if column in columns)
+
+
 def statistics_of(differences: Sequence[float], parts: Sequence[float]) -> dict[str, str | None]:
     """The columns of a group's paired differences, or of the parts of its only one; None is what too few of them leave
     undefined."""
@@ -487,6 +501,7 @@ def compare(runs: Sequence[Run], out: Path, window: float, share: float, planned
     if len(runs) <= 4:
         print(format_table(loss_table(runs)) + "\n")
     print(format_table(rows))
+    print(f"\n{legend(rows, first, window, share)}")
     for name in others:
         for sentence in apart(groups[first], groups[name], steps):
             print(f"\n{sentence}")

@@ -179,7 +179,7 @@ def start(run: StudyRun, args: argparse.Namespace, slot: int, gpus: int) -> Goin
         run.folder / "log",
         environment,
         jobs=args.jobs,
-        cwd=ROOT,  # the configs name their data from there
+        cwd=folder_of(args.config),
         start_new_session=True,  # Ctrl-C reaches the study alone, which then stops its runs
     )
     return Going(run=run, slot=slot, process=process, started=time.monotonic())
@@ -278,6 +278,12 @@ def check_once(flag: str, values: Sequence[object]) -> None:
             raise ValueError(f"{flag} has {value} twice")
 
 
+def folder_of(config: Path) -> Path:
+    """Where it is trained, so that its relative paths lead from there: as in launch.sh, the repository for its own
+    configs, the current folder for others."""
+    return ROOT if config.resolve().is_relative_to(ROOT) else Path.cwd()
+
+
 def data_of(config: Path, flags: Sequence[str]) -> dict[str, str]:
     """The sha256 of each file of data and tokenizer that runs see, by the field of TorchTitan's config and its name
     below that; behind the first 4 GiB of a field its size. Of what is not on this machine there is none."""
@@ -288,7 +294,7 @@ def data_of(config: Path, flags: Sequence[str]) -> dict[str, str]:
         for flag, behind in zip(flags, [*flags, ""][1:], strict=True):
             if flag.startswith("--") and field_of(flag) == name:
                 value = flag.partition("=")[2] or behind
-        if not value or not (top := ROOT / value).exists():
+        if not value or not (top := folder_of(config) / value).exists():
             continue
         patterns = TOKENIZER if key == "hf_assets_path" else ("**/*",)
         paths = sorted(path for pattern in patterns for path in top.glob(pattern)) if top.is_dir() else [top]
@@ -374,13 +380,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--jobs",
         type=int,
-        default=int(os.environ.get("JOBS", 1)),
+        default=os.environ.get("JOBS") or 1,
         help="runs at a time; more than GPUs share them [JOBS, or 1]",
     )
     add(
         "--ngpu",
         type=int,
-        default=int(os.environ.get("NGPU", 1)),
+        default=os.environ.get("NGPU") or 1,
         help="processes of one run, one per GPU [NGPU, or 1]",
     )
     add("--limit", type=float, metavar="SECONDS", help="stop then; the same command continues the study")

@@ -25,7 +25,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_mxfp8.testing import format_table, write_rows
+from result_files import format_table, write_rows
 
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 STEP = "user_annotation"

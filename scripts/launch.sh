@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Shared by the scripts that train, verify_hardware.sh and bench_all.sh, which source it from the repository's root, with
-# the folder in which they were called in `here`.
+# Shared by the scripts that train, test_gpu.sh, verify_hardware.sh and bench_all.sh, which source it from the repository's
+# root, with the folder in which they were called in `here`.
 here=${here:-$PWD}
 
 # from_here PATH: a path of the caller's folder as it is called in the repository's root.
@@ -11,16 +11,39 @@ from_here() {
     esac
 }
 
+# takes NAME PATTERN WORDS: ends with status 2 unless the variable NAME is empty, for its default, or its whole value
+# matches the extended regular expression.
+takes() {
+    if ! [[ ${!1:-} =~ ^($2)?$ ]]; then
+        echo "$(basename "$0"): $1 takes $3, not '${!1}'" >&2
+        exit 2
+    fi
+}
+count='[1-9][0-9]{0,5}' # of processes and the like
+# shellcheck disable=SC2034 # for the caller
+minutes='[0-9]{1,6}([.][0-9]+)?'
+
+# seconds MINUTES: so many, as a whole number.
+seconds() { awk "BEGIN { print int(60 * $1) }"; }
+
+takes DRYRUN '[01]' "0 or 1"
+takes TITAN '0\.[23]' "0.2 or 0.3"
+takes NGPU "$count" "a number of processes"
+takes NNODES "$count" "a number of machines"
+takes MAX_RESTARTS '[0-9]{1,6}' "a number of restarts, or 0"
+takes RUNS '(bf16|mxfp8)( (bf16|mxfp8))*' "bf16, mxfp8 or both with a space between them"
+takes LOG_RANK '[0-9]{1,6}(,[0-9]{1,6})*' "numbers of processes with commas between them"
+DRYRUN=${DRYRUN:-0} TITAN=${TITAN:-0.2} LOG_RANK=${LOG_RANK:-0}
 # TITAN=0.3 trains with TorchTitan 0.3, whose configs are functions.
 # shellcheck disable=SC2034 # for the caller
-case ${TITAN:-0.2} in
+case $TITAN in
     0.3) default_config=debug_deepseek_v3 ;;
     *) default_config=train_configs/debug_llama4.toml ;;
 esac
 
 # find_config FILE: its path, of the caller's folder or else of the repository; ends with status 2 where it is in neither.
 find_config() {
-    if [ "${TITAN:-0.2}" = 0.3 ]; then
+    if [ "$TITAN" = 0.3 ]; then
         echo "$1"
     elif [ -f "$(from_here "$1")" ]; then
         from_here "$1"
@@ -32,28 +55,55 @@ find_config() {
     fi
 }
 
-# train_runs NGPU "RUNS" CONFIG OUT FLAG...: trains or, with DRYRUN=1, prints each of RUNS, until one fails. The caller
-# defines torchrun_flags RUN, which sets the array `torchrun` to the flags that place the processes.
+# folder_of CONFIG: where it is trained, so that its relative paths and those of flags lead from there: the repository for
+# its own configs, the caller's folder for others.
+folder_of() {
+    if [ "$TITAN" = 0.3 ] || [[ $(cd "$(dirname "$1")" && pwd -P)/ = "$(pwd -P)"/* ]]; then
+        echo "$PWD"
+    else
+        echo "$here"
+    fi
+}
+
+# check_gpu: ends with status 1 where this machine has a GPU that torch cannot use: TorchTitan would train on the CPU.
+# CUDA_VISIBLE_DEVICES= (nothing behind the sign) says that this is meant.
+check_gpu() {
+    case ${CUDA_VISIBLE_DEVICES-unset} in '' | -1 | NoDevFiles) return ;; esac
+    nvidia-smi -L > /dev/null 2>&1 || [[ $(rocminfo 2> /dev/null) = *gfx* ]] || return 0
+    python - << 'PYTHON' || exit 1
+import sys, torch
+if not torch.cuda.is_available():
+    built = torch.version.cuda or torch.version.hip
+    why = f"was built for {built}, which its driver may be too old for" if built else "is a CPU build"
+    sys.exit(f"setup: this machine has a GPU, and torch {torch.__version__} of {sys.executable} cannot use it: it {why}. "
+             "Install another torch, or set CUDA_VISIBLE_DEVICES= (nothing behind it) to use the CPU")
+PYTHON
+}
+
+# train_runs CONFIG OUT FLAG...: trains or, with DRYRUN=1, prints each of RUNS in NGPU processes, until one fails. The
+# caller defines torchrun_flags RUN, which sets the array `torchrun` to the flags that place the processes.
 train_runs() {
-    local ngpu=$1 runs=$2 config=$3 out=$4 run name command torchrun logs status
-    shift 4
-    if [ "${DRYRUN:-0}" != 1 ]; then
+    local config=$1 out=$2 folder run name command torchrun logs status
+    folder=$(folder_of "$config")
+    shift 2
+    if [ "$DRYRUN" != 1 ]; then
         # shellcheck source=scripts/setup.sh
         . scripts/setup.sh
+        check_gpu
+        if ! mkdir -p "$out" || ! [ -w "$out" ]; then
+            echo "$(basename "$0"): OUT=$out cannot be written to: name another folder" >&2
+            exit 2
+        fi
     fi
     # Two processes with as many threads as cores each would fight for them.
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( ($(getconf _NPROCESSORS_ONLN) + ngpu - 1) / ngpu ))}
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( ($(getconf _NPROCESSORS_ONLN) + NGPU - 1) / NGPU ))}
     export WANDB_PROJECT=${WANDB_PROJECT:-titan_mxfp8} # TorchTitan's default is "torchtitan"
-    for run in $runs; do
+    for run in $RUNS; do
         torchrun_flags "$run"
         logs=$out/$run/logs/${LAUNCH:-$(date +%Y%m%d-%H%M%S)}
-        command=(torchrun "${torchrun[@]}" --nproc-per-node="$ngpu" --log-dir="$logs" --tee=3 --role=rank)
-        command+=(--local-ranks-filter="${LOG_RANK:-0}" -m torchtitan.train)
-        case $run in
-            bf16 | mxfp8) ;;
-            *) echo "$(basename "$0"): RUNS takes bf16 and mxfp8, not '$run'" >&2; exit 2 ;;
-        esac
-        if [ "${TITAN:-0.2}" = 0.3 ]; then
+        command=(torchrun "${torchrun[@]}" --nproc-per-node="$NGPU" --log-dir="$logs" --tee=3 --role=rank)
+        command+=(--local-ranks-filter="$LOG_RANK" -m torchtitan.train)
+        if [ "$TITAN" = 0.3 ]; then
             # shellcheck disable=SC2206 # several words; the next flag ends them
             [ "$run" = bf16 ] || command+=(--override.imports ${OVERRIDES:-titan_mxfp8.titan03.experts titan_mxfp8.titan03.linears})
             command+=(--module="${MODULE:-titan_mxfp8.titan03}" --config="$config" --dump_folder="$out/$run")
@@ -63,10 +113,10 @@ train_runs() {
         fi
         name=${WANDB_RUN_NAME:-$(basename "$out")-$run}
         echo "+ WANDB_RUN_NAME=$name ${command[*]}${*:+ $*}"
-        [ "${DRYRUN:-0}" != 1 ] || continue
+        [ "$DRYRUN" != 1 ] || continue
         # INFO: torchrun says then that it restarts processes. PYTHONUNBUFFERED: and passes their output on at once
         status=0
-        LOGLEVEL=${LOGLEVEL:-INFO} PYTHONUNBUFFERED=1 WANDB_RUN_NAME=$name "${command[@]}" "$@" 2>&1 |
+        (cd "$folder" && LOGLEVEL=${LOGLEVEL:-INFO} PYTHONUNBUFFERED=1 WANDB_RUN_NAME=$name "${command[@]}" "$@") 2>&1 |
             python scripts/watch.py show "$logs" || status=${PIPESTATUS[0]}
         if [ "$status" != 0 ]; then
             echo "$(basename "$0"): $run failed: $(python scripts/watch.py cause "$logs")" >&2

@@ -1,11 +1,12 @@
-"""Build a text data set and a tokenizer for TorchTitan out of Debian packages.
+"""Build a text data set and a tokenizer for TorchTitan out of text of your own, or of Debian packages.
 
     package.deb --dpkg -x--> files --read--> documents --dedupe, shuffle--> data.jsonl
-                                                 \\--train BPE--> tokenizer.json
+                    text of your own --read------^   \\--train BPE--> tokenizer.json
 
 The result in --out, which holds all of it or none of it:
 
-    <sources>/data.jsonl             one {"text": ...} row per document, TorchTitan's `c4_test` layout
+    <sources>/data.jsonl             one {"text": ...} row per document, TorchTitan's `c4_test` layout; text/data.jsonl
+                                     of text of your own
     held-out/data.jsonl              with --held-out: rows that are in no other file and that no tokenizer saw
     tokenizer/tokenizer.json         byte-level BPE, only with --vocab-size
     tokenizer/tokenizer_config.json  names bos and eos, so that TorchTitan adds them
@@ -203,6 +204,44 @@ numbers are left out and runs of spaces are one space.
 """
 
 
+def read_rows(path: Path) -> list[str]:
+    """The texts of a JSON Lines file in UTF-8, whose lines may be empty.
+
+    Raises:
+        ValueError: a line is no such row.
+    """
+    texts = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line.decode("utf-8-sig"))["text"]
+                if not isinstance(text, str):
+                    raise TypeError(f"its text is {text!r:.40}")
+            except (ValueError, TypeError, LookupError) as error:
+                wanted = 'each line must be a JSON object in UTF-8 whose "text" is a string'
+                raise ValueError(f"{path}, line {number}: {wanted} ({type(error).__name__}: {error})") from error
+            texts.append(text)
+    return texts
+
+
+def read_own(path: Path) -> list[str]:
+    """The rows of a JSON Lines file, or the text of any other one as one document.
+
+    Raises:
+        ValueError: no such file, or no text in UTF-8.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; --text takes files, such as FOLDER/*.txt")
+    if path.suffix == ".jsonl":
+        return read_rows(path)
+    try:
+        return [path.read_text(encoding="utf-8-sig")]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+
+
 def run_tool(command: list[str], cwd: Path, hint: str) -> str:
     """What the command prints. If it is missing or fails, a ValueError says so and ends in `hint`."""
     if shutil.which(command[0]) is None:
@@ -343,11 +382,10 @@ def readme(
         "",
         f"Tokens are those of one pass with {vocab}, one bos and one eos a row: "
         f"{len(files[data]) / tokens:.2f} bytes a token.",
-        "The data, and a tokenizer trained on it, come from:",
-        "",
-        "| source | Debian packages | licence |",
-        "|---|---|---|",
     ]
+    if sources:
+        lines += ["The data, and a tokenizer trained on it, come from:", "", "| source | Debian packages | licence |"]
+        lines += ["|---|---|---|"]
     for name, versions in sources.items():
         packages = ", ".join(f"{package} {version}" for package, version in versions.items())
         lines.append(f"| {name} | {packages} | {SOURCES[name].licence} |")
@@ -398,11 +436,11 @@ def build(args: argparse.Namespace, command: str) -> None:
         raise ValueError(f"{args.out} is a file: --out names a folder")
     tokenizer = None if args.vocab_size else load_tokenizer(args.tokenizer)
 
-    names = list(dict.fromkeys(args.sources))
-    documents: list[str] = []
+    names = ["text"] if args.text else list(dict.fromkeys(args.sources))
+    documents = [document for path in args.text for document in read_own(path) if document.strip()]
     sources = {}
     with tempfile.TemporaryDirectory(prefix="make_data_") as work:
-        for name in names:
+        for name in [] if args.text else names:
             print(f"{name}: fetching and reading", flush=True)
             source_documents, sources[name] = fetch_source(name, Path(work), args.debs)
             documents += source_documents
@@ -410,6 +448,8 @@ def build(args: argparse.Namespace, command: str) -> None:
     if args.shuffle_seed is not None:
         random.Random(args.shuffle_seed).shuffle(documents)
 
+    if args.text and not documents:
+        raise ValueError("the files of --text hold no text")
     if args.held_out >= len(documents):
         raise ValueError(f"--held-out {args.held_out} leaves nothing of {len(documents)} rows to train on")
     kept = len(documents) - args.held_out
@@ -457,6 +497,8 @@ RFC texts are not among them: Debian has them in its non-free section only, whic
 
 the data in this repository:
   python scripts/make_data.py --sources kjv --vocab-size 2048 --out train_configs/assets
+text of your own, a twentieth of 2000 rows held out, and a tokenizer for it:
+  python scripts/make_data.py --text my/*.jsonl --shuffle-seed 0 --held-out 100 --vocab-size 8192 --out outputs/mine
 a larger set with the repository's tokenizer, and one with its own:
   python scripts/make_data.py --sources linux handbook --shuffle-seed 0 --out outputs/data
   python scripts/make_data.py --sources linux handbook python anarchism --vocab-size 8192 --out outputs/data
@@ -464,12 +506,21 @@ the one of train_configs/moe_320m.toml, more than 100M tokens, some of them held
   python scripts/make_data.py --sources code linux handbook python anarchism kjv --vocab-size 16384 \\
       --shuffle-seed 0 --held-out 400 --out outputs/code
 
-Then point TorchTitan at it: `dataset = "c4_test"`, `dataset_path = OUT/<sources>`, `hf_assets_path = OUT/tokenizer`.
+Then point TorchTitan at it: `dataset = "c4_test"`, `dataset_path = OUT/<sources>` or OUT/text, and
+`hf_assets_path = OUT/tokenizer`.
 Check a source's licence before passing its text on: only kjv is in the public domain.""",
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FOLDER", help="where to write; files of these names are replaced")
     add("--sources", nargs="+", choices=SOURCES, default=["kjv"], help="one or more, in this order (default: kjv)")
+    add(
+        "--text",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help='text of your own in place of --sources: .jsonl of one {"text": ...} a line, others as one document each',
+    )
     add("--vocab-size", type=vocabulary, metavar="N", help="train a tokenizer of exactly N tokens on this text")
     add(
         "--tokenizer",

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import compare_runs
 import tables
-
-from titan_mxfp8.testing import read_bench
+from result_files import read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
@@ -76,7 +75,7 @@ def moe_layers(path: Path, metadata: dict[str, str]) -> None:
     """Milliseconds of each layer's forward + backward, p50, with p20 to p80."""
     from matplotlib import pyplot
 
-    rows = read_bench(*LAYERS)
+    rows = read_rows(*LAYERS)
     layers = list(dict.fromkeys(row["layer"] for row in rows))
     figure, axes = pyplot.subplots(figsize=(9, 3.8), layout="constrained")
     width = 0.8 / (1 + len(SHOWN))

@@ -17,9 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
+from result_files import write_rows
 from runs import read_tensorboard, unique_names
-
-from titan_mxfp8.testing import write_rows
 
 GRAD_NORM = "grad_norm"
 HEALTH = "mx_health/"  # operand / metric / module

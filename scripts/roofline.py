@@ -1,4 +1,4 @@
-"""What MXFP8 can bring on a GPU, and what it brings: the model is in ``titan_mxfp8/tools/roofline.py``.
+"""What MXFP8 can bring on a GPU, and what it brings: the model is in ``passes.py``.
 
     python scripts/roofline.py measure --out OUT               # the GPU's ceilings: a copy, dense bf16 and FP8 matmuls
     python scripts/roofline.py draw results/<folder>           # pictures of a folder of bench_all.sh's
@@ -35,14 +35,14 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from pathlib import Path
 
+from passes import MODELS, Layer, MoELayer, Rates, committed_rates, moe_passes, passes, step_of, step_speedup
+from result_files import environment, format_table, read_rows, training_gains, write_results, write_rows
+
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
 from titan_mxfp8.recipe import BF16, get_recipe
-from titan_mxfp8.testing import environment, format_table, read_bench, training_gains, write_results, write_rows
-from titan_mxfp8.tools.roofline import Layer, MoELayer, Rates, committed_rates, moe_passes, passes
 
 ROOT = Path(__file__).parent.parent
-MODELS = {(8192, 5120): "llama4", (2048, 7168): "deepseek_v3"}
 SHOWN = ("mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")
 TOKENS = tuple(half << exponent for exponent in range(9, 18) for half in (2, 3))
 EXPERTS = 8
@@ -61,7 +61,7 @@ def measured_rows(folder: Path) -> list[dict[str, str]]:
     return [
         row
         for path in sorted(folder.rglob("data.csv"))
-        for row in read_bench(path)
+        for row in read_rows(path)
         if row.get("bench") == "kernels" or (row.get("bench") in ("grouped_mm", "scaling") and row["what"] == BOTH)
         if all((row.get(name) or value) == value for name, value in plain.items())
     ]
@@ -248,7 +248,6 @@ def check(results: Path) -> list[Row]:
 
     from titan_mxfp8.tools.dry_run import dry_run, parse_config
     from titan_mxfp8.tools.memory import GIB
-    from titan_mxfp8.tools.roofline import step_speedup
 
     table: list[Row] = []
     for path, env, row, gain in trainings(results):
@@ -262,7 +261,7 @@ def check(results: Path) -> list[Row]:
             flags += [f"--model.flavor={row['flavor']}", "--model.study_flavors"]
         job_config = parse_config(str(ROOT / env["config"]), flags)
         report = dry_run(job_config, fill=inf)  # it has been trained, so it fits
-        roofline, own = (round(step_speedup(report.step, gpu, each), 3) for each in rates)
+        roofline, own = (round(step_speedup(step_of(report), gpu, each), 3) for each in rates)
         found: Row = {"folder": path.parent.relative_to(results), "table": path.name, "model": job_config.model.flavor}
         found |= {"GPUs": env["processes"], "run": row["run"], "measured": round(gain, 3)}
         found |= {"by our rates": own, "by the ceilings": roofline}
@@ -282,7 +281,7 @@ def bounds(path: Path, gpu: str, results: Path) -> list[Row]:
     ceilings, own = rates
     gemms = Rates(ceilings=ceilings.ceilings, own={key: rate for key, rate in own.own.items() if key[1] in GEMMS})
     try:
-        return [row for each in read_bench(path) for row in _bounds_of(each, gpu, ceilings, gemms)]
+        return [row for each in read_rows(path) for row in _bounds_of(each, gpu, ceilings, gemms)]
     except (OSError, UnicodeDecodeError, KeyError) as error:
         raise ValueError(f"{path} is no table of bench_moe_layer.py: {error!r}") from error
 

@@ -155,6 +155,9 @@ def read_run(folder: Path) -> Run:
             config = json.loads(saved.read_text())
         except ValueError as error:
             raise ValueError(f"{saved} is no JSON: {error}; without it configs are not compared") from error
+        compared = ("model", "training", "optimizer")
+        if not isinstance(config, dict) or not all(isinstance(config.get(name), dict | None) for name in compared):
+            raise ValueError(f"{saved} is no config of TorchTitan: {config!r:.60}; without it configs are not compared")
     loss, tps, memory, held_out, seconds = (scalars.get(tag, {}) for tag in tags)
     return Run(name=folder.name, loss=loss, tps=tps, memory=memory, config=config, held_out=held_out, seconds=seconds)
 
@@ -166,27 +169,32 @@ def read_losses(path: Path) -> list[Run]:
         ValueError: the file is none.
     """
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             columns, rows = list(reader.fieldnames or ()), list(reader)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is no CSV: {error}") from error
+        raise ValueError(
+            f"{path} is no CSV: {error}; name the folders of runs, of a study {path.parent}/*-seed*, or a losses.csv"
+        ) from error
     names = [column.removesuffix(" loss") for column in columns if column.endswith(" loss")]
     if not names or "step" not in columns:
         raise ValueError(f"{path} is no losses.csv of compare_runs.py: it has no columns 'step' and '<run> loss'")
     if twice := [column for column in columns if columns.count(column) > 1]:
         raise ValueError(f"{path} has the column {twice[0]!r} twice: leave one out")
 
-    def number(kind: type[int] | type[float], row: int, column: str) -> float:
+    def number(row: int, column: str, *, whole: bool = False) -> float:
         try:
-            return kind(rows[row][column])
+            value = float(rows[row][column])
         except (ValueError, TypeError):
             raise ValueError(f"{path}, row {row + 2}: {column} is {rows[row][column]!r}, not a number") from None
+        if whole and not value.is_integer():
+            raise ValueError(f"{path}, row {row + 2}: {column} is {rows[row][column]!r}, not a whole number")
+        return int(value) if whole else value
 
     runs = []
     for name in names:
         loss, tps, held_out = (
-            {number(int, i, "step"): number(float, i, column) for i, row in enumerate(rows) if row.get(column)}
+            {number(i, "step", whole=True): number(i, column) for i, row in enumerate(rows) if row.get(column)}
             for column in (f"{name} loss", f"{name} tps", f"{name} held-out")
         )
         if not loss:

@@ -4,38 +4,49 @@
 # With TITAN=0.3 it makes .venv03 beside it, for TorchTitan 0.3.
 #
 # torch: one that the system's Python already has is used. Else, with an NVIDIA or AMD GPU, the newest tested release
-# that pip finds; without one, a CPU build, so that no CUDA packages are downloaded. TORCH= names another requirement.
+# that pip finds; without one, a CPU build, so that no CUDA packages are downloaded. TORCH= names another requirement. Where
+# there is a GPU, a CPU build that an earlier set-up without one installed is replaced.
 #
 # PYTHON= names a Python to be used as it is, with what it has and what lies on PYTHONPATH: nothing is installed, which a
-# machine without a package registry needs.
+# machine without a package registry needs, and nothing is written into the repository, which may be read-only.
+#
+# Afterwards scripts call python and torchrun. Where a function of the shell cannot be called, as by exec and timeout,
+# "$program" is this python.
 #
 # EXTRA= names one more extra of pyproject.toml: test.sh wants hf, bench is for bench_all.sh. It has a stamp of its own, so
 # that no script that does without installs again.
 
+program=python
 if [ -n "${PYTHON:-}" ]; then
-    if ! program=$(command -v "$PYTHON"); then
+    program=$PYTHON
+    case $program in
+        /*) ;;
+        */*) program=${here:-$PWD}/$program ;; # of the caller's folder, as other paths are
+    esac
+    if ! program=$(type -P "$program"); then
         echo "setup: PYTHON=$PYTHON is no program" >&2
         exit 1
     fi
-    bin=$PWD/.venv/as-it-is # programs that the scripts call by name
-    mkdir -p "$bin"
-    printf '#!/bin/sh\nexec "%s" "$@"\n' "$program" > "$bin/python"
-    printf '#!/bin/sh\nexec "%s" -m torch.distributed.run "$@"\n' "$program" > "$bin/torchrun"
-    chmod +x "$bin/python" "$bin/torchrun"
-    export PATH=$bin:$PATH PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+    python() { "$program" "$@"; }
+    torchrun() { "$program" -m torch.distributed.run "$@"; }
+    export PYTHON=$program PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 fi
 
 case ${TITAN:-0.2} in
     0.2) venv=.venv extras=train,test torches="torch>=2.11,<2.14" fits="import torch" ;;
     0.3) # torch 2.11 lacks torch.distributed.fsdp.DataParallelMeshDims, which TorchTitan 0.3 imports
         venv=.venv03 extras=train03,test torches="torch>=2.13,<2.14"
-        fits="import torch; raise SystemExit(torch.__version__ < (2, 13))" ;;
+        fits="import torch; assert torch.__version__ >= (2, 13)" ;;
     *) echo "setup: TITAN is 0.2 or 0.3, not '$TITAN'" >&2; exit 2 ;;
 esac
-# --no-compile: Python compiles what it imports, pip all of torch, which took 40% of the time to set up.
-stamp=$venv/.installed-$(cksum < pyproject.toml | cut -d' ' -f1)-${TORCH:-default}
-
 has_gpu() { command -v nvidia-smi > /dev/null 2>&1 || command -v rocminfo > /dev/null 2>&1; }
+
+build=cpu
+if has_gpu; then
+    build=gpu fits+="; assert torch.version.cuda or torch.version.hip"
+fi
+# --no-compile: Python compiles what it imports, pip all of torch, which took 40% of the time to set up.
+stamp=$venv/.installed-$(cksum < pyproject.toml | cut -d' ' -f1)-${TORCH:-default}-$build
 
 pick_torch() {
     if [ -n "${TORCH:-}" ]; then
@@ -48,6 +59,11 @@ pick_torch() {
 }
 
 if [ -z "${PYTHON:-}" ] && [ ! -e "$stamp" ]; then
+    if ! [ -w "$venv" ] && ! [ -w . ]; then
+        echo "setup: $PWD cannot be written to, so that nothing can be installed in $venv: set PYTHON= to a Python that has" >&2
+        echo "setup: torch, torchtitan and the rest" >&2
+        exit 1
+    fi
     if python3 -c "$fits" 2> /dev/null; then
         python3 -m venv --system-site-packages "$venv"
     else
@@ -55,7 +71,8 @@ if [ -z "${PYTHON:-}" ] && [ ! -e "$stamp" ]; then
     fi
     if ! "$venv/bin/python" -c "$fits" 2> /dev/null; then # the python3 above may be that of another environment
         torch=$(pick_torch)
-        if ! "$venv/bin/python" -m pip install -q --no-compile --disable-pip-version-check "$torch"; then
+        # force-reinstall: pip takes a CPU build for what is asked for
+        if ! "$venv/bin/python" -m pip install -q --no-compile --disable-pip-version-check --force-reinstall "$torch"; then
             echo "setup: pip found no '$torch'. Where your package index has no CPU build of torch, take the index address" >&2
             echo "setup: from pytorch.org (Get Started: Linux, Pip, CPU), put it in PIP_EXTRA_INDEX_URL and run this again." >&2
             exit 1
@@ -64,6 +81,10 @@ if [ -z "${PYTHON:-}" ] && [ ! -e "$stamp" ]; then
     "$venv/bin/python" -m pip install -q --no-compile --disable-pip-version-check -e ".[$extras]"
     touch "$stamp"
 fi
+case ${EXTRA:-} in
+    '' | hf | bench) ;;
+    *) echo "setup: EXTRA is hf or bench, not '$EXTRA'" >&2; exit 2 ;;
+esac
 if [ -z "${PYTHON:-}" ] && [ -n "${EXTRA:-}" ] && [ ! -e "$stamp-$EXTRA" ]; then
     "$venv/bin/python" -m pip install -q --no-compile --disable-pip-version-check -e ".[$EXTRA]"
     touch "$stamp-$EXTRA"

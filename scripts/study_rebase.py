@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from problems import relative_rms, sums_per_stage
+from result_files import environment, format_table, write_results
 from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
@@ -29,7 +31,6 @@ from titan_mxfp8.format.reference import changed_elements, quantize
 from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.ops import grouped_mm, linear
 from titan_mxfp8.recipe import Recipe
-from titan_mxfp8.testing import environment, format_table, relative_rms, sums_per_stage, write_results
 
 Row = dict[str, object]
 

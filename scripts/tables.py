@@ -13,7 +13,6 @@ run change the paths, and call this script.
 """
 
 import argparse
-import csv
 import itertools
 import json
 import re
@@ -23,12 +22,13 @@ from pathlib import Path
 from statistics import median
 
 import compare_runs
+from passes import Layer, passes
+from result_files import SPEED, training_gains
+from result_files import read_rows as read
 
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.recipe import BF16, get_recipe
-from titan_mxfp8.testing import SPEED, read_bench, training_gains
-from titan_mxfp8.tools.roofline import Layer, passes
 
 ROOT = Path(__file__).parent.parent
 FILES = (ROOT / "README.md", ROOT / "results" / "README.md")
@@ -55,9 +55,24 @@ Row = dict[str, str]
 Cells = dict[str, str]
 
 
-def read(path: Path) -> list[Row]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+# What bench_grouped_mm.py wrote into its column ``what`` up to 2026-11-22; results/README.md has two tables of it.
+EARLIER_WHAT = re.compile(
+    r"(?P<recipe>mxfp8\w*)(?P<rebased> rebased|\+rebase)?(?P<products> of products)?(, (?P<held>\d+) held,)? "
+    r"(?P<what>.+)"
+)
+
+
+def read_grouped_mm(path: Path) -> list[Row]:
+    """The rows of a data.csv of bench_grouped_mm.py; of an earlier one with the columns of today that tables show."""
+    rows = read(path)
+    for row in rows:
+        found = EARLIER_WHAT.fullmatch(row["what"]) if "speedup" in row else None
+        if found:
+            row |= {"bench": "grouped_mm", "what": found["what"], "held": found["held"] or "0"}
+            row |= {"recipe": found["recipe"] + ("_rebased" if found["rebased"] else "")}
+            row |= {"data": "products" if found["products"] else "normal", "x": row["speedup"]}
+            row |= {"baseline_us": row["bf16_us"], "p50_us": row["mxfp8_us"]}
+    return rows
 
 
 def env_of(path: Path) -> dict[str, str]:
@@ -214,7 +229,7 @@ def grouped_mm(
     shown = (*CONTROLS, *(recipes.split(",") if recipes else RECIPES))
     for path in paths:
         problems: dict[tuple[str, ...], Cells] = {}
-        for row in read_bench(path):
+        for row in read_grouped_mm(path):
             if (row.get("bench"), row.get("what"), row.get("held")) != ("grouped_mm", "forward + backward", held):
                 continue
             spread = "zipf" if int(row["G"]) > 8 else "balanced"
@@ -237,7 +252,7 @@ def grouped_mm(
 def absolute(path: Path, recipe: str = "mxfp8") -> list[Cells]:
     """Forward + backward of one grouped GEMM in milliseconds, of one recipe."""
     table = []
-    for row in read_bench(path):
+    for row in read_grouped_mm(path):
         if row.get("recipe") != recipe or row["what"] != "forward + backward" or row["groups"] != "balanced":
             continue
         if row["G"] == "8":

@@ -9,6 +9,7 @@ by one. Tests that need a GPU are skipped without one; scripts/test_gpu.sh runs 
     TITAN=0.3 ./scripts/test.sh    # sets up .venv03, then runs the tests of the adapter for TorchTitan 0.3, tests/titan03
 TEXT
 }
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
 set -euo pipefail
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     usage
@@ -29,4 +30,4 @@ if [ $# = 0 ]; then
     export OMP_NUM_THREADS=1 # threads of two tests would wait for each other
     set -- --numprocesses=2 --dist=loadfile --no-loadscope-reorder # in the order of tests/conftest.py
 fi
-exec python -m pytest "$@"
+exec "$program" -m pytest "$@"

@@ -11,12 +11,16 @@ Environment:
     JOBS   processes, each with its share of the card's memory [6]
 TEXT
 }
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
 set -euo pipefail
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     usage
     exit
 fi
 cd "$(dirname "$0")/.."
+. scripts/launch.sh
+takes JOBS "$count" "a number of processes"
+JOBS=${JOBS:-6}
 . scripts/setup.sh
 if ! python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then
     echo "test_gpu.sh: no GPU here that torch can use; nothing was tested" >&2
@@ -29,7 +33,7 @@ for argument in "$@"; do
 done
 
 beside=0 alone=0
-python -m pytest --durations=15 -m "not alone" --numprocesses="${JOBS:-6}" --dist=worksteal "$@" "${files[@]}" || beside=$?
+python -m pytest --durations=15 -m "not alone" --numprocesses="$JOBS" --dist=worksteal "$@" "${files[@]}" || beside=$?
 python -m pytest --durations=15 -m alone "$@" "${files[@]}" || alone=$?
 case $beside-$alone in # 5: the arguments left no test
     0-5) ;;

@@ -18,12 +18,13 @@ from statistics import fmean
 
 import torch
 import torch.nn.functional as F
+from problems import make_offs
+from result_files import environment, format_table, write_results
 
 from titan_mxfp8 import mxfp8_grouped_mm
 from titan_mxfp8.backends import BACKENDS, select
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.recipe import RECIPES
-from titan_mxfp8.testing import environment, format_table, make_offs, write_results
 
 TOKENS, FEATURES, STEPS, LEARNING_RATE = 4 * 128, 128, 100, 0.5
 OUTLIER_SHARE, OUTLIER_FACTOR = 0.005, 100.0

@@ -15,15 +15,18 @@ Environment:
     RUNS     bf16 (the config without its model converters), mxfp8 (the config as it is) or both [bf16 mxfp8]
     OUT      folder of the runs [outputs/<config>-<time>]
     LOG_RANK processes whose output is shown, separated by commas; OUT/<run>/logs has that of all [0]
-    DRYRUN   1: print the commands and stop
+    DRYRUN   1: print the commands and stop [0]
+    PYTHON   a Python to be used as it is, with torch, torchtitan and what is on PYTHONPATH [set up .venv]
     TITAN    0.2 or 0.3: which TorchTitan trains [0.2]. With 0.3
              CONFIG     a function of MODULE that gives a config [debug_deepseek_v3]
              MODULE     TorchTitan's --module [titan_mxfp8.titan03]
              OVERRIDES  what makes the mxfp8 run [titan_mxfp8.titan03.experts titan_mxfp8.titan03.linears]
     WANDB_*  wandb's own. Without a login runs are logged offline; `wandb sync` uploads them later.
-Trailing flags go to TorchTitan. Paths in them and in a TOML are those of the repository.
+Trailing flags go to TorchTitan. Relative paths in them and in the TOML lead from the current folder, with a TOML of the
+repository from the repository.
 TEXT
 }
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
 set -euo pipefail
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     usage
@@ -34,12 +37,12 @@ cd "$(dirname "$0")/.."
 . scripts/launch.sh
 
 config=$(find_config "${CONFIG:-$default_config}")
-runs=${RUNS:-bf16 mxfp8}
+NGPU=${NGPU:-1} RUNS=${RUNS:-bf16 mxfp8}
 out=$(from_here "${OUT:-outputs/$(basename "$config" .toml)-$(date +%Y%m%d-%H%M%S)}")
 
 torchrun_flags() { torchrun=(--standalone); }
-train_runs "${NGPU:-1}" "$runs" "$config" "$out" "$@"
+train_runs "$config" "$out" "$@"
 
-if [ "$runs" = "bf16 mxfp8" ] && [ "${DRYRUN:-0}" != 1 ]; then
+if [ "$RUNS" = "bf16 mxfp8" ] && [ "$DRYRUN" != 1 ]; then
     python scripts/compare_runs.py "$out/bf16" "$out/mxfp8" --out "$out"
 fi

@@ -9,11 +9,11 @@ The other flags are those of transformers.TrainingArguments, such as --max_steps
 --gradient_checkpointing. Several GPUs: torchrun --nproc-per-node=... scripts/train_hf.py. Run on CPUs only so far.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from make_data import read_rows
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -47,10 +47,15 @@ def tiny_model(vocab_size: int) -> torch.nn.Module:
 
 
 def sequences(text: Path, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> list[dict[str, torch.Tensor]]:
-    """The text as one stream of tokens, cut into sequences."""
-    with text.open() as lines:
-        rows = tokenizer([json.loads(line)["text"] for line in lines])["input_ids"]
-    tokens = torch.tensor([token for row in rows for token in row])
+    """The text as one stream of tokens, cut into sequences.
+
+    Raises:
+        ValueError: the text cannot be read, or is shorter than a sequence.
+    """
+    texts = read_rows(text)
+    tokens = torch.tensor([token for row in tokenizer(texts)["input_ids"] for token in row] if texts else [])
+    if not 1 < seq_len <= len(tokens):
+        raise ValueError(f"--seq_len {seq_len}: a sequence has 2 tokens or more, and {text} has {len(tokens)}")
     return [{"input_ids": part, "labels": part} for part in tokens.split(seq_len) if len(part) == seq_len]
 
 
@@ -65,10 +70,15 @@ def main(argv: list[str] | None = None) -> None:
     if run.recipe != "bf16":  # routers stay as they are; before the Trainer wraps or compiles the model
         left = {"linear_filter_fqns": ["lm_head"]}
         print(titan_mxfp8.convert_model(model, recipe=run.recipe, grouped_fqns=["experts"], **left))
-    dataset = sequences(Path(run.text), tokenizer, run.seq_len)
+    try:
+        dataset = sequences(Path(run.text), tokenizer, run.seq_len)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"train_hf: {error}") from error
     trainer = Trainer(model, args, default_data_collator, dataset, processing_class=tokenizer)
     trainer.train()
     trainer.save_model()  # an ordinary checkpoint: convert again after from_pretrained
+    if trainer.is_world_process_zero():
+        print(f"saved model and tokenizer to {args.output_dir}: --model {args.output_dir} goes on with it")
 
 
 if __name__ == "__main__":

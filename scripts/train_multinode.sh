@@ -19,9 +19,11 @@ Environment:
     RUNS           bf16 (the config without its model converters), mxfp8 (the config as it is) or both [mxfp8]
     OUT            folder of the runs, on storage that all machines share [outputs/<config>-<RDZV_ID>]
     LOG_RANK       processes of this machine whose output is shown, separated by commas; OUT/<run>/logs has that of all [0]
-    DRYRUN         1: print the commands and stop
+    DRYRUN         1: print the commands and stop [0]
+    PYTHON         a Python to be used as it is, with torch, torchtitan and what is on PYTHONPATH [set up .venv]
     WANDB_*        wandb's own. Without a login runs are logged offline; `wandb sync` uploads them later.
-Trailing flags go to TorchTitan. Paths in them and in a TOML are those of the repository.
+Trailing flags go to TorchTitan. Relative paths in them and in the TOML lead from the current folder, with a TOML of the
+repository from the repository.
 
 With checkpoint.enable a job goes on from its last checkpoint: after a process has died (MAX_RESTARTS), or when the same
 command with the same OUT is given again. After a machine has died, give the command on another one: the rest wait for it.
@@ -29,6 +31,7 @@ But for the machine of RDZV_ENDPOINT: with it the command ends on all machines, 
 Before the first job run ./scripts/check_configs.sh CONFIG on one machine: it sets .venv up, and says whether the job fits.
 TEXT
 }
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
 set -euo pipefail
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     usage
@@ -39,25 +42,26 @@ cd "$(dirname "$0")/.."
 . scripts/launch.sh
 
 config=$(find_config "${CONFIG:-$default_config}")
-nnodes=${NNODES:-1}
-endpoint=${RDZV_ENDPOINT:-localhost:29500}
-id=${RDZV_ID:-titan_mxfp8}
-out=$(from_here "${OUT:-outputs/$(basename "$config" .toml)-$id}")
-if [ "$nnodes" -gt 1 ] && [ -z "${RDZV_ENDPOINT:-}" ]; then
-    echo "train_multinode.sh: with NNODES=$nnodes set RDZV_ENDPOINT=HOST:PORT, the same on all machines" >&2
+takes RDZV_ENDPOINT '[^[:space:]]+:[0-9]{1,5}' "HOST:PORT"
+NNODES=${NNODES:-1} MAX_RESTARTS=${MAX_RESTARTS:-3} NGPU=${NGPU:-8} RUNS=${RUNS:-mxfp8}
+if [ "$NNODES" -gt 1 ] && [ -z "${RDZV_ENDPOINT:-}" ]; then
+    echo "train_multinode.sh: with NNODES=$NNODES set RDZV_ENDPOINT=HOST:PORT, the same on all machines" >&2
     exit 2
 fi
+RDZV_ENDPOINT=${RDZV_ENDPOINT:-localhost:29500}
+id=${RDZV_ID:-titan_mxfp8}
+out=$(from_here "${OUT:-outputs/$(basename "$config" .toml)-$id}")
 
 # torchrun's agents would offer restarted processes the store of the first start, where the addresses of the dead ones
 # are: Gloo then fails with "Connection refused", and so may NCCL (pytorch#135712). So rank 0 makes a store at each start.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 torchrun_flags() {
-    torchrun=(--nnodes="$nnodes" --rdzv-backend=c10d --rdzv-endpoint="$endpoint" --rdzv-id="$id-$1")
-    torchrun+=(--max-restarts="${MAX_RESTARTS:-3}")
+    torchrun=(--nnodes="$NNODES" --rdzv-backend=c10d --rdzv-endpoint="$RDZV_ENDPOINT" --rdzv-id="$id-$1")
+    torchrun+=(--max-restarts="$MAX_RESTARTS")
     if [ -n "${LOCAL_ADDR:-}" ]; then
         # torchrun would compare the endpoint with what the host name resolves to
-        torchrun+=(--local-addr="$LOCAL_ADDR" --rdzv-conf="is_host=$([ "$LOCAL_ADDR" = "${endpoint%:*}" ] && echo 1 || echo 0)")
+        torchrun+=(--local-addr="$LOCAL_ADDR" --rdzv-conf="is_host=$([ "$LOCAL_ADDR" = "${RDZV_ENDPOINT%:*}" ] && echo 1 || echo 0)")
     fi
 }
-train_runs "${NGPU:-8}" "${RUNS:-mxfp8}" "$config" "$out" "$@"
+train_runs "$config" "$out" "$@"

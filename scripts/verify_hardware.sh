@@ -17,6 +17,7 @@ Environment:
 The exit status is 0 if all steps passed.
 TEXT
 }
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
 set -euo pipefail
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     usage
@@ -26,10 +27,13 @@ here=$PWD
 cd "$(dirname "$0")/.."
 . scripts/launch.sh
 out=$(from_here "${OUT:-outputs/verify-$(date +%Y%m%d-%H%M%S)}")
-steps=${STEPS:-doctor models tests benchmarks}
+step='(doctor|models|tests|benchmarks)'
+takes STEPS "$step( $step)*" "doctor, models, tests and benchmarks, with spaces between them"
+takes MINUTES "$minutes" "a number of minutes"
+STEPS=${STEPS:-doctor models tests benchmarks} MINUTES=${MINUTES:-15}
 . scripts/setup.sh
 mkdir -p "$out"
-end=$((SECONDS + 60 * ${MINUTES:-15}))
+end=$((SECONDS + $(seconds "$MINUTES")))
 failed=0
 
 # run NAME COMMAND...: its output on the terminal and in NAME.log, a row in NAME.row; for as long as there is time.
@@ -53,11 +57,11 @@ run() {
 
 gpu=1
 if ! python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then
-    gpu=0 steps=doctor
+    gpu=0 STEPS=doctor
 fi
-for step in $steps; do
+for step in $STEPS; do
     case $step in
-        doctor) run doctor python -m titan_mxfp8.doctor ;;
+        doctor) run doctor "$program" -m titan_mxfp8.doctor ;;
         tests) run tests scripts/test_gpu.sh ;;
         benchmarks)
             run benchmarks env OUT="$out/bench" QUICK=1 PARTS="kernels grouped_mm pad" scripts/bench_all.sh
@@ -67,10 +71,6 @@ for step in $steps; do
                 run "model_$model" env CONFIG="$PWD/train_configs/debug_$model.toml" OUT="$out/$model" \
                     RUNS="bf16 mxfp8" NGPU=1 scripts/train.sh --metrics.no-enable_wandb --training.steps=40
             done
-            ;;
-        *)
-            echo "verify_hardware.sh: STEPS takes doctor, models, tests and benchmarks, not '$step'" >&2
-            exit 2
             ;;
     esac
 done

@@ -10,20 +10,21 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from occupy import occupied_multiprocessors
+from poison import poisoned_empty
+from problems import largest_row_error, make_offs, relative_rms
 
 from titan_mxfp8 import RECIPES
 from titan_mxfp8.backends import BACKENDS, Backend, BackendRow, Gemm, Plan, load
 from titan_mxfp8.backends import reference as reference_backend
 from titan_mxfp8.backends.common import pad
 from titan_mxfp8.backends.common.dequantize import dequantize
-from titan_mxfp8.backends.common.hold import held_multiprocessors
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
 from titan_mxfp8.format import reference
 from titan_mxfp8.format.mx import ceil_div, ragged_rows
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.format.swizzle import unswizzle
 from titan_mxfp8.recipe import Recipe
-from titan_mxfp8.testing import largest_row_error, make_offs, poisoned_empty, relative_rms
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -464,7 +465,7 @@ def alone_and_beside(multiply: Callable[[], torch.Tensor], held: int) -> torch.T
     """What ``multiply`` gives, which must be the same where another kernel holds ``held`` multiprocessors."""
     with poisoned_empty():
         alone = multiply()
-        with held_multiprocessors(held):
+        with occupied_multiprocessors(held):
             beside = multiply()
     assert torch.equal(alone, beside)
     return alone

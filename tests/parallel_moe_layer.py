@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from problems import relative_rms
 
 from titan_mxfp8 import mxfp8_moe
-from titan_mxfp8.testing import relative_rms
 
 D, H, EXPERTS, K = 64, 96, 12, 3
 NAMES = ("out", "x", "scores", "w1", "w3", "w2")

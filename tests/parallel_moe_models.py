@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from models import Step, build, run_step
+from problems import relative_rms
 from test_models import AC_MODES, COMPILE, tokens
 from test_plugin_moe import CONVERT, DISPATCH, RECIPE, ROWS
 from torch import nn
@@ -23,7 +24,6 @@ import titan_mxfp8.plugin  # noqa: F401 - what a run's config loads
 from titan_mxfp8.modules import converted
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.plugin.moe import MXFP8MoE
-from titan_mxfp8.testing import relative_rms
 
 DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
 # What may differ between two runs of the same model: nothing on a CPU. On GPUs atomic additions, by a guess.

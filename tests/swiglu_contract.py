@@ -7,12 +7,13 @@ from contextlib import nullcontext
 
 import torch
 from contract import BF16, assert_same, filled, to
+from poison import poisoned_empty
+from problems import make_offs, relative_rms
 
 from titan_mxfp8.backends import Backend, Plan, reference
 from titan_mxfp8.format import reference as reference_format
 from titan_mxfp8.format import swizzle
 from titan_mxfp8.format.spec import Operand, OperandSpec
-from titan_mxfp8.testing import make_offs, poisoned_empty, relative_rms
 
 
 def swiglu_inputs(sizes: list[int] | None, extra: int, hidden: int) -> tuple[torch.Tensor | None, ...]:

@@ -1,5 +1,6 @@
 """The contract of a backend (``contract.py``), for every row of ``BACKENDS`` that runs here: CPU and, if any, GPU."""
 
+import importlib
 import inspect
 from dataclasses import replace
 
@@ -29,13 +30,13 @@ from contract import (
     wide,
     wild,
 )
+from problems import SPREADS, group_sizes, make_offs, relative_rms
 
-from titan_mxfp8.backends import BACKENDS, Backend, load, select
+from titan_mxfp8.backends import BACKENDS, Backend, BackendRow, load, select
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware, hardware_of
 from titan_mxfp8.format import reference
 from titan_mxfp8.format.codec import decode
 from titan_mxfp8.recipe import RECIPES, Recipe, get_recipe
-from titan_mxfp8.testing import SPREADS, group_sizes, make_offs, relative_rms
 
 TARGETS = targets_here()
 # The reference is what the others are compared with: its GEMMs are judged too, with a few recipes that tell them apart.
@@ -48,12 +49,18 @@ def ids(value: object) -> str:
     return value.name if isinstance(value, Recipe) else str(value)
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=ids)
-def test_it_has_every_function_with_the_protocols_signature(target: Target) -> None:
+@pytest.mark.parametrize("row", BACKENDS, ids=[row.name for row in BACKENDS])
+def test_it_has_every_function_with_the_protocols_signature(row: BackendRow) -> None:
+    """A parameter that the protocol asks for may have a default besides."""
+    empty, backend = inspect.Parameter.empty, importlib.import_module(row.module)
     for name, wanted in inspect.getmembers(Backend, inspect.isfunction):
         if not name.startswith("_"):
-            own = inspect.signature(getattr(target.backend, name))
-            assert own == inspect.signature(wanted), f"{name}{own}"
+            own, wanted = inspect.signature(getattr(backend, name)), inspect.signature(wanted)
+            required = [p.replace(default=empty) for p in wanted.parameters.values() if p.default is empty]
+            given = [*own.parameters.values()]
+            given[: len(required)] = [p.replace(default=empty) for p in given[: len(required)]]
+            assert given == [*required, *list(wanted.parameters.values())[len(required) :]], f"{name}{own}"
+            assert own.return_annotation == wanted.return_annotation, f"{name}{own}"
 
 
 @pytest.mark.parametrize("target, recipe", KERNELS, ids=ids)

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from problems import make_offs
 from test_plugin_moe import convert, layer
-from titan_mxfp8.plugin.workarounds.cpu import enable_cpu_training
 
 import titan_mxfp8
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_moe
 from titan_mxfp8.backends import reference
-from titan_mxfp8.testing import make_offs
 
 PACKAGE = str(Path(titan_mxfp8.__file__).parent)
 
@@ -34,13 +33,11 @@ def calls_of(function: Callable[[], object]) -> list[str]:
 
 
 def moe_layer() -> Callable[[], torch.Tensor]:
-    enable_cpu_training()
     made, x = convert(layer("deepseek_v3", torch.bfloat16)), torch.randn(3, 17, 64, dtype=torch.bfloat16)
     return lambda: made(x.requires_grad_())
 
 
 def sorted_layer() -> Callable[[], torch.Tensor]:
-    enable_cpu_training()
     flag = "--quantize.grouped_mm.mx.dispatch=off"
     made, x = convert(layer("deepseek_v3", torch.bfloat16), flag), torch.randn(3, 17, 64, dtype=torch.bfloat16)
     return lambda: made(x.requires_grad_())

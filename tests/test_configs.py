@@ -12,6 +12,8 @@ from test_scripts import shell
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe import moe
 
+from titan_mxfp8.backends import recommend
+from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.tools.dry_run import Report, converted_model, dry_run, fake_processes, parse_config
 from titan_mxfp8.tools.memory import GIB
 
@@ -54,7 +56,9 @@ def test_a_cluster_takes_the_recipe_that_the_readme_names_for_its_gpu(name: str)
     row = rf"^\| NVIDIA [^|]*\b{gpu}\b[^|]*\| `(\w+)` \|"
     named = re.search(row, (ROOT / "README.md").read_text(), re.MULTILINE)[1]
     mx = config.quantize.grouped_mm.mx, config.quantize.linear.mx
-    assert [(each.recipe_name, each.hopper_rebase) for each in mx] == [(named, False)] * 2
+    hardware = CLUSTER_GPUS[config.cluster.gpu]
+    assert [recommend(each.recipe_name, each.backend, hardware, each.hopper_rebase).name for each in mx] == [named] * 2
+    assert recommend("auto", "auto", hardware).name == named
 
 
 @pytest.mark.parametrize("name", TOMLS)
@@ -66,7 +70,7 @@ def test_a_finished_run_can_be_extended(name: str) -> None:
 def test_the_bf16_half_of_a_pair_differs_in_the_converters_only(name: str) -> None:
     mxfp8, bf16 = (asdict(parse_config(str(TOMLS[name]), flags)) for flags in ([], ["--model.converters="]))
     assert mxfp8["model"].pop("converters") and bf16["model"].pop("converters") == []
-    assert mxfp8 == bf16
+    assert mxfp8 == bf16 and "MXFP8" not in bf16["job"]["description"], "which both log"
 
 
 def test_the_published_run_on_64_nodes_of_4() -> None:
@@ -296,3 +300,13 @@ def test_the_script_reports_each_config_and_fails_if_one_does(tmp_path: Path) ->
     assert any(line.startswith(f"FAIL {tmp_path}/none.toml: ") for line in lines)
     assert lines[-1] == f"2 of {len(configs)} configs can be trained as they are laid out"
     assert result.stderr == ""
+
+
+def test_check_configs_finds_a_config_in_the_callers_folder(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text("[job]\n")
+    command = f"cd {tmp_path} && {ROOT}/scripts/check_configs.sh own.toml none.toml"
+    result = shell("sh", "-c", command, PYTHON=sys.executable)
+    assert result.returncode == 1
+    own, none = (line for line in result.stdout.splitlines() if line.startswith("FAIL"))
+    assert own.startswith("FAIL own.toml: job.custom_config_module")
+    assert none == f"FAIL none.toml: no such file, here or in the repository: ls {ROOT}/train_configs"

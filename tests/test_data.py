@@ -331,6 +331,33 @@ def test_held_out_rows_are_in_no_other_file_and_no_tokenizer_saw_them(debs, tmp_
         make_data.main([*command, "--held-out", "-1"])
 
 
+def test_text_of_ones_own_is_split_and_gets_a_tokenizer(tmp_path):
+    """Three rows of two files, a document of another, and nothing of an empty one."""
+    files = {"a.jsonl": '\ufeff{"text": "one"}\n\n{"text": "two", "id": 2}\n', "b.jsonl": '{"text": "three é"}'}
+    files |= {"c.txt": "four\nlines\n", "empty.txt": "\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    command = ["--out", str(tmp_path / "out"), "--text", *(str(tmp_path / name) for name in files)]
+    make_data.main([*command, "--held-out", "1", "--vocab-size", "259"])
+    names = {"text/data.jsonl", "held-out/data.jsonl", "README.md"}
+    assert set(contents(tmp_path / "out")) == names | {"tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"}
+    rows, held_out = (
+        [json.loads(line)["text"] for line in (tmp_path / "out" / name / "data.jsonl").read_text().splitlines()]
+        for name in ("text", "held-out")
+    )
+    assert (rows, held_out) == (["one", "two", "three é"], ["four\nlines\n"])
+    assert HuggingFaceTokenizer(str(tmp_path / "out" / "tokenizer")).get_vocab_size() == 259
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert "| 3 |" in readme and "Debian" not in readme
+    (tmp_path / "b.jsonl").write_text('{"text": "a"}\n{"body": "b"}\n')
+    with pytest.raises(SystemExit, match=r"make_data.py: .*b.jsonl, line 2: each line must be .*KeyError: 'text'"):
+        make_data.main(command)
+    (tmp_path / "c.txt").write_bytes("é".encode("latin-1"))
+    for path, message in (("c.txt", "is no text in UTF-8"), ("none", "no such file"), ("empty.txt", "hold no text")):
+        with pytest.raises(SystemExit, match=message):
+            make_data.main(["--out", str(tmp_path / "out"), "--text", str(tmp_path / path)])
+
+
 def test_read_code_takes_what_people_read_in_the_order_of_paths(tmp_path):
     files = {"mm/b.c": "int b;\n" * 50, "mm/a.h": "int a;\n" * 50, "mm/short.c": "int c;\n", "mm/table.bin": "x" * 500}
     files |= {"mm/long.c": "x" * (make_data.LONGEST_CODE + 1), "mmx/other.c": "int d;\n" * 50}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from problems import make_offs
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
@@ -15,7 +16,6 @@ from titan_mxfp8.ops.config import config_of
 from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.ops.grouped_experts import grouped_experts
 from titan_mxfp8.recipe import get_recipe
-from titan_mxfp8.testing import make_offs
 
 OFFS = make_offs([10, 0, 7, 15])
 T = 32

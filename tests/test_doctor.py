@@ -1,19 +1,24 @@
 """The doctor: what it says of this machine, and of machines that are not here."""
 
-import csv
+import json
 import logging
+import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
+import measured
 import pytest
 import torch
+from result_files import SPEED, write_rows
 
 from titan_mxfp8 import doctor
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
 from titan_mxfp8.doctor import Machine
-from titan_mxfp8.testing import SPEED
+from titan_mxfp8.tools.dry_run import parse_config
 
 ROOT = Path(__file__).parent.parent
 H200, B200 = CLUSTER_GPUS["H200"], CLUSTER_GPUS["B200"]
@@ -25,7 +30,7 @@ HEALTHY = Machine(
     driver="580.1",
     cuda="13.0",
     versions={"torch": "2.11.0+cu130", "triton": "3.6.0", "torchtitan": "0.2.2"}
-    | dict.fromkeys((*doctor.IMPORTED, *doctor.OPTIONAL), "1.0"),
+    | dict.fromkeys(("tensorboard", "wandb", "safetensors", "matplotlib"), "1.0"),
     ptxas="ptxas, release 13.0",
     newer_ptxas="",
     compiler="/usr/bin/cc",
@@ -65,8 +70,44 @@ def test_a_config_that_cannot_be_trained_here(capsys: pytest.CaptureFixture) -> 
     ):
         assert doctor.main([str(ROOT / config), flag]) == 1
         printed = capsys.readouterr().out
-        assert said.replace("train_configs", str(ROOT / "train_configs")) in printed and "will NOT run" in printed
+        assert said.replace("train_configs", str(ROOT / "train_configs")) in printed
+        assert f"MXFP8 runs here, and {ROOT / config} will NOT run in MXFP8 as things are" in printed
     assert logging.root.manager.disable == logging.NOTSET  # who calls main() goes on logging
+
+
+@pytest.mark.parametrize(
+    "field, wrong, said",
+    [
+        ("training.steps", '"60"', "'60': it must be a whole number"),
+        ("training.local_batch_size", "2.0", "2.0: it must be a whole number"),
+        ("optimizer.lr", '"1e-3"', "'1e-3': it must be a number"),
+        ("compile.enable", '"false"', "'false': it must be true or false"),
+        (
+            "activation_checkpoint.mode",
+            '"None"',
+            "'None': it must be one of 'selective', 'full', 'memory_budget', 'none'",
+        ),
+        ("checkpoint.exclude_from_loading", "[1]", "[1]: it must be a list of strings"),
+        ("debug.seed", '"0"', "'0': it must be a whole number"),
+        ("quantize.linear.mx.hopper_rebase", '"false"', "'false': it must be true or false"),
+    ],
+)
+def test_a_field_of_another_type_is_refused_by_its_name(
+    field: str, wrong: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """By the doctor, by dry runs and, as both call it, in training."""
+    section, _, name = field.rpartition(".")
+    lines = (ROOT / "train_configs/debug_llama4.toml").read_text().splitlines()
+    lines = [line for line in lines if not line.startswith(f"{name} =")]
+    if f"[{section}]" not in lines:
+        lines.append(f"[{section}]")
+    lines.insert(lines.index(f"[{section}]") + 1, f"{name} = {wrong}")
+    path = tmp_path / "own.toml"
+    path.write_text("\n".join(lines))
+    assert doctor.main([str(path)]) == 1
+    assert f"FAILED: {path}: {field} = {said}" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=re.escape(f"{field} = {said}")):
+        parse_config(str(path))
 
 
 def test_a_backend_that_fails_or_is_wrong_is_no_pass(
@@ -82,28 +123,59 @@ def test_a_backend_that_fails_or_is_wrong_is_no_pass(
 
 
 def test_what_is_missing_comes_with_the_command_that_mends_it() -> None:
-    assert list(doctor.problems(HEALTHY)) == []
+    assert doctor.problems(HEALTHY) == []
     cpu = Hardware("cpu", "cpu")
-    without = {name: version for name, version in HEALTHY.versions.items() if name not in ("torchtitan", "wandb")}
-    for change, said, command, fatal in (
-        ({"versions": HEALTHY.versions | {"torch": "2.9.1"}}, "older than 2.11", "pip install", True),
-        ({"versions": HEALTHY.versions | {"torch": "2.15.0"}}, "newer than what is tested", "pip install", False),
-        ({"versions": HEALTHY.versions | {"triton": "3.5.1"}}, "3.6 or newer", "pip install", True),
-        ({"versions": HEALTHY.versions | {"torchtitan": "0.3.0"}}, "torchtitan 0.3.0 is installed", "[train]", True),
-        ({"versions": without}, "torchtitan is not installed", "[train]", True),
-        ({"versions": without}, "wandb is not installed", "[train]", False),
-        ({"versions": {"torch": "2.13.0", "triton": "3.9.0"}}, "tensorboard is not installed", "[train]", True),
-        ({"hardware": cpu, "cuda": ""}, "is a build for CPUs", "--force-reinstall", True),
-        ({"compiler": ""}, "no C compiler", "apt-get install gcc", True),
-        ({"headers": False}, "Python.h", "-dev", True),
-        ({"newer_ptxas": "/cuda/ptxas"}, "some per cent faster", "TRITON_PTXAS_PATH=/cuda/ptxas", False),
+    core = {name: version for name, version in HEALTHY.versions.items() if name in ("torch", "triton")}
+    for change, said, command, stops in (
+        ({"versions": HEALTHY.versions | {"torch": "2.9.1"}}, "older than 2.11", "pip install", "MXFP8"),
+        ({"versions": HEALTHY.versions | {"torch": "2.15.0"}}, "newer than what is tested", "pip install", ""),
+        ({"versions": HEALTHY.versions | {"triton": "3.5.1"}}, "3.6 or newer", "pip install", "MXFP8"),
+        (
+            {"versions": HEALTHY.versions | {"torchtitan": "0.2.1"}},
+            "torchtitan 0.2.1",
+            "torchtitan==0.2.2",
+            "TorchTitan",
+        ),
+        (
+            {"versions": HEALTHY.versions | {"torchtitan": "0.3.0"}},
+            "0.3.0 needs torch 2.13",
+            "pip install",
+            "TorchTitan",
+        ),
+        ({"versions": core}, "torchtitan is not installed", "torchtitan==0.2.2", "TorchTitan"),
+        ({"versions": core | {"torchtitan": "0.2.2"}}, "tensorboard is not", "install tensorboard", "TorchTitan"),
+        ({"versions": core | {"torchtitan": "0.2.2"}}, "wandb is not installed", "install wandb", ""),
+        ({"hardware": cpu, "cuda": ""}, "is a build for CPUs", "--force-reinstall", "MXFP8"),
+        ({"compiler": ""}, "no C compiler", "apt-get install gcc", "MXFP8"),
+        ({"headers": False}, "Python.h", "-dev", "MXFP8"),
+        ({"newer_ptxas": "/cuda/ptxas"}, "some per cent faster", "TRITON_PTXAS_PATH=/cuda/ptxas", ""),
     ):
         found = [problem for problem in doctor.problems(replace(HEALTHY, **change)) if said in problem.what]
-        assert len(found) == 1 and command in found[0].command and found[0].fatal == fatal, said
-    assert len(list(doctor.problems(replace(HEALTHY, versions=without)))) == 2
+        assert len(found) == 1 and command in found[0].command and found[0].stops == stops, said
+        assert " -e" not in found[0].command, "a wheel has no folder to install from"
+    assert len(doctor.problems(replace(HEALTHY, versions=core))) == 1, "without TorchTitan nothing of it is missed"
+    newer = HEALTHY.versions | {"torch": "2.13.0", "torchtitan": "0.3.0"}
+    assert doctor.problems(replace(HEALTHY, versions=newer)) == []
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
+    assert set(shlex.split(doctor.INSTALL_TITAN)[2:]) == set(named)
     assert "each of 8 GPUs" in doctor.symmetric_memory(HEALTHY)
     assert "two GPUs" in doctor.symmetric_memory(replace(HEALTHY, gpus=1))
     assert "cannot read" in doctor.symmetric_memory(replace(HEALTHY, peers=False))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU")
+def test_mxfp8_runs_where_torchtitan_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """But a TOML does not."""
+    here = doctor.examine()
+    core = {name: here.versions[name] for name in ("torch", "triton")}
+    for versions, where in ((core, "PyTorch;"), (core | {"transformers": "5.5"}, "PyTorch and Transformers;")):
+        monkeypatch.setattr(doctor, "examine", lambda versions=versions: replace(here, driver="", versions=versions))
+        assert doctor.main([]) == 0
+        printed = capsys.readouterr().out
+        assert f"MXFP8 runs here in {where} for TorchTitan see what is missing" in printed and "NOT" not in printed
+    assert doctor.main(["train_configs/debug_llama4.toml"]) == 1
+    printed = capsys.readouterr().out
+    assert "not looked at without what TorchTitan needs" in printed and "will NOT run in MXFP8" in printed
 
 
 def test_what_other_gpus_multiply_and_why() -> None:
@@ -124,89 +196,73 @@ def test_what_other_gpus_multiply_and_why() -> None:
     ):
         hardware = Hardware(arch, name)
         assert rows(hardware)["mxfp8"][:4] == ("triton", "bf16", "bf16", "bf16") and why in rows(hardware)["mxfp8"][4]
-        text, _ = doctor.report(replace(HEALTHY, hardware=hardware), ROOT / "results")
+        text, _ = doctor.report(replace(HEALTHY, hardware=hardware))
         assert f"NEVER RUN HERE: backend 'triton' was never run on {name}" in text
         assert "nothing here multiplies FP8, so expect no speed" in text and "what it brings is not known" in text
 
 
-def test_what_to_expect_is_read_from_the_results_that_count() -> None:
-    found = doctor.measured(H200, ROOT / "results")
-    what = "one GEMM of 131072 x 8192 x 5120, 8 experts, balanced groups"
-    gemms = [result.file for result in found if (result.recipe, result.what) == ("mxfp8", what)]
-    assert gemms == ["results/2026-11-25_h200_bench/grouped_mm/data.csv"], "the newest of three"
-    table = "results/2026-11-22_h200_redrawn_core/training_table.csv"
-    with (ROOT / table).open(newline="") as file:
-        times = {row["run"]: float(row["x"]) for row in csv.DictReader(file)}
-    ours = {result.recipe: result.times for result in found if result.file == table}
-    assert ours == pytest.approx(
-        {name.removeprefix("both:"): x for name, x in times.items() if name != "bf16"}, abs=1e-3
-    )
-    first, *lines = doctor.advice(H200, found)
-    assert first.startswith("mxfp8_2d_rebased (a scale per 128 elements: not exact MXFP8): fastest") and any(
-        table in line for line in lines
-    )
-    assert any(line.startswith("mxfp8_2d: fastest of exact MXFP8") for line in lines)
-    h100 = Hardware("sm_90", "NVIDIA H100 80GB HBM3")
-    newest = doctor.measured(h100, ROOT / "results")
-    first, training = doctor.advice(h100, newest)
-    assert "fastest" in first and "training 16B_4layers with dispatch, 2 GPUs (results/2026-11-25_2xh100" in training
-    gemms = [result for result in newest if not result.what.startswith("training")]
-    _, gemm, *_ = doctor.advice(h100, gemms)
-    assert "one GEMM of 131072 x 8192 x 5120" in gemm and "results/2026-11-25_h100_bench/grouped_mm/data.csv" in gemm
+def test_a_gpu_gets_the_recipe_of_its_kind_and_what_it_brought() -> None:
+    h100, pcie = (Hardware("sm_90", f"NVIDIA H100 {name}") for name in ("80GB HBM3", "PCIe"))
+    for hardware in (H200, h100, pcie, CLUSTER_GPUS["H20"]):
+        first, *lines = doctor.advice(hardware)
+        assert first.startswith("mxfp8_2d_rebased: all three GEMMs in FP8, a scale per 128 elements: not exact MXFP8")
+        assert any(line.startswith("mxfp8_2d: exact MXFP8") for line in lines)
+        assert ("nothing was measured on this GPU" in lines[-1]) == (hardware not in (H200, h100))
+    for hardware in (B200, Hardware("gfx950", "AMD Instinct MI355X")):
+        assert doctor.advice(hardware)[0] == "mxfp8: all three GEMMs in FP8"
+    rows = {(row["model"], row["gpus"], row["recipe"], row["dispatch"]): row["x"] for row in doctor.measured(H200)}
+    key = ("deepseek_v3", "2", "{}", "on")
+    rebased, control = (rows[tuple(part.format(recipe) for part in key)] for recipe in ("mxfp8_2d_rebased", "bf16"))
+    line = f"{rebased} times bf16 (the dispatch alone, in bf16: {control}): training deepseek_v3 16B_4layers, 2 GPUs"
+    assert any(line in each for each in doctor.advice(H200))
+    assert any("one grouped GEMM of llama4's experts, 131072 x 8192 x 5120" in each for each in doctor.advice(h100))
 
 
 def test_a_combination_that_never_ran_is_named() -> None:
-    assert doctor.combinations(H200, ROOT / "results") == {("2.11", "3.6")}
-    assert ("2.13", "3.9") in doctor.combinations(Hardware("cpu", "cpu"), ROOT / "results")
     newer = replace(HEALTHY, versions=HEALTHY.versions | {"torch": "2.13.0", "triton": "3.9.0"})
-    said = "NEVER RUN SO: torch 2.13 with Triton 3.9 on NVIDIA H200. By results/ it ran with torch 2.11 with Triton 3.6"
-    assert said in doctor.report(newer, ROOT / "results")[0]
-    assert "NEVER RUN SO" not in doctor.report(HEALTHY, ROOT / "results")[0]
+    said = "NEVER RUN SO: torch 2.13 with Triton 3.9 on NVIDIA H200. It ran with torch 2.11 with Triton 3.6"
+    assert said in doctor.report(newer)[0]
+    assert "NEVER RUN SO" not in doctor.report(HEALTHY)[0]
 
 
-def test_what_bench_all_leaves_is_read(tmp_path: Path) -> None:
-    """And of it only what trains alike: on normal numbers, with all multiprocessors, forward and backward."""
-    (tmp_path / "README.md").touch()
-    folder = tmp_path / "2027-01-31_h200_bench" / "grouped_mm"
-    folder.mkdir(parents=True)
-    (folder / "env.json").write_text('{"gpu": "NVIDIA H200"}')
-    columns = "bench,M,N,K,G,groups,data,held,recipe,what,x\n"
-    rows = "grouped_mm,{0},4,5,6,balanced,{1},{2},{3},{4},{0}\n"
-    both = "forward + backward"
-    (folder / "data.csv").write_text(
-        columns
-        + rows.format(1, "normal", 0, "mxfp8_2d_rebased", both)
-        + rows.format(2, "products", 0, "mxfp8_2d", both)
-        + rows.format(3, "normal", 16, "mxfp8_2d", both)
-        + rows.format(4, "normal", 0, "mxfp8_2d", "forward")
-        + rows.format(5, "normal", 0, "bf16", both)
+def test_the_table_that_ships_is_what_the_folders_that_count_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.MEASURED.read_text() == measured.text_of(measured.measured(ROOT / "results")), (
+        "python scripts/measured.py writes it anew"
     )
-    (found,) = doctor.measured(H200, tmp_path)
-    assert (found.recipe, found.times, found.training) == ("mxfp8_2d_rebased", 1.0, False)
-    assert found.what == "one GEMM of 1 x 4 x 5, 6 experts, balanced groups"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert doctor.MEASURED.name in project["tool"]["setuptools"]["package-data"]["titan_mxfp8"]
+    measured.main(["--check"])
+    monkeypatch.setattr(measured, "RESULTS", ROOT / "tests")
+    with pytest.raises(SystemExit, match="has in bold what is not there: no folder"):
+        measured.main(["--check"])
 
 
-def test_a_training_with_dispatch_is_not_taken_for_a_rebased_one(tmp_path: Path) -> None:
-    (tmp_path / "README.md").touch()
-    folder = tmp_path / "2027-01-31_h200_training"
-    folder.mkdir()
-    (folder / "env.json").write_text('{"gpu": "NVIDIA H200", "processes": "2", "config": "a/m.toml"}')
-    rows = "bf16,100,1\nboth+dispatch:mxfp8_2d,109,1.1\nboth+rebase+dispatch:mxfp8_2d,121,1.2\n"
-    (folder / "table.csv").write_text(f'run,"{SPEED}",x\n{rows}')
-    found = doctor.measured(H200, tmp_path)
-    assert [(one.recipe, one.times) for one in found] == [("mxfp8_2d", 1.1), ("mxfp8_2d_rebased", 1.2)]
-    assert {one.what for one in found} == {"training m with dispatch, 2 GPUs"}
-
-
-def test_without_results_it_says_so(tmp_path: Path) -> None:
-    text, _ = doctor.report(HEALTHY, tmp_path)
-    assert "results/ is not part of this installation" in text and "is not known" in text
-
-
-def test_a_recipe_is_compared_where_both_were_measured() -> None:
-    """An easy shape that one of them alone was measured with does not make it the faster one."""
-    results = [
-        doctor.Measured(recipe=recipe, times=times, training=True, what=what, file="f")
-        for recipe, times, what in (("mxfp8", 1.0, "a"), ("mxfp8_2d", 1.1, "a"), ("mxfp8", 2.0, "b"))
+def test_of_a_folder_the_table_takes_what_trains_alike_and_of_two_the_newer(tmp_path: Path) -> None:
+    """Grouped GEMMs of normal numbers, with all multiprocessors, forward and backward; trainings of all converted, and
+    their control. ``rebase`` and ``dispatch`` are told apart."""
+    (tmp_path / "README.md").write_text("| **`2027-01-30_a`**, **`2027-01-31_b`** |, `2027-02-01_c`")
+    env = {"gpu": "NVIDIA H200", "torch": "2.13.0+cu130", "triton": "3.6.0"}
+    row = {"bench": "grouped_mm", "M": 1, "N": 8192, "K": 5120, "G": 8, "groups": "balanced", "data": "normal"}
+    row |= {"held": 0, "recipe": "mxfp8_2d", "what": "forward + backward"}
+    others = [
+        row | {"M": 2, name: value} for name, value in {"data": "products", "held": 16, "what": "forward"}.items()
     ]
-    assert doctor.advice(H200, results)[0].startswith("mxfp8_2d:")
+    runs = {"bf16": 1, "bf16+dispatch": 1.2, "both:mxfp8_2d": 0.9, "both+rebase+dispatch:mxfp8_2d": 1.3, "grouped": 2}
+    for folder, gain in (("2027-01-30_a", 1), ("2027-01-31_b", 2), ("2027-02-01_c", 3)):
+        for part in ("grouped_mm", "training"):
+            (tmp_path / folder / part).mkdir(parents=True)
+            more = {"config": "train_configs/deepseek_v3_16b_1x8.toml", "processes": "2"} if part == "training" else {}
+            (tmp_path / folder / part / "env.json").write_text(json.dumps(env | more))
+        rows = [one | {"x": gain} for one in (row, *others, row | {"M": 3, "recipe": "bf16"})]
+        write_rows(tmp_path / folder / "grouped_mm" / "data.csv", rows)
+        table = [{"run": run, SPEED: 1, "x": x} for run, x in runs.items()]
+        write_rows(tmp_path / folder / "training" / "table.csv", table)
+    found = measured.measured(tmp_path)
+    assert {one["folder"] for one in found} == {"2027-01-31_b"} and {one["torch"] for one in found} == {"2.13"}
+    assert [(one["recipe"], one["dispatch"], one["x"], one["gpus"]) for one in found] == [
+        ("mxfp8_2d", "", "2.00", "1"),
+        ("bf16", "on", "1.20", "2"),
+        ("mxfp8_2d", "off", "0.90", "2"),
+        ("mxfp8_2d_rebased", "on", "1.30", "2"),
+    ]
+    assert {one["what"] for one in found} == {"1 x 8192 x 5120, 8 experts", "16B"}

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+from problems import SPREADS, group_sizes, make_offs, sums_per_stage
 
 from titan_mxfp8 import MXTensor, quantize
 from titan_mxfp8.format import mx, reference
 from titan_mxfp8.format.spec import Operand, OperandSpec
-from titan_mxfp8.testing import SPREADS, group_sizes, make_offs, sums_per_stage
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MAX = {E4M3: 448.0, E5M2: 57344.0}

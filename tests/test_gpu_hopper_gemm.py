@@ -27,6 +27,8 @@ from contract import (
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an SM90 GPU", allow_module_level=True)
 
+from poison import poisoned_empty
+from problems import group_sizes, make_offs
 from triton.backends.nvidia import driver
 from triton.runtime.driver import driver as drivers
 
@@ -39,7 +41,6 @@ from titan_mxfp8.format import reference
 from titan_mxfp8.format.mx import decode_scale
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.recipe import get_recipe
-from titan_mxfp8.testing import group_sizes, make_offs, poisoned_empty
 
 DEVICE = torch.device("cuda", 0)
 EVEN, REBASED = (hopper.plan(get_recipe(name), hardware_of(DEVICE)) for name in ("mxfp8_2d", "mxfp8_2d_rebased"))

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from poison import poisoned_empty
+from problems import relative_rms
 from test_moe_layer import D, T, check_compiled, in_fp64, make_layer, row_by_row, run, run_ranks
 
 from titan_mxfp8 import mxfp8_moe
-from titan_mxfp8.testing import poisoned_empty, relative_rms
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_e5m2_grad", "mxfp8_2d_wgrad_bf16", "mxfp8_2d_rebased", "bf16")

@@ -30,6 +30,8 @@ from contract import (
     uneven,
     wild,
 )
+from poison import poisoned_empty
+from problems import SPREADS, group_sizes, make_offs
 
 from titan_mxfp8 import quantize
 from titan_mxfp8.backends import hopper, triton
@@ -37,7 +39,6 @@ from titan_mxfp8.format import reference
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.ops import library
 from titan_mxfp8.ops.pad import pad_token_groups, unpad_token_groups
-from titan_mxfp8.testing import SPREADS, group_sizes, make_offs, poisoned_empty
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

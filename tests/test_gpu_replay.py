@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from poison import poisoned_empty
+from problems import group_sizes, make_offs
 
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_linear
 from titan_mxfp8.backends.common import replay
 from titan_mxfp8.ops import library
-from titan_mxfp8.testing import group_sizes, make_offs, poisoned_empty
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_e5m2_grad", "mxfp8_2d_wgrad_bf16", "mxfp8_2d_rebased")

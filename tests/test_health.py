@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import training
+from problems import make_offs
 from runs import read_tensorboard, tensorboard_logs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,6 @@ from titan_mxfp8.format import reference
 from titan_mxfp8.ops import observe
 from titan_mxfp8.ops.config import config_of
 from titan_mxfp8.recipe import RECIPES
-from titan_mxfp8.testing import make_offs
 from titan_mxfp8.titan import telemetry
 
 # max, exponent of the largest power of two, and what rounds to zero: half of the smallest subnormal, a tie, does too

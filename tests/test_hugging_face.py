@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from problems import relative_rms
 from torch import nn
 
 from titan_mxfp8 import convert_model
 from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.modules.hugging_face import WITHOUT_GROUPED_MM
-from titan_mxfp8.testing import relative_rms
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason='needs pip install -e ".[hf]"')
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
@@ -368,11 +368,32 @@ def test_the_script_trains_with_the_trainer(tmp_path: Path, capsys: pytest.Captu
         log = capsys.readouterr().out
         losses[recipe] = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", log)]
         assert ("converted 2 expert modules (recipe mxfp8_2d" in log) == (recipe == "mxfp8_2d")
+        assert f"saved model and tokenizer to {out}: " in log
     assert losses["bf16"] != losses["mxfp8_2d"]
     assert all(losses[recipe] == pytest.approx([math.log(2048)] * 2, abs=0.5) for recipe in losses)
     assert losses["mxfp8_2d"] == pytest.approx(losses["bf16"], abs=0.05)
     train_hf.main([*flags.split(), "--model", str(out)])  # what was saved, tokenizer included
     assert "converted 2 expert modules" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (b'{"text": "a b c d e"}\n\n{"body": "x"}', "line 3: each line must be .* \\(KeyError: 'text'\\)"),
+        (b'{"text": "a b c d e"}\n{"text": null}', "line 2: each line must be .* its text is None"),
+        (b"[]", "line 1: each line must be"),
+        ('{"text": "é"}'.encode("latin-1"), "line 1: each line must be .* UTF-8 .* can't decode"),
+        ('{"text": "a"}'.encode("utf-16"), "line 1: each line must be .* UTF-8"),
+        (b'{"text": "Amen."}', "--seq_len 64: a sequence has 2 tokens or more, and .*text.jsonl has [1-9]$"),
+        (b"", "--seq_len 64: .*text.jsonl has 0"),
+    ],
+)
+def test_the_script_names_the_line_that_is_no_text(text: bytes, message: str, tmp_path: Path) -> None:
+    import train_hf
+
+    (tmp_path / "text.jsonl").write_bytes(text)
+    with pytest.raises(SystemExit, match=f"^train_hf: .*{message}"):
+        train_hf.main(f"--text {tmp_path / 'text.jsonl'} --seq_len 64 --output_dir {tmp_path / 'out'}".split())
 
 
 def test_an_implementation_of_the_users_is_left_to_run(monkeypatch: pytest.MonkeyPatch) -> None:

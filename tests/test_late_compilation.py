@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 from aot import specializations
+from problems import group_sizes, make_offs
 from scaled_mm import as_on_sm100
 
 from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, mxfp8_moe, quantize
@@ -27,7 +28,6 @@ from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.moe.symmetric import Symmetric
 from titan_mxfp8.ops import config, library
 from titan_mxfp8.recipe import get_recipe
-from titan_mxfp8.testing import group_sizes, make_offs
 
 EXPERTS, N, K = 3, 96, 160
 # None, one, multiples of 16, primes, both sides of where the GEMMs of Hopper take other tiles, and more than 2^15.

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torchtitan
 from models import MODELS, ROOT, build, run_step
+from problems import relative_rms
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
@@ -28,7 +29,6 @@ from titan_mxfp8 import convert_model, modules, mxfp8_linear
 from titan_mxfp8.format.swiglu import forward as swiglu
 from titan_mxfp8.modules import MXFP8Linear
 from titan_mxfp8.recipe import Recipe
-from titan_mxfp8.testing import relative_rms
 
 cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="runs TorchTitan's models on the CPU")
 # As the inductor, but for its code: the same decompositions and the same division into forward and backward.
@@ -267,7 +267,12 @@ def test_experts_ignore_rows_past_the_last_expert(kind: str) -> None:
 def test_compiled_and_parallel_models_equal_the_plain_ones(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", PARALLEL_MODELS],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+        env=os.environ
+        | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}",
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        },
         capture_output=True,
         text=True,
         timeout=600,

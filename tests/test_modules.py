@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from problems import make_offs, relative_rms
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from titan_mxfp8 import RECIPES, backends, convert_model, modules, mxfp8_grouped_mm, mxfp8_linear
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.modules import convert
-from titan_mxfp8.testing import make_offs, relative_rms
 
 PARALLEL_LINEARS = Path(__file__).parent / "parallel_linears.py"
+ROOT = Path(__file__).parent.parent
 
 
 class Experts(nn.Module):
@@ -598,7 +599,7 @@ def test_float16_is_an_error_that_names_the_module(what: str) -> None:
 def test_a_linear_that_is_the_whole_model_has_a_name() -> None:
     linear = nn.Linear(64, 64)
     convert_model(linear)
-    with pytest.raises(ValueError, match=r"^Linear: takes x of shape"):
+    with pytest.raises(ValueError, match=r"^Linear: mxfp8_linear takes x of shape"):
         linear(torch.randn(4, 32))
 
 
@@ -690,7 +691,7 @@ def test_only_what_splits_a_gemm_counts_as_a_split() -> None:
 def test_linears_on_dtensors_equal_those_of_one_process() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", PARALLEL_LINEARS],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PARALLEL_LINEARS.parent.parent)},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"},
         capture_output=True,
         text=True,
         timeout=600,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from problems import make_offs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -11,7 +12,6 @@ from torch.distributed.tensor import distribute_tensor
 from titan_mxfp8 import convert_model, mxfp8_grouped_mm, mxfp8_linear, mxfp8_moe, quantize
 from titan_mxfp8.backends import reference
 from titan_mxfp8.format.spec import Operand
-from titan_mxfp8.testing import make_offs
 
 X, W, BIAS, DY = torch.randn(20, 64), torch.randn(4, 96, 64), torch.randn(96), torch.randn(20, 96)
 OFFS = make_offs([3, 0, 6, 11])

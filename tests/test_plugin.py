@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torchtitan.config import ConfigManager, JobConfig, job_config
 from torchtitan.models.llama4 import Transformer, llama4_args
 from torchtitan.models.moe.moe import GroupedExperts
@@ -37,6 +38,9 @@ ASSETS = [
     "--training.dataset=c4_test",
     f"--training.dataset_path={ROOT}/train_configs/assets/kjv",
 ]
+VALIDATE = ["--validation.enable", *(flag.replace("training", "validation") for flag in ASSETS[1:])]
+VALIDATE += ["--training.seq_len=1024", "--validation.seq_len=1024"]
+ROW = b'{"text": "a"}\n'
 GROUPED, LINEAR = "quantize.grouped_mm.mx", "quantize.linear.mx"
 REBASE = f"--{GROUPED}.hopper_rebase"
 RECIPE = f"--{GROUPED}.recipe_name"
@@ -319,20 +323,78 @@ def test_health_may_be_logged_to_either_and_needs_no_log_without_converters() ->
 @pytest.mark.parametrize(
     "text, message",
     [
-        (
-            '\n{"content": "a", "id": 1}\n',
-            r"data.jsonl: its first row has 'content', 'id', and no text: each line must",
-        ),
-        ('["a"]\n', r"its first row is \['a'\], and no text"),
-        ('{"text": 1}\n', "and no text"),
-        ("In the beginning\n", "its first line is no JSON"),
-        ("", "its first line is no JSON"),
+        (b'\n{"content": "a", "id": 1}\n', r"data.jsonl, line 2 has 'content', 'id', and no text: each line must"),
+        (b'["a"]\n', r"line 1 is \['a'\], and no text"),
+        (b'{"text": 1}\n', "line 1 has 'text', and no text"),
+        (b"In the beginning\n", "line 1 is no JSON"),
+        (b"", "has no rows: each line must"),
+        (b" \n\n", "has no rows: each line must"),
+        (ROW * 2 + b"\n" + b'{"text": null}\n', "line 4 has 'text', and no text"),
+        (ROW * 2 + b'{"text": "a"\n', "line 3 is no JSON"),
+        (ROW * 2 + '{"text": "é"}'.encode("latin-1"), "line 3 is no UTF-8 .*: save the file as UTF-8"),
+        ((ROW * 2).decode().encode("utf-16"), "line 1 is no UTF-8"),
+        ((ROW * 2).decode().encode("utf-16-be"), "line 1 is no JSON"),
     ],
 )
-def test_data_without_text_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "data.jsonl").write_text(text)
+@pytest.mark.parametrize("section", ["training", "validation"])
+def test_data_without_text_is_refused(section: str, text: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_bytes(text)
     with pytest.raises(ValueError, match=message):
+        parse(*VALIDATE, f"--{section}.dataset_path={tmp_path}")
+
+
+def test_text_is_read_as_torchtitan_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte order mark and empty lines are none of our business; all rows are rank 0's."""
+    for text in (b"\xef\xbb\xbf" + ROW, b"\r\n\n" + ROW + b"\r\n" + ROW, ROW.strip()):
+        (tmp_path / "data.jsonl").write_bytes(text)
         parse(f"--training.dataset_path={tmp_path}")
+    (tmp_path / "data.jsonl").write_bytes(ROW + b"x")
+    monkeypatch.setenv("RANK", "1")
+    parse(f"--training.dataset_path={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["seq_len=2048"], "validation.seq_len = 2048 is more than training.seq_len = 1024, for which the model is"),
+        (["seq_len=1001"], "validation.seq_len = 1001 is no multiple of 2"),
+        (["local_batch_size=0"], "validation.local_batch_size = 0: it must be at least 1"),
+        (["freq=0"], "validation.freq = 0: it must be at least 1"),
+        (["dataset=c5"], "validation.dataset = 'c5': TorchTitan knows c4, c4_test"),
+        (["dataset_path=/nonexistent"], "validation.dataset_path = '/nonexistent' holds no data.jsonl"),
+        (
+            ["dataset=c4_validation", "dataset_path="],
+            "validation.dataset 'c4_validation' is streamed .* HF_HUB_OFFLINE",
+        ),
+    ],
+)
+def test_a_validation_that_cannot_be_is_refused(
+    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    flags = [f"--validation.{flag}" for flag in flags]
+    with pytest.raises(ValueError, match=message):
+        parse(*VALIDATE, *flags)
+    parse(*VALIDATE)
+    parse(*VALIDATE, *flags, "--validation.no-enable")
+
+
+def test_under_torchrun_a_refusal_is_the_last_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """It stood in the middle of 50 lines: two tracebacks of the process before it, torchrun's report behind it."""
+    record = tmp_path / "error.json"
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(record))
+    with pytest.raises(ValueError, match="unknown recipe 'mxfp9'") as refused:
+        parse(f"--model.converters={GROUPED}", f"{RECIPE}=mxfp9")
+    sys.excepthook(refused.type, refused.value, refused.tb)
+    assert capsys.readouterr().err == f"ValueError: {refused.value}\n"
+    sys.excepthook(KeyError, KeyError("another"), refused.tb)
+    assert "Traceback" in capsys.readouterr().err
+    report = ChildFailedError("train", {0: ProcessFailure(0, pid=1, exitcode=1, error_file=str(record))})
+    *_, said, border = str(report).strip().splitlines()
+    assert said.strip() == f"traceback : ValueError: {refused.value}" and set(border) == {"="}
 
 
 def test_compiled_tensor_parallelism_is_refused_where_torchtitan_fails_at_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import ROOT
+from problems import relative_rms
 from test_models import cpu_only
 from test_plugin import GROUPED, LINEAR, parse
 from torch import nn
@@ -26,7 +27,6 @@ from titan_mxfp8.ops import observe
 from titan_mxfp8.plugin import moe as plugin
 from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.recipe import BF16
-from titan_mxfp8.testing import relative_rms
 from titan_mxfp8.titan.dispatch import worst_case_bytes
 from titan_mxfp8.tools.dry_run import dry_run, parse_config
 
@@ -352,7 +352,9 @@ def test_a_config_for_a_cluster_is_checked_without_its_links(tmp_path: Path, mon
 
 def check_parallel_models(device: str) -> None:
     program = [str(Path(__file__).parent / "parallel_moe_models.py"), device]
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # torchtitan may be on it
+    paths = os.pathsep.join(
+        filter(None, (str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH")))
+    )  # torchtitan may be on it
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},

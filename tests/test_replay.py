@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from problems import group_sizes, make_offs
 
 from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, quantize
 from titan_mxfp8.backends.common import gemm, launch, replay
@@ -15,7 +16,6 @@ from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm as hopper
 from titan_mxfp8.moe import layer
 from titan_mxfp8.ops import config, library
-from titan_mxfp8.testing import group_sizes, make_offs
 
 EXPERTS, N, K = 3, 96, 160
 

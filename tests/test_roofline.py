@@ -11,18 +11,12 @@ from pathlib import Path
 import bench_grouped_mm
 import bench_kernels
 import check_configs
+import measured
 import pytest
 import roofline
 import tables
 import torch
-
-from titan_mxfp8 import doctor
-from titan_mxfp8.backends import plan_on
-from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
-from titan_mxfp8.recipe import BF16, get_recipe
-from titan_mxfp8.testing import SPEED, GroupedShape, training_gains
-from titan_mxfp8.tools.dry_run import dry_run, parse_config
-from titan_mxfp8.tools.roofline import (
+from passes import (
     Layer,
     MoELayer,
     Pass,
@@ -32,8 +26,16 @@ from titan_mxfp8.tools.roofline import (
     layer_seconds,
     moe_passes,
     passes,
+    step_of,
     step_speedup,
 )
+from problems import GroupedShape
+from result_files import SPEED, training_gains
+
+from titan_mxfp8.backends import plan_on
+from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
+from titan_mxfp8.recipe import BF16, get_recipe
+from titan_mxfp8.tools.dry_run import Report, dry_run, parse_config
 
 ROOT = Path(__file__).parent.parent
 H200, CPU = CLUSTER_GPUS["H200"], Hardware("cpu", "cpu")
@@ -139,26 +141,43 @@ def report():
 def test_a_dry_run_knows_what_a_gpu_multiplies(report) -> None:
     """4 GPUs, EP 4: 16 experts of 8192 x 5120 are 4 a GPU, with the tokens of one; attention and shared experts."""
     tokens = 4 * 8192
-    layers = {(layer.m, layer.n, layer.k, layer.groups): layer.count for _, layer in report.step.converted}
+    step = step_of(report)
+    layers = {(layer.m, layer.n, layer.k, layer.groups): layer.count for _, layer in step.converted}
     assert layers[tokens, 8192, 5120, 4] == 4 and layers[tokens, 5120, 8192, 4] == 2, "w1, w3; w2; of two layers"
-    assert (tokens, 5120, 5120, 1) in layers and not report.step.keeps_weight
-    converted = sum(6 * layer.m * layer.n * layer.k * layer.count for _, layer in report.step.converted)
-    assert report.step.forwards == 1
-    assert converted + report.step.other_flops == pytest.approx(report.flops_per_token * tokens)
+    assert (tokens, 5120, 5120, 1) in layers and not step.keeps_weight
+    converted = sum(6 * layer.m * layer.n * layer.k * layer.count for _, layer in step.converted)
+    assert step.forwards == 1
+    assert converted + step.other_flops == pytest.approx(report.flops_per_token * tokens)
     assert converted == pytest.approx(report.flops_per_token * tokens * report.mxfp8_share)
-    top_6 = dry_run(parse_config(str(ROOT / "train_configs/deepseek_v3_16b_1x8.toml"))).step
+    top_6 = step_of(dry_run(parse_config(str(ROOT / "train_configs/deepseek_v3_16b_1x8.toml"))))
     experts = {(layer.m, layer.n, layer.k, layer.groups) for _, layer in top_6.converted if layer.groups > 1}
     assert experts == {(4 * 4096 * 6, 1408, 2048, 8), (4 * 4096 * 6, 2048, 1408, 8)}
-    again = dry_run(parse_config(str(ROOT / CONFIG), ["--activation_checkpoint.mode=full"])).step
-    assert again.forwards == 2 and again.other_flops == pytest.approx(report.step.other_flops * 4 / 3)
-    assert again.other_bytes < report.step.other_bytes
+    again = step_of(dry_run(parse_config(str(ROOT / CONFIG), ["--activation_checkpoint.mode=full"])))
+    assert again.forwards == 2 and again.other_flops == pytest.approx(step.other_flops * 4 / 3)
+    assert again.other_bytes < step.other_bytes
 
 
 def test_check_configs_says_what_to_expect(report, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    said = check_configs.describe(report)
-    assert "with our kernels' rates" in said and "communication and the host are left out" in said
+    def said(report: Report) -> str:
+        (line,) = (line for line in check_configs.describe(report).splitlines() if line.startswith("  speed-up"))
+        return line.removeprefix("  speed-up").strip()
+
+    by_format = step_speedup(step_of(report), "H200", committed_rates(ROOT / "results", "H200")[1])
+    assert report.dispatching and said(report).startswith(f"{by_format:.2f} times bf16's speed by the number format")
+    assert "what the dispatch gains besides was not measured for llama4 on H200; communication" in said(report)
+    # of DeepSeek-V3 it was, on one GPU and on two
+    gains = [float(row["x"]) for row in measured.measured(ROOT / "results") if row["recipe"] == "bf16"]
+    like_measured = replace(report, model="deepseek_v3")
+    low, high = (f"{by_format * gain:.2f}" for gain in sorted(gains[1:]))
+    assert len(gains) == 3 and f"{low} to {high} times bf16's speed: {by_format:.2f} by" in said(like_measured)
+    without = said(replace(like_measured, dispatching=0))
+    assert without.startswith(f"{by_format:.2f} times bf16's speed by") and "dispatch" not in without
+    bf16 = replace(report, converted=Counter(), multiplied={})
+    assert said(bf16) == "none, as nothing is converted"
+    assert "multiplies bf16 in all GEMMs" in check_configs.describe(bf16)
     monkeypatch.setattr(check_configs, "ROOT", tmp_path)
-    assert "not known: no committed result has rates that were measured on H200" in check_configs.describe(report)
+    assert said(report) == "not known: no committed result has rates that were measured on H200"
+    assert "cluster.gpu names no GPU" in said(replace(report, card=None))
 
 
 def test_predictions_stand_beside_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,11 +243,6 @@ def test_a_training_has_one_gain_wherever_it_stands() -> None:
     """That of pairs: in one table the medians of ``both:mxfp8_2d`` and bf16 are 81994 and 89864, which is 0.912."""
     rows = [{"run": "both", SPEED: "9", "x": "1.0"}, {"run": "bf16", SPEED: "8", "x": "0.8"}]
     assert [gain for _, gain in training_gains(rows)] == [1.25, 1] and not list(training_gains(rows[:1]))
-    by_doctor = Counter(
-        (one.file, one.recipe, f"{one.times:.2f}")
-        for one in doctor.measured(Hardware("sm_90", "NVIDIA H200"), ROOT / "results")
-        if one.training
-    )
     by_roofline = Counter(
         (path.relative_to(ROOT).as_posix(), tables.recipe_of(row["run"]), f"{gain:.2f}")
         for path, _, row, gain in roofline.trainings(ROOT / "results")
@@ -241,7 +255,13 @@ def test_a_training_has_one_gain_wherever_it_stands() -> None:
         for recipe in tables.RECIPES
         if (cell := cells.get(tables.code(recipe))) and " alone" not in cells["model"]
     )
-    assert by_doctor <= by_roofline == by_tables, "the doctor has only the newest of what was measured twice"
+    assert by_roofline == by_tables
+    of_doctor = {
+        (row["folder"], row["recipe"], row["x"])
+        for row in measured.measured(ROOT / "results")
+        if row["kind"] == "training" and row["recipe"] != "bf16"
+    }
+    assert of_doctor <= {(file.split("/")[1], recipe, gain) for file, recipe, gain in by_roofline}
     assert by_tables["results/2026-11-23_2xh200_dispatch_training/training_table.csv", "mxfp8_2d", "0.92"] == 1
 
 
@@ -263,8 +283,8 @@ def test_every_training_that_was_measured_has_a_prediction() -> None:
 
 
 def test_pictures_are_drawn_from_csvs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    for name in ("data.csv", "env.json"):
-        shutil.copy(ROOT / "results" / "2026-11-22_h200_hopper" / name, tmp_path)
+    for part in ("grouped_mm", "kernels"):
+        shutil.copytree(ROOT / "results" / "2026-11-25_h200_bench" / part, tmp_path / part)
     roofline.main(["draw", str(tmp_path)])
     pictures = [tmp_path / f"roofline_{model}.png" for model in ("llama4", "deepseek_v3")]
     assert capsys.readouterr().out.split() == list(map(str, pictures))
@@ -279,7 +299,8 @@ def test_pictures_are_drawn_from_csvs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert predicted[below] < 1 <= predicted[above]
     assert roofline.break_even(roofline.of(rows, "mxfp8", roofline.BOTH, "predicted_x")) is None
     assert roofline.break_even(roofline.of(rows, "mxfp8_2d_rebased", roofline.BOTH, "x")) is None, "one point"
-    (tmp_path / "env.json").write_text("{}")
+    for path in tmp_path.glob("*/env.json"):
+        path.write_text("{}")
     with pytest.raises(SystemExit, match="holds no results of one of H20, H100"):
         roofline.main(["draw", str(tmp_path)])
 

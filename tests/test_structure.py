@@ -3,7 +3,11 @@
 import ast
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).parent.parent / "titan_mxfp8"
 # A module may import from its own layer and the ones after it, never from another of its layer: each TorchTitan has its
@@ -34,13 +38,13 @@ def layer(dotted: str) -> tuple[int, str] | None:
     return next(((place, part) for place, folders in enumerate(LAYERS) if part in folders), None)
 
 
-def sources() -> list[tuple[Path, str]]:
+def package_sources() -> list[tuple[Path, str]]:
     return [(path, path.relative_to(PACKAGE).as_posix()) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
 def test_imports_point_one_way() -> None:
     seen = 0
-    for path, relative in sources():
+    for path, relative in package_sources():
         own = layer(f"titan_mxfp8.{relative.removesuffix('.py').replace('/', '.')}")
         for name in imports(path):
             if own is not None and name.startswith("titan_mxfp8."):
@@ -52,7 +56,7 @@ def test_imports_point_one_way() -> None:
 
 
 def test_triton_and_torchtitan_are_imported_in_one_folder_each() -> None:
-    for path, relative in sources():
+    for path, relative in package_sources():
         for name in imports(path):
             folder = ONLY_UNDER.get(name.split(".")[0])
             assert folder is None or relative.startswith(folder), f"{relative} imports {name}"
@@ -65,7 +69,7 @@ def test_importing_the_package_does_not_import_torchtitan() -> None:
 
 
 def test_every_public_function_has_a_docstring_and_type_hints() -> None:
-    for path, relative in sources():
+    for path, relative in package_sources():
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not node.decorator_list:
                 assert ast.get_docstring(node) or len(node.body) <= 3, f"{relative}: {node.name} has no docstring"
@@ -75,6 +79,23 @@ def test_every_public_function_has_a_docstring_and_type_hints() -> None:
 
 def test_the_tour_names_every_file() -> None:
     tour = (PACKAGE / "README.md").read_text()
-    for _, relative in sources():
+    for _, relative in package_sources():
         folder, _, name = relative.rpartition("/")
         assert f"{name}`" in tour or "workarounds" in folder or name == "__init__.py", relative
+
+
+def test_what_is_built_holds_all_that_it_needs_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    root = PACKAGE.parent
+    before = set(root.iterdir())
+    command = [sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=root, check=True, capture_output=True)
+    assert set(root.iterdir()) == before
+    (archive,), (wheel,) = tmp_path.glob("*.tar.gz"), tmp_path.glob("*.whl")
+    with tarfile.open(archive) as packed:
+        sources = {name.partition("/")[2] for name in packed.getnames()}
+    for needed in ("tests/training.py", "tests/README.md", "scripts/runs.py", "train_configs/debug_llama4.toml"):
+        assert (root / needed).is_file() and needed in sources
+    with zipfile.ZipFile(wheel) as packed:
+        modules = {name for name in packed.namelist() if name.endswith(".py")}
+    assert modules == {f"titan_mxfp8/{relative}" for _, relative in package_sources()}

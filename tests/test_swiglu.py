@@ -3,11 +3,11 @@
 import pytest
 import torch
 from contract import Target, targets_here
+from problems import relative_rms
 from swiglu_contract import BF16, check_nan_stays_in_its_group, check_swiglu, elements, swiglu_inputs
 
 from titan_mxfp8.format import swiglu
 from titan_mxfp8.recipe import Recipe, get_recipe
-from titan_mxfp8.testing import relative_rms
 
 PAIRS = [(target, recipe) for target in targets_here() for recipe in target.recipes()]
 

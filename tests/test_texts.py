@@ -14,6 +14,7 @@ import pytest
 import tables
 import torch
 import torch.nn.functional as F
+from problems import relative_rms
 from test_plugin import ASSETS
 from torch import nn
 from torchtitan.config import ConfigManager
@@ -24,7 +25,6 @@ from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.plugin.converters import GroupedMMConverter, LinearConverter
 from titan_mxfp8.recipe import get_recipe
-from titan_mxfp8.testing import relative_rms
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -78,6 +78,17 @@ def test_the_commit_is_that_of_a_tracked_file(tmp_path: Path) -> None:
     assert git_commit(file).endswith("-dirty")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_git_tells_the_commit_of_another_users_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose code runs all the same. Of other repositories of theirs nothing is asked."""
+    (tmp_path / "file").touch()
+    commit = "git init && git add . && git -c user.name=n -c user.email=e commit -m one && chown -R 1234 ."
+    subprocess.run(["sh", "-c", commit], cwd=tmp_path, check=True, capture_output=True)
+    assert git_commit(tmp_path / "file") == "", "git refuses it"
+    monkeypatch.setattr("titan_mxfp8.plugin.wandb_run.ROOT", tmp_path)
+    assert len(git_commit(tmp_path / "file")) == 40
+
+
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str | None, str]]:
     """WANDB_MODE and commit of each start of TorchTitan's wandb logger, for a user who never heard of wandb and whose

@@ -2,11 +2,11 @@
 
 Says which GPU and versions there are, what each recipe multiplies here and why nothing faster, which recipe to use and
 what that brought where it was measured, and what is missing, with the command that mends it. Exit status 0 where MXFP8
-training will run. TorchTitan is imported only where a config is given.
+runs, and the config can be trained if one is given. TorchTitan is imported only where a config is given.
 """
 
 import argparse
-import json
+import csv
 import logging
 import os
 import re
@@ -16,89 +16,58 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import mean
+from typing import Literal
 
 import torch
 
 import titan_mxfp8
-from titan_mxfp8.backends import Gemm, plan_on, select
+from titan_mxfp8.backends import Gemm, plan_on, recommend, select
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
 from titan_mxfp8.modules import training_device
-from titan_mxfp8.recipe import RECIPES, Recipe
-from titan_mxfp8.testing import format_table, installed_version, make_offs, read_bench, relative_rms, training_gains
+from titan_mxfp8.recipe import AUTO, BF16, RECIPES, Recipe
 
-ROOT = Path(__file__).parent.parent
-TORCH, TRITON, TORCHTITAN = ((2, 11), (2, 14)), (3, 6), "0.2.2"  # from, to before; from; the one
+MEASURED = Path(__file__).with_name("measured.csv")  # scripts/measured.py writes it
+TORCH, TRITON = ((2, 11), (2, 14)), (3, 6)  # from, to before; from
 INSTALL_TORCH = 'pip install "torch>=2.11,<2.14"'
-# What training imports, and what it can do without, of pyproject.toml's [train].
-IMPORTED, OPTIONAL = ("tensorboard",), ("wandb", "safetensors", "matplotlib")
-PARTS = ("grouped_mm", "training")  # folders of scripts/bench_all.sh's results
+REINSTALL_TORCH = 'pip install --force-reinstall "torch>=2.11,<2.14"'
+# By TorchTitan: the least torch; what its training imports; what some configs and scripts use.
+TORCHTITAN = {"0.2.2": ((2, 11), ("tensorboard",), ("wandb", "safetensors", "matplotlib")), "0.3.0": ((2, 13), (), ())}
+# pyproject.toml's [train]
+INSTALL_TITAN = "pip install torchtitan==0.2.2 tomli 'wandb>=0.31' tensorboard safetensors matplotlib"
 CONVERTERS = "--model.converters=quantize.grouped_mm.mx,quantize.linear.mx"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What there is to know of a machine.
+    """What there is to know of a machine."""
 
-    Attributes:
-        hardware: what training runs on.
-        gpus: how many; ``peers``: whether each can read the memory of each other one.
-        memory: of one GPU, in bytes.
-        driver: of NVIDIA's or AMD's GPUs; empty where there is none.
-        cuda: the release that torch was built for, such as ``13.0`` or ``hip 7.0``; empty for a CPU build.
-        versions: of the packages that are installed, by name.
-        ptxas: path and release of the assembler that Triton takes for this GPU; ``newer_ptxas``: of CUDA's, if it is
-            a newer 13.
-        compiler: of C, with which Triton builds its launchers; ``headers``: whether Python's are there.
-    """
-
-    hardware: Hardware
+    hardware: Hardware  # what training runs on
     gpus: int
-    peers: bool
-    memory: int
-    driver: str
-    cuda: str
-    versions: dict[str, str]
-    ptxas: str
-    newer_ptxas: str
-    compiler: str
-    headers: bool
+    peers: bool  # whether each GPU can read the memory of each other one
+    memory: int  # bytes of one GPU
+    driver: str  # of NVIDIA's or AMD's GPUs; empty where there is none
+    cuda: str  # the release that torch was built for, such as 13.0 or hip 7.0; empty for a CPU build
+    versions: dict[str, str]  # of the packages that are installed
+    ptxas: str  # path and release of the assembler that Triton takes for this GPU
+    newer_ptxas: str  # CUDA's, if it is a newer 13
+    compiler: str  # of C, with which Triton builds its launchers
+    headers: bool  # whether Python's are there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Something that is missing, and the command that mends it. Not ``fatal``: training runs all the same."""
+    """Something that is missing, the command that mends it, and what does not run without."""
 
     what: str
     command: str
-    fatal: bool = True
+    stops: Literal["MXFP8", "TorchTitan", ""] = "MXFP8"
 
     def __str__(self) -> str:
-        return f"{'MISSING' if self.fatal else 'better'}: {self.what}\n    {self.command}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """A committed result: how many times bf16's speed a recipe reached.
-
-    Attributes:
-        recipe: canonical name.
-        times: bf16's.
-        training: whether of a training step; else of one grouped GEMM, forward + backward.
-        what: the model or the shape.
-        file: where it stands, from the repository's root.
-    """
-
-    recipe: str
-    times: float
-    training: bool
-    what: str
-    file: str
-
-    def __str__(self) -> str:
-        return f"{self.recipe}: {self.times:.2f} times bf16, {self.what} ({self.file})"
+        title = {"MXFP8": "MISSING", "TorchTitan": "MISSING for TorchTitan", "": "better"}[self.stops]
+        return f"{title}: {self.what}\n    {self.command}"
 
 
 def examine() -> Machine:
@@ -106,7 +75,8 @@ def examine() -> Machine:
     device = training_device()
     hardware = hardware_of(device)
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    packages = ("torch", "triton", "torchtitan", *IMPORTED, *OPTIONAL)
+    packages = ("torch", "triton", "torchtitan", "transformers", *TORCHTITAN["0.2.2"][1], *TORCHTITAN["0.2.2"][2])
+    distributions = packages_distributions()  # Triton's is another one on AMD
     pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
     ptxas, newer = _ptxas(hardware)
     return Machine(
@@ -116,7 +86,7 @@ def examine() -> Machine:
         memory=torch.cuda.get_device_properties(device).total_memory if gpus else 0,
         driver=_driver(),
         cuda=torch.version.cuda or (f"hip {torch.version.hip}" if torch.version.hip else ""),
-        versions={name: version for name in packages if (version := installed_version(name))},
+        versions={name: version(distributions[name][0]) for name in packages if name in distributions},
         ptxas=ptxas,
         newer_ptxas=newer,
         compiler=os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), ""),
@@ -124,45 +94,42 @@ def examine() -> Machine:
     )
 
 
-def problems(machine: Machine) -> Iterator[Problem]:
+def problems(machine: Machine) -> list[Problem]:
     """What is missing on ``machine``."""
-    versions, on_gpu = machine.versions, machine.hardware.arch != "cpu"
-    torch_at = _numbers(versions["torch"])
-    if not TORCH[0] <= torch_at:
-        yield Problem(what=f"torch {versions['torch']} is older than 2.11", command=INSTALL_TORCH)
-    elif not torch_at < TORCH[1]:
-        what = f"torch {versions['torch']} is newer than what is tested, 2.11 to 2.13"
-        yield Problem(what=what, command=INSTALL_TORCH, fatal=False)
-    if machine.driver and not on_gpu:
-        build = f"is built for {machine.cuda}" if machine.cuda else "is a build for CPUs"
-        what = f"this machine has a GPU (driver {machine.driver}) that torch {versions['torch']} cannot use: it {build}"
-        yield Problem(what=what, command=f"pip install --force-reinstall {INSTALL_TORCH.removeprefix('pip install ')}")
-    if _numbers(versions.get("triton", "0")) < TRITON:
-        what = f"triton {versions.get('triton', 'is not installed')}: 3.6 or newer is needed"
-        yield Problem(what=what, command='pip install "triton>=3.6"')
+    versions, on_gpu, found = machine.versions, machine.hardware.arch != "cpu", []
+
+    def need(is_there: object, what: str, command: str, stops: str = "MXFP8") -> None:
+        if not is_there:
+            found.append(Problem(what=what, command=command, stops=stops))
+
+    torch_, torch_at = versions["torch"], _numbers(versions["torch"])
+    need(torch_at >= TORCH[0], f"torch {torch_} is older than 2.11", INSTALL_TORCH)
+    need(torch_at < TORCH[1], f"torch {torch_} is newer than what is tested, 2.11 to 2.13", INSTALL_TORCH, "")
+    build = f"is built for {machine.cuda}" if machine.cuda else "is a build for CPUs"
+    what = f"this machine has a GPU (driver {machine.driver}) that torch {torch_} cannot use: it {build}"
+    need(on_gpu or not machine.driver, what, REINSTALL_TORCH)
+    triton = versions.get("triton", "is not installed")
+    stops = "MXFP8" if on_gpu else "TorchTitan"
+    need(_numbers(triton) >= TRITON, f"triton {triton}: 3.6 or newer is needed", 'pip install "triton>=3.6"', stops)
     titan = versions.get("torchtitan", "")
-    install = "pip install -e '.[train]'"
-    if titan != TORCHTITAN:
-        what = f"torchtitan {titan} is installed" if titan else "torchtitan is not installed"
-        yield Problem(what=f"{what}: the plugin is for {TORCHTITAN}", command=install)
-    for names, what in ((IMPORTED, "TorchTitan imports it"), (OPTIONAL, "some configs and scripts use it")):
-        for name in names:
-            if name not in versions:
-                yield Problem(what=f"{name} is not installed: {what}", command=install, fatal=names is IMPORTED)
-    if on_gpu and not machine.compiler:
-        yield Problem(
-            what="no C compiler, with which Triton builds its launchers", command="apt-get install gcc, or set CC"
+    what = f"torchtitan {titan or 'is not installed'}: the plugin is for {' and '.join(TORCHTITAN)}"
+    need(titan in TORCHTITAN, what, INSTALL_TITAN, "TorchTitan")
+    least, imported, used = TORCHTITAN.get(titan, ((0, 0), (), ()))
+    need(torch_at >= least, f"torchtitan {titan} needs torch {least[0]}.{least[1]}", INSTALL_TORCH, "TorchTitan")
+    for name in imported:
+        need(name in versions, f"{name} is not installed: TorchTitan imports it", f"pip install {name}", "TorchTitan")
+    for name in used:
+        need(name in versions, f"{name} is not installed: some configs and scripts use it", f"pip install {name}", "")
+    if on_gpu:
+        need(
+            machine.compiler, "no C compiler, with which Triton builds its launchers", "apt-get install gcc, or set CC"
         )
-    if on_gpu and not machine.headers:
-        release = ".".join(map(str, sys.version_info[:2]))
-        yield Problem(what="Python.h, which Triton's launchers include", command=f"apt-get install python{release}-dev")
-    if machine.hardware.arch == "sm_90" and machine.newer_ptxas:
-        yield Problem(
-            what="the ptxas of CUDA 13 makes rebased GEMMs some per cent faster than Triton's own, exact ones as much "
-            "slower (results/README.md)",
-            command=f"export TRITON_PTXAS_PATH={machine.newer_ptxas}",
-            fatal=False,
-        )
+        python = ".".join(map(str, sys.version_info[:2]))
+        need(machine.headers, "Python.h, which Triton's launchers include", f"apt-get install python{python}-dev")
+    what = "the ptxas of CUDA 13 makes rebased GEMMs some per cent faster than Triton's own, exact ones as much slower"
+    command = f"export TRITON_PTXAS_PATH={machine.newer_ptxas}"
+    need(machine.hardware.arch != "sm_90" or not machine.newer_ptxas, what, command, "")
+    return found
 
 
 def symmetric_memory(machine: Machine) -> str:
@@ -210,106 +177,48 @@ def recipe_rows(hardware: Hardware, backend: str = "auto") -> list[dict[str, str
     return rows
 
 
-def measured(hardware: Hardware, results: Path) -> list[Measured]:
-    """The committed results of this GPU, of the same thing those of the newest folder.
-
-    Training: ``*table.csv`` with a row for bf16. GEMMs: ``data.csv`` of scripts/bench_grouped_mm.py. Either may lie in
-    a folder of scripts/bench_all.sh's.
-    """
-    if not results.is_dir():
-        return []
-    found, newest = [], {}
-    for folder in sorted(path for path in results.iterdir() if path.is_dir()):
-        for result in _of_folder(folder, hardware):
-            found.append((folder, result))
-            newest[result.recipe, result.what] = folder
-    return [result for folder, result in found if newest[result.recipe, result.what] == folder]
+def measured(hardware: Hardware) -> list[dict[str, str]]:
+    """The rows of measured.csv of this GPU, see scripts/measured.py."""
+    with MEASURED.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["gpu"] == hardware.name]
 
 
-def combinations(hardware: Hardware, results: Path) -> set[tuple[str, str]]:
-    """The releases of torch and Triton, such as 2.11 and 3.6, with which this hardware ran by the committed results."""
-    found = set()
-    for path in results.glob("*/*env.json"):
-        env = json.loads(path.read_text())
-        is_same = env.get("gpu", "").endswith(hardware.name) if hardware.arch != "cpu" else "cpu" in env
-        if is_same and {"torch", "triton"} <= env.keys():
-            found.add((_minor(env["torch"]), _minor(env["triton"])))
-    return found
-
-
-def _of_folder(folder: Path, hardware: Hardware) -> Iterator[Measured]:
-    parts = (path for part in PARTS for path in folder.glob(f"{part}/*.csv"))
-    for path in sorted((*folder.glob("*.csv"), *parts)):
-        prefix, kind = path.stem.rpartition("_")[::2]
-        env_path = path.parent / f"{prefix + '_' if prefix else ''}env.json"
-        env = json.loads(env_path.read_text()) if env_path.is_file() else {}
-        if kind not in ("data", "table") or env.get("gpu") != hardware.name:
-            continue
-        rows = read_bench(path)
-        file_name = path.relative_to(folder.parent.parent).as_posix()
-        if kind == "table":
-            yield from _of_training(rows, env, file_name)
-        elif not prefix:
-            yield from _of_gemms(rows, file_name)
-
-
-def _of_training(rows: list[dict[str, str]], env: dict[str, str], file: str) -> Iterator[Measured]:
-    for row, times in training_gains(rows):
-        what, _, recipe = row["run"].partition(":")
-        what, *options = what.split("+")
-        if what != "both":
-            continue
-        recipe = RECIPES[recipe or "mxfp8"]
-        name = (recipe.rebased() if "rebase" in options else recipe).name
-        model = row.get("flavor") or Path(env.get("config", "")).stem
-        gpus = f"{env['processes']} GPU{'s' * (env['processes'] != '1')}" if "processes" in env else "GPUs not named"
-        what = f"training {model}{' with dispatch' * ('dispatch' in options)}, {gpus}"
-        yield Measured(recipe=name, times=times, training=True, what=what, file=file)
-
-
-def _of_gemms(rows: list[dict[str, str]], file: str) -> Iterator[Measured]:
-    for row in rows:
-        counts = row.get("bench") == "grouped_mm" and row["what"] == "forward + backward" and row["x"]
-        if not counts or row["recipe"] not in RECIPES or (row["data"], row["held"]) != ("normal", "0"):
-            continue
-        what = f"one GEMM of {row['M']} x {row['N']} x {row['K']}, {row['G']} experts, {row['groups']} groups"
-        times, recipe = float(row["x"]), RECIPES[row["recipe"]].name
-        yield Measured(recipe=recipe, times=times, training=False, what=what, file=file)
-
-
-def advice(hardware: Hardware, found: Sequence[Measured]) -> list[str]:
+def advice(hardware: Hardware) -> list[str]:
     """Which recipe to use on ``hardware``, and what it brought where it was measured."""
-    lines = []
-    for training in (True, False):
-        of_kind = [result for result in found if result.training == training]
-        if of_kind:
-            break
-    for spans, title in (((32, 128), "fastest"), ((32,), "fastest of exact MXFP8")):
-        names = sorted({result.recipe for result in of_kind if RECIPES[result.recipe].block_k in spans})
-        if not names:
-            continue
-        average = {name: mean(result.times for result in of_kind if result.recipe == name) for name in names}
-        beaten = {name: sum(_is_faster(name, other, of_kind) for other in names) for name in names}
-        best = max(names, key=lambda name: (beaten[name], average[name]))
-        inexact = " (a scale per 128 elements: not exact MXFP8)" if RECIPES[best].block_k == 128 else ""
-        lines.append(f"{best}{inexact}: {title} of what was measured on this GPU; expect")
-        lines += [f"    {result}" for result in reversed(of_kind) if result.recipe == best]  # the newest first
-    if lines:
-        return lines
-    fp8 = [row["recipe"] for row in recipe_rows(hardware) if row.get("forward") == row.get("wgrad") == "FP8"]
-    if fp8:
-        lines = [f"{fp8[0]}: all three GEMMs in FP8"]
-    elif hardware.arch == "cpu":
-        return ["mxfp8: to try things out, slower than bf16 (results/README.md)"]
+    chosen, found = recommend(AUTO, "auto", hardware), measured(hardware)
+    recipe = chosen.name
+    if hardware.arch == "cpu":
+        return [f"{recipe} (recipe auto): to try things out, slower than bf16"]
+    if plan_on(chosen, "auto", hardware).mma_dtypes != {"FP8"}:
+        lines = [
+            f"{recipe} (recipe auto): to see what MXFP8 does to a loss; nothing here multiplies FP8, so expect no speed"
+        ]
     else:
-        lines = ["mxfp8: to see what MXFP8 does to a loss; nothing here multiplies FP8, so expect no speed"]
-    return [*lines, "    what it brings is not known: no committed result is from this GPU"]
+        inexact = ", a scale per 128 elements: not exact MXFP8" if chosen.block_k == 128 else ""
+        lines = [f"{recipe} (recipe auto): all three GEMMs in FP8{inexact}"]
+    lines += _times(recipe, found)
+    if hardware.arch == "sm_90":
+        lines += ["mxfp8_2d: exact MXFP8, in FP8 but for the weight gradient", *_times("mxfp8_2d", found)]
+    if not found:
+        lines.append("    what it brings is not known: nothing was measured on this GPU")
+    return lines
 
 
-def _is_faster(recipe: str, other: str, found: Sequence[Measured]) -> bool:
-    """Whether it is the faster one, on average of what both were measured with in one file."""
-    ours, theirs = ({(m.file, m.what): m.times for m in found if m.recipe == name} for name in (recipe, other))
-    return sum(ours[key] - theirs[key] for key in ours.keys() & theirs.keys()) > 0
+def _times(recipe: str, found: Sequence[dict[str, str]]) -> Iterator[str]:
+    """A line for each row of a recipe; of a training with dispatch with what the dispatch alone brought."""
+    for row in found:
+        if row["recipe"] != recipe:
+            continue
+        what, alone = f"one grouped GEMM of {row['model']}'s experts, {row['what']}", ""
+        if row["kind"] == "training":
+            gpus = f"{row['gpus']} GPU{'s' * (row['gpus'] != '1')}"
+            what = f"training {row['model']} {row['what']}, {gpus}, dispatch {row['dispatch']}"
+            same = ("kind", "model", "what", "gpus", "dispatch")
+            controls = [
+                other["x"] for other in found if other["recipe"] == BF16.name and all(other[k] == row[k] for k in same)
+            ]
+            alone = "".join(f" (the dispatch alone, in bf16: {x})" for x in controls)
+        yield f"    {row['x']} times bf16{alone}: {what}"
 
 
 def try_layer(recipe: str, device: torch.device) -> float:
@@ -323,26 +232,27 @@ def try_layer(recipe: str, device: torch.device) -> float:
 
     def step(there: torch.device, backend: str) -> list[torch.Tensor]:
         x_MK, w_ENK = (t.to(there, torch.bfloat16).requires_grad_() for t in (x, w))
-        offs = make_offs([100, 0, 200], there)
+        offs = torch.tensor([100, 100, 300], dtype=torch.int32, device=there)
         y = titan_mxfp8.mxfp8_grouped_mm(x_MK, w_ENK.mT, offs, recipe=recipe, backend=backend)
         y.backward(dy.to(there, torch.bfloat16))
-        return [t.float().cpu() for t in (y, x_MK.grad, w_ENK.grad)]
+        return [t.double().cpu() for t in (y, x_MK.grad, w_ENK.grad)]
 
     pairs = zip(step(device, "auto"), step(torch.device("cpu"), "reference"), strict=True)
-    return max(relative_rms(ours, theirs) for ours, theirs in pairs)
+    return max(((ours - theirs).norm() / theirs.norm()).item() for ours, theirs in pairs)
 
 
-def report(machine: Machine, results: Path) -> tuple[str, list[Problem]]:
+def report(machine: Machine) -> tuple[str, list[Problem]]:
     """All but a config and the trial, as text, and what is missing."""
-    hardware, found = machine.hardware, list(problems(machine))
+    hardware, found, versions = machine.hardware, problems(machine), machine.versions
     gpu = (
         f"{machine.gpus} x {hardware.name} ({hardware.arch}), {machine.memory / 2**30:.0f} GiB" if machine.gpus else ""
     )
-    versions = [f"{name} {machine.versions.get(name, 'missing')}" for name in ("torch", "triton", "torchtitan")]
+    installed = [f"{name} {versions.get(name, 'missing')}" for name in ("torch", "triton", "torchtitan")]
+    installed += [f"transformers {versions['transformers']}"] if "transformers" in versions else []
     facts = {
         "hardware": gpu or f"{hardware.name} ({hardware.arch}), no GPU that torch can use",
         "driver": machine.driver or "none",
-        "versions": f"{', '.join(versions)}, {f'CUDA {machine.cuda}' if machine.cuda else 'a CPU build of torch'}",
+        "versions": f"{', '.join(installed)}, {f'CUDA {machine.cuda}' if machine.cuda else 'a CPU build of torch'}",
         "ptxas": machine.ptxas or "not needed",
         "symmetric memory": symmetric_memory(machine),
     }
@@ -351,59 +261,59 @@ def report(machine: Machine, results: Path) -> tuple[str, list[Problem]]:
     lines = [f"{title:17} {text}" for title, text in facts.items()]
     if selection.warning:
         lines += ["", f"NEVER RUN HERE: {selection.warning}"]
-    known = combinations(hardware, results)
-    ours = tuple(_minor(machine.versions.get(name, "0")) for name in ("torch", "triton"))
+    known = {(row["torch"], row["triton"]) for row in measured(hardware)}
+    ours = tuple(".".join(map(str, _numbers(versions.get(name, "0")))) for name in ("torch", "triton"))
     if known and ours not in known:
         ran = "; ".join(f"torch {torch_} with Triton {triton}" for torch_, triton in sorted(known))
-        lines += [
-            "",
-            f"NEVER RUN SO: torch {ours[0]} with Triton {ours[1]} on {hardware.name}. By results/ it ran with {ran}",
-        ]
-    lines += ["", format_table(recipe_rows(hardware)), "", "which recipe to use here:"]
-    if not (results / "README.md").is_file():
-        lines.append("(results/ is not part of this installation: without it nothing measured can be named)")
-    lines += [f"  {line}" for line in advice(hardware, measured(hardware, results))]
+        lines += ["", f"NEVER RUN SO: torch {ours[0]} with Triton {ours[1]} on {hardware.name}. It ran with {ran}"]
+    lines += ["", *_table(recipe_rows(hardware)), "", "which recipe to use here:"]
+    lines += [f"  {line}" for line in advice(hardware)]
     if found:
         lines += ["", *map(str, found)]
     return "\n".join(lines), found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the report; 0 where MXFP8 training will run."""
+    """Prints the report; 0 where MXFP8 runs and, if a config is given, that can be trained."""
     parser = argparse.ArgumentParser(
         prog="python -m titan_mxfp8.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", nargs="?", help="a TOML: is it trained here as it is written?")
     args, flags = parser.parse_known_args(argv)
     machine = examine()
-    text, found = report(machine, ROOT / "results")
+    text, found = report(machine)
     print(text)
-    runs, tried = not any(problem.fatal for problem in found), ["mxfp8"]
+    stopped = {problem.stops for problem in found}
+    tried = ["mxfp8"]
     if args.config:
         print()
-        if "torchtitan" not in machine.versions:
-            print(f"{args.config}: not looked at without torchtitan")
+        if "TorchTitan" in stopped:
+            print(f"{args.config}: not looked at without what TorchTitan needs")
         else:
-            runs, tried = _check_config(args.config, flags, machine, runs)
-    device = training_device()
-    for recipe in tried:
-        try:
-            error = try_layer(recipe, device)
-        except Exception as stopped:  # whatever it is, it would stop a training too
-            print(f"\nFAILED: one grouped GEMM of {recipe}: {type(stopped).__name__}: {str(stopped)[:2000]}")
-            runs = False
-        else:
-            agrees = error < 0.01  # measured: 0 on a CPU; the rounding of outputs to bf16 is 0.002
-            print(f"\ntried one grouped GEMM of {recipe}, forward and backward: {error:.1e} from the reference")
-            if not agrees:
-                print("FAILED: that is further than another order of additions explains")
-            runs = runs and agrees
-    print("\nMXFP8 training will run here" if runs else "\nMXFP8 training will NOT run here as things are")
-    return 0 if runs else 1
+            tried = _check_config(args.config, flags, machine)
+        if "TorchTitan" in stopped or not tried:
+            stopped.add("config")
+    for recipe in tried or ["mxfp8"]:
+        if not _tries(recipe):
+            stopped.add("MXFP8")
+    print()
+    if "MXFP8" in stopped:
+        print("MXFP8 will NOT run here as things are")
+    elif "config" in stopped:
+        print(f"MXFP8 runs here, and {args.config} will NOT run in MXFP8 as things are")
+    elif "TorchTitan" in stopped:
+        where = f"PyTorch{' and Transformers' * ('transformers' in machine.versions)}"
+        print(f"MXFP8 runs here in {where}; for TorchTitan see what is missing above")
+    else:
+        print("MXFP8 training will run here")
+    return 1 if stopped & {"MXFP8", "config"} else 0
 
 
-def _check_config(path: str, flags: Sequence[str], machine: Machine, runs: bool) -> tuple[bool, list[str]]:
-    """Prints what a config means here. Whether it can be trained, and the recipes it asks for."""
+def _check_config(path: str, flags: Sequence[str], machine: Machine) -> list[str]:
+    """Prints what a config means here. The recipes it asks for, none where it cannot be trained in MXFP8."""
+    if machine.versions["torchtitan"] != "0.2.2":
+        print(f"FAILED: {path}: TOMLs are configs of torchtitan 0.2.2")
+        return []
     from titan_mxfp8.tools.dry_run import recipes_here
 
     logging.disable(logging.WARNING)
@@ -411,30 +321,46 @@ def _check_config(path: str, flags: Sequence[str], machine: Machine, runs: bool)
         asked = recipes_here(path, flags)
     except (ValueError, OSError) as error:
         print(f"FAILED: {path}: {error}")
-        return False, []
+        return []
     except SystemExit:  # TorchTitan has said why
         print(f"FAILED: {path}, see above")
-        return False, []
+        return []
     finally:
         logging.disable(logging.NOTSET)
     if not asked:
         print(f"{path} converts nothing: it trains in bf16. Add {CONVERTERS}")
-        return False, []
     for name, (recipe, backend) in asked.items():
         chosen = select(backend, machine.hardware, recipe)
         print(
             f"{path}: {name} is {recipe.name}, backend {chosen.name}: {plan_on(recipe, chosen.name, machine.hardware)}"
         )
-    return runs, list(dict.fromkeys(recipe.name for recipe, _ in asked.values()))
+    return list(dict.fromkeys(recipe.name for recipe, _ in asked.values()))
+
+
+def _tries(recipe: str) -> bool:
+    """Prints what came of ``try_layer``, and whether it is right."""
+    try:
+        error = try_layer(recipe, training_device())
+    except Exception as stopped:  # whatever it is, it would stop a training too
+        print(f"\nFAILED: one grouped GEMM of {recipe}: {type(stopped).__name__}: {str(stopped)[:2000]}")
+        return False
+    print(f"\ntried one grouped GEMM of {recipe}, forward and backward: {error:.1e} from the reference")
+    if error < 0.01:  # measured: 0 on a CPU; the rounding of outputs to bf16 is 0.002
+        return True
+    print("FAILED: that is further than another order of additions explains")
+    return False
+
+
+def _table(rows: Sequence[dict[str, str]]) -> Iterator[str]:
+    """In Markdown, with a column for each key of any row."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    for cells in (columns, ["---"] * len(columns), *([row.get(name, "") for name in columns] for row in rows)):
+        yield f"| {' | '.join(cells)} |"
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     """``2.13.0+cpu`` as (2, 13)."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-
-
-def _minor(version: str) -> str:
-    return ".".join(map(str, _numbers(version)))
 
 
 def _output(*command: str) -> str:
@@ -452,8 +378,8 @@ def _driver() -> str:
 
 def _ptxas(hardware: Hardware) -> tuple[str, str]:
     """The ptxas that Triton takes, with its release; and the path of CUDA's where that is a newer release 13."""
-    spec = find_spec("triton")
-    if spec is None or hardware.capability is None:
+    spec = find_spec("triton") if hardware.capability else None
+    if spec is None:
         return "", ""
     folder = Path(spec.origin).parent / "backends/nvidia/bin"
     own, for_blackwell = folder / "ptxas", folder / "ptxas-blackwell"

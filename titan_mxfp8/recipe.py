@@ -81,6 +81,9 @@ RECIPES |= {recipe.rebased().name: recipe.rebased() for recipe in _EXACT}
 BF16 = Recipe(name="bf16", quantized=False)
 
 
+# In a config: the recipe that is recommended for the hardware (``backends.recommend``).
+AUTO = "auto"
+
 # TorchTitan's names for the converters of the routed experts and of the linears, each of which takes a recipe.
 GROUPED_MM = "quantize.grouped_mm.mx"
 LINEAR = "quantize.linear.mx"
@@ -91,12 +94,14 @@ def get_recipe(recipe: str | Recipe, rebase: bool = False) -> Recipe:
     rebased form.
 
     Raises:
-        ValueError: unknown name (the message lists the known ones), or ``rebase`` that is no bool.
+        ValueError: unknown name (the message lists the known ones), ``auto``, which depends on the hardware, or
+            ``rebase`` that is no bool.
     """
     if not isinstance(rebase, bool):
         raise ValueError(f"rebase is True or False, got {rebase!r}")
     if not isinstance(recipe, Recipe):
         if recipe != BF16.name and (not isinstance(recipe, str) or recipe not in RECIPES):
-            raise ValueError(f"unknown recipe {recipe!r}: use one of {', '.join(RECIPES)}")
+            what = "is for configs and conversions" if recipe == AUTO else "is unknown"
+            raise ValueError(f"recipe {recipe!r} {what}: use one of {', '.join(RECIPES)}")
         recipe = BF16 if recipe == BF16.name else RECIPES[recipe]
     return recipe.rebased() if rebase else recipe

@@ -22,6 +22,7 @@ from contract import (
     wild,
     with_arrived,
 )
+from problems import SPREADS, group_sizes, make_offs
 
 from titan_mxfp8.backends import hopper, triton
 from titan_mxfp8.backends.common import convert, gemm
@@ -29,7 +30,6 @@ from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.format import reference
 from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.recipe import RECIPES, Recipe, get_recipe
-from titan_mxfp8.testing import SPREADS, group_sizes, make_offs
 
 VARIANTS = {"scaled": "sm_100", "bf16_tma": "sm_90", "bf16": "sm_80"}
 # Small tiles: 160 rows then have bands, several tiles for each of the 3 programs, and tails on all sides.

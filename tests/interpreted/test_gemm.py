@@ -5,6 +5,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from contract import BF16, FP32, check_offs_past_the_last_row, judge, product_k_grouped, product_m_grouped, wide
+from poison import poisoned_empty
+from problems import make_offs
 from test_contract import TILES, VARIANTS
 
 from titan_mxfp8.backends import triton
@@ -12,7 +14,6 @@ from titan_mxfp8.backends.common import gemm
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.format import reference
 from titan_mxfp8.recipe import get_recipe
-from titan_mxfp8.testing import make_offs, poisoned_empty
 
 
 @pytest.fixture(params=VARIANTS)

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from poison import poisoned_empty
+from problems import make_offs
 
 from titan_mxfp8.backends.hopper import scales as hopper
 from titan_mxfp8.format.mx import ceil_to, decode_scale
 from titan_mxfp8.format.spec import Operand, OperandSpec
-from titan_mxfp8.testing import make_offs, poisoned_empty
 
 ROWS = OperandSpec()
 SQUARES = OperandSpec(block="32x32", block_mn=32)

@@ -22,12 +22,12 @@ from contract import (
     uneven,
     wild,
 )
+from problems import SPREADS, group_sizes, make_offs
 
 from titan_mxfp8.backends import hopper, triton
 from titan_mxfp8.backends.common import convert
 from titan_mxfp8.backends.common import quantize as exact
 from titan_mxfp8.format.spec import OperandSpec
-from titan_mxfp8.testing import SPREADS, group_sizes, make_offs
 
 REBASED = OperandSpec(block_k=128, scales="mn_major")
 

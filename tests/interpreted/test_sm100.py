@@ -19,10 +19,12 @@ from contract import (
     check_quantize_both,
     check_requantize,
     filled,
-    partly_even,
+    partly_coalescible,
     uneven,
     wild,
 )
+from poison import poisoned_empty
+from problems import SPREADS, group_sizes, make_offs, relative_rms
 from swiglu_contract import check_swiglu, swiglu_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -35,7 +37,6 @@ from titan_mxfp8.format import reference, swizzle
 from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
 from titan_mxfp8.ops import config, library
 from titan_mxfp8.recipe import get_recipe
-from titan_mxfp8.testing import SPREADS, group_sizes, make_offs, poisoned_empty, relative_rms
 
 HARDWARE = Hardware("sm_100", "NVIDIA B200")
 BLOCKED = OperandSpec(scales="swizzled")
@@ -71,7 +72,7 @@ def test_quantisers_give_the_references_bits(recipe: str, dtype: torch.dtype) ->
 def test_groups_of_all_sizes(spread: str) -> None:
     """All rows in groups, and a tail of 45 that belongs to none; more groups than a step of the map takes."""
     for rows, groups in ((600, 5), (300, 40)):
-        x = partly_even((rows, 160), BF16)
+        x = partly_coalescible((rows, 160), BF16)
         for used in (rows, rows - 45):
             check_quantize_both(sm100, x, BLOCKED, BLOCKED, make_offs(group_sizes(spread, used, groups)))
 

@@ -11,7 +11,7 @@ import torch
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
 from titan_mxfp8.format.codec import Encoded
 from titan_mxfp8.format.spec import Operand, OperandSpec
-from titan_mxfp8.recipe import Recipe, get_recipe
+from titan_mxfp8.recipe import AUTO, Recipe, get_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,11 @@ class Plan(Encoded):
     def gemms(self) -> dict[str, Gemm]:
         """All three by their names."""
         return {"forward": self.forward, "dgrad": self.dgrad, "wgrad": self.wgrad}
+
+    @property
+    def mma_dtypes(self) -> set[str]:
+        """What its GEMMs multiply."""
+        return {gemm.mma_dtype for gemm in self.gemms.values()}
 
     def map(self, change: Callable[[Gemm], Gemm]) -> "Plan":
         """Each of the three changed."""
@@ -200,6 +205,8 @@ class BackendRow:
         needs: the hardware it needs, in words.
         runs_on: whether it runs there.
         rebases: whether it multiplies rebased operands (``Recipe.block_k`` 128).
+        recipe: what recipe ``auto`` is there.
+        why: it is, in words for the log.
     """
 
     name: str
@@ -207,6 +214,8 @@ class BackendRow:
     needs: str
     runs_on: Callable[[Hardware], bool]
     rebases: bool
+    recipe: str
+    why: str
 
 
 def runs_triton(hardware: Hardware) -> bool:
@@ -223,6 +232,8 @@ BACKENDS = (
         needs="an NVIDIA GPU of SM90 (H100, H200)",
         runs_on=lambda hardware: hardware.arch == "sm_90",
         rebases=True,
+        recipe="mxfp8_2d_rebased",
+        why="the fastest on Hopper. 128 elements share a scale, so it is not exact MXFP8, which mxfp8_2d is",
     ),
     BackendRow(
         name="sm100",
@@ -230,6 +241,8 @@ BACKENDS = (
         needs="an NVIDIA GPU of SM100 (B200, GB200)",
         runs_on=lambda hardware: hardware.arch == "sm_100",
         rebases=False,
+        recipe="mxfp8",
+        why="exact MXFP8, which Blackwell's tensor cores multiply",
     ),
     BackendRow(
         name="triton",
@@ -237,6 +250,8 @@ BACKENDS = (
         needs="an NVIDIA GPU of SM80 or newer, or an AMD gfx942 or gfx950",
         runs_on=runs_triton,
         rebases=False,
+        recipe="mxfp8",
+        why="exact MXFP8, in FP8 where tensor cores know its scales",
     ),
     BackendRow(
         name="reference",
@@ -244,6 +259,8 @@ BACKENDS = (
         needs="anything torch runs on",
         runs_on=lambda hardware: True,
         rebases=True,
+        recipe="mxfp8",
+        why="exact MXFP8, whose numerics any hardware can show",
     ),
 )
 
@@ -263,12 +280,10 @@ def select(backend: str, hardware: Hardware, recipe: Recipe) -> Selection:
     Raises:
         ValueError: unknown name, a named backend that cannot run there, or a rebased recipe with one that cannot.
     """
+    row, reason = _row(backend, hardware), "named by the user"
     if backend == "auto":
-        row = next(row for row in BACKENDS if row.runs_on(hardware))
         passed_over = [f"{other.name} needs {other.needs}" for other in BACKENDS[: BACKENDS.index(row)]]
         reason = "; ".join([f"for {hardware.name}", *passed_over])
-    else:
-        row, reason = _named(backend, hardware), "named by the user"
     if recipe.block_k == 128 and not row.rebases:
         able = " or ".join(repr(other.name) for other in BACKENDS if other.rebases)
         raise ValueError(
@@ -282,6 +297,31 @@ def select(backend: str, hardware: Hardware, recipe: Recipe) -> Selection:
             "against bf16, or name another one"
         )
     return Selection(name=row.name, reason=reason, warning=warning)
+
+
+def recommend(recipe: str | Recipe, backend: str, hardware: Hardware, rebase: bool = False) -> Recipe:
+    """``get_recipe``, and for ``auto`` the recipe that is recommended for the backend that is named, or chosen, there.
+
+    Raises:
+        ValueError: as ``select`` and ``get_recipe``.
+    """
+    return get_recipe(_row(backend, hardware).recipe if recipe == AUTO else recipe, rebase)
+
+
+def explain(asked: str | Recipe, recipe: Recipe, backend: str, hardware: Hardware) -> str:
+    """Why ``auto`` is this recipe; or, of a recipe that was named and multiplies bf16 values in all GEMMs, which one
+    multiplies FP8 there. Nothing where there is nothing to say."""
+    row = _row(backend, hardware)
+    if asked == AUTO:
+        return f"recipe auto is {recipe.name} on {hardware.name}: {row.why}"
+    best = get_recipe(row.recipe)
+    here, fastest = (_module(row.name).plan(one, hardware).mma_dtypes for one in (recipe, best))
+    if recipe.quantized and here == {"bf16"} and "FP8" in fastest:
+        return (
+            f"recipe {recipe.name} multiplies bf16 values in all GEMMs on {hardware.name}, so expect no speed from it; "
+            f"{best.name} multiplies FP8"
+        )
+    return ""
 
 
 @cache
@@ -330,8 +370,11 @@ def check_name(backend: str) -> None:
         raise ValueError(f"unknown backend {backend!r}: use one of {', '.join(known)}")
 
 
-def _named(backend: str, hardware: Hardware) -> BackendRow:
+def _row(backend: str, hardware: Hardware) -> BackendRow:
+    """The one that is named, or the first that runs there."""
     check_name(backend)
+    if backend == "auto":
+        return next(row for row in BACKENDS if row.runs_on(hardware))
     row = next(row for row in BACKENDS if row.name == backend)
     if not row.runs_on(hardware):
         raise ValueError(

@@ -62,8 +62,8 @@ def gemm_m_grouped(
     """``Backend.gemm_m_grouped``."""
     check_m_grouped(a, b)
     a_MC, b_EDC = reference.dequantize(a), reference.dequantize(b)
-    columnwise_operand = b.spec.stored == "bf16" and b.axis == 1
-    b_ECD = b_EDC if columnwise_operand else b_EDC.mT
+    is_d_major = b.spec.stored == "bf16" and b.axis == 1
+    b_ECD = b_EDC if is_d_major else b_EDC.mT
     if offs is None:
         y_MD = a_MC @ b_ECD[0]
         return (y_MD if bias is None else y_MD + bias.float()).to(out_dtype)

@@ -21,7 +21,7 @@ from titan_mxfp8.modules.choose import (
 from titan_mxfp8.modules.converted import ConvertedModule, MXConfig, own_code
 from titan_mxfp8.modules.linear import MXFP8Linear
 from titan_mxfp8.modules.override import OverriddenForward, override_class
-from titan_mxfp8.recipe import BF16, Recipe, get_recipe
+from titan_mxfp8.recipe import AUTO, BF16, Recipe
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def _named_in_errors(function: Callable[..., Conversion]) -> Callable[..., Conve
 def convert_model(
     model: nn.Module,
     *,
-    recipe: str | Recipe = "mxfp8",
+    recipe: str | Recipe = AUTO,
     grouped_fqns: Iterable[str] = (),
     linear_filter_fqns: Iterable[str] = (),
     backend: str = "auto",
@@ -78,7 +78,7 @@ def convert_model(
 
     Args:
         model: any module tree, on any device, meta included.
-        recipe: a key of ``RECIPES``, or a ``Recipe``.
+        recipe: a key of ``RECIPES``, a ``Recipe``, or ``auto``: what is recommended for the hardware.
         grouped_fqns: parts of the names of expert modules: modules with 3-D parameters of their own whose forward calls
             ``torch._grouped_mm``. Empty: none, and the report names those that the model has.
         linear_filter_fqns: parts of the names of ``nn.Linear`` modules to leave alone, such as the output layer,
@@ -97,7 +97,7 @@ def convert_model(
             multiple of 32, experts of Transformers, or of a model's remote code, that never call
             ``torch._grouped_mm``, or a class that refuses to be derived from. The model is then as it was.
     """
-    if get_recipe(recipe) == BF16:
+    if recipe in (BF16, BF16.name):
         raise ValueError(f"recipe {BF16.name!r} quantises nothing: leave the model as it is, or name an MXFP8 recipe")
     config, chosen = _config(recipe, backend, model, rebase, requantize_input)
     grouped_fqns = as_list(grouped_fqns, "grouped_fqns")
@@ -266,11 +266,14 @@ def _config(
     """The config of all modules that one call converts, and the log line that says what was chosen."""
     check_type("requantize_input", requantize_input, bool)
     check_type("backend", backend, str)
-    recipe, hardware = get_recipe(recipe, rebase), hardware_of(_device(model))
+    asked, hardware = recipe, hardware_of(_device(model))
+    recipe = backends.recommend(asked, backend, hardware, rebase)
     selection = backends.select(backend, hardware, recipe)
     plan = backends.plan_on(recipe, selection.name, hardware)
     chosen = f"MXFP8: recipe {recipe.name}, backend {selection.name} ({selection.reason}); MMA {plan}"
     logger.info(chosen)
+    if explanation := backends.explain(asked, recipe, selection.name, hardware):
+        _log_once(f"MXFP8: {explanation}")
     if selection.warning:
         logger.warning(f"MXFP8: {selection.warning}")
     if requantize_input and plan.forward.a.stored == "bf16":
@@ -279,6 +282,11 @@ def _config(
             f"backend {selection.name}: leave it out, or take a recipe whose forward multiplies FP8"
         )
     return MXConfig(recipe=recipe, backend=selection.name, plan=plan, requantize_input=requantize_input), chosen
+
+
+@cache
+def _log_once(line: str) -> None:
+    logger.info(line)
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -28,7 +28,7 @@ from titan_mxfp8.format.mx import ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.moe import ROWS, TRANSPORTS, DispatchHandle, Rows, Transport, TransportName, choose
 from titan_mxfp8.ops import experts
-from titan_mxfp8.ops.autograd import exportable, once_differentiable, save_for_backward, take_many
+from titan_mxfp8.ops.autograd import exported, once_differentiable, save_for_backward, take_many
 from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_features
 from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, Weights
@@ -145,10 +145,10 @@ def moe(
     most_rows = (max_tokens or 0) * (slots if scores_first else 1)
     name = "" if group is None else group.group_name
     layer = _moe_key(config.key, limit, transport, rows == "worst_case", most_rows, ranks, name)
-    return _moe(x, scores, expert_ids, *weights, scores_first, layer, config.keeps_weight)
+    call = _exported_moe if torch.compiler.is_exporting() else _moe
+    return call(x, scores, expert_ids, *weights, scores_first, layer, config.keeps_weight)
 
 
-@exportable(lambda x, *rest: x.new_empty(x.shape))
 def _moe(
     x: torch.Tensor,
     scores: torch.Tensor,
@@ -169,6 +169,9 @@ def _moe(
     out = _MoE.apply(_Scaled.apply(x, scores.float()), None, expert_ids.reshape(-1, 1), *rest)[0]
     slots = expert_ids.shape[1]
     return out if slots == 1 else out.view(-1, slots, x.shape[1]).sum(1, dtype=torch.float32).to(x.dtype)
+
+
+_exported_moe = exported(_moe, lambda x, *rest: x.new_empty(x.shape))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,42 +88,33 @@ class _NotAgain(torch.autograd.Function):
         )
 
 
-def exportable(fake: Callable[..., torch.Tensor]) -> Callable[[Callable], Callable]:
-    """A decorator for differentiable functions that return one tensor: ``torch.export`` traces each as one operator
-    that has gradients. Its graphs hold operators alone, and lose autograd functions around them with their gradients.
-    And one operator takes any number of rows, whatever it chooses by them.
+def exported(function: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A differentiable function of one output as one operator with gradients, for ``torch.export``. Its graphs hold
+    operators alone, and lose autograd functions around them with their gradients. And one operator takes any number of
+    rows, whatever it chooses by them.
 
     Backward computes forward again. ``fake`` takes the function's arguments and returns an empty output.
     """
+    name = f"titan_mxfp8::{function.__name__.strip('_')}"
+    schema = torch.library.infer_schema(function, mutates_args=())
+    operator = torch.library.custom_op(name, torch.no_grad()(function), mutates_args=(), schema=schema)
+    operator.register_fake(fake)
 
-    def decorate(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        name = f"titan_mxfp8::{function.__name__.strip('_')}"
-        schema = torch.library.infer_schema(function, mutates_args=())
-        operator = torch.library.custom_op(name, torch.no_grad()(function), mutates_args=(), schema=schema)
-        operator.register_fake(fake)
+    def save(ctx, inputs, output):
+        ctx.save_for_backward(*[x if isinstance(x, torch.Tensor) else None for x in inputs])
+        ctx.options = [None if isinstance(x, torch.Tensor) else x for x in inputs]
 
-        def save(ctx, inputs, output):
-            ctx.save_for_backward(*[x if isinstance(x, torch.Tensor) else None for x in inputs])
-            ctx.options = [None if isinstance(x, torch.Tensor) else x for x in inputs]
+    def backward(ctx, dy):
+        pairs = zip(ctx.saved_tensors, ctx.options, ctx.needs_input_grad, strict=True)
+        args = [option if x is None else x.detach().requires_grad_(needed) for x, option, needed in pairs]
+        with torch.enable_grad():
+            y = function(*args)
+        wanted = [x for x, needed in zip(args, ctx.needs_input_grad, strict=True) if needed]
+        made = iter(torch.autograd.grad(y, wanted, dy.detach()))
+        gradients = [next(made) if needed else None for needed in ctx.needs_input_grad]
+        if not torch.is_grad_enabled():
+            return tuple(gradients)
+        return tuple(g if g is None else _NotAgain.apply(g, dy, *ctx.saved_tensors) for g in gradients)
 
-        def backward(ctx, dy):
-            pairs = zip(ctx.saved_tensors, ctx.options, ctx.needs_input_grad, strict=True)
-            args = [option if x is None else x.detach().requires_grad_(needed) for x, option, needed in pairs]
-            with torch.enable_grad():
-                y = function(*args)
-            wanted = [x for x, needed in zip(args, ctx.needs_input_grad, strict=True) if needed]
-            made = iter(torch.autograd.grad(y, wanted, dy.detach()))
-            gradients = [next(made) if needed else None for needed in ctx.needs_input_grad]
-            if not torch.is_grad_enabled():
-                return tuple(gradients)
-            return tuple(g if g is None else _NotAgain.apply(g, dy, *ctx.saved_tensors) for g in gradients)
-
-        operator.register_autograd(backward, setup_context=save)
-
-        @wraps(function)
-        def run(*args: object) -> torch.Tensor:
-            return operator(*args) if torch.compiler.is_exporting() else function(*args)
-
-        return run
-
-    return decorate
+    operator.register_autograd(backward, setup_context=save)
+    return operator

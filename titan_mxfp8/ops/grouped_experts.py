@@ -16,7 +16,7 @@ from titan_mxfp8 import backends
 from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.spec import Operand
 from titan_mxfp8.ops import experts
-from titan_mxfp8.ops.autograd import Owned, exportable, once_differentiable, save_for_backward, take, take_many
+from titan_mxfp8.ops.autograd import Owned, exported, once_differentiable, save_for_backward, take, take_many
 from titan_mxfp8.ops.checks import check_offs_values
 from titan_mxfp8.ops.config import MXConfig
 from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, Weights
@@ -35,10 +35,10 @@ def grouped_experts(
         offs: int32 (E,), end offsets of the experts' rows.
         limit: that of gpt_oss's clamped SwiGLU, or None for SiLU.
     """
-    return _experts(x_MD, offs, *weights, experts_key(config.key, limit), config.keeps_input, config.keeps_weight)
+    call = _exported_experts if torch.compiler.is_exporting() else _experts
+    return call(x_MD, offs, *weights, experts_key(config.key, limit), config.keeps_input, config.keeps_weight)
 
 
-@exportable(lambda x, *rest: x.new_empty(x.shape, dtype=torch.bfloat16))
 def _experts(
     x: torch.Tensor,
     offs: torch.Tensor,
@@ -54,6 +54,9 @@ def _experts(
 ) -> torch.Tensor:
     keeps = keeps_input, keeps_weight
     return _GroupedExperts.apply(x, offs, w1, w3, w2, b1, b3, b2, config, keeps, torch.is_grad_enabled())[0]
+
+
+_exported_experts = exported(_experts, lambda x, *rest: x.new_empty(x.shape, dtype=torch.bfloat16))
 
 
 @torch.compiler.assume_constant_result

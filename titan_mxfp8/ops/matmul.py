@@ -21,7 +21,7 @@ from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.mx import MXTensor
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.ops import library
-from titan_mxfp8.ops.autograd import exportable, once_differentiable, save_for_backward
+from titan_mxfp8.ops.autograd import exported, once_differentiable, save_for_backward
 from titan_mxfp8.ops.config import MXConfig
 
 _ARRIVED = OperandSpec()  # of activations that come quantised
@@ -99,16 +99,14 @@ def mx_matmul(
     """The differentiable core of ``mxfp8_grouped_mm`` and ``mxfp8_linear``; ``offs=None``: one expert, every row."""
     if isinstance(x, MXTensor):
         rows, scale = x.qdata.detach().contiguous(), x.scale.contiguous()
-        return _multiply(x.source, rows, scale, w_ENK, bias_EN, offs, out_dtype, config.key)
-    return _multiply(x, None, None, w_ENK, bias_EN, offs, out_dtype, config.key)
-
-
-def _empty(x, rows, scale, w_ENK, bias_EN, offs, out_dtype, config):
-    return w_ENK.new_empty(((x if rows is None else rows).shape[0], w_ENK.shape[1]), dtype=out_dtype)
+        args = x.source, rows, scale
+    else:
+        args = x, None, None
+    multiply = _exported_multiply if torch.compiler.is_exporting() else _multiply
+    return multiply(*args, w_ENK, bias_EN, offs, out_dtype, config.key)
 
 
 @torch.compiler.allow_in_graph
-@exportable(_empty)
 def _multiply(
     x: torch.Tensor | None,
     rows: torch.Tensor | None,
@@ -123,6 +121,13 @@ def _multiply(
     they do not change. Else a compiled region with linears would look at a hundred more things before each call, in
     forward, where the GPU waits for the host."""
     return _Matmul.apply(x, rows, scale, w_ENK, bias_EN, offs, out_dtype, decode(config), torch.is_grad_enabled())[0]
+
+
+def _empty(x, rows, scale, w_ENK, bias_EN, offs, out_dtype, config):
+    return w_ENK.new_empty(((x if rows is None else rows).shape[0], w_ENK.shape[1]), dtype=out_dtype)
+
+
+_exported_multiply = exported(_multiply, _empty)
 
 
 class _Matmul(torch.autograd.Function):

@@ -23,14 +23,17 @@ def plain(function: str, **operands: torch.Tensor | MXTensor | None) -> list[tor
     """
     if torch.compiler.is_compiling():  # which sees operators, and says itself what it cannot trace
         return [*operands.values()]
-    refuse_transforms()
-    return [_plain(function, name, x) for name, x in operands.items()]
+    if _transforms_active() or torch.jit.is_tracing():
+        refuse_transforms()
+    for name, x in operands.items():
+        if type(x) not in _PLAIN or x.layout is not torch.strided or x.is_nested or x.is_neg():
+            if x is not None or name not in _OPTIONAL:
+                operands[name] = _made_plain(function, name, x)
+    return [*operands.values()]
 
 
-def _plain(function: str, name: str, x: torch.Tensor | MXTensor | None) -> torch.Tensor | MXTensor | None:
-    if type(x) in _PLAIN and x.layout is torch.strided and not x.is_nested:
-        return x.resolve_neg() if x.is_neg() else x
-    if isinstance(x, MXTensor) or (x is None and name in _OPTIONAL):
+def _made_plain(function: str, name: str, x: object) -> torch.Tensor | MXTensor:
+    if isinstance(x, MXTensor):
         return x
     kind = type(x).__name__
     if not isinstance(x, torch.Tensor):
@@ -43,12 +46,18 @@ def _plain(function: str, name: str, x: torch.Tensor | MXTensor | None) -> torch
         )
     if x.layout is not torch.strided:
         raise ValueError(f"{function}: {name} is of layout {x.layout}: pass {name}.to_dense()")
-    return x
+    return x.resolve_neg()
 
 
 def refuse_transforms(dy: torch.Tensor | None = None) -> None:
     """Raises RuntimeError within a transform of torch that would look inside the GEMMs; ``dy``: in backward."""
-    if _transforms_active() or (dy is not None and _is_batched(dy)):
+    active = _transforms_active()
+    try:
+        if dy is not None:
+            dy.untyped_storage()
+    except NotImplementedError:  # a tensor of is_grads_batched, for which torch has no public name, has no storage
+        active = True
+    if active:
         raise RuntimeError(
             "MXFP8 layers take no transforms of torch.func (grad, vjp, jvp, vmap, ...) and no batched gradients "
             "(is_grads_batched, vectorize=True): use backward() or torch.autograd.grad, sample by sample, or layers "
@@ -56,12 +65,3 @@ def refuse_transforms(dy: torch.Tensor | None = None) -> None:
         )
     if torch.jit.is_tracing():
         raise RuntimeError("torch.jit.trace cannot trace MXFP8 layers: use torch.export")
-
-
-def _is_batched(dy: torch.Tensor) -> bool:
-    """Whether this is a tensor of ``is_grads_batched``, for which torch has no public name: one without storage."""
-    try:
-        dy.untyped_storage()
-    except NotImplementedError:
-        return True
-    return False

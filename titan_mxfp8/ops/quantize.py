@@ -7,7 +7,7 @@ import torch
 from titan_mxfp8.format.mx import BLOCKS, ELEM_DTYPES, ROUNDINGS, Block, MXTensor, Rounding
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.ops import library
-from titan_mxfp8.ops.autograd import exportable
+from titan_mxfp8.ops.autograd import exported
 from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_offs_type
 from titan_mxfp8.ops.operands import plain
 
@@ -69,7 +69,7 @@ def quantize(
     length = x.shape[axis] if offs is None else data.shape[-1]
     mx = Operand(data, scale, spec, axis).to_mx(length, x.dtype)
     if offs is None and x.requires_grad and torch.is_grad_enabled():
-        mx = replace(mx, source=_source(x))
+        mx = replace(mx, source=_exported_source(x) if torch.compiler.is_exporting() else _Source.apply(x))
     return mx
 
 
@@ -78,7 +78,6 @@ def _spec(elem_dtype: torch.dtype, rounding: Rounding, block: Block) -> OperandS
     return OperandSpec(elem_dtype=elem_dtype, rounding=rounding, block=block, block_mn=32 if block == "32x32" else 1)
 
 
-@exportable(lambda x: x.new_empty(()).expand(x.shape))
 def _source(x: torch.Tensor) -> torch.Tensor:
     return _Source.apply(x)
 
@@ -93,3 +92,6 @@ class _Source(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dx):
         return dx
+
+
+_exported_source = exported(_source, lambda x: x.new_empty(()).expand(x.shape))

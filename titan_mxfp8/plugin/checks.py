@@ -1,22 +1,17 @@
 """Checks of a parsed TorchTitan config, before any process group, model or GPU exists."""
 
-import json
 import logging
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torchtitan.components.tokenizer import build_hf_tokenizer
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.job_config import MXLinear as TorchTitanMXLinear
 from torchtitan.distributed import ParallelDims
-from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 from torchtitan.protocols import BaseModelArgs, model_converter
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -24,8 +19,10 @@ from titan_mxfp8 import backends, workarounds
 from titan_mxfp8.arguments import check_types
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.modules import as_list, training_device
+from titan_mxfp8.plugin.check_files import check_files
 from titan_mxfp8.plugin.flavors import register_flavors
 from titan_mxfp8.plugin.job_config import MXGroupedMM, converter_configs, has_our_fields, recipe_of
+from titan_mxfp8.plugin.refusal import in_one_line
 from titan_mxfp8.plugin.wandb_run import fill_git_commit
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 from titan_mxfp8.titan.dispatch import dispatch_of
@@ -118,24 +115,6 @@ def check_transport(job_config: JobConfig) -> None:
         )
     processes, per_host = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     check_hosts(job_config, processes, per_host)
-
-
-def check_files(job_config: JobConfig) -> None:
-    """Checks that this machine has what the config reads, and can write where the config writes.
-
-    A model with a tokenizer or data loader of its own reads what it likes, and ``experimental.custom_import`` may bring
-    the model later.
-
-    Raises:
-        ValueError: no tokenizer, no data, data without text, or a dump folder that cannot be written to.
-    """
-    if not job_config.experimental.custom_import:
-        spec = get_train_spec(job_config.model.name)
-        if spec.build_tokenizer_fn is build_hf_tokenizer:
-            _check_tokenizer(Path(job_config.model.hf_assets_path))
-        if spec.build_dataloader_fn is build_text_dataloader:
-            _check_data(job_config.training.dataset.lower(), job_config.training.dataset_path)
-    _check_dump_folder(Path(job_config.job.dump_folder))
 
 
 def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
@@ -307,6 +286,7 @@ def compiles_model(job_config: JobConfig) -> bool:
 
 
 @around("torchtitan.config.manager.ConfigManager._validate_config")
+@in_one_line()
 def validate_and_check(validate: Any, config_manager: ConfigManager) -> None:
     """Makes TorchTitan's config manager run the checks above once it has parsed and checked a config itself. One
     without our fields is left as it is.
@@ -367,57 +347,3 @@ def _check_compile(job_config: JobConfig) -> None:
             f"torch {torch.__version__} (\"'Tensor' object has no attribute '_local_tensor'\" in backward), with or "
             "without converters. Use torch 2.11 to 2.13, compile.enable = false, or compile.components = ['loss']"
         )
-
-
-def _check_tokenizer(path: Path) -> None:
-    # the files that torchtitan.components.tokenizer looks for
-    if not any((path / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):
-        raise ValueError(
-            f"model.hf_assets_path = {str(path)!r} holds no tokenizer (tokenizer.json): download the model's (configs "
-            "of large models say how), point it at another one, such as train_configs/assets/tokenizer here, or make "
-            "one with scripts/make_data.py"
-        )
-
-
-def _check_data(name: str, path: str | None) -> None:
-    if name == "c4_test":
-        folder = Path(path or DATASETS[name].path)
-        if not any(folder.glob("*.json*")):
-            raise ValueError(
-                f"training.dataset_path = {path!r} holds no data.jsonl: point it at a folder with one, "
-                "such as train_configs/assets/kjv here, or make one with scripts/make_data.py"
-            )
-        for file in sorted(folder.glob("*.jsonl")):
-            _check_first_row(file)
-    if name in ("c4", "c4_validation") and path is None and datasets.config.HF_HUB_OFFLINE:
-        raise ValueError(
-            f"training.dataset {name!r} is streamed from Hugging Face, but HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is "
-            "set: unset it, or train on local text with --training.dataset=c4_test and --training.dataset_path, a "
-            "folder with a data.jsonl"
-        )
-
-
-def _check_first_row(file: Path) -> None:
-    wanted = 'each line must be a JSON object whose "text" is a string, such as {"text": "In the beginning"}'
-    with file.open("rb") as lines:
-        line = next(filter(None, map(bytes.strip, lines)), b"")
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{file}: its first line is no JSON ({error}): {wanted}") from error
-    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-        found = f"has {', '.join(map(repr, row))}" if isinstance(row, dict) else f"is {row!r:.40}"
-        raise ValueError(f"{file}: its first row {found}, and no text: {wanted}")
-
-
-def _check_dump_folder(path: Path) -> None:
-    # by writing: permission bits do not tell of read-only or root-squashed file systems
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"job.dump_folder = {str(path)!r} cannot be written to ({error}): checkpoints and logs go there, "
-            "choose another one with --job.dump_folder"
-        ) from error

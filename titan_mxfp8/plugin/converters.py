@@ -21,7 +21,7 @@ from titan_mxfp8 import modules, workarounds
 from titan_mxfp8.plugin import moe
 from titan_mxfp8.plugin.checks import check_converters
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
-from titan_mxfp8.plugin.job_config import converter_configs, recipe_of
+from titan_mxfp8.plugin.job_config import converter_configs
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 from titan_mxfp8.titan import telemetry
 
@@ -47,8 +47,8 @@ class _Converter(QuantizationConverter):
 
     def convert(self, model: nn.Module) -> None:
         config = self.config
-        options = {"backend": config.backend, "requantize_input": config.requantize_input}
-        converted = self.convert_modules(model, recipe=recipe_of(config), **options)
+        options = {"recipe": config.recipe_name, "rebase": config.hopper_rebase, "backend": config.backend}
+        converted = self.convert_modules(model, requantize_input=config.requantize_input, **options)
         health_every = self.job_config.quantize.health_every
         telemetry.attach(model, converted, self.kind, health_every, config.hopper_rebase_report)
 

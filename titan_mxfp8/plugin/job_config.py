@@ -10,7 +10,10 @@ from typing import Annotated, Any
 
 import tyro
 
-from titan_mxfp8.recipe import GROUPED_MM, LINEAR, Recipe, get_recipe
+from titan_mxfp8.backends import recommend
+from titan_mxfp8.backends.hardware import hardware_of
+from titan_mxfp8.modules import training_device
+from titan_mxfp8.recipe import GROUPED_MM, LINEAR, Recipe
 from titan_mxfp8.titan.fields import DEFAULT_RECIPE
 
 DEFAULT_FILTER_FQNS = ("output", "router.gate")
@@ -35,9 +38,10 @@ def documented(cls: type) -> type:
 @dataclass
 class MXLinear:
     recipe_name: str = option(DEFAULT_RECIPE)("""
-    What is quantised how, in all linears: mxfp8, mxfp8_floor, mxfp8_wgrad_bf16, mxfp8_2d, mxfp8_2d_wgrad_bf16,
-    mxfp8_e5m2_grad; one of these with _rebased behind it, see hopper_rebase; or one of the aliases mxfp8_rceil and
-    mxfp8_cublas_rceil (= mxfp8), mxfp8_cublas (= mxfp8_floor), mxfp8_rceil_wgrad_with_hp (= mxfp8_wgrad_bf16).
+    What is quantised how, in all linears: auto, the recipe that is recommended for the hardware, which the log names;
+    mxfp8, mxfp8_floor, mxfp8_wgrad_bf16, mxfp8_2d, mxfp8_2d_wgrad_bf16, mxfp8_e5m2_grad; one of these with _rebased
+    behind it, see hopper_rebase; or one of the aliases mxfp8_rceil and mxfp8_cublas_rceil (= mxfp8), mxfp8_cublas (=
+    mxfp8_floor), mxfp8_rceil_wgrad_with_hp (= mxfp8_wgrad_bf16).
     """)
 
     filter_fqns: list[str] = option(DEFAULT_FILTER_FQNS)("""
@@ -196,9 +200,10 @@ def converter_configs(job_config: JobConfig) -> dict[str, MXGroupedMM | MXLinear
 
 
 def recipe_of(config: MXGroupedMM | MXLinear) -> Recipe:
-    """The recipe that a section asks for: the one named, rebased where ``hopper_rebase`` is on.
+    """The recipe that a section asks for: the one named, or recommended for the hardware of this training; rebased
+    where ``hopper_rebase`` is on.
 
     Raises:
-        ValueError: as ``get_recipe``.
+        ValueError: as ``backends.recommend``.
     """
-    return get_recipe(config.recipe_name, config.hopper_rebase)
+    return recommend(config.recipe_name, config.backend, hardware_of(training_device()), config.hopper_rebase)

@@ -11,6 +11,8 @@ from titan_mxfp8.plugin.job_config import converter_configs, has_our_fields, rec
 from titan_mxfp8.recipe import GROUPED_MM
 from titan_mxfp8.workarounds.patch import around
 
+ROOT = Path(__file__).resolve().parent.parent.parent
+
 
 def name_run(job_config: JobConfig) -> None:
     """Gives the run a name and tags, unless WANDB_RUN_NAME and WANDB_TAGS do.
@@ -41,7 +43,8 @@ def git_commit(file: Path) -> str:
     where there is no git, or no repository that tracks the file."""
 
     def git(*arguments: str) -> str:
-        command = ("git", "--no-optional-locks", "-C", str(file.parent), *arguments)
+        # safe.directory: git refuses a repository of another user's, of which this code may be
+        command = ("git", "--no-optional-locks", "-c", f"safe.directory={ROOT}", "-C", str(file.parent), *arguments)
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:

@@ -1,8 +1,8 @@
 """What the fields of both adapters have in common: a default, and rules that need no TorchTitan."""
 
-from titan_mxfp8.recipe import BF16, Recipe
+from titan_mxfp8.recipe import AUTO, BF16, Recipe
 
-DEFAULT_RECIPE = "mxfp8"
+DEFAULT_RECIPE = AUTO
 
 
 def check_periods(recipe: Recipe, health_every: int, hopper_rebase_report: int) -> None:

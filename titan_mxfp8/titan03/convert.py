@@ -17,7 +17,8 @@ from torchtitan.trainer import Trainer
 import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
 from titan_mxfp8 import modules
 from titan_mxfp8.arguments import check_types
-from titan_mxfp8.recipe import get_recipe
+from titan_mxfp8.backends import recommend
+from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.titan import telemetry
 from titan_mxfp8.titan.dispatch import dispatch_of
 from titan_mxfp8.titan.fields import DEFAULT_RECIPE, check_control, check_periods
@@ -42,7 +43,7 @@ class _Converter(QuantizationConverter):
 
     def __init__(self, config: QuantizationConverter.Config) -> None:
         check_types(config)
-        self.recipe = get_recipe(config.recipe)
+        self.recipe = recommend(config.recipe, config.backend, hardware_of(modules.training_device()))
         check_periods(self.recipe, config.health_every, config.hopper_rebase_report)
         check_control(self.recipe, self.kind, self.dispatches)
         self.config = config
@@ -62,7 +63,7 @@ class _Converter(QuantizationConverter):
         def build(own: BaseModel.Config, **kwargs: object) -> nn.Module:
             model, config = cls.build(own, **kwargs), self.config
             options = {"backend": config.backend, "requantize_input": config.requantize_input}
-            converted = self.convert_modules(model, recipe=self.recipe, **options)
+            converted = self.convert_modules(model, recipe=config.recipe, **options)
             telemetry.attach(model, converted, self.kind, config.health_every, config.hopper_rebase_report)
             return model
 

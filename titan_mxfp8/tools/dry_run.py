@@ -8,8 +8,8 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
@@ -24,11 +24,9 @@ from torchtitan.tools.utils import set_default_dtype
 
 from titan_mxfp8 import backends
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, override_hardware
-from titan_mxfp8.modules import as_list
 from titan_mxfp8.plugin.checks import (
     NUMBER_AS_STRING,
     check_batch,
-    check_dispatch,
     check_hosts,
     check_job_config,
     check_layout,
@@ -36,19 +34,18 @@ from titan_mxfp8.plugin.checks import (
     model_args,
 )
 from titan_mxfp8.plugin.flavors import is_study_flavor
-from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, converter_configs, recipe_of
+from titan_mxfp8.plugin.job_config import converter_configs, recipe_of
 from titan_mxfp8.plugin.moe import MXFP8MoE, dispatching_layers
 from titan_mxfp8.recipe import GROUPED_MM, Recipe
 from titan_mxfp8.titan.dispatch import dispatch_of
 from titan_mxfp8.tools.memory import FILL, GIB, Memory, card_memory, estimate_memory, model_parallel_shape
-from titan_mxfp8.tools.roofline import Layer, Step
 from titan_mxfp8.tools.saved import COMPILE_BACKEND
 
 CONFIG_MODULE = "Set it to 'titan_mxfp8.plugin', or to a module whose JobConfig derives from that one's"
 
 
-class ClusterConfigManager(ConfigManager):
-    """Parses a config that will run elsewhere: this machine needs neither its tokenizer nor its data, nor its GPU."""
+class LocalConfigManager(ConfigManager):
+    """Parses a config as training on this machine would, which has to bring the plugin's fields."""
 
     def _maybe_add_custom_config(self, args: list[str], toml_values: dict | None) -> type[JobConfig]:
         try:
@@ -59,79 +56,59 @@ class ClusterConfigManager(ConfigManager):
             raise ValueError(f"job.custom_config_module brings no fields of titan_mxfp8. {CONFIG_MODULE}")
         return config_cls
 
+
+class ClusterConfigManager(LocalConfigManager):
+    """Parses a config that will run elsewhere: this machine needs neither its tokenizer nor its data, nor its GPU."""
+
     def _validate_config(self) -> None:
-        check_types(self.config, skip=NUMBER_AS_STRING)
-        plans(self.config)
-        check_dispatch(self.config)
-        with local_backends(self.config):
+        check_types(self.config, skip=NUMBER_AS_STRING)  # before its GPU's name is looked at
+        with cluster_gpu(self.config):
             check_job_config(self.config)
 
 
-class LocalConfigManager(ClusterConfigManager):
-    """Parses a config as training on this machine would, which has to bring the plugin's fields."""
-
-    _validate_config = ConfigManager._validate_config  # with the plugin's checks
-
-
 @contextmanager
-def cluster_backends(job_config: JobConfig) -> Iterator[None]:
-    """Within, a model is converted, and planned, as on the cluster's GPU; where the config names none that we know, as
-    here. Experts that are compiled save what ``tools/saved.py`` can look at."""
-    gpu, compile_backend = job_config.cluster.gpu, job_config.compile.backend
-    named = [mx.backend for mx in converter_configs(job_config).values()]
-    try:
-        with local_backends(job_config), override_hardware(CLUSTER_GPUS[gpu]) if gpu in CLUSTER_GPUS else nullcontext():
-            if gpu in CLUSTER_GPUS:
-                for mx, backend in zip(converter_configs(job_config).values(), named, strict=True):
-                    mx.backend = backend
-            job_config.compile.backend = COMPILE_BACKEND
-            yield
-    finally:
-        job_config.compile.backend = compile_backend
-
-
-@contextmanager
-def local_backends(job_config: JobConfig) -> Iterator[None]:
-    """Within, the converters take whatever backend runs here, and dispatch as they can here."""
-    configs, experts = converter_configs(job_config).values(), job_config.quantize.grouped_mm.mx
-    named, dispatch, rows = [mx.backend for mx in configs], experts.dispatch, experts.dispatch_rows
-    try:
-        for mx in configs:
-            mx.backend = "auto"
-        if dispatch != "off":
-            experts.dispatch, experts.dispatch_rows = "auto", "counted"
-        yield
-    finally:
-        for mx, backend in zip(configs, named, strict=True):
-            mx.backend = backend
-        experts.dispatch, experts.dispatch_rows = dispatch, rows
-
-
-def plans(job_config: JobConfig) -> dict[str, str]:
-    """``planned`` for each converter that the config asks for."""
-    converters = as_list(job_config.model.converters)
-    asked = {name: mx for name, mx in converter_configs(job_config).items() if name in converters}
-    return {name: planned(name, mx, job_config.cluster.gpu) for name, mx in asked.items()}
-
-
-def planned(name: str, mx: MXGroupedMM | MXLinear, gpu: str) -> str:
-    """What the cluster's ``gpu`` multiplies in each GEMM of a converter, and by which backend, in words; nothing where
-    the config names no GPU that we know.
+def cluster_gpu(job_config: JobConfig) -> Iterator[None]:
+    """Within, this machine is taken for one with the cluster's GPU. Where the config names none that we know, the
+    converters take whatever backend runs here.
 
     Raises:
-        ValueError: unknown recipe or backend, or one that cannot run there.
+        ValueError: an unknown backend.
     """
+    gpu, configs = job_config.cluster.gpu, converter_configs(job_config)
+    if gpu in CLUSTER_GPUS:
+        with override_hardware(CLUSTER_GPUS[gpu]):
+            yield
+        return
+    named = {name: mx.backend for name, mx in configs.items()}
     try:
-        recipe = recipe_of(mx)
-        if gpu not in CLUSTER_GPUS:
-            backends.check_name(mx.backend)
-            return ""
-        hardware = CLUSTER_GPUS[gpu]
-        selection = backends.select(mx.backend, hardware, recipe)
-    except ValueError as error:
-        raise ValueError(f"[{name}] {error}") from error
-    untried = ", never run there" if selection.warning else ""
-    return f"{recipe.name}, backend {selection.name}{untried}: {backends.plan_on(recipe, selection.name, hardware)}"
+        for name, mx in configs.items():
+            try:
+                backends.check_name(mx.backend)
+            except ValueError as error:
+                raise ValueError(f"[{name}] {error}") from error
+            mx.backend = "auto"
+        yield
+    finally:
+        for name, mx in configs.items():
+            mx.backend = named[name]
+
+
+def multiplied(job_config: JobConfig) -> dict[str, str]:
+    """In words, by converter that the config asks for: what the cluster's GPU multiplies in each of its GEMMs, and by
+    which backend; empty where the config names no GPU that we know."""
+    gpu, configs = job_config.cluster.gpu, converter_configs(job_config)
+    if gpu not in CLUSTER_GPUS:
+        return {}
+    found = {}
+    for name in job_config.model.converters:
+        if name in configs:
+            mx = configs[name]
+            recipe = backends.recommend(mx.recipe_name, mx.backend, CLUSTER_GPUS[gpu], mx.hopper_rebase)
+            selection = backends.select(mx.backend, CLUSTER_GPUS[gpu], recipe)
+            untried = ", never run there" if selection.warning else ""
+            plan = backends.plan_on(recipe, selection.name, CLUSTER_GPUS[gpu])
+            found[name] = f"{recipe.name}, backend {selection.name}{untried}: {plan}"
+    return found
 
 
 def recipes_here(path: str, overrides: Sequence[str] = ()) -> dict[str, tuple[Recipe, str]]:
@@ -171,32 +148,42 @@ class Report:
     """What ``dry_run`` found.
 
     Attributes:
+        model: TorchTitan's name of it.
         world_size: processes, one per GPU.
         mesh: size of every mesh dimension larger than 1.
         sequences: sequences per optimizer step, on all processes together.
         converted: count of converted modules by name, layer numbers as ``*``.
         left: the same for the linears and expert modules that stay in bf16.
+        dispatching: count of MoE layers that dispatch their own tokens.
         parameters: of the whole model.
         memory: the estimate for the process with the largest shards, rank 0.
         card: name of the GPU, and its memory in bytes; None where the config names none.
+        tokens: that a GPU computes in a step; with tensor parallelism its share of them.
         flops_per_token: forward and backward, as TorchTitan counts them for its MFU.
         mxfp8_share: part of these FLOPs that run as MXFP8 GEMMs.
-        multiplied: by converter, what each of its GEMMs multiplies, see ``planned``.
-        step: what a GPU does in a step, see ``tools/roofline.py``.
+        multiplied: by converter, what each of its GEMMs multiplies, see ``multiplied``.
+        gemms: quantised layers of one GPU by recipe and sizes: M tokens, N features out, K in, G experts.
+        frees_weights: whether FSDP frees them after forward.
+        forwards: how often forward is computed.
     """
 
+    model: str
     world_size: int
     mesh: dict[str, int]
     sequences: int
     converted: Counter[str]
     left: Counter[str]
+    dispatching: int
     parameters: int
     memory: Memory
     card: tuple[str, float] | None
+    tokens: float
     flops_per_token: int
     mxfp8_share: float
     multiplied: dict[str, str]
-    step: Step
+    gemms: Counter[tuple[Recipe, int, int, int, int]]
+    frees_weights: bool
+    forwards: int
 
 
 def parse_config(path: str, overrides: Sequence[str] = ()) -> JobConfig:
@@ -208,17 +195,63 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
     """Builds, converts and shards the model of ``job_config`` for all the GPUs of its ``[cluster]``.
 
     Args:
-        job_config: of ``parse_config``; ``compile.enable`` is switched off in a copy, as compilation moves no shard.
+        job_config: of ``parse_config``.
         fill: the share of a card's memory that the estimate may take.
 
     Raises:
         ValueError: the layout does not work, or the model does not fit; the message says why.
     """
-    cluster = job_config.cluster
+    cluster, training = job_config.cluster, job_config.training
     card = (cluster.gpu, card_memory(cluster.gpu)) if cluster.gpu else None
     world_size = cluster.nodes * cluster.gpus_per_node
+    dims = check_cluster(job_config, world_size)
+    with fake_processes(world_size), cluster_gpu(job_config):
+        dims.build_mesh()
+        whole, args = converted_model(without_hardware(job_config), dims)
+        dispatching = [module for module in whole.modules() if isinstance(module, MXFP8MoE)]
+        if card is not None and dispatching and job_config.quantize.grouped_mm.mx.dispatch_rows == "worst_case":
+            experts = job_config.quantize.grouped_mm.mx
+            dispatch = dispatch_of(experts.dispatch, experts.dispatch_rows)
+            dispatching_layers(dispatching, dispatch, job_config).check_memory(dims.ep, card[1], f"[{GROUPED_MM}] ")
+        parameters, flops = args.get_nparams_and_flops(whole, training.seq_len)
+        sharded = shard(copy.deepcopy(whole), job_config, dims)
+        memory = estimate_memory(whole, sharded, job_config, dims)
+        gemms = converted_gemms(sharded, args, training.local_batch_size * training.seq_len // dims.cp)
+    if card is not None and memory.total > fill * card[1]:
+        raise ValueError(
+            f"does not fit: {memory.total / GIB:.1f} GiB a GPU estimated ({memory}), more than {fill:.0%} of "
+            f"{card[0]}'s {card[1] / GIB:.1f} GiB. {lower_memory(job_config)}"
+        )
+    one_step = training.local_batch_size * dims.dp_replicate * dims.dp_shard
+    return Report(
+        model=job_config.model.name,
+        world_size=world_size,
+        mesh=mesh_sizes(dims),
+        sequences=training.global_batch_size if training.global_batch_size > 0 else one_step,
+        converted=count_names(name for name, module in gemm_modules(whole) if hasattr(module, "mxfp8")),
+        left=count_names(name for name, module in gemm_modules(whole) if not hasattr(module, "mxfp8")),
+        dispatching=len(dispatching),
+        parameters=parameters,
+        memory=memory,
+        card=card,
+        tokens=training.local_batch_size * training.seq_len / (dims.cp * dims.tp),
+        flops_per_token=flops,
+        mxfp8_share=mxfp8_flops(whole, args) / flops,
+        multiplied=multiplied(job_config),
+        gemms=gemms,
+        frees_weights=any(isinstance(module, FSDPModule) for module in sharded.modules()),
+        forwards=2 if job_config.activation_checkpoint.mode == "full" else 1,
+    )
+
+
+def check_cluster(job_config: JobConfig, world_size: int) -> ParallelDims:
+    """``check_layout``, and what only a dry run cannot do.
+
+    Raises:
+        ValueError: as ``check_layout`` and ``check_hosts``; pipelines; a study flavor that the config does not ask for.
+    """
     dims = check_layout(job_config, world_size)
-    check_hosts(job_config, world_size, cluster.gpus_per_node)
+    check_hosts(job_config, world_size, job_config.cluster.gpus_per_node)
     if dims.pp_enabled:
         raise ValueError(
             "pipeline_parallel_degree > 1 cannot be checked: a stage's memory depends on the schedule (CHECK=0 lets "
@@ -227,77 +260,42 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
     if is_study_flavor(model_args(job_config)) and not job_config.model.study_flavors:
         # another config of this process has registered it
         raise ValueError(f"flavor {job_config.model.flavor!r} needs model.study_flavors = true")
-    with fake_processes(world_size):
-        dims.build_mesh()
-        with cluster_backends(job_config):
-            model, args = converted_model(job_config, dims)
-        experts = job_config.quantize.grouped_mm.mx
-        dispatching = [module for module in model.modules() if isinstance(module, MXFP8MoE)]
-        if card is not None and dispatching and experts.dispatch_rows == "worst_case":
-            dispatch = dispatch_of(experts.dispatch, experts.dispatch_rows)
-            dispatching_layers(dispatching, dispatch, job_config).check_memory(dims.ep, card[1], f"[{GROUPED_MM}] ")
-        parameters, flops = args.get_nparams_and_flops(model, job_config.training.seq_len)
-        whole = copy.deepcopy(model)
-        eager = copy.deepcopy(job_config)
-        eager.compile.enable = False
-        try:
-            sharded = get_train_spec(job_config.model.name).parallelize_fn(model, dims, eager)
-        except (AssertionError, NotImplementedError, RuntimeError) as error:
-            raise ValueError(f"TorchTitan cannot lay out the model so: {error}") from error
-        with cluster_backends(job_config):
-            memory = estimate_memory(whole, sharded, job_config, dims)
-        step = step_of(sharded, job_config, dims, memory, flops)
-    if card is not None and memory.total > fill * card[1]:
-        raise ValueError(
-            f"does not fit: {memory.total / GIB:.1f} GiB a GPU estimated ({memory}), more than {fill:.0%} of "
-            f"{card[0]}'s {card[1] / GIB:.1f} GiB. {lower_memory(job_config)}"
-        )
-    training = job_config.training
-    one_step = training.local_batch_size * dims.dp_replicate * dims.dp_shard
-    return Report(
-        world_size=world_size,
-        mesh=mesh_sizes(dims),
-        sequences=training.global_batch_size if training.global_batch_size > 0 else one_step,
-        converted=count_names(name for name, module in gemm_modules(whole) if hasattr(module, "mxfp8")),
-        left=count_names(name for name, module in gemm_modules(whole) if not hasattr(module, "mxfp8")),
-        parameters=parameters,
-        memory=memory,
-        card=card,
-        flops_per_token=flops,
-        mxfp8_share=mxfp8_flops(whole, args) / flops,
-        multiplied=plans(job_config),
-        step=step,
-    )
+    return dims
 
 
-def step_of(
-    sharded: nn.Module, job_config: JobConfig, dims: ParallelDims, memory: Memory, flops_per_token: int
-) -> Step:
-    """What one GPU does in a step: its part of every converted layer, each expert with its share of the tokens."""
-    training = job_config.training
-    tokens = training.local_batch_size * training.seq_len // dims.cp
-    args, converted = model_args(job_config), Counter()
-    for _, module in gemm_modules(sharded):
-        if not hasattr(module, "mxfp8") or not module.mxfp8.recipe.quantized:
-            continue
-        for param in module.parameters(recurse=False):
-            if is_weight(module, param):
-                *groups, n, k = model_parallel_shape(param)
-                rows = tokens * args.moe_args.top_k if groups else tokens
-                converted[module.mxfp8.recipe, Layer(m=rows, n=n, k=k, groups=groups[0] if groups else 1)] += 1
-    ours = sum(6 * layer.m * layer.n * layer.k * count for (_, layer), count in converted.items())
-    forwards = 2 if job_config.activation_checkpoint.mode == "full" else 1
-    # forward is a third of forward and backward
-    other = max(0, flops_per_token * tokens / dims.tp - ours) * (2 + forwards) / 3
-    # parameter, gradient and both moments are read, all but the gradient written, each as large as the parameters
-    optimizer = 7 * memory.parameters
-    return Step(
-        converted=tuple((recipe, replace(layer, count=count)) for (recipe, layer), count in converted.items()),
-        other_flops=other,
-        other_bytes=optimizer + 2 * memory.activations,
-        keeps_weight=not any(isinstance(module, FSDPModule) for module in sharded.modules()),
-        forwards=forwards,
-    )
+def without_hardware(job_config: JobConfig) -> JobConfig:
+    """A copy by which a model can be converted without the GPUs' links, and whose compiled experts save what
+    ``saved.py`` can look at."""
+    job_config = copy.deepcopy(job_config)
+    experts = job_config.quantize.grouped_mm.mx
+    if experts.dispatch != "off":
+        experts.dispatch, experts.dispatch_rows = "auto", "counted"
+    job_config.compile.backend = COMPILE_BACKEND
+    return job_config
+
+
+def shard(model: nn.Module, job_config: JobConfig, dims: ParallelDims) -> nn.Module:
+    """Has TorchTitan shard a model in place; not compiled, as compilation moves no shard.
+
+    Raises:
+        ValueError: TorchTitan cannot.
+    """
+    eager = copy.deepcopy(job_config)
+    eager.compile.enable = False
+    try:
+        return get_train_spec(job_config.model.name).parallelize_fn(model, dims, eager)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"TorchTitan cannot lay out the model so: {error}") from error
+
+
+def converted_gemms(sharded: nn.Module, args: BaseModelArgs, tokens: int) -> Counter[tuple[Recipe, int, int, int, int]]:
+    """One GPU's part of every quantised layer, each expert with its share of the tokens; see ``Report.gemms``."""
+    found = Counter()
+    for module, param in quantized_weights(sharded):
+        *groups, n, k = model_parallel_shape(param)
+        rows = tokens * args.moe_args.top_k if groups else tokens
+        found[module.mxfp8.recipe, rows, n, k, groups[0] if groups else 1] += 1
+    return found
 
 
 def lower_memory(job_config: JobConfig) -> str:
@@ -339,20 +337,20 @@ def count_names(names: Iterator[str]) -> Counter[str]:
     return Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
 
 
+def quantized_weights(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """The operands of quantised GEMMs, a linear's matrix or one matrix per expert, with their modules."""
+    for _, module in gemm_modules(model):
+        if hasattr(module, "mxfp8") and module.mxfp8.recipe.quantized:
+            for param in module.parameters(recurse=False):
+                if param.ndim == (2 if isinstance(module, nn.Linear) else 3):  # else a bias of either
+                    yield module, param
+
+
 def mxfp8_flops(model: nn.Module, args: BaseModelArgs) -> float:
     """FLOPs per token that run as MXFP8 GEMMs: 6 per weight that a token meets, 4 where wgrad stays in bf16."""
     flops = 0.0
-    for _, module in gemm_modules(model):
-        if not hasattr(module, "mxfp8") or not module.mxfp8.recipe.quantized:
-            continue
+    for module, param in quantized_weights(model):
         gemms = 3 if module.mxfp8.recipe.wgrad == "mxfp8" else 2
-        for param in module.parameters(recurse=False):
-            if is_weight(module, param):
-                met = args.moe_args.top_k / args.moe_args.num_experts if param.ndim == 3 else 1
-                flops += 2 * gemms * param.numel() * met
+        met = args.moe_args.top_k / args.moe_args.num_experts if param.ndim == 3 else 1
+        flops += 2 * gemms * param.numel() * met
     return flops
-
-
-def is_weight(module: nn.Module, param: nn.Parameter) -> bool:
-    """Whether the parameter is a GEMM's operand: a linear's matrix or one matrix per expert, not a bias of either."""
-    return param.ndim == (2 if isinstance(module, nn.Linear) else 3)

@@ -39,10 +39,10 @@ def unpad_token_groups(padded: torch.Tensor, offs: torch.Tensor, *, alignment: i
 def _move_row_blocks(
     out, source, table, offs, cols, row_blocks, groups, BLOCK_ROWS: tl.constexpr, COLS: tl.constexpr, PAD: tl.constexpr
 ):
-    """One program: ``BLOCK_ROWS`` rows of a row_block of the map, ``COLS`` of their columns, into the padded buffer or
+    """One program: ``BLOCK_ROWS`` rows of a block of the map, ``COLS`` of their columns, into the padded buffer or
     out of it.
 
-    ``offs = [2, 40]`` aligned to 32: row_block 3, padded rows 48..63, holds packed rows 18..33.
+    ``offs = [2, 40]`` aligned to 32: block 3, padded rows 48..63, holds packed rows 18..33.
     """
     col_tiles = tl.cdiv(cols, COLS)
     row_block = tl.program_id(0) // col_tiles

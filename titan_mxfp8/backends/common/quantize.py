@@ -3,10 +3,10 @@
 Host tensors have R rows, C columns and B matrices; P is R to a multiple of 32, or with ragged groups
 ``ragged_rows(R, groups)``.
 
-| output | elements  | scales 1x32    | scales 32x32        |
-|--------|-----------|----------------|---------------------|
-| rowwise  | (B, R, C) | (B, R, C / 32) | (B, R / 32, C / 32) |
-| columnwise  | (B, C, P) | (B, C, P / 32) | (B, C / 32, P / 32) |
+| output     | elements  | scales 1x32    | scales 32x32        |
+|------------|-----------|----------------|---------------------|
+| rowwise    | (B, R, C) | (B, R, C / 32) | (B, R / 32, C / 32) |
+| columnwise | (B, C, P) | (B, C, P / 32) | (B, C / 32, P / 32) |
 
 On an H200 the L2 is what limits: it takes as long for a byte of a 32-byte sector as for the sector. So stores are whole
 sectors wherever a program has them, and where both outputs are made, with 4 scales in a row each, a second kernel
@@ -38,7 +38,7 @@ from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.format.spec import Operand
 
 # By share of the copy bandwidth on an H200, 131072 x 7168 bf16. Both outputs: 128 rows and 2 segments 0.85, 16 warps
-# 0.63 to 0.77. First alone: 256 rows and 1 segment 0.90, 128 rows and 2 segments 0.87.
+# 0.63 to 0.77. Columnwise alone: 256 rows and 1 segment 0.90, 128 rows and 2 segments 0.87.
 BOTH_TILE = Tile(rows=128, segments=2)
 COLUMNWISE_TILE = Tile(rows=256, segments=1)
 
@@ -94,7 +94,7 @@ def _quantize_tiles(
     """One program: a tile of one matrix in 1x32 blocks along the first axis and, with ``ROWWISE``, along the last one
     too.
 
-    With ragged groups its rows are those of the next ``BLOCKS`` row_blocks of the map. ``offs = [2, 40]`` of 50 rows,
+    With ragged groups its rows are those of the next ``BLOCKS`` row blocks of the map. ``offs = [2, 40]`` of 50 rows,
     tiles of 128: the first tile holds the groups, at its rows 0..1 and 32..69, the second the tail, at its rows 0..9,
     for which the first axis gets zeros.
 

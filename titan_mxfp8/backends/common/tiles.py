@@ -188,13 +188,8 @@ def lies_transposed(x: torch.Tensor) -> bool:
 
 def map_tiles(offs: torch.Tensor, rows: int, tile: Tile, *, tail: bool, alignment: int = BLOCK_SIZE) -> RowBlockMap:
     """The map of the 32-row blocks of tiles; with ``tail``, whole tiles hold the rows past the last group."""
-    groups, block_rows = offs.shape[0], BLOCK_SIZE
+    groups, sizes = offs.shape[0], {"block_rows": BLOCK_SIZE, "alignment": alignment}
     if not tail:
-        row_blocks = ragged_rows(rows, groups, alignment) // block_rows
-        return map_row_blocks(offs, rows, row_blocks=row_blocks, block_rows=block_rows, alignment=alignment)
-    row_blocks = row_blocks_with_tail(
-        rows, groups, block_rows=block_rows, alignment=alignment, tail_alignment=tile.rows
-    )
-    return map_row_blocks(
-        offs, rows, row_blocks=row_blocks, block_rows=block_rows, alignment=alignment, tail_alignment=tile.rows
-    )
+        return map_row_blocks(offs, rows, row_blocks=ragged_rows(rows, groups, alignment) // BLOCK_SIZE, **sizes)
+    sizes["tail_alignment"] = tile.rows
+    return map_row_blocks(offs, rows, row_blocks=row_blocks_with_tail(rows, groups, **sizes), **sizes)

@@ -1,4 +1,4 @@
-"""A kernel that holds multiprocessors, for tests and benchmarks of others beside it."""
+"""A kernel that occupies multiprocessors, for tests and benchmarks of other kernels beside it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,23 +9,23 @@ import triton.language as tl
 
 
 @triton.jit
-def _hold(state, registers, LOOKS: tl.constexpr):
+def _occupy(state, registers, LOOKS: tl.constexpr):
     """Waits until the second element of ``state`` is set. The first counts the programs that have started, the third
     those that gave up."""
     at = tl.arange(0, 32768)
-    held = tl.load(registers + at)  # with addresses more than half of what there is: no large kernel fits beside
+    kept = tl.load(registers + at)  # with addresses more than half of what there is: no large kernel fits beside
     tl.atomic_add(state, 1)
     looks = 0
     while (tl.atomic_add(state + 1, 0) == 0) & (looks < LOOKS):
         looks += 1
     tl.atomic_add(state + 2, (looks == LOOKS).to(tl.int32))
-    tl.store(registers + at, held)
+    tl.store(registers + at, kept)
 
 
 @contextmanager
-def held_multiprocessors(count: int, looks: int = 1 << 24) -> Iterator[None]:
-    """Another kernel holds ``count`` multiprocessors of the current GPU, as those of NCCL do, until what is queued on
-    the current stream within has been done.
+def occupied_multiprocessors(count: int, looks: int = 1 << 24) -> Iterator[None]:
+    """Another kernel occupies ``count`` multiprocessors of the current GPU, as those of NCCL do, until what is queued
+    on the current stream within has been done.
 
     Wait for events in there: the device never gets idle. And run the same once before: CUDA loads a kernel when it is
     first used, which waits for those that run.
@@ -42,7 +42,7 @@ def held_multiprocessors(count: int, looks: int = 1 << 24) -> Iterator[None]:
     state[1].fill_(0)  # loads the kernel
     beside.wait_stream(here)
     with torch.cuda.stream(beside):
-        _hold[(count,)](state, registers, LOOKS=looks, num_warps=32)
+        _occupy[(count,)](state, registers, LOOKS=looks, num_warps=32)
     while state[0].item() < count:
         pass
     try:
@@ -51,4 +51,4 @@ def held_multiprocessors(count: int, looks: int = 1 << 24) -> Iterator[None]:
         state[1].fill_(1)
         here.wait_stream(beside)
     if state[2].item():
-        raise TimeoutError(f"multiprocessors were to be held for longer than {looks} looks at a flag")
+        raise TimeoutError(f"multiprocessors were to be occupied for longer than {looks} looks at a flag")

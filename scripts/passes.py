@@ -39,15 +39,20 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from statistics import mean
+from typing import TYPE_CHECKING
 
 import torch
+from result_files import read_rows
 
 from titan_mxfp8.backends import Plan, plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
 from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.recipe import BF16, RECIPES, Recipe, get_recipe
-from titan_mxfp8.testing import read_bench
 
+if TYPE_CHECKING:
+    from titan_mxfp8.tools.dry_run import Report
+
+MODELS = {(8192, 5120): "llama4", (2048, 7168): "deepseek_v3"}  # by N and K of their experts
 CEILINGS = {"copy": "copy", "bf16 matmul": "bf16", "FP8 matmul": "FP8"}  # rows of scripts/bench_kernels.py
 
 
@@ -208,6 +213,25 @@ class Step:
     forwards: int
 
 
+def step_of(report: "Report") -> Step:
+    """What one GPU does in a step, of a dry run."""
+    converted = sum(6 * m * n * k * count for (_, m, n, k, _), count in report.gemms.items())
+    # forward is a third of forward and backward
+    other = max(0, report.flops_per_token * report.tokens - converted) * (2 + report.forwards) / 3
+    # parameter, gradient and both moments are read, all but the gradient written, each as large as the parameters
+    optimizer = 7 * report.memory.parameters
+    return Step(
+        converted=tuple(
+            (recipe, Layer(m=m, n=n, k=k, groups=groups, count=count))
+            for (recipe, m, n, k, groups), count in report.gemms.items()
+        ),
+        other_flops=other,
+        other_bytes=optimizer + 2 * report.memory.activations,
+        keeps_weight=not report.frees_weights,
+        forwards=report.forwards,
+    )
+
+
 def step_speedup(step: Step, gpu: str, rates: Rates) -> float:
     """How many times as fast a step is as with all of it in bf16."""
     hardware = CLUSTER_GPUS[gpu]
@@ -225,7 +249,7 @@ def kernel_rows(results: Path, gpu: str) -> Iterator[list[dict[str, str]]]:
         env = path.with_name("env.json")
         name = json.loads(env.read_text()).get("gpu", "") if env.is_file() else ""
         if f"NVIDIA {gpu}" == " ".join(name.split()[:2]):
-            rows = [row for row in read_bench(path) if row.get("bench") == "kernels" and row.get("data") != "products"]
+            rows = [row for row in read_rows(path) if row.get("bench") == "kernels" and row.get("data") != "products"]
             if rows:
                 yield rows
 
@@ -262,8 +286,7 @@ def _rates_of(row: Mapping[str, str], hardware: Hardware) -> Iterator[tuple[tupl
         work = float(row["tflops"]) * 1e12 if row.get("tflops") else float(row["gb_per_s"]) * 1e9
         yield (recipe, name), CEILINGS[name], work
         return
-    # Up to 2026-11-22 the weight was quantised along one axis in its row, whatever the recipe does.
-    if (recipe not in RECIPES and recipe != BF16.name) or ("speedup" in row and name == "quantise w"):
+    if recipe not in RECIPES and recipe != BF16.name:
         return
     layer = Layer(m=int(row["M"]), n=int(row["N"]), k=int(row["K"]), groups=int(row["G"]))
     plan = plan_on(get_recipe(recipe), "auto", hardware)

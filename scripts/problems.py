@@ -1,0 +1,111 @@
+"""The grouped problems that tests and benchmarks share: shapes, token groups, and how far a result is off."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from titan_mxfp8.format.mx import BLOCK_SIZE, to_blocks
+from titan_mxfp8.format.spec import Operand
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedShape:
+    """A layer of experts: (m, k) tokens times (groups, n, k) weights."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    groups: int
+    why: str
+
+
+# Experts of Llama4 and DeepSeek-V3 by the number of local ones: the table of torchao's MXFP8 MoE README, whose M is
+# 128000, at the 131072 tokens of its kernel figures.
+GROUPED_SHAPES = tuple(
+    GroupedShape(name=f"{name}_g{groups}", m=131072, n=n, k=k, groups=groups, why=f"{why}, {groups} local experts")
+    for groups in (8, 1, 2, 4)
+    for name, n, k, why in (("llama4", 8192, 5120, "Llama4"), ("dsv3", 2048, 7168, "DeepSeek-V3: small n"))
+)
+
+# Many experts with few features each.
+SMALL_EXPERT_SHAPES = (
+    GroupedShape(name="dsv3_16b", m=131072, n=1408, k=2048, groups=64, why="DeepSeek-V3 16B experts, 64 on one GPU"),
+)
+
+Spread = Literal["balanced", "zipf", "empties", "one", "tiny"]
+SPREADS: tuple[Spread, ...] = ("balanced", "zipf", "empties", "one", "tiny")
+
+
+def group_sizes(spread: Spread, rows: int, groups: int, seed: int = 0) -> list[int]:
+    """Sizes of ``groups`` token groups that sum to ``rows`` (``tiny``: to at most that), not aligned to anything.
+
+    - ``balanced``: as even as can be, larger ones first: 10 rows in 4 groups are 3, 3, 2, 2.
+    - ``zipf``: group i of a shuffled order gets a share of 1 / (i + 1), as a young router gives.
+    - ``empties``: every other group is empty, the first one too, and the last one where that leaves any.
+    - ``one``: a middle group has everything.
+    - ``tiny``: 0, 1, 44, 0, 1, 44, ... while rows last.
+    """
+    rng = random.Random(seed)
+    if spread == "tiny":
+        sizes, left = [], rows
+        for i in range(groups):
+            sizes.append(min((0, 1, 44)[i % 3], left))
+            left -= sizes[-1]
+        return sizes
+    if spread == "zipf":
+        weights = [1 / (i + 1) for i in range(groups)]
+        rng.shuffle(weights)
+    elif spread == "one":
+        weights = [float(i == groups // 2) for i in range(groups)]
+    elif spread == "empties" and groups > 1:
+        weights = [float(i % 2) for i in range(groups)]
+        if groups > 2:
+            weights[-1] = 0.0
+    else:
+        weights = [1.0] * groups
+    total = sum(weights)
+    sizes = [int(rows * weight / total) for weight in weights]
+    filled = [i for i, weight in enumerate(weights) if weight]
+    for i in range(rows - sum(sizes)):
+        sizes[filled[i % len(filled)]] += 1
+    return sizes
+
+
+def make_offs(sizes: Sequence[int], device: torch.device | str = "cpu") -> torch.Tensor:
+    """The int32 end offsets of groups of these sizes: ``[2, 0, 3]`` gives ``[2, 2, 5]``."""
+    return torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+
+
+def relative_rms(out: torch.Tensor, ref: torch.Tensor) -> float:
+    """``|out - ref| / |ref|`` in fp64; NaN if either holds NaN, 0 if both are zero."""
+    out, ref = out.double(), ref.double()
+    error, size = (out - ref).norm().item(), ref.norm().item()
+    return 0.0 if error == 0 == size else error / size if size else float("inf")
+
+
+def largest_row_error(out: torch.Tensor, ref: torch.Tensor) -> float:
+    """The largest ``|out - ref| / |ref|`` of a row in fp64: what one wrong row or tile does not lose among the others.
+
+    NaN if either holds NaN; infinite where a row of zeros has something; 0 without rows.
+    """
+    out, ref = (t.double().reshape(-1, t.shape[-1]) for t in (out, ref))
+    error, size = (out - ref).norm(dim=1), ref.norm(dim=1)
+    relative = torch.where((error == 0) & (size == 0), 0.0, error / size)
+    return relative.max().item() if relative.numel() else 0.0
+
+
+def sums_per_stage(operand: Operand) -> float:
+    """Of an operand of Hopper's exact FP8 GEMM: in how many sums its scales allow 128 products to be added up, 1 to 4.
+
+    A sum ends where a block's scale differs from the next one's, along the contraction axis, in any of 64 tokens (1x32
+    blocks) or 128 features (32x32). The mean over the operand; the GEMM heeds the scales of both of its operands.
+    """
+    scale = operand.scale.float()
+    stages = to_blocks(scale, scale.ndim - 1, 128 // BLOCK_SIZE)
+    ends = (stages[..., 1:] != stages[..., :-1]).float()
+    lines = 128 // BLOCK_SIZE if operand.spec.block == "32x32" else 64
+    return 1 + to_blocks(ends, ends.ndim - 3, lines).amax(-3).sum(-1).mean().item()

@@ -1,0 +1,109 @@
+"""Files of results: what the benchmarks write, and how it is read back."""
+
+import csv
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+
+import torch
+
+
+def percentiles(values: Sequence[float]) -> list[float]:
+    """The 20th, the 50th and the 80th."""
+    shares = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64).quantile(shares).tolist()
+
+
+def environment(device: torch.device | str = "cuda") -> dict[str, str]:
+    """What a number was measured with."""
+    env = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": installed_version("triton"),
+        "commit": _output("git", "rev-parse", "HEAD"),
+        "uncommitted_changes": str(bool(_output("git", "status", "--porcelain"))),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    if torch.device(device).type == "cuda":
+        env["gpu"] = torch.cuda.get_device_name()
+        env["cuda"] = str(torch.version.cuda or torch.version.hip)
+        env["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+        ptxas = os.environ.get("TRITON_PTXAS_PATH")
+        env["ptxas"] = _output(ptxas, "--version").split("\n")[-1] if ptxas else "Triton's own"
+    else:
+        env["cpu"] = platform.machine()
+    return env
+
+
+def installed_version(module: str) -> str:
+    """Version of the distribution that brings a module, empty where none does: Triton's is another one on AMD."""
+    return next((version(name) for name in packages_distributions().get(module, ())), "")
+
+
+def write_results(folder: Path, rows: Sequence[dict[str, object]], env: dict[str, str]) -> None:
+    """Writes ``data.csv`` and ``env.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_rows(folder / "data.csv", rows)
+    (folder / "env.json").write_text(json.dumps(env, indent=2) + "\n")
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, object]]) -> None:
+    """Writes a CSV with a column for each key of any row, in order of appearance."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV; those of bench_moe_layer.py up to 2026-11-25 with the columns of today."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        if "bf16_ms" in row:
+            earlier = {"p20_us": "p20", "p50_us": "ms", "p80_us": "p80", "baseline_us": "bf16_ms"}
+            row |= {name: str(1e3 * float(row[old])) for name, old in earlier.items()}
+    return rows
+
+
+SPEED = "tokens/s (median, per GPU)"  # of a row of scripts/bench_training.py's table.csv
+
+
+def training_gains(rows: Sequence[Mapping[str, str]]) -> Iterator[tuple[Mapping[str, str], float]]:
+    """Rows of a table.csv of scripts/bench_training.py, with how many times as fast as bf16 of their flavor they train.
+
+    That is of ``x``, the median of ratios of runs of the same turn, and not a ratio of medians of ``SPEED``. ``x`` is
+    against the first run: if that has 1.0 and bf16 0.8, the gains are 1.25 and 1. None where bf16 is not among the
+    rows, the table is another one, or bench_training.py refused a run its ``x``.
+    """
+    rows = [row for row in rows if SPEED in row and row["x"]]
+    bf16 = {row.get("flavor"): float(row["x"]) for row in rows if row["run"] == "bf16"}
+    for row in rows:
+        if row.get("flavor") in bf16:
+            yield row, float(row["x"]) / bf16[row.get("flavor")]
+
+
+def format_table(rows: Sequence[dict[str, object]]) -> str:
+    """The rows as a Markdown table; floats get three significant digits, or all digits before the point."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+
+    def cell(value: object) -> str:
+        if isinstance(value, float):
+            return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+        return "" if value is None else str(value)
+
+    lines = [columns, ["---"] * len(columns), *([cell(row.get(column)) for column in columns] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _output(*command: str) -> str:
+    """What a command prints, or ``unavailable`` (a copied tree has no git, an AMD machine no nvidia-smi)."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unavailable"

@@ -1,0 +1,128 @@
+"""Checks of what a config reads and writes on this machine: tokenizer, text to train and validate on, dump folder."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import datasets
+from torchtitan.components.tokenizer import build_hf_tokenizer
+from torchtitan.components.validate import build_validator
+from torchtitan.config import JobConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
+from torchtitan.protocols.train_spec import get_train_spec
+
+CHECKED_BYTES = 1 << 28  # of a file of text: two seconds; what is behind them is left to the data loader
+
+
+def check_files(job_config: JobConfig) -> None:
+    """Checks that this machine has what the config reads, and can write where the config writes.
+
+    A model with a tokenizer, data loader or validator of its own reads what it likes, and
+    ``experimental.custom_import`` may bring the model later.
+
+    Raises:
+        ValueError: no tokenizer, no data, data without text, a validation that cannot be, or a dump folder that cannot
+            be written to.
+    """
+    if not job_config.experimental.custom_import:
+        spec = get_train_spec(job_config.model.name)
+        if spec.build_tokenizer_fn is build_hf_tokenizer:
+            _check_tokenizer(Path(job_config.model.hf_assets_path))
+        if spec.build_dataloader_fn is build_text_dataloader:
+            _check_data("training", job_config.training.dataset, job_config.training.dataset_path)
+        if job_config.validation.enable and spec.build_validator_fn is build_validator:
+            check_validation(job_config)
+            _check_data("validation", job_config.validation.dataset, job_config.validation.dataset_path)
+    _check_dump_folder(Path(job_config.job.dump_folder))
+
+
+def check_validation(job_config: JobConfig) -> None:
+    """Raises ValueError if the sizes of TorchTitan's validation do not suit the model, which is built for the length of
+    the training's sequences, or its layout."""
+    validation, training, parallelism = job_config.validation, job_config.training, job_config.parallelism
+    for name in ("local_batch_size", "seq_len", "freq"):
+        if getattr(validation, name) < 1:
+            raise ValueError(f"validation.{name} = {getattr(validation, name)}: it must be at least 1")
+    if validation.seq_len > training.seq_len:
+        raise ValueError(
+            f"validation.seq_len = {validation.seq_len} is more than training.seq_len = {training.seq_len}, for which "
+            "the model is built: set it to as many or fewer"
+        )
+    divisor = parallelism.tensor_parallel_degree * 2 * parallelism.context_parallel_degree
+    if validation.seq_len % divisor:
+        raise ValueError(
+            f"validation.seq_len = {validation.seq_len} is no multiple of {divisor} = 2 x context_parallel_degree x "
+            "tensor_parallel_degree, which divide the sequence"
+        )
+
+
+def _check_tokenizer(path: Path) -> None:
+    # the files that torchtitan.components.tokenizer looks for
+    if not any((path / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):
+        raise ValueError(
+            f"model.hf_assets_path = {str(path)!r} holds no tokenizer (tokenizer.json): download the model's (configs "
+            "of large models say how), point it at another one, such as train_configs/assets/tokenizer here, or make "
+            "one with scripts/make_data.py"
+        )
+
+
+def _check_data(section: str, name: str, path: str | None) -> None:
+    name = name.lower()  # as TorchTitan takes it
+    if name not in DATASETS:
+        raise ValueError(f"{section}.dataset = {name!r}: TorchTitan knows {', '.join(DATASETS)}; c4_test is local text")
+    if name == "c4_test":
+        folder = Path(path or DATASETS[name].path)
+        if not any(folder.glob("*.json*")):
+            raise ValueError(
+                f"{section}.dataset_path = {path!r} holds no data.jsonl: point it at a folder with one, "
+                "such as train_configs/assets/kjv here, or make one with scripts/make_data.py"
+            )
+        for file in sorted(folder.glob("*.jsonl")):
+            _check_rows(file)
+    if name in ("c4", "c4_validation") and not path and datasets.config.HF_HUB_OFFLINE:
+        raise ValueError(
+            f"{section}.dataset {name!r} is streamed from Hugging Face, but HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is "
+            f"set: unset it, or use local text with --{section}.dataset=c4_test and --{section}.dataset_path, a "
+            "folder with a data.jsonl"
+        )
+
+
+def _check_rows(file: Path) -> None:
+    """All rows on rank 0, whose error ends the job, on others the first one. Lines may be empty, as for TorchTitan."""
+    wanted = 'each line must be a JSON object whose "text" is a string, such as {"text": "In the beginning"}'
+    rows = size = 0
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            size += len(line)
+            line = line.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").strip(b" \t\r\n")
+            if not line:
+                continue
+            where = f"{file}, line {number}"
+            try:
+                row = json.loads(line.decode())
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where} is no UTF-8 ({error}): save the file as UTF-8; {wanted}") from error
+            except ValueError as error:
+                raise ValueError(f"{where} is no JSON ({error}): {wanted}") from error
+            if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+                found = f"has {', '.join(map(repr, row))}" if isinstance(row, dict) else f"is {row!r:.40}"
+                raise ValueError(f"{where} {found}, and no text: {wanted}")
+            rows += 1
+            if os.environ.get("RANK", "0") != "0" or size > CHECKED_BYTES:
+                break
+    if not rows:
+        raise ValueError(f"{file} has no rows: {wanted}")
+
+
+def _check_dump_folder(path: Path) -> None:
+    # by writing: permission bits do not tell of read-only or root-squashed file systems
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"job.dump_folder = {str(path)!r} cannot be written to ({error}): checkpoints and logs go there, "
+            "choose another one with --job.dump_folder"
+        ) from error
