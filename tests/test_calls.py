@@ -57,7 +57,7 @@ def moe() -> Callable[[], torch.Tensor]:
 
 
 # (to the first GEMM, forward, backward): at most
-LIMITS = {moe_layer: (60, 100, 180), sorted_layer: (50, 90, 160), grouped_mm: (60, 70, 70), moe: (58, 96, 180)}
+LIMITS = {moe_layer: (60, 96, 170), sorted_layer: (50, 86, 150), grouped_mm: (60, 70, 70), moe: (60, 94, 170)}
 
 
 @pytest.mark.parametrize("made", LIMITS, ids=lambda made: made.__name__)
@@ -72,8 +72,5 @@ def test_a_call_goes_through_few_functions(made: Callable[[], Callable[[], torch
     first_gemm = of_forward.index(f"reference.py:{reference.gemm_m_grouped.__qualname__}")
     counts = first_gemm, len(of_forward), len(of_backward)
     print(made.__name__, counts)
-    assert all(0 < count <= most for count, most in zip(counts, LIMITS[made], strict=True)), (
-        counts,
-        of_forward,
-        of_backward,
-    )
+    within = [0 < count <= most for count, most in zip(counts, LIMITS[made], strict=True)]
+    assert all(within), (counts, of_forward, of_backward)

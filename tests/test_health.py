@@ -275,6 +275,21 @@ def test_a_step_is_measured_from_its_first_forward_to_its_end(first: int, logged
     assert [processor.steps[6][f"mx_health/activations/{figure}/0"] for figure in FIGURES] == expected
 
 
+def test_the_stages_of_a_pipeline_are_one_recording() -> None:
+    whole = nn.Sequential(nn.Linear(64, 32))
+    telemetry.attach(whole, convert_model(whole, recipe="mxfp8"), "linears", 1, 0)
+    stages = [copy.deepcopy(whole) for _ in range(2)]
+    processor = Logged(stages[0])
+    processor.model_parts = stages
+    for step in (1, 2):
+        for stage in reversed(stages):
+            stage(spread(40, 64)).sum().backward()
+        assert observe._recording
+        processor.end(step)
+        assert not observe._recording
+    assert list(processor.steps) == [1, 2]
+
+
 def test_modules_that_quantise_nothing_have_no_health() -> None:
     model = nn.Sequential(nn.Linear(64, 32))
     telemetry.attach(model, modules.convert_linears(model, recipe="bf16"), "linears", 1, 0)

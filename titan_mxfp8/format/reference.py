@@ -13,7 +13,6 @@ from titan_mxfp8.format.mx import (
     BLOCK_SIZE,
     SCALE_BIAS,
     SCALE_NAN,
-    decode_scale,
     ragged_rows,
     scale_elements,
     to_blocks,
@@ -236,14 +235,14 @@ def _round(x: torch.Tensor, amax: torch.Tensor, spec: OperandSpec) -> tuple[torc
         exponent, mantissa = (bits >> 23) & 0xFF, bits & 0x7FFFFF
         # A subnormal has no implicit one: up to half of 2^-126 it is at most 2^-127, which is scale byte 0.
         scale = exponent + (mantissa > (exponent == 0).to(torch.int32) * 0x400000)
-    scale = scale.masked_fill_(exponent == 0xFF, SCALE_NAN).to(torch.uint8)
-    reciprocal = decode_scale(254 - scale)  # 1 / 2^(s - 127) is 2^((254 - s) - 127); 254 - 255 wraps to 255, NaN
+    poisoned = exponent == 0xFF
+    # 1 / 2^(s - 127) is 2^((254 - s) - 127): an exponent of 0 is the subnormal 2^-127
+    reciprocal = ((254 - scale) << 23).clamp_(min=0x00400000).masked_fill_(poisoned, 0x7FC00000).view(torch.float32)
     limit = torch.finfo(spec.elem_dtype).max
     data = (x * reciprocal).clamp_(-limit, limit).to(spec.elem_dtype).view(torch.uint8)
-    poisoned = scale == SCALE_NAN
     if poisoned.any():  # the pass over all elements is dear, and hardly ever needed
-        data = data.masked_fill_(poisoned, _NAN_BYTE)
-    return data.view(spec.elem_dtype), scale
+        data, scale = data.masked_fill_(poisoned, _NAN_BYTE), scale.masked_fill_(poisoned, SCALE_NAN)
+    return data.view(spec.elem_dtype), scale.to(torch.uint8)
 
 
 def _exact_halvings(elements: torch.Tensor) -> torch.Tensor:

@@ -299,7 +299,9 @@ def row_bytes(payload: list[Tensor]) -> int:
 
 def check_payload(payload: list[Tensor], tokens: int) -> None:
     """Raises ValueError unless there are one or two contiguous (``tokens``, B)."""
-    right = all(x.ndim == 2 and x.shape[0] == tokens and x.is_contiguous() for x in payload)
-    if not right or len(payload) not in (1, 2):
+    right = len(payload) in (1, 2)
+    for x in payload:
+        right = right and x.ndim == 2 and x.shape[0] == tokens and x.is_contiguous()
+    if not right:
         shapes = [tuple(x.shape) for x in payload]
         raise ValueError(f"payload must be one or two contiguous tensors of {tokens} rows, got {shapes}")
