@@ -294,7 +294,10 @@ def gather_objects(value: object, group: dist.ProcessGroup) -> list:
 
 def row_bytes(payload: list[Tensor]) -> int:
     """Of a token's data and scales together."""
-    return sum(tensor.shape[1] * tensor.element_size() for tensor in payload)
+    total = 0
+    for tensor in payload:
+        total += tensor.shape[1] * tensor.element_size()
+    return total
 
 
 def check_payload(payload: list[Tensor], tokens: int) -> None:
