@@ -98,8 +98,10 @@ class Passes:
 
 
 def tensors_of(value: object) -> list[torch.Tensor]:
-    """All tensors in nested lists and tuples."""
-    return [value] if isinstance(value, torch.Tensor) else [tensor for part in value for tensor in tensors_of(part)]
+    """All tensors in nested lists and tuples, such as operands."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in value for tensor in tensors_of(part)] if isinstance(value, list | tuple) else []
 
 
 def bf16_gemm(name: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
