@@ -28,7 +28,7 @@ def values(*shape: int) -> torch.Tensor:
 
 def experts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     weights = Weights(w, w, w, None, None, None)
-    return grouped_experts(x.bfloat16(), weights, OFFS, config_of(get_recipe("mxfp8_2d"), "auto", x.device)).float()
+    return grouped_experts(x.bfloat16(), weights, OFFS, config_of(get_recipe("mxfp8_2d").key, "auto", x.device)).float()
 
 
 # layer(x (T, 64), w)

@@ -94,7 +94,7 @@ def test_rows_past_the_last_group_do_not_count() -> None:
     x[40:], dy[40:] = 1e30, torch.nan
     a, probe = x.clone().requires_grad_(), observe.make_probe(torch.device("cpu"))
     offs = make_offs([13, 0, 27])
-    config = config_of(RECIPES["mxfp8"], "auto", x.device)
+    config = config_of(RECIPES["mxfp8"].key, "auto", x.device)
     with observe.recording():
         y = mxfp8_grouped_mm(a, w.mT, offs, out_dtype=torch.float32)
         observe.observe(y, a, w, offs, probe, config).backward(dy)
@@ -166,7 +166,8 @@ def test_what_requantising_changes_is_counted(name: str) -> None:
         values, again = rows.dequantize()[:ends], reference.requantize(rows, 0, spec).dequantize().mT[:ends]
         expected[kind] = (values != again).double().mean().item()
     assert all(0.001 < share < 0.5 for share in expected.values())
-    probes, config = [observe.make_probe(torch.device("cpu")) for _ in range(2)], config_of(recipe, "auto", x.device)
+    probes = [observe.make_probe(torch.device("cpu")) for _ in range(2)]
+    config = config_of(recipe.key, "auto", x.device)
     with observe.recording():
         for probe, dispatched in zip(probes, (True, False), strict=True):
             y = torch.zeros(70, 64, requires_grad=True)

@@ -386,7 +386,7 @@ def test_bad_input_is_refused_in_words() -> None:
         ({"rows": -0.5}, "rows is one of .* got -0.5"),
         ({"max_tokens": 0}, "max_tokens is a positive number of tokens or None, got 0"),
         ({"max_tokens": 1.5}, "max_tokens is a positive number of tokens or None, got 1.5"),
-        ({"recipe": "mxfp4"}, "is unknown"),
+        ({"recipe": "mxfp4"}, "unknown recipe 'mxfp4'"),
         ({"transport": "pigeon"}, "transport is one of auto, .*, got 'pigeon'"),
         ({"x": layer["x"].half()}, "x must be bfloat16 or float32"),
         ({"scores": torch.rand(T, E + 1), "expert_ids": torch.zeros(T, E + 1, dtype=torch.int64)}, "sent to 7 experts"),

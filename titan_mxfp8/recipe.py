@@ -76,6 +76,7 @@ _EXACT = {
 # Every accepted name. The aliases are the names that existing TorchTitan TOMLs and torchao use.
 RECIPES: dict[str, Recipe] = {name: recipe for recipe, aliases in _EXACT.items() for name in (recipe.name, *aliases)}
 RECIPES |= {recipe.rebased().name: recipe.rebased() for recipe in _EXACT}
+_REBASED = {name: RECIPES[recipe.rebased().name] for name, recipe in RECIPES.items()}
 
 # The control: the same operators and kernels on unquantised operands. Not in ``RECIPES``, as it is no MXFP8.
 BF16 = Recipe(name="bf16", quantized=False)
@@ -99,9 +100,11 @@ def get_recipe(recipe: str | Recipe, rebase: bool = False) -> Recipe:
     """
     if not isinstance(rebase, bool):
         raise ValueError(f"rebase is True or False, got {rebase!r}")
-    if not isinstance(recipe, Recipe):
-        if recipe != BF16.name and (not isinstance(recipe, str) or recipe not in RECIPES):
-            what = "is for configs and conversions" if recipe == AUTO else "is unknown"
-            raise ValueError(f"recipe {recipe!r} {what}: use one of {', '.join(RECIPES)}")
-        recipe = BF16 if recipe == BF16.name else RECIPES[recipe]
-    return recipe.rebased() if rebase else recipe
+    if isinstance(recipe, Recipe):
+        return recipe.rebased() if rebase else recipe
+    if recipe == BF16.name:
+        return BF16.rebased() if rebase else BF16
+    if not isinstance(recipe, str) or recipe not in RECIPES:
+        what = "recipe 'auto' is for configs and conversions" if recipe == AUTO else f"unknown recipe {recipe!r}"
+        raise ValueError(f"{what}: use one of {', '.join(RECIPES)}")
+    return (_REBASED if rebase else RECIPES)[recipe]

@@ -8,7 +8,7 @@ import torch
 from titan_mxfp8 import backends
 from titan_mxfp8.backends import Plan
 from titan_mxfp8.backends.hardware import Hardware
-from titan_mxfp8.format.codec import Encoded
+from titan_mxfp8.format.codec import Encoded, decode
 from titan_mxfp8.recipe import Recipe
 
 
@@ -47,12 +47,12 @@ class MXConfig(Encoded):
 
 
 @torch.compiler.assume_constant_result
-def config_of(
-    recipe: Recipe, backend: str, device: torch.device, keep: bool = True, requantize: bool = False
-) -> MXConfig:
-    """The config of a layer on ``device``, the same object each time.
+def config_of(recipe: str, backend: str, device: torch.device, keep: bool = True, requantize: bool = False) -> MXConfig:
+    """The config of a layer on ``device``, the same object each time. ``torch.compile`` takes it for a constant, and
+    hands on strings where it could not hand on a recipe.
 
     Args:
+        recipe: ``Recipe.key``.
         backend: ``auto`` or the name of one.
         keep, requantize: ``keep_quantized_weight`` and ``requantize_input`` of ``mxfp8_grouped_mm``.
 
@@ -63,7 +63,8 @@ def config_of(
 
 
 @cache
-def _config(recipe: Recipe, backend: str, hardware: Hardware, keep: bool, requantize: bool) -> MXConfig:
+def _config(key: str, backend: str, hardware: Hardware, keep: bool, requantize: bool) -> MXConfig:
+    recipe = decode(key)
     name = backends.select(backend, hardware, recipe).name
     return MXConfig(
         recipe=recipe,

@@ -57,7 +57,7 @@ def mxfp8_grouped_mm(
     """
     (b_t,) = plain("mxfp8_grouped_mm", b_t=b_t)
     config = config_of(
-        get_recipe(recipe, rebase), f"{backend}", b_t.device, bool(keep_quantized_weight), bool(requantize_input)
+        get_recipe(recipe, rebase).key, f"{backend}", b_t.device, bool(keep_quantized_weight), bool(requantize_input)
     )
     return grouped_mm(a, b_t, offs, bias, out_dtype, config)
 

@@ -45,7 +45,7 @@ def mxfp8_linear(
     """
     (weight,) = plain("mxfp8_linear", weight=weight)
     config = config_of(
-        get_recipe(recipe, rebase), f"{backend}", weight.device, bool(keep_quantized_weight), bool(requantize_input)
+        get_recipe(recipe, rebase).key, f"{backend}", weight.device, bool(keep_quantized_weight), bool(requantize_input)
     )
     return linear(x, weight, bias, config)
 
