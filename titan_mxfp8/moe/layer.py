@@ -29,7 +29,7 @@ from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.moe import TRANSPORTS, DispatchHandle, Rows, Transport, TransportName, choose
 from titan_mxfp8.moe.bounds import bound, factor_of
 from titan_mxfp8.ops import experts
-from titan_mxfp8.ops.autograd import exported, once_differentiable, save_for_backward, take_many
+from titan_mxfp8.ops.autograd import exported, is_exporting, once_differentiable, save_for_backward, take_many
 from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_features
 from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, Weights
@@ -148,7 +148,7 @@ def moe(
     most_rows = (max_tokens or 0) * (slots if scores_first else 1)
     name = "" if group is None else group.group_name
     layer = _moe_key(config.key, limit, transport, f"{rows}", most_rows, ranks, name)
-    call = _exported_moe if torch.compiler.is_exporting() else _moe
+    call = _exported_moe if is_exporting() else _moe
     return call(x, scores, expert_ids, *weights, scores_first, layer, config.keeps_weight)
 
 

@@ -88,6 +88,12 @@ class _NotAgain(torch.autograd.Function):
         )
 
 
+@torch.compiler.assume_constant_result
+def is_exporting() -> bool:
+    """Whether ``torch.export`` traces. Dynamo of torch 2.11 takes torch's function for True, but not what it returns."""
+    return torch.compiler.is_exporting()
+
+
 def exported(function: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A differentiable function of one output as one operator with gradients, for ``torch.export``. Its graphs hold
     operators alone, and lose autograd functions around them with their gradients. And one operator takes any number of

@@ -16,7 +16,15 @@ from titan_mxfp8 import backends
 from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.spec import Operand
 from titan_mxfp8.ops import experts
-from titan_mxfp8.ops.autograd import Owned, exported, once_differentiable, save_for_backward, take, take_many
+from titan_mxfp8.ops.autograd import (
+    Owned,
+    exported,
+    is_exporting,
+    once_differentiable,
+    save_for_backward,
+    take,
+    take_many,
+)
 from titan_mxfp8.ops.checks import check_offs_values
 from titan_mxfp8.ops.config import MXConfig
 from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, Weights
@@ -35,7 +43,7 @@ def grouped_experts(
         offs: int32 (E,), end offsets of the experts' rows.
         limit: that of gpt_oss's clamped SwiGLU, or None for SiLU.
     """
-    call = _exported_experts if torch.compiler.is_exporting() else _experts
+    call = _exported_experts if is_exporting() else _experts
     return call(x_MD, offs, *weights, experts_key(config.key, limit), config.keeps_input, config.keeps_weight)
 
 

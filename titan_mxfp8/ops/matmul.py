@@ -21,7 +21,7 @@ from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.mx import MXTensor
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.ops import library
-from titan_mxfp8.ops.autograd import exported, once_differentiable, save_for_backward
+from titan_mxfp8.ops.autograd import exported, is_exporting, once_differentiable, save_for_backward
 from titan_mxfp8.ops.config import MXConfig
 
 _ARRIVED = OperandSpec()  # of activations that come quantised
@@ -102,7 +102,7 @@ def mx_matmul(
         args = x.source, rows, scale
     else:
         args = x, None, None
-    multiply = _exported_multiply if torch.compiler.is_exporting() else _multiply
+    multiply = _exported_multiply if is_exporting() else _multiply
     return multiply(*args, w_ENK, bias_EN, offs, out_dtype, config.key)
 
 

@@ -21,6 +21,7 @@ from titan_mxfp8.format import reference
 from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.mx import BLOCK_SIZE, SCALE_BIAS, SCALE_NAN, ceil_div, decode_scale
 from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.ops.autograd import is_exporting
 from titan_mxfp8.ops.config import MXConfig
 
 KINDS = ("activations", "weights", "gradients")
@@ -71,7 +72,7 @@ def observe(
         config: that of the GEMM.
         dispatched: whether ``x_MK`` and the gradient travel as FP8 rows, which are requantised for the weight gradient.
     """
-    if probe is None or not (torch.compiler.is_compiling() or _recording) or torch.compiler.is_exporting():
+    if probe is None or not (torch.compiler.is_compiling() or _recording) or is_exporting():
         return y_MN
     weights = [weight.detach() for weight in ([w] if isinstance(w, torch.Tensor) else w)]
     return _Observe.apply(y_MN, probe, x_MK.detach(), offs, config.recipe, config.backend, dispatched, *weights)
