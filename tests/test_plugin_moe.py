@@ -202,11 +202,15 @@ def test_the_log_names_the_transport_and_the_reason(
     )
     flags = [f"{DISPATCH}=auto", "--training.local_batch_size=2", "--training.seq_len=64"]
     with caplog.at_level(logging.INFO):
-        for model, more in (("qwen3", []), ("forced balance", []), ("qwen3", ["--validation.enable"])):
+        for model, more in (
+            ("qwen3", []),
+            ("forced balance", []),
+            ("qwen3", ["--validation.enable", "--validation.seq_len=32"]),
+        ):
             convert(layer(model), *flags, *more)
     assert "symmetric: two ranks of one host; rows counted" in caplog.text
     # tokens of a step; of slots, where scores come first; of the validation
-    assert reserved == [2 * 64, 2 * 64 * 2, 8 * 2048]
+    assert reserved == [2 * 64, 2 * 64 * 2, 8 * 32]
     monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
     for ranks in (2, 8):
         choice = ours.experts.dispatch.connect(SimpleNamespace(size=lambda: ranks), torch.device("cuda"))  # noqa: B023

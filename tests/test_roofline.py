@@ -174,7 +174,7 @@ def test_check_configs_says_what_to_expect(report, monkeypatch: pytest.MonkeyPat
     assert without.startswith(f"{by_format:.2f} times bf16's speed by") and "dispatch" not in without
     bf16 = replace(report, converted=Counter(), multiplied={})
     assert said(bf16) == "none, as nothing is converted"
-    assert "multiplies bf16 in all GEMMs" in check_configs.describe(bf16)
+    assert "MMA dtype  bf16 in all GEMMs" in check_configs.describe(bf16)
     monkeypatch.setattr(check_configs, "ROOT", tmp_path)
     assert said(report) == "not known: no committed result has rates that were measured on H200"
     assert "cluster.gpu names no GPU" in said(replace(report, card=None))
@@ -192,7 +192,7 @@ def test_predictions_stand_beside_what_was_measured(monkeypatch: pytest.MonkeyPa
     # rebasing brings more, and a step gains less than its GEMMs do
     assert 1 < rows[1]["by our rates"] < rows[0]["by our rates"] < rows[0]["by the ceilings"] < 1.5
     assert [row["memory GiB"] for row in rows] == ["99.59", "103.04"], "TorchTitan's"
-    assert [row["estimated GiB"] for row in rows] == pytest.approx([99.59, 103.04], rel=0.02), (
+    assert [row["estimated GiB"] for row in rows] == pytest.approx([99.59, 103.04], rel=0.025), (
         "more than the card's 70%"
     )
 

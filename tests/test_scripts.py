@@ -824,8 +824,8 @@ def test_converge_says_which_numbers_it_takes(capsys: pytest.CaptureFixture, mon
 @pytest.mark.parametrize(
     "recipe, converters, name, rebase, requantize, dispatch",
     [
-        ("bf16", [], "mxfp8", True, True, "symmetric"),  # of converters that do not run the TOML's
-        ("bf16+repeat", [], "mxfp8", True, True, "symmetric"),
+        ("bf16", [], "auto", True, True, "symmetric"),  # of converters that do not run the TOML's
+        ("bf16+repeat", [], "auto", True, True, "symmetric"),
         ("bf16+dispatch", [GROUPED_MM], "bf16", False, False, "auto"),
         ("mxfp8+experts+dispatch", [GROUPED_MM], "mxfp8", False, False, "auto"),
         ("mxfp8_2d+experts+rebase", [GROUPED_MM], "mxfp8_2d", True, False, "off"),

@@ -188,14 +188,12 @@ def advice(hardware: Hardware) -> list[str]:
     chosen, found = recommend(AUTO, "auto", hardware), measured(hardware)
     recipe = chosen.name
     if hardware.arch == "cpu":
-        return [f"{recipe} (recipe auto): to try things out, slower than bf16"]
+        return [f"{recipe}: to try things out, slower than bf16; recipe auto takes it"]
     if plan_on(chosen, "auto", hardware).mma_dtypes != {"FP8"}:
-        lines = [
-            f"{recipe} (recipe auto): to see what MXFP8 does to a loss; nothing here multiplies FP8, so expect no speed"
-        ]
+        lines = [f"{recipe}: to see what MXFP8 does to a loss; nothing here multiplies FP8, so expect no speed"]
     else:
         inexact = ", a scale per 128 elements: not exact MXFP8" if chosen.block_k == 128 else ""
-        lines = [f"{recipe} (recipe auto): all three GEMMs in FP8{inexact}"]
+        lines = [f"{recipe}: all three GEMMs in FP8{inexact}; recipe auto takes it"]
     lines += _times(recipe, found)
     if hardware.arch == "sm_90":
         lines += ["mxfp8_2d: exact MXFP8, in FP8 but for the weight gradient", *_times("mxfp8_2d", found)]

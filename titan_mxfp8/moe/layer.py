@@ -136,7 +136,7 @@ def moe(
     """``mxfp8_moe`` with a ``config``."""
     x, scores, *rest = plain("mxfp8_moe", x=x, scores=scores, **weights._asdict())
     weights = Weights(*rest)
-    if not isinstance(group, dist.ProcessGroup | None):
+    if group is not None and not hasattr(group, "group_name"):
         raise ValueError(
             f"mxfp8_moe: group must be a torch.distributed.ProcessGroup or None, got {group!r}: a DeviceMesh has one "
             "for each of its dimensions, mesh.get_group(name)"

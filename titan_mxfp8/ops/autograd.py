@@ -90,7 +90,7 @@ class _NotAgain(torch.autograd.Function):
 
 @torch.compiler.assume_constant_result
 def is_exporting() -> bool:
-    """Whether ``torch.export`` traces. Dynamo of torch 2.11 takes torch's function for True, but not what it returns."""
+    """Whether ``torch.export`` traces. Dynamo of torch 2.11 takes torch's own function for True everywhere."""
     return torch.compiler.is_exporting()
 
 
