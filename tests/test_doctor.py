@@ -209,7 +209,7 @@ def test_a_gpu_gets_the_recipe_of_its_kind_and_what_it_brought() -> None:
         assert any(line.startswith("mxfp8_2d: exact MXFP8") for line in lines)
         assert ("nothing was measured on this GPU" in lines[-1]) == (hardware not in (H200, h100))
     for hardware in (B200, Hardware("gfx950", "AMD Instinct MI355X")):
-        assert doctor.advice(hardware)[0] == "mxfp8: all three GEMMs in FP8"
+        assert doctor.advice(hardware)[0] == "mxfp8: all three GEMMs in FP8; recipe auto takes it"
     rows = {(row["model"], row["gpus"], row["recipe"], row["dispatch"]): row["x"] for row in doctor.measured(H200)}
     key = ("deepseek_v3", "2", "{}", "on")
     rebased, control = (rows[tuple(part.format(recipe) for part in key)] for recipe in ("mxfp8_2d_rebased", "bf16"))
@@ -230,7 +230,8 @@ def test_the_table_that_ships_is_what_the_folders_that_count_say(monkeypatch: py
         "python scripts/measured.py writes it anew"
     )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert doctor.MEASURED.name in project["tool"]["setuptools"]["package-data"]["titan_mxfp8"]
+    packed = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert packed == [doctor.MEASURED.parent.name], "a wheel has every file of the package's folder"
     measured.main(["--check"])
     monkeypatch.setattr(measured, "RESULTS", ROOT / "tests")
     with pytest.raises(SystemExit, match="has in bold what is not there: no folder"):

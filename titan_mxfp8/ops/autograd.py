@@ -37,7 +37,7 @@ def save_for_backward(
     """
     token = None
     if not torch.compiler.is_compiling():
-        token = y.new_empty(0)
+        token = torch.empty(0)  # on the CPU, where it costs the least
         ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, token)
     return y, token
@@ -62,7 +62,7 @@ def once_differentiable(backward: Callable[..., tuple]) -> Callable[..., tuple]:
         owned = [saved]
         del saved
         refuse_transforms(dy)
-        dy = dy.resolve_neg()
+        dy = dy.resolve_neg() if dy.is_neg() else dy
         ctx.maybe_clear_saved_tensors()  # unless the graph is kept; autograd would do so when backward has returned
         if not torch.is_grad_enabled():
             return backward(ctx, owned.pop(), dy)
