@@ -109,7 +109,8 @@ class MXGroupedMM:
 
     dispatch_rows: str = option("counted")("""
     Rows of the buffers that receive tokens, where dispatch is not off. counted: as many as are received, read on the
-    host once per layer. worst_case: as many as ever could, so that the host never waits; needs symmetric, and far more
+    host once per layer. bounded: 1.5 times those of balanced experts, so that the host never waits; a layer that
+    receives more ends the run with an error. worst_case: as many as ever could come; needs symmetric, and far more
     memory.
     """)
 
