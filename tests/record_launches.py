@@ -54,7 +54,7 @@ PADDING = "titan_mxfp8.ops.pad"  # has pad_token_groups and unpad_token_groups
 
 def inside(*names: str) -> object:
     modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("titan_mxfp8")]
-    found = [vars(module)[name] for name in names for module in modules if name in vars(module)]
+    found = [vars(module)[name] for name in names for module in modules if callable(vars(module).get(name))]
     if not found:
         raise LookupError(f"nothing in titan_mxfp8 is called {' or '.join(names)}: add its name of today")
     return found[0]
