@@ -148,7 +148,7 @@ def moe(
     most_rows = (max_tokens or 0) * (slots if scores_first else 1)
     name = "" if group is None else group.group_name
     layer = _moe_key(config.key, limit, transport, f"{rows}", most_rows, ranks, name)
-    call = _exported_moe if is_exporting() else _moe
+    call = _exported_moe if torch.compiler.is_compiling() and is_exporting() else _moe
     return call(x, scores, expert_ids, *weights, scores_first, layer, config.keeps_weight)
 
 

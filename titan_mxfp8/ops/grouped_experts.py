@@ -43,7 +43,7 @@ def grouped_experts(
         offs: int32 (E,), end offsets of the experts' rows.
         limit: that of gpt_oss's clamped SwiGLU, or None for SiLU.
     """
-    call = _exported_experts if is_exporting() else _experts
+    call = _exported_experts if torch.compiler.is_compiling() and is_exporting() else _experts
     return call(x_MD, offs, *weights, experts_key(config.key, limit), config.keeps_input, config.keeps_weight)
 
 

@@ -102,7 +102,7 @@ def mx_matmul(
         args = x.source, rows, scale
     else:
         args = x, None, None
-    multiply = _exported_multiply if is_exporting() else _multiply
+    multiply = _exported_multiply if torch.compiler.is_compiling() and is_exporting() else _multiply
     return multiply(*args, w_ENK, bias_EN, offs, out_dtype, config.key)
 
 
