@@ -7,7 +7,7 @@ host's. Every way, eager and compiled, is timed in turns with the others, in blo
 changes within a run, by up to two times. A row has the percentiles over the blocks, and the kernels that one call
 launches, the blocks of memory that it takes and the operators that reach the dispatcher (eager), forward and backward
 together. ``threads``: where backward runs, in autograd's own thread as torch has it, or in the one that calls it, as
-the plugin trains (``titan_mxfp8/workarounds/threads.py``). ``layers``: how many a call has, one behind the other,
+the plugin trains (``titan_mxfp8/workarounds/pytorch.py``). ``layers``: how many a call has, one behind the other,
 compiled
 as one function; a row is a layer's share. What torch.compile adds to each call of a compiled function is shared by the
 layers in it, which are many in a model.

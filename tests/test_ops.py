@@ -602,6 +602,8 @@ def test_bad_grouped_input_says_what_to_do(change: dict, message: str) -> None:
         ({"x": quantize(torch.zeros(10, 64), 0)}, r"operand x .* axis 0"),
         ({"weight": torch.zeros(0, 64)}, "out features, is 0"),
         ({"recipe": "fp8"}, "unknown recipe"),
+        ({"requantize_input": "false"}, "requantize_input = .false.: it must be True or False"),
+        ({"keep_quantized_weight": 1}, "keep_quantized_weight = 1"),
     ],
 )
 def test_bad_linear_input_says_what_to_do(change: dict, message: str) -> None:

@@ -30,7 +30,7 @@ from titan_mxfp8.moe import TRANSPORTS, DispatchHandle, Rows, Transport, Transpo
 from titan_mxfp8.moe.bounds import bound, factor_of
 from titan_mxfp8.ops import experts
 from titan_mxfp8.ops.autograd import exported, is_exporting, once_differentiable, save_for_backward, take_many
-from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_features
+from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_features, check_flags
 from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, Weights
 from titan_mxfp8.ops.grouped_experts import common_dtype, empty_gradients, gradients_of, kept_operands
@@ -109,6 +109,7 @@ def mxfp8_moe(
         RuntimeError: an earlier call had more rows than memory for them, as far as the host knows without waiting.
     """
     (x,) = plain("mxfp8_moe", x=x)
+    check_flags(scores_first=scores_first, keep_quantized_weight=keep_quantized_weight)
     config = config_of(get_recipe(recipe).key, f"{backend}", x.device, bool(keep_quantized_weight))
     options = Dispatched(transport=transport, rows=rows, max_tokens=max_tokens, limit=swiglu_limit)
     return moe(x, scores, expert_ids, Weights(w1, w3, w2, b1, b3, b2), group, options, config, scores_first)

@@ -5,6 +5,13 @@ import torch
 from titan_mxfp8.format.mx import BLOCK_SIZE, MXTensor
 
 
+def check_flags(**flags: object) -> None:
+    """Raises ValueError unless all are True or False: ``"false"`` is not false."""
+    for name, value in flags.items():
+        if value is not True and value is not False:
+            raise ValueError(f"{name} = {value!r}: it must be True or False")
+
+
 def check_dtypes(**tensors: torch.Tensor | None) -> None:
     """Raises ValueError unless each tensor that is not None is bf16 or fp32."""
     for name, x in tensors.items():

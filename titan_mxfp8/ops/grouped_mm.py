@@ -3,7 +3,14 @@
 import torch
 
 from titan_mxfp8.format.mx import MXTensor
-from titan_mxfp8.ops.checks import check_activations, check_devices, check_dtypes, check_features, check_offs_type
+from titan_mxfp8.ops.checks import (
+    check_activations,
+    check_devices,
+    check_dtypes,
+    check_features,
+    check_flags,
+    check_offs_type,
+)
 from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.matmul import mx_matmul
 from titan_mxfp8.ops.operands import plain
@@ -56,6 +63,7 @@ def mxfp8_grouped_mm(
             ``offs`` that is negative, decreasing or past M.
     """
     (b_t,) = plain("mxfp8_grouped_mm", b_t=b_t)
+    check_flags(keep_quantized_weight=keep_quantized_weight, requantize_input=requantize_input)
     config = config_of(
         get_recipe(recipe, rebase).key, f"{backend}", b_t.device, bool(keep_quantized_weight), bool(requantize_input)
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from titan_mxfp8.format.mx import BLOCK_SIZE, MXTensor
-from titan_mxfp8.ops.checks import check_activations, check_devices, check_dtypes, check_features
+from titan_mxfp8.ops.checks import check_activations, check_devices, check_dtypes, check_features, check_flags
 from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.matmul import mx_matmul
 from titan_mxfp8.ops.operands import plain
@@ -44,6 +44,7 @@ def mxfp8_linear(
             autocast region of float16.
     """
     (weight,) = plain("mxfp8_linear", weight=weight)
+    check_flags(keep_quantized_weight=keep_quantized_weight, requantize_input=requantize_input)
     config = config_of(
         get_recipe(recipe, rebase).key, f"{backend}", weight.device, bool(keep_quantized_weight), bool(requantize_input)
     )
