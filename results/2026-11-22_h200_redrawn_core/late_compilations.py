@@ -16,10 +16,10 @@ sys.path[:0] = [str(old), str(Path(__file__).parents[2] / "tests")]
 
 import torch
 from aot import specializations
-from titan_mxfp8.testing import group_sizes, make_offs
 
 from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear
 from titan_mxfp8.backends.triton import gemm, operands
+from titan_mxfp8.testing import group_sizes, make_offs
 
 assert Path(backends.__file__).is_relative_to(old)
 backends.BACKENDS = tuple(replace(row, runs_on=lambda device: True) for row in backends.BACKENDS)

@@ -104,9 +104,9 @@ class ConvertedModule:
     ) -> torch.Tensor:
         """``mxfp8_moe`` of experts, observed.
 
-        A probe sees tokens and output gradients as they are quantised, at home, and the three weights. Not what is
-        quantised in the hidden layer, inside ``mxfp8_moe``; what requantising changes is that of tokens in their order
-        at home.
+        A probe sees tokens and output gradients as the source rank quantises them, and the three weights. Not what is
+        quantised in the hidden layer, inside ``mxfp8_moe``; what requantising changes is that of tokens in the source
+        rank's order.
         """
         config = self.mx_config
         try:
