@@ -1,4 +1,4 @@
-"""Layers of other projects that bench_moe_layer.py times beside ours, where they can be imported; nothing depends on them.
+"""Layers of other projects that bench_moe_layer.py times beside ours, where they can be imported: no dependencies.
 
 SonicMoE (github.com/Dao-AILab/sonic-moe): a bf16 MoE layer in CuTe DSL for Hopper, of one rank, without shared experts.
 Its requirements.txt names the commit of quack and the version of nvidia-cutlass-dsl that it takes. Its variant with
