@@ -1,4 +1,4 @@
-"""``training.cuda_graph`` on GPUs: debug models that stock TorchTitan trains as graphs, with the losses of eager runs."""
+"""``training.cuda_graph`` on GPUs: debug models that stock TorchTitan trains, as graphs and eagerly."""
 
 import re
 from pathlib import Path
