@@ -8,6 +8,8 @@ import torch
 from runs import HELD_OUT, LOSS, read_tensorboard
 from training import ROOT, finish, start, train
 
+from titan_mxfp8.titan.cuda_graph import WARM_UP, StepGraph
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 EXPERTS = "quantize.grouped_mm.mx"
@@ -115,3 +117,71 @@ def check_resume(out: Path, layout: str, asynchronous: str) -> str:
     assert "Training starts at step 7" in log and CAPTURED in log.split("Training starts at step 7")[1]
     assert resumed.keys() == whole.keys() and gap < BAND, said
     return said
+
+
+def test_gradients_are_written_by_the_first_microbatch_and_added_to_by_the_others() -> None:
+    """Of a linear, with a microbatch of another shape, steps that run eagerly and graphs that are made anew."""
+    model, calls = torch.nn.Linear(8, 1, device="cuda"), []
+
+    def step(batch: dict[str, torch.Tensor], valid_tokens: torch.Tensor) -> torch.Tensor:
+        calls.append(torch.cuda.is_current_stream_capturing())
+        loss = model(batch["x"]).sum() / valid_tokens
+        loss.backward()
+        return loss
+
+    recorded = False
+    graph = StepGraph(step, model, torch.device("cuda"), lambda: recorded)
+
+    def run(*lengths: int) -> list[bool]:
+        """A step of microbatches of these lengths; whether each call of ``step`` was for a capture."""
+        model.zero_grad()
+        batches = [torch.randn(length, 8, device="cuda") for length in lengths]
+        losses = [graph.run({"x": x}, sum(lengths)) for x in batches]
+        grad = sum(x.sum(0) for x in batches) / sum(lengths)
+        torch.testing.assert_close(model.weight.grad[0], grad)
+        for loss, x in zip(losses, batches, strict=True):  # no later replay overwrites it
+            torch.testing.assert_close(loss, model(x).sum().detach() / sum(lengths))
+        seen = calls.copy()
+        calls.clear()
+        return seen
+
+    assert run(4) == run(4, 4)[:1] == [False] and WARM_UP == 3
+    assert run(4) == [True]
+    assert run(4, 4, 4) == [True]  # of the second, for all that add
+    assert run(4, 4, 4) == run(4) == []
+    assert run(4, 5, 4) == [False], "another shape"
+    recorded = True
+    assert run(4, 4) == [False, False]
+    recorded = False
+    with graph.eager():
+        assert run(4, 4) == [False, False]
+    model.zero_grad()
+    with graph.eager():
+        graph.run({"x": torch.zeros(4, 8, device="cuda")}, 1.0)
+    graph.run({"x": torch.zeros(4, 8, device="cuda")}, torch.tensor(1.0))
+    assert calls == [False, False], "no graph adds to gradients that none has made"
+    calls.clear()
+    assert run(4) == []
+    graph.discard()
+    assert run(4, 4, 4, 4) == [False] * 4  # gradients of eager microbatches
+    assert run(4, 4) == [True, True]
+    graph.discard()
+
+
+def test_what_cannot_be_captured_says_what_to_set() -> None:
+    model = torch.nn.Linear(8, 1, device="cuda")
+
+    def step(batch: dict[str, torch.Tensor], valid_tokens: torch.Tensor) -> torch.Tensor:
+        loss = model(batch["x"]).sum()
+        loss.item()
+        loss.backward()
+        return loss
+
+    graph = StepGraph(step, model, torch.device("cuda"), lambda: False)
+    for _ in range(WARM_UP):
+        model.zero_grad()
+        graph.run({"x": torch.zeros(4, 8, device="cuda")}, 1.0)
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="cannot be captured .* Set training.cuda_graph = 'off'"):
+        graph.run({"x": torch.zeros(4, 8, device="cuda")}, 1.0)
+    graph.discard()
