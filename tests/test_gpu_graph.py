@@ -107,8 +107,9 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, layout: str, asynchro
 def check_resume(out: Path, layout: str, asynchronous: str) -> str:
     """Trains 12 steps eagerly, and as graphs with an end at 6."""
     saving = ["--checkpoint.enable", "--checkpoint.interval=3", f"--checkpoint.async_mode={asynchronous}", GRAPH]
-    whole = train(out / "eager", "deepseek_v3", *COMMON, layout=layout)
+    eager = start(out / "eager", "deepseek_v3", *COMMON, layout=layout)
     train(out / "graph", "deepseek_v3", *COMMON, *saving, "--training.steps=6", layout=layout)
+    whole = finish(eager, out / "eager")
     resumed = train(out / "graph", "deepseek_v3", *COMMON, *saving, layout=layout)
     log = (out / "graph" / "log").read_text()
     gap = max(abs(resumed[step] - loss) for step, loss in whole.items())

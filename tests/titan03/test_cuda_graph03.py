@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from test_titan03 import EXPERTS, LINEARS, build, config
 from torchtitan.config.override import OverrideConfig
 from torchtitan.trainer import Trainer
@@ -12,6 +13,12 @@ from torchtitan.trainer import Trainer
 from titan_mxfp8.titan03 import cuda_graph
 
 BOUNDED = {"recipe": "mxfp8_2d", "dispatch": "collective", "dispatch_rows": "bounded"}
+
+
+@pytest.fixture(autouse=True)
+def with_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As debug models have it on GPUs."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
 
 
 def parallel(model: str, *imports: str | tuple[str, dict]) -> Trainer.Config:
@@ -81,6 +88,13 @@ def test_nothing_is_captured_where_the_host_waits(
         assert trainer.config.training.disable_cuda_graphs == off == said
         assert words in caplog.text or not off
         caplog.clear()
+
+
+def test_attention_of_kind_varlen_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    trainer = FakeTrainer(config("deepseek_v3"))
+    trainer.config.training.disable_cuda_graphs = False
+    assert wrapped(trainer, monkeypatch)() == "eager" and trainer.config.training.disable_cuda_graphs
 
 
 def test_measured_steps_and_whoever_asks_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:

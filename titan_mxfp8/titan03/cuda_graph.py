@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torchtitan.distributed.cudagraph import cudagraph_teardown
+from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher
 from torchtitan.trainer import Trainer
@@ -87,11 +88,14 @@ def capture_where_nothing_waits(wrap: Any, body: Any) -> Callable:
 
 
 def obstacle(trainer: Trainer) -> str:
-    """In which layer of a trainer's model the host waits, why, and what to do, in words; nothing where in none."""
+    """What in a trainer's model keeps it from being captured, and what to do, in words; nothing where it can be."""
+    (model,) = trainer.model_parts
+    if any(isinstance(module, VarlenAttention) for module in model.modules()):
+        return "attention of kind varlen, whose tensors change size with a batch's documents: take attn_backend='flex'"
     if trainer.config.parallelism.expert_parallel_degree == 1:
         return ""
     waiting = AllToAllTokenDispatcher, DeepEPTokenDispatcher
-    for name, layer in trainer.model_parts[0].named_modules():
+    for name, layer in model.named_modules():
         if isinstance(layer, MXFP8RoutedExperts):
             if layer.mxfp8_layers.dispatch.rows == "counted":
                 return f"the host waits for the rows of {name} (dispatch_rows = 'counted'): set dispatch_rows='bounded'"
