@@ -81,7 +81,7 @@ def _obstacle_of_experts(job_config: JobConfig) -> str:
         return ""
     if degree > 1 and parallelism.expert_parallel_comm_backend != "standard":
         return f"expert_parallel_comm_backend = {parallelism.expert_parallel_comm_backend!r}: set it to 'standard'"
-    if degree > 1 and dispatch.rows == "counted":
+    if degree > 1 and experts.dispatch_rows == "counted":
         return (
             f"[{GROUPED_MM}] dispatch_rows = 'counted', which the host waits for: set dispatch_rows = 'bounded' or "
             "'worst_case'"
