@@ -139,8 +139,9 @@ class StepGraph:
             with torch.cuda.graph(graph, **how):
                 loss = self._step(self._batch, self._valid_tokens).detach()
         except RuntimeError as error:
+            first = f"{error.__context__ or error}".partition("\n")[0]  # the end of a capture that failed fails too
             raise RuntimeError(
-                f"forward and backward cannot be captured as a CUDA graph ({error}): something in them waits for the "
+                f"forward and backward cannot be captured as a CUDA graph ({first}): something in them waits for the "
                 "GPU, or allocates what a graph cannot keep. Set training.cuda_graph = 'off'"
             ) from error
         self._graphs[adds] = _Captured(graph, loss)
