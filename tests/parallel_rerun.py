@@ -1,7 +1,7 @@
 """A program for torchrun: one of TorchTitan's trainers, whichever version is installed, with FSDP and EP 2, whose steps
 run again where rows did not fit. On CPUs or, with ``cuda`` behind it, on GPUs.
 
-Run by tests/test_rerun.py, tests/titan03/test_rerun03.py and test_gpu_rerun.py.
+Run by tests/test_rerun.py, tests/titan03/test_rerun03.py and tests/test_gpu_rerun.py.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
 IS_03 = importlib.util.find_spec("torchtitan.trainer") is not None
-STEPS, MICROBATCHES, TOKENS = 4, 2, 64 if DEVICE == "cpu" else 512
+STEPS, MICROBATCHES, TOKENS = 3, 2, 128 if DEVICE == "cpu" else 512
 
 
 def make_trainer() -> Any:
@@ -164,12 +164,13 @@ assert counted.batches == STEPS * MICROBATCHES
 once = steps.run(lambda number: "0.6" if number == 0 else None)
 check("0.6", once, counted)
 assert once.batches == counted.batches + MICROBATCHES and 1 < float(steps.dispatch.rows) < 2, steps.dispatch.rows
-shares = [figures["mx_health/experts/rows_of_balanced"] for figures in once.health]
+SHARE = "mx_health/experts/rows_of_balanced"
+shares = [figures[SHARE] for figures in once.health if SHARE in figures]
 assert all(1 <= share < 2 for share in shares) and len(shares) >= STEPS - 1, shares
 
 always = steps.run(lambda number: "bounded" if number % 2 else "0")
 check("every second step overflows", always, counted)
-assert always.batches == counted.batches * 1.5
+assert always.batches == counted.batches + 2 * MICROBATCHES
 
 fits = steps.run(lambda number: "bounded")
 check("bounded", fits, counted)

@@ -160,7 +160,7 @@ class DispatchingLayers:
         group = dist.distributed_c10d._resolve_process_group(self.group) if self.group else None
         return choose(self.dispatch.transport, group, device)[0].shared.wanted
 
-    def share(self, wanted: int) -> float:
+    def share(self, wanted: float) -> float:
         """So many rows, in those of balanced experts."""
         return wanted / (self.rows * self.top_k)
 
@@ -194,8 +194,8 @@ class DispatchingLayers:
         needed = self.bytes_needed(self.dispatch.rows, ranks)
         if needed <= available:
             return
-        fits = available / bytes_of_row(self.dim, self.hidden, self.kept) / (self.rows * self.top_k)
-        smaller = f"a factor below {fits:.2g}, " * (fits > 0.01)
+        rows = available / bytes_of_row(self.dim, self.hidden, self.kept)
+        smaller = f"a factor of at most {math.floor(100 * self.share(rows)) / 100}, "
         raise ValueError(
             f"{where}dispatch_rows = {self.dispatch.rows!r} needs at least {needed / GIB:.1f} GiB of each GPU, which "
             f"has {available / GIB:.1f} GiB: take {smaller}'counted', fewer tokens (local_batch_size, seq_len), a "
