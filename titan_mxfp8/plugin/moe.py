@@ -34,10 +34,13 @@ from titan_mxfp8.titan.dispatch import (
     kept_layers,
     most_tokens,
 )
+from titan_mxfp8.titan.fsdp import shard_without_experts
 from titan_mxfp8.titan.rerun import watch_steps
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
+
+_MODELS = "llama4", "deepseek_v3", "qwen3", "gpt_oss"
 
 
 class MXFP8MoE(MoE):
@@ -167,3 +170,9 @@ def shard_weights_only(apply: Any, parallel: ExpertParallel, module: nn.Module, 
     if getattr(module, "dispatch", None) is None:
         return apply(parallel, module, device_mesh)
     return distribute_module(module, device_mesh, parallel._partition_fn)
+
+
+@around(*(f"torchtitan.models.{name}.infra.parallelize.apply_fsdp" for name in _MODELS))
+def leave_experts_out_of_fsdp(apply_fsdp: Any, *args: Any, **kwargs: Any) -> None:
+    """Has FSDP leave experts alone that it would not shard."""
+    shard_without_experts(apply_fsdp, *args, **kwargs)

@@ -13,7 +13,7 @@ of counted rows. It ends, as each bound is larger, and none needs to be larger t
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import reduce
 from typing import Any
 
@@ -64,6 +64,7 @@ class Rerun:
         self._before = [torch.empty_like(count) for count in self._counts]
         self._random = [torch] if trainer.device.type == "cpu" else [torch, torch.get_device_module(trainer.device)]
         self._states: list[torch.Tensor] = []
+        self._eager = ExitStack()
         self._batches: list[dict[str, Any]] = []
         self._losses: list[torch.Tensor] = []
         self._look: Callable[[], dict[int, int]] | None = None
@@ -140,6 +141,8 @@ class Rerun:
             module.set_rng_state(state)
         with nullcontext() if graph is None else graph.eager():
             yield
+        if graph is not None and layers.dispatch.rows == "counted":
+            self._eager.enter_context(graph.eager())  # for good, as the host waits in each layer
         trainer.ntokens_seen = seen
 
 
