@@ -26,9 +26,12 @@ from titan_mxfp8.plugin.experts import RoutedExperts, Routing
 from titan_mxfp8.plugin.job_config import recipe_of
 from titan_mxfp8.recipe import GROUPED_MM
 from titan_mxfp8.titan.dispatch import DispatchingLayers, choose_layers, dispatch_of, kept_layers, most_tokens
+from titan_mxfp8.titan.fsdp import shard_without_experts
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
+
+_MODELS = "llama4", "deepseek_v3", "qwen3", "gpt_oss"
 
 
 class MXFP8MoE(MoE):
@@ -138,3 +141,9 @@ def shard_weights_only(apply: Any, parallel: ExpertParallel, module: nn.Module, 
     if getattr(module, "dispatch", None) is None:
         return apply(parallel, module, device_mesh)
     return distribute_module(module, device_mesh, parallel._partition_fn)
+
+
+@around(*(f"torchtitan.models.{name}.infra.parallelize.apply_fsdp" for name in _MODELS))
+def leave_experts_out_of_fsdp(apply_fsdp: Any, *args: Any, **kwargs: Any) -> None:
+    """Has FSDP leave experts alone that it would not shard."""
+    shard_without_experts(apply_fsdp, *args, **kwargs)

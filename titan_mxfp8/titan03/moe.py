@@ -9,6 +9,7 @@ The class of ``routed_experts`` is swapped when the model has been built; both o
 
 import logging
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,8 +26,12 @@ from titan_mxfp8.moe.layer import Dispatched
 from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.recipe import Recipe
 from titan_mxfp8.titan.dispatch import DispatchingLayers, choose_layers, kept_layers, most_tokens
+from titan_mxfp8.titan.fsdp import shard_without_experts
+from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
+
+_USERS_OF_FSDP = "distributed.fsdp", "models.deepseek_v3.mtp", "models.qwen3.parallelize", "models.gpt_oss.parallelize"
 
 
 class MXFP8RoutedExperts(RoutedExperts):
@@ -148,3 +153,9 @@ def _local(param: torch.Tensor) -> torch.Tensor:
 @cache
 def _log_once(line: str) -> None:
     logger.info(line)
+
+
+@around(*(f"torchtitan.{module}.apply_fsdp_to_decoder" for module in _USERS_OF_FSDP))
+def leave_experts_out_of_fsdp(apply_fsdp: Any, *args: Any, **kwargs: Any) -> None:
+    """Has FSDP leave experts alone that it would not shard."""
+    shard_without_experts(apply_fsdp, *args, **kwargs)
