@@ -87,6 +87,7 @@ def dispatch_tokens(
     for layer in layers:
         layer.__class__ = MOE_CLASSES[type(layer)]
         layer.experts.dispatch = dispatch
+        layer.experts.most_tokens = _most_tokens(job_config)
     logger.info(line)
     return names
 
@@ -95,18 +96,23 @@ def dispatching_layers(layers: list[MoE], dispatch: Dispatch, job_config: JobCon
     """What these layers of a model need. Where scores come first, each of a token's slots is a row of its own."""
     moe, parallelism = layers[0], job_config.parallelism
     _, dim, hidden = moe.experts.get_parameter("mlp2_weight" if isinstance(moe, GptOssMoE) else "w2").shape
-    validation = job_config.validation if job_config.validation.enable else None
     slots = moe.router.top_k if moe.score_before_experts else 1
     return DispatchingLayers(
         dispatch=dispatch,
         count=len(layers),
         kept=kept_layers(len(layers), parallelism, job_config.activation_checkpoint.mode != "none"),
-        rows=most_tokens(job_config.training, parallelism, validation) * slots,
+        rows=_most_tokens(job_config) * slots,
         top_k=moe.router.top_k // slots,
         experts=moe.experts.num_experts,
         dim=dim,
         hidden=hidden,
     )
+
+
+def _most_tokens(job_config: JobConfig) -> int:
+    """The most tokens that a rank has in one forward."""
+    validation = job_config.validation if job_config.validation.enable else None
+    return most_tokens(job_config.training, job_config.parallelism, validation)
 
 
 def _not_for_run(job_config: JobConfig, dims: ParallelDims | None) -> str:
