@@ -79,5 +79,6 @@ def _compile(block: nn.Module, backend: str) -> nn.Module:
     """Where the host waits for the number of rows nevertheless, the block runs eagerly: Dynamo cannot follow it."""
     compiled = torch.compile(block, backend=backend, fullgraph=True)
     run, experts = compiled.forward, block.moe.experts
+    vars(compiled)["checkpoint_impl"] = None  # TorchTitan halves counts of tokens to which recomputation adds once more
     compiled.forward = lambda *args, **kwargs: (block if experts.waits() else run)(*args, **kwargs)
     return compiled
