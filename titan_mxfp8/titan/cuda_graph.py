@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 logger = logging.getLogger(__name__)
 
+GRAPH = "mxfp8_graph"  # the attribute of a trainer that captures its steps: a ``StepGraph``
 FIELDS = ("off", "on", "auto")
 WARM_UP = 3  # eager microbatches before the capture: what is made once is made in them
 GIB = 2**30
