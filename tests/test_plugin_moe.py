@@ -14,11 +14,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from models import ROOT
+from models import ROOT, build, run_step
 from problems import relative_rms
-from test_models import cpu_only
+from test_models import AC_MODES, COMPILE, Decomposed, cpu_only, tokens
 from test_plugin import GROUPED, LINEAR, parse
 from torch import nn
+from torch._dynamo.utils import counters
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.gpt_oss.model.args import GptOssModelArgs
 from torchtitan.models.gpt_oss.model.moe import GptOssMoE
@@ -28,6 +29,7 @@ from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.moe.transport import Local
 from titan_mxfp8.ops import observe
+from titan_mxfp8.plugin import compiled
 from titan_mxfp8.plugin import moe as plugin
 from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.recipe import BF16
@@ -430,3 +432,44 @@ def test_a_layer_compiles_without_a_graph_break(model: str) -> None:
     actual = run(torch.compile(ours, fullgraph=True, backend="aot_eager_decomp_partition"))
     for name, value in expected.items():
         assert relative_rms(actual[f"_orig_mod.{name}" if "." in name else name], value) < 1e-6, name
+
+
+@cpu_only
+@pytest.mark.parametrize("mode", ["full", "op"])
+def test_blocks_are_compiled_whole(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Each is one region, which is compiled for one text and runs for all, with the gradients of the eager one. Counts
+    of tokens, to which eager recomputation adds once more, are right."""
+    torch._dynamo.reset()
+    counters.clear()
+    with caplog.at_level(logging.INFO):
+        eager, compiled = (build("deepseek_v3", *AC_MODES[mode], CONVERT, *flags) for flags in ((), COMPILE))
+    assert "MXFP8: 1 MoE block compiled whole, each as one region" in caplog.text
+    for seed, vocabulary in enumerate((2048, 16)):
+        text = tokens(seed, vocabulary=vocabulary)
+        with Decomposed():
+            expected = run_step(eager, text)
+        step = run_step(compiled, text)
+        assert step.loss == pytest.approx(expected.loss, rel=1e-4)
+        assert max(relative_rms(step.grads[name], grad) for name, grad in expected.grads.items()) < 1e-5
+        assert counters["stats"]["unique_graphs"] == 2, "a dense and a MoE block"
+    counts = [model.layers["1"].moe.tokens_per_expert for model in (eager, compiled)]
+    assert torch.equal(counts[0], 2 * counts[1]) and counts[1].sum() == 2 * 64 * eager.layers["1"].moe.router.top_k
+    halved = [getattr(model.layers["1"], "checkpoint_impl", None) is not None for model in (eager, compiled)]
+    assert halved == [True, False]
+
+
+def test_blocks_whose_experts_fsdp_takes_are_compiled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And, as Dynamo could not follow them, those whose rows are counted."""
+    experts = convert(layer("deepseek_v3"), f"{ROWS}=bounded").experts
+    holder, moe = nn.ModuleDict({"experts": experts}), SimpleNamespace(experts=experts)
+    mesh = SimpleNamespace(size=lambda: 1)
+    dims = SimpleNamespace(ep=2, dp_replicate_enabled=False, pp_enabled=False, get_optional_mesh=lambda names: mesh)
+    config = parse(CONVERT)
+    compiled.know_what_fsdp_takes(holder, config, dims)
+    assert compiled._why_in_parts(holder, moe, True) == ""
+    config.training.enable_cpu_offload = True
+    compiled.know_what_fsdp_takes(holder, config, dims)
+    assert compiled._why_in_parts(holder, moe, True) == "FSDP takes their experts: it offloads to the CPU"
+    monkeypatch.setattr(type(experts), "rows", "counted")
+    assert "dispatch_rows = 'counted'" in compiled._why_in_parts(holder, moe, True)
+    assert compiled._why_in_parts(holder, moe, False) == "", "one rank knows how many rows it has"

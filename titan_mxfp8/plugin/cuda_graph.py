@@ -13,9 +13,8 @@ from torchtitan.protocols.train_spec import get_train_spec
 from titan_mxfp8.modules import training_device
 from titan_mxfp8.plugin.job_config import has_our_fields, recipe_of
 from titan_mxfp8.recipe import GROUPED_MM
-from titan_mxfp8.titan.cuda_graph import StepGraph, check_field, waits_for_rows
+from titan_mxfp8.titan.cuda_graph import GRAPH, StepGraph, check_field, waits_for_rows
 from titan_mxfp8.titan.dispatch import dispatch_of
-from titan_mxfp8.titan.rerun import GRAPH
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)

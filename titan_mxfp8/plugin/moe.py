@@ -98,6 +98,7 @@ def dispatch_tokens(
     for layer in layers:
         layer.__class__ = MOE_CLASSES[type(layer)]
         layer.experts.dispatch = dispatch
+        layer.experts.most_tokens = _most_tokens(job_config)
     logger.info(line)
     return names
 
@@ -106,7 +107,6 @@ def dispatching_layers(layers: list[MoE], dispatch: Dispatch, job_config: JobCon
     """What these layers of a model need. Where scores come first, each of a token's slots is a row of its own."""
     moe, parallelism = layers[0], job_config.parallelism
     _, dim, hidden = moe.experts.get_parameter("mlp2_weight" if isinstance(moe, GptOssMoE) else "w2").shape
-    validation = job_config.validation if job_config.validation.enable else None
     slots = moe.router.top_k if moe.score_before_experts else 1
     return DispatchingLayers(
         dispatch=dispatch,
@@ -114,7 +114,7 @@ def dispatching_layers(layers: list[MoE], dispatch: Dispatch, job_config: JobCon
         once=_why_once(job_config),
         count=len(layers),
         kept=kept_layers(len(layers), parallelism, job_config.activation_checkpoint.mode != "none"),
-        rows=most_tokens(job_config.training, parallelism, validation) * slots,
+        rows=_most_tokens(job_config) * slots,
         top_k=moe.router.top_k // slots,
         experts=moe.experts.num_experts,
         dim=dim,
@@ -127,6 +127,12 @@ def _why_once(job_config: JobConfig) -> str:
     if job_config.parallelism.pipeline_parallel_degree > 1:
         return "pipeline parallelism"
     return "early_step_in_backward" if job_config.optimizer.early_step_in_backward else ""
+
+
+def _most_tokens(job_config: JobConfig) -> int:
+    """The most tokens that a rank has in one forward."""
+    validation = job_config.validation if job_config.validation.enable else None
+    return most_tokens(job_config.training, job_config.parallelism, validation)
 
 
 def _not_for_run(job_config: JobConfig, dims: ParallelDims | None) -> str:

@@ -23,6 +23,7 @@ from titan_mxfp8.titan.dispatch import LAYERS
 
 logger = logging.getLogger(__name__)
 
+GRAPH = "mxfp8_graph"  # the attribute of a trainer that captures its steps: a ``StepGraph``
 FIELDS = ("off", "on", "auto")
 WARM_UP = 3  # eager microbatches before the capture: what is made once is made in them
 GIB = 2**30

@@ -23,11 +23,11 @@ from torch import nn
 
 from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.moe.transport import read_later
+from titan_mxfp8.titan.cuda_graph import GRAPH
 from titan_mxfp8.titan.dispatch import LAYERS, DispatchingLayers
 
 logger = logging.getLogger(__name__)
 
-GRAPH = "mxfp8_graph"  # the attribute of a trainer that captures steps: it has ``discard()`` and a context, ``eager()``
 COUNTS = "tokens_per_expert"  # how the names of the buffers begin that a forward pass changes
 
 Step = Callable[..., torch.Tensor]

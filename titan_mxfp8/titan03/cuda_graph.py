@@ -17,8 +17,7 @@ from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher
 from torchtitan.trainer import Trainer
 
-from titan_mxfp8.titan.cuda_graph import fsdp_modules, must_run_eagerly
-from titan_mxfp8.titan.rerun import GRAPH
+from titan_mxfp8.titan.cuda_graph import GRAPH, fsdp_modules, must_run_eagerly
 from titan_mxfp8.titan03.moe import MXFP8RoutedExperts
 from titan_mxfp8.workarounds.patch import around
 
