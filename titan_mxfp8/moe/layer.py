@@ -202,7 +202,7 @@ class MoEConfig(ExpertsConfig):
     def connect(self, device: torch.device) -> Transport:
         group = dist.distributed_c10d._resolve_process_group(self.group) if self.group else None
         transport, _ = choose(self.transport, group, device)
-        if self.most_rows:
+        if self.most_rows > transport.shared.reserved:
             transport.reserve(self.most_rows)
         return transport
 

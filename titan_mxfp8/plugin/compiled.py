@@ -69,7 +69,7 @@ def _why_in_parts(model: nn.Module, moe: MXFP8MoE, ep_enabled: bool) -> str:
     """Why the blocks of layers like this one cannot be compiled whole, in words; nothing where they can."""
     if not ep_enabled:
         return ""
-    if moe.experts.rows == "counted":
+    if moe.experts.counts():
         return "the host reads in each how many rows its experts get (dispatch_rows = 'counted')"
     reason = getattr(model, _REASON, "")
     return reason and f"FSDP takes their experts: {reason}"
