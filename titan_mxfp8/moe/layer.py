@@ -137,7 +137,8 @@ def moe(
     """``mxfp8_moe`` with a ``config``."""
     x, scores, *rest = plain("mxfp8_moe", x=x, scores=scores, **weights._asdict())
     weights = Weights(*rest)
-    if group is not None and not hasattr(group, "group_name"):
+    compiling = torch.compiler.is_compiling()  # torch 2.11 cannot ask a group for its attributes then
+    if group is not None and not compiling and not hasattr(group, "group_name"):
         raise ValueError(
             f"mxfp8_moe: group must be a torch.distributed.ProcessGroup or None, got {group!r}: a DeviceMesh has one "
             "for each of its dimensions, mesh.get_group(name)"
@@ -149,7 +150,7 @@ def moe(
     most_rows = (max_tokens or 0) * (slots if scores_first else 1)
     name = "" if group is None else group.group_name
     layer = _moe_key(config.key, limit, transport, f"{rows}", most_rows, ranks, name)
-    call = _exported_moe if torch.compiler.is_compiling() and is_exporting() else _moe
+    call = _exported_moe if compiling and is_exporting() else _moe
     return call(x, scores, expert_ids, *weights, scores_first, layer, config.keeps_weight)
 
 

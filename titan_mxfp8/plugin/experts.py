@@ -54,13 +54,10 @@ class RoutedExperts(ConvertedModule):
         group = expert_parallel_group(next(self.parameters()))
         return self.mxfp8_moe(x, tokens.scores, tokens.expert_ids, weights, group, options, tokens.scores_first)
 
-    def counts(self) -> bool:
-        """Whether the rows of a call now are counted."""
-        return not self.training or self.dispatch.rows == "counted"
-
     def waits(self) -> bool:
         """Whether the host waits in a call now for the number of rows that come."""
-        return self.counts() and expert_parallel_group(next(self.parameters())) is not None
+        counted = not self.training or self.dispatch.rows == "counted"
+        return counted and expert_parallel_group(next(self.parameters())) is not None
 
 
 class MXFP8GroupedExperts(RoutedExperts, GroupedExperts):
