@@ -39,23 +39,27 @@ class RoutedExperts(ConvertedModule):
         """``x`` (M, D) sorted by expert and the number of tokens of each: rows past the last expert's give zeros. Or
         (T, D) tokens and their ``Routing``."""
         is_sorted, limit = not isinstance(tokens, Routing), getattr(self, "swiglu_limit", None)
-        weights = self.weights(is_sorted)
+        weights, gathered = self.weights(is_sorted), self.gathered
         if is_sorted:
             offs = torch.cumsum(tokens, dim=0, dtype=torch.int32)
-            return self.mxfp8_experts(x.bfloat16(), weights, offs, limit).type_as(x)
+            return self.mxfp8_experts(x.bfloat16(), weights, offs, limit, gathered).type_as(x)
         options = Dispatched(self.dispatch.transport, self.dispatch.rows, None, limit)
         group = expert_parallel_group(next(self.parameters()))
-        return self.mxfp8_moe(x, tokens.scores, tokens.expert_ids, weights, group, options, tokens.scores_first)
+        return self.mxfp8_moe(x, tokens.scores, tokens.expert_ids, weights, group, options, tokens.scores_first, gathered)
 
 
 class MXFP8GroupedExperts(RoutedExperts, GroupedExperts):
     """Takes the place of the class of a ``GroupedExperts``."""
+
+    gathers = "w1", "w3", "w2"
 
     def weights(self, is_sorted: bool) -> Weights:
         """This rank's."""
         w1, w3, w2 = self.w1, self.w3, self.w2
         if isinstance(w1, DTensor):
             w1, w3, w2 = w1.to_local(), w3.to_local(), w2.to_local()
+        if self.gathered:
+            return Weights(w1, w3, w2)
         return Weights(w1.bfloat16(), w3.bfloat16(), w2.bfloat16())
 
 
