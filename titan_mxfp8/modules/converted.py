@@ -51,6 +51,7 @@ class ConvertedModule:
     gathers: tuple[str, ...] = ()  # the names of w1, w3 and w2, of experts that take them as FSDP can gather them in FP8
     gathered: Sequence[torch.Tensor] = ()  # elements and scales of each, where it does
     fsdp_fp8_all_gather = True
+    needs_fsdp = "a class that may take weights in bf16 only"  # or why else; empty: fp32 parameters will do
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

@@ -34,6 +34,7 @@ class RoutedExperts(ConvertedModule):
     """Mixed into both classes. ``dispatch`` is None where TorchTitan dispatches."""
 
     dispatch: Dispatch | None = None
+    needs_fsdp = ""
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor | Routing) -> torch.Tensor:
         """``x`` (M, D) sorted by expert and the number of tokens of each: rows past the last expert's give zeros. Or
