@@ -76,8 +76,8 @@ def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor |
     the tensor that they were rounded from.
 
     Args:
-        rows: FP8 of (M, C), quantised along axis 1 in blocks of 1x32: exact, coalesced or rebased. Or (E, R, C) in exact
-            blocks of 32x32, quantised along axis 2, R and C multiples of 32.
+        rows: FP8 of (M, C), quantised along axis 1 in blocks of 1x32: exact, coalesced or rebased. Or (E, R, C) in
+            exact blocks of 32x32, quantised along axis 2, R and C multiples of 32.
         axis, spec, offs: as of ``quantize``; values in bf16 along axis 1 are those of ``rows``.
     """
     if rows.spec.block == "32x32":

@@ -48,7 +48,7 @@ class ConvertedModule:
     mxfp8: MXConfig
     mxfp8_fqn: str  # not in MXConfig, which the classes of all layers share
     probe: torch.Tensor | None = None  # of ops.observe
-    gathers: tuple[str, ...] = ()  # the names of w1, w3 and w2, of experts that take them as FSDP can gather them in FP8
+    gathers: tuple[str, ...] = ()  # names of w1, w3 and w2, of experts that FSDP may gather in FP8
     gathered: Sequence[torch.Tensor] = ()  # elements and scales of each, where it does
     fsdp_fp8_all_gather = True
     needs_fsdp = "a class that may take weights in bf16 only"  # or why else; empty: fp32 parameters will do

@@ -48,8 +48,8 @@ def grouped_experts(
         weights: this rank's.
         offs: int32 (E,), end offsets of the experts' rows.
         limit: that of gpt_oss's clamped SwiGLU, or None for SiLU.
-        gathered: elements and scales of w1, w3 and w2 in exact 32x32 blocks, where they were gathered quantised. Those of
-            ``weights`` only get the gradients then, in their dtype.
+        gathered: elements and scales of w1, w3 and w2 in exact 32x32 blocks, where they were gathered quantised. Those
+            of ``weights`` only get the gradients then, in their dtype.
     """
     key = experts_key(config.key, limit)
     if torch.compiler.is_compiling() and is_exporting():
@@ -147,7 +147,8 @@ def experts_forward(
     check_offs_values(offs, x.shape[0])
     layer: ExpertsConfig = decode(config)
     gemms, kernels = layer.gemms, backends.load(layer.gemms.backend, x.device)
-    spec, x, offs, parameters = gemms.plan.forward.a, aligned(x), aligned(offs), experts.weights_of(weights, biases, gemms.plan)
+    spec, x, offs = gemms.plan.forward.a, aligned(x), aligned(offs)
+    parameters = experts.weights_of(weights, biases, gemms.plan)
     if save and not gemms.keeps_rows and not gemms.keeps_input:
         rows, x_saved = kernels.quantize_both(x, spec, gemms.plan.wgrad.b, offs)
     else:

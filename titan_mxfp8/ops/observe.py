@@ -66,8 +66,8 @@ def observe(
     Args:
         y_MN: (..., N).
         x_MK: (..., K).
-        w: (N, K), or (E, N, K) with ``offs``; or all weights between ``x_MK`` and ``y_MN``, which count together; or what
-            makes those, which costs nothing where nothing is measured.
+        w: (N, K), or (E, N, K) with ``offs``; or all weights between ``x_MK`` and ``y_MN``, which count together; or
+            what makes those, which costs nothing where nothing is measured.
         offs: int32 (E,) end offsets of the groups: rows at and past the last one do not count.
         probe: of ``make_probe``; None observes nothing, and nor do graphs of ``torch.export``.
         config: that of the GEMM.

@@ -46,7 +46,8 @@ class RoutedExperts(ConvertedModule):
             return self.mxfp8_experts(x.bfloat16(), weights, offs, limit, gathered).type_as(x)
         options = Dispatched(self.dispatch.transport, self.dispatch.rows, None, limit)
         group = expert_parallel_group(next(self.parameters()))
-        return self.mxfp8_moe(x, tokens.scores, tokens.expert_ids, weights, group, options, tokens.scores_first, gathered)
+        routing = tokens.scores, tokens.expert_ids
+        return self.mxfp8_moe(x, *routing, weights, group, options, tokens.scores_first, gathered)
 
 
 class MXFP8GroupedExperts(RoutedExperts, GroupedExperts):

@@ -1,7 +1,7 @@
 """Experts that nothing shards stay out of FSDP.
 
-Where expert parallelism spreads the experts over all ranks of a replica, the mesh on which FSDP would shard them has one
-rank. It would gather and reduce nothing, and yet copy each weight to bf16 twice a step, and each gradient back. Without
+Where expert parallelism spreads the experts over all ranks of a replica, the mesh on which FSDP would shard them has
+one rank. It would gather and reduce nothing, and yet copy each weight to bf16 twice a step, and each gradient back. Without
 it the parameters stay what expert parallelism made of them, fp32 DTensors on the mesh ``ep``: the layer takes them as
 they are, and the optimizer and checkpoints see the same names, shapes and shards.
 """

@@ -22,7 +22,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, _from_local_no_grad
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
 
 from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.ops.library import quantize
@@ -139,8 +138,8 @@ class BlocksParam(FSDPParam):
 
 
 def _take_over(module: ConvertedModule, params: list[FSDPParam], alone: bool) -> None:
-    """``alone``: FSDP reduces gradients of such weights only, which may then have the dtype that it reduces in. All that
-    it reduces together must have one."""
+    """``alone``: FSDP reduces gradients of such weights only, which may then have the dtype that it reduces in. All
+    that it reduces together must have one."""
     module.gathered = [None] * (2 * len(params))
     for param in params:
         policy = param.mp_policy

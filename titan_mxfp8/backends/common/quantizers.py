@@ -117,7 +117,7 @@ def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor |
 
 
 def _requantize_squares(squares: Operand, axis: int, spec: OperandSpec) -> Operand:
-    """What Hopper multiplies is made by a kernel; layouts of others, on which no weights were gathered yet, by torch."""
+    """What Hopper multiplies is made by a kernel; layouts of others, where no run has gathered weights, by torch."""
     if layout_of(spec) not in ("coalesced", "mn_major"):
         return reference.requantize(squares, axis, spec)
     operand, is_last = spec.empty(squares.data, axis, None), axis == squares.axis
