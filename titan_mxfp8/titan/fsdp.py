@@ -1,9 +1,9 @@
 """Experts that nothing shards stay out of FSDP.
 
 Where expert parallelism spreads the experts over all ranks of a replica, the mesh on which FSDP would shard them has
-one rank. It would gather and reduce nothing, and yet copy each weight to bf16 twice a step, and each gradient back. Without
-it the parameters stay what expert parallelism made of them, fp32 DTensors on the mesh ``ep``: the layer takes them as
-they are, and the optimizer and checkpoints see the same names, shapes and shards.
+one rank. It would gather and reduce nothing, and yet copy each weight to bf16 twice a step, and each gradient back.
+Without it the parameters stay what expert parallelism made of them, fp32 DTensors on the mesh ``ep``: the layer takes
+them as they are, and optimizer and checkpoints have the same names, shapes and shards.
 """
 
 import inspect
@@ -61,8 +61,8 @@ def why_fsdp(experts: list[nn.Module], arguments: Mapping[str, object]) -> str:
     if arguments.get("dp_mesh_dims") is not None:
         return "it takes its mesh from the parameters (spmd_backend)"
     dtypes = {param.dtype for module in experts for param in module.parameters(recurse=False)}
-    if dtypes != {torch.float32}:
-        return "parameters are not in fp32"
+    if arguments["pp_enabled"] and dtypes != {torch.float32}:
+        return "it adds a pipeline's gradients up in fp32, which the parameters are not in"
     reasons = [getattr(module, "needs_fsdp", "not all of them are converted") for module in experts]
     return next(filter(None, reasons), "")
 
