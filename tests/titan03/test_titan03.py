@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -243,13 +243,24 @@ def test_attention_on_cpus(window: tuple[int, int], shared: int) -> None:
     torch.testing.assert_close(sums, scores.masked_fill(~mask, -torch.inf).logsumexp(-1))
 
 
-def test_in_compiled_blocks_torchtitan_dispatches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among several ranks; Dynamo does not follow what lands here."""
-    layer = build(config("deepseek_v3", (EXPERTS, {"dispatch": "auto"}))).layers["1"].moe.routed_experts
-    layer.token_dispatcher.ep_mesh = object()
+@pytest.mark.parametrize("rows", ["counted", "bounded"])
+def test_in_compiled_blocks_torchtitan_dispatches_if_rows_are_counted(
+    rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among several ranks; Dynamo does not follow how many land here."""
+    layer = build(config("deepseek_v3", (EXPERTS, {"dispatch_rows": rows}))).layers["1"].moe.routed_experts
+    layer.token_dispatcher.ep_mesh = SimpleNamespace(get_group=lambda: "group")
+    calls = []
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(RoutedExperts, "forward", lambda *_: "TorchTitan's")
-    assert MXFP8RoutedExperts.forward(layer, *[None] * 4) == "TorchTitan's"
+    monkeypatch.setattr(RoutedExperts, "forward", lambda *_: calls.append("TorchTitan's"))
+    monkeypatch.setattr(type(layer.inner_experts), "mxfp8_moe", lambda _, x, *rest: calls.append(rest) or x)
+    layer.inner_experts.to_empty(device="cpu")
+    layer.mxfp8_layers = replace(layer.mxfp8_layers, rows=640)
+    MXFP8RoutedExperts.forward(layer, *[torch.zeros(1, 4, 4)] * 3, None)
+    if rows == "counted":
+        assert calls == ["TorchTitan's"]
+    else:
+        assert calls[0][3:] == ("group", ("auto", "bounded", 640, None))
 
 
 @pytest.mark.parametrize("way", ["override", "converter"])
@@ -288,7 +299,7 @@ def test_room_and_memory_are_those_of_the_config(way: str, monkeypatch: pytest.M
     assert reserved == [3 * 128] * 2
     changed.compile.enable = True
     with trainer_config(changed):
-        assert build(changed).layers["1"].moe.routed_experts.mxfp8_layers.rows is None
+        assert build(changed).layers["1"].moe.routed_experts.mxfp8_layers.rows == 3 * 128
     assert build(changed).layers["1"].moe.routed_experts.mxfp8_layers.rows is None, "no trainer"
 
 

@@ -20,6 +20,7 @@ from titan_mxfp8.arguments import check_types
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.modules import as_list, training_device
 from titan_mxfp8.plugin.check_files import check_files
+from titan_mxfp8.plugin.cuda_graph import check_cuda_graph
 from titan_mxfp8.plugin.flavors import register_flavors
 from titan_mxfp8.plugin.job_config import MXGroupedMM, converter_configs, has_our_fields, recipe_of
 from titan_mxfp8.plugin.refusal import in_one_line
@@ -74,6 +75,7 @@ def check_job_config(job_config: JobConfig) -> None:
     _check_health(job_config)
     _check_activation_checkpointing(job_config)
     _check_compile(job_config)
+    check_cuda_graph(job_config)
     workarounds.apply("hide_grouped_mm_warning", GROUPED_MM in converters)
     experts.fqns, linears.filter_fqns = as_list(experts.fqns), as_list(linears.filter_fqns)
 

@@ -154,6 +154,17 @@ class Quantize:
 
 @documented
 @dataclass
+class Training:
+    cuda_graph: str = option("off")("""
+    Whether forward, loss and backward of a microbatch are one CUDA graph, which the host launches at once: off; on,
+    which is an error where that cannot be; auto, on where it can be, else off with a log line that says why. It needs
+    NVIDIA GPUs, and with expert parallelism a dispatch with dispatch_rows other than counted. The first 3 microbatches
+    run eagerly, and so do steps that quantize.health_every measures. Validation takes its memory beside the graph's.
+    """)
+
+
+@documented
+@dataclass
 class Model:
     study_flavors: bool = option(False)("""
     Whether the model tables get the flavors of titan_mxfp8.plugin.flavors: <flavor>_2layers and <flavor>_4layers of
@@ -193,6 +204,7 @@ class Cluster:
 class JobConfig:
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
+    training: Training = field(default_factory=Training)
     quantize: Quantize = field(default_factory=Quantize)
     cluster: Cluster = field(default_factory=Cluster)
 

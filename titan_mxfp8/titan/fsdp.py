@@ -21,28 +21,27 @@ logger = logging.getLogger(__name__)
 
 
 def shard_without_experts(apply_fsdp: Callable, *args: object, **kwargs: object) -> object:
-    """Calls TorchTitan's ``apply_fsdp`` on a model, so that it finds no experts that it need not shard.
-
-    Where it has to take them, or the model has no converted ones, all is as it was.
-    """
+    """Calls TorchTitan's ``apply_fsdp`` on a model in which modules without parameters stand for the experts; where it
+    has to take these, or none are converted, on the model as it is."""
     call = inspect.signature(apply_fsdp).bind(*args, **kwargs)
-    experts = [module for module in call.arguments["model"].modules() if _has_expert_shards(module)]
-    if not any(isinstance(module, ConvertedModule) for module in experts):
+    model = call.arguments["model"]
+    experts = {name: module for name, module in model.named_modules() if _has_expert_shards(module)}
+    if not any(isinstance(module, ConvertedModule) for module in experts.values()):
         return apply_fsdp(*args, **kwargs)
     layers = f"the experts of {len(experts)} MoE layer{'s' * (len(experts) > 1)}"
-    if reason := why_fsdp(experts, call.arguments):
+    if reason := why_fsdp(list(experts.values()), call.arguments):
         _log_once(f"MXFP8: FSDP takes {layers}: {reason}")
         return apply_fsdp(*args, **kwargs)
     _log_once(f"MXFP8: {layers} stay out of FSDP: on their data-parallel mesh is one rank")
-    own = [dict(module._parameters) for module in experts]
-    for module in experts:
-        module._parameters.clear()
     try:
+        for name, module in experts.items():
+            stand_in = nn.Module()
+            stand_in.num_experts = module.num_experts
+            _put(model, name, stand_in)
         return apply_fsdp(*args, **kwargs)
     finally:
-        for module, parameters in zip(experts, own, strict=True):
-            module._parameters.update(parameters)
-            module._is_fsdp_managed_module = False  # it frees no weights of this one
+        for name, module in experts.items():
+            _put(model, name, module)
 
 
 def why_fsdp(experts: list[nn.Module], arguments: Mapping[str, object]) -> str:
@@ -65,6 +64,12 @@ def why_fsdp(experts: list[nn.Module], arguments: Mapping[str, object]) -> str:
         return "it adds a pipeline's gradients up in fp32, which the parameters are not in"
     reasons = [getattr(module, "needs_fsdp", "not all of them are converted") for module in experts]
     return next(filter(None, reasons), "")
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Makes ``module`` the submodule of this name."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
 
 
 def _has_expert_shards(module: nn.Module) -> bool:

@@ -41,6 +41,11 @@ class Recorder:
     def __deepcopy__(self, memo: dict) -> "Recorder":
         return self
 
+    @property
+    def records(self) -> bool:
+        """Whether the next forward pass in training is recorded."""
+        return self._due or observe.is_recording()
+
     def begin(self, part: nn.Module, inputs: tuple[object, ...]) -> None:
         """Called before each forward pass of the model."""
         if self._due and part.training:  # a validation comes between two steps
@@ -120,6 +125,11 @@ def attach(model: nn.Module, converted: list[str], kind: str, health_every: int,
     every = getattr(model, RECORDER).every
     every["health"] = max(every["health"], health_every)
     every[kind] = hopper_rebase_report
+
+
+def is_recorded(model: nn.Module) -> bool:
+    """Whether the next forward pass of a model in training is recorded, so that its hooks have to run."""
+    return hasattr(model, RECORDER) and getattr(model, RECORDER).records
 
 
 @around("torchtitan.components.metrics.MetricsProcessor.should_log")

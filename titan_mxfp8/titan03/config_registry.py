@@ -7,6 +7,7 @@ The tokenizer and the text are the repository's, the settings those of ``train_c
 
 from collections.abc import Callable
 
+import torch
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
@@ -41,7 +42,8 @@ def debug_llama3() -> Trainer.Config:
 
 
 def _debug(model_registry: Callable[..., ModelSpec], flavor: str) -> Trainer.Config:
-    spec = model_registry(flavor, attn_backend="varlen")  # flex attention has no backward on CPUs
+    on_gpus = torch.accelerator.is_available()
+    spec = model_registry(flavor, attn_backend="flex" if on_gpus else "varlen")  # flex has no backward on CPUs
     model = spec.model
     model.layers = model.layers[:2]
     model.vocab_size = model.lm_head.out_features = model.tok_embeddings.num_embeddings = VOCABULARY
@@ -52,7 +54,7 @@ def _debug(model_registry: Callable[..., ModelSpec], flavor: str) -> Trainer.Con
         loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)),
         optimizer=default_adamw(lr=5e-4),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=5, decay_ratio=0.5, min_lr_factor=0.1),
-        # CUDA graphs: the all-to-all of expert parallelism waits for the host
+        # CUDA graphs: in bf16 the all-to-all of expert parallelism waits for the host
         training=TrainingConfig(local_batch_size=2, seq_len=512, steps=60, disable_cuda_graphs=True),
         # TorchTitan's default, spmd_types, needs an FSDP newer than torch 2.13's
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),

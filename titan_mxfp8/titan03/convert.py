@@ -23,6 +23,7 @@ from titan_mxfp8.titan import telemetry
 from titan_mxfp8.titan.dispatch import dispatch_of
 from titan_mxfp8.titan.fields import DEFAULT_RECIPE, check_control, check_periods
 from titan_mxfp8.titan03.classes import LINEAR_CLASSES, expert_class
+from titan_mxfp8.titan03.cuda_graph import CONVERTED
 from titan_mxfp8.titan03.moe import dispatch_tokens
 from titan_mxfp8.workarounds.patch import around
 
@@ -74,6 +75,7 @@ class _Converter(QuantizationConverter):
 
         qualname = f"MXFP8{cls.__qualname__.removeprefix('MXFP8')}"  # TorchTitan logs it
         members = {"__slots__": (), "__qualname__": qualname, "build": build, "to_dict": to_dict}
+        members[CONVERTED] = (*getattr(cls, CONVERTED, ()), self.kind)
         model_config.__class__ = type(cls.__name__, (cls,), members)
         return model_config
 
