@@ -268,7 +268,7 @@ class _MoE(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, saved, g_TD):
         b2, *saved = saved
-        weights = take_many(saved, ctx.matrices)
+        weights, saved = [*saved[: ctx.matrices]], [*saved[ctx.matrices :]]
         needs = list(ctx.needs_input_grad[3:9])
         made = moe_backward(g_TD, saved, weights, b2, ctx.scored, needs, common_dtype(ctx.dtypes), ctx.config)
         dweights = gradients_of(made[1 + ctx.scored :], needs, ctx.dtypes)

@@ -107,7 +107,7 @@ class _GroupedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, saved, g):
         offs, b2, *saved = saved
-        weights = take_many(saved, ctx.matrices)
+        weights, saved = [*saved[: ctx.matrices]], [*saved[ctx.matrices :]]
         needs = list(ctx.needs_input_grad[2:8])
         made = experts_backward(g, saved, weights, b2, offs, needs, common_dtype(ctx.dtypes), ctx.config)
         none = [None] * (len(ctx.needs_input_grad) - 8)
