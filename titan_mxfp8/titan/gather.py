@@ -70,7 +70,9 @@ def why_not(module: ConvertedModule, params: list[FSDPParam]) -> str:
     if not module.fsdp_fp8_all_gather:
         return "fsdp_fp8_all_gather is off"
     if {param._module_info.param_name for param in params} != set(module.gathers):
-        return f"not for experts of class {module.mxfp8_converted_from.__name__}"
+        return f"{module.mxfp8_converted_from.__name__} takes its parameters"
+    if getattr(mesh, "is_spmd_mesh", False):
+        return "it takes its mesh from the parameters (spmd_backend)"
     for param in params:
         axes = set(param.sharded_param.device_mesh.mesh_dim_names or ())
         if axes & {"tp", "etp"}:

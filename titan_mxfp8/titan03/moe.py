@@ -27,11 +27,13 @@ from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.recipe import Recipe
 from titan_mxfp8.titan.dispatch import DispatchingLayers, choose_layers, kept_layers, most_tokens
 from titan_mxfp8.titan.fsdp import shard_without_experts
+from titan_mxfp8.titan.gather import gather_quantized
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
 
 _USERS_OF_FSDP = "distributed.fsdp", "models.deepseek_v3.mtp", "models.qwen3.parallelize", "models.gpt_oss.parallelize"
+_APPLY_FSDP = [f"torchtitan.{module}.apply_fsdp_to_decoder" for module in _USERS_OF_FSDP]
 
 
 class MXFP8RoutedExperts(RoutedExperts):
@@ -44,10 +46,12 @@ class MXFP8RoutedExperts(RoutedExperts):
         layers, experts = self.mxfp8_layers, self.inner_experts
         if parallel_dims.tp > 1:
             choose_layers(layers.dispatch, experts.mxfp8.recipe, [(experts.mxfp8_fqn, "tensor parallelism")])
-            self.__class__ = RoutedExperts
+            self.__class__, experts.gathers = RoutedExperts, ()
             self.parallelize(parallel_dims)
         else:
             super().parallelize(parallel_dims)
+            if self._is_counted() and layers.rows is None:  # compiled, TorchTitan's own experts read the parameters
+                experts.gathers = ()
             line = layers.connect(self._group(), utils.get_local_device())
             _log_once(line + "; where it compiles the model, TorchTitan dispatches" * self._is_counted())
 
@@ -71,6 +75,7 @@ class MXFP8RoutedExperts(RoutedExperts):
             _parameters(experts),
             self._group(),
             Dispatched(layers.dispatch.transport, layers.dispatch.rows, layers.rows, limit),
+            gathered=experts.gathered,
         )
         return y_TD.view_as(x_BLD)
 
@@ -100,6 +105,8 @@ def dispatch_tokens(
     layers = [model.get_submodule(fqn.rpartition(".")[0]) for fqn in choose_layers(dispatch, recipe, reasons)]
     for layer in layers:
         layer.__class__ = MXFP8RoutedExperts
+        if layer.inner_experts.mxfp8_converted_from is GroupedExperts:
+            layer.inner_experts.gathers = "w1_EFD", "w3_EFD", "w2_EDF"
         layer.mxfp8_layers = _dispatching_layers(layer, len(layers), dispatch, config)
 
 
@@ -138,9 +145,10 @@ def _dispatching_layers(
 
 
 def _parameters(experts: GroupedExperts) -> Weights:
-    """This rank's, in bf16."""
+    """This rank's, in bf16 unless they are gathered in FP8."""
     if not isinstance(experts, GptOssGroupedExperts):
-        return Weights(*(_local(w).bfloat16() for w in (experts.w1_EFD, experts.w3_EFD, experts.w2_EDF)))
+        weights = [_local(w) for w in (experts.w1_EFD, experts.w3_EFD, experts.w2_EDF)]
+        return Weights(*weights) if experts.gathered else Weights(*(w.bfloat16() for w in weights))
     w1, w3 = interleaved(_local(experts.mlp1_weight_EGD).bfloat16())
     b1, b3 = interleaved(_local(experts.mlp1_bias_EG))
     return Weights(w1, w3, _local(experts.mlp2_weight_EDF).bfloat16(), b1, b3, _local(experts.mlp2_bias_ED))
@@ -155,7 +163,14 @@ def _log_once(line: str) -> None:
     logger.info(line)
 
 
-@around(*(f"torchtitan.{module}.apply_fsdp_to_decoder" for module in _USERS_OF_FSDP))
+@around(*_APPLY_FSDP)
 def leave_experts_out_of_fsdp(apply_fsdp: Any, *args: Any, **kwargs: Any) -> None:
     """Has FSDP leave experts alone that it would not shard."""
     shard_without_experts(apply_fsdp, *args, **kwargs)
+
+
+@around(*_APPLY_FSDP)
+def gather_experts_in_fp8(apply_fsdp: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Has FSDP gather experts in FP8 where it can."""
+    apply_fsdp(model, *args, **kwargs)
+    gather_quantized(model)
