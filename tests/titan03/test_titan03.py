@@ -158,7 +158,8 @@ def test_an_unknown_recipe_raises_before_the_model_is_built() -> None:
         (EXPERTS, {"fqns": 3}, "fqns = 3: it must be a list of strings"),
         (EXPERTS, {"recipe": 8}, "recipe = 8: it must be a string"),
         (LINEARS, {"dispatch": "off"}, "linears has no dispatch: its fields are"),
-        (EXPERTS, {"dispatch": "collective", "dispatch_rows": "worst_case"}, "only 'symmetric'"),
+        (EXPERTS, {"dispatch_rows": "all"}, "dispatch_rows is one of counted, bounded, worst_case, or a factor"),
+        (EXPERTS, {"dispatch": "off", "dispatch_rows": 1.25}, "dispatch_rows = 1.25 and dispatch = 'off'"),
         (LINEARS, {"hopper_rebase_report": -1}, "hopper_rebase_report is a number of steps"),
         (LINEARS, {"recipe": "mxfp8_2d", "hopper_rebase_report": 1}, "it takes a recipe that is rebased"),
         (
@@ -283,7 +284,7 @@ def test_room_and_memory_are_those_of_the_config(way: str, monkeypatch: pytest.M
     )
     monkeypatch.setattr(moe.utils, "get_local_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(RoutedExperts, "parallelize", lambda *_: None)
-    two_ranks = SimpleNamespace(size=lambda: 2)
+    two_ranks = SimpleNamespace(size=lambda: 2, group_name="ep")
     layer.token_dispatcher.ep_mesh = SimpleNamespace(get_group=lambda: two_ranks)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
     top_k, here = layer.token_dispatcher.top_k, layer.inner_experts.num_experts // 2

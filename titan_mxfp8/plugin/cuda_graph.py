@@ -15,13 +15,11 @@ from titan_mxfp8.modules import training_device
 from titan_mxfp8.plugin.job_config import has_our_fields, recipe_of
 from titan_mxfp8.recipe import GROUPED_MM
 from titan_mxfp8.titan import telemetry
-from titan_mxfp8.titan.cuda_graph import StepGraph, check_field
+from titan_mxfp8.titan.cuda_graph import GRAPH, StepGraph, check_field
 from titan_mxfp8.titan.dispatch import dispatch_of
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
-
-GRAPH = "mxfp8_graph"  # of a trainer
 
 
 def check_cuda_graph(job_config: JobConfig) -> None:

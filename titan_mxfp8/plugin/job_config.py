@@ -107,11 +107,13 @@ class MXGroupedMM:
     gradient takes tokens that were not quantised. Parameters and checkpoints are the same in all.
     """)
 
-    dispatch_rows: str = option("counted")("""
-    Rows of the buffers that receive tokens, where dispatch is not off. counted: as many as are received, read on the
-    host once per layer. bounded: 1.5 times those of balanced experts, so that the host never waits; a layer that
-    receives more ends the run with an error. worst_case: as many as ever could come; needs symmetric, and far more
-    memory.
+    dispatch_rows: str = option("auto")("""
+    For how many rows a MoE layer has memory where they are received, if dispatch is not off. A factor of those of
+    balanced experts, such as 1.25; bounded, which is 1.5: the host waits in no layer, and a step in which a layer of
+    any rank gets more runs again with a larger factor, which stays, before its gradients are used. worst_case: for all
+    that ever could come. counted: for as many as come, which the host waits for in each layer. auto: bounded on GPUs,
+    counted on CPUs, in pipelines, with early_step_in_backward, where the collective transport has more ranks than
+    tokens have experts, and where memory is too small. Validation counts rows.
     """)
 
     requantize_input: bool = option(False)("""

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 logger = logging.getLogger(__name__)
 
+GRAPH = "mxfp8_graph"  # the attribute of a trainer that captures its steps: a ``StepGraph``
 FIELDS = ("off", "on", "auto")
 WARM_UP = 3  # eager microbatches before the capture: what is made once is made in them
 GIB = 2**30
@@ -139,8 +140,9 @@ class StepGraph:
             with torch.cuda.graph(graph, **how):
                 loss = self._step(self._batch, self._valid_tokens).detach()
         except RuntimeError as error:
+            first = f"{error.__context__ or error}".partition("\n")[0]  # the end of a capture that failed fails too
             raise RuntimeError(
-                f"forward and backward cannot be captured as a CUDA graph ({error}): something in them waits for the "
+                f"forward and backward cannot be captured as a CUDA graph ({first}): something in them waits for the "
                 "GPU, or allocates what a graph cannot keep. Set training.cuda_graph = 'off'"
             ) from error
         self._graphs[adds] = _Captured(graph, loss)

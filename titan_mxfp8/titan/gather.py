@@ -70,7 +70,7 @@ def why_not(module: ConvertedModule, params: list[FSDPParam]) -> str:
     if not module.fsdp_fp8_all_gather:
         return "fsdp_fp8_all_gather is off"
     if {param._module_info.param_name for param in params} != set(module.gathers):
-        return f"{module.mxfp8_converted_from.__name__} takes its parameters"
+        return f"experts of class {module.mxfp8_converted_from.__name__} read their parameters"
     if getattr(mesh, "is_spmd_mesh", False):
         return "it takes its mesh from the parameters (spmd_backend)"
     for param in params:

@@ -17,6 +17,7 @@ from torch import nn
 
 from titan_mxfp8.modules import ConvertedModule, MXFP8Linear, training_device
 from titan_mxfp8.ops import observe
+from titan_mxfp8.titan.dispatch import LAYERS
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,9 @@ class Recorder:
         for name, of_module in zip(self._names, counts.tolist(), strict=True):
             for figure, value in observe.summarize(of_module).items():
                 figures[f"mx_health/{figure}/{name}"] = value
+        layers = getattr(processor.model_parts[0], LAYERS, None)
+        if layers is not None and (share := layers.largest_share(device)):
+            figures["mx_health/experts/rows_of_balanced"] = share
         processor.logger.log(figures, step)
 
 

@@ -19,9 +19,11 @@ from titan_mxfp8 import modules
 from titan_mxfp8.arguments import check_types
 from titan_mxfp8.backends import recommend
 from titan_mxfp8.backends.hardware import hardware_of
+from titan_mxfp8.recipe import AUTO
 from titan_mxfp8.titan import telemetry
 from titan_mxfp8.titan.dispatch import dispatch_of
 from titan_mxfp8.titan.fields import DEFAULT_RECIPE, check_control, check_periods
+from titan_mxfp8.titan.rerun import watch_steps
 from titan_mxfp8.titan03.classes import LINEAR_CLASSES, expert_class
 from titan_mxfp8.titan03.cuda_graph import CONVERTED
 from titan_mxfp8.titan03.moe import dispatch_tokens
@@ -98,7 +100,7 @@ class MXFP8Experts(_Converter):
         health_every: int = 0
         hopper_rebase_report: int = 0
         dispatch: str = "auto"
-        dispatch_rows: str = "counted"
+        dispatch_rows: str | float = AUTO
         fsdp_fp8_all_gather: bool = True
 
     def __init__(self, config: Config) -> None:
@@ -114,7 +116,8 @@ class MXFP8Experts(_Converter):
         for name in converted:
             model.get_submodule(name).fsdp_fp8_all_gather = self.config.fsdp_fp8_all_gather
         if self.dispatch is not None:
-            dispatch_tokens(model, converted, self.dispatch, self.recipe, _trainer_config.get())
+            chooses_rows = self.config.dispatch_rows == AUTO
+            dispatch_tokens(model, converted, self.dispatch, chooses_rows, self.recipe, _trainer_config.get())
         return converted
 
 
@@ -164,9 +167,11 @@ def trainer_config(config: Trainer.Config) -> Iterator[None]:
 
 @around("torchtitan.trainer.Trainer.__init__")
 def know_the_config(init: Any, trainer: Trainer, config: Trainer.Config) -> None:
-    """Has the whole config of a trainer known while it builds the model, for the sizes of its batches."""
+    """Has the whole config of a trainer known while it builds the model, for the sizes of its batches, and its steps
+    run again where rows did not fit."""
     with trainer_config(config):
         init(trainer, config)
+    watch_steps(trainer)
 
 
 @around("torchtitan.distributed.activation_checkpoint.SelectiveAC.get_save_ops")

@@ -25,9 +25,10 @@ from titan_mxfp8.modules import Dispatch, interleaved
 from titan_mxfp8.moe.layer import Dispatched
 from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.recipe import Recipe
-from titan_mxfp8.titan.dispatch import DispatchingLayers, choose_layers, kept_layers, most_tokens
+from titan_mxfp8.titan.dispatch import LAYERS, DispatchingLayers, choose_layers, kept_layers, most_tokens
 from titan_mxfp8.titan.fsdp import shard_without_experts
 from titan_mxfp8.titan.gather import gather_quantized
+from titan_mxfp8.titan03.classes import gathered_parameters
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
@@ -46,12 +47,10 @@ class MXFP8RoutedExperts(RoutedExperts):
         layers, experts = self.mxfp8_layers, self.inner_experts
         if parallel_dims.tp > 1:
             choose_layers(layers.dispatch, experts.mxfp8.recipe, [(experts.mxfp8_fqn, "tensor parallelism")])
-            self.__class__, experts.gathers = RoutedExperts, ()
+            self.__class__ = RoutedExperts
             self.parallelize(parallel_dims)
         else:
             super().parallelize(parallel_dims)
-            if self._is_counted() and layers.rows is None:  # compiled, TorchTitan's own experts read the parameters
-                experts.gathers = ()
             line = layers.connect(self._group(), utils.get_local_device())
             _log_once(line + "; where it compiles the model, TorchTitan dispatches" * self._is_counted())
 
@@ -74,7 +73,7 @@ class MXFP8RoutedExperts(RoutedExperts):
             topk_expert_ids_BLK.flatten(0, 1),
             _parameters(experts),
             self._group(),
-            Dispatched(layers.dispatch.transport, layers.dispatch.rows, layers.rows, limit),
+            Dispatched(layers.dispatch.transport, self._rows(), layers.rows, limit),
             gathered=experts.gathered,
         )
         return y_TD.view_as(x_BLD)
@@ -86,16 +85,26 @@ class MXFP8RoutedExperts(RoutedExperts):
 
     def _is_counted(self) -> bool:
         """Whether the host reads how many rows land here."""
-        return self.token_dispatcher.ep_mesh is not None and self.mxfp8_layers.dispatch.rows == "counted"
+        return self.token_dispatcher.ep_mesh is not None and self._rows() == "counted"
+
+    def _rows(self) -> str:
+        """Those of ``mxfp8_moe``. Nobody runs a validation's batch again."""
+        return self.mxfp8_layers.dispatch.rows if self.training else "counted"
 
 
 def dispatch_tokens(
-    model: nn.Module, converted: list[str], dispatch: Dispatch, recipe: Recipe, config: Trainer.Config | None
+    model: nn.Module,
+    converted: list[str],
+    dispatch: Dispatch,
+    chooses_rows: bool,
+    recipe: Recipe,
+    config: Trainer.Config | None,
 ) -> None:
     """Has the MoE layers around converted experts dispatch their own tokens.
 
     Args:
         converted: names of converted expert modules.
+        chooses_rows: whether the rows of ``dispatch`` are left to us.
         config: of the trainer that builds the model; None: none does.
 
     Raises:
@@ -103,11 +112,13 @@ def dispatch_tokens(
     """
     reasons = [(fqn, _not_for_layer(model.get_submodule(fqn.rpartition(".")[0]))) for fqn in converted]
     layers = [model.get_submodule(fqn.rpartition(".")[0]) for fqn in choose_layers(dispatch, recipe, reasons)]
+    if not layers:
+        return
+    sizes = _dispatching_layers(layers, dispatch, chooses_rows, config)
+    setattr(model, LAYERS, sizes)
     for layer in layers:
         layer.__class__ = MXFP8RoutedExperts
-        if layer.inner_experts.mxfp8_converted_from is GroupedExperts:
-            layer.inner_experts.gathers = "w1_EFD", "w3_EFD", "w2_EDF"
-        layer.mxfp8_layers = _dispatching_layers(layer, len(layers), dispatch, config)
+        layer.mxfp8_layers = sizes
 
 
 def _not_for_layer(layer: nn.Module) -> str:
@@ -121,23 +132,27 @@ def _not_for_layer(layer: nn.Module) -> str:
 
 
 def _dispatching_layers(
-    layer: RoutedExperts, count: int, dispatch: Dispatch, config: Trainer.Config | None
+    layers: list[RoutedExperts], dispatch: Dispatch, chooses_rows: bool, config: Trainer.Config | None
 ) -> DispatchingLayers:
-    """What ``count`` layers like this one need. TorchTitan validates on batches of the training's size. Where it
+    """What these layers of a model need. TorchTitan validates on batches of the training's size. Where it
     dispatches itself, in a model that it compiles, nobody needs room."""
-    experts = layer.inner_experts
+    experts, count, once = layers[0].inner_experts, len(layers), ""
     w2 = experts.mlp2_weight_EDF if isinstance(experts, GptOssGroupedExperts) else experts.w2_EDF
     compiled = config is not None and config.compile.enable and "model" in config.compile.components
     kept, rows = 1, None
     if config is not None:
+        once = "pipeline parallelism" * (config.parallelism.pipeline_parallel_degree > 1)
         kept = kept_layers(count, config.parallelism, config.activation_checkpoint is not None)
-        rows = None if compiled and dispatch.rows == "counted" else most_tokens(config.training, config.parallelism)
+        nobodys = compiled and dispatch.rows == "counted" and not chooses_rows
+        rows = None if nobodys else most_tokens(config.training, config.parallelism)
     return DispatchingLayers(
         dispatch=dispatch,
+        chooses_rows=chooses_rows,
+        once=once,
         count=count,
         kept=kept,
         rows=rows,
-        top_k=layer.token_dispatcher.top_k,
+        top_k=layers[0].token_dispatcher.top_k,
         experts=w2.shape[0],
         dim=w2.shape[1],
         hidden=w2.shape[2],
@@ -146,9 +161,10 @@ def _dispatching_layers(
 
 def _parameters(experts: GroupedExperts) -> Weights:
     """This rank's, in bf16 unless they are gathered in FP8."""
+    if experts.gathered:
+        return gathered_parameters(experts)
     if not isinstance(experts, GptOssGroupedExperts):
-        weights = [_local(w) for w in (experts.w1_EFD, experts.w3_EFD, experts.w2_EDF)]
-        return Weights(*weights) if experts.gathered else Weights(*(w.bfloat16() for w in weights))
+        return Weights(*(_local(w).bfloat16() for w in (experts.w1_EFD, experts.w3_EFD, experts.w2_EDF)))
     w1, w3 = interleaved(_local(experts.mlp1_weight_EGD).bfloat16())
     b1, b3 = interleaved(_local(experts.mlp1_bias_EG))
     return Weights(w1, w3, _local(experts.mlp2_weight_EDF).bfloat16(), b1, b3, _local(experts.mlp2_bias_ED))
