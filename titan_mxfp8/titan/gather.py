@@ -23,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, _from
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from titan_mxfp8.format.mx import BLOCK_SIZE
 from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.ops.library import quantize
 
@@ -86,6 +87,12 @@ def why_not(module: ConvertedModule, params: list[FSDPParam]) -> str:
         if param._orig_size[0] % mesh.shard_mesh_size:
             return f"{mesh.shard_mesh_size} ranks do not divide {param._orig_size[0]} experts"
     return ""
+
+
+def gathered_itemsize(module: nn.Module, itemsize: int) -> float:
+    """Bytes that FSDP gathers for an element of a module's own parameters, scales included, before forward and again
+    before backward; ``itemsize``: of those that it does not gather in FP8."""
+    return 1 + 1 / BLOCK_SIZE**2 if getattr(module, "gathered", ()) else itemsize
 
 
 class BlocksParam(FSDPParam):
