@@ -66,6 +66,7 @@ def test_what_cannot_be_captured_is_refused_or_left_with_a_log_line(
         [CONVERT],  # one rank counts nothing
         ["--model.converters="],
         [CONVERT, f"{DISPATCH}=off"],
+        [CONVERT, EP],  # rows are bounded, unless they are counted as the log then says
         [CONVERT, EP, f"{ROWS}=bounded"],
         [CONVERT, "--activation_checkpoint.mode=full", "--validation.enable"],
     ],

@@ -8,6 +8,7 @@ import torch
 from runs import HELD_OUT, LOSS, read_tensorboard
 from training import ROOT, finish, start, train
 
+from titan_mxfp8.titan import cuda_graph
 from titan_mxfp8.titan.cuda_graph import WARM_UP, StepGraph
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -28,6 +29,8 @@ FULL, OPS = "--activation_checkpoint.mode=full", "--activation_checkpoint.mode=s
 CASES = {
     "plain": ("deepseek_v3", []),
     "validation": ("deepseek_v3", VALIDATION),
+    "bounded rows": ("deepseek_v3", [f"--{EXPERTS}.dispatch_rows=bounded"]),
+    "rows that do not fit": ("deepseek_v3", [f"--{EXPERTS}.dispatch_rows=0.6"]),
     "health": ("deepseek_v3", ["--quantize.health_every=4", f"--{EXPERTS}.hopper_rebase_report=7"]),
     "full checkpointing": ("deepseek_v3", [FULL]),
     "layer checkpointing": ("deepseek_v3", [OPS, "--activation_checkpoint.selective_ac_option=2"]),
@@ -49,7 +52,16 @@ CASES = {
     "llama3": ("llama3", []),
     "TorchTitan's dispatch": ("deepseek_v3", [f"--{EXPERTS}.dispatch=off", f"--{EXPERTS}.dispatch_rows=counted"]),
 }
-ON_TWO = ("plain", "validation", "health", "full checkpointing", "op checkpointing", "compiled", "llama4")
+ON_TWO = (
+    "plain",
+    "rows that do not fit",
+    "validation",
+    "health",
+    "full checkpointing",
+    "op checkpointing",
+    "compiled",
+    "llama4",
+)
 LAYOUTS = {"1 process": CASES, "FSDP 2": ("validation", "op checkpointing"), "FSDP 2 + EP 2": ON_TWO}
 # At any step. Eager runs differ from each other, as atomics add up in any order.
 BAND = 2e-3
@@ -120,7 +132,9 @@ def check_resume(out: Path, layout: str, asynchronous: str) -> str:
     return said
 
 
-def test_gradients_are_written_by_the_first_microbatch_and_added_to_by_the_others() -> None:
+def test_gradients_are_written_by_the_first_microbatch_and_added_to_by_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of a linear, with a microbatch of another shape, steps that run eagerly and graphs that are made anew."""
     model, calls = torch.nn.Linear(8, 1, device="cuda"), []
 
@@ -131,7 +145,8 @@ def test_gradients_are_written_by_the_first_microbatch_and_added_to_by_the_other
         return loss
 
     recorded = False
-    graph = StepGraph(step, model, torch.device("cuda"), lambda: recorded)
+    monkeypatch.setattr(cuda_graph, "must_run_eagerly", lambda _: recorded)
+    graph = StepGraph(step, model, torch.device("cuda"))
 
     def run(*lengths: int) -> list[bool]:
         """A step of microbatches of these lengths; whether each call of ``step`` was for a capture."""
@@ -178,7 +193,7 @@ def test_what_cannot_be_captured_says_what_to_set() -> None:
         loss.backward()
         return loss
 
-    graph = StepGraph(step, model, torch.device("cuda"), lambda: False)
+    graph = StepGraph(step, model, torch.device("cuda"))
     for _ in range(WARM_UP):
         model.zero_grad()
         graph.run({"x": torch.zeros(4, 8, device="cuda")}, 1.0)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +13,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from titan_mxfp8.modules import training_device
 from titan_mxfp8.plugin.job_config import has_our_fields, recipe_of
 from titan_mxfp8.recipe import GROUPED_MM
-from titan_mxfp8.titan import telemetry
-from titan_mxfp8.titan.cuda_graph import GRAPH, StepGraph, check_field
+from titan_mxfp8.titan.cuda_graph import GRAPH, StepGraph, check_field, waits_for_rows
 from titan_mxfp8.titan.dispatch import dispatch_of
 from titan_mxfp8.workarounds.patch import around
 
@@ -111,7 +109,9 @@ def capture_steps(init: Any, manager: CheckpointManager, *args: Any, **kwargs: A
         inputs = dict(batch)
         return eager(labels=inputs.pop("labels"), input_dict=inputs, global_valid_tokens=valid_tokens)
 
-    graph = StepGraph(step, model, trainer.device, partial(telemetry.is_recorded, model))
+    if waits_for_rows(model):
+        logger.warning("MXFP8: no CUDA graphs, as rows are counted (dispatch_rows): the host waits for them")
+    graph = StepGraph(step, model, trainer.device)
 
     def forward_backward_step(
         *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: float | Tensor

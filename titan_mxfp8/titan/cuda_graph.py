@@ -18,6 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titan_mxfp8.titan import telemetry
+from titan_mxfp8.titan.dispatch import LAYERS
+
 logger = logging.getLogger(__name__)
 
 GRAPH = "mxfp8_graph"  # the attribute of a trainer that captures its steps: a ``StepGraph``
@@ -39,17 +42,12 @@ class StepGraph:
         step: forward, loss and backward of a microbatch: of its tensors by name, and the number of valid tokens of all
             microbatches, fp32 (). Returns the loss. It may not wait for the GPU.
         model: whose gradients it makes.
-        is_recorded: whether the next microbatch is to be measured, so that it must run eagerly.
     """
 
     def __init__(
-        self,
-        step: Callable[[dict[str, Any], Tensor], Tensor],
-        model: nn.Module,
-        device: torch.device,
-        is_recorded: Callable[[], bool],
+        self, step: Callable[[dict[str, Any], Tensor], Tensor], model: nn.Module, device: torch.device
     ) -> None:
-        self._step, self._is_recorded = step, is_recorded
+        self._step, self._model = step, model
         self._params = list(model.parameters())
         self._sharded = fsdp_modules(model)
         self._stream = torch.cuda.Stream(device)
@@ -94,7 +92,7 @@ class StepGraph:
             self._valid_tokens.fill_(valid_tokens)
         if self._batch is None:
             self._batch = {name: x.clone() if isinstance(x, Tensor) else x for name, x in batch.items()}
-        if self._eager or self._is_recorded() or _key(batch) != _key(self._batch):
+        if self._eager or must_run_eagerly(self._model) or _key(batch) != _key(self._batch):
             return self._run_eagerly(dict(batch))
         for name, x in batch.items():
             if isinstance(x, Tensor):
@@ -161,6 +159,18 @@ class StepGraph:
             captured.graph.reset()
         self._graphs.clear()
         self._grads, self._bytes = [], 0
+
+
+def must_run_eagerly(model: nn.Module) -> bool:
+    """Whether the next microbatch of a model is measured, which hooks do, or the host waits in its layers."""
+    return telemetry.is_recorded(model) or waits_for_rows(model)
+
+
+def waits_for_rows(model: nn.Module) -> bool:
+    """Whether the host counts the rows of layers that dispatch their own tokens. A bound may have become too large for
+    the memory, so that rows are counted from then on."""
+    layers = getattr(model, LAYERS, None)
+    return layers is not None and layers.ranks > 1 and layers.dispatch.rows == "counted"
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

@@ -25,7 +25,7 @@ def shard_without_experts(apply_fsdp: Callable, *args: object, **kwargs: object)
     has to take these, or none are converted, on the model as it is."""
     call = inspect.signature(apply_fsdp).bind(*args, **kwargs)
     model = call.arguments["model"]
-    experts = {name: module for name, module in model.named_modules() if _has_expert_shards(module)}
+    experts = {name: module for name, module in model.named_modules() if has_expert_shards(module)}
     if not any(isinstance(module, ConvertedModule) for module in experts.values()):
         return apply_fsdp(*args, **kwargs)
     layers = f"the experts of {len(experts)} MoE layer{'s' * (len(experts) > 1)}"
@@ -72,7 +72,7 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-def _has_expert_shards(module: nn.Module) -> bool:
+def has_expert_shards(module: nn.Module) -> bool:
     """Whether expert parallelism has split a module's own parameters."""
     own = module.parameters(recurse=False)
     return any(isinstance(param, DTensor) and "ep" in param.device_mesh.mesh_dim_names for param in own)

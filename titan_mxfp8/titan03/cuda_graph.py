@@ -17,8 +17,7 @@ from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher
 from torchtitan.trainer import Trainer
 
-from titan_mxfp8.titan import telemetry
-from titan_mxfp8.titan.cuda_graph import fsdp_modules
+from titan_mxfp8.titan.cuda_graph import GRAPH, fsdp_modules, must_run_eagerly
 from titan_mxfp8.titan03.moe import MXFP8RoutedExperts
 from titan_mxfp8.workarounds.patch import around
 
@@ -56,8 +55,8 @@ class StepGraph:
         self._captured = self._wrap(self._body)
 
     def run(self, *batch: Any) -> torch.Tensor:
-        """One microbatch, with TorchTitan's arguments. One that health metrics measure runs eagerly."""
-        if self._eager or telemetry.is_recorded(self._model):
+        """One microbatch, with TorchTitan's arguments: eagerly, if it must be."""
+        if self._eager or must_run_eagerly(self._model):
             return self._body(*batch)
         for module in self._sharded:  # what a validation left gathered has the weights of that time
             module.reshard()
@@ -83,8 +82,9 @@ def capture_where_nothing_waits(wrap: Any, body: Any) -> Callable:
         logger.info(f"MXFP8: no CUDA graphs, as if --training.disable_cuda_graphs were set: {reason}")
         trainer.config.training.disable_cuda_graphs = True
         return body
-    trainer.mxfp8_graph = StepGraph(wrap, body)
-    return trainer.mxfp8_graph.run
+    graph = StepGraph(wrap, body)
+    setattr(trainer, GRAPH, graph)
+    return graph.run
 
 
 def obstacle(trainer: Trainer) -> str:
