@@ -25,6 +25,7 @@ import titan_mxfp8.plugin  # noqa: F401 - what a run's config loads
 from titan_mxfp8.plugin.experts import RoutedExperts
 
 FOLDER = Path(sys.argv[1])
+COMMON = "--activation_checkpoint.mode=none", "--training.mixed_precision_param=float32"  # as the layer takes them
 EXPERTS = "--model.converters=quantize.grouped_mm.mx"
 QUANTIZED = EXPERTS, "--quantize.grouped_mm.mx.recipe_name=mxfp8_2d", "--quantize.grouped_mm.mx.dispatch=off"
 CONTROL = EXPERTS, "--quantize.grouped_mm.mx.recipe_name=bf16"
@@ -36,7 +37,7 @@ class Training:
     def __init__(self, mesh: str, *flags: str, model: str = "deepseek_v3", **degrees: int) -> None:
         whole = "" if mesh == "ep" else "for comparison"
         with mock.patch.object(RoutedExperts, "needs_fsdp", whole):
-            self.model = build(model, "--activation_checkpoint.mode=none", *flags, **degrees)
+            self.model = build(model, *COMMON, *flags, **degrees)
         self.optimizer = OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 1e-2})
         for module in self.model.modules():
             if isinstance(module, RoutedExperts):
