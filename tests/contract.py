@@ -54,6 +54,8 @@ CASES: dict[str, tuple[list[int] | None, int]] = {
     "large": ([700, 0, 1500, 257, 1], 100),
 }
 
+ADDED_TO = ("ragged", "no offs", "no rows", "large")  # in which weight gradients are also added to others
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
@@ -431,6 +433,13 @@ def check_gemms(
     judge(out, expected, gemm, f"wgrad, {case}")
     for e, size in enumerate(CASES[case][0] or []):
         assert size or not out[e].any(), f"wgrad, {case}: expert {e} has no rows"
+    if case in ADDED_TO:
+        with poisoned_empty():
+            alone = backend.gemm_k_grouped(dy, x, offs_there, FP32)
+            before = torch.randn_like(alone) * alone.square().mean().sqrt().clamp(min=1)
+            total = before.clone()
+            added = backend.gemm_k_grouped(dy, x, offs_there, FP32, total)
+        assert added.data_ptr() == total.data_ptr() and torch.equal(added, before + alone), f"wgrad, {case}: added"
 
 
 def check_sum_of_products(

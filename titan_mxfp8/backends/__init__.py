@@ -144,7 +144,9 @@ class Backend(Protocol):
         """
 
     @staticmethod
-    def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    def gemm_k_grouped(
+        a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype, add_to: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """``a^T`` times ``b`` over the tokens of each group: wgrad.
 
         Args:
@@ -152,9 +154,11 @@ class Backend(Protocol):
             b: of (M, K), likewise.
             offs: the offsets that both were quantised with; None: one group.
             out_dtype: bf16 or fp32.
+            add_to: fp32 (E, N, K), contiguous, to which the product is added before it is rounded; None: to nothing.
+                ``out_dtype`` is then fp32.
 
         Returns:
-            (E, N, K), exactly 0 for an empty group.
+            (E, N, K), exactly 0 for an empty group; or ``add_to``.
         """
 
     @staticmethod

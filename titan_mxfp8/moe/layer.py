@@ -29,11 +29,12 @@ from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.moe import TRANSPORTS, DispatchHandle, Rows, Transport, TransportName, choose
 from titan_mxfp8.moe.bounds import bound, factor_of
 from titan_mxfp8.ops import experts
+from titan_mxfp8.ops.accumulate import held_gradients, take_gradients
 from titan_mxfp8.ops.autograd import exported, is_exporting, once_differentiable, save_for_backward, take_many
 from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_features, check_flags
 from titan_mxfp8.ops.config import MXConfig, config_of
-from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, Weights
-from titan_mxfp8.ops.grouped_experts import common_dtype, empty_gradients, gradients_of, kept_operands
+from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, WeightGradients, Weights
+from titan_mxfp8.ops.grouped_experts import common_dtype, empty_gradients, gradients_of, kept_operands, returned
 from titan_mxfp8.ops.library import Operator, aligned
 from titan_mxfp8.ops.operands import plain
 from titan_mxfp8.recipe import Recipe, get_recipe
@@ -267,8 +268,10 @@ class _MoE(torch.autograd.Function):
         if not ctx.keeps_weight:
             *weights, saved = *saved[:3], saved[3:]
         needs = list(ctx.needs_input_grad[3:9])
-        made = moe_backward(g_TD, saved, weights, b2, ctx.scored, needs, common_dtype(ctx.dtypes), ctx.config)
-        dweights = gradients_of(made[1 + ctx.scored :], needs, ctx.dtypes)
+        params, totals = held_gradients(ctx, first=2 + ctx.scored, count=3)
+        dtype = common_dtype(ctx.dtypes)
+        made = moe_backward(g_TD, saved, weights, b2, ctx.scored, needs, dtype, totals, ctx.config)
+        dweights = gradients_of(take_gradients(params, totals) + made[1 + ctx.scored :], needs, ctx.dtypes)
         return made[0].to(ctx.x_dtype), made[1] if ctx.scored else None, None, *dweights, None, None, None
 
 
@@ -369,6 +372,7 @@ def moe_backward(
     scored: bool,
     needs: list[bool],
     dtype: torch.dtype,
+    totals: list[torch.Tensor],
     config: str,
 ) -> list[torch.Tensor]:
     """The gradients: of x (T, D) in bf16 or the dtype of ``g``, with ``scored`` of the scores (T, K), and those that
@@ -378,6 +382,7 @@ def moe_backward(
         saved: what ``moe_forward`` returned behind the output. Emptied: each tensor is freed after its use, if nothing
             else holds it.
         weights: w1, w3, w2; none where they are kept quantised.
+        totals: as of ``experts_backward``.
     """
     layer: MoEConfig = decode(config)
     kernels, transport = backends.load(layer.gemms.backend, g.device), layer.connect(g.device)
@@ -389,22 +394,21 @@ def moe_backward(
     sent = _to_parts(kernels.quantize(aligned(g), 1, layer.g_rows, None))
     g_tokens = Tokens(_of_parts(transport.dispatch_with_handle(sent, handle), layer.g_rows))
     del sent
-    rest = needs, dtype, handle.offs, layer, kernels
+    rest = needs, WeightGradients(dtype, totals), handle.offs, layer, kernels
     made, dscores_M, dw2, db2 = experts.backward_w2(
         g_tokens, preactivations, handle.scores if scored else None, parameters, quantized, *rest
     )
     del g_tokens  # before the rows' gradient, the largest of all, is made
     rows, (dw1, dw3, db1, db3) = experts.backward_w1_w3(made, x, parameters, quantized, *rest)
     dx, dscores = transport.combine(rows, False, dscores_M, handle, g.dtype)
-    wanted = [grad for grad, needed in zip((dw1, dw3, dw2, db1, db3, db2), needs, strict=True) if needed]
-    return [dx, *([dscores] if scored else []), *wanted]
+    return [dx, *([dscores] if scored else []), *returned((dw1, dw3, dw2, db1, db3, db2), needs, totals)]
 
 
 @torch.library.register_fake(moe_backward.overload)
-def _(g, saved, weights, b2, scored, needs, dtype, config):
+def _(g, saved, weights, b2, scored, needs, dtype, totals, config):
     handle = DispatchHandle(*saved[:_HANDLE])
     dscores = [handle.expert_ids.new_empty(handle.expert_ids.shape, dtype=torch.float32)] if scored else []
-    grads = empty_gradients(g, saved[_HANDLE].shape[1], handle.offs.shape[0], needs, dtype)
+    grads = empty_gradients(g, saved[_HANDLE].shape[1], handle.offs.shape[0], needs, dtype, totals)
     return [g.new_empty(g.shape), *dscores, *grads]
 
 

@@ -103,6 +103,24 @@ class Tokens(NamedTuple):
         return kernels.requantize(self.rowwise, 0, spec, offs)
 
 
+class WeightGradients(NamedTuple):
+    """How the gradients of w1, w3 and w2 are made.
+
+    Attributes:
+        dtype: of all three.
+        totals: fp32 gradients that they are added to; none: they are new.
+    """
+
+    dtype: torch.dtype
+    totals: list[torch.Tensor]
+
+    def multiply(self, i: int, dy: Operand, x: Operand, offs: torch.Tensor, kernels: Backend) -> torch.Tensor:
+        """That of the i-th."""
+        if not self.totals:
+            return kernels.gemm_k_grouped(dy, x, offs, self.dtype)
+        return kernels.gemm_k_grouped(dy, x, offs, torch.float32, self.totals[i])
+
+
 def row_spec(spec: OperandSpec) -> OperandSpec:
     """What x or g are quantised to before they travel: ``spec``, which the GEMM takes, or the FP8 that its bf16 values
     are made from, and whose scales it wants by groups."""
@@ -166,7 +184,7 @@ def backward_w2(
     weights: Weights,
     quantized: Owned,
     needs: list[bool],
-    dtype: torch.dtype,
+    wanted: WeightGradients,
     offs: torch.Tensor,
     config: ExpertsConfig,
     kernels: Backend,
@@ -181,7 +199,7 @@ def backward_w2(
         weights: as they are, in high precision; matrices that ``quantized`` has may be missing.
         quantized: w1, w3 and w2 of ``plan.dgrad.b``, of which w2 is taken; or none: it is quantised again.
         needs: which gradients of ``weights`` are wanted.
-        dtype: of the gradient of w2; that of b2 is fp32.
+        wanted: how the gradient of w2 is; that of b2 is fp32.
     """
     plan = config.gemms.plan
     w2 = quantized.pop() if quantized else kernels.quantize(weights.w2, 1, plan.dgrad.b, None)
@@ -192,7 +210,7 @@ def backward_w2(
     *made, sh_columnwise, dscores = kernels.swiglu_backward(preactivations, scores, config.limit, *specs, offs)
     dw2 = db2 = None
     if needs[2]:
-        dw2 = kernels.gemm_k_grouped(g.along_tokens(plan.wgrad.a, offs, kernels), sh_columnwise, offs, dtype)
+        dw2 = wanted.multiply(2, g.along_tokens(plan.wgrad.a, offs, kernels), sh_columnwise, offs, kernels)
     if weights.b2 is not None:
         values = (_values(g.rowwise, offs, kernels) if g.values is None else g.values).float()
         if scores is not None:
@@ -210,13 +228,13 @@ def backward_w1_w3(
     weights: Weights,
     quantized: Owned,
     needs: list[bool],
-    dtype: torch.dtype,
+    wanted: WeightGradients,
     offs: torch.Tensor,
     config: ExpertsConfig,
     kernels: Backend,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """The rows' gradient, (M, D), as the one or the two tensors that ``Backend.dual_gemm_m_grouped`` gives, and the
-    gradients of w1, w3 (of ``dtype``), b1 and b3 (fp32).
+    gradients of w1, w3 (as ``wanted``), b1 and b3 (fp32).
 
     Args:
         made: the operands that ``backward_w2`` returned; taken.
@@ -233,7 +251,7 @@ def backward_w1_w3(
         for i in (0, 1):
             dy = take(columnwise)
             if needs[i]:
-                grads[i] = kernels.gemm_k_grouped(dy, x_columnwise, offs, dtype)
+                grads[i] = wanted.multiply(i, dy, x_columnwise, offs, kernels)
             del dy
         del x_columnwise
     for i in (0, 1):

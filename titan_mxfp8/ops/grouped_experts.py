@@ -7,6 +7,7 @@ or, of 32x32 blocks, what was quantised for dgrad, unless FSDP frees them.
 """
 
 import math
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -16,6 +17,7 @@ from titan_mxfp8 import backends
 from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.spec import Operand
 from titan_mxfp8.ops import experts
+from titan_mxfp8.ops.accumulate import held_gradients, take_gradients
 from titan_mxfp8.ops.autograd import (
     Owned,
     exported,
@@ -27,7 +29,7 @@ from titan_mxfp8.ops.autograd import (
 )
 from titan_mxfp8.ops.checks import check_offs_values
 from titan_mxfp8.ops.config import MXConfig
-from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, Weights
+from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, WeightGradients, Weights
 from titan_mxfp8.ops.library import Operator, aligned
 
 
@@ -98,8 +100,16 @@ class _GroupedExperts(torch.autograd.Function):
         if not ctx.keeps_weight:
             *weights, saved = *saved[:3], saved[3:]
         needs = list(ctx.needs_input_grad[2:8])
-        made = experts_backward(g, saved, weights, b2, offs, needs, common_dtype(ctx.dtypes), ctx.config)
-        return made[0], None, *gradients_of(made[1:], needs, ctx.dtypes), None, None, None
+        params, totals = held_gradients(ctx, first=2, count=3)
+        made = experts_backward(g, saved, weights, b2, offs, needs, common_dtype(ctx.dtypes), totals, ctx.config)
+        return (
+            made[0],
+            None,
+            *gradients_of(take_gradients(params, totals) + made[1:], needs, ctx.dtypes),
+            None,
+            None,
+            None,
+        )
 
 
 def common_dtype(dtypes: list[torch.dtype | None]) -> torch.dtype:
@@ -176,6 +186,7 @@ def experts_backward(
     offs: torch.Tensor,
     needs: list[bool],
     dtype: torch.dtype,
+    totals: list[torch.Tensor],
     config: str,
 ) -> list[torch.Tensor]:
     """The gradient of x (M, D) in bf16, and those that ``needs`` names: of w1, w3, w2 in ``dtype``, of b1, b3, b2 in
@@ -185,6 +196,8 @@ def experts_backward(
         saved: what ``experts_forward`` returned behind y, and x where that is kept as it is. Emptied: each tensor is
             freed after its use, if nothing else holds it.
         weights: w1, w3, w2; none where they are kept quantised.
+        totals: fp32, to which the gradients of w1, w3 and w2, all needed, are added: they are not returned then. Not
+            in the schema, as compiled graphs have none.
     """
     layer: ExpertsConfig = decode(config)
     gemms, kernels = layer.gemms, backends.load(layer.gemms.backend, g.device)
@@ -201,33 +214,39 @@ def experts_backward(
     else:
         of_rows = kernels.quantize(g, 1, rows, offs if rows.grouped_scales else None)
         g_tokens = Tokens(of_rows, Operand(g.bfloat16().contiguous(), None, columns, 0), g)
-    made, _, dw2, db2 = experts.backward_w2(
-        g_tokens, preactivations, None, parameters, quantized, needs, dtype, offs, layer, kernels
-    )
+    rest = needs, WeightGradients(dtype, totals), offs, layer, kernels
+    made, _, dw2, db2 = experts.backward_w2(g_tokens, preactivations, None, parameters, quantized, *rest)
     del g_tokens  # before the rows' gradient, the largest of all, is made
-    dx, (dw1, dw3, db1, db3) = experts.backward_w1_w3(
-        made, x, parameters, quantized, needs, dtype, offs, layer, kernels
-    )
+    dx, (dw1, dw3, db1, db3) = experts.backward_w1_w3(made, x, parameters, quantized, *rest)
     dx = dx[0] if len(dx) == 1 else dx[0].add_(dx[1])
     row_M = torch.arange(dx.shape[0], device=offs.device)
     dx.masked_fill_((row_M >= offs[-1])[:, None], 0)
-    return [dx, *[grad for grad, needed in zip((dw1, dw3, dw2, db1, db3, db2), needs, strict=True) if needed]]
+    return [dx, *returned((dw1, dw3, dw2, db1, db3, db2), needs, totals)]
 
 
 @torch.library.register_fake(experts_backward.overload)
-def _(g, saved, weights, b2, offs, needs, dtype, config):
+def _(g, saved, weights, b2, offs, needs, dtype, totals, config):
     dx = g.new_empty(g.shape, dtype=torch.bfloat16)
-    return [dx, *empty_gradients(g, saved[0].shape[1], offs.shape[0], needs, dtype)]
+    return [dx, *empty_gradients(g, saved[0].shape[1], offs.shape[0], needs, dtype, totals)]
+
+
+def returned(
+    gradients: Sequence[torch.Tensor | None], needs: list[bool], totals: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """What an operator returns of the gradients of w1, w3, w2, b1, b3 and b2: those that ``needs`` names, but for the
+    first three where they were added to ``totals``."""
+    first = 3 if totals else 0
+    return [grad for grad, needed in zip(gradients[first:], needs[first:], strict=True) if needed]
 
 
 def empty_gradients(
-    g: torch.Tensor, hidden: int, local: int, needs: list[bool], dtype: torch.dtype
+    g: torch.Tensor, hidden: int, local: int, needs: list[bool], dtype: torch.dtype, totals: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """For fakes: the gradients of ``local`` experts' parameters, with ``g`` (M, D)."""
+    """For fakes: what is ``returned`` of the gradients of ``local`` experts' parameters, with ``g`` (M, D)."""
     d, h = g.shape[1], hidden
     shapes = (local, h, d), (local, h, d), (local, d, h), (local, h), (local, h), (local, d)
     dtypes = [dtype] * 3 + [torch.float32] * 3
-    return [g.new_empty(shapes[i], dtype=dtypes[i]) for i in range(6) if needs[i]]
+    return returned([g.new_empty(shape, dtype=dt) for shape, dt in zip(shapes, dtypes, strict=True)], needs, totals)
 
 
 def kept_operands(saved: Owned, gemms: MXConfig) -> Owned:

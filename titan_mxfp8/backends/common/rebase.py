@@ -346,8 +346,11 @@ def _launch_tiles(
 def _launch_squares(x: torch.Tensor, rowwise: Operand | None, columnwise: Operand | None) -> None:
     spec, matrices = (rowwise or columnwise).spec, as_matrices(x, x.ndim - 2)
     tile, segment, coalesced = _square_tile(x.dtype), SEGMENT_BYTES // x.element_size(), spec.stored == "coalesced"
-    # So that two programs fit on a multiprocessor: Triton 3.6 takes 167 registers, and on an H100 1.3 times as long.
-    registers = 128 if coalesced and rowwise and columnwise and spec.elem_dtype == torch.float8_e4m3fn else None
+    # So that two programs fit on a multiprocessor: of bf16, coalesced, Triton 3.6 takes 167 registers, and on an H100
+    # 1.3 times as long. Of fp32 one of 16 warps takes 1.1 times as long as two of 8.
+    is_wide = x.dtype == torch.float32 and rowwise is not None and columnwise is not None
+    both = rowwise and columnwise and spec.elem_dtype == torch.float8_e4m3fn
+    registers = 128 if both and (coalesced or is_wide) else None
     constants = (
         rowwise is not None, columnwise is not None, *rounding_of(spec), coalesced, tile.blocks, tile.segments, segment,
     )  # fmt: skip
@@ -356,7 +359,7 @@ def _launch_squares(x: torch.Tensor, rowwise: Operand | None, columnwise: Operan
         (matrices.x, rowwise and rowwise.data, rowwise and rowwise.scale, columnwise and columnwise.data,
         columnwise and columnwise.scale),
         (matrices.cols, matrices.batch_stride, matrices.row_stride), (matrices.rows,), constants,
-        device=x.device, warps=tile.warps, registers=registers,
+        device=x.device, warps=tile.warps // 2 if is_wide else tile.warps, registers=registers,
     )  # fmt: skip
 
 

@@ -85,7 +85,9 @@ def _is_fp8(a: Operand, b: Operand) -> bool:
     return True
 
 
-def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+def gemm_k_grouped(
+    a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype, add_to: torch.Tensor | None = None
+) -> torch.Tensor:
     """``Backend.gemm_k_grouped``. FP8 that is not rebased goes through bf16, as on other tensor cores.
 
     Raises:
@@ -97,4 +99,4 @@ def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype:
             f"cannot multiply blocks of {a.spec.scale_block} by blocks of {b.spec.scale_block}: quantise both operands "
             "as plan() says"
         )
-    return (portable if a.spec.block_k == 32 else gemm).gemm_k_grouped(a, b, offs, out_dtype)
+    return (portable if a.spec.block_k == 32 else gemm).gemm_k_grouped(a, b, offs, out_dtype, add_to)
