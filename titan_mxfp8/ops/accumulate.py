@@ -25,10 +25,11 @@ def held_gradients(
     no hook of the parameter wants to see what is added. Compiled graphs do not see parameters: there autograd adds.
 
     Args:
+        ctx: whose backward is ``once_differentiable``.
         first: number of the first of them among the inputs that are tensors.
     """
     params, totals, seen = [], [], set()
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or _will_execute is None:
+    if torch.compiler.is_compiling() or ctx.creates_graph or _will_execute is None:
         return [], []
     for node, _ in ctx.next_functions[first : first + count]:
         if node is not None and type(node).__name__ == "_ToTorchTensorBackward":
