@@ -209,7 +209,7 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
         dims.build_mesh()
         whole, args = converted_model(without_hardware(job_config), dims)
         dispatching = [module for module in whole.modules() if isinstance(module, MXFP8MoE)]
-        if card is not None and dispatching and job_config.quantize.grouped_mm.mx.dispatch_rows == "worst_case":
+        if card is not None and dispatching:
             experts = job_config.quantize.grouped_mm.mx
             dispatch = dispatch_of(experts.dispatch, experts.dispatch_rows)
             dispatching_layers(dispatching, dispatch, job_config).check_memory(dims.ep, card[1], f"[{GROUPED_MM}] ")
