@@ -54,7 +54,7 @@ CASES: dict[str, tuple[list[int] | None, int]] = {
     "large": ([700, 0, 1500, 257, 1], 100),
 }
 
-ADDED_TO = ("ragged", "no offs", "no rows", "large")  # in which weight gradients are also added to others
+ADDED_TO = ("ragged", "no rows", "large")  # in which weight gradients are also added to others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

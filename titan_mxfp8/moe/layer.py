@@ -40,6 +40,7 @@ from titan_mxfp8.ops.operands import plain
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 _HANDLE = len(DispatchHandle._fields)
+_checked: set[tuple] = set()  # shapes, dtypes, devices and options of calls that were right
 
 
 def mxfp8_moe(
@@ -144,14 +145,22 @@ def moe(
             "for each of its dimensions, mesh.get_group(name)"
         )
     ranks = 1 if group is None else group.size()
-    _check(x, scores, expert_ids, weights, ranks, options)
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor:  # sizes may be symbols, which have no hash
+        _check(x, scores, expert_ids, weights, ranks, options)
+    else:
+        given = [ranks, f"{options}"]
+        for tensor in (x, scores, expert_ids, *weights):
+            given.append(None if tensor is None else (tensor.shape, tensor.dtype, tensor.device))
+        if (key := tuple(given)) not in _checked:
+            _check(x, scores, expert_ids, weights, ranks, options)
+            _checked.add(key)
     slots = expert_ids.shape[1]
     transport, rows, max_tokens, limit = options
     most_rows = (max_tokens or 0) * (slots if scores_first else 1)
     name = "" if group is None else group.group_name
     layer = _moe_key(config.key, limit, transport, f"{rows}", most_rows, ranks, name)
     call = _exported_moe if torch.compiler.is_compiling() and is_exporting() else _moe
-    return call(x, scores, expert_ids, *weights, scores_first, layer, config.keeps_weight)
+    return call(x, scores, expert_ids, *weights, scores_first, layer, config.kept_weight)
 
 
 def _moe(
@@ -166,9 +175,9 @@ def _moe(
     b2: torch.Tensor | None,
     scores_first: bool,
     config: str,
-    keeps_weight: bool,
+    kept_weight: str,
 ) -> torch.Tensor:
-    rest = w1, w3, w2, b1, b3, b2, config, keeps_weight, torch.is_grad_enabled()
+    rest = w1, w3, w2, b1, b3, b2, config, kept_weight, torch.is_grad_enabled()
     if not scores_first:
         return _MoE.apply(x, scores.float(), expert_ids, *rest)[0]
     out = _MoE.apply(_Scaled.apply(x, scores.float()), None, expert_ids.reshape(-1, 1), *rest)[0]
@@ -248,25 +257,27 @@ class _Scaled(torch.autograd.Function):
 
 class _MoE(torch.autograd.Function):
     """Saves the rows that arrived in FP8, the two pre-activations, where rows arrived, and the weights; of those of
-    32x32 blocks what was quantised for dgrad instead, unless FSDP frees them (``MXConfig.keeps_weight``)."""
+    32x32 blocks what was quantised for dgrad instead, unless FSDP frees them (``MXConfig.kept_weight``)."""
 
     @staticmethod
-    def forward(ctx, x, scores, expert_ids, w1, w3, w2, b1, b3, b2, config, keeps_weight, grad_enabled):
+    def forward(ctx, x, scores, expert_ids, w1, w3, w2, b1, b3, b2, config, kept_weight, grad_enabled):
         save = grad_enabled and any(ctx.needs_input_grad)
-        out, *saved = moe_forward(x, scores, expert_ids, [w1, w3, w2], [b1, b3, b2], config, save)
-        ctx.config, ctx.keeps_weight, ctx.scored, ctx.x_dtype = config, keeps_weight, scores is not None, x.dtype
+        ctx.config, ctx.scored, ctx.x_dtype = config, scores is not None, x.dtype
         ctx.dtypes = [None if w is None else w.dtype for w in (w1, w3, w2, b1, b3, b2)]
+        if kept_weight == "bf16":
+            w1, w3, w2 = w1.bfloat16(), w3.bfloat16(), w2.bfloat16()
+        out, *saved = moe_forward(x, scores, expert_ids, [w1, w3, w2], [b1, b3, b2], config, save)
         if not save:
             return out, None
-        return save_for_backward(ctx, out, b2, *(() if keeps_weight else (w1, w3, w2)), *saved)
+        weights = () if kept_weight == "quantized" else (w1, w3, w2)
+        ctx.weights = len(weights)
+        return save_for_backward(ctx, out, b2, *weights, *saved)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, g_TD):
         b2, *saved = saved
-        weights = []
-        if not ctx.keeps_weight:
-            *weights, saved = *saved[:3], saved[3:]
+        weights = take_many(saved, ctx.weights)
         needs = list(ctx.needs_input_grad[3:9])
         params, totals = held_gradients(ctx, first=2 + ctx.scored, count=3)
         dtype = common_dtype(ctx.dtypes)

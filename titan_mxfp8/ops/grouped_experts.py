@@ -46,7 +46,14 @@ def grouped_experts(
         limit: that of gpt_oss's clamped SwiGLU, or None for SiLU.
     """
     call = _exported_experts if torch.compiler.is_compiling() and is_exporting() else _experts
-    return call(x_MD, offs, *weights, experts_key(config.key, limit), config.keeps_input, config.keeps_weight)
+    return call(
+        x_MD,
+        offs,
+        *weights,
+        experts_key(config.key, limit),
+        config.keeps_input,
+        config.kept_weight,
+    )
 
 
 def _experts(
@@ -60,10 +67,10 @@ def _experts(
     b2: torch.Tensor | None,
     config: str,
     keeps_input: bool,
-    keeps_weight: bool,
+    kept_weight: str,
 ) -> torch.Tensor:
-    keeps = keeps_input, keeps_weight
-    return _GroupedExperts.apply(x, offs, w1, w3, w2, b1, b3, b2, config, keeps, torch.is_grad_enabled())[0]
+    kept = keeps_input, kept_weight
+    return _GroupedExperts.apply(x, offs, w1, w3, w2, b1, b3, b2, config, kept, torch.is_grad_enabled())[0]
 
 
 _exported_experts = exported(_experts, lambda x, *rest: x.new_empty(x.shape, dtype=torch.bfloat16))
@@ -82,23 +89,24 @@ def _experts_config(gemms: str, limit: float | None) -> ExpertsConfig:
 
 class _GroupedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, offs, w1, w3, w2, b1, b3, b2, config, keeps, grad_enabled):
+    def forward(ctx, x, offs, w1, w3, w2, b1, b3, b2, config, kept, grad_enabled):
         save = grad_enabled and any(ctx.needs_input_grad)
-        y, *saved = experts_forward(x, [w1, w3, w2], [b1, b3, b2], offs, config, save)
-        keeps_input, ctx.keeps_weight = keeps
+        keeps_input, kept_weight = kept
         ctx.config, ctx.dtypes = config, [None if w is None else w.dtype for w in (w1, w3, w2, b1, b3, b2)]
+        if kept_weight == "bf16":
+            w1, w3, w2 = w1.bfloat16(), w3.bfloat16(), w2.bfloat16()
+        y, *saved = experts_forward(x, [w1, w3, w2], [b1, b3, b2], offs, config, save)
         if not save:
             return y, None
-        weights = () if ctx.keeps_weight else (w1, w3, w2)
+        weights = () if kept_weight == "quantized" else (w1, w3, w2)
+        ctx.weights = len(weights)
         return save_for_backward(ctx, y, offs, b2, *weights, *saved, *((x,) if keeps_input else ()))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, g):
         offs, b2, *saved = saved
-        weights = []
-        if not ctx.keeps_weight:
-            *weights, saved = *saved[:3], saved[3:]
+        weights = take_many(saved, ctx.weights)
         needs = list(ctx.needs_input_grad[2:8])
         params, totals = held_gradients(ctx, first=2, count=3)
         made = experts_backward(g, saved, weights, b2, offs, needs, common_dtype(ctx.dtypes), totals, ctx.config)
