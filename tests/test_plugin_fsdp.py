@@ -8,17 +8,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from models import ROOT
 from test_models import cpu_only
+from test_plugin import parse
+from test_plugin_moe import CONVERT, layer
 from torch import nn
 
+from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.titan.fsdp import why_fsdp
 
 
 @cpu_only
 def test_experts_out_of_fsdp_train_and_are_saved_as_those_in_it(tmp_path: Path) -> None:
-    """Losses, norms and gradients to the last digit; checkpoints with Adam's states among 2 ranks, from 2 to 4 ranks,
-    and between layouts, whoever wrote them."""
+    """Losses, norms and gradients to the last digit; checkpoints with Adam's states among 2 ranks, from 2 to 4, from 4
+    to one, and between layouts, whoever wrote them."""
     paths = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH"))))
     for ranks in (2, 4):
         program = [f"--nproc-per-node={ranks}", str(Path(__file__).parent / "parallel_fsdp.py"), str(tmp_path)]
@@ -30,6 +34,19 @@ def test_experts_out_of_fsdp_train_and_are_saved_as_those_in_it(tmp_path: Path) 
             timeout=600,
         )
         assert result.returncode == 0 and result.stdout.count("passed") == ranks, result.stderr[-6000:]
+    whole = torch.load(tmp_path / "full0.pt")
+    read = {name: torch.zeros_like(value) for name, value in whole.items()}
+    dcp.load(read, checkpoint_id=tmp_path / "of 4", no_dist=True)
+    assert all(torch.equal(value, whole[name]) for name, value in read.items())
+
+
+def test_torchft_reduces_gradients_in_a_hook_of_fsdp() -> None:
+    for enabled, reason in ((False, ""), (True, "fault_tolerance.enable")):
+        config = parse(CONVERT)
+        config.fault_tolerance.enable = enabled
+        holder = nn.ModuleDict({"moe": layer("llama4")})
+        GroupedMMConverter(config, None).convert(holder)
+        assert holder["moe"].experts.needs_fsdp == reason
 
 
 @pytest.mark.parametrize(
