@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from test_models import cpu_only
 from test_plugin import parse
 from test_plugin_moe import CONVERT, layer
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.titan.fsdp import why_fsdp
@@ -58,6 +60,9 @@ def test_torchft_reduces_gradients_in_a_hook_of_fsdp() -> None:
         ({"dtype": torch.bfloat16}, ""),
         ({"ranks": (1, 4)}, "4 ranks (dp_replicate 1 x efsdp 4)"),
         ({"ranks": (2, 1)}, "2 ranks (dp_replicate 2 x efsdp 1)"),
+        ({"edp_mesh": None}, ""),
+        ({"edp_mesh": None, "ranks": (1, 4)}, "4 ranks"),
+        ({"edp_mesh": None, "shards": True}, "tensor parallelism has sharded them"),
         ({"cpu_offload": True}, "offloads to the CPU"),
         ({"dp_mesh_dims": object()}, "spmd_backend"),
         ({"converted": 1}, "not all of them are converted"),
@@ -69,7 +74,9 @@ def test_why_fsdp_takes_experts(changed: dict[str, object], says: str) -> None:
     experts = [nn.Linear(1, 1, dtype=given.get("dtype", torch.float32)) for _ in range(2)]
     for module in experts[: given["converted"]]:
         module.needs_fsdp = given["needs_fsdp"]
+    if "shards" in given:
+        experts[0] = Mock(parameters=lambda recurse: [Mock(spec=DTensor)])
     shape = given["ranks"]
     mesh = SimpleNamespace(size=lambda: shape[0] * shape[1], shape=shape, mesh_dim_names=("dp_replicate", "efsdp"))
-    reason = why_fsdp(experts, given | {"edp_mesh": mesh})
+    reason = why_fsdp(experts, {"edp_mesh": mesh, "dp_mesh": mesh} | given)
     assert says in reason and bool(says) == bool(reason)

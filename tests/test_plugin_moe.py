@@ -441,8 +441,9 @@ def test_blocks_are_compiled_whole(mode: str, caplog: pytest.LogCaptureFixture) 
     of tokens, to which eager recomputation adds once more, are right."""
     torch._dynamo.reset()
     counters.clear()
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO), torch._dynamo.config.patch(recompile_limit=8):
         eager, compiled = (build("deepseek_v3", *AC_MODES[mode], CONVERT, *flags) for flags in ((), COMPILE))
+        assert torch._dynamo.config.recompile_limit > 32, "each growth of a bound takes one"
     assert "MXFP8: 1 MoE block compiled whole, each as one region" in caplog.text
     for seed, vocabulary in enumerate((2048, 16)):
         text = tokens(seed, vocabulary=vocabulary)
@@ -458,7 +459,7 @@ def test_blocks_are_compiled_whole(mode: str, caplog: pytest.LogCaptureFixture) 
     assert halved == [True, False]
 
 
-def test_blocks_whose_experts_fsdp_takes_are_compiled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_whose_experts_fsdp_takes_are_compiled_in_parts() -> None:
     """And, as Dynamo could not follow them, those whose rows are counted."""
     experts = convert(layer("deepseek_v3"), f"{ROWS}=bounded").experts
     holder, moe = nn.ModuleDict({"experts": experts}), SimpleNamespace(experts=experts)
@@ -470,6 +471,6 @@ def test_blocks_whose_experts_fsdp_takes_are_compiled_in_parts(monkeypatch: pyte
     config.training.enable_cpu_offload = True
     compiled.know_what_fsdp_takes(holder, config, dims)
     assert compiled._why_in_parts(holder, moe, True) == "FSDP takes their experts: it offloads to the CPU"
-    monkeypatch.setattr(type(experts), "rows", "counted")
+    experts.dispatch.rows = "counted"
     assert "dispatch_rows = 'counted'" in compiled._why_in_parts(holder, moe, True)
     assert compiled._why_in_parts(holder, moe, False) == "", "one rank knows how many rows it has"

@@ -1978,11 +1978,11 @@ def test_test_gpu_says_that_there_is_no_gpu() -> None:
 )
 def test_test_gpu_runs_some_tests_alone(beside: int, alone: int, expected: int, tmp_path: Path) -> None:
     """With a python that is asked for a GPU, and then runs the tests. Status 5: the arguments left none."""
-    for folder in ("scripts", "tests"):
-        (tmp_path / folder).mkdir()
+    for folder in ("scripts", "tests/titan03"):
+        (tmp_path / folder).mkdir(parents=True)
     for name in ("test_gpu.sh", "launch.sh"):
         shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
-    for name in ("test_backends.py", "test_gpu_x.py"):
+    for name in ("test_backends.py", "test_gpu_x.py", "titan03/test_gpu_z.py"):
         (tmp_path / "tests" / name).touch()
     (tmp_path / "scripts" / "setup.sh").write_text(
         f"""python() {{
@@ -2000,6 +2000,7 @@ def test_test_gpu_runs_some_tests_alone(beside: int, alone: int, expected: int, 
         "-m pytest --durations=15 -m alone -k x tests/test_backends.py tests/test_gpu_x.py",
     ]
     assert shell(script, "tests/test_gpu_y.py").stdout.splitlines()[1].endswith("-m alone tests/test_gpu_y.py")
+    assert shell(script, TITAN="0.3").stdout.splitlines()[1].endswith("-m alone tests/titan03/test_gpu_z.py")
 
 
 def test_gpu_tests_that_hold_multiprocessors_run_alone() -> None:

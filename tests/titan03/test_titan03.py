@@ -299,8 +299,9 @@ def test_room_and_memory_are_those_of_the_config(way: str, monkeypatch: pytest.M
             layer.parallelize(SimpleNamespace(tp=1))
     assert reserved == [3 * 128] * 2
     changed.compile.enable = True
-    with trainer_config(changed):
+    with trainer_config(changed), torch._dynamo.config.patch(recompile_limit=8):
         assert build(changed).layers["1"].moe.routed_experts.mxfp8_layers.rows == 3 * 128
+        assert torch._dynamo.config.recompile_limit > 32, "each growth of a bound takes one"
     assert build(changed).layers["1"].moe.routed_experts.mxfp8_layers.rows is None, "no trainer"
 
 

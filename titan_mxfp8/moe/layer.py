@@ -40,6 +40,7 @@ from titan_mxfp8.ops.operands import plain
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 _HANDLE = len(DispatchHandle._fields)
+_MOST_CHECKED = 4096
 _checked: set[tuple] = set()  # shapes, dtypes, devices and options of calls that were right
 
 
@@ -139,13 +140,14 @@ def moe(
     """``mxfp8_moe`` with a ``config``."""
     x, scores, *rest = plain("mxfp8_moe", x=x, scores=scores, **weights._asdict())
     weights = Weights(*rest)
-    if group is not None and not hasattr(group, "group_name"):
+    compiling = torch.compiler.is_compiling()  # torch 2.11 cannot ask a group for its attributes then
+    if group is not None and not compiling and not hasattr(group, "group_name"):
         raise ValueError(
             f"mxfp8_moe: group must be a torch.distributed.ProcessGroup or None, got {group!r}: a DeviceMesh has one "
             "for each of its dimensions, mesh.get_group(name)"
         )
     ranks = 1 if group is None else group.size()
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor:  # sizes may be symbols, which have no hash
+    if compiling or type(x) is not torch.Tensor:  # sizes may be symbols, which have no hash
         _check(x, scores, expert_ids, weights, ranks, options)
     else:
         given = [ranks, f"{options}"]
@@ -153,13 +155,15 @@ def moe(
             given.append(None if tensor is None else (tensor.shape, tensor.dtype, tensor.device))
         if (key := tuple(given)) not in _checked:
             _check(x, scores, expert_ids, weights, ranks, options)
+            if len(_checked) == _MOST_CHECKED:
+                _checked.clear()
             _checked.add(key)
     slots = expert_ids.shape[1]
     transport, rows, max_tokens, limit = options
     most_rows = (max_tokens or 0) * (slots if scores_first else 1)
     name = "" if group is None else group.group_name
     layer = _moe_key(config.key, limit, transport, f"{rows}", most_rows, ranks, name)
-    call = _exported_moe if torch.compiler.is_compiling() and is_exporting() else _moe
+    call = _exported_moe if compiling and is_exporting() else _moe
     return call(x, scores, expert_ids, *weights, scores_first, layer, config.kept_weight)
 
 
@@ -212,7 +216,7 @@ class MoEConfig(ExpertsConfig):
     def connect(self, device: torch.device) -> Transport:
         group = dist.distributed_c10d._resolve_process_group(self.group) if self.group else None
         transport, _ = choose(self.transport, group, device)
-        if self.most_rows:
+        if self.most_rows > transport.shared.reserved:
             transport.reserve(self.most_rows)
         return transport
 

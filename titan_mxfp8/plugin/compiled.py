@@ -18,6 +18,7 @@ from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts
 from torchtitan.models.moe.moe import GroupedExperts
 
 from titan_mxfp8.plugin.moe import MXFP8MoE
+from titan_mxfp8.titan.dispatch import let_compiled_layers_grow
 from titan_mxfp8.titan.fsdp import why_fsdp
 from titan_mxfp8.workarounds.patch import around
 
@@ -58,6 +59,7 @@ def compile_whole_blocks(apply_compile: Any, model: nn.Module, compile_config: A
             ours = []
         else:
             logger.info(f"MXFP8: {count} compiled whole, each as one region")
+            let_compiled_layers_grow()
     rest = nn.ModuleDict({name: block for name, block in blocks.items() if name not in ours})
     apply_compile(SimpleNamespace(layers=rest), compile_config, ep_enabled)
     for name in blocks:
@@ -69,7 +71,7 @@ def _why_in_parts(model: nn.Module, moe: MXFP8MoE, ep_enabled: bool) -> str:
     """Why the blocks of layers like this one cannot be compiled whole, in words; nothing where they can."""
     if not ep_enabled:
         return ""
-    if moe.experts.rows == "counted":
+    if moe.experts.dispatch.rows == "counted":
         return "the host reads in each how many rows its experts get (dispatch_rows = 'counted')"
     reason = getattr(model, _REASON, "")
     return reason and f"FSDP takes their experts: {reason}"

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 LAYERS = "mxfp8_layers"  # the attribute of a model that has its ``DispatchingLayers``
+COMPILED_VERSIONS = 64  # of one function: more than a bound can grow, each time by the margin
 MARGIN = 1.1  # times the rows that were wanted: what a bound grows to
 
 
@@ -204,6 +205,13 @@ class DispatchingLayers:
 
     def _bound(self, factor: float, ranks: int) -> int:
         return bound(factor, self.rows, self.top_k, ranks, self.experts // ranks)
+
+
+def let_compiled_layers_grow() -> None:
+    """Has a block be compiled once more whenever a bound has grown: torch.compile gives up, with an error where it is
+    told to take a block whole, after 8 versions of a function, some of which are for layers of other kinds."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, COMPILED_VERSIONS)
 
 
 def most_tokens(training: Any, parallelism: Any, validation: Any = None) -> int:

@@ -1,9 +1,9 @@
 """Experts that nothing shards stay out of FSDP.
 
-Where expert parallelism spreads the experts over all ranks of a replica, the mesh on which FSDP would shard them has
-one rank. It would gather and reduce nothing, and yet copy each weight to bf16 twice a step, and each gradient back.
-Without it the parameters stay what expert parallelism made of them, fp32 DTensors on the mesh ``ep``: the layer takes
-them as they are, and optimizer and checkpoints have the same names, shapes and shards.
+Where expert parallelism spreads the experts over all ranks of a replica, or TorchTitan 0.3 trains on one GPU, the mesh
+on which FSDP would shard them has one rank. It would gather and reduce nothing, and yet copy each weight to bf16 twice
+a step, and each gradient back. Without it the parameters stay what expert parallelism made of them, fp32 DTensors on
+the mesh ``ep``: the layer takes them as they are, and optimizer and checkpoints have the same names, shapes and shards.
 """
 
 import inspect
@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor
 
 from titan_mxfp8.modules import ConvertedModule
 
@@ -24,8 +24,10 @@ def shard_without_experts(apply_fsdp: Callable, *args: object, **kwargs: object)
     """Calls TorchTitan's ``apply_fsdp`` on a model in which modules without parameters stand for the experts; where it
     has to take these, or none are converted, on the model as it is."""
     call = inspect.signature(apply_fsdp).bind(*args, **kwargs)
-    model = call.arguments["model"]
-    experts = {name: module for name, module in model.named_modules() if has_expert_shards(module)}
+    call.apply_defaults()
+    model, mesh = call.arguments["model"], call.arguments["edp_mesh"]
+    is_expert_module = _needs_no_fsdp if mesh is None else has_expert_shards
+    experts = {name: module for name, module in model.named_modules() if is_expert_module(module)}
     if not any(isinstance(module, ConvertedModule) for module in experts.values()):
         return apply_fsdp(*args, **kwargs)
     layers = f"the experts of {len(experts)} MoE layer{'s' * (len(experts) > 1)}"
@@ -42,16 +44,22 @@ def shard_without_experts(apply_fsdp: Callable, *args: object, **kwargs: object)
     finally:
         for name, module in experts.items():
             _put(model, name, module)
+            if mesh is None:
+                _distribute(module, call.arguments["dp_mesh"])
 
 
 def why_fsdp(experts: list[nn.Module], arguments: Mapping[str, object]) -> str:
     """Why FSDP has to take expert modules, in words; empty where it need not.
 
     Args:
-        experts: sharded by expert parallelism.
+        experts: all that expert parallelism has sharded; without it, converted ones.
         arguments: of TorchTitan's ``apply_fsdp``.
     """
     mesh = arguments["edp_mesh"]
+    if mesh is None:  # no expert parallelism
+        mesh = arguments["dp_mesh"]
+        if any(isinstance(param, DTensor) for module in experts for param in module.parameters(recurse=False)):
+            return "tensor parallelism has sharded them"
     if mesh.size() > 1:
         ways = " x ".join(f"{name} {size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
         return f"on their data-parallel mesh are {mesh.size()} ranks ({ways})"
@@ -76,6 +84,17 @@ def has_expert_shards(module: nn.Module) -> bool:
     """Whether expert parallelism has split a module's own parameters."""
     own = module.parameters(recurse=False)
     return any(isinstance(param, DTensor) and "ep" in param.device_mesh.mesh_dim_names for param in own)
+
+
+def _needs_no_fsdp(module: nn.Module) -> bool:
+    return getattr(module, "needs_fsdp", None) == ""
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Makes a module's parameters DTensors on a mesh of one rank, as FSDP does: gradients are clipped together."""
+    for name, param in list(module.named_parameters(recurse=False)):
+        shards = distribute_tensor(param, mesh, [Shard(0)])
+        module.register_parameter(name, nn.Parameter(shards, requires_grad=param.requires_grad))
 
 
 @cache

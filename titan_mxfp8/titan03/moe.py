@@ -25,7 +25,14 @@ from titan_mxfp8.modules import Dispatch, interleaved
 from titan_mxfp8.moe.layer import Dispatched
 from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.recipe import Recipe
-from titan_mxfp8.titan.dispatch import LAYERS, DispatchingLayers, choose_layers, kept_layers, most_tokens
+from titan_mxfp8.titan.dispatch import (
+    LAYERS,
+    DispatchingLayers,
+    choose_layers,
+    kept_layers,
+    let_compiled_layers_grow,
+    most_tokens,
+)
 from titan_mxfp8.titan.fsdp import shard_without_experts
 from titan_mxfp8.workarounds.patch import around
 
@@ -111,6 +118,8 @@ def dispatch_tokens(
     if not layers:
         return
     sizes = _dispatching_layers(layers, dispatch, chooses_rows, config)
+    if config is not None and config.compile.enable:
+        let_compiled_layers_grow()
     setattr(model, LAYERS, sizes)
     for layer in layers:
         layer.__class__ = MXFP8RoutedExperts
