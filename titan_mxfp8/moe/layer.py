@@ -281,7 +281,7 @@ class _MoE(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, saved, g_TD):
         b2, *saved = saved
-        weights = take_many(saved, ctx.weights)
+        weights, saved = saved[: ctx.weights], saved[ctx.weights :]
         needs = list(ctx.needs_input_grad[3:9])
         params, totals = held_gradients(ctx, first=2 + ctx.scored, count=3)
         dtype = common_dtype(ctx.dtypes)

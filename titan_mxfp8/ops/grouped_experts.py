@@ -106,7 +106,7 @@ class _GroupedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, saved, g):
         offs, b2, *saved = saved
-        weights = take_many(saved, ctx.weights)
+        weights, saved = saved[: ctx.weights], saved[ctx.weights :]
         needs = list(ctx.needs_input_grad[2:8])
         params, totals = held_gradients(ctx, first=2, count=3)
         made = experts_backward(g, saved, weights, b2, offs, needs, common_dtype(ctx.dtypes), totals, ctx.config)
