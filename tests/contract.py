@@ -246,6 +246,15 @@ def check_requantize(
     assert_same(ours, expected, used)
 
 
+def check_requantize_squares(backend: Backend, w: torch.Tensor, plan: Plan, device: str | torch.device = "cpu") -> None:
+    """Exact 32x32 blocks of ``w`` (E, R, C) on the CPU become the bits that ``w`` itself would."""
+    squares = to(reference.quantize(w, 2, plan.forward.b.exact), device)
+    for axis, spec in ((2, plan.forward.b), (1, plan.dgrad.b)):
+        with poisoned_empty():
+            ours = backend.requantize(squares, axis, spec, None)
+        assert_same(filled(ours, None), filled(reference.quantize(w, axis, spec), None))
+
+
 def _before(end: int, operand: Operand) -> Operand:
     """Of a padded axis the part that groups fill."""
     blocks = end // operand.spec.block_k

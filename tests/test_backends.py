@@ -18,6 +18,7 @@ from contract import (
     check_quantize,
     check_quantize_both,
     check_requantize,
+    check_requantize_squares,
     check_sum_of_products,
     coalescible_squares,
     judge,
@@ -100,6 +101,14 @@ def test_requantised_rows_have_the_references_bits(target: Target, recipe: Recip
                 rows = reference.quantize(make((700, 416), BF16), 1, rows_spec)
                 offs = make_offs(group_sizes(spread, 560, 7))
                 check_requantize(target.backend, rows, 0, spec, offs, target.device)
+
+
+@pytest.mark.parametrize("target, recipe", [pair for pair in PAIRS if pair[1].weight_block == "32x32"], ids=ids)
+def test_gathered_weights_have_the_bits_of_whole_ones(target: Target, recipe: Recipe) -> None:
+    for make in (wild, uneven, partly_coalescible, coalescible_squares):
+        for shape in ((3, 96, 160), (1, 32, 32), (2, 288, 64)):
+            plan = target.backend.plan(recipe, target.hardware)
+            check_requantize_squares(target.backend, make(shape, FP32), plan, target.device)
 
 
 @pytest.mark.parametrize("case", CASES)

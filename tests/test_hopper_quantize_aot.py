@@ -72,6 +72,16 @@ def test_requantise_sm_90(case: str):
     assert kernel.count("STG.E.128") >= 1 and kernel.count("STG.E.U8") <= 2
 
 
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("spec", [SQUARES, COALESCED_SQUARES], ids=["rebased", "coalesced"])
+def test_gathered_weights_sm_90(spec: OperandSpec, axis: int):
+    """A thread reads 8 bytes at once."""
+    with compile_only("sm_90") as kernels:
+        hopper.requantize(spec.exact.empty(torch.empty(2, 256, 512), 2, None), axis, spec, None)
+    check(kernels)
+    assert kernels[-1].count("LDG.E.64") == 8 and kernels[-1].count("STG.E.128") >= 1
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_sm_90(case: str):
     spec, axis, options = CASES[case]

@@ -26,6 +26,7 @@ from torchtitan.models.gpt_oss.model.moe import GptOssMoE
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
+from titan_mxfp8.moe import choose
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.moe.transport import Local
 from titan_mxfp8.ops import observe
@@ -474,3 +475,19 @@ def test_blocks_whose_experts_fsdp_takes_are_compiled_in_parts() -> None:
     experts.dispatch.rows = "counted"
     assert "dispatch_rows = 'counted'" in compiled._why_in_parts(holder, moe, True)
     assert compiled._why_in_parts(holder, moe, False) == "", "one rank knows how many rows it has"
+
+
+def test_a_compiled_layer_takes_the_rows_that_its_dispatch_has_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a step that runs again changes them. A validation counts them."""
+    monkeypatch.setattr(choose("auto", None, torch.device("cpu"))[0].shared.wanted, "raises", False)
+    ours, x = convert(layer("deepseek_v3"), f"{ROWS}=bounded", f"{RECIPE}={BF16.name}"), torch.randn(1, 17, D)
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    outputs = {}
+    with torch.no_grad():
+        for rows, training in (("bounded", True), ("0", True), ("2.5", True), ("0", False)):
+            ours.experts.dispatch.rows = rows
+            outputs[rows, training] = compiled.train(training)(x)
+        shared = ours.shared_experts(x.view(-1, D)).view_as(x)
+    whole = outputs.pop(("bounded", True))
+    assert torch.equal(outputs.pop(("0", True)), shared), "no row has memory"
+    assert all(torch.equal(output, whole) for output in outputs.values()) and not torch.equal(whole, shared)

@@ -87,13 +87,13 @@ def losses(out: Path) -> dict[int, float]:
     return read_tensorboard(out).get(LOSS, {})
 
 
-def check_reruns(device: str, processes: int = 2) -> None:
-    """Runs tests/parallel_rerun.py with so many processes."""
+def check_reruns(*arguments: str, processes: int = 2) -> None:
+    """Runs tests/parallel_rerun.py."""
     folders = ROOT, ROOT / "scripts", ROOT / "tests", os.environ.get("PYTHONPATH")
     own = {"PYTHONPATH": os.pathsep.join(str(folder) for folder in folders if folder), "HF_HUB_OFFLINE": "1"}
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     result = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "tests" / "parallel_rerun.py"), device],
+        [sys.executable, *launcher, str(ROOT / "tests" / "parallel_rerun.py"), *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"} | own,
         cwd=ROOT,
         capture_output=True,

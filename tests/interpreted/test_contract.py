@@ -13,6 +13,7 @@ from contract import (
     check_quantize,
     check_quantize_both,
     check_requantize,
+    check_requantize_squares,
     check_sum_of_products,
     coalescible_squares,
     operands_of,
@@ -24,7 +25,7 @@ from contract import (
 )
 from problems import SPREADS, group_sizes, make_offs
 
-from titan_mxfp8.backends import hopper, triton
+from titan_mxfp8.backends import hopper, sm100, triton
 from titan_mxfp8.backends.common import convert, gemm
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.format import reference
@@ -146,6 +147,18 @@ def test_requantise(backend, arch: str, recipe: str | Recipe) -> None:
             rows = reference.quantize(torch.cat([uneven((220, 160), BF16), wild((80, 160), BF16)]), 1, rows_spec)
             for sizes in ([0, 1, 44, 130, 80], [300], [0, 0], [33, 0, 200]):
                 check_requantize(backend, rows, 0, spec, make_offs(sizes))
+
+
+@pytest.mark.usefixtures("sm_90")
+@pytest.mark.parametrize(
+    "backend, arch, recipe",
+    [(hopper, "sm_90", "mxfp8_2d"), (hopper, "sm_90", "mxfp8_2d_rebased"), (sm100, "sm_100", "mxfp8_2d")],
+)
+def test_gathered_weights(backend, arch: str, recipe: str) -> None:
+    for make in (uneven, wild, coalescible_squares):
+        check_requantize_squares(
+            backend, make((2, 160, 96), FP32), backend.plan(get_recipe(recipe), Hardware(arch, arch))
+        )
 
 
 @pytest.mark.usefixtures("sm_90")

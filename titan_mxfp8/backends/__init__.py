@@ -102,8 +102,8 @@ class Backend(Protocol):
 
     @staticmethod
     def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
-        """``format.reference.requantize`` to any spec of activations or gradients. What lies behind the last group is
-        undefined, and costs nothing."""
+        """``format.reference.requantize`` to any spec of activations or gradients, or of weights in exact 32x32 blocks
+        to that of forward or dgrad. What lies behind the last group is undefined, and costs nothing."""
 
     @staticmethod
     def gemm_m_grouped(

@@ -72,10 +72,16 @@ def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor |
     and its value changes where it falls below the smallest normal element beside its new neighbours. NaN rows make the
     blocks NaN that they go through.
 
+    Exact blocks of 32x32 are those of both axes: of them this makes, along either, the bits that ``quantize`` makes of
+    the tensor that they were rounded from.
+
     Args:
-        rows: FP8 of (M, C), quantised along axis 1 in blocks of 1x32: exact, coalesced or rebased.
+        rows: FP8 of (M, C), quantised along axis 1 in blocks of 1x32: exact, coalesced or rebased. Or (E, R, C) in
+            exact blocks of 32x32, quantised along axis 2, R and C multiples of 32.
         axis, spec, offs: as of ``quantize``; values in bf16 along axis 1 are those of ``rows``.
     """
+    if rows.spec.block == "32x32":
+        return _requantize_squares(rows, axis, spec)
     assert rows.axis == 1 and rows.data.ndim == 2 and rows.spec.stored != "bf16" and rows.spec.block_mn == 1, rows.spec
     values = dequantize(rows)
     if axis == 0:
@@ -83,6 +89,21 @@ def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor |
     if spec.stored == "bf16":
         return Operand(values.bfloat16(), None, spec, 1)
     return quantize(values, 1, replace(spec, rounding="rceil"))._replace(spec=spec)
+
+
+def _requantize_squares(squares: Operand, axis: int, spec: OperandSpec) -> Operand:
+    assert squares.axis == 2 and squares.spec == spec.exact and axis in (1, 2), (squares.spec, spec)
+    if spec.stored == "bf16":
+        return Operand(dequantize(squares).bfloat16(), None, spec, axis)
+    data, scale = squares.data, squares.scale
+    if axis == 1:
+        data, scale = data.view(torch.uint8).mT.contiguous().view(data.dtype), scale.mT.contiguous()
+    exact = Operand(data, scale, squares.spec, axis)
+    if spec.scales == "swizzled":
+        return swizzle(exact, spec, None)
+    if spec.stored == "coalesced":
+        return coalesce_scales(exact)
+    return exact if spec.block_k == BLOCK_SIZE else rebase(exact, spec)
 
 
 def rebase(operand: Operand, spec: OperandSpec) -> Operand:

@@ -1,7 +1,8 @@
 """What a converted module carries, and what it refuses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import FunctionType
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_mxfp8.format.mx import BLOCK_SIZE
 from titan_mxfp8.moe.layer import Dispatched, moe
+from titan_mxfp8.ops import experts
 from titan_mxfp8.ops.config import MXConfig
 from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.ops.grouped_experts import grouped_experts
@@ -46,6 +48,9 @@ class ConvertedModule:
     mxfp8: MXConfig
     mxfp8_fqn: str  # not in MXConfig, which the classes of all layers share
     probe: torch.Tensor | None = None  # of ops.observe
+    gathers: tuple[str, ...] = ()  # names of w1, w3 and w2, of experts that FSDP may gather in FP8
+    gathered: Sequence[torch.Tensor] = ()  # elements and scales of each, where it does
+    fsdp_fp8_all_gather = True
     needs_fsdp = "a class that may take weights in bf16 only"  # or why else; empty: fp32 parameters will do
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -86,12 +91,20 @@ class ConvertedModule:
         return y if self.probe is None else observe(y, a, b_t.mT, offs, self.probe, config)
 
     def mxfp8_experts(
-        self, x: torch.Tensor, weights: Weights, offs: torch.Tensor, limit: float | None = None
+        self,
+        x: torch.Tensor,
+        weights: Weights,
+        offs: torch.Tensor,
+        limit: float | None = None,
+        gathered: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         """``grouped_experts`` of rows that are sorted by expert, observed as ``mxfp8_moe`` is."""
         config = self.mx_config
-        y = grouped_experts(x, weights, offs, config, limit)
-        return y if self.probe is None else observe(y, x, weights[:3], offs, self.probe, config)
+        y = grouped_experts(x, weights, offs, config, limit, gathered)
+        if self.probe is None:
+            return y
+        matrices = partial(experts.values_of, gathered, config.plan) if gathered else weights[:3]
+        return observe(y, x, matrices, offs, self.probe, config)
 
     def mxfp8_moe(
         self,
@@ -102,6 +115,7 @@ class ConvertedModule:
         group: dist.ProcessGroup | None,
         options: Dispatched,
         scores_first: bool = False,
+        gathered: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         """``mxfp8_moe`` of experts, observed.
 
@@ -111,10 +125,13 @@ class ConvertedModule:
         """
         config = self.mx_config
         try:
-            y = moe(x, scores, expert_ids, weights, group, options, config, scores_first)
+            y = moe(x, scores, expert_ids, weights, group, options, config, scores_first, gathered)
         except ValueError as error:
             raise ValueError(f"{self.mxfp8_fqn}: {error}") from error
-        return y if self.probe is None else observe(y, x, weights[:3], None, self.probe, config, dispatched=True)
+        if self.probe is None:
+            return y
+        matrices = partial(experts.values_of, gathered, config.plan) if gathered else weights[:3]
+        return observe(y, x, matrices, None, self.probe, config, dispatched=True)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if isinstance(param, DTensor) and (param.ndim == 3 or name == "weight"):

@@ -14,6 +14,7 @@ saved: x_MD as FP8 rows, gate and up (M, H) bf16, the handle
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -30,7 +31,14 @@ from titan_mxfp8.moe import TRANSPORTS, DispatchHandle, Rows, Transport, Transpo
 from titan_mxfp8.moe.bounds import bound, factor_of
 from titan_mxfp8.ops import experts
 from titan_mxfp8.ops.accumulate import held_gradients, take_gradients
-from titan_mxfp8.ops.autograd import exported, is_exporting, once_differentiable, save_for_backward, take_many
+from titan_mxfp8.ops.autograd import (
+    ScoredCopies,
+    exported,
+    is_exporting,
+    once_differentiable,
+    save_for_backward,
+    take_many,
+)
 from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_features, check_flags
 from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, WeightGradients, Weights
@@ -136,8 +144,9 @@ def moe(
     options: Dispatched,
     config: MXConfig,
     scores_first: bool = False,
+    gathered: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """``mxfp8_moe`` with a ``config``."""
+    """``mxfp8_moe`` with a ``config``; ``gathered``: as of ``grouped_experts``."""
     x, scores, *rest = plain("mxfp8_moe", x=x, scores=scores, **weights._asdict())
     weights = Weights(*rest)
     compiling = torch.compiler.is_compiling()  # torch 2.11 cannot ask a group for its attributes then
@@ -163,8 +172,22 @@ def moe(
     most_rows = (max_tokens or 0) * (slots if scores_first else 1)
     name = "" if group is None else group.group_name
     layer = _moe_key(config.key, limit, transport, f"{rows}", most_rows, ranks, name)
-    call = _exported_moe if compiling and is_exporting() else _moe
-    return call(x, scores, expert_ids, *weights, scores_first, layer, config.kept_weight)
+    if compiling and is_exporting():
+        return _exported_moe(x, scores, expert_ids, *weights, scores_first, layer, config.kept_weight)
+    kept_weight = "itself" if gathered else config.kept_weight
+    rest = *weights, layer, kept_weight, torch.is_grad_enabled(), *gathered
+    return _apply(x, scores, expert_ids, rest, scores_first)
+
+
+def _apply(
+    x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, rest: tuple, scores_first: bool
+) -> torch.Tensor:
+    """``_MoE`` of tokens, or with ``scores_first`` of each of their copies."""
+    if not scores_first:
+        return _MoE.apply(x, scores.float(), expert_ids, *rest)[0]
+    out = _MoE.apply(ScoredCopies.apply(x, scores.float()), None, expert_ids.reshape(-1, 1), *rest)[0]
+    slots = expert_ids.shape[1]
+    return out if slots == 1 else out.view(-1, slots, x.shape[1]).sum(1, dtype=torch.float32).to(x.dtype)
 
 
 def _moe(
@@ -182,11 +205,7 @@ def _moe(
     kept_weight: str,
 ) -> torch.Tensor:
     rest = w1, w3, w2, b1, b3, b2, config, kept_weight, torch.is_grad_enabled()
-    if not scores_first:
-        return _MoE.apply(x, scores.float(), expert_ids, *rest)[0]
-    out = _MoE.apply(_Scaled.apply(x, scores.float()), None, expert_ids.reshape(-1, 1), *rest)[0]
-    slots = expert_ids.shape[1]
-    return out if slots == 1 else out.view(-1, slots, x.shape[1]).sum(1, dtype=torch.float32).to(x.dtype)
+    return _apply(x, scores, expert_ids, rest, scores_first)
 
 
 _exported_moe = exported(_moe, lambda x, *rest: x.new_empty(x.shape))
@@ -242,52 +261,37 @@ def _moe_config(
     )
 
 
-class _Scaled(torch.autograd.Function):
-    """x (T, D) times each of a token's scores, in fp32 and rounded once: (T K, D). Saves x as it is, not in fp32."""
-
-    @staticmethod
-    def forward(ctx, x, scores):
-        ctx.save_for_backward(x, scores)
-        tokens, slots = scores.shape
-        return (x.float().unsqueeze(1) * scores.unsqueeze(2)).to(x.dtype).view(tokens * slots, x.shape[1])
-
-    @staticmethod
-    def backward(ctx, g):
-        x, scores = ctx.saved_tensors
-        g_TKD = g.view(*scores.shape, x.shape[1])  # in products with fp32 it is taken for fp32
-        dscores = (g_TKD * x.float().unsqueeze(1)).sum(2) if ctx.needs_input_grad[1] else None
-        return (g_TKD * scores.unsqueeze(2)).sum(1).to(x.dtype) if ctx.needs_input_grad[0] else None, dscores
-
-
 class _MoE(torch.autograd.Function):
     """Saves the rows that arrived in FP8, the two pre-activations, where rows arrived, and the weights; of those of
     32x32 blocks what was quantised for dgrad instead, unless FSDP frees them (``MXConfig.kept_weight``)."""
 
     @staticmethod
-    def forward(ctx, x, scores, expert_ids, w1, w3, w2, b1, b3, b2, config, kept_weight, grad_enabled):
+    def forward(ctx, x, scores, expert_ids, w1, w3, w2, b1, b3, b2, config, kept_weight, grad_enabled, *gathered):
         save = grad_enabled and any(ctx.needs_input_grad)
         ctx.config, ctx.scored, ctx.x_dtype = config, scores is not None, x.dtype
         ctx.dtypes = [None if w is None else w.dtype for w in (w1, w3, w2, b1, b3, b2)]
         if kept_weight == "bf16":
             w1, w3, w2 = w1.bfloat16(), w3.bfloat16(), w2.bfloat16()
-        out, *saved = moe_forward(x, scores, expert_ids, [w1, w3, w2], [b1, b3, b2], config, save)
+        matrices = gathered or (w1, w3, w2)
+        out, *saved = moe_forward(x, scores, expert_ids, [*matrices], [b1, b3, b2], config, save)
         if not save:
             return out, None
-        weights = () if kept_weight == "quantized" else (w1, w3, w2)
-        ctx.weights = len(weights)
+        weights = () if kept_weight == "quantized" else matrices
+        ctx.matrices = len(weights)
         return save_for_backward(ctx, out, b2, *weights, *saved)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, g_TD):
         b2, *saved = saved
-        weights, saved = saved[: ctx.weights], saved[ctx.weights :]
+        weights, saved = [*saved[: ctx.matrices]], [*saved[ctx.matrices :]]
         needs = list(ctx.needs_input_grad[3:9])
         params, totals = held_gradients(ctx, first=2 + ctx.scored, count=3)
         dtype = common_dtype(ctx.dtypes)
         made = moe_backward(g_TD, saved, weights, b2, ctx.scored, needs, dtype, totals, ctx.config)
         dweights = gradients_of(take_gradients(params, totals) + made[1 + ctx.scored :], needs, ctx.dtypes)
-        return made[0].to(ctx.x_dtype), made[1] if ctx.scored else None, None, *dweights, None, None, None
+        none = [None] * (len(ctx.needs_input_grad) - 9)
+        return made[0].to(ctx.x_dtype), made[1] if ctx.scored else None, None, *dweights, *none
 
 
 @Operator
@@ -304,7 +308,7 @@ def moe_forward(
     the kept weights, and the rows of x as they arrived.
 
     Args:
-        weights: w1, w3, w2.
+        weights: w1, w3, w2, as ``experts.weights_of`` takes them.
         biases: b1, b3, b2.
         config: the key of a ``MoEConfig``.
     """
@@ -312,7 +316,7 @@ def moe_forward(
     gemms, kernels = layer.gemms, backends.load(layer.gemms.backend, x.device)
     transport, count = layer.connect(x.device), weights[0].shape[0] * layer.ranks
     _check_expert_ids(expert_ids, count)
-    parameters = experts.weights_of(weights, biases)
+    parameters = experts.weights_of(weights, biases, gemms.plan)
     parts = _to_parts(kernels.quantize(aligned(x), 1, layer.x_rows, None))
     sent_scores = torch.ones_like(expert_ids, dtype=torch.float32) if scores is None else scores
     quantized, kept = [], []
@@ -396,12 +400,12 @@ def moe_backward(
     Args:
         saved: what ``moe_forward`` returned behind the output. Emptied: each tensor is freed after its use, if nothing
             else holds it.
-        weights: w1, w3, w2; none where they are kept quantised.
+        weights: w1, w3, w2, as ``experts.weights_of`` takes them; none where they are kept quantised.
         totals: as of ``experts_backward``.
     """
     layer: MoEConfig = decode(config)
     kernels, transport = backends.load(layer.gemms.backend, g.device), layer.connect(g.device)
-    parameters = experts.weights_of(weights, [None, None, b2])
+    parameters = experts.weights_of(weights, [None, None, b2], layer.gemms.plan)
     taken = take_many(saved)
     handle, preactivations = DispatchHandle(*take_many(taken, _HANDLE)), take_many(taken, 2)
     quantized = kept_operands(taken, layer.gemms)

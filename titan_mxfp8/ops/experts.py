@@ -16,7 +16,7 @@ x and g are quantised along D once for all GEMMs that contract D; the activation
 and ``grouped_experts``, which has them in high precision.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -36,15 +36,16 @@ class Weights(NamedTuple):
     """Parameters of E experts.
 
     Attributes:
-        w1, w3: (E, H, D), bf16 or fp32: the gate's and the other half's.
+        w1, w3: (E, H, D), bf16 or fp32: the gate's and the other half's. Within operators also operands in exact 32x32
+            blocks, of weights that were gathered so.
         w2: (E, D, H).
         b1, b3: (E, H), or None.
         b2: (E, D), or None.
     """
 
-    w1: torch.Tensor
-    w3: torch.Tensor
-    w2: torch.Tensor
+    w1: torch.Tensor | Operand
+    w3: torch.Tensor | Operand
+    w2: torch.Tensor | Operand
     b1: torch.Tensor | None = None
     b3: torch.Tensor | None = None
     b2: torch.Tensor | None = None
@@ -127,10 +128,17 @@ def row_spec(spec: OperandSpec) -> OperandSpec:
     return spec.exact if spec.is_quantized and (spec.stored == "bf16" or spec.grouped_scales) else spec
 
 
-def weights_of(matrices: list[torch.Tensor], biases: list[torch.Tensor | None]) -> Weights:
-    """``Weights`` as kernels take them."""
+def weights_of(matrices: list[torch.Tensor], biases: list[torch.Tensor | None], plan: Plan) -> Weights:
+    """``Weights`` as kernels take them.
+
+    Args:
+        matrices: w1, w3, w2; or of each, where they were gathered quantised, the FP8 elements and the scales; or none.
+    """
     if matrices and matrices[0].is_cuda:
         matrices, biases = ([aligned(x) for x in tensors] for tensors in (matrices, biases))
+    if len(matrices) == 6:
+        pairs = zip(matrices[::2], matrices[1::2], strict=True)
+        matrices = [Operand(data, scale, plan.forward.b.exact, 2) for data, scale in pairs]
     biases = list(biases)
     for i, bias in enumerate(biases):
         if bias is not None:
@@ -138,11 +146,18 @@ def weights_of(matrices: list[torch.Tensor], biases: list[torch.Tensor | None]) 
     return Weights(*(matrices or (None, None, None)), *biases)
 
 
+def values_of(gathered: Sequence[torch.Tensor], plan: Plan) -> list[torch.Tensor]:
+    """w1, w3 and w2 in fp32, of elements and scales as ``weights_of`` takes them."""
+    return [w.dequantize() for w in weights_of([*gathered], [None] * 3, plan)[:3]]
+
+
 def quantize_weights(weights: Weights, plan: Plan, kernels: Backend, keep: bool) -> tuple[Owned, Owned]:
-    """w1, w3 and w2 for forward and, with ``keep``, for dgrad."""
+    """w1, w3 and w2 for forward and, with ``keep``, for dgrad; of what was gathered, which FSDP frees, none is kept."""
     spec, dgrad, forward, kept = plan.forward.b, plan.dgrad.b, [], []
     for w in weights[:3]:
-        if keep:
+        if isinstance(w, Operand):
+            of_forward = kernels.requantize(w, 2, spec, None)
+        elif keep:
             of_forward, of_dgrad = kernels.quantize_both(w, spec, dgrad, None)
             kept.append(of_dgrad)
         else:
@@ -202,7 +217,7 @@ def backward_w2(
         wanted: how the gradient of w2 is; that of b2 is fp32.
     """
     plan = config.gemms.plan
-    w2 = quantized.pop() if quantized else kernels.quantize(weights.w2, 1, plan.dgrad.b, None)
+    w2 = quantized.pop() if quantized else _for_dgrad(weights.w2, plan, kernels)
     rows = g.along_features(plan.dgrad.a, offs, kernels)
     preactivations.append(kernels.gemm_m_grouped(rows, w2, offs, None, torch.bfloat16, False))  # u
     del w2, rows
@@ -260,9 +275,14 @@ def backward_w1_w3(
 
     def products() -> Iterator[tuple[Operand, Operand]]:
         for w in weights[:2]:
-            yield take(rowwise), take(quantized) if quantized else kernels.quantize(w, 1, plan.dgrad.b, None)
+            yield take(rowwise), take(quantized) if quantized else _for_dgrad(w, plan, kernels)
 
     return kernels.dual_gemm_m_grouped(products(), offs), grads
+
+
+def _for_dgrad(w: torch.Tensor | Operand, plan: Plan, kernels: Backend) -> Operand:
+    make = kernels.requantize if isinstance(w, Operand) else kernels.quantize
+    return make(w, 1, plan.dgrad.b, None)
 
 
 def tensors_of(operands: list[Operand]) -> list[torch.Tensor]:

@@ -34,7 +34,12 @@ from titan_mxfp8.ops.library import Operator, aligned
 
 
 def grouped_experts(
-    x_MD: torch.Tensor, weights: Weights, offs: torch.Tensor, config: MXConfig, limit: float | None = None
+    x_MD: torch.Tensor,
+    weights: Weights,
+    offs: torch.Tensor,
+    config: MXConfig,
+    limit: float | None = None,
+    gathered: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """``expert(x)`` of each expert on its own rows, (M, D) in bf16; zeros at and past ``offs[-1]``, here and in the
     gradient of x.
@@ -44,16 +49,14 @@ def grouped_experts(
         weights: this rank's.
         offs: int32 (E,), end offsets of the experts' rows.
         limit: that of gpt_oss's clamped SwiGLU, or None for SiLU.
+        gathered: elements and scales of w1, w3 and w2 in exact 32x32 blocks, where they were gathered quantised. Those
+            of ``weights`` only get the gradients then, in their dtype.
     """
-    call = _exported_experts if torch.compiler.is_compiling() and is_exporting() else _experts
-    return call(
-        x_MD,
-        offs,
-        *weights,
-        experts_key(config.key, limit),
-        config.keeps_input,
-        config.kept_weight,
-    )
+    key = experts_key(config.key, limit)
+    if torch.compiler.is_compiling() and is_exporting():
+        return _exported_experts(x_MD, offs, *weights, key, config.keeps_input, config.kept_weight)
+    kept = config.keeps_input, "itself" if gathered else config.kept_weight
+    return _GroupedExperts.apply(x_MD, offs, *weights, key, kept, torch.is_grad_enabled(), *gathered)[0]
 
 
 def _experts(
@@ -89,35 +92,31 @@ def _experts_config(gemms: str, limit: float | None) -> ExpertsConfig:
 
 class _GroupedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, offs, w1, w3, w2, b1, b3, b2, config, kept, grad_enabled):
+    def forward(ctx, x, offs, w1, w3, w2, b1, b3, b2, config, kept, grad_enabled, *gathered):
         save = grad_enabled and any(ctx.needs_input_grad)
         keeps_input, kept_weight = kept
         ctx.config, ctx.dtypes = config, [None if w is None else w.dtype for w in (w1, w3, w2, b1, b3, b2)]
         if kept_weight == "bf16":
             w1, w3, w2 = w1.bfloat16(), w3.bfloat16(), w2.bfloat16()
-        y, *saved = experts_forward(x, [w1, w3, w2], [b1, b3, b2], offs, config, save)
+        matrices = gathered or (w1, w3, w2)
+        y, *saved = experts_forward(x, [*matrices], [b1, b3, b2], offs, config, save)
         if not save:
             return y, None
-        weights = () if kept_weight == "quantized" else (w1, w3, w2)
-        ctx.weights = len(weights)
+        weights = () if kept_weight == "quantized" else matrices
+        ctx.matrices = len(weights)
         return save_for_backward(ctx, y, offs, b2, *weights, *saved, *((x,) if keeps_input else ()))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, g):
         offs, b2, *saved = saved
-        weights, saved = saved[: ctx.weights], saved[ctx.weights :]
+        weights, saved = [*saved[: ctx.matrices]], [*saved[ctx.matrices :]]
         needs = list(ctx.needs_input_grad[2:8])
         params, totals = held_gradients(ctx, first=2, count=3)
         made = experts_backward(g, saved, weights, b2, offs, needs, common_dtype(ctx.dtypes), totals, ctx.config)
-        return (
-            made[0],
-            None,
-            *gradients_of(take_gradients(params, totals) + made[1:], needs, ctx.dtypes),
-            None,
-            None,
-            None,
-        )
+        dweights = gradients_of(take_gradients(params, totals) + made[1:], needs, ctx.dtypes)
+        none = [None] * (len(ctx.needs_input_grad) - 8)
+        return made[0], None, *dweights, *none
 
 
 def common_dtype(dtypes: list[torch.dtype | None]) -> torch.dtype:
@@ -146,14 +145,15 @@ def experts_forward(
     or requantisation wants it, unless that is x itself.
 
     Args:
-        weights: w1, w3, w2.
+        weights: w1, w3, w2, as ``experts.weights_of`` takes them.
         biases: b1, b3, b2.
         config: the key of an ``ExpertsConfig``.
     """
     check_offs_values(offs, x.shape[0])
     layer: ExpertsConfig = decode(config)
     gemms, kernels = layer.gemms, backends.load(layer.gemms.backend, x.device)
-    spec, x, offs, parameters = gemms.plan.forward.a, aligned(x), aligned(offs), experts.weights_of(weights, biases)
+    spec, x, offs = gemms.plan.forward.a, aligned(x), aligned(offs)
+    parameters = experts.weights_of(weights, biases, gemms.plan)
     if save and not gemms.keeps_rows and not gemms.keeps_input:
         rows, x_saved = kernels.quantize_both(x, spec, gemms.plan.wgrad.b, offs)
     else:
@@ -203,13 +203,14 @@ def experts_backward(
     Args:
         saved: what ``experts_forward`` returned behind y, and x where that is kept as it is. Emptied: each tensor is
             freed after its use, if nothing else holds it.
-        weights: w1, w3, w2; none where they are kept quantised.
+        weights: w1, w3, w2, as ``experts.weights_of`` takes them; none where they are kept quantised.
         totals: fp32, to which the gradients of w1, w3 and w2, all needed, are added: they are not returned then. Not
             in the schema, as compiled graphs have none.
     """
     layer: ExpertsConfig = decode(config)
     gemms, kernels = layer.gemms, backends.load(layer.gemms.backend, g.device)
-    plan, g, offs, parameters = gemms.plan, aligned(g), aligned(offs), experts.weights_of(weights, [None, None, b2])
+    plan, g, offs = gemms.plan, aligned(g), aligned(offs)
+    parameters = experts.weights_of(weights, [None, None, b2], plan)
     taken = take_many(saved)
     preactivations = take_many(taken, 2)
     quantized = kept_operands(taken, gemms)

@@ -11,7 +11,7 @@ of ``recording()`` the operator in it returns zeros.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -60,7 +60,7 @@ def make_probe(device: torch.device) -> torch.Tensor:
 def observe(
     y_MN: torch.Tensor,
     x_MK: torch.Tensor,
-    w: torch.Tensor | Sequence[torch.Tensor],
+    w: torch.Tensor | Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]],
     offs: torch.Tensor | None,
     probe: torch.Tensor | None,
     config: MXConfig,
@@ -71,7 +71,8 @@ def observe(
     Args:
         y_MN: (..., N).
         x_MK: (..., K).
-        w: (N, K), or (E, N, K) with ``offs``; or all weights between ``x_MK`` and ``y_MN``, which count together.
+        w: (N, K), or (E, N, K) with ``offs``; or all weights between ``x_MK`` and ``y_MN``, which count together; or
+            what makes those, which costs nothing where nothing is measured.
         offs: int32 (E,) end offsets of the groups: rows at and past the last one do not count.
         probe: of ``make_probe``; None observes nothing, and nor do graphs of ``torch.export``.
         config: that of the GEMM.
@@ -79,6 +80,7 @@ def observe(
     """
     if probe is None or not (torch.compiler.is_compiling() or _recording) or is_exporting():
         return y_MN
+    w = w() if callable(w) else w
     weights = [weight.detach() for weight in ([w] if isinstance(w, torch.Tensor) else w)]
     return _Observe.apply(y_MN, probe, x_MK.detach(), offs, config.recipe, config.backend, dispatched, *weights)
 

@@ -45,14 +45,15 @@ class RoutedExperts(ConvertedModule):
         """``x`` (M, D) sorted by expert and the number of tokens of each: rows past the last expert's give zeros. Or
         (T, D) tokens and their ``Routing``."""
         is_sorted, limit = not isinstance(tokens, Routing), getattr(self, "swiglu_limit", None)
-        weights = self.weights(is_sorted)
+        weights, gathered = self.weights(is_sorted), self.gathered
         if is_sorted:
             offs = torch.cumsum(tokens, dim=0, dtype=torch.int32)
-            return self.mxfp8_experts(x.bfloat16(), weights, offs, limit).type_as(x)
+            return self.mxfp8_experts(x.bfloat16(), weights, offs, limit, gathered).type_as(x)
         rows = self.dispatch.rows if self.training else "counted"  # nobody runs a validation's batch again
         options = Dispatched(self.dispatch.transport, rows, self.most_tokens, limit)
         group = expert_parallel_group(next(self.parameters()))
-        return self.mxfp8_moe(x, tokens.scores, tokens.expert_ids, weights, group, options, tokens.scores_first)
+        routing = tokens.scores, tokens.expert_ids
+        return self.mxfp8_moe(x, *routing, weights, group, options, tokens.scores_first, gathered)
 
     def waits(self) -> bool:
         """Whether the host waits in a call now for the number of rows that come."""
@@ -62,6 +63,8 @@ class RoutedExperts(ConvertedModule):
 
 class MXFP8GroupedExperts(RoutedExperts, GroupedExperts):
     """Takes the place of the class of a ``GroupedExperts``."""
+
+    gathers = "w1", "w3", "w2"
 
     def weights(self, is_sorted: bool) -> Weights:
         """This rank's, as they are: fp32 too is quantised in one pass."""

@@ -121,6 +121,13 @@ class MXGroupedMM:
     off, x is FP8 rows in any case.
     """)
 
+    fsdp_fp8_all_gather: bool = option(True)("""
+    Whether FSDP gathers the experts' weights in FP8, with recipes of 32x32 blocks: half of bf16's bytes, in forward and
+    in backward. Each rank quantises its shard, in fp32, so the weights are not rounded to bf16 before. Not with tensor
+    parallelism, CPU offload, gpt_oss, or experts that the ranks do not divide: the log says which way is taken and why.
+    Parameters and checkpoints are the same.
+    """)
+
 
 @dataclass
 class QuantizedLinear:

@@ -35,12 +35,14 @@ from titan_mxfp8.titan.dispatch import (
     most_tokens,
 )
 from titan_mxfp8.titan.fsdp import shard_without_experts
+from titan_mxfp8.titan.gather import gather_quantized
 from titan_mxfp8.titan.rerun import watch_steps
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
 
 _MODELS = "llama4", "deepseek_v3", "qwen3", "gpt_oss"
+_APPLY_FSDP = [f"torchtitan.models.{name}.infra.parallelize.apply_fsdp" for name in _MODELS]
 
 
 class MXFP8MoE(MoE):
@@ -178,7 +180,14 @@ def shard_weights_only(apply: Any, parallel: ExpertParallel, module: nn.Module, 
     return distribute_module(module, device_mesh, parallel._partition_fn)
 
 
-@around(*(f"torchtitan.models.{name}.infra.parallelize.apply_fsdp" for name in _MODELS))
+@around(*_APPLY_FSDP)
 def leave_experts_out_of_fsdp(apply_fsdp: Any, *args: Any, **kwargs: Any) -> None:
     """Has FSDP leave experts alone that it would not shard."""
     shard_without_experts(apply_fsdp, *args, **kwargs)
+
+
+@around(*_APPLY_FSDP)
+def gather_experts_in_fp8(apply_fsdp: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Has FSDP gather experts in FP8 where it can."""
+    apply_fsdp(model, *args, **kwargs)
+    gather_quantized(model)

@@ -101,6 +101,7 @@ class MXFP8Experts(_Converter):
         hopper_rebase_report: int = 0
         dispatch: str = "auto"
         dispatch_rows: str | float = AUTO
+        fsdp_fp8_all_gather: bool = True
 
     def __init__(self, config: Config) -> None:
         self.dispatch = dispatch_of(config.dispatch, config.dispatch_rows)
@@ -112,6 +113,8 @@ class MXFP8Experts(_Converter):
             if isinstance(module, GroupedExperts):
                 modules.EXPERT_CLASSES.setdefault(type(module), expert_class(type(module)))
         converted = modules.convert_experts(model, fqns=self.config.fqns, **options)
+        for name in converted:
+            model.get_submodule(name).fsdp_fp8_all_gather = self.config.fsdp_fp8_all_gather
         if self.dispatch is not None:
             chooses_rows = self.config.dispatch_rows == AUTO
             dispatch_tokens(model, converted, self.dispatch, chooses_rows, self.recipe, _trainer_config.get())

@@ -34,11 +34,14 @@ from titan_mxfp8.titan.dispatch import (
     most_tokens,
 )
 from titan_mxfp8.titan.fsdp import shard_without_experts
+from titan_mxfp8.titan.gather import gather_quantized
+from titan_mxfp8.titan03.classes import gathered_parameters
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
 
 _USERS_OF_FSDP = "distributed.fsdp", "models.deepseek_v3.mtp", "models.qwen3.parallelize", "models.gpt_oss.parallelize"
+_APPLY_FSDP = [f"torchtitan.{module}.apply_fsdp_to_decoder" for module in _USERS_OF_FSDP]
 
 
 class MXFP8RoutedExperts(RoutedExperts):
@@ -78,6 +81,7 @@ class MXFP8RoutedExperts(RoutedExperts):
             _parameters(experts),
             self._group(),
             Dispatched(layers.dispatch.transport, self._rows(), layers.rows, limit),
+            gathered=experts.gathered,
         )
         return y_TD.view_as(x_BLD)
 
@@ -167,7 +171,7 @@ def _dispatching_layers(
 def _parameters(experts: GroupedExperts) -> Weights:
     """This rank's, as they are: fp32 too is quantised in one pass."""
     if not isinstance(experts, GptOssGroupedExperts):
-        return Weights(_local(experts.w1_EFD), _local(experts.w3_EFD), _local(experts.w2_EDF))
+        return gathered_parameters(experts)
     w1, w3 = interleaved(_local(experts.mlp1_weight_EGD))
     b1, b3 = interleaved(_local(experts.mlp1_bias_EG))
     return Weights(w1, w3, _local(experts.mlp2_weight_EDF), b1, b3, _local(experts.mlp2_bias_ED))
@@ -182,7 +186,14 @@ def _log_once(line: str) -> None:
     logger.info(line)
 
 
-@around(*(f"torchtitan.{module}.apply_fsdp_to_decoder" for module in _USERS_OF_FSDP))
+@around(*_APPLY_FSDP)
 def leave_experts_out_of_fsdp(apply_fsdp: Any, *args: Any, **kwargs: Any) -> None:
     """Has FSDP leave experts alone that it would not shard."""
     shard_without_experts(apply_fsdp, *args, **kwargs)
+
+
+@around(*_APPLY_FSDP)
+def gather_experts_in_fp8(apply_fsdp: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Has FSDP gather experts in FP8 where it can."""
+    apply_fsdp(model, *args, **kwargs)
+    gather_quantized(model)

@@ -16,8 +16,8 @@ below to 3% above; of DeepSeek-V3 16B cut to 4 layers from 15% to 4% below on tw
 | gradients   | as parameters                                                                                      |
 | optimizer   | twice the parameters: Adam's two moments                                                           |
 | gathered    | FSDP: the output layer and the two largest blocks, unsharded (a block runs while the next one is   |
-|             | gathered), 2 per element; the unsharded gradient of the largest unit, 2, and its copy to reduce,   |
-|             | 4. Nothing of experts that stay out of it (titan/fsdp.py)                                          |
+|             | gathered), 2 per element, of experts in FP8 1.001; the unsharded gradient of the largest unit, 2,  |
+|             | and its copy to reduce, 4. Nothing of experts that stay out of it (titan/fsdp.py)                  |
 | activations | saved for backward, see ``saved.py``; with checkpointing, see ``activation_bytes``. Of experts out |
 |             | of FSDP, weights of 32x32 blocks as they were quantised: about 1 per element                       |
 | logits      | tokens x vocabulary, times 4 with a compiled loss (bf16 logits and their gradient), else 12 (fp32  |
@@ -36,6 +36,7 @@ from torchtitan.distributed import ParallelDims
 
 from titan_mxfp8.plugin.moe import MXFP8MoE
 from titan_mxfp8.titan.fsdp import has_expert_shards
+from titan_mxfp8.titan.gather import gathered_itemsize
 from titan_mxfp8.tools.saved import Saved, saved_by_blocks
 
 GIB = 2**30
@@ -188,19 +189,19 @@ def _gathered_bytes(model: nn.Module, itemsize: int) -> float:
             units[name] = 0.0
     if not units:
         return 0.0
+    blocks: dict[str, float] = {}
     for name, param in model.named_parameters():
         if not _is_in_fsdp(param):
             continue
         unit = max((unit for unit in units if f"{name}.".startswith(f"{unit}." if unit else "")), key=len)
-        units[unit] += prod(model_parallel_shape(param))
-    blocks: dict[str, float] = {}
-    for name, elements in units.items():
-        if name.startswith("layers."):
-            number = name.split(".")[1]
-            blocks[number] = blocks.get(number, 0.0) + elements
+        elements = prod(model_parallel_shape(param))
+        units[unit] += elements
+        if unit.startswith("layers."):
+            number, owner = unit.split(".")[1], model.get_submodule(name.rpartition(".")[0])
+            blocks[number] = blocks.get(number, 0.0) + elements * gathered_itemsize(owner, itemsize)
     output = sum(prod(model_parallel_shape(param)) for param in model.output.parameters())
     two_blocks = sum(sorted(blocks.values())[-2:])
-    return itemsize * (output + two_blocks) + (itemsize + 4) * max(output, *units.values())
+    return itemsize * output + two_blocks + (itemsize + 4) * max(output, *units.values())
 
 
 def _is_in_fsdp(param: nn.Parameter) -> bool:

@@ -148,7 +148,7 @@ HOOKS = {
     "torchtitan.models.*.infra.parallelize._op_sac_save_list": "selective checkpointing saves outputs of our operators",
     "torchtitan.config.manager.ConfigManager._validate_config": "refuses a config of ours that cannot run",
     "torchtitan.distributed.expert_parallel.ExpertParallel._apply": "not for layers that dispatch their own tokens",
-    "torchtitan.models.*.infra.parallelize.apply_fsdp": "FSDP takes no experts that it would not shard",
+    "torchtitan.models.*.infra.parallelize.apply_fsdp": "FSDP takes no experts that nothing shards, and gathers in FP8",
     "torchtitan.models.*.infra.parallelize.apply_compile": "MoE blocks that dispatch their own tokens are one region",
     "torchtitan.components.metrics.MetricsProcessor.should_log": "health_every and hopper_rebase_report",
     "torchtitan.components.checkpoint.CheckpointManager.__init__": "captures a trainer's steps (0.2.2)",

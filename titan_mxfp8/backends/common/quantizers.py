@@ -21,6 +21,7 @@ import torch
 from titan_mxfp8.backends.common import dequantize, rebase, swizzled
 from titan_mxfp8.backends.common import quantize as exact
 from titan_mxfp8.backends.common.tiles import lies_transposed
+from titan_mxfp8.format import reference
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.format.swizzle import unswizzle
 
@@ -93,6 +94,8 @@ def quantize_both(
 
 def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
     """``Backend.requantize``. Along their own axis swizzled rows that are rounded alike keep their elements."""
+    if rows.spec.block == "32x32":
+        return _requantize_squares(rows, axis, spec)
     if rows.spec.grouped_scales:
         rows = unswizzle(rows, offs)
     layout = layout_of(spec)
@@ -110,4 +113,13 @@ def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor |
         return Operand(dequantize.dequantize(rows, offs=offs), None, spec, 0)
     operand = spec.empty(rows.data, 0, None if offs is None else offs.shape[0])
     LAUNCHES[layout](rows.data, None, operand, offs, rows)
+    return operand
+
+
+def _requantize_squares(squares: Operand, axis: int, spec: OperandSpec) -> Operand:
+    """What Hopper multiplies is made by a kernel; layouts of others, where no run has gathered weights, by torch."""
+    if layout_of(spec) not in ("coalesced", "mn_major"):
+        return reference.requantize(squares, axis, spec)
+    operand, is_last = spec.empty(squares.data, axis, None), axis == squares.axis
+    rebase.launch(squares.data, operand if is_last else None, None if is_last else operand, None, squares)
     return operand

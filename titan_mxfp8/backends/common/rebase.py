@@ -63,7 +63,7 @@ def launch(
     """Fills operands of rebased or coalesced FP8, see ``quantizers.LAUNCHES``."""
     spec = (rowwise or columnwise).spec
     if spec.block == "32x32":
-        _launch_squares(x, rowwise, columnwise)
+        _launch_squares(x, rowwise, columnwise, source)
     elif columnwise is None:
         _launch_rows(x, rowwise)
     else:
@@ -216,14 +216,18 @@ def _rebase_tiles(
 
 @triton.jit(do_not_specialize=["rows"])
 def _rebase_squares(
-    x, rowwise_qdata, rowwise_scale, columnwise_qdata, columnwise_scale,
+    x, x_scale, rowwise_qdata, rowwise_scale, columnwise_qdata, columnwise_scale,
     cols, batch_stride, row_stride,
     rows,
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr, COALESCE: tl.constexpr,
     BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: a 128 x 128 tile in 32x32 blocks, rebased along the last axis, the first one or both."""
+    """One program: a 128 x 128 tile in 32x32 blocks, rebased along the last axis, the first one or both.
+
+    With ``x_scale``, ``x`` is FP8 of exact blocks: their elements and scales are taken as they are.
+    """
     tl.static_assert(SEGMENTS * SEGMENT == 128 and BLOCKS == 4)
+    IS_FP8: tl.constexpr = x_scale is not None
     SQUARES: tl.constexpr = SEGMENT // 32
     col_tiles = tl.cdiv(cols, 128)
     row_tiles = tl.cdiv(rows, 128)
@@ -232,22 +236,32 @@ def _rebase_squares(
     batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
     values, _, _, _ = load_tile(
         x + batch * batch_stride, None, None, rows, cols, row_stride, tile_row, tile_col, row_tiles * 4, rows,
-        0, False, False, BLOCKS, SEGMENTS, SEGMENT,
+        32 if IS_FP8 else 0, E5M2, False, BLOCKS, SEGMENTS, SEGMENT,
     )  # fmt: skip
     values = tl.reshape(values, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
-    amax = tl.max(tl.max(magnitude_bits(values), 0), 2)
-    byte = scale_byte(tl.max(tl.reshape(amax, (BLOCKS, SEGMENTS, SQUARES, 32)), 3), FLOOR, E5M2)
+    if IS_FP8:
+        block_row = tile_row * 4 + tl.arange(0, 4)[:, None, None]
+        square = tl.arange(0, SEGMENTS)[None, :, None] * SQUARES + tl.arange(0, SQUARES)[None, None, :]
+        block_col = tile_col * 4 + square
+        squares_in_row = tl.cdiv(cols, 32)
+        at = (batch * tl.cdiv(rows, 32) + block_row) * squares_in_row + block_col
+        known = (block_row < tl.cdiv(rows, 32)) & (block_col < squares_in_row)
+        byte = tl.load(x_scale + at, mask=known, other=0).to(tl.int32)
+    else:
+        amax = tl.max(tl.max(magnitude_bits(values), 0), 2)
+        byte = scale_byte(tl.max(tl.reshape(amax, (BLOCKS, SEGMENTS, SQUARES, 32)), 3), FLOOR, E5M2)
     wide = tl.reshape(
         tl.broadcast_to(byte[:, :, :, None], (BLOCKS, SEGMENTS, SQUARES, 32)), (BLOCKS, SEGMENTS, SEGMENT)
     )
+    rounded_by = tl.where(wide == 255, 255, 127) if IS_FP8 else wide  # elements are to be divided by nothing
     row = tile_row * 128 + tl.arange(0, 128)
     col = tile_col * 128 + tl.arange(0, 128)
     row_block = tile_row * 4 + tl.arange(0, 4)
     col_block = tile_col * 4 + tl.arange(0, 4)
     row_blocks, col_blocks = tl.cdiv(rows, 32), tl.cdiv(cols, 32)
     if ROWWISE:
-        old = wide[None, :, :, None, :]
-        elements = to_elements(values * reciprocal_scale(old), old, E5M2)
+        old, divisor = wide[None, :, :, None, :], rounded_by[None, :, :, None, :]
+        elements = to_elements(values * reciprocal_scale(divisor), divisor, E5M2)
         if COALESCE:
             halvings = tl.reduce_or(tl.reduce_or(halving_bits(elements, E5M2), 0), 2)  # (BLOCKS, SEGMENTS, SEGMENT)
             halvings = tl.reduce_or(tl.reshape(halvings, (BLOCKS, 4, 32)), 2)
@@ -266,7 +280,7 @@ def _rebase_squares(
         store_matrix(rowwise_qdata + batch * rows * cols, shifted, row, rows, col, cols)
     if COLUMNWISE:
         elements = columns_to_elements(
-            values, wide, E5M2, BLOCKS, SEGMENTS, SEGMENT
+            values, rounded_by, E5M2, BLOCKS, SEGMENTS, SEGMENT
         )  # (4, BLOCKS, SEGMENTS, 4, SEGMENT, 2)
         old = wide[None, :, :, None, :, None]
         if COALESCE:
@@ -343,9 +357,12 @@ def _launch_tiles(
     )  # fmt: skip
 
 
-def _launch_squares(x: torch.Tensor, rowwise: Operand | None, columnwise: Operand | None) -> None:
+def _launch_squares(
+    x: torch.Tensor, rowwise: Operand | None, columnwise: Operand | None, source: Operand | None
+) -> None:
     spec, matrices = (rowwise or columnwise).spec, as_matrices(x, x.ndim - 2)
-    tile, segment, coalesced = _square_tile(x.dtype), SEGMENT_BYTES // x.element_size(), spec.stored == "coalesced"
+    (segment, _), coalesced = source_of(x, source), spec.stored == "coalesced"
+    tile = Tile(rows=128, segments=128 // segment)
     # So that two programs fit on a multiprocessor: of bf16, coalesced, Triton 3.6 takes 167 registers, and on an H100
     # 1.3 times as long. Of fp32 one of 16 warps takes 1.1 times as long as two of 8.
     is_wide = x.dtype == torch.float32 and rowwise is not None and columnwise is not None
@@ -356,8 +373,8 @@ def _launch_squares(x: torch.Tensor, rowwise: Operand | None, columnwise: Operan
     )  # fmt: skip
     _REBASE_SQUARES.launch(
         matrices.batches * ceil_div(matrices.rows, 128) * ceil_div(matrices.cols, 128),
-        (matrices.x, rowwise and rowwise.data, rowwise and rowwise.scale, columnwise and columnwise.data,
-        columnwise and columnwise.scale),
+        (matrices.x, source and source.scale, rowwise and rowwise.data, rowwise and rowwise.scale,
+        columnwise and columnwise.data, columnwise and columnwise.scale),
         (matrices.cols, matrices.batch_stride, matrices.row_stride), (matrices.rows,), constants,
         device=x.device, warps=tile.warps // 2 if is_wide else tile.warps, registers=registers,
     )  # fmt: skip

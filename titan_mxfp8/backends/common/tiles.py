@@ -71,7 +71,8 @@ def load_tile(
     mask.
 
     Rows at and past ``limit`` are zeros, but inside. With X_BLOCK_K ``x`` is FP8 and has a scale for X_BLOCK_K columns
-    of a row, which are K-major (32) or MN-major (128): see ``OperandSpec.scales``.
+    of a row, which are K-major (32) or MN-major (128): see ``OperandSpec.scales``. Without ``x_scale`` its elements are
+    loaded.
 
     It lies as (8 * BLOCKS * SEGMENTS * 4, SEGMENT): row ``32 b + 8 q + i``, column ``SEGMENT l + c`` is at [i, b, l,
     q, c]. A segment is 128 bytes, so Triton gives a thread 16 bytes of a segment, a warp four segments, and the warps
@@ -95,7 +96,9 @@ def load_tile(
     known_row = row < tl.minimum(stop, limit)
     known = known_row[:, None] & (col < cols)
     loaded = tl.load(x + row.to(tl.int64)[:, None] * row_stride + col, mask=known, other=0)
-    if X_BLOCK_K:
+    if X_BLOCK_K and x_scale is None:
+        values = from_elements(loaded, X_E5M2)
+    elif X_BLOCK_K:
         WIDTH: tl.constexpr = min(SEGMENT, X_BLOCK_K)
         first_col = (tile_col * SEGMENTS + segment[:, None]) * SEGMENT + tl.arange(0, SEGMENT // WIDTH)[None, :] * WIDTH
         if X_BLOCK_K == 32:
