@@ -40,7 +40,6 @@ def specs(recipe: Recipe) -> tuple[OperandSpec, OperandSpec, OperandSpec]:
 
 
 quantize = reference.quantize
-requantize = reference.requantize
 
 
 def quantize_both(
@@ -95,6 +94,13 @@ def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype:
         return a_NM.new_zeros((offs.shape[0], a_NM.shape[0], b_KM.shape[0]), dtype=out_dtype)
     ends_E = offs if a.spec.stored == "bf16" else reference.padded_ends(offs, a.spec.block_k)
     return torch._grouped_mm(a_NM, b_KM.mT, offs=ends_E).to(out_dtype)
+
+
+def requantize(
+    rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None, places: torch.Tensor | None = None
+) -> Operand:
+    """``Backend.requantize``."""
+    return reference.requantize(rows if places is None else rows.rows_at(places), axis, spec, offs)
 
 
 def swiglu(

@@ -202,7 +202,7 @@ def experts_backward(
         of_rows = kernels.quantize(g, 1, rows, offs if rows.grouped_scales else None)
         g_tokens = Tokens(of_rows, Operand(g.bfloat16().contiguous(), None, columns, 0), g)
     made, _, dw2, db2 = experts.backward_w2(
-        g_tokens, preactivations, None, parameters, quantized, needs, dtype, offs, layer, kernels
+        [g_tokens], preactivations, None, parameters, quantized, needs, dtype, offs, layer, kernels
     )
     del g_tokens  # before the rows' gradient, the largest of all, is made
     dx, (dw1, dw3, db1, db3) = experts.backward_w1_w3(
