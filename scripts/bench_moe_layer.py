@@ -15,6 +15,9 @@ Controls are rows too (``control``): ``torchtitan``, bf16 against itself, and re
 quantised. ``peak`` is what a step allocates on top of weights, tokens and output gradient; ``held`` what a way takes
 besides from outside of torch's allocator, as symmetric buffers are.
 
+``--peers sonicmoe`` adds the best public bf16 layer as a way (``peers.py`` says how it is had), for one process and
+layers without shared experts. All layers of such a run have its routing, a softmax over the chosen logits.
+
 --parts times what is around the experts instead, on the same routing: each call of a transport, all of a forward and
 of a forward + backward, with the quantisation, and the same of TorchTitan's, eager as it runs it: gather, all-to-all,
 permutation, and back. ``gb_per_s`` is of the rows that cross links; with one rank, of those that the experts get.
@@ -43,6 +46,7 @@ import torch
 import torch.distributed as dist
 from bench import QUICK_REPEATS, REPEATS
 from kernel_times import kernel_table
+from peers import SONICMOE, SonicMoE, is_installed, versions
 from problems import relative_rms
 from result_files import environment, format_table, percentiles, write_rows
 from torch import nn
@@ -90,7 +94,9 @@ class Layer:
 LAYERS = (
     Layer(name="dsv3", tokens=16384, dim=7168, hidden=2048, experts=64, top_k=8, shared=1),
     Layer(name="dsv3_16b", tokens=32768, dim=2048, hidden=1408, experts=64, top_k=6, shared=2),
+    Layer(name="dsv3_16b_routed", tokens=32768, dim=2048, hidden=1408, experts=64, top_k=6),
     Layer(name="qwen3_30b", tokens=32768, dim=2048, hidden=768, experts=128, top_k=8),
+    Layer(name="fine_grained", tokens=32768, dim=4096, hidden=1024, experts=128, top_k=8),
     Layer(name="llama4", tokens=32768, dim=5120, hidden=8192, experts=16, top_k=1, shared=1, scores_first=True),
     Layer(
         name="llama4_8",
@@ -118,14 +124,15 @@ LAYERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How a layer is computed; no recipe: TorchTitan's own."""
+    """How a layer is computed; no recipe: TorchTitan's own, or a peer's."""
 
     recipe: str = ""
     transport: str = ""
     rows: str = ""
+    peer: str = ""
 
     def __str__(self) -> str:
-        return " ".join(filter(None, (self.recipe, self.transport, self.rows))) or "torchtitan"
+        return self.peer or " ".join(filter(None, (self.recipe, self.transport, self.rows))) or "torchtitan"
 
 
 Row = dict[str, object]
@@ -236,6 +243,8 @@ class Bench:
             num_shared_experts=layer.shared,
             top_k=layer.top_k,
             score_before_experts=layer.scores_first,
+            score_func="softmax" if self.args.peers else "sigmoid",
+            route_norm=bool(self.args.peers),
             use_grouped_mm=self.device.type == "cuda",
         )
         model = nn.Module()
@@ -328,7 +337,7 @@ class Bench:
             module = self.build(layer, way)
             copy_parameters(module, bf16)
         else:
-            module = bf16
+            module = SonicMoE(bf16.moe) if way.peer else bf16
         errors = self.errors(way, module, bf16, x, dy)
         step = step_of(module, x, dy)
         held = self.outside() - held if way.recipe else 0.0
@@ -514,6 +523,8 @@ def values_and_gradients(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -
     y = module(x)
     y.backward(dy)
     values = {"y": y.detach(), "x": x.grad}
+    if isinstance(module, SonicMoE):
+        return values | module.gradients()
     for name, param in module.named_parameters():
         grad, param.grad = param.grad, None
         values[name.replace("_orig_mod.", "")] = grad.to_local() if isinstance(grad, DTensor) else grad
@@ -568,7 +579,7 @@ def ways(args: argparse.Namespace) -> list[Way]:
     chosen = [Way(recipe=one, transport=transport) for one in args.recipes for transport in args.transports]
     off = [way for way in chosen if way.transport == "off" and way.recipe != BF16.name]
     sent = [replace(way, rows=rows) for way in chosen for rows in args.rows if way.transport != "off"]
-    return [Way(), *sent, *off]
+    return [Way(), *(Way(peer=peer) for peer in args.peers), *sent, *off]
 
 
 @contextmanager
@@ -594,6 +605,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     help_text = "off: TorchTitan's dispatch, our experts [auto]"
     add("--transports", nargs="+", default=["auto"], choices=("auto", "collective", "symmetric", "off"), help=help_text)
     add("--rows", nargs="+", default=["counted"], choices=ROWS, help="[counted]")
+    add("--peers", nargs="+", default=[], choices=(SONICMOE,), help="layers of other projects to time too [none]")
     add("--shared-in-bf16", action="store_true", help="leave the linears of shared experts as they are")
     add("--turns", type=int, default=3, help="blocks of each way that count [3]")
     add("--seconds", type=float, default=1.0, help="of a block, half of which counts [1]")
@@ -613,6 +625,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             get_recipe(recipe)
         except ValueError as error:
             parser.error(str(error))
+    if args.peers and not is_installed():
+        parser.error(f"{SONICMOE} cannot be imported: scripts/peers.py says what it needs")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU: --device cpu --tiny tries the script")
     return args
@@ -629,7 +643,10 @@ def main(argv: Sequence[str]) -> None:
     chosen.sort(key=lambda layer: -layer.tokens * (layer.top_k if layer.scores_first else 1))
     if not chosen:
         sys.exit(f"bench_moe_layer: {', '.join(args.layers)} are layers of one process, and there are {bench.ranks}")
+    if args.peers and (bench.ranks > 1 or any(layer.shared for layer in chosen)):
+        sys.exit("bench_moe_layer: --peers takes one process, and --layers without shared experts")
     env = environment(bench.device) | {"ranks": str(bench.ranks), "command": " ".join(sys.argv)}
+    env |= versions() if args.peers else {}
     done = {(row["layer"], row["ranks"], row["way"]) for row in rows}
     try:
         for layer in map(tiny, chosen) if args.tiny else chosen:

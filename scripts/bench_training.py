@@ -7,7 +7,10 @@ where none is named, and ``WHAT+rebase`` switches ``hopper_rebase`` on, which ta
 the MoE layers send tokens in MXFP8 (``quantize.grouped_mm.mx.dispatch = "auto"``). Without them both are off, whatever
 the TOML says; so is ``requantize_input``, which a flag behind ``--`` can switch on. ``bf16+dispatch`` is the control of
 dispatching, as in converge.py: the experts with recipe bf16, which quantises nothing, and no linears. What it gains is
-not owed to the number format.
+not owed to the number format. ``+graph`` records forward and backward as a CUDA graph.
+
+With TorchTitan 0.3 in the environment the same runs are made of it: --config names a function of
+``titan_mxfp8.titan03.config_registry``, and so do --flavors.
 
 Each run trains --steps steps, of which those after --warmup count: median (p50), p20, p80 and mean tokens/s (the mean
 is all tokens over all time), and how many times the median the slowest step took, as a step that stalls is a finding.
@@ -51,14 +54,17 @@ Writes data.csv (a row for each step), table.csv (a row for each run and flavor)
 
 import argparse
 import itertools
+import json
 import math
 import re
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from statistics import harmonic_mean, median
+from typing import NamedTuple
 
 import torch
 from kernel_times import Trace, read_trace
@@ -68,29 +74,59 @@ from runs import TRAIN, Run, conversion_flags, ending, launch, read_run, split_f
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
 
 LOSS_LIMIT = 0.01  # nats between the first losses of a run and of its baseline; the docstring says why
+TITAN03 = version("torchtitan").startswith("0.3")
 PROFILED = 8  # steps of the run with --profile; the last one is in the trace
 CONVERTED_BY = {"bf16": (), "grouped": (GROUPED_MM,), "linears": (LINEAR,), "both": (GROUPED_MM, LINEAR)}
 
 
-def flags_of(name: str) -> list[str]:
-    """TorchTitan's flags for a run's name, such as ``both+rebase+dispatch:mxfp8_2d``.
+class Kind(NamedTuple):
+    """What a run's name says: what is converted, how, and to which recipe (empty: the TOML's)."""
+
+    converters: tuple[str, ...]
+    options: list[str]
+    recipe: str
+
+
+def kind_of(name: str) -> Kind:
+    """Of a name such as ``both+rebase+dispatch:mxfp8_2d``.
 
     Raises:
         ValueError: a name that is not as the module's docstring says.
     """
-    if name == "bf16+dispatch":
-        return [f"--model.converters={GROUPED_MM}", *conversion_flags((GROUPED_MM,), ["dispatch"], BF16.name)]
     what, _, recipe = name.partition(":")
     what, *options = what.split("+")
-    known = what in CONVERTED_BY and set(options) <= {"rebase", "dispatch"} and recipe != BF16.name
-    if not known or (what == "bf16" and (recipe or options)) or (what == "linears" and "dispatch" in options):
+    if what == "bf16" and "dispatch" in options and not recipe:
+        what, recipe = "grouped", BF16.name
+    known = what in CONVERTED_BY and set(options) <= {"rebase", "dispatch", "graph"}
+    plain = what == "bf16" and (recipe or set(options) - {"graph"})
+    is_control = recipe == BF16.name and (not name.startswith("bf16+") or "rebase" in options)
+    if not known or plain or is_control or (what == "linears" and "dispatch" in options):
         raise ValueError(
-            f"unknown run {name!r}: WHAT[+rebase][+dispatch][:RECIPE], WHAT of {', '.join(CONVERTED_BY)}; bf16 stands "
-            "alone or as bf16+dispatch, the control, RECIPE is one of MXFP8, and linears dispatch nothing"
+            f"unknown run {name!r}: WHAT[+rebase][+dispatch][+graph][:RECIPE], WHAT of {', '.join(CONVERTED_BY)}; bf16 "
+            "has no recipe, and with dispatch is the control, RECIPE is one of MXFP8, and linears dispatch nothing"
         )
-    converters = CONVERTED_BY[what]
-    named = get_recipe(recipe).name if recipe else ""
-    return [f"--model.converters={','.join(converters)}", *conversion_flags(converters, options, named)]
+    return Kind(CONVERTED_BY[what], options, get_recipe(recipe).name if recipe else "")
+
+
+def flags_of(name: str) -> list[str]:
+    """TorchTitan 0.2.2's flags for a run's name; see ``kind_of``."""
+    converters, options, recipe = kind_of(name)
+    flags = [f"--model.converters={','.join(converters)}", *conversion_flags(converters, options, recipe)]
+    return [*flags, *["--training.cuda_graph=on"] * ("graph" in options)]
+
+
+def flags_of_titan03(name: str) -> list[str]:
+    """TorchTitan 0.3's flags for a run's name; see ``kind_of``."""
+    converters, options, recipe = kind_of(name)
+    common: dict[str, object] = {"recipe": recipe + "_rebased" * ("rebase" in options)} if recipe else {}
+    overrides = {
+        GROUPED_MM: common | {"dispatch": "auto" if "dispatch" in options else "off"},
+        LINEAR: common,
+    }
+    names = {GROUPED_MM: "experts", LINEAR: "linears"}
+    imports = [f"titan_mxfp8.titan03.{names[converter]}={json.dumps(overrides[converter])}" for converter in converters]
+    flags = ["--override.imports", *imports] if imports else []
+    return [*flags, f"--training.{'no_' * ('graph' in options)}disable_cuda_graphs"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,12 +168,22 @@ def train(flavor: str, name: str, suffix: str, steps: int, args: argparse.Namesp
     if is_finished(folder, steps):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    flags = [f"--job.config_file={args.config}", f"--job.dump_folder={folder}", f"--training.steps={steps}"]
-    flags += ["--debug.seed=0"]
-    flags += [*flags_of(name), *([f"--model.flavor={flavor}", "--model.study_flavors"] if flavor else []), *args.flags]
-    flags += ["--metrics.log_freq=1", "--metrics.enable_tensorboard", "--metrics.no-enable_wandb"]
-    # Tokenizing in the training process would count as a part of each step.
-    flags += ["--training.dataloader.num_workers=1", "--training.dataloader.prefetch_factor=4", *more]
+    if TITAN03:
+        flags = ["--module=titan_mxfp8.titan03", f"--config={flavor or args.config}", f"--dump_folder={folder}"]
+        flags += [
+            *flags_of_titan03(name),
+            "--metrics.no_enable_wandb",
+            "--dataloader.num_workers=1",
+            "--dataloader.prefetch_factor=4",
+        ]
+    else:
+        flags = [f"--job.config_file={args.config}", f"--job.dump_folder={folder}", *flags_of(name)]
+        flags += [f"--model.flavor={flavor}", "--model.study_flavors"] if flavor else []
+        # Tokenizing in the training process would count as a part of each step.
+        flags += ["--training.dataloader.num_workers=1", "--training.dataloader.prefetch_factor=4"]
+        flags += ["--metrics.no-enable_wandb"]
+    flags += [f"--training.steps={steps}", "--debug.seed=0", "--metrics.log_freq=1", "--metrics.enable_tensorboard"]
+    flags += [*args.flags, *more]
     log = folder / "log"
     log.unlink(missing_ok=True)  # of an attempt that failed
     if launch(args.ngpu, [*TRAIN, *flags], log).wait():
@@ -268,6 +314,7 @@ def write(bench: Bench, args: argparse.Namespace) -> None:
     ]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     described = {"config": str(args.config), "flags": " ".join(args.flags), "processes": str(args.ngpu)}
+    described |= {"torchtitan": version("torchtitan")}
     write_results(args.out, steps, environment(device) | described)
     write_rows(args.out / "table.csv", table(bench, args.warmup, args.ngpu, args.loss_limit))
     (args.out / "layers.csv").unlink(missing_ok=True)  # of a call with other flavors

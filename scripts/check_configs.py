@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-from passes import committed_rates, step_of, step_speedup
+from passes import FSDP_COPIES, committed_rates, step_of, step_speedup
 from result_files import format_table, read_rows
 from tables import times
 
@@ -54,6 +54,16 @@ def dispatch_gains(gpu: str, model: str) -> list[float]:
     ]
 
 
+def fsdp_of(report: Report) -> str:
+    """What it does to a GPU's experts, in words."""
+    if not report.frees_weights:
+        return "none"
+    if not report.out_of_fsdp:
+        return "takes all parameters"
+    elements, spared = report.out_of_fsdp / 1e9, FSDP_COPIES * report.out_of_fsdp / 1e9
+    return f"leaves {elements:.2f} billion parameters of experts alone: {spared:.0f} GB fewer to copy in a step"
+
+
 def describe(report: Report) -> str:
     """The lines under a config's name."""
 
@@ -76,6 +86,7 @@ def describe(report: Report) -> str:
             "MMA dtype": multiplies,
             "parameters": f"{report.parameters / 1e9:.2f} billion",
             "GiB a GPU": f"{report.memory.total / GIB:.1f}{card}: {report.memory}",
+            "FSDP": fsdp_of(report),
             "FLOPs": f"{report.flops_per_token / 1e9:.1f} billion a token, {report.mxfp8_share:.0%} of them MXFP8",
             "speed-up": predicted(report),
         }.items()

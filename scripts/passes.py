@@ -12,8 +12,9 @@ and output once. Per layer: M tokens, N out features, K in features, G experts.
 
 In bf16 only the GEMMs are left. A step has these passes for each converted layer and, besides, what no format changes:
 all other FLOPs, at bf16's rate; seven times the bytes of the parameters for AdamW (parameters, gradients and two
-moments read, all but the gradients written); and twice the bytes that forward saves for backward. Left out are
-communication, waiting for the host, what is read and written in between, and with ``dispatch`` what sends tokens.
+moments read, all but the gradients written); and twice the bytes that forward saves for backward. In bf16 there are
+FSDP's copies besides, of experts that stay out of it in MXFP8 (``FSDP_COPIES``). Left out are communication, waiting
+for the host, what is read and written in between, and with ``dispatch`` what sends tokens.
 
 Of a MoE layer that dispatches its own tokens (``moe_passes``) the passes around the experts are known too. T tokens, R
 rows on this GPU, D model and H hidden features; q: what rows quantised along their features take, q': along the tokens:
@@ -53,6 +54,10 @@ if TYPE_CHECKING:
     from titan_mxfp8.tools.dry_run import Report
 
 MODELS = {(8192, 5120): "llama4", (2048, 7168): "deepseek_v3"}  # by N and K of their experts
+# Bytes that FSDP on a mesh of one rank reads and writes in a step for each element: before forward and again before
+# backward fp32 is cast to bf16, 6, and that copied, 4; of the gradient bf16 is cast to fp32, 6, divided, 8, and copied,
+# 8. On an H100 that took 4.3 ms for 277 million elements, 2.7 TB/s (a MoE layer of DeepSeek-V3 16B with EP 2).
+FSDP_COPIES = 2 * (6 + 4) + 6 + 8 + 8
 CEILINGS = {"copy": "copy", "bf16 matmul": "bf16", "FP8 matmul": "FP8"}  # rows of scripts/bench_kernels.py
 
 
@@ -203,6 +208,8 @@ class Step:
         other_flops: all other FLOPs, forward and backward; with what checkpointing computes again.
         other_bytes: what the optimizer and saved activations move.
         keeps_weight: False under FSDP.
+        keeps_experts: likewise of experts.
+        spared_bytes: what FSDP moves of experts in bf16 besides, and not in MXFP8.
         forwards: how often forward is computed.
     """
 
@@ -210,6 +217,8 @@ class Step:
     other_flops: float
     other_bytes: float
     keeps_weight: bool
+    keeps_experts: bool
+    spared_bytes: float
     forwards: int
 
 
@@ -228,6 +237,8 @@ def step_of(report: "Report") -> Step:
         other_flops=other,
         other_bytes=optimizer + 2 * report.memory.activations,
         keeps_weight=not report.frees_weights,
+        keeps_experts=not report.frees_weights or report.out_of_fsdp > 0,
+        spared_bytes=FSDP_COPIES * report.out_of_fsdp,
         forwards=report.forwards,
     )
 
@@ -236,10 +247,11 @@ def step_speedup(step: Step, gpu: str, rates: Rates) -> float:
     """How many times as fast a step is as with all of it in bf16."""
     hardware = CLUSTER_GPUS[gpu]
     other = step.other_flops / rates.ceilings["bf16"] + step.other_bytes / rates.ceilings["copy"]
-    ours = base = other
+    ours, base = other, other + step.spared_bytes / rates.ceilings["copy"]
     for recipe, layer in step.converted:
-        ours += layer_seconds(recipe, hardware, layer, rates, step.keeps_weight, step.forwards)
-        base += layer_seconds(BF16, hardware, layer, rates, step.keeps_weight, step.forwards)
+        keeps_weight = step.keeps_weight if layer.groups == 1 else step.keeps_experts
+        ours += layer_seconds(recipe, hardware, layer, rates, keeps_weight, step.forwards)
+        base += layer_seconds(BF16, hardware, layer, rates, keeps_weight, step.forwards)
     return base / ours
 
 

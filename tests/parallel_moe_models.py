@@ -7,7 +7,7 @@ Run by tests/test_plugin_moe.py and test_gpu_models.py. Prints what it measures.
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from unittest import mock
 
@@ -18,11 +18,13 @@ from problems import relative_rms
 from test_models import AC_MODES, COMPILE, tokens
 from test_plugin_moe import CONVERT, DISPATCH, RECIPE, ROWS
 from torch import nn
+from torch._dynamo.utils import counters
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
 import titan_mxfp8.plugin  # noqa: F401 - what a run's config loads
 from titan_mxfp8.modules import converted
 from titan_mxfp8.moe.collective import Collective
+from titan_mxfp8.plugin.experts import RoutedExperts
 from titan_mxfp8.plugin.moe import MXFP8MoE
 
 DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
@@ -103,10 +105,23 @@ def check_model(name: str) -> None:
         loss, gradient, _ = compare(f"{name}, symmetric, {rows}", step_of(make(*none, *flags)), expected)
         assert max(loss, gradient) <= NOISE
     if name != "gpt_oss":  # which TorchTitan does not compile
-        torch._dynamo.reset()
-        compiled = make(*AC_MODES["op"], *COMPILE, *CONTROLLED)
-        loss, gradient, _ = compare(f"{name}, compiled", step_of(compiled), expected)
-        assert loss < 1e-4 and gradient < 0.02  # measured: 0 in llama4; deepseek_v3's norms round otherwise
+        for rows in ("counted", "bounded"):
+            check_compiled(name, make(*AC_MODES["op"], *COMPILE, *CONTROLLED, f"{ROWS}={rows}"), rows, expected)
+
+
+def check_compiled(name: str, model: nn.Module, rows: str, expected: Step) -> None:
+    """Where the number of rows is known before, a whole block is one region. It is compiled for one text and runs for
+    all; eagerly where rows are counted all the same."""
+    torch._dynamo.reset()
+    counters.clear()
+    for what in ("compiled", "of another text", "again", "as if counted"):
+        with mock.patch.object(RoutedExperts, "rows", "counted") if "as if" in what else nullcontext():
+            step = run_step(model, tokens(7).to(DEVICE)) if "another" in what else step_of(model)
+        regions = counters["stats"]["unique_graphs"]
+        if "another" not in what:
+            loss, gradient, _ = compare(f"{name}, {rows}, {what}, {regions} regions", step, expected)
+            assert loss < 1e-4 and gradient < 0.02  # measured: 0 in llama4; deepseek_v3's norms round otherwise
+        assert regions == 2 if rows == "bounded" else regions > 4, "a dense and a MoE block"
 
 
 if DEVICE == "cuda":

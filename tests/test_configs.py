@@ -103,6 +103,17 @@ def test_the_memory_estimate_against_the_measured_peak() -> None:
     assert report.memory.total / GIB == pytest.approx(70.9, rel=0.05)
 
 
+def test_nothing_is_gathered_of_experts_out_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But backward gets their weights as forward has quantised them: in FP8, with a scale for 32x128."""
+    config, experts = "llama4_17bx16e_2layers_1x4", 4 * 3 * 8192 * 5120
+    out = check(config, "--cluster.gpu=H200").memory
+    monkeypatch.setattr("titan_mxfp8.plugin.experts.RoutedExperts.needs_fsdp", "a test")
+    taken = check(config, "--cluster.gpu=H200").memory
+    assert out.parameters == taken.parameters
+    assert taken.gathered - out.gathered == 2 * 2 * experts  # the output layer has the largest gradient
+    assert out.activations - taken.activations == 2 * experts * (1 + 1 / 4096)
+
+
 def test_what_lowers_the_memory() -> None:
     def activations(*flags: str) -> float:
         return check(LLAMA4, "--cluster.gpu=", *flags).memory.activations

@@ -2,21 +2,24 @@
 
 import copy
 import logging
+import math
 import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
-from models import ROOT
+from models import ROOT, build, run_step
 from problems import relative_rms
-from test_models import cpu_only
+from test_models import AC_MODES, COMPILE, Decomposed, cpu_only, tokens
 from test_plugin import GROUPED, LINEAR, parse
 from torch import nn
+from torch._dynamo.utils import counters
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.gpt_oss.model.args import GptOssModelArgs
 from torchtitan.models.gpt_oss.model.moe import GptOssMoE
@@ -24,11 +27,13 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.moe.collective import Collective
+from titan_mxfp8.moe.transport import Local
 from titan_mxfp8.ops import observe
+from titan_mxfp8.plugin import compiled
 from titan_mxfp8.plugin import moe as plugin
 from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.recipe import BF16
-from titan_mxfp8.titan.dispatch import worst_case_bytes
+from titan_mxfp8.titan.dispatch import DispatchingLayers
 from titan_mxfp8.tools.dry_run import dry_run, parse_config
 
 CONVERT, DISPATCH, ROWS = f"--model.converters={GROUPED}", f"--{GROUPED}.dispatch", f"--{GROUPED}.dispatch_rows"
@@ -194,6 +199,7 @@ def test_the_log_names_the_transport_and_the_reason(
         ours = convert(layer("llama4"))
     assert "1 MoE layer dispatches tokens itself, local: one rank has every expert; rows counted" in caplog.text
     assert ours.experts.dispatch == plugin.Dispatch(transport="auto", rows="counted")
+    assert copy.deepcopy(ours).experts.dispatch is ours.experts.dispatch, "whose rows may change"
 
     reserved = []
     transport = SimpleNamespace(reserve=reserved.append)
@@ -213,15 +219,8 @@ def test_the_log_names_the_transport_and_the_reason(
     assert reserved == [2 * 64, 2 * 64 * 2, 8 * 32]
     monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
     for ranks in (2, 8):
-        choice = ours.experts.dispatch.connect(SimpleNamespace(size=lambda: ranks), torch.device("cuda"))  # noqa: B023
+        _, choice = ours.experts.dispatch.connect(SimpleNamespace(size=lambda: ranks), torch.device("cuda"))  # noqa: B023
         assert choice == "symmetric: two ranks of one host" + "; never run on more than 2 GPUs" * (ranks > 2)
-
-    config = parse(CONVERT, f"{DISPATCH}=auto")
-    config.quantize.grouped_mm.mx.dispatch_rows = "worst_case"
-    no_peers = Collective(Mock(size=lambda: 2, rank=lambda: 0)), "collective: no peer access"
-    monkeypatch.setattr(CHOOSE, lambda *_: no_peers)
-    with pytest.raises(ValueError, match="'worst_case' needs the symmetric transport, but it is collective: no peer"):
-        GroupedMMConverter(config, None).convert(nn.ModuleDict({"moe": layer("llama4")}))
 
     def refuse(*_: object) -> None:
         raise ValueError("no peer access")
@@ -235,12 +234,9 @@ def test_the_log_names_the_transport_and_the_reason(
     "flags, message",
     [
         ([f"{DISPATCH}=deepep"], "dispatch = 'deepep': use one of off, auto, collective, symmetric"),
-        ([f"{ROWS}=all"], "dispatch_rows = 'all': use one of counted, bounded, worst_case"),
-        (
-            [f"{DISPATCH}=collective", f"{ROWS}=worst_case"],
-            "'worst_case' and dispatch = 'collective': only 'symmetric'",
-        ),
-        ([f"{DISPATCH}=off", f"{ROWS}=worst_case"], "'worst_case' and dispatch = 'off'"),
+        ([f"{ROWS}=all"], "dispatch_rows is one of counted, bounded, worst_case, or a factor .* got 'all'"),
+        ([f"{ROWS}=-1"], "dispatch_rows is one of counted, bounded, worst_case, or a factor .* got '-1'"),
+        ([f"{DISPATCH}=off", f"{ROWS}=1.25"], "dispatch_rows = '1.25' and dispatch = 'off'"),
         (
             [f"{DISPATCH}=off", f"{RECIPE}=bf16"],
             "recipe 'bf16' is the control of dispatch: without it, leave the experts out",
@@ -261,13 +257,13 @@ def test_a_transport_that_this_machine_lacks_is_refused_when_it_is_parsed(monkey
     for device, error in (("cpu", "trains on cpu"), ("cuda", None)):
         monkeypatch.setattr("titan_mxfp8.plugin.checks.training_device", lambda d=device: torch.device(d))
         monkeypatch.setattr("titan_mxfp8.plugin.checks.hardware_of", lambda _: CLUSTER_GPUS["H200"])
-        for flags in ([f"{DISPATCH}=symmetric"], [f"{DISPATCH}=auto", f"{ROWS}=worst_case"]):
-            parse("--model.converters=", *flags)
-            if error:
-                with pytest.raises(ValueError, match=error):
-                    parse(CONVERT, *flags)
-            else:
-                parse(CONVERT, *flags)
+        parse(CONVERT, f"{DISPATCH}=collective", f"{ROWS}=worst_case")
+        parse("--model.converters=", f"{DISPATCH}=symmetric")
+        if error:
+            with pytest.raises(ValueError, match=error):
+                parse(CONVERT, f"{DISPATCH}=symmetric")
+        else:
+            parse(CONVERT, f"{DISPATCH}=symmetric")
     for processes, per_host, degree, fits in ((16, 8, 4, True), (8, 8, 8, True), (16, 8, 16, False), (12, 6, 4, False)):
         monkeypatch.setenv("WORLD_SIZE", str(processes))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_host))
@@ -288,14 +284,66 @@ def test_a_degree_that_does_not_divide_the_experts_is_refused(monkeypatch: pytes
         parse(*flags)
 
 
-def test_too_little_memory_for_the_worst_case_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    # DeepSeek-V3's experts: 8 ranks of 16384 tokens, each token 8 of 32 local experts
-    needed = worst_case_bytes(tokens=16384, ranks=8, top_k=8, experts=256, dim=7168, hidden=2048, saved_layers=2)
-    assert needed == 8 * 8 * 16384 * (2 * (7168 + 224 + 4 * 2048) + 2 * 7168 + 2 * 2048)
-    assert worst_case_bytes(
-        tokens=10, ranks=8, top_k=8, experts=16, dim=64, hidden=32, saved_layers=0
-    ) == 10 * 8 * 2 * 2 * (64 + 32), "no more than 2 experts are here"
+def dispatching(rows: str | float, ranks: int = 8, once: str = "") -> DispatchingLayers:
+    """DeepSeek-V3's experts: ranks of 16384 tokens, each token 8 of 256 experts."""
+    sizes = {"count": 2, "kept": 2, "rows": 16384, "top_k": 8, "experts": 256, "dim": 7168, "hidden": 2048}
+    chosen = plugin.Dispatch(transport="auto", rows="counted" if rows == "auto" else rows)
+    return DispatchingLayers(dispatch=chosen, chooses_rows=rows == "auto", once=once, ranks=ranks, **sizes)
 
+
+def test_a_bound_grows_to_what_was_wanted_and_no_further_than_memory() -> None:
+    row = 2 * (7168 + 224 + 4 * 2048) + 2 * 7168 + 2 * 2048  # bytes
+    layers, balanced = dispatching("worst_case"), 8 * 16384
+    assert layers.bytes_needed("worst_case", 8) == 8 * balanced * row and not layers.may_overflow()
+    assert layers.bytes_needed("bounded", 8) == 1.5 * balanced * row and layers.bytes_needed("counted", 8) == 0
+    few = replace(layers, experts=16)
+    assert few.bytes_needed("worst_case", 8) == 2 * balanced * row, "no more than 2 experts are here"
+    with pytest.raises(ValueError, match=r"at least 48.4 GiB .* has 37.3 GiB: take a factor of at most 6.15, "):
+        layers.check_memory(8, 40e9)
+
+    layers = dispatching(0.25)
+    assert layers.may_overflow() and layers.dispatch.rows == "0.25"
+    layers.grow(2 * balanced, math.inf)
+    assert layers.dispatch.rows == "2.2" and layers.may_overflow()
+    layers.grow(7 * balanced + 1, math.inf)
+    assert layers.dispatch.rows == "7.701" and layers.may_overflow()
+    layers.grow(8 * balanced, math.inf)
+    assert not layers.may_overflow(), "all that could come"
+    layers = dispatching("bounded")
+    layers.grow(2 * balanced, 2 * balanced * row)
+    assert layers.dispatch.rows == "counted" and not layers.may_overflow()
+
+
+@pytest.mark.parametrize(
+    "case, rows, line",
+    [
+        ({}, "bounded", "; rows bounded"),
+        ({"ranks": 1}, "bounded", "; rows bounded"),
+        ({"transport": "collective"}, "bounded", "; rows bounded"),
+        ({"transport": "collective", "ranks": 9}, "counted", "as with a bound all 9 ranks would be sent every token"),
+        ({"once": "pipeline parallelism"}, "counted", "as with pipeline parallelism no step can run again"),
+        ({"once": "pipeline parallelism", "rows": "2"}, "counted", "as with pipeline parallelism no step can run"),
+        ({"once": "pipeline parallelism", "rows": "worst_case"}, "worst_case", "rows worst_case"),
+        ({"memory": 1e9}, "counted", "as there is too little memory for bounded ones"),
+        ({"device": "cpu"}, "counted", "; rows counted"),
+        ({"device": "cpu", "rows": 0.5}, "0.5", "; rows 0.5"),
+    ],
+)
+def test_rows_that_are_left_to_us(case: dict, rows: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, ranks = case.get("transport", "symmetric"), case.get("ranks", 8)
+    group = SimpleNamespace(size=lambda: ranks, rank=lambda: 0, group_name="ep")
+    transport = Mock(spec=Collective if name == "collective" else Local)
+    properties = SimpleNamespace(total_memory=case.get("memory", 80e9))
+    monkeypatch.setattr(CHOOSE, lambda *_: (transport, name))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
+    layers = dispatching(case.get("rows", "auto"), once=case.get("once", ""))
+    layers = replace(layers, experts=252) if ranks == 9 else layers
+    said = layers.connect(group, torch.device(case.get("device", "cuda")))
+    assert layers.dispatch.rows == rows and line in said
+
+
+def test_too_little_memory_for_the_worst_case_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(CHOOSE, lambda *_: (SimpleNamespace(reserve=lambda rows: None), "symmetric"))
     config = parse(CONVERT, f"{DISPATCH}=auto", "--training.local_batch_size=2", "--training.seq_len=4096")
@@ -384,3 +432,44 @@ def test_a_layer_compiles_without_a_graph_break(model: str) -> None:
     actual = run(torch.compile(ours, fullgraph=True, backend="aot_eager_decomp_partition"))
     for name, value in expected.items():
         assert relative_rms(actual[f"_orig_mod.{name}" if "." in name else name], value) < 1e-6, name
+
+
+@cpu_only
+@pytest.mark.parametrize("mode", ["full", "op"])
+def test_blocks_are_compiled_whole(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Each is one region, which is compiled for one text and runs for all, with the gradients of the eager one. Counts
+    of tokens, to which eager recomputation adds once more, are right."""
+    torch._dynamo.reset()
+    counters.clear()
+    with caplog.at_level(logging.INFO):
+        eager, compiled = (build("deepseek_v3", *AC_MODES[mode], CONVERT, *flags) for flags in ((), COMPILE))
+    assert "MXFP8: 1 MoE block compiled whole, each as one region" in caplog.text
+    for seed, vocabulary in enumerate((2048, 16)):
+        text = tokens(seed, vocabulary=vocabulary)
+        with Decomposed():
+            expected = run_step(eager, text)
+        step = run_step(compiled, text)
+        assert step.loss == pytest.approx(expected.loss, rel=1e-4)
+        assert max(relative_rms(step.grads[name], grad) for name, grad in expected.grads.items()) < 1e-5
+        assert counters["stats"]["unique_graphs"] == 2, "a dense and a MoE block"
+    counts = [model.layers["1"].moe.tokens_per_expert for model in (eager, compiled)]
+    assert torch.equal(counts[0], 2 * counts[1]) and counts[1].sum() == 2 * 64 * eager.layers["1"].moe.router.top_k
+    halved = [getattr(model.layers["1"], "checkpoint_impl", None) is not None for model in (eager, compiled)]
+    assert halved == [True, False]
+
+
+def test_blocks_whose_experts_fsdp_takes_are_compiled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And, as Dynamo could not follow them, those whose rows are counted."""
+    experts = convert(layer("deepseek_v3"), f"{ROWS}=bounded").experts
+    holder, moe = nn.ModuleDict({"experts": experts}), SimpleNamespace(experts=experts)
+    mesh = SimpleNamespace(size=lambda: 1)
+    dims = SimpleNamespace(ep=2, dp_replicate_enabled=False, pp_enabled=False, get_optional_mesh=lambda names: mesh)
+    config = parse(CONVERT)
+    compiled.know_what_fsdp_takes(holder, config, dims)
+    assert compiled._why_in_parts(holder, moe, True) == ""
+    config.training.enable_cpu_offload = True
+    compiled.know_what_fsdp_takes(holder, config, dims)
+    assert compiled._why_in_parts(holder, moe, True) == "FSDP takes their experts: it offloads to the CPU"
+    monkeypatch.setattr(type(experts), "rows", "counted")
+    assert "dispatch_rows = 'counted'" in compiled._why_in_parts(holder, moe, True)
+    assert compiled._why_in_parts(holder, moe, False) == "", "one rank knows how many rows it has"

@@ -92,8 +92,11 @@ def test_a_step_is_its_layers_and_what_no_format_changes() -> None:
     assert layer_seconds(recipe, H200, LAYER, rates) == pytest.approx(3 * flops / 2)
     assert layer_seconds(recipe, H200, LAYER, rates, forwards=2) == pytest.approx(4 * flops / 2)
     two = Layer(m=96, n=64, k=128, groups=3, count=2)
-    step = Step(converted=((recipe, two),), other_flops=6 * flops, other_bytes=0, keeps_weight=True, forwards=1)
+    kept = {"keeps_weight": True, "keeps_experts": True}
+    step = Step(converted=((recipe, two),), other_flops=6 * flops, other_bytes=0, spared_bytes=0, forwards=1, **kept)
     assert step_speedup(step, "H200", rates) == pytest.approx((6 + 6) / (6 + 3))
+    spared = replace(step, spared_bytes=1e30 * flops)
+    assert step_speedup(spared, "H200", rates) == pytest.approx((6 + 6 + 1) / (6 + 3))
     assert step_speedup(replace(step, converted=((BF16, two),)), "H200", rates) == 1, "the control"
 
 
@@ -145,6 +148,8 @@ def test_a_dry_run_knows_what_a_gpu_multiplies(report) -> None:
     layers = {(layer.m, layer.n, layer.k, layer.groups): layer.count for _, layer in step.converted}
     assert layers[tokens, 8192, 5120, 4] == 4 and layers[tokens, 5120, 8192, 4] == 2, "w1, w3; w2; of two layers"
     assert (tokens, 5120, 5120, 1) in layers and not step.keeps_weight
+    # FSDP's mesh of the experts has one rank
+    assert step.keeps_experts and step.spared_bytes == 42 * 2 * 3 * 4 * 8192 * 5120
     converted = sum(6 * layer.m * layer.n * layer.k * layer.count for _, layer in step.converted)
     assert step.forwards == 1
     assert converted + step.other_flops == pytest.approx(report.flops_per_token * tokens)

@@ -1008,6 +1008,12 @@ def test_bench_training_ends_with_the_cause_where_its_first_run_fails(
 def test_the_control_of_dispatch_is_that_of_converge_and_is_told_from_the_baseline(
     tmp_path: Path, launched: list[list[str]]
 ) -> None:
+    assert bench_training.flags_of("bf16+graph") == ["--model.converters=", "--training.cuda_graph=on"]
+    of_titan03 = bench_training.flags_of_titan03("both+rebase+dispatch+graph:mxfp8_2d")
+    experts = 'titan_mxfp8.titan03.experts={"recipe": "mxfp8_2d_rebased", "dispatch": "auto"}'
+    linears = 'titan_mxfp8.titan03.linears={"recipe": "mxfp8_2d_rebased"}'
+    assert of_titan03 == ["--override.imports", experts, linears, "--training.no_disable_cuda_graphs"]
+    assert bench_training.flags_of_titan03("bf16") == ["--training.disable_cuda_graphs"]
     flags = bench_training.flags_of("bf16+dispatch")
     assert flags == converge.flags_of(converge.StudyRun(recipe="bf16+dispatch", seed=0, folder=tmp_path), Path(), 0)[3:]
     config = parse_config(str(ROOT / "train_configs" / "debug_deepseek_v3.toml"), flags)  # refuses bad combinations
@@ -1225,6 +1231,30 @@ def test_bench_moe_layer_compares_before_it_times(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(bench_moe_layer.MAX_ERROR, "quantised", 1e-6)
     refused = call("bench_moe_layer", *arguments, "--out", tmp_path / "new")
     assert re.search(r"mxfp8_2d auto counted: y is off by 0.0\d+ from bf16's, more than 1e-06", refused)
+
+
+def test_bench_moe_layer_times_a_peer_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SonicMoE runs on Hopper alone: in its place stands its definition, by its signature."""
+
+    def layer(x, router, w1, b1, w2, b2, top_k: int, stream: int, activation: str) -> tuple[torch.Tensor, None, None]:
+        assert (b1, b2, stream, activation) == (None, None, 7, "swiglu")
+        logits, ids = (x @ router.T).topk(top_k)
+        gate, up = torch.einsum("td,hde->teh", x.float(), w1.float()).unflatten(2, (-1, 2)).unbind(3)
+        y = torch.einsum("teh,dhe->ted", torch.nn.functional.silu(gate) * up, w2.float())
+        scores = logits.float().softmax(1)
+        return (y.take_along_dim(ids[..., None], 1) * scores[..., None]).sum(1).to(x.dtype), None, None
+
+    monkeypatch.setitem(sys.modules, "sonicmoe", SimpleNamespace(moe_TC_softmax_topk_layer=layer))
+    monkeypatch.setattr(bench_moe_layer, "is_installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    arguments = ["--out", tmp_path, "--device", "cpu", "--tiny", "--quick", "--turns", 1, "--seconds", 0]
+    arguments += ["--peers", "sonicmoe", "--recipes", "bf16", "--layers"]
+    printed = call("bench_moe_layer", *arguments, "dsv3_16b_routed")
+    ways = {row["way"]: row for row in rows_of(tmp_path / "data.csv")}
+    assert list(ways) == ["torchtitan", "sonicmoe", "bf16 auto counted"], printed
+    errors = [float(ways["sonicmoe"][f"error_{of}"]) for of in ("y", "dx", "dw", "router")]
+    assert 0 < max(errors) < 0.03
+    assert "take" in (refused := call("bench_moe_layer", *arguments, "dsv3_16b", "--out", tmp_path / "b")), refused
 
 
 def test_kernel_times_adds_up_what_ran_on_the_gpu(tmp_path: Path) -> None:

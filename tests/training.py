@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -84,3 +85,20 @@ def descendants(pid: int) -> list[int]:
 def losses(out: Path) -> dict[int, float]:
     """Loss by step from all TensorBoard logs of a run; a step that was run again counts as the later run had it."""
     return read_tensorboard(out).get(LOSS, {})
+
+
+def check_reruns(device: str, processes: int = 2) -> None:
+    """Runs tests/parallel_rerun.py with so many processes."""
+    folders = ROOT, ROOT / "scripts", ROOT / "tests", os.environ.get("PYTHONPATH")
+    own = {"PYTHONPATH": os.pathsep.join(str(folder) for folder in folders if folder), "HF_HUB_OFFLINE": "1"}
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    result = subprocess.run(
+        [sys.executable, *launcher, str(ROOT / "tests" / "parallel_rerun.py"), device],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"} | own,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    print(result.stdout)
+    assert result.returncode == 0 and result.stdout.count("passed") == processes, result.stdout + result.stderr[-6000:]

@@ -13,14 +13,14 @@ STEPS = ("--training.steps=8", "--training.seq_len=128", "--checkpoint.enable")
 README = (Path(__file__).parent.parent.parent / "README.md").read_text()
 OVERRIDES = tuple(re.search(r"`(--override\.imports [^`]+)`", README)[1].split())
 
-HEALTH, OFF = (
+HEALTH, OFF, BOUNDED = (
     ("--override.imports", f"titan_mxfp8.titan03.experts={arguments}", OVERRIDES[2])
-    for arguments in ('{"health_every": 2}', '{"dispatch": "off"}')
+    for arguments in ('{"health_every": 2}', '{"dispatch": "off"}', '{"dispatch_rows": "bounded"}')
 )
 
 
 def start(out: Path, model: str, kind: str, *flags: str, layout: str = "1 process") -> subprocess.Popen:
-    overrides = {"bf16": (), "mxfp8": OVERRIDES, "health": HEALTH, "dispatch off": OFF}[kind]
+    overrides = {"bf16": (), "mxfp8": OVERRIDES, "health": HEALTH, "dispatch off": OFF, "bounded": BOUNDED}[kind]
     own = ("--module=titan_mxfp8.titan03", f"--config=debug_{model}", f"--dump_folder={out}")
     return start_torchtitan(out, [*overrides, *own, *flags], layout)
 
@@ -89,9 +89,22 @@ def test_layers_that_dispatch_their_own_tokens(run, tmp_path: Path, tmp_path_fac
     log = (tmp_path / "log").read_text()
     assert "MXFP8: 1 MoE layer dispatches tokens itself, collective: symmetric cannot be used" in log
     assert "; rows counted" in log
+    assert "MXFP8: the experts of 1 MoE layer stay out of FSDP: on their data-parallel mesh is one rank" in log
     health = {tag: steps for tag, steps in read_tensorboard(tmp_path).items() if tag.startswith("mx_health/")}
     assert "mx_health/activations/saturated/layers.1.moe.routed_experts.inner_experts" in health
     assert all("experts" in tag and list(steps) == [2] for tag, steps in health.items())
+
+
+def test_compiled_blocks_dispatch_their_own_tokens(run, tmp_path: Path) -> None:
+    """Whole blocks, without a graph break, which would be an error. The losses are those of counted rows, eager."""
+    _, dispatched = run("FSDP 2 + EP 2", "mxfp8")
+    flags = ("--training.steps=2", "--lr_scheduler.total_steps=8", "--training.seq_len=128")
+    flags += ("--compile.enable", "--compile.backend=aot_eager")
+    losses = train(tmp_path, "deepseek_v3", "bounded", *flags, layout="FSDP 2 + EP 2")
+    assert losses == {step: dispatched[step] for step in (1, 2)}
+    log = (tmp_path / "log").read_text()
+    assert "Compiling each TransformerBlock" in log
+    assert "; rows bounded" in log and "TorchTitan dispatches" not in log
 
 
 def test_a_killed_run_goes_on_from_its_checkpoint(run, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,7 +158,8 @@ def test_an_unknown_recipe_raises_before_the_model_is_built() -> None:
         (EXPERTS, {"fqns": 3}, "fqns = 3: it must be a list of strings"),
         (EXPERTS, {"recipe": 8}, "recipe = 8: it must be a string"),
         (LINEARS, {"dispatch": "off"}, "linears has no dispatch: its fields are"),
-        (EXPERTS, {"dispatch": "collective", "dispatch_rows": "worst_case"}, "only 'symmetric'"),
+        (EXPERTS, {"dispatch_rows": "all"}, "dispatch_rows is one of counted, bounded, worst_case, or a factor"),
+        (EXPERTS, {"dispatch": "off", "dispatch_rows": 1.25}, "dispatch_rows = 1.25 and dispatch = 'off'"),
         (LINEARS, {"hopper_rebase_report": -1}, "hopper_rebase_report is a number of steps"),
         (LINEARS, {"recipe": "mxfp8_2d", "hopper_rebase_report": 1}, "it takes a recipe that is rebased"),
         (
@@ -243,13 +244,24 @@ def test_attention_on_cpus(window: tuple[int, int], shared: int) -> None:
     torch.testing.assert_close(sums, scores.masked_fill(~mask, -torch.inf).logsumexp(-1))
 
 
-def test_in_compiled_blocks_torchtitan_dispatches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among several ranks; Dynamo does not follow what lands here."""
-    layer = build(config("deepseek_v3", (EXPERTS, {"dispatch": "auto"}))).layers["1"].moe.routed_experts
-    layer.token_dispatcher.ep_mesh = object()
+@pytest.mark.parametrize("rows", ["counted", "bounded"])
+def test_in_compiled_blocks_torchtitan_dispatches_if_rows_are_counted(
+    rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among several ranks; Dynamo does not follow how many land here."""
+    layer = build(config("deepseek_v3", (EXPERTS, {"dispatch_rows": rows}))).layers["1"].moe.routed_experts
+    layer.token_dispatcher.ep_mesh = SimpleNamespace(get_group=lambda: "group")
+    calls = []
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(RoutedExperts, "forward", lambda *_: "TorchTitan's")
-    assert MXFP8RoutedExperts.forward(layer, *[None] * 4) == "TorchTitan's"
+    monkeypatch.setattr(RoutedExperts, "forward", lambda *_: calls.append("TorchTitan's"))
+    monkeypatch.setattr(type(layer.inner_experts), "mxfp8_moe", lambda _, x, *rest: calls.append(rest) or x)
+    layer.inner_experts.to_empty(device="cpu")
+    layer.mxfp8_layers = replace(layer.mxfp8_layers, rows=640)
+    MXFP8RoutedExperts.forward(layer, *[torch.zeros(1, 4, 4)] * 3, None)
+    if rows == "counted":
+        assert calls == ["TorchTitan's"]
+    else:
+        assert calls[0][3:] == ("group", ("auto", "bounded", 640, None))
 
 
 @pytest.mark.parametrize("way", ["override", "converter"])
@@ -272,7 +284,7 @@ def test_room_and_memory_are_those_of_the_config(way: str, monkeypatch: pytest.M
     )
     monkeypatch.setattr(moe.utils, "get_local_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(RoutedExperts, "parallelize", lambda *_: None)
-    two_ranks = SimpleNamespace(size=lambda: 2)
+    two_ranks = SimpleNamespace(size=lambda: 2, group_name="ep")
     layer.token_dispatcher.ep_mesh = SimpleNamespace(get_group=lambda: two_ranks)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
     top_k, here = layer.token_dispatcher.top_k, layer.inner_experts.num_experts // 2
@@ -288,7 +300,7 @@ def test_room_and_memory_are_those_of_the_config(way: str, monkeypatch: pytest.M
     assert reserved == [3 * 128] * 2
     changed.compile.enable = True
     with trainer_config(changed):
-        assert build(changed).layers["1"].moe.routed_experts.mxfp8_layers.rows is None
+        assert build(changed).layers["1"].moe.routed_experts.mxfp8_layers.rows == 3 * 128
     assert build(changed).layers["1"].moe.routed_experts.mxfp8_layers.rows is None, "no trainer"
 
 

@@ -46,6 +46,7 @@ class ConvertedModule:
     mxfp8: MXConfig
     mxfp8_fqn: str  # not in MXConfig, which the classes of all layers share
     probe: torch.Tensor | None = None  # of ops.observe
+    needs_fsdp = "a class that may take weights in bf16 only"  # or why else; empty: fp32 parameters will do
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

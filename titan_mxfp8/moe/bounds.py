@@ -71,8 +71,8 @@ def _ratio(factor: float) -> tuple[int, int]:
 class WantedRows:
     """How many rows the fullest rank of a group wanted, for each bound of its layers. Every rank knows it.
 
-    Kernels write it, a CUDA graph's too, and the host reads it without waiting. Who looks for himself with ``read``,
-    before gradients are used, and computes again what was incomplete, takes ``raises`` off.
+    Kernels write it, a CUDA graph's too, and the host reads it without waiting. Who looks for himself, before gradients
+    are used, and computes again what was incomplete, takes ``raises`` off: then nothing is read unless he asks.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class WantedRows:
     def watch(self, capacity: int) -> None:
         """Starts reading what was wanted, unless a read is under way: later ones will see it too."""
         most = self._most[capacity]
-        if capacity in self._reads or (most.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not self.raises or capacity in self._reads or (most.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         if not most.is_cuda:
             self._reads[capacity] = most, None
@@ -121,6 +121,10 @@ class WantedRows:
     def read(self) -> dict[int, int]:
         """The bounds and the most rows that were wanted since ``reset``. Waits for the GPU."""
         return {capacity: int(most) for capacity, most in self._most.items()}
+
+    def most(self) -> tuple[list[int], Tensor]:
+        """The bounds, and a copy of the numbers on the device: int32, as many."""
+        return list(self._most), torch.cat([*self._most.values()] or [torch.empty(0, dtype=torch.int32)])
 
     def reset(self) -> None:
         """Forgets what was wanted."""

@@ -47,6 +47,11 @@ def recording() -> Iterator[None]:
         _recording = outer
 
 
+def is_recording() -> bool:
+    """Whether this is within ``recording()``."""
+    return _recording
+
+
 def make_probe(device: torch.device) -> torch.Tensor:
     """A probe, (kinds, counts) in fp64: its ``grad`` holds the counts."""
     return torch.zeros(len(KINDS), COUNTS, dtype=torch.float64, device=device, requires_grad=True)

@@ -8,7 +8,7 @@ A config that sets ``model.study_flavors`` adds small flavors to the tables of f
 """
 
 from titan_mxfp8 import workarounds
-from titan_mxfp8.plugin import checks, converters, moe, wandb_run
+from titan_mxfp8.plugin import checks, compiled, converters, cuda_graph, moe, wandb_run
 from titan_mxfp8.plugin.job_config import JobConfig
 from titan_mxfp8.titan import telemetry
 
@@ -18,6 +18,11 @@ converters.register()
 converters.save_gemm_outputs()
 checks.validate_and_check()
 moe.shard_weights_only()
+cuda_graph.capture_steps()
+cuda_graph.destroy_graphs()
+moe.leave_experts_out_of_fsdp()
+compiled.compile_whole_blocks()
 telemetry.log_what_was_recorded()
 workarounds.install()
 wandb_run.name_and_start()
+moe.run_steps_again()

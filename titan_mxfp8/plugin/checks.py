@@ -20,8 +20,9 @@ from titan_mxfp8.arguments import check_types
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.modules import as_list, training_device
 from titan_mxfp8.plugin.check_files import check_files
+from titan_mxfp8.plugin.cuda_graph import check_cuda_graph
 from titan_mxfp8.plugin.flavors import register_flavors
-from titan_mxfp8.plugin.job_config import MXGroupedMM, converter_configs, has_our_fields, recipe_of
+from titan_mxfp8.plugin.job_config import converter_configs, has_our_fields, recipe_of
 from titan_mxfp8.plugin.refusal import in_one_line
 from titan_mxfp8.plugin.wandb_run import fill_git_commit
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
@@ -35,7 +36,8 @@ logger = logging.getLogger(__name__)
 FSDP_WITH_EP = ("llama4", "deepseek_v3", "gpt_oss")
 
 
-NUMBER_AS_STRING = ("activation_checkpoint.selective_ac_option",)  # TOML may have a number
+# TOML may have a number
+NUMBER_AS_STRING = ("activation_checkpoint.selective_ac_option", f"{GROUPED_MM}.dispatch_rows")
 
 
 def check_job_config(job_config: JobConfig) -> None:
@@ -74,6 +76,7 @@ def check_job_config(job_config: JobConfig) -> None:
     _check_health(job_config)
     _check_activation_checkpointing(job_config)
     _check_compile(job_config)
+    check_cuda_graph(job_config)
     workarounds.apply("hide_grouped_mm_warning", GROUPED_MM in converters)
     experts.fqns, linears.filter_fqns = as_list(experts.fqns), as_list(linears.filter_fqns)
 
@@ -91,6 +94,7 @@ def check_dispatch(job_config: JobConfig) -> None:
     """Raises ValueError if ``dispatch`` and ``dispatch_rows`` have unknown values or contradict each other, or where
     recipe ``bf16``, the control of the dispatch, is asked of anything else."""
     experts, linears = job_config.quantize.grouped_mm.mx, job_config.quantize.linear.mx
+    experts.dispatch_rows = f"{experts.dispatch_rows}"  # TOML may have a number
     with errors_in(GROUPED_MM):
         dispatch = dispatch_of(experts.dispatch, experts.dispatch_rows)
         if GROUPED_MM in job_config.model.converters:
@@ -104,14 +108,13 @@ def check_transport(job_config: JobConfig) -> None:
     """Raises ValueError if this machine cannot have the transport that ``dispatch`` names, as far as known before there
     is a process group."""
     config = job_config.quantize.grouped_mm.mx
-    if GROUPED_MM not in job_config.model.converters or not needs_symmetric(config):
+    if GROUPED_MM not in job_config.model.converters or config.dispatch != "symmetric":
         return
     device = training_device()
     if device.type != "cuda":
         raise ValueError(
-            f"[{GROUPED_MM}] dispatch = {config.dispatch!r} with dispatch_rows = {config.dispatch_rows!r} needs GPUs "
-            f"that read each other's memory, and this run trains on {device.type}: set dispatch = 'collective' and "
-            "dispatch_rows = 'counted'"
+            f"[{GROUPED_MM}] dispatch = {config.dispatch!r} needs GPUs that read each other's memory, and this run "
+            f"trains on {device.type}: set dispatch = 'collective'"
         )
     processes, per_host = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     check_hosts(job_config, processes, per_host)
@@ -205,18 +208,12 @@ def check_hosts(job_config: JobConfig, processes: int, per_host: int) -> None:
     """Raises ValueError if ``symmetric`` is asked for and expert parallelism, whose ranks are consecutive ones, takes
     ranks of several hosts, of ``per_host`` processes each."""
     config, degree = job_config.quantize.grouped_mm.mx, job_config.parallelism.expert_parallel_degree
-    if needs_symmetric(config) and processes > per_host and per_host % degree:
+    if config.dispatch == "symmetric" and processes > per_host and per_host % degree:
         raise ValueError(
-            f"[{GROUPED_MM}] dispatch = {config.dispatch!r} with dispatch_rows = {config.dispatch_rows!r} needs all "
-            f"ranks of expert parallelism on one host, and expert_parallel_degree {degree} does not divide the "
-            f"{per_host} processes of a host: choose one that does, or dispatch = 'collective' and dispatch_rows = "
-            "'counted'"
+            f"[{GROUPED_MM}] dispatch = {config.dispatch!r} needs all ranks of expert parallelism on one host, and "
+            f"expert_parallel_degree {degree} does not divide the {per_host} processes of a host: choose one that "
+            "does, or dispatch = 'collective'"
         )
-
-
-def needs_symmetric(config: MXGroupedMM) -> bool:
-    """Whether no other transport will do."""
-    return config.dispatch == "symmetric" or (config.dispatch != "off" and config.dispatch_rows == "worst_case")
 
 
 def check_checkpoint(job_config: JobConfig, dims: ParallelDims) -> None:

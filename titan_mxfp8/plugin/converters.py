@@ -18,7 +18,7 @@ from torchtitan.protocols import model_converter
 
 import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
 from titan_mxfp8 import modules, workarounds
-from titan_mxfp8.plugin import moe
+from titan_mxfp8.plugin import compiled, moe
 from titan_mxfp8.plugin.checks import check_converters
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 from titan_mxfp8.plugin.job_config import converter_configs
@@ -64,6 +64,10 @@ class GroupedMMConverter(_Converter):
     def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
         converted = modules.convert_experts(model, fqns=self.config.fqns, **options)
         moe.dispatch_tokens(model, converted, self.job_config, self.parallel_dims)
+        if self.job_config.fault_tolerance.enable:  # TorchFT reduces gradients in a hook of FSDP
+            for name in converted:
+                model.get_submodule(name).needs_fsdp = "fault_tolerance.enable"
+        compiled.know_what_fsdp_takes(model, self.job_config, self.parallel_dims)
         return converted
 
 

@@ -12,6 +12,7 @@ from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, ScaleBiasF
 from torchtitan.models.moe.moe import GroupedExperts
 
 from titan_mxfp8.modules import ConvertedModule, Dispatch, interleaved
+from titan_mxfp8.moe import Rows
 from titan_mxfp8.moe.layer import Dispatched
 from titan_mxfp8.ops.experts import Weights
 
@@ -31,9 +32,15 @@ class Routing:
 
 
 class RoutedExperts(ConvertedModule):
-    """Mixed into both classes. ``dispatch`` is None where TorchTitan dispatches."""
+    """Mixed into both classes. ``dispatch`` is None where TorchTitan dispatches.
+
+    Attributes:
+        most_tokens: that any rank has in a forward; None: as many as in the first.
+    """
 
     dispatch: Dispatch | None = None
+    most_tokens: int | None = None
+    needs_fsdp = ""
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor | Routing) -> torch.Tensor:
         """``x`` (M, D) sorted by expert and the number of tokens of each: rows past the last expert's give zeros. Or
@@ -43,9 +50,18 @@ class RoutedExperts(ConvertedModule):
         if is_sorted:
             offs = torch.cumsum(tokens, dim=0, dtype=torch.int32)
             return self.mxfp8_experts(x.bfloat16(), weights, offs, limit).type_as(x)
-        options = Dispatched(self.dispatch.transport, self.dispatch.rows, None, limit)
+        options = Dispatched(self.dispatch.transport, self.rows, self.most_tokens, limit)
         group = expert_parallel_group(next(self.parameters()))
         return self.mxfp8_moe(x, tokens.scores, tokens.expert_ids, weights, group, options, tokens.scores_first)
+
+    @property
+    def rows(self) -> Rows:
+        """Of ``mxfp8_moe``, in a call now: counted in a validation, of which nobody runs a batch again."""
+        return self.dispatch.rows if self.training else "counted"
+
+    def waits(self) -> bool:
+        """Whether the host waits in a call now for the number of rows that come."""
+        return self.rows == "counted" and expert_parallel_group(next(self.parameters())) is not None
 
 
 class MXFP8GroupedExperts(RoutedExperts, GroupedExperts):

@@ -1,6 +1,6 @@
-"""Flavors for studies, added where a config sets ``model.study_flavors``: TorchTitan's own models cut to two layers or
-four, and two small MoEs for convergence studies. TorchTitan has no setting for the number of layers: a layer count is a
-flavor."""
+"""Flavors for studies, added where a config sets ``model.study_flavors``: TorchTitan's own models cut to two, four or
+seven layers, and two small MoEs for convergence studies. TorchTitan has no setting for the number of layers: a layer
+count is a flavor."""
 
 import copy
 import dataclasses
@@ -28,8 +28,12 @@ TWO_LAYER_FLAVORS: tuple[tuple[dict[str, Any], str, dict[str, int]], ...] = (
     (gptoss_configs, "20b", {}),
     (llama3_args, "debugmodel", {}),
 )
-# What four layers take longer than two is the time of two MoE layers, without embedding, output and loss.
-FOUR_LAYER_FLAVORS: tuple[tuple[dict[str, Any], str], ...] = ((llama4_args, "17bx16e"), (deepseekv3_args, "16B"))
+# What more layers take longer is the time of MoE layers alone, without embedding, output and loss.
+LONGER_FLAVORS: tuple[tuple[dict[str, Any], str, tuple[int, ...]], ...] = (
+    (llama4_args, "17bx16e", (4,)),
+    (deepseekv3_args, "16B", (4, 7)),
+    (qwen3_args, "30B-A3B", (4, 7)),
+)
 
 # A Llama4-style MoE of 111M parameters, 45M of them active, small enough for many runs of thousands of steps. 8 layers,
 # every second one with 8 routed experts of 512 -> 1536 -> 512 and a shared one.
@@ -69,14 +73,15 @@ _registered: list[Any] = []
 
 
 def register_flavors() -> None:
-    """Adds to TorchTitan's tables `<flavor>_2layers` and `<flavor>_4layers` for the flavors above, and both small MoEs.
+    """Adds to TorchTitan's tables `<flavor>_<n>layers` for the flavors above, and both small MoEs.
 
     Safe to call again.
     """
     for table, flavor, changes in TWO_LAYER_FLAVORS:
         _register(table, f"{flavor}_2layers", _cut(table[flavor], 2, **changes))
-    for table, flavor in FOUR_LAYER_FLAVORS:
-        _register(table, f"{flavor}_4layers", _cut(table[flavor], 4))
+    for table, flavor, counts in LONGER_FLAVORS:
+        for count in counts:
+            _register(table, f"{flavor}_{count}layers", _cut(table[flavor], count))
     _register(llama4_args, "moe_100m", copy.deepcopy(MOE_100M))
     _register(deepseekv3_args, "moe_320m", copy.deepcopy(MOE_320M))
 

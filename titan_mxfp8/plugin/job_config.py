@@ -107,11 +107,13 @@ class MXGroupedMM:
     gradient takes tokens that were not quantised. Parameters and checkpoints are the same in all.
     """)
 
-    dispatch_rows: str = option("counted")("""
-    Rows of the buffers that receive tokens, where dispatch is not off. counted: as many as are received, read on the
-    host once per layer. bounded: 1.5 times those of balanced experts, so that the host never waits; a layer that
-    receives more ends the run with an error. worst_case: as many as ever could come; needs symmetric, and far more
-    memory.
+    dispatch_rows: str = option("auto")("""
+    For how many rows a MoE layer has memory where they are received, if dispatch is not off. A factor of those of
+    balanced experts, such as 1.25; bounded, which is 1.5: the host waits in no layer, and a step in which a layer of
+    any rank gets more runs again with a larger factor, which stays, before its gradients are used. worst_case: for all
+    that ever could come. counted: for as many as come, which the host waits for in each layer. auto: bounded on GPUs,
+    counted on CPUs, in pipelines, with early_step_in_backward, where the collective transport has more ranks than
+    tokens have experts, and where memory is too small. Validation counts rows.
     """)
 
     requantize_input: bool = option(False)("""
@@ -142,6 +144,17 @@ class Quantize:
     exponents. 0: never. Of an operand with more than 16.8 million elements as many are measured, evenly spaced. These
     are of exact MXFP8; of rebased recipes the share of elements that rebasing changed is logged too, and of tokens and
     gradients that dispatch sends, what quantising the rows that arrived once more, along the tokens, changed.
+    """)
+
+
+@documented
+@dataclass
+class Training:
+    cuda_graph: str = option("off")("""
+    Whether forward, loss and backward of a microbatch are one CUDA graph, which the host launches at once: off; on,
+    which is an error where that cannot be; auto, on where it can be, else off with a log line that says why. It needs
+    NVIDIA GPUs, and with expert parallelism a dispatch with dispatch_rows other than counted. The first 3 microbatches
+    run eagerly, and so do steps that quantize.health_every measures. Validation takes its memory beside the graph's.
     """)
 
 
@@ -186,6 +199,7 @@ class Cluster:
 class JobConfig:
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
+    training: Training = field(default_factory=Training)
     quantize: Quantize = field(default_factory=Quantize)
     cluster: Cluster = field(default_factory=Cluster)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, distribute_module
+from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.dual_pipe_v import get_dual_pipe_v_flag
@@ -24,11 +25,22 @@ from torchtitan.models.moe.moe import MoE
 from titan_mxfp8.modules import Dispatch, training_device
 from titan_mxfp8.plugin.experts import RoutedExperts, Routing
 from titan_mxfp8.plugin.job_config import recipe_of
-from titan_mxfp8.recipe import GROUPED_MM
-from titan_mxfp8.titan.dispatch import DispatchingLayers, choose_layers, dispatch_of, kept_layers, most_tokens
+from titan_mxfp8.recipe import AUTO, GROUPED_MM
+from titan_mxfp8.titan.dispatch import (
+    LAYERS,
+    DispatchingLayers,
+    choose_layers,
+    dispatch_of,
+    kept_layers,
+    most_tokens,
+)
+from titan_mxfp8.titan.fsdp import shard_without_experts
+from titan_mxfp8.titan.rerun import watch_steps
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
+
+_MODELS = "llama4", "deepseek_v3", "qwen3", "gpt_oss"
 
 
 class MXFP8MoE(MoE):
@@ -80,10 +92,13 @@ def dispatch_tokens(
         return []
     layers = [model.get_submodule(name) for name in names]
     group = None if dims is None or dims.ep == 1 else dims.get_mesh("ep").get_group()
-    line = dispatching_layers(layers, dispatch, job_config).connect(group, _device(), f"[{GROUPED_MM}] ")
+    sizes = dispatching_layers(layers, dispatch, job_config)
+    line = sizes.connect(group, _device(), f"[{GROUPED_MM}] ")
+    setattr(model, LAYERS, sizes)
     for layer in layers:
         layer.__class__ = MOE_CLASSES[type(layer)]
         layer.experts.dispatch = dispatch
+        layer.experts.most_tokens = _most_tokens(job_config)
     logger.info(line)
     return names
 
@@ -92,18 +107,32 @@ def dispatching_layers(layers: list[MoE], dispatch: Dispatch, job_config: JobCon
     """What these layers of a model need. Where scores come first, each of a token's slots is a row of its own."""
     moe, parallelism = layers[0], job_config.parallelism
     _, dim, hidden = moe.experts.get_parameter("mlp2_weight" if isinstance(moe, GptOssMoE) else "w2").shape
-    validation = job_config.validation if job_config.validation.enable else None
     slots = moe.router.top_k if moe.score_before_experts else 1
     return DispatchingLayers(
         dispatch=dispatch,
+        chooses_rows=job_config.quantize.grouped_mm.mx.dispatch_rows == AUTO,
+        once=_why_once(job_config),
         count=len(layers),
         kept=kept_layers(len(layers), parallelism, job_config.activation_checkpoint.mode != "none"),
-        rows=most_tokens(job_config.training, parallelism, validation) * slots,
+        rows=_most_tokens(job_config) * slots,
         top_k=moe.router.top_k // slots,
         experts=moe.experts.num_experts,
         dim=dim,
         hidden=hidden,
     )
+
+
+def _why_once(job_config: JobConfig) -> str:
+    """Why a step of a run cannot run again, in words; nothing where it can."""
+    if job_config.parallelism.pipeline_parallel_degree > 1:
+        return "pipeline parallelism"
+    return "early_step_in_backward" if job_config.optimizer.early_step_in_backward else ""
+
+
+def _most_tokens(job_config: JobConfig) -> int:
+    """The most tokens that a rank has in one forward."""
+    validation = job_config.validation if job_config.validation.enable else None
+    return most_tokens(job_config.training, job_config.parallelism, validation)
 
 
 def _not_for_run(job_config: JobConfig, dims: ParallelDims | None) -> str:
@@ -132,9 +161,24 @@ def _device() -> torch.device:
     return device if device.type == "cpu" else torch.device(device.type, torch.accelerator.current_device_index())
 
 
+@around("torchtitan.components.checkpoint.CheckpointManager.__init__")
+def run_steps_again(init: Any, manager: CheckpointManager, *args: Any, **kwargs: Any) -> None:
+    """Has the steps of a trainer run again where rows did not fit. It gives itself to its checkpoint manager once it
+    has its model, whatever its class: TorchTitan's own is in ``__main__``."""
+    init(manager, *args, **kwargs)
+    if "train_state" in kwargs.get("states", {}):
+        watch_steps(kwargs["states"]["train_state"])
+
+
 @around("torchtitan.distributed.expert_parallel.ExpertParallel._apply")
 def shard_weights_only(apply: Any, parallel: ExpertParallel, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
     """Has expert parallelism shard the weights of layers that dispatch their own tokens, and no more."""
     if getattr(module, "dispatch", None) is None:
         return apply(parallel, module, device_mesh)
     return distribute_module(module, device_mesh, parallel._partition_fn)
+
+
+@around(*(f"torchtitan.models.{name}.infra.parallelize.apply_fsdp" for name in _MODELS))
+def leave_experts_out_of_fsdp(apply_fsdp: Any, *args: Any, **kwargs: Any) -> None:
+    """Has FSDP leave experts alone that it would not shard."""
+    shard_without_experts(apply_fsdp, *args, **kwargs)

@@ -1,6 +1,7 @@
 """MoE layers that dispatch their own tokens, by ``mxfp8_moe``: which do, over which transport, with how much memory."""
 
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,29 +11,35 @@ import torch.distributed as dist
 
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.modules import Dispatch
-from titan_mxfp8.moe import TRANSPORTS
-from titan_mxfp8.recipe import BF16, Recipe
+from titan_mxfp8.moe import TRANSPORTS, choose
+from titan_mxfp8.moe.bounds import WantedRows, bound, factor_of
+from titan_mxfp8.moe.collective import Collective
+from titan_mxfp8.recipe import AUTO, BF16, Recipe
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+LAYERS = "mxfp8_layers"  # the attribute of a model that has its ``DispatchingLayers``
+MARGIN = 1.1  # times the rows that were wanted: what a bound grows to
 
 
-def dispatch_of(transport: str, rows: str) -> Dispatch | None:
+def dispatch_of(transport: str, rows: str | float) -> Dispatch | None:
     """The fields ``dispatch`` and ``dispatch_rows`` of a config; None where TorchTitan dispatches.
 
+    With ``dispatch_rows = "auto"`` rows are counted until ``DispatchingLayers.connect`` chooses.
+
     Raises:
-        ValueError: an unknown name, or fields that contradict each other.
+        ValueError: an unknown name, no factor, or fields that contradict each other.
     """
     if transport not in ("off", *TRANSPORTS):
         raise ValueError(f"dispatch = {transport!r}: use one of off, {', '.join(TRANSPORTS)}")
-    dispatch = Dispatch(transport="auto" if transport == "off" else transport, rows=rows)
-    if rows == "worst_case" and transport in ("off", "collective"):
-        raise ValueError(
-            f"dispatch_rows = 'worst_case' and dispatch = {transport!r}: only 'symmetric' (or 'auto', where it takes "
-            "that) works without a number of rows that the host has read"
-        )
-    return None if transport == "off" else dispatch
+    if rows != AUTO:
+        factor = factor_of(rows, "dispatch_rows")
+        if transport == "off" and factor is not None:
+            raise ValueError(f"dispatch_rows = {rows!r} and dispatch = 'off': TorchTitan's own dispatch counts rows")
+    if transport == "off":
+        return None
+    return Dispatch(transport=transport, rows="counted" if rows == AUTO else rows)
 
 
 def choose_layers(dispatch: Dispatch, recipe: Recipe, reasons: Iterable[tuple[str, str]]) -> list[str]:
@@ -65,20 +72,26 @@ def choose_layers(dispatch: Dispatch, recipe: Recipe, reasons: Iterable[tuple[st
     return chosen
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class DispatchingLayers:
     """The MoE layers of a model that dispatch their own tokens.
 
     Attributes:
         dispatch: how.
+        chooses_rows: whether ``connect`` chooses its rows (``dispatch_rows = "auto"``).
+        once: why a step cannot run again, in words; empty where it can.
         count: layers of the model.
         kept: layers of a rank that keep their rows for backward, at least.
         rows: the most that a rank sends in one forward; None: not known.
         top_k: copies of a row that are received, at most.
         experts, dim, hidden: of a layer; all of its experts.
+        group: the name of the process group that ``connect`` was called with; empty: this process alone.
+        ranks: its size.
     """
 
     dispatch: Dispatch
+    chooses_rows: bool
+    once: str
     count: int
     kept: int
     rows: int | None
@@ -86,49 +99,111 @@ class DispatchingLayers:
     experts: int
     dim: int
     hidden: int
+    group: str = ""
+    ranks: int = 1
+
+    def __deepcopy__(self, memo: dict) -> "DispatchingLayers":
+        return self
 
     def connect(self, group: dist.ProcessGroup | None, device: torch.device, where: str = "MXFP8: ") -> str:
-        """Chooses the transport, called by every rank at once before anything is trained. Returns the log line.
+        """Chooses the transport, and the rows if that is left to it. Called by every rank at once before anything is
+        trained. Returns the log line.
 
         Args:
             group: the ranks of expert parallelism; None: one.
             where: what an error begins with.
 
         Raises:
-            ValueError: a transport that cannot be, or too little memory for ``worst_case``.
+            ValueError: a transport that cannot be, or too little memory for the rows.
         """
-        rows, transport = self.dispatch.rows, self.dispatch.transport
         try:
-            choice = self.dispatch.connect(group, device, self.rows)
+            transport, choice = self.dispatch.connect(group, device, self.rows)
         except ValueError as error:
-            raise ValueError(f"{where}dispatch = {transport!r}: {error}") from error
-        if rows == "worst_case" and device.type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
-            self.check_memory(1 if group is None else group.size(), total, where)
+            raise ValueError(f"{where}dispatch = {self.dispatch.transport!r}: {error}") from error
+        if group is not None:
+            self.group, self.ranks = group.group_name, group.size()
+        total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
+        reason = self._why_counted(isinstance(transport, Collective), device, total)
+        if self.chooses_rows:
+            self.dispatch.rows = "counted" if reason or device.type == "cpu" else "bounded"
+        elif self.once and self.may_overflow():
+            self.dispatch.rows = "counted"
+        else:
+            reason = ""
+        self.check_memory(self.ranks, total, where)
         who = "1 MoE layer dispatches tokens itself"
         if self.count > 1:
             who = f"{self.count} MoE layers dispatch tokens themselves"
-        return f"MXFP8: {who}, {choice}; rows {rows}"
+        return f"MXFP8: {who}, {choice}; rows {self.dispatch.rows}{f', as {reason}' * bool(reason)}"
+
+    def _why_counted(self, is_collective: bool, device: torch.device, available: float) -> str:
+        """Why rows are counted if that is left to us, in words; nothing where they need not be."""
+        if self.rows is None or device.type == "cpu":
+            return ""
+        if self.once:
+            return f"with {self.once} no step can run again"
+        if is_collective and self.ranks > self.top_k:
+            return f"with a bound all {self.ranks} ranks would be sent every token, whose experts are on {self.top_k}"
+        if self.bytes_needed("bounded", self.ranks) > available:
+            return "there is too little memory for bounded ones"
+        return ""
+
+    def may_overflow(self) -> bool:
+        """Whether more rows may be wanted than there is memory for."""
+        factor = factor_of(self.dispatch.rows)
+        return factor is not None and (
+            self.rows is None or self._bound(factor, self.ranks) < self._bound(math.inf, self.ranks)
+        )
+
+    def wanted(self, device: torch.device) -> WantedRows:
+        """What the layers wanted."""
+        group = dist.distributed_c10d._resolve_process_group(self.group) if self.group else None
+        return choose(self.dispatch.transport, group, device)[0].shared.wanted
+
+    def share(self, wanted: float) -> float:
+        """So many rows, in those of balanced experts."""
+        return wanted / (self.rows * self.top_k)
+
+    def largest_share(self, device: torch.device) -> float:
+        """The most rows that any rank wanted since the last call, in those of balanced experts; 0 where nobody counts.
+        Called by all ranks, which wait for their GPUs."""
+        if self.rows is None or factor_of(self.dispatch.rows) is None:
+            return 0
+        rows = self.wanted(device)
+        most = torch.tensor(max(rows.read().values(), default=0), device=device)
+        rows.reset()
+        if dist.is_initialized():
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+        return self.share(int(most))
+
+    def grow(self, wanted: int, available: float) -> None:
+        """Makes the bound that of so many rows, and a margin; or counts them from now on, where ``available`` bytes are
+        too few for it."""
+        grown = f"{math.ceil(1000 * MARGIN * self.share(wanted)) / 1000}"
+        self.dispatch.rows = grown if self.bytes_needed(grown, self.ranks) <= available else "counted"
+
+    def bytes_needed(self, rows: str, ranks: int) -> int:
+        """Bytes on one GPU that layers with such ``dispatch_rows`` need at least; 0 where that is not known before."""
+        factor = factor_of(rows)
+        if factor is None or self.rows is None:
+            return 0
+        return self._bound(factor, ranks) * bytes_of_row(self.dim, self.hidden, self.kept)
 
     def check_memory(self, ranks: int, available: float, where: str = "MXFP8: ") -> None:
-        """Raises ValueError if a GPU has fewer bytes than ``worst_case`` needs at least."""
-        if self.rows is None:
+        """Raises ValueError if a GPU has fewer bytes than the rows need at least."""
+        needed = self.bytes_needed(self.dispatch.rows, ranks)
+        if needed <= available:
             return
-        needed = worst_case_bytes(
-            tokens=self.rows,
-            ranks=ranks,
-            top_k=self.top_k,
-            experts=self.experts,
-            dim=self.dim,
-            hidden=self.hidden,
-            saved_layers=self.kept,
+        rows = available / bytes_of_row(self.dim, self.hidden, self.kept)
+        smaller = f"a factor of at most {math.floor(100 * self.share(rows)) / 100}, "
+        raise ValueError(
+            f"{where}dispatch_rows = {self.dispatch.rows!r} needs at least {needed / GIB:.1f} GiB of each GPU, which "
+            f"has {available / GIB:.1f} GiB: take {smaller}'counted', fewer tokens (local_batch_size, seq_len), a "
+            f"lower expert_parallel_degree{', or full activation checkpointing' * (self.kept > 1)}"
         )
-        if needed > available:
-            raise ValueError(
-                f"{where}dispatch_rows = 'worst_case' needs at least {needed / GIB:.1f} GiB of each GPU, which has "
-                f"{available / GIB:.1f} GiB: take 'counted', fewer tokens (local_batch_size, seq_len), a lower "
-                f"expert_parallel_degree{', or full activation checkpointing' * (self.kept > 1)}"
-            )
+
+    def _bound(self, factor: float, ranks: int) -> int:
+        return bound(factor, self.rows, self.top_k, ranks, self.experts // ranks)
 
 
 def most_tokens(training: Any, parallelism: Any, validation: Any = None) -> int:
@@ -152,16 +227,10 @@ def kept_layers(layers: int, parallelism: Any, checkpointing: bool) -> int:
     return 1 if checkpointing else ceil_div(layers, parallelism.pipeline_parallel_degree)
 
 
-def worst_case_bytes(
-    *, tokens: int, ranks: int, top_k: int, experts: int, dim: int, hidden: int, saved_layers: int
-) -> int:
-    """Bytes on one GPU that layers with ``dispatch_rows = "worst_case"`` need at least.
+def bytes_of_row(dim: int, hidden: int, saved_layers: int) -> int:
+    """Bytes on one GPU for each row that there is memory for, at least.
 
-    All tokens of all ranks may be received here, each for as many experts as are here: ``tokens * ranks * min(top_k,
-    experts / ranks)`` rows. (Where scores are applied first, each of a token's slots is a token of one.) Each layer
-    keeps for backward the rows in FP8 with their scales and two pre-activations in bf16; one layer at a time has its
-    output and its hidden activation in bf16 besides.
+    Each layer keeps for backward the rows in FP8 with their scales and two pre-activations in bf16; one layer at a time
+    has its output and its hidden activation in bf16 besides.
     """
-    rows = tokens * ranks * min(top_k, experts // ranks)
-    saved = dim + dim // BLOCK_SIZE + 2 * 2 * hidden
-    return rows * (saved_layers * saved + 2 * dim + 2 * hidden)
+    return saved_layers * (dim + dim // BLOCK_SIZE + 2 * 2 * hidden) + 2 * dim + 2 * hidden

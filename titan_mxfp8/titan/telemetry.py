@@ -17,6 +17,7 @@ from torch import nn
 
 from titan_mxfp8.modules import ConvertedModule, MXFP8Linear, training_device
 from titan_mxfp8.ops import observe
+from titan_mxfp8.titan.dispatch import LAYERS
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,11 @@ class Recorder:
 
     def __deepcopy__(self, memo: dict) -> "Recorder":
         return self
+
+    @property
+    def records(self) -> bool:
+        """Whether the next forward pass in training is recorded."""
+        return self._due or observe.is_recording()
 
     def begin(self, part: nn.Module, inputs: tuple[object, ...]) -> None:
         """Called before each forward pass of the model."""
@@ -96,6 +102,9 @@ class Recorder:
         for name, of_module in zip(self._names, counts.tolist(), strict=True):
             for figure, value in observe.summarize(of_module).items():
                 figures[f"mx_health/{figure}/{name}"] = value
+        layers = getattr(processor.model_parts[0], LAYERS, None)
+        if layers is not None and (share := layers.largest_share(device)):
+            figures["mx_health/experts/rows_of_balanced"] = share
         processor.logger.log(figures, step)
 
 
@@ -120,6 +129,11 @@ def attach(model: nn.Module, converted: list[str], kind: str, health_every: int,
     every = getattr(model, RECORDER).every
     every["health"] = max(every["health"], health_every)
     every[kind] = hopper_rebase_report
+
+
+def is_recorded(model: nn.Module) -> bool:
+    """Whether the next forward pass of a model in training is recorded, so that its hooks have to run."""
+    return hasattr(model, RECORDER) and getattr(model, RECORDER).records
 
 
 @around("torchtitan.components.metrics.MetricsProcessor.should_log")

@@ -16,7 +16,7 @@ from torchtitan.protocols.model import BaseModel
 
 from titan_mxfp8 import workarounds
 from titan_mxfp8.titan import telemetry
-from titan_mxfp8.titan03 import convert
+from titan_mxfp8.titan03 import convert, cuda_graph, moe
 from titan_mxfp8.titan03.convert import MXFP8Experts, MXFP8Linears
 
 __all__ = ["MXFP8Experts", "MXFP8Linears", "experts", "linears"]
@@ -37,4 +37,7 @@ def linears(model_config: BaseModel.Config, **fields: object) -> BaseModel.Confi
 telemetry.log_what_was_recorded()
 convert.know_the_config()
 convert.save_gemm_outputs()
+cuda_graph.leave_expert_parallelism_to_us()
+cuda_graph.capture_where_nothing_waits()
+moe.leave_experts_out_of_fsdp()
 workarounds.install()

@@ -6,6 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 from titan_mxfp8.modules import ConvertedModule, MXFP8Linear
 
@@ -35,4 +36,5 @@ class _MXFP8Seam(ConvertedModule):
 @cache
 def expert_class(cls: type[GroupedExperts]) -> type[GroupedExperts]:
     """The class that takes the place of ``cls``: ``GroupedExperts``, gpt_oss's, or one of the user's."""
-    return type(f"MXFP8{cls.__name__}", (_MXFP8Seam, cls), {})
+    members = {"needs_fsdp": ""} if cls in (GroupedExperts, GptOssGroupedExperts) else {}
+    return type(f"MXFP8{cls.__name__}", (_MXFP8Seam, cls), members)

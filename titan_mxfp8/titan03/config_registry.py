@@ -1,12 +1,14 @@
-"""Debug models of TorchTitan 0.3, cut to two layers, for CPUs and GPUs, in bf16.
+"""Models of TorchTitan 0.3, cut to a few layers, in bf16: debug models for CPUs and GPUs, and what benchmarks train.
 
     --module titan_mxfp8.titan03 --config debug_deepseek_v3
 
-The tokenizer and the text are the repository's, the settings those of ``train_configs/debug_<model>.toml``.
+The tokenizer and the text are the repository's, the settings of debug models those of
+``train_configs/debug_<model>.toml``.
 """
 
 from collections.abc import Callable
 
+import torch
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
@@ -14,10 +16,12 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
+from torchtitan.models.deepseek_v3 import config_registry
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 VOCABULARY = 2048  # of the repository's tokenizer
+TOKENIZER, TEXT = "./train_configs/assets/tokenizer", "./train_configs/assets/kjv"
 
 
 def debug_deepseek_v3() -> Trainer.Config:
@@ -40,19 +44,40 @@ def debug_llama3() -> Trainer.Config:
     return _debug(llama3.model_registry, "debugmodel")
 
 
+def deepseek_v3_16b_4layers() -> Trainer.Config:
+    """One dense layer and three MoE layers of DeepSeek-V3 16B, compiled, without activation checkpointing."""
+    return _deepseek_v3_16b(4)
+
+
+def deepseek_v3_16b_7layers() -> Trainer.Config:
+    """The same with six MoE layers."""
+    return _deepseek_v3_16b(7)
+
+
+def _deepseek_v3_16b(layers: int) -> Trainer.Config:
+    config = config_registry.deepseek_v3_16b()
+    config.model_spec.model.layers = config.model_spec.model.layers[:layers]
+    config.hf_assets_path, config.dataloader.dataset, config.dataloader.dataset_path = TOKENIZER, "c4_test", TEXT
+    config.activation_checkpoint, config.compile.components = None, ["model", "loss"]
+    # TorchTitan's default, spmd_types, needs an FSDP newer than torch 2.13's
+    config.parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
+    return config
+
+
 def _debug(model_registry: Callable[..., ModelSpec], flavor: str) -> Trainer.Config:
-    spec = model_registry(flavor, attn_backend="varlen")  # flex attention has no backward on CPUs
+    on_gpus = torch.accelerator.is_available()
+    spec = model_registry(flavor, attn_backend="flex" if on_gpus else "varlen")  # flex has no backward on CPUs
     model = spec.model
     model.layers = model.layers[:2]
     model.vocab_size = model.lm_head.out_features = model.tok_embeddings.num_embeddings = VOCABULARY
     return Trainer.Config(
         model_spec=spec,
-        hf_assets_path="./train_configs/assets/tokenizer",
-        dataloader=HuggingFaceTextDataLoader.Config(dataset="c4_test", dataset_path="./train_configs/assets/kjv"),
+        hf_assets_path=TOKENIZER,
+        dataloader=HuggingFaceTextDataLoader.Config(dataset="c4_test", dataset_path=TEXT),
         loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)),
         optimizer=default_adamw(lr=5e-4),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=5, decay_ratio=0.5, min_lr_factor=0.1),
-        # CUDA graphs: the all-to-all of expert parallelism waits for the host
+        # CUDA graphs: in bf16 the all-to-all of expert parallelism waits for the host
         training=TrainingConfig(local_batch_size=2, seq_len=512, steps=60, disable_cuda_graphs=True),
         # TorchTitan's default, spmd_types, needs an FSDP newer than torch 2.13's
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),

@@ -19,10 +19,13 @@ from titan_mxfp8 import modules
 from titan_mxfp8.arguments import check_types
 from titan_mxfp8.backends import recommend
 from titan_mxfp8.backends.hardware import hardware_of
+from titan_mxfp8.recipe import AUTO
 from titan_mxfp8.titan import telemetry
 from titan_mxfp8.titan.dispatch import dispatch_of
 from titan_mxfp8.titan.fields import DEFAULT_RECIPE, check_control, check_periods
+from titan_mxfp8.titan.rerun import watch_steps
 from titan_mxfp8.titan03.classes import LINEAR_CLASSES, expert_class
+from titan_mxfp8.titan03.cuda_graph import CONVERTED
 from titan_mxfp8.titan03.moe import dispatch_tokens
 from titan_mxfp8.workarounds.patch import around
 
@@ -74,6 +77,7 @@ class _Converter(QuantizationConverter):
 
         qualname = f"MXFP8{cls.__qualname__.removeprefix('MXFP8')}"  # TorchTitan logs it
         members = {"__slots__": (), "__qualname__": qualname, "build": build, "to_dict": to_dict}
+        members[CONVERTED] = (*getattr(cls, CONVERTED, ()), self.kind)
         model_config.__class__ = type(cls.__name__, (cls,), members)
         return model_config
 
@@ -96,7 +100,7 @@ class MXFP8Experts(_Converter):
         health_every: int = 0
         hopper_rebase_report: int = 0
         dispatch: str = "auto"
-        dispatch_rows: str = "counted"
+        dispatch_rows: str | float = AUTO
 
     def __init__(self, config: Config) -> None:
         self.dispatch = dispatch_of(config.dispatch, config.dispatch_rows)
@@ -109,7 +113,8 @@ class MXFP8Experts(_Converter):
                 modules.EXPERT_CLASSES.setdefault(type(module), expert_class(type(module)))
         converted = modules.convert_experts(model, fqns=self.config.fqns, **options)
         if self.dispatch is not None:
-            dispatch_tokens(model, converted, self.dispatch, self.recipe, _trainer_config.get())
+            chooses_rows = self.config.dispatch_rows == AUTO
+            dispatch_tokens(model, converted, self.dispatch, chooses_rows, self.recipe, _trainer_config.get())
         return converted
 
 
@@ -159,9 +164,11 @@ def trainer_config(config: Trainer.Config) -> Iterator[None]:
 
 @around("torchtitan.trainer.Trainer.__init__")
 def know_the_config(init: Any, trainer: Trainer, config: Trainer.Config) -> None:
-    """Has the whole config of a trainer known while it builds the model, for the sizes of its batches."""
+    """Has the whole config of a trainer known while it builds the model, for the sizes of its batches, and its steps
+    run again where rows did not fit."""
     with trainer_config(config):
         init(trainer, config)
+    watch_steps(trainer)
 
 
 @around("torchtitan.distributed.activation_checkpoint.SelectiveAC.get_save_ops")

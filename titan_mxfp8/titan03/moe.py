@@ -9,6 +9,7 @@ The class of ``routed_experts`` is swapped when the model has been built; both o
 
 import logging
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,9 +25,13 @@ from titan_mxfp8.modules import Dispatch, interleaved
 from titan_mxfp8.moe.layer import Dispatched
 from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.recipe import Recipe
-from titan_mxfp8.titan.dispatch import DispatchingLayers, choose_layers, kept_layers, most_tokens
+from titan_mxfp8.titan.dispatch import LAYERS, DispatchingLayers, choose_layers, kept_layers, most_tokens
+from titan_mxfp8.titan.fsdp import shard_without_experts
+from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
+
+_USERS_OF_FSDP = "distributed.fsdp", "models.deepseek_v3.mtp", "models.qwen3.parallelize", "models.gpt_oss.parallelize"
 
 
 class MXFP8RoutedExperts(RoutedExperts):
@@ -43,8 +48,8 @@ class MXFP8RoutedExperts(RoutedExperts):
             self.parallelize(parallel_dims)
         else:
             super().parallelize(parallel_dims)
-            compiled = "; where it compiles the model, TorchTitan dispatches" * (self._group() is not None)
-            _log_once(layers.connect(self._group(), utils.get_local_device()) + compiled)
+            line = layers.connect(self._group(), utils.get_local_device())
+            _log_once(line + "; where it compiles the model, TorchTitan dispatches" * self._is_counted())
 
     def forward(
         self,
@@ -54,17 +59,18 @@ class MXFP8RoutedExperts(RoutedExperts):
         num_local_tokens_per_expert_E: torch.Tensor,
     ) -> torch.Tensor:
         """The names are TorchTitan's, which looks for them."""
-        if torch.compiler.is_compiling() and self.token_dispatcher.ep_mesh is not None:
+        if torch.compiler.is_compiling() and self._is_counted():
             # TorchTitan compiles whole blocks, and Dynamo loses how many rows land here (PendingUnbackedSymbolNotFound)
             return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
-        experts, dispatch = self.inner_experts, self.mxfp8_layers.dispatch
+        experts, layers = self.inner_experts, self.mxfp8_layers
+        limit = getattr(experts, "swiglu_limit", None)
         y_TD = experts.mxfp8_moe(
             x_BLD.flatten(0, 1),
             topk_scores_BLK.flatten(0, 1),
             topk_expert_ids_BLK.flatten(0, 1),
             _parameters(experts),
             self._group(),
-            Dispatched(dispatch.transport, dispatch.rows, limit=getattr(experts, "swiglu_limit", None)),
+            Dispatched(layers.dispatch.transport, self._rows(), layers.rows, limit),
         )
         return y_TD.view_as(x_BLD)
 
@@ -73,14 +79,28 @@ class MXFP8RoutedExperts(RoutedExperts):
         mesh = self.token_dispatcher.ep_mesh
         return None if mesh is None else mesh.get_group()
 
+    def _is_counted(self) -> bool:
+        """Whether the host reads how many rows land here."""
+        return self.token_dispatcher.ep_mesh is not None and self._rows() == "counted"
+
+    def _rows(self) -> str:
+        """Those of ``mxfp8_moe``. Nobody runs a validation's batch again."""
+        return self.mxfp8_layers.dispatch.rows if self.training else "counted"
+
 
 def dispatch_tokens(
-    model: nn.Module, converted: list[str], dispatch: Dispatch, recipe: Recipe, config: Trainer.Config | None
+    model: nn.Module,
+    converted: list[str],
+    dispatch: Dispatch,
+    chooses_rows: bool,
+    recipe: Recipe,
+    config: Trainer.Config | None,
 ) -> None:
     """Has the MoE layers around converted experts dispatch their own tokens.
 
     Args:
         converted: names of converted expert modules.
+        chooses_rows: whether the rows of ``dispatch`` are left to us.
         config: of the trainer that builds the model; None: none does.
 
     Raises:
@@ -88,9 +108,13 @@ def dispatch_tokens(
     """
     reasons = [(fqn, _not_for_layer(model.get_submodule(fqn.rpartition(".")[0]))) for fqn in converted]
     layers = [model.get_submodule(fqn.rpartition(".")[0]) for fqn in choose_layers(dispatch, recipe, reasons)]
+    if not layers:
+        return
+    sizes = _dispatching_layers(layers, dispatch, chooses_rows, config)
+    setattr(model, LAYERS, sizes)
     for layer in layers:
         layer.__class__ = MXFP8RoutedExperts
-        layer.mxfp8_layers = _dispatching_layers(layer, len(layers), dispatch, config)
+        layer.mxfp8_layers = sizes
 
 
 def _not_for_layer(layer: nn.Module) -> str:
@@ -104,23 +128,27 @@ def _not_for_layer(layer: nn.Module) -> str:
 
 
 def _dispatching_layers(
-    layer: RoutedExperts, count: int, dispatch: Dispatch, config: Trainer.Config | None
+    layers: list[RoutedExperts], dispatch: Dispatch, chooses_rows: bool, config: Trainer.Config | None
 ) -> DispatchingLayers:
-    """What ``count`` layers like this one need. TorchTitan validates on batches of the training's size. Where it
-    compiles the model it dispatches itself, and nobody needs room."""
-    experts = layer.inner_experts
+    """What these layers of a model need. TorchTitan validates on batches of the training's size. Where it
+    dispatches itself, in a model that it compiles, nobody needs room."""
+    experts, count, once = layers[0].inner_experts, len(layers), ""
     w2 = experts.mlp2_weight_EDF if isinstance(experts, GptOssGroupedExperts) else experts.w2_EDF
     compiled = config is not None and config.compile.enable and "model" in config.compile.components
     kept, rows = 1, None
     if config is not None:
+        once = "pipeline parallelism" * (config.parallelism.pipeline_parallel_degree > 1)
         kept = kept_layers(count, config.parallelism, config.activation_checkpoint is not None)
-        rows = None if compiled else most_tokens(config.training, config.parallelism)
+        nobodys = compiled and dispatch.rows == "counted" and not chooses_rows
+        rows = None if nobodys else most_tokens(config.training, config.parallelism)
     return DispatchingLayers(
         dispatch=dispatch,
+        chooses_rows=chooses_rows,
+        once=once,
         count=count,
         kept=kept,
         rows=rows,
-        top_k=layer.token_dispatcher.top_k,
+        top_k=layers[0].token_dispatcher.top_k,
         experts=w2.shape[0],
         dim=w2.shape[1],
         hidden=w2.shape[2],
@@ -143,3 +171,9 @@ def _local(param: torch.Tensor) -> torch.Tensor:
 @cache
 def _log_once(line: str) -> None:
     logger.info(line)
+
+
+@around(*(f"torchtitan.{module}.apply_fsdp_to_decoder" for module in _USERS_OF_FSDP))
+def leave_experts_out_of_fsdp(apply_fsdp: Any, *args: Any, **kwargs: Any) -> None:
+    """Has FSDP leave experts alone that it would not shard."""
+    shard_without_experts(apply_fsdp, *args, **kwargs)

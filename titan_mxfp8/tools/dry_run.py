@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from math import prod
 
 import torch
 from torch import nn
@@ -38,7 +39,15 @@ from titan_mxfp8.plugin.job_config import converter_configs, recipe_of
 from titan_mxfp8.plugin.moe import MXFP8MoE, dispatching_layers
 from titan_mxfp8.recipe import GROUPED_MM, Recipe
 from titan_mxfp8.titan.dispatch import dispatch_of
-from titan_mxfp8.tools.memory import FILL, GIB, Memory, card_memory, estimate_memory, model_parallel_shape
+from titan_mxfp8.tools.memory import (
+    FILL,
+    GIB,
+    Memory,
+    card_memory,
+    estimate_memory,
+    experts_out_of_fsdp,
+    model_parallel_shape,
+)
 from titan_mxfp8.tools.saved import COMPILE_BACKEND
 
 CONFIG_MODULE = "Set it to 'titan_mxfp8.plugin', or to a module whose JobConfig derives from that one's"
@@ -164,6 +173,7 @@ class Report:
         multiplied: by converter, what each of its GEMMs multiplies, see ``multiplied``.
         gemms: quantised layers of one GPU by recipe and sizes: M tokens, N features out, K in, G experts.
         frees_weights: whether FSDP frees them after forward.
+        out_of_fsdp: elements of one GPU's experts that FSDP leaves alone though it takes the rest, see titan/fsdp.py.
         forwards: how often forward is computed.
     """
 
@@ -183,6 +193,7 @@ class Report:
     multiplied: dict[str, str]
     gemms: Counter[tuple[Recipe, int, int, int, int]]
     frees_weights: bool
+    out_of_fsdp: int
     forwards: int
 
 
@@ -209,7 +220,7 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
         dims.build_mesh()
         whole, args = converted_model(without_hardware(job_config), dims)
         dispatching = [module for module in whole.modules() if isinstance(module, MXFP8MoE)]
-        if card is not None and dispatching and job_config.quantize.grouped_mm.mx.dispatch_rows == "worst_case":
+        if card is not None and dispatching:
             experts = job_config.quantize.grouped_mm.mx
             dispatch = dispatch_of(experts.dispatch, experts.dispatch_rows)
             dispatching_layers(dispatching, dispatch, job_config).check_memory(dims.ep, card[1], f"[{GROUPED_MM}] ")
@@ -240,6 +251,11 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
         multiplied=multiplied(job_config),
         gemms=gemms,
         frees_weights=any(isinstance(module, FSDPModule) for module in sharded.modules()),
+        out_of_fsdp=sum(
+            prod(model_parallel_shape(param))
+            for module in experts_out_of_fsdp(sharded).values()
+            for param in module.parameters(recurse=False)
+        ),
         forwards=2 if job_config.activation_checkpoint.mode == "full" else 1,
     )
 

@@ -4,10 +4,11 @@ Everything that a step needs is added up as if it were all alive at once, which 
 the CUDA context, NCCL's buffers, the allocator's fragmentation and uneven routing are left out.
 
 Held against 52 peaks that TorchTitan logged as reserved on one, two and four H200s, compiled, without checkpointing, in
-MXFP8 or with ``dispatch`` alone (``scripts/roofline.py check``, ``results/2026-11-25_cpu_predictions``; no term is
-fitted to them): of Llama4 17Bx16E cut to 2 and 4 layers from 7% below to 3% above; of DeepSeek-V3 16B cut to 4 layers
-from 15% to 4% below on two GPUs, which is not explained, and from 6% to 10% above on one. torchao's README states
-145.55 GiB for 2 layers of Llama4 on four B200s with a local batch of 8: 107.5 here, 26% too low.
+MXFP8 or with ``dispatch`` alone, all experts in FSDP (``scripts/roofline.py check``,
+``results/2026-11-25_cpu_predictions``; no term is fitted to them): of Llama4 17Bx16E cut to 2 and 4 layers from 7%
+below to 3% above; of DeepSeek-V3 16B cut to 4 layers from 15% to 4% below on two GPUs, which is not explained, and from
+6% to 10% above on one. torchao's README states 145.55 GiB for 2 layers of Llama4 on four B200s with a local batch of 8:
+107.5 here, 26% too low.
 
 | part        | bytes on one GPU                                                                                   |
 |-------------|----------------------------------------------------------------------------------------------------|
@@ -15,8 +16,10 @@ from 15% to 4% below on two GPUs, which is not explained, and from 6% to 10% abo
 | gradients   | as parameters                                                                                      |
 | optimizer   | twice the parameters: Adam's two moments                                                           |
 | gathered    | FSDP: the output layer and the two largest blocks, unsharded (a block runs while the next one is   |
-|             | gathered), 2 per element; the unsharded gradient of the largest unit, 2, and its copy to reduce, 4 |
-| activations | saved for backward, see ``saved.py``; with checkpointing, see ``activation_bytes``                 |
+|             | gathered), 2 per element; the unsharded gradient of the largest unit, 2, and its copy to reduce,   |
+|             | 4. Nothing of experts that stay out of it (titan/fsdp.py)                                          |
+| activations | saved for backward, see ``saved.py``; with checkpointing, see ``activation_bytes``. Of experts out |
+|             | of FSDP, weights of 32x32 blocks as they were quantised: about 1 per element                       |
 | logits      | tokens x vocabulary, times 4 with a compiled loss (bf16 logits and their gradient), else 12 (fp32  |
 |             | log-softmax, its gradient and a temporary)                                                         |
 """
@@ -32,9 +35,11 @@ from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 
 from titan_mxfp8.plugin.moe import MXFP8MoE
-from titan_mxfp8.tools.saved import saved_by_blocks
+from titan_mxfp8.titan.fsdp import has_expert_shards
+from titan_mxfp8.tools.saved import Saved, saved_by_blocks
 
 GIB = 2**30
+FSDP_MESHES = frozenset({"fsdp", "efsdp"})
 
 # Memory in 10^9 bytes, as NVIDIA's data sheets state it: H20 96 GB; H100 SXM 80 GB; H200 141 GB; DGX B200 1,440 GB for
 # 8 GPUs; GB200 NVL72 13.4 TB for 72 GPUs.
@@ -92,7 +97,7 @@ def estimate_memory(whole: nn.Module, sharded: nn.Module, job_config: JobConfig,
         gradients=local,
         optimizer=2 * local,
         gathered=_gathered_bytes(sharded, TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize),
-        activations=activation_bytes(whole, job_config, dims, frees_weights),
+        activations=activation_bytes(whole, job_config, dims, frees_weights, kept_weights(sharded)),
         logits=tokens * whole.output.out_features * (4 if loss_is_compiled else 12),
     )
 
@@ -111,8 +116,33 @@ def model_parallel_shape(param: torch.Tensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def activation_bytes(model: nn.Module, job_config: JobConfig, dims: ParallelDims, frees_weights: bool) -> float:
-    """Bytes that the forward pass of all blocks keeps for backward.
+def experts_out_of_fsdp(sharded: nn.Module) -> dict[str, nn.Module]:
+    """The expert modules, by name, that FSDP leaves alone though it takes the rest of the model."""
+    if not any(isinstance(module, FSDPModule) for module in sharded.modules()):
+        return {}
+    return {
+        name: module
+        for name, module in sharded.named_modules()
+        if has_expert_shards(module) and not any(map(_is_in_fsdp, module.parameters(recurse=False)))
+    }
+
+
+def kept_weights(sharded: nn.Module) -> list[int]:
+    """Bytes of each block for weights of experts out of FSDP that backward gets as forward has quantised them."""
+    kept = dict.fromkeys(sharded.layers, 0)
+    for name, module in experts_out_of_fsdp(sharded).items():
+        if module.mxfp8.keeps_weight:
+            spec = module.mxfp8.plan.dgrad.b
+            matrices = [_local(param) for param in module.parameters(recurse=False) if param.ndim == 3]
+            operands = [spec.empty(matrix, 1, None) for matrix in matrices]
+            kept[name.split(".")[1]] += sum(operand.data.nbytes + operand.scale.nbytes for operand in operands)
+    return list(kept.values())
+
+
+def activation_bytes(
+    model: nn.Module, job_config: JobConfig, dims: ParallelDims, frees_weights: bool, kept: list[int]
+) -> float:
+    """Bytes that the forward pass of all blocks keeps for backward, ``kept`` of each block's weights among them.
 
     - ``none``: what every block saves (``saved_by_blocks``).
     - ``full``: every block's input; and what one block saves, while backward runs it again.
@@ -124,7 +154,10 @@ def activation_bytes(model: nn.Module, job_config: JobConfig, dims: ParallelDims
     ac, training = job_config.activation_checkpoint, job_config.training
     tokens = training.local_batch_size * training.seq_len // (dims.cp * dims.tp)
     block_input = 2 * model.tok_embeddings.embedding_dim * tokens
-    saved = saved_by_blocks(model, job_config, dims, frees_weights)
+    saved = [
+        Saved(one.by_autograd + weights, one.by_operators + weights)
+        for one, weights in zip(saved_by_blocks(model, job_config, dims, frees_weights), kept, strict=True)
+    ]
     whole = [one.by_autograd for one in saved]
     if ac.mode == "none":
         return sum(whole)
@@ -156,6 +189,8 @@ def _gathered_bytes(model: nn.Module, itemsize: int) -> float:
     if not units:
         return 0.0
     for name, param in model.named_parameters():
+        if not _is_in_fsdp(param):
+            continue
         unit = max((unit for unit in units if f"{name}.".startswith(f"{unit}." if unit else "")), key=len)
         units[unit] += prod(model_parallel_shape(param))
     blocks: dict[str, float] = {}
@@ -166,6 +201,10 @@ def _gathered_bytes(model: nn.Module, itemsize: int) -> float:
     output = sum(prod(model_parallel_shape(param)) for param in model.output.parameters())
     two_blocks = sum(sorted(blocks.values())[-2:])
     return itemsize * (output + two_blocks) + (itemsize + 4) * max(output, *units.values())
+
+
+def _is_in_fsdp(param: nn.Parameter) -> bool:
+    return isinstance(param, DTensor) and not FSDP_MESHES.isdisjoint(param.device_mesh.mesh_dim_names)
 
 
 def _local(param: nn.Parameter) -> torch.Tensor:

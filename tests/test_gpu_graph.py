@@ -1,0 +1,203 @@
+"""``training.cuda_graph`` on GPUs: debug models that stock TorchTitan trains, as graphs and eagerly."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from runs import HELD_OUT, LOSS, read_tensorboard
+from training import ROOT, finish, start, train
+
+from titan_mxfp8.titan import cuda_graph
+from titan_mxfp8.titan.cuda_graph import WARM_UP, StepGraph
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+EXPERTS = "quantize.grouped_mm.mx"
+GRAPH, CAPTURED = "--training.cuda_graph=on", "are one CUDA graph from now on"
+STEPS = 12
+COMMON = [f"--training.steps={STEPS}", f"--lr_scheduler.total_steps={STEPS}", "--training.seq_len=256"]
+COMMON += [f"--{EXPERTS}.dispatch_rows=worst_case"]
+KJV = f"--validation.dataset_path={ROOT}/train_configs/assets/kjv"
+VALIDATION = ["--validation.enable", "--validation.dataset=c4_test", KJV, "--validation.freq=3", "--validation.steps=2"]
+VALIDATION += ["--validation.seq_len=256", "--validation.local_batch_size=2"]
+THREE_MICROBATCHES = {"1 process": "--training.global_batch_size=6"}
+THREE_MICROBATCHES |= dict.fromkeys(("FSDP 2", "FSDP 2 + EP 2"), "--training.global_batch_size=12")
+FULL, OPS = "--activation_checkpoint.mode=full", "--activation_checkpoint.mode=selective"
+
+# By name: the model, and flags.
+CASES = {
+    "plain": ("deepseek_v3", []),
+    "validation": ("deepseek_v3", VALIDATION),
+    "bounded rows": ("deepseek_v3", [f"--{EXPERTS}.dispatch_rows=bounded"]),
+    "rows that do not fit": ("deepseek_v3", [f"--{EXPERTS}.dispatch_rows=0.6"]),
+    "health": ("deepseek_v3", ["--quantize.health_every=4", f"--{EXPERTS}.hopper_rebase_report=7"]),
+    "full checkpointing": ("deepseek_v3", [FULL]),
+    "layer checkpointing": ("deepseek_v3", [OPS, "--activation_checkpoint.selective_ac_option=2"]),
+    "op checkpointing": ("deepseek_v3", [OPS, "--activation_checkpoint.selective_ac_option=op"]),
+    "compiled": ("deepseek_v3", ["--compile.enable"]),
+    "compiled, op checkpointing": (
+        "deepseek_v3",
+        ["--compile.enable", OPS, "--activation_checkpoint.selective_ac_option=op"],
+    ),
+    "memory budget": ("deepseek_v3", ["--compile.enable", "--activation_checkpoint.mode=memory_budget"]),
+    "profiler": (
+        "deepseek_v3",
+        ["--profiling.enable_profiling", "--profiling.profile_freq=4", "--profiling.profiler_warmup=1"],
+    ),
+    "flex attention": ("deepseek_v3", ["--model.flavor=debugmodel_flex_attn"]),
+    "llama4": ("llama4", []),
+    "qwen3": ("qwen3", []),
+    "gpt_oss": ("gpt_oss", []),
+    "llama3": ("llama3", []),
+    "TorchTitan's dispatch": ("deepseek_v3", [f"--{EXPERTS}.dispatch=off", f"--{EXPERTS}.dispatch_rows=counted"]),
+}
+ON_TWO = (
+    "plain",
+    "rows that do not fit",
+    "validation",
+    "health",
+    "full checkpointing",
+    "op checkpointing",
+    "compiled",
+    "llama4",
+)
+LAYOUTS = {"1 process": CASES, "FSDP 2": ("validation", "op checkpointing"), "FSDP 2 + EP 2": ON_TWO}
+# At any step. Eager runs differ from each other, as atomics add up in any order.
+BAND = 2e-3
+
+
+def check_case(out: Path, case: str, layout: str, accumulates: bool) -> str:
+    """Trains eagerly and as graphs, and compares; returns what was seen."""
+    model, flags = CASES[case]
+    flags = [*COMMON, *flags, *([THREE_MICROBATCHES[layout]] if accumulates else [])]
+    runs = {kind: start(out / kind, model, *flags, *own, layout=layout) for kind, own in KINDS.items()}
+    for kind, process in runs.items():
+        finish(process, out / kind)
+    log = (out / "graph" / "log").read_text()
+    captured = len(re.findall(CAPTURED, log))
+    seen = {kind: read_tensorboard(out / kind) for kind in KINDS}
+    gaps = {}
+    for tag in (LOSS, HELD_OUT):
+        eager, graph = (seen[kind].get(tag, {}) for kind in KINDS)
+        assert eager.keys() == graph.keys(), (tag, eager, graph)
+        gaps[tag] = max((abs(graph[step] - loss) for step, loss in eager.items()), default=None)
+    losses = seen["graph"][LOSS]
+    said = f"{case}, {layout}: captured {captured}, {losses[1]:.4f} -> {losses[STEPS]:.4f}, largest gaps {gaps}"
+    print(said)
+    assert len(losses) == STEPS and losses[STEPS] < losses[1] - 0.1, said
+    assert captured and max(filter(None, gaps.values()), default=0) < BAND, said
+    assert (HELD_OUT in seen["graph"]) == (case == "validation")
+    health = {kind: sorted(tag for tag in tags if tag.startswith("mx_health")) for kind, tags in seen.items()}
+    assert health["eager"] == health["graph"] and bool(health["graph"]) == (case == "health")
+    for tag in health["graph"]:
+        assert seen["eager"][tag].keys() == seen["graph"][tag].keys(), tag
+    return said
+
+
+KINDS = {"eager": [], "graph": [GRAPH]}
+
+
+@pytest.mark.parametrize("accumulates", [False, True], ids=["one", "three"])
+@pytest.mark.parametrize("layout, case", [(layout, case) for layout, cases in LAYOUTS.items() for case in cases])
+def test_losses_are_those_of_eager_steps(tmp_path: Path, layout: str, case: str, accumulates: bool) -> None:
+    if layout != "1 process" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    if accumulates and case not in ("plain", "validation", "full checkpointing", "health"):
+        pytest.skip("one way to accumulate is enough")
+    check_case(tmp_path, case, layout, accumulates)
+
+
+@pytest.mark.parametrize("asynchronous", ["disabled", "async_with_pinned_mem"])
+@pytest.mark.parametrize("layout", ["1 process", "FSDP 2 + EP 2"])
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, layout: str, asynchronous: str) -> None:
+    if layout != "1 process" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    check_resume(tmp_path, layout, asynchronous)
+
+
+def check_resume(out: Path, layout: str, asynchronous: str) -> str:
+    """Trains 12 steps eagerly, and as graphs with an end at 6."""
+    saving = ["--checkpoint.enable", "--checkpoint.interval=3", f"--checkpoint.async_mode={asynchronous}", GRAPH]
+    eager = start(out / "eager", "deepseek_v3", *COMMON, layout=layout)
+    train(out / "graph", "deepseek_v3", *COMMON, *saving, "--training.steps=6", layout=layout)
+    whole = finish(eager, out / "eager")
+    resumed = train(out / "graph", "deepseek_v3", *COMMON, *saving, layout=layout)
+    log = (out / "graph" / "log").read_text()
+    gap = max(abs(resumed[step] - loss) for step, loss in whole.items())
+    said = f"resume, {layout}, {asynchronous}: largest gap {gap}"
+    print(said)
+    assert "Training starts at step 7" in log and CAPTURED in log.split("Training starts at step 7")[1]
+    assert resumed.keys() == whole.keys() and gap < BAND, said
+    return said
+
+
+def test_gradients_are_written_by_the_first_microbatch_and_added_to_by_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a linear, with a microbatch of another shape, steps that run eagerly and graphs that are made anew."""
+    model, calls = torch.nn.Linear(8, 1, device="cuda"), []
+
+    def step(batch: dict[str, torch.Tensor], valid_tokens: torch.Tensor) -> torch.Tensor:
+        calls.append(torch.cuda.is_current_stream_capturing())
+        loss = model(batch["x"]).sum() / valid_tokens
+        loss.backward()
+        return loss
+
+    recorded = False
+    monkeypatch.setattr(cuda_graph, "must_run_eagerly", lambda _: recorded)
+    graph = StepGraph(step, model, torch.device("cuda"))
+
+    def run(*lengths: int) -> list[bool]:
+        """A step of microbatches of these lengths; whether each call of ``step`` was for a capture."""
+        model.zero_grad()
+        batches = [torch.randn(length, 8, device="cuda") for length in lengths]
+        losses = [graph.run({"x": x}, sum(lengths)) for x in batches]
+        grad = sum(x.sum(0) for x in batches) / sum(lengths)
+        torch.testing.assert_close(model.weight.grad[0], grad)
+        for loss, x in zip(losses, batches, strict=True):  # no later replay overwrites it
+            torch.testing.assert_close(loss, model(x).sum().detach() / sum(lengths))
+        seen = calls.copy()
+        calls.clear()
+        return seen
+
+    assert run(4) == run(4, 4)[:1] == [False] and WARM_UP == 3
+    assert run(4) == [True]
+    assert run(4, 4, 4) == [True]  # of the second, for all that add
+    assert run(4, 4, 4) == run(4) == []
+    assert run(4, 5, 4) == [False], "another shape"
+    recorded = True
+    assert run(4, 4) == [False, False]
+    recorded = False
+    with graph.eager():
+        assert run(4, 4) == [False, False]
+    model.zero_grad()
+    with graph.eager():
+        graph.run({"x": torch.zeros(4, 8, device="cuda")}, 1.0)
+    graph.run({"x": torch.zeros(4, 8, device="cuda")}, torch.tensor(1.0))
+    assert calls == [False, False], "no graph adds to gradients that none has made"
+    calls.clear()
+    assert run(4) == []
+    graph.discard()
+    assert run(4, 4, 4, 4) == [False] * 4  # gradients of eager microbatches
+    assert run(4, 4) == [True, True]
+    graph.discard()
+
+
+def test_what_cannot_be_captured_says_what_to_set() -> None:
+    model = torch.nn.Linear(8, 1, device="cuda")
+
+    def step(batch: dict[str, torch.Tensor], valid_tokens: torch.Tensor) -> torch.Tensor:
+        loss = model(batch["x"]).sum()
+        loss.item()
+        loss.backward()
+        return loss
+
+    graph = StepGraph(step, model, torch.device("cuda"))
+    for _ in range(WARM_UP):
+        model.zero_grad()
+        graph.run({"x": torch.zeros(4, 8, device="cuda")}, 1.0)
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match=r"cannot be captured .* Set training.cuda_graph = 'off'"):
+        graph.run({"x": torch.zeros(4, 8, device="cuda")}, 1.0)
+    graph.discard()

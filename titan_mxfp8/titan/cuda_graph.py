@@ -1,0 +1,188 @@
+"""Forward, loss and backward of a trainer's microbatches as CUDA graphs.
+
+Of the microbatches of a step the first writes gradients and later ones add to them, which are other kernels: so there
+are two graphs, the second only where gradients are accumulated, over one pool of memory.
+
+What the host does in an eager step and not in a replay, and is done here: inputs are copied to where the graph reads
+them, gradients are given back to the parameters (``zero_grad`` takes them away), and what FSDP left unsharded after a
+validation is freed, which would be used again with the weights of that time.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from titan_mxfp8.titan import telemetry
+from titan_mxfp8.titan.dispatch import LAYERS
+
+logger = logging.getLogger(__name__)
+
+GRAPH = "mxfp8_graph"  # the attribute of a trainer that captures its steps: a ``StepGraph``
+FIELDS = ("off", "on", "auto")
+WARM_UP = 3  # eager microbatches before the capture: what is made once is made in them
+GIB = 2**30
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    loss: Tensor
+
+
+class StepGraph:
+    """Runs a trainer's microbatches: the first ones eagerly, then as CUDA graphs. Eager ones run on the stream that
+    captures: autograd and the symmetric transport remember it.
+
+    Args:
+        step: forward, loss and backward of a microbatch: of its tensors by name, and the number of valid tokens of all
+            microbatches, fp32 (). Returns the loss. It may not wait for the GPU.
+        model: whose gradients it makes.
+    """
+
+    def __init__(
+        self, step: Callable[[dict[str, Any], Tensor], Tensor], model: nn.Module, device: torch.device
+    ) -> None:
+        self._step, self._model = step, model
+        self._params = list(model.parameters())
+        self._sharded = fsdp_modules(model)
+        self._stream = torch.cuda.Stream(device)
+        self._valid_tokens = torch.zeros((), device=device)
+        self._batch: dict[str, Any] | None = None  # what the graphs read
+        self._graphs: dict[bool, _Captured] = {}  # by whether gradients are added
+        self._grads: list[tuple[nn.Parameter, Tensor]] = []
+        self._bytes = 0
+        self._left, self._eager = WARM_UP, False
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Within, microbatches run eagerly."""
+        outer, self._eager = self._eager, True
+        try:
+            yield
+        finally:
+            self._eager = outer
+
+    def discard(self) -> None:
+        """Destroys the graphs. The next ones are captured after as many eager microbatches as the first ones. To be
+        called before the process group is destroyed, which would wait for them."""
+        self._left = WARM_UP
+        self._release()
+
+    def run(self, batch: Mapping[str, Any], valid_tokens: float | Tensor) -> Tensor:
+        """One microbatch; the parameters get its gradients, or gradients that have it added.
+
+        Args:
+            batch: tensors by name. Where shapes differ from those of the first, it runs eagerly.
+            valid_tokens: of all microbatches of the step and all ranks.
+
+        Returns:
+            The loss, detached.
+
+        Raises:
+            RuntimeError: in the first microbatch after the warm-up, if it cannot be captured.
+        """
+        if isinstance(valid_tokens, Tensor):
+            self._valid_tokens.copy_(valid_tokens)
+        else:
+            self._valid_tokens.fill_(valid_tokens)
+        if self._batch is None:
+            self._batch = {name: x.clone() if isinstance(x, Tensor) else x for name, x in batch.items()}
+        if self._eager or must_run_eagerly(self._model) or _key(batch) != _key(self._batch):
+            return self._run_eagerly(dict(batch))
+        for name, x in batch.items():
+            if isinstance(x, Tensor):
+                self._batch[name].copy_(x)
+        adds = any(param.grad is not None for param in self._params)
+        if self._left or (adds and not self._has_own_gradients()):
+            self._left = max(0, self._left - 1)
+            return self._run_eagerly(self._batch)
+        for module in self._sharded:
+            module.reshard()
+        if adds not in self._graphs:
+            self._capture(adds)
+        captured = self._graphs[adds]
+        captured.graph.replay()
+        for param, grad in self._grads:
+            param.grad = grad
+        return captured.loss.clone()
+
+    def _has_own_gradients(self) -> bool:
+        return bool(self._grads) and all(param.grad is grad for param, grad in self._grads)
+
+    def _run_eagerly(self, batch: dict[str, Any]) -> Tensor:
+        """Activations come beside the graphs' memory: where there is no room for both, the graphs go, and are captured
+        again in the next microbatch that may."""
+        if self._graphs and torch.cuda.mem_get_info()[0] < self._bytes:
+            self._release()
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            loss = self._step(batch, self._valid_tokens).detach()
+        current.wait_stream(self._stream)
+        return loss
+
+    def _capture(self, adds: bool) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # the graph's pool takes nothing that eager steps have freed
+        start, reserved = time.perf_counter(), torch.cuda.memory_reserved()
+        graph = torch.cuda.CUDAGraph()
+        pool = self._graphs[False].graph.pool() if adds else None
+        # Threads that save a checkpoint or watch NCCL may use CUDA meanwhile.
+        how = {"pool": pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        try:
+            with torch.cuda.graph(graph, **how):
+                loss = self._step(self._batch, self._valid_tokens).detach()
+        except RuntimeError as error:
+            first = f"{error.__context__ or error}".partition("\n")[0]  # the end of a capture that failed fails too
+            raise RuntimeError(
+                f"forward and backward cannot be captured as a CUDA graph ({first}): something in them waits for the "
+                "GPU, or allocates what a graph cannot keep. Set training.cuda_graph = 'off'"
+            ) from error
+        self._graphs[adds] = _Captured(graph, loss)
+        if not adds:
+            self._grads = [(param, param.grad) for param in self._params if param.grad is not None]
+        self._bytes += torch.cuda.memory_reserved() - reserved
+        logger.info(
+            f"MXFP8: forward and backward{', adding gradients,' * adds} are one CUDA graph from now on, captured in "
+            f"{time.perf_counter() - start:.1f} s; its memory: {self._bytes / GIB:.2f} GiB"
+        )
+
+    def _release(self) -> None:
+        if self._graphs:
+            torch.cuda.synchronize()
+        for captured in self._graphs.values():
+            captured.graph.reset()
+        self._graphs.clear()
+        self._grads, self._bytes = [], 0
+
+
+def must_run_eagerly(model: nn.Module) -> bool:
+    """Whether the next microbatch of a model is measured, which hooks do, or the host waits in its layers."""
+    return telemetry.is_recorded(model) or waits_for_rows(model)
+
+
+def waits_for_rows(model: nn.Module) -> bool:
+    """Whether the host counts the rows of layers that dispatch their own tokens. A bound may have become too large for
+    the memory, so that rows are counted from then on."""
+    layers = getattr(model, LAYERS, None)
+    return layers is not None and layers.ranks > 1 and layers.dispatch.rows == "counted"
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Those of a model that FSDP gathers one by one."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def check_field(value: str) -> None:
+    """Raises ValueError of an unknown value of the field ``cuda_graph``."""
+    if value not in FIELDS:
+        raise ValueError(f"cuda_graph = {value!r}: use one of {', '.join(FIELDS)}")
+
+
+def _key(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: (x.shape, x.dtype) if isinstance(x, Tensor) else x for name, x in batch.items()}

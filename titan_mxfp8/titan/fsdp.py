@@ -1,0 +1,83 @@
+"""Experts that nothing shards stay out of FSDP.
+
+Where expert parallelism spreads the experts over all ranks of a replica, the mesh on which FSDP would shard them has
+one rank. It would gather and reduce nothing, and yet copy each weight to bf16 twice a step, and each gradient back.
+Without it the parameters stay what expert parallelism made of them, fp32 DTensors on the mesh ``ep``: the layer takes
+them as they are, and optimizer and checkpoints have the same names, shapes and shards.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from titan_mxfp8.modules import ConvertedModule
+
+logger = logging.getLogger(__name__)
+
+
+def shard_without_experts(apply_fsdp: Callable, *args: object, **kwargs: object) -> object:
+    """Calls TorchTitan's ``apply_fsdp`` on a model in which modules without parameters stand for the experts; where it
+    has to take these, or none are converted, on the model as it is."""
+    call = inspect.signature(apply_fsdp).bind(*args, **kwargs)
+    model = call.arguments["model"]
+    experts = {name: module for name, module in model.named_modules() if has_expert_shards(module)}
+    if not any(isinstance(module, ConvertedModule) for module in experts.values()):
+        return apply_fsdp(*args, **kwargs)
+    layers = f"the experts of {len(experts)} MoE layer{'s' * (len(experts) > 1)}"
+    if reason := why_fsdp(list(experts.values()), call.arguments):
+        _log_once(f"MXFP8: FSDP takes {layers}: {reason}")
+        return apply_fsdp(*args, **kwargs)
+    _log_once(f"MXFP8: {layers} stay out of FSDP: on their data-parallel mesh is one rank")
+    try:
+        for name, module in experts.items():
+            stand_in = nn.Module()
+            stand_in.num_experts = module.num_experts
+            _put(model, name, stand_in)
+        return apply_fsdp(*args, **kwargs)
+    finally:
+        for name, module in experts.items():
+            _put(model, name, module)
+
+
+def why_fsdp(experts: list[nn.Module], arguments: Mapping[str, object]) -> str:
+    """Why FSDP has to take expert modules, in words; empty where it need not.
+
+    Args:
+        experts: sharded by expert parallelism.
+        arguments: of TorchTitan's ``apply_fsdp``.
+    """
+    mesh = arguments["edp_mesh"]
+    if mesh.size() > 1:
+        ways = " x ".join(f"{name} {size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+        return f"on their data-parallel mesh are {mesh.size()} ranks ({ways})"
+    if arguments.get("cpu_offload"):
+        return "it offloads to the CPU"
+    if arguments.get("dp_mesh_dims") is not None:
+        return "it takes its mesh from the parameters (spmd_backend)"
+    dtypes = {param.dtype for module in experts for param in module.parameters(recurse=False)}
+    if arguments["pp_enabled"] and dtypes != {torch.float32}:
+        return "it adds a pipeline's gradients up in fp32, which the parameters are not in"
+    reasons = [getattr(module, "needs_fsdp", "not all of them are converted") for module in experts]
+    return next(filter(None, reasons), "")
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Makes ``module`` the submodule of this name."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def has_expert_shards(module: nn.Module) -> bool:
+    """Whether expert parallelism has split a module's own parameters."""
+    own = module.parameters(recurse=False)
+    return any(isinstance(param, DTensor) and "ep" in param.device_mesh.mesh_dim_names for param in own)
+
+
+@cache
+def _log_once(line: str) -> None:
+    logger.info(line)

@@ -1,0 +1,151 @@
+"""Steps in which rows did not fit run again, before their gradients are used: with bounded rows nothing is lost.
+
+    forward, backward of each microbatch   what was wanted is on its way to the host as soon as a forward pass ends
+    look, at all ranks together            the one host wait of a step: for the last microbatch's forward pass
+    if rows did not fit                    gradients, counts of tokens and random numbers as they were before, a larger
+                                           bound, the same microbatches again, look again
+    clipping, optimizer                    as ever
+
+The layers run again as they ran, with another bound, for which compiled ones are compiled again: so the bits are those
+of counted rows. It ends, as each bound is larger, and none needs to be larger than all rows that could come.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titan_mxfp8.modules import ConvertedModule
+from titan_mxfp8.moe.transport import read_later
+from titan_mxfp8.titan.cuda_graph import GRAPH
+from titan_mxfp8.titan.dispatch import LAYERS, DispatchingLayers
+
+logger = logging.getLogger(__name__)
+
+COUNTS = "tokens_per_expert"  # how the names of the buffers begin that a forward pass changes
+
+Step = Callable[..., torch.Tensor]
+
+
+def watch_steps(trainer: Any) -> None:
+    """Has the steps of a trainer that has its model run again where rows did not fit.
+
+    Its ``forward_backward_step`` runs one microbatch, of which a step has ``gradient_accumulation_steps``.
+    """
+    layers, run = getattr(trainer.model_parts[0], LAYERS, None), trainer.forward_backward_step
+    if layers is None or layers.rows is None or not layers.may_overflow():
+        return
+    rerun = Rerun(trainer, layers, run)
+    trainer.forward_backward_step = lambda **batch: rerun.step(batch) if layers.may_overflow() else run(**batch)
+
+
+class Rerun:
+    """The steps of one trainer. From here on its layers leave rows that do not fit to it.
+
+    Args:
+        run: runs a microbatch.
+    """
+
+    def __init__(self, trainer: Any, layers: DispatchingLayers, run: Step) -> None:
+        model, mesh = trainer.model_parts[0], trainer.parallel_dims.get_optional_mesh("loss")
+        self.trainer, self.layers, self._runs = trainer, layers, run
+        self.wanted = layers.wanted(trainer.device)
+        self.wanted.raises = False
+        # Ranks of expert parallelism know what each of them wanted. Gradients are summed over more.
+        self._group = None if mesh is None or mesh.size() == layers.ranks else mesh.get_group()
+        buffers = [buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2].startswith(COUNTS)]
+        self._counts = [getattr(buffer, "_local_tensor", buffer) for buffer in buffers]
+        self._before = [torch.empty_like(count) for count in self._counts]
+        self._random = [torch] if trainer.device.type == "cpu" else [torch, torch.get_device_module(trainer.device)]
+        self._states: list[torch.Tensor] = []
+        self._eager = ExitStack()
+        self._batches: list[dict[str, Any]] = []
+        self._losses: list[torch.Tensor] = []
+        self._look: Callable[[], dict[int, int]] | None = None
+        model.register_forward_hook(self._look_early)
+
+    def step(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Runs a microbatch, and with the last one all of a step again if need be.
+
+        Returns:
+            Its loss. Of the last one of a step that ran again: what makes the sum of those that were returned the sum
+            of those that count.
+        """
+        if not self._batches:
+            _copy(self._before, self._counts)
+            self._states = [module.get_rng_state() for module in self._random]
+        loss = self._run(batch)
+        self._batches.append(batch)
+        if len(self._batches) < self.trainer.gradient_accumulation_steps:
+            self._losses.append(loss.detach().clone())  # a CUDA graph's next replay overwrites it
+            return loss
+        batches, losses, self._batches, self._losses = self._batches, self._losses, [], []
+        while wanted := self._most_left_out():
+            with self._begin_again(wanted):
+                again = [self._run(batch).detach().clone() for batch in batches]
+            loss = reduce(torch.add, again)
+            if losses:
+                loss = loss - reduce(torch.add, losses)
+        return loss
+
+    def _run(self, batch: dict[str, Any]) -> torch.Tensor:
+        self._look = None
+        return self._runs(**batch)
+
+    def _look_early(self, model: nn.Module, *_: object) -> None:
+        """After a forward pass: who reads it later waits for no backward."""
+        capturing = self.trainer.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if model.training and torch.is_grad_enabled() and not capturing:
+            self._look = self._start_look()
+
+    def _start_look(self) -> Callable[[], dict[int, int]]:
+        capacities, most = self.wanted.most()
+        if capacities and self._group is not None:
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+        read = read_later(most)
+        return lambda: dict(zip(capacities, read().tolist(), strict=True))
+
+    def _most_left_out(self) -> int:
+        """The rows that the fullest rank wanted of a layer that had memory for fewer; 0: all layers had enough."""
+        look = self._look or self._start_look()
+        return max((wanted for capacity, wanted in look().items() if wanted > capacity), default=0)
+
+    @contextmanager
+    def _begin_again(self, wanted: int) -> Iterator[None]:
+        """Undoes what the step changed, takes a larger bound, and leaves CUDA graphs alone within."""
+        trainer, layers, former = self.trainer, self.layers, self.layers.dispatch.rows
+        seen, graph, memory = trainer.ntokens_seen, getattr(trainer, GRAPH, None), math.inf
+        if trainer.device.type == "cuda":
+            memory = torch.cuda.get_device_properties(trainer.device).total_memory
+        layers.grow(wanted, memory)
+        logger.info(
+            f"MXFP8: step {trainer.step} runs again, as a MoE layer sent {wanted} rows to the experts of one rank, "
+            f"{layers.share(wanted):.2f} times those of balanced ones: dispatch_rows was {former}, and is "
+            f"{layers.dispatch.rows} from here on"
+        )
+        self.wanted.reset()
+        if graph is not None:
+            graph.discard()
+        trainer.optimizers.zero_grad()
+        for module in trainer.model_parts[0].modules():
+            if isinstance(module, ConvertedModule) and module.probe is not None:
+                module.probe.grad = None
+        _copy(self._counts, self._before)
+        for module, state in zip(self._random, self._states, strict=True):
+            module.set_rng_state(state)
+        with nullcontext() if graph is None else graph.eager():
+            yield
+        if graph is not None and layers.dispatch.rows == "counted":
+            self._eager.enter_context(graph.eager())  # for good, as the host waits in each layer
+        trainer.ntokens_seen = seen
+
+
+def _copy(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
+    if to:
+        torch._foreach_copy_(to, of)
