@@ -227,12 +227,22 @@ def check_quantize_both(
 
 
 def check_requantize(
-    backend: Backend, rows: Operand, axis: int, spec: OperandSpec, offs=None, device: str | torch.device = "cpu"
+    backend: Backend,
+    rows: Operand,
+    axis: int,
+    spec: OperandSpec,
+    offs=None,
+    device: str | torch.device = "cpu",
+    places: torch.Tensor | None = None,
 ) -> None:
     """``rows`` on the CPU. What lies past the last group, where the reference has zeros, does not count."""
-    expected, used = reference.requantize(rows, axis, spec, offs), None
+    there = [None if t is None else t.to(device) for t in (offs, places)]
     with poisoned_empty():
-        ours = backend.requantize(to(rows, device), axis, spec, None if offs is None else offs.to(device))
+        ours = backend.requantize(to(rows, device), axis, spec, *there)
+    if places is not None:
+        values, rows = rows.dequantize()[places.long()], rows.rows_at(places)
+        torch.testing.assert_close(rows.dequantize(), values, rtol=0, atol=0, equal_nan=True)
+    expected, used = reference.requantize(rows, axis, spec, offs), None
     if offs is not None and spec.stored == "bf16":
         used = int(offs[-1])
     elif offs is not None:

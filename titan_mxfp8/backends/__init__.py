@@ -101,9 +101,12 @@ class Backend(Protocol):
         """
 
     @staticmethod
-    def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+    def requantize(
+        rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None, places: torch.Tensor | None = None
+    ) -> Operand:
         """``format.reference.requantize`` to any spec of activations or gradients, or of weights in exact 32x32 blocks
-        to that of forward or dgrad. What lies behind the last group is undefined, and costs nothing."""
+        to that of forward or dgrad. What lies behind the last group is undefined, and costs nothing. With ``places``,
+        int32 (M,), row i is that at ``places[i]`` of ``rows``."""
 
     @staticmethod
     def gemm_m_grouped(

@@ -411,13 +411,15 @@ def moe_backward(
     quantized = kept_operands(taken, layer.gemms)
     x = [Tokens(_of_parts(take_many(taken), layer.x_rows))]
     sent = _to_parts(kernels.quantize(aligned(g), 1, layer.g_rows, None))
-    g_tokens = Tokens(_of_parts(transport.dispatch_with_handle(sent, handle), layer.g_rows))
-    del sent
+    g_rows = _of_parts(transport.dispatch_with_handle(sent, handle), layer.g_rows)
+    gathers = b2 is None and _gathers(layer.gemms.plan.wgrad.a)
+    sources = transport.find_sources(handle) if gathers else None
+    g_tokens = [Tokens(g_rows, sent=None if sources is None else _of_parts(sent, layer.g_rows), sources=sources)]
+    del sent, g_rows, sources
     rest = needs, WeightGradients(dtype, totals), handle.offs, layer, kernels
     made, dscores_M, dw2, db2 = experts.backward_w2(
         g_tokens, preactivations, handle.scores if scored else None, parameters, quantized, *rest
     )
-    del g_tokens  # before the rows' gradient, the largest of all, is made
     rows, (dw1, dw3, db1, db3) = experts.backward_w1_w3(made, x, parameters, quantized, *rest)
     dx, dscores = transport.combine(rows, False, dscores_M, handle, g.dtype)
     return [dx, *([dscores] if scored else []), *returned((dw1, dw3, dw2, db1, db3, db2), needs, totals)]
@@ -459,6 +461,11 @@ def _of_parts(parts: list[torch.Tensor], spec: OperandSpec) -> Operand:
         across[:, : data.shape[0]] = scale.mT
         scale = across
     return Operand(data, scale, spec, 1)
+
+
+def _gathers(spec: OperandSpec) -> bool:
+    """Whether quantising rows along M takes them from where they lie among the tokens."""
+    return spec.is_quantized and (spec.stored == "bf16" or spec.scales == "mn_major")
 
 
 def _check_expert_ids(expert_ids: torch.Tensor, experts: int) -> None:

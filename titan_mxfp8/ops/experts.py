@@ -84,11 +84,15 @@ class Tokens(NamedTuple):
         rowwise: quantised along D: as the GEMM along D takes it, or FP8 rows from which that is made.
         columnwise: quantised along M, from the high-precision tensor; None: it is made from ``rowwise``.
         values: (M, D) in high precision; None: those of ``rowwise``.
+        sent, sources: the rows of the tokens, (T, D), and which of them each row is, int32 (M,): what is quantised
+            along M is made from these. None: from ``rowwise``.
     """
 
     rowwise: Operand | None
     columnwise: Operand | None = None
     values: torch.Tensor | None = None
+    sent: Operand | None = None
+    sources: torch.Tensor | None = None
 
     def along_features(self, spec: OperandSpec, offs: torch.Tensor, kernels: Backend) -> Operand:
         """As forward or dgrad takes it: as it is, its values in bf16, or with its scales by groups."""
@@ -99,6 +103,8 @@ class Tokens(NamedTuple):
         """As wgrad takes it."""
         if self.columnwise is not None:
             return self.columnwise
+        if self.sent is not None:
+            return kernels.requantize(self.sent, 0, spec, offs, self.sources)
         if self.rowwise.spec.stored == "bf16":
             return Operand(self.rowwise.data, None, spec, 0)
         return kernels.requantize(self.rowwise, 0, spec, offs)
@@ -193,7 +199,7 @@ def forward(
 
 
 def backward_w2(
-    g: Tokens,
+    g: Owned,
     preactivations: Owned,
     scores: torch.Tensor | None,
     weights: Weights,
@@ -208,7 +214,7 @@ def backward_w2(
     scores, of w2 and of b2.
 
     Args:
-        g: not yet multiplied by the scores.
+        g: the ``Tokens`` of it, not yet multiplied by the scores; taken.
         preactivations: gate and up, as ``forward`` returned them; taken.
         scores: float32 (M,), or None where outputs are not multiplied by any.
         weights: as they are, in high precision; matrices that ``quantized`` has may be missing.
@@ -218,7 +224,10 @@ def backward_w2(
     """
     plan = config.gemms.plan
     w2 = quantized.pop() if quantized else _for_dgrad(weights.w2, plan, kernels)
+    g = take(g)
     rows = g.along_features(plan.dgrad.a, offs, kernels)
+    if g.sent is not None:
+        g = g._replace(rowwise=None)
     preactivations.append(kernels.gemm_m_grouped(rows, w2, offs, None, torch.bfloat16, False))  # u
     del w2, rows
     specs = plan.dgrad.a, plan.wgrad.a, plan.wgrad.b

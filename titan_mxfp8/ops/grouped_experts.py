@@ -224,7 +224,7 @@ def experts_backward(
         of_rows = kernels.quantize(g, 1, rows, offs if rows.grouped_scales else None)
         g_tokens = Tokens(of_rows, Operand(g.bfloat16().contiguous(), None, columns, 0), g)
     rest = needs, WeightGradients(dtype, totals), offs, layer, kernels
-    made, _, dw2, db2 = experts.backward_w2(g_tokens, preactivations, None, parameters, quantized, *rest)
+    made, _, dw2, db2 = experts.backward_w2([g_tokens], preactivations, None, parameters, quantized, *rest)
     del g_tokens  # before the rows' gradient, the largest of all, is made
     dx, (dw1, dw3, db1, db3) = experts.backward_w1_w3(made, x, parameters, quantized, *rest)
     dx = dx[0] if len(dx) == 1 else dx[0].add_(dx[1])
