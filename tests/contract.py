@@ -54,6 +54,8 @@ CASES: dict[str, tuple[list[int] | None, int]] = {
     "large": ([700, 0, 1500, 257, 1], 100),
 }
 
+ADDED_TO = ("ragged", "no rows", "large")  # in which weight gradients are also added to others
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
@@ -225,12 +227,22 @@ def check_quantize_both(
 
 
 def check_requantize(
-    backend: Backend, rows: Operand, axis: int, spec: OperandSpec, offs=None, device: str | torch.device = "cpu"
+    backend: Backend,
+    rows: Operand,
+    axis: int,
+    spec: OperandSpec,
+    offs=None,
+    device: str | torch.device = "cpu",
+    places: torch.Tensor | None = None,
 ) -> None:
     """``rows`` on the CPU. What lies past the last group, where the reference has zeros, does not count."""
-    expected, used = reference.requantize(rows, axis, spec, offs), None
+    there = [None if t is None else t.to(device) for t in (offs, places)]
     with poisoned_empty():
-        ours = backend.requantize(to(rows, device), axis, spec, None if offs is None else offs.to(device))
+        ours = backend.requantize(to(rows, device), axis, spec, *there)
+    if places is not None:
+        values, rows = rows.dequantize()[places.long()], rows.rows_at(places)
+        torch.testing.assert_close(rows.dequantize(), values, rtol=0, atol=0, equal_nan=True)
+    expected, used = reference.requantize(rows, axis, spec, offs), None
     if offs is not None and spec.stored == "bf16":
         used = int(offs[-1])
     elif offs is not None:
@@ -440,6 +452,13 @@ def check_gemms(
     judge(out, expected, gemm, f"wgrad, {case}")
     for e, size in enumerate(CASES[case][0] or []):
         assert size or not out[e].any(), f"wgrad, {case}: expert {e} has no rows"
+    if case in ADDED_TO:
+        with poisoned_empty():
+            alone = backend.gemm_k_grouped(dy, x, offs_there, FP32)
+            before = torch.randn_like(alone) * alone.square().mean().sqrt().clamp(min=1)
+            total = before.clone()
+            added = backend.gemm_k_grouped(dy, x, offs_there, FP32, total)
+        assert added.data_ptr() == total.data_ptr() and torch.equal(added, before + alone), f"wgrad, {case}: added"
 
 
 def check_sum_of_products(

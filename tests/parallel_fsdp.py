@@ -22,12 +22,25 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.distributed.utils import clip_grad_norm_
 
 import titan_mxfp8.plugin  # noqa: F401 - what a run's config loads
-from titan_mxfp8.plugin.experts import RoutedExperts
+from titan_mxfp8.ops.experts import Weights
+from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts, RoutedExperts
 
 FOLDER = Path(sys.argv[1])
+COMMON = "--activation_checkpoint.mode=none", "--training.mixed_precision_param=float32"  # as the layer takes them
 EXPERTS = "--model.converters=quantize.grouped_mm.mx"
 QUANTIZED = EXPERTS, "--quantize.grouped_mm.mx.recipe_name=mxfp8_2d", "--quantize.grouped_mm.mx.dispatch=off"
 CONTROL = EXPERTS, "--quantize.grouped_mm.mx.recipe_name=bf16"
+
+
+def round_weights(cls: type[RoutedExperts]) -> None:
+    """To bf16, their gradients too, as FSDP does: then both ways are alike to the last digit."""
+    weights = cls.weights
+
+    def rounded(experts: RoutedExperts, is_sorted: bool) -> Weights:
+        given = weights(experts, is_sorted)
+        return Weights(*(w.bfloat16() for w in given[:3]), *given[3:])
+
+    cls.weights = rounded
 
 
 class Training:
@@ -36,7 +49,7 @@ class Training:
     def __init__(self, mesh: str, *flags: str, model: str = "deepseek_v3", **degrees: int) -> None:
         whole = "" if mesh == "ep" else "for comparison"
         with mock.patch.object(RoutedExperts, "needs_fsdp", whole):
-            self.model = build(model, "--activation_checkpoint.mode=none", *flags, **degrees)
+            self.model = build(model, *COMMON, *flags, **degrees)
         self.optimizer = OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 1e-2})
         for module in self.model.modules():
             if isinstance(module, RoutedExperts):
@@ -111,6 +124,8 @@ def four_processes() -> None:
 
 dist.init_process_group("gloo")
 torch.set_num_threads(1)
+for experts_class in (MXFP8GroupedExperts, MXFP8GptOssGroupedExperts):
+    round_weights(experts_class)
 two_processes() if dist.get_world_size() == 2 else four_processes()
 dist.destroy_process_group()
 os.write(1, b"passed\n")

@@ -51,6 +51,11 @@ def wgrad(tiles: gemm.Tiles) -> None:
     gemm.multiply_k_grouped(dy, x, torch.zeros(E, dtype=torch.int32), torch.empty(E, N, K, dtype=FP32), tiles)
 
 
+def added_wgrad(tiles: gemm.Tiles) -> None:
+    dy, x = operand(M, N, axis=0, block_k=128), operand(M, K, axis=0, block_k=128)
+    gemm.multiply_k_grouped(dy, x, torch.zeros(E, dtype=torch.int32), torch.empty(E, N, K, dtype=FP32), tiles, add=True)
+
+
 def loops_that_multiply(kernel: Kernel, count: int) -> list[str]:
     """The machine code of the ``count`` shortest loops that multiply; others are around them."""
     lines = kernel.assembly.splitlines()
@@ -69,6 +74,7 @@ def loops_that_multiply(kernel: Kernel, count: int) -> list[str]:
         pytest.param(exact, gemm.FEW_ROWS, 64 * 4, id="exact-few-rows"),
         pytest.param(rebased, gemm.FEW_ROWS, 64, id="rebased-few-rows"),
         pytest.param(wgrad, gemm.K_GROUPED, 2 * 2 * 64, id="wgrad"),
+        pytest.param(added_wgrad, gemm.K_GROUPED, 2 * 2 * 64, id="wgrad, added"),
     ],
 )
 def test_compiles(launch: Callable[[gemm.Tiles], None], tiles: gemm.Tiles, fp32_operations: int):

@@ -30,10 +30,12 @@ CASES = {
     "both, ragged, E5M2": (OperandSpec(block_k=128, scales="mn_major", elem_dtype=E5M2), None, {"offs": OFFS}),
     "both, 77 rows": (ROWS, None, {"shape": (77, 480)}),
     "32x32 both": (SQUARES, None, {}),
+    "32x32 both of fp32": (SQUARES, None, {"dtype": torch.float32}),
     "coalesced": (OperandSpec(stored="coalesced"), 1, {}),
     "coalesced, E5M2 of fp32": (OperandSpec(stored="coalesced", elem_dtype=E5M2), 1, {"dtype": torch.float32}),
     "coalesced 32x32 rowwise": (COALESCED_SQUARES, 1, {}),
     "coalesced 32x32 both": (COALESCED_SQUARES, None, {}),
+    "coalesced 32x32 both of fp32": (COALESCED_SQUARES, None, {"dtype": torch.float32}),
     "coalesced 32x32 both, E5M2": (
         OperandSpec(stored="coalesced", block="32x32", block_mn=32, elem_dtype=E5M2),
         None,

@@ -218,9 +218,9 @@ def looped_gpt_oss(module: GptOssGroupedExperts, x: torch.Tensor, counts: torch.
     for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         w1, b1, w2, b2 = (p[e] for p in (module.mlp1_weight, module.mlp1_bias, module.mlp2_weight, module.mlp2_bias))
         rows = x[start:end].bfloat16()
-        gate, up = (mxfp8_linear(rows, w1[i::2].bfloat16(), b1[i::2]) for i in (0, 1))
+        gate, up = (mxfp8_linear(rows, w1[i::2], b1[i::2]) for i in (0, 1))
         h = swiglu(gate, up, module.swiglu_limit)
-        outputs.append(mxfp8_linear(h, w2.bfloat16(), b2))
+        outputs.append(mxfp8_linear(h, w2, b2))
     return torch.cat(outputs)
 
 

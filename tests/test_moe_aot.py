@@ -24,6 +24,7 @@ def layer(dim: int, experts: int, slots: int, *, tokens: int = 64, ranks: int = 
         ends = torch.zeros(sources, dtype=torch.int32)
         destinations, received = kernels.find_destinations(metadata, ends, starts, 0, 3 * tokens, given)
         kernels.permute(payload, destinations, 3 * tokens, given)
+        kernels.find_sources(destinations, 3 * tokens)
         ys, values = [torch.empty(3 * tokens, dim, dtype=BF16)] * 2, received.clone()
         copies_of_token = torch.zeros((tokens, sources), dtype=torch.int32)
         for ys_, weights, values_ in ((ys[:1], received, None), (ys, None, values)):

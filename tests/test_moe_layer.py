@@ -324,6 +324,27 @@ def test_backward_frees_what_it_has_used(keeps_graph: bool, monkeypatch: pytest.
         assert torch.equal(*gradients, *torch.autograd.grad(out.sum(), layer["w1"]))
 
 
+def test_rows_of_the_gradient_are_there_for_one_gemm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What wgrad multiplies is made from the rows of the tokens, where the quantiser gathers them."""
+    dispatch, swiglu_backward = Local._dispatch_with_handle, reference_backend.swiglu_backward
+    rows: list[weakref.ref] = []
+    alive: list[bool] = []
+
+    def dispatch_and_refer(*args):
+        received = dispatch(*args)
+        rows.append(weakref.ref(received[0]))
+        return received
+
+    def look_and_go_on(*args):
+        alive.append(rows[0]() is not None)
+        return swiglu_backward(*args)
+
+    monkeypatch.setattr(Local, "_dispatch_with_handle", dispatch_and_refer)
+    monkeypatch.setattr(reference_backend, "swiglu_backward", look_and_go_on)
+    mxfp8_moe(**make_layer(), recipe="mxfp8_2d_rebased").sum().backward()
+    assert alive == [False]
+
+
 def test_a_second_derivative_is_refused() -> None:
     layer = make_layer()
     (dx,) = torch.autograd.grad(mxfp8_moe(**layer).sum(), layer["x"], create_graph=True)

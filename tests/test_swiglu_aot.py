@@ -46,9 +46,13 @@ def test_sm_90(recipe: str, limit: float | None, offs: torch.Tensor | None) -> N
     assert forward.registers <= 72 and forward.count("LDG.E.128") == 8 and forward.count("F2F.") == 0
     assert forward.count("STG.E.64") + forward.count("STG.E.128") >= 4
     if "rebased" in recipe:
-        gradients = kernels["gradients"]
-        assert gradients.registers <= 80 and gradients.count("F2F.") == 0
-        assert gradients.count("LDG.E.128") >= 3 and gradients.count("STG.E.128") >= 3
+        gradients = kernels["rebased_swiglu_backward"]
+        # Two programs of 8 warps fit on a multiprocessor; with a limit and a Triton after 3.6 one.
+        most = 168 if limit and not triton_version.startswith("3.6.") else 128
+        assert gradients.registers <= most and 2 * gradients.shared <= SHARED_BYTES["sm_90"]
+        # Each number is loaded once, and elements are stored 8 at a time along H, 16 along M.
+        assert gradients.count("F2F.") == 0 and gradients.count("LDG.E.128") == 24
+        assert gradients.count("STG.E.64") == 16 and gradients.count("STG.E.128") == 12
         return
     backward = kernels["swiglu_backward_in_rows"]
     # Three programs of 4 warps fit on a multiprocessor, four with values in bf16 alone; by Triton 3.6 two with a limit.

@@ -147,6 +147,8 @@ def test_requantise(backend, arch: str, recipe: str | Recipe) -> None:
             rows = reference.quantize(torch.cat([uneven((220, 160), BF16), wild((80, 160), BF16)]), 1, rows_spec)
             for sizes in ([0, 1, 44, 130, 80], [300], [0, 0], [33, 0, 200]):
                 check_requantize(backend, rows, 0, spec, make_offs(sizes))
+            places = torch.randint(0, 300, (350,), dtype=torch.int32)
+            check_requantize(backend, rows, 0, spec, make_offs([0, 44, 200, 70]), places=places)
 
 
 @pytest.mark.usefixtures("sm_90")

@@ -101,9 +101,12 @@ class Backend(Protocol):
         """
 
     @staticmethod
-    def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+    def requantize(
+        rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None, places: torch.Tensor | None = None
+    ) -> Operand:
         """``format.reference.requantize`` to any spec of activations or gradients, or of weights in exact 32x32 blocks
-        to that of forward or dgrad. What lies behind the last group is undefined, and costs nothing."""
+        to that of forward or dgrad. What lies behind the last group is undefined, and costs nothing. With ``places``,
+        int32 (M,), row i is that at ``places[i]`` of ``rows``."""
 
     @staticmethod
     def gemm_m_grouped(
@@ -144,7 +147,9 @@ class Backend(Protocol):
         """
 
     @staticmethod
-    def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    def gemm_k_grouped(
+        a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype, add_to: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """``a^T`` times ``b`` over the tokens of each group: wgrad.
 
         Args:
@@ -152,9 +157,11 @@ class Backend(Protocol):
             b: of (M, K), likewise.
             offs: the offsets that both were quantised with; None: one group.
             out_dtype: bf16 or fp32.
+            add_to: fp32 (E, N, K), contiguous, to which the product is added before it is rounded; None: to nothing.
+                ``out_dtype`` is then fp32.
 
         Returns:
-            (E, N, K), exactly 0 for an empty group.
+            (E, N, K), exactly 0 for an empty group; or ``add_to``.
         """
 
     @staticmethod

@@ -40,7 +40,6 @@ def specs(recipe: Recipe) -> tuple[OperandSpec, OperandSpec, OperandSpec]:
 
 
 quantize = reference.quantize
-requantize = reference.requantize
 
 
 def quantize_both(
@@ -81,20 +80,32 @@ def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch
     return [gemm_m_grouped(a, b, offs, None, torch.bfloat16, zero_tail=False) for a, b in products]
 
 
-def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+def gemm_k_grouped(
+    a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype, add_to: torch.Tensor | None = None
+) -> torch.Tensor:
     """``Backend.gemm_k_grouped``. Unquantised operands are multiplied as they are, in bf16."""
     check_k_grouped(a, b)
     if not a.spec.is_quantized:
-        return multiply_bf16(a.data, b.data, offs).to(out_dtype)
-    a_NM, b_KM = reference.dequantize(a), reference.dequantize(b)
-    if a.spec.stored == "bf16":
-        a_NM, b_KM = a_NM.mT, b_KM.mT
-    if offs is None:
-        return (a_NM @ b_KM.mT).unsqueeze(0).to(out_dtype)
-    if a_NM.shape[1] == 0:  # torch._grouped_mm refuses the strides of an empty matrix
-        return a_NM.new_zeros((offs.shape[0], a_NM.shape[0], b_KM.shape[0]), dtype=out_dtype)
-    ends_E = offs if a.spec.stored == "bf16" else reference.padded_ends(offs, a.spec.block_k)
-    return torch._grouped_mm(a_NM, b_KM.mT, offs=ends_E).to(out_dtype)
+        out_ENK = multiply_bf16(a.data, b.data, offs)
+    else:
+        a_NM, b_KM = reference.dequantize(a), reference.dequantize(b)
+        if a.spec.stored == "bf16":
+            a_NM, b_KM = a_NM.mT, b_KM.mT
+        if offs is None:
+            out_ENK = (a_NM @ b_KM.mT).unsqueeze(0)
+        elif a_NM.shape[1] == 0:  # torch._grouped_mm refuses the strides of an empty matrix
+            out_ENK = a_NM.new_zeros((offs.shape[0], a_NM.shape[0], b_KM.shape[0]))
+        else:
+            ends_E = offs if a.spec.stored == "bf16" else reference.padded_ends(offs, a.spec.block_k)
+            out_ENK = torch._grouped_mm(a_NM, b_KM.mT, offs=ends_E)
+    return out_ENK.to(out_dtype) if add_to is None else add_to.add_(out_ENK)
+
+
+def requantize(
+    rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None, places: torch.Tensor | None = None
+) -> Operand:
+    """``Backend.requantize``."""
+    return reference.requantize(rows if places is None else rows.rows_at(places), axis, spec, offs)
 
 
 def swiglu(

@@ -198,6 +198,16 @@ class Operand(NamedTuple):
             return self.scale
         return self.scale.narrow(-1, 0, ceil_div(self.data.shape[-2], self.spec.block_mn)).mT
 
+    def rows_at(self, places: torch.Tensor) -> "Operand":
+        """Of (M, C), quantised along C, the rows at ``places``, integers."""
+        places = places.long()
+        data, scales = self.data.view(torch.uint8)[places].view(self.data.dtype), self.row_scales()[places]
+        if self.spec.scales == "mn_major":
+            across = scales.new_zeros(self.spec.scale_shape(tuple(data.shape)))
+            across[:, : data.shape[0]] = scales.mT
+            scales = across
+        return self._replace(data=data, scale=scales)
+
     def dequantize(self) -> torch.Tensor:
         """The values in fp32, as ``data`` lies."""
         if self.spec.stored == "bf16":

@@ -158,6 +158,14 @@ def _find_destinations(
     tl.store(destinations + copy.to(tl.int64)[:, None] * K + slot, row, mask=inside[:, None] & (slot < K))
 
 
+@triton.jit(do_not_specialize=["slots"])
+def _find_sources(destinations, sources, slots, K: tl.constexpr, SLOTS: tl.constexpr):
+    """One program: the rows of ``SLOTS`` slots, see ``rows.find_sources``."""
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    row = tl.load(destinations + slot, mask=slot < slots, other=-1)
+    tl.store(sources + row, slot // K, mask=row >= 0)
+
+
 @triton.jit(do_not_specialize=["copies"])
 def _gather(x, tokens, out, copies, WORDS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
     """One program: every ``programs``-th copy's row of ``x``."""
@@ -296,7 +304,8 @@ def _combine(
 
 
 _COUNT_SLOTS, _ADD_BLOCKS, _MAKE_METADATA, _PLAN = map(Kernel, (_count_slots, _add_blocks, _make_metadata, _plan))
-_FIND_DESTINATIONS, _GATHER, _PERMUTE = map(Kernel, (_find_destinations, _gather, _permute))
+_FIND_DESTINATIONS, _FIND_SOURCES = Kernel(_find_destinations), Kernel(_find_sources)
+_GATHER, _PERMUTE = Kernel(_gather), Kernel(_permute)
 _LOCAL_COMBINE, _COMBINE = map(Kernel, (_local_combine, _combine))
 
 
@@ -353,6 +362,16 @@ def find_destinations(
     counts = copies, tokens, rank, capacity
     _FIND_DESTINATIONS.launch(ceil_div(copies, _COPIES), tensors, (local,), counts, constants, device=device)
     return destinations, scores
+
+
+def find_sources(destinations: Tensor, rows: int) -> Tensor:
+    """``rows.find_sources``."""
+    sources, slots = destinations.new_zeros(rows), destinations.numel()
+    constants = destinations.shape[1], _SLOTS
+    _FIND_SOURCES.launch(
+        ceil_div(slots, _SLOTS), (destinations, sources), (), (slots,), constants, device=sources.device
+    )
+    return sources
 
 
 def gather(tensors: list[Tensor], tokens: Tensor, copies: Tensor, offsets: list[int]) -> None:

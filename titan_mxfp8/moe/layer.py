@@ -30,6 +30,7 @@ from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.moe import TRANSPORTS, DispatchHandle, Rows, Transport, TransportName, choose
 from titan_mxfp8.moe.bounds import bound, factor_of
 from titan_mxfp8.ops import experts
+from titan_mxfp8.ops.accumulate import held_gradients, take_gradients
 from titan_mxfp8.ops.autograd import (
     ScoredCopies,
     exported,
@@ -40,13 +41,15 @@ from titan_mxfp8.ops.autograd import (
 )
 from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_features, check_flags
 from titan_mxfp8.ops.config import MXConfig, config_of
-from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, Weights
-from titan_mxfp8.ops.grouped_experts import common_dtype, empty_gradients, gradients_of, kept_operands
+from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, WeightGradients, Weights
+from titan_mxfp8.ops.grouped_experts import common_dtype, empty_gradients, gradients_of, kept_operands, returned
 from titan_mxfp8.ops.library import Operator, aligned
 from titan_mxfp8.ops.operands import plain
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 _HANDLE = len(DispatchHandle._fields)
+_MOST_CHECKED = 4096
+_checked: set[tuple] = set()  # shapes, dtypes, devices and options of calls that were right
 
 
 def mxfp8_moe(
@@ -153,16 +156,26 @@ def moe(
             "for each of its dimensions, mesh.get_group(name)"
         )
     ranks = 1 if group is None else group.size()
-    _check(x, scores, expert_ids, weights, ranks, options)
+    if compiling or type(x) is not torch.Tensor:  # sizes may be symbols, which have no hash
+        _check(x, scores, expert_ids, weights, ranks, options)
+    else:
+        given = [ranks, f"{options}"]
+        for tensor in (x, scores, expert_ids, *weights):
+            given.append(None if tensor is None else (tensor.shape, tensor.dtype, tensor.device))
+        if (key := tuple(given)) not in _checked:
+            _check(x, scores, expert_ids, weights, ranks, options)
+            if len(_checked) == _MOST_CHECKED:
+                _checked.clear()
+            _checked.add(key)
     slots = expert_ids.shape[1]
     transport, rows, max_tokens, limit = options
     most_rows = (max_tokens or 0) * (slots if scores_first else 1)
     name = "" if group is None else group.group_name
     layer = _moe_key(config.key, limit, transport, f"{rows}", most_rows, ranks, name)
     if compiling and is_exporting():
-        return _exported_moe(x, scores, expert_ids, *weights, scores_first, layer, config.keeps_weight)
-    keeps_weight = config.keeps_weight and not gathered
-    rest = *weights, layer, keeps_weight, torch.is_grad_enabled(), *gathered
+        return _exported_moe(x, scores, expert_ids, *weights, scores_first, layer, config.kept_weight)
+    kept_weight = "itself" if gathered else config.kept_weight
+    rest = *weights, layer, kept_weight, torch.is_grad_enabled(), *gathered
     return _apply(x, scores, expert_ids, rest, scores_first)
 
 
@@ -189,9 +202,9 @@ def _moe(
     b2: torch.Tensor | None,
     scores_first: bool,
     config: str,
-    keeps_weight: bool,
+    kept_weight: str,
 ) -> torch.Tensor:
-    rest = w1, w3, w2, b1, b3, b2, config, keeps_weight, torch.is_grad_enabled()
+    rest = w1, w3, w2, b1, b3, b2, config, kept_weight, torch.is_grad_enabled()
     return _apply(x, scores, expert_ids, rest, scores_first)
 
 
@@ -250,18 +263,20 @@ def _moe_config(
 
 class _MoE(torch.autograd.Function):
     """Saves the rows that arrived in FP8, the two pre-activations, where rows arrived, and the weights; of those of
-    32x32 blocks what was quantised for dgrad instead, unless FSDP frees them (``MXConfig.keeps_weight``)."""
+    32x32 blocks what was quantised for dgrad instead, unless FSDP frees them (``MXConfig.kept_weight``)."""
 
     @staticmethod
-    def forward(ctx, x, scores, expert_ids, w1, w3, w2, b1, b3, b2, config, keeps_weight, grad_enabled, *gathered):
+    def forward(ctx, x, scores, expert_ids, w1, w3, w2, b1, b3, b2, config, kept_weight, grad_enabled, *gathered):
         save = grad_enabled and any(ctx.needs_input_grad)
-        matrices = gathered or (w1, w3, w2)
-        out, *saved = moe_forward(x, scores, expert_ids, [*matrices], [b1, b3, b2], config, save)
         ctx.config, ctx.scored, ctx.x_dtype = config, scores is not None, x.dtype
         ctx.dtypes = [None if w is None else w.dtype for w in (w1, w3, w2, b1, b3, b2)]
+        if kept_weight == "bf16":
+            w1, w3, w2 = w1.bfloat16(), w3.bfloat16(), w2.bfloat16()
+        matrices = gathered or (w1, w3, w2)
+        out, *saved = moe_forward(x, scores, expert_ids, [*matrices], [b1, b3, b2], config, save)
         if not save:
             return out, None
-        weights = () if keeps_weight else matrices
+        weights = () if kept_weight == "quantized" else matrices
         ctx.matrices = len(weights)
         return save_for_backward(ctx, out, b2, *weights, *saved)
 
@@ -271,8 +286,10 @@ class _MoE(torch.autograd.Function):
         b2, *saved = saved
         weights, saved = [*saved[: ctx.matrices]], [*saved[ctx.matrices :]]
         needs = list(ctx.needs_input_grad[3:9])
-        made = moe_backward(g_TD, saved, weights, b2, ctx.scored, needs, common_dtype(ctx.dtypes), ctx.config)
-        dweights = gradients_of(made[1 + ctx.scored :], needs, ctx.dtypes)
+        params, totals = held_gradients(ctx, first=2 + ctx.scored, count=3)
+        dtype = common_dtype(ctx.dtypes)
+        made = moe_backward(g_TD, saved, weights, b2, ctx.scored, needs, dtype, totals, ctx.config)
+        dweights = gradients_of(take_gradients(params, totals) + made[1 + ctx.scored :], needs, ctx.dtypes)
         none = [None] * (len(ctx.needs_input_grad) - 9)
         return made[0].to(ctx.x_dtype), made[1] if ctx.scored else None, None, *dweights, *none
 
@@ -374,6 +391,7 @@ def moe_backward(
     scored: bool,
     needs: list[bool],
     dtype: torch.dtype,
+    totals: list[torch.Tensor],
     config: str,
 ) -> list[torch.Tensor]:
     """The gradients: of x (T, D) in bf16 or the dtype of ``g``, with ``scored`` of the scores (T, K), and those that
@@ -383,6 +401,7 @@ def moe_backward(
         saved: what ``moe_forward`` returned behind the output. Emptied: each tensor is freed after its use, if nothing
             else holds it.
         weights: w1, w3, w2, as ``experts.weights_of`` takes them; none where they are kept quantised.
+        totals: as of ``experts_backward``.
     """
     layer: MoEConfig = decode(config)
     kernels, transport = backends.load(layer.gemms.backend, g.device), layer.connect(g.device)
@@ -392,24 +411,25 @@ def moe_backward(
     quantized = kept_operands(taken, layer.gemms)
     x = [Tokens(_of_parts(take_many(taken), layer.x_rows))]
     sent = _to_parts(kernels.quantize(aligned(g), 1, layer.g_rows, None))
-    g_tokens = Tokens(_of_parts(transport.dispatch_with_handle(sent, handle), layer.g_rows))
-    del sent
-    rest = needs, dtype, handle.offs, layer, kernels
+    g_rows = _of_parts(transport.dispatch_with_handle(sent, handle), layer.g_rows)
+    gathers = b2 is None and _gathers(layer.gemms.plan.wgrad.a)
+    sources = transport.find_sources(handle) if gathers else None
+    g_tokens = [Tokens(g_rows, sent=None if sources is None else _of_parts(sent, layer.g_rows), sources=sources)]
+    del sent, g_rows, sources
+    rest = needs, WeightGradients(dtype, totals), handle.offs, layer, kernels
     made, dscores_M, dw2, db2 = experts.backward_w2(
         g_tokens, preactivations, handle.scores if scored else None, parameters, quantized, *rest
     )
-    del g_tokens  # before the rows' gradient, the largest of all, is made
     rows, (dw1, dw3, db1, db3) = experts.backward_w1_w3(made, x, parameters, quantized, *rest)
     dx, dscores = transport.combine(rows, False, dscores_M, handle, g.dtype)
-    wanted = [grad for grad, needed in zip((dw1, dw3, dw2, db1, db3, db2), needs, strict=True) if needed]
-    return [dx, *([dscores] if scored else []), *wanted]
+    return [dx, *([dscores] if scored else []), *returned((dw1, dw3, dw2, db1, db3, db2), needs, totals)]
 
 
 @torch.library.register_fake(moe_backward.overload)
-def _(g, saved, weights, b2, scored, needs, dtype, config):
+def _(g, saved, weights, b2, scored, needs, dtype, totals, config):
     handle = DispatchHandle(*saved[:_HANDLE])
     dscores = [handle.expert_ids.new_empty(handle.expert_ids.shape, dtype=torch.float32)] if scored else []
-    grads = empty_gradients(g, saved[_HANDLE].shape[1], handle.offs.shape[0], needs, dtype)
+    grads = empty_gradients(g, saved[_HANDLE].shape[1], handle.offs.shape[0], needs, dtype, totals)
     return [g.new_empty(g.shape), *dscores, *grads]
 
 
@@ -441,6 +461,11 @@ def _of_parts(parts: list[torch.Tensor], spec: OperandSpec) -> Operand:
         across[:, : data.shape[0]] = scale.mT
         scale = across
     return Operand(data, scale, spec, 1)
+
+
+def _gathers(spec: OperandSpec) -> bool:
+    """Whether quantising rows along M takes them from where they lie among the tokens."""
+    return spec.is_quantized and (spec.stored == "bf16" or spec.scales == "mn_major")
 
 
 def _check_expert_ids(expert_ids: torch.Tensor, experts: int) -> None:

@@ -91,6 +91,16 @@ def find_destinations(
     return rows.int(), scores
 
 
+def find_sources(destinations: Tensor, rows: int) -> Tensor:
+    """The copy of each row, int32 (M,), of the ``destinations`` of ``find_destinations``; of a row that no slot has,
+    any."""
+    sources = torch.zeros(rows, dtype=torch.int32, device=destinations.device)
+    copies = torch.arange(destinations.shape[0], dtype=torch.int32, device=destinations.device)
+    for row in destinations.unbind(1):
+        sources[row[row >= 0].long()] = copies[row >= 0]
+    return sources
+
+
 def gather(tensors: list[Tensor], tokens: Tensor, copies: Tensor, offsets: list[int]) -> None:
     """Packs the rows of ``tokens``, int32 (N,), of the tensors, each (T, B) of any dtype, side by side into ``copies``,
     uint8 (N, bytes), each from its byte of ``offsets`` on."""

@@ -166,6 +166,11 @@ class Transport:
         self.shared.wanted.check()
         return self._dispatch_with_handle(payload, handle)
 
+    def find_sources(self, handle: DispatchHandle) -> Tensor | None:
+        """The token of each row, int32 (M,), of a row that has none anything; None where tokens come from several
+        ranks."""
+        return None
+
     def combine(
         self, ys: list[Tensor], weighted: bool, slot_values: Tensor | None, handle: DispatchHandle, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
@@ -240,6 +245,10 @@ class Local(Transport):
 
     def _dispatch_with_handle(self, payload, handle):
         return movements(handle.offs.device).permute(payload, handle.destinations, handle.scores.shape[0])
+
+    def find_sources(self, handle: DispatchHandle) -> Tensor:
+        """See ``Transport``."""
+        return movements(handle.offs.device).find_sources(handle.destinations, handle.scores.shape[0])
 
     def combine(
         self, ys: list[Tensor], weighted: bool, slot_values: Tensor | None, handle: DispatchHandle, dtype: torch.dtype

@@ -64,7 +64,8 @@ def once_differentiable(backward: Callable[..., tuple]) -> Callable[..., tuple]:
         refuse_transforms(dy)
         dy = dy.resolve_neg() if dy.is_neg() else dy
         ctx.maybe_clear_saved_tensors()  # unless the graph is kept; autograd would do so when backward has returned
-        if not torch.is_grad_enabled():
+        ctx.creates_graph = torch.is_grad_enabled()
+        if not ctx.creates_graph:
             return backward(ctx, owned.pop(), dy)
         with torch.no_grad():
             gradients = backward(ctx, owned.pop(), dy)

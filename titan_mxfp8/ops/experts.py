@@ -84,11 +84,15 @@ class Tokens(NamedTuple):
         rowwise: quantised along D: as the GEMM along D takes it, or FP8 rows from which that is made.
         columnwise: quantised along M, from the high-precision tensor; None: it is made from ``rowwise``.
         values: (M, D) in high precision; None: those of ``rowwise``.
+        sent, sources: the rows of the tokens, (T, D), and which of them each row is, int32 (M,): what is quantised
+            along M is made from these. None: from ``rowwise``.
     """
 
     rowwise: Operand | None
     columnwise: Operand | None = None
     values: torch.Tensor | None = None
+    sent: Operand | None = None
+    sources: torch.Tensor | None = None
 
     def along_features(self, spec: OperandSpec, offs: torch.Tensor, kernels: Backend) -> Operand:
         """As forward or dgrad takes it: as it is, its values in bf16, or with its scales by groups."""
@@ -99,9 +103,29 @@ class Tokens(NamedTuple):
         """As wgrad takes it."""
         if self.columnwise is not None:
             return self.columnwise
+        if self.sent is not None:
+            return kernels.requantize(self.sent, 0, spec, offs, self.sources)
         if self.rowwise.spec.stored == "bf16":
             return Operand(self.rowwise.data, None, spec, 0)
         return kernels.requantize(self.rowwise, 0, spec, offs)
+
+
+class WeightGradients(NamedTuple):
+    """How the gradients of w1, w3 and w2 are made.
+
+    Attributes:
+        dtype: of all three.
+        totals: fp32 gradients that they are added to; none: they are new.
+    """
+
+    dtype: torch.dtype
+    totals: list[torch.Tensor]
+
+    def multiply(self, i: int, dy: Operand, x: Operand, offs: torch.Tensor, kernels: Backend) -> torch.Tensor:
+        """That of the i-th."""
+        if not self.totals:
+            return kernels.gemm_k_grouped(dy, x, offs, self.dtype)
+        return kernels.gemm_k_grouped(dy, x, offs, torch.float32, self.totals[i])
 
 
 def row_spec(spec: OperandSpec) -> OperandSpec:
@@ -175,13 +199,13 @@ def forward(
 
 
 def backward_w2(
-    g: Tokens,
+    g: Owned,
     preactivations: Owned,
     scores: torch.Tensor | None,
     weights: Weights,
     quantized: Owned,
     needs: list[bool],
-    dtype: torch.dtype,
+    wanted: WeightGradients,
     offs: torch.Tensor,
     config: ExpertsConfig,
     kernels: Backend,
@@ -190,24 +214,27 @@ def backward_w2(
     scores, of w2 and of b2.
 
     Args:
-        g: not yet multiplied by the scores.
+        g: the ``Tokens`` of it, not yet multiplied by the scores; taken.
         preactivations: gate and up, as ``forward`` returned them; taken.
         scores: float32 (M,), or None where outputs are not multiplied by any.
         weights: as they are, in high precision; matrices that ``quantized`` has may be missing.
         quantized: w1, w3 and w2 of ``plan.dgrad.b``, of which w2 is taken; or none: it is quantised again.
         needs: which gradients of ``weights`` are wanted.
-        dtype: of the gradient of w2; that of b2 is fp32.
+        wanted: how the gradient of w2 is; that of b2 is fp32.
     """
     plan = config.gemms.plan
     w2 = quantized.pop() if quantized else _for_dgrad(weights.w2, plan, kernels)
+    g = take(g)
     rows = g.along_features(plan.dgrad.a, offs, kernels)
+    if g.sent is not None:
+        g = g._replace(rowwise=None)
     preactivations.append(kernels.gemm_m_grouped(rows, w2, offs, None, torch.bfloat16, False))  # u
     del w2, rows
     specs = plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
     *made, sh_columnwise, dscores = kernels.swiglu_backward(preactivations, scores, config.limit, *specs, offs)
     dw2 = db2 = None
     if needs[2]:
-        dw2 = kernels.gemm_k_grouped(g.along_tokens(plan.wgrad.a, offs, kernels), sh_columnwise, offs, dtype)
+        dw2 = wanted.multiply(2, g.along_tokens(plan.wgrad.a, offs, kernels), sh_columnwise, offs, kernels)
     if weights.b2 is not None:
         values = (_values(g.rowwise, offs, kernels) if g.values is None else g.values).float()
         if scores is not None:
@@ -225,13 +252,13 @@ def backward_w1_w3(
     weights: Weights,
     quantized: Owned,
     needs: list[bool],
-    dtype: torch.dtype,
+    wanted: WeightGradients,
     offs: torch.Tensor,
     config: ExpertsConfig,
     kernels: Backend,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """The rows' gradient, (M, D), as the one or the two tensors that ``Backend.dual_gemm_m_grouped`` gives, and the
-    gradients of w1, w3 (of ``dtype``), b1 and b3 (fp32).
+    gradients of w1, w3 (as ``wanted``), b1 and b3 (fp32).
 
     Args:
         made: the operands that ``backward_w2`` returned; taken.
@@ -248,7 +275,7 @@ def backward_w1_w3(
         for i in (0, 1):
             dy = take(columnwise)
             if needs[i]:
-                grads[i] = kernels.gemm_k_grouped(dy, x_columnwise, offs, dtype)
+                grads[i] = wanted.multiply(i, dy, x_columnwise, offs, kernels)
             del dy
         del x_columnwise
     for i in (0, 1):

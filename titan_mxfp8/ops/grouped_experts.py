@@ -17,6 +17,7 @@ from titan_mxfp8 import backends
 from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.spec import Operand
 from titan_mxfp8.ops import experts
+from titan_mxfp8.ops.accumulate import held_gradients, take_gradients
 from titan_mxfp8.ops.autograd import (
     Owned,
     exported,
@@ -28,7 +29,7 @@ from titan_mxfp8.ops.autograd import (
 )
 from titan_mxfp8.ops.checks import check_offs_values
 from titan_mxfp8.ops.config import MXConfig
-from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, Weights
+from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, WeightGradients, Weights
 from titan_mxfp8.ops.library import Operator, aligned
 
 
@@ -53,9 +54,9 @@ def grouped_experts(
     """
     key = experts_key(config.key, limit)
     if torch.compiler.is_compiling() and is_exporting():
-        return _exported_experts(x_MD, offs, *weights, key, config.keeps_input, config.keeps_weight)
-    keeps = config.keeps_input, config.keeps_weight and not gathered
-    return _GroupedExperts.apply(x_MD, offs, *weights, key, keeps, torch.is_grad_enabled(), *gathered)[0]
+        return _exported_experts(x_MD, offs, *weights, key, config.keeps_input, config.kept_weight)
+    kept = config.keeps_input, "itself" if gathered else config.kept_weight
+    return _GroupedExperts.apply(x_MD, offs, *weights, key, kept, torch.is_grad_enabled(), *gathered)[0]
 
 
 def _experts(
@@ -69,10 +70,10 @@ def _experts(
     b2: torch.Tensor | None,
     config: str,
     keeps_input: bool,
-    keeps_weight: bool,
+    kept_weight: str,
 ) -> torch.Tensor:
-    keeps = keeps_input, keeps_weight
-    return _GroupedExperts.apply(x, offs, w1, w3, w2, b1, b3, b2, config, keeps, torch.is_grad_enabled())[0]
+    kept = keeps_input, kept_weight
+    return _GroupedExperts.apply(x, offs, w1, w3, w2, b1, b3, b2, config, kept, torch.is_grad_enabled())[0]
 
 
 _exported_experts = exported(_experts, lambda x, *rest: x.new_empty(x.shape, dtype=torch.bfloat16))
@@ -91,15 +92,17 @@ def _experts_config(gemms: str, limit: float | None) -> ExpertsConfig:
 
 class _GroupedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, offs, w1, w3, w2, b1, b3, b2, config, keeps, grad_enabled, *gathered):
+    def forward(ctx, x, offs, w1, w3, w2, b1, b3, b2, config, kept, grad_enabled, *gathered):
         save = grad_enabled and any(ctx.needs_input_grad)
+        keeps_input, kept_weight = kept
+        ctx.config, ctx.dtypes = config, [None if w is None else w.dtype for w in (w1, w3, w2, b1, b3, b2)]
+        if kept_weight == "bf16":
+            w1, w3, w2 = w1.bfloat16(), w3.bfloat16(), w2.bfloat16()
         matrices = gathered or (w1, w3, w2)
         y, *saved = experts_forward(x, [*matrices], [b1, b3, b2], offs, config, save)
-        keeps_input, ctx.keeps_weight = keeps
-        ctx.config, ctx.dtypes = config, [None if w is None else w.dtype for w in (w1, w3, w2, b1, b3, b2)]
         if not save:
             return y, None
-        weights = () if ctx.keeps_weight else matrices
+        weights = () if kept_weight == "quantized" else matrices
         ctx.matrices = len(weights)
         return save_for_backward(ctx, y, offs, b2, *weights, *saved, *((x,) if keeps_input else ()))
 
@@ -109,9 +112,11 @@ class _GroupedExperts(torch.autograd.Function):
         offs, b2, *saved = saved
         weights, saved = [*saved[: ctx.matrices]], [*saved[ctx.matrices :]]
         needs = list(ctx.needs_input_grad[2:8])
-        made = experts_backward(g, saved, weights, b2, offs, needs, common_dtype(ctx.dtypes), ctx.config)
+        params, totals = held_gradients(ctx, first=2, count=3)
+        made = experts_backward(g, saved, weights, b2, offs, needs, common_dtype(ctx.dtypes), totals, ctx.config)
+        dweights = gradients_of(take_gradients(params, totals) + made[1:], needs, ctx.dtypes)
         none = [None] * (len(ctx.needs_input_grad) - 8)
-        return made[0], None, *gradients_of(made[1:], needs, ctx.dtypes), *none
+        return made[0], None, *dweights, *none
 
 
 def common_dtype(dtypes: list[torch.dtype | None]) -> torch.dtype:
@@ -189,6 +194,7 @@ def experts_backward(
     offs: torch.Tensor,
     needs: list[bool],
     dtype: torch.dtype,
+    totals: list[torch.Tensor],
     config: str,
 ) -> list[torch.Tensor]:
     """The gradient of x (M, D) in bf16, and those that ``needs`` names: of w1, w3, w2 in ``dtype``, of b1, b3, b2 in
@@ -198,6 +204,8 @@ def experts_backward(
         saved: what ``experts_forward`` returned behind y, and x where that is kept as it is. Emptied: each tensor is
             freed after its use, if nothing else holds it.
         weights: w1, w3, w2, as ``experts.weights_of`` takes them; none where they are kept quantised.
+        totals: fp32, to which the gradients of w1, w3 and w2, all needed, are added: they are not returned then. Not
+            in the schema, as compiled graphs have none.
     """
     layer: ExpertsConfig = decode(config)
     gemms, kernels = layer.gemms, backends.load(layer.gemms.backend, g.device)
@@ -215,33 +223,39 @@ def experts_backward(
     else:
         of_rows = kernels.quantize(g, 1, rows, offs if rows.grouped_scales else None)
         g_tokens = Tokens(of_rows, Operand(g.bfloat16().contiguous(), None, columns, 0), g)
-    made, _, dw2, db2 = experts.backward_w2(
-        g_tokens, preactivations, None, parameters, quantized, needs, dtype, offs, layer, kernels
-    )
+    rest = needs, WeightGradients(dtype, totals), offs, layer, kernels
+    made, _, dw2, db2 = experts.backward_w2([g_tokens], preactivations, None, parameters, quantized, *rest)
     del g_tokens  # before the rows' gradient, the largest of all, is made
-    dx, (dw1, dw3, db1, db3) = experts.backward_w1_w3(
-        made, x, parameters, quantized, needs, dtype, offs, layer, kernels
-    )
+    dx, (dw1, dw3, db1, db3) = experts.backward_w1_w3(made, x, parameters, quantized, *rest)
     dx = dx[0] if len(dx) == 1 else dx[0].add_(dx[1])
     row_M = torch.arange(dx.shape[0], device=offs.device)
     dx.masked_fill_((row_M >= offs[-1])[:, None], 0)
-    return [dx, *[grad for grad, needed in zip((dw1, dw3, dw2, db1, db3, db2), needs, strict=True) if needed]]
+    return [dx, *returned((dw1, dw3, dw2, db1, db3, db2), needs, totals)]
 
 
 @torch.library.register_fake(experts_backward.overload)
-def _(g, saved, weights, b2, offs, needs, dtype, config):
+def _(g, saved, weights, b2, offs, needs, dtype, totals, config):
     dx = g.new_empty(g.shape, dtype=torch.bfloat16)
-    return [dx, *empty_gradients(g, saved[0].shape[1], offs.shape[0], needs, dtype)]
+    return [dx, *empty_gradients(g, saved[0].shape[1], offs.shape[0], needs, dtype, totals)]
+
+
+def returned(
+    gradients: Sequence[torch.Tensor | None], needs: list[bool], totals: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """What an operator returns of the gradients of w1, w3, w2, b1, b3 and b2: those that ``needs`` names, but for the
+    first three where they were added to ``totals``."""
+    first = 3 if totals else 0
+    return [grad for grad, needed in zip(gradients[first:], needs[first:], strict=True) if needed]
 
 
 def empty_gradients(
-    g: torch.Tensor, hidden: int, local: int, needs: list[bool], dtype: torch.dtype
+    g: torch.Tensor, hidden: int, local: int, needs: list[bool], dtype: torch.dtype, totals: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """For fakes: the gradients of ``local`` experts' parameters, with ``g`` (M, D)."""
+    """For fakes: what is ``returned`` of the gradients of ``local`` experts' parameters, with ``g`` (M, D)."""
     d, h = g.shape[1], hidden
     shapes = (local, h, d), (local, h, d), (local, d, h), (local, h), (local, h), (local, d)
     dtypes = [dtype] * 3 + [torch.float32] * 3
-    return [g.new_empty(shapes[i], dtype=dtypes[i]) for i in range(6) if needs[i]]
+    return returned([g.new_empty(shape, dtype=dt) for shape, dt in zip(shapes, dtypes, strict=True)], needs, totals)
 
 
 def kept_operands(saved: Owned, gemms: MXConfig) -> Owned:

@@ -67,13 +67,11 @@ class MXFP8GroupedExperts(RoutedExperts, GroupedExperts):
     gathers = "w1", "w3", "w2"
 
     def weights(self, is_sorted: bool) -> Weights:
-        """This rank's."""
+        """This rank's, as they are: fp32 too is quantised in one pass."""
         w1, w3, w2 = self.w1, self.w3, self.w2
         if isinstance(w1, DTensor):
             w1, w3, w2 = w1.to_local(), w3.to_local(), w2.to_local()
-        if self.gathered:
-            return Weights(w1, w3, w2)
-        return Weights(w1.bfloat16(), w3.bfloat16(), w2.bfloat16())
+        return Weights(w1, w3, w2)
 
 
 class MXFP8GptOssGroupedExperts(RoutedExperts, GptOssGroupedExperts):
@@ -88,10 +86,10 @@ class MXFP8GptOssGroupedExperts(RoutedExperts, GptOssGroupedExperts):
         summed. The gradient of ``b2`` is whole on every one."""
         params = self.mlp1_weight, self.mlp1_bias, self.mlp2_weight, self.mlp2_bias
         mlp1, mlp1_bias, w2, b2 = [param.to_local() if isinstance(param, DTensor) else param for param in params]
-        (w1, w3), (b1, b3) = interleaved(mlp1.bfloat16()), interleaved(mlp1_bias)
+        (w1, w3), (b1, b3) = interleaved(mlp1), interleaved(mlp1_bias)
         if is_sorted:
             b2 = ScaleBiasForward.apply(b2, contraction_shards(self.mlp2_weight))
-        return Weights(w1, w3, w2.bfloat16(), b1, b3, b2)
+        return Weights(w1, w3, w2, b1, b3, b2)
 
 
 def contraction_shards(w2_EDH: torch.Tensor) -> int:

@@ -50,7 +50,7 @@ class MXFP8GroupedExperts(_MXFP8Seam, GroupedExperts):
 
 
 def gathered_parameters(experts: GroupedExperts) -> Weights:
-    """This rank's, which get the gradients of what was gathered in FP8."""
+    """This rank's, as they are: they get the gradients of what was gathered in FP8, too."""
     weights = experts.w1_EFD, experts.w3_EFD, experts.w2_EDF
     return Weights(*(w.to_local() if isinstance(w, DTensor) else w for w in weights))
 

@@ -169,14 +169,12 @@ def _dispatching_layers(
 
 
 def _parameters(experts: GroupedExperts) -> Weights:
-    """This rank's, in bf16 unless they are gathered in FP8."""
-    if experts.gathered:
-        return gathered_parameters(experts)
+    """This rank's, as they are: fp32 too is quantised in one pass."""
     if not isinstance(experts, GptOssGroupedExperts):
-        return Weights(*(_local(w).bfloat16() for w in (experts.w1_EFD, experts.w3_EFD, experts.w2_EDF)))
-    w1, w3 = interleaved(_local(experts.mlp1_weight_EGD).bfloat16())
+        return gathered_parameters(experts)
+    w1, w3 = interleaved(_local(experts.mlp1_weight_EGD))
     b1, b3 = interleaved(_local(experts.mlp1_bias_EG))
-    return Weights(w1, w3, _local(experts.mlp2_weight_EDF).bfloat16(), b1, b3, _local(experts.mlp2_bias_ED))
+    return Weights(w1, w3, _local(experts.mlp2_weight_EDF), b1, b3, _local(experts.mlp2_bias_ED))
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:

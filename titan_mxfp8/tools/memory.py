@@ -129,14 +129,14 @@ def experts_out_of_fsdp(sharded: nn.Module) -> dict[str, nn.Module]:
 
 
 def kept_weights(sharded: nn.Module) -> list[int]:
-    """Bytes of each block for weights of experts out of FSDP that backward gets as forward has quantised them."""
+    """Bytes of each block for weights of experts out of FSDP that backward gets as forward has quantised them, or
+    of the control cast them."""
     kept = dict.fromkeys(sharded.layers, 0)
     for name, module in experts_out_of_fsdp(sharded).items():
-        if module.mxfp8.keeps_weight:
-            spec = module.mxfp8.plan.dgrad.b
-            matrices = [_local(param) for param in module.parameters(recurse=False) if param.ndim == 3]
-            operands = [spec.empty(matrix, 1, None) for matrix in matrices]
-            kept[name.split(".")[1]] += sum(operand.data.nbytes + operand.scale.nbytes for operand in operands)
+        spec, how = module.mxfp8.plan.dgrad.b, module.mxfp8.kept_weight
+        for matrix in (_local(param) for param in module.parameters(recurse=False) if param.ndim == 3):
+            if how == "quantized" or (how == "bf16" and matrix.dtype == torch.float32):
+                kept[name.split(".")[1]] += sum(tensor.nbytes for tensor in spec.empty(matrix, 1, None).tensors())
     return list(kept.values())
 
 

@@ -56,11 +56,12 @@ def launch(
     columnwise: Operand | None,
     offs: torch.Tensor | None,
     source: Operand | None,
+    places: torch.Tensor | None = None,
 ) -> None:
     """Fills operands of quantised values in bf16, see ``quantizers.LAUNCHES``. With ``offs`` rows at and past
     ``offs[-1]`` are zeros, but where there is a ``source``."""
     if columnwise is not None:
-        _launch_tiles(x, rowwise, columnwise, offs, source)
+        _launch_tiles(x, rowwise, columnwise, offs, source, places)
     elif offs is None and rowwise.spec.block == "1x32":
         _launch_rows(x, rowwise)
     else:
@@ -116,11 +117,11 @@ def _quantize_dequantize_rows(
     tl.store(out + row * cols + col, values.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "row_blocks", "groups"])
+@triton.jit(do_not_specialize=["rows", "row_blocks", "groups", "places_end"])
 def _quantize_dequantize_tiles(
-    x, x_scale, rowwise, columnwise, table, offs,
+    x, x_scale, places, rowwise, columnwise, table, offs,
     cols, batch_stride, row_stride,
-    rows, row_blocks, groups,
+    rows, row_blocks, groups, places_end,
     X_BLOCK_K: tl.constexpr, X_E5M2: tl.constexpr,
     ROWWISE: tl.constexpr, SQUARES: tl.constexpr, RAGGED: tl.constexpr,
     FLOOR: tl.constexpr, E5M2: tl.constexpr,
@@ -157,7 +158,7 @@ def _quantize_dequantize_tiles(
     end = tl.load(offs + groups - 1) if RAGGED else rows
     values, row, col, inside = load_tile(
         x, x_scale, table, rows, cols, row_stride, tile_row, tile_col, row_blocks, end,
-        X_BLOCK_K, X_E5M2, RAGGED, BLOCKS, SEGMENTS, SEGMENT,
+        X_BLOCK_K, X_E5M2, RAGGED, BLOCKS, SEGMENTS, SEGMENT, places, places_end,
     )  # fmt: skip
     values = tl.reshape(values, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
     amax = tl.max(tl.max(magnitude_bits(values), 0), 2)
@@ -194,12 +195,14 @@ def _launch_tiles(
     columnwise: Operand,
     offs: torch.Tensor | None,
     source: Operand | None,
+    places: torch.Tensor | None = None,
 ) -> None:
     spec = columnwise.spec
     matrices = as_matrices(x, x.ndim - 2 if spec.block == "32x32" else columnwise.axis)
+    rows = matrices.rows if places is None else places.shape[0]
     tile, (segment, source_constants) = REQUANTIZE_TILE if source else ROUND_TILE, source_of(x, source)
-    row_block_map = None if offs is None else map_tiles(offs, matrices.rows, tile, tail=source is None)
-    row_blocks = ceil_div(matrices.rows, BLOCK_SIZE) if row_block_map is None else row_block_map.row_blocks
+    row_block_map = None if offs is None else map_tiles(offs, rows, tile, tail=source is None)
+    row_blocks = ceil_div(rows, BLOCK_SIZE) if row_block_map is None else row_block_map.row_blocks
     programs = matrices.batches * ceil_div(row_blocks, tile.blocks) * ceil_div(matrices.cols, tile.segments * segment)
     programs = programs if x.numel() else 0
     constants = (
@@ -208,9 +211,9 @@ def _launch_tiles(
     )  # fmt: skip
     _QUANTIZE_DEQUANTIZE_TILES.launch(
         programs,
-        (matrices.x, source and source.scale, rowwise and rowwise.data, columnwise.data,
+        (matrices.x, source and source.scale, places, rowwise and rowwise.data, columnwise.data,
         row_block_map and row_block_map.table, offs),
         (matrices.cols, matrices.batch_stride, matrices.row_stride),
-        (matrices.rows, row_blocks, 0 if offs is None else offs.shape[0]), constants,
+        (rows, row_blocks, 0 if offs is None else offs.shape[0], matrices.rows), constants,
         device=x.device, warps=tile.warps,
     )  # fmt: skip

@@ -105,7 +105,9 @@ def dual_gemm_m_grouped(
     return multiply_m_grouped(*first, offs, None, torch.bfloat16, mma, zero_tail=False, second=second)
 
 
-def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+def gemm_k_grouped(
+    a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype, add_to: torch.Tensor | None = None
+) -> torch.Tensor:
     """``Backend.gemm_k_grouped`` of exact operands, or of unquantised ones.
 
     For the latter torch's kernel wants another pass over the result for the empty groups. On an H200 this one takes as
@@ -115,12 +117,12 @@ def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype:
     device = a.data.device
     mma = hardware_of(device).mma
     if not a.spec.is_quantized and mma != "bf16_tma":
-        return reference.gemm_k_grouped(a, b, offs, out_dtype)
+        return reference.gemm_k_grouped(a, b, offs, out_dtype, add_to)
     if mma != "scaled" and offs is None and out_dtype == torch.bfloat16:
         a, b = _tokens_first(a), _tokens_first(b)
         if _is_many_tiles(a.data.shape[1], b.data.shape[1], device):
             return torch.mm(a.data.mT, b.data)[None]
-    return multiply_k_grouped(a, b, offs, out_dtype, mma)
+    return multiply_k_grouped(a, b, offs, out_dtype, mma, add_to=add_to)
 
 
 def in_bf16(operand: Operand) -> Operand:
@@ -174,6 +176,7 @@ def multiply_k_grouped(
     out_dtype: torch.dtype,
     mma: Mma,
     tiles: Tiles | None = None,
+    add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``gemm_k_grouped`` with a given ``Mma`` and, for measurements, given tiles."""
     alignment = 1 if a.spec.stored == "bf16" else BLOCK_SIZE  # of the groups
@@ -186,11 +189,11 @@ def multiply_k_grouped(
         a, b = _tokens_first(a), _tokens_first(b)
         (m, n), k = a.data.shape, b.data.shape[1]
     experts, device = 1 if offs is None else offs.shape[0], a.data.device
-    out_ENK = torch.empty((experts, n, k), dtype=out_dtype, device=device)
-    if m == 0:
+    out_ENK = torch.empty((experts, n, k), dtype=out_dtype, device=device) if add_to is None else add_to
+    if m == 0 and add_to is None:
         out_ENK.zero_()
     tensors = out_ENK, offs, torch.zeros(1, dtype=torch.int32, device=device)
-    launch = partial(_launch_k_grouped, [a, b], tensors, mma, alignment, m)
+    launch = partial(_launch_k_grouped, [a, b], tensors, mma, alignment, m, add_to is not None)
     _with_tiles(launch, tiles, mma, (experts, n, k), m // experts, device)
     return out_ENK
 
@@ -248,11 +251,12 @@ def _launch_k_grouped(
     mma: Mma,
     alignment: int,
     m: int,
+    add: bool,
     tiles: Tiles,
     run: bool,
 ) -> bool:
     """Whether the kernel was new. ``tensors``: output, offsets and the counter of tiles; ``m``: tokens, with the
-    padding of operands that have it."""
+    padding of operands that have it; ``add``: to what the output holds."""
     (a, b), out = operands, tensors[0]
     experts, n, k = out.shape
     scales = (a.scale, b.scale) if mma == "scaled" else (None, None)
@@ -260,7 +264,7 @@ def _launch_k_grouped(
     if mma == "bf16_tma":
         blocks = (tiles.bc, tiles.bm), (tiles.bc, tiles.bn)
         matrices, descriptors = (), tuple(map(_described, matrices, blocks))
-    constants = mma, *_formats(mma, a, b), alignment, tiles.bm, tiles.bn, tiles.bc, GROUP_M, 64 * tiles.warps
+    constants = mma, *_formats(mma, a, b), alignment, add, tiles.bm, tiles.bn, tiles.bc, GROUP_M, 64 * tiles.warps
     count = experts * ceil_div(n, tiles.bm) * ceil_div(k, tiles.bn) if m else 0
     return K_GROUPED.launch(
         min(count, multiprocessors(out.device) * tiles.programs) if run else 0,

@@ -175,7 +175,7 @@ def _m_grouped_kernel(
 @triton.jit(do_not_specialize=["M", "blocks", "E"])
 def _k_grouped_kernel(
     a, b, a_scale, b_scale, out, offs, tile_counter, N, K, M, blocks, E,
-    MMA: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, ALIGNMENT: tl.constexpr,
+    MMA: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, ALIGNMENT: tl.constexpr, ADD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, GROUP_M: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """One program: output tiles as above; each contracts the tokens of its own expert only.
@@ -183,7 +183,7 @@ def _k_grouped_kernel(
     ``offs = [100, 100, 300]``, ALIGNMENT 32: the groups are 0..127, nothing and 128..351 of the padded axis, zeros in
     the padding; with ALIGNMENT 1, 0..99, nothing and 100..299. The second expert's tiles contract nothing: zeros.
     ``a`` is (M, N) and ``b`` (M, K); TMA descriptors if MMA is ``bf16_tma``. If MMA is ``scaled`` they are FP8 of
-    (N, M) and (K, M), and M is 32 times ``blocks``.
+    (N, M) and (K, M), and M is 32 times ``blocks``. With ADD the output, in fp32, is added to.
     """
     if MMA == "scaled":
         M = blocks * 32  # the compiler sees what divides it
@@ -226,7 +226,10 @@ def _k_grouped_kernel(
                 )  # fmt: skip
             count = _claim_tile(tile_counter, THREADS)
             out_ptrs = out + n.to(tl.int64)[:, None] * K + k[None, :]
-            tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
+            inside = (n < N)[:, None] & (k < K)[None, :]
+            if ADD:
+                acc += tl.load(out_ptrs, mask=inside, other=0.0)
+            tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=inside)
             tile = _claimed_tile(count, THREADS)
         start = end
         offset += size

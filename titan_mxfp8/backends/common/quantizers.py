@@ -92,13 +92,17 @@ def quantize_both(
     return operands
 
 
-def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+def requantize(
+    rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None, places: torch.Tensor | None = None
+) -> Operand:
     """``Backend.requantize``. Along their own axis swizzled rows that are rounded alike keep their elements."""
     if rows.spec.block == "32x32":
         return _requantize_squares(rows, axis, spec)
     if rows.spec.grouped_scales:
         rows = unswizzle(rows, offs)
     layout = layout_of(spec)
+    if places is not None and (axis == 1 or layout not in ("qdq", "mn_major")):
+        rows, places = rows.rows_at(places), None
     if axis == 1:
         if layout in ("bf16", "qdq"):
             return Operand(dequantize.dequantize(rows), None, spec, 1)
@@ -111,8 +115,13 @@ def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor |
         return quantize(values, 1, replace(spec, rounding="rceil"), None)._replace(spec=spec)
     if layout == "bf16":
         return Operand(dequantize.dequantize(rows, offs=offs), None, spec, 0)
-    operand = spec.empty(rows.data, 0, None if offs is None else offs.shape[0])
-    LAUNCHES[layout](rows.data, None, operand, offs, rows)
+    groups = None if offs is None else offs.shape[0]
+    if places is None:
+        operand = spec.empty(rows.data, 0, groups)
+        LAUNCHES[layout](rows.data, None, operand, offs, rows)
+    else:
+        operand = spec.empty(rows.data[:1].expand(places.shape[0], -1), 0, groups)
+        (dequantize if layout == "qdq" else rebase).launch(rows.data, None, operand, offs, rows, places)
     return operand
 
 

@@ -59,6 +59,7 @@ def launch(
     columnwise: Operand | None,
     offs: torch.Tensor | None,
     source: Operand | None,
+    places: torch.Tensor | None = None,
 ) -> None:
     """Fills operands of rebased or coalesced FP8, see ``quantizers.LAUNCHES``."""
     spec = (rowwise or columnwise).spec
@@ -68,7 +69,7 @@ def launch(
         _launch_rows(x, rowwise)
     else:
         assert spec.block_k == 128, "coalesced 1x32 blocks are made along the last axis"
-        _launch_tiles(x, rowwise, columnwise, offs, source)
+        _launch_tiles(x, rowwise, columnwise, offs, source, places=places)
 
 
 def quantize_groups(
@@ -139,11 +140,11 @@ def _rebase_rows(
             tl.store(scale + row, scales, mask=row < rows)
 
 
-@triton.jit(do_not_specialize=["rows", "padded_blocks", "row_blocks", "groups"])
+@triton.jit(do_not_specialize=["rows", "padded_blocks", "row_blocks", "groups", "places_end"])
 def _rebase_tiles(
-    x, x_scale, rowwise_qdata, rowwise_scale, columnwise_qdata, columnwise_scale, table, offs,
+    x, x_scale, places, rowwise_qdata, rowwise_scale, columnwise_qdata, columnwise_scale, table, offs,
     cols, batch_stride, row_stride,
-    rows, padded_blocks, row_blocks, groups,
+    rows, padded_blocks, row_blocks, groups, places_end,
     X_BLOCK_K: tl.constexpr, X_E5M2: tl.constexpr, TAIL: tl.constexpr,
     ROWWISE: tl.constexpr, SQUARES: tl.constexpr, RAGGED: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
     BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
@@ -185,7 +186,7 @@ def _rebase_tiles(
     # A second load comes from the L1. In one layout for both axes a maximum would cross warps on either.
     values, _, _, _ = load_tile(
         x, x_scale, table, rows, cols, row_stride, tile_row, tile_col, row_blocks, end,
-        X_BLOCK_K, X_E5M2, RAGGED, BLOCKS, SEGMENTS, SEGMENT,
+        X_BLOCK_K, X_E5M2, RAGGED, BLOCKS, SEGMENTS, SEGMENT, places, places_end,
     )  # fmt: skip
     values = tl.reshape(values, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
     byte = scale_byte(tl.max(tl.max(magnitude_bits(values), 0), 2), FLOOR, E5M2)  # (BLOCKS, SEGMENTS, SEGMENT)
@@ -329,14 +330,16 @@ def _launch_tiles(
     offs: torch.Tensor | None,
     source: Operand | None,
     tail: bool = True,
+    places: torch.Tensor | None = None,
 ) -> None:
     matrices, tail = as_matrices(x, x.ndim - 2), tail and source is None
+    rows = matrices.rows if places is None else places.shape[0]
     tile = _square_tile(x.dtype) if rowwise else REQUANTIZE_TILE if source else COLUMNWISE_TILE
     segment, source_constants = source_of(x, source)
     row_block_map = (
-        None if offs is None else map_tiles(offs, matrices.rows, tile, tail=tail and rowwise is not None, alignment=128)
+        None if offs is None else map_tiles(offs, rows, tile, tail=tail and rowwise is not None, alignment=128)
     )
-    row_blocks = ceil_div(matrices.rows, BLOCK_SIZE) if row_block_map is None else row_block_map.row_blocks
+    row_blocks = ceil_div(rows, BLOCK_SIZE) if row_block_map is None else row_block_map.row_blocks
     # Only what was timed so; without groups ptxas would spill.
     was_timed = x.dtype == torch.bfloat16 and columnwise.spec.elem_dtype == torch.float8_e4m3fn and offs is not None
     registers = BOTH_REGISTERS if rowwise and was_timed else None
@@ -347,11 +350,11 @@ def _launch_tiles(
     )  # fmt: skip
     _REBASE_TILES.launch(
         matrices.batches * ceil_div(row_blocks, tile.blocks) * ceil_div(matrices.cols, tile.segments * segment),
-        (matrices.x, source and source.scale, rowwise and rowwise.data, rowwise and rowwise.scale, columnwise.data,
-        columnwise.scale,
-         row_block_map and row_block_map.table, offs),
+        (matrices.x, source and source.scale, places, rowwise and rowwise.data, rowwise and rowwise.scale,
+         columnwise.data, columnwise.scale, row_block_map and row_block_map.table, offs),
         (matrices.cols, matrices.batch_stride, matrices.row_stride),
-        (matrices.rows, columnwise.data.shape[-1] // BLOCK_SIZE, row_blocks, 0 if offs is None else offs.shape[0]),
+        (rows, columnwise.data.shape[-1] // BLOCK_SIZE, row_blocks, 0 if offs is None else offs.shape[0],
+         matrices.rows),
         constants,
         device=x.device, warps=tile.warps, registers=registers,
     )  # fmt: skip
@@ -363,8 +366,11 @@ def _launch_squares(
     spec, matrices = (rowwise or columnwise).spec, as_matrices(x, x.ndim - 2)
     (segment, _), coalesced = source_of(x, source), spec.stored == "coalesced"
     tile = Tile(rows=128, segments=128 // segment)
-    # So that two programs fit on a multiprocessor: Triton 3.6 takes 167 registers, and on an H100 1.3 times as long.
-    registers = 128 if coalesced and rowwise and columnwise and spec.elem_dtype == torch.float8_e4m3fn else None
+    # So that two programs fit on a multiprocessor: of bf16, coalesced, Triton 3.6 takes 167 registers, and on an H100
+    # 1.3 times as long. Of fp32 one of 16 warps takes 1.1 times as long as two of 8.
+    is_wide = x.dtype == torch.float32 and rowwise is not None and columnwise is not None
+    both = rowwise and columnwise and spec.elem_dtype == torch.float8_e4m3fn
+    registers = 128 if both and (coalesced or is_wide) else None
     constants = (
         rowwise is not None, columnwise is not None, *rounding_of(spec), coalesced, tile.blocks, tile.segments, segment,
     )  # fmt: skip
@@ -373,7 +379,7 @@ def _launch_squares(
         (matrices.x, source and source.scale, rowwise and rowwise.data, rowwise and rowwise.scale,
         columnwise and columnwise.data, columnwise and columnwise.scale),
         (matrices.cols, matrices.batch_stride, matrices.row_stride), (matrices.rows,), constants,
-        device=x.device, warps=tile.warps, registers=registers,
+        device=x.device, warps=tile.warps // 2 if is_wide else tile.warps, registers=registers,
     )  # fmt: skip
 
 

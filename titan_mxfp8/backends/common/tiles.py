@@ -66,9 +66,12 @@ def load_tile(
     rows, cols, row_stride, tile_row, tile_col, row_blocks, limit,
     X_BLOCK_K: tl.constexpr, X_E5M2: tl.constexpr,
     RAGGED: tl.constexpr, BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
+    places=None, places_end=0,
 ):  # fmt: skip
     """A tile of ``32 * BLOCKS`` rows and ``SEGMENTS * SEGMENT`` columns as fp32, its row and column numbers and its
     mask.
+
+    ``places``: where each row lies among the ``places_end`` rows of ``x`` and its scales, if not in its own place.
 
     Rows at and past ``limit`` are zeros, but inside. With X_BLOCK_K ``x`` is FP8 and has a scale for X_BLOCK_K columns
     of a row, which are K-major (32) or MN-major (128): see ``OperandSpec.scales``. Without ``x_scale`` its elements are
@@ -95,16 +98,19 @@ def load_tile(
     col = (tile_col * SEGMENTS + segment[:, None]) * SEGMENT + in_segment[None, :]
     known_row = row < tl.minimum(stop, limit)
     known = known_row[:, None] & (col < cols)
-    loaded = tl.load(x + row.to(tl.int64)[:, None] * row_stride + col, mask=known, other=0)
+    place, place_rows = row, rows
+    if places is not None:
+        place, place_rows = tl.load(places + row, mask=known_row, other=0), places_end
+    loaded = tl.load(x + place.to(tl.int64)[:, None] * row_stride + col, mask=known, other=0)
     if X_BLOCK_K and x_scale is None:
         values = from_elements(loaded, X_E5M2)
     elif X_BLOCK_K:
         WIDTH: tl.constexpr = min(SEGMENT, X_BLOCK_K)
         first_col = (tile_col * SEGMENTS + segment[:, None]) * SEGMENT + tl.arange(0, SEGMENT // WIDTH)[None, :] * WIDTH
         if X_BLOCK_K == 32:
-            at = row.to(tl.int64)[:, None] * tl.cdiv(cols, 32) + first_col // 32
+            at = place.to(tl.int64)[:, None] * tl.cdiv(cols, 32) + first_col // 32
         else:
-            at = (first_col // 128).to(tl.int64) * (tl.cdiv(rows, 16) * 16) + row[:, None]
+            at = (first_col // 128).to(tl.int64) * (tl.cdiv(place_rows, 16) * 16) + place[:, None]
         scale = tl.load(x_scale + at, mask=known_row[:, None] & (first_col < cols), other=0).to(tl.int32)
         in_blocks = tl.reshape(from_elements(loaded, X_E5M2), (32 * BLOCKS * SEGMENTS, SEGMENT // WIDTH, WIDTH))
         values = tl.reshape(in_blocks * scale_value(scale)[:, :, None], (32 * BLOCKS * SEGMENTS, SEGMENT))

@@ -14,14 +14,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from triton import knobs
 
-from titan_mxfp8.backends import Gemm, Plan, reference, triton
+from titan_mxfp8.backends import Gemm, Plan, SwigluGradients, reference, triton
 from titan_mxfp8.backends.common import gemm as portable
+from titan_mxfp8.backends.common import swiglu as portable_swiglu
 from titan_mxfp8.backends.common.quantizers import quantize, quantize_both, requantize
-from titan_mxfp8.backends.common.swiglu import swiglu, swiglu_backward
+from titan_mxfp8.backends.common.swiglu import swiglu
 from titan_mxfp8.backends.hardware import Hardware
-from titan_mxfp8.backends.hopper import gemm
-from titan_mxfp8.format.spec import Operand, check_k_grouped, check_m_grouped
+from titan_mxfp8.backends.hopper import gemm, swiglu_gradients
+from titan_mxfp8.format.spec import Operand, OperandSpec, check_k_grouped, check_m_grouped
 from titan_mxfp8.recipe import Recipe
 
 __all__ = ["plan", "quantize", "quantize_both", "requantize", "swiglu", "swiglu_backward"]
@@ -40,6 +42,22 @@ def plan(recipe: Recipe, hardware: Hardware) -> Plan:
 
 def _coalesced(gemm: Gemm) -> Gemm:
     return Gemm(a=replace(gemm.a, stored="coalesced"), b=replace(gemm.b, stored="coalesced"), mma_dtype="FP8")
+
+
+def swiglu_backward(
+    inputs: list[torch.Tensor],
+    scores_M: torch.Tensor | None,
+    limit: float | None,
+    rowwise: OperandSpec,
+    columnwise: OperandSpec,
+    h_columnwise: OperandSpec,
+    offs: torch.Tensor | None,
+) -> SwigluGradients:
+    """``Backend.swiglu_backward``: rebased gradients by one kernel, which Triton's interpreter cannot run."""
+    specs = rowwise, columnwise, h_columnwise
+    in_one = all(spec.block_k == 128 for spec in specs) and not knobs.runtime.interpret
+    kernels = swiglu_gradients if in_one else portable_swiglu
+    return kernels.swiglu_backward(inputs, scores_M, limit, *specs, offs)
 
 
 def gemm_m_grouped(
@@ -85,7 +103,9 @@ def _is_fp8(a: Operand, b: Operand) -> bool:
     return True
 
 
-def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+def gemm_k_grouped(
+    a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype, add_to: torch.Tensor | None = None
+) -> torch.Tensor:
     """``Backend.gemm_k_grouped``. FP8 that is not rebased goes through bf16, as on other tensor cores.
 
     Raises:
@@ -97,4 +117,4 @@ def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype:
             f"cannot multiply blocks of {a.spec.scale_block} by blocks of {b.spec.scale_block}: quantise both operands "
             "as plan() says"
         )
-    return (portable if a.spec.block_k == 32 else gemm).gemm_k_grouped(a, b, offs, out_dtype)
+    return (portable if a.spec.block_k == 32 else gemm).gemm_k_grouped(a, b, offs, out_dtype, add_to)

@@ -54,7 +54,9 @@ class Tiles:
     registers: tuple[int, int]
 
 
-# Each the fastest of several numbers of warpgroups, parts and stages on an H200.
+# Each the fastest of several numbers of warpgroups, parts and stages on an H200. On an H100 rows of ``a`` in registers
+# with sums of 64 columns, in tiles of 192 x 128, 128 x 256 or 256 x 128, were 2 to 30% slower, and a staging buffer for
+# both halves of a store made no difference: power limits it, to 1.4 to 1.5 GHz.
 # Three warpgroups fill each other's gaps; tiles of 192 rows read less of ``b`` than those of 128.
 M_GROUPED = Tiles(warpgroups=3, parts=3, stages=4, registers=(160, 32))
 # Of groups of few rows. From how many rows on the other is faster has not been timed.
@@ -86,11 +88,15 @@ def gemm_m_grouped(
     return out
 
 
-def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+def gemm_k_grouped(
+    a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype, add_to: torch.Tensor | None = None
+) -> torch.Tensor:
     """``Backend.gemm_k_grouped`` of 1x128 blocks."""
     experts = 1 if offs is None else offs.shape[0]
-    out = torch.empty((experts, a.data.shape[0], b.data.shape[0]), dtype=out_dtype, device=a.data.device)
-    multiply_k_grouped(a, b, offs, out, K_GROUPED)
+    out = add_to
+    if out is None:
+        out = torch.empty((experts, a.data.shape[0], b.data.shape[0]), dtype=out_dtype, device=a.data.device)
+    multiply_k_grouped(a, b, offs, out, K_GROUPED, add=add_to is not None)
     return out
 
 
@@ -121,13 +127,16 @@ def multiply_m_grouped(
     return _launch(products, out_MD, bias, offs, tiles, k_grouped=False, run=run, zero_tail=zero_tail)
 
 
-def multiply_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_ENK: torch.Tensor, tiles: Tiles) -> bool:
-    """``gemm_k_grouped`` with given tiles, into ``out_ENK``. Whether the kernel was new."""
+def multiply_k_grouped(
+    a: Operand, b: Operand, offs: torch.Tensor | None, out_ENK: torch.Tensor, tiles: Tiles, add: bool = False
+) -> bool:
+    """``gemm_k_grouped`` with given tiles, into ``out_ENK`` or, with ``add``, added to it. Whether the kernel was
+    new."""
     m = a.data.shape[1]
-    if m == 0:
+    if m == 0 and not add:
         out_ENK.zero_()
     scales = decode_scales(a, b, b.data.shape[0], ceil_div(m, STAGE), copies=1, end=m, offs=offs, k_grouped=True)
-    return _launch([_Product(a, b, scales)], out_ENK, None, offs, tiles, k_grouped=True)
+    return _launch([_Product(a, b, scales)], out_ENK, None, offs, tiles, k_grouped=True, add=add)
 
 
 class _Product(NamedTuple):
@@ -156,6 +165,7 @@ def _plan(
     tiles: Tiles,
     k_grouped: bool,
     zero_tail: bool,
+    add: bool,
 ) -> _Plan:
     """``shapes``, ``dtypes``: of ``a``, ``b`` and the output."""
     (a_rows, a_columns), b_shape, (*_, out_rows, d) = shapes
@@ -177,7 +187,7 @@ def _plan(
     if out_dtype == torch.bfloat16:
         layouts += (TileLayout(out_dtype, (math.prod(shapes[2][:-1]), d), (PART, COLUMNS // 2), gluon=True),)
     constants = (
-        scales.steps, scales.copies, k_grouped, zero_tail, tiles.warpgroups, tiles.parts, tiles.stages, GROUP_M,
+        scales.steps, scales.copies, k_grouped, zero_tail, add, tiles.warpgroups, tiles.parts, tiles.stages, GROUP_M,
         tiles.registers[1], tiles.registers[0],
     )  # fmt: skip
     counts = experts, tiles_down, tiles_across, out_rows, scales.rows, scales.stages
@@ -194,11 +204,12 @@ def _launch(
     k_grouped: bool,
     run: bool = True,
     zero_tail: bool = True,
+    add: bool = False,
 ) -> bool:
     """Whether the kernel was new. It takes descriptors of a product, of the output in bf16, and of a second product."""
     a, b, scales = products[0]
     shapes, dtypes = (a.data.shape, b.data.shape, out.shape), (a.data.dtype, b.data.dtype, out.dtype)
-    plan = _plan(shapes, dtypes, scales.layout, tiles, k_grouped, zero_tail)
+    plan = _plan(shapes, dtypes, scales.layout, tiles, k_grouped, zero_tail, add)
     memory = [(a.data, b.data, scales.buffer, scales.buffer) for a, b, scales in products]
     memory[0] += (out,)
     assert len(products) == 1 or len(plan.layouts) == 5, "a sum of products is in bf16"

@@ -177,10 +177,24 @@ def _add_stage(acc, a, b, zero, row_scales, column_scales, part, slot):
 @gluon.jit
 def _store(value, out, matrix, first_row, row_end, out_rows, column, D):
     """Stores the rows before ``row_end`` from registers."""
-    row = first_row + gl.arange(0, 64, gl.SliceLayout(1, value.type.layout))
+    at, inside = _places(value, matrix, first_row, row_end, out_rows, column, D)
+    gl.store(out + at, value, mask=inside)
+
+
+@gluon.jit
+def _load_rows(like, out, matrix, first_row, row_end, out_rows, column, D):
+    """What ``_store`` of ``like`` would overwrite."""
+    at, inside = _places(like, matrix, first_row, row_end, out_rows, column, D)
+    return gl.load(out + at, mask=inside, other=0.0)
+
+
+@gluon.jit
+def _places(like, matrix, first_row, row_end, out_rows, column, D):
+    """Where 64 rows lie in the output, and which of it is to be stored."""
+    row = first_row + gl.arange(0, 64, gl.SliceLayout(1, like.type.layout))
     at = (matrix.to(gl.int64) * out_rows + row) * D
     inside = (row < row_end).expand_dims(1) & (column < D).expand_dims(0)
-    gl.store(out + at.expand_dims(1) + column.expand_dims(0), value, mask=inside)
+    return at.expand_dims(1) + column.expand_dims(0), inside
 
 
 @gluon.jit
@@ -210,7 +224,7 @@ def _fill_zeros(out, begin, end, program, programs):
 @gluon.jit
 def _multiply(
     given, out_tiles, staging, bias, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, K_GROUPED: gl.constexpr,
-    ZERO_TAIL: gl.constexpr, GROUP_M: gl.constexpr,
+    ZERO_TAIL: gl.constexpr, ADD: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """The role of a warpgroup that multiplies and stores ``PARTS / WARPGROUPS`` parts of each tile.
 
@@ -285,8 +299,10 @@ def _multiply(
             total = gl.convert_layout(accs[i].reshape((64, COLUMNS)), MMA, assert_trivial=True)
             if bias is not None:
                 total += gl.load(bias + group * D + column, mask=column < D, other=0.0).to(gl.float32).expand_dims(0)
-            value = total.to(out.dtype.element_ty)
             first_row = row + i * 64
+            if ADD:
+                total += _load_rows(total, out, matrix, first_row, row_end, out_rows, column, D)
+            value = total.to(out.dtype.element_ty)
             if out_tiles is None:
                 _store(value, out, matrix, first_row, row_end, out_rows, column, D)
             elif first_row + 64 <= row_end:
@@ -299,7 +315,7 @@ def _multiply(
         tma.store_wait(0)
     program = gl.program_id(0) * WARPGROUPS + WARPGROUP
     programs = gl.num_programs(0) * WARPGROUPS
-    if K_GROUPED:  # groups without tokens have no tiles
+    if K_GROUPED and not ADD:  # groups without tokens have no tiles
         size = out_rows.to(gl.int64) * D
         start = gl.to_tensor(0)
         for e in range(experts):
@@ -307,7 +323,7 @@ def _multiply(
             if stop <= start:
                 _fill_zeros(out, e * size, (e + 1) * size, program, programs)
             start = stop
-    elif ZERO_TAIL:
+    elif not K_GROUPED and ZERO_TAIL:
         _, _, _, _, _, stop = state
         _fill_zeros(out, stop.to(gl.int64) * D, out_rows.to(gl.int64) * D, program, programs)
 
@@ -317,11 +333,11 @@ def _gemm_kernel(
     a, b, row_scale, column_scale, out_tiles, a_2, b_2, row_scale_2, column_scale_2, out, bias, offs, tile_counter, C,
     D, experts, tiles_down, tiles_across, out_rows, scale_rows, scale_stages,
     STEPS: gl.constexpr, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, ZERO_TAIL: gl.constexpr,
-    WARPGROUPS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    ADD: gl.constexpr, WARPGROUPS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: output tiles, as long as there are any, then its warpgroups' share of what is zero; of the rows of
-    no group with ZERO_TAIL.
+    no group with ZERO_TAIL. With ADD, and K_GROUPED, the output, in fp32, is added to.
 
     ``a``: descriptor of (rows, C). ``b``: of (E * D, C), or (D, C) with K_GROUPED. STEPS: sums of a stage.
     ``row_scale``, ``column_scale``: descriptors of what ``decode_scales`` makes. ``out_tiles``: descriptor of ``out``
@@ -363,8 +379,8 @@ def _gemm_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (multiply, out_tiles, staging, bias, 0, WARPGROUPS, K_GROUPED, ZERO_TAIL, GROUP_M)),
-                (_multiply, (multiply, out_tiles, staging, bias, 1, WARPGROUPS, K_GROUPED, ZERO_TAIL, GROUP_M)),
+                (_multiply, (multiply, out_tiles, staging, bias, 0, WARPGROUPS, K_GROUPED, ZERO_TAIL, ADD, GROUP_M)),
+                (_multiply, (multiply, out_tiles, staging, bias, 1, WARPGROUPS, K_GROUPED, ZERO_TAIL, ADD, GROUP_M)),
                 (_load, (load, COPIES, K_GROUPED, GROUP_M)),
             ],
             [4, 1],
@@ -373,9 +389,9 @@ def _gemm_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (multiply, out_tiles, staging, bias, 0, WARPGROUPS, K_GROUPED, ZERO_TAIL, GROUP_M)),
-                (_multiply, (multiply, out_tiles, staging, bias, 1, WARPGROUPS, K_GROUPED, ZERO_TAIL, GROUP_M)),
-                (_multiply, (multiply, out_tiles, staging, bias, 2, WARPGROUPS, K_GROUPED, ZERO_TAIL, GROUP_M)),
+                (_multiply, (multiply, out_tiles, staging, bias, 0, WARPGROUPS, K_GROUPED, ZERO_TAIL, ADD, GROUP_M)),
+                (_multiply, (multiply, out_tiles, staging, bias, 1, WARPGROUPS, K_GROUPED, ZERO_TAIL, ADD, GROUP_M)),
+                (_multiply, (multiply, out_tiles, staging, bias, 2, WARPGROUPS, K_GROUPED, ZERO_TAIL, ADD, GROUP_M)),
                 (_load, (load, COPIES, K_GROUPED, GROUP_M)),
             ],
             [4, 4, 1],

@@ -54,11 +54,13 @@ def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch
     return [gemm_m_grouped(a, b, offs, None, torch.bfloat16, zero_tail=False) for a, b in products]
 
 
-def gemm_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+def gemm_k_grouped(
+    a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype, add_to: torch.Tensor | None = None
+) -> torch.Tensor:
     """``Backend.gemm_k_grouped``."""
     check_k_grouped(a, b)
-    if not a.spec.is_quantized or not _is_torchs(a, b, offs, out_dtype):
-        return portable.gemm_k_grouped(_unswizzled(a, offs), _unswizzled(b, offs), offs, out_dtype)
+    if not a.spec.is_quantized or add_to is not None or not _is_torchs(a, b, offs, out_dtype):
+        return portable.gemm_k_grouped(_unswizzled(a, offs), _unswizzled(b, offs), offs, out_dtype, add_to)
     a, b = _swizzled(a, offs), _swizzled(b, offs)
     if offs is None:
         return scaled_mm(a, b, None, out_dtype)[None]

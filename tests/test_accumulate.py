@@ -1,0 +1,221 @@
+"""Weight gradients in fp32 are made once, where ``.grad`` is, and later ones added to them by the GEMM: with what
+autograd would give in any case, hooks and all."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from problems import make_offs
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+from titan_mxfp8 import mxfp8_moe
+from titan_mxfp8.backends import reference
+from titan_mxfp8.moe import layer as moe_layer
+from titan_mxfp8.ops import accumulate, grouped_experts
+from titan_mxfp8.ops.config import config_of
+from titan_mxfp8.ops.experts import Weights
+from titan_mxfp8.recipe import get_recipe
+
+E, D, H, T = 4, 64, 96, 50
+IDS = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(i))[:2] for i in range(T)])
+Layer = Callable[[torch.Tensor, list[torch.Tensor], str], torch.Tensor]
+
+
+def moe(x: torch.Tensor, weights: list[torch.Tensor], recipe: str = "mxfp8_2d") -> torch.Tensor:
+    return mxfp8_moe(x, torch.ones(T, 2), IDS, *weights, recipe=recipe)
+
+
+def sorted_rows(x: torch.Tensor, weights: list[torch.Tensor], recipe: str = "mxfp8_2d") -> torch.Tensor:
+    config = config_of(get_recipe(recipe).key, "reference", x.device)
+    offs = make_offs([10, 0, 25, 15])
+    return grouped_experts.grouped_experts(x.bfloat16(), Weights(*weights), offs, config).float()
+
+
+LAYERS: dict[str, Layer] = {"moe": moe, "sorted rows": sorted_rows}
+
+
+def made() -> tuple[torch.Tensor, list[nn.Parameter]]:
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(T, D, generator=random)
+    shapes = ((E, H, D), (E, H, D), (E, D, H))
+    return x.requires_grad_(), [nn.Parameter(torch.randn(shape, generator=random) * 0.1) for shape in shapes]
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What weight gradients were added to by GEMMs."""
+    seen, multiply = [], reference.gemm_k_grouped
+
+    def watched(*args):
+        if len(args) > 4 and args[4] is not None:
+            seen.append(args[4])
+        return multiply(*args)
+
+    monkeypatch.setattr(reference, "gemm_k_grouped", watched)
+    return seen
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_2d", "mxfp8_2d_rebased", "mxfp8_wgrad_bf16", "bf16"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_grad_is_what_the_gemm_wrote(name: str, recipe: str, added: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel of autograd's touches it, in the first microbatch and in later ones, whoever else holds it."""
+    x, weights = made()
+    module = moe_layer if name == "moe" else grouped_experts
+    returned, gradients_of = [], module.gradients_of
+
+    def watched(*args):
+        gradients = gradients_of(*args)
+        returned[:] = [grad.data_ptr() for grad in gradients[:3]]
+        return gradients
+
+    monkeypatch.setattr(module, "gradients_of", watched)
+    held, first = [], []
+    for microbatch in range(3):
+        versions = [grad._version for grad in held]
+        LAYERS[name](x, weights, recipe).square().sum().backward()
+        held = [w.grad for w in weights]
+        first = first or [grad.clone() for grad in held]
+        assert [grad.data_ptr() for grad in held] == returned
+        assert len(added) == 3 * microbatch
+        assert all(torch.allclose(grad, (microbatch + 1) * one) for grad, one in zip(held, first, strict=True))
+        assert all(grad._version > version for grad, version in zip(held, versions, strict=False))
+    assert {total.data_ptr() for total in added} == {*returned}
+
+
+def hook_of_a_parameter(step, x, weights) -> list[torch.Tensor]:
+    seen = []
+    weights[1].register_hook(lambda grad: seen.append(grad.clone()))
+    step(), step()
+    return seen
+
+
+def hook_behind_accumulation(step, x, weights) -> list[torch.Tensor]:
+    seen = []
+    weights[1].register_post_accumulate_grad_hook(lambda w: seen.append(w.grad.clone()))
+    step(), step()
+    return seen
+
+
+def autograd_grad(step, x, weights) -> list[torch.Tensor]:
+    step()
+    return [*torch.autograd.grad(step(False), weights), *torch.autograd.grad(step(False), [x, weights[0]])]
+
+
+def backward_of_some_inputs(step, x, weights) -> list[torch.Tensor]:
+    step()
+    step(False).backward(inputs=[x])
+    step(False).backward(inputs=[weights[0]])
+    return []
+
+
+def frozen(step, x, weights) -> list[torch.Tensor]:
+    weights[0].requires_grad_(False)
+    step(), step()
+    return []
+
+
+def retained(step, x, weights) -> list[torch.Tensor]:
+    loss = step(False)
+    loss.backward(retain_graph=True), loss.backward(retain_graph=True), loss.backward()
+    return []
+
+
+def kept_differentiable(step, x, weights) -> list[torch.Tensor]:
+    step()
+    before = [w.grad for w in weights]
+    step(False).backward(create_graph=True)
+    return before
+
+
+def twice_in_one_graph(step, x, weights) -> list[torch.Tensor]:
+    step()
+    (step(False) + 2 * step(False)).backward()
+    return []
+
+
+def one_weight_thrice(step, x, weights) -> list[torch.Tensor]:
+    weights[1] = weights[0]
+    step(), step()
+    return []
+
+
+def gradient_that_lies_otherwise(step, x, weights) -> list[torch.Tensor]:
+    weights[0].grad = torch.ones(E, D, H).mT
+    step()
+    return []
+
+
+def checkpointed(step, x, weights) -> list[torch.Tensor]:
+    step(), checkpoint(lambda: step(False), use_reentrant=False).backward()
+    return []
+
+
+# What is done, and how often a GEMM adds.
+CASES = {
+    hook_of_a_parameter: 0,
+    hook_behind_accumulation: 3,
+    autograd_grad: 0,
+    backward_of_some_inputs: 0,
+    frozen: 0,
+    retained: 6,
+    kept_differentiable: 0,
+    twice_in_one_graph: 3,
+    one_weight_thrice: 0,
+    gradient_that_lies_otherwise: 0,
+    checkpointed: 3,
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_gradients_are_autograds(case: Callable, name: str, added: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> list[torch.Tensor]:
+        x, weights = made()
+
+        def step(backward: bool = True) -> torch.Tensor:
+            loss = LAYERS[name](x, weights).square().sum()
+            return loss.backward() if backward else loss
+
+        returned = case(step, x, weights)
+        return [*returned, *[t.grad.clone() for t in (x, *weights) if t.grad is not None]]
+
+    got = run()
+    assert len(added) == CASES[case]
+    monkeypatch.setattr(accumulate, "_will_execute", None)
+    expected = run()
+    assert len(added) == CASES[case] and len(got) == len(expected) >= 3
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_parameters_in_bf16_have_gradients_in_bf16(added: list) -> None:
+    x, weights = made()
+    weights = [nn.Parameter(w.detach().bfloat16()) for w in weights]
+    for _ in range(2):
+        moe(x, weights).square().sum().backward()
+    assert not added and all(w.grad.dtype == torch.bfloat16 for w in weights)
+
+
+@pytest.fixture
+def process_group():
+    dist.init_process_group("fake", rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("placement, adds", [(Shard(0), 3), (Replicate(), 0)], ids=str)
+def test_what_ranks_hold_of_dtensors(placement, adds: int, added: list, process_group: None) -> None:
+    """Of replicated ones gradients are partial sums, which autograd knows how to add."""
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    x, weights = made()
+    params = [nn.Parameter(DTensor.from_local(w.detach(), mesh, [placement], run_check=False)) for w in weights]
+    pointers = []
+    for _ in range(2):
+        moe(x, [param.to_local() for param in params]).square().sum().backward()
+        moe(x, weights).square().sum().backward()
+        pointers.append([param.grad.to_local().data_ptr() for param in params])
+    assert len(added) == adds + 3 and pointers[0] == pointers[1]
+    for param, w in zip(params, weights, strict=True):
+        assert param.grad.placements == (placement,) and torch.equal(param.grad.to_local(), w.grad)
