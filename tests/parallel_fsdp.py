@@ -26,6 +26,7 @@ from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts, RoutedExperts
 
 FOLDER = Path(sys.argv[1])
+COMMON = "--activation_checkpoint.mode=none", "--training.mixed_precision_param=float32"  # as the layer takes them
 EXPERTS = "--model.converters=quantize.grouped_mm.mx"
 QUANTIZED = EXPERTS, "--quantize.grouped_mm.mx.recipe_name=mxfp8_2d", "--quantize.grouped_mm.mx.dispatch=off"
 CONTROL = EXPERTS, "--quantize.grouped_mm.mx.recipe_name=bf16"
@@ -48,7 +49,7 @@ class Training:
     def __init__(self, mesh: str, *flags: str, model: str = "deepseek_v3", **degrees: int) -> None:
         whole = "" if mesh == "ep" else "for comparison"
         with mock.patch.object(RoutedExperts, "needs_fsdp", whole):
-            self.model = build(model, "--activation_checkpoint.mode=none", *flags, **degrees)
+            self.model = build(model, *COMMON, *flags, **degrees)
         self.optimizer = OptimizersContainer([self.model], torch.optim.AdamW, {"lr": 1e-2})
         for module in self.model.modules():
             if isinstance(module, RoutedExperts):
