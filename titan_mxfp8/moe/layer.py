@@ -37,7 +37,6 @@ from titan_mxfp8.ops.autograd import (
     is_exporting,
     once_differentiable,
     save_for_backward,
-    take_many,
 )
 from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_features, check_flags
 from titan_mxfp8.ops.config import MXConfig, config_of
@@ -406,10 +405,11 @@ def moe_backward(
     layer: MoEConfig = decode(config)
     kernels, transport = backends.load(layer.gemms.backend, g.device), layer.connect(g.device)
     parameters = experts.weights_of(weights, [None, None, b2], layer.gemms.plan)
-    taken = take_many(saved)
-    handle, preactivations = DispatchHandle(*take_many(taken, _HANDLE)), take_many(taken, 2)
+    handle, preactivations, taken = DispatchHandle(*saved[:_HANDLE]), saved[_HANDLE:][:2], saved[_HANDLE + 2 :]
+    saved.clear()
     quantized = kept_operands(taken, layer.gemms)
-    x = [Tokens(_of_parts(take_many(taken), layer.x_rows))]
+    x = [Tokens(_of_parts(taken, layer.x_rows))]
+    taken.clear()
     sent = _to_parts(kernels.quantize(aligned(g), 1, layer.g_rows, None))
     g_rows = _of_parts(transport.dispatch_with_handle(sent, handle), layer.g_rows)
     spec = layer.gemms.plan.wgrad.a
