@@ -40,6 +40,7 @@ def specs(recipe: Recipe) -> tuple[OperandSpec, OperandSpec, OperandSpec]:
 
 
 quantize = reference.quantize
+requantize = reference.requantize
 
 
 def quantize_both(
@@ -99,13 +100,6 @@ def gemm_k_grouped(
             ends_E = offs if a.spec.stored == "bf16" else reference.padded_ends(offs, a.spec.block_k)
             out_ENK = torch._grouped_mm(a_NM, b_KM.mT, offs=ends_E)
     return out_ENK.to(out_dtype) if add_to is None else add_to.add_(out_ENK)
-
-
-def requantize(
-    rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None, places: torch.Tensor | None = None
-) -> Operand:
-    """``Backend.requantize``."""
-    return reference.requantize(rows if places is None else rows.rows_at(places), axis, spec, offs)
 
 
 def swiglu(

@@ -64,7 +64,13 @@ def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor |
     return operand if spec.block_k == BLOCK_SIZE else rebase(operand, spec)
 
 
-def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None = None) -> Operand:
+def requantize(
+    rows: Operand,
+    axis: int,
+    spec: OperandSpec,
+    offs: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
+) -> Operand:
     """``quantize`` of the values of ``rows``, in fp32.
 
     Along their own axis that changes no value where ``spec`` is exact: scales are rounded up, whatever ``spec`` says,
@@ -79,7 +85,10 @@ def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor |
         rows: FP8 of (M, C), quantised along axis 1 in blocks of 1x32: exact, coalesced or rebased. Or (E, R, C) in
             exact blocks of 32x32, quantised along axis 2, R and C multiples of 32.
         axis, spec, offs: as of ``quantize``; values in bf16 along axis 1 are those of ``rows``.
+        places: integers (M,): row i is that at ``places[i]`` of ``rows``, 1x32 blocks. None: all in order.
     """
+    if places is not None:
+        rows = rows.rows_at(places)
     if rows.spec.block == "32x32":
         return _requantize_squares(rows, axis, spec)
     assert rows.axis == 1 and rows.data.ndim == 2 and rows.spec.stored != "bf16" and rows.spec.block_mn == 1, rows.spec

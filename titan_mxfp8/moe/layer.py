@@ -37,7 +37,6 @@ from titan_mxfp8.ops.autograd import (
     is_exporting,
     once_differentiable,
     save_for_backward,
-    take_many,
 )
 from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_features, check_flags
 from titan_mxfp8.ops.config import MXConfig, config_of
@@ -406,13 +405,15 @@ def moe_backward(
     layer: MoEConfig = decode(config)
     kernels, transport = backends.load(layer.gemms.backend, g.device), layer.connect(g.device)
     parameters = experts.weights_of(weights, [None, None, b2], layer.gemms.plan)
-    taken = take_many(saved)
-    handle, preactivations = DispatchHandle(*take_many(taken, _HANDLE)), take_many(taken, 2)
+    handle, preactivations, taken = DispatchHandle(*saved[:_HANDLE]), saved[_HANDLE:][:2], saved[_HANDLE + 2 :]
+    saved.clear()
     quantized = kept_operands(taken, layer.gemms)
-    x = [Tokens(_of_parts(take_many(taken), layer.x_rows))]
+    x = [Tokens(_of_parts(taken, layer.x_rows))]
+    taken.clear()
     sent = _to_parts(kernels.quantize(aligned(g), 1, layer.g_rows, None))
     g_rows = _of_parts(transport.dispatch_with_handle(sent, handle), layer.g_rows)
-    gathers = b2 is None and _gathers(layer.gemms.plan.wgrad.a)
+    spec = layer.gemms.plan.wgrad.a
+    gathers = b2 is None and (spec.scales == "mn_major" or (spec.stored == "bf16" and spec.is_quantized))
     sources = transport.find_sources(handle) if gathers else None
     g_tokens = [Tokens(g_rows, sent=None if sources is None else _of_parts(sent, layer.g_rows), sources=sources)]
     del sent, g_rows, sources
@@ -461,11 +462,6 @@ def _of_parts(parts: list[torch.Tensor], spec: OperandSpec) -> Operand:
         across[:, : data.shape[0]] = scale.mT
         scale = across
     return Operand(data, scale, spec, 1)
-
-
-def _gathers(spec: OperandSpec) -> bool:
-    """Whether quantising rows along M takes them from where they lie among the tokens."""
-    return spec.is_quantized and (spec.stored == "bf16" or spec.scales == "mn_major")
 
 
 def _check_expert_ids(expert_ids: torch.Tensor, experts: int) -> None:

@@ -224,7 +224,7 @@ def backward_w2(
     """
     plan = config.gemms.plan
     w2 = quantized.pop() if quantized else _for_dgrad(weights.w2, plan, kernels)
-    g = take(g)
+    g = g.pop()
     rows = g.along_features(plan.dgrad.a, offs, kernels)
     if g.sent is not None:
         g = g._replace(rowwise=None)
