@@ -5,6 +5,7 @@ Sets up .venv, then lints and runs all tests, two files at a time. Arguments go 
 by one. Tests that need a GPU are skipped without one; scripts/test_gpu.sh runs them faster.
 
     ./scripts/test.sh
+    ./scripts/test.sh --all    # those of minutes too, which CI leaves out
     ./scripts/test.sh tests/test_ops.py -k bias
     TITAN=0.3 ./scripts/test.sh    # sets up .venv03, then runs the tests of the adapter for TorchTitan 0.3, tests/titan03
 TEXT
@@ -26,8 +27,8 @@ if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
 fi
 ruff check .
 ruff format --check .
-if [ $# = 0 ]; then
+if [ "$*" = "" ] || [ "$*" = --all ]; then
     export OMP_NUM_THREADS=1 # threads of two tests would wait for each other
-    set -- --numprocesses=2 --dist=loadfile --no-loadscope-reorder # in the order of tests/conftest.py
+    set -- "$@" --numprocesses=2 --dist=loadfile --no-loadscope-reorder # in the order of tests/conftest.py
 fi
 exec "$program" -m pytest "$@"

@@ -24,8 +24,17 @@ def pytest_configure() -> None:
         torch.cuda.set_per_process_memory_fraction(0.9 / workers)  # contexts and kernels take some besides
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with few tests first: they train, for minutes, and one that came last would keep one process waiting."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run tests marked nightly too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is marked nightly. Files with few tests first: they train, for minutes, and one that came last
+    would keep one process waiting."""
+    if not config.getoption("--all"):
+        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if item not in nightly]
     tests = Counter(item.path for item in items)
     items.sort(key=lambda item: tests[item.path])
 

@@ -217,15 +217,15 @@ def experts_backward(
     x = [_saved_tokens(taken, gemms)]
     rows, columns = plan.dgrad.a, plan.wgrad.a
     if not needs[2]:
-        g_tokens = Tokens(kernels.quantize(g, 1, rows, offs if rows.grouped_scales else None), None, g)
+        g_tokens = [Tokens(kernels.quantize(g, 1, rows, offs if rows.grouped_scales else None), None, g)]
     elif columns.is_quantized:
-        g_tokens = Tokens(*kernels.quantize_both(g, rows, columns, offs), g)
+        g_tokens = [Tokens(*kernels.quantize_both(g, rows, columns, offs), g)]
     else:
         of_rows = kernels.quantize(g, 1, rows, offs if rows.grouped_scales else None)
-        g_tokens = Tokens(of_rows, Operand(g.bfloat16().contiguous(), None, columns, 0), g)
+        g_tokens = [Tokens(of_rows, Operand(g.bfloat16().contiguous(), None, columns, 0), g)]
+        del of_rows
     rest = needs, WeightGradients(dtype, totals), offs, layer, kernels
-    made, _, dw2, db2 = experts.backward_w2([g_tokens], preactivations, None, parameters, quantized, *rest)
-    del g_tokens  # before the rows' gradient, the largest of all, is made
+    made, _, dw2, db2 = experts.backward_w2(g_tokens, preactivations, None, parameters, quantized, *rest)
     dx, (dw1, dw3, db1, db3) = experts.backward_w1_w3(made, x, parameters, quantized, *rest)
     dx = dx[0] if len(dx) == 1 else dx[0].add_(dx[1])
     row_M = torch.arange(dx.shape[0], device=offs.device)
