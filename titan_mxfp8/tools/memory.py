@@ -19,7 +19,8 @@ below to 3% above; of DeepSeek-V3 16B cut to 4 layers from 15% to 4% below on tw
 |             | gathered), 2 per element, of experts in FP8 1.001; the unsharded gradient of the largest unit, 2,  |
 |             | and its copy to reduce, 4. Nothing of experts that stay out of it (titan/fsdp.py)                  |
 | activations | saved for backward, see ``saved.py``; with checkpointing, see ``activation_bytes``. Of experts out |
-|             | of FSDP, weights of 32x32 blocks as they were quantised: about 1 per element                       |
+|             | of FSDP, weights of 32x32 blocks as they were quantised: about 1 per element. Rows that MoE layers |
+|             | receive as if counted: ``dispatch_rows`` = bounded, what ``auto`` is on GPUs, keeps 1.5 times them |
 | logits      | tokens x vocabulary, times 4 with a compiled loss (bf16 logits and their gradient), else 12 (fp32  |
 |             | log-softmax, its gradient and a temporary)                                                         |
 """
