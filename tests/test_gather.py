@@ -21,6 +21,7 @@ PROGRAM = Path(__file__).parent / "parallel_gather.py"
 
 
 @cpu_only
+@pytest.mark.nightly
 def test_gathered_in_fp8_the_losses_are_those_of_a_gather_in_fp32() -> None:
     paths = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH"))))
     result = subprocess.run(

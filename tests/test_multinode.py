@@ -105,6 +105,7 @@ def kill(agent: subprocess.Popen, *, whole: bool) -> None:
         agent.wait()
 
 
+@pytest.mark.nightly
 def test_a_job_on_two_machines_survives_a_dead_worker_and_a_dead_machine(
     machines: list[Machine], tmp_path: Path
 ) -> None:
