@@ -54,7 +54,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.llama4.infra.parallelize import apply_compile, apply_moe_ep_tp
+from torchtitan.models.llama4.infra import parallelize
 from torchtitan.models.moe.moe import MoE, MoEArgs
 from torchtitan.models.moe.utils import indices_padding_wrapper
 from torchtitan.protocols.model_converter import build_model_converters
@@ -252,8 +252,10 @@ class Bench:
             model.layers = nn.ModuleDict({"0": Block(MoE(moe_args, layer.dim, layer.hidden))})
         build_model_converters(config, dims).convert(model)
         if self.ranks > 1:
-            apply_moe_ep_tp(model, tp_mesh=None, ep_mesh=dims.get_mesh("ep"), etp_mesh=None, ep_etp_mesh=None)
-        apply_compile(model, config.compile, ep_enabled=self.ranks > 1)
+            parallelize.apply_moe_ep_tp(
+                model, tp_mesh=None, ep_mesh=dims.get_mesh("ep"), etp_mesh=None, ep_etp_mesh=None
+            )
+        parallelize.apply_compile(model, config.compile, ep_enabled=self.ranks > 1)
         model.to_empty(device=self.device)
         with torch.no_grad():
             for number, (_, param) in enumerate(sorted(model.named_parameters())):
@@ -454,7 +456,9 @@ class Bench:
             dims = ParallelDims(
                 dp_replicate=1, dp_shard=self.ranks, cp=1, tp=1, pp=1, ep=self.ranks, etp=1, world_size=self.ranks
             )
-            apply_moe_ep_tp(model, tp_mesh=None, ep_mesh=dims.get_mesh("ep"), etp_mesh=None, ep_etp_mesh=None)
+            parallelize.apply_moe_ep_tp(
+                model, tp_mesh=None, ep_mesh=dims.get_mesh("ep"), etp_mesh=None, ep_etp_mesh=None
+            )
             moe.experts.forward = lambda x, counts: x
         else:
             padded = indices_padding_wrapper(lambda w1, w2, w3, x, counts: x)
@@ -539,8 +543,11 @@ def largest_error(out: torch.Tensor, ref: torch.Tensor) -> float:
 
 
 def copy_parameters(module: nn.Module, source: nn.Module) -> None:
-    """Gives a layer the memory of another's parameters and buffers: two of the large ones need not be held."""
-    module.load_state_dict(source.state_dict(), assign=True)
+    """Gives a layer the memory of another's parameters and buffers: two of the large ones need not be held. Their names
+    differ by what is compiled of each."""
+    known = {name.replace("_orig_mod.", ""): tensor for name, tensor in source.state_dict().items()}
+    own = {name: known[name.replace("_orig_mod.", "")] for name in module.state_dict()}
+    module.load_state_dict(own, assign=True)
 
 
 def shown(row: Row) -> Row:

@@ -69,12 +69,11 @@ def compile_whole_blocks(apply_compile: Any, model: nn.Module, compile_config: A
 
 def _why_in_parts(model: nn.Module, moe: MXFP8MoE, ep_enabled: bool) -> str:
     """Why the blocks of layers like this one cannot be compiled whole, in words; nothing where they can."""
-    if not ep_enabled:
-        return ""
-    if moe.experts.dispatch.rows == "counted":
+    if reason := getattr(model, _REASON, ""):
+        return f"FSDP takes their experts: {reason}"
+    if ep_enabled and moe.experts.dispatch.rows == "counted":
         return "the host reads in each how many rows its experts get (dispatch_rows = 'counted')"
-    reason = getattr(model, _REASON, "")
-    return reason and f"FSDP takes their experts: {reason}"
+    return ""
 
 
 def _compile(block: nn.Module, backend: str) -> nn.Module:

@@ -63,13 +63,14 @@ class GroupedMMConverter(_Converter):
 
     def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
         converted = modules.convert_experts(model, fqns=self.config.fqns, **options)
-        moe.dispatch_tokens(model, converted, self.job_config, self.parallel_dims)
+        dispatching = moe.dispatch_tokens(model, converted, self.job_config, self.parallel_dims)
         for name in converted:
             model.get_submodule(name).fsdp_fp8_all_gather = self.config.fsdp_fp8_all_gather
         if self.job_config.fault_tolerance.enable:  # TorchFT reduces gradients in a hook of FSDP
             for name in converted:
                 model.get_submodule(name).needs_fsdp = "fault_tolerance.enable"
-        compiled.know_what_fsdp_takes(model, self.job_config, self.parallel_dims)
+        if dispatching:
+            compiled.know_what_fsdp_takes(model, self.job_config, self.parallel_dims)
         return converted
 
 
