@@ -254,7 +254,12 @@ def test_in_compiled_blocks_torchtitan_dispatches_if_rows_are_counted(
     calls = []
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(RoutedExperts, "forward", lambda *_: calls.append("TorchTitan's"))
-    monkeypatch.setattr(type(layer.inner_experts), "mxfp8_moe", lambda _, x, *rest: calls.append(rest) or x)
+
+    def ours(_: object, x: torch.Tensor, *rest: object, gathered: object) -> torch.Tensor:
+        calls.append(rest)
+        return x
+
+    monkeypatch.setattr(type(layer.inner_experts), "mxfp8_moe", ours)
     layer.inner_experts.to_empty(device="cpu")
     layer.mxfp8_layers = replace(layer.mxfp8_layers, rows=640)
     MXFP8RoutedExperts.forward(layer, *[torch.zeros(1, 4, 4)] * 3, None)
