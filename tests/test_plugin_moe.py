@@ -469,12 +469,12 @@ def test_blocks_whose_experts_fsdp_takes_are_compiled_in_parts() -> None:
     config = parse(CONVERT)
     compiled.know_what_fsdp_takes(holder, config, dims)
     assert compiled._why_in_parts(holder, moe, True) == ""
-    config.training.enable_cpu_offload = True
-    compiled.know_what_fsdp_takes(holder, config, dims)
-    assert compiled._why_in_parts(holder, moe, True) == "FSDP takes their experts: it offloads to the CPU"
     experts.dispatch.rows = "counted"
     assert "dispatch_rows = 'counted'" in compiled._why_in_parts(holder, moe, True)
     assert compiled._why_in_parts(holder, moe, False) == "", "one rank knows how many rows it has"
+    config.training.enable_cpu_offload = True
+    compiled.know_what_fsdp_takes(holder, config, dims)
+    assert compiled._why_in_parts(holder, moe, False) == "FSDP takes their experts: it offloads to the CPU"
 
 
 def test_a_compiled_layer_takes_the_rows_that_its_dispatch_has_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
