@@ -10,6 +10,7 @@ from torch import nn
 from titan_mxfp8 import backends
 from titan_mxfp8.arguments import check_type
 from titan_mxfp8.backends.hardware import hardware_of
+from titan_mxfp8.logs import log_once
 from titan_mxfp8.modules.choose import (
     EXPERT_CLASSES,
     LINEAR_CLASSES,
@@ -273,7 +274,7 @@ def _config(
     chosen = f"MXFP8: recipe {recipe.name}, backend {selection.name} ({selection.reason}); MMA {plan}"
     logger.info(chosen)
     if explanation := backends.explain(asked, recipe, selection.name, hardware):
-        _log_once(f"MXFP8: {explanation}")
+        log_once(logger, f"MXFP8: {explanation}")
     if selection.warning:
         logger.warning(f"MXFP8: {selection.warning}")
     if requantize_input and plan.forward.a.stored == "bf16":
@@ -282,11 +283,6 @@ def _config(
             f"backend {selection.name}: leave it out, or take a recipe whose forward multiplies FP8"
         )
     return MXConfig(recipe=recipe, backend=selection.name, plan=plan, requantize_input=requantize_input), chosen
-
-
-@cache
-def _log_once(line: str) -> None:
-    logger.info(line)
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -9,12 +9,12 @@ the mesh ``ep``: the layer takes them as they are, and optimizer and checkpoints
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from functools import cache
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor
 
+from titan_mxfp8.logs import log_once
 from titan_mxfp8.modules import ConvertedModule
 
 logger = logging.getLogger(__name__)
@@ -32,9 +32,9 @@ def shard_without_experts(apply_fsdp: Callable, *args: object, **kwargs: object)
         return apply_fsdp(*args, **kwargs)
     layers = f"the experts of {len(experts)} MoE layer{'s' * (len(experts) > 1)}"
     if reason := why_fsdp(list(experts.values()), call.arguments):
-        _log_once(f"MXFP8: FSDP takes {layers}: {reason}")
+        log_once(logger, f"MXFP8: FSDP takes {layers}: {reason}")
         return apply_fsdp(*args, **kwargs)
-    _log_once(f"MXFP8: {layers} stay out of FSDP: on their data-parallel mesh is one rank")
+    log_once(logger, f"MXFP8: {layers} stay out of FSDP: on their data-parallel mesh is one rank")
     try:
         for name, module in experts.items():
             stand_in = nn.Module()
@@ -95,8 +95,3 @@ def _distribute(module: nn.Module, mesh: DeviceMesh) -> None:
     for name, param in list(module.named_parameters(recurse=False)):
         shards = distribute_tensor(param, mesh, [Shard(0)])
         module.register_parameter(name, nn.Parameter(shards, requires_grad=param.requires_grad))
-
-
-@cache
-def _log_once(line: str) -> None:
-    logger.info(line)

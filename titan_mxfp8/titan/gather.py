@@ -13,7 +13,6 @@ they are gathered the module has parameters that only get gradients, and hold Na
 
 import logging
 from dataclasses import replace
-from functools import cache
 
 import torch
 from torch import nn
@@ -24,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from titan_mxfp8.format.mx import BLOCK_SIZE
+from titan_mxfp8.logs import log_once
 from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.ops.library import quantize
 
@@ -49,10 +49,10 @@ def gather_quantized(model: nn.Module) -> None:
                 _take_over(module, params, alone)
                 quantized.append(module.mxfp8_fqn)
     if quantized:
-        _log_once(f"MXFP8: FSDP gathers {_layers(quantized)} in FP8 (32x32 blocks)")
+        log_once(logger, f"MXFP8: FSDP gathers {_layers(quantized)} in FP8 (32x32 blocks)")
     for reason, names in left.items():
         if reason != _ONE_RANK:
-            _log_once(f"MXFP8: FSDP gathers {_layers(names)} unquantised: {reason}")
+            log_once(logger, f"MXFP8: FSDP gathers {_layers(names)} unquantised: {reason}")
 
 
 _ONE_RANK = "one rank"
@@ -168,8 +168,3 @@ def _groups(model: nn.Module) -> list[FSDPParamGroup]:
 
 def _layers(names: list[str]) -> str:
     return f"the experts of {len(names)} MoE layer{'s' * (len(names) > 1)}"
-
-
-@cache
-def _log_once(line: str) -> None:
-    logger.info(line)

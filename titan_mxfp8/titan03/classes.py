@@ -45,11 +45,11 @@ class MXFP8GroupedExperts(_MXFP8Seam, GroupedExperts):
         if not self.gathered:
             return super().forward(x_RD, num_tokens_per_expert_E)
         offs = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
-        y = self.mxfp8_experts(x_RD.bfloat16(), gathered_parameters(self), offs, gathered=self.gathered)
+        y = self.mxfp8_experts(x_RD.bfloat16(), local_parameters(self), offs, gathered=self.gathered)
         return y.type_as(x_RD)
 
 
-def gathered_parameters(experts: GroupedExperts) -> Weights:
+def local_parameters(experts: GroupedExperts) -> Weights:
     """This rank's, as they are: they get the gradients of what was gathered in FP8, too."""
     weights = experts.w1_EFD, experts.w3_EFD, experts.w2_EDF
     return Weights(*(w.to_local() if isinstance(w, DTensor) else w for w in weights))

@@ -8,7 +8,6 @@ The class of ``routed_experts`` is swapped when the model has been built; both o
 """
 
 import logging
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.tools import utils
 from torchtitan.trainer import Trainer
 
+from titan_mxfp8.logs import log_once
 from titan_mxfp8.modules import Dispatch, interleaved
 from titan_mxfp8.moe.layer import Dispatched
 from titan_mxfp8.ops.experts import Weights
@@ -35,7 +35,7 @@ from titan_mxfp8.titan.dispatch import (
 )
 from titan_mxfp8.titan.fsdp import shard_without_experts
 from titan_mxfp8.titan.gather import gather_quantized
-from titan_mxfp8.titan03.classes import gathered_parameters
+from titan_mxfp8.titan03.classes import local_parameters
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class MXFP8RoutedExperts(RoutedExperts):
         else:
             super().parallelize(parallel_dims)
             line = layers.connect(self._group(), utils.get_local_device())
-            _log_once(line + "; where it compiles the model, TorchTitan dispatches" * self._is_counted())
+            log_once(logger, line + "; where it compiles the model, TorchTitan dispatches" * self._is_counted())
 
     def forward(
         self,
@@ -171,7 +171,7 @@ def _dispatching_layers(
 def _parameters(experts: GroupedExperts) -> Weights:
     """This rank's, as they are: fp32 too is quantised in one pass."""
     if not isinstance(experts, GptOssGroupedExperts):
-        return gathered_parameters(experts)
+        return local_parameters(experts)
     w1, w3 = interleaved(_local(experts.mlp1_weight_EGD))
     b1, b3 = interleaved(_local(experts.mlp1_bias_EG))
     return Weights(w1, w3, _local(experts.mlp2_weight_EDF), b1, b3, _local(experts.mlp2_bias_ED))
@@ -179,11 +179,6 @@ def _parameters(experts: GroupedExperts) -> Weights:
 
 def _local(param: torch.Tensor) -> torch.Tensor:
     return param.to_local() if isinstance(param, DTensor) else param
-
-
-@cache
-def _log_once(line: str) -> None:
-    logger.info(line)
 
 
 @around(*_APPLY_FSDP)
