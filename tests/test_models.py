@@ -2,16 +2,14 @@
 
 import copy
 import importlib
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import torchtitan
-from models import MODELS, ROOT, build, run_step
+from models import MODELS, build, run_step
 from problems import relative_rms
 from torch import nn
 from torch._dynamo.utils import counters
@@ -35,7 +33,6 @@ cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="runs Tor
 COMPILE = ("--compile.enable", "--compile.backend=aot_eager_decomp_partition")
 # With dispatch a layer's experts are one operator: tests/test_plugin_moe.py and parallel_moe_models.py are for that.
 GEMM_BY_GEMM = "--quantize.grouped_mm.mx.dispatch=off"
-PARALLEL_MODELS = Path(__file__).parent / "parallel_models.py"
 AC_MODES = {
     "none": ("--activation_checkpoint.mode=none",),
     "full": ("--activation_checkpoint.mode=full",),
@@ -279,17 +276,4 @@ def test_experts_ignore_rows_past_the_last_expert(kind: str) -> None:
 
 @cpu_only
 def test_compiled_and_parallel_models_equal_the_plain_ones(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", PARALLEL_MODELS],
-        env=os.environ
-        | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}",
-            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    print(result.stdout)
-    assert result.returncode == 0 and result.stdout.count("passed") == 2, result.stderr[-6000:]
+    processes.check(2, "parallel_models.py", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
