@@ -20,7 +20,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from unittest import mock
 
-import runs
 import torch
 from torch.distributed import TCPStore
 
@@ -93,8 +92,9 @@ def launch(
 ) -> Job | subprocess.Popen:
     """As ``runs.launch``, which it calls where there are GPUs: what looks at one must not be forked."""
     if torch.accelerator.is_available():
-        return runs.launch(processes, program, log, environment, jobs=jobs, cwd=cwd)
+        return importlib.import_module("runs").launch(processes, program, log, environment, jobs=jobs, cwd=cwd)
     start_server()
+    log.touch()
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     common = {"OMP_NUM_THREADS": "1"} | os.environ | (environment or {}) | {
         "WORLD_SIZE": str(processes),
@@ -139,6 +139,22 @@ def check(processes: int, *program: object, **environment: str) -> str:
         text = log.read_text()
     print(text[-10000:])
     assert code == 0 and text.count("passed") == processes, text[-10000:]
+    return text
+
+
+def python(code: str, *arguments: str, **environment: str) -> str:
+    """What a program prints, run where torch and TorchTitan have been imported already.
+
+    Raises:
+        AssertionError: it failed, with what it printed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        program = Path(folder) / "program.py"
+        program.write_text(code)
+        status = launch(1, [program, *arguments], log, environment).wait(600)
+        text = log.read_text()
+    assert status == 0, text[-6000:]
     return text
 
 

@@ -109,7 +109,9 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """A run one of whose two ranks was killed after step 5, and the seconds that it went on. Its MoE layers send
     tokens themselves: the other rank waits in one of them, or for gradients."""
     out = tmp_path_factory.mktemp("killed")
-    process = start(out, "llama4", *LONG, "--quantize.grouped_mm.mx.dispatch=collective", layout="FSDP 2 + EP 2")
+    process = start(
+        out, "llama4", *LONG, "--quantize.grouped_mm.mx.dispatch=collective", layout="FSDP 2 + EP 2", torchrun=True
+    )
     wait_until(process, lambda: "step:  5" in (out / "log").read_text())
     os.kill(pid_of_rank_1(process), signal.SIGKILL)
     killed = time.monotonic()
@@ -123,10 +125,11 @@ def test_a_killed_rank_ends_the_job_with_a_message(killed_run: tuple[Path, float
     assert "Signal 9 (SIGKILL) received" in (out / "log").read_text()
 
 
+@pytest.mark.nightly
 def test_a_rank_that_hangs_is_noticed_after_the_timeout(tmp_path: Path) -> None:
     """torchrun sees that a rank is gone, but not that it stands still."""
     flags = ("--training.steps=200", "--training.seq_len=128", "--comm.train_timeout_seconds=10")
-    process = start(tmp_path, "llama4", *flags, layout="FSDP 2 + EP 2")
+    process = start(tmp_path, "llama4", *flags, layout="FSDP 2 + EP 2", torchrun=True)
     wait_until(process, lambda: "step:  3" in (tmp_path / "log").read_text())
     rank = pid_of_rank_1(process)
     os.kill(rank, signal.SIGSTOP)

@@ -11,6 +11,7 @@ import torch
 import torchtitan
 from models import MODELS, build, run_step
 from problems import relative_rms
+from tiers import daily
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
@@ -94,7 +95,7 @@ def test_the_gemms_are_in_every_save_list_of_torchtitan() -> None:
 
 
 @cpu_only
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", daily(MODELS, "llama4", "deepseek_v3", "gpt_oss"))
 def test_activation_checkpointing_recomputes_what_its_mode_says(model: str) -> None:
     """The numbers do not change, bit for bit. Op-level runs the quantisers again and no GEMM."""
     plain = build(model, *AC_MODES["none"], GEMM_BY_GEMM)
@@ -125,7 +126,7 @@ def test_activation_checkpointing_recomputes_what_its_mode_says(model: str) -> N
 
 
 @cpu_only
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", daily(MODELS, "deepseek_v3", "gpt_oss"))
 def test_a_compiled_model_equals_the_eager_one_and_compiles_once(model: str) -> None:
     """TorchTitan asks for full graphs: a graph break is an error. Two texts give two splits among the experts."""
     eager, compiled = (build(model, *AC_MODES["op"], GEMM_BY_GEMM, *flags) for flags in ((), COMPILE))

@@ -20,6 +20,7 @@ def wait_until(ready: Callable[[], object], log: Path, timeout: float = 300) -> 
         time.sleep(0.1)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(missing() != "", reason=missing())
 def test_a_requeued_job_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "cluster").mkdir()
