@@ -1,4 +1,4 @@
-"""README.md: its length, that what it names is there and what it shows runs; its pictures, and its tables and those of
+"""README.md: that what it names is there and what it shows runs; its pictures, and its tables and those of
 results/README.md."""
 
 import ast
@@ -20,7 +20,7 @@ from torchtitan.protocols.model_converter import build_model_converters
 
 from scripts.bench.problems import relative_rms
 from scripts.study import pictures, tables
-from titan_mxfp8.backends import plan_on
+from titan_mxfp8.backends import plan_on, recommend
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.plugin.converters import GroupedMMConverter, LinearConverter
 from titan_mxfp8.recipe import get_recipe
@@ -102,7 +102,9 @@ def test_what_the_readme_switches_on_passes_the_plugins_checks(tmp_path: Path) -
     ``dispatch`` off."""
     toml = tmp_path / "readme.toml"
     toml.write_text(code("toml"))
-    flags, dispatch = (re.search(rf"`(--{name}[^`]+)`", README)[1] for name in ("job.custom_config", "quantize"))
+    flags, dispatch = (
+        re.search(rf"`(--{name}[^`]+)`", README)[1] for name in ("job.custom_config", "quantize.grouped_mm.mx.dispatch")
+    )
     given = ["--model.name=llama4", *ASSETS, "--compile.enable"]
     for switch in ([f"--job.config_file={toml}"], flags.split()):
         parsed = [ConfigManager().parse_args([*switch, *given, *more]) for more in ([dispatch], [])]
@@ -133,23 +135,38 @@ def test_pictures_are_those_of_their_csvs(tmp_path: Path, monkeypatch: pytest.Mo
     assert {path.name for path in tmp_path.iterdir()} == set(shown)
 
 
+def cells_of(table: str) -> list[dict[str, str]]:
+    """The rows of a Markdown table by their column's name."""
+    heads, _, *lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
+    return [dict(zip(heads, line, strict=True)) for line in lines]
+
+
 def test_what_the_readme_recommends_is_what_was_measured() -> None:
-    """Its first table says in words what a training step gains: by model the range of the end-to-end table's medians,
-    with ``dispatch`` and without."""
-    rows = [line.split("|")[1:-1] for line in README.splitlines() if line.startswith("|")]
+    """Its first table says what training with ``dispatch`` gains: by GPU and model the range of the medians of the
+    table end to end, for the recipe and for the control."""
+    first = cells_of(re.search(r"(?:^\|.*\n)+", README, re.MULTILINE)[0])
     query = re.search(r"<!-- table: (end_to_end .+) -->", README)[1]
-    heads, _, *lines = ([cell.strip() for cell in line.split("|")] for line in tables.table_of(query).splitlines())
-    measured = [dict(zip(heads, line, strict=True)) for line in lines]
-    for row in (row for row in rows if "trained and timed" in row[-1]):
-        recipe = re.search(r"`\w+`", row[1])[0]
-        sent, _, off = row[3].partition("; `dispatch` off:")
-        for text, dispatches in ((sent, True), (off, False)):
-            said = {model: (low, high or low) for model, low, high in re.findall(RANGE, text)}
+    measured = [row for row in cells_of(tables.table_of(query)) if "`dispatch`" in row["model"]]
+    timed = [row for row in first if "timed" in row["state"]]
+    assert {row["GPU"].split()[1] for row in timed} == {row["GPUs"].split()[1] for row in measured}
+    for row in timed:
+        control, own = (text for name, text in row.items() if "speed" in name)
+        for text, column in ((control, tables.OURS), (own, row["recipe"])):
             found: dict[str, list[str]] = {}
             for line in measured:
-                if line[recipe] and ("`dispatch`" in line["model"]) == dispatches:
-                    found.setdefault(line["model"].split()[0], []).append(line[recipe].split()[0])
-            assert said == {model: (min(values), max(values)) for model, values in found.items()}, recipe
+                if line[column] and line["GPUs"].split()[1] == row["GPU"].split()[1]:
+                    found.setdefault(line["model"].split()[0], []).append(line[column].split()[0])
+            said = {model: (low, high or low) for model, low, high in re.findall(RANGE, text)}
+            assert said == {model: (min(values), max(values)) for model, values in found.items()}, (row["GPU"], column)
+
+
+def test_the_readme_recommends_what_the_plugin_takes() -> None:
+    """For each GPU that has a backend row, and by a flag that names it."""
+    for row in cells_of(re.search(r"(?:^\|.*\n)+", README, re.MULTILINE)[0]):
+        for name in set(re.findall(r"\w+", row["GPU"])) & set(CLUSTER_GPUS):
+            assert row["recipe"].strip("`") == recommend("auto", "auto", CLUSTER_GPUS[name]).name, name
+        flags = re.search(r"recipe_name=(\w+)", row["flags"])
+        assert flags is None or flags[1] == row["recipe"].strip("`")
 
 
 def test_the_readme_shows_the_results_that_count() -> None:
