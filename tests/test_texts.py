@@ -114,6 +114,9 @@ def test_what_the_readme_switches_on_passes_the_plugins_checks(tmp_path: Path) -
         assert [type(converter) for converter in converters] == [GroupedMMConverter, LinearConverter]
         with pytest.raises(ValueError, match="unknown recipe 'mxfp9'"):
             ConfigManager().parse_args([*switch, *given, "--quantize.linear.mx.recipe_name=mxfp9"])
+    whole = re.search(r"--job.custom_config\S+ \\\n.+", README)[0].replace("\\\n", " ").split()
+    (converter,) = build_model_converters(ConfigManager().parse_args([*whole, *given]), None).converters
+    assert (type(converter), converter.config.recipe_name) == (GroupedMMConverter, "mxfp8_2d_rebased")
 
 
 def test_tables_are_those_of_their_csvs() -> None:
@@ -241,7 +244,7 @@ def test_a_table_that_was_typed_is_found(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_range_is_that_of_two_halves_and_a_missing_row_is_taken_from_the_next_file() -> None:
     found = tables.end_to_end(ROOT / "results/2026-11-22_2xh200_moe_layer/training.csv", warmup="12")
     assert [(row["`mxfp8_2d`"], row["`mxfp8_2d_rebased`"], row["memory"]) for row in found] == [
-        ("1.03 to 1.10", "1.07 to 1.12", "0.83, 0.81")
+        ("1.03 to 1.10", "1.07 to 1.12", "0.81 to 0.83")
     ]
     folder = ROOT / "results/2026-11-22_2xh200_moe_layer"
     one, two = tables.moe_layers(folder / "data.csv"), tables.moe_layers(folder / "data.csv", folder / "earlier.csv")
@@ -251,10 +254,10 @@ def test_a_range_is_that_of_two_halves_and_a_missing_row_is_taken_from_the_next_
     rows = {row["model"]: row for row in tables.end_to_end(folder / "training_table.csv")}
     sent, plain = rows["DeepSeek-V3 16B, 4 layers, `dispatch`"], rows["DeepSeek-V3 16B, 4 layers"]
     assert (sent["`mxfp8_2d`"], plain["`mxfp8_2d`"]) == ("1.13 (1.10-1.16)", "0.92 (0.90-0.94)"), "pairs"
-    assert (sent["memory"], sent["runs"]) == ("0.90, 0.88", "2 to 3")
+    assert (sent["memory"], sent["runs"]) == ("0.88 to 0.90", "2 to 3")
     found = tables.end_to_end(ROOT / "results/2026-11-21_2xh200_training/table.csv", recipes="mxfp8,mxfp8_2d_rebased")
     assert [(row["model"], row["`mxfp8`"], row["`mxfp8_2d_rebased`"], row["memory"]) for row in found] == [
-        ("", "0.96", "1.08", "1.06, 1.01"),
+        ("", "0.96", "1.08", "1.01 to 1.06"),
         (", experts alone", "0.98", "", "1.02"),
         (", linears alone", "0.96", "", "1.05"),
     ]

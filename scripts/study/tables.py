@@ -167,8 +167,8 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup:
                 for recipe in shown:
                     ratios = [ours / base for ours, base in zip(speeds.get(recipe, ()), speeds["bf16"], strict=False)]
                     cells[code(recipe)] = times(ratios) + between(ranges.get(recipe, "")) if ratios else ""
-                used = [f"{memory[recipe] / memory['bf16']:.2f}" for recipe in shown if recipe in memory]
-                table.append(cells | {"memory": ", ".join(used), "runs": repeats, "folder": folder_of(path)})
+                used = [memory[recipe] / memory["bf16"] for recipe in shown if recipe in memory]
+                table.append(cells | {"memory": times(used), "runs": repeats, "folder": folder_of(path)})
     return table
 
 
