@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-from titan_mxfp8.backends.common.tiles import SEGMENT_BYTES, Matrices, as_matrices, load_tile, row_block_rows
+from titan_mxfp8.backends.common.tiles import SEGMENT_BYTES, Matrices, as_matrices, load_tile, tile_rows
 from titan_mxfp8.format.swiglu import GPT_OSS_ALPHA
 
 SEGMENT = SEGMENT_BYTES // 2  # columns in bf16
@@ -19,6 +19,15 @@ def matrices_of(*tensors: torch.Tensor) -> tuple[Matrices, ...]:
 
 def alpha_of(limit: float | None) -> float:
     return 1.0 if limit is None else GPT_OSS_ALPHA
+
+
+def sums_of(
+    scores_M: torch.Tensor | None, rows: int, col_tiles: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The scores, contiguous, and room for the sums of u * h over the columns of each tile, fp32 (col_tiles, rows)."""
+    if scores_M is None:
+        return None, None
+    return scores_M.contiguous(), torch.empty((col_tiles, rows), dtype=torch.float32, device=scores_M.device)
 
 
 def memory_of(u: Matrices) -> torch.Tensor:
@@ -86,9 +95,7 @@ def load_parts(
         u, None, table, rows, cols, u_stride, tile_row, tile_col, row_blocks, rows,
         0, False, RAGGED, BLOCKS, SEGMENTS, SEGMENT,
     )  # fmt: skip
-    row, stop = row_block_rows(table, rows, tile_row, row_blocks, RAGGED, BLOCKS)
-    row = tl.reshape(row[:, None] + tl.arange(0, 32)[None, :], (32 * BLOCKS,))
-    stop = tl.reshape(tl.broadcast_to(stop[:, None], (BLOCKS, 32)), (32 * BLOCKS,))
+    row, stop = tile_rows(table, rows, tile_row, row_blocks, RAGGED, BLOCKS)
     score = 1.0
     if SCORED:
         score = tl.load(scores + row, mask=row < stop, other=0)

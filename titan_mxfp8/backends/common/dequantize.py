@@ -16,13 +16,16 @@ from titan_mxfp8.backends.common.convert import (
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.tiles import (
     Tile,
+    amax_of_squares,
     as_matrices,
     as_rows,
     is_past,
     load_tile,
     map_tiles,
+    of_columns,
     rounding_of,
     source_of,
+    tile_position,
 )
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.format.spec import Operand
@@ -133,11 +136,7 @@ def _quantize_dequantize_tiles(
     ``rowwise`` on demand.
     """
     ALL: tl.constexpr = 32 * BLOCKS * SEGMENTS
-    col_tiles = tl.cdiv(cols, SEGMENTS * SEGMENT)
-    row_tiles = tl.cdiv(row_blocks, BLOCKS)
-    tile_col = tl.program_id(0) % col_tiles
-    tile_row = tl.program_id(0) // col_tiles % row_tiles
-    batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
+    batch, tile_row, tile_col = tile_position(tl.cdiv(cols, SEGMENTS * SEGMENT), tl.cdiv(row_blocks, BLOCKS))
     if X_BLOCK_K and RAGGED:
         if is_past(table, offs, groups, tile_row, BLOCKS):
             return
@@ -163,9 +162,7 @@ def _quantize_dequantize_tiles(
     values = tl.reshape(values, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
     amax = tl.max(tl.max(magnitude_bits(values), 0), 2)
     if SQUARES:
-        square = tl.max(tl.reshape(amax, (BLOCKS, SEGMENTS, SEGMENT // 32, 32)), 3)
-        amax = tl.broadcast_to(square[:, :, :, None], (BLOCKS, SEGMENTS, SEGMENT // 32, 32))
-        amax = tl.reshape(amax, (BLOCKS, SEGMENTS, SEGMENT))
+        amax = of_columns(amax_of_squares(amax))
     byte = scale_byte(amax, FLOOR, E5M2)
     rounded = tl.reshape(through_elements(values, byte[None, :, :, None, :], E5M2), (ALL, SEGMENT))
     tl.store(
@@ -201,8 +198,7 @@ def _launch_tiles(
     matrices = as_matrices(x, x.ndim - 2 if spec.block == "32x32" else columnwise.axis)
     rows = matrices.rows if places is None else places.shape[0]
     tile, (segment, source_constants) = REQUANTIZE_TILE if source else ROUND_TILE, source_of(x, source)
-    row_block_map = None if offs is None else map_tiles(offs, rows, tile, tail=source is None)
-    row_blocks = ceil_div(rows, BLOCK_SIZE) if row_block_map is None else row_block_map.row_blocks
+    table, row_blocks = map_tiles(offs, rows, tile, tail=source is None)
     programs = matrices.batches * ceil_div(row_blocks, tile.blocks) * ceil_div(matrices.cols, tile.segments * segment)
     programs = programs if x.numel() else 0
     constants = (
@@ -211,9 +207,8 @@ def _launch_tiles(
     )  # fmt: skip
     _QUANTIZE_DEQUANTIZE_TILES.launch(
         programs,
-        (matrices.x, source and source.scale, places, rowwise and rowwise.data, columnwise.data,
-        row_block_map and row_block_map.table, offs),
-        (matrices.cols, matrices.batch_stride, matrices.row_stride),
+        (matrices.x, source and source.scale, places, rowwise and rowwise.data, columnwise.data, table, offs),
+        matrices.sizes,
         (rows, row_blocks, 0 if offs is None else offs.shape[0], matrices.rows), constants,
         device=x.device, warps=tile.warps,
     )  # fmt: skip

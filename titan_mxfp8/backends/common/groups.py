@@ -15,11 +15,12 @@ class RowBlockMap(NamedTuple):
 
     Attributes:
         table: int32 (2 * row_blocks + E,). For each block its first packed row; then, for each, the end of the packed
-            rows that are the block's, unless the block is full before; then the end offsets of the padded groups.
+            rows that are the block's, unless the block is full before; then the end offsets of the padded groups. None
+            where there are no groups.
         row_blocks: how many there are.
     """
 
-    table: torch.Tensor
+    table: torch.Tensor | None
     row_blocks: int
 
     @property

@@ -19,6 +19,7 @@ from titan_mxfp8.backends.common.activation import (
     matrices_of,
     rounded,
     store_products,
+    sums_of,
 )
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.swizzled import map_tiles, store_columnwise, store_rowwise, tile_of
@@ -57,14 +58,11 @@ def swiglu_backward(
     assert columnwise == h_columnwise and columnwise in (rowwise, UNQUANTIZED), (rowwise, columnwise, h_columnwise)
     gate, up, u = matrices_of(*inputs)
     inputs.clear()
-    groups, device = None if offs is None else offs.shape[0], gate.x.device
+    groups = None if offs is None else offs.shape[0]
     operands = [rowwise.empty(gate.x, 1, groups) for _ in range(2)]
     operands += [columnwise.empty(gate.x, 0, groups) for _ in range(3)]
     tiles, col_tiles = map_tiles(offs, gate.rows, operands[0].scale.shape[0]), ceil_div(gate.cols, 128)
-    sums = None
-    if scores_M is not None:
-        sums = torch.empty((col_tiles, gate.rows), dtype=torch.float32, device=device)
-        scores_M = scores_M.contiguous()
+    scores_M, sums = sums_of(scores_M, gate.rows, col_tiles)
     padded_blocks = operands[-1].data.shape[-1] // BLOCK_SIZE if columnwise.is_quantized else 0
     _SWIGLU_BACKWARD.launch(
         tiles.count * 4 * col_tiles,
@@ -72,7 +70,7 @@ def swiglu_backward(
         (gate.cols, gate.row_stride, up.row_stride, u.row_stride), (gate.rows, padded_blocks, tiles.count),
         (limit, alpha_of(limit), offs is not None, scores_M is not None, columnwise.is_quantized,
         *rounding_of(rowwise), SEGMENT),
-        device=device, warps=4,
+        device=gate.x.device, warps=4,
     )  # fmt: skip
     return SwigluGradients(*operands, None if sums is None else sums.sum(0))
 

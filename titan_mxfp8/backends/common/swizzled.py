@@ -11,15 +11,21 @@ import torch
 import triton
 import triton.language as tl
 
-from titan_mxfp8.backends.common.convert import magnitude_bits, reciprocal_scale, scale_byte, to_elements
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.tiles import (
+    ABSENT,
     as_matrices,
     columns_to_elements,
+    columnwise_scales,
     load_tile,
+    of_columns,
     rounding_of,
+    rows_to_elements,
+    rowwise_scales,
     source_of,
+    square_scales,
     store_matrix,
+    tile_position,
     transposed,
 )
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
@@ -151,16 +157,6 @@ def store_scales(
 
 
 @triton.jit
-def square_scales(values, FLOOR: tl.constexpr, E5M2: tl.constexpr):
-    """Scale bytes of the 32x32 squares of (8, BLOCKS, SEGMENTS, 4, SEGMENT): (BLOCKS, SEGMENTS, SEGMENT / 32)."""
-    amax = tl.max(tl.max(magnitude_bits(values), 0), 2)
-    BLOCKS: tl.constexpr = amax.shape[0]
-    SEGMENTS: tl.constexpr = amax.shape[1]
-    SEGMENT: tl.constexpr = amax.shape[2]
-    return scale_byte(tl.max(tl.reshape(amax, (BLOCKS, SEGMENTS, SEGMENT // 32, 32)), 3), FLOOR, E5M2)
-
-
-@triton.jit
 def store_rowwise(
     values, data, scales, left, block, tile_col, cols,
     SQUARES: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
@@ -175,16 +171,12 @@ def store_rowwise(
         block: which 32 rows of the tile are the first ones.
     """
     values = values.to(tl.float32)
-    in_blocks = tl.reshape(values, (8, BLOCKS, SEGMENTS, 4, SEGMENT // 32, 32))
     if SQUARES:
         byte = square_scales(values, FLOOR, E5M2)
         byte = tl.broadcast_to(byte[None, :, :, None, :], (8, BLOCKS, SEGMENTS, 4, SEGMENT // 32))
     else:
-        byte = scale_byte(tl.max(magnitude_bits(in_blocks), 5), FLOOR, E5M2)
-    scaled = in_blocks * reciprocal_scale(byte)[:, :, :, :, :, None]
-    elements = to_elements(scaled, byte[:, :, :, :, :, None], E5M2)
-    elements = tl.reshape(elements, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
-    elements = tl.reshape(tl.permute(elements, (1, 3, 0, 2, 4)), (32 * BLOCKS, 128))
+        byte = rowwise_scales(values, FLOOR, E5M2)
+    elements = rows_to_elements(values, byte, E5M2)
     row = block * 32 + tl.arange(0, 32 * BLOCKS)
     store_matrix(data, elements, row, left, tile_col * 128 + tl.arange(0, 128), cols)
     store_scales(scales, tl.permute(byte, (3, 0, 1, 2, 4)), block, 0, left, SQUARES, BLOCKS, 4)
@@ -199,13 +191,10 @@ def store_columnwise(
     """The same along the first axis; ``data`` of where the tile's first row lies there."""
     values = values.to(tl.float32)
     if SQUARES:
-        byte = square_scales(values, FLOOR, E5M2)
-        byte = tl.reshape(
-            tl.broadcast_to(byte[:, :, :, None], (BLOCKS, SEGMENTS, SEGMENT // 32, 32)), (BLOCKS, SEGMENTS, SEGMENT)
-        )
+        byte = of_columns(square_scales(values, FLOOR, E5M2))
     else:
-        byte = scale_byte(tl.max(tl.max(magnitude_bits(values), 0), 2), FLOOR, E5M2)
-    elements = transposed(columns_to_elements(values, byte, E5M2, BLOCKS, SEGMENTS, SEGMENT), BLOCKS, SEGMENTS, SEGMENT)
+        byte = columnwise_scales(values, FLOOR, E5M2)
+    elements = transposed(columns_to_elements(values, byte, E5M2))
     row = block * 32 + tl.arange(0, 32 * BLOCKS)
     col = tile_col * 128 + tl.arange(0, 128)
     pointers = data + col.to(tl.int64)[:, None] * (padded_blocks * 32) + row[None, :]
@@ -229,9 +218,7 @@ def _quantize_tiles(
     before (COLUMNWISE), or both."""
     tl.static_assert(SEGMENTS * SEGMENT == 128)
     col_tiles = tl.cdiv(cols, 128)
-    tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
-    tile = tl.program_id(0) // col_tiles % tiles
-    batch = (tl.program_id(0) // col_tiles // tiles).to(tl.int64)
+    batch, tile, tile_col = tile_position(col_tiles, tiles)
     token, left, place, rowwise_tile, columnwise_tile = tile_of(table, tile, tile_col, rows, col_tiles, tiles, RAGGED)
     if X_BLOCK_K:
         x_scale += token * tl.cdiv(cols, 32)
@@ -311,17 +298,13 @@ def launch(
     room = rowwise.scale.shape[0] if rowwise else columnwise.scale.shape[1] * BLOCK_SIZE  # both have as much
     tiles = map_tiles(offs, matrices.rows, room)
     col_tiles = ceil_div(matrices.cols, 128)
-    tensors = (
-        matrices.x, source and source.scale,
-        rowwise and rowwise.data, rowwise and rowwise.scale, columnwise and columnwise.data, columnwise and
-        columnwise.scale, tiles.table,
-    )  # fmt: skip
+    outputs = *(rowwise or ABSENT)[:2], *(columnwise or ABSENT)[:2]
     constants = (
         *source_constants, rowwise is not None, columnwise is not None, offs is not None, spec.block == "32x32",
         *rounding_of(spec), 128 // segment, segment,
     )  # fmt: skip
     counts = matrices.rows, columnwise.data.shape[-1] // BLOCK_SIZE if columnwise else 0, tiles.count
     _QUANTIZE_TILES.launch(
-        matrices.batches * tiles.count * col_tiles, tensors,
-        (matrices.cols, matrices.batch_stride, matrices.row_stride), counts, constants, device=x.device, warps=8,
+        matrices.batches * tiles.count * col_tiles, (matrices.x, source and source.scale, *outputs, tiles.table),
+        matrices.sizes, counts, constants, device=x.device, warps=8,
     )  # fmt: skip

@@ -53,10 +53,13 @@ def swiglu_backward(
     h_columnwise: OperandSpec,
     offs: torch.Tensor | None,
 ) -> SwigluGradients:
-    """``Backend.swiglu_backward``: rebased gradients by one kernel, which Triton's interpreter cannot run."""
+    """``Backend.swiglu_backward``: rebased gradients by one kernel, or where Triton interprets, which cannot run it, by
+    the definition."""
     specs = rowwise, columnwise, h_columnwise
-    in_one = all(spec.block_k == 128 for spec in specs) and not knobs.runtime.interpret
-    kernels = swiglu_gradients if in_one else portable_swiglu
+    if any(spec.block_k == 32 for spec in specs):
+        kernels = portable_swiglu
+    else:
+        kernels = reference if knobs.runtime.interpret else swiglu_gradients
     return kernels.swiglu_backward(inputs, scores_M, limit, *specs, offs)
 
 
