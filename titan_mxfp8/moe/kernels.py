@@ -329,11 +329,7 @@ def make_metadata(
 
 
 def plan(
-    counts: Tensor,
-    rank: int,
-    capacity: int | None = None,
-    wanted: Tensor | None = None,
-    peers: Peers | None = None,
+    counts: Tensor, rank: int, capacity: int | None = None, wanted: Tensor | None = None, peers: Peers | None = None
 ) -> tuple[Tensor, Tensor]:
     """``rows.plan``; with peers the counts are theirs, and of ``counts`` only the number of columns is looked at."""
     ranks, experts = counts.shape[0] if peers is None else peers.ranks, counts.shape[1]

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titan_mxfp8 import backends
@@ -32,13 +33,7 @@ from titan_mxfp8.moe.bounds import bound, factor_of
 from titan_mxfp8.moe.checks import check_call, check_expert_ids
 from titan_mxfp8.ops import experts
 from titan_mxfp8.ops.accumulate import held_gradients, take_gradients
-from titan_mxfp8.ops.autograd import (
-    ScoredCopies,
-    exported,
-    is_exporting,
-    once_differentiable,
-    save_for_backward,
-)
+from titan_mxfp8.ops.autograd import ScoredCopies, exported, is_exporting, once_differentiable, save_for_backward
 from titan_mxfp8.ops.checks import check_flags
 from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, WeightGradients, Weights
@@ -53,12 +48,12 @@ _checked: set[tuple] = set()  # shapes, dtypes, devices and options of calls tha
 
 
 def mxfp8_moe(
-    x: torch.Tensor,
-    scores: torch.Tensor,
-    expert_ids: torch.Tensor,
-    w1: torch.Tensor,
-    w3: torch.Tensor,
-    w2: torch.Tensor,
+    x: Tensor,
+    scores: Tensor,
+    expert_ids: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
     group: dist.ProcessGroup | None = None,
     *,
     recipe: str | Recipe = "mxfp8",
@@ -67,12 +62,12 @@ def mxfp8_moe(
     rows: Rows = "counted",
     max_tokens: int | None = None,
     scores_first: bool = False,
-    b1: torch.Tensor | None = None,
-    b3: torch.Tensor | None = None,
-    b2: torch.Tensor | None = None,
+    b1: Tensor | None = None,
+    b3: Tensor | None = None,
+    b2: Tensor | None = None,
     swiglu_limit: float | None = None,
     keep_quantized_weight: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     """The routed experts of a MoE layer: ``sum over j of scores[t, j] * expert(expert_ids[t, j])(x[t])``.
 
     With a ``group``, its R ranks share the experts (expert parallelism): rank r holds experts ``r E / R`` to
@@ -136,16 +131,16 @@ class Dispatched(NamedTuple):
 
 
 def moe(
-    x: torch.Tensor,
-    scores: torch.Tensor,
-    expert_ids: torch.Tensor,
+    x: Tensor,
+    scores: Tensor,
+    expert_ids: Tensor,
     weights: Weights,
     group: dist.ProcessGroup | None,
     options: Dispatched,
     config: MXConfig,
     scores_first: bool = False,
-    gathered: Sequence[torch.Tensor] = (),
-) -> torch.Tensor:
+    gathered: Sequence[Tensor] = (),
+) -> Tensor:
     """``mxfp8_moe`` with a ``config``; ``gathered``: as of ``grouped_experts``."""
     x, scores, *rest = plain("mxfp8_moe", x=x, scores=scores, **weights._asdict())
     weights = Weights(*rest)
@@ -156,7 +151,7 @@ def moe(
             "for each of its dimensions, mesh.get_group(name)"
         )
     ranks = 1 if group is None else group.size()
-    if compiling or type(x) is not torch.Tensor:  # sizes may be symbols, which have no hash
+    if compiling or type(x) is not Tensor:  # sizes may be symbols, which have no hash
         check_call(x, scores, expert_ids, weights, ranks, options)
     else:
         given = [ranks, f"{options}"]
@@ -179,9 +174,7 @@ def moe(
     return _apply(x, scores, expert_ids, rest, scores_first)
 
 
-def _apply(
-    x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, rest: tuple, scores_first: bool
-) -> torch.Tensor:
+def _apply(x: Tensor, scores: Tensor, expert_ids: Tensor, rest: tuple, scores_first: bool) -> Tensor:
     """``_MoE`` of tokens, or with ``scores_first`` of each of their copies."""
     if not scores_first:
         return _MoE.apply(x, scores.float(), expert_ids, *rest)[0]
@@ -191,19 +184,19 @@ def _apply(
 
 
 def _moe(
-    x: torch.Tensor,
-    scores: torch.Tensor,
-    expert_ids: torch.Tensor,
-    w1: torch.Tensor,
-    w3: torch.Tensor,
-    w2: torch.Tensor,
-    b1: torch.Tensor | None,
-    b3: torch.Tensor | None,
-    b2: torch.Tensor | None,
+    x: Tensor,
+    scores: Tensor,
+    expert_ids: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b3: Tensor | None,
+    b2: Tensor | None,
     scores_first: bool,
     config: str,
     kept_weight: str,
-) -> torch.Tensor:
+) -> Tensor:
     rest = w1, w3, w2, b1, b3, b2, config, kept_weight, torch.is_grad_enabled()
     return _apply(x, scores, expert_ids, rest, scores_first)
 
@@ -296,14 +289,14 @@ class _MoE(torch.autograd.Function):
 
 @Operator
 def moe_forward(
-    x: torch.Tensor,
-    scores: torch.Tensor | None,
-    expert_ids: torch.Tensor,
-    weights: list[torch.Tensor],
-    biases: list[torch.Tensor | None],
+    x: Tensor,
+    scores: Tensor | None,
+    expert_ids: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
     config: str,
     save: bool,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """The output (T, D), and with ``save`` what ``moe_backward`` takes: the ``DispatchHandle``, gate and up (M, H),
     the kept weights, and the rows of x as they arrived.
 
@@ -355,7 +348,7 @@ def _(x, scores, expert_ids, weights, biases, config, save):
     return [out, *handle, *preactivations, *experts.tensors_of(kept), *received]
 
 
-def _empty_handle(expert_ids: torch.Tensor, local: int, config: MoEConfig) -> DispatchHandle:
+def _empty_handle(expert_ids: Tensor, local: int, config: MoEConfig) -> DispatchHandle:
     """The shapes of a ``DispatchHandle``. Where the host counts rows, compilers take their number as it comes;
     elsewhere, as in estimates of memory, it is that of balanced experts."""
     tokens, slots = expert_ids.shape
@@ -384,16 +377,16 @@ def _empty_handle(expert_ids: torch.Tensor, local: int, config: MoEConfig) -> Di
 
 @Operator
 def moe_backward(
-    g: torch.Tensor,
-    saved: list[torch.Tensor],
-    weights: list[torch.Tensor],
-    b2: torch.Tensor | None,
+    g: Tensor,
+    saved: list[Tensor],
+    weights: list[Tensor],
+    b2: Tensor | None,
     scored: bool,
     needs: list[bool],
     dtype: torch.dtype,
-    totals: list[torch.Tensor],
+    totals: list[Tensor],
     config: str,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """The gradients: of x (T, D) in bf16 or the dtype of ``g``, with ``scored`` of the scores (T, K), and those that
     ``needs`` names: of w1, w3, w2 in ``dtype``, of b1, b3, b2 in fp32.
 
@@ -448,14 +441,14 @@ def _(g_shape, saved_shapes, weight_shapes, b2_shape, scored, needs, *args, **kw
     return (3 + sum(needs[:3])) * 2 * math.prod(expert_ids_shape) * features
 
 
-def _to_parts(rows: Operand) -> list[torch.Tensor]:
+def _to_parts(rows: Operand) -> list[Tensor]:
     """What travels of (T, D) rows: their elements and, (T, D / block_k), their scales; or bf16 alone."""
     if rows.spec.scales == "mn_major":  # of no rows contiguous() would leave the strides
         return [rows.data, rows.row_scales().clone(memory_format=torch.contiguous_format)]
     return [rows.data] if rows.scale is None else [rows.data, rows.scale.contiguous()]
 
 
-def _of_parts(parts: list[torch.Tensor], spec: OperandSpec) -> Operand:
+def _of_parts(parts: list[Tensor], spec: OperandSpec) -> Operand:
     """The rows that arrived, as a GEMM takes them."""
     data, scale = (*parts, None)[:2]
     if spec.scales == "mn_major":

@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
 from titan_mxfp8.backends.common.tiles import SEGMENT_BYTES, Matrices, as_matrices, load_tile, tile_rows
@@ -11,7 +12,7 @@ from titan_mxfp8.format.swiglu import GPT_OSS_ALPHA
 SEGMENT = SEGMENT_BYTES // 2  # columns in bf16
 
 
-def matrices_of(*tensors: torch.Tensor) -> tuple[Matrices, ...]:
+def matrices_of(*tensors: Tensor) -> tuple[Matrices, ...]:
     for x in tensors:
         assert x.dtype == torch.bfloat16 and x.shape == tensors[0].shape and x.ndim == 2, (x.dtype, x.shape)
     return tuple(as_matrices(x, 0) for x in tensors)
@@ -21,16 +22,14 @@ def alpha_of(limit: float | None) -> float:
     return 1.0 if limit is None else GPT_OSS_ALPHA
 
 
-def sums_of(
-    scores_M: torch.Tensor | None, rows: int, col_tiles: int
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def sums_of(scores_M: Tensor | None, rows: int, col_tiles: int) -> tuple[Tensor | None, Tensor | None]:
     """The scores, contiguous, and room for the sums of u * h over the columns of each tile, fp32 (col_tiles, rows)."""
     if scores_M is None:
         return None, None
     return scores_M.contiguous(), torch.empty((col_tiles, rows), dtype=torch.float32, device=scores_M.device)
 
 
-def memory_of(u: Matrices) -> torch.Tensor:
+def memory_of(u: Matrices) -> Tensor:
     """u itself, or new memory where rows do not follow each other."""
     return u.x if u.x.is_contiguous() else torch.empty_like(u.x, memory_format=torch.contiguous_format)
 

@@ -5,14 +5,9 @@ import math
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from titan_mxfp8.backends.common.convert import (
-    from_elements,
-    magnitude_bits,
-    scale_byte,
-    scale_value,
-    through_elements,
-)
+from titan_mxfp8.backends.common.convert import from_elements, magnitude_bits, scale_byte, scale_value, through_elements
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.tiles import (
     Tile,
@@ -35,7 +30,7 @@ ROUND_TILE = Tile(rows=128, segments=1)
 REQUANTIZE_TILE = Tile(rows=64, segments=2)  # of FP8 rows: 0.84 ms there, 128 rows and 2 segments 0.94
 
 
-def dequantize(operand: Operand, dtype: torch.dtype = torch.bfloat16, offs: torch.Tensor | None = None) -> torch.Tensor:
+def dequantize(operand: Operand, dtype: torch.dtype = torch.bfloat16, offs: Tensor | None = None) -> Tensor:
     """The values of an FP8 operand, exact or rebased rows, as its elements lie; with ``offs`` of those before
     ``offs[-1]``, nothing in the others."""
     data, scale, spec, _ = operand
@@ -54,12 +49,12 @@ def dequantize(operand: Operand, dtype: torch.dtype = torch.bfloat16, offs: torc
 
 
 def launch(
-    x: torch.Tensor,
+    x: Tensor,
     rowwise: Operand | None,
     columnwise: Operand | None,
-    offs: torch.Tensor | None,
+    offs: Tensor | None,
     source: Operand | None,
-    places: torch.Tensor | None = None,
+    places: Tensor | None = None,
 ) -> None:
     """Fills operands of quantised values in bf16, see ``quantizers.LAUNCHES``. With ``offs`` rows at and past
     ``offs[-1]`` are zeros, but where there is a ``source``."""
@@ -175,7 +170,7 @@ _QUANTIZE_DEQUANTIZE_ROWS = Kernel(_quantize_dequantize_rows)
 _QUANTIZE_DEQUANTIZE_TILES = Kernel(_quantize_dequantize_tiles)
 
 
-def _launch_rows(x: torch.Tensor, out: Operand) -> None:
+def _launch_rows(x: Tensor, out: Operand) -> None:
     rows = as_rows(x)
     blocks_per_row = ceil_div(rows.cols, BLOCK_SIZE)
     blocks = rows.rows * blocks_per_row
@@ -187,12 +182,12 @@ def _launch_rows(x: torch.Tensor, out: Operand) -> None:
 
 
 def _launch_tiles(
-    x: torch.Tensor,
+    x: Tensor,
     rowwise: Operand | None,
     columnwise: Operand,
-    offs: torch.Tensor | None,
+    offs: Tensor | None,
     source: Operand | None,
-    places: torch.Tensor | None = None,
+    places: Tensor | None = None,
 ) -> None:
     spec = columnwise.spec
     matrices = as_matrices(x, x.ndim - 2 if spec.block == "32x32" else columnwise.axis)

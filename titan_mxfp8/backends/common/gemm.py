@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_mxfp8.backends import reference
@@ -73,13 +74,8 @@ _prepared: set[tuple] = set()  # weights by which torch multiplied many tokens
 
 
 def gemm_m_grouped(
-    a: Operand,
-    b: Operand,
-    offs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    zero_tail: bool = True,
-) -> torch.Tensor:
+    a: Operand, b: Operand, offs: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype, zero_tail: bool = True
+) -> Tensor:
     """``Backend.gemm_m_grouped`` of exact operands."""
     check_m_grouped(a, b)
     device = a.data.device
@@ -96,9 +92,7 @@ def gemm_m_grouped(
     return multiply_m_grouped(a, b, offs, bias, out_dtype, mma, zero_tail=zero_tail)
 
 
-def dual_gemm_m_grouped(
-    first: tuple[Operand, Operand], second: tuple[Operand, Operand], offs: torch.Tensor | None
-) -> torch.Tensor:
+def dual_gemm_m_grouped(first: tuple[Operand, Operand], second: tuple[Operand, Operand], offs: Tensor | None) -> Tensor:
     """The sum of two products of ``gemm_m_grouped``, in bf16, by kernels that use TMA; rows of no group are
     undefined."""
     mma = hardware_of(first[0].data.device).mma
@@ -106,8 +100,8 @@ def dual_gemm_m_grouped(
 
 
 def gemm_k_grouped(
-    a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype, add_to: torch.Tensor | None = None
-) -> torch.Tensor:
+    a: Operand, b: Operand, offs: Tensor | None, out_dtype: torch.dtype, add_to: Tensor | None = None
+) -> Tensor:
     """``Backend.gemm_k_grouped`` of exact operands, or of unquantised ones.
 
     For the latter torch's kernel wants another pass over the result for the empty groups. On an H200 this one takes as
@@ -136,14 +130,14 @@ def in_bf16(operand: Operand) -> Operand:
 def multiply_m_grouped(
     a: Operand,
     b: Operand,
-    offs: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    offs: Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
     mma: Mma,
     tiles: Tiles | None = None,
     zero_tail: bool = True,
     second: tuple[Operand, Operand] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """``gemm_m_grouped`` with a given ``Mma`` and, for measurements, given tiles; with TMA also plus a ``second``
     product of the same shapes."""
     if mma == "scaled" and a.spec.stored == "bf16":
@@ -172,12 +166,12 @@ def multiply_m_grouped(
 def multiply_k_grouped(
     a: Operand,
     b: Operand,
-    offs: torch.Tensor | None,
+    offs: Tensor | None,
     out_dtype: torch.dtype,
     mma: Mma,
     tiles: Tiles | None = None,
-    add_to: torch.Tensor | None = None,
-) -> torch.Tensor:
+    add_to: Tensor | None = None,
+) -> Tensor:
     """``gemm_k_grouped`` with a given ``Mma`` and, for measurements, given tiles."""
     alignment = 1 if a.spec.stored == "bf16" else BLOCK_SIZE  # of the groups
     assert a.spec.stored == b.spec.stored, "one operand is padded, the other is not"
@@ -216,12 +210,7 @@ def _with_tiles(
 
 
 def _launch_m_grouped(
-    operands: list[Operand],
-    tensors: tuple[torch.Tensor | None, ...],
-    mma: Mma,
-    zero_tail: bool,
-    tiles: Tiles,
-    run: bool,
+    operands: list[Operand], tensors: tuple[Tensor | None, ...], mma: Mma, zero_tail: bool, tiles: Tiles, run: bool
 ) -> bool:
     """Whether the kernel was new. ``operands``: of one product or of two; ``tensors``: bias, output, offsets and the
     counter of tiles."""
@@ -247,7 +236,7 @@ def _launch_m_grouped(
 
 def _launch_k_grouped(
     operands: list[Operand],
-    tensors: tuple[torch.Tensor | None, ...],
+    tensors: tuple[Tensor | None, ...],
     mma: Mma,
     alignment: int,
     m: int,
@@ -278,7 +267,7 @@ def _is_d_major(b: Operand) -> bool:
     return b.spec.stored == "bf16" and b.axis == 1
 
 
-def _described(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+def _described(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
     return descriptor(x, TileLayout(x.dtype, x.shape, block))
 
 

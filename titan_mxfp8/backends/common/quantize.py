@@ -16,6 +16,7 @@ puts the scales in their places (``_place_scales``).
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from titan_mxfp8.backends.common.convert import magnitude_bits, reciprocal_scale, scale_byte, to_elements
 from titan_mxfp8.backends.common.launch import Kernel
@@ -52,11 +53,7 @@ COLUMNWISE_TILE = Tile(rows=256, segments=1)
 
 
 def launch(
-    x: torch.Tensor,
-    rowwise: Operand | None,
-    columnwise: Operand | None,
-    offs: torch.Tensor | None,
-    source: Operand | None,
+    x: Tensor, rowwise: Operand | None, columnwise: Operand | None, offs: Tensor | None, source: Operand | None
 ) -> None:
     """Fills operands of exact FP8, see ``quantizers.LAUNCHES``."""
     if (rowwise or columnwise).spec.block == "32x32":
@@ -252,7 +249,7 @@ _PLACE_SCALES = Kernel(_place_scales)
 _QUANTIZE_SQUARES = Kernel(_quantize_squares)
 
 
-def _launch_rows(x: torch.Tensor, out: Operand) -> None:
+def _launch_rows(x: Tensor, out: Operand) -> None:
     """1x32 blocks along the last axis."""
     rows = as_rows(x)
     blocks = out.scale.numel()
@@ -264,7 +261,7 @@ def _launch_rows(x: torch.Tensor, out: Operand) -> None:
 
 
 def _launch_tiles(
-    x: torch.Tensor, rowwise: Operand | None, columnwise: Operand, offs: torch.Tensor | None, source: Operand | None
+    x: Tensor, rowwise: Operand | None, columnwise: Operand, offs: Tensor | None, source: Operand | None
 ) -> None:
     """1x32 blocks along ``columnwise.axis`` and, unless ``rowwise`` is None, along the last axis too."""
     spec, matrices = columnwise.spec, as_matrices(x, columnwise.axis)
@@ -305,7 +302,7 @@ def _launch_tiles(
         )  # fmt: skip
 
 
-def _launch_squares(x: torch.Tensor, rowwise: Operand | None, columnwise: Operand | None) -> None:
+def _launch_squares(x: Tensor, rowwise: Operand | None, columnwise: Operand | None) -> None:
     """32x32 blocks, as ``x`` lies, with the last two axes swapped, or both."""
     spec, matrices = (rowwise or columnwise).spec, as_matrices(x, x.ndim - 2)
     tile, segment = BOTH_TILE, SEGMENT_BYTES // x.element_size()

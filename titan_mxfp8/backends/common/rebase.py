@@ -15,6 +15,7 @@ A tile of 128 rows and 128 columns holds whole blocks of 128 along both axes, an
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from titan_mxfp8.backends.common.convert import (
     coalesce_scales,
@@ -59,12 +60,12 @@ REQUANTIZE_TILE = Tile(rows=128, segments=1)  # of FP8 rows, 131072 x 7168: 0.68
 
 
 def launch(
-    x: torch.Tensor,
+    x: Tensor,
     rowwise: Operand | None,
     columnwise: Operand | None,
-    offs: torch.Tensor | None,
+    offs: Tensor | None,
     source: Operand | None,
-    places: torch.Tensor | None = None,
+    places: Tensor | None = None,
 ) -> None:
     """Fills operands of rebased or coalesced FP8, see ``quantizers.LAUNCHES``."""
     spec = (rowwise or columnwise).spec
@@ -289,7 +290,7 @@ _REBASE_TILES = Kernel(_rebase_tiles)
 _REBASE_SQUARES = Kernel(_rebase_squares)
 
 
-def _launch_rows(x: torch.Tensor, out: Operand) -> None:
+def _launch_rows(x: Tensor, out: Operand) -> None:
     matrices = as_matrices(x, x.ndim - 2)
     _REBASE_ROWS.launch(
         matrices.batches * ceil_div(matrices.rows, ROWWISE_ROWS) * ceil_div(matrices.cols, 128),
@@ -300,12 +301,12 @@ def _launch_rows(x: torch.Tensor, out: Operand) -> None:
 
 
 def _launch_tiles(
-    x: torch.Tensor,
+    x: Tensor,
     rowwise: Operand | None,
     columnwise: Operand,
-    offs: torch.Tensor | None,
+    offs: Tensor | None,
     source: Operand | None,
-    places: torch.Tensor | None,
+    places: Tensor | None,
 ) -> None:
     matrices, (segment, source_constants) = as_matrices(x, x.ndim - 2), source_of(x, source)
     rows = matrices.rows if places is None else places.shape[0]
@@ -331,9 +332,7 @@ def _launch_tiles(
     )  # fmt: skip
 
 
-def _launch_squares(
-    x: torch.Tensor, rowwise: Operand | None, columnwise: Operand | None, source: Operand | None
-) -> None:
+def _launch_squares(x: Tensor, rowwise: Operand | None, columnwise: Operand | None, source: Operand | None) -> None:
     spec, matrices = (rowwise or columnwise).spec, as_matrices(x, x.ndim - 2)
     (segment, _), coalesced = source_of(x, source), spec.stored == "coalesced"
     tile = BOTH_TILES[segment]

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
@@ -73,7 +74,7 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], unread: int | None
         return function(*args)
     parts, pointers, bits = [function, device], [], 0
     for arg in args:
-        if isinstance(arg, torch.Tensor):
+        if isinstance(arg, Tensor):
             pointer = arg.data_ptr()
             pointers.append(pointer)
             bits |= pointer
@@ -151,7 +152,7 @@ class _Recording(NamedTuple):
     launches: tuple[_Again, ...]
     returned: int | tuple[int, ...]
 
-    def replay(self, pointers: list[int], device: torch.device) -> torch.Tensor | list[torch.Tensor]:
+    def replay(self, pointers: list[int], device: torch.device) -> Tensor | list[Tensor]:
         """Makes the call again. To ``pointers``, of its arguments that are tensors, those of allocations are added."""
         allocated = []
         for how, shape, stride, dtype in self.allocations:
@@ -179,7 +180,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.allocated: list[tuple[str, torch.Tensor]] = []
+        self.allocated: list[tuple[str, Tensor]] = []
         self.launches: list[Launched | None] = []
         self.does_more = False
 
@@ -199,11 +200,11 @@ class _Watch(TorchDispatchMode):
         watched.launches = None
         super().__exit__(*exception)
 
-    def recording(self, args: tuple[Any, ...], result: torch.Tensor | list[torch.Tensor]) -> _Recording | None:
+    def recording(self, args: tuple[Any, ...], result: Tensor | list[Tensor]) -> _Recording | None:
         """What to do again; None if that is not the whole of it, or if it cannot be told whose an address is."""
         if self.does_more:
             return None
-        given = [a for a in args if isinstance(a, torch.Tensor)]
+        given = [a for a in args if isinstance(a, Tensor)]
         allocated = [tensor for _, tensor in self.allocated]
         try:
             places = _Places(given + allocated)
@@ -234,7 +235,7 @@ class _Places:
         LookupError: they do share memory; of an address that is nobody's.
     """
 
-    def __init__(self, tensors: list[torch.Tensor]):
+    def __init__(self, tensors: list[Tensor]):
         self.order = sorted(range(len(tensors)), key=lambda i: tensors[i].data_ptr())
         self.starts = [tensors[i].data_ptr() for i in self.order]
         self.ends = [start + _extent(tensors[i]) for start, i in zip(self.starts, self.order, strict=True)]
@@ -254,17 +255,17 @@ def _start(descriptor: TensorDescriptor | GluonDescriptor) -> int:
     return descriptor.base.data_ptr() - layout.offset * layout.dtype.itemsize
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def _extent(tensor: Tensor) -> int:
     """Bytes from the start of the first element to the end of the last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 
 
-def _share_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def _share_storage(tensor: Tensor, other: Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _is_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_alike(tensor: Tensor, other: Tensor) -> bool:
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) == (
         other.data_ptr(), other.shape, other.stride(), other.dtype,
     )  # fmt: skip

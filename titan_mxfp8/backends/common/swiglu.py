@@ -14,6 +14,7 @@ but for the zeros between groups that start at multiples of 32 or 128 rows.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
 from titan_mxfp8.backends import SwigluGradients
@@ -59,9 +60,7 @@ COLS = 2 * SEGMENT  # of all tiles: whole blocks of 128
 LIMITED_ALPHA = tl.constexpr(GPT_OSS_ALPHA)  # for _limited
 
 
-def swiglu(
-    gate_MH: torch.Tensor, up_MH: torch.Tensor, limit: float | None, spec: OperandSpec, offs: torch.Tensor | None
-) -> Operand:
+def swiglu(gate_MH: Tensor, up_MH: Tensor, limit: float | None, spec: OperandSpec, offs: Tensor | None) -> Operand:
     """``Backend.swiglu``."""
     assert spec.block_mn == 1, spec
     if spec.scales == "swizzled":
@@ -79,13 +78,13 @@ def swiglu(
 
 
 def swiglu_backward(
-    inputs: list[torch.Tensor],
-    scores_M: torch.Tensor | None,
+    inputs: list[Tensor],
+    scores_M: Tensor | None,
     limit: float | None,
     rowwise: OperandSpec,
     columnwise: OperandSpec,
     h_columnwise: OperandSpec,
-    offs: torch.Tensor | None,
+    offs: Tensor | None,
 ) -> SwigluGradients:
     """``Backend.swiglu_backward``."""
     specs = rowwise, columnwise, h_columnwise

@@ -4,9 +4,9 @@ A program takes 32 tokens of one group and 128 columns, as much as registers hol
 and of each tile of scales every fourth byte along the first axis, four of each 16 along the last one.
 """
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from titan_mxfp8.backends import SwigluGradients
 from titan_mxfp8.backends.common.activation import (
@@ -28,9 +28,7 @@ from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.format.spec import UNQUANTIZED, Operand, OperandSpec
 
 
-def swiglu(
-    gate_MH: torch.Tensor, up_MH: torch.Tensor, limit: float | None, spec: OperandSpec, offs: torch.Tensor | None
-) -> Operand:
+def swiglu(gate_MH: Tensor, up_MH: Tensor, limit: float | None, spec: OperandSpec, offs: Tensor | None) -> Operand:
     """``Backend.swiglu`` with swizzled scales."""
     assert spec.scales == "swizzled" and spec.block == "1x32", spec
     gate, up = matrices_of(gate_MH, up_MH)
@@ -45,13 +43,13 @@ def swiglu(
 
 
 def swiglu_backward(
-    inputs: list[torch.Tensor],
-    scores_M: torch.Tensor | None,
+    inputs: list[Tensor],
+    scores_M: Tensor | None,
     limit: float | None,
     rowwise: OperandSpec,
     columnwise: OperandSpec,
     h_columnwise: OperandSpec,
-    offs: torch.Tensor | None,
+    offs: Tensor | None,
 ) -> SwigluGradients:
     """``Backend.swiglu_backward`` with swizzled scales along H, and swizzled ones or bf16 along M."""
     assert rowwise.scales == "swizzled" and rowwise.block == "1x32", rowwise

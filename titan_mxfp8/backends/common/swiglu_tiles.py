@@ -3,13 +3,7 @@
 import triton
 import triton.language as tl
 
-from titan_mxfp8.backends.common.activation import (
-    gradient_of_gate,
-    gradient_of_up,
-    load_parts,
-    rounded,
-    store_products,
-)
+from titan_mxfp8.backends.common.activation import gradient_of_gate, gradient_of_up, load_parts, rounded, store_products
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.tiles import (
     columns_to_elements,

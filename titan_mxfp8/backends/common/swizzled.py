@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.tiles import (
@@ -33,7 +34,7 @@ from titan_mxfp8.format.spec import Operand
 from titan_mxfp8.format.swizzle import TILE_COLUMNS, TILE_LINES
 
 
-def swizzle_scales(operand: Operand, offs: torch.Tensor | None) -> Operand:
+def swizzle_scales(operand: Operand, offs: Tensor | None) -> Operand:
     """``format.swizzle.block``, for operands that come with their scales in rows."""
     spec, groups = replace(operand.spec, block_mn=1, scales="swizzled"), None if offs is None else offs.shape[0]
     *rest, rows, length = operand.data.shape
@@ -64,11 +65,11 @@ class TileMap(NamedTuple):
         count: of the tiles.
     """
 
-    table: torch.Tensor | None
+    table: Tensor | None
     count: int
 
 
-def map_tiles(offs: torch.Tensor | None, rows: int, room: int) -> TileMap:
+def map_tiles(offs: Tensor | None, rows: int, room: int) -> TileMap:
     """The map of ``rows`` tokens, in as many tiles as ``room`` tokens fill."""
     if offs is None:
         return TileMap(None, ceil_div(rows, TILE_LINES))
@@ -286,11 +287,7 @@ _SWIZZLE_SCALES = Kernel(_swizzle_scales)
 
 
 def launch(
-    x: torch.Tensor,
-    rowwise: Operand | None,
-    columnwise: Operand | None,
-    offs: torch.Tensor | None,
-    source: Operand | None,
+    x: Tensor, rowwise: Operand | None, columnwise: Operand | None, offs: Tensor | None, source: Operand | None
 ) -> None:
     """Fills operands of FP8 with swizzled scales, see ``quantizers.LAUNCHES``."""
     spec, matrices = (rowwise or columnwise).spec, as_matrices(x, x.ndim - 2)

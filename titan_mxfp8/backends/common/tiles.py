@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from titan_mxfp8.backends.common.convert import (
     from_elements,
@@ -239,7 +240,7 @@ class Matrices(NamedTuple):
             number of rows), and ``row_stride``.
     """
 
-    x: torch.Tensor
+    x: Tensor
     batches: int
     rows: int
     cols: int
@@ -247,7 +248,7 @@ class Matrices(NamedTuple):
     sizes: tuple[int, int, int]
 
 
-def as_matrices(x: torch.Tensor, axis: int) -> Matrices:
+def as_matrices(x: Tensor, axis: int) -> Matrices:
     """``x`` as matrices whose rows are ``axis`` and whose columns are all behind it. Copies where strides need it."""
     if axis != x.ndim - 2 or axis > 1:  # a view takes the host as long as all the rest
         x = x.reshape(math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :]))
@@ -261,12 +262,12 @@ def as_matrices(x: torch.Tensor, axis: int) -> Matrices:
     return Matrices(x, batches, rows, cols, row_stride, (cols, strides[0] if batches > 1 else 0, row_stride))
 
 
-def as_rows(x: torch.Tensor) -> Matrices:
+def as_rows(x: Tensor) -> Matrices:
     """``x`` as one matrix whose columns are the last axis."""
     return as_matrices(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), 0)
 
 
-def source_of(x: torch.Tensor, rows: Operand | None) -> tuple[int, tuple[int, bool]]:
+def source_of(x: Tensor, rows: Operand | None) -> tuple[int, tuple[int, bool]]:
     """Columns of a segment of ``x``, and how ``load_tile`` reads it (X_BLOCK_K, X_E5M2): numbers, or FP8 elements,
     which are those of ``rows``."""
     if rows is None:
@@ -282,7 +283,7 @@ def rounding_of(spec: OperandSpec) -> tuple[bool, bool]:
     return spec.rounding == "floor", spec.elem_dtype == torch.float8_e5m2
 
 
-def lies_transposed(x: torch.Tensor) -> bool:
+def lies_transposed(x: Tensor) -> bool:
     """Whether the axis before the last one is the contiguous one, as in ``weight.mT``, and both are whole blocks: what
     is stored along one of them is then what is stored along the other one of ``x.mT``. Not of matrices without a batch:
     those are activations, whose number of rows no kernel may be compiled for."""
@@ -291,9 +292,7 @@ def lies_transposed(x: torch.Tensor) -> bool:
     return x.shape[-1] % BLOCK_SIZE == 0 and x.shape[-2] % BLOCK_SIZE == 0
 
 
-def map_tiles(
-    offs: torch.Tensor | None, rows: int, tile: Tile, *, tail: bool, alignment: int = BLOCK_SIZE
-) -> RowBlockMap:
+def map_tiles(offs: Tensor | None, rows: int, tile: Tile, *, tail: bool, alignment: int = BLOCK_SIZE) -> RowBlockMap:
     """The map of the 32-row blocks of tiles; with ``tail``, whole tiles hold the rows past the last group. Without
     groups there is no table: blocks are in order."""
     if offs is None:
