@@ -237,9 +237,8 @@ def _round(x: Tensor, amax: Tensor, spec: OperandSpec) -> tuple[Tensor, Tensor]:
     largest finite element. A scale of NaN makes the whole block NaN.
 
     ``floor`` is OCP's rule (OCP MX v1.0, section 6.3): the largest power of two in the block, divided by that of the
-    element type. ``rceil`` is the one of NVIDIA's "Recipes for Pre-training LLMs
-    with MXFP8" (arXiv 2506.08027): ``amax`` divided by the largest
-    element, rounded up to a power of two, so that nothing saturates.
+    element type. ``rceil`` is the one of NVIDIA's "Recipes for Pre-training LLMs with MXFP8" (arXiv 2506.08027):
+    ``amax`` divided by the largest element, rounded up to a power of two, so that nothing saturates.
 
     Args:
         x: in blocks.

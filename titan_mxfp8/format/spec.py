@@ -184,6 +184,15 @@ class Operand(NamedTuple):
         spec = OperandSpec(elem_dtype=mx.qdata.dtype, block=mx.block, block_mn=32 if mx.block == "32x32" else 1)
         return cls(data, scale, spec, mx.axis)
 
+    @classmethod
+    def of_rows(cls, spec: OperandSpec, data: Tensor, scales: Tensor | None = None) -> "Operand":
+        """(M, C) quantised along C, given the scales of each row, (M, C / block_k), as ``row_scales`` has them."""
+        if spec.scales == "mn_major":
+            stored = scales.new_zeros(spec.scale_shape(data.shape))
+            stored[:, : data.shape[0]] = scales.mT
+            scales = stored
+        return cls(data, scales, spec, 1)
+
     def to_mx(self, length: int, orig_dtype: torch.dtype) -> MXTensor:
         """An exact FP8 operand as the public ``MXTensor``, the padding behind ``length`` elements of the axis cut."""
         assert self.spec.stored != "bf16" and self.spec.block_k == BLOCK_SIZE, self.spec
@@ -192,8 +201,7 @@ class Operand(NamedTuple):
         return MXTensor(qdata, scale, self.axis, self.spec.block, orig_dtype)
 
     def row_scales(self) -> Tensor:
-        """The scales as (..., R / block_mn, C / block_k), across or in rows: a view. Blocked ones:
-        ``format.swizzle``."""
+        """The scales as (..., R / block_mn, C / block_k), a view. Of swizzled ones see ``format.swizzle``."""
         assert self.spec.scales != "swizzled", self.spec
         if self.spec.scales == "k_major":
             return self.scale
@@ -202,12 +210,8 @@ class Operand(NamedTuple):
     def rows_at(self, places: Tensor) -> "Operand":
         """Of (M, C), quantised along C, the rows at ``places``, integers."""
         places = places.long()
-        data, scales = self.data.view(torch.uint8)[places].view(self.data.dtype), self.row_scales()[places]
-        if self.spec.scales == "mn_major":
-            across = scales.new_zeros(self.spec.scale_shape(tuple(data.shape)))
-            across[:, : data.shape[0]] = scales.mT
-            scales = across
-        return self._replace(data=data, scale=scales)
+        data = self.data.view(torch.uint8)[places].view(self.data.dtype)
+        return Operand.of_rows(self.spec, data, self.row_scales()[places])
 
     def dequantize(self) -> Tensor:
         """The values in fp32, as ``data`` lies."""

@@ -39,14 +39,14 @@ def swizzle(rows: Operand, spec: OperandSpec, offs: Tensor | None) -> Operand:
     if rows.spec.block_mn > 1:
         scale = scale.repeat_interleave(rows.spec.block_mn, dim=-2).narrow(-2, 0, rows.data.shape[-2])
     groups = None if offs is None else offs.shape[0]
-    blocked = scale.new_zeros(spec.scale_shape(rows.data.shape, groups, rows.axis == rows.data.ndim - 1))
+    swizzled = scale.new_zeros(spec.scale_shape(rows.data.shape, groups, rows.axis == rows.data.ndim - 1))
     index, known = positions(rows, offs)
-    blocked.view(-1)[index[known]] = scale[known]
-    return Operand(rows.data, blocked, spec, rows.axis)
+    swizzled.view(-1)[index[known]] = scale[known]
+    return Operand(rows.data, swizzled, spec, rows.axis)
 
 
 def unswizzle(operand: Operand, offs: Tensor | None) -> Operand:
-    """The inverse of ``block``: the same operand with its scales in rows, one for each line; 0 in lines of no group."""
+    """The inverse of ``swizzle``: the operand with its scales in rows, one for each line; 0 in lines of no group."""
     assert operand.spec.scales == "swizzled", operand.spec
     index, known = positions(operand, offs)
     scale = operand.scale.reshape(-1)[torch.where(known, index, 0)].masked_fill_(~known, 0)

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import register_flop_formula
 from titan_mxfp8 import backends
 from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.mx import ceil_div
-from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.format.spec import Operand
 from titan_mxfp8.moe import DispatchHandle, Rows, Transport, TransportName, choose
 from titan_mxfp8.moe.bounds import bound, factor_of
 from titan_mxfp8.moe.checks import check_call, check_expert_ids
@@ -170,7 +170,7 @@ def moe(
     if compiling and is_exporting():
         return _exported_moe(x, scores, expert_ids, *weights, scores_first, layer, config.kept_weight)
     kept_weight = "itself" if gathered else config.kept_weight
-    rest = *weights, layer, kept_weight, torch.is_grad_enabled(), *gathered
+    rest = layer, kept_weight, torch.is_grad_enabled(), *weights, *gathered
     return _apply(x, scores, expert_ids, rest, scores_first)
 
 
@@ -197,7 +197,7 @@ def _moe(
     config: str,
     kept_weight: str,
 ) -> Tensor:
-    rest = w1, w3, w2, b1, b3, b2, config, kept_weight, torch.is_grad_enabled()
+    rest = config, kept_weight, torch.is_grad_enabled(), w1, w3, w2, b1, b3, b2
     return _apply(x, scores, expert_ids, rest, scores_first)
 
 
@@ -259,10 +259,11 @@ class _MoE(torch.autograd.Function):
     32x32 blocks what was quantised for dgrad instead, unless FSDP frees them (``MXConfig.kept_weight``)."""
 
     @staticmethod
-    def forward(ctx, x, scores, expert_ids, w1, w3, w2, b1, b3, b2, config, kept_weight, grad_enabled, *gathered):
+    def forward(ctx, x, scores, expert_ids, config, kept_weight, grad_enabled, *given):
+        (w1, w3, w2, b1, b3, b2), gathered = given[:6], given[6:]
         save = grad_enabled and any(ctx.needs_input_grad)
         ctx.config, ctx.scored, ctx.x_dtype = config, scores is not None, x.dtype
-        ctx.dtypes = [None if w is None else w.dtype for w in (w1, w3, w2, b1, b3, b2)]
+        ctx.dtypes = [None if w is None else w.dtype for w in given[:6]]
         if kept_weight == "bf16":
             w1, w3, w2 = w1.bfloat16(), w3.bfloat16(), w2.bfloat16()
         matrices = gathered or (w1, w3, w2)
@@ -278,13 +279,13 @@ class _MoE(torch.autograd.Function):
     def backward(ctx, saved, g_TD):
         b2, *saved = saved
         weights, saved = [*saved[: ctx.matrices]], [*saved[ctx.matrices :]]
-        needs = list(ctx.needs_input_grad[3:9])
+        needs = list(ctx.needs_input_grad[6:12])
         params, totals = held_gradients(ctx, first=2 + ctx.scored, count=3)
         dtype = common_dtype(ctx.dtypes)
         made = moe_backward(g_TD, saved, weights, b2, ctx.scored, needs, dtype, totals, ctx.config)
         dweights = gradients_of(take_gradients(params, totals) + made[1 + ctx.scored :], needs, ctx.dtypes)
-        none = [None] * (len(ctx.needs_input_grad) - 9)
-        return made[0].to(ctx.x_dtype), made[1] if ctx.scored else None, None, *dweights, *none
+        none = [None] * (len(ctx.needs_input_grad) - 12)
+        return made[0].to(ctx.x_dtype), made[1] if ctx.scored else None, *[None] * 4, *dweights, *none
 
 
 @Operator
@@ -323,7 +324,7 @@ def moe_forward(
     capacity = layer.capacity(room, slots, weights[0].shape[0])
     received, handle = transport.dispatch(parts, expert_ids, sent_scores, count, capacity, quantize_weights)
     del parts
-    x_tokens = Tokens(_of_parts(received, layer.x_rows))
+    x_tokens = Tokens(Operand.of_rows(layer.x_rows, *received))
     y, gate, up = experts.forward(x_tokens, quantized, parameters, handle.offs, layer, kernels)
     out, _ = transport.combine([y], scores is not None, None, handle, x.dtype)
     if not save:
@@ -402,15 +403,16 @@ def moe_backward(
     handle, preactivations, taken = DispatchHandle(*saved[:_HANDLE]), saved[_HANDLE:][:2], saved[_HANDLE + 2 :]
     saved.clear()
     quantized = kept_operands(taken, layer.gemms)
-    x = [Tokens(_of_parts(taken, layer.x_rows))]
+    x = [Tokens(Operand.of_rows(layer.x_rows, *taken))]
     taken.clear()
     sent = _to_parts(kernels.quantize(aligned(g), 1, layer.g_rows, None))
-    g_rows = _of_parts(transport.dispatch_with_handle(sent, handle), layer.g_rows)
+    g_rows = Operand.of_rows(layer.g_rows, *transport.dispatch_with_handle(sent, handle))
     spec = layer.gemms.plan.wgrad.a
     gathers = b2 is None and (spec.scales == "mn_major" or (spec.stored == "bf16" and spec.is_quantized))
     sources = transport.find_sources(handle) if gathers else None
-    g_tokens = [Tokens(g_rows, sent=None if sources is None else _of_parts(sent, layer.g_rows), sources=sources)]
-    del sent, g_rows, sources
+    g_sent = None if sources is None else Operand.of_rows(layer.g_rows, *sent)
+    g_tokens = [Tokens(g_rows, sent=g_sent, sources=sources)]
+    del sent, g_sent, g_rows, sources
     rest = needs, WeightGradients(dtype, totals), handle.offs, layer, kernels
     made, dscores_M, dw2, db2 = experts.backward_w2(
         g_tokens, preactivations, handle.scores if scored else None, parameters, quantized, *rest
@@ -446,13 +448,3 @@ def _to_parts(rows: Operand) -> list[Tensor]:
     if rows.spec.scales == "mn_major":  # of no rows contiguous() would leave the strides
         return [rows.data, rows.row_scales().clone(memory_format=torch.contiguous_format)]
     return [rows.data] if rows.scale is None else [rows.data, rows.scale.contiguous()]
-
-
-def _of_parts(parts: list[Tensor], spec: OperandSpec) -> Operand:
-    """The rows that arrived, as a GEMM takes them."""
-    data, scale = (*parts, None)[:2]
-    if spec.scales == "mn_major":
-        across = scale.new_zeros(spec.scale_shape(tuple(data.shape)))
-        across[:, : data.shape[0]] = scale.mT
-        scale = across
-    return Operand(data, scale, spec, 1)

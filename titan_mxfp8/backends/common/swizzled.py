@@ -35,7 +35,7 @@ from titan_mxfp8.format.swizzle import TILE_COLUMNS, TILE_LINES
 
 
 def swizzle_scales(operand: Operand, offs: Tensor | None) -> Operand:
-    """``format.swizzle.block``, for operands that come with their scales in rows."""
+    """``format.swizzle.swizzle``, by a kernel."""
     spec, groups = replace(operand.spec, block_mn=1, scales="swizzled"), None if offs is None else offs.shape[0]
     *rest, rows, length = operand.data.shape
     by_rows = operand.axis == operand.data.ndim - 1

@@ -82,7 +82,7 @@ def gemm_m_grouped(
     """
     few = a.data.shape[0] < 768 * b.data.shape[0]  # on average in a group
     tiles, others = (FEW_ROWS, M_GROUPED) if few else (M_GROUPED, FEW_ROWS)
-    out = _empty_m_grouped(a, b, out_dtype)
+    out = torch.empty((a.data.shape[0], b.data.shape[1]), dtype=out_dtype, device=a.data.device)
     if multiply_m_grouped(a, b, offs, bias, out, tiles, zero_tail=zero_tail, second=second):
         # What other numbers of tokens will take.
         multiply_m_grouped(a, b, offs, bias, out, others, run=False, zero_tail=zero_tail, second=second)
@@ -99,10 +99,6 @@ def gemm_k_grouped(
         out = torch.empty((experts, a.data.shape[0], b.data.shape[0]), dtype=out_dtype, device=a.data.device)
     multiply_k_grouped(a, b, offs, out, K_GROUPED, add=add_to is not None)
     return out
-
-
-def _empty_m_grouped(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
-    return torch.empty((a.data.shape[0], b.data.shape[1]), dtype=out_dtype, device=a.data.device)
 
 
 def multiply_m_grouped(

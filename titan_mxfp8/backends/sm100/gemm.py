@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_mxfp8.backends.common import gemm as portable
+from titan_mxfp8.backends.common.gemm_kernels import fill_zeros
 from titan_mxfp8.backends.common.groups import map_row_blocks
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.swizzled import swizzle_scales
@@ -143,12 +144,7 @@ def _add_bias(
 @triton.jit(do_not_specialize=["rows", "groups"])
 def _zero_tail(out, offs, features, rows, groups, BLOCK: tl.constexpr):
     """Programs take turns at BLOCK elements behind the last group."""
-    at = tl.load(offs + groups - 1).to(tl.int64) * features + tl.program_id(0) * BLOCK
-    end = rows.to(tl.int64) * features
-    while at < end:
-        index = at + tl.arange(0, BLOCK)
-        tl.store(out + index, tl.zeros((BLOCK,), out.dtype.element_ty), mask=index < end)
-        at += tl.num_programs(0) * BLOCK
+    fill_zeros(out, tl.load(offs + groups - 1).to(tl.int64) * features, rows.to(tl.int64) * features, BLOCK)
 
 
 @triton.jit(do_not_specialize=["groups"])
