@@ -71,11 +71,11 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     return rows
 
 
-SPEED = "tokens/s (median, per GPU)"  # of a row of scripts/bench_training.py's table.csv
+SPEED = "tokens/s (median, per GPU)"  # of a row of scripts/bench/bench_training.py's table.csv
 
 
 def training_gains(rows: Sequence[Mapping[str, str]]) -> Iterator[tuple[Mapping[str, str], float]]:
-    """Rows of a table.csv of scripts/bench_training.py, with how many times as fast as bf16 of their flavor they train.
+    """Rows of a table.csv of bench_training.py, with how many times as fast as bf16 of their flavor they train.
 
     That is of ``x``, the median of ratios of runs of the same turn, and not a ratio of medians of ``SPEED``. ``x`` is
     against the first run: if that has 1.0 and bf16 0.8, the gains are 1.25 and 1. None where bf16 is not among the

@@ -8,15 +8,12 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import bench_grouped_mm
-import bench_kernels
-import check_configs
-import measured
 import pytest
-import roofline
-import tables
 import torch
-from passes import (
+
+from scripts import check_configs
+from scripts.bench import bench_grouped_mm, bench_kernels, roofline
+from scripts.bench.passes import (
     Layer,
     MoELayer,
     Pass,
@@ -29,9 +26,9 @@ from passes import (
     step_of,
     step_speedup,
 )
-from problems import GroupedShape
-from result_files import SPEED, training_gains
-
+from scripts.bench.problems import GroupedShape
+from scripts.result_files import SPEED, training_gains
+from scripts.study import measured, tables
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
 from titan_mxfp8.recipe import BF16, get_recipe
@@ -45,7 +42,7 @@ CONFIG = "train_configs/llama4_17bx16e_2layers_1x4.toml"
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8_2d", "mxfp8_2d_wgrad_bf16", "mxfp8_2d_rebased", "mxfp8_rebased"])
 def test_the_bytes_of_quantisers_are_those_that_they_move(name: str) -> None:
-    """Of the reference backend, tensor by tensor, as scripts/bench_kernels.py counts them."""
+    """Of the reference backend, tensor by tensor, as scripts/bench/bench_kernels.py counts them."""
     recipe = get_recipe(name)
     shape = GroupedShape(name="", m=LAYER.m, n=LAYER.n, k=LAYER.k, groups=LAYER.groups, why="")
     problem = bench_grouped_mm.make_problem(bench_grouped_mm.Job(shape=shape, ways=()), torch.device("cpu"))
@@ -284,7 +281,7 @@ def test_every_training_that_was_measured_has_a_prediction() -> None:
         for path, env, row, gain in roofline.trainings(results)
         if " ".join(env.get("gpu", "").split()[:2]) in known
     )
-    assert measured == predicted, "python scripts/roofline.py check --out results/<date>_cpu_predictions writes them"
+    assert measured == predicted, "roofline.py check --out results/<date>_cpu_predictions writes them"
 
 
 def test_pictures_are_drawn_from_csvs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

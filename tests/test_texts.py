@@ -9,18 +9,17 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pictures
 import pytest
-import tables
 import torch
 import torch.nn.functional as F
-from problems import relative_rms
 from test_plugin import ASSETS
 from torch import nn
 from torchtitan.config import ConfigManager
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols.model_converter import build_model_converters
 
+from scripts.bench.problems import relative_rms
+from scripts.study import pictures, tables
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.plugin.converters import GroupedMMConverter, LinearConverter
@@ -29,7 +28,7 @@ from titan_mxfp8.recipe import get_recipe
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 RANGE = r"(DeepSeek-V3|Llama4) (\d\.\d\d)(?: to (\d\.\d\d))?"
-COMMANDS = sorted(set(re.findall(r"\./scripts/[\w.]+|python scripts/[\w.]+|python -m titan_mxfp8[\w.]*", README)))
+COMMANDS = sorted(set(re.findall(r"\./scripts/[\w./]+|python scripts/[\w./]+|python -m titan_mxfp8[\w.]*", README)))
 
 
 def test_the_readme_names_what_is_there() -> None:
@@ -118,7 +117,7 @@ def test_what_the_readme_switches_on_passes_the_plugins_checks(tmp_path: Path) -
 def test_tables_are_those_of_their_csvs() -> None:
     for path in tables.FILES:
         text = path.read_text()
-        assert tables.rewritten(text) == text, f"{path}: python scripts/tables.py writes its tables anew"
+        assert tables.rewritten(text) == text, f"{path}: python scripts/study/tables.py writes its tables anew"
         assert text.count("<!-- table:") == len(tables.MARKER.findall(text)) >= 2
 
 
@@ -126,9 +125,9 @@ def test_pictures_are_those_of_their_csvs(tmp_path: Path, monkeypatch: pytest.Mo
     shown = re.findall(r"!\[.+\]\(results/pictures/(.+)\)", README)
     assert sorted(shown) == sorted(pictures.PICTURES) == sorted(path.name for path in pictures.OUT.glob("*.png"))
     monkeypatch.setattr(sys, "argv", ["pictures.py"])
-    for name, (_, files) in pictures.PICTURES.items():
+    for name, files in ((name, files) for name, (_, files) in pictures.PICTURES.items() if files):
         told = b"Source\0" + pictures.source(files).encode()
-        assert told in (pictures.OUT / name).read_bytes(), f"{name}: python scripts/pictures.py draws it anew"
+        assert told in (pictures.OUT / name).read_bytes(), f"{name}: python scripts/study/pictures.py draws it anew"
     monkeypatch.setattr(pictures, "OUT", tmp_path)
     pictures.main()
     assert {path.name for path in tmp_path.iterdir()} == set(shown)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import LOSS, read_tensorboard
 from training import finish, start_torchtitan
+
+from scripts.study.runs import LOSS, read_tensorboard
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

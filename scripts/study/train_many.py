@@ -1,6 +1,6 @@
 """A program for torchrun: TorchTitan trainings one after the other in the same processes, which start up once.
 
-    torchrun --nproc-per-node=2 scripts/train_many.py runs.json
+    torchrun --nproc-per-node=2 scripts/study/train_many.py runs.json
 
 ``runs.json`` lists ``{"out": folder, "flags": [flag of torchtitan.train, ...], "favoured_experts": 0}``; a number other
 than 0 has so many experts, the first ones of each layer, get every token. Each run leaves in its folder
@@ -86,7 +86,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("runs", type=Path, metavar="runs.json")
     args = parser.parse_args(argv)
     if "RANK" not in os.environ:
-        parser.error(f"run it with torchrun: torchrun --nproc-per-node=2 scripts/train_many.py {args.runs}")
+        parser.error(f"run it with torchrun: torchrun --nproc-per-node=2 scripts/study/train_many.py {args.runs}")
     if not args.runs.is_file():
         parser.error(f"{args.runs} is no file")
     return args

@@ -1,6 +1,6 @@
 """Each pass of a grouped GEMM's forward and backward, as each recipe runs it on this machine, against the ceilings.
 
-    python scripts/bench_kernels.py --out results/<date>_<device>_kernels [--quick] [--limit SECONDS]
+    python scripts/bench/bench_kernels.py --out results/<date>_<device>_kernels [--quick] [--limit SECONDS]
 
 How a time is taken and most columns: ``bench.py``. First the machine's ceilings, at its power cap: a copy, a dense bf16
 matmul and a dense FP8 one, which ``share`` of the other rows refers to. Then for each shape and recipe the passes that
@@ -25,10 +25,10 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from bench import Bench, Call, Entry, Work, parse, parser_of, run
-from bench_grouped_mm import RECIPES, Job, check, make_problem
-from problems import GROUPED_SHAPES, SMALL_EXPERT_SHAPES, GroupedShape, sums_per_stage
 
+from scripts.bench.bench import Bench, Call, Entry, Work, parse, parser_of, run
+from scripts.bench.bench_grouped_mm import RECIPES, Job, check, make_problem
+from scripts.bench.problems import GROUPED_SHAPES, SMALL_EXPERT_SHAPES, GroupedShape, sums_per_stage
 from titan_mxfp8.backends import BACKENDS, plan
 from titan_mxfp8.format.spec import Operand
 from titan_mxfp8.ops import matmul

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from watch import message
-
+from scripts.watch import message
 from titan_mxfp8.format.mx import BLOCK_SIZE
 from titan_mxfp8.recipe import GROUPED_MM, get_recipe
 

@@ -4,9 +4,9 @@ usage() {
 Fills one folder with the benchmarks of this machine's GPU, or GPUs, within 10 minutes, then prints their tables. Called
 again with the same OUT it goes on: parts that are finished are not repeated, of the others what is missing.
 
-    ./scripts/bench_all.sh
-    OUT=results/2027-01-31_h200_bench MINUTES=20 PARTS="grouped_mm kernels scaling moe_layer pad training" ./scripts/bench_all.sh
-    DEVICE=cpu QUICK=1 SHAPES=256,64,96,4 PARTS="grouped_mm kernels" ./scripts/bench_all.sh   # tries it without a GPU
+    ./scripts/bench/bench_all.sh
+    OUT=results/2027-01-31_h200_bench MINUTES=20 PARTS="grouped_mm kernels scaling moe_layer pad training" ./scripts/bench/bench_all.sh
+    DEVICE=cpu QUICK=1 SHAPES=256,64,96,4 PARTS="grouped_mm kernels" ./scripts/bench/bench_all.sh   # tries it without a GPU
 
 Environment:
     OUT      folder of the results [results/<date>_<GPUs>x<GPU>_bench]
@@ -27,7 +27,7 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     exit
 fi
 here=$PWD
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 . scripts/launch.sh
 takes DEVICE 'cuda|cpu' "cuda or cpu"
 takes MINUTES "$minutes" "a number of minutes"
@@ -89,16 +89,16 @@ part() {
 
 for name in $PARTS; do
     case $name in
-        grouped_mm) part "$name" 30 "$program" scripts/bench_grouped_mm.py @ "${common[@]}" "${shapes[@]}" ;;
+        grouped_mm) part "$name" 30 "$program" scripts/bench/bench_grouped_mm.py @ "${common[@]}" "${shapes[@]}" ;;
         # of the recipes, those of the tables
-        kernels) part "$name" 25 "$program" scripts/bench_kernels.py @ "${common[@]}" "${shapes[@]}" \
+        kernels) part "$name" 25 "$program" scripts/bench/bench_kernels.py @ "${common[@]}" "${shapes[@]}" \
             --recipes bf16 mxfp8_2d_rebased mxfp8_2d mxfp8 ;;
         # short blocks: many rows, to see where cost stops being linear
-        scaling) part "$name" 30 "$program" scripts/bench_grouped_mm.py @ --device "$DEVICE" --quick --scaling "${shapes[@]}" ;;
-        moe_layer) part "$name" 85 "$program" -m torch.distributed.run --standalone --nproc-per-node="$gpus" scripts/bench_moe_layer.py @ \
+        scaling) part "$name" 30 "$program" scripts/bench/bench_grouped_mm.py @ --device "$DEVICE" --quick --scaling "${shapes[@]}" ;;
+        moe_layer) part "$name" 85 "$program" -m torch.distributed.run --standalone --nproc-per-node="$gpus" scripts/bench/bench_moe_layer.py @ \
             --device "$DEVICE" --quick "${tiny[@]}" ;;
-        pad) part "$name" 100 "$program" scripts/bench_pad.py @ --device "$DEVICE" --quick ;;
-        training) part "$name" 100 "$program" scripts/bench_training.py @ --quick --ngpu "$gpus" \
+        pad) part "$name" 100 "$program" scripts/bench/bench_pad.py @ --device "$DEVICE" --quick ;;
+        training) part "$name" 100 "$program" scripts/bench/bench_training.py @ --quick --ngpu "$gpus" \
             --config train_configs/deepseek_v3_16b_1x8.toml --flavors 16B_4layers \
             --runs bf16 bf16+dispatch both+dispatch:mxfp8_2d_rebased grouped+dispatch:mxfp8_2d_rebased \
             both+dispatch:mxfp8_2d both:mxfp8_2d_rebased both:mxfp8_2d -- \
@@ -108,8 +108,8 @@ for name in $PARTS; do
             --activation_checkpoint.mode=none --checkpoint.no-enable ;;
     esac
 done
-python scripts/tables.py --of "$out" | tee "$out/tables.md"
+python scripts/study/tables.py --of "$out" | tee "$out/tables.md"
 if [ -e "$out/kernels/data.csv" ] && [ "$DEVICE" = cuda ]; then
-    python scripts/roofline.py draw "$out" || echo "bench_all.sh: no pictures" >&2 # of a GPU that no config names
+    python scripts/bench/roofline.py draw "$out" || echo "bench_all.sh: no pictures" >&2 # of a GPU that no config names
 fi
 exit "$failed"

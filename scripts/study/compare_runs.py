@@ -55,9 +55,9 @@ from pathlib import Path
 from statistics import correlation, fmean, median, stdev
 from typing import TYPE_CHECKING
 
-from intervals import MOST, critical_t, interval, is_equivalent, pairs_needed
-from result_files import format_table, write_rows
-from runs import Run, read_losses, read_run, unique_names
+from scripts.result_files import format_table, write_rows
+from scripts.study.intervals import MOST, critical_t, interval, is_equivalent, pairs_needed
+from scripts.study.runs import Run, read_losses, read_run, unique_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

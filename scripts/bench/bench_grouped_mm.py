@@ -1,8 +1,8 @@
 """Forward + backward of one grouped GEMM, all quantisation included, against bf16 ``torch._grouped_mm``.
 
-    python scripts/bench_grouped_mm.py --out results/<date>_<device>_grouped_mm [--quick] [--limit SECONDS]
-    python scripts/bench_grouped_mm.py --scaling --out OUT        # time against tokens, experts and skew
-    python scripts/bench_grouped_mm.py --device cpu --shapes 4096,512,256,8 --out OUT
+    python scripts/bench/bench_grouped_mm.py --out results/<date>_<device>_grouped_mm [--quick] [--limit SECONDS]
+    python scripts/bench/bench_grouped_mm.py --scaling --out OUT        # time against tokens, experts and skew
+    python scripts/bench/bench_grouped_mm.py --device cpu --shapes 4096,512,256,8 --out OUT
 
 How a time is taken and most columns: ``bench.py``. Autograd functions, as a training step runs them, backward in the
 thread that calls it. A recipe whose output or gradients are further from bf16's than MXFP8 explains ends the run.
@@ -27,10 +27,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from bench import Bench, Call, Entry, Row, Work, parse, parser_of, run
-from occupy import occupied_multiprocessors
-from problems import GROUPED_SHAPES, SMALL_EXPERT_SHAPES, GroupedShape, Spread, group_sizes, make_offs, relative_rms
 
+from scripts.bench.bench import Bench, Call, Entry, Row, Work, parse, parser_of, run
+from scripts.bench.occupy import occupied_multiprocessors
+from scripts.bench.problems import (
+    GROUPED_SHAPES,
+    SMALL_EXPERT_SHAPES,
+    GroupedShape,
+    Spread,
+    group_sizes,
+    make_offs,
+    relative_rms,
+)
 from titan_mxfp8 import mxfp8_grouped_mm
 from titan_mxfp8.backends import BACKENDS
 from titan_mxfp8.recipe import BF16, get_recipe

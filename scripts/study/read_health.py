@@ -1,6 +1,6 @@
 """Gradient norms and health metrics of runs, every so many steps, from their TensorBoard logs: health.csv.
 
-    python scripts/read_health.py outputs/study/bf16-seed0 outputs/study/mxfp8_2d-seed0 --out outputs/study
+    python scripts/study/read_health.py outputs/study/bf16-seed0 outputs/study/mxfp8_2d-seed0 --out outputs/study
 
 A row stands for the steps since the row before, the last one for those that are left: ``grad_norm`` is the mean norm of
 the gradient before clipping, and ``grad_norm max`` the largest. Of what ``quantize.health_every`` and
@@ -17,8 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from result_files import write_rows
-from runs import read_tensorboard, unique_names
+from scripts.result_files import write_rows
+from scripts.study.runs import read_tensorboard, unique_names
 
 GRAD_NORM = "grad_norm"
 HEALTH = "mx_health/"  # operand / metric / module

@@ -38,12 +38,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from runs import TRAIN, conversion_flags, ending, launch, split_flags
 
+from scripts.study.runs import TRAIN, conversion_flags, ending, launch, split_flags
 from titan_mxfp8.modules import as_list
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONVERTERS = (GROUPED_MM, LINEAR)
 ALONE = {"experts": (GROUPED_MM,), "linears": (LINEAR,)}
 OPTIONS = {"rebase", "dispatch", "requantize", "repeat", *ALONE}

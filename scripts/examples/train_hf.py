@@ -1,19 +1,18 @@
 """Trains a mixture-of-experts model of Hugging Face Transformers in MXFP8 with its Trainer: a recipe to begin from.
 
     pip install -e ".[hf]"
-    python scripts/train_hf.py                                  # a tiny random Qwen3-MoE, on a GPU or the CPU
-    python scripts/train_hf.py --recipe bf16                    # the same without MXFP8
-    python scripts/train_hf.py --model Qwen/Qwen3-30B-A3B --text my.jsonl --recipe mxfp8_2d --seq_len 4096
+    python scripts/examples/train_hf.py                                  # a tiny random Qwen3-MoE, on a GPU or the CPU
+    python scripts/examples/train_hf.py --recipe bf16                    # the same without MXFP8
+    python scripts/examples/train_hf.py --model Qwen/Qwen3-30B-A3B --text my.jsonl --recipe mxfp8_2d --seq_len 4096
 
 The other flags are those of transformers.TrainingArguments, such as --max_steps, --learning_rate, --output_dir and
---gradient_checkpointing. Several GPUs: torchrun --nproc-per-node=... scripts/train_hf.py. Run on CPUs only so far.
+--gradient_checkpointing. Several GPUs: torchrun --nproc-per-node=... scripts/examples/train_hf.py. Run on CPUs so far.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from make_data import read_rows
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -27,8 +26,9 @@ from transformers import (
 )
 
 import titan_mxfp8
+from scripts.make_data import read_rows
 
-ASSETS = Path(__file__).parent.parent / "train_configs" / "assets"
+ASSETS = Path(__file__).parents[2] / "train_configs" / "assets"
 
 
 @dataclass

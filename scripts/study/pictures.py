@@ -1,6 +1,6 @@
 """Draws README.md's pictures into results/pictures/, from the CSVs under results/ that they show.
 
-    python scripts/pictures.py
+    python scripts/study/pictures.py
 
 Each PNG says in its metadata which files it was drawn from and what they held: a test tells where they are others now.
 """
@@ -10,11 +10,10 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-import compare_runs
-import tables
-from result_files import read_rows
+from scripts.result_files import read_rows
+from scripts.study import compare_runs, tables
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
 OUT = RESULTS / "pictures"
 SEEDS = [
@@ -138,7 +137,7 @@ def convergence(path: Path, metadata: dict[str, str]) -> None:
 
 # By file name: what draws it, and the files that it is drawn from.
 PICTURES: dict[str, tuple[Callable[[Path, dict[str, str]], None], list[Path]]] = {
-    "way_of_a_token.png": (way_of_a_token, [Path(__file__).resolve()]),
+    "way_of_a_token.png": (way_of_a_token, []),
     "moe_layers.png": (moe_layers, LAYERS),
     "tokens.png": (tokens, SCALING),
     "convergence.png": (convergence, SEEDS),

@@ -1,6 +1,6 @@
 """Training throughput of TorchTitan runs that differ in nothing but what is converted.
 
-    python scripts/bench_training.py --ngpu 4 --runs bf16 both:mxfp8 both:mxfp8_2d_rebased --repeats 3 --out OUT
+    python scripts/bench/bench_training.py --ngpu 4 --runs bf16 both:mxfp8 both:mxfp8_2d_rebased --repeats 3 --out OUT
 
 A run is ``WHAT`` or ``WHAT:RECIPE``. WHAT is bf16, grouped (the routed experts), linears or both; RECIPE is the TOML's
 where none is named, and ``WHAT+rebase`` switches ``hopper_rebase`` on, which takes its rebased form; ``+dispatch`` has
@@ -67,10 +67,10 @@ from statistics import harmonic_mean, median
 from typing import NamedTuple
 
 import torch
-from kernel_times import Trace, read_trace
-from result_files import SPEED, environment, format_table, percentiles, write_results, write_rows
-from runs import TRAIN, Run, conversion_flags, ending, launch, read_run, split_flags
 
+from scripts.bench.kernel_times import Trace, read_trace
+from scripts.result_files import SPEED, environment, format_table, percentiles, write_results, write_rows
+from scripts.study.runs import TRAIN, Run, conversion_flags, ending, launch, read_run, split_flags
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
 
 LOSS_LIMIT = 0.01  # nats between the first losses of a run and of its baseline; the docstring says why

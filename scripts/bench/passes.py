@@ -43,8 +43,8 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 import torch
-from result_files import read_rows
 
+from scripts.result_files import read_rows
 from titan_mxfp8.backends import Plan, plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
 from titan_mxfp8.format.spec import OperandSpec
@@ -58,7 +58,7 @@ MODELS = {(8192, 5120): "llama4", (2048, 7168): "deepseek_v3"}  # by N and K of 
 # backward fp32 is cast to bf16, 6, and that copied, 4; of the gradient bf16 is cast to fp32, 6, divided, 8, and copied,
 # 8. On an H100 that took 4.3 ms for 277 million elements, 2.7 TB/s (a MoE layer of DeepSeek-V3 16B with EP 2).
 FSDP_COPIES = 2 * (6 + 4) + 6 + 8 + 8
-CEILINGS = {"copy": "copy", "bf16 matmul": "bf16", "FP8 matmul": "FP8"}  # rows of scripts/bench_kernels.py
+CEILINGS = {"copy": "copy", "bf16 matmul": "bf16", "FP8 matmul": "FP8"}  # rows of scripts/bench/bench_kernels.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class Rates:
 
 
 def passes(recipe: Recipe, plan: Plan, layer: Layer, keeps_weight: bool = True) -> list[Pass]:
-    """The passes of the table above that a plan has, by the names that scripts/bench_kernels.py gives them."""
+    """The passes of the table above that a plan has, by the names that scripts/bench/bench_kernels.py gives them."""
     m, n, k, groups = layer.m, layer.n, layer.k, layer.groups
     x, dy, w, flops = (m, k), (m, n), (groups, n, k), 2 * m * n * k
     keeps = keeps_weight and recipe.weight_block == "32x32" and plan.dgrad.b.stored != "bf16"

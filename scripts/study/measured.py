@@ -1,7 +1,7 @@
 """Writes titan_mxfp8/measured.csv, which the doctor reads, from the folders under results/ that count.
 
-    python scripts/measured.py            # writes it
-    python scripts/measured.py --check    # only says whether it is what the folders say; the exit status too
+    python scripts/study/measured.py            # writes it
+    python scripts/study/measured.py --check    # only says whether it is what the folders say; the exit status too
 
 Folders that count are those in bold in results/README.md. A row is how many times bf16's speed a recipe reached on a
 GPU: in training (kind ``training``, of bench_training.py: everything converted, or with recipe ``bf16`` nothing, the
@@ -19,13 +19,12 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from passes import MODELS
-from result_files import read_rows, training_gains
-from tables import OURS, converted_of, recipe_of
-
+from scripts.bench.passes import MODELS
+from scripts.result_files import read_rows, training_gains
+from scripts.study.tables import OURS, converted_of, recipe_of
 from titan_mxfp8.recipe import BF16, RECIPES
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RESULTS, FILE = ROOT / "results", ROOT / "titan_mxfp8" / "measured.csv"
 COUNTS = re.compile(r"\*\*`(\d{4}-\d\d-\d\d_\w+)`\*\*")
 KEY = ("gpu", "kind", "model", "what", "gpus", "recipe", "dispatch")
@@ -127,7 +126,7 @@ def main(argv: Sequence[str]) -> None:
     if not args.check:
         FILE.write_text(text)
     elif FILE.read_text() != text:
-        sys.exit("titan_mxfp8/measured.csv differs from results/: python scripts/measured.py writes it anew")
+        sys.exit("titan_mxfp8/measured.csv differs from results/: python scripts/study/measured.py writes it anew")
     print(f"{len(text.splitlines()) - 1} rows")
 
 

@@ -1,7 +1,7 @@
 """A MoE layer that dispatches its own tokens against TorchTitan's in bf16, compiled as TorchTitan compiles it.
 
-    torchrun --standalone --nproc-per-node=2 scripts/bench_moe_layer.py --out results/<date>_2x<device>_moe_layer
-    python scripts/bench_moe_layer.py --layers llama4_8 dsv3_8 --out OUT      # one rank: the same kernels, no links
+    torchrun --standalone --nproc-per-node=2 scripts/bench/bench_moe_layer.py --out results/<date>_2x<device>_moe
+    python scripts/bench/bench_moe_layer.py --layers llama4_8 dsv3_8 --out OUT    # one rank: no links
 
 A layer is router, experts and shared experts, its parameters bf16, its experts split between all processes; the timed
 step is forward and backward, with the gradients of tokens and of all weights. Tokens and weights are normal numbers,
@@ -44,11 +44,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench import QUICK_REPEATS, REPEATS
-from kernel_times import kernel_table
-from peers import SONICMOE, SonicMoE, is_installed, versions
-from problems import relative_rms
-from result_files import environment, format_table, percentiles, write_rows
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -61,6 +56,11 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.tools.utils import set_default_dtype
 
 import titan_mxfp8.plugin  # noqa: F401 - where there is no accelerator TorchTitan needs its workarounds
+from scripts.bench.bench import QUICK_REPEATS, REPEATS
+from scripts.bench.kernel_times import kernel_table
+from scripts.bench.peers import SONICMOE, SonicMoE, is_installed, versions
+from scripts.bench.problems import relative_rms
+from scripts.result_files import environment, format_table, percentiles, write_rows
 from titan_mxfp8 import backends
 from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.moe import choose
@@ -68,7 +68,7 @@ from titan_mxfp8.moe.bounds import ROWS, bound, factor_of
 from titan_mxfp8.ops.experts import row_spec
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
 
-ASSETS = Path(__file__).parent.parent / "train_configs" / "assets"
+ASSETS = Path(__file__).parents[2] / "train_configs" / "assets"
 GIB = 2**30
 # Largest relative RMS against bf16's, of any 8192 rows of the output or of a gradient. A quantised layer has two GEMMs
 # one after the other, and its gradients four; in the router's gradient the errors of a token's experts do not cancel
@@ -633,7 +633,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         except ValueError as error:
             parser.error(str(error))
     if args.peers and not is_installed():
-        parser.error(f"{SONICMOE} cannot be imported: scripts/peers.py says what it needs")
+        parser.error(f"{SONICMOE} cannot be imported: scripts/bench/peers.py says what it needs")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU: --device cpu --tiny tries the script")
     return args

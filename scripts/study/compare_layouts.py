@@ -1,7 +1,7 @@
 """Trains each parallel layout of TorchTitan and a twin in one process, and compares their losses step by step.
 
-    python scripts/compare_layouts.py --devices 4 --jobs 6 --out results/<folder>   # 4 GPUs, NCCL
-    python scripts/compare_layouts.py --devices cpu --out outputs/layouts           # gloo, 1 to 4 processes
+    python scripts/study/compare_layouts.py --devices 4 --jobs 6 --out results/<folder>   # 4 GPUs, NCCL
+    python scripts/study/compare_layouts.py --devices cpu --out outputs/layouts           # gloo, 1 to 4 processes
 
 Both start from one seed checkpoint and see the same sequences in the same steps: the text is cut into rows of exactly
 one training sequence, which are ordered for each layout so that its data-parallel ranks read together what the twin
@@ -32,17 +32,17 @@ from itertools import cycle, product
 from pathlib import Path
 
 import torch
-from layouts import LAYOUTS, Layout, twin_of
-from problems import relative_rms
-from result_files import environment, format_table, write_results
-from runs import LOSS, cores_each, launch, read_tensorboard, tensorboard_logs
 from tokenizers import Tokenizer
 
+from scripts.bench.problems import relative_rms
+from scripts.result_files import environment, format_table, write_results
+from scripts.study.layouts import LAYOUTS, Layout, twin_of
+from scripts.study.runs import LOSS, cores_each, launch, read_tensorboard, tensorboard_logs
 from titan_mxfp8.backends import select
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.recipe import GROUPED_MM, get_recipe
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ASSETS = ROOT / "train_configs" / "assets"
 MODELS = ("llama4", "deepseek_v3")
 SEQ_LEN = 128
@@ -187,7 +187,7 @@ class Comparison:
         number = time.monotonic_ns()
         config, log = self.work / f"runs_{number}.json", self.work / f"log_{number}"
         config.write_text(json.dumps(runs))
-        program = [str(ROOT / "scripts" / "train_many.py"), str(config)]
+        program = [str(ROOT / "scripts" / "study" / "train_many.py"), str(config)]
         process = launch(processes, program, log, self.environment(processes), jobs=self.args.jobs, cwd=ROOT)
         done, since = 0, time.monotonic()
         while process.poll() is None:

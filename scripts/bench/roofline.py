@@ -1,10 +1,10 @@
 """What MXFP8 can bring on a GPU, and what it brings: the model is in ``passes.py``.
 
-    python scripts/roofline.py measure --out OUT               # the GPU's ceilings: a copy, dense bf16 and FP8 matmuls
-    python scripts/roofline.py draw results/<folder>           # pictures of a folder of bench_all.sh's
-    python scripts/roofline.py predict CONFIG.toml --gpu H200  # the step of a training, as check_configs.sh says it
-    python scripts/roofline.py check --out OUT                 # predictions beside all measured trainings in results/
-    python scripts/roofline.py layers CSV ... --gpu H200 --out OUT    # bounds beside measured MoE layers
+    python scripts/bench/roofline.py measure --out OUT         # the GPU's ceilings: a copy, dense bf16 and FP8 matmuls
+    python scripts/bench/roofline.py draw results/<folder>           # pictures of a folder of bench_all.sh's
+    python scripts/bench/roofline.py predict CONFIG.toml --gpu H200  # the step of a training
+    python scripts/bench/roofline.py check --out OUT           # predictions beside the measured trainings
+    python scripts/bench/roofline.py layers CSV ... --gpu H200 --out OUT    # bounds beside measured MoE layers
 
 ``draw`` writes roofline.csv and, for each model's experts, a picture of it with five panels: speed-up of forward +
 backward by tokens, with the tokens from which MXFP8 pays (``break_even``); GB/s of the quantisers of tokens; of
@@ -35,14 +35,23 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from pathlib import Path
 
-from passes import MODELS, Layer, MoELayer, Rates, committed_rates, moe_passes, passes, step_of, step_speedup
-from result_files import environment, format_table, read_rows, training_gains, write_results, write_rows
-
+from scripts.bench.passes import (
+    MODELS,
+    Layer,
+    MoELayer,
+    Rates,
+    committed_rates,
+    moe_passes,
+    passes,
+    step_of,
+    step_speedup,
+)
+from scripts.result_files import environment, format_table, read_rows, training_gains, write_results, write_rows
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
 from titan_mxfp8.recipe import BF16, get_recipe
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SHOWN = ("mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")
 TOKENS = tuple(half << exponent for exponent in range(9, 18) for half in (2, 3))
 EXPERTS = 8
@@ -89,7 +98,7 @@ def roofline_rows(folder: Path) -> list[Row]:
     gpu = gpu_of(folder)
     hardware, rates = CLUSTER_GPUS[gpu], committed_rates(folder, gpu)
     if rates is None:
-        raise ValueError(f"{folder} lacks ceilings: scripts/bench_kernels.py measures them")
+        raise ValueError(f"{folder} lacks ceilings: scripts/bench/bench_kernels.py measures them")
     ceilings, measured = rates[0], measured_rows(folder)
     rows: list[Row] = []
     for n, k in MODELS:
@@ -244,8 +253,7 @@ def trainings(results: Path) -> Iterator[tuple[Path, dict[str, str], dict[str, s
 
 def check(results: Path) -> list[Row]:
     """A row for each of ``trainings`` on a GPU of which there are rates."""
-    from bench_training import flags_of
-
+    from scripts.bench.bench_training import flags_of
     from titan_mxfp8.tools.dry_run import dry_run, parse_config
     from titan_mxfp8.tools.memory import GIB
 
@@ -339,15 +347,14 @@ def main(argv: Sequence[str]) -> None:
     logging.disable(logging.ERROR)  # TorchTitan's account of a run that does not happen
     try:
         if args.command == "measure":
-            from bench import Bench, parse, parser_of, run
+            from scripts.bench.bench import Bench, parse, parser_of, run
 
             run("kernels", parse(parser_of(__doc__), flags), Bench.measure_ceilings)
         elif args.command == "draw":
             write_rows(args.folder / "roofline.csv", roofline_rows(args.folder))
             print("\n".join(map(str, draw(args.folder / "roofline.csv"))))
         elif args.command == "predict":
-            from check_configs import predicted
-
+            from scripts.check_configs import predicted
             from titan_mxfp8.tools.dry_run import dry_run, parse_config
 
             report = dry_run(parse_config(str(args.config), [f"--cluster.gpu={args.gpu}", *flags]))

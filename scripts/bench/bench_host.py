@@ -1,6 +1,6 @@
 """What a layer costs the host: forward + backward of a linear and of a grouped GEMM, eager and compiled, on a GPU.
 
-    python scripts/bench_host.py --out results/<date>_<device>_host
+    python scripts/bench/bench_host.py --out results/<date>_<device>_host
 
 At 256 x 256 x 256 the kernels of a call are over before the next one is launched: the time between two calls is the
 host's. Every way, eager and compiled, is timed in turns with the others, in blocks of calls, as the host's speed
@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from problems import make_offs
-from result_files import environment, format_table, write_results
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scripts.bench.problems import make_offs
+from scripts.result_files import environment, format_table, write_results
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_linear
 
 SIZE, EXPERTS = 256, 4

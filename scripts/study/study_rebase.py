@@ -1,6 +1,6 @@
 """What ``rebase`` costs in accuracy, on the operands of a model that was trained for it: a table and a CSV.
 
-    torchrun --nproc-per-node=1 scripts/study_rebase.py --out results/<date>_<device>_rebase_study \\
+    torchrun --nproc-per-node=1 scripts/study/study_rebase.py --out results/<date>_<device>_rebase_study \\
         --job.config_file=train_configs/debug_llama4.toml --training.steps=200
 
 Flags but ``--out`` go to TorchTitan, which trains as the TOML says (without rebase; one process, no activation
@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from problems import relative_rms, sums_per_stage
-from result_files import environment, format_table, write_results
 from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 
+from scripts.bench.problems import relative_rms, sums_per_stage
+from scripts.result_files import environment, format_table, write_results
 from titan_mxfp8.backends.reference import specs
 from titan_mxfp8.format.reference import changed_elements, quantize
 from titan_mxfp8.modules import ConvertedModule

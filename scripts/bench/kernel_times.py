@@ -1,7 +1,6 @@
 """Where the GPU time of a training step goes: the kernels of TorchTitan's profiler traces, summed by name.
 
-    python scripts/kernel_times.py OUT/profile_traces/iteration_10/rank0_trace.json ... [--top 40] [--out kernels.csv]
-        [--idle]
+    python scripts/bench/kernel_times.py OUT/profile_traces/iteration_10/rank0_trace.json ... [--top 40] [--idle]
 
 Such traces are written with ``--profiling.enable_profiling --profiling.profile_freq=10``. For each trace: the time of
 its steps (``ProfilerStep`` in it; without one, from the first kernel to the end of the last), in how much of it at
@@ -25,7 +24,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from result_files import format_table, write_rows
+from scripts.result_files import format_table, write_rows
 
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 STEP = "user_annotation"

@@ -18,9 +18,9 @@ from statistics import fmean
 
 import torch
 import torch.nn.functional as F
-from problems import make_offs
-from result_files import environment, format_table, write_results
 
+from scripts.bench.problems import make_offs
+from scripts.result_files import environment, format_table, write_results
 from titan_mxfp8 import mxfp8_grouped_mm
 from titan_mxfp8.backends import BACKENDS, select
 from titan_mxfp8.backends.hardware import hardware_of

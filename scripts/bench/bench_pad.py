@@ -1,6 +1,6 @@
 """Pad and unpad of token groups against the loop that a user writes, and against the copy bandwidth.
 
-    python scripts/bench_pad.py --out results/<date>_<device>_pad [--quick] [--limit SECONDS]
+    python scripts/bench/bench_pad.py --out results/<date>_<device>_pad [--quick] [--limit SECONDS]
 
 How a time is taken and most columns: ``bench.py``. M tokens of K features in G groups of Zipf sizes; ``share`` is of
 the copy bandwidth of the same run. The loop waits for the GPU once, for the sizes, then pads each group and joins them.
@@ -15,9 +15,9 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from bench import Bench, Entry, Work, parse, parser_of, run
-from problems import group_sizes, make_offs
 
+from scripts.bench.bench import Bench, Entry, Work, parse, parser_of, run
+from scripts.bench.problems import group_sizes, make_offs
 from titan_mxfp8.format.mx import ragged_rows
 from titan_mxfp8.ops.pad import pad_token_groups, unpad_token_groups
 

@@ -42,9 +42,9 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from problems import GroupedShape
-from result_files import environment, format_table, percentiles, write_results
 
+from scripts.bench.problems import GroupedShape
+from scripts.result_files import environment, format_table, percentiles, write_results
 from titan_mxfp8.backends import select
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.recipe import get_recipe

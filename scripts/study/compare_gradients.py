@@ -1,6 +1,6 @@
 """What a recipe does to the gradients of a model while it is trained: errors against fp32 at the same weights and data.
 
-    torchrun --nproc-per-node=1 scripts/compare_gradients.py train_configs/moe_320m.toml --steps 500 1500 \\
+    torchrun --nproc-per-node=1 scripts/study/compare_gradients.py train_configs/moe_320m.toml --steps 500 1500 \\
         --recipes bf16 mxfp8_2d mxfp8_2d+dispatch --out results/<date>_<device>_gradients -- FLAGS OF TORCHTITAN
 
 Curves of losses say, after many seeds, that two recipes train differently, and not why. Here one training, in the first
@@ -35,14 +35,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from converge import StudyRun, check_flags, check_recipes, flags_of
-from result_files import environment, format_table, write_results, write_rows
-from runs import split_flags
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
-from train_many import WRAPPERS
+
+from scripts.result_files import environment, format_table, write_results, write_rows
+from scripts.study.converge import StudyRun, check_flags, check_recipes, flags_of
+from scripts.study.runs import split_flags
+from scripts.study.train_many import WRAPPERS
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 Gradients = dict[str, torch.Tensor]
@@ -212,7 +213,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     if os.environ.get("WORLD_SIZE") != "1":
-        parser.error("run it in one process: torchrun --nproc-per-node=1 scripts/compare_gradients.py ...")
+        parser.error("run it in one process: torchrun --nproc-per-node=1 scripts/study/compare_gradients.py ...")
     return args
 
 

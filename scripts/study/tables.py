@@ -1,8 +1,8 @@
 """Writes the tables of README.md and results/README.md from the CSVs that they name, so that no figure is typed.
 
-    python scripts/tables.py              # rewrites the tables of both files
-    python scripts/tables.py --check      # prints those that differ from their CSVs; the exit status says whether any
-    python scripts/tables.py --of results/<folder>    # prints the tables of one folder of bench_all.sh's
+    python scripts/study/tables.py              # rewrites the tables of both files
+    python scripts/study/tables.py --check      # prints those that differ; the exit status says whether any
+    python scripts/study/tables.py --of results/<folder>    # prints the tables of one folder of bench_all.sh's
 
 In Markdown a table stands right below the comment that says what it shows and from which files under results/::
 
@@ -21,16 +21,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-import compare_runs
-from passes import Layer, passes
-from result_files import SPEED, training_gains
-from result_files import read_rows as read
-
+from scripts.bench.passes import Layer, passes
+from scripts.result_files import SPEED, training_gains
+from scripts.result_files import read_rows as read
+from scripts.study import compare_runs
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.recipe import BF16, get_recipe
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FILES = (ROOT / "README.md", ROOT / "results" / "README.md")
 MARKER = re.compile(r"<!-- table: (.+?) -->\n((?:\|.*\n)*)")
 MODELS = {"16B_4layers": "DeepSeek-V3 16B, 4 layers"}
@@ -527,7 +526,7 @@ def main(argv: Sequence[str]) -> None:
     except ValueError as error:
         sys.exit(f"tables: {error}")
     if args.check and stale:
-        sys.exit("\n".join(stale) + "python scripts/tables.py writes them anew")
+        sys.exit("\n".join(stale) + "python scripts/study/tables.py writes them anew")
     print(f"{len(stale)} tables {'differ' if args.check else 'written anew'}")
 
 
