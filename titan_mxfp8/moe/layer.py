@@ -430,7 +430,7 @@ def _(g, saved, weights, b2, scored, needs, dtype, totals, config):
     return [g.new_empty(g.shape), *dscores, *grads]
 
 
-# As ``ops/library.py`` has it for single GEMMs: of T * K rows, as many as land on a rank if experts are balanced.
+# As ``ops/library.py`` has it for single GEMMs: of T * K rows, as many as come to a rank if experts are balanced.
 @register_flop_formula(torch.ops.titan_mxfp8.moe_forward)
 def _(x_shape, scores_shape, expert_ids_shape, weight_shapes, *args, **kwargs) -> int:
     return 3 * 2 * math.prod(expert_ids_shape) * math.prod(weight_shapes[0][1:])

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
-from titan_mxfp8.backends.common.tiles import SEGMENT_BYTES, Matrices, as_matrices, load_tile, tile_rows
+from titan_mxfp8.backends.common.tiles import SEGMENT_BYTES, Matrices, as_matrices, load_tile, load_values, tile_rows
 from titan_mxfp8.format.swiglu import GPT_OSS_ALPHA
 
 SEGMENT = SEGMENT_BYTES // 2  # columns in bf16
@@ -86,22 +86,14 @@ def load_parts(
         0, False, RAGGED, BLOCKS, SEGMENTS, SEGMENT,
     )  # fmt: skip
     at = row.to(tl.int64)[:, None] * cols + col
-    v, _, _, _ = load_tile(
-        up, None, table, rows, cols, up_stride, tile_row, tile_col, row_blocks, rows,
-        0, False, RAGGED, BLOCKS, SEGMENTS, SEGMENT,
-    )  # fmt: skip
-    du, _, _, _ = load_tile(
-        u, None, table, rows, cols, u_stride, tile_row, tile_col, row_blocks, rows,
-        0, False, RAGGED, BLOCKS, SEGMENTS, SEGMENT,
-    )  # fmt: skip
+    v = load_values(up, table, rows, cols, up_stride, tile_row, tile_col, row_blocks, RAGGED, BLOCKS, SEGMENTS, SEGMENT)
+    du = load_values(u, table, rows, cols, u_stride, tile_row, tile_col, row_blocks, RAGGED, BLOCKS, SEGMENTS, SEGMENT)
     row, stop = tile_rows(table, rows, tile_row, row_blocks, RAGGED, BLOCKS)
     score = 1.0
     if SCORED:
         score = tl.load(scores + row, mask=row < stop, other=0)
         score = tl.permute(tl.reshape(score, (BLOCKS, 4, 8)), (2, 0, 1))[:, :, None, :, None]
     g = tl.reshape(g, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
-    v = tl.reshape(v, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
-    du = tl.reshape(du, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
     cut_g, factor, s = activation(g, v, LIMIT, ALPHA)
     return g, v, du, cut_g, factor, s, score, at, inside, row, stop
 
@@ -123,8 +115,8 @@ def gradient_of_gate(gate, dh, cut_g, factor, s, LIMIT: tl.constexpr, ALPHA: tl.
 
 
 @triton.jit
-def store_products(sums, h, du, row, stop, BLOCKS: tl.constexpr):
-    """The sums of u * h over the columns of a tile."""
-    products = tl.sum(tl.sum(du * rounded(h).to(tl.float32), 4), 2)  # (8, BLOCKS, 4)
-    products = tl.reshape(tl.permute(products, (1, 2, 0)), (32 * BLOCKS,))
+def store_products(sums, h, du, row, stop):
+    """The sums of u * h over the columns of a tile of 32 rows."""
+    products = tl.sum(tl.sum(du * rounded(h).to(tl.float32), 4), 2)  # (8, 1, 4)
+    products = tl.reshape(tl.permute(products, (1, 2, 0)), (32,))
     tl.store(sums + row, products, mask=row < stop)

@@ -31,6 +31,7 @@ from titan_mxfp8.backends.common.tiles import (
     in_rows,
     is_past,
     load_tile,
+    load_values,
     map_tiles,
     of_columns,
     rounding_of,
@@ -216,11 +217,10 @@ def _quantize_squares(
     row_blocks = tl.cdiv(rows, 32)
     col_blocks = tl.cdiv(cols, 32)
     batch, tile_row, tile_col = tile_position(col_tiles, tl.cdiv(row_blocks, BLOCKS))
-    values, _, _, _ = load_tile(
-        x + batch * batch_stride, None, None, rows, cols, row_stride, tile_row, tile_col, row_blocks, rows,
-        0, False, False, BLOCKS, SEGMENTS, SEGMENT,
+    values = load_values(
+        x + batch * batch_stride, None, rows, cols, row_stride, tile_row, tile_col, row_blocks,
+        False, BLOCKS, SEGMENTS, SEGMENT,
     )  # fmt: skip
-    values = tl.reshape(values, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
     byte = square_scales(values, FLOOR, E5M2)
     wide = of_columns(byte)
     byte = tl.reshape(byte, (BLOCKS, COLS // 32))

@@ -23,7 +23,7 @@ from titan_mxfp8.backends.common.activation import (
 )
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.swizzled import map_tiles, store_columnwise, store_rowwise, tile_of
-from titan_mxfp8.backends.common.tiles import load_tile, rounding_of
+from titan_mxfp8.backends.common.tiles import load_values, rounding_of
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.format.spec import UNQUANTIZED, Operand, OperandSpec
 
@@ -91,19 +91,12 @@ def _swiglu(
     if left <= 0:
         clear_tile(h_scale)
         return
-    g, _, _, _ = load_tile(
-        gate + token * gate_stride, None, None, left, cols, gate_stride, block, tile_col, 4, left,
-        0, False, False, 1, 2, SEGMENT,
-    )  # fmt: skip
-    v, _, _, _ = load_tile(
-        up + token * up_stride, None, None, left, cols, up_stride, block, tile_col, 4, left,
-        0, False, False, 1, 2, SEGMENT,
-    )  # fmt: skip
+    gate += token * gate_stride
+    g = load_values(gate, None, left, cols, gate_stride, block, tile_col, 4, False, 1, 2, SEGMENT)
+    up += token * up_stride
+    v = load_values(up, None, left, cols, up_stride, block, tile_col, 4, False, 1, 2, SEGMENT)
     g, v, s = activation(g, v, LIMIT, ALPHA)
-    values = tl.reshape(rounded(g * s * v), (8, 1, 2, 4, SEGMENT))
-    store_rowwise(
-        values, h + token * cols, h_scale, left, block, tile_col, cols, False, FLOOR, E5M2, 1, 2, SEGMENT
-    )  # fmt: skip
+    store_rowwise(rounded(g * s * v), h + token * cols, h_scale, left, block, tile_col, cols, False, FLOOR, E5M2)
 
 
 @triton.jit(do_not_specialize=["rows", "padded_blocks", "tiles"])
@@ -141,7 +134,7 @@ def _swiglu_backward(
         if output == 0:
             h = cut_g * s * factor
             if SCORED:
-                store_products(sums, h, du, row, stop, 1)
+                store_products(sums, h, du, row, stop)
             values, columnwise, columnwise_scale = rounded(h * score), h_columnwise, h_columnwise_scale
         elif output == 1:
             values = rounded(gradient_of_up(v, du * score, cut_g, s, LIMIT))
@@ -154,12 +147,12 @@ def _swiglu_backward(
         if output > 0:
             store_rowwise(
                 values, rowwise + token * cols, rowwise_scale + rowwise_tile,
-                left, block, tile_col, cols, False, FLOOR, E5M2, 1, 2, SEGMENT,
+                left, block, tile_col, cols, False, FLOOR, E5M2,
             )  # fmt: skip
         if COLUMNWISE:
             store_columnwise(
                 values, columnwise + place, columnwise_scale + columnwise_tile,
-                left, block, tile_col, cols, padded_blocks, False, FLOOR, E5M2, 1, 2, SEGMENT,
+                left, block, tile_col, cols, padded_blocks, False, FLOOR, E5M2,
             )  # fmt: skip
         else:
             tl.store(columnwise + token * cols + at, tl.reshape(values, at.shape), mask=inside)

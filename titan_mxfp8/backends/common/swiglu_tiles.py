@@ -30,10 +30,12 @@ def store_rows(values, data, scale, row, stop, tile_col, cols, FLOOR: tl.constex
 @triton.jit
 def store_transposed(
     values, data, scale, tile_row, tile_col, cols, padded_blocks,
-    FLOOR: tl.constexpr, E5M2: tl.constexpr, BLOCKS: tl.constexpr, SEGMENT: tl.constexpr,
+    FLOOR: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile (8, BLOCKS, 1, 4, SEGMENT) in bf16, as ``load_tile`` lays it, as FP8 along the first axis,
     transposed, at its place in the padded rows."""
+    BLOCKS: tl.constexpr = values.shape[1]
+    SEGMENT: tl.constexpr = values.shape[4]
     values = values.to(tl.float32)
     byte = columnwise_scales(values, FLOOR, E5M2)  # (BLOCKS, 1, SEGMENT)
     col = tile_col * SEGMENT + tl.arange(0, SEGMENT)
@@ -75,7 +77,7 @@ def _swiglu_backward(
             tile_row * BLOCKS + block, tile_col, row_blocks, LIMIT, ALPHA, RAGGED, SCORED, 1, 2, SEGMENT,
         )  # fmt: skip
         if SCORED:
-            store_products(sums, cut_g * s * factor, du, row, stop, 1)
+            store_products(sums, cut_g * s * factor, du, row, stop)
         dup = rounded(gradient_of_up(v, du * score, cut_g, s, LIMIT))
         store_rows(dup, dup_rowwise, dup_rowwise_scale, row, stop, tile_col, cols, FLOOR, E5M2)
         dgate = rounded(gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT, ALPHA))
@@ -97,7 +99,7 @@ def _swiglu_backward(
                 data, scale = dgate_columnwise, dgate_columnwise_scale
             store_transposed(
                 values, data, scale, tile_row, tile_segment, cols, padded_blocks,
-                FLOOR, H_E5M2 if output == 0 else E5M2, BLOCKS, SEGMENT,
+                FLOOR, H_E5M2 if output == 0 else E5M2,
             )  # fmt: skip
 
 

@@ -143,11 +143,11 @@ def tile_of(table, tile, tile_col, rows, col_tiles, tiles, RAGGED: tl.constexpr)
 
 
 @triton.jit
-def store_scales(
-    scales, byte, row_block, column, rows, SQUARES: tl.constexpr, ROW_BLOCKS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+def store_scales(scales, byte, row_block, column, rows, SQUARES: tl.constexpr):
     """Stores bytes (32, ROW_BLOCKS, COLUMNS) of a tile: row ``32 (row_block + b) + r``, column ``column + c`` is at
     [r, b, c]."""
+    ROW_BLOCKS: tl.constexpr = byte.shape[1]
+    COLUMNS: tl.constexpr = byte.shape[2]
     at = tl.arange(0, 32 * ROW_BLOCKS * COLUMNS)
     in_block = at // (ROW_BLOCKS * COLUMNS)
     row_block += at // COLUMNS % ROW_BLOCKS
@@ -161,7 +161,6 @@ def store_scales(
 def store_rowwise(
     values, data, scales, left, block, tile_col, cols,
     SQUARES: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
-    BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """Stores ``32 * BLOCKS`` rows of a tile, (8, BLOCKS, SEGMENTS, 4, SEGMENT), as ``load_tile`` lays them, quantised
     along the last axis.
@@ -171,25 +170,27 @@ def store_rowwise(
         left: rows of the group from the tile's first one on.
         block: which 32 rows of the tile are the first ones.
     """
+    BLOCKS: tl.constexpr = values.shape[1]
     values = values.to(tl.float32)
     if SQUARES:
         byte = square_scales(values, FLOOR, E5M2)
-        byte = tl.broadcast_to(byte[None, :, :, None, :], (8, BLOCKS, SEGMENTS, 4, SEGMENT // 32))
+        byte = tl.broadcast_to(byte[None, :, :, None, :], (8, BLOCKS, byte.shape[1], 4, byte.shape[2]))
     else:
         byte = rowwise_scales(values, FLOOR, E5M2)
     elements = rows_to_elements(values, byte, E5M2)
     row = block * 32 + tl.arange(0, 32 * BLOCKS)
     store_matrix(data, elements, row, left, tile_col * 128 + tl.arange(0, 128), cols)
-    store_scales(scales, tl.permute(byte, (3, 0, 1, 2, 4)), block, 0, left, SQUARES, BLOCKS, 4)
+    byte = tl.reshape(tl.permute(byte, (3, 0, 1, 2, 4)), (32, BLOCKS, 4))
+    store_scales(scales, byte, block, 0, left, SQUARES)
 
 
 @triton.jit
 def store_columnwise(
     values, data, scales, left, block, tile_col, cols, padded_blocks,
     SQUARES: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
-    BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """The same along the first axis; ``data`` of where the tile's first row lies there."""
+    BLOCKS: tl.constexpr = values.shape[1]
     values = values.to(tl.float32)
     if SQUARES:
         byte = of_columns(square_scales(values, FLOOR, E5M2))
@@ -203,7 +204,7 @@ def store_columnwise(
     tl.store(pointers, elements.to(tl.uint8), mask=(col < cols)[:, None] & in_group[None, :])
     if left > 0:  # a tile behind the last group has no place of its own
         by_column = tl.permute(tl.reshape(byte, (BLOCKS, 4, 32)), (2, 1, 0))
-        store_scales(scales, by_column, 0, block, cols - tile_col * 128, SQUARES, 4, BLOCKS)
+        store_scales(scales, by_column, 0, block, cols - tile_col * 128, SQUARES)
 
 
 @triton.jit(do_not_specialize=["rows", "padded_blocks", "tiles"])
@@ -232,13 +233,13 @@ def _quantize_tiles(
     if ROWWISE:
         store_rowwise(
             values, rowwise_data + (batch * rows + token) * cols, rowwise_scale + scales_before + rowwise_tile,
-            left, 0, tile_col, cols, SQUARES, FLOOR, E5M2, 4, SEGMENTS, SEGMENT,
+            left, 0, tile_col, cols, SQUARES, FLOOR, E5M2,
         )  # fmt: skip
     if COLUMNWISE:
         store_columnwise(
             values, columnwise_data + batch * cols * (padded_blocks * 32) + place,
             columnwise_scale + scales_before + columnwise_tile,
-            left, 0, tile_col, cols, padded_blocks, SQUARES, FLOOR, E5M2, 4, SEGMENTS, SEGMENT,
+            left, 0, tile_col, cols, padded_blocks, SQUARES, FLOOR, E5M2,
         )  # fmt: skip
 
 

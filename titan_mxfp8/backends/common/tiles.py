@@ -145,6 +145,19 @@ def load_tile(
     return values, row, col, inside
 
 
+@triton.jit
+def load_values(
+    x, table, rows, cols, row_stride, tile_row, tile_col, row_blocks,
+    RAGGED: tl.constexpr, BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
+    """``load_tile`` of numbers, each row in its own place: (8, BLOCKS, SEGMENTS, 4, SEGMENT)."""
+    values, _, _, _ = load_tile(
+        x, None, table, rows, cols, row_stride, tile_row, tile_col, row_blocks, rows,
+        0, False, RAGGED, BLOCKS, SEGMENTS, SEGMENT,
+    )  # fmt: skip
+    return tl.reshape(values, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
+
+
 # What follows is of tiles as ``load_tile`` lays them, in the shape (8, BLOCKS, SEGMENTS, 4, SEGMENT).
 
 
