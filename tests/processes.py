@@ -1,7 +1,7 @@
 """Starts programs as torchrun does, in processes forked from one that has imported torch and TorchTitan.
 
 Each process that torchrun starts imports for 5 s, and the tests start more than a hundred. Python's own fork server
-imports once, before it has any threads. What is about torchrun itself is tested with it (``runs.launch``).
+imports once, before it has any threads. What is about torchrun itself is tested with it.
 """
 
 import atexit
@@ -90,9 +90,10 @@ def launch(
     jobs: int = 1,
     cwd: Path | None = None,
 ) -> Job | subprocess.Popen:
-    """As ``runs.launch``, which it calls where there are GPUs: what looks at one must not be forked."""
+    """As ``scripts.study.runs.launch``, which it calls where there are GPUs: what looks at one must not be forked."""
     if torch.accelerator.is_available():
-        return importlib.import_module("runs").launch(processes, program, log, environment, jobs=jobs, cwd=cwd)
+        runs = importlib.import_module("scripts.study.runs")
+        return runs.launch(processes, program, log, environment, jobs=jobs, cwd=cwd)
     start_server()
     log.touch()
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -125,7 +126,7 @@ def check(processes: int, *program: object, **environment: str) -> str:
     Raises:
         AssertionError: it failed, with what it printed.
     """
-    folders = ROOT, ROOT / "scripts", ROOT / "tests", os.environ.get("PYTHONPATH")
+    folders = ROOT, ROOT / "tests", os.environ.get("PYTHONPATH")
     own = {
         "PYTHONPATH": os.pathsep.join(str(folder) for folder in folders if folder),
         "WANDB_MODE": "disabled",

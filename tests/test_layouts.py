@@ -3,12 +3,13 @@
 import csv
 import sys
 
-import compare_layouts
 import processes
 import pytest
 import torch
 
-# Every kind of parallelism once, on one of the two models; scripts/compare_layouts.py has all on both. The layers of
+from scripts.study import compare_layouts
+
+# Every kind of parallelism once, on one of the two models; compare_layouts.py has all on both. The layers of
 # deepseek_v3 dispatch their own tokens, and llama4's in one layout; in the twins too.
 CASES = (
     "llama4 FSDP 2 accumulate 2",

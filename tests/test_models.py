@@ -10,7 +10,6 @@ import pytest
 import torch
 import torchtitan
 from models import MODELS, build, run_step
-from problems import relative_rms
 from tiers import daily
 from torch import nn
 from torch._dynamo.utils import counters
@@ -24,6 +23,7 @@ from torchtitan.models.llama4.infra.parallelize import _op_sac_save_list
 from torchtitan.models.moe.moe import GroupedExperts
 
 import titan_mxfp8.plugin  # noqa: F401 - what a run's config loads
+from scripts.bench.problems import relative_rms
 from titan_mxfp8 import convert_model, modules, mxfp8_linear
 from titan_mxfp8.format.swiglu import forward as swiglu
 from titan_mxfp8.modules import ConvertedModule, MXFP8Linear

@@ -12,13 +12,13 @@ import processes
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import make_offs, relative_rms
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
+from scripts.bench.problems import make_offs, relative_rms
 from titan_mxfp8 import RECIPES, backends, convert_model, modules, mxfp8_grouped_mm, mxfp8_linear
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.modules import convert

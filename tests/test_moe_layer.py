@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from poison import poisoned_empty
-from problems import relative_rms
 from torch.utils.flop_counter import FlopCounterMode
 
+from scripts.bench.problems import relative_rms
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_moe
 from titan_mxfp8.backends import reference as reference_backend
 from titan_mxfp8.moe import bounds

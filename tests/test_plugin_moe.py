@@ -13,7 +13,6 @@ import processes
 import pytest
 import torch
 from models import ROOT, build, run_step
-from problems import relative_rms
 from test_models import AC_MODES, COMPILE, Decomposed, cpu_only, tokens
 from test_plugin import GROUPED, LINEAR, parse
 from torch import nn
@@ -23,6 +22,7 @@ from torchtitan.models.gpt_oss.model.args import GptOssModelArgs
 from torchtitan.models.gpt_oss.model.moe import GptOssMoE
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
+from scripts.bench.problems import relative_rms
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.moe import choose
 from titan_mxfp8.moe.collective import Collective

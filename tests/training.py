@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import processes
-import runs
 from processes import Job
-from runs import LOSS, read_tensorboard
+
+from scripts.study import runs
+from scripts.study.runs import LOSS, read_tensorboard
 
 ROOT = Path(__file__).parent.parent
 BF16 = "--model.converters="
