@@ -149,6 +149,7 @@ def saved(*flags: str, recipe: str = "", gpu: str = "GB200") -> float:
     return dry_run(config, fill=inf).memory.activations / 48 / 8192  # not all of it fits an H100
 
 
+@pytest.mark.nightly
 def test_what_mxfp8_saves_depends_on_recipe_gpu_and_options() -> None:
     """The rows of titan_mxfp8/numerics.md that begin with "saved: x"."""
     # The inputs of wq, wo, w1, w3 and w2 of the shared expert, and of the routed one, whose w1 and w3 share theirs and
@@ -303,6 +304,7 @@ WRONG = {
 }
 
 
+@pytest.mark.integration
 def test_the_script_reports_each_config_and_fails_if_one_does(tmp_path: Path) -> None:
     right = TOMLS["debug_llama4"].read_text()
     wrong = [tmp_path / "none.toml"]
@@ -327,6 +329,7 @@ def test_the_script_reports_each_config_and_fails_if_one_does(tmp_path: Path) ->
     assert result.stderr == ""
 
 
+@pytest.mark.integration
 def test_check_configs_finds_a_config_in_the_callers_folder(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text("[job]\n")
     command = f"cd {tmp_path} && {ROOT}/scripts/check_configs.sh own.toml none.toml"

@@ -203,6 +203,7 @@ def test_flavors_twice_and_over_a_flavor_of_someone_else(monkeypatch: pytest.Mon
         register_flavors()
 
 
+@pytest.mark.integration
 @cpu_only
 def test_initial_weights_and_gradients_are_those_of_one_process(tmp_path: Path) -> None:
     # name, data_parallel_shard, data_parallel_replicate, tensor_parallel, expert_parallel

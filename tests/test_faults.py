@@ -119,12 +119,14 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     return out, time.monotonic() - killed
 
 
+@pytest.mark.integration
 def test_a_killed_rank_ends_the_job_with_a_message(killed_run: tuple[Path, float]) -> None:
     out, seconds = killed_run
     assert seconds < 60
     assert "Signal 9 (SIGKILL) received" in (out / "log").read_text()
 
 
+@pytest.mark.integration
 @pytest.mark.nightly
 def test_a_rank_that_hangs_is_noticed_after_the_timeout(tmp_path: Path) -> None:
     """torchrun sees that a rank is gone, but not that it stands still."""
@@ -140,6 +142,7 @@ def test_a_rank_that_hangs_is_noticed_after_the_timeout(tmp_path: Path) -> None:
     assert process.wait(60) != 0
 
 
+@pytest.mark.integration
 def test_the_last_checkpoint_of_a_killed_job_is_whole(killed_run: tuple[Path, float], tmp_path: Path) -> None:
     out, _ = killed_run
     shutil.copytree(out / "checkpoint", tmp_path / "checkpoint")
@@ -153,6 +156,7 @@ def test_the_last_checkpoint_of_a_killed_job_is_whole(killed_run: tuple[Path, fl
     assert f"Training starts at step {saved[-1] + 1}" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.integration
 def test_a_checkpoint_of_another_model_is_refused(killed_run: tuple[Path, float], tmp_path: Path) -> None:
     checkpoint = next(iter((killed_run[0] / "checkpoint").glob("*/.metadata"))).parent
     flags = ["--checkpoint.enable", f"--checkpoint.initial_load_path={checkpoint}", "--training.steps=1"]

@@ -18,6 +18,7 @@ from titan_mxfp8.tools.dry_run import dry_run, parse_config
 PROGRAM = Path(__file__).parent / "parallel_gather.py"
 
 
+@pytest.mark.integration
 @cpu_only
 @pytest.mark.nightly
 def test_gathered_in_fp8_the_losses_are_those_of_a_gather_in_fp32() -> None:

@@ -9,6 +9,8 @@ import torch
 
 from scripts.study import compare_layouts
 
+pytestmark = pytest.mark.integration
+
 # Every kind of parallelism once, on one of the two models; compare_layouts.py has all on both. The layers of
 # deepseek_v3 dispatch their own tokens, and llama4's in one layout; in the twins too.
 CASES = (
@@ -28,7 +30,6 @@ CASES = (
 # Those of which no other one, and no other test, has the parts.
 NOT_NIGHTLY = (
     "llama4 PP 2 interleaved + FSDP 2 + EP 2",
-    "llama4 HSDP 2x2 + EP 2 accumulate 2",
     "deepseek_v3 FSDP 2 + TP 2 + EP 2",
 )
 DISPATCH = ("deepseek_v3=collective", "llama4 HSDP 2x2 + EP 2 accumulate 2=collective")

@@ -275,6 +275,7 @@ def test_experts_ignore_rows_past_the_last_expert(kind: str) -> None:
         assert torch.equal(actual[name][:50], value), name
 
 
+@pytest.mark.integration
 @cpu_only
 def test_compiled_and_parallel_models_equal_the_plain_ones(tmp_path: Path) -> None:
     processes.check(2, "parallel_models.py", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))

@@ -686,6 +686,7 @@ def test_only_what_splits_a_gemm_counts_as_a_split() -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.integration
 def test_linears_on_dtensors_equal_those_of_one_process() -> None:
     processes.check(2, "parallel_linears.py")
 

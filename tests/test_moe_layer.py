@@ -420,6 +420,7 @@ def run_ranks(ranks: int, *args: str) -> None:
     processes.check(ranks, "parallel_moe_layer.py", *args)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_several_processes_agree_with_one(ranks: int) -> None:
     run_ranks(ranks)

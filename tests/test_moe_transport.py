@@ -18,6 +18,7 @@ TESTS = Path(__file__).parent
 CPU = torch.device("cpu")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_several_processes(ranks: int):
     processes.check(ranks, "parallel_moe.py")

@@ -109,6 +109,7 @@ print(json.dumps([everywhere, on_cpus, changed(before)]))
 """
 
 
+@pytest.mark.integration
 def test_all_that_importing_the_plugin_changes_is_listed() -> None:
     *seen, again = json.loads(processes.python(CHANGES).splitlines()[-1])
     assert again == []
@@ -153,6 +154,7 @@ print(json.dumps([changed, torch.autograd.is_multithreading_enabled(), checks]))
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "choice, changed, threads",
     [
@@ -201,6 +203,7 @@ def test_what_no_longer_fits_is_said_and_the_rest_is_installed(
     assert called == [1] and "the workaround gone does not fit torch" in caplog.text
 
 
+@pytest.mark.integration
 def test_the_list_can_be_printed() -> None:
     printed = processes.python(
         "from runpy import run_module; run_module('titan_mxfp8.workarounds', run_name='__main__')"

@@ -223,6 +223,7 @@ for refused in (
 """
 
 
+@pytest.mark.integration
 def test_a_config_without_our_fields_is_left_alone() -> None:
     """TorchTitan's own, and that of somebody whose config module imports the plugin."""
     processes.python(STOCK, *ASSETS)

@@ -18,6 +18,7 @@ from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.titan.fsdp import why_fsdp
 
 
+@pytest.mark.integration
 @cpu_only
 def test_experts_out_of_fsdp_train_and_are_saved_as_those_in_it(tmp_path: Path) -> None:
     """Losses, norms and gradients to the last digit; checkpoints with Adam's states among 2 ranks, whoever wrote
@@ -25,6 +26,7 @@ def test_experts_out_of_fsdp_train_and_are_saved_as_those_in_it(tmp_path: Path) 
     processes.check(2, "parallel_fsdp.py", tmp_path)
 
 
+@pytest.mark.integration
 @cpu_only
 @pytest.mark.nightly
 def test_checkpoints_of_experts_out_of_fsdp_go_to_other_layouts(tmp_path: Path) -> None:

@@ -402,6 +402,7 @@ def test_a_config_for_a_cluster_is_checked_without_its_links(tmp_path: Path, mon
         parse_config(toml, [*flags, f"{DISPATCH}=deepep"])
 
 
+@pytest.mark.integration
 @cpu_only
 def test_models_with_expert_parallelism_equal_torchtitans() -> None:
     processes.check(2, "parallel_moe_models.py", "cpu")

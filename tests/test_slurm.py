@@ -10,6 +10,8 @@ from slurm_cluster import missing, slurm_cluster
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training import ROOT
 
+pytestmark = pytest.mark.integration
+
 FLAGS = ["--training.steps=8", "--training.seq_len=128", "--checkpoint.enable", "--checkpoint.interval=4"]
 
 

@@ -8,6 +8,8 @@ import pytest
 from tiers import daily
 from training import BF16, kill_when, losses, start, train
 
+pytestmark = pytest.mark.integration
+
 STEPS = "--training.steps=12"
 # By layout: two sequences in a step, as the TOMLs have in one process, each of half their length.
 BATCH = {"1 process": ["--training.seq_len=256"]}
@@ -48,7 +50,7 @@ BAND = 0.01
     [
         ("llama4", "1 process"),
         pytest.param("llama4", "FSDP 2 + EP 2", marks=pytest.mark.nightly),
-        ("deepseek_v3", "1 process"),
+        pytest.param("deepseek_v3", "1 process", marks=pytest.mark.nightly),
         pytest.param("deepseek_v3", "FSDP 2 + EP 2", marks=pytest.mark.nightly),
     ],
 )

@@ -40,7 +40,10 @@ def compile_swiglu(
     return {kernel.name.lstrip("_"): kernel for kernel in kernels}
 
 
-@pytest.mark.parametrize("limit, offs", [(None, OFFS), (7.0, None)], ids=["ragged", "limit"])
+LIMIT = pytest.param(7.0, None, id="limit", marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("limit, offs", [pytest.param(None, OFFS, id="ragged"), LIMIT])
 @pytest.mark.parametrize("recipe", daily(RECIPES, "mxfp8_2d", "mxfp8_2d_rebased"))
 def test_sm_90(recipe: str, limit: float | None, offs: torch.Tensor | None) -> None:
     kernels = compile_swiglu("sm_90", hopper, recipe, limit, offs)
@@ -67,7 +70,7 @@ def test_sm_90(recipe: str, limit: float | None, offs: torch.Tensor | None) -> N
 
 
 @pytest.mark.parametrize("offs", [OFFS, pytest.param(None, marks=pytest.mark.nightly)], ids=["ragged", "one"])
-@pytest.mark.parametrize("recipe, limit", daily(SM100, ("mxfp8", None), ("mxfp8_2d_wgrad_bf16", 7.0)))
+@pytest.mark.parametrize("recipe, limit", daily(SM100, ("mxfp8", None)))
 def test_sm_100(recipe: str, limit: float | None, offs: torch.Tensor | None) -> None:
     """The kernels that write scales in tiles. With 4 warps three programs fit on a multiprocessor, four in bf16."""
     kernels = compile_swiglu("sm_100", sm100, recipe, limit, offs)
@@ -85,6 +88,7 @@ def test_elsewhere(target: str) -> None:
     compile_swiglu(target, triton, "mxfp8", None, OFFS)
 
 
-@pytest.mark.parametrize("recipe, limit", daily([("mxfp8_floor", 7.0), ("mxfp8_e5m2_grad", None)], "mxfp8_floor"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe, limit", [("mxfp8_floor", 7.0), ("mxfp8_e5m2_grad", None)])
 def test_assembly_of_other_roundings(recipe: str, limit: float | None) -> None:
     compile_swiglu("sm_80", triton, recipe, limit, OFFS)

@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.integration
 def test_the_public_api_is_typed() -> None:
     pytest.importorskip("mypy")
     done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True)

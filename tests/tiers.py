@@ -4,6 +4,9 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
+# What files take, in CPU seconds, the longest ones; those that are not here take less.
+SECONDS = {}
+
 
 def daily(cases: Iterable[object], *keep: object, ids: Callable[[object], str] | None = None) -> list:
     """Parameters of a test, of which all but ``keep`` are nightly. A tuple is several arguments, and may be kept by the
