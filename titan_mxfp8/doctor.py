@@ -157,12 +157,12 @@ def why_not_faster(gemm: Gemm, recipe: Recipe, hardware: Hardware) -> str:
     return "its tensor cores know no scales: they get the values, which bf16 holds exactly"
 
 
-def recipe_rows(hardware: Hardware, backend: str = "auto") -> list[dict[str, str]]:
+def recipe_rows(hardware: Hardware) -> list[dict[str, str]]:
     """For each recipe what each GEMM multiplies, by which backend, and why nothing faster."""
     rows = []
     for recipe in dict.fromkeys(RECIPES.values()):
         try:
-            name = select(backend, hardware, recipe).name
+            name = select("auto", hardware, recipe).name
         except ValueError:
             able = "an H100 or H200, or backend = 'reference'"
             rows.append({"recipe": recipe.name, "backend": "none", "why nothing faster": f"rebased: needs {able}"})
