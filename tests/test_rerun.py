@@ -1,7 +1,10 @@
 """Steps of TorchTitan 0.2.2's trainer in which rows did not fit run again."""
 
+import torch
 from test_models import cpu_only
 from training import check_reruns
+
+from titan_mxfp8.moe import choose
 
 
 @cpu_only
