@@ -7,10 +7,9 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-from passes import FSDP_COPIES, committed_rates, step_of, step_speedup
-from result_files import format_table, read_rows
-from tables import times
-
+from scripts.bench.passes import FSDP_COPIES, committed_rates, step_of, step_speedup
+from scripts.result_files import format_table, read_rows
+from scripts.study.tables import times
 from titan_mxfp8.recipe import BF16
 from titan_mxfp8.tools.dry_run import Report, dry_run, parse_config
 from titan_mxfp8.tools.memory import GIB

@@ -10,4 +10,4 @@ root=$PWD
 check_gpu
 export WANDB_PROJECT=${WANDB_PROJECT:-titan_mxfp8} # as scripts/launch.sh does
 cd "$here"
-exec "$program" "$root/scripts/converge.py" "$@"
+exec "$program" "$root/scripts/study/converge.py" "$@"

@@ -30,8 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import tokenizers
-from html_prose import html_paragraphs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from scripts.html_prose import html_paragraphs
 
 SHIPPED_TOKENIZER = Path(__file__).resolve().parent.parent / "train_configs" / "assets" / "tokenizer"
 

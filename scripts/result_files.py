@@ -21,12 +21,13 @@ def percentiles(values: Sequence[float]) -> list[float]:
 
 def environment(device: torch.device | str = "cuda") -> dict[str, str]:
     """What a number was measured with. ``MEASURED_COMMIT`` names the commit of a tree that came without its history."""
+    commit = os.environ.get("MEASURED_COMMIT")
     env = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": installed_version("triton"),
-        "commit": os.environ.get("MEASURED_COMMIT") or _output("git", "rev-parse", "HEAD"),
-        "uncommitted_changes": str(bool(_output("git", "status", "--porcelain"))),
+        "commit": commit or _output("git", "rev-parse", "HEAD"),
+        "uncommitted_changes": "unknown" if commit else str(bool(_output("git", "status", "--porcelain"))),
         "date": time.strftime("%Y-%m-%d"),
     }
     if torch.device(device).type == "cuda":
@@ -71,11 +72,11 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     return rows
 
 
-SPEED = "tokens/s (median, per GPU)"  # of a row of scripts/bench_training.py's table.csv
+SPEED = "tokens/s (median, per GPU)"  # of a row of scripts/bench/bench_training.py's table.csv
 
 
 def training_gains(rows: Sequence[Mapping[str, str]]) -> Iterator[tuple[Mapping[str, str], float]]:
-    """Rows of a table.csv of scripts/bench_training.py, with how many times as fast as bf16 of their flavor they train.
+    """Rows of a table.csv of bench_training.py, with how many times as fast as bf16 of their flavor they train.
 
     That is of ``x``, the median of ratios of runs of the same turn, and not a ratio of medians of ``SPEED``. ``x`` is
     against the first run: if that has 1.0 and bf16 0.8, the gains are 1.25 and 1. None where bf16 is not among the

@@ -44,5 +44,5 @@ torchrun_flags() { torchrun=(--standalone); }
 train_runs "$config" "$out" "$@"
 
 if [ "$RUNS" = "bf16 mxfp8" ] && [ "$DRYRUN" != 1 ]; then
-    python scripts/compare_runs.py "$out/bf16" "$out/mxfp8" --out "$out"
+    python scripts/study/compare_runs.py "$out/bf16" "$out/mxfp8" --out "$out"
 fi

@@ -64,7 +64,7 @@ for step in $STEPS; do
         doctor) run doctor "$program" -m titan_mxfp8.doctor ;;
         tests) run tests scripts/test_gpu.sh ;;
         benchmarks)
-            run benchmarks env OUT="$out/bench" QUICK=1 PARTS="kernels grouped_mm pad" scripts/bench_all.sh
+            run benchmarks env OUT="$out/bench" QUICK=1 PARTS="kernels grouped_mm pad" scripts/bench/bench_all.sh
             ;;
         models)
             for model in llama4 deepseek_v3; do

@@ -1,4 +1,4 @@
-"""For every test: the scripts can be imported by name, and random numbers do not depend on which tests ran before.
+"""For every test: this checkout's scripts can be imported, and random numbers do not depend on which tests ran before.
 
 Processes that test on one GPU at a time share its memory. Tests of the other TorchTitan are not collected.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 collect_ignore_glob = ["titan03/*"] if version("torchtitan").startswith("0.2.") else ["test_*.py", "interpreted/*"]
 

@@ -8,11 +8,11 @@ import os
 
 import torch
 import torch.distributed as dist
-from problems import relative_rms
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 
+from scripts.bench.problems import relative_rms
 from titan_mxfp8 import convert_model
 
 # How weight and bias lie, and x; its last axis holds the features.

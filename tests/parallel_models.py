@@ -10,7 +10,6 @@ import shutil
 import torch
 import torch.distributed as dist
 from models import build, run_step
-from problems import relative_rms
 from test_models import AC_MODES, COMPILE, convert, experts, gemms, run_experts, tokens
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +19,7 @@ from torchtitan.distributed.expert_parallel import ExpertParallel
 from torchtitan.models.gpt_oss.infra.expert_parallel import GptossExpertTensorParallel, GptossTensorParallel
 
 import titan_mxfp8.plugin  # noqa: F401 - what a run's config loads
+from scripts.bench.problems import relative_rms
 
 
 def check_compiled_model(layout: str, ac_mode: str, **degrees: int) -> None:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from problems import relative_rms
 
+from scripts.bench.problems import relative_rms
 from titan_mxfp8 import mxfp8_moe
 
 D, H, EXPERTS, K = 64, 96, 12, 3

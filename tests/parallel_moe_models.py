@@ -14,7 +14,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from models import Step, build, run_step
-from problems import relative_rms
 from test_models import AC_MODES, COMPILE, tokens
 from test_plugin_moe import CONVERT, DISPATCH, RECIPE, ROWS
 from torch import nn
@@ -22,6 +21,7 @@ from torch._dynamo.utils import counters
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
 import titan_mxfp8.plugin  # noqa: F401 - what a run's config loads
+from scripts.bench.problems import relative_rms
 from titan_mxfp8.modules import Dispatch, converted
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.plugin.experts import RoutedExperts

@@ -8,8 +8,8 @@ from contextlib import nullcontext
 import torch
 from contract import BF16, assert_same, filled, to
 from poison import poisoned_empty
-from problems import make_offs, relative_rms
 
+from scripts.bench.problems import make_offs, relative_rms
 from titan_mxfp8.backends import Backend, Plan, reference
 from titan_mxfp8.format import reference as reference_format
 from titan_mxfp8.format import swizzle

@@ -6,11 +6,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from problems import make_offs
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+from scripts.bench.problems import make_offs
 from titan_mxfp8 import mxfp8_moe
 from titan_mxfp8.backends import reference
 from titan_mxfp8.moe import layer as moe_layer

@@ -31,8 +31,8 @@ from contract import (
     wide,
     wild,
 )
-from problems import SPREADS, group_sizes, make_offs, relative_rms
 
+from scripts.bench.problems import SPREADS, group_sizes, make_offs, relative_rms
 from titan_mxfp8.backends import BACKENDS, Backend, BackendRow, load, select
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware, hardware_of
 from titan_mxfp8.format import reference

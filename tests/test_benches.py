@@ -8,17 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import bench
-import bench_grouped_mm
-import bench_kernels
-import bench_pad
 import pytest
-import roofline
-import tables
 import torch
-from bench_pad import PadShape
-from result_files import write_results
 
+from scripts.bench import bench, bench_grouped_mm, bench_kernels, bench_pad, roofline
+from scripts.bench.bench_pad import PadShape
+from scripts.result_files import write_results
+from scripts.study import tables
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 

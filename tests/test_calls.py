@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from problems import make_offs
 from test_plugin_moe import convert, layer
 
 import titan_mxfp8
+from scripts.bench.problems import make_offs
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_moe
 from titan_mxfp8.backends import reference
 

@@ -4,7 +4,6 @@ import copy
 import json
 from pathlib import Path
 
-import compare_layouts
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,6 +12,7 @@ from torchtitan.config import JobConfig
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, deepseekv3_args
 from training import kill_when, losses, start, train
 
+from scripts.study import compare_layouts
 from titan_mxfp8.plugin.flavors import register_flavors
 
 IN_STEP, STEPS = 4, 7  # sequences in a step

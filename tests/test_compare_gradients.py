@@ -5,12 +5,13 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
-import compare_gradients
 import pytest
 import torch
-from runs import launch
 from torchtitan.models.moe.moe import GroupedExperts
 from training import ROOT
+
+from scripts.study import compare_gradients
+from scripts.study.runs import launch
 
 CONFIG = "train_configs/debug_deepseek_v3.toml"
 
@@ -131,7 +132,17 @@ def test_weights_and_buffers_are_those_of_the_training() -> None:
 
 
 def test_recipes_are_compared_at_the_weights_of_the_training(tmp_path: Path) -> None:
-    program = ["scripts/compare_gradients.py", CONFIG, "--steps", "1", "4", "--batches", "2", "--out", str(tmp_path)]
+    program = [
+        "scripts/study/compare_gradients.py",
+        CONFIG,
+        "--steps",
+        "1",
+        "4",
+        "--batches",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
     program += ["--recipes", "bf16", "mxfp8_2d+dispatch", "--", "--compile.no-enable", "--training.seq_len=128"]
     environment = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
     status = launch(1, program, tmp_path / "log", environment, cwd=ROOT).wait()

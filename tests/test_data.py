@@ -9,11 +9,11 @@ import tarfile
 from pathlib import Path
 
 import datasets
-import html_prose
-import make_data
 import pytest
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
+
+from scripts import html_prose, make_data
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS = ROOT / "train_configs" / "assets"

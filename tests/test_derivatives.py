@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import make_offs
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
+from scripts.bench.problems import make_offs
 from titan_mxfp8 import convert_model, mxfp8_grouped_mm, mxfp8_linear, mxfp8_moe, quantize
 from titan_mxfp8.ops.config import config_of
 from titan_mxfp8.ops.experts import Weights

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from problems import SPREADS, group_sizes, make_offs, sums_per_stage
 
+from scripts.bench.problems import SPREADS, group_sizes, make_offs, sums_per_stage
 from titan_mxfp8 import MXTensor, quantize
 from titan_mxfp8.format import mx, reference
 from titan_mxfp8.format.spec import Operand, OperandSpec

@@ -18,9 +18,9 @@ from contract import (
     wide,
     with_arrived,
 )
-from problems import group_sizes, largest_row_error, make_offs, relative_rms
 from test_late_compilation import compilations, forget_compiled, kernels
 
+from scripts.bench.problems import group_sizes, largest_row_error, make_offs, relative_rms
 from titan_mxfp8 import MXTensor, mxfp8_grouped_mm, mxfp8_linear, quantize
 from titan_mxfp8.recipe import Recipe, get_recipe
 

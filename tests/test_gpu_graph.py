@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import HELD_OUT, LOSS, read_tensorboard
 from training import ROOT, finish, start, train
 
+from scripts.study.runs import HELD_OUT, LOSS, read_tensorboard
 from titan_mxfp8.titan import cuda_graph
 from titan_mxfp8.titan.cuda_graph import WARM_UP, StepGraph
 

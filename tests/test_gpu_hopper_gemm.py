@@ -28,10 +28,10 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs an SM90 GPU", allow_module_level=True)
 
 from poison import poisoned_empty
-from problems import group_sizes, make_offs
 from triton.backends.nvidia import driver
 from triton.runtime.driver import driver as drivers
 
+from scripts.bench.problems import group_sizes, make_offs
 from titan_mxfp8 import mxfp8_grouped_mm
 from titan_mxfp8.backends import Gemm, Plan, hopper
 from titan_mxfp8.backends.common import launch

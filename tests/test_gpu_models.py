@@ -5,13 +5,13 @@ import threading
 import pytest
 import torch
 from models import MODELS, build, run_step
-from problems import relative_rms
 from test_late_compilation import compilations, forget_compiled, kernels
 from test_models import AC_MODES, GEMM_BY_GEMM, gemms, tokens
 from test_plugin_moe import check_parallel_models
 from torch._dynamo.utils import counters
 
 import titan_mxfp8.plugin  # noqa: F401 - what a run's config loads
+from scripts.bench.problems import relative_rms
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 COMPILED, COMPILED_IDS = [(), ("--compile.enable",)], ["eager", "compiled"]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from poison import poisoned_empty
-from problems import relative_rms
 from test_moe_layer import D, T, check_bounded, check_compiled, in_fp64, make_layer, row_by_row, run, run_ranks
 
+from scripts.bench.problems import relative_rms
 from titan_mxfp8 import mxfp8_moe
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -31,8 +31,8 @@ from contract import (
     wild,
 )
 from poison import poisoned_empty
-from problems import SPREADS, group_sizes, make_offs
 
+from scripts.bench.problems import SPREADS, group_sizes, make_offs
 from titan_mxfp8 import quantize
 from titan_mxfp8.backends import hopper, triton
 from titan_mxfp8.format import reference

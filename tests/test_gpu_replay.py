@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from poison import poisoned_empty
-from problems import group_sizes, make_offs
 
+from scripts.bench.problems import group_sizes, make_offs
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_linear
 from titan_mxfp8.backends.common import replay
 from titan_mxfp8.ops import library

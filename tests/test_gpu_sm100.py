@@ -5,9 +5,9 @@ import pytest
 import torch
 from contract import BF16, FP32, check_quantize, check_quantize_both, filled, partly_coalescible, to, uneven, wild
 from poison import poisoned_empty
-from problems import SPREADS, group_sizes, make_offs
 from swiglu_contract import check_nan_stays_in_its_group, check_swiglu
 
+from scripts.bench.problems import SPREADS, group_sizes, make_offs
 from titan_mxfp8.backends import sm100
 from titan_mxfp8.backends.common.swizzled import swizzle_scales
 from titan_mxfp8.backends.hardware import Hardware

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import training
-from problems import make_offs
-from runs import read_tensorboard, tensorboard_logs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from scripts.bench.problems import make_offs
+from scripts.study.runs import read_tensorboard, tensorboard_logs
 from titan_mxfp8 import convert_model, modules, mxfp8_grouped_mm
 from titan_mxfp8.backends.reference import specs
 from titan_mxfp8.format import reference

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from problems import relative_rms
 from torch import nn
 
+from scripts.bench.problems import relative_rms
 from titan_mxfp8 import convert_model
 from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.modules.hugging_face import WITHOUT_GROUPED_MM
@@ -356,7 +356,7 @@ def test_remote_code_that_never_says_grouped_mm_is_refused(
 
 
 def test_the_script_trains_with_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    import train_hf
+    from scripts.examples import train_hf
 
     text = tmp_path / "text.jsonl"
     text.write_text((train_hf.ASSETS / "kjv" / "data.jsonl").read_text().splitlines()[0])
@@ -389,7 +389,7 @@ def test_the_script_trains_with_the_trainer(tmp_path: Path, capsys: pytest.Captu
     ],
 )
 def test_the_script_names_the_line_that_is_no_text(text: bytes, message: str, tmp_path: Path) -> None:
-    import train_hf
+    from scripts.examples import train_hf
 
     (tmp_path / "text.jsonl").write_bytes(text)
     with pytest.raises(SystemExit, match=f"^train_hf: .*{message}"):

@@ -4,8 +4,9 @@ import random
 from statistics import fmean
 
 import pytest
-from compare_runs import Margin, verdict_on
-from intervals import (
+
+from scripts.study.compare_runs import Margin, verdict_on
+from scripts.study.intervals import (
     EQUIVALENCE,
     MOST,
     critical_t,

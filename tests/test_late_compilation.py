@@ -13,9 +13,9 @@ import pytest
 import torch
 import triton
 from aot import specializations
-from problems import group_sizes, make_offs
 from scaled_mm import as_on_sm100
 
+from scripts.bench.problems import group_sizes, make_offs
 from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, mxfp8_moe, quantize
 from titan_mxfp8.backends.common import gemm, launch
 from titan_mxfp8.backends.common.pad import pad_token_groups, unpad_token_groups

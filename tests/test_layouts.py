@@ -9,7 +9,7 @@ import pytest
 import torch
 from training import ROOT
 
-# Every kind of parallelism once, on one of the two models; scripts/compare_layouts.py has all on both. The layers of
+# Every kind of parallelism once, on one of the two models; compare_layouts.py has all on both. The layers of
 # deepseek_v3 dispatch their own tokens, and llama4's in one layout; in the twins too.
 CASES = (
     "llama4 FSDP 2 accumulate 2",
@@ -62,7 +62,7 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """The script's table, by model and layout."""
     cases = CASES if request.config.getoption("--all") else NOT_NIGHTLY
     out = tmp_path_factory.mktemp("layouts")
-    command = ["scripts/compare_layouts.py", f"--out={out}", f"--steps={STEPS}", "--limit=1200", "--only", *cases]
+    command = ["scripts/study/compare_layouts.py", f"--out={out}", f"--steps={STEPS}", "--limit=1200", "--only", *cases]
     command += ["--dispatch", *DISPATCH]
     result = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True

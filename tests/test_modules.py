@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import make_offs, relative_rms
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
+from scripts.bench.problems import make_offs, relative_rms
 from titan_mxfp8 import RECIPES, backends, convert_model, modules, mxfp8_grouped_mm, mxfp8_linear
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.modules import convert
@@ -691,7 +691,7 @@ def test_only_what_splits_a_gemm_counts_as_a_split() -> None:
 def test_linears_on_dtensors_equal_those_of_one_process() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", PARALLEL_LINEARS],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=600,

@@ -17,7 +17,7 @@ def layer(dim: int, experts: int, slots: int, *, tokens: int = 64, ranks: int = 
     payload = [torch.empty(tokens, dim, dtype=E4M3), torch.empty(tokens, dim // 32, dtype=E8M0)]
     payload = payload if second else [torch.empty(tokens, dim, dtype=BF16)]
     layout = Layout(ranks=ranks, tokens=1000, experts=experts, slots=slots, row_bytes=dim + dim // 32, dim=dim)
-    peers = kernels.Peers(layout.table([0] * ranks, ids.device), layout.tokens, ranks - 1)
+    peers = kernels.Peers(layout.table([0] * ranks, ids.device), layout.tokens, ranks - 1, ranks)
     for given, sources in ((None, 1), (None, ranks), (peers, ranks)):
         counts, metadata = kernels.make_metadata(ids, scores, experts)
         starts, _ = kernels.plan(counts.expand(sources, -1).contiguous(), 0, None, counts[:1], given)

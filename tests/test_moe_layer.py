@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from poison import poisoned_empty
-from problems import relative_rms
 from torch.utils.flop_counter import FlopCounterMode
 
+from scripts.bench.problems import relative_rms
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_moe
 from titan_mxfp8.backends import reference as reference_backend
 from titan_mxfp8.moe import bounds
@@ -424,7 +424,7 @@ def run_ranks(ranks: int, *args: str) -> None:
     tests = Path(__file__).parent
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [str(tests / "parallel_moe_layer.py"), *args]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tests.parent}:{tests.parent / 'scripts'}"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tests.parent)}
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0 and result.stdout.count("agrees") == ranks, result.stderr[-6000:]
 

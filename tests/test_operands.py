@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from problems import make_offs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
+from scripts.bench.problems import make_offs
 from titan_mxfp8 import convert_model, mxfp8_grouped_mm, mxfp8_linear, mxfp8_moe, quantize
 from titan_mxfp8.backends import reference
 from titan_mxfp8.format.spec import Operand

@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import SPREADS, group_sizes, make_offs, relative_rms
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from scripts.bench.problems import SPREADS, group_sizes, make_offs, relative_rms
 from titan_mxfp8 import RECIPES, MXTensor, mxfp8_grouped_mm, mxfp8_linear, quantize
 from titan_mxfp8.backends.reference import gemm_k_grouped, gemm_m_grouped, specs
 from titan_mxfp8.format import reference

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from problems import SPREADS, group_sizes, make_offs
 
+from scripts.bench.problems import SPREADS, group_sizes, make_offs
 from titan_mxfp8.format.mx import ragged_rows
 from titan_mxfp8.ops.pad import pad_token_groups, unpad_token_groups
 

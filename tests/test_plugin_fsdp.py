@@ -22,7 +22,7 @@ from titan_mxfp8.titan.fsdp import why_fsdp
 
 
 def train_and_save(ranks: int, folder: Path) -> None:
-    paths = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH"))))
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     program = [f"--nproc-per-node={ranks}", str(Path(__file__).parent / "parallel_fsdp.py"), str(folder)]
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", *program],

@@ -15,7 +15,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from models import ROOT, build, run_step
-from problems import relative_rms
 from test_models import AC_MODES, COMPILE, Decomposed, cpu_only, tokens
 from test_plugin import GROUPED, LINEAR, parse
 from torch import nn
@@ -25,6 +24,7 @@ from torchtitan.models.gpt_oss.model.args import GptOssModelArgs
 from torchtitan.models.gpt_oss.model.moe import GptOssMoE
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
+from scripts.bench.problems import relative_rms
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.moe import choose
 from titan_mxfp8.moe.collective import Collective
@@ -406,9 +406,7 @@ def test_a_config_for_a_cluster_is_checked_without_its_links(tmp_path: Path, mon
 
 def check_parallel_models(device: str) -> None:
     program = [str(Path(__file__).parent / "parallel_moe_models.py"), device]
-    paths = os.pathsep.join(
-        filter(None, (str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH")))
-    )  # torchtitan may be on it
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # torchtitan may be on it
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},

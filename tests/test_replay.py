@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from problems import group_sizes, make_offs
 
+from scripts.bench.problems import group_sizes, make_offs
 from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, quantize
 from titan_mxfp8.backends.common import gemm, launch, replay
 from titan_mxfp8.backends.hardware import Hardware

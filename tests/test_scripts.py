@@ -20,27 +20,27 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic, sleep
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
-import bench_moe_layer
-import bench_training
-import converge
 import pytest
-import roofline
-import runs
-import tables
 import torch
-import toy_moe
-import watch
-from result_files import write_rows
 from torch.utils.tensorboard import SummaryWriter
 
+from scripts import watch
+from scripts.bench import bench_moe_layer, bench_training, roofline
+from scripts.examples import toy_moe
+from scripts.result_files import write_rows
+from scripts.study import converge, runs, tables
 from titan_mxfp8 import mxfp8_grouped_mm
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 from titan_mxfp8.tools.dry_run import parse_config
 
 ROOT = Path(__file__).parent.parent
-SHELL_SCRIPTS = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.suffix in (".sh", ".slurm"))
+SHELL_SCRIPTS = sorted(
+    str(path.relative_to(ROOT / "scripts"))
+    for path in (ROOT / "scripts").rglob("*")
+    if path.suffix in (".sh", ".slurm")
+)
 
 
 def shell(*command: str, **environment: str) -> subprocess.CompletedProcess:
@@ -60,12 +60,18 @@ def write_run(folder: Path, losses: list[float], config: dict[str, dict] | None 
     return folder
 
 
+def module_of(script: str) -> ModuleType:
+    """That of ``scripts/<script>.py`` or of a room below it."""
+    (path,) = (ROOT / "scripts").rglob(f"{script}.py")
+    return importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+
+
 def call(script: str, *arguments: object) -> str:
     """What ``scripts/<script>.py`` prints with these arguments, in this process; or the message that it ends with."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
-            importlib.import_module(script).main([*map(str, arguments)])
+            module_of(script).main([*map(str, arguments)])
     except SystemExit as exit:
         if exit.code:
             return str(exit.code)
@@ -546,7 +552,7 @@ def study(tmp_path: Path, stub: dict[str, str], monkeypatch: pytest.MonkeyPatch)
         return torchrun(processes, *program) if by_torchrun else [sys.executable, *program[program.index("-m") :]]
 
     def compared(command: list[str]) -> SimpleNamespace:
-        assert command[:2] == [sys.executable, str(ROOT / "scripts" / "compare_runs.py")]
+        assert command[:2] == [sys.executable, str(ROOT / "scripts" / "study" / "compare_runs.py")]
         printed = compare(*command[2:])
         print(printed)
         return SimpleNamespace(returncode=0 if "| run |" in printed else 1)
@@ -879,7 +885,15 @@ def test_converge_takes_converters_as_one_string_and_paths_of_the_current_folder
     start = own.index("converters = ")
     own = own.replace(own[start : own.index("\n", start)], 'converters = "quantize.grouped_mm.mx, quantize.linear.mx"')
     (tmp_path / "own.toml").write_text(own)
-    study = [sys.executable, str(ROOT / "scripts" / "converge.py"), "own.toml", "--recipes", "mxfp8", "--seeds", "0"]
+    study = [
+        sys.executable,
+        str(ROOT / "scripts" / "study" / "converge.py"),
+        "own.toml",
+        "--recipes",
+        "mxfp8",
+        "--seeds",
+        "0",
+    ]
     done = subprocess.run(study, cwd=tmp_path, env=os.environ | stub, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "outputs" / "study_own" / "table.csv").is_file()
@@ -893,7 +907,13 @@ def test_converge_takes_converters_as_one_string_and_paths_of_the_current_folder
 
 
 def test_converge_says_after_ctrl_c_how_to_go_on(tmp_path: Path, stub: dict[str, str]) -> None:
-    command = [sys.executable, "scripts/converge.py", "train_configs/debug_llama4.toml", "--out", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "scripts/study/converge.py",
+        "train_configs/debug_llama4.toml",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     environment = os.environ | stub | {"STUB_SECONDS": "600"}
     study = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     for line in study.stdout:
@@ -1025,7 +1045,7 @@ def test_the_control_of_dispatch_is_that_of_converge_and_is_told_from_the_baseli
     plain, sent = tables.end_to_end(tmp_path / "table.csv")
     assert plain["bf16, ours"] == "" and plain["`mxfp8_2d`"] == "2.00"
     assert sent["model"].endswith("`dispatch`") and (sent["bf16, ours"], sent["`mxfp8_2d`"]) == ("1.15", "2.00")
-    assert sent["memory"] == "1.00, 1.00", "of the control and of mxfp8_2d"
+    assert sent["memory"] == "1.00", "of the control and of mxfp8_2d"
     (_, sent) = tables.end_to_end(tmp_path / "data.csv", warmup="2")
     assert sent["bf16, ours"] == "1.15 to 2.30", "against 100 and 50 tokens/s"
     assert tables.recipe_of("grouped+dispatch:bf16") == tables.OURS, "as it could be written before"
@@ -1638,7 +1658,7 @@ REFUSED = {
     "train.sh": ALL_TRAIN,
     "train_multinode.sh": [*ALL_TRAIN, "NNODES=0", "NNODES=1:2", "RDZV_ENDPOINT=node01", "RDZV_ENDPOINT=node01:http"],
     "train.slurm": [*ALL_TRAIN, "RDZV_PORT=0", "RDZV_PORT=http", "CHECK=no"],
-    "bench_all.sh": ["DEVICE=gpu", "MINUTES=ten", "MINUTES=1/2", "QUICK=yes", "PARTS= ", "PARTS=pad,kernels"],
+    "bench/bench_all.sh": ["DEVICE=gpu", "MINUTES=ten", "MINUTES=1/2", "QUICK=yes", "PARTS= ", "PARTS=pad,kernels"],
     "verify_hardware.sh": ["MINUTES=-1", "STEPS=doctor,tests"],
     "test_gpu.sh": ["JOBS=0", "JOBS=auto"],
     "converge.sh": ["NGPU=2.5"],
@@ -1857,11 +1877,11 @@ def verify(tree: Path, **settings: str) -> subprocess.CompletedProcess:
         "scripts/setup.sh": f"PATH={tree}/bin:$PATH program=python",
         "scripts/train.sh": 'echo "$CONFIG $RUNS $*"; mkdir -p "$OUT"; touch "$OUT/table.csv" "$OUT/big.pt"',
         "scripts/test_gpu.sh": "echo 1 failed; exit 3",
-        "scripts/bench_all.sh": 'mkdir -p "$OUT/pad"; touch "$OUT/pad/data.csv"; sleep "${NAP:-0}"',
+        "scripts/bench/bench_all.sh": 'mkdir -p "$OUT/pad"; touch "$OUT/pad/data.csv"; sleep "${NAP:-0}"',
         "bin/python": '[ "$1" = -c ] || echo "python $*"',
     }
     for name, text in stubs.items():
-        (tree / name).parent.mkdir(exist_ok=True)
+        (tree / name).parent.mkdir(exist_ok=True, parents=True)
         (tree / name).write_text(f"#!/bin/sh\n{text}\n")
         (tree / name).chmod(0o755)
     return shell(str(tree / "scripts" / "verify_hardware.sh"), **{"OUT": str(tree / "out")} | settings)
@@ -1901,9 +1921,9 @@ def test_verify_hardware_stops_in_time(tmp_path: Path) -> None:
 
 def bench_all(tree: Path, **settings: str) -> subprocess.CompletedProcess:
     """``bench_all.sh`` in a tree where every benchmark is a stub: ``pad`` fails, ``kernels`` reaches its limit once."""
-    (tree / "scripts").mkdir(exist_ok=True)
-    for name in ("bench_all.sh", "launch.sh"):
-        shutil.copy(ROOT / "scripts" / name, tree / "scripts")
+    (tree / "scripts" / "bench").mkdir(exist_ok=True, parents=True)
+    for name in ("bench/bench_all.sh", "launch.sh"):
+        shutil.copy(ROOT / "scripts" / name, tree / "scripts" / name)
     stub = f"""echo "$*"
 case "$*" in
     -c*) echo 2 h200 ;;
@@ -1915,7 +1935,7 @@ esac
         (tree / name).parent.mkdir(exist_ok=True)
         (tree / name).write_text(f"#!/bin/sh\n{text}\n".replace('echo "$*"', '[ "$1" = -c ] || echo "$*"'))
         (tree / name).chmod(0o755)
-    return shell(str(tree / "scripts" / "bench_all.sh"), **{"OUT": str(tree / "out")} | settings)
+    return shell(str(tree / "scripts" / "bench" / "bench_all.sh"), **{"OUT": str(tree / "out")} | settings)
 
 
 def test_bench_all_measures_each_part_in_its_time_and_goes_on(tmp_path: Path) -> None:
@@ -1924,15 +1944,13 @@ def test_bench_all_measures_each_part_in_its_time_and_goes_on(tmp_path: Path) ->
     said = re.findall(r"^== (\w+): (.*)", done.stdout, re.M)
     assert [name for name, _ in said] == ["grouped_mm", "kernels", "scaling", "moe_layer", "pad"]
     out = tmp_path / "out"
-    expected = (
-        f"python scripts/bench_grouped_mm.py --out {out}/grouped_mm --limit 180 --device cuda --quick --shapes dsv3_g8"
-    )
+    expected = f"python scripts/bench/bench_grouped_mm.py --out {out}/grouped_mm --limit 180 --device cuda --quick"
     assert said[0][1].startswith(expected) and said[0][1].endswith("1,2,3,4")
     assert said[3][1].startswith(
-        "python -m torch.distributed.run --standalone --nproc-per-node=2 scripts/bench_moe_layer.py --out"
+        "python -m torch.distributed.run --standalone --nproc-per-node=2 scripts/bench/bench_moe_layer.py --out"
     )
-    assert done.stdout.splitlines()[-1] == f"scripts/tables.py --of {out}"
-    assert (out / "tables.md").read_text() == f"scripts/tables.py --of {out}\n"
+    assert done.stdout.splitlines()[-1] == f"scripts/study/tables.py --of {out}"
+    assert (out / "tables.md").read_text() == f"scripts/study/tables.py --of {out}\n"
     again = bench_all(tmp_path, PARTS="grouped_mm kernels moe_layer scaling")
     said = dict(re.findall(r"^== (\w+): (.*)", again.stdout, re.M))
     assert again.returncode == 0 and "bench_kernels.py" in said.pop("kernels")
@@ -1951,7 +1969,9 @@ def test_bench_all_stops_in_time_and_names_its_folder(tmp_path: Path) -> None:
     done = bench_all(tmp_path, PARTS="pad", OUT="")
     (folder,) = (tmp_path / "results").iterdir()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_2xh200_bench", folder.name) and (folder / "logs" / "pad.log").is_file()
-    without = shell("scripts/bench_all.sh", PYTHON=sys.executable, OUT=str(tmp_path / "x"), CUDA_VISIBLE_DEVICES="")
+    without = shell(
+        "scripts/bench/bench_all.sh", PYTHON=sys.executable, OUT=str(tmp_path / "x"), CUDA_VISIBLE_DEVICES=""
+    )
     assert without.returncode == 1 and "no GPU here that torch can use" in without.stderr
 
 
@@ -1963,7 +1983,7 @@ def test_sh_runs_the_scripts_too(script: str) -> None:
 
 
 def test_the_test_scripts_explain_themselves_at_once() -> None:
-    for script in ("test.sh", "test_gpu.sh", "verify_hardware.sh", "bench_all.sh"):
+    for script in ("test.sh", "test_gpu.sh", "verify_hardware.sh", "bench/bench_all.sh"):
         done = shell(f"scripts/{script}", "--help")
         assert done.returncode == 0 and f"./scripts/{script}" in done.stdout and "All checks" not in done.stdout
 
@@ -2027,8 +2047,8 @@ def test_processes_that_test_on_one_gpu_share_its_memory(monkeypatch: pytest.Mon
 def test_the_readme_of_the_scripts_has_each_of_them_once() -> None:
     rows = [line.split("|")[1] for line in (ROOT / "scripts" / "README.md").read_text().splitlines() if "| `" in line]
     listed = re.findall(r"`([\w.]+)`", " ".join(rows))
-    there = [path.name for path in (ROOT / "scripts").iterdir() if path.suffix in (".py", ".sh", ".slurm")]
-    assert sorted(listed) == sorted(there)
+    there = [path.name for path in (ROOT / "scripts").rglob("*") if path.suffix in (".py", ".sh", ".slurm")]
+    assert sorted(listed) == sorted({*there} - {"__init__.py"})
 
 
 @pytest.mark.parametrize("script", SHELL_SCRIPTS)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from contract import Target, targets_here
-from problems import relative_rms
 from swiglu_contract import BF16, check_nan_stays_in_its_group, check_swiglu, elements, swiglu_inputs
 
+from scripts.bench.problems import relative_rms
 from titan_mxfp8.format import swiglu
 from titan_mxfp8.recipe import Recipe, get_recipe
 

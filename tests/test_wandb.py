@@ -195,8 +195,7 @@ def outage(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_an_outage_does_not_stop_a_run_and_its_log_is_whole(outage: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from wandb.proto.wandb_internal_pb2 import Record
 
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    wandb_records = importlib.import_module("runs").wandb_records
+    wandb_records = importlib.import_module("scripts.study.runs").wandb_records
     assert len(outage.losses) == 2
     assert outage.seconds < 240  # measured: 85 s, of which wandb's start 14 s, on two cores with a load of 8
     log = (outage.folder / "log").read_text()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from runs import LOSS, launch, read_tensorboard
+from scripts.study.runs import LOSS, launch, read_tensorboard
 
 ROOT = Path(__file__).parent.parent
 BF16 = "--model.converters="
@@ -89,7 +89,7 @@ def losses(out: Path) -> dict[int, float]:
 
 def check_reruns(*arguments: str, processes: int = 2) -> None:
     """Runs tests/parallel_rerun.py."""
-    folders = ROOT, ROOT / "scripts", ROOT / "tests", os.environ.get("PYTHONPATH")
+    folders = ROOT, ROOT / "tests", os.environ.get("PYTHONPATH")
     own = {"PYTHONPATH": os.pathsep.join(str(folder) for folder in folders if folder), "HF_HUB_OFFLINE": "1"}
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     result = subprocess.run(

@@ -29,7 +29,7 @@ from titan_mxfp8.backends.hardware import Hardware, hardware_of
 from titan_mxfp8.modules import training_device
 from titan_mxfp8.recipe import AUTO, BF16, RECIPES, Recipe
 
-MEASURED = Path(__file__).with_name("measured.csv")  # scripts/measured.py writes it
+MEASURED = Path(__file__).with_name("measured.csv")  # scripts/study/measured.py writes it
 TORCH, TRITON = ((2, 11), (2, 14)), (3, 6)  # from, to before; from
 INSTALL_TORCH = 'pip install "torch>=2.11,<2.14"'
 REINSTALL_TORCH = 'pip install --force-reinstall "torch>=2.11,<2.14"'
@@ -157,12 +157,12 @@ def why_not_faster(gemm: Gemm, recipe: Recipe, hardware: Hardware) -> str:
     return "its tensor cores know no scales: they get the values, which bf16 holds exactly"
 
 
-def recipe_rows(hardware: Hardware, backend: str = "auto") -> list[dict[str, str]]:
+def recipe_rows(hardware: Hardware) -> list[dict[str, str]]:
     """For each recipe what each GEMM multiplies, by which backend, and why nothing faster."""
     rows = []
     for recipe in dict.fromkeys(RECIPES.values()):
         try:
-            name = select(backend, hardware, recipe).name
+            name = select("auto", hardware, recipe).name
         except ValueError:
             able = "an H100 or H200, or backend = 'reference'"
             rows.append({"recipe": recipe.name, "backend": "none", "why nothing faster": f"rebased: needs {able}"})
@@ -178,7 +178,7 @@ def recipe_rows(hardware: Hardware, backend: str = "auto") -> list[dict[str, str
 
 
 def measured(hardware: Hardware) -> list[dict[str, str]]:
-    """The rows of measured.csv of this GPU, see scripts/measured.py."""
+    """The rows of measured.csv of this GPU, see scripts/study/measured.py."""
     with MEASURED.open(newline="") as file:
         return [row for row in csv.DictReader(file) if row["gpu"] == hardware.name]
 

@@ -23,8 +23,8 @@ from contract import (
     wild,
     with_arrived,
 )
-from problems import SPREADS, group_sizes, make_offs
 
+from scripts.bench.problems import SPREADS, group_sizes, make_offs
 from titan_mxfp8.backends import hopper, sm100, triton
 from titan_mxfp8.backends.common import convert, gemm
 from titan_mxfp8.backends.hardware import Hardware

@@ -6,9 +6,9 @@ import pytest
 import torch
 from contract import BF16, FP32, check_offs_past_the_last_row, judge, product_k_grouped, product_m_grouped, wide
 from poison import poisoned_empty
-from problems import make_offs
 from test_contract import TILES, VARIANTS
 
+from scripts.bench.problems import make_offs
 from titan_mxfp8.backends import triton
 from titan_mxfp8.backends.common import gemm
 from titan_mxfp8.backends.hardware import Hardware

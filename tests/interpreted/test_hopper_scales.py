@@ -3,8 +3,8 @@
 import pytest
 import torch
 from poison import poisoned_empty
-from problems import make_offs
 
+from scripts.bench.problems import make_offs
 from titan_mxfp8.backends.hopper import scales as hopper
 from titan_mxfp8.format.mx import ceil_to, decode_scale
 from titan_mxfp8.format.spec import Operand, OperandSpec

@@ -22,8 +22,8 @@ from contract import (
     uneven,
     wild,
 )
-from problems import SPREADS, group_sizes, make_offs
 
+from scripts.bench.problems import SPREADS, group_sizes, make_offs
 from titan_mxfp8.backends import hopper, triton
 from titan_mxfp8.backends.common import convert
 from titan_mxfp8.backends.common import quantize as exact

@@ -24,10 +24,10 @@ from contract import (
     wild,
 )
 from poison import poisoned_empty
-from problems import SPREADS, group_sizes, make_offs, relative_rms
 from swiglu_contract import check_swiglu, swiglu_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from scripts.bench.problems import SPREADS, group_sizes, make_offs, relative_rms
 from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, mxfp8_moe
 from titan_mxfp8.backends import sm100, triton
 from titan_mxfp8.backends.common import convert, swizzled

@@ -6,8 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from runs import read_tensorboard
 from training import finish, kill_when, start_torchtitan
+
+from scripts.study.runs import read_tensorboard
 
 STEPS = ("--training.steps=8", "--training.seq_len=128", "--checkpoint.enable")
 README = (Path(__file__).parent.parent.parent / "README.md").read_text()

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Literal, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
 from titan_mxfp8.format.codec import Encoded
@@ -71,7 +72,7 @@ class SwigluGradients(NamedTuple):
     dgate_columnwise: Operand
     dup_columnwise: Operand
     sh_columnwise: Operand
-    dscores: torch.Tensor | None
+    dscores: Tensor | None
 
 
 class Backend(Protocol):
@@ -86,13 +87,13 @@ class Backend(Protocol):
         """What each GEMM takes and multiplies."""
 
     @staticmethod
-    def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+    def quantize(x: Tensor, axis: int, spec: OperandSpec, offs: Tensor | None) -> Operand:
         """``format.reference.quantize``, of any spec of the plans and any exact FP8 one. Of operands of a spec that
         ``grouped_scales`` what lies behind the last group is undefined."""
 
     @staticmethod
     def quantize_both(
-        x: torch.Tensor, rowwise: OperandSpec, columnwise: OperandSpec, offs: torch.Tensor | None
+        x: Tensor, rowwise: OperandSpec, columnwise: OperandSpec, offs: Tensor | None
     ) -> tuple[Operand, Operand]:
         """``x`` quantised along its last axis and along the one before it, both from ``x``; ``offs`` cuts the latter,
         and the former if its spec ``grouped_scales``.
@@ -102,7 +103,7 @@ class Backend(Protocol):
 
     @staticmethod
     def requantize(
-        rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None, places: torch.Tensor | None = None
+        rows: Operand, axis: int, spec: OperandSpec, offs: Tensor | None, places: Tensor | None = None
     ) -> Operand:
         """``format.reference.requantize`` to any spec of activations or gradients, or of weights in exact 32x32 blocks
         to that of forward or dgrad. What lies behind the last group is undefined, and costs nothing. With ``places``,
@@ -110,13 +111,8 @@ class Backend(Protocol):
 
     @staticmethod
     def gemm_m_grouped(
-        a: Operand,
-        b: Operand,
-        offs: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        out_dtype: torch.dtype,
-        zero_tail: bool = True,
-    ) -> torch.Tensor:
+        a: Operand, b: Operand, offs: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype, zero_tail: bool = True
+    ) -> Tensor:
         """Rows of group e times matrix e: forward and dgrad.
 
         Args:
@@ -132,9 +128,7 @@ class Backend(Protocol):
         """
 
     @staticmethod
-    def dual_gemm_m_grouped(
-        products: Iterator[tuple[Operand, Operand]], offs: torch.Tensor | None
-    ) -> list[torch.Tensor]:
+    def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: Tensor | None) -> list[Tensor]:
         """Two products of which only the sum is wanted: dgrad of w1 and w3.
 
         Args:
@@ -148,8 +142,8 @@ class Backend(Protocol):
 
     @staticmethod
     def gemm_k_grouped(
-        a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype, add_to: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        a: Operand, b: Operand, offs: Tensor | None, out_dtype: torch.dtype, add_to: Tensor | None = None
+    ) -> Tensor:
         """``a^T`` times ``b`` over the tokens of each group: wgrad.
 
         Args:
@@ -165,9 +159,7 @@ class Backend(Protocol):
         """
 
     @staticmethod
-    def swiglu(
-        gate_MH: torch.Tensor, up_MH: torch.Tensor, limit: float | None, spec: OperandSpec, offs: torch.Tensor | None
-    ) -> Operand:
+    def swiglu(gate_MH: Tensor, up_MH: Tensor, limit: float | None, spec: OperandSpec, offs: Tensor | None) -> Operand:
         """``format.swiglu.forward``, quantised along H. Bits may differ where another ``exp`` rounds otherwise.
 
         Args:
@@ -180,13 +172,13 @@ class Backend(Protocol):
 
     @staticmethod
     def swiglu_backward(
-        inputs: list[torch.Tensor],
-        scores_M: torch.Tensor | None,
+        inputs: list[Tensor],
+        scores_M: Tensor | None,
         limit: float | None,
         rowwise: OperandSpec,
         columnwise: OperandSpec,
         h_columnwise: OperandSpec,
-        offs: torch.Tensor | None,
+        offs: Tensor | None,
     ) -> SwigluGradients:
         """``format.swiglu.backward``, quantised along H to ``rowwise``, along M to ``columnwise``, and s h to
         ``h_columnwise``.

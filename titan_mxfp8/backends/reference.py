@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from titan_mxfp8.backends import Gemm, Plan, SwigluGradients
 from titan_mxfp8.backends.hardware import Hardware
@@ -44,7 +45,7 @@ requantize = reference.requantize
 
 
 def quantize_both(
-    x: torch.Tensor, rowwise: OperandSpec, columnwise: OperandSpec, offs: torch.Tensor | None
+    x: Tensor, rowwise: OperandSpec, columnwise: OperandSpec, offs: Tensor | None
 ) -> tuple[Operand, Operand]:
     """``Backend.quantize_both``."""
     of_rows = reference.quantize(x, x.ndim - 1, rowwise, offs if rowwise.grouped_scales else None)
@@ -52,13 +53,8 @@ def quantize_both(
 
 
 def gemm_m_grouped(
-    a: Operand,
-    b: Operand,
-    offs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    zero_tail: bool = True,
-) -> torch.Tensor:
+    a: Operand, b: Operand, offs: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype, zero_tail: bool = True
+) -> Tensor:
     """``Backend.gemm_m_grouped``."""
     check_m_grouped(a, b)
     a_MC, b_EDC = reference.dequantize(a), reference.dequantize(b)
@@ -76,14 +72,14 @@ def gemm_m_grouped(
     return y_MD.masked_fill_((row_M >= offs[-1])[:, None], 0) if zero_tail else y_MD
 
 
-def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch.Tensor | None) -> list[torch.Tensor]:
+def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: Tensor | None) -> list[Tensor]:
     """``Backend.dual_gemm_m_grouped``."""
     return [gemm_m_grouped(a, b, offs, None, torch.bfloat16, zero_tail=False) for a, b in products]
 
 
 def gemm_k_grouped(
-    a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype, add_to: torch.Tensor | None = None
-) -> torch.Tensor:
+    a: Operand, b: Operand, offs: Tensor | None, out_dtype: torch.dtype, add_to: Tensor | None = None
+) -> Tensor:
     """``Backend.gemm_k_grouped``. Unquantised operands are multiplied as they are, in bf16."""
     check_k_grouped(a, b)
     if not a.spec.is_quantized:
@@ -102,21 +98,19 @@ def gemm_k_grouped(
     return out_ENK.to(out_dtype) if add_to is None else add_to.add_(out_ENK)
 
 
-def swiglu(
-    gate_MH: torch.Tensor, up_MH: torch.Tensor, limit: float | None, spec: OperandSpec, offs: torch.Tensor | None
-) -> Operand:
+def swiglu(gate_MH: Tensor, up_MH: Tensor, limit: float | None, spec: OperandSpec, offs: Tensor | None) -> Operand:
     """``Backend.swiglu``."""
     return quantize(definition.forward(gate_MH, up_MH, limit), 1, spec, offs if spec.grouped_scales else None)
 
 
 def swiglu_backward(
-    inputs: list[torch.Tensor],
-    scores_M: torch.Tensor | None,
+    inputs: list[Tensor],
+    scores_M: Tensor | None,
     limit: float | None,
     rowwise: OperandSpec,
     columnwise: OperandSpec,
     h_columnwise: OperandSpec,
-    offs: torch.Tensor | None,
+    offs: Tensor | None,
 ) -> SwigluGradients:
     """``Backend.swiglu_backward``."""
     dgate, dup, sh, dscores = definition.backward(*inputs, scores_M, limit)
@@ -129,7 +123,7 @@ def swiglu_backward(
     )
 
 
-def multiply_bf16(dy_MN: torch.Tensor, x_MK: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
+def multiply_bf16(dy_MN: Tensor, x_MK: Tensor, offs: Tensor | None) -> Tensor:
     """The weight gradient from unquantised bf16 operands: (E, N, K) in bf16, 0 for an empty group."""
     if offs is None:
         return (dy_MN.mT @ x_MK).unsqueeze(0)

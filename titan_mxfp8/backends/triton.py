@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from titan_mxfp8.backends import Gemm, Plan, reference
 from titan_mxfp8.backends.common.gemm import gemm_k_grouped, gemm_m_grouped
@@ -39,6 +40,6 @@ def in_bf16(gemm: Gemm) -> Gemm:
     return Gemm(a=replace(gemm.a, stored="bf16"), b=replace(gemm.b, stored="bf16"), mma_dtype="bf16")
 
 
-def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch.Tensor | None) -> list[torch.Tensor]:
+def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: Tensor | None) -> list[Tensor]:
     """``Backend.dual_gemm_m_grouped``, of each product."""
     return [gemm_m_grouped(a, b, offs, None, torch.bfloat16, zero_tail=False) for a, b in products]

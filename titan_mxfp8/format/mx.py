@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 BLOCK_SIZE = 32
 
@@ -68,12 +69,12 @@ class MXTensor:
             ``quantize`` makes one of an input that requires a gradient.
     """
 
-    qdata: torch.Tensor
-    scale: torch.Tensor
+    qdata: Tensor
+    scale: Tensor
     axis: int
     block: Block
     orig_dtype: torch.dtype
-    source: torch.Tensor | None = None
+    source: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -87,7 +88,7 @@ class MXTensor:
         source = None if self.source is None else self.source.mT
         return replace(self, qdata=self.qdata.mT, scale=self.scale.mT, axis=axis, source=source)
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """``element * 2^(scale - 127)``, in ``dtype`` or else ``orig_dtype``.
 
         Exact in fp32, and in bf16 down to 2^-133. An element rounded up beside the largest fp32 numbers is the one
@@ -100,7 +101,7 @@ class MXTensor:
 
     @classmethod
     def from_qdata_and_scales(
-        cls, qdata: torch.Tensor, scales: torch.Tensor, orig_dtype: torch.dtype, source: torch.Tensor | None = None
+        cls, qdata: Tensor, scales: Tensor, orig_dtype: torch.dtype, source: Tensor | None = None
     ) -> "MXTensor":
         """Wraps activations that arrive quantised, for example from an expert-parallel all-to-all.
 
@@ -135,13 +136,13 @@ class MXTensor:
         return cls(qdata.contiguous(), scales.contiguous().view(torch.uint8), 1, "1x32", orig_dtype, source)
 
 
-def decode_scale(scale: torch.Tensor) -> torch.Tensor:
+def decode_scale(scale: Tensor) -> Tensor:
     """E8M0 bytes to fp32: ``2^(s - 127)``. Byte 0 is the subnormal 2^-127, byte 255 NaN."""
     bits = (scale.to(torch.int32) << 23).clamp_(min=0x00400000)
     return bits.masked_fill_(scale == SCALE_NAN, 0x7FC00000).view(torch.float32)
 
 
-def to_blocks(x: torch.Tensor, axis: int, size: int = BLOCK_SIZE) -> torch.Tensor:
+def to_blocks(x: Tensor, axis: int, size: int = BLOCK_SIZE) -> Tensor:
     """Splits ``axis`` of length L into (ceil(L / size), size), zeros filling the last block; a view if it is whole."""
     missing = -x.shape[axis] % size
     if missing:
@@ -149,7 +150,7 @@ def to_blocks(x: torch.Tensor, axis: int, size: int = BLOCK_SIZE) -> torch.Tenso
     return x.unflatten(axis, (-1, size))
 
 
-def scale_elements(elements: torch.Tensor, scale: torch.Tensor, *, block_k: int, block_mn: int) -> torch.Tensor:
+def scale_elements(elements: Tensor, scale: Tensor, *, block_k: int, block_mn: int) -> Tensor:
     """Elements, given in fp32 with the quantised axis last, times their scales; may overwrite ``elements``.
 
     Args:

@@ -8,15 +8,9 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from titan_mxfp8.format.mx import (
-    BLOCK_SIZE,
-    SCALE_BIAS,
-    SCALE_NAN,
-    ragged_rows,
-    scale_elements,
-    to_blocks,
-)
+from titan_mxfp8.format.mx import BLOCK_SIZE, SCALE_BIAS, SCALE_NAN, ragged_rows, scale_elements, to_blocks
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.format.swizzle import swizzle
 
@@ -27,7 +21,7 @@ _NAN_BYTE = 0x7F  # one NaN code for both element types, so that bits can be com
 _SHARED = 128 // BLOCK_SIZE  # blocks that may get one scale
 
 
-def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None = None) -> Operand:
+def quantize(x: Tensor, axis: int, spec: OperandSpec, offs: Tensor | None = None) -> Operand:
     """Quantises ``x`` along ``axis``.
 
     Args:
@@ -65,11 +59,7 @@ def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor |
 
 
 def requantize(
-    rows: Operand,
-    axis: int,
-    spec: OperandSpec,
-    offs: torch.Tensor | None = None,
-    places: torch.Tensor | None = None,
+    rows: Operand, axis: int, spec: OperandSpec, offs: Tensor | None = None, places: Tensor | None = None
 ) -> Operand:
     """``quantize`` of the values of ``rows``, in fp32.
 
@@ -187,7 +177,7 @@ def coalesce_scales(operand: Operand) -> Operand:
     return Operand(data.view(elem_dtype), scale, replace(spec, stored="coalesced"), operand.axis)
 
 
-def dequantize(operand: Operand) -> torch.Tensor:
+def dequantize(operand: Operand) -> Tensor:
     """``operand.dequantize()``, several times faster on a CPU: torch converts E4M3 there without vector code.
 
     Shifted into place, an E4M3 code is the fp16 of 2^-8 times its value, subnormals included: 0x38 (1.0) gives 0x1C00.
@@ -206,7 +196,7 @@ def dequantize(operand: Operand) -> torch.Tensor:
     return scale_elements(elements, scale, block_k=spec.block_k, block_mn=spec.block_mn)
 
 
-def changed_elements(before: Operand, after: Operand) -> torch.Tensor:
+def changed_elements(before: Operand, after: Operand) -> Tensor:
     """Which elements have another value in ``after`` than in ``before``, NaN aside: bool, as ``before``'s data lies.
 
     ``after`` may be rows of ``before`` that were requantised along axis 0: padding behind them does not count.
@@ -217,13 +207,13 @@ def changed_elements(before: Operand, after: Operand) -> torch.Tensor:
     return (old != new) & ~old.isnan() & ~new.isnan()
 
 
-def padded_ends(offs: torch.Tensor, alignment: int) -> torch.Tensor:
+def padded_ends(offs: Tensor, alignment: int) -> Tensor:
     """int32 end offsets of the groups once each starts at a multiple of ``alignment``."""
     sizes = offs.diff(prepend=offs.new_zeros(1))
     return (-(-sizes // alignment) * alignment).cumsum(0, dtype=torch.int32)
 
 
-def _round_to_blocks(x: torch.Tensor, spec: OperandSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def _round_to_blocks(x: Tensor, spec: OperandSpec) -> tuple[Tensor, Tensor]:
     """Elements and scales of fp32 ``x`` in blocks of 32 along the last axis."""
     length = x.shape[-1]
     padded = F.pad(x, (0, -length % BLOCK_SIZE)) if length % BLOCK_SIZE else x
@@ -233,7 +223,7 @@ def _round_to_blocks(x: torch.Tensor, spec: OperandSpec) -> tuple[torch.Tensor, 
     return data.flatten(-2).narrow(-1, 0, length), scale.squeeze(-1)
 
 
-def _round_to_squares(x: torch.Tensor, spec: OperandSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def _round_to_squares(x: Tensor, spec: OperandSpec) -> tuple[Tensor, Tensor]:
     """Elements and scales of fp32 ``x`` in 32x32 blocks."""
     rows, cols = x.shape[-2:]
     padded = F.pad(x, (0, -cols % BLOCK_SIZE, 0, -rows % BLOCK_SIZE))
@@ -242,14 +232,13 @@ def _round_to_squares(x: torch.Tensor, spec: OperandSpec) -> tuple[torch.Tensor,
     return data.flatten(-4, -3).flatten(-2)[..., :rows, :cols], scale.squeeze(-1).squeeze(-2)
 
 
-def _round(x: torch.Tensor, amax: torch.Tensor, spec: OperandSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def _round(x: Tensor, amax: Tensor, spec: OperandSpec) -> tuple[Tensor, Tensor]:
     """Elements and E8M0 bytes of fp32 blocks: ``x`` divided by its scale, rounded to nearest even, saturated to the
     largest finite element. A scale of NaN makes the whole block NaN.
 
     ``floor`` is OCP's rule (OCP MX v1.0, section 6.3): the largest power of two in the block, divided by that of the
-    element type. ``rceil`` is the one of NVIDIA's "Recipes for Pre-training LLMs
-    with MXFP8" (arXiv 2506.08027): ``amax`` divided by the largest
-    element, rounded up to a power of two, so that nothing saturates.
+    element type. ``rceil`` is the one of NVIDIA's "Recipes for Pre-training LLMs with MXFP8" (arXiv 2506.08027):
+    ``amax`` divided by the largest element, rounded up to a power of two, so that nothing saturates.
 
     Args:
         x: in blocks.
@@ -275,7 +264,7 @@ def _round(x: torch.Tensor, amax: torch.Tensor, spec: OperandSpec) -> tuple[torc
     return data.view(spec.elem_dtype), scale.to(torch.uint8)
 
 
-def _exact_halvings(elements: torch.Tensor) -> torch.Tensor:
+def _exact_halvings(elements: Tensor) -> Tensor:
     """How often FP8 ``elements`` can be halved and stay what they are: 15 is that or more, 0 has 255, and NaN none."""
     info = torch.finfo(elements.dtype)
     units = elements.float().abs() / (info.smallest_normal * info.eps)  # multiples of the smallest element
@@ -284,7 +273,7 @@ def _exact_halvings(elements: torch.Tensor) -> torch.Tensor:
     return (torch.frexp(lowest_bit).exponent - 1).clamp(max=15).masked_fill(units == 0, 255)
 
 
-def _packed_positions(offs: torch.Tensor, length: int, alignment: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed_positions(offs: Tensor, length: int, alignment: int) -> tuple[Tensor, Tensor]:
     """For each position of the padded axis: the packed element there, and whether there is one."""
     groups, sizes = offs.numel(), offs.diff(prepend=offs.new_zeros(1))
     padded_sizes = -(-sizes // alignment) * alignment
@@ -297,7 +286,7 @@ def _packed_positions(offs: torch.Tensor, length: int, alignment: int) -> tuple[
     return source, inside & (source < offs[group])
 
 
-def _gather_groups(x: torch.Tensor, offs: torch.Tensor, alignment: int) -> torch.Tensor:
+def _gather_groups(x: Tensor, offs: Tensor, alignment: int) -> Tensor:
     """Moves each group along the last axis to the next multiple of ``alignment``, zeros between: see ``quantize``."""
     length = x.shape[-1]
     if length == 0:
@@ -306,7 +295,7 @@ def _gather_groups(x: torch.Tensor, offs: torch.Tensor, alignment: int) -> torch
     return x.index_select(-1, torch.where(filled, source, 0)).masked_fill_(~filled, 0)
 
 
-def _scatter_groups(padded: torch.Tensor, offs: torch.Tensor, length: int, alignment: int) -> torch.Tensor:
+def _scatter_groups(padded: Tensor, offs: Tensor, length: int, alignment: int) -> Tensor:
     """The inverse of ``_gather_groups``; zeros at and past ``offs[-1]``."""
     packed = padded.new_zeros((*padded.shape[:-1], length))
     source, filled = _packed_positions(offs, length, alignment)

@@ -5,6 +5,7 @@ from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from titan_mxfp8.format.codec import Encoded
 from titan_mxfp8.format.mx import (
@@ -125,7 +126,7 @@ class OperandSpec(Encoded):
         rows, blocks = ceil_div(rows, self.block_mn), ceil_div(length, self.block_k)
         return (*rest, rows, blocks) if self.scales == "k_major" else (*rest, blocks, ceil_to(rows, 16))
 
-    def empty(self, x: torch.Tensor, axis: int, groups: int | None) -> "Operand":
+    def empty(self, x: Tensor, axis: int, groups: int | None) -> "Operand":
         """Uninitialised memory for ``x`` quantised along ``axis``, with ragged groups or (None) without.
 
         The groups cut ``axis``; of a spec that ``grouped_scales`` they cut the first one of (M, C).
@@ -134,7 +135,7 @@ class OperandSpec(Encoded):
             values = x.new_empty(x.shape, dtype=torch.bfloat16)
             return Operand(values, None, self, axis)
         # Of a fake tensor sizes may be symbols, which have no hash.
-        shapes = _stored_shapes if type(x) is torch.Tensor else _stored_shapes.__wrapped__
+        shapes = _stored_shapes if type(x) is Tensor else _stored_shapes.__wrapped__
         data, scale = shapes(self, x.shape, axis, groups)
         data, scale = x.new_empty(data, dtype=self.elem_dtype), x.new_empty(scale, dtype=torch.uint8)
         return Operand(data, scale, self, axis)
@@ -167,12 +168,12 @@ class Operand(NamedTuple):
         axis: the axis of the input that was quantised, non-negative. A GEMM whose contraction is another one raises.
     """
 
-    data: torch.Tensor
-    scale: torch.Tensor | None
+    data: Tensor
+    scale: Tensor | None
     spec: OperandSpec
     axis: int
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """``data``, and ``scale`` where there is one."""
         return [self.data] if self.scale is None else [self.data, self.scale]
 
@@ -183,6 +184,15 @@ class Operand(NamedTuple):
         spec = OperandSpec(elem_dtype=mx.qdata.dtype, block=mx.block, block_mn=32 if mx.block == "32x32" else 1)
         return cls(data, scale, spec, mx.axis)
 
+    @classmethod
+    def of_rows(cls, spec: OperandSpec, data: Tensor, scales: Tensor | None = None) -> "Operand":
+        """(M, C) quantised along C, given the scales of each row, (M, C / block_k), as ``row_scales`` has them."""
+        if spec.scales == "mn_major":
+            stored = scales.new_zeros(spec.scale_shape(data.shape))
+            stored[:, : data.shape[0]] = scales.mT
+            scales = stored
+        return cls(data, scales, spec, 1)
+
     def to_mx(self, length: int, orig_dtype: torch.dtype) -> MXTensor:
         """An exact FP8 operand as the public ``MXTensor``, the padding behind ``length`` elements of the axis cut."""
         assert self.spec.stored != "bf16" and self.spec.block_k == BLOCK_SIZE, self.spec
@@ -190,25 +200,20 @@ class Operand(NamedTuple):
         qdata, scale = qdata.movedim(-1, self.axis), scale.movedim(-1, self.axis)
         return MXTensor(qdata, scale, self.axis, self.spec.block, orig_dtype)
 
-    def row_scales(self) -> torch.Tensor:
-        """The scales as (..., R / block_mn, C / block_k), across or in rows: a view. Blocked ones:
-        ``format.swizzle``."""
+    def row_scales(self) -> Tensor:
+        """The scales as (..., R / block_mn, C / block_k), a view. Of swizzled ones see ``format.swizzle``."""
         assert self.spec.scales != "swizzled", self.spec
         if self.spec.scales == "k_major":
             return self.scale
         return self.scale.narrow(-1, 0, ceil_div(self.data.shape[-2], self.spec.block_mn)).mT
 
-    def rows_at(self, places: torch.Tensor) -> "Operand":
+    def rows_at(self, places: Tensor) -> "Operand":
         """Of (M, C), quantised along C, the rows at ``places``, integers."""
         places = places.long()
-        data, scales = self.data.view(torch.uint8)[places].view(self.data.dtype), self.row_scales()[places]
-        if self.spec.scales == "mn_major":
-            across = scales.new_zeros(self.spec.scale_shape(tuple(data.shape)))
-            across[:, : data.shape[0]] = scales.mT
-            scales = across
-        return self._replace(data=data, scale=scales)
+        data = self.data.view(torch.uint8)[places].view(self.data.dtype)
+        return Operand.of_rows(self.spec, data, self.row_scales()[places])
 
-    def dequantize(self) -> torch.Tensor:
+    def dequantize(self) -> Tensor:
         """The values in fp32, as ``data`` lies."""
         if self.spec.stored == "bf16":
             return self.data.float()

@@ -8,6 +8,7 @@ by h before the score (``u = g w2``), s a token's score.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 GPT_OSS_ALPHA = 1.702  # with a limit, h is gate * sigmoid(1.702 gate) * (up + 1)
 
@@ -15,13 +16,13 @@ GPT_OSS_ALPHA = 1.702  # with a limit, h is gate * sigmoid(1.702 gate) * (up + 1
 class Gradients(NamedTuple):
     """What ``backward`` returns; all but the last (M, H) in bf16."""
 
-    dgate: torch.Tensor
-    dup: torch.Tensor
-    sh: torch.Tensor  # score times h, which wgrad of w2 multiplies
-    dscores: torch.Tensor | None  # fp32 (M,)
+    dgate: Tensor
+    dup: Tensor
+    sh: Tensor  # score times h, which wgrad of w2 multiplies
+    dscores: Tensor | None  # fp32 (M,)
 
 
-def forward(gate_MH: torch.Tensor, up_MH: torch.Tensor, limit: float | None) -> torch.Tensor:
+def forward(gate_MH: Tensor, up_MH: Tensor, limit: float | None) -> Tensor:
     """h (M, H) in bf16.
 
     Args:
@@ -33,9 +34,7 @@ def forward(gate_MH: torch.Tensor, up_MH: torch.Tensor, limit: float | None) -> 
     return (gate * sigmoid * up).bfloat16()
 
 
-def backward(
-    gate_MH: torch.Tensor, up_MH: torch.Tensor, u_MH: torch.Tensor, scores_M: torch.Tensor | None, limit: float | None
-) -> Gradients:
+def backward(gate_MH: Tensor, up_MH: Tensor, u_MH: Tensor, scores_M: Tensor | None, limit: float | None) -> Gradients:
     """The gradients of ``sum(s * u * h)``, s and u held fixed but for ``dscores``; 0 where a value was cut.
 
     Args:
@@ -58,9 +57,7 @@ def backward(
     return Gradients(dgate.bfloat16(), dup.bfloat16(), (h * s).bfloat16(), dscores)
 
 
-def _parts(
-    gate_MH: torch.Tensor, up_MH: torch.Tensor, limit: float | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _parts(gate_MH: Tensor, up_MH: Tensor, limit: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """In fp32 the cut gate, what it is multiplied by, and its sigmoid."""
     gate, up = gate_MH.float(), up_MH.float()
     if limit is None:

@@ -17,6 +17,7 @@ scales a matrix of tiles for each group. What lies behind the last group is unde
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
@@ -25,7 +26,7 @@ TILE_LINES, TILE_COLUMNS = 128, 4
 TILE_BYTES = TILE_LINES * TILE_COLUMNS
 
 
-def swizzle(rows: Operand, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+def swizzle(rows: Operand, spec: OperandSpec, offs: Tensor | None) -> Operand:
     """An exact operand with its scales in tiles; those of 32x32 blocks are repeated for each line.
 
     Args:
@@ -38,21 +39,21 @@ def swizzle(rows: Operand, spec: OperandSpec, offs: torch.Tensor | None) -> Oper
     if rows.spec.block_mn > 1:
         scale = scale.repeat_interleave(rows.spec.block_mn, dim=-2).narrow(-2, 0, rows.data.shape[-2])
     groups = None if offs is None else offs.shape[0]
-    blocked = scale.new_zeros(spec.scale_shape(rows.data.shape, groups, rows.axis == rows.data.ndim - 1))
+    swizzled = scale.new_zeros(spec.scale_shape(rows.data.shape, groups, rows.axis == rows.data.ndim - 1))
     index, known = positions(rows, offs)
-    blocked.view(-1)[index[known]] = scale[known]
-    return Operand(rows.data, blocked, spec, rows.axis)
+    swizzled.view(-1)[index[known]] = scale[known]
+    return Operand(rows.data, swizzled, spec, rows.axis)
 
 
-def unswizzle(operand: Operand, offs: torch.Tensor | None) -> Operand:
-    """The inverse of ``block``: the same operand with its scales in rows, one for each line; 0 in lines of no group."""
+def unswizzle(operand: Operand, offs: Tensor | None) -> Operand:
+    """The inverse of ``swizzle``: the operand with its scales in rows, one for each line; 0 in lines of no group."""
     assert operand.spec.scales == "swizzled", operand.spec
     index, known = positions(operand, offs)
     scale = operand.scale.reshape(-1)[torch.where(known, index, 0)].masked_fill_(~known, 0)
     return Operand(operand.data, scale, replace(operand.spec, block="1x32", scales="k_major"), operand.axis)
 
 
-def positions(operand: Operand, offs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def positions(operand: Operand, offs: Tensor | None) -> tuple[Tensor, Tensor]:
     """For each scale of (..., R, C / 32): the byte where it lies, and whether there is one."""
     *rest, rows, length = operand.data.shape
     device, count = operand.data.device, ceil_div(length, BLOCK_SIZE)
@@ -84,5 +85,5 @@ def positions(operand: Operand, offs: torch.Tensor | None) -> tuple[torch.Tensor
     return _byte(tile, line, column), known
 
 
-def _byte(tile: torch.Tensor, line: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+def _byte(tile: Tensor, line: Tensor, column: Tensor) -> Tensor:
     return tile * TILE_BYTES + line % 32 * 16 + line // 32 % 4 * 4 + column % TILE_COLUMNS

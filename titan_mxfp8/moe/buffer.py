@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from titan_mxfp8.format.mx import ceil_to
 
@@ -56,17 +57,17 @@ class Layout:
         """The attributes."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def table(self, pointers: list[int], device: torch.device) -> torch.Tensor:
+    def table(self, pointers: list[int], device: torch.device) -> Tensor:
         """Where each section of each rank's buffer begins, int64 (sections, R), from where the buffers begin."""
         sections = [[pointer + offset for pointer in pointers] for offset in self.offsets()[:-1]]
         return torch.tensor(sections, dtype=torch.int64, device=device)
 
-    def view(self, buffer: torch.Tensor, section: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    def view(self, buffer: Tensor, section: int, dtype: torch.dtype, *shape: int) -> Tensor:
         """The beginning of a section of this rank's buffer, uint8, as a tensor."""
         start = self.offsets()[section]
         return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def rooms(self, buffer: torch.Tensor, tokens: int, *widths: int) -> list[torch.Tensor]:
+    def rooms(self, buffer: Tensor, tokens: int, *widths: int) -> list[Tensor]:
         """Room for data and scales, each uint8 (tokens, bytes of its rows)."""
         start, out = self.offsets()[PAYLOAD], []
         for width in widths:

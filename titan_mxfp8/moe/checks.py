@@ -1,6 +1,7 @@
 """What ``mxfp8_moe`` refuses."""
 
 import torch
+from torch import Tensor
 
 from titan_mxfp8.moe import TRANSPORTS
 from titan_mxfp8.moe.bounds import factor_of
@@ -8,7 +9,7 @@ from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_features
 from titan_mxfp8.ops.experts import Weights
 
 
-def check_expert_ids(expert_ids: torch.Tensor, experts: int) -> None:
+def check_expert_ids(expert_ids: Tensor, experts: int) -> None:
     """Raises ValueError if ids on a CPU, where looking costs no sync, are of no expert."""
     if not expert_ids.is_cpu or not expert_ids.numel():
         return
@@ -17,14 +18,7 @@ def check_expert_ids(expert_ids: torch.Tensor, experts: int) -> None:
         raise ValueError(f"expert_ids must be of 0 to {experts - 1}, got {first.item()} to {last.item()}")
 
 
-def check_call(
-    x: torch.Tensor,
-    scores: torch.Tensor,
-    expert_ids: torch.Tensor,
-    weights: Weights,
-    ranks: int,
-    options: tuple,
-) -> None:
+def check_call(x: Tensor, scores: Tensor, expert_ids: Tensor, weights: Weights, ranks: int, options: tuple) -> None:
     """Raises ValueError of arguments that ``mxfp8_moe`` refuses; ``options``: a ``layer.Dispatched``."""
     w1, w3, w2, b1, b3, b2 = weights
     transport, rows, max_tokens, swiglu_limit = options

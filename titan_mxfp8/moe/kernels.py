@@ -28,26 +28,22 @@ _PER_PROCESSOR = 8  # programs that copy or add up rows
 
 
 class Peers(NamedTuple):
-    """The ranks' buffers.
+    """The ranks' buffers, from which copies are read, and to which their sums go.
 
     Attributes:
-        table: see ``buffer.Layout.table``.
+        table: see ``buffer.Layout.table``; None: copies and sums are tensors of this rank.
         tokens: ``buffer.Layout.tokens``: copy n is token ``n % tokens`` of source ``n // tokens``.
         rank: this one.
+        ranks: how many.
     """
 
-    table: Tensor
+    table: Tensor | None
     tokens: int
     rank: int
+    ranks: int
 
-    @property
-    def ranks(self) -> int:
-        return self.table.shape[1]
 
-    @property
-    def copies(self) -> int:
-        """Of all sources, if each had as many tokens as the buffers hold."""
-        return self.ranks * self.tokens
+_ALONE = Peers(None, 1, 0, 1)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -329,11 +325,7 @@ def make_metadata(
 
 
 def plan(
-    counts: Tensor,
-    rank: int,
-    capacity: int | None = None,
-    wanted: Tensor | None = None,
-    peers: Peers | None = None,
+    counts: Tensor, rank: int, capacity: int | None = None, wanted: Tensor | None = None, peers: Peers | None = None
 ) -> tuple[Tensor, Tensor]:
     """``rows.plan``; with peers the counts are theirs, and of ``counts`` only the number of columns is looked at."""
     ranks, experts = counts.shape[0] if peers is None else peers.ranks, counts.shape[1]
@@ -353,7 +345,8 @@ def find_destinations(
     """``rows.find_destinations``; with peers the metadata are theirs, and of ``metadata`` only the width is looked at.
     It may be columns of something wider. Scores of rows that no slot has are not written."""
     (ranks, local), k, device = starts.shape, metadata.shape[1] // 3, starts.device
-    copies, tokens, table = (metadata.shape[0], 1, None) if peers is None else (peers.copies, peers.tokens, peers.table)
+    copies = metadata.shape[0] if peers is None else peers.ranks * peers.tokens  # as many as the buffers hold
+    table, tokens, _, _ = peers or _ALONE
     destinations = torch.empty((copies, k), dtype=torch.int32, device=device)
     scores = torch.empty(capacity, dtype=torch.float32, device=device)
     tensors = table, None if peers else metadata, ends, starts, destinations, scores
@@ -403,7 +396,7 @@ def permute(payload: list[Tensor], destinations: Tensor, capacity: int, peers: P
     if len(payload) == 1:  # the scales have no columns
         sources, outs, words, strides = sources * 2, outs * 2, [*words, 0], [*strides, 0]
     blocks = [next_power_of_2(max(count, 1)) for count in words]
-    table, tokens, ranks = (None, 1, 1) if peers is None else (peers.table, peers.tokens, peers.ranks)
+    table, tokens, _, ranks = peers or _ALONE
     constants = (k, *words, *strides, *blocks, ranks, peers is not None)
     programs, warps = _programs(ceil_div(copies, ranks), device), _warps(blocks[0] * dtype.itemsize)
     tensors = (table, *sources, destinations, *outs)
@@ -423,10 +416,8 @@ def local_combine(
     tokens + t`` there, and nothing is returned. Copies without a slot here are not written then."""
     (copies, k), d, device = destinations.shape, ys[0].shape[1], destinations.device
     sums = values = None
-    table, tokens, rank, ranks = None, 1, 0, 1
-    if peers is not None:
-        table, tokens, rank, ranks = peers.table, peers.tokens, peers.rank, peers.ranks
-    else:
+    table, tokens, rank, ranks = peers or _ALONE
+    if peers is None:
         sums = torch.empty((copies, d), dtype=dtype, device=device)
         values = None if slot_values is None else torch.empty((copies, k), dtype=torch.float32, device=device)
     first, *second = [aligned(y.contiguous()) for y in ys]

@@ -21,24 +21,19 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titan_mxfp8 import backends
 from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.mx import ceil_div
-from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.format.spec import Operand
 from titan_mxfp8.moe import DispatchHandle, Rows, Transport, TransportName, choose
 from titan_mxfp8.moe.bounds import bound, factor_of
 from titan_mxfp8.moe.checks import check_call, check_expert_ids
 from titan_mxfp8.ops import experts
 from titan_mxfp8.ops.accumulate import held_gradients, take_gradients
-from titan_mxfp8.ops.autograd import (
-    ScoredCopies,
-    exported,
-    is_exporting,
-    once_differentiable,
-    save_for_backward,
-)
+from titan_mxfp8.ops.autograd import ScoredCopies, exported, is_exporting, once_differentiable, save_for_backward
 from titan_mxfp8.ops.checks import check_flags
 from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, WeightGradients, Weights
@@ -53,12 +48,12 @@ _checked: set[tuple] = set()  # shapes, dtypes, devices and options of calls tha
 
 
 def mxfp8_moe(
-    x: torch.Tensor,
-    scores: torch.Tensor,
-    expert_ids: torch.Tensor,
-    w1: torch.Tensor,
-    w3: torch.Tensor,
-    w2: torch.Tensor,
+    x: Tensor,
+    scores: Tensor,
+    expert_ids: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
     group: dist.ProcessGroup | None = None,
     *,
     recipe: str | Recipe = "mxfp8",
@@ -67,12 +62,12 @@ def mxfp8_moe(
     rows: Rows = "counted",
     max_tokens: int | None = None,
     scores_first: bool = False,
-    b1: torch.Tensor | None = None,
-    b3: torch.Tensor | None = None,
-    b2: torch.Tensor | None = None,
+    b1: Tensor | None = None,
+    b3: Tensor | None = None,
+    b2: Tensor | None = None,
     swiglu_limit: float | None = None,
     keep_quantized_weight: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     """The routed experts of a MoE layer: ``sum over j of scores[t, j] * expert(expert_ids[t, j])(x[t])``.
 
     With a ``group``, its R ranks share the experts (expert parallelism): rank r holds experts ``r E / R`` to
@@ -136,16 +131,16 @@ class Dispatched(NamedTuple):
 
 
 def moe(
-    x: torch.Tensor,
-    scores: torch.Tensor,
-    expert_ids: torch.Tensor,
+    x: Tensor,
+    scores: Tensor,
+    expert_ids: Tensor,
     weights: Weights,
     group: dist.ProcessGroup | None,
     options: Dispatched,
     config: MXConfig,
     scores_first: bool = False,
-    gathered: Sequence[torch.Tensor] = (),
-) -> torch.Tensor:
+    gathered: Sequence[Tensor] = (),
+) -> Tensor:
     """``mxfp8_moe`` with a ``config``; ``gathered``: as of ``grouped_experts``."""
     x, scores, *rest = plain("mxfp8_moe", x=x, scores=scores, **weights._asdict())
     weights = Weights(*rest)
@@ -156,7 +151,7 @@ def moe(
             "for each of its dimensions, mesh.get_group(name)"
         )
     ranks = 1 if group is None else group.size()
-    if compiling or type(x) is not torch.Tensor:  # sizes may be symbols, which have no hash
+    if compiling or type(x) is not Tensor:  # sizes may be symbols, which have no hash
         check_call(x, scores, expert_ids, weights, ranks, options)
     else:
         given = [ranks, f"{options}"]
@@ -175,13 +170,11 @@ def moe(
     if compiling and is_exporting():
         return _exported_moe(x, scores, expert_ids, *weights, scores_first, layer, config.kept_weight)
     kept_weight = "itself" if gathered else config.kept_weight
-    rest = *weights, layer, kept_weight, torch.is_grad_enabled(), *gathered
+    rest = layer, kept_weight, torch.is_grad_enabled(), *weights, *gathered
     return _apply(x, scores, expert_ids, rest, scores_first)
 
 
-def _apply(
-    x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, rest: tuple, scores_first: bool
-) -> torch.Tensor:
+def _apply(x: Tensor, scores: Tensor, expert_ids: Tensor, rest: tuple, scores_first: bool) -> Tensor:
     """``_MoE`` of tokens, or with ``scores_first`` of each of their copies."""
     if not scores_first:
         return _MoE.apply(x, scores.float(), expert_ids, *rest)[0]
@@ -191,20 +184,20 @@ def _apply(
 
 
 def _moe(
-    x: torch.Tensor,
-    scores: torch.Tensor,
-    expert_ids: torch.Tensor,
-    w1: torch.Tensor,
-    w3: torch.Tensor,
-    w2: torch.Tensor,
-    b1: torch.Tensor | None,
-    b3: torch.Tensor | None,
-    b2: torch.Tensor | None,
+    x: Tensor,
+    scores: Tensor,
+    expert_ids: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b3: Tensor | None,
+    b2: Tensor | None,
     scores_first: bool,
     config: str,
     kept_weight: str,
-) -> torch.Tensor:
-    rest = w1, w3, w2, b1, b3, b2, config, kept_weight, torch.is_grad_enabled()
+) -> Tensor:
+    rest = config, kept_weight, torch.is_grad_enabled(), w1, w3, w2, b1, b3, b2
     return _apply(x, scores, expert_ids, rest, scores_first)
 
 
@@ -266,10 +259,11 @@ class _MoE(torch.autograd.Function):
     32x32 blocks what was quantised for dgrad instead, unless FSDP frees them (``MXConfig.kept_weight``)."""
 
     @staticmethod
-    def forward(ctx, x, scores, expert_ids, w1, w3, w2, b1, b3, b2, config, kept_weight, grad_enabled, *gathered):
+    def forward(ctx, x, scores, expert_ids, config, kept_weight, grad_enabled, *given):
+        (w1, w3, w2, b1, b3, b2), gathered = given[:6], given[6:]
         save = grad_enabled and any(ctx.needs_input_grad)
         ctx.config, ctx.scored, ctx.x_dtype = config, scores is not None, x.dtype
-        ctx.dtypes = [None if w is None else w.dtype for w in (w1, w3, w2, b1, b3, b2)]
+        ctx.dtypes = [None if w is None else w.dtype for w in given[:6]]
         if kept_weight == "bf16":
             w1, w3, w2 = w1.bfloat16(), w3.bfloat16(), w2.bfloat16()
         matrices = gathered or (w1, w3, w2)
@@ -285,25 +279,25 @@ class _MoE(torch.autograd.Function):
     def backward(ctx, saved, g_TD):
         b2, *saved = saved
         weights, saved = [*saved[: ctx.matrices]], [*saved[ctx.matrices :]]
-        needs = list(ctx.needs_input_grad[3:9])
+        needs = list(ctx.needs_input_grad[6:12])
         params, totals = held_gradients(ctx, first=2 + ctx.scored, count=3)
         dtype = common_dtype(ctx.dtypes)
         made = moe_backward(g_TD, saved, weights, b2, ctx.scored, needs, dtype, totals, ctx.config)
         dweights = gradients_of(take_gradients(params, totals) + made[1 + ctx.scored :], needs, ctx.dtypes)
-        none = [None] * (len(ctx.needs_input_grad) - 9)
-        return made[0].to(ctx.x_dtype), made[1] if ctx.scored else None, None, *dweights, *none
+        none = [None] * (len(ctx.needs_input_grad) - 12)
+        return made[0].to(ctx.x_dtype), made[1] if ctx.scored else None, *[None] * 4, *dweights, *none
 
 
 @Operator
 def moe_forward(
-    x: torch.Tensor,
-    scores: torch.Tensor | None,
-    expert_ids: torch.Tensor,
-    weights: list[torch.Tensor],
-    biases: list[torch.Tensor | None],
+    x: Tensor,
+    scores: Tensor | None,
+    expert_ids: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
     config: str,
     save: bool,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """The output (T, D), and with ``save`` what ``moe_backward`` takes: the ``DispatchHandle``, gate and up (M, H),
     the kept weights, and the rows of x as they arrived.
 
@@ -330,7 +324,7 @@ def moe_forward(
     capacity = layer.capacity(room, slots, weights[0].shape[0])
     received, handle = transport.dispatch(parts, expert_ids, sent_scores, count, capacity, quantize_weights)
     del parts
-    x_tokens = Tokens(_of_parts(received, layer.x_rows))
+    x_tokens = Tokens(Operand.of_rows(layer.x_rows, *received))
     y, gate, up = experts.forward(x_tokens, quantized, parameters, handle.offs, layer, kernels)
     out, _ = transport.combine([y], scores is not None, None, handle, x.dtype)
     if not save:
@@ -355,7 +349,7 @@ def _(x, scores, expert_ids, weights, biases, config, save):
     return [out, *handle, *preactivations, *experts.tensors_of(kept), *received]
 
 
-def _empty_handle(expert_ids: torch.Tensor, local: int, config: MoEConfig) -> DispatchHandle:
+def _empty_handle(expert_ids: Tensor, local: int, config: MoEConfig) -> DispatchHandle:
     """The shapes of a ``DispatchHandle``. Where the host counts rows, compilers take their number as it comes;
     elsewhere, as in estimates of memory, it is that of balanced experts."""
     tokens, slots = expert_ids.shape
@@ -384,16 +378,16 @@ def _empty_handle(expert_ids: torch.Tensor, local: int, config: MoEConfig) -> Di
 
 @Operator
 def moe_backward(
-    g: torch.Tensor,
-    saved: list[torch.Tensor],
-    weights: list[torch.Tensor],
-    b2: torch.Tensor | None,
+    g: Tensor,
+    saved: list[Tensor],
+    weights: list[Tensor],
+    b2: Tensor | None,
     scored: bool,
     needs: list[bool],
     dtype: torch.dtype,
-    totals: list[torch.Tensor],
+    totals: list[Tensor],
     config: str,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """The gradients: of x (T, D) in bf16 or the dtype of ``g``, with ``scored`` of the scores (T, K), and those that
     ``needs`` names: of w1, w3, w2 in ``dtype``, of b1, b3, b2 in fp32.
 
@@ -409,15 +403,16 @@ def moe_backward(
     handle, preactivations, taken = DispatchHandle(*saved[:_HANDLE]), saved[_HANDLE:][:2], saved[_HANDLE + 2 :]
     saved.clear()
     quantized = kept_operands(taken, layer.gemms)
-    x = [Tokens(_of_parts(taken, layer.x_rows))]
+    x = [Tokens(Operand.of_rows(layer.x_rows, *taken))]
     taken.clear()
     sent = _to_parts(kernels.quantize(aligned(g), 1, layer.g_rows, None))
-    g_rows = _of_parts(transport.dispatch_with_handle(sent, handle), layer.g_rows)
+    g_rows = Operand.of_rows(layer.g_rows, *transport.dispatch_with_handle(sent, handle))
     spec = layer.gemms.plan.wgrad.a
     gathers = b2 is None and (spec.scales == "mn_major" or (spec.stored == "bf16" and spec.is_quantized))
     sources = transport.find_sources(handle) if gathers else None
-    g_tokens = [Tokens(g_rows, sent=None if sources is None else _of_parts(sent, layer.g_rows), sources=sources)]
-    del sent, g_rows, sources
+    g_sent = None if sources is None else Operand.of_rows(layer.g_rows, *sent)
+    g_tokens = [Tokens(g_rows, sent=g_sent, sources=sources)]
+    del sent, g_sent, g_rows, sources
     rest = needs, WeightGradients(dtype, totals), handle.offs, layer, kernels
     made, dscores_M, dw2, db2 = experts.backward_w2(
         g_tokens, preactivations, handle.scores if scored else None, parameters, quantized, *rest
@@ -435,7 +430,7 @@ def _(g, saved, weights, b2, scored, needs, dtype, totals, config):
     return [g.new_empty(g.shape), *dscores, *grads]
 
 
-# As ``ops/library.py`` has it for single GEMMs: of T * K rows, as many as land on a rank if experts are balanced.
+# As ``ops/library.py`` has it for single GEMMs: of T * K rows, as many as come to a rank if experts are balanced.
 @register_flop_formula(torch.ops.titan_mxfp8.moe_forward)
 def _(x_shape, scores_shape, expert_ids_shape, weight_shapes, *args, **kwargs) -> int:
     return 3 * 2 * math.prod(expert_ids_shape) * math.prod(weight_shapes[0][1:])
@@ -448,18 +443,8 @@ def _(g_shape, saved_shapes, weight_shapes, b2_shape, scored, needs, *args, **kw
     return (3 + sum(needs[:3])) * 2 * math.prod(expert_ids_shape) * features
 
 
-def _to_parts(rows: Operand) -> list[torch.Tensor]:
+def _to_parts(rows: Operand) -> list[Tensor]:
     """What travels of (T, D) rows: their elements and, (T, D / block_k), their scales; or bf16 alone."""
     if rows.spec.scales == "mn_major":  # of no rows contiguous() would leave the strides
         return [rows.data, rows.row_scales().clone(memory_format=torch.contiguous_format)]
     return [rows.data] if rows.scale is None else [rows.data, rows.scale.contiguous()]
-
-
-def _of_parts(parts: list[torch.Tensor], spec: OperandSpec) -> Operand:
-    """The rows that arrived, as a GEMM takes them."""
-    data, scale = (*parts, None)[:2]
-    if spec.scales == "mn_major":
-        across = scale.new_zeros(spec.scale_shape(tuple(data.shape)))
-        across[:, : data.shape[0]] = scale.mT
-        scale = across
-    return Operand(data, scale, spec, 1)

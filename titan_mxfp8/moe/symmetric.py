@@ -226,7 +226,7 @@ class Symmetric(Transport):
         memory, pointers = normal_mode(self.link.allocate)(wanted.offsets()[-1])
         self._view = lru_cache(_VIEWS)(normal_mode(partial(wanted.view, memory)))
         self._rooms = lru_cache(_VIEWS)(normal_mode(partial(wanted.rooms, memory)))
-        self.peers = kernels.Peers(wanted.table(pointers, self.link.device), wanted.tokens, self.rank)
+        self.peers = kernels.Peers(wanted.table(pointers, self.link.device), wanted.tokens, self.rank, self.ranks)
 
 
 @cache

@@ -191,7 +191,7 @@ class Job:
     """)
 
     save_config_file: str | None = option("job_config.json")("""
-    The whole config as JSON, in job.dump_folder: scripts/compare_runs.py reads it.
+    The whole config as JSON, in job.dump_folder: scripts/study/compare_runs.py reads it.
     """)
 
 

@@ -14,7 +14,6 @@ from math import prod
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import init_fake_mode
@@ -35,9 +34,10 @@ from titan_mxfp8.plugin.checks import (
     model_args,
 )
 from titan_mxfp8.plugin.flavors import is_study_flavor
-from titan_mxfp8.plugin.job_config import converter_configs, recipe_of
+from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, converter_configs, recipe_of
 from titan_mxfp8.plugin.moe import MXFP8MoE, dispatching_layers
 from titan_mxfp8.recipe import GROUPED_MM, Recipe
+from titan_mxfp8.titan.cuda_graph import fsdp_modules
 from titan_mxfp8.titan.dispatch import dispatch_of
 from titan_mxfp8.tools.memory import (
     FILL,
@@ -105,19 +105,22 @@ def cluster_gpu(job_config: JobConfig) -> Iterator[None]:
 def multiplied(job_config: JobConfig) -> dict[str, str]:
     """In words, by converter that the config asks for: what the cluster's GPU multiplies in each of its GEMMs, and by
     which backend; empty where the config names no GPU that we know."""
-    gpu, configs = job_config.cluster.gpu, converter_configs(job_config)
-    if gpu not in CLUSTER_GPUS:
+    if job_config.cluster.gpu not in CLUSTER_GPUS:
         return {}
-    found = {}
-    for name in job_config.model.converters:
-        if name in configs:
-            mx = configs[name]
-            recipe = backends.recommend(mx.recipe_name, mx.backend, CLUSTER_GPUS[gpu], mx.hopper_rebase)
-            selection = backends.select(mx.backend, CLUSTER_GPUS[gpu], recipe)
-            untried = ", never run there" if selection.warning else ""
-            plan = backends.plan_on(recipe, selection.name, CLUSTER_GPUS[gpu])
-            found[name] = f"{recipe.name}, backend {selection.name}{untried}: {plan}"
+    found, hardware = {}, CLUSTER_GPUS[job_config.cluster.gpu]
+    for name, mx in asked_configs(job_config).items():
+        recipe = backends.recommend(mx.recipe_name, mx.backend, hardware, mx.hopper_rebase)
+        selection = backends.select(mx.backend, hardware, recipe)
+        untried = ", never run there" if selection.warning else ""
+        plan = backends.plan_on(recipe, selection.name, hardware)
+        found[name] = f"{recipe.name}, backend {selection.name}{untried}: {plan}"
     return found
+
+
+def asked_configs(job_config: JobConfig) -> dict[str, MXGroupedMM | MXLinear]:
+    """The section of each of our converters that the config asks for, by the converter's name."""
+    configs = converter_configs(job_config)
+    return {name: configs[name] for name in job_config.model.converters if name in configs}
 
 
 def recipes_here(path: str, overrides: Sequence[str] = ()) -> dict[str, tuple[Recipe, str]]:
@@ -130,12 +133,7 @@ def recipes_here(path: str, overrides: Sequence[str] = ()) -> dict[str, tuple[Re
     job_config = LocalConfigManager().parse_args([f"--job.config_file={path}", *overrides])
     check_batch(job_config)
     converted_model(job_config, ParallelDims(*[1] * 7, world_size=1))
-    configs = converter_configs(job_config)
-    return {
-        name: (recipe_of(configs[name]), configs[name].backend)
-        for name in job_config.model.converters
-        if name in configs
-    }
+    return {name: (recipe_of(mx), mx.backend) for name, mx in asked_configs(job_config).items()}
 
 
 def converted_model(job_config: JobConfig, dims: ParallelDims) -> tuple[nn.Module, BaseModelArgs]:
@@ -250,7 +248,7 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
         mxfp8_share=mxfp8_flops(whole, args) / flops,
         multiplied=multiplied(job_config),
         gemms=gemms,
-        frees_weights=any(isinstance(module, FSDPModule) for module in sharded.modules()),
+        frees_weights=bool(fsdp_modules(sharded)),
         out_of_fsdp=sum(
             prod(model_parallel_shape(param))
             for module in experts_out_of_fsdp(sharded).values()

@@ -4,7 +4,7 @@ Everything that a step needs is added up as if it were all alive at once, which 
 the CUDA context, NCCL's buffers, the allocator's fragmentation and uneven routing are left out.
 
 Held against 52 peaks that TorchTitan logged as reserved on one, two and four H200s, compiled, without checkpointing, in
-MXFP8 or with ``dispatch`` alone, all experts in FSDP (``scripts/roofline.py check``,
+MXFP8 or with ``dispatch`` alone, all experts in FSDP (``scripts/bench/roofline.py check``,
 ``results/2026-11-25_cpu_predictions``; no term is fitted to them): of Llama4 17Bx16E cut to 2 and 4 layers from 7%
 below to 3% above; of DeepSeek-V3 16B cut to 4 layers from 15% to 4% below on two GPUs, which is not explained, and from
 6% to 10% above on one. torchao's README states 145.55 GiB for 2 layers of Llama4 on four B200s with a local batch of 8:
@@ -30,12 +30,12 @@ from math import prod
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 
 from titan_mxfp8.plugin.moe import MXFP8MoE
+from titan_mxfp8.titan.cuda_graph import fsdp_modules
 from titan_mxfp8.titan.fsdp import has_expert_shards
 from titan_mxfp8.titan.gather import gathered_itemsize
 from titan_mxfp8.tools.saved import Saved, saved_by_blocks
@@ -92,14 +92,13 @@ def estimate_memory(whole: nn.Module, sharded: nn.Module, job_config: JobConfig,
     training, compiled = job_config.training, job_config.compile
     local = sum(_local(param).nbytes for param in sharded.parameters())
     tokens = training.local_batch_size * training.seq_len / (dims.cp * dims.tp)
-    frees_weights = any(isinstance(module, FSDPModule) for module in sharded.modules())
     loss_is_compiled = compiled.enable and "loss" in compiled.components
     return Memory(
         parameters=local,
         gradients=local,
         optimizer=2 * local,
         gathered=_gathered_bytes(sharded, TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize),
-        activations=activation_bytes(whole, job_config, dims, frees_weights, kept_weights(sharded)),
+        activations=activation_bytes(whole, job_config, dims, bool(fsdp_modules(sharded)), kept_weights(sharded)),
         logits=tokens * whole.output.out_features * (4 if loss_is_compiled else 12),
     )
 
@@ -120,7 +119,7 @@ def model_parallel_shape(param: torch.Tensor) -> tuple[int, ...]:
 
 def experts_out_of_fsdp(sharded: nn.Module) -> dict[str, nn.Module]:
     """The expert modules, by name, that FSDP leaves alone though it takes the rest of the model."""
-    if not any(isinstance(module, FSDPModule) for module in sharded.modules()):
+    if not fsdp_modules(sharded):
         return {}
     return {
         name: module
@@ -184,10 +183,8 @@ def _copies_sent(block: nn.Module, dims: ParallelDims) -> int:
 
 def _gathered_bytes(model: nn.Module, itemsize: int) -> float:
     """The FSDP row of the table; 0 without FSDP."""
-    units: dict[str, float] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            units[name] = 0.0
+    managed = fsdp_modules(model)
+    units = {name: 0.0 for name, module in model.named_modules() if module in managed}
     if not units:
         return 0.0
     blocks: dict[str, float] = {}

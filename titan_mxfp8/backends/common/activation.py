@@ -3,15 +3,16 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
-from titan_mxfp8.backends.common.tiles import SEGMENT_BYTES, Matrices, as_matrices, load_tile, row_block_rows
+from titan_mxfp8.backends.common.tiles import SEGMENT_BYTES, Matrices, as_matrices, load_tile, load_values, tile_rows
 from titan_mxfp8.format.swiglu import GPT_OSS_ALPHA
 
 SEGMENT = SEGMENT_BYTES // 2  # columns in bf16
 
 
-def matrices_of(*tensors: torch.Tensor) -> tuple[Matrices, ...]:
+def matrices_of(*tensors: Tensor) -> tuple[Matrices, ...]:
     for x in tensors:
         assert x.dtype == torch.bfloat16 and x.shape == tensors[0].shape and x.ndim == 2, (x.dtype, x.shape)
     return tuple(as_matrices(x, 0) for x in tensors)
@@ -21,7 +22,14 @@ def alpha_of(limit: float | None) -> float:
     return 1.0 if limit is None else GPT_OSS_ALPHA
 
 
-def memory_of(u: Matrices) -> torch.Tensor:
+def sums_of(scores_M: Tensor | None, rows: int, col_tiles: int) -> tuple[Tensor | None, Tensor | None]:
+    """The scores, contiguous, and room for the sums of u * h over the columns of each tile, fp32 (col_tiles, rows)."""
+    if scores_M is None:
+        return None, None
+    return scores_M.contiguous(), torch.empty((col_tiles, rows), dtype=torch.float32, device=scores_M.device)
+
+
+def memory_of(u: Matrices) -> Tensor:
     """u itself, or new memory where rows do not follow each other."""
     return u.x if u.x.is_contiguous() else torch.empty_like(u.x, memory_format=torch.contiguous_format)
 
@@ -78,24 +86,14 @@ def load_parts(
         0, False, RAGGED, BLOCKS, SEGMENTS, SEGMENT,
     )  # fmt: skip
     at = row.to(tl.int64)[:, None] * cols + col
-    v, _, _, _ = load_tile(
-        up, None, table, rows, cols, up_stride, tile_row, tile_col, row_blocks, rows,
-        0, False, RAGGED, BLOCKS, SEGMENTS, SEGMENT,
-    )  # fmt: skip
-    du, _, _, _ = load_tile(
-        u, None, table, rows, cols, u_stride, tile_row, tile_col, row_blocks, rows,
-        0, False, RAGGED, BLOCKS, SEGMENTS, SEGMENT,
-    )  # fmt: skip
-    row, stop = row_block_rows(table, rows, tile_row, row_blocks, RAGGED, BLOCKS)
-    row = tl.reshape(row[:, None] + tl.arange(0, 32)[None, :], (32 * BLOCKS,))
-    stop = tl.reshape(tl.broadcast_to(stop[:, None], (BLOCKS, 32)), (32 * BLOCKS,))
+    v = load_values(up, table, rows, cols, up_stride, tile_row, tile_col, row_blocks, RAGGED, BLOCKS, SEGMENTS, SEGMENT)
+    du = load_values(u, table, rows, cols, u_stride, tile_row, tile_col, row_blocks, RAGGED, BLOCKS, SEGMENTS, SEGMENT)
+    row, stop = tile_rows(table, rows, tile_row, row_blocks, RAGGED, BLOCKS)
     score = 1.0
     if SCORED:
         score = tl.load(scores + row, mask=row < stop, other=0)
         score = tl.permute(tl.reshape(score, (BLOCKS, 4, 8)), (2, 0, 1))[:, :, None, :, None]
     g = tl.reshape(g, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
-    v = tl.reshape(v, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
-    du = tl.reshape(du, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
     cut_g, factor, s = activation(g, v, LIMIT, ALPHA)
     return g, v, du, cut_g, factor, s, score, at, inside, row, stop
 
@@ -117,8 +115,8 @@ def gradient_of_gate(gate, dh, cut_g, factor, s, LIMIT: tl.constexpr, ALPHA: tl.
 
 
 @triton.jit
-def store_products(sums, h, du, row, stop, BLOCKS: tl.constexpr):
-    """The sums of u * h over the columns of a tile."""
-    products = tl.sum(tl.sum(du * rounded(h).to(tl.float32), 4), 2)  # (8, BLOCKS, 4)
-    products = tl.reshape(tl.permute(products, (1, 2, 0)), (32 * BLOCKS,))
+def store_products(sums, h, du, row, stop):
+    """The sums of u * h over the columns of a tile of 32 rows."""
+    products = tl.sum(tl.sum(du * rounded(h).to(tl.float32), 4), 2)  # (8, 1, 4)
+    products = tl.reshape(tl.permute(products, (1, 2, 0)), (32,))
     tl.store(sums + row, products, mask=row < stop)

@@ -5,24 +5,22 @@ import math
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from titan_mxfp8.backends.common.convert import (
-    from_elements,
-    magnitude_bits,
-    scale_byte,
-    scale_value,
-    through_elements,
-)
+from titan_mxfp8.backends.common.convert import from_elements, magnitude_bits, scale_byte, scale_value, through_elements
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.tiles import (
     Tile,
+    amax_of_squares,
     as_matrices,
     as_rows,
     is_past,
     load_tile,
     map_tiles,
+    of_columns,
     rounding_of,
     source_of,
+    tile_position,
 )
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.format.spec import Operand
@@ -32,7 +30,7 @@ ROUND_TILE = Tile(rows=128, segments=1)
 REQUANTIZE_TILE = Tile(rows=64, segments=2)  # of FP8 rows: 0.84 ms there, 128 rows and 2 segments 0.94
 
 
-def dequantize(operand: Operand, dtype: torch.dtype = torch.bfloat16, offs: torch.Tensor | None = None) -> torch.Tensor:
+def dequantize(operand: Operand, dtype: torch.dtype = torch.bfloat16, offs: Tensor | None = None) -> Tensor:
     """The values of an FP8 operand, exact or rebased rows, as its elements lie; with ``offs`` of those before
     ``offs[-1]``, nothing in the others."""
     data, scale, spec, _ = operand
@@ -51,12 +49,12 @@ def dequantize(operand: Operand, dtype: torch.dtype = torch.bfloat16, offs: torc
 
 
 def launch(
-    x: torch.Tensor,
+    x: Tensor,
     rowwise: Operand | None,
     columnwise: Operand | None,
-    offs: torch.Tensor | None,
+    offs: Tensor | None,
     source: Operand | None,
-    places: torch.Tensor | None = None,
+    places: Tensor | None = None,
 ) -> None:
     """Fills operands of quantised values in bf16, see ``quantizers.LAUNCHES``. With ``offs`` rows at and past
     ``offs[-1]`` are zeros, but where there is a ``source``."""
@@ -133,11 +131,7 @@ def _quantize_dequantize_tiles(
     ``rowwise`` on demand.
     """
     ALL: tl.constexpr = 32 * BLOCKS * SEGMENTS
-    col_tiles = tl.cdiv(cols, SEGMENTS * SEGMENT)
-    row_tiles = tl.cdiv(row_blocks, BLOCKS)
-    tile_col = tl.program_id(0) % col_tiles
-    tile_row = tl.program_id(0) // col_tiles % row_tiles
-    batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
+    batch, tile_row, tile_col = tile_position(tl.cdiv(cols, SEGMENTS * SEGMENT), tl.cdiv(row_blocks, BLOCKS))
     if X_BLOCK_K and RAGGED:
         if is_past(table, offs, groups, tile_row, BLOCKS):
             return
@@ -163,9 +157,7 @@ def _quantize_dequantize_tiles(
     values = tl.reshape(values, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
     amax = tl.max(tl.max(magnitude_bits(values), 0), 2)
     if SQUARES:
-        square = tl.max(tl.reshape(amax, (BLOCKS, SEGMENTS, SEGMENT // 32, 32)), 3)
-        amax = tl.broadcast_to(square[:, :, :, None], (BLOCKS, SEGMENTS, SEGMENT // 32, 32))
-        amax = tl.reshape(amax, (BLOCKS, SEGMENTS, SEGMENT))
+        amax = of_columns(amax_of_squares(amax))
     byte = scale_byte(amax, FLOOR, E5M2)
     rounded = tl.reshape(through_elements(values, byte[None, :, :, None, :], E5M2), (ALL, SEGMENT))
     tl.store(
@@ -178,7 +170,7 @@ _QUANTIZE_DEQUANTIZE_ROWS = Kernel(_quantize_dequantize_rows)
 _QUANTIZE_DEQUANTIZE_TILES = Kernel(_quantize_dequantize_tiles)
 
 
-def _launch_rows(x: torch.Tensor, out: Operand) -> None:
+def _launch_rows(x: Tensor, out: Operand) -> None:
     rows = as_rows(x)
     blocks_per_row = ceil_div(rows.cols, BLOCK_SIZE)
     blocks = rows.rows * blocks_per_row
@@ -190,19 +182,18 @@ def _launch_rows(x: torch.Tensor, out: Operand) -> None:
 
 
 def _launch_tiles(
-    x: torch.Tensor,
+    x: Tensor,
     rowwise: Operand | None,
     columnwise: Operand,
-    offs: torch.Tensor | None,
+    offs: Tensor | None,
     source: Operand | None,
-    places: torch.Tensor | None = None,
+    places: Tensor | None = None,
 ) -> None:
     spec = columnwise.spec
     matrices = as_matrices(x, x.ndim - 2 if spec.block == "32x32" else columnwise.axis)
     rows = matrices.rows if places is None else places.shape[0]
     tile, (segment, source_constants) = REQUANTIZE_TILE if source else ROUND_TILE, source_of(x, source)
-    row_block_map = None if offs is None else map_tiles(offs, rows, tile, tail=source is None)
-    row_blocks = ceil_div(rows, BLOCK_SIZE) if row_block_map is None else row_block_map.row_blocks
+    table, row_blocks = map_tiles(offs, rows, tile, tail=source is None)
     programs = matrices.batches * ceil_div(row_blocks, tile.blocks) * ceil_div(matrices.cols, tile.segments * segment)
     programs = programs if x.numel() else 0
     constants = (
@@ -211,9 +202,8 @@ def _launch_tiles(
     )  # fmt: skip
     _QUANTIZE_DEQUANTIZE_TILES.launch(
         programs,
-        (matrices.x, source and source.scale, places, rowwise and rowwise.data, columnwise.data,
-        row_block_map and row_block_map.table, offs),
-        (matrices.cols, matrices.batch_stride, matrices.row_stride),
+        (matrices.x, source and source.scale, places, rowwise and rowwise.data, columnwise.data, table, offs),
+        matrices.sizes,
         (rows, row_blocks, 0 if offs is None else offs.shape[0], matrices.rows), constants,
         device=x.device, warps=tile.warps,
     )  # fmt: skip

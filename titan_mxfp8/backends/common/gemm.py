@@ -10,11 +10,10 @@ left is a product of two bf16 matrices, which torch's library does as fast as th
 M tokens, N out features, K in features, E experts; C is a contraction axis and D the other one of ``b``.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_mxfp8.backends import reference
@@ -73,13 +72,8 @@ _prepared: set[tuple] = set()  # weights by which torch multiplied many tokens
 
 
 def gemm_m_grouped(
-    a: Operand,
-    b: Operand,
-    offs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    zero_tail: bool = True,
-) -> torch.Tensor:
+    a: Operand, b: Operand, offs: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype, zero_tail: bool = True
+) -> Tensor:
     """``Backend.gemm_m_grouped`` of exact operands."""
     check_m_grouped(a, b)
     device = a.data.device
@@ -96,9 +90,7 @@ def gemm_m_grouped(
     return multiply_m_grouped(a, b, offs, bias, out_dtype, mma, zero_tail=zero_tail)
 
 
-def dual_gemm_m_grouped(
-    first: tuple[Operand, Operand], second: tuple[Operand, Operand], offs: torch.Tensor | None
-) -> torch.Tensor:
+def dual_gemm_m_grouped(first: tuple[Operand, Operand], second: tuple[Operand, Operand], offs: Tensor | None) -> Tensor:
     """The sum of two products of ``gemm_m_grouped``, in bf16, by kernels that use TMA; rows of no group are
     undefined."""
     mma = hardware_of(first[0].data.device).mma
@@ -106,8 +98,8 @@ def dual_gemm_m_grouped(
 
 
 def gemm_k_grouped(
-    a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype, add_to: torch.Tensor | None = None
-) -> torch.Tensor:
+    a: Operand, b: Operand, offs: Tensor | None, out_dtype: torch.dtype, add_to: Tensor | None = None
+) -> Tensor:
     """``Backend.gemm_k_grouped`` of exact operands, or of unquantised ones.
 
     For the latter torch's kernel wants another pass over the result for the empty groups. On an H200 this one takes as
@@ -136,14 +128,14 @@ def in_bf16(operand: Operand) -> Operand:
 def multiply_m_grouped(
     a: Operand,
     b: Operand,
-    offs: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    offs: Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
     mma: Mma,
     tiles: Tiles | None = None,
     zero_tail: bool = True,
     second: tuple[Operand, Operand] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """``gemm_m_grouped`` with a given ``Mma`` and, for measurements, given tiles; with TMA also plus a ``second``
     product of the same shapes."""
     if mma == "scaled" and a.spec.stored == "bf16":
@@ -155,36 +147,49 @@ def multiply_m_grouped(
     if second:
         assert mma == "bf16_tma", "only kernels that use TMA add up two products"
         assert [(x.data.shape, x.axis) for x in products[1]] == [(x.data.shape, x.axis) for x in (a, b)], second
-    (m, _), device = a.data.shape, a.data.device
-    d = b.data.shape[2 if _is_d_major(b) else 1]
+    (m, c), experts, device = a.data.shape, b.data.shape[0], a.data.device
+    d_major = b.spec.stored == "bf16" and b.axis == 1  # b is (E, C, D), and not (E, D, C)
+    d = b.data.shape[2 if d_major else 1]
     out_MD = torch.empty((m, d), dtype=out_dtype, device=device)
-    launch = partial(
-        _launch_m_grouped,
-        [x for product in products for x in product],
-        (bias, out_MD, offs, torch.zeros(1, dtype=torch.int32, device=device)),
-        mma,
-        zero_tail,
-    )
-    _with_tiles(launch, tiles, mma, (1, m, d), None, device)
+    tile_counter = torch.zeros(1, dtype=torch.int32, device=device)
+    scales = (a.scale, b.scale) if mma == "scaled" else (None, None)
+    matrices, descriptors = (a.data, b.data, None, None), ()
+    for which, chosen in enumerate(_tiles_in_turn(tiles, mma, (1, m, d), None, device)):
+        if mma == "bf16_tma":
+            blocks = (chosen.bm, chosen.bc), (1, chosen.bc, chosen.bn) if d_major else (1, chosen.bn, chosen.bc)
+            descriptors = tuple(_described(x.data, blocks[i]) for product in products for i, x in enumerate(product))
+            matrices = (None,) * (4 - len(descriptors))
+        constants = (
+            mma, *_formats(mma, a, b), b.spec.block_mn if mma == "scaled" else 1, d_major, c % chosen.bc == 0,
+            zero_tail, chosen.bm, chosen.bn, chosen.bc, GROUP_M, 64 * chosen.warps,
+        )  # fmt: skip
+        count = (ceil_div(m, chosen.bm) + experts) * ceil_div(d, chosen.bn) if m else 0  # at most
+        is_new = M_GROUPED.launch(
+            min(count, multiprocessors(device) * chosen.programs) if which == 0 else 0,
+            (*matrices, *scales, bias, out_MD, offs, tile_counter), (c, d), (m, experts), constants,
+            device=device, warps=chosen.warps, stages=chosen.stages, descriptors=descriptors,
+        )  # fmt: skip
+        if not is_new:
+            break
     return out_MD
 
 
 def multiply_k_grouped(
     a: Operand,
     b: Operand,
-    offs: torch.Tensor | None,
+    offs: Tensor | None,
     out_dtype: torch.dtype,
     mma: Mma,
     tiles: Tiles | None = None,
-    add_to: torch.Tensor | None = None,
-) -> torch.Tensor:
+    add_to: Tensor | None = None,
+) -> Tensor:
     """``gemm_k_grouped`` with a given ``Mma`` and, for measurements, given tiles."""
     alignment = 1 if a.spec.stored == "bf16" else BLOCK_SIZE  # of the groups
     assert a.spec.stored == b.spec.stored, "one operand is padded, the other is not"
     if mma == "scaled" and a.spec.stored == "bf16":
         mma = "bf16"
     if mma == "scaled":
-        (n, m), k = a.data.shape, b.data.shape[0]
+        (n, m), k = a.data.shape, b.data.shape[0]  # of m tokens, with the padding of operands that have it
     else:
         a, b = _tokens_first(a), _tokens_first(b)
         (m, n), k = a.data.shape, b.data.shape[1]
@@ -192,93 +197,40 @@ def multiply_k_grouped(
     out_ENK = torch.empty((experts, n, k), dtype=out_dtype, device=device) if add_to is None else add_to
     if m == 0 and add_to is None:
         out_ENK.zero_()
-    tensors = out_ENK, offs, torch.zeros(1, dtype=torch.int32, device=device)
-    launch = partial(_launch_k_grouped, [a, b], tensors, mma, alignment, m, add_to is not None)
-    _with_tiles(launch, tiles, mma, (experts, n, k), m // experts, device)
+    tile_counter = torch.zeros(1, dtype=torch.int32, device=device)
+    scales = (a.scale, b.scale) if mma == "scaled" else (None, None)
+    matrices, descriptors = (a.data, b.data), ()
+    for which, chosen in enumerate(_tiles_in_turn(tiles, mma, (experts, n, k), m // experts, device)):
+        if mma == "bf16_tma":
+            descriptors = _described(a.data, (chosen.bc, chosen.bm)), _described(b.data, (chosen.bc, chosen.bn))
+            matrices = ()
+        constants = (
+            mma, *_formats(mma, a, b), alignment, add_to is not None,
+            chosen.bm, chosen.bn, chosen.bc, GROUP_M, 64 * chosen.warps,
+        )  # fmt: skip
+        count = experts * ceil_div(n, chosen.bm) * ceil_div(k, chosen.bn) if m else 0
+        is_new = K_GROUPED.launch(
+            min(count, multiprocessors(device) * chosen.programs) if which == 0 else 0,
+            (*matrices, *scales, out_ENK, offs, tile_counter), (n, k), (m, m // BLOCK_SIZE, experts), constants,
+            device=device, warps=chosen.warps, stages=chosen.stages, descriptors=descriptors,
+        )  # fmt: skip
+        if not is_new:
+            break
     return out_ENK
 
 
-def _with_tiles(
-    launch: Callable[[Tiles, bool], bool],
-    tiles: Tiles | None,
-    mma: Mma,
-    out: tuple[int, int, int],
-    tokens: int | None,
-    device: torch.device,
-) -> None:
-    """Launches with the tiles given, or else with those that fit best; once that compiles anything, other numbers of
-    tokens will take the others, so those are compiled too."""
+def _tiles_in_turn(
+    tiles: Tiles | None, mma: Mma, out: tuple[int, int, int], tokens: int | None, device: torch.device
+) -> tuple[Tiles, ...]:
+    """The tiles given, or else those that fit best (``tiles_for``) and the others. The first are launched; once they
+    are compiled, other numbers of tokens will take the others, so those are compiled too."""
     if tiles:
-        launch(tiles, True)
-    elif launch(tiles_for(mma, out, tokens, multiprocessors(device)), True):
-        for other in tiles_of(mma):
-            launch(other, False)
+        return (tiles,)
+    best = tiles_for(mma, out, tokens, multiprocessors(device))
+    return best, *(other for other in tiles_of(mma) if other is not best)
 
 
-def _launch_m_grouped(
-    operands: list[Operand],
-    tensors: tuple[torch.Tensor | None, ...],
-    mma: Mma,
-    zero_tail: bool,
-    tiles: Tiles,
-    run: bool,
-) -> bool:
-    """Whether the kernel was new. ``operands``: of one product or of two; ``tensors``: bias, output, offsets and the
-    counter of tiles."""
-    (a, b, *_), out = operands, tensors[1]
-    (m, c), d, experts, d_major = a.data.shape, out.shape[1], b.data.shape[0], _is_d_major(b)
-    scales = (a.scale, b.scale) if mma == "scaled" else (None, None)
-    matrices, descriptors = (a.data, b.data, None, None), ()
-    if mma == "bf16_tma":
-        blocks = (tiles.bm, tiles.bc), (1, tiles.bc, tiles.bn) if d_major else (1, tiles.bn, tiles.bc)
-        descriptors = tuple(_described(x.data, blocks[i % 2]) for i, x in enumerate(operands))
-        matrices = (None,) * (4 - len(descriptors))
-    constants = (
-        mma, *_formats(mma, a, b), b.spec.block_mn if mma == "scaled" else 1, d_major, c % tiles.bc == 0, zero_tail,
-        tiles.bm, tiles.bn, tiles.bc, GROUP_M, 64 * tiles.warps,
-    )  # fmt: skip
-    count = (ceil_div(m, tiles.bm) + experts) * ceil_div(d, tiles.bn) if m else 0  # at most
-    return M_GROUPED.launch(
-        min(count, multiprocessors(out.device) * tiles.programs) if run else 0,
-        (*matrices, *scales, *tensors), (c, d), (m, experts), constants,
-        device=out.device, warps=tiles.warps, stages=tiles.stages, descriptors=descriptors,
-    )  # fmt: skip
-
-
-def _launch_k_grouped(
-    operands: list[Operand],
-    tensors: tuple[torch.Tensor | None, ...],
-    mma: Mma,
-    alignment: int,
-    m: int,
-    add: bool,
-    tiles: Tiles,
-    run: bool,
-) -> bool:
-    """Whether the kernel was new. ``tensors``: output, offsets and the counter of tiles; ``m``: tokens, with the
-    padding of operands that have it; ``add``: to what the output holds."""
-    (a, b), out = operands, tensors[0]
-    experts, n, k = out.shape
-    scales = (a.scale, b.scale) if mma == "scaled" else (None, None)
-    matrices, descriptors = (a.data, b.data), ()
-    if mma == "bf16_tma":
-        blocks = (tiles.bc, tiles.bm), (tiles.bc, tiles.bn)
-        matrices, descriptors = (), tuple(map(_described, matrices, blocks))
-    constants = mma, *_formats(mma, a, b), alignment, add, tiles.bm, tiles.bn, tiles.bc, GROUP_M, 64 * tiles.warps
-    count = experts * ceil_div(n, tiles.bm) * ceil_div(k, tiles.bn) if m else 0
-    return K_GROUPED.launch(
-        min(count, multiprocessors(out.device) * tiles.programs) if run else 0,
-        (*matrices, *scales, *tensors), (n, k), (m, m // BLOCK_SIZE, experts), constants,
-        device=out.device, warps=tiles.warps, stages=tiles.stages, descriptors=descriptors,
-    )  # fmt: skip
-
-
-def _is_d_major(b: Operand) -> bool:
-    """Whether ``b`` is (E, C, D), and not (E, D, C)."""
-    return b.spec.stored == "bf16" and b.axis == 1
-
-
-def _described(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+def _described(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
     return descriptor(x, TileLayout(x.dtype, x.shape, block))
 
 

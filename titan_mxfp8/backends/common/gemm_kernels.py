@@ -78,7 +78,7 @@ def _multiply_copied(
 
 
 @triton.jit
-def _fill_zeros(ptr, begin, end, BLOCK: tl.constexpr):
+def fill_zeros(ptr, begin, end, BLOCK: tl.constexpr):
     """Elements ``begin .. end`` become 0, BLOCK at a time, programs taking turns."""
     at = begin + tl.program_id(0) * BLOCK
     while at < end:
@@ -169,7 +169,7 @@ def _m_grouped_kernel(
         if bias is not None:
             bias += D
     if ZERO_TAIL:
-        _fill_zeros(out, start.to(tl.int64) * D, (tl.zeros((), tl.int64) + M) * D, 8192)
+        fill_zeros(out, start.to(tl.int64) * D, (tl.zeros((), tl.int64) + M) * D, 8192)
 
 
 @triton.jit(do_not_specialize=["M", "blocks", "E"])

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.format.mx import ceil_div
@@ -15,15 +16,16 @@ class RowBlockMap(NamedTuple):
 
     Attributes:
         table: int32 (2 * row_blocks + E,). For each block its first packed row; then, for each, the end of the packed
-            rows that are the block's, unless the block is full before; then the end offsets of the padded groups.
+            rows that are the block's, unless the block is full before; then the end offsets of the padded groups. None
+            where there are no groups.
         row_blocks: how many there are.
     """
 
-    table: torch.Tensor
+    table: Tensor | None
     row_blocks: int
 
     @property
-    def padded_offs(self) -> torch.Tensor:
+    def padded_offs(self) -> Tensor:
         """int32 (E,) end offsets of the padded groups."""
         return self.table[2 * self.row_blocks :]
 
@@ -73,13 +75,7 @@ _MAP_ROW_BLOCKS = Kernel(_map_row_blocks)
 
 
 def map_row_blocks(
-    offs: torch.Tensor,
-    rows: int,
-    *,
-    row_blocks: int,
-    block_rows: int,
-    alignment: int,
-    tail_alignment: int | None = None,
+    offs: Tensor, rows: int, *, row_blocks: int, block_rows: int, alignment: int, tail_alignment: int | None = None
 ) -> RowBlockMap:
     """The map of ``row_blocks`` blocks of ``block_rows`` rows.
 

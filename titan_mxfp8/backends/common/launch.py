@@ -23,6 +23,7 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from triton import knobs
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -45,7 +46,7 @@ class Launched(NamedTuple):
     kernel: Callable[[int, int, tuple, tuple], None]
     programs: int
     descriptors: tuple[TensorDescriptor | GluonDescriptor, ...]
-    tensors: tuple[torch.Tensor | None, ...]
+    tensors: tuple[Tensor | None, ...]
     numbers: tuple
 
 
@@ -68,7 +69,7 @@ class Kernel:
     def launch(
         self,
         programs: int,
-        tensors: tuple[torch.Tensor | None, ...],
+        tensors: tuple[Tensor | None, ...],
         sizes: tuple[int, ...],
         counts: tuple[int, ...],
         constants: tuple,
@@ -223,7 +224,7 @@ class TileLayout(NamedTuple):
     offset: int = 0
 
 
-def descriptor(x: torch.Tensor, layout: TileLayout) -> TensorDescriptor | GluonDescriptor:
+def descriptor(x: Tensor, layout: TileLayout) -> TensorDescriptor | GluonDescriptor:
     """A TMA descriptor of ``x``, contiguous.
 
     Those of GPU tensors are kept: the caching allocator gives the same addresses in every step.
@@ -239,7 +240,7 @@ def kept_descriptor(pointer: int, layout: TileLayout) -> TensorDescriptor | Gluo
     return _make(_Address(pointer + layout.offset * layout.dtype.itemsize, layout.dtype), layout)
 
 
-def _make(base: "torch.Tensor | _Address", layout: TileLayout) -> TensorDescriptor | GluonDescriptor:
+def _make(base: "Tensor | _Address", layout: TileLayout) -> TensorDescriptor | GluonDescriptor:
     dtype, shape, block, gluon, _ = layout
     shape = [size or 16 for size in shape]  # an empty tensor's is only compiled for
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
@@ -268,5 +269,5 @@ class _Address:
         return self.pointer
 
 
-def _as_bytes(x: torch.Tensor | None) -> torch.Tensor | None:
+def _as_bytes(x: Tensor | None) -> Tensor | None:
     return x.view(torch.uint8) if x is not None and x.dtype in _BYTES else x

@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from titan_mxfp8.backends.common.groups import RowBlockMap, map_row_blocks, row_blocks_with_tail
 from titan_mxfp8.backends.common.launch import Kernel
@@ -12,9 +13,7 @@ BLOCK_ROWS = 16  # rows that a program moves; alignments are multiples of it
 COLUMN_BYTES = 1024  # of a row that a program moves
 
 
-def pad_token_groups(
-    x: torch.Tensor, offs: torch.Tensor, *, alignment: int, padded_rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_token_groups(x: Tensor, offs: Tensor, *, alignment: int, padded_rows: int) -> tuple[Tensor, Tensor]:
     """The groups of ``x`` (M, D) in a buffer of ``padded_rows``, zeros elsewhere, and the padded groups' offsets."""
     x, offs = x.contiguous(), offs.contiguous()
     padded = torch.empty((padded_rows, x.shape[1]), dtype=x.dtype, device=x.device)
@@ -25,7 +24,7 @@ def pad_token_groups(
     return padded, row_block_map.padded_offs
 
 
-def unpad_token_groups(padded: torch.Tensor, offs: torch.Tensor, *, alignment: int, rows: int) -> torch.Tensor:
+def unpad_token_groups(padded: Tensor, offs: Tensor, *, alignment: int, rows: int) -> Tensor:
     """The (rows, D) that ``pad_token_groups`` was given; rows past the last group are zeros."""
     padded, offs = padded.contiguous(), offs.contiguous()
     packed = torch.empty((rows, padded.shape[1]), dtype=padded.dtype, device=padded.device)
@@ -63,9 +62,7 @@ def _move_row_blocks(
 _MOVE_ROW_BLOCKS = Kernel(_move_row_blocks)
 
 
-def _move(
-    out: torch.Tensor, source: torch.Tensor, row_block_map: RowBlockMap, offs: torch.Tensor, *, pad: bool
-) -> None:
+def _move(out: Tensor, source: Tensor, row_block_map: RowBlockMap, offs: Tensor, *, pad: bool) -> None:
     cols = out.shape[1]
     tile_cols = COLUMN_BYTES // out.element_size()
     programs = row_block_map.row_blocks * ceil_div(cols, tile_cols) if out.numel() else 0

@@ -16,22 +16,32 @@ puts the scales in their places (``_place_scales``).
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from titan_mxfp8.backends.common.convert import magnitude_bits, reciprocal_scale, scale_byte, to_elements
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.tiles import (
+    ABSENT,
     SEGMENT_BYTES,
     Tile,
     as_matrices,
     as_rows,
     columns_to_elements,
+    columnwise_scales,
+    in_rows,
     is_past,
     load_tile,
+    load_values,
     map_tiles,
+    of_columns,
     rounding_of,
-    row_block_rows,
+    rows_to_elements,
+    rowwise_scales,
     source_of,
+    square_scales,
     store_matrix,
+    tile_position,
+    tile_rows,
     transposed,
 )
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
@@ -44,11 +54,7 @@ COLUMNWISE_TILE = Tile(rows=256, segments=1)
 
 
 def launch(
-    x: torch.Tensor,
-    rowwise: Operand | None,
-    columnwise: Operand | None,
-    offs: torch.Tensor | None,
-    source: Operand | None,
+    x: Tensor, rowwise: Operand | None, columnwise: Operand | None, offs: Tensor | None, source: Operand | None
 ) -> None:
     """Fills operands of exact FP8, see ``quantizers.LAUNCHES``."""
     if (rowwise or columnwise).spec.block == "32x32":
@@ -105,9 +111,7 @@ def _quantize_tiles(
     COLS: tl.constexpr = SEGMENTS * SEGMENT
     col_tiles = tl.cdiv(cols, COLS)
     row_tiles = tl.cdiv(row_blocks, BLOCKS)
-    tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
-    tile_row = tl.program_id(0) // col_tiles % row_tiles
-    batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
+    batch, tile_row, tile_col = tile_position(col_tiles, row_tiles)
     if X_BLOCK_K and RAGGED:
         if is_past(table, offs, groups, tile_row, BLOCKS):
             return
@@ -119,22 +123,15 @@ def _quantize_tiles(
     col = tile_col * COLS + tl.arange(0, COLS)
 
     if ROWWISE:
-        row, stop = row_block_rows(table, rows, tile_row, row_blocks, RAGGED, BLOCKS)
-        row = tl.reshape(row[:, None] + tl.arange(0, 32)[None, :], (ROWS,))
-        stop = tl.reshape(tl.broadcast_to(stop[:, None], (BLOCKS, 32)), (ROWS,))
-        in_blocks = tl.reshape(values, (8, BLOCKS, SEGMENTS, 4, SEGMENT // 32, 32))
-        rowwise_byte = scale_byte(tl.max(magnitude_bits(in_blocks), 5), FLOOR, E5M2)
-        scaled = in_blocks * reciprocal_scale(rowwise_byte)[:, :, :, :, :, None]
-        elements = to_elements(scaled, rowwise_byte[:, :, :, :, :, None], E5M2)
-        elements = tl.reshape(elements, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
-        elements = tl.reshape(tl.permute(elements, (1, 3, 0, 2, 4)), (ROWS, COLS))
+        row, stop = tile_rows(table, rows, tile_row, row_blocks, RAGGED, BLOCKS)
+        rowwise_byte = rowwise_scales(values, FLOOR, E5M2)
+        elements = rows_to_elements(values, rowwise_byte, E5M2)
         store_matrix(rowwise_qdata + batch * rows * cols, elements, row, stop, col, cols)
-        rowwise_byte = tl.reshape(tl.permute(rowwise_byte, (1, 3, 0, 2, 4)), (ROWS, COLS // 32))
         rowwise_pieces += (batch * col_tiles + tile_col) * rows * (COLS // 32)
-        store_matrix(rowwise_pieces, rowwise_byte, row, stop, tl.arange(0, COLS // 32), COLS // 32)
+        store_matrix(rowwise_pieces, in_rows(rowwise_byte), row, stop, tl.arange(0, COLS // 32), COLS // 32)
 
-    byte = scale_byte(tl.max(tl.max(magnitude_bits(values), 0), 2), FLOOR, E5M2)  # (BLOCKS, SEGMENTS, SEGMENT)
-    elements = transposed(columns_to_elements(values, byte, E5M2, BLOCKS, SEGMENTS, SEGMENT), BLOCKS, SEGMENTS, SEGMENT)
+    byte = columnwise_scales(values, FLOOR, E5M2)
+    elements = transposed(columns_to_elements(values, byte, E5M2))
     byte = tl.reshape(tl.permute(byte, (1, 2, 0)), (COLS, BLOCKS))
     position = tile_row * ROWS + tl.arange(0, ROWS)
     padded_rows = padded_blocks * 32
@@ -219,19 +216,13 @@ def _quantize_squares(
     col_tiles = tl.cdiv(cols, COLS)
     row_blocks = tl.cdiv(rows, 32)
     col_blocks = tl.cdiv(cols, 32)
-    row_tiles = tl.cdiv(row_blocks, BLOCKS)
-    tile_col = tl.program_id(0) % col_tiles
-    tile_row = tl.program_id(0) // col_tiles % row_tiles
-    batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
-    values, _, _, _ = load_tile(
-        x + batch * batch_stride, None, None, rows, cols, row_stride, tile_row, tile_col, row_blocks, rows,
-        0, False, False, BLOCKS, SEGMENTS, SEGMENT,
+    batch, tile_row, tile_col = tile_position(col_tiles, tl.cdiv(row_blocks, BLOCKS))
+    values = load_values(
+        x + batch * batch_stride, None, rows, cols, row_stride, tile_row, tile_col, row_blocks,
+        False, BLOCKS, SEGMENTS, SEGMENT,
     )  # fmt: skip
-    values = tl.reshape(values, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
-    amax = tl.max(tl.max(magnitude_bits(values), 0), 2)
-    byte = scale_byte(tl.max(tl.reshape(amax, (BLOCKS, SEGMENTS, SEGMENT // 32, 32)), 3), FLOOR, E5M2)
-    wide = tl.broadcast_to(byte[:, :, :, None], (BLOCKS, SEGMENTS, SEGMENT // 32, 32))
-    wide = tl.reshape(wide, (BLOCKS, SEGMENTS, SEGMENT))
+    byte = square_scales(values, FLOOR, E5M2)
+    wide = of_columns(byte)
     byte = tl.reshape(byte, (BLOCKS, COLS // 32))
     row = tile_row * ROWS + tl.arange(0, ROWS)
     col = tile_col * COLS + tl.arange(0, COLS)
@@ -240,15 +231,12 @@ def _quantize_squares(
     if ROWWISE:
         scaled = values * reciprocal_scale(wide)[None, :, :, None, :]
         elements = to_elements(scaled, wide[None, :, :, None, :], E5M2)
-        elements = tl.reshape(tl.permute(elements, (1, 3, 0, 2, 4)), (ROWS, COLS))
-        store_matrix(rowwise_qdata + batch * rows * cols, elements, row, rows, col, cols)
+        store_matrix(rowwise_qdata + batch * rows * cols, in_rows(elements), row, rows, col, cols)
         store_matrix(
             rowwise_scale + batch * row_blocks * col_blocks, byte, row_block, row_blocks, col_block, col_blocks
         )
     if COLUMNWISE:
-        elements = transposed(
-            columns_to_elements(values, wide, E5M2, BLOCKS, SEGMENTS, SEGMENT), BLOCKS, SEGMENTS, SEGMENT
-        )
+        elements = transposed(columns_to_elements(values, wide, E5M2))
         padded_rows = row_blocks * 32
         store_matrix(columnwise_qdata + batch * padded_rows * cols, elements, col, cols, row, padded_rows)
         columnwise_scale += batch * row_blocks * col_blocks
@@ -261,7 +249,7 @@ _PLACE_SCALES = Kernel(_place_scales)
 _QUANTIZE_SQUARES = Kernel(_quantize_squares)
 
 
-def _launch_rows(x: torch.Tensor, out: Operand) -> None:
+def _launch_rows(x: Tensor, out: Operand) -> None:
     """1x32 blocks along the last axis."""
     rows = as_rows(x)
     blocks = out.scale.numel()
@@ -273,14 +261,13 @@ def _launch_rows(x: torch.Tensor, out: Operand) -> None:
 
 
 def _launch_tiles(
-    x: torch.Tensor, rowwise: Operand | None, columnwise: Operand, offs: torch.Tensor | None, source: Operand | None
+    x: Tensor, rowwise: Operand | None, columnwise: Operand, offs: Tensor | None, source: Operand | None
 ) -> None:
     """1x32 blocks along ``columnwise.axis`` and, unless ``rowwise`` is None, along the last axis too."""
     spec, matrices = columnwise.spec, as_matrices(x, columnwise.axis)
     tile, (segment, source_constants) = BOTH_TILE if rowwise else COLUMNWISE_TILE, source_of(x, source)
     tile_cols = tile.segments * segment
-    row_block_map = None if offs is None else map_tiles(offs, matrices.rows, tile, tail=rowwise is not None)
-    row_blocks = ceil_div(matrices.rows, BLOCK_SIZE) if row_block_map is None else row_block_map.row_blocks
+    table, row_blocks = map_tiles(offs, matrices.rows, tile, tail=rowwise is not None)
     row_tiles, col_tiles = ceil_div(row_blocks, tile.blocks), ceil_div(matrices.cols, tile_cols)
     padded_blocks = columnwise.scale.shape[-1]
     rowwise_pieces, columnwise_pieces = None, columnwise.scale
@@ -289,7 +276,6 @@ def _launch_tiles(
         rowwise_pieces, columnwise_pieces = (
             torch.empty((matrices.batches, *shape), dtype=torch.uint8, device=x.device) for shape in shapes
         )
-    table = row_block_map and row_block_map.table
     tensors = (
         matrices.x, source and source.scale,
         rowwise and rowwise.data, rowwise_pieces, columnwise.data, columnwise_pieces, table, offs,
@@ -300,7 +286,7 @@ def _launch_tiles(
         tile.blocks, tile.segments, segment,
     )  # fmt: skip
     _QUANTIZE_TILES.launch(
-        matrices.batches * row_tiles * col_tiles, tensors, (matrices.cols, matrices.batch_stride, matrices.row_stride),
+        matrices.batches * row_tiles * col_tiles, tensors, matrices.sizes,
         (matrices.rows, padded_blocks, row_blocks, 0 if offs is None else offs.shape[0]), constants,
         device=x.device, warps=tile.warps,
     )  # fmt: skip
@@ -309,31 +295,24 @@ def _launch_tiles(
         rowwise_programs = matrices.batches * ceil_div(matrices.rows, 128) * ceil_div(rowwise_width, 32)
         columnwise_programs = matrices.batches * ceil_div(matrices.cols, 128) * ceil_div(padded_blocks, 32)
         _PLACE_SCALES.launch(
-            rowwise_programs + columnwise_programs, (rowwise_pieces, rowwise.scale, columnwise_pieces,
-            columnwise.scale),
+            rowwise_programs + columnwise_programs,
+            (rowwise_pieces, rowwise.scale, columnwise_pieces, columnwise.scale),
             (rowwise_width, matrices.cols), (rowwise_programs, matrices.rows, padded_blocks),
             (tile_cols // BLOCK_SIZE, tile.blocks), device=x.device,
         )  # fmt: skip
 
 
-def _launch_squares(x: torch.Tensor, rowwise: Operand | None, columnwise: Operand | None) -> None:
+def _launch_squares(x: Tensor, rowwise: Operand | None, columnwise: Operand | None) -> None:
     """32x32 blocks, as ``x`` lies, with the last two axes swapped, or both."""
     spec, matrices = (rowwise or columnwise).spec, as_matrices(x, x.ndim - 2)
     tile, segment = BOTH_TILE, SEGMENT_BYTES // x.element_size()
     row_tiles = ceil_div(ceil_div(matrices.rows, BLOCK_SIZE), tile.blocks)
     programs = matrices.batches * row_tiles * ceil_div(matrices.cols, tile.segments * segment)
-    tensors = (
-        matrices.x,
-        rowwise and rowwise.data,
-        rowwise and rowwise.scale,
-        columnwise and columnwise.data,
-        columnwise and columnwise.scale,
-    )
+    tensors = matrices.x, *(rowwise or ABSENT)[:2], *(columnwise or ABSENT)[:2]
     constants = (
         rowwise is not None, columnwise is not None, *rounding_of(spec),
         tile.blocks, tile.segments, segment,
     )  # fmt: skip
     _QUANTIZE_SQUARES.launch(
-        programs, tensors, (matrices.cols, matrices.batch_stride, matrices.row_stride), (matrices.rows,), constants,
-        device=x.device, warps=tile.warps,
+        programs, tensors, matrices.sizes, (matrices.rows,), constants, device=x.device, warps=tile.warps,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from titan_mxfp8.backends.common import dequantize, rebase, swizzled
 from titan_mxfp8.backends.common import quantize as exact
@@ -26,7 +27,7 @@ from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.format.swizzle import unswizzle
 
 Layout = Literal["bf16", "qdq", "fp8", "coalesced", "mn_major", "swizzled"]
-Launch = Callable[[torch.Tensor, Operand | None, Operand | None, torch.Tensor | None, Operand | None], None]
+Launch = Callable[[Tensor, Operand | None, Operand | None, Tensor | None, Operand | None], None]
 
 # launch(x, rowwise, columnwise, offs, source) fills the operands along the last axis of ``x`` and along another one,
 # mostly the one before it; None: not wanted. ``offs`` are of ragged groups along the latter, or of rows where scales
@@ -49,7 +50,7 @@ def layout_of(spec: OperandSpec) -> Layout:
     return "fp8" if spec.scales == "k_major" else spec.scales
 
 
-def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None) -> Operand:
+def quantize(x: Tensor, axis: int, spec: OperandSpec, offs: Tensor | None) -> Operand:
     """``Backend.quantize``."""
     layout, is_last = layout_of(spec), axis == x.ndim - 1
     if layout == "bf16":
@@ -68,7 +69,7 @@ def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor |
 
 
 def quantize_both(
-    x: torch.Tensor, rowwise: OperandSpec, columnwise: OperandSpec, offs: torch.Tensor | None
+    x: Tensor, rowwise: OperandSpec, columnwise: OperandSpec, offs: Tensor | None
 ) -> tuple[Operand, Operand]:
     """``Backend.quantize_both``: in one read of ``x`` if both specs are the same, unless there is no kernel for that.
 
@@ -93,7 +94,7 @@ def quantize_both(
 
 
 def requantize(
-    rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None, places: torch.Tensor | None = None
+    rows: Operand, axis: int, spec: OperandSpec, offs: Tensor | None, places: Tensor | None = None
 ) -> Operand:
     """``Backend.requantize``. Along their own axis swizzled rows that are rounded alike keep their elements."""
     if rows.spec.block == "32x32":

@@ -12,11 +12,10 @@ multiple of 16:
 A tile of 128 rows and 128 columns holds whole blocks of 128 along both axes, and its scales are whole sectors.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from titan_mxfp8.backends.common.convert import (
     coalesce_scales,
@@ -29,20 +28,26 @@ from titan_mxfp8.backends.common.convert import (
 )
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.tiles import (
-    SEGMENT_BYTES,
+    ABSENT,
     Tile,
+    amax_of_squares,
     as_matrices,
     columns_to_elements,
+    columnwise_scales,
+    in_rows,
     is_past,
     load_tile,
     map_tiles,
+    of_columns,
     rounding_of,
     source_of,
+    square_scales,
     store_matrix,
+    tile_position,
     transposed,
 )
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
-from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.format.spec import Operand
 
 # By share of the copy bandwidth on an H200, 131072 x 7168 bf16. Rowwise alone: 32 rows and 4 warps 1.02, 16 rows 0.94.
 # Columnwise alone: 128 rows and 1 segment 0.91, 256 rows 0.90. Both, 128 x 128: 0.76 (ragged) and 0.77; with 4 warps
@@ -50,16 +55,17 @@ from titan_mxfp8.format.spec import Operand, OperandSpec
 ROWWISE_ROWS = 32  # a sector of scales, or one scale for all of them
 COLUMNWISE_TILE = Tile(rows=128, segments=1)
 BOTH_REGISTERS = 64
+BOTH_TILES = {segment: Tile(rows=128, segments=128 // segment) for segment in (32, 64)}  # columns of a segment
 REQUANTIZE_TILE = Tile(rows=128, segments=1)  # of FP8 rows, 131072 x 7168: 0.68 ms, 2 segments 0.80
 
 
 def launch(
-    x: torch.Tensor,
+    x: Tensor,
     rowwise: Operand | None,
     columnwise: Operand | None,
-    offs: torch.Tensor | None,
+    offs: Tensor | None,
     source: Operand | None,
-    places: torch.Tensor | None = None,
+    places: Tensor | None = None,
 ) -> None:
     """Fills operands of rebased or coalesced FP8, see ``quantizers.LAUNCHES``."""
     spec = (rowwise or columnwise).spec
@@ -69,17 +75,7 @@ def launch(
         _launch_rows(x, rowwise)
     else:
         assert spec.block_k == 128, "coalesced 1x32 blocks are made along the last axis"
-        _launch_tiles(x, rowwise, columnwise, offs, source, places=places)
-
-
-def quantize_groups(
-    x: torch.Tensor, rowwise: OperandSpec | None, columnwise: OperandSpec, offs: torch.Tensor | None
-) -> tuple[Operand | None, Operand]:
-    """(M, C) to rebased 1x32 blocks along the tokens, ragged, and along C too unless ``rowwise`` is None. What lies
-    behind the last group is undefined, and costs nothing."""
-    operands = rowwise and rowwise.empty(x, 1, None), columnwise.empty(x, 0, None if offs is None else offs.shape[0])
-    _launch_tiles(x, *operands, offs, None, tail=False)
-    return operands
+        _launch_tiles(x, rowwise, columnwise, offs, source, places)
 
 
 @triton.jit
@@ -119,9 +115,7 @@ def _rebase_rows(
     """One program: ``ROWS`` rows and 128 columns of one matrix, along the last axis."""
     col_tiles = tl.cdiv(cols, 128)
     row_tiles = tl.cdiv(rows, ROWS)
-    tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
-    tile_row = tl.program_id(0) // col_tiles % row_tiles
-    batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
+    batch, tile_row, tile_col = tile_position(col_tiles, row_tiles)
     row = tile_row * ROWS + tl.arange(0, ROWS)
     scales = rebase_rows(
         x + batch * batch_stride, qdata + batch * rows * cols,
@@ -145,12 +139,11 @@ def _rebase_tiles(
     x, x_scale, places, rowwise_qdata, rowwise_scale, columnwise_qdata, columnwise_scale, table, offs,
     cols, batch_stride, row_stride,
     rows, padded_blocks, row_blocks, groups, places_end,
-    X_BLOCK_K: tl.constexpr, X_E5M2: tl.constexpr, TAIL: tl.constexpr,
+    X_BLOCK_K: tl.constexpr, X_E5M2: tl.constexpr,
     ROWWISE: tl.constexpr, SQUARES: tl.constexpr, RAGGED: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
     BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of one matrix along the first axis and, with ``ROWWISE``, along the last one too; with
-    ``TAIL`` also of what lies behind the last group.
+    """One program: a tile of one matrix along the first axis and, with ``ROWWISE``, along the last one too.
 
     As ``quantize._quantize_tiles``, but that groups start at multiples of 128 rows, so that 128 rows of
     a tile belong to one group, and that the scales of a tile, one for each row and each column, or with ``SQUARES`` for
@@ -160,11 +153,8 @@ def _rebase_tiles(
     COLS: tl.constexpr = SEGMENTS * SEGMENT
     GROUPS: tl.constexpr = BLOCKS // 4
     col_tiles = tl.cdiv(cols, COLS)
-    row_tiles = tl.cdiv(row_blocks, BLOCKS)
-    tile_col = tl.program_id(0) % col_tiles
-    tile_row = tl.program_id(0) // col_tiles % row_tiles
-    batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
-    if RAGGED and not TAIL:
+    batch, tile_row, tile_col = tile_position(col_tiles, tl.cdiv(row_blocks, BLOCKS))
+    if X_BLOCK_K and RAGGED:
         if is_past(table, offs, groups, tile_row, BLOCKS):
             return
     x += batch * batch_stride
@@ -189,22 +179,19 @@ def _rebase_tiles(
         X_BLOCK_K, X_E5M2, RAGGED, BLOCKS, SEGMENTS, SEGMENT, places, places_end,
     )  # fmt: skip
     values = tl.reshape(values, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
-    byte = scale_byte(tl.max(tl.max(magnitude_bits(values), 0), 2), FLOOR, E5M2)  # (BLOCKS, SEGMENTS, SEGMENT)
+    byte = columnwise_scales(values, FLOOR, E5M2)
     largest = tl.max(tl.reshape(byte, (GROUPS, 4, SEGMENTS, SEGMENT)), 1)
     if SQUARES:
-        square = tl.max(tl.reshape(largest, (GROUPS, SEGMENTS, SEGMENT // 32, 32)), 3)
-        largest = tl.broadcast_to(square[:, :, :, None], (GROUPS, SEGMENTS, SEGMENT // 32, 32))
-        largest = tl.reshape(largest, (GROUPS, SEGMENTS, SEGMENT))
+        square = amax_of_squares(largest)
+        largest = of_columns(square)
     wide = tl.broadcast_to(largest[:, None, :, :], (GROUPS, 4, SEGMENTS, SEGMENT))
     wide = tl.reshape(wide, (BLOCKS, SEGMENTS, SEGMENT))
     old, new = byte[None, :, :, None, :, None], wide[None, :, :, None, :, None]
-    elements = columns_to_elements(values, byte, E5M2, BLOCKS, SEGMENTS, SEGMENT)
-    shifted = shift_elements(elements, old, new, E5M2)
+    shifted = shift_elements(columns_to_elements(values, byte, E5M2), old, new, E5M2)
     padded_rows = padded_blocks * 32
     col = tile_col * COLS + tl.arange(0, COLS)
     position = tile_row * ROWS + tl.arange(0, ROWS)
-    shifted = transposed(shifted, BLOCKS, SEGMENTS, SEGMENT)
-    store_matrix(columnwise_qdata + batch * cols * padded_rows, shifted, col, cols, position, padded_rows)
+    store_matrix(columnwise_qdata + batch * cols * padded_rows, transposed(shifted), col, cols, position, padded_rows)
     scale_rows = cols
     if SQUARES:
         largest = square
@@ -232,9 +219,7 @@ def _rebase_squares(
     SQUARES: tl.constexpr = SEGMENT // 32
     col_tiles = tl.cdiv(cols, 128)
     row_tiles = tl.cdiv(rows, 128)
-    tile_col = tl.program_id(0) % col_tiles
-    tile_row = tl.program_id(0) // col_tiles % row_tiles
-    batch = (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64)
+    batch, tile_row, tile_col = tile_position(col_tiles, row_tiles)
     values, _, _, _ = load_tile(
         x + batch * batch_stride, None, None, rows, cols, row_stride, tile_row, tile_col, row_tiles * 4, rows,
         32 if IS_FP8 else 0, E5M2, False, BLOCKS, SEGMENTS, SEGMENT,
@@ -249,11 +234,8 @@ def _rebase_squares(
         known = (block_row < tl.cdiv(rows, 32)) & (block_col < squares_in_row)
         byte = tl.load(x_scale + at, mask=known, other=0).to(tl.int32)
     else:
-        amax = tl.max(tl.max(magnitude_bits(values), 0), 2)
-        byte = scale_byte(tl.max(tl.reshape(amax, (BLOCKS, SEGMENTS, SQUARES, 32)), 3), FLOOR, E5M2)
-    wide = tl.reshape(
-        tl.broadcast_to(byte[:, :, :, None], (BLOCKS, SEGMENTS, SQUARES, 32)), (BLOCKS, SEGMENTS, SEGMENT)
-    )
+        byte = square_scales(values, FLOOR, E5M2)
+    wide = of_columns(byte)
     rounded_by = tl.where(wide == 255, 255, 127) if IS_FP8 else wide  # elements are to be divided by nothing
     row = tile_row * 128 + tl.arange(0, 128)
     col = tile_col * 128 + tl.arange(0, 128)
@@ -277,12 +259,9 @@ def _rebase_squares(
             shifted = shift_elements(elements, old, new, E5M2)
             rowwise_scale += (batch * col_tiles + tile_col) * (tl.cdiv(row_blocks, 16) * 16)
             tl.store(rowwise_scale + row_block, largest.to(tl.uint8), mask=row_block < row_blocks)
-        shifted = tl.reshape(tl.permute(shifted, (1, 3, 0, 2, 4)), (128, 128))
-        store_matrix(rowwise_qdata + batch * rows * cols, shifted, row, rows, col, cols)
+        store_matrix(rowwise_qdata + batch * rows * cols, in_rows(shifted), row, rows, col, cols)
     if COLUMNWISE:
-        elements = columns_to_elements(
-            values, rounded_by, E5M2, BLOCKS, SEGMENTS, SEGMENT
-        )  # (4, BLOCKS, SEGMENTS, 4, SEGMENT, 2)
+        elements = columns_to_elements(values, rounded_by, E5M2)  # (4, BLOCKS, SEGMENTS, 4, SEGMENT, 2)
         old = wide[None, :, :, None, :, None]
         if COALESCE:
             if not ROWWISE:
@@ -302,9 +281,8 @@ def _rebase_squares(
             shifted = shift_elements(elements, old, new, E5M2)
             columnwise_scale += (batch * row_tiles + tile_row) * (tl.cdiv(col_blocks, 16) * 16)
             tl.store(columnwise_scale + col_block, tl.reshape(largest, (4,)).to(tl.uint8), mask=col_block < col_blocks)
-        shifted = transposed(shifted, BLOCKS, SEGMENTS, SEGMENT)
         padded_rows = row_blocks * 32
-        store_matrix(columnwise_qdata + batch * padded_rows * cols, shifted, col, cols, row, padded_rows)
+        store_matrix(columnwise_qdata + batch * padded_rows * cols, transposed(shifted), col, cols, row, padded_rows)
 
 
 _REBASE_ROWS = Kernel(_rebase_rows)
@@ -312,60 +290,52 @@ _REBASE_TILES = Kernel(_rebase_tiles)
 _REBASE_SQUARES = Kernel(_rebase_squares)
 
 
-def _launch_rows(x: torch.Tensor, out: Operand) -> None:
+def _launch_rows(x: Tensor, out: Operand) -> None:
     matrices = as_matrices(x, x.ndim - 2)
     _REBASE_ROWS.launch(
         matrices.batches * ceil_div(matrices.rows, ROWWISE_ROWS) * ceil_div(matrices.cols, 128),
-        (matrices.x, out.data, out.scale), (matrices.cols, matrices.batch_stride, matrices.row_stride),
-        (matrices.rows,), (*rounding_of(out.spec), ROWWISE_ROWS, out.spec.block_mn == 32,
-        out.spec.stored == "coalesced"),
+        (matrices.x, out.data, out.scale), matrices.sizes, (matrices.rows,),
+        (*rounding_of(out.spec), ROWWISE_ROWS, out.spec.block_mn == 32, out.spec.stored == "coalesced"),
         device=x.device,
     )  # fmt: skip
 
 
 def _launch_tiles(
-    x: torch.Tensor,
+    x: Tensor,
     rowwise: Operand | None,
     columnwise: Operand,
-    offs: torch.Tensor | None,
+    offs: Tensor | None,
     source: Operand | None,
-    tail: bool = True,
-    places: torch.Tensor | None = None,
+    places: Tensor | None,
 ) -> None:
-    matrices, tail = as_matrices(x, x.ndim - 2), tail and source is None
+    matrices, (segment, source_constants) = as_matrices(x, x.ndim - 2), source_of(x, source)
     rows = matrices.rows if places is None else places.shape[0]
-    tile = _square_tile(x.dtype) if rowwise else REQUANTIZE_TILE if source else COLUMNWISE_TILE
-    segment, source_constants = source_of(x, source)
-    row_block_map = (
-        None if offs is None else map_tiles(offs, rows, tile, tail=tail and rowwise is not None, alignment=128)
-    )
-    row_blocks = ceil_div(rows, BLOCK_SIZE) if row_block_map is None else row_block_map.row_blocks
+    if rowwise:
+        tile = BOTH_TILES[segment]
+    else:
+        tile = REQUANTIZE_TILE if source else COLUMNWISE_TILE
+    table, row_blocks = map_tiles(offs, rows, tile, tail=rowwise is not None, alignment=128)
     # Only what was timed so; without groups ptxas would spill.
     was_timed = x.dtype == torch.bfloat16 and columnwise.spec.elem_dtype == torch.float8_e4m3fn and offs is not None
     registers = BOTH_REGISTERS if rowwise and was_timed else None
     constants = (
-        *source_constants, tail, rowwise is not None, columnwise.spec.block_mn == 32, offs is not None,
-        *rounding_of(columnwise.spec),
-        tile.blocks, tile.segments, segment,
+        *source_constants, rowwise is not None, columnwise.spec.block_mn == 32, offs is not None,
+        *rounding_of(columnwise.spec), tile.blocks, tile.segments, segment,
     )  # fmt: skip
     _REBASE_TILES.launch(
         matrices.batches * ceil_div(row_blocks, tile.blocks) * ceil_div(matrices.cols, tile.segments * segment),
-        (matrices.x, source and source.scale, places, rowwise and rowwise.data, rowwise and rowwise.scale,
-         columnwise.data, columnwise.scale, row_block_map and row_block_map.table, offs),
-        (matrices.cols, matrices.batch_stride, matrices.row_stride),
+        (matrices.x, source and source.scale, places, *(rowwise or ABSENT)[:2], *columnwise[:2], table, offs),
+        matrices.sizes,
         (rows, columnwise.data.shape[-1] // BLOCK_SIZE, row_blocks, 0 if offs is None else offs.shape[0],
          matrices.rows),
-        constants,
-        device=x.device, warps=tile.warps, registers=registers,
+        constants, device=x.device, warps=tile.warps, registers=registers,
     )  # fmt: skip
 
 
-def _launch_squares(
-    x: torch.Tensor, rowwise: Operand | None, columnwise: Operand | None, source: Operand | None
-) -> None:
+def _launch_squares(x: Tensor, rowwise: Operand | None, columnwise: Operand | None, source: Operand | None) -> None:
     spec, matrices = (rowwise or columnwise).spec, as_matrices(x, x.ndim - 2)
     (segment, _), coalesced = source_of(x, source), spec.stored == "coalesced"
-    tile = Tile(rows=128, segments=128 // segment)
+    tile = BOTH_TILES[segment]
     # So that two programs fit on a multiprocessor: of bf16, coalesced, Triton 3.6 takes 167 registers, and on an H100
     # 1.3 times as long. Of fp32 one of 16 warps takes 1.1 times as long as two of 8.
     is_wide = x.dtype == torch.float32 and rowwise is not None and columnwise is not None
@@ -376,14 +346,7 @@ def _launch_squares(
     )  # fmt: skip
     _REBASE_SQUARES.launch(
         matrices.batches * ceil_div(matrices.rows, 128) * ceil_div(matrices.cols, 128),
-        (matrices.x, source and source.scale, rowwise and rowwise.data, rowwise and rowwise.scale,
-        columnwise and columnwise.data, columnwise and columnwise.scale),
-        (matrices.cols, matrices.batch_stride, matrices.row_stride), (matrices.rows,), constants,
+        (matrices.x, source and source.scale, *(rowwise or ABSENT)[:2], *(columnwise or ABSENT)[:2]),
+        matrices.sizes, (matrices.rows,), constants,
         device=x.device, warps=tile.warps // 2 if is_wide else tile.warps, registers=registers,
     )  # fmt: skip
-
-
-@cache
-def _square_tile(dtype: torch.dtype) -> Tile:
-    """128 rows and 128 columns."""
-    return Tile(rows=128, segments=128 * dtype.itemsize // SEGMENT_BYTES)

@@ -11,13 +11,13 @@ takes for granted besides is what a process does not change: the GPU, and the ba
 """
 
 import logging
-import operator
 import threading
-from bisect import bisect_right
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
@@ -73,7 +73,7 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], unread: int | None
         return function(*args)
     parts, pointers, bits = [function, device], [], 0
     for arg in args:
-        if isinstance(arg, torch.Tensor):
+        if isinstance(arg, Tensor):
             pointer = arg.data_ptr()
             pointers.append(pointer)
             bits |= pointer
@@ -151,7 +151,7 @@ class _Recording(NamedTuple):
     launches: tuple[_Again, ...]
     returned: int | tuple[int, ...]
 
-    def replay(self, pointers: list[int], device: torch.device) -> torch.Tensor | list[torch.Tensor]:
+    def replay(self, pointers: list[int], device: torch.device) -> Tensor | list[Tensor]:
         """Makes the call again. To ``pointers``, of its arguments that are tensors, those of allocations are added."""
         allocated = []
         for how, shape, stride, dtype in self.allocations:
@@ -179,7 +179,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.allocated: list[tuple[str, torch.Tensor]] = []
+        self.allocated: list[tuple[str, Tensor]] = []
         self.launches: list[Launched | None] = []
         self.does_more = False
 
@@ -199,26 +199,26 @@ class _Watch(TorchDispatchMode):
         watched.launches = None
         super().__exit__(*exception)
 
-    def recording(self, args: tuple[Any, ...], result: torch.Tensor | list[torch.Tensor]) -> _Recording | None:
+    def recording(self, args: tuple[Any, ...], result: Tensor | list[Tensor]) -> _Recording | None:
         """What to do again; None if that is not the whole of it, or if it cannot be told whose an address is."""
         if self.does_more:
             return None
-        given = [a for a in args if isinstance(a, torch.Tensor)]
+        given = [a for a in args if isinstance(a, Tensor)]
         allocated = [tensor for _, tensor in self.allocated]
         try:
-            places = _Places(given + allocated)
+            spans = _spans(given + allocated)
             launches = tuple(
                 _Again(
                     launch.kernel,
                     launch.programs,
-                    tuple((places.of(_start(d)), d.tile_layout) for d in launch.descriptors),
-                    tuple(None if tensor is None else places.of(tensor.data_ptr()) for tensor in launch.tensors),
+                    tuple((_place(_start(d), spans), d.tile_layout) for d in launch.descriptors),
+                    tuple(None if tensor is None else _place(tensor.data_ptr(), spans) for tensor in launch.tensors),
                     launch.numbers,
                 )
                 for launch in self.launches
             )
             results = result if isinstance(result, list) else [result]
-            returned = tuple(places.of(tensor.data_ptr()).tensor - len(given) for tensor in results)
+            returned = tuple(_place(tensor.data_ptr(), spans).tensor - len(given) for tensor in results)
         except LookupError:
             return None
         if any(i < 0 or not _is_alike(tensor, allocated[i]) for i, tensor in zip(returned, results, strict=True)):
@@ -227,25 +227,25 @@ class _Watch(TorchDispatchMode):
         return _Recording(allocations, launches, returned if isinstance(result, list) else returned[0])
 
 
-class _Places:
-    """Whose an address is, among tensors that share no memory.
+def _spans(tensors: list[Tensor]) -> list[range]:
+    """The addresses of each tensor.
 
     Raises:
-        LookupError: they do share memory; of an address that is nobody's.
+        LookupError: they share memory.
     """
-
-    def __init__(self, tensors: list[torch.Tensor]):
-        self.order = sorted(range(len(tensors)), key=lambda i: tensors[i].data_ptr())
-        self.starts = [tensors[i].data_ptr() for i in self.order]
-        self.ends = [start + _extent(tensors[i]) for start, i in zip(self.starts, self.order, strict=True)]
-        if self.starts != sorted({*self.starts}) or any(map(operator.gt, self.ends, self.starts[1:])):
+    spans = [range(x.data_ptr(), x.data_ptr() + _extent(x)) for x in tensors]
+    for one, other in pairwise(sorted(spans, key=lambda span: span.start)):
+        if one.stop > other.start or one.start == other.start:
             raise LookupError("shared memory")
+    return spans
 
-    def of(self, address: int) -> _Place:
-        at = bisect_right(self.starts, address) - 1
-        if at < 0 or address >= self.ends[at]:
-            raise LookupError("nobody's address")
-        return _Place(self.order[at], address - self.starts[at])
+
+def _place(address: int, spans: list[range]) -> _Place:
+    """In which of the tensors an address is. Raises LookupError of one in none."""
+    tensor = next((i for i, span in enumerate(spans) if address in span), None)
+    if tensor is None:
+        raise LookupError("nobody's address")
+    return _Place(tensor, address - spans[tensor].start)
 
 
 def _start(descriptor: TensorDescriptor | GluonDescriptor) -> int:
@@ -254,17 +254,17 @@ def _start(descriptor: TensorDescriptor | GluonDescriptor) -> int:
     return descriptor.base.data_ptr() - layout.offset * layout.dtype.itemsize
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def _extent(tensor: Tensor) -> int:
     """Bytes from the start of the first element to the end of the last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 
 
-def _share_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def _share_storage(tensor: Tensor, other: Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _is_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_alike(tensor: Tensor, other: Tensor) -> bool:
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) == (
         other.data_ptr(), other.shape, other.stride(), other.dtype,
     )  # fmt: skip

@@ -4,7 +4,6 @@
 |------------|-------------------------|--------------------------------------------------------------------------|
 | ``swiglu`` | 4: gate, up             | h along H                                                                |
 | backward   | 6: gate, up, u          | dgate and dup along H and along M, score times h along M, sums of u * h  |
-| gradients  | 6: gate, up, u          | dgate, dup and score times h in bf16, for quantisers; sums of u * h      |
 
 dgate in bf16, quantised along M or not, takes the memory of u: a program writes it last, after all that it reads.
 
@@ -15,10 +14,11 @@ but for the zeros between groups that start at multiples of 32 or 128 rows.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
 from titan_mxfp8.backends import SwigluGradients
-from titan_mxfp8.backends.common import rebase, swiglu_swizzled
+from titan_mxfp8.backends.common import swiglu_swizzled
 from titan_mxfp8.backends.common.activation import (
     SEGMENT,
     activation,
@@ -27,6 +27,7 @@ from titan_mxfp8.backends.common.activation import (
     gradient_of_up,
     matrices_of,
     memory_of,
+    sums_of,
 )
 from titan_mxfp8.backends.common.bf16x2 import (
     amax_bf16x2,
@@ -48,7 +49,7 @@ from titan_mxfp8.backends.common.convert import (
 )
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.quantizers import layout_of
-from titan_mxfp8.backends.common.swiglu_tiles import SWIGLU_BACKWARD, gradients
+from titan_mxfp8.backends.common.swiglu_tiles import SWIGLU_BACKWARD
 from titan_mxfp8.backends.common.tiles import Matrices, Tile, map_tiles, rounding_of, store_matrix
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
@@ -59,9 +60,7 @@ COLS = 2 * SEGMENT  # of all tiles: whole blocks of 128
 LIMITED_ALPHA = tl.constexpr(GPT_OSS_ALPHA)  # for _limited
 
 
-def swiglu(
-    gate_MH: torch.Tensor, up_MH: torch.Tensor, limit: float | None, spec: OperandSpec, offs: torch.Tensor | None
-) -> Operand:
+def swiglu(gate_MH: Tensor, up_MH: Tensor, limit: float | None, spec: OperandSpec, offs: Tensor | None) -> Operand:
     """``Backend.swiglu``."""
     assert spec.block_mn == 1, spec
     if spec.scales == "swizzled":
@@ -79,22 +78,20 @@ def swiglu(
 
 
 def swiglu_backward(
-    inputs: list[torch.Tensor],
-    scores_M: torch.Tensor | None,
+    inputs: list[Tensor],
+    scores_M: Tensor | None,
     limit: float | None,
     rowwise: OperandSpec,
     columnwise: OperandSpec,
     h_columnwise: OperandSpec,
-    offs: torch.Tensor | None,
+    offs: Tensor | None,
 ) -> SwigluGradients:
     """``Backend.swiglu_backward``."""
     specs = rowwise, columnwise, h_columnwise
     layout, layout_m, h_layout = map(layout_of, specs)
     if "swizzled" in (layout, layout_m, h_layout):
         return swiglu_swizzled.swiglu_backward(inputs, scores_M, limit, *specs, offs)
-    assert layout_m == h_layout != "coalesced" and all(spec.block_mn == 1 for spec in specs), specs
-    if layout_m == "mn_major":
-        return _backward_through_bf16(inputs, scores_M, limit, specs, offs)
+    assert layout_m == h_layout in ("fp8", "qdq", "bf16") and all(spec.block_mn == 1 for spec in specs), specs
     assert len({spec.rounding for spec in specs if spec.is_quantized}) <= 1, specs
     assert not columnwise.is_quantized or columnwise.elem_dtype == rowwise.elem_dtype, specs
     gate, up, u = matrices_of(*inputs)
@@ -108,14 +105,10 @@ def swiglu_backward(
         operands = [*(rowwise.empty(gate.x, 1, None) for _ in range(2)), in_place, columnwise.empty(gate.x, 0, groups)]
     operands.append(h_columnwise.empty(gate.x, 0, groups))
     tile = TRANSPOSED_TILE  # the map is the same for any, as it has no tail
-    row_block_map = None if offs is None else map_tiles(offs, gate.rows, tile, tail=False, alignment=BLOCK_SIZE)
-    row_blocks = ceil_div(gate.rows, BLOCK_SIZE) if row_block_map is None else row_block_map.row_blocks
+    table, row_blocks = map_tiles(offs, gate.rows, tile, tail=False)
     col_tiles = ceil_div(gate.cols, COLS)
-    sums = None
-    if scores_M is not None:
-        sums = torch.empty((col_tiles, gate.rows), dtype=torch.float32, device=gate.x.device)
-        scores_M = scores_M.contiguous()
-    sources = gate.x, up.x, u.x, scores_M, sums, row_block_map and row_block_map.table
+    scores_M, sums = sums_of(scores_M, gate.rows, col_tiles)
+    sources = gate.x, up.x, u.x, scores_M, sums, table
     constants = limit, alpha_of(limit), offs is not None, scores_M is not None, *rounding_of(rowwise)
     constants += (h_columnwise.elem_dtype == torch.float8_e5m2,)
     if layout_m == "fp8":
@@ -137,25 +130,6 @@ def swiglu_backward(
             device=gate.x.device,
         )  # fmt: skip
     return SwigluGradients(*operands, None if sums is None else sums.sum(0))
-
-
-def _backward_through_bf16(
-    inputs: list[torch.Tensor],
-    scores_M: torch.Tensor | None,
-    limit: float | None,
-    specs: tuple[OperandSpec, ...],
-    offs: torch.Tensor | None,
-) -> SwigluGradients:
-    """What is rebased along both axes, from gradients in bf16: for Triton's interpreter, as ``hopper`` has a kernel
-    that makes all of it at once."""
-    rowwise, columnwise, h_columnwise = specs
-    dgate, dup, sh, dscores = gradients(inputs, scores_M, limit, offs)
-    dgate_rowwise, dgate_columnwise = rebase.quantize_groups(dgate, rowwise, columnwise, offs)
-    del dgate
-    dup_rowwise, dup_columnwise = rebase.quantize_groups(dup, rowwise, columnwise, offs)
-    del dup
-    _, sh_columnwise = rebase.quantize_groups(sh, None, h_columnwise, offs)
-    return SwigluGradients(dgate_rowwise, dup_rowwise, dgate_columnwise, dup_columnwise, sh_columnwise, dscores)
 
 
 @triton.jit

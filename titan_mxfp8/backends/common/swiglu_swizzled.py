@@ -4,9 +4,9 @@ A program takes 32 tokens of one group and 128 columns, as much as registers hol
 and of each tile of scales every fourth byte along the first axis, four of each 16 along the last one.
 """
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from titan_mxfp8.backends import SwigluGradients
 from titan_mxfp8.backends.common.activation import (
@@ -19,17 +19,16 @@ from titan_mxfp8.backends.common.activation import (
     matrices_of,
     rounded,
     store_products,
+    sums_of,
 )
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.swizzled import map_tiles, store_columnwise, store_rowwise, tile_of
-from titan_mxfp8.backends.common.tiles import load_tile, rounding_of
+from titan_mxfp8.backends.common.tiles import load_values, rounding_of
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.format.spec import UNQUANTIZED, Operand, OperandSpec
 
 
-def swiglu(
-    gate_MH: torch.Tensor, up_MH: torch.Tensor, limit: float | None, spec: OperandSpec, offs: torch.Tensor | None
-) -> Operand:
+def swiglu(gate_MH: Tensor, up_MH: Tensor, limit: float | None, spec: OperandSpec, offs: Tensor | None) -> Operand:
     """``Backend.swiglu`` with swizzled scales."""
     assert spec.scales == "swizzled" and spec.block == "1x32", spec
     gate, up = matrices_of(gate_MH, up_MH)
@@ -44,27 +43,24 @@ def swiglu(
 
 
 def swiglu_backward(
-    inputs: list[torch.Tensor],
-    scores_M: torch.Tensor | None,
+    inputs: list[Tensor],
+    scores_M: Tensor | None,
     limit: float | None,
     rowwise: OperandSpec,
     columnwise: OperandSpec,
     h_columnwise: OperandSpec,
-    offs: torch.Tensor | None,
+    offs: Tensor | None,
 ) -> SwigluGradients:
     """``Backend.swiglu_backward`` with swizzled scales along H, and swizzled ones or bf16 along M."""
     assert rowwise.scales == "swizzled" and rowwise.block == "1x32", rowwise
     assert columnwise == h_columnwise and columnwise in (rowwise, UNQUANTIZED), (rowwise, columnwise, h_columnwise)
     gate, up, u = matrices_of(*inputs)
     inputs.clear()
-    groups, device = None if offs is None else offs.shape[0], gate.x.device
+    groups = None if offs is None else offs.shape[0]
     operands = [rowwise.empty(gate.x, 1, groups) for _ in range(2)]
     operands += [columnwise.empty(gate.x, 0, groups) for _ in range(3)]
     tiles, col_tiles = map_tiles(offs, gate.rows, operands[0].scale.shape[0]), ceil_div(gate.cols, 128)
-    sums = None
-    if scores_M is not None:
-        sums = torch.empty((col_tiles, gate.rows), dtype=torch.float32, device=device)
-        scores_M = scores_M.contiguous()
+    scores_M, sums = sums_of(scores_M, gate.rows, col_tiles)
     padded_blocks = operands[-1].data.shape[-1] // BLOCK_SIZE if columnwise.is_quantized else 0
     _SWIGLU_BACKWARD.launch(
         tiles.count * 4 * col_tiles,
@@ -72,7 +68,7 @@ def swiglu_backward(
         (gate.cols, gate.row_stride, up.row_stride, u.row_stride), (gate.rows, padded_blocks, tiles.count),
         (limit, alpha_of(limit), offs is not None, scores_M is not None, columnwise.is_quantized,
         *rounding_of(rowwise), SEGMENT),
-        device=device, warps=4,
+        device=gate.x.device, warps=4,
     )  # fmt: skip
     return SwigluGradients(*operands, None if sums is None else sums.sum(0))
 
@@ -95,19 +91,12 @@ def _swiglu(
     if left <= 0:
         clear_tile(h_scale)
         return
-    g, _, _, _ = load_tile(
-        gate + token * gate_stride, None, None, left, cols, gate_stride, block, tile_col, 4, left,
-        0, False, False, 1, 2, SEGMENT,
-    )  # fmt: skip
-    v, _, _, _ = load_tile(
-        up + token * up_stride, None, None, left, cols, up_stride, block, tile_col, 4, left,
-        0, False, False, 1, 2, SEGMENT,
-    )  # fmt: skip
+    gate += token * gate_stride
+    g = load_values(gate, None, left, cols, gate_stride, block, tile_col, 4, False, 1, 2, SEGMENT)
+    up += token * up_stride
+    v = load_values(up, None, left, cols, up_stride, block, tile_col, 4, False, 1, 2, SEGMENT)
     g, v, s = activation(g, v, LIMIT, ALPHA)
-    values = tl.reshape(rounded(g * s * v), (8, 1, 2, 4, SEGMENT))
-    store_rowwise(
-        values, h + token * cols, h_scale, left, block, tile_col, cols, False, FLOOR, E5M2, 1, 2, SEGMENT
-    )  # fmt: skip
+    store_rowwise(rounded(g * s * v), h + token * cols, h_scale, left, block, tile_col, cols, False, FLOOR, E5M2)
 
 
 @triton.jit(do_not_specialize=["rows", "padded_blocks", "tiles"])
@@ -145,7 +134,7 @@ def _swiglu_backward(
         if output == 0:
             h = cut_g * s * factor
             if SCORED:
-                store_products(sums, h, du, row, stop, 1)
+                store_products(sums, h, du, row, stop)
             values, columnwise, columnwise_scale = rounded(h * score), h_columnwise, h_columnwise_scale
         elif output == 1:
             values = rounded(gradient_of_up(v, du * score, cut_g, s, LIMIT))
@@ -158,12 +147,12 @@ def _swiglu_backward(
         if output > 0:
             store_rowwise(
                 values, rowwise + token * cols, rowwise_scale + rowwise_tile,
-                left, block, tile_col, cols, False, FLOOR, E5M2, 1, 2, SEGMENT,
+                left, block, tile_col, cols, False, FLOOR, E5M2,
             )  # fmt: skip
         if COLUMNWISE:
             store_columnwise(
                 values, columnwise + place, columnwise_scale + columnwise_tile,
-                left, block, tile_col, cols, padded_blocks, False, FLOOR, E5M2, 1, 2, SEGMENT,
+                left, block, tile_col, cols, padded_blocks, False, FLOOR, E5M2,
             )  # fmt: skip
         else:
             tl.store(columnwise + token * cols + at, tl.reshape(values, at.shape), mask=inside)

@@ -10,16 +10,23 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from titan_mxfp8.backends.common.convert import magnitude_bits, reciprocal_scale, scale_byte, to_elements
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.tiles import (
+    ABSENT,
     as_matrices,
     columns_to_elements,
+    columnwise_scales,
     load_tile,
+    of_columns,
     rounding_of,
+    rows_to_elements,
+    rowwise_scales,
     source_of,
+    square_scales,
     store_matrix,
+    tile_position,
     transposed,
 )
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
@@ -27,8 +34,8 @@ from titan_mxfp8.format.spec import Operand
 from titan_mxfp8.format.swizzle import TILE_COLUMNS, TILE_LINES
 
 
-def swizzle_scales(operand: Operand, offs: torch.Tensor | None) -> Operand:
-    """``format.swizzle.block``, for operands that come with their scales in rows."""
+def swizzle_scales(operand: Operand, offs: Tensor | None) -> Operand:
+    """``format.swizzle.swizzle``, by a kernel."""
     spec, groups = replace(operand.spec, block_mn=1, scales="swizzled"), None if offs is None else offs.shape[0]
     *rest, rows, length = operand.data.shape
     by_rows = operand.axis == operand.data.ndim - 1
@@ -58,11 +65,11 @@ class TileMap(NamedTuple):
         count: of the tiles.
     """
 
-    table: torch.Tensor | None
+    table: Tensor | None
     count: int
 
 
-def map_tiles(offs: torch.Tensor | None, rows: int, room: int) -> TileMap:
+def map_tiles(offs: Tensor | None, rows: int, room: int) -> TileMap:
     """The map of ``rows`` tokens, in as many tiles as ``room`` tokens fill."""
     if offs is None:
         return TileMap(None, ceil_div(rows, TILE_LINES))
@@ -136,11 +143,11 @@ def tile_of(table, tile, tile_col, rows, col_tiles, tiles, RAGGED: tl.constexpr)
 
 
 @triton.jit
-def store_scales(
-    scales, byte, row_block, column, rows, SQUARES: tl.constexpr, ROW_BLOCKS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+def store_scales(scales, byte, row_block, column, rows, SQUARES: tl.constexpr):
     """Stores bytes (32, ROW_BLOCKS, COLUMNS) of a tile: row ``32 (row_block + b) + r``, column ``column + c`` is at
     [r, b, c]."""
+    ROW_BLOCKS: tl.constexpr = byte.shape[1]
+    COLUMNS: tl.constexpr = byte.shape[2]
     at = tl.arange(0, 32 * ROW_BLOCKS * COLUMNS)
     in_block = at // (ROW_BLOCKS * COLUMNS)
     row_block += at // COLUMNS % ROW_BLOCKS
@@ -151,20 +158,9 @@ def store_scales(
 
 
 @triton.jit
-def square_scales(values, FLOOR: tl.constexpr, E5M2: tl.constexpr):
-    """Scale bytes of the 32x32 squares of (8, BLOCKS, SEGMENTS, 4, SEGMENT): (BLOCKS, SEGMENTS, SEGMENT / 32)."""
-    amax = tl.max(tl.max(magnitude_bits(values), 0), 2)
-    BLOCKS: tl.constexpr = amax.shape[0]
-    SEGMENTS: tl.constexpr = amax.shape[1]
-    SEGMENT: tl.constexpr = amax.shape[2]
-    return scale_byte(tl.max(tl.reshape(amax, (BLOCKS, SEGMENTS, SEGMENT // 32, 32)), 3), FLOOR, E5M2)
-
-
-@triton.jit
 def store_rowwise(
     values, data, scales, left, block, tile_col, cols,
     SQUARES: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
-    BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """Stores ``32 * BLOCKS`` rows of a tile, (8, BLOCKS, SEGMENTS, 4, SEGMENT), as ``load_tile`` lays them, quantised
     along the last axis.
@@ -174,38 +170,33 @@ def store_rowwise(
         left: rows of the group from the tile's first one on.
         block: which 32 rows of the tile are the first ones.
     """
+    BLOCKS: tl.constexpr = values.shape[1]
     values = values.to(tl.float32)
-    in_blocks = tl.reshape(values, (8, BLOCKS, SEGMENTS, 4, SEGMENT // 32, 32))
     if SQUARES:
         byte = square_scales(values, FLOOR, E5M2)
-        byte = tl.broadcast_to(byte[None, :, :, None, :], (8, BLOCKS, SEGMENTS, 4, SEGMENT // 32))
+        byte = tl.broadcast_to(byte[None, :, :, None, :], (8, BLOCKS, byte.shape[1], 4, byte.shape[2]))
     else:
-        byte = scale_byte(tl.max(magnitude_bits(in_blocks), 5), FLOOR, E5M2)
-    scaled = in_blocks * reciprocal_scale(byte)[:, :, :, :, :, None]
-    elements = to_elements(scaled, byte[:, :, :, :, :, None], E5M2)
-    elements = tl.reshape(elements, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
-    elements = tl.reshape(tl.permute(elements, (1, 3, 0, 2, 4)), (32 * BLOCKS, 128))
+        byte = rowwise_scales(values, FLOOR, E5M2)
+    elements = rows_to_elements(values, byte, E5M2)
     row = block * 32 + tl.arange(0, 32 * BLOCKS)
     store_matrix(data, elements, row, left, tile_col * 128 + tl.arange(0, 128), cols)
-    store_scales(scales, tl.permute(byte, (3, 0, 1, 2, 4)), block, 0, left, SQUARES, BLOCKS, 4)
+    byte = tl.reshape(tl.permute(byte, (3, 0, 1, 2, 4)), (32, BLOCKS, 4))
+    store_scales(scales, byte, block, 0, left, SQUARES)
 
 
 @triton.jit
 def store_columnwise(
     values, data, scales, left, block, tile_col, cols, padded_blocks,
     SQUARES: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
-    BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """The same along the first axis; ``data`` of where the tile's first row lies there."""
+    BLOCKS: tl.constexpr = values.shape[1]
     values = values.to(tl.float32)
     if SQUARES:
-        byte = square_scales(values, FLOOR, E5M2)
-        byte = tl.reshape(
-            tl.broadcast_to(byte[:, :, :, None], (BLOCKS, SEGMENTS, SEGMENT // 32, 32)), (BLOCKS, SEGMENTS, SEGMENT)
-        )
+        byte = of_columns(square_scales(values, FLOOR, E5M2))
     else:
-        byte = scale_byte(tl.max(tl.max(magnitude_bits(values), 0), 2), FLOOR, E5M2)
-    elements = transposed(columns_to_elements(values, byte, E5M2, BLOCKS, SEGMENTS, SEGMENT), BLOCKS, SEGMENTS, SEGMENT)
+        byte = columnwise_scales(values, FLOOR, E5M2)
+    elements = transposed(columns_to_elements(values, byte, E5M2))
     row = block * 32 + tl.arange(0, 32 * BLOCKS)
     col = tile_col * 128 + tl.arange(0, 128)
     pointers = data + col.to(tl.int64)[:, None] * (padded_blocks * 32) + row[None, :]
@@ -213,7 +204,7 @@ def store_columnwise(
     tl.store(pointers, elements.to(tl.uint8), mask=(col < cols)[:, None] & in_group[None, :])
     if left > 0:  # a tile behind the last group has no place of its own
         by_column = tl.permute(tl.reshape(byte, (BLOCKS, 4, 32)), (2, 1, 0))
-        store_scales(scales, by_column, 0, block, cols - tile_col * 128, SQUARES, 4, BLOCKS)
+        store_scales(scales, by_column, 0, block, cols - tile_col * 128, SQUARES)
 
 
 @triton.jit(do_not_specialize=["rows", "padded_blocks", "tiles"])
@@ -229,9 +220,7 @@ def _quantize_tiles(
     before (COLUMNWISE), or both."""
     tl.static_assert(SEGMENTS * SEGMENT == 128)
     col_tiles = tl.cdiv(cols, 128)
-    tile_col = tl.program_id(0) % col_tiles  # neighbours in a row run together
-    tile = tl.program_id(0) // col_tiles % tiles
-    batch = (tl.program_id(0) // col_tiles // tiles).to(tl.int64)
+    batch, tile, tile_col = tile_position(col_tiles, tiles)
     token, left, place, rowwise_tile, columnwise_tile = tile_of(table, tile, tile_col, rows, col_tiles, tiles, RAGGED)
     if X_BLOCK_K:
         x_scale += token * tl.cdiv(cols, 32)
@@ -244,13 +233,13 @@ def _quantize_tiles(
     if ROWWISE:
         store_rowwise(
             values, rowwise_data + (batch * rows + token) * cols, rowwise_scale + scales_before + rowwise_tile,
-            left, 0, tile_col, cols, SQUARES, FLOOR, E5M2, 4, SEGMENTS, SEGMENT,
+            left, 0, tile_col, cols, SQUARES, FLOOR, E5M2,
         )  # fmt: skip
     if COLUMNWISE:
         store_columnwise(
             values, columnwise_data + batch * cols * (padded_blocks * 32) + place,
             columnwise_scale + scales_before + columnwise_tile,
-            left, 0, tile_col, cols, padded_blocks, SQUARES, FLOOR, E5M2, 4, SEGMENTS, SEGMENT,
+            left, 0, tile_col, cols, padded_blocks, SQUARES, FLOOR, E5M2,
         )  # fmt: skip
 
 
@@ -299,11 +288,7 @@ _SWIZZLE_SCALES = Kernel(_swizzle_scales)
 
 
 def launch(
-    x: torch.Tensor,
-    rowwise: Operand | None,
-    columnwise: Operand | None,
-    offs: torch.Tensor | None,
-    source: Operand | None,
+    x: Tensor, rowwise: Operand | None, columnwise: Operand | None, offs: Tensor | None, source: Operand | None
 ) -> None:
     """Fills operands of FP8 with swizzled scales, see ``quantizers.LAUNCHES``."""
     spec, matrices = (rowwise or columnwise).spec, as_matrices(x, x.ndim - 2)
@@ -311,17 +296,13 @@ def launch(
     room = rowwise.scale.shape[0] if rowwise else columnwise.scale.shape[1] * BLOCK_SIZE  # both have as much
     tiles = map_tiles(offs, matrices.rows, room)
     col_tiles = ceil_div(matrices.cols, 128)
-    tensors = (
-        matrices.x, source and source.scale,
-        rowwise and rowwise.data, rowwise and rowwise.scale, columnwise and columnwise.data, columnwise and
-        columnwise.scale, tiles.table,
-    )  # fmt: skip
+    outputs = *(rowwise or ABSENT)[:2], *(columnwise or ABSENT)[:2]
     constants = (
         *source_constants, rowwise is not None, columnwise is not None, offs is not None, spec.block == "32x32",
         *rounding_of(spec), 128 // segment, segment,
     )  # fmt: skip
     counts = matrices.rows, columnwise.data.shape[-1] // BLOCK_SIZE if columnwise else 0, tiles.count
     _QUANTIZE_TILES.launch(
-        matrices.batches * tiles.count * col_tiles, tensors,
-        (matrices.cols, matrices.batch_stride, matrices.row_stride), counts, constants, device=x.device, warps=8,
+        matrices.batches * tiles.count * col_tiles, (matrices.x, source and source.scale, *outputs, tiles.table),
+        matrices.sizes, counts, constants, device=x.device, warps=8,
     )  # fmt: skip

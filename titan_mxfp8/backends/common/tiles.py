@@ -7,10 +7,18 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from titan_mxfp8.backends.common.convert import from_elements, reciprocal_scale, scale_value, to_elements
+from titan_mxfp8.backends.common.convert import (
+    from_elements,
+    magnitude_bits,
+    reciprocal_scale,
+    scale_byte,
+    scale_value,
+    to_elements,
+)
 from titan_mxfp8.backends.common.groups import RowBlockMap, map_row_blocks, row_blocks_with_tail
-from titan_mxfp8.format.mx import BLOCK_SIZE, ragged_rows
+from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div, ragged_rows
 from titan_mxfp8.format.spec import Operand, OperandSpec
 
 SEGMENT_BYTES = 128
@@ -37,6 +45,15 @@ FP8_SEGMENT = 64
 
 
 @triton.jit
+def tile_position(col_tiles, row_tiles):
+    """Of a program that takes one tile: its matrix, and its row and column among the tiles of that. Neighbours in a row
+    run together."""
+    tile_col = tl.program_id(0) % col_tiles
+    tile_row = tl.program_id(0) // col_tiles % row_tiles
+    return (tl.program_id(0) // col_tiles // row_tiles).to(tl.int64), tile_row, tile_col
+
+
+@triton.jit
 def row_block_rows(table, rows, tile_row, row_blocks, RAGGED: tl.constexpr, BLOCKS: tl.constexpr):
     """First row of each 32-row block of a tile, and the end of the rows that are its own."""
     block = tile_row * BLOCKS + tl.arange(0, BLOCKS)
@@ -45,6 +62,14 @@ def row_block_rows(table, rows, tile_row, row_blocks, RAGGED: tl.constexpr, BLOC
         return start, tl.load(table + row_blocks + block, mask=block < row_blocks, other=0)
     else:
         return block * 32, tl.zeros((BLOCKS,), tl.int32) + rows
+
+
+@triton.jit
+def tile_rows(table, rows, tile_row, row_blocks, RAGGED: tl.constexpr, BLOCKS: tl.constexpr):
+    """The ``32 * BLOCKS`` rows of a tile, and for each the end of those that are its block's own."""
+    row, stop = row_block_rows(table, rows, tile_row, row_blocks, RAGGED, BLOCKS)
+    row = tl.reshape(row[:, None] + tl.arange(0, 32)[None, :], (32 * BLOCKS,))
+    return row, tl.reshape(tl.broadcast_to(stop[:, None], (BLOCKS, 32)), (32 * BLOCKS,))
 
 
 @triton.jit
@@ -121,16 +146,90 @@ def load_tile(
 
 
 @triton.jit
-def columns_to_elements(
-    values, byte, E5M2: tl.constexpr, BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr
-):
-    """Elements of a tile with scale bytes (BLOCKS, SEGMENTS, SEGMENT), laid out for ``transposed``.
+def load_values(
+    x, table, rows, cols, row_stride, tile_row, tile_col, row_blocks,
+    RAGGED: tl.constexpr, BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
+    """``load_tile`` of numbers, each row in its own place: (8, BLOCKS, SEGMENTS, 4, SEGMENT)."""
+    values, _, _, _ = load_tile(
+        x, None, table, rows, cols, row_stride, tile_row, tile_col, row_blocks, rows,
+        0, False, RAGGED, BLOCKS, SEGMENTS, SEGMENT,
+    )  # fmt: skip
+    return tl.reshape(values, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
+
+
+# What follows is of tiles as ``load_tile`` lays them, in the shape (8, BLOCKS, SEGMENTS, 4, SEGMENT).
+
+
+@triton.jit
+def rowwise_scales(values, FLOOR: tl.constexpr, E5M2: tl.constexpr):
+    """Scale bytes of blocks along the rows: (8, BLOCKS, SEGMENTS, 4, SEGMENT / 32)."""
+    return scale_byte(tl.max(magnitude_bits(in_blocks(values)), 5), FLOOR, E5M2)
+
+
+@triton.jit
+def columnwise_scales(values, FLOOR: tl.constexpr, E5M2: tl.constexpr):
+    """Scale bytes of blocks along the columns: (BLOCKS, SEGMENTS, SEGMENT)."""
+    return scale_byte(tl.max(tl.max(magnitude_bits(values), 0), 2), FLOOR, E5M2)
+
+
+@triton.jit
+def square_scales(values, FLOOR: tl.constexpr, E5M2: tl.constexpr):
+    """Scale bytes of the 32x32 squares: (BLOCKS, SEGMENTS, SEGMENT / 32)."""
+    amax = tl.max(tl.max(magnitude_bits(values), 0), 2)
+    return scale_byte(amax_of_squares(amax), FLOOR, E5M2)
+
+
+@triton.jit
+def amax_of_squares(amax):
+    """Of 32 neighbours each: (BLOCKS, SEGMENTS, SEGMENT) becomes (BLOCKS, SEGMENTS, SEGMENT / 32)."""
+    SQUARES: tl.constexpr = amax.shape[2] // 32
+    return tl.max(tl.reshape(amax, (amax.shape[0], amax.shape[1], SQUARES, 32)), 3)
+
+
+@triton.jit
+def of_columns(of_squares):
+    """Numbers of squares, (BLOCKS, SEGMENTS, SEGMENT / 32), for each column: (BLOCKS, SEGMENTS, SEGMENT)."""
+    BLOCKS: tl.constexpr = of_squares.shape[0]
+    SEGMENTS: tl.constexpr = of_squares.shape[1]
+    SQUARES: tl.constexpr = of_squares.shape[2]
+    wide = tl.broadcast_to(of_squares[:, :, :, None], (BLOCKS, SEGMENTS, SQUARES, 32))
+    return tl.reshape(wide, (BLOCKS, SEGMENTS, 32 * SQUARES))
+
+
+@triton.jit
+def in_blocks(values):
+    """The rows cut into blocks: (8, BLOCKS, SEGMENTS, 4, SEGMENT / 32, 32)."""
+    SQUARES: tl.constexpr = values.shape[4] // 32
+    return tl.reshape(values, (8, values.shape[1], values.shape[2], 4, SQUARES, 32))
+
+
+@triton.jit
+def rows_to_elements(values, byte, E5M2: tl.constexpr):
+    """Elements, given the scale bytes of blocks along the rows, as (rows, columns)."""
+    scaled = in_blocks(values) * reciprocal_scale(byte)[:, :, :, :, :, None]
+    elements = to_elements(scaled, byte[:, :, :, :, :, None], E5M2)
+    return in_rows(tl.reshape(elements, values.shape))
+
+
+@triton.jit
+def in_rows(tile):
+    """A tile, or its scale bytes along the rows, as (rows, columns)."""
+    ROWS: tl.constexpr = 32 * tile.shape[1]
+    COLS: tl.constexpr = tile.shape[2] * tile.shape[4]
+    return tl.reshape(tl.permute(tile, (1, 3, 0, 2, 4)), (ROWS, COLS))
+
+
+@triton.jit
+def columns_to_elements(values, byte, E5M2: tl.constexpr):
+    """Elements, given scale bytes (BLOCKS, SEGMENTS, SEGMENT), laid out for ``transposed``.
 
     The conversion takes two neighbouring registers. They should hold two rows, whose bytes are to be neighbours: so
     rows are split into even and odd ones and joined on a new last axis. With two columns in them it costs a byte
     permutation for each element, and ptxas 12.8 (Triton 3.6) loses bytes where elements are stored in both orders.
     """
-    pairs = tl.permute(tl.reshape(values, (4, 2, BLOCKS, SEGMENTS, 4, SEGMENT)), (0, 2, 3, 4, 5, 1))
+    split_rows: tl.constexpr = (4, 2, values.shape[1], values.shape[2], 4, values.shape[4])
+    pairs = tl.permute(tl.reshape(values, split_rows), (0, 2, 3, 4, 5, 1))
     even, odd = tl.split(pairs)
     reciprocal = reciprocal_scale(byte)[None, :, :, None, :]
     scaled = tl.join(even * reciprocal, odd * reciprocal)
@@ -138,23 +237,31 @@ def columns_to_elements(
 
 
 @triton.jit
-def transposed(elements, BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr):
+def transposed(elements):
     """The bytes of ``columns_to_elements`` as (columns, rows)."""
-    return tl.reshape(tl.permute(elements, (2, 4, 1, 3, 0, 5)), (SEGMENTS * SEGMENT, BLOCKS * 32))
+    COLS: tl.constexpr = elements.shape[2] * elements.shape[4]
+    ROWS: tl.constexpr = elements.shape[1] * 32
+    return tl.reshape(tl.permute(elements, (2, 4, 1, 3, 0, 5)), (COLS, ROWS))
 
 
 class Matrices(NamedTuple):
-    """A tensor as ``batches`` matrices of (rows, cols), each contiguous along its columns."""
+    """A tensor as ``batches`` matrices of (rows, cols), each contiguous along its columns.
 
-    x: torch.Tensor
+    Attributes:
+        row_stride: of a single row, whose stride means nothing, at least a row.
+        sizes: what kernels are given: cols, the stride of matrices (0 where there is one: it would depend on the
+            number of rows), and ``row_stride``.
+    """
+
+    x: Tensor
     batches: int
     rows: int
     cols: int
-    batch_stride: int  # 0 where there is one: it would depend on the number of rows
-    row_stride: int  # of a single row, whose stride means nothing, at least a row
+    row_stride: int
+    sizes: tuple[int, int, int]
 
 
-def as_matrices(x: torch.Tensor, axis: int) -> Matrices:
+def as_matrices(x: Tensor, axis: int) -> Matrices:
     """``x`` as matrices whose rows are ``axis`` and whose columns are all behind it. Copies where strides need it."""
     if axis != x.ndim - 2 or axis > 1:  # a view takes the host as long as all the rest
         x = x.reshape(math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :]))
@@ -165,15 +272,15 @@ def as_matrices(x: torch.Tensor, axis: int) -> Matrices:
     *batch, rows, cols = x.shape
     batches = batch[0] if batch else 1
     row_stride = strides[-2] if rows > 1 else max(strides[-2], cols)
-    return Matrices(x, batches, rows, cols, strides[0] if batches > 1 else 0, row_stride)
+    return Matrices(x, batches, rows, cols, row_stride, (cols, strides[0] if batches > 1 else 0, row_stride))
 
 
-def as_rows(x: torch.Tensor) -> Matrices:
+def as_rows(x: Tensor) -> Matrices:
     """``x`` as one matrix whose columns are the last axis."""
     return as_matrices(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), 0)
 
 
-def source_of(x: torch.Tensor, rows: Operand | None) -> tuple[int, tuple[int, bool]]:
+def source_of(x: Tensor, rows: Operand | None) -> tuple[int, tuple[int, bool]]:
     """Columns of a segment of ``x``, and how ``load_tile`` reads it (X_BLOCK_K, X_E5M2): numbers, or FP8 elements,
     which are those of ``rows``."""
     if rows is None:
@@ -181,12 +288,15 @@ def source_of(x: torch.Tensor, rows: Operand | None) -> tuple[int, tuple[int, bo
     return FP8_SEGMENT, (rows.spec.block_k, rows.spec.elem_dtype == torch.float8_e5m2)
 
 
+ABSENT = None, None  # data and scales of an operand that is not wanted
+
+
 def rounding_of(spec: OperandSpec) -> tuple[bool, bool]:
     """The constants FLOOR and E5M2 of a kernel that quantises."""
     return spec.rounding == "floor", spec.elem_dtype == torch.float8_e5m2
 
 
-def lies_transposed(x: torch.Tensor) -> bool:
+def lies_transposed(x: Tensor) -> bool:
     """Whether the axis before the last one is the contiguous one, as in ``weight.mT``, and both are whole blocks: what
     is stored along one of them is then what is stored along the other one of ``x.mT``. Not of matrices without a batch:
     those are activations, whose number of rows no kernel may be compiled for."""
@@ -195,8 +305,11 @@ def lies_transposed(x: torch.Tensor) -> bool:
     return x.shape[-1] % BLOCK_SIZE == 0 and x.shape[-2] % BLOCK_SIZE == 0
 
 
-def map_tiles(offs: torch.Tensor, rows: int, tile: Tile, *, tail: bool, alignment: int = BLOCK_SIZE) -> RowBlockMap:
-    """The map of the 32-row blocks of tiles; with ``tail``, whole tiles hold the rows past the last group."""
+def map_tiles(offs: Tensor | None, rows: int, tile: Tile, *, tail: bool, alignment: int = BLOCK_SIZE) -> RowBlockMap:
+    """The map of the 32-row blocks of tiles; with ``tail``, whole tiles hold the rows past the last group. Without
+    groups there is no table: blocks are in order."""
+    if offs is None:
+        return RowBlockMap(None, ceil_div(rows, BLOCK_SIZE))
     groups, sizes = offs.shape[0], {"block_rows": BLOCK_SIZE, "alignment": alignment}
     if not tail:
         return map_row_blocks(offs, rows, row_blocks=ragged_rows(rows, groups, alignment) // BLOCK_SIZE, **sizes)

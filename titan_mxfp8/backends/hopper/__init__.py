@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 from triton import knobs
 
 from titan_mxfp8.backends import Gemm, Plan, SwigluGradients, reference, triton
@@ -45,29 +46,27 @@ def _coalesced(gemm: Gemm) -> Gemm:
 
 
 def swiglu_backward(
-    inputs: list[torch.Tensor],
-    scores_M: torch.Tensor | None,
+    inputs: list[Tensor],
+    scores_M: Tensor | None,
     limit: float | None,
     rowwise: OperandSpec,
     columnwise: OperandSpec,
     h_columnwise: OperandSpec,
-    offs: torch.Tensor | None,
+    offs: Tensor | None,
 ) -> SwigluGradients:
-    """``Backend.swiglu_backward``: rebased gradients by one kernel, which Triton's interpreter cannot run."""
+    """``Backend.swiglu_backward``: rebased gradients by one kernel, or where Triton interprets, which cannot run it, by
+    the definition."""
     specs = rowwise, columnwise, h_columnwise
-    in_one = all(spec.block_k == 128 for spec in specs) and not knobs.runtime.interpret
-    kernels = swiglu_gradients if in_one else portable_swiglu
+    if any(spec.block_k == 32 for spec in specs):
+        kernels = portable_swiglu
+    else:
+        kernels = reference if knobs.runtime.interpret else swiglu_gradients
     return kernels.swiglu_backward(inputs, scores_M, limit, *specs, offs)
 
 
 def gemm_m_grouped(
-    a: Operand,
-    b: Operand,
-    offs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    zero_tail: bool = True,
-) -> torch.Tensor:
+    a: Operand, b: Operand, offs: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype, zero_tail: bool = True
+) -> Tensor:
     """``Backend.gemm_m_grouped``. FP8 of 1x32 blocks by 1x32 ones, as of activations that came quantised, goes through
     bf16.
 
@@ -78,7 +77,7 @@ def gemm_m_grouped(
     return kernels.gemm_m_grouped(a, b, offs, bias, out_dtype, zero_tail)
 
 
-def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch.Tensor | None) -> list[torch.Tensor]:
+def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: Tensor | None) -> list[Tensor]:
     """``Backend.dual_gemm_m_grouped``: one sum.
 
     Raises:
@@ -104,8 +103,8 @@ def _is_fp8(a: Operand, b: Operand) -> bool:
 
 
 def gemm_k_grouped(
-    a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype, add_to: torch.Tensor | None = None
-) -> torch.Tensor:
+    a: Operand, b: Operand, offs: Tensor | None, out_dtype: torch.dtype, add_to: Tensor | None = None
+) -> Tensor:
     """``Backend.gemm_k_grouped``. FP8 that is not rebased goes through bf16, as on other tensor cores.
 
     Raises:

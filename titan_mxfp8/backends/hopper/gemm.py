@@ -27,6 +27,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from titan_mxfp8.backends.common.launch import TileLayout, descriptor
 from titan_mxfp8.backends.hardware import multiprocessors
@@ -68,12 +69,12 @@ K_GROUPED = Tiles(warpgroups=2, parts=4, stages=4, registers=(232, 40))
 def gemm_m_grouped(
     a: Operand,
     b: Operand,
-    offs: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    offs: Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
     zero_tail: bool = True,
     second: tuple[Operand, Operand] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """``Backend.gemm_m_grouped`` of 1x32 blocks by 32x32 ones, or of 1x128 by 32x128; in bf16 also plus the product of
     two more operands of the same shapes and specs, rounded once.
 
@@ -81,7 +82,7 @@ def gemm_m_grouped(
     """
     few = a.data.shape[0] < 768 * b.data.shape[0]  # on average in a group
     tiles, others = (FEW_ROWS, M_GROUPED) if few else (M_GROUPED, FEW_ROWS)
-    out = _empty_m_grouped(a, b, out_dtype)
+    out = torch.empty((a.data.shape[0], b.data.shape[1]), dtype=out_dtype, device=a.data.device)
     if multiply_m_grouped(a, b, offs, bias, out, tiles, zero_tail=zero_tail, second=second):
         # What other numbers of tokens will take.
         multiply_m_grouped(a, b, offs, bias, out, others, run=False, zero_tail=zero_tail, second=second)
@@ -89,8 +90,8 @@ def gemm_m_grouped(
 
 
 def gemm_k_grouped(
-    a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype, add_to: torch.Tensor | None = None
-) -> torch.Tensor:
+    a: Operand, b: Operand, offs: Tensor | None, out_dtype: torch.dtype, add_to: Tensor | None = None
+) -> Tensor:
     """``Backend.gemm_k_grouped`` of 1x128 blocks."""
     experts = 1 if offs is None else offs.shape[0]
     out = add_to
@@ -100,16 +101,12 @@ def gemm_k_grouped(
     return out
 
 
-def _empty_m_grouped(a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty((a.data.shape[0], b.data.shape[1]), dtype=out_dtype, device=a.data.device)
-
-
 def multiply_m_grouped(
     a: Operand,
     b: Operand,
-    offs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_MD: torch.Tensor,
+    offs: Tensor | None,
+    bias: Tensor | None,
+    out_MD: Tensor,
     tiles: Tiles,
     run: bool = True,
     zero_tail: bool = True,
@@ -128,7 +125,7 @@ def multiply_m_grouped(
 
 
 def multiply_k_grouped(
-    a: Operand, b: Operand, offs: torch.Tensor | None, out_ENK: torch.Tensor, tiles: Tiles, add: bool = False
+    a: Operand, b: Operand, offs: Tensor | None, out_ENK: Tensor, tiles: Tiles, add: bool = False
 ) -> bool:
     """``gemm_k_grouped`` with given tiles, into ``out_ENK`` or, with ``add``, added to it. Whether the kernel was
     new."""
@@ -196,9 +193,9 @@ def _plan(
 
 def _launch(
     products: list[_Product],
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-    offs: torch.Tensor | None,
+    out: Tensor,
+    bias: Tensor | None,
+    offs: Tensor | None,
     tiles: Tiles,
     *,
     k_grouped: bool,

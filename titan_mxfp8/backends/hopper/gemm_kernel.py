@@ -66,7 +66,7 @@ def _load(given, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, GROUP_M: gl.cons
     slot, phase = _first_slot()
     _, experts, _, tiles_across = groups
     tile = gl.program_id(0)
-    state = advance(tile, start_position(), groups, K_GROUPED, PARTS * 64, 128)
+    state = advance(tile, start_position(), groups, K_GROUPED, PARTS * 64)
     while state[0] < experts:
         # By one lane, as a scalar would go through shared memory, which costs 2 to 3%.
         count = gl.atomic_add(tile_counter + 0 * lane, 0 * lane + 1, mask=lane == 0, sem="relaxed")
@@ -105,7 +105,7 @@ def _load(given, COPIES: gl.constexpr, K_GROUPED: gl.constexpr, GROUP_M: gl.cons
                 _copy_in(column_scale, at, bar, column_scales.index(slot))
                 slot, phase = _next_slot(slot, phase, STAGES)
         tile = gl.max(next_tile, 0)
-        state = advance(tile, state, groups, K_GROUPED, PARTS * 64, 128)
+        state = advance(tile, state, groups, K_GROUPED, PARTS * 64)
 
 
 @gluon.jit
@@ -256,7 +256,7 @@ def _multiply(
     slot, phase = _first_slot()
     _, experts, _, tiles_across = groups
     tile = gl.program_id(0)
-    state = advance(tile, start_position(), groups, K_GROUPED, PARTS * 64, 128)
+    state = advance(tile, start_position(), groups, K_GROUPED, PARTS * 64)
     while state[0] < experts:
         group, _, _, start, end, _ = state
         tile_row, tile_column = swizzled_position(tile, state, tiles_across, GROUP_M)
@@ -310,7 +310,7 @@ def _multiply(
             else:
                 _store(value, out, matrix, first_row, row_end, out_rows, column, D)
         tile = next_tile
-        state = advance(tile, state, groups, K_GROUPED, PARTS * 64, 128)
+        state = advance(tile, state, groups, K_GROUPED, PARTS * 64)
     if out_tiles is not None:
         tma.store_wait(0)
     program = gl.program_id(0) * WARPGROUPS + WARPGROUP

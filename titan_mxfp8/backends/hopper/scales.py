@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div, ceil_to
@@ -150,7 +151,7 @@ class Scales(NamedTuple):
         layout: these sizes.
     """
 
-    buffer: torch.Tensor
+    buffer: Tensor
     layout: ScaleLayout
 
 
@@ -161,7 +162,7 @@ def decode_scales(
     stages: int,
     copies: int,
     end: int,
-    offs: torch.Tensor | None = None,
+    offs: Tensor | None = None,
     k_grouped: bool = False,
 ) -> Scales:
     """The scales of both operands, with ``offs`` those that the groups need. ``columns``: rows of scales of a matrix

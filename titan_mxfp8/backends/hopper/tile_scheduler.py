@@ -12,15 +12,13 @@ def start_position():
 
 
 @gluon.jit
-def advance(
-    tile, state, groups, K_GROUPED: gl.constexpr, TILE_ROWS: gl.constexpr, ALIGNMENT: gl.constexpr
-):  # fmt: skip
+def advance(tile, state, groups, K_GROUPED: gl.constexpr, TILE_ROWS: gl.constexpr):
     """Advances ``state`` to the group that has ``tile``; the group is ``experts`` when there are no more tiles.
 
     The state is (group, number of its first tile, number of its tiles, its start and end on the ragged axis, its end in
     ``offs``). ``offs = [100, 100, 300]``, tiles of 128 rows, two tiles across: the groups have 2, 0 and 4 tiles, so
     tile 4 leads to (2, 2, 4, 100, 300, 300). K_GROUPED: the ragged axis is the contracted one, every group that is not
-    empty has ``tiles_down * tiles_across`` tiles and starts at a multiple of ALIGNMENT: tile 3 of 2 x 1 leads to
+    empty has ``tiles_down * tiles_across`` tiles and starts at a multiple of 128: tile 3 of 2 x 1 leads to
     (2, 2, 2, 128, 384, 300).
     """
     offs, experts, tiles_down, tiles_across = groups
@@ -33,7 +31,7 @@ def advance(
         size = group_stop - stop
         if K_GROUPED:
             stop = group_stop
-            end = start + gl.cdiv(size, ALIGNMENT) * ALIGNMENT
+            end = start + gl.cdiv(size, 128) * 128
             count = gl.where(end > start, tiles_down * tiles_across, 0)
         else:
             stop = group_stop

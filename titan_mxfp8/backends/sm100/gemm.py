@@ -14,8 +14,10 @@ from collections.abc import Iterator
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from titan_mxfp8.backends.common import gemm as portable
+from titan_mxfp8.backends.common.gemm_kernels import fill_zeros
 from titan_mxfp8.backends.common.groups import map_row_blocks
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.swizzled import swizzle_scales
@@ -26,13 +28,8 @@ from titan_mxfp8.format.swizzle import unswizzle
 
 
 def gemm_m_grouped(
-    a: Operand,
-    b: Operand,
-    offs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    zero_tail: bool = True,
-) -> torch.Tensor:
+    a: Operand, b: Operand, offs: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype, zero_tail: bool = True
+) -> Tensor:
     """``Backend.gemm_m_grouped``."""
     check_m_grouped(a, b)
     if not _is_torchs(a, b, offs, out_dtype):
@@ -49,14 +46,14 @@ def gemm_m_grouped(
     return out_MD
 
 
-def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: torch.Tensor | None) -> list[torch.Tensor]:
+def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: Tensor | None) -> list[Tensor]:
     """``Backend.dual_gemm_m_grouped``, of each product."""
     return [gemm_m_grouped(a, b, offs, None, torch.bfloat16, zero_tail=False) for a, b in products]
 
 
 def gemm_k_grouped(
-    a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype, add_to: torch.Tensor | None = None
-) -> torch.Tensor:
+    a: Operand, b: Operand, offs: Tensor | None, out_dtype: torch.dtype, add_to: Tensor | None = None
+) -> Tensor:
     """``Backend.gemm_k_grouped``."""
     check_k_grouped(a, b)
     if not a.spec.is_quantized or add_to is not None or not _is_torchs(a, b, offs, out_dtype):
@@ -71,14 +68,14 @@ def gemm_k_grouped(
     return out_ENK
 
 
-def scaled_mm(a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+def scaled_mm(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """(R, D) of dense operands (R, C) and (D, C)."""
     if a.data.numel() == 0:  # torch refuses the strides of an empty matrix
         return torch.zeros((a.data.shape[0], b.data.shape[0]), dtype=out_dtype, device=a.data.device)
     return torch._scaled_mm(a.data, b.data.mT, _e8m0(a), _e8m0(b), bias=bias, out_dtype=out_dtype)
 
 
-def scaled_grouped_mm(a: Operand, b: Operand, offs: torch.Tensor) -> torch.Tensor:
+def scaled_grouped_mm(a: Operand, b: Operand, offs: Tensor) -> Tensor:
     """(M, D) in bf16 of (M, C) and (E, D, C); or (E, N, K) of (N, P) and (K, P), cut by ``offs``."""
     if a.data.numel() == 0:
         groups = offs.shape[:1] if b.data.ndim == 2 else ()
@@ -87,26 +84,26 @@ def scaled_grouped_mm(a: Operand, b: Operand, offs: torch.Tensor) -> torch.Tenso
     return torch._scaled_grouped_mm(a.data, b.data.mT, _e8m0(a), _e8m0(b), offs=offs, out_dtype=torch.bfloat16)
 
 
-def _e8m0(operand: Operand) -> torch.Tensor:
+def _e8m0(operand: Operand) -> Tensor:
     return operand.scale.view(torch.float8_e8m0fnu)
 
 
-def _is_torchs(a: Operand, b: Operand, offs: torch.Tensor | None, out_dtype: torch.dtype) -> bool:
+def _is_torchs(a: Operand, b: Operand, offs: Tensor | None, out_dtype: torch.dtype) -> bool:
     """Whether torch has a kernel for it."""
     are_e4m3 = a.data.dtype == b.data.dtype == torch.float8_e4m3fn
     return are_e4m3 and (offs is None or out_dtype == torch.bfloat16)
 
 
-def _swizzled(operand: Operand, offs: torch.Tensor | None) -> Operand:
+def _swizzled(operand: Operand, offs: Tensor | None) -> Operand:
     return operand if operand.spec.scales == "swizzled" else swizzle_scales(operand, offs)
 
 
-def _unswizzled(operand: Operand, offs: torch.Tensor | None) -> Operand:
+def _unswizzled(operand: Operand, offs: Tensor | None) -> Operand:
     """For the portable kernels: plain torch, as few operands come here."""
     return unswizzle(operand, offs) if operand.spec.scales == "swizzled" else operand
 
 
-def finish_rows(out_MD: torch.Tensor, bias_ED: torch.Tensor | None, offs: torch.Tensor, zero_tail: bool) -> None:
+def finish_rows(out_MD: Tensor, bias_ED: Tensor | None, offs: Tensor, zero_tail: bool) -> None:
     """Adds the bias of its group to each row and, with ``zero_tail``, fills the rows of no group with zeros."""
     rows, features = out_MD.shape
     device, counts = out_MD.device, (rows, offs.shape[0])
@@ -117,7 +114,7 @@ def finish_rows(out_MD: torch.Tensor, bias_ED: torch.Tensor | None, offs: torch.
         _ZERO_TAIL.launch(multiprocessors(device), (out_MD, offs), (features,), counts, (8192,), device=device)
 
 
-def zero_empty_groups(out_ENK: torch.Tensor, offs: torch.Tensor) -> None:
+def zero_empty_groups(out_ENK: Tensor, offs: Tensor) -> None:
     """Fills the matrices of groups without tokens with zeros; the others cost a look at ``offs``."""
     size = out_ENK[0].numel()
     programs = offs.shape[0] * min(ceil_div(size, 8192), 64)
@@ -147,12 +144,7 @@ def _add_bias(
 @triton.jit(do_not_specialize=["rows", "groups"])
 def _zero_tail(out, offs, features, rows, groups, BLOCK: tl.constexpr):
     """Programs take turns at BLOCK elements behind the last group."""
-    at = tl.load(offs + groups - 1).to(tl.int64) * features + tl.program_id(0) * BLOCK
-    end = rows.to(tl.int64) * features
-    while at < end:
-        index = at + tl.arange(0, BLOCK)
-        tl.store(out + index, tl.zeros((BLOCK,), out.dtype.element_ty), mask=index < end)
-        at += tl.num_programs(0) * BLOCK
+    fill_zeros(out, tl.load(offs + groups - 1).to(tl.int64) * features, rows.to(tl.int64) * features, BLOCK)
 
 
 @triton.jit(do_not_specialize=["groups"])

@@ -1,0 +1,429 @@
+"""Training throughput of TorchTitan runs that differ in nothing but what is converted.
+
+    python scripts/bench/bench_training.py --ngpu 4 --runs bf16 both:mxfp8 both:mxfp8_2d_rebased --repeats 3 --out OUT
+
+A run is ``WHAT`` or ``WHAT:RECIPE``. WHAT is bf16, grouped (the routed experts), linears or both; RECIPE is the TOML's
+where none is named, and ``WHAT+rebase`` switches ``hopper_rebase`` on, which takes its rebased form; ``+dispatch`` has
+the MoE layers send tokens in MXFP8 (``quantize.grouped_mm.mx.dispatch = "auto"``). Without them both are off, whatever
+the TOML says; so is ``requantize_input``, which a flag behind ``--`` can switch on. ``bf16+dispatch`` is the control of
+dispatching, as in converge.py: the experts with recipe bf16, which quantises nothing, and no linears. What it gains is
+not owed to the number format. ``+graph`` records forward and backward as a CUDA graph.
+
+With TorchTitan 0.3 in the environment the same runs are made of it: --config names a function of
+``titan_mxfp8.titan03.config_registry``, and so do --flavors.
+
+Each run trains --steps steps, of which those after --warmup count: median (p50), p20, p80 and mean tokens/s (the mean
+is all tokens over all time), and how many times the median the slowest step took, as a step that stalls is a finding.
+Memory is the peak that the allocator reserved.
+
+All runs start from the same weights (``--debug.seed=0``; a flag behind ``--`` can name another) and read the same data,
+so their first losses tell whether they compute the same. A run gets no ``x`` if one of its losses is not finite, or if
+its first one is further than --loss-limit (0.01 nats) from the baseline's: the column ``no x, as`` says why, the script
+ends with status 1, and all that was measured stands in the files. The limit is more than twice what rounding did: the
+first loss of an MXFP8 run was at most 0.0009 from that of bf16 with the same seed in models of up to 320M parameters
+(153 pairs in the *losses*.csv of results/, with ``dispatch`` and without), and 0.0038 in DeepSeek-V3 16B cut to 4
+layers (2026-11-25_h200_training). And it tells other weights, or a forward that computes something else: that model
+began at losses of 11.92 to 12.09 in results/, before there was a common seed, and of two of its bf16 runs 89% are
+further apart than 0.01.
+An error in backward does not show in the first loss; compare ``last loss``. Trained weights, from a checkpoint, may
+need another limit.
+
+With --repeats N the runs alternate, a b c a b c ...: a run's figures are then the medians over its repeats, ``x`` is
+that of the speed-ups against the first run of the same repeat, and the ranges over the repeats stand beside them.
+--profile trains each run once more, for a few steps under the profiler, and adds in how much of a step the first GPU
+was busy (``kernel_times.py``), as a share of that step and in milliseconds. The profiler makes the host late, not the
+GPU; so of one process these milliseconds are told as a share of a median step of the other repeats too. Of several that
+would be wrong: kernels that wait for another GPU are busy, and wait for its late host. The files are written after
+every run and finished runs in OUT are not run again: a bench that was cut short goes on.
+
+The first run on a machine, mostly bf16, finds neither its files nor compiled kernels in a cache. That costs its first
+step, which --warmup throws away, and nothing more is done about it, as the steps that count do not show it: where
+results/ have repeats, and bf16 came first and cold, the median of its counted steps was 1.7% below to 2.0% above that
+of its second repeat (-1.7, -1.2, -0.2, 0.0, 0.0, 2.0), while the first step of DeepSeek-V3 16B cut to 4 layers took 10
+to 16 times as long. The runs after it differ by up to 7% between these repeats, which is what repeats are for.
+(training.csv or data.csv of 2026-11-22_h200_redrawn_core, 2026-11-23_2xh200_dispatch_training, which also has
+llama4.csv, 2026-11-23_2xh200_host_path, 2026-11-24_2xh200_dispatch_default and 2026-11-24_h200_default_recipe.)
+
+``--flavors 17bx16e_2layers 17bx16e_4layers`` trains each run with each of these flavors instead of the TOML's. Where
+they differ in the number of layers, what a layer costs is the difference of the times for a token: embedding, output
+and loss, large in a model of few layers, drop out of it.
+
+Writes data.csv (a row for each step), table.csv (a row for each run and flavor), layers.csv (a row for each run, with
+--flavors of several numbers of layers) and env.json.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from statistics import harmonic_mean, median
+from typing import NamedTuple
+
+import torch
+
+from scripts.bench.kernel_times import Trace, read_trace
+from scripts.result_files import SPEED, environment, format_table, percentiles, write_results, write_rows
+from scripts.study.runs import TRAIN, Run, conversion_flags, ending, launch, read_run, split_flags
+from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
+
+LOSS_LIMIT = 0.01  # nats between the first losses of a run and of its baseline; the docstring says why
+TITAN03 = version("torchtitan").startswith("0.3")
+PROFILED = 8  # steps of the run with --profile; the last one is in the trace
+CONVERTED_BY = {"bf16": (), "grouped": (GROUPED_MM,), "linears": (LINEAR,), "both": (GROUPED_MM, LINEAR)}
+
+
+class Kind(NamedTuple):
+    """What a run's name says: what is converted, how, and to which recipe (empty: the TOML's)."""
+
+    converters: tuple[str, ...]
+    options: list[str]
+    recipe: str
+
+
+def kind_of(name: str) -> Kind:
+    """Of a name such as ``both+rebase+dispatch:mxfp8_2d``.
+
+    Raises:
+        ValueError: a name that is not as the module's docstring says.
+    """
+    what, _, recipe = name.partition(":")
+    what, *options = what.split("+")
+    if what == "bf16" and "dispatch" in options and not recipe:
+        what, recipe = "grouped", BF16.name
+    known = what in CONVERTED_BY and set(options) <= {"rebase", "dispatch", "graph"}
+    plain = what == "bf16" and (recipe or set(options) - {"graph"})
+    is_control = recipe == BF16.name and (not name.startswith("bf16+") or "rebase" in options)
+    if not known or plain or is_control or (what == "linears" and "dispatch" in options):
+        raise ValueError(
+            f"unknown run {name!r}: WHAT[+rebase][+dispatch][+graph][:RECIPE], WHAT of {', '.join(CONVERTED_BY)}; bf16 "
+            "has no recipe, and with dispatch is the control, RECIPE is one of MXFP8, and linears dispatch nothing"
+        )
+    return Kind(CONVERTED_BY[what], options, get_recipe(recipe).name if recipe else "")
+
+
+def flags_of(name: str) -> list[str]:
+    """TorchTitan 0.2.2's flags for a run's name; see ``kind_of``."""
+    converters, options, recipe = kind_of(name)
+    flags = [f"--model.converters={','.join(converters)}", *conversion_flags(converters, options, recipe)]
+    return [*flags, *["--training.cuda_graph=on"] * ("graph" in options)]
+
+
+def flags_of_titan03(name: str) -> list[str]:
+    """TorchTitan 0.3's flags for a run's name; see ``kind_of``."""
+    converters, options, recipe = kind_of(name)
+    common: dict[str, object] = {"recipe": recipe + "_rebased" * ("rebase" in options)} if recipe else {}
+    overrides = {
+        GROUPED_MM: common | {"dispatch": "auto" if "dispatch" in options else "off"},
+        LINEAR: common,
+    }
+    names = {GROUPED_MM: "experts", LINEAR: "linears"}
+    imports = [f"titan_mxfp8.titan03.{names[converter]}={json.dumps(overrides[converter])}" for converter in converters]
+    flags = ["--override.imports", *imports] if imports else []
+    return [*flags, f"--training.{'no_' * ('graph' in options)}disable_cuda_graphs"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """The repeats of a run, and a step of it under the profiler, where that was asked for."""
+
+    repeats: list[Run] = field(default_factory=list)
+    profiled: Trace | None = None
+
+
+Bench = dict[tuple[str, str], Measured]  # by flavor ("" for the TOML's) and name
+
+
+def label(flavor: str, name: str) -> str:
+    return f"{flavor}-{name}" if flavor else name
+
+
+def folder_of(flavor: str, name: str, suffix: str, args: argparse.Namespace) -> Path:
+    return args.out / "runs" / f"{label(flavor, name)}{suffix}".replace(":", "-")
+
+
+def is_finished(folder: Path, steps: int) -> bool:
+    try:
+        return max(read_run(folder).loss) == steps
+    except ValueError:
+        return False  # no such run yet
+
+
+def train(flavor: str, name: str, suffix: str, steps: int, args: argparse.Namespace, *more: str) -> Path:
+    """Runs TorchTitan, unless the folder holds such a run already.
+
+    Returns:
+        The run's dump folder.
+
+    Raises:
+        ValueError: the run failed; the message holds the end of its log.
+    """
+    folder = folder_of(flavor, name, suffix, args)
+    if is_finished(folder, steps):
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    if TITAN03:
+        flags = ["--module=titan_mxfp8.titan03", f"--config={flavor or args.config}", f"--dump_folder={folder}"]
+        flags += [
+            *flags_of_titan03(name),
+            "--metrics.no_enable_wandb",
+            "--dataloader.num_workers=1",
+            "--dataloader.prefetch_factor=4",
+        ]
+    else:
+        flags = [f"--job.config_file={args.config}", f"--job.dump_folder={folder}", *flags_of(name)]
+        flags += [f"--model.flavor={flavor}", "--model.study_flavors"] if flavor else []
+        # Tokenizing in the training process would count as a part of each step.
+        flags += ["--training.dataloader.num_workers=1", "--training.dataloader.prefetch_factor=4"]
+        flags += ["--metrics.no-enable_wandb"]
+    flags += [f"--training.steps={steps}", "--debug.seed=0", "--metrics.log_freq=1", "--metrics.enable_tensorboard"]
+    flags += [*args.flags, *more]
+    log = folder / "log"
+    log.unlink(missing_ok=True)  # of an attempt that failed
+    if launch(args.ngpu, [*TRAIN, *flags], log).wait():
+        raise ValueError(f"run {folder.name} failed, {ending(log)}")
+    return folder
+
+
+def profile(flavor: str, name: str, args: argparse.Namespace) -> Trace:
+    """A step of the first process, from a run of its own: the profiler takes time.
+
+    Raises:
+        ValueError: the run failed, or nothing ran on a GPU.
+    """
+    more = "--profiling.enable_profiling", f"--profiling.profile_freq={PROFILED}"
+    folder = train(flavor, name, "-profile", PROFILED, args, *more)
+    traces = list(folder.rglob("rank0_trace.json"))
+    if not traces:
+        raise ValueError(f"{folder} holds no trace of the profiler")
+    return read_trace(traces[0])
+
+
+def refusals(bench: Bench, limit: float = LOSS_LIMIT) -> dict[tuple[str, str], str]:
+    """Why runs get no ``x``, by flavor and name; the first run of a flavor is the baseline of the others."""
+    refused: dict[tuple[str, str], str] = {}
+    for (flavor, name), measured in bench.items():
+        base_name = next(other for first, other in bench if first == flavor)
+        losses = [item for run in measured.repeats for item in run.loss.items()]
+        infinite = [(step, loss) for step, loss in losses if not math.isfinite(loss)]
+        pairs = [
+            (run.loss[min(run.loss)], base.loss[min(base.loss)])
+            for run, base in zip(measured.repeats, bench[flavor, base_name].repeats, strict=False)
+        ]
+        ours, base = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
+        if infinite:
+            step, loss = infinite[0]
+            refused[flavor, name] = f"its loss at step {step} is {loss}"
+        elif (flavor, base_name) in refused:
+            refused[flavor, name] = f"of its baseline, {base_name}, {refused[flavor, base_name]}"
+        elif abs(ours - base) > limit:
+            refused[flavor, name] = (
+                f"its first loss is {ours:.4f} and that of {base_name} {base:.4f}, further apart than {limit}: it "
+                "computes something else, or started from other weights"
+            )
+    return refused
+
+
+def table(bench: Bench, warmup: int, processes: int, limit: float = LOSS_LIMIT) -> list[dict[str, object]]:
+    """A row for each run; ``x`` is the speed-up against the first of the same flavor, repeat by repeat."""
+    rows: list[dict[str, object]] = []
+    refused = refusals(bench, limit)
+    first: dict[str, list[float]] = {}
+    for (flavor, name), measured in bench.items():
+        counted = [[tps for step, tps in run.tps.items() if step > warmup] for run in measured.repeats]
+        speeds = [median(tps) for tps in counted]
+        p20, _, p80 = (median(values) for values in zip(*map(percentiles, counted), strict=True))
+        ratios = [ours / base for ours, base in zip(speeds, first.setdefault(flavor, speeds), strict=False)]
+        row: dict[str, object] = {"flavor": flavor} if flavor else {}
+        row |= {
+            "run": name,
+            SPEED: round(median(speeds)),
+            "tokens/s (p20)": round(p20),
+            "tokens/s (p80)": round(p80),
+            "tokens/s (mean)": round(median(map(harmonic_mean, counted))),
+            "slowest step / median": round(
+                max(speed / min(tps) for speed, tps in zip(speeds, counted, strict=True)), 2
+            ),
+            "memory GiB": round(max(max(run.memory.values()) for run in measured.repeats), 2),
+            "x": None if (flavor, name) in refused else round(median(ratios), 3),
+            "last loss": round(median(run.loss[max(run.loss)] for run in measured.repeats), 4),
+        }
+        if len(speeds) > 1:
+            row |= {
+                "repeats": len(speeds),
+                "tokens/s, range": f"{min(speeds):.0f} to {max(speeds):.0f}",
+                "x, range": None if (flavor, name) in refused else f"{min(ratios):.3f} to {max(ratios):.3f}",
+            }
+        if (flavor, name) in refused:
+            row["no x, as"] = refused[flavor, name]
+        if measured.profiled is not None:
+            busy = measured.profiled.busy
+            row |= {"GPU busy, profiled": round(measured.profiled.busy_share, 3), "GPU busy, ms": round(busy, 1)}
+            if processes == 1:
+                seconds = [time for run in measured.repeats for step, time in run.seconds.items() if step > warmup]
+                row["GPU busy"] = round(busy / 1e3 / median(seconds), 3)
+        rows.append(row)
+    return rows
+
+
+def layer_table(bench: Bench, warmup: int, limit: float = LOSS_LIMIT) -> list[dict[str, object]]:
+    """What a layer costs, for each model of which there are flavors of several numbers of layers: a row for each run
+    that has both the one with the fewest and the one with the most; ``x`` against the model's first run."""
+    refused = refusals(bench, limit)
+    layers: dict[str, dict[int, str]] = {}
+    for flavor, _ in bench:
+        if found := re.fullmatch(r"(.+)_(\d+)layers", flavor):
+            layers.setdefault(found[1], {})[int(found[2])] = flavor
+    rows: list[dict[str, object]] = []
+    for model, flavors in layers.items():
+        few, many = min(flavors), max(flavors)
+        cost = {
+            name: (1e6 / throughput(bench[flavors[many], name], warmup) - 1e6 / throughput(run, warmup)) / (many - few)
+            for (flavor, name), run in bench.items()
+            if few < many and flavor == flavors[few] and (flavors[many], name) in bench
+        }
+        first = next(name for flavor, name in bench if flavor == flavors[few])
+        for name, us in cost.items():
+            # Noise can make layers that cost little cost less than nothing.
+            known = not {(flavors[few], name), (flavors[many], name)} & refused.keys()
+            speedup = round(cost[first] / us, 3) if known and min(us, cost.get(first, 0)) > 0 else None
+            rows.append({"model": model, "run": name, "us per token and layer": round(us, 3), "x": speedup})
+    return rows
+
+
+def throughput(measured: Measured, warmup: int) -> float:
+    """Tokens per second per GPU: the median over the repeats of their medians over the steps after ``warmup``."""
+    return median(median(tps for step, tps in run.tps.items() if step > warmup) for run in measured.repeats)
+
+
+def write(bench: Bench, args: argparse.Namespace) -> None:
+    """Writes the files of the runs that are finished by now."""
+    steps = [
+        ({"flavor": flavor} if flavor else {})
+        | {"run": name, "repeat": repeat, "step": step}
+        | {"tokens/s": run.tps[step], "memory GiB": run.memory[step], "loss": loss}
+        for (flavor, name), measured in bench.items()
+        for repeat, run in enumerate(measured.repeats, 1)
+        for step, loss in run.loss.items()
+    ]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    described = {"config": str(args.config), "flags": " ".join(args.flags), "processes": str(args.ngpu)}
+    described |= {"torchtitan": version("torchtitan")}
+    write_results(args.out, steps, environment(device) | described)
+    write_rows(args.out / "table.csv", table(bench, args.warmup, args.ngpu, args.loss_limit))
+    (args.out / "layers.csv").unlink(missing_ok=True)  # of a call with other flavors
+    if rows := layer_table(bench, args.warmup, args.loss_limit):
+        write_rows(args.out / "layers.csv", rows)
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add(
+        "--config",
+        type=Path,
+        default=Path("train_configs/llama4_17bx16e_2layers_1x4.toml"),
+        metavar="TOML",
+        help="[%(default)s]",
+    )
+    add("--runs", nargs="+", default=["bf16", "linears", "grouped", "both"], help="[bf16 linears grouped both]")
+    add("--flavors", nargs="+", default=[""], metavar="FLAVOR", help="model flavors [the TOML's]")
+    add("--ngpu", type=int, default=4, help="processes, one per GPU [4]")
+    add("--steps", type=int, default=30, help="[30]")
+    add("--warmup", type=int, default=10, help="first steps that do not count: compilation, autotuning [10]")
+    add("--repeats", type=int, default=1, help="times that each run is made, in turns with the others [1]")
+    add(
+        "--profile", action="store_true", help="also measure in how much of a step the GPU is busy, in a run of its own"
+    )
+    add(
+        "--loss-limit",
+        type=float,
+        default=LOSS_LIMIT,
+        metavar="NATS",
+        help="a run whose first loss is further from the baseline's gets no x [%(default)s]",
+    )
+    add("--quick", action="store_true", help="16 steps, of which the last 8 count, once")
+    add(
+        "--limit",
+        type=float,
+        default=float("inf"),
+        metavar="SECONDS",
+        help="start no run that would end later than this, were it as long as its last repeat, or without one in this "
+        "call as the longest of its flavor's others, the first aside, which compiles; and none whose baseline was left",
+    )
+    add("--out", type=Path, default=Path("outputs/bench_training"), help="[%(default)s]")
+    own, flags = split_flags(argv)
+    args = parser.parse_args(own, argparse.Namespace(flags=flags))
+    if args.quick:
+        args.steps, args.warmup, args.repeats = 16, 8, 1
+    return args
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse_arguments(argv)
+    started = time.monotonic()
+    # Seconds of the runs that this call made: of each flavor's first one, which compiles and takes longer than its
+    # repeats will, and the last of each of the others.
+    first: dict[str, float] = {}
+    took: dict[tuple[str, str], float] = {}
+    bench: Bench = {}
+    left: set[tuple[str, str]] = set()
+    try:
+        if args.repeats < 1:
+            raise ValueError(f"--repeats is at least 1, got {args.repeats}")
+        if args.warmup >= args.steps:
+            raise ValueError(f"--warmup {args.warmup} leaves nothing of --steps {args.steps}")
+        for name in args.runs:
+            flags_of(name)
+        turns = [*range(1, args.repeats + 1), *(["profile"] if args.profile else [])]
+        for flavor, turn, name in itertools.product(args.flavors, turns, args.runs):
+            run, begun = (flavor, name), time.monotonic()
+            if turn == "profile":
+                suffix, steps = "-profile", PROFILED
+            else:
+                suffix, steps = f"-repeat{turn}" if turn > 1 else "", args.steps
+            finished = is_finished(folder_of(flavor, name, suffix, args), steps)
+            others = [seconds for (of, _), seconds in took.items() if of == flavor]
+            longest_first = max(first.values(), default=0.0)
+            expected = took.get(run, max(others, default=first.get(flavor, longest_first)))
+            is_late = begun - started + expected > args.limit
+            has_baseline = turn == "profile" or (flavor, args.runs[0]) not in left
+            if run in left or (not finished and (is_late or not has_baseline)):
+                left.add(run)  # for good: repeats are compared with the baseline's in their order
+                print(f"{label(flavor, name)}: not started, the time limit is near; the same command goes on")
+                continue
+            if turn == "profile":
+                bench[run].profiled = profile(flavor, name, args)
+            else:
+                measured = read_run(train(flavor, name, suffix, steps, args))
+                bench.setdefault(run, Measured()).repeats.append(measured)
+            if not finished:
+                seconds = time.monotonic() - begun
+                print(f"{label(flavor, name)}: {seconds:.0f} s", flush=True)
+                if flavor in first:
+                    took[run] = seconds
+                else:
+                    first[flavor] = seconds
+            write(bench, args)
+        if refused := refusals(bench, args.loss_limit):
+            reasons = [f"{label(*run)}: no x, as {reason}" for run, reason in refused.items()]
+            raise ValueError("\n".join([*reasons, f"{args.out} has all that was measured"]))
+    except ValueError as error:
+        sys.exit(f"bench_training: {error}")
+    except KeyboardInterrupt:
+        sys.exit("bench_training: interrupted; the same command goes on")
+    finally:
+        limit = args.loss_limit
+        for rows in (table(bench, args.warmup, args.ngpu, limit), layer_table(bench, args.warmup, limit)):
+            if rows:
+                print(format_table(rows))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

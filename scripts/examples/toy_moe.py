@@ -1,0 +1,151 @@
+"""The toy MoE: does training survive outliers? Every recipe against bf16, with gates.
+
+4 x 128 tokens, randn with 0.5% of the elements 100 times as large, go through 2 or 4 experts of two 128 x 128 layers,
+``w2 silu(w1 x)``, each token to one expert, and learn the outputs of a fixed random layer by plain SGD, learning rate
+0.5, 100 steps. After ALTO's test of its MXFP8 grouped GEMM (its pull request 31), which gives the sizes, the optimizer
+and the gates; the target and the second layer, which makes dgrad count, are ours.
+
+Gates, for every recipe: the loss is finite at every step; the mean of the last 20% of the steps is below 0.9 times that
+of the first 20%; and it is below 2 times that of bf16's last 20%. Exit status 1 if one fails.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+
+import torch
+import torch.nn.functional as F
+
+from scripts.bench.problems import make_offs
+from scripts.result_files import environment, format_table, write_results
+from titan_mxfp8 import mxfp8_grouped_mm
+from titan_mxfp8.backends import BACKENDS, select
+from titan_mxfp8.backends.hardware import hardware_of
+from titan_mxfp8.recipe import RECIPES
+
+TOKENS, FEATURES, STEPS, LEARNING_RATE = 4 * 128, 128, 100, 0.5
+OUTLIER_SHARE, OUTLIER_FACTOR = 0.005, 100.0
+
+
+def make_problem(experts: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Tokens sorted by expert, the targets, the groups' end offsets, and the weights to start from.
+
+    Drawn on the CPU, so that every device trains on the same numbers.
+    """
+    generator = torch.Generator().manual_seed(experts)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    x_MK = randn(TOKENS, FEATURES)
+    outlier_MK = torch.rand(TOKENS, FEATURES, generator=generator) < OUTLIER_SHARE
+    x_MK = torch.where(outlier_MK, OUTLIER_FACTOR * x_MK, x_MK)
+    expert_M = (x_MK @ randn(FEATURES, experts)).argmax(1)
+    expert_M, order_M = expert_M.sort(stable=True)
+    x_MK = x_MK[order_M]
+    teacher_EKN = randn(experts, FEATURES, FEATURES) / math.sqrt(FEATURES)
+    target_MN = torch.einsum("mk,mkn->mn", x_MK, teacher_EKN[expert_M])
+    problem = {
+        "x": x_MK.bfloat16(),
+        "target": target_MN,
+        "offs": make_offs(torch.bincount(expert_M, minlength=experts).tolist()),
+        "w1": randn(experts, FEATURES, FEATURES) / math.sqrt(FEATURES),
+        "w2": randn(experts, FEATURES, FEATURES) / math.sqrt(FEATURES),
+    }
+    return {name: tensor.to(device) for name, tensor in problem.items()}
+
+
+def train(problem: dict[str, torch.Tensor], grouped_mm: Callable) -> list[float]:
+    """The loss of each step: mean squared error, relative to the target's mean square."""
+    weights = [problem[name].clone().requires_grad_() for name in ("w1", "w2")]
+    optimizer = torch.optim.SGD(weights, lr=LEARNING_RATE)
+    size = problem["target"].square().mean()
+    losses = []
+    for _ in range(STEPS):
+        w1, w2 = (weight.bfloat16().mT for weight in weights)
+        h = F.silu(grouped_mm(problem["x"], w1, offs=problem["offs"]))
+        y = grouped_mm(h, w2, offs=problem["offs"])
+        loss = (y.float() - problem["target"]).square().mean() / size
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses).tolist()
+
+
+def gates(losses: list[float], bf16_losses: list[float]) -> dict[str, object]:
+    """The three gates' figures, and whether all hold."""
+    fifth = STEPS // 5
+    first, last, bf16_last = fmean(losses[:fifth]), fmean(losses[-fifth:]), fmean(bf16_losses[-fifth:])
+    finite = all(map(math.isfinite, losses))
+    return {
+        "finite": finite,
+        "last / first 20%": last / first,
+        "last 20% / bf16": last / bf16_last,
+        "passed": finite and last < 0.9 * first and last < 2 * bf16_last,
+    }
+
+
+def plot(rows: list[dict[str, object]], path: Path) -> None:
+    """Loss by step on a log axis, a panel for each number of experts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    counts = sorted({row["experts"] for row in rows})
+    figure, panels = plt.subplots(1, len(counts), figsize=(10, 4), sharey=True, constrained_layout=True)
+    for panel, experts in zip(panels, counts, strict=True):
+        for recipe in dict.fromkeys(row["recipe"] for row in rows):
+            curve = [row["loss"] for row in rows if row["recipe"] == recipe and row["experts"] == experts]
+            style = {"color": "black", "linewidth": 2} if recipe == "bf16" else {"linewidth": 1}
+            panel.plot(range(1, STEPS + 1), curve, label=recipe, **style)
+        panel.set_yscale("log")
+        panel.set_title(f"{experts} experts")
+        panel.set_xlabel("step")
+    panels[0].set_ylabel("relative squared error")
+    panels[-1].legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="auto", help="of titan_mxfp8.backends [auto]")
+    parser.add_argument("--out", type=Path, help="folder for data.csv, env.json and toy_moe.png")
+    args = parser.parse_args()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    backend = select(args.backend, hardware_of(device), RECIPES["mxfp8"]).name
+    rebases = next(entry.rebases for entry in BACKENDS if entry.name == backend)
+    named = (recipe for name, recipe in RECIPES.items() if name == recipe.name)
+    recipes = [recipe.name for recipe in named if rebases or recipe.block_k == 32]
+    curves, verdicts = [], []
+    for experts in (2, 4):
+        problem = make_problem(experts, device)
+        bf16_losses = train(problem, torch._grouped_mm)
+        for recipe in ("bf16", *recipes):
+            losses = bf16_losses
+            if recipe != "bf16":
+                losses = train(
+                    problem,
+                    lambda a, b_t, offs, recipe=recipe: mxfp8_grouped_mm(a, b_t, offs, recipe=recipe, backend=backend),
+                )
+            verdicts.append({"experts": experts, "recipe": recipe} | gates(losses, bf16_losses))
+            curves += [
+                {"experts": experts, "recipe": recipe, "step": step, "loss": loss}
+                for step, loss in enumerate(losses, 1)
+            ]
+    print(f"backend {backend} on {device}\n\n{format_table(verdicts)}")
+    if args.out:
+        write_results(
+            args.out, curves, environment(device) | {"backend": backend, "threads": str(torch.get_num_threads())}
+        )
+        plot(curves, args.out / "toy_moe.png")
+    if not all(verdict["passed"] for verdict in verdicts):
+        sys.exit("toy_moe: a gate failed")
+
+
+if __name__ == "__main__":
+    main()

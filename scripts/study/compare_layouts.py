@@ -1,0 +1,406 @@
+"""Trains each parallel layout of TorchTitan and a twin in one process, and compares their losses step by step.
+
+    python scripts/study/compare_layouts.py --devices 4 --jobs 6 --out results/<folder>   # 4 GPUs, NCCL
+    python scripts/study/compare_layouts.py --devices cpu --out outputs/layouts           # gloo, 1 to 4 processes
+
+Both start from one seed checkpoint and see the same sequences in the same steps: the text is cut into rows of exactly
+one training sequence, which are ordered for each layout so that its data-parallel ranks read together what the twin
+reads one after the other (gradient accumulation). A twin's batch holds the sequences whose tokens meet in one expert
+GEMM of the layout, so that the weight gradient is quantised in the same blocks of 32 tokens. Weights and activations
+are fp32 unless --precision says otherwise: what is left between a layout and its twin is the order of summation. The
+same pair without converters ("plain") shows how much of the difference is not MXFP8's. Twins are never compiled.
+Gradients are clipped to a norm that each exceeds, as TorchTitan scales those of pipelines (by the tokens) and of DDP
+(by 1 / ranks), which clipping would otherwise tell apart and AdamW alone does not. With --precision bfloat16
+mind that TorchTitan's mixed precision differs between FSDP (bf16 parameters), one process (autocast) and TP or PP alone
+(none).
+
+Each row of data.csv is a pair; one that failed or did not run says why. Ends with 1 if there is any such row.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from itertools import cycle, product
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from scripts.bench.problems import relative_rms
+from scripts.result_files import environment, format_table, write_results
+from scripts.study.layouts import LAYOUTS, Layout, twin_of
+from scripts.study.runs import LOSS, cores_each, launch, read_tensorboard, tensorboard_logs
+from titan_mxfp8.backends import select
+from titan_mxfp8.backends.hardware import hardware_of
+from titan_mxfp8.recipe import GROUPED_MM, get_recipe
+
+ROOT = Path(__file__).parents[2]
+ASSETS = ROOT / "train_configs" / "assets"
+MODELS = ("llama4", "deepseek_v3")
+SEQ_LEN = 128
+GRAD_NORM = "grad_norm"
+TIME_LIMIT = "not run: time limit"
+STALL_S = 240  # of a run, imports and compilation included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One training."""
+
+    layout: Layout
+    model: str
+    kind: str  # "plain": no converters, or "mxfp8": both
+    dispatch: str = "off"  # of converted experts
+    compile: bool = False
+
+    @property
+    def name(self) -> str:
+        words = f"{self.layout.name} {self.model} {self.kind}" + " compiled" * self.compile
+        words += f" dispatch {self.dispatch}" * (self.dispatch != "off")
+        return re.sub(r"\W+", "_", words)
+
+    def plain(self) -> "Run":
+        return replace(self, kind="plain", dispatch="off")
+
+    def twin(self) -> "Run":
+        return replace(self, layout=twin_of(self.layout), compile=False)
+
+
+class Comparison:
+    """The runs of one call, in a folder of its own."""
+
+    def __init__(self, args: argparse.Namespace, work: Path) -> None:
+        self.args = args
+        self.work = work
+        self.status: dict[Run, str] = {}
+        self.deadline = time.monotonic() + args.limit
+        hardware = hardware_of(torch.device("cuda:0" if args.gpus else "cpu"))
+        self.backend = select("auto", hardware, get_recipe("mxfp8")).name
+        self.gpu = cycle(range(args.gpus))
+        self.rows = make_rows(args.steps * max(x.data_ranks * x.accumulate * x.batch for x in LAYOUTS))
+
+    def folder(self, run: Run) -> Path:
+        return self.work / run.name
+
+    def seed(self, model: str) -> Path:
+        return self.work / f"seed_{model}"
+
+    def flags(self, run: Run) -> list[str]:
+        layout = run.layout
+        flags = [
+            *self.common_flags(run.model, self.folder(run)),
+            f"--training.steps={self.args.steps}",
+            f"--training.dataset_path={self.data(layout)}",
+            f"--training.local_batch_size={layout.batch}",
+            f"--training.global_batch_size={layout.data_ranks * layout.accumulate * layout.batch}",
+            f"--checkpoint.initial_load_path={self.seed(run.model)}/checkpoint/step-0",
+            "--checkpoint.load_only",
+            *layout.flags,
+        ]
+        flags += ["--compile.enable"] if run.compile else []
+        flags += [f"--{GROUPED_MM}.dispatch={run.dispatch}"]
+        return flags + (["--model.converters="] if run.kind == "plain" else [])
+
+    def common_flags(self, model: str, out: Path) -> list[str]:
+        return [
+            f"--job.config_file={ROOT}/train_configs/debug_{model}.toml",
+            f"--job.dump_folder={out}",
+            f"--model.hf_assets_path={ASSETS}/tokenizer",
+            f"--training.dataset_path={ASSETS}/kjv",
+            f"--training.seq_len={SEQ_LEN}",
+            f"--training.mixed_precision_param={self.args.precision}",
+            "--training.max_norm=0.1",
+            "--checkpoint.enable",
+            "--metrics.no_enable_wandb",
+        ]
+
+    def data(self, layout: Layout) -> Path:
+        return self.work / f"data_{layout.data_ranks}_{layout.accumulate}_{layout.batch}"
+
+    def write_data(self, layout: Layout) -> None:
+        """The rows in the order in which the layout's data ranks read them, each its contiguous share of the file."""
+        microbatches = [self.rows[i : i + layout.batch] for i in range(0, len(self.rows), layout.batch)]
+        in_step = layout.data_ranks * layout.accumulate
+        steps = len(microbatches) // in_step
+        order = [
+            step * in_step + rank * layout.accumulate + i
+            for rank in range(layout.data_ranks)
+            for step in range(steps)
+            for i in range(layout.accumulate)
+        ]
+        lines = [json.dumps({"text": row}) for i in order for row in microbatches[i]]
+        self.data(layout).mkdir(exist_ok=True)
+        (self.data(layout) / "data.jsonl").write_text("\n".join(lines) + "\n")
+
+    def make_seeds(self, models: Iterable[str]) -> str:
+        """Saves the weights that all runs of a model start from, as TorchTitan draws others for each pipeline stage.
+
+        Returns:
+            The reason if that failed, else nothing.
+        """
+        runs = []
+        for model in models:
+            flags = [*self.common_flags(model, self.seed(model)), "--checkpoint.create_seed_checkpoint"]
+            runs.append({"out": str(self.seed(model)), "flags": flags})
+        log, reason = self.torchrun(1, runs)
+        if reason:
+            self.keep_log("seed", log)
+        return reason
+
+    def keep_log(self, name: str, log: Path) -> None:
+        """The end of a failed launch's log, from where its last run began."""
+        failures = self.args.out / "failures"
+        failures.mkdir(parents=True, exist_ok=True)
+        (failures / f"{name}.log").write_text(log.read_text().split("=== ")[-1][-20000:])
+
+    def train(self, runs: list[Run]) -> None:
+        """Trains runs of one number of processes in one launch; after a failure the rest are launched again."""
+        while runs:
+            configs = [
+                {"out": str(self.folder(r)), "flags": self.flags(r), "favoured_experts": r.layout.favoured_experts}
+                for r in runs
+            ]
+            log, reason = self.torchrun(runs[0].layout.processes, configs)
+            done = 0
+            while done < len(runs) and (self.folder(runs[done]) / "done").exists():
+                self.status[runs[done]] = "ok"
+                done += 1
+            runs = runs[done:]
+            if runs and reason == TIME_LIMIT:
+                self.status |= dict.fromkeys(runs, TIME_LIMIT)
+                return
+            if runs:
+                self.status[runs[0]] = reason
+                self.keep_log(runs[0].name, log)
+                runs = runs[1:]
+
+    def torchrun(self, processes: int, runs: list[dict]) -> tuple[Path, str]:
+        """Runs ``train_many.py``; gives its log and, if it failed, the reason."""
+        number = time.monotonic_ns()
+        config, log = self.work / f"runs_{number}.json", self.work / f"log_{number}"
+        config.write_text(json.dumps(runs))
+        program = [str(ROOT / "scripts" / "study" / "train_many.py"), str(config)]
+        process = launch(processes, program, log, self.environment(processes), jobs=self.args.jobs, cwd=ROOT)
+        done, since = 0, time.monotonic()
+        while process.poll() is None:
+            time.sleep(0.2)
+            now = sum((Path(run["out"]) / "done").exists() for run in runs)
+            if now > done:
+                done, since = now, time.monotonic()
+            if time.monotonic() > min(self.deadline, since + STALL_S):
+                process.terminate()  # torchrun ends its workers, within 30 s
+                process.wait()
+                return log, TIME_LIMIT if time.monotonic() > self.deadline else f"no end within {STALL_S} s"
+        return log, reason_of_failure(log.read_text()) if process.returncode else ""
+
+    def environment(self, processes: int) -> dict[str, str]:
+        own = {
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+            "TORCHINDUCTOR_COMPILE_THREADS": str(cores_each(processes * self.args.jobs)),
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_CACHE": str(self.work / "datasets"),
+            "WANDB_MODE": "disabled",
+        }
+        gpus = []
+        if self.args.gpus:
+            first = next(self.gpu)
+            gpus = [str((first + i) % self.args.gpus) for i in range(processes)]
+        return own | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+
+    def row(self, run: Run) -> dict[str, object]:
+        """The comparison of one layout, from its four runs; ``run`` is the MXFP8 one."""
+        row: dict[str, object] = {
+            "layout": run.layout.name,
+            "twin": twin_of(run.layout).name,
+            "model": run.model,
+            "converters": "grouped_mm, linear",
+            "dispatch": run.dispatch,
+            "compile": run.compile,
+            "precision": self.args.precision,
+            "backend": self.backend,
+            "steps": self.args.steps,
+        }
+        problems = []
+        for kind, one in (("mxfp8", run), ("plain", run.plain())):
+            pair = one, one.twin()
+            problems += [f"{r.name}: {s}" for r in pair if (s := self.status.get(r, "not run yet")) != "ok"]
+            if problems:
+                continue
+            try:
+                (losses, norms), (twin_losses, twin_norms) = (
+                    losses_and_norms(self.folder(r), self.args.steps) for r in pair
+                )
+            except ValueError as error:
+                problems.append(str(error))
+                continue
+            row[f"{kind}_max_difference"] = max(abs(losses[step] - twin_losses[step]) for step in losses)
+            row[f"{kind}_gradient_difference"], row[f"{kind}_worst_gradient"] = worst_gradient(
+                *(self.folder(r) for r in pair)
+            )
+            row[f"{kind}_grad_norm_ratio"] = norms[1] / twin_norms[1]
+            row[f"{kind}_weights_equal"] = weights(self.folder(pair[0])) == weights(self.folder(pair[1]))
+            if kind == "mxfp8":
+                row["first_loss"], row["last_loss"] = losses[1], losses[self.args.steps]
+                row["fall"] = losses[1] - losses[self.args.steps]
+        row["status"] = "; ".join(problems) or "ok"
+        return row
+
+    def write(self, pairs: list[Run], env: dict[str, str]) -> list[dict[str, object]]:
+        """Writes, and returns, what is known by now."""
+        rows = [self.row(run) for run in pairs]
+        write_results(self.args.out, rows, env)
+        return rows
+
+
+def make_rows(count: int) -> list[str]:
+    """Texts that are one training sequence each: ``SEQ_LEN`` + 1 tokens, the ones that mark begin and end included."""
+    tokenizer = Tokenizer.from_file(str(ASSETS / "tokenizer" / "tokenizer.json"))
+    with (ASSETS / "kjv" / "data.jsonl").open() as file:
+        text = " ".join(json.loads(line)["text"] for line in file)
+    tokens = SEQ_LEN + 1 - 2
+    rng = random.Random(0)
+    rows: list[str] = []
+    while len(rows) < count:
+        begin = rng.randrange(len(text) - 20 * tokens)
+        piece = text[begin : begin + 20 * tokens]
+        row = piece[: tokenizer.encode(piece).offsets[tokens - 1][1]]
+        if len(tokenizer.encode(row).ids) == tokens:  # a word that was cut may be merged another way
+            rows.append(row)
+    return rows
+
+
+def losses_and_norms(folder: Path, steps: int) -> tuple[dict[int, float], dict[int, float]]:
+    """Loss and gradient norm by step, from the run's TensorBoard log.
+
+    Raises:
+        ValueError: not one log with every step.
+    """
+    logs = tensorboard_logs(folder)
+    if len(logs) != 1:
+        raise ValueError(f"{folder.name}: {len(logs)} TensorBoard logs")
+    scalars = read_tensorboard(folder)
+    loss, norm = (scalars.get(tag, {}) for tag in (LOSS, GRAD_NORM))
+    for tag, by_step in ((LOSS, loss), (GRAD_NORM, norm)):
+        if sorted(by_step) != list(range(1, steps + 1)):
+            raise ValueError(f"{folder.name}: {tag} logged at steps {sorted(by_step)}")
+    return loss, norm
+
+
+def weights(folder: Path) -> dict[str, str]:
+    """Hashes of a run's first weights; a set of two where ranks that share a weight disagree about it."""
+    merged: dict[str, set[str]] = {}
+    for path in folder.glob("weights_*.json"):
+        for name, digest in json.loads(path.read_text()).items():
+            merged.setdefault(name, set()).add(digest)
+    return {name: "+".join(sorted(digests)) for name, digests in merged.items()}
+
+
+def worst_gradient(folder: Path, twin: Path) -> tuple[float, str]:
+    """Largest relative RMS difference of a parameter's first gradient, which has been clipped, and its name."""
+    one, other = (
+        {name: grad for path in f.glob("gradients_*.pt") for name, grad in torch.load(path).items()}
+        for f in (folder, twin)
+    )
+    if one.keys() != other.keys():
+        return float("inf"), ", ".join(sorted(one.keys() ^ other.keys()))
+    return max((relative_rms(one[name], other[name]), name) for name in one)
+
+
+def reason_of_failure(log: str) -> str:
+    """The first line of the last run's output that names an exception."""
+    last = log.split("=== ")[-1]
+    found = re.search(r"^(?:\[rank\d+\]: ?)*\s*((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", last, re.MULTILINE)
+    return found[1].strip()[:300] if found else "ended with an error and no message"
+
+
+def launches(runs: list[Run], jobs: int) -> list[list[Run]]:
+    """Runs with the same number of processes share launches, as many as there are jobs.
+
+    Eager runs come before compiled ones, and twins, which have one process, before the layouts.
+    """
+    groups: dict[tuple[bool, int], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.compile, run.layout.processes), []).append(run)
+    return [group[job::jobs] for _, group in sorted(groups.items()) for job in range(min(jobs, len(group)))]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for data.csv, env.json and logs of failures")
+    parser.add_argument("--devices", default="cpu", help="cpu, or the number of GPUs [cpu]")
+    parser.add_argument("--jobs", type=int, default=1, help="launches at a time; GPUs are shared [1]")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="LAYOUT",
+        help="names of layouts, each alone or behind a model's as in 'llama4 TP 2' [all that the devices allow]",
+    )
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument(
+        "--dispatch",
+        nargs="+",
+        default=[],
+        metavar="LAYOUT=WAY",
+        help="what quantize.grouped_mm.mx.dispatch is in a layout, named as for --only, or in all layouts of a model"
+        " that is named alone; in their twins too [off]",
+    )
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--compile", default="no", choices=("no", "yes", "both"), help="with --compile.enable [no]")
+    parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--limit", type=float, default=500, help="seconds after which the rest is not run [500]")
+    args = parser.parse_args()
+    if args.devices != "cpu" and not args.devices.isdigit():
+        parser.error(f"--devices takes cpu or a number of GPUs, not {args.devices!r}")
+    args.gpus = 0 if args.devices == "cpu" else int(args.devices)
+    if args.gpus > torch.cuda.device_count():
+        parser.error(f"--devices {args.devices}, but this machine has {torch.cuda.device_count()} GPUs")
+    args.dispatch = dict(pair.partition("=")[::2] for pair in args.dispatch)
+    names = [layout.name for layout in LAYOUTS]
+    known = {*names, *(f"{model} {name}" for model in args.models for name in names)}
+    if unknown := set(args.only or ()) - known or set(args.dispatch) - known - set(MODELS):
+        parser.error(f"unknown layouts {sorted(unknown)}; there are {names}")
+    return args
+
+
+def main() -> int:
+    args = parse_arguments()
+    layouts = [x for x in LAYOUTS if (x.processes <= args.gpus if args.gpus else not x.gpu_only)]
+    compiled = {"no": (False,), "yes": (True,), "both": (False, True)}[args.compile]
+    pairs = []
+    for flag, model, layout in product(compiled, args.models, layouts):
+        names = f"{model} {layout.name}", layout.name, model
+        if not args.only or set(names[:2]) & set(args.only):
+            ways = [args.dispatch[name] for name in names if name in args.dispatch]
+            pairs.append(Run(layout=layout, model=model, kind="mxfp8", compile=flag, dispatch=[*ways, "off"][0]))
+    runs = [run for pair in pairs for run in (pair, pair.plain())]
+    twins = [run.twin() for run in runs]
+    env = environment("cuda" if args.gpus else "cpu") | {"command": " ".join(sys.argv)}
+
+    with tempfile.TemporaryDirectory() as work:
+        comparison = Comparison(args, Path(work))
+        for run in (*twins, *runs):
+            comparison.write_data(run.layout)
+        launched = launches(list(dict.fromkeys(twins + runs)), args.jobs)
+        reason = comparison.make_seeds(args.models)
+        if reason:
+            comparison.status = dict.fromkeys(twins + runs, f"no seed checkpoint: {reason}")
+            launched = []
+        rows = comparison.write(pairs, env)
+        with ThreadPoolExecutor(args.jobs) as pool:
+            for future in as_completed([pool.submit(comparison.train, launch) for launch in launched]):
+                future.result()
+                rows = comparison.write(pairs, env)
+    print(format_table(rows))
+    return int(any(row["status"] != "ok" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

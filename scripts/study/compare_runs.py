@@ -1,0 +1,567 @@
+"""Compares TorchTitan runs: loss curves and their difference, tokens/s, memory, and with several seeds a verdict.
+
+Runs named ``<name>-seed<k>`` are seeds of one group; the first run's group is the baseline. A run has the name of its
+folder; where two folders have the same name, all runs are named with the folders above. What is compared, in nats:
+
+    L(g, s)  mean loss of group g, seed s, over the last tenth of the steps (--window), so batch noise averages out
+    d(g, s)  L(g, s) - L(baseline, s), a pair: the same seed gives both the same initial weights and the same data in
+             the same order. Runs that saw other data, or the same in another order, stand behind --other-data: they
+             are paired with one another, and these pairs count with the others. Their names get ``@2``, those behind a
+             second --other-data ``@3``
+    m        the margin, a share (--margin, 0.005) of the baseline's mean L: fix it before the runs
+    D(g)     mean of d(g, s) over the n seeds that both have, with its standard error and 95% t interval
+
+Verdict on a group, from n >= 2 pairs:
+
+    equivalent within 0.5%  two one-sided t tests at 5% each find D within the margin: its 90% interval is in [-m, m].
+                            With ", higher" or ", lower" behind it, the 95% interval leaves out 0 all the same: there
+                            is a difference, and it is smaller than the margin
+    worse, better           not equivalent, and the 95% interval lies wholly above 0, or below
+    cannot tell             none of these; --plan says how many pairs could tell
+    diverged                a run's L is not a finite number; all numbers are of the runs that have not
+
+A group whose true difference is the margin or more is called equivalent with a probability of 5% at most, and one
+without any is called worse or higher with one of 2.5%. These are the errors of each verdict alone: they are not
+corrected for the number of groups, which also share the baseline's runs. The t interval takes pairs as independent and
+normally distributed. It speaks of other seeds on the same data, not of other data or models.
+
+Of a single pair there is no verdict. Standard error and interval are then those of the mean of d over ten consecutive
+parts of the window, taken as independent: how well the distance of these two curves is known there. They say nothing of
+other seeds.
+
+A line below the table names pairs whose losses do not rise and fall together from step to step. What two runs have in
+common there is how hard each batch is, so these saw other data, or the same in another order, and are no pairs; or one
+of them has gone astray. With fewer than 20 changes nothing is said.
+
+The baseline's runs again with the same seeds, under another name, are a group as any other: its d(g, s) are what runs
+differ by that differ in nothing, and its verdict should be that it is equivalent (converge.py: ``bf16+repeat``).
+
+--plan prints, for each group's standard deviation of d and for all groups' together, how many pairs find a group
+equivalent with a probability of 90%, if its true difference is 0, a quarter or a half of the margin.
+
+Reads the TensorBoard logs of a dump folder, or wandb's offline log where there are none; or the losses.csv of an
+earlier comparison, all runs in it: ``compare_runs.py results/<folder>/losses.csv``. Runs of other lengths, models,
+batches or data are refused. Writes losses.csv, table.csv and losses.png.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from itertools import pairwise, product
+from pathlib import Path
+from statistics import correlation, fmean, median, stdev
+from typing import TYPE_CHECKING
+
+from scripts.result_files import format_table, write_rows
+from scripts.study.intervals import MOST, critical_t, interval, is_equivalent, pairs_needed
+from scripts.study.runs import Run, read_losses, read_run, unique_names
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PARTS = 10  # of the window, where there is one pair
+FEWEST_CHANGES, TOGETHER = 20, 0.5  # of losses from step to step, and their correlation in a pair
+
+# What must agree for two losses to be comparable: section and name of fields of TorchTitan's config.
+SAME = (
+    ("model", "name"),
+    ("model", "flavor"),
+    ("training", "seq_len"),
+    ("training", "local_batch_size"),
+    ("training", "global_batch_size"),
+    ("training", "dataset"),
+    ("training", "dataset_path"),
+    ("optimizer", "name"),
+    ("optimizer", "lr"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Margin:
+    """``share`` of the baseline's mean loss, and as many nats: NaN where no run of it has ended."""
+
+    share: float
+    nats: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A group against the baseline; see the module's docstring.
+
+    Attributes:
+        differences: of its pairs of runs of which neither has diverged, in nats.
+        parts: of a single pair, the differences over the parts of the window.
+    """
+
+    differences: list[float]
+    text: str
+    parts: list[float] = field(default_factory=list)
+
+
+def check_comparable(runs: Sequence[Run]) -> None:
+    """Raises ValueError if a run differs from the first one in length, or in a field of ``SAME`` that both saved; in
+    the data set, from the first one of its --other-data."""
+    first = runs[0]
+    for run in runs[1:]:
+        first_on_data = next(other for other in runs if other.pair[1] == run.pair[1])
+        for section, key in SAME:
+            base = first_on_data if key.startswith("dataset") else first
+            saved = base.config.get(section), run.config.get(section)
+            if all(saved) and saved[0].get(key) != saved[1].get(key):
+                raise ValueError(
+                    f"{base.name} has {section}.{key} = {saved[0].get(key)!r} and {run.name} "
+                    f"{saved[1].get(key)!r}: compare runs of the same model on the same data"
+                )
+        if max(run.loss) != max(first.loss):
+            raise ValueError(
+                f"{first.name} ended at step {max(first.loss)} and {run.name} at step {max(run.loss)}: finish the "
+                "shorter run, or compare the first steps only with --steps"
+            )
+
+
+def first_steps(run: Run, steps: int) -> Run:
+    """The run up to step ``steps``.
+
+    Raises:
+        ValueError: it is shorter, or has logged none of them.
+    """
+    if steps < 1:
+        raise ValueError(f"--steps is at least 1, got {steps}")
+    if min(run.loss) > steps:
+        raise ValueError(f"{run.name} logged its first loss at step {min(run.loss)}, after --steps {steps}")
+    if max(run.loss) < steps:
+        raise ValueError(f"{run.name} ended at step {max(run.loss)}, before --steps {steps}")
+    names = ("loss", "tps", "memory", "held_out")
+    cut = {name: {step: value for step, value in getattr(run, name).items() if step <= steps} for name in names}
+    return replace(run, **cut)
+
+
+def common_steps(runs: Sequence[Run]) -> list[int]:
+    """The steps that every run logged.
+
+    Raises:
+        ValueError: there are none.
+    """
+    steps = sorted(set.intersection(*(set(run.loss) for run in runs)))
+    if not steps:
+        raise ValueError(f"{', '.join(run.name for run in runs)} have no logged step in common")
+    return steps
+
+
+def grouped(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """The runs of each group, groups in order of appearance.
+
+    Raises:
+        ValueError: two runs are the same seed of a group.
+    """
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        group = groups.setdefault(run.group, [])
+        for other in group:
+            if other.pair == run.pair:
+                raise ValueError(f"{other.name} and {run.name} are both seed {run.seed} of {run.group}: leave one out")
+        group.append(run)
+    return groups
+
+
+def final_loss(run: Run, steps: Sequence[int], window: float) -> float:
+    """Mean loss over the steps in the last ``window`` of the run, a share; at least over the last logged step.
+
+    NaN if one of these losses is not a finite number: the run has diverged.
+    """
+    return finite_mean(run.loss[step] for step in last_steps(steps, window))
+
+
+def last_steps(steps: Sequence[int], window: float) -> list[int]:
+    """Those in the last ``window`` of the run, a share; at least the last one."""
+    return [step for step in steps if step > (1 - window) * steps[-1] or step == steps[-1]]
+
+
+def parts_of_pair(run: Run, base: Run, steps: Sequence[int]) -> list[float]:
+    """The mean of ``run`` minus ``base`` over each of ten parts of the steps, which differ in length by one at most;
+    none of fewer than ``2 * PARTS`` steps."""
+    ends = [round(i * len(steps) / PARTS) for i in range(PARTS + 1)]
+    parts = [steps[begin:end] for begin, end in pairwise(ends)] if len(steps) >= 2 * PARTS else []
+    return [fmean(run.loss[step] - base.loss[step] for step in part) for part in parts]
+
+
+def finite_mean(values: Iterable[float]) -> float:
+    """The mean; NaN of no values, or if one of them is not finite."""
+    values = list(values)
+    return fmean(values) if values and all(map(math.isfinite, values)) else math.nan
+
+
+def final_losses(group: Sequence[Run], steps: Sequence[int], window: float) -> dict[tuple[int | None, int], float]:
+    """By seed and data, of the runs that have not diverged."""
+    losses = {run.pair: final_loss(run, steps, window) for run in group}
+    return {pair: loss for pair, loss in losses.items() if math.isfinite(loss)}
+
+
+def margin_of(baseline: Sequence[Run], steps: Sequence[int], window: float, share: float) -> Margin:
+    return Margin(share=share, nats=share * finite_mean(final_losses(baseline, steps, window).values()))
+
+
+def judge(
+    baseline: Sequence[Run], group: Sequence[Run], steps: Sequence[int], window: float, margin: Margin
+) -> Verdict:
+    """The group against the baseline, as the module's docstring says."""
+    name, base_name = group[0].group, baseline[0].group
+    shared = {run.pair for run in group} & {run.pair for run in baseline}
+    base, own = final_losses(baseline, steps, window), final_losses(group, steps, window)
+    differences = [own[pair] - base[pair] for pair in own if pair in base]
+    if len(own) < len(group):
+        text = diverged(group, own)
+    elif len(shared) < 2:
+        text = f"none: {base_name} and {name} have {'one seed' if shared else 'no seed'} in common"
+    elif len(differences) < 2:
+        text = f"none: {base_name} diverged with {'all but one' if differences else 'all'} of the same seeds"
+    else:
+        text = verdict_on(differences, margin)
+    parts = []
+    if len(differences) == 1:
+        (only,) = base.keys() & own.keys()
+        two = (next(run for run in runs if run.pair == only) for runs in (group, baseline))
+        parts = parts_of_pair(*two, last_steps(steps, window))
+    return Verdict(differences=differences, text=text, parts=parts)
+
+
+def apart(baseline: Sequence[Run], group: Sequence[Run], steps: Sequence[int]) -> list[str]:
+    """A sentence on each pair whose losses do not change together from step to step."""
+    sentences = []
+    for base, run in product(baseline, group):
+        finite = [step for step in steps if math.isfinite(base.loss[step]) and math.isfinite(run.loss[step])]
+        changes = [[of.loss[after] - of.loss[before] for before, after in pairwise(finite)] for of in (base, run)]
+        if base.pair != run.pair or len(finite) <= FEWEST_CHANGES or any(len(set(one)) == 1 for one in changes):
+            continue
+        if (together := correlation(*changes)) < TOGETHER:
+            sentences.append(
+                f"{run.name} and {base.name} have not seen the same batches in the same order (see --other-data), or "
+                f"one has gone astray: from step to step their losses change with a correlation of {together:.2f}"
+            )
+    return sentences
+
+
+def verdict_on(differences: Sequence[float], margin: Margin) -> str:
+    """The verdict of the module's docstring on two or more paired differences, in nats."""
+    low, high = interval(differences, 0.95)
+    if is_equivalent(differences, margin.nats):
+        return f"equivalent within {100 * margin.share:.3g}%{', higher' if low > 0 else ', lower' if high < 0 else ''}"
+    return "worse" if low > 0 else "better" if high < 0 else "cannot tell"
+
+
+def diverged(group: Sequence[Run], ended: dict[int | None, float]) -> str:
+    return f"diverged: {len(group) - len(ended)} of {len(group)} runs"
+
+
+def median_of(values: dict[int, float]) -> float:
+    """Median of a scalar, the first logged step (warm-up) left out where there are more; NaN if it was not logged."""
+    return median(list(values.values())[1:] or values.values() or [math.nan])
+
+
+def summary(
+    groups: dict[str, list[Run]], verdicts: dict[str, Verdict], window: float, margin: Margin
+) -> list[dict[str, object]]:
+    """A row for each group, the baseline first, which has no verdict."""
+    steps = common_steps([run for group in groups.values() for run in group])
+    baseline = next(iter(groups.values()))
+    base_tps = fmean(median_of(run.tps) for run in baseline)
+    rows = []
+    for name, group in groups.items():
+        tps = fmean(median_of(run.tps) for run in group)
+        ended = final_losses(group, steps, window)
+        row: dict[str, object] = {
+            "run": name,
+            "seeds": len(group),
+            "steps": steps[-1],
+            "final loss": f"{finite_mean(ended.values()):.4f}",
+            "tokens/s": tps,
+            "x": round(tps / base_tps, 3) if base_tps else None,
+            "memory GiB": max((gib for run in group for gib in run.memory.values()), default=None),
+        }
+        if any(run.held_out for run in group):
+            row["held-out loss"] = (
+                f"{finite_mean(run.held_out[max(run.held_out)] for run in group if run.held_out):.4f}"
+            )
+        if name in verdicts:
+            differences = verdicts[name].differences
+            row |= statistics_of(differences, verdicts[name].parts) | {
+                "margin": f"{margin.nats:.4f}",
+                "pairs": len(differences),
+            }
+            row["verdict"] = verdicts[name].text
+        elif len(ended) < len(group):
+            row["verdict"] = diverged(group, ended)
+        rows.append(row)
+    return rows
+
+
+def legend(rows: Sequence[dict[str, object]], baseline: str, window: float, share: float) -> str:
+    """What the columns of the summary mean that are there, a line for each."""
+    words = {
+        "final loss": f"mean over the last {100 * window:.3g}% of the steps, in nats per token",
+        "x": f"tokens/s, times those of {baseline}",
+        "difference": f"of the final loss, from {baseline}'s: the mean over the pairs",
+        "95% low": "with 95% high the interval of the difference",
+        "margin": f"a difference that counts as none: {100 * share:.3g}% of the loss of {baseline}, in nats",
+        "pairs": f"of runs, one of {baseline}, with the same seed and data; one pair has no verdict",
+        "held-out loss": "the last one on the text of validation",
+    }
+    columns = {column for row in rows for column in row}
+    return "\n".join(f"{column}: {text}" for column, text in words.items() if column in columns)
+
+
+def statistics_of(differences: Sequence[float], parts: Sequence[float]) -> dict[str, str | None]:
+    """The columns of a group's paired differences, or of the parts of its only one; None is what too few of them leave
+    undefined."""
+    row = dict.fromkeys(("difference", "standard error", "95% low", "95% high"))
+    if differences:
+        row["difference"] = f"{fmean(differences):+.4f}"
+    if len(several := parts or differences) > 1:
+        low, high = interval(several, 0.95)
+        row |= {"standard error": f"{standard_error(several):.4f}", "95% low": f"{low:+.4f}"}
+        row["95% high"] = f"{high:+.4f}"
+    return row
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean of two or more values; NaN if one of them is not finite."""
+    return stdev(values) / math.sqrt(len(values)) if all(map(math.isfinite, values)) else math.nan
+
+
+def plan(verdicts: dict[str, Verdict], margin: Margin) -> list[dict[str, object]]:
+    """How many pairs find a group equivalent with a probability of 90%, by how its paired differences spread.
+
+    The last row takes all groups' variances together, weighted by their degrees of freedom.
+    """
+    spreads = {
+        name: (len(verdict.differences), stdev(verdict.differences))
+        for name, verdict in verdicts.items()
+        if len(verdict.differences) > 1
+    }
+    if len(spreads) > 1:
+        freedom = sum(pairs - 1 for pairs, _ in spreads.values())
+        variance = sum((pairs - 1) * deviation**2 for pairs, deviation in spreads.values()) / freedom
+        spreads["all"] = sum(pairs for pairs, _ in spreads.values()), math.sqrt(variance)
+    rows = []
+    for name, (pairs, deviation) in spreads.items():
+        row: dict[str, object] = {"run": name, "pairs": pairs, "standard deviation": f"{deviation:.4f}"}
+        for words, part in {"0": 0, "m/4": 0.25, "m/2": 0.5}.items():
+            needed = pairs_needed(deviation, margin.nats, 0.9, part * margin.nats)
+            row[f"pairs it takes, difference {words}"] = needed or f"more than {MOST}"
+        rows.append(row)
+    return rows
+
+
+def loss_table(runs: Sequence[Run], count: int = 12) -> list[dict[str, object]]:
+    """Losses at evenly spaced common steps, the last one included, and the difference from the first run."""
+    steps = common_steps(runs)
+    rows = []
+    for step in sorted({steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)}):
+        row: dict[str, object] = {"step": step} | {run.name: f"{run.loss[step]:.4f}" for run in runs}
+        for run in runs[1:]:
+            row[f"{run.name} - {runs[0].name}"] = f"{run.loss[step] - runs[0].loss[step]:+.4f}"
+        rows.append(row)
+    return rows
+
+
+def curves(runs: Sequence[Run]) -> list[dict[str, object]]:
+    """One row for each common step: the loss and the tokens per second of every run, and its loss on held-out text
+    (TorchTitan's validation) at the steps that have one."""
+    rows = []
+    for step in common_steps(runs):
+        row: dict[str, object] = {"step": step}
+        for run in runs:
+            row |= {f"{run.name} loss": run.loss[step], f"{run.name} tps": run.tps.get(step)}
+            if run.held_out:
+                row[f"{run.name} held-out"] = run.held_out.get(step)
+        rows.append(row)
+    return rows
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Mean over a centred window of a fiftieth of the values, cut at both ends; NaN where one is not finite."""
+    half = len(values) // 100
+    return [finite_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+def plot(groups: dict[str, list[Run]], path: Path, margin: float, metadata: dict[str, str] | None = None) -> None:
+    """Draws losses, raw (pale) and smoothed, and below them how far each group is from the baseline; ``margin`` in
+    nats. The picture holds ``metadata``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps = common_steps([run for group in groups.values() for run in group])
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), constrained_layout=True
+    )
+    smooth: dict[str, dict[tuple[int | None, int], list[float]]] = {}
+    for index, (name, group) in enumerate(groups.items()):
+        smooth[name] = {run.pair: smoothed([run.loss[step] for step in steps]) for run in group}
+        for run in group:
+            top.plot(steps, [run.loss[step] for step in steps], color=f"C{index}", alpha=0.12, linewidth=0.6)
+            label = name if run is group[0] else None
+            top.plot(steps, smooth[name][run.pair], label=label, **line(index))
+    top.set_ylabel("loss (nats per token)")
+    top.legend()
+    plot_differences(bottom, steps, smooth, margin)
+    bottom.set_xlabel("step")
+    figure.savefig(path, dpi=130, metadata=metadata)
+    plt.close(figure)
+
+
+def line(index: int) -> dict[str, object]:
+    """How a group is drawn: matplotlib has ten colours, which come again dashed."""
+    return {"color": f"C{index}", "linewidth": 1, "linestyle": "-" if index < 10 else "--"}
+
+
+def plot_differences(
+    axes: "Axes", steps: Sequence[int], smooth: dict[str, dict[tuple[int | None, int], list[float]]], margin: float
+) -> None:
+    """Each group's mean paired difference from the first one, its 95% interval at each step (pale), and the margin.
+
+    Args:
+        smooth: a loss curve for each seed and data, by group; those that end in NaN are left out.
+        margin: in nats. It and the mean differences after the first tenth of the steps set the axis' limits; NaN where
+            no run of the first group has ended.
+    """
+    first, *others = smooth
+    ended = {
+        name: {pair: curve for pair, curve in curves.items() if math.isfinite(curve[-1])}
+        for name, curves in smooth.items()
+    }
+    edges = [margin]
+    for index, name in enumerate(others, 1):
+        common = ended[name].keys() & ended[first].keys()
+        if not common:
+            continue
+        pairs = [[a - b for a, b in zip(ended[name][pair], ended[first][pair], strict=True)] for pair in common]
+        mean = [finite_mean(values) for values in zip(*pairs, strict=True)]
+        edges += mean[len(steps) // 10 :]
+        axes.plot(steps, mean, **line(index))
+        if len(common) > 1:
+            t = critical_t(0.95, len(common) - 1)
+            half = [t * standard_error(values) for values in zip(*pairs, strict=True)]
+            low, high = ([y + sign * h for y, h in zip(mean, half, strict=True)] for sign in (-1, 1))
+            axes.fill_between(steps, low, high, color=f"C{index}", alpha=0.12, linewidth=0)
+    axes.axhline(0, color="0.6", linewidth=0.8)
+    for y in (-margin, margin):
+        axes.axhline(y, color="0.3", linewidth=0.8, linestyle=":")
+    limit = 1.5 * max(filter(math.isfinite, map(abs, edges)), default=0)
+    if limit > 0:
+        axes.set_ylim(-limit, limit)
+    axes.set_ylabel(f"minus {first}, 95% interval")
+
+
+def read(paths: Sequence[Path], number: int = 1) -> list[Run]:
+    """The runs of dump folders and of the losses.csv of earlier comparisons, which stand for folders beside them.
+
+    Args:
+        number: of the data that they saw; above 1 it goes into their names.
+
+    Raises:
+        ValueError: a path is neither, or one is given twice; or runs of other data have no seed, or a number already.
+    """
+    found = []
+    for path in paths:
+        if path.is_file():
+            found += [(path.parent / run.name, run) for run in read_losses(path)]
+        else:
+            found.append((path, read_run(path)))
+    names = unique_names([folder for folder, _ in found])
+    runs = [replace(run, name=name) for (_, run), name in zip(found, names, strict=True)]
+    if number == 1:
+        return runs
+    for run in runs:
+        if run.seed is None or run.pair[1] > 1:
+            raise ValueError(f"--other-data has {run.name}: it takes runs named <name>-seed<k>, all of the same data")
+    return [replace(run, name=f"{run.name}@{number}") for run in runs]
+
+
+def compare(runs: Sequence[Run], out: Path, window: float, share: float, planned: bool) -> None:
+    """Prints the tables and writes the files.
+
+    Args:
+        share: the margin, as a share of the baseline's mean loss.
+        planned: whether to print how many pairs it takes.
+
+    Raises:
+        ValueError: the runs cannot be compared.
+    """
+    check_comparable(runs)
+    groups, steps = grouped(runs), common_steps(runs)
+    first, *others = groups
+    margin = margin_of(groups[first], steps, window, share)
+    verdicts = {name: judge(groups[first], groups[name], steps, window, margin) for name in others}
+    rows = summary(groups, verdicts, window, margin)
+    if len(runs) <= 4:
+        print(format_table(loss_table(runs)) + "\n")
+    print(format_table(rows))
+    print(f"\n{legend(rows, first, window, share)}")
+    for name in others:
+        for sentence in apart(groups[first], groups[name], steps):
+            print(f"\n{sentence}")
+    if planned and (needed := plan(verdicts, margin)):
+        print(f"\nPairs that find a group equivalent within {100 * share:.3g}% with a probability of 90%:\n")
+        print(format_table(needed))
+    out.mkdir(parents=True, exist_ok=True)
+    write_rows(out / "losses.csv", curves(runs))
+    write_rows(out / "table.csv", rows)
+    wrote = f"wrote {out / 'table.csv'}, {out / 'losses.csv'}"
+    if find_spec("matplotlib") is None:
+        print(f"{wrote}, no picture: pip install matplotlib")
+    else:
+        plot(groups, out / "losses.png", margin.nats)
+        print(f"{wrote} and {out / 'losses.png'}")
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="dump folder of a run, or a losses.csv; the first run is the baseline",
+    )
+    add(
+        "--other-data",
+        nargs="+",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="RUN",
+        help="runs that are paired among themselves only, as their data are others; may be given again",
+    )
+    add("--out", type=Path, default=Path("."), help="folder for the files [.]")
+    add("--window", type=float, default=0.1, help="share of the steps, at the end, that the final loss averages [0.1]")
+    add("--margin", type=float, default=0.005, help="difference that counts as none, a share of the loss [0.005]")
+    add("--plan", action="store_true", help="print also how many pairs of runs it takes to find a group equivalent")
+    add("--steps", type=int, help="compare the first STEPS steps only, of runs of any length")
+    args = parser.parse_args(argv)
+    try:
+        if not 0 < args.window <= 1:
+            raise ValueError(f"--window is a share of the steps, above 0 and at most 1, got {args.window}")
+        if not 0 < args.margin < 1:
+            raise ValueError(f"--margin is a share of the loss, above 0 and below 1, got {args.margin}")
+        sets = [args.runs, *args.other_data]
+        written = (args.out / "losses.csv").resolve()
+        if any(path.is_file() and path.resolve() == written for paths in sets for path in paths):
+            raise ValueError(f"{args.out / 'losses.csv'} would be overwritten: name another --out")
+        if args.out.exists() and not args.out.is_dir():
+            raise ValueError(f"--out {args.out} is a file: name a folder")
+        runs = [run for number, paths in enumerate(sets, 1) for run in read(paths, number)]
+        if args.steps is not None:
+            runs = [first_steps(run, args.steps) for run in runs]
+        compare(runs, args.out, args.window, args.margin, args.plan)
+    except (ValueError, OSError) as error:
+        sys.exit(f"compare_runs: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

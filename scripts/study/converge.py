@@ -1,0 +1,433 @@
+"""A convergence study from one TOML: every recipe with every seed, then compare_runs over the finished runs.
+
+Runs go seed by seed, all recipes of one before the next: what counts are pairs of runs with the same seed, so an
+interrupted study has as many pairs of each recipe as there was time for. ``bf16`` is the TOML without its model
+converters. Behind a recipe may stand, and what does not stand there is off, whatever the TOML says:
+
+    +rebase      with ``hopper_rebase``: ``mxfp8+rebase`` is the same as ``mxfp8_rebased``
+    +experts     with the routed experts alone converted
+    +linears     with the linears alone converted
+    +dispatch    with ``quantize.grouped_mm.mx.dispatch = "auto"``: MoE layers send their tokens themselves. ``bf16``
+                 then converts the experts with recipe ``bf16``, the control, which quantises nothing, and no linears
+    +requantize  with ``requantize_input``: backward quantises inputs again from the FP8 rows that forward multiplied
+    +repeat      the same once more: what runs differ by that differ in nothing
+
+Each run has its own folder ``OUT/<recipe>-seed<k>``, and a file ``finished.json`` there once it is over: a study that
+is started again skips those runs, continues the others from their last checkpoint, and runs those again that have none.
+The study keeps checkpoints while a run is going on and deletes them when it is finished. All finished runs in OUT are
+compared, those of earlier commands with other recipes or seeds too.
+
+A seed decides the initial weights; the data and their order are the same for every run. ``OUT/study.json`` has the
+sha256 of data and tokenizer, and a study does not go on with others. Before one goes on in another folder or elsewhere
+compare that by hand: ``make_data.py`` makes other data from other versions of its packages, and runs on these are no
+pairs with the earlier ones.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from scripts.study.runs import TRAIN, conversion_flags, ending, launch, split_flags
+from titan_mxfp8.modules import as_list
+from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+CONVERTERS = (GROUPED_MM, LINEAR)
+ALONE = {"experts": (GROUPED_MM,), "linears": (LINEAR,)}
+OPTIONS = {"rebase", "dispatch", "requantize", "repeat", *ALONE}
+CHECKPOINTS = "checkpoint/step-*/.metadata"
+FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
+DATA = ("training.dataset_path", "validation.dataset_path", "model.hf_assets_path")
+TOKENIZER = ("tokenizer*", "vocab*", "merges*")  # files of a model's assets that decide what it sees
+HASHED = 4 << 30  # bytes
+EVERY_FLAG = (BF16.name, "mxfp8+rebase+dispatch")  # recipes of which flags_of sets all that it alone may set
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyRun:
+    """One training run of a study; ``folder`` is its dump folder."""
+
+    recipe: str
+    seed: int
+    folder: Path
+
+    @property
+    def finished(self) -> dict[str, float] | None:
+        """What ``finished.json`` holds; None if the run is not finished."""
+        return read_finished(self.folder / "finished.json")
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return any(self.folder.glob(CHECKPOINTS))
+
+
+@dataclass(slots=True, kw_only=True)
+class Going:
+    """A run that was started in one of the slots."""
+
+    run: StudyRun
+    slot: int
+    process: subprocess.Popen
+    started: float
+
+
+def read_finished(path: Path) -> dict[str, float] | None:
+    """A finished run's last seconds of wall clock; None where there is no such file, or one that was cut short."""
+    try:
+        return {"seconds": float(json.loads(path.read_text())["seconds"])}
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_json(path: Path, content: dict[str, object]) -> None:
+    """All of it or nothing, if the disk is full or this process is killed."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(new, path)
+
+
+def parts(recipe: str) -> tuple[str, list[str]]:
+    """A recipe's own name, and the options behind it.
+
+    Raises:
+        ValueError: unknown ones, or a recipe that has not these options.
+    """
+    name, *options = recipe.split("+")
+    if not set(options) <= OPTIONS or len(set(options)) < len(options):
+        raise ValueError(f"--recipes has {recipe!r}: behind a recipe stand, once, {', '.join(sorted(OPTIONS))}")
+    for wrong, why in (
+        (set(ALONE) <= set(options), "+experts and +linears exclude each other"),
+        (name == BF16.name and {"requantize", *ALONE} & set(options), "bf16 converts nothing"),
+        ({"linears", "dispatch"} <= set(options), "+linears dispatch nothing"),
+    ):
+        if wrong:
+            raise ValueError(f"--recipes has {recipe!r}: {why}")
+    get_recipe(name, rebase="rebase" in options)
+    return name, options
+
+
+def converters_of(recipe: str) -> tuple[str, ...]:
+    """The converters that a recipe with its options needs."""
+    name, options = parts(recipe)
+    if name == BF16.name:
+        return (GROUPED_MM,) if "dispatch" in options else ()
+    return next((ALONE[option] for option in options if option in ALONE), CONVERTERS)
+
+
+def flags_of(run: StudyRun, config: Path, checkpoint_every: int) -> list[str]:
+    """TorchTitan's command line of a run, without the user's trailing flags."""
+    flags = [f"--job.config_file={config}", f"--job.dump_folder={run.folder}", f"--debug.seed={run.seed}"]
+    name, options = parts(run.recipe)
+    converters = converters_of(run.recipe)
+    if converters != CONVERTERS:
+        flags.append(f"--model.converters={','.join(converters)}")
+    flags += conversion_flags(converters, options, name)
+    if checkpoint_every:
+        flags += ["--checkpoint.enable", f"--checkpoint.interval={checkpoint_every}", "--checkpoint.folder=checkpoint"]
+        flags += ["--checkpoint.no-last_save_model_only"]  # a run whose end cannot be noted is ended again from it
+    return flags
+
+
+def field_of(flag: str) -> str:
+    """The field of TorchTitan's config that a flag sets; tyro takes ``-`` for ``_``, and ``no-`` before a name."""
+    section, _, name = flag.partition("=")[0].removeprefix("--").replace("-", "_").rpartition(".")
+    return f"{section}.{name.removeprefix('no_')}"
+
+
+def check_flags(flags: Sequence[str], checkpoint_every: int, seeds: str = "--seeds") -> None:
+    """Raises ValueError if the user's trailing flags have one that ``flags_of`` sets: of two the last one counts.
+
+    Args:
+        seeds: the script's own flag for them.
+    """
+    instead = {"job.config_file": "the TOML", "job.dump_folder": "--out", "debug.seed": seeds}
+    runs = [StudyRun(recipe=recipe, seed=0, folder=Path()) for recipe in EVERY_FLAG]
+    own = {field_of(flag) for run in runs for flag in flags_of(run, Path(), checkpoint_every)}
+    for flag in flags:
+        name = field_of(flag)
+        if flag.startswith("--") and name in own:
+            use = "--checkpoint-every" if name.startswith("checkpoint.") else instead.get(name, "--recipes")
+            raise ValueError(f"{flag} behind -- would override what is set for each run: use {use}")
+
+
+def start(run: StudyRun, args: argparse.Namespace, slot: int, gpus: int) -> Going:
+    """Starts a run on the GPUs of ``slot``: slots go round the GPUs, so more jobs than GPUs share them."""
+    if run.folder.exists() and not run.has_checkpoint:
+        shutil.rmtree(run.folder)  # logs of steps that will be run again
+    run.folder.mkdir(parents=True, exist_ok=True)
+    environment = {"WANDB_RUN_NAME": run.folder.name, "WANDB_RUN_GROUP": args.out.name}
+    if gpus:
+        mine = [(slot * args.ngpu + i) % gpus for i in range(args.ngpu)]
+        allowed = os.environ.get("CUDA_VISIBLE_DEVICES")  # to the study, whose first GPU need not be the machine's
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(allowed.split(",")[gpu] if allowed else str(gpu) for gpu in mine)
+    print(f"{run.folder.name}: started{' from its checkpoint' if run.has_checkpoint else ''}", flush=True)
+    process = launch(
+        args.ngpu,
+        [*TRAIN, *flags_of(run, args.config, args.checkpoint_every), *args.flags],
+        run.folder / "log",
+        environment,
+        jobs=args.jobs,
+        cwd=folder_of(args.config),
+        start_new_session=True,  # Ctrl-C reaches the study alone, which then stops its runs
+    )
+    return Going(run=run, slot=slot, process=process, started=time.monotonic())
+
+
+def stop(going: list[Going]) -> None:
+    """Ends the runs and their workers."""
+    for one in going:
+        one.process.terminate()  # torchrun hands it on, and kills workers that have not ended after 30 s
+    for one in going:
+        try:
+            one.process.wait(timeout=45)
+        except subprocess.TimeoutExpired:
+            one.process.kill()
+            one.process.wait()
+        print(f"{one.run.folder.name}: stopped after {time.monotonic() - one.started:.0f} s", flush=True)
+
+
+def close(going: Going) -> str:
+    """Notes how an ended run ended."""
+    name, seconds = going.run.folder.name, time.monotonic() - going.started
+    if going.process.returncode:
+        print(f"{name}: failed after {seconds:.0f} s, {ending(going.run.folder / 'log')}", flush=True)
+        return FAILED
+    try:
+        write_json(going.run.folder / "finished.json", {"seconds": round(seconds, 1)})
+    except OSError as error:  # if it has checkpoints, the same command ends it again from the last one
+        print(f"{name}: finished in {seconds:.0f} s, which cannot be noted: {error}", flush=True)
+        return FAILED
+    shutil.rmtree(going.run.folder / "checkpoint", ignore_errors=True)
+    print(f"{name}: finished in {seconds:.0f} s", flush=True)
+    return FINISHED
+
+
+def study(args: argparse.Namespace, asked: Sequence[int]) -> dict[StudyRun, str]:
+    """Runs what is not finished yet, until the time limit or until ``asked``, the signals so far, is not empty.
+
+    Returns how each run of the study stands.
+    """
+    runs = [
+        StudyRun(recipe=recipe, seed=seed, folder=args.out / f"{recipe}-seed{seed}")
+        for seed in args.seeds
+        for recipe in args.recipes
+    ]
+    gpus = torch.cuda.device_count()
+    standing = {run: FINISHED if run.finished else STOPPED for run in runs}
+    waiting = [run for run in runs if not run.finished]
+    print(
+        f"{len(runs)} runs, {len(runs) - len(waiting)} finished already, {args.jobs} at a time on {gpus or 'no'} GPUs"
+    )
+    deadline = time.monotonic() + args.limit if args.limit else float("inf")
+    going: list[Going] = []
+    try:
+        while (waiting or going) and not asked and time.monotonic() < deadline:
+            fitting = next((run for run in waiting if fits(run, standing, deadline, args)), None)
+            if fitting and len(going) < args.jobs:
+                free = next(slot for slot in range(args.jobs) if slot not in {other.slot for other in going})
+                waiting.remove(fitting)
+                going.append(start(fitting, args, free, gpus))
+                continue
+            if not going:
+                break
+            time.sleep(1)
+            for ended in [other for other in going if other.process.poll() is not None]:
+                going.remove(ended)
+                standing[ended.run] = close(ended)
+    finally:
+        stop(going)
+    return standing
+
+
+def fits(run: StudyRun, standing: dict[StudyRun, str], deadline: float, args: argparse.Namespace) -> bool:
+    """Whether to start a run: without checkpoints, one that cannot end in time only slows down the others."""
+    if args.checkpoint_every:
+        return True
+    took = {other: other.finished["seconds"] for other in standing if other.finished}
+    alike = [seconds for other, seconds in took.items() if other.recipe == run.recipe] or list(took.values())
+    return not alike or time.monotonic() + min(alike) < deadline
+
+
+def check_recipes(config: Path, recipes: Sequence[str]) -> None:
+    """Raises ValueError for recipes that there are not, or twice, or that a TOML has not the converters for."""
+    if not config.is_file():
+        raise ValueError(f"{config} is no file; ls train_configs")
+    check_once("--recipes", recipes)
+    converters = as_list(tomllib.loads(config.read_text()).get("model", {}).get("converters", []))
+    for recipe in recipes:
+        needed = converters_of(recipe)
+        if needed and not set(needed) & set(converters):
+            raise ValueError(f"{config} has model.converters = {converters}: {recipe} needs {' or '.join(needed)}")
+
+
+def check_once(flag: str, values: Sequence[object]) -> None:
+    for value in values:
+        if values.count(value) > 1:
+            raise ValueError(f"{flag} has {value} twice")
+
+
+def folder_of(config: Path) -> Path:
+    """Where it is trained, so that its relative paths lead from there: as in launch.sh, the repository for its own
+    configs, the current folder for others."""
+    return ROOT if config.resolve().is_relative_to(ROOT) else Path.cwd()
+
+
+def data_of(config: Path, flags: Sequence[str]) -> dict[str, str]:
+    """The sha256 of each file of data and tokenizer that runs see, by the field of TorchTitan's config and its name
+    below that; behind the first 4 GiB of a field its size. Of what is not on this machine there is none."""
+    toml, found = tomllib.loads(config.read_text()), {}
+    for name in DATA:
+        section, _, key = name.partition(".")
+        value = toml.get(section, {}).get(key)
+        for flag, behind in zip(flags, [*flags, ""][1:], strict=True):
+            if flag.startswith("--") and field_of(flag) == name:
+                value = flag.partition("=")[2] or behind
+        if not value or not (top := folder_of(config) / value).exists():
+            continue
+        patterns = TOKENIZER if key == "hf_assets_path" else ("**/*",)
+        paths = sorted(path for pattern in patterns for path in top.glob(pattern)) if top.is_dir() else [top]
+        size = 0
+        for path in filter(Path.is_file, paths):
+            size += path.stat().st_size
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest() if size <= HASHED else None
+            found[f"{name}/{path.relative_to(top)}"] = digest or f"{path.stat().st_size} bytes"
+    return found
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ValueError for what would fail later, and OSError if the study's folder cannot be written."""
+    check_recipes(args.config, args.recipes)
+    check_flags(args.flags, args.checkpoint_every or 1)  # those of checkpoints in any case: start deletes unknown ones
+    check_once("--seeds", args.seeds)  # two runs would write one folder
+    gpus = torch.cuda.device_count()
+    if gpus and args.ngpu > gpus:
+        raise ValueError(f"--ngpu {args.ngpu}, but this machine has {gpus} GPUs")
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / ".writable").touch()
+    (args.out / ".writable").unlink()
+    data = data_of(args.config, args.flags)
+    described = {"config": args.config.read_text(), "flags": args.flags, "ngpu": args.ngpu, "data": data}
+    kept = args.out / "study.json"
+    trained = any(any(args.out.glob(f"*-seed*/{kind}")) for kind in ("finished.json", CHECKPOINTS))
+    if trained and kept.is_file() and read_study(kept) != described:
+        raise ValueError(
+            f"{args.out} holds a study of another config, other flags or other data ({kept}): name another --out, or "
+            "remove this folder with its runs"
+        )
+    write_json(kept, described)
+
+
+def read_study(path: Path) -> object:
+    """Raises ValueError for a file that was cut short."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is no JSON: {error}; name another --out, or, if its runs are of this config and these flags, "
+            "remove this file"
+        ) from error
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Has compare_runs.py compare all finished runs in the study's folder; its exit status, 0 where there are none."""
+
+    def place(folder: Path) -> tuple[int, str, int]:
+        recipe, _, seed = folder.name.rpartition("-seed")
+        return args.recipes.index(recipe) if recipe in args.recipes else len(args.recipes), recipe, int(seed)
+
+    found = args.out.glob("*-seed*/finished.json")
+    finished = sorted((path.parent for path in found if read_finished(path)), key=place)
+    if not finished:
+        return 0
+    if place(finished[0])[0] > 0:
+        print(f"nothing to compare with: no run of {args.recipes[0]} is finished")
+        return 0
+    command = [sys.executable, str(Path(__file__).parent / "compare_runs.py"), *map(str, finished)]
+    command += ["--out", str(args.out), "--window", str(args.window), "--margin", str(args.margin)]
+    return subprocess.run(command).returncode
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Flags behind -- go to TorchTitan: converge.sh train_configs/debug_llama4.toml -- --training.steps=300; "
+        "not those of the seed, the recipe, the dump folder and the checkpoints, which the study sets.",
+    )
+    add = parser.add_argument
+    add("config", type=Path, metavar="TOML", help="a config with both MXFP8 converters, here or in the repository")
+    add(
+        "--recipes",
+        nargs="+",
+        default=["bf16", "mxfp8", "mxfp8_2d"],
+        help="[bf16 mxfp8 mxfp8_2d], the first is the baseline",
+    )
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2], help="[0 1 2]")
+    add("--out", type=Path, help="folder of the study [outputs/study_<config>]")
+    add(
+        "--jobs",
+        type=int,
+        default=os.environ.get("JOBS") or 1,
+        help="runs at a time; more than GPUs share them [JOBS, or 1]",
+    )
+    add(
+        "--ngpu",
+        type=int,
+        default=os.environ.get("NGPU") or 1,
+        help="processes of one run, one per GPU [NGPU, or 1]",
+    )
+    add("--limit", type=float, metavar="SECONDS", help="stop then; the same command continues the study")
+    add(
+        "--checkpoint-every",
+        type=int,
+        default=500,
+        metavar="STEPS",
+        help="0: no checkpoints, runs that stop start anew [500]",
+    )
+    add("--window", type=float, default=0.1, help="of compare_runs.py [0.1]")
+    add("--margin", type=float, default=0.005, help="of compare_runs.py [0.005]")
+    own, flags = split_flags(argv)
+    args = parser.parse_args(own, argparse.Namespace(flags=flags))
+    for flag, least in (("jobs", 1), ("ngpu", 1), ("checkpoint_every", 0)):
+        if getattr(args, flag) < least:
+            parser.error(f"--{flag.replace('_', '-')} is at least {least}, got {getattr(args, flag)}")
+    if args.limit is not None and not args.limit > 0:
+        parser.error(f"--limit is above 0 seconds, got {args.limit:g}; without it there is no limit")
+    args.out = (args.out or Path("outputs") / f"study_{args.config.stem}").absolute()
+    args.config = args.config.absolute() if args.config.is_file() else ROOT / args.config
+    return args
+
+
+def main(argv: Sequence[str]) -> None:
+    args = parse_arguments(argv)
+    try:
+        check(args)
+    except (ValueError, OSError) as error:
+        sys.exit(f"converge: {error}")
+    asked: list[int] = []  # to stop: exceptions might leave a run that was just started
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: asked.append(number))
+    standing = study(args, asked)
+    counts = {state: list(standing.values()).count(state) for state in (FINISHED, FAILED, STOPPED)}
+    print(", ".join(f"{count} {state}" for state, count in counts.items()))
+    compared = compare(args)
+    if counts[STOPPED]:
+        print("the same command continues the study")
+    sys.exit(1 if counts[FAILED] or compared else 3 if counts[STOPPED] else 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,134 @@
+"""Writes titan_mxfp8/measured.csv, which the doctor reads, from the folders under results/ that count.
+
+    python scripts/study/measured.py            # writes it
+    python scripts/study/measured.py --check    # only says whether it is what the folders say; the exit status too
+
+Folders that count are those in bold in results/README.md. A row is how many times bf16's speed a recipe reached on a
+GPU: in training (kind ``training``, of bench_training.py: everything converted, or with recipe ``bf16`` nothing, the
+control of the dispatch), or in forward + backward of one grouped GEMM with 8 experts (kind ``grouped_mm``). Of the same
+thing the newest folder has its row.
+"""
+
+import argparse
+import csv
+import io
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from scripts.bench.passes import MODELS
+from scripts.result_files import read_rows, training_gains
+from scripts.study.tables import OURS, converted_of, recipe_of
+from titan_mxfp8.recipe import BF16, RECIPES
+
+ROOT = Path(__file__).parents[2]
+RESULTS, FILE = ROOT / "results", ROOT / "titan_mxfp8" / "measured.csv"
+COUNTS = re.compile(r"\*\*`(\d{4}-\d\d-\d\d_\w+)`\*\*")
+KEY = ("gpu", "kind", "model", "what", "gpus", "recipe", "dispatch")
+
+Row = dict[str, str]
+
+
+def folders(results: Path) -> list[Path]:
+    """Those that count, the oldest first.
+
+    Raises:
+        ValueError: the index names none, or one that is not there.
+    """
+    found = sorted(set(COUNTS.findall((results / "README.md").read_text())))
+    missing = [name for name in found if not (results / name).is_dir()]
+    if missing or not found:
+        raise ValueError(f"results/README.md has in bold what is not there: {', '.join(missing) or 'no folder'}")
+    return [results / name for name in found]
+
+
+def measured(results: Path) -> list[Row]:
+    """All rows, sorted."""
+    newest: dict[tuple[str, ...], Row] = {}
+    for folder in folders(results):
+        for pattern, rows_of in (("*table.csv", of_training), ("data.csv", of_gemms)):
+            for path in sorted(folder.rglob(pattern)):
+                newest |= {tuple(row[name] for name in KEY): row for row in rows_of(path, folder)}
+    return [newest[key] for key in sorted(newest)]
+
+
+def of_training(path: Path, folder: Path) -> Iterator[Row]:
+    """The rows of a table.csv of bench_training.py, of a GPU."""
+    own = path.with_name(f"{path.stem.removesuffix('table')}env.json")
+    env = env_of(own if own.is_file() else path.with_name("env.json"))
+    if not {"gpu", "config", "processes"} <= env.keys():
+        return
+    model = tomllib.loads((ROOT / env["config"]).read_text())["model"]
+    for row, gain in training_gains(read_rows(path)):
+        run, recipe = row["run"], recipe_of(row["run"])
+        if run == "bf16" or (recipe != OURS and converted_of(run) != "both"):
+            continue
+        yield {
+            "gpu": env["gpu"],
+            "kind": "training",
+            "model": model["name"],
+            "what": row.get("flavor") or model["flavor"],
+            "gpus": env["processes"],
+            "recipe": BF16.name if recipe == OURS else recipe,
+            "dispatch": "on" if "+dispatch" in run else "off",
+        } | rest(gain, env, folder)
+
+
+def of_gemms(path: Path, folder: Path) -> Iterator[Row]:
+    """The rows of a data.csv of bench_grouped_mm.py, of a GPU."""
+    env = env_of(path.with_name("env.json"))
+    for row in read_rows(path) if "gpu" in env else ():
+        plain = (row.get("bench"), row.get("what"), row.get("held")) == ("grouped_mm", "forward + backward", "0")
+        if not plain or (row["G"], row["groups"], row["data"]) != ("8", "balanced", "normal"):
+            continue
+        if row["recipe"] in RECIPES:
+            yield {
+                "gpu": env["gpu"],
+                "kind": "grouped_mm",
+                "model": MODELS[int(row["N"]), int(row["K"])],
+                "what": f"{row['M']} x {row['N']} x {row['K']}, {row['G']} experts",
+                "gpus": "1",
+                "recipe": RECIPES[row["recipe"]].name,
+                "dispatch": "",
+            } | rest(float(row["x"]), env, folder)
+
+
+def rest(gain: float, env: dict[str, str], folder: Path) -> Row:
+    """The columns behind the key: times bf16's speed, releases such as 2.11, and where it stands."""
+    releases = {name: ".".join(env[name].split(".")[:2]) for name in ("torch", "triton")}
+    return {"x": f"{gain:.2f}", **releases, "folder": folder.name}
+
+
+def env_of(path: Path) -> dict[str, str]:
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def text_of(rows: Sequence[Row]) -> str:
+    """As a CSV."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; status 1 where it differs")
+    args = parser.parse_args(argv)
+    try:
+        text = text_of(measured(RESULTS))
+    except ValueError as error:
+        sys.exit(f"measured: {error}")
+    if not args.check:
+        FILE.write_text(text)
+    elif FILE.read_text() != text:
+        sys.exit("titan_mxfp8/measured.csv differs from results/: python scripts/study/measured.py writes it anew")
+    print(f"{len(text.splitlines()) - 1} rows")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,212 @@
+"""Draws README.md's pictures into results/pictures/, from the CSVs under results/ that they show.
+
+    python scripts/study/pictures.py
+
+Each PNG says in its metadata which files it was drawn from and what they held: a test tells where they are others now.
+"""
+
+import argparse
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from scripts.result_files import read_rows
+from scripts.study import compare_runs, tables
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "results"
+OUT = RESULTS / "pictures"
+SEEDS = [
+    RESULTS / folder / "losses.csv"
+    for folder in ("2026-11-23_2xh200_convergence", "2026-11-23_2xh200_convergence_12_seeds")
+]
+LAYERS = [RESULTS / "2026-11-24_2xh200_dispatch_default" / "layers.csv"]
+SCALING = [RESULTS / "2026-11-25_h200_bench" / name for name in ("scaling/data.csv", "roofline.csv")]
+SHOWN = ("bf16", "mxfp8_2d", "mxfp8_2d_rebased")
+SHIFT = 0.5  # nats between two recipes' losses, which would hide each other
+BITS_16, BITS_8 = "#a6bddb", "#fdae6b"  # the colours of what is stored in so many bits
+# A token's way through a layer's forward where scores multiply outputs: what is done, in how many bits the result lies.
+TORCHTITAN = (
+    ("copy each token\nonce per expert", BITS_16),
+    ("send\n2 D bytes per\ntoken and expert", BITS_16),
+    ("sort by expert,\npad", BITS_16),
+    ("GEMMs w1, w3", BITS_16),
+    ("SwiGLU", BITS_16),
+    ("GEMM w2", BITS_16),
+    ("unsort", BITS_16),
+    ("send back\n2 D bytes per\ntoken and expert", BITS_16),
+    ("unsort, times\nscores, sum", BITS_16),
+)
+OURS = (
+    ("quantise each\ntoken once", BITS_8),
+    ("send\n1.03 D bytes per\ntoken and GPU,\ninto place", BITS_8),
+    ("GEMMs w1, w3", BITS_16),
+    ("SwiGLU\nand quantise", BITS_8),
+    ("GEMM w2", BITS_16),
+    ("times scores,\nsum on the GPU", BITS_16),
+    ("send back\n2 D bytes per\ntoken and GPU", BITS_16),
+    ("sum over GPUs", BITS_16),
+)
+
+
+def way_of_a_token(path: Path, metadata: dict[str, str]) -> None:
+    """TorchTitan's forward of a MoE layer, and the one with ``dispatch`` among ranks of one host."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(12, 3), layout="constrained")
+    lanes = (1, "TorchTitan, bf16", TORCHTITAN), (0, "the plugin, mxfp8_2d", OURS)
+    for height, name, boxes in lanes:
+        axes.text(-0.2, height, name, ha="right", va="center", weight="bold")
+        axes.annotate("", (len(boxes) + 0.1, height), (0, height), arrowprops={"arrowstyle": "->", "color": "0.5"})
+        for place, (text, colour) in enumerate(boxes):
+            box = {"boxstyle": "round", "facecolor": colour, "edgecolor": "0.3"}
+            axes.text(place + 0.5, height, text, ha="center", va="center", fontsize=8.5, bbox=box)
+    axes.text(0, -0.75, "result in bf16", fontsize=9, bbox={"boxstyle": "round", "facecolor": BITS_16})
+    axes.text(1.4, -0.75, "result in FP8 with scales", fontsize=9, bbox={"boxstyle": "round", "facecolor": BITS_8})
+    axes.text(3.6, -0.75, "D: features of a token", fontsize=9)
+    title = "The experts of a MoE layer, forward: what happens to a token of DeepSeek-V3 on Hopper GPUs of one host"
+    axes.set_title(title, fontsize=11)
+    axes.set(xlim=(-1.7, len(TORCHTITAN) + 0.1), ylim=(-0.9, 1.4))
+    axes.axis("off")
+    figure.savefig(path, dpi=110, metadata=metadata)
+    pyplot.close(figure)
+
+
+def moe_layers(path: Path, metadata: dict[str, str]) -> None:
+    """Milliseconds of each layer's forward + backward, p50, with p20 to p80."""
+    from matplotlib import pyplot
+
+    rows = read_rows(*LAYERS)
+    layers = list(dict.fromkeys(row["layer"] for row in rows))
+    figure, axes = pyplot.subplots(figsize=(9, 3.8), layout="constrained")
+    width = 0.8 / (1 + len(SHOWN))
+    for place, layer in enumerate(layers):
+        by_recipe = {row["way"].split()[0]: row for row in rows if row["layer"] == layer}
+        for turn, recipe in enumerate(("torchtitan", *SHOWN)):
+            label = {"torchtitan": "TorchTitan in bf16, compiled", "bf16": "control: our dispatch in bf16"}.get(
+                recipe, recipe
+            )
+            row = by_recipe[recipe]
+            p20, p50, p80 = (float(row[name]) / 1e3 for name in ("p20_us", "p50_us", "p80_us"))
+            x = place + (turn - len(SHOWN) / 2) * width
+            spread = [[p50 - p20], [p80 - p50]]
+            axes.bar(x, p50, 0.92 * width, yerr=spread, color=f"C{turn}", label=label if place == 0 else None)
+            if recipe != "torchtitan":
+                axes.text(x, p80 + 1, f"{float(row['x']):.2f}x", ha="center", fontsize=8)
+    axes.set_xticks(range(len(layers)), [tables.LAYERS[layer] for layer in layers])
+    axes.set_ylabel("forward + backward, ms")
+    gpus = f"{rows[0]['ranks']} {tables.gpu_of(LAYERS[0])}s"
+    title = f"One MoE layer on {gpus}, expert parallel: median time, with 20th and 80th percentile"
+    axes.set_title(f"{title}\nabove each bar: speed relative to TorchTitan in bf16", fontsize=10)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110, metadata=metadata)
+    pyplot.close(figure)
+
+
+def tokens(path: Path, metadata: dict[str, str]) -> None:
+    """Speed-up of forward + backward of one grouped GEMM by its tokens, as measured and as the ceilings allow."""
+    from matplotlib import pyplot
+
+    measured, predicted = map(tables.read, SCALING)
+    measured = [row for row in measured if row["groups"] == "balanced"]
+    shapes = ("8192", "5120"), ("2048", "7168")
+    repeats = [int(row["repeats"]) for row in measured if (row["N"], row["K"]) in shapes and row["G"] == "8"]
+    repeats = tables.times(repeats, 0)
+    figure, panels = pyplot.subplots(1, len(shapes), figsize=(10, 3.6), layout="constrained", sharey=True)
+    for axes, (n, k) in zip(panels, shapes, strict=True):
+        for turn, recipe in enumerate(SHOWN, 1):
+            label = "control: our kernel in bf16" if recipe == "bf16" else recipe
+            for rows, column, style in ((measured, "x", "-o"), (predicted, "predicted_x", ":")):
+                here = [row for row in rows if (row["N"], row["K"], row["G"], row["recipe"]) == (n, k, "8", recipe)]
+                here = [row for row in here if row["what"] == "forward + backward"]
+                points = sorted((int(row["M"]), float(row[column])) for row in here)
+                if points:
+                    dotted = {} if style == ":" else {"label": label}
+                    axes.plot(*zip(*points, strict=True), style, color=f"C{turn}", markersize=4, **dotted)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("tokens, in 8 groups of equal size")
+        axes.set_title(f"{tables.SHAPES[n, k]}'s experts: {k} features in, {n} out", fontsize=10)
+    panels[0].set_ylabel("speed relative to torch in bf16")
+    panels[0].legend(fontsize=8)
+    title = f"One grouped GEMM of 8 experts on an {tables.gpu_of(SCALING[0])}, forward + backward"
+    figure.suptitle(
+        f"{title}\nlines with dots: medians of {repeats} repeats; dotted: what the GPU's measured peak rates allow",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=110, metadata=metadata)
+    pyplot.close(figure)
+
+
+def convergence(path: Path, metadata: dict[str, str]) -> None:
+    """Losses of the recipes with all seeds, each recipe's some way above the last one's, and the differences from
+    bf16's: by step, and at the end with their verdicts."""
+    from matplotlib import pyplot
+
+    groups = compare_runs.grouped(compare_runs.read(SEEDS))
+    shown = {name: groups[name] for name in ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")}
+    steps = compare_runs.common_steps([run for group in shown.values() for run in group])
+    margin = compare_runs.margin_of(shown["bf16"], steps, window=0.1, share=0.005)
+    figure, (top, middle, bottom) = pyplot.subplots(3, 1, figsize=(8, 8), height_ratios=(5, 4, 2), layout="constrained")
+    smooth: dict[str, dict[tuple[int | None, int], list[float]]] = {}
+    for index, (name, group) in enumerate(shown.items()):
+        smooth[name] = {run.pair: compare_runs.smoothed([run.loss[step] for step in steps]) for run in group}
+        low, high = (
+            [pick(losses) + index * SHIFT for losses in zip(*smooth[name].values(), strict=True)] for pick in (min, max)
+        )
+        label = f"{name}, drawn {index * SHIFT:g} higher" if index else name
+        top.fill_between(steps, low, high, color=f"C{index}", label=label)
+    top.set(ylabel="loss (nats per token), smoothed", ylim=(3, 9.5))
+    top.legend(title="from the lowest to the highest seed")
+    seeds = len(shown["bf16"])
+    top.set_title(f"A Llama4-style MoE model of 111M parameters on H200s: {seeds} seeds for each recipe", fontsize=11)
+    compare_runs.plot_differences(middle, steps, smooth, margin.nats)
+    middle.set(xlabel="step", ylabel="loss minus bf16's")
+    middle.set_title(
+        f"mean over seeds, 95% interval; dotted: the margin, {margin.share:.1%} of bf16's loss", fontsize=10
+    )
+    for index, group in enumerate(list(shown.values())[1:], 1):
+        verdict = compare_runs.judge(shown["bf16"], group, steps, 0.1, margin)
+        mean = compare_runs.finite_mean(verdict.differences)
+        half = compare_runs.critical_t(0.95, len(verdict.differences) - 1)
+        half *= compare_runs.standard_error(verdict.differences)
+        bottom.errorbar(mean, -index, xerr=half, fmt="o", color=f"C{index}", capsize=4)
+        bottom.text(1.1 * margin.nats, -index, verdict.text, va="center", color=f"C{index}", fontsize=9)
+    for x in (-margin.nats, margin.nats):
+        bottom.axvline(x, color="0.3", linewidth=0.8, linestyle=":")
+    bottom.axvline(0, color="0.6", linewidth=0.8)
+    bottom.set_yticks([-1, -2, -3], list(shown)[1:])
+    bottom.set(xlim=(-1.5 * margin.nats, 2.7 * margin.nats), ylim=(-3.6, -0.4))
+    bottom.set_xlabel("final loss minus bf16's (mean of the last tenth of the steps), 95% interval")
+    figure.savefig(path, dpi=110, metadata=metadata)
+    pyplot.close(figure)
+
+
+# By file name: what draws it, and the files that it is drawn from.
+PICTURES: dict[str, tuple[Callable[[Path, dict[str, str]], None], list[Path]]] = {
+    "way_of_a_token.png": (way_of_a_token, []),
+    "moe_layers.png": (moe_layers, LAYERS),
+    "tokens.png": (tokens, SCALING),
+    "convergence.png": (convergence, SEEDS),
+}
+
+
+def source(files: list[Path]) -> str:
+    """The files, each with a hash of what it holds."""
+    hashes = {path: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+    return ", ".join(f"{path.relative_to(ROOT)} {value}" for path, value in hashes.items())
+
+
+def main() -> None:
+    import matplotlib
+
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    matplotlib.use("Agg")
+    OUT.mkdir(exist_ok=True)
+    for name, (draw, files) in PICTURES.items():
+        draw(OUT / name, {"Source": source(files)})
+        print(OUT / name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""TorchTitan runs, for the other scripts: starting them, and reading back what they logged."""
+
+import csv
+import json
+import math
+import os
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scripts.watch import message
+from titan_mxfp8.format.mx import BLOCK_SIZE
+from titan_mxfp8.recipe import GROUPED_MM, get_recipe
+
+TRAIN = ("--local-ranks-filter=0", "-m", "torchtitan.train")  # of the processes, the first one's output
+LOSS = "loss_metrics/global_avg_loss"
+THROUGHPUT = "throughput(tps)"
+MEMORY = "memory/max_reserved(GiB)"
+STEP_TIME = "time_metrics/end_to_end(s)"
+HELD_OUT = "validation_metrics/loss"
+
+
+def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A script's own arguments, and those behind ``--``, which go to TorchTitan."""
+    own = list(argv)
+    return (own[: own.index("--")], own[own.index("--") + 1 :]) if "--" in own else (own, [])
+
+
+def torchrun(processes: int, *program: str) -> list[str]:
+    """The command that runs a program (a script, or ``-m`` and a module) in so many processes of this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *program]
+
+
+def cores_each(processes: int) -> int:
+    """This machine's CPU cores for each of so many processes."""
+    return max(1, (os.cpu_count() or 1) // processes)
+
+
+def launch(
+    processes: int,
+    program: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    *,
+    jobs: int = 1,
+    cwd: Path | None = None,
+    start_new_session: bool = False,
+) -> subprocess.Popen:
+    """Starts ``torchrun(processes, *program)``; what it prints goes behind what ``log`` holds.
+
+    Args:
+        environment: set besides this process's own.
+        jobs: so many launches run at a time, and share the cores among their threads, unless OMP_NUM_THREADS is set.
+    """
+    threads = {"OMP_NUM_THREADS": str(cores_each(jobs * processes))}
+    with log.open("a") as file:
+        return subprocess.Popen(
+            torchrun(processes, *program),
+            cwd=cwd,
+            env=threads | os.environ | (environment or {}),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=start_new_session,
+        )
+
+
+def conversion_flags(converters: Sequence[str], options: Sequence[str], recipe: str = "") -> list[str]:
+    """TorchTitan's flags for recipe and options of some converters, whatever a TOML says of these; and for what it says
+    of an option, which without it would be an error.
+
+    Args:
+        options: those of converge.py that are on, of ``rebase``, ``requantize`` and ``dispatch``; others say nothing.
+        recipe: if empty, the TOML's.
+    """
+    flags = [f"--{converter}.recipe_name={recipe}" for converter in converters if recipe]
+    for option, field_name in (("rebase", "hopper_rebase"), ("requantize", "requantize_input")):
+        switch = field_name if option in options else f"no-{field_name}"
+        flags += [f"--{converter}.{switch}" for converter in converters]
+    if recipe and "rebase" not in options and get_recipe(recipe).block_k == BLOCK_SIZE:
+        flags += [f"--{converter}.hopper_rebase_report=0" for converter in converters]
+    if GROUPED_MM in converters:
+        dispatch = ("dispatch=auto",) if "dispatch" in options else ("dispatch=off", "dispatch_rows=counted")
+        flags += [f"--{GROUPED_MM}.{field}" for field in dispatch]
+    return flags
+
+
+def ending(log: Path) -> str:
+    """Why a run failed, and the last that it printed, for a message."""
+    text = log.read_text(errors="replace")
+    return f"{message(text) or 'no exception'}; {log} ends:\n{text[-3000:]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Scalars by step: mean loss in nats per token, tokens per second per device, peak memory in GiB, the step's time
+    in seconds, and where there was validation its loss.
+
+    ``config`` is TorchTitan's, as the run saved it (``job_config.json``, or wandb's config); empty where it saved none.
+    """
+
+    name: str
+    loss: dict[int, float]
+    tps: dict[int, float]
+    memory: dict[int, float]
+    config: dict[str, dict]
+    held_out: dict[int, float] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def group(self) -> str:
+        return self.name.rpartition("-seed")[0] if self.seed is not None else self.name
+
+    @property
+    def seed(self) -> int | None:
+        return self.pair[0]
+
+    @property
+    def pair(self) -> tuple[int | None, int]:
+        """Seed and number of the data, of a name that ends in ``-seed<k>``, or ``-seed<k>@<number>`` for other data
+        than the first: what two runs of a pair have in common."""
+        found = re.search(r"-seed(\d+)(?:@(\d+))?$", self.name)
+        return (None, 1) if found is None else (int(found[1]), int(found[2] or 1))
+
+
+def read_run(folder: Path) -> Run:
+    """Reads a run's dump folder: its TensorBoard logs, or wandb's offline ones where there are none.
+
+    Raises:
+        ValueError: no such folder, no log there, those of several runs, one without losses, or a ``job_config.json``
+            that is none.
+    """
+    folder = folder.resolve()
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder")
+    tags, config = (LOSS, THROUGHPUT, MEMORY, HELD_OUT, STEP_TIME), {}
+    if logs := tensorboard_logs(folder):
+        scalars = read_tensorboard(folder)
+    elif logs := wandb_logs(folder):
+        scalars, config = read_wandb(folder, tags)
+    else:
+        raise ValueError(
+            f"{folder} holds no TensorBoard or offline wandb log: train with metrics.enable_tensorboard = true"
+        )
+    if not scalars.get(LOSS):
+        raise ValueError(f"{logs[-1]} holds no {LOSS}: the run ended before its first log")
+    saved = folder / "job_config.json"
+    if saved.is_file():
+        try:
+            config = json.loads(saved.read_text())
+        except ValueError as error:
+            raise ValueError(f"{saved} is no JSON: {error}; without it configs are not compared") from error
+        compared = ("model", "training", "optimizer")
+        if not isinstance(config, dict) or not all(isinstance(config.get(name), dict | None) for name in compared):
+            raise ValueError(f"{saved} is no config of TorchTitan: {config!r:.60}; without it configs are not compared")
+    loss, tps, memory, held_out, seconds = (scalars.get(tag, {}) for tag in tags)
+    return Run(name=folder.name, loss=loss, tps=tps, memory=memory, config=config, held_out=held_out, seconds=seconds)
+
+
+def read_losses(path: Path) -> list[Run]:
+    """The runs of a ``losses.csv`` that compare_runs.py wrote, without memory and config.
+
+    Raises:
+        ValueError: the file is none.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            columns, rows = list(reader.fieldnames or ()), list(reader)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(
+            f"{path} is no CSV: {error}; name the folders of runs, of a study {path.parent}/*-seed*, or a losses.csv"
+        ) from error
+    names = [column.removesuffix(" loss") for column in columns if column.endswith(" loss")]
+    if not names or "step" not in columns:
+        raise ValueError(f"{path} is no losses.csv of compare_runs.py: it has no columns 'step' and '<run> loss'")
+    if twice := [column for column in columns if columns.count(column) > 1]:
+        raise ValueError(f"{path} has the column {twice[0]!r} twice: leave one out")
+
+    def number(row: int, column: str, *, whole: bool = False) -> float:
+        try:
+            value = float(rows[row][column])
+        except (ValueError, TypeError):
+            raise ValueError(f"{path}, row {row + 2}: {column} is {rows[row][column]!r}, not a number") from None
+        if whole and not value.is_integer():
+            raise ValueError(f"{path}, row {row + 2}: {column} is {rows[row][column]!r}, not a whole number")
+        return int(value) if whole else value
+
+    runs = []
+    for name in names:
+        loss, tps, held_out = (
+            {number(i, "step", whole=True): number(i, column) for i, row in enumerate(rows) if row.get(column)}
+            for column in (f"{name} loss", f"{name} tps", f"{name} held-out")
+        )
+        if not loss:
+            raise ValueError(f"{path}: the column '{name} loss' is empty, leave it out")
+        runs.append(Run(name=name, loss=loss, tps=tps, memory={}, config={}, held_out=held_out))
+    return runs
+
+
+def unique_names(folders: Sequence[Path]) -> list[str]:
+    """The folders' names, all with as many of the folders above as it takes to tell them apart.
+
+    Raises:
+        ValueError: a folder is given twice.
+    """
+    paths = [folder.resolve() for folder in folders]
+    for folder, path in zip(folders, paths, strict=True):
+        if paths.count(path) > 1:
+            raise ValueError(f"{folder} is given twice")
+    for parts in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-parts:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def tensorboard_logs(folder: Path) -> list[Path]:
+    """A run's event files, the oldest first: one for each time that it was started.
+
+    Raises:
+        ValueError: the folder holds several runs.
+    """
+    return logs_of(folder, "events.out.tfevents.*")
+
+
+def wandb_logs(folder: Path) -> list[Path]:
+    """A run's offline logs, the oldest first.
+
+    Raises:
+        ValueError: the folder holds several runs.
+    """
+    return logs_of(folder, "*.wandb")
+
+
+def logs_of(folder: Path, pattern: str) -> list[Path]:
+    """The files of one run, the oldest first."""
+    dumps = sorted({path.parent for name in ("job_config.json", "tb") for path in folder.rglob(name)})
+    if len(dumps) > 1:
+        raise ValueError(
+            f"{folder} holds several runs, {dumps[0]} and {dumps[1]} among them: name their own folders, of a study "
+            f"{folder}/*-seed*"
+        )
+
+    def started(path: Path) -> tuple[list[str], float]:
+        """By the time in the names of both, as copies are all new, and within a second by the file's."""
+        return re.findall(r"tfevents\.\d+|\d{8}_\d{6}", f"{path.parent.name}/{path.name}"), path.stat().st_mtime
+
+    return sorted(folder.rglob(pattern), key=started)
+
+
+def read_tensorboard(folder: Path) -> dict[str, dict[int, float]]:
+    """All scalars by tag and step, as ``resume`` puts together those of several logs.
+
+    Raises:
+        ValueError: the folder holds several runs.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    scalars: dict[str, dict[int, float]] = {}
+    for path in tensorboard_logs(folder):
+        log = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+        resume(scalars, {tag: {event.step: event.value for event in log.Scalars(tag)} for tag in log.Tags()["scalars"]})
+    return scalars
+
+
+def resume(scalars: dict[str, dict[int, float]], newer: dict[str, dict[int, float]]) -> None:
+    """Adds those of a newer log. It replaces all from its first step on: what it has not reached is another run's."""
+    first = min((step for tag in newer.keys() & scalars.keys() for step in newer[tag]), default=math.inf)
+    for values in scalars.values():
+        for step in [step for step in values if step >= first]:
+            del values[step]
+    for tag, values in newer.items():
+        scalars.setdefault(tag, {}).update(values)
+
+
+def read_wandb(folder: Path, tags: Sequence[str]) -> tuple[dict[str, dict[int, float]], dict[str, dict]]:
+    """The values of ``tags`` by tag and step, put together by ``resume``, and the config, from wandb's offline logs."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    scalars: dict[str, dict[int, float]] = {}
+    config: dict[str, dict] = {}
+    for path in wandb_logs(folder):
+        newer: dict[str, dict[int, float]] = {}
+        for data in wandb_records(path.read_bytes()):
+            record = Record.FromString(data)
+            for update in (*record.run.config.update, *record.config.update):
+                config[update.key] = json.loads(update.value_json)
+            for item in record.history.item:
+                tag = item.key or "/".join(item.nested_key)
+                if tag in tags:
+                    newer.setdefault(tag, {})[record.history.step.num] = float(json.loads(item.value_json))
+        resume(scalars, newer)
+    return scalars, config
+
+
+def wandb_records(log: bytes) -> Iterator[bytes]:
+    """The records of a ``.wandb`` file: 7 bytes that name the format, then LevelDB's log format.
+
+    Blocks of 32 KiB, the first with the 7 bytes in it, hold fragments: checksum (4 bytes), length (2), type (1: whole
+    record, 2: first, 3: middle, 4: last part), data. No fragment starts in the last 6 bytes of a block. A record that
+    a killed run left unfinished at the end is dropped.
+    """
+    position, parts = 7, b""
+    while position + 7 <= len(log):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", log, position + 4)
+        data = log[position + 7 : position + 7 + length]
+        if kind == 0 or len(data) < length:
+            return
+        position += 7 + length
+        parts = data if kind in (1, 2) else parts + data
+        if kind in (1, 4):
+            yield parts

@@ -1,0 +1,541 @@
+"""Writes the tables of README.md and results/README.md from the CSVs that they name, so that no figure is typed.
+
+    python scripts/study/tables.py              # rewrites the tables of both files
+    python scripts/study/tables.py --check      # prints those that differ; the exit status says whether any
+    python scripts/study/tables.py --of results/<folder>    # prints the tables of one folder of bench_all.sh's
+
+In Markdown a table stands right below the comment that says what it shows and from which files under results/::
+
+    <!-- table: grouped_mm 2026-11-22_h200_hopper/data.csv 2026-11-22_h100_hopper/data.csv recipes=mxfp8,mxfp8_2d -->
+
+The first word is one of the functions below, the paths go to it in this order, and so do options. For figures of a new
+run change the paths, and call this script.
+"""
+
+import argparse
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+from scripts.bench.passes import Layer, passes
+from scripts.result_files import SPEED, training_gains
+from scripts.result_files import read_rows as read
+from scripts.study import compare_runs
+from titan_mxfp8.backends import plan_on
+from titan_mxfp8.backends.hardware import CLUSTER_GPUS
+from titan_mxfp8.recipe import BF16, get_recipe
+
+ROOT = Path(__file__).parents[2]
+FILES = (ROOT / "README.md", ROOT / "results" / "README.md")
+MARKER = re.compile(r"<!-- table: (.+?) -->\n((?:\|.*\n)*)")
+MODELS = {"16B_4layers": "DeepSeek-V3 16B, 4 layers"}
+MODELS |= {f"17bx16e_{layers}layers": f"Llama4 17Bx16E, {layers} layers" for layers in (2, 4)}
+# By N, K of a grouped GEMM; by name of a layer.
+SHAPES = {("8192", "5120"): "Llama4", ("2048", "7168"): "DeepSeek-V3", ("1408", "2048"): "DeepSeek-V3 16B"}
+LAYERS = {
+    "dsv3": "DeepSeek-V3",
+    "dsv3_8": "DeepSeek-V3",
+    "llama4_8": "Llama4",
+    "dsv3_16b": "DeepSeek-V3 16B",
+    "qwen3_30b": "Qwen3-30B-A3B",
+    "llama4": "Llama4",
+}
+CONTROLS = ("torch bf16, compiled", "bf16")
+OURS = "bf16, ours"  # the control: our kernels, or our dispatch, with nothing quantised
+ALONE = {"grouped": ", experts alone", "linears": ", linears alone"}  # behind a model of which no more is converted
+RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_2d_wgrad_bf16", "mxfp8_rebased", "mxfp8_2d_rebased")
+LINEAR = 1.25
+
+Row = dict[str, str]
+Cells = dict[str, str]
+
+
+# What bench_grouped_mm.py wrote into its column ``what`` up to 2026-11-22; results/README.md has two tables of it.
+EARLIER_WHAT = re.compile(
+    r"(?P<recipe>mxfp8\w*)(?P<rebased> rebased|\+rebase)?(?P<products> of products)?(, (?P<held>\d+) held,)? "
+    r"(?P<what>.+)"
+)
+
+
+def read_grouped_mm(path: Path) -> list[Row]:
+    """The rows of a data.csv of bench_grouped_mm.py; of an earlier one with the columns of today that tables show."""
+    rows = read(path)
+    for row in rows:
+        found = EARLIER_WHAT.fullmatch(row["what"]) if "speedup" in row else None
+        if found:
+            row |= {"bench": "grouped_mm", "what": found["what"], "held": found["held"] or "0"}
+            row |= {"recipe": found["recipe"] + ("_rebased" if found["rebased"] else "")}
+            row |= {"data": "products" if found["products"] else "normal", "x": row["speedup"]}
+            row |= {"baseline_us": row["bf16_us"], "p50_us": row["mxfp8_us"]}
+    return rows
+
+
+def env_of(path: Path) -> dict[str, str]:
+    """The environment of a CSV: ``training_env.json`` of ``training.csv`` and ``training_table.csv``, or env.json."""
+    names = [f"{path.stem.split('_')[0]}_env.json", "env.json"]
+    return json.loads(next(path.with_name(name) for name in names if path.with_name(name).is_file()).read_text())
+
+
+def gpu_of(path: Path) -> str:
+    """Its short name: ``H100`` of NVIDIA H100 80GB HBM3."""
+    return env_of(path).get("gpu", "CPU").removeprefix("NVIDIA ").split()[0]
+
+
+def gpus_of(path: Path) -> str:
+    """How many of which GPU: ``2 H200``; empty where nothing says it."""
+    if not any(path.with_name(name).is_file() for name in (f"{path.stem.split('_')[0]}_env.json", "env.json")):
+        return ""
+    return f"{env_of(path).get('processes', '')} {gpu_of(path)}".strip()
+
+
+def folder_of(path: Path) -> str:
+    """As a table shows it."""
+    return f"`{path.parent.name}`"
+
+
+def code(recipe: str) -> str:
+    """A recipe's name as a column's: that of a control says whose bf16 it is."""
+    return {BF16.name: OURS}.get(recipe, f"`{recipe}`" if recipe.startswith("mxfp8") else recipe)
+
+
+def recipe_of(run: str) -> str:
+    """The recipe of a run of bench_training.py: of ``both+rebase:mxfp8_2d`` ``mxfp8_2d_rebased``; ``bf16`` is the
+    baseline, and the control, ``bf16+dispatch``, ``OURS``."""
+    what, _, recipe = run.partition(":")
+    if run == "bf16":
+        return run
+    if run == "bf16+dispatch" or recipe == "bf16":
+        return OURS
+    return get_recipe(recipe or "mxfp8", rebase="+rebase" in what).name
+
+
+def converted_of(run: str) -> str:
+    """What a run of bench_training.py converts: bf16 (nothing, or it is the control), grouped, linears or both."""
+    return "bf16" if recipe_of(run) in ("bf16", OURS) else run.partition(":")[0].partition("+")[0]
+
+
+def times(values: Sequence[float], digits: int = 2) -> str:
+    """One ratio, or a range."""
+    low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def between(text: str) -> str:
+    """A range that bench_training.py wrote, as it stands behind a median: `` (1.17-1.24)``, or nothing."""
+    low, _, high = text.partition(" to ")
+    return f" ({float(low):.2f}-{float(high):.2f})" if high and low != high else ""
+
+
+def render(rows: Sequence[Cells]) -> str:
+    """Markdown; columns that no row fills are left out."""
+    columns = [
+        name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)
+    ]
+    lines = [columns, *([row.get(name, "") for name in columns] for row in rows)]
+    head, *body = (f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in line)}|\n" for line in lines)
+    return "".join([head, f"|{'---|' * len(columns)}\n", *body])
+
+
+def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup: str = "") -> list[Cells]:
+    """Tokens/s of training times bf16's, and memory, of table.csv of bench_training.py, a row for each flavor and what
+    was converted, and one for runs with ``dispatch``, which has their control in a column of its own.
+
+    Behind the median of several repeats stands their range. Of the CSV of its steps, with ``warmup``, it is the range
+    of what the steps before and after it say.
+    """
+    table = []
+    for path in paths:
+        rows = read(path)
+        flavors = dict.fromkeys(row.get("flavor", "") for row in rows)
+        for flavor, sends in itertools.product(flavors, (False, True)):
+            of_kind = [row for row in rows if row["run"] == "bf16" or ("+dispatch" in row["run"]) == sends]
+            of_kind = [row for row in of_kind if row.get("flavor", "") == flavor]
+            converted = dict.fromkeys(converted_of(row["run"]) for row in of_kind)
+            for what in [name for name in converted if name != "bf16"] or ["bf16"]:
+                chosen = [row for row in of_kind if converted_of(row["run"]) in ("bf16", what)]
+                speeds, memory, repeats = training_speeds(chosen, warmup)
+                ranges = {recipe_of(row["run"]): row.get("x, range") or "" for row in chosen}
+                if "bf16" not in speeds or len(speeds) == 1:
+                    continue
+                model = MODELS.get(flavor, flavor) + ALONE.get(what, "") + ", `dispatch`" * sends
+                cells = {"model": model, "GPUs": gpus_of(path)}
+                shown = [OURS, *recipes.split(",")]
+                for recipe in shown:
+                    ratios = [ours / base for ours, base in zip(speeds.get(recipe, ()), speeds["bf16"], strict=False)]
+                    cells[code(recipe)] = times(ratios) + between(ranges.get(recipe, "")) if ratios else ""
+                used = [memory[recipe] / memory["bf16"] for recipe in shown if recipe in memory]
+                table.append(cells | {"memory": times(used), "runs": repeats, "folder": folder_of(path)})
+    return table
+
+
+def training_speeds(rows: Sequence[Row], warmup: str) -> tuple[dict[str, list[float]], dict[str, float], str]:
+    """Speed by recipe: times bf16's, the median of pairs, or tokens/s of two halves of a run; GiB by recipe; how many
+    runs of each recipe."""
+    speeds: dict[str, list[float]] = {}
+    memory: dict[str, float] = {}
+    rows = [row for row in rows if row.get("x") != ""]  # of those that bench_training.py refused, nothing
+    for row in rows:
+        recipe = recipe_of(row["run"])
+        memory[recipe] = max(memory.get(recipe, 0), float(row["memory GiB"]))
+    speeds |= {recipe_of(row["run"]): [gain] for row, gain in training_gains(rows)}
+    if rows and SPEED not in rows[0]:
+        for recipe in memory:
+            steps = {int(row["step"]): float(row["tokens/s"]) for row in rows if recipe_of(row["run"]) == recipe}
+            early = [speed for step, speed in steps.items() if 1 < step <= int(warmup)]
+            speeds[recipe] = [median(early), median(speed for step, speed in steps.items() if step > int(warmup))]
+    repeats = {int(row.get("repeats") or 1) for row in rows if SPEED in row and row["run"] != "bf16"} or {1}
+    return speeds, memory, " to ".join(map(str, sorted({min(repeats), max(repeats)})))
+
+
+def training(path: Path, layers: Path) -> list[Cells]:
+    """Tokens/s of a model of few and of more layers, and what a layer costs."""
+    rows = read(path)
+    flavors = list(dict.fromkeys(row["flavor"] for row in rows))
+    speed = {(recipe_of(row["run"]), row["flavor"]): float(row[SPEED]) for row in rows}
+    gains = {(recipe_of(row["run"]), row["flavor"]): gain for row, gain in training_gains(rows)}
+    cost = {recipe_of(row["run"]): float(row["us per token and layer"]) for row in read(layers) if row.get("x") != ""}
+    table = []
+    for recipe in sorted(cost, key=("bf16", OURS, *RECIPES).index):
+        cells = {"experts and linears": "bf16" if recipe == "bf16" else code(recipe)}
+        for flavor in flavors:
+            size = MODELS[flavor].rpartition(", ")[2]
+            cells[f"{size}: tokens/s per GPU"] = f"{speed[recipe, flavor]:,.0f}"
+            cells[f"{size}: times bf16"] = f"{gains[recipe, flavor]:.2f}"
+        table.append(cells | {"a layer, times bf16": f"{cost['bf16'] / cost[recipe]:.2f}"})
+    return table
+
+
+def moe_layers(*paths: Path, ranks: str = "2") -> list[Cells]:
+    """MoE layers of bench_moe_layer.py, times TorchTitan's. Where several files have a row the first one counts."""
+    found: dict[str, Cells] = {}
+    for path in paths:
+        for row in read(path):
+            recipe, *how = row["way"].split()
+            if row["ranks"] != ranks or recipe == "torchtitan":
+                continue
+            sizes = ", ".join(row[name] for name in ("tokens", "D", "H", "experts", "top_k"))
+            label = f"{sizes} ({LAYERS.get(row['layer'], row['layer'])})"
+            columns = dict.fromkeys((code(name) for name in ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")), "")
+            cells = found.setdefault(label, {"tokens per GPU, D, H, experts, top-k": label} | columns)
+            column = code(recipe) + (", `dispatch` off" if how == ["off"] else "")
+            cells[column] = cells.get(column) or f"{float(row['x']):.2f}"
+    return list(found.values())
+
+
+def grouped_mm(
+    *paths: Path, recipes: str = "", held: str = "0", data: str = "", tokens: str = "", experts: str = ""
+) -> list[Cells]:
+    """Forward + backward of one grouped GEMM times bf16's, a row for each GPU and problem; of ``data``, ``tokens`` and
+    ``experts`` those that are named, or all; the controls always. Many experts have Zipf groups, few balanced ones."""
+    table = []
+    shown = (*CONTROLS, *(recipes.split(",") if recipes else RECIPES))
+    for path in paths:
+        problems: dict[tuple[str, ...], Cells] = {}
+        for row in read_grouped_mm(path):
+            if (row.get("bench"), row.get("what"), row.get("held")) != ("grouped_mm", "forward + backward", held):
+                continue
+            spread = "zipf" if int(row["G"]) > 8 else "balanced"
+            if (row["groups"], data or row["data"], tokens or row["M"]) != (spread, row["data"], row["M"]):
+                continue
+            if experts and row["G"] not in experts.split(","):
+                continue
+            sizes = tuple(row[name] for name in ("M", "N", "K", "G"))
+            notes = [SHAPES.get(sizes[1:3], ""), *["products"] * (row["data"] == "products")]
+            label = ", ".join(filter(None, [*notes, *["Zipf groups"] * (spread == "zipf")]))
+            cells = {"GPU": gpu_of(path), "M, N, K, experts": ", ".join(sizes) + (f" ({label})" if label else "")}
+            cells |= {code(recipe): "" for recipe in shown}
+            cells = problems.setdefault((*sizes, row["data"]), cells)
+            if row["recipe"] in shown:
+                cells[code(row["recipe"])] = f"{float(row['x']):.2f}"
+        table += problems.values()
+    return table
+
+
+def absolute(path: Path, recipe: str = "mxfp8") -> list[Cells]:
+    """Forward + backward of one grouped GEMM in milliseconds, of one recipe."""
+    table = []
+    for row in read_grouped_mm(path):
+        if row.get("recipe") != recipe or row["what"] != "forward + backward" or row["groups"] != "balanced":
+            continue
+        if row["G"] == "8":
+            ms = {"bf16 ms": row["baseline_us"], f"`{recipe}` ms": row["p50_us"]}
+            cells = {"M, N, K, experts": ", ".join(row[name] for name in ("M", "N", "K", "G"))}
+            cells |= {name: f"{float(us) / 1e3:.1f}" for name, us in ms.items()}
+            table.append(cells | {"speed-up": f"{float(row['x']):.2f}"})
+    return table
+
+
+def quantisers(path: Path) -> list[Cells]:
+    """Shares of the copy bandwidth, of the table of quantisers of 2026-11-21."""
+    share = {(row["kernel"], row["shape"], row["groups"]): float(row["share"]) for row in read(path) if row["share"]}
+    wide, few = "131072x7168", "16384x7168"
+    shown = {
+        "1x32 along the last axis / the first one, transposed, ragged groups": (
+            ("quantize 1x32 last", wide, ""), ("quantize 1x32 first ragged", wide, "8"),
+        ),
+        "1x32 along both axes in one read / with ragged groups": (
+            ("quantize 1x32 both", wide, ""), ("quantize 1x32 both ragged", wide, "8"),
+        ),
+        "32x32, both storage orders": (("quantize 32x32 both", wide, ""),),
+        "pad, unpad of 16 token groups, 16384 x 7168": (("pad", few, "16"), ("unpad", few, "16")),
+    }  # fmt: skip
+    return [
+        {"kernel, 131072 x 7168 bf16": name, "share": " / ".join(f"{share[key]:.2f}" for key in keys)}
+        for name, keys in shown.items()
+    ]
+
+
+def reference(path: Path, *repeats: Path, losses: str = "") -> list[Cells]:
+    """The reference backend on a CPU: an expert layer, and a training step; ``losses`` is beside ``path``."""
+
+    def of(path: Path, provider: str) -> Row:
+        return next(row for row in read(path) if row["groups"] == "balanced" and row["provider"].startswith(provider))
+
+    base, ours = (float(of(path, name)["p50_us"]) / 1e3 for name in ("bf16", "mxfp8"))
+    ratios = [float(of(each, "mxfp8")["times_bf16"]) for each in (path, *repeats)]
+    table = [
+        {
+            "what": "forward + backward, 4096 tokens, N 512, K 256, 8 experts",
+            "bf16": f"{base:.1f} ms",
+            "MXFP8": f"{ours:.1f} ms",
+            "times bf16": f"{ratios[0]:.1f} ({times(ratios, 1)} in {len(ratios)} runs)",
+        }
+    ]
+    # the first step warms up
+    speeds = [median(float(row[f"{run} tps"]) for row in read(path.with_name(losses))[1:]) for run in ("bf16", "mxfp8")]
+    step = {"bf16": f"{speeds[0]:.0f} tokens/s", "MXFP8": f"{speeds[1]:.0f} tokens/s"}
+    step |= {"times bf16": f"{speeds[0] / speeds[1]:.2f}"}
+    return [*table, {"what": "training step of the Llama4 debug model, both converters"} | step]
+
+
+def kernels(path: Path) -> list[Cells]:
+    """Each pass of each recipe: microseconds, rate, share of the ceiling and, of GEMMs, times bf16. Where the power
+    was measured: it, the clock and, of GEMMs, the energy of a floating-point operation."""
+    table = []
+    for row in read(path):
+        rate = f"{float(row['tflops']):.0f} TFLOP/s" if row["tflops"] else f"{float(row['gb_per_s']):.0f} GB/s"
+        cells = {"M, N, K, experts": ", ".join(filter(None, map(row.get, ("M", "N", "K", "G"))))}
+        cells |= {"recipe": row["recipe"], "pass": row["what"], "us": f"{float(row['p50_us']):.0f}", "rate": rate}
+        ratios = {"of the ceiling": row.get("share"), "times bf16": row.get("x")}
+        cells |= {name: f"{float(ratio):.2f}" if ratio else "" for name, ratio in ratios.items()}
+        if row.get("watts"):
+            watts = float(row["watts"])
+            cells |= {"W": f"{watts:.0f}", "MHz": f"{float(row['sm_mhz']):.0f}"}
+            cells["pJ per FLOP"] = f"{watts / float(row['tflops']):.3f}" if row["tflops"] else ""
+        table.append(cells)
+    return table
+
+
+def pad(path: Path) -> list[Cells]:
+    """Padding against the loop, beside torchao 3998's figures of a B200."""
+    table = []
+    for row in read(path):
+        if row["what"] == "pad" and row["dtype"] == "bf16":
+            us = {"ours": row["p50_us"], "torch loop": row["baseline_us"]}
+            us |= {"B200: torch": row["b200_torch_us"], "B200: CUDA": row["b200_cuda_us"]}
+            cells = {"dim": row["K"], "groups": row["G"]} | {
+                f"{name}, us": f"{float(at):.0f}" for name, at in us.items()
+            }
+            table.append(cells | {"GB/s": f"{float(row['gb_per_s']):.0f}", "of a copy": f"{float(row['share']):.2f}"})
+    return table
+
+
+def predictions(path: Path, since: str = "") -> list[Cells]:
+    """Trainings and what the roofline says of them (roofline.py check), of folders from a date on."""
+    table = []
+    for row in read(path):
+        if row["folder"] >= since:
+            cells = {"training": MODELS.get(row["model"], row["model"]), "GPUs": row["GPUs"]}
+            cells |= {"converted": f"`{row['run']}`", "measured": f"{float(row['measured']):.2f}"}
+            cells |= {f"predicted, {name}": f"{float(row[name]):.2f}" for name in ("by our rates", "by the ceilings")}
+            table.append(cells | {"folder": f"`{row['folder'].split('/')[0]}`"})
+    return table
+
+
+def scaling(path: Path) -> list[Cells]:
+    """Times bf16, with our milliseconds, by tokens, experts and spread."""
+    rows = read(path)
+    problems = dict.fromkeys(tuple(row[name] for name in ("N", "K", "M", "G", "groups")) for row in rows)
+    table = []
+    for problem in problems:
+        of_problem = [row for row in rows if tuple(row[name] for name in ("N", "K", "M", "G", "groups")) == problem]
+        n, k, m, groups, spread = problem
+        cells = {"N, K": f"{n}, {k}", "tokens": m, "experts": groups, "groups": spread}
+        cells["bf16 ms"] = f"{float(of_problem[0]['baseline_us']) / 1e3:.2f}"
+        for row in of_problem:
+            cells[code(row["recipe"])] = f"{float(row['x']):.2f} ({float(row['p50_us']) / 1e3:.2f} ms)"
+        table.append(cells)
+    return table
+
+
+def convergence(*paths: Path, least: str = "1") -> list[Cells]:
+    """Final losses and their distance from bf16's with ``least`` pairs or more, by runs: of a table.csv of
+    compare_runs.py, or of a losses.csv, judged as that script does.
+
+    A run that stands in several files is taken from the first one.
+    """
+    found: dict[str, Cells] = {}
+    for path in paths:
+        base, *rows = read(path) if path.name.endswith("table.csv") else judged(path)
+        for row in [base, *(row for row in rows if row["difference"] and int(row["pairs"]) >= int(least))]:
+            verdict = row["verdict"] or ""
+            cells = {"runs": run_label(row["run"]), "final loss": row["final loss"]}
+            cells["pairs"] = str(row["pairs"] or "")
+            cells["difference from bf16"] = row["difference"] or ""
+            cells["95% interval"] = f"{row['95% low']} to {row['95% high']}" if row["difference"] else ""
+            cells["held-out loss"] = row.get("held-out loss") or ""
+            cells["verdict"] = "" if verdict.startswith("none") else verdict
+            found.setdefault(row["run"], cells)
+    return list(found.values())
+
+
+def judged(path: Path) -> list[dict[str, str]]:
+    """The table of compare_runs.py for a losses.csv, by its default window and margin."""
+    groups = compare_runs.grouped(compare_runs.read([path]))
+    first, *others = groups
+    steps = compare_runs.common_steps([run for group in groups.values() for run in group])
+    margin = compare_runs.margin_of(groups[first], steps, 0.1, 0.005)
+    verdicts = {name: compare_runs.judge(groups[first], groups[name], steps, 0.1, margin) for name in others}
+    columns = ("difference", "95% low", "95% high", "pairs", "verdict")
+    return [dict.fromkeys(columns) | row for row in compare_runs.summary(groups, verdicts, 0.1, margin)]
+
+
+def run_label(name: str) -> str:
+    """A run of converge.py as a table names it: of ``mxfp8_2d+dispatch`` its recipe and ``dispatch``."""
+    recipe, *options = name.split("+")
+    said = {"repeat": " again, same seeds", "rebase": ", `hopper_rebase`"}
+    said |= {"linears": ", linears alone", "experts": ", experts alone"}
+    shown = f"`{recipe}`" if recipe.startswith("mxfp8") else recipe
+    return shown + "".join(said.get(option, f", `{option}`") for option in options)
+
+
+def linearity(path: Path) -> list[Cells]:
+    """Down to how many tokens the time of scaling's balanced groups is linear in them, and what it is made of below.
+
+    *Linear down to*: the fewest of the measured numbers of tokens from which on a token takes at most ``LINEAR`` times
+    what it takes with the most tokens. *Of it weights*: the time of a copy of as many bytes as weights, their quantised
+    copies and their gradients have, in all passes; they are as many for one token as for all.
+    """
+    rows = [row for row in read(path) if row["groups"] == "balanced"]
+    copy = next(row for row in read(path.parent.parent / "kernels" / "data.csv") if row["what"] == "copy")
+    hardware = CLUSTER_GPUS[gpu_of(path)]
+    table = []
+    for n, k in dict.fromkeys((row["N"], row["K"]) for row in rows):
+        most = max(int(row["M"]) for row in rows)
+        groups = next(row["G"] for row in rows if (row["N"], row["K"], row["M"]) == (n, k, str(most)))
+        here = [row for row in rows if (row["N"], row["K"], row["G"]) == (n, k, groups)]
+        by_way: dict[str, dict[int, float]] = {"torch bf16": {int(row["M"]): float(row["baseline_us"]) for row in here}}
+        for row in here:
+            by_way.setdefault(row["recipe"], {})[int(row["M"])] = float(row["p50_us"])
+        for way, us in by_way.items():
+            recipe = get_recipe(way if way in RECIPES else BF16.name)
+            layer = Layer(m=0, n=int(n), k=int(k), groups=int(groups))
+            moved = sum(one.moved for one in passes(recipe, plan_on(recipe, "auto", hardware), layer))
+            longer = [m for m in us if us[m] / m > LINEAR * us[most] / most]
+            linear = min(m for m in us if m > max(longer, default=0))
+            table.append(
+                {
+                    "N, K, experts": f"{n}, {k}, {groups} ({SHAPES[n, k]})",
+                    "way": code(way),
+                    f"ns a token, {most} tokens": f"{1e3 * us[most] / most:.0f}",
+                    "linear down to": str(linear),
+                    f"us, {min(us)} tokens": f"{us[min(us)]:.0f}",
+                    "of it weights": f"{moved / float(copy['gb_per_s']) / 1e3:.0f}",
+                }
+            )
+    return table
+
+
+KINDS: dict[str, Callable[..., list[Cells]]] = {
+    function.__name__: function
+    for function in (
+        end_to_end,
+        training,
+        moe_layers,
+        grouped_mm,
+        absolute,
+        quantisers,
+        reference,
+        kernels,
+        pad,
+        predictions,
+        scaling,
+        linearity,
+        convergence,
+    )
+}
+# The tables of a folder of bench_all.sh's, by part.
+PARTS = {"grouped_mm": grouped_mm, "kernels": kernels, "pad": pad, "scaling": scaling}
+
+
+def table_of(query: str) -> str:
+    """The table that a marker asks for.
+
+    Raises:
+        ValueError: an unknown kind or option, or a file that is not there.
+    """
+    kind, *words = query.split()
+    if kind not in KINDS:
+        raise ValueError(f"table: {query}: unknown kind {kind!r}, use one of {', '.join(KINDS)}")
+    paths = [ROOT / "results" / word for word in words if "=" not in word]
+    options = dict(word.split("=", 1) for word in words if "=" in word)
+    try:
+        return render(KINDS[kind](*paths, **options))
+    except (OSError, TypeError) as error:
+        raise ValueError(f"table: {query}: {error}") from error
+
+
+def rewritten(text: str) -> str:
+    """Markdown with every table as its CSVs have it."""
+    return MARKER.sub(lambda found: f"<!-- table: {found[1]} -->\n{table_of(found[1])}", text)
+
+
+def of_folder(folder: Path) -> str:
+    """The tables of the parts that a folder of bench_all.sh's holds."""
+    texts = []
+    for part, function in PARTS.items():
+        if (folder / part / "data.csv").is_file() and (rows := function(folder / part / "data.csv")):
+            texts.append(f"## {part}\n\n{render(rows)}")
+    if all((folder / part / "data.csv").is_file() for part in ("scaling", "kernels")):
+        texts.append(f"## scaling: how far it is linear\n\n{render(linearity(folder / 'scaling' / 'data.csv'))}")
+    for ranks in ("1", "2", "4", "8"):
+        path = folder / "moe_layer" / "data.csv"
+        if path.is_file() and (rows := moe_layers(path, ranks=ranks)):
+            texts.append(f"## MoE layers, {ranks} GPUs\n\n{render(rows)}")
+    if (folder / "training" / "table.csv").is_file():
+        texts.append(f"## Training\n\n{render(end_to_end(folder / 'training' / 'table.csv'))}")
+    return "\n".join(texts)
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; status 1 where a table differs")
+    parser.add_argument("--of", type=Path, metavar="FOLDER", help="print the tables of this folder instead")
+    args = parser.parse_args(argv)
+    if args.of:
+        print(of_folder(args.of), end="")
+        return
+    stale = []
+    try:
+        for path in FILES:
+            text = path.read_text()
+            stale += [
+                f"{path.relative_to(ROOT)}: {found[1]}\nis\n{found[2]}and its CSVs say\n{table_of(found[1])}"
+                for found in MARKER.finditer(text)
+                if found[2] != table_of(found[1])
+            ]
+            if not args.check:
+                path.write_text(rewritten(text))
+    except ValueError as error:
+        sys.exit(f"tables: {error}")
+    if args.check and stale:
+        sys.exit("\n".join(stale) + "python scripts/study/tables.py writes them anew")
+    print(f"{len(stale)} tables {'differ' if args.check else 'written anew'}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

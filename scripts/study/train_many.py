@@ -1,0 +1,112 @@
+"""A program for torchrun: TorchTitan trainings one after the other in the same processes, which start up once.
+
+    torchrun --nproc-per-node=2 scripts/study/train_many.py runs.json
+
+``runs.json`` lists ``{"out": folder, "flags": [flag of torchtitan.train, ...], "favoured_experts": 0}``; a number other
+than 0 has so many experts, the first ones of each layer, get every token. Each run leaves in its folder
+``weights_<rank>.json``, the hashes of the full weights before the first step by name, ``gradients_<rank>.pt``, the full
+gradients of that step, clipped (both of a pipeline rank are those of its stages), and at its end ``done``.
+"""
+
+import argparse
+import gc
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch.distributed.tensor import DTensor
+from torchtitan import train
+from torchtitan.config import ConfigManager
+from torchtitan.models.moe import MoE
+from torchtitan.tools.logging import init_logger
+
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+class RecordingTrainer(train.Trainer):
+    """TorchTitan's trainer, and what it starts from and first computes, for comparison with other layouts."""
+
+    favoured_experts = 0
+
+    def train_step(self, data_iterator) -> None:
+        if self.step > 1:
+            return super().train_step(data_iterator)
+        folder, rank = Path(self.job_config.job.dump_folder), int(os.environ["RANK"])
+        # every rank of a sharded model must gather
+        weights = {name: full(param) for name, param in self.named_parameters()}
+        hashes = {
+            name: hashlib.sha256(weight.view(torch.uint8).numpy()).hexdigest() for name, weight in weights.items()
+        }
+        (folder / f"weights_{rank}.json").write_text(json.dumps(hashes))
+        for module in (module for part in self.model_parts for module in part.modules()):
+            if isinstance(module, MoE):
+                module.expert_bias[: self.favoured_experts] += 100  # to scores between 0 and 1
+        super().train_step(data_iterator)
+        gradients = {name: full(param.grad) for name, param in self.named_parameters()}
+        if rank % (self.parallel_dims.world_size // self.parallel_dims.pp) == 0:  # the first rank of a stage
+            torch.save(gradients, folder / f"gradients_{rank}.pt")
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Sorted by name, without what torch.compile and activation checkpointing put into it."""
+        for part in self.model_parts:
+            for name, param in sorted(part.named_parameters()):
+                for wrapper in WRAPPERS:
+                    name = name.replace(wrapper, "")
+                yield name, param
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor that may be sharded, on the CPU."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().contiguous()
+
+
+def train_once(flags: list[str], favoured_experts: int) -> None:
+    """What ``torchtitan.train.main`` does, which reads the command line only once in a process.
+
+    The process groups stay: DTensor's caches know a mesh by its shape, and lead later runs to the groups of this one.
+    """
+    trainer = RecordingTrainer(ConfigManager().parse_args(flags))
+    trainer.favoured_experts = favoured_experts
+    if trainer.job_config.checkpoint.create_seed_checkpoint:
+        trainer.checkpointer.save(curr_step=0, last_step=True)
+    else:
+        trainer.train()
+    trainer.close()
+    torch.distributed.barrier()
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, metavar="runs.json")
+    args = parser.parse_args(argv)
+    if "RANK" not in os.environ:
+        parser.error(f"run it with torchrun: torchrun --nproc-per-node=2 scripts/study/train_many.py {args.runs}")
+    if not args.runs.is_file():
+        parser.error(f"{args.runs} is no file")
+    return args
+
+
+def main(argv: Sequence[str]) -> None:
+    runs = json.loads(parse_arguments(argv).runs.read_text())
+    init_logger()
+    train.time = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})  # rank 0 waits 2 s after each run
+    for run in runs:
+        out = Path(run["out"])
+        out.mkdir(parents=True, exist_ok=True)
+        os.write(2, f"=== {out.name}\n".encode())
+        torch.compiler.reset()
+        train_once(run["flags"], run.get("favoured_experts", 0))
+        gc.collect()  # TorchTitan switches the automatic one off
+        if os.environ["RANK"] == "0":
+            (out / "done").touch()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
