@@ -123,7 +123,7 @@ def check_once(layout: str) -> None:
         results.append([*losses, *(param.to_local() for param in model.parameters())])
     print(f"{layout}: shards quantised {counts} times")
     assert counts == [2 * 2 * MICROBATCHES * 3, 2 * 3]
-    assert all(map(torch.equal, *results)) and len(set(map(float, results[0][: 2 * MICROBATCHES]))) > 4
+    assert all(map(torch.equal, *results)) and len(set(map(float, results[0][: 2 * MICROBATCHES]))) > 2  # bf16
 
 
 def check_checkpoint(folder: str) -> None:
