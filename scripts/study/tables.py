@@ -142,7 +142,8 @@ def render(rows: Sequence[Cells]) -> str:
 
 def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup: str = "") -> list[Cells]:
     """Tokens/s of training times bf16's, and memory, of table.csv of bench_training.py, a row for each flavor and what
-    was converted, and one for runs with ``dispatch``, which has their control in a column of its own.
+    was converted, and one for runs with ``dispatch``, which has their control in a column of its own; runs as a CUDA
+    graph have rows of theirs.
 
     Behind the median of several repeats stands their range. Of the CSV of its steps, with ``warmup``, it is the range
     of what the steps before and after it say.
@@ -151,8 +152,8 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup:
     for path in paths:
         rows = read(path)
         flavors = dict.fromkeys(row.get("flavor", "") for row in rows)
-        for flavor, sends in itertools.product(flavors, (False, True)):
-            of_kind = [row for row in rows if row["run"] == "bf16" or ("+dispatch" in row["run"]) == sends]
+        for flavor, kind in itertools.product(flavors, ((False, False), (True, False), (True, True))):
+            of_kind = [row for row in rows if row["run"] == "bf16" or kind_of(row["run"]) == kind]
             of_kind = [row for row in of_kind if row.get("flavor", "") == flavor]
             converted = dict.fromkeys(converted_of(row["run"]) for row in of_kind)
             for what in [name for name in converted if name != "bf16"] or ["bf16"]:
@@ -161,7 +162,7 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup:
                 ranges = {recipe_of(row["run"]): row.get("x, range") or "" for row in chosen}
                 if "bf16" not in speeds or len(speeds) == 1:
                     continue
-                model = MODELS.get(flavor, flavor) + ALONE.get(what, "") + ", `dispatch`" * sends
+                model = MODELS.get(flavor, flavor) + ALONE.get(what, "") + ", `dispatch`" * kind[0] + ", CUDA graph" * kind[1]
                 cells = {"model": model, "GPUs": gpus_of(path)}
                 shown = [OURS, *recipes.split(",")]
                 for recipe in shown:
@@ -170,6 +171,11 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup:
                 used = [memory[recipe] / memory["bf16"] for recipe in shown if recipe in memory]
                 table.append(cells | {"memory": times(used), "runs": repeats, "folder": folder_of(path)})
     return table
+
+
+def kind_of(run: str) -> tuple[bool, bool]:
+    """Whether a run of bench_training.py has our dispatch, and whether it is a CUDA graph."""
+    return "+dispatch" in run, "+graph" in run
 
 
 def training_speeds(rows: Sequence[Row], warmup: str) -> tuple[dict[str, list[float]], dict[str, float], str]:
