@@ -54,7 +54,7 @@ Row = dict[str, str]
 Cells = dict[str, str]
 
 
-# What bench_grouped_mm.py wrote into its column ``what`` up to 2026-11-22; results/README.md has two tables of it.
+# What bench_grouped_mm.py wrote into its column ``what`` up to 2026-11-22; results/README.md has a table of it.
 EARLIER_WHAT = re.compile(
     r"(?P<recipe>mxfp8\w*)(?P<rebased> rebased|\+rebase)?(?P<products> of products)?(, (?P<held>\d+) held,)? "
     r"(?P<what>.+)"
@@ -142,7 +142,8 @@ def render(rows: Sequence[Cells]) -> str:
 
 def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup: str = "") -> list[Cells]:
     """Tokens/s of training times bf16's, and memory, of table.csv of bench_training.py, a row for each flavor and what
-    was converted, and one for runs with ``dispatch``, which has their control in a column of its own.
+    was converted, and one for runs with ``dispatch``, which has their control in a column of its own; runs as a CUDA
+    graph have rows of theirs.
 
     Behind the median of several repeats stands their range. Of the CSV of its steps, with ``warmup``, it is the range
     of what the steps before and after it say.
@@ -151,8 +152,8 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup:
     for path in paths:
         rows = read(path)
         flavors = dict.fromkeys(row.get("flavor", "") for row in rows)
-        for flavor, sends in itertools.product(flavors, (False, True)):
-            of_kind = [row for row in rows if row["run"] == "bf16" or ("+dispatch" in row["run"]) == sends]
+        for flavor, kind in itertools.product(flavors, ((False, False), (True, False), (True, True))):
+            of_kind = [row for row in rows if row["run"] == "bf16" or kind_of(row["run"]) == kind]
             of_kind = [row for row in of_kind if row.get("flavor", "") == flavor]
             converted = dict.fromkeys(converted_of(row["run"]) for row in of_kind)
             for what in [name for name in converted if name != "bf16"] or ["bf16"]:
@@ -161,7 +162,7 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup:
                 ranges = {recipe_of(row["run"]): row.get("x, range") or "" for row in chosen}
                 if "bf16" not in speeds or len(speeds) == 1:
                     continue
-                model = MODELS.get(flavor, flavor) + ALONE.get(what, "") + ", `dispatch`" * sends
+                model = MODELS.get(flavor, flavor) + ALONE.get(what, "") + ", `dispatch`" * kind[0] + ", CUDA graph" * kind[1]
                 cells = {"model": model, "GPUs": gpus_of(path)}
                 shown = [OURS, *recipes.split(",")]
                 for recipe in shown:
@@ -170,6 +171,11 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup:
                 used = [memory[recipe] / memory["bf16"] for recipe in shown if recipe in memory]
                 table.append(cells | {"memory": times(used), "runs": repeats, "folder": folder_of(path)})
     return table
+
+
+def kind_of(run: str) -> tuple[bool, bool]:
+    """Whether a run of bench_training.py has our dispatch, and whether it is a CUDA graph."""
+    return "+dispatch" in run, "+graph" in run
 
 
 def training_speeds(rows: Sequence[Row], warmup: str) -> tuple[dict[str, list[float]], dict[str, float], str]:
@@ -189,24 +195,6 @@ def training_speeds(rows: Sequence[Row], warmup: str) -> tuple[dict[str, list[fl
             speeds[recipe] = [median(early), median(speed for step, speed in steps.items() if step > int(warmup))]
     repeats = {int(row.get("repeats") or 1) for row in rows if SPEED in row and row["run"] != "bf16"} or {1}
     return speeds, memory, " to ".join(map(str, sorted({min(repeats), max(repeats)})))
-
-
-def training(path: Path, layers: Path) -> list[Cells]:
-    """Tokens/s of a model of few and of more layers, and what a layer costs."""
-    rows = read(path)
-    flavors = list(dict.fromkeys(row["flavor"] for row in rows))
-    speed = {(recipe_of(row["run"]), row["flavor"]): float(row[SPEED]) for row in rows}
-    gains = {(recipe_of(row["run"]), row["flavor"]): gain for row, gain in training_gains(rows)}
-    cost = {recipe_of(row["run"]): float(row["us per token and layer"]) for row in read(layers) if row.get("x") != ""}
-    table = []
-    for recipe in sorted(cost, key=("bf16", OURS, *RECIPES).index):
-        cells = {"experts and linears": "bf16" if recipe == "bf16" else code(recipe)}
-        for flavor in flavors:
-            size = MODELS[flavor].rpartition(", ")[2]
-            cells[f"{size}: tokens/s per GPU"] = f"{speed[recipe, flavor]:,.0f}"
-            cells[f"{size}: times bf16"] = f"{gains[recipe, flavor]:.2f}"
-        table.append(cells | {"a layer, times bf16": f"{cost['bf16'] / cost[recipe]:.2f}"})
-    return table
 
 
 def moe_layers(*paths: Path, ranks: str = "2") -> list[Cells]:
@@ -255,63 +243,6 @@ def grouped_mm(
     return table
 
 
-def absolute(path: Path, recipe: str = "mxfp8") -> list[Cells]:
-    """Forward + backward of one grouped GEMM in milliseconds, of one recipe."""
-    table = []
-    for row in read_grouped_mm(path):
-        if row.get("recipe") != recipe or row["what"] != "forward + backward" or row["groups"] != "balanced":
-            continue
-        if row["G"] == "8":
-            ms = {"bf16 ms": row["baseline_us"], f"`{recipe}` ms": row["p50_us"]}
-            cells = {"M, N, K, experts": ", ".join(row[name] for name in ("M", "N", "K", "G"))}
-            cells |= {name: f"{float(us) / 1e3:.1f}" for name, us in ms.items()}
-            table.append(cells | {"speed-up": f"{float(row['x']):.2f}"})
-    return table
-
-
-def quantisers(path: Path) -> list[Cells]:
-    """Shares of the copy bandwidth, of the table of quantisers of 2026-11-21."""
-    share = {(row["kernel"], row["shape"], row["groups"]): float(row["share"]) for row in read(path) if row["share"]}
-    wide, few = "131072x7168", "16384x7168"
-    shown = {
-        "1x32 along the last axis / the first one, transposed, ragged groups": (
-            ("quantize 1x32 last", wide, ""), ("quantize 1x32 first ragged", wide, "8"),
-        ),
-        "1x32 along both axes in one read / with ragged groups": (
-            ("quantize 1x32 both", wide, ""), ("quantize 1x32 both ragged", wide, "8"),
-        ),
-        "32x32, both storage orders": (("quantize 32x32 both", wide, ""),),
-        "pad, unpad of 16 token groups, 16384 x 7168": (("pad", few, "16"), ("unpad", few, "16")),
-    }  # fmt: skip
-    return [
-        {"kernel, 131072 x 7168 bf16": name, "share": " / ".join(f"{share[key]:.2f}" for key in keys)}
-        for name, keys in shown.items()
-    ]
-
-
-def reference(path: Path, *repeats: Path, losses: str = "") -> list[Cells]:
-    """The reference backend on a CPU: an expert layer, and a training step; ``losses`` is beside ``path``."""
-
-    def of(path: Path, provider: str) -> Row:
-        return next(row for row in read(path) if row["groups"] == "balanced" and row["provider"].startswith(provider))
-
-    base, ours = (float(of(path, name)["p50_us"]) / 1e3 for name in ("bf16", "mxfp8"))
-    ratios = [float(of(each, "mxfp8")["times_bf16"]) for each in (path, *repeats)]
-    table = [
-        {
-            "what": "forward + backward, 4096 tokens, N 512, K 256, 8 experts",
-            "bf16": f"{base:.1f} ms",
-            "MXFP8": f"{ours:.1f} ms",
-            "times bf16": f"{ratios[0]:.1f} ({times(ratios, 1)} in {len(ratios)} runs)",
-        }
-    ]
-    # the first step warms up
-    speeds = [median(float(row[f"{run} tps"]) for row in read(path.with_name(losses))[1:]) for run in ("bf16", "mxfp8")]
-    step = {"bf16": f"{speeds[0]:.0f} tokens/s", "MXFP8": f"{speeds[1]:.0f} tokens/s"}
-    step |= {"times bf16": f"{speeds[0] / speeds[1]:.2f}"}
-    return [*table, {"what": "training step of the Llama4 debug model, both converters"} | step]
-
-
 def kernels(path: Path) -> list[Cells]:
     """Each pass of each recipe: microseconds, rate, share of the ceiling and, of GEMMs, times bf16. Where the power
     was measured: it, the clock and, of GEMMs, the energy of a floating-point operation."""
@@ -341,18 +272,6 @@ def pad(path: Path) -> list[Cells]:
                 f"{name}, us": f"{float(at):.0f}" for name, at in us.items()
             }
             table.append(cells | {"GB/s": f"{float(row['gb_per_s']):.0f}", "of a copy": f"{float(row['share']):.2f}"})
-    return table
-
-
-def predictions(path: Path, since: str = "") -> list[Cells]:
-    """Trainings and what the roofline says of them (roofline.py check), of folders from a date on."""
-    table = []
-    for row in read(path):
-        if row["folder"] >= since:
-            cells = {"training": MODELS.get(row["model"], row["model"]), "GPUs": row["GPUs"]}
-            cells |= {"converted": f"`{row['run']}`", "measured": f"{float(row['measured']):.2f}"}
-            cells |= {f"predicted, {name}": f"{float(row[name]):.2f}" for name in ("by our rates", "by the ceilings")}
-            table.append(cells | {"folder": f"`{row['folder'].split('/')[0]}`"})
     return table
 
 
@@ -454,15 +373,10 @@ KINDS: dict[str, Callable[..., list[Cells]]] = {
     function.__name__: function
     for function in (
         end_to_end,
-        training,
         moe_layers,
         grouped_mm,
-        absolute,
-        quantisers,
-        reference,
         kernels,
         pad,
-        predictions,
         scaling,
         linearity,
         convergence,
