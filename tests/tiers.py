@@ -5,7 +5,30 @@ from collections.abc import Callable, Iterable
 import pytest
 
 # What files take, in CPU seconds, the longest ones; those that are not here take less.
-SECONDS = {}
+SECONDS = {
+    "test_triton_interpreter.py": 130,
+    "test_configs.py": 75,
+    "test_scripts.py": 75,
+    "test_smoke03.py": 70,
+    "test_smoke.py": 65,
+    "test_layouts.py": 50,
+    "test_models.py": 50,
+    "test_plugin_moe.py": 50,
+    "test_checkpoints.py": 36,
+    "test_rerun03.py": 33,
+    "test_late_compilation.py": 30,
+    "test_plugin.py": 30,
+    "test_rerun.py": 29,
+    "test_faults.py": 25,
+    "test_modules.py": 25,
+    "test_plugin_fsdp.py": 20,
+    "test_swiglu_aot.py": 20,
+    "test_ops.py": 17,
+    "test_moe_layer.py": 15,
+    "test_hopper_gemm_aot.py": 13,
+    "test_patch.py": 12,
+    "test_triton_gemm_aot.py": 15,
+}
 
 
 def daily(cases: Iterable[object], *keep: object, ids: Callable[[object], str] | None = None) -> list:

@@ -162,7 +162,12 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup:
                 ranges = {recipe_of(row["run"]): row.get("x, range") or "" for row in chosen}
                 if "bf16" not in speeds or len(speeds) == 1:
                     continue
-                model = MODELS.get(flavor, flavor) + ALONE.get(what, "") + ", `dispatch`" * kind[0] + ", CUDA graph" * kind[1]
+                model = (
+                    MODELS.get(flavor, flavor)
+                    + ALONE.get(what, "")
+                    + ", `dispatch`" * kind[0]
+                    + ", CUDA graph" * kind[1]
+                )
                 cells = {"model": model, "GPUs": gpus_of(path)}
                 shown = [OURS, *recipes.split(",")]
                 for recipe in shown:
