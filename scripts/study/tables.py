@@ -1,15 +1,9 @@
 """Writes the tables of README.md and results/README.md from the CSVs that they name, so that no figure is typed.
 
-    python scripts/study/tables.py              # rewrites the tables of both files
-    python scripts/study/tables.py --check      # prints those that differ; the exit status says whether any
-    python scripts/study/tables.py --of results/<folder>    # prints the tables of one folder of bench_all.sh's
+    python scripts/study/tables.py --check    # prints those that differ, as the exit status says; without it writes all
 
-In Markdown a table stands right below the comment that says what it shows and from which files under results/::
-
-    <!-- table: grouped_mm 2026-11-22_h200_hopper/data.csv 2026-11-22_h100_hopper/data.csv recipes=mxfp8,mxfp8_2d -->
-
-The first word is one of the functions below, the paths go to it in this order, and so do options. For figures of a new
-run change the paths, and call this script.
+A table stands right below a comment with its kind, a function below, the paths under results/ and options for it:
+<!-- table: moe_layers 2026-11-25_h200_moe_layer/data.csv ranks=1 -->. ``--of FOLDER`` prints bench_all.sh's instead.
 """
 
 import argparse
@@ -19,14 +13,9 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 
-from scripts.bench.passes import Layer, passes
-from scripts.result_files import SPEED, training_gains
 from scripts.result_files import read_rows as read
-from scripts.study import compare_runs
-from titan_mxfp8.backends import plan_on
-from titan_mxfp8.backends.hardware import CLUSTER_GPUS
+from scripts.result_files import training_gains
 from titan_mxfp8.recipe import BF16, get_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -48,30 +37,9 @@ CONTROLS = ("torch bf16, compiled", "bf16")
 OURS = "bf16, ours"  # the control: our kernels, or our dispatch, with nothing quantised
 ALONE = {"grouped": ", experts alone", "linears": ", linears alone"}  # behind a model of which no more is converted
 RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_2d_wgrad_bf16", "mxfp8_rebased", "mxfp8_2d_rebased")
-LINEAR = 1.25
 
 Row = dict[str, str]
 Cells = dict[str, str]
-
-
-# What bench_grouped_mm.py wrote into its column ``what`` up to 2026-11-22; results/README.md has two tables of it.
-EARLIER_WHAT = re.compile(
-    r"(?P<recipe>mxfp8\w*)(?P<rebased> rebased|\+rebase)?(?P<products> of products)?(, (?P<held>\d+) held,)? "
-    r"(?P<what>.+)"
-)
-
-
-def read_grouped_mm(path: Path) -> list[Row]:
-    """The rows of a data.csv of bench_grouped_mm.py; of an earlier one with the columns of today that tables show."""
-    rows = read(path)
-    for row in rows:
-        found = EARLIER_WHAT.fullmatch(row["what"]) if "speedup" in row else None
-        if found:
-            row |= {"bench": "grouped_mm", "what": found["what"], "held": found["held"] or "0"}
-            row |= {"recipe": found["recipe"] + ("_rebased" if found["rebased"] else "")}
-            row |= {"data": "products" if found["products"] else "normal", "x": row["speedup"]}
-            row |= {"baseline_us": row["bf16_us"], "p50_us": row["mxfp8_us"]}
-    return rows
 
 
 def env_of(path: Path) -> dict[str, str]:
@@ -90,11 +58,6 @@ def gpus_of(path: Path) -> str:
     if not any(path.with_name(name).is_file() for name in (f"{path.stem.split('_')[0]}_env.json", "env.json")):
         return ""
     return f"{env_of(path).get('processes', '')} {gpu_of(path)}".strip()
-
-
-def folder_of(path: Path) -> str:
-    """As a table shows it."""
-    return f"`{path.parent.name}`"
 
 
 def code(recipe: str) -> str:
@@ -140,72 +103,32 @@ def render(rows: Sequence[Cells]) -> str:
     return "".join([head, f"|{'---|' * len(columns)}\n", *body])
 
 
-def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup: str = "") -> list[Cells]:
-    """Tokens/s of training times bf16's, and memory, of table.csv of bench_training.py, a row for each flavor and what
-    was converted, and one for runs with ``dispatch``, which has their control in a column of its own.
-
-    Behind the median of several repeats stands their range. Of the CSV of its steps, with ``warmup``, it is the range
-    of what the steps before and after it say.
-    """
-    table = []
+def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased") -> list[Cells]:
+    """Tokens/s of training times bf16's with their range over repeats, and memory, of table.csv of bench_training.py: a
+    row for each flavor and what was converted, one for runs with ``dispatch``, which has their control in a column."""
+    table, shown = [], [OURS, *recipes.split(",")]
     for path in paths:
-        rows = read(path)
-        flavors = dict.fromkeys(row.get("flavor", "") for row in rows)
-        for flavor, sends in itertools.product(flavors, (False, True)):
+        rows = [row for row in read(path) if row.get("x") != ""]  # of those that bench_training.py refused, nothing
+        for flavor, sends in itertools.product(dict.fromkeys(row.get("flavor", "") for row in rows), (False, True)):
             of_kind = [row for row in rows if row["run"] == "bf16" or ("+dispatch" in row["run"]) == sends]
             of_kind = [row for row in of_kind if row.get("flavor", "") == flavor]
             converted = dict.fromkeys(converted_of(row["run"]) for row in of_kind)
             for what in [name for name in converted if name != "bf16"] or ["bf16"]:
                 chosen = [row for row in of_kind if converted_of(row["run"]) in ("bf16", what)]
-                speeds, memory, repeats = training_speeds(chosen, warmup)
-                ranges = {recipe_of(row["run"]): row.get("x, range") or "" for row in chosen}
-                if "bf16" not in speeds or len(speeds) == 1:
+                by_recipe = {recipe_of(row["run"]): row for row in chosen}
+                gains = {recipe_of(row["run"]): gain for row, gain in training_gains(chosen)}
+                if "bf16" not in gains or len(gains) == 1:
                     continue
                 model = MODELS.get(flavor, flavor) + ALONE.get(what, "") + ", `dispatch`" * sends
                 cells = {"model": model, "GPUs": gpus_of(path)}
-                shown = [OURS, *recipes.split(",")]
                 for recipe in shown:
-                    ratios = [ours / base for ours, base in zip(speeds.get(recipe, ()), speeds["bf16"], strict=False)]
-                    cells[code(recipe)] = times(ratios) + between(ranges.get(recipe, "")) if ratios else ""
-                used = [memory[recipe] / memory["bf16"] for recipe in shown if recipe in memory]
-                table.append(cells | {"memory": times(used), "runs": repeats, "folder": folder_of(path)})
-    return table
-
-
-def training_speeds(rows: Sequence[Row], warmup: str) -> tuple[dict[str, list[float]], dict[str, float], str]:
-    """Speed by recipe: times bf16's, the median of pairs, or tokens/s of two halves of a run; GiB by recipe; how many
-    runs of each recipe."""
-    speeds: dict[str, list[float]] = {}
-    memory: dict[str, float] = {}
-    rows = [row for row in rows if row.get("x") != ""]  # of those that bench_training.py refused, nothing
-    for row in rows:
-        recipe = recipe_of(row["run"])
-        memory[recipe] = max(memory.get(recipe, 0), float(row["memory GiB"]))
-    speeds |= {recipe_of(row["run"]): [gain] for row, gain in training_gains(rows)}
-    if rows and SPEED not in rows[0]:
-        for recipe in memory:
-            steps = {int(row["step"]): float(row["tokens/s"]) for row in rows if recipe_of(row["run"]) == recipe}
-            early = [speed for step, speed in steps.items() if 1 < step <= int(warmup)]
-            speeds[recipe] = [median(early), median(speed for step, speed in steps.items() if step > int(warmup))]
-    repeats = {int(row.get("repeats") or 1) for row in rows if SPEED in row and row["run"] != "bf16"} or {1}
-    return speeds, memory, " to ".join(map(str, sorted({min(repeats), max(repeats)})))
-
-
-def training(path: Path, layers: Path) -> list[Cells]:
-    """Tokens/s of a model of few and of more layers, and what a layer costs."""
-    rows = read(path)
-    flavors = list(dict.fromkeys(row["flavor"] for row in rows))
-    speed = {(recipe_of(row["run"]), row["flavor"]): float(row[SPEED]) for row in rows}
-    gains = {(recipe_of(row["run"]), row["flavor"]): gain for row, gain in training_gains(rows)}
-    cost = {recipe_of(row["run"]): float(row["us per token and layer"]) for row in read(layers) if row.get("x") != ""}
-    table = []
-    for recipe in sorted(cost, key=("bf16", OURS, *RECIPES).index):
-        cells = {"experts and linears": "bf16" if recipe == "bf16" else code(recipe)}
-        for flavor in flavors:
-            size = MODELS[flavor].rpartition(", ")[2]
-            cells[f"{size}: tokens/s per GPU"] = f"{speed[recipe, flavor]:,.0f}"
-            cells[f"{size}: times bf16"] = f"{gains[recipe, flavor]:.2f}"
-        table.append(cells | {"a layer, times bf16": f"{cost['bf16'] / cost[recipe]:.2f}"})
+                    spread = between(by_recipe.get(recipe, {}).get("x, range") or "")
+                    cells[code(recipe)] = f"{gains[recipe]:.2f}{spread}" if recipe in gains else ""
+                gib = {recipe: float(row["memory GiB"]) for recipe, row in by_recipe.items()}
+                cells["memory"] = times([gib[recipe] / gib["bf16"] for recipe in shown if recipe in gib])
+                repeats = {int(row.get("repeats") or 1) for row in chosen if row["run"] != "bf16"}
+                cells["runs"] = " to ".join(map(str, sorted({min(repeats), max(repeats)})))
+                table.append(cells | {"folder": f"`{path.parent.name}`"})
     return table
 
 
@@ -235,7 +158,7 @@ def grouped_mm(
     shown = (*CONTROLS, *(recipes.split(",") if recipes else RECIPES))
     for path in paths:
         problems: dict[tuple[str, ...], Cells] = {}
-        for row in read_grouped_mm(path):
+        for row in read(path):
             if (row.get("bench"), row.get("what"), row.get("held")) != ("grouped_mm", "forward + backward", held):
                 continue
             spread = "zipf" if int(row["G"]) > 8 else "balanced"
@@ -255,63 +178,6 @@ def grouped_mm(
     return table
 
 
-def absolute(path: Path, recipe: str = "mxfp8") -> list[Cells]:
-    """Forward + backward of one grouped GEMM in milliseconds, of one recipe."""
-    table = []
-    for row in read_grouped_mm(path):
-        if row.get("recipe") != recipe or row["what"] != "forward + backward" or row["groups"] != "balanced":
-            continue
-        if row["G"] == "8":
-            ms = {"bf16 ms": row["baseline_us"], f"`{recipe}` ms": row["p50_us"]}
-            cells = {"M, N, K, experts": ", ".join(row[name] for name in ("M", "N", "K", "G"))}
-            cells |= {name: f"{float(us) / 1e3:.1f}" for name, us in ms.items()}
-            table.append(cells | {"speed-up": f"{float(row['x']):.2f}"})
-    return table
-
-
-def quantisers(path: Path) -> list[Cells]:
-    """Shares of the copy bandwidth, of the table of quantisers of 2026-11-21."""
-    share = {(row["kernel"], row["shape"], row["groups"]): float(row["share"]) for row in read(path) if row["share"]}
-    wide, few = "131072x7168", "16384x7168"
-    shown = {
-        "1x32 along the last axis / the first one, transposed, ragged groups": (
-            ("quantize 1x32 last", wide, ""), ("quantize 1x32 first ragged", wide, "8"),
-        ),
-        "1x32 along both axes in one read / with ragged groups": (
-            ("quantize 1x32 both", wide, ""), ("quantize 1x32 both ragged", wide, "8"),
-        ),
-        "32x32, both storage orders": (("quantize 32x32 both", wide, ""),),
-        "pad, unpad of 16 token groups, 16384 x 7168": (("pad", few, "16"), ("unpad", few, "16")),
-    }  # fmt: skip
-    return [
-        {"kernel, 131072 x 7168 bf16": name, "share": " / ".join(f"{share[key]:.2f}" for key in keys)}
-        for name, keys in shown.items()
-    ]
-
-
-def reference(path: Path, *repeats: Path, losses: str = "") -> list[Cells]:
-    """The reference backend on a CPU: an expert layer, and a training step; ``losses`` is beside ``path``."""
-
-    def of(path: Path, provider: str) -> Row:
-        return next(row for row in read(path) if row["groups"] == "balanced" and row["provider"].startswith(provider))
-
-    base, ours = (float(of(path, name)["p50_us"]) / 1e3 for name in ("bf16", "mxfp8"))
-    ratios = [float(of(each, "mxfp8")["times_bf16"]) for each in (path, *repeats)]
-    table = [
-        {
-            "what": "forward + backward, 4096 tokens, N 512, K 256, 8 experts",
-            "bf16": f"{base:.1f} ms",
-            "MXFP8": f"{ours:.1f} ms",
-            "times bf16": f"{ratios[0]:.1f} ({times(ratios, 1)} in {len(ratios)} runs)",
-        }
-    ]
-    # the first step warms up
-    speeds = [median(float(row[f"{run} tps"]) for row in read(path.with_name(losses))[1:]) for run in ("bf16", "mxfp8")]
-    step = {"bf16": f"{speeds[0]:.0f} tokens/s", "MXFP8": f"{speeds[1]:.0f} tokens/s"}
-    step |= {"times bf16": f"{speeds[0] / speeds[1]:.2f}"}
-    return [*table, {"what": "training step of the Llama4 debug model, both converters"} | step]
-
-
 def kernels(path: Path) -> list[Cells]:
     """Each pass of each recipe: microseconds, rate, share of the ceiling and, of GEMMs, times bf16. Where the power
     was measured: it, the clock and, of GEMMs, the energy of a floating-point operation."""
@@ -327,32 +193,6 @@ def kernels(path: Path) -> list[Cells]:
             cells |= {"W": f"{watts:.0f}", "MHz": f"{float(row['sm_mhz']):.0f}"}
             cells["pJ per FLOP"] = f"{watts / float(row['tflops']):.3f}" if row["tflops"] else ""
         table.append(cells)
-    return table
-
-
-def pad(path: Path) -> list[Cells]:
-    """Padding against the loop, beside torchao 3998's figures of a B200."""
-    table = []
-    for row in read(path):
-        if row["what"] == "pad" and row["dtype"] == "bf16":
-            us = {"ours": row["p50_us"], "torch loop": row["baseline_us"]}
-            us |= {"B200: torch": row["b200_torch_us"], "B200: CUDA": row["b200_cuda_us"]}
-            cells = {"dim": row["K"], "groups": row["G"]} | {
-                f"{name}, us": f"{float(at):.0f}" for name, at in us.items()
-            }
-            table.append(cells | {"GB/s": f"{float(row['gb_per_s']):.0f}", "of a copy": f"{float(row['share']):.2f}"})
-    return table
-
-
-def predictions(path: Path, since: str = "") -> list[Cells]:
-    """Trainings and what the roofline says of them (roofline.py check), of folders from a date on."""
-    table = []
-    for row in read(path):
-        if row["folder"] >= since:
-            cells = {"training": MODELS.get(row["model"], row["model"]), "GPUs": row["GPUs"]}
-            cells |= {"converted": f"`{row['run']}`", "measured": f"{float(row['measured']):.2f}"}
-            cells |= {f"predicted, {name}": f"{float(row[name]):.2f}" for name in ("by our rates", "by the ceilings")}
-            table.append(cells | {"folder": f"`{row['folder'].split('/')[0]}`"})
     return table
 
 
@@ -374,13 +214,13 @@ def scaling(path: Path) -> list[Cells]:
 
 def convergence(*paths: Path, least: str = "1") -> list[Cells]:
     """Final losses and their distance from bf16's with ``least`` pairs or more, by runs: of a table.csv of
-    compare_runs.py, or of a losses.csv, judged as that script does.
+    compare_runs.py.
 
     A run that stands in several files is taken from the first one.
     """
     found: dict[str, Cells] = {}
     for path in paths:
-        base, *rows = read(path) if path.name.endswith("table.csv") else judged(path)
+        base, *rows = read(path)
         for row in [base, *(row for row in rows if row["difference"] and int(row["pairs"]) >= int(least))]:
             verdict = row["verdict"] or ""
             cells = {"runs": run_label(row["run"]), "final loss": row["final loss"]}
@@ -393,17 +233,6 @@ def convergence(*paths: Path, least: str = "1") -> list[Cells]:
     return list(found.values())
 
 
-def judged(path: Path) -> list[dict[str, str]]:
-    """The table of compare_runs.py for a losses.csv, by its default window and margin."""
-    groups = compare_runs.grouped(compare_runs.read([path]))
-    first, *others = groups
-    steps = compare_runs.common_steps([run for group in groups.values() for run in group])
-    margin = compare_runs.margin_of(groups[first], steps, 0.1, 0.005)
-    verdicts = {name: compare_runs.judge(groups[first], groups[name], steps, 0.1, margin) for name in others}
-    columns = ("difference", "95% low", "95% high", "pairs", "verdict")
-    return [dict.fromkeys(columns) | row for row in compare_runs.summary(groups, verdicts, 0.1, margin)]
-
-
 def run_label(name: str) -> str:
     """A run of converge.py as a table names it: of ``mxfp8_2d+dispatch`` its recipe and ``dispatch``."""
     recipe, *options = name.split("+")
@@ -413,63 +242,11 @@ def run_label(name: str) -> str:
     return shown + "".join(said.get(option, f", `{option}`") for option in options)
 
 
-def linearity(path: Path) -> list[Cells]:
-    """Down to how many tokens the time of scaling's balanced groups is linear in them, and what it is made of below.
-
-    *Linear down to*: the fewest of the measured numbers of tokens from which on a token takes at most ``LINEAR`` times
-    what it takes with the most tokens. *Of it weights*: the time of a copy of as many bytes as weights, their quantised
-    copies and their gradients have, in all passes; they are as many for one token as for all.
-    """
-    rows = [row for row in read(path) if row["groups"] == "balanced"]
-    copy = next(row for row in read(path.parent.parent / "kernels" / "data.csv") if row["what"] == "copy")
-    hardware = CLUSTER_GPUS[gpu_of(path)]
-    table = []
-    for n, k in dict.fromkeys((row["N"], row["K"]) for row in rows):
-        most = max(int(row["M"]) for row in rows)
-        groups = next(row["G"] for row in rows if (row["N"], row["K"], row["M"]) == (n, k, str(most)))
-        here = [row for row in rows if (row["N"], row["K"], row["G"]) == (n, k, groups)]
-        by_way: dict[str, dict[int, float]] = {"torch bf16": {int(row["M"]): float(row["baseline_us"]) for row in here}}
-        for row in here:
-            by_way.setdefault(row["recipe"], {})[int(row["M"])] = float(row["p50_us"])
-        for way, us in by_way.items():
-            recipe = get_recipe(way if way in RECIPES else BF16.name)
-            layer = Layer(m=0, n=int(n), k=int(k), groups=int(groups))
-            moved = sum(one.moved for one in passes(recipe, plan_on(recipe, "auto", hardware), layer))
-            longer = [m for m in us if us[m] / m > LINEAR * us[most] / most]
-            linear = min(m for m in us if m > max(longer, default=0))
-            table.append(
-                {
-                    "N, K, experts": f"{n}, {k}, {groups} ({SHAPES[n, k]})",
-                    "way": code(way),
-                    f"ns a token, {most} tokens": f"{1e3 * us[most] / most:.0f}",
-                    "linear down to": str(linear),
-                    f"us, {min(us)} tokens": f"{us[min(us)]:.0f}",
-                    "of it weights": f"{moved / float(copy['gb_per_s']) / 1e3:.0f}",
-                }
-            )
-    return table
-
-
 KINDS: dict[str, Callable[..., list[Cells]]] = {
-    function.__name__: function
-    for function in (
-        end_to_end,
-        training,
-        moe_layers,
-        grouped_mm,
-        absolute,
-        quantisers,
-        reference,
-        kernels,
-        pad,
-        predictions,
-        scaling,
-        linearity,
-        convergence,
-    )
+    function.__name__: function for function in (end_to_end, moe_layers, grouped_mm, kernels, scaling, convergence)
 }
 # The tables of a folder of bench_all.sh's, by part.
-PARTS = {"grouped_mm": grouped_mm, "kernels": kernels, "pad": pad, "scaling": scaling}
+PARTS = {"grouped_mm": grouped_mm, "kernels": kernels, "scaling": scaling}
 
 
 def table_of(query: str) -> str:
@@ -500,8 +277,6 @@ def of_folder(folder: Path) -> str:
     for part, function in PARTS.items():
         if (folder / part / "data.csv").is_file() and (rows := function(folder / part / "data.csv")):
             texts.append(f"## {part}\n\n{render(rows)}")
-    if all((folder / part / "data.csv").is_file() for part in ("scaling", "kernels")):
-        texts.append(f"## scaling: how far it is linear\n\n{render(linearity(folder / 'scaling' / 'data.csv'))}")
     for ranks in ("1", "2", "4", "8"):
         path = folder / "moe_layer" / "data.csv"
         if path.is_file() and (rows := moe_layers(path, ranks=ranks)):
