@@ -21,12 +21,13 @@ def percentiles(values: Sequence[float]) -> list[float]:
 
 def environment(device: torch.device | str = "cuda") -> dict[str, str]:
     """What a number was measured with. ``MEASURED_COMMIT`` names the commit of a tree that came without its history."""
+    commit = os.environ.get("MEASURED_COMMIT")
     env = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": installed_version("triton"),
-        "commit": os.environ.get("MEASURED_COMMIT") or _output("git", "rev-parse", "HEAD"),
-        "uncommitted_changes": str(bool(_output("git", "status", "--porcelain"))),
+        "commit": commit or _output("git", "rev-parse", "HEAD"),
+        "uncommitted_changes": "unknown" if commit else str(bool(_output("git", "status", "--porcelain"))),
         "date": time.strftime("%Y-%m-%d"),
     }
     if torch.device(device).type == "cuda":

@@ -141,7 +141,7 @@ def saved(*flags: str, recipe: str = "", gpu: str = "GB200") -> float:
 
 
 def test_what_mxfp8_saves_depends_on_recipe_gpu_and_options() -> None:
-    """The rows of titan_mxfp8/README.md that begin with "saved: x"."""
+    """The rows of titan_mxfp8/numerics.md that begin with "saved: x"."""
     # The inputs of wq, wo, w1, w3 and w2 of the shared expert, and of the routed one, whose w1 and w3 share theirs and
     # whose h is not kept.
     inputs = 2 * 5120 + (2 * 5120 + 8192) + 5120

@@ -1,9 +1,18 @@
 """Steps of TorchTitan 0.2.2's trainer in which rows did not fit run again."""
 
+import torch
 from test_models import cpu_only
 from training import check_reruns
+
+from titan_mxfp8.moe import choose
 
 
 @cpu_only
 def test_a_step_whose_rows_did_not_fit_ends_as_with_counted_ones() -> None:
     check_reruns("cpu")
+
+
+def test_what_was_wanted_is_one_number_whatever_a_device_is_called() -> None:
+    """A trainer calls its device cpu:0, its tensors say cpu."""
+    named, unnamed = (choose("auto", None, torch.device(name))[0] for name in ("cpu:0", "cpu"))
+    assert named.shared.wanted is unnamed.shared.wanted

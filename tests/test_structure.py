@@ -108,5 +108,7 @@ def test_what_is_built_holds_all_that_it_needs_and_leaves_nothing_behind(tmp_pat
     for needed in ("tests/training.py", "tests/README.md", "scripts/study/runs.py", "train_configs/debug_llama4.toml"):
         assert (root / needed).is_file() and needed in sources
     with zipfile.ZipFile(wheel) as packed:
-        modules = {name for name in packed.namelist() if name.endswith(".py")}
+        names = packed.namelist()
+    assert {"titan_mxfp8/py.typed", "titan_mxfp8/measured.csv"} <= set(names)
+    modules = {name for name in names if name.endswith(".py")}
     assert modules == {f"titan_mxfp8/{relative}" for _, relative in package_sources()}

@@ -1,4 +1,4 @@
-"""README.md: its length, that what it names is there and what it shows runs; its pictures, and its tables and those of
+"""README.md: that what it names is there and what it shows runs; its pictures, and its tables and those of
 results/README.md."""
 
 import ast
@@ -20,7 +20,7 @@ from torchtitan.protocols.model_converter import build_model_converters
 
 from scripts.bench.problems import relative_rms
 from scripts.study import pictures, tables
-from titan_mxfp8.backends import plan_on
+from titan_mxfp8.backends import plan_on, recommend
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.plugin.converters import GroupedMMConverter, LinearConverter
 from titan_mxfp8.recipe import get_recipe
@@ -102,7 +102,9 @@ def test_what_the_readme_switches_on_passes_the_plugins_checks(tmp_path: Path) -
     ``dispatch`` off."""
     toml = tmp_path / "readme.toml"
     toml.write_text(code("toml"))
-    flags, dispatch = (re.search(rf"`(--{name}[^`]+)`", README)[1] for name in ("job.custom_config", "quantize"))
+    flags, dispatch = (
+        re.search(rf"`(--{name}[^`]+)`", README)[1] for name in ("job.custom_config", "quantize.grouped_mm.mx.dispatch")
+    )
     given = ["--model.name=llama4", *ASSETS, "--compile.enable"]
     for switch in ([f"--job.config_file={toml}"], flags.split()):
         parsed = [ConfigManager().parse_args([*switch, *given, *more]) for more in ([dispatch], [])]
@@ -112,6 +114,9 @@ def test_what_the_readme_switches_on_passes_the_plugins_checks(tmp_path: Path) -
         assert [type(converter) for converter in converters] == [GroupedMMConverter, LinearConverter]
         with pytest.raises(ValueError, match="unknown recipe 'mxfp9'"):
             ConfigManager().parse_args([*switch, *given, "--quantize.linear.mx.recipe_name=mxfp9"])
+    whole = re.search(r"--job.custom_config\S+ \\\n.+", README)[0].replace("\\\n", " ").split()
+    (converter,) = build_model_converters(ConfigManager().parse_args([*whole, *given]), None).converters
+    assert (type(converter), converter.config.recipe_name) == (GroupedMMConverter, "mxfp8_2d_rebased")
 
 
 def test_tables_are_those_of_their_csvs() -> None:
@@ -133,23 +138,38 @@ def test_pictures_are_those_of_their_csvs(tmp_path: Path, monkeypatch: pytest.Mo
     assert {path.name for path in tmp_path.iterdir()} == set(shown)
 
 
+def cells_of(table: str) -> list[dict[str, str]]:
+    """The rows of a Markdown table by their column's name."""
+    heads, _, *lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
+    return [dict(zip(heads, line, strict=True)) for line in lines]
+
+
 def test_what_the_readme_recommends_is_what_was_measured() -> None:
-    """Its first table says in words what a training step gains: by model the range of the end-to-end table's medians,
-    with ``dispatch`` and without."""
-    rows = [line.split("|")[1:-1] for line in README.splitlines() if line.startswith("|")]
+    """Its first table says what training with ``dispatch`` gains: by GPU and model the range of the medians of the
+    table end to end, for the recipe and for the control."""
+    first = cells_of(re.search(r"(?:^\|.*\n)+", README, re.MULTILINE)[0])
     query = re.search(r"<!-- table: (end_to_end .+) -->", README)[1]
-    heads, _, *lines = ([cell.strip() for cell in line.split("|")] for line in tables.table_of(query).splitlines())
-    measured = [dict(zip(heads, line, strict=True)) for line in lines]
-    for row in (row for row in rows if "trained and timed" in row[-1]):
-        recipe = re.search(r"`\w+`", row[1])[0]
-        sent, _, off = row[3].partition("; `dispatch` off:")
-        for text, dispatches in ((sent, True), (off, False)):
-            said = {model: (low, high or low) for model, low, high in re.findall(RANGE, text)}
+    measured = [row for row in cells_of(tables.table_of(query)) if "`dispatch`" in row["model"]]
+    timed = [row for row in first if "timed" in row["state"]]
+    assert {row["GPU"].split()[1] for row in timed} == {row["GPUs"].split()[1] for row in measured}
+    for row in timed:
+        control, own = (text for name, text in row.items() if "speed" in name)
+        for text, column in ((control, tables.OURS), (own, row["recipe"])):
             found: dict[str, list[str]] = {}
             for line in measured:
-                if line[recipe] and ("`dispatch`" in line["model"]) == dispatches:
-                    found.setdefault(line["model"].split()[0], []).append(line[recipe].split()[0])
-            assert said == {model: (min(values), max(values)) for model, values in found.items()}, recipe
+                if line[column] and line["GPUs"].split()[1] == row["GPU"].split()[1]:
+                    found.setdefault(line["model"].split()[0], []).append(line[column].split()[0])
+            said = {model: (low, high or low) for model, low, high in re.findall(RANGE, text)}
+            assert said == {model: (min(values), max(values)) for model, values in found.items()}, (row["GPU"], column)
+
+
+def test_the_readme_recommends_what_the_plugin_takes() -> None:
+    """For each GPU that has a backend row, and by a flag that names it."""
+    for row in cells_of(re.search(r"(?:^\|.*\n)+", README, re.MULTILINE)[0]):
+        for name in set(re.findall(r"\w+", row["GPU"])) & set(CLUSTER_GPUS):
+            assert row["recipe"].strip("`") == recommend("auto", "auto", CLUSTER_GPUS[name]).name, name
+        flags = re.search(r"recipe_name=(\w+)", row["flags"])
+        assert flags is None or flags[1] == row["recipe"].strip("`")
 
 
 def test_the_readme_shows_the_results_that_count() -> None:
@@ -224,7 +244,7 @@ def test_a_table_that_was_typed_is_found(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_range_is_that_of_two_halves_and_a_missing_row_is_taken_from_the_next_file() -> None:
     found = tables.end_to_end(ROOT / "results/2026-11-22_2xh200_moe_layer/training.csv", warmup="12")
     assert [(row["`mxfp8_2d`"], row["`mxfp8_2d_rebased`"], row["memory"]) for row in found] == [
-        ("1.03 to 1.10", "1.07 to 1.12", "0.83, 0.81")
+        ("1.03 to 1.10", "1.07 to 1.12", "0.81 to 0.83")
     ]
     folder = ROOT / "results/2026-11-22_2xh200_moe_layer"
     one, two = tables.moe_layers(folder / "data.csv"), tables.moe_layers(folder / "data.csv", folder / "earlier.csv")
@@ -234,10 +254,10 @@ def test_a_range_is_that_of_two_halves_and_a_missing_row_is_taken_from_the_next_
     rows = {row["model"]: row for row in tables.end_to_end(folder / "training_table.csv")}
     sent, plain = rows["DeepSeek-V3 16B, 4 layers, `dispatch`"], rows["DeepSeek-V3 16B, 4 layers"]
     assert (sent["`mxfp8_2d`"], plain["`mxfp8_2d`"]) == ("1.13 (1.10-1.16)", "0.92 (0.90-0.94)"), "pairs"
-    assert (sent["memory"], sent["runs"]) == ("0.90, 0.88", "2 to 3")
+    assert (sent["memory"], sent["runs"]) == ("0.88 to 0.90", "2 to 3")
     found = tables.end_to_end(ROOT / "results/2026-11-21_2xh200_training/table.csv", recipes="mxfp8,mxfp8_2d_rebased")
     assert [(row["model"], row["`mxfp8`"], row["`mxfp8_2d_rebased`"], row["memory"]) for row in found] == [
-        ("", "0.96", "1.08", "1.06, 1.01"),
+        ("", "0.96", "1.08", "1.01 to 1.06"),
         (", experts alone", "0.98", "", "1.02"),
         (", linears alone", "0.96", "", "1.05"),
     ]

@@ -8,6 +8,8 @@ from titan_mxfp8.ops.linear import mxfp8_linear
 from titan_mxfp8.ops.quantize import quantize
 from titan_mxfp8.recipe import RECIPES
 
+__version__ = "0.3.0"
+
 __all__ = ["RECIPES", "MXTensor", "convert_model", "mxfp8_grouped_mm", "mxfp8_linear", "mxfp8_moe", "quantize"]
 
 

@@ -22,7 +22,8 @@ SEEDS = [
 ]
 LAYERS = [RESULTS / "2026-11-24_2xh200_dispatch_default" / "layers.csv"]
 SCALING = [RESULTS / "2026-11-25_h200_bench" / name for name in ("scaling/data.csv", "roofline.csv")]
-SHOWN = {"bf16": tables.OURS, "mxfp8_2d": "mxfp8_2d", "mxfp8_2d_rebased": "mxfp8_2d_rebased"}
+SHOWN = ("bf16", "mxfp8_2d", "mxfp8_2d_rebased")
+SHIFT = 0.5  # nats between two recipes' losses, which would hide each other
 BITS_16, BITS_8 = "#a6bddb", "#fdae6b"  # the colours of what is stored in so many bits
 # A token's way through a layer's forward where scores multiply outputs: what is done, in how many bits the result lies.
 TORCHTITAN = (
@@ -38,13 +39,13 @@ TORCHTITAN = (
 )
 OURS = (
     ("quantise each\ntoken once", BITS_8),
-    ("send\n1.03 D bytes per\ntoken and rank,\ninto place", BITS_8),
+    ("send\n1.03 D bytes per\ntoken and GPU,\ninto place", BITS_8),
     ("GEMMs w1, w3", BITS_16),
     ("SwiGLU\nand quantise", BITS_8),
     ("GEMM w2", BITS_16),
-    ("times scores,\nsum on the rank", BITS_16),
-    ("send back\n2 D bytes per\ntoken and rank", BITS_16),
-    ("sum of ranks", BITS_16),
+    ("times scores,\nsum on the GPU", BITS_16),
+    ("send back\n2 D bytes per\ntoken and GPU", BITS_16),
+    ("sum over GPUs", BITS_16),
 )
 
 
@@ -52,8 +53,8 @@ def way_of_a_token(path: Path, metadata: dict[str, str]) -> None:
     """TorchTitan's forward of a MoE layer, and the one with ``dispatch`` among ranks of one host."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(12, 2.7), layout="constrained")
-    lanes = (1, "TorchTitan, bf16", TORCHTITAN), (0, "dispatch, mxfp8_2d", OURS)
+    figure, axes = pyplot.subplots(figsize=(12, 3), layout="constrained")
+    lanes = (1, "TorchTitan, bf16", TORCHTITAN), (0, "the plugin, mxfp8_2d", OURS)
     for height, name, boxes in lanes:
         axes.text(-0.2, height, name, ha="right", va="center", weight="bold")
         axes.annotate("", (len(boxes) + 0.1, height), (0, height), arrowprops={"arrowstyle": "->", "color": "0.5"})
@@ -62,8 +63,9 @@ def way_of_a_token(path: Path, metadata: dict[str, str]) -> None:
             axes.text(place + 0.5, height, text, ha="center", va="center", fontsize=8.5, bbox=box)
     axes.text(0, -0.75, "result in bf16", fontsize=9, bbox={"boxstyle": "round", "facecolor": BITS_16})
     axes.text(1.4, -0.75, "result in FP8 with scales", fontsize=9, bbox={"boxstyle": "round", "facecolor": BITS_8})
-    note = "D: model features. As in DeepSeek-V3, on Hopper GPUs of one host"
-    axes.text(3.6, -0.75, note, fontsize=9)
+    axes.text(3.6, -0.75, "D: features of a token", fontsize=9)
+    title = "The experts of a MoE layer, forward: what happens to a token of DeepSeek-V3 on Hopper GPUs of one host"
+    axes.set_title(title, fontsize=11)
     axes.set(xlim=(-1.7, len(TORCHTITAN) + 0.1), ylim=(-0.9, 1.4))
     axes.axis("off")
     figure.savefig(path, dpi=110, metadata=metadata)
@@ -80,7 +82,10 @@ def moe_layers(path: Path, metadata: dict[str, str]) -> None:
     width = 0.8 / (1 + len(SHOWN))
     for place, layer in enumerate(layers):
         by_recipe = {row["way"].split()[0]: row for row in rows if row["layer"] == layer}
-        for turn, (recipe, label) in enumerate({"torchtitan": "TorchTitan, bf16, compiled", **SHOWN}.items()):
+        for turn, recipe in enumerate(("torchtitan", *SHOWN)):
+            label = {"torchtitan": "TorchTitan in bf16, compiled", "bf16": "control: our dispatch in bf16"}.get(
+                recipe, recipe
+            )
             row = by_recipe[recipe]
             p20, p50, p80 = (float(row[name]) / 1e3 for name in ("p20_us", "p50_us", "p80_us"))
             x = place + (turn - len(SHOWN) / 2) * width
@@ -90,7 +95,9 @@ def moe_layers(path: Path, metadata: dict[str, str]) -> None:
                 axes.text(x, p80 + 1, f"{float(row['x']):.2f}x", ha="center", fontsize=8)
     axes.set_xticks(range(len(layers)), [tables.LAYERS[layer] for layer in layers])
     axes.set_ylabel("forward + backward, ms")
-    axes.set_title("A MoE layer on two H200s, expert parallel", fontsize=10)
+    gpus = f"{rows[0]['ranks']} {tables.gpu_of(LAYERS[0])}s"
+    title = f"One MoE layer on {gpus}, expert parallel: median time, with 20th and 80th percentile"
+    axes.set_title(f"{title}\nabove each bar: speed relative to TorchTitan in bf16", fontsize=10)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110, metadata=metadata)
     pyplot.close(figure)
@@ -103,9 +110,12 @@ def tokens(path: Path, metadata: dict[str, str]) -> None:
     measured, predicted = map(tables.read, SCALING)
     measured = [row for row in measured if row["groups"] == "balanced"]
     shapes = ("8192", "5120"), ("2048", "7168")
+    repeats = [int(row["repeats"]) for row in measured if (row["N"], row["K"]) in shapes and row["G"] == "8"]
+    repeats = tables.times(repeats, 0)
     figure, panels = pyplot.subplots(1, len(shapes), figsize=(10, 3.6), layout="constrained", sharey=True)
     for axes, (n, k) in zip(panels, shapes, strict=True):
-        for turn, (recipe, label) in enumerate(SHOWN.items(), 1):
+        for turn, recipe in enumerate(SHOWN, 1):
+            label = "control: our kernel in bf16" if recipe == "bf16" else recipe
             for rows, column, style in ((measured, "x", "-o"), (predicted, "predicted_x", ":")):
                 here = [row for row in rows if (row["N"], row["K"], row["G"], row["recipe"]) == (n, k, "8", recipe)]
                 here = [row for row in here if row["what"] == "forward + backward"]
@@ -115,24 +125,61 @@ def tokens(path: Path, metadata: dict[str, str]) -> None:
                     axes.plot(*zip(*points, strict=True), style, color=f"C{turn}", markersize=4, **dotted)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_xscale("log", base=2)
-        axes.set_xlabel("tokens, in 8 groups")
+        axes.set_xlabel("tokens, in 8 groups of equal size")
         axes.set_title(f"{tables.SHAPES[n, k]}'s experts: {k} features in, {n} out", fontsize=10)
-    panels[0].set_ylabel("times torch's bf16")
+    panels[0].set_ylabel("speed relative to torch in bf16")
     panels[0].legend(fontsize=8)
+    title = f"One grouped GEMM of 8 experts on an {tables.gpu_of(SCALING[0])}, forward + backward"
     figure.suptitle(
-        "A grouped GEMM on an H200, forward + backward. Dotted: predicted from the GPU's ceilings", fontsize=10
+        f"{title}\nlines with dots: medians of {repeats} repeats; dotted: what the GPU's measured peak rates allow",
+        fontsize=10,
     )
     figure.savefig(path, dpi=110, metadata=metadata)
     pyplot.close(figure)
 
 
 def convergence(path: Path, metadata: dict[str, str]) -> None:
-    """Losses of the recipes with twelve seeds."""
+    """Losses of the recipes with all seeds, each recipe's some way above the last one's, and the differences from
+    bf16's: by step, and at the end with their verdicts."""
+    from matplotlib import pyplot
+
     groups = compare_runs.grouped(compare_runs.read(SEEDS))
     shown = {name: groups[name] for name in ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")}
     steps = compare_runs.common_steps([run for group in shown.values() for run in group])
     margin = compare_runs.margin_of(shown["bf16"], steps, window=0.1, share=0.005)
-    compare_runs.plot(shown, path, margin.nats, metadata)
+    figure, (top, middle, bottom) = pyplot.subplots(3, 1, figsize=(8, 8), height_ratios=(5, 4, 2), layout="constrained")
+    smooth: dict[str, dict[tuple[int | None, int], list[float]]] = {}
+    for index, (name, group) in enumerate(shown.items()):
+        smooth[name] = {run.pair: compare_runs.smoothed([run.loss[step] for step in steps]) for run in group}
+        low, high = (
+            [pick(losses) + index * SHIFT for losses in zip(*smooth[name].values(), strict=True)] for pick in (min, max)
+        )
+        label = f"{name}, drawn {index * SHIFT:g} higher" if index else name
+        top.fill_between(steps, low, high, color=f"C{index}", label=label)
+    top.set(ylabel="loss (nats per token), smoothed", ylim=(3, 9.5))
+    top.legend(title="from the lowest to the highest seed")
+    seeds = len(shown["bf16"])
+    top.set_title(f"A Llama4-style MoE model of 111M parameters on H200s: {seeds} seeds for each recipe", fontsize=11)
+    compare_runs.plot_differences(middle, steps, smooth, margin.nats)
+    middle.set(xlabel="step", ylabel="loss minus bf16's")
+    middle.set_title(
+        f"mean over seeds, 95% interval; dotted: the margin, {margin.share:.1%} of bf16's loss", fontsize=10
+    )
+    for index, group in enumerate(list(shown.values())[1:], 1):
+        verdict = compare_runs.judge(shown["bf16"], group, steps, 0.1, margin)
+        mean = compare_runs.finite_mean(verdict.differences)
+        half = compare_runs.critical_t(0.95, len(verdict.differences) - 1)
+        half *= compare_runs.standard_error(verdict.differences)
+        bottom.errorbar(mean, -index, xerr=half, fmt="o", color=f"C{index}", capsize=4)
+        bottom.text(1.1 * margin.nats, -index, verdict.text, va="center", color=f"C{index}", fontsize=9)
+    for x in (-margin.nats, margin.nats):
+        bottom.axvline(x, color="0.3", linewidth=0.8, linestyle=":")
+    bottom.axvline(0, color="0.6", linewidth=0.8)
+    bottom.set_yticks([-1, -2, -3], list(shown)[1:])
+    bottom.set(xlim=(-1.5 * margin.nats, 2.7 * margin.nats), ylim=(-3.6, -0.4))
+    bottom.set_xlabel("final loss minus bf16's (mean of the last tenth of the steps), 95% interval")
+    figure.savefig(path, dpi=110, metadata=metadata)
+    pyplot.close(figure)
 
 
 # By file name: what draws it, and the files that it is drawn from.

@@ -85,6 +85,13 @@ def gpu_of(path: Path) -> str:
     return env_of(path).get("gpu", "CPU").removeprefix("NVIDIA ").split()[0]
 
 
+def gpus_of(path: Path) -> str:
+    """How many of which GPU: ``2 H200``; empty where nothing says it."""
+    if not any(path.with_name(name).is_file() for name in (f"{path.stem.split('_')[0]}_env.json", "env.json")):
+        return ""
+    return f"{env_of(path).get('processes', '')} {gpu_of(path)}".strip()
+
+
 def folder_of(path: Path) -> str:
     """As a table shows it."""
     return f"`{path.parent.name}`"
@@ -155,13 +162,13 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup:
                 if "bf16" not in speeds or len(speeds) == 1:
                     continue
                 model = MODELS.get(flavor, flavor) + ALONE.get(what, "") + ", `dispatch`" * sends
-                cells = {"model": model}
+                cells = {"model": model, "GPUs": gpus_of(path)}
                 shown = [OURS, *recipes.split(",")]
                 for recipe in shown:
                     ratios = [ours / base for ours, base in zip(speeds.get(recipe, ()), speeds["bf16"], strict=False)]
                     cells[code(recipe)] = times(ratios) + between(ranges.get(recipe, "")) if ratios else ""
-                used = [f"{memory[recipe] / memory['bf16']:.2f}" for recipe in shown if recipe in memory]
-                table.append(cells | {"memory": ", ".join(used), "runs": repeats, "folder": folder_of(path)})
+                used = [memory[recipe] / memory["bf16"] for recipe in shown if recipe in memory]
+                table.append(cells | {"memory": times(used), "runs": repeats, "folder": folder_of(path)})
     return table
 
 

@@ -1,8 +1,9 @@
 """TorchTitan 0.3's CUDA graphs with expert parallelism: who decides, on what, and what the log says."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torchtitan.trainer import Trainer
 
 from titan_mxfp8.titan03 import cuda_graph
 
+BATCH = (torch.ones(2), torch.zeros(2), torch.tensor(2), {"positions": torch.arange(2)})
 BOUNDED = {"recipe": "mxfp8_2d", "dispatch": "collective", "dispatch_rows": "bounded"}
 
 
@@ -49,6 +51,8 @@ def test_torchtitan_asks_nothing_of_dispatchers_that_we_replace() -> None:
 class FakeTrainer:
     """What a trainer has when it wraps its step."""
 
+    device = torch.device("cpu")
+
     def __init__(self, config: Trainer.Config) -> None:
         self.config, self.model_parts, self.ran = config, [build(config)], []
 
@@ -57,13 +61,27 @@ class FakeTrainer:
         return "eager"
 
 
-def wrapped(trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch) -> object:
-    """What the trainer takes as its step, where TorchTitan's capture gives the word ``graph``."""
+class FakeGraph:
+    """Runs what it would capture."""
+
+    def __init__(self, step: Callable, model: object, device: object) -> None:
+        self.step = step
+
+    def run(self, batch: dict, valid_tokens: object) -> str:
+        self.batch = batch
+        assert self.step(dict(batch), valid_tokens) == "eager"
+        return "ours"
+
+
+def wrapped(trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """The step that the trainer takes, with its arguments: the word ``ours`` or ``TorchTitan's`` where it is captured,
+    and else what the trainer's own returns."""
     from torchtitan import trainer as titan
 
-    monkeypatch.setattr(titan, "wrap_with_cuda_graph", lambda body: lambda *batch: "graph")
+    monkeypatch.setattr(cuda_graph, "StepGraph", FakeGraph)
+    monkeypatch.setattr(titan, "wrap_with_cuda_graph", lambda body: lambda *batch: "TorchTitan's")
     cuda_graph.capture_where_nothing_waits()
-    return titan.wrap_with_cuda_graph(trainer.body)
+    return partial(titan.wrap_with_cuda_graph(trainer.body), *BATCH)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +101,9 @@ def test_nothing_is_captured_where_the_host_waits(
         with caplog.at_level(logging.INFO):
             step = wrapped(trainer, monkeypatch)
         off = bool(words) and degree == 2
-        assert step() == ("eager" if off else "graph")
+        assert step() == ("eager" if off else "ours")
         said = "no CUDA graphs, as if --training.disable_cuda_graphs were set" in caplog.text
-        assert trainer.config.training.disable_cuda_graphs == off == said
+        assert said == off and trainer.config.training.disable_cuda_graphs
         assert words in caplog.text or not off
         caplog.clear()
 
@@ -97,25 +115,22 @@ def test_attention_of_kind_varlen_is_not_captured(monkeypatch: pytest.MonkeyPatc
     assert wrapped(trainer, monkeypatch)() == "eager" and trainer.config.training.disable_cuda_graphs
 
 
-def test_measured_steps_and_whoever_asks_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = FakeTrainer(parallel("deepseek_v3", (EXPERTS, BOUNDED | {"health_every": 2})))
-    step, (model,) = wrapped(trainer, monkeypatch), trainer.model_parts
-    graph, processor = trainer.mxfp8_graph, SimpleNamespace(model_parts=[])
-    assert step("batch") == "eager" and trainer.ran == [("batch",)], "the first step of a run is measured"
-    model.mxfp8_recorder.end(processor, 2)
-    assert step() == "graph"
-    with graph.eager(), graph.eager():
-        assert step() == "eager"
-    graph.discard()
-    assert step() == "graph"
-    model.mxfp8_recorder.every = {"health": 0}
-    model.mxfp8_recorder._due = True
-    assert step() == "eager"
+def test_a_model_without_converted_modules_is_left_to_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = FakeTrainer(config("deepseek_v3"))
+    trainer.config.training.disable_cuda_graphs = False
+    assert wrapped(trainer, monkeypatch)() == "TorchTitan's" and not trainer.config.training.disable_cuda_graphs
 
 
-def test_what_validation_left_gathered_is_freed_before_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_gets_tensors_and_the_step_what_they_were_taken_from(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = FakeTrainer(parallel("deepseek_v3", (EXPERTS, BOUNDED)))
-    seen = []
-    monkeypatch.setattr(cuda_graph, "fsdp_modules", lambda _: [SimpleNamespace(reshard=lambda: seen.append(1))])
-    step = wrapped(trainer, monkeypatch)
-    assert step() == "graph" and seen == [1]
+    assert wrapped(trainer, monkeypatch)() == "ours"
+    graph = trainer.mxfp8_graph
+    assert list(map(id, graph.batch.values())) == list(map(id, (BATCH[0], BATCH[1], BATCH[3]["positions"])))
+    assert trainer.ran == [BATCH], "the trainer's own step, once, with its arguments"
+    closed = []
+    graph.discard = lambda: closed.append("graph")
+    trainer.close = lambda: closed.append("trainer")
+    monkeypatch.setattr(Trainer, "close", lambda trainer: trainer.close())
+    cuda_graph.destroy_graphs()
+    Trainer.close(trainer)
+    assert closed == ["graph", "trainer"]

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -26,6 +27,8 @@ from titan_mxfp8.recipe import AUTO, BF16, Recipe
 
 logger = logging.getLogger(__name__)
 
+Converting = TypeVar("Converting", bound=Callable[..., "Conversion"])
+
 
 class Conversion(list[str]):
     """The names of the converted modules; as a string, what the log says of them.
@@ -42,7 +45,7 @@ class Conversion(list[str]):
         return self.report
 
 
-def _named_in_errors(function: Callable[..., Conversion]) -> Callable[..., Conversion]:
+def _named_in_errors(function: Converting) -> Converting:
     """``function``, whose errors begin with its name, and which refuses what is no model."""
 
     @wraps(function)
@@ -57,7 +60,7 @@ def _named_in_errors(function: Callable[..., Conversion]) -> Callable[..., Conve
         except ValueError as error:
             raise ValueError(f"{function.__name__}: {error}") from error.__cause__
 
-    return run
+    return cast(Converting, run)
 
 
 @_named_in_errors

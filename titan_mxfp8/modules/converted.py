@@ -50,7 +50,9 @@ class ConvertedModule:
     probe: torch.Tensor | None = None  # of ops.observe
     gathers: tuple[str, ...] = ()  # names of w1, w3 and w2, of experts that FSDP may gather in FP8
     gathered: Sequence[torch.Tensor] = ()  # elements and scales of each, where it does
+    kept: Sequence[torch.Tensor] = ()  # of experts.quantize_ahead, while a trainer's step makes it hold
     fsdp_fp8_all_gather = True
+    quantize_weights_once = "off"
     needs_fsdp = "a class that may take weights in bf16 only"  # or why else; empty: fp32 parameters will do
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -60,8 +62,9 @@ class ConvertedModule:
 
     @property
     def mx_config(self) -> MXConfig:
-        """Of a call now: ``fully_shard`` marks the modules whose weights it frees after forward."""
-        return self.mxfp8_freed if getattr(self, "_is_fsdp_managed_module", False) else self.mxfp8
+        """Of a call now: ``fully_shard`` marks the modules whose weights it frees after forward; what is kept for
+        longer backward need not be given."""
+        return self.mxfp8_freed if self.kept or getattr(self, "_is_fsdp_managed_module", False) else self.mxfp8
 
     @property
     def op_options(self) -> dict[str, object]:
@@ -100,7 +103,7 @@ class ConvertedModule:
     ) -> torch.Tensor:
         """``grouped_experts`` of rows that are sorted by expert, observed as ``mxfp8_moe`` is."""
         config = self.mx_config
-        y = grouped_experts(x, weights, offs, config, limit, gathered)
+        y = grouped_experts(x, weights, offs, config, limit, gathered or self.kept)
         if self.probe is None:
             return y
         matrices = partial(experts.values_of, gathered, config.plan) if gathered else weights[:3]
@@ -125,7 +128,7 @@ class ConvertedModule:
         """
         config = self.mx_config
         try:
-            y = moe(x, scores, expert_ids, weights, group, options, config, scores_first, gathered)
+            y = moe(x, scores, expert_ids, weights, group, options, config, scores_first, gathered or self.kept)
         except ValueError as error:
             raise ValueError(f"{self.mxfp8_fqn}: {error}") from error
         if self.probe is None:

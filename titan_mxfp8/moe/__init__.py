@@ -32,12 +32,12 @@ def choose(transport: TransportName, group: dist.ProcessGroup | None, device: to
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"unknown transport {transport!r}: use one of {', '.join(TRANSPORTS)}")
+    if device.index is None:  # of cpu and cpu:0, the layers of both share what they share
+        device = torch.device(device.type, torch.cuda.current_device() if device.type == "cuda" else 0)
     if group is None or group.size() == 1:
         return _local_of(device), "local: one rank has every expert"
     if transport == "collective":
         return Collective(group), "collective: named by the user"
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
     available, reason = symmetric_available(group, device)
     if available:
         return symmetric_of(group, device), f"symmetric: {reason}"

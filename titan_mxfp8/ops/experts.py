@@ -28,7 +28,7 @@ from titan_mxfp8.format.codec import Encoded
 from titan_mxfp8.format.spec import UNQUANTIZED, Operand, OperandSpec
 from titan_mxfp8.ops.autograd import Owned, take, take_many
 from titan_mxfp8.ops.config import MXConfig
-from titan_mxfp8.ops.library import aligned
+from titan_mxfp8.ops.library import aligned, quantize_both
 from titan_mxfp8.ops.matmul import sum_rows
 
 
@@ -37,18 +37,25 @@ class Weights(NamedTuple):
 
     Attributes:
         w1, w3: (E, H, D), bf16 or fp32: the gate's and the other half's. Within operators also operands in exact 32x32
-            blocks, of weights that were gathered so.
+            blocks, of weights that were gathered so, or those of both GEMMs.
         w2: (E, D, H).
         b1, b3: (E, H), or None.
         b2: (E, D), or None.
     """
 
-    w1: torch.Tensor | Operand
-    w3: torch.Tensor | Operand
-    w2: torch.Tensor | Operand
+    w1: "torch.Tensor | Operand | Quantized"
+    w3: "torch.Tensor | Operand | Quantized"
+    w2: "torch.Tensor | Operand | Quantized"
     b1: torch.Tensor | None = None
     b3: torch.Tensor | None = None
     b2: torch.Tensor | None = None
+
+
+class Quantized(NamedTuple):
+    """A weight that was quantised before the call, as both GEMMs take it."""
+
+    forward: Operand
+    dgrad: Operand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,13 +145,20 @@ def weights_of(matrices: list[torch.Tensor], biases: list[torch.Tensor | None], 
     """``Weights`` as kernels take them.
 
     Args:
-        matrices: w1, w3, w2; or of each, where they were gathered quantised, the FP8 elements and the scales; or none.
+        matrices: w1, w3, w2; or of each, where they were gathered quantised, the FP8 elements and the scales; or what
+            ``quantize_ahead`` gave; or none.
     """
     if matrices and matrices[0].is_cuda:
         matrices, biases = ([aligned(x) for x in tensors] for tensors in (matrices, biases))
     if len(matrices) == 6:
         pairs = zip(matrices[::2], matrices[1::2], strict=True)
         matrices = [Operand(data, scale, plan.forward.b.exact, 2) for data, scale in pairs]
+    elif len(matrices) == 12:
+        specs = plan.forward.b, plan.dgrad.b
+        matrices = [
+            Quantized(Operand(*matrices[i : i + 2], specs[0], 2), Operand(*matrices[i + 2 : i + 4], specs[1], 1))
+            for i in (0, 4, 8)
+        ]
     biases = list(biases)
     for i, bias in enumerate(biases):
         if bias is not None:
@@ -157,11 +171,37 @@ def values_of(gathered: Sequence[torch.Tensor], plan: Plan) -> list[torch.Tensor
     return [w.dequantize() for w in weights_of([*gathered], [None] * 3, plan)[:3]]
 
 
+def can_quantize_ahead(config: MXConfig) -> bool:
+    """Whether ``quantize_ahead`` gives what the GEMMs multiply. Quantised values in bf16 would take four bytes for each
+    weight."""
+    return not config.recipe.quantized or "bf16" not in (config.plan.forward.b.stored, config.plan.dgrad.b.stored)
+
+
+@torch.no_grad()
+def quantize_ahead(matrices: Sequence[torch.Tensor], config: MXConfig) -> list[torch.Tensor]:
+    """w1, w3 and w2 as any number of calls take them until a weight changes: of each elements and scales, for forward
+    and for dgrad; where nothing is quantised, in bf16."""
+    if not config.recipe.quantized:
+        return [w.bfloat16() for w in matrices]
+    specs = config.plan.forward.b.key, config.plan.dgrad.b.key
+    return [tensor for w in matrices for tensor in quantize_both(w, *specs, None, config.backend)]
+
+
+def bytes_ahead(matrices: Sequence[torch.Tensor], config: MXConfig) -> int:
+    """Of what ``quantize_ahead`` gives, which is not made."""
+    specs = (config.plan.forward.b, 2), (config.plan.dgrad.b, 1)
+    metas = [w.detach().to("meta") for w in matrices]
+    operands = [spec.empty(w, axis, None) for w in metas for spec, axis in specs[: 1 + config.recipe.quantized]]
+    return sum(tensor.nbytes for tensor in tensors_of(operands))
+
+
 def quantize_weights(weights: Weights, plan: Plan, kernels: Backend, keep: bool) -> tuple[Owned, Owned]:
-    """w1, w3 and w2 for forward and, with ``keep``, for dgrad; of what was gathered, which FSDP frees, none is kept."""
+    """w1, w3 and w2 for forward and, with ``keep``, for dgrad; of what came quantised none is kept."""
     spec, dgrad, forward, kept = plan.forward.b, plan.dgrad.b, [], []
     for w in weights[:3]:
-        if isinstance(w, Operand):
+        if isinstance(w, Quantized):
+            of_forward = w.forward
+        elif isinstance(w, Operand):
             of_forward = kernels.requantize(w, 2, spec, None)
         elif keep:
             of_forward, of_dgrad = kernels.quantize_both(w, spec, dgrad, None)
@@ -289,7 +329,9 @@ def backward_w1_w3(
     return kernels.dual_gemm_m_grouped(products(), offs), grads
 
 
-def _for_dgrad(w: torch.Tensor | Operand, plan: Plan, kernels: Backend) -> Operand:
+def _for_dgrad(w: torch.Tensor | Operand | Quantized, plan: Plan, kernels: Backend) -> Operand:
+    if isinstance(w, Quantized):
+        return w.dgrad
     make = kernels.requantize if isinstance(w, Operand) else kernels.quantize
     return make(w, 1, plan.dgrad.b, None)
 

@@ -49,8 +49,9 @@ def grouped_experts(
         weights: this rank's.
         offs: int32 (E,), end offsets of the experts' rows.
         limit: that of gpt_oss's clamped SwiGLU, or None for SiLU.
-        gathered: elements and scales of w1, w3 and w2 in exact 32x32 blocks, where they were gathered quantised. Those
-            of ``weights`` only get the gradients then, in their dtype.
+        gathered: elements and scales of w1, w3 and w2 in exact 32x32 blocks, where they were gathered quantised; or
+            what ``experts.quantize_ahead`` gave, with a ``config`` that keeps no quantised weight. Those of ``weights``
+            only get the gradients then, in their dtype.
     """
     key = experts_key(config.key, limit)
     if torch.compiler.is_compiling() and is_exporting():

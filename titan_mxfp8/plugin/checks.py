@@ -27,7 +27,7 @@ from titan_mxfp8.plugin.refusal import in_one_line
 from titan_mxfp8.plugin.wandb_run import fill_git_commit
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 from titan_mxfp8.titan.dispatch import dispatch_of
-from titan_mxfp8.titan.fields import check_control, check_periods
+from titan_mxfp8.titan.fields import check_control, check_once, check_periods
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
@@ -91,12 +91,14 @@ def errors_in(section: str) -> Iterator[None]:
 
 
 def check_dispatch(job_config: JobConfig) -> None:
-    """Raises ValueError if ``dispatch`` and ``dispatch_rows`` have unknown values or contradict each other, or where
-    recipe ``bf16``, the control of the dispatch, is asked of anything else."""
+    """Raises ValueError if ``dispatch`` and ``dispatch_rows`` have unknown values or contradict each other, or
+    ``quantize_weights_once`` has one, or where recipe ``bf16``, the control of the dispatch, is asked of anything else.
+    """
     experts, linears = job_config.quantize.grouped_mm.mx, job_config.quantize.linear.mx
     experts.dispatch_rows = f"{experts.dispatch_rows}"  # TOML may have a number
     with errors_in(GROUPED_MM):
         dispatch = dispatch_of(experts.dispatch, experts.dispatch_rows)
+        check_once(experts.quantize_weights_once)
         if GROUPED_MM in job_config.model.converters:
             check_control(recipe_of(experts), "experts", dispatch is not None)
     if LINEAR in job_config.model.converters:

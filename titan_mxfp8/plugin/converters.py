@@ -64,8 +64,9 @@ class GroupedMMConverter(_Converter):
     def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
         converted = modules.convert_experts(model, fqns=self.config.fqns, **options)
         dispatching = moe.dispatch_tokens(model, converted, self.job_config, self.parallel_dims)
-        for name in converted:
-            model.get_submodule(name).fsdp_fp8_all_gather = self.config.fsdp_fp8_all_gather
+        for experts in map(model.get_submodule, converted):
+            experts.fsdp_fp8_all_gather = self.config.fsdp_fp8_all_gather
+            experts.quantize_weights_once = self.config.quantize_weights_once
         if self.job_config.fault_tolerance.enable:  # TorchFT reduces gradients in a hook of FSDP
             for name in converted:
                 model.get_submodule(name).needs_fsdp = "fault_tolerance.enable"

@@ -128,6 +128,14 @@ class MXGroupedMM:
     Parameters and checkpoints are the same.
     """)
 
+    quantize_weights_once: str = option("auto")("""
+    Whether a step of several microbatches, of gradient accumulation or a pipeline, quantises the experts' weights once,
+    before its first forward, and keeps that until its last backward: 2 bytes for each weight, where FSDP gathers them
+    in FP8 1 byte for each of this rank's shard. on; off; auto: on where GPUs have the memory, which is known after the
+    first step. Not of weights that FSDP gathers otherwise, nor with recipes whose values are multiplied in bf16. Losses
+    are the same.
+    """)
+
 
 @dataclass
 class QuantizedLinear:

@@ -9,6 +9,7 @@ ever, but TorchTitan's hooks that dispatch and combine are left out.
 """
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from titan_mxfp8.titan.dispatch import (
 )
 from titan_mxfp8.titan.fsdp import shard_without_experts
 from titan_mxfp8.titan.gather import gather_quantized
+from titan_mxfp8.titan.once import quantize_once
 from titan_mxfp8.titan.rerun import watch_steps
 from titan_mxfp8.workarounds.patch import around
 
@@ -165,11 +167,16 @@ def _device() -> torch.device:
 
 @around("torchtitan.components.checkpoint.CheckpointManager.__init__")
 def run_steps_again(init: Any, manager: CheckpointManager, *args: Any, **kwargs: Any) -> None:
-    """Has the steps of a trainer run again where rows did not fit. It gives itself to its checkpoint manager once it
-    has its model, whatever its class: TorchTitan's own is in ``__main__``."""
+    """Has the steps of a trainer run again where rows did not fit, and quantise weights once. It gives itself to its
+    checkpoint manager once it has its model, whatever its class: TorchTitan's own is in ``__main__``."""
     init(manager, *args, **kwargs)
     if "train_state" in kwargs.get("states", {}):
-        watch_steps(kwargs["states"]["train_state"])
+        trainer = kwargs["states"]["train_state"]
+        watch_steps(trainer)
+        modules = [module for part in trainer.model_parts for module in part.modules()]
+        quantize_once(
+            trainer, {each: partial(each.weights, False) for each in modules if isinstance(each, RoutedExperts)}
+        )
 
 
 @around("torchtitan.distributed.expert_parallel.ExpertParallel._apply")

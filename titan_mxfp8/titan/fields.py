@@ -3,6 +3,7 @@
 from titan_mxfp8.recipe import AUTO, BF16, Recipe
 
 DEFAULT_RECIPE = AUTO
+ONCE = ("off", "on", "auto")  # of quantize_weights_once
 
 
 def check_periods(recipe: Recipe, health_every: int, hopper_rebase_report: int) -> None:
@@ -14,6 +15,12 @@ def check_periods(recipe: Recipe, health_every: int, hopper_rebase_report: int) 
         raise ValueError(
             f"hopper_rebase_report says what rebasing changes: it takes a recipe that is rebased, not {recipe.name!r}"
         )
+
+
+def check_once(value: str) -> None:
+    """Raises ValueError of an unknown value of ``quantize_weights_once``."""
+    if value not in ONCE:
+        raise ValueError(f"quantize_weights_once = {value!r}: use one of {', '.join(ONCE)}")
 
 
 def check_control(recipe: Recipe, kind: str, dispatches: bool) -> None:

@@ -12,6 +12,7 @@ they are gathered the module has parameters that only get gradients, and hold Na
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -105,6 +106,7 @@ class BlocksParam(FSDPParam):
     mxfp8_backend: str
     mxfp8_spec: str  # the key of the blocks' spec
     mxfp8_grad_dtype: torch.dtype
+    kept: Sequence[torch.Tensor] = ()  # of ``quantize_shard``, while a trainer's step makes it hold
 
     @property
     def _sharded_local_tensor(self) -> "BlocksParam":
@@ -122,10 +124,14 @@ class BlocksParam(FSDPParam):
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], None]:
-        """What this rank sends: elements (E / ranks, R, C) and scales (E / ranks, R / 32, C / 32), as bytes."""
+        """What this rank sends."""
+        return tuple(self.kept or self.quantize_shard()), None
+
+    def quantize_shard(self) -> list[torch.Tensor]:
+        """Elements (E / ranks, R, C) and scales (E / ranks, R / 32, C / 32), as bytes."""
         shard = self._sharded_param_data.view(self.sharded_size)
         elements, scale = quantize(shard, 2, self.mxfp8_spec, None, self.mxfp8_backend)
-        return (elements.view(torch.uint8), scale), None
+        return [elements.view(torch.uint8), scale]
 
     def fsdp_post_all_gather(self, *args: object, **kwargs: object) -> None:
         """FSDP looks whether there is one; ``init_unsharded_param`` does all."""
@@ -157,6 +163,11 @@ def _take_over(module: ConvertedModule, params: list[FSDPParam], alone: bool) ->
         param.mxfp8_backend, param.mxfp8_spec = module.mxfp8.backend, module.mxfp8.plan.forward.b.exact.key
         param.mxfp8_grad_dtype = dtype or param.sharded_param.dtype
         param._init_extensions()
+
+
+def blocks_params(model: nn.Module) -> list[BlocksParam]:
+    """The weights that FSDP gathers so."""
+    return [param for group in _groups(model) for param in group.fsdp_params if isinstance(param, BlocksParam)]
 
 
 def _groups(model: nn.Module) -> list[FSDPParamGroup]:

@@ -1,7 +1,8 @@
 """Steps in which rows did not fit run again, before their gradients are used: with bounded rows nothing is lost.
 
     forward, backward of each microbatch   what was wanted is on its way to the host as soon as a forward pass ends
-    look, at all ranks together            the one host wait of a step: for the last microbatch's forward pass
+    look, at all ranks together            the one host wait of a step: for the last microbatch's forward pass, so that
+                                           clipping and the optimizer are launched while backward runs
     if rows did not fit                    gradients, counts of tokens and random numbers as they were before, a larger
                                            bound, the same microbatches again, look again
     clipping, optimizer                    as ever
@@ -12,6 +13,7 @@ of counted rows. It ends, as each bound is larger, and none needs to be larger t
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import reduce
@@ -29,6 +31,7 @@ from titan_mxfp8.titan.dispatch import LAYERS, DispatchingLayers
 logger = logging.getLogger(__name__)
 
 COUNTS = "tokens_per_expert"  # how the names of the buffers begin that a forward pass changes
+MOST_BOUNDS = 256  # of layers, since training began
 
 Step = Callable[..., torch.Tensor]
 
@@ -68,6 +71,7 @@ class Rerun:
         self._batches: list[dict[str, Any]] = []
         self._losses: list[torch.Tensor] = []
         self._look: Callable[[], dict[int, int]] | None = None
+        self._graph_look = GraphLook(trainer.device) if trainer.device.type == "cuda" else None
         model.register_forward_hook(self._look_early)
 
     def step(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -96,25 +100,41 @@ class Rerun:
 
     def _run(self, batch: dict[str, Any]) -> torch.Tensor:
         self._look = None
+        if self._graph_look is not None and getattr(self.trainer, GRAPH, None) is not None:
+            self._graph_look.forget()
         return self._runs(**batch)
 
     def _look_early(self, model: nn.Module, *_: object) -> None:
         """After a forward pass: who reads it later waits for no backward."""
-        capturing = self.trainer.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if model.training and torch.is_grad_enabled() and not capturing:
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        if self._graph_look is not None and torch.cuda.is_current_stream_capturing():
+            self._graph_look.capture(*self._most())
+        else:
             self._look = self._start_look()
 
-    def _start_look(self) -> Callable[[], dict[int, int]]:
-        capacities, most = self.wanted.most()
-        if capacities and self._group is not None:
+    def _most(self) -> tuple[list[int], torch.Tensor]:
+        """The bounds, and the rows that the fullest rank wanted of each, on the device."""
+        bounds, most = self.wanted.most()
+        if bounds and self._group is not None:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+        return bounds, most
+
+    def _start_look(self) -> Callable[[], dict[int, int]]:
+        bounds, most = self._most()
         read = read_later(most)
-        return lambda: dict(zip(capacities, read().tolist(), strict=True))
+        return lambda: dict(zip(bounds, read().tolist(), strict=True))
 
     def _most_left_out(self) -> int:
         """The rows that the fullest rank wanted of a layer that had memory for fewer; 0: all layers had enough."""
-        look = self._look or self._start_look()
-        return max((wanted for capacity, wanted in look().items() if wanted > capacity), default=0)
+        wanted = None
+        if self._look is not None:
+            wanted = self._look()
+        elif self._graph_look is not None:
+            wanted = self._graph_look.read()
+        if wanted is None:
+            wanted = self._start_look()()
+        return max((rows for bound, rows in wanted.items() if rows > bound), default=0)
 
     @contextmanager
     def _begin_again(self, wanted: int) -> Iterator[None]:
@@ -144,6 +164,38 @@ class Rerun:
         if graph is not None and layers.dispatch.rows == "counted":
             self._eager.enter_context(graph.eager())  # for good, as the host waits in each layer
         trainer.ntokens_seen = seen
+
+
+class GraphLook:
+    """What CUDA graphs write of the rows that were wanted into the host's memory, at the end of their forward pass."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._unknown = torch.full((MOST_BOUNDS,), -1, dtype=torch.int32, device=device)
+        self._host = torch.empty(MOST_BOUNDS, dtype=torch.int32, pin_memory=True)
+        self._forgot = torch.cuda.Event()
+        self._bounds: list[int] = []
+
+    def capture(self, bounds: list[int], most: torch.Tensor) -> None:
+        """Called while a graph is captured: has its replays write ``most``, int32 (bounds,)."""
+        self._bounds = bounds
+        self._host[: len(bounds)].copy_(most, non_blocking=True)
+
+    def forget(self) -> None:
+        """What graphs that were replayed before have written, or will. To be called before a replay that is read."""
+        self._host.copy_(self._unknown, non_blocking=True)
+        self._forgot.record()
+
+    def read(self) -> dict[int, int] | None:
+        """Waits for the forward pass of the graph that was replayed last. None if none was."""
+        self._forgot.synchronize()
+        host, stream = self._host[: len(self._bounds)], torch.cuda.current_stream()
+        over = False
+        while bool((host < 0).any()):
+            if over:
+                return None
+            over = stream.query()  # once more after that: it may have written since
+            time.sleep(2e-5)
+        return dict(zip(self._bounds, host.tolist(), strict=True)) or None
 
 
 def _copy(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:

@@ -22,11 +22,12 @@ from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.recipe import AUTO
 from titan_mxfp8.titan import telemetry
 from titan_mxfp8.titan.dispatch import dispatch_of
-from titan_mxfp8.titan.fields import DEFAULT_RECIPE, check_control, check_periods
+from titan_mxfp8.titan.fields import DEFAULT_RECIPE, check_control, check_once, check_periods
+from titan_mxfp8.titan.once import quantize_once
 from titan_mxfp8.titan.rerun import watch_steps
 from titan_mxfp8.titan03.classes import LINEAR_CLASSES, expert_class
 from titan_mxfp8.titan03.cuda_graph import CONVERTED
-from titan_mxfp8.titan03.moe import dispatch_tokens
+from titan_mxfp8.titan03.moe import dispatch_tokens, weights_of
 from titan_mxfp8.workarounds.patch import around
 
 # The whole config while a trainer is made, which builds the model; None elsewhere.
@@ -102,10 +103,12 @@ class MXFP8Experts(_Converter):
         dispatch: str = "auto"
         dispatch_rows: str | float = AUTO
         fsdp_fp8_all_gather: bool = True
+        quantize_weights_once: str = "auto"
 
     def __init__(self, config: Config) -> None:
         self.dispatch = dispatch_of(config.dispatch, config.dispatch_rows)
         self.dispatches = self.dispatch is not None
+        check_once(config.quantize_weights_once)
         super().__init__(config)
 
     def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
@@ -113,8 +116,9 @@ class MXFP8Experts(_Converter):
             if isinstance(module, GroupedExperts):
                 modules.EXPERT_CLASSES.setdefault(type(module), expert_class(type(module)))
         converted = modules.convert_experts(model, fqns=self.config.fqns, **options)
-        for name in converted:
-            model.get_submodule(name).fsdp_fp8_all_gather = self.config.fsdp_fp8_all_gather
+        for experts in map(model.get_submodule, converted):
+            experts.fsdp_fp8_all_gather = self.config.fsdp_fp8_all_gather
+            experts.quantize_weights_once = self.config.quantize_weights_once
         if self.dispatch is not None:
             chooses_rows = self.config.dispatch_rows == AUTO
             dispatch_tokens(model, converted, self.dispatch, chooses_rows, self.recipe, _trainer_config.get())
@@ -168,10 +172,12 @@ def trainer_config(config: Trainer.Config) -> Iterator[None]:
 @around("torchtitan.trainer.Trainer.__init__")
 def know_the_config(init: Any, trainer: Trainer, config: Trainer.Config) -> None:
     """Has the whole config of a trainer known while it builds the model, for the sizes of its batches, and its steps
-    run again where rows did not fit."""
+    run again where rows did not fit, and quantise weights once."""
     with trainer_config(config):
         init(trainer, config)
     watch_steps(trainer)
+    compiled = config.compile.enable and "model" in config.compile.components
+    quantize_once(trainer, weights_of(trainer.model_parts, compiled))
 
 
 @around("torchtitan.distributed.activation_checkpoint.SelectiveAC.get_save_ops")

@@ -1,23 +1,26 @@
-"""TorchTitan's CUDA graph of forward, loss and backward, with layers that dispatch their own tokens.
+"""CUDA graphs of forward, loss and backward under TorchTitan 0.3, with layers that dispatch their own tokens.
 
 TorchTitan captures unless ``training.disable_cuda_graphs`` is set, and refuses expert parallelism while the config is
 parsed, unless the token dispatcher is one of its own that never waits. Our layers have a dispatcher that waits and do
 not use it: so it is decided here, when the model has been built and its layers say what they do.
+
+Converted models are captured by ``titan/cuda_graph.py``, others by TorchTitan. Its graph adds to gradients which are
+zeroed before each step; ours has a graph that writes them, and one that adds to them.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torchtitan.distributed.cudagraph import cudagraph_teardown
+from torch import Tensor
+from torchtitan.distributed.cudagraph import CUDAGraphInputSpec
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher
 from torchtitan.trainer import Trainer
 
-from titan_mxfp8.titan.cuda_graph import GRAPH, fsdp_modules, must_run_eagerly
+from titan_mxfp8.modules import ConvertedModule
+from titan_mxfp8.titan.cuda_graph import GRAPH, StepGraph
 from titan_mxfp8.titan03.moe import MXFP8RoutedExperts
 from titan_mxfp8.workarounds.patch import around
 
@@ -25,42 +28,6 @@ logger = logging.getLogger(__name__)
 
 EXPERTS = "titan_mxfp8.titan03.experts"
 CONVERTED = "mxfp8_converts"  # of the class of a config: what of its model is converted
-
-
-class StepGraph:
-    """TorchTitan's graph of one trainer: ``trainer.mxfp8_graph``.
-
-    Args:
-        wrap: TorchTitan's, which captures a function and replays it.
-        body: forward, loss and backward of a microbatch; a method of the trainer.
-    """
-
-    def __init__(self, wrap: Callable[[Callable], Callable], body: Callable[..., torch.Tensor]) -> None:
-        self._wrap, self._body, self._captured, self._eager = wrap, body, wrap(body), False
-        (self._model,) = body.__self__.model_parts
-        self._sharded = fsdp_modules(self._model)
-
-    @contextmanager
-    def eager(self) -> Iterator[None]:
-        """Within, microbatches run eagerly."""
-        outer, self._eager = self._eager, True
-        try:
-            yield
-        finally:
-            self._eager = outer
-
-    def discard(self) -> None:
-        """Destroys the graph. It is captured again, after a microbatch that runs eagerly."""
-        cudagraph_teardown()
-        self._captured = self._wrap(self._body)
-
-    def run(self, *batch: Any) -> torch.Tensor:
-        """One microbatch, with TorchTitan's arguments: eagerly, if it must be."""
-        if self._eager or must_run_eagerly(self._model):
-            return self._body(*batch)
-        for module in self._sharded:  # what a validation left gathered has the weights of that time
-            module.reshard()
-        return self._captured(*batch)
 
 
 @around("torchtitan.trainer.Trainer.Config._validate_cuda_graphs")
@@ -82,9 +49,34 @@ def capture_where_nothing_waits(wrap: Any, body: Any) -> Callable:
         logger.info(f"MXFP8: no CUDA graphs, as if --training.disable_cuda_graphs were set: {reason}")
         trainer.config.training.disable_cuda_graphs = True
         return body
-    graph = StepGraph(wrap, body)
+    (model,) = trainer.model_parts
+    if not any(isinstance(module, ConvertedModule) for module in model.modules()):
+        return wrap(body)
+    trainer.config.training.disable_cuda_graphs = True  # TorchTitan's steps are eager ones: it takes gradients away
+    spec: CUDAGraphInputSpec | None = None
+
+    def step(batch: dict[str, Any], valid_tokens: Tensor) -> Tensor:
+        inputs, labels, *leaves = batch.values()
+        return body(inputs, labels, valid_tokens, spec.unflatten(leaves))
+
+    graph = StepGraph(step, model, trainer.device)
+
+    def run(inputs: Tensor, labels: Tensor, valid_tokens: Tensor, more: dict[str, Any]) -> Tensor:
+        nonlocal spec
+        spec = spec or CUDAGraphInputSpec(more)
+        leaves = {f"{index}": leaf for index, leaf in enumerate(spec.flatten(more))}  # tensors of masks among them
+        return graph.run({"inputs": inputs, "labels": labels, **leaves}, valid_tokens)
+
     setattr(trainer, GRAPH, graph)
-    return graph.run
+    return run
+
+
+@around("torchtitan.trainer.Trainer.close")
+def destroy_graphs(close: Any, trainer: Trainer) -> None:
+    """Destroys the graphs of a trainer that closes, before the process group, which would wait for them for ever."""
+    if graph := getattr(trainer, GRAPH, None):
+        graph.discard()
+    close(trainer)
 
 
 def obstacle(trainer: Trainer) -> str:

@@ -8,6 +8,8 @@ The class of ``routed_experts`` is swapped when the model has been built; both o
 """
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,6 +168,14 @@ def _dispatching_layers(
         dim=w2.shape[1],
         hidden=w2.shape[2],
     )
+
+
+def weights_of(model_parts: list[nn.Module], compiled: bool) -> dict[GroupedExperts, Callable[[], Weights]]:
+    """The experts of layers that dispatch their own tokens, and what gives their weights. With ``compiled`` those that
+    TorchTitan dispatches nevertheless are left out."""
+    layers = [layer for part in model_parts for layer in part.modules() if isinstance(layer, MXFP8RoutedExperts)]
+    experts = [layer.inner_experts for layer in layers if not (compiled and layer._is_counted())]
+    return {each: partial(_parameters, each) for each in experts}
 
 
 def _parameters(experts: GroupedExperts) -> Weights:

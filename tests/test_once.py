@@ -1,0 +1,176 @@
+"""Weights that a step of several microbatches quantises once (``titan.once``)."""
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_plugin import GROUPED, parse
+from test_plugin_moe import DISPATCH, RECIPE, D, convert, layer
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from titan_mxfp8.backends import reference
+from titan_mxfp8.ops.experts import quantize_ahead
+from titan_mxfp8.plugin.experts import RoutedExperts
+from titan_mxfp8.titan import once
+from titan_mxfp8.titan.once import QuantizedOnce, quantize_once
+
+MICROBATCHES = 4
+
+
+class Trainer:
+    """What ``quantize_once`` takes for a trainer, of one MoE layer. ``run`` is how a forward pass calls it."""
+
+    def __init__(self, *flags: str, model: str = "deepseek_v3", run: Callable | None = None, on: bool = True) -> None:
+        torch.manual_seed(0)
+        self.layer = convert(layer(model), *flags)
+        self.run = run or (lambda made, x: made(x))
+        self.model_parts, self.device = [self.layer], torch.device("cpu")
+        self.gradient_accumulation_steps, self.parallel_dims = MICROBATCHES, SimpleNamespace(pp_enabled=False)
+        self.optimizers = [torch.optim.SGD(self.layer.parameters(), lr=0.5)]
+        if on:
+            modules = [each for each in self.layer.modules() if isinstance(each, RoutedExperts)]
+            quantize_once(self, {each: partial(each.weights, False) for each in modules})
+
+    def forward_backward_step(self, *, x: torch.Tensor) -> torch.Tensor:
+        loss = self.run(self.layer, x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def steps(self, count: int = 2) -> list[torch.Tensor]:
+        """Losses of ``count`` steps, and the weights after them."""
+        generator, losses = torch.Generator().manual_seed(1), []
+        for _ in range(count):
+            for _ in range(MICROBATCHES):
+                losses.append(self.forward_backward_step(x=torch.randn(2, 17, D, generator=generator)))
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [*losses, *self.layer.parameters()]
+
+
+@pytest.fixture
+def quantized(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The axes along which weights were quantised."""
+    axes, quantize = [], reference.reference.quantize
+
+    def counted(x: torch.Tensor, axis: int, *rest: object) -> object:
+        if x.ndim == 3:
+            axes.append(axis)
+        return quantize(x, axis, *rest)
+
+    monkeypatch.setattr(reference.reference, "quantize", counted)
+    monkeypatch.setattr(reference, "quantize", counted)
+    return axes
+
+
+def again_in_backward(made: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(made, x, use_reentrant=False)
+
+
+def compiled() -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    run = torch.compile(lambda made, x: made(x), backend="aot_eager", fullgraph=True)
+    return lambda made, x: run(made, x)
+
+
+def experts_of(trainer: Trainer) -> RoutedExperts:
+    return next(module for module in trainer.layer.modules() if isinstance(module, RoutedExperts))
+
+
+ONCE = [1, 1, 1, 2, 2, 2]
+CASES = {
+    "checkpointed": lambda **on: Trainer(f"{RECIPE}=mxfp8_2d", run=again_in_backward, **on),
+    "compiled": lambda **on: Trainer(f"{RECIPE}=mxfp8_2d_rebased", run=compiled(), **on),
+    "scores first": lambda **on: Trainer(f"{RECIPE}=mxfp8", model="llama4", **on),
+    "sorted by TorchTitan": lambda **on: Trainer(f"{RECIPE}=mxfp8", f"{DISPATCH}=off", model="gpt_oss", **on),
+    "bf16": lambda **on: Trainer(f"{RECIPE}=bf16", **on),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_weight_is_quantised_once_for_each_gemm_and_bits_are_the_same(case: str, quantized: list[int]) -> None:
+    expected = CASES[case](on=False).steps()
+    each_time = len(quantized)
+    quantized.clear()
+    trainer = CASES[case]()
+    actual = trainer.steps()
+    if case != "bf16":
+        assert sorted(quantized) == sorted(2 * ONCE) and each_time >= MICROBATCHES * len(quantized)
+    assert all(map(torch.equal, actual, expected)) and len(set(map(float, actual[: 2 * MICROBATCHES]))) > 4
+    assert not experts_of(trainer).kept
+
+
+def test_what_is_quantised_holds_until_the_step_ends(quantized: list[int]) -> None:
+    """Not after an optimizer's step that comes early, an edit between steps, or an error, nor in a validation."""
+    results = []
+    for on in (False, True):
+        trainer = Trainer(f"{RECIPE}=mxfp8_2d", on=on)
+        trainer.steps(1)
+        experts_of(trainer).w1.data.mul_(-1.5)
+        with torch.no_grad():
+            trainer.run(trainer.layer.eval(), torch.ones(1, 5, D))
+        trainer.layer.train()
+        x = torch.randn(2, 17, D, generator=torch.Generator().manual_seed(3))
+        losses = [trainer.forward_backward_step(x=x) for _ in range(2)]
+        assert bool(experts_of(trainer).kept) == on
+        trainer.optimizers[0].step()
+        quantized.clear()
+        losses += [trainer.forward_backward_step(x=x) for _ in range(2)]
+        assert not on or sorted(quantized) == sorted(ONCE)
+        with pytest.raises(RuntimeError):
+            trainer.forward_backward_step(x=x[..., :3])
+        assert not experts_of(trainer).kept
+        experts_of(trainer).w2.data.mul_(0.5)
+        results.append([*losses, *trainer.steps(1)])
+    assert all(map(torch.equal, *results)) and len(set(map(float, results[1][:4]))) == 2
+
+
+def test_cuda_graphs_find_it_where_it_was() -> None:
+    trainer, each_time = Trainer(f"{RECIPE}=mxfp8"), Trainer(f"{RECIPE}=mxfp8", on=False)
+    setattr(trainer, once.GRAPH, SimpleNamespace())
+    places, run = [], trainer.run
+    trainer.run = lambda made, x: places.append([w.data_ptr() for w in made.experts.kept]) or run(made, x)
+    assert all(map(torch.equal, trainer.steps(3), each_time.steps(3)))
+    assert len(places) == 3 * MICROBATCHES and all(place == places[0] for place in places) and len(set(places[0])) == 12
+
+
+@pytest.mark.parametrize(
+    "free, resumed, wanted", [(60, False, True), (1, False, False), (60, True, True), (1, True, False)]
+)
+def test_auto_leaves_it_where_memory_is_short(
+    free: int, resumed: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which the second step knows. The first one is without it if a checkpoint has brought the optimizer's state."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * once.GIB, 80 * once.GIB))
+    trainer, discarded = Trainer(f"{RECIPE}=mxfp8", on=False), []
+    experts = experts_of(trainer)
+    trainer.device = torch.device("cuda")
+    made = partial(quantize_ahead, experts.weights(False)[:3], experts.mxfp8)
+    steps = QuantizedOnce(trainer, [once._Holder(experts, made, 2**20)], auto=True)
+    setattr(trainer, once.GRAPH, SimpleNamespace(discard=lambda: discarded.append(1)))
+    state = {"exp_avg": torch.zeros(3)}
+    trainer.optimizers = [SimpleNamespace(state={0: state} if resumed else {})]
+    seen = []
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            steps.begin()
+            seen.append(bool(experts.kept))
+            steps.end()
+            trainer.optimizers[0].state[0] = state
+    assert seen == [not resumed, wanted, wanted] and len(discarded) == (wanted == resumed)
+    assert ("too little memory" in caplog.text) == (not wanted and not resumed)
+
+
+def test_who_quantises_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        Trainer(f"{RECIPE}=mxfp8_2d")
+    with pytest.raises(ValueError, match="quantize_weights_once = 'yes': use one of off, on, auto"):
+        parse(f"--{GROUPED}.quantize_weights_once=yes")
+    elements = 3 * 8 * D * 96
+    assert (
+        f"quantises the experts' weights of 1 MoE layer once, and keeps {2 * elements / once.GIB:.2f} GiB"
+        in caplog.text
+    )
