@@ -29,7 +29,6 @@ from torch.utils.tensorboard import SummaryWriter
 from scripts import watch
 from scripts.bench import bench_moe_layer, bench_training, roofline
 from scripts.examples import toy_moe
-from scripts.result_files import write_rows
 from scripts.study import converge, runs, tables
 from titan_mxfp8 import mxfp8_grouped_mm
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
@@ -1058,12 +1057,6 @@ def test_the_control_of_dispatch_is_that_of_converge_and_is_told_from_the_baseli
     call("bench_training", "--ngpu", 1, "--steps", 3, "--warmup", 0, "--out", tmp_path, "--runs", *names[::2])
     (alone,) = tables.end_to_end(tmp_path / "table.csv")
     assert (alone["bf16, ours"], alone["`mxfp8_2d`"], alone["memory"]) == ("1.15", "", "1.00")
-    costs = [{"run": name, "us per token and layer": us} for name, us in (("bf16", 6), ("bf16+dispatch", 5))]
-    speeds = [{"run": name, "flavor": "17bx16e_2layers", tables.SPEED: 1, "x": 1} for name in names[::2]]
-    for name, rows in (("layers.csv", costs), ("speeds.csv", speeds)):
-        write_rows(tmp_path / name, rows)
-    layer = [row["a layer, times bf16"] for row in tables.training(tmp_path / "speeds.csv", tmp_path / "layers.csv")]
-    assert layer == ["1.00", "1.20"]
 
 
 def test_bench_training_tells_the_time_of_a_layer_from_that_of_the_rest() -> None:

@@ -54,7 +54,7 @@ Row = dict[str, str]
 Cells = dict[str, str]
 
 
-# What bench_grouped_mm.py wrote into its column ``what`` up to 2026-11-22; results/README.md has two tables of it.
+# What bench_grouped_mm.py wrote into its column ``what`` up to 2026-11-22; results/README.md has a table of it.
 EARLIER_WHAT = re.compile(
     r"(?P<recipe>mxfp8\w*)(?P<rebased> rebased|\+rebase)?(?P<products> of products)?(, (?P<held>\d+) held,)? "
     r"(?P<what>.+)"
@@ -191,24 +191,6 @@ def training_speeds(rows: Sequence[Row], warmup: str) -> tuple[dict[str, list[fl
     return speeds, memory, " to ".join(map(str, sorted({min(repeats), max(repeats)})))
 
 
-def training(path: Path, layers: Path) -> list[Cells]:
-    """Tokens/s of a model of few and of more layers, and what a layer costs."""
-    rows = read(path)
-    flavors = list(dict.fromkeys(row["flavor"] for row in rows))
-    speed = {(recipe_of(row["run"]), row["flavor"]): float(row[SPEED]) for row in rows}
-    gains = {(recipe_of(row["run"]), row["flavor"]): gain for row, gain in training_gains(rows)}
-    cost = {recipe_of(row["run"]): float(row["us per token and layer"]) for row in read(layers) if row.get("x") != ""}
-    table = []
-    for recipe in sorted(cost, key=("bf16", OURS, *RECIPES).index):
-        cells = {"experts and linears": "bf16" if recipe == "bf16" else code(recipe)}
-        for flavor in flavors:
-            size = MODELS[flavor].rpartition(", ")[2]
-            cells[f"{size}: tokens/s per GPU"] = f"{speed[recipe, flavor]:,.0f}"
-            cells[f"{size}: times bf16"] = f"{gains[recipe, flavor]:.2f}"
-        table.append(cells | {"a layer, times bf16": f"{cost['bf16'] / cost[recipe]:.2f}"})
-    return table
-
-
 def moe_layers(*paths: Path, ranks: str = "2") -> list[Cells]:
     """MoE layers of bench_moe_layer.py, times TorchTitan's. Where several files have a row the first one counts."""
     found: dict[str, Cells] = {}
@@ -255,63 +237,6 @@ def grouped_mm(
     return table
 
 
-def absolute(path: Path, recipe: str = "mxfp8") -> list[Cells]:
-    """Forward + backward of one grouped GEMM in milliseconds, of one recipe."""
-    table = []
-    for row in read_grouped_mm(path):
-        if row.get("recipe") != recipe or row["what"] != "forward + backward" or row["groups"] != "balanced":
-            continue
-        if row["G"] == "8":
-            ms = {"bf16 ms": row["baseline_us"], f"`{recipe}` ms": row["p50_us"]}
-            cells = {"M, N, K, experts": ", ".join(row[name] for name in ("M", "N", "K", "G"))}
-            cells |= {name: f"{float(us) / 1e3:.1f}" for name, us in ms.items()}
-            table.append(cells | {"speed-up": f"{float(row['x']):.2f}"})
-    return table
-
-
-def quantisers(path: Path) -> list[Cells]:
-    """Shares of the copy bandwidth, of the table of quantisers of 2026-11-21."""
-    share = {(row["kernel"], row["shape"], row["groups"]): float(row["share"]) for row in read(path) if row["share"]}
-    wide, few = "131072x7168", "16384x7168"
-    shown = {
-        "1x32 along the last axis / the first one, transposed, ragged groups": (
-            ("quantize 1x32 last", wide, ""), ("quantize 1x32 first ragged", wide, "8"),
-        ),
-        "1x32 along both axes in one read / with ragged groups": (
-            ("quantize 1x32 both", wide, ""), ("quantize 1x32 both ragged", wide, "8"),
-        ),
-        "32x32, both storage orders": (("quantize 32x32 both", wide, ""),),
-        "pad, unpad of 16 token groups, 16384 x 7168": (("pad", few, "16"), ("unpad", few, "16")),
-    }  # fmt: skip
-    return [
-        {"kernel, 131072 x 7168 bf16": name, "share": " / ".join(f"{share[key]:.2f}" for key in keys)}
-        for name, keys in shown.items()
-    ]
-
-
-def reference(path: Path, *repeats: Path, losses: str = "") -> list[Cells]:
-    """The reference backend on a CPU: an expert layer, and a training step; ``losses`` is beside ``path``."""
-
-    def of(path: Path, provider: str) -> Row:
-        return next(row for row in read(path) if row["groups"] == "balanced" and row["provider"].startswith(provider))
-
-    base, ours = (float(of(path, name)["p50_us"]) / 1e3 for name in ("bf16", "mxfp8"))
-    ratios = [float(of(each, "mxfp8")["times_bf16"]) for each in (path, *repeats)]
-    table = [
-        {
-            "what": "forward + backward, 4096 tokens, N 512, K 256, 8 experts",
-            "bf16": f"{base:.1f} ms",
-            "MXFP8": f"{ours:.1f} ms",
-            "times bf16": f"{ratios[0]:.1f} ({times(ratios, 1)} in {len(ratios)} runs)",
-        }
-    ]
-    # the first step warms up
-    speeds = [median(float(row[f"{run} tps"]) for row in read(path.with_name(losses))[1:]) for run in ("bf16", "mxfp8")]
-    step = {"bf16": f"{speeds[0]:.0f} tokens/s", "MXFP8": f"{speeds[1]:.0f} tokens/s"}
-    step |= {"times bf16": f"{speeds[0] / speeds[1]:.2f}"}
-    return [*table, {"what": "training step of the Llama4 debug model, both converters"} | step]
-
-
 def kernels(path: Path) -> list[Cells]:
     """Each pass of each recipe: microseconds, rate, share of the ceiling and, of GEMMs, times bf16. Where the power
     was measured: it, the clock and, of GEMMs, the energy of a floating-point operation."""
@@ -341,18 +266,6 @@ def pad(path: Path) -> list[Cells]:
                 f"{name}, us": f"{float(at):.0f}" for name, at in us.items()
             }
             table.append(cells | {"GB/s": f"{float(row['gb_per_s']):.0f}", "of a copy": f"{float(row['share']):.2f}"})
-    return table
-
-
-def predictions(path: Path, since: str = "") -> list[Cells]:
-    """Trainings and what the roofline says of them (roofline.py check), of folders from a date on."""
-    table = []
-    for row in read(path):
-        if row["folder"] >= since:
-            cells = {"training": MODELS.get(row["model"], row["model"]), "GPUs": row["GPUs"]}
-            cells |= {"converted": f"`{row['run']}`", "measured": f"{float(row['measured']):.2f}"}
-            cells |= {f"predicted, {name}": f"{float(row[name]):.2f}" for name in ("by our rates", "by the ceilings")}
-            table.append(cells | {"folder": f"`{row['folder'].split('/')[0]}`"})
     return table
 
 
@@ -454,15 +367,10 @@ KINDS: dict[str, Callable[..., list[Cells]]] = {
     function.__name__: function
     for function in (
         end_to_end,
-        training,
         moe_layers,
         grouped_mm,
-        absolute,
-        quantisers,
-        reference,
         kernels,
         pad,
-        predictions,
         scaling,
         linearity,
         convergence,
