@@ -8,7 +8,6 @@ import pytest
 SECONDS = {
     "test_triton_interpreter.py": 130,
     "test_configs.py": 75,
-    "test_scripts.py": 75,
     "test_smoke03.py": 70,
     "test_smoke.py": 65,
     "test_layouts.py": 50,
@@ -27,6 +26,10 @@ SECONDS = {
     "test_moe_layer.py": 15,
     "test_hopper_gemm_aot.py": 13,
     "test_patch.py": 12,
+    "test_launchers.py": 25,
+    "test_setup.py": 15,
+    "test_scripts.py": 15,
+    "test_converge.py": 15,
     "test_triton_gemm_aot.py": 15,
 }
 
