@@ -6,8 +6,7 @@
 Folders that count are those in bold in results/README.md. A row is how many times bf16's speed a recipe reached on a
 GPU: in training (kind ``training``, of bench_training.py with TorchTitan 0.2.2: experts converted, in older folders
 linears too, or with recipe ``bf16`` nothing, the control of the dispatch), or in forward + backward of one grouped GEMM
-with 8 experts (kind ``grouped_mm``). Of the same
-thing the newest folder has its row.
+with 8 experts (kind ``grouped_mm``). Of the same thing the newest folder has its row.
 """
 
 import argparse
