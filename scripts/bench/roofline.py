@@ -9,7 +9,6 @@ kernels' rates; of the control, ``bf16+dispatch``, 1, as in the model only the n
 """
 
 import argparse
-import csv
 import itertools
 import json
 import logging
@@ -28,7 +27,7 @@ from scripts.bench.passes import (
     step_speedup,
 )
 from scripts.progress import ends_in_words
-from scripts.result_files import environment, format_table, read_rows, training_gains, write_results, write_rows
+from scripts.result_files import env_of, environment, format_table, read_rows, training_gains, write_results, write_rows
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
 from titan_mxfp8.recipe import BF16, get_recipe
@@ -123,8 +122,7 @@ def draw(path: Path) -> list[Path]:
     """The pictures of a roofline.csv, beside it: speed-up of forward + backward and of the GEMMs alone, by tokens."""
     from matplotlib import pyplot
 
-    with path.open(newline="") as file:
-        every = list(csv.DictReader(file))
+    every = read_rows(path)
     drawn = []
     for (n, k), model in MODELS.items():
         rows = [row for row in every if (row["N"], row["K"]) == (str(n), str(k))]
@@ -174,12 +172,7 @@ def curve(
 def trainings(results: Path) -> Iterator[tuple[Path, dict[str, str], dict[str, str], float]]:
     """Table, environment, row and gain of each training beside bf16's whose config and flags are known."""
     for path in sorted(results.rglob("*table.csv")):
-        names = (f"{path.stem.removesuffix('table')}env.json", "env.json", "../env.json")
-        env = next(
-            (json.loads((path.parent / name).read_text()) for name in names if (path.parent / name).is_file()), {}
-        )
-        with path.open(newline="") as file:
-            gains = training_gains(list(csv.DictReader(file)))
+        env, gains = env_of(path), training_gains(read_rows(path))
         if "config" in env:
             yield from ((path, env, row, gain) for row, gain in gains if row["run"] != "bf16")
 
