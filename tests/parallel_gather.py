@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import Step, build, run_step
 from test_models import AC_MODES, tokens
+from test_once import MICROBATCHES, Trainer
 from test_plugin_moe import CONVERT, DISPATCH, RECIPE
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import titan_mxfp8.plugin  # noqa: F401 - what a run's config loads
 from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.plugin.experts import MXFP8GroupedExperts
+from titan_mxfp8.titan import gather
 
 FP32 = "--training.mixed_precision_param=float32"
 OFF = "--quantize.grouped_mm.mx.no-fsdp_fp8_all_gather"
@@ -104,6 +106,26 @@ def check_bytes(layout: str, reshard: str) -> None:
         assert gathered[0].count(elements + elements // 1024) == times
 
 
+def check_once(layout: str) -> None:
+    """Shards are quantised once a step, and not before each gather: the same losses and weights, to the last bit."""
+    results, counts = [], []
+    for on in (False, True):
+        model = build("deepseek_v3", CONVERT, f"{RECIPE}=mxfp8_2d", **LAYOUTS[layout])
+        with mock.patch.object(gather, "quantize", side_effect=gather.quantize) as quantize:
+            trainer = Trainer(model, on=on)
+            ids = tokens(dist.get_rank())
+            losses = []
+            for _ in range(2):
+                losses += [trainer.forward_backward_step(x=ids[:, i : i + 32]) for i in range(MICROBATCHES)]
+                trainer.optimizers[0].step()
+                trainer.optimizers[0].zero_grad()
+        counts.append(quantize.call_count)
+        results.append([*losses, *(param.to_local() for param in model.parameters())])
+    print(f"{layout}: shards quantised {counts} times")
+    assert counts == [2 * 2 * MICROBATCHES * 3, 2 * 3]
+    assert all(map(torch.equal, *results)) and len(set(map(float, results[0][: 2 * MICROBATCHES]))) > 2  # bf16
+
+
 def check_checkpoint(folder: str) -> None:
     """What is saved is what any gather would save, and either loads it."""
     flags, layout = (CONVERT, f"{RECIPE}=mxfp8_2d"), LAYOUTS["EP 2"]
@@ -131,6 +153,7 @@ for layout in LAYOUTS:
     check_steps(layout, f"{RECIPE}=mxfp8_2d_rebased", *AC_MODES["full"], f"{DISPATCH}=off")
 check_steps("EP 2", f"{RECIPE}=mxfp8_2d", frozen="experts.w1")
 check_bytes("EP 2", "always")
+check_once("EP 2")
 check_bytes("HSDP 2 x 2", "never")
 names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
 dist.broadcast_object_list(names)

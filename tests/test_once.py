@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,31 +13,31 @@ from test_plugin_moe import DISPATCH, RECIPE, D, convert, layer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from titan_mxfp8.backends import reference
+from titan_mxfp8.backends import reference, triton
 from titan_mxfp8.ops.experts import quantize_ahead
 from titan_mxfp8.plugin.experts import RoutedExperts
+from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.titan import once
+from titan_mxfp8.titan.gather import BlocksParam
 from titan_mxfp8.titan.once import QuantizedOnce, quantize_once
 
 MICROBATCHES = 4
 
 
 class Trainer:
-    """What ``quantize_once`` takes for a trainer, of one MoE layer. ``run`` is how a forward pass calls it."""
+    """What ``quantize_once`` takes for a trainer. ``run`` is how a forward pass calls its model."""
 
-    def __init__(self, *flags: str, model: str = "deepseek_v3", run: Callable | None = None, on: bool = True) -> None:
-        torch.manual_seed(0)
-        self.layer = convert(layer(model), *flags)
-        self.run = run or (lambda made, x: made(x))
-        self.model_parts, self.device = [self.layer], torch.device("cpu")
+    def __init__(self, model: nn.Module, run: Callable = lambda model, x: model(x), on: bool = True) -> None:
+        self.model, self.run = model, run
+        self.model_parts, self.device = [model], torch.device("cpu")
         self.gradient_accumulation_steps, self.parallel_dims = MICROBATCHES, SimpleNamespace(pp_enabled=False)
-        self.optimizers = [torch.optim.SGD(self.layer.parameters(), lr=0.5)]
+        self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.5)]
         if on:
-            modules = [each for each in self.layer.modules() if isinstance(each, RoutedExperts)]
+            modules = [each for each in model.modules() if isinstance(each, RoutedExperts)]
             quantize_once(self, {each: partial(each.weights, False) for each in modules})
 
     def forward_backward_step(self, *, x: torch.Tensor) -> torch.Tensor:
-        loss = self.run(self.layer, x).square().mean()
+        loss = self.run(self.model, x).square().mean()
         loss.backward()
         return loss.detach()
 
@@ -49,7 +50,12 @@ class Trainer:
             for optimizer in self.optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        return [*losses, *self.layer.parameters()]
+        return [*losses, *self.model.parameters()]
+
+
+def of_layer(*flags: str, model: str = "deepseek_v3", **options: object) -> Trainer:
+    torch.manual_seed(0)
+    return Trainer(convert(layer(model), *flags), **options)
 
 
 @pytest.fixture
@@ -77,16 +83,16 @@ def compiled() -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
 
 
 def experts_of(trainer: Trainer) -> RoutedExperts:
-    return next(module for module in trainer.layer.modules() if isinstance(module, RoutedExperts))
+    return next(module for module in trainer.model.modules() if isinstance(module, RoutedExperts))
 
 
 ONCE = [1, 1, 1, 2, 2, 2]
 CASES = {
-    "checkpointed": lambda **on: Trainer(f"{RECIPE}=mxfp8_2d", run=again_in_backward, **on),
-    "compiled": lambda **on: Trainer(f"{RECIPE}=mxfp8_2d_rebased", run=compiled(), **on),
-    "scores first": lambda **on: Trainer(f"{RECIPE}=mxfp8", model="llama4", **on),
-    "sorted by TorchTitan": lambda **on: Trainer(f"{RECIPE}=mxfp8", f"{DISPATCH}=off", model="gpt_oss", **on),
-    "bf16": lambda **on: Trainer(f"{RECIPE}=bf16", **on),
+    "checkpointed": lambda **on: of_layer(f"{RECIPE}=mxfp8_2d", run=again_in_backward, **on),
+    "compiled": lambda **on: of_layer(f"{RECIPE}=mxfp8_2d_rebased", run=compiled(), **on),
+    "scores first": lambda **on: of_layer(f"{RECIPE}=mxfp8", model="llama4", **on),
+    "sorted by TorchTitan": lambda **on: of_layer(f"{RECIPE}=mxfp8", f"{DISPATCH}=off", model="gpt_oss", **on),
+    "bf16": lambda **on: of_layer(f"{RECIPE}=bf16", **on),
 }
 
 
@@ -107,12 +113,12 @@ def test_what_is_quantised_holds_until_the_step_ends(quantized: list[int]) -> No
     """Not after an optimizer's step that comes early, an edit between steps, or an error, nor in a validation."""
     results = []
     for on in (False, True):
-        trainer = Trainer(f"{RECIPE}=mxfp8_2d", on=on)
+        trainer = of_layer(f"{RECIPE}=mxfp8_2d", on=on)
         trainer.steps(1)
         experts_of(trainer).w1.data.mul_(-1.5)
         with torch.no_grad():
-            trainer.run(trainer.layer.eval(), torch.ones(1, 5, D))
-        trainer.layer.train()
+            trainer.run(trainer.model.eval(), torch.ones(1, 5, D))
+        trainer.model.train()
         x = torch.randn(2, 17, D, generator=torch.Generator().manual_seed(3))
         losses = [trainer.forward_backward_step(x=x) for _ in range(2)]
         assert bool(experts_of(trainer).kept) == on
@@ -129,7 +135,7 @@ def test_what_is_quantised_holds_until_the_step_ends(quantized: list[int]) -> No
 
 
 def test_cuda_graphs_find_it_where_it_was() -> None:
-    trainer, each_time = Trainer(f"{RECIPE}=mxfp8"), Trainer(f"{RECIPE}=mxfp8", on=False)
+    trainer, each_time = of_layer(f"{RECIPE}=mxfp8"), of_layer(f"{RECIPE}=mxfp8", on=False)
     setattr(trainer, once.GRAPH, SimpleNamespace())
     places, run = [], trainer.run
     trainer.run = lambda made, x: places.append([w.data_ptr() for w in made.experts.kept]) or run(made, x)
@@ -145,7 +151,7 @@ def test_auto_leaves_it_where_memory_is_short(
 ) -> None:
     """Which the second step knows. The first one is without it if a checkpoint has brought the optimizer's state."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * once.GIB, 80 * once.GIB))
-    trainer, discarded = Trainer(f"{RECIPE}=mxfp8", on=False), []
+    trainer, discarded = of_layer(f"{RECIPE}=mxfp8", on=False), []
     experts = experts_of(trainer)
     trainer.device = torch.device("cuda")
     made = partial(quantize_ahead, experts.weights(False)[:3], experts.mxfp8)
@@ -166,7 +172,9 @@ def test_auto_leaves_it_where_memory_is_short(
 
 def test_who_quantises_each_time(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        Trainer(f"{RECIPE}=mxfp8_2d")
+        of_layer(f"{RECIPE}=mxfp8_2d")
+        of_layer(f"{RECIPE}=mxfp8_2d", f"--{GROUPED}.quantize_weights_once=off")
+    assert caplog.text.count("quantises the experts' weights") == 1
     with pytest.raises(ValueError, match="quantize_weights_once = 'yes': use one of off, on, auto"):
         parse(f"--{GROUPED}.quantize_weights_once=yes")
     elements = 3 * 8 * D * 96
@@ -174,3 +182,22 @@ def test_who_quantises_each_time(caplog: pytest.LogCaptureFixture) -> None:
         f"quantises the experts' weights of 1 MoE layer once, and keeps {2 * elements / once.GIB:.2f} GiB"
         in caplog.text
     )
+    experts, plan = experts_of(of_layer(f"{RECIPE}=mxfp8")), reference.plan(get_recipe("mxfp8"), None)
+    experts._is_fsdp_managed_module = True
+    assert "FSDP frees" in once._why_each_time(experts)
+    experts.mxfp8 = replace(experts.mxfp8, plan=plan.map(triton.in_bf16))
+    assert "with recipe mxfp8 their values are multiplied in bf16" in once._why_each_time(experts)
+
+
+def test_fsdp_sends_what_is_kept_of_a_shard() -> None:
+    """In a run: tests/parallel_gather.py."""
+    param = BlocksParam.__new__(BlocksParam)
+    param._sharded_param_data, param.sharded_size = torch.randn(2 * 32 * 64), torch.Size((2, 32, 64))
+    param.mxfp8_spec, param.mxfp8_backend = reference.plan(get_recipe("mxfp8_2d"), None).forward.b.key, "reference"
+    made, (sent, _) = param.quantize_shard(), param.fsdp_pre_all_gather(None, None, None, None, None)
+    assert all(map(torch.equal, sent, made)) and [x.shape for x in sent] == [(2, 32, 64), (2, 1, 2)]
+    param._sharded_param_data.zero_()
+    param.kept = made
+    assert all(map(torch.equal, param.fsdp_pre_all_gather(None, None, None, None, None)[0], made))
+    param.kept = ()
+    assert not param.fsdp_pre_all_gather(None, None, None, None, None)[0][0].any()

@@ -77,6 +77,17 @@ def test_every_public_function_has_a_docstring_and_type_hints() -> None:
                 assert all(hints) and node.returns is not None, f"{relative}: {node.name} lacks type hints"
 
 
+def test_files_and_lists_of_parameters_stay_short() -> None:
+    for path, relative in package_sources():
+        text = path.read_text()
+        assert len(text.splitlines()) <= 500, relative
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.name != "mxfp8_moe":  # a public one, as are its arguments
+                is_kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+                count = len((*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
+                assert is_kernel or count <= 12, f"{relative}: {node.name} has {count} parameters"
+
+
 def test_the_tour_names_every_file() -> None:
     tour = (PACKAGE / "README.md").read_text()
     for _, relative in package_sources():

@@ -217,7 +217,7 @@ def test_convergence_takes_verdicts_or_judges() -> None:
 
 
 def test_a_table_that_was_typed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    query = "absolute 2026-11-21_h200_triton_grouped_mm/data.csv"
+    query = "convergence 2026-11-24_h200_moe_320m_seeds_4_5/table.csv"
     right = f"text\n\n<!-- table: {query} -->\n{tables.table_of(query)}\nmore\n"
     copy = tmp_path / "README.md"
     monkeypatch.setattr(tables, "FILES", (copy,))
@@ -226,14 +226,14 @@ def test_a_table_that_was_typed_is_found(tmp_path: Path, monkeypatch: pytest.Mon
     copy.write_text(right)
     tables.main(["--check"])
     assert "0 tables differ" in capsys.readouterr().out
-    copy.write_text(right.replace("| 1.11 |", "| 1.21 |"))
-    with pytest.raises(SystemExit, match=r"README.md: absolute .*\n.*\n(.*\n)*.*1.21"):
+    copy.write_text(right.replace("| +0.0105 |", "| +0.0205 |"))
+    with pytest.raises(SystemExit, match=r"README.md: convergence .*\n.*\n(.*\n)*.*0.0205"):
         tables.main(["--check"])
     tables.main([])
     assert copy.read_text() == right
     for wrong, message in (
         ("speeds x.csv", "unknown kind 'speeds', use one of end_to_end"),
-        ("absolute none.csv", "none.csv"),
+        ("convergence none.csv", "none.csv"),
         (f"{query} recipes=mxfp8", "unexpected keyword argument 'recipes'"),
     ):
         copy.write_text(f"<!-- table: {wrong} -->\n")

@@ -20,7 +20,8 @@ from titan_mxfp8.recipe import BF16, get_recipe
 ROOT = Path(__file__).parents[2]
 FILES = (ROOT / "README.md", ROOT / "results" / "README.md")
 MARKER = re.compile(r"<!-- table: (.+?) -->\n((?:\|.*\n)*)")
-MODELS = {"16B_4layers": "DeepSeek-V3 16B, 4 layers"}
+MODELS = {f"16B_{layers}layers": f"DeepSeek-V3 16B, {layers} layers" for layers in (4, 7)}
+MODELS |= {f"deepseek_v3_{flavor.lower()}": f"{model}, TorchTitan 0.3" for flavor, model in MODELS.items()}
 MODELS |= {f"17bx16e_{layers}layers": f"Llama4 17Bx16E, {layers} layers" for layers in (2, 4)}
 # By N, K of a grouped GEMM; by name of a layer.
 SHAPES = {("8192", "5120"): "Llama4", ("2048", "7168"): "DeepSeek-V3", ("1408", "2048"): "DeepSeek-V3 16B"}
@@ -34,6 +35,7 @@ LAYERS = {
 }
 CONTROLS = ("torch bf16, compiled", "bf16")
 OURS = "bf16, ours"  # the control: our kernels, or our dispatch, with nothing quantised
+EXTRAS = {"dispatch": ", `dispatch`", "graph": ", CUDA graph"}
 ALONE = {"grouped": ", experts alone", "linears": ", linears alone"}  # behind a model of which no more is converted
 RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_2d_wgrad_bf16", "mxfp8_rebased", "mxfp8_2d_rebased")
 
@@ -44,6 +46,11 @@ Cells = dict[str, str]
 def gpu_of(path: Path) -> str:
     """Its short name: ``H100`` of NVIDIA H100 80GB HBM3."""
     return env_of(path).get("gpu", "CPU").removeprefix("NVIDIA ").split()[0]
+
+
+def folder_of(path: Path) -> str:
+    """The one under results/ that has it, maybe in a folder of its own."""
+    return next((part for part in path.parts if re.match(r"20\d\d-\d\d-\d\d_", part)), path.parent.name)
 
 
 def gpus_of(path: Path) -> str:
@@ -96,12 +103,14 @@ def render(rows: Sequence[Cells]) -> str:
 
 def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased") -> list[Cells]:
     """Tokens/s of training times bf16's with their range over repeats, and memory, of table.csv of bench_training.py: a
-    row for each flavor and what was converted, one for runs with ``dispatch``, which has their control in a column."""
+    row for each flavor and what was converted, one for runs with ``dispatch``, which has their control in a column, and
+    one for those that are a CUDA graph."""
     table, shown = [], [OURS, *recipes.split(",")]
     for path in paths:
         rows = [row for row in read(path) if row.get("x") != ""]  # of those that bench_training.py refused, nothing
-        for flavor, sends in itertools.product(dict.fromkeys(row.get("flavor", "") for row in rows), (False, True)):
-            of_kind = [row for row in rows if row["run"] == "bf16" or ("+dispatch" in row["run"]) == sends]
+        flavors = dict.fromkeys(row.get("flavor", "") for row in rows)
+        for flavor, extras in itertools.product(flavors, ((), ("dispatch",), ("dispatch", "graph"))):
+            of_kind = [row for row in rows if row["run"] == "bf16" or extras_of(row["run"]) == extras]
             of_kind = [row for row in of_kind if row.get("flavor", "") == flavor]
             converted = dict.fromkeys(converted_of(row["run"]) for row in of_kind)
             for what in [name for name in converted if name != "bf16"] or ["bf16"]:
@@ -110,7 +119,7 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased") -> list
                 gains = {recipe_of(row["run"]): gain for row, gain in training_gains(chosen)}
                 if "bf16" not in gains or len(gains) == 1:
                     continue
-                model = MODELS.get(flavor, flavor) + ALONE.get(what, "") + ", `dispatch`" * sends
+                model = MODELS.get(flavor, flavor) + ALONE.get(what, "") + "".join(EXTRAS[extra] for extra in extras)
                 cells = {"model": model, "GPUs": gpus_of(path)}
                 for recipe in shown:
                     spread = between(by_recipe.get(recipe, {}).get("x, range") or "")
@@ -119,8 +128,13 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased") -> list
                 cells["memory"] = times([gib[recipe] / gib["bf16"] for recipe in shown if recipe in gib])
                 repeats = {int(row.get("repeats") or 1) for row in chosen if row["run"] != "bf16"}
                 cells["runs"] = " to ".join(map(str, sorted({min(repeats), max(repeats)})))
-                table.append(cells | {"folder": f"`{path.parent.name}`"})
+                table.append(cells | {"folder": f"`{folder_of(path)}`"})
     return table
+
+
+def extras_of(run: str) -> tuple[str, ...]:
+    """What a run of bench_training.py is besides what it converts, of ``EXTRAS``."""
+    return tuple(extra for extra in EXTRAS if f"+{extra}" in run)
 
 
 def moe_layers(*paths: Path, ranks: str = "2") -> list[Cells]:

@@ -190,7 +190,8 @@ class Backend(Protocol):
             scores_M: fp32 (M,), or None for 1.
             limit: as in ``swiglu``.
             rowwise, columnwise, h_columnwise: of a plan's gradients in dgrad and in wgrad, and of its activations in
-            wgrad. offs: as in ``swiglu``; along M blocks restart at each group.
+                wgrad.
+            offs: as in ``swiglu``; along M blocks restart at each group.
         """
 
 

@@ -141,7 +141,8 @@ class StepGraph:
             first = f"{error.__context__ or error}".partition("\n")[0]  # the end of a capture that failed fails too
             raise RuntimeError(
                 f"forward and backward cannot be captured as a CUDA graph ({first}): something in them waits for the "
-                "GPU, or allocates what a graph cannot keep. Set training.cuda_graph = 'off'"
+                "GPU, or allocates what a graph cannot keep. Switch CUDA graphs off: training.cuda_graph = 'off', with "
+                "TorchTitan 0.3 training.disable_cuda_graphs = True"
             ) from error
         self._graphs[adds] = _Captured(graph, loss)
         if not adds:

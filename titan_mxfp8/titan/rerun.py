@@ -1,6 +1,6 @@
 """Steps in which rows did not fit run again, before their gradients are used: with bounded rows nothing is lost.
 
-    forward, backward of each microbatch   what was wanted is on its way to the host as soon as a forward pass ends
+    forward, backward of each microbatch   what was wanted is on its way to the host when the last forward pass ends
     look, at all ranks together            the one host wait of a step: for the last microbatch's forward pass, so that
                                            clipping and the optimizer are launched while backward runs
     if rows did not fit                    gradients, counts of tokens and random numbers as they were before, a larger
@@ -71,6 +71,7 @@ class Rerun:
         self._batches: list[dict[str, Any]] = []
         self._losses: list[torch.Tensor] = []
         self._look: Callable[[], dict[int, int]] | None = None
+        self._looks = False
         self._graph_look = GraphLook(trainer.device) if trainer.device.type == "cuda" else None
         model.register_forward_hook(self._look_early)
 
@@ -84,9 +85,10 @@ class Rerun:
         if not self._batches:
             _copy(self._before, self._counts)
             self._states = [module.get_rng_state() for module in self._random]
+        self._looks = len(self._batches) + 1 >= self.trainer.gradient_accumulation_steps
         loss = self._run(batch)
         self._batches.append(batch)
-        if len(self._batches) < self.trainer.gradient_accumulation_steps:
+        if not self._looks:
             self._losses.append(loss.detach().clone())  # a CUDA graph's next replay overwrites it
             return loss
         batches, losses, self._batches, self._losses = self._batches, self._losses, [], []
@@ -105,12 +107,12 @@ class Rerun:
         return self._runs(**batch)
 
     def _look_early(self, model: nn.Module, *_: object) -> None:
-        """After a forward pass: who reads it later waits for no backward."""
+        """After a step's last forward pass: who reads it later waits for no backward. A graph's may be that."""
         if not (model.training and torch.is_grad_enabled()):
             return
         if self._graph_look is not None and torch.cuda.is_current_stream_capturing():
             self._graph_look.capture(*self._most())
-        else:
+        elif self._looks:
             self._look = self._start_look()
 
     def _most(self) -> tuple[list[int], torch.Tensor]:
