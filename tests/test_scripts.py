@@ -17,6 +17,8 @@ from script_calls import ROOT, SHELL_SCRIPTS, shell
 
 from scripts.bench import bench_training
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would verify this machine's GPU")
 def test_verify_hardware_says_that_there_is_no_gpu(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def test_the_readme_names_what_is_there() -> None:
     assert len(paths) > 12 and not [path for path in paths if not (ROOT / path).exists()]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_of_the_readme_explain_themselves(command: str) -> None:
     if "train_hf" in command:
