@@ -1,4 +1,7 @@
-"""What scripts/check_configs.sh runs: dry-runs configs at their full world size, and prints a table of them."""
+"""Dry-runs configs at their full world size, and prints a table of them.
+
+./scripts/check_configs.sh train_configs/llama4_17bx16e_8x8.toml    # which runs this in its environment
+"""
 
 import argparse
 import logging
@@ -93,7 +96,7 @@ def describe(report: Report) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, usage="check_configs.sh [CONFIG.toml ...] [TorchTitan flags]")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="*", help="TOMLs, here or in the repository [all of train_configs/]")
     args, overrides = parser.parse_known_args()
     configs = [Path(path) for path in args.configs] or sorted((ROOT / "train_configs").glob("*.toml"))

@@ -1,7 +1,24 @@
 #!/usr/bin/env bash
-# Sets up .venv, then runs a convergence study: JOBS=2 ./scripts/converge.sh train_configs/moe_100m.toml --help
+usage() {
+    cat << 'TEXT'
+Sets up .venv, then runs a convergence study: every recipe with every seed, with the flags of scripts/study/converge.py.
+
+    JOBS=2 ./scripts/converge.sh train_configs/moe_100m.toml --recipes bf16 mxfp8_2d --seeds 0 1 2 -- --training.steps=1000
+
+A study that is started again skips finished runs, and continues others from their checkpoint.
+
+Environment:
+    JOBS    runs at a time; more than GPUs share them [1]
+    NGPU    processes of one run, one per GPU [1]
+    PYTHON  a Python to be used as it is [set up .venv]
+TEXT
+}
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
 set -euo pipefail
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
+    usage
+    exit
+fi
 here=$PWD
 cd "$(dirname "$0")/.."
 root=$PWD

@@ -80,10 +80,18 @@ if not torch.cuda.is_available():
 PYTHON
 }
 
+# interrupted OUT LOGS: ends after Ctrl-C.
+interrupted() {
+    echo "$(basename "$0"): interrupted; logs are in $2. With checkpoint.enable the same command with OUT=$1 goes on" >&2
+    exit 130
+}
+
 # train_runs CONFIG OUT FLAG...: trains or, with DRYRUN=1, prints each of RUNS in NGPU processes, until one fails. The
 # caller defines torchrun_flags RUN, which sets the array `torchrun` to the flags that place the processes.
 train_runs() {
-    local config=$1 out=$2 folder run name command torchrun logs status
+    local config=$1 out=$2 folder run name command torchrun logs status number=0
+    # torchrun ends its processes; what is printed behind them says how to go on
+    trap 'interrupted "$out" "$logs"' INT
     folder=$(folder_of "$config")
     shift 2
     if [ "$DRYRUN" != 1 ]; then
@@ -99,6 +107,7 @@ train_runs() {
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( ($(getconf _NPROCESSORS_ONLN) + NGPU - 1) / NGPU ))}
     export WANDB_PROJECT=${WANDB_PROJECT:-titan_mxfp8} # TorchTitan's default is "torchtitan"
     for run in $RUNS; do
+        number=$((number + 1))
         torchrun_flags "$run"
         logs=$out/$run/logs/${LAUNCH:-$(date +%Y%m%d-%H%M%S)}
         command=(torchrun "${torchrun[@]}" --nproc-per-node="$NGPU" --log-dir="$logs" --tee=3 --role=rank)
@@ -117,7 +126,7 @@ train_runs() {
         # INFO: torchrun says then that it restarts processes. PYTHONUNBUFFERED: and passes their output on at once
         status=0
         (cd "$folder" && LOGLEVEL=${LOGLEVEL:-INFO} PYTHONUNBUFFERED=1 WANDB_RUN_NAME=$name "${command[@]}" "$@") 2>&1 |
-            python scripts/watch.py show "$logs" || status=${PIPESTATUS[0]}
+            python scripts/watch.py show "$logs" "$run, run $number of $(wc -w <<< "$RUNS")" || status=${PIPESTATUS[0]}
         if [ "$status" != 0 ]; then
             echo "$(basename "$0"): $run failed: $(python scripts/watch.py cause "$logs")" >&2
             exit "$status"

@@ -1,16 +1,11 @@
-"""Build a text data set and a tokenizer for TorchTitan out of text of your own, or of Debian packages.
+"""Builds a text data set and a tokenizer for TorchTitan out of text of your own, or of Debian packages.
 
-    package.deb --dpkg -x--> files --read--> documents --dedupe, shuffle--> data.jsonl
-                    text of your own --read------^   \\--train BPE--> tokenizer.json
+    python scripts/make_data.py --text my/*.jsonl --shuffle-seed 0 --held-out 100 --vocab-size 8192 --out outputs/mine
 
-The result in --out, which holds all of it or none of it:
-
-    <sources>/data.jsonl             one {"text": ...} row per document, TorchTitan's `c4_test` layout; text/data.jsonl
-                                     of text of your own
-    held-out/data.jsonl              with --held-out: rows that are in no other file and that no tokenizer saw
-    tokenizer/tokenizer.json         byte-level BPE, only with --vocab-size
-    tokenizer/tokenizer_config.json  names bos and eos, so that TorchTitan adds them
-    README.md                        packages, licences, command, sizes, token count, sha256
+Writes OUT/text/data.jsonl (of packages OUT/<sources>/data.jsonl), one {"text": ...} in each line, with --held-out
+held-out/data.jsonl, with --vocab-size tokenizer/, and README.md with sizes, checksums and licences; all or nothing.
+Then point TorchTitan at it: dataset = "c4_test", dataset_path = OUT/text, hf_assets_path = OUT/tokenizer. Check a
+source's licence before you pass its text on: only kjv is in the public domain.
 """
 
 import argparse
@@ -33,9 +28,9 @@ import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from scripts.html_prose import html_paragraphs
+from scripts.progress import ends_in_words, progress
 
-SHIPPED_TOKENIZER = Path(__file__).resolve().parent.parent / "train_configs" / "assets" / "tokenizer"
-
+ASSETS = Path(__file__).resolve().parent.parent / "train_configs" / "assets"
 BOS = "<|bos|>"
 EOS = "<|eos|>"
 SMALLEST_VOCAB = 2 + 256  # bos, eos and every byte: with less, some text could not be encoded
@@ -187,23 +182,6 @@ SOURCES = {
     ),
 }
 
-KJV_NOTE = """\
-## The King James Bible is in the public domain
-
-Debian's copyright file (`usr/share/doc/bible-kjv-text/copyright` inside the package) says: "The copyright for the King
-James Version text of the Bible is expired since the translation was done in 1611 under King James the first of Great
-Britain." (In the United Kingdom, printing it is also subject to letters patent of the Crown; that file does not mention
-them.)
-
-Only the text is here: no part of the program that prints it (GPL-2+), nor of its compressed data file. That file's
-author asks that this legend go along: "This file is provided for unrestricted use provided that this legend is included
-on all tape media and as a part of the software program in whole or part. Users may copy, modify or distribute this file
-at will. -- Chip Chapin, September 4, 1989".
-
-Every chapter is there once, in the Bible's order: a heading ("Genesis 1"), a blank line, then one verse a line. Verse
-numbers are left out and runs of spaces are one space.
-"""
-
 
 def read_rows(path: Path) -> list[str]:
     """The texts of a JSON Lines file in UTF-8, whose lines may be empty.
@@ -304,7 +282,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
         vocab_size=vocab_size,
         special_tokens=[BOS, EOS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(documents, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
@@ -354,80 +332,52 @@ def jsonl(documents: Iterable[str]) -> bytes:
 
 
 def readme(
-    files: dict[str, bytes],
-    data: str,
-    rows: int,
-    tokens: int,
-    vocab: str,
-    sources: dict[str, dict[str, str]],
-    command: str,
+    files: dict[str, bytes], data: str, rows: int, tokens: int, sources: dict[str, dict[str, str]], command: str
 ) -> str:
     """README.md: every file's size and sha256, where it came from and how to make it again."""
-    lines = [
-        "# Text data and tokenizer",
-        "",
-        "Made, this file included, by the following command in the repository's root",
-        f"(Python's `tokenizers` {tokenizers.__version__}); the same packages give the same bytes:",
-        "",
-        "```sh",
-        command,
-        "```",
-        "",
-        "| file | bytes | rows | tokens | sha256 |",
-        "|---|---|---|---|---|",
-    ]
+    text = f"""# Text data and tokenizer
+
+Made, this file included, by the following command in the repository's root
+(Python's `tokenizers` {tokenizers.__version__}); the same packages give the same bytes:
+
+```sh
+{command}
+```
+
+| file | bytes | rows | tokens | sha256 |
+|---|---|---|---|---|
+"""
     for name, content in files.items():
-        counts = f"{rows} | {tokens}" if name == data else "- | -"
-        lines.append(f"| `{name}` | {len(content)} | {counts} | `{hashlib.sha256(content).hexdigest()}` |")
-    lines += [
-        "",
-        f"Tokens are those of one pass with {vocab}, one bos and one eos a row: "
-        f"{len(files[data]) / tokens:.2f} bytes a token.",
-    ]
+        rows_and_tokens = f"{rows} | {tokens}" if name == data else "- | -"
+        text += f"| `{name}` | {len(content)} | {rows_and_tokens} | `{hashlib.sha256(content).hexdigest()}` |\n"
+    text += "\nTokens are those of one pass, with one bos and one eos a row.\n"
     if sources:
-        lines += ["The data, and a tokenizer trained on it, come from:", "", "| source | Debian packages | licence |"]
-        lines += ["|---|---|---|"]
+        text += "\n| source | Debian packages | licence |\n|---|---|---|\n"
     for name, versions in sources.items():
         packages = ", ".join(f"{package} {version}" for package, version in versions.items())
-        lines.append(f"| {name} | {packages} | {SOURCES[name].licence} |")
-    if "kjv" in sources:
-        lines += ["", KJV_NOTE.rstrip()]
-    return "\n".join(lines) + "\n"
+        text += f"| {name} | {packages} | {SOURCES[name].licence} |\n"
+    if "kjv" in sources:  # with the legend that its author asks to go along
+        text += "\n## The King James Bible" + (ASSETS / "README.md").read_text().partition("## The King James Bible")[2]
+    return text
 
 
 def write_files(out: Path, files: dict[str, bytes]) -> None:
-    """Write every file under another name first, then rename; what was there is put back if one of this fails.
+    """Writes every file under another name, and renames them when all are there.
 
     Raises:
-        ValueError: a folder has the name of a file.
-        OSError: a file cannot be written.
+        OSError: a file cannot be written; those that were there are as they were.
     """
-    parts: dict[Path, Path] = {}
-    olds: dict[Path, Path] = {}
-    renamed: list[Path] = []
+    parts = {out / name: (out / name).with_name(f"{Path(name).name}.part") for name in files}
     try:
-        for name, content in files.items():
-            target = out / name
+        for content, (target, part) in zip(files.values(), parts.items(), strict=True):
             if target.is_dir():
-                raise ValueError(f"{target} is a folder, where a file is to be written")
+                raise IsADirectoryError(f"{target} is a folder, where a file is to be written")
             target.parent.mkdir(parents=True, exist_ok=True)
-            parts[target] = target.with_name(target.name + ".part")
-            parts[target].write_bytes(content)
+            part.write_bytes(content)
         for target, part in parts.items():
-            if target.exists():
-                olds[target] = target.with_name(target.name + ".old")
-                target.replace(olds[target])
             part.replace(target)
-            renamed.append(target)
-    except BaseException:
-        for target in renamed:
-            target.unlink()
-        for target, old in olds.items():
-            if old.exists():
-                old.replace(target)
-        raise
     finally:
-        for part in (*parts.values(), *olds.values()):
+        for part in parts.values():
             part.unlink(missing_ok=True)
 
 
@@ -441,10 +391,13 @@ def build(args: argparse.Namespace, command: str) -> None:
     documents = [document for path in args.text for document in read_own(path) if document.strip()]
     sources = {}
     with tempfile.TemporaryDirectory(prefix="make_data_") as work:
+        bar = progress(0 if args.text else len(names), "fetching and reading", "source")
         for name in [] if args.text else names:
-            print(f"{name}: fetching and reading", flush=True)
+            bar.set_postfix_str(name)
             source_documents, sources[name] = fetch_source(name, Path(work), args.debs)
             documents += source_documents
+            bar.update()
+        bar.close()
     documents = list(dict.fromkeys(documents))
     if args.shuffle_seed is not None:
         random.Random(args.shuffle_seed).shuffle(documents)
@@ -465,26 +418,11 @@ def build(args: argparse.Namespace, command: str) -> None:
         tokenizer = train_tokenizer(documents, args.vocab_size)
         files |= tokenizer_files(tokenizer)
     tokens = count_tokens(tokenizer, documents)
-    vocab = f"{'this' if args.vocab_size else 'a'} tokenizer of {tokenizer.get_vocab_size()}"
-    files["README.md"] = readme(files, data, len(documents), tokens, vocab, sources, command).encode()
+    files["README.md"] = readme(files, data, len(documents), tokens, sources, command).encode()
     write_files(args.out, files)
     for name, content in files.items():
         print(f"{args.out / name}: {len(content)} bytes")
-    print(f"{len(documents)} rows, {tokens} tokens ({vocab})")
-
-
-def vocabulary(text: str) -> int:
-    """The type of --vocab-size: refused before anything is downloaded."""
-    if int(text) < SMALLEST_VOCAB:
-        raise argparse.ArgumentTypeError(f"{text} is too small: bos, eos and the 256 bytes need {SMALLEST_VOCAB}")
-    return int(text)
-
-
-def number_of_rows(text: str) -> int:
-    """The type of --held-out."""
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is no number of rows")
-    return int(text)
+    print(f"{len(documents)} rows, {tokens} tokens of a tokenizer of {tokenizer.get_vocab_size()}")
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -492,61 +430,33 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__,
-        epilog=f"""sources, all Debian packages, fetched with `apt-get download` into a temporary folder:
-{listing}
-RFC texts are not among them: Debian has them in its non-free section only, which is not configured by default.
-
-the data in this repository:
-  python scripts/make_data.py --sources kjv --vocab-size 2048 --out train_configs/assets
-text of your own, a twentieth of 2000 rows held out, and a tokenizer for it:
-  python scripts/make_data.py --text my/*.jsonl --shuffle-seed 0 --held-out 100 --vocab-size 8192 --out outputs/mine
-a larger set with the repository's tokenizer, and one with its own:
-  python scripts/make_data.py --sources linux handbook --shuffle-seed 0 --out outputs/data
-  python scripts/make_data.py --sources linux handbook python anarchism --vocab-size 8192 --out outputs/data
-the one of train_configs/moe_320m.toml, more than 100M tokens, some of them held out:
-  python scripts/make_data.py --sources code linux handbook python anarchism kjv --vocab-size 16384 \\
-      --shuffle-seed 0 --held-out 400 --out outputs/code
-
-Then point TorchTitan at it: `dataset = "c4_test"`, `dataset_path = OUT/<sources>` or OUT/text, and
-`hf_assets_path = OUT/tokenizer`.
-Check a source's licence before passing its text on: only kjv is in the public domain.""",
+        epilog=f"sources, all Debian packages, fetched with `apt-get download`:\n{listing}",
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FOLDER", help="where to write; files of these names are replaced")
-    add("--sources", nargs="+", choices=SOURCES, default=["kjv"], help="one or more, in this order (default: kjv)")
-    add(
-        "--text",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help='text of your own in place of --sources: .jsonl of one {"text": ...} a line, others as one document each',
+    add("--sources", nargs="+", choices=SOURCES, default=["kjv"], help="one or more, in this order [kjv]")
+    help_text = (
+        'text of your own in place of --sources: .jsonl of one {"text": ...} a line, others as one document each'
     )
-    add("--vocab-size", type=vocabulary, metavar="N", help="train a tokenizer of exactly N tokens on this text")
-    add(
-        "--tokenizer",
-        type=Path,
-        default=SHIPPED_TOKENIZER,
-        metavar="FOLDER",
-        help="without --vocab-size: the tokenizer to count tokens with (default: the repository's)",
-    )
-    add("--shuffle-seed", type=int, metavar="N", help="shuffle the rows with this seed (default: natural order)")
-    add(
-        "--held-out",
-        type=number_of_rows,
-        default=0,
-        metavar="ROWS",
-        help="put the last ROWS rows, after the shuffle, into a set of their own for validation (default: 0)",
-    )
+    add("--text", nargs="+", type=Path, default=[], metavar="FILE", help=help_text)
+    add("--vocab-size", type=int, metavar="N", help="train a tokenizer of exactly N tokens on this text")
+    help_text = "without --vocab-size: the tokenizer to count tokens with [the repository's]"
+    add("--tokenizer", type=Path, default=ASSETS / "tokenizer", metavar="FOLDER", help=help_text)
+    add("--shuffle-seed", type=int, metavar="N", help="shuffle the rows with this seed [natural order]")
+    help_text = "put the last ROWS rows, after the shuffle, into a set of their own for validation [0]"
+    add("--held-out", type=int, default=0, metavar="ROWS", help=help_text)
     add("--debs", type=Path, metavar="FOLDER", help="take the .deb files from here, do not download any")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.vocab_size is not None and args.vocab_size < SMALLEST_VOCAB:
+        parser.error(f"--vocab-size {args.vocab_size} is too small: bos, eos and the 256 bytes need {SMALLEST_VOCAB}")
+    if args.held_out < 0:
+        parser.error(f"--held-out {args.held_out} is no number of rows")
+    return args
 
 
 def main(argv: list[str]) -> None:
-    try:
+    with ends_in_words("make_data.py", "nothing was written; the same command begins anew"):
         build(parse_args(argv), shlex.join(["python", "scripts/make_data.py", *argv]))
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"make_data.py: {error}") from error
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ usage() {
 What the first owner of a GPU runs that this project never ran on: the doctor, all tests that need a GPU, the benchmark
 tables in their quick form, and both debug models trained in bf16 and MXFP8. Ends with one archive to attach to an issue.
 
-    ./scripts/verify_hardware.sh
-    PYTHON=python3 PYTHONPATH=wheels ./scripts/verify_hardware.sh   # installs nothing: torch and the rest are there
-    STEPS="doctor tests" OUT=outputs/verify ./scripts/verify_hardware.sh, then STEPS="models benchmarks" with this OUT
+    PYTHON=python3 PYTHONPATH=wheels ./scripts/verify_hardware.sh    # or without: sets up .venv
+
+With the same OUT it goes on with other STEPS. The exit status is 0 if all steps passed.
 
 Environment:
     STEPS    of: doctor models tests benchmarks [all]; those of earlier calls with the same OUT stay in the archive
@@ -14,7 +14,6 @@ Environment:
     MINUTES  after which the step that runs is cut off, and those behind it are left out [15]
     PYTHON   a Python to be used as it is, with torch and what is on PYTHONPATH [set up .venv]
     JOBS     as in test_gpu.sh
-The exit status is 0 if all steps passed.
 TEXT
 }
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
@@ -64,7 +63,7 @@ for step in $STEPS; do
         doctor) run doctor "$program" -m titan_mxfp8.doctor ;;
         tests) run tests scripts/test_gpu.sh ;;
         benchmarks)
-            run benchmarks env OUT="$out/bench" QUICK=1 PARTS="kernels grouped_mm pad" scripts/bench/bench_all.sh
+            run benchmarks env OUT="$out/bench" QUICK=1 PARTS="kernels grouped_mm" scripts/bench/bench_all.sh
             ;;
         models)
             for model in llama4 deepseek_v3; do

@@ -1,12 +1,11 @@
 """What the launchers show of torchrun's output, and why a run failed, in one line.
 
-    torchrun --log-dir=FOLDER --tee=3 --role=rank ... 2>&1 | python scripts/watch.py show FOLDER
-    python scripts/watch.py cause FOLDER
+    torchrun --log-dir=FOLDER --tee=3 --role=rank ... 2>&1 | python scripts/watch.py show FOLDER "run 1 of 2"
+    python scripts/watch.py cause FOLDER    # of all machines that share it; of several folders the newest
 
-``show`` passes torchrun's output on, but for its own notes and tracebacks, and the tracebacks of processes that lost
-the connection to one that had ended; all of it goes to ``FOLDER/<host>-<pid>.log``. It says when processes are
-restarted, for which torchrun must log at the level INFO. ``cause`` reads such logs and those of the processes, which
-torchrun leaves in FOLDER: of all machines that share it. Of several folders it takes the newest.
+``show`` passes on torchrun's output without its own notes and tracebacks, and those of processes that lost the
+connection to one that had ended. All of it goes to FOLDER/<host>-<pid>.log. It says when processes are restarted, for
+which torchrun must log at the level INFO, and on a terminal it shows how far the run is.
 """
 
 import json
@@ -23,6 +22,7 @@ NOTE = re.compile(r"I\d{4} [\d:.]+ \d+ \S*torch/distributed/")
 FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 REPORTED = re.compile(r"rank\s*: \d+ \(local_rank: (\d+)\)\s+exitcode\s*: (-?\d+)")
 RESTART = re.compile(r"(\d+)/(\d+) attempts left; will restart worker group")
+STEP, TOTAL = re.compile(r"(?<!validate )step: *(\d+)"), re.compile(r"total steps (\d+)")  # in TorchTitan's log
 TRACEBACK = "Traceback (most recent call last):"
 LOGGED = "[titan] "  # a line of TorchTitan's log, which another thread may write in the middle of a traceback
 REPORT = "ChildFailedError"  # torchrun's own, which ends its output
@@ -118,10 +118,13 @@ def cause(folders: Sequence[Path]) -> str:
     return min(failures(newest), default=(0, 0, f"nothing was logged in {newest}"))[2]
 
 
-def show(folder: Path) -> None:
+def show(folder: Path, what: str) -> None:
+    from tqdm import tqdm  # of the environment that trains; ``cause`` runs in any
+
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # torchrun heeds them, and what it says then is wanted
     folder.mkdir(parents=True, exist_ok=True)
+    log = folder / f"{socket.gethostname()}-{os.getpid()}.log"
 
     def noted(log: Path) -> Iterator[str]:
         with log.open("w") as file:
@@ -130,18 +133,26 @@ def show(folder: Path) -> None:
                 print(line, end="", file=file, flush=True)
                 yield line
 
-    for line in shortened(noted(folder / f"{socket.gethostname()}-{os.getpid()}.log")):
-        print(line, end="", flush=True)
+    with tqdm(desc=what, unit="step", dynamic_ncols=True, disable=None, postfix=f"log {log}") as bar:
+        for line in shortened(noted(log)):
+            bar.write(line, end="", file=sys.stdout)
+            sys.stdout.flush()
+            if found := TOTAL.search(line):
+                bar.total = int(found[1])
+            if found := STEP.search(line):
+                bar.update(int(found[1]) - bar.n)
 
 
 def main(argv: Sequence[str]) -> None:
     match argv:
-        case ["show", folder]:
-            show(Path(folder))
+        case ["show", folder, *what] if len(what) < 2:
+            show(Path(folder), "".join(what))
         case ["cause", *folders] if folders:
             print(cause([Path(folder) for folder in folders]))
+        case ["--help" | "-h"]:
+            print(__doc__)
         case _:
-            sys.exit(f"watch: show FOLDER, or cause FOLDER...\n\n{__doc__}")
+            sys.exit(f"watch: show FOLDER [WHAT], or cause FOLDER...\n\n{__doc__}")
 
 
 if __name__ == "__main__":

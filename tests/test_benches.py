@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from scripts.bench import bench, bench_grouped_mm, bench_kernels, bench_pad, roofline
-from scripts.bench.bench_pad import PadShape
+from scripts.bench import bench, bench_grouped_mm, bench_kernels
 from scripts.result_files import write_results
 from scripts.study import tables
 from titan_mxfp8.backends import plan_on
@@ -275,20 +274,6 @@ def test_bench_kernels_takes_operands_as_hopper_wants_them(tmp_path: Path, monke
     assert float(even["share"]) == pytest.approx(float(even["tflops"]) / float(fp8["tflops"]), rel=0.1)
 
 
-def test_bench_pad_compares_with_the_loop(tmp_path: Path, monkeypatch) -> None:
-    shape = PadShape(rows=100, cols=64, groups=3, b200_us=(7.0, 5.0))
-    monkeypatch.setattr(bench_pad, "PAD_SHAPES", (shape,))
-    bench_pad.main([*(flag for flag in SMALL if flag != "--quick"), "--out", str(tmp_path)])
-    rows = [row for row in rows_of(tmp_path) if row["what"] not in bench.CEILINGS]
-    assert [(row["dtype"], row["what"], bool(row["x"])) for row in rows] == [
-        (dtype, what, what == "pad") for dtype in ("bf16", "fp32") for what in ("pad", "unpad")
-    ]
-    assert rows[0]["b200_cuda_us"] == "5.0"
-    monkeypatch.setattr(bench_pad, "pad_token_groups", lambda x, offs, alignment: (x[:96], offs))
-    with pytest.raises(SystemExit, match="100 x 64 in 3 groups: not what the loop over groups gives"):
-        bench_pad.main([*SMALL, "--out", str(tmp_path / "new")])
-
-
 def test_what_does_not_fit_is_left_out(tmp_path: Path, monkeypatch, capsys) -> None:
     def full(job: bench_grouped_mm.Job, device: object) -> None:
         raise torch.OutOfMemoryError
@@ -303,7 +288,7 @@ def test_the_tables_of_a_folder_show_what_it_holds(tmp_path: Path) -> None:
     common = [*SMALL, "--recipes", "mxfp8_2d"]
     bench_kernels.main([*common, "--shapes", "96,64,96,3", "--out", str(tmp_path / "kernels"), "--limit", "-1"])
     assert tables.of_folder(tmp_path) == ""
-    roofline.main(["measure", *SMALL, "--out", str(tmp_path / "kernels")])
+    bench_kernels.main(["--ceilings", *SMALL, "--out", str(tmp_path / "kernels")])
     text = tables.of_folder(tmp_path)
     assert text.startswith("## kernels\n\n| M, N, K, experts | recipe | pass | us | rate |\n") and "GB/s" in text
     bench_kernels.main([*common, "--shapes", "96,64,96,3", "--out", str(tmp_path / "kernels")])
@@ -332,24 +317,6 @@ def test_the_table_of_passes_shows_power_where_it_was_measured(tmp_path: Path) -
     assert float(shown[0]["pJ per FLOP"]) == pytest.approx(1e12 * (650.4 * 100e-6) / (1000e12 * 100e-6), abs=1e-3)
 
 
-def test_linearity_says_down_to_how_many_tokens_and_what_weights_cost(tmp_path: Path) -> None:
-    """A GPU that copies 1000 GB/s, on which a token takes 1 us and anything 2 us besides."""
-    row = {"N": 8192, "K": 5120, "G": 2, "groups": "balanced", "recipe": "mxfp8_2d_rebased"}
-    rows = [row | {"M": m, "p50_us": m + 2, "baseline_us": m} for m in (2, 4, 8, 16, 100)]
-    rows += [row | {"M": 100, "G": 16, "p50_us": 1, "baseline_us": 1}, row | {"M": 1, "groups": "zipf"}]
-    write_results(tmp_path / "scaling", rows, {"gpu": "NVIDIA H200"})
-    write_results(tmp_path / "kernels", [{"what": "copy", "gb_per_s": 1000}], {})
-    theirs, ours = tables.linearity(tmp_path / "scaling" / "data.csv")
-    # bf16: read in forward and dgrad, the gradient written. Rebased: read in bf16, one byte written for forward and one
-    # for dgrad, both read by them, scales aside; the gradient written in bf16
-    weights = 2 * 8192 * 5120
-    assert theirs["of it weights"] == f"{weights * 6 / 1e6:.0f}"
-    assert float(ours["of it weights"]) == pytest.approx(weights * (2 + 2 + 2 + 2) / 1e6, rel=0.01)
-    # of 100 tokens each takes 1.02 us, of 8 tokens 1.25, of 4 tokens 1.5
-    assert (theirs["linear down to"], ours["linear down to"], ours["us, 2 tokens"]) == ("2", "8", "4")
-    assert [row["way"] for row in (theirs, ours)] == ["torch bf16", "`mxfp8_2d_rebased`"]
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -363,11 +330,3 @@ def test_flags_are_checked(arguments: list[str], message: str, tmp_path: Path, c
     with pytest.raises(SystemExit):
         bench_grouped_mm.main(["--device", "cpu", "--out", str(tmp_path), *arguments])
     assert message in capsys.readouterr().err
-
-
-def test_earlier_csvs_of_grouped_gemms_are_read_with_todays_columns() -> None:
-    rows = tables.read_grouped_mm(ROOT / "results" / "2026-11-22_h100_hopper" / "data.csv")
-    of_shape = [row for row in rows if (row["N"], row["G"], row["groups"]) == ("8192", "8", "balanced")]
-    held = [row for row in of_shape if row["held"] == "16" and row["what"] == "forward + backward"]
-    assert [row["recipe"] for row in held][-2:] == ["mxfp8_rebased", "mxfp8_2d_rebased"]
-    assert {row["data"] for row in held} == {"normal"} and all(row["x"] == row["speedup"] for row in held)

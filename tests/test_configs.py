@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from test_scripts import shell
+from script_calls import shell
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe import moe
 

@@ -15,13 +15,11 @@ from scripts import check_configs
 from scripts.bench import bench_grouped_mm, bench_kernels, roofline
 from scripts.bench.passes import (
     Layer,
-    MoELayer,
     Pass,
     Rates,
     Step,
     committed_rates,
     layer_seconds,
-    moe_passes,
     passes,
     step_of,
     step_speedup,
@@ -199,48 +197,6 @@ def test_predictions_stand_beside_what_was_measured(monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_a_moe_layer_has_the_passes_of_its_experts_and_what_is_around_them() -> None:
-    """128 tokens, each with both experts: 256 rows; a row of 128 features takes a byte each and one for their scale."""
-    layer = MoELayer(tokens=128, rows=256, dim=128, hidden=256, experts=2, shared=2)
-
-    recipe = get_recipe("mxfp8_2d_rebased")
-    plan = plan_on(recipe, "auto", H200)
-    found: dict[str, list[Pass]] = {}
-    for one in moe_passes(recipe, plan, layer):
-        found.setdefault(one.name, []).append(one)
-    flops = 2 * 128 * 256 * (256 + 2 * 128)  # of a pass of w1: 256 rows, and 128 tokens by two shared experts
-    for name in ("forward", "dgrad", "wgrad"):
-        assert len(found[name]) == 6 and sum(one.flops for one in found[name]) == 3 * flops
-    assert len(found["quantise x"]) == 3, "of shared experts alone: routed ones get quantised rows"
-    row = 128 + 1
-    assert found["quantise x, once"][0].moved == 128 * (2 * 128 + row)
-    assert found["dispatch x"][0].moved == found["dispatch dy"][0].moved == (128 + 256) * row
-    assert found["SwiGLU"][0].moved == 256 * 256 * 2 * 2 + 256 * (256 + 2)
-    assert found["combine of gradients"][0].moved == 256 * 128 * 2 + 128 * 128 * 2
-    alone = moe_passes(recipe, plan, replace(layer, shared=0))
-    assert len(alone) == sum(map(len, found.values())) - 3 * 6 - 2
-
-
-def test_bounds_of_a_layer_stand_beside_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    folder = ROOT / "results" / "2026-11-24_2xh200_dispatch_default"
-    rows = roofline.bounds(folder / "layers.csv", "H200", ROOT / "results" / "2026-11-25_h200_bench")
-    assert len(rows) == 8 and "torchtitan" not in {row["way"] for row in rows}
-    for row in rows:
-        # faster than it is, on two GPUs, whose links are left out; and GEMMs are most of it
-        assert row["x"] < row["x, our GEMMs"] < row["x, ceilings"]
-        assert row["bf16_ms"] / row["x, our GEMMs"] > row["gemms_ms"] > row["ms"] / 2
-    (slow,) = (row for row in rows if row["layer"] == "llama4" and "rebased" in row["way"])
-    assert (slow["ranks"], slow["x"]) == (2, 1.42)
-    roofline.main(["layers", str(folder / "layers.csv"), "--gpu", "H200", "--out", str(tmp_path)])
-    assert "| llama4 | 2 | mxfp8_2d_rebased auto counted |" in capsys.readouterr().out
-    assert len((tmp_path / "data.csv").read_text().splitlines()) == 9
-    for wrong, why in ((folder / "training_table.csv", "is no table of"), (folder, "is no table of")):
-        with pytest.raises(ValueError, match=why):
-            roofline.bounds(wrong, "H200", ROOT / "results")
-    with pytest.raises(ValueError, match=f"{folder} has no rates that were measured on H200"):
-        roofline.bounds(folder / "layers.csv", "H200", folder)
-
-
 def test_a_training_has_one_gain_wherever_it_stands() -> None:
     """That of pairs: in one table the medians of ``both:mxfp8_2d`` and bf16 are 81994 and 89864, which is 0.912."""
     rows = [{"run": "both", SPEED: "9", "x": "1.0"}, {"run": "bf16", SPEED: "8", "x": "0.8"}]
@@ -315,6 +271,7 @@ def test_break_even_is_where_a_speedup_last_rises_to_one() -> None:
 
 
 def test_ceilings_are_measured_alone(tmp_path: Path) -> None:
-    roofline.main(["measure", "--out", str(tmp_path), "--device", "cpu", "--quick", "--turns", "1", "--seconds", "0"])
+    flags = ["--device", "cpu", "--quick", "--turns", "1", "--seconds", "0"]
+    bench_kernels.main(["--ceilings", "--out", str(tmp_path), *flags])
     with (tmp_path / "data.csv").open(newline="") as file:
         assert [row["what"] for row in csv.DictReader(file)] == ["copy", "bf16 matmul", "FP8 matmul"]

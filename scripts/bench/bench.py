@@ -1,31 +1,10 @@
-"""What the benchmarks of kernels share: their flags, the columns of their CSVs, and how a time is taken.
+"""What the benchmarks of kernels share: flags, how a time is taken, and the columns of their CSVs (scripts/README.md).
 
-Several calls are compared with one baseline, a row for each. All of them take turns, A B C A B C, in blocks of
-``--seconds`` of which the first half does not count: under its power cap a GPU's clock follows the load of the last
-tenths of a second. A run's first turn is thrown away. Calls without a baseline have one block each. Before each call
-half a gigabyte is read, which empties the L2 of the arguments without leaving it dirty and gives the host a lead; it is
-not timed. On a CPU: wall clock.
-
-| column                         | what it holds                                                                       |
-|--------------------------------|-------------------------------------------------------------------------------------|
-| bench, M, N, K, G, groups, ... | what was measured, see each benchmark                                               |
-| backend, recipe, what          | who computed what                                                                   |
-| control                        | True: nothing is quantised, so the ratio is not the number format's                 |
-| p20_us, p50_us, p80_us         | microseconds of a call that counted                                                 |
-| tflops, gb_per_s               | by the median; of bytes each of the inputs and outputs once                         |
-| share                          | of the ceiling that the same run measured: a dense matmul, or a copy                |
-| watts                          | mean power of the GPU while calls counted, those reads included: median of turns    |
-| sm_mhz                         | clock of its multiprocessors at the end of a block: median of turns                 |
-| baseline_us, x, x_min, x_max   | median of the baseline; its ratio to ours: median and range over the turns          |
-| turns, repeats                 | blocks of ours; calls that counted                                                  |
-| block_ms, dropped_ms           | length of a block of ours, and the part that did not count                          |
-
-NVML tells ``watts`` and ``sm_mhz``. They are empty without the package ``nvidia-ml-py`` (extra ``bench``), on a CPU,
-and on a GPU that does not count its energy. The count goes up every 20 to 100 ms (PETSc's manual), so of short blocks,
-such as those of ``--quick``, ``watts`` is rough.
-
-The files are written after every comparison, and rows that OUT holds are not measured again: a run that was cut short
-goes on.
+Calls and their baseline take turns, A B C A B C, in blocks of ``--seconds`` of which the first half does not count:
+under its power cap a GPU's clock follows the load of the last tenths of a second. A run's first turn is thrown away.
+Before each call half a gigabyte is read, which empties the L2 of the arguments without leaving it dirty and gives the
+host a lead; it is not timed. On a CPU: wall clock. Files are written after every comparison; rows in OUT are not
+measured again.
 """
 
 import argparse
@@ -34,22 +13,25 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import torch
 
 from scripts.bench.problems import GroupedShape
+from scripts.progress import ends_in_words, progress, say
 from scripts.result_files import environment, format_table, percentiles, write_results
 from titan_mxfp8.backends import select
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.recipe import get_recipe
 
 Row = dict[str, object]
+T = TypeVar("T")
 Call = Callable[[], object]
 IDENTITY = ("bench", "M", "N", "K", "G", "groups", "data", "held", "dtype", "backend", "recipe", "what")
 REPEATS, QUICK_REPEATS = 20, 4  # calls that count, at least
@@ -136,6 +118,15 @@ class Bench:
             self.cold = torch.ones(1 << 27, dtype=torch.float32, device=self.device)
             self.sink = torch.empty((), device=self.device)
 
+    def each(self, items: Iterable[T], unit: str) -> Iterator[T]:
+        """The items, with a bar that counts them."""
+        items = list(items)
+        with progress(len(items), self.name, unit) as bar:
+            bar.set_postfix_str(f"rows in {self.args.out}")
+            for item in items:
+                yield item
+                bar.update()
+
     def key(self, **columns: object) -> Row:
         """The columns that say what a row is."""
         return {"bench": self.name, "backend": self.env["backend"], **columns}
@@ -168,7 +159,7 @@ class Bench:
             row = self._row(entry, blocks, measured[0] if base else None)
             self.rows.append(entry.key | {"control": False} | entry.more | row)
             self.known.add(identity(entry.key))
-            print(" ".join(f"{name}={value}" for name, value in shown(self.rows[-1]).items()), flush=True)
+            say(" ".join(f"{name}={value}" for name, value in shown(self.rows[-1]).items()))
         self.write()
 
     def _row(self, entry: Entry, blocks: list[Block], base: list[Block] | None) -> Row:
@@ -199,7 +190,7 @@ class Bench:
         try:
             yield
         except torch.OutOfMemoryError:
-            print(f"{what}: left out, it does not fit this GPU's memory", flush=True)
+            say(f"{what}: left out, it does not fit this GPU's memory")
 
     def ceiling(self, what: str) -> float | None:
         """TFLOP/s or GB/s of one of ``CEILINGS``, where this run measured it."""
@@ -349,48 +340,45 @@ def parse_shape(text: str, known: Sequence[GroupedShape]) -> GroupedShape:
 
 
 def parser_of(doc: str, shapes: Sequence[GroupedShape] = (), recipes: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The flags that all benchmarks of kernels have; ``--shapes`` and ``--recipes`` where there is a choice."""
+    """The flags that all benchmarks of kernels have; ``--shapes`` and ``--backend`` where there are shapes."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for data.csv and env.json; rows that it holds are kept")
-    add("--quick", action="store_true", help="less, in 2 turns of 0.3 s: for a first look, or a test")
+    add("--quick", action="store_true", help="less, in 2 short turns: for a first look, or a test")
     add("--limit", type=float, default=float("inf"), metavar="SECONDS", help="begin no row later than this")
     if shapes:
         names = ", ".join(shape.name for shape in shapes)
         help_text = f"of {names}, or M,N,K,G [all that the benchmark lists]"
         add("--shapes", nargs="+", type=lambda text: parse_shape(text, shapes), metavar="SHAPE", help=help_text)
-    if recipes:
-        add("--recipes", nargs="+", default=list(recipes), metavar="RECIPE", help=f"[{' '.join(recipes)}]")
+        add("--backend", default="auto", help="auto, or a name of titan_mxfp8.backends [auto]")
+    add("--recipes", nargs="+", default=list(recipes), metavar="RECIPE", help=f"[{' '.join(recipes)}]")
     add("--turns", type=int, default=3, help="blocks of each call that count [3]")
     add("--seconds", type=float, default=1.0, help="of a block, half of which counts [1]")
-    add("--backend", default="auto", help="auto, or a name of titan_mxfp8.backends [auto]")
     add("--device", default="cuda", choices=("cuda", "cpu"), help="[cuda]")
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str], quick_seconds: float = 0.3) -> argparse.Namespace:
     """The arguments, ``--quick`` and the values checked."""
     args = parser.parse_args(argv)
     if args.quick:
-        args.turns, args.seconds = min(args.turns, 2), min(args.seconds, 0.3)
+        args.turns, args.seconds = min(args.turns, 2), min(args.seconds, quick_seconds)
     if args.turns < 1:
         parser.error(f"--turns is at least 1, got {args.turns}")
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no GPU: --device cpu, with small --shapes, tries the script")
-    for recipe in getattr(args, "recipes", ()):
-        try:
+        parser.error("there is no GPU: --device cpu, with small --shapes or --tiny, tries the script")
+    try:
+        for recipe in args.recipes:
             get_recipe(recipe)
-        except ValueError as error:
-            parser.error(str(error))
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 
 def run(name: str, args: argparse.Namespace, measure: Callable[[Bench], None]) -> None:
     """Measures, and ends with a message where something is wrong."""
     torch.manual_seed(0)
-    try:
+    with ends_in_words(f"bench_{name}"):
         bench = Bench(name, args)
         measure(bench)
-    except ValueError as error:
-        sys.exit(f"bench_{name}: {error}")
-    bench.end()
+        bench.end()

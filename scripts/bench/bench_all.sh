@@ -4,20 +4,19 @@ usage() {
 Fills one folder with the benchmarks of this machine's GPU, or GPUs, within 10 minutes, then prints their tables. Called
 again with the same OUT it goes on: parts that are finished are not repeated, of the others what is missing.
 
-    ./scripts/bench/bench_all.sh
-    OUT=results/2027-01-31_h200_bench MINUTES=20 PARTS="grouped_mm kernels scaling moe_layer pad training" ./scripts/bench/bench_all.sh
-    DEVICE=cpu QUICK=1 SHAPES=256,64,96,4 PARTS="grouped_mm kernels" ./scripts/bench/bench_all.sh   # tries it without a GPU
+    OUT=results/2027-01-31_h200_bench MINUTES=20 PARTS="grouped_mm kernels training" ./scripts/bench/bench_all.sh
+
+The exit status is 0 if no part failed.
 
 Environment:
     OUT      folder of the results [results/<date>_<GPUs>x<GPU>_bench]
-    PARTS    of: grouped_mm kernels scaling moe_layer pad training [all but training]
+    PARTS    of: grouped_mm kernels scaling moe_layer training [all but training]
     MINUTES  for all of them: a part that is to be cut short keeps what it has measured by then [10]
     QUICK    1: shorter blocks, fewer shapes
     SHAPES   those of grouped_mm, kernels and scaling, as M,N,K,G or by name
-    DEVICE   cuda or cpu [cuda]
+    DEVICE   cuda or cpu, which with small SHAPES tries it [cuda]
     PYTHON   a Python to be used as it is [set up .venv]
     EXTRA    bench: installs too what reads the power and the clock of an NVIDIA GPU
-The exit status is 0 if no part failed.
 TEXT
 }
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
@@ -32,9 +31,9 @@ cd "$(dirname "$0")/../.."
 takes DEVICE 'cuda|cpu' "cuda or cpu"
 takes MINUTES "$minutes" "a number of minutes"
 takes QUICK '[01]' "0 or 1"
-part='(grouped_mm|kernels|scaling|moe_layer|pad|training)'
-takes PARTS "$part( $part)*" "grouped_mm, kernels, scaling, moe_layer, pad and training, with spaces between them"
-DEVICE=${DEVICE:-cuda} MINUTES=${MINUTES:-10} QUICK=${QUICK:-0} PARTS=${PARTS:-grouped_mm kernels scaling moe_layer pad}
+part='(grouped_mm|kernels|scaling|moe_layer|training)'
+takes PARTS "$part( $part)*" "grouped_mm, kernels, scaling, moe_layer and training, with spaces between them"
+DEVICE=${DEVICE:-cuda} MINUTES=${MINUTES:-10} QUICK=${QUICK:-0} PARTS=${PARTS:-grouped_mm kernels scaling moe_layer}
 . scripts/setup.sh
 machine="import sys, torch
 if sys.argv[1] == 'cpu': print('1 cpu')
@@ -97,7 +96,6 @@ for name in $PARTS; do
         scaling) part "$name" 30 "$program" scripts/bench/bench_grouped_mm.py @ --device "$DEVICE" --quick --scaling "${shapes[@]}" ;;
         moe_layer) part "$name" 85 "$program" -m torch.distributed.run --standalone --nproc-per-node="$gpus" scripts/bench/bench_moe_layer.py @ \
             --device "$DEVICE" --quick "${tiny[@]}" ;;
-        pad) part "$name" 100 "$program" scripts/bench/bench_pad.py @ --device "$DEVICE" --quick ;;
         training) part "$name" 100 "$program" scripts/bench/bench_training.py @ --quick --ngpu "$gpus" \
             --config train_configs/deepseek_v3_16b_1x8.toml --flavors 16B_4layers \
             --runs bf16 bf16+dispatch both+dispatch:mxfp8_2d_rebased grouped+dispatch:mxfp8_2d_rebased \

@@ -1,23 +1,11 @@
 """Forward + backward of one grouped GEMM, all quantisation included, against bf16 ``torch._grouped_mm``.
 
     python scripts/bench/bench_grouped_mm.py --out results/<date>_<device>_grouped_mm [--quick] [--limit SECONDS]
-    python scripts/bench/bench_grouped_mm.py --scaling --out OUT        # time against tokens, experts and skew
-    python scripts/bench/bench_grouped_mm.py --device cpu --shapes 4096,512,256,8 --out OUT
 
-How a time is taken and most columns: ``bench.py``. Autograd functions, as a training step runs them, backward in the
-thread that calls it. A recipe whose output or gradients are further from bf16's than MXFP8 explains ends the run.
-Controls are rows too: the baseline against itself, the baseline under ``torch.compile``, and recipe ``bf16``, our
-operators and kernels with nothing quantised.
-
-``data``: normal numbers, or *products*, tokens and gradients that are products of two normal numbers, as the input of
-w2 is one: how fast Hopper's exact FP8 GEMMs are depends on it (``format.reference.coalesce_scales``). ``groups``: how
-tokens
-are spread over experts (``testing.group_sizes``). ``held``: multiprocessors that another kernel holds and does nothing
-else with, as kernels of NCCL hold some while FSDP gathers or scatters; the baseline is beside it too, so ``x`` is also
-how each copes.
-
---scaling varies the tokens from 1k to 256k with 8 experts, the experts from 1 to 256 and the spread at 131072 tokens,
-for each model's experts.
+A recipe whose output or gradients are further from bf16's than MXFP8 explains ends the run. Controls are rows too: the
+baseline again, the baseline under ``torch.compile``, and recipe ``bf16``, our kernels with nothing quantised. Rows
+differ in ``data`` (normal numbers, or products of two), ``groups`` (how tokens are spread) and ``held``
+(multiprocessors that another kernel occupies). --scaling varies tokens, experts and spread around each shape instead.
 """
 
 import argparse
@@ -188,7 +176,7 @@ def main(argv: Sequence[str]) -> None:
     def measure(bench: Bench) -> None:
         rebases = next(entry.rebases for entry in BACKENDS if entry.name == bench.env["backend"])
         with torch.autograd.set_multithreading_enabled(False):  # as the plugin trains
-            for job in jobs(args, rebases):
+            for job in bench.each(jobs(args, rebases), "job"):
                 measure_job(bench, job)
 
     run("scaling" if args.scaling else "grouped_mm", args, measure)

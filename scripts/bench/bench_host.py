@@ -2,15 +2,10 @@
 
     python scripts/bench/bench_host.py --out results/<date>_<device>_host
 
-At 256 x 256 x 256 the kernels of a call are over before the next one is launched: the time between two calls is the
-host's. Every way, eager and compiled, is timed in turns with the others, in blocks of calls, as the host's speed
-changes within a run, by up to two times. A row has the percentiles over the blocks, and the kernels that one call
-launches, the blocks of memory that it takes and the operators that reach the dispatcher (eager), forward and backward
-together. ``threads``: where backward runs, in autograd's own thread as torch has it, or in the one that calls it, as
-the plugin trains (``titan_mxfp8/workarounds/pytorch.py``). ``layers``: how many a call has, one behind the other,
-compiled
-as one function; a row is a layer's share. What torch.compile adds to each call of a compiled function is shared by the
-layers in it, which are many in a model.
+At 256 x 256 x 256 the kernels of a call are over before the next is launched: the time between two calls is the host's.
+All ways are timed in turns, in blocks of calls. A row has the percentiles over the blocks, and the launches, blocks of
+memory and operators of one call. ``threads``: where backward runs, in autograd's thread or in the one that calls it, as
+the plugin trains. ``layers``: how many a call has, compiled as one function; a row is a layer's share.
 """
 
 import argparse
@@ -25,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts.bench.problems import make_offs
+from scripts.progress import ends_in_words, progress, say
 from scripts.result_files import environment, format_table, write_results
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_linear
 
@@ -145,6 +141,7 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     env = environment()
     cases = [(count, what, problem) for count in args.layers for what, problem in problems(count).items()]
+    bar = progress(len(cases), "host", "case")
     for count, what, (params, bf16) in cases:
         dy = torch.randn(SIZE, SIZE, dtype=torch.bfloat16, device="cuda")
         layers = {"bf16": bf16} | {name_of(way): ours(what, *way, offs) for way in chosen}
@@ -158,8 +155,9 @@ def main() -> None:
                 with torch.autograd.set_multithreading_enabled(threads != "one"):
                     timed = measure(calls, count)
                 rows += [{"what": what, "layers": count, "threads": threads} | row for row in timed]
-                print(format_table(rows[-len(calls) :]), flush=True)
+                say(format_table(rows[-len(calls) :]))
                 write_results(args.out, rows, env)  # a run that is broken off leaves what it has
+        bar.update()
 
 
 def name_of(way: tuple[str, bool]) -> str:
@@ -173,4 +171,5 @@ def step_twice(call: Callable[[], None]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ends_in_words("bench_host", "the files hold what was measured; the same command begins anew"):
+        main()

@@ -2,21 +2,10 @@
 
     python scripts/bench/bench_kernels.py --out results/<date>_<device>_kernels [--quick] [--limit SECONDS]
 
-How a time is taken and most columns: ``bench.py``. First the machine's ceilings, at its power cap: a copy, a dense bf16
-matmul and a dense FP8 one, which ``share`` of the other rows refers to. Then for each shape and recipe the passes that
-``ops/matmul.py`` runs, on the operands that the chosen backend's plan wants, in the form that it wants them:
-
-| what                  | pass                                                                                         |
-|-----------------------|----------------------------------------------------------------------------------------------|
-| quantise x, dy        | along both axes, or along the features alone where the weight gradient takes bf16            |
-| quantise w            | for forward, and for dgrad too where that is kept                                            |
-| quantise w again      | for dgrad, in backward; where it was kept: what FSDP costs                                   |
-| forward, dgrad, wgrad | the GEMMs, against ``torch._grouped_mm`` in bf16                                             |
-| requantise x          | FP8 rows that arrived along the features, for the weight gradient: with ``dispatch``         |
-
-The data are normal numbers. Of exact FP8 GEMMs on Hopper ``sums_a`` and ``sums_b`` say in how many sums of 128 products
-the scales of each operand part them, 1 to 4 (``testing.sums_per_stage``). A GEMM whose result is further from bf16's
-than MXFP8 explains ends the run. Recipe ``bf16`` is the control: our GEMMs on plain bf16 operands.
+Ceilings are a copy, a dense bf16 matmul and a dense FP8 one of this run; ``share`` refers to them, and --ceilings
+measures nothing else. Passes are those of ``ops/matmul.py``: the quantisers of x, dy and w (again for dgrad, as FSDP
+costs; x again of FP8 rows, as ``dispatch`` does) and the GEMMs, against ``torch._grouped_mm``. A GEMM that is further
+from bf16's than MXFP8 explains ends the run. Recipe ``bf16`` is the control: our GEMMs on plain bf16 operands.
 """
 
 import sys
@@ -151,13 +140,17 @@ def main(argv: Sequence[str]) -> None:
     shapes += tuple(
         replace(shape, m=m, name=f"{shape.name}_{m >> 10}k") for m in (16384, 4096) for shape in GROUPED_SHAPES[:2]
     )
-    args = parse(parser_of(__doc__, shapes, (BF16.name, *RECIPES)), argv)
+    parser = parser_of(__doc__, shapes, (BF16.name, *RECIPES))
+    parser.add_argument("--ceilings", action="store_true", help="measure the ceilings alone")
+    args = parse(parser, argv)
 
     def measure(bench: Bench) -> None:
         bench.measure_ceilings()
+        if args.ceilings:
+            return
         rebases = next(entry.rebases for entry in BACKENDS if entry.name == bench.env["backend"])
         recipes = [recipe for recipe in args.recipes if rebases or get_recipe(recipe).block_k == 32]
-        for shape in args.shapes or shapes[: 1 if args.quick else None]:
+        for shape in bench.each(args.shapes or shapes[: 1 if args.quick else None], "shape"):
             measure_shape(bench, shape, recipes)
 
     run("kernels", args, measure)

@@ -1,46 +1,27 @@
 """A MoE layer that dispatches its own tokens against TorchTitan's in bf16, compiled as TorchTitan compiles it.
 
-    torchrun --standalone --nproc-per-node=2 scripts/bench/bench_moe_layer.py --out results/<date>_2x<device>_moe
-    python scripts/bench/bench_moe_layer.py --layers llama4_8 dsv3_8 --out OUT    # one rank: no links
+    torchrun --standalone --nproc-per-node=2 scripts/bench/bench_moe_layer.py --out OUT    # or python, for one rank
 
-A layer is router, experts and shared experts, its parameters bf16, its experts split between all processes; the timed
-step is forward and backward, with the gradients of tokens and of all weights. Tokens and weights are normal numbers,
-the same for both, and so is the routing. Shared experts are converted too, unless --shared-in-bf16. Before any time,
-output and gradients are compared with bf16's: a recipe that is further off than MXFP8 explains ends the run.
-
-A row is a layer and a way: a recipe with a transport and a choice of rows. bf16 and the ways take turns, in blocks of
---seconds of which the first half does not count, after a turn that is thrown away. A step's time, of which ``p50_us``
-is the median, is that on its slowest rank; ``x`` is the median of the ratios to bf16 of the same turn.
-Controls are rows too (``control``): ``torchtitan``, bf16 against itself, and recipe ``bf16``, our dispatch with nothing
-quantised. ``peak`` is what a step allocates on top of weights, tokens and output gradient; ``held`` what a way takes
-besides from outside of torch's allocator, as symmetric buffers are.
-
-``--peers sonicmoe`` adds the best public bf16 layer as a way (``peers.py`` says how it is had), for one process and
-layers without shared experts. All layers of such a run have its routing, a softmax over the chosen logits.
-
---parts times what is around the experts instead, on the same routing: each call of a transport, all of a forward and
-of a forward + backward, with the quantisation, and the same of TorchTitan's, eager as it runs it: gather, all-to-all,
-permutation, and back. ``gb_per_s`` is of the rows that cross links; with one rank, of those that the experts get.
-
---profile adds kernels.csv, of each way the kernels of a step that take the most time (``kernel_times.py``), and keeps
-the traces.
-Writes data.csv, a row for each layer and way (parts.csv, for each part), and env.json. Rows of data.csv that OUT holds
-are not measured again: a run that was cut short goes on.
+Forward and backward of router, experts and shared experts are timed in turns with TorchTitan's layer, after output and
+gradients were compared with its own. Writes data.csv, a row for each layer and way: milliseconds on the slowest rank,
+the ratio to bf16, peak memory. Controls are rows too: bf16 again, and our dispatch with nothing quantised.
+--peers sonicmoe adds a bf16 layer of another project (peers.py), --profile the kernels of a step. OUT's rows are not
+measured again: a run that was cut short goes on.
 """
 
 import argparse
-import csv
 import gc
 import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -51,22 +32,18 @@ from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama4.infra import parallelize
 from torchtitan.models.moe.moe import MoE, MoEArgs
-from torchtitan.models.moe.utils import indices_padding_wrapper
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.tools.utils import set_default_dtype
 
 import titan_mxfp8.plugin  # noqa: F401 - where there is no accelerator TorchTitan needs its workarounds
-from scripts.bench.bench import QUICK_REPEATS, REPEATS
+from scripts.bench.bench import QUICK_REPEATS, REPEATS, parse, parser_of
 from scripts.bench.kernel_times import kernel_table
 from scripts.bench.peers import SONICMOE, SonicMoE, is_installed, versions
 from scripts.bench.problems import relative_rms
-from scripts.result_files import environment, format_table, percentiles, write_rows
-from titan_mxfp8 import backends
-from titan_mxfp8.format.spec import OperandSpec
-from titan_mxfp8.moe import choose
-from titan_mxfp8.moe.bounds import ROWS, bound, factor_of
-from titan_mxfp8.ops.experts import row_spec
-from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
+from scripts.progress import ends_in_words, progress, say
+from scripts.result_files import environment, format_table, percentiles, read_rows, write_rows
+from titan_mxfp8.moe.bounds import ROWS
+from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR
 
 ASSETS = Path(__file__).parents[2] / "train_configs" / "assets"
 GIB = 2**30
@@ -76,7 +53,7 @@ GIB = 2**30
 MAX_ERROR = {"bf16": 0.03, "quantised": 0.15, "router": 0.3}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Layer:
     """Sizes of a layer: ``tokens`` on each rank, ``experts`` on all together."""
 
@@ -92,33 +69,14 @@ class Layer:
 
 
 LAYERS = (
-    Layer(name="dsv3", tokens=16384, dim=7168, hidden=2048, experts=64, top_k=8, shared=1),
-    Layer(name="dsv3_16b", tokens=32768, dim=2048, hidden=1408, experts=64, top_k=6, shared=2),
-    Layer(name="dsv3_16b_routed", tokens=32768, dim=2048, hidden=1408, experts=64, top_k=6),
-    Layer(name="qwen3_30b", tokens=32768, dim=2048, hidden=768, experts=128, top_k=8),
-    Layer(name="fine_grained", tokens=32768, dim=4096, hidden=1024, experts=128, top_k=8),
-    Layer(name="llama4", tokens=32768, dim=5120, hidden=8192, experts=16, top_k=1, shared=1, scores_first=True),
-    Layer(
-        name="llama4_8",
-        tokens=131072,
-        dim=5120,
-        hidden=8192,
-        experts=8,
-        top_k=1,
-        shared=1,
-        scores_first=True,
-        one_rank=True,
-    ),
-    Layer(
-        name="dsv3_8",
-        tokens=131072,
-        dim=7168,
-        hidden=2048,
-        experts=8,
-        top_k=1,
-        shared=1,
-        one_rank=True,
-    ),
+    Layer("dsv3", 16384, 7168, 2048, 64, 8, shared=1),
+    Layer("dsv3_16b", 32768, 2048, 1408, 64, 6, shared=2),
+    Layer("dsv3_16b_routed", 32768, 2048, 1408, 64, 6),
+    Layer("qwen3_30b", 32768, 2048, 768, 128, 8),
+    Layer("fine_grained", 32768, 4096, 1024, 128, 8),
+    Layer("llama4", 32768, 5120, 8192, 16, 1, shared=1, scores_first=True),
+    Layer("llama4_8", 131072, 5120, 8192, 8, 1, shared=1, scores_first=True, one_rank=True),
+    Layer("dsv3_8", 131072, 7168, 2048, 8, 1, shared=1, one_rank=True),
 )
 
 
@@ -164,19 +122,6 @@ class Block(nn.Module):
         return self.moe(x)
 
 
-class FixedRouter(nn.Module):
-    """A routing that is there already, in the place of TorchTitan's router."""
-
-    def __init__(self, scores: torch.Tensor, expert_ids: torch.Tensor, experts: int) -> None:
-        super().__init__()
-        self.top_k = expert_ids.shape[1]
-        counts = torch.bincount(expert_ids.flatten(), minlength=experts)
-        self.routing = scores, expert_ids, counts
-
-    def forward(self, x: torch.Tensor, expert_bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        return self.routing
-
-
 class Bench:
     """The processes, their device, and what all of them agree on."""
 
@@ -192,7 +137,7 @@ class Bench:
 
     def say(self, text: str) -> None:
         if self.rank == 0:
-            print(text, flush=True)
+            say(text)
 
     def write(self, rows: list[Row], name: str, env: dict[str, str]) -> None:
         """The rows, on rank 0, as a file of the results."""
@@ -379,115 +324,6 @@ class Bench:
             forget_gradients(way.module, x)
         return rows
 
-    def parts(self, layer: Layer) -> list[Row]:
-        """A row for each part and way."""
-        (x, dy), args = self.problem(layer), self.args
-        x, dy = (t.detach().view(layer.tokens, layer.dim) for t in (x, dy))
-        generator = torch.Generator(self.device).manual_seed(100 + self.rank)
-        scores = torch.rand(layer.tokens, layer.experts, device=self.device, generator=generator)
-        scores, ids = scores.topk(layer.top_k, dim=1)
-        rows = self.parts_of_torchtitan(layer, x, dy, scores, ids)
-        for way in (way for way in ways(args) if way.rows):
-            rows += self.parts_of(layer, way, x, dy, scores, ids)
-        return rows
-
-    def parts_of(
-        self, layer: Layer, way: Way, x: torch.Tensor, dy: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor
-    ) -> list[Row]:
-        """The same of one way, its experts left out."""
-        plan, kernels = backends.plan(get_recipe(way.recipe), "auto", self.device), backends.load("auto", self.device)
-        transport, choice = choose(way.transport, dist.group.WORLD if self.ranks > 1 else None, self.device)
-        factor, weighted = factor_of(way.rows), not layer.scores_first
-        self.say(f"{way}: {choice}")
-
-        def quantize(rows: torch.Tensor, spec: OperandSpec) -> list[torch.Tensor]:
-            operand = kernels.quantize(rows, 1, row_spec(spec), None)
-            return [operand.data] if operand.scale is None else [operand.data, operand.row_scales().contiguous()]
-
-        x_rows, dy_rows = quantize(x, plan.forward.a), quantize(dy, plan.dgrad.a)
-        room, capacity = transport.agree(layer.tokens, way=str(way)), None
-        if factor is not None:
-            capacity = bound(factor, room, layer.top_k, self.ranks, layer.experts // self.ranks)
-        _, handle = transport.dispatch(x_rows, ids, scores, layer.experts, capacity)
-        received = handle.scores.shape[0]
-        y, other = (torch.randn(received, layer.dim, dtype=x.dtype, device=self.device) for _ in range(2))
-        values = torch.zeros(received, device=self.device)
-        calls: dict[str, Step] = {
-            "quantise": lambda: quantize(x, plan.forward.a),
-            "dispatch": lambda: transport.dispatch(x_rows, ids, scores, layer.experts, capacity),
-            "combine": lambda: transport.combine([y], weighted, None, handle, x.dtype),
-            "dispatch_with_handle": lambda: transport.dispatch_with_handle(dy_rows, handle),
-            "combine of gradients": lambda: transport.combine([y, other], False, values, handle, x.dtype),
-        }
-
-        def forward() -> None:
-            transport.dispatch(quantize(x, plan.forward.a), ids, scores, layer.experts, capacity)
-            calls["combine"]()
-
-        def both() -> None:
-            forward()
-            transport.dispatch_with_handle(quantize(dy, plan.dgrad.a), handle)
-            calls["combine of gradients"]()
-
-        owners = torch.div(ids, layer.experts // self.ranks, rounding_mode="floor")
-        crossing = sum(int((owners == rank).any(1).sum()) for rank in range(self.ranks) if rank != self.rank)
-        sent = crossing if self.ranks > 1 else ids.numel()
-        row_bytes = sum(tensor.shape[1] * tensor.element_size() for tensor in x_rows)
-        bytes_of = {"dispatch": sent * row_bytes, "dispatch_with_handle": sent * row_bytes}
-        bytes_of["combine"] = (crossing if self.ranks > 1 else layer.tokens) * 2 * layer.dim
-        calls |= {"forward": forward, "forward + backward": both}
-        return [self.part(layer, str(way), name, call, bytes_of.get(name)) for name, call in calls.items()]
-
-    def parts_of_torchtitan(
-        self, layer: Layer, x: torch.Tensor, dy: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor
-    ) -> list[Row]:
-        """TorchTitan's layer with experts that hand on what they get. Its weights are not there."""
-        moe_args = MoEArgs(
-            num_experts=layer.experts,
-            num_shared_experts=0,
-            top_k=layer.top_k,
-            score_before_experts=layer.scores_first,
-        )
-        model = nn.Module()
-        with torch.device("meta"):
-            model.layers = nn.ModuleDict({"0": Block(MoE(moe_args, layer.dim, layer.hidden))})
-        moe = model.layers["0"].moe
-        if self.ranks > 1:
-            dims = ParallelDims(
-                dp_replicate=1, dp_shard=self.ranks, cp=1, tp=1, pp=1, ep=self.ranks, etp=1, world_size=self.ranks
-            )
-            parallelize.apply_moe_ep_tp(
-                model, tp_mesh=None, ep_mesh=dims.get_mesh("ep"), etp_mesh=None, ep_etp_mesh=None
-            )
-            moe.experts.forward = lambda x, counts: x
-        else:
-            padded = indices_padding_wrapper(lambda w1, w2, w3, x, counts: x)
-            moe.experts.forward = lambda x, counts: padded(moe.experts.w1, None, None, x, counts)
-        moe.router = FixedRouter(scores.requires_grad_(), ids, layer.experts)
-        moe.tokens_per_expert = torch.zeros(layer.experts, device=self.device)
-        x, dy = x[None].detach().requires_grad_(), dy[None]
-
-        def forward() -> None:
-            with torch.no_grad():
-                moe(x)
-
-        def both() -> None:
-            x.grad = scores.grad = None
-            moe(x).backward(dy)
-
-        calls = {"forward": forward, "forward + backward": both}
-        rows = [self.part(layer, "torchtitan", name, call, None) for name, call in calls.items()]
-        scores.requires_grad_(False)
-        return rows
-
-    def part(self, layer: Layer, way: str, name: str, call: Step, size: int | None) -> Row:
-        """A row of a call; the first half does not count."""
-        times = self.block(call, 2 * self.calls(call))
-        p20, p50, p80 = (1e3 * ms for ms in percentiles(times[len(times) // 2 :]))
-        row: Row = {"layer": layer.name, "ranks": self.ranks, "way": way, "part": name}
-        row |= {"p20_us": p20, "p50_us": p50, "p80_us": p80}
-        return row | {"gb_per_s": None if size is None else self.largest([size])[0] / p50 / 1e3}
-
     def profile(self, key: Row, step: Step) -> None:
         """Prints the kernels of a step that take the most time, on rank 0, and adds them to kernels.csv behind ``key``;
         every rank takes part."""
@@ -502,7 +338,7 @@ class Bench:
             rows = [{"ms": row["ms"], "count": row["count"], "kernel": row["kernel"]} for row in kernel_table(path, 40)]
             self.say(f"{name}\n{format_table([row | {'kernel': row['kernel'][:110]} for row in rows])}")
             kept = self.args.out / "kernels.csv"
-            write_rows(kept, read_rows(kept) + [key | row for row in rows])
+            write_rows(kept, [*(read_rows(kept) if kept.is_file() else ()), *(key | row for row in rows)])
 
 
 def step_of(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Step:
@@ -550,30 +386,12 @@ def copy_parameters(module: nn.Module, source: nn.Module) -> None:
     module.load_state_dict(own, assign=True)
 
 
-def shown(row: Row) -> Row:
-    """What is printed of a row."""
-    short = {name: row[name] for name in ("layer", "ranks", "way", "baseline_us", "p50_us", "x")}
-    short["x, range"] = f"{row['x_min']:.3f} to {row['x_max']:.3f}"
-    return short | {name: row[name] for name in ("bf16_peak_gib", "peak_gib", "error_y", "error_dw")}
-
-
-def median(values: Sequence[float]) -> float:
-    return percentiles(values)[1]
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of an earlier run, numbers as such; none where there was none."""
-    if not path.is_file():
-        return []
-
-    def value(text: str) -> object:
-        try:
-            return float(text) if "." in text else int(text)
-        except ValueError:
-            return text
-
-    with path.open(newline="") as file:
-        return [{name: value(text) for name, text in row.items()} for row in csv.DictReader(file)]
+def shown(row: Mapping[str, object]) -> Row:
+    """What is printed of a row, of this call or read back."""
+    short = {name: row[name] for name in ("layer", "ranks", "way")}
+    short |= {name: float(row[name]) for name in ("baseline_us", "p50_us", "x")}
+    short["x, range"] = f"{float(row['x_min']):.3f} to {float(row['x_max']):.3f}"
+    return short | {name: float(row[name]) for name in ("bf16_peak_gib", "peak_gib", "error_y", "error_dw")}
 
 
 def tiny(layer: Layer) -> Layer:
@@ -602,46 +420,27 @@ def one_layer() -> Iterator[None]:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, recipes=("bf16", "mxfp8_2d_rebased", "mxfp8_2d", "mxfp8"))
     add = parser.add_argument
     names = [layer.name for layer in LAYERS]
-    add("--out", type=Path, required=True, help="folder for data.csv and env.json")
     add("--layers", nargs="+", choices=names, help="[all that the number of processes allows]")
-    recipes = ["bf16", "mxfp8_2d_rebased", "mxfp8_2d", "mxfp8"]
-    add("--recipes", nargs="+", default=recipes, metavar="RECIPE", help=f"[{' '.join(recipes)}]")
     help_text = "off: TorchTitan's dispatch, our experts [auto]"
     add("--transports", nargs="+", default=["auto"], choices=("auto", "collective", "symmetric", "off"), help=help_text)
     add("--rows", nargs="+", default=["counted"], choices=ROWS, help="[counted]")
     add("--peers", nargs="+", default=[], choices=(SONICMOE,), help="layers of other projects to time too [none]")
     add("--shared-in-bf16", action="store_true", help="leave the linears of shared experts as they are")
-    add("--turns", type=int, default=3, help="blocks of each way that count [3]")
-    add("--seconds", type=float, default=1.0, help="of a block, half of which counts [1]")
-    add("--quick", action="store_true", help="less, in 2 turns of 0.5 s: for a first look")
-    add("--parts", action="store_true", help="time what is around the experts instead")
     add("--profile", action="store_true", help="add the kernels of a step of each way, on a GPU")
-    add("--limit", type=float, default=float("inf"), metavar="SECONDS", help="begin no way later than this")
-    add("--device", default="cuda", choices=("cuda", "cpu"), help="[cuda]")
     add("--tiny", action="store_true", help="small sizes and code that is not optimised, to try the script")
-    args = parser.parse_args(argv)
-    if args.quick:
-        args.turns, args.seconds = min(args.turns, 2), min(args.seconds, 0.5)
-    if args.turns < 1:
-        parser.error(f"--turns is at least 1, got {args.turns}")
-    for recipe in args.recipes:
-        try:
-            get_recipe(recipe)
-        except ValueError as error:
-            parser.error(str(error))
+    args = parse(parser, argv, quick_seconds=0.5)
     if args.peers and not is_installed():
         parser.error(f"{SONICMOE} cannot be imported: scripts/bench/peers.py says what it needs")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no GPU: --device cpu --tiny tries the script")
     return args
 
 
 def main(argv: Sequence[str]) -> None:
     args = parse_arguments(argv)
-    rows = [] if args.parts else read_rows(args.out / "data.csv")  # before any process can add to it
+    kept = args.out / "data.csv"
+    rows: list[Mapping[str, object]] = list(read_rows(kept)) if kept.is_file() else []  # before a process adds to it
     started, bench = time.monotonic(), Bench(args)
     chosen = [
         layer for layer in LAYERS if layer.name in (args.layers or [layer.name]) and layer.one_rank * bench.ranks < 2
@@ -654,15 +453,13 @@ def main(argv: Sequence[str]) -> None:
         sys.exit("bench_moe_layer: --peers takes one process, and --layers without shared experts")
     env = environment(bench.device) | {"ranks": str(bench.ranks), "command": " ".join(sys.argv)}
     env |= versions() if args.peers else {}
-    done = {(row["layer"], row["ranks"], row["way"]) for row in rows}
+    done = {(row["layer"], str(row["ranks"]), row["way"]) for row in rows}
+    todo = list(map(tiny, chosen) if args.tiny else chosen)
+    bar = progress(len(todo) * len(ways(args)) if bench.rank == 0 else 0, "MoE layers", "way")
     try:
-        for layer in map(tiny, chosen) if args.tiny else chosen:
-            with one_layer():
-                if args.parts:
-                    rows += bench.parts(layer)
-                    bench.write(rows, "parts.csv", env)
-                    continue
-                due = [way for way in ways(args) if (layer.name, bench.ranks, str(way)) not in done]
+        for layer in todo:
+            with one_layer(), ends_in_words("bench_moe_layer"):
+                due = [way for way in ways(args) if (layer.name, str(bench.ranks), str(way)) not in done]
                 if not due:
                     continue
                 bf16, (x, dy), prepared = bench.build(layer, Way()), bench.problem(layer), []
@@ -670,7 +467,9 @@ def main(argv: Sequence[str]) -> None:
                     if bench.largest([time.monotonic() - started])[0] > args.limit:
                         bench.say(f"{layer.name} {way}: not begun, the time limit is reached")
                         continue
+                    bar.set_postfix_str(f"{layer.name} {way}")
                     prepared.append(bench.prepare(layer, way, bf16, x, dy))
+                    bar.update()
                 sizes = (layer.tokens, layer.dim, layer.hidden, layer.experts, layer.top_k, layer.shared)
                 key: Row = {"layer": layer.name, "ranks": bench.ranks}
                 key |= dict(zip(("tokens", "D", "H", "experts", "top_k", "shared"), sizes, strict=True))
@@ -679,10 +478,8 @@ def main(argv: Sequence[str]) -> None:
                 bench.say(format_table(list(map(shown, new))))
                 bench.write(rows, "data.csv", env)
                 del bf16, x, dy, prepared
-    except ValueError as error:
-        sys.exit(f"bench_moe_layer: {error}")
     finally:
-        bench.say(format_table(rows if args.parts else list(map(shown, rows))))
+        bench.say(format_table(list(map(shown, rows))))
         if bench.ranks > 1:
             dist.destroy_process_group()
 

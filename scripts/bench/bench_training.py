@@ -1,55 +1,12 @@
-"""Training throughput of TorchTitan runs that differ in nothing but what is converted.
+"""Training throughput of TorchTitan runs that differ in nothing but what is converted; either TorchTitan's.
 
-    python scripts/bench/bench_training.py --ngpu 4 --runs bf16 both:mxfp8 both:mxfp8_2d_rebased --repeats 3 --out OUT
+    python scripts/bench/bench_training.py --ngpu 4 --runs bf16 both:mxfp8_2d+dispatch --repeats 3 --out OUT -- FLAGS
 
-A run is ``WHAT`` or ``WHAT:RECIPE``. WHAT is bf16, grouped (the routed experts), linears or both; RECIPE is the TOML's
-where none is named, and ``WHAT+rebase`` switches ``hopper_rebase`` on, which takes its rebased form; ``+dispatch`` has
-the MoE layers send tokens in MXFP8 (``quantize.grouped_mm.mx.dispatch = "auto"``). Without them both are off, whatever
-the TOML says; so is ``requantize_input``, which a flag behind ``--`` can switch on. ``bf16+dispatch`` is the control of
-dispatching, as in converge.py: the experts with recipe bf16, which quantises nothing, and no linears. What it gains is
-not owed to the number format. ``+graph`` records forward and backward as a CUDA graph.
-
-With TorchTitan 0.3 in the environment the same runs are made of it: --config names a function of
-``titan_mxfp8.titan03.config_registry``, and so do --flavors.
-
-Each run trains --steps steps, of which those after --warmup count: median (p50), p20, p80 and mean tokens/s (the mean
-is all tokens over all time), and how many times the median the slowest step took, as a step that stalls is a finding.
-Memory is the peak that the allocator reserved.
-
-All runs start from the same weights (``--debug.seed=0``; a flag behind ``--`` can name another) and read the same data,
-so their first losses tell whether they compute the same. A run gets no ``x`` if one of its losses is not finite, or if
-its first one is further than --loss-limit (0.01 nats) from the baseline's: the column ``no x, as`` says why, the script
-ends with status 1, and all that was measured stands in the files. The limit is more than twice what rounding did: the
-first loss of an MXFP8 run was at most 0.0009 from that of bf16 with the same seed in models of up to 320M parameters
-(153 pairs in the *losses*.csv of results/, with ``dispatch`` and without), and 0.0038 in DeepSeek-V3 16B cut to 4
-layers (2026-11-25_h200_training). And it tells other weights, or a forward that computes something else: that model
-began at losses of 11.92 to 12.09 in results/, before there was a common seed, and of two of its bf16 runs 89% are
-further apart than 0.01.
-An error in backward does not show in the first loss; compare ``last loss``. Trained weights, from a checkpoint, may
-need another limit.
-
-With --repeats N the runs alternate, a b c a b c ...: a run's figures are then the medians over its repeats, ``x`` is
-that of the speed-ups against the first run of the same repeat, and the ranges over the repeats stand beside them.
---profile trains each run once more, for a few steps under the profiler, and adds in how much of a step the first GPU
-was busy (``kernel_times.py``), as a share of that step and in milliseconds. The profiler makes the host late, not the
-GPU; so of one process these milliseconds are told as a share of a median step of the other repeats too. Of several that
-would be wrong: kernels that wait for another GPU are busy, and wait for its late host. The files are written after
-every run and finished runs in OUT are not run again: a bench that was cut short goes on.
-
-The first run on a machine, mostly bf16, finds neither its files nor compiled kernels in a cache. That costs its first
-step, which --warmup throws away, and nothing more is done about it, as the steps that count do not show it: where
-results/ have repeats, and bf16 came first and cold, the median of its counted steps was 1.7% below to 2.0% above that
-of its second repeat (-1.7, -1.2, -0.2, 0.0, 0.0, 2.0), while the first step of DeepSeek-V3 16B cut to 4 layers took 10
-to 16 times as long. The runs after it differ by up to 7% between these repeats, which is what repeats are for.
-(training.csv or data.csv of 2026-11-22_h200_redrawn_core, 2026-11-23_2xh200_dispatch_training, which also has
-llama4.csv, 2026-11-23_2xh200_host_path, 2026-11-24_2xh200_dispatch_default and 2026-11-24_h200_default_recipe.)
-
-``--flavors 17bx16e_2layers 17bx16e_4layers`` trains each run with each of these flavors instead of the TOML's. Where
-they differ in the number of layers, what a layer costs is the difference of the times for a token: embedding, output
-and loss, large in a model of few layers, drop out of it.
-
-Writes data.csv (a row for each step), table.csv (a row for each run and flavor), layers.csv (a row for each run, with
---flavors of several numbers of layers) and env.json.
+A run is WHAT[+rebase][+dispatch][+graph][:RECIPE], WHAT of bf16, grouped (experts), linears or both; what is not named
+is off, whatever the TOML says. bf16+dispatch is the control: dispatch, with nothing quantised. ``x`` is against the
+first run of the same repeat. All start from the same weights and data: a run whose first loss is not the baseline's
+gets no ``x``, and the exit status is 1. Writes data.csv (steps), table.csv (runs), with flavors of several numbers of
+layers layers.csv (a layer's time), and env.json after every run. Runs in OUT are not run again: it goes on.
 """
 
 import argparse
@@ -69,11 +26,15 @@ from typing import NamedTuple
 import torch
 
 from scripts.bench.kernel_times import Trace, read_trace
+from scripts.progress import ends_in_words, follow, progress, say
 from scripts.result_files import SPEED, environment, format_table, percentiles, write_results, write_rows
 from scripts.study.runs import TRAIN, Run, conversion_flags, ending, launch, read_run, split_flags
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
 
-LOSS_LIMIT = 0.01  # nats between the first losses of a run and of its baseline; the docstring says why
+# Nats between the first losses of a run and of its baseline, more than twice what rounding did: at most 0.0009 with the
+# same seed in models of up to 320M parameters (153 pairs of results/), 0.0038 in DeepSeek-V3 16B of 4 layers. Two of
+# its bf16 runs with other weights are further apart in 89% of cases. Trained weights may need another limit.
+LOSS_LIMIT = 0.01
 TITAN03 = version("torchtitan").startswith("0.3")
 PROFILED = 8  # steps of the run with --profile; the last one is in the trace
 CONVERTED_BY = {"bf16": (), "grouped": (GROUPED_MM,), "linears": (LINEAR,), "both": (GROUPED_MM, LINEAR)}
@@ -170,12 +131,8 @@ def train(flavor: str, name: str, suffix: str, steps: int, args: argparse.Namesp
     folder.mkdir(parents=True, exist_ok=True)
     if TITAN03:
         flags = ["--module=titan_mxfp8.titan03", f"--config={flavor or args.config}", f"--dump_folder={folder}"]
-        flags += [
-            *flags_of_titan03(name),
-            "--metrics.no_enable_wandb",
-            "--dataloader.num_workers=1",
-            "--dataloader.prefetch_factor=4",
-        ]
+        flags += [*flags_of_titan03(name), "--metrics.no_enable_wandb"]
+        flags += ["--dataloader.num_workers=1", "--dataloader.prefetch_factor=4"]
     else:
         flags = [f"--job.config_file={args.config}", f"--job.dump_folder={folder}", *flags_of(name)]
         flags += [f"--model.flavor={flavor}", "--model.study_flavors"] if flavor else []
@@ -186,7 +143,7 @@ def train(flavor: str, name: str, suffix: str, steps: int, args: argparse.Namesp
     flags += [*args.flags, *more]
     log = folder / "log"
     log.unlink(missing_ok=True)  # of an attempt that failed
-    if launch(args.ngpu, [*TRAIN, *flags], log).wait():
+    if follow(launch(args.ngpu, [*TRAIN, *flags], log), log, steps, folder.name):
         raise ValueError(f"run {folder.name} failed, {ending(log)}")
     return folder
 
@@ -325,12 +282,12 @@ def write(bench: Bench, args: argparse.Namespace) -> None:
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    config = Path("train_configs/llama4_17bx16e_2layers_1x4.toml")
     add(
         "--config",
         type=Path,
-        default=Path("train_configs/llama4_17bx16e_2layers_1x4.toml"),
-        metavar="TOML",
-        help="[%(default)s]",
+        default=config,
+        help="a TOML; of TorchTitan 0.3 a function [%(default)s]",
     )
     add("--runs", nargs="+", default=["bf16", "linears", "grouped", "both"], help="[bf16 linears grouped both]")
     add("--flavors", nargs="+", default=[""], metavar="FLAVOR", help="model flavors [the TOML's]")
@@ -338,25 +295,12 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=int, default=30, help="[30]")
     add("--warmup", type=int, default=10, help="first steps that do not count: compilation, autotuning [10]")
     add("--repeats", type=int, default=1, help="times that each run is made, in turns with the others [1]")
-    add(
-        "--profile", action="store_true", help="also measure in how much of a step the GPU is busy, in a run of its own"
-    )
-    add(
-        "--loss-limit",
-        type=float,
-        default=LOSS_LIMIT,
-        metavar="NATS",
-        help="a run whose first loss is further from the baseline's gets no x [%(default)s]",
-    )
+    add("--profile", action="store_true", help="in a run of its own: in how much of a step the GPU is busy")
+    help_text = "a run whose first loss is further from the baseline's gets no x [%(default)s]"
+    add("--loss-limit", type=float, default=LOSS_LIMIT, metavar="NATS", help=help_text)
     add("--quick", action="store_true", help="16 steps, of which the last 8 count, once")
-    add(
-        "--limit",
-        type=float,
-        default=float("inf"),
-        metavar="SECONDS",
-        help="start no run that would end later than this, were it as long as its last repeat, or without one in this "
-        "call as the longest of its flavor's others, the first aside, which compiles; and none whose baseline was left",
-    )
+    help_text = "start no run that would end later, were it as long as its last repeat, or as the longest run so far"
+    add("--limit", type=float, default=float("inf"), metavar="SECONDS", help=help_text)
     add("--out", type=Path, default=Path("outputs/bench_training"), help="[%(default)s]")
     own, flags = split_flags(argv)
     args = parser.parse_args(own, argparse.Namespace(flags=flags))
@@ -365,59 +309,62 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str]) -> None:
-    args = parse_arguments(argv)
-    started = time.monotonic()
-    # Seconds of the runs that this call made: of each flavor's first one, which compiles and takes longer than its
-    # repeats will, and the last of each of the others.
-    first: dict[str, float] = {}
-    took: dict[tuple[str, str], float] = {}
-    bench: Bench = {}
-    left: set[tuple[str, str]] = set()
-    try:
-        if args.repeats < 1:
-            raise ValueError(f"--repeats is at least 1, got {args.repeats}")
-        if args.warmup >= args.steps:
-            raise ValueError(f"--warmup {args.warmup} leaves nothing of --steps {args.steps}")
-        for name in args.runs:
-            flags_of(name)
-        turns = [*range(1, args.repeats + 1), *(["profile"] if args.profile else [])]
-        for flavor, turn, name in itertools.product(args.flavors, turns, args.runs):
+def measure(args: argparse.Namespace, bench: Bench) -> None:
+    """Makes the runs that are due, one after the other, into ``bench``.
+
+    Raises:
+        ValueError: a run failed, or computes something else than its baseline.
+    """
+    if args.repeats < 1:
+        raise ValueError(f"--repeats is at least 1, got {args.repeats}")
+    if args.warmup >= args.steps:
+        raise ValueError(f"--warmup {args.warmup} leaves nothing of --steps {args.steps}")
+    for name in args.runs:
+        kind_of(name)
+    started, left = time.monotonic(), set()
+    took: dict[tuple[str, str], float] = {}  # seconds, without each flavor's first run of this call, which compiles
+    compiled: dict[str, float] = {}
+    turns = [*range(1, args.repeats + 1), *(["profile"] if args.profile else [])]
+    runs = list(itertools.product(args.flavors, turns, args.runs))
+    with progress(len(runs), "bench_training") as bar:
+        for flavor, turn, name in runs:
             run, begun = (flavor, name), time.monotonic()
+            suffix, steps = f"-repeat{turn}" if turn != 1 else "", args.steps
             if turn == "profile":
                 suffix, steps = "-profile", PROFILED
-            else:
-                suffix, steps = f"-repeat{turn}" if turn > 1 else "", args.steps
             finished = is_finished(folder_of(flavor, name, suffix, args), steps)
             others = [seconds for (of, _), seconds in took.items() if of == flavor]
-            longest_first = max(first.values(), default=0.0)
-            expected = took.get(run, max(others, default=first.get(flavor, longest_first)))
+            expected = took.get(run, max(others, default=compiled.get(flavor, max(compiled.values(), default=0.0))))
             is_late = begun - started + expected > args.limit
             has_baseline = turn == "profile" or (flavor, args.runs[0]) not in left
+            bar.update()
             if run in left or (not finished and (is_late or not has_baseline)):
                 left.add(run)  # for good: repeats are compared with the baseline's in their order
-                print(f"{label(flavor, name)}: not started, the time limit is near; the same command goes on")
+                say(f"{label(flavor, name)}: not started, the time limit is near; the same command goes on")
                 continue
             if turn == "profile":
                 bench[run].profiled = profile(flavor, name, args)
             else:
-                measured = read_run(train(flavor, name, suffix, steps, args))
-                bench.setdefault(run, Measured()).repeats.append(measured)
+                made = read_run(train(flavor, name, suffix, steps, args))
+                bench.setdefault(run, Measured()).repeats.append(made)
             if not finished:
                 seconds = time.monotonic() - begun
-                print(f"{label(flavor, name)}: {seconds:.0f} s", flush=True)
-                if flavor in first:
+                say(f"{label(flavor, name)}: {seconds:.0f} s")
+                if flavor in compiled:
                     took[run] = seconds
                 else:
-                    first[flavor] = seconds
+                    compiled[flavor] = seconds
             write(bench, args)
-        if refused := refusals(bench, args.loss_limit):
-            reasons = [f"{label(*run)}: no x, as {reason}" for run, reason in refused.items()]
-            raise ValueError("\n".join([*reasons, f"{args.out} has all that was measured"]))
-    except ValueError as error:
-        sys.exit(f"bench_training: {error}")
-    except KeyboardInterrupt:
-        sys.exit("bench_training: interrupted; the same command goes on")
+    if refused := refusals(bench, args.loss_limit):
+        reasons = [f"{label(*run)}: no x, as {reason}" for run, reason in refused.items()]
+        raise ValueError("\n".join([*reasons, f"{args.out} has all that was measured"]))
+
+
+def main(argv: Sequence[str]) -> None:
+    args, bench = parse_arguments(argv), {}
+    try:
+        with ends_in_words("bench_training"):
+            measure(args, bench)
     finally:
         limit = args.loss_limit
         for rows in (table(bench, args.warmup, args.ngpu, limit), layer_table(bench, args.warmup, limit)):

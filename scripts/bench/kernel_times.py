@@ -1,16 +1,11 @@
 """Where the GPU time of a training step goes: the kernels of TorchTitan's profiler traces, summed by name.
 
-    python scripts/bench/kernel_times.py OUT/profile_traces/iteration_10/rank0_trace.json ... [--top 40] [--idle]
+    python scripts/bench/kernel_times.py OUT/profile_traces/iteration_10/rank0_trace.json --top 40 --out kernels.csv
 
-Such traces are written with ``--profiling.enable_profiling --profiling.profile_freq=10``. For each trace: the time of
-its steps (``ProfilerStep`` in it; without one, from the first kernel to the end of the last), in how much of it at
-least one kernel ran, and the kernels that took the most. With ``--metrics.log_freq=1`` each step waits for its own
-kernels, else they may run in the next one. Kernels on several streams overlap: their times may add up to more.
-
-``--idle`` tells instead what the GPU waited for: the time in which nothing ran, by what the host was doing overlap in
-the thread that launched what ran next (``outermost > innermost`` operator or annotation), with the number of such
-times. What ran next may have been launched before; then the GPU waited for itself. The profiler makes the host late, so
-there is more of it than without.
+Traces are written with --profiling.enable_profiling --profiling.profile_freq=10 --metrics.log_freq=1. For each: the
+time of its steps, in how much of it at least one kernel ran, and the kernels that took the most; on several streams
+they overlap. --idle tells instead what the host was doing while nothing ran (outermost > innermost operator), in the
+thread that launched what ran next. The profiler makes the host late, so there is more of it than without.
 """
 
 import argparse
@@ -33,7 +28,7 @@ LAUNCHES = ("cuda_runtime", "cuda_driver")
 NO_OPERATOR = "between operators"
 
 
-class BlockK(NamedTuple):
+class Span(NamedTuple):
     """Something that ran, and when, in milliseconds."""
 
     name: str
@@ -44,8 +39,8 @@ class BlockK(NamedTuple):
 class Trace(NamedTuple):
     """All that ran on the GPU, in the order of its start, and the time of the steps."""
 
-    kernels: list[BlockK]
-    steps: BlockK
+    kernels: list[Span]
+    steps: Span
 
     @property
     def busy(self) -> float:
@@ -73,34 +68,34 @@ def read_trace(path: Path) -> Trace:
 
 
 def _trace_of(events: "list[_Event]", path: Path) -> Trace:
-    kernels = [event.block_k for event in events if event.category in ON_GPU]
+    kernels = [event.span for event in events if event.category in ON_GPU]
     if not kernels:
         raise ValueError(f"{path}: nothing ran on a GPU")
-    steps = [event.block_k for event in events if event.is_step] or kernels
+    steps = [event.span for event in events if event.is_step] or kernels
     name = f"{len(steps)} steps" if steps is not kernels else "first to last"
-    return Trace(kernels, BlockK(name, min(block_k.start for block_k in steps), max(block_k.end for block_k in steps)))
+    return Trace(kernels, Span(name, min(span.start for span in steps), max(span.end for span in steps)))
 
 
 class _Event(NamedTuple):
-    """A block_k of a trace with its category and thread. ``correlation``: a number that a launch and its kernel
+    """A span of a trace with its category and thread. ``correlation``: a number that a launch and its kernel
     share."""
 
-    block_k: BlockK
+    span: Span
     category: str
     thread: object
     correlation: object
 
     @property
     def is_step(self) -> bool:
-        return self.category == STEP and self.block_k.name.startswith("ProfilerStep")
+        return self.category == STEP and self.span.name.startswith("ProfilerStep")
 
 
 def _events(path: Path) -> list[_Event]:
     """In the order of their start, and the longest first."""
 
     def event(of: dict[str, Any]) -> _Event:
-        block_k = BlockK(of["name"], of["ts"] / 1e3, (of["ts"] + of["dur"]) / 1e3)
-        return _Event(block_k, of["cat"], of.get("tid"), of.get("args", {}).get("correlation"))
+        span = Span(of["name"], of["ts"] / 1e3, (of["ts"] + of["dur"]) / 1e3)
+        return _Event(span, of["cat"], of.get("tid"), of.get("args", {}).get("correlation"))
 
     try:
         events = [
@@ -110,24 +105,24 @@ def _events(path: Path) -> list[_Event]:
         ]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is not a trace of torch.profiler: {error!r}") from None
-    return sorted(events, key=lambda event: (event.block_k.start, -event.block_k.end))
+    return sorted(events, key=lambda event: (event.span.start, -event.span.end))
 
 
-def _doing(spans: list[BlockK]) -> list[tuple[float, str]]:
+def _doing(spans: list[Span]) -> list[tuple[float, str]]:
     """What a thread of the host does from when on, by its spans, which are nested: the outermost and the innermost."""
     doing: list[tuple[float, str]] = [(-math.inf, NO_OPERATOR)]
-    within: list[BlockK] = []
+    within: list[Span] = []
 
     def note(at: float) -> None:
         names = list(dict.fromkeys((within[0].name, within[-1].name))) if within else [NO_OPERATOR]
         doing.append((max(at, doing[-1][0]), " > ".join(names)))
 
-    for block_k in [*spans, BlockK("", math.inf, math.inf)]:
-        while within and within[-1].end <= block_k.start:
+    for span in [*spans, Span("", math.inf, math.inf)]:
+        while within and within[-1].end <= span.start:
             end = within.pop().end
             note(end)
-        within.append(block_k)
-        note(block_k.start)
+        within.append(span)
+        note(span.start)
     return doing
 
 
@@ -142,39 +137,39 @@ def idle_table(path: Path, top: int) -> list[dict[str, object]]:
     steps = _trace_of(events, path).steps
     launches = {event.correlation: event for event in events if event.category in LAUNCHES}
     launches.pop(None, None)
-    spans: dict[object, list[BlockK]] = defaultdict(list)
+    spans: dict[object, list[Span]] = defaultdict(list)
     for event in events:
         if event.category in ON_HOST and not event.is_step:
-            spans[event.thread].append(event.block_k)
+            spans[event.thread].append(event.span)
     doing = {launch.thread: _doing(spans[launch.thread]) for launch in launches.values()}
 
     def parts(start: float, kernel: _Event) -> Iterator[tuple[str, float]]:
         launch = launches.get(kernel.correlation)
         if launch is None:
-            yield "not known", kernel.block_k.start - start
+            yield "not known", kernel.span.start - start
             return
-        if launch.block_k.start <= start:
-            yield "launched before", kernel.block_k.start - start
+        if launch.span.start <= start:
+            yield "launched before", kernel.span.start - start
             return
         by_thread = doing[launch.thread]
-        launched = min(launch.block_k.start, kernel.block_k.start)  # the clocks of host and GPU differ a little
+        launched = min(launch.span.start, kernel.span.start)  # the clocks of host and GPU differ a little
         at = bisect_right(by_thread, start, key=itemgetter(0)) - 1
         while at + 1 < len(by_thread) and by_thread[at + 1][0] <= launched:
             if by_thread[at + 1][0] > start:
                 yield by_thread[at][1], by_thread[at + 1][0] - start
             at, start = at + 1, by_thread[at + 1][0]
-        if kernel.block_k.start > start:
-            yield by_thread[at][1], kernel.block_k.start - start
+        if kernel.span.start > start:
+            yield by_thread[at][1], kernel.span.start - start
 
     gaps: dict[str, list[float]] = defaultdict(list)
     until, count = steps.start, 0
     for kernel in events:
-        if kernel.category in ON_GPU and kernel.block_k.start < steps.end:
-            if kernel.block_k.start > until:
+        if kernel.category in ON_GPU and kernel.span.start < steps.end:
+            if kernel.span.start > until:
                 count += 1
                 for name, time in parts(until, kernel):
                     gaps[name].append(time)
-            until = max(until, kernel.block_k.end)
+            until = max(until, kernel.span.end)
     if until < steps.end:
         count += 1
         gaps["until the step is over"].append(steps.end - until)

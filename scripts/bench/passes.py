@@ -1,37 +1,10 @@
 """What MXFP8 can bring at most: the passes of a layer's forward and backward, and the rates of a GPU.
 
-A pass takes the longer of the time to move its bytes and the time to multiply (the roofline model). Bytes: each input
-and output once. Per layer: M tokens, N out features, K in features, G experts.
-
-| pass                  | FLOPs   | bytes                                                                        |
-|-----------------------|---------|------------------------------------------------------------------------------|
-| quantise x, dy        |         | 2 M K, 2 M N read; what two GEMMs of the plan take of it written             |
-| quantise w            |         | 2 G N K read; forward's operand written, and dgrad's where that is kept      |
-| quantise w again      |         | the same for dgrad, in backward, where FSDP frees the weight                 |
-| forward, dgrad, wgrad | 2 M N K | both operands as the plan stores them, and the product in bf16               |
-
-In bf16 only the GEMMs are left. A step has these passes for each converted layer and, besides, what no format changes:
-all other FLOPs, at bf16's rate; seven times the bytes of the parameters for AdamW (parameters, gradients and two
-moments read, all but the gradients written); and twice the bytes that forward saves for backward. In bf16 there are
-FSDP's copies besides, of experts that stay out of it in MXFP8 (``FSDP_COPIES``). Left out are communication, waiting
-for the host, what is read and written in between, and with ``dispatch`` what sends tokens.
-
-Of a MoE layer that dispatches its own tokens (``moe_passes``) the passes around the experts are known too. T tokens, R
-rows on this GPU, D model and H hidden features; q: what rows quantised along their features take, q': along the tokens:
-
-| pass                         | bytes                                                                |
-|------------------------------|----------------------------------------------------------------------|
-| quantise x, dispatch         | 2 T D read, q(T, D) written; q(T, D) read, q(R, D) written           |
-| SwiGLU                       | gate and up, 2 R H each, read; q(R, H) written                       |
-| combine                      | 2 R D read, 2 T D written                                            |
-| quantise dy, dispatch        | as of x                                                              |
-| SwiGLU backward              | gate, up and h's gradient read, 2 R H each; written: q(R, H) and     |
-|                              | q'(R, H) of the gradients of gate and up, q'(R, H) of h              |
-| requantise x, dy             | q(R, D) read, q'(R, D) written, of each                              |
-| combine of gradients         | 2 R D read, 2 T D written                                            |
-
-Shared experts are linears, with SwiGLU in bf16 between them and a sum with the others' output. What crosses links is
-left out, and so is the router. One GEMM adds up the products with w1 and w3, as on Hopper.
+A pass takes the longer of the time to move its bytes, each input and output once, and the time to multiply (the
+roofline model). A step has the passes of each converted layer and, besides, what no format changes: all other FLOPs, at
+bf16's rate; seven times the bytes of the parameters for AdamW; twice the bytes that forward saves for backward; in bf16
+FSDP's copies of experts that stay out of it in MXFP8 (``FSDP_COPIES``). Left out are communication, waiting for the
+host, what is read and written in between, and with ``dispatch`` what sends tokens.
 """
 
 import json
@@ -104,7 +77,7 @@ class Rates:
 
 
 def passes(recipe: Recipe, plan: Plan, layer: Layer, keeps_weight: bool = True) -> list[Pass]:
-    """The passes of the table above that a plan has, by the names that scripts/bench/bench_kernels.py gives them."""
+    """The passes that a plan has, by the names that bench_kernels.py gives them."""
     m, n, k, groups = layer.m, layer.n, layer.k, layer.groups
     x, dy, w, flops = (m, k), (m, n), (groups, n, k), 2 * m * n * k
     keeps = keeps_weight and recipe.weight_block == "32x32" and plan.dgrad.b.stored != "bf16"
@@ -128,55 +101,6 @@ def passes(recipe: Recipe, plan: Plan, layer: Layer, keeps_weight: bool = True) 
     for name, (a, b, out) in operands.items():
         mma_dtype = plan.gemms[name].mma_dtype
         found.append(Pass(name=name, moved=a + b + 2 * out, flops=flops, what=mma_dtype))
-    return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoELayer:
-    """What one GPU computes of a MoE layer: ``rows`` are a token for each of its experts that are here."""
-
-    tokens: int
-    rows: int
-    dim: int
-    hidden: int
-    experts: int
-    shared: int = 0
-
-
-def moe_passes(recipe: Recipe, plan: Plan, layer: MoELayer) -> list[Pass]:
-    """The passes of a MoE layer that dispatches its own tokens, its shared experts converted too."""
-    t, r, d, h = layer.tokens, layer.rows, layer.dim, layer.hidden
-
-    def along(shape: tuple[int, int], axis: int, spec: OperandSpec) -> int:
-        return _bytes(shape, axis, spec, layer.experts)
-
-    x, dy = plan.forward.a, plan.dgrad.a
-    found = [
-        Pass(name="dispatch x", moved=along((t, d), 1, x) + along((r, d), 1, x)),
-        Pass(name="SwiGLU", moved=4 * r * h + along((r, h), 1, x)),
-        Pass(name="combine", moved=2 * r * d + 2 * t * d),
-        Pass(name="dispatch dy", moved=along((t, d), 1, dy) + along((r, d), 1, dy)),
-        Pass(
-            name="SwiGLU backward",
-            moved=6 * r * h
-            + 2 * (along((r, h), 1, dy) + along((r, h), 0, plan.wgrad.a))
-            + along((r, h), 0, plan.wgrad.b),
-        ),
-        Pass(name="combine of gradients", moved=2 * r * d + 2 * t * d),
-    ]
-    for name, rows, tokens in (("x", x, plan.wgrad.b), ("dy", dy, plan.wgrad.a)):
-        found.append(Pass(name=f"quantise {name}, once", moved=2 * t * d + along((t, d), 1, rows)))
-        found.append(Pass(name=f"requantise {name}", moved=along((r, d), 1, rows) + along((r, d), 0, tokens)))
-    for n, k in ((h, d), (h, d), (d, h)):
-        of_experts = passes(recipe, plan, Layer(m=r, n=n, k=k, groups=layer.experts))
-        found += [one for one in of_experts if one.name not in ("quantise x", "quantise dy")]
-    if layer.shared:
-        wide = layer.shared * h
-        for n, k in ((wide, d), (wide, d), (d, wide)):
-            found += passes(recipe, plan, Layer(m=t, n=n, k=k))
-        # in bf16: gate and up to h; these two and h's gradient to two gradients; two addends to a sum, there and back
-        found.append(Pass(name="shared experts' SwiGLU", moved=2 * (3 + 5) * t * wide))
-        found.append(Pass(name="sum with shared experts", moved=2 * (3 + 3) * t * d))
     return found
 
 

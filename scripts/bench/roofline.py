@@ -1,28 +1,11 @@
 """What MXFP8 can bring on a GPU, and what it brings: the model is in ``passes.py``.
 
-    python scripts/bench/roofline.py measure --out OUT         # the GPU's ceilings: a copy, dense bf16 and FP8 matmuls
-    python scripts/bench/roofline.py draw results/<folder>           # pictures of a folder of bench_all.sh's
-    python scripts/bench/roofline.py predict CONFIG.toml --gpu H200  # the step of a training
-    python scripts/bench/roofline.py check --out OUT           # predictions beside the measured trainings
-    python scripts/bench/roofline.py layers CSV ... --gpu H200 --out OUT    # bounds beside measured MoE layers
+    python scripts/bench/roofline.py draw results/<folder>    # roofline.csv and pictures of a folder of bench_all.sh's
+    python scripts/bench/roofline.py check --out OUT          # predictions beside all trainings in results/
 
-``draw`` writes roofline.csv and, for each model's experts, a picture of it with five panels: speed-up of forward +
-backward by tokens, with the tokens from which MXFP8 pays (``break_even``); GB/s of the quantisers of tokens; of
-weights; speed-up of the GEMMs alone; time by pass. Coloured and dotted: predicted from the ceilings that the same
-folder measured, against a bf16 GEMM at its ceiling; as torch's is slower, what is measured may lie above. Solid:
-measured, as is what the title of a panel calls dashed. Black: as fast as bf16, or as a copy.
-
-``check`` writes data.csv: for each training of bench_training.py in results/ its gain, and what the model says of the
-same TOML and flags as they are today, by the GPU's ceilings and by our kernels' rates (``committed_rates``). Of the
-control, ``bf16+dispatch``, it says 1: in the model only the number format changes a step. What the control gains is
-what the model leaves out of every run with ``dispatch``. Beside them the memory that was reserved, and what
-``tools/memory.py`` estimates.
-
-``layers`` takes tables of bench_moe_layer.py and says of each way that dispatches MXFP8 rows how fast it could be at
-most (``moe_passes``), in times bf16's step that was measured beside it: with all passes at the GPU's ceilings, and with
-the GEMMs at our kernels' rates and all else at the ceilings. A goal above the second takes faster GEMMs, whatever is
-done about the rest. ``gemms_ms`` is what the GEMMs alone take at our rates, which are means over the shapes that were
-measured.
+In a picture what is dotted is predicted from the ceilings that the same folder measured, what is solid was measured.
+``check`` says of each training what the model says of the same TOML and flags, by the GPU's ceilings and by our
+kernels' rates; of the control, ``bf16+dispatch``, 1, as in the model only the number format changes a step.
 """
 
 import argparse
@@ -38,14 +21,13 @@ from pathlib import Path
 from scripts.bench.passes import (
     MODELS,
     Layer,
-    MoELayer,
     Rates,
     committed_rates,
-    moe_passes,
     passes,
     step_of,
     step_speedup,
 )
+from scripts.progress import ends_in_words
 from scripts.result_files import environment, format_table, read_rows, training_gains, write_results, write_rows
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
@@ -98,7 +80,7 @@ def roofline_rows(folder: Path) -> list[Row]:
     gpu = gpu_of(folder)
     hardware, rates = CLUSTER_GPUS[gpu], committed_rates(folder, gpu)
     if rates is None:
-        raise ValueError(f"{folder} lacks ceilings: scripts/bench/bench_kernels.py measures them")
+        raise ValueError(f"{folder} lacks ceilings: bench_kernels.py --ceilings measures them")
     ceilings, measured = rates[0], measured_rows(folder)
     rows: list[Row] = []
     for n, k in MODELS:
@@ -138,7 +120,7 @@ def break_even(points: Sequence[tuple[int, float]]) -> float | None:
 
 
 def draw(path: Path) -> list[Path]:
-    """The pictures of a roofline.csv, beside it."""
+    """The pictures of a roofline.csv, beside it: speed-up of forward + backward and of the GEMMs alone, by tokens."""
     from matplotlib import pyplot
 
     with path.open(newline="") as file:
@@ -146,47 +128,28 @@ def draw(path: Path) -> list[Path]:
     drawn = []
     for (n, k), model in MODELS.items():
         rows = [row for row in every if (row["N"], row["K"]) == (str(n), str(k))]
-        figure, grid = pyplot.subplots(2, 3, figsize=(17, 9), layout="constrained")
-        *panels, unused = grid.flatten()
-        unused.remove()
+        figure, (whole, gemms) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
         figure.suptitle(
             f"A grouped GEMM of {model}: {EXPERTS} experts, N {n} features out, K {k} in, on one {rows[0]['gpu']}. "
             "Solid: measured.\nDotted: predicted from the ceilings, against a bf16 GEMM at its ceiling"
         )
         for recipe, colour in zip(SHOWN, COLOURS, strict=True):
-            curve(panels[0], rows, recipe, BOTH, "predicted_x", "x", colour, recipe)
-            for column, line, how in (("predicted_x", ":", "predicted"), ("x", "-", "measured")):
+            curve(whole, rows, recipe, BOTH, colour, recipe)
+            for column, how in (("predicted_x", "predicted"), ("x", "measured")):
                 if pays := break_even(of(rows, recipe, BOTH, column)):
                     label = f"pays from {round(pays, -2):,.0f} tokens, {how}"
-                    panels[0].plot((pays, pays), (0, 1), line, color=colour, linewidth=1, label=label)
-            for panel, names in (
-                (panels[1], ("quantise x", "quantise dy")),
-                (panels[2], ("quantise w", "quantise w again")),
-            ):
-                for name, style in zip(names, ("o-", "s--"), strict=True):
-                    points = of(rows, recipe, name, "gb_per_s")
-                    if points:
-                        panel.plot(*zip(*points, strict=True), style, color=colour, label=f"{recipe} {name}")
+                    style = ":" if how == "predicted" else "-"
+                    whole.plot((pays, pays), (0, 1), style, color=colour, linewidth=1, label=label)
             for name, style in zip(GEMMS, ("o", "s", "^"), strict=True):
-                curve(panels[3], rows, recipe, name, "predicted_x", "x", colour, f"{recipe} {name}", style)
-        titles = {
-            panels[0]: "forward + backward with quantising, times bf16's speed",
-            panels[1]: "quantise tokens, GB/s (x solid, dy dashed)",
-            panels[2]: "quantise weights, GB/s (w again dashed)",
-            panels[3]: "GEMMs alone, times bf16's speed",
-        }
-        for panel, title in titles.items():
-            in_gb_per_s = panel in panels[1:3]
-            if in_gb_per_s and not panel.lines:
-                title += ": not measured"
-            height, label = (float(rows[0]["ceiling_gb_per_s"]), "a copy") if in_gb_per_s else (1, "bf16")
-            panel.axhline(height, linestyle=":", color="black", label=label)
+                curve(gemms, rows, recipe, name, colour, f"{recipe} {name}", style)
+        for panel, title in ((whole, "forward + backward with quantising"), (gemms, "GEMMs alone")):
             tokens = [int(row["M"]) for row in rows]
-            panel.set(title=title, xscale="log", xlabel="tokens", xlim=(min(tokens) / 1.1, max(tokens)), ylim=(0, None))
+            panel.axhline(1, color="black", label="bf16")
+            panel.set(title=f"{title}, times bf16's speed", xscale="log", xlabel="tokens", ylim=(0, None))
+            panel.set(xlim=(min(tokens) / 1.1, max(tokens)))
             panel.set_xticks(TICKS, [f"{m:,}" for m in TICKS])
             panel.minorticks_off()
             panel.legend(fontsize=7, handlelength=3, loc="lower right")
-        bars(panels[4], rows)
         drawn.append(path.with_name(f"roofline_{model}.png"))
         figure.savefig(drawn[-1], dpi=110)
         pyplot.close(figure)
@@ -200,42 +163,12 @@ def of(rows: Sequence[dict[str, str]], recipe: str, what: str, column: str) -> l
 
 
 def curve(
-    panel,
-    rows: Sequence[dict[str, str]],
-    recipe: str,
-    what: str,
-    predicted: str,
-    measured: str,
-    colour: str,
-    label: str,
-    style: str = "o",
+    panel, rows: Sequence[dict[str, str]], recipe: str, what: str, colour: str, label: str, style: str = "o"
 ) -> None:
     """A dotted line and, where anything was measured, a solid one."""
-    for column, line in ((predicted, ":"), (measured, f"{style}-")):
+    for column, line in (("predicted_x", ":"), ("x", f"{style}-")):
         if points := of(rows, recipe, what, column):
-            panel.plot(*zip(*points, strict=True), line, color=colour, label=label if column == measured else None)
-
-
-def bars(panel, rows: Sequence[dict[str, str]]) -> None:
-    """Milliseconds by pass at the most tokens of which all was measured, a bar for bf16 and for each recipe."""
-    tokens = [m for m, _ in of(rows, SHOWN[-1], "wgrad", "p50_us")]
-    if not tokens:
-        panel.set(title="time by pass: not measured")
-        return
-    here = [row for row in rows if row["M"] == str(tokens[-1]) and row["p50_us"] and row["what"] != BOTH]
-    heights = {
-        "bf16": {row["what"]: row["baseline_us"] for row in here if row["recipe"] == SHOWN[-1] and row["baseline_us"]}
-    }
-    heights |= {recipe: {row["what"]: row["p50_us"] for row in here if row["recipe"] == recipe} for recipe in SHOWN}
-    names = list(dict.fromkeys(row["what"] for row in here))
-    bottom = dict.fromkeys(heights, 0.0)
-    for name in names:
-        ms = [float(heights[recipe].get(name) or 0) / 1e3 for recipe in heights]
-        panel.bar(list(heights), ms, bottom=list(bottom.values()), label=name)
-        bottom = {recipe: at + height for (recipe, at), height in zip(bottom.items(), ms, strict=True)}
-    panel.set(title=f"milliseconds by pass, {tokens[-1]} tokens")
-    panel.tick_params(axis="x", labelrotation=20)
-    panel.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1)).set_in_layout(False)  # the sixth place is free
+            panel.plot(*zip(*points, strict=True), line, color=colour, label=label if column == "x" else None)
 
 
 def trainings(results: Path) -> Iterator[tuple[Path, dict[str, str], dict[str, str], float]]:
@@ -277,98 +210,26 @@ def check(results: Path) -> list[Row]:
     return table
 
 
-def bounds(path: Path, gpu: str, results: Path) -> list[Row]:
-    """A row for each way of a table of bench_moe_layer.py that dispatches MXFP8 rows; rates are those in ``results``.
-
-    Raises:
-        ValueError: no such table, or no rates of this GPU.
-    """
-    rates = committed_rates(results, gpu)
-    if rates is None:
-        raise ValueError(f"{results} has no rates that were measured on {gpu}")
-    ceilings, own = rates
-    gemms = Rates(ceilings=ceilings.ceilings, own={key: rate for key, rate in own.own.items() if key[1] in GEMMS})
-    try:
-        return [row for each in read_rows(path) for row in _bounds_of(each, gpu, ceilings, gemms)]
-    except (OSError, UnicodeDecodeError, KeyError) as error:
-        raise ValueError(f"{path} is no table of bench_moe_layer.py: {error!r}") from error
-
-
-def _bounds_of(row: dict[str, str], gpu: str, ceilings: Rates, gemms: Rates) -> Iterator[Row]:
-    recipe, _, way = row["way"].partition(" ")
-    if way in ("", "off") or recipe == BF16.name:  # TorchTitan's dispatch, and the control
-        return
-    tokens, top_k, ranks = (int(row[name]) for name in ("tokens", "top_k", "ranks"))
-    layer = MoELayer(
-        tokens=tokens,
-        rows=tokens * top_k,
-        dim=int(row["D"]),
-        hidden=int(row["H"]),
-        experts=int(row["experts"]) // ranks,
-        shared=int(row["shared"]),
-    )
-    bf16, ms = (float(row[name]) / 1e3 for name in ("baseline_us", "p50_us"))
-    found = moe_passes(get_recipe(recipe), plan_on(get_recipe(recipe), "auto", CLUSTER_GPUS[gpu]), layer)
-    at_ceilings, with_gemms = (1e3 * sum(rates.seconds(recipe, one) for one in found) for rates in (ceilings, gemms))
-    multiplying = 1e3 * sum(gemms.seconds(recipe, one) for one in found if one.flops)
-    yield {"layer": row["layer"], "ranks": ranks, "way": row["way"], "bf16_ms": round(bf16, 1), "ms": round(ms, 1)} | {
-        "gemms_ms": round(multiplying, 1),
-        "x": round(float(row["x"]), 2),
-        "x, our GEMMs": round(bf16 / with_gemms, 2),
-        "x, ceilings": round(bf16 / at_ceilings, 2),
-    }
-
-
-def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("measure", help="a GPU's ceilings; flags as bench_kernels.py has them")
     drawing = commands.add_parser("draw", help="pictures of a folder of results")
     drawing.add_argument("folder", type=Path)
-    predicting = commands.add_parser("predict", help="the step of a training; flags of TorchTitan's")
-    predicting.add_argument("config", type=Path)
-    predicting.add_argument("--gpu", required=True, choices=CLUSTER_GPUS)
     checking = commands.add_parser("check", help="predictions beside what was measured")
-    bounding = commands.add_parser("layers", help="bounds beside measured MoE layers")
-    bounding.add_argument("tables", nargs="+", type=Path, metavar="CSV", help="of bench_moe_layer.py")
-    bounding.add_argument("--gpu", required=True, choices=CLUSTER_GPUS)
-    help_text = "where passes and ceilings were measured [results: the newest passes, and all ceilings]"
-    bounding.add_argument("--rates", type=Path, default=ROOT / "results", metavar="FOLDER", help=help_text)
-    for command in (checking, bounding):
-        command.add_argument("--out", type=Path, help="folder for data.csv and env.json")
-    return parser.parse_known_args(argv)
-
-
-def main(argv: Sequence[str]) -> None:
-    args, flags = parse_arguments(argv)
-    if flags and args.command in ("draw", "check", "layers"):
-        sys.exit(f"roofline: unknown arguments {' '.join(flags)}")
+    checking.add_argument("--out", type=Path, help="folder for data.csv and env.json")
+    args = parser.parse_args(argv)
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)  # TorchTitan's account of a run that does not happen
     try:
-        if args.command == "measure":
-            from scripts.bench.bench import Bench, parse, parser_of, run
-
-            run("kernels", parse(parser_of(__doc__), flags), Bench.measure_ceilings)
-        elif args.command == "draw":
-            write_rows(args.folder / "roofline.csv", roofline_rows(args.folder))
-            print("\n".join(map(str, draw(args.folder / "roofline.csv"))))
-        elif args.command == "predict":
-            from scripts.check_configs import predicted
-            from titan_mxfp8.tools.dry_run import dry_run, parse_config
-
-            report = dry_run(parse_config(str(args.config), [f"--cluster.gpu={args.gpu}", *flags]))
-            print(f"{args.config}: {predicted(report)}")
-        else:
-            if args.command == "check":
-                rows = check(ROOT / "results")
-            else:
-                rows = [{"table": path} | row for path in args.tables for row in bounds(path, args.gpu, args.rates)]
+        with ends_in_words("roofline"):
+            if args.command == "draw":
+                write_rows(args.folder / "roofline.csv", roofline_rows(args.folder))
+                print("\n".join(map(str, draw(args.folder / "roofline.csv"))))
+                return
+            rows = check(ROOT / "results")
             print(format_table(rows))
             if args.out:
                 write_results(args.out, rows, environment("cpu"))
-    except ValueError as error:
-        sys.exit(f"roofline: {error}")
     finally:
         logging.disable(disabled)
 

@@ -1,12 +1,10 @@
-"""The toy MoE: does training survive outliers? Every recipe against bf16, with gates.
+"""The toy MoE: does training survive outliers? Every recipe against bf16, with gates, in seconds.
 
-4 x 128 tokens, randn with 0.5% of the elements 100 times as large, go through 2 or 4 experts of two 128 x 128 layers,
-``w2 silu(w1 x)``, each token to one expert, and learn the outputs of a fixed random layer by plain SGD, learning rate
-0.5, 100 steps. After ALTO's test of its MXFP8 grouped GEMM (its pull request 31), which gives the sizes, the optimizer
-and the gates; the target and the second layer, which makes dgrad count, are ours.
+    python scripts/examples/toy_moe.py --out outputs/toy_moe
 
-Gates, for every recipe: the loss is finite at every step; the mean of the last 20% of the steps is below 0.9 times that
-of the first 20%; and it is below 2 times that of bf16's last 20%. Exit status 1 if one fails.
+512 tokens, randn with 0.5% of the elements 100 times as large, go through experts of two layers and learn the outputs
+of a fixed random layer by SGD, as ALTO tests its MXFP8 grouped GEMM. Gates, exit status 1 if one fails: the loss is
+finite; its mean over the last fifth of the steps is below 0.9 times that of the first, and below 2 times bf16's last.
 """
 
 import argparse

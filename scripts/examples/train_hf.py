@@ -9,6 +9,7 @@ The other flags are those of transformers.TrainingArguments, such as --max_steps
 --gradient_checkpointing. Several GPUs: torchrun --nproc-per-node=... scripts/examples/train_hf.py. Run on CPUs so far.
 """
 
+from argparse import RawDescriptionHelpFormatter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,7 +61,9 @@ def sequences(text: Path, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> l
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = HfArgumentParser((Run, TrainingArguments), description=__doc__.splitlines()[0])
+    parser = HfArgumentParser(
+        (Run, TrainingArguments), description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
     parser.set_defaults(output_dir="outputs/train_hf", max_steps=60, learning_rate=1e-3, logging_steps=5)
     parser.set_defaults(bf16=True, report_to="none", save_strategy="no", use_cpu=not torch.accelerator.is_available())
     run, args = parser.parse_args_into_dataclasses(argv)

@@ -1,20 +1,11 @@
 """Trains each parallel layout of TorchTitan and a twin in one process, and compares their losses step by step.
 
-    python scripts/study/compare_layouts.py --devices 4 --jobs 6 --out results/<folder>   # 4 GPUs, NCCL
-    python scripts/study/compare_layouts.py --devices cpu --out outputs/layouts           # gloo, 1 to 4 processes
+    python scripts/study/compare_layouts.py --devices cpu --out outputs/layouts    # or --devices 4 --jobs 6, on GPUs
 
-Both start from one seed checkpoint and see the same sequences in the same steps: the text is cut into rows of exactly
-one training sequence, which are ordered for each layout so that its data-parallel ranks read together what the twin
-reads one after the other (gradient accumulation). A twin's batch holds the sequences whose tokens meet in one expert
-GEMM of the layout, so that the weight gradient is quantised in the same blocks of 32 tokens. Weights and activations
-are fp32 unless --precision says otherwise: what is left between a layout and its twin is the order of summation. The
-same pair without converters ("plain") shows how much of the difference is not MXFP8's. Twins are never compiled.
-Gradients are clipped to a norm that each exceeds, as TorchTitan scales those of pipelines (by the tokens) and of DDP
-(by 1 / ranks), which clipping would otherwise tell apart and AdamW alone does not. With --precision bfloat16
-mind that TorchTitan's mixed precision differs between FSDP (bf16 parameters), one process (autocast) and TP or PP alone
-(none).
-
-Each row of data.csv is a pair; one that failed or did not run says why. Ends with 1 if there is any such row.
+Both start from one seed checkpoint and see the same sequences in the same steps; the twin's batch holds the sequences
+whose tokens meet in one expert GEMM of the layout, so that weight gradients are quantised in the same blocks. In fp32,
+unless --precision says otherwise, what is left is the order of summation. The same pair without converters shows how
+much is not MXFP8's. A row of data.csv is a pair; one that failed says why, and the exit status is 1.
 """
 
 import argparse
@@ -35,6 +26,7 @@ import torch
 from tokenizers import Tokenizer
 
 from scripts.bench.problems import relative_rms
+from scripts.progress import ends_in_words, progress
 from scripts.result_files import environment, format_table, write_results
 from scripts.study.layouts import LAYOUTS, Layout, twin_of
 from scripts.study.runs import LOSS, cores_each, launch, read_tensorboard, tensorboard_logs
@@ -85,6 +77,7 @@ class Comparison:
         hardware = hardware_of(torch.device("cuda:0" if args.gpus else "cpu"))
         self.backend = select("auto", hardware, get_recipe("mxfp8")).name
         self.gpu = cycle(range(args.gpus))
+        self.bar = progress(1, "seed checkpoints")
         self.rows = make_rows(args.steps * max(x.data_ranks * x.accumulate * x.batch for x in LAYOUTS))
 
     def folder(self, run: Run) -> Path:
@@ -187,13 +180,14 @@ class Comparison:
         number = time.monotonic_ns()
         config, log = self.work / f"runs_{number}.json", self.work / f"log_{number}"
         config.write_text(json.dumps(runs))
-        program = [str(ROOT / "scripts" / "study" / "train_many.py"), str(config)]
+        program = [str(Path(__file__).with_name("train_many.py")), str(config)]
         process = launch(processes, program, log, self.environment(processes), jobs=self.args.jobs, cwd=ROOT)
         done, since = 0, time.monotonic()
         while process.poll() is None:
             time.sleep(0.2)
             now = sum((Path(run["out"]) / "done").exists() for run in runs)
             if now > done:
+                self.bar.update(now - done)
                 done, since = now, time.monotonic()
             if time.monotonic() > min(self.deadline, since + STALL_S):
                 process.terminate()  # torchrun ends its workers, within 30 s
@@ -334,28 +328,19 @@ def launches(runs: list[Run], jobs: int) -> list[list[Run]]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for data.csv, env.json and logs of failures")
-    parser.add_argument("--devices", default="cpu", help="cpu, or the number of GPUs [cpu]")
-    parser.add_argument("--jobs", type=int, default=1, help="launches at a time; GPUs are shared [1]")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        metavar="LAYOUT",
-        help="names of layouts, each alone or behind a model's as in 'llama4 TP 2' [all that the devices allow]",
-    )
-    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
-    parser.add_argument(
-        "--dispatch",
-        nargs="+",
-        default=[],
-        metavar="LAYOUT=WAY",
-        help="what quantize.grouped_mm.mx.dispatch is in a layout, named as for --only, or in all layouts of a model"
-        " that is named alone; in their twins too [off]",
-    )
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--compile", default="no", choices=("no", "yes", "both"), help="with --compile.enable [no]")
-    parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--limit", type=float, default=500, help="seconds after which the rest is not run [500]")
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder for data.csv, env.json and logs of failures")
+    add("--devices", default="cpu", help="cpu, or the number of GPUs [cpu]")
+    add("--jobs", type=int, default=1, help="launches at a time; GPUs are shared [1]")
+    help_text = "names of layouts, each alone or behind a model's as in 'llama4 TP 2' [all that the devices allow]"
+    add("--only", nargs="+", metavar="LAYOUT", help=help_text)
+    add("--models", nargs="+", default=MODELS, choices=MODELS)
+    help_text = "quantize.grouped_mm.mx.dispatch of a layout, named as for --only, or of a model [off]"
+    add("--dispatch", nargs="+", default=[], metavar="LAYOUT=WAY", help=help_text)
+    add("--steps", type=int, default=10)
+    add("--compile", default="no", choices=("no", "yes", "both"), help="with --compile.enable [no]")
+    add("--precision", default="float32", choices=("float32", "bfloat16"))
+    add("--limit", type=float, default=500, help="seconds after which the rest is not run [500]")
     args = parser.parse_args()
     if args.devices != "cpu" and not args.devices.isdigit():
         parser.error(f"--devices takes cpu or a number of GPUs, not {args.devices!r}")
@@ -394,7 +379,7 @@ def main() -> int:
             comparison.status = dict.fromkeys(twins + runs, f"no seed checkpoint: {reason}")
             launched = []
         rows = comparison.write(pairs, env)
-        with ThreadPoolExecutor(args.jobs) as pool:
+        with ThreadPoolExecutor(args.jobs) as pool, progress(sum(map(len, launched)), "layouts") as comparison.bar:
             for future in as_completed([pool.submit(comparison.train, launch) for launch in launched]):
                 future.result()
                 rows = comparison.write(pairs, env)
@@ -403,4 +388,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ends_in_words("compare_layouts", "OUT has the pairs that ended; --only names those that are left"):
+        sys.exit(main())

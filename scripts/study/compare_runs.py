@@ -1,47 +1,11 @@
 """Compares TorchTitan runs: loss curves and their difference, tokens/s, memory, and with several seeds a verdict.
 
-Runs named ``<name>-seed<k>`` are seeds of one group; the first run's group is the baseline. A run has the name of its
-folder; where two folders have the same name, all runs are named with the folders above. What is compared, in nats:
+    python scripts/study/compare_runs.py OUT/bf16-seed0 OUT/bf16-seed1 OUT/mxfp8-seed0 OUT/mxfp8-seed1 --out OUT
 
-    L(g, s)  mean loss of group g, seed s, over the last tenth of the steps (--window), so batch noise averages out
-    d(g, s)  L(g, s) - L(baseline, s), a pair: the same seed gives both the same initial weights and the same data in
-             the same order. Runs that saw other data, or the same in another order, stand behind --other-data: they
-             are paired with one another, and these pairs count with the others. Their names get ``@2``, those behind a
-             second --other-data ``@3``
-    m        the margin, a share (--margin, 0.005) of the baseline's mean L: fix it before the runs
-    D(g)     mean of d(g, s) over the n seeds that both have, with its standard error and 95% t interval
-
-Verdict on a group, from n >= 2 pairs:
-
-    equivalent within 0.5%  two one-sided t tests at 5% each find D within the margin: its 90% interval is in [-m, m].
-                            With ", higher" or ", lower" behind it, the 95% interval leaves out 0 all the same: there
-                            is a difference, and it is smaller than the margin
-    worse, better           not equivalent, and the 95% interval lies wholly above 0, or below
-    cannot tell             none of these; --plan says how many pairs could tell
-    diverged                a run's L is not a finite number; all numbers are of the runs that have not
-
-A group whose true difference is the margin or more is called equivalent with a probability of 5% at most, and one
-without any is called worse or higher with one of 2.5%. These are the errors of each verdict alone: they are not
-corrected for the number of groups, which also share the baseline's runs. The t interval takes pairs as independent and
-normally distributed. It speaks of other seeds on the same data, not of other data or models.
-
-Of a single pair there is no verdict. Standard error and interval are then those of the mean of d over ten consecutive
-parts of the window, taken as independent: how well the distance of these two curves is known there. They say nothing of
-other seeds.
-
-A line below the table names pairs whose losses do not rise and fall together from step to step. What two runs have in
-common there is how hard each batch is, so these saw other data, or the same in another order, and are no pairs; or one
-of them has gone astray. With fewer than 20 changes nothing is said.
-
-The baseline's runs again with the same seeds, under another name, are a group as any other: its d(g, s) are what runs
-differ by that differ in nothing, and its verdict should be that it is equivalent (converge.py: ``bf16+repeat``).
-
---plan prints, for each group's standard deviation of d and for all groups' together, how many pairs find a group
-equivalent with a probability of 90%, if its true difference is 0, a quarter or a half of the margin.
-
-Reads the TensorBoard logs of a dump folder, or wandb's offline log where there are none; or the losses.csv of an
-earlier comparison, all runs in it: ``compare_runs.py results/<folder>/losses.csv``. Runs of other lengths, models,
-batches or data are refused. Writes losses.csv, table.csv and losses.png.
+Runs are dump folders with TensorBoard or offline wandb logs, or a losses.csv of an earlier comparison. <name>-seed<k>
+are seeds of a group; the first run's group is the baseline. What counts are the final losses (means over the last tenth
+of the steps) of pairs with the same seed: equivalent within 0.5%, worse, better, or cannot tell (scripts/README.md has
+the tests). Runs of other lengths, models, batches or data are refused. Writes losses.csv, table.csv and losses.png.
 """
 
 import argparse
@@ -55,6 +19,7 @@ from pathlib import Path
 from statistics import correlation, fmean, median, stdev
 from typing import TYPE_CHECKING
 
+from scripts.progress import ends_in_words
 from scripts.result_files import format_table, write_rows
 from scripts.study.intervals import MOST, critical_t, interval, is_equivalent, pairs_needed
 from scripts.study.runs import Run, read_losses, read_run, unique_names
@@ -65,18 +30,9 @@ if TYPE_CHECKING:
 PARTS = 10  # of the window, where there is one pair
 FEWEST_CHANGES, TOGETHER = 20, 0.5  # of losses from step to step, and their correlation in a pair
 
-# What must agree for two losses to be comparable: section and name of fields of TorchTitan's config.
-SAME = (
-    ("model", "name"),
-    ("model", "flavor"),
-    ("training", "seq_len"),
-    ("training", "local_batch_size"),
-    ("training", "global_batch_size"),
-    ("training", "dataset"),
-    ("training", "dataset_path"),
-    ("optimizer", "name"),
-    ("optimizer", "lr"),
-)
+# What must agree for two losses to be comparable: fields of TorchTitan's config.
+SAME = "model.name model.flavor training.seq_len training.local_batch_size training.global_batch_size training.dataset "
+SAME += "training.dataset_path optimizer.name optimizer.lr"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +45,7 @@ class Margin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A group against the baseline; see the module's docstring.
+    """A group against the baseline.
 
     Attributes:
         differences: of its pairs of runs of which neither has diverged, in nats.
@@ -107,7 +63,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
     first = runs[0]
     for run in runs[1:]:
         first_on_data = next(other for other in runs if other.pair[1] == run.pair[1])
-        for section, key in SAME:
+        for section, key in (name.split(".") for name in SAME.split()):
             base = first_on_data if key.startswith("dataset") else first
             saved = base.config.get(section), run.config.get(section)
             if all(saved) and saved[0].get(key) != saved[1].get(key):
@@ -207,7 +163,7 @@ def margin_of(baseline: Sequence[Run], steps: Sequence[int], window: float, shar
 def judge(
     baseline: Sequence[Run], group: Sequence[Run], steps: Sequence[int], window: float, margin: Margin
 ) -> Verdict:
-    """The group against the baseline, as the module's docstring says."""
+    """The group against the baseline: pairs of the same seed and data, of which neither has diverged."""
     name, base_name = group[0].group, baseline[0].group
     shared = {run.pair for run in group} & {run.pair for run in baseline}
     base, own = final_losses(baseline, steps, window), final_losses(group, steps, window)
@@ -245,7 +201,11 @@ def apart(baseline: Sequence[Run], group: Sequence[Run], steps: Sequence[int]) -
 
 
 def verdict_on(differences: Sequence[float], margin: Margin) -> str:
-    """The verdict of the module's docstring on two or more paired differences, in nats."""
+    """On two or more paired differences, in nats: two one-sided t tests at 5% within the margin, else a two-sided one.
+
+    The t interval takes pairs as independent and normally distributed, and speaks of other seeds on the same data. Each
+    verdict errs once in 20 (equivalent) or 40 times (worse); they are not corrected for the number of groups.
+    """
     low, high = interval(differences, 0.95)
     if is_equivalent(differences, margin.nats):
         return f"equivalent within {100 * margin.share:.3g}%{', higher' if low > 0 else ', lower' if high < 0 else ''}"
@@ -296,21 +256,6 @@ def summary(
             row["verdict"] = diverged(group, ended)
         rows.append(row)
     return rows
-
-
-def legend(rows: Sequence[dict[str, object]], baseline: str, window: float, share: float) -> str:
-    """What the columns of the summary mean that are there, a line for each."""
-    words = {
-        "final loss": f"mean over the last {100 * window:.3g}% of the steps, in nats per token",
-        "x": f"tokens/s, times those of {baseline}",
-        "difference": f"of the final loss, from {baseline}'s: the mean over the pairs",
-        "95% low": "with 95% high the interval of the difference",
-        "margin": f"a difference that counts as none: {100 * share:.3g}% of the loss of {baseline}, in nats",
-        "pairs": f"of runs, one of {baseline}, with the same seed and data; one pair has no verdict",
-        "held-out loss": "the last one on the text of validation",
-    }
-    columns = {column for row in rows for column in row}
-    return "\n".join(f"{column}: {text}" for column, text in words.items() if column in columns)
 
 
 def statistics_of(differences: Sequence[float], parts: Sequence[float]) -> dict[str, str | None]:
@@ -501,7 +446,7 @@ def compare(runs: Sequence[Run], out: Path, window: float, share: float, planned
     if len(runs) <= 4:
         print(format_table(loss_table(runs)) + "\n")
     print(format_table(rows))
-    print(f"\n{legend(rows, first, window, share)}")
+    print(f"\nfinal loss: nats per token, over the last {100 * window:.3g}% of the steps; x: tokens/s against {first}")
     for name in others:
         for sentence in apart(groups[first], groups[name], steps):
             print(f"\n{sentence}")
@@ -522,45 +467,29 @@ def compare(runs: Sequence[Run], out: Path, window: float, share: float, planned
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUN",
-        help="dump folder of a run, or a losses.csv; the first run is the baseline",
-    )
-    add(
-        "--other-data",
-        nargs="+",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="RUN",
-        help="runs that are paired among themselves only, as their data are others; may be given again",
-    )
+    help_text = "dump folder of a run, or a losses.csv; the first run is the baseline"
+    add("runs", nargs="+", type=Path, metavar="RUN", help=help_text)
+    help_text = "runs that are paired among themselves only, as their data are others; may be given again"
+    add("--other-data", nargs="+", action="append", default=[], type=Path, metavar="RUN", help=help_text)
     add("--out", type=Path, default=Path("."), help="folder for the files [.]")
     add("--window", type=float, default=0.1, help="share of the steps, at the end, that the final loss averages [0.1]")
     add("--margin", type=float, default=0.005, help="difference that counts as none, a share of the loss [0.005]")
     add("--plan", action="store_true", help="print also how many pairs of runs it takes to find a group equivalent")
     add("--steps", type=int, help="compare the first STEPS steps only, of runs of any length")
     args = parser.parse_args(argv)
-    try:
+    with ends_in_words("compare_runs"):
         if not 0 < args.window <= 1:
             raise ValueError(f"--window is a share of the steps, above 0 and at most 1, got {args.window}")
         if not 0 < args.margin < 1:
             raise ValueError(f"--margin is a share of the loss, above 0 and below 1, got {args.margin}")
         sets = [args.runs, *args.other_data]
         written = (args.out / "losses.csv").resolve()
-        if any(path.is_file() and path.resolve() == written for paths in sets for path in paths):
+        if any(path.resolve() == written for paths in sets for path in paths):
             raise ValueError(f"{args.out / 'losses.csv'} would be overwritten: name another --out")
-        if args.out.exists() and not args.out.is_dir():
-            raise ValueError(f"--out {args.out} is a file: name a folder")
         runs = [run for number, paths in enumerate(sets, 1) for run in read(paths, number)]
         if args.steps is not None:
             runs = [first_steps(run, args.steps) for run in runs]
         compare(runs, args.out, args.window, args.margin, args.plan)
-    except (ValueError, OSError) as error:
-        sys.exit(f"compare_runs: {error}")
 
 
 if __name__ == "__main__":

@@ -1,26 +1,12 @@
-"""A convergence study from one TOML: every recipe with every seed, then compare_runs over the finished runs.
+"""A convergence study from one TOML: every recipe with every seed, then compare_runs.py over the finished runs.
 
-Runs go seed by seed, all recipes of one before the next: what counts are pairs of runs with the same seed, so an
-interrupted study has as many pairs of each recipe as there was time for. ``bf16`` is the TOML without its model
-converters. Behind a recipe may stand, and what does not stand there is off, whatever the TOML says:
+    JOBS=2 ./scripts/converge.sh train_configs/moe_100m.toml --recipes bf16 mxfp8_2d+dispatch --seeds 0 1 2 -- FLAGS
 
-    +rebase      with ``hopper_rebase``: ``mxfp8+rebase`` is the same as ``mxfp8_rebased``
-    +experts     with the routed experts alone converted
-    +linears     with the linears alone converted
-    +dispatch    with ``quantize.grouped_mm.mx.dispatch = "auto"``: MoE layers send their tokens themselves. ``bf16``
-                 then converts the experts with recipe ``bf16``, the control, which quantises nothing, and no linears
-    +requantize  with ``requantize_input``: backward quantises inputs again from the FP8 rows that forward multiplied
-    +repeat      the same once more: what runs differ by that differ in nothing
-
-Each run has its own folder ``OUT/<recipe>-seed<k>``, and a file ``finished.json`` there once it is over: a study that
-is started again skips those runs, continues the others from their last checkpoint, and runs those again that have none.
-The study keeps checkpoints while a run is going on and deletes them when it is finished. All finished runs in OUT are
-compared, those of earlier commands with other recipes or seeds too.
-
-A seed decides the initial weights; the data and their order are the same for every run. ``OUT/study.json`` has the
-sha256 of data and tokenizer, and a study does not go on with others. Before one goes on in another folder or elsewhere
-compare that by hand: ``make_data.py`` makes other data from other versions of its packages, and runs on these are no
-pairs with the earlier ones.
+Runs go seed by seed. bf16 is the TOML without its converters. Behind a recipe may stand +rebase, +dispatch,
++requantize, +experts or +linears (these alone are converted) and +repeat (the same once more); what does not stand
+there is off, whatever the TOML says. bf16+dispatch is the control: experts that dispatch, with nothing quantised. A
+study that is started again skips finished runs and continues others from their checkpoint, with the same data and
+tokenizer alone. Flags behind -- go to TorchTitan.
 """
 
 import argparse
@@ -38,7 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
+from scripts.progress import ends_in_words, progress, say, step_of
 from scripts.study.runs import TRAIN, conversion_flags, ending, launch, split_flags
 from titan_mxfp8.modules import as_list
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
@@ -172,7 +160,7 @@ def start(run: StudyRun, args: argparse.Namespace, slot: int, gpus: int) -> Goin
         mine = [(slot * args.ngpu + i) % gpus for i in range(args.ngpu)]
         allowed = os.environ.get("CUDA_VISIBLE_DEVICES")  # to the study, whose first GPU need not be the machine's
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(allowed.split(",")[gpu] if allowed else str(gpu) for gpu in mine)
-    print(f"{run.folder.name}: started{' from its checkpoint' if run.has_checkpoint else ''}", flush=True)
+    say(f"{run.folder.name}: started{' from its checkpoint' if run.has_checkpoint else ''}")
     process = launch(
         args.ngpu,
         [*TRAIN, *flags_of(run, args.config, args.checkpoint_every), *args.flags],
@@ -195,22 +183,22 @@ def stop(going: list[Going]) -> None:
         except subprocess.TimeoutExpired:
             one.process.kill()
             one.process.wait()
-        print(f"{one.run.folder.name}: stopped after {time.monotonic() - one.started:.0f} s", flush=True)
+        say(f"{one.run.folder.name}: stopped after {time.monotonic() - one.started:.0f} s")
 
 
 def close(going: Going) -> str:
     """Notes how an ended run ended."""
     name, seconds = going.run.folder.name, time.monotonic() - going.started
     if going.process.returncode:
-        print(f"{name}: failed after {seconds:.0f} s, {ending(going.run.folder / 'log')}", flush=True)
+        say(f"{name}: failed after {seconds:.0f} s, {ending(going.run.folder / 'log')}")
         return FAILED
     try:
         write_json(going.run.folder / "finished.json", {"seconds": round(seconds, 1)})
     except OSError as error:  # if it has checkpoints, the same command ends it again from the last one
-        print(f"{name}: finished in {seconds:.0f} s, which cannot be noted: {error}", flush=True)
+        say(f"{name}: finished in {seconds:.0f} s, which cannot be noted: {error}")
         return FAILED
     shutil.rmtree(going.run.folder / "checkpoint", ignore_errors=True)
-    print(f"{name}: finished in {seconds:.0f} s", flush=True)
+    say(f"{name}: finished in {seconds:.0f} s")
     return FINISHED
 
 
@@ -227,11 +215,12 @@ def study(args: argparse.Namespace, asked: Sequence[int]) -> dict[StudyRun, str]
     gpus = torch.cuda.device_count()
     standing = {run: FINISHED if run.finished else STOPPED for run in runs}
     waiting = [run for run in runs if not run.finished]
-    print(
-        f"{len(runs)} runs, {len(runs) - len(waiting)} finished already, {args.jobs} at a time on {gpus or 'no'} GPUs"
-    )
+    finished = len(runs) - len(waiting)
+    say(f"{len(runs)} runs, {finished} finished already, {args.jobs} at a time on {gpus or 'no'} GPUs")
     deadline = time.monotonic() + args.limit if args.limit else float("inf")
+    steps = int(value_of("training.steps", args.config, args.flags) or 10000)  # TorchTitan's default
     going: list[Going] = []
+    bar = progress(len(waiting) * steps, "study", "step")
     try:
         while (waiting or going) and not asked and time.monotonic() < deadline:
             fitting = next((run for run in waiting if fits(run, standing, deadline, args)), None)
@@ -243,12 +232,24 @@ def study(args: argparse.Namespace, asked: Sequence[int]) -> dict[StudyRun, str]
             if not going:
                 break
             time.sleep(1)
+            show(bar, going, list(standing), steps)
             for ended in [other for other in going if other.process.poll() is not None]:
                 going.remove(ended)
                 standing[ended.run] = close(ended)
     finally:
         stop(going)
+        bar.close()
     return standing
+
+
+def show(bar: tqdm, going: Sequence[Going], runs: Sequence[StudyRun], steps: int) -> None:
+    """On the bar: how far all runs are together, and which are going, at which step, with which log."""
+    now = {one.run: step_of(one.run.folder / "log") for one in going}
+    ended = bar.total // steps - sum(not run.finished and run not in now for run in runs) - len(now)
+    bar.update(max(0, ended * steps + sum(now.values()) - bar.n))
+    words = [f"run {runs.index(run) + 1} of {len(runs)}, step {step} of {steps}" for run, step in now.items()]
+    logs = [str(one.run.folder / "log") for one in going[:1]]
+    bar.set_postfix_str("; ".join(words + logs))
 
 
 def fits(run: StudyRun, standing: dict[StudyRun, str], deadline: float, args: argparse.Namespace) -> bool:
@@ -284,19 +285,25 @@ def folder_of(config: Path) -> Path:
     return ROOT if config.resolve().is_relative_to(ROOT) else Path.cwd()
 
 
+def value_of(name: str, config: Path, flags: Sequence[str]) -> object:
+    """What a run has in a field such as ``training.steps``, by the flags and then the TOML; None where neither says."""
+    section, _, key = name.partition(".")
+    value = tomllib.loads(config.read_text()).get(section, {}).get(key)
+    for flag, behind in zip(flags, [*flags, ""][1:], strict=True):
+        if flag.startswith("--") and field_of(flag) == name:
+            value = flag.partition("=")[2] or behind
+    return value
+
+
 def data_of(config: Path, flags: Sequence[str]) -> dict[str, str]:
     """The sha256 of each file of data and tokenizer that runs see, by the field of TorchTitan's config and its name
     below that; behind the first 4 GiB of a field its size. Of what is not on this machine there is none."""
-    toml, found = tomllib.loads(config.read_text()), {}
+    found = {}
     for name in DATA:
-        section, _, key = name.partition(".")
-        value = toml.get(section, {}).get(key)
-        for flag, behind in zip(flags, [*flags, ""][1:], strict=True):
-            if flag.startswith("--") and field_of(flag) == name:
-                value = flag.partition("=")[2] or behind
-        if not value or not (top := folder_of(config) / value).exists():
+        value = value_of(name, config, flags)
+        if not value or not (top := folder_of(config) / str(value)).exists():
             continue
-        patterns = TOKENIZER if key == "hf_assets_path" else ("**/*",)
+        patterns = TOKENIZER if name.endswith("hf_assets_path") else ("**/*",)
         paths = sorted(path for pattern in patterns for path in top.glob(pattern)) if top.is_dir() else [top]
         size = 0
         for path in filter(Path.is_file, paths):
@@ -361,42 +368,19 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Flags behind -- go to TorchTitan: converge.sh train_configs/debug_llama4.toml -- --training.steps=300; "
-        "not those of the seed, the recipe, the dump folder and the checkpoints, which the study sets.",
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("config", type=Path, metavar="TOML", help="a config with both MXFP8 converters, here or in the repository")
-    add(
-        "--recipes",
-        nargs="+",
-        default=["bf16", "mxfp8", "mxfp8_2d"],
-        help="[bf16 mxfp8 mxfp8_2d], the first is the baseline",
-    )
+    recipes = ["bf16", "mxfp8", "mxfp8_2d"]
+    add("--recipes", nargs="+", default=recipes, help="[bf16 mxfp8 mxfp8_2d], the first is the baseline")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], help="[0 1 2]")
     add("--out", type=Path, help="folder of the study [outputs/study_<config>]")
-    add(
-        "--jobs",
-        type=int,
-        default=os.environ.get("JOBS") or 1,
-        help="runs at a time; more than GPUs share them [JOBS, or 1]",
-    )
-    add(
-        "--ngpu",
-        type=int,
-        default=os.environ.get("NGPU") or 1,
-        help="processes of one run, one per GPU [NGPU, or 1]",
-    )
+    jobs, ngpu = (os.environ.get(name) or 1 for name in ("JOBS", "NGPU"))
+    add("--jobs", type=int, default=jobs, help="runs at a time; more than GPUs share them [JOBS, or 1]")
+    add("--ngpu", type=int, default=ngpu, help="processes of one run, one per GPU [NGPU, or 1]")
     add("--limit", type=float, metavar="SECONDS", help="stop then; the same command continues the study")
-    add(
-        "--checkpoint-every",
-        type=int,
-        default=500,
-        metavar="STEPS",
-        help="0: no checkpoints, runs that stop start anew [500]",
-    )
+    help_text = "0: no checkpoints, runs that stop start anew [500]"
+    add("--checkpoint-every", type=int, default=500, metavar="STEPS", help=help_text)
     add("--window", type=float, default=0.1, help="of compare_runs.py [0.1]")
     add("--margin", type=float, default=0.005, help="of compare_runs.py [0.005]")
     own, flags = split_flags(argv)
@@ -413,10 +397,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> None:
     args = parse_arguments(argv)
-    try:
+    with ends_in_words("converge"):
         check(args)
-    except (ValueError, OSError) as error:
-        sys.exit(f"converge: {error}")
     asked: list[int] = []  # to stop: exceptions might leave a run that was just started
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: asked.append(number))

@@ -17,7 +17,6 @@ class Layout:
         expert_batch: sequences whose tokens meet in one expert GEMM: ``batch`` times the data ranks that expert
             parallelism joins, or the microbatch of a pipeline times them.
         favoured_experts: so many experts, the first ones, get every token: under EP some ranks get none.
-        gpu_only: what TorchTitan cannot do on CPUs, converters or not (CP has no sharding rule for their attention).
     """
 
     name: str
@@ -28,7 +27,11 @@ class Layout:
     batch: int = BATCH
     expert_batch: int = BATCH
     favoured_experts: int = 0
-    gpu_only: bool = False
+
+    @property
+    def gpu_only(self) -> bool:
+        """Whether TorchTitan cannot do it on CPUs, converters or not: CP has no sharding rule for their attention."""
+        return self.name.startswith("CP")
 
 
 def parallel(**degrees: int | str) -> tuple[str, ...]:
@@ -38,93 +41,43 @@ def parallel(**degrees: int | str) -> tuple[str, ...]:
     return tuple(f"--parallelism.{names.get(key, f'{key}_parallel_degree')}={value}" for key, value in degrees.items())
 
 
-# TorchTitan takes the experts' ranks (EP) from those of FSDP and TP. With "EP 2" on 2 processes every expert is whole.
-LAYOUTS = (
-    Layout(name="FSDP 2", processes=2, data_ranks=2),
-    Layout(name="FSDP 2 accumulate 2", processes=2, data_ranks=2, accumulate=2),
-    Layout(name="DDP 2", processes=2, flags=parallel(replicate=2, shard=1), data_ranks=2),
-    Layout(name="EP 2", processes=2, flags=parallel(expert=2), data_ranks=2, expert_batch=4),
-    Layout(
-        name="EP 2 always reshard",
-        processes=2,
-        flags=parallel(expert=2, reshard="always"),
-        data_ranks=2,
-        expert_batch=4,
-    ),
-    Layout(
-        name="EP 2 never reshard", processes=2, flags=parallel(expert=2, reshard="never"), data_ranks=2, expert_batch=4
-    ),
-    Layout(
-        name="EP 2 one rank gets every token",
-        processes=2,
-        flags=parallel(expert=2),
-        data_ranks=2,
-        expert_batch=4,
-        favoured_experts=4,
-    ),
-    Layout(name="TP 2", processes=2, flags=parallel(tensor=2)),
-    Layout(name="PP 2", processes=2, flags=parallel(pipeline=2, schedule="1F1B"), expert_batch=1),
-    Layout(
-        name="PP 2 interleaved", processes=2, flags=parallel(pipeline=2, schedule="Interleaved1F1B"), expert_batch=1
-    ),
-    Layout(name="CP 2", processes=2, flags=parallel(context=2), gpu_only=True),
-    Layout(name="FSDP 4 + EP 2", processes=4, flags=parallel(expert=2), data_ranks=4, expert_batch=4),
-    Layout(name="FSDP 4 + EP 4", processes=4, flags=parallel(expert=4), data_ranks=4, expert_batch=8),
-    Layout(name="HSDP 2x2", processes=4, flags=parallel(replicate=2, shard=2), data_ranks=4),
-    Layout(
-        name="HSDP 2x2 + EP 2",
-        processes=4,
-        flags=parallel(replicate=2, shard=2, expert=2),
-        data_ranks=4,
-        expert_batch=4,
-    ),
-    Layout(
-        name="HSDP 2x2 + EP 2 accumulate 2",
-        processes=4,
-        flags=parallel(replicate=2, shard=2, expert=2),
-        data_ranks=4,
-        accumulate=2,
-        expert_batch=4,
-    ),
-    Layout(name="TP 4", processes=4, flags=parallel(tensor=4)),
-    Layout(name="FSDP 2 + TP 2", processes=4, flags=parallel(tensor=2), data_ranks=2),
-    Layout(
-        name="FSDP 2 + TP 2 + EP 2",
-        processes=4,
-        flags=parallel(tensor=2, expert=2),
-        data_ranks=2,
-    ),
-    Layout(
-        name="FSDP 2 + TP 2 + EP 4",
-        processes=4,
-        flags=parallel(tensor=2, expert=4),
-        data_ranks=2,
-        expert_batch=4,
-    ),
-    Layout(
-        name="FSDP 2 + TP 2 + EP 2 + ETP 2",
-        processes=4,
-        flags=parallel(tensor=2, expert=2, expert_tensor=2),
-        data_ranks=2,
-        expert_batch=4,
-    ),
-    Layout(
-        name="PP 2 + FSDP 2 + EP 2",
-        processes=4,
-        flags=parallel(pipeline=2, schedule="1F1B", expert=2),
-        data_ranks=2,
-        expert_batch=2,
-    ),
-    Layout(
-        name="PP 2 interleaved + FSDP 2 + EP 2",
-        processes=4,
-        flags=parallel(pipeline=2, schedule="Interleaved1F1B", expert=2),
-        data_ranks=2,
-        expert_batch=2,
-    ),
-    Layout(name="PP 2 + TP 2", processes=4, flags=parallel(pipeline=2, schedule="1F1B", tensor=2), expert_batch=1),
-    Layout(name="CP 2 + FSDP 2 + EP 2", processes=4, flags=parallel(context=2, expert=2), data_ranks=2, gpu_only=True),
-)
+def _layouts() -> tuple[Layout, ...]:
+    """By name: processes, data ranks, sequences of an expert GEMM, degrees, and what else a layout has."""
+    interleaved, one = "Interleaved1F1B", "1F1B"
+    table: dict[str, tuple[int, int, int, dict[str, int | str], dict[str, int]]] = {
+        "FSDP 2": (2, 2, 2, {}, {}),
+        "FSDP 2 accumulate 2": (2, 2, 2, {}, {"accumulate": 2}),
+        "DDP 2": (2, 2, 2, {"replicate": 2, "shard": 1}, {}),
+        "EP 2": (2, 2, 4, {"expert": 2}, {}),
+        "EP 2 always reshard": (2, 2, 4, {"expert": 2, "reshard": "always"}, {}),
+        "EP 2 never reshard": (2, 2, 4, {"expert": 2, "reshard": "never"}, {}),
+        "EP 2 one rank gets every token": (2, 2, 4, {"expert": 2}, {"favoured_experts": 4}),
+        "TP 2": (2, 1, 2, {"tensor": 2}, {}),
+        "PP 2": (2, 1, 1, {"pipeline": 2, "schedule": one}, {}),
+        "PP 2 interleaved": (2, 1, 1, {"pipeline": 2, "schedule": interleaved}, {}),
+        "CP 2": (2, 1, 2, {"context": 2}, {}),
+        "FSDP 4 + EP 2": (4, 4, 4, {"expert": 2}, {}),
+        "FSDP 4 + EP 4": (4, 4, 8, {"expert": 4}, {}),
+        "HSDP 2x2": (4, 4, 2, {"replicate": 2, "shard": 2}, {}),
+        "HSDP 2x2 + EP 2": (4, 4, 4, {"replicate": 2, "shard": 2, "expert": 2}, {}),
+        "HSDP 2x2 + EP 2 accumulate 2": (4, 4, 4, {"replicate": 2, "shard": 2, "expert": 2}, {"accumulate": 2}),
+        "TP 4": (4, 1, 2, {"tensor": 4}, {}),
+        "FSDP 2 + TP 2": (4, 2, 2, {"tensor": 2}, {}),
+        "FSDP 2 + TP 2 + EP 2": (4, 2, 2, {"tensor": 2, "expert": 2}, {}),
+        "FSDP 2 + TP 2 + EP 4": (4, 2, 4, {"tensor": 2, "expert": 4}, {}),
+        "FSDP 2 + TP 2 + EP 2 + ETP 2": (4, 2, 4, {"tensor": 2, "expert": 2, "expert_tensor": 2}, {}),
+        "PP 2 + FSDP 2 + EP 2": (4, 2, 2, {"pipeline": 2, "schedule": one, "expert": 2}, {}),
+        "PP 2 interleaved + FSDP 2 + EP 2": (4, 2, 2, {"pipeline": 2, "schedule": interleaved, "expert": 2}, {}),
+        "PP 2 + TP 2": (4, 1, 1, {"pipeline": 2, "schedule": one, "tensor": 2}, {}),
+        "CP 2 + FSDP 2 + EP 2": (4, 2, 2, {"context": 2, "expert": 2}, {}),
+    }
+    return tuple(
+        Layout(name=name, processes=n, data_ranks=data, expert_batch=batch, flags=parallel(**degrees), **more)
+        for name, (n, data, batch, degrees, more) in table.items()
+    )
+
+
+LAYOUTS = _layouts()  # TorchTitan takes the experts' ranks (EP) from those of FSDP and TP
 
 
 def twin_of(layout: Layout) -> Layout:

@@ -4,9 +4,9 @@
     python scripts/study/measured.py --check    # only says whether it is what the folders say; the exit status too
 
 Folders that count are those in bold in results/README.md. A row is how many times bf16's speed a recipe reached on a
-GPU: in training (kind ``training``, of bench_training.py: everything converted, or with recipe ``bf16`` nothing, the
-control of the dispatch), or in forward + backward of one grouped GEMM with 8 experts (kind ``grouped_mm``). Of the same
-thing the newest folder has its row.
+GPU: in training (kind ``training``, of bench_training.py with TorchTitan 0.2.2: experts converted, in older folders
+linears too, or with recipe ``bf16`` nothing, the control of the dispatch), or in forward + backward of one grouped GEMM
+with 8 experts (kind ``grouped_mm``). Of the same thing the newest folder has its row.
 """
 
 import argparse
@@ -59,12 +59,14 @@ def of_training(path: Path, folder: Path) -> Iterator[Row]:
     """The rows of a table.csv of bench_training.py, of a GPU."""
     own = path.with_name(f"{path.stem.removesuffix('table')}env.json")
     env = env_of(own if own.is_file() else path.with_name("env.json"))
-    if not {"gpu", "config", "processes"} <= env.keys():
+    if not {"gpu", "config", "processes"} <= env.keys() or env.get("torchtitan", "").startswith("0.3"):
         return
     model = tomllib.loads((ROOT / env["config"]).read_text())["model"]
-    for row, gain in training_gains(read_rows(path)):
+    gains = list(training_gains(read_rows(path)))
+    converted = "both" if any(converted_of(row["run"]) == "both" for row, _ in gains) else "grouped"
+    for row, gain in gains:
         run, recipe = row["run"], recipe_of(row["run"])
-        if run == "bf16" or (recipe != OURS and converted_of(run) != "both"):
+        if run == "bf16" or "+graph" in run or (recipe != OURS and converted_of(run) != converted):
             continue
         yield {
             "gpu": env["gpu"],

@@ -1,15 +1,9 @@
 """Writes the tables of README.md and results/README.md from the CSVs that they name, so that no figure is typed.
 
-    python scripts/study/tables.py              # rewrites the tables of both files
-    python scripts/study/tables.py --check      # prints those that differ; the exit status says whether any
-    python scripts/study/tables.py --of results/<folder>    # prints the tables of one folder of bench_all.sh's
+    python scripts/study/tables.py --check    # prints those that differ, as the exit status says; without it writes all
 
-In Markdown a table stands right below the comment that says what it shows and from which files under results/::
-
-    <!-- table: grouped_mm 2026-11-22_h200_hopper/data.csv 2026-11-22_h100_hopper/data.csv recipes=mxfp8,mxfp8_2d -->
-
-The first word is one of the functions below, the paths go to it in this order, and so do options. For figures of a new
-run change the paths, and call this script.
+A table stands right below a comment with its kind, a function below, the paths under results/ and options for it:
+<!-- table: moe_layers 2026-11-25_h200_moe_layer/data.csv ranks=1 -->. ``--of FOLDER`` prints bench_all.sh's instead.
 """
 
 import argparse
@@ -19,20 +13,16 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 
-from scripts.bench.passes import Layer, passes
-from scripts.result_files import SPEED, training_gains
 from scripts.result_files import read_rows as read
-from scripts.study import compare_runs
-from titan_mxfp8.backends import plan_on
-from titan_mxfp8.backends.hardware import CLUSTER_GPUS
+from scripts.result_files import training_gains
 from titan_mxfp8.recipe import BF16, get_recipe
 
 ROOT = Path(__file__).parents[2]
 FILES = (ROOT / "README.md", ROOT / "results" / "README.md")
 MARKER = re.compile(r"<!-- table: (.+?) -->\n((?:\|.*\n)*)")
-MODELS = {"16B_4layers": "DeepSeek-V3 16B, 4 layers"}
+MODELS = {f"16B_{layers}layers": f"DeepSeek-V3 16B, {layers} layers" for layers in (4, 7)}
+MODELS |= {f"deepseek_v3_{flavor.lower()}": f"{model}, TorchTitan 0.3" for flavor, model in MODELS.items()}
 MODELS |= {f"17bx16e_{layers}layers": f"Llama4 17Bx16E, {layers} layers" for layers in (2, 4)}
 # By N, K of a grouped GEMM; by name of a layer.
 SHAPES = {("8192", "5120"): "Llama4", ("2048", "7168"): "DeepSeek-V3", ("1408", "2048"): "DeepSeek-V3 16B"}
@@ -46,32 +36,12 @@ LAYERS = {
 }
 CONTROLS = ("torch bf16, compiled", "bf16")
 OURS = "bf16, ours"  # the control: our kernels, or our dispatch, with nothing quantised
+EXTRAS = {"dispatch": ", `dispatch`", "graph": ", CUDA graph"}
 ALONE = {"grouped": ", experts alone", "linears": ", linears alone"}  # behind a model of which no more is converted
 RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_2d_wgrad_bf16", "mxfp8_rebased", "mxfp8_2d_rebased")
-LINEAR = 1.25
 
 Row = dict[str, str]
 Cells = dict[str, str]
-
-
-# What bench_grouped_mm.py wrote into its column ``what`` up to 2026-11-22; results/README.md has a table of it.
-EARLIER_WHAT = re.compile(
-    r"(?P<recipe>mxfp8\w*)(?P<rebased> rebased|\+rebase)?(?P<products> of products)?(, (?P<held>\d+) held,)? "
-    r"(?P<what>.+)"
-)
-
-
-def read_grouped_mm(path: Path) -> list[Row]:
-    """The rows of a data.csv of bench_grouped_mm.py; of an earlier one with the columns of today that tables show."""
-    rows = read(path)
-    for row in rows:
-        found = EARLIER_WHAT.fullmatch(row["what"]) if "speedup" in row else None
-        if found:
-            row |= {"bench": "grouped_mm", "what": found["what"], "held": found["held"] or "0"}
-            row |= {"recipe": found["recipe"] + ("_rebased" if found["rebased"] else "")}
-            row |= {"data": "products" if found["products"] else "normal", "x": row["speedup"]}
-            row |= {"baseline_us": row["bf16_us"], "p50_us": row["mxfp8_us"]}
-    return rows
 
 
 def env_of(path: Path) -> dict[str, str]:
@@ -85,16 +55,16 @@ def gpu_of(path: Path) -> str:
     return env_of(path).get("gpu", "CPU").removeprefix("NVIDIA ").split()[0]
 
 
+def folder_of(path: Path) -> str:
+    """The one under results/ that has it, maybe in a folder of its own."""
+    return next((part for part in path.parts if re.match(r"20\d\d-\d\d-\d\d_", part)), path.parent.name)
+
+
 def gpus_of(path: Path) -> str:
     """How many of which GPU: ``2 H200``; empty where nothing says it."""
     if not any(path.with_name(name).is_file() for name in (f"{path.stem.split('_')[0]}_env.json", "env.json")):
         return ""
     return f"{env_of(path).get('processes', '')} {gpu_of(path)}".strip()
-
-
-def folder_of(path: Path) -> str:
-    """As a table shows it."""
-    return f"`{path.parent.name}`"
 
 
 def code(recipe: str) -> str:
@@ -140,55 +110,40 @@ def render(rows: Sequence[Cells]) -> str:
     return "".join([head, f"|{'---|' * len(columns)}\n", *body])
 
 
-def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", warmup: str = "") -> list[Cells]:
-    """Tokens/s of training times bf16's, and memory, of table.csv of bench_training.py, a row for each flavor and what
-    was converted, and one for runs with ``dispatch``, which has their control in a column of its own.
-
-    Behind the median of several repeats stands their range. Of the CSV of its steps, with ``warmup``, it is the range
-    of what the steps before and after it say.
-    """
-    table = []
+def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased") -> list[Cells]:
+    """Tokens/s of training times bf16's with their range over repeats, and memory, of table.csv of bench_training.py: a
+    row for each flavor and what was converted, one for runs with ``dispatch``, which has their control in a column, and
+    one for those that are a CUDA graph."""
+    table, shown = [], [OURS, *recipes.split(",")]
     for path in paths:
-        rows = read(path)
+        rows = [row for row in read(path) if row.get("x") != ""]  # of those that bench_training.py refused, nothing
         flavors = dict.fromkeys(row.get("flavor", "") for row in rows)
-        for flavor, sends in itertools.product(flavors, (False, True)):
-            of_kind = [row for row in rows if row["run"] == "bf16" or ("+dispatch" in row["run"]) == sends]
+        for flavor, extras in itertools.product(flavors, ((), ("dispatch",), ("dispatch", "graph"))):
+            of_kind = [row for row in rows if row["run"] == "bf16" or extras_of(row["run"]) == extras]
             of_kind = [row for row in of_kind if row.get("flavor", "") == flavor]
             converted = dict.fromkeys(converted_of(row["run"]) for row in of_kind)
             for what in [name for name in converted if name != "bf16"] or ["bf16"]:
                 chosen = [row for row in of_kind if converted_of(row["run"]) in ("bf16", what)]
-                speeds, memory, repeats = training_speeds(chosen, warmup)
-                ranges = {recipe_of(row["run"]): row.get("x, range") or "" for row in chosen}
-                if "bf16" not in speeds or len(speeds) == 1:
+                by_recipe = {recipe_of(row["run"]): row for row in chosen}
+                gains = {recipe_of(row["run"]): gain for row, gain in training_gains(chosen)}
+                if "bf16" not in gains or len(gains) == 1:
                     continue
-                model = MODELS.get(flavor, flavor) + ALONE.get(what, "") + ", `dispatch`" * sends
+                model = MODELS.get(flavor, flavor) + ALONE.get(what, "") + "".join(EXTRAS[extra] for extra in extras)
                 cells = {"model": model, "GPUs": gpus_of(path)}
-                shown = [OURS, *recipes.split(",")]
                 for recipe in shown:
-                    ratios = [ours / base for ours, base in zip(speeds.get(recipe, ()), speeds["bf16"], strict=False)]
-                    cells[code(recipe)] = times(ratios) + between(ranges.get(recipe, "")) if ratios else ""
-                used = [memory[recipe] / memory["bf16"] for recipe in shown if recipe in memory]
-                table.append(cells | {"memory": times(used), "runs": repeats, "folder": folder_of(path)})
+                    spread = between(by_recipe.get(recipe, {}).get("x, range") or "")
+                    cells[code(recipe)] = f"{gains[recipe]:.2f}{spread}" if recipe in gains else ""
+                gib = {recipe: float(row["memory GiB"]) for recipe, row in by_recipe.items()}
+                cells["memory"] = times([gib[recipe] / gib["bf16"] for recipe in shown if recipe in gib])
+                repeats = {int(row.get("repeats") or 1) for row in chosen if row["run"] != "bf16"}
+                cells["runs"] = " to ".join(map(str, sorted({min(repeats), max(repeats)})))
+                table.append(cells | {"folder": f"`{folder_of(path)}`"})
     return table
 
 
-def training_speeds(rows: Sequence[Row], warmup: str) -> tuple[dict[str, list[float]], dict[str, float], str]:
-    """Speed by recipe: times bf16's, the median of pairs, or tokens/s of two halves of a run; GiB by recipe; how many
-    runs of each recipe."""
-    speeds: dict[str, list[float]] = {}
-    memory: dict[str, float] = {}
-    rows = [row for row in rows if row.get("x") != ""]  # of those that bench_training.py refused, nothing
-    for row in rows:
-        recipe = recipe_of(row["run"])
-        memory[recipe] = max(memory.get(recipe, 0), float(row["memory GiB"]))
-    speeds |= {recipe_of(row["run"]): [gain] for row, gain in training_gains(rows)}
-    if rows and SPEED not in rows[0]:
-        for recipe in memory:
-            steps = {int(row["step"]): float(row["tokens/s"]) for row in rows if recipe_of(row["run"]) == recipe}
-            early = [speed for step, speed in steps.items() if 1 < step <= int(warmup)]
-            speeds[recipe] = [median(early), median(speed for step, speed in steps.items() if step > int(warmup))]
-    repeats = {int(row.get("repeats") or 1) for row in rows if SPEED in row and row["run"] != "bf16"} or {1}
-    return speeds, memory, " to ".join(map(str, sorted({min(repeats), max(repeats)})))
+def extras_of(run: str) -> tuple[str, ...]:
+    """What a run of bench_training.py is besides what it converts, of ``EXTRAS``."""
+    return tuple(extra for extra in EXTRAS if f"+{extra}" in run)
 
 
 def moe_layers(*paths: Path, ranks: str = "2") -> list[Cells]:
@@ -217,7 +172,7 @@ def grouped_mm(
     shown = (*CONTROLS, *(recipes.split(",") if recipes else RECIPES))
     for path in paths:
         problems: dict[tuple[str, ...], Cells] = {}
-        for row in read_grouped_mm(path):
+        for row in read(path):
             if (row.get("bench"), row.get("what"), row.get("held")) != ("grouped_mm", "forward + backward", held):
                 continue
             spread = "zipf" if int(row["G"]) > 8 else "balanced"
@@ -255,20 +210,6 @@ def kernels(path: Path) -> list[Cells]:
     return table
 
 
-def pad(path: Path) -> list[Cells]:
-    """Padding against the loop, beside torchao 3998's figures of a B200."""
-    table = []
-    for row in read(path):
-        if row["what"] == "pad" and row["dtype"] == "bf16":
-            us = {"ours": row["p50_us"], "torch loop": row["baseline_us"]}
-            us |= {"B200: torch": row["b200_torch_us"], "B200: CUDA": row["b200_cuda_us"]}
-            cells = {"dim": row["K"], "groups": row["G"]} | {
-                f"{name}, us": f"{float(at):.0f}" for name, at in us.items()
-            }
-            table.append(cells | {"GB/s": f"{float(row['gb_per_s']):.0f}", "of a copy": f"{float(row['share']):.2f}"})
-    return table
-
-
 def scaling(path: Path) -> list[Cells]:
     """Times bf16, with our milliseconds, by tokens, experts and spread."""
     rows = read(path)
@@ -287,13 +228,13 @@ def scaling(path: Path) -> list[Cells]:
 
 def convergence(*paths: Path, least: str = "1") -> list[Cells]:
     """Final losses and their distance from bf16's with ``least`` pairs or more, by runs: of a table.csv of
-    compare_runs.py, or of a losses.csv, judged as that script does.
+    compare_runs.py.
 
     A run that stands in several files is taken from the first one.
     """
     found: dict[str, Cells] = {}
     for path in paths:
-        base, *rows = read(path) if path.name.endswith("table.csv") else judged(path)
+        base, *rows = read(path)
         for row in [base, *(row for row in rows if row["difference"] and int(row["pairs"]) >= int(least))]:
             verdict = row["verdict"] or ""
             cells = {"runs": run_label(row["run"]), "final loss": row["final loss"]}
@@ -306,17 +247,6 @@ def convergence(*paths: Path, least: str = "1") -> list[Cells]:
     return list(found.values())
 
 
-def judged(path: Path) -> list[dict[str, str]]:
-    """The table of compare_runs.py for a losses.csv, by its default window and margin."""
-    groups = compare_runs.grouped(compare_runs.read([path]))
-    first, *others = groups
-    steps = compare_runs.common_steps([run for group in groups.values() for run in group])
-    margin = compare_runs.margin_of(groups[first], steps, 0.1, 0.005)
-    verdicts = {name: compare_runs.judge(groups[first], groups[name], steps, 0.1, margin) for name in others}
-    columns = ("difference", "95% low", "95% high", "pairs", "verdict")
-    return [dict.fromkeys(columns) | row for row in compare_runs.summary(groups, verdicts, 0.1, margin)]
-
-
 def run_label(name: str) -> str:
     """A run of converge.py as a table names it: of ``mxfp8_2d+dispatch`` its recipe and ``dispatch``."""
     recipe, *options = name.split("+")
@@ -326,58 +256,11 @@ def run_label(name: str) -> str:
     return shown + "".join(said.get(option, f", `{option}`") for option in options)
 
 
-def linearity(path: Path) -> list[Cells]:
-    """Down to how many tokens the time of scaling's balanced groups is linear in them, and what it is made of below.
-
-    *Linear down to*: the fewest of the measured numbers of tokens from which on a token takes at most ``LINEAR`` times
-    what it takes with the most tokens. *Of it weights*: the time of a copy of as many bytes as weights, their quantised
-    copies and their gradients have, in all passes; they are as many for one token as for all.
-    """
-    rows = [row for row in read(path) if row["groups"] == "balanced"]
-    copy = next(row for row in read(path.parent.parent / "kernels" / "data.csv") if row["what"] == "copy")
-    hardware = CLUSTER_GPUS[gpu_of(path)]
-    table = []
-    for n, k in dict.fromkeys((row["N"], row["K"]) for row in rows):
-        most = max(int(row["M"]) for row in rows)
-        groups = next(row["G"] for row in rows if (row["N"], row["K"], row["M"]) == (n, k, str(most)))
-        here = [row for row in rows if (row["N"], row["K"], row["G"]) == (n, k, groups)]
-        by_way: dict[str, dict[int, float]] = {"torch bf16": {int(row["M"]): float(row["baseline_us"]) for row in here}}
-        for row in here:
-            by_way.setdefault(row["recipe"], {})[int(row["M"])] = float(row["p50_us"])
-        for way, us in by_way.items():
-            recipe = get_recipe(way if way in RECIPES else BF16.name)
-            layer = Layer(m=0, n=int(n), k=int(k), groups=int(groups))
-            moved = sum(one.moved for one in passes(recipe, plan_on(recipe, "auto", hardware), layer))
-            longer = [m for m in us if us[m] / m > LINEAR * us[most] / most]
-            linear = min(m for m in us if m > max(longer, default=0))
-            table.append(
-                {
-                    "N, K, experts": f"{n}, {k}, {groups} ({SHAPES[n, k]})",
-                    "way": code(way),
-                    f"ns a token, {most} tokens": f"{1e3 * us[most] / most:.0f}",
-                    "linear down to": str(linear),
-                    f"us, {min(us)} tokens": f"{us[min(us)]:.0f}",
-                    "of it weights": f"{moved / float(copy['gb_per_s']) / 1e3:.0f}",
-                }
-            )
-    return table
-
-
 KINDS: dict[str, Callable[..., list[Cells]]] = {
-    function.__name__: function
-    for function in (
-        end_to_end,
-        moe_layers,
-        grouped_mm,
-        kernels,
-        pad,
-        scaling,
-        linearity,
-        convergence,
-    )
+    function.__name__: function for function in (end_to_end, moe_layers, grouped_mm, kernels, scaling, convergence)
 }
 # The tables of a folder of bench_all.sh's, by part.
-PARTS = {"grouped_mm": grouped_mm, "kernels": kernels, "pad": pad, "scaling": scaling}
+PARTS = {"grouped_mm": grouped_mm, "kernels": kernels, "scaling": scaling}
 
 
 def table_of(query: str) -> str:
@@ -408,8 +291,6 @@ def of_folder(folder: Path) -> str:
     for part, function in PARTS.items():
         if (folder / part / "data.csv").is_file() and (rows := function(folder / part / "data.csv")):
             texts.append(f"## {part}\n\n{render(rows)}")
-    if all((folder / part / "data.csv").is_file() for part in ("scaling", "kernels")):
-        texts.append(f"## scaling: how far it is linear\n\n{render(linearity(folder / 'scaling' / 'data.csv'))}")
     for ranks in ("1", "2", "4", "8"):
         path = folder / "moe_layer" / "data.csv"
         if path.is_file() and (rows := moe_layers(path, ranks=ranks)):

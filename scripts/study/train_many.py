@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node=2 scripts/study/train_many.py runs.json
 
-``runs.json`` lists ``{"out": folder, "flags": [flag of torchtitan.train, ...], "favoured_experts": 0}``; a number other
-than 0 has so many experts, the first ones of each layer, get every token. Each run leaves in its folder
-``weights_<rank>.json``, the hashes of the full weights before the first step by name, ``gradients_<rank>.pt``, the full
-gradients of that step, clipped (both of a pipeline rank are those of its stages), and at its end ``done``.
+runs.json lists {"out": folder, "flags": [flag of torchtitan.train, ...], "favoured_experts": 0}; of the last, another
+number has so many experts, the first ones of each layer, get every token. Each run leaves in its folder the hashes of
+the full weights before the first step, weights_<rank>.json, the clipped full gradients of that step,
+gradients_<rank>.pt, and at its end ``done``.
 """
 
 import argparse

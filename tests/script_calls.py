@@ -1,0 +1,89 @@
+"""What tests of scripts share: calls of scripts, logs of runs, a TorchTitan that trains nothing."""
+
+import contextlib
+import csv
+import importlib
+import io
+import json
+import os
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+from torch.utils.tensorboard import SummaryWriter
+
+ROOT = Path(__file__).parent.parent
+
+
+SHELL_SCRIPTS = sorted(
+    str(path.relative_to(ROOT / "scripts"))
+    for path in (ROOT / "scripts").rglob("*")
+    if path.suffix in (".sh", ".slurm")
+)
+
+
+def shell(*command: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+
+
+def write_run(folder: Path, losses: list[float], config: dict[str, dict] | None = None) -> Path:
+    with SummaryWriter(str(folder / "tb" / "20260101-0000")) as writer:
+        for step, loss in enumerate(losses, 1):
+            writer.add_scalar("loss_metrics/global_avg_loss", loss, step)
+            writer.add_scalar("throughput(tps)", 100.0 * step, step)
+            writer.add_scalar("memory/max_reserved(GiB)", 1.0 + step, step)
+    if config is not None:
+        (folder / "job_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def module_of(script: str) -> ModuleType:
+    """That of ``scripts/<script>.py`` or of a room below it."""
+    (path,) = (ROOT / "scripts").rglob(f"{script}.py")
+    return importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+
+
+def call(script: str, *arguments: object) -> str:
+    """What ``scripts/<script>.py`` prints with these arguments, in this process; or the message that it ends with."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            module_of(script).main([*map(str, arguments)])
+    except SystemExit as exit:
+        if exit.code:
+            return str(exit.code)
+    return printed.getvalue()
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def stub_of(tmp_path: Path) -> dict[str, str]:
+    """An environment in which ``-m torchtitan.train`` writes a finished run's log after STUB_SECONDS, or fails.
+
+    It adds its arguments to ``calls``. A folder with a checkpoint ends at once.
+    """
+    log = next(write_run(tmp_path / "log", [8.0, 7.0, 6.0]).rglob("events*"))
+    (tmp_path / "stub" / "torchtitan").mkdir(parents=True)
+    (tmp_path / "stub" / "torchtitan" / "__init__.py").write_text(
+        "import pkgutil\n__path__ = pkgutil.extend_path(__path__, __name__)"  # the other modules are TorchTitan's
+    )
+    (tmp_path / "stub" / "torchtitan" / "train.py").write_text(
+        f"""
+import os, pathlib, shutil, sys, time
+with open({str(tmp_path / "calls")!r}, "a") as calls:
+    print(*sys.argv[1:], "gpus", os.environ.get("CUDA_VISIBLE_DEVICES"), file=calls)
+out = pathlib.Path(next(flag for flag in sys.argv if flag.startswith("--job.dump_folder=")).partition("=")[2])
+if out.name in os.environ.get("STUB_FAIL", "").split():
+    sys.exit("no luck")
+if not (out / "checkpoint/step-2/.metadata").exists():
+    time.sleep(float(os.environ.get("STUB_SECONDS", 0)))
+(out / "tb").mkdir(exist_ok=True)
+shutil.copy({str(log)!r}, out / "tb")
+"""
+    )
+    return {"PYTHONPATH": f"{tmp_path / 'stub'}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,0 +1,270 @@
+"""bench_training.py: its tables, turns and limits, of runs that are stubs."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from script_calls import ROOT, call, rows_of
+from torch.utils.tensorboard import SummaryWriter
+
+from scripts.bench import bench_training, roofline
+from scripts.study import converge, runs, tables
+from titan_mxfp8.recipe import GROUPED_MM
+from titan_mxfp8.tools.dry_run import parse_config
+
+
+@pytest.fixture
+def losses() -> dict[str, tuple[float, float, float]]:
+    """Of runs that ``launched`` logs, by their folders' names; other runs stay at 2."""
+    return {}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, losses: dict[str, tuple[float, float, float]]) -> list[list[str]]:
+    """What bench_training.py launches, in order. Instead of training, a run of 3 steps is logged: bf16 at 100 tokens/s,
+    its last step at 50, in its second repeat at 125, bf16+dispatch at 115, all others at 200; and a profiler's trace
+    where asked for. A step is of 0.3 tokens."""
+    speeds = {"bf16": (100, 100, 50), "bf16-repeat2": (125, 125, 125), "bf16+dispatch": (115, 115, 115)}
+    programs: list[list[str]] = []
+
+    class Done:
+        returncode = 0
+
+        def poll(self) -> int:
+            return 0
+
+    def launch(processes: int, program: list[str], log: Path) -> Done:
+        programs.append(program)
+        with SummaryWriter(str(log.parent / "tb")) as writer:
+            logged = losses.get(log.parent.name, (2.0, 2.0, 2.0))
+            for step, speed in enumerate(speeds.get(log.parent.name, (200, 200, 200)), 1):
+                scalars = {
+                    runs.LOSS: logged[step - 1],
+                    runs.THROUGHPUT: speed,
+                    runs.MEMORY: 4.0,
+                    runs.STEP_TIME: 0.3 / speed,
+                }
+                for tag, value in scalars.items():
+                    writer.add_scalar(tag, value, step)
+        if "--profiling.enable_profiling" in program:
+            step = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#7", "ts": 0, "dur": 4000}
+            kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1000, "dur": 1500}
+            trace = log.parent / "profile_traces" / "iteration_8" / "rank0_trace.json"
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            trace.write_text(json.dumps({"traceEvents": [step, kernel]}))
+        return Done()
+
+    monkeypatch.setattr(bench_training, "launch", launch)
+    return programs
+
+
+def test_bench_training_tables_its_runs_and_does_none_twice(tmp_path: Path, launched: list[list[str]]) -> None:
+    arguments = ["--ngpu", 1, "--steps", 3, "--warmup", 1, "--out", tmp_path, "--runs", "bf16", "grouped:mxfp8_2d"]
+    for _ in range(2):
+        assert "| grouped:mxfp8_2d |" in call("bench_training", *arguments)
+    assert len(launched) == 2
+    assert "--model.converters=quantize.grouped_mm.mx --quantize.grouped_mm.mx.recipe" in " ".join(launched[1])
+    rows = rows_of(tmp_path / "table.csv")
+    assert [row["run"] for row in rows] == ["bf16", "grouped:mxfp8_2d"]
+    assert [rows[1][key] for key in ("tokens/s (median, per GPU)", "memory GiB", "x")] == ["200", "4.0", "2.667"]
+    for unknown in ("fp8", "bf16+rebase", "bf16+dispatch:mxfp8", "both+dispatch:bf16", "linears+dispatch", "both+fast"):
+        assert f"unknown run '{unknown}'" in call("bench_training", *arguments, unknown)
+    flags = bench_training.flags_of("both+rebase+dispatch:mxfp8_2d")
+    assert "--quantize.grouped_mm.mx.dispatch=auto" in flags and "--quantize.linear.mx.hopper_rebase" in flags
+    assert "unknown recipe 'fp8'" in call("bench_training", *arguments, "both:fp8")
+
+    call("bench_training", *arguments, "both+rebase:mxfp8", "--flavors", "a_2layers", "b")
+    flavors = [flag.partition("=")[2] for flags in launched[2:] for flag in flags if "--model.flavor=" in flag]
+    assert flavors == ["a_2layers"] * 3 + ["b"] * 3
+    assert "--quantize.linear.mx.hopper_rebase" in launched[-1]
+    assert not (tmp_path / "layers.csv").exists()
+    rows = rows_of(tmp_path / "table.csv")
+    assert [(row["flavor"], row["run"]) for row in rows[2:4]] == [("a_2layers", "both+rebase:mxfp8"), ("b", "bf16")]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_bench_training_ends_with_the_cause_where_its_first_run_fails(
+    interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``max() arg is an empty sequence`` hid it: the table had a row for the run."""
+
+    class Failed:
+        returncode = None
+
+        def poll(self) -> int | None:
+            return self.returncode
+
+        def wait(self, timeout: float | None = None) -> None:
+            if timeout and interrupted:
+                raise KeyboardInterrupt
+            self.returncode = 1
+
+        terminate = wait
+
+    def launch(processes: int, program: list[str], log: Path) -> Failed:
+        log.write_text("Traceback (most recent call last):\nRuntimeError: mine\n")
+        return Failed()
+
+    monkeypatch.setattr(bench_training, "launch", launch)
+    said = call("bench_training", "--out", tmp_path, "--runs", "bf16")
+    assert said.startswith(
+        f"bench_training: {'interrupted; the same' if interrupted else 'run bf16 failed, RuntimeError: mine'}"
+    )
+
+
+def test_the_control_of_dispatch_is_that_of_converge_and_is_told_from_the_baseline(
+    tmp_path: Path, launched: list[list[str]]
+) -> None:
+    assert bench_training.flags_of("bf16+graph") == ["--model.converters=", "--training.cuda_graph=on"]
+    of_titan03 = bench_training.flags_of_titan03("both+rebase+dispatch+graph:mxfp8_2d")
+    experts = 'titan_mxfp8.titan03.experts={"recipe": "mxfp8_2d_rebased", "dispatch": "auto"}'
+    linears = 'titan_mxfp8.titan03.linears={"recipe": "mxfp8_2d_rebased"}'
+    assert of_titan03 == ["--override.imports", experts, linears, "--training.no_disable_cuda_graphs"]
+    assert bench_training.flags_of_titan03("bf16") == ["--training.disable_cuda_graphs"]
+    flags = bench_training.flags_of("bf16+dispatch")
+    assert flags == converge.flags_of(converge.StudyRun(recipe="bf16+dispatch", seed=0, folder=tmp_path), Path(), 0)[3:]
+    config = parse_config(str(ROOT / "train_configs" / "debug_deepseek_v3.toml"), flags)  # refuses bad combinations
+    assert config.model.converters == [GROUPED_MM] and config.quantize.grouped_mm.mx.dispatch == "auto"
+    assert config.quantize.grouped_mm.mx.recipe_name == "bf16"
+
+    names = "bf16", "both:mxfp8_2d", "bf16+dispatch", "both+dispatch:mxfp8_2d"
+    call("bench_training", "--ngpu", 1, "--steps", 3, "--warmup", 0, "--out", tmp_path, "--runs", *names)
+    plain, sent = tables.end_to_end(tmp_path / "table.csv")
+    assert plain["bf16, ours"] == "" and plain["`mxfp8_2d`"] == "2.00"
+    assert sent["model"].endswith("`dispatch`") and (sent["bf16, ours"], sent["`mxfp8_2d`"]) == ("1.15", "2.00")
+    assert sent["memory"] == "1.00", "of the control and of mxfp8_2d"
+    assert tables.recipe_of("grouped+dispatch:bf16") == tables.OURS, "as it could be written before"
+    assert [row["run"] for _, _, row, _ in roofline.trainings(tmp_path)] == list(names[1:]), "the control among them"
+    every = "bench_training", "--ngpu", 1, "--steps", 3, "--warmup", 0, "--out", tmp_path, "--runs", *names
+    call(*every, "linears:mxfp8_2d", "grouped+dispatch:mxfp8_2d")
+    models = [(row["model"], row["bf16, ours"]) for row in tables.end_to_end(tmp_path / "table.csv")]
+    both = [("", ""), (", linears alone", ""), (", `dispatch`", "1.15"), (", experts alone, `dispatch`", "1.15")]
+    assert models == both, "a control beside what it controls"
+    call("bench_training", "--ngpu", 1, "--steps", 3, "--warmup", 0, "--out", tmp_path, "--runs", *names[::2])
+    (alone,) = tables.end_to_end(tmp_path / "table.csv")
+    assert (alone["bf16, ours"], alone["`mxfp8_2d`"], alone["memory"]) == ("1.15", "", "1.00")
+
+
+def test_bench_training_tells_the_time_of_a_layer_from_that_of_the_rest() -> None:
+    def run(name: str, us_per_token: float) -> bench_training.Measured:
+        tps = {1: 1.0} | dict.fromkeys(range(2, 9), 1e6 / us_per_token)
+        run = runs.Run(name=name, loss={8: 1.0}, tps=tps, memory={8: 1.0}, config={})
+        return bench_training.Measured(repeats=[run])
+
+    speeds = {
+        ("m_2layers", "bf16"): 20,
+        ("m_2layers", "both"): 18,
+        ("m_4layers", "bf16"): 30,
+        ("m_4layers", "both"): 26,
+    }
+    bench = {key: run(key[1], us) for key, us in speeds.items()} | {("m_4layers", "linears"): run("linears", 28)}
+    assert [row["x"] for row in bench_training.table(bench, 1, 1)] == [1.0, 1.111, 1.0, 1.154, 1.071]
+    expected = [
+        {"model": "m", "run": "bf16", "us per token and layer": 5.0, "x": 1.0},
+        {"model": "m", "run": "both", "us per token and layer": 4.0, "x": 1.25},
+    ]
+    assert bench_training.layer_table(bench, 1) == expected
+    others = {("other_8layers", "bf16"): run("bf16", 90), ("m", "bf16"): run("bf16", 9)}
+    assert bench_training.layer_table(bench | others, 1) == expected, "no differences between models"
+    assert bench_training.layer_table({key: run for key, run in bench.items() if key[0] == "m_4layers"}, 1) == []
+    first_loss = bench["m_2layers", "both"].repeats[0].loss
+    first_loss[8] = 1.02
+    assert bench_training.layer_table(bench, 1) == [expected[0], expected[1] | {"x": None}]
+    assert bench_training.layer_table(bench, 1, limit=0.03) == expected
+    first_loss[8] = 1.0
+    del bench["m_4layers", "bf16"]
+    assert bench_training.layer_table(bench, 1) == [expected[1] | {"x": None}]
+
+
+def test_bench_training_takes_turns_and_shows_what_strays(tmp_path: Path, launched: list[list[str]]) -> None:
+    arguments = ["--ngpu", 1, "--steps", 3, "--warmup", 0, "--out", tmp_path, "--repeats", 2, "--profile", "--runs"]
+    call("bench_training", *arguments, "bf16", "both:mxfp8_2d_rebased")
+    folders = [next(flag for flag in flags if "dump_folder" in flag).rpartition("/")[2] for flags in launched]
+    names = "bf16", "both-mxfp8_2d_rebased"
+    assert folders == [f"{name}{turn}" for turn in ("", "-repeat2", "-profile") for name in names]
+    assert "--quantize.linear.mx.recipe_name=mxfp8_2d_rebased" in launched[1]
+    assert ["--profiling.enable_profiling" in flags for flags in launched] == [False] * 4 + [True] * 2
+    bf16, ours = rows_of(tmp_path / "table.csv")
+    # the means are those of all tokens over all time: 75 and 125 in bf16's repeats
+    assert (bf16["tokens/s (median, per GPU)"], bf16["tokens/s (mean)"], bf16["repeats"]) == ("112", "100", "2")
+    # of 50, 100 and 100 p20 is 70 and p80 100; of the other repeat both are 125
+    assert [row[f"tokens/s ({name})"] for row in (bf16, ours) for name in ("p20", "p80")] == ["98", "112", "200", "200"]
+    assert (bf16["slowest step / median"], ours["slowest step / median"]) == ("2.0", "1.0")
+    assert (bf16["tokens/s, range"], ours["x"], ours["x, range"]) == ("100 to 125", "1.8", "1.600 to 2.000")
+    assert (bf16["GPU busy, profiled"], ours["GPU busy, profiled"]) == ("0.375", "0.375")
+    # of steps of 2.4 to 6, the median 2.7 ms, and of 1.5 ms
+    assert [(row["GPU busy, ms"], row["GPU busy"]) for row in (bf16, ours)] == [("1.5", "0.556"), ("1.5", "1.0")]
+    assert [row["repeat"] for row in rows_of(tmp_path / "data.csv")][:6] == ["1"] * 3 + ["2"] * 3
+    call("bench_training", "--ngpu", 2, *arguments[2:], "bf16")
+    assert (
+        rows_of(tmp_path / "table.csv")[0]["GPU busy, ms"] == "1.5"
+        and "GPU busy" not in rows_of(tmp_path / "table.csv")[0]
+    )
+    assert "--repeats is at least 1, got 0" in call("bench_training", "--repeats", 0)
+    quick = bench_training.parse_arguments(["--quick", "--repeats", "3"])
+    assert (quick.steps, quick.warmup, quick.repeats) == (16, 8, 1)
+
+
+def test_bench_training_expects_a_run_to_take_as_long_as_its_last_repeat(
+    tmp_path: Path, launched: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run, which compiles, takes 100 s, each other one 10."""
+    monkeypatch.setattr(bench_training.time, "monotonic", lambda: sum([100, *[10] * 20][: len(launched)]))
+    arguments = ["--ngpu", 1, "--steps", 3, "--warmup", 1, "--out", tmp_path, "--runs", "bf16", "grouped", "--repeats"]
+    said = call("bench_training", *arguments, 2, "--limit", 200)
+    assert len(launched) == 4 and "not started" not in said, "no repeat is expected to take 100 again"
+    said = call("bench_training", *arguments, 3, "--limit", 20)
+    assert len(launched) == 6 and "not started" not in said, "finished runs cost no time"
+    call("bench_training", *arguments, 3, "--limit", -1)
+    assert [row["repeats"] for row in rows_of(tmp_path / "table.csv")] == ["3", "3"], "what is finished is told"
+
+
+def test_bench_training_leaves_repeats_that_have_no_baseline(
+    tmp_path: Path, launched: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 100 s there is time for the experts' 10 again, but not for the 40 that bf16 is expected to take."""
+    monkeypatch.setattr(bench_training.time, "monotonic", lambda: sum([50, 40, 10, 10][: len(launched)]))
+    arguments = ["--ngpu", 1, "--steps", 3, "--warmup", 1, "--out", tmp_path, "--repeats", 2, "--limit", 135]
+    said = call("bench_training", *arguments, "--runs", "bf16", "linears", "grouped")
+    assert len(launched) == 3 and said.count("not started") == 3
+
+
+def test_bench_training_gives_no_x_to_a_run_that_computes_something_else(
+    tmp_path: Path,
+    launched: list[list[str]],
+    losses: dict[str, tuple[float, float, float]],
+) -> None:
+    losses |= {"bf16": (2.0, 1.5, 1.0), "grouped": (2.009, 1.0, 1.0), "linears-repeat2": (1.985, 1.5, 1.0)}
+    losses |= {"both": (2.0, 1.5, math.inf), "both-mxfp8_2d": (math.nan, math.nan, math.nan)}
+    names = "bf16", "grouped", "linears", "both", "both:mxfp8_2d"
+    arguments = ["--ngpu", 1, "--steps", 3, "--warmup", 1, "--repeats", 2, "--out", tmp_path, "--runs"]
+    said = call("bench_training", *arguments, *names)
+    assert len(launched) == 10 and all("--debug.seed=0" in flags for flags in launched), "one seed, and all have run"
+    reasons = {
+        "linears": "its first loss is 1.9850 and that of bf16 2.0000, further apart than 0.01: it computes something "
+        "else, or started from other weights",
+        "both": "its loss at step 3 is inf",
+        "both:mxfp8_2d": "its loss at step 1 is nan",
+    }
+    lines = [f"{name}: no x, as {reason}" for name, reason in reasons.items()]
+    assert said == "\n".join([f"bench_training: {lines[0]}", *lines[1:], f"{tmp_path} has all that was measured"])
+    rows = {row["run"]: row for row in rows_of(tmp_path / "table.csv")}
+    assert [(row["x"], row["x, range"]) for row in rows.values()] == [
+        ("1.0", "1.000 to 1.000"),
+        ("2.133", "1.600 to 2.667"),
+        *[("", "")] * 3,
+    ]
+    assert {name: row["no x, as"] for name, row in rows.items() if row["no x, as"]} == reasons
+    assert rows["both"]["tokens/s (median, per GPU)"] == "200" and len(rows_of(tmp_path / "data.csv")) == 30
+    (shown,) = tables.end_to_end(tmp_path / "table.csv", recipes="mxfp8,mxfp8_2d")
+    assert shown["model"] == ", experts alone" and (shown["`mxfp8`"], shown["`mxfp8_2d`"]) == ("2.13 (1.60-2.67)", "")
+    assert [row["run"] for _, _, row, _ in roofline.trainings(tmp_path)] == ["grouped"]
+    assert "no x, as" not in call("bench_training", "--loss-limit", 0.02, *arguments, *names[:3]), "nor a column of it"
+
+    losses |= {"bf16": (2.0, math.nan, 1.0)}
+    said = call("bench_training", *arguments[:-2], tmp_path / "baseline", "--runs", *names[:2])
+    assert "bf16: no x, as its loss at step 2 is nan" in said
+    assert "grouped: no x, as of its baseline, bf16, its loss at step 2 is nan" in said
+    assert [row["x"] for row in rows_of(tmp_path / "baseline" / "table.csv")] == ["", ""]
+    assert tables.end_to_end(tmp_path / "baseline" / "table.csv") == []

@@ -1,0 +1,353 @@
+"""compare_runs.py: what it says of runs that are known."""
+
+import math
+import os
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from script_calls import call, rows_of, shell, write_run
+from torch.utils.tensorboard import SummaryWriter
+
+from scripts.study import runs
+
+NAN, INF = math.nan, math.inf
+
+
+def compare(*arguments: object) -> str:
+    return call("compare_runs", *arguments)
+
+
+def test_compare_runs_prints_and_plots_the_difference(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "bf16", [8.0, 7.0, 6.0]), write_run(tmp_path / "mxfp8", [8.5, 7.0, 5.75])
+    printed = compare(a, b, "--out", tmp_path / "out")
+    assert "| step | bf16 | mxfp8 | mxfp8 - bf16 |" in printed
+    assert "| 1 | 8.0000 | 8.5000 | +0.5000 |" in printed and "| 3 | 6.0000 | 5.7500 | -0.2500 |" in printed
+    bf16, mxfp8 = rows_of(tmp_path / "out" / "table.csv")
+    assert (bf16["tokens/s"], bf16["memory GiB"], mxfp8["x"]) == ("250.0", "4.0", "1.0")
+    assert (mxfp8["difference"], mxfp8["95% low"], mxfp8["margin"]) == ("-0.2500", "", "0.0300")
+    assert (mxfp8["pairs"], mxfp8["verdict"]) == ("1", "none: bf16 and mxfp8 have one seed in common")
+    assert (tmp_path / "out" / "losses.csv").read_text().splitlines()[2] == "2,7.0,200.0,7.0,200.0"
+    assert (tmp_path / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_runs_judges_paired_differences(tmp_path: Path) -> None:
+    """bf16's seeds end at 3.00, 3.02 and 2.98, so the margin is 0.015; each other group moves every seed."""
+    seeds = (0.0, 0.02, -0.02)
+    groups = {
+        "bf16": (0, 0, 0),
+        "same": (0.001, -0.001, 0.0015),
+        "higher": (0.005, 0.0055, 0.006),
+        "lower": (-0.005, -0.0055, -0.006),
+        "worse": (0.04, 0.05, 0.045),
+        "better": (-0.04, -0.05, -0.045),
+        "near": (0.01, 0.014, 0.018),  # all within the margin, and yet the mean may be beyond it
+        "wild": (-0.01, 0.03, 0.01),
+    }
+    folders = []
+    for group, moved in groups.items():
+        for seed, (offset, move) in enumerate(zip(seeds, moved, strict=True)):
+            # 100 steps, of which the last ten count: their noise is the same for all and has mean zero
+            losses = [5.0 + 3 * move] * 90 + [3.0 + offset + move + (-1) ** step for step in range(10)]
+            folders.append(write_run(tmp_path / f"{group}-seed{seed}", losses))
+    assert "| 3 | equivalent within 0.5% |" in compare(*folders, "--out", tmp_path)
+    bf16, *others = rows_of(tmp_path / "table.csv")
+    assert (bf16["run"], bf16["seeds"], bf16["final loss"], bf16["verdict"]) == ("bf16", "3", "3.0000", "")
+    assert {row["run"]: row["verdict"] for row in others} == {
+        "same": "equivalent within 0.5%",
+        "higher": "equivalent within 0.5%, higher",
+        "lower": "equivalent within 0.5%, lower",
+        "worse": "worse",
+        "better": "better",
+        "near": "worse",
+        "wild": "cannot tell",
+    }
+    near = others[5]  # mean 0.014, standard error 0.004 / sqrt(3), t 4.303
+    assert (near["difference"], near["standard error"], near["margin"]) == ("+0.0140", "0.0023", "0.0150")
+    assert (near["95% low"], near["95% high"], near["pairs"]) == ("+0.0041", "+0.0239", "3")
+    compare(*folders, "--margin", "0.02", "--out", tmp_path)
+    near = rows_of(tmp_path / "table.csv")[6]
+    assert (near["margin"], near["verdict"]) == ("0.0600", "equivalent within 2%, higher")
+    # the seeds in common count, whatever the order: 1 and 2 of near
+    compare(*folders[:3], folders[20], folders[19], "--out", tmp_path)
+    assert [rows_of(tmp_path / "table.csv")[1][key] for key in ("difference", "pairs")] == ["+0.0160", "2"]
+    compare(*folders[:2], folders[20], "--out", tmp_path)
+    assert rows_of(tmp_path / "table.csv")[1]["verdict"] == "none: bf16 and near have no seed in common"
+
+
+def test_compare_runs_names_pairs_that_saw_other_data(tmp_path: Path) -> None:
+    """What batches share shows from step to step, whatever the level of a run; a seed's partner is its own."""
+    hard = [[random.Random(f"{data} {step}").gauss(0, 0.1) for step in range(40)] for data in range(2)]
+
+    def run(name: str, data: int, level: float, steps: int = 40) -> Path:
+        return write_run(tmp_path / name, [level - step / 100 + hard[data][step] for step in range(steps)])
+
+    bf16 = [run("bf16-seed0", 0, 8.0), run("bf16-seed1", 1, 8.0)]
+    others = [run("same-seed0", 0, 7.0), run("same-seed1", 1, 9.0), run("other-seed0", 0, 8.0)]
+    odd = run("other-seed1", 0, 8.0)
+    assert "same batches" not in compare(*bf16, *others, "--out", tmp_path / "out")
+    assert re.findall(
+        r"(\S+) and (\S+) have not seen the same batches", compare(*bf16, *others, odd, "--out", tmp_path)
+    ) == [("other-seed1", "bf16-seed1")]
+    # of 20 changes one can tell, of fewer not
+    assert "same batches" in compare(bf16[1], odd, "--steps", 21, "--out", tmp_path)
+    assert "same batches" not in compare(bf16[1], odd, "--steps", 20, "--out", tmp_path)
+
+
+def test_compare_runs_pairs_runs_of_other_data_among_themselves(tmp_path: Path) -> None:
+    """Seed 1 twice, once on each of two data sets, between which levels differ by 1: a pair across them would show."""
+
+    def run(folder: str, name: str, level: float, dataset: str = "kjv") -> Path:
+        hard = {"one": lambda step: step, "two": lambda step: step // 2, "three": lambda step: (step + 1) // 2}[folder]
+        losses = [level + (-1) ** hard(step) for step in range(40)]  # the last four have mean zero
+        return write_run(tmp_path / folder / name, losses, {"training": {"dataset_path": dataset}})
+
+    one = [run("one", "bf16-seed0", 3.0), run("one", "bf16-seed1", 3.0), run("one", "a-seed0", 3.01)]
+    two = [run("two", "bf16-seed1", 4.0, "c4"), run("two", "a-seed1", 4.02, "c4")]
+    three = [run("three", "bf16-seed1", 6.0), run("three", "a-seed1", 6.06), run("three", "b-seed1", 6.5)]
+    printed = compare(*one, "--other-data", *two, "--other-data", *three, "--out", tmp_path / "out")
+    assert "same batches" not in printed
+    bf16, a, b = rows_of(tmp_path / "out" / "table.csv")
+    assert (bf16["run"], bf16["seeds"], bf16["final loss"], a["margin"]) == ("bf16", "4", "4.0000", "0.0200")
+    assert (a["run"], a["seeds"], a["pairs"], a["difference"]) == ("a", "3", "3", "+0.0300")
+    assert (b["pairs"], b["difference"], b["verdict"]) == ("1", "+0.5000", "none: bf16 and b have one seed in common")
+    # its losses.csv says which runs belong together
+    compare(tmp_path / "out" / "losses.csv", "--out", tmp_path / "again")
+    again = [row["difference"] for row in rows_of(tmp_path / "again" / "table.csv")]
+    assert again == ["", "+0.0300", "+0.5000"]
+    refused = compare(*one, "--other-data", tmp_path / "out" / "losses.csv", "--out", tmp_path / "again")
+    assert "--other-data has bf16-seed1@2: it takes runs named <name>-seed<k>, all of the same data" in refused
+    assert "--other-data has alone: it takes" in compare(*one, "--other-data", run("one", "alone", 3.0))
+    odd = run("two", "b-seed1", 4.0, "kjv")
+    assert "bf16-seed1@2 has training.dataset_path = 'c4' and b-seed1@2 'kjv'" in compare(
+        *one, "--other-data", *two, odd, "--out", tmp_path / "again"
+    )
+    assert "would be overwritten" in compare(
+        *one, "--other-data", tmp_path / "out" / "losses.csv", "--out", tmp_path / "out"
+    )
+
+
+def test_compare_runs_gives_one_pair_the_interval_of_its_steps_and_shows_held_out_losses(tmp_path: Path) -> None:
+    """The last 20 of 200 steps count: ten parts of two, whose differences are 0.1 +- 0.03 by turns, in pairs."""
+    base = write_run(tmp_path / "bf16-seed0", [3.0] * 200)
+    moved = [3.5] * 180 + [3.0 + 0.1 + sign * 0.03 for sign in (1, -1) * 5 for _ in range(2)]
+    other = write_run(tmp_path / "mxfp8-seed0", moved)
+    writer = SummaryWriter(str(other / "tb"))
+    for step, loss in ((100, 3.75), (200, 3.25)):
+        writer.add_scalar(runs.HELD_OUT, loss, step)
+    writer.close()
+    printed = compare(base, other, "--out", tmp_path / "out")
+    assert "none: bf16 and mxfp8 have one seed in common" in printed
+    row = rows_of(tmp_path / "out" / "table.csv")[1]
+    error = 0.03 * math.sqrt(10 / 9) / math.sqrt(10)
+    assert (row["difference"], row["standard error"]) == ("+0.1000", f"{error:.4f}")
+    assert float(row["95% high"]) == pytest.approx(0.1 + 2.262 * error, abs=1e-4), "t of nine degrees of freedom"
+    assert (row["pairs"], row["held-out loss"]) == ("1", "3.2500")
+    losses = rows_of(tmp_path / "out" / "losses.csv")
+    assert [line["mxfp8-seed0 held-out"] for line in losses if line["mxfp8-seed0 held-out"]] == ["3.75", "3.25"]
+    again = compare(tmp_path / "out" / "losses.csv", "--out", tmp_path / "again")
+    assert rows_of(tmp_path / "again" / "table.csv")[1]["held-out loss"] == "3.2500"
+    assert "+0.1000" in again and "| 3.2500 |" in again
+    compare(base, other, "--steps", "100", "--out", tmp_path / "out")
+    assert rows_of(tmp_path / "out" / "table.csv")[1]["held-out loss"] == "3.7500", "of the steps that are compared"
+
+
+def test_compare_runs_makes_the_same_tables_of_its_losses_and_plans_by_them(tmp_path: Path) -> None:
+    folders = []
+    for group, moves in {"bf16": (0, 0.01, 0.04), "mxfp8": (0.01, 0.03, 0.04)}.items():
+        for seed, move in enumerate(moves):
+            folders.append(write_run(tmp_path / f"{group}-seed{seed}", [4.0, NAN, 3.0 + move]))
+    compare(*folders, "--out", tmp_path / "first")
+    printed = compare(tmp_path / "first" / "losses.csv", "--out", tmp_path / "again", "--plan")
+    first, again = (rows_of(tmp_path / name / "table.csv") for name in ("first", "again"))
+    memory = [row.pop("memory GiB") for row in first], [row.pop("memory GiB") for row in again]
+    assert first == again and memory == (["4.0", "4.0"], ["", ""])
+    assert (tmp_path / "first" / "losses.csv").read_text() == (tmp_path / "again" / "losses.csv").read_text()
+    # differences of 0.01, 0.02 and 0: a standard deviation of 0.01, margin 0.01508
+    assert "difference 0 | pairs it takes, difference m/4 | pairs it takes, difference m/2 |" in printed
+    assert "| mxfp8 | 3 | 0.0100 | 7 | 9 | 17 |" in printed
+    # two files whose runs have the same names; the baseline's own repeat is a group
+    both = compare(
+        *(tmp_path / name / "losses.csv" for name in ("first", "again")), "--out", tmp_path / "both", "--plan"
+    )
+    assert [row["verdict"] for row in rows_of(tmp_path / "both" / "table.csv")] == [
+        "", "cannot tell", "equivalent within 0.5%", "cannot tell",
+    ]  # fmt: skip
+    assert "| again/bf16 | 3 | 0.0000 | 2 | 2 | 2 |" in both and "| all | 9 | 0.0082 |" in both
+    assert f"{tmp_path / 'first' / 'losses.csv'} would be overwritten" in compare(
+        tmp_path / "first" / "losses.csv", "--out", tmp_path / "first"
+    )
+    assert "table.csv is no losses.csv of compare_runs.py" in compare(tmp_path / "first" / "table.csv")
+
+
+def test_compare_runs_reads_offline_wandb_logs(tmp_path: Path) -> None:
+    script = tmp_path / "log.py"
+    script.write_text(
+        """
+import sys, wandb
+padding = "x" * 40000  # more than one block of the log
+config = {"model": {"name": "llama4", "flavor": "f"}, "training": {"seq_len": 32, "padding": padding}, "optimizer": {}}
+run = wandb.init(mode="offline", project="x", dir=sys.argv[1], config=config)
+for step in range(1, int(sys.argv[2])):
+    run.log({"loss_metrics/global_avg_loss": 9.0 - step, "throughput(tps)": 5.0}, step=step)
+    run.log({"memory/max_reserved(GiB)": 2.5}, step=step)
+run.finish()
+"""
+    )
+    folder = tmp_path / "offline"
+    folder.mkdir()
+    for end in ("6", "4"):  # of the first, which was longer, no step stays
+        done = shell(sys.executable, str(script), str(folder), end)
+        assert done.returncode == 0, done.stderr
+    same = {"model": {"name": "llama4", "flavor": "f"}, "training": {"seq_len": 32}, "optimizer": {}}
+    other = write_run(tmp_path / "other", [8.0, 7.0, 6.0], same)
+    assert "| 3 | 6.0000 | 6.0000 | +0.0000 |" in compare(other, folder, "--out", tmp_path)
+    assert rows_of(tmp_path / "table.csv")[1]["memory GiB"] == "2.5"
+    longer = write_run(tmp_path / "longer", [8.0, 7.0, 6.0], same | {"training": {"seq_len": 64}})
+    assert "has training.seq_len = 64 and offline 32" in compare(longer, folder)
+
+
+def test_a_newer_log_replaces_an_older_one_from_its_first_step_on(tmp_path: Path) -> None:
+    """Whether it goes on from a checkpoint, or a shorter run has taken the folder; and after both were copied."""
+    folder = write_run(tmp_path / "run", [8.0, 7.0, 6.0, 5.0])
+    (first,) = folder.rglob("events*")
+    first.rename(first.with_name(first.name.replace("tfevents.1", "tfevents.0")))
+    with SummaryWriter(str(folder / "tb" / "again")) as writer:
+        writer.add_scalar(runs.LOSS, 6.5, 3)
+        writer.add_scalar("lr", 0.1, 1)  # no step that the older log has
+    os.utime(next((folder / "tb" / "again").iterdir()), (0, 0))
+    read = runs.read_run(folder)
+    assert (read.loss, list(read.tps)) == ({1: 8.0, 2: 7.0, 3: 6.5}, [1, 2])
+    write_run(folder, [4.0, 3.0])
+    assert runs.read_run(folder).loss == {1: 4.0, 2: 3.0}
+
+
+def test_a_folder_of_several_runs_is_no_run(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        write_run(tmp_path / "study" / f"bf16-seed{seed}", [8.0, 7.0])
+        (tmp_path / "wandb" / str(seed)).mkdir(parents=True)
+        (tmp_path / "wandb" / str(seed) / "job_config.json").touch()
+    for name in ("study", "wandb"):
+        for script in ("compare_runs",):
+            refused = call(script, tmp_path / name, "--out", tmp_path / "out")
+            assert f"{tmp_path / name} holds several runs" in refused and f"{tmp_path / name}/*-seed*" in refused
+
+
+def test_compare_runs_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
+    assert "nothing: no such folder" in compare(tmp_path / "nothing")
+    (tmp_path / "nothing").mkdir()
+    assert "holds no TensorBoard or offline wandb log" in compare(tmp_path / "nothing")
+    with SummaryWriter(str(tmp_path / "empty")) as writer:
+        writer.add_scalar("lr", 0.1, 1)
+    assert "ended before its first log" in compare(tmp_path / "empty")
+    config = {"model": {"name": "llama4", "flavor": "a"}, "training": {"seq_len": 32}, "optimizer": {"lr": 1e-3}}
+    long = write_run(tmp_path / "long", [8.0, 7.0, 6.0], config)
+    short = write_run(tmp_path / "short", [8.0, 7.0], config)
+    other = write_run(tmp_path / "other", [8.0, 7.0, 6.0], config | {"model": {"name": "llama4", "flavor": "b"}})
+    assert "long ended at step 3 and short at step 2: finish the shorter run" in compare(long, short)
+    assert "| short | 1 | 2 |" in compare(long, short, "--steps", 2, "--out", tmp_path)
+    assert "short ended at step 2, before --steps 3" in compare(long, short, "--steps", 3)
+    assert "long has model.flavor = 'a' and other 'b'" in compare(long, other)
+    (tmp_path / "file").touch()
+    assert "File exists" in compare(long, "--out", tmp_path / "file")
+    assert "Not a directory" in compare(long, "--out", tmp_path / "file" / "out")
+    assert "--window is a share of the steps" in compare(long, "--window", 10)
+    assert "--margin is a share of the loss, above 0 and below 1, got 0.0" in compare(long, "--margin", 0)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (b"step,a loss\n1,8.0\n2,x\n", "{path}, row 3: a loss is 'x', not a number"),
+        (b"step,a loss,a loss\n1,8.0,7.0\n", "{path} has the column 'a loss' twice"),
+        (b"\x89PNG\r\n\x1a\n", "{path} is no CSV: 'utf-8' codec can't decode"),
+    ],
+)
+def test_compare_runs_names_the_file_that_is_no_losses(text: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "losses.csv"
+    path.write_bytes(text)
+    assert message.format(path=path) in compare(path, "--out", tmp_path / "out")
+
+
+@pytest.mark.parametrize("config", ["[]", '{"training": "a"}'])
+def test_compare_runs_refuses_a_config_that_is_none(config: str, tmp_path: Path) -> None:
+    full = write_run(tmp_path / "full", [8.0, 7.0], {"model": {"name": "llama4"}})
+    torn = write_run(tmp_path / "torn", [8.0, 7.5])
+    (torn / "job_config.json").write_text(config)
+    assert f"{torn / 'job_config.json'} is no config of TorchTitan" in compare(full, torn, "--out", tmp_path)
+
+
+def test_compare_runs_reports_diverged_runs_and_judges_the_others(tmp_path: Path) -> None:
+    """bf16's seeds end at 3.00 and 3.02; a run with NaN or Inf at its end has diverged, one that recovered has not."""
+    ends = {
+        "bf16": ([3.0], [3.02], [NAN]),
+        "near": ([3.01], [3.02], [3.0]),
+        "once": ([3.01], [INF], [3.0]),
+        "all": ([NAN], [INF], [-INF, INF]),
+        "spike": ([3.5], [3.52], [3.5]),
+    }
+    folders = []
+    for group, seeds in ends.items():
+        for seed, end in enumerate(seeds):
+            losses = [5.0, INF if group == "spike" else 4.5, *[4.0] * 25, *(end * 3)[:3]]
+            folders.append(write_run(tmp_path / f"{group}-seed{seed}", losses))
+    compare(*folders, "--out", tmp_path / "out")
+    rows = {row["run"]: row for row in rows_of(tmp_path / "out" / "table.csv")}
+    assert rows["bf16"]["verdict"] == "diverged: 1 of 3 runs" and rows["bf16"]["final loss"] == "3.0100"
+    near = [rows["near"][key] for key in ("difference", "pairs", "margin", "verdict")]
+    assert near == ["+0.0050", "2", "0.0150", "cannot tell"]
+    assert (rows["once"]["difference"], rows["once"]["verdict"]) == ("+0.0100", "diverged: 1 of 3 runs")
+    assert (rows["all"]["final loss"], rows["all"]["difference"]) == ("nan", "")
+    assert rows["all"]["verdict"] == "diverged: 3 of 3 runs"
+    assert (rows["spike"]["difference"], rows["spike"]["verdict"]) == ("+0.5000", "worse")
+    assert (tmp_path / "out" / "losses.png").stat().st_size > 10_000
+    # of two pairs one or both are gone with bf16's run
+    compare(folders[0], folders[2], folders[3], folders[5], "--out", tmp_path / "out")
+    verdict = "none: bf16 diverged with all but one of the same seeds"
+    assert rows_of(tmp_path / "out" / "table.csv")[1]["verdict"] == verdict
+    write_run(tmp_path / "bf16-seed1", [5.0, 4.5, *[4.0] * 25, NAN, NAN, NAN])
+    compare(*folders[1:3], *folders[4:6], "--out", tmp_path / "out")
+    (row,) = rows_of(tmp_path / "out" / "table.csv")[1:]
+    assert (row["verdict"], row["margin"]) == ("none: bf16 diverged with all of the same seeds", "nan")
+    assert (tmp_path / "out" / "losses.png").stat().st_size > 10_000
+
+
+def test_compare_runs_draws_intervals_and_the_margin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    panels = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *_, **__: panels.append(self.axes[-1]))
+    folders = [write_run(tmp_path / "bf16", [3.0] * 20)]
+    for name, value in (("nan", NAN), ("inf", INF)):
+        folders.append(write_run(tmp_path / name, [3.1] * 10 + [value] * 5 + [3.2] * 5))
+    compare(*folders, "--out", tmp_path / "out")
+    assert panels[0].get_ylim() == pytest.approx((-0.3, 0.3)) and not panels[0].collections
+    compare(folders[0], "--out", tmp_path / "out")
+    assert panels[1].get_ylim() == pytest.approx((-0.0225, 0.0225))  # 1.5 times the margin
+    assert [line.get_ydata()[0] for line in panels[1].lines] == pytest.approx([0, -0.015, 0.015])
+
+    folders = [write_run(tmp_path / f"bf16-seed{seed}", [3.0 + seed] * 20) for seed in range(3)]
+    folders += [write_run(tmp_path / f"up-seed{seed}", [3.0 + 1.1 * seed] * 20) for seed in range(3)]
+    folders.append(write_run(tmp_path / "up-seed3", [9.0] * 20))  # without a pair
+    compare(*folders, "--out", tmp_path / "out")
+    assert panels[2].lines[0].get_ydata() == pytest.approx([0.1] * 20)
+    (band,) = panels[2].collections  # differences of 0, 0.1 and 0.2: 0.1 -+ 4.303 * 0.1 / sqrt(3)
+    ends = band.get_paths()[0].get_extents()
+    assert (ends.ymin, ends.ymax) == pytest.approx((-0.1484, 0.3484), abs=1e-4)
+
+
+def test_compare_runs_tells_runs_of_one_name_apart(tmp_path: Path) -> None:
+    ends = {"s1/bf16-seed0": 3.0, "s1/bf16-seed1": 3.1, "s2/bf16-seed0": 4.0, "s2/mxfp8-seed1": 4.5}
+    folders = [write_run(tmp_path / name, [5.0, end]) for name, end in ends.items()]
+    printed = compare(*folders[:3], "--out", tmp_path)
+    assert "| step | s1/bf16-seed0 | s1/bf16-seed1 | s2/bf16-seed0 |" in printed
+    rows = [(row["run"], row["seeds"], row["final loss"]) for row in rows_of(tmp_path / "table.csv")]
+    assert rows == [("s1/bf16", "2", "3.0500"), ("s2/bf16", "1", "4.0000")]
+    alone = [write_run(tmp_path / name / "run", [5.0, end]) for name, end in (("a", 3.0), ("b", 4.0))]
+    compare(*alone, "--out", tmp_path)
+    assert [(row["run"], row["seeds"]) for row in rows_of(tmp_path / "table.csv")] == [("a/run", "1"), ("b/run", "1")]
+    compare(folders[0], folders[3], folders[1], "--out", tmp_path)  # names that differ stay short
+    assert [row["run"] for row in rows_of(tmp_path / "table.csv")] == ["bf16", "mxfp8"]
+    assert "bf16-seed0 is given twice" in compare(folders[0], folders[1], tmp_path / "s2" / ".." / "s1" / "bf16-seed0")
+    again = write_run(tmp_path / "s1" / "bf16-seed00", [5.0, 3.0])
+    assert "bf16-seed0 and bf16-seed00 are both seed 0 of bf16" in compare(folders[0], again)

@@ -1,0 +1,312 @@
+"""converge.py: what it runs, in which order, and how it goes on."""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic, sleep
+from types import SimpleNamespace
+
+import pytest
+from script_calls import ROOT, call, rows_of, stub_of
+
+from scripts.study import converge, runs
+from titan_mxfp8.recipe import GROUPED_MM, LINEAR
+from titan_mxfp8.tools.dry_run import parse_config
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> dict[str, str]:
+    return stub_of(tmp_path)
+
+
+@pytest.fixture
+def study(tmp_path: Path, stub: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple]]:
+    """Calls converge.py in this process, with a clock of its own, and compare_runs.py too: exit status and output.
+
+    torchrun takes seconds to start, so it starts the runs named ``mxfp8_2d+rebase-seed1`` alone.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    torchrun, clock = runs.torchrun, SimpleNamespace(monotonic=monotonic, sleep=lambda seconds: sleep(seconds / 20))
+    for name, value in stub.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(converge, "time", clock)
+
+    def start(processes: int, *program: str) -> list[str]:
+        by_torchrun = any("mxfp8_2d+rebase-seed1" in flag for flag in program)
+        return torchrun(processes, *program) if by_torchrun else [sys.executable, *program[program.index("-m") :]]
+
+    def compared(command: list[str]) -> SimpleNamespace:
+        assert command[:2] == [sys.executable, str(ROOT / "scripts" / "study" / "compare_runs.py")]
+        printed = call("compare_runs", *command[2:])
+        print(printed)
+        return SimpleNamespace(returncode=0 if "| run |" in printed else 1)
+
+    def call_converge(*arguments: str, now: Callable[[], float] = monotonic, **environment: str) -> tuple[int, str]:
+        clock.monotonic = now
+        printed = io.StringIO()
+        with monkeypatch.context() as patch, contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as exit:
+            patch.setattr(runs, "torchrun", start)
+            patch.setattr(converge.subprocess, "run", compared)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            converge.main(list(arguments))
+        return exit.value.code, printed.getvalue()
+
+    yield call_converge
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_converge_runs_a_study_in_order_stops_at_the_limit_and_continues(
+    tmp_path: Path, study: Callable[..., tuple[int, str]]
+) -> None:
+    out, calls = tmp_path / "study", tmp_path / "calls"
+    command = ["train_configs/debug_llama4.toml", "--out", str(out)]
+    command += ["--recipes", "bf16", "mxfp8_2d+rebase", "--seeds", "0", "1"]
+    late = lambda: monotonic() + 1000 * calls.is_file()  # noqa: E731 - once the first run has begun
+    status, first = study(*command, "--limit", "900", "--", "--training.steps=3", now=late, STUB_SECONDS="90")
+    assert status == 3, first
+    assert "bf16-seed0: stopped" in first and "the same command continues the study" in first
+    assert len(calls.read_text().splitlines()) == 1, "one at a time"
+
+    checkpoint = out / "bf16-seed0" / "checkpoint" / "step-2" / ".metadata"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    status, second = study(*command, "--jobs", "2", "--", "--training.steps=3", STUB_FAIL="mxfp8_2d+rebase-seed1")
+    assert status == 1 and "mxfp8_2d+rebase-seed1: failed" in second and "no luck" in second
+    assert "bf16-seed0: started from its checkpoint" in second
+    assert not checkpoint.exists(), "a finished run needs none"
+    assert [row["run"] for row in rows_of(out / "table.csv")] == ["bf16", "mxfp8_2d+rebase"]
+    started = re.findall(r"(\S+): started", second)
+    assert started == ["bf16-seed0", "mxfp8_2d+rebase-seed0", "bf16-seed1", "mxfp8_2d+rebase-seed1"], "seed by seed"
+
+    status, third = study(*command, "--", "--training.steps=3")
+    assert status == 0, third
+    assert "4 runs, 3 finished already, 1 at a time" in third and "4 finished, 0 failed, 0 stopped" in third
+    assert [row["seeds"] for row in rows_of(out / "table.csv")] == ["2", "2"]
+
+    lines = calls.read_text().splitlines()
+    assert len(lines) == 6 and "--training.steps=3" in lines[-1] and "--debug.seed=1" in lines[-1]
+    assert "--model.converters=" in lines[0] and "--model.converters=" not in lines[-1]
+    assert "--quantize.grouped_mm.mx.recipe_name=mxfp8_2d --quantize.linear.mx.recipe_name=mxfp8_2d" in lines[-1]
+    assert "--quantize.grouped_mm.mx.hopper_rebase --quantize.linear.mx.hopper_rebase" in lines[-1]
+    assert not any("hopper_rebase" in line for line in lines if "--model.converters=" in line)
+    refused = call("converge", *command, "--", "--training.steps=4")
+    assert "holds a study of another config, other flags or other data" in refused
+
+
+@pytest.mark.parametrize("allowed, expected", [(None, ["0", "1"]), ("3,5", ["3", "5"])])
+def test_converge_takes_the_gpus_that_it_may_use(
+    allowed: str | None, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if allowed:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
+    monkeypatch.setattr(
+        converge, "launch", lambda n, flags, log, environment, **_: given.append(environment["CUDA_VISIBLE_DEVICES"])
+    )
+    command = ["train_configs/debug_llama4.toml", "--out", str(tmp_path), "--jobs", "2"]
+    args = converge.parse_arguments(command)
+    for slot in range(2):
+        run = converge.StudyRun(recipe="bf16", seed=slot, folder=tmp_path / f"bf16-seed{slot}")
+        converge.start(run, args, slot, gpus=2)
+    assert given == expected
+
+
+def test_converge_compares_all_finished_runs_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Those of earlier commands too, with the first recipe of this one as the baseline."""
+    for name in ("mxfp8-seed10", "mxfp8-seed2", "bf16-seed2", "bf16+repeat-seed2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "finished.json").write_text('{"seconds": 1.0}')
+    for name, cut in (("bf16-seed3", ""), ("bf16-seed4", '{"sec'), ("bf16-seed5", "{}")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "finished.json").write_text(cut)  # not finished
+    (tmp_path / "bf16-seed6").mkdir()
+    ran, done = [], SimpleNamespace(returncode=7)
+    monkeypatch.setattr(converge.subprocess, "run", lambda command: ran.append(command) or done)
+
+    def compared(*recipes: str) -> int:
+        options = ["--out", str(tmp_path), "--margin", "0.01", "--window", "0.2"]
+        return converge.compare(converge.parse_arguments(["x.toml", "--recipes", *recipes, *options]))
+
+    assert compared("bf16", "mxfp8") == 7
+    names = ["bf16-seed2", "mxfp8-seed2", "mxfp8-seed10", "bf16+repeat-seed2"]
+    folders = [str(tmp_path / name) for name in names]
+    assert ran[0][2:] == [*folders, "--out", str(tmp_path), "--window", "0.2", "--margin", "0.01"]
+    assert compared("mxfp8_2d", "mxfp8") == 0 and len(ran) == 1
+    assert capsys.readouterr().out == "nothing to compare with: no run of mxfp8_2d is finished\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["none.toml"], "none.toml is no file"),
+        (["train_configs/debug_llama4.toml", "--recipes", "fp4"], "unknown recipe 'fp4'"),
+        (
+            ["train_configs/debug_llama4.toml", "--recipes", "mxfp8+again"],
+            "once, dispatch, experts, linears, rebase, repeat",
+        ),
+        (["train_configs/debug_llama4.toml", "--recipes", "mxfp8+linears+dispatch"], "+linears dispatch nothing"),
+        (["train_configs/debug_llama4.toml", "--recipes", "bf16+experts"], "'bf16+experts': bf16 converts nothing"),
+        (["linears.toml", "--recipes", "mxfp8+experts"], "mxfp8+experts needs quantize.grouped_mm.mx"),
+        (["train_configs/debug_llama4.toml", "--recipes", "bf16+repeat+repeat"], "'bf16+repeat+repeat': behind a"),
+        (["plain.toml", "--recipes", "bf16", "mxfp8"], "mxfp8 needs quantize.grouped_mm.mx or quantize.linear.mx"),
+        (["train_configs/debug_llama4.toml", "--out", "pyproject.toml/study"], "pyproject.toml"),
+        (["train_configs/debug_llama4.toml", "--seeds", "0", "1", "0"], "--seeds has 0 twice"),
+        (["train_configs/debug_llama4.toml", "--recipes", "bf16", "mxfp8", "bf16"], "--recipes has bf16 twice"),
+    ],
+)
+def test_converge_refuses_a_bad_study(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    for name, converters in (("linears.toml", '["quantize.linear.mx"]'), ("plain.toml", "[]")):
+        if name in arguments:
+            (tmp_path / name).write_text(f"[model]\nconverters = {converters}\n")
+            arguments = [str(tmp_path / name), *arguments[1:]]
+    assert message in call("converge", *arguments)
+
+
+@pytest.mark.parametrize(
+    "flags, use",
+    [
+        (["--job.dump-folder", "x"], "--out"),
+        (["--training.steps=3", "--debug.seed=7"], "--seeds"),
+        (["--quantize.grouped-mm.mx.recipe_name=mxfp8"], "--recipes"),
+        (["--quantize.grouped_mm.mx.dispatch=auto"], "--recipes"),
+        (["--checkpoint.no-enable"], "--checkpoint-every"),
+        (["--checkpoint-every", "0", "--", "--checkpoint.folder=ck"], "--checkpoint-every"),
+        (["--job.config_file=x.toml"], "the TOML"),
+    ],
+)
+def test_converge_refuses_flags_that_it_sets_for_each_run(
+    flags: list[str], use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(converge, "study", lambda *_: pytest.fail("training began"))
+    ran = tmp_path / "bf16-seed0" / "ck" / "step-2"
+    ran.mkdir(parents=True)
+    own = [] if "--" in flags else ["--"]
+    refused = call("converge", "train_configs/debug_llama4.toml", "--out", tmp_path, *own, *flags)
+    assert refused.startswith("converge: --") and refused.endswith(f"is set for each run: use {use}"), refused
+    assert ran.is_dir() and not (tmp_path / "study.json").exists()
+    harmless = [
+        "--quantize.linear.mx.hopper_rebase_report=9",
+        "--checkpoint.keep_latest_k",
+        "2",
+        "--debug.deterministic",
+    ]
+    converge.check_flags(harmless, 500)
+
+
+def test_converge_goes_on_with_the_same_data_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags count before the TOML, in either form; of a model's assets the tokenizer alone, of large files the size."""
+    monkeypatch.setattr(converge, "study", lambda *_: {})
+    texts, held_out, assets = (tmp_path / name for name in ("texts", "held-out.jsonl", "assets"))
+    toml = tmp_path / "own.toml"
+    toml.write_text(f'[model]\nhf_assets_path = "{assets}"\n[training]\ndataset_path = "not/there"\n')
+    flags = ["--training.dataset-path", texts, f"--validation.dataset_path={held_out}", "--training.steps=3"]
+    for path in (texts / "a" / "data.jsonl", texts / "b", held_out, assets / "tokenizer.json", assets / "weights"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.name)
+
+    def begun() -> str:
+        return call("converge", toml, "--recipes", "bf16", "--out", tmp_path / "out", "--", *flags)
+
+    begun()
+    kept = json.loads((tmp_path / "out" / "study.json").read_text())["data"]
+    names = ["training.dataset_path/a/data.jsonl", "training.dataset_path/b"]
+    assert list(kept) == [*names, "validation.dataset_path/.", "model.hf_assets_path/tokenizer.json"]
+    assert kept[names[0]] == hashlib.sha256(b"data.jsonl").hexdigest()
+    run = tmp_path / "out" / "bf16-seed0"
+    run.mkdir()
+    (run / "finished.json").write_text("{}")
+    (assets / "weights").write_text("others")
+    assert "other data" not in begun()
+    for path in (texts / "b", held_out, assets / "tokenizer.json"):
+        path.write_text("others")
+        assert "holds a study of another config, other flags or other data" in begun()
+        path.write_text(path.name)
+    assert "other data" not in begun()
+    monkeypatch.setattr(converge, "HASHED", len("data.jsonl"))
+    assert converge.data_of(toml, [*map(str, flags)])[names[1]] == "1 bytes"
+
+
+@pytest.mark.parametrize(
+    "recipe, converters, name, rebase, requantize, dispatch",
+    [
+        ("bf16", [], "auto", True, True, "symmetric"),  # of converters that do not run the TOML's
+        ("bf16+repeat", [], "auto", True, True, "symmetric"),
+        ("bf16+dispatch", [GROUPED_MM], "bf16", False, False, "auto"),
+        ("mxfp8+experts+dispatch", [GROUPED_MM], "mxfp8", False, False, "auto"),
+        ("mxfp8_2d+experts+rebase", [GROUPED_MM], "mxfp8_2d", True, False, "off"),
+        ("mxfp8_2d+repeat", [GROUPED_MM, LINEAR], "mxfp8_2d", False, False, "off"),
+        ("mxfp8_2d_rebased+dispatch+repeat", [GROUPED_MM, LINEAR], "mxfp8_2d_rebased", False, False, "auto"),
+        ("mxfp8+linears+requantize", [LINEAR], "mxfp8", False, True, "symmetric"),
+    ],
+)
+def test_converge_converts_as_a_recipe_and_its_options_say_whatever_the_toml_says(
+    recipe: str, converters: list[str], name: str, rebase: bool, requantize: bool, dispatch: str, tmp_path: Path
+) -> None:
+    toml = (ROOT / "train_configs" / "debug_deepseek_v3.toml").read_text()
+    switched_on = "hopper_rebase = true\nhopper_rebase_report = 50\nrequantize_input = true\n"
+    for section in ("[quantize.grouped_mm.mx]\n", "[quantize.linear.mx]\n"):
+        toml = toml.replace(section, section + switched_on)
+    toml = toml.replace('fqns = ["experts"]', 'dispatch = "symmetric"\ndispatch_rows = "worst_case"')
+    (tmp_path / "on.toml").write_text(toml)
+    run = converge.StudyRun(recipe=recipe, seed=7, folder=tmp_path / f"{recipe}-seed7")
+    config = parse_config(str(tmp_path / "on.toml"), converge.flags_of(run, tmp_path / "on.toml", 0)[1:])
+    assert (config.model.converters, config.debug.seed, config.job.dump_folder) == (converters, 7, str(run.folder))
+    for converter, mx in ((GROUPED_MM, config.quantize.grouped_mm.mx), (LINEAR, config.quantize.linear.mx)):
+        if not converters or converter in converters:
+            assert (mx.recipe_name, mx.hopper_rebase, mx.requantize_input) == (name, rebase, requantize)
+    assert config.quantize.grouped_mm.mx.dispatch == dispatch
+    read = runs.Run(name=run.folder.name, loss={}, tps={}, memory={}, config={})
+    assert (read.group, read.seed) == (recipe, 7)
+
+
+def test_converge_starts_no_run_that_cannot_end_in_time(tmp_path: Path) -> None:
+    done = {"bf16-seed0": 20, "mxfp8-seed0": 60}
+    for name, seconds in done.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "finished.json").write_text(json.dumps({"seconds": seconds}))
+    names = [*done, "bf16-seed1", "mxfp8-seed1", "mxfp8_2d-seed1"]
+    made = [converge.StudyRun(recipe=name.split("-")[0], seed=1, folder=tmp_path / name) for name in names]
+    deadline = monotonic() + 40
+
+    def fitting(*flags: str) -> list[str]:
+        args = converge.parse_arguments(["x.toml", *flags])
+        return [run.folder.name for run in made[2:] if converge.fits(run, dict.fromkeys(made), deadline, args)]
+
+    # as long as the quickest of the same recipe, or of any
+    assert fitting("--checkpoint-every", "0") == ["bf16-seed1", "mxfp8_2d-seed1"]
+    assert fitting() == names[2:]
+
+
+def test_converge_says_after_ctrl_c_how_to_go_on(tmp_path: Path, stub: dict[str, str]) -> None:
+    command = [
+        sys.executable,
+        "scripts/study/converge.py",
+        "train_configs/debug_llama4.toml",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    environment = os.environ | stub | {"STUB_SECONDS": "600"}
+    study = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    for line in study.stdout:
+        if b"started" in line:
+            study.send_signal(signal.SIGINT)
+            break
+    rest = study.communicate(timeout=120)[0].decode()
+    assert study.returncode == 3 and "bf16-seed0: stopped" in rest
+    assert rest.splitlines()[-1] == "the same command continues the study"

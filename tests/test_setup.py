@@ -1,0 +1,192 @@
+"""setup.sh and launch.sh: which Python, torch and ptxas the launchers use."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from script_calls import ROOT, shell, stub_of
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> dict[str, str]:
+    return stub_of(tmp_path)
+
+
+UNSET = {"PYTHON": "", "TORCH": ""}  # what the tests themselves may have been called with
+
+
+@pytest.mark.parametrize(
+    "own, cuda, named, expected",
+    [
+        ("12.8", "13.0", None, "ptxas"),
+        ("12.8", "12.9", None, None),  # not known to help
+        ("13.0", "13.0", None, None),
+        ("13.1", "13.0", None, None),
+        ("12.8", "14.0", None, None),  # Triton 3.6 does not know what it compiles for
+        ("12.8", None, None, None),
+        (None, None, None, None),
+        (None, "13.0", None, None),  # no Triton, or one without a ptxas
+        ("12.8", "13.0", "mine", "mine"),
+        ("12.8", "13.0", "missing", "ptxas"),  # that of another machine, which submitted this job
+    ],
+)
+def test_setup_takes_a_ptxas_that_makes_faster_code(
+    own: str | None, cuda: str | None, named: str | None, expected: str | None, tmp_path: Path
+) -> None:
+    """A tree that is set up already, with stubs of everything that is asked. None: a program that fails."""
+
+    def program(path: Path, says: str | None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("#!/bin/sh\n" + ("exit 1" if says is None else f"echo '{says}'"))
+        path.chmod(0o755)
+
+    def ptxas(path: Path, release: str | None) -> None:
+        program(path, release and f"Cuda compilation tools, release {release}, V{release}.1")
+
+    ptxas(tmp_path / "triton" / "backends" / "nvidia" / "bin" / "ptxas", own)
+    for name, says in (("nvidia-smi", ""), ("python", str(tmp_path / "triton"))):
+        program(tmp_path / "bin" / name, says)
+    ptxas(tmp_path / "bin" / "ptxas", cuda)
+    ptxas(tmp_path / "bin" / "mine", "12.8")
+    program(tmp_path / ".venv" / "bin" / "activate", "active")
+    (tmp_path / "pyproject.toml").write_text("")
+    steps = 'touch .venv/.installed-$(cksum < pyproject.toml | cut -d" " -f1)-default-{cpu,gpu}; . ./setup.sh'
+    shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path)
+    path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
+    command = f'set -euo pipefail; cd {tmp_path}; {steps}; echo "chose $TRITON_PTXAS_PATH"'
+    result = shell(
+        "bash", "-c", command, PATH=path, TRITON_PTXAS_PATH=str(tmp_path / "bin" / (named or "none")), **UNSET
+    )
+    chosen = tmp_path / "bin" / (expected or named or "none")
+    assert f"chose {chosen}" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("inherited", [True, False])
+@pytest.mark.parametrize(
+    ("titan", "venv", "extras"), [("0.2", ".venv", "train,test"), ("0.3", ".venv03", "train03,test")]
+)
+def test_setup_installs_torch_where_the_new_environment_lacks_that_of_python3(
+    titan: str, venv: str, extras: str, inherited: bool, tmp_path: Path
+) -> None:
+    """A python3 with torch may itself be that of an environment: a new one is made from the Python behind it."""
+    stub = tmp_path / "bin" / "python3"
+    stub.parent.mkdir()
+    stub.write_text(
+        f"""#!/bin/sh
+[ "$1" = -c ] && exit
+mkdir -p {venv}/bin
+touch {venv}/bin/activate
+echo 'echo "$@" >> calls; [ "$1" = -c ] && exit {int(not inherited)}; exit 0' > {venv}/bin/python
+chmod +x {venv}/bin/python
+echo "$@" >> calls
+"""
+    )
+    stub.chmod(0o755)
+    (tmp_path / "pyproject.toml").write_text("")
+    shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path)
+    command = f"set -euo pipefail; cd {tmp_path}; . ./setup.sh"
+    settings = UNSET | {"TORCH": "torch==2.13.0", "TITAN": titan, "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    result = shell("bash", "-c", command, **settings)
+    assert result.returncode == 0, result.stderr
+    made, _, *installs = (tmp_path / "calls").read_text().splitlines()
+    assert made == f"-m venv --system-site-packages {venv}"
+    assert [install.split()[-1] for install in installs] == [*(["torch==2.13.0"] * (not inherited)), f".[{extras}]"]
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi", path="/usr/bin:/bin") is not None, reason="has a GPU at once")
+def test_setup_replaces_a_cpu_build_where_there_is_a_gpu(tmp_path: Path) -> None:
+    """A .venv that a login node without a GPU made trained a GPU node's job on its CPU."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    stubs = {
+        ".venv/bin/python": 'case "$*" in *torch.version.cuda*) [ -e cuda ] ;; -c*) ;; *) echo "$@" >> calls ;; esac',
+        "bin/python3": '[ "$1" != -c ] || exit 1',
+    }
+    (tmp_path / "pyproject.toml").write_text("")
+    shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path)
+    settings = UNSET | {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    calls = tmp_path / "calls"
+    for added, expected in (({}, [".[train,test]"]), ({"bin/nvidia-smi": ""}, ["torch>=2.11,<2.14", ".[train,test]"])):
+        for name, text in (stubs | added).items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+            (tmp_path / name).chmod(0o755)
+        for _ in range(2):
+            done = shell("bash", "-c", f"set -euo pipefail; cd {tmp_path}; . ./setup.sh", **settings)
+            assert done.returncode == 0, done.stderr
+        installs = calls.read_text().splitlines()
+        assert [install.split()[-1] for install in installs] == expected
+        assert all(("--force-reinstall" in install) == ("torch" in install) for install in installs)
+        calls.unlink()
+
+
+def test_setup_installs_one_more_extra_once_and_for_others_nothing_again(tmp_path: Path) -> None:
+    """Else each script that a test calls would install anew, two at a time in one environment."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] || echo "$@" >> calls\n')
+    python.chmod(0o755)
+    (tmp_path / "pyproject.toml").write_text("")
+    shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path)
+    steps = 'touch .venv/.installed-$(cksum < pyproject.toml | cut -d" " -f1)-default-{cpu,gpu}; . ./setup.sh'
+    for extra in ("hf", "hf", ""):
+        result = shell("bash", "-c", f"set -euo pipefail; cd {tmp_path}; {steps}", **UNSET, EXTRA=extra)
+        assert result.returncode == 0, result.stderr
+    (install,) = (tmp_path / "calls").read_text().splitlines()
+    assert install.endswith("install -q --no-compile --disable-pip-version-check -e .[hf]")
+
+
+def test_the_launcher_calls_either_torchtitan() -> None:
+    settings = {"TITAN": "0.3", "CONFIG": "debug_qwen3", "OUT": "o", "DRYRUN": "1"}
+    bf16, mxfp8 = shell("scripts/train.sh", "--training.steps=3", **settings).stdout.splitlines()
+    both = "--module=titan_mxfp8.titan03 --config=debug_qwen3 --dump_folder=o/{} --training.steps=3"
+    assert bf16.endswith(f"-m torchtitan.train {both.format('bf16')}")
+    overrides = "titan_mxfp8.titan03.experts titan_mxfp8.titan03.linears"
+    assert mxfp8.endswith(f"-m torchtitan.train --override.imports {overrides} {both.format('mxfp8')}")
+    own = 'titan_mxfp8.titan03.experts={"recipe":"mxfp8_2d"}'
+    (mxfp8,) = shell("scripts/train.sh", **settings, RUNS="mxfp8", OVERRIDES=own, MODULE="m").stdout.splitlines()
+    assert f"--override.imports {own} --module=m" in mxfp8
+    result = shell("scripts/test.sh", TITAN="0.4")
+    assert result.returncode == 2 and "TITAN is 0.2 or 0.3, not '0.4'" in result.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch could use the GPU")
+def test_launchers_do_not_train_on_the_cpu_of_a_machine_with_a_gpu(tmp_path: Path, stub: dict[str, str]) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0: NVIDIA H100")
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+    settings = stub | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHON": sys.executable, "RUNS": "mxfp8"}
+    settings |= {"OUT": str(tmp_path / "out"), "CUDA_VISIBLE_DEVICES": "0"}
+    done = shell("scripts/train.sh", **settings)
+    assert done.returncode == 1 and not (tmp_path / "calls").exists()
+    assert "this machine has a GPU, and torch" in done.stderr and "CPU build" in done.stderr
+    meant = "set -eu; . scripts/launch.sh; . scripts/setup.sh; check_gpu; echo trains"
+    assert shell("bash", "-c", meant, **settings | {"CUDA_VISIBLE_DEVICES": ""}).stdout == "trains\n"
+
+
+def test_launchers_say_that_they_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = shell("scripts/train.sh", OUT=f"{tmp_path}/file/out", PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and f"OUT={tmp_path}/file/out cannot be written to" in done.stderr
+
+
+def test_setup_takes_a_python_as_it_is(tmp_path: Path) -> None:
+    """Nothing is installed, the package is found, and torchrun is that Python's."""
+    shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path)
+    (tmp_path / "pyproject.toml").write_text("")
+    command = f"set -euo pipefail; cd {tmp_path}; . ./setup.sh; python -c 'import sys; print(sys.executable, sys.path)'"
+    done = shell("bash", "-c", f"{command}; torchrun --help", PYTHON=sys.executable, PYTHONPATH="/wheels")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{sys.executable} ['', '{tmp_path}', '/wheels'") and "--nproc" in done.stdout
+    assert not (tmp_path / ".venv").exists(), "a read-only repository has no place for it"
+    caller = tmp_path / "caller"
+    (caller / "bin").mkdir(parents=True)
+    (caller / "bin" / "python").symlink_to(sys.executable)
+    done = shell("bash", "-c", f"here={caller}; {command}", PYTHON="bin/python", VIRTUAL_ENV="")
+    assert done.returncode == 0 and done.stdout.startswith(f"{caller}/bin/python ["), done.stderr
+    wrong = shell("bash", "-c", command, PYTHON="no-such-python")
+    assert wrong.returncode == 1 and wrong.stderr == "setup: PYTHON=no-such-python is no program\n"
