@@ -184,9 +184,9 @@ def test_who_quantises_each_time(caplog: pytest.LogCaptureFixture) -> None:
     )
     experts, plan = experts_of(of_layer(f"{RECIPE}=mxfp8")), reference.plan(get_recipe("mxfp8"), None)
     experts._is_fsdp_managed_module = True
-    assert "FSDP frees" in once._why_each_time(experts)
+    assert "FSDP frees" in once.why_each_time(experts)
     experts.mxfp8 = replace(experts.mxfp8, plan=plan.map(triton.in_bf16))
-    assert "with recipe mxfp8 their values are multiplied in bf16" in once._why_each_time(experts)
+    assert "with recipe mxfp8 their values are multiplied in bf16" in once.why_each_time(experts)
 
 
 def test_fsdp_sends_what_is_kept_of_a_shard() -> None:
