@@ -90,8 +90,6 @@ interrupted() {
 # caller defines torchrun_flags RUN, which sets the array `torchrun` to the flags that place the processes.
 train_runs() {
     local config=$1 out=$2 folder run name command torchrun logs status number=0
-    # torchrun ends its processes; what is printed behind them says how to go on
-    trap 'interrupted "$out" "$logs"' INT
     folder=$(folder_of "$config")
     shift 2
     if [ "$DRYRUN" != 1 ]; then
@@ -106,6 +104,7 @@ train_runs() {
     # Two processes with as many threads as cores each would fight for them.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( ($(getconf _NPROCESSORS_ONLN) + NGPU - 1) / NGPU ))}
     export WANDB_PROJECT=${WANDB_PROJECT:-titan_mxfp8} # TorchTitan's default is "torchtitan"
+    trap 'interrupted "$out" "$logs"' INT # torchrun ends its processes first
     for run in $RUNS; do
         number=$((number + 1))
         torchrun_flags "$run"

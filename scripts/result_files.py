@@ -56,7 +56,8 @@ def write_results(folder: Path, rows: Sequence[dict[str, object]], env: dict[str
 def write_rows(path: Path, rows: Sequence[dict[str, object]]) -> None:
     """Writes a CSV with a column for each key of any row, in order of appearance."""
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
@@ -70,6 +71,14 @@ def read_rows(path: Path) -> list[dict[str, str]]:
             earlier = {"p20_us": "p20", "p50_us": "ms", "p80_us": "p80", "baseline_us": "bf16_ms"}
             row |= {name: str(1e3 * float(row[old])) for name, old in earlier.items()}
     return rows
+
+
+def env_of(path: Path) -> dict[str, str]:
+    """The environment of a CSV: of ``training_table.csv`` ``training_env.json``, or env.json beside or above it; empty
+    where there is none."""
+    stems = path.stem.removesuffix("table"), f"{path.stem.split('_')[0]}_"
+    names = [*(f"{stem}env.json" for stem in stems), "env.json", "../env.json"]
+    return next((json.loads((path.parent / name).read_text()) for name in names if (path.parent / name).is_file()), {})
 
 
 SPEED = "tokens/s (median, per GPU)"  # of a row of scripts/bench/bench_training.py's table.csv

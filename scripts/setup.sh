@@ -45,7 +45,6 @@ build=cpu
 if has_gpu; then
     build=gpu fits+="; assert torch.version.cuda or torch.version.hip"
 fi
-# --no-compile: Python compiles what it imports, pip all of torch, which took 40% of the time to set up.
 stamp=$venv/.installed-$(cksum < pyproject.toml | cut -d' ' -f1)-${TORCH:-default}-$build
 
 pick_torch() {
@@ -56,6 +55,18 @@ pick_torch() {
     else
         echo "torch==2.13.0+cpu"
     fi
+}
+
+# install WHAT FLAG...: with pip's bar on a terminal. --no-compile: Python compiles what it imports, pip all of torch,
+# which took 40% of the time. What pip has downloaded stays in its cache, so Ctrl-C loses little.
+install() {
+    local quiet=-q
+    [ ! -t 2 ] || quiet=--progress-bar=on
+    echo "setup: $1, into $venv" >&2
+    trap 'echo "setup: interrupted; the same command goes on" >&2; exit 130' INT
+    shift
+    "$venv/bin/python" -m pip install "$quiet" --no-compile --disable-pip-version-check "$@"
+    trap - INT
 }
 
 if [ -z "${PYTHON:-}" ] && [ ! -e "$stamp" ]; then
@@ -72,13 +83,13 @@ if [ -z "${PYTHON:-}" ] && [ ! -e "$stamp" ]; then
     if ! "$venv/bin/python" -c "$fits" 2> /dev/null; then # the python3 above may be that of another environment
         torch=$(pick_torch)
         # force-reinstall: pip takes a CPU build for what is asked for
-        if ! "$venv/bin/python" -m pip install -q --no-compile --disable-pip-version-check --force-reinstall "$torch"; then
+        if ! install "1 of 2, $torch" --force-reinstall "$torch"; then
             echo "setup: pip found no '$torch'. Where your package index has no CPU build of torch, take the index address" >&2
             echo "setup: from pytorch.org (Get Started: Linux, Pip, CPU), put it in PIP_EXTRA_INDEX_URL and run this again." >&2
             exit 1
         fi
     fi
-    "$venv/bin/python" -m pip install -q --no-compile --disable-pip-version-check -e ".[$extras]"
+    install "2 of 2, TorchTitan and what it and the tests need" -e ".[$extras]"
     touch "$stamp"
 fi
 case ${EXTRA:-} in
@@ -86,7 +97,7 @@ case ${EXTRA:-} in
     *) echo "setup: EXTRA is hf or bench, not '$EXTRA'" >&2; exit 2 ;;
 esac
 if [ -z "${PYTHON:-}" ] && [ -n "${EXTRA:-}" ] && [ ! -e "$stamp-$EXTRA" ]; then
-    "$venv/bin/python" -m pip install -q --no-compile --disable-pip-version-check -e ".[$EXTRA]"
+    install "the extra $EXTRA" -e ".[$EXTRA]"
     touch "$stamp-$EXTRA"
 fi
 # shellcheck source=/dev/null

@@ -124,6 +124,21 @@ def test_nothing_is_gathered_of_experts_out_of_fsdp(monkeypatch: pytest.MonkeyPa
     assert out.activations - taken.activations == 2 * experts * (1 + 1 / 4096)
 
 
+def test_what_a_step_of_two_microbatches_keeps_of_weights() -> None:
+    """In place of what each block keeps for its backward, and for forward too."""
+    config, experts = "llama4_17bx16e_2layers_1x4", 4 * 3 * 8192 * 5120
+    eager = (
+        "--cluster.gpu=H200",
+        "--compile.no-enable",
+        "--training.local_batch_size=1",
+        "--training.global_batch_size=8",
+    )
+    field = "--quantize.grouped_mm.mx.quantize_weights_once"
+    on, auto, off = (check(config, *eager, f"{field}={value}").memory.activations for value in ("on", "auto", "off"))
+    assert on - off == 2 * experts * (1 + 1 / 4096) and auto == off
+    assert check(config, *eager[:3], f"{field}=on").memory.activations == off
+
+
 @pytest.mark.nightly
 def test_what_lowers_the_memory() -> None:
     def activations(*flags: str) -> float:

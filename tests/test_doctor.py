@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.result_files import SPEED, write_rows
+from scripts.result_files import SPEED, read_rows, write_rows
 from scripts.study import measured
 from titan_mxfp8 import doctor
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
@@ -227,7 +227,7 @@ def test_a_combination_that_never_ran_is_named() -> None:
 
 
 def test_the_table_that_ships_is_what_the_folders_that_count_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.MEASURED.read_text() == measured.text_of(measured.measured(ROOT / "results")), (
+    assert read_rows(doctor.MEASURED) == measured.measured(ROOT / "results"), (
         "python scripts/study/measured.py writes it anew"
     )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -108,6 +108,6 @@ for name in $PARTS; do
 done
 python scripts/study/tables.py --of "$out" | tee "$out/tables.md"
 if [ -e "$out/kernels/data.csv" ] && [ "$DEVICE" = cuda ]; then
-    python scripts/bench/roofline.py draw "$out" || echo "bench_all.sh: no pictures" >&2 # of a GPU that no config names
+    python scripts/bench/roofline.py passes "$out" || echo "bench_all.sh: no roofline" >&2 # of a GPU that no config names
 fi
 exit "$failed"

@@ -1,16 +1,14 @@
-"""What MXFP8 can bring on a GPU, and what it brings: the model is in ``passes.py``.
+"""What MXFP8 can bring on a GPU, beside what it brings: the model is in ``passes.py``.
 
-    python scripts/bench/roofline.py draw results/<folder>    # roofline.csv and pictures of a folder of bench_all.sh's
-    python scripts/bench/roofline.py check --out OUT          # predictions beside all trainings in results/
+    python scripts/bench/roofline.py passes results/<folder>    # roofline.csv of a folder of bench_all.sh's
+    python scripts/bench/roofline.py check --out OUT            # predictions beside all trainings in results/
 
-In a picture what is dotted is predicted from the ceilings that the same folder measured, what is solid was measured.
-``check`` says of each training what the model says of the same TOML and flags, by the GPU's ceilings and by our
-kernels' rates; of the control, ``bf16+dispatch``, 1, as in the model only the number format changes a step.
+``passes`` predicts the time of each pass by tokens, from the ceilings that the same folder measured. ``check`` says of
+each training what the model says of the same TOML and flags, by the GPU's ceilings and by our kernels' rates; of the
+control, ``bf16+dispatch``, 1, as in the model only the number format changes a step.
 """
 
 import argparse
-import csv
-import itertools
 import json
 import logging
 import sys
@@ -28,7 +26,7 @@ from scripts.bench.passes import (
     step_speedup,
 )
 from scripts.progress import ends_in_words
-from scripts.result_files import environment, format_table, read_rows, training_gains, write_results, write_rows
+from scripts.result_files import env_of, environment, format_table, read_rows, training_gains, write_results, write_rows
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
 from titan_mxfp8.recipe import BF16, get_recipe
@@ -40,8 +38,6 @@ EXPERTS = 8
 GEMMS = ("forward", "dgrad", "wgrad")
 BOTH = "forward + backward"
 
-TICKS = tuple(4**exponent for exponent in range(5, 10))
-COLOURS = ("tab:blue", "tab:orange", "tab:green")
 
 Row = dict[str, object]
 
@@ -107,79 +103,10 @@ def predicted_seconds(recipe: str, hardware: Hardware, layer: Layer, rates: Rate
     return seconds | {BOTH: sum(seconds.values())}
 
 
-def break_even(points: Sequence[tuple[int, float]]) -> float | None:
-    """The tokens at which a speed-up, of points by tokens, last rises to 1; None where it does not.
-
-    Between the two neighbours it is linear in log tokens: with 0.9 at 1024 and 1.1 at 4096 that is at 2048.
-    """
-    crossing = [pair for pair in itertools.pairwise(points) if pair[0][1] < 1 <= pair[1][1]]
-    if not crossing:
-        return None
-    (low, below), (high, above) = crossing[-1]
-    return low * (high / low) ** ((1 - below) / (above - below))
-
-
-def draw(path: Path) -> list[Path]:
-    """The pictures of a roofline.csv, beside it: speed-up of forward + backward and of the GEMMs alone, by tokens."""
-    from matplotlib import pyplot
-
-    with path.open(newline="") as file:
-        every = list(csv.DictReader(file))
-    drawn = []
-    for (n, k), model in MODELS.items():
-        rows = [row for row in every if (row["N"], row["K"]) == (str(n), str(k))]
-        figure, (whole, gemms) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
-        figure.suptitle(
-            f"A grouped GEMM of {model}: {EXPERTS} experts, N {n} features out, K {k} in, on one {rows[0]['gpu']}. "
-            "Solid: measured.\nDotted: predicted from the ceilings, against a bf16 GEMM at its ceiling"
-        )
-        for recipe, colour in zip(SHOWN, COLOURS, strict=True):
-            curve(whole, rows, recipe, BOTH, colour, recipe)
-            for column, how in (("predicted_x", "predicted"), ("x", "measured")):
-                if pays := break_even(of(rows, recipe, BOTH, column)):
-                    label = f"pays from {round(pays, -2):,.0f} tokens, {how}"
-                    style = ":" if how == "predicted" else "-"
-                    whole.plot((pays, pays), (0, 1), style, color=colour, linewidth=1, label=label)
-            for name, style in zip(GEMMS, ("o", "s", "^"), strict=True):
-                curve(gemms, rows, recipe, name, colour, f"{recipe} {name}", style)
-        for panel, title in ((whole, "forward + backward with quantising"), (gemms, "GEMMs alone")):
-            tokens = [int(row["M"]) for row in rows]
-            panel.axhline(1, color="black", label="bf16")
-            panel.set(title=f"{title}, times bf16's speed", xscale="log", xlabel="tokens", ylim=(0, None))
-            panel.set(xlim=(min(tokens) / 1.1, max(tokens)))
-            panel.set_xticks(TICKS, [f"{m:,}" for m in TICKS])
-            panel.minorticks_off()
-            panel.legend(fontsize=7, handlelength=3, loc="lower right")
-        drawn.append(path.with_name(f"roofline_{model}.png"))
-        figure.savefig(drawn[-1], dpi=110)
-        pyplot.close(figure)
-    return drawn
-
-
-def of(rows: Sequence[dict[str, str]], recipe: str, what: str, column: str) -> list[tuple[int, float]]:
-    """Tokens and the column's number, where there is one."""
-    chosen = (row for row in rows if (row["recipe"], row["what"]) == (recipe, what) and row[column])
-    return sorted((int(row["M"]), float(row[column])) for row in chosen)
-
-
-def curve(
-    panel, rows: Sequence[dict[str, str]], recipe: str, what: str, colour: str, label: str, style: str = "o"
-) -> None:
-    """A dotted line and, where anything was measured, a solid one."""
-    for column, line in (("predicted_x", ":"), ("x", f"{style}-")):
-        if points := of(rows, recipe, what, column):
-            panel.plot(*zip(*points, strict=True), line, color=colour, label=label if column == "x" else None)
-
-
 def trainings(results: Path) -> Iterator[tuple[Path, dict[str, str], dict[str, str], float]]:
     """Table, environment, row and gain of each training beside bf16's whose config and flags are known."""
     for path in sorted(results.rglob("*table.csv")):
-        names = (f"{path.stem.removesuffix('table')}env.json", "env.json", "../env.json")
-        env = next(
-            (json.loads((path.parent / name).read_text()) for name in names if (path.parent / name).is_file()), {}
-        )
-        with path.open(newline="") as file:
-            gains = training_gains(list(csv.DictReader(file)))
+        env, gains = env_of(path), training_gains(read_rows(path))
         if "config" in env:
             yield from ((path, env, row, gain) for row, gain in gains if row["run"] != "bf16")
 
@@ -213,8 +140,7 @@ def check(results: Path) -> list[Row]:
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    drawing = commands.add_parser("draw", help="pictures of a folder of results")
-    drawing.add_argument("folder", type=Path)
+    commands.add_parser("passes", help="of a folder of results").add_argument("folder", type=Path)
     checking = commands.add_parser("check", help="predictions beside what was measured")
     checking.add_argument("--out", type=Path, help="folder for data.csv and env.json")
     args = parser.parse_args(argv)
@@ -222,9 +148,9 @@ def main(argv: Sequence[str]) -> None:
     logging.disable(logging.ERROR)  # TorchTitan's account of a run that does not happen
     try:
         with ends_in_words("roofline"):
-            if args.command == "draw":
+            if args.command == "passes":
                 write_rows(args.folder / "roofline.csv", roofline_rows(args.folder))
-                print("\n".join(map(str, draw(args.folder / "roofline.csv"))))
+                print(args.folder / "roofline.csv")
                 return
             rows = check(ROOT / "results")
             print(format_table(rows))

@@ -87,32 +87,10 @@ def gates(losses: list[float], bf16_losses: list[float]) -> dict[str, object]:
     }
 
 
-def plot(rows: list[dict[str, object]], path: Path) -> None:
-    """Loss by step on a log axis, a panel for each number of experts."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    counts = sorted({row["experts"] for row in rows})
-    figure, panels = plt.subplots(1, len(counts), figsize=(10, 4), sharey=True, constrained_layout=True)
-    for panel, experts in zip(panels, counts, strict=True):
-        for recipe in dict.fromkeys(row["recipe"] for row in rows):
-            curve = [row["loss"] for row in rows if row["recipe"] == recipe and row["experts"] == experts]
-            style = {"color": "black", "linewidth": 2} if recipe == "bf16" else {"linewidth": 1}
-            panel.plot(range(1, STEPS + 1), curve, label=recipe, **style)
-        panel.set_yscale("log")
-        panel.set_title(f"{experts} experts")
-        panel.set_xlabel("step")
-    panels[0].set_ylabel("relative squared error")
-    panels[-1].legend(fontsize=8)
-    figure.savefig(path, dpi=130)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="auto", help="of titan_mxfp8.backends [auto]")
-    parser.add_argument("--out", type=Path, help="folder for data.csv, env.json and toy_moe.png")
+    parser.add_argument("--out", type=Path, help="folder for data.csv and env.json")
     args = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     backend = select(args.backend, hardware_of(device), RECIPES["mxfp8"]).name
@@ -140,7 +118,6 @@ def main() -> None:
         write_results(
             args.out, curves, environment(device) | {"backend": backend, "threads": str(torch.get_num_threads())}
         )
-        plot(curves, args.out / "toy_moe.png")
     if not all(verdict["passed"] for verdict in verdicts):
         sys.exit("toy_moe: a gate failed")
 

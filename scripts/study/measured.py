@@ -10,9 +10,6 @@ with 8 experts (kind ``grouped_mm``). Of the same thing the newest folder has it
 """
 
 import argparse
-import csv
-import io
-import json
 import re
 import sys
 import tomllib
@@ -20,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from scripts.bench.passes import MODELS
-from scripts.result_files import read_rows, training_gains
+from scripts.progress import ends_in_words
+from scripts.result_files import env_of, read_rows, training_gains, write_rows
 from scripts.study.tables import OURS, converted_of, recipe_of
 from titan_mxfp8.recipe import BF16, RECIPES
 
@@ -57,8 +55,7 @@ def measured(results: Path) -> list[Row]:
 
 def of_training(path: Path, folder: Path) -> Iterator[Row]:
     """The rows of a table.csv of bench_training.py, of a GPU."""
-    own = path.with_name(f"{path.stem.removesuffix('table')}env.json")
-    env = env_of(own if own.is_file() else path.with_name("env.json"))
+    env = env_of(path)
     if not {"gpu", "config", "processes"} <= env.keys() or env.get("torchtitan", "").startswith("0.3"):
         return
     model = tomllib.loads((ROOT / env["config"]).read_text())["model"]
@@ -81,7 +78,7 @@ def of_training(path: Path, folder: Path) -> Iterator[Row]:
 
 def of_gemms(path: Path, folder: Path) -> Iterator[Row]:
     """The rows of a data.csv of bench_grouped_mm.py, of a GPU."""
-    env = env_of(path.with_name("env.json"))
+    env = env_of(path)
     for row in read_rows(path) if "gpu" in env else ():
         plain = (row.get("bench"), row.get("what"), row.get("held")) == ("grouped_mm", "forward + backward", "0")
         if not plain or (row["G"], row["groups"], row["data"]) != ("8", "balanced", "normal"):
@@ -104,32 +101,17 @@ def rest(gain: float, env: dict[str, str], folder: Path) -> Row:
     return {"x": f"{gain:.2f}", **releases, "folder": folder.name}
 
 
-def env_of(path: Path) -> dict[str, str]:
-    return json.loads(path.read_text()) if path.is_file() else {}
-
-
-def text_of(rows: Sequence[Row]) -> str:
-    """As a CSV."""
-    file = io.StringIO()
-    writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
-
-
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; status 1 where it differs")
     args = parser.parse_args(argv)
-    try:
-        text = text_of(measured(RESULTS))
-    except ValueError as error:
-        sys.exit(f"measured: {error}")
-    if not args.check:
-        FILE.write_text(text)
-    elif FILE.read_text() != text:
-        sys.exit("titan_mxfp8/measured.csv differs from results/: python scripts/study/measured.py writes it anew")
-    print(f"{len(text.splitlines()) - 1} rows")
+    with ends_in_words("measured"):
+        rows = measured(RESULTS)
+        if not args.check:
+            write_rows(FILE, rows)
+        elif read_rows(FILE) != rows:
+            raise ValueError("titan_mxfp8/measured.csv differs from results/; without --check this writes it anew")
+    print(f"{len(rows)} rows")
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ A table stands right below a comment with its kind, a function below, the paths 
 
 import argparse
 import itertools
-import json
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from scripts.result_files import env_of, training_gains
 from scripts.result_files import read_rows as read
-from scripts.result_files import training_gains
 from titan_mxfp8.recipe import BF16, get_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -44,12 +43,6 @@ Row = dict[str, str]
 Cells = dict[str, str]
 
 
-def env_of(path: Path) -> dict[str, str]:
-    """The environment of a CSV: ``training_env.json`` of ``training.csv`` and ``training_table.csv``, or env.json."""
-    names = [f"{path.stem.split('_')[0]}_env.json", "env.json"]
-    return json.loads(next(path.with_name(name) for name in names if path.with_name(name).is_file()).read_text())
-
-
 def gpu_of(path: Path) -> str:
     """Its short name: ``H100`` of NVIDIA H100 80GB HBM3."""
     return env_of(path).get("gpu", "CPU").removeprefix("NVIDIA ").split()[0]
@@ -62,9 +55,7 @@ def folder_of(path: Path) -> str:
 
 def gpus_of(path: Path) -> str:
     """How many of which GPU: ``2 H200``; empty where nothing says it."""
-    if not any(path.with_name(name).is_file() for name in (f"{path.stem.split('_')[0]}_env.json", "env.json")):
-        return ""
-    return f"{env_of(path).get('processes', '')} {gpu_of(path)}".strip()
+    return f"{env_of(path).get('processes', '')} {gpu_of(path)}".strip() if env_of(path) else ""
 
 
 def code(recipe: str) -> str:
