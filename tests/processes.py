@@ -121,7 +121,7 @@ def launch(
 
 
 def check(processes: int, *program: object, **environment: str) -> str:
-    """Runs a program of tests/ to its end, each process of which prints the line "passed"; returns all that was printed.
+    """Runs a program of tests/ to its end, whose processes print the line "passed" each; returns what was printed.
 
     Raises:
         AssertionError: it failed, with what it printed.
