@@ -1,11 +1,12 @@
 """A program for torchrun with 2 processes: compiled models and gpt_oss's experts, parallel against not, on CPU.
 
-Run by tests/test_models.py. Prints what it measures.
+Run by tests/test_models.py, with ways of activation checkpointing under tensor parallelism. Prints what it measures.
 """
 
 import copy
 import os
 import shutil
+import sys
 
 import torch
 import torch.distributed as dist
@@ -98,7 +99,7 @@ check_compiled_model("FSDP 2 + EP 2", "op", dp_shard=2, ep=2)
 if torch.__version__ >= (2, 15):
     print("compiled TP 2: not run, DTensor's backward fails there with torch 2.15, with --model.converters= too")
 else:
-    check_compiled_model("TP 2", "op", tp=2)
-    check_compiled_model("TP 2", "full", tp=2)
+    for mode in sys.argv[1:]:
+        check_compiled_model("TP 2", mode, tp=2)
 dist.destroy_process_group()
 os.write(1, b"passed\n")

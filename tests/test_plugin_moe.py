@@ -15,6 +15,7 @@ import torch
 from models import ROOT, build, run_step
 from test_models import AC_MODES, COMPILE, Decomposed, cpu_only, tokens
 from test_plugin import GROUPED, LINEAR, parse
+from tiers import daily
 from torch import nn
 from torch._dynamo.utils import counters
 from torchtitan.distributed import ParallelDims
@@ -404,8 +405,9 @@ def test_a_config_for_a_cluster_is_checked_without_its_links(tmp_path: Path, mon
 
 @pytest.mark.integration
 @cpu_only
-def test_models_with_expert_parallelism_equal_torchtitans() -> None:
-    processes.check(2, "parallel_moe_models.py", "cpu")
+@pytest.mark.parametrize("model", daily(["llama4", "deepseek_v3", "gpt_oss"], "deepseek_v3"))
+def test_models_with_expert_parallelism_equal_torchtitans(model: str) -> None:
+    processes.check(2, "parallel_moe_models.py", "cpu", model)
 
 
 @pytest.mark.parametrize("model", ["llama4", "gpt_oss"])
