@@ -18,6 +18,7 @@ from script_calls import ROOT, SHELL_SCRIPTS, shell
 from scripts.bench import bench_training
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would verify this machine's GPU")
 def test_verify_hardware_says_that_there_is_no_gpu(tmp_path: Path) -> None:
     done = shell("scripts/verify_hardware.sh", PYTHON=sys.executable, OUT=str(tmp_path / "out"))
