@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 usage() {
     cat << 'TEXT'
-Sets up .venv, then lints and runs all tests, two files at a time. Arguments go to pytest, which then runs its tests one
+Sets up .venv, then lints and runs the tests, two files at a time. Arguments go to pytest, which then runs its tests one
 by one. Tests that need a GPU are skipped without one; scripts/test_gpu.sh runs them faster.
 
-    ./scripts/test.sh
-    ./scripts/test.sh --all    # those of minutes too, which CI leaves out
+    ./scripts/test.sh           # what CI runs
+    ./scripts/test.sh --fast    # without those that start processes, most of which train
+    ./scripts/test.sh --all     # those of minutes too, which CI leaves out
     ./scripts/test.sh tests/test_ops.py -k bias
     TITAN=0.3 ./scripts/test.sh    # sets up .venv03, then runs the tests of the adapter for TorchTitan 0.3, tests/titan03
 TEXT
@@ -17,18 +18,32 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     exit
 fi
 cd "$(dirname "$0")/.."
+begin=$SECONDS
+case "${TITAN:-0.2} $*" in
+    "0.2 ") takes="8 minutes on two cores" ;;
+    "0.2 --fast") takes="3 minutes on two cores" ;;
+    "0.2 --all") takes="30 minutes on two cores" ;;
+    "0.3 ") takes="a minute on two cores" ;;
+    *) takes="" ;;
+esac
+echo "test.sh: ${takes:+this takes $takes, and }a first set-up a minute more"
 [ "${TITAN:-0.2}" != 0.2 ] || EXTRA=hf # the tests of Transformers are among those of TorchTitan 0.2.2
 . scripts/setup.sh
 if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
-    # Nothing is compiled when it is installed. Every process of the tests, of which there are hundreds, would compile
-    # torch and TorchTitan anew as it starts: 6 of 10 s. The bytecode lies in the environment, beside no source.
+    # Nothing is compiled when it is installed. Every process of the tests would compile torch and TorchTitan anew as it
+    # starts: 6 of 10 s. The bytecode lies in the environment, beside no source.
     unset PYTHONDONTWRITEBYTECODE
     export PYTHONPYCACHEPREFIX=$PWD/$venv/bytecode
 fi
 ruff check .
 ruff format --check .
-if [ "$*" = "" ] || [ "$*" = --all ]; then
-    export OMP_NUM_THREADS=1 # threads of two tests would wait for each other
-    set -- "$@" --numprocesses=2 --dist=loadfile --no-loadscope-reorder # in the order of tests/conftest.py
-fi
-exec "$program" -m pytest "$@"
+case "$*" in
+    "" | --fast | --all)
+        export OMP_NUM_THREADS=1 # threads of two tests would wait for each other
+        set -- "$@" --numprocesses=2 --dist=loadfile --no-loadscope-reorder # in the order of tests/conftest.py
+        ;;
+esac
+status=0
+"$program" -m pytest "$@" || status=$?
+echo "test.sh: took $((SECONDS - begin)) s"
+exit "$status"

@@ -5,13 +5,15 @@ Processes that test on one GPU at a time share its memory. Tests of the other To
 
 import importlib
 import os
+import re
+import subprocess
 import sys
-from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
+from tiers import SECONDS
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -26,17 +28,32 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run tests marked nightly too")
+    parser.addoption("--fast", action="store_true", help="run none marked integration: those that start no process")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is marked nightly. Files with few tests first: they train, for minutes, and one that came last
-    would keep one process waiting."""
-    if not config.getoption("--all"):
-        nightly = [item for item in items if item.get_closest_marker("nightly")]
-        config.hook.pytest_deselected(items=nightly)
-        items[:] = [item for item in items if item not in nightly]
-    tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: tests[item.path])
+    """Leaves out what is of another tier. The longest files first: one that came last would keep a process waiting."""
+    left_out = [] if config.getoption("--all") else ["nightly"]
+    left_out += ["integration"] if config.getoption("--fast") else []
+    others = [item for item in items if any(map(item.get_closest_marker, left_out))]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in set(others)]
+    items.sort(key=lambda item: -SECONDS.get(item.path.name, 0))
+
+
+@pytest.fixture(autouse=True)
+def fast_tests_start_no_python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``--fast`` a test that does fails: it lacks the marker integration."""
+    if request.config.getoption("--fast"):
+        start = subprocess.Popen.__init__
+
+        def refuse(self: subprocess.Popen, args: object, *rest: object, **kwargs: object) -> None:
+            command = [str(word) for word in args] if isinstance(args, list | tuple) else [str(args)]
+            assert not re.search(r"python|\bsh$|bash$", command[0]), f"mark it integration, it starts {command[:3]}"
+            start(self, args, *rest, **kwargs)
+
+        monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+        monkeypatch.setattr("processes.start_server", lambda: pytest.fail("mark it integration, it forks"))
 
 
 @pytest.fixture(autouse=True)

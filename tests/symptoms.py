@@ -6,7 +6,6 @@ A script imports ``symptom`` from here and decorates with it functions that have
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import processes
 import torch.distributed as dist
 from torchtitan.components.metrics import WandBLogger
 from torchtitan.tools import utils
@@ -25,10 +25,7 @@ def look(script: str, **environment: str) -> dict[str, str]:
     """By its name, what each check of ``script`` gave or raised."""
     script += f"\nimport json\nfrom {__name__} import found\nprint(json.dumps(found))\n"
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": path} | environment
-    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return json.loads(processes.python(script, **{"PYTHONPATH": path} | environment).splitlines()[-1])
 
 
 def symptom(check: Callable[[], object]) -> None:

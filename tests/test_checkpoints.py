@@ -15,6 +15,8 @@ from training import kill_when, losses, start, train
 from scripts.study import compare_layouts
 from titan_mxfp8.plugin.flavors import register_flavors
 
+pytestmark = pytest.mark.integration
+
 IN_STEP, STEPS = 4, 7  # sequences in a step
 # Largest loss difference at any step; measured 3.6e-4 (and 1.0e-4 at the last) of a fall by 1.2.
 TOLERANCE = 2e-3

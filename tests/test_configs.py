@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from script_calls import shell
+from tiers import daily
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe import moe
 
@@ -23,16 +24,27 @@ CLUSTER_TOMLS = {name: path for name, path in TOMLS.items() if re.search(r"_\d+x
 LLAMA4 = "llama4_17bx16e_8x8"
 EXACT = tuple(f"--quantize.{kind}.mx.recipe_name=mxfp8_2d" for kind in ("linear", "grouped_mm"))
 
+# Others have the layers of these.
+LAID_OUT_DAILY = ("debug_gpt_oss", "debug_llama3", "moe_100m", "deepseek_v3_671b_64x8", "llama4_17bx16e_2layers_1x4")
+
 # Billions of parameters that the models' publishers state.
 SIZES = {"llama4_17bx16e": 109, "llama4_17bx128e": 400, "deepseek_v3_16b": 16, "deepseek_v3_671b": 671}
 SIZES |= {"gpt_oss_20b": 20.9, "llama4_17bx16e_2layers": 6.47}
+
+
+TOO_FEW_GPUS = (
+    ("llama4_17bx16e_8x8", 1),
+    ("llama4_17bx128e_8x8", 1),
+    ("deepseek_v3_671b_64x8", 1),
+    ("deepseek_v3_671b_64x8", 8),
+)
 
 
 def check(name: str, *overrides: str) -> Report:
     return dry_run(parse_config(str(TOMLS[name]), overrides))
 
 
-@pytest.mark.parametrize("name", TOMLS)
+@pytest.mark.parametrize("name", daily(TOMLS, *LAID_OUT_DAILY))
 def test_every_config_can_be_laid_out_at_its_full_size(name: str) -> None:
     report = check(name)
     assert any(module.endswith("experts") for module in report.converted) or "llama3" in name
@@ -62,14 +74,10 @@ def test_a_cluster_takes_the_recipe_that_the_readme_names_for_its_gpu(name: str)
 
 
 @pytest.mark.parametrize("name", TOMLS)
-def test_a_finished_run_can_be_extended(name: str) -> None:
-    assert parse_config(str(TOMLS[name])).checkpoint.last_save_model_only is False
-
-
-@pytest.mark.parametrize("name", TOMLS)
 def test_the_bf16_half_of_a_pair_differs_in_the_converters_only(name: str) -> None:
     mxfp8, bf16 = (asdict(parse_config(str(TOMLS[name]), flags)) for flags in ([], ["--model.converters="]))
     assert mxfp8["model"].pop("converters") and bf16["model"].pop("converters") == []
+    assert mxfp8["checkpoint"]["last_save_model_only"] is False, "a finished run can be extended"
     assert mxfp8 == bf16 and "MXFP8" not in bf16["job"]["description"], "which both log"
 
 
@@ -116,6 +124,22 @@ def test_nothing_is_gathered_of_experts_out_of_fsdp(monkeypatch: pytest.MonkeyPa
     assert out.activations - taken.activations == 2 * experts * (1 + 1 / 4096)
 
 
+def test_what_a_step_of_two_microbatches_keeps_of_weights() -> None:
+    """In place of what each block keeps for its backward, and for forward too."""
+    config, experts = "llama4_17bx16e_2layers_1x4", 4 * 3 * 8192 * 5120
+    eager = (
+        "--cluster.gpu=H200",
+        "--compile.no-enable",
+        "--training.local_batch_size=1",
+        "--training.global_batch_size=8",
+    )
+    field = "--quantize.grouped_mm.mx.quantize_weights_once"
+    on, auto, off = (check(config, *eager, f"{field}={value}").memory.activations for value in ("on", "auto", "off"))
+    assert on - off == 2 * experts * (1 + 1 / 4096) and auto == off
+    assert check(config, *eager[:3], f"{field}=on").memory.activations == off
+
+
+@pytest.mark.nightly
 def test_what_lowers_the_memory() -> None:
     def activations(*flags: str) -> float:
         return check(LLAMA4, "--cluster.gpu=", *flags).memory.activations
@@ -140,6 +164,7 @@ def saved(*flags: str, recipe: str = "", gpu: str = "GB200") -> float:
     return dry_run(config, fill=inf).memory.activations / 48 / 8192  # not all of it fits an H100
 
 
+@pytest.mark.nightly
 def test_what_mxfp8_saves_depends_on_recipe_gpu_and_options() -> None:
     """The rows of titan_mxfp8/numerics.md that begin with "saved: x"."""
     # The inputs of wq, wo, w1, w3 and w2 of the shared expert, and of the routed one, whose w1 and w3 share theirs and
@@ -190,6 +215,7 @@ def test_weights_are_kept_for_dgrad_where_fsdp_does_not_free_them() -> None:
     assert activations("mxfp8", 2) == activations("mxfp8_2d", 2)
 
 
+@pytest.mark.nightly
 def test_compiled_blocks_save_less_and_dry_runs_leave_torchtitan_as_it_was() -> None:
     experts = moe._run_experts_grouped_mm
     flags = ("--cluster.gpu=", "--activation_checkpoint.mode=none")
@@ -265,10 +291,7 @@ def test_a_wrong_layout_is_refused_with_the_reason(name: str, flags: list[str], 
         check(name, *flags)
 
 
-@pytest.mark.parametrize(
-    "name, nodes",
-    [("llama4_17bx16e_8x8", 1), ("llama4_17bx128e_8x8", 1), ("deepseek_v3_671b_64x8", 1), ("deepseek_v3_671b_64x8", 8)],
-)
+@pytest.mark.parametrize("name, nodes", daily(TOO_FEW_GPUS, ("llama4_17bx128e_8x8", 1)))
 def test_layouts_that_have_no_config_would_not_fit_the_largest_card(name: str, nodes: int) -> None:
     gpus = 8 * nodes
     layout = [f"--cluster.nodes={nodes}", f"--parallelism.data_parallel_shard_degree={gpus}"]
@@ -296,6 +319,7 @@ WRONG = {
 }
 
 
+@pytest.mark.integration
 def test_the_script_reports_each_config_and_fails_if_one_does(tmp_path: Path) -> None:
     right = TOMLS["debug_llama4"].read_text()
     wrong = [tmp_path / "none.toml"]
@@ -320,6 +344,7 @@ def test_the_script_reports_each_config_and_fails_if_one_does(tmp_path: Path) ->
     assert result.stderr == ""
 
 
+@pytest.mark.integration
 def test_check_configs_finds_a_config_in_the_callers_folder(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text("[job]\n")
     command = f"cd {tmp_path} && {ROOT}/scripts/check_configs.sh own.toml none.toml"

@@ -65,6 +65,7 @@ def study(tmp_path: Path, stub: dict[str, str], monkeypatch: pytest.MonkeyPatch)
         signal.signal(number, handler)
 
 
+@pytest.mark.integration
 def test_converge_runs_a_study_in_order_stops_at_the_limit_and_continues(
     tmp_path: Path, study: Callable[..., tuple[int, str]]
 ) -> None:
@@ -293,6 +294,7 @@ def test_converge_starts_no_run_that_cannot_end_in_time(tmp_path: Path) -> None:
     assert fitting() == names[2:]
 
 
+@pytest.mark.integration
 def test_converge_says_after_ctrl_c_how_to_go_on(tmp_path: Path, stub: dict[str, str]) -> None:
     command = [
         sys.executable,

@@ -5,10 +5,9 @@ import dataclasses
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -204,73 +203,12 @@ def test_flavors_twice_and_over_a_flavor_of_someone_else(monkeypatch: pytest.Mon
         register_flavors()
 
 
-# One rank's part: every layout through TorchTitan's own mesh, parallelize and seeding, then one forward and backward.
-INITIAL_WEIGHTS = """
-import copy, hashlib, json, os, sys
-import torch
-import titan_mxfp8.plugin
-from titan_mxfp8.plugin.flavors import register_flavors
-
-register_flavors()
-
-from torch.distributed.tensor import DTensor
-from torchtitan.components.loss import cross_entropy_loss
-from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims, utils as dist_utils
-from torchtitan.protocols.train_spec import get_train_spec
-
-def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-config = JobConfig()
-config.activation_checkpoint.mode = "none"
-config.training.seq_len = 32
-config.debug.seed = 42
-dist_utils.init_distributed(config.comm, base_folder=sys.argv[1])
-spec = get_train_spec("llama4")
-torch.manual_seed(int(os.environ["RANK"]))  # other draws than the seed's on each rank, until TorchTitan seeds
-report = {}
-for name, shard, replicate, tp, ep in json.loads(sys.argv[2]):
-    dims = ParallelDims(dp_replicate=replicate, dp_shard=shard, cp=1, tp=tp, pp=1, ep=ep, etp=1, world_size=2)
-    dist_utils.set_determinism(dims, torch.device("cpu"), config.debug, distinct_seed_mesh_dims=["pp"])
-    args = copy.deepcopy(spec.model_args["debugmodel_2layers"])
-    args.update_from_config(config)
-    with torch.device("meta"):
-        model = spec.model_cls(args)
-    model = spec.parallelize_fn(model, dims, config)
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        model.init_weights()
-    digest = hashlib.sha256()
-    for key, weight in sorted(model.named_parameters()):
-        digest.update(key.encode() + full(weight.detach()).contiguous().numpy().tobytes())
-    tokens = torch.arange(2 * 33).view(2, 33) * 31 % args.vocab_size
-    with dist_utils.get_train_context(dims.tp_enabled)():
-        cross_entropy_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
-    # two ranks with the same tokens: FSDP sums their gradients (TorchTitan divides the loss), DDP averages
-    grad = full(dict(model.named_parameters())["layers.1.moe.experts.w1"].grad)
-    report[name] = [digest.hexdigest(), grad.norm().item() / (2 if shard == 2 else 1)]
-    model.zero_grad()
-print(json.dumps(report), file=open(f"{sys.argv[1]}/rank{os.environ['RANK']}.json", "w"))
-torch.distributed.destroy_process_group()
-"""
-
-
+@pytest.mark.integration
 @cpu_only
 def test_initial_weights_and_gradients_are_those_of_one_process(tmp_path: Path) -> None:
     # name, data_parallel_shard, data_parallel_replicate, tensor_parallel, expert_parallel
     layouts = [("fsdp", 2, 1, 1, 1), ("fsdp+ep", 2, 1, 1, 2), ("tp", 1, 1, 2, 1), ("ddp", 1, 2, 1, 1)]
-    script = tmp_path / "initial_weights.py"
-    script.write_text(INITIAL_WEIGHTS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    result = subprocess.run(
-        [*command, script, tmp_path, json.dumps(layouts)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
+    processes.check(2, "parallel_initial_weights.py", tmp_path, json.dumps(layouts))
 
     register_flavors()
     with torch.random.fork_rng():

@@ -43,6 +43,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says of a CPU what it is")
 def test_this_machine() -> None:
     done = run("train_configs/debug_llama4.toml", "--quantize.linear.mx.recipe_name=mxfp8_2d")

@@ -109,7 +109,9 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """A run one of whose two ranks was killed after step 5, and the seconds that it went on. Its MoE layers send
     tokens themselves: the other rank waits in one of them, or for gradients."""
     out = tmp_path_factory.mktemp("killed")
-    process = start(out, "llama4", *LONG, "--quantize.grouped_mm.mx.dispatch=collective", layout="FSDP 2 + EP 2")
+    process = start(
+        out, "llama4", *LONG, "--quantize.grouped_mm.mx.dispatch=collective", layout="FSDP 2 + EP 2", torchrun=True
+    )
     wait_until(process, lambda: "step:  5" in (out / "log").read_text())
     os.kill(pid_of_rank_1(process), signal.SIGKILL)
     killed = time.monotonic()
@@ -117,16 +119,19 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     return out, time.monotonic() - killed
 
 
+@pytest.mark.integration
 def test_a_killed_rank_ends_the_job_with_a_message(killed_run: tuple[Path, float]) -> None:
     out, seconds = killed_run
     assert seconds < 60
     assert "Signal 9 (SIGKILL) received" in (out / "log").read_text()
 
 
+@pytest.mark.integration
+@pytest.mark.nightly
 def test_a_rank_that_hangs_is_noticed_after_the_timeout(tmp_path: Path) -> None:
     """torchrun sees that a rank is gone, but not that it stands still."""
     flags = ("--training.steps=200", "--training.seq_len=128", "--comm.train_timeout_seconds=10")
-    process = start(tmp_path, "llama4", *flags, layout="FSDP 2 + EP 2")
+    process = start(tmp_path, "llama4", *flags, layout="FSDP 2 + EP 2", torchrun=True)
     wait_until(process, lambda: "step:  3" in (tmp_path / "log").read_text())
     rank = pid_of_rank_1(process)
     os.kill(rank, signal.SIGSTOP)
@@ -137,6 +142,7 @@ def test_a_rank_that_hangs_is_noticed_after_the_timeout(tmp_path: Path) -> None:
     assert process.wait(60) != 0
 
 
+@pytest.mark.integration
 def test_the_last_checkpoint_of_a_killed_job_is_whole(killed_run: tuple[Path, float], tmp_path: Path) -> None:
     out, _ = killed_run
     shutil.copytree(out / "checkpoint", tmp_path / "checkpoint")
@@ -150,6 +156,7 @@ def test_the_last_checkpoint_of_a_killed_job_is_whole(killed_run: tuple[Path, fl
     assert f"Training starts at step {saved[-1] + 1}" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.integration
 def test_a_checkpoint_of_another_model_is_refused(killed_run: tuple[Path, float], tmp_path: Path) -> None:
     checkpoint = next(iter((killed_run[0] / "checkpoint").glob("*/.metadata"))).parent
     flags = ["--checkpoint.enable", f"--checkpoint.initial_load_path={checkpoint}", "--training.steps=1"]

@@ -1,11 +1,9 @@
 """FSDP's gather of experts in FP8 (``titan.gather``): bits, bytes, checkpoints, and who keeps the other gather."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import processes
 import pytest
 import torch
 from models import ROOT
@@ -20,19 +18,11 @@ from titan_mxfp8.tools.dry_run import dry_run, parse_config
 PROGRAM = Path(__file__).parent / "parallel_gather.py"
 
 
+@pytest.mark.integration
 @cpu_only
 @pytest.mark.nightly
 def test_gathered_in_fp8_the_losses_are_those_of_a_gather_in_fp32() -> None:
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(PROGRAM)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    print(result.stdout)
-    assert result.returncode == 0 and result.stdout.count("passed") == 4, result.stdout + result.stderr[-6000:]
+    processes.check(4, "parallel_gather.py")
 
 
 def experts(recipe: str = "mxfp8_2d", cls: type = MXFP8GroupedExperts, on: bool = True) -> SimpleNamespace:

@@ -2,12 +2,12 @@
 
 import threading
 
+import processes
 import pytest
 import torch
 from models import MODELS, build, run_step
 from test_late_compilation import compilations, forget_compiled, kernels
 from test_models import AC_MODES, GEMM_BY_GEMM, gemms, tokens
-from test_plugin_moe import check_parallel_models
 from torch._dynamo.utils import counters
 
 import titan_mxfp8.plugin  # noqa: F401 - what a run's config loads
@@ -98,7 +98,7 @@ def test_op_level_checkpointing_recomputes_no_gemm(model: str, compile_flags: tu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_models_with_expert_parallelism_equal_torchtitans() -> None:
     """Both transports; the symmetric one with rows for the worst case too."""
-    check_parallel_models("cuda")
+    processes.check(2, "parallel_moe_models.py", "cuda")
 
 
 def test_autograd_takes_a_thread_of_its_own_unless_told() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from training import check_reruns
+from processes import check
 
 from titan_mxfp8.titan.rerun import GraphLook
 
@@ -35,4 +35,4 @@ def test_a_graph_tells_the_host_long_before_it_ends() -> None:
 def test_a_step_whose_rows_did_not_fit_ends_as_with_counted_ones(how: tuple[str, ...], processes: int) -> None:
     if torch.cuda.device_count() < processes:
         pytest.skip("needs two GPUs")
-    check_reruns("cuda", *how, processes=processes)
+    check(processes, "parallel_rerun.py", "cuda", *how)

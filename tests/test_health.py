@@ -321,6 +321,7 @@ def health_of(out: Path) -> dict[str, dict[int, float]]:
     return {tag: by_step for tag, by_step in read_tensorboard(out).items() if tag.startswith("mx_health/")}
 
 
+@pytest.mark.integration
 def test_every_rank_adds_to_the_health_that_is_logged_every_n_steps(tmp_path: Path) -> None:
     """Each rank has other experts in one run, and other layers in the other, where rank 1 is the one that logs."""
     flags = ("--training.steps=3", "--training.seq_len=128", "--quantize.health_every=2")

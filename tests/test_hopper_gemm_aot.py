@@ -70,11 +70,11 @@ def loops_that_multiply(kernel: Kernel, count: int) -> list[str]:
     [
         pytest.param(exact, gemm.M_GROUPED, 64 * 4, id="exact"),
         pytest.param(rebased, gemm.M_GROUPED, 64, id="rebased"),
-        pytest.param(rebased_sum, gemm.M_GROUPED, 64, id="sum of two"),
-        pytest.param(exact, gemm.FEW_ROWS, 64 * 4, id="exact-few-rows"),
-        pytest.param(rebased, gemm.FEW_ROWS, 64, id="rebased-few-rows"),
+        pytest.param(rebased_sum, gemm.M_GROUPED, 64, id="sum of two", marks=pytest.mark.nightly),
+        pytest.param(exact, gemm.FEW_ROWS, 64 * 4, id="exact-few-rows", marks=pytest.mark.nightly),
+        pytest.param(rebased, gemm.FEW_ROWS, 64, id="rebased-few-rows", marks=pytest.mark.nightly),
         pytest.param(wgrad, gemm.K_GROUPED, 2 * 2 * 64, id="wgrad"),
-        pytest.param(added_wgrad, gemm.K_GROUPED, 2 * 2 * 64, id="wgrad, added"),
+        pytest.param(added_wgrad, gemm.K_GROUPED, 2 * 2 * 64, id="wgrad, added", marks=pytest.mark.nightly),
     ],
 )
 def test_compiles(launch: Callable[[gemm.Tiles], None], tiles: gemm.Tiles, fp32_operations: int):

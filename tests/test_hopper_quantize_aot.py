@@ -11,6 +11,7 @@ import torch
 import triton
 from aot import compile_only
 from test_triton_aot import OFFS, check, make
+from tiers import daily
 
 from titan_mxfp8.backends import hopper
 from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
@@ -56,7 +57,7 @@ REQUANTISED = {
 }
 
 
-@pytest.mark.parametrize("case", REQUANTISED)
+@pytest.mark.parametrize("case", daily(REQUANTISED, "rebased", "coalesced to QDQ"))
 def test_requantise_sm_90(case: str):
     """Each thread reads 8 bytes at once and no row past the last group; stores are as those of other quantisers."""
     rows, spec = REQUANTISED[case]
@@ -72,7 +73,7 @@ def test_requantise_sm_90(case: str):
     assert kernel.count("STG.E.128") >= 1 and kernel.count("STG.E.U8") <= 2
 
 
-@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("axis", daily([1, 2], 1))
 @pytest.mark.parametrize("spec", [SQUARES, COALESCED_SQUARES], ids=["rebased", "coalesced"])
 def test_gathered_weights_sm_90(spec: OperandSpec, axis: int):
     """A thread reads 8 bytes at once."""
@@ -82,7 +83,7 @@ def test_gathered_weights_sm_90(spec: OperandSpec, axis: int):
     assert kernels[-1].count("LDG.E.64") == 8 and kernels[-1].count("STG.E.128") >= 1
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", daily(CASES, "columnwise, ragged", "both, ragged", "32x32 both of fp32", "coalesced"))
 def test_sm_90(case: str):
     spec, axis, options = CASES[case]
     with compile_only("sm_90") as kernels:

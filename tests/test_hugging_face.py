@@ -145,6 +145,7 @@ def test_generation_is_in_mxfp8_on_gpus_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == ["batched_mm"]
 
 
+@pytest.mark.nightly
 def test_a_compiled_model_computes_what_an_eager_one_does() -> None:
     model = qwen()
     eager, bf16 = (module(input_ids=TOKENS).logits for module in (model, qwen(converted=False)))

@@ -14,6 +14,7 @@ import torch
 import triton
 from aot import specializations
 from scaled_mm import as_on_sm100
+from tiers import daily
 
 from scripts.bench.problems import group_sizes, make_offs
 from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, mxfp8_moe, quantize
@@ -74,7 +75,7 @@ def compilations() -> Iterator[list[str]]:
     found += [str(key) for kernel in kernels() for key in kernel.compiled if (kernel, key) not in before]
 
 
-@pytest.fixture(params=TARGETS)
+@pytest.fixture(params=daily(TARGETS, "hopper", "triton", "sm100"))
 def backend(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, set[str]]]:
     """A backend's name and what it has compiled so far, on a CPU that passes for another device."""
     hardware, caches = TARGETS[request.param], (backends.load, config._config, transport.movements)
@@ -125,7 +126,7 @@ def run_layer(kind: str, recipe: str, backend: str, rows: int, seed: int) -> Non
         y.backward(torch.empty_like(y))
 
 
-@pytest.mark.parametrize("first", [80, 0, 40000])
+@pytest.mark.parametrize("first", daily([80, 0, 40000], 80))
 @pytest.mark.parametrize("kind", ["grouped", "biased", "strided", "linear", "prequantised", "requantised"])
 @pytest.mark.parametrize(
     "recipe", ["mxfp8", "mxfp8_2d", "mxfp8_2d_rebased", "mxfp8_wgrad_bf16", "mxfp8_wgrad_bf16_rebased"]
@@ -148,7 +149,7 @@ def run_moe(recipe: str, backend: str, features: int, tokens: int, **options) ->
     y.backward(torch.empty_like(y))
 
 
-@pytest.mark.parametrize("first", [80, 0])
+@pytest.mark.parametrize("first", daily([80, 0], 80))
 @pytest.mark.parametrize("features", [160, 512])  # scales that are moved as bytes, and as words
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d", "mxfp8_2d_rebased", "bf16"])
 def test_a_moe_layer_compiles_with_its_first_tokens_only(recipe: str, features: int, first: int, backend) -> None:
@@ -177,7 +178,7 @@ class Lonely:
         pass
 
 
-@pytest.mark.parametrize("first", [80, 0])
+@pytest.mark.parametrize("first", daily([80, 0], 0))
 @pytest.mark.parametrize("rows_for", ["counted", "worst_case"])
 @pytest.mark.parametrize("transport_name", ["collective", "symmetric"])
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d_rebased", "bf16"])

@@ -12,6 +12,8 @@ from script_calls import ROOT, call, shell, stub_of
 from scripts import watch
 from scripts.study import converge, runs
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def stub(tmp_path: Path) -> dict[str, str]:

@@ -2,16 +2,15 @@
 
 import copy
 import importlib
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import torchtitan
-from models import MODELS, ROOT, build, run_step
+from models import MODELS, build, run_step
+from tiers import daily
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
@@ -35,7 +34,6 @@ cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="runs Tor
 COMPILE = ("--compile.enable", "--compile.backend=aot_eager_decomp_partition")
 # With dispatch a layer's experts are one operator: tests/test_plugin_moe.py and parallel_moe_models.py are for that.
 GEMM_BY_GEMM = "--quantize.grouped_mm.mx.dispatch=off"
-PARALLEL_MODELS = Path(__file__).parent / "parallel_models.py"
 AC_MODES = {
     "none": ("--activation_checkpoint.mode=none",),
     "full": ("--activation_checkpoint.mode=full",),
@@ -97,7 +95,7 @@ def test_the_gemms_are_in_every_save_list_of_torchtitan() -> None:
 
 
 @cpu_only
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", daily(MODELS, "llama4", "deepseek_v3", "gpt_oss"))
 def test_activation_checkpointing_recomputes_what_its_mode_says(model: str) -> None:
     """The numbers do not change, bit for bit. Op-level runs the quantisers again and no GEMM."""
     plain = build(model, *AC_MODES["none"], GEMM_BY_GEMM)
@@ -128,7 +126,7 @@ def test_activation_checkpointing_recomputes_what_its_mode_says(model: str) -> N
 
 
 @cpu_only
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", daily(MODELS, "deepseek_v3", "gpt_oss"))
 def test_a_compiled_model_equals_the_eager_one_and_compiles_once(model: str) -> None:
     """TorchTitan asks for full graphs: a graph break is an error. Two texts give two splits among the experts."""
     eager, compiled = (build(model, *AC_MODES["op"], GEMM_BY_GEMM, *flags) for flags in ((), COMPILE))
@@ -277,19 +275,7 @@ def test_experts_ignore_rows_past_the_last_expert(kind: str) -> None:
         assert torch.equal(actual[name][:50], value), name
 
 
+@pytest.mark.integration
 @cpu_only
 def test_compiled_and_parallel_models_equal_the_plain_ones(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", PARALLEL_MODELS],
-        env=os.environ
-        | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    print(result.stdout)
-    assert result.returncode == 0 and result.stdout.count("passed") == 2, result.stderr[-6000:]
+    processes.check(2, "parallel_models.py", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))

@@ -4,13 +4,11 @@ import copy
 import functools
 import io
 import logging
-import os
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -688,16 +686,9 @@ def test_only_what_splits_a_gemm_counts_as_a_split() -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.integration
 def test_linears_on_dtensors_equal_those_of_one_process() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", PARALLEL_LINEARS],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    print(result.stdout)
-    assert result.returncode == 0 and result.stdout.count("passed") == 2, result.stderr[-6000:]
+    processes.check(2, "parallel_linears.py")
 
 
 @pytest.mark.parametrize(

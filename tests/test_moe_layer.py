@@ -1,11 +1,8 @@
 """``mxfp8_moe`` against the same layer in fp64, the same experts fed row by row, and on several processes."""
 
-import os
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 
+import processes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -420,15 +417,10 @@ def test_bad_input_is_refused_in_words() -> None:
 
 
 def run_ranks(ranks: int, *args: str) -> None:
-    """``parallel_moe_layer.py`` in ``ranks`` processes."""
-    tests = Path(__file__).parent
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(tests / "parallel_moe_layer.py"), *args]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tests.parent)}
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0 and result.stdout.count("agrees") == ranks, result.stderr[-6000:]
+    processes.check(ranks, "parallel_moe_layer.py", *args)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_several_processes_agree_with_one(ranks: int) -> None:
     run_ranks(ranks)

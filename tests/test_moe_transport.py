@@ -1,12 +1,10 @@
 """Tokens to their experts and back: one process here, several over gloo in ``parallel_moe.py``."""
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import processes
 import pytest
 import torch
 from moe_cases import CASES, Case, capacities, check_against_one_process, tokens_of
@@ -20,13 +18,10 @@ TESTS = Path(__file__).parent
 CPU = torch.device("cpu")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_several_processes(ranks: int):
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", TESTS / "parallel_moe.py"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS)))}
-    result = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=600)
-    print(result.stdout)
-    assert result.returncode == 0 and result.stdout.count("passed") == ranks, result.stderr[-6000:]
+    processes.check(ranks, "parallel_moe.py")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from training import ROOT, descendants, losses, train
 
+pytestmark = pytest.mark.integration
+
 FLAGS = ["--training.steps=15", "--training.seq_len=256", "--checkpoint.enable", "--checkpoint.interval=5"]
 FLAGS += ["--parallelism.expert_parallel_degree=2"]
 

@@ -33,8 +33,11 @@ class Trainer:
         self.gradient_accumulation_steps, self.parallel_dims = MICROBATCHES, SimpleNamespace(pp_enabled=False)
         self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.5)]
         if on:
-            modules = [each for each in model.modules() if isinstance(each, RoutedExperts)]
-            quantize_once(self, {each: partial(each.weights, False) for each in modules})
+            self.quantize_once()
+
+    def quantize_once(self) -> None:
+        modules = [each for each in self.model.modules() if isinstance(each, RoutedExperts)]
+        quantize_once(self, {each: partial(each.weights, False) for each in modules})
 
     def forward_backward_step(self, *, x: torch.Tensor) -> torch.Tensor:
         loss = self.run(self.model, x).square().mean()
@@ -134,6 +137,22 @@ def test_what_is_quantised_holds_until_the_step_ends(quantized: list[int]) -> No
     assert all(map(torch.equal, *results)) and len(set(map(float, results[1][:4]))) == 2
 
 
+def test_a_pipelines_step_has_several_microbatches_in_one_call(quantized: list[int]) -> None:
+    trainer = of_layer(f"{RECIPE}=mxfp8_2d", on=False)
+    trainer.gradient_accumulation_steps = 1
+    single = trainer.forward_backward_step
+    trainer.quantize_once()
+    assert trainer.forward_backward_step == single, "one microbatch: nothing to keep"
+    trainer.parallel_dims.pp_enabled = True
+    trainer.forward_backward_step = lambda *, x: [single(x=part) for part in x.chunk(2)][-1]
+    trainer.quantize_once()
+    x = torch.randn(2, 17, D)
+    for _ in range(2):
+        quantized.clear()
+        trainer.forward_backward_step(x=x)
+        assert sorted(quantized) == sorted(ONCE) and not experts_of(trainer).kept
+
+
 def test_cuda_graphs_find_it_where_it_was() -> None:
     trainer, each_time = of_layer(f"{RECIPE}=mxfp8"), of_layer(f"{RECIPE}=mxfp8", on=False)
     setattr(trainer, once.GRAPH, SimpleNamespace())
@@ -184,9 +203,9 @@ def test_who_quantises_each_time(caplog: pytest.LogCaptureFixture) -> None:
     )
     experts, plan = experts_of(of_layer(f"{RECIPE}=mxfp8")), reference.plan(get_recipe("mxfp8"), None)
     experts._is_fsdp_managed_module = True
-    assert "FSDP frees" in once._why_each_time(experts)
+    assert "FSDP frees" in once.why_each_time(experts)
     experts.mxfp8 = replace(experts.mxfp8, plan=plan.map(triton.in_bf16))
-    assert "with recipe mxfp8 their values are multiplied in bf16" in once._why_each_time(experts)
+    assert "with recipe mxfp8 their values are multiplied in bf16" in once.why_each_time(experts)
 
 
 def test_fsdp_sends_what_is_kept_of_a_shard() -> None:

@@ -3,10 +3,9 @@
 import functools
 import json
 import logging
-import subprocess
-import sys
 from collections.abc import Callable
 
+import processes
 import pytest
 import torch
 
@@ -110,14 +109,9 @@ print(json.dumps([everywhere, on_cpus, changed(before)]))
 """
 
 
-def imports(code: str, *more: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", code, *more], capture_output=True, text=True)
-
-
+@pytest.mark.integration
 def test_all_that_importing_the_plugin_changes_is_listed() -> None:
-    result = imports(CHANGES)
-    assert result.returncode == 0, result.stderr
-    *seen, again = json.loads(result.stdout.splitlines()[-1])
+    *seen, again = json.loads(processes.python(CHANGES).splitlines()[-1])
     assert again == []
     everywhere, on_cpus = (
         {name for row in HERE if row.cpu == cpu for name in row.changes.split()} for cpu in (False, True)
@@ -160,6 +154,7 @@ print(json.dumps([changed, torch.autograd.is_multithreading_enabled(), checks]))
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "choice, changed, threads",
     [
@@ -171,9 +166,8 @@ print(json.dumps([changed, torch.autograd.is_multithreading_enabled(), checks]))
 def test_workarounds_can_be_left_out_before_the_plugin_is_imported(
     choice: dict, changed: list[bool], threads: bool
 ) -> None:
-    result = imports(OWN_CHOICE, json.dumps(choice))
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout.splitlines()[-1]) == [changed, threads, True]
+    printed = processes.python(OWN_CHOICE, json.dumps(choice))
+    assert json.loads(printed.splitlines()[-1]) == [changed, threads, True]
 
 
 def test_an_unknown_workaround_is_refused() -> None:
@@ -209,8 +203,10 @@ def test_what_no_longer_fits_is_said_and_the_rest_is_installed(
     assert called == [1] and "the workaround gone does not fit torch" in caplog.text
 
 
+@pytest.mark.integration
 def test_the_list_can_be_printed() -> None:
-    command = [sys.executable, "-m", "titan_mxfp8.workarounds"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    printed = processes.python(
+        "from runpy import run_module; run_module('titan_mxfp8.workarounds', run_name='__main__')"
+    )
     assert all(row.name in printed and row.symptom in printed for row in WORKAROUNDS)
     assert all(name in printed for name in HOOKS)

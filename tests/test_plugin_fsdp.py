@@ -1,16 +1,13 @@
 """Experts out of FSDP against experts in it, and which of them are."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import processes
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from models import ROOT
 from test_models import cpu_only
 from test_plugin import parse
 from test_plugin_moe import CONVERT, layer
@@ -21,32 +18,21 @@ from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.titan.fsdp import why_fsdp
 
 
-def train_and_save(ranks: int, folder: Path) -> None:
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    program = [f"--nproc-per-node={ranks}", str(Path(__file__).parent / "parallel_fsdp.py"), str(folder)]
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *program],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0 and result.stdout.count("passed") == ranks, result.stderr[-6000:]
-
-
+@pytest.mark.integration
 @cpu_only
 def test_experts_out_of_fsdp_train_and_are_saved_as_those_in_it(tmp_path: Path) -> None:
     """Losses, norms and gradients to the last digit; checkpoints with Adam's states among 2 ranks, whoever wrote
     them."""
-    train_and_save(2, tmp_path)
+    processes.check(2, "parallel_fsdp.py", tmp_path)
 
 
+@pytest.mark.integration
 @cpu_only
 @pytest.mark.nightly
 def test_checkpoints_of_experts_out_of_fsdp_go_to_other_layouts(tmp_path: Path) -> None:
     """From 2 ranks to 4, from 4 to one, and between layouts, whoever wrote them."""
-    train_and_save(2, tmp_path)
-    train_and_save(4, tmp_path)
+    processes.check(2, "parallel_fsdp.py", tmp_path)
+    processes.check(4, "parallel_fsdp.py", tmp_path)
     whole = torch.load(tmp_path / "full0.pt")
     read = {name: torch.zeros_like(value) for name, value in whole.items()}
     dcp.load(read, checkpoint_id=tmp_path / "of 4", no_dist=True)

@@ -3,15 +3,13 @@
 import copy
 import logging
 import math
-import os
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import processes
 import pytest
 import torch
 from models import ROOT, build, run_step
@@ -265,8 +263,8 @@ def test_a_transport_that_this_machine_lacks_is_refused_when_it_is_parsed(monkey
                 parse(CONVERT, f"{DISPATCH}=symmetric")
         else:
             parse(CONVERT, f"{DISPATCH}=symmetric")
-    for processes, per_host, degree, fits in ((16, 8, 4, True), (8, 8, 8, True), (16, 8, 16, False), (12, 6, 4, False)):
-        monkeypatch.setenv("WORLD_SIZE", str(processes))
+    for ranks, per_host, degree, fits in ((16, 8, 4, True), (8, 8, 8, True), (16, 8, 16, False), (12, 6, 4, False)):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_host))
         flags = [CONVERT, "--model.name=llama4", "--model.flavor=17bx16e"]
         flags.append(f"--parallelism.expert_parallel_degree={degree}")
@@ -404,23 +402,10 @@ def test_a_config_for_a_cluster_is_checked_without_its_links(tmp_path: Path, mon
         parse_config(toml, [*flags, f"{DISPATCH}=deepep"])
 
 
-def check_parallel_models(device: str) -> None:
-    program = [str(Path(__file__).parent / "parallel_moe_models.py"), device]
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # torchtitan may be on it
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    print(result.stdout)
-    assert result.returncode == 0 and result.stdout.count("passed") == 2, result.stdout + result.stderr[-6000:]
-
-
+@pytest.mark.integration
 @cpu_only
 def test_models_with_expert_parallelism_equal_torchtitans() -> None:
-    check_parallel_models("cpu")
+    processes.check(2, "parallel_moe_models.py", "cpu")
 
 
 @pytest.mark.parametrize("model", ["llama4", "gpt_oss"])

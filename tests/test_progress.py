@@ -11,6 +11,8 @@ import pytest
 
 from scripts import progress
 
+pytestmark = pytest.mark.integration
+
 
 def test_the_last_step_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "log"

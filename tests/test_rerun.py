@@ -1,15 +1,17 @@
 """Steps of TorchTitan 0.2.2's trainer in which rows did not fit run again."""
 
+import processes
+import pytest
 import torch
 from test_models import cpu_only
-from training import check_reruns
 
 from titan_mxfp8.moe import choose
 
 
+@pytest.mark.integration
 @cpu_only
 def test_a_step_whose_rows_did_not_fit_ends_as_with_counted_ones() -> None:
-    check_reruns("cpu")
+    processes.check(2, "parallel_rerun.py", "cpu")
 
 
 def test_what_was_wanted_is_one_number_whatever_a_device_is_called() -> None:

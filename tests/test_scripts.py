@@ -17,6 +17,8 @@ from script_calls import ROOT, SHELL_SCRIPTS, shell
 
 from scripts.bench import bench_training
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would verify this machine's GPU")

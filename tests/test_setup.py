@@ -9,6 +9,8 @@ import pytest
 import torch
 from script_calls import ROOT, shell, stub_of
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def stub(tmp_path: Path) -> dict[str, str]:

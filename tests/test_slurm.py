@@ -10,6 +10,8 @@ from slurm_cluster import missing, slurm_cluster
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training import ROOT
 
+pytestmark = pytest.mark.integration
+
 FLAGS = ["--training.steps=8", "--training.seq_len=128", "--checkpoint.enable", "--checkpoint.interval=4"]
 
 
@@ -20,6 +22,7 @@ def wait_until(ready: Callable[[], object], log: Path, timeout: float = 300) -> 
         time.sleep(0.1)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(missing() != "", reason=missing())
 def test_a_requeued_job_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "cluster").mkdir()

@@ -8,6 +8,7 @@ import torch
 from aot import compile_only
 from scaled_mm import as_on_sm100
 from test_triton_aot import check
+from tiers import daily
 
 from titan_mxfp8.backends import plan_on, sm100
 from titan_mxfp8.backends.common.swizzled import swizzle_scales
@@ -36,7 +37,7 @@ QUANTIZE = {
 }
 
 
-@pytest.mark.parametrize("case", QUANTIZE)
+@pytest.mark.parametrize("case", daily(QUANTIZE, "columnwise, ragged", "both, ragged", "32x32 both"))
 def test_quantize(case: str) -> None:
     dtype, spec, axis, offs = QUANTIZE[case]
     x = torch.empty((M, K), dtype=dtype)

@@ -5,10 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tiers import daily
 from training import BF16, kill_when, losses, start, train
 
+pytestmark = pytest.mark.integration
+
 STEPS = "--training.steps=12"
-MODELS = ("llama4", "deepseek_v3")
 # By layout: two sequences in a step, as the TOMLs have in one process, each of half their length.
 BATCH = {"1 process": ["--training.seq_len=256"]}
 BATCH |= {"FSDP 2 + EP 2": [*BATCH["1 process"], "--training.local_batch_size=1"]}
@@ -19,7 +21,7 @@ NO_LOGIN = ("llama4", "1 process", "mxfp8")
 def run(tmp_path_factory: pytest.TempPathFactory):
     """Trains a (model, layout, bf16 or mxfp8) once, 12 steps with a checkpoint at 6; gives its folder and losses.
 
-    ``NO_LOGIN`` runs with none of wandb's settings, where nobody has logged in.
+    ``NO_LOGIN`` runs with none of wandb's settings, where nobody has logged in; and it alone by torchrun, as a user's.
     """
     done = {}
 
@@ -30,8 +32,8 @@ def run(tmp_path_factory: pytest.TempPathFactory):
             flags = [STEPS, *BATCH[layout], "--checkpoint.enable", "--checkpoint.interval=6"]
             flags += [BF16] if kind == "bf16" else []
             no_login = {"WANDB_MODE": "", "WANDB_API_KEY": "", "HOME": str(tmp_path_factory.mktemp("home"))}
-            environment = no_login if key == NO_LOGIN else None
-            done[key] = out, train(out, model, *flags, layout=layout, environment=environment)
+            own = {"environment": no_login, "torchrun": True} if key == NO_LOGIN else {}
+            done[key] = out, train(out, model, *flags, layout=layout, **own)
         return done[key]
 
     return get
@@ -43,8 +45,15 @@ FALL = {"llama4": 1.35, "deepseek_v3": 1.45}
 BAND = 0.01
 
 
-@pytest.mark.parametrize("layout", ["1 process", "FSDP 2 + EP 2"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model, layout",
+    [
+        ("llama4", "1 process"),
+        pytest.param("llama4", "FSDP 2 + EP 2", marks=pytest.mark.nightly),
+        pytest.param("deepseek_v3", "1 process", marks=pytest.mark.nightly),
+        pytest.param("deepseek_v3", "FSDP 2 + EP 2", marks=pytest.mark.nightly),
+    ],
+)
 def test_mxfp8_learns_and_tracks_bf16(run, model: str, layout: str) -> None:
     _, bf16 = run(model, layout, "bf16")
     out, mxfp8 = run(model, layout, "mxfp8")
@@ -63,7 +72,7 @@ def test_mxfp8_learns_and_tracks_bf16(run, model: str, layout: str) -> None:
 OTHER_MODELS = {"llama3": (8, 512, 0.9, 0.01), "qwen3": (4, 128, 0.13, 0.01)}
 
 
-@pytest.mark.parametrize("model", OTHER_MODELS)
+@pytest.mark.parametrize("model", daily(OTHER_MODELS, "llama3"))
 def test_other_models_learn_and_track_bf16(tmp_path: Path, model: str) -> None:
     """A dense one, whose linears alone are MXFP8, and one with 64 experts. gpt_oss needs a GPU."""
     steps, length, fall, band = OTHER_MODELS[model]
@@ -98,7 +107,12 @@ def test_without_a_login_wandb_logs_offline(run) -> None:
 
 
 @pytest.mark.parametrize(
-    "model, written, read", [("llama4", "bf16", "mxfp8"), ("llama4", "mxfp8", "bf16"), ("deepseek_v3", "bf16", "mxfp8")]
+    "model, written, read",
+    [
+        ("llama4", "bf16", "mxfp8"),
+        ("llama4", "mxfp8", "bf16"),
+        pytest.param("deepseek_v3", "bf16", "mxfp8", marks=pytest.mark.nightly),
+    ],
 )
 def test_bf16_and_mxfp8_exchange_checkpoints(run, tmp_path: Path, model: str, written: str, read: str) -> None:
     out, before = run(model, "1 process", written)

@@ -62,6 +62,7 @@ def test_triton_and_torchtitan_are_imported_in_one_folder_each() -> None:
             assert folder is None or relative.startswith(folder), f"{relative} imports {name}"
 
 
+@pytest.mark.integration
 def test_importing_the_package_does_not_import_torchtitan() -> None:
     # triton is not asked about: torch imports it for its compiler, where it is installed
     code = "import sys, titan_mxfp8; print('torchtitan' in sys.modules)"
@@ -95,6 +96,7 @@ def test_the_tour_names_every_file() -> None:
         assert f"{name}`" in tour or "workarounds" in folder or name == "__init__.py", relative
 
 
+@pytest.mark.integration
 def test_what_is_built_holds_all_that_it_needs_and_leaves_nothing_behind(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
     root = PACKAGE.parent

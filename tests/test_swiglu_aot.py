@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 from aot import SHARED_BYTES, Kernel, compile_only
+from tiers import daily
 from triton import __version__ as triton_version
 
 from titan_mxfp8.backends import hopper, sm100, triton
@@ -15,6 +16,7 @@ from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.recipe import get_recipe
 
 OFFS = torch.tensor([100, 100, 250], dtype=torch.int32)
+SM100 = [(recipe, limit) for recipe in ("mxfp8", "mxfp8_2d_wgrad_bf16") for limit in (None, 7.0)]
 RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_2d_rebased", "mxfp8_e5m2_grad_rebased", "mxfp8_2d_wgrad_bf16")
 
 
@@ -38,8 +40,11 @@ def compile_swiglu(
     return {kernel.name.lstrip("_"): kernel for kernel in kernels}
 
 
-@pytest.mark.parametrize("limit, offs", [(None, OFFS), (7.0, None)], ids=["ragged", "limit"])
-@pytest.mark.parametrize("recipe", RECIPES)
+LIMIT = pytest.param(7.0, None, id="limit", marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("limit, offs", [pytest.param(None, OFFS, id="ragged"), LIMIT])
+@pytest.mark.parametrize("recipe", daily(RECIPES, "mxfp8_2d", "mxfp8_2d_rebased"))
 def test_sm_90(recipe: str, limit: float | None, offs: torch.Tensor | None) -> None:
     kernels = compile_swiglu("sm_90", hopper, recipe, limit, offs)
     forward = kernels["swiglu"]
@@ -64,8 +69,8 @@ def test_sm_90(recipe: str, limit: float | None, offs: torch.Tensor | None) -> N
     assert backward.count("F2F.") == 0 and ("bf16" in recipe or backward.count("HFMA2") >= 100)
 
 
-@pytest.mark.parametrize("limit, offs", [(None, OFFS), (None, None), (7.0, OFFS), (7.0, None)])
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d_wgrad_bf16"])
+@pytest.mark.parametrize("offs", [OFFS, pytest.param(None, marks=pytest.mark.nightly)], ids=["ragged", "one"])
+@pytest.mark.parametrize("recipe, limit", daily(SM100, ("mxfp8", None)))
 def test_sm_100(recipe: str, limit: float | None, offs: torch.Tensor | None) -> None:
     """The kernels that write scales in tiles. With 4 warps three programs fit on a multiprocessor, four in bf16."""
     kernels = compile_swiglu("sm_100", sm100, recipe, limit, offs)
@@ -78,11 +83,12 @@ def test_sm_100(recipe: str, limit: float | None, offs: torch.Tensor | None) -> 
         assert kernel.count("F2FP.SATFINITE.E4M3") >= 8 and kernel.count("F2F.") == 0
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx950"])
+@pytest.mark.parametrize("target", daily(["sm_80", "sm_100", "gfx950"], "gfx950"))
 def test_elsewhere(target: str) -> None:
     compile_swiglu(target, triton, "mxfp8", None, OFFS)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("recipe, limit", [("mxfp8_floor", 7.0), ("mxfp8_e5m2_grad", None)])
 def test_assembly_of_other_roundings(recipe: str, limit: float | None) -> None:
     compile_swiglu("sm_80", triton, recipe, limit, OFFS)

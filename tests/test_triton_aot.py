@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 from aot import SHARED_BYTES, Kernel, compile_only
+from tiers import daily
 
 from titan_mxfp8.backends.common import quantizers
 from titan_mxfp8.backends.common.dequantize import dequantize
@@ -82,7 +83,7 @@ def check(kernels: list[Kernel], spills: int = 0) -> None:
             assert set(readers) <= {"LDC", "IADD3", "VIADD", "PRMT"}, readers
 
 
-@pytest.mark.parametrize("case", QUANTIZE)
+@pytest.mark.parametrize("case", daily(QUANTIZE, "rowwise", "both, ragged", "32x32 both"))
 def test_quantize_sm_90(case: str):
     kernels = compile_quantize("sm_90", case)
     # Triton 3.6 does, byte by byte; features of a model are a multiple of 32
@@ -96,7 +97,14 @@ def test_quantize_sm_90(case: str):
         assert "_place_scales" in {kernel.name for kernel in kernels}
 
 
-@pytest.mark.parametrize("target, case", [(target, case) for target, forms in ELSEWHERE.items() for case in forms])
+@pytest.mark.parametrize(
+    "target, case",
+    daily(
+        [(target, case) for target, forms in ELSEWHERE.items() for case in forms],
+        ("sm_100", "both, ragged"),
+        ("gfx950", "both, ragged"),
+    ),
+)
 def test_quantize(target: str, case: str):
     kernels = compile_quantize(target, case)
     check(
@@ -109,7 +117,7 @@ def test_quantize(target: str, case: str):
         assert kernel.count("F2FP.SATFINITE") == kernel.count("v_cvt_pk_fp8") == 0
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_100", "sm_120", "gfx950"])
+@pytest.mark.parametrize("target", daily(["sm_80", "sm_100", "sm_120", "gfx950"], "gfx950"))
 def test_requantize(target: str) -> None:
     """FP8 rows along the tokens, to FP8 and to its values in bf16: sm_90 is in test_hopper_quantize_aot.py."""
     rows = ROWS.empty(torch.empty(256, 512), 1, None)
@@ -120,6 +128,7 @@ def test_requantize(target: str) -> None:
     assert {kernel.name for kernel in kernels} >= {"_quantize_tiles", "_quantize_dequantize_tiles"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx950"])
 def test_dequantize_and_pad(target: str):
     x = torch.empty(256, 512, dtype=torch.bfloat16)

@@ -6,6 +6,7 @@
 import pytest
 import torch
 from aot import SHARED_BYTES, Kernel, compile_only
+from tiers import daily
 
 from titan_mxfp8.backends.common import gemm
 from titan_mxfp8.backends.hardware import Mma
@@ -52,11 +53,15 @@ def compile_all(target: str, mma: Mma, tiles: gemm.Tiles) -> dict[str, Kernel]:
     return kernels
 
 
-@pytest.mark.parametrize(
-    "target, mma, instruction, tiles",
-    ROWS,
-    ids=[f"{target}-{mma}-{tiles.bm}x{tiles.bn}x{tiles.bc}-{tiles.stages}" for target, mma, _, tiles in ROWS],
-)
+def name(row: tuple) -> str:
+    target, mma, _, tiles = row
+    return f"{target}-{mma}-{tiles.bm}x{tiles.bn}x{tiles.bc}-{tiles.stages}"
+
+
+DAILY = {row[0]: row for row in ROWS if row[0] in ("sm_90", "sm_100", "gfx950") and row[1] != "bf16"}.values()
+
+
+@pytest.mark.parametrize("target, mma, instruction, tiles", daily(ROWS, *DAILY, ids=name))
 def test_compiles(target: str, mma: Mma, instruction: str, tiles: gemm.Tiles):
     for name, kernel in compile_all(target, mma, tiles).items():
         found = kernel.count(instruction)

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.integration
 def test_the_public_api_is_typed() -> None:
     pytest.importorskip("mypy")
     command = [sys.executable, "-m", "mypy", f"--cache-dir={os.devnull}"]

@@ -48,6 +48,7 @@ def test_name_and_tags_come_from_the_config_and_the_recipe(monkeypatch: pytest.M
     assert named(monkeypatch, WANDB_RUN_NAME="mine", WANDB_RUN_TAGS="a,b") == ("mine", "a,b")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("project, wanted", [("", "titan_mxfp8"), ("mine", "mine")])
 def test_the_launchers_runs_have_a_project(project: str, wanted: str) -> None:
     commands = ". scripts/launch.sh; torchrun_flags() { :; }; train_runs 1 mxfp8 x.toml out; printenv WANDB_PROJECT"
@@ -78,6 +79,7 @@ def test_the_commit_is_that_of_a_tracked_file(tmp_path: Path) -> None:
     assert git_commit(file).endswith("-dirty")
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
 def test_git_tells_the_commit_of_another_users_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose code runs all the same. Of other repositories of theirs nothing is asked."""
@@ -192,6 +194,7 @@ def outage(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(folder, losses, time.monotonic() - start)
 
 
+@pytest.mark.integration
 def test_an_outage_does_not_stop_a_run_and_its_log_is_whole(outage: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -220,6 +223,7 @@ def test_an_outage_does_not_stop_a_run_and_its_log_is_whole(outage: Run, monkeyp
     assert "mx_health/gradients/flushed_to_zero/layers.1.moe.experts" in health and not health & logged[1]
 
 
+@pytest.mark.integration
 def test_wandb_sync_delivers_the_run_when_the_server_is_back(outage: Run, tmp_path: Path) -> None:
     (folder,) = outage.folder.rglob("offline-run-*")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}

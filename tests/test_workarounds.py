@@ -13,6 +13,8 @@ from symptoms import look
 
 from titan_mxfp8.workarounds import TITAN03, WORKAROUNDS
 
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]  # it changes with the versions of torch and TorchTitan
+
 NEW_TORCH = torch.__version__ >= (2, 13)
 
 # Without the plugin: each check says what it found.

@@ -3,12 +3,15 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from scripts.study.runs import LOSS, launch, read_tensorboard
+import processes
+from processes import Job
+
+from scripts.study import runs
+from scripts.study.runs import LOSS, read_tensorboard
 
 ROOT = Path(__file__).parent.parent
 BF16 = "--model.converters="
@@ -27,21 +30,28 @@ def start(
     *flags: str,
     layout: str = "1 process",
     environment: dict[str, str] | None = None,
-) -> subprocess.Popen:
+    torchrun: bool = False,
+) -> Job | subprocess.Popen:
     """Starts a training run of ``train_configs/debug_<model>.toml``; its output goes to ``out/log``."""
     own = [f"--job.config_file=train_configs/debug_{model}.toml", f"--job.dump_folder={out}"]
-    return start_torchtitan(out, [*own, *flags], layout, environment)
+    return start_torchtitan(out, [*own, *flags], layout, environment, torchrun)
 
 
 def start_torchtitan(
-    out: Path, flags: Sequence[str], layout: str, environment: dict[str, str] | None = None
-) -> subprocess.Popen:
-    """Starts ``torchtitan.train``, whichever version is installed; its output goes to ``out/log``."""
-    processes, layout_flags = LAYOUTS[layout]
+    out: Path,
+    flags: Sequence[str],
+    layout: str,
+    environment: dict[str, str] | None = None,
+    torchrun: bool = False,
+) -> Job | subprocess.Popen:
+    """Starts ``torchtitan.train``, whichever version is installed, by torchrun or in forked processes (processes.py);
+    its output goes to ``out/log``."""
+    count, layout_flags = LAYOUTS[layout]
     out.mkdir(parents=True, exist_ok=True)
     program = ["-m", "torchtitan.train", *layout_flags, *flags]
     own = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
-    return launch(processes, program, out / "log", own | (environment or {}), cwd=ROOT)
+    launch = runs.launch if torchrun else processes.launch
+    return launch(count, program, out / "log", own | (environment or {}), cwd=ROOT)
 
 
 def train(out: Path, model: str, *flags: str, **kwargs) -> dict[int, float]:
@@ -49,7 +59,7 @@ def train(out: Path, model: str, *flags: str, **kwargs) -> dict[int, float]:
     return finish(start(out, model, *flags, **kwargs), out)
 
 
-def finish(process: subprocess.Popen, out: Path) -> dict[int, float]:
+def finish(process: Job | subprocess.Popen, out: Path) -> dict[int, float]:
     """Waits for a run to end well and returns the loss of each step."""
     status = process.wait()
     log = (out / "log").read_text()
@@ -57,7 +67,7 @@ def finish(process: subprocess.Popen, out: Path) -> dict[int, float]:
     return losses(out)
 
 
-def wait_until(process: subprocess.Popen, ready: Callable[[], bool], timeout: float = 240) -> None:
+def wait_until(process: Job | subprocess.Popen, ready: Callable[[], bool], timeout: float = 240) -> None:
     """Waits until ``ready()``, of a run that must not end before."""
     deadline = time.monotonic() + timeout
     while not ready():
@@ -66,9 +76,11 @@ def wait_until(process: subprocess.Popen, ready: Callable[[], bool], timeout: fl
         time.sleep(0.02)
 
 
-def kill_when(process: subprocess.Popen, ready: Callable[[], bool]) -> None:
-    """Sends SIGKILL to the launcher and all its workers, which have sessions of their own, once ``ready()``."""
+def kill_when(process: Job | subprocess.Popen, ready: Callable[[], bool]) -> None:
+    """Sends SIGKILL to all its processes, and to a launcher, once ``ready()``."""
     wait_until(process, ready)
+    if isinstance(process, Job):
+        return process.kill()
     for pid in (process.pid, *descendants(process.pid)):
         os.kill(pid, signal.SIGKILL)
     process.wait()
@@ -85,20 +97,3 @@ def descendants(pid: int) -> list[int]:
 def losses(out: Path) -> dict[int, float]:
     """Loss by step from all TensorBoard logs of a run; a step that was run again counts as the later run had it."""
     return read_tensorboard(out).get(LOSS, {})
-
-
-def check_reruns(*arguments: str, processes: int = 2) -> None:
-    """Runs tests/parallel_rerun.py."""
-    folders = ROOT, ROOT / "tests", os.environ.get("PYTHONPATH")
-    own = {"PYTHONPATH": os.pathsep.join(str(folder) for folder in folders if folder), "HF_HUB_OFFLINE": "1"}
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    result = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "tests" / "parallel_rerun.py"), *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"} | own,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    print(result.stdout)
-    assert result.returncode == 0 and result.stdout.count("passed") == processes, result.stdout + result.stderr[-6000:]

@@ -351,12 +351,25 @@ def plot(groups: dict[str, list[Run]], path: Path, margin: float, metadata: dict
             top.plot(steps, [run.loss[step] for step in steps], color=f"C{index}", alpha=0.12, linewidth=0.6)
             label = name if run is group[0] else None
             top.plot(steps, smooth[name][run.pair], label=label, **line(index))
+    first = next(iter(groups))
     top.set_ylabel("loss (nats per token)")
-    top.legend()
+    top.set_title(title_of(groups), fontsize=11)
+    top.legend(title="pale: each step; dark: smoothed")
     plot_differences(bottom, steps, smooth, margin)
-    bottom.set_xlabel("step")
+    bottom.set(xlabel="step", ylabel=f"loss minus {first}'s")
+    bottom.set_title("smoothed, mean over pairs of runs, with its 95% interval; dotted: the margin", fontsize=9)
     figure.savefig(path, dpi=130, metadata=metadata)
     plt.close(figure)
+
+
+def title_of(groups: dict[str, list[Run]]) -> str:
+    """The model, where a run saved its config, and how many runs each group has."""
+    runs = [run for group in groups.values() for run in group]
+    models = [run.config["model"] for run in runs if run.config.get("model")]
+    names = dict.fromkeys(" ".join(str(model[key]) for key in ("name", "flavor") if model.get(key)) for model in models)
+    counts = dict.fromkeys(len(group) for group in groups.values())
+    said = " to ".join(map(str, sorted({min(counts), max(counts)})))
+    return ", ".join([*names, f"{said} run{'s' * (said != '1')} each"])
 
 
 def line(index: int) -> dict[str, object]:
@@ -399,7 +412,6 @@ def plot_differences(
     limit = 1.5 * max(filter(math.isfinite, map(abs, edges)), default=0)
     if limit > 0:
         axes.set_ylim(-limit, limit)
-    axes.set_ylabel(f"minus {first}, 95% interval")
 
 
 def read(paths: Sequence[Path], number: int = 1) -> list[Run]:

@@ -22,6 +22,7 @@ from contract import (
     uneven,
     wild,
 )
+from tiers import daily
 
 from scripts.bench.problems import SPREADS, group_sizes, make_offs
 from titan_mxfp8.backends import hopper, triton
@@ -54,7 +55,7 @@ def test_every_bfloat16(rounding: str, dtype: torch.dtype):
 
 @pytest.mark.usefixtures("conversion")
 @pytest.mark.parametrize("rounding, dtype", FORMATS)
-@pytest.mark.parametrize("in_dtype", [BF16, FP32])
+@pytest.mark.parametrize("in_dtype", daily([BF16, FP32], BF16))
 def test_one_axis_and_both(in_dtype: torch.dtype, rounding: str, dtype: torch.dtype):
     for shape in ((129, 70), (1, 1), (2, 40, 45)):  # ragged edges, one value, two matrices
         x = wild(shape, in_dtype)
@@ -103,7 +104,7 @@ def test_empty(shape: tuple[int, ...]):
 
 
 @pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("rows, groups", [(300, 5), (77, 48)])
+@pytest.mark.parametrize("rows, groups", daily([(300, 5), (77, 48)], 77))
 def test_ragged(rows: int, groups: int, spread: str):
     """All rows in groups, and a tail of 45 that belongs to none."""
     x = wild((rows, 72), BF16)

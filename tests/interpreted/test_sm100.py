@@ -25,6 +25,7 @@ from contract import (
 )
 from poison import poisoned_empty
 from swiglu_contract import check_swiglu, swiglu_inputs
+from tiers import daily
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scripts.bench.problems import SPREADS, group_sizes, make_offs, relative_rms
@@ -40,6 +41,7 @@ from titan_mxfp8.recipe import get_recipe
 
 HARDWARE = Hardware("sm_100", "NVIDIA B200")
 BLOCKED = OperandSpec(scales="swizzled")
+LAYERS = ("mxfp8", "mxfp8_2d", "mxfp8_e5m2_grad", "mxfp8_2d_wgrad_bf16", "bf16")
 SIZES = [0, 44, 1, 64, 0, 31, 0]  # and 20 rows of no group
 
 
@@ -163,7 +165,10 @@ SWIGLU_CASES = [
 ]
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_floor", "mxfp8_2d_wgrad_bf16", "mxfp8_e5m2_grad"])
+@pytest.mark.parametrize(
+    "recipe",
+    daily(["mxfp8", "mxfp8_floor", "mxfp8_2d_wgrad_bf16", "mxfp8_e5m2_grad"], "mxfp8_floor", "mxfp8_2d_wgrad_bf16"),
+)
 def test_swiglu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference's bits, but for the last one of an exponential, with scales in tiles and no pass over them."""
     monkeypatch.setattr(swizzled, "_SWIZZLE_SCALES", None)
@@ -174,7 +179,7 @@ def test_swiglu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     swiglu_contract.check_nan_stays_in_its_group(sm100, plan)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_floor", "mxfp8_wgrad_bf16"])
+@pytest.mark.parametrize("recipe", daily(["mxfp8", "mxfp8_floor", "mxfp8_wgrad_bf16"], "mxfp8"))
 def test_swiglu_gives_the_portable_kernels_bits(recipe: str) -> None:
     plan = sm100.plan(get_recipe(recipe), HARDWARE)
     specs = plan.forward.a, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
@@ -243,7 +248,7 @@ def cut_out(bias: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("chosen")
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d", "mxfp8_e5m2_grad", "mxfp8_2d_wgrad_bf16", "bf16"])
+@pytest.mark.parametrize("recipe", daily(LAYERS, "mxfp8_2d", "bf16"))
 def test_layers_are_those_of_the_reference(recipe: str) -> None:
     """Grouped GEMM, linear and experts, forward and backward: offsets reach every quantiser that places scales."""
     offs, experts = make_offs(SIZES), len(SIZES)

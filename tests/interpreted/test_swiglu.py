@@ -4,6 +4,7 @@ groups, odd sizes."""
 import pytest
 import torch
 from swiglu_contract import check_nan_stays_in_its_group, check_swiglu, swiglu_inputs
+from tiers import daily
 
 from titan_mxfp8.backends import hopper, triton
 from titan_mxfp8.backends.common import convert
@@ -13,10 +14,12 @@ from titan_mxfp8.recipe import get_recipe
 CASES = [("hopper", recipe) for recipe in ("mxfp8", "mxfp8_2d", "mxfp8_2d_rebased", "mxfp8_2d_wgrad_bf16")]
 CASES += [("hopper", recipe) for recipe in ("mxfp8_e5m2_grad", "mxfp8_e5m2_grad_rebased", "mxfp8_wgrad_bf16_rebased")]
 CASES += [("triton", recipe) for recipe in ("mxfp8", "mxfp8_floor", "mxfp8_e5m2_grad", "mxfp8_wgrad_bf16", "bf16")]
+DAILY = [("hopper", recipe) for recipe in ("mxfp8_2d", "mxfp8_2d_rebased", "mxfp8_wgrad_bf16_rebased")]
+DAILY += [("triton", recipe) for recipe in ("mxfp8_floor", "mxfp8_e5m2_grad", "bf16")]
 BACKENDS = {"hopper": (hopper, Hardware("sm_90", "H200")), "triton": (triton, Hardware("sm_100", "B200"))}
 
 
-@pytest.mark.parametrize("backend, recipe", CASES)
+@pytest.mark.parametrize("backend, recipe", daily(CASES, *DAILY))
 def test_forms(backend: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert, "cuda_capability_geq", lambda *capability: True)
     backend, hardware = BACKENDS[backend]

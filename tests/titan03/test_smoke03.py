@@ -6,9 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tiers import daily
 from training import finish, kill_when, start_torchtitan
 
 from scripts.study.runs import read_tensorboard
+
+pytestmark = pytest.mark.integration
 
 STEPS = ("--training.steps=8", "--training.seq_len=128", "--checkpoint.enable")
 README = (Path(__file__).parent.parent.parent / "README.md").read_text()
@@ -50,7 +53,7 @@ FALL = 1.3
 BAND = 0.01
 
 
-@pytest.mark.parametrize("layout", ["1 process", "FSDP 2 + EP 2"])
+@pytest.mark.parametrize("layout", daily(["1 process", "FSDP 2 + EP 2"], "FSDP 2 + EP 2"))
 def test_mxfp8_learns_and_tracks_bf16(run, layout: str) -> None:
     _, bf16 = run(layout, "bf16")
     out, mxfp8 = run(layout, "mxfp8")
@@ -67,6 +70,7 @@ def test_mxfp8_learns_and_tracks_bf16(run, layout: str) -> None:
     assert f"MXFP8: converted 14 Linears (recipe mxfp8, backend reference); left: {left}" in log
 
 
+@pytest.mark.nightly
 def test_qwen3_learns_and_tracks_bf16(tmp_path: Path) -> None:
     flags = ("--training.steps=4", "--training.seq_len=128")
     bf16, mxfp8 = (train(tmp_path / kind, "qwen3", kind, *flags) for kind in ("bf16", "mxfp8"))
@@ -119,7 +123,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(run, tmp_path: Path) -> None:
     assert [resumed[step] for step in range(5, 9)] == [whole[step] for step in range(5, 9)]
 
 
-@pytest.mark.parametrize("written, read", [("bf16", "mxfp8"), ("mxfp8", "bf16")])
+@pytest.mark.parametrize("written, read", daily([("bf16", "mxfp8"), ("mxfp8", "bf16")], "bf16"))
 def test_bf16_and_mxfp8_exchange_checkpoints(run, tmp_path: Path, written: str, read: str) -> None:
     out, before = run("1 process", written)
     shutil.copytree(out / "checkpoint" / "step-4", tmp_path / "checkpoint" / "step-4")

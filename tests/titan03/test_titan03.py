@@ -159,6 +159,7 @@ def test_an_unknown_recipe_raises_before_the_model_is_built() -> None:
         (EXPERTS, {"recipe": 8}, "recipe = 8: it must be a string"),
         (LINEARS, {"dispatch": "off"}, "linears has no dispatch: its fields are"),
         (EXPERTS, {"dispatch_rows": "all"}, "dispatch_rows is one of counted, bounded, worst_case, or a factor"),
+        (EXPERTS, {"quantize_weights_once": "no"}, "quantize_weights_once = 'no': use one of off, on, auto"),
         (EXPERTS, {"dispatch": "off", "dispatch_rows": 1.25}, "dispatch_rows = 1.25 and dispatch = 'off'"),
         (LINEARS, {"hopper_rebase_report": -1}, "hopper_rebase_report is a number of steps"),
         (LINEARS, {"recipe": "mxfp8_2d", "hopper_rebase_report": 1}, "it takes a recipe that is rebased"),

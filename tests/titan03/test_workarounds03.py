@@ -11,6 +11,8 @@ from symptoms import look
 
 from titan_mxfp8.workarounds import TITAN03, WORKAROUNDS
 
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]  # it changes with the versions of torch and TorchTitan
+
 # Without the adapter: each check says what it found.
 SYMPTOMS = """
 from datetime import timedelta

@@ -48,12 +48,11 @@ def quantize_once(trainer: Any, weights: Mapping[ConvertedModule, Callable[[], W
         return
     holders, left = [], {}
     for module, of in weights.items():
-        if reason := _why_each_time(module):
+        if reason := why_each_time(module):
             left[reason] = left.get(reason, 0) + 1
         elif not module.gathered:
-            holders.append(
-                _Holder(module, lambda m=module, of=of: quantize_ahead(of()[:3], m.mxfp8), _bytes(module, of))
-            )
+            size = bytes_ahead(of()[:3], module.mxfp8)
+            holders.append(_Holder(module, lambda m=module, of=of: quantize_ahead(of()[:3], m.mxfp8), size))
     for param in (param for part in trainer.model_parts for param in blocks_params(part)):
         holders.append(_Holder(param, param.quantize_shard, param.sharded_size.numel()))
     for reason, count in left.items():
@@ -145,17 +144,13 @@ class QuantizedOnce:
             )
 
 
-def _why_each_time(module: ConvertedModule) -> str:
+def why_each_time(module: ConvertedModule) -> str:
     """Why each call has to quantise the weights of a module, in words; empty where one may for all of a step."""
     if not can_quantize_ahead(module.mxfp8):
         return f"with recipe {module.mxfp8.recipe.name} their values are multiplied in bf16"
     if getattr(module, "_is_fsdp_managed_module", False) and not module.gathered:
         return "FSDP frees what it has gathered"
     return ""
-
-
-def _bytes(module: ConvertedModule, of: Callable[[], Weights]) -> int:
-    return bytes_ahead(of()[:3], module.mxfp8)
 
 
 def _local_bytes(x: object) -> int:

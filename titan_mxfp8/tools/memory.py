@@ -20,7 +20,9 @@ below to 3% above; of DeepSeek-V3 16B cut to 4 layers from 15% to 4% below on tw
 |             | and its copy to reduce, 4. Nothing of experts that stay out of it (titan/fsdp.py)                  |
 | activations | saved for backward, see ``saved.py``; with checkpointing, see ``activation_bytes``. Of experts out |
 |             | of FSDP, weights of 32x32 blocks as they were quantised: about 1 per element. Rows that MoE layers |
-|             | receive as if counted: ``dispatch_rows`` = bounded, what ``auto`` is on GPUs, keeps 1.5 times them |
+|             | receive as if counted: ``dispatch_rows`` = bounded, what ``auto`` is on GPUs, keeps 1.5 times them. |
+|             | With ``quantize_weights_once`` = on and several microbatches what a step keeps of all weights; with |
+|             | auto it only keeps it where that much is free                                                      |
 | logits      | tokens x vocabulary, times 4 with a compiled loss (bf16 logits and their gradient), else 12 (fp32  |
 |             | log-softmax, its gradient and a temporary)                                                         |
 """
@@ -34,10 +36,13 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 
+from titan_mxfp8.ops.experts import bytes_ahead
+from titan_mxfp8.plugin.experts import RoutedExperts
 from titan_mxfp8.plugin.moe import MXFP8MoE
 from titan_mxfp8.titan.cuda_graph import fsdp_modules
 from titan_mxfp8.titan.fsdp import has_expert_shards
 from titan_mxfp8.titan.gather import gathered_itemsize
+from titan_mxfp8.titan.once import why_each_time
 from titan_mxfp8.tools.saved import Saved, saved_by_blocks
 
 GIB = 2**30
@@ -93,12 +98,14 @@ def estimate_memory(whole: nn.Module, sharded: nn.Module, job_config: JobConfig,
     local = sum(_local(param).nbytes for param in sharded.parameters())
     tokens = training.local_batch_size * training.seq_len / (dims.cp * dims.tp)
     loss_is_compiled = compiled.enable and "loss" in compiled.components
+    once = quantized_once(sharded, job_config, dims)
+    kept = [0] * len(sharded.layers) if once else kept_weights(sharded)
     return Memory(
         parameters=local,
         gradients=local,
         optimizer=2 * local,
         gathered=_gathered_bytes(sharded, TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize),
-        activations=activation_bytes(whole, job_config, dims, bool(fsdp_modules(sharded)), kept_weights(sharded)),
+        activations=activation_bytes(whole, job_config, dims, bool(fsdp_modules(sharded)), kept) + once,
         logits=tokens * whole.output.out_features * (4 if loss_is_compiled else 12),
     )
 
@@ -138,6 +145,21 @@ def kept_weights(sharded: nn.Module) -> list[int]:
             if how == "quantized" or (how == "bf16" and matrix.dtype == torch.float32):
                 kept[name.split(".")[1]] += sum(tensor.nbytes for tensor in spec.empty(matrix, 1, None).tensors())
     return list(kept.values())
+
+
+def quantized_once(sharded: nn.Module, job_config: JobConfig, dims: ParallelDims) -> int:
+    """Bytes of experts' weights that are kept for all microbatches of a step (``titan.once``)."""
+    training, total = job_config.training, 0
+    if job_config.quantize.grouped_mm.mx.quantize_weights_once != "on":
+        return 0
+    if training.global_batch_size <= training.local_batch_size * dims.dp_replicate * dims.dp_shard:
+        return 0
+    for module in sharded.modules():
+        if isinstance(module, RoutedExperts) and not why_each_time(module):
+            matrices = module.weights(False)[:3]
+            sent = sum(_local(param).numel() for param in module.parameters(recurse=False) if param.ndim == 3)
+            total += sent if module.gathered else bytes_ahead(matrices, module.mxfp8)
+    return total
 
 
 def activation_bytes(

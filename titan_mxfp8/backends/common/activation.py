@@ -29,11 +29,6 @@ def sums_of(scores_M: Tensor | None, rows: int, col_tiles: int) -> tuple[Tensor 
     return scores_M.contiguous(), torch.empty((col_tiles, rows), dtype=torch.float32, device=scores_M.device)
 
 
-def memory_of(u: Matrices) -> Tensor:
-    """u itself, or new memory where rows do not follow each other."""
-    return u.x if u.x.is_contiguous() else torch.empty_like(u.x, memory_format=torch.contiguous_format)
-
-
 @triton.jit
 def sigmoid(x):
     """``1 / (1 + tl.exp(-x))``; on NVIDIA in half the instructions, but 0 where that is below 2^-126."""

@@ -26,7 +26,6 @@ from titan_mxfp8.backends.common.activation import (
     gradient_of_gate,
     gradient_of_up,
     matrices_of,
-    memory_of,
     sums_of,
 )
 from titan_mxfp8.backends.common.bf16x2 import (
@@ -97,7 +96,11 @@ def swiglu_backward(
     gate, up, u = matrices_of(*inputs)
     inputs.clear()
     groups = None if offs is None else offs.shape[0]
-    in_place = columnwise.empty(gate.x, 0, groups) if layout_m == "fp8" else Operand(memory_of(u), None, columnwise, 0)
+    if layout_m == "fp8":
+        in_place = columnwise.empty(gate.x, 0, groups)
+    else:  # in the memory of u, unless its rows are apart
+        dgate = u.x if u.x.is_contiguous() else torch.empty_like(u.x, memory_format=torch.contiguous_format)
+        in_place = Operand(dgate, None, columnwise, 0)
     if layout == layout_m == "bf16":  # the same values along either axis
         operands = [in_place._replace(axis=1), rowwise.empty(gate.x, 1, None)]
         operands += [operand._replace(axis=0) for operand in operands]

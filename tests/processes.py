@@ -1,0 +1,180 @@
+"""Starts programs as torchrun does, in processes forked from one that has imported torch and TorchTitan.
+
+Each process that torchrun starts imports for 5 s, and the tests start more than a hundred. Python's own fork server
+imports once, before it has any threads. What is about torchrun itself is tested with it.
+"""
+
+import atexit
+import functools
+import importlib
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch.distributed import TCPStore
+
+ROOT = Path(__file__).parent.parent
+SERVER = multiprocessing.get_context("forkserver")
+
+
+@functools.cache
+def start_server() -> None:
+    """Once in this process. What the server imports it looks for on PYTHONPATH alone, and says nothing if it fails."""
+    SERVER.set_forkserver_preload(["forked_imports"])
+    path = os.environ.get("PYTHONPATH")
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent), path))), "OMP_NUM_THREADS": "1"}
+    with mock.patch.dict(os.environ, own):
+        forkserver.ensure_running()
+
+
+class Job:
+    """Processes of one job, with as much of ``subprocess.Popen`` as the tests use. If one fails, the others are
+    killed."""
+
+    def __init__(self, processes: Sequence[multiprocessing.Process], store: TCPStore) -> None:
+        self._processes, self._store = processes, store  # which lives as long as those that meet in it
+        self.pids = [process.pid for process in processes]
+
+    @property
+    def returncode(self) -> int | None:
+        """0 once all have ended well, that of one that has not, or None while any runs."""
+        codes = [process.exitcode for process in self._processes]
+        failed = [code for code in codes if code]
+        return failed[0] if failed else None if None in codes else 0
+
+    def poll(self) -> int | None:
+        code = self.returncode
+        if code:
+            self.kill()
+        return code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises:
+        TimeoutError: it has not ended so many seconds later, and was killed.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            running = [process.sentinel for process in self._processes if process.exitcode is None]
+            wait(running, None if deadline is None else max(0, deadline - time.monotonic()))
+            if deadline is not None and time.monotonic() > deadline and self.poll() is None:
+                self.kill()
+                raise TimeoutError(f"no end within {timeout} s")
+        return self.returncode
+
+    def kill(self) -> None:
+        """SIGKILL to all of them."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+    terminate = kill
+
+
+def launch(
+    processes: int,
+    program: Sequence[object],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    *,
+    jobs: int = 1,
+    cwd: Path | None = None,
+) -> Job | subprocess.Popen:
+    """As ``scripts.study.runs.launch``, which it calls where there are GPUs: what looks at one must not be forked."""
+    if torch.accelerator.is_available():
+        runs = importlib.import_module("scripts.study.runs")
+        return runs.launch(processes, program, log, environment, jobs=jobs, cwd=cwd)
+    start_server()
+    log.touch()
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    common = {"OMP_NUM_THREADS": "1"} | os.environ | (environment or {}) | {
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "test",
+    }  # fmt: skip
+    started = []
+    for rank in map(str, range(processes)):
+        arguments = (
+            [str(word) for word in program],
+            common | {"RANK": rank, "LOCAL_RANK": rank},
+            log,
+            cwd or Path.cwd(),
+        )
+        started.append(SERVER.Process(target=_run, args=arguments, daemon=True))
+        started[-1].start()
+    return Job(started, store)
+
+
+def check(processes: int, *program: object, **environment: str) -> str:
+    """Runs a program of tests/ to its end, each process of which prints "passed", and returns all that it printed.
+
+    Raises:
+        AssertionError: it failed, with what it printed.
+    """
+    folders = ROOT, ROOT / "tests", os.environ.get("PYTHONPATH")
+    own = {
+        "PYTHONPATH": os.pathsep.join(str(folder) for folder in folders if folder),
+        "WANDB_MODE": "disabled",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        code = launch(
+            processes, [str(ROOT / "tests" / program[0]), *program[1:]], log, own | environment, cwd=ROOT
+        ).wait(600)
+        text = log.read_text()
+    print(text[-10000:])
+    assert code == 0 and text.count("passed") == processes, text[-10000:]
+    return text
+
+
+def python(code: str, *arguments: str, **environment: str) -> str:
+    """What a program prints, run where torch and TorchTitan have been imported already.
+
+    Raises:
+        AssertionError: it failed, with what it printed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        program = Path(folder) / "program.py"
+        program.write_text(code)
+        status = launch(1, [program, *arguments], log, environment).wait(600)
+        text = log.read_text()
+    assert status == 0, text[-6000:]
+    return text
+
+
+def _run(program: list[str], environment: dict[str, str], log: Path, cwd: Path) -> None:
+    """Becomes the program: a script and its arguments, or ``-m`` and a module and those."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, file), (2, file)):
+        os.dup2(source, target)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    importlib.import_module("forked_imports").begin(program[1:] if program[0] == "-m" else program)
+    try:
+        if program[0] == "-m":
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(program[0]).parent))
+            runpy.run_path(program[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # a forked process ends without them

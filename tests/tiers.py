@@ -1,0 +1,47 @@
+"""Which of many alike cases run each time. pyproject.toml says what tiers of tests there are."""
+
+from collections.abc import Callable, Iterable
+
+import pytest
+
+# What files take, in CPU seconds, the longest ones; those that are not here take less.
+SECONDS = {
+    "test_triton_interpreter.py": 130,
+    "test_configs.py": 75,
+    "test_smoke03.py": 70,
+    "test_smoke.py": 65,
+    "test_layouts.py": 50,
+    "test_models.py": 50,
+    "test_plugin_moe.py": 50,
+    "test_checkpoints.py": 36,
+    "test_rerun03.py": 33,
+    "test_late_compilation.py": 30,
+    "test_plugin.py": 30,
+    "test_rerun.py": 29,
+    "test_faults.py": 25,
+    "test_modules.py": 25,
+    "test_plugin_fsdp.py": 20,
+    "test_swiglu_aot.py": 20,
+    "test_ops.py": 17,
+    "test_moe_layer.py": 15,
+    "test_hopper_gemm_aot.py": 13,
+    "test_patch.py": 12,
+    "test_launchers.py": 25,
+    "test_setup.py": 15,
+    "test_scripts.py": 15,
+    "test_converge.py": 15,
+    "test_triton_gemm_aot.py": 15,
+}
+
+
+def daily(cases: Iterable[object], *keep: object, ids: Callable[[object], str] | None = None) -> list:
+    """Parameters of a test, of which all but ``keep`` are nightly. A tuple is several arguments, and may be kept by the
+    first of them."""
+    made = []
+    for case in cases:
+        values = case if isinstance(case, tuple) else (case,)
+        kept = case in keep or (isinstance(case, tuple) and values[0] in keep)
+        marks = () if kept else pytest.mark.nightly
+        made.append(pytest.param(*values, marks=marks, id=ids(case) if ids else None))
+    assert any(not parameter.marks for parameter in made)
+    return made
