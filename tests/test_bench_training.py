@@ -231,9 +231,7 @@ def test_bench_training_leaves_repeats_that_have_no_baseline(
 
 
 def test_bench_training_gives_no_x_to_a_run_that_computes_something_else(
-    tmp_path: Path,
-    launched: list[list[str]],
-    losses: dict[str, tuple[float, float, float]],
+    tmp_path: Path, launched: list[list[str]], losses: dict[str, tuple[float, float, float]]
 ) -> None:
     losses |= {"bf16": (2.0, 1.5, 1.0), "grouped": (2.009, 1.0, 1.0), "linears-repeat2": (1.985, 1.5, 1.0)}
     losses |= {"both": (2.0, 1.5, math.inf), "both-mxfp8_2d": (math.nan, math.nan, math.nan)}

@@ -182,6 +182,7 @@ def test_compare_runs_makes_the_same_tables_of_its_losses_and_plans_by_them(tmp_
     assert "table.csv is no losses.csv of compare_runs.py" in compare(tmp_path / "first" / "table.csv")
 
 
+@pytest.mark.nightly
 def test_compare_runs_reads_offline_wandb_logs(tmp_path: Path) -> None:
     script = tmp_path / "log.py"
     script.write_text(

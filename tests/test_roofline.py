@@ -13,17 +13,7 @@ import torch
 
 from scripts import check_configs
 from scripts.bench import bench_grouped_mm, bench_kernels, roofline
-from scripts.bench.passes import (
-    Layer,
-    Pass,
-    Rates,
-    Step,
-    committed_rates,
-    layer_seconds,
-    passes,
-    step_of,
-    step_speedup,
-)
+from scripts.bench.passes import Layer, Pass, Rates, Step, committed_rates, layer_seconds, passes, step_of, step_speedup
 from scripts.bench.problems import GroupedShape
 from scripts.result_files import SPEED, training_gains
 from scripts.study import measured, tables

@@ -20,6 +20,7 @@ from scripts.bench import bench_training
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would verify this machine's GPU")
 def test_verify_hardware_says_that_there_is_no_gpu(tmp_path: Path) -> None:
     done = shell("scripts/verify_hardware.sh", PYTHON=sys.executable, OUT=str(tmp_path / "out"))

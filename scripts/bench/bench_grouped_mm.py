@@ -134,10 +134,7 @@ def jobs(args: argparse.Namespace, rebases: bool) -> Iterator[Job]:
     controls = (AGAIN, COMPILED, BF16.name)
     shapes = args.shapes or GROUPED_SHAPES
     if args.scaling:
-        yield from scaling(
-            args.shapes or (*GROUPED_SHAPES[:2], *SMALL_EXPERT_SHAPES),
-            (BF16.name, *ways(*FEW)),
-        )
+        yield from scaling(args.shapes or (*GROUPED_SHAPES[:2], *SMALL_EXPERT_SHAPES), (BF16.name, *ways(*FEW)))
         return
     first = [shape for shape in shapes if args.shapes or shape.groups == 8]
     for shape in first:

@@ -80,10 +80,7 @@ def flags_of_titan03(name: str) -> list[str]:
     """TorchTitan 0.3's flags for a run's name; see ``kind_of``."""
     converters, options, recipe = kind_of(name)
     common: dict[str, object] = {"recipe": recipe + "_rebased" * ("rebase" in options)} if recipe else {}
-    overrides = {
-        GROUPED_MM: common | {"dispatch": "auto" if "dispatch" in options else "off"},
-        LINEAR: common,
-    }
+    overrides = {GROUPED_MM: common | {"dispatch": "auto" if "dispatch" in options else "off"}, LINEAR: common}
     names = {GROUPED_MM: "experts", LINEAR: "linears"}
     imports = [f"titan_mxfp8.titan03.{names[converter]}={json.dumps(overrides[converter])}" for converter in converters]
     flags = ["--override.imports", *imports] if imports else []
@@ -283,12 +280,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     config = Path("train_configs/llama4_17bx16e_2layers_1x4.toml")
-    add(
-        "--config",
-        type=Path,
-        default=config,
-        help="a TOML; of TorchTitan 0.3 a function [%(default)s]",
-    )
+    add("--config", type=Path, default=config, help="a TOML; of TorchTitan 0.3 a function [%(default)s]")
     add("--runs", nargs="+", default=["bf16", "linears", "grouped", "both"], help="[bf16 linears grouped both]")
     add("--flavors", nargs="+", default=[""], metavar="FLAVOR", help="model flavors [the TOML's]")
     add("--ngpu", type=int, default=4, help="processes, one per GPU [4]")

@@ -16,15 +16,7 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from pathlib import Path
 
-from scripts.bench.passes import (
-    MODELS,
-    Layer,
-    Rates,
-    committed_rates,
-    passes,
-    step_of,
-    step_speedup,
-)
+from scripts.bench.passes import MODELS, Layer, Rates, committed_rates, passes, step_of, step_speedup
 from scripts.progress import ends_in_words
 from scripts.result_files import env_of, environment, format_table, read_rows, training_gains, write_results, write_rows
 from titan_mxfp8.backends import plan_on
