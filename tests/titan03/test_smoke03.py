@@ -100,6 +100,7 @@ def test_layers_that_dispatch_their_own_tokens(run, tmp_path: Path, tmp_path_fac
     assert all("experts" in tag and list(steps) == [2] for tag, steps in health.items())
 
 
+@pytest.mark.nightly
 def test_compiled_blocks_dispatch_their_own_tokens(run, tmp_path: Path) -> None:
     """Whole blocks, without a graph break, which would be an error. The losses are those of counted rows, eager."""
     _, dispatched = run("FSDP 2 + EP 2", "mxfp8")
@@ -112,6 +113,7 @@ def test_compiled_blocks_dispatch_their_own_tokens(run, tmp_path: Path) -> None:
     assert "; rows bounded" in log and "TorchTitan dispatches" not in log
 
 
+@pytest.mark.nightly
 def test_a_killed_run_goes_on_from_its_checkpoint(run, tmp_path: Path) -> None:
     _, whole = run("FSDP 2 + EP 2", "mxfp8")
     args = ("deepseek_v3", "mxfp8", *STEPS, "--checkpoint.interval=4")
