@@ -5,8 +5,6 @@ Processes that test on one GPU at a time share its memory. Tests of the other To
 
 import importlib
 import os
-import re
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -39,21 +37,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in set(others)]
     items.sort(key=lambda item: -SECONDS.get(item.path.name, 0))
-
-
-@pytest.fixture(autouse=True)
-def fast_tests_start_no_python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``--fast`` a test that does fails: it lacks the marker integration."""
-    if request.config.getoption("--fast"):
-        start = subprocess.Popen.__init__
-
-        def refuse(self: subprocess.Popen, args: object, *rest: object, **kwargs: object) -> None:
-            command = [str(word) for word in args] if isinstance(args, list | tuple) else [str(args)]
-            assert not re.search(r"python|\bsh$|bash$", command[0]), f"mark it integration, it starts {command[:3]}"
-            start(self, args, *rest, **kwargs)
-
-        monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
-        monkeypatch.setattr("processes.start_server", lambda: pytest.fail("mark it integration, it forks"))
 
 
 @pytest.fixture(autouse=True)
