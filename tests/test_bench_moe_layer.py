@@ -40,6 +40,7 @@ def test_bench_moe_layer_adds_the_kernels_of_each_way_to_a_file(
     assert (tmp_path / "traces" / "dsv3_mxfp8_2d_off.json").is_file()
 
 
+@pytest.mark.integration
 def test_bench_moe_layer_compares_before_it_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process; tests/test_plugin_moe.py has the layer in two."""
     arguments = ["--out", tmp_path, "--device", "cpu", "--tiny", "--quick", "--turns", 1, "--seconds", 0]

@@ -14,6 +14,8 @@ from titan_mxfp8.backends import hopper
 from titan_mxfp8.backends.hopper import gemm
 from titan_mxfp8.format.spec import Operand, OperandSpec
 
+pytestmark = pytest.mark.integration
+
 M, N, K, E = 4096, 512, 1056, 8  # K is a multiple of 32 but of no tile
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 

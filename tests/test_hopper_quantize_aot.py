@@ -16,6 +16,8 @@ from tiers import daily
 from titan_mxfp8.backends import hopper
 from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
 
+pytestmark = pytest.mark.integration
+
 E5M2 = torch.float8_e5m2
 ROWS = OperandSpec(block_k=128, scales="mn_major")
 SQUARES = OperandSpec(block_k=128, scales="mn_major", block="32x32", block_mn=32)

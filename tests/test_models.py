@@ -160,6 +160,7 @@ class TwoLinears(nn.Module):
         return self.second(3 * self.first(x) + x)
 
 
+@pytest.mark.integration
 @cpu_only
 def test_code_compiled_within_a_checkpointed_block_does_not_overwrite_what_is_saved() -> None:
     """Of keep_saved_outputs, without which the second weight's gradient is noise. TorchTitan compiles attention so."""

@@ -9,6 +9,8 @@ from titan_mxfp8.format.mx import ceil_to
 from titan_mxfp8.moe import kernels
 from titan_mxfp8.moe.buffer import Layout
 
+pytestmark = pytest.mark.integration
+
 E4M3, E8M0, BF16 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bfloat16
 
 

@@ -17,6 +17,8 @@ from titan_mxfp8.backends.sm100 import gemm
 from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.recipe import get_recipe
 
+pytestmark = pytest.mark.integration
+
 M, N, K, E = 256, 160, 512, 3
 OFFS = torch.tensor([100, 100, 250], dtype=torch.int32)
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -15,6 +15,8 @@ from titan_mxfp8.backends import hopper, sm100, triton
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.recipe import get_recipe
 
+pytestmark = pytest.mark.integration
+
 OFFS = torch.tensor([100, 100, 250], dtype=torch.int32)
 SM100 = [(recipe, limit) for recipe in ("mxfp8", "mxfp8_2d_wgrad_bf16") for limit in (None, 7.0)]
 RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_2d_rebased", "mxfp8_e5m2_grad_rebased", "mxfp8_2d_wgrad_bf16")

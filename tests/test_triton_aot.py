@@ -18,6 +18,8 @@ from titan_mxfp8.backends.common.dequantize import dequantize
 from titan_mxfp8.backends.common.pad import pad_token_groups, unpad_token_groups
 from titan_mxfp8.format.spec import OperandSpec
 
+pytestmark = pytest.mark.integration
+
 ROWS = OperandSpec()
 SQUARES = OperandSpec(block="32x32", block_mn=32)
 OFFS = torch.tensor([100, 100, 250], dtype=torch.int32)

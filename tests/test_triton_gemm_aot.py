@@ -12,6 +12,8 @@ from titan_mxfp8.backends.common import gemm
 from titan_mxfp8.backends.hardware import Mma
 from titan_mxfp8.format.spec import OperandSpec
 
+pytestmark = pytest.mark.integration
+
 M, N, K, E = 4096, 512, 1056, 8  # K is a multiple of 32 but of no tile
 BF16 = torch.bfloat16
 
