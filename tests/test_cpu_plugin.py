@@ -30,7 +30,6 @@ import titan_mxfp8.plugin  # noqa: F401 - installs the workarounds
 from titan_mxfp8.plugin.flavors import register_flavors
 from titan_mxfp8.workarounds.cpu import CpuDevice
 
-ROOT = Path(__file__).parent.parent
 cpu_only = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="workarounds are for machines without accelerator"
 )

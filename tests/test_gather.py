@@ -15,7 +15,6 @@ from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.titan.gather import why_not
 from titan_mxfp8.tools.dry_run import dry_run, parse_config
 
-PROGRAM = Path(__file__).parent / "parallel_gather.py"
 
 
 @pytest.mark.integration

@@ -23,8 +23,6 @@ from titan_mxfp8 import RECIPES, backends, convert_model, modules, mxfp8_grouped
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.modules import convert
 
-PARALLEL_LINEARS = Path(__file__).parent / "parallel_linears.py"
-ROOT = Path(__file__).parent.parent
 
 
 class Experts(nn.Module):

@@ -14,7 +14,6 @@ from titan_mxfp8.moe.bounds import bound, factor_of
 from titan_mxfp8.moe.buffer import PAYLOAD, Layout
 from titan_mxfp8.moe.transport import Local
 
-TESTS = Path(__file__).parent
 CPU = torch.device("cpu")
 
 

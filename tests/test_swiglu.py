@@ -3,11 +3,11 @@
 import pytest
 import torch
 from contract import Target, targets_here
-from swiglu_contract import BF16, check_nan_stays_in_its_group, check_swiglu, elements, swiglu_inputs
+from swiglu_contract import BF16, check_nan_stays_in_its_group, check_swiglu
 
 from scripts.bench.problems import relative_rms
 from titan_mxfp8.format import swiglu
-from titan_mxfp8.recipe import Recipe, get_recipe
+from titan_mxfp8.recipe import Recipe
 
 PAIRS = [(target, recipe) for target in targets_here() for recipe in target.recipes()]
 
@@ -54,19 +54,3 @@ def test_backends(target: Target, recipe: Recipe) -> None:
     check_swiglu(target.backend, plan, [0, 0], 40, 96, None, True, target.device)
     check_swiglu(target.backend, plan, [0, 0], 0, 96, None, True, target.device)
     check_nan_stays_in_its_group(target.backend, plan, target.device)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("recipe", ["mxfp8_2d", "mxfp8_2d_rebased", "mxfp8", "mxfp8_2d_wgrad_bf16"])
-def test_many_tokens_and_rows_that_are_never_read(recipe: str) -> None:
-    """Twice the same bits, the scores' gradient included; rows past the groups hold NaN, of which nothing is seen."""
-    device = torch.device("cuda")
-    target = next(t for t in targets_here() if t.device.type == "cuda" and get_recipe(recipe) in t.recipes())
-    plan = target.backend.plan(get_recipe(recipe), target.hardware)
-    check_swiglu(target.backend, plan, [700, 0, 1500, 257, 1], 5000, 2048, None, True, device)
-    gate, up, u, scores, offs = (t.to(device) for t in swiglu_inputs([700, 0, 1500, 257, 1], 0, 1408))
-    args = scores, 7.0, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b, offs
-    one, other = (target.backend.swiglu_backward([gate, up, u.clone()], *args) for _ in range(2))
-    assert torch.equal(one.dscores, other.dscores)
-    for a, b in zip(one[:5], other[:5], strict=True):
-        assert torch.equal(elements(a, 2458, 2464), elements(b, 2458, 2464))
