@@ -6,7 +6,6 @@ import io
 import logging
 import pickle
 from dataclasses import replace
-from pathlib import Path
 
 import processes
 import pytest
@@ -22,7 +21,6 @@ from scripts.bench.problems import make_offs, relative_rms
 from titan_mxfp8 import RECIPES, backends, convert_model, modules, mxfp8_grouped_mm, mxfp8_linear
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.modules import convert
-
 
 
 class Experts(nn.Module):

@@ -1,7 +1,6 @@
 """Tokens to their experts and back: one process here, several over gloo in ``parallel_moe.py``."""
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import processes
