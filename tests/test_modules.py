@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
+from watch import process_group, saved_tensors
 
 from scripts.bench.problems import make_offs, relative_rms
 from titan_mxfp8 import RECIPES, convert_model, modules, mxfp8_grouped_mm, mxfp8_linear
@@ -556,27 +556,20 @@ def test_a_plain_string_of_names_is_not_a_list_of_letters() -> None:
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
+@process_group()
 def test_weights_that_fsdp_frees_are_not_kept_in_fp8(wrapped: bool) -> None:
     """Between forward and backward: one byte for each element of every layer's whole weight would undo FSDP."""
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    try:
-        model, saved = Layer(), []
-        convert_model(model, grouped_fqns=["experts"], recipe="mxfp8_2d")
-        if wrapped:
-            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    model = Layer()
+    convert_model(model, grouped_fqns=["experts"], recipe="mxfp8_2d")
+    if wrapped:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            saved.append(tensor)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = model(torch.randn(20, 64, requires_grad=True), OFFS)
-        y.float().sum().backward()
-        kept = {tuple(t.shape) for t in saved if t.dtype == torch.float8_e4m3fn}
-        for weight in ((4, 64, 96), (1, 64, 96)):  # of the experts, and of the linear, the contraction of dgrad last
-            assert (weight in kept) != wrapped
-    finally:
-        torch.distributed.destroy_process_group()
+    with saved_tensors() as saved:
+        y = model(torch.randn(20, 64, requires_grad=True), OFFS)
+    y.float().sum().backward()
+    kept = {tuple(t.shape) for t in saved if t.dtype == torch.float8_e4m3fn}
+    for weight in ((4, 64, 96), (1, 64, 96)):  # of the experts, and of the linear, the contraction of dgrad last
+        assert (weight in kept) != wrapped
 
 
 def test_a_grouped_mm_of_the_users_keeps_its_signature() -> None:
@@ -609,17 +602,14 @@ def test_every_name_of_grouped_mm_is_mxfp8s(name: str) -> None:
     assert torch.equal(model[0](x, OFFS), mxfp8_grouped_mm(h, model[0].w, OFFS))
 
 
+@process_group("fake", 4)
 def test_only_what_splits_a_gemm_counts_as_a_split() -> None:
     """FSDP on a mesh without names: its shards, here of 24 rows, are put together again before they are used."""
-    torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    try:
-        model = nn.Sequential(nn.Linear(64, 96))
-        convert_model(model)
-        fully_shard(model[0])
-        model.load_state_dict(model.state_dict(), assign=True)
-        assert model[0].weight.to_local().shape == (24, 64)
-    finally:
-        torch.distributed.destroy_process_group()
+    model = nn.Sequential(nn.Linear(64, 96))
+    convert_model(model)
+    fully_shard(model[0])
+    model.load_state_dict(model.state_dict(), assign=True)
+    assert model[0].weight.to_local().shape == (24, 64)
 
 
 @pytest.mark.integration

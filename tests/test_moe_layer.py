@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from poison import poisoned_empty
 from torch.utils.flop_counter import FlopCounterMode
+from watch import saved_tensors
 
 from scripts.bench.problems import relative_rms
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_moe
@@ -116,18 +117,14 @@ def test_scores_first(slots: int) -> None:
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_scores_first_have_the_bits_of_scaled_tokens_and_keep_none_of_them(slots: int) -> None:
-    layer, dy, saved = make_layer(slots=slots), torch.randn(T, D).bfloat16(), []
+    layer, dy = make_layer(slots=slots), torch.randn(T, D).bfloat16()
     inputs = {name: value.detach().clone().requires_grad_(value.requires_grad) for name, value in layer.items()}
     scaled = (inputs["x"].float()[:, None] * inputs["scores"][:, :, None]).bfloat16().view(T * slots, D)
     ones = dict(x=scaled, scores=torch.ones(T * slots, 1), expert_ids=inputs["expert_ids"].view(-1, 1))
     expected = mxfp8_moe(**inputs | ones, recipe="mxfp8_2d").view(T, slots, D).sum(1, dtype=torch.float32).bfloat16()
     expected.backward(dy)
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors() as saved:
         out = mxfp8_moe(**layer, recipe="mxfp8_2d", scores_first=True)
     out.backward(dy)
     assert torch.equal(out, expected)
@@ -265,16 +262,13 @@ def test_without_gradients_nothing_is_kept() -> None:
 @pytest.mark.parametrize("recipe, keeps", [("mxfp8_2d", True), ("mxfp8_2d", False), ("mxfp8", True), ("bf16", True)])
 def test_weights_that_are_kept_in_fp8_are_not_kept_in_bf16_too(recipe: str, keeps: bool) -> None:
     """As a model of fp32 parameters casts them in forward, each time anew."""
-    layer, saved = make_layer(), set()
+    layer = make_layer()
     casts = {name: layer[name].detach().float().requires_grad_().bfloat16() for name in ("w1", "w3", "w2")}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.add(tensor.untyped_storage().data_ptr())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors() as saved:
         mxfp8_moe(**layer | casts, recipe=recipe, keep_quantized_weight=keeps)
-    kept = [w.untyped_storage().data_ptr() in saved for w in casts.values()]
+    there = {tensor.untyped_storage().data_ptr() for tensor in saved}
+    kept = [w.untyped_storage().data_ptr() in there for w in casts.values()]
     assert kept == [not (keeps and recipe == "mxfp8_2d")] * 3
 
 
