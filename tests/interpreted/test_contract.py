@@ -1,6 +1,8 @@
 """The contract of a backend (``contract.py``) in the interpreter: the portable kernels with every variant of the
 GEMMs, and Hopper's quantisers, whose Gluon GEMMs cannot be interpreted."""
 
+from itertools import product
+
 import pytest
 import torch
 from contract import (
@@ -61,13 +63,19 @@ def test_group_sizes(case: str, hardware: Hardware) -> None:
     check_gemms(triton, triton.plan(get_recipe("mxfp8"), hardware), case, **few_tiles)
 
 
-@pytest.mark.parametrize("recipe", daily(EXACT, *EXACT[1::2]))
-def test_recipes(recipe: str, hardware: Hardware) -> None:
+@pytest.mark.parametrize(
+    "hardware, recipe",
+    daily(product(VARIANTS, EXACT), *product(["scaled"], EXACT[1::2]), ("bf16_tma", "mxfp8_2d"), ("bf16", "mxfp8_2d")),
+    indirect=["hardware"],
+)
+def test_recipes(hardware: Hardware, recipe: str) -> None:
+    """Where bf16 is multiplied, the GEMMs get alike operands of all of them, but for the weight gradient's."""
     plan = triton.plan(get_recipe(recipe), hardware)
     check_gemms(triton, plan, "ragged", out_dtype=BF16, bias_dtype=BF16)
     check_gemms(triton, plan, "no offs", bias_dtype=FP32)
 
 
+@pytest.mark.parametrize("hardware", daily(VARIANTS, "bf16_tma"), indirect=True)
 def test_the_control(hardware: Hardware) -> None:
     check_gemms(triton, triton.plan(get_recipe("bf16"), hardware), "ragged", out_dtype=BF16)
 
@@ -79,6 +87,7 @@ def test_any_multiple_of_32_and_nan(hardware: Hardware) -> None:
     check_nan_stays_in_its_group(triton, plan)
 
 
+@pytest.mark.parametrize("hardware", daily(VARIANTS, "bf16_tma", "bf16"), indirect=True)
 def test_fp8_where_bf16_is_multiplied(hardware: Hardware) -> None:
     """Activations that arrive quantised, say from an all-to-all, meet weights of either kind."""
     for case in ("ragged", "no offs"):
@@ -136,8 +145,14 @@ def test_hoppers_quantisers(pair: str, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("sm_90")
 @pytest.mark.parametrize(
     "backend, arch, recipe",
-    [(hopper, "sm_90", name) for name in ("mxfp8_2d", "mxfp8_wgrad_bf16_rebased", "mxfp8_e5m2_grad_rebased", OTHER)]
-    + [(triton, "sm_100", name) for name in ("mxfp8_floor", "mxfp8_wgrad_bf16", "mxfp8_e5m2_grad")],
+    daily(
+        [(hopper, "sm_90", name) for name in ("mxfp8_2d", "mxfp8_wgrad_bf16_rebased", "mxfp8_e5m2_grad_rebased", OTHER)]
+        + [(triton, "sm_100", name) for name in ("mxfp8_floor", "mxfp8_wgrad_bf16", "mxfp8_e5m2_grad")],
+        (hopper, "sm_90", "mxfp8_2d"),
+        (hopper, "sm_90", "mxfp8_e5m2_grad_rebased"),
+        (triton, "sm_100", "mxfp8_floor"),
+        (triton, "sm_100", "mxfp8_wgrad_bf16"),
+    ),
 )
 def test_requantise(backend, arch: str, recipe: str | Recipe) -> None:
     for rows_spec, axis, spec in requantised(backend.plan(get_recipe(recipe), Hardware(arch, arch))):
@@ -165,7 +180,7 @@ def test_gathered_weights(backend, arch: str, recipe: str) -> None:
 
 
 @pytest.mark.usefixtures("sm_90")
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("spread", daily(SPREADS, "empties", "zipf"))
 def test_hoppers_ragged_groups(spread: str) -> None:
     """All rows in groups, and a tail of 45 that belongs to none."""
     plan = hopper.plan(get_recipe("mxfp8_rebased"), Hardware("sm_90", "H200"))

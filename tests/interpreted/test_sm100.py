@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import scaled_mm
@@ -50,8 +51,15 @@ def sm_100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert, "cuda_capability_geq", lambda *capability: True)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_floor", "mxfp8_2d"])
+@pytest.mark.parametrize(
+    "recipe, dtype",
+    daily(
+        product(["mxfp8", "mxfp8_floor", "mxfp8_2d"], [BF16, FP32]),
+        ("mxfp8", BF16),
+        ("mxfp8_floor", FP32),
+        ("mxfp8_2d", BF16),
+    ),
+)
 def test_quantisers_give_the_references_bits(recipe: str, dtype: torch.dtype) -> None:
     plan = sm100.plan(get_recipe(recipe), HARDWARE)
     spec = plan.forward.a
@@ -70,7 +78,7 @@ def test_quantisers_give_the_references_bits(recipe: str, dtype: torch.dtype) ->
         check_quantize(sm100, x, 1, plan.dgrad.b)
 
 
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("spread", daily(SPREADS, "empties", "tiny"))
 def test_groups_of_all_sizes(spread: str) -> None:
     """All rows in groups, and a tail of 45 that belongs to none; more groups than a step of the map takes."""
     for rows, groups in ((600, 5), (300, 40)):
@@ -179,7 +187,8 @@ def test_swiglu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     swiglu_contract.check_nan_stays_in_its_group(sm100, plan)
 
 
-@pytest.mark.parametrize("recipe", daily(["mxfp8", "mxfp8_floor", "mxfp8_wgrad_bf16"], "mxfp8"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_floor", "mxfp8_wgrad_bf16"])
 def test_swiglu_gives_the_portable_kernels_bits(recipe: str) -> None:
     plan = sm100.plan(get_recipe(recipe), HARDWARE)
     specs = plan.forward.a, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
