@@ -1,5 +1,6 @@
 """train_configs/ at full world size: every config is laid out, wrong layouts are refused with the reason."""
 
+import logging
 import re
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ from tiers import daily
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe import moe
 
+from scripts import check_configs
 from titan_mxfp8.backends import recommend
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.tools.dry_run import Report, converted_model, dry_run, fake_processes, parse_config
@@ -319,8 +321,9 @@ WRONG = {
 }
 
 
-@pytest.mark.integration
-def test_the_script_reports_each_config_and_fails_if_one_does(tmp_path: Path) -> None:
+def test_the_script_reports_each_config_and_fails_if_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     right = TOMLS["debug_llama4"].read_text()
     wrong = [tmp_path / "none.toml"]
     for name, (old, new, _) in WRONG.items():
@@ -330,9 +333,13 @@ def test_the_script_reports_each_config_and_fails_if_one_does(tmp_path: Path) ->
     good, bad = "train_configs/llama4_17bx16e_64x4.toml", "train_configs/llama4_17bx128e_8x8.toml"
     configs = [TOMLS["debug_llama4"], *wrong, good, bad]
     flags = ["--cluster.gpu=H200", "--activation_checkpoint.mode=full"]
-    result = shell(sys.executable, "scripts/check_configs.py", *configs, *flags)
-    assert result.returncode == 1, result.stderr
-    lines = result.stdout.splitlines()
+    monkeypatch.setattr(sys, "argv", ["check_configs.py", *map(str, configs), *flags])
+    try:
+        assert check_configs.main() == 1
+    finally:
+        logging.disable(logging.NOTSET)
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
     assert f"ok   {good}" in lines
     assert "  mesh       fsdp 256, ep 16, efsdp 16" in lines
     assert any(line.startswith(f"FAIL {bad}: does not fit") for line in lines)
@@ -341,7 +348,7 @@ def test_the_script_reports_each_config_and_fails_if_one_does(tmp_path: Path) ->
         assert message in failure
     assert any(line.startswith(f"FAIL {tmp_path}/none.toml: ") for line in lines)
     assert lines[-1] == f"2 of {len(configs)} configs can be trained as they are laid out"
-    assert result.stderr == ""
+    assert printed.err == ""
 
 
 @pytest.mark.integration
