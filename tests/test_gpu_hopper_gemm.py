@@ -18,7 +18,6 @@ from contract import (
     check_sum_of_products,
     judge,
     patchy,
-    product_k_grouped,
     product_m_grouped,
     to,
     wide,
@@ -281,17 +280,6 @@ def test_scale_bytes_at_the_ends(plan: Plan) -> None:
             expected = decode_scale(every)[1:, None].expand_as(values[1:])
             assert torch.equal(values[1:].nan_to_num(3.0), expected.nan_to_num(3.0))
         assert (gemm_of(one * 0, one + 1) == 2.0**-126).all() and (gemm_of(one + 1, one * 0) == 2.0**-126).all()
-
-
-def test_wgrad_of_uneven_groups_in_bf16_and_fp32() -> None:
-    """Rebased, of what varies most."""
-    sizes, extra = CASES["zipf"]
-    offs, rows = make_offs(sizes), sum(sizes) + extra
-    dy, x = (quantized(wide(rows, d), 0, REBASED.wgrad.a, offs) for d in (416, 1312))
-    expected = product_k_grouped(dy, x, offs, rows)
-    for out_dtype in (BF16, FP32):
-        with poisoned_empty():
-            judge(hopper.gemm_k_grouped(dy, x, offs.to(DEVICE), out_dtype), expected, REBASED.wgrad, "dw")
 
 
 @pytest.mark.skipif(not hasattr(driver, "_BASE_ARGS_FORMAT"), reason="of Triton 3.6")

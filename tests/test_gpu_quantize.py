@@ -26,7 +26,6 @@ from contract import (
     check_quantize_both,
     coalescible_squares,
     every_bfloat16,
-    partly_coalescible,
     uneven,
     wild,
 )
@@ -81,19 +80,6 @@ def test_shapes(backend, spec: OperandSpec, in_dtype: torch.dtype, rounding: str
     if backend is hopper:
         for make in (uneven, coalescible_squares):
             check_all(backend, make((129, 288), in_dtype), spec)
-
-
-@pytest.mark.skipif(not IS_HOPPER, reason="needs an SM90 GPU")
-@pytest.mark.parametrize("rounding, dtype", FORMATS)
-@pytest.mark.parametrize("in_dtype", [BF16, FP32])
-def test_even_and_32x128_along_one_axis(in_dtype: torch.dtype, rounding: str, dtype: torch.dtype):
-    common = {"rounding": rounding, "elem_dtype": dtype}
-    for make in (wild, uneven, partly_coalescible):
-        for shape in SHAPES:
-            x = make(shape, in_dtype)
-            check_quantize(hopper, x, x.ndim - 1, OperandSpec(stored="coalesced", **common), device="cuda")
-            for axis in (x.ndim - 1, x.ndim - 2):
-                check_quantize(hopper, x, axis, replace(REBASED, block_mn=32, **common), device="cuda")
 
 
 @pytest.mark.parametrize("backend, spec", SPECS, ids=ids)

@@ -277,13 +277,6 @@ def test_a_transport_that_this_machine_lacks_is_refused_when_it_is_parsed(monkey
                 parse(*flags, f"{DISPATCH}=symmetric")
 
 
-def test_a_degree_that_does_not_divide_the_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    flags = [CONVERT, "--model.name=llama4", f"{DISPATCH}=auto", "--parallelism.expert_parallel_degree=3"]
-    with pytest.raises(ValueError, match="expert_parallel_degree 3 does not divide the 8 experts"):
-        parse(*flags)
-
-
 def dispatching(rows: str | float, ranks: int = 8, once: str = "") -> DispatchingLayers:
     """DeepSeek-V3's experts: ranks of 16384 tokens, each token 8 of 256 experts."""
     sizes = {"count": 2, "kept": 2, "rows": 16384, "top_k": 8, "experts": 256, "dim": 7168, "hidden": 2048}
