@@ -36,10 +36,7 @@ LAYERS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tu
     "grouped": (lambda x, w: mxfp8_grouped_mm(x, w, OFFS, out_dtype=torch.float32), (4, 64, 64)),
     "experts": (experts, (4, 64, 64)),
     "moe": (lambda x, w: mxfp8_moe(x, torch.ones(T, 2), IDS, w, w, w, recipe="mxfp8_2d"), (4, 64, 64)),
-    "moe of scaled tokens": (
-        lambda x, w: mxfp8_moe(x, torch.ones(T, 2), IDS, w, w, w, scores_first=True),
-        (4, 64, 64),
-    ),
+    "moe of scaled tokens": (lambda x, w: mxfp8_moe(x, torch.ones(T, 2), IDS, w, w, w, scores_first=True), (4, 64, 64)),
 }
 
 

@@ -66,10 +66,7 @@ MODELS = {
         {"head_dim": 32, "intermediate_size": 96, "num_local_experts": 32, "num_experts_per_tok": 2},
         f"mlp.experts {ATTENTION}",
     ),
-    "olmoe": (
-        {"intermediate_size": 96, "num_experts": 32, "num_experts_per_tok": 2},
-        f"mlp.experts {ATTENTION}",
-    ),
+    "olmoe": ({"intermediate_size": 96, "num_experts": 32, "num_experts_per_tok": 2}, f"mlp.experts {ATTENTION}"),
 }
 LLAMA4 = {"head_dim": 32, "intermediate_size": 96, "intermediate_size_mlp": 96, "num_local_experts": 32}
 

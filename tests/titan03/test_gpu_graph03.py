@@ -16,11 +16,7 @@ COMMON += ["--training.seq_len=256"]
 KINDS = {"eager": "--training.disable_cuda_graphs", "graph": "--training.no-disable_cuda_graphs"}
 ACCUMULATE = {"1 process": "--training.global_batch_size=4", "FSDP 2 + EP 2": "--training.global_batch_size=8"}
 # By name: arguments of the override, and flags.
-CASES = {
-    "plain": ("", []),
-    "health": (', "health_every": 4', []),
-    "compiled": ("", ["--compile.enable"]),
-}
+CASES = {"plain": ("", []), "health": (', "health_every": 4', []), "compiled": ("", ["--compile.enable"])}
 BAND = 2e-3  # at any step: atomics add up in any order
 
 
