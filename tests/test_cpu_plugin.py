@@ -123,18 +123,20 @@ def test_selective_ac_ignores_profiler_ranges() -> None:
     assert len(calls) == 2
 
 
-# Model, flavors, flavor, MoE layers, what changes besides the number of layers.
-TWO_LAYERS = [
-    (Llama4, llama4_args, "debugmodel", 1, set()),
-    (Llama4, llama4_args, "17bx16e", 2, set()),
-    (DeepSeekV3Model, deepseekv3_args, "debugmodel", 1, set()),
-    (DeepSeekV3Model, deepseekv3_args, "16B", 1, set()),
-    (DeepSeekV3Model, deepseekv3_args, "671B", 1, {"n_dense_layers"}),
-    (Qwen3Model, qwen3_args, "debugmodel_moe", 2, set()),
-    (Qwen3Model, qwen3_args, "30B-A3B", 2, set()),
-    (GptOssModel, gptoss_configs, "debugmodel", 2, {"vocab_size"}),
-    (GptOssModel, gptoss_configs, "20b", 2, set()),
-    (Llama3, llama3_args, "debugmodel", 0, set()),
+# Model, flavors, flavor, layers, those of MoE, what changes besides the number of layers.
+FEW_LAYERS = [
+    (Llama4, llama4_args, "debugmodel", 2, 1, set()),
+    (Llama4, llama4_args, "17bx16e", 2, 2, set()),
+    (Llama4, llama4_args, "17bx16e", 4, 4, set()),
+    (DeepSeekV3Model, deepseekv3_args, "debugmodel", 2, 1, set()),
+    (DeepSeekV3Model, deepseekv3_args, "16B", 2, 1, set()),
+    (DeepSeekV3Model, deepseekv3_args, "16B", 4, 3, set()),
+    (DeepSeekV3Model, deepseekv3_args, "671B", 2, 1, {"n_dense_layers"}),
+    (Qwen3Model, qwen3_args, "debugmodel_moe", 2, 2, set()),
+    (Qwen3Model, qwen3_args, "30B-A3B", 2, 2, set()),
+    (GptOssModel, gptoss_configs, "debugmodel", 2, 2, {"vocab_size"}),
+    (GptOssModel, gptoss_configs, "20b", 2, 2, set()),
+    (Llama3, llama3_args, "debugmodel", 2, 0, set()),
 ]
 
 
@@ -147,15 +149,15 @@ def configured(args: BaseModelArgs, seq_len: int = 32) -> BaseModelArgs:
     return args
 
 
-@pytest.mark.parametrize(("model_class", "table", "name", "moe_layers", "changes"), TWO_LAYERS)
-def test_two_layer_flavor_has_its_moe_layers_and_keeps_the_rest(
-    model_class: type, table: dict, name: str, moe_layers: int, changes: set[str]
+@pytest.mark.parametrize(("model_class", "table", "name", "layers", "moe_layers", "changes"), FEW_LAYERS)
+def test_a_flavor_of_few_layers_has_its_moe_layers_and_keeps_the_rest(
+    model_class: type, table: dict, name: str, layers: int, moe_layers: int, changes: set[str]
 ) -> None:
     register_flavors()
-    args, original = table[f"{name}_2layers"], table[name]
+    args, original = table[f"{name}_{layers}layers"], table[name]
     with torch.device("meta"):
         model = model_class(configured(args))
-    assert len(model.layers) == 2
+    assert len(model.layers) == layers
     assert sum(isinstance(module, MoE) for module in model.modules()) == moe_layers
     changed = {
         field.name for field in dataclasses.fields(args) if getattr(args, field.name) != getattr(original, field.name)
@@ -163,19 +165,6 @@ def test_two_layer_flavor_has_its_moe_layers_and_keeps_the_rest(
     assert changed - {"max_seq_len", "moe_args"} == {"n_layers"} | changes
     if moe_layers:
         assert args.moe_args is not original.moe_args, "update_from_config writes into it"
-
-
-@pytest.mark.parametrize(
-    ("model_class", "table", "name", "dense"),
-    [(Llama4, llama4_args, "17bx16e", 0), (DeepSeekV3Model, deepseekv3_args, "16B", 1)],
-)
-def test_four_layer_flavor_has_two_moe_layers_more(model_class: type, table: dict, name: str, dense: int) -> None:
-    register_flavors()
-    with torch.device("meta"):
-        models = [model_class(configured(table[f"{name}_{layers}layers"])) for layers in (2, 4)]
-    assert [len(model.layers) for model in models] == [2, 4]
-    assert [sum(isinstance(module, MoE) for module in model.modules()) for model in models] == [2 - dense, 4 - dense]
-    assert table[f"{name}_4layers"].moe_args is not table[name].moe_args, "update_from_config writes into it"
 
 
 def test_the_small_moe_is_of_honest_size() -> None:

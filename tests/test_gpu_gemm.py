@@ -1,7 +1,5 @@
 """What the contract (``test_backends.py``) does not ask of the portable GEMMs on a GPU: every tile, programs that start
-late; and of the ops on top of them: the reference's results, CUDA graphs, torch.compile, no late compilation."""
-
-import random
+late; and of the ops on top of them: the reference's results, CUDA graphs, torch.compile."""
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from contract import (
     wide,
     with_arrived,
 )
-from test_late_compilation import compilations, forget_compiled, kernels
 
 from scripts.bench.problems import group_sizes, largest_row_error, make_offs, relative_rms
 from titan_mxfp8 import MXTensor, mxfp8_grouped_mm, mxfp8_linear, quantize
@@ -202,25 +199,3 @@ def test_compile_with_changing_token_counts(target, recipe: Recipe) -> None:
         eager = layer(x, w1, w2, offs)
         for value, expected in zip((y, *grads), (eager, *torch.autograd.grad(eager, (x, w1, w2), dy)), strict=True):
             assert torch.equal(value, expected)
-
-
-@pytest.mark.parametrize("target, recipe", KERNELS, ids=ids)
-def test_a_warm_layer_compiles_nothing(target, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 steps of any routing after the first one."""
-    forget_compiled(monkeypatch)
-    options, rng = {"recipe": recipe, "backend": target.row.name}, random.Random(recipe.name)
-
-    def step(rows: int, seed: int) -> None:
-        given = problem(rows, k=96)
-        x, w, dy = given["x"], given["w"], given["dy"]
-        offs = make_offs(group_sizes(rng.choice(("zipf", "one", "tiny")), rows, 5, seed), DEVICE)
-        mxfp8_grouped_mm(x, w.mT, offs, **options).backward(dy)
-        mxfp8_linear(x, w[0], **options).backward(dy)
-
-    step(rng.choice((0, 1, 77, 5000)), 0)
-    assert any(kernel.compiled for kernel in kernels())
-    with compilations() as late:
-        for seed in range(100):
-            step(rng.choice((0, 1, 16 * rng.randrange(300), rng.randrange(20000))), seed)
-    torch.cuda.synchronize()
-    assert not late
