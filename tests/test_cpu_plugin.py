@@ -11,8 +11,6 @@ import processes
 import pytest
 import torch
 import torch.utils.checkpoint
-import torchtitan.models.moe.utils as moe_utils
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.config import JobConfig
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, deepseekv3_args
@@ -64,63 +62,6 @@ def test_peak_memory_follows_allocations() -> None:
     assert device.get_device_name()
     assert device.current_device() == 0
     device.synchronize()  # torch.cpu's own
-
-
-@cpu_only
-def test_no_mfu_is_claimed() -> None:
-    assert f"{100 * 1e9 * 5000 / utils.get_peak_flops('AMD EPYC'):.2f}%" == "0.00%"
-
-
-@cpu_only
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("experts", [8, 48, 160])
-def test_histc_of_integers_counts_like_bincount(dtype: torch.dtype, experts: int) -> None:
-    chosen = torch.randint(experts, (4096,), generator=torch.Generator().manual_seed(0)).to(dtype)
-    chosen[chosen == 3] = 4  # an expert without tokens
-    counts = torch.histc(chosen, bins=experts, min=0, max=experts)
-    assert counts.dtype == dtype, "CUDA answers in the input's dtype"
-    assert torch.equal(counts, torch.bincount(chosen, minlength=experts).to(dtype))
-    assert counts[3] == 0
-    assert torch.histc(torch.tensor([0.5, 1.5, 1.5]), bins=2, min=0, max=2).tolist() == [1.0, 2.0]
-
-
-@cpu_only
-def test_permute_indices_of_a_hand_worked_example() -> None:
-    """2 ranks sent tokens for 3 experts, groups padded to 4 rows: -1 is padding, an empty expert gets 4 rows of it.
-
-    rank 0 sent [2, 0, 1] -> rows 0 1 | - | 2; rank 1 sent [1, 0, 4] -> rows 3 | - | 4 5 6 7
-    """
-    indices, sizes, offsets = moe_utils.generate_permute_indices(torch.tensor([2, 0, 1, 1, 0, 4]), 3, 2, 20, 4)
-    assert sizes.tolist() == [4, 4, 8]
-    assert offsets.tolist() == [4, 8, 16]
-    assert indices.tolist() == [0, 1, 3, -1] + [-1] * 4 + [2, 4, 5, 6, 7, -1, -1, -1] + [-1] * 4
-
-
-@cpu_only
-def test_profiler_ignores_the_activity_that_torchtitan_lacks() -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, None]) as profiler:
-        torch.ones(8) + 1
-    assert any(event.key == "aten::add" for event in profiler.key_averages())
-
-
-def test_selective_ac_ignores_profiler_ranges() -> None:
-    """FSDP under EP opens ranges in the recomputed forward that the first forward did not have."""
-    calls = []
-
-    def block(x: torch.Tensor) -> torch.Tensor:
-        calls.append(x)
-        if len(calls) > 1:
-            with torch.profiler.record_function("FSDP::all_gather"):
-                pass
-        return (x @ x).sin()
-
-    def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
-
-    x = torch.ones(4, 4, requires_grad=True)
-    y = checkpoint(block, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
-    y.sum().backward()
-    assert len(calls) == 2
 
 
 # Model, flavors, flavor, layers, those of MoE, what changes besides the number of layers.
