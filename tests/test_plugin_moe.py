@@ -403,10 +403,9 @@ def test_models_with_expert_parallelism_equal_torchtitans(model: str) -> None:
     processes.check(2, "parallel_moe_models.py", "cpu", model)
 
 
-@pytest.mark.parametrize("model", ["llama4", "gpt_oss"])
-def test_a_layer_compiles_without_a_graph_break(model: str) -> None:
-    """TorchTitan compiles its parts; a whole one, for whoever does."""
-    ours = convert(layer(model), f"{DISPATCH}=auto", f"{RECIPE}=mxfp8_2d")
+def test_a_layer_of_gpt_oss_compiles_without_a_graph_break() -> None:
+    """TorchTitan compiles none; blocks of the others are compiled below."""
+    ours = convert(layer("gpt_oss"), f"{DISPATCH}=auto", f"{RECIPE}=mxfp8_2d")
     expected = run(copy.deepcopy(ours))
     actual = run(torch.compile(ours, fullgraph=True, backend="aot_eager_decomp_partition"))
     for name, value in expected.items():

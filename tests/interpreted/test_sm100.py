@@ -1,7 +1,6 @@
 """The backend of SM100 without one: its quantisers in the interpreter, and torch's GEMMs as ``scaled_mm`` has them."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -31,12 +30,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scripts.bench.problems import SPREADS, group_sizes, make_offs, relative_rms
 from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, mxfp8_moe
-from titan_mxfp8.backends import sm100, triton
+from titan_mxfp8.backends import sm100
 from titan_mxfp8.backends.common import convert, swizzled
 from titan_mxfp8.backends.common.swizzled import swizzle_scales
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.format import reference, swizzle
-from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
+from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.ops import config, library
 from titan_mxfp8.recipe import get_recipe
 
@@ -187,30 +186,6 @@ def test_swiglu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     swiglu_contract.check_nan_stays_in_its_group(sm100, plan)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_floor", "mxfp8_wgrad_bf16"])
-def test_swiglu_gives_the_portable_kernels_bits(recipe: str) -> None:
-    plan = sm100.plan(get_recipe(recipe), HARDWARE)
-    specs = plan.forward.a, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
-    rows = [replace(spec, scales="k_major") for spec in specs]
-    for sizes, extra, hidden, limit, scored in SWIGLU_CASES:
-        gate, up, u, scores, offs = swiglu_inputs(sizes, extra, hidden)
-        used = gate.shape[0] if sizes is None else sum(sizes)
-        scores = scores if scored else None
-        with poisoned_empty():
-            ours = [sm100.swiglu(gate, up, limit, specs[0], offs)]
-            ours += sm100.swiglu_backward([gate, up, u], scores, limit, *specs[1:], offs)
-            theirs = [triton.swiglu(gate, up, limit, rows[0], offs)]
-            theirs += triton.swiglu_backward([gate, up, u], scores, limit, *rows[1:], offs)
-        # where weight gradients are bf16, the portable kernel sums in another order
-        tolerance = 1e-6 if "bf16" in recipe else 0
-        assert not scored or relative_rms(ours[-1][:used], theirs[-1][:used]) <= tolerance
-        for a, b, spec in zip(ours[:-1], theirs[:-1], [*specs[:2], *specs[1:3], specs[2], specs[3]], strict=True):
-            assert a.spec == spec
-            b = swizzle.swizzle(b, spec, offs) if spec.scales == "swizzled" else b
-            assert_same(filled(a, offs), filled(b, offs), used)
-
-
 def test_swiglu_leaves_zeros_in_tiles_of_no_group() -> None:
     plan = sm100.plan(get_recipe("mxfp8"), HARDWARE)
     gate, up, u, scores, offs = swiglu_inputs([0, 44, 130, 0], 400, 160)
@@ -220,16 +195,6 @@ def test_swiglu_leaves_zeros_in_tiles_of_no_group() -> None:
     for operand in (h, made.dgate_rowwise, made.dup_rowwise):
         assert operand.scale[: 3 * 128].any() and not operand.scale[3 * 128 :].any()
         assert (operand.data[174:].view(torch.uint8) == 0xFF).all()  # as they were
-
-
-def test_swiglu_refuses_what_no_plan_has() -> None:
-    gate, up, u, scores, offs = swiglu_inputs([40, 30], 0, 96)
-    rows, squares = OperandSpec(), OperandSpec(block="32x32", scales="swizzled")
-    for specs in ((BLOCKED, rows, rows), (rows, BLOCKED, BLOCKED), (BLOCKED, BLOCKED, UNQUANTIZED), [squares] * 3):
-        with pytest.raises(AssertionError):
-            sm100.swiglu_backward([gate, up, u], scores, None, *specs, offs)
-    with pytest.raises(AssertionError):
-        sm100.swiglu(gate, up, None, squares, offs)
 
 
 @pytest.fixture
