@@ -1,21 +1,10 @@
 """What the contract (``test_backends.py``) does not ask of the portable GEMMs on a GPU: every tile, programs that start
 late; and of the ops on top of them: the reference's results, CUDA graphs, torch.compile."""
 
+import contract
 import pytest
 import torch
-from contract import (
-    BF16,
-    CASES,
-    FP32,
-    ROW_FACTOR,
-    TOLERANCE,
-    alone_and_beside,
-    check_gemms,
-    inputs,
-    targets_here,
-    wide,
-    with_arrived,
-)
+from contract import BF16, CASES, FP32, ROW_FACTOR, TOLERANCE, alone_and_beside, check_gemms, inputs, targets_here, wide
 
 from scripts.bench.problems import group_sizes, largest_row_error, make_offs, relative_rms
 from titan_mxfp8 import MXTensor, mxfp8_grouped_mm, mxfp8_linear, quantize
@@ -76,7 +65,7 @@ def test_pointers_and_fp8_operands(tiles: gemm.Tiles, take) -> None:
     plan = triton.plan(get_recipe("mxfp8"), hardware)
     for case in CASES:
         check_gemms(triton, plan, case, device=DEVICE)
-        check_gemms(triton, with_arrived(plan), case, device=DEVICE)
+        check_gemms(triton, contract.with_arrived(plan), case, device=DEVICE)
 
 
 @pytest.mark.alone

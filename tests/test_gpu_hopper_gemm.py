@@ -4,24 +4,10 @@ taken once and on demand, stages of all kinds, exact sums, scales at the ends.""
 from collections.abc import Callable
 from unittest.mock import Mock
 
+import contract
 import pytest
 import torch
-from contract import (
-    BF16,
-    CASES,
-    E4M3,
-    EXACT,
-    FP32,
-    SQUARES,
-    alone_and_beside,
-    check_gemms,
-    check_sum_of_products,
-    judge,
-    patchy,
-    product_m_grouped,
-    to,
-    wide,
-)
+from contract import BF16, CASES, E4M3, FP32, alone_and_beside, check_gemms, judge, patchy, product_m_grouped, to, wide
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs an SM90 GPU", allow_module_level=True)
@@ -44,7 +30,7 @@ from titan_mxfp8.recipe import get_recipe
 DEVICE = torch.device("cuda", 0)
 EVEN, REBASED = (hopper.plan(get_recipe(name), hardware_of(DEVICE)) for name in ("mxfp8_2d", "mxfp8_2d_rebased"))
 # Activations that came quantised meet the weights of ``mxfp8_2d``; their scales are as they came.
-ARRIVED = Gemm(a=EXACT, b=SQUARES, mma_dtype="FP8")
+ARRIVED = Gemm(a=contract.EXACT, b=contract.SQUARES, mma_dtype="FP8")
 PLANS = {"arrived": Plan(forward=ARRIVED, dgrad=ARRIVED, wgrad=EVEN.wgrad), "coalesced": EVEN, "rebased": REBASED}
 TILES = {f"{64 * tiles.parts} rows": tiles for tiles in (gemm.M_GROUPED, gemm.FEW_ROWS)}
 # Besides ``CASES``.
@@ -98,7 +84,7 @@ def test_group_sizes(case: str, plan: Plan, tiles: gemm.Tiles) -> None:
 def test_sums_of_products(case: str, plan: Plan, tiles: gemm.Tiles) -> None:
     """One kernel adds up both, also where the contraction ends within a stage."""
     for n, k in ((288, 416), (1312, 160), (32, 32)):
-        assert len(check_sum_of_products(hopper, plan, case, n=n, k=k, device=DEVICE, make=patchy)) == 1
+        assert len(contract.check_sum_of_products(hopper, plan, case, n=n, k=k, device=DEVICE, make=patchy)) == 1
 
 
 def test_shapes_biases_and_types(plan: Plan, tiles: gemm.Tiles) -> None:

@@ -8,27 +8,10 @@ be clean as well.
 from dataclasses import replace
 from types import SimpleNamespace
 
+import contract
 import pytest
 import torch
-from contract import (
-    BF16,
-    E4M3,
-    E5M2,
-    EXACT,
-    FORMATS,
-    FP32,
-    SQUARES,
-    assert_same,
-    check_dequantize,
-    check_every_byte,
-    check_pad,
-    check_quantize,
-    check_quantize_both,
-    coalescible_squares,
-    every_bfloat16,
-    uneven,
-    wild,
-)
+from contract import BF16, E4M3, E5M2, EXACT, FORMATS, FP32, SQUARES, assert_same, check_quantize, uneven, wild
 from poison import poisoned_empty
 
 from scripts.bench.problems import SPREADS, group_sizes, make_offs
@@ -61,12 +44,12 @@ def check_all(backend, x: torch.Tensor, spec: OperandSpec, offs: torch.Tensor | 
     """Along the last two axes, each alone and both at once."""
     check_quantize(backend, x, x.ndim - 1, spec, device="cuda")
     check_quantize(backend, x, x.ndim - 2, spec, offs, "cuda")
-    check_quantize_both(backend, x, spec, spec, offs, "cuda")
+    contract.check_quantize_both(backend, x, spec, spec, offs, "cuda")
 
 
 @pytest.mark.parametrize("rounding, dtype", FORMATS)
 def test_every_bfloat16(rounding: str, dtype: torch.dtype):
-    for x in every_bfloat16():
+    for x in contract.every_bfloat16():
         check_all(triton, x, OperandSpec(rounding=rounding, elem_dtype=dtype))
 
 
@@ -78,7 +61,7 @@ def test_shapes(backend, spec: OperandSpec, in_dtype: torch.dtype, rounding: str
     for shape in SHAPES:
         check_all(backend, wild(shape, in_dtype), spec)
     if backend is hopper:
-        for make in (uneven, coalescible_squares):
+        for make in (uneven, contract.coalescible_squares):
             check_all(backend, make((129, 288), in_dtype), spec)
 
 
@@ -115,15 +98,15 @@ def test_ragged(rows: int, groups: int, cols: int, spread: str):
             for used in (rows, rows - 333):
                 offs = make_offs(group_sizes(spread, used, groups))
                 check_quantize(backend, x, 0, spec, offs, "cuda")
-                check_quantize_both(backend, x, spec, spec, offs, "cuda")
+                contract.check_quantize_both(backend, x, spec, spec, offs, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_dequantize(dtype: torch.dtype):
-    check_every_byte(dtype, "cuda")
+    contract.check_every_byte(dtype, "cuda")
     for shape in SHAPES:
         for spec in (EXACT, SQUARES):
-            check_dequantize(wild(shape, FP32), replace(spec, elem_dtype=dtype), "cuda")
+            contract.check_dequantize(wild(shape, FP32), replace(spec, elem_dtype=dtype), "cuda")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -132,7 +115,7 @@ def test_pad(alignment: int, dtype: torch.dtype):
     for spread in SPREADS:
         for rows, groups, cols in ((1000, 7, 1536), (777, 160, 100), (300, 300, 8), (64, 1, 7)):
             for used in (rows, rows - 20):
-                check_pad(wild((rows, cols), dtype), group_sizes(spread, used, groups), alignment, "cuda")
+                contract.check_pad(wild((rows, cols), dtype), group_sizes(spread, used, groups), alignment, "cuda")
 
 
 @pytest.mark.alone

@@ -4,25 +4,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 
+import contract
 import pytest
 import scaled_mm
 import swiglu_contract
 import torch
-from contract import (
-    BF16,
-    CASES,
-    FP32,
-    assert_same,
-    check_gemms,
-    check_nan_stays_in_its_group,
-    check_quantize,
-    check_quantize_both,
-    check_requantize,
-    filled,
-    partly_coalescible,
-    uneven,
-    wild,
-)
+from contract import BF16, FP32, assert_same, check_gemms, check_quantize, check_quantize_both, filled, uneven, wild
 from poison import poisoned_empty
 from swiglu_contract import check_swiglu, swiglu_inputs
 from tiers import daily
@@ -81,7 +68,7 @@ def test_quantisers_give_the_references_bits(recipe: str, dtype: torch.dtype) ->
 def test_groups_of_all_sizes(spread: str) -> None:
     """All rows in groups, and a tail of 45 that belongs to none; more groups than a step of the map takes."""
     for rows, groups in ((600, 5), (300, 40)):
-        x = partly_coalescible((rows, 160), BF16)
+        x = contract.partly_coalescible((rows, 160), BF16)
         for used in (rows, rows - 45):
             check_quantize_both(sm100, x, BLOCKED, BLOCKED, make_offs(group_sizes(spread, used, groups)))
 
@@ -112,7 +99,7 @@ def test_requantise(recipe: str) -> None:
         arrived = OperandSpec(elem_dtype=gradient.elem_dtype, rounding=gradient.rounding)
         rows = reference.quantize(uneven((300, 160), BF16), 1, arrived)
         for cut in (None, offs):
-            check_requantize(sm100, rows, 0, spec, cut)
+            contract.check_requantize(sm100, rows, 0, spec, cut)
         if spec.scales != "swizzled":
             continue
         ours = sm100.requantize(rows, 1, spec, offs)  # the same values: elements stay what they are
@@ -122,7 +109,7 @@ def test_requantise(recipe: str) -> None:
         assert_same(filled(again, offs), filled(reference.requantize(plain, 0, spec, offs), offs))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "large"])
+@pytest.mark.parametrize("case", [case for case in contract.CASES if case != "large"])
 def test_group_sizes(case: str) -> None:
     with scaled_mm.installed() as calls:
         check_gemms(sm100, sm100.plan(get_recipe("mxfp8"), HARDWARE), case, out_dtype=BF16, bias_dtype=BF16)
@@ -148,7 +135,7 @@ def test_any_multiple_of_32_and_nan() -> None:
     with scaled_mm.installed():
         for n, k in ((32, 32), (96, 64), (32, 224), (288, 160)):
             check_gemms(sm100, plan, "ragged", n=n, k=k, out_dtype=BF16)
-        check_nan_stays_in_its_group(sm100, plan)
+        contract.check_nan_stays_in_its_group(sm100, plan)
 
 
 def test_scales_that_come_in_rows_are_put_into_tiles() -> None:
