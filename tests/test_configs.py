@@ -302,21 +302,13 @@ def test_layouts_that_have_no_config_would_not_fit_the_largest_card(name: str, n
         check(name, *layout, f"--parallelism.expert_parallel_degree={min(gpus, 16)}", *smallest, *EXACT)
 
 
-# What is wrong with a debug config, as (old line, new lines), and what is said of it.
+# What is wrong with a debug config, as (old line, new lines), and what is said of it; test_plugin.py has more.
 WRONG = {
-    "converter": ('"quantize.linear.mx"]', '"nope"]', "model.converters has 'nope', which nobody registered"),
     "types": ('["output", "router.gate"]', "[1]", "filter_fqns = [1]: it must be a list of strings"),
-    "health": ("[debug]", '[quantize]\nhealth_every = "x"\n[debug]', "health_every = 'x': it must be a whole number"),
-    "batch": ("local_batch_size = 2", "local_batch_size = 0", "training.local_batch_size = 0: it must be at least 1"),
     "package": ("titan_mxfp8.plugin", "titan_mxfp8", "use 'titan_mxfp8.plugin'. Set it to"),
     "module": ("titan_mxfp8.plugin", "nope", "No module named 'nope'. Set it to 'titan_mxfp8.plugin'"),
     "no_module": ('custom_config_module = "titan_mxfp8.plugin"', "", "brings no fields of titan_mxfp8. Set it to"),
     "flavor": ("study_flavors = true", "study_flavors = false", "needs model.study_flavors = true"),
-    "layout": (
-        "[debug]",
-        "[cluster]\ngpus_per_node = 2\n[parallelism]\nexpert_parallel_degree = 2\ntensor_parallel_degree = 2\n[debug]",
-        "expert_parallel_degree 2 takes its ranks from tensor_parallel_degree 2 alone",
-    ),
     "optimizer": ("[optimizer]", "[optimizer]\nnope = 1", "Invalid field names"),
 }
 
