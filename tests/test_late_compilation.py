@@ -303,7 +303,7 @@ def test_kept_descriptors_differ_in_all_that_a_layout_says() -> None:
 @pytest.mark.parametrize("backend", ["hopper"], indirect=True)
 def test_what_is_kept_of_a_launch_is_of_the_same_shapes(backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that differ in one thing launch what each launches when nothing is kept."""
-    launched, caches = [], (hopper._plan, scales._decoding, spec._stored_shapes)
+    launched, caches = [], (hopper.plan_launch, scales._decoding, spec._stored_shapes)
 
     def record(self, programs, tensors, sizes, counts, constants, descriptors=(), **options) -> bool:
         shapes = [None if t is None else (t.shape, t.dtype) for t in tensors]

@@ -106,7 +106,7 @@ def _gradients(inputs, score, LIMIT: gl.constexpr, ALPHA: gl.constexpr):
 
 
 @gluon.jit
-def _rebased(values, AXIS: gl.constexpr, FLOOR: gl.constexpr, E5M2: gl.constexpr):
+def rebased(values, AXIS: gl.constexpr, FLOOR: gl.constexpr, E5M2: gl.constexpr):
     """Blocks of 128 along the axis, the last or the first, which is as long: their elements, and their scales."""
     rows: gl.constexpr = values.shape[0]
     columns: gl.constexpr = values.shape[1]
@@ -123,7 +123,7 @@ def _rebased(values, AXIS: gl.constexpr, FLOOR: gl.constexpr, E5M2: gl.constexpr
 def _store_rows(values, out, row, stop, rows, tile_col, cols, FLOOR: gl.constexpr, E5M2: gl.constexpr):
     """Stores rows before ``stop`` and 128 columns, quantised along the columns."""
     data, scale = out
-    elements, scales = _rebased(values, 1, FLOOR, E5M2)
+    elements, scales = rebased(values, 1, FLOOR, E5M2)
     col = tile_col * 128 + gl.arange(0, 128, gl.SliceLayout(0, values.type.layout))
     inside = (row < stop)[:, None] & (col < cols)[None, :]
     gl.store(data + row.to(gl.int64)[:, None] * cols + col[None, :], elements, mask=inside)
@@ -135,7 +135,7 @@ def _store_rows(values, out, row, stop, rows, tile_col, cols, FLOOR: gl.constexp
 def _store_columns(values, out, tile_row, col, cols, padded_rows, FLOOR: gl.constexpr, E5M2: gl.constexpr):
     """Stores 128 rows and the columns ``col``, quantised along the rows, transposed."""
     data, scale = out
-    elements, scales = _rebased(values, 0, FLOOR, E5M2)
+    elements, scales = rebased(values, 0, FLOOR, E5M2)
     position = tile_row * 128 + gl.arange(0, 128, gl.SliceLayout(1, values.type.layout))
     inside = (position < padded_rows)[:, None] & (col < cols)[None, :]
     gl.store(data + col.to(gl.int64)[None, :] * padded_rows + position[:, None], elements, mask=inside)
