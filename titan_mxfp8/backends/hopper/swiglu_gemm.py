@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from titan_mxfp8.backends import SwigluForward
-from titan_mxfp8.backends.common.activation import activation, rounded
+from titan_mxfp8.backends.common.activation import activation, rounded, widened
 from titan_mxfp8.backends.common.launch import Kernel, TileLayout, descriptor
 from titan_mxfp8.backends.common.tiles import rounding_of
 from titan_mxfp8.backends.hardware import multiprocessors
@@ -121,7 +121,7 @@ def _store(value, out, out_tiles, buffer, row, row_end, rows, tile_column, H):
 @gluon.jit
 def _swiglu(gate, up):
     """h in bf16."""
-    gate, factor, s = activation(gate.to(gl.float32), up.to(gl.float32), None, 1.0)
+    gate, factor, s = activation(widened(gate), widened(up), None, 1.0)
     return rounded(gate * s * factor)
 
 
