@@ -2,6 +2,7 @@
 
 import json
 import math
+import platform
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from scripts.bench import bench_training, roofline
 from scripts.study import converge, runs, tables
+from scripts.study.starter import Starter
 from titan_mxfp8.recipe import GROUPED_MM
 from titan_mxfp8.tools.dry_run import parse_config
 
@@ -34,7 +36,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, losses: dict[str, tuple[float, flo
         def poll(self) -> int:
             return 0
 
-    def launch(processes: int, program: list[str], log: Path) -> Done:
+    def start(starter: Starter, program: list[str], log: Path) -> Done:
         programs.append(program)
         with SummaryWriter(str(log.parent / "tb")) as writer:
             logged = losses.get(log.parent.name, (2.0, 2.0, 2.0))
@@ -55,7 +57,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, losses: dict[str, tuple[float, flo
             trace.write_text(json.dumps({"traceEvents": [step, kernel]}))
         return Done()
 
-    monkeypatch.setattr(bench_training, "launch", launch)
+    monkeypatch.setattr(Starter, "start", start)
     return programs
 
 
@@ -102,11 +104,11 @@ def test_bench_training_ends_with_the_cause_where_its_first_run_fails(
 
         terminate = wait
 
-    def launch(processes: int, program: list[str], log: Path) -> Failed:
+    def start(starter: Starter, program: list[str], log: Path) -> Failed:
         log.write_text("Traceback (most recent call last):\nRuntimeError: mine\n")
         return Failed()
 
-    monkeypatch.setattr(bench_training, "launch", launch)
+    monkeypatch.setattr(Starter, "start", start)
     said = call("bench_training", "--out", tmp_path, "--runs", "bf16")
     assert said.startswith(
         f"bench_training: {'interrupted; the same' if interrupted else 'run bf16 failed, RuntimeError: mine'}"
@@ -266,3 +268,11 @@ def test_bench_training_gives_no_x_to_a_run_that_computes_something_else(
     assert "grouped: no x, as of its baseline, bf16, its loss at step 2 is nan" in said
     assert [row["x"] for row in rows_of(tmp_path / "baseline" / "table.csv")] == ["", ""]
     assert tables.end_to_end(tmp_path / "baseline" / "table.csv") == []
+
+
+@pytest.mark.integration
+def test_the_next_run_waits_for_its_arguments(tmp_path: Path) -> None:
+    with Starter(1, tmp_path / "runs", program="platform") as starter:
+        assert starter.start(["terse", "nonaliased"], tmp_path / "log").wait(100) == 0
+    assert (tmp_path / "log").read_text().strip().endswith(platform.platform(aliased=False, terse=True))
+    assert not list((tmp_path / "runs").iterdir())

@@ -3,10 +3,11 @@
     python scripts/bench/bench_training.py --ngpu 4 --runs bf16 both:mxfp8_2d+dispatch --repeats 3 --out OUT -- FLAGS
 
 A run is WHAT[+rebase][+dispatch][+graph][:RECIPE], WHAT of bf16, grouped (experts), linears or both; what is not named
-is off, whatever the TOML says. bf16+dispatch is the control: dispatch, with nothing quantised. ``x`` is against the
-first run of the same repeat. All start from the same weights and data: a run whose first loss is not the baseline's
-gets no ``x``, and the exit status is 1. Writes data.csv (steps), table.csv (runs), with flavors of several numbers of
-layers layers.csv (a layer's time), and env.json after every run. Runs in OUT are not run again: it goes on.
+is off, whatever the TOML says. bf16+dispatch is the control: dispatch, with nothing quantised; bf16+async is TorchTitan
+0.3's MinimalAsyncEP. ``x`` is against the first run of the same repeat. All start from the same weights and data: a run
+whose first loss is not the baseline's gets no ``x``, and the exit status is 1. Writes data.csv (steps), table.csv
+(runs), with flavors of several numbers of layers layers.csv (a layer's time), and env.json after every run. Runs in OUT
+are not run again: it goes on.
 """
 
 import argparse
@@ -28,7 +29,8 @@ import torch
 from scripts.bench.kernel_times import Trace, read_trace
 from scripts.progress import ends_in_words, follow, progress, say
 from scripts.result_files import SPEED, environment, format_table, percentiles, write_results, write_rows
-from scripts.study.runs import TRAIN, Run, conversion_flags, ending, launch, read_run, split_flags
+from scripts.study.runs import Run, conversion_flags, ending, read_run, split_flags
+from scripts.study.starter import Starter
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
 
 # Nats between the first losses of a run and of its baseline, more than twice what rounding did: at most 0.0009 with the
@@ -58,13 +60,15 @@ def kind_of(name: str) -> Kind:
     what, *options = what.split("+")
     if what == "bf16" and "dispatch" in options and not recipe:
         what, recipe = "grouped", BF16.name
-    known = what in CONVERTED_BY and set(options) <= {"rebase", "dispatch", "graph"}
-    plain = what == "bf16" and (recipe or set(options) - {"graph"})
+    known = what in CONVERTED_BY and set(options) <= {"rebase", "dispatch", "graph", "async"}
+    plain = what == "bf16" and (recipe or set(options) - {"graph", "async"})
+    misplaced = "async" in options and (what != "bf16" or not TITAN03)
     is_control = recipe == BF16.name and (not name.startswith("bf16+") or "rebase" in options)
-    if not known or plain or is_control or (what == "linears" and "dispatch" in options):
+    if not known or plain or misplaced or is_control or (what == "linears" and "dispatch" in options):
         raise ValueError(
             f"unknown run {name!r}: WHAT[+rebase][+dispatch][+graph][:RECIPE], WHAT of {', '.join(CONVERTED_BY)}; bf16 "
-            "has no recipe, and with dispatch is the control, RECIPE is one of MXFP8, and linears dispatch nothing"
+            "has no recipe, with dispatch is the control, and with async, under TorchTitan 0.3, MinimalAsyncEP; RECIPE "
+            "is one of MXFP8, and linears dispatch nothing"
         )
     return Kind(CONVERTED_BY[what], options, get_recipe(recipe).name if recipe else "")
 
@@ -127,7 +131,8 @@ def train(flavor: str, name: str, suffix: str, steps: int, args: argparse.Namesp
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     if TITAN03:
-        flags = ["--module=titan_mxfp8.titan03", f"--config={flavor or args.config}", f"--dump_folder={folder}"]
+        config = f"{flavor or args.config}{'_minimal_async_ep' * ('async' in kind_of(name).options)}"
+        flags = ["--module=titan_mxfp8.titan03", f"--config={config}", f"--dump_folder={folder}"]
         flags += [*flags_of_titan03(name), "--metrics.no_enable_wandb"]
         flags += ["--dataloader.num_workers=1", "--dataloader.prefetch_factor=4"]
     else:
@@ -140,7 +145,7 @@ def train(flavor: str, name: str, suffix: str, steps: int, args: argparse.Namesp
     flags += [*args.flags, *more]
     log = folder / "log"
     log.unlink(missing_ok=True)  # of an attempt that failed
-    if follow(launch(args.ngpu, [*TRAIN, *flags], log), log, steps, folder.name):
+    if follow(args.starter.start(flags, log), log, steps, folder.name):
         raise ValueError(f"run {folder.name} failed, {ending(log)}")
     return folder
 
@@ -355,7 +360,7 @@ def measure(args: argparse.Namespace, bench: Bench) -> None:
 def main(argv: Sequence[str]) -> None:
     args, bench = parse_arguments(argv), {}
     try:
-        with ends_in_words("bench_training"):
+        with ends_in_words("bench_training"), Starter(args.ngpu, args.out / "runs") as args.starter:
             measure(args, bench)
     finally:
         limit = args.loss_limit

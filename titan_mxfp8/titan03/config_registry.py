@@ -14,6 +14,7 @@ from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
 from torchtitan.models.deepseek_v3 import config_registry
@@ -52,6 +53,23 @@ def deepseek_v3_16b_4layers() -> Trainer.Config:
 def deepseek_v3_16b_7layers() -> Trainer.Config:
     """The same with six MoE layers."""
     return _deepseek_v3_16b(7)
+
+
+def deepseek_v3_16b_4layers_full_ac() -> Trainer.Config:
+    """As 4 layers, with all activations of a block made again in backward."""
+    config = _deepseek_v3_16b(4)
+    config.activation_checkpoint = FullAC.Config()
+    return config
+
+
+def deepseek_v3_16b_4layers_full_ac_minimal_async_ep() -> Trainer.Config:
+    """The same with TorchTitan's MinimalAsyncEP, which demands such checkpointing, and its fused SwiGLU."""
+    config = deepseek_v3_16b_4layers_full_ac()
+    spec = deepseek_v3.model_registry("16B", attn_backend="flex", moe_comm_backend="minimal_async_ep")
+    spec.model.layers = spec.model.layers[:4]
+    config.model_spec = spec
+    config_registry.enable_fused_swiglu(config)
+    return config
 
 
 def _deepseek_v3_16b(layers: int) -> Trainer.Config:
