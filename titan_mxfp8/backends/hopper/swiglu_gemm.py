@@ -83,7 +83,7 @@ def multiply(
 
 
 @gluon.jit
-def _product(zero, buffers, length, is_used, slot, phase, WARPGROUP: gl.constexpr):
+def product(zero, buffers, length, is_used, slot, phase, WARPGROUP: gl.constexpr):
     """A warpgroup's 64 rows times 128 columns of the product that comes through the stages next, zeros of rows that are
     not used; the number that came with its last stage; and where the stages go on."""
     a_tiles, b_tiles, row_scales, column_scales, next_tiles, full, empty = buffers
@@ -151,11 +151,11 @@ def _multiply(
         row = start + tile_row * TILE_ROWS + WARPGROUP * 64
         row_end = gl.minimum(end, rows)
         is_used = row < row_end
-        total, _, slot, phase = _product(zero, buffers, C, is_used, slot, phase, WARPGROUP)
+        total, _, slot, phase = product(zero, buffers, C, is_used, slot, phase, WARPGROUP)
         if is_used:
             tma.store_wait(0)  # of h of the tile before
             _store(rounded(total), gate_out, gate_tiles, buffer, row, row_end, rows, tile_column, H)
-        total, tile, slot, phase = _product(zero, buffers, C, is_used, slot, phase, WARPGROUP)
+        total, tile, slot, phase = product(zero, buffers, C, is_used, slot, phase, WARPGROUP)
         if is_used:
             up = rounded(total)
             tma.store_wait(0)
