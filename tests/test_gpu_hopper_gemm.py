@@ -118,7 +118,7 @@ def test_swiglu_in_the_gemm_gives_the_bits_of_separate_kernels(case: str, tiles:
         None if sizes is None else make_offs(sizes, DEVICE),
     )
     used, plan = rows if sizes is None else sum(sizes), REBASED.forward
-    for h, d in ((128, 416), (1408, 256)):
+    for h, d in ((128, 416), (1408 if case == "large" else 384, 256)):
         a = quantized(patchy(rows, d), 1, plan.a)
         w1, w3 = (quantized(patchy(groups, h, d) / 8, 2, plan.b) for _ in range(2))
         with poisoned_empty():
@@ -138,7 +138,7 @@ def test_gradients_of_swiglu_in_the_gemm_have_the_bits_of_separate_kernels(case:
     rows, groups, plan = sum(sizes or []) + extra, len(sizes or [0]), REBASED
     used, offs = (rows, None) if sizes is None else (sum(sizes), make_offs(sizes, DEVICE))
     stored = -(-rows // 32) * 32 if offs is None else int(reference.padded_ends(offs.cpu(), 128)[-1])
-    for h, d, scored in ((96, 416, True), (1408, 256, False)):
+    for h, d, scored in ((96, 416, True), (1408 if case == "large" else 352, 256, False)):
         g = quantized(patchy(rows, d), 1, plan.dgrad.a)
         w2 = quantized(patchy(groups, d, h) / 8, 1, plan.dgrad.b)
         gate, up = (torch.randn(rows, h, device=DEVICE).to(BF16) for _ in range(2))

@@ -180,6 +180,29 @@ def add_stage(acc, a, b, zero, row_scales, column_scales, part, slot):
 
 
 @gluon.jit
+def product(zero, buffers, length, is_used, slot, phase, WARPGROUP: gl.constexpr):
+    """A warpgroup's 64 rows times 128 columns of the product that comes through the stages next, zeros of rows that are
+    not used; the number that came with its last stage; and where the stages go on."""
+    a_tiles, b_tiles, row_scales, column_scales, next_tiles, full, empty = buffers
+    STAGES: gl.constexpr = full.shape[0]
+    PARTS: gl.constexpr = a_tiles.shape[0] // STAGES
+    acc = zero.reshape((64, 4, 32))
+    next_tile = gl.to_tensor(0)
+    for k in range(0, length, 128):
+        part = slot * PARTS + WARPGROUP
+        mbarrier.wait(full.index(slot), phase)
+        if is_used:
+            a, b = a_tiles.index(part), b_tiles.index(slot)
+            acc = add_stage_of_squares(acc, a, b, zero, row_scales, column_scales, part, slot)
+        if k + 128 >= length:
+            next_tile = next_tile_of(next_tiles, slot)
+        mbarrier.arrive(empty.index(slot), count=1)
+        slot, phase = next_slot(slot, phase, STAGES)
+    total = gl.convert_layout(acc.reshape(zero.shape), zero.type.layout, assert_trivial=True)
+    return total, next_tile, slot, phase
+
+
+@gluon.jit
 def store_rows(value, out, matrix, first_row, row_end, out_rows, column, D):
     """Stores the rows before ``row_end`` from registers."""
     at, inside = _places(value, matrix, first_row, row_end, out_rows, column, D)

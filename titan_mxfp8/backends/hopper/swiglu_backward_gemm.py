@@ -20,13 +20,7 @@ from titan_mxfp8.backends.common.tiles import rounding_of
 from titan_mxfp8.backends.hardware import multiprocessors
 from titan_mxfp8.backends.hopper import gemm
 from titan_mxfp8.backends.hopper.scales import STAGE, decode_scales
-from titan_mxfp8.backends.hopper.stages import (
-    first_slot,
-    load_stages,
-    next_slot,
-    readable_scales,
-)
-from titan_mxfp8.backends.hopper.swiglu_gemm import product
+from titan_mxfp8.backends.hopper.stages import first_slot, load_stages, next_slot, product, readable_scales
 from titan_mxfp8.backends.hopper.swiglu_gradients import (
     ALONG_COLUMNS,
     ALONG_ROWS,

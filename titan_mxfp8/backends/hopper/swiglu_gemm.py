@@ -28,12 +28,10 @@ from titan_mxfp8.backends.hardware import multiprocessors
 from titan_mxfp8.backends.hopper import gemm
 from titan_mxfp8.backends.hopper.scales import PART, STAGE, decode_scales
 from titan_mxfp8.backends.hopper.stages import (
-    add_stage_of_squares,
     copy_out,
     first_slot,
     load_stages,
-    next_slot,
-    next_tile_of,
+    product,
     readable_scales,
     reinterpreted,
     store_rows,
@@ -80,29 +78,6 @@ def multiply(
         device=gate.device, descriptors=tuple(map(descriptor, tensors, layouts)),
     )  # fmt: skip
     return SwigluForward(gate, up, h), is_new
-
-
-@gluon.jit
-def product(zero, buffers, length, is_used, slot, phase, WARPGROUP: gl.constexpr):
-    """A warpgroup's 64 rows times 128 columns of the product that comes through the stages next, zeros of rows that are
-    not used; the number that came with its last stage; and where the stages go on."""
-    a_tiles, b_tiles, row_scales, column_scales, next_tiles, full, empty = buffers
-    STAGES: gl.constexpr = full.shape[0]
-    PARTS: gl.constexpr = a_tiles.shape[0] // STAGES
-    acc = zero.reshape((64, 4, 32))
-    next_tile = gl.to_tensor(0)
-    for k in range(0, length, 128):
-        part = slot * PARTS + WARPGROUP
-        mbarrier.wait(full.index(slot), phase)
-        if is_used:
-            a, b = a_tiles.index(part), b_tiles.index(slot)
-            acc = add_stage_of_squares(acc, a, b, zero, row_scales, column_scales, part, slot)
-        if k + 128 >= length:
-            next_tile = next_tile_of(next_tiles, slot)
-        mbarrier.arrive(empty.index(slot), count=1)
-        slot, phase = next_slot(slot, phase, STAGES)
-    total = gl.convert_layout(acc.reshape(zero.shape), zero.type.layout, assert_trivial=True)
-    return total, next_tile, slot, phase
 
 
 @gluon.jit
