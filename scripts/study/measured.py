@@ -59,11 +59,11 @@ def of_training(path: Path, folder: Path) -> Iterator[Row]:
     if not {"gpu", "config", "processes"} <= env.keys() or env.get("torchtitan", "").startswith("0.3"):
         return
     model = tomllib.loads((ROOT / env["config"]).read_text())["model"]
-    gains = list(training_gains(read_rows(path)))
+    gains = [(row, gain) for row, gain in training_gains(read_rows(path)) if "+graph" not in row["run"]]
     converted = "both" if any(converted_of(row["run"]) == "both" for row, _ in gains) else "grouped"
     for row, gain in gains:
         run, recipe = row["run"], recipe_of(row["run"])
-        if run == "bf16" or "+graph" in run or (recipe != OURS and converted_of(run) != converted):
+        if run == "bf16" or (recipe != OURS and converted_of(run) != converted):
             continue
         yield {
             "gpu": env["gpu"],

@@ -69,7 +69,7 @@ def recipe_of(run: str) -> str:
     what, _, recipe = run.partition(":")
     if run == "bf16":
         return run
-    if run == "bf16+dispatch" or recipe == "bf16":
+    if run.startswith("bf16+dispatch") or recipe == "bf16":
         return OURS
     return get_recipe(recipe or "mxfp8", rebase="+rebase" in what).name
 

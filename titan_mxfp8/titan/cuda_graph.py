@@ -154,12 +154,14 @@ class StepGraph:
         )
 
     def _release(self) -> None:
-        if self._graphs:
-            torch.cuda.synchronize()
+        if not self._graphs:
+            return
+        torch.cuda.synchronize()
         for captured in self._graphs.values():
             captured.graph.reset()
         self._graphs.clear()
         self._grads, self._bytes = [], 0
+        torch.cuda.empty_cache()  # eager steps do not use what belonged to a graph
 
 
 def must_run_eagerly(model: nn.Module) -> bool:

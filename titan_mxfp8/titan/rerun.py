@@ -152,9 +152,9 @@ class Rerun:
             f"{layers.dispatch.rows} from here on"
         )
         self.wanted.reset()
+        trainer.optimizers.zero_grad()  # first: gradients are in the graph's memory
         if graph is not None:
             graph.discard()
-        trainer.optimizers.zero_grad()
         for module in trainer.model_parts[0].modules():
             if isinstance(module, ConvertedModule) and module.probe is not None:
                 module.probe.grad = None
