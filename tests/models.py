@@ -27,8 +27,7 @@ from titan_mxfp8 import backends
 ROOT = Path(__file__).parent.parent
 MODELS = ("llama4", "deepseek_v3", "qwen3", "gpt_oss", "llama3")
 KERNELS = ("quantize", "quantize_both", "gemm_m_grouped", "gemm_k_grouped")
-# These count as so many of gemm_m_grouped.
-STANDS_FOR = {"dual_gemm_m_grouped": 2, "swiglu_gemm_m_grouped": 2, "swiglu_backward_gemm_m_grouped": 1}
+PAIRS = ("dual_gemm_m_grouped", "swiglu_gemm_m_grouped")  # count as two of gemm_m_grouped each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +124,10 @@ def count_kernels(device: torch.device) -> Iterator:
                 result = kernel(*args, **kwargs)
             finally:
                 inside = False
-            if name not in STANDS_FOR:
+            if name not in PAIRS:
                 counts[name] += 1
             elif result is not None:  # None: it cannot do this one
-                counts["gemm_m_grouped"] += STANDS_FOR[name]
+                counts["gemm_m_grouped"] += 2
             return result
 
         return run
@@ -137,7 +136,7 @@ def count_kernels(device: torch.device) -> Iterator:
         if device.type == "cuda":  # what is replayed runs none of the backend's Python
             replay = importlib.import_module("titan_mxfp8.backends.common.replay")
             patches.enter_context(mock.patch.object(replay, "call", lambda function, args, unread: function(*args)))
-        for name in (name for name in (*KERNELS, *STANDS_FOR) if getattr(backend, name) is not None):
+        for name in (name for name in (*KERNELS, *PAIRS) if getattr(backend, name) is not None):
             patches.enter_context(mock.patch.object(backend, name, counted(name, getattr(backend, name))))
         yield lambda: dict(counts)
 

@@ -132,30 +132,6 @@ def test_swiglu_in_the_gemm_gives_the_bits_of_separate_kernels(case: str, tiles:
         assert torch.equal(ours.h.scale[:, :used], theirs.scale[:, :used])
 
 
-@pytest.mark.parametrize("case", [*CASES, *MORE])
-def test_gradients_of_swiglu_in_the_gemm_have_the_bits_of_separate_kernels(case: str) -> None:
-    sizes, extra = CASES[case]
-    rows, groups, plan = sum(sizes or []) + extra, len(sizes or [0]), REBASED
-    used, offs = (rows, None) if sizes is None else (sum(sizes), make_offs(sizes, DEVICE))
-    stored = -(-rows // 32) * 32 if offs is None else int(reference.padded_ends(offs.cpu(), 128)[-1])
-    for h, d, scored in ((96, 416, True), (1408 if case == "large" else 352, 256, False)):
-        g = quantized(patchy(rows, d), 1, plan.dgrad.a)
-        w2 = quantized(patchy(groups, d, h) / 8, 1, plan.dgrad.b)
-        gate, up = (torch.randn(rows, h, device=DEVICE).to(BF16) for _ in range(2))
-        rest = torch.rand(rows, device=DEVICE) if scored else None, None, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b, offs
-        with poisoned_empty():
-            ours = hopper.swiglu_backward_gemm_m_grouped(g, w2, [gate, up], *rest)
-            u = hopper.gemm_m_grouped(g, w2, offs, None, BF16, False)
-            theirs = hopper.swiglu_backward([gate, up, u], *rest)
-        for mine, other in zip(ours[:5], theirs[:5], strict=True):
-            cut = (slice(None), slice(stored)) if mine.axis == 0 else slice(used)
-            assert torch.equal(mine.data.view(torch.uint8)[cut], other.data.view(torch.uint8)[cut])
-            blocks = -(-stored // 128)
-            cut = slice(blocks) if mine.axis == 0 else (slice(None), slice(used))
-            assert torch.equal(mine.row_scales().mT[cut], other.row_scales().mT[cut])
-        assert ours.dscores is None if not scored else torch.equal(ours.dscores[:used], theirs.dscores[:used])
-
-
 def test_all_kinds_of_stages_are_tested() -> None:
     """Those that are scaled once, once per half, in one half only, and once per 32."""
     sizes, extra = CASES["large"]

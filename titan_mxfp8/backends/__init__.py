@@ -106,30 +106,6 @@ class SwigluGemm(Protocol):
         """
 
 
-class SwigluBackwardGemm(Protocol):
-    """dgrad of w2, ``gemm_m_grouped``, and ``swiglu_backward`` of its product, as one kernel that gives their bits."""
-
-    def __call__(
-        self,
-        g: Operand,
-        w2: Operand,
-        inputs: list[Tensor],
-        scores_M: Tensor | None,
-        limit: float | None,
-        rowwise: OperandSpec,
-        columnwise: OperandSpec,
-        h_columnwise: OperandSpec,
-        offs: Tensor | None,
-    ) -> SwigluGradients | None:
-        """None of what it cannot do: the separate kernels do that.
-
-        Args:
-            g, w2: as ``a`` and ``b`` of ``gemm_m_grouped``.
-            inputs: gate and up. Emptied, unless None is returned.
-            scores_M, limit, rowwise, columnwise, h_columnwise, offs: as in ``swiglu_backward``.
-        """
-
-
 class Backend(Protocol):
     """What a backend's module offers. All give the bits of ``format.reference``, and GEMMs equal up to the order of
     additions and the rounding of the output.
@@ -225,9 +201,8 @@ class Backend(Protocol):
                 holds anything there. None: every row.
         """
 
-    swiglu_gemm_m_grouped: SwigluGemm | None
-    swiglu_backward_gemm_m_grouped: SwigluBackwardGemm | None
-    """GEMMs and SwiGLU in one kernel; None where a backend has none."""
+    swiglu_gemm_m_grouped: "SwigluGemm | None"
+    """A kernel that makes both pre-activations and h at once; None where a backend has none."""
 
     @staticmethod
     def swiglu_backward(

@@ -277,16 +277,10 @@ def backward_w2(
     rows = g.along_features(plan.dgrad.a, offs, kernels)
     if g.sent is not None:
         g = g._replace(rowwise=None)
-    made, rest = None, (scores, config.limit, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b, offs)
-    if kernels.swiglu_backward_gemm_m_grouped is not None:
-        made = kernels.swiglu_backward_gemm_m_grouped(rows, w2, preactivations, *rest)
-    if made is None:
-        preactivations.append(kernels.gemm_m_grouped(rows, w2, offs, None, torch.bfloat16, False))  # u
-        del w2, rows
-        made = kernels.swiglu_backward(preactivations, *rest)
-    else:
-        del w2, rows
-    *made, sh_columnwise, dscores = made
+    preactivations.append(kernels.gemm_m_grouped(rows, w2, offs, None, torch.bfloat16, False))  # u
+    del w2, rows
+    specs = plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
+    *made, sh_columnwise, dscores = kernels.swiglu_backward(preactivations, scores, config.limit, *specs, offs)
     dw2 = db2 = None
     if needs[2]:
         dw2 = wanted.multiply(2, g.along_tokens(plan.wgrad.a, offs, kernels), sh_columnwise, offs, kernels)

@@ -23,13 +23,12 @@ from titan_mxfp8.backends.common import swiglu as portable_swiglu
 from titan_mxfp8.backends.common.quantizers import quantize, quantize_both, requantize
 from titan_mxfp8.backends.common.swiglu import swiglu
 from titan_mxfp8.backends.hardware import Hardware
-from titan_mxfp8.backends.hopper import gemm, swiglu_backward_gemm, swiglu_gemm, swiglu_gradients
+from titan_mxfp8.backends.hopper import gemm, swiglu_gemm, swiglu_gradients
 from titan_mxfp8.format.spec import Operand, OperandSpec, check_k_grouped, check_m_grouped
 from titan_mxfp8.recipe import Recipe
 
 __all__ = ["plan", "quantize", "quantize_both", "requantize", "swiglu", "swiglu_backward"]
-__all__ += ["dual_gemm_m_grouped", "gemm_k_grouped", "gemm_m_grouped"]
-__all__ += ["swiglu_backward_gemm_m_grouped", "swiglu_gemm_m_grouped"]
+__all__ += ["dual_gemm_m_grouped", "gemm_k_grouped", "gemm_m_grouped", "swiglu_gemm_m_grouped"]
 
 
 def plan(recipe: Recipe, hardware: Hardware) -> Plan:
@@ -105,24 +104,6 @@ def swiglu_gemm_m_grouped(
     if not rebased or limit is not None or biases != (None, None) or w1.data.shape[1] % 128:
         return None
     return swiglu_gemm.swiglu_gemm(a, w1, w3, spec, offs)
-
-
-def swiglu_backward_gemm_m_grouped(
-    g: Operand,
-    w2: Operand,
-    inputs: list[Tensor],
-    scores_M: Tensor | None,
-    limit: float | None,
-    rowwise: OperandSpec,
-    columnwise: OperandSpec,
-    h_columnwise: OperandSpec,
-    offs: Tensor | None,
-) -> SwigluGradients | None:
-    """``Backend.swiglu_backward_gemm_m_grouped`` of rebased operands, without a limit."""
-    rebased = all(spec.block_k == 128 for spec in (rowwise, columnwise, h_columnwise)) and _is_fp8(g, w2)
-    if not rebased or limit is not None:
-        return None
-    return swiglu_backward_gemm.swiglu_backward_gemm(g, w2, inputs, scores_M, rowwise, columnwise, h_columnwise, offs)
 
 
 def _is_fp8(a: Operand, b: Operand) -> bool:

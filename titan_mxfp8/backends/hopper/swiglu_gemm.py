@@ -9,9 +9,12 @@ through the stages one after the other, that of the gate first:
 | w3                   | rounds up likewise, takes the gate back out, computes h, rounds that to bf16 and rebases its |
 |                      | blocks of 128 features; stores up, then the elements of h, through the same buffer           |
 
-So h is neither written in bf16 nor read again, and the rows of ``a`` have their scales decoded once. All bits are those
-of ``gemm.gemm_m_grouped`` twice and ``common.swiglu.swiglu``. The score times h along M, which wgrad takes, is made
-with SwiGLU's gradients: those read gate and up in any case, and h in a second layout would have to be kept until then.
+So gate and up are not read again to make h, and the rows of ``a`` have their scales decoded once. All bits are those of
+``gemm.gemm_m_grouped`` twice and ``common.swiglu.swiglu``. On an H100, 196608 x 2048 by 2 x 1408 in 64 groups: 2.5 ms;
+the three kernels 2.9.
+
+The score times h along M, which wgrad takes, is made with SwiGLU's gradients: these read gate and up in any case, and h
+in a second layout would take memory until then.
 """
 
 import torch
@@ -44,21 +47,22 @@ from titan_mxfp8.format.spec import Operand, OperandSpec
 
 def swiglu_gemm(a: Operand, w1: Operand, w3: Operand, spec: OperandSpec, offs: Tensor | None) -> SwigluForward:
     """``Backend.swiglu_gemm_m_grouped`` of 1x128 blocks by 32x128, of features in whole blocks of 128."""
+    shape, device = (a.data.shape[0], w1.data.shape[1]), a.data.device
+    gate, up = (torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    out = SwigluForward(gate, up, spec.empty(gate, 1, None))
     tiles, others = gemm.tiles_for(a, w1)
-    made, is_new = multiply(a, w1, w3, spec, offs, tiles)
-    if is_new:
-        multiply(a, w1, w3, spec, offs, others, run=False)
-    return made
+    if multiply(a, w1, w3, out, offs, tiles):
+        multiply(a, w1, w3, out, offs, others, run=False)
+    return out
 
 
 def multiply(
-    a: Operand, w1: Operand, w3: Operand, spec: OperandSpec, offs: Tensor | None, tiles: gemm.Tiles, run: bool = True
-) -> tuple[SwigluForward, bool]:
-    """``swiglu_gemm`` with given tiles; not ``run``: compiles only. And whether the kernel was new."""
+    a: Operand, w1: Operand, w3: Operand, out: SwigluForward, offs: Tensor | None, tiles: gemm.Tiles, run: bool = True
+) -> bool:
+    """``swiglu_gemm`` with given tiles, into ``out``; not ``run``: compiles only. Whether the kernel was new."""
+    gate, up, h = out
     (m, c), features = a.data.shape, w1.data.shape[1]
-    assert tiles.parts == tiles.warpgroups and features % STAGE == 0 and spec.block_k == STAGE, (tiles, features, spec)
-    gate, up = (torch.empty((m, features), dtype=torch.bfloat16, device=a.data.device) for _ in range(2))
-    h = spec.empty(gate, 1, None)
+    assert tiles.parts == tiles.warpgroups and features % 128 == 0 and h.spec.block_k == 128, (tiles, features, h.spec)
     columns, stages = features // BLOCK_SIZE, ceil_div(c, STAGE)
     scales = decode_scales(a, w1, columns, stages, copies=4, end=m, offs=offs)
     scales_3 = decode_scales(a, w3, columns, stages, copies=4, end=m, offs=offs, with_rows=False)
@@ -70,14 +74,13 @@ def multiply(
     )
     tensors = a.data, w1.data, scales.buffer, scales.buffer, w3.data, scales_3.buffer, gate, up, h.data
     layouts = a_tile, w_tile, row_scale, column_scale, w_tile, column_scale._replace(offset=0), in_bf16, in_bf16, in_fp8
-    is_new = _SWIGLU_GEMM.launch(
+    return _SWIGLU_GEMM.launch(
         min(plan.tiles, multiprocessors(gate.device)) if run else 0,
         (gate, up, h.data, h.scale, offs, scales.buffer[scales.layout.size :]),
         plan.sizes, plan.counts,
-        (scales.layout.copies, *rounding_of(spec), tiles.warpgroups, tiles.stages, gemm.GROUP_M, *tiles.registers),
+        (scales.layout.copies, *rounding_of(h.spec), tiles.warpgroups, tiles.stages, gemm.GROUP_M, *tiles.registers),
         device=gate.device, descriptors=tuple(map(descriptor, tensors, layouts)),
     )  # fmt: skip
-    return SwigluForward(gate, up, h), is_new
 
 
 @gluon.jit

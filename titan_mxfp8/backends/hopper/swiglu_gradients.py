@@ -36,12 +36,12 @@ from titan_mxfp8.format.spec import OperandSpec
 
 TILE = Tile(rows=128, segments=2)
 # A thread has 8 columns of a row, a warp two rows: 16 bytes of each input, and whole lines.
-ALONG_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
+_ALONG_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
 # A thread has 16 rows of two columns, a warp all rows of 8: 16 bytes of a transposed row, and whole lines.
-ALONG_COLUMNS = gl.constexpr(gl.BlockedLayout([16, 2], [8, 4], [1, 8], [0, 1]))
-STAGED_COLUMNS = gl.constexpr(gl.BlockedLayout([16, 1, 2], [1, 8, 4], [1, 1, 8], [0, 1, 2]))
+_ALONG_COLUMNS = gl.constexpr(gl.BlockedLayout([16, 2], [8, 4], [1, 8], [0, 1]))
+_STAGED_COLUMNS = gl.constexpr(gl.BlockedLayout([16, 1, 2], [1, 8, 4], [1, 1, 8], [0, 1, 2]))
 # Row ``16 k + j`` is at [j, k]: lanes along columns read rows 16 apart, for which the swizzle has other banks.
-STAGED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
+_STAGED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
 
 
 def swiglu_backward(
@@ -78,11 +78,11 @@ def swiglu_backward(
 
 
 @gluon.jit
-def load_inputs(inputs, scores, row, stop, col, cols):
+def _load_inputs(inputs, scores, row, stop, col, cols):
     """gate, up and u of the rows before ``stop``, and their scores, 1 without any."""
     inside = (row < stop)[:, None] & (col < cols)[None, :]
     loaded = ()
-    for i in gl.static_range(len(inputs)):
+    for i in gl.static_range(3):
         x, stride = inputs[i]
         loaded = loaded + (gl.load(x + row.to(gl.int64)[:, None] * stride + col[None, :], mask=inside, other=0),)  # noqa: RUF005
     if scores is None:
@@ -93,7 +93,7 @@ def load_inputs(inputs, scores, row, stop, col, cols):
 
 
 @gluon.jit
-def gradients(inputs, score, LIMIT: gl.constexpr, ALPHA: gl.constexpr):
+def _gradients(inputs, score, LIMIT: gl.constexpr, ALPHA: gl.constexpr):
     """dgate, dup and score times h in bf16, and each row's sum of u * h."""
     gate, up, u = inputs
     gate, up, u, score = widened(gate), widened(up), widened(u), score[:, None]
@@ -121,7 +121,7 @@ def rebased(values, AXIS: gl.constexpr, FLOOR: gl.constexpr, E5M2: gl.constexpr)
 
 
 @gluon.jit
-def store_rows(values, out, row, stop, rows, tile_col, cols, FLOOR: gl.constexpr, E5M2: gl.constexpr):
+def _store_rows(values, out, row, stop, rows, tile_col, cols, FLOOR: gl.constexpr, E5M2: gl.constexpr):
     """Stores rows before ``stop`` and 128 columns, quantised along the columns."""
     data, scale = out
     elements, scales = rebased(values, 1, FLOOR, E5M2)
@@ -133,7 +133,7 @@ def store_rows(values, out, row, stop, rows, tile_col, cols, FLOOR: gl.constexpr
 
 
 @gluon.jit
-def store_columns(values, out, tile_row, col, cols, padded_rows, FLOOR: gl.constexpr, E5M2: gl.constexpr):
+def _store_columns(values, out, tile_row, col, cols, padded_rows, FLOOR: gl.constexpr, E5M2: gl.constexpr):
     """Stores 128 rows and the columns ``col``, quantised along the rows, transposed."""
     data, scale = out
     elements, scales = rebased(values, 0, FLOOR, E5M2)
@@ -166,24 +166,24 @@ def _rebased_swiglu_backward(
     inputs = (gate, gate_stride), (up, up_stride), (u, u_stride)
     staged = ()
     for _ in gl.static_range(3):
-        staged = staged + (gl.allocate_shared_memory(gl.bfloat16, [16, 8, 128], STAGED),)  # noqa: RUF005
-    row = gl.arange(0, 32, gl.SliceLayout(1, ALONG_ROWS))
+        staged = staged + (gl.allocate_shared_memory(gl.bfloat16, [16, 8, 128], _STAGED),)  # noqa: RUF005
+    row = gl.arange(0, 32, gl.SliceLayout(1, _ALONG_ROWS))
     row = start + row % 8 * 16 + row // 8
-    col = tile_col * 128 + gl.arange(0, 128, gl.SliceLayout(0, ALONG_ROWS))
-    loaded, score = load_inputs(inputs, scores, row, stop, col, cols)
+    col = tile_col * 128 + gl.arange(0, 128, gl.SliceLayout(0, _ALONG_ROWS))
+    loaded, score = _load_inputs(inputs, scores, row, stop, col, cols)
     for i in gl.static_range(4):
-        made, products = gradients(loaded, score, LIMIT, ALPHA)
+        made, products = _gradients(loaded, score, LIMIT, ALPHA)
         row_i = row + i * 4
         if i < 3:
-            loaded, score = load_inputs(inputs, scores, row_i + 4, stop, col, cols)
+            loaded, score = _load_inputs(inputs, scores, row_i + 4, stop, col, cols)
         if scores is not None:
             gl.store(sums + tile_col.to(gl.int64) * rows + row_i, products, mask=row_i < stop)
         for j in gl.static_range(3):
             staged[j].slice(i * 4, 4, dim=0).store(made[j].reshape((4, 8, 128)))
         dgate_out = dgate_rowwise, dgate_rowwise_scale
         dup_out = dup_rowwise, dup_rowwise_scale
-        store_rows(made[0], dgate_out, row_i, stop, rows, tile_col, cols, FLOOR, E5M2)
-        store_rows(made[1], dup_out, row_i, stop, rows, tile_col, cols, FLOOR, E5M2)
+        _store_rows(made[0], dgate_out, row_i, stop, rows, tile_col, cols, FLOOR, E5M2)
+        _store_rows(made[1], dup_out, row_i, stop, rows, tile_col, cols, FLOOR, E5M2)
     outs = (
         (dgate_columnwise, dgate_columnwise_scale),
         (dup_columnwise, dup_columnwise_scale),
@@ -191,10 +191,10 @@ def _rebased_swiglu_backward(
     )
     for j in gl.static_range(3):
         for half in gl.static_range(2):
-            values = staged[j].slice(half * 64, 64, dim=2).load(STAGED_COLUMNS).permute((1, 0, 2)).reshape((128, 64))
-            values = gl.convert_layout(values, ALONG_COLUMNS, assert_trivial=True)
-            col = tile_col * 128 + half * 64 + gl.arange(0, 64, gl.SliceLayout(0, ALONG_COLUMNS))
-            store_columns(values, outs[j], tile_row, col, cols, padded_blocks * 32, FLOOR, H_E5M2 if j == 2 else E5M2)
+            values = staged[j].slice(half * 64, 64, dim=2).load(_STAGED_COLUMNS).permute((1, 0, 2)).reshape((128, 64))
+            values = gl.convert_layout(values, _ALONG_COLUMNS, assert_trivial=True)
+            col = tile_col * 128 + half * 64 + gl.arange(0, 64, gl.SliceLayout(0, _ALONG_COLUMNS))
+            _store_columns(values, outs[j], tile_row, col, cols, padded_blocks * 32, FLOOR, H_E5M2 if j == 2 else E5M2)
 
 
 _SWIGLU_BACKWARD = Kernel(_rebased_swiglu_backward)
