@@ -154,29 +154,32 @@ def moe_layers(*paths: Path, ranks: str = "2") -> list[Cells]:
     return list(found.values())
 
 
-def grouped_mm(
-    *paths: Path, recipes: str = "", held: str = "0", data: str = "", tokens: str = "", experts: str = ""
-) -> list[Cells]:
-    """Forward + backward of one grouped GEMM times bf16's, a row for each GPU and problem; of ``data``, ``tokens`` and
-    ``experts`` those that are named, or all; the controls always. Many experts have Zipf groups, few balanced ones."""
+def grouped_mm(*paths: Path, recipes: str = "", data: str = "", experts: str = "") -> list[Cells]:
+    """Forward + backward of one grouped GEMM times bf16's, a row for each GPU and problem; of ``data`` (older files
+    have products of two numbers too) and ``experts`` those that are named, or all; the controls always.
+
+    Many experts have Zipf groups, few balanced ones.
+    """
     table = []
     shown = (*CONTROLS, *(recipes.split(",") if recipes else RECIPES))
     for path in paths:
         problems: dict[tuple[str, ...], Cells] = {}
         for row in read(path):
-            if (row.get("bench"), row.get("what"), row.get("held")) != ("grouped_mm", "forward + backward", held):
+            if (row.get("bench"), row.get("what")) != ("grouped_mm", "forward + backward"):
                 continue
             spread = "zipf" if int(row["G"]) > 8 else "balanced"
-            if (row["groups"], data or row["data"], tokens or row["M"]) != (spread, row["data"], row["M"]):
+            numbers = row.get("data") or "normal"
+            is_beside_another = (row.get("held") or "0") != "0"  # in older files
+            if is_beside_another or (row["groups"], data or numbers) != (spread, numbers):
                 continue
             if experts and row["G"] not in experts.split(","):
                 continue
             sizes = tuple(row[name] for name in ("M", "N", "K", "G"))
-            notes = [SHAPES.get(sizes[1:3], ""), *["products"] * (row["data"] == "products")]
+            notes = [SHAPES.get(sizes[1:3], ""), *["products"] * (numbers == "products")]
             label = ", ".join(filter(None, [*notes, *["Zipf groups"] * (spread == "zipf")]))
             cells = {"GPU": gpu_of(path), "M, N, K, experts": ", ".join(sizes) + (f" ({label})" if label else "")}
             cells |= {code(recipe): "" for recipe in shown}
-            cells = problems.setdefault((*sizes, row["data"]), cells)
+            cells = problems.setdefault((*sizes, numbers), cells)
             if row["recipe"] in shown:
                 cells[code(row["recipe"])] = f"{float(row['x']):.2f}"
         table += problems.values()
@@ -184,20 +187,13 @@ def grouped_mm(
 
 
 def kernels(path: Path) -> list[Cells]:
-    """Each pass of each recipe: microseconds, rate, share of the ceiling and, of GEMMs, times bf16. Where the power
-    was measured: it, the clock and, of GEMMs, the energy of a floating-point operation."""
+    """Each pass of each recipe: microseconds, rate and, of GEMMs, times bf16."""
     table = []
     for row in read(path):
         rate = f"{float(row['tflops']):.0f} TFLOP/s" if row["tflops"] else f"{float(row['gb_per_s']):.0f} GB/s"
         cells = {"M, N, K, experts": ", ".join(filter(None, map(row.get, ("M", "N", "K", "G"))))}
         cells |= {"recipe": row["recipe"], "pass": row["what"], "us": f"{float(row['p50_us']):.0f}", "rate": rate}
-        ratios = {"of the ceiling": row.get("share"), "times bf16": row.get("x")}
-        cells |= {name: f"{float(ratio):.2f}" if ratio else "" for name, ratio in ratios.items()}
-        if row.get("watts"):
-            watts = float(row["watts"])
-            cells |= {"W": f"{watts:.0f}", "MHz": f"{float(row['sm_mhz']):.0f}"}
-            cells["pJ per FLOP"] = f"{watts / float(row['tflops']):.3f}" if row["tflops"] else ""
-        table.append(cells)
+        table.append(cells | {"times bf16": f"{float(row['x']):.2f}" if row.get("x") else ""})
     return table
 
 
