@@ -13,8 +13,8 @@
 # Afterwards scripts call python and torchrun. Where a function of the shell cannot be called, as by exec and timeout,
 # "$program" is this python.
 #
-# EXTRA= names one more extra of pyproject.toml: test.sh wants hf, bench is for bench_all.sh. It has a stamp of its own, so
-# that no script that does without installs again.
+# EXTRA=hf installs one more extra of pyproject.toml, which test.sh wants. It has a stamp of its own, so that no script
+# that does without installs again.
 
 program=python
 if [ -n "${PYTHON:-}" ]; then
@@ -93,8 +93,8 @@ if [ -z "${PYTHON:-}" ] && [ ! -e "$stamp" ]; then
     touch "$stamp"
 fi
 case ${EXTRA:-} in
-    '' | hf | bench) ;;
-    *) echo "setup: EXTRA is hf or bench, not '$EXTRA'" >&2; exit 2 ;;
+    '' | hf) ;;
+    *) echo "setup: EXTRA is hf or nothing, not '$EXTRA'" >&2; exit 2 ;;
 esac
 if [ -z "${PYTHON:-}" ] && [ -n "${EXTRA:-}" ] && [ ! -e "$stamp-$EXTRA" ]; then
     install "the extra $EXTRA" -e ".[$EXTRA]"

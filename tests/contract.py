@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from occupy import occupied_multiprocessors
 from poison import poisoned_empty
 
-from scripts.bench.occupy import occupied_multiprocessors
 from scripts.bench.problems import largest_row_error, make_offs, relative_rms
 from titan_mxfp8 import RECIPES
 from titan_mxfp8.backends import BACKENDS, Backend, BackendRow, Gemm, Plan, load

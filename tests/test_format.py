@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from scripts.bench.problems import SPREADS, group_sizes, make_offs, sums_per_stage
+from scripts.bench.problems import SPREADS, group_sizes, make_offs
 from titan_mxfp8 import MXTensor, quantize
 from titan_mxfp8.format import mx, reference
 from titan_mxfp8.format.spec import Operand, OperandSpec
@@ -426,16 +426,6 @@ def test_even_out_changes_no_value_and_leaves_no_scales_apart_that_need_not_be(b
             assert torch.equal(new[..., first : first + 4], expected)
             seen |= {len(set(scales)) for scales in expected.flatten(0, 1).tolist()}
     assert seen >= {1, 2, 3}
-
-
-def test_sums_per_stage() -> None:
-    """A sum ends at any step where a scale of the part differs: two parts of 64 rows, or of 4 squares, two stages."""
-    for block, rows in (("1x32", 64), ("32x32", 4)):
-        scale = torch.full((2 * rows, 8), 120, dtype=torch.uint8)
-        scale[rows - 1, 1] = scale[1, 1] = 121  # 3 sums instead of 1
-        scale[rows, 4:6] = 119  # 2 of the other part's second stage
-        data = torch.zeros(2 * rows * int(block.split("x")[0]), 256, dtype=torch.uint8).view(E4M3)
-        assert sums_per_stage(exact(data, scale, block)) == (3 + 1 + 1 + 2) / 4
 
 
 def test_rebased_groups_start_at_multiples_of_128() -> None:

@@ -13,77 +13,39 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
 
 import torch
 
 from scripts.bench.problems import GroupedShape
-from scripts.progress import ends_in_words, progress, say
+from scripts.progress import ends_in_words, say
 from scripts.result_files import environment, format_table, percentiles, write_results
 from titan_mxfp8.backends import select
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.recipe import get_recipe
 
 Row = dict[str, object]
-T = TypeVar("T")
 Call = Callable[[], object]
-IDENTITY = ("bench", "M", "N", "K", "G", "groups", "data", "held", "dtype", "backend", "recipe", "what")
+IDENTITY = ("bench", "M", "N", "K", "G", "groups", "backend", "recipe", "what")
 REPEATS, QUICK_REPEATS = 20, 4  # calls that count, at least
-RATES = ("p50_us", "tflops", "gb_per_s", "share", "watts", "sm_mhz", "x", "x_min", "x_max")
-SHOWN = (*IDENTITY[1:], *RATES)
-# Of the data sheets' dense matmuls: large enough that a card is at its power cap, small enough for 24 GiB.
-CEILING_SIZE = {"cuda": 8192, "cpu": 64}
-CEILINGS = ("copy", "bf16 matmul", "FP8 matmul")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What a call does, for the rates: floating-point operations, bytes in and out, and which ceiling limits it."""
-
-    flops: float = 0
-    moved: float = 0
-    ceiling: str = ""
+RATES = ("p50_us", "tflops", "gb_per_s", "x", "x_min", "x_max")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A call to be measured: what tells its row from others, what it does, further columns."""
+    """A call to be measured: what tells its row from others; floating-point operations, or bytes in and out, of which
+    its rate is made; further columns."""
 
     key: Row
     call: Call
-    work: Work = Work()
+    flops: float = 0
+    moved: float = 0
     more: Row = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """What NVML says of a GPU: the energy since its driver was loaded, and when; the clock of its multiprocessors."""
-
-    millijoules: int
-    seconds: float
-    sm_mhz: int
-
-
-Meter = Callable[[], Reading]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """Calls one after the other: microseconds of each; of a GPU that has a meter, what ``watts`` and ``sm_mhz`` say."""
-
-    us: list[float]
-    watts: float | None = None
-    sm_mhz: int | None = None
-
-    @property
-    def counted(self) -> list[float]:
-        return self.us[len(self.us) // 2 :]
 
 
 class Bench:
@@ -97,10 +59,8 @@ class Bench:
         self.name, self.args = name, args
         self.device = torch.device(args.device, 0 if args.device == "cuda" else None)
         self.begun, self.left_out, self.is_warm = time.monotonic(), 0, False
-        self.env = environment(self.device) | {
-            "command": " ".join(sys.argv),
-            "backend": backend_name(args, self.device),
-        }
+        backend = select(args.backend, hardware_of(self.device), get_recipe("mxfp8")).name
+        self.env = environment(self.device) | {"command": " ".join(sys.argv), "backend": backend}
         self.rows: list[Row] = []
         if (args.out / "data.csv").is_file():
             earlier = json.loads((args.out / "env.json").read_text())
@@ -113,19 +73,9 @@ class Bench:
             with (args.out / "data.csv").open(newline="") as file:
                 self.rows = list(csv.DictReader(file))
         self.known = {identity(row) for row in self.rows}
-        self.meter = meter_of(self.device)
         if self.device.type == "cuda":
             self.cold = torch.ones(1 << 27, dtype=torch.float32, device=self.device)
             self.sink = torch.empty((), device=self.device)
-
-    def each(self, items: Iterable[T], unit: str) -> Iterator[T]:
-        """The items, with a bar that counts them."""
-        items = list(items)
-        with progress(len(items), self.name, unit) as bar:
-            bar.set_postfix_str(f"rows in {self.args.out}")
-            for item in items:
-                yield item
-                bar.update()
 
     def key(self, **columns: object) -> Row:
         """The columns that say what a row is."""
@@ -139,47 +89,16 @@ class Bench:
         self.left_out += is_over
         return not is_over
 
-    def compare(
-        self,
-        entries: Sequence[Entry],
-        base: Call | None = None,
-        *,
-        beside: Callable[[], AbstractContextManager] = nullcontext,
-    ) -> None:
-        """Adds a row for each entry.
-
-        Args:
-            entries: what is measured; each result was compared with the baseline's.
-            base: the baseline, the same of all entries; None: the rows have no ratio.
-            beside: a context that all are in while they are timed.
-        """
+    def compare(self, entries: Sequence[Entry], base: Call | None = None) -> None:
+        """Adds a row for each entry, whose result was compared with the baseline's; without one there is no ratio."""
         calls = [*([base] if base else []), *(entry.call for entry in entries)]
-        measured = self._turns(calls, self.args.turns if base else 1, beside)
+        measured = self._turns(calls, self.args.turns if base else 1)
         for entry, blocks in zip(entries, measured[1 if base else 0 :], strict=True):
-            row = self._row(entry, blocks, measured[0] if base else None)
+            row = _measured(entry, blocks, measured[0] if base else None)
             self.rows.append(entry.key | {"control": False} | entry.more | row)
             self.known.add(identity(entry.key))
             say(" ".join(f"{name}={value}" for name, value in shown(self.rows[-1]).items()))
         self.write()
-
-    def _row(self, entry: Entry, blocks: list[Block], base: list[Block] | None) -> Row:
-        """The measured columns: of an entry's blocks by turn, and of the baseline's."""
-        counted = [block.counted for block in blocks]
-        p20, p50, p80 = (round(us, 3) for us in percentiles([us for block in counted for us in block]))
-        row: Row = {"p20_us": p20, "p50_us": p50, "p80_us": p80}
-        rates = {"tflops": entry.work.flops / p50 / 1e6, "gb_per_s": entry.work.moved / p50 / 1e3}
-        row |= {name: float(f"{rate:.6g}") if rate else None for name, rate in rates.items()}
-        top = self.ceiling(entry.work.ceiling)
-        row["share"] = round((rates["tflops"] or rates["gb_per_s"]) / top, 4) if top else None
-        for name in ("watts", "sm_mhz"):
-            row[name] = round(median(getattr(block, name) for block in blocks), 1) if self.meter else None
-        if base:
-            ratios = [median(theirs.counted) / median(mine) for theirs, mine in zip(base, counted, strict=True)]
-            row |= {"baseline_us": round(median(us for block in base for us in block.counted), 3)}
-            row |= {"x": median(ratios), "x_min": min(ratios), "x_max": max(ratios)}
-        row |= {"turns": len(blocks), "repeats": sum(map(len, counted))}
-        whole, kept = (median(sum(us) / 1e3 for us in of) for of in ([block.us for block in blocks], counted))
-        return row | {"block_ms": round(whole, 1), "dropped_ms": round(whole - kept, 1)}
 
     @contextmanager
     def whatever_fits(self, what: str) -> Iterator[None]:
@@ -192,32 +111,6 @@ class Bench:
         except torch.OutOfMemoryError:
             say(f"{what}: left out, it does not fit this GPU's memory")
 
-    def ceiling(self, what: str) -> float | None:
-        """TFLOP/s or GB/s of one of ``CEILINGS``, where this run measured it."""
-        row = next((row for row in self.rows if row["what"] == what), None)
-        return float(row["tflops"] or row["gb_per_s"]) if row and what in CEILINGS else None
-
-    def measure_ceilings(self) -> None:
-        """Adds the rows of ``CEILINGS``: a copy, and dense matmuls of normal numbers, as they are at the power cap."""
-        size = CEILING_SIZE[self.device.type]
-        a, b = (torch.randn(2 * size, size, dtype=torch.bfloat16, device=self.device) for _ in range(2))
-        product, one = a @ b.T, torch.ones((), device=self.device)
-        copied = torch.empty_like(product)
-        flops = 2 * (2 * size) ** 2 * size
-        calls: dict[str, tuple[Call, Work]] = {
-            "copy": (lambda: copied.copy_(product), Work(moved=4 * product.numel())),
-            "bf16 matmul": (lambda: a @ b.T, Work(flops=flops)),
-        }
-        hardware = hardware_of(self.device)
-        if hardware.capability >= (8, 9) if hardware.capability else hardware.arch in ("cpu", "gfx950"):
-            a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
-            fp8 = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
-            calls["FP8 matmul"] = lambda: torch._scaled_mm(a8, b8.T, **fp8), Work(flops=flops)
-        for what, (call, work) in calls.items():
-            key = self.key(M=2 * size, N=2 * size, K=size, recipe="torch", what=what)
-            if self.is_due(key):
-                self.compare([Entry(key=key, call=call, work=work, more={"control": True})])
-
     def write(self) -> None:
         write_results(self.args.out, self.rows, self.env | {"rows_left_out": str(self.left_out)})
 
@@ -228,16 +121,14 @@ class Bench:
         if self.left_out:
             print(f"{self.left_out} rows left out, the time limit was reached: the same command goes on")
 
-    def _turns(
-        self, calls: Sequence[Call], turns: int, beside: Callable[[], AbstractContextManager]
-    ) -> list[list[Block]]:
-        """Blocks by call and turn."""
+    def _turns(self, calls: Sequence[Call], turns: int) -> list[list[list[float]]]:
+        """Microseconds of the calls that count, by call and turn."""
         counts = [self._count(call, turns) for call in calls]
-        measured: list[list[Block]] = [[] for _ in calls]
-        with beside():
-            for _ in range(turns if self.is_warm else turns + 1):
-                for call, count, blocks in zip(calls, counts, measured, strict=True):
-                    blocks.append(self._block(call, count, self.meter))
+        measured: list[list[list[float]]] = [[] for _ in calls]
+        for _ in range(turns if self.is_warm else turns + 1):
+            for call, count, blocks in zip(calls, counts, measured, strict=True):
+                block = self._block(call, count)
+                blocks.append(block[len(block) // 2 :])
         self.is_warm = True
         return [blocks[-turns:] for blocks in measured]
 
@@ -250,60 +141,36 @@ class Bench:
         repeats = QUICK_REPEATS if self.args.quick else REPEATS
         return max(2 * ceil(repeats / turns), ceil(self.args.seconds / each))
 
-    def _block(self, call: Call, count: int, meter: Meter | None = None) -> Block:
-        """So many calls, one after the other."""
+    def _block(self, call: Call, count: int) -> list[float]:
+        """Microseconds of so many calls, one after the other."""
         if self.device.type != "cuda":
             times = []
             for _ in range(count):
                 begun = time.perf_counter()
                 call()
                 times.append(1e6 * (time.perf_counter() - begun))
-            return Block(us=times)
+            return times
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-        first, counts = None, events[count // 2][0]
-        for place, (start, end) in enumerate(events):
+        for start, end in events:
             torch.sum(self.cold, 0, out=self.sink)
             start.record()
             call()
             end.record()
-            # not after all launches: a GPU queues about a thousand, so that of short calls it is nearly done by then
-            if meter and first is None and place >= count // 2 and counts.query():
-                first = meter()
-        counts.synchronize()
-        first = first or (meter and meter())
-        events[-1][1].synchronize()
-        last = meter and meter()
-        times = [1e3 * start.elapsed_time(end) for start, end in events]
-        if not meter:
-            return Block(us=times)
-        watts = (last.millijoules - first.millijoules) / 1e3 / (last.seconds - first.seconds)
-        return Block(us=times, watts=watts, sm_mhz=last.sm_mhz)
+        torch.cuda.synchronize()
+        return [1e3 * start.elapsed_time(end) for start, end in events]
 
 
-def meter_of(device: torch.device) -> Meter | None:
-    """What reads a GPU's energy and clock; None on a CPU, and where NVML cannot be asked."""
-    if device.type != "cuda":
-        return None
-    try:
-        import pynvml  # of the extra ``bench``
-    except ModuleNotFoundError:
-        return None
-
-    def read() -> Reading:
-        return Reading(
-            millijoules=pynvml.nvmlDeviceGetTotalEnergyConsumption(handle),
-            seconds=time.perf_counter(),
-            sm_mhz=pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
-        )
-
-    try:
-        pynvml.nvmlInit()
-        # by UUID: NVML counts all GPUs, torch those of CUDA_VISIBLE_DEVICES
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        read()
-    except pynvml.NVMLError:
-        return None
-    return read
+def _measured(entry: Entry, blocks: list[list[float]], base: list[list[float]] | None) -> Row:
+    """The measured columns: of an entry's microseconds by turn, and of the baseline's."""
+    p20, p50, p80 = (round(us, 3) for us in percentiles([us for block in blocks for us in block]))
+    row: Row = {"p20_us": p20, "p50_us": p50, "p80_us": p80}
+    rates = {"tflops": entry.flops / p50 / 1e6, "gb_per_s": entry.moved / p50 / 1e3}
+    row |= {name: float(f"{rate:.6g}") if rate else None for name, rate in rates.items()}
+    if base:
+        ratios = [median(theirs) / median(mine) for theirs, mine in zip(base, blocks, strict=True)]
+        row |= {"baseline_us": round(median(us for block in base for us in block), 3)}
+        row |= {"x": median(ratios), "x_min": min(ratios), "x_max": max(ratios)}
+    return row | {"turns": len(blocks), "repeats": sum(map(len, blocks))}
 
 
 def identity(row: Mapping[str, object]) -> tuple[str, ...]:
@@ -313,13 +180,8 @@ def identity(row: Mapping[str, object]) -> tuple[str, ...]:
 
 def shown(row: Row) -> dict[str, str]:
     """What is printed of a row, in memory or read back."""
-    cells = {name: row[name] for name in SHOWN if row.get(name) not in (None, "")}
+    cells = {name: row[name] for name in (*IDENTITY[1:], *RATES) if row.get(name) not in (None, "")}
     return {name: f"{float(cell):.4g}" if name in RATES else str(cell) for name, cell in cells.items()}
-
-
-def backend_name(args: argparse.Namespace, device: torch.device) -> str:
-    """The backend that ``--backend`` means here."""
-    return select(args.backend, hardware_of(device), get_recipe("mxfp8")).name
 
 
 def parse_shape(text: str, known: Sequence[GroupedShape]) -> GroupedShape:

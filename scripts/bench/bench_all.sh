@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 usage() {
     cat << 'TEXT'
-Fills one folder with the benchmarks of this machine's GPU, or GPUs, within 10 minutes, then prints their tables. Called
-again with the same OUT it goes on: parts that are finished are not repeated, of the others what is missing.
+Fills one folder with the benchmarks of this machine's GPU, or GPUs, within 10 minutes. Called again with the same OUT it
+goes on: parts that are finished are not repeated, of the others what is missing.
 
     OUT=results/2027-01-31_h200_bench MINUTES=20 PARTS="grouped_mm kernels training" ./scripts/bench/bench_all.sh
 
@@ -16,7 +16,6 @@ Environment:
     SHAPES   those of grouped_mm, kernels and scaling, as M,N,K,G or by name
     DEVICE   cuda or cpu, which with small SHAPES tries it [cuda]
     PYTHON   a Python to be used as it is [set up .venv]
-    EXTRA    bench: installs too what reads the power and the clock of an NVIDIA GPU
 TEXT
 }
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
@@ -89,9 +88,8 @@ part() {
 for name in $PARTS; do
     case $name in
         grouped_mm) part "$name" 30 "$program" scripts/bench/bench_grouped_mm.py @ "${common[@]}" "${shapes[@]}" ;;
-        # of the recipes, those of the tables
-        kernels) part "$name" 25 "$program" scripts/bench/bench_kernels.py @ "${common[@]}" "${shapes[@]}" \
-            --recipes bf16 mxfp8_2d_rebased mxfp8_2d mxfp8 ;;
+        kernels) part "$name" 25 "$program" scripts/bench/bench_grouped_mm.py @ "${common[@]}" "${shapes[@]}" \
+            --passes --recipes mxfp8_2d_rebased mxfp8_2d mxfp8 ;;
         # short blocks: many rows, to see where cost stops being linear
         scaling) part "$name" 30 "$program" scripts/bench/bench_grouped_mm.py @ --device "$DEVICE" --quick --scaling "${shapes[@]}" ;;
         moe_layer) part "$name" 85 "$program" -m torch.distributed.run --standalone --nproc-per-node="$gpus" scripts/bench/bench_moe_layer.py @ \
@@ -106,8 +104,4 @@ for name in $PARTS; do
             --activation_checkpoint.mode=none --checkpoint.no-enable ;;
     esac
 done
-python scripts/study/tables.py --of "$out" | tee "$out/tables.md"
-if [ -e "$out/kernels/data.csv" ] && [ "$DEVICE" = cuda ]; then
-    python scripts/bench/roofline.py passes "$out" || echo "bench_all.sh: no roofline" >&2 # of a GPU that no config names
-fi
 exit "$failed"

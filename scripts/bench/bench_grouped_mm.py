@@ -3,21 +3,20 @@
     python scripts/bench/bench_grouped_mm.py --out results/<date>_<device>_grouped_mm [--quick] [--limit SECONDS]
 
 A recipe whose output or gradients are further from bf16's than MXFP8 explains ends the run. Controls are rows too: the
-baseline again, the baseline under ``torch.compile``, and recipe ``bf16``, our kernels with nothing quantised. Rows
-differ in ``data`` (normal numbers, or products of two), ``groups`` (how tokens are spread) and ``held``
-(multiprocessors that another kernel occupies). --scaling varies tokens, experts and spread around each shape instead.
+baseline again, the baseline under ``torch.compile``, and recipe ``bf16``, our kernels with nothing quantised. --scaling
+varies tokens, experts and spread around each shape instead. --passes times what forward and backward are made of: the
+three GEMMs against torch's, the quantisers of x, dy and w, and of w again for dgrad, as FSDP costs.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import torch
 
-from scripts.bench.bench import Bench, Call, Entry, Row, Work, parse, parser_of, run
-from scripts.bench.occupy import occupied_multiprocessors
+from scripts.bench.bench import Bench, Call, Entry, Row, parse, parser_of, run
 from scripts.bench.problems import (
     GROUPED_SHAPES,
     SMALL_EXPERT_SHAPES,
@@ -27,17 +26,21 @@ from scripts.bench.problems import (
     make_offs,
     relative_rms,
 )
+from scripts.progress import progress
 from titan_mxfp8 import mxfp8_grouped_mm
-from titan_mxfp8.backends import BACKENDS
+from titan_mxfp8.backends import BACKENDS, plan
+from titan_mxfp8.ops import matmul
 from titan_mxfp8.recipe import BF16, get_recipe
 
 # Relative RMS between MXFP8 and bf16 results on normal data: 0.037, see tests/test_ops.py. bf16 twice: 0.003.
 MAX_ERROR = {True: 0.045, False: 0.01}
-HELD = 16
 RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_2d_rebased", "mxfp8_2d_wgrad_bf16", "mxfp8_rebased")
 FEW = RECIPES[:3]
 AGAIN, COMPILED = "torch bf16", "torch bf16, compiled"
-BOTH, FORWARD = "forward + backward", "forward"
+CONTROLS = (AGAIN, COMPILED, BF16.name)
+BOTH = "forward + backward"
+GEMMS = ("forward", "dgrad", "wgrad")
+QUANTIZERS = ("quantise x", "quantise dy", "quantise w", "quantise w again")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,32 +49,29 @@ class Job:
 
     shape: GroupedShape
     ways: tuple[str, ...]
-    what: str = BOTH
     spread: Spread = "balanced"
-    products: bool = False
-    held: int = 0
+
+    @property
+    def columns(self) -> Row:
+        shape = self.shape
+        return {"M": shape.m, "N": shape.n, "K": shape.k, "G": shape.groups, "groups": self.spread}
 
 
 def make_problem(job: Job, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """x, w, dy in bf16 and offs."""
+    """x (M, K), w (G, N, K), dy (M, N) in bf16 and offs (G,)."""
     shape = job.shape
-
-    def tokens(features: int) -> torch.Tensor:
-        x = torch.randn(shape.m, features, dtype=torch.bfloat16, device=device)
-        return x * torch.randn_like(x) if job.products else x
-
+    x_MK, dy_MN = (
+        torch.randn(shape.m, features, dtype=torch.bfloat16, device=device) for features in (shape.k, shape.n)
+    )
     w_ENK = torch.randn(shape.groups, shape.n, shape.k, dtype=torch.bfloat16, device=device) / shape.k**0.5
     offs = make_offs(group_sizes(job.spread, shape.m, shape.groups), device)
-    return tokens(shape.k).requires_grad_(), w_ENK.requires_grad_(), tokens(shape.n), offs
+    return x_MK.requires_grad_(), w_ENK.requires_grad_(), dy_MN, offs
 
 
 def step(
-    grouped_mm: Callable[..., torch.Tensor], x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, what: str
+    grouped_mm: Callable[..., torch.Tensor], x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """The output, and with backward the gradients."""
-    if what == FORWARD:
-        with torch.no_grad():
-            return (grouped_mm(x, w),)
+    """The output and the gradients."""
     y = grouped_mm(x, w)
     return y.detach(), *torch.autograd.grad(y, (x, w), dy)
 
@@ -93,7 +93,7 @@ def function_of(way: str, offs: torch.Tensor, backend: str) -> Callable[..., tor
 
 def check(name: str, way: str, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
     """Raises ValueError where 8192 rows of a result are further from bf16's than the format explains."""
-    allowed = MAX_ERROR[way not in (AGAIN, COMPILED, BF16.name)]
+    allowed = MAX_ERROR[way not in CONTROLS]
     for of, *both in zip(("y", "dx", "dw"), ours, theirs, strict=False):
         parts = (tensor.reshape(-1, tensor.shape[-1]).split(8192) for tensor in both)
         error = max(relative_rms(*pair) for pair in zip(*parts, strict=True))
@@ -104,52 +104,100 @@ def check(name: str, way: str, ours: Sequence[torch.Tensor], theirs: Sequence[to
 def measure_job(bench: Bench, job: Job) -> None:
     """The rows of a job that are due."""
     shape, backend = job.shape, bench.env["backend"]
-    columns: Row = {"M": shape.m, "N": shape.n, "K": shape.k, "G": shape.groups, "groups": job.spread}
-    columns |= {"data": "products" if job.products else "normal", "held": job.held, "what": job.what}
-    keys = {way: bench.key(**columns, recipe=way) for way in job.ways}
+    keys = {way: bench.key(**job.columns, recipe=way, what=BOTH) for way in job.ways}
     due = [way for way, key in keys.items() if bench.is_due(key)]
     if not due:
         return
-    beside = partial(occupied_multiprocessors, job.held, looks=1 << 25)
-    work = Work(flops=(1 if job.what == FORWARD else 3) * 2 * shape.m * shape.n * shape.k)
-    with bench.whatever_fits(f"{shape.name} {job.what}"):
+    with bench.whatever_fits(shape.name):
         x, w, dy, offs = make_problem(job, bench.device)
-        base: Call = partial(step, function_of(AGAIN, offs, backend), x, w, dy, job.what)
+        base: Call = partial(step, function_of(AGAIN, offs, backend), x, w, dy)
         entries = []
         for way in due:
-            ours: Call = partial(step, function_of(way, offs, backend), x, w, dy, job.what)
+            ours: Call = partial(step, function_of(way, offs, backend), x, w, dy)
             check(shape.name, way, ours(), base())
-            control = {"control": way in (AGAIN, COMPILED, BF16.name)}
-            entries.append(Entry(key=keys[way], call=ours, work=work, more=control))
-        bench.compare(entries, base, beside=beside)
+            flops = 6 * shape.m * shape.n * shape.k
+            entries.append(Entry(key=keys[way], call=ours, flops=flops, more={"control": way in CONTROLS}))
+        bench.compare(entries, base)
 
 
-def jobs(args: argparse.Namespace, rebases: bool) -> Iterator[Job]:
+def passes_of(
+    recipe_name: str, backend: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, offs: torch.Tensor
+) -> dict[str, Call]:
+    """Of a recipe's forward and backward: ``QUANTIZERS``, and ``GEMMS`` on operands that are made here."""
+    recipe = get_recipe(recipe_name)
+    of = plan(recipe, backend, x.device)
+    keeps = recipe.weight_block == "32x32" and of.dgrad.b.stored != "bf16"
+    quantizers: dict[str, Call] = {
+        "quantise x": partial(matmul.quantize_both, x, of.forward.a, of.wgrad.b, offs, backend),
+        "quantise dy": partial(matmul.quantize_both, dy, of.dgrad.a, of.wgrad.a, offs, backend),
+        "quantise w": partial(matmul.quantize_both, w, of.forward.b, of.dgrad.b, None, backend)
+        if keeps
+        else partial(matmul.quantize, w, 2, of.forward.b, None, backend),
+        "quantise w again": partial(matmul.quantize, w, 1, of.dgrad.b, None, backend),
+    }
+    x_1, x_0 = quantizers["quantise x"]()
+    dy_1, dy_0 = quantizers["quantise dy"]()
+    forward_w = matmul.quantize(w, 2, of.forward.b, None, backend)
+    how = offs, None, torch.bfloat16, backend
+    gemms: dict[str, Call] = {
+        "forward": partial(matmul.gemm_m_grouped, x_1, forward_w, *how),
+        "dgrad": partial(matmul.gemm_m_grouped, dy_1, quantizers["quantise w again"](), *how),
+        "wgrad": partial(matmul.gemm_k_grouped, dy_0, x_0, dy.shape[0], offs, torch.bfloat16, backend),
+    }
+    return gemms | (quantizers if recipe.quantized else {})
+
+
+def measure_passes(bench: Bench, job: Job) -> None:
+    """The passes of a job's recipes that are due."""
+    shape, due = job.shape, {}
+    for recipe in job.ways:
+        for name in GEMMS + QUANTIZERS if get_recipe(recipe).quantized else GEMMS:
+            key = bench.key(**job.columns, recipe=recipe, what=name)
+            if bench.is_due(key):
+                due[recipe, name] = key
+    if not due:
+        return
+    with bench.whatever_fits(shape.name):
+        x, w, dy, offs = (tensor.detach() for tensor in make_problem(job, bench.device))
+        calls = {recipe: passes_of(recipe, bench.env["backend"], x, w, dy, offs) for recipe in job.ways}
+        for gemm, (a, b) in zip(GEMMS, ((x, w.mT), (dy, w), (dy.mT, x)), strict=True):
+            base: Call = partial(torch._grouped_mm, a, b, offs=offs)
+            entries = []
+            for recipe in (recipe for recipe, name in due if name == gemm):
+                ours = calls[recipe][gemm]
+                check(f"{shape.name} {gemm}", recipe, [ours()], [base()])
+                more = {"control": recipe == BF16.name}
+                flops = 2 * shape.m * shape.n * shape.k
+                entries.append(Entry(key=due[recipe, gemm], call=ours, flops=flops, more=more))
+            if entries:
+                bench.compare(entries, base)
+        for (recipe, name), key in due.items():
+            if name in QUANTIZERS:
+                call, read = calls[recipe][name], {"x": x, "dy": dy, "w": w}[name.split()[1]]
+                # what a GEMM takes unquantised is handed on, not written
+                written = [tensor for tensor in tensors_of(call()) if tensor is not read]
+                moved = sum(tensor.nbytes for tensor in (read, *written))
+                bench.compare([Entry(key=key, call=call, moved=moved)])
+
+
+def tensors_of(value: object) -> list[torch.Tensor]:
+    """All tensors in nested lists and tuples, such as operands."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return list(chain.from_iterable(map(tensors_of, value))) if isinstance(value, list | tuple) else []
+
+
+def jobs(shapes: Sequence[GroupedShape] | None, recipes: Sequence[str], quick: bool = False) -> Iterator[Job]:
     """What is measured, that which matters most first: the limit may cut off the rest."""
-
-    def ways(*recipes: str) -> tuple[str, ...]:
-        chosen = [name for name in recipes if name in args.recipes]
-        return tuple(name for name in chosen if rebases or get_recipe(name).block_k == 32)
-
-    controls = (AGAIN, COMPILED, BF16.name)
-    shapes = args.shapes or GROUPED_SHAPES
-    if args.scaling:
-        yield from scaling(args.shapes or (*GROUPED_SHAPES[:2], *SMALL_EXPERT_SHAPES), (BF16.name, *ways(*FEW)))
-        return
-    first = [shape for shape in shapes if args.shapes or shape.groups == 8]
-    for shape in first:
-        yield Job(shape=shape, ways=(*controls, *(ways(*args.recipes))))
-    for shape in shapes[len(first) :] if not args.quick else ():
-        yield Job(shape=shape, ways=(BF16.name, *ways(*FEW)))
-    if args.shapes or args.quick:
-        return
-    for shape in SMALL_EXPERT_SHAPES:
-        yield Job(shape=shape, ways=(*controls, *ways(*args.recipes)), spread="zipf")
-    for shape in first:
-        yield Job(shape=shape, ways=(BF16.name, *ways("mxfp8", "mxfp8_2d")), products=True)
-        yield Job(shape=shape, ways=(BF16.name, *ways(*FEW)), what=FORWARD)
-    for shape in first:
-        yield Job(shape=shape, ways=(BF16.name, *ways(*FEW)), held=HELD)
+    few = (BF16.name, *(name for name in recipes if name in FEW))
+    asked = [shape for shape in shapes or GROUPED_SHAPES if shapes or shape.groups == 8]
+    for shape in asked:
+        yield Job(shape=shape, ways=(*CONTROLS, *recipes))
+    if not shapes and not quick:
+        for shape in SMALL_EXPERT_SHAPES:
+            yield Job(shape=shape, ways=(*CONTROLS, *recipes), spread="zipf")
+        for shape in GROUPED_SHAPES[len(asked) :]:
+            yield Job(shape=shape, ways=few)
 
 
 def scaling(shapes: Sequence[GroupedShape], ways: tuple[str, ...]) -> Iterator[Job]:
@@ -167,16 +215,29 @@ def scaling(shapes: Sequence[GroupedShape], ways: tuple[str, ...]) -> Iterator[J
 
 def main(argv: Sequence[str]) -> None:
     parser = parser_of(__doc__, (*GROUPED_SHAPES, *SMALL_EXPERT_SHAPES), RECIPES)
-    parser.add_argument("--scaling", action="store_true", help="other tokens, experts and spreads around each shape")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--scaling", action="store_true", help="other tokens, experts and spreads around each shape")
+    kinds.add_argument("--passes", action="store_true", help="each GEMM and each quantiser alone")
     args = parse(parser, argv)
 
     def measure(bench: Bench) -> None:
         rebases = next(entry.rebases for entry in BACKENDS if entry.name == bench.env["backend"])
-        with torch.autograd.set_multithreading_enabled(False):  # as the plugin trains
-            for job in bench.each(jobs(args, rebases), "job"):
-                measure_job(bench, job)
+        recipes = tuple(name for name in args.recipes if rebases or get_recipe(name).block_k == 32)
+        shapes = args.shapes or (*GROUPED_SHAPES[:2], *SMALL_EXPERT_SHAPES)
+        if args.scaling:
+            todo = list(scaling(shapes, (BF16.name, *(name for name in recipes if name in FEW))))
+        elif args.passes:
+            ways = tuple(dict.fromkeys((BF16.name, *recipes)))
+            todo = [Job(shape=shape, ways=ways, spread="zipf" if shape.groups > 8 else "balanced") for shape in shapes]
+        else:
+            todo = list(jobs(args.shapes, recipes, args.quick))
+        bar = progress(len(todo), bench.name, "job")
+        with bar, torch.autograd.set_multithreading_enabled(False):  # as the plugin trains
+            for job in todo:
+                (measure_passes if args.passes else measure_job)(bench, job)
+                bar.update()
 
-    run("scaling" if args.scaling else "grouped_mm", args, measure)
+    run("scaling" if args.scaling else "kernels" if args.passes else "grouped_mm", args, measure)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,6 @@ from typing import Literal
 
 import torch
 
-from titan_mxfp8.format.mx import BLOCK_SIZE, to_blocks
-from titan_mxfp8.format.spec import Operand
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedShape:
@@ -96,16 +93,3 @@ def largest_row_error(out: torch.Tensor, ref: torch.Tensor) -> float:
     error, size = (out - ref).norm(dim=1), ref.norm(dim=1)
     relative = torch.where((error == 0) & (size == 0), 0.0, error / size)
     return relative.max().item() if relative.numel() else 0.0
-
-
-def sums_per_stage(operand: Operand) -> float:
-    """Of an operand of Hopper's exact FP8 GEMM: in how many sums its scales allow 128 products to be added up, 1 to 4.
-
-    A sum ends where a block's scale differs from the next one's, along the contraction axis, in any of 64 tokens (1x32
-    blocks) or 128 features (32x32). The mean over the operand; the GEMM heeds the scales of both of its operands.
-    """
-    scale = operand.scale.float()
-    stages = to_blocks(scale, scale.ndim - 1, 128 // BLOCK_SIZE)
-    ends = (stages[..., 1:] != stages[..., :-1]).float()
-    lines = 128 // BLOCK_SIZE if operand.spec.block == "32x32" else 64
-    return 1 + to_blocks(ends, ends.ndim - 3, lines).amax(-3).sum(-1).mean().item()

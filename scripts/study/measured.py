@@ -16,7 +16,6 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from scripts.bench.passes import MODELS
 from scripts.progress import ends_in_words
 from scripts.result_files import env_of, read_rows, training_gains, write_rows
 from scripts.study.tables import OURS, converted_of, recipe_of
@@ -24,6 +23,7 @@ from titan_mxfp8.recipe import BF16, RECIPES
 
 ROOT = Path(__file__).parents[2]
 RESULTS, FILE = ROOT / "results", ROOT / "titan_mxfp8" / "measured.csv"
+MODELS = {(8192, 5120): "llama4", (2048, 7168): "deepseek_v3"}  # by N and K of their experts
 COUNTS = re.compile(r"\*\*`(\d{4}-\d\d-\d\d_\w+)`\*\*")
 KEY = ("gpu", "kind", "model", "what", "gpus", "recipe", "dispatch")
 
@@ -80,8 +80,9 @@ def of_gemms(path: Path, folder: Path) -> Iterator[Row]:
     """The rows of a data.csv of bench_grouped_mm.py, of a GPU."""
     env = env_of(path)
     for row in read_rows(path) if "gpu" in env else ():
-        plain = (row.get("bench"), row.get("what"), row.get("held")) == ("grouped_mm", "forward + backward", "0")
-        if not plain or (row["G"], row["groups"], row["data"]) != ("8", "balanced", "normal"):
+        plain = (row.get("bench"), row.get("what")) == ("grouped_mm", "forward + backward")
+        plain &= (row.get("held") or "0", row.get("data") or "normal") == ("0", "normal")  # in older files, others too
+        if not plain or (row["G"], row["groups"]) != ("8", "balanced"):
             continue
         if row["recipe"] in RECIPES:
             yield {

@@ -1,4 +1,4 @@
-"""A kernel that occupies multiprocessors, for tests and benchmarks of other kernels beside it."""
+"""A kernel that occupies multiprocessors, for tests of other kernels beside it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
