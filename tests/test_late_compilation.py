@@ -29,6 +29,7 @@ from titan_mxfp8.moe import kernels as moe
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.moe.symmetric import Symmetric
 from titan_mxfp8.ops import config, library
+from titan_mxfp8.recipe import get_recipe
 
 EXPERTS, N, K = 3, 96, 160
 # None, one, multiples of 16, primes, both sides of where the GEMMs of Hopper take other tiles, and more than 2^15.
