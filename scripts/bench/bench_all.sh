@@ -105,4 +105,7 @@ for name in $PARTS; do
     esac
 done
 python scripts/study/tables.py --of "$out" | tee "$out/tables.md"
+if [ -e "$out/kernels/data.csv" ] && [ "$DEVICE" = cuda ]; then
+    python scripts/bench/roofline.py passes "$out" || echo "bench_all.sh: no roofline" >&2 # of a GPU that no config names
+fi
 exit "$failed"
