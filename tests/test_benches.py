@@ -11,7 +11,6 @@ import torch
 
 from scripts.bench import bench, bench_grouped_mm
 from scripts.bench.problems import SMALL_EXPERT_SHAPES
-from scripts.study import tables
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 
@@ -148,20 +147,6 @@ def test_what_does_not_fit_is_left_out(tmp_path: Path, monkeypatch, capsys) -> N
     monkeypatch.setattr(bench_grouped_mm, "make_problem", full)
     bench_grouped_mm.main([*SMALL, "--shapes", "96,64,96,3", "--out", str(tmp_path)])
     assert "96,64,96,3: left out, it does not fit" in capsys.readouterr().out
-
-
-def test_the_tables_of_a_folder_show_what_it_holds(tmp_path: Path) -> None:
-    common = [*SMALL, "--recipes", "mxfp8_2d", "--shapes", "96,64,96,3"]
-    bench_grouped_mm.main([*common, "--passes", "--out", str(tmp_path / "kernels"), "--limit", "-1"])
-    assert tables.of_folder(tmp_path) == "", "the limit cut it off"
-    bench_grouped_mm.main([*common, "--passes", "--out", str(tmp_path / "kernels")])
-    bench_grouped_mm.main([*common, "--out", str(tmp_path / "grouped_mm")])
-    text = tables.of_folder(tmp_path)
-    assert text.startswith(
-        "## grouped_mm\n\n| GPU | M, N, K, experts | torch bf16, compiled | bf16, ours | `mxfp8_2d` |\n"
-    )
-    assert "| 96, 64, 96, 3 | mxfp8_2d | quantise w again |" in text and "| CPU | 96, 64, 96, 3 |" in text
-    assert "GB/s" in text and "TFLOP/s" in text
 
 
 @pytest.mark.parametrize(

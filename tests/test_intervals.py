@@ -6,15 +6,7 @@ from statistics import fmean
 import pytest
 
 from scripts.study.compare_runs import Margin, verdict_on
-from scripts.study.intervals import (
-    EQUIVALENCE,
-    MOST,
-    critical_t,
-    equivalence_power,
-    interval,
-    is_equivalent,
-    pairs_needed,
-)
+from scripts.study.intervals import EQUIVALENCE, critical_t, interval, is_equivalent
 
 
 @pytest.mark.parametrize(
@@ -71,23 +63,3 @@ def test_no_difference_is_called_worse_or_higher_once_in_forty() -> None:
         up = fmean(verdict == "worse" or verdict.endswith("higher") for verdict in verdicts)
         down = fmean(verdict == "better" or verdict.endswith("lower") for verdict in verdicts)
         assert (up, down) == pytest.approx((0.025, 0.025), abs=0.0075)
-
-
-@pytest.mark.parametrize("pairs, difference", [(3, 0.0), (6, 0.0), (12, 0.0), (12, 0.5), (12, -0.5)])
-def test_the_power_is_how_often_runs_are_found_equivalent(pairs: int, difference: float) -> None:
-    found = fmean(is_equivalent(values, 1.05) for values in samples(difference, pairs, 4000))
-    assert equivalence_power(1.0, 1.05, pairs, difference) == pytest.approx(found, abs=0.025)
-
-
-def test_many_pairs_have_the_power_of_the_normal_distribution() -> None:
-    """n = (1.645 + 1.282)^2 (deviation / (margin - difference))^2, with one side that matters."""
-    assert pairs_needed(1.0, 0.3, 0.9, 0.2) == pytest.approx((1.6449 + 1.2816) ** 2 / 0.1**2, rel=0.005)
-
-
-def test_the_pairs_needed_are_the_fewest() -> None:
-    for deviation in (0.3, 1.0, 3.0):
-        pairs = pairs_needed(deviation, 1.0, 0.9)
-        assert equivalence_power(deviation, 1.0, pairs) >= 0.9 > equivalence_power(deviation, 1.0, pairs - 1)
-    assert pairs_needed(0.0, 1.0, 0.9) == 2
-    assert pairs_needed(0.0, 1.0, 0.9, 1.5) is None and pairs_needed(100.0, 1.0, 0.9) is None
-    assert equivalence_power(100.0, 1.0, MOST) < 0.9

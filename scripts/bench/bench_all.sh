@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 usage() {
     cat << 'TEXT'
-Fills one folder with the benchmarks of this machine's GPU, or GPUs, within 10 minutes, then prints their tables. Called
-again with the same OUT it goes on: parts that are finished are not repeated, of the others what is missing.
+Fills one folder with the benchmarks of this machine's GPU, or GPUs, within 10 minutes. Called again with the same OUT it
+goes on: parts that are finished are not repeated, of the others what is missing.
 
     OUT=results/2027-01-31_h200_bench MINUTES=20 PARTS="grouped_mm kernels training" ./scripts/bench/bench_all.sh
 
@@ -104,7 +104,6 @@ for name in $PARTS; do
             --activation_checkpoint.mode=none --checkpoint.no-enable ;;
     esac
 done
-python scripts/study/tables.py --of "$out" | tee "$out/tables.md"
 if [ -e "$out/kernels/data.csv" ] && [ "$DEVICE" = cuda ]; then
     python scripts/bench/roofline.py passes "$out" || echo "bench_all.sh: no roofline" >&2 # of a GPU that no config names
 fi

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from scripts.progress import ends_in_words
 from scripts.result_files import format_table, write_rows
-from scripts.study.intervals import MOST, critical_t, interval, is_equivalent, pairs_needed
+from scripts.study.intervals import critical_t, interval, is_equivalent
 from scripts.study.runs import Run, read_losses, read_run, unique_names
 
 if TYPE_CHECKING:
@@ -58,17 +58,14 @@ class Verdict:
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
-    """Raises ValueError if a run differs from the first one in length, or in a field of ``SAME`` that both saved; in
-    the data set, from the first one of its --other-data."""
+    """Raises ValueError if a run differs from the first one in length, or in a field of ``SAME`` that both saved."""
     first = runs[0]
     for run in runs[1:]:
-        first_on_data = next(other for other in runs if other.pair[1] == run.pair[1])
         for section, key in (name.split(".") for name in SAME.split()):
-            base = first_on_data if key.startswith("dataset") else first
-            saved = base.config.get(section), run.config.get(section)
+            saved = first.config.get(section), run.config.get(section)
             if all(saved) and saved[0].get(key) != saved[1].get(key):
                 raise ValueError(
-                    f"{base.name} has {section}.{key} = {saved[0].get(key)!r} and {run.name} "
+                    f"{first.name} has {section}.{key} = {saved[0].get(key)!r} and {run.name} "
                     f"{saved[1].get(key)!r}: compare runs of the same model on the same data"
                 )
         if max(run.loss) != max(first.loss):
@@ -117,7 +114,7 @@ def grouped(runs: Sequence[Run]) -> dict[str, list[Run]]:
     for run in runs:
         group = groups.setdefault(run.group, [])
         for other in group:
-            if other.pair == run.pair:
+            if other.seed == run.seed:
                 raise ValueError(f"{other.name} and {run.name} are both seed {run.seed} of {run.group}: leave one out")
         group.append(run)
     return groups
@@ -150,10 +147,10 @@ def finite_mean(values: Iterable[float]) -> float:
     return fmean(values) if values and all(map(math.isfinite, values)) else math.nan
 
 
-def final_losses(group: Sequence[Run], steps: Sequence[int], window: float) -> dict[tuple[int | None, int], float]:
-    """By seed and data, of the runs that have not diverged."""
-    losses = {run.pair: final_loss(run, steps, window) for run in group}
-    return {pair: loss for pair, loss in losses.items() if math.isfinite(loss)}
+def final_losses(group: Sequence[Run], steps: Sequence[int], window: float) -> dict[int | None, float]:
+    """By seed, of the runs that have not diverged."""
+    losses = {run.seed: final_loss(run, steps, window) for run in group}
+    return {seed: loss for seed, loss in losses.items() if math.isfinite(loss)}
 
 
 def margin_of(baseline: Sequence[Run], steps: Sequence[int], window: float, share: float) -> Margin:
@@ -163,9 +160,9 @@ def margin_of(baseline: Sequence[Run], steps: Sequence[int], window: float, shar
 def judge(
     baseline: Sequence[Run], group: Sequence[Run], steps: Sequence[int], window: float, margin: Margin
 ) -> Verdict:
-    """The group against the baseline: pairs of the same seed and data, of which neither has diverged."""
+    """The group against the baseline: pairs of the same seed, of which neither has diverged."""
     name, base_name = group[0].group, baseline[0].group
-    shared = {run.pair for run in group} & {run.pair for run in baseline}
+    shared = {run.seed for run in group} & {run.seed for run in baseline}
     base, own = final_losses(baseline, steps, window), final_losses(group, steps, window)
     differences = [own[pair] - base[pair] for pair in own if pair in base]
     if len(own) < len(group):
@@ -179,7 +176,7 @@ def judge(
     parts = []
     if len(differences) == 1:
         (only,) = base.keys() & own.keys()
-        two = (next(run for run in runs if run.pair == only) for runs in (group, baseline))
+        two = (next(run for run in runs if run.seed == only) for runs in (group, baseline))
         parts = parts_of_pair(*two, last_steps(steps, window))
     return Verdict(differences=differences, text=text, parts=parts)
 
@@ -190,11 +187,11 @@ def apart(baseline: Sequence[Run], group: Sequence[Run], steps: Sequence[int]) -
     for base, run in product(baseline, group):
         finite = [step for step in steps if math.isfinite(base.loss[step]) and math.isfinite(run.loss[step])]
         changes = [[of.loss[after] - of.loss[before] for before, after in pairwise(finite)] for of in (base, run)]
-        if base.pair != run.pair or len(finite) <= FEWEST_CHANGES or any(len(set(one)) == 1 for one in changes):
+        if base.seed != run.seed or len(finite) <= FEWEST_CHANGES or any(len(set(one)) == 1 for one in changes):
             continue
         if (together := correlation(*changes)) < TOGETHER:
             sentences.append(
-                f"{run.name} and {base.name} have not seen the same batches in the same order (see --other-data), or "
+                f"{run.name} and {base.name} have not seen the same batches in the same order, or "
                 f"one has gone astray: from step to step their losses change with a correlation of {together:.2f}"
             )
     return sentences
@@ -276,30 +273,6 @@ def standard_error(values: Sequence[float]) -> float:
     return stdev(values) / math.sqrt(len(values)) if all(map(math.isfinite, values)) else math.nan
 
 
-def plan(verdicts: dict[str, Verdict], margin: Margin) -> list[dict[str, object]]:
-    """How many pairs find a group equivalent with a probability of 90%, by how its paired differences spread.
-
-    The last row takes all groups' variances together, weighted by their degrees of freedom.
-    """
-    spreads = {
-        name: (len(verdict.differences), stdev(verdict.differences))
-        for name, verdict in verdicts.items()
-        if len(verdict.differences) > 1
-    }
-    if len(spreads) > 1:
-        freedom = sum(pairs - 1 for pairs, _ in spreads.values())
-        variance = sum((pairs - 1) * deviation**2 for pairs, deviation in spreads.values()) / freedom
-        spreads["all"] = sum(pairs for pairs, _ in spreads.values()), math.sqrt(variance)
-    rows = []
-    for name, (pairs, deviation) in spreads.items():
-        row: dict[str, object] = {"run": name, "pairs": pairs, "standard deviation": f"{deviation:.4f}"}
-        for words, part in {"0": 0, "m/4": 0.25, "m/2": 0.5}.items():
-            needed = pairs_needed(deviation, margin.nats, 0.9, part * margin.nats)
-            row[f"pairs it takes, difference {words}"] = needed or f"more than {MOST}"
-        rows.append(row)
-    return rows
-
-
 def loss_table(runs: Sequence[Run], count: int = 12) -> list[dict[str, object]]:
     """Losses at evenly spaced common steps, the last one included, and the difference from the first run."""
     steps = common_steps(runs)
@@ -344,13 +317,13 @@ def plot(groups: dict[str, list[Run]], path: Path, margin: float, metadata: dict
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), constrained_layout=True
     )
-    smooth: dict[str, dict[tuple[int | None, int], list[float]]] = {}
+    smooth: dict[str, dict[int | None, list[float]]] = {}
     for index, (name, group) in enumerate(groups.items()):
-        smooth[name] = {run.pair: smoothed([run.loss[step] for step in steps]) for run in group}
+        smooth[name] = {run.seed: smoothed([run.loss[step] for step in steps]) for run in group}
         for run in group:
             top.plot(steps, [run.loss[step] for step in steps], color=f"C{index}", alpha=0.12, linewidth=0.6)
             label = name if run is group[0] else None
-            top.plot(steps, smooth[name][run.pair], label=label, **line(index))
+            top.plot(steps, smooth[name][run.seed], label=label, **line(index))
     first = next(iter(groups))
     top.set_ylabel("loss (nats per token)")
     top.set_title(title_of(groups), fontsize=11)
@@ -378,12 +351,12 @@ def line(index: int) -> dict[str, object]:
 
 
 def plot_differences(
-    axes: "Axes", steps: Sequence[int], smooth: dict[str, dict[tuple[int | None, int], list[float]]], margin: float
+    axes: "Axes", steps: Sequence[int], smooth: dict[str, dict[int | None, list[float]]], margin: float
 ) -> None:
     """Each group's mean paired difference from the first one, its 95% interval at each step (pale), and the margin.
 
     Args:
-        smooth: a loss curve for each seed and data, by group; those that end in NaN are left out.
+        smooth: a loss curve for each seed, by group; those that end in NaN are left out.
         margin: in nats. It and the mean differences after the first tenth of the steps set the axis' limits; NaN where
             no run of the first group has ended.
     """
@@ -414,14 +387,11 @@ def plot_differences(
         axes.set_ylim(-limit, limit)
 
 
-def read(paths: Sequence[Path], number: int = 1) -> list[Run]:
+def read(paths: Sequence[Path]) -> list[Run]:
     """The runs of dump folders and of the losses.csv of earlier comparisons, which stand for folders beside them.
 
-    Args:
-        number: of the data that they saw; above 1 it goes into their names.
-
     Raises:
-        ValueError: a path is neither, or one is given twice; or runs of other data have no seed, or a number already.
+        ValueError: a path is neither, or one is given twice.
     """
     found = []
     for path in paths:
@@ -430,21 +400,14 @@ def read(paths: Sequence[Path], number: int = 1) -> list[Run]:
         else:
             found.append((path, read_run(path)))
     names = unique_names([folder for folder, _ in found])
-    runs = [replace(run, name=name) for (_, run), name in zip(found, names, strict=True)]
-    if number == 1:
-        return runs
-    for run in runs:
-        if run.seed is None or run.pair[1] > 1:
-            raise ValueError(f"--other-data has {run.name}: it takes runs named <name>-seed<k>, all of the same data")
-    return [replace(run, name=f"{run.name}@{number}") for run in runs]
+    return [replace(run, name=name) for (_, run), name in zip(found, names, strict=True)]
 
 
-def compare(runs: Sequence[Run], out: Path, window: float, share: float, planned: bool) -> None:
+def compare(runs: Sequence[Run], out: Path, window: float, share: float) -> None:
     """Prints the tables and writes the files.
 
     Args:
         share: the margin, as a share of the baseline's mean loss.
-        planned: whether to print how many pairs it takes.
 
     Raises:
         ValueError: the runs cannot be compared.
@@ -462,9 +425,6 @@ def compare(runs: Sequence[Run], out: Path, window: float, share: float, planned
     for name in others:
         for sentence in apart(groups[first], groups[name], steps):
             print(f"\n{sentence}")
-    if planned and (needed := plan(verdicts, margin)):
-        print(f"\nPairs that find a group equivalent within {100 * share:.3g}% with a probability of 90%:\n")
-        print(format_table(needed))
     out.mkdir(parents=True, exist_ok=True)
     write_rows(out / "losses.csv", curves(runs))
     write_rows(out / "table.csv", rows)
@@ -481,12 +441,9 @@ def main(argv: Sequence[str]) -> None:
     add = parser.add_argument
     help_text = "dump folder of a run, or a losses.csv; the first run is the baseline"
     add("runs", nargs="+", type=Path, metavar="RUN", help=help_text)
-    help_text = "runs that are paired among themselves only, as their data are others; may be given again"
-    add("--other-data", nargs="+", action="append", default=[], type=Path, metavar="RUN", help=help_text)
     add("--out", type=Path, default=Path("."), help="folder for the files [.]")
     add("--window", type=float, default=0.1, help="share of the steps, at the end, that the final loss averages [0.1]")
     add("--margin", type=float, default=0.005, help="difference that counts as none, a share of the loss [0.005]")
-    add("--plan", action="store_true", help="print also how many pairs of runs it takes to find a group equivalent")
     add("--steps", type=int, help="compare the first STEPS steps only, of runs of any length")
     args = parser.parse_args(argv)
     with ends_in_words("compare_runs"):
@@ -494,14 +451,12 @@ def main(argv: Sequence[str]) -> None:
             raise ValueError(f"--window is a share of the steps, above 0 and at most 1, got {args.window}")
         if not 0 < args.margin < 1:
             raise ValueError(f"--margin is a share of the loss, above 0 and below 1, got {args.margin}")
-        sets = [args.runs, *args.other_data]
-        written = (args.out / "losses.csv").resolve()
-        if any(path.resolve() == written for paths in sets for path in paths):
+        if any(path.resolve() == (args.out / "losses.csv").resolve() for path in args.runs):
             raise ValueError(f"{args.out / 'losses.csv'} would be overwritten: name another --out")
-        runs = [run for number, paths in enumerate(sets, 1) for run in read(paths, number)]
+        runs = read(args.runs)
         if args.steps is not None:
             runs = [first_steps(run, args.steps) for run in runs]
-        compare(runs, args.out, args.window, args.margin, args.plan)
+        compare(runs, args.out, args.window, args.margin)
 
 
 if __name__ == "__main__":

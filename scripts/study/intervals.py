@@ -1,4 +1,4 @@
-"""Student's t for differences of few pairs: intervals of a mean, equivalence, and how many pairs that takes.
+"""Student's t for differences of few pairs: intervals of a mean, and equivalence.
 
 Two one-sided tests at level alpha (TOST; Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987) find a mean equivalent to
 zero within a margin exactly where its interval of confidence 1 - 2 alpha lies in [-margin, +margin]. Alpha is 5% here,
@@ -6,13 +6,11 @@ so the interval is that of 90%.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cache
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean, stdev
 
 EQUIVALENCE = 0.90  # confidence of the interval that two one-sided tests at 5% look at
-MOST = 1000  # pairs that ``pairs_needed`` looks for
 
 
 def t_between(angle: float, freedom: int) -> float:
@@ -55,36 +53,3 @@ def is_equivalent(values: Sequence[float], margin: float) -> bool:
     """Whether two one-sided tests at 5% each find the mean within ``margin`` of zero."""
     low, high = interval(values, EQUIVALENCE)
     return -margin <= low and high <= margin
-
-
-def equivalence_power(deviation: float, margin: float, pairs: int, difference: float = 0.0) -> float:
-    """How probable it is that ``is_equivalent`` is true of ``pairs`` values.
-
-    The mean of normal values and their standard deviation s are independent. So this is the integral, over the density
-    of s, of the probability that the mean is no further from zero than margin - t * s / sqrt(pairs).
-
-    Args:
-        deviation: the values' true standard deviation.
-        difference: their true mean.
-    """
-    if deviation == 0:
-        return float(abs(difference) <= margin)
-    freedom, error = pairs - 1, deviation / math.sqrt(pairs)
-    t, mean = critical_t(EQUIVALENCE, freedom), NormalDist(difference, error)
-    # u = s / deviation: above 1 + 10 / sqrt(2 freedom) its density, a scaled chi's, is nothing
-    end, steps = min(margin / (t * error), 1 + 10 / math.sqrt(2 * freedom)), 500
-    scale = math.log(2) + freedom / 2 * math.log(freedom / 2) - math.lgamma(freedom / 2)
-    power = 0.0
-    for step in range(steps):
-        u = (step + 0.5) / steps * end
-        room = margin - t * u * error
-        density = math.exp(scale + (freedom - 1) * math.log(u) - freedom * u * u / 2)
-        power += density * (mean.cdf(room) - mean.cdf(-room)) * end / steps
-    return power
-
-
-def pairs_needed(deviation: float, margin: float, power: float, difference: float = 0.0) -> int | None:
-    """The fewest pairs with which ``equivalence_power`` reaches ``power``; None if that takes more than ``MOST``."""
-    counts = range(2, MOST + 1)
-    place = bisect_left(counts, power, key=lambda pairs: equivalence_power(deviation, margin, pairs, difference))
-    return counts[place] if place < len(counts) else None

@@ -148,9 +148,9 @@ def convergence(path: Path, metadata: dict[str, str]) -> None:
     steps = compare_runs.common_steps([run for group in shown.values() for run in group])
     margin = compare_runs.margin_of(shown["bf16"], steps, window=0.1, share=0.005)
     figure, (top, middle, bottom) = pyplot.subplots(3, 1, figsize=(8, 8), height_ratios=(5, 4, 2), layout="constrained")
-    smooth: dict[str, dict[tuple[int | None, int], list[float]]] = {}
+    smooth: dict[str, dict[int | None, list[float]]] = {}
     for index, (name, group) in enumerate(shown.items()):
-        smooth[name] = {run.pair: compare_runs.smoothed([run.loss[step] for step in steps]) for run in group}
+        smooth[name] = {run.seed: compare_runs.smoothed([run.loss[step] for step in steps]) for run in group}
         low, high = (
             [pick(losses) + index * SHIFT for losses in zip(*smooth[name].values(), strict=True)] for pick in (min, max)
         )

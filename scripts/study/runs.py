@@ -117,14 +117,9 @@ class Run:
 
     @property
     def seed(self) -> int | None:
-        return self.pair[0]
-
-    @property
-    def pair(self) -> tuple[int | None, int]:
-        """Seed and number of the data, of a name that ends in ``-seed<k>``, or ``-seed<k>@<number>`` for other data
-        than the first: what two runs of a pair have in common."""
-        found = re.search(r"-seed(\d+)(?:@(\d+))?$", self.name)
-        return (None, 1) if found is None else (int(found[1]), int(found[2] or 1))
+        """Of a name that ends in ``-seed<k>``: what two runs of a pair have in common."""
+        found = re.search(r"-seed(\d+)$", self.name)
+        return int(found[1]) if found else None
 
 
 def read_run(folder: Path) -> Run:

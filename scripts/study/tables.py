@@ -3,7 +3,7 @@
     python scripts/study/tables.py --check    # prints those that differ, as the exit status says; without it writes all
 
 A table stands right below a comment with its kind, a function below, the paths under results/ and options for it:
-<!-- table: moe_layers 2026-11-25_h200_moe_layer/data.csv ranks=1 -->. ``--of FOLDER`` prints bench_all.sh's instead.
+<!-- table: moe_layers 2026-11-25_h200_moe_layer/data.csv ranks=1 -->.
 """
 
 import argparse
@@ -186,33 +186,6 @@ def grouped_mm(*paths: Path, recipes: str = "", data: str = "", experts: str = "
     return table
 
 
-def kernels(path: Path) -> list[Cells]:
-    """Each pass of each recipe: microseconds, rate and, of GEMMs, times bf16."""
-    table = []
-    for row in read(path):
-        rate = f"{float(row['tflops']):.0f} TFLOP/s" if row["tflops"] else f"{float(row['gb_per_s']):.0f} GB/s"
-        cells = {"M, N, K, experts": ", ".join(filter(None, map(row.get, ("M", "N", "K", "G"))))}
-        cells |= {"recipe": row["recipe"], "pass": row["what"], "us": f"{float(row['p50_us']):.0f}", "rate": rate}
-        table.append(cells | {"times bf16": f"{float(row['x']):.2f}" if row.get("x") else ""})
-    return table
-
-
-def scaling(path: Path) -> list[Cells]:
-    """Times bf16, with our milliseconds, by tokens, experts and spread."""
-    rows = read(path)
-    problems = dict.fromkeys(tuple(row[name] for name in ("N", "K", "M", "G", "groups")) for row in rows)
-    table = []
-    for problem in problems:
-        of_problem = [row for row in rows if tuple(row[name] for name in ("N", "K", "M", "G", "groups")) == problem]
-        n, k, m, groups, spread = problem
-        cells = {"N, K": f"{n}, {k}", "tokens": m, "experts": groups, "groups": spread}
-        cells["bf16 ms"] = f"{float(of_problem[0]['baseline_us']) / 1e3:.2f}"
-        for row in of_problem:
-            cells[code(row["recipe"])] = f"{float(row['x']):.2f} ({float(row['p50_us']) / 1e3:.2f} ms)"
-        table.append(cells)
-    return table
-
-
 def convergence(*paths: Path, least: str = "1") -> list[Cells]:
     """Final losses and their distance from bf16's with ``least`` pairs or more, by runs: of a table.csv of
     compare_runs.py.
@@ -244,10 +217,8 @@ def run_label(name: str) -> str:
 
 
 KINDS: dict[str, Callable[..., list[Cells]]] = {
-    function.__name__: function for function in (end_to_end, moe_layers, grouped_mm, kernels, scaling, convergence)
+    function.__name__: function for function in (end_to_end, moe_layers, grouped_mm, convergence)
 }
-# The tables of a folder of bench_all.sh's, by part.
-PARTS = {"grouped_mm": grouped_mm, "kernels": kernels, "scaling": scaling}
 
 
 def table_of(query: str) -> str:
@@ -272,29 +243,10 @@ def rewritten(text: str) -> str:
     return MARKER.sub(lambda found: f"<!-- table: {found[1]} -->\n{table_of(found[1])}", text)
 
 
-def of_folder(folder: Path) -> str:
-    """The tables of the parts that a folder of bench_all.sh's holds."""
-    texts = []
-    for part, function in PARTS.items():
-        if (folder / part / "data.csv").is_file() and (rows := function(folder / part / "data.csv")):
-            texts.append(f"## {part}\n\n{render(rows)}")
-    for ranks in ("1", "2", "4", "8"):
-        path = folder / "moe_layer" / "data.csv"
-        if path.is_file() and (rows := moe_layers(path, ranks=ranks)):
-            texts.append(f"## MoE layers, {ranks} GPUs\n\n{render(rows)}")
-    if (folder / "training" / "table.csv").is_file():
-        texts.append(f"## Training\n\n{render(end_to_end(folder / 'training' / 'table.csv'))}")
-    return "\n".join(texts)
-
-
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; status 1 where a table differs")
-    parser.add_argument("--of", type=Path, metavar="FOLDER", help="print the tables of this folder instead")
     args = parser.parse_args(argv)
-    if args.of:
-        print(of_folder(args.of), end="")
-        return
     stale = []
     try:
         for path in FILES:
