@@ -1,15 +1,13 @@
 """A program for torchrun on 2 or more GPUs of one host: the symmetric transport against the collective one, bit for
-bit, and both against one process; then how long they take.
+bit, and both against one process.
 
     torchrun --standalone --nproc-per-node 2 tests/gpu_moe_ranks.py
 
-Run by tests/test_gpu_moe.py. Prints what it measures. With the word ``die`` the last rank leaves in the middle.
+Run by tests/test_gpu_moe_transport.py. With the word ``die`` the last rank leaves in the middle.
 """
 
 import os
-import statistics
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -22,12 +20,6 @@ from titan_mxfp8.moe.symmetric import GroupLink, Symmetric, symmetric_available
 from titan_mxfp8.moe.transport import Transport
 
 ROUNDS, AT_ONCE = 1000, 5
-LAYERS = {  # tokens, D, experts, K
-    "DeepSeek-V3-like": (16384, 7168, 64, 8),
-    "DeepSeek-V3 16B": (32768, 2048, 64, 6),
-    "Qwen3-30B-A3B": (32768, 2048, 128, 8),
-    "Llama4": (32768, 5120, 16, 1),
-}
 
 
 class Unruly(GroupLink):
@@ -124,95 +116,6 @@ def check_rounds() -> None:
     say(f"{ROUNDS} rounds with delays and poison: the same bits")
 
 
-def check_graph() -> None:
-    experts, dim, k = 4 * ranks, 512, 2
-    generator = torch.Generator().manual_seed(rank)
-    fast = Symmetric(GroupLink(group, device))
-    fast.shared.wanted.raises = False
-    layer = draw(generator, 200, dim, experts, k, like=0)
-    most = 200 * ranks * k
-    run(fast, layer, experts, most)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = run(fast, layer, experts, most)
-    for _ in range(100):
-        for tensor, new in zip(layer, draw(generator, 200, dim, experts, k, like=0), strict=True):
-            tensor.view(torch.uint8).copy_(new.view(torch.uint8))
-        fast.shared.wanted.reset()
-        graph.replay()
-        counts = torch.bincount(layer[3].view(-1) // (experts // ranks), minlength=ranks)
-        dist.all_reduce(counts)
-        assert fast.shared.wanted.read() == {most: int(counts.max())}
-        check_same(result, run(collective, layer, experts, None), "graph")
-    say("100 replays of a CUDA graph with other routings: the same bits")
-
-
-def check_too_many_tokens() -> None:
-    """On the last rank; all refuse them, and go on."""
-    small = Symmetric(GroupLink(group, device))
-    generator = torch.Generator().manual_seed(rank)
-    run(small, draw(generator, 20, 64, ranks, 1, like=0), ranks, None)
-    try:
-        run(small, draw(generator, 20 + (rank == ranks - 1), 64, ranks, 1, like=0), ranks, None)
-    except ValueError as error:
-        say(f"refused: {error}")
-    else:
-        raise AssertionError("more tokens than there is room for")
-    layer = draw(generator, 20, 64, ranks, 1, like=0)
-    check_same(run(small, layer, ranks, None), run(collective, layer, ranks, None), "after too many tokens")
-
-
-def milliseconds(function: Callable[[], object], repeats: int = 20) -> float:
-    for _ in range(3):
-        function()
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        dist.barrier()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        function()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
-
-
-def time_layers() -> None:
-    for name, (tokens, dim, experts, k) in LAYERS.items():
-        torch.manual_seed(rank)
-        likes = torch.randn(tokens, experts, device=device) + torch.linspace(0, 1, experts, device=device)
-        ids, scores = likes.topk(k, 1).indices, torch.rand(tokens, k, device=device)
-        elements = torch.randint(0, 100, (tokens, dim), device=device, dtype=torch.uint8).view(E4M3)
-        scales = torch.randint(120, 130, (tokens, dim // 32), device=device, dtype=torch.uint8)
-        owners = ids // (experts // ranks)
-        copies = sum(int((owners == other).any(1).sum()) for other in range(ranks) if other != rank)
-        for transport in (Symmetric(GroupLink(group, device)), collective):
-            times, rows = time_layer(transport, [elements, scales], ids, scores, experts)
-            sizes = {"dispatch": dim * 33 / 32, "dispatch_with_handle": dim * 33 / 32, "combine": dim * 2}
-            text = [f"{what} {ms:.3f} ms" for what, ms in times.items()]
-            text += [f"{what} {copies * size / times[what] / 1e6:.0f} GB/s" for what, size in sizes.items()]
-            say(f"{name}, {type(transport).__name__.lower()}: {', '.join(text)}; {rows} rows, {copies} copies sent")
-
-
-def time_layer(
-    transport: Transport, payload: list[torch.Tensor], ids: torch.Tensor, scores: torch.Tensor, experts: int
-) -> tuple[dict[str, float], int]:
-    """Each function's time, and how many rows arrived."""
-    most = ids.shape[0] * ranks * min(ids.shape[1], experts // ranks)
-    _, handle = transport.dispatch(payload, ids, scores, experts, most)
-    y = torch.ones(handle.scores.shape[0], payload[0].shape[1], device=device, dtype=BF16)
-    calls = {
-        "dispatch": lambda: transport.dispatch(payload, ids, scores, experts, most),
-        "counted": lambda: transport.dispatch(payload, ids, scores, experts),
-        "dispatch_with_handle": lambda: transport.dispatch_with_handle(payload, handle),
-        "combine": lambda: transport.combine([y], True, None, handle, BF16),
-        "of two, with values": lambda: transport.combine([y, y], False, handle.scores, handle, BF16),
-    }
-    return {what: milliseconds(call) for what, call in calls.items()}, int(handle.offs[-1])
-
-
 def die() -> None:
     """The last rank is gone; the others must end with a message."""
     fast = Symmetric(GroupLink(group, device))
@@ -237,7 +140,7 @@ collective = Collective(group)
 assert symmetric_available(group, device)[0], symmetric_available(group, device)
 say(*choose("auto", group, device), *choose("collective", group, device))
 assert choose("auto", group, device)[0] is choose("symmetric", group, device)[0]
-for check in (check_cases, check_rounds, check_graph, check_too_many_tokens, time_layers):
+for check in (check_cases, check_rounds):
     check()
 torch.cuda.synchronize()
 dist.barrier()

@@ -1,5 +1,5 @@
 """What is wrong in torch and TorchTitan without a workaround: scripts of checks that run without the plugin and the
-adapter, in a process of their own.
+adapter, or with one, in a process of their own.
 
 A script imports ``symptom`` from here and decorates with it functions that have the names of the workarounds.
 """
@@ -21,16 +21,17 @@ from torchtitan.tools import utils
 found: dict[str, str] = {}
 
 
-def look(script: str, **environment: str) -> dict[str, str]:
-    """By its name, what each check of ``script`` gave or raised."""
-    script += f"\nimport json\nfrom {__name__} import found\nprint(json.dumps(found))\n"
+def look(script: str, adapter: str = "", **environment: str) -> dict[str, str]:
+    """By its name, what each check of ``script`` gave or raised, where the module ``adapter`` was imported before."""
+    script = f"import {adapter}\n{script}" if adapter else script
+    script += f"\nimport json\nimport sys\nfrom {__name__} import found\n"
+    script += f"assert ('titan_mxfp8' in sys.modules) == {bool(adapter)}\nprint(json.dumps(found))\n"
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     return json.loads(processes.python(script, **{"PYTHONPATH": path} | environment).splitlines()[-1])
 
 
 def symptom(check: Callable[[], object]) -> None:
     """Runs a check in the script's process."""
-    assert "titan_mxfp8" not in sys.modules
     try:
         found[check.__name__] = str(check())
     except Exception as error:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
+from watch import process_group
 
 from scripts.bench.problems import make_offs
 from titan_mxfp8 import mxfp8_moe
@@ -198,15 +199,9 @@ def test_parameters_in_bf16_have_gradients_in_bf16(added: list) -> None:
     assert not added and all(w.grad.dtype == torch.bfloat16 for w in weights)
 
 
-@pytest.fixture
-def process_group():
-    dist.init_process_group("fake", rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("placement, adds", [(Shard(0), 3), (Replicate(), 0)], ids=str)
-def test_what_ranks_hold_of_dtensors(placement, adds: int, added: list, process_group: None) -> None:
+@process_group("fake", 2)
+def test_what_ranks_hold_of_dtensors(placement, adds: int, added: list) -> None:
     """Of replicated ones gradients are partial sums, which autograd knows how to add."""
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     x, weights = made()

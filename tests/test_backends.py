@@ -4,33 +4,10 @@ import importlib
 import inspect
 from dataclasses import replace
 
+import contract
 import pytest
 import torch
-from contract import (
-    BF16,
-    CASES,
-    FP32,
-    Target,
-    assert_same,
-    check_gemms,
-    check_nan_stays_in_its_group,
-    check_offs_past_the_last_row,
-    check_quantize,
-    check_quantize_both,
-    check_requantize,
-    check_requantize_squares,
-    check_sum_of_products,
-    coalescible_squares,
-    judge,
-    operands_of,
-    partly_coalescible,
-    patchy,
-    requantised,
-    targets_here,
-    uneven,
-    wide,
-    wild,
-)
+from contract import BF16, FP32, Target, check_gemms, check_quantize, check_quantize_both, partly_coalescible, uneven
 
 from scripts.bench.problems import SPREADS, group_sizes, make_offs, relative_rms
 from titan_mxfp8.backends import BACKENDS, Backend, BackendRow, load, select
@@ -39,7 +16,7 @@ from titan_mxfp8.format import reference
 from titan_mxfp8.format.codec import decode
 from titan_mxfp8.recipe import RECIPES, Recipe, get_recipe
 
-TARGETS = targets_here()
+TARGETS = contract.targets_here()
 # The reference is what the others are compared with: its GEMMs are judged too, with a few recipes that tell them apart.
 FEW = ("mxfp8", "mxfp8_2d_wgrad_bf16", "mxfp8_e5m2_grad", "mxfp8_2d_rebased")
 KERNELS = [(target, recipe) for target in TARGETS for recipe in target.recipes() if target.row.name != "reference"]
@@ -70,7 +47,7 @@ def test_quantisers_give_the_references_bits(target: Target, recipe: Recipe) -> 
     plan, device = target.backend.plan(recipe, target.hardware), target.device
     activations = {(plan.forward.a, plan.wgrad.b), (plan.dgrad.a, plan.wgrad.a)}
     for dtype in (BF16, FP32):
-        for make in (wild, uneven, partly_coalescible, coalescible_squares):
+        for make in (contract.wild, uneven, partly_coalescible, contract.coalescible_squares):
             for spread in SPREADS:
                 x, offs = make((300, 96), dtype), make_offs(group_sizes(spread, 260, 7))
                 for rowwise, columnwise in activations:
@@ -92,39 +69,41 @@ def test_quantisers_give_the_references_bits(target: Target, recipe: Recipe) -> 
 
 @pytest.mark.parametrize("target, recipe", KERNELS, ids=ids)
 def test_requantised_rows_have_the_references_bits(target: Target, recipe: Recipe) -> None:
-    for rows_spec, axis, spec in requantised(target.backend.plan(recipe, target.hardware)):
-        for make in (wild, uneven, partly_coalescible):
+    for rows_spec, axis, spec in contract.requantised(target.backend.plan(recipe, target.hardware)):
+        for make in (contract.wild, uneven, partly_coalescible):
             for shape in ((129, 288), (77, 96), (1, 32), (0, 64)):
                 rows = reference.quantize(make(shape, BF16), 1, rows_spec)
-                check_requantize(target.backend, rows, axis, spec, device=target.device)
+                contract.check_requantize(target.backend, rows, axis, spec, device=target.device)
             for spread in SPREADS if axis == 0 else ():
                 rows = reference.quantize(make((700, 416), BF16), 1, rows_spec)
                 offs = make_offs(group_sizes(spread, 560, 7))
-                check_requantize(target.backend, rows, 0, spec, offs, target.device)
+                contract.check_requantize(target.backend, rows, 0, spec, offs, target.device)
 
 
 @pytest.mark.parametrize("target, recipe", [pair for pair in PAIRS if pair[1].weight_block == "32x32"], ids=ids)
 def test_gathered_weights_have_the_bits_of_whole_ones(target: Target, recipe: Recipe) -> None:
-    for make in (wild, uneven, partly_coalescible, coalescible_squares):
+    for make in (contract.wild, uneven, partly_coalescible, contract.coalescible_squares):
         for shape in ((3, 96, 160), (1, 32, 32), (2, 288, 64)):
             plan = target.backend.plan(recipe, target.hardware)
-            check_requantize_squares(target.backend, make(shape, FP32), plan, target.device)
+            contract.check_requantize_squares(target.backend, make(shape, FP32), plan, target.device)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", contract.CASES)
 @pytest.mark.parametrize("target, recipe", PAIRS, ids=ids)
 def test_gemms(target: Target, recipe: Recipe, case: str) -> None:
     plan = target.backend.plan(recipe, target.hardware)
     check_gemms(target.backend, plan, case, device=target.device)
-    check_gemms(target.backend, plan, case, n=288, k=416, out_dtype=BF16, device=target.device, make=patchy)
+    check_gemms(target.backend, plan, case, n=288, k=416, out_dtype=BF16, device=target.device, make=contract.patchy)
 
 
 @pytest.mark.parametrize("target, recipe", PAIRS, ids=ids)
 def test_sums_of_products(target: Target, recipe: Recipe) -> None:
     plan = target.backend.plan(recipe, target.hardware)
     for case in ("ragged", "large", "all empty", "no offs"):
-        check_sum_of_products(target.backend, plan, case, device=target.device)
-    check_sum_of_products(target.backend, plan, "ragged", n=288, k=416, device=target.device, make=patchy)
+        contract.check_sum_of_products(target.backend, plan, case, device=target.device)
+    contract.check_sum_of_products(
+        target.backend, plan, "ragged", n=288, k=416, device=target.device, make=contract.patchy
+    )
 
 
 @pytest.mark.parametrize("target, recipe", PAIRS, ids=ids)
@@ -142,9 +121,9 @@ def test_shapes_and_biases(target: Target, recipe: Recipe) -> None:
 @pytest.mark.parametrize("target, recipe", PAIRS, ids=ids)
 def test_nan_and_offs_past_the_last_row(target: Target, recipe: Recipe) -> None:
     plan = target.backend.plan(recipe, target.hardware)
-    check_nan_stays_in_its_group(target.backend, plan, target.device)
+    contract.check_nan_stays_in_its_group(target.backend, plan, target.device)
     if target.device.type == "cuda" and target.row.name != "reference":  # torch does look
-        check_offs_past_the_last_row(target.backend, plan, target.device)
+        contract.check_offs_past_the_last_row(target.backend, plan, target.device)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=ids)
@@ -175,16 +154,16 @@ def test_values_in_bf16_with_scales_are_no_operand() -> None:
 def test_the_judge_sees_one_wrong_row_and_one_wrong_tile() -> None:
     """Relative to all of the output neither is as large as its rounding to bf16 may be."""
     plan = load("reference", torch.device("cpu")).plan(get_recipe("mxfp8"), hardware_of(torch.device("cpu")))
-    expected = wide(2000, 64).double()
+    expected = contract.wide(2000, 64).double()
     small = expected.norm(dim=1).argmin()
     row, tile = expected.to(BF16), expected.to(BF16)
-    judge(row, expected, plan.forward, "right")
+    contract.judge(row, expected, plan.forward, "right")
     row[small] = 0
     tile[small, :32] += tile[small, :32].abs().max()
     for wrong in (row, tile):
         assert relative_rms(wrong, expected) < 2**-8
         with pytest.raises(AssertionError, match="a row is off by"):
-            judge(wrong, expected, plan.forward, "wrong")
+            contract.judge(wrong, expected, plan.forward, "wrong")
 
 
 def test_plans_say_what_is_multiplied() -> None:
@@ -211,7 +190,7 @@ def test_every_operand_of_every_plan_has_a_key_that_says_all_of_it() -> None:
         for hardware in (*CLUSTER_GPUS.values(), Hardware("cpu", "cpu"), Hardware("gfx950", "MI355X")):
             for recipe in RECIPES.values():
                 if row.runs_on(hardware) and (row.rebases or recipe.block_k == 32):
-                    specs |= {spec for _, _, spec in operands_of(module.plan(recipe, hardware))}
+                    specs |= {spec for _, _, spec in contract.operands_of(module.plan(recipe, hardware))}
     assert all(decode(spec.key) == spec for spec in specs)
     assert len({spec.key for spec in specs}) == len(specs)
 
@@ -254,4 +233,4 @@ def test_assert_same_is_no_formality() -> None:
         changed = getattr(operand, field).clone()
         changed.view(torch.uint8)[-1, -1] ^= 1
         with pytest.raises(AssertionError, match=f"{field}: 1 of"):
-            assert_same(operand._replace(**{field: changed}), operand)
+            contract.assert_same(operand._replace(**{field: changed}), operand)

@@ -1,6 +1,5 @@
 """FSDP's gather of experts in FP8 (``titan.gather``): bits, bytes, checkpoints, and who keeps the other gather."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import processes
@@ -14,8 +13,6 @@ from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedEx
 from titan_mxfp8.recipe import get_recipe
 from titan_mxfp8.titan.gather import why_not
 from titan_mxfp8.tools.dry_run import dry_run, parse_config
-
-PROGRAM = Path(__file__).parent / "parallel_gather.py"
 
 
 @pytest.mark.integration

@@ -67,15 +67,19 @@ LAYOUTS = {"1 process": CASES, "FSDP 2": ("validation", "op checkpointing"), "FS
 BAND = 2e-3
 
 
-def check_case(out: Path, case: str, layout: str, accumulates: bool) -> str:
-    """Trains eagerly and as graphs, and compares; returns what was seen."""
+def check_case(out: Path, case: str, layout: str, accumulates: bool) -> None:
+    """Trains eagerly and as graphs, and compares."""
     model, flags = CASES[case]
     flags = [*COMMON, *flags, *([THREE_MICROBATCHES[layout]] if accumulates else [])]
     runs = {kind: start(out / kind, model, *flags, *own, layout=layout) for kind, own in KINDS.items()}
     for kind, process in runs.items():
         finish(process, out / kind)
-    log = (out / "graph" / "log").read_text()
-    captured = len(re.findall(CAPTURED, log))
+    compare(out, f"{case}, {layout}", STEPS, validates=case == "validation", measures=case == "health")
+
+
+def compare(out: Path, what: str, steps: int, *, validates: bool = False, measures: bool) -> None:
+    """The losses of two runs, in ``out/eager`` and ``out/graph``, and of what they logged besides, when."""
+    captured = len(re.findall(CAPTURED, (out / "graph" / "log").read_text()))
     seen = {kind: read_tensorboard(out / kind) for kind in KINDS}
     gaps = {}
     for tag in (LOSS, HELD_OUT):
@@ -83,16 +87,15 @@ def check_case(out: Path, case: str, layout: str, accumulates: bool) -> str:
         assert eager.keys() == graph.keys(), (tag, eager, graph)
         gaps[tag] = max((abs(graph[step] - loss) for step, loss in eager.items()), default=None)
     losses = seen["graph"][LOSS]
-    said = f"{case}, {layout}: captured {captured}, {losses[1]:.4f} -> {losses[STEPS]:.4f}, largest gaps {gaps}"
+    said = f"{what}: captured {captured}, {losses[1]:.4f} -> {losses[steps]:.4f}, largest gaps {gaps}"
     print(said)
-    assert len(losses) == STEPS and losses[STEPS] < losses[1] - 0.1, said
+    assert len(losses) == steps and losses[steps] < losses[1] - 0.1, said
     assert captured and max(filter(None, gaps.values()), default=0) < BAND, said
-    assert (HELD_OUT in seen["graph"]) == (case == "validation")
+    assert (HELD_OUT in seen["graph"]) == validates
     health = {kind: sorted(tag for tag in tags if tag.startswith("mx_health")) for kind, tags in seen.items()}
-    assert health["eager"] == health["graph"] and bool(health["graph"]) == (case == "health")
+    assert health["eager"] == health["graph"] and bool(health["graph"]) == measures
     for tag in health["graph"]:
         assert seen["eager"][tag].keys() == seen["graph"][tag].keys(), tag
-    return said
 
 
 KINDS = {"eager": [], "graph": [GRAPH]}

@@ -83,31 +83,3 @@ def test_bits_are_those_of_the_implementations(
     expected = [step(layer, each) for each in inputs]
     check(results, expected)
     check(beside, expected)
-
-
-@pytest.mark.parametrize("kind", ["grouped", "linear"])
-def test_bits_of_compiled_layers(kind: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()  # all layers here have one code, which is compiled eight times at most
-    inputs, layer = [make_inputs(seed) for seed in range(4)], make_layer(kind, recipe=recipe)
-    compiled = torch.compile(layer, fullgraph=True)
-    results = [step(compiled, each) for each in inputs]
-    assert recordings() >= 3
-    monkeypatch.setattr(library.KernelOperator, "run", library.Operator.run)
-    check(results, [step(layer, each) for each in inputs])
-
-
-def test_in_a_graph(recipe: str) -> None:
-    """Captured once all is known, replayed with other values and routings."""
-    inputs, layer = [make_inputs(seed) for seed in range(4)], make_layer("grouped", recipe=recipe)
-    static = tuple(tensor.clone() for tensor in inputs[0])
-    expected = [step(layer, each) for each in inputs]
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = step(layer, static)
-    for each, values in zip(inputs, expected, strict=True):
-        for tensor, value in zip(static, each, strict=True):
-            tensor.copy_(value)
-        graph.replay()
-        torch.cuda.synchronize()
-        check([captured], [values])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from watch import process_group
 
 from scripts.bench.problems import relative_rms
 from titan_mxfp8 import convert_model
@@ -65,10 +66,7 @@ MODELS = {
         {"head_dim": 32, "intermediate_size": 96, "num_local_experts": 32, "num_experts_per_tok": 2},
         f"mlp.experts {ATTENTION}",
     ),
-    "olmoe": (
-        {"intermediate_size": 96, "num_experts": 32, "num_experts_per_tok": 2},
-        f"mlp.experts {ATTENTION}",
-    ),
+    "olmoe": ({"intermediate_size": 96, "num_experts": 32, "num_experts_per_tok": 2}, f"mlp.experts {ATTENTION}"),
 }
 LLAMA4 = {"head_dim": 32, "intermediate_size": 96, "intermediate_size_mlp": 96, "num_local_experts": 32}
 
@@ -208,26 +206,23 @@ def test_experts_that_can_only_run_otherwise_are_refused() -> None:
     loss_of(model).backward()
 
 
+@process_group()
 def test_what_transformers_split_itself_is_refused_with_what_to_do() -> None:
     """Its tensor and expert parallelism run a forward of their own, which a model has as soon as it is loaded."""
     styles = pytest.importorskip("transformers.distributed.tensor_parallel", reason="of Transformers 5.24 and later")
     plan = {"self_attn.q_proj": "colwise", "self_attn.q_proj.weight": "colwise", "mlp.experts": "moe_tp_experts"}
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    try:
-        model = make("qwen3_moe", MODELS["qwen3_moe"][0])
-        styles.apply_tensor_parallelism(
-            model,
-            torch.distributed.init_device_mesh("cpu", (1,)),
-            {f"model.layers.1.{name}": style for name, style in plan.items()},
-        )
-        advice = "is split by Transformers' own tensor or expert parallelism: load the model without tp_plan"
-        with pytest.raises(ValueError, match=rf"layers.1.mlp.experts {advice}"):
-            convert(model)
-        converted = convert_model(model, grouped_fqns=["layers.0.mlp.experts"])
-        assert f"model.layers.1.self_attn.q_proj ({advice}" in str(converted)
-        assert "model.layers.1.self_attn.k_proj" in converted
-    finally:
-        torch.distributed.destroy_process_group()
+    model = make("qwen3_moe", MODELS["qwen3_moe"][0])
+    styles.apply_tensor_parallelism(
+        model,
+        torch.distributed.init_device_mesh("cpu", (1,)),
+        {f"model.layers.1.{name}": style for name, style in plan.items()},
+    )
+    advice = "is split by Transformers' own tensor or expert parallelism: load the model without tp_plan"
+    with pytest.raises(ValueError, match=rf"layers.1.mlp.experts {advice}"):
+        convert(model)
+    converted = convert_model(model, grouped_fqns=["layers.0.mlp.experts"])
+    assert f"model.layers.1.self_attn.q_proj ({advice}" in str(converted)
+    assert "model.layers.1.self_attn.k_proj" in converted
 
 
 class Inherited:

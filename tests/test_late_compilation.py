@@ -29,7 +29,6 @@ from titan_mxfp8.moe import kernels as moe
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.moe.symmetric import Symmetric
 from titan_mxfp8.ops import config, library
-from titan_mxfp8.recipe import get_recipe
 
 EXPERTS, N, K = 3, 96, 160
 # None, one, multiples of 16, primes, both sides of where the GEMMs of Hopper take other tiles, and more than 2^15.
@@ -220,23 +219,6 @@ def test_a_moe_layer_of_two_ranks_compiles_with_its_first_tokens_only(
 
     check_later_rows(run, first, found, 10)
     assert any(key.startswith("_combine ") for key in found)
-
-
-@pytest.mark.parametrize("first", [80, 0])
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_wgrad_bf16", "mxfp8_e5m2_grad"])
-def test_swiglu_compiles_with_its_first_tokens_only(recipe: str, first: int, backend) -> None:
-    name, found = backend
-    device = torch.device("cpu")
-    module, plan = backends.load(name, device), backends.plan(get_recipe(recipe), name, device)
-
-    def run_swiglu(rows: int, seed: int) -> None:
-        gate, up = torch.empty(rows, 2 * N, dtype=torch.bfloat16).chunk(2, 1)
-        u, scores = torch.empty(rows, N, dtype=torch.bfloat16), torch.empty(rows)
-        for offs in (None, make_offs(group_sizes("zipf", rows - rows // 7, EXPERTS, seed))):
-            module.swiglu(gate, up, None, plan.forward.a, offs)
-            module.swiglu_backward([gate, up, u], scores, None, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b, offs)
-
-    check_later_rows(run_swiglu, first, found, 4)
 
 
 @pytest.mark.parametrize("first", [80, 0])

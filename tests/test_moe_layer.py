@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from poison import poisoned_empty
 from torch.utils.flop_counter import FlopCounterMode
+from watch import saved_tensors
 
 from scripts.bench.problems import relative_rms
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_moe
@@ -107,27 +108,15 @@ def test_errors_are_those_of_the_same_gemms_row_by_row(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-def test_scores_first(slots: int) -> None:
-    layer, dy = make_layer(slots=slots), torch.randn(T, D).bfloat16()
-    exact, out = in_fp64(layer, dy, scores_first=True), run(layer, dy, recipe="bf16", scores_first=True)
-    for name, value in exact.items():
-        assert relative_rms(out[name], value) < 0.006, name  # measured up to 0.0045: the scaled rows are bf16
-
-
-@pytest.mark.parametrize("slots", [1, 3])
 def test_scores_first_have_the_bits_of_scaled_tokens_and_keep_none_of_them(slots: int) -> None:
-    layer, dy, saved = make_layer(slots=slots), torch.randn(T, D).bfloat16(), []
+    layer, dy = make_layer(slots=slots), torch.randn(T, D).bfloat16()
     inputs = {name: value.detach().clone().requires_grad_(value.requires_grad) for name, value in layer.items()}
     scaled = (inputs["x"].float()[:, None] * inputs["scores"][:, :, None]).bfloat16().view(T * slots, D)
     ones = dict(x=scaled, scores=torch.ones(T * slots, 1), expert_ids=inputs["expert_ids"].view(-1, 1))
     expected = mxfp8_moe(**inputs | ones, recipe="mxfp8_2d").view(T, slots, D).sum(1, dtype=torch.float32).bfloat16()
     expected.backward(dy)
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors() as saved:
         out = mxfp8_moe(**layer, recipe="mxfp8_2d", scores_first=True)
     out.backward(dy)
     assert torch.equal(out, expected)
@@ -146,13 +135,6 @@ def test_biases_and_the_clamped_swiglu(limit: float | None) -> None:
             assert relative_rms(out[name], value) < bound, (recipe, name)
         for name in ("out", "scores", "w2", "b2"):  # nothing is cut there
             assert relative_rms(out[name], exact[name]) < (0.005 if recipe == "bf16" else 0.062), (recipe, name)
-
-
-def test_the_control_differs_from_fp64_by_bf16_alone() -> None:
-    layer, dy = make_layer(), torch.randn(T, D).bfloat16()
-    exact, out = in_fp64(layer, dy), run(layer, dy, recipe="bf16")
-    for name, value in exact.items():
-        assert relative_rms(out[name], value) < 0.006, name
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8_2d"])
@@ -265,16 +247,13 @@ def test_without_gradients_nothing_is_kept() -> None:
 @pytest.mark.parametrize("recipe, keeps", [("mxfp8_2d", True), ("mxfp8_2d", False), ("mxfp8", True), ("bf16", True)])
 def test_weights_that_are_kept_in_fp8_are_not_kept_in_bf16_too(recipe: str, keeps: bool) -> None:
     """As a model of fp32 parameters casts them in forward, each time anew."""
-    layer, saved = make_layer(), set()
+    layer = make_layer()
     casts = {name: layer[name].detach().float().requires_grad_().bfloat16() for name in ("w1", "w3", "w2")}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.add(tensor.untyped_storage().data_ptr())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors() as saved:
         mxfp8_moe(**layer | casts, recipe=recipe, keep_quantized_weight=keeps)
-    kept = [w.untyped_storage().data_ptr() in saved for w in casts.values()]
+    there = {tensor.untyped_storage().data_ptr() for tensor in saved}
+    kept = [w.untyped_storage().data_ptr() in there for w in casts.values()]
     assert kept == [not (keeps and recipe == "mxfp8_2d")] * 3
 
 
@@ -347,10 +326,6 @@ def test_a_second_derivative_is_refused() -> None:
     (dx,) = torch.autograd.grad(mxfp8_moe(**layer).sum(), layer["x"], create_graph=True)
     with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
         dx.sum().backward()
-
-
-def test_compiles_without_a_graph_break() -> None:
-    check_compiled(make_layer(), torch.randn(T, D).bfloat16(), "mxfp8_2d", "aot_eager")
 
 
 def test_compiled_code_takes_any_strides() -> None:

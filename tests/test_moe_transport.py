@@ -1,7 +1,6 @@
 """Tokens to their experts and back: one process here, several over gloo in ``parallel_moe.py``."""
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import processes
@@ -14,7 +13,6 @@ from titan_mxfp8.moe.bounds import bound, factor_of
 from titan_mxfp8.moe.buffer import PAYLOAD, Layout
 from titan_mxfp8.moe.transport import Local
 
-TESTS = Path(__file__).parent
 CPU = torch.device("cpu")
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
+from watch import process_group
 
 from scripts.bench.problems import make_offs
 from titan_mxfp8 import convert_model, mxfp8_grouped_mm, mxfp8_linear, mxfp8_moe, quantize
@@ -117,24 +118,19 @@ def test_a_bias_may_be_the_fourth_argument_as_of_torchs_grouped_mm() -> None:
     assert not torch.equal(mxfp8_grouped_mm(X, W.mT, OFFS), expected)
 
 
+@process_group()
 def test_dtensors_and_meshes_are_refused_with_what_to_pass() -> None:
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    try:
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        with pytest.raises(ValueError, match=r"^mxfp8_moe: group must be .* got DeviceMesh.* mesh.get_group\(name\)"):
-            moe(X, W, group=mesh)
-        assert torch.equal(moe(X, W, group=mesh.get_group("ep")), moe(X, W))
-        for name, call in {
-            "mxfp8_linear: weight": lambda w: mxfp8_linear(X, w),
-            "mxfp8_moe: w1": lambda w: moe(X, w),
-            "mxfp8_grouped_mm: b_t": lambda w: mxfp8_grouped_mm(X, w.mT, OFFS),
-        }.items():
-            with pytest.raises(
-                ValueError, match=rf"^{name} is a DTensor: pass what .*, {name.split()[1]}.to_local\(\)"
-            ):
-                call(distribute_tensor(W[0] if "linear" in name else W, mesh))
-    finally:
-        torch.distributed.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+    with pytest.raises(ValueError, match=r"^mxfp8_moe: group must be .* got DeviceMesh.* mesh.get_group\(name\)"):
+        moe(X, W, group=mesh)
+    assert torch.equal(moe(X, W, group=mesh.get_group("ep")), moe(X, W))
+    for name, call in {
+        "mxfp8_linear: weight": lambda w: mxfp8_linear(X, w),
+        "mxfp8_moe: w1": lambda w: moe(X, w),
+        "mxfp8_grouped_mm: b_t": lambda w: mxfp8_grouped_mm(X, w.mT, OFFS),
+    }.items():
+        with pytest.raises(ValueError, match=rf"^{name} is a DTensor: pass what .*, {name.split()[1]}.to_local\(\)"):
+            call(distribute_tensor(W[0] if "linear" in name else W, mesh))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

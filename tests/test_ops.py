@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+from watch import saved_tensors
 
 from scripts.bench.problems import SPREADS, group_sizes, make_offs, relative_rms
 from titan_mxfp8 import RECIPES, MXTensor, mxfp8_grouped_mm, mxfp8_linear, quantize
@@ -171,19 +172,6 @@ def test_the_three_gemms_take_the_operands_of_the_table(name: str) -> None:
             assert not torch.equal(rebased["dw"], exact["dw"])
 
 
-@pytest.mark.parametrize("layer", ["linear", "grouped"])
-def test_differentiating_twice_is_an_error(layer: str) -> None:
-    """As in a gradient penalty: what the second derivative would leave out, nobody would see."""
-    a, b = torch.randn(20, K, requires_grad=True), torch.randn(N, K, requires_grad=True)
-    if layer == "linear":
-        y = mxfp8_linear(a, b)
-    else:
-        y = mxfp8_grouped_mm(a, b[None].mT, make_offs([20]))
-    (g,) = torch.autograd.grad(y.sum(), a, create_graph=True)
-    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
-        (b.mean() + ((g.norm(dim=1) - 1) ** 2).mean()).backward()
-
-
 def test_operands_on_several_devices_are_refused() -> None:
     """A weight left on meta would give whatever lies in memory."""
     x, w, offs = torch.randn(10, K), torch.randn(E, N, K), make_offs([2] * E)
@@ -228,15 +216,6 @@ def test_nan_in_one_token_reaches_no_other_token(requantize_input: bool, recipe:
     assert out["dw"][group].isnan().any() and not out["dw"][[e for e in range(E) if e != group]].isnan().any()
 
 
-@pytest.mark.parametrize("recipe", CANONICAL)
-def test_an_expanded_output_gradient(recipe: str) -> None:
-    """``sum().backward()`` gives a gradient of strides 0."""
-    a, b, offs = torch.randn(50, 64, requires_grad=True), torch.randn(2, 64, 96, requires_grad=True), [20, 50]
-    mxfp8_grouped_mm(a, b, torch.tensor(offs, dtype=torch.int32), recipe=recipe).sum().backward()
-    expected = torch.stack([rows.sum(0)[:, None].expand(64, 96) for rows in a.detach().tensor_split(offs[:1])])
-    assert relative_rms(b.grad, expected) < 0.05  # 1 is exact in E4M3 and E5M2; measured 0.002 (bf16 wgrad) to 0.035
-
-
 def test_bias_of_one_row_serves_every_expert() -> None:
     problem = make_problem()
     bias = torch.randn(N, requires_grad=True)
@@ -258,19 +237,6 @@ def test_only_the_gradients_that_are_needed() -> None:
         y = mxfp8_grouped_mm(tensors["x"], tensors["w"].mT, problem["offs"], bias=tensors["bias"], recipe="mxfp8_2d")
         y.backward(problem["dy"])
         assert torch.equal(tensors[wanted].grad, full[f"d{wanted}"])
-
-
-def test_prequantised_activations() -> None:
-    problem = make_problem()
-    x_mx = quantize(problem["x"].detach())
-    x_mx = MXTensor.from_qdata_and_scales(x_mx.qdata, x_mx.scale, torch.bfloat16)
-    w = problem["w"].detach().clone().requires_grad_()
-    y = mxfp8_grouped_mm(x_mx, w.mT, problem["offs"], recipe="mxfp8_wgrad_bf16")
-    plain = mxfp8_grouped_mm(problem["x"], problem["w"].mT, problem["offs"], recipe="mxfp8_wgrad_bf16")
-    assert torch.equal(y, plain)
-    y.backward(problem["dy"])
-    expected = torch._grouped_mm(problem["dy"].mT, x_mx.dequantize(), offs=problem["offs"])
-    assert torch.equal(w.grad, expected)
 
 
 @pytest.mark.parametrize("recipe", CANONICAL)
@@ -336,16 +302,12 @@ def test_the_source_of_prequantised_activations() -> None:
 def test_an_input_kept_as_fp8_rows(recipe: str) -> None:
     """Only dw differs: the reference's GEMM on requantised rows, as far from fp32 as without. And nothing that backward
     keeps of x is larger than FP8 and its scales."""
-    problem, saved = make_problem(), []
+    problem = make_problem()
     with torch.no_grad():  # else rounding along K and rounding along M hardly differ: exponents move, mantissas stay
         problem["x"] *= torch.exp2(torch.randint(-8, 1, (M, 1)).bfloat16())
     x_spec, dy_spec, _ = specs(RECIPES[recipe])
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors() as saved:
         out = run(problem, recipe, requantize_input=True, keep_quantized_weight=False)
     kept = [(t.dtype, t.shape) for t in saved if t.numel() and t.shape not in ((E, N, K), (E,))]
     assert kept == [(torch.float8_e4m3fn, (M, K)), (torch.uint8, x_spec.scale_shape((M, K)))]
@@ -393,17 +355,12 @@ def test_without_grad_only_what_forward_needs_is_quantised(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", CANONICAL)
 def test_a_weight_that_is_not_kept_is_quantised_again(recipe: str) -> None:
     """The same bits either way; and of 32x32 blocks nothing in FP8 is alive between forward and backward."""
-    problem, saved = make_problem(), []
+    problem = make_problem()
     x, w = (problem[name].detach().requires_grad_() for name in ("x", "w"))
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
 
     grads = []
     for keep in (True, False):
-        saved.clear()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved_tensors() as saved:
             y = mxfp8_grouped_mm(x, w.mT, problem["offs"], recipe=recipe, keep_quantized_weight=keep)
         in_fp8 = any(t.dtype == torch.float8_e4m3fn and t.shape == w.mT.shape for t in saved)
         assert in_fp8 == (keep and RECIPES[recipe].weight_block == "32x32")
@@ -442,17 +399,23 @@ def test_linear_is_one_group(recipe: str, shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(grad, value.reshape(grad.shape), rtol=2e-2, atol=1e-3)
 
 
-def test_linear_takes_any_strides() -> None:
-    x, w = torch.randn(K, 40).mT, torch.randn(K, N).mT
-    assert torch.equal(mxfp8_linear(x, w), mxfp8_linear(x.contiguous(), w.contiguous()))
-    dy = torch.ones(()).expand(40, N)  # what .sum().backward() gives
-    x = x.clone().requires_grad_()
-    mxfp8_linear(x, w).backward(dy)
-    expanded = x.grad
-    x.grad = None
-    mxfp8_linear(x, w).backward(dy.contiguous())
-    assert torch.equal(x.grad, expanded)
-    assert not mxfp8_linear(x, w)._is_view()
+@pytest.mark.parametrize("recipe", CANONICAL)
+@pytest.mark.parametrize("layer", ["linear", "grouped"])
+def test_any_strides(layer: str, recipe: str) -> None:
+    """Also those of the gradient that ``sum().backward()`` gives, which are 0."""
+    x, w, offs = torch.randn(K, 40).mT, torch.randn(K, N).mT, make_offs([15, 25])
+
+    def run(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        if layer == "linear":
+            y = mxfp8_linear(x, w, recipe=recipe)
+        else:
+            y = mxfp8_grouped_mm(x, torch.stack([w, w]).mT, offs, recipe=recipe)
+        assert not y._is_view()
+        return y, *torch.autograd.grad(y, (x, w), dy.to(y.dtype))
+
+    dy = torch.ones(()).expand(40, N)
+    assert all(map(torch.equal, run(x, w, dy), run(x.contiguous(), w.contiguous(), dy.contiguous())))
 
 
 def test_autocast_casts_the_inputs_and_not_the_accumulation() -> None:
@@ -519,7 +482,7 @@ def test_custom_ops_meet_their_fakes() -> None:
     # without test_schema, which multiplies every output by 1 to find aliases: not implemented for FP8
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     opcheck = partial(torch.library.opcheck, test_utils=tests)
-    for name in ("mxfp8", "mxfp8_2d", "mxfp8_e5m2_grad_rebased", "mxfp8_2d_rebased"):
+    for name in ("mxfp8_2d", "mxfp8_e5m2_grad_rebased", "mxfp8_2d_rebased"):  # rows of mxfp8 are those of mxfp8_2d
         x_spec, dy_spec, w_spec = (spec.key for spec in specs(RECIPES[name]))
         opcheck(library.quantize.overload, (x, 1, x_spec, None, "auto"))
         for given in (offs, None):
@@ -543,14 +506,6 @@ def test_custom_ops_meet_their_fakes() -> None:
     operands = (dy.bfloat16(), None, UNQUANTIZED.key, x.bfloat16(), None, UNQUANTIZED.key)
     for given in (offs, None):
         opcheck(library.gemm_k_grouped.overload, (*operands, 70, given, torch.bfloat16, "auto"))
-
-
-def test_activations_quantised_along_the_wrong_axis_are_refused() -> None:
-    """A square weight, whose shape gives nothing away. The backends' own GEMMs: test_backends.py."""
-    x, w, offs = torch.randn(64, 64), torch.randn(E, 64, 64), make_offs([12] * E)
-    mxfp8_grouped_mm(quantize(x, 1), w, offs, recipe="mxfp8_wgrad_bf16")
-    with pytest.raises(ValueError, match=r"operand a .* axis 0"):
-        mxfp8_grouped_mm(quantize(x, 0), w, offs, recipe="mxfp8_wgrad_bf16")
 
 
 @pytest.mark.parametrize(
@@ -581,6 +536,7 @@ def test_activations_quantised_along_the_wrong_axis_are_refused() -> None:
         ({"out_dtype": torch.float16}, "out_dtype"),
         ({"a": quantize(torch.zeros(10, 64), elem_dtype=torch.float8_e5m2)}, "float8_e4m3fn in 1x32 blocks"),
         ({"a": quantize(torch.zeros(10, 64), block="32x32")}, "float8_e4m3fn in 1x32 blocks"),
+        ({"a": quantize(torch.zeros(10, 64), 0)}, r"operand a .* axis 0"),
     ],
 )
 def test_bad_grouped_input_says_what_to_do(change: dict, message: str) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torchtitan.config import ConfigManager, JobConfig, job_config
 from torchtitan.models.llama4 import Transformer, llama4_args
 from torchtitan.models.moe.moe import GroupedExperts
-from torchtitan.protocols import train_spec
+from torchtitan.protocols import BaseModelArgs, train_spec
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -63,6 +63,17 @@ def convert(job_config: JobConfig) -> Transformer:
     return model
 
 
+def converted(config: JobConfig) -> tuple[nn.Module, train_spec.TrainSpec, BaseModelArgs]:
+    """The model of a config as its converters leave it, its spec and its arguments."""
+    spec = get_train_spec(config.model.name)
+    args = copy.deepcopy(spec.model_args[config.model.flavor])
+    args.update_from_config(config)
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    build_model_converters(config, parallel_dims=None).convert(model)
+    return model, spec, args
+
+
 def kinds(model: nn.Module) -> dict[str, int]:
     linears = [fqn for fqn, module in model.named_modules() if isinstance(module, modules.MXFP8Linear)]
     classes = (MXFP8GroupedExperts, MXFP8GptOssGroupedExperts)
@@ -104,13 +115,7 @@ def test_the_debug_tomls_parse_and_convert(toml: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(ROOT)
     config = ConfigManager().parse_args([f"--job.config_file={toml}"])
     assert config.metrics.enable_wandb and config.metrics.enable_tensorboard
-    spec = get_train_spec(config.model.name)
-    args = copy.deepcopy(spec.model_args[config.model.flavor])
-    args.update_from_config(config)
-    with torch.device("meta"):
-        model = spec.model_cls(args)
-    build_model_converters(config, parallel_dims=None).convert(model)
-    assert kinds(model) == CONVERTED[toml.stem.removeprefix("debug_")]
+    assert kinds(converted(config)[0]) == CONVERTED[toml.stem.removeprefix("debug_")]
 
 
 def test_existing_tomls_keep_working(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -235,14 +240,7 @@ def test_every_model_of_a_toml_is_exported_and_read_back(
 ) -> None:
     """As ``checkpoint.last_save_in_hf`` saves it, and ``initial_load_in_hf`` loads it."""
     monkeypatch.chdir(ROOT)
-    config = ConfigManager().parse_args([f"--job.config_file={toml}"])
-    spec = get_train_spec(config.model.name)
-    args = copy.deepcopy(spec.model_args[config.model.flavor])
-    args.update_from_config(config)
-    with torch.device("meta"):
-        model = spec.model_cls(args)
-    build_model_converters(config, parallel_dims=None).convert(model)
-    torch.manual_seed(0)
+    model, spec, args = converted(ConfigManager().parse_args([f"--job.config_file={toml}"]))
     weights = {name: torch.randn(param.shape) for name, param in model.named_parameters()}
     adapter = spec.state_dict_adapter(args, None)
     exported = adapter.to_hf(weights)
@@ -304,6 +302,13 @@ def test_a_bad_config_is_refused_when_it_is_parsed(flags: list[str], message: st
         ("training", 'steps = "60"', "training.steps = '60': it must be a whole number"),
         ("compile", "enable = 1", "compile.enable = 1: it must be true or false"),
         ("cluster", "nodes = 2.0", "cluster.nodes = 2.0: it must be a whole number"),
+        ("optimizer", 'lr = "1e-3"', "optimizer.lr = '1e-3': it must be a number"),
+        (
+            "activation_checkpoint",
+            'mode = "None"',
+            "'None': it must be one of 'selective', 'full', 'memory_budget', 'n",
+        ),
+        ("debug", 'seed = "0"', "debug.seed = '0': it must be a whole number"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The field:UserWarning")
@@ -585,19 +590,3 @@ def test_requantised_inputs_are_asked_for_apart() -> None:
         model = nn.ModuleDict({"experts": make_experts(True), "wq": nn.Linear(64, 64)})
         build_model_converters(config, parallel_dims=None).convert(model)
         assert tuple(name for name, module in model.items() if module.mxfp8.requantize_input) == wanted
-
-
-def test_no_parameter_of_gpt_oss_keeps_what_the_memory_held() -> None:
-    spec = get_train_spec("gpt_oss")
-    register_flavors()
-    args = copy.deepcopy(spec.model_args["debugmodel_2layers"])
-    args.moe_inter_dim = 64
-    with torch.device("meta"):
-        model = spec.model_cls(args)
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(torch.nan)
-        model.init_weights(buffer_device=torch.device("cpu"))
-    assert [name for name, param in model.named_parameters() if param.isnan().any()] == []
-    assert not model.layers["0"].moe.router.gate.bias.any()

@@ -277,13 +277,6 @@ def test_a_transport_that_this_machine_lacks_is_refused_when_it_is_parsed(monkey
                 parse(*flags, f"{DISPATCH}=symmetric")
 
 
-def test_a_degree_that_does_not_divide_the_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    flags = [CONVERT, "--model.name=llama4", f"{DISPATCH}=auto", "--parallelism.expert_parallel_degree=3"]
-    with pytest.raises(ValueError, match="expert_parallel_degree 3 does not divide the 8 experts"):
-        parse(*flags)
-
-
 def dispatching(rows: str | float, ranks: int = 8, once: str = "") -> DispatchingLayers:
     """DeepSeek-V3's experts: ranks of 16384 tokens, each token 8 of 256 experts."""
     sizes = {"count": 2, "kept": 2, "rows": 16384, "top_k": 8, "experts": 256, "dim": 7168, "hidden": 2048}
@@ -410,10 +403,9 @@ def test_models_with_expert_parallelism_equal_torchtitans(model: str) -> None:
     processes.check(2, "parallel_moe_models.py", "cpu", model)
 
 
-@pytest.mark.parametrize("model", ["llama4", "gpt_oss"])
-def test_a_layer_compiles_without_a_graph_break(model: str) -> None:
-    """TorchTitan compiles its parts; a whole one, for whoever does."""
-    ours = convert(layer(model), f"{DISPATCH}=auto", f"{RECIPE}=mxfp8_2d")
+def test_a_layer_of_gpt_oss_compiles_without_a_graph_break() -> None:
+    """TorchTitan compiles none; blocks of the others are compiled below."""
+    ours = convert(layer("gpt_oss"), f"{DISPATCH}=auto", f"{RECIPE}=mxfp8_2d")
     expected = run(copy.deepcopy(ours))
     actual = run(torch.compile(ours, fullgraph=True, backend="aot_eager_decomp_partition"))
     for name, value in expected.items():

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +19,24 @@ def stub(tmp_path: Path) -> dict[str, str]:
 
 
 UNSET = {"PYTHON": "", "TORCH": ""}  # what the tests themselves may have been called with
+INSTALLED = 'touch .venv/.installed-$(cksum < pyproject.toml | cut -d" " -f1)-default-{cpu,gpu}'
+
+
+def programs(folder: Path, texts: dict[str, str]) -> None:
+    """Writes shell scripts, by name."""
+    for name, text in texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+
+
+def set_up(folder: Path, steps: str = "true", **settings: str) -> subprocess.CompletedProcess:
+    """Sources setup.sh, behind other steps, in a tree of which ``folder`` has the rest."""
+    (folder / "pyproject.toml").write_text("")
+    shutil.copy(ROOT / "scripts" / "setup.sh", folder)
+    command = f'set -euo pipefail; cd {folder}; {steps}; . ./setup.sh; echo "chose ${{TRITON_PTXAS_PATH:-}}"'
+    return shell("bash", "-c", command, **UNSET | {"PATH": f"{folder / 'bin'}:/usr/bin:/bin"} | settings)
 
 
 @pytest.mark.parametrize(
@@ -40,28 +59,13 @@ def test_setup_takes_a_ptxas_that_makes_faster_code(
 ) -> None:
     """A tree that is set up already, with stubs of everything that is asked. None: a program that fails."""
 
-    def program(path: Path, says: str | None) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("#!/bin/sh\n" + ("exit 1" if says is None else f"echo '{says}'"))
-        path.chmod(0o755)
+    def ptxas(release: str | None) -> str:
+        return f"echo Cuda compilation tools, release {release}, V{release}.1" if release else "exit 1"
 
-    def ptxas(path: Path, release: str | None) -> None:
-        program(path, release and f"Cuda compilation tools, release {release}, V{release}.1")
-
-    ptxas(tmp_path / "triton" / "backends" / "nvidia" / "bin" / "ptxas", own)
-    for name, says in (("nvidia-smi", ""), ("python", str(tmp_path / "triton"))):
-        program(tmp_path / "bin" / name, says)
-    ptxas(tmp_path / "bin" / "ptxas", cuda)
-    ptxas(tmp_path / "bin" / "mine", "12.8")
-    program(tmp_path / ".venv" / "bin" / "activate", "active")
-    (tmp_path / "pyproject.toml").write_text("")
-    steps = 'touch .venv/.installed-$(cksum < pyproject.toml | cut -d" " -f1)-default-{cpu,gpu}; . ./setup.sh'
-    shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path)
-    path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
-    command = f'set -euo pipefail; cd {tmp_path}; {steps}; echo "chose $TRITON_PTXAS_PATH"'
-    result = shell(
-        "bash", "-c", command, PATH=path, TRITON_PTXAS_PATH=str(tmp_path / "bin" / (named or "none")), **UNSET
-    )
+    texts = {"triton/backends/nvidia/bin/ptxas": ptxas(own), "bin/ptxas": ptxas(cuda), "bin/mine": ptxas("12.8")}
+    texts |= {"bin/nvidia-smi": "echo", "bin/python": f"echo {tmp_path / 'triton'}", ".venv/bin/activate": ""}
+    programs(tmp_path, texts)
+    result = set_up(tmp_path, INSTALLED, TRITON_PTXAS_PATH=str(tmp_path / "bin" / (named or "none")))
     chosen = tmp_path / "bin" / (expected or named or "none")
     assert f"chose {chosen}" in result.stdout, result.stdout + result.stderr
 
@@ -74,24 +78,14 @@ def test_setup_installs_torch_where_the_new_environment_lacks_that_of_python3(
     titan: str, venv: str, extras: str, inherited: bool, tmp_path: Path
 ) -> None:
     """A python3 with torch may itself be that of an environment: a new one is made from the Python behind it."""
-    stub = tmp_path / "bin" / "python3"
-    stub.parent.mkdir()
-    stub.write_text(
-        f"""#!/bin/sh
-[ "$1" = -c ] && exit
+    made = f"""[ "$1" = -c ] && exit
 mkdir -p {venv}/bin
 touch {venv}/bin/activate
 echo 'echo "$@" >> calls; [ "$1" = -c ] && exit {int(not inherited)}; exit 0' > {venv}/bin/python
 chmod +x {venv}/bin/python
-echo "$@" >> calls
-"""
-    )
-    stub.chmod(0o755)
-    (tmp_path / "pyproject.toml").write_text("")
-    shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path)
-    command = f"set -euo pipefail; cd {tmp_path}; . ./setup.sh"
-    settings = UNSET | {"TORCH": "torch==2.13.0", "TITAN": titan, "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
-    result = shell("bash", "-c", command, **settings)
+echo "$@" >> calls"""
+    programs(tmp_path, {"bin/python3": made})
+    result = set_up(tmp_path, TORCH="torch==2.13.0", TITAN=titan)
     assert result.returncode == 0, result.stderr
     made, _, *installs = (tmp_path / "calls").read_text().splitlines()
     assert made == f"-m venv --system-site-packages {venv}"
@@ -101,23 +95,16 @@ echo "$@" >> calls
 @pytest.mark.skipif(shutil.which("nvidia-smi", path="/usr/bin:/bin") is not None, reason="has a GPU at once")
 def test_setup_replaces_a_cpu_build_where_there_is_a_gpu(tmp_path: Path) -> None:
     """A .venv that a login node without a GPU made trained a GPU node's job on its CPU."""
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "activate").touch()
     stubs = {
+        ".venv/bin/activate": "",
         ".venv/bin/python": 'case "$*" in *torch.version.cuda*) [ -e cuda ] ;; -c*) ;; *) echo "$@" >> calls ;; esac',
         "bin/python3": '[ "$1" != -c ] || exit 1',
     }
-    (tmp_path / "pyproject.toml").write_text("")
-    shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path)
-    settings = UNSET | {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
     calls = tmp_path / "calls"
     for added, expected in (({}, [".[train,test]"]), ({"bin/nvidia-smi": ""}, ["torch>=2.11,<2.14", ".[train,test]"])):
-        for name, text in (stubs | added).items():
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-            (tmp_path / name).chmod(0o755)
+        programs(tmp_path, stubs | added)
         for _ in range(2):
-            done = shell("bash", "-c", f"set -euo pipefail; cd {tmp_path}; . ./setup.sh", **settings)
+            done = set_up(tmp_path)
             assert done.returncode == 0, done.stderr
         installs = calls.read_text().splitlines()
         assert [install.split()[-1] for install in installs] == expected
@@ -127,16 +114,9 @@ def test_setup_replaces_a_cpu_build_where_there_is_a_gpu(tmp_path: Path) -> None
 
 def test_setup_installs_one_more_extra_once_and_for_others_nothing_again(tmp_path: Path) -> None:
     """Else each script that a test calls would install anew, two at a time in one environment."""
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "activate").touch()
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.write_text('#!/bin/sh\n[ "$1" = -c ] || echo "$@" >> calls\n')
-    python.chmod(0o755)
-    (tmp_path / "pyproject.toml").write_text("")
-    shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path)
-    steps = 'touch .venv/.installed-$(cksum < pyproject.toml | cut -d" " -f1)-default-{cpu,gpu}; . ./setup.sh'
+    programs(tmp_path, {".venv/bin/activate": "", ".venv/bin/python": '[ "$1" = -c ] || echo "$@" >> calls'})
     for extra in ("hf", "hf", ""):
-        result = shell("bash", "-c", f"set -euo pipefail; cd {tmp_path}; {steps}", **UNSET, EXTRA=extra)
+        result = set_up(tmp_path, INSTALLED, EXTRA=extra)
         assert result.returncode == 0, result.stderr
     (install,) = (tmp_path / "calls").read_text().splitlines()
     assert install.endswith("install -q --no-compile --disable-pip-version-check -e .[hf]")
@@ -158,9 +138,7 @@ def test_the_launcher_calls_either_torchtitan() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch could use the GPU")
 def test_launchers_do_not_train_on_the_cpu_of_a_machine_with_a_gpu(tmp_path: Path, stub: dict[str, str]) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0: NVIDIA H100")
-    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+    programs(tmp_path, {"bin/nvidia-smi": "echo GPU 0: NVIDIA H100"})
     settings = stub | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHON": sys.executable, "RUNS": "mxfp8"}
     settings |= {"OUT": str(tmp_path / "out"), "CUDA_VISIBLE_DEVICES": "0"}
     done = shell("scripts/train.sh", **settings)

@@ -1,7 +1,9 @@
-"""The kernels of ``backends/sm100`` compiled for SM100, and its calls of torch's GEMMs as torch's own checks see them.
+"""The kernels of ``backends/sm100`` compiled for SM100, and that torch's checks of its GEMMs look at their arguments.
 
 ``pytest -rP tests/test_sm100_aot.py`` prints registers and shared memory of each kernel.
 """
+
+from functools import partial
 
 import pytest
 import torch
@@ -10,12 +12,10 @@ from scaled_mm import as_on_sm100
 from test_triton_aot import check
 from tiers import daily
 
-from titan_mxfp8.backends import plan_on, sm100
+from titan_mxfp8.backends import sm100
 from titan_mxfp8.backends.common.swizzled import swizzle_scales
-from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.backends.sm100 import gemm
 from titan_mxfp8.format.spec import OperandSpec
-from titan_mxfp8.recipe import get_recipe
 
 pytestmark = pytest.mark.integration
 
@@ -69,48 +69,11 @@ def test_requantise_tiles_and_what_torch_leaves() -> None:
     assert names >= {"_quantize_tiles", "_map_tiles", "_swizzle_scales", "_add_bias", "_zero_tail", "_zero_empty"}
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """What torch's meta functions answer to each call; nothing is computed."""
-    answers = []
-
-    def ask(function):
-        def call(*args, **kwargs):
-            fake = as_on_sm100(function, *args, **kwargs)
-            answers.append(fake.shape)
-            return torch.empty(fake.shape, dtype=fake.dtype)
-
-        return call
-
-    monkeypatch.setattr(torch, "_scaled_mm", ask(torch.ops.aten._scaled_mm.default))
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", ask(torch.ops.aten._scaled_grouped_mm.default))
-    for name in ("finish_rows", "zero_empty_groups"):
-        monkeypatch.setattr(gemm, name, lambda *args: None)
-    monkeypatch.setattr(gemm, "map_row_blocks", lambda offs, *args, **kwargs: type("Map", (), {"padded_offs": offs}))
-    return answers
-
-
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d"])
-def test_torch_takes_the_arguments(recipe: str, asked: list[torch.Size]) -> None:
-    """Dtypes, shapes and strides of all GEMMs, with groups and without, features that are no multiple of 128."""
-    plan = plan_on(get_recipe(recipe), "sm100", CLUSTER_GPUS["B200"])
-    for m, n, k in ((250, 160, 96), (1, 32, 32), (4096, 1408, 2048)):
-        x, dy, w = torch.empty(m, k), torch.empty(m, n), torch.empty(E, n, k)
-        for offs, groups in ((OFFS, E), (None, None)):
-            w_e = w if groups else w[:1]
-            for out_dtype in (BF16,) if groups else (BF16, FP32):
-                for bias in (None, torch.empty(E if groups else 1, n, dtype=BF16)):
-                    a, b = plan.forward.a.empty(x, 1, groups), plan.forward.b.empty(w_e, 2, None)
-                    assert sm100.gemm_m_grouped(a, b, offs, bias, out_dtype).shape == (m, n)
-                a, b = plan.dgrad.a.empty(dy, 1, groups), plan.dgrad.b.empty(w_e, 1, None)
-                assert sm100.gemm_m_grouped(a, b, offs, None, out_dtype).shape == (m, k)
-                a, b = plan.wgrad.a.empty(dy, 0, groups), plan.wgrad.b.empty(x, 0, groups)
-                assert sm100.gemm_k_grouped(a, b, offs, out_dtype).shape == (groups or 1, n, k)
-    assert len(asked) == 3 * (4 + 2 * 4)
-
-
-def test_torch_would_refuse_other_arguments(asked: list[torch.Size]) -> None:
-    """The checks look: scales of another shape, rows that are no rows, offsets of another type."""
+def test_torch_would_refuse_other_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks look: scales of another shape, rows that are no rows, offsets of another type. What layers call with
+    passes them in test_late_compilation.py."""
+    for name in ("_scaled_mm", "_scaled_grouped_mm"):
+        monkeypatch.setattr(torch, name, partial(as_on_sm100, getattr(torch.ops.aten, name).default))
     a, b = SWIZZLED.empty(torch.empty(M, K), 1, E), SWIZZLED.empty(torch.empty(E, N, K), 2, None)
     for wrong_a, wrong_b, offs in (
         (a, b._replace(scale=b.scale[:, :-4]), OFFS),

@@ -86,6 +86,7 @@ def test_other_models_learn_and_track_bf16(tmp_path: Path, model: str) -> None:
     assert 0 < max(map(abs, gaps)) < band
 
 
+@pytest.mark.nightly  # test_faults.py kills one rank of two, test_checkpoints.py compares losses
 def test_a_killed_run_goes_on_from_its_checkpoint(run, tmp_path: Path) -> None:
     layout = "FSDP 2 + EP 2"
     _, whole = run("llama4", layout, "mxfp8")

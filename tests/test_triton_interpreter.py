@@ -1,7 +1,7 @@
 """Runs the tests of ``interpreted/`` in Triton's CPU interpreter, repaired (``interpreter.py``).
 
 ``TRITON_INTERPRET`` counts when triton is imported and a process that interprets cannot compile, so they get a process
-of their own for each file. By hand: ``TRITON_INTERPRET=1 PYTHONPATH=tests pytest tests/interpreted``.
+of their own. By hand: ``TRITON_INTERPRET=1 PYTHONPATH=tests pytest tests/interpreted``.
 """
 
 import os
@@ -16,10 +16,9 @@ pytestmark = pytest.mark.integration
 TESTS = Path(__file__).parent
 
 
-@pytest.mark.parametrize("file", sorted(path.name for path in (TESTS / "interpreted").glob("test_*.py")))
-def test_in_interpreter(file: str, request: pytest.FixtureRequest) -> None:
+def test_in_interpreter(request: pytest.FixtureRequest) -> None:
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join((str(TESTS), str(TESTS.parent)))}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / "interpreted" / file)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / "interpreted")]
     command += ["--all"] if request.config.getoption("--all") else []
     run = subprocess.run(command, env=env, cwd=TESTS.parent, capture_output=True, text=True)
     print(run.stdout)

@@ -38,11 +38,7 @@ def start(
 
 
 def start_torchtitan(
-    out: Path,
-    flags: Sequence[str],
-    layout: str,
-    environment: dict[str, str] | None = None,
-    torchrun: bool = False,
+    out: Path, flags: Sequence[str], layout: str, environment: dict[str, str] | None = None, torchrun: bool = False
 ) -> Job | subprocess.Popen:
     """Starts ``torchtitan.train``, whichever version is installed, by torchrun or in forked processes (processes.py);
     its output goes to ``out/log``."""

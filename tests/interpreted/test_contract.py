@@ -1,28 +1,12 @@
 """The contract of a backend (``contract.py``) in the interpreter: the portable kernels with every variant of the
 GEMMs, and Hopper's quantisers, whose Gluon GEMMs cannot be interpreted."""
 
+from itertools import product
+
+import contract
 import pytest
 import torch
-from contract import (
-    BF16,
-    CASES,
-    FP32,
-    OTHER,
-    check_gemms,
-    check_nan_stays_in_its_group,
-    check_quantize,
-    check_quantize_both,
-    check_requantize,
-    check_requantize_squares,
-    check_sum_of_products,
-    coalescible_squares,
-    operands_of,
-    partly_coalescible,
-    requantised,
-    uneven,
-    wild,
-    with_arrived,
-)
+from contract import BF16, FP32, OTHER, check_gemms, check_quantize, check_quantize_both, check_requantize, uneven, wild
 from tiers import daily
 
 from scripts.bench.problems import SPREADS, group_sizes, make_offs
@@ -55,19 +39,25 @@ def sm_90(monkeypatch) -> None:
     monkeypatch.setattr(convert, "cuda_capability_geq", lambda *capability: True)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "large"])
+@pytest.mark.parametrize("case", [case for case in contract.CASES if case != "large"])
 def test_group_sizes(case: str, hardware: Hardware) -> None:
     few_tiles = {"n": 64, "k": 64} if case == "48 experts" else {}  # of many experts: the other cases have tails
     check_gemms(triton, triton.plan(get_recipe("mxfp8"), hardware), case, **few_tiles)
 
 
-@pytest.mark.parametrize("recipe", daily(EXACT, *EXACT[1::2]))
-def test_recipes(recipe: str, hardware: Hardware) -> None:
+@pytest.mark.parametrize(
+    "hardware, recipe",
+    daily(product(VARIANTS, EXACT), *product(["scaled"], EXACT[1::2]), ("bf16_tma", "mxfp8_2d"), ("bf16", "mxfp8_2d")),
+    indirect=["hardware"],
+)
+def test_recipes(hardware: Hardware, recipe: str) -> None:
+    """Where bf16 is multiplied, the GEMMs get alike operands of all of them, but for the weight gradient's."""
     plan = triton.plan(get_recipe(recipe), hardware)
     check_gemms(triton, plan, "ragged", out_dtype=BF16, bias_dtype=BF16)
     check_gemms(triton, plan, "no offs", bias_dtype=FP32)
 
 
+@pytest.mark.parametrize("hardware", daily(VARIANTS, "bf16_tma"), indirect=True)
 def test_the_control(hardware: Hardware) -> None:
     check_gemms(triton, triton.plan(get_recipe("bf16"), hardware), "ragged", out_dtype=BF16)
 
@@ -76,13 +66,14 @@ def test_any_multiple_of_32_and_nan(hardware: Hardware) -> None:
     plan = triton.plan(get_recipe("mxfp8_2d"), hardware)
     for n, k in ((32, 32), (96, 64), (32, 224)):
         check_gemms(triton, plan, "ragged", n=n, k=k)
-    check_nan_stays_in_its_group(triton, plan)
+    contract.check_nan_stays_in_its_group(triton, plan)
 
 
+@pytest.mark.parametrize("hardware", daily(VARIANTS, "bf16_tma", "bf16"), indirect=True)
 def test_fp8_where_bf16_is_multiplied(hardware: Hardware) -> None:
     """Activations that arrive quantised, say from an all-to-all, meet weights of either kind."""
     for case in ("ragged", "no offs"):
-        check_gemms(triton, with_arrived(triton.plan(get_recipe("mxfp8"), hardware)), case)
+        check_gemms(triton, contract.with_arrived(triton.plan(get_recipe("mxfp8"), hardware)), case)
 
 
 @pytest.mark.parametrize("hardware", ["bf16_tma"], indirect=True)
@@ -90,7 +81,7 @@ def test_fp8_where_bf16_is_multiplied(hardware: Hardware) -> None:
 def test_sums_of_products(recipe: str, hardware: Hardware) -> None:
     plan = hopper.plan(get_recipe(recipe), hardware)
     for case in ("ragged", "all empty", "no offs"):
-        assert len(check_sum_of_products(hopper, plan, case)) == 1
+        assert len(contract.check_sum_of_products(hopper, plan, case)) == 1
 
 
 def test_what_the_backend_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +105,7 @@ def hoppers_pairs() -> dict[str, tuple[str, OperandSpec, OperandSpec]]:
 @pytest.mark.parametrize("pair", hoppers_pairs())
 def test_hoppers_quantisers(pair: str, dtype: torch.dtype) -> None:
     what, rowwise, columnwise = hoppers_pairs()[pair]
-    for make in (uneven, partly_coalescible, wild):
+    for make in (uneven, contract.partly_coalescible, wild):
         if what == "x":
             for shape in ((129, 288), (1, 32), (0, 64)):
                 check_quantize_both(hopper, make(shape, dtype), rowwise, columnwise)
@@ -126,7 +117,12 @@ def test_hoppers_quantisers(pair: str, dtype: torch.dtype) -> None:
         weights = [make((2, 160, 96), dtype)]
         if make is uneven:  # other strides, of one kind of values
             wider = make((2, 160, 192), dtype)
-            weights += [weights[0].mT, wider[..., ::2], wider[:, ::2, 3:99], coalescible_squares((2, 160, 96), dtype)]
+            weights += [
+                weights[0].mT,
+                wider[..., ::2],
+                wider[:, ::2, 3:99],
+                contract.coalescible_squares((2, 160, 96), dtype),
+            ]
         for x in weights:
             check_quantize_both(hopper, x, rowwise, columnwise)
             check_quantize(hopper, x, 2, rowwise)
@@ -136,11 +132,17 @@ def test_hoppers_quantisers(pair: str, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("sm_90")
 @pytest.mark.parametrize(
     "backend, arch, recipe",
-    [(hopper, "sm_90", name) for name in ("mxfp8_2d", "mxfp8_wgrad_bf16_rebased", "mxfp8_e5m2_grad_rebased", OTHER)]
-    + [(triton, "sm_100", name) for name in ("mxfp8_floor", "mxfp8_wgrad_bf16", "mxfp8_e5m2_grad")],
+    daily(
+        [(hopper, "sm_90", name) for name in ("mxfp8_2d", "mxfp8_wgrad_bf16_rebased", "mxfp8_e5m2_grad_rebased", OTHER)]
+        + [(triton, "sm_100", name) for name in ("mxfp8_floor", "mxfp8_wgrad_bf16", "mxfp8_e5m2_grad")],
+        (hopper, "sm_90", "mxfp8_2d"),
+        (hopper, "sm_90", "mxfp8_e5m2_grad_rebased"),
+        (triton, "sm_100", "mxfp8_floor"),
+        (triton, "sm_100", "mxfp8_wgrad_bf16"),
+    ),
 )
 def test_requantise(backend, arch: str, recipe: str | Recipe) -> None:
-    for rows_spec, axis, spec in requantised(backend.plan(get_recipe(recipe), Hardware(arch, arch))):
+    for rows_spec, axis, spec in contract.requantised(backend.plan(get_recipe(recipe), Hardware(arch, arch))):
         for make in (uneven, wild):
             for shape in ((129, 288), (1, 32), (0, 64)):
                 check_requantize(backend, reference.quantize(make(shape, BF16), 1, rows_spec), axis, spec)
@@ -158,14 +160,14 @@ def test_requantise(backend, arch: str, recipe: str | Recipe) -> None:
     [(hopper, "sm_90", "mxfp8_2d"), (hopper, "sm_90", "mxfp8_2d_rebased"), (sm100, "sm_100", "mxfp8_2d")],
 )
 def test_gathered_weights(backend, arch: str, recipe: str) -> None:
-    for make in (uneven, wild, coalescible_squares):
-        check_requantize_squares(
+    for make in (uneven, wild, contract.coalescible_squares):
+        contract.check_requantize_squares(
             backend, make((2, 160, 96), FP32), backend.plan(get_recipe(recipe), Hardware(arch, arch))
         )
 
 
 @pytest.mark.usefixtures("sm_90")
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("spread", daily(SPREADS, "empties", "zipf"))
 def test_hoppers_ragged_groups(spread: str) -> None:
     """All rows in groups, and a tail of 45 that belongs to none."""
     plan = hopper.plan(get_recipe("mxfp8_rebased"), Hardware("sm_90", "H200"))
@@ -180,5 +182,5 @@ def test_hoppers_ragged_groups(spread: str) -> None:
 @pytest.mark.usefixtures("sm_90")
 def test_every_operand_that_a_plan_names_can_be_made() -> None:
     for recipe in dict.fromkeys(RECIPES.values()):
-        for what, axis, spec in operands_of(hopper.plan(recipe, Hardware("sm_90", "H200"))):
+        for what, axis, spec in contract.operands_of(hopper.plan(recipe, Hardware("sm_90", "H200"))):
             check_quantize(hopper, uneven((2, 64, 160) if what == "w" else (70, 160), BF16), axis, spec)

@@ -3,25 +3,10 @@ strides that no layer has, and pad and unpad."""
 
 from collections.abc import Iterator
 
+import contract
 import pytest
 import torch
-from contract import (
-    BF16,
-    E4M3,
-    E5M2,
-    EXACT,
-    FORMATS,
-    FP32,
-    SQUARES,
-    check_dequantize,
-    check_every_byte,
-    check_pad,
-    check_quantize,
-    check_quantize_both,
-    every_bfloat16,
-    uneven,
-    wild,
-)
+from contract import BF16, E4M3, EXACT, FORMATS, FP32, SQUARES, check_pad, check_quantize, check_quantize_both, wild
 from tiers import daily
 
 from scripts.bench.problems import SPREADS, group_sizes, make_offs
@@ -49,7 +34,7 @@ def conversion(request, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("conversion")
 @pytest.mark.parametrize("rounding, dtype", FORMATS)
 def test_every_bfloat16(rounding: str, dtype: torch.dtype):
-    for x in every_bfloat16():
+    for x in contract.every_bfloat16():
         check_quantize(triton, x, 1, OperandSpec(rounding=rounding, elem_dtype=dtype))
 
 
@@ -118,7 +103,7 @@ def test_ragged(rows: int, groups: int, spread: str):
 def test_ragged_corners(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(convert, "cuda_capability_geq", lambda *capability: True)
     for backend, spec in ((triton, EXACT), (hopper, REBASED)):
-        x = uneven((150, 40), FP32)
+        x = contract.uneven((150, 40), FP32)
         for sizes in ([0, 1, 44], [150], [0, 0], [128, 0, 22], [0, 129], [127, 1, 0], [33] * 4, [1] * 150):
             check_quantize(backend, x, 0, spec, make_offs(sizes))
             check_quantize_both(backend, x, spec, spec, make_offs(sizes))
@@ -134,12 +119,12 @@ def test_many_groups():
 
 
 @pytest.mark.usefixtures("conversion")
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [E4M3, contract.E5M2])
 def test_dequantize(dtype: torch.dtype):
-    check_every_byte(dtype)
+    contract.check_every_byte(dtype)
     for shape in ((70, 45), (2, 40, 96)):
         for block, block_mn in (("1x32", 1), ("32x32", 32)):
-            check_dequantize(wild(shape, FP32), OperandSpec(elem_dtype=dtype, block=block, block_mn=block_mn))
+            contract.check_dequantize(wild(shape, FP32), OperandSpec(elem_dtype=dtype, block=block, block_mn=block_mn))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

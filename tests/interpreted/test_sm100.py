@@ -1,28 +1,15 @@
 """The backend of SM100 without one: its quantisers in the interpreter, and torch's GEMMs as ``scaled_mm`` has them."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
+from itertools import product
 
+import contract
 import pytest
 import scaled_mm
 import swiglu_contract
 import torch
-from contract import (
-    BF16,
-    CASES,
-    FP32,
-    assert_same,
-    check_gemms,
-    check_nan_stays_in_its_group,
-    check_quantize,
-    check_quantize_both,
-    check_requantize,
-    filled,
-    partly_coalescible,
-    uneven,
-    wild,
-)
+from contract import BF16, FP32, assert_same, check_gemms, check_quantize, check_quantize_both, filled, uneven, wild
 from poison import poisoned_empty
 from swiglu_contract import check_swiglu, swiglu_inputs
 from tiers import daily
@@ -30,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scripts.bench.problems import SPREADS, group_sizes, make_offs, relative_rms
 from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, mxfp8_moe
-from titan_mxfp8.backends import sm100, triton
+from titan_mxfp8.backends import sm100
 from titan_mxfp8.backends.common import convert, swizzled
 from titan_mxfp8.backends.common.swizzled import swizzle_scales
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.format import reference, swizzle
-from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
+from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.ops import config, library
 from titan_mxfp8.recipe import get_recipe
 
@@ -50,8 +37,15 @@ def sm_100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert, "cuda_capability_geq", lambda *capability: True)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_floor", "mxfp8_2d"])
+@pytest.mark.parametrize(
+    "recipe, dtype",
+    daily(
+        product(["mxfp8", "mxfp8_floor", "mxfp8_2d"], [BF16, FP32]),
+        ("mxfp8", BF16),
+        ("mxfp8_floor", FP32),
+        ("mxfp8_2d", BF16),
+    ),
+)
 def test_quantisers_give_the_references_bits(recipe: str, dtype: torch.dtype) -> None:
     plan = sm100.plan(get_recipe(recipe), HARDWARE)
     spec = plan.forward.a
@@ -70,11 +64,11 @@ def test_quantisers_give_the_references_bits(recipe: str, dtype: torch.dtype) ->
         check_quantize(sm100, x, 1, plan.dgrad.b)
 
 
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("spread", daily(SPREADS, "empties", "tiny"))
 def test_groups_of_all_sizes(spread: str) -> None:
     """All rows in groups, and a tail of 45 that belongs to none; more groups than a step of the map takes."""
     for rows, groups in ((600, 5), (300, 40)):
-        x = partly_coalescible((rows, 160), BF16)
+        x = contract.partly_coalescible((rows, 160), BF16)
         for used in (rows, rows - 45):
             check_quantize_both(sm100, x, BLOCKED, BLOCKED, make_offs(group_sizes(spread, used, groups)))
 
@@ -105,7 +99,7 @@ def test_requantise(recipe: str) -> None:
         arrived = OperandSpec(elem_dtype=gradient.elem_dtype, rounding=gradient.rounding)
         rows = reference.quantize(uneven((300, 160), BF16), 1, arrived)
         for cut in (None, offs):
-            check_requantize(sm100, rows, 0, spec, cut)
+            contract.check_requantize(sm100, rows, 0, spec, cut)
         if spec.scales != "swizzled":
             continue
         ours = sm100.requantize(rows, 1, spec, offs)  # the same values: elements stay what they are
@@ -115,7 +109,7 @@ def test_requantise(recipe: str) -> None:
         assert_same(filled(again, offs), filled(reference.requantize(plain, 0, spec, offs), offs))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "large"])
+@pytest.mark.parametrize("case", [case for case in contract.CASES if case != "large"])
 def test_group_sizes(case: str) -> None:
     with scaled_mm.installed() as calls:
         check_gemms(sm100, sm100.plan(get_recipe("mxfp8"), HARDWARE), case, out_dtype=BF16, bias_dtype=BF16)
@@ -141,7 +135,7 @@ def test_any_multiple_of_32_and_nan() -> None:
     with scaled_mm.installed():
         for n, k in ((32, 32), (96, 64), (32, 224), (288, 160)):
             check_gemms(sm100, plan, "ragged", n=n, k=k, out_dtype=BF16)
-        check_nan_stays_in_its_group(sm100, plan)
+        contract.check_nan_stays_in_its_group(sm100, plan)
 
 
 def test_scales_that_come_in_rows_are_put_into_tiles() -> None:
@@ -179,29 +173,6 @@ def test_swiglu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     swiglu_contract.check_nan_stays_in_its_group(sm100, plan)
 
 
-@pytest.mark.parametrize("recipe", daily(["mxfp8", "mxfp8_floor", "mxfp8_wgrad_bf16"], "mxfp8"))
-def test_swiglu_gives_the_portable_kernels_bits(recipe: str) -> None:
-    plan = sm100.plan(get_recipe(recipe), HARDWARE)
-    specs = plan.forward.a, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
-    rows = [replace(spec, scales="k_major") for spec in specs]
-    for sizes, extra, hidden, limit, scored in SWIGLU_CASES:
-        gate, up, u, scores, offs = swiglu_inputs(sizes, extra, hidden)
-        used = gate.shape[0] if sizes is None else sum(sizes)
-        scores = scores if scored else None
-        with poisoned_empty():
-            ours = [sm100.swiglu(gate, up, limit, specs[0], offs)]
-            ours += sm100.swiglu_backward([gate, up, u], scores, limit, *specs[1:], offs)
-            theirs = [triton.swiglu(gate, up, limit, rows[0], offs)]
-            theirs += triton.swiglu_backward([gate, up, u], scores, limit, *rows[1:], offs)
-        # where weight gradients are bf16, the portable kernel sums in another order
-        tolerance = 1e-6 if "bf16" in recipe else 0
-        assert not scored or relative_rms(ours[-1][:used], theirs[-1][:used]) <= tolerance
-        for a, b, spec in zip(ours[:-1], theirs[:-1], [*specs[:2], *specs[1:3], specs[2], specs[3]], strict=True):
-            assert a.spec == spec
-            b = swizzle.swizzle(b, spec, offs) if spec.scales == "swizzled" else b
-            assert_same(filled(a, offs), filled(b, offs), used)
-
-
 def test_swiglu_leaves_zeros_in_tiles_of_no_group() -> None:
     plan = sm100.plan(get_recipe("mxfp8"), HARDWARE)
     gate, up, u, scores, offs = swiglu_inputs([0, 44, 130, 0], 400, 160)
@@ -211,16 +182,6 @@ def test_swiglu_leaves_zeros_in_tiles_of_no_group() -> None:
     for operand in (h, made.dgate_rowwise, made.dup_rowwise):
         assert operand.scale[: 3 * 128].any() and not operand.scale[3 * 128 :].any()
         assert (operand.data[174:].view(torch.uint8) == 0xFF).all()  # as they were
-
-
-def test_swiglu_refuses_what_no_plan_has() -> None:
-    gate, up, u, scores, offs = swiglu_inputs([40, 30], 0, 96)
-    rows, squares = OperandSpec(), OperandSpec(block="32x32", scales="swizzled")
-    for specs in ((BLOCKED, rows, rows), (rows, BLOCKED, BLOCKED), (BLOCKED, BLOCKED, UNQUANTIZED), [squares] * 3):
-        with pytest.raises(AssertionError):
-            sm100.swiglu_backward([gate, up, u], scores, None, *specs, offs)
-    with pytest.raises(AssertionError):
-        sm100.swiglu(gate, up, None, squares, offs)
 
 
 @pytest.fixture

@@ -80,18 +80,25 @@ def test_qwen3_learns_and_tracks_bf16(tmp_path: Path) -> None:
     assert 0 < max(map(abs, gaps)) < BAND
 
 
-def test_layers_that_dispatch_their_own_tokens(run, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Among two ranks, and recomputed by selective activation checkpointing; with their health in the logs."""
+FEW_STEPS = ("--training.steps=3", "--lr_scheduler.total_steps=8", "--training.seq_len=128")
+
+
+@pytest.mark.nightly
+def test_layers_whose_tokens_torchtitan_dispatches(run, tmp_path: Path) -> None:
     _, dispatched = run("FSDP 2 + EP 2", "mxfp8")
-    flags = ("--training.steps=3", "--lr_scheduler.total_steps=8", "--training.seq_len=128")
-    without = train(tmp_path_factory.mktemp("off"), "deepseek_v3", "dispatch off", *flags, layout="FSDP 2 + EP 2")
-    flags += ("activation_checkpoint:selective",)
-    losses = train(tmp_path, "deepseek_v3", "health", *flags, layout="FSDP 2 + EP 2")
-    assert losses == {step: dispatched[step] for step in losses}
-    gaps = [losses[step] - without[step] for step in losses]
+    losses = train(tmp_path, "deepseek_v3", "dispatch off", *FEW_STEPS, layout="FSDP 2 + EP 2")
+    gaps = [loss - dispatched[step] for step, loss in losses.items()]
     print(f"largest gap {max(map(abs, gaps)):.5f}")
     assert list(losses) == [1, 2, 3]
     assert 0 < max(map(abs, gaps)) < 1e-3  # measured 2.5e-4
+
+
+def test_layers_that_dispatch_their_own_tokens(run, tmp_path: Path) -> None:
+    """Among two ranks, and recomputed by selective activation checkpointing; with their health in the logs."""
+    _, dispatched = run("FSDP 2 + EP 2", "mxfp8")
+    flags = (*FEW_STEPS, "activation_checkpoint:selective")
+    losses = train(tmp_path, "deepseek_v3", "health", *flags, layout="FSDP 2 + EP 2")
+    assert losses == {step: dispatched[step] for step in (1, 2, 3)}
     log = (tmp_path / "log").read_text()
     assert "MXFP8: 1 MoE layer dispatches tokens itself, collective: symmetric cannot be used" in log
     assert "; rows counted" in log
@@ -127,9 +134,10 @@ def test_a_killed_run_goes_on_from_its_checkpoint(run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("written, read", daily([("bf16", "mxfp8"), ("mxfp8", "bf16")], "bf16"))
 def test_bf16_and_mxfp8_exchange_checkpoints(run, tmp_path: Path, written: str, read: str) -> None:
-    out, before = run("1 process", written)
+    layout = "FSDP 2 + EP 2"
+    out, before = run(layout, written)
     shutil.copytree(out / "checkpoint" / "step-4", tmp_path / "checkpoint" / "step-4")
-    after = train(tmp_path, "deepseek_v3", read, *STEPS, "--checkpoint.interval=60")
+    after = train(tmp_path, "deepseek_v3", read, *STEPS, "--checkpoint.interval=60", layout=layout)
     assert list(after) == list(range(5, 9))
     assert all(abs(after[step] - before[step]) < BAND for step in after)
     assert after != {step: before[step] for step in after}

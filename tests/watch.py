@@ -1,0 +1,30 @@
+"""What tests look at from outside: what autograd keeps, and a process group of this process alone."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+
+@contextmanager
+def saved_tensors() -> Iterator[list[torch.Tensor]]:
+    """The tensors that autograd keeps for the backward of what runs within."""
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+@contextmanager
+def process_group(backend: str = "gloo", ranks: int = 1) -> Iterator[None]:
+    """A default process group of which this process is rank 0; of several ranks with the backend "fake"."""
+    dist.init_process_group(backend, rank=0, world_size=ranks, store=dist.HashStore() if ranks == 1 else None)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
