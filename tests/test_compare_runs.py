@@ -222,9 +222,8 @@ def test_compare_runs_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        (b"step,a loss\n1,8.0\n2,x\n", "{path}, row 3: a loss is 'x', not a number"),
-        (b"step,a loss,a loss\n1,8.0,7.0\n", "{path} has the column 'a loss' twice"),
-        (b"\x89PNG\r\n\x1a\n", "{path} is no CSV: 'utf-8' codec can't decode"),
+        (b"step,a loss\n1,8.0\n2,x\n", "{path} is no losses.csv of compare_runs.py: could not convert string"),
+        (b"\x89PNG\r\n\x1a\n", "{path} is no losses.csv of compare_runs.py: 'utf-8' codec can't decode"),
     ],
 )
 def test_compare_runs_names_the_file_that_is_no_losses(text: bytes, message: str, tmp_path: Path) -> None:

@@ -235,18 +235,12 @@ def test_read_html_orders_dedupes_and_skips(tmp_path):
         make_data.read_html(tmp_path, "y/html")
 
 
-def test_parse_kjv_reads_chapters_and_notices_a_missing_verse(monkeypatch):
+def test_parse_kjv_reads_chapters():
     output = (
         "\nGenesis 1\n\n  1 In the  beginning. \n  2 And the earth.\n\nGenesis 2\n\n  1 Thus.\n\n1 John 1\n\n 10 If.\n"
     )
-    monkeypatch.setattr(make_data, "KJV_BOOKS", 2)
-    monkeypatch.setattr(make_data, "KJV_CHAPTERS", 3)
-    monkeypatch.setattr(make_data, "KJV_VERSES", 4)
     documents = ["Genesis 1\n\nIn the beginning.\nAnd the earth.", "Genesis 2\n\nThus.", "1 John 1\n\nIf."]
     assert make_data.parse_kjv(output) == documents
-    for broken in (output.replace("  2 And the earth.\n", ""), output + "\nGenesis 2\n", "  1 No heading.\n", ""):
-        with pytest.raises(ValueError, match="output format may have changed"):
-            make_data.parse_kjv(broken)
 
 
 def test_train_tokenizer_gives_the_exact_size_or_says_why_not():
@@ -374,18 +368,11 @@ def test_read_code_takes_what_people_read_in_the_order_of_paths(tmp_path):
     assert make_data.read_code(tmp_path) == [files["mm/a.h"], files["mm/b.c"]]
 
 
-def test_missing_apt_get_says_what_to_do_and_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SystemExit, match=r"(?s)apt-get was not found.*--debs"):
-        make_data.main(["--out", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
-
-
-def test_failing_apt_get_says_what_to_do_and_writes_nothing(tmp_path, monkeypatch):
+def test_failing_apt_get_says_why_and_nothing_is_written(tmp_path, monkeypatch):
     (tmp_path / "apt-get").write_text("#!/bin/sh\necho E: Unable to locate package $2 >&2\nexit 100\n")
     (tmp_path / "apt-get").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SystemExit, match=r"(?s)Unable to locate package bible-kjv.*`apt-get update`"):
+    with pytest.raises(SystemExit, match="Unable to locate package bible-kjv"):
         make_data.main(["--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
@@ -401,7 +388,7 @@ def test_bad_packages_say_what_to_do_and_write_nothing(debs, tmp_path):
     assert "holds 0 files anarchism_*.deb" in error("--sources", "handbook", "anarchism")
     assert "too short for --vocab-size 5000" in error("--sources", "handbook", "--vocab-size", "5000")
     (debs / "linux-doc-9.9_1.5-2_all.deb").write_bytes(b"half a download")
-    assert "is linux-doc-9.9_1.5-2_all.deb complete?" in error("--sources", "linux")
+    assert "dpkg -x" in error("--sources", "linux") and "failed" in error("--sources", "linux")
     make_deb(debs, "python3-doc", depends="something-else")
     assert "depends on no python3" in error("--sources", "python")
 
@@ -414,29 +401,7 @@ def test_wrong_arguments_are_refused_before_any_download(tmp_path, monkeypatch, 
     (tmp_path / "file").write_text("kept")
     with pytest.raises(SystemExit, match="file is a file"):
         make_data.main(["--out", str(tmp_path / "file")])
-    with pytest.raises(SystemExit, match=r"holds no tokenizer\.json"):
-        make_data.main(["--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path)])
-    (tmp_path / "tokenizer.json").write_text('{"version": ')
-    with pytest.raises(SystemExit, match=r"tokenizer\.json is no tokenizer of the tokenizers library: "):
-        make_data.main(["--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path)])
     with pytest.raises(SystemExit, match="2"):
         make_data.main(["--out", str(tmp_path / "out"), "--vocab-size", "257"])
     assert "257 is too small" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "kept" and not (tmp_path / "out").exists()
-
-
-def test_write_files_refuses_a_folder_in_the_place_of_a_file(tmp_path):
-    make_data.write_files(tmp_path, {"a": b"old", "b/c": b"old"})
-    with pytest.raises(OSError, match="b is a folder"):
-        make_data.write_files(tmp_path, {"a": b"new", "b": b"new"})
-    assert contents(tmp_path) == {"a": b"old", "b/c": b"old"}
-
-
-def test_write_files_replaces_all_or_none(tmp_path):
-    make_data.write_files(tmp_path, {"a": b"old", "folder/b": b"old"})
-    before = contents(tmp_path)
-    with pytest.raises(OSError):
-        make_data.write_files(tmp_path, {"folder/b": b"new", "a/c": b"`a` is a file"})
-    assert contents(tmp_path) == before
-    make_data.write_files(tmp_path, {"a": b"new", "folder/b": b"new"})
-    assert contents(tmp_path) == {"a": b"new", "folder/b": b"new"}

@@ -63,7 +63,7 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         patch.setattr(compare_layouts, "launch", processes.launch)
         patch.setattr(sys, "argv", [*command, "--dispatch", *DISPATCH])
         status = compare_layouts.main()
-    assert status == 0, "".join(path.read_text()[-3000:] for path in out.glob("failures/*"))
+    assert status == 0, "".join(path.read_text()[-3000:] for path in out.glob("logs/*"))
     with (out / "data.csv").open() as file:
         return {f"{row['model']} {row['layout']}": row for row in csv.DictReader(file)}
 

@@ -1,6 +1,6 @@
 """Trains each parallel layout of TorchTitan and a twin in one process, and compares their losses step by step.
 
-    python scripts/study/compare_layouts.py --devices cpu --out outputs/layouts    # or --devices 4 --jobs 6, on GPUs
+    python scripts/study/compare_layouts.py --devices cpu --out outputs/layouts    # or --devices 4, on GPUs
 
 Both start from one seed checkpoint and see the same sequences in the same steps; the twin's batch holds the sequences
 whose tokens meet in one expert GEMM of the layout, so that weight gradients are quantised in the same blocks. In fp32,
@@ -17,9 +17,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -30,6 +29,7 @@ from scripts.progress import ends_in_words, progress
 from scripts.result_files import environment, format_table, write_results
 from scripts.study.layouts import LAYOUTS, Layout, twin_of
 from scripts.study.runs import LOSS, cores_each, launch, read_tensorboard, tensorboard_logs
+from scripts.watch import message
 from titan_mxfp8.backends import select
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.recipe import GROUPED_MM, get_recipe
@@ -40,7 +40,6 @@ MODELS = ("llama4", "deepseek_v3")
 SEQ_LEN = 128
 GRAD_NORM = "grad_norm"
 TIME_LIMIT = "not run: time limit"
-STALL_S = 240  # of a run, imports and compilation included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +75,6 @@ class Comparison:
         self.deadline = time.monotonic() + args.limit
         hardware = hardware_of(torch.device("cuda:0" if args.gpus else "cpu"))
         self.backend = select("auto", hardware, get_recipe("mxfp8")).name
-        self.gpu = cycle(range(args.gpus))
         self.bar = progress(1, "seed checkpoints")
         self.rows = make_rows(args.steps * max(x.data_ranks * x.accumulate * x.batch for x in LAYOUTS))
 
@@ -133,26 +131,18 @@ class Comparison:
         self.data(layout).mkdir(exist_ok=True)
         (self.data(layout) / "data.jsonl").write_text("\n".join(lines) + "\n")
 
-    def make_seeds(self, models: Iterable[str]) -> str:
+    def make_seeds(self, models: Iterable[str]) -> None:
         """Saves the weights that all runs of a model start from, as TorchTitan draws others for each pipeline stage.
 
-        Returns:
-            The reason if that failed, else nothing.
+        Raises:
+            ValueError: that failed.
         """
         runs = []
         for model in models:
             flags = [*self.common_flags(model, self.seed(model)), "--checkpoint.create_seed_checkpoint"]
             runs.append({"out": str(self.seed(model)), "flags": flags})
-        log, reason = self.torchrun(1, runs)
-        if reason:
-            self.keep_log("seed", log)
-        return reason
-
-    def keep_log(self, name: str, log: Path) -> None:
-        """The end of a failed launch's log, from where its last run began."""
-        failures = self.args.out / "failures"
-        failures.mkdir(parents=True, exist_ok=True)
-        (failures / f"{name}.log").write_text(log.read_text().split("=== ")[-1][-20000:])
+        if reason := self.torchrun(1, runs):
+            raise ValueError(f"no seed checkpoint: {reason}")
 
     def train(self, runs: list[Run]) -> None:
         """Trains runs of one number of processes in one launch; after a failure the rest are launched again."""
@@ -161,53 +151,46 @@ class Comparison:
                 {"out": str(self.folder(r)), "flags": self.flags(r), "favoured_experts": r.layout.favoured_experts}
                 for r in runs
             ]
-            log, reason = self.torchrun(runs[0].layout.processes, configs)
-            done = 0
-            while done < len(runs) and (self.folder(runs[done]) / "done").exists():
-                self.status[runs[done]] = "ok"
-                done += 1
-            runs = runs[done:]
-            if runs and reason == TIME_LIMIT:
+            reason = self.torchrun(runs[0].layout.processes, configs)
+            done = [run for run in runs if (self.folder(run) / "done").exists()]
+            self.status |= dict.fromkeys(done, "ok")
+            runs = runs[len(done) :]
+            if reason == TIME_LIMIT:
                 self.status |= dict.fromkeys(runs, TIME_LIMIT)
                 return
             if runs:
                 self.status[runs[0]] = reason
-                self.keep_log(runs[0].name, log)
                 runs = runs[1:]
 
-    def torchrun(self, processes: int, runs: list[dict]) -> tuple[Path, str]:
-        """Runs ``train_many.py``; gives its log and, if it failed, the reason."""
+    def torchrun(self, processes: int, runs: list[dict]) -> str:
+        """Runs ``train_many.py``, with a log in OUT; if it failed, the reason."""
         number = time.monotonic_ns()
-        config, log = self.work / f"runs_{number}.json", self.work / f"log_{number}"
+        config, log = self.work / f"runs_{number}.json", self.args.out / "logs" / f"{number}.log"
         config.write_text(json.dumps(runs))
+        log.parent.mkdir(parents=True, exist_ok=True)
         program = [str(Path(__file__).with_name("train_many.py")), str(config)]
-        process = launch(processes, program, log, self.environment(processes), jobs=self.args.jobs, cwd=ROOT)
-        done, since = 0, time.monotonic()
+        process = launch(processes, program, log, self.environment(processes), cwd=ROOT)
+        done = 0
         while process.poll() is None:
             time.sleep(0.2)
             now = sum((Path(run["out"]) / "done").exists() for run in runs)
-            if now > done:
-                self.bar.update(now - done)
-                done, since = now, time.monotonic()
-            if time.monotonic() > min(self.deadline, since + STALL_S):
+            self.bar.update(now - done)
+            done = now
+            if time.monotonic() > self.deadline:
                 process.terminate()  # torchrun ends its workers, within 30 s
                 process.wait()
-                return log, TIME_LIMIT if time.monotonic() > self.deadline else f"no end within {STALL_S} s"
-        return log, reason_of_failure(log.read_text()) if process.returncode else ""
+                return TIME_LIMIT
+        return f"{message(log.read_text(errors='replace')) or 'no exception'} ({log})" if process.returncode else ""
 
     def environment(self, processes: int) -> dict[str, str]:
         own = {
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-            "TORCHINDUCTOR_COMPILE_THREADS": str(cores_each(processes * self.args.jobs)),
+            "TORCHINDUCTOR_COMPILE_THREADS": str(cores_each(processes)),
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_CACHE": str(self.work / "datasets"),
             "WANDB_MODE": "disabled",
         }
-        gpus = []
-        if self.args.gpus:
-            first = next(self.gpu)
-            gpus = [str((first + i) % self.args.gpus) for i in range(processes)]
-        return own | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        return own | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(min(processes, self.args.gpus))))}
 
     def row(self, run: Run) -> dict[str, object]:
         """The comparison of one layout, from its four runs; ``run`` is the MXFP8 one."""
@@ -308,30 +291,22 @@ def worst_gradient(folder: Path, twin: Path) -> tuple[float, str]:
     return max((relative_rms(one[name], other[name]), name) for name in one)
 
 
-def reason_of_failure(log: str) -> str:
-    """The first line of the last run's output that names an exception."""
-    last = log.split("=== ")[-1]
-    found = re.search(r"^(?:\[rank\d+\]: ?)*\s*((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", last, re.MULTILINE)
-    return found[1].strip()[:300] if found else "ended with an error and no message"
-
-
-def launches(runs: list[Run], jobs: int) -> list[list[Run]]:
-    """Runs with the same number of processes share launches, as many as there are jobs.
+def launches(runs: Iterable[Run]) -> list[list[Run]]:
+    """Runs with the same number of processes share a launch.
 
     Eager runs come before compiled ones, and twins, which have one process, before the layouts.
     """
     groups: dict[tuple[bool, int], list[Run]] = {}
-    for run in runs:
+    for run in dict.fromkeys(runs):
         groups.setdefault((run.compile, run.layout.processes), []).append(run)
-    return [group[job::jobs] for _, group in sorted(groups.items()) for job in range(min(jobs, len(group)))]
+    return [group for _, group in sorted(groups.items())]
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder for data.csv, env.json and logs of failures")
+    add("--out", type=Path, required=True, help="folder for data.csv, env.json and logs")
     add("--devices", default="cpu", help="cpu, or the number of GPUs [cpu]")
-    add("--jobs", type=int, default=1, help="launches at a time; GPUs are shared [1]")
     help_text = "names of layouts, each alone or behind a model's as in 'llama4 TP 2' [all that the devices allow]"
     add("--only", nargs="+", metavar="LAYOUT", help=help_text)
     add("--models", nargs="+", default=MODELS, choices=MODELS)
@@ -373,15 +348,11 @@ def main() -> int:
         comparison = Comparison(args, Path(work))
         for run in (*twins, *runs):
             comparison.write_data(run.layout)
-        launched = launches(list(dict.fromkeys(twins + runs)), args.jobs)
-        reason = comparison.make_seeds(args.models)
-        if reason:
-            comparison.status = dict.fromkeys(twins + runs, f"no seed checkpoint: {reason}")
-            launched = []
-        rows = comparison.write(pairs, env)
-        with ThreadPoolExecutor(args.jobs) as pool, progress(sum(map(len, launched)), "layouts") as comparison.bar:
-            for future in as_completed([pool.submit(comparison.train, launch) for launch in launched]):
-                future.result()
+        comparison.make_seeds(args.models)
+        rows, launched = comparison.write(pairs, env), launches(twins + runs)
+        with progress(sum(map(len, launched)), "layouts") as comparison.bar:
+            for group in launched:
+                comparison.train(group)
                 rows = comparison.write(pairs, env)
     print(format_table(rows))
     return int(any(row["status"] != "ok" for row in rows))

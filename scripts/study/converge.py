@@ -39,7 +39,6 @@ CHECKPOINTS = "checkpoint/step-*/.metadata"
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 DATA = ("training.dataset_path", "validation.dataset_path", "model.hf_assets_path")
 TOKENIZER = ("tokenizer*", "vocab*", "merges*")  # files of a model's assets that decide what it sees
-HASHED = 4 << 30  # bytes
 EVERY_FLAG = (BF16.name, "mxfp8+rebase+dispatch")  # recipes of which flags_of sets all that it alone may set
 
 
@@ -52,9 +51,8 @@ class StudyRun:
     folder: Path
 
     @property
-    def finished(self) -> dict[str, float] | None:
-        """What ``finished.json`` holds; None if the run is not finished."""
-        return read_finished(self.folder / "finished.json")
+    def finished(self) -> bool:
+        return is_finished(self.folder / "finished.json")
 
     @property
     def has_checkpoint(self) -> bool:
@@ -71,12 +69,12 @@ class Going:
     started: float
 
 
-def read_finished(path: Path) -> dict[str, float] | None:
-    """A finished run's last seconds of wall clock; None where there is no such file, or one that was cut short."""
+def is_finished(path: Path) -> bool:
+    """Whether there is such a file of a finished run, and it was not cut short."""
     try:
-        return {"seconds": float(json.loads(path.read_text())["seconds"])}
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
+        return "seconds" in json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def write_json(path: Path, content: dict[str, object]) -> None:
@@ -223,14 +221,10 @@ def study(args: argparse.Namespace, asked: Sequence[int]) -> dict[StudyRun, str]
     bar = progress(len(waiting) * steps, "study", "step")
     try:
         while (waiting or going) and not asked and time.monotonic() < deadline:
-            fitting = next((run for run in waiting if fits(run, standing, deadline, args)), None)
-            if fitting and len(going) < args.jobs:
+            if waiting and len(going) < args.jobs:
                 free = next(slot for slot in range(args.jobs) if slot not in {other.slot for other in going})
-                waiting.remove(fitting)
-                going.append(start(fitting, args, free, gpus))
+                going.append(start(waiting.pop(0), args, free, gpus))
                 continue
-            if not going:
-                break
             time.sleep(1)
             show(bar, going, list(standing), steps)
             for ended in [other for other in going if other.process.poll() is not None]:
@@ -250,15 +244,6 @@ def show(bar: tqdm, going: Sequence[Going], runs: Sequence[StudyRun], steps: int
     words = [f"run {runs.index(run) + 1} of {len(runs)}, step {step} of {steps}" for run, step in now.items()]
     logs = [str(one.run.folder / "log") for one in going[:1]]
     bar.set_postfix_str("; ".join(words + logs))
-
-
-def fits(run: StudyRun, standing: dict[StudyRun, str], deadline: float, args: argparse.Namespace) -> bool:
-    """Whether to start a run: without checkpoints, one that cannot end in time only slows down the others."""
-    if args.checkpoint_every:
-        return True
-    took = {other: other.finished["seconds"] for other in standing if other.finished}
-    alike = [seconds for other, seconds in took.items() if other.recipe == run.recipe] or list(took.values())
-    return not alike or time.monotonic() + min(alike) < deadline
 
 
 def check_recipes(config: Path, recipes: Sequence[str]) -> None:
@@ -297,7 +282,7 @@ def value_of(name: str, config: Path, flags: Sequence[str]) -> object:
 
 def data_of(config: Path, flags: Sequence[str]) -> dict[str, str]:
     """The sha256 of each file of data and tokenizer that runs see, by the field of TorchTitan's config and its name
-    below that; behind the first 4 GiB of a field its size. Of what is not on this machine there is none."""
+    below that. Of what is not on this machine there is none."""
     found = {}
     for name in DATA:
         value = value_of(name, config, flags)
@@ -305,12 +290,9 @@ def data_of(config: Path, flags: Sequence[str]) -> dict[str, str]:
             continue
         patterns = TOKENIZER if name.endswith("hf_assets_path") else ("**/*",)
         paths = sorted(path for pattern in patterns for path in top.glob(pattern)) if top.is_dir() else [top]
-        size = 0
         for path in filter(Path.is_file, paths):
-            size += path.stat().st_size
             with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest() if size <= HASHED else None
-            found[f"{name}/{path.relative_to(top)}"] = digest or f"{path.stat().st_size} bytes"
+                found[f"{name}/{path.relative_to(top)}"] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
 
 
@@ -329,23 +311,12 @@ def check(args: argparse.Namespace) -> None:
     described = {"config": args.config.read_text(), "flags": args.flags, "ngpu": args.ngpu, "data": data}
     kept = args.out / "study.json"
     trained = any(any(args.out.glob(f"*-seed*/{kind}")) for kind in ("finished.json", CHECKPOINTS))
-    if trained and kept.is_file() and read_study(kept) != described:
+    if trained and kept.is_file() and json.loads(kept.read_text()) != described:
         raise ValueError(
             f"{args.out} holds a study of another config, other flags or other data ({kept}): name another --out, or "
             "remove this folder with its runs"
         )
     write_json(kept, described)
-
-
-def read_study(path: Path) -> object:
-    """Raises ValueError for a file that was cut short."""
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is no JSON: {error}; name another --out, or, if its runs are of this config and these flags, "
-            "remove this file"
-        ) from error
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -356,7 +327,7 @@ def compare(args: argparse.Namespace) -> int:
         return args.recipes.index(recipe) if recipe in args.recipes else len(args.recipes), recipe, int(seed)
 
     found = args.out.glob("*-seed*/finished.json")
-    finished = sorted((path.parent for path in found if read_finished(path)), key=place)
+    finished = sorted((path.parent for path in found if is_finished(path)), key=place)
     if not finished:
         return 0
     if place(finished[0])[0] > 0:

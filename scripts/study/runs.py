@@ -164,36 +164,22 @@ def read_losses(path: Path) -> list[Run]:
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            columns, rows = list(reader.fieldnames or ()), list(reader)
-    except (UnicodeDecodeError, csv.Error) as error:
+            rows = list(csv.DictReader(file))
+        names = [column.removesuffix(" loss") for column in (rows or [{}])[0] if column.endswith(" loss")]
+        runs = []
+        for name in names:
+            loss, tps, held_out = (
+                {int(float(row["step"])): float(row[column]) for row in rows if row.get(column)}
+                for column in (f"{name} loss", f"{name} tps", f"{name} held-out")
+            )
+            runs.append(Run(name=name, loss=loss, tps=tps, memory={}, config={}, held_out=held_out))
+    except (ValueError, KeyError, csv.Error) as error:
         raise ValueError(
-            f"{path} is no CSV: {error}; name the folders of runs, of a study {path.parent}/*-seed*, or a losses.csv"
+            f"{path} is no losses.csv of compare_runs.py: {error}; name the folders of runs, of a study "
+            f"{path.parent}/*-seed*, or a losses.csv"
         ) from error
-    names = [column.removesuffix(" loss") for column in columns if column.endswith(" loss")]
-    if not names or "step" not in columns:
-        raise ValueError(f"{path} is no losses.csv of compare_runs.py: it has no columns 'step' and '<run> loss'")
-    if twice := [column for column in columns if columns.count(column) > 1]:
-        raise ValueError(f"{path} has the column {twice[0]!r} twice: leave one out")
-
-    def number(row: int, column: str, *, whole: bool = False) -> float:
-        try:
-            value = float(rows[row][column])
-        except (ValueError, TypeError):
-            raise ValueError(f"{path}, row {row + 2}: {column} is {rows[row][column]!r}, not a number") from None
-        if whole and not value.is_integer():
-            raise ValueError(f"{path}, row {row + 2}: {column} is {rows[row][column]!r}, not a whole number")
-        return int(value) if whole else value
-
-    runs = []
-    for name in names:
-        loss, tps, held_out = (
-            {number(i, "step", whole=True): number(i, column) for i, row in enumerate(rows) if row.get(column)}
-            for column in (f"{name} loss", f"{name} tps", f"{name} held-out")
-        )
-        if not loss:
-            raise ValueError(f"{path}: the column '{name} loss' is empty, leave it out")
-        runs.append(Run(name=name, loss=loss, tps=tps, memory={}, config={}, held_out=held_out))
+    if not runs or not all(run.loss for run in runs):
+        raise ValueError(f"{path} is no losses.csv of compare_runs.py: it needs columns 'step' and '<run> loss'")
     return runs
 
 
