@@ -28,6 +28,7 @@ from symptoms import claim_no_mfu, log_offline_where_wandb_is_out_of_reach, one_
 import torch, torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -165,6 +166,21 @@ def save_random_states_before_meshes():
     compiled(DTensor.from_local(torch.randn(2, 4, 8, 32), mesh, [Replicate()])).to_local().sum().backward()
 
 @symptom
+def infer_shapes_without_a_trace():
+    class Counts(torch.nn.Linear):
+        def forward(self, x):
+            self.count += 1
+            return super().forward(x) * self.scale  # which backward reads
+
+    one_rank()
+    module = Counts(4, 4)
+    module.register_buffer("count", torch.zeros(()))
+    module.register_buffer("scale", torch.ones(4))
+    stage = PipelineStage(module, 0, 1, torch.device("cpu"))
+    ScheduleGPipe(stage, 2, loss_fn=F.mse_loss).step(torch.ones(2, 4), target=torch.ones(2, 4))
+    return module.count.item()
+
+@symptom
 def reduce_gradients_by_sum():
     one_rank()
     dist.all_reduce(torch.ones(1), op=dist._make_nccl_premul_sum(2.0))
@@ -197,6 +213,7 @@ FOUND = {
     "wait_before_compiled_regions": str(not NEW_TORCH),
     "save_random_states_before_meshes": "got types: [" if NEW_TORCH else "None",
     "compile_for_own_rank_only": str(NEW_TORCH),
+    "infer_shapes_without_a_trace": "3.0" if NEW_TORCH else "2.0",
 }
 
 

@@ -59,6 +59,20 @@ def save_random_states_before_meshes(functionalize: Any, *args: Any, **kwargs: A
     return forward, backward
 
 
+@around("torch.distributed.pipelining.stage.PipelineStage._forward_metadata_inference")
+def infer_shapes_without_a_trace(infer: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
+    """A pipeline's first step finds out its shapes by running each stage on memory that nobody has written. A MoE layer
+    counts that run's tokens with the step's own, and moves its experts' biases by them: routing differs from run to
+    run. The buffers that it changed are put back; the backward pass that follows reads the others."""
+    buffers = list(stage.submod.buffers())
+    before = [buffer.detach().clone() for buffer in buffers]
+    metadata = infer(stage, *args, **kwargs)
+    for buffer, value in zip(buffers, before, strict=True):
+        if not torch.equal(buffer, value):
+            buffer.detach().copy_(value)
+    return metadata
+
+
 def compile_for_own_rank_only() -> None:
     """AOTAutograd's cache on disk takes DTensors whose ranks differ for equal: a process is given the code of another
     rank of its machine, or of an earlier run, and takes that rank's shard. GPUs hide it as long as each rank has a
