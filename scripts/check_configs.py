@@ -10,11 +10,50 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-from scripts.result_files import format_table
+from scripts.bench.passes import FSDP_COPIES, committed_rates, step_of, step_speedup
+from scripts.result_files import format_table, read_rows
+from scripts.study.tables import times
+from titan_mxfp8.recipe import BF16
 from titan_mxfp8.tools.dry_run import Report, dry_run, parse_config
 from titan_mxfp8.tools.memory import GIB
 
 ROOT = Path(__file__).parent.parent
+
+
+def predicted(report: Report) -> str:
+    """How many times bf16's speed a step can reach, by what was measured on its GPU: what the number format changes, by
+    the model of passes, times what the dispatch gains where nothing is quantised, as it was measured in training."""
+    if not report.converted:
+        return "none, as nothing is converted"
+    if report.card is None:
+        return "not known: cluster.gpu names no GPU"
+    gpu = report.card[0]
+    rates = committed_rates(ROOT / "results", gpu)
+    if rates is None:
+        return f"not known: no committed result has rates that were measured on {gpu}"
+    ceilings, own = (step_speedup(step_of(report), gpu, each) for each in rates)
+    left_out = "communication and the host are left out"
+    by_format = f"by the number format with our kernels' rates ({ceilings:.2f} with the {gpu}'s highest)"
+    if not report.dispatching:
+        return f"{own:.2f} times bf16's speed {by_format}; {left_out}"
+    gains = dispatch_gains(gpu, report.model)
+    if not gains:
+        unknown = f"what the dispatch gains besides was not measured for {report.model} on {gpu}"
+        return f"{own:.2f} times bf16's speed {by_format}; {unknown}; {left_out}"
+    both = times([own * gain for gain in gains])
+    by_dispatch = f"{times(gains)} by the dispatch, as measured in bf16 on models of 4 layers"
+    return f"{both} times bf16's speed: {own:.2f} {by_format}, times {by_dispatch}; {left_out}"
+
+
+def dispatch_gains(gpu: str, model: str) -> list[float]:
+    """How many times as fast trainings of a model were with the dispatch alone, by measured.csv."""
+    rows = read_rows(ROOT / "titan_mxfp8" / "measured.csv")
+    control = (model, "training", BF16.name)
+    return [
+        float(row["x"])
+        for row in rows
+        if row["gpu"].split()[1] == gpu and (row["model"], row["kind"], row["recipe"]) == control
+    ]
 
 
 def fsdp_of(report: Report) -> str:
@@ -23,7 +62,8 @@ def fsdp_of(report: Report) -> str:
         return "none"
     if not report.out_of_fsdp:
         return "takes all parameters"
-    return f"leaves {report.out_of_fsdp / 1e9:.2f} billion parameters of experts alone"
+    elements, spared = report.out_of_fsdp / 1e9, FSDP_COPIES * report.out_of_fsdp / 1e9
+    return f"leaves {elements:.2f} billion parameters of experts alone: {spared:.0f} GB fewer to copy in a step"
 
 
 def describe(report: Report) -> str:
@@ -50,6 +90,7 @@ def describe(report: Report) -> str:
             "GiB a GPU": f"{report.memory.total / GIB:.1f}{card}: {report.memory}",
             "FSDP": fsdp_of(report),
             "FLOPs": f"{report.flops_per_token / 1e9:.1f} billion a token, {report.mxfp8_share:.0%} of them MXFP8",
+            "speed-up": predicted(report),
         }.items()
     )
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 usage() {
     cat << 'TEXT'
-Dry-runs configs at their full number of GPUs, on one CPU process: mesh, sharding, what is converted, memory per GPU.
-Without a config all of train_configs/.
+Dry-runs configs at their full number of GPUs, on one CPU process: mesh, sharding, what is converted, memory per GPU,
+and what MXFP8 can bring. Without a config all of train_configs/.
 
     ./scripts/check_configs.sh train_configs/llama4_17bx16e_8x8.toml --cluster.gpu=H200 --training.local_batch_size=2
 

@@ -9,8 +9,7 @@ import pytest
 from script_calls import ROOT, call, rows_of
 from torch.utils.tensorboard import SummaryWriter
 
-from scripts.bench import bench_training
-from scripts.result_files import read_rows, training_gains
+from scripts.bench import bench_training, roofline
 from scripts.study import converge, runs, tables
 from scripts.study.starter import Starter
 from titan_mxfp8.recipe import GROUPED_MM
@@ -138,9 +137,7 @@ def test_the_control_of_dispatch_is_that_of_converge_and_is_told_from_the_baseli
     assert sent["model"].endswith("`dispatch`") and (sent["bf16, ours"], sent["`mxfp8_2d`"]) == ("1.15", "2.00")
     assert sent["memory"] == "1.00", "of the control and of mxfp8_2d"
     assert tables.recipe_of("grouped+dispatch:bf16") == tables.OURS, "as it could be written before"
-    assert [row["run"] for row, _ in training_gains(read_rows(tmp_path / "table.csv"))] == list(names), (
-        "the control too"
-    )
+    assert [row["run"] for _, _, row, _ in roofline.trainings(tmp_path)] == list(names[1:]), "the control among them"
     every = "bench_training", "--ngpu", 1, "--steps", 3, "--warmup", 0, "--out", tmp_path, "--runs", *names
     call(*every, "linears:mxfp8_2d", "grouped+dispatch:mxfp8_2d")
     models = [(row["model"], row["bf16, ours"]) for row in tables.end_to_end(tmp_path / "table.csv")]
@@ -262,7 +259,7 @@ def test_bench_training_gives_no_x_to_a_run_that_computes_something_else(
     assert rows["both"]["tokens/s (median, per GPU)"] == "200" and len(rows_of(tmp_path / "data.csv")) == 30
     (shown,) = tables.end_to_end(tmp_path / "table.csv", recipes="mxfp8,mxfp8_2d")
     assert shown["model"] == ", experts alone" and (shown["`mxfp8`"], shown["`mxfp8_2d`"]) == ("2.13 (1.60-2.67)", "")
-    assert [row["run"] for row, _ in training_gains(read_rows(tmp_path / "table.csv"))] == ["bf16", "grouped"]
+    assert [row["run"] for _, _, row, _ in roofline.trainings(tmp_path)] == ["grouped"]
     assert "no x, as" not in call("bench_training", "--loss-limit", 0.02, *arguments, *names[:3]), "nor a column of it"
 
     losses |= {"bf16": (2.0, math.nan, 1.0)}

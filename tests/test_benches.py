@@ -126,6 +126,8 @@ def test_passes_of_a_recipe_are_timed_alone(tmp_path: Path, monkeypatch) -> None
     rows = {(row["recipe"], row["what"]): row for row in rows_of(tmp_path)}
     gemms = ["forward", "dgrad", "wgrad"]
     passes = [*gemms, "quantise x", "quantise dy", "quantise w", "quantise w again"]
+    ceilings = [what for recipe, what in rows if recipe == "torch"]
+    assert ceilings == ["copy", "bf16 matmul", "FP8 matmul"], "which the roofline takes"
     assert [what for recipe, what in rows if recipe == "bf16"] == gemms
     assert [what for recipe, what in rows if recipe == "mxfp8_2d_rebased"] == passes
     # of 300 x 256 tokens in bf16: read, and written as FP8 rows with a scale for 32; what wgrad takes is x itself

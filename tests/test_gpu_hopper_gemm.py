@@ -93,6 +93,30 @@ def test_shapes_biases_and_types(plan: Plan, tiles: gemm.Tiles) -> None:
     check_gemms(hopper, plan, "zipf", bias_dtype=FP32, device=DEVICE, make=patchy)
 
 
+@pytest.mark.parametrize("case", [*CASES, *MORE])
+def test_swiglu_in_the_gemm_gives_the_bits_of_separate_kernels(case: str, tiles: gemm.Tiles) -> None:
+    """Also where the contraction ends within a stage, and where stages and staging are reused from tile to tile."""
+    sizes, extra = CASES[case]
+    rows, groups, offs = (
+        sum(sizes or []) + extra,
+        len(sizes or [0]),
+        None if sizes is None else make_offs(sizes, DEVICE),
+    )
+    used, plan = rows if sizes is None else sum(sizes), REBASED.forward
+    for h, d in ((128, 416), (1408 if case == "large" else 384, 256)):
+        a = quantized(patchy(rows, d), 1, plan.a)
+        w1, w3 = (quantized(patchy(groups, h, d) / 8, 2, plan.b) for _ in range(2))
+        with poisoned_empty():
+            ours = hopper.swiglu_gemm_m_grouped(a, w1, w3, (None, None), None, plan.a, offs)
+            gate, up = (hopper.gemm_m_grouped(a, w, offs, None, BF16, False) for w in (w1, w3))
+            theirs = hopper.swiglu(gate, up, None, plan.a, offs)
+        for mine, other in ((ours.gate, gate), (ours.up, up)):
+            assert torch.equal(mine[:used].view(torch.int16), other[:used].view(torch.int16))
+            assert mine[used:].isnan().all(), "rows of no group are not written"
+        assert torch.equal(ours.h.data[:used].view(torch.uint8), theirs.data[:used].view(torch.uint8))
+        assert torch.equal(ours.h.scale[:, :used], theirs.scale[:, :used])
+
+
 def test_all_kinds_of_stages_are_tested() -> None:
     """Those that are scaled once, once per half, in one half only, and once per 32."""
     sizes, extra = CASES["large"]

@@ -9,9 +9,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from aot import SHARED_BYTES, Kernel, compile_only
+from triton import __version__ as triton_version
 
-from titan_mxfp8.backends import hopper
-from titan_mxfp8.backends.hopper import gemm
+from titan_mxfp8.backends import SwigluForward, hopper
+from titan_mxfp8.backends.hopper import gemm, swiglu_gemm
 from titan_mxfp8.format.spec import Operand, OperandSpec
 
 pytestmark = pytest.mark.integration
@@ -96,6 +97,44 @@ def test_compiles(launch: Callable[[gemm.Tiles], None], tiles: gemm.Tiles, fp32_
         assert " STL" not in loop and loop.count(" LDL") <= 1  # none with Triton 3.6
         # With squares also the scales' products, one for 8 sums.
         assert fp32_operations <= loop.count(" FFMA") + loop.count(" FMUL") <= fp32_operations * 9 // 8
+
+
+@pytest.mark.parametrize(
+    "tiles", [gemm.M_GROUPED, pytest.param(gemm.FEW_ROWS, marks=pytest.mark.nightly)], ids=["192 rows", "128 rows"]
+)
+def test_swiglu_in_the_gemm_compiles(tiles: gemm.Tiles) -> None:
+    x, w = operand(M, K, axis=1, block_k=128), operand(E, N, K, axis=2, block_mn=32, block_k=128)
+    with compile_only("sm_90") as compiled:
+        gate, up = (torch.empty(M, N, dtype=BF16) for _ in range(2))
+        out = SwigluForward(gate, up, x.spec.empty(gate, 1, None))
+        swiglu_gemm.multiply(x, w, w, out, torch.zeros(E, dtype=torch.int32), tiles)
+    (kernel,) = (kernel for kernel in compiled if kernel.name == "_swiglu_gemm_kernel")
+    print(kernel)
+    assert not kernel.warnings and kernel.shared <= SHARED_BYTES["sm_90"]
+    assert kernel.spills <= (0 if triton_version.startswith("3.6.") else 384)
+    for loop in loops_that_multiply(kernel, 2 * tiles.warpgroups):  # over the stages of gate and of up
+        assert loop.count(" QGMMA") == 4 and " STL" not in loop and " LDL" not in loop
+        assert 64 <= loop.count(" FFMA") + loop.count(" FMUL") <= 72
+    # A thread has 64 features of a tile.
+    assert kernel.count("MUFU.EX2") == 64 * tiles.warpgroups and kernel.count("F2F.") == 0
+    assert kernel.count("UTMASTG") == 3 * tiles.warpgroups  # gate, up and h are stored by TMA
+
+
+@pytest.mark.parametrize(
+    "case", ["clamped", "gate's bias", "up's bias", "exact", "features", "values in bf16", "nothing"]
+)
+def test_swiglu_in_the_gemm_is_chosen_where_it_can(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(hopper.swiglu_gemm, "swiglu_gemm", lambda *args: calls.append(args))
+    features, bias = 192 if case == "features" else 256, torch.empty(2, 256)
+    a, w = operand(64, 32, axis=1, block_k=128), operand(2, features, 32, axis=2, block_mn=32, block_k=128)
+    if case == "exact":
+        a, w = operand(64, 32, axis=1), operand(2, 256, 32, axis=2, block="32x32", block_mn=32)
+    elif case == "values in bf16":
+        a, w = operand(64, 32, axis=1, stored="bf16"), operand(2, 256, 32, axis=2, stored="bf16")
+    biases = bias if case == "gate's bias" else None, bias if case == "up's bias" else None
+    hopper.swiglu_gemm_m_grouped(a, w, w, biases, 7.0 if case == "clamped" else None, a.spec, None)
+    assert len(calls) == (case == "nothing")
 
 
 @pytest.mark.parametrize("in_bf16", ["a", "b", "neither"])

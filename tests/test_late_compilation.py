@@ -22,13 +22,14 @@ from titan_mxfp8.backends.common import gemm, launch
 from titan_mxfp8.backends.common.pad import pad_token_groups, unpad_token_groups
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm as hopper
-from titan_mxfp8.backends.hopper import scales
+from titan_mxfp8.backends.hopper import scales, swiglu_gemm
 from titan_mxfp8.format import spec
 from titan_mxfp8.moe import collective, layer, transport
 from titan_mxfp8.moe import kernels as moe
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.moe.symmetric import Symmetric
 from titan_mxfp8.ops import config, library
+from titan_mxfp8.recipe import get_recipe
 
 EXPERTS, N, K = 3, 96, 160
 # None, one, multiples of 16, primes, both sides of where the GEMMs of Hopper take other tiles, and more than 2^15.
@@ -221,6 +222,25 @@ def test_a_moe_layer_of_two_ranks_compiles_with_its_first_tokens_only(
     assert any(key.startswith("_combine ") for key in found)
 
 
+@pytest.mark.parametrize("first", [80, 40000])
+@pytest.mark.parametrize("backend", ["hopper"], indirect=True)
+def test_swiglu_in_the_gemm_compiles_with_its_first_tokens_only(
+    first: int, backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swiglu_gemm, "multiprocessors", lambda device: 2)
+    module, forward = backends.load("hopper", torch.device("cpu")), get_recipe("mxfp8_2d_rebased")
+    forward = backends.plan(forward, "hopper", torch.device("cpu")).forward
+
+    def multiply(rows: int, seed: int) -> None:
+        offs = make_offs(group_sizes("zipf", rows - rows // 7, EXPERTS, seed))
+        a = forward.a.empty(torch.empty(rows, K, dtype=torch.bfloat16), 1, None)
+        w = forward.b.empty(torch.empty(EXPERTS, 256, K, dtype=torch.bfloat16), 2, None)
+        made = module.swiglu_gemm_m_grouped(a, w, w, (None, None), None, forward.a, offs)
+        assert made.gate.shape == made.up.shape == made.h.data.shape == (rows, 256)
+
+    check_later_rows(multiply, first, backend[1], 3)
+
+
 @pytest.mark.parametrize("first", [80, 0])
 def test_pad_compiles_with_its_first_tokens_only(first: int, backend) -> None:
     def pad_and_unpad(rows: int, seed: int) -> None:
@@ -285,7 +305,7 @@ def test_kept_descriptors_differ_in_all_that_a_layout_says() -> None:
 @pytest.mark.parametrize("backend", ["hopper"], indirect=True)
 def test_what_is_kept_of_a_launch_is_of_the_same_shapes(backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that differ in one thing launch what each launches when nothing is kept."""
-    launched, caches = [], (hopper._plan, scales._decoding, spec._stored_shapes)
+    launched, caches = [], (hopper.plan_launch, scales._decoding, spec._stored_shapes)
 
     def record(self, programs, tensors, sizes, counts, constants, descriptors=(), **options) -> bool:
         shapes = [None if t is None else (t.shape, t.dtype) for t in tensors]

@@ -5,8 +5,10 @@ import torch
 from swiglu_contract import BF16, check_nan_stays_in_its_group, check_swiglu
 
 from scripts.bench.problems import relative_rms
-from titan_mxfp8.backends import reference
+from titan_mxfp8 import mxfp8_moe
+from titan_mxfp8.backends import SwigluForward, reference
 from titan_mxfp8.format import swiglu
+from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.recipe import RECIPES, Recipe
 
 
@@ -45,3 +47,30 @@ def test_the_reference_does_not_read_past_a_group(recipe: Recipe) -> None:
     plan = reference.plan(recipe, None)
     check_swiglu(reference, plan, [0, 44, 1, 130, 0, 31, 0], 20, 160, None, True)
     check_nan_stays_in_its_group(reference, plan)
+
+
+@pytest.mark.parametrize("limit", [None, 7.0])
+def test_experts_take_a_kernel_that_makes_all_at_once(limit: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it says that it can: with the results, gradients included, of the kernels that it stands for."""
+    made = []
+
+    def at_once(
+        a: Operand, w1: Operand, w3: Operand, biases: tuple, limit: float | None, spec: OperandSpec, offs: torch.Tensor
+    ) -> SwigluForward | None:
+        if limit is not None:
+            return None
+        gate, up = (reference.gemm_m_grouped(a, w, offs, bias, BF16) for w, bias in zip((w1, w3), biases, strict=True))
+        made.append(SwigluForward(gate, up, reference.swiglu(gate, up, limit, spec, offs)))
+        return made[-1]
+
+    x, scores, ids = torch.randn(40, 64), torch.rand(40, 2), torch.rand(40, 4).topk(2, 1).indices
+    inputs = [x, scores, *(torch.randn(4, *shape) for shape in ((96, 64), (96, 64), (64, 96)))]
+    results = []
+    for kernel in (None, at_once):
+        monkeypatch.setattr(reference, "swiglu_gemm_m_grouped", kernel)
+        x, scores, *weights = leaves = [t.clone().requires_grad_() for t in inputs]
+        y = mxfp8_moe(x, scores, ids, *weights, recipe="mxfp8_2d_rebased", backend="reference", swiglu_limit=limit)
+        y.sum().backward()
+        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    assert len(made) == (limit is None)
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

@@ -104,4 +104,7 @@ for name in $PARTS; do
             --activation_checkpoint.mode=none --checkpoint.no-enable ;;
     esac
 done
+if [ -e "$out/kernels/data.csv" ] && [ "$DEVICE" = cuda ]; then
+    python scripts/bench/roofline.py passes "$out" || echo "bench_all.sh: no roofline" >&2 # of a GPU that no config names
+fi
 exit "$failed"

@@ -5,7 +5,8 @@
 A recipe whose output or gradients are further from bf16's than MXFP8 explains ends the run. Controls are rows too: the
 baseline again, the baseline under ``torch.compile``, and recipe ``bf16``, our kernels with nothing quantised. --scaling
 varies tokens, experts and spread around each shape instead. --passes times what forward and backward are made of: the
-three GEMMs against torch's, the quantisers of x, dy and w, and of w again for dgrad, as FSDP costs.
+three GEMMs against torch's, the quantisers of x, dy and w, and of w again for dgrad, as FSDP costs; and the ceilings
+that roofline.py takes: a copy, and dense matmuls.
 """
 
 import sys
@@ -29,6 +30,7 @@ from scripts.bench.problems import (
 from scripts.progress import progress
 from titan_mxfp8 import mxfp8_grouped_mm
 from titan_mxfp8.backends import BACKENDS, plan
+from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.ops import matmul
 from titan_mxfp8.recipe import BF16, get_recipe
 
@@ -180,6 +182,25 @@ def measure_passes(bench: Bench, job: Job) -> None:
                 bench.compare([Entry(key=key, call=call, moved=moved)])
 
 
+def measure_ceilings(bench: Bench) -> None:
+    """Adds a row for a copy, and for dense matmuls of normal numbers, so large that a card is at its power cap."""
+    size = 8192 if bench.device.type == "cuda" else 64
+    a, b = (torch.randn(2 * size, size, dtype=torch.bfloat16, device=bench.device) for _ in range(2))
+    product = a @ b.T
+    copied = torch.empty_like(product)
+    calls: dict[str, Call] = {"copy": lambda: copied.copy_(product), "bf16 matmul": lambda: a @ b.T}
+    hardware = hardware_of(bench.device)
+    if hardware.capability >= (8, 9) if hardware.capability else hardware.arch in ("cpu", "gfx950"):
+        a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=bench.device)
+        fp8 = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        calls["FP8 matmul"] = lambda: torch._scaled_mm(a8, b8.T, **fp8)
+    for what, call in calls.items():
+        key = bench.key(M=2 * size, N=2 * size, K=size, recipe="torch", what=what)
+        work = {"moved": 4 * product.numel()} if what == "copy" else {"flops": 8 * size**3}
+        if bench.is_due(key):
+            bench.compare([Entry(key=key, call=call, more={"control": True}, **work)])
+
+
 def tensors_of(value: object) -> list[torch.Tensor]:
     """All tensors in nested lists and tuples, such as operands."""
     if isinstance(value, torch.Tensor):
@@ -231,6 +252,8 @@ def main(argv: Sequence[str]) -> None:
             todo = [Job(shape=shape, ways=ways, spread="zipf" if shape.groups > 8 else "balanced") for shape in shapes]
         else:
             todo = list(jobs(args.shapes, recipes, args.quick))
+        if args.passes:
+            measure_ceilings(bench)
         bar = progress(len(todo), bench.name, "job")
         with bar, torch.autograd.set_multithreading_enabled(False):  # as the plugin trains
             for job in todo:

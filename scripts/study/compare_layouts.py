@@ -28,7 +28,8 @@ from scripts.bench.problems import relative_rms
 from scripts.progress import ends_in_words, progress
 from scripts.result_files import environment, format_table, write_results
 from scripts.study.layouts import LAYOUTS, Layout, twin_of
-from scripts.study.runs import LOSS, cores_each, ending, launch, read_tensorboard, tensorboard_logs
+from scripts.study.runs import LOSS, cores_each, launch, read_tensorboard, tensorboard_logs
+from scripts.watch import message
 from titan_mxfp8.backends import select
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.recipe import GROUPED_MM, get_recipe
@@ -179,7 +180,7 @@ class Comparison:
                 process.terminate()  # torchrun ends its workers, within 30 s
                 process.wait()
                 return TIME_LIMIT
-        return ending(log) if process.returncode else ""
+        return f"{message(log.read_text(errors='replace')) or 'no exception'} ({log})" if process.returncode else ""
 
     def environment(self, processes: int) -> dict[str, str]:
         own = {

@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from scripts.bench.passes import MODELS
 from scripts.progress import ends_in_words
 from scripts.result_files import env_of, read_rows, training_gains, write_rows
 from scripts.study.tables import OURS, converted_of, recipe_of
@@ -23,7 +24,6 @@ from titan_mxfp8.recipe import BF16, RECIPES
 
 ROOT = Path(__file__).parents[2]
 RESULTS, FILE = ROOT / "results", ROOT / "titan_mxfp8" / "measured.csv"
-MODELS = {(8192, 5120): "llama4", (2048, 7168): "deepseek_v3"}  # by N and K of their experts
 COUNTS = re.compile(r"\*\*`(\d{4}-\d\d-\d\d_\w+)`\*\*")
 KEY = ("gpu", "kind", "model", "what", "gpus", "recipe", "dispatch")
 

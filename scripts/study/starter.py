@@ -1,8 +1,8 @@
 """Starts trainings one after the other; the processes of the next one import torch and TorchTitan meanwhile.
 
 That takes over 10 s, where a benchmark's training takes 20. They import while this training compiles, before the steps
-that count. The file is also the program of these processes: they wait for the arguments of the training that they are
-to be.
+that count. The file is also the program of these processes, which wait for the arguments of the training that they are
+to be: scripts/study/starter.py torchtitan.train ARGUMENTS.json.
 """
 
 import importlib
@@ -81,4 +81,7 @@ def wait_and_run(program: str, arguments: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        print(__doc__)
+        sys.exit("--help" not in sys.argv)
     wait_and_run(sys.argv[1], Path(sys.argv[2]))

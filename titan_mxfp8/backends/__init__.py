@@ -63,6 +63,14 @@ class Plan(Encoded):
         return ", ".join(f"{name} {gemm.mma_dtype}" for name, gemm in self.gemms.items())
 
 
+class SwigluForward(NamedTuple):
+    """What ``Backend.swiglu_gemm_m_grouped`` makes: both pre-activations in bf16, (M, H), and h along H."""
+
+    gate: Tensor
+    up: Tensor
+    h: Operand
+
+
 class SwigluGradients(NamedTuple):
     """What ``Backend.swiglu_backward`` makes: the gradients along H (dgrad) and along M (wgrad), the score times h
     along M (wgrad of w2), and the scores' gradient, fp32 (M,), None without scores."""
@@ -73,6 +81,29 @@ class SwigluGradients(NamedTuple):
     dup_columnwise: Operand
     sh_columnwise: Operand
     dscores: Tensor | None
+
+
+class SwigluGemm(Protocol):
+    """``gemm_m_grouped`` by w1 and by w3, and ``swiglu`` of both, as one kernel that gives their bits."""
+
+    def __call__(
+        self,
+        a: Operand,
+        w1: Operand,
+        w3: Operand,
+        biases: tuple[Tensor | None, Tensor | None],
+        limit: float | None,
+        spec: OperandSpec,
+        offs: Tensor | None,
+    ) -> SwigluForward | None:
+        """None of what it cannot do: the separate kernels do that.
+
+        Args:
+            a, w1, w3: as ``a`` and ``b`` of ``gemm_m_grouped``.
+            biases: of both products.
+            limit, spec: as in ``swiglu``.
+            offs: as in both. What belongs to no group is undefined.
+        """
 
 
 class Backend(Protocol):
@@ -169,6 +200,9 @@ class Backend(Protocol):
             offs: int32 (E,) end offsets of the groups; rows at and past ``offs[-1]`` are not computed, and the operand
                 holds anything there. None: every row.
         """
+
+    swiglu_gemm_m_grouped: "SwigluGemm | None"
+    """A kernel that makes both pre-activations and h at once; None where a backend has none."""
 
     @staticmethod
     def swiglu_backward(

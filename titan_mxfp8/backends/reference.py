@@ -42,6 +42,7 @@ def specs(recipe: Recipe) -> tuple[OperandSpec, OperandSpec, OperandSpec]:
 
 quantize = reference.quantize
 requantize = reference.requantize
+swiglu_gemm_m_grouped = None
 
 
 def quantize_both(

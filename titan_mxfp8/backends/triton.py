@@ -18,7 +18,9 @@ from titan_mxfp8.format.spec import Operand
 from titan_mxfp8.recipe import Recipe
 
 __all__ = ["plan", "quantize", "quantize_both", "requantize", "swiglu", "swiglu_backward"]
-__all__ += ["dual_gemm_m_grouped", "gemm_k_grouped", "gemm_m_grouped"]
+__all__ += ["dual_gemm_m_grouped", "gemm_k_grouped", "gemm_m_grouped", "swiglu_gemm_m_grouped"]
+
+swiglu_gemm_m_grouped = None
 
 
 def plan(recipe: Recipe, hardware: Hardware) -> Plan:

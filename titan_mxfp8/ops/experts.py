@@ -231,10 +231,19 @@ def forward(
     """
     spec, gemm = config.gemms.plan.forward.a, kernels.gemm_m_grouped
     values = x.along_features(spec, offs, kernels)
-    gate = gemm(values, take(quantized), offs, weights.b1, torch.bfloat16, False)
-    up = gemm(values, take(quantized), offs, weights.b3, torch.bfloat16, False)
-    del values
-    h = kernels.swiglu(gate, up, config.limit, spec, offs)
+    made = None
+    if kernels.swiglu_gemm_m_grouped is not None:
+        biases = weights.b1, weights.b3
+        made = kernels.swiglu_gemm_m_grouped(values, *quantized[:2], biases, config.limit, spec, offs)
+    if made is not None:
+        gate, up, h = made
+        take_many(quantized, 2)
+        del values, made
+    else:
+        gate = gemm(values, take(quantized), offs, weights.b1, torch.bfloat16, False)
+        up = gemm(values, take(quantized), offs, weights.b3, torch.bfloat16, False)
+        del values
+        h = kernels.swiglu(gate, up, config.limit, spec, offs)
     return gemm(h, take(quantized), offs, weights.b2, torch.bfloat16, zero_tail), gate, up
 
 

@@ -4,10 +4,11 @@ Everything that a step needs is added up as if it were all alive at once, which 
 the CUDA context, NCCL's buffers, the allocator's fragmentation and uneven routing are left out.
 
 Held against 52 peaks that TorchTitan logged as reserved on one, two and four H200s, compiled, without checkpointing, in
-MXFP8 or with ``dispatch`` alone, all experts in FSDP (``results/2026-11-25_cpu_predictions``; no term is fitted to
-them): of Llama4 17Bx16E cut to 2 and 4 layers from 7% below to 3% above; of DeepSeek-V3 16B cut to 4 layers from 15% to
-4% below on two GPUs, which is not explained, and from 6% to 10% above on one. torchao's README states 145.55 GiB for 2
-layers of Llama4 on four B200s with a local batch of 8: 107.5 here, 26% too low.
+MXFP8 or with ``dispatch`` alone, all experts in FSDP (``scripts/bench/roofline.py check``,
+``results/2026-11-25_cpu_predictions``; no term is fitted to them): of Llama4 17Bx16E cut to 2 and 4 layers from 7%
+below to 3% above; of DeepSeek-V3 16B cut to 4 layers from 15% to 4% below on two GPUs, which is not explained, and from
+6% to 10% above on one. torchao's README states 145.55 GiB for 2 layers of Llama4 on four B200s with a local batch of 8:
+107.5 here, 26% too low.
 
 | part        | bytes on one GPU                                                                                   |
 |-------------|----------------------------------------------------------------------------------------------------|

@@ -53,6 +53,23 @@ def rounded(values):
 
 
 @triton.jit
+def widened(values):
+    """``values.to(tl.float32)`` of bf16, on NVIDIA two at a time, as ``rounded`` leaves them in registers: one
+    instruction each."""
+    if cuda_capability_geq(8, 0):
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+            "=f,=f,r",
+            [values],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return values.to(tl.float32)
+
+
+@triton.jit
 def activation(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     """The cut gate, what it is multiplied by, and its sigmoid."""
     if LIMIT is None:

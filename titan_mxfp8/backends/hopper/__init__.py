@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from titan_mxfp8.backends import Gemm, Plan, SwigluGradients, reference, triton
+from titan_mxfp8.backends import Gemm, Plan, SwigluForward, SwigluGradients, reference, triton
 from titan_mxfp8.backends.common import gemm as portable
 from titan_mxfp8.backends.common import swiglu as portable_swiglu
 from titan_mxfp8.backends.common.quantizers import quantize, quantize_both, requantize
 from titan_mxfp8.backends.common.swiglu import swiglu
 from titan_mxfp8.backends.hardware import Hardware
-from titan_mxfp8.backends.hopper import gemm, swiglu_gradients
+from titan_mxfp8.backends.hopper import gemm, swiglu_gemm, swiglu_gradients
 from titan_mxfp8.format.spec import Operand, OperandSpec, check_k_grouped, check_m_grouped
 from titan_mxfp8.recipe import Recipe
 
 __all__ = ["plan", "quantize", "quantize_both", "requantize", "swiglu", "swiglu_backward"]
-__all__ += ["dual_gemm_m_grouped", "gemm_k_grouped", "gemm_m_grouped"]
+__all__ += ["dual_gemm_m_grouped", "gemm_k_grouped", "gemm_m_grouped", "swiglu_gemm_m_grouped"]
 
 
 def plan(recipe: Recipe, hardware: Hardware) -> Plan:
@@ -87,6 +87,23 @@ def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: Tenso
     if not _is_fp8(*first):
         return [portable.dual_gemm_m_grouped(first, second, offs)]
     return [gemm.gemm_m_grouped(*first, offs, None, torch.bfloat16, zero_tail=False, second=second)]
+
+
+def swiglu_gemm_m_grouped(
+    a: Operand,
+    w1: Operand,
+    w3: Operand,
+    biases: tuple[Tensor | None, Tensor | None],
+    limit: float | None,
+    spec: OperandSpec,
+    offs: Tensor | None,
+) -> SwigluForward | None:
+    """``Backend.swiglu_gemm_m_grouped`` of rebased operands, without biases or a limit, where features are whole blocks
+    of 128."""
+    rebased = spec.block_k == 128 and _is_fp8(a, w1)
+    if not rebased or limit is not None or biases != (None, None) or w1.data.shape[1] % 128:
+        return None
+    return swiglu_gemm.swiglu_gemm(a, w1, w3, spec, offs)
 
 
 def _is_fp8(a: Operand, b: Operand) -> bool:

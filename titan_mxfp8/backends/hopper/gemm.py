@@ -80,13 +80,17 @@ def gemm_m_grouped(
 
     Products of a row's and a column's scale below 2^-126 may be taken for zero, those from 2^128 on are infinite.
     """
-    few = a.data.shape[0] < 768 * b.data.shape[0]  # on average in a group
-    tiles, others = (FEW_ROWS, M_GROUPED) if few else (M_GROUPED, FEW_ROWS)
+    tiles, others = tiles_for(a, b)
     out = torch.empty((a.data.shape[0], b.data.shape[1]), dtype=out_dtype, device=a.data.device)
     if multiply_m_grouped(a, b, offs, bias, out, tiles, zero_tail=zero_tail, second=second):
-        # What other numbers of tokens will take.
         multiply_m_grouped(a, b, offs, bias, out, others, run=False, zero_tail=zero_tail, second=second)
     return out
+
+
+def tiles_for(a: Operand, b: Operand) -> tuple[Tiles, Tiles]:
+    """The tiles for so many rows, and those that other numbers of them will take."""
+    few = a.data.shape[0] < 768 * b.data.shape[0]  # on average in a group
+    return (FEW_ROWS, M_GROUPED) if few else (M_GROUPED, FEW_ROWS)
 
 
 def gemm_k_grouped(
@@ -144,7 +148,7 @@ class _Product(NamedTuple):
     scales: Scales
 
 
-class _Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
     """What shapes and dtypes decide of a GEMM's launch: made once, and kept for calls of the same ones."""
 
     tiles: int  # of the output, at most
@@ -155,7 +159,7 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _plan(
+def plan_launch(
     shapes: tuple[tuple[int, ...], ...],
     dtypes: tuple[torch.dtype, ...],
     scales: ScaleLayout,
@@ -163,7 +167,7 @@ def _plan(
     k_grouped: bool,
     zero_tail: bool,
     add: bool,
-) -> _Plan:
+) -> LaunchPlan:
     """``shapes``, ``dtypes``: of ``a``, ``b`` and the output."""
     (a_rows, a_columns), b_shape, (*_, out_rows, d) = shapes
     a_dtype, b_dtype, out_dtype = dtypes
@@ -188,7 +192,7 @@ def _plan(
         tiles.registers[1], tiles.registers[0],
     )  # fmt: skip
     counts = experts, tiles_down, tiles_across, out_rows, scales.rows, scales.stages
-    return _Plan(count if tokens else 0, layouts, (c, d), counts, constants)
+    return LaunchPlan(count if tokens else 0, layouts, (c, d), counts, constants)
 
 
 def _launch(
@@ -206,7 +210,7 @@ def _launch(
     """Whether the kernel was new. It takes descriptors of a product, of the output in bf16, and of a second product."""
     a, b, scales = products[0]
     shapes, dtypes = (a.data.shape, b.data.shape, out.shape), (a.data.dtype, b.data.dtype, out.dtype)
-    plan = _plan(shapes, dtypes, scales.layout, tiles, k_grouped, zero_tail, add)
+    plan = plan_launch(shapes, dtypes, scales.layout, tiles, k_grouped, zero_tail, add)
     memory = [(a.data, b.data, scales.buffer, scales.buffer) for a, b, scales in products]
     memory[0] += (out,)
     assert len(products) == 1 or len(plan.layouts) == 5, "a sum of products is in bf16"

@@ -164,10 +164,11 @@ def decode_scales(
     end: int,
     offs: Tensor | None = None,
     k_grouped: bool = False,
+    with_rows: bool = True,
 ) -> Scales:
     """The scales of both operands, with ``offs`` those that the groups need. ``columns``: rows of scales of a matrix
-    of ``b``; ``end``: of the one group."""
-    rows, experts = a.data.shape[0], b.data.shape[0] if b.data.ndim == 3 else 1
+    of ``b``; ``end``: of the one group; not ``with_rows``: of ``b`` alone, rebased."""
+    rows, experts = a.data.shape[0] if with_rows else 0, b.data.shape[0] if b.data.ndim == 3 else 1
     mn_major = a.spec.scales == "mn_major"
     steps, blocks = (1, a.scale.shape[0]) if mn_major else (STAGE // BLOCK_SIZE, a.scale.shape[1])
     groups = 0 if offs is None else offs.shape[0]

@@ -20,6 +20,7 @@ from titan_mxfp8.backends.common.activation import (
     matrices_of,
     rounded,
     sums_of,
+    widened,
 )
 from titan_mxfp8.backends.common.convert import (
     magnitude_bits,
@@ -95,10 +96,10 @@ def _load_inputs(inputs, scores, row, stop, col, cols):
 def _gradients(inputs, score, LIMIT: gl.constexpr, ALPHA: gl.constexpr):
     """dgate, dup and score times h in bf16, and each row's sum of u * h."""
     gate, up, u = inputs
-    gate, up, u, score = gate.to(gl.float32), up.to(gl.float32), u.to(gl.float32), score[:, None]
+    gate, up, u, score = widened(gate), widened(up), widened(u), score[:, None]
     cut_gate, factor, s = activation(gate, up, LIMIT, ALPHA)
     h = cut_gate * s * factor
-    products = gl.sum(u * rounded(h).to(gl.float32), 1)  # of h as ``format.swiglu`` has it, in bf16
+    products = gl.sum(u * widened(rounded(h)), 1)  # of h as ``format.swiglu`` has it, in bf16
     dh = u * score
     dup = rounded(gradient_of_up(up, dh, cut_gate, s, LIMIT))
     dgate = rounded(gradient_of_gate(gate, dh, cut_gate, factor, s, LIMIT, ALPHA))
@@ -106,11 +107,11 @@ def _gradients(inputs, score, LIMIT: gl.constexpr, ALPHA: gl.constexpr):
 
 
 @gluon.jit
-def _rebased(values, AXIS: gl.constexpr, FLOOR: gl.constexpr, E5M2: gl.constexpr):
+def rebased(values, AXIS: gl.constexpr, FLOOR: gl.constexpr, E5M2: gl.constexpr):
     """Blocks of 128 along the axis, the last or the first, which is as long: their elements, and their scales."""
     rows: gl.constexpr = values.shape[0]
     columns: gl.constexpr = values.shape[1]
-    blocks = values.to(gl.float32).reshape((rows, 4, 32) if AXIS == 1 else (4, 32, columns))
+    blocks = widened(values).reshape((rows, 4, 32) if AXIS == 1 else (4, 32, columns))
     byte = scale_byte(gl.max(magnitude_bits(blocks), AXIS + 1), FLOOR, E5M2)
     largest = gl.max(byte, AXIS)
     old, new = byte.expand_dims(AXIS + 1), largest.expand_dims(AXIS).expand_dims(AXIS + 1)
@@ -123,7 +124,7 @@ def _rebased(values, AXIS: gl.constexpr, FLOOR: gl.constexpr, E5M2: gl.constexpr
 def _store_rows(values, out, row, stop, rows, tile_col, cols, FLOOR: gl.constexpr, E5M2: gl.constexpr):
     """Stores rows before ``stop`` and 128 columns, quantised along the columns."""
     data, scale = out
-    elements, scales = _rebased(values, 1, FLOOR, E5M2)
+    elements, scales = rebased(values, 1, FLOOR, E5M2)
     col = tile_col * 128 + gl.arange(0, 128, gl.SliceLayout(0, values.type.layout))
     inside = (row < stop)[:, None] & (col < cols)[None, :]
     gl.store(data + row.to(gl.int64)[:, None] * cols + col[None, :], elements, mask=inside)
@@ -135,7 +136,7 @@ def _store_rows(values, out, row, stop, rows, tile_col, cols, FLOOR: gl.constexp
 def _store_columns(values, out, tile_row, col, cols, padded_rows, FLOOR: gl.constexpr, E5M2: gl.constexpr):
     """Stores 128 rows and the columns ``col``, quantised along the rows, transposed."""
     data, scale = out
-    elements, scales = _rebased(values, 0, FLOOR, E5M2)
+    elements, scales = rebased(values, 0, FLOOR, E5M2)
     position = tile_row * 128 + gl.arange(0, 128, gl.SliceLayout(1, values.type.layout))
     inside = (position < padded_rows)[:, None] & (col < cols)[None, :]
     gl.store(data + col.to(gl.int64)[None, :] * padded_rows + position[:, None], elements, mask=inside)
