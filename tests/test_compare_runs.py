@@ -4,11 +4,10 @@ import math
 import os
 import random
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from script_calls import call, rows_of, shell, write_run
+from script_calls import call, rows_of, write_run
 from torch.utils.tensorboard import SummaryWriter
 
 from scripts.study import runs
@@ -143,34 +142,6 @@ def test_compare_runs_makes_the_same_tables_of_its_losses(tmp_path: Path) -> Non
     assert "table.csv is no losses.csv of compare_runs.py" in compare(tmp_path / "first" / "table.csv")
 
 
-@pytest.mark.nightly
-def test_compare_runs_reads_offline_wandb_logs(tmp_path: Path) -> None:
-    script = tmp_path / "log.py"
-    script.write_text(
-        """
-import sys, wandb
-padding = "x" * 40000  # more than one block of the log
-config = {"model": {"name": "llama4", "flavor": "f"}, "training": {"seq_len": 32, "padding": padding}, "optimizer": {}}
-run = wandb.init(mode="offline", project="x", dir=sys.argv[1], config=config)
-for step in range(1, int(sys.argv[2])):
-    run.log({"loss_metrics/global_avg_loss": 9.0 - step, "throughput(tps)": 5.0}, step=step)
-    run.log({"memory/max_reserved(GiB)": 2.5}, step=step)
-run.finish()
-"""
-    )
-    folder = tmp_path / "offline"
-    folder.mkdir()
-    for end in ("6", "4"):  # of the first, which was longer, no step stays
-        done = shell(sys.executable, str(script), str(folder), end)
-        assert done.returncode == 0, done.stderr
-    same = {"model": {"name": "llama4", "flavor": "f"}, "training": {"seq_len": 32}, "optimizer": {}}
-    other = write_run(tmp_path / "other", [8.0, 7.0, 6.0], same)
-    assert "| 3 | 6.0000 | 6.0000 | +0.0000 |" in compare(other, folder, "--out", tmp_path)
-    assert rows_of(tmp_path / "table.csv")[1]["memory GiB"] == "2.5"
-    longer = write_run(tmp_path / "longer", [8.0, 7.0, 6.0], same | {"training": {"seq_len": 64}})
-    assert "has training.seq_len = 64 and offline 32" in compare(longer, folder)
-
-
 def test_a_newer_log_replaces_an_older_one_from_its_first_step_on(tmp_path: Path) -> None:
     """Whether it goes on from a checkpoint, or a shorter run has taken the folder; and after both were copied."""
     folder = write_run(tmp_path / "run", [8.0, 7.0, 6.0, 5.0])
@@ -200,7 +171,7 @@ def test_a_folder_of_several_runs_is_no_run(tmp_path: Path) -> None:
 def test_compare_runs_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
     assert "nothing: no such folder" in compare(tmp_path / "nothing")
     (tmp_path / "nothing").mkdir()
-    assert "holds no TensorBoard or offline wandb log" in compare(tmp_path / "nothing")
+    assert "holds no TensorBoard log" in compare(tmp_path / "nothing")
     with SummaryWriter(str(tmp_path / "empty")) as writer:
         writer.add_scalar("lr", 0.1, 1)
     assert "ended before its first log" in compare(tmp_path / "empty")

@@ -2,7 +2,7 @@
 
     python scripts/study/compare_runs.py OUT/bf16-seed0 OUT/bf16-seed1 OUT/mxfp8-seed0 OUT/mxfp8-seed1 --out OUT
 
-Runs are dump folders with TensorBoard or offline wandb logs, or a losses.csv of an earlier comparison. <name>-seed<k>
+Runs are dump folders with TensorBoard logs, or a losses.csv of an earlier comparison. <name>-seed<k>
 are seeds of a group; the first run's group is the baseline. What counts are the final losses (means over the last tenth
 of the steps) of pairs with the same seed: equivalent within 0.5%, worse, better, or cannot tell (scripts/README.md has
 the tests). Runs of other lengths, models, batches or data are refused. Writes losses.csv, table.csv and losses.png.

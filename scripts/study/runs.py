@@ -5,10 +5,9 @@ import json
 import math
 import os
 import re
-import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,7 +99,7 @@ class Run:
     """Scalars by step: mean loss in nats per token, tokens per second per device, peak memory in GiB, the step's time
     in seconds, and where there was validation its loss.
 
-    ``config`` is TorchTitan's, as the run saved it (``job_config.json``, or wandb's config); empty where it saved none.
+    ``config`` is TorchTitan's, as the run saved it in ``job_config.json``; empty where it saved none.
     """
 
     name: str
@@ -123,7 +122,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Reads a run's dump folder: its TensorBoard logs, or wandb's offline ones where there are none.
+    """Reads a run's dump folder: its TensorBoard logs, and its config where it saved one.
 
     Raises:
         ValueError: no such folder, no log there, those of several runs, one without losses, or a ``job_config.json``
@@ -133,14 +132,9 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     tags, config = (LOSS, THROUGHPUT, MEMORY, HELD_OUT, STEP_TIME), {}
-    if logs := tensorboard_logs(folder):
-        scalars = read_tensorboard(folder)
-    elif logs := wandb_logs(folder):
-        scalars, config = read_wandb(folder, tags)
-    else:
-        raise ValueError(
-            f"{folder} holds no TensorBoard or offline wandb log: train with metrics.enable_tensorboard = true"
-        )
+    logs, scalars = tensorboard_logs(folder), read_tensorboard(folder)
+    if not logs:
+        raise ValueError(f"{folder} holds no TensorBoard log: train with metrics.enable_tensorboard = true")
     if not scalars.get(LOSS):
         raise ValueError(f"{logs[-1]} holds no {LOSS}: the run ended before its first log")
     saved = folder / "job_config.json"
@@ -206,20 +200,6 @@ def tensorboard_logs(folder: Path) -> list[Path]:
     Raises:
         ValueError: the folder holds several runs.
     """
-    return logs_of(folder, "events.out.tfevents.*")
-
-
-def wandb_logs(folder: Path) -> list[Path]:
-    """A run's offline logs, the oldest first.
-
-    Raises:
-        ValueError: the folder holds several runs.
-    """
-    return logs_of(folder, "*.wandb")
-
-
-def logs_of(folder: Path, pattern: str) -> list[Path]:
-    """The files of one run, the oldest first."""
     dumps = sorted({path.parent for name in ("job_config.json", "tb") for path in folder.rglob(name)})
     if len(dumps) > 1:
         raise ValueError(
@@ -228,10 +208,10 @@ def logs_of(folder: Path, pattern: str) -> list[Path]:
         )
 
     def started(path: Path) -> tuple[list[str], float]:
-        """By the time in the names of both, as copies are all new, and within a second by the file's."""
-        return re.findall(r"tfevents\.\d+|\d{8}_\d{6}", f"{path.parent.name}/{path.name}"), path.stat().st_mtime
+        """By the time in its name, as copies are all new, and within a second by the file's."""
+        return re.findall(r"tfevents\.\d+", path.name), path.stat().st_mtime
 
-    return sorted(folder.rglob(pattern), key=started)
+    return sorted(folder.rglob("events.out.tfevents.*"), key=started)
 
 
 def read_tensorboard(folder: Path) -> dict[str, dict[int, float]]:
@@ -257,45 +237,3 @@ def resume(scalars: dict[str, dict[int, float]], newer: dict[str, dict[int, floa
             del values[step]
     for tag, values in newer.items():
         scalars.setdefault(tag, {}).update(values)
-
-
-def read_wandb(folder: Path, tags: Sequence[str]) -> tuple[dict[str, dict[int, float]], dict[str, dict]]:
-    """The values of ``tags`` by tag and step, put together by ``resume``, and the config, from wandb's offline logs."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    scalars: dict[str, dict[int, float]] = {}
-    config: dict[str, dict] = {}
-    for path in wandb_logs(folder):
-        newer: dict[str, dict[int, float]] = {}
-        for data in wandb_records(path.read_bytes()):
-            record = Record.FromString(data)
-            for update in (*record.run.config.update, *record.config.update):
-                config[update.key] = json.loads(update.value_json)
-            for item in record.history.item:
-                tag = item.key or "/".join(item.nested_key)
-                if tag in tags:
-                    newer.setdefault(tag, {})[record.history.step.num] = float(json.loads(item.value_json))
-        resume(scalars, newer)
-    return scalars, config
-
-
-def wandb_records(log: bytes) -> Iterator[bytes]:
-    """The records of a ``.wandb`` file: 7 bytes that name the format, then LevelDB's log format.
-
-    Blocks of 32 KiB, the first with the 7 bytes in it, hold fragments: checksum (4 bytes), length (2), type (1: whole
-    record, 2: first, 3: middle, 4: last part), data. No fragment starts in the last 6 bytes of a block. A record that
-    a killed run left unfinished at the end is dropped.
-    """
-    position, parts = 7, b""
-    while position + 7 <= len(log):
-        if 32768 - position % 32768 < 7:
-            position += 32768 - position % 32768
-            continue
-        length, kind = struct.unpack_from("<HB", log, position + 4)
-        data = log[position + 7 : position + 7 + length]
-        if kind == 0 or len(data) < length:
-            return
-        position += 7 + length
-        parts = data if kind in (1, 2) else parts + data
-        if kind in (1, 4):
-            yield parts
