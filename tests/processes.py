@@ -167,6 +167,8 @@ def _run(program: list[str], environment: dict[str, str], log: Path, cwd: Path) 
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, file), (2, file)):
         os.dup2(source, target)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, write_through=False)  # several processes write whole lines
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     importlib.import_module("forked_imports").begin(program[1:] if program[0] == "-m" else program)

@@ -22,8 +22,7 @@ from scripts.bench.problems import relative_rms
 from scripts.study import pictures, tables
 from titan_mxfp8.backends import plan_on, recommend
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
-from titan_mxfp8.plugin.converters import GroupedMMConverter, LinearConverter
-from titan_mxfp8.recipe import get_recipe
+from titan_mxfp8.plugin.converters import GroupedMMConverter
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -112,9 +111,9 @@ def test_what_the_readme_switches_on_passes_the_plugins_checks(tmp_path: Path) -
         assert [config.quantize.grouped_mm.mx.dispatch for config in parsed] == ["off", "auto"]
         config = parsed[1]
         converters = build_model_converters(config, None).converters
-        assert [type(converter) for converter in converters] == [GroupedMMConverter, LinearConverter]
+        assert [type(converter) for converter in converters] == [GroupedMMConverter]
         with pytest.raises(ValueError, match="unknown recipe 'mxfp9'"):
-            ConfigManager().parse_args([*switch, *given, "--quantize.linear.mx.recipe_name=mxfp9"])
+            ConfigManager().parse_args([*switch, *given, "--quantize.grouped_mm.mx.recipe_name=mxfp9"])
     whole = re.search(r"--job.custom_config\S+ \\\n.+", README)[0].replace("\\\n", " ").split()
     (converter,) = build_model_converters(ConfigManager().parse_args([*whole, *given]), None).converters
     assert (type(converter), converter.config.recipe_name) == (GroupedMMConverter, "mxfp8_2d_rebased")
@@ -193,11 +192,11 @@ def test_what_the_readme_installs_is_there() -> None:
 def test_the_log_of_the_readme_is_that_of_its_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its first two lines: the recipe's, on an H200, and the experts', of which another model has another number."""
     lines = re.search(r"```\n(MXFP8: .*?)```", README, re.DOTALL)[1].splitlines()
-    recipe = re.findall(r'recipe_name = "(\w+)"', code("toml"))
-    plan = plan_on(get_recipe(recipe[0]), "auto", CLUSTER_GPUS["H200"])
+    (name,) = re.findall(r'recipe_name = "(\w+)"', code("toml"))
+    recipe = recommend(name, "auto", CLUSTER_GPUS["H200"])
+    plan = plan_on(recipe, "auto", CLUSTER_GPUS["H200"])
     mma = ", ".join(f"{name} {gemm.mma_dtype}" for name, gemm in plan.gemms.items())
-    assert len(recipe) == 2 and len(set(recipe)) == 1
-    assert lines[0] == f"MXFP8: recipe {recipe[0]}, backend hopper (for NVIDIA H200); MMA {mma}"
+    assert lines[0] == f"MXFP8: recipe {recipe.name}, backend hopper (for NVIDIA H200); MMA {mma}"
     toml = tmp_path / "readme.toml"
     toml.write_text(code("toml"))
     config = ConfigManager().parse_args(
@@ -207,7 +206,8 @@ def test_the_log_of_the_readme_is_that_of_its_config(tmp_path: Path, caplog: pyt
     with caplog.at_level("INFO"):
         build_model_converters(config, None).convert(model)
     (logged,) = (record.message for record in caplog.records if "converted 1 expert module " in record.message)
-    assert lines[1] == logged.replace("1 expert module ", "3 expert modules ").replace("reference", "hopper")
+    logged = logged.replace("1 expert module ", "3 expert modules ").replace("reference", "hopper")
+    assert lines[1] == logged.replace("recipe mxfp8,", f"recipe {recipe.name},").replace("wq", "none")
 
 
 def test_convergence_leaves_out_rows_of_few_pairs() -> None:
