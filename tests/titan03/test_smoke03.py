@@ -15,10 +15,11 @@ pytestmark = pytest.mark.integration
 
 STEPS = ("--training.steps=8", "--training.seq_len=128", "--checkpoint.enable")
 README = (Path(__file__).parent.parent.parent / "README.md").read_text()
-OVERRIDES = tuple(re.search(r"`(--override\.imports [^`]+)`", README)[1].split())
-
+IMPORTS, EXPERTS, *MORE = re.search(r"`(--override\.imports [^`]+)`", README)[1].split()
+LINEARS = "titan_mxfp8.titan03.linears"
+OVERRIDES = IMPORTS, EXPERTS, LINEARS, *MORE
 HEALTH, OFF, BOUNDED = (
-    ("--override.imports", f"titan_mxfp8.titan03.experts={arguments}", OVERRIDES[2])
+    (IMPORTS, f"{EXPERTS}={arguments}", LINEARS)
     for arguments in ('{"health_every": 2}', '{"dispatch": "off"}', '{"dispatch_rows": "bounded"}')
 )
 
