@@ -269,6 +269,7 @@ def test_slurm_runs_one_agent_on_each_node(slurm: dict[str, str], tmp_path: Path
     ]
 
 
+@pytest.mark.nightly
 def test_slurm_ends_a_job_that_does_not_fit_before_its_nodes_work(slurm: dict[str, str], tmp_path: Path) -> None:
     slurm["CONFIG"] = "train_configs/llama4_17bx16e_8x8.toml"
     result = shell(str(tmp_path / "slurm_script"), **slurm)

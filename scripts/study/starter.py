@@ -67,8 +67,6 @@ class Starter:
 
 def wait_and_run(program: str, arguments: Path) -> None:
     """Imports the program, a module, and waits for the file that holds its arguments."""
-    from torchtitan.config import ConfigManager
-
     importlib.import_module(program)
     sys.modules.pop(program)  # it is to be __main__
     while not arguments.exists():
@@ -76,7 +74,8 @@ def wait_and_run(program: str, arguments: Path) -> None:
     flags = json.loads(arguments.read_text())
     sys.path[0] = os.getcwd()  # as python -m has it
     sys.argv = [program, *flags]
-    ConfigManager.parse_args.__defaults__ = (flags,)  # it was the command line when it was imported
+    if config := sys.modules.get("torchtitan.config"):
+        config.ConfigManager.parse_args.__defaults__ = (flags,)  # it was the command line when it was imported
     runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
