@@ -2,17 +2,15 @@
 
     python scripts/study/recovery.py --ngpu 2 --out OUT -- FLAGS
 
-DeepSeek-V3's debug model, FSDP and EP over all processes, on GPUs or CPUs, under TorchTitan 0.2.2 with FLAGS behind its
-other ones.
+DeepSeek-V3's debug model, FSDP and EP over all processes, on GPUs or CPUs; with FLAGS for TorchTitan, which is 0.2.2:
 
     step, checkpoint    SIGKILL for all processes amid a step, and while a checkpoint is written
     rerun               the same amid a step that runs again, as the router collapsed and rows did not fit
     nan                 a token's embedding is NaN in one step; then once more from the checkpoint before it
-    dead                an expert gets no token for many steps, and then is among the others again
-    collapse            all tokens go to the same experts, which are those of one rank
+    dead, collapse      an expert gets no token for many steps, then may again; all tokens go to experts of one rank
 
-Writes data.csv, a row for each case and run, and env.json; the runs, with logs and ``steps.csv``, are in OUT/runs. Each
-call makes all runs. Exit status 1 where a run that went on has other losses than one that nobody killed.
+Writes data.csv, a row for each case and run, and env.json; runs are in OUT/runs, and each call makes all of them. Exit
+status 1 where a run that went on has other losses than one that nobody killed.
 """
 
 import argparse
