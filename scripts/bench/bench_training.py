@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from scripts.bench.kernel_times import Trace, read_trace
+from scripts.bench.kernel_times import Trace
 from scripts.progress import ends_in_words, follow, progress, say
 from scripts.result_files import SPEED, environment, format_table, percentiles, write_results, write_rows
 from scripts.study.runs import Run, conversion_flags, ending, read_run, split_flags
@@ -161,7 +161,7 @@ def profile(flavor: str, name: str, args: argparse.Namespace) -> Trace:
     traces = list(folder.rglob("rank0_trace.json"))
     if not traces:
         raise ValueError(f"{folder} holds no trace of the profiler")
-    return read_trace(traces[0])
+    return Trace(traces[0])
 
 
 def refusals(bench: Bench, limit: float = LOSS_LIMIT) -> dict[tuple[str, str], str]:
