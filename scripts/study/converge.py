@@ -28,14 +28,12 @@ from tqdm import tqdm
 
 from scripts.progress import ends_in_words, progress, say, step_of
 from scripts.study import compare_runs
-from scripts.study.runs import TRAIN, conversion_flags, ending, launch, split_flags
+from scripts.study.conversions import conversion_of
+from scripts.study.runs import TRAIN, ending, launch, split_flags
 from titan_mxfp8.modules import as_list
-from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
+from titan_mxfp8.recipe import BF16
 
 ROOT = Path(__file__).resolve().parents[2]
-CONVERTERS = (GROUPED_MM, LINEAR)
-ALONE = {"experts": (GROUPED_MM,), "linears": (LINEAR,)}
-OPTIONS = {"rebase", "dispatch", "requantize", "repeat", *ALONE}
 CHECKPOINTS = "checkpoint/step-*/.metadata"
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 DATA = ("training.dataset_path", "validation.dataset_path", "model.hf_assets_path")
@@ -85,42 +83,13 @@ def write_json(path: Path, content: dict[str, object]) -> None:
     os.replace(new, path)
 
 
-def parts(recipe: str) -> tuple[str, list[str]]:
-    """A recipe's own name, and the options behind it.
-
-    Raises:
-        ValueError: unknown ones, or a recipe that has not these options.
-    """
-    name, *options = recipe.split("+")
-    if not set(options) <= OPTIONS or len(set(options)) < len(options):
-        raise ValueError(f"--recipes has {recipe!r}: behind a recipe stand, once, {', '.join(sorted(OPTIONS))}")
-    for wrong, why in (
-        (set(ALONE) <= set(options), "+experts and +linears exclude each other"),
-        (name == BF16.name and {"requantize", *ALONE} & set(options), "bf16 converts nothing"),
-        ({"linears", "dispatch"} <= set(options), "+linears dispatch nothing"),
-    ):
-        if wrong:
-            raise ValueError(f"--recipes has {recipe!r}: {why}")
-    get_recipe(name, rebase="rebase" in options)
-    return name, options
-
-
-def converters_of(recipe: str) -> tuple[str, ...]:
-    """The converters that a recipe with its options needs."""
-    name, options = parts(recipe)
-    if name == BF16.name:
-        return (GROUPED_MM,) if "dispatch" in options else ()
-    return next((ALONE[option] for option in options if option in ALONE), CONVERTERS)
-
-
 def flags_of(run: StudyRun, config: Path, checkpoint_every: int) -> list[str]:
     """TorchTitan's command line of a run, without the user's trailing flags."""
     flags = [f"--job.config_file={config}", f"--job.dump_folder={run.folder}", f"--debug.seed={run.seed}"]
-    name, options = parts(run.recipe)
-    converters = converters_of(run.recipe)
-    if converters != CONVERTERS:
-        flags.append(f"--model.converters={','.join(converters)}")
-    flags += conversion_flags(converters, options, name)
+    conversion = conversion_of(run.recipe)
+    if conversion.what != "both":
+        flags.append(f"--model.converters={','.join(conversion.converters)}")
+    flags += conversion.flags()
     if checkpoint_every:
         flags += ["--checkpoint.enable", f"--checkpoint.interval={checkpoint_every}", "--checkpoint.folder=checkpoint"]
         flags += ["--checkpoint.no-last_save_model_only"]  # a run whose end cannot be noted is ended again from it
@@ -288,7 +257,8 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"{flag} has {twice[0]} twice")  # two runs would write one folder
     converters = as_list(value_of("model.converters", args.config, []) or [])
     for recipe in args.recipes:
-        needed = converters_of(recipe)
+        conversion_of(recipe).flags()  # which there may not be
+        needed = conversion_of(recipe).converters
         if needed and not set(needed) & set(converters):
             raise ValueError(f"{args.config} has model.converters = {converters}: {recipe} needs {' or '.join(needed)}")
     check_flags(args.flags, args.checkpoint_every or 1)  # those of checkpoints in any case: start deletes unknown ones
