@@ -5,8 +5,12 @@ import importlib.util
 import sys
 import time
 
+import datasets.distributed  # noqa: F401
 import tensorboard  # noqa: F401
+import torch.distributed.pipelining  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
+import torchdata.stateful_dataloader  # noqa: F401
+import torchtitan.train  # noqa: F401
 from torchtitan.config import ConfigManager
 
 if importlib.util.find_spec("torchtitan.trainer") is None:
