@@ -7,7 +7,7 @@ import time
 
 import datasets.distributed  # noqa: F401
 import tensorboard  # noqa: F401
-import torch.distributed.pipelining  # noqa: F401
+import torch.distributed.pipelining
 import torch.utils.tensorboard  # noqa: F401
 import torchdata.stateful_dataloader  # noqa: F401
 import torchtitan.train  # noqa: F401
