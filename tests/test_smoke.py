@@ -67,8 +67,8 @@ def test_mxfp8_learns_and_tracks_bf16(run, model: str, layout: str) -> None:
     assert re.search(r"converted \d+ Linears \(recipe mxfp8, backend reference\)", log)
 
 
-# Steps, length, least fall, and largest difference from bf16 at any step. Measured: 0.245 and 0.0010 (llama3), 0.156 and
-# 0.0018 (qwen3, all of it in the warm-up).
+# Steps, length, least fall, and largest difference from bf16 at any step. Measured: 0.245 and 0.0010 (llama3), 0.156
+# and 0.0018 (qwen3, all of it in the warm-up).
 OTHER_MODELS = {"llama3": (4, 256, 0.2, 0.01), "qwen3": (4, 128, 0.13, 0.01)}
 
 
