@@ -156,10 +156,10 @@ def check_against_one_process(
         assert same(rows_received, of_all([tokens.payload[i] for tokens in all_tokens])), (case, i)
     expected = torch.tensor([all_tokens[source].scores.view(-1)[i] for _, source, i in slots])
     assert torch.equal(handle.scores[:rows].cpu(), expected), case
-    sources = transport.find_sources(handle)
-    if sources is not None:
-        tokens = torch.tensor([i // handle.expert_ids.shape[1] for _, _, i in slots], dtype=torch.int32)
-        assert torch.equal(sources[:rows].cpu(), tokens), case
+    sources = transport.find_sources(handle)[:rows].long()
+    for copies, rows_received in zip(transport.copies_of(received, handle), received, strict=True):
+        assert copies.shape[0] == handle.destinations.shape[0], case
+        assert same(copies[sources], rows_received[:rows].cpu().view(torch.uint8)), case
     (gradients,) = transport.dispatch_with_handle([mine.gradients.to(device)], handle)
     assert same(gradients, of_all([tokens.gradients for tokens in all_tokens])), case
 

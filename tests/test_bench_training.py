@@ -3,13 +3,15 @@
 import json
 import math
 import platform
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from script_calls import ROOT, call, rows_of
 from torch.utils.tensorboard import SummaryWriter
 
-from scripts.bench import bench_training, roofline
+from scripts.bench import bench_training, peers, roofline
 from scripts.study import converge, runs, tables
 from scripts.study.starter import Starter
 from titan_mxfp8.recipe import GROUPED_MM
@@ -121,6 +123,70 @@ def test_bench_training_ends_with_the_cause_where_its_first_run_fails(
     assert said.startswith(
         f"bench_training: {'interrupted; the same' if interrupted else 'run bf16 failed, RuntimeError: mine'}"
     )
+
+
+def test_torchtitans_fp8_is_a_run_beside_ours_where_torchao_is(
+    tmp_path: Path, launched: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = "bf16", "grouped:float8", "both:float8", "grouped+rebase+dispatch:mxfp8_2d"
+    arguments = ["--ngpu", 1, "--steps", 3, "--warmup", 0, "--out", tmp_path, "--runs", *names]
+    monkeypatch.setattr(peers, "installed_version", lambda module: "0.17.0")
+    said = call("bench_training", *arguments)
+    assert said.startswith("bench_training: float8 takes torchao 0.16.0, here is 0.17.0: pip install --no-deps")
+    assert launched == [], "it says so before it starts anything"
+    for module in (peers, bench_training):
+        monkeypatch.setattr(module, "installed_version", lambda module: peers.TORCHAO)
+    monkeypatch.setitem(sys.modules, peers.FLOAT8_MODULE, None)
+    said = call("bench_training", *arguments)
+    assert "float8: torchao 0.16.0 cannot be imported here: " in said and launched == []
+    monkeypatch.setitem(sys.modules, peers.FLOAT8_MODULE, ModuleType(peers.FLOAT8_MODULE))
+    assert "| both:float8 |" in call("bench_training", *arguments)
+    assert json.loads((tmp_path / "env.json").read_text())["torchao"] == "0.16.0"
+    own = parse_config(str(ROOT / "train_configs" / "deepseek_v3_16b_1x8.toml"), launched[2])
+    assert own.model.converters == ["quantize.grouped_mm.float8", "quantize.linear.float8"]
+    assert own.quantize.grouped_mm.float8.fqns == ["moe.experts"], "not the shared experts"
+    assert own.quantize.linear.float8.recipe_name == "rowwise"
+    assert own.quantize.linear.float8.filter_fqns == own.quantize.linear.mx.filter_fqns, "the linears of ours"
+    assert "--model.converters=quantize.grouped_mm.float8" in launched[1]
+    for unknown in ("bf16:float8", "grouped+dispatch:float8", "grouped+graph:float8"):
+        assert f"unknown run '{unknown}'" in call("bench_training", *arguments, unknown)
+    monkeypatch.setattr(bench_training, "TITAN03", True)
+    assert "unknown run 'grouped:float8'" in call("bench_training", *arguments)
+
+    monkeypatch.setattr(tables, "env_of", lambda path: {})
+    (plain,) = tables.end_to_end(tmp_path / "table.csv")
+    assert plain["`mxfp8_2d_rebased`"] == "2.00" and "TorchTitan's FP8" not in plain
+    (beside,) = tables.end_to_end(tmp_path / "table.csv", recipes="float8,mxfp8_2d_rebased")
+    assert beside["model"] == ", experts alone, `dispatch`" and beside["TorchTitan's FP8"] == "2.00"
+    assert [row["run"] for _, _, row, _ in roofline.trainings(tmp_path)] == [names[3]], "of ours alone"
+
+
+def test_a_run_that_fails_is_a_row_and_the_others_go_on(
+    tmp_path: Path, launched: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trains, fails = Starter.start, {"linears", "grouped-repeat2"}
+
+    def start(starter: Starter, program: list[str], log: Path) -> object:
+        done = trains(starter, program, log)
+        if log.parent.name in fails:
+            next(log.parent.rglob("events.*")).unlink()
+            log.write_text("Traceback (most recent call last):\nRuntimeError: mine\n")
+            return SimpleNamespace(poll=lambda: 1, returncode=1)
+        return done
+
+    monkeypatch.setattr(Starter, "start", start)
+    arguments = ["--ngpu", 1, "--steps", 3, "--warmup", 0, "--out", tmp_path, "--repeats", 2]
+    said = call("bench_training", *arguments, "--runs", "bf16", "linears", "grouped", "both")
+    assert "linears: no x, as run linears failed, RuntimeError: mine\n" in said
+    assert f"run grouped-repeat2 failed, RuntimeError: mine\n{tmp_path} has" in said
+    assert len(launched) == 7, "what failed is not tried again in this call"
+    rows = {row["run"]: row for row in rows_of(tmp_path / "table.csv")}
+    assert [row["x"] for row in rows.values()] == ["1.0", "", "2.0", "1.8"]
+    assert rows["linears"]["no x, as"] == "run linears failed, RuntimeError: mine"
+    assert rows["grouped"]["failed"] == "run grouped-repeat2 failed, RuntimeError: mine"
+    fails.clear()
+    assert "no x, as" not in call("bench_training", *arguments, "--runs", "bf16", "linears", "grouped", "both")
+    assert len(launched) == 10, "the same command tries it again"
 
 
 def test_the_control_of_dispatch_is_that_of_converge_and_is_told_from_the_baseline(

@@ -269,9 +269,9 @@ def test_backward_frees_what_it_has_used(keeps_graph: bool, monkeypatch: pytest.
     rows_alive: list[bool] = []
 
     def forward_and_refer(x, *args):
+        rows.append(weakref.ref(x[0].rowwise.data))
         y, gate, up = forward(x, *args)
         saved.extend(map(weakref.ref, (gate, up)))
-        rows.append(weakref.ref(x.rowwise.data))
         return y, gate, up
 
     def look_and_multiply(*args):

@@ -4,10 +4,11 @@
 
 A run is WHAT[+rebase][+dispatch][+graph][:RECIPE], WHAT of bf16, grouped (experts), linears or both; what is not named
 is off, whatever the TOML says. bf16+dispatch is the control: dispatch, with nothing quantised; bf16+async is TorchTitan
-0.3's MinimalAsyncEP. ``x`` is against the first run of the same repeat. All start from the same weights and data: a run
-whose first loss is not the baseline's gets no ``x``, and the exit status is 1. Writes data.csv (steps), table.csv
-(runs), with flavors of several numbers of layers layers.csv (a layer's time), and env.json after every run. Runs in OUT
-are not run again: it goes on.
+0.3's MinimalAsyncEP; with RECIPE float8 a run is TorchTitan 0.2.2's own FP8, scaled by rows, of torchao. ``x`` is
+against the first run of the same repeat. All start from the same weights and data: a run whose first loss is not the
+baseline's gets no ``x``. One that fails is a row that says why, and the others go on unless it is the baseline. Either
+makes the exit status 1. Writes data.csv (steps), table.csv (runs), with flavors of several numbers of layers layers.csv
+(a layer's time), and env.json after every run. Runs in OUT that ended are not run again: it goes on.
 """
 
 import argparse
@@ -27,10 +28,20 @@ from typing import NamedTuple
 import torch
 
 from scripts.bench.kernel_times import Trace, read_trace
+from scripts.bench.peers import check_torchao, float8_flags
 from scripts.progress import ends_in_words, follow, progress, say
-from scripts.result_files import SPEED, environment, format_table, percentiles, write_results, write_rows
+from scripts.result_files import (
+    SPEED,
+    environment,
+    format_table,
+    installed_version,
+    percentiles,
+    write_results,
+    write_rows,
+)
 from scripts.study.runs import Run, conversion_flags, ending, read_run, split_flags
 from scripts.study.starter import Starter
+from scripts.study.tables import FLOAT8
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
 
 # Nats between the first losses of a run and of its baseline, more than twice what rounding did: at most 0.0009 with the
@@ -63,19 +74,22 @@ def kind_of(name: str) -> Kind:
     known = what in CONVERTED_BY and set(options) <= {"rebase", "dispatch", "graph", "async"}
     plain = what == "bf16" and (recipe or set(options) - {"graph", "async"})
     misplaced = "async" in options and (what != "bf16" or not TITAN03)
+    misplaced |= recipe == FLOAT8 and (bool(options) or TITAN03)
     is_control = recipe == BF16.name and (not name.startswith("bf16+") or "rebase" in options)
     if not known or plain or misplaced or is_control or (what == "linears" and "dispatch" in options):
         raise ValueError(
             f"unknown run {name!r}: WHAT[+rebase][+dispatch][+graph][:RECIPE], WHAT of {', '.join(CONVERTED_BY)}; bf16 "
             "has no recipe, with dispatch is the control, and with async, under TorchTitan 0.3, MinimalAsyncEP; RECIPE "
-            "is one of MXFP8, and linears dispatch nothing"
+            f"is one of MXFP8, or without options, under TorchTitan 0.2.2, {FLOAT8}, and linears dispatch nothing"
         )
-    return Kind(CONVERTED_BY[what], options, get_recipe(recipe).name if recipe else "")
+    return Kind(CONVERTED_BY[what], options, get_recipe(recipe).name if recipe not in ("", FLOAT8) else recipe)
 
 
 def flags_of(name: str) -> list[str]:
     """TorchTitan 0.2.2's flags for a run's name; see ``kind_of``."""
     converters, options, recipe = kind_of(name)
+    if recipe == FLOAT8:
+        return float8_flags(converters)
     flags = [f"--model.converters={','.join(converters)}", *conversion_flags(converters, options, recipe)]
     return [*flags, *["--training.cuda_graph=on"] * ("graph" in options)]
 
@@ -93,10 +107,11 @@ def flags_of_titan03(name: str) -> list[str]:
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """The repeats of a run, and a step of it under the profiler, where that was asked for."""
+    """The repeats of a run, a step of it under the profiler, where that was asked for, and how a repeat failed."""
 
     repeats: list[Run] = field(default_factory=list)
     profiled: Trace | None = None
+    failed: str = ""
 
 
 Bench = dict[tuple[str, str], Measured]  # by flavor ("" for the TOML's) and name
@@ -168,6 +183,9 @@ def refusals(bench: Bench, limit: float = LOSS_LIMIT) -> dict[tuple[str, str], s
     """Why runs get no ``x``, by flavor and name; the first run of a flavor is the baseline of the others."""
     refused: dict[tuple[str, str], str] = {}
     for (flavor, name), measured in bench.items():
+        if not measured.repeats:
+            refused[flavor, name] = measured.failed
+            continue
         base_name = next(other for first, other in bench if first == flavor)
         losses = [item for run in measured.repeats for item in run.loss.items()]
         infinite = [(step, loss) for step, loss in losses if not math.isfinite(loss)]
@@ -195,11 +213,14 @@ def table(bench: Bench, warmup: int, processes: int, limit: float = LOSS_LIMIT) 
     refused = refusals(bench, limit)
     first: dict[str, list[float]] = {}
     for (flavor, name), measured in bench.items():
+        row: dict[str, object] = {"flavor": flavor} if flavor else {}
+        if not measured.repeats:
+            rows.append(row | {"run": name, "x": None, "no x, as": measured.failed})
+            continue
         counted = [[tps for step, tps in run.tps.items() if step > warmup] for run in measured.repeats]
         speeds = [median(tps) for tps in counted]
         p20, _, p80 = (median(values) for values in zip(*map(percentiles, counted), strict=True))
         ratios = [ours / base for ours, base in zip(speeds, first.setdefault(flavor, speeds), strict=False)]
-        row: dict[str, object] = {"flavor": flavor} if flavor else {}
         row |= {
             "run": name,
             SPEED: round(median(speeds)),
@@ -221,6 +242,8 @@ def table(bench: Bench, warmup: int, processes: int, limit: float = LOSS_LIMIT) 
             }
         if (flavor, name) in refused:
             row["no x, as"] = refused[flavor, name]
+        if measured.failed:
+            row["failed"] = measured.failed
         if measured.profiled is not None:
             busy = measured.profiled.busy
             row |= {"GPU busy, profiled": round(measured.profiled.busy_share, 3), "GPU busy, ms": round(busy, 1)}
@@ -235,6 +258,7 @@ def layer_table(bench: Bench, warmup: int, limit: float = LOSS_LIMIT) -> list[di
     """What a layer costs, for each model of which there are flavors of several numbers of layers: a row for each run
     that has both the one with the fewest and the one with the most; ``x`` against the model's first run."""
     refused = refusals(bench, limit)
+    made = {run: measured for run, measured in bench.items() if measured.repeats}
     layers: dict[str, dict[int, str]] = {}
     for flavor, _ in bench:
         if found := re.fullmatch(r"(.+)_(\d+)layers", flavor):
@@ -243,9 +267,9 @@ def layer_table(bench: Bench, warmup: int, limit: float = LOSS_LIMIT) -> list[di
     for model, flavors in layers.items():
         few, many = min(flavors), max(flavors)
         cost = {
-            name: (1e6 / throughput(bench[flavors[many], name], warmup) - 1e6 / throughput(run, warmup)) / (many - few)
-            for (flavor, name), run in bench.items()
-            if few < many and flavor == flavors[few] and (flavors[many], name) in bench
+            name: (1e6 / throughput(made[flavors[many], name], warmup) - 1e6 / throughput(run, warmup)) / (many - few)
+            for (flavor, name), run in made.items()
+            if few < many and flavor == flavors[few] and (flavors[many], name) in made
         }
         first = next(name for flavor, name in bench if flavor == flavors[few])
         for name, us in cost.items():
@@ -274,6 +298,8 @@ def write(bench: Bench, args: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     described = {"config": str(args.config), "flags": " ".join(args.flags), "processes": str(args.ngpu)}
     described |= {"torchtitan": version("torchtitan")}
+    if any(kind_of(name).recipe == FLOAT8 for _, name in bench):
+        described |= {"torchao": installed_version("torchao")}
     write_results(args.out, steps, environment(device) | described)
     write_rows(args.out / "table.csv", table(bench, args.warmup, args.ngpu, args.loss_limit))
     (args.out / "layers.csv").unlink(missing_ok=True)  # of a call with other flavors
@@ -310,14 +336,14 @@ def measure(args: argparse.Namespace, bench: Bench) -> None:
     """Makes the runs that are due, one after the other, into ``bench``.
 
     Raises:
-        ValueError: a run failed, or computes something else than its baseline.
+        ValueError: a run failed, or computes something else than its baseline; or it takes what is not installed.
     """
     if args.repeats < 1:
         raise ValueError(f"--repeats is at least 1, got {args.repeats}")
     if args.warmup >= args.steps:
         raise ValueError(f"--warmup {args.warmup} leaves nothing of --steps {args.steps}")
-    for name in args.runs:
-        kind_of(name)
+    if any([kind_of(name).recipe == FLOAT8 for name in args.runs]):
+        check_torchao()
     started, left = time.monotonic(), set()
     took: dict[tuple[str, str], float] = {}  # seconds, without each flavor's first run of this call, which compiles
     compiled: dict[str, float] = {}
@@ -335,16 +361,24 @@ def measure(args: argparse.Namespace, bench: Bench) -> None:
             is_late = begun - started + expected > args.limit
             has_baseline = turn == "profile" or (flavor, args.runs[0]) not in left
             bar.update()
+            if run in bench and bench[run].failed:
+                continue
             if run in left or (not finished and (is_late or not has_baseline)):
                 left.add(run)  # for good: repeats are compared with the baseline's in their order
                 say(f"{label(flavor, name)}: not started, the time limit is near; the same command goes on")
                 continue
-            if turn == "profile":
-                bench[run].profiled = profile(flavor, name, args)
-            else:
-                made = read_run(train(flavor, name, suffix, steps, args))
-                bench.setdefault(run, Measured()).repeats.append(made)
-            if not finished:
+            try:
+                if turn == "profile":
+                    bench[run].profiled = profile(flavor, name, args)
+                else:
+                    made = read_run(train(flavor, name, suffix, steps, args))
+                    bench.setdefault(run, Measured()).repeats.append(made)
+            except ValueError as error:
+                if name == args.runs[0]:
+                    raise
+                say(str(error))
+                bench.setdefault(run, Measured()).failed = str(error).partition(f"; {args.out}")[0]
+            if not finished and not bench[run].failed:
                 seconds = time.monotonic() - begun
                 say(f"{label(flavor, name)}: {seconds:.0f} s")
                 if flavor in compiled:
@@ -352,8 +386,10 @@ def measure(args: argparse.Namespace, bench: Bench) -> None:
                 else:
                     compiled[flavor] = seconds
             write(bench, args)
-    if refused := refusals(bench, args.loss_limit):
-        reasons = [f"{label(*run)}: no x, as {reason}" for run, reason in refused.items()]
+    refused = refusals(bench, args.loss_limit)
+    reasons = [f"{label(*run)}: no x, as {reason}" for run, reason in refused.items()]
+    reasons += [measured.failed for run, measured in bench.items() if measured.failed and run not in refused]
+    if reasons:
         raise ValueError("\n".join([*reasons, f"{args.out} has all that was measured"]))
 
 

@@ -1,19 +1,39 @@
-"""Layers of other projects that bench_moe_layer.py times beside ours, where they can be imported: no dependencies.
+"""What other projects have for the same, timed beside ours where it can be imported: no dependencies.
 
-SonicMoE (github.com/Dao-AILab/sonic-moe): a bf16 MoE layer in CuTe DSL for Hopper, of one rank, without shared experts.
-Its requirements.txt names the commit of quack and the version of nvidia-cutlass-dsl that it takes. Its variant with
-``USE_QUACK_GEMM``, which tunes for minutes, is not taken.
+bench_moe_layer.py has SonicMoE (github.com/Dao-AILab/sonic-moe): a bf16 MoE layer in CuTe DSL for Hopper, of one rank,
+without shared experts. Its requirements.txt names the commit of quack and the version of nvidia-cutlass-dsl that it
+takes. Its variant with ``USE_QUACK_GEMM``, which tunes for minutes, is not taken.
+
+bench_training.py has TorchTitan 0.2.2's own FP8, of torchao: ``quantize.grouped_mm.float8`` for experts and
+``quantize.linear.float8`` for linears, E4M3 with a scale per row, on GPUs from SM89 on. It wants a compiled model
+(``compile.components`` with ``model``), and refuses pipeline and context parallelism.
 """
 
 import json
+from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torchtitan.models.moe.moe import MoE
+
+from scripts.result_files import installed_version
+from scripts.study.tables import FLOAT8
+from titan_mxfp8.recipe import GROUPED_MM, LINEAR
+
+if TYPE_CHECKING:
+    from torchtitan.models.moe.moe import MoE
 
 SONICMOE = "sonicmoe"
+TORCHAO = "0.16.0"  # later releases have moved what TorchTitan 0.2.2 imports
+FLOAT8_MODULE = "torchao.prototype.moe_training.conversion_utils"
+FLOAT8_FLAGS = {
+    # not "experts", as TorchTitan's documentation has it: that would be the shared experts too, which are linears
+    GROUPED_MM: ("fqns=moe.experts",),
+    LINEAR: ("recipe_name=rowwise", "filter_fqns=output,router.gate"),
+}
 
 
 def commit(package: str) -> str:
@@ -30,6 +50,28 @@ def versions() -> dict[str, str]:
     return {name: commit(name) for name in (SONICMOE, "quack-kernels") if commit(name)}
 
 
+def check_torchao() -> None:
+    """Raises ValueError, which says what to install, unless there is the torchao that TorchTitan 0.2.2's FP8 takes, and
+    it can be imported: Triton 3.6 takes its kernels, Triton 3.9 refuses them."""
+    found = installed_version("torchao")
+    if found != TORCHAO:
+        raise ValueError(
+            f"{FLOAT8} takes torchao {TORCHAO}, here is {found or 'none'}: pip install --no-deps torchao=={TORCHAO} "
+            f"(on Linux the wheel torchao-{TORCHAO}-cp310-abi3-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl)"
+        )
+    try:
+        import_module(FLOAT8_MODULE)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{FLOAT8}: torchao {TORCHAO} cannot be imported here: {error}") from error
+
+
+def float8_flags(converters: Sequence[str]) -> list[str]:
+    """TorchTitan 0.2.2's flags that convert to its own FP8 what these converters of ours would convert."""
+    names = {converter: converter.replace(".mx", f".{FLOAT8}") for converter in converters}
+    flags = [f"--{name}.{flag}" for converter, name in names.items() for flag in FLOAT8_FLAGS[converter]]
+    return [f"--model.converters={','.join(names.values())}", *flags]
+
+
 def is_installed() -> bool:
     return find_spec(SONICMOE) is not None
 
@@ -40,7 +82,7 @@ class SonicMoE(nn.Module):
     Its scores are a softmax over the K chosen logits: TorchTitan's with ``score_func="softmax"``, ``route_norm=True``.
     """
 
-    def __init__(self, moe: MoE) -> None:
+    def __init__(self, moe: "MoE") -> None:
         super().__init__()
         experts = moe.experts
         self.top_k = moe.router.top_k

@@ -19,6 +19,7 @@ from pathlib import Path
 from scripts.bench.passes import MODELS, Layer, Rates, committed_rates, passes, step_of, step_speedup
 from scripts.progress import ends_in_words
 from scripts.result_files import env_of, environment, format_table, read_rows, training_gains, write_results, write_rows
+from scripts.study.tables import FLOAT8, recipe_of
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
 from titan_mxfp8.recipe import BF16, get_recipe
@@ -96,11 +97,11 @@ def predicted_seconds(recipe: str, hardware: Hardware, layer: Layer, rates: Rate
 
 
 def trainings(results: Path) -> Iterator[tuple[Path, dict[str, str], dict[str, str], float]]:
-    """Table, environment, row and gain of each training beside bf16's whose config and flags are known."""
+    """Table, environment, row and gain of each training of ours beside bf16's whose config and flags are known."""
     for path in sorted(results.rglob("*table.csv")):
         env, gains = env_of(path), training_gains(read_rows(path))
         if "config" in env:
-            yield from ((path, env, row, gain) for row, gain in gains if row["run"] != "bf16")
+            yield from ((path, env, row, gain) for row, gain in gains if recipe_of(row["run"]) not in ("bf16", FLOAT8))
 
 
 def check(results: Path) -> list[Row]:

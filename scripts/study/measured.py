@@ -19,7 +19,7 @@ from pathlib import Path
 from scripts.bench.passes import MODELS
 from scripts.progress import ends_in_words
 from scripts.result_files import env_of, read_rows, training_gains, write_rows
-from scripts.study.tables import OURS, converted_of, recipe_of
+from scripts.study.tables import FLOAT8, OURS, converted_of, recipe_of
 from titan_mxfp8.recipe import BF16, RECIPES
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ def of_training(path: Path, folder: Path) -> Iterator[Row]:
     converted = "both" if any(converted_of(row["run"]) == "both" for row, _ in gains) else "grouped"
     for row, gain in gains:
         run, recipe = row["run"], recipe_of(row["run"])
-        if run == "bf16" or (recipe != OURS and converted_of(run) != converted):
+        if recipe in ("bf16", FLOAT8) or (recipe != OURS and converted_of(run) != converted):
             continue
         yield {
             "gpu": env["gpu"],

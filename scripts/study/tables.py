@@ -34,6 +34,7 @@ LAYERS = {
     "llama4": "Llama4",
 }
 CONTROLS = ("torch bf16, compiled", "bf16")
+FLOAT8 = "float8"  # TorchTitan's own
 OURS = "bf16, ours"  # the control: our kernels, or our dispatch, with nothing quantised
 EXTRAS = {"dispatch": ", `dispatch`", "graph": ", CUDA graph"}
 ALONE = {"grouped": ", experts alone", "linears": ", linears alone"}  # behind a model of which no more is converted
@@ -60,17 +61,20 @@ def gpus_of(path: Path) -> str:
 
 def code(recipe: str) -> str:
     """A recipe's name as a column's: that of a control says whose bf16 it is."""
-    return {BF16.name: OURS}.get(recipe, f"`{recipe}`" if recipe.startswith("mxfp8") else recipe)
+    own = f"`{recipe}`" if recipe.startswith("mxfp8") else recipe
+    return {BF16.name: OURS, FLOAT8: "TorchTitan's FP8"}.get(recipe, own)
 
 
 def recipe_of(run: str) -> str:
     """The recipe of a run of bench_training.py: of ``both+rebase:mxfp8_2d`` ``mxfp8_2d_rebased``; ``bf16`` is the
-    baseline, and the control, ``bf16+dispatch``, ``OURS``."""
+    baseline, the control, ``bf16+dispatch``, ``OURS``, and TorchTitan's own FP8 ``FLOAT8``."""
     what, _, recipe = run.partition(":")
     if run == "bf16":
         return run
     if run.startswith("bf16+dispatch") or recipe == "bf16":
         return OURS
+    if recipe == FLOAT8:
+        return recipe
     return get_recipe(recipe or "mxfp8", rebase="+rebase" in what).name
 
 
@@ -104,20 +108,21 @@ def render(rows: Sequence[Cells]) -> str:
 def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased") -> list[Cells]:
     """Tokens/s of training times bf16's with their range over repeats, and memory, of table.csv of bench_training.py: a
     row for each flavor and what was converted, one for runs with ``dispatch``, which has their control in a column, and
-    one for those that are a CUDA graph."""
+    one for those that are a CUDA graph. TorchTitan's FP8, where ``recipes`` names it, has a column in each."""
     table, shown = [], [OURS, *recipes.split(",")]
     for path in paths:
         rows = [row for row in read(path) if row.get("x") != ""]  # of those that bench_training.py refused, nothing
+        rows = [row for row in rows if FLOAT8 in shown or recipe_of(row["run"]) != FLOAT8]
         flavors = dict.fromkeys(row.get("flavor", "") for row in rows)
         for flavor, extras in itertools.product(flavors, ((), ("dispatch",), ("dispatch", "graph"))):
-            of_kind = [row for row in rows if row["run"] == "bf16" or extras_of(row["run"]) == extras]
+            of_kind = [row for row in rows if row["run"] == "bf16" or extras_of(row["run"]) in (extras, (FLOAT8,))]
             of_kind = [row for row in of_kind if row.get("flavor", "") == flavor]
             converted = dict.fromkeys(converted_of(row["run"]) for row in of_kind)
             for what in [name for name in converted if name != "bf16"] or ["bf16"]:
                 chosen = [row for row in of_kind if converted_of(row["run"]) in ("bf16", what)]
                 by_recipe = {recipe_of(row["run"]): row for row in chosen}
                 gains = {recipe_of(row["run"]): gain for row, gain in training_gains(chosen)}
-                if "bf16" not in gains or len(gains) == 1:
+                if "bf16" not in gains or not gains.keys() - {"bf16", FLOAT8}:
                     continue
                 model = MODELS.get(flavor, flavor) + ALONE.get(what, "") + "".join(EXTRAS[extra] for extra in extras)
                 cells = {"model": model, "GPUs": gpus_of(path)}
@@ -133,7 +138,9 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased") -> list
 
 
 def extras_of(run: str) -> tuple[str, ...]:
-    """What a run of bench_training.py is besides what it converts, of ``EXTRAS``."""
+    """What a run of bench_training.py is besides what it converts, of ``EXTRAS``, or that it is TorchTitan's FP8."""
+    if recipe_of(run) == FLOAT8:
+        return (FLOAT8,)
     return tuple(extra for extra in EXTRAS if f"+{extra}" in run)
 
 

@@ -9,7 +9,7 @@ x_TD --quantise along D--> FP8 rows                          g_TD --quantise alo
        (overlap weights are quantised)
      --experts (ops/experts.py)--> y_MD bf16                      --experts--> dgate w1, dup w3 (M, D), scores' (M,)
      --combine: scores, sums, once per link--> out_TD             --combine--> dx_TD, dscores_TK
-saved: x_MD as FP8 rows, gate and up (M, H) bf16, the handle
+saved: of x_MD one FP8 row for each token that came, gate and up (M, H) bf16, the handle
 ```
 """
 
@@ -221,6 +221,10 @@ class MoEConfig(ExpertsConfig):
     ranks: int
     group: str
 
+    def keeps_copies(self, slots: int) -> bool:
+        """Whether a token's row is kept for backward once where it arrived, not once for each of its experts there."""
+        return self.gathers_x and self.ranks < slots
+
     def capacity(self, tokens: int, slots: int, local: int) -> int | None:
         """The rows there is memory for, see ``bounds.bound``; None: those that come."""
         return None if self.factor is None else bound(self.factor, tokens, slots, self.ranks, local)
@@ -299,7 +303,7 @@ def moe_forward(
     save: bool,
 ) -> list[Tensor]:
     """The output (T, D), and with ``save`` what ``moe_backward`` takes: the ``DispatchHandle``, gate and up (M, H),
-    the kept weights, and the rows of x as they arrived.
+    the kept weights, and x as it arrived: its rows, or copies (``MoEConfig.keeps_copies``).
 
     Args:
         weights: w1, w3, w2, as ``experts.weights_of`` takes them.
@@ -323,13 +327,16 @@ def moe_forward(
     room = transport.agree(tokens, experts=count, slots=slots, recipe=recipe, rows=layer.factor)
     capacity = layer.capacity(room, slots, weights[0].shape[0])
     received, handle = transport.dispatch(parts, expert_ids, sent_scores, count, capacity, quantize_weights)
-    del parts
-    x_tokens = Tokens(Operand.of_rows(layer.x_rows, *received))
+    x_tokens = [Tokens(Operand.of_rows(layer.x_rows, *received))]
+    kept_x = received if save else []
+    if save and layer.keeps_copies(slots):
+        kept_x = parts if layer.ranks == 1 else transport.copies_of(received, handle)
+    del parts, received
     y, gate, up = experts.forward(x_tokens, quantized, parameters, handle.offs, layer, kernels)
     out, _ = transport.combine([y], scores is not None, None, handle, x.dtype)
     if not save:
         return [out]
-    return [out, *handle, gate, up, *experts.tensors_of(kept), *received]
+    return [out, *handle, gate, up, *experts.tensors_of(kept), *kept_x]
 
 
 @torch.library.register_fake(moe_forward.overload)
@@ -340,9 +347,10 @@ def _(x, scores, expert_ids, weights, biases, config, save):
     layer, (local, hidden, features) = decode(config), weights[0].shape
     handle, spec = _empty_handle(expert_ids, local, layer), layer.x_rows
     rows = handle.scores.shape[0]
-    received = [x.new_empty((rows, features), dtype=spec.elem_dtype)]
+    kept_rows = handle.destinations.shape[0] if layer.keeps_copies(expert_ids.shape[1]) else rows
+    received = [x.new_empty((kept_rows, features), dtype=spec.elem_dtype)]
     if spec.is_quantized:
-        received.append(x.new_empty((rows, ceil_div(features, spec.block_k)), dtype=torch.uint8))
+        received.append(x.new_empty((kept_rows, ceil_div(features, spec.block_k)), dtype=torch.uint8))
     preactivations = [x.new_empty((rows, hidden), dtype=torch.bfloat16) for _ in range(2)]
     gemms = layer.gemms
     kept = [gemms.plan.dgrad.b.empty(w, 1, None) for w in weights] if gemms.keeps_weight else []
@@ -403,16 +411,17 @@ def moe_backward(
     handle, preactivations, taken = DispatchHandle(*saved[:_HANDLE]), saved[_HANDLE:][:2], saved[_HANDLE + 2 :]
     saved.clear()
     quantized = kept_operands(taken, layer.gemms)
-    x = [Tokens(Operand.of_rows(layer.x_rows, *taken))]
+    kept = Operand.of_rows(layer.x_rows, *taken)
     taken.clear()
     sent = _to_parts(kernels.quantize(aligned(g), 1, layer.g_rows, None))
     g_rows = Operand.of_rows(layer.g_rows, *transport.dispatch_with_handle(sent, handle))
-    spec = layer.gemms.plan.wgrad.a
-    gathers = b2 is None and (spec.scales == "mn_major" or (spec.stored == "bf16" and spec.is_quantized))
-    sources = transport.find_sources(handle) if gathers else None
-    g_sent = None if sources is None else Operand.of_rows(layer.g_rows, *sent)
+    gathers_x = layer.keeps_copies(handle.expert_ids.shape[1])
+    gathers_g = layer.gathers_g and layer.ranks == 1 and b2 is None
+    sources = transport.find_sources(handle) if gathers_x or gathers_g else None
+    x = [Tokens(None, sent=kept, sources=sources) if gathers_x else Tokens(kept)]
+    g_sent = Operand.of_rows(layer.g_rows, *sent) if gathers_g else None
     g_tokens = [Tokens(g_rows, sent=g_sent, sources=sources)]
-    del sent, g_sent, g_rows, sources
+    del sent, g_sent, g_rows, sources, kept
     rest = needs, WeightGradients(dtype, totals), handle.offs, layer, kernels
     made, dscores_M, dw2, db2 = experts.backward_w2(
         g_tokens, preactivations, handle.scores if scored else None, parameters, quantized, *rest

@@ -166,10 +166,19 @@ class Transport:
         self.shared.wanted.check()
         return self._dispatch_with_handle(payload, handle)
 
-    def find_sources(self, handle: DispatchHandle) -> Tensor | None:
-        """The token of each row, int32 (M,), of a row that has none anything; None where tokens come from several
-        ranks."""
-        return None
+    def find_sources(self, handle: DispatchHandle) -> Tensor:
+        """Which of the N copies that arrived each row is, int32 (M,), of a row that is none anything. With one rank
+        copies are its tokens."""
+        return movements(handle.offs.device).find_sources(handle.destinations, handle.scores.shape[0])
+
+    def copies_of(self, received: list[Tensor], handle: DispatchHandle) -> list[Tensor]:
+        """Of what ``dispatch`` returned one row for each copy that arrived, (N, B_i), of a copy without rows anything."""
+        rows = handle.destinations.amax(1).clamp(min=0)
+        copies = [tensor.new_empty((rows.shape[0], tensor.shape[1])) for tensor in received]
+        if handle.scores.shape[0]:  # else there is no row to read
+            for tensor, out in zip(received, copies, strict=True):
+                movements(rows.device).gather([tensor], rows, out.view(torch.uint8), [0])
+        return copies
 
     def combine(
         self, ys: list[Tensor], weighted: bool, slot_values: Tensor | None, handle: DispatchHandle, dtype: torch.dtype
@@ -245,10 +254,6 @@ class Local(Transport):
 
     def _dispatch_with_handle(self, payload, handle):
         return movements(handle.offs.device).permute(payload, handle.destinations, handle.scores.shape[0])
-
-    def find_sources(self, handle: DispatchHandle) -> Tensor:
-        """See ``Transport``."""
-        return movements(handle.offs.device).find_sources(handle.destinations, handle.scores.shape[0])
 
     def combine(
         self, ys: list[Tensor], weighted: bool, slot_values: Tensor | None, handle: DispatchHandle, dtype: torch.dtype

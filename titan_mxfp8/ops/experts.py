@@ -66,6 +66,7 @@ class ExpertsConfig(Encoded):
         gemms: of their GEMMs.
         limit: that of gpt_oss's clamped SwiGLU, or None for SiLU.
         x_rows, g_rows: what x and g are quantised to before they travel.
+        gathers_x, gathers_g: whether ``Backend.requantize`` makes what wgrad takes of them from ``Tokens.sent``.
     """
 
     gemms: MXConfig
@@ -83,6 +84,14 @@ class ExpertsConfig(Encoded):
     def g_rows(self) -> OperandSpec:
         return row_spec(self.gemms.plan.dgrad.a)
 
+    @cached_property
+    def gathers_x(self) -> bool:
+        return _is_gathered(self.gemms.plan.wgrad.b)
+
+    @cached_property
+    def gathers_g(self) -> bool:
+        return _is_gathered(self.gemms.plan.wgrad.a)
+
 
 class Tokens(NamedTuple):
     """x or g as it is there for the GEMMs.
@@ -91,8 +100,8 @@ class Tokens(NamedTuple):
         rowwise: quantised along D: as the GEMM along D takes it, or FP8 rows from which that is made.
         columnwise: quantised along M, from the high-precision tensor; None: it is made from ``rowwise``.
         values: (M, D) in high precision; None: those of ``rowwise``.
-        sent, sources: the rows of the tokens, (T, D), and which of them each row is, int32 (M,): what is quantised
-            along M is made from these. None: from ``rowwise``.
+        sent, sources: the rows as they were sent, one for each token, and which of them each row is, int32 (M,): what
+            is quantised along M is made from these. None: from ``rowwise``.
     """
 
     rowwise: Operand | None
@@ -213,7 +222,7 @@ def quantize_weights(weights: Weights, plan: Plan, kernels: Backend, keep: bool)
 
 
 def forward(
-    x: Tokens,
+    x: Owned,
     quantized: Owned,
     weights: Weights,
     offs: torch.Tensor,
@@ -225,12 +234,13 @@ def forward(
     zero there with ``zero_tail``.
 
     Args:
-        quantized: w1, w3 and w2 of ``plan.forward.b``.
+        x: the ``Tokens`` of it, taken.
+        quantized: w1, w3 and w2 of ``plan.forward.b``, taken.
         weights: of which the biases count.
         offs: int32 (E,), end offsets of the experts' rows.
     """
     spec, gemm = config.gemms.plan.forward.a, kernels.gemm_m_grouped
-    values = x.along_features(spec, offs, kernels)
+    values = take(x).along_features(spec, offs, kernels)
     made = None
     if kernels.swiglu_gemm_m_grouped is not None:
         biases = weights.b1, weights.b3
@@ -336,6 +346,10 @@ def backward_w1_w3(
             yield take(rowwise), take(quantized) if quantized else _for_dgrad(w, plan, kernels)
 
     return kernels.dual_gemm_m_grouped(products(), offs), grads
+
+
+def _is_gathered(spec: OperandSpec) -> bool:
+    return spec.scales == "mn_major" or (spec.stored == "bf16" and spec.is_quantized)
 
 
 def _for_dgrad(w: torch.Tensor | Operand | Quantized, plan: Plan, kernels: Backend) -> Operand:

@@ -160,7 +160,7 @@ def experts_forward(
     else:
         rows = x_saved = kernels.quantize(x, 1, spec, offs if spec.grouped_scales else None)
     quantized, kept = experts.quantize_weights(parameters, gemms.plan, kernels, save and gemms.keeps_weight)
-    tokens = Tokens(rows)
+    tokens = [Tokens(rows)]
     del rows
     y, gate, up = experts.forward(tokens, quantized, parameters, offs, layer, kernels, zero_tail=True)
     if not save:
