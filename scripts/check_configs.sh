@@ -12,14 +12,10 @@ trained is reported with the reason, and the exit status is 1.
 TEXT
 }
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
-set -euo pipefail
-if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
-    usage
-    exit
-fi
 here=$PWD
 cd "$(dirname "$0")/.."
 root=$PWD
+. scripts/launch.sh
 . scripts/setup.sh
 cd "$here"
 CUDA_VISIBLE_DEVICES='' HIP_VISIBLE_DEVICES='' exec "$program" "$root/scripts/check_configs.py" "$@"

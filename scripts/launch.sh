@@ -1,6 +1,8 @@
 # shellcheck shell=bash
-# Shared by the scripts that train, test_gpu.sh, verify_hardware.sh and bench_all.sh, which source it from the repository's
-# root, with the folder in which they were called in `here`.
+# Shared by the launchers, which source it from the repository's root, with the folder in which they were called in `here`
+# and what --help prints in the function `usage`.
+set -euo pipefail
+case ${1:-} in --help | -h) usage && exit ;; esac
 here=${here:-$PWD}
 
 # from_here PATH: a path of the caller's folder as it is called in the repository's root.

@@ -28,11 +28,6 @@ Environment:
 TEXT
 }
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
-set -euo pipefail
-if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
-    usage
-    exit
-fi
 here=$PWD
 cd "$(dirname "$0")/.."
 . scripts/launch.sh

@@ -55,7 +55,7 @@ def test_bench_moe_layer_compares_before_it_times(tmp_path: Path, monkeypatch: p
         errors = [float(row[f"error_{of}"]) for of in ("y", "dx", "dw")]
         assert max(errors) == 0 if row["way"] == "torchtitan" else 0 < max(errors) < 0.15
         assert row["control"] == str("mxfp8" not in row["way"])
-        assert float(row["x"]) == pytest.approx(float(row["baseline_us"]) / float(row["p50_us"]))
+        assert float(row["x"]) == pytest.approx(float(row["baseline_us"]) / float(row["p50_us"]), rel=1e-4)
     assert json.loads((tmp_path / "env.json").read_text())["ranks"] == "1"
     lines = (tmp_path / "data.csv").read_text().splitlines()
     (tmp_path / "data.csv").write_text("\n".join(lines[:-1]) + "\n")  # as if it had been cut short

@@ -29,7 +29,7 @@ def stub(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def study(tmp_path: Path, stub: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple]]:
-    """Calls converge.py in this process, with a clock of its own, and compare_runs.py too: exit status and output.
+    """Calls converge.py in this process, with a clock of its own: exit status and output.
 
     torchrun takes seconds to start, so it starts the runs named ``mxfp8_2d+rebase-seed1`` alone.
     """
@@ -43,18 +43,11 @@ def study(tmp_path: Path, stub: dict[str, str], monkeypatch: pytest.MonkeyPatch)
         by_torchrun = any("mxfp8_2d+rebase-seed1" in flag for flag in program)
         return torchrun(processes, *program) if by_torchrun else [sys.executable, *program[program.index("-m") :]]
 
-    def compared(command: list[str]) -> SimpleNamespace:
-        assert command[:2] == [sys.executable, str(ROOT / "scripts" / "study" / "compare_runs.py")]
-        printed = call("compare_runs", *command[2:])
-        print(printed)
-        return SimpleNamespace(returncode=0 if "| run |" in printed else 1)
-
     def call_converge(*arguments: str, now: Callable[[], float] = monotonic, **environment: str) -> tuple[int, str]:
         clock.monotonic = now
         printed = io.StringIO()
         with monkeypatch.context() as patch, contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as exit:
             patch.setattr(runs, "torchrun", start)
-            patch.setattr(converge.subprocess, "run", compared)
             for name, value in environment.items():
                 patch.setenv(name, value)
             converge.main(list(arguments))
@@ -134,18 +127,19 @@ def test_converge_compares_all_finished_runs_of_its_folder(
         (tmp_path / name).mkdir()
         (tmp_path / name / "finished.json").write_text(cut)  # not finished
     (tmp_path / "bf16-seed6").mkdir()
-    ran, done = [], SimpleNamespace(returncode=7)
-    monkeypatch.setattr(converge.subprocess, "run", lambda command: ran.append(command) or done)
+    ran = []
+    monkeypatch.setattr(converge.compare_runs, "main", ran.append)
 
-    def compared(*recipes: str) -> int:
+    def compared(*recipes: str) -> None:
         options = ["--out", str(tmp_path), "--margin", "0.01", "--window", "0.2"]
-        return converge.compare(converge.parse_arguments(["x.toml", "--recipes", *recipes, *options]))
+        converge.compare(converge.parse_arguments(["x.toml", "--recipes", *recipes, *options]))
 
-    assert compared("bf16", "mxfp8") == 7
+    compared("bf16", "mxfp8")
     names = ["bf16-seed2", "mxfp8-seed2", "mxfp8-seed10", "bf16+repeat-seed2"]
     folders = [str(tmp_path / name) for name in names]
-    assert ran[0][2:] == [*folders, "--out", str(tmp_path), "--window", "0.2", "--margin", "0.01"]
-    assert compared("mxfp8_2d", "mxfp8") == 0 and len(ran) == 1
+    assert ran[0] == [*folders, "--out", str(tmp_path), "--window", "0.2", "--margin", "0.01"]
+    compared("mxfp8_2d", "mxfp8")
+    assert len(ran) == 1
     assert capsys.readouterr().out == "nothing to compare with: no run of mxfp8_2d is finished\n"
 
 
@@ -156,12 +150,14 @@ def test_converge_compares_all_finished_runs_of_its_folder(
         (["train_configs/debug_llama4.toml", "--recipes", "fp4"], "unknown recipe 'fp4'"),
         (
             ["train_configs/debug_llama4.toml", "--recipes", "mxfp8+again"],
-            "once, dispatch, experts, linears, rebase, repeat",
+            "each once, are async, dispatch, experts, graph, linears, rebase, repeat",
         ),
-        (["train_configs/debug_llama4.toml", "--recipes", "mxfp8+linears+dispatch"], "+linears dispatch nothing"),
-        (["train_configs/debug_llama4.toml", "--recipes", "bf16+experts"], "'bf16+experts': bf16 converts nothing"),
+        (["train_configs/debug_llama4.toml", "--recipes", "mxfp8+linears+dispatch"], "linears dispatch nothing"),
+        (["train_configs/debug_llama4.toml", "--recipes", "bf16+experts"], "unknown run 'bf16+experts'"),
+        (["train_configs/debug_llama4.toml", "--recipes", "bf16", "float8"], "unknown recipe 'float8'"),
+        (["train_configs/debug_llama4.toml", "--recipes", "bf16+async"], "async cannot be trained with 0.2.2"),
         (["linears.toml", "--recipes", "mxfp8+experts"], "mxfp8+experts needs quantize.grouped_mm.mx"),
-        (["train_configs/debug_llama4.toml", "--recipes", "bf16+repeat+repeat"], "'bf16+repeat+repeat': behind a"),
+        (["train_configs/debug_llama4.toml", "--recipes", "bf16+repeat+repeat"], "unknown run 'bf16+repeat+repeat'"),
         (["plain.toml", "--recipes", "bf16", "mxfp8"], "mxfp8 needs quantize.grouped_mm.mx or quantize.linear.mx"),
         (["train_configs/debug_llama4.toml", "--out", "pyproject.toml/study"], "pyproject.toml"),
         (["train_configs/debug_llama4.toml", "--seeds", "0", "1", "0"], "--seeds has 0 twice"),

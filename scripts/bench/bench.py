@@ -11,18 +11,21 @@ import argparse
 import csv
 import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import ceil
 from pathlib import Path
 from statistics import median
 
 import torch
+import torch.distributed as dist
 
-from scripts.bench.problems import GroupedShape
+from scripts.bench.problems import GroupedShape, relative_rms
 from scripts.progress import ends_in_words, say
 from scripts.result_files import environment, format_table, percentiles, write_results
 from titan_mxfp8.backends import select
@@ -31,9 +34,8 @@ from titan_mxfp8.recipe import get_recipe
 
 Row = dict[str, object]
 Call = Callable[[], object]
-IDENTITY = ("bench", "M", "N", "K", "G", "groups", "backend", "recipe", "what")
 REPEATS, QUICK_REPEATS = 20, 4  # calls that count, at least
-RATES = ("p50_us", "tflops", "gb_per_s", "x", "x_min", "x_max")
+RATES = ("baseline_us", "p50_us", "tflops", "gb_per_s", "x", "x_min", "x_max")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,15 +51,23 @@ class Entry:
 
 
 class Bench:
-    """A run: its rows so far, its time limit, its timer.
+    """A run: its rows so far, its time limit, its timer. Of several processes the first one prints and writes.
+
+    Attributes:
+        identity: the columns that tell a row from others.
+        shown: further columns that are printed, all numbers.
 
     Raises:
         ValueError: OUT holds a run of another commit or machine.
     """
 
+    identity: tuple[str, ...] = ("bench", "M", "N", "K", "G", "groups", "backend", "recipe", "what")
+    shown: tuple[str, ...] = RATES
+
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         self.name, self.args = name, args
-        self.device = torch.device(args.device, 0 if args.device == "cuda" else None)
+        self.rank, self.ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)) if args.device == "cuda" else None)
         self.begun, self.left_out, self.is_warm = time.monotonic(), 0, False
         backend = select(args.backend, hardware_of(self.device), get_recipe("mxfp8")).name
         self.env = environment(self.device) | {"command": " ".join(sys.argv), "backend": backend}
@@ -72,10 +82,28 @@ class Bench:
                     )
             with (args.out / "data.csv").open(newline="") as file:
                 self.rows = list(csv.DictReader(file))
-        self.known = {identity(row) for row in self.rows}
-        if self.device.type == "cuda":
-            self.cold = torch.ones(1 << 27, dtype=torch.float32, device=self.device)
-            self.sink = torch.empty((), device=self.device)
+        self.known = set(map(self.name_of, self.rows))
+
+    @cached_property
+    def cold(self) -> torch.Tensor:
+        """What is read to empty the L2: half a gigabyte."""
+        return torch.ones(1 << 27, dtype=torch.float32, device=self.device)
+
+    def name_of(self, row: Mapping[str, object]) -> tuple[str, ...]:
+        """What tells a row from others, in memory and as it is read back."""
+        return tuple("" if row.get(name) is None else str(row[name]) for name in self.identity)
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Of each value the largest on any rank."""
+        if self.ranks == 1:
+            return list(values)
+        together = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(together, op=dist.ReduceOp.MAX)
+        return together.tolist()
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            say(text)
 
     def key(self, **columns: object) -> Row:
         """The columns that say what a row is."""
@@ -83,9 +111,9 @@ class Bench:
 
     def is_due(self, key: Row) -> bool:
         """Whether the row is not there yet, and there is time for it."""
-        if identity(key) in self.known:
+        if self.name_of(key) in self.known:
             return False
-        is_over = time.monotonic() - self.begun > self.args.limit
+        is_over = self.largest([time.monotonic() - self.begun])[0] > self.args.limit
         self.left_out += is_over
         return not is_over
 
@@ -96,30 +124,40 @@ class Bench:
         for entry, blocks in zip(entries, measured[1 if base else 0 :], strict=True):
             row = _measured(entry, blocks, measured[0] if base else None)
             self.rows.append(entry.key | {"control": False} | entry.more | row)
-            self.known.add(identity(entry.key))
-            say(" ".join(f"{name}={value}" for name, value in shown(self.rows[-1]).items()))
+            self.known.add(self.name_of(entry.key))
+            self.say(" ".join(f"{name}={value}" for name, value in self.printed(self.rows[-1]).items()))
         self.write()
+
+    def printed(self, row: Row) -> dict[str, str]:
+        """What is printed of a row, in memory or read back."""
+        names = [name for name in (*self.identity, *self.shown) if name != "bench" and row.get(name) not in (None, "")]
+        return {name: f"{float(row[name]):.4g}" if name in self.shown else str(row[name]) for name in names}
+
+    def free_memory(self) -> None:
+        """That of the problem before."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @contextmanager
     def whatever_fits(self, what: str) -> Iterator[None]:
         """Within, a problem that is too large for this GPU's memory is said and left out."""
-        if self.device.type == "cuda":  # of the problem before
-            gc.collect()
-            torch.cuda.empty_cache()
+        self.free_memory()
         try:
             yield
         except torch.OutOfMemoryError:
             say(f"{what}: left out, it does not fit this GPU's memory")
 
     def write(self) -> None:
-        write_results(self.args.out, self.rows, self.env | {"rows_left_out": str(self.left_out)})
+        if self.rank == 0:
+            write_results(self.args.out, self.rows, self.env | {"rows_left_out": str(self.left_out)})
 
     def end(self) -> None:
         """Prints what was measured, and what the time limit left out."""
         self.write()
-        print(format_table(list(map(shown, self.rows))))
+        self.say(format_table(list(map(self.printed, self.rows))))
         if self.left_out:
-            print(f"{self.left_out} rows left out, the time limit was reached: the same command goes on")
+            self.say(f"{self.left_out} rows left out, the time limit was reached: the same command goes on")
 
     def _turns(self, calls: Sequence[Call], turns: int) -> list[list[list[float]]]:
         """Microseconds of the calls that count, by call and turn."""
@@ -137,7 +175,7 @@ class Bench:
         self._block(call, 2)
         begun = time.perf_counter()
         self._block(call, 3)
-        each = (time.perf_counter() - begun) / 3
+        each = self.largest([(time.perf_counter() - begun) / 3])[0]  # as many on every rank
         repeats = QUICK_REPEATS if self.args.quick else REPEATS
         return max(2 * ceil(repeats / turns), ceil(self.args.seconds / each))
 
@@ -151,8 +189,9 @@ class Bench:
                 times.append(1e6 * (time.perf_counter() - begun))
             return times
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        sink = torch.empty((), device=self.device)
         for start, end in events:
-            torch.sum(self.cold, 0, out=self.sink)
+            torch.sum(self.cold, 0, out=sink)
             start.record()
             call()
             end.record()
@@ -165,7 +204,7 @@ def _measured(entry: Entry, blocks: list[list[float]], base: list[list[float]] |
     p20, p50, p80 = (round(us, 3) for us in percentiles([us for block in blocks for us in block]))
     row: Row = {"p20_us": p20, "p50_us": p50, "p80_us": p80}
     rates = {"tflops": entry.flops / p50 / 1e6, "gb_per_s": entry.moved / p50 / 1e3}
-    row |= {name: float(f"{rate:.6g}") if rate else None for name, rate in rates.items()}
+    row |= {name: float(f"{rate:.6g}") for name, rate in rates.items() if rate}
     if base:
         ratios = [median(theirs) / median(mine) for theirs, mine in zip(base, blocks, strict=True)]
         row |= {"baseline_us": round(median(us for block in base for us in block), 3)}
@@ -173,15 +212,10 @@ def _measured(entry: Entry, blocks: list[list[float]], base: list[list[float]] |
     return row | {"turns": len(blocks), "repeats": sum(map(len, blocks))}
 
 
-def identity(row: Mapping[str, object]) -> tuple[str, ...]:
-    """What tells a row from others, in memory and as it is read back."""
-    return tuple("" if row.get(name) is None else str(row[name]) for name in IDENTITY)
-
-
-def shown(row: Row) -> dict[str, str]:
-    """What is printed of a row, in memory or read back."""
-    cells = {name: row[name] for name in (*IDENTITY[1:], *RATES) if row.get(name) not in (None, "")}
-    return {name: f"{float(cell):.4g}" if name in RATES else str(cell) for name, cell in cells.items()}
+def largest_error(out: torch.Tensor, ref: torch.Tensor) -> float:
+    """The largest relative RMS of 8192 neighbouring rows."""
+    parts = (tensor.reshape(-1, tensor.shape[-1]).split(8192) for tensor in (out, ref))
+    return max(relative_rms(*pair) for pair in zip(*parts, strict=True))
 
 
 def parse_shape(text: str, known: Sequence[GroupedShape]) -> GroupedShape:
@@ -212,7 +246,8 @@ def parser_of(doc: str, shapes: Sequence[GroupedShape] = (), recipes: Sequence[s
         names = ", ".join(shape.name for shape in shapes)
         help_text = f"of {names}, or M,N,K,G [all that the benchmark lists]"
         add("--shapes", nargs="+", type=lambda text: parse_shape(text, shapes), metavar="SHAPE", help=help_text)
-        add("--backend", default="auto", help="auto, or a name of titan_mxfp8.backends [auto]")
+        add("--backend", help="auto, or a name of titan_mxfp8.backends [auto]")
+    parser.set_defaults(backend="auto")
     add("--recipes", nargs="+", default=list(recipes), metavar="RECIPE", help=f"[{' '.join(recipes)}]")
     add("--turns", type=int, default=3, help="blocks of each call that count [3]")
     add("--seconds", type=float, default=1.0, help="of a block, half of which counts [1]")

@@ -17,7 +17,7 @@ from itertools import chain
 
 import torch
 
-from scripts.bench.bench import Bench, Call, Entry, Row, parse, parser_of, run
+from scripts.bench.bench import Bench, Call, Entry, Row, largest_error, parse, parser_of, run
 from scripts.bench.problems import (
     GROUPED_SHAPES,
     SMALL_EXPERT_SHAPES,
@@ -25,7 +25,6 @@ from scripts.bench.problems import (
     Spread,
     group_sizes,
     make_offs,
-    relative_rms,
 )
 from scripts.progress import progress
 from titan_mxfp8 import mxfp8_grouped_mm
@@ -97,9 +96,7 @@ def check(name: str, way: str, ours: Sequence[torch.Tensor], theirs: Sequence[to
     """Raises ValueError where 8192 rows of a result are further from bf16's than the format explains."""
     allowed = MAX_ERROR[way not in CONTROLS]
     for of, *both in zip(("y", "dx", "dw"), ours, theirs, strict=False):
-        parts = (tensor.reshape(-1, tensor.shape[-1]).split(8192) for tensor in both)
-        error = max(relative_rms(*pair) for pair in zip(*parts, strict=True))
-        if not error < allowed:
+        if not (error := largest_error(*both)) < allowed:
             raise ValueError(f"{name} {way}: {of} is off by {error:.3f} from bf16's, more than {allowed}")
 
 

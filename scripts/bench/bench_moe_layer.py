@@ -10,18 +10,13 @@ measured again: a run that was cut short goes on.
 """
 
 import argparse
-import gc
 import itertools
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -36,12 +31,12 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.tools.utils import set_default_dtype
 
 import titan_mxfp8.plugin  # noqa: F401 - where there is no accelerator TorchTitan needs its workarounds
-from scripts.bench.bench import QUICK_REPEATS, REPEATS, parse, parser_of
+from scripts.bench import bench
+from scripts.bench.bench import Entry, Row, largest_error, parse, parser_of
 from scripts.bench.kernel_times import kernel_table
 from scripts.bench.peers import SONICMOE, SonicMoE, is_installed, versions
-from scripts.bench.problems import relative_rms
-from scripts.progress import ends_in_words, progress, say
-from scripts.result_files import environment, format_table, percentiles, read_rows, write_rows
+from scripts.progress import ends_in_words, progress
+from scripts.result_files import format_table, read_rows, write_rows
 from titan_mxfp8.moe.bounds import ROWS
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR
 
@@ -93,22 +88,6 @@ class Way:
         return self.peer or " ".join(filter(None, (self.recipe, self.transport, self.rows))) or "torchtitan"
 
 
-Row = dict[str, object]
-Step = Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A way that can be timed: its module, its step, how many fill a block, how far off it is, what it holds."""
-
-    way: Way
-    module: nn.Module
-    step: Step
-    calls: int
-    errors: dict[str, float]
-    held_gib: float
-
-
 class Block(nn.Module):
     """What TorchTitan's functions that parallelise and compile a model look for in one of its layers."""
 
@@ -122,37 +101,53 @@ class Block(nn.Module):
         return self.moe(x)
 
 
-class Bench:
-    """The processes, their device, and what all of them agree on."""
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Forward and backward of a layer, of tokens and the gradient of its output (1, tokens, D); new gradients each
+    time."""
+
+    module: nn.Module
+    x: torch.Tensor
+    dy: torch.Tensor
+
+    def __call__(self) -> None:
+        self.forget()
+        self.module(self.x).backward(self.dy)
+
+    def forget(self) -> None:
+        """Frees the gradients."""
+        for tensor in (self.x, *self.module.parameters()):
+            tensor.grad = None
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Output and gradients of a step, this rank's part of each."""
+        self.forget()
+        y = self.module(self.x)
+        y.backward(self.dy)
+        values = {"y": y.detach(), "x": self.x.grad}
+        if isinstance(self.module, SonicMoE):
+            values |= self.module.gradients()
+        else:
+            for name, param in self.module.named_parameters():
+                grad = param.grad
+                values[name.replace("_orig_mod.", "")] = grad.to_local() if isinstance(grad, DTensor) else grad
+        self.forget()
+        return values
+
+
+class Bench(bench.Bench):
+    """On all ranks: time is that of the slowest one, of steps that nobody waits for in between."""
+
+    identity = ("layer", "ranks", "way")
+    shown = ("baseline_us", "p50_us", "x", "x_min", "x_max", "bf16_peak_gib", "peak_gib", "error_y", "error_dw")
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.ranks = int(os.environ.get("WORLD_SIZE", 1))
-        self.rank = int(os.environ.get("RANK", 0))
-        self.device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)) if args.device != "cpu" else None)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        if self.ranks > 1:
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
-
-    def say(self, text: str) -> None:
-        if self.rank == 0:
-            say(text)
-
-    def write(self, rows: list[Row], name: str, env: dict[str, str]) -> None:
-        """The rows, on rank 0, as a file of the results."""
-        if self.rank == 0:
-            self.args.out.mkdir(parents=True, exist_ok=True)
-            write_rows(self.args.out / name, rows)
-            (self.args.out / "env.json").write_text(json.dumps(env, indent=2) + "\n")
-
-    def largest(self, values: Sequence[float]) -> list[float]:
-        """Of each value the largest on any rank."""
-        if self.ranks == 1:
-            return list(values)
-        together = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(together, op=dist.ReduceOp.MAX)
-        return together.tolist()
+        if args.device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        super().__init__("moe_layer", args)
+        self.env |= {"ranks": str(self.ranks)} | (versions() if args.peers else {})
 
     def config(self, layer: Layer, way: Way) -> JobConfig:
         """What a run's TOML would say."""
@@ -219,44 +214,39 @@ class Bench:
         x, dy = (torch.randn(shape, dtype=torch.bfloat16, device=self.device, generator=generator) for _ in range(2))
         return x.requires_grad_(), dy
 
-    def errors(self, way: Way, ours: nn.Module, bf16: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, float]:
+    def errors(self, way: Way, ours: Step, bf16: Step) -> dict[str, float]:
         """Of the output, the tokens' gradient and each parameter's: the largest error of 8192 rows on any rank.
 
         Raises:
             ValueError: one is further off than its format explains.
         """
-        steps = [values_and_gradients(module, x, dy) for module in (ours, bf16)]
-        names = list(steps[1])
-        worst = self.largest([largest_error(steps[0][name], steps[1][name]) for name in names])
-        errors = dict(zip(names, worst, strict=True))
+        values, expected = ours.values(), bf16.values()
+        worst = self.largest([largest_error(values[name], expected[name]) for name in expected])
+        errors = dict(zip(expected, worst, strict=True))
         for name, error in errors.items():
             kind = "bf16" if way.recipe in ("", "bf16") else "router" if "router" in name else "quantised"
             if not error < MAX_ERROR[kind]:
                 raise ValueError(f"{way}: {name} is off by {error:.3f} from bf16's, more than {MAX_ERROR[kind]}")
         return errors
 
-    def block(self, step: Step, calls: int) -> list[float]:
-        """Milliseconds of so many steps, each on its slowest rank, that nobody waits for in between."""
+    def _block(self, call: Step, count: int) -> list[float]:
+        marks = [time.perf_counter()]
         if self.device.type == "cpu":
-            marks = [time.perf_counter()]
-            for _ in range(calls):
-                step()
+            for _ in range(count):
+                call()
                 marks.append(time.perf_counter())
-            return self.largest([1e3 * (end - start) for start, end in itertools.pairwise(marks)])
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
-        torch.cuda.synchronize()
-        events[0].record()
-        for event in events[1:]:
-            step()
-            event.record()
-        torch.cuda.synchronize()
-        return self.largest([start.elapsed_time(end) for start, end in itertools.pairwise(events)])
-
-    def calls(self, step: Step) -> int:
-        """Steps of a block, the same number on every rank: of all turns enough count, and a block is long enough."""
-        self.block(step, 2)  # compiles
-        repeats = QUICK_REPEATS if self.args.quick else REPEATS
-        return max(2 * ceil(repeats / self.args.turns), ceil(self.args.seconds * 1e3 / min(self.block(step, 3))))
+            times = [1e6 * (end - start) for start, end in itertools.pairwise(marks)]
+        else:
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+            torch.cuda.synchronize()
+            events[0].record()
+            for event in events[1:]:
+                call()
+                event.record()
+            torch.cuda.synchronize()
+            times = [1e3 * start.elapsed_time(end) for start, end in itertools.pairwise(events)]
+        call.forget()
+        return self.largest(times)
 
     def peak(self, step: Step) -> float:
         """GiB that a step allocates on top of what is held before it; NaN on a CPU."""
@@ -267,7 +257,9 @@ class Bench:
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
         step()
-        return self.largest([(torch.cuda.max_memory_allocated() - held) / GIB])[0]
+        peak = self.largest([(torch.cuda.max_memory_allocated() - held) / GIB])[0]
+        step.forget()
+        return peak
 
     def outside(self) -> float:
         """GiB of the device that are not torch's allocator's."""
@@ -277,52 +269,42 @@ class Bench:
         free, total = torch.cuda.mem_get_info()
         return (total - free - torch.cuda.memory_reserved()) / GIB
 
-    def prepare(self, layer: Layer, way: Way, bf16: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Prepared:
-        """The way, compared with bf16 and compiled."""
-        held = self.outside()
+    def prepare(self, layer: Layer, way: Way, bf16: Step, bf16_peak: float) -> Entry:
+        """The way, compared with bf16 and compiled: what it holds and allocates, and how far it is off."""
+        before, module = self.outside(), bf16.module
         if way.recipe:
             module = self.build(layer, way)
-            copy_parameters(module, bf16)
-        else:
-            module = SonicMoE(bf16.moe) if way.peer else bf16
-        errors = self.errors(way, module, bf16, x, dy)
-        step = step_of(module, x, dy)
-        held = self.outside() - held if way.recipe else 0.0
-        return Prepared(
-            way=way, module=module, step=step, calls=self.calls(step), errors=errors, held_gib=max(0.0, held)
-        )
+            copy_parameters(module, bf16.module)
+        elif way.peer:
+            module = SonicMoE(bf16.module.moe)
+        step = Step(module, bf16.x, bf16.dy)
+        errors = self.errors(way, step, bf16)
+        more: Row = {"control": way.recipe in ("", BF16.name), "bf16_peak_gib": bf16_peak, "peak_gib": self.peak(step)}
+        more["held_gib"] = max(0.0, self.outside() - before) if way.recipe else 0.0
+        more |= {"error_y": errors["y"], "error_dx": errors["x"]}
+        more["error_dw"] = max(error for name, error in errors.items() if "router" not in name and "." in name)
+        more["error_router"] = max(error for name, error in errors.items() if "router" in name)
+        return Entry(key=self.key_of(layer, way), call=step, more=more)
 
-    def compare(
-        self, layer: Layer, ways: Sequence[Prepared], bf16: nn.Module, x: torch.Tensor, dy: torch.Tensor
-    ) -> list[Row]:
-        """A row for each way: bf16 and the ways in turns."""
-        base = step_of(bf16, x, dy)
-        turns = [(bf16, base, self.calls(base)), *((way.module, way.step, way.calls) for way in ways)]
-        times: list[list[list[float]]] = [[] for _ in turns]
-        for turn in range(self.args.turns + 1):
-            for (module, step, count), each in zip(turns, times, strict=True):
-                block = self.block(step, count)
-                forget_gradients(module, x)
-                if turn:  # the first is thrown away
-                    each.append(block[len(block) // 2 :])
-        bf16_ms, bf16_peak = percentiles([time for block in times[0] for time in block])[1], self.peak(base)
-        forget_gradients(bf16, x)
-        rows = []
-        for way, blocks in zip(ways, times[1:], strict=True):
-            ratios = [median(theirs) / median(mine) for theirs, mine in zip(times[0], blocks, strict=True)]
-            p20, p50, p80 = percentiles([time for block in blocks for time in block])
-            row: Row = {"way": str(way.way), "control": way.way.recipe in ("", BF16.name)}
-            row |= {"p20_us": 1e3 * p20, "p50_us": 1e3 * p50, "p80_us": 1e3 * p80, "baseline_us": 1e3 * bf16_ms}
-            row |= {"x": median(ratios), "x_min": min(ratios), "x_max": max(ratios)}
-            row |= {"bf16_peak_gib": bf16_peak, "peak_gib": self.peak(way.step), "held_gib": way.held_gib}
-            row |= {"error_y": way.errors["y"], "error_dx": way.errors["x"]}
-            row["error_dw"] = max(error for name, error in way.errors.items() if "router" not in name and "." in name)
-            row["error_router"] = max(error for name, error in way.errors.items() if "router" in name)
-            rows.append(row | {"turns": self.args.turns, "repeats": sum(map(len, blocks))})
-            if self.args.profile and self.device.type == "cuda":
-                self.profile({"layer": layer.name, "ranks": self.ranks, "way": str(way.way)}, way.step)
-            forget_gradients(way.module, x)
-        return rows
+    def key_of(self, layer: Layer, way: Way) -> Row:
+        sizes = {"tokens": layer.tokens, "D": layer.dim, "H": layer.hidden, "experts": layer.experts}
+        sizes |= {"top_k": layer.top_k, "shared": layer.shared}
+        return {"layer": layer.name, "ranks": self.ranks, **sizes, "way": str(way)}
+
+    def measure(self, layer: Layer, ways: Sequence[Way]) -> None:
+        """The rows of a layer that are due: bf16 and the ways in turns."""
+        if all(self.name_of(self.key_of(layer, way)) in self.known for way in ways):
+            return
+        torch.compiler.reset()  # it keeps at most 8 versions of a function
+        self.free_memory()
+        bf16 = Step(self.build(layer, Way()), *self.problem(layer))
+        peak = self.peak(bf16)
+        entries = [self.prepare(layer, way, bf16, peak) for way in ways if self.is_due(self.key_of(layer, way))]
+        self.is_warm = False
+        if entries:
+            self.compare(entries, bf16)
+        for entry in entries if self.args.profile and self.device.type == "cuda" else ():
+            self.profile({name: entry.key[name] for name in self.identity}, entry.call)
 
     def profile(self, key: Row, step: Step) -> None:
         """Prints the kernels of a step that take the most time, on rank 0, and adds them to kernels.csv behind ``key``;
@@ -341,57 +323,12 @@ class Bench:
             write_rows(kept, [*(read_rows(kept) if kept.is_file() else ()), *(key | row for row in rows)])
 
 
-def step_of(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Step:
-    """Forward and backward; gradients are new tensors each time."""
-
-    def step() -> None:
-        forget_gradients(module, x)
-        module(x).backward(dy)
-
-    return step
-
-
-def forget_gradients(module: nn.Module, x: torch.Tensor) -> None:
-    x.grad = None
-    for param in module.parameters():
-        param.grad = None
-
-
-def values_and_gradients(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Output and gradients of a step, this rank's part of each."""
-    forget_gradients(module, x)
-    y = module(x)
-    y.backward(dy)
-    values = {"y": y.detach(), "x": x.grad}
-    if isinstance(module, SonicMoE):
-        return values | module.gradients()
-    for name, param in module.named_parameters():
-        grad, param.grad = param.grad, None
-        values[name.replace("_orig_mod.", "")] = grad.to_local() if isinstance(grad, DTensor) else grad
-    x.grad = None
-    return values
-
-
-def largest_error(out: torch.Tensor, ref: torch.Tensor) -> float:
-    """The largest relative RMS of 8192 neighbouring rows."""
-    pairs = zip(*(tensor.reshape(-1, tensor.shape[-1]).split(8192) for tensor in (out, ref)), strict=True)
-    return max(relative_rms(*pair) for pair in pairs)
-
-
 def copy_parameters(module: nn.Module, source: nn.Module) -> None:
     """Gives a layer the memory of another's parameters and buffers: two of the large ones need not be held. Their names
     differ by what is compiled of each."""
     known = {name.replace("_orig_mod.", ""): tensor for name, tensor in source.state_dict().items()}
     own = {name: known[name.replace("_orig_mod.", "")] for name in module.state_dict()}
     module.load_state_dict(own, assign=True)
-
-
-def shown(row: Mapping[str, object]) -> Row:
-    """What is printed of a row, of this call or read back."""
-    short = {name: row[name] for name in ("layer", "ranks", "way")}
-    short |= {name: float(row[name]) for name in ("baseline_us", "p50_us", "x")}
-    short["x, range"] = f"{float(row['x_min']):.3f} to {float(row['x_max']):.3f}"
-    return short | {name: float(row[name]) for name in ("bf16_peak_gib", "peak_gib", "error_y", "error_dw")}
 
 
 def tiny(layer: Layer) -> Layer:
@@ -405,18 +342,6 @@ def ways(args: argparse.Namespace) -> list[Way]:
     off = [way for way in chosen if way.transport == "off" and way.recipe != BF16.name]
     sent = [replace(way, rows=rows) for way in chosen for rows in args.rows if way.transport != "off"]
     return [Way(), *(Way(peer=peer) for peer in args.peers), *sent, *off]
-
-
-@contextmanager
-def one_layer() -> Iterator[None]:
-    """Within, torch compiles one layer's shapes: it keeps at most 8 versions of a function."""
-    torch.compiler.reset()
-    try:
-        yield
-    finally:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -439,49 +364,26 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> None:
     args = parse_arguments(argv)
-    kept = args.out / "data.csv"
-    rows: list[Mapping[str, object]] = list(read_rows(kept)) if kept.is_file() else []  # before a process adds to it
-    started, bench = time.monotonic(), Bench(args)
-    chosen = [
-        layer for layer in LAYERS if layer.name in (args.layers or [layer.name]) and layer.one_rank * bench.ranks < 2
-    ]
-    # The most tokens first: the symmetric transport makes its buffer for those of the first dispatch.
-    chosen.sort(key=lambda layer: -layer.tokens * (layer.top_k if layer.scores_first else 1))
-    if not chosen:
-        sys.exit(f"bench_moe_layer: {', '.join(args.layers)} are layers of one process, and there are {bench.ranks}")
-    if args.peers and (bench.ranks > 1 or any(layer.shared for layer in chosen)):
-        sys.exit("bench_moe_layer: --peers takes one process, and --layers without shared experts")
-    env = environment(bench.device) | {"ranks": str(bench.ranks), "command": " ".join(sys.argv)}
-    env |= versions() if args.peers else {}
-    done = {(row["layer"], str(row["ranks"]), row["way"]) for row in rows}
-    todo = list(map(tiny, chosen) if args.tiny else chosen)
-    bar = progress(len(todo) * len(ways(args)) if bench.rank == 0 else 0, "MoE layers", "way")
-    try:
-        for layer in todo:
-            with one_layer(), ends_in_words("bench_moe_layer"):
-                due = [way for way in ways(args) if (layer.name, str(bench.ranks), str(way)) not in done]
-                if not due:
-                    continue
-                bf16, (x, dy), prepared = bench.build(layer, Way()), bench.problem(layer), []
-                for way in due:
-                    if bench.largest([time.monotonic() - started])[0] > args.limit:
-                        bench.say(f"{layer.name} {way}: not begun, the time limit is reached")
-                        continue
-                    bar.set_postfix_str(f"{layer.name} {way}")
-                    prepared.append(bench.prepare(layer, way, bf16, x, dy))
-                    bar.update()
-                sizes = (layer.tokens, layer.dim, layer.hidden, layer.experts, layer.top_k, layer.shared)
-                key: Row = {"layer": layer.name, "ranks": bench.ranks}
-                key |= dict(zip(("tokens", "D", "H", "experts", "top_k", "shared"), sizes, strict=True))
-                new = [key | row for row in bench.compare(layer, prepared, bf16, x, dy)] if prepared else []
-                rows += new
-                bench.say(format_table(list(map(shown, new))))
-                bench.write(rows, "data.csv", env)
-                del bf16, x, dy, prepared
-    finally:
-        bench.say(format_table(list(map(shown, rows))))
-        if bench.ranks > 1:
-            dist.destroy_process_group()
+    with ends_in_words("bench_moe_layer"):
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        asked = [layer for layer in LAYERS if layer.name in (args.layers or [layer.name])]
+        chosen = [layer for layer in asked if ranks == 1 or not layer.one_rank]
+        if not chosen:
+            raise ValueError(f"{', '.join(args.layers)} are layers of one process, and there are {ranks}")
+        if args.peers and (ranks > 1 or any(layer.shared for layer in chosen)):
+            raise ValueError("--peers takes one process, and --layers without shared experts")
+        # The most tokens first: the symmetric transport makes its buffer for those of the first dispatch.
+        chosen.sort(key=lambda layer: -layer.tokens * (layer.top_k if layer.scores_first else 1))
+        layers = Bench(args)
+        try:
+            bar = progress(len(chosen) if layers.rank == 0 else 0, "MoE layers", "layer")
+            for layer in map(tiny, chosen) if args.tiny else chosen:
+                layers.measure(layer, ways(args))
+                bar.update()
+        finally:
+            layers.end()
+            if layers.ranks > 1:
+                dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -23,11 +23,10 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from statistics import harmonic_mean, median
-from typing import NamedTuple
 
 import torch
 
-from scripts.bench.kernel_times import Trace, read_trace
+from scripts.bench.kernel_times import Trace
 from scripts.bench.peers import check_torchao, float8_flags
 from scripts.progress import ends_in_words, follow, progress, say
 from scripts.result_files import (
@@ -39,10 +38,10 @@ from scripts.result_files import (
     write_results,
     write_rows,
 )
-from scripts.study.runs import Run, conversion_flags, ending, read_run, split_flags
+from scripts.study.conversions import FLOAT8, conversion_of
+from scripts.study.runs import Run, ending, read_run, split_flags
 from scripts.study.starter import Starter
-from scripts.study.tables import FLOAT8
-from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
+from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 
 # Nats between the first losses of a run and of its baseline, more than twice what rounding did: at most 0.0009 with the
 # same seed in models of up to 320M parameters (153 pairs of results/), 0.0038 in DeepSeek-V3 16B of 4 layers. Two of
@@ -50,59 +49,28 @@ from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
 LOSS_LIMIT = 0.01
 TITAN03 = version("torchtitan").startswith("0.3")
 PROFILED = 8  # steps of the run with --profile; the last one is in the trace
-CONVERTED_BY = {"bf16": (), "grouped": (GROUPED_MM,), "linears": (LINEAR,), "both": (GROUPED_MM, LINEAR)}
-
-
-class Kind(NamedTuple):
-    """What a run's name says: what is converted, how, and to which recipe (empty: the TOML's)."""
-
-    converters: tuple[str, ...]
-    options: list[str]
-    recipe: str
-
-
-def kind_of(name: str) -> Kind:
-    """Of a name such as ``both+rebase+dispatch:mxfp8_2d``.
-
-    Raises:
-        ValueError: a name that is not as the module's docstring says.
-    """
-    what, _, recipe = name.partition(":")
-    what, *options = what.split("+")
-    if what == "bf16" and "dispatch" in options and not recipe:
-        what, recipe = "grouped", BF16.name
-    known = what in CONVERTED_BY and set(options) <= {"rebase", "dispatch", "graph", "async"}
-    plain = what == "bf16" and (recipe or set(options) - {"graph", "async"})
-    misplaced = "async" in options and (what != "bf16" or not TITAN03)
-    misplaced |= recipe == FLOAT8 and (bool(options) or TITAN03)
-    is_control = recipe == BF16.name and (not name.startswith("bf16+") or "rebase" in options)
-    if not known or plain or misplaced or is_control or (what == "linears" and "dispatch" in options):
-        raise ValueError(
-            f"unknown run {name!r}: WHAT[+rebase][+dispatch][+graph][:RECIPE], WHAT of {', '.join(CONVERTED_BY)}; bf16 "
-            "has no recipe, with dispatch is the control, and with async, under TorchTitan 0.3, MinimalAsyncEP; RECIPE "
-            f"is one of MXFP8, or without options, under TorchTitan 0.2.2, {FLOAT8}, and linears dispatch nothing"
-        )
-    return Kind(CONVERTED_BY[what], options, get_recipe(recipe).name if recipe not in ("", FLOAT8) else recipe)
 
 
 def flags_of(name: str) -> list[str]:
-    """TorchTitan 0.2.2's flags for a run's name; see ``kind_of``."""
-    converters, options, recipe = kind_of(name)
-    if recipe == FLOAT8:
-        return float8_flags(converters)
-    flags = [f"--model.converters={','.join(converters)}", *conversion_flags(converters, options, recipe)]
-    return [*flags, *["--training.cuda_graph=on"] * ("graph" in options)]
+    """TorchTitan 0.2.2's flags for a run's name."""
+    conversion = conversion_of(name)
+    if conversion.recipe == FLOAT8:
+        return float8_flags(conversion.converters)
+    return [f"--model.converters={','.join(conversion.converters)}", *conversion.flags()]
 
 
 def flags_of_titan03(name: str) -> list[str]:
-    """TorchTitan 0.3's flags for a run's name; see ``kind_of``."""
-    converters, options, recipe = kind_of(name)
-    common: dict[str, object] = {"recipe": recipe + "_rebased" * ("rebase" in options)} if recipe else {}
-    overrides = {GROUPED_MM: common | {"dispatch": "auto" if "dispatch" in options else "off"}, LINEAR: common}
-    names = {GROUPED_MM: "experts", LINEAR: "linears"}
-    imports = [f"titan_mxfp8.titan03.{names[converter]}={json.dumps(overrides[converter])}" for converter in converters]
+    """TorchTitan 0.3's flags for a run's name."""
+    conversion = conversion_of(name)
+    if conversion.recipe == FLOAT8:
+        raise ValueError(f"unknown run {name!r}: {FLOAT8} is TorchTitan 0.2.2's")
+    common: dict[str, object] = {"recipe": conversion.full_recipe} if conversion.recipe else {}
+    dispatch = {"dispatch": "auto" if "dispatch" in conversion.options else "off"}
+    overrides = {GROUPED_MM: ("experts", common | dispatch), LINEAR: ("linears", common)}
+    chosen = [overrides[converter] for converter in conversion.converters]
+    imports = [f"titan_mxfp8.titan03.{module}={json.dumps(override)}" for module, override in chosen]
     flags = ["--override.imports", *imports] if imports else []
-    return [*flags, f"--training.{'no_' * ('graph' in options)}disable_cuda_graphs"]
+    return [*flags, f"--training.{'no_' * ('graph' in conversion.options)}disable_cuda_graphs"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,7 +114,7 @@ def train(flavor: str, name: str, suffix: str, steps: int, args: argparse.Namesp
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     if TITAN03:
-        config = f"{flavor or args.config}{'_minimal_async_ep' * ('async' in kind_of(name).options)}"
+        config = f"{flavor or args.config}{'_minimal_async_ep' * ('async' in conversion_of(name).options)}"
         flags = ["--module=titan_mxfp8.titan03", f"--config={config}", f"--dump_folder={folder}"]
         flags += [*flags_of_titan03(name), "--metrics.no_enable_wandb"]
         flags += ["--dataloader.num_workers=1", "--dataloader.prefetch_factor=4"]
@@ -176,7 +144,7 @@ def profile(flavor: str, name: str, args: argparse.Namespace) -> Trace:
     traces = list(folder.rglob("rank0_trace.json"))
     if not traces:
         raise ValueError(f"{folder} holds no trace of the profiler")
-    return read_trace(traces[0])
+    return Trace(traces[0])
 
 
 def refusals(bench: Bench, limit: float = LOSS_LIMIT) -> dict[tuple[str, str], str]:
@@ -298,7 +266,7 @@ def write(bench: Bench, args: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     described = {"config": str(args.config), "flags": " ".join(args.flags), "processes": str(args.ngpu)}
     described |= {"torchtitan": version("torchtitan")}
-    if any(kind_of(name).recipe == FLOAT8 for _, name in bench):
+    if any(conversion_of(name).recipe == FLOAT8 for _, name in bench):
         described |= {"torchao": installed_version("torchao")}
     write_results(args.out, steps, environment(device) | described)
     write_rows(args.out / "table.csv", table(bench, args.warmup, args.ngpu, args.loss_limit))
@@ -342,7 +310,9 @@ def measure(args: argparse.Namespace, bench: Bench) -> None:
         raise ValueError(f"--repeats is at least 1, got {args.repeats}")
     if args.warmup >= args.steps:
         raise ValueError(f"--warmup {args.warmup} leaves nothing of --steps {args.steps}")
-    if any([kind_of(name).recipe == FLOAT8 for name in args.runs]):
+    for name in args.runs:
+        (flags_of_titan03 if TITAN03 else flags_of)(name)
+    if any(conversion_of(name).recipe == FLOAT8 for name in args.runs):
         check_torchao()
     started, left = time.monotonic(), set()
     took: dict[tuple[str, str], float] = {}  # seconds, without each flavor's first run of this call, which compiles

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from scripts.result_files import installed_version
-from scripts.study.tables import FLOAT8
+from scripts.study.conversions import FLOAT8
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 
 if TYPE_CHECKING:

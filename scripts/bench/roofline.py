@@ -19,7 +19,7 @@ from pathlib import Path
 from scripts.bench.passes import MODELS, Layer, Rates, committed_rates, passes, step_of, step_speedup
 from scripts.progress import ends_in_words
 from scripts.result_files import env_of, environment, format_table, read_rows, training_gains, write_results, write_rows
-from scripts.study.tables import FLOAT8, recipe_of
+from scripts.study.conversions import FLOAT8, conversion_of
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
 from titan_mxfp8.recipe import BF16, get_recipe
@@ -101,7 +101,10 @@ def trainings(results: Path) -> Iterator[tuple[Path, dict[str, str], dict[str, s
     for path in sorted(results.rglob("*table.csv")):
         env, gains = env_of(path), training_gains(read_rows(path))
         if "config" in env:
-            yield from ((path, env, row, gain) for row, gain in gains if recipe_of(row["run"]) not in ("bf16", FLOAT8))
+            for row, gain in gains:
+                run = conversion_of(row["run"])
+                if run.converters and run.recipe != FLOAT8:
+                    yield path, env, row, gain
 
 
 def check(results: Path) -> list[Row]:

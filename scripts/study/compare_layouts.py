@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ from scripts.bench.problems import relative_rms
 from scripts.progress import ends_in_words, progress
 from scripts.result_files import environment, format_table, write_results
 from scripts.study.layouts import LAYOUTS, Layout, twin_of
-from scripts.study.runs import LOSS, cores_each, launch, read_tensorboard, tensorboard_logs
+from scripts.study.runs import LOSS, cores_each, launch, read_tensorboard
 from scripts.watch import message
 from titan_mxfp8.backends import select
 from titan_mxfp8.backends.hardware import hardware_of
@@ -211,30 +211,21 @@ class Comparison:
             problems += [f"{r.name}: {s}" for r in pair if (s := self.status.get(r, "not run yet")) != "ok"]
             if problems:
                 continue
+            folders = [self.folder(each) for each in pair]
             try:
-                (losses, norms), (twin_losses, twin_norms) = (
-                    losses_and_norms(self.folder(r), self.args.steps) for r in pair
-                )
+                (losses, norms), (twin_losses, twin_norms) = (losses_and_norms(f, self.args.steps) for f in folders)
             except ValueError as error:
                 problems.append(str(error))
                 continue
             row[f"{kind}_max_difference"] = max(abs(losses[step] - twin_losses[step]) for step in losses)
-            row[f"{kind}_gradient_difference"], row[f"{kind}_worst_gradient"] = worst_gradient(
-                *(self.folder(r) for r in pair)
-            )
+            row[f"{kind}_gradient_difference"], row[f"{kind}_worst_gradient"] = worst_gradient(*folders)
             row[f"{kind}_grad_norm_ratio"] = norms[1] / twin_norms[1]
-            row[f"{kind}_weights_equal"] = weights(self.folder(pair[0])) == weights(self.folder(pair[1]))
+            row[f"{kind}_weights_equal"] = weights(folders[0]) == weights(folders[1])
             if kind == "mxfp8":
                 row["first_loss"], row["last_loss"] = losses[1], losses[self.args.steps]
                 row["fall"] = losses[1] - losses[self.args.steps]
         row["status"] = "; ".join(problems) or "ok"
         return row
-
-    def write(self, pairs: list[Run], env: dict[str, str]) -> list[dict[str, object]]:
-        """Writes, and returns, what is known by now."""
-        rows = [self.row(run) for run in pairs]
-        write_results(self.args.out, rows, env)
-        return rows
 
 
 def make_rows(count: int) -> list[str]:
@@ -258,17 +249,13 @@ def losses_and_norms(folder: Path, steps: int) -> tuple[dict[int, float], dict[i
     """Loss and gradient norm by step, from the run's TensorBoard log.
 
     Raises:
-        ValueError: not one log with every step.
+        ValueError: it has not every step.
     """
-    logs = tensorboard_logs(folder)
-    if len(logs) != 1:
-        raise ValueError(f"{folder.name}: {len(logs)} TensorBoard logs")
     scalars = read_tensorboard(folder)
-    loss, norm = (scalars.get(tag, {}) for tag in (LOSS, GRAD_NORM))
-    for tag, by_step in ((LOSS, loss), (GRAD_NORM, norm)):
-        if sorted(by_step) != list(range(1, steps + 1)):
-            raise ValueError(f"{folder.name}: {tag} logged at steps {sorted(by_step)}")
-    return loss, norm
+    for tag in (LOSS, GRAD_NORM):
+        if list(scalars.get(tag, {})) != list(range(1, steps + 1)):
+            raise ValueError(f"{folder.name}: {tag} logged at steps {list(scalars.get(tag, {}))}")
+    return scalars[LOSS], scalars[GRAD_NORM]
 
 
 def weights(folder: Path) -> dict[str, str]:
@@ -296,10 +283,11 @@ def launches(runs: Iterable[Run]) -> list[list[Run]]:
 
     Eager runs come before compiled ones, and twins, which have one process, before the layouts.
     """
-    groups: dict[tuple[bool, int], list[Run]] = {}
-    for run in dict.fromkeys(runs):
-        groups.setdefault((run.compile, run.layout.processes), []).append(run)
-    return [group for _, group in sorted(groups.items())]
+
+    def shared(run: Run) -> tuple[bool, int]:
+        return run.compile, run.layout.processes
+
+    return [list(group) for _, group in groupby(sorted(dict.fromkeys(runs), key=shared), shared)]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -349,11 +337,12 @@ def main() -> int:
         for run in (*twins, *runs):
             comparison.write_data(run.layout)
         comparison.make_seeds(args.models)
-        rows, launched = comparison.write(pairs, env), launches(twins + runs)
+        launched = launches(twins + runs)
         with progress(sum(map(len, launched)), "layouts") as comparison.bar:
             for group in launched:
                 comparison.train(group)
-                rows = comparison.write(pairs, env)
+                rows = [comparison.row(run) for run in pairs]
+                write_results(args.out, rows, env)
     print(format_table(rows))
     return int(any(row["status"] != "ok" for row in rows))
 

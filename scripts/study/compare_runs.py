@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise, product
 from pathlib import Path
@@ -21,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from scripts.progress import ends_in_words
 from scripts.result_files import format_table, write_rows
-from scripts.study.intervals import critical_t, interval, is_equivalent
 from scripts.study.runs import Run, read_losses, read_run, unique_names
 
 if TYPE_CHECKING:
@@ -36,14 +36,6 @@ SAME += "training.dataset_path optimizer.name optimizer.lr"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Margin:
-    """``share`` of the baseline's mean loss, and as many nats: NaN where no run of it has ended."""
-
-    share: float
-    nats: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """A group against the baseline.
 
@@ -55,6 +47,164 @@ class Verdict:
     differences: list[float]
     text: str
     parts: list[float] = field(default_factory=list)
+
+
+class Comparison:
+    """Groups of runs, of which the first is the baseline.
+
+    Attributes:
+        steps: those that every run logged.
+        window: those whose mean loss is a run's final loss: in the last ``window`` of the run, a share; at least one.
+        final: by group and seed, of the runs that have not diverged: with a finite loss at each step of the window.
+        share, margin: of the baseline's mean final loss, and as many nats: NaN where no run of it has ended.
+        smooth: the smoothed losses by group and seed.
+
+    Raises:
+        ValueError: the runs have no logged step in common.
+    """
+
+    def __init__(self, groups: dict[str, list[Run]], window: float = 0.1, share: float = 0.005) -> None:
+        self.groups, self.share = groups, share
+        self.first = next(iter(groups))
+        self.steps = common_steps([run for group in groups.values() for run in group])
+        self.window = [step for step in self.steps if step > (1 - window) * self.steps[-1] or step == self.steps[-1]]
+        final = {
+            name: {run.seed: finite_mean(run.loss[step] for step in self.window) for run in group}
+            for name, group in groups.items()
+        }
+        self.final = {
+            name: {seed: loss for seed, loss in of.items() if math.isfinite(loss)} for name, of in final.items()
+        }
+        self.margin = share * finite_mean(self.final[self.first].values())
+        self.smooth = {
+            name: {run.seed: smoothed([run.loss[step] for step in self.steps]) for run in group}
+            for name, group in groups.items()
+        }
+
+    def diverged(self, name: str) -> str:
+        """How many runs of a group have diverged, in words; empty if none has."""
+        count, left = len(self.groups[name]), len(self.final[name])
+        return f"diverged: {count - left} of {count} runs" if left < count else ""
+
+    def judge(self, name: str) -> Verdict:
+        """A group against the baseline: pairs of the same seed, of which neither has diverged."""
+        baseline, group, base, own = (of[key] for of in (self.groups, self.final) for key in (self.first, name))
+        shared = {run.seed for run in group} & {run.seed for run in baseline}
+        differences = [own[pair] - base[pair] for pair in own if pair in base]
+        if text := self.diverged(name):
+            pass
+        elif len(shared) < 2:
+            text = f"none: {self.first} and {name} have {'one seed' if shared else 'no seed'} in common"
+        elif len(differences) < 2:
+            text = f"none: {self.first} diverged with {'all but one' if differences else 'all'} of the same seeds"
+        else:
+            text = verdict_on(differences, self.margin, self.share)
+        parts = []
+        if len(differences) == 1:
+            (only,) = base.keys() & own.keys()
+            parts = self.parts(*(next(run for run in runs if run.seed == only) for runs in (group, baseline)))
+        return Verdict(differences=differences, text=text, parts=parts)
+
+    def parts(self, run: Run, base: Run) -> list[float]:
+        """The mean of ``run`` minus ``base`` over each of ten parts of the window, which differ in length by one step
+        at most; none of fewer than ``2 * PARTS`` steps."""
+        ends = [round(i * len(self.window) / PARTS) for i in range(PARTS + 1)]
+        parts = [self.window[begin:end] for begin, end in pairwise(ends)] if len(self.window) >= 2 * PARTS else []
+        return [fmean(run.loss[step] - base.loss[step] for step in part) for part in parts]
+
+    def apart(self, name: str) -> list[str]:
+        """A sentence on each pair whose losses do not change together from step to step."""
+        sentences = []
+        for base, run in product(self.groups[self.first], self.groups[name]):
+            finite = [step for step in self.steps if math.isfinite(base.loss[step]) and math.isfinite(run.loss[step])]
+            changes = [[of.loss[after] - of.loss[before] for before, after in pairwise(finite)] for of in (base, run)]
+            if base.seed != run.seed or len(finite) <= FEWEST_CHANGES or any(len(set(one)) == 1 for one in changes):
+                continue
+            if (together := correlation(*changes)) < TOGETHER:
+                sentences.append(
+                    f"{run.name} and {base.name} have not seen the same batches in the same order, or "
+                    f"one has gone astray: from step to step their losses change with a correlation of {together:.2f}"
+                )
+        return sentences
+
+    def summary(self) -> list[dict[str, object]]:
+        """A row for each group, the baseline first, which has no verdict."""
+        base_tps = fmean(median_of(run.tps) for run in self.groups[self.first])
+        rows = []
+        for name, group in self.groups.items():
+            tps = fmean(median_of(run.tps) for run in group)
+            row: dict[str, object] = {
+                "run": name,
+                "seeds": len(group),
+                "steps": self.steps[-1],
+                "final loss": f"{finite_mean(self.final[name].values()):.4f}",
+                "tokens/s": tps,
+                "x": round(tps / base_tps, 3) if base_tps else None,
+                "memory GiB": max((gib for run in group for gib in run.memory.values()), default=None),
+            }
+            if any(run.held_out for run in group):
+                held_out = finite_mean(run.held_out[max(run.held_out)] for run in group if run.held_out)
+                row["held-out loss"] = f"{held_out:.4f}"
+            if name != self.first:
+                verdict = self.judge(name)
+                row |= statistics_of(verdict.differences, verdict.parts)
+                row |= {"margin": f"{self.margin:.4f}", "pairs": len(verdict.differences), "verdict": verdict.text}
+            elif text := self.diverged(name):
+                row["verdict"] = text
+            rows.append(row)
+        return rows
+
+    def plot(self, path: Path) -> None:
+        """Draws losses, raw (pale) and smoothed, and below them how far each group is from the baseline."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        figure, (top, bottom) = plt.subplots(
+            2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), constrained_layout=True
+        )
+        for index, (name, group) in enumerate(self.groups.items()):
+            for run in group:
+                losses = [run.loss[step] for step in self.steps]
+                top.plot(self.steps, losses, color=f"C{index}", alpha=0.12, linewidth=0.6)
+                label = name if run is group[0] else None
+                top.plot(self.steps, self.smooth[name][run.seed], label=label, **line(index))
+        top.set_ylabel("loss (nats per token)")
+        top.set_title(title_of(self.groups), fontsize=11)
+        top.legend(title="pale: each step; dark: smoothed")
+        self.plot_differences(bottom)
+        bottom.set(xlabel="step", ylabel=f"loss minus {self.first}'s")
+        bottom.set_title("smoothed, mean over pairs of runs, with its 95% interval; dotted: the margin", fontsize=9)
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
+
+    def plot_differences(self, axes: "Axes") -> None:
+        """Each group's mean paired difference from the first one, its 95% interval at each step (pale), and the margin.
+        Curves that end in NaN are left out. The margin and the mean differences after the first tenth of the steps set
+        the axis' limits."""
+        ended = {
+            name: {pair: curve for pair, curve in curves.items() if math.isfinite(curve[-1])}
+            for name, curves in self.smooth.items()
+        }
+        edges = [self.margin]
+        for index, curves in enumerate(ended.values()):
+            common = [pair for pair in curves if pair in ended[self.first]]
+            if not index or not common:
+                continue
+            pairs = [[a - b for a, b in zip(curves[seed], ended[self.first][seed], strict=True)] for seed in common]
+            mean = [finite_mean(values) for values in zip(*pairs, strict=True)]
+            edges += mean[len(self.steps) // 10 :]
+            axes.plot(self.steps, mean, **line(index))
+            if len(common) > 1:
+                ends = zip(*(interval(values, 0.95) for values in zip(*pairs, strict=True)), strict=True)
+                axes.fill_between(self.steps, *ends, color=f"C{index}", alpha=0.12, linewidth=0)
+        axes.axhline(0, color="0.6", linewidth=0.8)
+        for y in (-self.margin, self.margin):
+            axes.axhline(y, color="0.3", linewidth=0.8, linestyle=":")
+        limit = 1.5 * max(filter(math.isfinite, map(abs, edges)), default=0)
+        if limit > 0:
+            axes.set_ylim(-limit, limit)
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
@@ -81,12 +231,11 @@ def first_steps(run: Run, steps: int) -> Run:
     Raises:
         ValueError: it is shorter, or has logged none of them.
     """
-    if steps < 1:
-        raise ValueError(f"--steps is at least 1, got {steps}")
-    if min(run.loss) > steps:
-        raise ValueError(f"{run.name} logged its first loss at step {min(run.loss)}, after --steps {steps}")
-    if max(run.loss) < steps:
-        raise ValueError(f"{run.name} ended at step {max(run.loss)}, before --steps {steps}")
+    if not min(run.loss) <= steps <= max(run.loss):
+        logged = f"logged its first loss at step {min(run.loss)}, after"
+        if steps > max(run.loss):
+            logged = f"ended at step {max(run.loss)}, before"
+        raise ValueError(f"{run.name} {logged} --steps {steps}")
     names = ("loss", "tps", "memory", "held_out")
     cut = {name: {step: value for step, value in getattr(run, name).items() if step <= steps} for name in names}
     return replace(run, **cut)
@@ -120,139 +269,62 @@ def grouped(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return groups
 
 
-def final_loss(run: Run, steps: Sequence[int], window: float) -> float:
-    """Mean loss over the steps in the last ``window`` of the run, a share; at least over the last logged step.
-
-    NaN if one of these losses is not a finite number: the run has diverged.
-    """
-    return finite_mean(run.loss[step] for step in last_steps(steps, window))
-
-
-def last_steps(steps: Sequence[int], window: float) -> list[int]:
-    """Those in the last ``window`` of the run, a share; at least the last one."""
-    return [step for step in steps if step > (1 - window) * steps[-1] or step == steps[-1]]
-
-
-def parts_of_pair(run: Run, base: Run, steps: Sequence[int]) -> list[float]:
-    """The mean of ``run`` minus ``base`` over each of ten parts of the steps, which differ in length by one at most;
-    none of fewer than ``2 * PARTS`` steps."""
-    ends = [round(i * len(steps) / PARTS) for i in range(PARTS + 1)]
-    parts = [steps[begin:end] for begin, end in pairwise(ends)] if len(steps) >= 2 * PARTS else []
-    return [fmean(run.loss[step] - base.loss[step] for step in part) for part in parts]
-
-
 def finite_mean(values: Iterable[float]) -> float:
     """The mean; NaN of no values, or if one of them is not finite."""
     values = list(values)
     return fmean(values) if values and all(map(math.isfinite, values)) else math.nan
 
 
-def final_losses(group: Sequence[Run], steps: Sequence[int], window: float) -> dict[int | None, float]:
-    """By seed, of the runs that have not diverged."""
-    losses = {run.seed: final_loss(run, steps, window) for run in group}
-    return {seed: loss for seed, loss in losses.items() if math.isfinite(loss)}
+def verdict_on(differences: Sequence[float], margin: float, share: float) -> str:
+    """On two or more paired differences: two one-sided t tests at 5% within the margin, in nats and as a ``share`` of
+    the baseline's loss, else a two-sided one.
 
-
-def margin_of(baseline: Sequence[Run], steps: Sequence[int], window: float, share: float) -> Margin:
-    return Margin(share=share, nats=share * finite_mean(final_losses(baseline, steps, window).values()))
-
-
-def judge(
-    baseline: Sequence[Run], group: Sequence[Run], steps: Sequence[int], window: float, margin: Margin
-) -> Verdict:
-    """The group against the baseline: pairs of the same seed, of which neither has diverged."""
-    name, base_name = group[0].group, baseline[0].group
-    shared = {run.seed for run in group} & {run.seed for run in baseline}
-    base, own = final_losses(baseline, steps, window), final_losses(group, steps, window)
-    differences = [own[pair] - base[pair] for pair in own if pair in base]
-    if len(own) < len(group):
-        text = diverged(group, own)
-    elif len(shared) < 2:
-        text = f"none: {base_name} and {name} have {'one seed' if shared else 'no seed'} in common"
-    elif len(differences) < 2:
-        text = f"none: {base_name} diverged with {'all but one' if differences else 'all'} of the same seeds"
-    else:
-        text = verdict_on(differences, margin)
-    parts = []
-    if len(differences) == 1:
-        (only,) = base.keys() & own.keys()
-        two = (next(run for run in runs if run.seed == only) for runs in (group, baseline))
-        parts = parts_of_pair(*two, last_steps(steps, window))
-    return Verdict(differences=differences, text=text, parts=parts)
-
-
-def apart(baseline: Sequence[Run], group: Sequence[Run], steps: Sequence[int]) -> list[str]:
-    """A sentence on each pair whose losses do not change together from step to step."""
-    sentences = []
-    for base, run in product(baseline, group):
-        finite = [step for step in steps if math.isfinite(base.loss[step]) and math.isfinite(run.loss[step])]
-        changes = [[of.loss[after] - of.loss[before] for before, after in pairwise(finite)] for of in (base, run)]
-        if base.seed != run.seed or len(finite) <= FEWEST_CHANGES or any(len(set(one)) == 1 for one in changes):
-            continue
-        if (together := correlation(*changes)) < TOGETHER:
-            sentences.append(
-                f"{run.name} and {base.name} have not seen the same batches in the same order, or "
-                f"one has gone astray: from step to step their losses change with a correlation of {together:.2f}"
-            )
-    return sentences
-
-
-def verdict_on(differences: Sequence[float], margin: Margin) -> str:
-    """On two or more paired differences, in nats: two one-sided t tests at 5% within the margin, else a two-sided one.
-
-    The t interval takes pairs as independent and normally distributed, and speaks of other seeds on the same data. Each
-    verdict errs once in 20 (equivalent) or 40 times (worse); they are not corrected for the number of groups.
+    The two find a mean within the margin exactly where its 90% interval lies there (TOST; Schuirmann, J. Pharmacokinet.
+    Biopharm. 15, 1987). The t interval takes pairs as independent and normally distributed, and speaks of other seeds
+    on the same data. Each verdict errs once in 20 (equivalent) or 40 times (worse); they are not corrected for the
+    number of groups.
     """
     low, high = interval(differences, 0.95)
-    if is_equivalent(differences, margin.nats):
-        return f"equivalent within {100 * margin.share:.3g}%{', higher' if low > 0 else ', lower' if high < 0 else ''}"
+    least, most = interval(differences, 0.90)
+    if -margin <= least and most <= margin:
+        return f"equivalent within {100 * share:.3g}%{', higher' if low > 0 else ', lower' if high < 0 else ''}"
     return "worse" if low > 0 else "better" if high < 0 else "cannot tell"
 
 
-def diverged(group: Sequence[Run], ended: dict[int | None, float]) -> str:
-    return f"diverged: {len(group) - len(ended)} of {len(group)} runs"
+def t_between(angle: float, freedom: int) -> float:
+    """P(abs(T) < t) of Student's t with ``freedom`` degrees of freedom, where t = sqrt(freedom) * tan(angle).
+
+    The finite sums of Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 (odd) and 26.7.4 (even).
+    """
+    odd, cosine = freedom % 2, math.cos(angle)
+    total, term = 0.0, cosine if odd else 1.0
+    for k in range(2 + odd, freedom + 1, 2):
+        total += term
+        term *= (k - 1) / k * cosine**2
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if odd else total
 
 
-def median_of(values: dict[int, float]) -> float:
-    """Median of a scalar, the first logged step (warm-up) left out where there are more; NaN if it was not logged."""
-    return median(list(values.values())[1:] or values.values() or [math.nan])
+@cache
+def critical_t(confidence: float, freedom: int) -> float:
+    """The t with P(abs(T) < t) = ``confidence``, between 0 and 1: 12.706 for 0.95 and 1 degree of freedom."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):  # the last bits of a double
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_between(middle, freedom) < confidence else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
 
 
-def summary(
-    groups: dict[str, list[Run]], verdicts: dict[str, Verdict], window: float, margin: Margin
-) -> list[dict[str, object]]:
-    """A row for each group, the baseline first, which has no verdict."""
-    steps = common_steps([run for group in groups.values() for run in group])
-    baseline = next(iter(groups.values()))
-    base_tps = fmean(median_of(run.tps) for run in baseline)
-    rows = []
-    for name, group in groups.items():
-        tps = fmean(median_of(run.tps) for run in group)
-        ended = final_losses(group, steps, window)
-        row: dict[str, object] = {
-            "run": name,
-            "seeds": len(group),
-            "steps": steps[-1],
-            "final loss": f"{finite_mean(ended.values()):.4f}",
-            "tokens/s": tps,
-            "x": round(tps / base_tps, 3) if base_tps else None,
-            "memory GiB": max((gib for run in group for gib in run.memory.values()), default=None),
-        }
-        if any(run.held_out for run in group):
-            row["held-out loss"] = (
-                f"{finite_mean(run.held_out[max(run.held_out)] for run in group if run.held_out):.4f}"
-            )
-        if name in verdicts:
-            differences = verdicts[name].differences
-            row |= statistics_of(differences, verdicts[name].parts) | {
-                "margin": f"{margin.nats:.4f}",
-                "pairs": len(differences),
-            }
-            row["verdict"] = verdicts[name].text
-        elif len(ended) < len(group):
-            row["verdict"] = diverged(group, ended)
-        rows.append(row)
-    return rows
+def interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
+    """The t interval of the mean of two or more independent, normally distributed values: its ends; NaN if one of the
+    values is not finite."""
+    half = critical_t(confidence, len(values) - 1) * standard_error(values)
+    return finite_mean(values) - half, finite_mean(values) + half
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean of two or more values; NaN if one of them is not finite."""
+    return stdev(values) / math.sqrt(len(values)) if all(map(math.isfinite, values)) else math.nan
 
 
 def statistics_of(differences: Sequence[float], parts: Sequence[float]) -> dict[str, str | None]:
@@ -268,9 +340,9 @@ def statistics_of(differences: Sequence[float], parts: Sequence[float]) -> dict[
     return row
 
 
-def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of two or more values; NaN if one of them is not finite."""
-    return stdev(values) / math.sqrt(len(values)) if all(map(math.isfinite, values)) else math.nan
+def median_of(values: dict[int, float]) -> float:
+    """Median of a scalar, the first logged step (warm-up) left out where there are more; NaN if it was not logged."""
+    return median(list(values.values())[1:] or values.values() or [math.nan])
 
 
 def loss_table(runs: Sequence[Run], count: int = 12) -> list[dict[str, object]]:
@@ -305,36 +377,6 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return [finite_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
-def plot(groups: dict[str, list[Run]], path: Path, margin: float, metadata: dict[str, str] | None = None) -> None:
-    """Draws losses, raw (pale) and smoothed, and below them how far each group is from the baseline; ``margin`` in
-    nats. The picture holds ``metadata``."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    steps = common_steps([run for group in groups.values() for run in group])
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), constrained_layout=True
-    )
-    smooth: dict[str, dict[int | None, list[float]]] = {}
-    for index, (name, group) in enumerate(groups.items()):
-        smooth[name] = {run.seed: smoothed([run.loss[step] for step in steps]) for run in group}
-        for run in group:
-            top.plot(steps, [run.loss[step] for step in steps], color=f"C{index}", alpha=0.12, linewidth=0.6)
-            label = name if run is group[0] else None
-            top.plot(steps, smooth[name][run.seed], label=label, **line(index))
-    first = next(iter(groups))
-    top.set_ylabel("loss (nats per token)")
-    top.set_title(title_of(groups), fontsize=11)
-    top.legend(title="pale: each step; dark: smoothed")
-    plot_differences(bottom, steps, smooth, margin)
-    bottom.set(xlabel="step", ylabel=f"loss minus {first}'s")
-    bottom.set_title("smoothed, mean over pairs of runs, with its 95% interval; dotted: the margin", fontsize=9)
-    figure.savefig(path, dpi=130, metadata=metadata)
-    plt.close(figure)
-
-
 def title_of(groups: dict[str, list[Run]]) -> str:
     """The model, where a run saved its config, and how many runs each group has."""
     runs = [run for group in groups.values() for run in group]
@@ -348,43 +390,6 @@ def title_of(groups: dict[str, list[Run]]) -> str:
 def line(index: int) -> dict[str, object]:
     """How a group is drawn: matplotlib has ten colours, which come again dashed."""
     return {"color": f"C{index}", "linewidth": 1, "linestyle": "-" if index < 10 else "--"}
-
-
-def plot_differences(
-    axes: "Axes", steps: Sequence[int], smooth: dict[str, dict[int | None, list[float]]], margin: float
-) -> None:
-    """Each group's mean paired difference from the first one, its 95% interval at each step (pale), and the margin.
-
-    Args:
-        smooth: a loss curve for each seed, by group; those that end in NaN are left out.
-        margin: in nats. It and the mean differences after the first tenth of the steps set the axis' limits; NaN where
-            no run of the first group has ended.
-    """
-    first, *others = smooth
-    ended = {
-        name: {pair: curve for pair, curve in curves.items() if math.isfinite(curve[-1])}
-        for name, curves in smooth.items()
-    }
-    edges = [margin]
-    for index, name in enumerate(others, 1):
-        common = ended[name].keys() & ended[first].keys()
-        if not common:
-            continue
-        pairs = [[a - b for a, b in zip(ended[name][pair], ended[first][pair], strict=True)] for pair in common]
-        mean = [finite_mean(values) for values in zip(*pairs, strict=True)]
-        edges += mean[len(steps) // 10 :]
-        axes.plot(steps, mean, **line(index))
-        if len(common) > 1:
-            t = critical_t(0.95, len(common) - 1)
-            half = [t * standard_error(values) for values in zip(*pairs, strict=True)]
-            low, high = ([y + sign * h for y, h in zip(mean, half, strict=True)] for sign in (-1, 1))
-            axes.fill_between(steps, low, high, color=f"C{index}", alpha=0.12, linewidth=0)
-    axes.axhline(0, color="0.6", linewidth=0.8)
-    for y in (-margin, margin):
-        axes.axhline(y, color="0.3", linewidth=0.8, linestyle=":")
-    limit = 1.5 * max(filter(math.isfinite, map(abs, edges)), default=0)
-    if limit > 0:
-        axes.set_ylim(-limit, limit)
 
 
 def read(paths: Sequence[Path]) -> list[Run]:
@@ -413,17 +418,15 @@ def compare(runs: Sequence[Run], out: Path, window: float, share: float) -> None
         ValueError: the runs cannot be compared.
     """
     check_comparable(runs)
-    groups, steps = grouped(runs), common_steps(runs)
-    first, *others = groups
-    margin = margin_of(groups[first], steps, window, share)
-    verdicts = {name: judge(groups[first], groups[name], steps, window, margin) for name in others}
-    rows = summary(groups, verdicts, window, margin)
+    comparison = Comparison(grouped(runs), window, share)
+    rows = comparison.summary()
     if len(runs) <= 4:
         print(format_table(loss_table(runs)) + "\n")
     print(format_table(rows))
-    print(f"\nfinal loss: nats per token, over the last {100 * window:.3g}% of the steps; x: tokens/s against {first}")
-    for name in others:
-        for sentence in apart(groups[first], groups[name], steps):
+    print(f"\nfinal loss: nats per token, over the last {100 * window:.3g}% of the steps; x: tokens/s against", end=" ")
+    print(comparison.first)
+    for name in list(comparison.groups)[1:]:
+        for sentence in comparison.apart(name):
             print(f"\n{sentence}")
     out.mkdir(parents=True, exist_ok=True)
     write_rows(out / "losses.csv", curves(runs))
@@ -432,7 +435,7 @@ def compare(runs: Sequence[Run], out: Path, window: float, share: float) -> None
     if find_spec("matplotlib") is None:
         print(f"{wrote}, no picture: pip install matplotlib")
     else:
-        plot(groups, out / "losses.png", margin.nats)
+        comparison.plot(out / "losses.png")
         print(f"{wrote} and {out / 'losses.png'}")
 
 

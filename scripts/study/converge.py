@@ -27,14 +27,13 @@ import torch
 from tqdm import tqdm
 
 from scripts.progress import ends_in_words, progress, say, step_of
-from scripts.study.runs import TRAIN, conversion_flags, ending, launch, split_flags
+from scripts.study import compare_runs
+from scripts.study.conversions import conversion_of
+from scripts.study.runs import TRAIN, ending, launch, split_flags
 from titan_mxfp8.modules import as_list
-from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR, get_recipe
+from titan_mxfp8.recipe import BF16
 
 ROOT = Path(__file__).resolve().parents[2]
-CONVERTERS = (GROUPED_MM, LINEAR)
-ALONE = {"experts": (GROUPED_MM,), "linears": (LINEAR,)}
-OPTIONS = {"rebase", "dispatch", "requantize", "repeat", *ALONE}
 CHECKPOINTS = "checkpoint/step-*/.metadata"
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 DATA = ("training.dataset_path", "validation.dataset_path", "model.hf_assets_path")
@@ -52,7 +51,7 @@ class StudyRun:
 
     @property
     def finished(self) -> bool:
-        return is_finished(self.folder / "finished.json")
+        return is_finished(self.folder)
 
     @property
     def has_checkpoint(self) -> bool:
@@ -69,10 +68,10 @@ class Going:
     started: float
 
 
-def is_finished(path: Path) -> bool:
-    """Whether there is such a file of a finished run, and it was not cut short."""
+def is_finished(folder: Path) -> bool:
+    """Whether its run noted that it ended, and that was not cut short."""
     try:
-        return "seconds" in json.loads(path.read_text())
+        return "seconds" in json.loads((folder / "finished.json").read_text())
     except (FileNotFoundError, ValueError):
         return False
 
@@ -84,42 +83,13 @@ def write_json(path: Path, content: dict[str, object]) -> None:
     os.replace(new, path)
 
 
-def parts(recipe: str) -> tuple[str, list[str]]:
-    """A recipe's own name, and the options behind it.
-
-    Raises:
-        ValueError: unknown ones, or a recipe that has not these options.
-    """
-    name, *options = recipe.split("+")
-    if not set(options) <= OPTIONS or len(set(options)) < len(options):
-        raise ValueError(f"--recipes has {recipe!r}: behind a recipe stand, once, {', '.join(sorted(OPTIONS))}")
-    for wrong, why in (
-        (set(ALONE) <= set(options), "+experts and +linears exclude each other"),
-        (name == BF16.name and {"requantize", *ALONE} & set(options), "bf16 converts nothing"),
-        ({"linears", "dispatch"} <= set(options), "+linears dispatch nothing"),
-    ):
-        if wrong:
-            raise ValueError(f"--recipes has {recipe!r}: {why}")
-    get_recipe(name, rebase="rebase" in options)
-    return name, options
-
-
-def converters_of(recipe: str) -> tuple[str, ...]:
-    """The converters that a recipe with its options needs."""
-    name, options = parts(recipe)
-    if name == BF16.name:
-        return (GROUPED_MM,) if "dispatch" in options else ()
-    return next((ALONE[option] for option in options if option in ALONE), CONVERTERS)
-
-
 def flags_of(run: StudyRun, config: Path, checkpoint_every: int) -> list[str]:
     """TorchTitan's command line of a run, without the user's trailing flags."""
     flags = [f"--job.config_file={config}", f"--job.dump_folder={run.folder}", f"--debug.seed={run.seed}"]
-    name, options = parts(run.recipe)
-    converters = converters_of(run.recipe)
-    if converters != CONVERTERS:
-        flags.append(f"--model.converters={','.join(converters)}")
-    flags += conversion_flags(converters, options, name)
+    conversion = conversion_of(run.recipe)
+    if conversion.what != "both":
+        flags.append(f"--model.converters={','.join(conversion.converters)}")
+    flags += conversion.flags()
     if checkpoint_every:
         flags += ["--checkpoint.enable", f"--checkpoint.interval={checkpoint_every}", "--checkpoint.folder=checkpoint"]
         flags += ["--checkpoint.no-last_save_model_only"]  # a run whose end cannot be noted is ended again from it
@@ -246,24 +216,6 @@ def show(bar: tqdm, going: Sequence[Going], runs: Sequence[StudyRun], steps: int
     bar.set_postfix_str("; ".join(words + logs))
 
 
-def check_recipes(config: Path, recipes: Sequence[str]) -> None:
-    """Raises ValueError for recipes that there are not, or twice, or that a TOML has not the converters for."""
-    if not config.is_file():
-        raise ValueError(f"{config} is no file; ls train_configs")
-    check_once("--recipes", recipes)
-    converters = as_list(tomllib.loads(config.read_text()).get("model", {}).get("converters", []))
-    for recipe in recipes:
-        needed = converters_of(recipe)
-        if needed and not set(needed) & set(converters):
-            raise ValueError(f"{config} has model.converters = {converters}: {recipe} needs {' or '.join(needed)}")
-
-
-def check_once(flag: str, values: Sequence[object]) -> None:
-    for value in values:
-        if values.count(value) > 1:
-            raise ValueError(f"{flag} has {value} twice")
-
-
 def folder_of(config: Path) -> Path:
     """Where it is trained, so that its relative paths lead from there: as in launch.sh, the repository for its own
     configs, the current folder for others."""
@@ -298,9 +250,18 @@ def data_of(config: Path, flags: Sequence[str]) -> dict[str, str]:
 
 def check(args: argparse.Namespace) -> None:
     """Raises ValueError for what would fail later, and OSError if the study's folder cannot be written."""
-    check_recipes(args.config, args.recipes)
+    if not args.config.is_file():
+        raise ValueError(f"{args.config} is no file; ls train_configs")
+    for flag, values in (("--recipes", args.recipes), ("--seeds", args.seeds)):
+        if twice := [value for value in values if values.count(value) > 1]:
+            raise ValueError(f"{flag} has {twice[0]} twice")  # two runs would write one folder
+    converters = as_list(value_of("model.converters", args.config, []) or [])
+    for recipe in args.recipes:
+        conversion_of(recipe).flags()  # which there may not be
+        needed = conversion_of(recipe).converters
+        if needed and not set(needed) & set(converters):
+            raise ValueError(f"{args.config} has model.converters = {converters}: {recipe} needs {' or '.join(needed)}")
     check_flags(args.flags, args.checkpoint_every or 1)  # those of checkpoints in any case: start deletes unknown ones
-    check_once("--seeds", args.seeds)  # two runs would write one folder
     gpus = torch.cuda.device_count()
     if gpus and args.ngpu > gpus:
         raise ValueError(f"--ngpu {args.ngpu}, but this machine has {gpus} GPUs")
@@ -319,23 +280,19 @@ def check(args: argparse.Namespace) -> None:
     write_json(kept, described)
 
 
-def compare(args: argparse.Namespace) -> int:
-    """Has compare_runs.py compare all finished runs in the study's folder; its exit status, 0 where there are none."""
+def compare(args: argparse.Namespace) -> None:
+    """Compares all finished runs in the study's folder, if there are any."""
 
     def place(folder: Path) -> tuple[int, str, int]:
         recipe, _, seed = folder.name.rpartition("-seed")
         return args.recipes.index(recipe) if recipe in args.recipes else len(args.recipes), recipe, int(seed)
 
-    found = args.out.glob("*-seed*/finished.json")
-    finished = sorted((path.parent for path in found if is_finished(path)), key=place)
-    if not finished:
-        return 0
-    if place(finished[0])[0] > 0:
+    finished = sorted(filter(is_finished, args.out.glob("*-seed*")), key=place)
+    if finished and place(finished[0])[0] > 0:
         print(f"nothing to compare with: no run of {args.recipes[0]} is finished")
-        return 0
-    command = [sys.executable, str(Path(__file__).parent / "compare_runs.py"), *map(str, finished)]
-    command += ["--out", str(args.out), "--window", str(args.window), "--margin", str(args.margin)]
-    return subprocess.run(command).returncode
+    elif finished:
+        options = ["--out", str(args.out), "--window", str(args.window), "--margin", str(args.margin)]
+        compare_runs.main([*map(str, finished), *options])
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -376,10 +333,10 @@ def main(argv: Sequence[str]) -> None:
     standing = study(args, asked)
     counts = {state: list(standing.values()).count(state) for state in (FINISHED, FAILED, STOPPED)}
     print(", ".join(f"{count} {state}" for state, count in counts.items()))
-    compared = compare(args)
+    compare(args)
     if counts[STOPPED]:
         print("the same command continues the study")
-    sys.exit(1 if counts[FAILED] or compared else 3 if counts[STOPPED] else 0)
+    sys.exit(1 if counts[FAILED] else 3 if counts[STOPPED] else 0)
 
 
 if __name__ == "__main__":

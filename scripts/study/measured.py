@@ -19,7 +19,7 @@ from pathlib import Path
 from scripts.bench.passes import MODELS
 from scripts.progress import ends_in_words
 from scripts.result_files import env_of, read_rows, training_gains, write_rows
-from scripts.study.tables import FLOAT8, OURS, converted_of, recipe_of
+from scripts.study.conversions import FLOAT8, conversion_of
 from titan_mxfp8.recipe import BF16, RECIPES
 
 ROOT = Path(__file__).parents[2]
@@ -60,10 +60,11 @@ def of_training(path: Path, folder: Path) -> Iterator[Row]:
         return
     model = tomllib.loads((ROOT / env["config"]).read_text())["model"]
     gains = [(row, gain) for row, gain in training_gains(read_rows(path)) if "+graph" not in row["run"]]
-    converted = "both" if any(converted_of(row["run"]) == "both" for row, _ in gains) else "grouped"
-    for row, gain in gains:
-        run, recipe = row["run"], recipe_of(row["run"])
-        if recipe in ("bf16", FLOAT8) or (recipe != OURS and converted_of(run) != converted):
+    conversions = [(conversion_of(row["run"]), row, gain) for row, gain in gains]
+    converted = "both" if any(run.what == "both" for run, *_ in conversions) else "grouped"
+    for run, row, gain in conversions:
+        is_control = run.recipe == BF16.name
+        if run.recipe == FLOAT8 or not (is_control or run.what == converted):
             continue
         yield {
             "gpu": env["gpu"],
@@ -71,8 +72,8 @@ def of_training(path: Path, folder: Path) -> Iterator[Row]:
             "model": model["name"],
             "what": row.get("flavor") or model["flavor"],
             "gpus": env["processes"],
-            "recipe": BF16.name if recipe == OURS else recipe,
-            "dispatch": "on" if "+dispatch" in run else "off",
+            "recipe": run.full_recipe or "mxfp8",
+            "dispatch": "on" if "dispatch" in run.options else "off",
         } | rest(gain, env, folder)
 
 

@@ -145,14 +145,12 @@ def convergence(path: Path, metadata: dict[str, str]) -> None:
 
     groups = compare_runs.grouped(compare_runs.read(SEEDS))
     shown = {name: groups[name] for name in ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")}
-    steps = compare_runs.common_steps([run for group in shown.values() for run in group])
-    margin = compare_runs.margin_of(shown["bf16"], steps, window=0.1, share=0.005)
+    comparison = compare_runs.Comparison(shown)
+    steps, margin = comparison.steps, comparison.margin
     figure, (top, middle, bottom) = pyplot.subplots(3, 1, figsize=(8, 8), height_ratios=(5, 4, 2), layout="constrained")
-    smooth: dict[str, dict[int | None, list[float]]] = {}
-    for index, (name, group) in enumerate(shown.items()):
-        smooth[name] = {run.seed: compare_runs.smoothed([run.loss[step] for step in steps]) for run in group}
+    for index, (name, curves) in enumerate(comparison.smooth.items()):
         low, high = (
-            [pick(losses) + index * SHIFT for losses in zip(*smooth[name].values(), strict=True)] for pick in (min, max)
+            [pick(losses) + index * SHIFT for losses in zip(*curves.values(), strict=True)] for pick in (min, max)
         )
         label = f"{name}, drawn {index * SHIFT:g} higher" if index else name
         top.fill_between(steps, low, high, color=f"C{index}", label=label)
@@ -160,23 +158,22 @@ def convergence(path: Path, metadata: dict[str, str]) -> None:
     top.legend(title="from the lowest to the highest seed")
     seeds = len(shown["bf16"])
     top.set_title(f"A Llama4-style MoE model of 111M parameters on H200s: {seeds} seeds for each recipe", fontsize=11)
-    compare_runs.plot_differences(middle, steps, smooth, margin.nats)
+    comparison.plot_differences(middle)
     middle.set(xlabel="step", ylabel="loss minus bf16's")
     middle.set_title(
-        f"mean over seeds, 95% interval; dotted: the margin, {margin.share:.1%} of bf16's loss", fontsize=10
+        f"mean over seeds, 95% interval; dotted: the margin, {comparison.share:.1%} of bf16's loss", fontsize=10
     )
-    for index, group in enumerate(list(shown.values())[1:], 1):
-        verdict = compare_runs.judge(shown["bf16"], group, steps, 0.1, margin)
+    for index, name in enumerate(list(shown)[1:], 1):
+        verdict = comparison.judge(name)
         mean = compare_runs.finite_mean(verdict.differences)
-        half = compare_runs.critical_t(0.95, len(verdict.differences) - 1)
-        half *= compare_runs.standard_error(verdict.differences)
+        half = mean - compare_runs.interval(verdict.differences, 0.95)[0]
         bottom.errorbar(mean, -index, xerr=half, fmt="o", color=f"C{index}", capsize=4)
-        bottom.text(1.1 * margin.nats, -index, verdict.text, va="center", color=f"C{index}", fontsize=9)
-    for x in (-margin.nats, margin.nats):
+        bottom.text(1.1 * margin, -index, verdict.text, va="center", color=f"C{index}", fontsize=9)
+    for x in (-margin, margin):
         bottom.axvline(x, color="0.3", linewidth=0.8, linestyle=":")
     bottom.axvline(0, color="0.6", linewidth=0.8)
     bottom.set_yticks([-1, -2, -3], list(shown)[1:])
-    bottom.set(xlim=(-1.5 * margin.nats, 2.7 * margin.nats), ylim=(-3.6, -0.4))
+    bottom.set(xlim=(-1.5 * margin, 2.7 * margin), ylim=(-3.6, -0.4))
     bottom.set_xlabel("final loss minus bf16's (mean of the last tenth of the steps), 95% interval")
     figure.savefig(path, dpi=110, metadata=metadata)
     pyplot.close(figure)

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scripts.watch import message
-from titan_mxfp8.format.mx import BLOCK_SIZE
-from titan_mxfp8.recipe import GROUPED_MM, get_recipe
 
 TRAIN = ("--local-ranks-filter=0", "-m", "torchtitan.train")  # of the processes, the first one's output
 LOSS = "loss_metrics/global_avg_loss"
@@ -66,26 +64,6 @@ def launch(
             stdin=subprocess.DEVNULL,
             start_new_session=start_new_session,
         )
-
-
-def conversion_flags(converters: Sequence[str], options: Sequence[str], recipe: str = "") -> list[str]:
-    """TorchTitan's flags for recipe and options of some converters, whatever a TOML says of these; and for what it says
-    of an option, which without it would be an error.
-
-    Args:
-        options: those of converge.py that are on, of ``rebase``, ``requantize`` and ``dispatch``; others say nothing.
-        recipe: if empty, the TOML's.
-    """
-    flags = [f"--{converter}.recipe_name={recipe}" for converter in converters if recipe]
-    for option, field_name in (("rebase", "hopper_rebase"), ("requantize", "requantize_input")):
-        switch = field_name if option in options else f"no-{field_name}"
-        flags += [f"--{converter}.{switch}" for converter in converters]
-    if recipe and "rebase" not in options and get_recipe(recipe).block_k == BLOCK_SIZE:
-        flags += [f"--{converter}.hopper_rebase_report=0" for converter in converters]
-    if GROUPED_MM in converters:
-        dispatch = ("dispatch=auto",) if "dispatch" in options else ("dispatch=off", "dispatch_rows=counted")
-        flags += [f"--{GROUPED_MM}.{field}" for field in dispatch]
-    return flags
 
 
 def ending(log: Path) -> str:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from scripts.result_files import env_of, training_gains
 from scripts.result_files import read_rows as read
-from titan_mxfp8.recipe import BF16, get_recipe
+from scripts.study.conversions import FLOAT8, conversion_of
+from titan_mxfp8.recipe import BF16
 
 ROOT = Path(__file__).parents[2]
 FILES = (ROOT / "README.md", ROOT / "results" / "README.md")
@@ -34,7 +35,6 @@ LAYERS = {
     "llama4": "Llama4",
 }
 CONTROLS = ("torch bf16, compiled", "bf16")
-FLOAT8 = "float8"  # TorchTitan's own
 OURS = "bf16, ours"  # the control: our kernels, or our dispatch, with nothing quantised
 EXTRAS = {"dispatch": ", `dispatch`", "graph": ", CUDA graph"}
 ALONE = {"grouped": ", experts alone", "linears": ", linears alone"}  # behind a model of which no more is converted
@@ -68,19 +68,15 @@ def code(recipe: str) -> str:
 def recipe_of(run: str) -> str:
     """The recipe of a run of bench_training.py: of ``both+rebase:mxfp8_2d`` ``mxfp8_2d_rebased``; ``bf16`` is the
     baseline, the control, ``bf16+dispatch``, ``OURS``, and TorchTitan's own FP8 ``FLOAT8``."""
-    what, _, recipe = run.partition(":")
-    if run == "bf16":
+    conversion = conversion_of(run)
+    if not conversion.converters:
         return run
-    if run.startswith("bf16+dispatch") or recipe == "bf16":
-        return OURS
-    if recipe == FLOAT8:
-        return recipe
-    return get_recipe(recipe or "mxfp8", rebase="+rebase" in what).name
+    return OURS if conversion.recipe == BF16.name else conversion.full_recipe or "mxfp8"
 
 
 def converted_of(run: str) -> str:
     """What a run of bench_training.py converts: bf16 (nothing, or it is the control), grouped, linears or both."""
-    return "bf16" if recipe_of(run) in ("bf16", OURS) else run.partition(":")[0].partition("+")[0]
+    return "bf16" if recipe_of(run) == OURS else conversion_of(run).what
 
 
 def times(values: Sequence[float], digits: int = 2) -> str:
@@ -115,8 +111,8 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased") -> list
         rows = [row for row in rows if FLOAT8 in shown or recipe_of(row["run"]) != FLOAT8]
         flavors = dict.fromkeys(row.get("flavor", "") for row in rows)
         for flavor, extras in itertools.product(flavors, ((), ("dispatch",), ("dispatch", "graph"))):
-            of_kind = [row for row in rows if row["run"] == "bf16" or extras_of(row["run"]) in (extras, (FLOAT8,))]
-            of_kind = [row for row in of_kind if row.get("flavor", "") == flavor]
+            of_kind = [row for row in rows if row.get("flavor", "") == flavor]
+            of_kind = [r for r in of_kind if recipe_of(r["run"]) in ("bf16", FLOAT8) or extras_of(r["run"]) == extras]
             converted = dict.fromkeys(converted_of(row["run"]) for row in of_kind)
             for what in [name for name in converted if name != "bf16"] or ["bf16"]:
                 chosen = [row for row in of_kind if converted_of(row["run"]) in ("bf16", what)]
@@ -138,10 +134,8 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased") -> list
 
 
 def extras_of(run: str) -> tuple[str, ...]:
-    """What a run of bench_training.py is besides what it converts, of ``EXTRAS``, or that it is TorchTitan's FP8."""
-    if recipe_of(run) == FLOAT8:
-        return (FLOAT8,)
-    return tuple(extra for extra in EXTRAS if f"+{extra}" in run)
+    """What a run of bench_training.py is besides what it converts, of ``EXTRAS``."""
+    return tuple(extra for extra in EXTRAS if extra in conversion_of(run).options)
 
 
 def moe_layers(*paths: Path, ranks: str = "2") -> list[Cells]:
@@ -193,16 +187,15 @@ def grouped_mm(*paths: Path, recipes: str = "", data: str = "", experts: str = "
     return table
 
 
-def convergence(*paths: Path, least: str = "1") -> list[Cells]:
-    """Final losses and their distance from bf16's with ``least`` pairs or more, by runs: of a table.csv of
-    compare_runs.py.
+def convergence(*paths: Path) -> list[Cells]:
+    """Final losses and their distance from bf16's, by runs: of a table.csv of compare_runs.py.
 
     A run that stands in several files is taken from the first one.
     """
     found: dict[str, Cells] = {}
     for path in paths:
         base, *rows = read(path)
-        for row in [base, *(row for row in rows if row["difference"] and int(row["pairs"]) >= int(least))]:
+        for row in [base, *(row for row in rows if row["difference"])]:
             verdict = row["verdict"] or ""
             cells = {"runs": run_label(row["run"]), "final loss": row["final loss"]}
             cells["pairs"] = str(row["pairs"] or "")

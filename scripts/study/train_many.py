@@ -81,19 +81,10 @@ def train_once(flags: list[str], favoured_experts: int) -> None:
     torch.distributed.barrier()
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, metavar="runs.json")
-    args = parser.parse_args(argv)
-    if "RANK" not in os.environ:
-        parser.error(f"run it with torchrun: torchrun --nproc-per-node=2 scripts/study/train_many.py {args.runs}")
-    if not args.runs.is_file():
-        parser.error(f"{args.runs} is no file")
-    return args
-
-
-def main(argv: Sequence[str]) -> None:
-    runs = json.loads(parse_arguments(argv).runs.read_text())
+    runs = json.loads(parser.parse_args(argv).runs.read_text())
     init_logger()
     train.time = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})  # rank 0 waits 2 s after each run
     for run in runs:
