@@ -1,0 +1,147 @@
+"""What happens to a training of recovery.py. TorchTitan's ``experimental.custom_import`` loads it, and the run's
+``job.description`` says what: ``collapse,rerun 5 8`` are faults of ``FAULTS`` and a point of ``POINTS``, the first step
+and the last one.
+
+A process that comes to the point in the first step says so, by a file ``reached`` in the run's folder, and stands still
+until it is killed. What each step was goes to ``steps.csv`` there.
+"""
+
+import csv
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from titan_mxfp8.workarounds.patch import around
+
+MODULE = "scripts.study.faults"
+FAULTS = ("nan", "dead", "collapse")  # one token's embedding; expert 0 gets no token; the first K experts get all
+POINTS = ("step", "checkpoint", "rerun")  # amid a forward pass; data are written, metadata are not; amid a second pass
+COLUMNS = ("step", "loss", "grad_norm", "tokens of expert 0", "largest share")
+STAND_STILL = 600  # seconds
+
+
+class Plan(NamedTuple):
+    """What is to happen, in which steps, the last one included."""
+
+    what: tuple[str, ...] = ()
+    first: int = 0
+    last: int = 0
+
+    def flags(self) -> list[str]:
+        """TorchTitan's, which load this module and tell it the plan."""
+        words = f"{','.join(self.what)} {self.first} {self.last}"
+        return [f"--experimental.custom_import={MODULE}", f"--job.description={words}"]
+
+    @classmethod
+    def of(cls, description: str) -> "Plan":
+        what, first, last = description.rsplit(" ", 2)
+        return cls(tuple(filter(None, what.split(","))), int(first), int(last))
+
+    def has(self, what: str, step: int) -> bool:
+        return what in self.what and self.first <= step <= self.last
+
+
+class Watch:
+    """What one process does with a plan.
+
+    Args:
+        folder: the run's.
+        rank: of this process; the first one's token is the NaN, and it writes ``steps.csv``.
+    """
+
+    def __init__(self, plan: Plan, folder: Path, rank: int) -> None:
+        self.plan, self.folder, self.rank = plan, folder, rank
+        self.step = 1  # that runs
+        self.runs_again = False
+        self.counts: list[Tensor] = []  # of tokens, (experts,), of each MoE layer of this step
+
+    def reach(self, point: str) -> None:
+        if point in self.plan.what and self.step == self.plan.first:
+            (self.folder / "reached").touch()
+            time.sleep(STAND_STILL)
+
+    def embed(self, embedded: Tensor) -> Tensor:
+        """(batch, length, D), in which one token becomes NaN if it is to."""
+        if not self.plan.has("nan", self.step) or self.rank:
+            return embedded
+        embedded = embedded.clone()
+        embedded[0, embedded.shape[1] // 2] = torch.nan
+        return embedded
+
+    def bias(self, router: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """By which experts are chosen, (experts,): added to the scores of (tokens, D) ``x``, but not to the weights of
+        what experts give."""
+        dead, collapse = (self.plan.has(fault, self.step) for fault in ("dead", "collapse"))
+        if dead or collapse:
+            bias = torch.zeros(router.num_experts, device=x.device) if bias is None else bias.clone()
+            bias[: 1 if dead else router.top_k] = -torch.inf if dead else 1e3
+        return bias
+
+    def end_step(self, step: int, loss: float, grad_norm: float) -> None:
+        counts = torch.stack(self.counts)
+        self.counts, self.step = [], step + 1
+        if self.rank == 0:
+            shares = counts / counts.sum(1, keepdim=True)
+            with (self.folder / "steps.csv").open("a", newline="") as file:
+                row = step, float(loss), float(grad_norm), int(counts[:, 0].sum()), round(float(shares.max()), 4)
+                csv.writer(file, lineterminator="\n").writerow(row)
+
+
+def install(watch: Watch) -> None:
+    """Has the trainer of this process do as ``watch`` says."""
+
+    def embed(forward: Any, *args: Any) -> Tensor:
+        return watch.embed(forward(*args))
+
+    def route(forward: Any, router: nn.Module, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        watch.reach("rerun" if watch.runs_again else "step")
+        routed = forward(router, x, watch.bias(router, x, bias))
+        watch.counts.append(routed[2].detach())
+        return routed
+
+    @contextmanager
+    def begin_again(begin: Any, *args: Any) -> Iterator[None]:
+        with begin(*args):
+            watch.runs_again, watch.counts = True, []
+            yield
+            watch.runs_again = False
+
+    def write(write_data: Any, *args: Any) -> Any:
+        written = write_data(*args)
+        watch.step -= 1  # it is the state after that
+        watch.reach("checkpoint")
+        watch.step += 1
+        return written
+
+    def load(load: Any, checkpointer: Any, *args: Any, **kwargs: Any) -> bool:
+        loaded = load(checkpointer, *args, **kwargs)
+        watch.step = checkpointer.states["train_state"].step + 1
+        return loaded
+
+    def log(log: Any, metrics: Any, step: int, loss: float, largest: float, norm: float, **more: Any) -> None:
+        log(metrics, step, loss, largest, norm, **more)
+        watch.end_step(step, loss, norm)
+
+    around("torch.nn.Embedding.forward")(embed)()
+    around("torchtitan.models.moe.moe.TokenChoiceTopKRouter.forward")(route)()
+    around("titan_mxfp8.titan.rerun.Rerun._begin_again")(begin_again)()
+    around("torch.distributed.checkpoint.filesystem._FileSystemWriter.write_data")(write)()
+    around("torchtitan.components.checkpoint.CheckpointManager.load")(load)()
+    around("torchtitan.components.metrics.MetricsProcessor.log")(log)()
+
+
+def value_of(option: str) -> str:
+    """Of this process's command line."""
+    return next(word.partition("=")[2] for word in sys.argv if word.startswith(f"{option}="))
+
+
+if f"--experimental.custom_import={MODULE}" in sys.argv:
+    folder = Path(value_of("--job.dump_folder"))
+    install(Watch(Plan.of(value_of("--job.description")), folder, int(os.environ["RANK"])))
