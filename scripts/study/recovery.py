@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -34,7 +35,10 @@ from scripts.study.faults import COLUMNS, Plan
 from scripts.study.runs import ending, split_flags
 from scripts.study.starter import Starter
 
-KINDS = {"bf16": ["--model.converters="], "MXFP8": ["--quantize.grouped_mm.mx.dispatch_rows=bounded"]}
+KINDS = {
+    "bf16": ["--model.converters="],
+    "MXFP8": ["--quantize.grouped_mm.mx.dispatch_rows=bounded", "--quantize.health_every=4"],
+}
 STEPS, EVERY = 8, 2  # of a run, and between its checkpoints
 FAULT = 5  # the step with a fault, or that is killed: the last checkpoint is of the one before
 REVIVED = 4  # steps after those in which an expert got nothing
@@ -107,11 +111,13 @@ class Study:
         own += ["--metrics.disable_color_printing", "--checkpoint.enable", f"--checkpoint.interval={EVERY}"]
         process = self.starter.start([*own, *KINDS[self.kind], *flags, *self.args.flags], log)
         deadline = time.monotonic() + TIMEOUT + self.args.dead
-        while process.poll() is None and not (killed and reached.exists()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        ended = process.poll() is not None
-        if not ended:
-            kill(process)
+        try:
+            while process.poll() is None and not (killed and reached.exists()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        finally:  # Ctrl-C too
+            ended = process.poll() is not None
+            if not ended:
+                kill(process)
         if ended == killed or (ended and process.returncode):
             raise ValueError(f"run {folder.name} {'failed' if ended else 'got nowhere'}, {ending(log)}")
         say(f"{folder.name}, {log.name}: {'killed' if killed else 'ended'}")
@@ -169,7 +175,7 @@ class Study:
 
     def fault(self, case: str, done: str, run: Steps, log: str, of_bf16: dict[str, Steps]) -> None:
         """The row of a run with a fault, which says what the run did and is compared with bf16's."""
-        pattern = {"nan": "loss: +nan", "collapse": "runs again", "dead": "(?:no|without) tokens?"}[case]
+        pattern = {"nan": "loss: +nan", "collapse": "runs again", "dead": "got no tokens"}[case]
         self.row(case, done, described(run), line_of(log, pattern), run, "bf16 with the same fault", of_bf16.get(case))
         if self.kind == "bf16":
             of_bf16[case] = run
@@ -190,10 +196,9 @@ def described(run: Steps) -> str:
 
 
 def span(steps: Iterable[int]) -> str:
-    """``5 to 8`` of those without a gap between, else all of them."""
-    steps = list(steps)
-    whole = steps == list(range(steps[0], steps[-1] + 1)) and len(steps) > 1
-    return f"{steps[0]} to {steps[-1]}" if whole else ", ".join(map(str, steps))
+    """``5 to 8, 10`` of 5, 6, 7, 8, 10."""
+    runs = [[step for _, step in run] for _, run in groupby(enumerate(steps), lambda item: item[1] - item[0])]
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def main(argv: Sequence[str]) -> None:
