@@ -172,7 +172,7 @@ class Transport:
         return movements(handle.offs.device).find_sources(handle.destinations, handle.scores.shape[0])
 
     def copies_of(self, received: list[Tensor], handle: DispatchHandle) -> list[Tensor]:
-        """Of what ``dispatch`` returned one row for each copy that arrived, (N, B_i), of a copy without rows anything."""
+        """Of what ``dispatch`` returned one row of each copy, (N, B_i); of a copy that has none, anything."""
         rows = handle.destinations.amax(1).clamp(min=0)
         copies = [tensor.new_empty((rows.shape[0], tensor.shape[1])) for tensor in received]
         if handle.scores.shape[0]:  # else there is no row to read
