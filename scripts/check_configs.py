@@ -41,7 +41,7 @@ def predicted(report: Report) -> str:
         unknown = f"what the dispatch gains besides was not measured for {report.model} on {gpu}"
         return f"{own:.2f} times bf16's speed {by_format}; {unknown}; {left_out}"
     both = times([own * gain for gain in gains])
-    by_dispatch = f"{times(gains)} by the dispatch, as measured in bf16 on models of 4 layers"
+    by_dispatch = f"{times(gains)} by the dispatch, as measured in bf16 on models of 2 to 7 layers"
     return f"{both} times bf16's speed: {own:.2f} {by_format}, times {by_dispatch}; {left_out}"
 
 

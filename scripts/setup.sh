@@ -39,6 +39,10 @@ case ${TITAN:-0.2} in
         fits="import torch; assert torch.__version__ >= (2, 13)" ;;
     *) echo "setup: TITAN is 0.2 or 0.3, not '$TITAN'" >&2; exit 2 ;;
 esac
+case ${EXTRA:-} in
+    '' | hf) ;;
+    *) echo "setup: EXTRA is hf or nothing, not '$EXTRA'" >&2; exit 2 ;;
+esac
 has_gpu() { command -v nvidia-smi > /dev/null 2>&1 || command -v rocminfo > /dev/null 2>&1; }
 
 build=cpu
@@ -89,13 +93,9 @@ if [ -z "${PYTHON:-}" ] && [ ! -e "$stamp" ]; then
             exit 1
         fi
     fi
-    install "2 of 2, TorchTitan and what it and the tests need" -e ".[$extras]"
-    touch "$stamp"
+    install "2 of 2, TorchTitan and what it and the tests need" -e ".[$extras${EXTRA:+,$EXTRA}]"
+    touch "$stamp" ${EXTRA:+"$stamp-$EXTRA"}
 fi
-case ${EXTRA:-} in
-    '' | hf) ;;
-    *) echo "setup: EXTRA is hf or nothing, not '$EXTRA'" >&2; exit 2 ;;
-esac
 if [ -z "${PYTHON:-}" ] && [ -n "${EXTRA:-}" ] && [ ! -e "$stamp-$EXTRA" ]; then
     install "the extra $EXTRA" -e ".[$EXTRA]"
     touch "$stamp-$EXTRA"

@@ -5,12 +5,19 @@ import importlib.util
 import sys
 import time
 
+import datasets.distributed  # noqa: F401
 import tensorboard  # noqa: F401
+import torch.distributed.pipelining
 import torch.utils.tensorboard  # noqa: F401
+import torchdata.stateful_dataloader  # noqa: F401
+import torchtitan.train  # noqa: F401
+import tyro
 from torchtitan.config import ConfigManager
 
 if importlib.util.find_spec("torchtitan.trainer") is None:
     import wandb  # noqa: F401
+
+tyro._docstrings.get_field_docstring = lambda cls, name, markers: None  # as in conftest.py
 
 
 def begin(arguments: list[str]) -> None:

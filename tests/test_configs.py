@@ -322,7 +322,8 @@ def test_the_script_reports_each_config_and_fails_if_one_does(
         wrong.append(tmp_path / f"{name}.toml")
         assert right.count(old) == 1
         wrong[-1].write_text(right.replace(old, new))
-    good, bad = "train_configs/llama4_17bx16e_64x4.toml", "train_configs/llama4_17bx128e_8x8.toml"
+    good, bad = "train_configs/llama4_17bx16e_2layers_1x4.toml", tmp_path / "too_large.toml"
+    bad.write_text(TOMLS[Path(good).stem].read_text().replace("local_batch_size = 4", "local_batch_size = 64"))
     configs = [TOMLS["debug_llama4"], *wrong, good, bad]
     flags = ["--cluster.gpu=H200", "--activation_checkpoint.mode=full"]
     monkeypatch.setattr(sys, "argv", ["check_configs.py", *map(str, configs), *flags])
@@ -333,7 +334,7 @@ def test_the_script_reports_each_config_and_fails_if_one_does(
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert f"ok   {good}" in lines
-    assert "  mesh       fsdp 256, ep 16, efsdp 16" in lines
+    assert "  mesh       fsdp 4, ep 4" in lines
     assert any(line.startswith(f"FAIL {bad}: does not fit") for line in lines)
     for name, (_, _, message) in WRONG.items():
         (failure,) = (line for line in lines if line.startswith(f"FAIL {tmp_path}/{name}.toml: "))

@@ -106,13 +106,13 @@ LONG = ("--training.steps=200", "--checkpoint.enable", "--checkpoint.interval=2"
 
 @pytest.fixture(scope="module")
 def killed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """A run one of whose two ranks was killed after step 5, and the seconds that it went on. Its MoE layers send
+    """A run one of whose two ranks was killed after step 3, and the seconds that it went on. Its MoE layers send
     tokens themselves: the other rank waits in one of them, or for gradients."""
     out = tmp_path_factory.mktemp("killed")
     process = start(
         out, "llama4", *LONG, "--quantize.grouped_mm.mx.dispatch=collective", layout="FSDP 2 + EP 2", torchrun=True
     )
-    wait_until(process, lambda: "step:  5" in (out / "log").read_text())
+    wait_until(process, lambda: "step:  3" in (out / "log").read_text())
     os.kill(pid_of_rank_1(process), signal.SIGKILL)
     killed = time.monotonic()
     assert process.wait(120) != 0
@@ -147,7 +147,7 @@ def test_the_last_checkpoint_of_a_killed_job_is_whole(killed_run: tuple[Path, fl
     out, _ = killed_run
     shutil.copytree(out / "checkpoint", tmp_path / "checkpoint")
     saved = sorted(int(path.parent.name.removeprefix("step-")) for path in tmp_path.rglob(".metadata"))
-    assert saved[-1] >= 4
+    assert saved[-1] >= 2
     torn = tmp_path / "checkpoint" / f"step-{saved[-1] + 2}"  # as a kill in the middle of a save leaves it
     torn.mkdir(exist_ok=True)
     shutil.copy(tmp_path / "checkpoint" / f"step-{saved[-1]}" / "__0_0.distcp", torn)

@@ -351,7 +351,7 @@ def health_of(out: Path) -> dict[str, dict[int, float]]:
 @pytest.mark.integration
 def test_every_rank_adds_to_the_health_that_is_logged_every_n_steps(tmp_path: Path) -> None:
     """Each rank has other experts in one run, and other layers in the other, where rank 1 is the one that logs."""
-    flags = ("--training.steps=3", "--training.seq_len=128", "--quantize.health_every=2")
+    flags = ("--training.steps=2", "--training.seq_len=128", "--quantize.health_every=2")
     recompute = "--activation_checkpoint.mode=full"
     training.train(tmp_path / "ep", "llama4", *flags, recompute, layout="FSDP 2 + EP 2")
     training.train(tmp_path / "pp", "llama4", *flags, layout="PP 2")

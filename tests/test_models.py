@@ -281,4 +281,5 @@ def test_experts_ignore_rows_past_the_last_expert(kind: str) -> None:
 @cpu_only
 @pytest.mark.parametrize("modes", daily(["", "op full"], ""))
 def test_compiled_and_parallel_models_equal_the_plain_ones(tmp_path: Path, modes: str) -> None:
+    """Each time the experts of gpt_oss; compiled ones are in test_plugin_moe.py too."""
     processes.check(2, "parallel_models.py", *modes.split(), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))

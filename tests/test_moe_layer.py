@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from poison import poisoned_empty
+from tiers import daily
 from torch.utils.flop_counter import FlopCounterMode
 from watch import saved_tensors
 
@@ -396,6 +397,6 @@ def run_ranks(ranks: int, *args: str) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", daily([2, 4], 4))
 def test_several_processes_agree_with_one(ranks: int) -> None:
     run_ranks(ranks)

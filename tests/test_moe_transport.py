@@ -7,6 +7,7 @@ import processes
 import pytest
 import torch
 from moe_cases import CASES, Case, capacities, check_against_one_process, tokens_of
+from tiers import daily
 
 from titan_mxfp8.moe import choose, symmetric
 from titan_mxfp8.moe.bounds import bound, factor_of
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", daily([2, 4], 4))
 def test_several_processes(ranks: int):
     processes.check(ranks, "parallel_moe.py")
 

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import daily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from watch import saved_tensors
@@ -430,7 +431,9 @@ def test_autocast_casts_the_inputs_and_not_the_accumulation() -> None:
         mxfp8_linear(x, w, b)
 
 
-@pytest.mark.parametrize("recipe", CANONICAL)
+@pytest.mark.parametrize(
+    "recipe", daily(CANONICAL, "mxfp8_floor", "mxfp8_2d_rebased", "mxfp8_e5m2_grad", "mxfp8_wgrad_bf16_rebased")
+)
 def test_compile_fullgraph_without_recompilation(recipe: str) -> None:
     """Forward and backward equal eager's, and a new token count compiles nothing."""
 
@@ -476,13 +479,13 @@ def test_compile_of_requantised_inputs() -> None:
 
 
 def test_custom_ops_meet_their_fakes() -> None:
-    """Of every operand of every recipe on the reference backend."""
+    """Of operands of all kinds on the reference backend."""
     x, w, offs = torch.randn(70, K), torch.randn(E, N, K), make_offs(group_sizes("zipf", 66, E))
     dy = torch.randn(70, N)
     # without test_schema, which multiplies every output by 1 to find aliases: not implemented for FP8
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     opcheck = partial(torch.library.opcheck, test_utils=tests)
-    for name in ("mxfp8_2d", "mxfp8_e5m2_grad_rebased", "mxfp8_2d_rebased"):  # rows of mxfp8 are those of mxfp8_2d
+    for name in ("mxfp8_2d", "mxfp8_e5m2_grad_rebased"):  # rows of mxfp8 are those of mxfp8_2d
         x_spec, dy_spec, w_spec = (spec.key for spec in specs(RECIPES[name]))
         opcheck(library.quantize.overload, (x, 1, x_spec, None, "auto"))
         for given in (offs, None):

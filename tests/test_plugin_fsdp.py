@@ -21,8 +21,8 @@ from titan_mxfp8.titan.fsdp import why_fsdp
 @pytest.mark.integration
 @cpu_only
 def test_experts_out_of_fsdp_train_and_are_saved_as_those_in_it(tmp_path: Path) -> None:
-    """Losses, norms and gradients to the last digit; checkpoints with Adam's states among 2 ranks, whoever wrote
-    them."""
+    """Losses, norms and gradients to the last digit; checkpoints with Adam's states among 2 ranks, each way read by the
+    other."""
     processes.check(2, "parallel_fsdp.py", tmp_path)
 
 

@@ -72,7 +72,7 @@ def test_setup_takes_a_ptxas_that_makes_faster_code(
 
 @pytest.mark.parametrize("inherited", [True, False])
 @pytest.mark.parametrize(
-    ("titan", "venv", "extras"), [("0.2", ".venv", "train,test"), ("0.3", ".venv03", "train03,test")]
+    ("titan", "venv", "extras"), [("0.2", ".venv", "train,test,hf"), ("0.3", ".venv03", "train03,test,hf")]
 )
 def test_setup_installs_torch_where_the_new_environment_lacks_that_of_python3(
     titan: str, venv: str, extras: str, inherited: bool, tmp_path: Path
@@ -85,7 +85,7 @@ echo 'echo "$@" >> calls; [ "$1" = -c ] && exit {int(not inherited)}; exit 0' > 
 chmod +x {venv}/bin/python
 echo "$@" >> calls"""
     programs(tmp_path, {"bin/python3": made})
-    result = set_up(tmp_path, TORCH="torch==2.13.0", TITAN=titan)
+    result = set_up(tmp_path, TORCH="torch==2.13.0", TITAN=titan, EXTRA="hf")
     assert result.returncode == 0, result.stderr
     made, _, *installs = (tmp_path / "calls").read_text().splitlines()
     assert made == f"-m venv --system-site-packages {venv}"

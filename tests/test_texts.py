@@ -27,7 +27,7 @@ from titan_mxfp8.plugin.converters import GroupedMMConverter
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-RANGE = r"(DeepSeek-V3|Llama4) (\d\.\d\d)(?: to (\d\.\d\d))?"
+RANGE = r"(DeepSeek-V3|Llama4|Qwen3-30B-A3B) (\d\.\d\d)(?: to (\d\.\d\d))?"
 COMMANDS = sorted(set(re.findall(r"\./scripts/[\w./]+|python scripts/[\w./]+|python -m titan_mxfp8[\w.]*", README)))
 
 
@@ -145,6 +145,11 @@ def cells_of(table: str) -> list[dict[str, str]]:
     return [dict(zip(heads, line, strict=True)) for line in lines]
 
 
+def name_of(line: dict[str, str]) -> str:
+    """A model's, without its size behind a space and the number of its layers."""
+    return re.split("[ ,]", line["model"])[0]
+
+
 def test_what_the_readme_recommends_is_what_was_measured() -> None:
     """Its first table says what training with ``dispatch`` gains, with TorchTitan 0.2.2 and without CUDA graphs: by GPU
     and model the range of the medians of the newest folder in the table end to end, for the recipe and the control."""
@@ -159,11 +164,9 @@ def test_what_the_readme_recommends_is_what_was_measured() -> None:
         for text, column in ((control, tables.OURS), (own, row["recipe"])):
             found: dict[str, list[str]] = {}
             here = [line for line in measured if line[column] and line["GPUs"].split()[1] == row["GPU"].split()[1]]
-            newest = {
-                line["model"].split()[0]: line["folder"] for line in sorted(here, key=lambda line: line["folder"])
-            }
+            newest = {name_of(line): line["folder"] for line in sorted(here, key=lambda line: line["folder"])}
             for line in here:
-                if line["folder"] == newest[model := line["model"].split()[0]]:
+                if line["folder"] == newest[model := name_of(line)]:
                     found.setdefault(model, []).append(line[column].split()[0])
             said = {model: (low, high or low) for model, low, high in re.findall(RANGE, text)}
             assert said == {model: (min(values), max(values)) for model, values in found.items()}, (row["GPU"], column)
@@ -248,8 +251,8 @@ def test_a_range_is_that_of_repeats_and_a_missing_row_is_taken_from_the_next_fil
     assert (sent["memory"], sent["runs"]) == ("0.88 to 0.90", "2 to 3")
     found = tables.end_to_end(ROOT / "results/2026-11-21_2xh200_training/table.csv", recipes="mxfp8,mxfp8_2d_rebased")
     assert [(row["model"], row["`mxfp8`"], row["`mxfp8_2d_rebased`"], row["memory"]) for row in found] == [
-        ("", "0.96", "1.08", "1.01 to 1.06"),
-        (", experts alone", "0.98", "", "1.02"),
-        (", linears alone", "0.96", "", "1.05"),
+        ("Llama4 17Bx16E, 2 layers", "0.96", "1.08", "1.01 to 1.06"),
+        ("Llama4 17Bx16E, 2 layers, experts alone", "0.98", "", "1.02"),
+        ("Llama4 17Bx16E, 2 layers, linears alone", "0.96", "", "1.05"),
     ]
     assert tables.render([{"a": "1", "b": ""}, {"a": "", "c": "2"}]) == "| a | c |\n|---|---|\n| 1 | |\n| | 2 |\n"

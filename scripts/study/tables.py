@@ -10,6 +10,7 @@ import argparse
 import itertools
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ MARKER = re.compile(r"<!-- table: (.+?) -->\n((?:\|.*\n)*)")
 MODELS = {f"16B_{layers}layers": f"DeepSeek-V3 16B, {layers} layers" for layers in (4, 7)}
 MODELS |= {f"deepseek_v3_{flavor.lower()}": f"{model}, TorchTitan 0.3" for flavor, model in MODELS.items()}
 MODELS |= {f"17bx16e_{layers}layers": f"Llama4 17Bx16E, {layers} layers" for layers in (2, 4)}
+MODELS |= {f"30B-A3B_{layers}layers": f"Qwen3-30B-A3B, {layers} layers" for layers in (4, 7)}
 # By N, K of a grouped GEMM; by name of a layer.
 SHAPES = {("8192", "5120"): "Llama4", ("2048", "7168"): "DeepSeek-V3", ("1408", "2048"): "DeepSeek-V3 16B"}
 LAYERS = {
@@ -31,6 +33,7 @@ LAYERS = {
     "dsv3_8": "DeepSeek-V3",
     "llama4_8": "Llama4",
     "dsv3_16b": "DeepSeek-V3 16B",
+    "dsv3_16b_routed": "DeepSeek-V3 16B",
     "qwen3_30b": "Qwen3-30B-A3B",
     "llama4": "Llama4",
 }
@@ -101,15 +104,18 @@ def render(rows: Sequence[Cells]) -> str:
     return "".join([head, f"|{'---|' * len(columns)}\n", *body])
 
 
-def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased") -> list[Cells]:
+def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", layers: str = "any") -> list[Cells]:
     """Tokens/s of training times bf16's with their range over repeats, and memory, of table.csv of bench_training.py: a
     row for each flavor and what was converted, one for runs with ``dispatch``, which has their control in a column, and
-    one for those that are a CUDA graph. TorchTitan's FP8, where ``recipes`` names it, has a column in each."""
+    one for those that are a CUDA graph. TorchTitan's FP8, where ``recipes`` names it, has a column in each.
+    With ``layers`` of ``most`` each file's flavors with fewer layers than another one's are left out."""
     table, shown = [], [OURS, *recipes.split(",")]
     for path in paths:
         rows = [row for row in read(path) if row.get("x") != ""]  # of those that bench_training.py refused, nothing
         rows = [row for row in rows if FLOAT8 in shown or recipe_of(row["run"]) != FLOAT8]
         flavors = dict.fromkeys(row.get("flavor", "") for row in rows)
+        if layers == "most":
+            flavors = {re.sub(r"\d+layers", "", name): name for name in sorted(flavors)}.values()
         for flavor, extras in itertools.product(flavors, ((), ("dispatch",), ("dispatch", "graph"))):
             of_kind = [row for row in rows if row.get("flavor", "") == flavor]
             of_kind = [r for r in of_kind if recipe_of(r["run"]) in ("bf16", FLOAT8) or extras_of(r["run"]) == extras]
@@ -120,7 +126,8 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased") -> list
                 gains = {recipe_of(row["run"]): gain for row, gain in training_gains(chosen)}
                 if "bf16" not in gains or not gains.keys() - {"bf16", FLOAT8}:
                     continue
-                model = MODELS.get(flavor, flavor) + ALONE.get(what, "") + "".join(EXTRAS[extra] for extra in extras)
+                name = flavor_of(chosen[0], env_of(path))
+                model = MODELS.get(name, name) + ALONE.get(what, "") + "".join(EXTRAS[extra] for extra in extras)
                 cells = {"model": model, "GPUs": gpus_of(path)}
                 for recipe in shown:
                     spread = between(by_recipe.get(recipe, {}).get("x, range") or "")
@@ -131,6 +138,12 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased") -> list
                 cells["runs"] = " to ".join(map(str, sorted({min(repeats), max(repeats)})))
                 table.append(cells | {"folder": f"`{folder_of(path)}`"})
     return table
+
+
+def flavor_of(row: Row, env: Row) -> str:
+    """The flavor of a row of bench_training.py: its own, or that of the config that ``env`` names."""
+    config = env.get("config")
+    return row.get("flavor") or (tomllib.loads((ROOT / config).read_text())["model"]["flavor"] if config else "")
 
 
 def extras_of(run: str) -> tuple[str, ...]:
@@ -153,6 +166,23 @@ def moe_layers(*paths: Path, ranks: str = "2") -> list[Cells]:
             column = code(recipe) + (", `dispatch` off" if how == ["off"] else "")
             cells[column] = cells.get(column) or f"{float(row['x']):.2f}"
     return list(found.values())
+
+
+def beside_peer(*paths: Path, peer: str = "sonicmoe") -> list[Cells]:
+    """MoE layers of bench_moe_layer.py on one GPU: speed times a peer's, and the peak of memory."""
+    table = []
+    for path in paths:
+        layers: dict[str, dict[str, Row]] = {}
+        for row in read(path):
+            layers.setdefault(row["layer"], {})[row["way"].split()[0]] = row
+        for layer, ways in layers.items():
+            cells = {"layer": LAYERS.get(layer, layer), "GPU": gpu_of(path)}
+            for way, row in ways.items():
+                x, gib = float(ways[peer]["p50_us"]) / float(row["p50_us"]), float(row["peak_gib"])
+                name = {"torchtitan": "TorchTitan", "sonicmoe": "SonicMoE"}.get(way) or code(way)
+                cells[name] = f"{x:.2f}; {gib:.1f} GiB"
+            table.append(cells)
+    return table
 
 
 def grouped_mm(*paths: Path, recipes: str = "", data: str = "", experts: str = "") -> list[Cells]:
@@ -217,7 +247,7 @@ def run_label(name: str) -> str:
 
 
 KINDS: dict[str, Callable[..., list[Cells]]] = {
-    function.__name__: function for function in (end_to_end, moe_layers, grouped_mm, convergence)
+    function.__name__: function for function in (end_to_end, moe_layers, beside_peer, grouped_mm, convergence)
 }
 
 

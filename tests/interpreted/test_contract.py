@@ -39,7 +39,14 @@ def sm_90(monkeypatch) -> None:
     monkeypatch.setattr(convert, "cuda_capability_geq", lambda *capability: True)
 
 
-@pytest.mark.parametrize("case", [case for case in contract.CASES if case != "large"])
+GROUP_SIZES = [case for case in contract.CASES if case != "large"]
+
+
+@pytest.mark.parametrize(
+    "hardware, case",
+    daily(product(VARIANTS, GROUP_SIZES), "scaled", *product(["bf16_tma", "bf16"], ["ragged", "no offs", "no rows"])),
+    indirect=["hardware"],
+)
 def test_group_sizes(case: str, hardware: Hardware) -> None:
     few_tiles = {"n": 64, "k": 64} if case == "48 experts" else {}  # of many experts: the other cases have tails
     check_gemms(triton, triton.plan(get_recipe("mxfp8"), hardware), case, **few_tiles)

@@ -88,8 +88,10 @@ def test_empty(shape: tuple[int, ...]):
         check_quantize_both(triton, x, spec, spec)
 
 
-@pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("rows, groups", daily([(300, 5), (77, 48)], 77))
+RAGGED = [(rows, groups, spread) for rows, groups in ((77, 48), (300, 5)) for spread in SPREADS]
+
+
+@pytest.mark.parametrize("rows, groups, spread", daily(RAGGED, (77, 48, "empties"), (77, 48, "zipf")))
 def test_ragged(rows: int, groups: int, spread: str):
     """All rows in groups, and a tail of 45 that belongs to none."""
     x = wild((rows, 72), BF16)
