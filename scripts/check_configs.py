@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-from scripts.bench.passes import FSDP_COPIES, committed_rates, step_of, step_speedup
+from scripts.bench.passes import FSDP_COPIES, committed_rates, step_speedup
 from scripts.result_files import format_table, read_rows
 from scripts.study.tables import times
 from titan_mxfp8.recipe import BF16
@@ -31,7 +31,7 @@ def predicted(report: Report) -> str:
     rates = committed_rates(ROOT / "results", gpu)
     if rates is None:
         return f"not known: no committed result has rates that were measured on {gpu}"
-    ceilings, own = (step_speedup(step_of(report), gpu, each) for each in rates)
+    ceilings, own = (step_speedup(report, gpu, each) for each in rates)
     left_out = "communication and the host are left out"
     by_format = f"by the number format with our kernels' rates ({ceilings:.2f} with the {gpu}'s highest)"
     if not report.dispatching:

@@ -16,34 +16,35 @@ class ProseParser(HTMLParser):
         super().__init__()
         self.paragraphs: list[str] = []
         self._pieces: list[str] = []
-        self._hidden: tuple[str, int] | None = None  # tag being skipped, and how many of that tag are open
-        self._main: tuple[str, int] | None = None  # same for the element with role="main"
+        # The open tags named as the element that is skipped, and as the one with role="main", these included.
+        self._hidden: list[str] = []
+        self._main: list[str] = []
         self._done = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if self._hidden:
-            self._hidden = reopen(self._hidden, tag)
+            self._hidden += [tag] * (tag == self._hidden[0])
             return
         attributes = dict(attrs)
         if tag in BLOCK_TAGS:
             self.flush()
         if is_hidden(tag, attributes):
-            self._hidden = None if tag in VOID_TAGS else (tag, 1)
+            self._hidden = [tag] * (tag not in VOID_TAGS)
         elif attributes.get("role") == "main":
             self.paragraphs.clear()
-            self._main = (tag, 1)
+            self._main = [tag]
         elif self._main:
-            self._main = reopen(self._main, tag)
+            self._main += [tag] * (tag == self._main[0])
 
     def handle_endtag(self, tag: str) -> None:
         if self._hidden:
-            self._hidden = reclose(self._hidden, tag)
+            del self._hidden[len(self._hidden) - (tag == self._hidden[0]) :]
             return
         if tag in BLOCK_TAGS:
             self.flush()
-        if self._main:
-            self._main = reclose(self._main, tag)
-            self._done = self._done or self._main is None
+        if self._main and tag == self._main[0]:
+            self._main.pop()
+            self._done |= not self._main
 
     def handle_data(self, data: str) -> None:
         if not self._hidden and not self._done:
@@ -55,15 +56,6 @@ class ProseParser(HTMLParser):
         self._pieces.clear()
         if is_prose(text):
             self.paragraphs.append(text)
-
-
-def reopen(element: tuple[str, int], tag: str) -> tuple[str, int]:
-    return (element[0], element[1] + (tag == element[0]))
-
-
-def reclose(element: tuple[str, int], tag: str) -> tuple[str, int] | None:
-    depth = element[1] - (tag == element[0])
-    return (element[0], depth) if depth else None
 
 
 def is_hidden(tag: str, attributes: dict[str, str | None]) -> bool:

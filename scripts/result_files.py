@@ -81,6 +81,11 @@ def env_of(path: Path) -> dict[str, str]:
     return next((json.loads((path.parent / name).read_text()) for name in names if (path.parent / name).is_file()), {})
 
 
+def gpu_of(env: Mapping[str, str]) -> str:
+    """Its short name: ``H100`` of NVIDIA H100 80GB HBM3; empty where there was none."""
+    return env.get("gpu", "").removeprefix("NVIDIA ").partition(" ")[0]
+
+
 SPEED = "tokens/s (median, per GPU)"  # of a row of scripts/bench/bench_training.py's table.csv
 
 

@@ -229,22 +229,26 @@ def test_bench_training_tells_the_time_of_a_layer_from_that_of_the_rest() -> Non
         ("m_4layers", "both"): 26,
     }
     bench = {key: run(key[1], us) for key, us in speeds.items()} | {("m_4layers", "linears"): run("linears", 28)}
-    assert [row["x"] for row in bench_training.table(bench, 1, 1)] == [1.0, 1.111, 1.0, 1.154, 1.071]
+
+    def of(runs: dict[tuple[str, str], bench_training.Measured], *flags: str) -> bench_training.Bench:
+        return bench_training.Bench(bench_training.parse_arguments(["--warmup", "1", "--ngpu", "1", *flags]), runs)
+
+    assert [row["x"] for row in of(bench).table()] == [1.0, 1.111, 1.0, 1.154, 1.071]
     expected = [
         {"model": "m", "run": "bf16", "us per token and layer": 5.0, "x": 1.0},
         {"model": "m", "run": "both", "us per token and layer": 4.0, "x": 1.25},
     ]
-    assert bench_training.layer_table(bench, 1) == expected
+    assert of(bench).layer_table() == expected
     others = {("other_8layers", "bf16"): run("bf16", 90), ("m", "bf16"): run("bf16", 9)}
-    assert bench_training.layer_table(bench | others, 1) == expected, "no differences between models"
-    assert bench_training.layer_table({key: run for key, run in bench.items() if key[0] == "m_4layers"}, 1) == []
+    assert of(bench | others).layer_table() == expected, "no differences between models"
+    assert of({key: run for key, run in bench.items() if key[0] == "m_4layers"}).layer_table() == []
     first_loss = bench["m_2layers", "both"].repeats[0].loss
     first_loss[8] = 1.02
-    assert bench_training.layer_table(bench, 1) == [expected[0], expected[1] | {"x": None}]
-    assert bench_training.layer_table(bench, 1, limit=0.03) == expected
+    assert of(bench).layer_table() == [expected[0], expected[1] | {"x": None}]
+    assert of(bench, "--loss-limit", "0.03").layer_table() == expected
     first_loss[8] = 1.0
     del bench["m_4layers", "bf16"]
-    assert bench_training.layer_table(bench, 1) == [expected[1] | {"x": None}]
+    assert of(bench).layer_table() == [expected[1] | {"x": None}]
 
 
 def test_bench_training_takes_turns_and_shows_what_strays(tmp_path: Path, launched: list[list[str]]) -> None:

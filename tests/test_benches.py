@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from scripts.bench import bench, bench_grouped_mm
+from scripts.bench import bench, bench_grouped_mm, bench_host
 from scripts.bench.problems import SMALL_EXPERT_SHAPES
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
@@ -138,6 +138,15 @@ def test_passes_of_a_recipe_are_timed_alone(tmp_path: Path, monkeypatch) -> None
     monkeypatch.setitem(bench_grouped_mm.MAX_ERROR, True, 1e-6)
     with pytest.raises(SystemExit, match="300,128,256,3 forward mxfp8_2d: y is off by"):
         bench_grouped_mm.main([*arguments, "--out", str(tmp_path / "new")])
+
+
+@pytest.mark.nightly
+def test_bench_host_times_each_layer_eager_and_compiled(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(bench_host, "CALLS", 1)
+    bench_host.main([*SMALL, "--recipes", "mxfp8_2d", "--layers", "1", "--out", str(tmp_path)])
+    rows = [(row["what"], row["mode"], row["recipe"], row["control"]) for row in rows_of(tmp_path)]
+    recipes = ("bf16", "True"), ("mxfp8_2d", "False")
+    assert rows == [(w, m, *recipe) for w in ("linear", "grouped") for m in ("eager", "compiled") for recipe in recipes]
 
 
 def test_what_does_not_fit_is_left_out(tmp_path: Path, monkeypatch, capsys) -> None:

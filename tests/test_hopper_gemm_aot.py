@@ -14,6 +14,7 @@ from triton import __version__ as triton_version
 from titan_mxfp8.backends import SwigluForward, hopper
 from titan_mxfp8.backends.hopper import gemm, swiglu_gemm
 from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.logs import log_once
 
 pytestmark = pytest.mark.integration
 
@@ -123,8 +124,13 @@ def test_swiglu_in_the_gemm_compiles(tiles: gemm.Tiles) -> None:
 @pytest.mark.parametrize(
     "case", ["clamped", "gate's bias", "up's bias", "exact", "features", "values in bf16", "nothing"]
 )
-def test_swiglu_in_the_gemm_is_chosen_where_it_can(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swiglu_in_the_gemm_is_chosen_where_it_can(
+    case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the log says which it is."""
     calls = []
+    log_once.cache_clear()
+    caplog.set_level("INFO")
     monkeypatch.setattr(hopper.swiglu_gemm, "swiglu_gemm", lambda *args: calls.append(args))
     features, bias = 192 if case == "features" else 256, torch.empty(2, 256)
     a, w = operand(64, 32, axis=1, block_k=128), operand(2, features, 32, axis=2, block_mn=32, block_k=128)
@@ -135,6 +141,13 @@ def test_swiglu_in_the_gemm_is_chosen_where_it_can(case: str, monkeypatch: pytes
     biases = bias if case == "gate's bias" else None, bias if case == "up's bias" else None
     hopper.swiglu_gemm_m_grouped(a, w, w, biases, 7.0 if case == "clamped" else None, a.spec, None)
     assert len(calls) == (case == "nothing")
+    why = {
+        "clamped": "their SwiGLU is clamped",
+        "features": "these are not whole blocks",
+        "nothing": "in the GEMM that",
+    }
+    expected = why.get(case, "they have biases" if "bias" in case else "their operands are not rebased")
+    assert [expected in record.message for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("in_bf16", ["a", "b", "neither"])

@@ -7,13 +7,14 @@ import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from scripts import check_configs
 from scripts.bench import bench_grouped_mm, roofline
-from scripts.bench.passes import Layer, Pass, Rates, Step, committed_rates, layer_seconds, passes, step_of, step_speedup
+from scripts.bench.passes import FSDP_COPIES, Layer, Pass, Rates, committed_rates, layer_seconds, passes, step_speedup
 from scripts.bench.problems import GroupedShape
 from scripts.result_files import SPEED, training_gains
 from scripts.study import measured, tables
@@ -78,13 +79,14 @@ def test_a_step_is_its_layers_and_what_no_format_changes() -> None:
     recipe, flops = get_recipe("mxfp8_2d_rebased"), 2 * 96 * 64 * 128
     assert layer_seconds(recipe, H200, LAYER, rates) == pytest.approx(3 * flops / 2)
     assert layer_seconds(recipe, H200, LAYER, rates, forwards=2) == pytest.approx(4 * flops / 2)
-    two = Layer(m=96, n=64, k=128, groups=3, count=2)
-    kept = {"keeps_weight": True, "keeps_experts": True}
-    step = Step(converted=((recipe, two),), other_flops=6 * flops, other_bytes=0, spared_bytes=0, forwards=1, **kept)
-    assert step_speedup(step, "H200", rates) == pytest.approx((6 + 6) / (6 + 3))
-    spared = replace(step, spared_bytes=1e30 * flops)
-    assert step_speedup(spared, "H200", rates) == pytest.approx((6 + 6 + 1) / (6 + 3))
-    assert step_speedup(replace(step, converted=((BF16, two),)), "H200", rates) == 1, "the control"
+    gemm, memory = (96, 64, 128, 3), SimpleNamespace(parameters=0, activations=0)
+    step = SimpleNamespace(gemms={(recipe, *gemm): 2}, flops_per_token=18 * flops, tokens=1, forwards=1)
+    vars(step).update(memory=memory, out_of_fsdp=0, frees_weights=False)
+    assert step_speedup(step, "H200", rates) == pytest.approx((12 + 6) / (12 + 3))
+    step.out_of_fsdp = 1e30 * flops / FSDP_COPIES
+    assert step_speedup(step, "H200", rates) == pytest.approx((12 + 6 + 1) / (12 + 3))
+    step.gemms, step.out_of_fsdp = {(BF16, *gemm): 2}, 0
+    assert step_speedup(step, "H200", rates) == 1, "the control"
 
 
 def write_results(folder: Path, rows: list[dict[str, object]], gpu: str = "NVIDIA H200") -> None:
@@ -131,22 +133,18 @@ def report():
 def test_a_dry_run_knows_what_a_gpu_multiplies(report) -> None:
     """4 GPUs, EP 4: 16 experts of 8192 x 5120 are 4 a GPU, with the tokens of one; attention and shared experts."""
     tokens = 4 * 8192
-    step = step_of(report)
-    layers = {(layer.m, layer.n, layer.k, layer.groups): layer.count for _, layer in step.converted}
-    assert layers[tokens, 8192, 5120, 4] == 4 and layers[tokens, 5120, 8192, 4] == 2, "w1, w3; w2; of two layers"
-    assert (tokens, 5120, 5120, 1) in layers and not step.keeps_weight
-    # FSDP's mesh of the experts has one rank
-    assert step.keeps_experts and step.spared_bytes == 42 * 2 * 3 * 4 * 8192 * 5120
-    converted = sum(6 * layer.m * layer.n * layer.k * layer.count for _, layer in step.converted)
-    assert step.forwards == 1
-    assert converted + step.other_flops == pytest.approx(report.flops_per_token * tokens)
+    found = {gemm[1:]: count for gemm, count in report.gemms.items()}
+    assert found[tokens, 8192, 5120, 4] == 4 and found[tokens, 5120, 8192, 4] == 2, "w1, w3; w2; of two layers"
+    assert (tokens, 5120, 5120, 1) in found and report.frees_weights
+    assert report.out_of_fsdp == 2 * 3 * 4 * 8192 * 5120, "FSDP's mesh of the experts has one rank"
+    converted = sum(6 * m * n * k * count for (m, n, k, _), count in found.items())
+    assert report.forwards == 1
     assert converted == pytest.approx(report.flops_per_token * tokens * report.mxfp8_share)
-    top_6 = step_of(dry_run(parse_config(str(ROOT / "train_configs/deepseek_v3_16b_1x8.toml"))))
-    experts = {(layer.m, layer.n, layer.k, layer.groups) for _, layer in top_6.converted if layer.groups > 1}
+    top_6 = dry_run(parse_config(str(ROOT / "train_configs/deepseek_v3_16b_1x8.toml")))
+    experts = {gemm[1:] for gemm in top_6.gemms if gemm[-1] > 1}
     assert experts == {(4 * 4096 * 6, 1408, 2048, 8), (4 * 4096 * 6, 2048, 1408, 8)}
-    again = step_of(dry_run(parse_config(str(ROOT / CONFIG), ["--activation_checkpoint.mode=full"])))
-    assert again.forwards == 2 and again.other_flops == pytest.approx(step.other_flops * 4 / 3)
-    assert again.other_bytes < step.other_bytes
+    again = dry_run(parse_config(str(ROOT / CONFIG), ["--activation_checkpoint.mode=full"]))
+    assert again.forwards == 2 and again.memory.activations < report.memory.activations
 
 
 def test_check_configs_says_what_to_expect(report, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -154,7 +152,7 @@ def test_check_configs_says_what_to_expect(report, monkeypatch: pytest.MonkeyPat
         (line,) = (line for line in check_configs.describe(report).splitlines() if line.startswith("  speed-up"))
         return line.removeprefix("  speed-up").strip()
 
-    by_format = step_speedup(step_of(report), "H200", committed_rates(ROOT / "results", "H200")[1])
+    by_format = step_speedup(report, "H200", committed_rates(ROOT / "results", "H200")[1])
     unknown = replace(report, model="gpt_oss")
     assert report.dispatching and said(unknown).startswith(f"{by_format:.2f} times bf16's speed by the number format")
     assert "what the dispatch gains besides was not measured for gpt_oss on H200; communication" in said(unknown)
@@ -242,5 +240,5 @@ def test_passes_are_predicted_beside_what_was_measured(tmp_path: Path) -> None:
     assert float(row["x"]) == pytest.approx(1.46, abs=0.005) and 1.4 < float(row["predicted_x"]) < 1.8
     for path in tmp_path.glob("*/env.json"):
         path.write_text("{}")
-    with pytest.raises(SystemExit, match="holds no results of one of H20, H100"):
+    with pytest.raises(SystemExit, match="lacks ceilings of one of H20, H100"):
         roofline.main(["passes", str(tmp_path)])

@@ -29,23 +29,30 @@ def test_verify_hardware_says_that_there_is_no_gpu(tmp_path: Path) -> None:
     assert "which recipe to use here" in (tmp_path / "out" / "doctor.log").read_text()
 
 
+def call_beside(
+    tree: Path, script: str, stubs: dict[str, str], *arguments: str, **settings: str
+) -> subprocess.CompletedProcess:
+    """Calls a script of ``scripts/`` in a tree that has besides launch.sh these programs, by their text in sh."""
+    setup = {"scripts/setup.sh": f"PATH={tree}/bin:$PATH program=python"}
+    for name, text in (setup | stubs).items():
+        (tree / name).parent.mkdir(exist_ok=True, parents=True)
+        (tree / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tree / name).chmod(0o755)
+    for name in (f"scripts/{script}", "scripts/launch.sh"):
+        (tree / name).parent.mkdir(exist_ok=True, parents=True)
+        shutil.copy(ROOT / name, tree / name)
+    return shell(str(tree / "scripts" / script), *arguments, **{"OUT": str(tree / "out")} | settings)
+
+
 def verify(tree: Path, **settings: str) -> subprocess.CompletedProcess:
     """``verify_hardware.sh`` in a tree where a GPU is there and every step is a stub: the tests fail."""
-    (tree / "scripts").mkdir(exist_ok=True)
-    for name in ("verify_hardware.sh", "launch.sh"):
-        shutil.copy(ROOT / "scripts" / name, tree / "scripts")
     stubs = {
-        "scripts/setup.sh": f"PATH={tree}/bin:$PATH program=python",
         "scripts/train.sh": 'echo "$CONFIG $RUNS $*"; mkdir -p "$OUT"; touch "$OUT/table.csv" "$OUT/big.pt"',
         "scripts/test_gpu.sh": "echo 1 failed; exit 3",
         "scripts/bench/bench_all.sh": 'mkdir -p "$OUT/kernels"; touch "$OUT/kernels/data.csv"; sleep "${NAP:-0}"',
         "bin/python": '[ "$1" = -c ] || echo "python $*"',
     }
-    for name, text in stubs.items():
-        (tree / name).parent.mkdir(exist_ok=True, parents=True)
-        (tree / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tree / name).chmod(0o755)
-    return shell(str(tree / "scripts" / "verify_hardware.sh"), **{"OUT": str(tree / "out")} | settings)
+    return call_beside(tree, "verify_hardware.sh", stubs, **settings)
 
 
 def test_verify_hardware_runs_every_step_and_packs_what_they_said(tmp_path: Path) -> None:
@@ -84,21 +91,14 @@ def test_verify_hardware_stops_in_time(tmp_path: Path) -> None:
 
 def bench_all(tree: Path, **settings: str) -> subprocess.CompletedProcess:
     """``bench_all.sh`` in a tree where all benchmarks are stubs: ``scaling`` fails, ``kernels`` is cut short once."""
-    (tree / "scripts" / "bench").mkdir(exist_ok=True, parents=True)
-    for name in ("bench/bench_all.sh", "launch.sh"):
-        shutil.copy(ROOT / "scripts" / name, tree / "scripts" / name)
-    stub = f"""echo "$*"
+    stub = f"""[ "$1" = -c ] || echo "$*"
 case "$*" in
     -c*) echo 2 h200 ;;
     *--scaling*) exit 3 ;;
     *--passes*) [ -e {tree}/limited ] || echo "9 rows left out, the time limit"; touch {tree}/limited ;;
 esac
 """
-    for name, text in (("scripts/setup.sh", f"PATH={tree}/bin:$PATH program=python"), ("bin/python", stub)):
-        (tree / name).parent.mkdir(exist_ok=True)
-        (tree / name).write_text(f"#!/bin/sh\n{text}\n".replace('echo "$*"', '[ "$1" = -c ] || echo "$*"'))
-        (tree / name).chmod(0o755)
-    return shell(str(tree / "scripts" / "bench" / "bench_all.sh"), **{"OUT": str(tree / "out")} | settings)
+    return call_beside(tree, "bench/bench_all.sh", {"bin/python": stub}, **settings)
 
 
 def test_bench_all_measures_each_part_in_its_time_and_goes_on(tmp_path: Path) -> None:
@@ -146,29 +146,26 @@ def test_test_gpu_says_that_there_is_no_gpu() -> None:
 )
 def test_test_gpu_runs_some_tests_alone(beside: int, alone: int, expected: int, tmp_path: Path) -> None:
     """With a python that is asked for a GPU, and then runs the tests. Status 5: the arguments left none."""
-    for folder in ("scripts", "tests/titan03"):
-        (tmp_path / folder).mkdir(parents=True)
-    for name in ("test_gpu.sh", "launch.sh"):
-        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
-    for name in ("test_backends.py", "test_gpu_x.py", "titan03/test_gpu_z.py"):
-        (tmp_path / "tests" / name).touch()
-    (tmp_path / "scripts" / "setup.sh").write_text(
-        f"""python() {{
+    setup = f"""python() {{
     [ "$1" = -c ] && return
     echo "$*"
     case "$*" in *"not alone"*) return {beside} ;; *) return {alone} ;; esac
 }}"""
-    )
-    script = str(tmp_path / "scripts" / "test_gpu.sh")
-    done = shell(script, "-k", "x", JOBS="3")
+    tests = "test_backends.py", "test_gpu_x.py", "titan03/test_gpu_z.py"
+    stubs = {f"tests/{name}": "" for name in tests} | {"scripts/setup.sh": setup}
+
+    def test_gpu(*arguments: str, **settings: str) -> subprocess.CompletedProcess:
+        return call_beside(tmp_path, "test_gpu.sh", stubs, *arguments, **settings)
+
+    done = test_gpu("-k", "x", JOBS="3")
     assert done.returncode == expected
     assert done.stdout.splitlines() == [
         "-m pytest --durations=15 -m not alone --numprocesses=3 --dist=worksteal -k x "
         "tests/test_backends.py tests/test_gpu_x.py",
         "-m pytest --durations=15 -m alone -k x tests/test_backends.py tests/test_gpu_x.py",
     ]
-    assert shell(script, "tests/test_gpu_y.py").stdout.splitlines()[1].endswith("-m alone tests/test_gpu_y.py")
-    assert shell(script, TITAN="0.3").stdout.splitlines()[1].endswith("-m alone tests/titan03/test_gpu_z.py")
+    assert test_gpu("tests/test_gpu_y.py").stdout.splitlines()[1].endswith("-m alone tests/test_gpu_y.py")
+    assert test_gpu(TITAN="0.3").stdout.splitlines()[1].endswith("-m alone tests/titan03/test_gpu_z.py")
 
 
 def test_gpu_tests_that_hold_multiprocessors_run_alone() -> None:

@@ -50,8 +50,9 @@ def test_name_and_tags_come_from_the_config_and_the_recipe(monkeypatch: pytest.M
 @pytest.mark.integration
 @pytest.mark.parametrize("project, wanted", [("", "titan_mxfp8"), ("mine", "mine")])
 def test_the_launchers_runs_have_a_project(project: str, wanted: str) -> None:
-    commands = ". scripts/launch.sh; torchrun_flags() { :; }; train_runs 1 mxfp8 x.toml out; printenv WANDB_PROJECT"
-    environment = os.environ | {"WANDB_PROJECT": project, "DRYRUN": "1"}
+    commands = ". scripts/launch.sh; torchrun_flags() { torchrun=(); }; train_runs train_configs/debug_llama4.toml out"
+    commands += "; printenv WANDB_PROJECT"
+    environment = os.environ | {"WANDB_PROJECT": project, "DRYRUN": "1", "NGPU": "1", "RUNS": "mxfp8"}
     shell = ("bash", "-c", commands)
     result = subprocess.run(shell, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.stdout.splitlines()[-1] == wanted

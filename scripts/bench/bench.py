@@ -250,7 +250,7 @@ def parser_of(doc: str, shapes: Sequence[GroupedShape] = (), recipes: Sequence[s
     parser.set_defaults(backend="auto")
     add("--recipes", nargs="+", default=list(recipes), metavar="RECIPE", help=f"[{' '.join(recipes)}]")
     add("--turns", type=int, default=3, help="blocks of each call that count [3]")
-    add("--seconds", type=float, default=1.0, help="of a block, half of which counts [1]")
+    add("--seconds", type=float, default=1.0, help="of a block, half of which counts [%(default)s]")
     add("--device", default="cuda", choices=("cuda", "cpu"), help="[cuda]")
     return parser
 

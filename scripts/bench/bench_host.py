@@ -73,9 +73,12 @@ class Bench(bench.Bench):
                     backend = "inductor" if self.device.type == "cuda" else "aot_eager"
                     stack = torch.compile(stack, backend=backend, fullgraph=True)
                 calls[recipe] = partial(steps, stack, params, dy, CALLS // layers)
-            keys = {name: self.key(what=what, layers=layers, mode=mode, recipe=name) for name in calls}
-            due = [Entry(key=key, call=calls[name]) for name, key in keys.items() if self.is_due(key)]
-            if due:
+            key = self.key(what=what, layers=layers, mode=mode)
+            entries = [
+                Entry(key=key | {"recipe": recipe}, call=call, more={"control": recipe == "bf16"})
+                for recipe, call in calls.items()
+            ]
+            if due := [entry for entry in entries if self.is_due(entry.key)]:
                 self.compare(due, calls["bf16"])
 
 

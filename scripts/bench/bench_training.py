@@ -82,15 +82,249 @@ class Measured:
     failed: str = ""
 
 
-Bench = dict[tuple[str, str], Measured]  # by flavor ("" for the TOML's) and name
+Row = dict[str, object]
 
 
 def label(flavor: str, name: str) -> str:
     return f"{flavor}-{name}" if flavor else name
 
 
-def folder_of(flavor: str, name: str, suffix: str, args: argparse.Namespace) -> Path:
-    return args.out / "runs" / f"{label(flavor, name)}{suffix}".replace(":", "-")
+class Bench:
+    """The runs of a call, and what they say so far.
+
+    Attributes:
+        runs: by flavor ("" for the TOML's) and name; the first one of a flavor is the baseline of the others.
+    """
+
+    def __init__(self, args: argparse.Namespace, runs: dict[tuple[str, str], Measured] | None = None) -> None:
+        self.args, self.runs, self.starter = args, runs or {}, Starter(args.ngpu, args.out / "runs")
+        self.took: list[tuple[str, str, float]] = []  # flavor, name and seconds of the runs that this call made
+
+    def folder(self, flavor: str, name: str, suffix: str) -> Path:
+        return self.args.out / "runs" / f"{label(flavor, name)}{suffix}".replace(":", "-")
+
+    def train(self, flavor: str, name: str, suffix: str, steps: int, *more: str) -> Path:
+        """Runs TorchTitan, unless the folder holds such a run already.
+
+        Returns:
+            The run's dump folder.
+
+        Raises:
+            ValueError: the run failed; the message holds the end of its log.
+        """
+        folder, config = self.folder(flavor, name, suffix), self.args.config
+        if is_finished(folder, steps):
+            return folder
+        folder.mkdir(parents=True, exist_ok=True)
+        # Tokenizing in the training process would count as a part of each step.
+        workers = "dataloader.num_workers=1", "dataloader.prefetch_factor=4"
+        if TITAN03:
+            config = f"{flavor or config}{'_minimal_async_ep' * ('async' in conversion_of(name).options)}"
+            flags = ["--module=titan_mxfp8.titan03", f"--config={config}", f"--dump_folder={folder}"]
+            flags += [*flags_of_titan03(name), *(f"--{each}" for each in workers)]
+        else:
+            flags = [f"--job.config_file={config}", f"--job.dump_folder={folder}", *flags_of(name)]
+            flags += [f"--model.flavor={flavor}", "--model.study_flavors"] if flavor else []
+            flags += [f"--training.{each}" for each in workers]
+        flags += [f"--training.steps={steps}", "--debug.seed=0", "--metrics.log_freq=1", "--metrics.enable_tensorboard"]
+        flags += ["--metrics.no_enable_wandb", *self.args.flags, *more]
+        log = folder / "log"
+        log.unlink(missing_ok=True)  # of an attempt that failed
+        if follow(self.starter.start(flags, log), log, steps, folder.name):
+            raise ValueError(f"run {folder.name} failed, {ending(log)}")
+        return folder
+
+    def profile(self, flavor: str, name: str) -> Trace:
+        """A step of the first process, from a run of its own: the profiler takes time.
+
+        Raises:
+            ValueError: the run failed, or nothing ran on a GPU.
+        """
+        more = "--profiling.enable_profiling", f"--profiling.profile_freq={PROFILED}"
+        folder = self.train(flavor, name, "-profile", PROFILED, *more)
+        traces = list(folder.rglob("rank0_trace.json"))
+        if not traces:
+            raise ValueError(f"{folder} holds no trace of the profiler")
+        return Trace(traces[0])
+
+    def refusals(self) -> dict[tuple[str, str], str]:
+        """Why runs get no ``x``, by flavor and name."""
+        refused: dict[tuple[str, str], str] = {}
+        for (flavor, name), measured in self.runs.items():
+            if not measured.repeats:
+                refused[flavor, name] = measured.failed
+                continue
+            base_name = next(other for first, other in self.runs if first == flavor)
+            losses = [item for run in measured.repeats for item in run.loss.items()]
+            infinite = [(step, loss) for step, loss in losses if not math.isfinite(loss)]
+            pairs = [
+                (run.loss[min(run.loss)], base.loss[min(base.loss)])
+                for run, base in zip(measured.repeats, self.runs[flavor, base_name].repeats, strict=False)
+            ]
+            ours, base = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
+            if infinite:
+                step, loss = infinite[0]
+                refused[flavor, name] = f"its loss at step {step} is {loss}"
+            elif (flavor, base_name) in refused:
+                refused[flavor, name] = f"of its baseline, {base_name}, {refused[flavor, base_name]}"
+            elif abs(ours - base) > self.args.loss_limit:
+                refused[flavor, name] = (
+                    f"its first loss is {ours:.4f} and that of {base_name} {base:.4f}, further apart than "
+                    f"{self.args.loss_limit}: it computes something else, or started from other weights"
+                )
+        return refused
+
+    def counted(self, measured: Measured) -> list[list[float]]:
+        """Tokens per second per GPU of the steps after the warm-up, by repeat."""
+        return [[tps for step, tps in run.tps.items() if step > self.args.warmup] for run in measured.repeats]
+
+    def table(self) -> list[Row]:
+        """A row for each run; ``x`` is the speed-up against the first of the same flavor, repeat by repeat."""
+        rows: list[Row] = []
+        refused, first = self.refusals(), {}
+        for (flavor, name), measured in self.runs.items():
+            row: Row = {"flavor": flavor} if flavor else {}
+            if not measured.repeats:
+                rows.append(row | {"run": name, "x": None, "no x, as": measured.failed})
+                continue
+            counted = self.counted(measured)
+            speeds = list(map(median, counted))
+            p20, _, p80 = (median(values) for values in zip(*map(percentiles, counted), strict=True))
+            slowest = max(speed / min(tps) for speed, tps in zip(speeds, counted, strict=True))
+            ratios = [ours / base for ours, base in zip(speeds, first.setdefault(flavor, speeds), strict=False)]
+            has_x = (flavor, name) not in refused
+            row |= {
+                "run": name,
+                SPEED: round(median(speeds)),
+                "tokens/s (p20)": round(p20),
+                "tokens/s (p80)": round(p80),
+                "tokens/s (mean)": round(median(map(harmonic_mean, counted))),
+                "slowest step / median": round(slowest, 2),
+                "memory GiB": round(max(max(run.memory.values()) for run in measured.repeats), 2),
+                "x": round(median(ratios), 3) if has_x else None,
+                "last loss": round(median(run.loss[max(run.loss)] for run in measured.repeats), 4),
+            }
+            if len(speeds) > 1:
+                row |= {"repeats": len(speeds), "tokens/s, range": f"{min(speeds):.0f} to {max(speeds):.0f}"}
+                row["x, range"] = f"{min(ratios):.3f} to {max(ratios):.3f}" if has_x else None
+            if not has_x:
+                row["no x, as"] = refused[flavor, name]
+            if measured.failed:
+                row["failed"] = measured.failed
+            if measured.profiled is not None:
+                busy = measured.profiled.busy
+                row |= {"GPU busy, profiled": round(measured.profiled.busy_share, 3), "GPU busy, ms": round(busy, 1)}
+                if self.args.ngpu == 1:
+                    times = [run.seconds.items() for run in measured.repeats]
+                    seconds = [time for items in times for step, time in items if step > self.args.warmup]
+                    row["GPU busy"] = round(busy / 1e3 / median(seconds), 3)
+            rows.append(row)
+        return rows
+
+    def layer_table(self) -> list[Row]:
+        """What a layer costs, for each model of which there are flavors of several numbers of layers: a row for each
+        run that has both the one with the fewest and the one with the most; ``x`` against the model's first run."""
+        refused = self.refusals()
+        us = {run: 1e6 / median(map(median, self.counted(of))) for run, of in self.runs.items() if of.repeats}
+        layers: dict[str, dict[int, str]] = {}
+        for flavor, _ in self.runs:
+            if found := re.fullmatch(r"(.+)_(\d+)layers", flavor):
+                layers.setdefault(found[1], {})[int(found[2])] = flavor
+        rows: list[Row] = []
+        for model, flavors in layers.items():
+            few, many = flavors[min(flavors)], flavors[max(flavors)]
+            names = [name for flavor, name in self.runs if flavor == few]
+            both = [name for name in names if few != many and (few, name) in us and (many, name) in us]
+            cost = {name: (us[many, name] - us[few, name]) / (max(flavors) - min(flavors)) for name in both}
+            for name, each in cost.items():
+                # Noise can make layers that cost little cost less than nothing.
+                known = not {(few, name), (many, name)} & refused.keys() and min(each, cost.get(names[0], 0)) > 0
+                x = round(cost[names[0]] / each, 3) if known else None
+                rows.append({"model": model, "run": name, "us per token and layer": round(each, 3), "x": x})
+        return rows
+
+    def write(self) -> None:
+        """Writes the files of the runs that are finished by now."""
+        args = self.args
+        steps = [
+            ({"flavor": flavor} if flavor else {})
+            | {"run": name, "repeat": repeat, "step": step}
+            | {"tokens/s": run.tps[step], "memory GiB": run.memory[step], "loss": loss}
+            for (flavor, name), measured in self.runs.items()
+            for repeat, run in enumerate(measured.repeats, 1)
+            for step, loss in run.loss.items()
+        ]
+        described = {"config": str(args.config), "flags": " ".join(args.flags), "processes": str(args.ngpu)}
+        described |= {"torchtitan": version("torchtitan")}
+        if any(conversion_of(name).recipe == FLOAT8 for _, name in self.runs):
+            described |= {"torchao": installed_version("torchao")}
+        write_results(args.out, steps, environment("cuda" if torch.cuda.is_available() else "cpu") | described)
+        write_rows(args.out / "table.csv", self.table())
+        (args.out / "layers.csv").unlink(missing_ok=True)  # of a call with other flavors
+        if rows := self.layer_table():
+            write_rows(args.out / "layers.csv", rows)
+
+    def expected(self, flavor: str, name: str) -> float:
+        """Seconds that a run may take: as its last repeat, or the longest of the flavor so far, or of all. A flavor's
+        first run of this call, which compiles, counts while there is no other."""
+        of_flavor = [(other, seconds) for own, other, seconds in self.took if own == flavor]
+        counted = of_flavor[1:] or of_flavor
+        own = [seconds for other, seconds in counted if other == name]
+        return own[-1] if own else max((s for _, s in counted or [took[1:] for took in self.took]), default=0.0)
+
+    def measure(self) -> None:
+        """Makes the runs that are due, one after the other.
+
+        Raises:
+            ValueError: a run failed, or computes something else than its baseline; or it takes what is not installed.
+        """
+        args = self.args
+        if args.repeats < 1:
+            raise ValueError(f"--repeats is at least 1, got {args.repeats}")
+        if args.warmup >= args.steps:
+            raise ValueError(f"--warmup {args.warmup} leaves nothing of --steps {args.steps}")
+        for name in args.runs:
+            (flags_of_titan03 if TITAN03 else flags_of)(name)
+        if any(conversion_of(name).recipe == FLOAT8 for name in args.runs):
+            check_torchao()
+        started, left = time.monotonic(), set()
+        turns = [("", args.steps), *((f"-repeat{turn}", args.steps) for turn in range(2, args.repeats + 1))]
+        turns += [("-profile", PROFILED)] if args.profile else []
+        runs = list(itertools.product(args.flavors, turns, args.runs))
+        bar = progress(len(runs), "bench_training")
+        for flavor, (suffix, steps), name in runs:
+            run, begun = (flavor, name), time.monotonic()
+            finished = is_finished(self.folder(flavor, name, suffix), steps)
+            is_late = begun - started + self.expected(flavor, name) > args.limit
+            has_baseline = suffix == "-profile" or (flavor, args.runs[0]) not in left
+            bar.update()
+            if run in self.runs and self.runs[run].failed:
+                continue
+            if run in left or (not finished and (is_late or not has_baseline)):
+                left.add(run)  # for good: repeats are compared with the baseline's in their order
+                say(f"{label(flavor, name)}: not started, the time limit is near; the same command goes on")
+                continue
+            try:
+                if suffix == "-profile":
+                    self.runs[run].profiled = self.profile(flavor, name)
+                else:
+                    made = read_run(self.train(flavor, name, suffix, steps))
+                    self.runs.setdefault(run, Measured()).repeats.append(made)
+            except ValueError as error:
+                if name == args.runs[0]:
+                    raise
+                say(str(error))
+                self.runs.setdefault(run, Measured()).failed = str(error).partition(f"; {args.out}")[0]
+            if not finished and not self.runs[run].failed:
+                self.took.append((flavor, name, time.monotonic() - begun))
+                say(f"{label(flavor, name)}: {self.took[-1][-1]:.0f} s")
+            self.write()
+        bar.close()
+        refused = self.refusals()
+        reasons = [f"{label(*run)}: no x, as {reason}" for run, reason in refused.items()]
+        reasons += [measured.failed for run, measured in self.runs.items() if measured.failed and run not in refused]
+        if reasons:
+            raise ValueError("\n".join([*reasons, f"{args.out} has all that was measured"]))
 
 
 def is_finished(folder: Path, steps: int) -> bool:
@@ -98,181 +332,6 @@ def is_finished(folder: Path, steps: int) -> bool:
         return max(read_run(folder).loss) == steps
     except ValueError:
         return False  # no such run yet
-
-
-def train(flavor: str, name: str, suffix: str, steps: int, args: argparse.Namespace, *more: str) -> Path:
-    """Runs TorchTitan, unless the folder holds such a run already.
-
-    Returns:
-        The run's dump folder.
-
-    Raises:
-        ValueError: the run failed; the message holds the end of its log.
-    """
-    folder = folder_of(flavor, name, suffix, args)
-    if is_finished(folder, steps):
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    if TITAN03:
-        config = f"{flavor or args.config}{'_minimal_async_ep' * ('async' in conversion_of(name).options)}"
-        flags = ["--module=titan_mxfp8.titan03", f"--config={config}", f"--dump_folder={folder}"]
-        flags += [*flags_of_titan03(name), "--metrics.no_enable_wandb"]
-        flags += ["--dataloader.num_workers=1", "--dataloader.prefetch_factor=4"]
-    else:
-        flags = [f"--job.config_file={args.config}", f"--job.dump_folder={folder}", *flags_of(name)]
-        flags += [f"--model.flavor={flavor}", "--model.study_flavors"] if flavor else []
-        # Tokenizing in the training process would count as a part of each step.
-        flags += ["--training.dataloader.num_workers=1", "--training.dataloader.prefetch_factor=4"]
-        flags += ["--metrics.no-enable_wandb"]
-    flags += [f"--training.steps={steps}", "--debug.seed=0", "--metrics.log_freq=1", "--metrics.enable_tensorboard"]
-    flags += [*args.flags, *more]
-    log = folder / "log"
-    log.unlink(missing_ok=True)  # of an attempt that failed
-    if follow(args.starter.start(flags, log), log, steps, folder.name):
-        raise ValueError(f"run {folder.name} failed, {ending(log)}")
-    return folder
-
-
-def profile(flavor: str, name: str, args: argparse.Namespace) -> Trace:
-    """A step of the first process, from a run of its own: the profiler takes time.
-
-    Raises:
-        ValueError: the run failed, or nothing ran on a GPU.
-    """
-    more = "--profiling.enable_profiling", f"--profiling.profile_freq={PROFILED}"
-    folder = train(flavor, name, "-profile", PROFILED, args, *more)
-    traces = list(folder.rglob("rank0_trace.json"))
-    if not traces:
-        raise ValueError(f"{folder} holds no trace of the profiler")
-    return Trace(traces[0])
-
-
-def refusals(bench: Bench, limit: float = LOSS_LIMIT) -> dict[tuple[str, str], str]:
-    """Why runs get no ``x``, by flavor and name; the first run of a flavor is the baseline of the others."""
-    refused: dict[tuple[str, str], str] = {}
-    for (flavor, name), measured in bench.items():
-        if not measured.repeats:
-            refused[flavor, name] = measured.failed
-            continue
-        base_name = next(other for first, other in bench if first == flavor)
-        losses = [item for run in measured.repeats for item in run.loss.items()]
-        infinite = [(step, loss) for step, loss in losses if not math.isfinite(loss)]
-        pairs = [
-            (run.loss[min(run.loss)], base.loss[min(base.loss)])
-            for run, base in zip(measured.repeats, bench[flavor, base_name].repeats, strict=False)
-        ]
-        ours, base = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
-        if infinite:
-            step, loss = infinite[0]
-            refused[flavor, name] = f"its loss at step {step} is {loss}"
-        elif (flavor, base_name) in refused:
-            refused[flavor, name] = f"of its baseline, {base_name}, {refused[flavor, base_name]}"
-        elif abs(ours - base) > limit:
-            refused[flavor, name] = (
-                f"its first loss is {ours:.4f} and that of {base_name} {base:.4f}, further apart than {limit}: it "
-                "computes something else, or started from other weights"
-            )
-    return refused
-
-
-def table(bench: Bench, warmup: int, processes: int, limit: float = LOSS_LIMIT) -> list[dict[str, object]]:
-    """A row for each run; ``x`` is the speed-up against the first of the same flavor, repeat by repeat."""
-    rows: list[dict[str, object]] = []
-    refused = refusals(bench, limit)
-    first: dict[str, list[float]] = {}
-    for (flavor, name), measured in bench.items():
-        row: dict[str, object] = {"flavor": flavor} if flavor else {}
-        if not measured.repeats:
-            rows.append(row | {"run": name, "x": None, "no x, as": measured.failed})
-            continue
-        counted = [[tps for step, tps in run.tps.items() if step > warmup] for run in measured.repeats]
-        speeds = [median(tps) for tps in counted]
-        p20, _, p80 = (median(values) for values in zip(*map(percentiles, counted), strict=True))
-        ratios = [ours / base for ours, base in zip(speeds, first.setdefault(flavor, speeds), strict=False)]
-        row |= {
-            "run": name,
-            SPEED: round(median(speeds)),
-            "tokens/s (p20)": round(p20),
-            "tokens/s (p80)": round(p80),
-            "tokens/s (mean)": round(median(map(harmonic_mean, counted))),
-            "slowest step / median": round(
-                max(speed / min(tps) for speed, tps in zip(speeds, counted, strict=True)), 2
-            ),
-            "memory GiB": round(max(max(run.memory.values()) for run in measured.repeats), 2),
-            "x": None if (flavor, name) in refused else round(median(ratios), 3),
-            "last loss": round(median(run.loss[max(run.loss)] for run in measured.repeats), 4),
-        }
-        if len(speeds) > 1:
-            row |= {
-                "repeats": len(speeds),
-                "tokens/s, range": f"{min(speeds):.0f} to {max(speeds):.0f}",
-                "x, range": None if (flavor, name) in refused else f"{min(ratios):.3f} to {max(ratios):.3f}",
-            }
-        if (flavor, name) in refused:
-            row["no x, as"] = refused[flavor, name]
-        if measured.failed:
-            row["failed"] = measured.failed
-        if measured.profiled is not None:
-            busy = measured.profiled.busy
-            row |= {"GPU busy, profiled": round(measured.profiled.busy_share, 3), "GPU busy, ms": round(busy, 1)}
-            if processes == 1:
-                seconds = [time for run in measured.repeats for step, time in run.seconds.items() if step > warmup]
-                row["GPU busy"] = round(busy / 1e3 / median(seconds), 3)
-        rows.append(row)
-    return rows
-
-
-def layer_table(bench: Bench, warmup: int, limit: float = LOSS_LIMIT) -> list[dict[str, object]]:
-    """What a layer costs, for each model of which there are flavors of several numbers of layers: a row for each run
-    that has both the one with the fewest and the one with the most; ``x`` against the model's first run."""
-    refused = refusals(bench, limit)
-    made = {run: measured for run, measured in bench.items() if measured.repeats}
-    layers: dict[str, dict[int, str]] = {}
-    for flavor, _ in bench:
-        if found := re.fullmatch(r"(.+)_(\d+)layers", flavor):
-            layers.setdefault(found[1], {})[int(found[2])] = flavor
-    rows: list[dict[str, object]] = []
-    for model, flavors in layers.items():
-        few, many = min(flavors), max(flavors)
-        cost = {
-            name: (1e6 / throughput(made[flavors[many], name], warmup) - 1e6 / throughput(run, warmup)) / (many - few)
-            for (flavor, name), run in made.items()
-            if few < many and flavor == flavors[few] and (flavors[many], name) in made
-        }
-        first = next(name for flavor, name in bench if flavor == flavors[few])
-        for name, us in cost.items():
-            # Noise can make layers that cost little cost less than nothing.
-            known = not {(flavors[few], name), (flavors[many], name)} & refused.keys()
-            speedup = round(cost[first] / us, 3) if known and min(us, cost.get(first, 0)) > 0 else None
-            rows.append({"model": model, "run": name, "us per token and layer": round(us, 3), "x": speedup})
-    return rows
-
-
-def throughput(measured: Measured, warmup: int) -> float:
-    """Tokens per second per GPU: the median over the repeats of their medians over the steps after ``warmup``."""
-    return median(median(tps for step, tps in run.tps.items() if step > warmup) for run in measured.repeats)
-
-
-def write(bench: Bench, args: argparse.Namespace) -> None:
-    """Writes the files of the runs that are finished by now."""
-    steps = [
-        ({"flavor": flavor} if flavor else {})
-        | {"run": name, "repeat": repeat, "step": step}
-        | {"tokens/s": run.tps[step], "memory GiB": run.memory[step], "loss": loss}
-        for (flavor, name), measured in bench.items()
-        for repeat, run in enumerate(measured.repeats, 1)
-        for step, loss in run.loss.items()
-    ]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    described = {"config": str(args.config), "flags": " ".join(args.flags), "processes": str(args.ngpu)}
-    described |= {"torchtitan": version("torchtitan")}
-    if any(conversion_of(name).recipe == FLOAT8 for _, name in bench):
-        described |= {"torchao": installed_version("torchao")}
-    write_results(args.out, steps, environment(device) | described)
-    write_rows(args.out / "table.csv", table(bench, args.warmup, args.ngpu, args.loss_limit))
-    (args.out / "layers.csv").unlink(missing_ok=True)  # of a call with other flavors
-    if rows := layer_table(bench, args.warmup, args.loss_limit):
-        write_rows(args.out / "layers.csv", rows)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -300,77 +359,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def measure(args: argparse.Namespace, bench: Bench) -> None:
-    """Makes the runs that are due, one after the other, into ``bench``.
-
-    Raises:
-        ValueError: a run failed, or computes something else than its baseline; or it takes what is not installed.
-    """
-    if args.repeats < 1:
-        raise ValueError(f"--repeats is at least 1, got {args.repeats}")
-    if args.warmup >= args.steps:
-        raise ValueError(f"--warmup {args.warmup} leaves nothing of --steps {args.steps}")
-    for name in args.runs:
-        (flags_of_titan03 if TITAN03 else flags_of)(name)
-    if any(conversion_of(name).recipe == FLOAT8 for name in args.runs):
-        check_torchao()
-    started, left = time.monotonic(), set()
-    took: dict[tuple[str, str], float] = {}  # seconds, without each flavor's first run of this call, which compiles
-    compiled: dict[str, float] = {}
-    turns = [*range(1, args.repeats + 1), *(["profile"] if args.profile else [])]
-    runs = list(itertools.product(args.flavors, turns, args.runs))
-    with progress(len(runs), "bench_training") as bar:
-        for flavor, turn, name in runs:
-            run, begun = (flavor, name), time.monotonic()
-            suffix, steps = f"-repeat{turn}" if turn != 1 else "", args.steps
-            if turn == "profile":
-                suffix, steps = "-profile", PROFILED
-            finished = is_finished(folder_of(flavor, name, suffix, args), steps)
-            others = [seconds for (of, _), seconds in took.items() if of == flavor]
-            expected = took.get(run, max(others, default=compiled.get(flavor, max(compiled.values(), default=0.0))))
-            is_late = begun - started + expected > args.limit
-            has_baseline = turn == "profile" or (flavor, args.runs[0]) not in left
-            bar.update()
-            if run in bench and bench[run].failed:
-                continue
-            if run in left or (not finished and (is_late or not has_baseline)):
-                left.add(run)  # for good: repeats are compared with the baseline's in their order
-                say(f"{label(flavor, name)}: not started, the time limit is near; the same command goes on")
-                continue
-            try:
-                if turn == "profile":
-                    bench[run].profiled = profile(flavor, name, args)
-                else:
-                    made = read_run(train(flavor, name, suffix, steps, args))
-                    bench.setdefault(run, Measured()).repeats.append(made)
-            except ValueError as error:
-                if name == args.runs[0]:
-                    raise
-                say(str(error))
-                bench.setdefault(run, Measured()).failed = str(error).partition(f"; {args.out}")[0]
-            if not finished and not bench[run].failed:
-                seconds = time.monotonic() - begun
-                say(f"{label(flavor, name)}: {seconds:.0f} s")
-                if flavor in compiled:
-                    took[run] = seconds
-                else:
-                    compiled[flavor] = seconds
-            write(bench, args)
-    refused = refusals(bench, args.loss_limit)
-    reasons = [f"{label(*run)}: no x, as {reason}" for run, reason in refused.items()]
-    reasons += [measured.failed for run, measured in bench.items() if measured.failed and run not in refused]
-    if reasons:
-        raise ValueError("\n".join([*reasons, f"{args.out} has all that was measured"]))
-
-
 def main(argv: Sequence[str]) -> None:
-    args, bench = parse_arguments(argv), {}
+    bench = Bench(parse_arguments(argv))
     try:
-        with ends_in_words("bench_training"), Starter(args.ngpu, args.out / "runs") as args.starter:
-            measure(args, bench)
+        with ends_in_words("bench_training"), bench.starter:
+            bench.measure()
     finally:
-        limit = args.loss_limit
-        for rows in (table(bench, args.warmup, args.ngpu, limit), layer_table(bench, args.warmup, limit)):
+        for rows in (bench.table(), bench.layer_table()):
             if rows:
                 print(format_table(rows))
 

@@ -7,7 +7,6 @@ FSDP's copies of experts that stay out of it in MXFP8 (``FSDP_COPIES``). Left ou
 host, what is read and written in between, and with ``dispatch`` what sends tokens.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from scripts.result_files import read_rows
+from scripts.result_files import env_of, gpu_of, read_rows
 from titan_mxfp8.backends import Plan, plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
 from titan_mxfp8.format.spec import OperandSpec
@@ -123,68 +122,28 @@ def layer_seconds(
     return total * layer.count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What one GPU does in a training step.
-
-    Attributes:
-        converted: layers in MXFP8, with their recipe.
-        other_flops: all other FLOPs, forward and backward; with what checkpointing computes again.
-        other_bytes: what the optimizer and saved activations move.
-        keeps_weight: False under FSDP.
-        keeps_experts: likewise of experts.
-        spared_bytes: what FSDP moves of experts in bf16 besides, and not in MXFP8.
-        forwards: how often forward is computed.
-    """
-
-    converted: tuple[tuple[Recipe, Layer], ...]
-    other_flops: float
-    other_bytes: float
-    keeps_weight: bool
-    keeps_experts: bool
-    spared_bytes: float
-    forwards: int
-
-
-def step_of(report: "Report") -> Step:
-    """What one GPU does in a step, of a dry run."""
+def step_speedup(report: "Report", gpu: str, rates: Rates) -> float:
+    """How many times as fast a training step of a dry run is on one GPU as with all of it in bf16."""
+    hardware, multiplied, moved = CLUSTER_GPUS[gpu], rates.ceilings["bf16"], rates.ceilings["copy"]
     converted = sum(6 * m * n * k * count for (_, m, n, k, _), count in report.gemms.items())
     # forward is a third of forward and backward
-    other = max(0, report.flops_per_token * report.tokens - converted) * (2 + report.forwards) / 3
+    other_flops = max(0, report.flops_per_token * report.tokens - converted) * (2 + report.forwards) / 3
     # parameter, gradient and both moments are read, all but the gradient written, each as large as the parameters
-    optimizer = 7 * report.memory.parameters
-    return Step(
-        converted=tuple(
-            (recipe, Layer(m=m, n=n, k=k, groups=groups, count=count))
-            for (recipe, m, n, k, groups), count in report.gemms.items()
-        ),
-        other_flops=other,
-        other_bytes=optimizer + 2 * report.memory.activations,
-        keeps_weight=not report.frees_weights,
-        keeps_experts=not report.frees_weights or report.out_of_fsdp > 0,
-        spared_bytes=FSDP_COPIES * report.out_of_fsdp,
-        forwards=report.forwards,
-    )
-
-
-def step_speedup(step: Step, gpu: str, rates: Rates) -> float:
-    """How many times as fast a step is as with all of it in bf16."""
-    hardware = CLUSTER_GPUS[gpu]
-    other = step.other_flops / rates.ceilings["bf16"] + step.other_bytes / rates.ceilings["copy"]
-    ours, base = other, other + step.spared_bytes / rates.ceilings["copy"]
-    for recipe, layer in step.converted:
-        keeps_weight = step.keeps_weight if layer.groups == 1 else step.keeps_experts
-        ours += layer_seconds(recipe, hardware, layer, rates, keeps_weight, step.forwards)
-        base += layer_seconds(BF16, hardware, layer, rates, keeps_weight, step.forwards)
+    other_bytes = 7 * report.memory.parameters + 2 * report.memory.activations
+    ours = other_flops / multiplied + other_bytes / moved
+    base = ours + FSDP_COPIES * report.out_of_fsdp / moved
+    for (recipe, m, n, k, groups), count in report.gemms.items():
+        layer = Layer(m=m, n=n, k=k, groups=groups, count=count)
+        keeps_weight = not report.frees_weights or (groups > 1 and report.out_of_fsdp > 0)
+        ours += layer_seconds(recipe, hardware, layer, rates, keeps_weight, report.forwards)
+        base += layer_seconds(BF16, hardware, layer, rates, keeps_weight, report.forwards)
     return base / ours
 
 
 def kernel_rows(results: Path, gpu: str) -> Iterator[list[dict[str, str]]]:
     """The rows of passes that were measured on a GPU, of each CSV under ``results``, the oldest first."""
     for path in sorted(results.rglob("data.csv")):
-        env = path.with_name("env.json")
-        name = json.loads(env.read_text()).get("gpu", "") if env.is_file() else ""
-        if f"NVIDIA {gpu}" == " ".join(name.split()[:2]):
+        if gpu_of(env_of(path)) == gpu:
             rows = [row for row in read_rows(path) if row.get("bench") == "kernels" and row.get("data") != "products"]
             if rows:
                 yield rows

@@ -9,16 +9,24 @@ control, ``bf16+dispatch``, 1, as in the model only the number format changes a 
 """
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
 from math import inf
 from pathlib import Path
 
-from scripts.bench.passes import MODELS, Layer, Rates, committed_rates, passes, step_of, step_speedup
+from scripts.bench.passes import MODELS, Layer, Rates, committed_rates, passes, step_speedup
 from scripts.progress import ends_in_words
-from scripts.result_files import env_of, environment, format_table, read_rows, training_gains, write_results, write_rows
+from scripts.result_files import (
+    env_of,
+    environment,
+    format_table,
+    gpu_of,
+    read_rows,
+    training_gains,
+    write_results,
+    write_rows,
+)
 from scripts.study.conversions import FLOAT8, conversion_of
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
@@ -28,7 +36,6 @@ ROOT = Path(__file__).parents[2]
 SHOWN = ("mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")
 TOKENS = tuple(half << exponent for exponent in range(9, 18) for half in (2, 3))
 EXPERTS = 8
-GEMMS = ("forward", "dgrad", "wgrad")
 BOTH = "forward + backward"
 
 
@@ -47,30 +54,18 @@ def measured_rows(folder: Path) -> list[dict[str, str]]:
     ]
 
 
-def gpu_of(folder: Path) -> str:
-    """The GPU of a folder's benchmarks, as clusters name it.
-
-    Raises:
-        ValueError: none there, or one that is not known.
-    """
-    for path in sorted(folder.rglob("env.json")):
-        words = json.loads(path.read_text()).get("gpu", "").split()
-        if words[:1] == ["NVIDIA"] and words[1] in CLUSTER_GPUS:
-            return words[1]
-    raise ValueError(f"{folder} holds no results of one of {', '.join(CLUSTER_GPUS)}")
-
-
 def roofline_rows(folder: Path) -> list[Row]:
     """Predicted and measured microseconds of each pass, and of all together, by model, tokens and recipe.
 
     Raises:
-        ValueError: the folder lacks the rates of a GPU.
+        ValueError: the folder lacks the rates of a GPU that clusters have.
     """
-    gpu = gpu_of(folder)
-    hardware, rates = CLUSTER_GPUS[gpu], committed_rates(folder, gpu)
-    if rates is None:
-        raise ValueError(f"{folder} lacks ceilings: bench_grouped_mm.py --passes measures them")
-    ceilings, measured = rates[0], measured_rows(folder)
+    found = {gpu: rates[0] for gpu in CLUSTER_GPUS if (rates := committed_rates(folder, gpu))}
+    if not found:
+        known = ", ".join(CLUSTER_GPUS)
+        raise ValueError(f"{folder} lacks ceilings of one of {known}: bench_grouped_mm.py --passes measures them")
+    gpu, ceilings = next(iter(found.items()))
+    hardware, measured = CLUSTER_GPUS[gpu], measured_rows(folder)
     rows: list[Row] = []
     for n, k in MODELS:
         here = [row for row in measured if (row["N"], row["K"]) == (str(n), str(k))]
@@ -115,7 +110,7 @@ def check(results: Path) -> list[Row]:
 
     table: list[Row] = []
     for path, env, row, gain in trainings(results):
-        gpu = env.get("gpu", "").removeprefix("NVIDIA ").split(" ")[0]
+        gpu = gpu_of(env)
         rates = committed_rates(results, gpu) if gpu in CLUSTER_GPUS else None
         if rates is None:
             continue
@@ -125,7 +120,7 @@ def check(results: Path) -> list[Row]:
             flags += [f"--model.flavor={row['flavor']}", "--model.study_flavors"]
         job_config = parse_config(str(ROOT / env["config"]), flags)
         report = dry_run(job_config, fill=inf)  # it has been trained, so it fits
-        roofline, own = (round(step_speedup(step_of(report), gpu, each), 3) for each in rates)
+        roofline, own = (round(step_speedup(report, gpu, each), 3) for each in rates)
         found: Row = {"folder": path.parent.relative_to(results), "table": path.name, "model": job_config.model.flavor}
         found |= {"GPUs": env["processes"], "run": row["run"], "measured": round(gain, 3)}
         found |= {"by our rates": own, "by the ceilings": roofline}

@@ -81,9 +81,6 @@ class Comparison:
     def folder(self, run: Run) -> Path:
         return self.work / run.name
 
-    def seed(self, model: str) -> Path:
-        return self.work / f"seed_{model}"
-
     def flags(self, run: Run) -> list[str]:
         layout = run.layout
         flags = [
@@ -92,13 +89,13 @@ class Comparison:
             f"--training.dataset_path={self.data(layout)}",
             f"--training.local_batch_size={layout.batch}",
             f"--training.global_batch_size={layout.data_ranks * layout.accumulate * layout.batch}",
-            f"--checkpoint.initial_load_path={self.seed(run.model)}/checkpoint/step-0",
+            f"--checkpoint.initial_load_path={self.work}/seed_{run.model}/checkpoint/step-0",
             "--checkpoint.load_only",
+            f"--{GROUPED_MM}.dispatch={run.dispatch}",
             *layout.flags,
         ]
-        flags += ["--compile.enable"] if run.compile else []
-        flags += [f"--{GROUPED_MM}.dispatch={run.dispatch}"]
-        return flags + (["--model.converters="] if run.kind == "plain" else [])
+        flags += ["--compile.enable"] * run.compile
+        return flags + ["--model.converters="] * (run.kind == "plain")
 
     def common_flags(self, model: str, out: Path) -> list[str]:
         return [
@@ -118,16 +115,13 @@ class Comparison:
 
     def write_data(self, layout: Layout) -> None:
         """The rows in the order in which the layout's data ranks read them, each its contiguous share of the file."""
-        microbatches = [self.rows[i : i + layout.batch] for i in range(0, len(self.rows), layout.batch)]
-        in_step = layout.data_ranks * layout.accumulate
-        steps = len(microbatches) // in_step
-        order = [
-            step * in_step + rank * layout.accumulate + i
-            for rank in range(layout.data_ranks)
-            for step in range(steps)
-            for i in range(layout.accumulate)
+        of_rank = layout.accumulate * layout.batch  # sequences in a step
+        steps = len(self.rows) // (layout.data_ranks * of_rank)
+        begins = [
+            of_rank * (step * layout.data_ranks + rank)
+            for rank, step in product(range(layout.data_ranks), range(steps))
         ]
-        lines = [json.dumps({"text": row}) for i in order for row in microbatches[i]]
+        lines = [json.dumps({"text": row}) for begin in begins for row in self.rows[begin : begin + of_rank]]
         self.data(layout).mkdir(exist_ok=True)
         (self.data(layout) / "data.jsonl").write_text("\n".join(lines) + "\n")
 
@@ -137,10 +131,9 @@ class Comparison:
         Raises:
             ValueError: that failed.
         """
-        runs = []
-        for model in models:
-            flags = [*self.common_flags(model, self.seed(model)), "--checkpoint.create_seed_checkpoint"]
-            runs.append({"out": str(self.seed(model)), "flags": flags})
+        seeds = {model: self.work / f"seed_{model}" for model in models}
+        created = "--checkpoint.create_seed_checkpoint"
+        runs = [{"out": str(o), "flags": [*self.common_flags(model, o), created]} for model, o in seeds.items()]
         if reason := self.torchrun(1, runs):
             raise ValueError(f"no seed checkpoint: {reason}")
 

@@ -10,7 +10,10 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts.result_files import read_rows
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+
+from scripts.result_files import env_of, gpu_of, read_rows
 from scripts.study import compare_runs, tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,10 +52,8 @@ OURS = (
 )
 
 
-def way_of_a_token(path: Path, metadata: dict[str, str]) -> None:
+def way_of_a_token() -> Figure:
     """TorchTitan's forward of a MoE layer, and the one with ``dispatch`` among ranks of one host."""
-    from matplotlib import pyplot
-
     figure, axes = pyplot.subplots(figsize=(12, 3), layout="constrained")
     lanes = (1, "TorchTitan, bf16", TORCHTITAN), (0, "the plugin, mxfp8_2d", OURS)
     for height, name, boxes in lanes:
@@ -68,14 +69,11 @@ def way_of_a_token(path: Path, metadata: dict[str, str]) -> None:
     axes.set_title(title, fontsize=11)
     axes.set(xlim=(-1.7, len(TORCHTITAN) + 0.1), ylim=(-0.9, 1.4))
     axes.axis("off")
-    figure.savefig(path, dpi=110, metadata=metadata)
-    pyplot.close(figure)
+    return figure
 
 
-def moe_layers(path: Path, metadata: dict[str, str]) -> None:
+def moe_layers() -> Figure:
     """Milliseconds of each layer's forward + backward, p50, with p20 to p80."""
-    from matplotlib import pyplot
-
     rows = read_rows(*LAYERS)
     layers = list(dict.fromkeys(row["layer"] for row in rows))
     figure, axes = pyplot.subplots(figsize=(9, 3.8), layout="constrained")
@@ -95,18 +93,15 @@ def moe_layers(path: Path, metadata: dict[str, str]) -> None:
                 axes.text(x, p80 + 1, f"{float(row['x']):.2f}x", ha="center", fontsize=8)
     axes.set_xticks(range(len(layers)), [tables.LAYERS[layer] for layer in layers])
     axes.set_ylabel("forward + backward, ms")
-    gpus = f"{rows[0]['ranks']} {tables.gpu_of(LAYERS[0])}s"
+    gpus = f"{rows[0]['ranks']} {gpu_of(env_of(LAYERS[0]))}s"
     title = f"One MoE layer on {gpus}, expert parallel: median time, with 20th and 80th percentile"
     axes.set_title(f"{title}\nabove each bar: speed relative to TorchTitan in bf16", fontsize=10)
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110, metadata=metadata)
-    pyplot.close(figure)
+    return figure
 
 
-def tokens(path: Path, metadata: dict[str, str]) -> None:
+def tokens() -> Figure:
     """Speed-up of forward + backward of one grouped GEMM by its tokens, as measured and as the ceilings allow."""
-    from matplotlib import pyplot
-
     measured, predicted = map(tables.read, SCALING)
     measured = [row for row in measured if row["groups"] == "balanced"]
     shapes = ("8192", "5120"), ("2048", "7168")
@@ -129,20 +124,17 @@ def tokens(path: Path, metadata: dict[str, str]) -> None:
         axes.set_title(f"{tables.SHAPES[n, k]}'s experts: {k} features in, {n} out", fontsize=10)
     panels[0].set_ylabel("speed relative to torch in bf16")
     panels[0].legend(fontsize=8)
-    title = f"One grouped GEMM of 8 experts on an {tables.gpu_of(SCALING[0])}, forward + backward"
+    title = f"One grouped GEMM of 8 experts on an {gpu_of(env_of(SCALING[0]))}, forward + backward"
     figure.suptitle(
         f"{title}\nlines with dots: medians of {repeats} repeats; dotted: what the GPU's measured peak rates allow",
         fontsize=10,
     )
-    figure.savefig(path, dpi=110, metadata=metadata)
-    pyplot.close(figure)
+    return figure
 
 
-def convergence(path: Path, metadata: dict[str, str]) -> None:
+def convergence() -> Figure:
     """Losses of the recipes with all seeds, each recipe's some way above the last one's, and the differences from
     bf16's: by step, and at the end with their verdicts."""
-    from matplotlib import pyplot
-
     groups = compare_runs.grouped(compare_runs.read(SEEDS))
     shown = {name: groups[name] for name in ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")}
     comparison = compare_runs.Comparison(shown)
@@ -175,12 +167,11 @@ def convergence(path: Path, metadata: dict[str, str]) -> None:
     bottom.set_yticks([-1, -2, -3], list(shown)[1:])
     bottom.set(xlim=(-1.5 * margin, 2.7 * margin), ylim=(-3.6, -0.4))
     bottom.set_xlabel("final loss minus bf16's (mean of the last tenth of the steps), 95% interval")
-    figure.savefig(path, dpi=110, metadata=metadata)
-    pyplot.close(figure)
+    return figure
 
 
 # By file name: what draws it, and the files that it is drawn from.
-PICTURES: dict[str, tuple[Callable[[Path, dict[str, str]], None], list[Path]]] = {
+PICTURES: dict[str, tuple[Callable[[], Figure], list[Path]]] = {
     "way_of_a_token.png": (way_of_a_token, []),
     "moe_layers.png": (moe_layers, LAYERS),
     "tokens.png": (tokens, SCALING),
@@ -195,13 +186,13 @@ def source(files: list[Path]) -> str:
 
 
 def main() -> None:
-    import matplotlib
-
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    matplotlib.use("Agg")
+    pyplot.switch_backend("Agg")
     OUT.mkdir(exist_ok=True)
     for name, (draw, files) in PICTURES.items():
-        draw(OUT / name, {"Source": source(files)})
+        figure = draw()
+        figure.savefig(OUT / name, dpi=110, metadata={"Source": source(files)})
+        pyplot.close(figure)
         print(OUT / name)
 
 

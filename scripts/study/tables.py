@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from scripts.result_files import env_of, training_gains
+from scripts.result_files import env_of, gpu_of, training_gains
 from scripts.result_files import read_rows as read
 from scripts.study.conversions import FLOAT8, conversion_of
 from titan_mxfp8.recipe import BF16
@@ -47,11 +47,6 @@ Row = dict[str, str]
 Cells = dict[str, str]
 
 
-def gpu_of(path: Path) -> str:
-    """Its short name: ``H100`` of NVIDIA H100 80GB HBM3."""
-    return env_of(path).get("gpu", "CPU").removeprefix("NVIDIA ").split()[0]
-
-
 def folder_of(path: Path) -> str:
     """The one under results/ that has it, maybe in a folder of its own."""
     return next((part for part in path.parts if re.match(r"20\d\d-\d\d-\d\d_", part)), path.parent.name)
@@ -59,7 +54,8 @@ def folder_of(path: Path) -> str:
 
 def gpus_of(path: Path) -> str:
     """How many of which GPU: ``2 H200``; empty where nothing says it."""
-    return f"{env_of(path).get('processes', '')} {gpu_of(path)}".strip() if env_of(path) else ""
+    env = env_of(path)
+    return f"{env.get('processes', '')} {gpu_of(env) or 'CPU'}".strip() if env else ""
 
 
 def code(recipe: str) -> str:
@@ -208,7 +204,8 @@ def grouped_mm(*paths: Path, recipes: str = "", data: str = "", experts: str = "
             sizes = tuple(row[name] for name in ("M", "N", "K", "G"))
             notes = [SHAPES.get(sizes[1:3], ""), *["products"] * (numbers == "products")]
             label = ", ".join(filter(None, [*notes, *["Zipf groups"] * (spread == "zipf")]))
-            cells = {"GPU": gpu_of(path), "M, N, K, experts": ", ".join(sizes) + (f" ({label})" if label else "")}
+            cells = {"GPU": gpu_of(env_of(path))}
+            cells["M, N, K, experts"] = ", ".join(sizes) + (f" ({label})" if label else "")
             cells |= {code(recipe): "" for recipe in shown}
             cells = problems.setdefault((*sizes, numbers), cells)
             if row["recipe"] in shown:

@@ -10,6 +10,7 @@ Values in bf16 go to the portable GEMMs (``common.gemm``). With 1x32 blocks on b
 FP32 instructions each, and scales could be equal in far fewer places.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -25,7 +26,10 @@ from titan_mxfp8.backends.common.swiglu import swiglu
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm, swiglu_gemm, swiglu_gradients
 from titan_mxfp8.format.spec import Operand, OperandSpec, check_k_grouped, check_m_grouped
+from titan_mxfp8.logs import log_once
 from titan_mxfp8.recipe import Recipe
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["plan", "quantize", "quantize_both", "requantize", "swiglu", "swiglu_backward"]
 __all__ += ["dual_gemm_m_grouped", "gemm_k_grouped", "gemm_m_grouped", "swiglu_gemm_m_grouped"]
@@ -99,11 +103,18 @@ def swiglu_gemm_m_grouped(
     offs: Tensor | None,
 ) -> SwigluForward | None:
     """``Backend.swiglu_gemm_m_grouped`` of rebased operands, without biases or a limit, where features are whole blocks
-    of 128."""
-    rebased = spec.block_k == 128 and _is_fp8(a, w1)
-    if not rebased or limit is not None or biases != (None, None) or w1.data.shape[1] % 128:
-        return None
-    return swiglu_gemm.swiglu_gemm(a, w1, w3, spec, offs)
+    of 128. The log says, once, where it was used and where not."""
+    hidden = w1.data.shape[1]
+    obstacles = {
+        "their operands are not rebased": spec.block_k != 128 or not _is_fp8(a, w1),
+        "their SwiGLU is clamped": limit is not None,
+        "they have biases": biases != (None, None),
+        "these are not whole blocks of 128": hidden % 128 != 0,
+    }
+    obstacle = next((reason for reason, holds in obstacles.items() if holds), "")
+    own = f"in a kernel of its own, as {obstacle}" if obstacle else "in the GEMM that makes its inputs"
+    log_once(logger, f"MXFP8: SwiGLU of experts with {hidden} hidden features is computed {own}")
+    return None if obstacle else swiglu_gemm.swiglu_gemm(a, w1, w3, spec, offs)
 
 
 def _is_fp8(a: Operand, b: Operand) -> bool:
