@@ -172,7 +172,7 @@ def beside_peer(*paths: Path, peer: str = "sonicmoe") -> list[Cells]:
         for row in read(path):
             layers.setdefault(row["layer"], {})[row["way"].split()[0]] = row
         for layer, ways in layers.items():
-            cells = {"layer": LAYERS.get(layer, layer), "GPU": gpu_of(path)}
+            cells = {"layer": LAYERS.get(layer, layer), "GPU": gpu_of(env_of(path))}
             for way, row in ways.items():
                 x, gib = float(ways[peer]["p50_us"]) / float(row["p50_us"]), float(row["peak_gib"])
                 name = {"torchtitan": "TorchTitan", "sonicmoe": "SonicMoE"}.get(way) or code(way)
