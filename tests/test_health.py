@@ -315,6 +315,33 @@ def test_what_rebasing_changed_is_reported_every_n_steps(caplog: pytest.LogCaptu
     assert list(processor.steps) == [3, 6] and "mx_health/activations/changed_by_rebase/0" in processor.steps[3]
 
 
+class Routed(nn.Module):
+    """Counts tokens as a MoE layer does: of 4 experts, one gets those of the first 8 rows, one the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("tokens_per_expert", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.tokens_per_expert += torch.tensor([8, 0, 0, len(x) - 8])
+        return x
+
+
+def test_experts_without_tokens_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a step: nobody sets the counts back where no load is balanced."""
+    model = nn.Sequential(nn.Linear(64, 64), Routed())
+    telemetry.attach(model, convert_model(model, recipe="mxfp8"), "linears", 2, 0)
+    processor = Logged(model)
+    with caplog.at_level(logging.INFO):
+        for step, rows in ((1, 8), (2, 32)):
+            for _ in range(2):
+                model(spread(rows, 64)).sum().backward()
+            processor.end(step)
+    load = [processor.steps[2][f"mx_health/experts/{figure}"] for figure in ("without_tokens", "fullest_of_balanced")]
+    assert load == [2, 3.0] and list(processor.steps) == [2]
+    assert "MXFP8: 2 of 4 experts got no tokens in step 2" in caplog.messages
+
+
 def health_of(out: Path) -> dict[str, dict[int, float]]:
     """The health scalars of a run, by tag and step."""
     assert len(tensorboard_logs(out)) == 1
@@ -330,7 +357,10 @@ def test_every_rank_adds_to_the_health_that_is_logged_every_n_steps(tmp_path: Pa
     training.train(tmp_path / "pp", "llama4", *flags, layout="PP 2")
     ep, pp = health_of(tmp_path / "ep"), health_of(tmp_path / "pp")
     assert ep.keys() == pp.keys()
-    assert len(ep) == 15 * 3 * 4 + 2, "14 linears and the experts, 3 kinds, 4 figures; what is requantised of 2 kinds"
+    assert len(ep) == 15 * 3 * 4 + 2 + 2, "14 linears and the experts, 3 kinds, 4 figures; requantised; load of experts"
+    assert ep["mx_health/experts/without_tokens"][2] == pp["mx_health/experts/without_tokens"][2] == 0
+    fullest = [health["mx_health/experts/fullest_of_balanced"][2] for health in (ep, pp)]
+    assert all(1 < share < 4 for share in fullest), fullest
     assert all(list(by_step) == [2] for by_step in [*ep.values(), *pp.values()])
     for tag in ep:
         kind, figure = tag.split("/")[1:3]

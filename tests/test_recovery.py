@@ -69,7 +69,7 @@ def test_losses_are_compared_step_by_step(tmp_path: Path) -> None:
     assert recovery.gap(later, run) == 0 and recovery.gap(run, later) == math.inf
     assert recovery.gap({2: {"loss": 1.0}}, run) == 0.25 and recovery.gap({3: {"loss": 1.0}}, run) == math.inf
     log = "[titan] 2026-11-27 03:48:29,566 - titan_mxfp8.titan.rerun - INFO - MXFP8: step 5 runs again, as\n"
-    assert recovery.line_of(log, "runs again") == "INFO - MXFP8: step 5 runs again, as"
+    assert recovery.line_of(log, "runs again") == "MXFP8: step 5 runs again, as"
     assert recovery.line_of(log, "loss: +nan") == "nothing"
 
 
@@ -81,7 +81,7 @@ def test_all_processes_are_killed_where_the_run_stands_still(tmp_path: Path) -> 
             log.write_text("Traceback (most recent call last):\nRuntimeError: mine\n")
             return subprocess.Popen(["sh", "-c", programs.pop(0)], cwd=log.parent)
 
-    args = argparse.Namespace(out=tmp_path, ngpu=2, dead=1, flags=[])
+    args = argparse.Namespace(out=tmp_path, ngpu=2, dead=1, cases=[], flags=[])
     study = recovery.Study("MXFP8", args, Starter())
     programs.append("setsid sh -c 'echo $$ > pid; sleep 60; true' & sleep 0.2; touch reached; wait")
     assert study.train("step", Plan(("step",), 1, 1), killed=True)[0] == {}

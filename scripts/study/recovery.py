@@ -9,7 +9,7 @@ DeepSeek-V3's debug model, FSDP and EP over all processes, on GPUs or CPUs; with
     nan                 a token's embedding is NaN in one step; then once more from the checkpoint before it
     dead, collapse      an expert gets no token for many steps, then may again; all tokens go to experts of one rank
 
-Writes data.csv, a row for each case and run, and env.json; runs are in OUT/runs, and each call makes all of them. Exit
+Writes data.csv, a row for each case and run, and env.json; runs are in OUT/runs, and each call makes its own. Exit
 status 1 where a run that went on has other losses than one that nobody killed.
 """
 
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -34,7 +35,11 @@ from scripts.study.faults import COLUMNS, Plan
 from scripts.study.runs import ending, split_flags
 from scripts.study.starter import Starter
 
-KINDS = {"bf16": ["--model.converters="], "MXFP8": ["--quantize.grouped_mm.mx.dispatch_rows=bounded"]}
+KINDS = {
+    "bf16": ["--model.converters="],
+    "MXFP8": ["--quantize.grouped_mm.mx.dispatch_rows=bounded", "--quantize.health_every=4"],
+}
+CASES = ("step", "checkpoint", "rerun", "collapse", "nan", "dead")
 STEPS, EVERY = 8, 2  # of a run, and between its checkpoints
 FAULT = 5  # the step with a fault, or that is killed: the last checkpoint is of the one before
 REVIVED = 4  # steps after those in which an expert got nothing
@@ -76,7 +81,7 @@ def gap(run: Steps, other: Steps) -> float:
 def line_of(log: str, pattern: str) -> str:
     """The first line of a log that matches, without the time and the module before it."""
     found = re.search(rf"^.*{pattern}.*$", log, re.M)
-    return re.sub(r"^\[titan\] [\d :,-]+ - [\w.]+ - ", "", found[0]).strip() if found else "nothing"
+    return re.sub(r"^\[titan\] [\d :,-]+ - [\w.]+ - [A-Z]+ - ", "", found[0]).strip() if found else "nothing"
 
 
 class Study:
@@ -107,11 +112,13 @@ class Study:
         own += ["--metrics.disable_color_printing", "--checkpoint.enable", f"--checkpoint.interval={EVERY}"]
         process = self.starter.start([*own, *KINDS[self.kind], *flags, *self.args.flags], log)
         deadline = time.monotonic() + TIMEOUT + self.args.dead
-        while process.poll() is None and not (killed and reached.exists()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        ended = process.poll() is not None
-        if not ended:
-            kill(process)
+        try:
+            while process.poll() is None and not (killed and reached.exists()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        finally:  # Ctrl-C too
+            ended = process.poll() is not None
+            if not ended:
+                kill(process)
         if ended == killed or (ended and process.returncode):
             raise ValueError(f"run {folder.name} {'failed' if ended else 'got nowhere'}, {ending(log)}")
         say(f"{folder.name}, {log.name}: {'killed' if killed else 'ended'}")
@@ -141,21 +148,31 @@ class Study:
         self.row(point, f"killed {done[point]} {step}", seen, says, run, against, whole)
 
     def make(self, of_bf16: dict[str, Steps]) -> None:
-        """All cases. ``of_bf16``, by case, is what bf16 did; it is filled by bf16, and others are compared with it."""
+        """Those asked for. ``of_bf16``, by case, is what bf16 did, which fills it; others are compared with it."""
+        cases = self.args.cases
         whole, _ = self.train("whole", Plan())
         if torch.cuda.is_available():
             again, _ = self.train("again", Plan())
             self.row("none", "the same run twice", described(again), "", again, "the first of the two", whole)
-        self.killed("step", whole)
-        self.killed("checkpoint", whole)
-        collapsed, log = self.train("collapse", Plan(("collapse",), FAULT, STEPS))
-        if self.kind == "bf16":
+        for point in filter(cases.__contains__, ("step", "checkpoint")):
+            self.killed(point, whole)
+        if "rerun" in cases or "collapse" in cases:
+            collapsed, log = self.train("collapse", Plan(("collapse",), FAULT, STEPS))
+            self.fault("collapse", f"all tokens to the first experts from step {FAULT} on", collapsed, log, of_bf16)
+        if "rerun" in cases and self.kind == "bf16":
             words = "TorchTitan's dispatch counts rows, and no step runs again"
             self.rows.append({"case": "rerun", "run": self.kind, "what it did": words})
-        else:
+        elif "rerun" in cases:
             self.killed("rerun", collapsed, ("collapse",))
-        self.fault("collapse", f"all tokens to the first experts from step {FAULT} on", collapsed, log, of_bf16)
+        if "nan" in cases:
+            self.take_back(whole, of_bf16)
+        if "dead" in cases:
+            last = STEPS + self.args.dead - 1
+            dead, log = self.train("dead", Plan(("dead",), STEPS, last), "--checkpoint.no-enable", steps=last + REVIVED)
+            self.fault("dead", f"expert 0 without tokens in steps {STEPS} to {last}", dead, log, of_bf16)
 
+    def take_back(self, whole: Steps, of_bf16: dict[str, Steps]) -> None:
+        """A run with a NaN, and once more from the checkpoint before it."""
         ill, log = self.train("nan", Plan(("nan",), FAULT, FAULT))
         self.fault("nan", f"a token's embedding NaN in step {FAULT}", ill, log, of_bf16)
         well, log = self.train("nan", Plan(), f"--checkpoint.load_step={FAULT - 1}")
@@ -163,13 +180,9 @@ class Study:
         done, seen = f"from the checkpoint of step {FAULT - 1} on, without the NaN", line_of(log, "Training starts")
         self.row("nan, again", done, seen, says, well, "the run without a fault", whole)
 
-        last = STEPS + self.args.dead - 1
-        dead, log = self.train("dead", Plan(("dead",), STEPS, last), "--checkpoint.no-enable", steps=last + REVIVED)
-        self.fault("dead", f"expert 0 without tokens in steps {STEPS} to {last}", dead, log, of_bf16)
-
     def fault(self, case: str, done: str, run: Steps, log: str, of_bf16: dict[str, Steps]) -> None:
         """The row of a run with a fault, which says what the run did and is compared with bf16's."""
-        pattern = {"nan": "loss: +nan", "collapse": "runs again", "dead": "(?:no|without) tokens?"}[case]
+        pattern = {"nan": "loss: +nan", "collapse": "runs again", "dead": "got no tokens"}[case]
         self.row(case, done, described(run), line_of(log, pattern), run, "bf16 with the same fault", of_bf16.get(case))
         if self.kind == "bf16":
             of_bf16[case] = run
@@ -190,10 +203,9 @@ def described(run: Steps) -> str:
 
 
 def span(steps: Iterable[int]) -> str:
-    """``5 to 8`` of those without a gap between, else all of them."""
-    steps = list(steps)
-    whole = steps == list(range(steps[0], steps[-1] + 1)) and len(steps) > 1
-    return f"{steps[0]} to {steps[-1]}" if whole else ", ".join(map(str, steps))
+    """``5 to 8, 10`` of 5, 6, 7, 8, 10."""
+    runs = [[step for _, step in run] for _, run in groupby(enumerate(steps), lambda item: item[1] - item[0])]
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -202,6 +214,7 @@ def main(argv: Sequence[str]) -> None:
     add("--ngpu", type=int, default=2, help="processes, one per GPU [2]")
     add("--dead", type=int, default=200, metavar="STEPS", help="in which an expert gets no token [200]")
     add("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="[bf16 MXFP8]")
+    add("--cases", nargs="+", default=CASES, choices=CASES, help="[all]")
     add("--out", type=Path, default=Path("outputs/recovery"), help="[%(default)s]")
     own, flags = split_flags(argv)
     args = parser.parse_args(own, argparse.Namespace(flags=flags))

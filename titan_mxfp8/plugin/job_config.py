@@ -158,7 +158,8 @@ class Quantize:
     gradients (mx_health/...), the shares of elements that saturate or are flushed to zero, and the range of the scales'
     exponents. 0: never. Of an operand with more than 16.8 million elements as many are measured, evenly spaced. These
     are of exact MXFP8; of rebased recipes the share of elements that rebasing changed is logged too, and of tokens and
-    gradients that dispatch sends, what quantising the rows that arrived once more, along the tokens, changed.
+    gradients that dispatch sends, what quantising the rows that arrived once more, along the tokens, changed. And of
+    all routed experts how many got no tokens, which is a log line too, and how full the fullest one is.
     """)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.modules import Dispatch
@@ -19,6 +20,7 @@ from titan_mxfp8.recipe import AUTO, BF16, Recipe
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+COUNTS = "tokens_per_expert"  # how the names of the buffers begin that a forward pass changes
 LAYERS = "mxfp8_layers"  # the attribute of a model that has its ``DispatchingLayers``
 COMPILED_VERSIONS = 64  # of one function: more than a bound can grow, each time by the margin
 MARGIN = 1.1  # times the rows that were wanted: what a bound grows to
@@ -205,6 +207,13 @@ class DispatchingLayers:
 
     def _bound(self, factor: float, ranks: int) -> int:
         return bound(factor, self.rows, self.top_k, ranks, self.experts // ranks)
+
+
+def token_counts(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers in which a model's MoE layers count the tokens of each expert, (experts,), by their names; of those
+    that are distributed this rank's part."""
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name.rpartition(".")[2].startswith(COUNTS)]
+    return {name: getattr(buffer, "_local_tensor", buffer) for name, buffer in buffers}
 
 
 def let_compiled_layers_grow() -> None:

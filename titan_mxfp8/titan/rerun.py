@@ -26,11 +26,10 @@ from torch import nn
 from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.moe.transport import read_later
 from titan_mxfp8.titan.cuda_graph import GRAPH
-from titan_mxfp8.titan.dispatch import LAYERS, DispatchingLayers
+from titan_mxfp8.titan.dispatch import LAYERS, DispatchingLayers, token_counts
 
 logger = logging.getLogger(__name__)
 
-COUNTS = "tokens_per_expert"  # how the names of the buffers begin that a forward pass changes
 MOST_BOUNDS = 256  # of layers, since training began
 
 Step = Callable[..., torch.Tensor]
@@ -62,8 +61,7 @@ class Rerun:
         self.wanted.raises = False
         # Ranks of expert parallelism know what each of them wanted. Gradients are summed over more.
         self._group = None if mesh is None or mesh.size() == layers.ranks else mesh.get_group()
-        buffers = [buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2].startswith(COUNTS)]
-        self._counts = [getattr(buffer, "_local_tensor", buffer) for buffer in buffers]
+        self._counts = list(token_counts(model).values())
         self._before = [torch.empty_like(count) for count in self._counts]
         self._random = [torch] if trainer.device.type == "cpu" else [torch, torch.get_device_module(trainer.device)]
         self._states: list[torch.Tensor] = []

@@ -17,7 +17,7 @@ from torch import nn
 
 from titan_mxfp8.modules import ConvertedModule, MXFP8Linear, training_device
 from titan_mxfp8.ops import observe
-from titan_mxfp8.titan.dispatch import LAYERS
+from titan_mxfp8.titan.dispatch import LAYERS, token_counts
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,9 @@ class Recorder:
         self._region = contextlib.ExitStack()
         self._due = True  # whether the next forward pass in training begins to record
         self._names: list[str] | None = None  # of the converted modules of all ranks
+        self._layers: dict[str, int] = {}  # experts of the MoE layers of all ranks, by the names of their counts
+        self._before: dict[str, torch.Tensor] = {}  # counts of tokens when the recorded step began
+        self._after: dict[str, torch.Tensor] = {}  # and after its last forward pass
 
     def __deepcopy__(self, memo: dict) -> "Recorder":
         return self
@@ -52,6 +55,14 @@ class Recorder:
         if self._due and part.training:  # a validation comes between two steps
             self._due = False
             self._region.enter_context(observe.recording())
+        if observe.is_recording() and part.training:
+            for name, counts in token_counts(part).items():
+                self._before.setdefault(name, counts.clone())
+
+    def note_counts(self, part: nn.Module, *_: object) -> None:
+        """Called after each forward pass of the model: the optimizer's hooks begin to count anew."""
+        if observe.is_recording() and part.training:
+            self._after |= {name: counts.clone() for name, counts in token_counts(part).items()}
 
     def end(self, processor: Any, step: int) -> None:
         """Called after a step, with TorchTitan's ``MetricsProcessor``: logs what was recorded in every N-th one."""
@@ -72,6 +83,7 @@ class Recorder:
                 logger.info(f"MXFP8: share of elements that rebasing changed in {kind} in step {step}, here: {report}")
         for module in measured.values():
             module.probe.grad = None
+        self._before, self._after = {}, {}
 
     def _is_time(self, what: str, step: int) -> bool:
         return self.every[what] > 0 and step % self.every[what] == 0
@@ -84,11 +96,8 @@ class Recorder:
         they are.
         """
         if self._names is None:
-            everyones = [list(measured)]
-            if dist.is_initialized():
-                everyones = [None] * dist.get_world_size()
-                dist.all_gather_object(everyones, list(measured))
-            self._names = sorted(set().union(*everyones))
+            self._names = _of_all_ranks(list(measured))
+            self._layers = dict(_of_all_ranks([(name, len(counts)) for name, counts in self._after.items()]))
         if not self._names:
             return
         device = processor.device_memory_monitor.device
@@ -105,7 +114,33 @@ class Recorder:
         layers = getattr(processor.model_parts[0], LAYERS, None)
         if layers is not None and (share := layers.largest_share(device)):
             figures["mx_health/experts/rows_of_balanced"] = share
-        processor.logger.log(figures, step)
+        processor.logger.log(figures | self._load_of_experts(device, step), step)
+
+    def _load_of_experts(self, device: torch.device, step: int) -> dict[str, float]:
+        """How many experts of all layers got no token of the step, which is a log line too, and the tokens of the
+        fullest expert of a layer, in those of balanced ones."""
+        if not self._layers:
+            return {}
+        counts = torch.zeros(len(self._layers), max(self._layers.values()), dtype=torch.float64, device=device)
+        for row, (name, experts) in zip(counts, self._layers.items(), strict=True):
+            if name in self._after:
+                row[:experts] = self._after[name] - self._before[name]
+        if dist.is_initialized():
+            dist.all_reduce(counts)
+        loads = [row[:experts] for row, experts in zip(counts.tolist(), self._layers.values(), strict=True)]
+        if without := sum(load.count(0) for load in loads):
+            logger.info(f"MXFP8: {without} of {sum(map(len, loads))} experts got no tokens in step {step}")
+        fullest = max(max(load) * len(load) / max(sum(load), 1) for load in loads)
+        return {"mx_health/experts/without_tokens": without, "mx_health/experts/fullest_of_balanced": fullest}
+
+
+def _of_all_ranks(own: list) -> list:
+    """What any rank has, sorted."""
+    everyones = [own]
+    if dist.is_initialized():
+        everyones = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, own)
+    return sorted(set().union(*everyones))
 
 
 def attach(model: nn.Module, converted: list[str], kind: str, health_every: int, hopper_rebase_report: int) -> None:
@@ -126,6 +161,7 @@ def attach(model: nn.Module, converted: list[str], kind: str, health_every: int,
         recorder = Recorder()
         setattr(model, RECORDER, recorder)
         model.register_forward_pre_hook(recorder.begin)
+        model.register_forward_hook(recorder.note_counts)
     every = getattr(model, RECORDER).every
     every["health"] = max(every["health"], health_every)
     every[kind] = hopper_rebase_report
