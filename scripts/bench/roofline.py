@@ -95,7 +95,7 @@ def trainings(results: Path) -> Iterator[tuple[Path, dict[str, str], dict[str, s
     """Table, environment, row and gain of each training of ours beside bf16's whose config and flags are known."""
     for path in sorted(results.rglob("*table.csv")):
         env, gains = env_of(path), training_gains(read_rows(path))
-        if "config" in env:
+        if env.get("config", "").endswith(".toml"):  # TorchTitan 0.3 has none
             for row, gain in gains:
                 run = conversion_of(row["run"])
                 if run.converters and run.recipe != FLOAT8:
@@ -114,7 +114,8 @@ def check(results: Path) -> list[Row]:
         rates = committed_rates(results, gpu) if gpu in CLUSTER_GPUS else None
         if rates is None:
             continue
-        flags = [*flags_of(row["run"]), *env.get("flags", "").split(), "--cluster.nodes=1", f"--cluster.gpu={gpu}"]
+        own_flags = [flag for flag in flags_of(row["run"]) if not flag.startswith("--training.cuda_graph")]
+        flags = [*own_flags, *env.get("flags", "").split(), "--cluster.nodes=1", f"--cluster.gpu={gpu}"]
         flags += [f"--cluster.gpus_per_node={env['processes']}"]
         if row.get("flavor"):
             flags += [f"--model.flavor={row['flavor']}", "--model.study_flavors"]
