@@ -193,10 +193,9 @@ def read_own(path: Path) -> list[str]:
     """The rows of a JSON Lines file, or the text of any other one as one document.
 
     Raises:
-        ValueError: no such file, or no text in UTF-8.
+        ValueError: no text in UTF-8.
+        OSError: no such file.
     """
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; --text takes files, such as FOLDER/*.txt")
     if path.suffix == ".jsonl":
         return read_rows(path)
     try:
@@ -276,13 +275,8 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "add_bos_token": True,
-        "add_eos_token": True,
-    }
+    tokens = {"bos_token": BOS, "eos_token": EOS, "add_bos_token": True, "add_eos_token": True}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | tokens
     return {
         "tokenizer/tokenizer.json": (tokenizer.to_str(pretty=False) + "\n").encode(),
         "tokenizer/tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode(),

@@ -347,7 +347,7 @@ def test_text_of_ones_own_is_split_and_gets_a_tokenizer(tmp_path):
     with pytest.raises(SystemExit, match=r"make_data.py: .*b.jsonl, line 2: each line must be .*KeyError: 'text'"):
         make_data.main(command)
     (tmp_path / "c.txt").write_bytes("é".encode("latin-1"))
-    for path, message in (("c.txt", "is no text in UTF-8"), ("none", "no such file"), ("empty.txt", "hold no text")):
+    for path, message in (("c.txt", "is no text in UTF-8"), ("none", "No such file"), ("empty.txt", "hold no text")):
         with pytest.raises(SystemExit, match=message):
             make_data.main(["--out", str(tmp_path / "out"), "--text", str(tmp_path / path)])
 

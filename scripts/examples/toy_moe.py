@@ -11,6 +11,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -100,24 +101,17 @@ def main() -> None:
     curves, verdicts = [], []
     for experts in (2, 4):
         problem = make_problem(experts, device)
-        bf16_losses = train(problem, torch._grouped_mm)
-        for recipe in ("bf16", *recipes):
-            losses = bf16_losses
-            if recipe != "bf16":
-                losses = train(
-                    problem,
-                    lambda a, b_t, offs, recipe=recipe: mxfp8_grouped_mm(a, b_t, offs, recipe=recipe, backend=backend),
-                )
-            verdicts.append({"experts": experts, "recipe": recipe} | gates(losses, bf16_losses))
-            curves += [
-                {"experts": experts, "recipe": recipe, "step": step, "loss": loss}
-                for step, loss in enumerate(losses, 1)
-            ]
+        losses = {"bf16": train(problem, torch._grouped_mm)}
+        for recipe in recipes:
+            losses[recipe] = train(problem, partial(mxfp8_grouped_mm, recipe=recipe, backend=backend))
+        for recipe, each in losses.items():
+            key = {"experts": experts, "recipe": recipe}
+            verdicts.append(key | gates(each, losses["bf16"]))
+            curves += [key | {"step": step, "loss": loss} for step, loss in enumerate(each, 1)]
     print(f"backend {backend} on {device}\n\n{format_table(verdicts)}")
     if args.out:
-        write_results(
-            args.out, curves, environment(device) | {"backend": backend, "threads": str(torch.get_num_threads())}
-        )
+        more = {"backend": backend, "threads": str(torch.get_num_threads())}
+        write_results(args.out, curves, environment(device) | more)
     if not all(verdict["passed"] for verdict in verdicts):
         sys.exit("toy_moe: a gate failed")
 

@@ -42,7 +42,7 @@ class Collective(Transport):
     def _gather(self, value: object) -> list:
         return gather_objects(value, self.group)
 
-    def _dispatch(self, payload, expert_ids, scores, experts, capacity, overlap):
+    def _dispatch(self, payload, expert_ids, scores, experts, capacity, overlap, kept):
         move, local, room = movements(expert_ids.device), experts // self.ranks, self.shared.room
         counts, metadata = move.make_metadata(expert_ids, scores, experts)
         if capacity is not None:
@@ -78,7 +78,10 @@ class Collective(Transport):
         destinations, row_scores = move.find_destinations(metadata, ends, starts, self.rank, capacity)
         routing = offs, destinations, row_scores, expert_ids
         handle = DispatchHandle(*routing, *listed) if listed else DispatchHandle.of_direct(*routing, self.ranks)
-        return move.permute(_cut(copies, payload, offsets), destinations, capacity), handle
+        arrived = _cut(copies, payload, offsets)
+        if kept is not None:
+            kept += [tensor.clone(memory_format=torch.contiguous_format) for tensor in arrived]
+        return move.permute(arrived, destinations, capacity), handle
 
     def _dispatch_with_handle(self, payload, handle):
         if _is_counted(handle):

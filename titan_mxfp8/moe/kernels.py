@@ -174,12 +174,12 @@ def _gather(x, tokens, out, copies, WORDS: tl.constexpr, STRIDE: tl.constexpr, B
 
 @triton.jit(do_not_specialize=["copies", "tokens"])
 def _permute(
-    table, data, scales, destinations, out0, out1,
+    table, data, scales, destinations, out0, out1, kept0, kept1,
     copies, tokens,
     K: tl.constexpr, WORDS0: tl.constexpr, WORDS1: tl.constexpr, STRIDE0: tl.constexpr, STRIDE1: tl.constexpr,
     BLOCK0: tl.constexpr, BLOCK1: tl.constexpr, RANKS: tl.constexpr, PEERS: tl.constexpr,
 ):  # fmt: skip
-    """One program: the rows of every ``programs``-th copy, read once, to all their destinations.
+    """One program: the rows of every ``programs``-th copy, read once, to all their destinations, and once to ``kept``.
 
     With peers, a program takes a copy of each source in turn, so that all links and this GPU's memory are busy.
     """
@@ -203,6 +203,9 @@ def _permute(
                     at1 = scales + copy * STRIDE1
                 words0 = tl.load(at0 + column0, mask=column0 < WORDS0)
                 words1 = tl.load(at1 + column1, mask=column1 < WORDS1)
+                if kept0 is not None:
+                    tl.store(kept0 + copy * WORDS0 + column0, words0, mask=column0 < WORDS0)
+                    tl.store(kept1 + copy * WORDS1 + column1, words1, mask=column1 < WORDS1)
                 for j in tl.static_range(K):
                     row = tl.load(destinations + copy * K + j).to(tl.int64)
                     if row >= 0:
@@ -379,27 +382,36 @@ def gather(tensors: list[Tensor], tokens: Tensor, copies: Tensor, offsets: list[
         _GATHER.launch(_programs(count, device), (x, tokens, out), (), (count,), constants, device=device, warps=warps)
 
 
-def permute(payload: list[Tensor], destinations: Tensor, capacity: int, peers: Peers | None = None) -> list[Tensor]:
+def permute(
+    payload: list[Tensor],
+    destinations: Tensor,
+    capacity: int,
+    peers: Peers | None = None,
+    kept: list[Tensor] | None = None,
+) -> list[Tensor]:
     """``rows.permute``; with peers the copies are those in their buffers, and of ``payload`` only the shape and dtype
-    is looked at."""
+    is looked at. ``kept`` gets the copies that have a row here, (N, B_i); of others anything."""
     (copies, k), device = destinations.shape, destinations.device
     received = [torch.empty((capacity, tensor.shape[1]), dtype=tensor.dtype, device=device) for tensor in payload]
     in_bytes = [tensor.view(torch.uint8) for tensor in received]
     dtype = _words(*(tensor.shape[1] for tensor in in_bytes))
     outs = [tensor.view(dtype) for tensor in in_bytes]
-    words = [tensor.shape[1] for tensor in outs]
+    words, there = [tensor.shape[1] for tensor in outs], [None] * len(payload)
+    if kept is not None:
+        kept += [tensor.new_empty((copies, tensor.shape[1])) for tensor in received]
+        there = [tensor.view(torch.uint8).view(dtype) for tensor in kept]
     if peers is None:
         sources = [aligned(tensor).view(torch.uint8).view(dtype) for tensor in payload]
         strides = [source.stride(0) for source in sources]
     else:
         sources, strides = [None] * len(payload), words
     if len(payload) == 1:  # the scales have no columns
-        sources, outs, words, strides = sources * 2, outs * 2, [*words, 0], [*strides, 0]
+        sources, outs, there, words, strides = sources * 2, outs * 2, there * 2, [*words, 0], [*strides, 0]
     blocks = [next_power_of_2(max(count, 1)) for count in words]
     table, tokens, _, ranks = peers or _ALONE
     constants = (k, *words, *strides, *blocks, ranks, peers is not None)
     programs, warps = _programs(ceil_div(copies, ranks), device), _warps(blocks[0] * dtype.itemsize)
-    tensors = (table, *sources, destinations, *outs)
+    tensors = (table, *sources, destinations, *outs, *there)
     _PERMUTE.launch(programs, tensors, (), (copies, tokens), constants, device=device, warps=warps)
     return received
 

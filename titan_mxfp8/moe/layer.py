@@ -326,11 +326,10 @@ def moe_forward(
     recipe, (tokens, slots) = gemms.recipe.name, expert_ids.shape
     room = transport.agree(tokens, experts=count, slots=slots, recipe=recipe, rows=layer.factor)
     capacity = layer.capacity(room, slots, weights[0].shape[0])
-    received, handle = transport.dispatch(parts, expert_ids, sent_scores, count, capacity, quantize_weights)
+    copies = [] if save and layer.keeps_copies(slots) else None
+    received, handle = transport.dispatch(parts, expert_ids, sent_scores, count, capacity, quantize_weights, copies)
     x_tokens = [Tokens(Operand.of_rows(layer.x_rows, *received))]
-    kept_x = received if save else []
-    if save and layer.keeps_copies(slots):
-        kept_x = parts if layer.ranks == 1 else transport.copies_of(received, handle)
+    kept_x = copies or (received if save else [])
     del parts, received
     y, gate, up = experts.forward(x_tokens, quantized, parameters, handle.offs, layer, kernels)
     out, _ = transport.combine([y], scores is not None, None, handle, x.dtype)

@@ -129,7 +129,7 @@ class Symmetric(Transport):
         if self.layout is None:
             super()._set_room(tokens)
 
-    def _dispatch(self, payload, expert_ids, scores, experts, capacity, overlap):
+    def _dispatch(self, payload, expert_ids, scores, experts, capacity, overlap, kept):
         (tokens, k), dim = expert_ids.shape, payload[0].shape[1]
         self._make_room(experts=experts, slots=k, row_bytes=row_bytes(payload), dim=dim)
         if tokens > self.layout.tokens:
@@ -157,7 +157,7 @@ class Symmetric(Transport):
             metadata, None, starts, self.rank, capacity, self.peers
         )
         handle = DispatchHandle.of_direct(offs, destinations, row_scores, expert_ids, self.ranks)
-        return self.kernels.permute(payload, destinations, capacity, self.peers), handle
+        return self.kernels.permute(payload, destinations, capacity, self.peers, kept), handle
 
     def _dispatch_with_handle(self, payload, handle):
         self._make_room(row_bytes=row_bytes(payload))

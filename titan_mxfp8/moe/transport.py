@@ -121,6 +121,7 @@ class Transport:
         experts: int,
         capacity: int | None = None,
         overlap: Overlap = nothing,
+        kept: list[Tensor] | None = None,
     ) -> tuple[list[Tensor], DispatchHandle]:
         """Tokens to their experts. A token crosses to a rank once, whatever the number of its slots there.
 
@@ -134,6 +135,8 @@ class Transport:
                 it cannot know it.
             overlap: called once, before the host waits (and where it waits for nothing too): launches other work, so
                 that the GPU is busy with it until the host has launched what follows.
+            kept: an empty list that gets the payload once for each of the N copies that arrived, (N, B_i), of a copy
+                without rows anything; or None. With one rank these are the payload itself.
 
         Returns:
             The payload, (M, B_i), expert after expert, within an expert by source rank, then token: the order of
@@ -152,9 +155,8 @@ class Transport:
         if capacity is not None and tokens > self.shared.room:
             others = "the other ranks wait for this one until the timeout of the process group, or until they are ended"
             raise self._too_many(tokens, others)
-        received, handle = self._dispatch(
-            payload, expert_ids.to(torch.int32, copy=True), scores, experts, capacity, overlap
-        )
+        expert_ids = expert_ids.to(torch.int32, copy=True)
+        received, handle = self._dispatch(payload, expert_ids, scores, experts, capacity, overlap, kept)
         if capacity is not None:
             self.shared.wanted.watch(capacity)
         return received, handle
@@ -170,15 +172,6 @@ class Transport:
         """Which of the N copies that arrived each row is, int32 (M,), of a row that is none anything. With one rank
         copies are its tokens."""
         return movements(handle.offs.device).find_sources(handle.destinations, handle.scores.shape[0])
-
-    def copies_of(self, received: list[Tensor], handle: DispatchHandle) -> list[Tensor]:
-        """Of what ``dispatch`` returned one row of each copy, (N, B_i); of a copy that has none, anything."""
-        rows = handle.destinations.amax(1).clamp(min=0)
-        copies = [tensor.new_empty((rows.shape[0], tensor.shape[1])) for tensor in received]
-        if handle.scores.shape[0]:  # else there is no row to read
-            for tensor, out in zip(received, copies, strict=True):
-                movements(rows.device).gather([tensor], rows, out.view(torch.uint8), [0])
-        return copies
 
     def combine(
         self, ys: list[Tensor], weighted: bool, slot_values: Tensor | None, handle: DispatchHandle, dtype: torch.dtype
@@ -203,7 +196,7 @@ class Transport:
 
     # Of each transport: ``dispatch`` and ``dispatch_with_handle`` of arguments that were checked.
 
-    def _dispatch(self, payload, expert_ids, scores, experts, capacity, overlap):
+    def _dispatch(self, payload, expert_ids, scores, experts, capacity, overlap, kept):
         raise NotImplementedError
 
     def _dispatch_with_handle(self, payload, handle):
@@ -236,7 +229,7 @@ class Local(Transport):
         self.shared.room = tokens
         return tokens
 
-    def _dispatch(self, payload, expert_ids, scores, experts, capacity, overlap):
+    def _dispatch(self, payload, expert_ids, scores, experts, capacity, overlap, kept):
         """Without a capacity M is T * K, which holds all."""
         device = expert_ids.device
         move, tokens, wanted = movements(device), expert_ids.shape[0], None
@@ -250,6 +243,8 @@ class Local(Transport):
         destinations, row_scores = move.find_destinations(metadata, ends, starts, 0, capacity)
         overlap()
         handle = DispatchHandle.of_direct(offs, destinations, row_scores, expert_ids, self.ranks)
+        if kept is not None:
+            kept += payload
         return move.permute(payload, destinations, capacity), handle
 
     def _dispatch_with_handle(self, payload, handle):
