@@ -63,6 +63,16 @@ def launched(monkeypatch: pytest.MonkeyPatch, losses: dict[str, tuple[float, flo
     return programs
 
 
+def test_minimal_async_ep_has_a_config_of_its_own(
+    tmp_path: Path, launched: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_training, "TITAN03", True)
+    arguments = ["--config", "full_ac", "--ngpu", 1, "--steps", 3, "--warmup", 1, "--out", tmp_path, "--runs", "bf16"]
+    call("bench_training", *arguments, "bf16+async", "grouped+dispatch:mxfp8")
+    chosen = [flag for flags in launched for flag in flags if flag.startswith("--config=")]
+    assert chosen == ["--config=full_ac", "--config=full_ac_minimal_async_ep", "--config=full_ac"]
+
+
 def test_bench_training_tables_its_runs_and_does_none_twice(tmp_path: Path, launched: list[list[str]]) -> None:
     arguments = ["--ngpu", 1, "--steps", 3, "--warmup", 1, "--out", tmp_path, "--runs", "bf16", "grouped:mxfp8_2d"]
     for _ in range(2):
