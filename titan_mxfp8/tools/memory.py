@@ -3,11 +3,11 @@
 Everything that a step needs is added up as if it were all alive at once, which no moment of a step reaches. In exchange
 the CUDA context, NCCL's buffers, the allocator's fragmentation and uneven routing are left out.
 
-Held against 77 peaks that TorchTitan logged as reserved on one, two and four GPUs, compiled, without checkpointing, in
-MXFP8 or with ``dispatch`` alone (``scripts/bench/roofline.py check``, ``results/2026-11-27_cpu_predictions``; no term
-is fitted to them): of the 31 newest, DeepSeek-V3 16B and Qwen3-30B-A3B cut to 4 and 7 layers and Llama4 17Bx16E cut to 2,
-from 7% below to 6% above; of older ones, of older code, from 18% below to 12% above. torchao's README states 145.55 GiB
-for 2 layers of Llama4 on four B200s with a local batch of 8: 107.5 here, 26% too low.
+Held against 77 peaks that TorchTitan logged as reserved on one, two and four GPUs, compiled, without checkpointing,
+in MXFP8 or with ``dispatch`` alone (``scripts/bench/roofline.py check``, ``results/2026-11-27_cpu_predictions``; no
+term is fitted to them): of the 31 newest, DeepSeek-V3 16B and Qwen3-30B-A3B cut to 4 and 7 layers and Llama4 17Bx16E
+cut to 2, from 7% below to 6% above; of older ones, of older code, from 18% below to 12% above. torchao's README
+states 145.55 GiB for 2 layers of Llama4 on four B200s with a local batch of 8: 107.5 here, 26% too low.
 
 | part        | bytes on one GPU                                                                                   |
 |-------------|----------------------------------------------------------------------------------------------------|
