@@ -20,7 +20,7 @@ fi
 cd "$(dirname "$0")/.."
 begin=$SECONDS
 case "${TITAN:-0.2} $*" in
-    "0.2 ") takes="10 minutes on two cores" ;;
+    "0.2 ") takes="8 to 10 minutes on two cores" ;;
     "0.2 --fast") takes="3 minutes on two cores" ;;
     "0.2 --all") takes="30 minutes on two cores" ;;
     "0.3 ") takes="a minute and a half on two cores" ;;

@@ -37,10 +37,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leaves out what is of another tier. The longest files first: one that came last would keep a process waiting."""
     left_out = [] if config.getoption("--all") else ["nightly"]
     left_out += ["integration"] if config.getoption("--fast") else []
-    others = [item for item in items if any(map(item.get_closest_marker, left_out))]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in set(others)]
-    items.sort(key=lambda item: -SECONDS.get(item.path.name, 0))
+    others = {item for item in items if any(map(item.get_closest_marker, left_out))}
+    config.hook.pytest_deselected(items=list(others))
+    items[:] = sorted((item for item in items if item not in others), key=lambda item: -SECONDS.get(item.path.name, 0))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Names a test that failed at once: a run that is cut short shows no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid} failed", file=sys.__stderr__, flush=True)
 
 
 @pytest.fixture(autouse=True)
