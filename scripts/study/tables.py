@@ -35,6 +35,7 @@ LAYERS = {
     "dsv3_16b": "DeepSeek-V3 16B",
     "dsv3_16b_routed": "DeepSeek-V3 16B",
     "qwen3_30b": "Qwen3-30B-A3B",
+    "fine_grained": "128 experts, 8 of a token, D 4096, H 1024",
     "llama4": "Llama4",
 }
 CONTROLS = ("torch bf16, compiled", "bf16")
