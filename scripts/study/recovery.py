@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
@@ -59,7 +60,8 @@ def descendants(pid: int) -> list[int]:
 def kill(process: subprocess.Popen) -> None:
     """Sends SIGKILL to a launcher and to all of its processes, in their groups and sessions."""
     for pid in [process.pid, *descendants(process.pid)]:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # some end by themselves once their parent has ended
+            os.kill(pid, signal.SIGKILL)
     process.wait()
 
 
