@@ -22,7 +22,7 @@ from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.recipe import AUTO
 from titan_mxfp8.titan import telemetry
 from titan_mxfp8.titan.dispatch import dispatch_of
-from titan_mxfp8.titan.fields import DEFAULT_RECIPE, check_control, check_once, check_periods
+from titan_mxfp8.titan.fields import DEFAULT_RECIPE, check_fields, check_once
 from titan_mxfp8.titan.once import quantize_once
 from titan_mxfp8.titan.rerun import watch_steps
 from titan_mxfp8.titan03.classes import LINEAR_CLASSES, expert_class
@@ -48,8 +48,7 @@ class _Converter(QuantizationConverter):
     def __init__(self, config: QuantizationConverter.Config) -> None:
         check_types(config)
         self.recipe = recommend(config.recipe, config.backend, hardware_of(modules.training_device()))
-        check_periods(self.recipe, config.health_every, config.hopper_rebase_report)
-        check_control(self.recipe, self.kind, self.dispatches)
+        check_fields(self.recipe, self.kind, self.dispatches, config.health_every, config.hopper_rebase_report)
         self.config = config
 
     @abstractmethod

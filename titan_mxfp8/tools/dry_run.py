@@ -34,7 +34,7 @@ from titan_mxfp8.plugin.checks import (
     model_args,
 )
 from titan_mxfp8.plugin.flavors import is_study_flavor
-from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, converter_configs, recipe_of
+from titan_mxfp8.plugin.job_config import asked_configs, converter_configs, recipe_of
 from titan_mxfp8.plugin.moe import MXFP8MoE, dispatching_layers
 from titan_mxfp8.recipe import GROUPED_MM, Recipe
 from titan_mxfp8.titan.cuda_graph import fsdp_modules
@@ -115,12 +115,6 @@ def multiplied(job_config: JobConfig) -> dict[str, str]:
         plan = backends.plan_on(recipe, selection.name, hardware)
         found[name] = f"{recipe.name}, backend {selection.name}{untried}: {plan}"
     return found
-
-
-def asked_configs(job_config: JobConfig) -> dict[str, MXGroupedMM | MXLinear]:
-    """The section of each of our converters that the config asks for, by the converter's name."""
-    configs = converter_configs(job_config)
-    return {name: configs[name] for name in job_config.model.converters if name in configs}
 
 
 def recipes_here(path: str, overrides: Sequence[str] = ()) -> dict[str, tuple[Recipe, str]]:
