@@ -26,7 +26,7 @@ from titan_mxfp8.plugin.job_config import asked_configs, has_our_fields, recipe_
 from titan_mxfp8.plugin.refusal import in_one_line
 from titan_mxfp8.plugin.wandb_run import fill_git_commit
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
-from titan_mxfp8.titan.dispatch import dispatch_of
+from titan_mxfp8.titan.dispatch import dispatches
 from titan_mxfp8.titan.fields import check_fields, check_once
 from titan_mxfp8.workarounds.patch import around
 
@@ -70,13 +70,13 @@ def check_job_config(job_config: JobConfig) -> None:
         )
     every, asked = job_config.quantize.health_every, asked_configs(job_config)
     with errors_in(GROUPED_MM):
-        dispatches = dispatch_of(experts.dispatch, experts.dispatch_rows) is not None
+        dispatch = dispatches(experts.dispatch, experts.dispatch_rows)
         check_once(experts.quantize_weights_once)
     for name, config in asked.items():
         with errors_in(name):
             recipe, kind = recipe_of(config), "experts" if name == GROUPED_MM else "linears"
             backends.select(config.backend, hardware_of(training_device()), recipe)
-            check_fields(recipe, kind, dispatches and config is experts, every, config.hopper_rebase_report)
+            check_fields(recipe, kind, dispatch and config is experts, every, config.hopper_rebase_report)
     kernel = linears.mxfp8_dim1_cast_kernel_choice
     if LINEAR in asked and kernel != TorchTitanMXLinear.mxfp8_dim1_cast_kernel_choice:
         logger.warning(

@@ -38,7 +38,6 @@ from titan_mxfp8.plugin.job_config import asked_configs, converter_configs, reci
 from titan_mxfp8.plugin.moe import MXFP8MoE, dispatching_layers
 from titan_mxfp8.recipe import GROUPED_MM, Recipe
 from titan_mxfp8.titan.cuda_graph import fsdp_modules
-from titan_mxfp8.titan.dispatch import dispatch_of
 from titan_mxfp8.tools.memory import (
     FILL,
     GIB,
@@ -213,9 +212,7 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
         whole, args = converted_model(without_hardware(job_config), dims)
         dispatching = [module for module in whole.modules() if isinstance(module, MXFP8MoE)]
         if card is not None and dispatching:
-            experts = job_config.quantize.grouped_mm.mx
-            dispatch = dispatch_of(experts.dispatch, experts.dispatch_rows)
-            dispatching_layers(dispatching, dispatch, job_config).check_memory(dims.ep, card[1], f"[{GROUPED_MM}] ")
+            dispatching_layers(dispatching, job_config).check_memory(dims.ep, card[1], f"[{GROUPED_MM}] ")
         parameters, flops = args.get_nparams_and_flops(whole, training.seq_len)
         sharded = shard(copy.deepcopy(whole), job_config, dims)
         memory = estimate_memory(whole, sharded, job_config, dims)
