@@ -8,7 +8,6 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
-import datasets
 import processes
 import pytest
 import torch
@@ -322,29 +321,22 @@ def test_health_may_be_logged_to_either_and_needs_no_log_without_converters() ->
     [
         (b'\n{"content": "a", "id": 1}\n', r"data.jsonl, line 2 has 'content', 'id', and no text: each line must"),
         (b'["a"]\n', r"line 1 is \['a'\], and no text"),
-        (b'{"text": 1}\n', "line 1 has 'text', and no text"),
         (b"In the beginning\n", "line 1 is no JSON"),
-        (b"", "has no rows: each line must"),
         (b" \n\n", "has no rows: each line must"),
         (ROW * 2 + b"\n" + b'{"text": null}\n', "line 4 has 'text', and no text"),
-        (ROW * 2 + b'{"text": "a"\n', "line 3 is no JSON"),
-        (ROW * 2 + '{"text": "é"}'.encode("latin-1"), "line 3 is no UTF-8 .*: save the file as UTF-8"),
-        ((ROW * 2).decode().encode("utf-16"), "line 1 is no UTF-8"),
-        ((ROW * 2).decode().encode("utf-16-be"), "line 1 is no JSON"),
+        (ROW * 2 + '{"text": "é"}'.encode("latin-1"), "line 3 is no JSON in UTF-8 .*can't decode byte"),
     ],
 )
-@pytest.mark.parametrize("section", ["training", "validation"])
-def test_data_without_text_is_refused(section: str, text: bytes, message: str, tmp_path: Path) -> None:
+def test_data_without_text_is_refused(text: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_bytes(text)
     with pytest.raises(ValueError, match=message):
-        parse(*VALIDATE, f"--{section}.dataset_path={tmp_path}")
+        parse(f"--training.dataset_path={tmp_path}")
 
 
 def test_text_is_read_as_torchtitan_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte order mark and empty lines are none of our business; all rows are rank 0's."""
-    for text in (b"\xef\xbb\xbf" + ROW, b"\r\n\n" + ROW + b"\r\n" + ROW, ROW.strip()):
-        (tmp_path / "data.jsonl").write_bytes(text)
-        parse(f"--training.dataset_path={tmp_path}")
+    (tmp_path / "data.jsonl").write_bytes(b"\xef\xbb\xbf" + ROW + b"\r\n\n" + ROW.strip())
+    parse(f"--training.dataset_path={tmp_path}")
     (tmp_path / "data.jsonl").write_bytes(ROW + b"x")
     monkeypatch.setenv("RANK", "1")
     parse(f"--training.dataset_path={tmp_path}")
@@ -359,16 +351,9 @@ def test_text_is_read_as_torchtitan_reads_it(tmp_path: Path, monkeypatch: pytest
         (["freq=0"], "validation.freq = 0: it must be at least 1"),
         (["dataset=c5"], "validation.dataset = 'c5': TorchTitan knows c4, c4_test"),
         (["dataset_path=/nonexistent"], "validation.dataset_path = '/nonexistent' holds no data.jsonl"),
-        (
-            ["dataset=c4_validation", "dataset_path="],
-            "validation.dataset 'c4_validation' is streamed .* HF_HUB_OFFLINE",
-        ),
     ],
 )
-def test_a_validation_that_cannot_be_is_refused(
-    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+def test_a_validation_that_cannot_be_is_refused(flags: list[str], message: str) -> None:
     flags = [f"--validation.{flag}" for flag in flags]
     with pytest.raises(ValueError, match=message):
         parse(*VALIDATE, *flags)
@@ -456,19 +441,6 @@ def test_experts_run_in_mxfp8_whatever_use_grouped_mm_says(use_grouped_mm: bool)
 
     expected = mm(swiglu(mm(x, experts.w1), mm(x, experts.w3), None), experts.w2)
     assert torch.equal(experts(x, counts), expected.float())
-
-
-def test_a_run_that_cannot_start_is_refused_when_its_config_is_parsed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"dump_folder = .*file/run' cannot be written to .*--job.dump_folder"):
-        parse(f"--job.dump_folder={tmp_path}/file/run")
-    with pytest.raises(ValueError, match=r"dump_folder = '/proc/run' cannot be written to"):
-        parse("--job.dump_folder=/proc/run")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"'c4' is streamed .*HF_HUB_OFFLINE.*dataset=c4_test"):
-        ConfigManager().parse_args([PLUGIN, ASSETS[0], "--training.dataset=c4", f"--job.dump_folder={tmp_path}"])
 
 
 @pytest.mark.parametrize("converters", ["", GROUPED])

@@ -38,7 +38,7 @@ from titan_mxfp8.tools.dry_run import dry_run, parse_config
 
 CONVERT, DISPATCH, ROWS = f"--model.converters={GROUPED}", f"--{GROUPED}.dispatch", f"--{GROUPED}.dispatch_rows"
 RECIPE, NO_AC = f"--{GROUPED}.recipe_name", "--activation_checkpoint.mode=none"
-CHOOSE = "titan_mxfp8.modules.dispatch.choose"
+CHOOSE = "titan_mxfp8.titan.dispatch.choose"
 D, H, E = 64, 96, 8
 # What differs between the models: when scores are applied, how many experts a token has, what the router does.
 LAYERS = {
@@ -163,7 +163,7 @@ def test_where_a_layer_keeps_torchtitans_dispatch_the_log_says_so(
         ours = convert(plain, f"{DISPATCH}=collective", *flags, dims=dims(**degrees))
     lines = [line for line in caplog.messages if "dispatch" in line]
     assert len(lines) == 1 and reason in lines[0] and "moe.experts" in lines[0]
-    assert type(ours) is MoE and ours.experts.dispatch is None
+    assert type(ours) is MoE and ours.experts.mxfp8_layers is None
     with pytest.raises(ValueError, match="recipe 'bf16' as if unconverted"):
         convert(plain, f"{DISPATCH}=collective", f"{RECIPE}=bf16", *flags, dims=dims(**degrees))
     off = convert(plain, f"{DISPATCH}=off")
@@ -198,14 +198,13 @@ def test_the_log_names_the_transport_and_the_reason(
     with caplog.at_level(logging.INFO):
         ours = convert(layer("llama4"))
     assert "1 MoE layer dispatches tokens itself, local: one rank has every expert; rows counted" in caplog.text
-    assert ours.experts.dispatch == plugin.Dispatch(transport="auto", rows="counted")
-    assert copy.deepcopy(ours).experts.dispatch is ours.experts.dispatch, "whose rows may change"
+    layers = ours.experts.mxfp8_layers
+    assert (layers.transport, layers.rows) == ("auto", "counted")
+    assert copy.deepcopy(ours).experts.mxfp8_layers is layers, "whose rows may change"
 
     reserved = []
     transport = SimpleNamespace(reserve=reserved.append)
-    monkeypatch.setattr(
-        "titan_mxfp8.modules.dispatch.choose", lambda *_: (transport, "symmetric: two ranks of one host")
-    )
+    monkeypatch.setattr(CHOOSE, lambda *_: (transport, "symmetric: two ranks of one host"))
     flags = [f"{DISPATCH}=auto", "--training.local_batch_size=2", "--training.seq_len=64"]
     with caplog.at_level(logging.INFO):
         for model, more in (
@@ -218,9 +217,11 @@ def test_the_log_names_the_transport_and_the_reason(
     # tokens of a step; of slots, where scores come first; of the validation
     assert reserved == [2 * 64, 2 * 64 * 2, 8 * 32]
     monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80e9))
     for ranks in (2, 8):
-        _, choice = ours.experts.dispatch.connect(SimpleNamespace(size=lambda: ranks), torch.device("cuda"))  # noqa: B023
-        assert choice == "symmetric: two ranks of one host" + "; never run on more than 2 GPUs" * (ranks > 2)
+        group = SimpleNamespace(size=lambda r=ranks: r, group_name="ep")
+        line = layers.connect(group, torch.device("cuda"))
+        assert "symmetric: two ranks of one host" + "; never run on more than 2 GPUs" * (ranks > 2) + "; rows" in line
 
     def refuse(*_: object) -> None:
         raise ValueError("no peer access")
@@ -279,9 +280,8 @@ def test_a_transport_that_this_machine_lacks_is_refused_when_it_is_parsed(monkey
 
 def dispatching(rows: str | float, ranks: int = 8, once: str = "") -> DispatchingLayers:
     """DeepSeek-V3's experts: ranks of 16384 tokens, each token 8 of 256 experts."""
-    sizes = {"count": 2, "kept": 2, "rows": 16384, "top_k": 8, "experts": 256, "dim": 7168, "hidden": 2048}
-    chosen = plugin.Dispatch(transport="auto", rows="counted" if rows == "auto" else rows)
-    return DispatchingLayers(dispatch=chosen, chooses_rows=rows == "auto", once=once, ranks=ranks, **sizes)
+    sizes = {"count": 2, "kept": 2, "max_tokens": 16384, "top_k": 8, "experts": 256, "dim": 7168, "hidden": 2048}
+    return DispatchingLayers(transport="auto", rows=rows, once=once, ranks=ranks, **sizes)
 
 
 def test_a_bound_grows_to_what_was_wanted_and_no_further_than_memory() -> None:
@@ -300,19 +300,19 @@ def test_a_bound_grows_to_what_was_wanted_and_no_further_than_memory() -> None:
     for factor in (1.5, 0.2):
         needed = layers.bytes_needed(f"{factor}", 2)
         with pytest.raises(ValueError, match=f"take a factor of at most {factor - 0.01:.2f}, "):
-            replace(layers, dispatch=dispatching(factor).dispatch).check_memory(2, needed - 1e7)
+            dispatching(factor).check_memory(2, needed - 1e7)
 
     layers = dispatching(0.25)
-    assert layers.may_overflow() and layers.dispatch.rows == "0.25"
+    assert layers.may_overflow() and layers.rows == "0.25"
     layers.grow(2 * balanced, math.inf)
-    assert layers.dispatch.rows == "2.2" and layers.may_overflow()
+    assert layers.rows == "2.2" and layers.may_overflow()
     layers.grow(7 * balanced + 1, math.inf)
-    assert layers.dispatch.rows == "7.701" and layers.may_overflow()
+    assert layers.rows == "7.701" and layers.may_overflow()
     layers.grow(8 * balanced, math.inf)
     assert not layers.may_overflow(), "all that could come"
     layers = dispatching("bounded")
     layers.grow(2 * balanced, 2 * balanced * row)
-    assert layers.dispatch.rows == "counted" and not layers.may_overflow()
+    assert layers.rows == "counted" and not layers.may_overflow()
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_rows_that_are_left_to_us(case: dict, rows: str, line: str, monkeypatch:
     layers = dispatching(case.get("rows", "auto"), once=case.get("once", ""))
     layers = replace(layers, experts=252) if ranks == 9 else layers
     said = layers.connect(group, torch.device(case.get("device", "cuda")))
-    assert layers.dispatch.rows == rows and line in said
+    assert layers.rows == rows and line in said
 
 
 def test_too_little_memory_for_the_worst_case_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,7 +454,7 @@ def test_blocks_whose_experts_fsdp_takes_are_compiled_in_parts() -> None:
     config = parse(CONVERT)
     compiled.know_what_fsdp_takes(holder, config, dims)
     assert compiled._why_in_parts(holder, moe, True) == ""
-    experts.dispatch.rows = "counted"
+    experts.mxfp8_layers.rows = "counted"
     assert "dispatch_rows = 'counted'" in compiled._why_in_parts(holder, moe, True)
     assert compiled._why_in_parts(holder, moe, False) == "", "one rank knows how many rows it has"
     config.training.enable_cpu_offload = True
@@ -470,7 +470,7 @@ def test_a_compiled_layer_takes_the_rows_that_its_dispatch_has_by_then(monkeypat
     outputs = {}
     with torch.no_grad():
         for rows, training in (("bounded", True), ("0", True), ("2.5", True), ("0", False)):
-            ours.experts.dispatch.rows = rows
+            ours.experts.mxfp8_layers.rows = rows
             outputs[rows, training] = compiled.train(training)(x)
         shared = ours.shared_experts(x.view(-1, D)).view_as(x)
     whole = outputs.pop(("bounded", True))

@@ -262,7 +262,7 @@ def test_in_compiled_blocks_torchtitan_dispatches_if_rows_are_counted(
 
     monkeypatch.setattr(type(layer.inner_experts), "mxfp8_moe", ours)
     layer.inner_experts.to_empty(device="cpu")
-    layer.mxfp8_layers = replace(layer.mxfp8_layers, rows=640)
+    layer.mxfp8_layers = replace(layer.mxfp8_layers, max_tokens=640)
     MXFP8RoutedExperts.forward(layer, *[torch.zeros(1, 4, 4)] * 3, None)
     if rows == "counted":
         assert calls == ["TorchTitan's"]
@@ -286,7 +286,7 @@ def test_room_and_memory_are_those_of_the_config(way: str, monkeypatch: pytest.M
     _, dim, hidden = layer.inner_experts.w2_EDF.shape
     reserved = []
     monkeypatch.setattr(
-        "titan_mxfp8.modules.dispatch.choose", lambda *_: (SimpleNamespace(reserve=reserved.append), "symmetric")
+        "titan_mxfp8.titan.dispatch.choose", lambda *_: (SimpleNamespace(reserve=reserved.append), "symmetric")
     )
     monkeypatch.setattr(moe.utils, "get_local_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(RoutedExperts, "parallelize", lambda *_: None)
@@ -306,9 +306,9 @@ def test_room_and_memory_are_those_of_the_config(way: str, monkeypatch: pytest.M
     assert reserved == [3 * 128] * 2
     changed.compile.enable = True
     with trainer_config(changed), torch._dynamo.config.patch(recompile_limit=8):
-        assert build(changed).layers["1"].moe.routed_experts.mxfp8_layers.rows == 3 * 128
+        assert build(changed).layers["1"].moe.routed_experts.mxfp8_layers.max_tokens == 3 * 128
         assert torch._dynamo.config.recompile_limit > 32, "each growth of a bound takes one"
-    assert build(changed).layers["1"].moe.routed_experts.mxfp8_layers.rows is None, "no trainer"
+    assert build(changed).layers["1"].moe.routed_experts.mxfp8_layers.max_tokens is None, "no trainer"
 
 
 def test_a_trainers_config_is_known_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

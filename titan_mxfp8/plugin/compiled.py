@@ -71,7 +71,7 @@ def _why_in_parts(model: nn.Module, moe: MXFP8MoE, ep_enabled: bool) -> str:
     """Why the blocks of layers like this one cannot be compiled whole, in words; nothing where they can."""
     if reason := getattr(model, _REASON, ""):
         return f"FSDP takes their experts: {reason}"
-    if ep_enabled and moe.experts.dispatch.rows == "counted":
+    if ep_enabled and moe.experts.mxfp8_layers.rows == "counted":
         return "the host reads in each how many rows its experts get (dispatch_rows = 'counted')"
     return ""
 

@@ -1,21 +1,17 @@
-"""``training.cuda_graph``: what cannot be captured is refused at parse, and a trainer's steps are captured."""
+"""``training.cuda_graph``: what cannot be captured is refused at parse."""
 
 import logging
 import os
-from typing import Any
 
 import torch
-from torch import Tensor
-from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_mxfp8.modules import training_device
-from titan_mxfp8.plugin.job_config import has_our_fields, recipe_of
+from titan_mxfp8.plugin.job_config import recipe_of
 from titan_mxfp8.recipe import GROUPED_MM
-from titan_mxfp8.titan.cuda_graph import GRAPH, StepGraph, check_field, waits_for_rows
-from titan_mxfp8.titan.dispatch import dispatch_of
-from titan_mxfp8.workarounds.patch import around
+from titan_mxfp8.titan.cuda_graph import check_field
+from titan_mxfp8.titan.dispatch import dispatches, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +61,8 @@ def _obstacle_of_experts(job_config: JobConfig) -> str:
     experts, parallelism = job_config.quantize.grouped_mm.mx, job_config.parallelism
     degree = parallelism.expert_parallel_degree
     converted = GROUPED_MM in job_config.model.converters
-    dispatch = dispatch_of(experts.dispatch, experts.dispatch_rows) if converted else None
-    if dispatch is None or dispatch.refusal(recipe_of(experts)):
+    asked = converted and dispatches(experts.dispatch, experts.dispatch_rows)
+    if not asked or refusal(experts.dispatch, recipe_of(experts)):
         if degree > 1:
             return (
                 f"expert_parallel_degree = {degree} where TorchTitan dispatches the tokens and the host waits for "
@@ -92,40 +88,3 @@ def _attention(job_config: JobConfig) -> str:
     except ValueError:
         return ""
     return getattr(args, "attn_type", "")
-
-
-@around("torchtitan.components.checkpoint.CheckpointManager.__init__")
-def capture_steps(init: Any, manager: CheckpointManager, *args: Any, **kwargs: Any) -> None:
-    """Has the steps of a trainer captured that asks for it. Every trainer gives itself to its checkpoint manager, when
-    it has its model, whatever the class of the trainer: TorchTitan's own is in ``__main__``."""
-    init(manager, *args, **kwargs)
-    trainer = manager.states.get("train_state")
-    config = getattr(trainer, "job_config", None)
-    if not has_our_fields(config) or config.training.cuda_graph != "on":
-        return
-    eager, (model,) = trainer.forward_backward_step, trainer.model_parts
-
-    def step(batch: dict[str, Any], valid_tokens: Tensor) -> Tensor:
-        inputs = dict(batch)
-        return eager(labels=inputs.pop("labels"), input_dict=inputs, global_valid_tokens=valid_tokens)
-
-    if waits_for_rows(model):
-        logger.warning("MXFP8: no CUDA graphs, as rows are counted (dispatch_rows): the host waits for them")
-    graph = StepGraph(step, model, trainer.device)
-
-    def forward_backward_step(
-        *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: float | Tensor
-    ) -> Tensor:
-        return graph.run({**input_dict, "labels": labels}, global_valid_tokens)
-
-    setattr(trainer, GRAPH, graph)
-    trainer.forward_backward_step = forward_backward_step
-
-
-@around("torchtitan.components.checkpoint.CheckpointManager.close")
-def destroy_graphs(close: Any, manager: CheckpointManager) -> None:
-    """Destroys the graphs of a trainer that closes, before the process group, which would wait for them for ever."""
-    trainer = getattr(manager, "states", {}).get("train_state")
-    if graph := getattr(trainer, GRAPH, None):
-        graph.discard()
-    close(manager)

@@ -4,10 +4,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 
 @contextmanager
@@ -22,20 +21,12 @@ def in_one_line() -> Iterator[None]:
         yield
     except ValueError as error:
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            said = f"ValueError: {error}"
+            refused, said, usual = error, f"ValueError: {error}", sys.excepthook
             message = {"message": said, "extraInfo": {"timestamp": str(int(time.time()))}}
             Path(path).write_text(json.dumps({"message": message}))
-            sys.excepthook = _without_traceback(error, said)
+
+            def hook(kind: type[BaseException], value: BaseException, traceback: object) -> None:
+                print(said, file=sys.stderr) if value is refused else usual(kind, value, traceback)
+
+            sys.excepthook = hook
         raise
-
-
-def _without_traceback(error: ValueError, said: str) -> Callable:
-    usual = sys.excepthook
-
-    def hook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
-        if value is error:
-            print(said, file=sys.stderr)
-        else:
-            usual(kind, value, traceback)
-
-    return hook

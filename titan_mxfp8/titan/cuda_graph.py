@@ -173,7 +173,7 @@ def waits_for_rows(model: nn.Module) -> bool:
     """Whether the host counts the rows of layers that dispatch their own tokens. A bound may have become too large for
     the memory, so that rows are counted from then on."""
     layers = getattr(model, LAYERS, None)
-    return layers is not None and layers.ranks > 1 and layers.dispatch.rows == "counted"
+    return layers is not None and layers.ranks > 1 and layers.rows == "counted"
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

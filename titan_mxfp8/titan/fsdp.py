@@ -16,8 +16,16 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tens
 
 from titan_mxfp8.logs import log_once
 from titan_mxfp8.modules import ConvertedModule
+from titan_mxfp8.titan.gather import gather_quantized
 
 logger = logging.getLogger(__name__)
+
+
+def shard(apply_fsdp: Callable, model: nn.Module, *args: object, **kwargs: object) -> None:
+    """What adapters put around TorchTitan's ``apply_fsdp``: FSDP leaves experts alone that it would not shard, and
+    gathers others in FP8 where it can."""
+    shard_without_experts(apply_fsdp, model, *args, **kwargs)
+    gather_quantized(model)
 
 
 def shard_without_experts(apply_fsdp: Callable, *args: object, **kwargs: object) -> object:

@@ -41,7 +41,7 @@ def watch_steps(trainer: Any) -> None:
     Its ``forward_backward_step`` runs one microbatch, of which a step has ``gradient_accumulation_steps``.
     """
     layers, run = getattr(trainer.model_parts[0], LAYERS, None), trainer.forward_backward_step
-    if layers is None or layers.rows is None or not layers.may_overflow():
+    if layers is None or layers.max_tokens is None or not layers.may_overflow():
         return
     rerun = Rerun(trainer, layers, run)
     trainer.forward_backward_step = lambda **batch: rerun.step(batch) if layers.may_overflow() else run(**batch)
@@ -139,7 +139,7 @@ class Rerun:
     @contextmanager
     def _begin_again(self, wanted: int) -> Iterator[None]:
         """Undoes what the step changed, takes a larger bound, and leaves CUDA graphs alone within."""
-        trainer, layers, former = self.trainer, self.layers, self.layers.dispatch.rows
+        trainer, layers, former = self.trainer, self.layers, self.layers.rows
         seen, graph, memory = trainer.ntokens_seen, getattr(trainer, GRAPH, None), math.inf
         if trainer.device.type == "cuda":
             memory = torch.cuda.get_device_properties(trainer.device).total_memory
@@ -147,7 +147,7 @@ class Rerun:
         logger.info(
             f"MXFP8: step {trainer.step} runs again, as a MoE layer sent {wanted} rows to the experts of one rank, "
             f"{layers.share(wanted):.2f} times those of balanced ones: dispatch_rows was {former}, and is "
-            f"{layers.dispatch.rows} from here on"
+            f"{layers.rows} from here on"
         )
         self.wanted.reset()
         trainer.optimizers.zero_grad()  # first: gradients are in the graph's memory
@@ -161,7 +161,7 @@ class Rerun:
             module.set_rng_state(state)
         with nullcontext() if graph is None else graph.eager():
             yield
-        if graph is not None and layers.dispatch.rows == "counted":
+        if graph is not None and layers.rows == "counted":
             self._eager.enter_context(graph.eager())  # for good, as the host waits in each layer
         trainer.ntokens_seen = seen
 

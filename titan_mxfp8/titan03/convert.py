@@ -21,8 +21,8 @@ from titan_mxfp8.backends import recommend
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.recipe import AUTO
 from titan_mxfp8.titan import telemetry
-from titan_mxfp8.titan.dispatch import dispatch_of
-from titan_mxfp8.titan.fields import DEFAULT_RECIPE, check_control, check_once, check_periods
+from titan_mxfp8.titan.dispatch import dispatches
+from titan_mxfp8.titan.fields import DEFAULT_RECIPE, check_fields, check_once
 from titan_mxfp8.titan.once import quantize_once
 from titan_mxfp8.titan.rerun import watch_steps
 from titan_mxfp8.titan03.classes import LINEAR_CLASSES, expert_class
@@ -48,8 +48,7 @@ class _Converter(QuantizationConverter):
     def __init__(self, config: QuantizationConverter.Config) -> None:
         check_types(config)
         self.recipe = recommend(config.recipe, config.backend, hardware_of(modules.training_device()))
-        check_periods(self.recipe, config.health_every, config.hopper_rebase_report)
-        check_control(self.recipe, self.kind, self.dispatches)
+        check_fields(self.recipe, self.kind, self.dispatches, config.health_every, config.hopper_rebase_report)
         self.config = config
 
     @abstractmethod
@@ -106,8 +105,7 @@ class MXFP8Experts(_Converter):
         quantize_weights_once: str = "auto"
 
     def __init__(self, config: Config) -> None:
-        self.dispatch = dispatch_of(config.dispatch, config.dispatch_rows)
-        self.dispatches = self.dispatch is not None
+        self.dispatches = dispatches(config.dispatch, config.dispatch_rows)
         check_once(config.quantize_weights_once)
         super().__init__(config)
 
@@ -119,9 +117,8 @@ class MXFP8Experts(_Converter):
         for experts in map(model.get_submodule, converted):
             experts.fsdp_fp8_all_gather = self.config.fsdp_fp8_all_gather
             experts.quantize_weights_once = self.config.quantize_weights_once
-        if self.dispatch is not None:
-            chooses_rows = self.config.dispatch_rows == AUTO
-            dispatch_tokens(model, converted, self.dispatch, chooses_rows, self.recipe, _trainer_config.get())
+        if self.dispatches:
+            dispatch_tokens(model, converted, self.config.dispatch, self.config.dispatch_rows, _trainer_config.get())
         return converted
 
 

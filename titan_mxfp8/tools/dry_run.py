@@ -34,11 +34,10 @@ from titan_mxfp8.plugin.checks import (
     model_args,
 )
 from titan_mxfp8.plugin.flavors import is_study_flavor
-from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, converter_configs, recipe_of
+from titan_mxfp8.plugin.job_config import asked_configs, converter_configs, recipe_of
 from titan_mxfp8.plugin.moe import MXFP8MoE, dispatching_layers
 from titan_mxfp8.recipe import GROUPED_MM, Recipe
 from titan_mxfp8.titan.cuda_graph import fsdp_modules
-from titan_mxfp8.titan.dispatch import dispatch_of
 from titan_mxfp8.tools.memory import (
     FILL,
     GIB,
@@ -115,12 +114,6 @@ def multiplied(job_config: JobConfig) -> dict[str, str]:
         plan = backends.plan_on(recipe, selection.name, hardware)
         found[name] = f"{recipe.name}, backend {selection.name}{untried}: {plan}"
     return found
-
-
-def asked_configs(job_config: JobConfig) -> dict[str, MXGroupedMM | MXLinear]:
-    """The section of each of our converters that the config asks for, by the converter's name."""
-    configs = converter_configs(job_config)
-    return {name: configs[name] for name in job_config.model.converters if name in configs}
 
 
 def recipes_here(path: str, overrides: Sequence[str] = ()) -> dict[str, tuple[Recipe, str]]:
@@ -219,9 +212,7 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
         whole, args = converted_model(without_hardware(job_config), dims)
         dispatching = [module for module in whole.modules() if isinstance(module, MXFP8MoE)]
         if card is not None and dispatching:
-            experts = job_config.quantize.grouped_mm.mx
-            dispatch = dispatch_of(experts.dispatch, experts.dispatch_rows)
-            dispatching_layers(dispatching, dispatch, job_config).check_memory(dims.ep, card[1], f"[{GROUPED_MM}] ")
+            dispatching_layers(dispatching, job_config).check_memory(dims.ep, card[1], f"[{GROUPED_MM}] ")
         parameters, flops = args.get_nparams_and_flops(whole, training.seq_len)
         sharded = shard(copy.deepcopy(whole), job_config, dims)
         memory = estimate_memory(whole, sharded, job_config, dims)

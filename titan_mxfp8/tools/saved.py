@@ -30,6 +30,7 @@ from titan_mxfp8.modules import is_expert_module
 from titan_mxfp8.ops.grouped_mm import mxfp8_grouped_mm
 from titan_mxfp8.plugin.checks import compiles_model
 from titan_mxfp8.recipe import BF16
+from titan_mxfp8.titan.dispatch import LAYERS
 
 # Divides forward and backward as Inductor does, and writes no code.
 COMPILE_BACKEND = "aot_eager_decomp_partition"
@@ -111,7 +112,7 @@ def _prepare(model: nn.Module, job_config: JobConfig, ranks: int, frees_weights:
             module.inner_attention, module.attn_type = _Attention(), "sdpa"
         if isinstance(module, nn.RMSNorm) and not compiled:
             module.forward = _RMSNorm.apply
-        dispatches = getattr(module, "dispatch", None) is not None
+        dispatches = getattr(module, LAYERS, None) is not None
         # A layer that dispatches pads no tokens, and looks for all experts that a token names.
         parts = ranks if is_expert_module(module) and not dispatches else 1
         if parts > 1:
