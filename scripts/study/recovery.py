@@ -52,8 +52,10 @@ Row = dict[str, object]
 
 def descendants(pid: int) -> list[int]:
     """The processes below one, of /proc."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    children = [int(child) for path in tasks for child in path.read_text().split()]
+    children: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # of a thread that has ended since
+            children += map(int, path.read_text().split())
     return children + [pid for child in children for pid in descendants(child)]
 
 
