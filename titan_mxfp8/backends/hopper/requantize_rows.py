@@ -68,9 +68,9 @@ def requantize(rows: Operand, spec: OperandSpec, offs: Tensor | None, places: Te
     table, row_blocks = map_tiles(offs, count, TILE, tail=False, alignment=128)
     _REQUANTIZE.launch(
         ceil_div(row_blocks, TILE.blocks) * ceil_div(cols, 128 * PANEL) * PANEL,
-        (x, rows.scale, places, out.data, out.scale, table, offs),
+        (x, rows.scale, places, out.data, out.scale, table),
         (cols, x.stride(0)),
-        (count, x.shape[0], out.data.shape[-1] // BLOCK_SIZE, row_blocks, 0 if offs is None else offs.shape[0]),
+        (count, x.shape[0], out.data.shape[-1] // BLOCK_SIZE, row_blocks),
         (PANEL, EVICT, NARROW),
         device=x.device, warps=4, registers=REGISTERS,
     )  # fmt: skip
@@ -247,11 +247,22 @@ def _rebase_in_fp32(words, of_rows, made):
     return scales
 
 
-@gluon.jit(do_not_specialize=["rows", "places_end", "padded_blocks", "row_blocks", "groups"])
+@gluon.jit
+def _find_rows(places, start, stop, row):
+    """Where rows of a tile lie, and which there are: those before ``stop``, from ``start`` on."""
+    known = row < stop - start
+    if places is None:
+        row += start
+    else:
+        row = gl.load((places + start) + row, mask=known)
+    return row, known
+
+
+@gluon.jit(do_not_specialize=["rows", "places_end", "padded_blocks", "row_blocks"])
 def _requantize_tiles(
-    x, x_scale, places, qdata, scale, table, offs,
+    x, x_scale, places, qdata, scale, table,
     cols, row_stride,
-    rows, places_end, padded_blocks, row_blocks, groups,
+    rows, places_end, padded_blocks, row_blocks,
     PANEL: gl.constexpr, EVICT: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
     """One program: 128 rows, those of the next four blocks of the map, and 128 columns."""
@@ -263,8 +274,8 @@ def _requantize_tiles(
     start, stop = tile_row * 128, rows
     if table is not None:
         start = gl.load(table + tile_row * 4)
-        stop = gl.load(table + row_blocks + tile_row * 4)
-        if start >= gl.load(offs + groups - 1):  # past the last group
+        stop = gl.load(table + row_blocks + tile_row * 4)  # 0 past the last group
+        if start >= stop:
             return
     staged = gl.allocate_shared_memory(gl.uint8, [128, 128], _STAGED_BYTES)
     row_factors = gl.allocate_shared_memory(gl.int16, [128], _PLAIN_1D)
@@ -275,17 +286,11 @@ def _requantize_tiles(
 
     at = gl.arange(0, 128, gl.SliceLayout(1, _ALONG_ROWS))
     col = tile_col * 128 + gl.arange(0, 128, gl.SliceLayout(0, _ALONG_ROWS))
-    row = start + at % 32 * 4 + at // 32
-    known = row < stop
-    if places is not None:
-        row = gl.load(places + row, mask=known, other=0)
+    row, known = _find_rows(places, start, stop, at % 32 * 4 + at // 32)
     inside = known[:, None] & (col < cols)[None, :]
     loaded = gl.load((x + col)[None, :] + row.to(gl.int64)[:, None] * row_stride, mask=inside, other=0)
 
-    row = start + gl.arange(0, 128, _ROWS)
-    known = row < stop
-    if places is not None:
-        row = gl.load(places + row, mask=known, other=0)
+    row, known = _find_rows(places, start, stop, gl.arange(0, 128, _ROWS))
     of_row = gl.load(x_scale + tile_col.to(gl.int64) * (gl.cdiv(places_end, 16) * 16) + row, mask=known, other=0)
     of_row = of_row.to(gl.int32)
     top, least = gl.max(of_row, 0), gl.min(gl.where(known, of_row, 255), 0)
