@@ -69,7 +69,7 @@ def requantize(rows: Operand, spec: OperandSpec, offs: Tensor | None, places: Te
     _REQUANTIZE.launch(
         ceil_div(row_blocks, TILE.blocks) * ceil_div(cols, 128 * PANEL) * PANEL,
         (x, rows.scale, places, out.data, out.scale, table),
-        (cols, x.stride(0)),
+        (cols,),
         (count, x.shape[0], out.data.shape[-1] // BLOCK_SIZE, row_blocks),
         (PANEL, EVICT, NARROW),
         device=x.device, warps=4, registers=REGISTERS,
@@ -261,7 +261,7 @@ def _find_rows(places, start, stop, row):
 @gluon.jit(do_not_specialize=["rows", "places_end", "padded_blocks", "row_blocks"])
 def _requantize_tiles(
     x, x_scale, places, qdata, scale, table,
-    cols, row_stride,
+    cols,
     rows, places_end, padded_blocks, row_blocks,
     PANEL: gl.constexpr, EVICT: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
@@ -288,7 +288,7 @@ def _requantize_tiles(
     col = tile_col * 128 + gl.arange(0, 128, gl.SliceLayout(0, _ALONG_ROWS))
     row, known = _find_rows(places, start, stop, at % 32 * 4 + at // 32)
     inside = known[:, None] & (col < cols)[None, :]
-    loaded = gl.load((x + col)[None, :] + row.to(gl.int64)[:, None] * row_stride, mask=inside, other=0)
+    loaded = gl.load((x + col)[None, :] + row.to(gl.int64)[:, None] * cols, mask=inside, other=0)
 
     row, known = _find_rows(places, start, stop, gl.arange(0, 128, _ROWS))
     of_row = gl.load(x_scale + tile_col.to(gl.int64) * (gl.cdiv(places_end, 16) * 16) + row, mask=known, other=0)
