@@ -127,6 +127,8 @@ def test_requantise_any_rebased_rows(steps: int):
         data[:, ::2] &= torch.where((data[:, ::2] & 0x7F) == 0x7F, 0x80, 0xFF)  # else NaN is all that comes out
         data[:, ::4] &= torch.where(torch.rand(300, 100) < 0.97, 0x81, 0xFF).to(torch.uint8)
         scale = torch.randint(least, least + steps + 1, (4, 304), dtype=torch.uint8)
+        data[:128, ::8], data[0, ::8] = 0, 1  # the smallest element alone, beside a row of the largest scale
+        scale[:, 0], scale[:, 1] = least, least + steps
         rows, places = Operand(data.view(E4M3), scale, REBASED, 1), torch.randint(0, 300, (500,), dtype=torch.int32)
         contract.check_requantize(hopper, rows, 0, REBASED, None, "cuda")
         for sizes in ([0, 1, 44, 0, 128, 127], [500], [0, 0]):
