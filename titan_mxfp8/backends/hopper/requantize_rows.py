@@ -5,7 +5,7 @@ rows leave the bytes in shared memory. A thread then has 32 rows of four columns
 neighbouring rows side by side, and computes with two of them at once in fp16.
 
 Why fp16 is exact: elements of rows whose scales lie within 2^18 of the largest one, times their scales over that, are
-at least 2^-21 and at most 28672 (``_LIFT`` makes them that large), so none of their four bits are lost. Divided by
+at least 2^-21 and at most 28672 if multiplied by 2^6, so none of their four bits are lost. Divided by
 2^15 times its block's scale, an element's smallest step, 2^-9, is fp16's own, 2^-24: the product is rounded as the
 element would be. Times 2^15 and the quotient of the scales of a block of 32 and of 128, it is rounded again where it is
 converted. Tiles with other rows are computed in fp32.
@@ -34,10 +34,7 @@ TILE = Tile(rows=128, segments=1)
 _SPEC = OperandSpec(block_k=128, scales="mn_major")
 # Tiles of columns that are taken for all rows before the next ones: rows that are read several times, once for each
 # expert of a token, are then still in the L2.
-PANEL = 4
-EVICT = ""
-NARROW = 18
-REGISTERS = None
+PANEL = gl.constexpr(4)
 
 # A thread has 16 bytes of a row, or of a transposed one, and a warp four rows.
 _ALONG_ROWS = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
@@ -57,7 +54,8 @@ _PLAIN_1D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 def takes(rows: Operand, spec: OperandSpec) -> bool:
     """Whether ``requantize`` makes operands of ``spec`` from these rows."""
-    return rows.spec == spec == _SPEC and rows.axis == 1 and rows.data.ndim == 2 and rows.data.shape[1] % 16 == 0
+    x = rows.data
+    return rows.spec == spec == _SPEC and rows.axis == 1 and x.ndim == 2 and x.is_contiguous() and x.shape[1] % 16 == 0
 
 
 def requantize(rows: Operand, spec: OperandSpec, offs: Tensor | None, places: Tensor | None) -> Operand:
@@ -67,12 +65,12 @@ def requantize(rows: Operand, spec: OperandSpec, offs: Tensor | None, places: Te
     out = spec.empty(x[:1].expand(count, -1), 0, None if offs is None else offs.shape[0])
     table, row_blocks = map_tiles(offs, count, TILE, tail=False, alignment=128)
     _REQUANTIZE.launch(
-        ceil_div(row_blocks, TILE.blocks) * ceil_div(cols, 128 * PANEL) * PANEL,
+        ceil_div(row_blocks, TILE.blocks) * ceil_div(cols, 128 * PANEL.value) * PANEL.value,
         (x, rows.scale, places, out.data, out.scale, table),
         (cols,),
         (count, x.shape[0], out.data.shape[-1] // BLOCK_SIZE, row_blocks),
-        (PANEL, EVICT, NARROW),
-        device=x.device, warps=4, registers=REGISTERS,
+        (),
+        device=x.device, warps=4,
     )  # fmt: skip
     return out
 
@@ -263,7 +261,6 @@ def _requantize_tiles(
     x, x_scale, places, qdata, scale, table,
     cols,
     rows, places_end, padded_blocks, row_blocks,
-    PANEL: gl.constexpr, EVICT: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
     """One program: 128 rows, those of the next four blocks of the map, and 128 columns."""
     in_panels = gl.program_id(0) // PANEL
@@ -300,7 +297,7 @@ def _requantize_tiles(
     staged.store(loaded)
 
     words = reinterpreted(staged, gl.int32, [128, 32], _STAGED_WORDS)
-    if (top - least <= NARROW) & (least >= 40) & (top <= 240):
+    if (top - least <= 18) & (least >= 40) & (top <= 240):
         scales = _rebase_in_fp16(words, _load_pairs(row_factors), top, made)
     else:
         scales = _rebase_in_fp32(words, _load_pairs(row_scales), made)
@@ -314,10 +311,7 @@ def _requantize_tiles(
         elements = reinterpreted(made[j], gl.uint8, [32, 128], _MADE_BYTES).load(_ALONG_ROWS)
         col = tile_col * 128 + gl.arange(0, 32, gl.SliceLayout(1, _ALONG_ROWS)) * 4 + j
         inside = (col < cols)[:, None] & (position < padded_rows)[None, :]
-        gl.store(
-            (qdata + position)[None, :] + col.to(gl.int64)[:, None] * padded_rows, elements, mask=inside,
-            eviction_policy=EVICT,
-        )  # fmt: skip
+        gl.store((qdata + position)[None, :] + col.to(gl.int64)[:, None] * padded_rows, elements, mask=inside)
 
 
 _REQUANTIZE = Kernel(_requantize_tiles)
