@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import WRAPPER_ASSIGNMENTS, partial, update_wrapper
 from types import FunctionType
 
 import torch
@@ -27,10 +27,9 @@ def own_code(function: Callable) -> Callable:
     for a function that several configurations share, so each has a copy.
     """
     code = function.__code__.replace()  # another object, of the same contents
-    copied = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    copied.__qualname__, copied.__doc__ = function.__qualname__, function.__doc__
-    copied.__dict__.update(function.__dict__)
+    copied = FunctionType(code, function.__globals__, closure=function.__closure__)
+    update_wrapper(copied, function, assigned=(*WRAPPER_ASSIGNMENTS, "__defaults__", "__kwdefaults__"))
+    del copied.__wrapped__
     return copied
 
 
@@ -69,13 +68,8 @@ class ConvertedModule:
     @property
     def op_options(self) -> dict[str, object]:
         """The same as arguments of ``mxfp8_grouped_mm`` and ``mxfp8_linear``."""
-        config = self.mx_config
-        return {
-            "recipe": config.recipe,
-            "backend": config.backend,
-            "keep_quantized_weight": config.keep_quantized_weight,
-            "requantize_input": config.requantize_input,
-        }
+        config, names = self.mx_config, ("recipe", "backend", "keep_quantized_weight", "requantize_input")
+        return {name: getattr(config, name) for name in names}
 
     def mxfp8_grouped_mm(
         self,
