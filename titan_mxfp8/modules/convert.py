@@ -114,14 +114,8 @@ def convert_linears(model: nn.Module, *, filter_fqns: Iterable[str] = (), **opti
     the choice of experts is sensitive; subclasses of ``nn.Linear``, which have a forward of their own; what
     ``nn.MultiheadAttention`` multiplies with itself. Of a module's several names ``filter_fqns`` needs one.
 
-    Args:
-        options: ``recipe``, ``backend``, ``rebase`` and ``requantize_input``, as of ``convert_model``.
-
-    Returns:
-        The names of the converted modules, and a report.
-
-    Raises:
-        ValueError: nothing was converted; the message says why each candidate was not.
+    ``options`` are ``recipe``, ``backend``, ``rebase`` and ``requantize_input`` of ``convert_model``. Returns the names
+    of the converted modules, and a report. Raises ValueError if nothing was converted, with the reason for each.
     """
     with _errors_of("convert_linears", model):
         config, chosen = _config(model, **options)
@@ -138,15 +132,8 @@ def convert_experts(model: nn.Module, *, fqns: Iterable[str], **options: object)
     ``torch._grouped_mm`` are replaced, also where ``torch.utils.checkpoint`` in its forward computes them again, for
     which this patches torch.
 
-    Args:
-        options: as of ``convert_linears``.
-
-    Returns:
-        The names of the converted modules, and a report.
-
-    Raises:
-        ValueError: nothing was converted, expert features that are not a multiple of 32, or experts of Transformers,
-            or of a model's remote code, that never call ``torch._grouped_mm``.
+    ``options``, the result and errors are those of ``convert_linears``. ValueError too where an expert's features are
+    no multiple of 32, or experts of Transformers or of remote code never call ``torch._grouped_mm``.
     """
     with _errors_of("convert_experts", model):
         config, chosen = _config(model, **options)

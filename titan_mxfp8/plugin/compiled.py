@@ -1,9 +1,8 @@
 """MoE blocks that ``torch.compile`` takes whole: those whose layer dispatches its own tokens, if FSDP does not take its
 experts.
 
-TorchTitan compiles norms, attention, router and shared experts of a MoE block one by one, as hooks of FSDP and its own
-dispatch would break a graph, and leaves what is between them eager: two residual additions, that of the shared experts,
-and counts. Our layer is one operator each way. So its block is one region, as TorchTitan's dense blocks are.
+TorchTitan compiles the parts of a MoE block one by one, as hooks of FSDP and its own dispatch would break a graph. Our
+layer is one operator each way. So its block is one region, as TorchTitan's dense blocks are.
 """
 
 import logging
@@ -28,12 +27,7 @@ _REASON = "mxfp8_why_fsdp"  # the attribute of a model that says why FSDP will t
 
 
 def know_what_fsdp_takes(model: nn.Module, job_config: JobConfig, dims: ParallelDims | None) -> None:
-    """Has a model say whether FSDP will take its experts, which is decided after it is compiled.
-
-    Args:
-        model: converted, on meta, before TorchTitan has parallelised it.
-        dims: of the whole run; None for one process.
-    """
+    """Has a converted model on meta say whether FSDP will take its experts, which is decided after it is compiled."""
     reason = ""
     if dims is not None and dims.ep > 1:
         names = ["dp_replicate", "efsdp"] if dims.dp_replicate_enabled else ["efsdp"]

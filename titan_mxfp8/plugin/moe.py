@@ -63,19 +63,9 @@ MOE_CLASSES: dict[type[nn.Module], type[nn.Module]] = {MoE: MXFP8MoE, GptOssMoE:
 def dispatch_tokens(
     model: nn.Module, converted: list[str], job_config: JobConfig, dims: ParallelDims | None
 ) -> list[str]:
-    """Has the MoE layers around converted experts dispatch as ``quantize.grouped_mm.mx.dispatch`` says.
-
-    Args:
-        model: on meta, before TorchTitan has parallelised it.
-        converted: names of converted expert modules.
-        dims: of the whole run; None for one process.
-
-    Returns:
-        The names of those layers.
-
-    Raises:
-        ValueError: as ``choose_layers`` and ``DispatchingLayers.connect``.
-    """
+    """Has the MoE layers around converted experts, named so, dispatch as ``quantize.grouped_mm.mx.dispatch`` says, and
+    returns their names. The model is on meta, not yet parallelised; ``dims`` are of the whole run, None of one process.
+    Raises ValueError as ``choose_layers`` and ``DispatchingLayers.connect``."""
     config = job_config.quantize.grouped_mm.mx
     if not dispatches(config.dispatch, config.dispatch_rows):
         return []

@@ -38,10 +38,8 @@ class StepGraph:
     """Runs a trainer's microbatches: the first ones eagerly, then as CUDA graphs. Eager ones run on the stream that
     captures: autograd and the symmetric transport remember it.
 
-    Args:
-        step: forward, loss and backward of a microbatch: of its tensors by name, and the number of valid tokens of all
-            microbatches, fp32 (). Returns the loss. It may not wait for the GPU.
-        model: whose gradients it makes.
+    ``step`` is forward, loss and backward of a microbatch of ``model``: of its tensors by name, and the number of valid
+    tokens of all microbatches, fp32 (). It returns the loss, and may not wait for the GPU.
     """
 
     def __init__(
@@ -74,17 +72,10 @@ class StepGraph:
         self._release()
 
     def run(self, batch: Mapping[str, Any], valid_tokens: float | Tensor) -> Tensor:
-        """One microbatch; the parameters get its gradients, or gradients that have it added.
+        """One microbatch; the parameters get its gradients, or have them added. Returns the loss, detached.
 
-        Args:
-            batch: tensors by name. Where shapes differ from those of the first, it runs eagerly.
-            valid_tokens: of all microbatches of the step and all ranks.
-
-        Returns:
-            The loss, detached.
-
-        Raises:
-            RuntimeError: in the first microbatch after the warm-up, if it cannot be captured.
+        Where the shapes of the ``batch`` differ from those of the first, it runs eagerly. ``valid_tokens`` are those of
+        all microbatches of the step and all ranks. RuntimeError after the warm-up, if it cannot be captured.
         """
         if isinstance(valid_tokens, Tensor):
             self._valid_tokens.copy_(valid_tokens)

@@ -29,10 +29,7 @@ MARGIN = 1.1  # times the rows that were wanted: what a bound grows to
 
 def dispatches(transport: str, rows: str | float) -> bool:
     """Whether layers with the fields ``dispatch`` and ``dispatch_rows`` of a config are to dispatch their own tokens.
-
-    Raises:
-        ValueError: an unknown name, no factor, or fields that contradict each other.
-    """
+    Raises ValueError: an unknown name, no factor, or fields that contradict each other."""
     if transport not in ("off", *TRANSPORTS):
         raise ValueError(f"dispatch = {transport!r}: use one of off, {', '.join(TRANSPORTS)}")
     if rows != AUTO and factor_of(rows, "dispatch_rows") is not None and transport == "off":
@@ -49,16 +46,9 @@ def refusal(transport: str, recipe: Recipe) -> str:
 
 
 def choose_layers(transport: str, recipe: Recipe, reasons: Iterable[tuple[str, str]]) -> list[str]:
-    """Which experts are to get their tokens over ``transport``. Those that keep TorchTitan's way are logged.
-
-    Args:
-        recipe: of the experts.
-        reasons: names of converted expert modules, and why the layer around each cannot dispatch its own tokens, in
-            words; an empty string where it can.
-
-    Raises:
-        ValueError: recipe ``bf16`` for experts that would be TorchTitan's own.
-    """
+    """Which experts get their tokens over ``transport``. Those that keep TorchTitan's way are logged. ``reasons``
+    are names of converted expert modules, and why the layer around each cannot dispatch its own tokens, or nothing.
+    Raises ValueError of recipe ``bf16`` for experts that would be TorchTitan's own."""
     left: dict[str, list[str]] = {}
     for name, reason in reasons:
         left.setdefault(refusal(transport, recipe) or reason, []).append(name)
@@ -122,16 +112,9 @@ class DispatchingLayers:
         return None if self.max_tokens is None else self.max_tokens * self.slots
 
     def connect(self, group: dist.ProcessGroup | None, device: torch.device, where: str = "MXFP8: ") -> str:
-        """Chooses the transport, and the rows if that is left to it. Called by every rank at once before anything is
-        trained. Returns the log line.
-
-        Args:
-            group: the ranks of expert parallelism; None: one.
-            where: what an error begins with.
-
-        Raises:
-            ValueError: a transport that cannot be, or too little memory for the rows.
-        """
+        """Chooses the transport, and the rows if that is left to it. Called by every rank of the group, those of expert
+        parallelism, before anything is trained. Returns the log line. Raises ValueError, which begins with ``where``,
+        of a transport that cannot be, or too little memory for the rows."""
         transport, choice = None, "not chosen: the other ranks do not exist"
         if group is None or dist.get_backend(group) != "fake":
             try:
@@ -253,12 +236,8 @@ def let_compiled_layers_grow() -> None:
 
 
 def most_tokens(training: Any, parallelism: Any, validation: Any = None) -> int:
-    """The most tokens that a rank has in one forward.
-
-    Args:
-        training, parallelism: these sections of TorchTitan's config.
-        validation: likewise, if a run validates on batches of another size.
-    """
+    """The most tokens that a rank has in one forward, by these sections of TorchTitan's config; ``validation`` if a run
+    validates on batches of another size."""
     pipelined = parallelism.pipeline_parallel_degree > 1
     batches = [training] if validation is None else [training, validation]
     tokens = [

@@ -97,11 +97,8 @@ def gathered_itemsize(module: nn.Module, itemsize: int) -> float:
 
 
 class BlocksParam(FSDPParam):
-    """A weight (E, R, C) that FSDP gathers in exact 32x32 blocks. The class takes the place of FSDP's own.
-
-    FSDP asks the tensor that holds a shard for the extension. That tensor is replaced whenever a model is moved or
-    loaded, and is what checkpoints write, so the parameter itself answers here.
-    """
+    """A weight (E, R, C) that FSDP gathers in exact 32x32 blocks. FSDP asks the tensor that holds a shard for the
+    extension. That is replaced whenever a model is moved or loaded, so the parameter itself answers here."""
 
     mxfp8_backend: str
     mxfp8_spec: str  # the key of the blocks' spec

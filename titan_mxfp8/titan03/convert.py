@@ -33,12 +33,8 @@ _trainer_config: ContextVar[Trainer.Config | None] = ContextVar("trainer_config"
 
 
 class _Converter(QuantizationConverter):
-    """What both converters do.
-
-    Raises:
-        ValueError: a field of another type, an unknown recipe, or periods that are none. When the model is built: as
-            ``modules.convert_experts``, ``convert_linears``.
-    """
+    """What both converters do. Raises ValueError: a field of another type, an unknown recipe, or periods that are none.
+    When the model is built: as ``modules.convert_experts``, ``convert_linears``."""
 
     kind: str
     dispatches = False
@@ -54,11 +50,8 @@ class _Converter(QuantizationConverter):
         """Converts modules of a model that has just been built, on meta, and returns their names."""
 
     def convert(self, model_config: BaseModel.Config) -> BaseModel.Config:
-        """Has the model that ``model_config`` builds converted, after what other conversions it has; gives it back.
-
-        It changes in place: TorchTitan's trainer takes it out of the whole config before it applies overrides. So its
-        class is swapped, as a converted module's is.
-        """
+        """Has the model that ``model_config`` builds converted, after what other conversions it has; gives it back. Its
+        class is swapped: TorchTitan's trainer takes it out of the whole config before it applies overrides."""
         cls = type(model_config)
 
         def build(own: BaseModel.Config, **kwargs: object) -> nn.Module:
@@ -143,11 +136,8 @@ class MXFP8Linears(_Converter):
 def convert_config(
     converter: type[_Converter], model_config: BaseModel.Config, given: dict[str, object]
 ) -> BaseModel.Config:
-    """What an override does: builds the converter of these fields, and converts.
-
-    Raises:
-        ValueError: a field that the converter does not have, or as the converter.
-    """
+    """What an override does: builds the converter of these fields, and converts. Raises ValueError: a field that the
+    converter does not have, or as the converter."""
     names = [item.name for item in fields(converter.Config)]
     if unknown := set(given) - set(names):
         raise ValueError(f"{converter.kind} has no {', '.join(sorted(unknown))}: its fields are {', '.join(names)}")

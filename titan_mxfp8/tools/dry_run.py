@@ -79,11 +79,7 @@ class ClusterConfigManager(LocalConfigManager):
 @contextmanager
 def cluster_gpu(job_config: JobConfig) -> Iterator[None]:
     """Within, this machine is taken for one with the cluster's GPU. Where the config names none that we know, the
-    converters take whatever backend runs here.
-
-    Raises:
-        ValueError: an unknown backend.
-    """
+    converters take whatever backend runs here. Raises ValueError: an unknown backend."""
     gpu, configs = job_config.cluster.gpu, converter_configs(job_config)
     if gpu in CLUSTER_GPUS:
         with override_hardware(CLUSTER_GPUS[gpu]):
@@ -118,11 +114,8 @@ def multiplied(job_config: JobConfig) -> dict[str, str]:
 
 def recipes_here(path: str, overrides: Sequence[str] = ()) -> dict[str, tuple[Recipe, str]]:
     """The recipe and the backend of each converter that a TOML and TorchTitan flags ask for, parsed for this machine.
-    The layout is not looked at: how many processes there will be is not known.
-
-    Raises:
-        ValueError, OSError: what training would be refused for.
-    """
+    The layout is not looked at: how many processes there will be is not known. Raises ValueError, OSError: what
+    training would be refused for."""
     job_config = LocalConfigManager().parse_args([f"--job.config_file={path}", *overrides])
     check_batch(job_config)
     converted_model(job_config, ParallelDims(*[1] * 7, world_size=1))
@@ -130,11 +123,8 @@ def recipes_here(path: str, overrides: Sequence[str] = ()) -> dict[str, tuple[Re
 
 
 def converted_model(job_config: JobConfig, dims: ParallelDims) -> tuple[nn.Module, BaseModelArgs]:
-    """The whole model, converted, on the meta device; and its arguments.
-
-    Raises:
-        ValueError: an unknown model or flavor, or modules to convert that it has not.
-    """
+    """The whole model, converted, on the meta device; and its arguments. Raises ValueError: an unknown model or flavor,
+    or modules to convert that it has not."""
     args = copy.deepcopy(model_args(job_config))  # update_from_config writes into it
     args.update_from_config(job_config)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
@@ -174,15 +164,8 @@ def parse_config(path: str, overrides: Sequence[str] = ()) -> JobConfig:
 
 
 def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
-    """Builds, converts and shards the model of ``job_config`` for all the GPUs of its ``[cluster]``.
-
-    Args:
-        job_config: of ``parse_config``.
-        fill: the share of a card's memory that the estimate may take.
-
-    Raises:
-        ValueError: the layout does not work, or the model does not fit; the message says why.
-    """
+    """Builds, converts and shards the model of a ``parse_config`` for all the GPUs of its ``[cluster]``. Raises
+    ValueError where the layout does not work, or the estimate is more than ``fill`` of a card's memory."""
     cluster, training = job_config.cluster, job_config.training
     card = (cluster.gpu, card_memory(cluster.gpu)) if cluster.gpu else None
     world_size = cluster.nodes * cluster.gpus_per_node
@@ -230,11 +213,8 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
 
 
 def check_cluster(job_config: JobConfig, world_size: int) -> ParallelDims:
-    """``check_layout``, and what only a dry run cannot do.
-
-    Raises:
-        ValueError: as ``check_layout`` and ``check_hosts``; pipelines; a study flavor that the config does not ask for.
-    """
+    """``check_layout``, and what only a dry run cannot do. Raises ValueError: as ``check_layout`` and ``check_hosts``;
+    pipelines; a study flavor that the config does not ask for."""
     dims = check_layout(job_config, world_size)
     check_hosts(job_config, world_size, job_config.cluster.gpus_per_node)
     if dims.pp_enabled:
@@ -260,11 +240,8 @@ def without_hardware(job_config: JobConfig) -> JobConfig:
 
 
 def shard(model: nn.Module, job_config: JobConfig, dims: ParallelDims) -> nn.Module:
-    """Has TorchTitan shard a model in place; not compiled, as compilation moves no shard.
-
-    Raises:
-        ValueError: TorchTitan cannot.
-    """
+    """Has TorchTitan shard a model in place; not compiled, as compilation moves no shard. Raises ValueError: TorchTitan
+    cannot."""
     eager = copy.deepcopy(job_config)
     eager.compile.enable = False
     try:
