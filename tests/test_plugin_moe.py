@@ -287,6 +287,14 @@ def test_a_bound_grows_to_what_was_wanted_and_no_further_than_memory() -> None:
     assert few.bytes_needed("worst_case", 8) == 2 * balanced * row, "no more than 2 experts are here"
     with pytest.raises(ValueError, match=r"at least 48.4 GiB .* has 37.3 GiB: take a factor of at most 6.15, "):
         layers.check_memory(8, 40e9)
+    # Of 2 ranks each token arrives once, not once for each of its experts here, and is kept so.
+    copies, rest = 2 * 16384 * 2 * (7168 + 224), row - 2 * (7168 + 224)
+    assert layers.bytes_needed("bounded", 2) == copies + 1.5 * balanced * rest
+    assert layers.bytes_needed("0.2", 2) == math.ceil(0.2 * balanced / 128) * 128 * row, "fewer rows than copies"
+    for factor in (1.5, 0.2):
+        needed = layers.bytes_needed(f"{factor}", 2)
+        with pytest.raises(ValueError, match=f"take a factor of at most {factor - 0.01:.2f}, "):
+            dispatching(factor).check_memory(2, needed - 1e7)
 
     layers = dispatching(0.25)
     assert layers.may_overflow() and layers.rows == "0.25"
@@ -336,8 +344,8 @@ def test_too_little_memory_for_the_worst_case_is_said_before_training(monkeypatc
     config = parse(CONVERT, f"{DISPATCH}=auto", "--training.local_batch_size=2", "--training.seq_len=4096")
     config.activation_checkpoint.mode = "none"
     config.quantize.grouped_mm.mx.dispatch_rows = "worst_case"
-    # 8192 tokens x 3 experts, 64 + 2 + 4 x 96 saved and 2 x (64 + 96)
-    needed = 8192 * 3 * (64 + 2 + 4 * 96 + 2 * (64 + 96))
+    # 8192 tokens, 64 + 2 saved; times 3 experts, 4 x 96 saved and 2 x (64 + 96)
+    needed = 8192 * (64 + 2) + 8192 * 3 * (4 * 96 + 2 * (64 + 96))
     for total in (needed, needed - 1):
         properties = SimpleNamespace(total_memory=total)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, p=properties: p)

@@ -294,8 +294,10 @@ def test_room_and_memory_are_those_of_the_config(way: str, monkeypatch: pytest.M
     layer.token_dispatcher.ep_mesh = SimpleNamespace(get_group=lambda: two_ranks)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
     top_k, here = layer.token_dispatcher.top_k, layer.inner_experts.num_experts // 2
-    rows = 3 * 128 * 2 * min(top_k, here)
-    needed = rows * (2 * (dim + dim // 32 + 4 * hidden) + 2 * dim + 2 * hidden)  # two layers, no checkpointing
+    copies = 3 * 128 * 2
+    rows = copies * min(top_k, here)
+    needed = rows * (2 * 4 * hidden + 2 * dim + 2 * hidden)  # two layers, no checkpointing
+    needed += copies * 2 * (dim + dim // 32)
     for available in (needed, needed - 1):
         monkeypatch.setattr(
             torch.cuda, "get_device_properties", lambda _, total=available: SimpleNamespace(total_memory=total)

@@ -192,23 +192,31 @@ class DispatchingLayers:
         factor = factor_of(rows)
         if factor is None or self.max_tokens is None:
             return 0
-        return self._bound(factor, ranks) * bytes_of_row(self.dim, self.hidden, self.kept)
+        of_copy, of_row = bytes_of_row(self.dim, self.hidden, self.kept)
+        room = self._bound(factor, ranks)
+        return room * of_row + min(room, self._copies(ranks)) * of_copy
 
     def check_memory(self, ranks: int, available: float, where: str = "MXFP8: ") -> None:
         """Raises ValueError if a GPU has fewer bytes than the rows need at least."""
         needed = self.bytes_needed(self.rows, ranks)
         if needed <= available:
             return
-        factor = self.share(available / bytes_of_row(self.dim, self.hidden, self.kept))
+        of_copy, of_row = bytes_of_row(self.dim, self.hidden, self.kept)
+        room = max(available / (of_row + of_copy), (available - self._copies(ranks) * of_copy) / of_row)
+        factor = math.floor(100 * self.share(room)) / 100
         raise ValueError(
             f"{where}dispatch_rows = {self.rows!r} needs at least {needed / GIB:.1f} GiB of each GPU, which "
-            f"has {available / GIB:.1f} GiB: take a factor of at most {math.floor(100 * factor) / 100}, 'counted', "
+            f"has {available / GIB:.1f} GiB: take a factor of at most {factor}, 'counted', "
             "fewer tokens (local_batch_size, seq_len), a lower expert_parallel_degree"
             f"{', or full activation checkpointing' * (self.kept > 1)}"
         )
 
     def _bound(self, factor: float, ranks: int) -> int:
         return bound(factor, self.most_rows, self.top_k, ranks, self.experts // ranks)
+
+    def _copies(self, ranks: int) -> float:
+        """The token copies that a rank keeps at most instead of its rows (``MoEConfig.keeps_copies``), if it may."""
+        return ranks * self.most_rows if ranks < self.top_k else math.inf
 
 
 def local(param: torch.Tensor) -> torch.Tensor:
@@ -252,10 +260,10 @@ def kept_layers(layers: int, parallelism: Any, checkpointing: bool) -> int:
     return 1 if checkpointing else ceil_div(layers, parallelism.pipeline_parallel_degree)
 
 
-def bytes_of_row(dim: int, hidden: int, saved_layers: int) -> int:
-    """Bytes on one GPU for each row that there is memory for, at least.
+def bytes_of_row(dim: int, hidden: int, saved_layers: int) -> tuple[int, int]:
+    """Bytes on one GPU for each row that there is memory for, at least: of its tokens, and all others.
 
-    Each layer keeps for backward the rows in FP8 with their scales and two pre-activations in bf16; one layer at a time
-    has its output and its hidden activation in bf16 besides.
+    Each layer keeps for backward the rows, or fewer copies, in FP8 with their scales, and two pre-activations in bf16;
+    one layer at a time has its output and its hidden activation in bf16 besides.
     """
-    return saved_layers * (dim + dim // BLOCK_SIZE + 2 * 2 * hidden) + 2 * dim + 2 * hidden
+    return saved_layers * (dim + dim // BLOCK_SIZE), saved_layers * 2 * 2 * hidden + 2 * dim + 2 * hidden

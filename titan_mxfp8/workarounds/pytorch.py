@@ -1,6 +1,8 @@
 """Workarounds of torch, on any machine."""
 
+import hashlib
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,6 +89,21 @@ def compile_for_own_rank_only() -> None:
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         config.enable_autograd_cache = False
+
+
+@workaround("torch.compiler.config.cache_key_tag")
+def compile_for_own_edition_only() -> None:
+    """`expected size 147456==32768` of an operator: code that another edition of this package compiled.
+
+    The inductor's cache on disk knows a custom operator by its name alone, not by the shapes that its fake gives:
+    after an update of this package a run would be given code for the shapes of before. With a hash of the package's
+    sources in the keys it finds none."""
+    torch.compiler.config.cache_key_tag += f"titan_mxfp8-{hash_of_sources(Path(__file__).parents[1])}"
+
+
+def hash_of_sources(folder: Path) -> str:
+    contents = (path.read_bytes() for path in sorted(folder.rglob("*.py")))
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
 
 @workaround("torch.autograd.set_multithreading_enabled")
