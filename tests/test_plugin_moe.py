@@ -442,18 +442,18 @@ def test_blocks_are_compiled_whole(mode: str, caplog: pytest.LogCaptureFixture) 
 def test_blocks_whose_experts_fsdp_takes_are_compiled_in_parts() -> None:
     """And, as Dynamo could not follow them, those whose rows are counted."""
     experts = convert(layer("deepseek_v3"), f"{ROWS}=bounded").experts
-    holder, moe = nn.ModuleDict({"experts": experts}), SimpleNamespace(experts=experts)
+    holder, layers = nn.ModuleDict({"experts": experts}), experts.mxfp8_layers
     mesh = SimpleNamespace(size=lambda: 1)
-    dims = SimpleNamespace(ep=2, dp_replicate_enabled=False, pp_enabled=False, get_optional_mesh=lambda names: mesh)
+    dims = SimpleNamespace(dp_replicate_enabled=False, pp_enabled=False, get_optional_mesh=lambda names: mesh)
     config = parse(CONVERT)
-    compiled.know_what_fsdp_takes(holder, config, dims)
-    assert compiled._why_in_parts(holder, moe, True) == ""
-    experts.mxfp8_layers.rows = "counted"
-    assert "dispatch_rows = 'counted'" in compiled._why_in_parts(holder, moe, True)
-    assert compiled._why_in_parts(holder, moe, False) == "", "one rank knows how many rows it has"
+    layers.why_fsdp = compiled.why_fsdp_will(holder, config, dims)
+    assert compiled._why_in_parts(layers, True) == ""
+    layers.rows = "counted"
+    assert "dispatch_rows = 'counted'" in compiled._why_in_parts(layers, True)
+    assert compiled._why_in_parts(layers, False) == "", "one rank knows how many rows it has"
     config.training.enable_cpu_offload = True
-    compiled.know_what_fsdp_takes(holder, config, dims)
-    assert compiled._why_in_parts(holder, moe, False) == "FSDP takes their experts: it offloads to the CPU"
+    layers.why_fsdp = compiled.why_fsdp_will(holder, config, dims)
+    assert compiled._why_in_parts(layers, False) == "FSDP takes their experts: it offloads to the CPU"
 
 
 def test_a_compiled_layer_takes_the_rows_that_its_dispatch_has_by_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedEx
 from titan_mxfp8.plugin.job_config import converter_configs
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 from titan_mxfp8.titan import telemetry
+from titan_mxfp8.titan.dispatch import LAYERS
 from titan_mxfp8.titan.fields import SAVED
 
 
@@ -63,8 +64,8 @@ class GroupedMMConverter(_Converter):
             experts.quantize_weights_once = self.config.quantize_weights_once
             if self.job_config.fault_tolerance.enable:  # TorchFT reduces gradients in a hook of FSDP
                 experts.needs_fsdp = "fault_tolerance.enable"
-        if dispatching:
-            compiled.know_what_fsdp_takes(model, self.job_config, self.parallel_dims)
+        if dispatching and self.parallel_dims is not None and self.parallel_dims.ep > 1:
+            getattr(model, LAYERS).why_fsdp = compiled.why_fsdp_will(model, self.job_config, self.parallel_dims)
         return converted
 
 

@@ -25,14 +25,7 @@ from titan_mxfp8.modules import training_device
 from titan_mxfp8.plugin.experts import RoutedExperts, Routing
 from titan_mxfp8.plugin.job_config import recipe_of
 from titan_mxfp8.recipe import GROUPED_MM
-from titan_mxfp8.titan.dispatch import (
-    LAYERS,
-    DispatchingLayers,
-    choose_layers,
-    dispatches,
-    kept_layers,
-    most_tokens,
-)
+from titan_mxfp8.titan.dispatch import LAYERS, DispatchingLayers, choose_layers, dispatches, kept_layers, most_tokens
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)

@@ -66,38 +66,25 @@ def choose_layers(transport: str, recipe: Recipe, reasons: Iterable[tuple[str, s
 
 @dataclass(kw_only=True)
 class DispatchingLayers:
-    """The MoE layers of a model that dispatch their own tokens; they share this.
+    """The MoE layers of a model that dispatch their own tokens; they share this."""
 
-    Attributes:
-        transport: as of ``mxfp8_moe``.
-        rows: likewise, as text: in compiled layers another text is another constant, a number might become a variable.
-            It may change between two steps. From ``auto`` it is ``counted`` until ``connect`` chooses.
-        once: why a step cannot run again, in words; empty where it can.
-        count: layers of the model.
-        kept: layers of a rank that keep their rows for backward, at least.
-        max_tokens: the most that a rank has in one forward; None: not known.
-        slots: rows that a rank sends of each token, where scores come before the experts.
-        top_k: copies of a row that are received, at most.
-        experts, dim, hidden: of a layer; all of its experts.
-        chooses_rows: whether ``connect`` chooses.
-        group: the name of the process group that ``connect`` was called with; empty: this process alone.
-        ranks: its size.
-    """
-
-    transport: TransportName
+    transport: TransportName  # as of ``mxfp8_moe``
+    # Likewise, as text: in compiled layers another text is another constant, a number might become a variable. It may
+    # change between two steps. From ``auto`` it is ``counted`` until ``connect`` chooses.
     rows: str | float
-    once: str
-    count: int
-    kept: int
-    max_tokens: int | None
-    slots: int = 1
-    top_k: int
-    experts: int
+    once: str  # why a step cannot run again, in words; empty where it can
+    count: int  # layers of the model
+    kept: int  # layers of a rank that keep their rows for backward, at least
+    max_tokens: int | None  # the most that a rank has in one forward; None: not known
+    slots: int = 1  # rows that a rank sends of each token, where scores come before the experts
+    top_k: int  # copies of a row that are received, at most
+    experts: int  # of a layer, on all ranks
     dim: int
     hidden: int
-    chooses_rows: bool = False
-    group: str = ""
-    ranks: int = 1
+    chooses_rows: bool = False  # whether ``connect`` chooses
+    group: str = ""  # the name of the process group that ``connect`` was called with; empty: this process alone
+    ranks: int = 1  # its size
+    why_fsdp: str = ""  # why FSDP takes the experts, in words; empty where it does not, or nobody has asked
 
     def __post_init__(self) -> None:
         self.chooses_rows |= self.rows == AUTO
