@@ -11,7 +11,7 @@ from torch import nn
 from titan_mxfp8 import backends
 from titan_mxfp8.arguments import check_type
 from titan_mxfp8.backends.hardware import hardware_of
-from titan_mxfp8.logs import log_once
+from titan_mxfp8.logs import count_of, log_once
 from titan_mxfp8.modules.choose import (
     EXPERT_CLASSES,
     LINEAR_CLASSES,
@@ -163,11 +163,9 @@ def _convert(model: nn.Module, choices: list[Choice], config: MXConfig, chosen: 
         object.__setattr__(module, "__class__", cls)
     report = [chosen]
     for choice in choices:
-        count = f"{len(choice.modules)} {choice.kind}{'s' * (len(choice.modules) != 1)}"
-        report.append(
-            f"MXFP8: converted {count} (recipe {config.recipe.name}, backend {config.backend}); "
-            f"left: {choice.listing()}"
-        )
+        count = count_of(len(choice.modules), choice.kind)
+        how = f"recipe {config.recipe.name}, backend {config.backend}"
+        report.append(f"MXFP8: converted {count} ({how}); left: {choice.listing()}")
         logger.info(report[-1])
     _disable_fast_paths(model)
     return Conversion(modules, "\n".join(report))

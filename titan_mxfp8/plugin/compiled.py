@@ -16,6 +16,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts
 from torchtitan.models.moe.moe import GroupedExperts
 
+from titan_mxfp8.logs import count_of
 from titan_mxfp8.plugin.moe import MXFP8MoE
 from titan_mxfp8.titan.dispatch import LAYERS, DispatchingLayers, let_compiled_layers_grow
 from titan_mxfp8.titan.fsdp import why_fsdp
@@ -42,7 +43,7 @@ def compile_whole_blocks(apply_compile: Any, model: nn.Module, compile_config: A
     blocks = dict(model.layers.named_children())
     ours = [name for name, block in blocks.items() if isinstance(getattr(block, "moe", None), MXFP8MoE)]
     if ours:
-        count = "1 MoE block" if len(ours) == 1 else f"{len(ours)} MoE blocks"
+        count = count_of(len(ours), "MoE block")
         if reason := _why_in_parts(getattr(model, LAYERS), ep_enabled):
             logger.info(f"MXFP8: TorchTitan compiles {count} part by part, as {reason}")
             ours = []

@@ -10,7 +10,6 @@ from torchtitan.protocols.train_spec import get_train_spec
 from titan_mxfp8.modules import training_device
 from titan_mxfp8.plugin.job_config import recipe_of
 from titan_mxfp8.recipe import GROUPED_MM
-from titan_mxfp8.titan.cuda_graph import check_field
 from titan_mxfp8.titan.dispatch import dispatches, refusal
 
 logger = logging.getLogger(__name__)
@@ -21,7 +20,8 @@ def check_cuda_graph(job_config: JobConfig) -> None:
     memory for graphs, which torch's expandable segments are not made for. Raises ValueError: an unknown value, or
     ``on`` where a step cannot be captured."""
     training = job_config.training
-    check_field(training.cuda_graph)
+    if training.cuda_graph not in ("off", "on", "auto"):
+        raise ValueError(f"cuda_graph = {training.cuda_graph!r}: use one of off, on, auto")
     if training.cuda_graph == "off":
         return
     if reason := obstacle(job_config):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
+from titan_mxfp8.logs import count_of
 from titan_mxfp8.moe import TRANSPORTS, TransportName, choose
 from titan_mxfp8.moe.bounds import WantedRows, bound, factor_of
 from titan_mxfp8.moe.collective import Collective
@@ -123,9 +124,9 @@ class DispatchingLayers:
         else:
             reason = ""
         self.check_memory(self.ranks, total, where)
-        who = "1 MoE layer dispatches tokens itself"
-        if self.count > 1:
-            who = f"{self.count} MoE layers dispatch tokens themselves"
+        who = count_of(self.count, "MoE layer") + (
+            " dispatch tokens themselves" if self.count > 1 else " dispatches tokens itself"
+        )
         return f"MXFP8: {who}, {choice}; rows {self.rows}{f', as {reason}' * bool(reason)}"
 
     def _why_counted(self, is_collective: bool, device: torch.device, available: float) -> str:

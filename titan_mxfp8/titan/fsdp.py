@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor
 
-from titan_mxfp8.logs import log_once
+from titan_mxfp8.logs import count_of, log_once
 from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.titan.gather import gather_quantized
 
@@ -37,7 +37,7 @@ def shard_without_experts(apply_fsdp: Callable, *args: object, **kwargs: object)
     experts = {name: module for name, module in model.named_modules() if is_expert_module(module)}
     if not any(isinstance(module, ConvertedModule) for module in experts.values()):
         return apply_fsdp(*args, **kwargs)
-    layers = f"the experts of {len(experts)} MoE layer{'s' * (len(experts) > 1)}"
+    layers = f"the experts of {count_of(len(experts), 'MoE layer')}"
     if reason := why_fsdp(list(experts.values()), call.arguments):
         log_once(logger, f"MXFP8: FSDP takes {layers}: {reason}")
         return apply_fsdp(*args, **kwargs)

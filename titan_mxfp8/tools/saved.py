@@ -59,9 +59,10 @@ def saved_by_blocks(model: nn.Module, job_config: JobConfig, dims: ParallelDims,
     training = job_config.training
     shape = training.local_batch_size, training.seq_len // (dims.cp * dims.tp), model.tok_embeddings.embedding_dim
     known = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())} - copies
-    by_operators = {}
+    parallelize = get_train_spec(job_config.model.name).parallelize_fn
+    operators, by_operators = sys.modules[parallelize.__module__]._op_sac_save_list, {}
     for name in model.layers:
-        with torch.compiler.set_stance("force_eager"), _Outputs(_saved_operators(job_config)) as outputs:
+        with torch.compiler.set_stance("force_eager"), _Outputs(operators) as outputs:
             _forward(model, name, job_config, shape)
         by_operators[name] = outputs.kept.bytes()
     by_autograd = {}
@@ -76,7 +77,6 @@ def saved_by_blocks(model: nn.Module, job_config: JobConfig, dims: ParallelDims,
 
 
 def _kind(block: nn.Module) -> tuple[object, ...]:
-    """What blocks that keep the same have in common."""
     modules = tuple((name, type(module)) for name, module in block.named_modules())
     return modules, tuple((name, param.shape) for name, param in block.named_parameters())
 
@@ -180,12 +180,6 @@ def _compiled(model: nn.Module, job_config: JobConfig) -> Iterator[None]:
         finally:
             moe._run_experts_grouped_mm = experts  # for which TorchTitan has put a compiled one
             torch._dynamo.reset()  # it keeps a few versions of a function only
-
-
-def _saved_operators(job_config: JobConfig) -> Set[torch._ops.OpOverload]:
-    """Of op-level selective checkpointing."""
-    parallelize = get_train_spec(job_config.model.name).parallelize_fn
-    return sys.modules[parallelize.__module__]._op_sac_save_list
 
 
 class _Kept:
