@@ -80,17 +80,13 @@ def kinds(model: nn.Module) -> dict[str, int]:
     return {"linears": len(linears), "experts": len(experts)}
 
 
-def test_one_flag_converts_the_routed_experts_and_nothing_else() -> None:
+def test_each_converter_converts_its_kind_and_nothing_else() -> None:
     model = convert(parse(f"--model.converters={GROUPED}"))
     assert kinds(model) == {"linears": 0, "experts": 1}
     assert type(model.layers["1"].moe.shared_experts.w1) is nn.Linear
     assert isinstance(model.layers["1"].moe.experts, GroupedExperts)
-
-
-def test_linears_and_both() -> None:
     # 4 of attention in each layer, 3 of the dense layer's feed-forward, 3 of the shared expert
     assert kinds(convert(parse(f"--model.converters={LINEAR}"))) == {"linears": 14, "experts": 0}
-    assert kinds(convert(parse(f"--model.converters={GROUPED},{LINEAR}"))) == {"linears": 14, "experts": 1}
     flag = "--quantize.linear.mx.filter_fqns=output,router.gate,attention.wk,attention.wv"
     assert kinds(convert(parse(f"--model.converters={LINEAR}", flag))) == {"linears": 10, "experts": 0}
 
@@ -263,10 +259,6 @@ def test_every_model_of_a_toml_is_exported_and_read_back(
         ([f"--model.converters=quantize.linear.float8,{GROUPED}"], "mixes quantisation formats"),
         ([f"--model.converters={GROUPED},quantize.nope.mx"], r"has 'quantize.nope.mx', which nobody registered: use"),
         (
-            ["--activation_checkpoint.selective_ac_option=0"],
-            r"selective_ac_option = '0': use 'op', or N for every N-th",
-        ),
-        (
             [f"--model.converters={GROUPED}", "--quantize.health_every=5"],
             "health_every = 5 has nowhere to log to: set metrics.enable_tensorboard",
         ),
@@ -277,6 +269,11 @@ def test_every_model_of_a_toml_is_exported_and_read_back(
 def test_a_bad_config_is_refused_when_it_is_parsed(flags: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(*flags)
+    if "mixes" in message:  # a config that was built in Python is never parsed
+        config = parse()
+        config.model.converters = flags[0].partition("=")[2].split(",")
+        with pytest.raises(ValueError, match=message):
+            GroupedMMConverter(config, None)
 
 
 @pytest.mark.parametrize(
@@ -286,18 +283,11 @@ def test_a_bad_config_is_refused_when_it_is_parsed(flags: list[str], message: st
         (GROUPED, "backend = 1", "quantize.grouped_mm.mx.backend = 1: it must be a string"),
         (GROUPED, 'requantize_input = "false"', "grouped_mm.mx.requantize_input = 'false': it must be true or false"),
         ("quantize", 'health_every = "x"', "quantize.health_every = 'x': it must be a whole number"),
-        ("model", "study_flavors = 1", "model.study_flavors = 1: it must be true or false"),
         ("model", "converters = [1]", r"model.converters = \[1\]: it must be a list of strings"),
         ("activation_checkpoint", "selective_ac_option = 0", "selective_ac_option = '0': use 'op'"),
-        ("training", 'steps = "60"', "training.steps = '60': it must be a whole number"),
-        ("compile", "enable = 1", "compile.enable = 1: it must be true or false"),
         ("cluster", "nodes = 2.0", "cluster.nodes = 2.0: it must be a whole number"),
         ("optimizer", 'lr = "1e-3"', "optimizer.lr = '1e-3': it must be a number"),
-        (
-            "activation_checkpoint",
-            'mode = "None"',
-            "'None': it must be one of 'selective', 'full', 'memory_budget', 'n",
-        ),
+        ("activation_checkpoint", 'mode = "None"', "'None': it must be one of 'selective', 'full', 'memory_budget'"),
         ("debug", 'seed = "0"', "debug.seed = '0': it must be a whole number"),
     ],
 )
@@ -411,14 +401,6 @@ def test_converted_experts_are_not_said_to_run_in_a_loop(
     monkeypatch.setattr("torchtitan.models.llama4.model.args.has_cuda_capability", lambda *_: False)
     copy.deepcopy(llama4_args["debugmodel"]).update_from_config(parse(f"--model.converters={converters}"))
     assert ("Failed to use grouped mm" in caplog.text) == warned
-
-
-def test_the_converters_check_mixed_formats_themselves() -> None:
-    """For a config that was built in Python and never parsed."""
-    config = parse()
-    config.model.converters = [GROUPED, "quantize.linear.float8"]
-    with pytest.raises(ValueError, match="mixes quantisation formats"):
-        GroupedMMConverter(config, None)
 
 
 def make_experts(use_grouped_mm: bool) -> GroupedExperts:

@@ -1,7 +1,6 @@
 """TorchTitan's MoE layers that dispatch their own tokens, against TorchTitan's own, on CPU."""
 
 import copy
-import logging
 import math
 import pickle
 from dataclasses import replace
@@ -159,8 +158,7 @@ def test_where_a_layer_keeps_torchtitans_dispatch_the_log_says_so(
     flags: list[str], degrees: dict[str, int], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, flags = layer("llama4"), [*flags, "--activation_checkpoint.mode=none"]
-    with caplog.at_level(logging.INFO):
-        ours = convert(plain, f"{DISPATCH}=collective", *flags, dims=dims(**degrees))
+    ours = convert(plain, f"{DISPATCH}=collective", *flags, dims=dims(**degrees))
     lines = [line for line in caplog.messages if "dispatch" in line]
     assert len(lines) == 1 and reason in lines[0] and "moe.experts" in lines[0]
     assert type(ours) is MoE and ours.experts.mxfp8_layers is None
@@ -176,18 +174,16 @@ def test_experts_in_a_layer_of_another_class_keep_its_dispatch(caplog: pytest.Lo
 
     own = layer("llama4")
     own.__class__ = Own
-    with caplog.at_level(logging.INFO):
-        assert type(convert(own, f"{DISPATCH}=auto")) is Own
+    assert type(convert(own, f"{DISPATCH}=auto")) is Own
     assert "does not work with experts in a Own: TorchTitan dispatches the tokens of moe.experts" in caplog.text
 
 
 def test_a_weight_gradient_of_unquantised_tokens_keeps_torchtitans_dispatch(caplog: pytest.LogCaptureFixture) -> None:
     """What is dispatched is quantised. A user who names a transport gets it."""
     for recipe in ("mxfp8_wgrad_bf16", "mxfp8_2d_wgrad_bf16_rebased"):
-        with caplog.at_level(logging.INFO):
-            kept, named = (
-                convert(layer("llama4"), f"{RECIPE}={recipe}", f"{DISPATCH}={w}") for w in ("auto", "collective")
-            )
+        kept, named = (
+            convert(layer("llama4"), f"{RECIPE}={recipe}", f"{DISPATCH}={w}") for w in ("auto", "collective")
+        )
         assert type(kept) is MoE and type(named) is plugin.MXFP8MoE
         assert f"dispatch = 'auto' does not work with recipe '{recipe}', whose weight gradient" in caplog.text
 
@@ -195,8 +191,7 @@ def test_a_weight_gradient_of_unquantised_tokens_keeps_torchtitans_dispatch(capl
 def test_the_log_names_the_transport_and_the_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with caplog.at_level(logging.INFO):
-        ours = convert(layer("llama4"))
+    ours = convert(layer("llama4"))
     assert "1 MoE layer dispatches tokens itself, local: one rank has every expert; rows counted" in caplog.text
     layers = ours.experts.mxfp8_layers
     assert (layers.transport, layers.rows) == ("auto", "counted")
@@ -206,13 +201,12 @@ def test_the_log_names_the_transport_and_the_reason(
     transport = SimpleNamespace(reserve=reserved.append)
     monkeypatch.setattr(CHOOSE, lambda *_: (transport, "symmetric: two ranks of one host"))
     flags = [f"{DISPATCH}=auto", "--training.local_batch_size=2", "--training.seq_len=64"]
-    with caplog.at_level(logging.INFO):
-        for model, more in (
-            ("qwen3", []),
-            ("forced balance", []),
-            ("qwen3", ["--validation.enable", "--validation.seq_len=32"]),
-        ):
-            convert(layer(model), *flags, *more)
+    for model, more in (
+        ("qwen3", []),
+        ("forced balance", []),
+        ("qwen3", ["--validation.enable", "--validation.seq_len=32"]),
+    ):
+        convert(layer(model), *flags, *more)
     assert "symmetric: two ranks of one host; rows counted" in caplog.text
     # tokens of a step; of slots, where scores come first; of the validation
     assert reserved == [2 * 64, 2 * 64 * 2, 8 * 32]
@@ -427,7 +421,7 @@ def test_blocks_are_compiled_whole(mode: str, caplog: pytest.LogCaptureFixture) 
     of tokens, to which eager recomputation adds once more, are right."""
     torch._dynamo.reset()
     counters.clear()
-    with caplog.at_level(logging.INFO), torch._dynamo.config.patch(recompile_limit=8):
+    with torch._dynamo.config.patch(recompile_limit=8):
         eager, compiled = (build("deepseek_v3", *AC_MODES[mode], CONVERT, *flags) for flags in ((), COMPILE))
         assert torch._dynamo.config.recompile_limit > 32, "each growth of a bound takes one"
     assert "MXFP8: 1 MoE block compiled whole, each as one region" in caplog.text
@@ -448,18 +442,18 @@ def test_blocks_are_compiled_whole(mode: str, caplog: pytest.LogCaptureFixture) 
 def test_blocks_whose_experts_fsdp_takes_are_compiled_in_parts() -> None:
     """And, as Dynamo could not follow them, those whose rows are counted."""
     experts = convert(layer("deepseek_v3"), f"{ROWS}=bounded").experts
-    holder, moe = nn.ModuleDict({"experts": experts}), SimpleNamespace(experts=experts)
+    holder, layers = nn.ModuleDict({"experts": experts}), experts.mxfp8_layers
     mesh = SimpleNamespace(size=lambda: 1)
-    dims = SimpleNamespace(ep=2, dp_replicate_enabled=False, pp_enabled=False, get_optional_mesh=lambda names: mesh)
+    dims = SimpleNamespace(dp_replicate_enabled=False, pp_enabled=False, get_optional_mesh=lambda names: mesh)
     config = parse(CONVERT)
-    compiled.know_what_fsdp_takes(holder, config, dims)
-    assert compiled._why_in_parts(holder, moe, True) == ""
-    experts.mxfp8_layers.rows = "counted"
-    assert "dispatch_rows = 'counted'" in compiled._why_in_parts(holder, moe, True)
-    assert compiled._why_in_parts(holder, moe, False) == "", "one rank knows how many rows it has"
+    layers.why_fsdp = compiled.why_fsdp_will(holder, config, dims)
+    assert compiled._why_in_parts(layers, True) == ""
+    layers.rows = "counted"
+    assert "dispatch_rows = 'counted'" in compiled._why_in_parts(layers, True)
+    assert compiled._why_in_parts(layers, False) == "", "one rank knows how many rows it has"
     config.training.enable_cpu_offload = True
-    compiled.know_what_fsdp_takes(holder, config, dims)
-    assert compiled._why_in_parts(holder, moe, False) == "FSDP takes their experts: it offloads to the CPU"
+    layers.why_fsdp = compiled.why_fsdp_will(holder, config, dims)
+    assert compiled._why_in_parts(layers, False) == "FSDP takes their experts: it offloads to the CPU"
 
 
 def test_a_compiled_layer_takes_the_rows_that_its_dispatch_has_by_then(monkeypatch: pytest.MonkeyPatch) -> None:

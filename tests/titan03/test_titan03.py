@@ -142,32 +142,17 @@ def test_what_cannot_be_converted_raises(model: str, target: str, kwargs: dict, 
         build(config(model, (target, kwargs)))
 
 
-def test_an_unknown_recipe_raises_before_the_model_is_built() -> None:
-    with pytest.raises(ValueError, match="mxfp9"):
-        config("deepseek_v3", (EXPERTS, {"recipe": "mxfp9"}))
-    with pytest.raises(ValueError, match="mxfp9"):
-        deepseek_v3.model_registry("debugmodel", converters=[MXFP8Linears.Config(recipe="mxfp9")])
-
-
 @pytest.mark.parametrize(
     ("target", "kwargs", "says"),
     [
+        (EXPERTS, {"recipe": "mxfp9"}, "unknown recipe 'mxfp9'"),
         (EXPERTS, {"health_every": -1}, "health_every is a number of steps, or 0 for never, got -1"),
         (EXPERTS, {"requantize_input": "false"}, "requantize_input = 'false': it must be true or false"),
-        (LINEARS, {"health_every": "5"}, "health_every = '5': it must be a whole number"),
-        (EXPERTS, {"fqns": 3}, "fqns = 3: it must be a list of strings"),
-        (EXPERTS, {"recipe": 8}, "recipe = 8: it must be a string"),
         (LINEARS, {"dispatch": "off"}, "linears has no dispatch: its fields are"),
         (EXPERTS, {"dispatch_rows": "all"}, "dispatch_rows is one of counted, bounded, worst_case, or a factor"),
         (EXPERTS, {"quantize_weights_once": "no"}, "quantize_weights_once = 'no': use one of off, on, auto"),
-        (EXPERTS, {"dispatch": "off", "dispatch_rows": 1.25}, "dispatch_rows = 1.25 and dispatch = 'off'"),
-        (LINEARS, {"hopper_rebase_report": -1}, "hopper_rebase_report is a number of steps"),
         (LINEARS, {"recipe": "mxfp8_2d", "hopper_rebase_report": 1}, "it takes a recipe that is rebased"),
-        (
-            EXPERTS,
-            {"recipe": "bf16", "dispatch": "off"},
-            "recipe 'bf16' is the control of dispatch: without it, leave the experts out",
-        ),
+        (EXPERTS, {"recipe": "bf16", "dispatch": "off"}, "without it, leave the experts out"),
         (LINEARS, {"recipe": "bf16"}, "leave the linears out"),
     ],
 )

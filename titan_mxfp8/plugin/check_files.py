@@ -17,11 +17,8 @@ def check_files(job_config: JobConfig) -> None:
     """Checks that this machine has what the config reads.
 
     A model with a tokenizer, data loader or validator of its own reads what it likes, and
-    ``experimental.custom_import`` may bring the model later.
-
-    Raises:
-        ValueError: no tokenizer, no data, data without text, or a validation that cannot be.
-    """
+    ``experimental.custom_import`` may bring the model later. Raises ValueError: no tokenizer, no data, data without
+    text, or a validation that cannot be."""
     if job_config.experimental.custom_import:
         return
     spec = get_train_spec(job_config.model.name)

@@ -43,13 +43,10 @@ def check_job_config(job_config: JobConfig) -> None:
     types of all fields are checked before. Warns of a field without effect. Fills ``job.git_commit`` on rank 0, which
     saves the config, and registers the study flavors where the config asks for them.
 
-    ``--model.converters=`` (nothing behind the sign) means no converters.
-
-    Raises:
-        ValueError: a converter that nobody registered, MXFP8 beside another quantisation, an
-            unknown recipe or backend, a backend without rebase, a report on it or on health that cannot be, a dispatch
-            that cannot be, activation checkpointing or compilation that TorchTitan is known to fail at.
-    """
+    ``--model.converters=`` (nothing behind the sign) means no converters. Raises ValueError: a converter that nobody
+    registered, MXFP8 beside another quantisation, an unknown recipe or backend, a backend without rebase, a report on
+    it or on health that cannot be, a dispatch that cannot be, activation checkpointing or compilation that TorchTitan
+    is known to fail at."""
     experts, linears = job_config.quantize.grouped_mm.mx, job_config.quantize.linear.mx
     job_config.model.converters = converters = as_list(",".join(as_list(job_config.model.converters)))
     experts.fqns, linears.filter_fqns = as_list(experts.fqns), as_list(linears.filter_fqns)
@@ -155,12 +152,9 @@ def check_hosts(job_config: JobConfig, processes: int, per_host: int) -> None:
 
 
 def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
-    """The mesh dimensions of the config on ``world_size`` processes, once the arithmetic of the layout holds.
-
-    Raises:
-        ValueError: degrees that do not multiply to ``world_size``, or do not divide the experts, the sequence or the
-            global batch; EP without ranks for FSDP; an empty batch or sequence; an unknown model or flavor.
-    """
+    """The mesh dimensions of the config on ``world_size`` processes, once the arithmetic of the layout holds. Raises
+    ValueError: degrees that do not multiply to ``world_size``, or do not divide the experts, the sequence or the global
+    batch; EP without ranks for FSDP; an empty batch or sequence; an unknown model or flavor."""
     check_batch(job_config)
     dims = _parallel_dims(job_config, world_size)
     args, model, training = model_args(job_config), job_config.model, job_config.training
@@ -254,11 +248,8 @@ def check_checkpoint(job_config: JobConfig, dims: ParallelDims) -> None:
 
 
 def model_args(job_config: JobConfig) -> BaseModelArgs:
-    """TorchTitan's arguments of the config's model and flavor: the shared object, not a copy.
-
-    Raises:
-        ValueError: unknown model or flavor.
-    """
+    """TorchTitan's arguments of the config's model and flavor: the shared object, not a copy. Raises ValueError:
+    unknown model or flavor."""
     flavors = get_train_spec(job_config.model.name).model_args
     if job_config.model.flavor not in flavors:
         more = "" if job_config.model.study_flavors else ", or set model.study_flavors for those of titan_mxfp8"
@@ -276,12 +267,9 @@ def compiles_model(job_config: JobConfig) -> bool:
 @around("torchtitan.config.manager.ConfigManager._validate_config")
 @in_one_line()
 def validate_and_check(validate: Any, config_manager: ConfigManager) -> None:
-    """Makes TorchTitan's config manager run the checks above once it has parsed and checked a config itself. One
-    without our fields is left as it is.
-
-    The layout is checked where the number of processes is known: in a process that torchrun started. Not where
-    ``experimental.custom_import`` is yet to bring the model.
-    """
+    """Has TorchTitan's config manager run the checks above once it has checked a config itself; the layout where the
+    number of processes is known, in a process that torchrun started, unless ``custom_import`` is yet to bring the
+    model."""
     config = config_manager.config
     if not has_our_fields(config):
         validate(config_manager)

@@ -18,14 +18,8 @@ from titan_mxfp8.titan.dispatch import DispatchingLayers, interleaved, local
 
 
 class Routing:
-    """Where the tokens go. No dataclass and no tuple: in those FSDP would cast the fp32 scores to bf16, as it casts
-    every tensor that it finds in a module's arguments.
-
-    Attributes:
-        scores: (T, K) fp32.
-        expert_ids: (T, K), numbers among all experts.
-        scores_first: whether scores multiply the tokens, and not the experts' outputs.
-    """
+    """Where the tokens go: fp32 scores (T, K) and expert_ids (T, K), numbers among all experts; whether scores multiply
+    the tokens, and not the experts' outputs. No dataclass and no tuple: in those FSDP would cast the scores to bf16."""
 
     def __init__(self, scores: torch.Tensor, expert_ids: torch.Tensor, scores_first: bool) -> None:
         self.scores, self.expert_ids, self.scores_first = scores, expert_ids, scores_first
@@ -84,11 +78,8 @@ class MXFP8GptOssGroupedExperts(RoutedExperts, GptOssGroupedExperts):
 
 
 def contraction_shards(w2_EDH: torch.Tensor) -> int:
-    """Among how many ranks the last axis of a weight is split: their outputs are partial sums.
-
-    TorchTitan asks for a mesh dimension named ``tp`` instead, and under expert tensor parallelism, where its name is
-    ``etp``, adds the whole bias on every rank.
-    """
+    """Among how many ranks the last axis of a weight is split: their outputs are partial sums. TorchTitan asks for a
+    mesh dimension named ``tp`` instead, and where its name is ``etp`` adds the whole bias on every rank."""
     degree = 1
     for dim, placement in enumerate(getattr(w2_EDH, "placements", ())):
         if placement.is_shard(2):

@@ -225,9 +225,5 @@ def asked_configs(job_config: JobConfig) -> dict[str, MXGroupedMM | MXLinear]:
 
 def recipe_of(config: MXGroupedMM | MXLinear) -> Recipe:
     """The recipe that a section asks for: the one named, or recommended for the hardware of this training; rebased
-    where ``hopper_rebase`` is on.
-
-    Raises:
-        ValueError: as ``backends.recommend``.
-    """
+    where ``hopper_rebase`` is on. Raises ValueError: as ``backends.recommend``."""
     return recommend(config.recipe_name, config.backend, hardware_of(training_device()), config.hopper_rebase)

@@ -25,14 +25,7 @@ from titan_mxfp8.modules import training_device
 from titan_mxfp8.plugin.experts import RoutedExperts, Routing
 from titan_mxfp8.plugin.job_config import recipe_of
 from titan_mxfp8.recipe import GROUPED_MM
-from titan_mxfp8.titan.dispatch import (
-    LAYERS,
-    DispatchingLayers,
-    choose_layers,
-    dispatches,
-    kept_layers,
-    most_tokens,
-)
+from titan_mxfp8.titan.dispatch import LAYERS, DispatchingLayers, choose_layers, dispatches, kept_layers, most_tokens
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
@@ -63,19 +56,9 @@ MOE_CLASSES: dict[type[nn.Module], type[nn.Module]] = {MoE: MXFP8MoE, GptOssMoE:
 def dispatch_tokens(
     model: nn.Module, converted: list[str], job_config: JobConfig, dims: ParallelDims | None
 ) -> list[str]:
-    """Has the MoE layers around converted experts dispatch as ``quantize.grouped_mm.mx.dispatch`` says.
-
-    Args:
-        model: on meta, before TorchTitan has parallelised it.
-        converted: names of converted expert modules.
-        dims: of the whole run; None for one process.
-
-    Returns:
-        The names of those layers.
-
-    Raises:
-        ValueError: as ``choose_layers`` and ``DispatchingLayers.connect``.
-    """
+    """Has the MoE layers around converted experts, named so, dispatch as ``quantize.grouped_mm.mx.dispatch`` says, and
+    returns their names. The model is on meta, not yet parallelised; ``dims`` are of the whole run, None of one process.
+    Raises ValueError as ``choose_layers`` and ``DispatchingLayers.connect``."""
     config = job_config.quantize.grouped_mm.mx
     if not dispatches(config.dispatch, config.dispatch_rows):
         return []

@@ -12,11 +12,8 @@ from pathlib import Path
 @contextmanager
 def in_one_line() -> Iterator[None]:
     """A ValueError that ends this process is printed without its traceback, and ends torchrun's report, which comes
-    behind it. Without torchrun errors stay as they are.
-
-    The report says what stands in the file that torchrun names in TORCHELASTIC_ERROR_FILE. torch writes there what
-    TorchTitan's trainer raises, and nothing yet while the config is parsed.
-    """
+    behind it and says what stands in a file, where torch writes what TorchTitan's trainer raises, and nothing yet while
+    the config is parsed."""
     try:
         yield
     except ValueError as error:

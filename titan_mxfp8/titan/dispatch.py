@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
+from titan_mxfp8.logs import count_of
 from titan_mxfp8.moe import TRANSPORTS, TransportName, choose
 from titan_mxfp8.moe.bounds import WantedRows, bound, factor_of
 from titan_mxfp8.moe.collective import Collective
@@ -29,10 +30,7 @@ MARGIN = 1.1  # times the rows that were wanted: what a bound grows to
 
 def dispatches(transport: str, rows: str | float) -> bool:
     """Whether layers with the fields ``dispatch`` and ``dispatch_rows`` of a config are to dispatch their own tokens.
-
-    Raises:
-        ValueError: an unknown name, no factor, or fields that contradict each other.
-    """
+    Raises ValueError: an unknown name, no factor, or fields that contradict each other."""
     if transport not in ("off", *TRANSPORTS):
         raise ValueError(f"dispatch = {transport!r}: use one of off, {', '.join(TRANSPORTS)}")
     if rows != AUTO and factor_of(rows, "dispatch_rows") is not None and transport == "off":
@@ -49,16 +47,9 @@ def refusal(transport: str, recipe: Recipe) -> str:
 
 
 def choose_layers(transport: str, recipe: Recipe, reasons: Iterable[tuple[str, str]]) -> list[str]:
-    """Which experts are to get their tokens over ``transport``. Those that keep TorchTitan's way are logged.
-
-    Args:
-        recipe: of the experts.
-        reasons: names of converted expert modules, and why the layer around each cannot dispatch its own tokens, in
-            words; an empty string where it can.
-
-    Raises:
-        ValueError: recipe ``bf16`` for experts that would be TorchTitan's own.
-    """
+    """Which experts get their tokens over ``transport``. Those that keep TorchTitan's way are logged. ``reasons``
+    are names of converted expert modules, and why the layer around each cannot dispatch its own tokens, or nothing.
+    Raises ValueError of recipe ``bf16`` for experts that would be TorchTitan's own."""
     left: dict[str, list[str]] = {}
     for name, reason in reasons:
         left.setdefault(refusal(transport, recipe) or reason, []).append(name)
@@ -76,38 +67,25 @@ def choose_layers(transport: str, recipe: Recipe, reasons: Iterable[tuple[str, s
 
 @dataclass(kw_only=True)
 class DispatchingLayers:
-    """The MoE layers of a model that dispatch their own tokens; they share this.
+    """The MoE layers of a model that dispatch their own tokens; they share this."""
 
-    Attributes:
-        transport: as of ``mxfp8_moe``.
-        rows: likewise, as text: in compiled layers another text is another constant, a number might become a variable.
-            It may change between two steps. From ``auto`` it is ``counted`` until ``connect`` chooses.
-        once: why a step cannot run again, in words; empty where it can.
-        count: layers of the model.
-        kept: layers of a rank that keep their rows for backward, at least.
-        max_tokens: the most that a rank has in one forward; None: not known.
-        slots: rows that a rank sends of each token, where scores come before the experts.
-        top_k: copies of a row that are received, at most.
-        experts, dim, hidden: of a layer; all of its experts.
-        chooses_rows: whether ``connect`` chooses.
-        group: the name of the process group that ``connect`` was called with; empty: this process alone.
-        ranks: its size.
-    """
-
-    transport: TransportName
+    transport: TransportName  # as of ``mxfp8_moe``
+    # Likewise, as text: in compiled layers another text is another constant, a number might become a variable. It may
+    # change between two steps. From ``auto`` it is ``counted`` until ``connect`` chooses.
     rows: str | float
-    once: str
-    count: int
-    kept: int
-    max_tokens: int | None
-    slots: int = 1
-    top_k: int
-    experts: int
+    once: str  # why a step cannot run again, in words; empty where it can
+    count: int  # layers of the model
+    kept: int  # layers of a rank that keep their rows for backward, at least
+    max_tokens: int | None  # the most that a rank has in one forward; None: not known
+    slots: int = 1  # rows that a rank sends of each token, where scores come before the experts
+    top_k: int  # copies of a row that are received, at most
+    experts: int  # of a layer, on all ranks
     dim: int
     hidden: int
-    chooses_rows: bool = False
-    group: str = ""
-    ranks: int = 1
+    chooses_rows: bool = False  # whether ``connect`` chooses
+    group: str = ""  # the name of the process group that ``connect`` was called with; empty: this process alone
+    ranks: int = 1  # its size
+    why_fsdp: str = ""  # why FSDP takes the experts, in words; empty where it does not, or nobody has asked
 
     def __post_init__(self) -> None:
         self.chooses_rows |= self.rows == AUTO
@@ -122,16 +100,9 @@ class DispatchingLayers:
         return None if self.max_tokens is None else self.max_tokens * self.slots
 
     def connect(self, group: dist.ProcessGroup | None, device: torch.device, where: str = "MXFP8: ") -> str:
-        """Chooses the transport, and the rows if that is left to it. Called by every rank at once before anything is
-        trained. Returns the log line.
-
-        Args:
-            group: the ranks of expert parallelism; None: one.
-            where: what an error begins with.
-
-        Raises:
-            ValueError: a transport that cannot be, or too little memory for the rows.
-        """
+        """Chooses the transport, and the rows if that is left to it. Called by every rank of the group, those of expert
+        parallelism, before anything is trained. Returns the log line. Raises ValueError, which begins with ``where``,
+        of a transport that cannot be, or too little memory for the rows."""
         transport, choice = None, "not chosen: the other ranks do not exist"
         if group is None or dist.get_backend(group) != "fake":
             try:
@@ -153,9 +124,9 @@ class DispatchingLayers:
         else:
             reason = ""
         self.check_memory(self.ranks, total, where)
-        who = "1 MoE layer dispatches tokens itself"
-        if self.count > 1:
-            who = f"{self.count} MoE layers dispatch tokens themselves"
+        who = count_of(self.count, "MoE layer") + (
+            " dispatch tokens themselves" if self.count > 1 else " dispatches tokens itself"
+        )
         return f"MXFP8: {who}, {choice}; rows {self.rows}{f', as {reason}' * bool(reason)}"
 
     def _why_counted(self, is_collective: bool, device: torch.device, available: float) -> str:
@@ -261,12 +232,8 @@ def let_compiled_layers_grow() -> None:
 
 
 def most_tokens(training: Any, parallelism: Any, validation: Any = None) -> int:
-    """The most tokens that a rank has in one forward.
-
-    Args:
-        training, parallelism: these sections of TorchTitan's config.
-        validation: likewise, if a run validates on batches of another size.
-    """
+    """The most tokens that a rank has in one forward, by these sections of TorchTitan's config; ``validation`` if a run
+    validates on batches of another size."""
     pipelined = parallelism.pipeline_parallel_degree > 1
     batches = [training] if validation is None else [training, validation]
     tokens = [

@@ -36,10 +36,8 @@ Step = Callable[..., torch.Tensor]
 
 
 def watch_steps(trainer: Any) -> None:
-    """Has the steps of a trainer that has its model run again where rows did not fit.
-
-    Its ``forward_backward_step`` runs one microbatch, of which a step has ``gradient_accumulation_steps``.
-    """
+    """Has the steps of a trainer that has its model run again where rows did not fit. ``forward_backward_step`` runs
+    one microbatch, of which a step has ``gradient_accumulation_steps``."""
     layers, run = getattr(trainer.model_parts[0], LAYERS, None), trainer.forward_backward_step
     if layers is None or layers.max_tokens is None or not layers.may_overflow():
         return
@@ -48,11 +46,7 @@ def watch_steps(trainer: Any) -> None:
 
 
 class Rerun:
-    """The steps of one trainer. From here on its layers leave rows that do not fit to it.
-
-    Args:
-        run: runs a microbatch.
-    """
+    """The steps of one trainer, whose microbatches ``run`` runs. Its layers leave rows that do not fit to it."""
 
     def __init__(self, trainer: Any, layers: DispatchingLayers, run: Step) -> None:
         model, mesh = trainer.model_parts[0], trainer.parallel_dims.get_optional_mesh("loss")
@@ -74,12 +68,8 @@ class Rerun:
         model.register_forward_hook(self._look_early)
 
     def step(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Runs a microbatch, and with the last one all of a step again if need be.
-
-        Returns:
-            Its loss. Of the last one of a step that ran again: what makes the sum of those that were returned the sum
-            of those that count.
-        """
+        """Runs a microbatch, and with the last one all of a step again if need be. Returns its loss; of the last one of
+        a step that ran again, what makes the sum of those that were returned the sum of those that count."""
         if not self._batches:
             _copy(self._before, self._counts)
             self._states = [module.get_rng_state() for module in self._random]

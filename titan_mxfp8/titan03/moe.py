@@ -94,16 +94,9 @@ class MXFP8RoutedExperts(RoutedExperts):
 def dispatch_tokens(
     model: nn.Module, converted: list[str], transport: str, rows: str | float, config: Trainer.Config | None
 ) -> None:
-    """Has the MoE layers around converted experts dispatch their own tokens.
-
-    Args:
-        converted: names of converted expert modules.
-        transport, rows: the fields ``dispatch`` and ``dispatch_rows``.
-        config: of the trainer that builds the model; None: none does.
-
-    Raises:
-        ValueError: as ``choose_layers``.
-    """
+    """Has the MoE layers around converted experts, named so, dispatch their own tokens as the fields ``dispatch`` and
+    ``dispatch_rows`` say; ``config`` is of the trainer that builds the model, if one does. ValueError as
+    ``choose_layers``."""
     recipe = model.get_submodule(converted[0]).mxfp8.recipe
     reasons = [(fqn, _not_for_layer(model.get_submodule(fqn.rpartition(".")[0]))) for fqn in converted]
     layers = [model.get_submodule(fqn.rpartition(".")[0]) for fqn in choose_layers(transport, recipe, reasons)]

@@ -68,11 +68,7 @@ def use_cpu_device() -> None:
     if utils.device_type == "cpu":  # TorchTitan itself never says "cpu": an earlier call did
         return
     device_module = CpuDevice()
-    on_cpu = {
-        "device_type": "cpu",
-        "device_module": device_module,
-        "get_device_info": lambda: ("cpu", device_module),
-    }
+    on_cpu = {"device_type": "cpu", "device_module": device_module, "get_device_info": lambda: ("cpu", device_module)}
     copied = {name: getattr(utils, name) for name in on_cpu}
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] == "torchtitan":
