@@ -69,11 +69,16 @@ def shortened(lines: Iterable[str]) -> Iterator[str]:
 
 
 def message(text: str) -> str | None:
-    """The last exception of a program's output, or what TorchTitan's command line printed in a frame."""
-    found, inside = None, False
+    """The last exception of a program's output, or what TorchTitan's command line printed in a frame, or what
+    torchrun's report has of a process that died of a signal."""
+    found, inside, in_report = None, False, False
     for line in text.splitlines():
         line = line[PREFIX.match(line).end() :]
-        if line.startswith(TRACEBACK):
+        if line.startswith(f"  traceback : {TRACEBACK}"):
+            in_report = True
+        elif in_report and re.match(r"  \S", line):
+            found, in_report = found or line.strip(), False
+        elif line.startswith(TRACEBACK):
             inside = True
         elif inside and line.strip() and not line[0].isspace() and not line.startswith(LOGGED):
             found, inside = found if REPORT in line else line, False

@@ -160,7 +160,7 @@ def check_against_one_process(
     sources = transport.find_sources(handle)[:rows].long()
     for copies, rows_received in zip(kept, received, strict=True):
         assert copies.shape[0] == handle.destinations.shape[0], case
-        assert same(copies[sources], rows_received[:rows].cpu().view(torch.uint8)), case
+        assert same(copies.view(torch.uint8)[sources], rows_received[:rows].cpu().view(torch.uint8)), case
     (gradients,) = transport.dispatch_with_handle([mine.gradients.to(device)], handle)
     assert same(gradients, of_all([tokens.gradients for tokens in all_tokens])), case
 

@@ -23,10 +23,11 @@ from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
 import titan_mxfp8.plugin  # noqa: F401 - what a run's config loads
 from scripts.bench.problems import relative_rms
-from titan_mxfp8.modules import Dispatch, converted
+from titan_mxfp8.modules import converted
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.plugin.experts import RoutedExperts
 from titan_mxfp8.plugin.moe import MXFP8MoE
+from titan_mxfp8.titan.dispatch import DispatchingLayers
 
 DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
 # What may differ between two runs of the same model: nothing on a CPU. On GPUs atomic additions, by a guess.
@@ -114,8 +115,8 @@ def check_model(name: str) -> None:
             check_compiled(name, make(*AC_MODES["op"], *COMPILE, *CONTROLLED, f"{ROWS}={rows}"), rows, expected)
 
 
-def dispatch_of(model: nn.Module) -> Dispatch:
-    return next(module.dispatch for module in model.modules() if isinstance(module, RoutedExperts))
+def layers_of(model: nn.Module) -> DispatchingLayers:
+    return next(module.mxfp8_layers for module in model.modules() if isinstance(module, RoutedExperts))
 
 
 def check_compiled(name: str, model: nn.Module, rows: str, expected: Step) -> None:
@@ -124,7 +125,7 @@ def check_compiled(name: str, model: nn.Module, rows: str, expected: Step) -> No
     torch._dynamo.reset()
     counters.clear()
     for what in ("compiled", "of another text", "again", "as if counted"):
-        with mock.patch.object(dispatch_of(model), "rows", "counted") if "as if" in what else nullcontext():
+        with mock.patch.object(layers_of(model), "rows", "counted") if "as if" in what else nullcontext():
             step = run_step(model, tokens(7).to(DEVICE)) if "another" in what else step_of(model)
         regions = counters["stats"]["unique_graphs"]
         if "another" not in what:

@@ -92,7 +92,7 @@ class Steps:
     def __init__(self, trainer: Any, batches: list[tuple[dict[str, Tensor], Tensor]]) -> None:
         self.trainer, self.batches = trainer, batches
         (self.model,) = trainer.model_parts
-        self.dispatch = self.model.mxfp8_layers.dispatch
+        self.layers = self.model.mxfp8_layers
         self.parts = {"model": self.model, "optimizer": trainer.optimizers, "schedule": trainer.lr_schedulers}
         self.graph = getattr(trainer, "mxfp8_graph", None)
         assert (self.graph is not None) == IS_GRAPH
@@ -130,7 +130,7 @@ class Steps:
         ):
             data = iter(self.batches)
             for number in range(STEPS):
-                self.dispatch.rows = rows_of(number) or self.dispatch.rows
+                self.layers.rows = rows_of(number) or self.layers.rows
                 trainer.step += 1
                 trainer.train_step(copied(batch) for batch in data)
         hook.remove()
@@ -153,7 +153,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def check(what: str, actual: Run, expected: Run) -> None:
     """Equal in all bits."""
-    print(what, actual.losses, actual.batches, steps.dispatch.rows)
+    print(what, actual.losses, actual.batches, steps.layers.rows)
     assert actual.losses == expected.losses, (what, actual.losses, expected.losses)
     assert len(set(expected.losses)) == STEPS
     for name in ("counts", "measured"):
@@ -187,7 +187,7 @@ assert counted.batches == STEPS * MICROBATCHES
 once = steps.run(lambda number: "0.6" if number == 0 else None)
 check("0.6", once, counted)
 assert IS_GRAPH or once.batches == counted.batches + MICROBATCHES
-assert 1 < float(steps.dispatch.rows) < 2, steps.dispatch.rows
+assert 1 < float(steps.layers.rows) < 2, steps.layers.rows
 SHARE = "mx_health/experts/rows_of_balanced"
 shares = [figures[SHARE] for figures in once.health if SHARE in figures]
 assert all(1 <= share < 2 for share in shares) and len(shares) >= LEAST["measured"], shares
@@ -200,11 +200,11 @@ if not IS_GRAPH:  # one of another bound goes on with it
 with mock.patch.object(steps.model.mxfp8_layers, "bytes_needed", lambda rows, ranks: float("nan")):
     without_memory = steps.run(lambda number: "0.6" if number == 0 else None)  # no bound fits, so rows are counted
 check("no memory", without_memory, counted)
-assert steps.dispatch.rows == "counted"
+assert steps.layers.rows == "counted"
 
 outputs = []
 for rows in ("counted", "0.1"):
-    steps.dispatch.rows = rows
+    steps.layers.rows = rows
     with torch.no_grad():
         inputs = {name: value.to(trainer.device) for name, value in batches[0][0].items()}
         arguments, _, *more = trainer.post_dataloading_process(inputs, batches[0][1])

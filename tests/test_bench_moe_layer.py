@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -65,6 +66,13 @@ def test_bench_moe_layer_compares_before_it_times(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(bench_moe_layer.MAX_ERROR, "quantised", 1e-6)
     refused = call("bench_moe_layer", *arguments, "--out", tmp_path / "new")
     assert re.search(r"mxfp8_2d auto counted: y is off by 0.0\d+ from bf16's, more than 1e-06", refused)
+
+
+def test_bench_moe_layer_builds_nothing_beyond_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = mock.Mock(side_effect=ValueError("too late"))
+    monkeypatch.setattr(bench_moe_layer.Bench, "build", build)
+    printed = call("bench_moe_layer", "--out", tmp_path, "--device", "cpu", "--tiny", "--layers", "dsv3", "--limit", 0)
+    assert "5 rows left out" in printed and not build.called, printed
 
 
 def test_bench_moe_layer_times_a_peer_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

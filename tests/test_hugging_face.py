@@ -377,9 +377,7 @@ def test_the_script_trains_with_the_trainer(tmp_path: Path, capsys: pytest.Captu
     [
         (b'{"text": "a b c d e"}\n\n{"body": "x"}', "line 3: each line must be .* \\(KeyError: 'text'\\)"),
         (b'{"text": "a b c d e"}\n{"text": null}', "line 2: each line must be .* its text is None"),
-        (b"[]", "line 1: each line must be"),
         ('{"text": "é"}'.encode("latin-1"), "line 1: each line must be .* UTF-8 .* can't decode"),
-        ('{"text": "a"}'.encode("utf-16"), "line 1: each line must be .* UTF-8"),
         (b'{"text": "Amen."}', "--seq_len 64: a sequence has 2 tokens or more, and .*text.jsonl has [1-9]$"),
         (b"", "--seq_len 64: .*text.jsonl has 0"),
     ],

@@ -135,6 +135,14 @@ Root Cause (first observed failure):
 """
 
 
+ABORTED = """  traceback : Traceback (most recent call last):
+    File "trainer.py", line 828, in _forward_backward_body
+      loss.backward()
+  torch.AcceleratorError: CUDA error: device-side assert
+  Search for `cudaErrorAssert'
+"""
+
+
 def test_watch_shows_what_is_news() -> None:
     lost, own = (
         TRACE.format(rank) + f"{error}\n" for rank, error in ((0, "E: Connection closed by peer"), (2, "E: mine"))
@@ -199,6 +207,13 @@ def test_watch_finds_the_cause(torchrun: str, ranks: dict[int, str], expected: s
 def test_the_end_of_a_failed_run_begins_with_its_cause(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(f"{TRACEBACK}ValueError: mine\n" + REPORT + "[1]:\n" * 2000)
     assert runs.ending(tmp_path / "log").startswith(f"ValueError: mine; {tmp_path / 'log'} ends:\n[1]:")
+
+
+def test_the_cause_of_an_abort_is_in_torchruns_report(tmp_path: Path) -> None:
+    """As where a kernel of a GPU asserts: the process prints no traceback of its own."""
+    report = REPORT.replace("-9 (pid: 5041)  (SIGKILL)\n", "-6 (pid: 5041)  (SIGABRT)\n" + ABORTED)
+    (tmp_path / "log").write_text(report + "[1]:\n" * 9)
+    assert runs.ending(tmp_path / "log").startswith("torch.AcceleratorError: CUDA error: device-side assert; ")
 
 
 def test_watch_takes_the_first_recorded_error(tmp_path: Path) -> None:

@@ -58,8 +58,7 @@ OFFS = make_offs([3, 0, 6, 11])
 
 def test_converts_experts_and_linears_and_tells_them_apart(caplog: pytest.LogCaptureFixture) -> None:
     model = Layer()
-    with caplog.at_level(logging.INFO):
-        converted = convert_model(model, grouped_fqns=["experts"], linear_filter_fqns=["wk"], recipe="mxfp8_2d")
+    converted = convert_model(model, grouped_fqns=["experts"], linear_filter_fqns=["wk"], recipe="mxfp8_2d")
     assert converted == ["experts", "shared_experts", "attention.wq"]
     assert isinstance(model.experts, Experts) and isinstance(model.shared_experts, modules.MXFP8Linear)
     assert type(model.head) is nn.Linear and type(model.attention["wk"]) is nn.Linear
@@ -264,8 +263,7 @@ def test_subclasses_of_linear_keep_their_forward(caplog: pytest.LogCaptureFixtur
             return 2 * super().forward(x)
 
     model = nn.Sequential(Scaled(64, 64), nn.Linear(64, 64))
-    with caplog.at_level(logging.INFO):
-        assert convert_model(model) == ["1"] and type(model[0]) is Scaled
+    assert convert_model(model) == ["1"] and type(model[0]) is Scaled
     assert "left: 0 (Scaled, not nn.Linear itself)" in caplog.text
     with pytest.raises(ValueError, match=r"Linears: 0 \(Scaled, not nn.Linear itself\), 1 \(converted already\)"):
         convert_model(model)
@@ -274,8 +272,7 @@ def test_subclasses_of_linear_keep_their_forward(caplog: pytest.LogCaptureFixtur
 def test_what_comes_back_shows_what_the_log_says(caplog: pytest.LogCaptureFixture) -> None:
     """INFO is shown to nobody who did not set logging up."""
     model = Layer()
-    with caplog.at_level(logging.INFO):
-        converted = convert_model(model, grouped_fqns=["experts"])
+    converted = convert_model(model, grouped_fqns=["experts"])
     logged = [record.getMessage() for record in caplog.records]
     assert len(logged) == 3 and str(converted).splitlines() == logged
     assert converted == ["experts", "shared_experts", "attention.wq", "attention.wk"]
@@ -285,7 +282,6 @@ def test_what_comes_back_shows_what_the_log_says(caplog: pytest.LogCaptureFixtur
 
 def test_requantised_inputs_reach_the_ops() -> None:
     """Backward then starts from FP8 rows: the gradients of the weights are other ones, of inputs of several sizes."""
-    torch.manual_seed(0)
     w, x = torch.randn(96, 64), torch.randn(70, 64) * torch.exp2(torch.randint(-8, 1, (70, 1)).float())
     grads = {}
     for requantize_input in (False, True):
@@ -312,8 +308,7 @@ def test_hardware_that_was_never_tried_is_a_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convert, "hardware_of", lambda device: CLUSTER_GPUS["B200"])
-    with caplog.at_level(logging.INFO):
-        convert_model(Layer(), recipe="mxfp8_2d")
+    convert_model(Layer(), recipe="mxfp8_2d")
     assert "backend sm100 (for NVIDIA B200; " in caplog.text and "forward FP8, dgrad FP8, wgrad FP8" in caplog.text
     (warning,) = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert "never run on NVIDIA B200" in warning.getMessage()
@@ -429,8 +424,7 @@ def test_what_is_no_model_is_refused_with_what_to_do(thing: object) -> None:
 
 def test_experts_are_converted_where_the_filter_leaves_no_linear(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.ModuleDict({"experts": Experts(), "output": nn.Linear(64, 64)})
-    with caplog.at_level(logging.INFO):
-        assert convert_model(model, grouped_fqns="experts", linear_filter_fqns="output") == ["experts"]
+    assert convert_model(model, grouped_fqns="experts", linear_filter_fqns="output") == ["experts"]
     assert "converted 0 Linears" in caplog.text and "left: output (linear_filter_fqns has 'output')" in caplog.text
     assert type(model["output"]) is nn.Linear
 
@@ -438,8 +432,7 @@ def test_experts_are_converted_where_the_filter_leaves_no_linear(caplog: pytest.
 def test_a_linear_with_two_names_is_left_alone_if_one_is_filtered(caplog: pytest.LogCaptureFixture) -> None:
     shared = nn.Linear(64, 64)
     model = nn.ModuleDict({"decoder": shared, "wq": nn.Linear(64, 64), "lm_head": shared})
-    with caplog.at_level(logging.INFO):
-        assert convert_model(model, linear_filter_fqns="lm_head") == ["wq"]
+    assert convert_model(model, linear_filter_fqns="lm_head") == ["wq"]
     assert type(shared) is nn.Linear
     assert "left: decoder (also named lm_head, and linear_filter_fqns has 'lm_head')" in caplog.text
     model = nn.ModuleDict({"experts": Experts(), "linear": nn.Linear(64, 64)})
@@ -485,23 +478,20 @@ def test_routers_are_left_alone_and_named(caplog: pytest.LogCaptureFixture) -> N
     model = named("0.gate 0.experts.0.up 1.router.proj 2.gate 2.up")
     model.get_submodule("1").bank = Experts()
     model.chooser = TopRouter(nn.Linear(64, 64))
-    with caplog.at_level(logging.INFO):
-        converted = convert_model(model)
+    converted = convert_model(model)
     assert converted == ["0.experts.0.up", "2.gate", "2.up"], "a gated linear unit's gate is no router"
     assert "left: 0.gate, 1.router.proj, chooser.0 (router)" in caplog.text
 
 
 def test_lora_adapters_are_left_alone_and_those_of_many_layers_counted(caplog: pytest.LogCaptureFixture) -> None:
     model = named(" ".join(f"{i}.q.base_layer {i}.q.lora_A.default {i}.q.lora_B.default" for i in range(6)) + " out")
-    with caplog.at_level(logging.INFO):
-        assert convert_model(model, linear_filter_fqns="out") == [f"{i}.q.base_layer" for i in range(6)]
+    assert convert_model(model, linear_filter_fqns="out") == [f"{i}.q.base_layer" for i in range(6)]
     assert "3.q.lora_B.default and 4 more (LoRA adapter), out (linear_filter_fqns has 'out')" in caplog.text
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_torchs_fused_encoder_layer_does_not_read_past_converted_linears(whole: bool) -> None:
     """In eval mode without gradients its fused operator takes weights, not modules."""
-    torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(64, 2, 96, batch_first=True)
     model = nn.TransformerEncoder(model, 1) if whole else model
     mxfp8 = copy.deepcopy(model)
@@ -523,8 +513,7 @@ def test_torchs_fused_encoder_layer_does_not_read_past_converted_linears(whole: 
 def test_a_linear_whose_weight_attention_reads_itself_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(64, 2), "wq": nn.Linear(64, 64)})
     model["attention"].out_proj = nn.Linear(64, 64)
-    with caplog.at_level(logging.INFO):
-        assert convert_model(model) == ["wq"]
+    assert convert_model(model) == ["wq"]
     assert "left: attention.out_proj (nn.MultiheadAttention reads its weight itself)" in caplog.text
 
 

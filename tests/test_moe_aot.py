@@ -26,7 +26,8 @@ def layer(dim: int, experts: int, slots: int, *, tokens: int = 64, ranks: int = 
         starts, _ = kernels.plan(counts.expand(sources, -1).contiguous(), 0, None, counts[:1], given)
         ends = torch.zeros(sources, dtype=torch.int32)
         destinations, received = kernels.find_destinations(metadata, ends, starts, 0, 3 * tokens, given)
-        kernels.permute(payload, destinations, 3 * tokens, given)
+        for kept in (None, []):
+            kernels.permute(payload, destinations, 3 * tokens, given, kept)
         kernels.find_sources(destinations, 3 * tokens)
         ys, values = [torch.empty(3 * tokens, dim, dtype=BF16)] * 2, received.clone()
         copies_of_token = torch.zeros((tokens, sources), dtype=torch.int32)

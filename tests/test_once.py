@@ -1,6 +1,5 @@
 """Weights that a step of several microbatches quantises once (``titan.once``)."""
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -179,20 +178,18 @@ def test_auto_leaves_it_where_memory_is_short(
     state = {"exp_avg": torch.zeros(3)}
     trainer.optimizers = [SimpleNamespace(state={0: state} if resumed else {})]
     seen = []
-    with caplog.at_level(logging.INFO):
-        for _ in range(3):
-            steps.begin()
-            seen.append(bool(experts.kept))
-            steps.end()
-            trainer.optimizers[0].state[0] = state
+    for _ in range(3):
+        steps.begin()
+        seen.append(bool(experts.kept))
+        steps.end()
+        trainer.optimizers[0].state[0] = state
     assert seen == [not resumed, wanted, wanted] and len(discarded) == (wanted == resumed)
     assert ("too little memory" in caplog.text) == (not wanted and not resumed)
 
 
 def test_who_quantises_each_time(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        of_layer(f"{RECIPE}=mxfp8_2d")
-        of_layer(f"{RECIPE}=mxfp8_2d", f"--{GROUPED}.quantize_weights_once=off")
+    of_layer(f"{RECIPE}=mxfp8_2d")
+    of_layer(f"{RECIPE}=mxfp8_2d", f"--{GROUPED}.quantize_weights_once=off")
     assert caplog.text.count("quantises the experts' weights") == 1
     with pytest.raises(ValueError, match="quantize_weights_once = 'yes': use one of off, on, auto"):
         parse(f"--{GROUPED}.quantize_weights_once=yes")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from titan_mxfp8 import workarounds
-from titan_mxfp8.workarounds import HOOKS, WORKAROUNDS, Workaround, pytorch  # noqa: F401
+from titan_mxfp8.workarounds import HOOKS, WORKAROUNDS, Workaround, patch
 from titan_mxfp8.workarounds.patch import around
 
 HERE = [row for row in WORKAROUNDS if row.is_for_this_machine()]
@@ -113,9 +113,7 @@ print(json.dumps([everywhere, on_cpus, changed(before)]))
 def test_all_that_importing_the_plugin_changes_is_listed() -> None:
     *seen, again = json.loads(processes.python(CHANGES).splitlines()[-1])
     assert again == []
-    everywhere, on_cpus = (
-        {name for row in HERE if row.cpu == cpu for name in row.changes.split()} for cpu in (False, True)
-    )
+    everywhere, on_cpus = ({name for row in HERE if row.cpu == cpu for name in row.changes} for cpu in (False, True))
     hooks = {name.replace("*", "[a-z0-9_]+") for name in HOOKS}
     # which hold copies of the device
     copies = {rf"torchtitan\..+\.{name}" for name in ("device_type", "device_module", "get_device_info")}
@@ -176,7 +174,7 @@ def test_an_unknown_workaround_is_refused() -> None:
 
 
 def test_a_workaround_is_for_the_versions_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Workaround("x", "pytorch", changes="", symptom="", torchtitan="0.2.2 0.3.0", since="2.12", before="2.14")
+    row = Workaround(install=print, torchtitan="0.2.2 0.3.0", since="2.12", before="2.14")
     for torch_version, titan_version, wanted in (
         ("2.13.0+cpu", "0.2.2", True),
         ("2.12.0", "0.3.0", True),
@@ -186,18 +184,22 @@ def test_a_workaround_is_for_the_versions_that_it_names(monkeypatch: pytest.Monk
         ("2.13.0", "", False),
     ):
         monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(torch_version))
-        monkeypatch.setattr(workarounds, "_version", lambda package, version=titan_version: version)
+        monkeypatch.setattr(patch, "installed_version", lambda package, version=titan_version: version)
         assert row.is_for_this_machine() == wanted, (torch_version, titan_version)
 
 
 def test_what_no_longer_fits_is_said_and_the_rest_is_installed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [Workaround(name, "pytorch", changes="", symptom="") for name in ("gone", "ignore_profiler_ranges")]
     called = []
-    monkeypatch.setattr(workarounds, "WORKAROUNDS", tuple(rows))
-    monkeypatch.setattr(workarounds.pytorch, "gone", lambda: torch.no_such_function, raising=False)
-    monkeypatch.setattr(workarounds.pytorch, "ignore_profiler_ranges", lambda: called.append(1))
+
+    def gone() -> None:
+        torch.no_such_function()
+
+    def fits() -> None:
+        called.append(1)
+
+    monkeypatch.setattr(workarounds, "WORKAROUNDS", [Workaround(install=gone), Workaround(install=fits)])
     with caplog.at_level(logging.WARNING, logger="titan_mxfp8"):
         workarounds.install()
     assert called == [1] and "the workaround gone does not fit torch" in caplog.text
@@ -208,5 +210,5 @@ def test_the_list_can_be_printed() -> None:
     printed = processes.python(
         "from runpy import run_module; run_module('titan_mxfp8.workarounds', run_name='__main__')"
     )
-    assert all(row.name in printed and row.symptom in printed for row in WORKAROUNDS)
+    assert all(row.name in printed and row.install.__doc__.partition("\n")[0] in printed for row in WORKAROUNDS)
     assert all(name in printed for name in HOOKS)

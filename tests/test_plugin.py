@@ -8,7 +8,6 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
-import datasets
 import processes
 import pytest
 import torch
@@ -81,17 +80,13 @@ def kinds(model: nn.Module) -> dict[str, int]:
     return {"linears": len(linears), "experts": len(experts)}
 
 
-def test_one_flag_converts_the_routed_experts_and_nothing_else() -> None:
+def test_each_converter_converts_its_kind_and_nothing_else() -> None:
     model = convert(parse(f"--model.converters={GROUPED}"))
     assert kinds(model) == {"linears": 0, "experts": 1}
     assert type(model.layers["1"].moe.shared_experts.w1) is nn.Linear
     assert isinstance(model.layers["1"].moe.experts, GroupedExperts)
-
-
-def test_linears_and_both() -> None:
     # 4 of attention in each layer, 3 of the dense layer's feed-forward, 3 of the shared expert
     assert kinds(convert(parse(f"--model.converters={LINEAR}"))) == {"linears": 14, "experts": 0}
-    assert kinds(convert(parse(f"--model.converters={GROUPED},{LINEAR}"))) == {"linears": 14, "experts": 1}
     flag = "--quantize.linear.mx.filter_fqns=output,router.gate,attention.wk,attention.wv"
     assert kinds(convert(parse(f"--model.converters={LINEAR}", flag))) == {"linears": 10, "experts": 0}
 
@@ -264,10 +259,6 @@ def test_every_model_of_a_toml_is_exported_and_read_back(
         ([f"--model.converters=quantize.linear.float8,{GROUPED}"], "mixes quantisation formats"),
         ([f"--model.converters={GROUPED},quantize.nope.mx"], r"has 'quantize.nope.mx', which nobody registered: use"),
         (
-            ["--activation_checkpoint.selective_ac_option=0"],
-            r"selective_ac_option = '0': use 'op', or N for every N-th",
-        ),
-        (
             [f"--model.converters={GROUPED}", "--quantize.health_every=5"],
             "health_every = 5 has nowhere to log to: set metrics.enable_tensorboard",
         ),
@@ -278,6 +269,11 @@ def test_every_model_of_a_toml_is_exported_and_read_back(
 def test_a_bad_config_is_refused_when_it_is_parsed(flags: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(*flags)
+    if "mixes" in message:  # a config that was built in Python is never parsed
+        config = parse()
+        config.model.converters = flags[0].partition("=")[2].split(",")
+        with pytest.raises(ValueError, match=message):
+            GroupedMMConverter(config, None)
 
 
 @pytest.mark.parametrize(
@@ -287,18 +283,11 @@ def test_a_bad_config_is_refused_when_it_is_parsed(flags: list[str], message: st
         (GROUPED, "backend = 1", "quantize.grouped_mm.mx.backend = 1: it must be a string"),
         (GROUPED, 'requantize_input = "false"', "grouped_mm.mx.requantize_input = 'false': it must be true or false"),
         ("quantize", 'health_every = "x"', "quantize.health_every = 'x': it must be a whole number"),
-        ("model", "study_flavors = 1", "model.study_flavors = 1: it must be true or false"),
         ("model", "converters = [1]", r"model.converters = \[1\]: it must be a list of strings"),
         ("activation_checkpoint", "selective_ac_option = 0", "selective_ac_option = '0': use 'op'"),
-        ("training", 'steps = "60"', "training.steps = '60': it must be a whole number"),
-        ("compile", "enable = 1", "compile.enable = 1: it must be true or false"),
         ("cluster", "nodes = 2.0", "cluster.nodes = 2.0: it must be a whole number"),
         ("optimizer", 'lr = "1e-3"', "optimizer.lr = '1e-3': it must be a number"),
-        (
-            "activation_checkpoint",
-            'mode = "None"',
-            "'None': it must be one of 'selective', 'full', 'memory_budget', 'n",
-        ),
+        ("activation_checkpoint", 'mode = "None"', "'None': it must be one of 'selective', 'full', 'memory_budget'"),
         ("debug", 'seed = "0"', "debug.seed = '0': it must be a whole number"),
     ],
 )
@@ -322,29 +311,22 @@ def test_health_may_be_logged_to_either_and_needs_no_log_without_converters() ->
     [
         (b'\n{"content": "a", "id": 1}\n', r"data.jsonl, line 2 has 'content', 'id', and no text: each line must"),
         (b'["a"]\n', r"line 1 is \['a'\], and no text"),
-        (b'{"text": 1}\n', "line 1 has 'text', and no text"),
         (b"In the beginning\n", "line 1 is no JSON"),
-        (b"", "has no rows: each line must"),
         (b" \n\n", "has no rows: each line must"),
         (ROW * 2 + b"\n" + b'{"text": null}\n', "line 4 has 'text', and no text"),
-        (ROW * 2 + b'{"text": "a"\n', "line 3 is no JSON"),
-        (ROW * 2 + '{"text": "é"}'.encode("latin-1"), "line 3 is no UTF-8 .*: save the file as UTF-8"),
-        ((ROW * 2).decode().encode("utf-16"), "line 1 is no UTF-8"),
-        ((ROW * 2).decode().encode("utf-16-be"), "line 1 is no JSON"),
+        (ROW * 2 + '{"text": "é"}'.encode("latin-1"), "line 3 is no JSON in UTF-8 .*can't decode byte"),
     ],
 )
-@pytest.mark.parametrize("section", ["training", "validation"])
-def test_data_without_text_is_refused(section: str, text: bytes, message: str, tmp_path: Path) -> None:
+def test_data_without_text_is_refused(text: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_bytes(text)
     with pytest.raises(ValueError, match=message):
-        parse(*VALIDATE, f"--{section}.dataset_path={tmp_path}")
+        parse(f"--training.dataset_path={tmp_path}")
 
 
 def test_text_is_read_as_torchtitan_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte order mark and empty lines are none of our business; all rows are rank 0's."""
-    for text in (b"\xef\xbb\xbf" + ROW, b"\r\n\n" + ROW + b"\r\n" + ROW, ROW.strip()):
-        (tmp_path / "data.jsonl").write_bytes(text)
-        parse(f"--training.dataset_path={tmp_path}")
+    (tmp_path / "data.jsonl").write_bytes(b"\xef\xbb\xbf" + ROW + b"\r\n\n" + ROW.strip())
+    parse(f"--training.dataset_path={tmp_path}")
     (tmp_path / "data.jsonl").write_bytes(ROW + b"x")
     monkeypatch.setenv("RANK", "1")
     parse(f"--training.dataset_path={tmp_path}")
@@ -359,16 +341,9 @@ def test_text_is_read_as_torchtitan_reads_it(tmp_path: Path, monkeypatch: pytest
         (["freq=0"], "validation.freq = 0: it must be at least 1"),
         (["dataset=c5"], "validation.dataset = 'c5': TorchTitan knows c4, c4_test"),
         (["dataset_path=/nonexistent"], "validation.dataset_path = '/nonexistent' holds no data.jsonl"),
-        (
-            ["dataset=c4_validation", "dataset_path="],
-            "validation.dataset 'c4_validation' is streamed .* HF_HUB_OFFLINE",
-        ),
     ],
 )
-def test_a_validation_that_cannot_be_is_refused(
-    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+def test_a_validation_that_cannot_be_is_refused(flags: list[str], message: str) -> None:
     flags = [f"--validation.{flag}" for flag in flags]
     with pytest.raises(ValueError, match=message):
         parse(*VALIDATE, *flags)
@@ -428,14 +403,6 @@ def test_converted_experts_are_not_said_to_run_in_a_loop(
     assert ("Failed to use grouped mm" in caplog.text) == warned
 
 
-def test_the_converters_check_mixed_formats_themselves() -> None:
-    """For a config that was built in Python and never parsed."""
-    config = parse()
-    config.model.converters = [GROUPED, "quantize.linear.float8"]
-    with pytest.raises(ValueError, match="mixes quantisation formats"):
-        GroupedMMConverter(config, None)
-
-
 def make_experts(use_grouped_mm: bool) -> GroupedExperts:
     experts = GroupedExperts(dim=64, hidden_dim=96, num_experts=4, use_grouped_mm=use_grouped_mm)
     with torch.no_grad():
@@ -456,19 +423,6 @@ def test_experts_run_in_mxfp8_whatever_use_grouped_mm_says(use_grouped_mm: bool)
 
     expected = mm(swiglu(mm(x, experts.w1), mm(x, experts.w3), None), experts.w2)
     assert torch.equal(experts(x, counts), expected.float())
-
-
-def test_a_run_that_cannot_start_is_refused_when_its_config_is_parsed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"dump_folder = .*file/run' cannot be written to .*--job.dump_folder"):
-        parse(f"--job.dump_folder={tmp_path}/file/run")
-    with pytest.raises(ValueError, match=r"dump_folder = '/proc/run' cannot be written to"):
-        parse("--job.dump_folder=/proc/run")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"'c4' is streamed .*HF_HUB_OFFLINE.*dataset=c4_test"):
-        ConfigManager().parse_args([PLUGIN, ASSETS[0], "--training.dataset=c4", f"--job.dump_folder={tmp_path}"])
 
 
 @pytest.mark.parametrize("converters", ["", GROUPED])

@@ -1,7 +1,6 @@
 """TorchTitan's MoE layers that dispatch their own tokens, against TorchTitan's own, on CPU."""
 
 import copy
-import logging
 import math
 import pickle
 from dataclasses import replace
@@ -38,7 +37,7 @@ from titan_mxfp8.tools.dry_run import dry_run, parse_config
 
 CONVERT, DISPATCH, ROWS = f"--model.converters={GROUPED}", f"--{GROUPED}.dispatch", f"--{GROUPED}.dispatch_rows"
 RECIPE, NO_AC = f"--{GROUPED}.recipe_name", "--activation_checkpoint.mode=none"
-CHOOSE = "titan_mxfp8.modules.dispatch.choose"
+CHOOSE = "titan_mxfp8.titan.dispatch.choose"
 D, H, E = 64, 96, 8
 # What differs between the models: when scores are applied, how many experts a token has, what the router does.
 LAYERS = {
@@ -159,11 +158,10 @@ def test_where_a_layer_keeps_torchtitans_dispatch_the_log_says_so(
     flags: list[str], degrees: dict[str, int], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, flags = layer("llama4"), [*flags, "--activation_checkpoint.mode=none"]
-    with caplog.at_level(logging.INFO):
-        ours = convert(plain, f"{DISPATCH}=collective", *flags, dims=dims(**degrees))
+    ours = convert(plain, f"{DISPATCH}=collective", *flags, dims=dims(**degrees))
     lines = [line for line in caplog.messages if "dispatch" in line]
     assert len(lines) == 1 and reason in lines[0] and "moe.experts" in lines[0]
-    assert type(ours) is MoE and ours.experts.dispatch is None
+    assert type(ours) is MoE and ours.experts.mxfp8_layers is None
     with pytest.raises(ValueError, match="recipe 'bf16' as if unconverted"):
         convert(plain, f"{DISPATCH}=collective", f"{RECIPE}=bf16", *flags, dims=dims(**degrees))
     off = convert(plain, f"{DISPATCH}=off")
@@ -176,18 +174,16 @@ def test_experts_in_a_layer_of_another_class_keep_its_dispatch(caplog: pytest.Lo
 
     own = layer("llama4")
     own.__class__ = Own
-    with caplog.at_level(logging.INFO):
-        assert type(convert(own, f"{DISPATCH}=auto")) is Own
+    assert type(convert(own, f"{DISPATCH}=auto")) is Own
     assert "does not work with experts in a Own: TorchTitan dispatches the tokens of moe.experts" in caplog.text
 
 
 def test_a_weight_gradient_of_unquantised_tokens_keeps_torchtitans_dispatch(caplog: pytest.LogCaptureFixture) -> None:
     """What is dispatched is quantised. A user who names a transport gets it."""
     for recipe in ("mxfp8_wgrad_bf16", "mxfp8_2d_wgrad_bf16_rebased"):
-        with caplog.at_level(logging.INFO):
-            kept, named = (
-                convert(layer("llama4"), f"{RECIPE}={recipe}", f"{DISPATCH}={w}") for w in ("auto", "collective")
-            )
+        kept, named = (
+            convert(layer("llama4"), f"{RECIPE}={recipe}", f"{DISPATCH}={w}") for w in ("auto", "collective")
+        )
         assert type(kept) is MoE and type(named) is plugin.MXFP8MoE
         assert f"dispatch = 'auto' does not work with recipe '{recipe}', whose weight gradient" in caplog.text
 
@@ -195,32 +191,31 @@ def test_a_weight_gradient_of_unquantised_tokens_keeps_torchtitans_dispatch(capl
 def test_the_log_names_the_transport_and_the_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with caplog.at_level(logging.INFO):
-        ours = convert(layer("llama4"))
+    ours = convert(layer("llama4"))
     assert "1 MoE layer dispatches tokens itself, local: one rank has every expert; rows counted" in caplog.text
-    assert ours.experts.dispatch == plugin.Dispatch(transport="auto", rows="counted")
-    assert copy.deepcopy(ours).experts.dispatch is ours.experts.dispatch, "whose rows may change"
+    layers = ours.experts.mxfp8_layers
+    assert (layers.transport, layers.rows) == ("auto", "counted")
+    assert copy.deepcopy(ours).experts.mxfp8_layers is layers, "whose rows may change"
 
     reserved = []
     transport = SimpleNamespace(reserve=reserved.append)
-    monkeypatch.setattr(
-        "titan_mxfp8.modules.dispatch.choose", lambda *_: (transport, "symmetric: two ranks of one host")
-    )
+    monkeypatch.setattr(CHOOSE, lambda *_: (transport, "symmetric: two ranks of one host"))
     flags = [f"{DISPATCH}=auto", "--training.local_batch_size=2", "--training.seq_len=64"]
-    with caplog.at_level(logging.INFO):
-        for model, more in (
-            ("qwen3", []),
-            ("forced balance", []),
-            ("qwen3", ["--validation.enable", "--validation.seq_len=32"]),
-        ):
-            convert(layer(model), *flags, *more)
+    for model, more in (
+        ("qwen3", []),
+        ("forced balance", []),
+        ("qwen3", ["--validation.enable", "--validation.seq_len=32"]),
+    ):
+        convert(layer(model), *flags, *more)
     assert "symmetric: two ranks of one host; rows counted" in caplog.text
     # tokens of a step; of slots, where scores come first; of the validation
     assert reserved == [2 * 64, 2 * 64 * 2, 8 * 32]
     monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80e9))
     for ranks in (2, 8):
-        _, choice = ours.experts.dispatch.connect(SimpleNamespace(size=lambda: ranks), torch.device("cuda"))  # noqa: B023
-        assert choice == "symmetric: two ranks of one host" + "; never run on more than 2 GPUs" * (ranks > 2)
+        group = SimpleNamespace(size=lambda r=ranks: r, group_name="ep")
+        line = layers.connect(group, torch.device("cuda"))
+        assert "symmetric: two ranks of one host" + "; never run on more than 2 GPUs" * (ranks > 2) + "; rows" in line
 
     def refuse(*_: object) -> None:
         raise ValueError("no peer access")
@@ -279,9 +274,8 @@ def test_a_transport_that_this_machine_lacks_is_refused_when_it_is_parsed(monkey
 
 def dispatching(rows: str | float, ranks: int = 8, once: str = "") -> DispatchingLayers:
     """DeepSeek-V3's experts: ranks of 16384 tokens, each token 8 of 256 experts."""
-    sizes = {"count": 2, "kept": 2, "rows": 16384, "top_k": 8, "experts": 256, "dim": 7168, "hidden": 2048}
-    chosen = plugin.Dispatch(transport="auto", rows="counted" if rows == "auto" else rows)
-    return DispatchingLayers(dispatch=chosen, chooses_rows=rows == "auto", once=once, ranks=ranks, **sizes)
+    sizes = {"count": 2, "kept": 2, "max_tokens": 16384, "top_k": 8, "experts": 256, "dim": 7168, "hidden": 2048}
+    return DispatchingLayers(transport="auto", rows=rows, once=once, ranks=ranks, **sizes)
 
 
 def test_a_bound_grows_to_what_was_wanted_and_no_further_than_memory() -> None:
@@ -293,18 +287,26 @@ def test_a_bound_grows_to_what_was_wanted_and_no_further_than_memory() -> None:
     assert few.bytes_needed("worst_case", 8) == 2 * balanced * row, "no more than 2 experts are here"
     with pytest.raises(ValueError, match=r"at least 48.4 GiB .* has 37.3 GiB: take a factor of at most 6.15, "):
         layers.check_memory(8, 40e9)
+    # Of 2 ranks each token arrives once, not once for each of its experts here, and is kept so.
+    copies, rest = 2 * 16384 * 2 * (7168 + 224), row - 2 * (7168 + 224)
+    assert layers.bytes_needed("bounded", 2) == copies + 1.5 * balanced * rest
+    assert layers.bytes_needed("0.2", 2) == math.ceil(0.2 * balanced / 128) * 128 * row, "fewer rows than copies"
+    for factor in (1.5, 0.2):
+        needed = layers.bytes_needed(f"{factor}", 2)
+        with pytest.raises(ValueError, match=f"take a factor of at most {factor - 0.01:.2f}, "):
+            dispatching(factor).check_memory(2, needed - 1e7)
 
     layers = dispatching(0.25)
-    assert layers.may_overflow() and layers.dispatch.rows == "0.25"
+    assert layers.may_overflow() and layers.rows == "0.25"
     layers.grow(2 * balanced, math.inf)
-    assert layers.dispatch.rows == "2.2" and layers.may_overflow()
+    assert layers.rows == "2.2" and layers.may_overflow()
     layers.grow(7 * balanced + 1, math.inf)
-    assert layers.dispatch.rows == "7.701" and layers.may_overflow()
+    assert layers.rows == "7.701" and layers.may_overflow()
     layers.grow(8 * balanced, math.inf)
     assert not layers.may_overflow(), "all that could come"
     layers = dispatching("bounded")
     layers.grow(2 * balanced, 2 * balanced * row)
-    assert layers.dispatch.rows == "counted" and not layers.may_overflow()
+    assert layers.rows == "counted" and not layers.may_overflow()
 
 
 @pytest.mark.parametrize(
@@ -333,7 +335,7 @@ def test_rows_that_are_left_to_us(case: dict, rows: str, line: str, monkeypatch:
     layers = dispatching(case.get("rows", "auto"), once=case.get("once", ""))
     layers = replace(layers, experts=252) if ranks == 9 else layers
     said = layers.connect(group, torch.device(case.get("device", "cuda")))
-    assert layers.dispatch.rows == rows and line in said
+    assert layers.rows == rows and line in said
 
 
 def test_too_little_memory_for_the_worst_case_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,8 +344,8 @@ def test_too_little_memory_for_the_worst_case_is_said_before_training(monkeypatc
     config = parse(CONVERT, f"{DISPATCH}=auto", "--training.local_batch_size=2", "--training.seq_len=4096")
     config.activation_checkpoint.mode = "none"
     config.quantize.grouped_mm.mx.dispatch_rows = "worst_case"
-    # 8192 tokens x 3 experts, 64 + 2 + 4 x 96 saved and 2 x (64 + 96)
-    needed = 8192 * 3 * (64 + 2 + 4 * 96 + 2 * (64 + 96))
+    # 8192 tokens, 64 + 2 saved; times 3 experts, 4 x 96 saved and 2 x (64 + 96)
+    needed = 8192 * (64 + 2) + 8192 * 3 * (4 * 96 + 2 * (64 + 96))
     for total in (needed, needed - 1):
         properties = SimpleNamespace(total_memory=total)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, p=properties: p)
@@ -419,7 +421,7 @@ def test_blocks_are_compiled_whole(mode: str, caplog: pytest.LogCaptureFixture) 
     of tokens, to which eager recomputation adds once more, are right."""
     torch._dynamo.reset()
     counters.clear()
-    with caplog.at_level(logging.INFO), torch._dynamo.config.patch(recompile_limit=8):
+    with torch._dynamo.config.patch(recompile_limit=8):
         eager, compiled = (build("deepseek_v3", *AC_MODES[mode], CONVERT, *flags) for flags in ((), COMPILE))
         assert torch._dynamo.config.recompile_limit > 32, "each growth of a bound takes one"
     assert "MXFP8: 1 MoE block compiled whole, each as one region" in caplog.text
@@ -440,18 +442,18 @@ def test_blocks_are_compiled_whole(mode: str, caplog: pytest.LogCaptureFixture) 
 def test_blocks_whose_experts_fsdp_takes_are_compiled_in_parts() -> None:
     """And, as Dynamo could not follow them, those whose rows are counted."""
     experts = convert(layer("deepseek_v3"), f"{ROWS}=bounded").experts
-    holder, moe = nn.ModuleDict({"experts": experts}), SimpleNamespace(experts=experts)
+    holder, layers = nn.ModuleDict({"experts": experts}), experts.mxfp8_layers
     mesh = SimpleNamespace(size=lambda: 1)
-    dims = SimpleNamespace(ep=2, dp_replicate_enabled=False, pp_enabled=False, get_optional_mesh=lambda names: mesh)
+    dims = SimpleNamespace(dp_replicate_enabled=False, pp_enabled=False, get_optional_mesh=lambda names: mesh)
     config = parse(CONVERT)
-    compiled.know_what_fsdp_takes(holder, config, dims)
-    assert compiled._why_in_parts(holder, moe, True) == ""
-    experts.dispatch.rows = "counted"
-    assert "dispatch_rows = 'counted'" in compiled._why_in_parts(holder, moe, True)
-    assert compiled._why_in_parts(holder, moe, False) == "", "one rank knows how many rows it has"
+    layers.why_fsdp = compiled.why_fsdp_will(holder, config, dims)
+    assert compiled._why_in_parts(layers, True) == ""
+    layers.rows = "counted"
+    assert "dispatch_rows = 'counted'" in compiled._why_in_parts(layers, True)
+    assert compiled._why_in_parts(layers, False) == "", "one rank knows how many rows it has"
     config.training.enable_cpu_offload = True
-    compiled.know_what_fsdp_takes(holder, config, dims)
-    assert compiled._why_in_parts(holder, moe, False) == "FSDP takes their experts: it offloads to the CPU"
+    layers.why_fsdp = compiled.why_fsdp_will(holder, config, dims)
+    assert compiled._why_in_parts(layers, False) == "FSDP takes their experts: it offloads to the CPU"
 
 
 def test_a_compiled_layer_takes_the_rows_that_its_dispatch_has_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,7 +464,7 @@ def test_a_compiled_layer_takes_the_rows_that_its_dispatch_has_by_then(monkeypat
     outputs = {}
     with torch.no_grad():
         for rows, training in (("bounded", True), ("0", True), ("2.5", True), ("0", False)):
-            ours.experts.dispatch.rows = rows
+            ours.experts.mxfp8_layers.rows = rows
             outputs[rows, training] = compiled.train(training)(x)
         shared = ours.shared_experts(x.view(-1, D)).view_as(x)
     whole = outputs.pop(("bounded", True))

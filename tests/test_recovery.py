@@ -73,8 +73,14 @@ def test_losses_are_compared_step_by_step(tmp_path: Path) -> None:
     assert recovery.line_of(log, "loss: +nan") == "nothing"
 
 
-def test_all_processes_are_killed_where_the_run_stands_still(tmp_path: Path) -> None:
-    programs = []
+def test_all_processes_are_killed_where_the_run_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs, descendants = [], recovery.descendants
+    no_more = 2**22 + 1  # what has ended by itself; Linux numbers no process so
+    monkeypatch.setattr(recovery, "descendants", lambda pid: [no_more, *descendants(pid)])
+    glob = Path.glob
+    with monkeypatch.context() as patch:  # a thread that ends before it is looked at
+        patch.setattr(Path, "glob", lambda tasks, pattern: [tasks / "0" / "children", *glob(tasks, pattern)])
+        assert descendants(no_more) == []
 
     class Starter:
         def start(self, flags: list[str], log: Path) -> subprocess.Popen:

@@ -15,7 +15,6 @@ from titan_mxfp8.recipe import RECIPES, Recipe
 @pytest.mark.parametrize("limit", [None, 7.0, 1.5])
 @pytest.mark.parametrize("scored", [False, True])
 def test_definition_is_what_autograd_gives(limit: float | None, scored: bool) -> None:
-    torch.manual_seed(0)
     gate, up, u = (torch.randn(64, 96).mul(2).to(BF16) for _ in range(3))
     scores = torch.rand(64) if scored else None
     g, v, s = (t.double().requires_grad_() for t in (gate, up, torch.ones(64) if scores is None else scores))

@@ -239,7 +239,7 @@ def test_a_table_that_was_typed_is_found(tmp_path: Path, monkeypatch: pytest.Mon
             tables.main([])
 
 
-def test_a_range_is_that_of_repeats_and_a_missing_row_is_taken_from_the_next_file() -> None:
+def test_a_range_is_that_of_repeats_and_a_missing_row_is_taken_from_the_next_file(tmp_path: Path) -> None:
     folder = ROOT / "results/2026-11-22_2xh200_moe_layer"
     one, two = tables.moe_layers(folder / "data.csv"), tables.moe_layers(folder / "data.csv", folder / "earlier.csv")
     assert ([row["`mxfp8_2d`"] for row in one][-1], [row["`mxfp8_2d`"] for row in two][-1]) == ("", "1.65")
@@ -255,4 +255,8 @@ def test_a_range_is_that_of_repeats_and_a_missing_row_is_taken_from_the_next_fil
         ("Llama4 17Bx16E, 2 layers, experts alone", "0.98", "", "1.02"),
         ("Llama4 17Bx16E, 2 layers, linears alone", "0.96", "", "1.05"),
     ]
+    text = (ROOT / "results/2026-11-27_4xh200_training/titan02_ep2/table.csv").read_text()
+    (tmp_path / "table.csv").write_text(text.replace("_7layers", "_12layers"))
+    found = tables.end_to_end(tmp_path / "table.csv", layers="most")
+    assert {row["model"].partition(",")[0] for row in found} == {"16B_12layers"}, "not 4, whose digit comes later"
     assert tables.render([{"a": "1", "b": ""}, {"a": "", "c": "2"}]) == "| a | c |\n|---|---|\n| 1 | |\n| | 2 |\n"

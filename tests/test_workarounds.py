@@ -5,13 +5,16 @@ Not here is ``keep_saved_outputs``, whose symptom takes a whole model: test_mode
 """
 
 import shutil
+from pathlib import Path
 
 import pytest
 import test_models
 import torch
 from symptoms import look
 
+from titan_mxfp8 import workarounds
 from titan_mxfp8.workarounds import TITAN03, WORKAROUNDS
+from titan_mxfp8.workarounds.pytorch import compile_for_own_edition_only, hash_of_sources
 
 pytestmark = [
     pytest.mark.integration,
@@ -148,6 +151,18 @@ def compile_for_own_rank_only():
     return torch.equal(*shards)
 
 @symptom
+def compile_for_own_edition_only():
+    assert "WITHOUT_INDUCTOR" not in os.environ
+    library = torch.library.Library("editions", "DEF")
+    library.define("rows(Tensor x) -> Tensor")
+    for rows in (1, 2):
+        make = lambda x: x.new_zeros(rows)
+        library.impl("rows", make, "CompositeExplicitAutograd", allow_override=True)
+        torch.library.register_fake("editions::rows", make, lib=library, allow_override=True)
+        torch._dynamo.reset()
+        torch.compile(lambda x: torch.ops.editions.rows(x))(torch.ones(4))
+
+@symptom
 def wait_before_compiled_regions():
     sharded = DTensor.from_local(torch.ones(4, requires_grad=True), rank_of_two(0), [Shard(0)])
     gathered = sharded.redistribute(placements=[Replicate()], async_op=True).to_local()
@@ -212,6 +227,7 @@ FOUND = {
     "ignore_profiler_ranges": "encountered during backward" if NEW_TORCH else "None",
     "wait_before_compiled_regions": str(not NEW_TORCH),
     "save_random_states_before_meshes": "got types: [" if NEW_TORCH else "None",
+    "compile_for_own_edition_only": "expected size 2==1",
     "compile_for_own_rank_only": str(NEW_TORCH),
     "infer_shapes_without_a_trace": "3.0" if NEW_TORCH else "2.0",
 }
@@ -220,7 +236,7 @@ FOUND = {
 @pytest.mark.nightly  # it changes with the versions of torch and TorchTitan
 @pytest.mark.parametrize("workaround, symptom", FOUND.items())
 def test_the_symptom_without_its_workaround(symptoms: dict[str, str], workaround: str, symptom: str) -> None:
-    if workaround == "compile_for_own_rank_only" and shutil.which("g++") is None:
+    if workaround.startswith("compile_for_own_") and shutil.which("g++") is None:
         pytest.skip("the inductor needs a C++ compiler on CPUs")
     assert symptom in symptoms[workaround]
 
@@ -235,10 +251,11 @@ CURED = {
     "use_cpu_device": "cpu",
     "initialise_router_bias": "False",
 }
-# Whose symptom is in a start of wandb's, in FSDP, and in what the inductor compiles.
+# Whose symptom is in a start of wandb's, in FSDP, in another edition, and in what the inductor compiles.
 ELSEWHERE = {
     "log_offline_where_wandb_is_out_of_reach": "test_wandb.py",
     "reduce_gradients_by_sum": "each training with FSDP",
+    "compile_for_own_edition_only": "below",
     "compile_for_own_rank_only": "parallel_models.py",
 }
 
@@ -249,6 +266,18 @@ def test_no_symptom_is_left_with_the_workarounds() -> None:
     assert len(needed) > 10
     for name in needed:
         assert CURED[name] == cured[name] if name in CURED else FOUND[name] not in cured[name], (name, cured[name])
+
+
+def test_compiled_code_is_known_by_the_edition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = []
+    for source in ("1", "2", "1"):
+        (tmp_path / "fakes.py").write_text(source)
+        hashes.append(hash_of_sources(tmp_path))
+    assert hashes[0] != hashes[1] and hashes[0] == hashes[2]
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "user's")
+    compile_for_own_edition_only()
+    own = hash_of_sources(Path(workarounds.__file__).parents[1])
+    assert torch.compiler.config.cache_key_tag == f"user'stitan_mxfp8-{own}"
 
 
 def test_each_workaround_has_a_check() -> None:

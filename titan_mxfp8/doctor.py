@@ -120,12 +120,10 @@ def problems(machine: Machine) -> list[Problem]:
         need(name in versions, f"{name} is not installed: TorchTitan imports it", f"pip install {name}", "TorchTitan")
     for name in used:
         need(name in versions, f"{name} is not installed: some configs and scripts use it", f"pip install {name}", "")
-    if on_gpu:
-        need(
-            machine.compiler, "no C compiler, with which Triton builds its launchers", "apt-get install gcc, or set CC"
-        )
-        python = ".".join(map(str, sys.version_info[:2]))
-        need(machine.headers, "Python.h, which Triton's launchers include", f"apt-get install python{python}-dev")
+    what = "no C compiler, with which Triton builds its launchers"
+    need(machine.compiler or not on_gpu, what, "apt-get install gcc, or set CC")
+    command = f"apt-get install python{sys.version_info[0]}.{sys.version_info[1]}-dev"
+    need(machine.headers or not on_gpu, "Python.h, which Triton's launchers include", command)
     what = "the ptxas of CUDA 13 makes rebased GEMMs some per cent faster than Triton's own, exact ones as much slower"
     command = f"export TRITON_PTXAS_PATH={machine.newer_ptxas}"
     need(machine.hardware.arch != "sm_90" or not machine.newer_ptxas, what, command, "")
@@ -164,15 +162,15 @@ def recipe_rows(hardware: Hardware) -> list[dict[str, str]]:
         try:
             name = select("auto", hardware, recipe).name
         except ValueError:
-            able = "an H100 or H200, or backend = 'reference'"
-            rows.append({"recipe": recipe.name, "backend": "none", "why nothing faster": f"rebased: needs {able}"})
+            why = "rebased: needs an H100 or H200, or backend = 'reference'"
+            rows.append({"recipe": recipe.name, "backend": "none", "why nothing faster": why})
             continue
-        gemms = plan_on(recipe, name, hardware).gemms
         reasons: dict[str, list[str]] = {}
+        gemms = plan_on(recipe, name, hardware).gemms
         for gemm_name, gemm in gemms.items():
             reasons.setdefault(why_not_faster(gemm, recipe, hardware), []).append(gemm_name)
-        why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items() if reason)
         multiplied = {gemm_name: gemm.mma_dtype for gemm_name, gemm in gemms.items()}
+        why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items() if reason)
         rows.append({"recipe": recipe.name, "backend": name, **multiplied, "why nothing faster": why})
     return rows
 
@@ -204,27 +202,20 @@ def advice(hardware: Hardware) -> list[str]:
 
 def _times(recipe: str, found: Sequence[dict[str, str]]) -> Iterator[str]:
     """A line for each row of a recipe; of a training with dispatch with what the dispatch alone brought."""
-    for row in found:
-        if row["recipe"] != recipe:
-            continue
+    alike = ("kind", "model", "what", "gpus", "dispatch")
+    for row in (row for row in found if row["recipe"] == recipe):
         what, alone = f"one grouped GEMM of {row['model']}'s experts, {row['what']}", ""
         if row["kind"] == "training":
             gpus = f"{row['gpus']} GPU{'s' * (row['gpus'] != '1')}"
             what = f"training {row['model']} {row['what']}, {gpus}, dispatch {row['dispatch']}"
-            same = ("kind", "model", "what", "gpus", "dispatch")
-            controls = [
-                other["x"] for other in found if other["recipe"] == BF16.name and all(other[k] == row[k] for k in same)
-            ]
+            controls = (r["x"] for r in found if r["recipe"] == BF16.name and all(r[k] == row[k] for k in alike))
             alone = "".join(f" (the dispatch alone, in bf16: {x})" for x in controls)
         yield f"    {row['x']} times bf16{alone}: {what}"
 
 
 def try_layer(recipe: str, device: torch.device) -> float:
     """Runs one grouped GEMM forward and backward on ``device`` and on the CPU: the largest relative RMS difference.
-
-    Raises:
-        Exception: whatever stops it.
-    """
+    Raises Exception: whatever stops it."""
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (torch.randn(size, generator=generator) for size in ((300, 128), (3, 256, 128), (300, 256)))
 
@@ -242,20 +233,20 @@ def try_layer(recipe: str, device: torch.device) -> float:
 def report(machine: Machine) -> tuple[str, list[Problem]]:
     """All but a config and the trial, as text, and what is missing."""
     hardware, found, versions = machine.hardware, problems(machine), machine.versions
-    gpu = (
-        f"{machine.gpus} x {hardware.name} ({hardware.arch}), {machine.memory / 2**30:.0f} GiB" if machine.gpus else ""
-    )
+    is_there = f"{hardware.name} ({hardware.arch})"
     installed = [f"{name} {versions.get(name, 'missing')}" for name in ("torch", "triton", "torchtitan")]
     installed += [f"transformers {versions['transformers']}"] if "transformers" in versions else []
+    selection = select("auto", hardware, RECIPES["mxfp8"])
     facts = {
-        "hardware": gpu or f"{hardware.name} ({hardware.arch}), no GPU that torch can use",
+        "hardware": f"{machine.gpus} x {is_there}, {machine.memory / 2**30:.0f} GiB"
+        if machine.gpus
+        else f"{is_there}, no GPU that torch can use",
         "driver": machine.driver or "none",
         "versions": f"{', '.join(installed)}, {f'CUDA {machine.cuda}' if machine.cuda else 'a CPU build of torch'}",
         "ptxas": machine.ptxas or "not needed",
         "symmetric memory": symmetric_memory(machine),
+        "backend": f"{selection.name} ({selection.reason})",
     }
-    selection = select("auto", hardware, RECIPES["mxfp8"])
-    facts["backend"] = f"{selection.name} ({selection.reason})"
     lines = [f"{title:17} {text}" for title, text in facts.items()]
     if selection.warning:
         lines += ["", f"NEVER RUN HERE: {selection.warning}"]
@@ -266,8 +257,7 @@ def report(machine: Machine) -> tuple[str, list[Problem]]:
         lines += ["", f"NEVER RUN SO: torch {ours[0]} with Triton {ours[1]} on {hardware.name}. It ran with {ran}"]
     lines += ["", *_table(recipe_rows(hardware)), "", "which recipe to use here:"]
     lines += [f"  {line}" for line in advice(hardware)]
-    if found:
-        lines += ["", *map(str, found)]
+    lines += ["", *map(str, found)] if found else []
     return "\n".join(lines), found
 
 
@@ -281,19 +271,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = examine()
     text, found = report(machine)
     print(text)
-    stopped = {problem.stops for problem in found}
-    tried = ["mxfp8"]
+    stopped, recipes = {problem.stops for problem in found}, ["mxfp8"]
     if args.config:
         print()
-        if "TorchTitan" in stopped:
-            print(f"{args.config}: not looked at without what TorchTitan needs")
-        else:
-            tried = _check_config(args.config, flags, machine)
-        if "TorchTitan" in stopped or not tried:
+        recipes = _check_config(args.config, flags, machine, "TorchTitan" in stopped)
+        if not recipes:
             stopped.add("config")
-    for recipe in tried or ["mxfp8"]:
-        if not _tries(recipe):
-            stopped.add("MXFP8")
+    if not all([_tries(recipe) for recipe in recipes or ["mxfp8"]]):
+        stopped.add("MXFP8")
     print()
     if "MXFP8" in stopped:
         print("MXFP8 will NOT run here as things are")
@@ -307,8 +292,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if stopped & {"MXFP8", "config"} else 0
 
 
-def _check_config(path: str, flags: Sequence[str], machine: Machine) -> list[str]:
+def _check_config(path: str, flags: Sequence[str], machine: Machine, is_stopped: bool) -> list[str]:
     """Prints what a config means here. The recipes it asks for, none where it cannot be trained in MXFP8."""
+    if is_stopped:
+        print(f"{path}: not looked at without what TorchTitan needs")
+        return []
     if machine.versions["torchtitan"] != "0.2.2":
         print(f"FAILED: {path}: TOMLs are configs of torchtitan 0.2.2")
         return []
@@ -317,21 +305,16 @@ def _check_config(path: str, flags: Sequence[str], machine: Machine) -> list[str
     logging.disable(logging.WARNING)
     try:
         asked = recipes_here(path, flags)
-    except (ValueError, OSError) as error:
-        print(f"FAILED: {path}: {error}")
-        return []
-    except SystemExit:  # TorchTitan has said why
-        print(f"FAILED: {path}, see above")
+    except (ValueError, OSError, SystemExit) as error:  # TorchTitan has said why it exits
+        print(f"FAILED: {path}{', see above' if isinstance(error, SystemExit) else f': {error}'}")
         return []
     finally:
         logging.disable(logging.NOTSET)
     if not asked:
         print(f"{path} converts nothing: it trains in bf16. Add {CONVERTERS}")
     for name, (recipe, backend) in asked.items():
-        chosen = select(backend, machine.hardware, recipe)
-        print(
-            f"{path}: {name} is {recipe.name}, backend {chosen.name}: {plan_on(recipe, chosen.name, machine.hardware)}"
-        )
+        chosen = select(backend, machine.hardware, recipe).name
+        print(f"{path}: {name} is {recipe.name}, backend {chosen}: {plan_on(recipe, chosen, machine.hardware)}")
     return list(dict.fromkeys(recipe.name for recipe, _ in asked.values()))
 
 

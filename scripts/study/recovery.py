@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
@@ -51,15 +52,18 @@ Row = dict[str, object]
 
 def descendants(pid: int) -> list[int]:
     """The processes below one, of /proc."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    children = [int(child) for path in tasks for child in path.read_text().split()]
+    children: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # of a thread that has ended since
+            children += map(int, path.read_text().split())
     return children + [pid for child in children for pid in descendants(child)]
 
 
 def kill(process: subprocess.Popen) -> None:
     """Sends SIGKILL to a launcher and to all of its processes, in their groups and sessions."""
     for pid in [process.pid, *descendants(process.pid)]:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # some end by themselves once their parent has ended
+            os.kill(pid, signal.SIGKILL)
     process.wait()
 
 

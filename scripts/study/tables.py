@@ -112,7 +112,7 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", layers:
         rows = [row for row in rows if FLOAT8 in shown or recipe_of(row["run"]) != FLOAT8]
         flavors = dict.fromkeys(row.get("flavor", "") for row in rows)
         if layers == "most":
-            flavors = {re.sub(r"\d+layers", "", name): name for name in sorted(flavors)}.values()
+            flavors = {re.sub(r"\d+layers", "", name): name for name in sorted(flavors, key=numbers_in)}.values()
         for flavor, extras in itertools.product(flavors, ((), ("dispatch",), ("dispatch", "graph"))):
             of_kind = [row for row in rows if row.get("flavor", "") == flavor]
             of_kind = [r for r in of_kind if recipe_of(r["run"]) in ("bf16", FLOAT8) or extras_of(r["run"]) == extras]
@@ -135,6 +135,11 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", layers:
                 cells["runs"] = " to ".join(map(str, sorted({min(repeats), max(repeats)})))
                 table.append(cells | {"folder": f"`{folder_of(path)}`"})
     return table
+
+
+def numbers_in(name: str) -> list[str | int]:
+    """By which names are sorted as one counts: ``16B_4layers`` before ``16B_12layers``."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def flavor_of(row: Row, env: Row) -> str:

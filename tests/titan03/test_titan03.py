@@ -142,32 +142,17 @@ def test_what_cannot_be_converted_raises(model: str, target: str, kwargs: dict, 
         build(config(model, (target, kwargs)))
 
 
-def test_an_unknown_recipe_raises_before_the_model_is_built() -> None:
-    with pytest.raises(ValueError, match="mxfp9"):
-        config("deepseek_v3", (EXPERTS, {"recipe": "mxfp9"}))
-    with pytest.raises(ValueError, match="mxfp9"):
-        deepseek_v3.model_registry("debugmodel", converters=[MXFP8Linears.Config(recipe="mxfp9")])
-
-
 @pytest.mark.parametrize(
     ("target", "kwargs", "says"),
     [
+        (EXPERTS, {"recipe": "mxfp9"}, "unknown recipe 'mxfp9'"),
         (EXPERTS, {"health_every": -1}, "health_every is a number of steps, or 0 for never, got -1"),
         (EXPERTS, {"requantize_input": "false"}, "requantize_input = 'false': it must be true or false"),
-        (LINEARS, {"health_every": "5"}, "health_every = '5': it must be a whole number"),
-        (EXPERTS, {"fqns": 3}, "fqns = 3: it must be a list of strings"),
-        (EXPERTS, {"recipe": 8}, "recipe = 8: it must be a string"),
         (LINEARS, {"dispatch": "off"}, "linears has no dispatch: its fields are"),
         (EXPERTS, {"dispatch_rows": "all"}, "dispatch_rows is one of counted, bounded, worst_case, or a factor"),
         (EXPERTS, {"quantize_weights_once": "no"}, "quantize_weights_once = 'no': use one of off, on, auto"),
-        (EXPERTS, {"dispatch": "off", "dispatch_rows": 1.25}, "dispatch_rows = 1.25 and dispatch = 'off'"),
-        (LINEARS, {"hopper_rebase_report": -1}, "hopper_rebase_report is a number of steps"),
         (LINEARS, {"recipe": "mxfp8_2d", "hopper_rebase_report": 1}, "it takes a recipe that is rebased"),
-        (
-            EXPERTS,
-            {"recipe": "bf16", "dispatch": "off"},
-            "recipe 'bf16' is the control of dispatch: without it, leave the experts out",
-        ),
+        (EXPERTS, {"recipe": "bf16", "dispatch": "off"}, "without it, leave the experts out"),
         (LINEARS, {"recipe": "bf16"}, "leave the linears out"),
     ],
 )
@@ -262,7 +247,7 @@ def test_in_compiled_blocks_torchtitan_dispatches_if_rows_are_counted(
 
     monkeypatch.setattr(type(layer.inner_experts), "mxfp8_moe", ours)
     layer.inner_experts.to_empty(device="cpu")
-    layer.mxfp8_layers = replace(layer.mxfp8_layers, rows=640)
+    layer.mxfp8_layers = replace(layer.mxfp8_layers, max_tokens=640)
     MXFP8RoutedExperts.forward(layer, *[torch.zeros(1, 4, 4)] * 3, None)
     if rows == "counted":
         assert calls == ["TorchTitan's"]
@@ -286,7 +271,7 @@ def test_room_and_memory_are_those_of_the_config(way: str, monkeypatch: pytest.M
     _, dim, hidden = layer.inner_experts.w2_EDF.shape
     reserved = []
     monkeypatch.setattr(
-        "titan_mxfp8.modules.dispatch.choose", lambda *_: (SimpleNamespace(reserve=reserved.append), "symmetric")
+        "titan_mxfp8.titan.dispatch.choose", lambda *_: (SimpleNamespace(reserve=reserved.append), "symmetric")
     )
     monkeypatch.setattr(moe.utils, "get_local_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(RoutedExperts, "parallelize", lambda *_: None)
@@ -294,8 +279,10 @@ def test_room_and_memory_are_those_of_the_config(way: str, monkeypatch: pytest.M
     layer.token_dispatcher.ep_mesh = SimpleNamespace(get_group=lambda: two_ranks)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
     top_k, here = layer.token_dispatcher.top_k, layer.inner_experts.num_experts // 2
-    rows = 3 * 128 * 2 * min(top_k, here)
-    needed = rows * (2 * (dim + dim // 32 + 4 * hidden) + 2 * dim + 2 * hidden)  # two layers, no checkpointing
+    copies = 3 * 128 * 2
+    rows = copies * min(top_k, here)
+    needed = rows * (2 * 4 * hidden + 2 * dim + 2 * hidden)  # two layers, no checkpointing
+    needed += copies * 2 * (dim + dim // 32)
     for available in (needed, needed - 1):
         monkeypatch.setattr(
             torch.cuda, "get_device_properties", lambda _, total=available: SimpleNamespace(total_memory=total)
@@ -306,9 +293,9 @@ def test_room_and_memory_are_those_of_the_config(way: str, monkeypatch: pytest.M
     assert reserved == [3 * 128] * 2
     changed.compile.enable = True
     with trainer_config(changed), torch._dynamo.config.patch(recompile_limit=8):
-        assert build(changed).layers["1"].moe.routed_experts.mxfp8_layers.rows == 3 * 128
+        assert build(changed).layers["1"].moe.routed_experts.mxfp8_layers.max_tokens == 3 * 128
         assert torch._dynamo.config.recompile_limit > 32, "each growth of a bound takes one"
-    assert build(changed).layers["1"].moe.routed_experts.mxfp8_layers.rows is None, "no trainer"
+    assert build(changed).layers["1"].moe.routed_experts.mxfp8_layers.max_tokens is None, "no trainer"
 
 
 def test_a_trainers_config_is_known_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

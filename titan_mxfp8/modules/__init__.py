@@ -13,7 +13,6 @@ from titan_mxfp8.modules.convert import (
     training_device,
 )
 from titan_mxfp8.modules.converted import SPLITS_GEMMS, ConvertedModule, MXConfig, own_code
-from titan_mxfp8.modules.dispatch import Dispatch, interleaved
 from titan_mxfp8.modules.linear import MXFP8Linear
 
 __all__ = [
@@ -22,14 +21,12 @@ __all__ = [
     "SPLITS_GEMMS",
     "Conversion",
     "ConvertedModule",
-    "Dispatch",
     "MXConfig",
     "MXFP8Linear",
     "as_list",
     "convert_experts",
     "convert_linears",
     "convert_model",
-    "interleaved",
     "is_expert_module",
     "own_code",
     "training_device",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 
 from torch import nn
 
@@ -22,17 +23,11 @@ Reason = tuple[str, Callable[[nn.Module, list[str]], object]]
 
 @dataclass(slots=True, kw_only=True)
 class Choice:
-    """What a conversion will change, found before it changes anything: an error leaves the whole model as it was.
+    """What a conversion will change, found before it changes anything: an error leaves the whole model as it was."""
 
-    Attributes:
-        kind: what the modules are, in words.
-        modules: those to convert, by name.
-        left: names of those of this kind that stay as they are, and why each does.
-    """
-
-    kind: str
-    modules: dict[str, nn.Module] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
+    kind: str  # what the modules are, in words
+    modules: dict[str, nn.Module] = field(default_factory=dict)  # those to convert, by name
+    left: dict[str, str] = field(default_factory=dict)  # those that stay as they are, and why each does
 
     def listing(self, most: int = 8) -> str:
         """The names of ``left`` by reason, at most so many of each."""
@@ -67,8 +62,10 @@ def choose_linears(model: nn.Module, filters: list[str], argument: str) -> Choic
     routers = _routers(model)
 
     def filtered(linear: nn.Linear, names: list[str]) -> str | None:
-        matches = [(name, part) for name in names for part in filters if _matches(name, part)]
-        return matches and f"{_also_named(matches[0][0], names)}{argument} has {matches[0][1]!r}"
+        for name, part in product(names, filters):
+            if _matches(name, part):
+                return f"also named {name}, and " * (name != names[0]) + f"{argument} has {part!r}"
+        return None
 
     reasons = (
         _ALREADY,
@@ -87,11 +84,8 @@ def choose_linears(model: nn.Module, filters: list[str], argument: str) -> Choic
 
 
 def choose_experts(model: nn.Module, fqns: list[str], argument: str) -> Choice:
-    """The expert modules that ``fqns`` names, which the user calls ``argument``.
-
-    Raises:
-        ValueError: one of them cannot be converted.
-    """
+    """The expert modules that ``fqns`` names, which the user calls ``argument``. Raises ValueError: one of them cannot
+    be converted."""
 
     def unnamed(module: nn.Module, names: list[str]) -> str | None:
         return None if any(_matches(name, part) for name in names for part in fqns) else class_name(module)
@@ -118,9 +112,10 @@ def _choose(
         names.setdefault(module, []).append(fqn)
     choice = Choice(kind=kind)
     for module in filter(is_of_kind, names):
-        why = _first(reasons, module, names[module])
-        choice.modules |= {} if why else {names[module][0]: module}
-        choice.left |= {names[module][0]: why} if why else {}
+        if why := _first(reasons, module, names[module]):
+            choice.left[names[module][0]] = why
+        else:
+            choice.modules[names[module][0]] = module
     return choice
 
 
@@ -132,10 +127,6 @@ def _first(reasons: tuple[Reason, ...], module: nn.Module, names: list[str]) -> 
 def _matches(name: str, part: str) -> bool:
     """Whether a module's name has ``part`` in it, or at its end where ``part`` ends with a dollar sign."""
     return name.endswith(part[:-1]) if part.endswith("$") else part in name
-
-
-def _also_named(name: str, names: list[str]) -> str:
-    return "" if name == names[0] else f"also named {name}, and "
 
 
 def _routers(model: nn.Module) -> set[nn.Module]:

@@ -1,9 +1,9 @@
 """The conversion of a model: the classes of the modules that ``choose`` names are swapped."""
 
 import logging
-from collections.abc import Callable, Iterable
-from functools import cache, wraps
-from typing import TypeVar, cast
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from titan_mxfp8 import backends
 from titan_mxfp8.arguments import check_type
 from titan_mxfp8.backends.hardware import hardware_of
-from titan_mxfp8.logs import log_once
+from titan_mxfp8.logs import count_of, log_once
 from titan_mxfp8.modules.choose import (
     EXPERT_CLASSES,
     LINEAR_CLASSES,
@@ -27,15 +27,9 @@ from titan_mxfp8.recipe import AUTO, BF16, Recipe
 
 logger = logging.getLogger(__name__)
 
-Converting = TypeVar("Converting", bound=Callable[..., "Conversion"])
-
 
 class Conversion(list[str]):
-    """The names of the converted modules; as a string, what the log says of them.
-
-    Attributes:
-        report: that string.
-    """
+    """The names of the converted modules; as a string the ``report``, what the log says of them."""
 
     def __init__(self, names: Iterable[str], report: str) -> None:
         super().__init__(names)
@@ -45,25 +39,20 @@ class Conversion(list[str]):
         return self.report
 
 
-def _named_in_errors(function: Converting) -> Converting:
-    """``function``, whose errors begin with its name, and which refuses what is no model."""
-
-    @wraps(function)
-    def run(model: nn.Module, *args: object, **kwargs: object) -> Conversion:
-        try:
-            if not isinstance(model, nn.Module):
-                raise ValueError(
-                    f"takes a model, a torch.nn.Module, got {class_name(model)}: load saved weights into a model and "
-                    "convert that; convert several models one by one"
-                )
-            return function(model, *args, **kwargs)
-        except ValueError as error:
-            raise ValueError(f"{function.__name__}: {error}") from error.__cause__
-
-    return cast(Converting, run)
+@contextmanager
+def _errors_of(function: str, model: nn.Module) -> Iterator[None]:
+    """Within, errors begin with a function's name. What is no model is one."""
+    try:
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                f"takes a model, a torch.nn.Module, got {class_name(model)}: load saved weights into a model and "
+                "convert that; convert several models one by one"
+            )
+        yield
+    except ValueError as error:
+        raise ValueError(f"{function}: {error}") from error.__cause__
 
 
-@_named_in_errors
 def convert_model(
     model: nn.Module,
     *,
@@ -76,9 +65,8 @@ def convert_model(
 ) -> Conversion:
     """Converts a model in place: linears, and the expert modules that ``grouped_fqns`` names.
 
-    For users without TorchTitan. ``convert_linears`` and ``convert_experts`` do one of the two. A part of a name stands
-    for every name that has it; ``gate$`` for the names that end so, which ``gate_proj`` does not. What is saved is the
-    unconverted model: one that is loaded anew is to be converted again.
+    A part of a name stands for every name that has it; ``gate$`` for the names that end so, which ``gate_proj`` does
+    not. What is saved is the unconverted model: one that is loaded anew is to be converted again.
 
     Args:
         model: any module tree, on any device, meta included.
@@ -101,79 +89,58 @@ def convert_model(
             multiple of 32, experts of Transformers, or of a model's remote code, that never call
             ``torch._grouped_mm``, or a class that refuses to be derived from. The model is then as it was.
     """
-    if recipe in (BF16, BF16.name):
-        raise ValueError(f"recipe {BF16.name!r} quantises nothing: leave the model as it is, or name an MXFP8 recipe")
-    config, chosen = _config(recipe, backend, model, rebase, requantize_input)
-    grouped_fqns = as_list(grouped_fqns, "grouped_fqns")
-    experts = choose_experts(model, grouped_fqns, "grouped_fqns")
-    if grouped_fqns:
-        _check_any(experts, f"expert module matches grouped_fqns {grouped_fqns} and is still to be converted")
-    linears = choose_linears(model, as_list(linear_filter_fqns, "linear_filter_fqns"), "linear_filter_fqns")
-    if not grouped_fqns:
-        _check_any(linears, "nn.Linear was converted")
-    return _convert(model, [experts, linears] if grouped_fqns or experts.left else [linears], config, chosen)
+    with _errors_of("convert_model", model):
+        if recipe in (BF16, BF16.name):
+            raise ValueError(
+                f"recipe {BF16.name!r} quantises nothing: leave the model as it is, or name an MXFP8 recipe"
+            )
+        config, chosen = _config(model, recipe, backend, rebase, requantize_input)
+        grouped_fqns = as_list(grouped_fqns, "grouped_fqns")
+        experts = choose_experts(model, grouped_fqns, "grouped_fqns")
+        if grouped_fqns:
+            _check_any(experts, f"expert module matches grouped_fqns {grouped_fqns} and is still to be converted")
+        linears = choose_linears(model, as_list(linear_filter_fqns, "linear_filter_fqns"), "linear_filter_fqns")
+        if not grouped_fqns:
+            _check_any(linears, "nn.Linear was converted")
+        return _convert(model, [experts, linears] if grouped_fqns or experts.left else [linears], config, chosen)
 
 
-@_named_in_errors
-def convert_linears(
-    model: nn.Module,
-    *,
-    recipe: str | Recipe,
-    filter_fqns: Iterable[str] = (),
-    backend: str = "auto",
-    rebase: bool = False,
-    requantize_input: bool = False,
-) -> Conversion:
+def convert_linears(model: nn.Module, *, filter_fqns: Iterable[str] = (), **options: object) -> Conversion:
     """Converts every ``nn.Linear`` whose name has none of ``filter_fqns`` as a part, or, of ``gate$``, at its end.
 
-    One whose in or out features are not a multiple of 32 stays as it is, and the report names it. So do routers
-    (in a child whose class is named a router, or which is named ``gate`` or ``router`` and has experts beside it) and
-    the linears of LoRA adapters (below a part of the name that begins with ``lora_``): a few columns gain nothing, and
-    the choice of experts is sensitive. Subclasses of ``nn.Linear`` have a forward of their own and stay as they are
-    too, and so does what ``nn.MultiheadAttention`` multiplies with itself. A module with several names is left alone if
-    ``filter_fqns`` has one of them.
+    Left as they are, and named in the report: linears whose in or out features are not a multiple of 32; routers (in a
+    child whose class is named a router, or which is named ``gate`` or ``router`` and has experts beside it) and the
+    linears of LoRA adapters (below a part of the name that begins with ``lora_``), as a few columns gain nothing, and
+    the choice of experts is sensitive; subclasses of ``nn.Linear``, which have a forward of their own; what
+    ``nn.MultiheadAttention`` multiplies with itself. Of a module's several names ``filter_fqns`` needs one.
 
-    Returns:
-        The names of the converted modules, and a report.
-
-    Raises:
-        ValueError: nothing was converted; the message says why each candidate was not.
+    ``options`` are ``recipe``, ``backend``, ``rebase`` and ``requantize_input`` of ``convert_model``. Returns the names
+    of the converted modules, and a report. Raises ValueError if nothing was converted, with the reason for each.
     """
-    config, chosen = _config(recipe, backend, model, rebase, requantize_input)
-    linears = choose_linears(model, as_list(filter_fqns, "filter_fqns"), "filter_fqns")
-    _check_any(linears, "nn.Linear was converted")
-    return _convert(model, [linears], config, chosen)
+    with _errors_of("convert_linears", model):
+        config, chosen = _config(model, **options)
+        linears = choose_linears(model, as_list(filter_fqns, "filter_fqns"), "filter_fqns")
+        _check_any(linears, "nn.Linear was converted")
+        return _convert(model, [linears], config, chosen)
 
 
-@_named_in_errors
-def convert_experts(
-    model: nn.Module,
-    *,
-    recipe: str | Recipe,
-    fqns: Iterable[str],
-    backend: str = "auto",
-    rebase: bool = False,
-    requantize_input: bool = False,
-) -> Conversion:
+def convert_experts(model: nn.Module, *, fqns: Iterable[str], **options: object) -> Conversion:
     """Converts the expert modules whose name has one of ``fqns`` as a part, or, of ``experts$``, at its end.
 
-    An expert module holds 3-D parameters of its own. A class of ``EXPERT_CLASSES`` gets the MXFP8 class found there; in
-    any other, the calls of ``torch._grouped_mm`` are replaced, also where ``torch.utils.checkpoint`` in its forward
-    computes them again, for which this patches torch. A module that only the name matches, such as the linears of
-    ``shared_experts``, is not an expert module and stays as it is.
+    An expert module holds 3-D parameters of its own; the linears of ``shared_experts``, which the name matches too, are
+    none. A class of ``EXPERT_CLASSES`` gets the MXFP8 class found there; in any other, the calls of
+    ``torch._grouped_mm`` are replaced, also where ``torch.utils.checkpoint`` in its forward computes them again, for
+    which this patches torch.
 
-    Returns:
-        The names of the converted modules, and a report.
-
-    Raises:
-        ValueError: nothing was converted, expert features that are not a multiple of 32, or experts of Transformers,
-            or of a model's remote code, that never call ``torch._grouped_mm``.
+    ``options``, the result and errors are those of ``convert_linears``. ValueError too where an expert's features are
+    no multiple of 32, or experts of Transformers or of remote code never call ``torch._grouped_mm``.
     """
-    config, chosen = _config(recipe, backend, model, rebase, requantize_input)
-    fqns = as_list(fqns)
-    experts = choose_experts(model, fqns, "fqns")
-    _check_any(experts, f"expert module matches fqns {fqns} and is still to be converted")
-    return _convert(model, [experts], config, chosen)
+    with _errors_of("convert_experts", model):
+        config, chosen = _config(model, **options)
+        fqns = as_list(fqns)
+        experts = choose_experts(model, fqns, "fqns")
+        _check_any(experts, f"expert module matches fqns {fqns} and is still to be converted")
+        return _convert(model, [experts], config, chosen)
 
 
 def _check_any(choice: Choice, what: str) -> None:
@@ -196,18 +163,15 @@ def _convert(model: nn.Module, choices: list[Choice], config: MXConfig, chosen: 
         object.__setattr__(module, "__class__", cls)
     report = [chosen]
     for choice in choices:
-        count = f"{len(choice.modules)} {choice.kind}{'s' * (len(choice.modules) != 1)}"
-        report.append(
-            f"MXFP8: converted {count} (recipe {config.recipe.name}, backend {config.backend}); "
-            f"left: {choice.listing()}"
-        )
+        count = count_of(len(choice.modules), choice.kind)
+        how = f"recipe {config.recipe.name}, backend {config.backend}"
+        report.append(f"MXFP8: converted {count} ({how}); left: {choice.listing()}")
         logger.info(report[-1])
     _disable_fast_paths(model)
     return Conversion(modules, "\n".join(report))
 
 
 def _converted_class(cls: type[nn.Module], config: MXConfig) -> type[nn.Module]:
-    """The class that a module of ``cls`` gets."""
     base = LINEAR_CLASSES.get(cls) or EXPERT_CLASSES.get(cls) or override_class(cls)
     return _configured_class(base, cls, config)
 
@@ -232,18 +196,15 @@ def _empty_module(cls: type[nn.Module], config: MXConfig) -> nn.Module:
 
 
 def _disable_fast_paths(model: nn.Module) -> None:
-    """Keeps torch's encoder layers from reading the weights of converted linears past their forward.
-
-    In eval mode and without gradients the whole layer is one operator on its weights, unless its activation is one that
-    this operator lacks, which these attributes say. A whole encoder makes nested tensors for it.
-    """
+    """Keeps torch's encoder layers from reading the weights of converted linears past their forward: in eval mode and
+    without gradients the whole layer is one operator, unless its activation is one that this operator lacks. A whole
+    encoder makes nested tensors for it."""
     for module in model.modules():
-        is_layer, is_encoder = (isinstance(module, cls) for cls in (nn.TransformerEncoderLayer, nn.TransformerEncoder))
-        if (is_layer or is_encoder) and any(isinstance(part, MXFP8Linear) for part in module.modules()):
-            if is_layer:
-                module.activation_relu_or_gelu = 0
-            else:
-                module.use_nested_tensor = False
+        converted = any(isinstance(part, MXFP8Linear) for part in module.modules())
+        if converted and isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif converted and isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 def training_device() -> torch.device:
@@ -261,11 +222,7 @@ def as_list(fqns: Iterable[str] | str, argument: str = "fqns") -> list[str]:
 
 
 def _config(
-    recipe: str | Recipe,
-    backend: str,
-    model: nn.Module,
-    rebase: bool,
-    requantize_input: bool,
+    model: nn.Module, recipe: str | Recipe, backend: str = "auto", rebase: bool = False, requantize_input: bool = False
 ) -> tuple[MXConfig, str]:
     """The config of all modules that one call converts, and the log line that says what was chosen."""
     check_type("requantize_input", requantize_input, bool)

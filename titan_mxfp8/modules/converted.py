@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import WRAPPER_ASSIGNMENTS, partial, update_wrapper
 from types import FunctionType
 
 import torch
@@ -21,16 +21,12 @@ from titan_mxfp8.ops.observe import observe
 
 
 def own_code(function: Callable) -> Callable:
-    """A copy of a Python function that ``torch.compile`` compiles apart from it.
-
-    It keeps what it compiled by the code object, at most 8 versions (``torch._dynamo.config.recompile_limit``): too few
-    for a function that several configurations share, so each has a copy.
-    """
+    """A copy of a Python function that ``torch.compile`` compiles apart from it: of one code object it keeps at most 8
+    versions, too few for a function that several configurations share."""
     code = function.__code__.replace()  # another object, of the same contents
-    copied = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    copied.__qualname__, copied.__doc__ = function.__qualname__, function.__doc__
-    copied.__dict__.update(function.__dict__)
+    copied = FunctionType(code, function.__globals__, closure=function.__closure__)
+    update_wrapper(copied, function, assigned=(*WRAPPER_ASSIGNMENTS, "__defaults__", "__kwdefaults__"))
+    del copied.__wrapped__
     return copied
 
 
@@ -39,11 +35,8 @@ SPLITS_GEMMS = frozenset({"tp", "ep", "etp"})
 
 
 class ConvertedModule:
-    """Mixed into converted classes: what a converted module carries.
-
-    It refuses, as soon as TP or EP splits a weight, parts that MXFP8 cannot work with: ``parallelize_module`` registers
-    the split weight in place of the whole one, on meta and before anything is trained.
-    """
+    """Mixed into converted classes. It refuses parts of a weight that MXFP8 cannot work with as soon as TP or EP splits
+    it: ``parallelize_module`` registers the split weight in place of the whole one, on meta, before training."""
 
     mxfp8: MXConfig
     mxfp8_fqn: str  # not in MXConfig, which the classes of all layers share
@@ -69,13 +62,8 @@ class ConvertedModule:
     @property
     def op_options(self) -> dict[str, object]:
         """The same as arguments of ``mxfp8_grouped_mm`` and ``mxfp8_linear``."""
-        config = self.mx_config
-        return {
-            "recipe": config.recipe,
-            "backend": config.backend,
-            "keep_quantized_weight": config.keep_quantized_weight,
-            "requantize_input": config.requantize_input,
-        }
+        config, names = self.mx_config, ("recipe", "backend", "keep_quantized_weight", "requantize_input")
+        return {name: getattr(config, name) for name in names}
 
     def mxfp8_grouped_mm(
         self,
@@ -120,12 +108,8 @@ class ConvertedModule:
         scores_first: bool = False,
         gathered: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """``mxfp8_moe`` of experts, observed.
-
-        A probe sees tokens and output gradients as the source rank quantises them, and the three weights. Not what is
-        quantised in the hidden layer, inside ``mxfp8_moe``; what requantising changes is that of tokens in the source
-        rank's order.
-        """
+        """``mxfp8_moe`` of experts, observed: tokens and output gradients as the source rank quantises them, in its
+        order, and the three weights. Not what is quantised in the hidden layer."""
         config = self.mx_config
         try:
             y = moe(x, scores, expert_ids, weights, group, options, config, scores_first, gathered or self.kept)

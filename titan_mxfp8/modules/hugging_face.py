@@ -19,11 +19,9 @@ def is_switchable(cls: type[nn.Module]) -> bool:
 
 
 def refusal(experts: nn.Module) -> str | None:
-    """Why an expert module cannot be converted as it is, and what to do; None if it can, or if nobody knows.
-
-    Nobody knows of a user's own forward, nor of remote code (a model's own files, which Transformers imports as
-    ``transformers_modules``) that somewhere says ``grouped_mm``: what these call, their first forward shows.
-    """
+    """Why an expert module cannot be converted as it is, and what to do; None if it can, or if only its first forward
+    will show that: of a user's own, and of remote code (which Transformers imports as ``transformers_modules``) that
+    somewhere says ``grouped_mm``."""
     cls = type(experts)
     owner = _owner_of_forward(cls)
     if is_switchable(owner):
@@ -50,11 +48,8 @@ def refusal(experts: nn.Module) -> str | None:
 
 
 def _owner_of_forward(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class whose forward multiplies: the first with one, but not a subclass that only calls super's.
-
-    ``class Scaled(Qwen3MoeExperts)`` that multiplies what ``super().forward(...)`` returns: Qwen3MoeExperts. One that
-    names grouped_mm in a method of its own may multiply there, so it is the owner.
-    """
+    """The class whose forward multiplies: the first with one, but not a subclass that only calls super's, unless it
+    names grouped_mm in a method of its own."""
     owners = [base for base in cls.__mro__ if "forward" in vars(base)]
     for owner in owners[:-1]:  # the last is nn.Module, whose forward is none
         methods = frozenset().union(*map(_names, vars(owner).values()))
@@ -64,10 +59,8 @@ def _owner_of_forward(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _names(function: object) -> frozenset[str]:
-    """The globals and attributes that a function's code names, in functions within it too; none of what is no function.
-
-    ``lambda x: torch.exp(x.data)``: ``torch``, ``exp`` and ``data``.
-    """
+    """The globals and attributes that a function's code names, in functions within it too: ``torch``, ``exp`` and
+    ``data`` of ``lambda x: torch.exp(x.data)``."""
     code = getattr(function, "__code__", function)
     if not isinstance(code, CodeType):
         return frozenset()

@@ -60,11 +60,8 @@ def _carried(function: Callable) -> Callable:
 
 @cache
 def _carry_overrides_into_backward() -> None:
-    """Has ``torch.utils.checkpoint`` run within the override what it runs again.
-
-    Otherwise a checkpoint in an expert class's forward would run again in bf16, and the weight gradient would be that
-    of the unconverted module. What torch does elsewhere stays as it is.
-    """
+    """Has ``torch.utils.checkpoint`` run within the override what it runs again. Otherwise a checkpoint in an expert
+    class's forward would run again in bf16. What torch does elsewhere stays as it is."""
     reentrant, frame = torch.utils.checkpoint.CheckpointFunction, torch.utils.checkpoint._CheckpointFrame
     forward, init = reentrant.forward, frame.__init__
 
@@ -81,11 +78,8 @@ def _carry_overrides_into_backward() -> None:
 
 
 class OverriddenForward(ConvertedModule):
-    """Mixed into an expert class of the user's: its own forward, with MXFP8 grouped GEMMs.
-
-    Under ``torch.compile`` it runs eagerly, after a graph break: Dynamo traces past a ``TorchFunctionMode`` for
-    ``torch._grouped_mm``, which would leave the experts in bf16.
-    """
+    """Mixed into an expert class of the user's: its own forward, with MXFP8 grouped GEMMs. It is not compiled: Dynamo
+    traces past a ``TorchFunctionMode`` for ``torch._grouped_mm``, which would leave the experts in bf16."""
 
     @torch.compiler.disable(reason="register an MXFP8 class in titan_mxfp8.modules.EXPERT_CLASSES to compile it")
     def forward(self, *args, **kwargs):

@@ -8,9 +8,10 @@ A config that sets ``model.study_flavors`` adds small flavors to the tables of f
 """
 
 from titan_mxfp8 import workarounds
-from titan_mxfp8.plugin import checks, compiled, converters, cuda_graph, moe, wandb_run
+from titan_mxfp8.plugin import checks, compiled, converters, moe, trainer, wandb_run
 from titan_mxfp8.plugin.job_config import JobConfig
-from titan_mxfp8.titan import telemetry
+from titan_mxfp8.titan import fsdp, telemetry
+from titan_mxfp8.workarounds.patch import around
 
 __all__ = ["JobConfig"]
 
@@ -18,12 +19,11 @@ converters.register()
 converters.save_gemm_outputs()
 checks.validate_and_check()
 moe.shard_weights_only()
-cuda_graph.capture_steps()
-cuda_graph.destroy_graphs()
-moe.leave_experts_out_of_fsdp()
-moe.gather_experts_in_fp8()
+for model in ("llama4", "deepseek_v3", "qwen3", "gpt_oss"):
+    around(f"torchtitan.models.{model}.infra.parallelize.apply_fsdp")(fsdp.shard)()
 compiled.compile_whole_blocks()
 telemetry.log_what_was_recorded()
 workarounds.install()
 wandb_run.name_and_start()
-moe.run_steps_again()
+trainer.change_steps()
+trainer.destroy_graphs()

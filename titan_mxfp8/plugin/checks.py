@@ -22,20 +22,18 @@ from titan_mxfp8.modules import as_list, training_device
 from titan_mxfp8.plugin.check_files import check_files
 from titan_mxfp8.plugin.cuda_graph import check_cuda_graph
 from titan_mxfp8.plugin.flavors import register_flavors
-from titan_mxfp8.plugin.job_config import converter_configs, has_our_fields, recipe_of
+from titan_mxfp8.plugin.job_config import asked_configs, has_our_fields, recipe_of
 from titan_mxfp8.plugin.refusal import in_one_line
 from titan_mxfp8.plugin.wandb_run import fill_git_commit
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
-from titan_mxfp8.titan.dispatch import dispatch_of
-from titan_mxfp8.titan.fields import check_control, check_once, check_periods
+from titan_mxfp8.titan.dispatch import dispatches
+from titan_mxfp8.titan.fields import check_fields, check_once
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
 
 # These of TorchTitan's models wrap in FSDP wherever there is EP, and fail without ranks for it. Qwen3 does not.
 FSDP_WITH_EP = ("llama4", "deepseek_v3", "gpt_oss")
-
-
 # TOML may have a number
 NUMBER_AS_STRING = ("activation_checkpoint.selective_ac_option", f"{GROUPED_MM}.dispatch_rows")
 
@@ -45,40 +43,60 @@ def check_job_config(job_config: JobConfig) -> None:
     types of all fields are checked before. Warns of a field without effect. Fills ``job.git_commit`` on rank 0, which
     saves the config, and registers the study flavors where the config asks for them.
 
-    ``--model.converters=`` (nothing behind the sign) means no converters.
-
-    Raises:
-        ValueError: a converter that nobody registered, MXFP8 beside another quantisation, an
-            unknown recipe or backend, a backend without rebase, a report on it or on health that cannot be, a dispatch
-            that cannot be, activation checkpointing or compilation that TorchTitan is known to fail at.
-    """
+    ``--model.converters=`` (nothing behind the sign) means no converters. Raises ValueError: a converter that nobody
+    registered, MXFP8 beside another quantisation, an unknown recipe or backend, a backend without rebase, a report on
+    it or on health that cannot be, a dispatch that cannot be, activation checkpointing or compilation that TorchTitan
+    is known to fail at."""
     experts, linears = job_config.quantize.grouped_mm.mx, job_config.quantize.linear.mx
     job_config.model.converters = converters = as_list(",".join(as_list(job_config.model.converters)))
+    experts.fqns, linears.filter_fqns = as_list(experts.fqns), as_list(linears.filter_fqns)
+    checkpointing, tensor_parallel = job_config.activation_checkpoint, job_config.parallelism.tensor_parallel_degree
+    experts.dispatch_rows = f"{experts.dispatch_rows}"
+    checkpointing.selective_ac_option = option = str(checkpointing.selective_ac_option)
     if os.environ.get("RANK", "0") == "0":
         fill_git_commit(job_config)
     if job_config.model.study_flavors:
         register_flavors()
-    _check_converters_are_known(job_config)
     check_converters(job_config)
-    check_dispatch(job_config)
-    for name, config in converter_configs(job_config).items():
-        if name in converters:
-            with errors_in(name):
-                recipe = recipe_of(config)
-                backends.select(config.backend, hardware_of(training_device()), recipe)
-                check_periods(recipe, job_config.quantize.health_every, config.hopper_rebase_report)
+    known = model_converter._registry_model_converter_cls
+    unknown = [name for name in converters if name not in known]
+    if unknown and not job_config.experimental.custom_import:  # which may bring them
+        raise ValueError(
+            f"model.converters has {', '.join(map(repr, unknown))}, which nobody registered: use {GROUPED_MM!r} and "
+            f"{LINEAR!r} (TorchTitan knows {', '.join(sorted(known))})"
+        )
+    every, asked = job_config.quantize.health_every, asked_configs(job_config)
+    with errors_in(GROUPED_MM):
+        dispatch = dispatches(experts.dispatch, experts.dispatch_rows)
+        check_once(experts.quantize_weights_once)
+    for name, config in asked.items():
+        with errors_in(name):
+            recipe, kind = recipe_of(config), "experts" if name == GROUPED_MM else "linears"
+            backends.select(config.backend, hardware_of(training_device()), recipe)
+            check_fields(recipe, kind, dispatch and config is experts, every, config.hopper_rebase_report)
     kernel = linears.mxfp8_dim1_cast_kernel_choice
-    if LINEAR in converters and kernel != TorchTitanMXLinear.mxfp8_dim1_cast_kernel_choice:
+    if LINEAR in asked and kernel != TorchTitanMXLinear.mxfp8_dim1_cast_kernel_choice:
         logger.warning(
             f"[{LINEAR}] mxfp8_dim1_cast_kernel_choice = {kernel!r} has no effect with titan_mxfp8: its kernels are "
             "chosen by backend"
         )
-    _check_health(job_config)
-    _check_activation_checkpointing(job_config)
-    _check_compile(job_config)
+    if every and asked and not (job_config.metrics.enable_tensorboard or job_config.metrics.enable_wandb):
+        raise ValueError(
+            f"quantize.health_every = {every} has nowhere to log to: set metrics.enable_tensorboard or "
+            "metrics.enable_wandb, or health_every = 0"
+        )
+    if checkpointing.mode == "selective" and option != "op" and not (option.isdecimal() and int(option)):
+        raise ValueError(
+            f"activation_checkpoint.selective_ac_option = {option!r}: use 'op', or N for every N-th layer, 1 or more"
+        )
+    if tensor_parallel > 1 and compiles_model(job_config) and torch.__version__ >= (2, 14):
+        raise ValueError(
+            f"tensor_parallel_degree = {tensor_parallel} and a compiled model: TorchTitan 0.2.2 fails at them with "
+            f"torch {torch.__version__} (\"'Tensor' object has no attribute '_local_tensor'\" in backward), with or "
+            "without converters. Use torch 2.11 to 2.13, compile.enable = false, or compile.components = ['loss']"
+        )
     check_cuda_graph(job_config)
     workarounds.apply("hide_grouped_mm_warning", GROUPED_MM in converters)
-    experts.fqns, linears.filter_fqns = as_list(experts.fqns), as_list(linears.filter_fqns)
 
 
 @contextmanager
@@ -90,74 +108,91 @@ def errors_in(section: str) -> Iterator[None]:
         raise ValueError(f"[{section}] {error}") from error
 
 
-def check_dispatch(job_config: JobConfig) -> None:
-    """Raises ValueError if ``dispatch`` and ``dispatch_rows`` have unknown values or contradict each other, or
-    ``quantize_weights_once`` has one, or where recipe ``bf16``, the control of the dispatch, is asked of anything else.
-    """
-    experts, linears = job_config.quantize.grouped_mm.mx, job_config.quantize.linear.mx
-    experts.dispatch_rows = f"{experts.dispatch_rows}"  # TOML may have a number
-    with errors_in(GROUPED_MM):
-        dispatch = dispatch_of(experts.dispatch, experts.dispatch_rows)
-        check_once(experts.quantize_weights_once)
-        if GROUPED_MM in job_config.model.converters:
-            check_control(recipe_of(experts), "experts", dispatch is not None)
-    if LINEAR in job_config.model.converters:
-        with errors_in(LINEAR):
-            check_control(recipe_of(linears), "linears", False)
+def check_converters(job_config: JobConfig) -> None:
+    """Raises ValueError if ``model.converters`` mixes MXFP8 with another quantisation, such as float8, or has ours in a
+    config without our fields."""
+    quantisations = [name for name in job_config.model.converters if name.startswith("quantize.")]
+    if len({name.rsplit(".", 1)[-1] for name in quantisations}) > 1:
+        raise ValueError(
+            f"model.converters = {quantisations} mixes quantisation formats, which TorchTitan does not support: keep "
+            "either the .mx converters or the .float8 ones"
+        )
+    ours = [name for name in quantisations if name in (GROUPED_MM, LINEAR)]
+    if ours and not has_our_fields(job_config):
+        raise ValueError(
+            f"model.converters has {', '.join(map(repr, ours))} of titan_mxfp8, whose fields this config lacks: set "
+            "job.custom_config_module to 'titan_mxfp8.plugin', or to a module whose JobConfig derives from that one's"
+        )
 
 
 def check_transport(job_config: JobConfig) -> None:
     """Raises ValueError if this machine cannot have the transport that ``dispatch`` names, as far as known before there
     is a process group."""
-    config = job_config.quantize.grouped_mm.mx
-    if GROUPED_MM not in job_config.model.converters or config.dispatch != "symmetric":
+    dispatch, device = job_config.quantize.grouped_mm.mx.dispatch, training_device()
+    if GROUPED_MM not in job_config.model.converters or dispatch != "symmetric":
         return
-    device = training_device()
     if device.type != "cuda":
         raise ValueError(
-            f"[{GROUPED_MM}] dispatch = {config.dispatch!r} needs GPUs that read each other's memory, and this run "
+            f"[{GROUPED_MM}] dispatch = {dispatch!r} needs GPUs that read each other's memory, and this run "
             f"trains on {device.type}: set dispatch = 'collective'"
         )
-    processes, per_host = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    check_hosts(job_config, processes, per_host)
+    check_hosts(job_config, *(int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")))
+
+
+def check_hosts(job_config: JobConfig, processes: int, per_host: int) -> None:
+    """Raises ValueError if ``symmetric`` is asked for and expert parallelism, whose ranks are consecutive ones, takes
+    ranks of several hosts, of ``per_host`` processes each."""
+    dispatch, degree = job_config.quantize.grouped_mm.mx.dispatch, job_config.parallelism.expert_parallel_degree
+    if dispatch == "symmetric" and processes > per_host and per_host % degree:
+        raise ValueError(
+            f"[{GROUPED_MM}] dispatch = {dispatch!r} needs all ranks of expert parallelism on one host, and "
+            f"expert_parallel_degree {degree} does not divide the {per_host} processes of a host: choose one that "
+            "does, or dispatch = 'collective'"
+        )
 
 
 def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
-    """The mesh dimensions of the config on ``world_size`` processes, once the arithmetic of the layout holds.
-
-    Raises:
-        ValueError: degrees that do not multiply to ``world_size``, or do not divide the experts, the sequence or the
-            global batch; EP without ranks for FSDP; an empty batch or sequence; an unknown model or flavor.
-    """
+    """The mesh dimensions of the config on ``world_size`` processes, once the arithmetic of the layout holds. Raises
+    ValueError: degrees that do not multiply to ``world_size``, or do not divide the experts, the sequence or the global
+    batch; EP without ranks for FSDP; an empty batch or sequence; an unknown model or flavor."""
     check_batch(job_config)
     dims = _parallel_dims(job_config, world_size)
-    _check_expert_ranks(job_config, dims)
     args, model, training = model_args(job_config), job_config.model, job_config.training
     experts = getattr(getattr(args, "moe_args", None), "num_experts", 0)
     heads, kv_heads = getattr(args, "n_heads", 0), getattr(args, "n_kv_heads", 0) or 0
+    ep, tp = f"expert_parallel_degree {dims.ep}", f"tensor_parallel_degree {dims.tp}"
     of_model = f"of {model.name} {model.flavor}: choose a divisor"
-    expert_degree, tensor_degree = f"expert_parallel_degree {dims.ep}", f"tensor_parallel_degree {dims.tp}"
-    batch, batches = training.global_batch_size, dims.dp_replicate * dims.dp_shard
-    together = training.local_batch_size * batches
-    sizes = [
-        (experts, dims.ep, f"{expert_degree} does not divide the {experts} experts {of_model}"),
-        (heads, dims.tp, f"{tensor_degree} does not divide the {heads} attention heads {of_model}"),
-        (kv_heads, dims.tp, f"{tensor_degree} does not divide the {kv_heads} key and value heads {of_model}"),
+    ranks, batches = dims.dp_shard * dims.cp * dims.tp, dims.dp_replicate * dims.dp_shard
+    batch, together = training.global_batch_size, training.local_batch_size * batches
+    wrong = (
         (
-            training.seq_len,
-            dims.seq_len_divisor,
-            f"training.seq_len {training.seq_len} is no multiple of {dims.seq_len_divisor} = 2 x "
-            f"context_parallel_degree {dims.cp} x {tensor_degree}, which divide the sequence",
+            dims.ep > 1 and ranks % (dims.ep * dims.etp),
+            f"{ep} x expert_tensor_parallel_degree {dims.etp} does not divide the {ranks} ranks of data_parallel_shard "
+            "x context_parallel x tensor_parallel, among which it divides the experts: choose a divisor",
         ),
-    ]
-    for size, divisor, message in sizes:
-        if size % divisor:
-            raise ValueError(message)
-    if batch == 0 or (batch > 0 and batch % together):  # negative: what all ranks have together
-        raise ValueError(
+        (
+            dims.ep > 1 and dims.dp_shard * dims.cp == 1 and model.name in FSDP_WITH_EP,
+            f"{ep} takes its ranks from {tp} alone, but where TorchTitan's {model.name} has EP it also needs ranks for "
+            "FSDP: set data_parallel_shard_degree or context_parallel_degree to 2 or more, or "
+            "expert_parallel_degree = 1",
+        ),
+        (experts % dims.ep, f"{ep} does not divide the {experts} experts {of_model}"),
+        (heads % dims.tp, f"{tp} does not divide the {heads} attention heads {of_model}"),
+        (kv_heads % dims.tp, f"{tp} does not divide the {kv_heads} key and value heads {of_model}"),
+        (
+            training.seq_len % dims.seq_len_divisor,
+            f"training.seq_len {training.seq_len} is no multiple of {dims.seq_len_divisor} = 2 x "
+            f"context_parallel_degree {dims.cp} x {tp}, which divide the sequence",
+        ),
+        (
+            batch == 0 or (batch > 0 and batch % together),  # negative: what all ranks have together
             f"training.global_batch_size {batch} is no multiple of {together} = local_batch_size "
-            f"{training.local_batch_size} x {batches} data-parallel ranks"
-        )
+            f"{training.local_batch_size} x {batches} data-parallel ranks",
+        ),
+    )
+    for is_wrong, message in wrong:
+        if is_wrong:
+            raise ValueError(message)
     return dims
 
 
@@ -181,24 +216,6 @@ def _parallel_dims(job_config: JobConfig, world_size: int) -> ParallelDims:
         ) from error
 
 
-def _check_expert_ranks(job_config: JobConfig, dims: ParallelDims) -> None:
-    if dims.ep == 1:
-        return
-    ranks, model = dims.dp_shard * dims.cp * dims.tp, job_config.model.name
-    if ranks % (dims.ep * dims.etp):
-        raise ValueError(
-            f"expert_parallel_degree {dims.ep} x expert_tensor_parallel_degree {dims.etp} does not divide the {ranks} "
-            "ranks of data_parallel_shard x context_parallel x tensor_parallel, among which it divides the experts: "
-            "choose a divisor"
-        )
-    if dims.dp_shard * dims.cp == 1 and model in FSDP_WITH_EP:
-        raise ValueError(
-            f"expert_parallel_degree {dims.ep} takes its ranks from tensor_parallel_degree {dims.tp} alone, but where "
-            f"TorchTitan's {model} has EP it also needs ranks for FSDP: set data_parallel_shard_degree or "
-            "context_parallel_degree to 2 or more, or expert_parallel_degree = 1"
-        )
-
-
 def check_batch(job_config: JobConfig) -> None:
     """Raises ValueError of an empty batch or sequence."""
     for name in ("local_batch_size", "seq_len"):
@@ -206,25 +223,9 @@ def check_batch(job_config: JobConfig) -> None:
             raise ValueError(f"training.{name} = {getattr(job_config.training, name)}: it must be at least 1")
 
 
-def check_hosts(job_config: JobConfig, processes: int, per_host: int) -> None:
-    """Raises ValueError if ``symmetric`` is asked for and expert parallelism, whose ranks are consecutive ones, takes
-    ranks of several hosts, of ``per_host`` processes each."""
-    config, degree = job_config.quantize.grouped_mm.mx, job_config.parallelism.expert_parallel_degree
-    if config.dispatch == "symmetric" and processes > per_host and per_host % degree:
-        raise ValueError(
-            f"[{GROUPED_MM}] dispatch = {config.dispatch!r} needs all ranks of expert parallelism on one host, and "
-            f"expert_parallel_degree {degree} does not divide the {per_host} processes of a host: choose one that "
-            "does, or dispatch = 'collective'"
-        )
-
-
 def check_checkpoint(job_config: JobConfig, dims: ParallelDims) -> None:
-    """Checks that the run can go on with the data from the checkpoint that it will find in its own folder.
-
-    Raises:
-        ValueError: the checkpoint was written with another number of data-parallel ranks, between which TorchTitan
-            cannot carry the position in the data.
-    """
+    """Raises ValueError if the checkpoint that the run will find in its own folder was written with another number of
+    data-parallel ranks, between which TorchTitan cannot carry the position in the data."""
     config = job_config.checkpoint
     if not config.enable or "dataloader" in config.exclude_from_loading:
         return
@@ -247,11 +248,8 @@ def check_checkpoint(job_config: JobConfig, dims: ParallelDims) -> None:
 
 
 def model_args(job_config: JobConfig) -> BaseModelArgs:
-    """TorchTitan's arguments of the config's model and flavor: the shared object, not a copy.
-
-    Raises:
-        ValueError: unknown model or flavor.
-    """
+    """TorchTitan's arguments of the config's model and flavor: the shared object, not a copy. Raises ValueError:
+    unknown model or flavor."""
     flavors = get_train_spec(job_config.model.name).model_args
     if job_config.model.flavor not in flavors:
         more = "" if job_config.model.study_flavors else ", or set model.study_flavors for those of titan_mxfp8"
@@ -259,24 +257,6 @@ def model_args(job_config: JobConfig) -> BaseModelArgs:
             f"{job_config.model.name} has no flavor {job_config.model.flavor!r}: use one of {', '.join(flavors)}{more}"
         )
     return flavors[job_config.model.flavor]
-
-
-def check_converters(job_config: JobConfig) -> None:
-    """Raises ValueError if ``model.converters`` mixes MXFP8 with another quantisation, such as float8, or has ours in a
-    config without our fields."""
-    converters = job_config.model.converters
-    quantisations = [name for name in converters if name.startswith("quantize.")]
-    if len({name.rsplit(".", 1)[-1] for name in quantisations}) > 1:
-        raise ValueError(
-            f"model.converters = {quantisations} mixes quantisation formats, which TorchTitan does not support: keep "
-            "either the .mx converters or the .float8 ones"
-        )
-    ours = [name for name in (GROUPED_MM, LINEAR) if name in converters]
-    if ours and not has_our_fields(job_config):
-        raise ValueError(
-            f"model.converters has {', '.join(map(repr, ours))} of titan_mxfp8, whose fields this config lacks: set "
-            "job.custom_config_module to 'titan_mxfp8.plugin', or to a module whose JobConfig derives from that one's"
-        )
 
 
 def compiles_model(job_config: JobConfig) -> bool:
@@ -287,12 +267,9 @@ def compiles_model(job_config: JobConfig) -> bool:
 @around("torchtitan.config.manager.ConfigManager._validate_config")
 @in_one_line()
 def validate_and_check(validate: Any, config_manager: ConfigManager) -> None:
-    """Makes TorchTitan's config manager run the checks above once it has parsed and checked a config itself. One
-    without our fields is left as it is.
-
-    The layout is checked where the number of processes is known: in a process that torchrun started. Not where
-    ``experimental.custom_import`` is yet to bring the model.
-    """
+    """Has TorchTitan's config manager run the checks above once it has checked a config itself; the layout where the
+    number of processes is known, in a process that torchrun started, unless ``custom_import`` is yet to bring the
+    model."""
     config = config_manager.config
     if not has_our_fields(config):
         validate(config_manager)
@@ -307,42 +284,3 @@ def validate_and_check(validate: Any, config_manager: ConfigManager) -> None:
         dims = check_layout(config, int(os.environ["WORLD_SIZE"]))
         if os.environ.get("RANK", "0") == "0":
             check_checkpoint(config, dims)
-
-
-def _check_converters_are_known(job_config: JobConfig) -> None:
-    known = model_converter._registry_model_converter_cls
-    unknown = [name for name in job_config.model.converters if name not in known]
-    if unknown and not job_config.experimental.custom_import:  # which may bring them
-        raise ValueError(
-            f"model.converters has {', '.join(map(repr, unknown))}, which nobody registered: use {GROUPED_MM!r} and "
-            f"{LINEAR!r} (TorchTitan knows {', '.join(sorted(known))})"
-        )
-
-
-def _check_health(job_config: JobConfig) -> None:
-    every, metrics = job_config.quantize.health_every, job_config.metrics
-    measured = every and converter_configs(job_config).keys() & set(job_config.model.converters)
-    if measured and not (metrics.enable_tensorboard or metrics.enable_wandb):
-        raise ValueError(
-            f"quantize.health_every = {every} has nowhere to log to: set metrics.enable_tensorboard or "
-            "metrics.enable_wandb, or health_every = 0"
-        )
-
-
-def _check_activation_checkpointing(job_config: JobConfig) -> None:
-    config = job_config.activation_checkpoint
-    config.selective_ac_option = option = str(config.selective_ac_option)  # TOML may have a number
-    if config.mode == "selective" and option != "op" and not (option.isdecimal() and int(option)):
-        raise ValueError(
-            f"activation_checkpoint.selective_ac_option = {option!r}: use 'op', or N for every N-th layer, 1 or more"
-        )
-
-
-def _check_compile(job_config: JobConfig) -> None:
-    tensor_parallel = job_config.parallelism.tensor_parallel_degree
-    if tensor_parallel > 1 and compiles_model(job_config) and torch.__version__ >= (2, 14):
-        raise ValueError(
-            f"tensor_parallel_degree = {tensor_parallel} and a compiled model: TorchTitan 0.2.2 fails at them with "
-            f"torch {torch.__version__} (\"'Tensor' object has no attribute '_local_tensor'\" in backward), with or "
-            "without converters. Use torch 2.11 to 2.13, compile.enable = false, or compile.components = ['loss']"
-        )

@@ -1,9 +1,8 @@
 """MoE blocks that ``torch.compile`` takes whole: those whose layer dispatches its own tokens, if FSDP does not take its
 experts.
 
-TorchTitan compiles norms, attention, router and shared experts of a MoE block one by one, as hooks of FSDP and its own
-dispatch would break a graph, and leaves what is between them eager: two residual additions, that of the shared experts,
-and counts. Our layer is one operator each way. So its block is one region, as TorchTitan's dense blocks are.
+TorchTitan compiles the parts of a MoE block one by one, as hooks of FSDP and its own dispatch would break a graph. Our
+layer is one operator each way. So its block is one region, as TorchTitan's dense blocks are.
 """
 
 import logging
@@ -17,34 +16,25 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts
 from torchtitan.models.moe.moe import GroupedExperts
 
+from titan_mxfp8.logs import count_of
 from titan_mxfp8.plugin.moe import MXFP8MoE
-from titan_mxfp8.titan.dispatch import let_compiled_layers_grow
+from titan_mxfp8.titan.dispatch import LAYERS, DispatchingLayers, let_compiled_layers_grow
 from titan_mxfp8.titan.fsdp import why_fsdp
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
 
-_REASON = "mxfp8_why_fsdp"  # the attribute of a model that says why FSDP will take its experts
 
-
-def know_what_fsdp_takes(model: nn.Module, job_config: JobConfig, dims: ParallelDims | None) -> None:
-    """Has a model say whether FSDP will take its experts, which is decided after it is compiled.
-
-    Args:
-        model: converted, on meta, before TorchTitan has parallelised it.
-        dims: of the whole run; None for one process.
-    """
-    reason = ""
-    if dims is not None and dims.ep > 1:
-        names = ["dp_replicate", "efsdp"] if dims.dp_replicate_enabled else ["efsdp"]
-        arguments = {
-            "edp_mesh": dims.get_optional_mesh(names),
-            "cpu_offload": job_config.training.enable_cpu_offload,
-            "pp_enabled": dims.pp_enabled,
-        }
-        experts = [each for each in model.modules() if isinstance(each, GroupedExperts | GptOssGroupedExperts)]
-        reason = why_fsdp(experts, arguments)
-    setattr(model, _REASON, reason)
+def why_fsdp_will(model: nn.Module, job_config: JobConfig, dims: ParallelDims) -> str:
+    """Why FSDP will take the experts of a converted model, which is decided after it is compiled; empty where not."""
+    names = ["dp_replicate", "efsdp"] if dims.dp_replicate_enabled else ["efsdp"]
+    arguments = {
+        "edp_mesh": dims.get_optional_mesh(names),
+        "cpu_offload": job_config.training.enable_cpu_offload,
+        "pp_enabled": dims.pp_enabled,
+    }
+    experts = [each for each in model.modules() if isinstance(each, GroupedExperts | GptOssGroupedExperts)]
+    return why_fsdp(experts, arguments)
 
 
 @around(*(f"torchtitan.models.{name}.infra.parallelize.apply_compile" for name in ("llama4", "deepseek_v3", "qwen3")))
@@ -53,8 +43,8 @@ def compile_whole_blocks(apply_compile: Any, model: nn.Module, compile_config: A
     blocks = dict(model.layers.named_children())
     ours = [name for name, block in blocks.items() if isinstance(getattr(block, "moe", None), MXFP8MoE)]
     if ours:
-        count = "1 MoE block" if len(ours) == 1 else f"{len(ours)} MoE blocks"
-        if reason := _why_in_parts(model, blocks[ours[0]].moe, ep_enabled):
+        count = count_of(len(ours), "MoE block")
+        if reason := _why_in_parts(getattr(model, LAYERS), ep_enabled):
             logger.info(f"MXFP8: TorchTitan compiles {count} part by part, as {reason}")
             ours = []
         else:
@@ -67,11 +57,11 @@ def compile_whole_blocks(apply_compile: Any, model: nn.Module, compile_config: A
         model.layers.register_module(name, block)
 
 
-def _why_in_parts(model: nn.Module, moe: MXFP8MoE, ep_enabled: bool) -> str:
-    """Why the blocks of layers like this one cannot be compiled whole, in words; nothing where they can."""
-    if reason := getattr(model, _REASON, ""):
-        return f"FSDP takes their experts: {reason}"
-    if ep_enabled and moe.experts.dispatch.rows == "counted":
+def _why_in_parts(layers: DispatchingLayers, ep_enabled: bool) -> str:
+    """Why the blocks of these layers cannot be compiled whole, in words; nothing where they can."""
+    if layers.why_fsdp:
+        return f"FSDP takes their experts: {layers.why_fsdp}"
+    if ep_enabled and layers.rows == "counted":
         return "the host reads in each how many rows its experts get (dispatch_rows = 'counted')"
     return ""
 

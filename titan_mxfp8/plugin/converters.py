@@ -1,22 +1,16 @@
 """``quantize.grouped_mm.mx`` and ``quantize.linear.mx``, as TorchTitan's model converters."""
 
 from abc import abstractmethod
+from pkgutil import resolve_name
 
-import torch
 from torch import nn
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3
-from torchtitan.models.gpt_oss.infra import parallelize as gpt_oss
 from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts
-from torchtitan.models.llama3.infra import parallelize as llama3
-from torchtitan.models.llama4.infra import parallelize as llama4
 from torchtitan.models.moe.moe import GroupedExperts
-from torchtitan.models.qwen3.infra import parallelize as qwen3
 from torchtitan.protocols import model_converter
 
-import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
 from titan_mxfp8 import modules, workarounds
 from titan_mxfp8.plugin import compiled, moe
 from titan_mxfp8.plugin.checks import check_converters
@@ -24,6 +18,8 @@ from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedEx
 from titan_mxfp8.plugin.job_config import converter_configs
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 from titan_mxfp8.titan import telemetry
+from titan_mxfp8.titan.dispatch import LAYERS
+from titan_mxfp8.titan.fields import SAVED
 
 
 class _Converter(QuantizationConverter):
@@ -37,8 +33,7 @@ class _Converter(QuantizationConverter):
         self.job_config, self.parallel_dims = job_config, parallel_dims
         self.config = converter_configs(job_config)[self.name]
         checkpointing = job_config.activation_checkpoint
-        op_level = checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
-        if op_level:
+        if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
             workarounds.apply("keep_saved_outputs")
 
     @abstractmethod
@@ -67,11 +62,10 @@ class GroupedMMConverter(_Converter):
         for experts in map(model.get_submodule, converted):
             experts.fsdp_fp8_all_gather = self.config.fsdp_fp8_all_gather
             experts.quantize_weights_once = self.config.quantize_weights_once
-        if self.job_config.fault_tolerance.enable:  # TorchFT reduces gradients in a hook of FSDP
-            for name in converted:
-                model.get_submodule(name).needs_fsdp = "fault_tolerance.enable"
-        if dispatching:
-            compiled.know_what_fsdp_takes(model, self.job_config, self.parallel_dims)
+            if self.job_config.fault_tolerance.enable:  # TorchFT reduces gradients in a hook of FSDP
+                experts.needs_fsdp = "fault_tolerance.enable"
+        if dispatching and self.parallel_dims is not None and self.parallel_dims.ep > 1:
+            getattr(model, LAYERS).why_fsdp = compiled.why_fsdp_will(model, self.job_config, self.parallel_dims)
         return converted
 
 
@@ -85,30 +79,14 @@ class LinearConverter(_Converter):
 
 
 def register() -> None:
-    """Puts our converters in the place of TorchTitan's two of the same names.
-
-    TorchTitan registers its own on import and ``register_model_converter`` refuses a second of a name, so the table is
-    written to.
-    """
-    table = model_converter._registry_model_converter_cls
-    table[GROUPED_MM] = GroupedMMConverter
-    table[LINEAR] = LinearConverter
-    modules.EXPERT_CLASSES |= {
-        GroupedExperts: MXFP8GroupedExperts,
-        GptOssGroupedExperts: MXFP8GptOssGroupedExperts,
-    }
+    """Puts our converters in the place of TorchTitan's two of the same names, of which ``register_model_converter``
+    refuses a second."""
+    model_converter._registry_model_converter_cls |= {GROUPED_MM: GroupedMMConverter, LINEAR: LinearConverter}
+    modules.EXPERT_CLASSES |= {GroupedExperts: MXFP8GroupedExperts, GptOssGroupedExperts: MXFP8GptOssGroupedExperts}
 
 
 def save_gemm_outputs() -> None:
-    """Has selective op-level activation checkpointing save the outputs of the MXFP8 GEMMs, in every TorchTitan model.
-
-    Each model has a set of the operators whose outputs are saved, for all others run again in backward. Of TorchTitan's
-    own, every second `mm` is left out; of ours none is. The quantised operands are not saved: they are made again from
-    the block's inputs, which costs one pass over memory each, where saving them would keep every weight a second time.
-    Experts, and a layer that dispatches its own tokens, are one operator: what its backward needs is saved, and nothing
-    sent twice.
-    """
-    ours = torch.ops.titan_mxfp8
-    for model in (deepseek_v3, gpt_oss, llama3, llama4, qwen3):
-        for operator in (ours.gemm_m_grouped, ours.experts_forward, ours.moe_forward):
-            model._op_sac_save_list.add(operator.default)
+    """Has op-level activation checkpointing save the outputs of ``SAVED``, in every TorchTitan model: each has a set of
+    such operators, and all others run again in backward."""
+    for model in ("deepseek_v3", "gpt_oss", "llama3", "llama4", "qwen3"):
+        resolve_name(f"torchtitan.models.{model}.infra.parallelize")._op_sac_save_list.update(SAVED)

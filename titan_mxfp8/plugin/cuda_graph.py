@@ -1,34 +1,27 @@
-"""``training.cuda_graph``: what cannot be captured is refused at parse, and a trainer's steps are captured."""
+"""``training.cuda_graph``: what cannot be captured is refused at parse."""
 
 import logging
 import os
-from typing import Any
 
 import torch
-from torch import Tensor
-from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_mxfp8.modules import training_device
-from titan_mxfp8.plugin.job_config import has_our_fields, recipe_of
+from titan_mxfp8.plugin.job_config import recipe_of
 from titan_mxfp8.recipe import GROUPED_MM
-from titan_mxfp8.titan.cuda_graph import GRAPH, StepGraph, check_field, waits_for_rows
-from titan_mxfp8.titan.dispatch import dispatch_of
-from titan_mxfp8.workarounds.patch import around
+from titan_mxfp8.titan.dispatch import dispatches, refusal
 
 logger = logging.getLogger(__name__)
 
 
 def check_cuda_graph(job_config: JobConfig) -> None:
     """Decides ``auto``, with a log line that says why if steps are not to be captured, and tells NCCL to register no
-    memory for graphs, which torch's expandable segments are not made for.
-
-    Raises:
-        ValueError: an unknown value, or ``on`` where a step cannot be captured.
-    """
+    memory for graphs, which torch's expandable segments are not made for. Raises ValueError: an unknown value, or
+    ``on`` where a step cannot be captured."""
     training = job_config.training
-    check_field(training.cuda_graph)
+    if training.cuda_graph not in ("off", "on", "auto"):
+        raise ValueError(f"cuda_graph = {training.cuda_graph!r}: use one of off, on, auto")
     if training.cuda_graph == "off":
         return
     if reason := obstacle(job_config):
@@ -49,40 +42,39 @@ def obstacle(job_config: JobConfig) -> str:
     for name in ("pipeline", "tensor", "context"):
         if (degree := getattr(parallelism, f"{name}_parallel_degree")) > 1:
             return f"{name} parallelism: set {name}_parallel_degree = 1 instead of {degree}"
-    if parallelism.data_parallel_replicate_degree > 1:
-        return "DDP and HSDP, with which it was never tried: set data_parallel_replicate_degree = 1"
-    for section, field in (("training", "enable_cpu_offload"), ("optimizer", "early_step_in_backward")):
-        if getattr(getattr(job_config, section), field):
-            return f"{section}.{field}: set it to false"
-    if job_config.fault_tolerance.enable:
-        return "TorchFT: set fault_tolerance.enable = false"
-    if _attention(job_config) == "varlen":
-        return "attention of kind varlen, which reads lengths on the host: take another flavor"
-    return _obstacle_of_experts(job_config)
-
-
-def _obstacle_of_experts(job_config: JobConfig) -> str:
-    experts, parallelism = job_config.quantize.grouped_mm.mx, job_config.parallelism
-    degree = parallelism.expert_parallel_degree
-    converted = GROUPED_MM in job_config.model.converters
-    dispatch = dispatch_of(experts.dispatch, experts.dispatch_rows) if converted else None
-    if dispatch is None or dispatch.refusal(recipe_of(experts)):
-        if degree > 1:
-            return (
-                f"expert_parallel_degree = {degree} where TorchTitan dispatches the tokens and the host waits for "
-                f"their numbers: convert experts, with a dispatch ([{GROUPED_MM}] dispatch = 'symmetric')"
-            )
-        if job_config.model.name == "gpt_oss":
-            return f"gpt_oss's own experts, for whose rows the host waits: set [{GROUPED_MM}] dispatch = 'auto'"
-        return ""
-    if degree > 1 and parallelism.expert_parallel_comm_backend != "standard":
-        return f"expert_parallel_comm_backend = {parallelism.expert_parallel_comm_backend!r}: set it to 'standard'"
-    if degree > 1 and experts.dispatch_rows == "counted":
-        return (
+    experts, degree = job_config.quantize.grouped_mm.mx, parallelism.expert_parallel_degree
+    comm, ours = parallelism.expert_parallel_comm_backend, GROUPED_MM in job_config.model.converters
+    ours = ours and dispatches(experts.dispatch, experts.dispatch_rows)
+    ours = ours and not refusal(experts.dispatch, recipe_of(experts))
+    obstacles = (
+        (
+            parallelism.data_parallel_replicate_degree > 1,
+            "DDP and HSDP, with which it was never tried: set data_parallel_replicate_degree = 1",
+        ),
+        (job_config.training.enable_cpu_offload, "training.enable_cpu_offload: set it to false"),
+        (job_config.optimizer.early_step_in_backward, "optimizer.early_step_in_backward: set it to false"),
+        (job_config.fault_tolerance.enable, "TorchFT: set fault_tolerance.enable = false"),
+        (
+            _attention(job_config) == "varlen",
+            "attention of kind varlen, which reads lengths on the host: take another flavor",
+        ),
+        (
+            degree > 1 and not ours,
+            f"expert_parallel_degree = {degree} where TorchTitan dispatches the tokens and the host waits for "
+            f"their numbers: convert experts, with a dispatch ([{GROUPED_MM}] dispatch = 'symmetric')",
+        ),
+        (
+            job_config.model.name == "gpt_oss" and not ours,
+            f"gpt_oss's own experts, for whose rows the host waits: set [{GROUPED_MM}] dispatch = 'auto'",
+        ),
+        (degree > 1 and comm != "standard", f"expert_parallel_comm_backend = {comm!r}: set it to 'standard'"),
+        (
+            degree > 1 and experts.dispatch_rows == "counted",
             f"[{GROUPED_MM}] dispatch_rows = 'counted', which the host waits for: set dispatch_rows = 'bounded' or "
-            "'worst_case'"
-        )
-    return ""
+            "'worst_case'",
+        ),
+    )
+    return next((words for holds, words in obstacles if holds), "")
 
 
 def _attention(job_config: JobConfig) -> str:
@@ -92,40 +84,3 @@ def _attention(job_config: JobConfig) -> str:
     except ValueError:
         return ""
     return getattr(args, "attn_type", "")
-
-
-@around("torchtitan.components.checkpoint.CheckpointManager.__init__")
-def capture_steps(init: Any, manager: CheckpointManager, *args: Any, **kwargs: Any) -> None:
-    """Has the steps of a trainer captured that asks for it. Every trainer gives itself to its checkpoint manager, when
-    it has its model, whatever the class of the trainer: TorchTitan's own is in ``__main__``."""
-    init(manager, *args, **kwargs)
-    trainer = manager.states.get("train_state")
-    config = getattr(trainer, "job_config", None)
-    if not has_our_fields(config) or config.training.cuda_graph != "on":
-        return
-    eager, (model,) = trainer.forward_backward_step, trainer.model_parts
-
-    def step(batch: dict[str, Any], valid_tokens: Tensor) -> Tensor:
-        inputs = dict(batch)
-        return eager(labels=inputs.pop("labels"), input_dict=inputs, global_valid_tokens=valid_tokens)
-
-    if waits_for_rows(model):
-        logger.warning("MXFP8: no CUDA graphs, as rows are counted (dispatch_rows): the host waits for them")
-    graph = StepGraph(step, model, trainer.device)
-
-    def forward_backward_step(
-        *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: float | Tensor
-    ) -> Tensor:
-        return graph.run({**input_dict, "labels": labels}, global_valid_tokens)
-
-    setattr(trainer, GRAPH, graph)
-    trainer.forward_backward_step = forward_backward_step
-
-
-@around("torchtitan.components.checkpoint.CheckpointManager.close")
-def destroy_graphs(close: Any, manager: CheckpointManager) -> None:
-    """Destroys the graphs of a trainer that closes, before the process group, which would wait for them for ever."""
-    trainer = getattr(manager, "states", {}).get("train_state")
-    if graph := getattr(trainer, GRAPH, None):
-        graph.discard()
-    close(manager)

@@ -11,53 +11,43 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, ScaleBiasForward
 from torchtitan.models.moe.moe import GroupedExperts
 
-from titan_mxfp8.modules import ConvertedModule, Dispatch, interleaved
+from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.moe.layer import Dispatched
 from titan_mxfp8.ops.experts import Weights
+from titan_mxfp8.titan.dispatch import DispatchingLayers, interleaved, local
 
 
 class Routing:
-    """Where the tokens go. No dataclass and no tuple: in those FSDP would cast the fp32 scores to bf16, as it casts
-    every tensor that it finds in a module's arguments.
-
-    Attributes:
-        scores: (T, K) fp32.
-        expert_ids: (T, K), numbers among all experts.
-        scores_first: whether scores multiply the tokens, and not the experts' outputs.
-    """
+    """Where the tokens go: fp32 scores (T, K) and expert_ids (T, K), numbers among all experts; whether scores multiply
+    the tokens, and not the experts' outputs. No dataclass and no tuple: in those FSDP would cast the scores to bf16."""
 
     def __init__(self, scores: torch.Tensor, expert_ids: torch.Tensor, scores_first: bool) -> None:
         self.scores, self.expert_ids, self.scores_first = scores, expert_ids, scores_first
 
 
 class RoutedExperts(ConvertedModule):
-    """Mixed into both classes. ``dispatch`` is None where TorchTitan dispatches.
+    """Mixed into both classes. ``mxfp8_layers`` is None where TorchTitan dispatches."""
 
-    Attributes:
-        most_tokens: that any rank has in a forward; None: as many as in the first.
-    """
-
-    dispatch: Dispatch | None = None
-    most_tokens: int | None = None
+    mxfp8_layers: DispatchingLayers | None = None
     needs_fsdp = ""
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor | Routing) -> torch.Tensor:
         """``x`` (M, D) sorted by expert and the number of tokens of each: rows past the last expert's give zeros. Or
         (T, D) tokens and their ``Routing``."""
         is_sorted, limit = not isinstance(tokens, Routing), getattr(self, "swiglu_limit", None)
-        weights, gathered = self.weights(is_sorted), self.gathered
+        weights, gathered, layers = self.weights(is_sorted), self.gathered, self.mxfp8_layers
         if is_sorted:
             offs = torch.cumsum(tokens, dim=0, dtype=torch.int32)
             return self.mxfp8_experts(x.bfloat16(), weights, offs, limit, gathered).type_as(x)
-        rows = self.dispatch.rows if self.training else "counted"  # nobody runs a validation's batch again
-        options = Dispatched(self.dispatch.transport, rows, self.most_tokens, limit)
+        rows = layers.rows if self.training else "counted"  # nobody runs a validation's batch again
+        options = Dispatched(layers.transport, rows, layers.max_tokens, limit)
         group = expert_parallel_group(next(self.parameters()))
         routing = tokens.scores, tokens.expert_ids
         return self.mxfp8_moe(x, *routing, weights, group, options, tokens.scores_first, gathered)
 
     def waits(self) -> bool:
         """Whether the host waits in a call now for the number of rows that come."""
-        counted = not self.training or self.dispatch.rows == "counted"
+        counted = not self.training or self.mxfp8_layers.rows == "counted"
         return counted and expert_parallel_group(next(self.parameters())) is not None
 
 
@@ -75,33 +65,23 @@ class MXFP8GroupedExperts(RoutedExperts, GroupedExperts):
 
 
 class MXFP8GptOssGroupedExperts(RoutedExperts, GptOssGroupedExperts):
-    """Takes the place of the class of a ``GptOssGroupedExperts``.
-
-    The biases are added in fp32 inside the GEMMs, so nothing waits for the number of tokens on the host as TorchTitan's
-    ``repeat_interleave`` and ``int(offsets[-1])`` do.
-    """
+    """Takes the place of the class of a ``GptOssGroupedExperts``."""
 
     def weights(self, is_sorted: bool) -> Weights:
         """This rank's; with ``is_sorted`` its share of ``b2``, where ranks hold parts of H and their outputs are
         summed. The gradient of ``b2`` is whole on every one."""
-        params = self.mlp1_weight, self.mlp1_bias, self.mlp2_weight, self.mlp2_bias
-        mlp1, mlp1_bias, w2, b2 = [param.to_local() if isinstance(param, DTensor) else param for param in params]
-        (w1, w3), (b1, b3) = interleaved(mlp1), interleaved(mlp1_bias)
+        (w1, w3), (b1, b3) = interleaved(local(self.mlp1_weight)), interleaved(local(self.mlp1_bias))
+        b2 = local(self.mlp2_bias)
         if is_sorted:
             b2 = ScaleBiasForward.apply(b2, contraction_shards(self.mlp2_weight))
-        return Weights(w1, w3, w2, b1, b3, b2)
+        return Weights(w1, w3, local(self.mlp2_weight), b1, b3, b2)
 
 
 def contraction_shards(w2_EDH: torch.Tensor) -> int:
-    """Among how many ranks the last axis of a weight is split: their outputs are partial sums.
-
-    TorchTitan asks for a mesh dimension named ``tp`` instead, and under expert tensor parallelism, where its name is
-    ``etp``, adds the whole bias on every rank.
-    """
-    if not isinstance(w2_EDH, DTensor):
-        return 1
+    """Among how many ranks the last axis of a weight is split: their outputs are partial sums. TorchTitan asks for a
+    mesh dimension named ``tp`` instead, and where its name is ``etp`` adds the whole bias on every rank."""
     degree = 1
-    for dim, placement in enumerate(w2_EDH.placements):
+    for dim, placement in enumerate(getattr(w2_EDH, "placements", ())):
         if placement.is_shard(2):
             degree *= w2_EDH.device_mesh.size(dim)
     return degree

@@ -13,26 +13,21 @@ from torchtitan.models.llama4 import TransformerModelArgs, llama4_args
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3 import qwen3_args
 
-# (flavor table, flavor, what to change besides n_layers). Layer 1 of 0, 1 must be a MoE layer: it is in both debug
-# models, in 16B (one dense layer) and in 17bx16e (MoE in every layer); 671B begins with three dense ones. Qwen3's MoE
-# models and gpt-oss have no dense layer, llama3 has nothing else.
-TWO_LAYER_FLAVORS: tuple[tuple[dict[str, Any], str, dict[str, int]], ...] = (
-    (llama4_args, "debugmodel", {}),
-    (llama4_args, "17bx16e", {}),
-    (deepseekv3_args, "debugmodel", {}),
-    (deepseekv3_args, "16B", {}),
-    (deepseekv3_args, "671B", {"n_dense_layers": 1}),
-    (qwen3_args, "debugmodel_moe", {}),
-    (qwen3_args, "30B-A3B", {}),
-    (gptoss_configs, "debugmodel", {"vocab_size": 2048}),  # its 201088 would be nearly all of the model
-    (gptoss_configs, "20b", {}),
-    (llama3_args, "debugmodel", {}),
-)
-# What more layers take longer is the time of MoE layers alone, without embedding, output and loss.
-LONGER_FLAVORS: tuple[tuple[dict[str, Any], str, tuple[int, ...]], ...] = (
-    (llama4_args, "17bx16e", (4,)),
-    (deepseekv3_args, "16B", (4, 7)),
-    (qwen3_args, "30B-A3B", (4, 7)),
+# Flavor table, flavor, counts of layers, what to change besides. Layer 1 of 0, 1 must be a MoE layer: it is in both
+# debug models, in 16B (one dense layer) and in 17bx16e (MoE in every layer); 671B begins with three dense ones. Qwen3's
+# MoE models and gpt-oss have no dense layer, llama3 has nothing else. What more than two layers take longer is the time
+# of MoE layers alone, without embedding, output and loss.
+FEW_LAYERS: tuple[tuple[dict[str, Any], str, tuple[int, ...], dict[str, int]], ...] = (
+    (llama4_args, "debugmodel", (2,), {}),
+    (llama4_args, "17bx16e", (2, 4), {}),
+    (deepseekv3_args, "debugmodel", (2,), {}),
+    (deepseekv3_args, "16B", (2, 4, 7), {}),
+    (deepseekv3_args, "671B", (2,), {"n_dense_layers": 1}),
+    (qwen3_args, "debugmodel_moe", (2,), {}),
+    (qwen3_args, "30B-A3B", (2, 4, 7), {}),
+    (gptoss_configs, "debugmodel", (2,), {"vocab_size": 2048}),  # its 201088 would be nearly all of the model
+    (gptoss_configs, "20b", (2,), {}),
+    (llama3_args, "debugmodel", (2,), {}),
 )
 
 # A Llama4-style MoE of 111M parameters, 45M of them active, small enough for many runs of thousands of steps. 8 layers,
@@ -73,15 +68,12 @@ _registered: list[Any] = []
 
 
 def register_flavors() -> None:
-    """Adds to TorchTitan's tables `<flavor>_<n>layers` for the flavors above, and both small MoEs.
-
-    Safe to call again.
-    """
-    for table, flavor, changes in TWO_LAYER_FLAVORS:
-        _register(table, f"{flavor}_2layers", _cut(table[flavor], 2, **changes))
-    for table, flavor, counts in LONGER_FLAVORS:
+    """Adds to TorchTitan's tables `<flavor>_<n>layers` for the flavors above, and both small MoEs, once."""
+    for table, flavor, counts, changes in FEW_LAYERS:
         for count in counts:
-            _register(table, f"{flavor}_{count}layers", _cut(table[flavor], count))
+            # deepcopy: update_from_config writes into a flavor's moe_args, which replace() alone would share
+            cut = dataclasses.replace(copy.deepcopy(table[flavor]), n_layers=count, **changes)
+            _register(table, f"{flavor}_{count}layers", cut)
     _register(llama4_args, "moe_100m", copy.deepcopy(MOE_100M))
     _register(deepseekv3_args, "moe_320m", copy.deepcopy(MOE_320M))
 
@@ -90,11 +82,6 @@ def is_study_flavor(args: Any) -> bool:
     """Whether these are the arguments of a flavor that ``register_flavors`` has added."""
     # by identity: a run changes the values (max_seq_len, moe_args) of the flavor that it trains
     return any(registered is args for registered in _registered)
-
-
-def _cut(args: Any, layers: int, **changes: int) -> Any:
-    # deepcopy: update_from_config writes into a flavor's moe_args, which replace() alone would share
-    return dataclasses.replace(copy.deepcopy(args), n_layers=layers, **changes)
 
 
 def _register(table: dict[str, Any], name: str, args: Any) -> None:

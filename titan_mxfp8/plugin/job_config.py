@@ -27,29 +27,23 @@ def option(default: object) -> Callable[[str], Any]:
 
 
 def documented(cls: type) -> type:
-    """Puts the texts of a dataclass's options into the types of its fields, which TorchTitan's merge takes over."""
+    """Puts the texts of a dataclass's own options into the types of its fields, which TorchTitan's merge takes over."""
     for item in fields(cls):
-        if "help" in item.metadata:
+        if "help" in item.metadata and item.name in cls.__annotations__:
             item.type = Annotated[item.type, tyro.conf.arg(help=item.metadata["help"])]
     return cls
 
 
 @documented
 @dataclass
-class MXLinear:
+class _MX:
     recipe_name: str = option(DEFAULT_RECIPE)("""
-    What is quantised how, in all linears: auto, the recipe that is recommended for the hardware, which the log names;
-    mxfp8, mxfp8_floor, mxfp8_wgrad_bf16, mxfp8_2d, mxfp8_2d_wgrad_bf16, mxfp8_e5m2_grad; one of these with _rebased
-    behind it, see hopper_rebase; or one of the aliases mxfp8_rceil and mxfp8_cublas_rceil (= mxfp8), mxfp8_cublas (=
-    mxfp8_floor), mxfp8_rceil_wgrad_with_hp (= mxfp8_wgrad_bf16).
+    What is quantised how: auto, the recipe that is recommended for the hardware, which the log names; mxfp8,
+    mxfp8_floor, mxfp8_wgrad_bf16, mxfp8_2d, mxfp8_2d_wgrad_bf16, mxfp8_e5m2_grad; one of these with _rebased behind it,
+    see hopper_rebase; or one of the aliases mxfp8_rceil and mxfp8_cublas_rceil (= mxfp8), mxfp8_cublas (= mxfp8_floor),
+    mxfp8_rceil_wgrad_with_hp (= mxfp8_wgrad_bf16). Of routed experts bf16 too, where dispatch is not off: the same
+    layer with nothing quantised, the control for what the number format does.
     """)
-
-    filter_fqns: list[str] = option(DEFAULT_FILTER_FQNS)("""
-    Comma-separated parts of the names of nn.Linear modules to leave in high precision; with $ behind it, a part at the
-    end of a name. Routers are always left, and a linear whose in or out features are not a multiple of 32, with a log
-    line that names it.
-    Example: --quantize.linear.mx.filter_fqns="output,router.gate,attention.wk,attention.wv"
-    """)  # noqa: RUF009
 
     backend: str = option("auto")("""
     auto, or the name of a backend: one that cannot run on this hardware is an error. The log names the choice.
@@ -71,31 +65,30 @@ class MXLinear:
     Whether inputs are kept for backward as the FP8 rows that forward multiplies, and quantised once more there, along
     the tokens. That is half the memory of these inputs where the weight gradient multiplies bf16 values (mxfp8_2d on an
     H100 or H200). Where it multiplies FP8 (mxfp8_2d_rebased) they take one byte an element without it. Where forward
-    multiplies bf16 values nothing changes, and a warning says so.
+    multiplies bf16 values nothing changes, and a warning says so. Nor does it in experts whose dispatch is not off:
+    their inputs are FP8 rows in any case.
     """)
 
 
 @documented
 @dataclass
-class MXGroupedMM:
-    recipe_name: str = option(DEFAULT_RECIPE)("""
-    What is quantised how, in the routed experts; the names are those of quantize.linear.mx.recipe_name. Besides bf16,
-    where dispatch is not off: the same layer with nothing quantised, the control for what the number format does.
-    """)
+class MXLinear(_MX):
+    filter_fqns: list[str] = option(DEFAULT_FILTER_FQNS)("""
+    Comma-separated parts of the names of nn.Linear modules to leave in high precision; with $ behind it, a part at the
+    end of a name. Routers are always left, and a linear whose in or out features are not a multiple of 32, with a log
+    line that names it.
+    Example: --quantize.linear.mx.filter_fqns="output,router.gate,attention.wk,attention.wv"
+    """)  # noqa: RUF009
 
+
+@documented
+@dataclass
+class MXGroupedMM(_MX):
     fqns: list[str] | str = option(DEFAULT_FQNS)("""
     Comma-separated parts of the names of expert modules to convert; with $ behind it, a part at the end of a name. Only
     modules that hold one matrix per expert count: the linears of moe.shared_experts match "experts" too, and belong to
     quantize.linear.mx.
     """)  # noqa: RUF009
-
-    backend: str = option("auto")("""
-    auto, or the name of a backend: one that cannot run on this hardware is an error. The log names the choice.
-    """)
-
-    hopper_rebase: bool = option(False)("As quantize.linear.mx.hopper_rebase, for the routed experts.")
-
-    hopper_rebase_report: int = option(0)("As quantize.linear.mx.hopper_rebase_report, for the routed experts.")
 
     dispatch: str = option("auto")("""
     How tokens travel to their experts. off: TorchTitan's own way, in bf16, once for each of a token's experts. Else
@@ -114,11 +107,6 @@ class MXGroupedMM:
     that ever could come. counted: for as many as come, which the host waits for in each layer. auto: bounded on GPUs,
     counted on CPUs, in pipelines, with early_step_in_backward, where the collective transport has more ranks than
     tokens have experts, and where memory is too small. Validation counts rows.
-    """)
-
-    requantize_input: bool = option(False)("""
-    As quantize.linear.mx.requantize_input, for routed experts whose tokens TorchTitan dispatches. Where dispatch is not
-    off, x is FP8 rows in any case.
     """)
 
     fsdp_fp8_all_gather: bool = option(True)("""
@@ -230,11 +218,12 @@ def converter_configs(job_config: JobConfig) -> dict[str, MXGroupedMM | MXLinear
     return {GROUPED_MM: job_config.quantize.grouped_mm.mx, LINEAR: job_config.quantize.linear.mx}
 
 
+def asked_configs(job_config: JobConfig) -> dict[str, MXGroupedMM | MXLinear]:
+    """The same of those that the config asks for."""
+    return {name: mx for name, mx in converter_configs(job_config).items() if name in job_config.model.converters}
+
+
 def recipe_of(config: MXGroupedMM | MXLinear) -> Recipe:
     """The recipe that a section asks for: the one named, or recommended for the hardware of this training; rebased
-    where ``hopper_rebase`` is on.
-
-    Raises:
-        ValueError: as ``backends.recommend``.
-    """
+    where ``hopper_rebase`` is on. Raises ValueError: as ``backends.recommend``."""
     return recommend(config.recipe_name, config.backend, hardware_of(training_device()), config.hopper_rebase)

@@ -9,13 +9,11 @@ ever, but TorchTitan's hooks that dispatch and combine are left out.
 """
 
 import logging
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, distribute_module
-from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.dual_pipe_v import get_dual_pipe_v_flag
@@ -23,28 +21,14 @@ from torchtitan.distributed.expert_parallel import ExpertParallel
 from torchtitan.models.gpt_oss.model.moe import GptOssMoE
 from torchtitan.models.moe.moe import MoE
 
-from titan_mxfp8.modules import Dispatch, training_device
+from titan_mxfp8.modules import training_device
 from titan_mxfp8.plugin.experts import RoutedExperts, Routing
 from titan_mxfp8.plugin.job_config import recipe_of
-from titan_mxfp8.recipe import AUTO, GROUPED_MM
-from titan_mxfp8.titan.dispatch import (
-    LAYERS,
-    DispatchingLayers,
-    choose_layers,
-    dispatch_of,
-    kept_layers,
-    most_tokens,
-)
-from titan_mxfp8.titan.fsdp import shard_without_experts
-from titan_mxfp8.titan.gather import gather_quantized
-from titan_mxfp8.titan.once import quantize_once
-from titan_mxfp8.titan.rerun import watch_steps
+from titan_mxfp8.recipe import GROUPED_MM
+from titan_mxfp8.titan.dispatch import LAYERS, DispatchingLayers, choose_layers, dispatches, kept_layers, most_tokens
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
-
-_MODELS = "llama4", "deepseek_v3", "qwen3", "gpt_oss"
-_APPLY_FSDP = [f"torchtitan.models.{name}.infra.parallelize.apply_fsdp" for name in _MODELS]
 
 
 class MXFP8MoE(MoE):
@@ -72,71 +56,49 @@ MOE_CLASSES: dict[type[nn.Module], type[nn.Module]] = {MoE: MXFP8MoE, GptOssMoE:
 def dispatch_tokens(
     model: nn.Module, converted: list[str], job_config: JobConfig, dims: ParallelDims | None
 ) -> list[str]:
-    """Has the MoE layers around converted experts dispatch as ``quantize.grouped_mm.mx.dispatch`` says.
-
-    Args:
-        model: on meta, before TorchTitan has parallelised it.
-        converted: names of converted expert modules.
-        dims: of the whole run; None for one process.
-
-    Returns:
-        The names of those layers.
-
-    Raises:
-        ValueError: as ``choose_layers`` and ``DispatchingLayers.connect``.
-    """
+    """Has the MoE layers around converted experts, named so, dispatch as ``quantize.grouped_mm.mx.dispatch`` says, and
+    returns their names. The model is on meta, not yet parallelised; ``dims`` are of the whole run, None of one process.
+    Raises ValueError as ``choose_layers`` and ``DispatchingLayers.connect``."""
     config = job_config.quantize.grouped_mm.mx
-    dispatch = dispatch_of(config.dispatch, config.dispatch_rows)
-    if dispatch is None:
+    if not dispatches(config.dispatch, config.dispatch_rows):
         return []
     of_the_run = _not_for_run(job_config, dims)
     reasons = [(fqn, of_the_run or _not_for_layer(model, fqn)) for fqn in converted]
-    names = [fqn.rpartition(".")[0] for fqn in choose_layers(dispatch, recipe_of(config), reasons)]
+    names = [fqn.rpartition(".")[0] for fqn in choose_layers(config.dispatch, recipe_of(config), reasons)]
     if not names:
         return []
     layers = [model.get_submodule(name) for name in names]
     group = None if dims is None or dims.ep == 1 else dims.get_mesh("ep").get_group()
-    sizes = dispatching_layers(layers, dispatch, job_config)
-    line = sizes.connect(group, _device(), f"[{GROUPED_MM}] ")
-    setattr(model, LAYERS, sizes)
+    shared = dispatching_layers(layers, job_config)
+    line = shared.connect(group, _device(), f"[{GROUPED_MM}] ")
+    setattr(model, LAYERS, shared)
     for layer in layers:
         layer.__class__ = MOE_CLASSES[type(layer)]
-        layer.experts.dispatch = dispatch
-        layer.experts.most_tokens = _most_tokens(job_config)
+        setattr(layer.experts, LAYERS, shared)
     logger.info(line)
     return names
 
 
-def dispatching_layers(layers: list[MoE], dispatch: Dispatch, job_config: JobConfig) -> DispatchingLayers:
+def dispatching_layers(layers: list[MoE], job_config: JobConfig) -> DispatchingLayers:
     """What these layers of a model need. Where scores come first, each of a token's slots is a row of its own."""
-    moe, parallelism = layers[0], job_config.parallelism
+    moe, parallelism, config = layers[0], job_config.parallelism, job_config.quantize.grouped_mm.mx
+    validation = job_config.validation if job_config.validation.enable else None
+    once = "early_step_in_backward" * job_config.optimizer.early_step_in_backward
     _, dim, hidden = moe.experts.get_parameter("mlp2_weight" if isinstance(moe, GptOssMoE) else "w2").shape
     slots = moe.router.top_k if moe.score_before_experts else 1
     return DispatchingLayers(
-        dispatch=dispatch,
-        chooses_rows=job_config.quantize.grouped_mm.mx.dispatch_rows == AUTO,
-        once=_why_once(job_config),
+        transport=config.dispatch,
+        rows=config.dispatch_rows,
+        once="pipeline parallelism" if parallelism.pipeline_parallel_degree > 1 else once,
         count=len(layers),
         kept=kept_layers(len(layers), parallelism, job_config.activation_checkpoint.mode != "none"),
-        rows=_most_tokens(job_config) * slots,
+        max_tokens=most_tokens(job_config.training, parallelism, validation),
+        slots=slots,
         top_k=moe.router.top_k // slots,
         experts=moe.experts.num_experts,
         dim=dim,
         hidden=hidden,
     )
-
-
-def _why_once(job_config: JobConfig) -> str:
-    """Why a step of a run cannot run again, in words; nothing where it can."""
-    if job_config.parallelism.pipeline_parallel_degree > 1:
-        return "pipeline parallelism"
-    return "early_step_in_backward" if job_config.optimizer.early_step_in_backward else ""
-
-
-def _most_tokens(job_config: JobConfig) -> int:
-    """The most tokens that a rank has in one forward."""
-    validation = job_config.validation if job_config.validation.enable else None
-    return most_tokens(job_config.training, job_config.parallelism, validation)
 
 
 def _not_for_run(job_config: JobConfig, dims: ParallelDims | None) -> str:
@@ -165,36 +127,9 @@ def _device() -> torch.device:
     return device if device.type == "cpu" else torch.device(device.type, torch.accelerator.current_device_index())
 
 
-@around("torchtitan.components.checkpoint.CheckpointManager.__init__")
-def run_steps_again(init: Any, manager: CheckpointManager, *args: Any, **kwargs: Any) -> None:
-    """Has the steps of a trainer run again where rows did not fit, and quantise weights once. It gives itself to its
-    checkpoint manager once it has its model, whatever its class: TorchTitan's own is in ``__main__``."""
-    init(manager, *args, **kwargs)
-    if "train_state" in kwargs.get("states", {}):
-        trainer = kwargs["states"]["train_state"]
-        watch_steps(trainer)
-        modules = [module for part in trainer.model_parts for module in part.modules()]
-        quantize_once(
-            trainer, {each: partial(each.weights, False) for each in modules if isinstance(each, RoutedExperts)}
-        )
-
-
 @around("torchtitan.distributed.expert_parallel.ExpertParallel._apply")
 def shard_weights_only(apply: Any, parallel: ExpertParallel, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
     """Has expert parallelism shard the weights of layers that dispatch their own tokens, and no more."""
-    if getattr(module, "dispatch", None) is None:
+    if getattr(module, LAYERS, None) is None:
         return apply(parallel, module, device_mesh)
     return distribute_module(module, device_mesh, parallel._partition_fn)
-
-
-@around(*_APPLY_FSDP)
-def leave_experts_out_of_fsdp(apply_fsdp: Any, *args: Any, **kwargs: Any) -> None:
-    """Has FSDP leave experts alone that it would not shard."""
-    shard_without_experts(apply_fsdp, *args, **kwargs)
-
-
-@around(*_APPLY_FSDP)
-def gather_experts_in_fp8(apply_fsdp: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Has FSDP gather experts in FP8 where it can."""
-    apply_fsdp(model, *args, **kwargs)
-    gather_quantized(model)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torchtitan.config import JobConfig
 
-from titan_mxfp8.plugin.job_config import converter_configs, has_our_fields, recipe_of
-from titan_mxfp8.recipe import GROUPED_MM
+from titan_mxfp8.plugin.job_config import asked_configs, has_our_fields, recipe_of
+from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 from titan_mxfp8.workarounds.patch import around
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -30,12 +30,8 @@ def name_run(job_config: JobConfig) -> None:
 
 def number_formats(job_config: JobConfig) -> list[str]:
     """``["bf16"]``, or what is converted and how: ``["experts_mxfp8", "linears_mxfp8_2d"]``."""
-    formats = []
-    for name, config in converter_configs(job_config).items():
-        if name in job_config.model.converters:
-            what = "experts" if name == GROUPED_MM else "linears"
-            formats.append(f"{what}_{recipe_of(config).name}")
-    return formats or ["bf16"]
+    kinds = {GROUPED_MM: "experts", LINEAR: "linears"}
+    return [f"{kinds[name]}_{recipe_of(mx).name}" for name, mx in asked_configs(job_config).items()] or ["bf16"]
 
 
 def git_commit(file: Path) -> str:

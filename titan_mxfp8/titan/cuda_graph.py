@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,24 +24,16 @@ from titan_mxfp8.titan.dispatch import LAYERS
 logger = logging.getLogger(__name__)
 
 GRAPH = "mxfp8_graph"  # the attribute of a trainer that captures its steps: a ``StepGraph``
-FIELDS = ("off", "on", "auto")
 WARM_UP = 3  # eager microbatches before the capture: what is made once is made in them
 GIB = 2**30
-
-
-class _Captured(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    loss: Tensor
 
 
 class StepGraph:
     """Runs a trainer's microbatches: the first ones eagerly, then as CUDA graphs. Eager ones run on the stream that
     captures: autograd and the symmetric transport remember it.
 
-    Args:
-        step: forward, loss and backward of a microbatch: of its tensors by name, and the number of valid tokens of all
-            microbatches, fp32 (). Returns the loss. It may not wait for the GPU.
-        model: whose gradients it makes.
+    ``step`` is forward, loss and backward of a microbatch of ``model``: of its tensors by name, and the number of valid
+    tokens of all microbatches, fp32 (). It returns the loss, and may not wait for the GPU.
     """
 
     def __init__(
@@ -53,7 +45,9 @@ class StepGraph:
         self._stream = torch.cuda.Stream(device)
         self._valid_tokens = torch.zeros((), device=device)
         self._batch: dict[str, Any] | None = None  # what the graphs read
-        self._graphs: dict[bool, _Captured] = {}  # by whether gradients are added
+        self._graphs: dict[
+            bool, tuple[torch.cuda.CUDAGraph, Tensor]
+        ] = {}  # with its loss, by whether gradients are added
         self._grads: list[tuple[nn.Parameter, Tensor]] = []
         self._bytes = 0
         self._left, self._eager = WARM_UP, False
@@ -74,17 +68,10 @@ class StepGraph:
         self._release()
 
     def run(self, batch: Mapping[str, Any], valid_tokens: float | Tensor) -> Tensor:
-        """One microbatch; the parameters get its gradients, or gradients that have it added.
+        """One microbatch; the parameters get its gradients, or have them added. Returns the loss, detached.
 
-        Args:
-            batch: tensors by name. Where shapes differ from those of the first, it runs eagerly.
-            valid_tokens: of all microbatches of the step and all ranks.
-
-        Returns:
-            The loss, detached.
-
-        Raises:
-            RuntimeError: in the first microbatch after the warm-up, if it cannot be captured.
+        Where the shapes of the ``batch`` differ from those of the first, it runs eagerly. ``valid_tokens`` are those of
+        all microbatches of the step and all ranks. RuntimeError after the warm-up, if it cannot be captured.
         """
         if isinstance(valid_tokens, Tensor):
             self._valid_tokens.copy_(valid_tokens)
@@ -105,11 +92,11 @@ class StepGraph:
             module.reshard()
         if adds not in self._graphs:
             self._capture(adds)
-        captured = self._graphs[adds]
-        captured.graph.replay()
+        graph, loss = self._graphs[adds]
+        graph.replay()
         for param, grad in self._grads:
             param.grad = grad
-        return captured.loss.clone()
+        return loss.clone()
 
     def _has_own_gradients(self) -> bool:
         return bool(self._grads) and all(param.grad is grad for param, grad in self._grads)
@@ -131,7 +118,7 @@ class StepGraph:
         torch.cuda.empty_cache()  # the graph's pool takes nothing that eager steps have freed
         start, reserved = time.perf_counter(), torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
-        pool = self._graphs[False].graph.pool() if adds else None
+        pool = self._graphs[False][0].pool() if adds else None
         # Threads that save a checkpoint or watch NCCL may use CUDA meanwhile.
         how = {"pool": pool, "stream": self._stream, "capture_error_mode": "thread_local"}
         try:
@@ -144,7 +131,7 @@ class StepGraph:
                 "GPU, or allocates what a graph cannot keep. Switch CUDA graphs off: training.cuda_graph = 'off', with "
                 "TorchTitan 0.3 training.disable_cuda_graphs = True"
             ) from error
-        self._graphs[adds] = _Captured(graph, loss)
+        self._graphs[adds] = graph, loss
         if not adds:
             self._grads = [(param, param.grad) for param in self._params if param.grad is not None]
         self._bytes += torch.cuda.memory_reserved() - reserved
@@ -157,8 +144,8 @@ class StepGraph:
         if not self._graphs:
             return
         torch.cuda.synchronize()
-        for captured in self._graphs.values():
-            captured.graph.reset()
+        for graph, _ in self._graphs.values():
+            graph.reset()
         self._graphs.clear()
         self._grads, self._bytes = [], 0
         torch.cuda.empty_cache()  # eager steps do not use what belonged to a graph
@@ -173,18 +160,12 @@ def waits_for_rows(model: nn.Module) -> bool:
     """Whether the host counts the rows of layers that dispatch their own tokens. A bound may have become too large for
     the memory, so that rows are counted from then on."""
     layers = getattr(model, LAYERS, None)
-    return layers is not None and layers.ranks > 1 and layers.dispatch.rows == "counted"
+    return layers is not None and layers.ranks > 1 and layers.rows == "counted"
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """Those of a model that FSDP gathers one by one."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def check_field(value: str) -> None:
-    """Raises ValueError of an unknown value of the field ``cuda_graph``."""
-    if value not in FIELDS:
-        raise ValueError(f"cuda_graph = {value!r}: use one of {', '.join(FIELDS)}")
 
 
 def _key(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
-from titan_mxfp8.modules import Dispatch
-from titan_mxfp8.moe import TRANSPORTS, choose
+from titan_mxfp8.logs import count_of
+from titan_mxfp8.moe import TRANSPORTS, TransportName, choose
 from titan_mxfp8.moe.bounds import WantedRows, bound, factor_of
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.recipe import AUTO, BF16, Recipe
@@ -20,53 +21,42 @@ from titan_mxfp8.recipe import AUTO, BF16, Recipe
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+GPUS_TRIED = 2  # in expert parallelism, by any run that results/ has
 COUNTS = "tokens_per_expert"  # how the names of the buffers begin that a forward pass changes
-LAYERS = "mxfp8_layers"  # the attribute of a model that has its ``DispatchingLayers``
+LAYERS = "mxfp8_layers"  # the attribute of a model, and of each layer, that has its ``DispatchingLayers``
 COMPILED_VERSIONS = 64  # of one function: more than a bound can grow, each time by the margin
 MARGIN = 1.1  # times the rows that were wanted: what a bound grows to
 
 
-def dispatch_of(transport: str, rows: str | float) -> Dispatch | None:
-    """The fields ``dispatch`` and ``dispatch_rows`` of a config; None where TorchTitan dispatches.
-
-    With ``dispatch_rows = "auto"`` rows are counted until ``DispatchingLayers.connect`` chooses.
-
-    Raises:
-        ValueError: an unknown name, no factor, or fields that contradict each other.
-    """
+def dispatches(transport: str, rows: str | float) -> bool:
+    """Whether layers with the fields ``dispatch`` and ``dispatch_rows`` of a config are to dispatch their own tokens.
+    Raises ValueError: an unknown name, no factor, or fields that contradict each other."""
     if transport not in ("off", *TRANSPORTS):
         raise ValueError(f"dispatch = {transport!r}: use one of off, {', '.join(TRANSPORTS)}")
-    if rows != AUTO:
-        factor = factor_of(rows, "dispatch_rows")
-        if transport == "off" and factor is not None:
-            raise ValueError(f"dispatch_rows = {rows!r} and dispatch = 'off': TorchTitan's own dispatch counts rows")
-    if transport == "off":
-        return None
-    return Dispatch(transport=transport, rows="counted" if rows == AUTO else rows)
+    if rows != AUTO and factor_of(rows, "dispatch_rows") is not None and transport == "off":
+        raise ValueError(f"dispatch_rows = {rows!r} and dispatch = 'off': TorchTitan's own dispatch counts rows")
+    return transport != "off"
 
 
-def choose_layers(dispatch: Dispatch, recipe: Recipe, reasons: Iterable[tuple[str, str]]) -> list[str]:
-    """Which experts are to get their tokens by ``dispatch``. Those that keep TorchTitan's way are logged.
+def refusal(transport: str, recipe: Recipe) -> str:
+    """Why experts with this recipe are not to get their tokens so unless the user names a transport, in words; nothing
+    where they may."""
+    if transport == AUTO and recipe.quantized and recipe.wgrad == "bf16":
+        return f"recipe {recipe.name!r}, whose weight gradient takes tokens that were not quantised"
+    return ""
 
-    Args:
-        recipe: of the experts.
-        reasons: names of converted expert modules, and why the layer around each cannot dispatch its own tokens, in
-            words; an empty string where it can.
 
-    Raises:
-        ValueError: recipe ``bf16`` for experts that would be TorchTitan's own.
-    """
-    refusal = dispatch.refusal(recipe)
-    chosen: list[str] = []
+def choose_layers(transport: str, recipe: Recipe, reasons: Iterable[tuple[str, str]]) -> list[str]:
+    """Which experts get their tokens over ``transport``. Those that keep TorchTitan's way are logged. ``reasons``
+    are names of converted expert modules, and why the layer around each cannot dispatch its own tokens, or nothing.
+    Raises ValueError of recipe ``bf16`` for experts that would be TorchTitan's own."""
     left: dict[str, list[str]] = {}
     for name, reason in reasons:
-        if refusal or reason:
-            left.setdefault(refusal or reason, []).append(name)
-        else:
-            chosen.append(name)
+        left.setdefault(refusal(transport, recipe) or reason, []).append(name)
+    chosen = left.pop("", [])
     for reason, names in left.items():
         words = (
-            f"MXFP8: dispatch = {dispatch.transport!r} does not work with {reason}: TorchTitan dispatches the tokens "
+            f"MXFP8: dispatch = {transport!r} does not work with {reason}: TorchTitan dispatches the tokens "
             f"of {names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}"
         )
         if not recipe.quantized:
@@ -77,71 +67,71 @@ def choose_layers(dispatch: Dispatch, recipe: Recipe, reasons: Iterable[tuple[st
 
 @dataclass(kw_only=True)
 class DispatchingLayers:
-    """The MoE layers of a model that dispatch their own tokens.
+    """The MoE layers of a model that dispatch their own tokens; they share this."""
 
-    Attributes:
-        dispatch: how.
-        chooses_rows: whether ``connect`` chooses its rows (``dispatch_rows = "auto"``).
-        once: why a step cannot run again, in words; empty where it can.
-        count: layers of the model.
-        kept: layers of a rank that keep their rows for backward, at least.
-        rows: the most that a rank sends in one forward; None: not known.
-        top_k: copies of a row that are received, at most.
-        experts, dim, hidden: of a layer; all of its experts.
-        group: the name of the process group that ``connect`` was called with; empty: this process alone.
-        ranks: its size.
-    """
-
-    dispatch: Dispatch
-    chooses_rows: bool
-    once: str
-    count: int
-    kept: int
-    rows: int | None
-    top_k: int
-    experts: int
+    transport: TransportName  # as of ``mxfp8_moe``
+    # Likewise, as text: in compiled layers another text is another constant, a number might become a variable. It may
+    # change between two steps. From ``auto`` it is ``counted`` until ``connect`` chooses.
+    rows: str | float
+    once: str  # why a step cannot run again, in words; empty where it can
+    count: int  # layers of the model
+    kept: int  # layers of a rank that keep their rows for backward, at least
+    max_tokens: int | None  # the most that a rank has in one forward; None: not known
+    slots: int = 1  # rows that a rank sends of each token, where scores come before the experts
+    top_k: int  # copies of a row that are received, at most
+    experts: int  # of a layer, on all ranks
     dim: int
     hidden: int
-    group: str = ""
-    ranks: int = 1
+    chooses_rows: bool = False  # whether ``connect`` chooses
+    group: str = ""  # the name of the process group that ``connect`` was called with; empty: this process alone
+    ranks: int = 1  # its size
+    why_fsdp: str = ""  # why FSDP takes the experts, in words; empty where it does not, or nobody has asked
+
+    def __post_init__(self) -> None:
+        self.chooses_rows |= self.rows == AUTO
+        self.rows = "counted" if self.rows == AUTO else f"{self.rows}"
 
     def __deepcopy__(self, memo: dict) -> "DispatchingLayers":
         return self
 
+    @property
+    def most_rows(self) -> int | None:
+        """The most that a rank sends in one forward."""
+        return None if self.max_tokens is None else self.max_tokens * self.slots
+
     def connect(self, group: dist.ProcessGroup | None, device: torch.device, where: str = "MXFP8: ") -> str:
-        """Chooses the transport, and the rows if that is left to it. Called by every rank at once before anything is
-        trained. Returns the log line.
-
-        Args:
-            group: the ranks of expert parallelism; None: one.
-            where: what an error begins with.
-
-        Raises:
-            ValueError: a transport that cannot be, or too little memory for the rows.
-        """
-        try:
-            transport, choice = self.dispatch.connect(group, device, self.rows)
-        except ValueError as error:
-            raise ValueError(f"{where}dispatch = {self.dispatch.transport!r}: {error}") from error
+        """Chooses the transport, and the rows if that is left to it. Called by every rank of the group, those of expert
+        parallelism, before anything is trained. Returns the log line. Raises ValueError, which begins with ``where``,
+        of a transport that cannot be, or too little memory for the rows."""
+        transport, choice = None, "not chosen: the other ranks do not exist"
+        if group is None or dist.get_backend(group) != "fake":
+            try:
+                transport, choice = choose(self.transport, group, device)
+            except ValueError as error:
+                raise ValueError(f"{where}dispatch = {self.transport!r}: {error}") from error
+            if self.max_tokens is not None:
+                transport.reserve(self.most_rows)
         if group is not None:
             self.group, self.ranks = group.group_name, group.size()
+        if device.type == "cuda" and self.ranks > GPUS_TRIED and transport is not None:
+            choice += f"; never run on more than {GPUS_TRIED} GPUs"
         total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
         reason = self._why_counted(isinstance(transport, Collective), device, total)
         if self.chooses_rows:
-            self.dispatch.rows = "counted" if reason or device.type == "cpu" else "bounded"
+            self.rows = "counted" if reason or device.type == "cpu" else "bounded"
         elif self.once and self.may_overflow():
-            self.dispatch.rows = "counted"
+            self.rows = "counted"
         else:
             reason = ""
         self.check_memory(self.ranks, total, where)
-        who = "1 MoE layer dispatches tokens itself"
-        if self.count > 1:
-            who = f"{self.count} MoE layers dispatch tokens themselves"
-        return f"MXFP8: {who}, {choice}; rows {self.dispatch.rows}{f', as {reason}' * bool(reason)}"
+        who = count_of(self.count, "MoE layer") + (
+            " dispatch tokens themselves" if self.count > 1 else " dispatches tokens itself"
+        )
+        return f"MXFP8: {who}, {choice}; rows {self.rows}{f', as {reason}' * bool(reason)}"
 
     def _why_counted(self, is_collective: bool, device: torch.device, available: float) -> str:
         """Why rows are counted if that is left to us, in words; nothing where they need not be."""
-        if self.rows is None or device.type == "cpu":
+        if self.max_tokens is None or device.type == "cpu":
             return ""
         if self.once:
             return f"with {self.once} no step can run again"
@@ -153,24 +143,24 @@ class DispatchingLayers:
 
     def may_overflow(self) -> bool:
         """Whether more rows may be wanted than there is memory for."""
-        factor = factor_of(self.dispatch.rows)
+        factor = factor_of(self.rows)
         return factor is not None and (
-            self.rows is None or self._bound(factor, self.ranks) < self._bound(math.inf, self.ranks)
+            self.max_tokens is None or self._bound(factor, self.ranks) < self._bound(math.inf, self.ranks)
         )
 
     def wanted(self, device: torch.device) -> WantedRows:
         """What the layers wanted."""
         group = dist.distributed_c10d._resolve_process_group(self.group) if self.group else None
-        return choose(self.dispatch.transport, group, device)[0].shared.wanted
+        return choose(self.transport, group, device)[0].shared.wanted
 
     def share(self, wanted: float) -> float:
         """So many rows, in those of balanced experts."""
-        return wanted / (self.rows * self.top_k)
+        return wanted / (self.most_rows * self.top_k)
 
     def largest_share(self, device: torch.device) -> float:
         """The most rows that any rank wanted since the last call, in those of balanced experts; 0 where nobody counts.
         Called by all ranks, which wait for their GPUs."""
-        if self.rows is None or factor_of(self.dispatch.rows) is None:
+        if self.max_tokens is None or factor_of(self.rows) is None:
             return 0
         rows = self.wanted(device)
         most = torch.tensor(max(rows.read().values(), default=0), device=device)
@@ -183,37 +173,55 @@ class DispatchingLayers:
         """Makes the bound that of so many rows, and a margin; or counts them from now on, where ``available`` bytes are
         too few for it."""
         grown = f"{math.ceil(1000 * MARGIN * self.share(wanted)) / 1000}"
-        self.dispatch.rows = grown if self.bytes_needed(grown, self.ranks) <= available else "counted"
+        self.rows = grown if self.bytes_needed(grown, self.ranks) <= available else "counted"
 
     def bytes_needed(self, rows: str, ranks: int) -> int:
         """Bytes on one GPU that layers with such ``dispatch_rows`` need at least; 0 where that is not known before."""
         factor = factor_of(rows)
-        if factor is None or self.rows is None:
+        if factor is None or self.max_tokens is None:
             return 0
-        return self._bound(factor, ranks) * bytes_of_row(self.dim, self.hidden, self.kept)
+        of_copy, of_row = bytes_of_row(self.dim, self.hidden, self.kept)
+        room = self._bound(factor, ranks)
+        return room * of_row + min(room, self._copies(ranks)) * of_copy
 
     def check_memory(self, ranks: int, available: float, where: str = "MXFP8: ") -> None:
         """Raises ValueError if a GPU has fewer bytes than the rows need at least."""
-        needed = self.bytes_needed(self.dispatch.rows, ranks)
+        needed = self.bytes_needed(self.rows, ranks)
         if needed <= available:
             return
-        rows = available / bytes_of_row(self.dim, self.hidden, self.kept)
-        smaller = f"a factor of at most {math.floor(100 * self.share(rows)) / 100}, "
+        of_copy, of_row = bytes_of_row(self.dim, self.hidden, self.kept)
+        room = max(available / (of_row + of_copy), (available - self._copies(ranks) * of_copy) / of_row)
+        factor = math.floor(100 * self.share(room)) / 100
         raise ValueError(
-            f"{where}dispatch_rows = {self.dispatch.rows!r} needs at least {needed / GIB:.1f} GiB of each GPU, which "
-            f"has {available / GIB:.1f} GiB: take {smaller}'counted', fewer tokens (local_batch_size, seq_len), a "
-            f"lower expert_parallel_degree{', or full activation checkpointing' * (self.kept > 1)}"
+            f"{where}dispatch_rows = {self.rows!r} needs at least {needed / GIB:.1f} GiB of each GPU, which "
+            f"has {available / GIB:.1f} GiB: take a factor of at most {factor}, 'counted', "
+            "fewer tokens (local_batch_size, seq_len), a lower expert_parallel_degree"
+            f"{', or full activation checkpointing' * (self.kept > 1)}"
         )
 
     def _bound(self, factor: float, ranks: int) -> int:
-        return bound(factor, self.rows, self.top_k, ranks, self.experts // ranks)
+        return bound(factor, self.most_rows, self.top_k, ranks, self.experts // ranks)
+
+    def _copies(self, ranks: int) -> float:
+        """The token copies that a rank keeps at most instead of its rows (``MoEConfig.keeps_copies``), if it may."""
+        return ranks * self.most_rows if ranks < self.top_k else math.inf
+
+
+def local(param: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter."""
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def interleaved(param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """gpt_oss's gate and linear half, w1 and w3 or b1 and b3, of a parameter that interleaves them along axis 1."""
+    return param.unflatten(1, (-1, 2)).unbind(2)
 
 
 def token_counts(model: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers in which a model's MoE layers count the tokens of each expert, (experts,), by their names; of those
     that are distributed this rank's part."""
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name.rpartition(".")[2].startswith(COUNTS)]
-    return {name: getattr(buffer, "_local_tensor", buffer) for name, buffer in buffers}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2].startswith(COUNTS)}
+    return {name: getattr(buffer, "_local_tensor", buffer) for name, buffer in buffers.items()}
 
 
 def let_compiled_layers_grow() -> None:
@@ -224,12 +232,8 @@ def let_compiled_layers_grow() -> None:
 
 
 def most_tokens(training: Any, parallelism: Any, validation: Any = None) -> int:
-    """The most tokens that a rank has in one forward.
-
-    Args:
-        training, parallelism: these sections of TorchTitan's config.
-        validation: likewise, if a run validates on batches of another size.
-    """
+    """The most tokens that a rank has in one forward, by these sections of TorchTitan's config; ``validation`` if a run
+    validates on batches of another size."""
     pipelined = parallelism.pipeline_parallel_degree > 1
     batches = [training] if validation is None else [training, validation]
     tokens = [
@@ -244,10 +248,10 @@ def kept_layers(layers: int, parallelism: Any, checkpointing: bool) -> int:
     return 1 if checkpointing else ceil_div(layers, parallelism.pipeline_parallel_degree)
 
 
-def bytes_of_row(dim: int, hidden: int, saved_layers: int) -> int:
-    """Bytes on one GPU for each row that there is memory for, at least.
+def bytes_of_row(dim: int, hidden: int, saved_layers: int) -> tuple[int, int]:
+    """Bytes on one GPU for each row that there is memory for, at least: of its tokens, and all others.
 
-    Each layer keeps for backward the rows in FP8 with their scales and two pre-activations in bf16; one layer at a time
-    has its output and its hidden activation in bf16 besides.
+    Each layer keeps for backward the rows, or fewer copies, in FP8 with their scales, and two pre-activations in bf16;
+    one layer at a time has its output and its hidden activation in bf16 besides.
     """
-    return saved_layers * (dim + dim // BLOCK_SIZE + 2 * 2 * hidden) + 2 * dim + 2 * hidden
+    return saved_layers * (dim + dim // BLOCK_SIZE), saved_layers * 2 * 2 * hidden + 2 * dim + 2 * hidden

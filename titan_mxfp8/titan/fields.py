@@ -1,13 +1,22 @@
 """What the fields of both adapters have in common: a default, and rules that need no TorchTitan."""
 
+import torch
+
+import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
 from titan_mxfp8.recipe import AUTO, BF16, Recipe
 
 DEFAULT_RECIPE = AUTO
+# Whose outputs op-level activation checkpointing saves. Quantised operands are made again from the block's inputs,
+# which costs one pass over memory each, where saving them would keep every weight a second time. Experts, and a layer
+# that dispatches its own tokens, are one operator: what its backward needs is saved, and nothing sent twice.
+OPERATORS = torch.ops.titan_mxfp8
+SAVED = {each.default for each in (OPERATORS.gemm_m_grouped, OPERATORS.experts_forward, OPERATORS.moe_forward)}
 ONCE = ("off", "on", "auto")  # of quantize_weights_once
 
 
-def check_periods(recipe: Recipe, health_every: int, hopper_rebase_report: int) -> None:
-    """Raises ValueError of periods that are none, or of a report on what a recipe does not do."""
+def check_fields(recipe: Recipe, kind: str, dispatches: bool, health_every: int, hopper_rebase_report: int) -> None:
+    """Raises ValueError of periods that are none, a report on what a recipe does not do, or of ``bf16``, the control of
+    the dispatch, where nothing dispatches; ``kind`` is what is converted."""
     for name, steps in (("health_every", health_every), ("hopper_rebase_report", hopper_rebase_report)):
         if steps < 0:
             raise ValueError(f"{name} is a number of steps, or 0 for never, got {steps}")
@@ -15,17 +24,13 @@ def check_periods(recipe: Recipe, health_every: int, hopper_rebase_report: int) 
         raise ValueError(
             f"hopper_rebase_report says what rebasing changes: it takes a recipe that is rebased, not {recipe.name!r}"
         )
+    if recipe == BF16 and not dispatches:
+        raise ValueError(
+            f"recipe {BF16.name!r} is the control of dispatch: without it, leave the {kind} out of the conversion"
+        )
 
 
 def check_once(value: str) -> None:
     """Raises ValueError of an unknown value of ``quantize_weights_once``."""
     if value not in ONCE:
         raise ValueError(f"quantize_weights_once = {value!r}: use one of {', '.join(ONCE)}")
-
-
-def check_control(recipe: Recipe, kind: str, dispatches: bool) -> None:
-    """Raises ValueError where recipe ``bf16``, the control of the dispatch, is asked of anything else."""
-    if recipe == BF16 and not dispatches:
-        raise ValueError(
-            f"recipe {BF16.name!r} is the control of dispatch: without it, leave the {kind} out of the conversion"
-        )

@@ -2,8 +2,7 @@
 
 Where expert parallelism spreads the experts over all ranks of a replica, or TorchTitan 0.3 trains on one GPU, the mesh
 on which FSDP would shard them has one rank. It would gather and reduce nothing, and yet copy each weight to bf16 twice
-a step, and each gradient back. Without it the parameters stay what expert parallelism made of them, fp32 DTensors on
-the mesh ``ep``: the layer takes them as they are, and optimizer and checkpoints have the same names, shapes and shards.
+a step, and each gradient back. Without it optimizer and checkpoints have the same names, shapes and shards.
 """
 
 import inspect
@@ -14,10 +13,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard, distribute_tensor
 
-from titan_mxfp8.logs import log_once
+from titan_mxfp8.logs import count_of, log_once
 from titan_mxfp8.modules import ConvertedModule
+from titan_mxfp8.titan.gather import gather_quantized
 
 logger = logging.getLogger(__name__)
+
+
+def shard(apply_fsdp: Callable, model: nn.Module, *args: object, **kwargs: object) -> None:
+    """What adapters put around TorchTitan's ``apply_fsdp``: FSDP leaves experts alone that it would not shard, and
+    gathers others in FP8 where it can."""
+    shard_without_experts(apply_fsdp, model, *args, **kwargs)
+    gather_quantized(model)
 
 
 def shard_without_experts(apply_fsdp: Callable, *args: object, **kwargs: object) -> object:
@@ -30,7 +37,7 @@ def shard_without_experts(apply_fsdp: Callable, *args: object, **kwargs: object)
     experts = {name: module for name, module in model.named_modules() if is_expert_module(module)}
     if not any(isinstance(module, ConvertedModule) for module in experts.values()):
         return apply_fsdp(*args, **kwargs)
-    layers = f"the experts of {len(experts)} MoE layer{'s' * (len(experts) > 1)}"
+    layers = f"the experts of {count_of(len(experts), 'MoE layer')}"
     if reason := why_fsdp(list(experts.values()), call.arguments):
         log_once(logger, f"MXFP8: FSDP takes {layers}: {reason}")
         return apply_fsdp(*args, **kwargs)
@@ -49,12 +56,8 @@ def shard_without_experts(apply_fsdp: Callable, *args: object, **kwargs: object)
 
 
 def why_fsdp(experts: list[nn.Module], arguments: Mapping[str, object]) -> str:
-    """Why FSDP has to take expert modules, in words; empty where it need not.
-
-    Args:
-        experts: all that expert parallelism has sharded; without it, converted ones.
-        arguments: of TorchTitan's ``apply_fsdp``.
-    """
+    """Why FSDP has to take expert modules, all that expert parallelism has sharded, without it converted ones; empty
+    where it need not. ``arguments`` are those of TorchTitan's ``apply_fsdp``."""
     mesh = arguments["edp_mesh"]
     if mesh is None:  # no expert parallelism
         mesh = arguments["dp_mesh"]

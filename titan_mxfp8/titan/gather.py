@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from titan_mxfp8.format.mx import BLOCK_SIZE
-from titan_mxfp8.logs import log_once
+from titan_mxfp8.logs import count_of, log_once
 from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.ops.library import quantize
 
@@ -50,10 +50,13 @@ def gather_quantized(model: nn.Module) -> None:
                 _take_over(module, params, alone)
                 quantized.append(module.mxfp8_fqn)
     if quantized:
-        log_once(logger, f"MXFP8: FSDP gathers {_layers(quantized)} in FP8 (32x32 blocks)")
+        log_once(
+            logger, f"MXFP8: FSDP gathers the experts of {count_of(len(quantized), 'MoE layer')} in FP8 (32x32 blocks)"
+        )
     for reason, names in left.items():
         if reason != _ONE_RANK:
-            log_once(logger, f"MXFP8: FSDP gathers {_layers(names)} unquantised: {reason}")
+            count = count_of(len(names), "MoE layer")
+            log_once(logger, f"MXFP8: FSDP gathers the experts of {count} unquantised: {reason}")
 
 
 _ONE_RANK = "one rank"
@@ -97,11 +100,8 @@ def gathered_itemsize(module: nn.Module, itemsize: int) -> float:
 
 
 class BlocksParam(FSDPParam):
-    """A weight (E, R, C) that FSDP gathers in exact 32x32 blocks. The class takes the place of FSDP's own.
-
-    FSDP asks the tensor that holds a shard for the extension. That tensor is replaced whenever a model is moved or
-    loaded, and is what checkpoints write, so the parameter itself answers here.
-    """
+    """A weight (E, R, C) that FSDP gathers in exact 32x32 blocks. FSDP asks the tensor that holds a shard for the
+    extension. That is replaced whenever a model is moved or loaded, so the parameter itself answers here."""
 
     mxfp8_backend: str
     mxfp8_spec: str  # the key of the blocks' spec
@@ -175,7 +175,3 @@ def _groups(model: nn.Module) -> list[FSDPParamGroup]:
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
     groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
     return [*dict.fromkeys(group for several in groups for group in several if group is not None)]
-
-
-def _layers(names: list[str]) -> str:
-    return f"the experts of {len(names)} MoE layer{'s' * (len(names) > 1)}"

@@ -36,23 +36,17 @@ Step = Callable[..., torch.Tensor]
 
 
 def watch_steps(trainer: Any) -> None:
-    """Has the steps of a trainer that has its model run again where rows did not fit.
-
-    Its ``forward_backward_step`` runs one microbatch, of which a step has ``gradient_accumulation_steps``.
-    """
+    """Has the steps of a trainer that has its model run again where rows did not fit. ``forward_backward_step`` runs
+    one microbatch, of which a step has ``gradient_accumulation_steps``."""
     layers, run = getattr(trainer.model_parts[0], LAYERS, None), trainer.forward_backward_step
-    if layers is None or layers.rows is None or not layers.may_overflow():
+    if layers is None or layers.max_tokens is None or not layers.may_overflow():
         return
     rerun = Rerun(trainer, layers, run)
     trainer.forward_backward_step = lambda **batch: rerun.step(batch) if layers.may_overflow() else run(**batch)
 
 
 class Rerun:
-    """The steps of one trainer. From here on its layers leave rows that do not fit to it.
-
-    Args:
-        run: runs a microbatch.
-    """
+    """The steps of one trainer, whose microbatches ``run`` runs. Its layers leave rows that do not fit to it."""
 
     def __init__(self, trainer: Any, layers: DispatchingLayers, run: Step) -> None:
         model, mesh = trainer.model_parts[0], trainer.parallel_dims.get_optional_mesh("loss")
@@ -74,12 +68,8 @@ class Rerun:
         model.register_forward_hook(self._look_early)
 
     def step(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Runs a microbatch, and with the last one all of a step again if need be.
-
-        Returns:
-            Its loss. Of the last one of a step that ran again: what makes the sum of those that were returned the sum
-            of those that count.
-        """
+        """Runs a microbatch, and with the last one all of a step again if need be. Returns its loss; of the last one of
+        a step that ran again, what makes the sum of those that were returned the sum of those that count."""
         if not self._batches:
             _copy(self._before, self._counts)
             self._states = [module.get_rng_state() for module in self._random]
@@ -139,7 +129,7 @@ class Rerun:
     @contextmanager
     def _begin_again(self, wanted: int) -> Iterator[None]:
         """Undoes what the step changed, takes a larger bound, and leaves CUDA graphs alone within."""
-        trainer, layers, former = self.trainer, self.layers, self.layers.dispatch.rows
+        trainer, layers, former = self.trainer, self.layers, self.layers.rows
         seen, graph, memory = trainer.ntokens_seen, getattr(trainer, GRAPH, None), math.inf
         if trainer.device.type == "cuda":
             memory = torch.cuda.get_device_properties(trainer.device).total_memory
@@ -147,7 +137,7 @@ class Rerun:
         logger.info(
             f"MXFP8: step {trainer.step} runs again, as a MoE layer sent {wanted} rows to the experts of one rank, "
             f"{layers.share(wanted):.2f} times those of balanced ones: dispatch_rows was {former}, and is "
-            f"{layers.dispatch.rows} from here on"
+            f"{layers.rows} from here on"
         )
         self.wanted.reset()
         trainer.optimizers.zero_grad()  # first: gradients are in the graph's memory
@@ -161,7 +151,7 @@ class Rerun:
             module.set_rng_state(state)
         with nullcontext() if graph is None else graph.eager():
             yield
-        if graph is not None and layers.dispatch.rows == "counted":
+        if graph is not None and layers.rows == "counted":
             self._eager.enter_context(graph.eager())  # for good, as the host waits in each layer
         trainer.ntokens_seen = seen
 

@@ -26,14 +26,10 @@ RECORDER = "mxfp8_recorder"
 
 
 class Recorder:
-    """What one run measures and logs. The model carries it, as ``mxfp8_recorder``, and so do a pipeline's copies.
-
-    Attributes:
-        every: steps between two logs: of ``health``, and of what rebasing changed in the ``experts`` and in the
-            ``linears``; 0: never.
-    """
+    """What one run measures and logs. The model carries it, as ``mxfp8_recorder``, and so do a pipeline's copies."""
 
     def __init__(self) -> None:
+        # Steps between two logs, of health, and of what rebasing changed in experts and linears; 0: never.
         self.every = {"health": 0, "experts": 0, "linears": 0}
         self._region = contextlib.ExitStack()
         self._due = True  # whether the next forward pass in training begins to record
@@ -74,9 +70,10 @@ class Recorder:
             for module in part.modules()
             if isinstance(module, ConvertedModule) and module.probe is not None
         }
-        if self._is_time("health", step):
+        due = [what for what, n in self.every.items() if n and step % n == 0]
+        if "health" in due:
             self._log_health(processor, step, measured)
-        for kind in filter(lambda kind: self._is_time(kind, step), ("experts", "linears")):
+        for kind in filter("health".__ne__, due):
             of_kind = {n: m for n, m in measured.items() if isinstance(m, MXFP8Linear) == (kind == "linears")}
             counts = {name: m.probe.grad.tolist() for name, m in of_kind.items() if m.probe.grad is not None}
             if report := observe.rebase_report(counts):
@@ -85,16 +82,9 @@ class Recorder:
             module.probe.grad = None
         self._before, self._after = {}, {}
 
-    def _is_time(self, what: str, step: int) -> bool:
-        return self.every[what] > 0 and step % self.every[what] == 0
-
     def _log_health(self, processor: Any, step: int, measured: dict[str, ConvertedModule]) -> None:
-        """Logs the figures, added up over all ranks.
-
-        Data-parallel ranks see other tokens, expert- and pipeline-parallel ranks other modules, and their sum is that
-        of the step; where ranks hold the same tensor all of its counts are multiplied alike, which leaves the shares as
-        they are.
-        """
+        """Logs the figures, added up over all ranks: they see other tokens or modules, or count the same tensor alike,
+        which leaves the shares as they are."""
         if self._names is None:
             self._names = _of_all_ranks(list(measured))
             self._layers = dict(_of_all_ranks([(name, len(counts)) for name, counts in self._after.items()]))
@@ -144,14 +134,8 @@ def _of_all_ranks(own: list) -> list:
 
 
 def attach(model: nn.Module, converted: list[str], kind: str, health_every: int, hopper_rebase_report: int) -> None:
-    """Has a run measure and log what was converted in ``model``, if it asks for that.
-
-    Converted modules that quantise get a probe each, on the device where they will compute.
-
-    Args:
-        converted: names of ``experts`` or of ``linears``, which ``kind`` says.
-        health_every, hopper_rebase_report: steps between two logs; 0: never.
-    """
+    """Has a run measure and log what was converted in ``model``, if it asks for that: names of ``experts`` or of
+    ``linears``, which ``kind`` says. Those that quantise get a probe each, on the device where they will compute."""
     if not health_every and not hopper_rebase_report:
         return
     for module in map(model.get_submodule, converted):

@@ -15,9 +15,10 @@ from torchtitan.config.override import override
 from torchtitan.protocols.model import BaseModel
 
 from titan_mxfp8 import workarounds
-from titan_mxfp8.titan import telemetry
-from titan_mxfp8.titan03 import convert, cuda_graph, moe
+from titan_mxfp8.titan import fsdp, telemetry
+from titan_mxfp8.titan03 import convert, cuda_graph
 from titan_mxfp8.titan03.convert import MXFP8Experts, MXFP8Linears
+from titan_mxfp8.workarounds.patch import around
 
 __all__ = ["MXFP8Experts", "MXFP8Linears", "experts", "linears"]
 
@@ -40,6 +41,6 @@ convert.save_gemm_outputs()
 cuda_graph.leave_expert_parallelism_to_us()
 cuda_graph.capture_where_nothing_waits()
 cuda_graph.destroy_graphs()
-moe.leave_experts_out_of_fsdp()
-moe.gather_experts_in_fp8()
+for user in ("distributed.fsdp", "models.deepseek_v3.mtp", "models.qwen3.parallelize", "models.gpt_oss.parallelize"):
+    around(f"torchtitan.{user}.apply_fsdp_to_decoder")(fsdp.shard)()
 workarounds.install()

@@ -3,13 +3,13 @@
 from functools import cache
 
 import torch
-from torch.distributed.tensor import DTensor
 from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 from titan_mxfp8.modules import ConvertedModule, MXFP8Linear
 from titan_mxfp8.ops.experts import Weights
+from titan_mxfp8.titan.dispatch import interleaved, local
 
 
 class MXFP8TitanLinear(MXFP8Linear, Linear):
@@ -20,7 +20,7 @@ class MXFP8ScaledBiasRowwiseLinear(MXFP8Linear, ScaledBiasRowwiseLinear):
     """Takes the place of the class of a ``ScaledBiasRowwiseLinear``, gpt_oss's: each TP rank adds its share of bias."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        weight, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (self.weight, self.bias))
+        weight, bias = local(self.weight), local(self.bias)
         return self.mxfp8_linear(input, weight, bias / self.tp_degree)
 
 
@@ -50,9 +50,12 @@ class MXFP8GroupedExperts(_MXFP8Seam, GroupedExperts):
 
 
 def local_parameters(experts: GroupedExperts) -> Weights:
-    """This rank's, as they are: they get the gradients of what was gathered in FP8, too."""
-    weights = experts.w1_EFD, experts.w3_EFD, experts.w2_EDF
-    return Weights(*(w.to_local() if isinstance(w, DTensor) else w for w in weights))
+    """This rank's, as they are: fp32 too is quantised in one pass. They get the gradients of what was gathered in FP8,
+    too."""
+    if not isinstance(experts, GptOssGroupedExperts):
+        return Weights(local(experts.w1_EFD), local(experts.w3_EFD), local(experts.w2_EDF))
+    (w1, w3), (b1, b3) = interleaved(local(experts.mlp1_weight_EGD)), interleaved(local(experts.mlp1_bias_EG))
+    return Weights(w1, w3, local(experts.mlp2_weight_EDF), b1, b3, local(experts.mlp2_bias_ED))
 
 
 @cache

@@ -7,6 +7,7 @@ The tokenizer and the text are the repository's, the settings of debug models th
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torchtitan.components.checkpoint import CheckpointManager
@@ -23,53 +24,6 @@ from torchtitan.trainer import Trainer
 
 VOCABULARY = 2048  # of the repository's tokenizer
 TOKENIZER, TEXT = "./train_configs/assets/tokenizer", "./train_configs/assets/kjv"
-
-
-def debug_deepseek_v3() -> Trainer.Config:
-    """Layer 0 is dense, layer 1 the MoE one; 8 experts."""
-    return _debug(deepseek_v3.model_registry, "debugmodel")
-
-
-def debug_qwen3() -> Trainer.Config:
-    """Two MoE layers; 64 experts."""
-    return _debug(qwen3.model_registry, "debugmodel_moe")
-
-
-def debug_gpt_oss() -> Trainer.Config:
-    """Two MoE layers with biases and attention sinks; 8 experts."""
-    return _debug(gpt_oss.model_registry, "debugmodel")
-
-
-def debug_llama3() -> Trainer.Config:
-    """Dense: its linears alone can be converted."""
-    return _debug(llama3.model_registry, "debugmodel")
-
-
-def deepseek_v3_16b_4layers() -> Trainer.Config:
-    """One dense layer and three MoE layers of DeepSeek-V3 16B, compiled, without activation checkpointing."""
-    return _deepseek_v3_16b(4)
-
-
-def deepseek_v3_16b_7layers() -> Trainer.Config:
-    """The same with six MoE layers."""
-    return _deepseek_v3_16b(7)
-
-
-def deepseek_v3_16b_4layers_full_ac() -> Trainer.Config:
-    """As 4 layers, with all activations of a block made again in backward."""
-    config = _deepseek_v3_16b(4)
-    config.activation_checkpoint = FullAC.Config()
-    return config
-
-
-def deepseek_v3_16b_4layers_full_ac_minimal_async_ep() -> Trainer.Config:
-    """The same with TorchTitan's MinimalAsyncEP, which demands such checkpointing, and its fused SwiGLU."""
-    config = deepseek_v3_16b_4layers_full_ac()
-    spec = deepseek_v3.model_registry("16B", attn_backend="flex", moe_comm_backend="minimal_async_ep")
-    spec.model.layers = spec.model.layers[:4]
-    config.model_spec = spec
-    config_registry.enable_fused_swiglu(config)
-    return config
 
 
 def _deepseek_v3_16b(layers: int) -> Trainer.Config:
@@ -104,3 +58,32 @@ def _debug(model_registry: Callable[..., ModelSpec], flavor: str) -> Trainer.Con
         activation_checkpoint=None,
         debug=DebugConfig(seed=0, save_config_file="job_config.json"),
     )
+
+
+# Layer 0 is dense, layer 1 the MoE one, of 8 experts; two MoE layers of 64 experts; two of 8 experts, with biases and
+# attention sinks; dense, its linears alone can be converted.
+debug_deepseek_v3 = partial(_debug, deepseek_v3.model_registry, "debugmodel")
+debug_qwen3 = partial(_debug, qwen3.model_registry, "debugmodel_moe")
+debug_gpt_oss = partial(_debug, gpt_oss.model_registry, "debugmodel")
+debug_llama3 = partial(_debug, llama3.model_registry, "debugmodel")
+
+# DeepSeek-V3 16B cut to one dense layer and three or six MoE layers, compiled.
+deepseek_v3_16b_4layers = partial(_deepseek_v3_16b, 4)
+deepseek_v3_16b_7layers = partial(_deepseek_v3_16b, 7)
+
+
+def deepseek_v3_16b_4layers_full_ac() -> Trainer.Config:
+    """With all activations of a block made again in backward."""
+    config = _deepseek_v3_16b(4)
+    config.activation_checkpoint = FullAC.Config()
+    return config
+
+
+def deepseek_v3_16b_4layers_full_ac_minimal_async_ep() -> Trainer.Config:
+    """The same with TorchTitan's MinimalAsyncEP, which demands such checkpointing, and its fused SwiGLU."""
+    config = deepseek_v3_16b_4layers_full_ac()
+    spec = deepseek_v3.model_registry("16B", attn_backend="flex", moe_comm_backend="minimal_async_ep")
+    spec.model.layers = spec.model.layers[:4]
+    config.model_spec = spec
+    config_registry.enable_fused_swiglu(config)
+    return config

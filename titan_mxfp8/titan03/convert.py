@@ -7,22 +7,20 @@ from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import nn
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.model import BaseModel
 from torchtitan.trainer import Trainer
 
-import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
 from titan_mxfp8 import modules
 from titan_mxfp8.arguments import check_types
 from titan_mxfp8.backends import recommend
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.recipe import AUTO
 from titan_mxfp8.titan import telemetry
-from titan_mxfp8.titan.dispatch import dispatch_of
-from titan_mxfp8.titan.fields import DEFAULT_RECIPE, check_control, check_once, check_periods
+from titan_mxfp8.titan.dispatch import dispatches
+from titan_mxfp8.titan.fields import DEFAULT_RECIPE, SAVED, check_fields, check_once
 from titan_mxfp8.titan.once import quantize_once
 from titan_mxfp8.titan.rerun import watch_steps
 from titan_mxfp8.titan03.classes import LINEAR_CLASSES, expert_class
@@ -35,12 +33,8 @@ _trainer_config: ContextVar[Trainer.Config | None] = ContextVar("trainer_config"
 
 
 class _Converter(QuantizationConverter):
-    """What both converters do.
-
-    Raises:
-        ValueError: a field of another type, an unknown recipe, or periods that are none. When the model is built: as
-            ``modules.convert_experts``, ``convert_linears``.
-    """
+    """What both converters do. Raises ValueError: a field of another type, an unknown recipe, or periods that are none.
+    When the model is built: as ``modules.convert_experts``, ``convert_linears``."""
 
     kind: str
     dispatches = False
@@ -48,8 +42,7 @@ class _Converter(QuantizationConverter):
     def __init__(self, config: QuantizationConverter.Config) -> None:
         check_types(config)
         self.recipe = recommend(config.recipe, config.backend, hardware_of(modules.training_device()))
-        check_periods(self.recipe, config.health_every, config.hopper_rebase_report)
-        check_control(self.recipe, self.kind, self.dispatches)
+        check_fields(self.recipe, self.kind, self.dispatches, config.health_every, config.hopper_rebase_report)
         self.config = config
 
     @abstractmethod
@@ -57,11 +50,8 @@ class _Converter(QuantizationConverter):
         """Converts modules of a model that has just been built, on meta, and returns their names."""
 
     def convert(self, model_config: BaseModel.Config) -> BaseModel.Config:
-        """Has the model that ``model_config`` builds converted, after what other conversions it has; gives it back.
-
-        It changes in place: TorchTitan's trainer takes it out of the whole config before it applies overrides. So its
-        class is swapped, as a converted module's is.
-        """
+        """Has the model that ``model_config`` builds converted, after what other conversions it has; gives it back. Its
+        class is swapped: TorchTitan's trainer takes it out of the whole config before it applies overrides."""
         cls = type(model_config)
 
         def build(own: BaseModel.Config, **kwargs: object) -> nn.Module:
@@ -106,8 +96,7 @@ class MXFP8Experts(_Converter):
         quantize_weights_once: str = "auto"
 
     def __init__(self, config: Config) -> None:
-        self.dispatch = dispatch_of(config.dispatch, config.dispatch_rows)
-        self.dispatches = self.dispatch is not None
+        self.dispatches = dispatches(config.dispatch, config.dispatch_rows)
         check_once(config.quantize_weights_once)
         super().__init__(config)
 
@@ -119,9 +108,8 @@ class MXFP8Experts(_Converter):
         for experts in map(model.get_submodule, converted):
             experts.fsdp_fp8_all_gather = self.config.fsdp_fp8_all_gather
             experts.quantize_weights_once = self.config.quantize_weights_once
-        if self.dispatch is not None:
-            chooses_rows = self.config.dispatch_rows == AUTO
-            dispatch_tokens(model, converted, self.dispatch, chooses_rows, self.recipe, _trainer_config.get())
+        if self.dispatches:
+            dispatch_tokens(model, converted, self.config.dispatch, self.config.dispatch_rows, _trainer_config.get())
         return converted
 
 
@@ -148,11 +136,8 @@ class MXFP8Linears(_Converter):
 def convert_config(
     converter: type[_Converter], model_config: BaseModel.Config, given: dict[str, object]
 ) -> BaseModel.Config:
-    """What an override does: builds the converter of these fields, and converts.
-
-    Raises:
-        ValueError: a field that the converter does not have, or as the converter.
-    """
+    """What an override does: builds the converter of these fields, and converts. Raises ValueError: a field that the
+    converter does not have, or as the converter."""
     names = [item.name for item in fields(converter.Config)]
     if unknown := set(given) - set(names):
         raise ValueError(f"{converter.kind} has no {', '.join(sorted(unknown))}: its fields are {', '.join(names)}")
@@ -182,8 +167,5 @@ def know_the_config(init: Any, trainer: Trainer, config: Trainer.Config) -> None
 
 @around("torchtitan.distributed.activation_checkpoint.SelectiveAC.get_save_ops")
 def save_gemm_outputs(get_save_ops: Any, checkpointing: Any) -> set:
-    """Has selective activation checkpointing save the outputs of the MXFP8 GEMMs, and of layers that dispatch their own
-    tokens, as the plugin for 0.2.2 has it."""
-    ours = torch.ops.titan_mxfp8
-    saved = {ours.gemm_m_grouped.default, ours.experts_forward.default, ours.moe_forward.default}
-    return get_save_ops(checkpointing) | saved
+    """Has selective activation checkpointing save the outputs of ``SAVED``."""
+    return get_save_ops(checkpointing) | SAVED

@@ -89,7 +89,7 @@ def obstacle(trainer: Trainer) -> str:
     waiting = AllToAllTokenDispatcher, DeepEPTokenDispatcher
     for name, layer in model.named_modules():
         if isinstance(layer, MXFP8RoutedExperts):
-            if layer.mxfp8_layers.dispatch.rows == "counted":
+            if layer.mxfp8_layers.rows == "counted":
                 return f"the host waits for the rows of {name} (dispatch_rows = 'counted'): set dispatch_rows='bounded'"
         elif isinstance(layer, RoutedExperts) and isinstance(layer.token_dispatcher, waiting):
             return f"TorchTitan dispatches the tokens of {name}, and the host waits for their numbers"

@@ -24,6 +24,7 @@ from torchtitan.tools.utils import set_default_dtype
 
 from titan_mxfp8 import backends
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, override_hardware
+from titan_mxfp8.modules import is_expert_module
 from titan_mxfp8.plugin.checks import (
     NUMBER_AS_STRING,
     check_batch,
@@ -31,14 +32,14 @@ from titan_mxfp8.plugin.checks import (
     check_job_config,
     check_layout,
     check_types,
+    errors_in,
     model_args,
 )
 from titan_mxfp8.plugin.flavors import is_study_flavor
-from titan_mxfp8.plugin.job_config import MXGroupedMM, MXLinear, converter_configs, recipe_of
+from titan_mxfp8.plugin.job_config import asked_configs, converter_configs, recipe_of
 from titan_mxfp8.plugin.moe import MXFP8MoE, dispatching_layers
 from titan_mxfp8.recipe import GROUPED_MM, Recipe
 from titan_mxfp8.titan.cuda_graph import fsdp_modules
-from titan_mxfp8.titan.dispatch import dispatch_of
 from titan_mxfp8.tools.memory import (
     FILL,
     GIB,
@@ -78,11 +79,7 @@ class ClusterConfigManager(LocalConfigManager):
 @contextmanager
 def cluster_gpu(job_config: JobConfig) -> Iterator[None]:
     """Within, this machine is taken for one with the cluster's GPU. Where the config names none that we know, the
-    converters take whatever backend runs here.
-
-    Raises:
-        ValueError: an unknown backend.
-    """
+    converters take whatever backend runs here. Raises ValueError: an unknown backend."""
     gpu, configs = job_config.cluster.gpu, converter_configs(job_config)
     if gpu in CLUSTER_GPUS:
         with override_hardware(CLUSTER_GPUS[gpu]):
@@ -91,10 +88,8 @@ def cluster_gpu(job_config: JobConfig) -> Iterator[None]:
     named = {name: mx.backend for name, mx in configs.items()}
     try:
         for name, mx in configs.items():
-            try:
+            with errors_in(name):
                 backends.check_name(mx.backend)
-            except ValueError as error:
-                raise ValueError(f"[{name}] {error}") from error
             mx.backend = "auto"
         yield
     finally:
@@ -117,19 +112,10 @@ def multiplied(job_config: JobConfig) -> dict[str, str]:
     return found
 
 
-def asked_configs(job_config: JobConfig) -> dict[str, MXGroupedMM | MXLinear]:
-    """The section of each of our converters that the config asks for, by the converter's name."""
-    configs = converter_configs(job_config)
-    return {name: configs[name] for name in job_config.model.converters if name in configs}
-
-
 def recipes_here(path: str, overrides: Sequence[str] = ()) -> dict[str, tuple[Recipe, str]]:
     """The recipe and the backend of each converter that a TOML and TorchTitan flags ask for, parsed for this machine.
-    The layout is not looked at: how many processes there will be is not known.
-
-    Raises:
-        ValueError, OSError: what training would be refused for.
-    """
+    The layout is not looked at: how many processes there will be is not known. Raises ValueError, OSError: what
+    training would be refused for."""
     job_config = LocalConfigManager().parse_args([f"--job.config_file={path}", *overrides])
     check_batch(job_config)
     converted_model(job_config, ParallelDims(*[1] * 7, world_size=1))
@@ -137,11 +123,8 @@ def recipes_here(path: str, overrides: Sequence[str] = ()) -> dict[str, tuple[Re
 
 
 def converted_model(job_config: JobConfig, dims: ParallelDims) -> tuple[nn.Module, BaseModelArgs]:
-    """The whole model, converted, on the meta device; and its arguments.
-
-    Raises:
-        ValueError: an unknown model or flavor, or modules to convert that it has not.
-    """
+    """The whole model, converted, on the meta device; and its arguments. Raises ValueError: an unknown model or flavor,
+    or modules to convert that it has not."""
     args = copy.deepcopy(model_args(job_config))  # update_from_config writes into it
     args.update_from_config(job_config)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
@@ -152,47 +135,27 @@ def converted_model(job_config: JobConfig, dims: ParallelDims) -> tuple[nn.Modul
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What ``dry_run`` found.
+    """What ``dry_run`` found."""
 
-    Attributes:
-        model: TorchTitan's name of it.
-        world_size: processes, one per GPU.
-        mesh: size of every mesh dimension larger than 1.
-        sequences: sequences per optimizer step, on all processes together.
-        converted: count of converted modules by name, layer numbers as ``*``.
-        left: the same for the linears and expert modules that stay in bf16.
-        dispatching: count of MoE layers that dispatch their own tokens.
-        parameters: of the whole model.
-        memory: the estimate for the process with the largest shards, rank 0.
-        card: name of the GPU, and its memory in bytes; None where the config names none.
-        tokens: that a GPU computes in a step; with tensor parallelism its share of them.
-        flops_per_token: forward and backward, as TorchTitan counts them for its MFU.
-        mxfp8_share: part of these FLOPs that run as MXFP8 GEMMs.
-        multiplied: by converter, what each of its GEMMs multiplies, see ``multiplied``.
-        gemms: quantised layers of one GPU by recipe and sizes: M tokens, N features out, K in, G experts.
-        frees_weights: whether FSDP frees them after forward.
-        out_of_fsdp: elements of one GPU's experts that FSDP leaves alone though it takes the rest, see titan/fsdp.py.
-        forwards: how often forward is computed.
-    """
-
-    model: str
-    world_size: int
-    mesh: dict[str, int]
-    sequences: int
-    converted: Counter[str]
-    left: Counter[str]
-    dispatching: int
-    parameters: int
-    memory: Memory
-    card: tuple[str, float] | None
-    tokens: float
-    flops_per_token: int
-    mxfp8_share: float
-    multiplied: dict[str, str]
+    model: str  # TorchTitan's name of it
+    world_size: int  # processes, one per GPU
+    mesh: dict[str, int]  # size of every mesh dimension larger than 1
+    sequences: int  # per optimizer step, on all processes together
+    converted: Counter[str]  # converted modules by name, layer numbers as ``*``
+    left: Counter[str]  # the same for the linears and expert modules that stay in bf16
+    dispatching: int  # MoE layers that dispatch their own tokens
+    parameters: int  # of the whole model
+    memory: Memory  # of the process with the largest shards, rank 0
+    card: tuple[str, float] | None  # name of the GPU, and its memory in bytes; None where the config names none
+    tokens: float  # that a GPU computes in a step; with tensor parallelism its share of them
+    flops_per_token: int  # forward and backward, as TorchTitan counts them for its MFU
+    mxfp8_share: float  # part of these FLOPs that run as MXFP8 GEMMs
+    multiplied: dict[str, str]  # by converter, what each of its GEMMs multiplies, see ``multiplied``
+    # quantised layers of one GPU by recipe and sizes: M tokens, N features out, K in, G experts
     gemms: Counter[tuple[Recipe, int, int, int, int]]
-    frees_weights: bool
-    out_of_fsdp: int
-    forwards: int
+    frees_weights: bool  # whether FSDP frees them after forward
+    out_of_fsdp: int  # elements of one GPU's experts that FSDP leaves alone though it takes the rest, see titan/fsdp.py
+    forwards: int  # how often forward is computed
 
 
 def parse_config(path: str, overrides: Sequence[str] = ()) -> JobConfig:
@@ -201,15 +164,8 @@ def parse_config(path: str, overrides: Sequence[str] = ()) -> JobConfig:
 
 
 def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
-    """Builds, converts and shards the model of ``job_config`` for all the GPUs of its ``[cluster]``.
-
-    Args:
-        job_config: of ``parse_config``.
-        fill: the share of a card's memory that the estimate may take.
-
-    Raises:
-        ValueError: the layout does not work, or the model does not fit; the message says why.
-    """
+    """Builds, converts and shards the model of a ``parse_config`` for all the GPUs of its ``[cluster]``. Raises
+    ValueError where the layout does not work, or the estimate is more than ``fill`` of a card's memory."""
     cluster, training = job_config.cluster, job_config.training
     card = (cluster.gpu, card_memory(cluster.gpu)) if cluster.gpu else None
     world_size = cluster.nodes * cluster.gpus_per_node
@@ -219,9 +175,7 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
         whole, args = converted_model(without_hardware(job_config), dims)
         dispatching = [module for module in whole.modules() if isinstance(module, MXFP8MoE)]
         if card is not None and dispatching:
-            experts = job_config.quantize.grouped_mm.mx
-            dispatch = dispatch_of(experts.dispatch, experts.dispatch_rows)
-            dispatching_layers(dispatching, dispatch, job_config).check_memory(dims.ep, card[1], f"[{GROUPED_MM}] ")
+            dispatching_layers(dispatching, job_config).check_memory(dims.ep, card[1], f"[{GROUPED_MM}] ")
         parameters, flops = args.get_nparams_and_flops(whole, training.seq_len)
         sharded = shard(copy.deepcopy(whole), job_config, dims)
         memory = estimate_memory(whole, sharded, job_config, dims)
@@ -259,11 +213,8 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
 
 
 def check_cluster(job_config: JobConfig, world_size: int) -> ParallelDims:
-    """``check_layout``, and what only a dry run cannot do.
-
-    Raises:
-        ValueError: as ``check_layout`` and ``check_hosts``; pipelines; a study flavor that the config does not ask for.
-    """
+    """``check_layout``, and what only a dry run cannot do. Raises ValueError: as ``check_layout`` and ``check_hosts``;
+    pipelines; a study flavor that the config does not ask for."""
     dims = check_layout(job_config, world_size)
     check_hosts(job_config, world_size, job_config.cluster.gpus_per_node)
     if dims.pp_enabled:
@@ -289,11 +240,8 @@ def without_hardware(job_config: JobConfig) -> JobConfig:
 
 
 def shard(model: nn.Module, job_config: JobConfig, dims: ParallelDims) -> nn.Module:
-    """Has TorchTitan shard a model in place; not compiled, as compilation moves no shard.
-
-    Raises:
-        ValueError: TorchTitan cannot.
-    """
+    """Has TorchTitan shard a model in place; not compiled, as compilation moves no shard. Raises ValueError: TorchTitan
+    cannot."""
     eager = copy.deepcopy(job_config)
     eager.compile.enable = False
     try:
@@ -341,8 +289,7 @@ def mesh_sizes(dims: ParallelDims) -> dict[str, int]:
 def gemm_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The linears and expert modules of a model, with their names."""
     for name, module in model.named_modules():
-        own = list(module.parameters(recurse=False))
-        if isinstance(module, nn.Linear) or any(param.ndim == 3 for param in own):
+        if isinstance(module, nn.Linear) or is_expert_module(module):
             yield name, module
 
 

@@ -30,35 +30,27 @@ from titan_mxfp8.modules import is_expert_module
 from titan_mxfp8.ops.grouped_mm import mxfp8_grouped_mm
 from titan_mxfp8.plugin.checks import compiles_model
 from titan_mxfp8.recipe import BF16
+from titan_mxfp8.titan.dispatch import LAYERS
 
 # Divides forward and backward as Inductor does, and writes no code.
 COMPILE_BACKEND = "aot_eager_decomp_partition"
 
 
 class Saved(NamedTuple):
-    """Bytes that a block keeps for backward.
+    """Bytes that a block keeps for backward."""
 
-    Attributes:
-        by_autograd: all that its forward pass saves, if nothing is checkpointed.
-        by_operators: the outputs of the operators that op-level selective checkpointing saves.
-    """
-
-    by_autograd: int
-    by_operators: int
+    by_autograd: int  # all that its forward pass saves, if nothing is checkpointed
+    by_operators: int  # the outputs of the operators that op-level selective checkpointing saves
 
 
 def saved_by_blocks(model: nn.Module, job_config: JobConfig, dims: ParallelDims, frees_weights: bool) -> list[Saved]:
-    """What each block of a model keeps on one GPU, in the order of the blocks.
+    """What each block of a model keeps on one GPU, in the order of the blocks. The model is on meta, not sharded,
+    converted or not; experts that are compiled, with ``COMPILE_BACKEND``.
 
     One block of each kind runs, with the tokens of one GPU and its experts. Nothing is sent, as those experts get as
     many rows as leave: if tokens are balanced, and memory is for the rows that come (``dispatch_rows = "counted"``).
-    With tensor parallelism a GPU is taken to keep its share of the tokens, each with all features.
-
-    Args:
-        model: on meta, not sharded, converted or not; experts that are compiled, with ``COMPILE_BACKEND``.
-        dims: the layout.
-        frees_weights: whether FSDP does so after forward. Else the copies of weights that are kept for backward beside
-            the optimizer's are counted too.
+    With tensor parallelism a GPU is taken to keep its share of the tokens, each with all features. Unless FSDP frees
+    weights after forward, the copies that are kept for backward beside the optimizer's are counted too.
     """
     model = copy.deepcopy(model)
     kinds = [_kind(block) for block in model.layers.values()]
@@ -67,9 +59,10 @@ def saved_by_blocks(model: nn.Module, job_config: JobConfig, dims: ParallelDims,
     training = job_config.training
     shape = training.local_batch_size, training.seq_len // (dims.cp * dims.tp), model.tok_embeddings.embedding_dim
     known = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())} - copies
-    by_operators = {}
+    parallelize = get_train_spec(job_config.model.name).parallelize_fn
+    operators, by_operators = sys.modules[parallelize.__module__]._op_sac_save_list, {}
     for name in model.layers:
-        with torch.compiler.set_stance("force_eager"), _Outputs(_saved_operators(job_config)) as outputs:
+        with torch.compiler.set_stance("force_eager"), _Outputs(operators) as outputs:
             _forward(model, name, job_config, shape)
         by_operators[name] = outputs.kept.bytes()
     by_autograd = {}
@@ -84,19 +77,14 @@ def saved_by_blocks(model: nn.Module, job_config: JobConfig, dims: ParallelDims,
 
 
 def _kind(block: nn.Module) -> tuple[object, ...]:
-    """What blocks that keep the same have in common."""
     modules = tuple((name, type(module)) for name, module in block.named_modules())
     return modules, tuple((name, param.shape) for name, param in block.named_parameters())
 
 
 def _prepare(model: nn.Module, job_config: JobConfig, ranks: int, frees_weights: bool) -> set[int]:
-    """Has a model run forward on meta, in the dtype of training, with the experts of one of so many ranks.
-
-    Returns:
-        The memory of parameters that stand for copies. Without FSDP, autocast makes one of each weight, and layers that
-        dispatch their own tokens do, which keep it unless it is kept quantised; compiled code makes them again in
-        backward, and so keeps none.
-    """
+    """Has a model run forward on meta, in the dtype of training, with the experts of one of so many ranks. Returns the
+    memory of parameters that stand for copies: without FSDP, autocast makes one of each weight, and layers that
+    dispatch their own tokens do, unless it is kept quantised; compiled code makes them again in backward."""
     dtype, compiled = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param], compiles_model(job_config)
     copies, plain = set(), torch.compile(_plain_experts, backend=COMPILE_BACKEND) if compiled else _plain_experts
     for module in model.modules():
@@ -111,7 +99,7 @@ def _prepare(model: nn.Module, job_config: JobConfig, ranks: int, frees_weights:
             module.inner_attention, module.attn_type = _Attention(), "sdpa"
         if isinstance(module, nn.RMSNorm) and not compiled:
             module.forward = _RMSNorm.apply
-        dispatches = getattr(module, "dispatch", None) is not None
+        dispatches = getattr(module, LAYERS, None) is not None
         # A layer that dispatches pads no tokens, and looks for all experts that a token names.
         parts = ranks if is_expert_module(module) and not dispatches else 1
         if parts > 1:
@@ -192,12 +180,6 @@ def _compiled(model: nn.Module, job_config: JobConfig) -> Iterator[None]:
         finally:
             moe._run_experts_grouped_mm = experts  # for which TorchTitan has put a compiled one
             torch._dynamo.reset()  # it keeps a few versions of a function only
-
-
-def _saved_operators(job_config: JobConfig) -> Set[torch._ops.OpOverload]:
-    """Of op-level selective checkpointing."""
-    parallelize = get_train_spec(job_config.model.name).parallelize_fn
-    return sys.modules[parallelize.__module__]._op_sac_save_list
 
 
 class _Kept:

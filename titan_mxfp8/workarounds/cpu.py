@@ -1,9 +1,4 @@
-"""TorchTitan's own train.py on a machine without accelerators: CPU tensors, gloo collectives.
-
-TorchTitan assumes "cuda" where it finds no device, and dies. Each function below works around one place, before
-Trainer.__init__ reads the device. Where an accelerator exists nothing of this file runs. Linux only, like the triton
-that TorchTitan imports.
-"""
+"""TorchTitan's own train.py on a machine without accelerators: CPU tensors, gloo collectives. Linux only."""
 
 import logging
 import math
@@ -18,7 +13,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from titan_mxfp8.workarounds.patch import around
+from titan_mxfp8.workarounds.patch import BOTH, around, workaround
 
 logger = logging.getLogger(__name__)
 
@@ -58,20 +53,22 @@ class CpuDevice:
         pass
 
 
+@workaround(
+    *(f"torchtitan.tools.utils.{name}" for name in ("device_type", "device_module", "get_device_info")),
+    torchtitan=BOTH,
+    cpu=True,
+)
 def use_cpu_device() -> None:
-    """TorchTitan reads the device once, when tools/utils.py is imported. The modules imported by now (parallel_dims,
-    distributed.utils, metrics, profiling) hold copies of it under the same names; the ones imported later (the models'
-    parallelize.py) copy what is set here."""
+    """`module 'torch._C' has no attribute '_cuda_setDevice'` at the start of the Trainer.
+
+    TorchTitan reads the device once, when tools/utils.py is imported. Modules imported by now hold copies of it under
+    the same names; those imported later (the models' parallelize.py) copy what is set here."""
     from torchtitan.tools import utils
 
     if utils.device_type == "cpu":  # TorchTitan itself never says "cpu": an earlier call did
         return
     device_module = CpuDevice()
-    on_cpu = {
-        "device_type": "cpu",
-        "device_module": device_module,
-        "get_device_info": lambda: ("cpu", device_module),
-    }
+    on_cpu = {"device_type": "cpu", "device_module": device_module, "get_device_info": lambda: ("cpu", device_module)}
     copied = {name: getattr(utils, name) for name in on_cpu}
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] == "torchtitan":
@@ -81,28 +78,34 @@ def use_cpu_device() -> None:
     logger.info("No accelerator found: TorchTitan trains on CPU, with gloo between processes")
 
 
+@workaround(torchtitan=BOTH, cpu=True)
 @around("torchtitan.tools.utils.get_peak_flops")
 def claim_no_mfu(get_peak_flops: Any, device_name: str) -> float:
-    """TorchTitan takes any device that it does not know for an A100. An infinite peak gives `mfu: 0.00%`. The Trainer
-    and the metrics both call it as `utils.get_peak_flops`."""
+    """An MFU in the logs that is a share of an A100.
+
+    An infinite peak gives `mfu: 0.00%`."""
     return math.inf
 
 
+@workaround(torchtitan=BOTH, cpu=True)
 @around("torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor")
 def reduce_gradients_by_sum(set_gradient_divide_factor: Any, module: FSDPModule, factor: float) -> None:
-    """FSDP picks PREMUL_SUM once a divide factor is set, and TorchTitan sets one (1.0) on all its FSDP modules. So this
-    setter is the one place that serves all models."""
+    """`Cannot use ReduceOp.PREMUL_SUM with Gloo` in FSDP's first reduce-scatter.
+
+    FSDP picks it once a divide factor is set, and TorchTitan sets one (1.0) on all its FSDP modules."""
     set_gradient_divide_factor(module, factor)
     module.set_force_sum_reduction_for_comms(True)
 
 
+@workaround(torchtitan=BOTH, cpu=True)
 @around("torch.distributed.tensor.DTensor.normal_", "torch.distributed.tensor.DTensor.uniform_")
 def draw_full_tensor_at_random_init(fill_: Any, shard: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-    """DTensor keeps a random generator per shard on CUDA-like devices only; on CPU each rank fills its shard from the
-    same seed, so under EP 2 experts 0-3 equal experts 4-7. Here each rank draws the full tensor and keeps its shard: 1
-    process, DDP, FSDP, EP and TP all start from the same weights. The random functions of torch.nn.init all end in one
-    of these two methods, and plain tensors never see them. torch's warning at start, that random operators `may not
-    have complete support on cpu`, stays: it is right for the others (dropout), which no model here uses."""
+    """Without a word, every rank of FSDP, EP or TP starts with the same shard.
+
+    DTensor keeps a random generator per shard on CUDA-like devices only; on CPU each rank fills its shard from the same
+    seed, so under EP 2 experts 0-3 equal experts 4-7. Here each rank draws the full tensor and keeps its shard: all
+    layouts start from the same weights. All random functions of torch.nn.init end in one of these two methods. torch's
+    warning that random operators `may not have complete support on cpu` stays: it is right for others (dropout)."""
     full = fill_(torch.empty(shard.shape, dtype=shard.dtype, device=shard.device), *args, **kwargs)
     # src_data_rank=None: no broadcast, each rank cuts its own (all drew the same, their seeds are equal)
     return shard.copy_(distribute_tensor(full, shard.device_mesh, shard.placements, src_data_rank=None))

@@ -1,11 +1,17 @@
-"""How functions of TorchTitan and torch are replaced: around whatever is there, and once."""
+"""How functions of TorchTitan and torch are replaced, around whatever is there and once; how a workaround is listed."""
 
 import functools
+import importlib.metadata
 import inspect
 import pkgutil
 from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
 
 MARK = "_titan_mxfp8_patches"
+TITAN02, TITAN03 = "0.2.2", "0.3.0"
+BOTH = f"{TITAN02} {TITAN03}"
 
 
 def around(*targets: str) -> Callable[[Callable], Callable[[], None]]:
@@ -27,6 +33,7 @@ def around(*targets: str) -> Callable[[Callable], Callable[[], None]]:
                 _put_around(target, patch, name)
 
         del install.__wrapped__  # its arguments are not the patch's
+        install.targets = targets
         return install
 
     return decorate
@@ -47,3 +54,68 @@ def _put_around(target: str, patch: Callable, name: str) -> None:
     setattr(patched, MARK, marks | {name})
     static = isinstance(inspect.getattr_static(owner, attribute), staticmethod)
     setattr(owner, attribute, staticmethod(patched) if static else patched)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workaround:
+    """A row of the list.
+
+    Attributes:
+        install: the function that installs it. Its docstring begins with what is wrong without it.
+        changes: dotted names of what it changes.
+        torchtitan: for which versions, with spaces between them; empty: whether or not there is one.
+        since, before: for which versions of torch; empty: from the oldest, up to the newest that is supported.
+        cpu: only where there is no accelerator.
+        by_config: not at import, but where a config is known that needs it.
+    """
+
+    install: Callable[..., None]
+    changes: tuple[str, ...] = ()
+    torchtitan: str = ""
+    since: str = ""
+    before: str = ""
+    cpu: bool = False
+    by_config: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.install.__name__
+
+    @property
+    def versions(self) -> str:
+        """In words."""
+        bounds = [f"torch {sign} {version}" for sign, version in ((">=", self.since), ("<", self.before)) if version]
+        titans = [f"TorchTitan {version}" for version in self.torchtitan.split()]
+        return ", ".join([*titans, *bounds] or ["any torch"]) + ", on CPUs" * self.cpu
+
+    def is_for_this_machine(self) -> bool:
+        """Whether versions and hardware are those that it is for."""
+        return (
+            (not self.torchtitan or installed_version("torchtitan") in self.torchtitan.split())
+            and (not self.since or torch.__version__ >= self.since)
+            and (not self.before or torch.__version__ < self.before)
+            and not (self.cpu and torch.accelerator.is_available())
+        )
+
+
+WORKAROUNDS: list[Workaround] = []
+
+
+def workaround(*changes: str, **fields: object) -> Callable[[Callable], Callable]:
+    """Decorates a function that installs a workaround: lists it. ``changes`` and ``fields`` are those of the row; what
+    ``around`` has decorated knows what it changes."""
+
+    def decorate(install: Callable) -> Callable:
+        WORKAROUNDS.append(Workaround(install=install, changes=changes or install.targets, **fields))
+        return install
+
+    return decorate
+
+
+@functools.cache
+def installed_version(package: str) -> str:
+    """Empty where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

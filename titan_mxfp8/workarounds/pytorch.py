@@ -1,47 +1,51 @@
 """Workarounds of torch, on any machine."""
 
+import hashlib
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from titan_mxfp8.workarounds.patch import around
+from titan_mxfp8.workarounds.patch import TITAN02, around, workaround
 
 
+@workaround("torch.utils.checkpoint.SAC_IGNORED_OPS", since="2.13")
 def ignore_profiler_ranges() -> None:
-    """Selective op-level activation checkpointing replays the forward op by op, and counts FSDP's profiler ranges as
-    ops. Under EP the experts are an FSDP unit of their own in the checkpointed block, and opens more ranges the second
-    time than the first (torchtitan#3427). The ranges compute nothing: checkpointing may ignore them."""
+    """`profiler._record_function_enter_new ... not found in storage`: selective checkpointing under EP.
+
+    Op-level checkpointing replays the forward op by op, and counts FSDP's profiler ranges as ops. Under EP the experts
+    are an FSDP unit of their own in the checkpointed block, and open more ranges the second time than the first
+    (torchtitan#3427). The ranges compute nothing: checkpointing may ignore them."""
     from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-    profiler = torch.ops.profiler
-    SAC_IGNORED_OPS.update(
-        {
-            profiler._record_function_enter.default,
-            profiler._record_function_enter_new.default,
-            profiler._record_function_exit.default,
-            profiler._record_function_exit._RecordFunction,
-        }
+    enter, enter_new, leave = (
+        getattr(torch.ops.profiler, f"_record_function_{name}") for name in ("enter", "enter_new", "exit")
     )
+    SAC_IGNORED_OPS.update({enter.default, enter_new.default, leave.default, leave._RecordFunction})
 
 
+@workaround(since="2.13", before="2.14")
 @around("torch.distributed.tensor._api._ToTorchTensor.forward")
 def wait_before_compiled_regions(to_local: Any, *args: Any) -> torch.Tensor:
-    """A compiled region waits for those of its inputs that a collective is still filling, and forgets that they need a
+    """`'Tensor' object has no attribute '_local_tensor'`, or lost gradients: TP with compile.
+
+    A compiled region waits for those of its inputs that a collective is still filling, and forgets that they need a
     gradient (pytorch#191113): a block behind the embedding dies of it, and a MoE layer's router and shared experts lose
     their part of the gradient without a word. All these inputs come out of DTensor.to_local, so the wait is put there.
-    On a GPU it is the compute stream that waits, a little earlier than it would have. torch 2.14 needs more than this,
-    which the check of a config refuses."""
+    torch 2.14 needs more than this, which the check of a config refuses."""
     local = to_local(*args)
     return local.trigger_wait() if hasattr(local, "trigger_wait") else local  # AsyncCollectiveTensor
 
 
+@workaround(since="2.13")
 @around("torch._functorch.partitioners.functionalize_rng_ops")
 def save_random_states_before_meshes(functionalize: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """A forward compiled under tensor parallelism saves the DeviceMesh of DTensors for the backward: tensors come
-    first, then meshes, then sizes. Where activation checkpointing repeats an op that may draw random numbers, as
-    attention on CPUs may, the partitioner puts the generator's state, a tensor, behind the meshes, in the outputs of
-    the forward and the inputs of the backward. Both are sorted here. On GPUs such a state is no output."""
+    """`expected all tensors_saved_with_vc_check to be Tensors`: TP, compile and checkpointing on CPUs.
+
+    A forward saves for the backward tensors first, then the meshes of DTensors, then sizes. Where checkpointing repeats
+    an op that may draw random numbers, as attention on CPUs may, the partitioner puts the generator's state, a tensor,
+    behind the meshes, in the outputs of the forward and the inputs of the backward. Both are sorted here."""
     from torch._functorch.partitioners import is_opaque_node, is_sym_node
 
     forward, backward = functionalize(*args, **kwargs)
@@ -59,11 +63,13 @@ def save_random_states_before_meshes(functionalize: Any, *args: Any, **kwargs: A
     return forward, backward
 
 
+@workaround(since="2.13")
 @around("torch.distributed.pipelining.stage.PipelineStage._forward_metadata_inference")
 def infer_shapes_without_a_trace(infer: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
-    """A pipeline's first step finds out its shapes by running each stage on memory that nobody has written. A MoE layer
-    counts that run's tokens with the step's own, and moves its experts' biases by them: routing differs from run to
-    run. The buffers that it changed are put back; the backward pass that follows reads the others."""
+    """Pipelines of MoE layers with expert biases route differently from run to run, without a word.
+
+    The first step finds out its shapes by running each stage on memory that nobody has written. A MoE layer counts that
+    run's tokens with the step's own. What it changed is put back; the backward pass that follows reads the others."""
     buffers = list(stage.submod.buffers())
     before = [buffer.detach().clone() for buffer in buffers]
     metadata = infer(stage, *args, **kwargs)
@@ -73,9 +79,11 @@ def infer_shapes_without_a_trace(infer: Any, stage: Any, *args: Any, **kwargs: A
     return metadata
 
 
+@workaround("torch._functorch.config.enable_autograd_cache", since="2.13")
 def compile_for_own_rank_only() -> None:
-    """AOTAutograd's cache on disk takes DTensors whose ranks differ for equal: a process is given the code of another
-    rank of its machine, or of an earlier run, and takes that rank's shard. GPUs hide it as long as each rank has a
+    """Wrong gradients without a word: a process is given the compiled code of another rank.
+
+    AOTAutograd's cache on disk takes DTensors whose ranks differ for equal. GPUs hide it as long as each rank has a
     device number of its own. Only the tracing is repeated: the inductor's cache of kernels stays in use."""
     from torch._functorch import config
 
@@ -83,17 +91,40 @@ def compile_for_own_rank_only() -> None:
         config.enable_autograd_cache = False
 
 
+@workaround("torch.compiler.config.cache_key_tag")
+def compile_for_own_edition_only() -> None:
+    """`expected size 147456==32768` of an operator: code that another edition of this package compiled.
+
+    The inductor's cache on disk knows a custom operator by its name alone, not by the shapes that its fake gives:
+    after an update of this package a run would be given code for the shapes of before. With a hash of the package's
+    sources in the keys it finds none."""
+    torch.compiler.config.cache_key_tag += f"titan_mxfp8-{hash_of_sources(Path(__file__).parents[1])}"
+
+
+def hash_of_sources(folder: Path) -> str:
+    contents = (path.read_bytes() for path in sorted(folder.rglob("*.py")))
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
+
+
+@workaround("torch.autograd.set_multithreading_enabled")
 def run_backward_in_the_calling_thread() -> None:
-    """Autograd runs backward of a GPU's operators in a thread of that GPU. Forward and backward of Python code, which
-    custom operators, FSDP's hooks and compiled code have much of, then take turns on two cores, each of which finds
-    nothing in its cache: 1258 us for a grouped GEMM on an H200's host, 629 with both threads on one core, 580 to 670 in
-    one thread. A training process has one GPU, so nothing runs at once that would be in turns now. It holds for the
-    thread that calls this, the one that trains."""
+    """Forward and backward take the host twice as long together as each alone, on GPUs.
+
+    Autograd runs backward in a thread of its own. Python code of both, of which custom operators, FSDP's hooks and
+    compiled code have much, takes turns on two cores, each of which finds nothing in its cache: 1258 us for a grouped
+    GEMM on an H200's host, 580 to 670 in one thread. A training process has one GPU, so nothing runs at once that would
+    be in turns now. It holds for the thread that calls this, the one that trains."""
     torch.autograd.set_multithreading_enabled(False)
 
 
+@workaround(
+    "torch._inductor.config.inplace_buffers",
+    "torch._inductor.config.allow_buffer_reuse",
+    torchtitan=TITAN02,
+    by_config=True,
+)
 def keep_saved_outputs() -> None:
-    """Called by TorchTitan 0.2.2's converters where a config has op-level activation checkpointing.
+    """Wrong gradients without a word: compiled code and op-level activation checkpointing.
 
     TorchTitan compiles the parts of a MoE block one by one, within the checkpointed block. So checkpointing saves the
     outputs of our GEMMs while compiled code runs, which knows nothing of it and writes its next result into the same

@@ -8,14 +8,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention.varlen import AuxRequest
 
-from titan_mxfp8.workarounds.patch import around
+from titan_mxfp8.workarounds.patch import TITAN03, around, workaround
 
 
+@workaround(torchtitan=TITAN03)
 @around("torchtitan.config.override._collect_claims")
 def let_parts_be_overridden_too(collect: Any, resolved: list, config_root: Any) -> list:
-    """Our overrides claim the whole model's config, which they leave where it is: they act when the model has been
-    built, on what the others have made of its parts. So their claims leave the tree in which TorchTitan looks for
-    conflicts."""
+    """`claims 'model_spec.model', an ancestor of ...` where another override has a part of the model.
+
+    Our overrides claim the whole model's config, and act when the model has been built, on what the others have made of
+    its parts. So their claims leave the tree in which TorchTitan looks for conflicts."""
     claims = collect(resolved, config_root)
     for claim in claims:
         if claim.ov.origin_module == "titan_mxfp8.titan03":
@@ -23,17 +25,22 @@ def let_parts_be_overridden_too(collect: Any, resolved: list, config_root: Any) 
     return claims
 
 
+@workaround("torch.distributed.set_timeout", torchtitan=TITAN03, before="2.14")
 def set_timeouts_of_process_groups() -> None:
-    """torch 2.13's function of this kind is private."""
+    """`module 'torch.distributed' has no attribute 'set_timeout'` after the first step.
+
+    torch 2.13's function of this kind is private."""
     if not hasattr(dist, "set_timeout"):
         from torch.distributed.distributed_c10d import _set_pg_timeout
 
         dist.set_timeout = _set_pg_timeout
 
 
+@workaround("torchtitan.models.common.attention.varlen_attn", torchtitan=TITAN03, cpu=True)
 def attend_without_cuda() -> None:
-    """TorchTitan's other choice, flex attention, has no backward on CPUs. So configs for CPUs take
-    ``attn_backend="varlen"``, whose one call of torch is replaced."""
+    """`Could not run 'aten::_flash_attention_forward'`: variable-length attention is CUDA's only.
+
+    TorchTitan's other choice, flex attention, has no backward on CPUs."""
     from torchtitan.models.common import attention
 
     attention.varlen_attn = varlen_attn_on_cpu

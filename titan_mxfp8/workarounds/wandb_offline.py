@@ -4,18 +4,19 @@ import logging
 import os
 from typing import Any
 
-from titan_mxfp8.workarounds.patch import around
+from titan_mxfp8.workarounds.patch import BOTH, around, workaround
 
 logger = logging.getLogger(__name__)
 
 
+@workaround(torchtitan=BOTH)
 @around("torchtitan.components.metrics.WandBLogger.__init__")
 def log_offline_where_wandb_is_out_of_reach(start: Any, *args: Any, **kwargs: Any) -> None:
-    """TorchTitan goes on without wandb after one ERROR line. Here a run logs to disk instead if nobody is logged in,
-    unless a mode was chosen (WANDB_MODE, `wandb offline`), or if wandb cannot start.
+    """A run goes on unlogged where nobody is logged in to wandb, or wandb cannot start.
 
-    The waits are wandb's own settings: 30 s for the start (it takes some seconds more to give up) and 5 minutes for the
-    last upload, unless WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT say otherwise."""
+    Here it logs to disk instead if nobody is logged in, unless a mode was chosen (WANDB_MODE, `wandb offline`), or if
+    wandb cannot start. The waits are wandb's own settings: 30 s for the start (it takes some seconds more to give up)
+    and 5 minutes for the last upload, unless WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT say otherwise."""
     try:
         import wandb
     except ModuleNotFoundError:

@@ -1,0 +1,62 @@
+"""What a trainer's steps do besides: they are CUDA graphs, run again, and quantise weights once."""
+
+import logging
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torchtitan.components.checkpoint import CheckpointManager
+
+from titan_mxfp8.plugin.experts import RoutedExperts
+from titan_mxfp8.plugin.job_config import has_our_fields
+from titan_mxfp8.titan.cuda_graph import GRAPH, StepGraph, waits_for_rows
+from titan_mxfp8.titan.once import quantize_once
+from titan_mxfp8.titan.rerun import watch_steps
+from titan_mxfp8.workarounds.patch import around
+
+logger = logging.getLogger(__name__)
+
+
+@around("torchtitan.components.checkpoint.CheckpointManager.__init__")
+def change_steps(init: Any, manager: CheckpointManager, *args: Any, **kwargs: Any) -> None:
+    """Every trainer gives itself to its checkpoint manager, when it has its model, whatever the class of the trainer:
+    TorchTitan's own is in ``__main__``. Its steps are captured if it asks for that, run again where rows did not fit,
+    and quantise weights once."""
+    init(manager, *args, **kwargs)
+    if "train_state" not in kwargs.get("states", {}):
+        return
+    trainer = kwargs["states"]["train_state"]
+    if has_our_fields(getattr(trainer, "job_config", None)) and trainer.job_config.training.cuda_graph == "on":
+        _capture(trainer)
+    watch_steps(trainer)
+    modules = [module for part in trainer.model_parts for module in part.modules()]
+    quantize_once(trainer, {each: partial(each.weights, False) for each in modules if isinstance(each, RoutedExperts)})
+
+
+def _capture(trainer: Any) -> None:
+    eager, (model,) = trainer.forward_backward_step, trainer.model_parts
+
+    def step(batch: dict[str, Any], valid_tokens: Tensor) -> Tensor:
+        inputs = dict(batch)
+        return eager(labels=inputs.pop("labels"), input_dict=inputs, global_valid_tokens=valid_tokens)
+
+    if waits_for_rows(model):
+        logger.warning("MXFP8: no CUDA graphs, as rows are counted (dispatch_rows): the host waits for them")
+    graph = StepGraph(step, model, trainer.device)
+
+    def forward_backward_step(
+        *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: float | Tensor
+    ) -> Tensor:
+        return graph.run({**input_dict, "labels": labels}, global_valid_tokens)
+
+    setattr(trainer, GRAPH, graph)
+    trainer.forward_backward_step = forward_backward_step
+
+
+@around("torchtitan.components.checkpoint.CheckpointManager.close")
+def destroy_graphs(close: Any, manager: CheckpointManager) -> None:
+    """Destroys the graphs of a trainer that closes, before the process group, which would wait for them for ever."""
+    trainer = getattr(manager, "states", {}).get("train_state")
+    if graph := getattr(trainer, GRAPH, None):
+        graph.discard()
+    close(manager)
