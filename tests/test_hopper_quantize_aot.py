@@ -14,6 +14,7 @@ from test_triton_aot import OFFS, check, make
 from tiers import daily
 
 from titan_mxfp8.backends import hopper
+from titan_mxfp8.backends.hopper import requantize_rows
 from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
 
 pytestmark = pytest.mark.integration
@@ -81,7 +82,7 @@ def test_requantise_rebased_rows_sm_90(places: bool):
     multiplied three times, converted twice, and compared once."""
     rows = ROWS.empty(torch.empty(256, 512, dtype=torch.bfloat16), 1, None)
     with compile_only("sm_90") as kernels:
-        hopper.requantize(rows, 0, ROWS, OFFS, torch.zeros(300, dtype=torch.int32) if places else None)
+        requantize_rows.requantize(rows, ROWS, OFFS, torch.zeros(300, dtype=torch.int32) if places else None)
     check(kernels)
     kernel = kernels[-1]
     assert kernel.registers <= 96 and 5 * kernel.shared <= SHARED_BYTES["sm_90"]
