@@ -118,6 +118,23 @@ def test_pad(alignment: int, dtype: torch.dtype):
                 contract.check_pad(wild((rows, cols), dtype), group_sizes(spread, used, groups), alignment, "cuda")
 
 
+@pytest.mark.skipif(not IS_HOPPER, reason="a kernel of SM90")
+@pytest.mark.parametrize("steps", [0, 18, 19, 60])
+def test_requantise_any_rebased_rows(steps: int):
+    """All elements, with scales of rows that lie so many steps apart: up to 18 are computed in fp16."""
+    for least in (39, 40, 127, 240 - steps, 241 - steps):
+        data = torch.randint(0, 256, (300, 400), dtype=torch.uint8)
+        data[:, ::2] &= torch.where((data[:, ::2] & 0x7F) == 0x7F, 0x80, 0xFF)  # else NaN is all that comes out
+        data[:, ::4] &= torch.where(torch.rand(300, 100) < 0.97, 0x81, 0xFF).to(torch.uint8)
+        scale = torch.randint(least, least + steps + 1, (4, 304), dtype=torch.uint8)
+        data[:128, ::8], data[0, ::8] = 0, 1  # the smallest element alone, beside a row of the largest scale
+        scale[:, 0], scale[:, 1] = least, least + steps
+        rows, places = Operand(data.view(E4M3), scale, REBASED, 1), torch.randint(0, 300, (500,), dtype=torch.int32)
+        contract.check_requantize(hopper, rows, 0, REBASED, None, "cuda")
+        for sizes in ([0, 1, 44, 0, 128, 127], [500], [0, 0]):
+            contract.check_requantize(hopper, rows, 0, REBASED, make_offs(sizes), "cuda", places)
+
+
 @pytest.mark.alone
 def test_beyond_int32():
     """2^31 elements and more, in the input and in both outputs: the last rows are where 32-bit offsets would fail."""

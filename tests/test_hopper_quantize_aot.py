@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
-from aot import compile_only
+from aot import SHARED_BYTES, compile_only
 from test_triton_aot import OFFS, check, make
 from tiers import daily
 
@@ -50,7 +50,7 @@ CASES = {
 # What FP8 rows become along the first axis, by what they are.
 EXACT, QDQ = OperandSpec(), OperandSpec(stored="bf16")
 REQUANTISED = {
-    "rebased": (ROWS, ROWS),
+    "rebased, floor": (replace(ROWS, rounding="floor"), replace(ROWS, rounding="floor")),
     "rebased, E5M2": (replace(ROWS, elem_dtype=E5M2), replace(ROWS, elem_dtype=E5M2)),
     "exact to rebased": (EXACT, ROWS),
     "exact": (EXACT, EXACT),
@@ -59,7 +59,7 @@ REQUANTISED = {
 }
 
 
-@pytest.mark.parametrize("case", daily(REQUANTISED, "rebased", "coalesced to QDQ"))
+@pytest.mark.parametrize("case", daily(REQUANTISED, "rebased, floor", "coalesced to QDQ"))
 def test_requantise_sm_90(case: str):
     """Each thread reads 8 bytes at once and no row past the last group; stores are as those of other quantisers."""
     rows, spec = REQUANTISED[case]
@@ -73,6 +73,20 @@ def test_requantise_sm_90(case: str):
     else:
         assert kernel.count("LDG.E.128") >= 1
     assert kernel.count("STG.E.128") >= 1 and kernel.count("STG.E.U8") <= 2
+
+
+@pytest.mark.parametrize("places", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["gathered", "in place"])
+def test_requantise_rebased_rows_sm_90(places: bool):
+    """Five programs fit on a multiprocessor, each reads and writes 16 bytes at once, and two elements at a time are
+    multiplied three times, converted twice, and compared once."""
+    rows = ROWS.empty(torch.empty(256, 512, dtype=torch.bfloat16), 1, None)
+    with compile_only("sm_90") as kernels:
+        hopper.requantize(rows, 0, ROWS, OFFS, torch.zeros(300, dtype=torch.int32) if places else None)
+    check(kernels)
+    kernel = kernels[-1]
+    assert kernel.registers <= 96 and 5 * kernel.shared <= SHARED_BYTES["sm_90"]
+    assert kernel.count("LDG.E.128") == 8 and kernel.count("STG.E.128") == 8 and kernel.count("STG.E.U8") == 0
+    assert kernel.count("HMNMX2") == 60 and kernel.count("F2FP.SATFINITE.E4M3.F16") >= 64
 
 
 @pytest.mark.parametrize("axis", daily([1, 2], 1))

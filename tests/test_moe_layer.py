@@ -260,9 +260,9 @@ def test_weights_that_are_kept_in_fp8_are_not_kept_in_bf16_too(recipe: str, keep
 
 @pytest.mark.parametrize("keeps_graph", [False, True])
 def test_backward_frees_what_it_has_used(keeps_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pre-activations and w2, kept in FP8, before the gradients of w1 and w3 are made, and the rows of x before these
-    two GEMMs; not if the graph is kept."""
-    forward, quantize_weights, last_part = experts.forward, experts.quantize_weights, experts.backward_w1_w3
+    """Pre-activations and w2, kept in FP8, before the weights' gradients are made, and the rows of x before those of w1
+    and w3; not if the graph is kept."""
+    forward, quantize_weights, next_part = experts.forward, experts.quantize_weights, experts.weight_gradients
     gemm = reference_backend.gemm_k_grouped
     saved: list[weakref.ref] = []
     rows: list[weakref.ref] = []
@@ -286,16 +286,16 @@ def test_backward_frees_what_it_has_used(keeps_graph: bool, monkeypatch: pytest.
 
     def count_alive(*args):
         alive.append(sum(reference() is not None for reference in saved))
-        return last_part(*args)
+        return next_part(*args)
 
     monkeypatch.setattr(experts, "forward", forward_and_refer)
     monkeypatch.setattr(experts, "quantize_weights", quantize_and_refer)
-    monkeypatch.setattr(experts, "backward_w1_w3", count_alive)
+    monkeypatch.setattr(experts, "weight_gradients", count_alive)
     monkeypatch.setattr(reference_backend, "gemm_k_grouped", look_and_multiply)
     layer = make_layer()
     out = mxfp8_moe(**layer, recipe="mxfp8_2d")
     gradients = torch.autograd.grad(out.sum(), [layer[w] for w in ("w1", "w3", "w2")], retain_graph=keeps_graph)[:1]
-    assert len(saved) == 3 and alive == [3 if keeps_graph else 0]
+    assert len(saved) == 3 and alive == [3 if keeps_graph else 0] * 2
     assert rows_alive == [True, keeps_graph, keeps_graph], "of w2, w1 and w3"
     if keeps_graph:
         assert torch.equal(*gradients, *torch.autograd.grad(out.sum(), layer["w1"]))

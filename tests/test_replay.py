@@ -178,7 +178,7 @@ def test_which_operators_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert operator.run(on_gpu, 7) == (operator.run_aligned, (on_gpu, 7), unread)
         monkeypatch.setattr(operator, "function", lambda *args: args)
         assert operator.run(on_cpu, 7) == (on_cpu, 7)
-    for operator in (layer.moe_forward, layer.moe_backward):
+    for operator in (layer.moe_forward, layer.moe_hidden_gradients, layer.moe_rows_gradient):
         monkeypatch.setattr(operator, "function", lambda *args: args)
         assert operator.run(on_gpu, 7) == (on_gpu, 7)
 

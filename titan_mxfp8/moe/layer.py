@@ -27,17 +27,33 @@ from torch.utils.flop_counter import register_flop_formula
 from titan_mxfp8 import backends
 from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.mx import ceil_div
-from titan_mxfp8.format.spec import Operand
+from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.moe import DispatchHandle, Rows, Transport, TransportName, choose
 from titan_mxfp8.moe.bounds import bound, factor_of
 from titan_mxfp8.moe.checks import check_call, check_expert_ids
 from titan_mxfp8.ops import experts
-from titan_mxfp8.ops.accumulate import held_gradients, take_gradients
-from titan_mxfp8.ops.autograd import ScoredCopies, exported, is_exporting, once_differentiable, save_for_backward
+from titan_mxfp8.ops.accumulate import held_gradients
+from titan_mxfp8.ops.autograd import (
+    Owned,
+    ScoredCopies,
+    exported,
+    is_exporting,
+    once_differentiable,
+    save_for_backward,
+    split,
+    take_many,
+)
 from titan_mxfp8.ops.checks import check_flags
 from titan_mxfp8.ops.config import MXConfig, config_of
-from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, WeightGradients, Weights
-from titan_mxfp8.ops.grouped_experts import common_dtype, empty_gradients, gradients_of, kept_operands, returned
+from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, Weights
+from titan_mxfp8.ops.grouped_experts import (
+    KEPT,
+    common_dtype,
+    empty_hidden,
+    gradients_of,
+    to_rows_gradient,
+    weight_gradients,
+)
 from titan_mxfp8.ops.library import Operator, aligned
 from titan_mxfp8.ops.operands import plain
 from titan_mxfp8.recipe import Recipe, get_recipe
@@ -222,8 +238,17 @@ class MoEConfig(ExpertsConfig):
     group: str
 
     def keeps_copies(self, slots: int) -> bool:
-        """Whether a token's row is kept for backward once where it arrived, not once for each of its experts there."""
-        return self.gathers_x and self.ranks < slots
+        """Whether a token's row is kept once where it arrived, not once for each of its experts there, and
+        ``Backend.requantize`` gathers the rows that wgrad takes."""
+        spec = self.plan.wgrad.b
+        gathers = spec.scales == "mn_major" or (spec.stored == "bf16" and spec.is_quantized)
+        return gathers and self.ranks < slots
+
+    def wgrad_tokens(self, tensors: Owned, sources: Tensor | None, of_g: bool) -> Tokens:
+        """See ``ExpertsConfig``. With one rank g's are kept once for a token too."""
+        rows = Operand.of_rows(self.g_rows if of_g else self.x_rows, *take_many(tensors))
+        gathers = sources is not None and (self.ranks == 1 or not of_g)
+        return Tokens(None, sent=rows, sources=sources) if gathers else Tokens(rows)
 
     def capacity(self, tokens: int, slots: int, local: int) -> int | None:
         """The rows there is memory for, see ``bounds.bound``; None: those that come."""
@@ -258,6 +283,12 @@ def _moe_config(
     )
 
 
+@torch.compiler.assume_constant_result
+def keeps_copies(config: str, slots: int) -> bool:
+    """That of the ``MoEConfig`` with this key."""
+    return decode(config).keeps_copies(slots)
+
+
 class _MoE(torch.autograd.Function):
     """Saves the rows that arrived in FP8, the two pre-activations, where rows arrived, and the weights; of those of
     32x32 blocks what was quantised for dgrad instead, unless FSDP frees them (``MXConfig.kept_weight``)."""
@@ -275,21 +306,34 @@ class _MoE(torch.autograd.Function):
         if not save:
             return out, None
         weights = () if kept_weight == "quantized" else matrices
-        ctx.matrices = len(weights)
+        ctx.matrices, ctx.kept = len(weights), KEPT if kept_weight == "quantized" else (0, 0)
+        ctx.gathers = keeps_copies(config, expert_ids.shape[1])
         return save_for_backward(ctx, out, b2, *weights, *saved)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, g_TD):
         b2, *saved = saved
-        weights, saved = [*saved[: ctx.matrices]], [*saved[ctx.matrices :]]
-        needs = list(ctx.needs_input_grad[6:12])
-        params, totals = held_gradients(ctx, first=2 + ctx.scored, count=3)
-        dtype = common_dtype(ctx.dtypes)
-        made = moe_backward(g_TD, saved, weights, b2, ctx.scored, needs, dtype, totals, ctx.config)
-        dweights = gradients_of(take_gradients(params, totals) + made[1 + ctx.scored :], needs, ctx.dtypes)
+        weights, handle, preactivations, kept, kept_w2, x = split(saved, ctx.matrices, _HANDLE, 2, *ctx.kept)
+        del saved
+        needs, routing = list(ctx.needs_input_grad[6:12]), DispatchHandle(*handle)
+        held = held_gradients(ctx, first=2 + ctx.scored, count=3)
+        sizes = [routing.expert_ids.numel(), preactivations[0].shape[1], g_TD.shape[1]]
+        rowwise, columnwise, h, dscores, biases, sources, of_g = split(
+            moe_hidden_gradients(g_TD, handle, preactivations, kept_w2, weights, b2, ctx.scored, needs, ctx.config),
+            *experts.count_tensors(ctx.config).of_hidden(needs),
+            ctx.scored,
+            sum(needs[3:]),
+            ctx.gathers,
+        )
+        dscores_M, sources = dscores[0] if ctx.scored else None, sources[0] if ctx.gathers else None
+        wanted = sizes, needs, common_dtype(ctx.dtypes), held, ctx.config
+        dweights = weight_gradients(routing.offs, (columnwise or [*rowwise], h), (x, of_g), sources, *wanted)
+        rest = kept, weights, dscores_M, sizes, g_TD.dtype, ctx.config
+        dx, *dscores = moe_rows_gradient(routing.offs, handle, rowwise, *rest)
         none = [None] * (len(ctx.needs_input_grad) - 12)
-        return made[0].to(ctx.x_dtype), made[1] if ctx.scored else None, *[None] * 4, *dweights, *none
+        dparams = gradients_of(dweights + biases, needs, ctx.dtypes)
+        return dx.to(ctx.x_dtype), dscores[0] if ctx.scored else None, *[None] * 4, *dparams, *none
 
 
 @Operator
@@ -302,7 +346,7 @@ def moe_forward(
     config: str,
     save: bool,
 ) -> list[Tensor]:
-    """The output (T, D), and with ``save`` what ``moe_backward`` takes: the ``DispatchHandle``, gate and up (M, H),
+    """The output (T, D), and with ``save`` what backward takes: the ``DispatchHandle``, gate and up (M, H),
     the kept weights, and x as it arrived: its rows, or copies (``MoEConfig.keeps_copies``).
 
     Args:
@@ -343,17 +387,14 @@ def _(x, scores, expert_ids, weights, biases, config, save):
     out = x.new_empty(x.shape)
     if not save:
         return [out]
-    layer, (local, hidden, features) = decode(config), weights[0].shape
-    handle, spec = _empty_handle(expert_ids, local, layer), layer.x_rows
+    layer, (local, hidden, _) = decode(config), weights[0].shape
+    handle = _empty_handle(expert_ids, local, layer)
     rows = handle.scores.shape[0]
     kept_rows = handle.destinations.shape[0] if layer.keeps_copies(expert_ids.shape[1]) else rows
-    received = [x.new_empty((kept_rows, features), dtype=spec.elem_dtype)]
-    if spec.is_quantized:
-        received.append(x.new_empty((kept_rows, ceil_div(features, spec.block_k)), dtype=torch.uint8))
     preactivations = [x.new_empty((rows, hidden), dtype=torch.bfloat16) for _ in range(2)]
     gemms = layer.gemms
     kept = [gemms.plan.dgrad.b.empty(w, 1, None) for w in weights] if gemms.keeps_weight else []
-    return [out, *handle, *preactivations, *experts.tensors_of(kept), *received]
+    return [out, *handle, *preactivations, *experts.tensors_of(kept), *_empty_parts(x, kept_rows, layer.x_rows)]
 
 
 def _empty_handle(expert_ids: Tensor, local: int, config: MoEConfig) -> DispatchHandle:
@@ -384,58 +425,83 @@ def _empty_handle(expert_ids: Tensor, local: int, config: MoEConfig) -> Dispatch
 
 
 @Operator
-def moe_backward(
+def moe_hidden_gradients(
     g: Tensor,
-    saved: list[Tensor],
+    handle: list[Tensor],
+    preactivations: list[Tensor],
+    quantized: list[Tensor],
     weights: list[Tensor],
     b2: Tensor | None,
     scored: bool,
     needs: list[bool],
-    dtype: torch.dtype,
-    totals: list[Tensor],
     config: str,
 ) -> list[Tensor]:
-    """The gradients: of x (T, D) in bf16 or the dtype of ``g``, with ``scored`` of the scores (T, K), and those that
-    ``needs`` names: of w1, w3, w2 in ``dtype``, of b1, b3, b2 in fp32.
+    """``experts.hidden_tensors``; then, where a token's row was kept once (``MoEConfig.keeps_copies``), which of these
+    each row is; then what w2's gradient takes of g, if it is wanted.
 
     Args:
-        saved: what ``moe_forward`` returned behind the output. Emptied: each tensor is freed after its use, if nothing
-            else holds it.
-        weights: w1, w3, w2, as ``experts.weights_of`` takes them; none where they are kept quantised.
-        totals: as of ``experts_backward``.
+        handle: the ``DispatchHandle``.
+        preactivations, quantized, weights, needs: as of ``experts_hidden_gradients``.
+        scored: whether the scores have a gradient.
     """
     layer: MoEConfig = decode(config)
     kernels, transport = backends.load(layer.gemms.backend, g.device), layer.connect(g.device)
-    parameters = experts.weights_of(weights, [None, None, b2], layer.gemms.plan)
-    handle, preactivations, taken = DispatchHandle(*saved[:_HANDLE]), saved[_HANDLE:][:2], saved[_HANDLE + 2 :]
-    saved.clear()
-    quantized = kept_operands(taken, layer.gemms)
-    kept = Operand.of_rows(layer.x_rows, *taken)
-    taken.clear()
+    parameters = experts.weights_of(weights, [None, None, b2], layer.plan)
+    routing = DispatchHandle(*handle)
     sent = _to_parts(kernels.quantize(aligned(g), 1, layer.g_rows, None))
-    g_rows = Operand.of_rows(layer.g_rows, *transport.dispatch_with_handle(sent, handle))
-    gathers_x = layer.keeps_copies(handle.expert_ids.shape[1])
-    gathers_g = layer.gathers_g and layer.ranks == 1 and b2 is None
-    sources = transport.find_sources(handle) if gathers_x or gathers_g else None
-    x = [Tokens(None, sent=kept, sources=sources) if gathers_x else Tokens(kept)]
-    g_sent = Operand.of_rows(layer.g_rows, *sent) if gathers_g else None
-    g_tokens = [Tokens(g_rows, sent=g_sent, sources=sources)]
-    del sent, g_sent, g_rows, sources, kept
-    rest = needs, WeightGradients(dtype, totals), handle.offs, layer, kernels
-    made, dscores_M, dw2, db2 = experts.backward_w2(
-        g_tokens, preactivations, handle.scores if scored else None, parameters, quantized, *rest
-    )
-    rows, (dw1, dw3, db1, db3) = experts.backward_w1_w3(made, x, parameters, quantized, *rest)
-    dx, dscores = transport.combine(rows, False, dscores_M, handle, g.dtype)
-    return [dx, *([dscores] if scored else []), *returned((dw1, dw3, dw2, db1, db3, db2), needs, totals)]
+    received = transport.dispatch_with_handle(sent, routing)
+    gathers = layer.keeps_copies(routing.expert_ids.shape[1])
+    sources = [transport.find_sources(routing)] if gathers else []
+    left = (sent if gathers and layer.ranks == 1 else received) if needs[2] else []
+    tokens = [Tokens(Operand.of_rows(layer.g_rows, *received))]
+    del sent, received
+    scores, w2 = routing.scores if scored else None, experts.kept_operands(quantized, layer.gemms)
+    rest = parameters, w2, needs, routing.offs, layer, kernels
+    made = experts.hidden_gradients(tokens, take_many(preactivations), scores, *rest)
+    return [*experts.hidden_tensors(made, layer), *sources, *left]
 
 
-@torch.library.register_fake(moe_backward.overload)
-def _(g, saved, weights, b2, scored, needs, dtype, totals, config):
-    handle = DispatchHandle(*saved[:_HANDLE])
-    dscores = [handle.expert_ids.new_empty(handle.expert_ids.shape, dtype=torch.float32)] if scored else []
-    grads = empty_gradients(g, saved[_HANDLE].shape[1], handle.offs.shape[0], needs, dtype, totals)
-    return [g.new_empty(g.shape), *dscores, *grads]
+@torch.library.register_fake(moe_hidden_gradients.overload)
+def _(g, handle, preactivations, quantized, weights, b2, scored, needs, config):
+    layer, routing, gate = decode(config), DispatchHandle(*handle), preactivations[0]
+    made = empty_hidden(gate, routing.offs.shape[0], needs, scored, layer, g.shape[1])
+    rows, gathers = gate.shape[0], layer.keeps_copies(routing.expert_ids.shape[1])
+    sources = [gate.new_empty(rows, dtype=torch.int32)] if gathers else []
+    sent_rows = g.shape[0] if gathers and layer.ranks == 1 else rows
+    return [*made, *sources, *(_empty_parts(g, sent_rows, layer.g_rows) if needs[2] else [])]
+
+
+@Operator
+def moe_rows_gradient(
+    offs: Tensor,
+    handle: list[Tensor],
+    rowwise: list[Tensor],
+    quantized: list[Tensor],
+    weights: list[Tensor],
+    dscores_M: Tensor | None,
+    sizes: list[int],
+    dtype: torch.dtype,
+    config: str,
+) -> list[Tensor]:
+    """The gradient of x (T, D) in ``dtype`` and, of ``dscores_M``, that of the scores (T, K).
+
+    Args:
+        offs, handle: those of the ``DispatchHandle``, and all of it.
+        rowwise, quantized, weights, sizes: as of ``experts_rows_gradient``.
+    """
+    layer: MoEConfig = decode(config)
+    kernels, transport = backends.load(layer.gemms.backend, offs.device), layer.connect(offs.device)
+    taken = to_rows_gradient(rowwise, quantized, weights, layer)
+    rows = experts.rows_gradient(*taken, offs, layer, kernels)
+    dx, dscores = transport.combine(rows, False, dscores_M, DispatchHandle(*handle), dtype)
+    return [dx] if dscores is None else [dx, dscores]
+
+
+@torch.library.register_fake(moe_rows_gradient.overload)
+def _(offs, handle, rowwise, quantized, weights, dscores_M, sizes, dtype, config):
+    expert_ids = DispatchHandle(*handle).expert_ids
+    dx = offs.new_empty((expert_ids.shape[0], sizes[2]), dtype=dtype)
+    return [dx] if dscores_M is None else [dx, expert_ids.new_empty(expert_ids.shape, dtype=torch.float32)]
 
 
 # As ``ops/library.py`` has it for single GEMMs: of T * K rows, as many as come to a rank if experts are balanced.
@@ -444,11 +510,15 @@ def _(x_shape, scores_shape, expert_ids_shape, weight_shapes, *args, **kwargs) -
     return 3 * 2 * math.prod(expert_ids_shape) * math.prod(weight_shapes[0][1:])
 
 
-@register_flop_formula(torch.ops.titan_mxfp8.moe_backward)
-def _(g_shape, saved_shapes, weight_shapes, b2_shape, scored, needs, *args, **kwargs) -> int:
-    expert_ids_shape = DispatchHandle(*saved_shapes[:_HANDLE]).expert_ids
-    features = g_shape[1] * saved_shapes[_HANDLE][1]
-    return (3 + sum(needs[:3])) * 2 * math.prod(expert_ids_shape) * features
+@register_flop_formula(torch.ops.titan_mxfp8.moe_hidden_gradients)
+def _(g_shape, handle_shapes, preactivation_shapes, *args, **kwargs) -> int:
+    rows = math.prod(DispatchHandle(*handle_shapes).expert_ids)
+    return 2 * rows * g_shape[1] * preactivation_shapes[0][1]
+
+
+@register_flop_formula(torch.ops.titan_mxfp8.moe_rows_gradient)
+def _(offs_shape, handle_shapes, rowwise_shapes, quantized_shapes, weight_shapes, scores_shape, sizes, *args, **kwargs):
+    return 2 * 2 * math.prod(sizes)
 
 
 def _to_parts(rows: Operand) -> list[Tensor]:
@@ -456,3 +526,11 @@ def _to_parts(rows: Operand) -> list[Tensor]:
     if rows.spec.scales == "mn_major":  # of no rows contiguous() would leave the strides
         return [rows.data, rows.row_scales().clone(memory_format=torch.contiguous_format)]
     return [rows.data] if rows.scale is None else [rows.data, rows.scale.contiguous()]
+
+
+def _empty_parts(x: Tensor, rows: int, spec: OperandSpec) -> list[Tensor]:
+    """For fakes: ``_to_parts`` of so many rows like those of (T, D)."""
+    features = x.shape[1]
+    data = x.new_empty((rows, features), dtype=spec.elem_dtype)
+    scales = [x.new_empty((rows, ceil_div(features, spec.block_k)), dtype=torch.uint8)] * spec.is_quantized
+    return [data, *scales]

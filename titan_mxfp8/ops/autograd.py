@@ -26,6 +26,15 @@ def take_many(owned: Owned, count: int | None = None) -> Owned:
     return taken
 
 
+def split(tensors: Owned, *counts: int) -> list[Owned]:
+    """The first tensors in lists of these lengths, and the rest. ``tensors`` stay: it is to be held by nobody."""
+    parts, start = [], 0
+    for count in counts:
+        parts.append(tensors[start : start + count])
+        start += count
+    return [*parts, tensors[start:]]
+
+
 def save_for_backward(
     ctx: torch.autograd.function.FunctionCtx, y: torch.Tensor, *tensors: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from titan_mxfp8.backends import Backend, Plan
-from titan_mxfp8.format.codec import Encoded
+from titan_mxfp8.format.codec import Encoded, decode
 from titan_mxfp8.format.spec import UNQUANTIZED, Operand, OperandSpec
 from titan_mxfp8.ops.autograd import Owned, take, take_many
 from titan_mxfp8.ops.config import MXConfig
@@ -66,13 +66,13 @@ class ExpertsConfig(Encoded):
         gemms: of their GEMMs.
         limit: that of gpt_oss's clamped SwiGLU, or None for SiLU.
         x_rows, g_rows: what x and g are quantised to before they travel.
-        gathers_x, gathers_g: whether ``Backend.requantize`` makes what wgrad takes of them from ``Tokens.sent``.
+        counts: of ``hidden_tensors``.
     """
 
     gemms: MXConfig
     limit: float | None = None
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         return self.gemms.plan
 
@@ -85,12 +85,21 @@ class ExpertsConfig(Encoded):
         return row_spec(self.gemms.plan.dgrad.a)
 
     @cached_property
-    def gathers_x(self) -> bool:
-        return _is_gathered(self.gemms.plan.wgrad.b)
+    def counts(self) -> "TensorCounts":
+        along_h, along_m = (1 if gemm.a.stored == "bf16" else 2 for gemm in (self.plan.dgrad, self.plan.wgrad))
+        columnwise = 2 * along_m if self.plan.dgrad.a.is_quantized else 0
+        return TensorCounts(2 * along_h, columnwise, along_m, self.plan.wgrad.a.is_quantized)
 
-    @cached_property
-    def gathers_g(self) -> bool:
-        return _is_gathered(self.gemms.plan.wgrad.a)
+    def wgrad_tokens(self, tensors: Owned, sources: torch.Tensor | None, of_g: bool) -> "Tokens":
+        """x, or g, for wgrad, of what forward, or ``hidden_gradients``, has left of it, taken.
+
+        Args:
+            sources: of rows that are kept once for a token.
+        """
+        gemm = self.plan.wgrad
+        if self.gemms.keeps_rows and not of_g:
+            return Tokens(operand_of(tensors, self.plan.forward.a, 1))
+        return Tokens(None, operand_of(tensors, gemm.a if of_g else gemm.b, 0))
 
 
 class Tokens(NamedTuple):
@@ -257,43 +266,58 @@ def forward(
     return gemm(h, take(quantized), offs, weights.b2, torch.bfloat16, zero_tail), gate, up
 
 
-def backward_w2(
+class HiddenGradients(NamedTuple):
+    """What backward makes of g and the pre-activations.
+
+    Attributes:
+        rowwise: the gradients of gate and up along H, for the rows' gradient.
+        columnwise: what wgrad takes along M: the gradients of gate and up, and the score times h if w2's is wanted.
+        dscores: fp32 (M,), or None.
+        biases: the gradients of b1, b3 and b2, fp32, of each that is wanted.
+    """
+
+    rowwise: Owned
+    columnwise: Owned
+    dscores: torch.Tensor | None
+    biases: list[torch.Tensor | None]
+
+
+def hidden_gradients(
     g: Owned,
     preactivations: Owned,
     scores: torch.Tensor | None,
     weights: Weights,
     quantized: Owned,
     needs: list[bool],
-    wanted: WeightGradients,
     offs: torch.Tensor,
     config: ExpertsConfig,
     kernels: Backend,
-) -> tuple[Owned, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """What g alone is needed for: the gradients of the pre-activations (gate and up along H, then along M), of the
-    scores, of w2 and of b2.
+) -> HiddenGradients:
+    """All that the pre-activations are needed for.
 
     Args:
         g: the ``Tokens`` of it, not yet multiplied by the scores; taken.
         preactivations: gate and up, as ``forward`` returned them; taken.
         scores: float32 (M,), or None where outputs are not multiplied by any.
-        weights: as they are, in high precision; matrices that ``quantized`` has may be missing.
-        quantized: w1, w3 and w2 of ``plan.dgrad.b``, of which w2 is taken; or none: it is quantised again.
+        weights: as they are, in high precision; w2 may be missing if it is in ``quantized``.
+        quantized: w2 of ``plan.dgrad.b``, taken; or none: it is quantised again.
         needs: which gradients of ``weights`` are wanted.
-        wanted: how the gradient of w2 is; that of b2 is fp32.
     """
     plan = config.gemms.plan
-    w2 = quantized.pop() if quantized else _for_dgrad(weights.w2, plan, kernels)
+    w2 = take(quantized) if quantized else _for_dgrad(weights.w2, plan, kernels)
     g = g.pop()
     rows = g.along_features(plan.dgrad.a, offs, kernels)
-    if g.sent is not None:
-        g = g._replace(rowwise=None)
+    if weights.b2 is None:
+        del g
     preactivations.append(kernels.gemm_m_grouped(rows, w2, offs, None, torch.bfloat16, False))  # u
     del w2, rows
     specs = plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
-    *made, sh_columnwise, dscores = kernels.swiglu_backward(preactivations, scores, config.limit, *specs, offs)
-    dw2 = db2 = None
-    if needs[2]:
-        dw2 = wanted.multiply(2, g.along_tokens(plan.wgrad.a, offs, kernels), sh_columnwise, offs, kernels)
+    *made, dscores = kernels.swiglu_backward(preactivations, scores, config.limit, *specs, offs)
+    rowwise, columnwise = take_many(made, 2), take_many(made)
+    biases: list[torch.Tensor | None] = [None] * 3
+    for i in (0, 1):
+        if needs[3 + i]:
+            biases[i] = sum_rows(_values(rowwise[i], offs, kernels).float(), offs)
     if weights.b2 is not None:
         values = (_values(g.rowwise, offs, kernels) if g.values is None else g.values).float()
         if scores is not None:
@@ -301,55 +325,58 @@ def backward_w2(
             products = (values * weights.b2.float()[expert_M.clamp(max=offs.numel() - 1)]).sum(1)
             dscores = dscores + products
             values = values * scores[:, None]
-        db2 = sum_rows(values, offs) if needs[5] else None
-    return made, dscores, dw2, db2
+        biases[2] = sum_rows(values, offs) if needs[5] else None
+    if not needs[2]:
+        columnwise.pop()
+    return HiddenGradients(rowwise, columnwise, dscores, biases)
 
 
-def backward_w1_w3(
-    made: Owned,
-    x: Owned,
-    weights: Weights,
-    quantized: Owned,
+def weight_gradients(
+    columnwise: Owned,
+    tokens: Owned,
     needs: list[bool],
     wanted: WeightGradients,
     offs: torch.Tensor,
     config: ExpertsConfig,
     kernels: Backend,
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """The rows' gradient, (M, D), as the one or the two tensors that ``Backend.dual_gemm_m_grouped`` gives, and the
-    gradients of w1, w3 (as ``wanted``), b1 and b3 (fp32).
+) -> list[torch.Tensor]:
+    """The gradient of w2, or those of w1 and w3, as ``wanted``.
 
     Args:
-        made: the operands that ``backward_w2`` returned; taken.
-        x: the ``Tokens`` that ``forward`` took, taken: nothing needs them once they are quantised along M.
-        weights: as of ``backward_w2``.
-        quantized: w1 and w3 of ``plan.dgrad.b``, taken; or none: they are quantised again.
-        needs: as of ``backward_w2``.
+        columnwise: of ``HiddenGradients``: the score times h, or the gradients of gate and up; taken.
+        tokens: the ``Tokens`` of g, or of x, taken: nothing needs them once they are quantised along M.
+        needs: which of w1's, w3's and w2's; not w2's with others.
     """
-    plan = config.gemms.plan
-    rowwise, columnwise = take_many(made, 2), take_many(made)
-    grads: list[torch.Tensor | None] = [None] * 4
-    if needs[0] or needs[1]:
-        x_columnwise = take(x).along_tokens(plan.wgrad.b, offs, kernels)
-        for i in (0, 1):
-            dy = take(columnwise)
-            if needs[i]:
-                grads[i] = wanted.multiply(i, dy, x_columnwise, offs, kernels)
-            del dy
-        del x_columnwise
+    wgrad = config.gemms.plan.wgrad
+    if needs[2]:
+        g = take(tokens).along_tokens(wgrad.a, offs, kernels)
+        return [wanted.multiply(2, g, take(columnwise), offs, kernels)]
+    x, grads = take(tokens).along_tokens(wgrad.b, offs, kernels), []
     for i in (0, 1):
-        if needs[3 + i]:
-            grads[2 + i] = sum_rows(_values(rowwise[i], offs, kernels).float(), offs)
+        dy = take(columnwise)
+        if needs[i]:
+            grads.append(wanted.multiply(i, dy, x, offs, kernels))
+        del dy
+    return grads
+
+
+def rows_gradient(
+    rowwise: Owned, weights: Weights, quantized: Owned, offs: torch.Tensor, config: ExpertsConfig, kernels: Backend
+) -> list[torch.Tensor]:
+    """The rows' gradient, (M, D), as the one or the two tensors that ``Backend.dual_gemm_m_grouped`` gives.
+
+    Args:
+        rowwise: as of ``HiddenGradients``, taken.
+        weights: as of ``hidden_gradients``.
+        quantized: w1 and w3 of ``plan.dgrad.b``, taken; or none: they are quantised again.
+    """
 
     def products() -> Iterator[tuple[Operand, Operand]]:
         for w in weights[:2]:
-            yield take(rowwise), take(quantized) if quantized else _for_dgrad(w, plan, kernels)
+            of_dgrad = take(quantized) if quantized else _for_dgrad(w, config.gemms.plan, kernels)
+            yield take(rowwise), of_dgrad
 
-    return kernels.dual_gemm_m_grouped(products(), offs), grads
-
-
-def _is_gathered(spec: OperandSpec) -> bool:
-    return spec.scales == "mn_major" or (spec.stored == "bf16" and spec.is_quantized)
+    return kernels.dual_gemm_m_grouped(products(), offs)
 
 
 def _for_dgrad(w: torch.Tensor | Operand | Quantized, plan: Plan, kernels: Backend) -> Operand:
@@ -359,9 +386,52 @@ def _for_dgrad(w: torch.Tensor | Operand | Quantized, plan: Plan, kernels: Backe
     return make(w, 1, plan.dgrad.b, None)
 
 
-def tensors_of(operands: list[Operand]) -> list[torch.Tensor]:
+def tensors_of(operands: Sequence[Operand]) -> list[torch.Tensor]:
     """Elements and, where there are any, scales, one operand after the other."""
     return [tensor for operand in operands for tensor in operand[:2] if tensor is not None]
+
+
+def operand_of(tensors: Owned, spec: OperandSpec, axis: int) -> Operand:
+    """The first one of ``tensors_of``, taken; what is not quantised may be there in any dtype."""
+    data, scale = tensors.pop(0), None
+    if spec.stored != "bf16":
+        scale = tensors.pop(0)
+    elif not spec.is_quantized:
+        data = data.bfloat16().contiguous()
+    return Operand(data, scale, spec, axis)
+
+
+def kept_operands(tensors: Owned, gemms: MXConfig) -> Owned:
+    """Weights of ``plan.dgrad.b``, of all tensors that were kept of them, taken."""
+    return [operand_of(tensors, gemms.plan.dgrad.b, 1) for _ in range(len(tensors) // 2)]
+
+
+class TensorCounts(NamedTuple):
+    """How many tensors ``hidden_tensors`` makes of both gradients along H, of both along M, and of the score times h.
+    What is not quantised is the same along both, and counts once. And whether g is quantised along M."""
+
+    rowwise: int
+    columnwise: int
+    h: int
+    quantizes_g: bool
+
+    def of_hidden(self, needs: list[bool]) -> tuple[int, int, int]:
+        """If these gradients are wanted."""
+        return self.rowwise, self.columnwise, self.h * needs[2]
+
+
+@torch.compiler.assume_constant_result
+def count_tensors(config: str) -> TensorCounts:
+    """Of the layer whose ``ExpertsConfig`` has this key."""
+    return decode(config).counts
+
+
+def hidden_tensors(made: HiddenGradients, config: ExpertsConfig) -> list[torch.Tensor]:
+    """What an operator returns of ``HiddenGradients``: no tensor twice."""
+    first = 0 if config.plan.dgrad.a.is_quantized else 2
+    optional = made.dscores, *made.biases
+    rest = [tensor for tensor in optional if tensor is not None]
+    return [*tensors_of(made.rowwise), *tensors_of(made.columnwise[first:]), *rest]
 
 
 def _values(rows: Operand, offs: torch.Tensor, kernels: Backend) -> torch.Tensor:

@@ -15,7 +15,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titan_mxfp8 import backends
 from titan_mxfp8.format.codec import decode
-from titan_mxfp8.format.spec import Operand
 from titan_mxfp8.ops import experts
 from titan_mxfp8.ops.accumulate import held_gradients, take_gradients
 from titan_mxfp8.ops.autograd import (
@@ -24,12 +23,12 @@ from titan_mxfp8.ops.autograd import (
     is_exporting,
     once_differentiable,
     save_for_backward,
-    take,
+    split,
     take_many,
 )
 from titan_mxfp8.ops.checks import check_offs_values
 from titan_mxfp8.ops.config import MXConfig
-from titan_mxfp8.ops.experts import ExpertsConfig, Tokens, WeightGradients, Weights
+from titan_mxfp8.ops.experts import ExpertsConfig, HiddenGradients, Tokens, WeightGradients, Weights
 from titan_mxfp8.ops.library import Operator, aligned
 
 
@@ -91,6 +90,9 @@ def _experts_config(gemms: str, limit: float | None) -> ExpertsConfig:
     return ExpertsConfig(gemms=decode(gemms), limit=limit)
 
 
+KEPT = 4, 2  # tensors of w1 and w3, and of w2, that were quantised for dgrad
+
+
 class _GroupedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, offs, w1, w3, w2, b1, b3, b2, config, kept, grad_enabled, *gathered):
@@ -104,20 +106,28 @@ class _GroupedExperts(torch.autograd.Function):
         if not save:
             return y, None
         weights = () if kept_weight == "quantized" else matrices
-        ctx.matrices = len(weights)
+        ctx.matrices, ctx.kept = len(weights), KEPT if kept_weight == "quantized" else (0, 0)
         return save_for_backward(ctx, y, offs, b2, *weights, *saved, *((x,) if keeps_input else ()))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, g):
         offs, b2, *saved = saved
-        weights, saved = [*saved[: ctx.matrices]], [*saved[ctx.matrices :]]
-        needs = list(ctx.needs_input_grad[2:8])
-        params, totals = held_gradients(ctx, first=2, count=3)
-        made = experts_backward(g, saved, weights, b2, offs, needs, common_dtype(ctx.dtypes), totals, ctx.config)
-        dweights = gradients_of(take_gradients(params, totals) + made[1:], needs, ctx.dtypes)
+        weights, preactivations, kept, kept_w2, x = split(saved, ctx.matrices, 2, *ctx.kept)
+        del saved
+        needs, sizes = list(ctx.needs_input_grad[2:8]), [*preactivations[0].shape, g.shape[1]]
+        held, counts = held_gradients(ctx, first=2, count=3), experts.count_tensors(ctx.config)
+        rowwise, columnwise, h, biases, of_g = split(
+            experts_hidden_gradients(g, offs, preactivations, kept_w2, weights, b2, needs, ctx.config),
+            *counts.of_hidden(needs),
+            sum(needs[3:]),
+        )
+        of_x_and_g = x, of_g if counts.quantizes_g else [g]
+        wanted = sizes, needs, common_dtype(ctx.dtypes), held, ctx.config
+        dweights = weight_gradients(offs, (columnwise or [*rowwise], h), of_x_and_g, None, *wanted)
+        dx = experts_rows_gradient(offs, rowwise, kept, weights, sizes, ctx.config)
         none = [None] * (len(ctx.needs_input_grad) - 8)
-        return made[0], None, *dweights, *none
+        return dx, None, *gradients_of(dweights + biases, needs, ctx.dtypes), *none
 
 
 def common_dtype(dtypes: list[torch.dtype | None]) -> torch.dtype:
@@ -142,7 +152,7 @@ def experts_forward(
     config: str,
     save: bool,
 ) -> list[torch.Tensor]:
-    """y (M, D), and with ``save`` what ``experts_backward`` takes: gate and up (M, H), the kept weights, and x as wgrad
+    """y (M, D), and with ``save`` what backward takes: gate and up (M, H), the kept weights, and x as wgrad
     or requantisation wants it, unless that is x itself.
 
     Args:
@@ -187,92 +197,167 @@ def _(x, weights, biases, offs, config, save):
 
 
 @Operator
-def experts_backward(
+def experts_hidden_gradients(
     g: torch.Tensor,
-    saved: list[torch.Tensor],
+    offs: torch.Tensor,
+    preactivations: list[torch.Tensor],
+    quantized: list[torch.Tensor],
     weights: list[torch.Tensor],
     b2: torch.Tensor | None,
+    needs: list[bool],
+    config: str,
+) -> list[torch.Tensor]:
+    """``experts.hidden_tensors``; then g along M, if w2's gradient is wanted and made of what is quantised.
+
+    Args:
+        preactivations: gate and up. Emptied, as all lists of operators in backward that hold what forward or another
+            of them has made: each tensor is freed after its use, if nothing else holds it. Compiled code does, until
+            an operator returns, so backward is several of them.
+        quantized: w2 as ``experts_forward`` has kept it, emptied; or none.
+        weights: w1, w3, w2, as ``experts.weights_of`` takes them; none where they are kept quantised.
+        needs: which gradients of w1, w3, w2, b1, b3 and b2 are wanted.
+    """
+    layer: ExpertsConfig = decode(config)
+    kernels, plan = backends.load(layer.gemms.backend, g.device), layer.plan
+    g, offs = aligned(g), aligned(offs)
+    parameters = experts.weights_of(weights, [None, None, b2], plan)
+    rows, columns = plan.dgrad.a, plan.wgrad.a
+    of_columns = []
+    if needs[2] and columns.is_quantized:
+        of_rows, operand = kernels.quantize_both(g, rows, columns, offs)
+        of_columns = operand.tensors()
+    else:
+        of_rows = kernels.quantize(g, 1, rows, offs if rows.grouped_scales else None)
+    tokens = [Tokens(of_rows, None, g)]
+    del of_rows
+    w2, given = experts.kept_operands(quantized, layer.gemms), take_many(preactivations)
+    made = experts.hidden_gradients(tokens, given, None, parameters, w2, needs, offs, layer, kernels)
+    return [*experts.hidden_tensors(made, layer), *of_columns]
+
+
+@torch.library.register_fake(experts_hidden_gradients.overload)
+def _(g, offs, preactivations, quantized, weights, b2, needs, config):
+    layer, local = decode(config), offs.shape[0]
+    made, columns = empty_hidden(preactivations[0], local, needs, False, layer, g.shape[1]), layer.plan.wgrad.a
+    return made + (columns.empty(g, 0, local).tensors() if needs[2] and columns.is_quantized else [])
+
+
+def empty_hidden(
+    gate: torch.Tensor, local: int, needs: list[bool], scored: bool, layer: ExpertsConfig, dim: int
+) -> list[torch.Tensor]:
+    """For fakes: ``experts.hidden_tensors`` of ``local`` experts, with ``gate`` (M, H)."""
+    (rows, hidden), dgrad, wgrad = gate.shape, layer.plan.dgrad, layer.plan.wgrad
+    rowwise = [dgrad.a.empty(gate, 1, local if dgrad.a.grouped_scales else None) for _ in range(2)]
+    columnwise = [spec.empty(gate, 0, local) for spec in (wgrad.a, wgrad.a, *[wgrad.b] * needs[2])]
+    dscores = gate.new_empty(rows, dtype=torch.float32) if scored else None
+    shapes = zip((hidden, hidden, dim), needs[3:], strict=True)
+    biases = [gate.new_empty((local, n), dtype=torch.float32) if needed else None for n, needed in shapes]
+    return experts.hidden_tensors(HiddenGradients(rowwise, columnwise, dscores, biases), layer)
+
+
+def weight_gradients(
     offs: torch.Tensor,
+    columnwise: tuple[Owned, Owned],
+    tokens: tuple[Owned, Owned],
+    sources: torch.Tensor | None,
+    sizes: list[int],
+    needs: list[bool],
+    dtype: torch.dtype,
+    held: tuple[list[torch.Tensor], list[torch.Tensor]],
+    config: str,
+) -> list[torch.Tensor]:
+    """The gradients of w1, w3 and w2 that ``needs`` names: that of w2 is made first, and frees most.
+
+    Args:
+        columnwise: tensors of the gradients of gate and up, and of the score times h.
+        tokens: of x, and of g.
+        sources, sizes, dtype: as of ``expert_weight_gradients``.
+        held: ``accumulate.held_gradients``.
+    """
+    (_, h), (_, g), (params, totals), (of_w1, of_w3, of_w2) = columnwise, tokens, held, needs[:3]
+    rest, made = (dtype, totals, config), []
+    if of_w2:
+        made = expert_weight_gradients(offs, h, g, sources, sizes, [False, False, True], *rest)
+    if of_w1 or of_w3:
+        given = columnwise[0], tokens[0], sources, sizes, [of_w1, of_w3, False]
+        made = expert_weight_gradients(offs, *given, *rest) + made
+    return take_gradients(params, totals) + made
+
+
+@Operator
+def expert_weight_gradients(
+    offs: torch.Tensor,
+    columnwise: list[torch.Tensor],
+    tokens: list[torch.Tensor],
+    sources: torch.Tensor | None,
+    sizes: list[int],
     needs: list[bool],
     dtype: torch.dtype,
     totals: list[torch.Tensor],
     config: str,
 ) -> list[torch.Tensor]:
-    """The gradient of x (M, D) in bf16, and those that ``needs`` names: of w1, w3, w2 in ``dtype``, of b1, b3, b2 in
-    fp32.
+    """The gradient of w2, or those of w1 and w3 that ``needs`` names, in ``dtype``.
 
     Args:
-        saved: what ``experts_forward`` returned behind y, and x where that is kept as it is. Emptied: each tensor is
-            freed after its use, if nothing else holds it.
-        weights: w1, w3, w2, as ``experts.weights_of`` takes them; none where they are kept quantised.
+        columnwise: tensors of the score times h, or of the gradients of gate and up, along M. Emptied.
+        tokens, sources: of g, or of x, as ``ExpertsConfig.wgrad_tokens`` takes them; emptied.
+        sizes: rows, H and D.
         totals: fp32, to which the gradients of w1, w3 and w2, all needed, are added: they are not returned then. Not
             in the schema, as compiled graphs have none.
     """
     layer: ExpertsConfig = decode(config)
-    gemms, kernels = layer.gemms, backends.load(layer.gemms.backend, g.device)
-    plan, g, offs = gemms.plan, aligned(g), aligned(offs)
-    parameters = experts.weights_of(weights, [None, None, b2], plan)
-    taken = take_many(saved)
-    preactivations = take_many(taken, 2)
-    quantized = kept_operands(taken, gemms)
-    x = [_saved_tokens(taken, gemms)]
-    rows, columns = plan.dgrad.a, plan.wgrad.a
-    if not needs[2]:
-        g_tokens = [Tokens(kernels.quantize(g, 1, rows, offs if rows.grouped_scales else None), None, g)]
-    elif columns.is_quantized:
-        g_tokens = [Tokens(*kernels.quantize_both(g, rows, columns, offs), g)]
-    else:
-        of_rows = kernels.quantize(g, 1, rows, offs if rows.grouped_scales else None)
-        g_tokens = [Tokens(of_rows, Operand(g.bfloat16().contiguous(), None, columns, 0), g)]
-        del of_rows
-    rest = needs, WeightGradients(dtype, totals), offs, layer, kernels
-    made, _, dw2, db2 = experts.backward_w2(g_tokens, preactivations, None, parameters, quantized, *rest)
-    dx, (dw1, dw3, db1, db3) = experts.backward_w1_w3(made, x, parameters, quantized, *rest)
+    kernels, offs, wgrad = backends.load(layer.gemms.backend, offs.device), aligned(offs), layer.plan.wgrad
+    given = [layer.wgrad_tokens(tokens, sources, needs[2])]
+    operands = [experts.operand_of(columnwise, spec, 0) for spec in ((wgrad.b,) if needs[2] else (wgrad.a, wgrad.a))]
+    wanted = WeightGradients(dtype, totals)
+    made = experts.weight_gradients(operands, given, needs, wanted, offs, layer, kernels)
+    return [] if totals else made
+
+
+@torch.library.register_fake(expert_weight_gradients.overload)
+def _(offs, columnwise, tokens, sources, sizes, needs, dtype, totals, config):
+    (_, h, d), local = sizes, offs.shape[0]
+    shapes = zip(((h, d), (h, d), (d, h)), needs, strict=True)
+    return [] if totals else [offs.new_empty((local, *shape), dtype=dtype) for shape, needed in shapes if needed]
+
+
+@Operator
+def experts_rows_gradient(
+    offs: torch.Tensor,
+    rowwise: list[torch.Tensor],
+    quantized: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    sizes: list[int],
+    config: str,
+) -> torch.Tensor:
+    """The gradient of x (M, D) in bf16.
+
+    Args:
+        rowwise: of ``HiddenGradients``. Emptied.
+        quantized: w1 and w3 as ``experts_forward`` has kept them, emptied; or none.
+        weights: as of ``experts_hidden_gradients``.
+        sizes: as of ``expert_weight_gradients``.
+    """
+    layer: ExpertsConfig = decode(config)
+    kernels, offs = backends.load(layer.gemms.backend, offs.device), aligned(offs)
+    dx = experts.rows_gradient(*to_rows_gradient(rowwise, quantized, weights, layer), offs, layer, kernels)
     dx = dx[0] if len(dx) == 1 else dx[0].add_(dx[1])
     row_M = torch.arange(dx.shape[0], device=offs.device)
-    dx.masked_fill_((row_M >= offs[-1])[:, None], 0)
-    return [dx, *returned((dw1, dw3, dw2, db1, db3, db2), needs, totals)]
+    return dx.masked_fill_((row_M >= offs[-1])[:, None], 0)
 
 
-@torch.library.register_fake(experts_backward.overload)
-def _(g, saved, weights, b2, offs, needs, dtype, totals, config):
-    dx = g.new_empty(g.shape, dtype=torch.bfloat16)
-    return [dx, *empty_gradients(g, saved[0].shape[1], offs.shape[0], needs, dtype, totals)]
+@torch.library.register_fake(experts_rows_gradient.overload)
+def _(offs, rowwise, quantized, weights, sizes, config):
+    return offs.new_empty((sizes[0], sizes[2]), dtype=torch.bfloat16)
 
 
-def returned(
-    gradients: Sequence[torch.Tensor | None], needs: list[bool], totals: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    """What an operator returns of the gradients of w1, w3, w2, b1, b3 and b2: those that ``needs`` names, but for the
-    first three where they were added to ``totals``."""
-    first = 3 if totals else 0
-    return [grad for grad, needed in zip(gradients[first:], needs[first:], strict=True) if needed]
-
-
-def empty_gradients(
-    g: torch.Tensor, hidden: int, local: int, needs: list[bool], dtype: torch.dtype, totals: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    """For fakes: what is ``returned`` of the gradients of ``local`` experts' parameters, with ``g`` (M, D)."""
-    d, h = g.shape[1], hidden
-    shapes = (local, h, d), (local, h, d), (local, d, h), (local, h), (local, h), (local, d)
-    dtypes = [dtype] * 3 + [torch.float32] * 3
-    return returned([g.new_empty(shape, dtype=dt) for shape, dt in zip(shapes, dtypes, strict=True)], needs, totals)
-
-
-def kept_operands(saved: Owned, gemms: MXConfig) -> Owned:
-    """w1, w3 and w2 of ``plan.dgrad.b``, taken out of what was saved; none where they are not kept."""
-    if not gemms.keeps_weight:
-        return []
-    return [Operand(*take_many(saved, 2), gemms.plan.dgrad.b, 1) for _ in range(3)]
-
-
-def _saved_tokens(saved: Owned, gemms: MXConfig) -> Tokens:
-    if gemms.keeps_input:
-        return Tokens(None, Operand(take(saved).bfloat16().contiguous(), None, gemms.plan.wgrad.b, 0))
-    data, scale = (*take_many(saved), None)[:2]
-    if gemms.keeps_rows:
-        return Tokens(Operand(data, scale, gemms.plan.forward.a, 1))
-    return Tokens(None, Operand(data, scale, gemms.plan.wgrad.b, 0))
+def to_rows_gradient(
+    rowwise: Owned, quantized: Owned, weights: list[torch.Tensor], layer: ExpertsConfig
+) -> tuple[Owned, Weights, Owned]:
+    """What ``experts.rows_gradient`` takes, of an operator's arguments, taken."""
+    operands = [experts.operand_of(rowwise, layer.plan.dgrad.a, 1) for _ in range(2)]
+    parameters = experts.weights_of(weights, [None] * 3, layer.plan)
+    return operands, parameters, experts.kept_operands(quantized, layer.gemms)
 
 
 # As ``ops/library.py`` has it for single GEMMs.
@@ -281,6 +366,16 @@ def _(x_shape, weight_shapes, *args, **kwargs) -> int:
     return 3 * 2 * x_shape[0] * math.prod(weight_shapes[0][1:])
 
 
-@register_flop_formula(torch.ops.titan_mxfp8.experts_backward)
-def _(g_shape, saved_shapes, weight_shapes, b2_shape, offs_shape, needs, *args, **kwargs) -> int:
-    return (3 + sum(needs[:3])) * 2 * math.prod(g_shape) * saved_shapes[0][1]
+@register_flop_formula(torch.ops.titan_mxfp8.experts_hidden_gradients)
+def _(g_shape, offs_shape, preactivation_shapes, *args, **kwargs) -> int:
+    return 2 * math.prod(g_shape) * preactivation_shapes[0][1]
+
+
+@register_flop_formula(torch.ops.titan_mxfp8.expert_weight_gradients)
+def _(offs_shape, columnwise_shapes, token_shapes, sources_shape, sizes, needs, *args, **kwargs) -> int:
+    return sum(needs) * 2 * math.prod(sizes)
+
+
+@register_flop_formula(torch.ops.titan_mxfp8.experts_rows_gradient)
+def _(offs_shape, rowwise_shapes, quantized_shapes, weight_shapes, sizes, *args, **kwargs) -> int:
+    return 2 * 2 * math.prod(sizes)

@@ -20,11 +20,12 @@ from triton import knobs
 
 from titan_mxfp8.backends import Gemm, Plan, SwigluForward, SwigluGradients, reference, triton
 from titan_mxfp8.backends.common import gemm as portable
+from titan_mxfp8.backends.common import quantizers
 from titan_mxfp8.backends.common import swiglu as portable_swiglu
-from titan_mxfp8.backends.common.quantizers import quantize, quantize_both, requantize
+from titan_mxfp8.backends.common.quantizers import quantize, quantize_both
 from titan_mxfp8.backends.common.swiglu import swiglu
 from titan_mxfp8.backends.hardware import Hardware
-from titan_mxfp8.backends.hopper import gemm, swiglu_gemm, swiglu_gradients
+from titan_mxfp8.backends.hopper import gemm, requantize_rows, swiglu_gemm, swiglu_gradients
 from titan_mxfp8.format.spec import Operand, OperandSpec, check_k_grouped, check_m_grouped
 from titan_mxfp8.logs import log_once
 from titan_mxfp8.recipe import Recipe
@@ -47,6 +48,15 @@ def plan(recipe: Recipe, hardware: Hardware) -> Plan:
 
 def _coalesced(gemm: Gemm) -> Gemm:
     return Gemm(a=replace(gemm.a, stored="coalesced"), b=replace(gemm.b, stored="coalesced"), mma_dtype="FP8")
+
+
+def requantize(
+    rows: Operand, axis: int, spec: OperandSpec, offs: Tensor | None, places: Tensor | None = None
+) -> Operand:
+    """``Backend.requantize``: rebased rows along the tokens by a kernel of their own, where Triton compiles."""
+    if axis == 0 and not knobs.runtime.interpret and requantize_rows.takes(rows, spec):
+        return requantize_rows.requantize(rows, spec, offs, places)
+    return quantizers.requantize(rows, axis, spec, offs, places)
 
 
 def swiglu_backward(
