@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from poison import poisoned_empty
 from tiers import daily
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 from watch import saved_tensors
 
 from scripts.bench.problems import relative_rms
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_moe
 from titan_mxfp8.backends import reference as reference_backend
-from titan_mxfp8.moe import bounds
-from titan_mxfp8.moe import layer as moe_layer
+from titan_mxfp8.moe import bounds, operators
 from titan_mxfp8.moe.transport import Local
 from titan_mxfp8.ops import experts
 
@@ -177,8 +177,8 @@ def check_bounded(
     """To the bit; but FP8 tensor cores may add up a row otherwise where there are fewer."""
     local = Local()
     local.shared.wanted.raises = False
-    monkeypatch.setattr(moe_layer, "choose", lambda *_: (local, ""))
-    monkeypatch.setattr(moe_layer, "check_expert_ids", lambda *_: None)
+    monkeypatch.setattr(operators, "choose", lambda *_: (local, ""))
+    monkeypatch.setattr(operators, "check_expert_ids", lambda *_: None)
     room = bounds.bound(factor, T, K, 1, E)
     assert room == {0: 0, 0.2: 256, 0.7: 640}[factor] and (layer["expert_ids"] == E - 1).sum() == 0
     order = layer["expert_ids"].flatten().argsort(stable=True)
@@ -322,10 +322,27 @@ def test_rows_of_the_gradient_are_there_for_one_gemm_alone(monkeypatch: pytest.M
     assert alive == [False]
 
 
-def test_compiled_code_takes_any_strides() -> None:
-    """Inductor holds operators to the strides that their fakes name."""
+def test_compiled_code_takes_any_strides_and_frees_what_it_has_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor holds operators to the strides that their fakes name. Its code holds what it gives an operator until
+    that returns: the pre-activations are gone before the gradients of the weights are made all the same."""
+    forward, gemm = experts.forward, reference_backend.gemm_k_grouped
+    saved: list[StorageWeakRef] = []
+    freed: list[bool] = []
+
+    def forward_and_refer(*args):
+        y, *preactivations = forward(*args)
+        saved.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in preactivations)
+        return y, *preactivations
+
+    def look_and_multiply(*args):
+        freed.append(all(reference.expired() for reference in saved))
+        return gemm(*args)
+
+    monkeypatch.setattr(experts, "forward", forward_and_refer)
+    monkeypatch.setattr(reference_backend, "gemm_k_grouped", look_and_multiply)
     dy = torch.randn(D, T).bfloat16().mT
     check_compiled(with_columns_first(make_layer()), dy, "mxfp8_2d", "inductor")
+    assert len(saved) == 4 and freed == [True] * 6, "of the compiled layer, then of the eager one"
 
 
 def test_knows_its_shapes_and_flops_without_data() -> None:

@@ -14,7 +14,7 @@ from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, quantize
 from titan_mxfp8.backends.common import gemm, launch, replay
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm as hopper
-from titan_mxfp8.moe import layer
+from titan_mxfp8.moe.operators import moe_forward, moe_hidden_gradients, moe_rows_gradient
 from titan_mxfp8.ops import config, library
 
 EXPERTS, N, K = 3, 96, 160
@@ -178,7 +178,7 @@ def test_which_operators_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert operator.run(on_gpu, 7) == (operator.run_aligned, (on_gpu, 7), unread)
         monkeypatch.setattr(operator, "function", lambda *args: args)
         assert operator.run(on_cpu, 7) == (on_cpu, 7)
-    for operator in (layer.moe_forward, layer.moe_hidden_gradients, layer.moe_rows_gradient):
+    for operator in (moe_forward, moe_hidden_gradients, moe_rows_gradient):
         monkeypatch.setattr(operator, "function", lambda *args: args)
         assert operator.run(on_gpu, 7) == (on_gpu, 7)
 

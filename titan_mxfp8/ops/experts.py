@@ -349,11 +349,11 @@ def weight_gradients(
     """
     wgrad = config.gemms.plan.wgrad
     if needs[2]:
-        g = take(tokens).along_tokens(wgrad.a, offs, kernels)
-        return [wanted.multiply(2, g, take(columnwise), offs, kernels)]
-    x, grads = take(tokens).along_tokens(wgrad.b, offs, kernels), []
+        g = tokens.pop().along_tokens(wgrad.a, offs, kernels)
+        return [wanted.multiply(2, g, columnwise.pop(), offs, kernels)]
+    x, grads = tokens.pop().along_tokens(wgrad.b, offs, kernels), []
     for i in (0, 1):
-        dy = take(columnwise)
+        dy = columnwise.pop(0)
         if needs[i]:
             grads.append(wanted.multiply(i, dy, x, offs, kernels))
         del dy

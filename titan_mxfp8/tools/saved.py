@@ -2,7 +2,7 @@
 
 A block of each kind runs forward on the meta device, where nothing is computed and no memory is taken, and what is
 given to autograd to keep is counted. So what is kept, and in how many bytes, is said where it is decided: in
-``ops/matmul.py``, ``moe/layer.py``, the backend's plan, TorchTitan's modules and, of compiled blocks, Inductor's
+``ops/matmul.py``, ``moe/operators.py``, the backend's plan, TorchTitan's modules and, of compiled blocks, Inductor's
 partitioner.
 """
 

@@ -2,10 +2,11 @@
 
 A program takes 128 rows of one group and 128 columns: whole blocks of 128 along either axis. Threads that lie along
 rows leave the bytes in shared memory. A thread then has 32 rows of four columns, a block of each, takes the bytes of
-neighbouring rows side by side, and computes with two of them at once in fp16.
+neighbouring rows side by side, and computes with two of them at once in fp16. On an H200, 32768 rows of 2048 gathered
+into 196608, in 64 groups: 0.21 ms, in fp32 0.28, by ``common/rebase.py`` 0.39.
 
-Why fp16 is exact: elements of rows whose scales lie within 2^18 of the largest one, times their scales over that, are
-at least 2^-21 and at most 28672 if multiplied by 2^6, so none of their four bits are lost. Divided by
+Why fp16 is exact: with ``top``, the largest scale of the tile's rows, elements times 2^(scale - top + 6) are at most
+28672, and 0 or at least 2^-21 where no scale is more than 2^18 smaller: none of their four bits are lost. Divided by
 2^15 times its block's scale, an element's smallest step, 2^-9, is fp16's own, 2^-24: the product is rounded as the
 element would be. Times 2^15 and the quotient of the scales of a block of 32 and of 128, it is rounded again where it is
 converted. Tiles with other rows are computed in fp32.
@@ -33,7 +34,9 @@ from titan_mxfp8.format.spec import Operand, OperandSpec
 TILE = Tile(rows=128, segments=1)
 _SPEC = OperandSpec(block_k=128, scales="mn_major")
 # Tiles of columns that are taken for all rows before the next ones: rows that are read several times, once for each
-# expert of a token, are then still in the L2.
+# expert of a token, are then still in the L2. As above, with 80 registers: 1, 2, 4, 8 and 16 took 0.221, 0.207, 0.223,
+# 0.244 and 0.259 ms; of rows that lay in order 0.271, 0.247, 0.248, 0.251 and 0.252. With all registers 4 took 0.215
+# and 0.225.
 PANEL = gl.constexpr(4)
 
 # A thread has 16 bytes of a row, or of a transposed one, and a warp four rows.
@@ -48,8 +51,7 @@ _STAGED_WORDS = gl.constexpr(gl.SwizzledSharedLayout(8, 8, 4, [1, 0]))
 # Of column ``4 c + j`` in the j-th of four.
 _MADE_WORDS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 _MADE_BYTES = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
-_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-_PLAIN_1D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 def takes(rows: Operand, spec: OperandSpec) -> bool:
@@ -186,7 +188,7 @@ def _in_pairs(of_rows):
 def _load_pairs(of_rows):
     """What ``_in_pairs`` made and shared memory holds, for the threads that have those rows."""
     layout: gl.constexpr = gl.SliceLayout(1, _ALONG_COLUMNS)
-    pairs = reinterpreted(of_rows, gl.int32, [64], _PLAIN_1D)
+    pairs = reinterpreted(of_rows, gl.int32, [64], _PLAIN)
     return pairs.slice(0, 32).load(layout), pairs.slice(32, 32).load(layout)
 
 
@@ -198,7 +200,10 @@ def _for_words(of_blocks):
 
 @gluon.jit
 def _rebase_in_fp16(words, factors, top, made):
-    """Leaves the elements in shared memory; returns the scales of four columns in a word."""
+    """Leaves the elements in shared memory; returns the scales of four columns in a word.
+
+    ``top`` is the largest scale of the rows, of a range in which no block's is cut off at 0 or 254.
+    """
     scales = gl.full((32,), 0, gl.int32, gl.SliceLayout(0, _ALONG_COLUMNS))
     columns = _transpose_bytes(
         _load_words(words, 0), _load_words(words, 1), _load_words(words, 2), _load_words(words, 3)
@@ -208,10 +213,10 @@ def _rebase_in_fp16(words, factors, top, made):
         largest = gl.reduce(_in_blocks(largest), 1, _largest_pair)
         largest = gl.maximum(largest & 0x7FFF, (largest >> 16) & 0x7FFF)
         bits = largest.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32).to(gl.int32, bitcast=True)
-        lifted = scale_byte(bits, False, False)
+        lifted = scale_byte(bits, False, False)  # as if top were 133: the rows' factors are 2^6 times larger
         byte = gl.where(bits == 0, 0, gl.where(lifted == 255, 255, lifted + (top - 133)))
         new = gl.max(byte, 0)
-        down = _power_pair(gl.minimum(112 - lifted, 15))
+        down = _power_pair(gl.minimum(112 - lifted, 15))  # of zeros it may be anything
         shift = _power_pair(gl.maximum(byte - gl.expand_dims(new, 0), -32) + 15)
         shift = gl.where(gl.expand_dims(new, 0) == 255, 0x7FFF7FFF, shift)
         word = _round_pairs(pair01, pair23, _for_words(down), _for_words(shift))
@@ -275,8 +280,8 @@ def _requantize_tiles(
         if start >= stop:
             return
     staged = gl.allocate_shared_memory(gl.uint8, [128, 128], _STAGED_BYTES)
-    row_factors = gl.allocate_shared_memory(gl.int16, [128], _PLAIN_1D)
-    row_scales = gl.allocate_shared_memory(gl.int16, [128], _PLAIN_1D)
+    row_factors = gl.allocate_shared_memory(gl.int16, [128], _PLAIN)
+    row_scales = gl.allocate_shared_memory(gl.int16, [128], _PLAIN)
     made = ()
     for _ in gl.static_range(4):
         made = made + (gl.allocate_shared_memory(gl.int32, [32, 32], _MADE_WORDS),)  # noqa: RUF005
