@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tiers import daily
-from training import BF16, kill_when, losses, start, train
+from training import BF16, check_exchange, check_resumed, check_tracking, losses, start, train
 
 pytestmark = pytest.mark.integration
 
@@ -57,11 +57,7 @@ BAND = 0.01
 def test_mxfp8_learns_and_tracks_bf16(run, model: str, layout: str) -> None:
     _, bf16 = run(model, layout, "bf16")
     out, mxfp8 = run(model, layout, "mxfp8")
-    assert list(mxfp8) == list(range(1, 9))
-    gaps = [mxfp8[step] - bf16[step] for step in bf16]
-    print(f"{model} {layout}: {mxfp8[1]:.4f} -> {mxfp8[8]:.4f}, largest gap {max(map(abs, gaps)):.4f}")
-    assert mxfp8[1] - mxfp8[8] > FALL[model]
-    assert 0 < max(map(abs, gaps)) < BAND
+    check_tracking(f"{model} {layout}", bf16, mxfp8, FALL[model], BAND)
     log = (out / "log").read_text()
     assert "converted 1 expert module (recipe mxfp8, backend reference)" in log
     assert re.search(r"converted \d+ Linears \(recipe mxfp8, backend reference\)", log)
@@ -80,10 +76,7 @@ def test_other_models_learn_and_track_bf16(tmp_path: Path, model: str) -> None:
         train(tmp_path / kind, model, f"--training.steps={steps}", f"--training.seq_len={length}", *flags)
         for kind, flags in (("bf16", [BF16]), ("mxfp8", []))
     )
-    gaps = [mxfp8[step] - bf16[step] for step in bf16]
-    print(f"{model}: {mxfp8[1]:.4f} -> {mxfp8[steps]:.4f}, largest gap {max(map(abs, gaps)):.4f}")
-    assert mxfp8[1] - mxfp8[steps] > fall
-    assert 0 < max(map(abs, gaps)) < band
+    check_tracking(model, bf16, mxfp8, fall, band)
 
 
 @pytest.mark.nightly  # test_faults.py kills one rank of two, test_checkpoints.py compares losses
@@ -91,12 +84,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(run, tmp_path: Path) -> None:
     layout = "FSDP 2 + EP 2"
     _, whole = run("llama4", layout, "mxfp8")
     flags = (STEPS, *BATCH[layout], "--checkpoint.enable", "--checkpoint.interval=4")
-    process = start(tmp_path, "llama4", *flags, layout=layout)
-    kill_when(process, lambda: "step:  6" in (tmp_path / "log").read_text())
-    assert not (tmp_path / "checkpoint" / "step-8").exists()
-    resumed = train(tmp_path, "llama4", *flags, layout=layout)
-    assert "Training starts at step 5" in (tmp_path / "log").read_text()
-    assert [resumed[step] for step in range(5, 9)] == [whole[step] for step in range(5, 9)]
+    check_resumed(tmp_path, lambda out: start(out, "llama4", *flags, layout=layout), whole)
 
 
 def test_without_a_login_wandb_logs_offline(run) -> None:
@@ -121,7 +109,5 @@ def test_bf16_and_mxfp8_exchange_checkpoints(run, tmp_path: Path, model: str, wr
     flags = [STEPS, *BATCH["1 process"], "--checkpoint.enable", "--checkpoint.interval=60"]
     flags += [BF16] if read == "bf16" else []
     after = train(tmp_path, model, *flags)
-    assert list(after) == list(range(5, 9))
-    assert all(abs(after[step] - before[step]) < BAND for step in after)
-    assert after != {step: before[step] for step in after}
+    check_exchange(after, before, BAND)
     assert losses(tmp_path) == after

@@ -275,7 +275,8 @@ def test_compiled_code_is_known_by_the_edition(tmp_path: Path, monkeypatch: pyte
         hashes.append(hash_of_sources(tmp_path))
     assert hashes[0] != hashes[1] and hashes[0] == hashes[2]
     monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "user's")
-    compile_for_own_edition_only()
+    for _ in range(2):
+        compile_for_own_edition_only()
     own = hash_of_sources(Path(workarounds.__file__).parents[1])
     assert torch.compiler.config.cache_key_tag == f"user'stitan_mxfp8-{own}"
 

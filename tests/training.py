@@ -63,6 +63,30 @@ def finish(process: Job | subprocess.Popen, out: Path) -> dict[int, float]:
     return losses(out)
 
 
+def check_tracking(what: str, bf16: dict[int, float], mxfp8: dict[int, float], fall: float, band: float) -> None:
+    """MXFP8 learns: its loss falls by so much, and is nowhere further than ``band`` from bf16's, but not the same."""
+    gap, last = max(abs(mxfp8[step] - bf16[step]) for step in bf16), max(mxfp8)
+    print(f"{what}: {mxfp8[1]:.4f} -> {mxfp8[last]:.4f}, largest gap {gap:.4f}")
+    assert list(mxfp8) == list(range(1, last + 1))
+    assert mxfp8[1] - mxfp8[last] > fall and 0 < gap < band
+
+
+def check_exchange(after: dict[int, float], before: dict[int, float], band: float) -> None:
+    """Losses after step 4 of a run that went on in another number format, beside those of the run that stayed."""
+    assert list(after) == list(range(5, 9))
+    assert all(abs(after[step] - before[step]) < band for step in after)
+    assert after != {step: before[step] for step in after}
+
+
+def check_resumed(out: Path, start: Callable[[Path], Job | subprocess.Popen], whole: dict[int, float]) -> None:
+    """A run of 8 steps, killed after its checkpoint at 4 and started again, has the losses of one that was not."""
+    kill_when(start(out), lambda: "step:  6" in (out / "log").read_text())
+    assert not (out / "checkpoint" / "step-8").exists()
+    resumed = finish(start(out), out)
+    assert "Training starts at step 5" in (out / "log").read_text()
+    assert [resumed[step] for step in range(5, 9)] == [whole[step] for step in range(5, 9)]
+
+
 def wait_until(process: Job | subprocess.Popen, ready: Callable[[], bool], timeout: float = 240) -> None:
     """Waits until ``ready()``, of a run that must not end before."""
     deadline = time.monotonic() + timeout

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tiers import daily
-from training import finish, kill_when, start_torchtitan
+from training import check_exchange, check_resumed, check_tracking, finish, start_torchtitan
 
 from scripts.study.runs import read_tensorboard
 
@@ -58,11 +58,7 @@ BAND = 0.01
 def test_mxfp8_learns_and_tracks_bf16(run, layout: str) -> None:
     _, bf16 = run(layout, "bf16")
     out, mxfp8 = run(layout, "mxfp8")
-    assert list(mxfp8) == list(range(1, 9))
-    gaps = [mxfp8[step] - bf16[step] for step in bf16]
-    print(f"{layout}: {mxfp8[1]:.4f} -> {mxfp8[8]:.4f}, largest gap {max(map(abs, gaps)):.4f}")
-    assert mxfp8[1] - mxfp8[8] > FALL
-    assert 0 < max(map(abs, gaps)) < BAND
+    check_tracking(layout, bf16, mxfp8, FALL, BAND)
     log = (out / "log").read_text()
     assert "MXFP8: recipe mxfp8, backend reference (for cpu; " in log
     assert "MXFP8: converted 1 expert module (recipe mxfp8, backend reference); left: none" in log
@@ -75,10 +71,7 @@ def test_mxfp8_learns_and_tracks_bf16(run, layout: str) -> None:
 def test_qwen3_learns_and_tracks_bf16(tmp_path: Path) -> None:
     flags = ("--training.steps=4", "--training.seq_len=128")
     bf16, mxfp8 = (train(tmp_path / kind, "qwen3", kind, *flags) for kind in ("bf16", "mxfp8"))
-    gaps = [mxfp8[step] - bf16[step] for step in bf16]
-    print(f"qwen3: {mxfp8[1]:.4f} -> {mxfp8[4]:.4f}, largest gap {max(map(abs, gaps)):.4f}")
-    assert mxfp8[1] - mxfp8[4] > 0.6  # measured 0.77
-    assert 0 < max(map(abs, gaps)) < BAND
+    check_tracking("qwen3", bf16, mxfp8, 0.6, BAND)  # measured 0.77
 
 
 FEW_STEPS = ("--training.steps=3", "--lr_scheduler.total_steps=8", "--training.seq_len=128")
@@ -125,12 +118,7 @@ def test_compiled_blocks_dispatch_their_own_tokens(run, tmp_path: Path) -> None:
 def test_a_killed_run_goes_on_from_its_checkpoint(run, tmp_path: Path) -> None:
     _, whole = run("FSDP 2 + EP 2", "mxfp8")
     args = ("deepseek_v3", "mxfp8", *STEPS, "--checkpoint.interval=4")
-    process = start(tmp_path, *args, layout="FSDP 2 + EP 2")
-    kill_when(process, lambda: "step:  6" in (tmp_path / "log").read_text())
-    assert not (tmp_path / "checkpoint" / "step-8").exists()
-    resumed = train(tmp_path, *args, layout="FSDP 2 + EP 2")
-    assert "Training starts at step 5" in (tmp_path / "log").read_text()
-    assert [resumed[step] for step in range(5, 9)] == [whole[step] for step in range(5, 9)]
+    check_resumed(tmp_path, lambda out: start(out, *args, layout="FSDP 2 + EP 2"), whole)
 
 
 @pytest.mark.parametrize("written, read", daily([("bf16", "mxfp8"), ("mxfp8", "bf16")], "bf16"))
@@ -139,6 +127,4 @@ def test_bf16_and_mxfp8_exchange_checkpoints(run, tmp_path: Path, written: str, 
     out, before = run(layout, written)
     shutil.copytree(out / "checkpoint" / "step-4", tmp_path / "checkpoint" / "step-4")
     after = train(tmp_path, "deepseek_v3", read, *STEPS, "--checkpoint.interval=60", layout=layout)
-    assert list(after) == list(range(5, 9))
-    assert all(abs(after[step] - before[step]) < BAND for step in after)
-    assert after != {step: before[step] for step in after}
+    check_exchange(after, before, BAND)

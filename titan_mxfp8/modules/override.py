@@ -1,7 +1,7 @@
 """Expert classes of the user's: their own forward, in which ``torch._grouped_mm`` is MXFP8's."""
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 
 import torch
 import torch.utils.checkpoint
@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from titan_mxfp8.modules import hugging_face
 from titan_mxfp8.modules.converted import ConvertedModule
+from titan_mxfp8.workarounds.patch import around
 
 _aten = torch.ops.aten._grouped_mm
 _GROUPED_MM = frozenset((torch._grouped_mm, torch.nn.functional.grouped_mm, _aten, _aten.default))  # of one signature
@@ -58,23 +59,16 @@ def _carried(function: Callable) -> Callable:
     return overrides[-1].again(function) if overrides else function
 
 
-@cache
-def _carry_overrides_into_backward() -> None:
-    """Has ``torch.utils.checkpoint`` run within the override what it runs again. Otherwise a checkpoint in an expert
-    class's forward would run again in bf16. What torch does elsewhere stays as it is."""
-    reentrant, frame = torch.utils.checkpoint.CheckpointFunction, torch.utils.checkpoint._CheckpointFrame
-    forward, init = reentrant.forward, frame.__init__
+# A checkpoint in an expert class's forward runs again within the override, which would be in bf16 otherwise. What torch
+# checkpoints elsewhere stays as it is.
+@around("torch.utils.checkpoint.CheckpointFunction.forward")
+def _carry_into_reentrant_backward(forward: Callable, ctx: object, run_function: Callable, *args: object) -> object:
+    return forward(ctx, _carried(run_function), *args)
 
-    @wraps(forward)
-    def forward_with_override(ctx, run_function, *args):
-        return forward(ctx, _carried(run_function), *args)
 
-    @wraps(init)
-    def init_with_override(self, recompute_fn, *args, **kwargs):
-        init(self, _carried(recompute_fn), *args, **kwargs)
-
-    reentrant.forward = staticmethod(forward_with_override)
-    frame.__init__ = init_with_override
+@around("torch.utils.checkpoint._CheckpointFrame.__init__")
+def _carry_into_backward(init: Callable, frame: object, recompute_fn: Callable, *args: object) -> None:
+    init(frame, _carried(recompute_fn), *args)
 
 
 class OverriddenForward(ConvertedModule):
@@ -104,6 +98,7 @@ def _has_tokens(args: list[object]) -> bool:
 @cache
 def override_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that takes the place of ``cls``: its forward with MXFP8 grouped GEMMs."""
-    _carry_overrides_into_backward()
+    _carry_into_reentrant_backward()
+    _carry_into_backward()
     between = (hugging_face.GroupedMMExperts,) if hugging_face.is_switchable(cls) else ()
     return type(f"MXFP8{cls.__name__}", (OverriddenForward, *between, cls), {})

@@ -58,24 +58,15 @@ def _put_around(target: str, patch: Callable, name: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workaround:
-    """A row of the list.
+    """A row of the list."""
 
-    Attributes:
-        install: the function that installs it. Its docstring begins with what is wrong without it.
-        changes: dotted names of what it changes.
-        torchtitan: for which versions, with spaces between them; empty: whether or not there is one.
-        since, before: for which versions of torch; empty: from the oldest, up to the newest that is supported.
-        cpu: only where there is no accelerator.
-        by_config: not at import, but where a config is known that needs it.
-    """
-
-    install: Callable[..., None]
-    changes: tuple[str, ...] = ()
-    torchtitan: str = ""
-    since: str = ""
-    before: str = ""
-    cpu: bool = False
-    by_config: bool = False
+    install: Callable[..., None]  # its docstring begins with what is wrong without it
+    changes: tuple[str, ...] = ()  # dotted names
+    torchtitan: str = ""  # for which versions, with spaces between them; empty: whether or not there is one
+    since: str = ""  # the first version of torch; empty: the oldest that is supported
+    before: str = ""  # the version of torch that needs it no more
+    cpu: bool = False  # only where there is no accelerator
+    by_config: bool = False  # not at import, but where a config is known that needs it
 
     @property
     def name(self) -> str:

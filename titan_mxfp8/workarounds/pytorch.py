@@ -98,7 +98,8 @@ def compile_for_own_edition_only() -> None:
     The inductor's cache on disk knows a custom operator by its name alone, not by the shapes that its fake gives:
     after an update of this package a run would be given code for the shapes of before. With a hash of the package's
     sources in the keys it finds none."""
-    torch.compiler.config.cache_key_tag += f"titan_mxfp8-{hash_of_sources(Path(__file__).parents[1])}"
+    tag, config = f"titan_mxfp8-{hash_of_sources(Path(__file__).parents[1])}", torch.compiler.config
+    config.cache_key_tag = config.cache_key_tag.removesuffix(tag) + tag  # once
 
 
 def hash_of_sources(folder: Path) -> str:
