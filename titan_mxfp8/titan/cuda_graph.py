@@ -45,9 +45,8 @@ class StepGraph:
         self._stream = torch.cuda.Stream(device)
         self._valid_tokens = torch.zeros((), device=device)
         self._batch: dict[str, Any] | None = None  # what the graphs read
-        self._graphs: dict[
-            bool, tuple[torch.cuda.CUDAGraph, Tensor]
-        ] = {}  # with its loss, by whether gradients are added
+        # With its loss, by whether gradients are added.
+        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._grads: list[tuple[nn.Parameter, Tensor]] = []
         self._bytes = 0
         self._left, self._eager = WARM_UP, False
