@@ -8,6 +8,7 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
+import datasets
 import processes
 import pytest
 import torch
@@ -423,6 +424,19 @@ def test_experts_run_in_mxfp8_whatever_use_grouped_mm_says(use_grouped_mm: bool)
 
     expected = mm(swiglu(mm(x, experts.w1), mm(x, experts.w3), None), experts.w2)
     assert torch.equal(experts(x, counts), expected.float())
+
+
+def test_a_run_that_cannot_start_is_refused_when_its_config_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"dump_folder = .*file/run' cannot be written to .*--job.dump_folder"):
+        parse(f"--job.dump_folder={tmp_path}/file/run")
+    with pytest.raises(ValueError, match=r"dump_folder = '/proc/run' cannot be written to"):
+        parse("--job.dump_folder=/proc/run")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"'c4' is streamed .*HF_HUB_OFFLINE.*dataset=c4_test"):
+        ConfigManager().parse_args([PLUGIN, ASSETS[0], "--training.dataset=c4", f"--job.dump_folder={tmp_path}"])
 
 
 @pytest.mark.parametrize("converters", ["", GROUPED])

@@ -1,9 +1,11 @@
-"""Checks of what a config reads on this machine: tokenizer, text to train and validate on."""
+"""Checks of what a config reads and writes on this machine: tokenizer, text to train and validate on, dump folder."""
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
+import datasets
 from torchtitan.components.tokenizer import build_hf_tokenizer
 from torchtitan.components.validate import build_validator
 from torchtitan.config import JobConfig
@@ -14,11 +16,12 @@ CHECKED_BYTES = 1 << 28  # of a file of text: two seconds; what is behind them i
 
 
 def check_files(job_config: JobConfig) -> None:
-    """Checks that this machine has what the config reads.
+    """Checks that this machine has what the config reads, and can write where the config writes.
 
     A model with a tokenizer, data loader or validator of its own reads what it likes, and
     ``experimental.custom_import`` may bring the model later. Raises ValueError: no tokenizer, no data, data without
-    text, or a validation that cannot be."""
+    text, a validation that cannot be, or a dump folder that cannot be written to."""
+    _check_dump_folder(Path(job_config.job.dump_folder))
     if job_config.experimental.custom_import:
         return
     spec = get_train_spec(job_config.model.name)
@@ -74,6 +77,12 @@ def _check_data(section: str, name: str, path: str | None) -> None:
             )
         for file in sorted(folder.glob("*.jsonl")):
             _check_rows(file)
+    if name in ("c4", "c4_validation") and not path and datasets.config.HF_HUB_OFFLINE:
+        raise ValueError(
+            f"{section}.dataset {name!r} is streamed from Hugging Face, but HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is "
+            f"set: unset it, or use local text with --{section}.dataset=c4_test and --{section}.dataset_path, a "
+            "folder with a data.jsonl"
+        )
 
 
 def _check_rows(file: Path) -> None:
@@ -98,3 +107,16 @@ def _check_rows(file: Path) -> None:
                 break
     if not rows:
         raise ValueError(f"{file} has no rows: {wanted}")
+
+
+def _check_dump_folder(path: Path) -> None:
+    # by writing: permission bits do not tell of read-only or root-squashed file systems
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"job.dump_folder = {str(path)!r} cannot be written to ({error}): checkpoints and logs go there, "
+            "choose another one with --job.dump_folder"
+        ) from error
