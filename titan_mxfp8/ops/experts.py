@@ -109,8 +109,8 @@ class Tokens(NamedTuple):
         rowwise: quantised along D: as the GEMM along D takes it, or FP8 rows from which that is made.
         columnwise: quantised along M, from the high-precision tensor; None: it is made from ``rowwise``.
         values: (M, D) in high precision; None: those of ``rowwise``.
-        sent, sources: the rows as they were sent, one for each token, and which of them each row is, int32 (M,): what
-            is quantised along M is made from these. None: from ``rowwise``.
+        sent, sources: the rows once for each token, as they were sent or as they arrived, and which of them each row
+            is, int32 (M,): what is quantised along M is made from these. None: from ``rowwise``.
     """
 
     rowwise: Operand | None
