@@ -43,9 +43,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Names a test that failed at once: a run that is cut short shows no summary."""
+    """Names a test that failed at once, and its error: a run that is cut short shows no summary."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
-        print(f"\n{report.nodeid} failed", file=sys.__stderr__, flush=True)
+        crash = getattr(report.longrepr, "reprcrash", None)
+        error = f": {crash.message[:2000]}" if crash else ""
+        print(f"\n{report.nodeid} failed{error}", file=sys.__stderr__, flush=True)
 
 
 @pytest.fixture(autouse=True)
