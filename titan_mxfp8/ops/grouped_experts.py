@@ -1,4 +1,4 @@
-"""The experts of a MoE layer on rows that are sorted by expert already: one operator forward and one backward.
+"""The experts of a MoE layer on rows that are sorted by expert already: one operator forward, four backward.
 
 M rows, D model and H hidden features, E experts. x and the output's gradient are there in high precision, so all of
 their operands are quantised from the originals; what the recipe leaves unquantised is multiplied as it is. Saved for

@@ -2,7 +2,7 @@
 experts.
 
 TorchTitan compiles the parts of a MoE block one by one, as hooks of FSDP and its own dispatch would break a graph. Our
-layer is one operator each way. So its block is one region, as TorchTitan's dense blocks are.
+layer is operators that break none. So its block is one region, as TorchTitan's dense blocks are.
 """
 
 import logging

@@ -8,7 +8,7 @@ from titan_mxfp8.recipe import AUTO, BF16, Recipe
 DEFAULT_RECIPE = AUTO
 # Whose outputs op-level activation checkpointing saves. Quantised operands are made again from the block's inputs,
 # which costs one pass over memory each, where saving them would keep every weight a second time. Experts, and a layer
-# that dispatches its own tokens, are one operator: what its backward needs is saved, and nothing sent twice.
+# that dispatches its own tokens, are one operator in forward: what its backward needs is saved, and nothing sent twice.
 OPERATORS = torch.ops.titan_mxfp8
 SAVED = {each.default for each in (OPERATORS.gemm_m_grouped, OPERATORS.experts_forward, OPERATORS.moe_forward)}
 ONCE = ("off", "on", "auto")  # of quantize_weights_once

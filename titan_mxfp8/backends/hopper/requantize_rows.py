@@ -2,8 +2,7 @@
 
 A program takes 128 rows of one group and 128 columns: whole blocks of 128 along either axis. Threads that lie along
 rows leave the bytes in shared memory. A thread then has 32 rows of four columns, a block of each, takes the bytes of
-neighbouring rows side by side, and computes with two of them at once in fp16. On an H200, 32768 rows of 2048 gathered
-into 196608, in 64 groups: 0.21 ms, in fp32 0.28, by ``common/rebase.py`` 0.39.
+neighbouring rows side by side, and computes with two of them at once in fp16.
 
 Why fp16 is exact: with ``top``, the largest scale of the tile's rows, elements times 2^(scale - top + 6) are at most
 28672, and 0 or at least 2^-21 where no scale is more than 2^18 smaller: none of their four bits are lost. Divided by
@@ -35,9 +34,7 @@ from titan_mxfp8.format.spec import Operand, OperandSpec
 TILE = Tile(rows=128, segments=1)
 _SPEC = OperandSpec(block_k=128, scales="mn_major")
 # Tiles of columns that are taken for all rows before the next ones: rows that are read several times, once for each
-# expert of a token, are then still in the L2. As above, with 80 registers: 1, 2, 4, 8 and 16 took 0.221, 0.207, 0.223,
-# 0.244 and 0.259 ms; of rows that lay in order 0.271, 0.247, 0.248, 0.251 and 0.252. With all registers 4 took 0.215
-# and 0.225.
+# expert of a token, are then still in the L2. 8 and 16 were slower on an H200, 2 and 4 alike.
 PANEL = gl.constexpr(4)
 
 # A thread has 16 bytes of a row, or of a transposed one, and a warp four rows.
@@ -55,15 +52,15 @@ _MADE_BYTES = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
-# The Triton that it has run with. With 3.7.1 each eighth row of a tile with NaN had other bits on an H200, before
-# ``_join_bytes``; since then it is compiled with 3.7.1 and 3.9, and has not run.
-_HAS_RUN = triton.__version__.startswith("3.6.")
+# The Triton that it had the reference's bits with. With 3.7.1 each eighth row of a tile with NaN had others on an H200:
+# ``_join_bytes`` was written for that, and has run with neither yet.
+_IS_KNOWN_TRITON = triton.__version__.startswith("3.6.")
 
 
 def takes(rows: Operand, spec: OperandSpec) -> bool:
     """Whether ``requantize`` makes operands of ``spec`` from these rows."""
     x = rows.data
-    if not _HAS_RUN or not x.is_contiguous():
+    if not _IS_KNOWN_TRITON or not x.is_contiguous():
         return False
     return rows.spec == spec == _SPEC and rows.axis == 1 and x.ndim == 2 and x.shape[1] % 16 == 0
 
