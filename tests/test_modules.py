@@ -56,16 +56,21 @@ class Plain(Experts):
 OFFS = make_offs([3, 0, 6, 11])
 
 
-def test_converts_experts_and_linears_and_tells_them_apart(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_converted_is_returned_logged_and_shown(caplog: pytest.LogCaptureFixture) -> None:
+    """INFO is shown to nobody who did not set logging up."""
     model = Layer()
     converted = convert_model(model, grouped_fqns=["experts"], linear_filter_fqns=["wk"], recipe="mxfp8_2d")
     assert converted == ["experts", "shared_experts", "attention.wq"]
     assert isinstance(model.experts, Experts) and isinstance(model.shared_experts, modules.MXFP8Linear)
     assert type(model.head) is nn.Linear and type(model.attention["wk"]) is nn.Linear
-    log = caplog.text
-    assert "converted 1 expert module (recipe mxfp8_2d, backend reference)" in log
-    assert "converted 2 Linears (recipe mxfp8_2d, backend reference); left: head" in log
-    assert "head (64 -> 4 features, not multiples of 32), attention.wk (linear_filter_fqns has 'wk')" in log
+    assert str(converted).splitlines() == [record.getMessage() for record in caplog.records]
+    assert str(converted).splitlines()[1:] == [
+        "MXFP8: converted 1 expert module (recipe mxfp8_2d, backend reference); left: none",
+        "MXFP8: converted 2 Linears (recipe mxfp8_2d, backend reference); left: "
+        "head (64 -> 4 features, not multiples of 32), attention.wk (linear_filter_fqns has 'wk')",
+    ]
+    again = copy.deepcopy(converted)
+    assert str(again) == str(converted) and again == converted
 
 
 def test_the_forward_is_the_mxfp8_op() -> None:
@@ -240,46 +245,6 @@ def test_a_function_of_the_users_that_computes_experts_again_is_refused() -> Non
         model[0](torch.randn(20, 64), OFFS)
 
 
-def test_modules_with_a_forward_of_their_own_are_not_converted() -> None:
-    """accelerate's hooks put one into the module, past which no class can reach."""
-
-    def hooked(module: nn.Module) -> nn.Module:
-        module.forward = functools.partial(type(module).forward, module)
-        return module
-
-    model = nn.Sequential(hooked(nn.Linear(64, 64)), nn.Linear(64, 64))
-    report = convert_model(model)
-    assert report == ["1"] and "0 (has a forward of its own, as from accelerate's hooks" in str(report)
-    model = Layer()
-    hooked(model.experts)
-    with pytest.raises(ValueError, match=r"experts has a forward of its own.*convert before"):
-        convert_model(model, grouped_fqns=["experts"])
-    assert type(model.shared_experts) is nn.Linear  # all or nothing
-
-
-def test_subclasses_of_linear_keep_their_forward(caplog: pytest.LogCaptureFixture) -> None:
-    class Scaled(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(x)
-
-    model = nn.Sequential(Scaled(64, 64), nn.Linear(64, 64))
-    assert convert_model(model) == ["1"] and type(model[0]) is Scaled
-    assert "left: 0 (Scaled, not nn.Linear itself)" in caplog.text
-    with pytest.raises(ValueError, match=r"Linears: 0 \(Scaled, not nn.Linear itself\), 1 \(converted already\)"):
-        convert_model(model)
-
-
-def test_what_comes_back_shows_what_the_log_says(caplog: pytest.LogCaptureFixture) -> None:
-    """INFO is shown to nobody who did not set logging up."""
-    model = Layer()
-    converted = convert_model(model, grouped_fqns=["experts"])
-    logged = [record.getMessage() for record in caplog.records]
-    assert len(logged) == 3 and str(converted).splitlines() == logged
-    assert converted == ["experts", "shared_experts", "attention.wq", "attention.wk"]
-    again = copy.deepcopy(converted)
-    assert str(again) == str(converted) and again == converted
-
-
 def test_requantised_inputs_reach_the_ops() -> None:
     """Backward then starts from FP8 rows: the gradients of the weights are other ones, of inputs of several sizes."""
     w, x = torch.randn(96, 64), torch.randn(70, 64) * torch.exp2(torch.randint(-8, 1, (70, 1)).float())
@@ -314,51 +279,18 @@ def test_hardware_that_was_never_tried_is_a_warning(
     assert "never run on NVIDIA B200" in warning.getMessage()
 
 
-def test_converting_twice_is_an_error_that_says_so() -> None:
-    model = Layer()
-    convert_model(model, grouped_fqns=["experts"])
-    with pytest.raises(ValueError, match=r"expert modules: experts \(converted already\)"):
-        convert_model(model, grouped_fqns=["experts"])
-    with pytest.raises(ValueError, match=r"Linears: shared_experts, attention.wq, attention.wk \(converted already\)"):
-        modules.convert_linears(model, recipe="mxfp8")
-
-
-def test_converting_nothing_lists_what_could_have_matched() -> None:
-    match = r"^convert_model: .* grouped_fqns \['expert_bank'\].*expert modules: experts \(Experts\)"
-    with pytest.raises(ValueError, match=match):
-        convert_model(Layer(), grouped_fqns=["expert_bank"])
-    with pytest.raises(ValueError, match=r"shared_experts, head, .* \(linear_filter_fqns has 'a'\)"):
-        convert_model(Layer(), linear_filter_fqns=["a"])
-    with pytest.raises(ValueError, match="The model's Linears: none"):
-        convert_model(nn.Sequential(nn.LayerNorm(4)))
-
-
-@pytest.mark.parametrize(
-    "kwargs, message",
-    [
-        (
-            {"grouped_fqns": "experts"},
-            r"^convert_model: bad_experts holds w of shape \(4, 40, 64\).*multiples of 32.*leave .* out of grouped",
-        ),
-        ({"linear_filter_fqns": "linear"}, "no nn.Linear was converted"),
-        ({"recipe": "mxfp9"}, "unknown recipe"),
-        ({"recipe": "bf16"}, "recipe 'bf16' quantises nothing"),
-        ({"backend": "sm90"}, "unknown backend"),
-        ({"backend": 1}, "backend = 1: it must be a string"),
-        ({"requantize_input": "false"}, "requantize_input = 'false': it must be true or false"),
-        ({"linear_filter_fqns": 3}, "linear_filter_fqns = 3: it must be a list of strings"),
-        ({"grouped_fqns": [nn.Linear]}, "grouped_fqns = .*Linear.*: it must be a list of strings"),
-        ({"grouped_fqns": "good_experts", "rebase": None}, "rebase is True or False"),
-        ({"rebase": "false"}, "rebase is True or False, got 'false'"),
-    ],
-)
-def test_what_cannot_be_is_an_error_that_leaves_the_whole_model_as_it_was(kwargs: dict, message: str) -> None:
-    parts = {"good_experts": Experts(), "bad_experts": Experts(hidden=40), "linear": nn.Linear(64, 64)}
-    model = nn.ModuleDict(parts)
-    with pytest.raises(ValueError, match=message):
-        convert_model(model, **kwargs)
-    assert [type(module) for module in model.values()] == [Experts, Experts, nn.Linear]
-    assert not any(hasattr(module, "mxfp8") for module in model.values())
+def tree(linears: str, **others: nn.Module) -> nn.Module:
+    """A model with a linear of 64 features for each of these names, and the other modules."""
+    root = nn.Module()
+    for name, module in ({name: nn.Linear(64, 64) for name in linears.split()} | others).items():
+        *parents, last = name.split(".")
+        parent = root
+        for part in parents:
+            if not hasattr(parent, part):
+                parent.add_module(part, nn.Module())
+            parent = getattr(parent, part)
+        parent.add_module(last, module)
+    return root
 
 
 class Closed(Experts):
@@ -377,13 +309,105 @@ class Frozen(Experts):
         super().__setattr__(name, value)
 
 
-def test_classes_are_made_before_the_first_module_is_swapped() -> None:
-    model = nn.ModuleDict({"first_experts": Experts(), "closed_experts": Closed(), "linear": nn.Linear(64, 64)})
-    with pytest.raises(ValueError, match=r"no class can be derived from Closed, that of closed_experts: .*'kind'"):
-        convert_model(model, grouped_fqns="experts")
-    assert [type(module) for module in model.values()] == [Experts, Closed, nn.Linear]
-    model["closed_experts"] = Frozen()
-    assert convert_model(model, grouped_fqns="experts") == ["first_experts", "closed_experts", "linear"]
+class Scaled(nn.Linear):
+    """A subclass may have a forward of its own."""
+
+
+class TopRouter(nn.Sequential):
+    """Named as Transformers and TorchTitan name theirs."""
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    """As accelerate's hooks leave it: with a forward in the module, past which no class can reach."""
+    module.forward = functools.partial(type(module).forward, module)
+    return module
+
+
+def test_what_is_left_as_it_was_is_named_with_the_reason() -> None:
+    """A gated linear unit's gate is no router. Of many names of a kind the first 8 are told."""
+    adapters = " ".join(f"{i}.base_layer {i}.lora_A.default {i}.lora_B.default" for i in range(3, 8))
+    attention, shared = nn.MultiheadAttention(64, 2), nn.Linear(64, 64)
+    attention.out_proj = nn.Linear(64, 64)
+    others = {"scaled": Scaled(64, 64), "top": TopRouter(nn.Linear(64, 64)), "hooked": hooked(nn.Linear(64, 64))}
+    others |= {"attention": attention, "first": shared, "second": shared, "1.bank": Experts()}
+    model = tree(f"0.gate 0.experts.0.up 1.router.proj 2.gate 2.up {adapters}", **others)
+    assert "converted 0 expert modules" in str(
+        report := convert_model(copy.deepcopy(model), linear_filter_fqns="second")
+    )
+    assert report == ["0.experts.0.up", "2.gate", "2.up", *(f"{i}.base_layer" for i in range(3, 8))]
+    assert convert_model(model, linear_filter_fqns="second", grouped_fqns="1.bank")[:1] == ["1.bank"]
+    names = [f"{i}.lora_{part}.default" for i in range(3, 7) for part in "AB"]
+    for left in (
+        "left: 1.bank (Experts, unless grouped_fqns names it)",
+        "left: 0.gate, 1.router.proj, top.0 (router), ",
+        f"{', '.join(names)} and 2 more (LoRA adapter), scaled (Scaled, not nn.Linear itself), hooked (has a fo",
+        "attention.out_proj (nn.MultiheadAttention reads its weight itself), first (also named second, and linear_f",
+    ):
+        assert left in str(report)
+
+
+def test_experts_are_converted_where_the_filter_leaves_no_linear() -> None:
+    """Also by one of their names, and where they take no attributes. Where there are none the report has no word."""
+    bank = Experts()
+    model = tree("wq", first=bank, second=bank, frozen=Frozen())
+    report = convert_model(model, grouped_fqns=["second$", "frozen"], linear_filter_fqns="wq")
+    assert report == ["first", "frozen"] and "converted 0 Linears" in str(report)
+    assert "expert" not in str(convert_model(tree("wq")))
+
+
+def test_a_filter_names_a_part_or_an_end() -> None:
+    for filters, converted in (
+        (["gate"], "a.wq"),
+        (["gate$"], "a.gate_proj a.wq"),
+        ([".gate$", "wq"], "a.gate_proj own_gate"),
+        ("own_gate$,a.gate$", "a.gate_proj a.wq"),
+        (["a$"], "a.gate a.gate_proj a.wq own_gate"),
+    ):
+        assert convert_model(tree("a.gate a.gate_proj a.wq own_gate"), linear_filter_fqns=filters) == converted.split()
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        (
+            {"grouped_fqns": "bank"},
+            r"^convert_model: .* grouped_fqns \['bank'\].*expert modules: good, bad, hooked \(Experts\), c",
+        ),
+        (
+            {"grouped_fqns": ["good", "bad"]},
+            r"bad holds w of shape \(4, 40, 64\).*multiples of 32.*leave .* out of grouped",
+        ),
+        ({"grouped_fqns": ["good", "closed"]}, "no class can be derived from Closed, that of closed: .*'kind'"),
+        ({"grouped_fqns": ["good", "hooked"]}, r"hooked has a forward of its own.*convert before"),
+        ({"linear_filter_fqns": "wq"}, r"no nn.Linear was converted. .*wq \(linear_filter_fqns has 'wq'\)"),
+        ({"recipe": "mxfp9"}, "unknown recipe"),
+        ({"recipe": "bf16"}, "recipe 'bf16' quantises nothing"),
+        ({"backend": 1}, "backend = 1: it must be a string"),
+        ({"requantize_input": "false"}, "requantize_input = 'false': it must be true or false"),
+        ({"linear_filter_fqns": 3}, "linear_filter_fqns = 3: it must be a list of strings"),
+        ({"grouped_fqns": [nn.Linear]}, "grouped_fqns = .*Linear.*: it must be a list of strings"),
+        ({"rebase": "false"}, "rebase is True or False, got 'false'"),
+    ],
+)
+def test_what_cannot_be_is_an_error_that_leaves_the_whole_model_as_it_was(kwargs: dict, message: str) -> None:
+    model = tree("wq", good=Experts(), bad=Experts(hidden=40), closed=Closed(), hooked=hooked(Experts()))
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=message):
+        convert_model(model, **kwargs)
+    assert [type(module) for module in model.modules()] == before
+    assert not any(hasattr(module, "mxfp8") for module in model.modules())
+
+
+def test_what_is_converted_or_no_model_is_refused() -> None:
+    model = Layer()
+    convert_model(model, grouped_fqns=["experts"])
+    with pytest.raises(ValueError, match=r"expert modules: experts \(converted already\)"):
+        convert_model(model, grouped_fqns=["experts"])
+    with pytest.raises(ValueError, match=r"Linears: shared_experts, attention.wq, attention.wk \(converted already\)"):
+        modules.convert_linears(model, recipe="mxfp8")
+    for thing in (model.state_dict(), [model], None):
+        with pytest.raises(ValueError, match=r"^convert_model: takes a model, .*: load saved weights into a model"):
+            convert_model(thing)
 
 
 @pytest.mark.parametrize("shape", [(4, 1, 96), (4, 1, 1), (4, 3, 2)])
@@ -409,86 +433,6 @@ def test_what_is_narrower_than_a_block_is_no_matrix_of_an_expert(shape: tuple[in
         convert_model(model, grouped_fqns=["0"])
 
 
-def test_experts_that_nobody_named_are_in_the_report() -> None:
-    report = str(convert_model(Layer()))
-    assert "converted 0 expert modules" in report
-    assert "left: experts (Experts, unless grouped_fqns names it)" in report
-    assert "expert" not in str(convert_model(nn.Sequential(nn.Linear(64, 64))))
-
-
-@pytest.mark.parametrize("thing", [nn.Linear(64, 64).state_dict(), [nn.Linear(64, 64)], None])
-def test_what_is_no_model_is_refused_with_what_to_do(thing: object) -> None:
-    with pytest.raises(ValueError, match=r"^convert_model: takes a model, .*: load saved weights into a model"):
-        convert_model(thing)
-
-
-def test_experts_are_converted_where_the_filter_leaves_no_linear(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.ModuleDict({"experts": Experts(), "output": nn.Linear(64, 64)})
-    assert convert_model(model, grouped_fqns="experts", linear_filter_fqns="output") == ["experts"]
-    assert "converted 0 Linears" in caplog.text and "left: output (linear_filter_fqns has 'output')" in caplog.text
-    assert type(model["output"]) is nn.Linear
-
-
-def test_a_linear_with_two_names_is_left_alone_if_one_is_filtered(caplog: pytest.LogCaptureFixture) -> None:
-    shared = nn.Linear(64, 64)
-    model = nn.ModuleDict({"decoder": shared, "wq": nn.Linear(64, 64), "lm_head": shared})
-    assert convert_model(model, linear_filter_fqns="lm_head") == ["wq"]
-    assert type(shared) is nn.Linear
-    assert "left: decoder (also named lm_head, and linear_filter_fqns has 'lm_head')" in caplog.text
-    model = nn.ModuleDict({"experts": Experts(), "linear": nn.Linear(64, 64)})
-    model["bank"] = model["experts"]
-    assert convert_model(model, grouped_fqns="bank$") == ["experts", "linear"]
-
-
-def named(names: str) -> nn.Module:
-    """A tree with a linear of 64 features for each of these names."""
-    root = nn.Module()
-    for name in names.split():
-        *parents, last = name.split(".")
-        module = root
-        for parent in parents:
-            if not hasattr(module, parent):
-                module.add_module(parent, nn.Module())
-            module = getattr(module, parent)
-        module.add_module(last, nn.Linear(64, 64))
-    return root
-
-
-@pytest.mark.parametrize(
-    "filters, converted",
-    [
-        (["gate"], "a.wq"),
-        (["gate$"], "a.gate_proj a.wq"),
-        ([".gate$", "wq"], "a.gate_proj own_gate"),
-        ("own_gate$,a.gate$", "a.gate_proj a.wq"),
-        (["a$"], "a.gate a.gate_proj a.wq own_gate"),
-    ],
-)
-def test_a_filter_names_a_part_or_an_end(filters: list[str] | str, converted: str) -> None:
-    model = named("a.gate a.gate_proj a.wq own_gate")
-    assert sorted(convert_model(model, linear_filter_fqns=filters)) == converted.split()
-
-
-class TopRouter(nn.Sequential):
-    """Named as Transformers and TorchTitan name theirs."""
-
-
-def test_routers_are_left_alone_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    """As Transformers 4.57 has them, linears beside experts, and as modules of a class of their own."""
-    model = named("0.gate 0.experts.0.up 1.router.proj 2.gate 2.up")
-    model.get_submodule("1").bank = Experts()
-    model.chooser = TopRouter(nn.Linear(64, 64))
-    converted = convert_model(model)
-    assert converted == ["0.experts.0.up", "2.gate", "2.up"], "a gated linear unit's gate is no router"
-    assert "left: 0.gate, 1.router.proj, chooser.0 (router)" in caplog.text
-
-
-def test_lora_adapters_are_left_alone_and_those_of_many_layers_counted(caplog: pytest.LogCaptureFixture) -> None:
-    model = named(" ".join(f"{i}.q.base_layer {i}.q.lora_A.default {i}.q.lora_B.default" for i in range(6)) + " out")
-    assert convert_model(model, linear_filter_fqns="out") == [f"{i}.q.base_layer" for i in range(6)]
-    assert "3.q.lora_B.default and 4 more (LoRA adapter), out (linear_filter_fqns has 'out')" in caplog.text
-
-
 @pytest.mark.parametrize("whole", [False, True])
 def test_torchs_fused_encoder_layer_does_not_read_past_converted_linears(whole: bool) -> None:
     """In eval mode without gradients its fused operator takes weights, not modules."""
@@ -508,13 +452,6 @@ def test_torchs_fused_encoder_layer_does_not_read_past_converted_linears(whole: 
         unconverted = model.eval()(x, src_key_padding_mask=padding)
     assert relative_rms(actual[~padding], expected[~padding]) < 1e-6
     assert relative_rms(actual[~padding], unconverted[~padding]) > 1e-3
-
-
-def test_a_linear_whose_weight_attention_reads_itself_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.ModuleDict({"attention": nn.MultiheadAttention(64, 2), "wq": nn.Linear(64, 64)})
-    model["attention"].out_proj = nn.Linear(64, 64)
-    assert convert_model(model) == ["wq"]
-    assert "left: attention.out_proj (nn.MultiheadAttention reads its weight itself)" in caplog.text
 
 
 @pytest.mark.parametrize("what", ["model", "activations", "autocast"])
