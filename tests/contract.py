@@ -17,13 +17,13 @@ from scripts.bench.problems import largest_row_error, make_offs, relative_rms
 from titan_mxfp8 import RECIPES
 from titan_mxfp8.backends import BACKENDS, Backend, BackendRow, Gemm, Plan, load
 from titan_mxfp8.backends import reference as reference_backend
-from titan_mxfp8.backends.common import pad
 from titan_mxfp8.backends.common.dequantize import dequantize
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
 from titan_mxfp8.format import reference
 from titan_mxfp8.format.mx import ceil_div, ragged_rows
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.format.swizzle import unswizzle
+from titan_mxfp8.ops import pad
 from titan_mxfp8.recipe import Recipe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -310,10 +310,11 @@ def check_pad(x: torch.Tensor, sizes: list[int], alignment: int, device: str | t
     filled = [torch.arange(len(part)) < len(group) for part, group in zip(rows, groups, strict=True)]
     gaps = ~torch.cat([*filled, torch.zeros(length - sum(map(len, rows)), dtype=torch.bool)])
     with poisoned_empty():
-        padded, padded_offs = pad.pad_token_groups(x.to(device), offs, alignment=alignment, padded_rows=length)
+        padded, padded_offs = pad.pad_token_groups(x.to(device), offs, alignment)
         _assert_equal(padded, expected)
         padded[gaps.to(device)] = torch.nan
-        back = pad.unpad_token_groups(padded, offs, alignment=alignment, rows=x.shape[0])
+        back = pad.unpad_token_groups(padded, offs, alignment, x.shape[0])
+    assert padded_offs.dtype == torch.int32
     assert padded_offs.tolist() == torch.tensor([len(group) for group in rows]).cumsum(0).tolist()
     _assert_equal(back, torch.cat([x[: sum(sizes)], torch.zeros_like(x[sum(sizes) :])]))
 

@@ -37,6 +37,24 @@ def make_problem(spread: str = "zipf", dtype: torch.dtype = torch.bfloat16) -> d
     }
 
 
+def uneven_problem() -> dict[str, torch.Tensor]:
+    """Tokens at exponents of their own, else rounding along K and along M hardly differ: mantissas stay."""
+    problem = make_problem()
+    with torch.no_grad():
+        problem["x"] *= torch.exp2(torch.randint(-8, 1, (M, 1)).bfloat16())
+    return problem
+
+
+def dw_of_rows(problem: dict[str, torch.Tensor], recipe: Recipe, spec: OperandSpec) -> torch.Tensor:
+    """By the reference's GEMM of x quantised to rows, and those requantised."""
+    dy, offs, rows = problem["dy"], problem["offs"], reference.quantize(problem["x"], 1, spec)
+    x_spec, dy_spec, _ = specs(recipe)
+    if recipe.wgrad == "bf16":
+        return torch._grouped_mm(dy.mT, rows.dequantize().bfloat16(), offs=offs)
+    along_m = reference.quantize(dy, 0, dy_spec, offs), reference.requantize(rows, 0, x_spec, offs)
+    return gemm_k_grouped(*along_m, offs, torch.bfloat16)
+
+
 def exact_per_group(problem: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Output and gradients in fp32, expert by expert."""
     x, w, bias = (problem[name].detach().float().requires_grad_() for name in ("x", "w", "bias"))
@@ -54,38 +72,31 @@ def run(problem: dict[str, torch.Tensor], recipe: str | Recipe, **kwargs) -> dic
     return {"y": y, "dx": x.grad, "dw": w.grad, "dbias": bias.grad}
 
 
-def test_recipe_table_and_aliases() -> None:
+def test_the_table_of_recipes() -> None:
     aliases = {
         "mxfp8_rceil": "mxfp8",
         "mxfp8_cublas_rceil": "mxfp8",
         "mxfp8_cublas": "mxfp8_floor",
         "mxfp8_rceil_wgrad_with_hp": "mxfp8_wgrad_bf16",
     }
-    for alias, name in aliases.items():
-        assert get_recipe(alias) is RECIPES[name] and RECIPES[name].name == name
+    assert all(get_recipe(alias) is RECIPES[name] for alias, name in aliases.items())
+    for name in EXACT:
+        recipe, rebased = RECIPES[name], RECIPES[f"{name}_rebased"]
+        assert (recipe.name, rebased) == (name, replace(recipe, name=f"{name}_rebased", block_k=128))
+        assert recipe.rounding == ("floor" if "floor" in name else "rceil")
+        assert recipe.weight_block == ("32x32" if "2d" in name else "1x32")
+        assert recipe.wgrad == ("bf16" if "bf16" in name else "mxfp8")
+        assert recipe.grad_dtype == (torch.float8_e5m2 if "e5m2" in name else torch.float8_e4m3fn)
+        assert decode(rebased.key) == rebased
+        assert get_recipe(name, rebase=True) == rebased == get_recipe(rebased, rebase=True) == get_recipe(rebased)
+    assert get_recipe("mxfp8_cublas", rebase=True) is RECIPES["mxfp8_floor_rebased"]
     wrong = {"rounding": "up", "wgrad": "hp", "weight_block": "1x128", "grad_dtype": torch.half}
     for field, value in (*wrong.items(), ("quantized", 1), ("block_k", 128.0)):
         with pytest.raises(ValueError, match=f"recipe 'own': unknown {field} .*use one of"):
             Recipe(name="own", **{field: value})
-    floor = RECIPES["mxfp8_floor"]
-    assert (floor.rounding, floor.weight_block, floor.wgrad) == ("floor", "1x32", "mxfp8")
-    squares = RECIPES["mxfp8_2d_wgrad_bf16"]
-    assert (squares.rounding, squares.weight_block, squares.wgrad) == ("rceil", "32x32", "bf16")
-    assert RECIPES["mxfp8_e5m2_grad"].grad_dtype == torch.float8_e5m2
     for unknown in ("mxfp4", ["mxfp8"]):
         with pytest.raises(ValueError, match=r"unknown recipe .*mxfp8_2d"):
             get_recipe(unknown)
-
-
-def test_rebased_recipes_are_rows_of_the_table() -> None:
-    assert len(CANONICAL) == 2 * len(EXACT)
-    for name in EXACT:
-        rebased = RECIPES[f"{name}_rebased"]
-        assert (rebased.name, rebased.block_k) == (f"{name}_rebased", 128)
-        assert rebased == replace(RECIPES[name], name=rebased.name, block_k=128)
-        assert decode(rebased.key) == rebased
-        assert get_recipe(name, rebase=True) == rebased == get_recipe(rebased, rebase=True) == get_recipe(rebased)
-    assert get_recipe("mxfp8_cublas", rebase=True) is not get_recipe("mxfp8_cublas")
     for rebase in (None, 1, "yes"):
         with pytest.raises(ValueError, match="rebase is True or False, got"):
             get_recipe("mxfp8", rebase=rebase)
@@ -145,8 +156,7 @@ def test_error_against_fp32(recipe: str, spread: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("name", CANONICAL)
 def test_the_three_gemms_take_the_operands_of_the_table(name: str) -> None:
     """Bit for bit the reference's GEMMs on operands quantised as the recipe says, each from its source tensor."""
-    recipe, problem = RECIPES[name], make_problem()
-    problem["x"] = problem["x"].detach() * torch.exp2(torch.randint(-8, 1, (M, 1)).bfloat16())
+    recipe, problem = RECIPES[name], uneven_problem()
     x, w, dy, offs, bias = (problem[key].detach() for key in ("x", "w", "dy", "offs", "bias"))
     squares, block_k = recipe.weight_block == "32x32", recipe.block_k
     common = {"rounding": recipe.rounding, "block_k": block_k, "scales": "k_major" if block_k == 32 else "mn_major"}
@@ -191,30 +201,19 @@ def test_operands_on_several_devices_are_refused() -> None:
 
 @pytest.mark.parametrize("recipe", CANONICAL)
 @pytest.mark.parametrize("requantize_input", [False, True])
-def test_values_past_the_groups_are_never_used(requantize_input: bool, recipe: str) -> None:
-    problem = make_problem()
+def test_nan_reaches_no_other_token(requantize_input: bool, recipe: str) -> None:
+    """Past the groups it reaches nothing, in a token the weight gradient of its expert."""
+    problem, token = make_problem("balanced"), 70
     clean = run(problem, recipe, requantize_input=requantize_input)
-    last = problem["offs"][-1]
+    last, group = problem["offs"][-1], int((problem["offs"] <= token).sum())
     with torch.no_grad():
-        problem["x"][last:] = float("nan")
+        problem["x"][token, 3] = problem["x"][last:] = float("nan")
         problem["dy"][last:] = float("inf")
-    for name, value in run(problem, recipe, requantize_input=requantize_input).items():
-        assert torch.equal(value, clean[name]), name
-
-
-@pytest.mark.parametrize("recipe", CANONICAL)
-@pytest.mark.parametrize("requantize_input", [False, True])
-def test_nan_in_one_token_reaches_no_other_token(requantize_input: bool, recipe: str) -> None:
-    problem = make_problem("balanced")
-    clean = run(problem, recipe, requantize_input=requantize_input)
-    with torch.no_grad():
-        problem["x"][70, 3] = float("nan")
     out = run(problem, recipe, requantize_input=requantize_input)
-    others = torch.arange(M) != 70
-    assert torch.equal(out["y"][others], clean["y"][others]) and out["y"][70].isnan().all()
-    assert torch.equal(out["dx"], clean["dx"])  # dx does not depend on x
-    group = int((problem["offs"] <= 70).sum())
-    assert out["dw"][group].isnan().any() and not out["dw"][[e for e in range(E) if e != group]].isnan().any()
+    assert out["y"][token].isnan().all() and out["dw"][group].isnan().any()
+    out["y"][token], out["dw"][group] = clean["y"][token], clean["dw"][group]
+    for name, value in out.items():
+        assert torch.equal(value, clean[name]), name
 
 
 def test_bias_of_one_row_serves_every_expert() -> None:
@@ -244,10 +243,7 @@ def test_only_the_gradients_that_are_needed() -> None:
 def test_prequantised_activations_of_every_recipe(recipe: str) -> None:
     """Bits of the reference's GEMMs on requantised rows; and the tensor that they were quantised from gets the gradient
     that it gets without, of every op that took them."""
-    problem, plain = make_problem(), RECIPES[recipe]
-    x_spec, dy_spec, _ = specs(plain)
-    with torch.no_grad():
-        problem["x"] *= torch.exp2(torch.randint(-8, 1, (M, 1)).bfloat16())
+    problem, plain = uneven_problem(), RECIPES[recipe]
     x, w, dy, offs = (problem[name] for name in ("x", "w", "dy", "offs"))
     expected = run(problem, recipe)
     mx = quantize(x, rounding=plain.rounding)
@@ -258,12 +254,7 @@ def test_prequantised_activations_of_every_recipe(recipe: str) -> None:
     assert torch.equal(x.grad, expected["dx"])
     # Rebased, a block's largest element may lie where either of two scales holds it: measured 0.
     assert relative_rms(y, expected["y"]) < 1e-3 if plain.block_k == 128 else torch.equal(y, expected["y"])
-    rows = reference.quantize(x, 1, OperandSpec(rounding=plain.rounding))
-    if plain.wgrad == "bf16":
-        assert torch.equal(w.grad, torch._grouped_mm(dy.mT, rows.dequantize().bfloat16(), offs=offs))
-    else:
-        along_m = reference.quantize(dy, 0, dy_spec, offs), reference.requantize(rows, 0, x_spec, offs)
-        assert torch.equal(w.grad, gemm_k_grouped(*along_m, offs, torch.bfloat16))
+    assert torch.equal(w.grad, dw_of_rows(problem, plain, OperandSpec(rounding=plain.rounding)))
     assert relative_rms(w.grad, exact_per_group(problem)["dw"]) < OP_ERROR[recipe]["dx" if "bf16" in recipe else "dw"]
     x.grad = None
     mxfp8_grouped_mm(mx, w.mT, offs, recipe=recipe).backward(dy)  # the graph behind ``source`` holds nothing
@@ -303,25 +294,14 @@ def test_the_source_of_prequantised_activations() -> None:
 def test_an_input_kept_as_fp8_rows(recipe: str) -> None:
     """Only dw differs: the reference's GEMM on requantised rows, as far from fp32 as without. And nothing that backward
     keeps of x is larger than FP8 and its scales."""
-    problem = make_problem()
-    with torch.no_grad():  # else rounding along K and rounding along M hardly differ: exponents move, mantissas stay
-        problem["x"] *= torch.exp2(torch.randint(-8, 1, (M, 1)).bfloat16())
-    x_spec, dy_spec, _ = specs(RECIPES[recipe])
+    problem, x_spec = uneven_problem(), specs(RECIPES[recipe])[0]
 
     with saved_tensors() as saved:
         out = run(problem, recipe, requantize_input=True, keep_quantized_weight=False)
     kept = [(t.dtype, t.shape) for t in saved if t.numel() and t.shape not in ((E, N, K), (E,))]
     assert kept == [(torch.float8_e4m3fn, (M, K)), (torch.uint8, x_spec.scale_shape((M, K)))]
     expected, exact = run(problem, recipe), exact_per_group(problem)
-    rows = reference.quantize(problem["x"], 1, x_spec)
-    if RECIPES[recipe].wgrad == "bf16":
-        dw = torch._grouped_mm(problem["dy"].mT, reference.dequantize(rows).bfloat16(), offs=problem["offs"])
-    else:
-        along_m = (
-            reference.quantize(problem["dy"], 0, dy_spec, problem["offs"]),
-            reference.requantize(rows, 0, x_spec, problem["offs"]),
-        )
-        dw = gemm_k_grouped(*along_m, problem["offs"], torch.bfloat16)
+    dw = dw_of_rows(problem, RECIPES[recipe], x_spec)
     assert torch.equal(out["dw"], dw) and not torch.equal(dw, expected["dw"])
     assert all(torch.equal(out[name], expected[name]) for name in ("y", "dx", "dbias"))
     # measured over seeds: 1 to 1.000005 times, with floor 0.91 to 0.95; a bf16 wgrad, of rounded values, 0.026 to 0.028
@@ -431,17 +411,19 @@ def test_autocast_casts_the_inputs_and_not_the_accumulation() -> None:
         mxfp8_linear(x, w, b)
 
 
-@pytest.mark.parametrize(
-    "recipe", daily(CANONICAL, "mxfp8_floor", "mxfp8_2d_rebased", "mxfp8_e5m2_grad", "mxfp8_wgrad_bf16_rebased")
-)
+@pytest.mark.parametrize("recipe", daily(CANONICAL, "mxfp8_2d_rebased", "mxfp8_wgrad_bf16"))
 def test_compile_fullgraph_without_recompilation(recipe: str) -> None:
-    """Forward and backward equal eager's, and a new token count compiles nothing."""
+    """Forward and backward equal eager's, also of a tensor quantised once for two layers and of inputs kept as FP8
+    rows; and a new token count compiles nothing."""
 
-    @torch.compile(fullgraph=True)
-    def layer(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        return mxfp8_linear(F.silu(mxfp8_grouped_mm(x, w1.mT, offs, recipe=recipe)), w2, recipe=recipe)
+    def layers(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        mx = quantize(x)
+        h = mxfp8_grouped_mm(mx, w1.mT, offs, recipe=recipe) + mxfp8_linear(mx, w1[0], recipe=recipe)
+        h = h + mxfp8_grouped_mm(x, w1.mT, offs, recipe=recipe, requantize_input=True)
+        return mxfp8_linear(F.silu(h), w2, recipe=recipe)
 
     torch._dynamo.reset()
+    compiled = torch.compile(layers, fullgraph=True)
     w1 = torch.randn(E, N, K, dtype=torch.bfloat16, requires_grad=True)
     w2 = torch.randn(K, N, dtype=torch.bfloat16, requires_grad=True)
     for step, rows in enumerate((200, 260, 133)):  # up to 128 a scale of 128 tokens has another number of blocks
@@ -450,32 +432,12 @@ def test_compile_fullgraph_without_recompilation(recipe: str) -> None:
         offs = make_offs(group_sizes("zipf", rows, E, seed=step))
         dy = torch.randn(rows, K, dtype=torch.bfloat16)
         with torch._dynamo.config.patch(error_on_recompile=step > 0):
-            y = layer(x, w1, w2, offs)
-        grads = torch.autograd.grad(y, (x, w1, w2), dy)
-        h = mxfp8_grouped_mm(x, w1.mT, offs, recipe=recipe)
-        y_eager = mxfp8_linear(F.silu(h), w2, recipe=recipe)
-        eager = torch.autograd.grad(y_eager, (x, w1, w2), dy)
-        # silu is fused in fp32 when compiled and its bf16 rounding can move an element by one FP8 step
-        for value, expected in zip((y, *grads), (y_eager, *eager), strict=True):
-            assert relative_rms(value, expected) < 0.01
-
-
-def test_compile_of_requantised_inputs() -> None:
-    """A tensor quantised once for two layers, within the graph; and inputs kept as FP8 rows."""
-
-    def layers(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor, recipe: str) -> torch.Tensor:
-        mx = quantize(x)
-        kept = mxfp8_grouped_mm(x, w.mT, offs, recipe=recipe, requantize_input=True)
-        return mxfp8_grouped_mm(mx, w.mT, offs, recipe=recipe) * mxfp8_linear(mx, w[0], recipe=recipe) + kept
-
-    problem = make_problem()
-    x, w, dy, offs = (problem[name] for name in ("x", "w", "dy", "offs"))
-    torch._dynamo.reset()
-    for recipe in ("mxfp8", "mxfp8_2d_rebased"):
-        y, expected = torch.compile(layers, fullgraph=True)(x, w, offs, recipe), layers(x, w, offs, recipe)
-        grads, expected_grads = (torch.autograd.grad(out, (x, w), dy) for out in (y, expected))
-        for value, eager in zip((y, *grads), (expected, *expected_grads), strict=True):
-            assert relative_rms(value, eager) < 0.01
+            y = compiled(x, w1, w2, offs)
+        eager = layers(x, w1, w2, offs)
+        grads, eager_grads = (torch.autograd.grad(out, (x, w1, w2), dy) for out in (y, eager))
+        # sums and silu are fused in fp32 when compiled, which can move an element by an FP8 step: measured up to 0.0100
+        for value, expected in zip((y, *grads), (eager, *eager_grads), strict=True):
+            assert relative_rms(value, expected) < 0.02
 
 
 def test_custom_ops_meet_their_fakes() -> None:
@@ -514,7 +476,6 @@ def test_custom_ops_meet_their_fakes() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"recipe": "mxfp6"}, "unknown recipe 'mxfp6'"),
         ({"backend": "hoper"}, "unknown backend 'hoper'.*reference"),
         ({"backend": "hopper"}, "backend 'hopper' needs an NVIDIA GPU of SM90"),
         ({"a": torch.zeros(10, 64).half()}, "a must be bfloat16 or float32"),
@@ -524,10 +485,6 @@ def test_custom_ops_meet_their_fakes() -> None:
         ({"b_t": torch.zeros(64, 96)}, r"b_t of shape \(E, K, N\)"),
         ({"a": torch.zeros(10, 48), "b_t": torch.zeros(2, 48, 96)}, "in features, is 48.*multiple of 32"),
         ({"b_t": torch.zeros(2, 64, 40)}, "out features, is 40.*multiple of 32"),
-        ({"b_t": torch.zeros(2, 64, 0)}, "out features, is 0.*positive multiple of 32"),
-        ({"a": torch.zeros(10, 0), "b_t": torch.zeros(2, 0, 64)}, "in features, is 0.*positive multiple of 32"),
-        ({"recipe": ["mxfp8"]}, "unknown recipe"),
-        ({"rebase": None}, "rebase is True or False, got None"),
         ({"offs": torch.tensor([4, 10])}, "int32"),
         ({"offs": None}, r"offs, an int32 tensor of shape \(E,\), got .* and None"),
         ({"offs": [5, 10]}, r"offs, an int32 tensor of shape \(E,\), got .* and \[5, 10\]"),
@@ -539,7 +496,6 @@ def test_custom_ops_meet_their_fakes() -> None:
         ({"out_dtype": torch.float16}, "out_dtype"),
         ({"a": quantize(torch.zeros(10, 64), elem_dtype=torch.float8_e5m2)}, "float8_e4m3fn in 1x32 blocks"),
         ({"a": quantize(torch.zeros(10, 64), block="32x32")}, "float8_e4m3fn in 1x32 blocks"),
-        ({"a": quantize(torch.zeros(10, 64), 0)}, r"operand a .* axis 0"),
     ],
 )
 def test_bad_grouped_input_says_what_to_do(change: dict, message: str) -> None:
@@ -554,7 +510,6 @@ def test_bad_grouped_input_says_what_to_do(change: dict, message: str) -> None:
     [
         ({"x": torch.zeros(10, 96)}, r"x of shape \(..., K\)"),
         ({"weight": torch.zeros(2, 96, 64)}, r"weight of shape \(N, K\)"),
-        ({"weight": torch.zeros(40, 64)}, "out features, is 40"),
         ({"bias": torch.zeros(64)}, r"bias must be of shape \(96,\)"),
         ({"bias": torch.zeros(96, dtype=torch.int64)}, "bias must be bfloat16 or float32, got torch.int64"),
         ({"x": torch.zeros(10, 64).half()}, "x must be bfloat16"),
