@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torchtitan.config import ConfigManager, JobConfig, job_config
 from torchtitan.models.llama4 import Transformer, llama4_args
 from torchtitan.models.moe.moe import GroupedExperts
-from torchtitan.protocols import BaseModelArgs, train_spec
+from torchtitan.protocols import train_spec
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -29,7 +29,6 @@ from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 from titan_mxfp8.plugin.flavors import register_flavors
 from titan_mxfp8.plugin.job_config import Job, Model, MXGroupedMM, MXLinear, Quantize
-from titan_mxfp8.recipe import RECIPES
 
 ROOT = Path(__file__).parent.parent
 TOMLS = sorted((ROOT / "train_configs").glob("debug_*.toml"))
@@ -63,17 +62,6 @@ def convert(job_config: JobConfig) -> Transformer:
     return model
 
 
-def converted(config: JobConfig) -> tuple[nn.Module, train_spec.TrainSpec, BaseModelArgs]:
-    """The model of a config as its converters leave it, its spec and its arguments."""
-    spec = get_train_spec(config.model.name)
-    args = copy.deepcopy(spec.model_args[config.model.flavor])
-    args.update_from_config(config)
-    with torch.device("meta"):
-        model = spec.model_cls(args)
-    build_model_converters(config, parallel_dims=None).convert(model)
-    return model, spec, args
-
-
 def kinds(model: nn.Module) -> dict[str, int]:
     linears = [fqn for fqn, module in model.named_modules() if isinstance(module, modules.MXFP8Linear)]
     classes = (MXFP8GroupedExperts, MXFP8GptOssGroupedExperts)
@@ -103,11 +91,32 @@ CONVERTED = {
 
 
 @pytest.mark.parametrize("toml", TOMLS, ids=lambda path: path.stem)
-def test_the_debug_tomls_parse_and_convert(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_debug_toml_parses_converts_and_its_model_is_exported_and_read_back(
+    toml: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As ``checkpoint.last_save_in_hf`` saves it, and ``initial_load_in_hf`` loads it."""
     monkeypatch.chdir(ROOT)
     config = ConfigManager().parse_args([f"--job.config_file={toml}"])
     assert config.metrics.enable_wandb and config.metrics.enable_tensorboard
-    assert kinds(converted(config)[0]) == CONVERTED[toml.stem.removeprefix("debug_")]
+    spec = get_train_spec(config.model.name)
+    args = copy.deepcopy(spec.model_args[config.model.flavor])
+    args.update_from_config(config)
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    build_model_converters(config, parallel_dims=None).convert(model)
+    assert kinds(model) == CONVERTED[toml.stem.removeprefix("debug_")]
+
+    weights = {name: torch.randn(param.shape) for name, param in model.named_parameters()}
+    adapter = spec.state_dict_adapter(args, None)
+    exported = adapter.to_hf(weights)
+    save_file(exported, tmp_path / "model.safetensors")
+    assert sum(value.numel() for value in exported.values()) == sum(value.numel() for value in weights.values())
+    room = adapter.to_hf({name: torch.zeros_like(param) for name, param in weights.items()})
+    for name, value in load_file(tmp_path / "model.safetensors").items():
+        room[name].copy_(value)
+    read = adapter.from_hf(room)
+    assert read.keys() == weights.keys()
+    assert all(torch.equal(read[name], value) for name, value in weights.items())
 
 
 def test_existing_tomls_keep_working(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -221,27 +230,6 @@ def test_a_config_without_our_fields_is_left_alone() -> None:
     processes.python(STOCK, *ASSETS)
 
 
-@pytest.mark.parametrize("toml", TOMLS, ids=lambda path: path.stem)
-def test_every_model_of_a_toml_is_exported_and_read_back(
-    toml: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """As ``checkpoint.last_save_in_hf`` saves it, and ``initial_load_in_hf`` loads it."""
-    monkeypatch.chdir(ROOT)
-    model, spec, args = converted(ConfigManager().parse_args([f"--job.config_file={toml}"]))
-    weights = {name: torch.randn(param.shape) for name, param in model.named_parameters()}
-    adapter = spec.state_dict_adapter(args, None)
-    exported = adapter.to_hf(weights)
-    save_file(exported, tmp_path / "model.safetensors")
-    assert sum(value.numel() for value in exported.values()) == sum(value.numel() for value in weights.values())
-    empty = {name: torch.zeros_like(param) for name, param in weights.items()}
-    room = adapter.to_hf(empty)
-    for name, value in load_file(tmp_path / "model.safetensors").items():
-        room[name].copy_(value)
-    read = adapter.from_hf(room)
-    assert read.keys() == weights.keys()
-    assert all(torch.equal(read[name], value) for name, value in weights.items())
-
-
 @pytest.mark.parametrize(
     "flags, message",
     [
@@ -334,22 +322,20 @@ def test_text_is_read_as_torchtitan_reads_it(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "flags, message",
+    "flag, message",
     [
-        (["seq_len=2048"], "validation.seq_len = 2048 is more than training.seq_len = 1024, for which the model is"),
-        (["seq_len=1001"], "validation.seq_len = 1001 is no multiple of 2"),
-        (["local_batch_size=0"], "validation.local_batch_size = 0: it must be at least 1"),
-        (["freq=0"], "validation.freq = 0: it must be at least 1"),
-        (["dataset=c5"], "validation.dataset = 'c5': TorchTitan knows c4, c4_test"),
-        (["dataset_path=/nonexistent"], "validation.dataset_path = '/nonexistent' holds no data.jsonl"),
+        ("seq_len=2048", "validation.seq_len = 2048 is more than training.seq_len = 1024, for which the model is"),
+        ("seq_len=1001", "validation.seq_len = 1001 is no multiple of 2"),
+        ("local_batch_size=0", "validation.local_batch_size = 0: it must be at least 1"),
+        ("freq=0", "validation.freq = 0: it must be at least 1"),
+        ("dataset=c5", "validation.dataset = 'c5': TorchTitan knows c4, c4_test"),
+        ("dataset_path=/nonexistent", "validation.dataset_path = '/nonexistent' holds no data.jsonl"),
     ],
 )
-def test_a_validation_that_cannot_be_is_refused(flags: list[str], message: str) -> None:
-    flags = [f"--validation.{flag}" for flag in flags]
+def test_a_validation_that_cannot_be_is_refused(flag: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse(*VALIDATE, *flags)
-    parse(*VALIDATE)
-    parse(*VALIDATE, *flags, "--validation.no-enable")
+        parse(*VALIDATE, f"--validation.{flag}")
+    parse(*VALIDATE, f"--validation.{flag}", "--validation.no-enable")
 
 
 def test_under_torchrun_a_refusal_is_the_last_that_is_said(
@@ -514,19 +500,20 @@ def test_a_checkpoint_of_other_data_parallel_ranks_is_refused_before_it_is_loade
     parse(flags[1])
 
 
-def test_rebase_reaches_the_modules_and_a_report_gives_them_probes() -> None:
-    flags = f"--model.converters={GROUPED},{LINEAR}", f"{RECIPE}=mxfp8_2d"
-    for rebased in ([REBASE, f"{REBASE}_report=2"], [f"{RECIPE}=mxfp8_2d_rebased", f"{REBASE}_report=2"]):
-        config = parse(*flags, *rebased)
-        model = nn.ModuleDict({"experts": make_experts(True), "wq": nn.Linear(64, 64)})
-        build_model_converters(config, parallel_dims=None).convert(model)
-        assert model["experts"].mxfp8.recipe == RECIPES["mxfp8_2d_rebased"] and model["experts"].probe is not None
-        assert model["wq"].mxfp8.recipe == RECIPES["mxfp8"] and model["wq"].probe is None
-
-
-def test_requantised_inputs_are_asked_for_apart() -> None:
-    for section, wanted in ((GROUPED, ("experts",)), (LINEAR, ("wq",))):
-        config = parse(f"--model.converters={GROUPED},{LINEAR}", f"--{section}.requantize_input")
-        model = nn.ModuleDict({"experts": make_experts(True), "wq": nn.Linear(64, 64)})
-        build_model_converters(config, parallel_dims=None).convert(model)
-        assert tuple(name for name, module in model.items() if module.mxfp8.requantize_input) == wanted
+@pytest.mark.parametrize(
+    "flags, recipes, probed, requantised",
+    [
+        ([f"{RECIPE}=mxfp8_2d", REBASE, f"{REBASE}_report=2"], "mxfp8_2d_rebased mxfp8", "experts", ""),
+        ([f"{RECIPE}=mxfp8_2d_rebased", f"{REBASE}_report=2"], "mxfp8_2d_rebased mxfp8", "experts", ""),
+        ([f"--{GROUPED}.requantize_input"], "mxfp8 mxfp8", "", "experts"),
+        ([f"--{LINEAR}.requantize_input"], "mxfp8 mxfp8", "", "linear"),
+    ],
+)
+def test_fields_reach_the_modules_of_their_section(
+    flags: list[str], recipes: str, probed: str, requantised: str
+) -> None:
+    model = nn.ModuleDict({"experts": make_experts(True), "linear": nn.Linear(64, 64)})
+    build_model_converters(parse(f"--model.converters={GROUPED},{LINEAR}", *flags), parallel_dims=None).convert(model)
+    assert [module.mxfp8.recipe.name for module in model.values()] == recipes.split()
+    assert [name for name, module in model.items() if module.probe is not None] == probed.split()
+    assert [name for name, module in model.items() if module.mxfp8.requantize_input] == requantised.split()
