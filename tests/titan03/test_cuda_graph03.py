@@ -106,17 +106,14 @@ def test_nothing_is_captured_where_the_host_waits(
         caplog.clear()
 
 
-def test_attention_of_kind_varlen_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+@pytest.mark.parametrize("attention, step", [("varlen", "eager"), ("flex", "TorchTitan's")])
+def test_what_else_is_not_ours_to_capture(attention: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of kind varlen, which no graph can hold, and a model without converted modules."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: attention == "flex")
     trainer = FakeTrainer(config("deepseek_v3"))
     trainer.config.training.disable_cuda_graphs = False
-    assert wrapped(trainer, monkeypatch)() == "eager" and trainer.config.training.disable_cuda_graphs
-
-
-def test_a_model_without_converted_modules_is_left_to_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = FakeTrainer(config("deepseek_v3"))
-    trainer.config.training.disable_cuda_graphs = False
-    assert wrapped(trainer, monkeypatch)() == "TorchTitan's" and not trainer.config.training.disable_cuda_graphs
+    assert wrapped(trainer, monkeypatch)() == step
+    assert trainer.config.training.disable_cuda_graphs == (step == "eager")
 
 
 def test_the_graph_gets_tensors_and_the_step_what_they_were_taken_from(monkeypatch: pytest.MonkeyPatch) -> None:
