@@ -10,7 +10,7 @@ from poison import poisoned_empty
 from tiers import daily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
-from watch import saved_tensors
+from watch import look_at, saved_tensors
 
 from scripts.bench.problems import relative_rms
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_moe
@@ -262,36 +262,22 @@ def test_weights_that_are_kept_in_fp8_are_not_kept_in_bf16_too(recipe: str, keep
 def test_backward_frees_what_it_has_used(keeps_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pre-activations and w2, kept in FP8, before the weights' gradients are made, and the rows of x before those of w1
     and w3; not if the graph is kept."""
-    forward, quantize_weights, next_part = experts.forward, experts.quantize_weights, experts.weight_gradients
-    gemm = reference_backend.gemm_k_grouped
     saved: list[weakref.ref] = []
     rows: list[weakref.ref] = []
     alive: list[int] = []
     rows_alive: list[bool] = []
-
-    def forward_and_refer(x, *args):
-        rows.append(weakref.ref(x[0].rowwise.data))
-        y, gate, up = forward(x, *args)
-        saved.extend(map(weakref.ref, (gate, up)))
-        return y, gate, up
-
-    def look_and_multiply(*args):
-        rows_alive.append(rows[0]() is not None)
-        return gemm(*args)
-
-    def quantize_and_refer(*args):
-        made, kept = quantize_weights(*args)
-        saved.append(weakref.ref(kept[2].data))
-        return made, kept
-
-    def count_alive(*args):
-        alive.append(sum(reference() is not None for reference in saved))
-        return next_part(*args)
-
-    monkeypatch.setattr(experts, "forward", forward_and_refer)
-    monkeypatch.setattr(experts, "quantize_weights", quantize_and_refer)
-    monkeypatch.setattr(experts, "weight_gradients", count_alive)
-    monkeypatch.setattr(reference_backend, "gemm_k_grouped", look_and_multiply)
+    look_at(
+        monkeypatch,
+        experts,
+        "forward",
+        before=lambda x, *_: rows.append(weakref.ref(x[0].rowwise.data)),
+        after=lambda made, *_: saved.extend(map(weakref.ref, made[1:])),
+    )
+    look_at(monkeypatch, experts, "quantize_weights", after=lambda made, *_: saved.append(weakref.ref(made[1][2].data)))
+    look_at(
+        monkeypatch, experts, "weight_gradients", lambda *_: alive.append(sum(each() is not None for each in saved))
+    )
+    look_at(monkeypatch, reference_backend, "gemm_k_grouped", lambda *_: rows_alive.append(rows[0]() is not None))
     layer = make_layer()
     out = mxfp8_moe(**layer, recipe="mxfp8_2d")
     gradients = torch.autograd.grad(out.sum(), [layer[w] for w in ("w1", "w3", "w2")], retain_graph=keeps_graph)[:1]
@@ -303,21 +289,12 @@ def test_backward_frees_what_it_has_used(keeps_graph: bool, monkeypatch: pytest.
 
 def test_rows_of_the_gradient_are_there_for_one_gemm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What wgrad multiplies is made from the rows of the tokens, where the quantiser gathers them."""
-    dispatch, swiglu_backward = Local._dispatch_with_handle, reference_backend.swiglu_backward
     rows: list[weakref.ref] = []
     alive: list[bool] = []
-
-    def dispatch_and_refer(*args):
-        received = dispatch(*args)
-        rows.append(weakref.ref(received[0]))
-        return received
-
-    def look_and_go_on(*args):
-        alive.append(rows[0]() is not None)
-        return swiglu_backward(*args)
-
-    monkeypatch.setattr(Local, "_dispatch_with_handle", dispatch_and_refer)
-    monkeypatch.setattr(reference_backend, "swiglu_backward", look_and_go_on)
+    look_at(
+        monkeypatch, Local, "_dispatch_with_handle", after=lambda received, *_: rows.append(weakref.ref(received[0]))
+    )
+    look_at(monkeypatch, reference_backend, "swiglu_backward", lambda *_: alive.append(rows[0]() is not None))
     mxfp8_moe(**make_layer(), recipe="mxfp8_2d_rebased").sum().backward()
     assert alive == [False]
 
@@ -325,21 +302,14 @@ def test_rows_of_the_gradient_are_there_for_one_gemm_alone(monkeypatch: pytest.M
 def test_compiled_code_takes_any_strides_and_frees_what_it_has_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor holds operators to the strides that their fakes name. Its code holds what it gives an operator until
     that returns: the pre-activations are gone before the gradients of the weights are made all the same."""
-    forward, gemm = experts.forward, reference_backend.gemm_k_grouped
     saved: list[StorageWeakRef] = []
     freed: list[bool] = []
 
-    def forward_and_refer(*args):
-        y, *preactivations = forward(*args)
-        saved.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in preactivations)
-        return y, *preactivations
+    def refer(made: tuple[torch.Tensor, ...], *_: object) -> None:
+        saved.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in made[1:])
 
-    def look_and_multiply(*args):
-        freed.append(all(reference.expired() for reference in saved))
-        return gemm(*args)
-
-    monkeypatch.setattr(experts, "forward", forward_and_refer)
-    monkeypatch.setattr(reference_backend, "gemm_k_grouped", look_and_multiply)
+    look_at(monkeypatch, experts, "forward", after=refer)
+    look_at(monkeypatch, reference_backend, "gemm_k_grouped", lambda *_: freed.append(all(x.expired() for x in saved)))
     dy = torch.randn(D, T).bfloat16().mT
     check_compiled(with_columns_first(make_layer()), dy, "mxfp8_2d", "inductor")
     assert len(saved) == 4 and freed == [True] * 6, "of the compiled layer, then of the eager one"

@@ -45,6 +45,8 @@ def test_slots_without_an_expert_are_sent_nowhere():
     out, values = Local().combine([y], False, y[:, 1].contiguous(), handle, torch.float32)
     assert torch.equal(out, x * torch.tensor([1.0, 2, 0, 2])[:, None])
     assert values.tolist() == [[1, 0], [17, 17], [0, 0], [49, 49]]
+    _, handle = Local().dispatch([x], expert_ids, scores, 3, 4)
+    assert handle.destinations.tolist() == [[0, -1], [-2, 1], [-1, -1], [2, 3]], "the last row has no memory"
 
 
 def test_nothing_of_a_handle_is_an_input():
@@ -53,19 +55,6 @@ def test_nothing_of_a_handle_is_an_input():
     inputs = {expert_ids.data_ptr(), scores.data_ptr()}
     pointers = [x.data_ptr() for x in handle if x.numel()]
     assert inputs.isdisjoint(pointers) and len(set(pointers)) == len(pointers)
-
-
-def test_which_rows_do_not_fit():
-    """Those of the last experts, and of an expert those of the last tokens."""
-    x = torch.arange(1.0, 5)[:, None].expand(4, 16).contiguous()
-    expert_ids, scores = torch.tensor([[0, 1], [1, 0], [1, 2], [0, 1]]), torch.ones(4, 2)
-    transport = Local()
-    (received,), handle = transport.dispatch([x], expert_ids, scores, 3, 5)
-    assert handle.offs.tolist() == [3, 5, 5]  # of 3, 7 and 8
-    assert handle.destinations.tolist() == [[0, 3], [4, 1], [-2, -2], [2, -2]]
-    sums, values = transport.combine([received], True, handle.scores, handle, torch.float32)
-    assert sums[:, 0].tolist() == [2, 4, 0, 4] and values.tolist() == [[1, 1], [1, 1], [0, 0], [1, 0]]
-    assert transport.shared.wanted.read() == {5: 8}
 
 
 def test_rows_that_did_not_fit_are_an_error_later():

@@ -23,10 +23,14 @@ from titan_mxfp8.titan.once import QuantizedOnce, quantize_once
 MICROBATCHES = 4
 
 
+def plainly(made: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return made(x)
+
+
 class Trainer:
     """What ``quantize_once`` takes for a trainer. ``run`` is how a forward pass calls its model."""
 
-    def __init__(self, model: nn.Module, run: Callable = lambda model, x: model(x), on: bool = True) -> None:
+    def __init__(self, model: nn.Module, run: Callable = plainly, on: bool = True) -> None:
         self.model, self.run = model, run
         self.model_parts, self.device = [model], torch.device("cpu")
         self.gradient_accumulation_steps, self.parallel_dims = MICROBATCHES, SimpleNamespace(pp_enabled=False)
@@ -80,8 +84,7 @@ def again_in_backward(made: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def compiled() -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
-    run = torch.compile(lambda made, x: made(x), backend="aot_eager", fullgraph=True)
-    return lambda made, x: run(made, x)
+    return torch.compile(plainly, backend="aot_eager", fullgraph=True)
 
 
 def experts_of(trainer: Trainer) -> RoutedExperts:
@@ -89,21 +92,23 @@ def experts_of(trainer: Trainer) -> RoutedExperts:
 
 
 ONCE = [1, 1, 1, 2, 2, 2]
+# Flags, model, and how a forward pass calls it.
 CASES = {
-    "checkpointed": lambda **on: of_layer(f"{RECIPE}=mxfp8_2d", run=again_in_backward, **on),
-    "compiled": lambda **on: of_layer(f"{RECIPE}=mxfp8_2d_rebased", run=compiled(), **on),
-    "scores first": lambda **on: of_layer(f"{RECIPE}=mxfp8", model="llama4", **on),
-    "sorted by TorchTitan": lambda **on: of_layer(f"{RECIPE}=mxfp8", f"{DISPATCH}=off", model="gpt_oss", **on),
-    "bf16": lambda **on: of_layer(f"{RECIPE}=bf16", **on),
+    "checkpointed": ([f"{RECIPE}=mxfp8_2d"], "deepseek_v3", again_in_backward),
+    "compiled": ([f"{RECIPE}=mxfp8_2d_rebased"], "deepseek_v3", compiled()),
+    "scores first": ([f"{RECIPE}=mxfp8"], "llama4", plainly),
+    "sorted by TorchTitan": ([f"{RECIPE}=mxfp8", f"{DISPATCH}=off"], "gpt_oss", plainly),
+    "bf16": ([f"{RECIPE}=bf16"], "deepseek_v3", plainly),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_weight_is_quantised_once_for_each_gemm_and_bits_are_the_same(case: str, quantized: list[int]) -> None:
-    expected = CASES[case](on=False).steps()
+    flags, model, run = CASES[case]
+    expected = of_layer(*flags, model=model, on=False).steps()
     each_time = len(quantized)
     quantized.clear()
-    trainer = CASES[case]()
+    trainer = of_layer(*flags, model=model, run=run)
     actual = trainer.steps()
     if case != "bf16":
         assert sorted(quantized) == sorted(2 * ONCE) and each_time >= MICROBATCHES * len(quantized)

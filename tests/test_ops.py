@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tiers import daily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from watch import saved_tensors
+from watch import look_at, saved_tensors
 
 from scripts.bench.problems import SPREADS, group_sizes, make_offs, relative_rms
 from titan_mxfp8 import RECIPES, MXTensor, mxfp8_grouped_mm, mxfp8_linear, quantize
@@ -531,20 +531,15 @@ def test_bad_linear_input_says_what_to_do(change: dict, message: str) -> None:
 def test_a_kept_weight_is_freed_before_the_weight_gradient_is_made(
     keeps_graph: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quantize_both, wgrad, kept, alive = library.quantize_both, library.gemm_k_grouped, [], []
+    kept: list[weakref.ref] = []
+    alive: list[bool] = []
 
-    def quantize_and_refer(x: torch.Tensor, *args):
-        made = quantize_both(x, *args)
+    def refer(made: list[torch.Tensor], x: torch.Tensor, *_: object) -> None:
         if x.ndim == 3:
             kept.append(weakref.ref(made[2]))
-        return made
 
-    def look(*args):
-        alive.append(kept[0]() is not None)
-        return wgrad(*args)
-
-    monkeypatch.setattr(library, "quantize_both", quantize_and_refer)
-    monkeypatch.setattr(library, "gemm_k_grouped", look)
+    look_at(monkeypatch, library, "quantize_both", after=refer)
+    look_at(monkeypatch, library, "gemm_k_grouped", lambda *_: alive.append(kept[0]() is not None))
     problem = make_problem()
     y = mxfp8_grouped_mm(problem["x"], problem["w"].mT, problem["offs"], recipe="mxfp8_2d")
     gradients = torch.autograd.grad(y, problem["w"], problem["dy"], retain_graph=keeps_graph)

@@ -168,10 +168,11 @@ def test_where_a_layer_keeps_torchtitans_dispatch_the_log_says_so(
     assert torch.equal(run(ours)["y"], run(off)["y"])
 
 
-def test_experts_in_a_layer_of_another_class_keep_its_dispatch(caplog: pytest.LogCaptureFixture) -> None:
-    class Own(MoE):
-        pass
+class Own(MoE):
+    """A layer of the user's."""
 
+
+def test_experts_in_a_layer_of_another_class_keep_its_dispatch(caplog: pytest.LogCaptureFixture) -> None:
     own = layer("llama4")
     own.__class__ = Own
     assert type(convert(own, f"{DISPATCH}=auto")) is Own
@@ -194,7 +195,9 @@ def test_the_log_names_the_transport_and_the_reason(
     ours = convert(layer("llama4"))
     assert "1 MoE layer dispatches tokens itself, local: one rank has every expert; rows counted" in caplog.text
     layers = ours.experts.mxfp8_layers
-    assert (layers.transport, layers.rows) == ("auto", "counted")
+    sizes = {"count": 1, "kept": 1, "top_k": 1, "experts": E, "dim": D, "hidden": H, "max_tokens": 8 * 2048}
+    sizes |= {"transport": "auto", "rows": "counted"}
+    assert {name: getattr(layers, name) for name in sizes} == sizes
     assert copy.deepcopy(ours).experts.mxfp8_layers is layers, "whose rows may change"
 
     reserved = []
@@ -216,6 +219,9 @@ def test_the_log_names_the_transport_and_the_reason(
         group = SimpleNamespace(size=lambda r=ranks: r, group_name="ep")
         line = layers.connect(group, torch.device("cuda"))
         assert "symmetric: two ranks of one host" + "; never run on more than 2 GPUs" * (ranks > 2) + "; rows" in line
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1e9))
+    with pytest.raises(ValueError, match=r"^here: dispatch_rows = 'worst_case' needs at least .* GiB of each GPU"):
+        dispatching("worst_case").connect(group, torch.device("cuda"), "here: ")
 
     def refuse(*_: object) -> None:
         raise ValueError("no peer access")
@@ -336,25 +342,6 @@ def test_rows_that_are_left_to_us(case: dict, rows: str, line: str, monkeypatch:
     layers = replace(layers, experts=252) if ranks == 9 else layers
     said = layers.connect(group, torch.device(case.get("device", "cuda")))
     assert layers.rows == rows and line in said
-
-
-def test_too_little_memory_for_the_worst_case_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "_device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(CHOOSE, lambda *_: (SimpleNamespace(reserve=lambda rows: None), "symmetric"))
-    config = parse(CONVERT, f"{DISPATCH}=auto", "--training.local_batch_size=2", "--training.seq_len=4096")
-    config.activation_checkpoint.mode = "none"
-    config.quantize.grouped_mm.mx.dispatch_rows = "worst_case"
-    # 8192 tokens, 64 + 2 saved; times 3 experts, 4 x 96 saved and 2 x (64 + 96)
-    needed = 8192 * (64 + 2) + 8192 * 3 * (4 * 96 + 2 * (64 + 96))
-    for total in (needed, needed - 1):
-        properties = SimpleNamespace(total_memory=total)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, p=properties: p)
-        holder = nn.ModuleDict({"moe": layer("deepseek_v3")})
-        if total < needed:
-            with pytest.raises(ValueError, match=r"needs at least 0.0 GiB of each GPU.*seq_len"):
-                GroupedMMConverter(config, None).convert(holder)
-        else:
-            GroupedMMConverter(config, None).convert(holder)
 
 
 def test_health_and_the_rebase_report_see_tokens_output_gradients_and_weights() -> None:

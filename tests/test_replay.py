@@ -3,6 +3,7 @@ GPU, whose kernels only note what they are given; test_gpu_replay.py has real on
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -253,88 +254,55 @@ def test_what_is_said_not_to_be_read_is_not(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(other, operator.function(*args))
 
 
-def unchanged(calls: Calls) -> tuple[Callable[..., Any], tuple]:
-    return lambda x: x, (torch.randn(4, 4),)
+@torch.inference_mode()
+def copied(x: torch.Tensor) -> torch.Tensor:
+    """There contiguous() says of itself that it is a view, and no mode sees the copy in it."""
+    x.T.contiguous()
+    return x
 
 
-def returns_a_part(calls: Calls) -> tuple[Callable[..., Any], tuple]:
-    function = launches_a_kernel(calls)
-    return lambda x: function(x)[:2], (torch.randn(4, 4),)
+class Interpreted:
+    """A kernel that is compiled when it is launched."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **options: None
 
 
-def copies(calls: Calls) -> tuple[Callable[..., Any], tuple]:
-    function = launches_a_kernel(calls)
-    return lambda x: function(x.T.contiguous()), (torch.randn(4, 8),)
+def compiled_and(result: torch.Tensor) -> torch.Tensor:
+    launch.Kernel(Interpreted()).launch(1, (result,), (), (), (), device=result.device)
+    return result
 
 
-def copies_in_inference_mode(calls: Calls) -> tuple[Callable[..., Any], tuple]:
-    """There a mode sees contiguous(), which says of itself that it is a view, and not the copy in it."""
-    function = launches_a_kernel(calls)
-
-    @torch.inference_mode()
-    def copy(x: torch.Tensor) -> torch.Tensor:
-        x.T.contiguous()
-        return function(x)
-
-    return copy, (torch.randn(4, 8),)
+def launched_with(kept: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Another kernel with an address of its own."""
+    if launch.watched.launches is not None:
+        launch.watched.launches.append(launch.Launched(print, 1, (), (kept,), ()))
+    return result
 
 
-def changes_its_result(calls: Calls) -> tuple[Callable[..., Any], tuple]:
-    function = launches_a_kernel(calls)
-    return lambda x: function(x).add_(1), (torch.randn(4, 8),)
+SQUARE, KEPT = torch.ones(8, 8), torch.ones(8)
+# What a function does besides launching a kernel with ``run``, and its arguments.
+MORE = {
+    "returns its argument": (lambda run, x: x, SQUARE),
+    "returns a part": (lambda run, x: run(x)[:2], SQUARE),
+    "copies": (lambda run, x: run(x.T.contiguous()), SQUARE[:4]),
+    "copies in inference mode": (lambda run, x: run(copied(x)), SQUARE[:4]),
+    "changes its result": (lambda run, x: run(x).add_(1), SQUARE),
+    "takes memory twice": (lambda run, x, part: run(x, part), SQUARE, SQUARE[4:]),
+    "has no memory": (lambda run, x: run(x), SQUARE[:0]),
+    "launches with another address": (lambda run, x: launched_with(KEPT, run(x)), SQUARE),
+    "compiles": (lambda run, x: compiled_and(torch.empty(4, 4)), SQUARE),
+}
 
 
-def shares_memory(calls: Calls) -> tuple[Callable[..., Any], tuple]:
-    x = torch.randn(8, 8)
-    return launches_a_kernel(calls), (x, x[4:])
-
-
-def has_no_memory(calls: Calls) -> tuple[Callable[..., Any], tuple]:
-    return launches_a_kernel(calls), (torch.randn(0, 8),)
-
-
-def launches_with_an_address_of_its_own(calls: Calls) -> tuple[Callable[..., Any], tuple]:
-    kept, function = torch.randn(8), launches_a_kernel(calls)
-
-    def launch_it(x: torch.Tensor) -> torch.Tensor:
-        if launch.watched.launches is not None:
-            launch.watched.launches.append(launch.Launched(calls.kernel("other"), 1, (), (kept,), ()))
-        return function(x)
-
-    return launch_it, (torch.randn(4, 4),)
-
-
-def compiles(calls: Calls) -> tuple[Callable[..., Any], tuple]:
-    class Interpreted:
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda *args, **options: None
-
-    def compile_it(x: torch.Tensor) -> torch.Tensor:
-        launch.Kernel(Interpreted()).launch(1, (x,), (), (), (), device=x.device)
-        return torch.empty(4, 4)
-
-    return compile_it, (torch.randn(4, 4),)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        unchanged,
-        returns_a_part,
-        copies,
-        copies_in_inference_mode,
-        changes_its_result,
-        shares_memory,
-        has_no_memory,
-        launches_with_an_address_of_its_own,
-        compiles,
-    ],
-)
-def test_what_is_more_than_launches_is_not_replayed(make: Callable, calls: Calls) -> None:
-    function, args = make(calls)
+@pytest.mark.parametrize("what", MORE)
+def test_what_is_more_than_launches_is_not_replayed(what: str, calls: Calls) -> None:
+    (function, *args), run = MORE[what], launches_a_kernel(calls)
+    operator = partial(function, run)
+    operator.__name__ = what
     for _ in range(4):
-        calls(function, *args)
-    assert calls.implementations == 4 and list(replay._known.values()) == ([] if make is compiles else [False])
+        calls(operator, *args)
+    assert calls.implementations == 4 and list(replay._known.values()) == ([] if what == "compiles" else [False])
 
 
 def test_a_tensor_that_starts_elsewhere_than_at_16_bytes_is_not_replayed(calls: Calls) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tiers import daily
-from training import BF16, check_exchange, check_resumed, check_tracking, losses, start, train
+from training import BF16, check_exchange, check_tracking, losses, train
 
 pytestmark = pytest.mark.integration
 
@@ -77,14 +77,6 @@ def test_other_models_learn_and_track_bf16(tmp_path: Path, model: str) -> None:
         for kind, flags in (("bf16", [BF16]), ("mxfp8", []))
     )
     check_tracking(model, bf16, mxfp8, fall, band)
-
-
-@pytest.mark.nightly  # test_faults.py kills one rank of two, test_checkpoints.py compares losses
-def test_a_killed_run_goes_on_from_its_checkpoint(run, tmp_path: Path) -> None:
-    layout = "FSDP 2 + EP 2"
-    _, whole = run("llama4", layout, "mxfp8")
-    flags = (STEPS, *BATCH[layout], "--checkpoint.enable", "--checkpoint.interval=4")
-    check_resumed(tmp_path, lambda out: start(out, "llama4", *flags, layout=layout), whole)
 
 
 def test_without_a_login_wandb_logs_offline(run) -> None:

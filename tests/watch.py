@@ -1,10 +1,30 @@
-"""What tests look at from outside: what autograd keeps, and a process group of this process alone."""
+"""What tests look at from outside: calls, what autograd keeps, and a process group of this process alone."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 import torch.distributed as dist
+
+
+def look_at(
+    monkeypatch: pytest.MonkeyPatch,
+    owner: object,
+    name: str,
+    before: Callable[..., object] = lambda *args: None,
+    after: Callable[..., object] = lambda result, *args: None,
+) -> None:
+    """Has ``before`` called with the arguments of each call of ``owner.name``, and ``after`` with its result too."""
+    original = getattr(owner, name)
+
+    def run(*args: object, **kwargs: object) -> object:
+        before(*args)
+        result = original(*args, **kwargs)
+        after(result, *args)
+        return result
+
+    monkeypatch.setattr(owner, name, run)
 
 
 @contextmanager
