@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -45,15 +46,7 @@ FALL = {"llama4": 0.6, "deepseek_v3": 1.0}
 BAND = 0.01
 
 
-@pytest.mark.parametrize(
-    "model, layout",
-    [
-        ("llama4", "1 process"),
-        pytest.param("llama4", "FSDP 2 + EP 2", marks=pytest.mark.nightly),
-        pytest.param("deepseek_v3", "1 process", marks=pytest.mark.nightly),
-        pytest.param("deepseek_v3", "FSDP 2 + EP 2", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize("model, layout", daily(product(FALL, BATCH), ("llama4", "1 process")))
 def test_mxfp8_learns_and_tracks_bf16(run, model: str, layout: str) -> None:
     _, bf16 = run(model, layout, "bf16")
     out, mxfp8 = run(model, layout, "mxfp8")
@@ -89,11 +82,10 @@ def test_without_a_login_wandb_logs_offline(run) -> None:
 
 @pytest.mark.parametrize(
     "model, written, read",
-    [
+    daily(
+        [("llama4", "bf16", "mxfp8"), ("llama4", "mxfp8", "bf16"), ("deepseek_v3", "bf16", "mxfp8")],
         ("llama4", "bf16", "mxfp8"),
-        ("llama4", "mxfp8", "bf16"),
-        pytest.param("deepseek_v3", "bf16", "mxfp8", marks=pytest.mark.nightly),
-    ],
+    ),
 )
 def test_bf16_and_mxfp8_exchange_checkpoints(run, tmp_path: Path, model: str, written: str, read: str) -> None:
     out, before = run(model, "1 process", written)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,13 +22,20 @@ ONLY_UNDER = {
 }
 
 
-def imports(path: Path) -> list[str]:
+@cache
+def package_sources() -> dict[str, ast.Module]:
+    """The modules of the package, by their paths in it."""
+    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def imports(relative: str) -> list[str]:
     names = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(package_sources()[relative]):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
+            assert node.level == 0, f"{relative}: relative import"
             names += [f"{node.module}.{alias.name}" for alias in node.names]
     return names
 
@@ -38,15 +46,11 @@ def layer(dotted: str) -> tuple[int, str] | None:
     return next(((place, part) for place, folders in enumerate(LAYERS) if part in folders), None)
 
 
-def package_sources() -> list[tuple[Path, str]]:
-    return [(path, path.relative_to(PACKAGE).as_posix()) for path in sorted(PACKAGE.rglob("*.py"))]
-
-
 def test_imports_point_one_way() -> None:
     seen = 0
-    for path, relative in package_sources():
+    for relative in package_sources():
         own = layer(f"titan_mxfp8.{relative.removesuffix('.py').replace('/', '.')}")
-        for name in imports(path):
+        for name in imports(relative):
             if own is not None and name.startswith("titan_mxfp8."):
                 target = layer(name)
                 seen += 1
@@ -56,8 +60,8 @@ def test_imports_point_one_way() -> None:
 
 
 def test_triton_and_torchtitan_are_imported_in_one_folder_each() -> None:
-    for path, relative in package_sources():
-        for name in imports(path):
+    for relative in package_sources():
+        for name in imports(relative):
             folder = ONLY_UNDER.get(name.split(".")[0])
             assert folder is None or relative.startswith(folder), f"{relative} imports {name}"
 
@@ -70,8 +74,8 @@ def test_importing_the_package_does_not_import_torchtitan() -> None:
 
 
 def test_every_public_function_has_a_docstring_and_type_hints() -> None:
-    for path, relative in package_sources():
-        for node in ast.parse(path.read_text()).body:
+    for relative, tree in package_sources().items():
+        for node in tree.body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not node.decorator_list:
                 assert ast.get_docstring(node) or len(node.body) <= 3, f"{relative}: {node.name} has no docstring"
                 hints = [arg.annotation for arg in (*node.args.args, *node.args.kwonlyargs)]
@@ -79,10 +83,9 @@ def test_every_public_function_has_a_docstring_and_type_hints() -> None:
 
 
 def test_files_and_lists_of_parameters_stay_short() -> None:
-    for path, relative in package_sources():
-        text = path.read_text()
-        assert len(text.splitlines()) <= 500, relative
-        for node in ast.walk(ast.parse(text)):
+    for relative, tree in package_sources().items():
+        assert len((PACKAGE / relative).read_text().splitlines()) <= 500, relative
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and node.name != "mxfp8_moe":  # a public one, as are its arguments
                 is_kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
                 count = len((*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs))
@@ -91,7 +94,7 @@ def test_files_and_lists_of_parameters_stay_short() -> None:
 
 def test_the_tour_names_every_file() -> None:
     tour = (PACKAGE / "README.md").read_text()
-    for _, relative in package_sources():
+    for relative in package_sources():
         folder, _, name = relative.rpartition("/")
         assert f"{name}`" in tour or "workarounds" in folder or name == "__init__.py", relative
 
@@ -113,4 +116,4 @@ def test_what_is_built_holds_all_that_it_needs_and_leaves_nothing_behind(tmp_pat
         names = packed.namelist()
     assert {"titan_mxfp8/py.typed", "titan_mxfp8/measured.csv"} <= set(names)
     modules = {name for name in names if name.endswith(".py")}
-    assert modules == {f"titan_mxfp8/{relative}" for _, relative in package_sources()}
+    assert modules == {f"titan_mxfp8/{relative}" for relative in package_sources()}

@@ -18,14 +18,11 @@ README = (Path(__file__).parent.parent.parent / "README.md").read_text()
 IMPORTS, EXPERTS, *MORE = re.search(r"`(--override\.imports [^`]+)`", README)[1].split()
 LINEARS = "titan_mxfp8.titan03.linears"
 OVERRIDES = IMPORTS, EXPERTS, LINEARS, *MORE
-HEALTH, OFF, BOUNDED = (
-    (IMPORTS, f"{EXPERTS}={arguments}", LINEARS)
-    for arguments in ('{"health_every": 2}', '{"dispatch": "off"}', '{"dispatch_rows": "bounded"}')
-)
+HEALTH, OFF = ((IMPORTS, f"{EXPERTS}={given}", LINEARS) for given in ('{"health_every": 2}', '{"dispatch": "off"}'))
 
 
 def start(out: Path, model: str, kind: str, *flags: str, layout: str = "1 process") -> subprocess.Popen:
-    overrides = {"bf16": (), "mxfp8": OVERRIDES, "health": HEALTH, "dispatch off": OFF, "bounded": BOUNDED}[kind]
+    overrides = {"bf16": (), "mxfp8": OVERRIDES, "health": HEALTH, "dispatch off": OFF}[kind]
     own = ("--module=titan_mxfp8.titan03", f"--config=debug_{model}", f"--dump_folder={out}")
     return start_torchtitan(out, [*overrides, *own, *flags], layout)
 
@@ -99,19 +96,6 @@ def test_layers_that_dispatch_their_own_tokens(run, tmp_path: Path) -> None:
     health = {tag: steps for tag, steps in read_tensorboard(tmp_path).items() if tag.startswith("mx_health/")}
     assert "mx_health/activations/saturated/layers.1.moe.routed_experts.inner_experts" in health
     assert all("experts" in tag and list(steps) == [2] for tag, steps in health.items())
-
-
-@pytest.mark.nightly
-def test_compiled_blocks_dispatch_their_own_tokens(run, tmp_path: Path) -> None:
-    """Whole blocks, without a graph break, which would be an error. The losses are those of counted rows, eager."""
-    _, dispatched = run("FSDP 2 + EP 2", "mxfp8")
-    flags = ("--training.steps=2", "--lr_scheduler.total_steps=8", "--training.seq_len=128")
-    flags += ("--compile.enable", "--compile.backend=aot_eager")
-    losses = train(tmp_path, "deepseek_v3", "bounded", *flags, layout="FSDP 2 + EP 2")
-    assert losses == {step: dispatched[step] for step in (1, 2)}
-    log = (tmp_path / "log").read_text()
-    assert "Compiling each TransformerBlock" in log
-    assert "; rows bounded" in log and "TorchTitan dispatches" not in log
 
 
 @pytest.mark.nightly
