@@ -13,7 +13,7 @@ import pytest
 import torch
 from models import ROOT, build, run_step
 from test_models import AC_MODES, COMPILE, Decomposed, cpu_only, tokens
-from test_plugin import GROUPED, LINEAR, parse
+from test_plugin import EXPERTS, GROUPED, LINEAR, LINEARS, parse
 from tiers import daily
 from torch import nn
 from torch._dynamo.utils import counters
@@ -35,7 +35,7 @@ from titan_mxfp8.recipe import BF16
 from titan_mxfp8.titan.dispatch import DispatchingLayers
 from titan_mxfp8.tools.dry_run import dry_run, parse_config
 
-CONVERT, DISPATCH, ROWS = f"--model.converters={GROUPED}", f"--{GROUPED}.dispatch", f"--{GROUPED}.dispatch_rows"
+CONVERT, DISPATCH, ROWS = EXPERTS, f"--{GROUPED}.dispatch", f"--{GROUPED}.dispatch_rows"
 RECIPE, NO_AC = f"--{GROUPED}.recipe_name", "--activation_checkpoint.mode=none"
 CHOOSE = "titan_mxfp8.titan.dispatch.choose"
 D, H, E = 64, 96, 8
@@ -172,21 +172,23 @@ class Own(MoE):
     """A layer of the user's."""
 
 
-def test_experts_in_a_layer_of_another_class_keep_its_dispatch(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "cls, recipe, transport, reason",
+    [
+        (Own, "mxfp8", "auto", "experts in a Own: TorchTitan dispatches the tokens of moe.experts"),
+        (MoE, "mxfp8_2d_wgrad_bf16_rebased", "auto", "recipe 'mxfp8_2d_wgrad_bf16_rebased', whose weight gradient"),
+        (MoE, "mxfp8_wgrad_bf16", "collective", ""),
+    ],
+)
+def test_which_layers_and_recipes_keep_torchtitans_dispatch(
+    cls: type, recipe: str, transport: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A weight gradient of unquantised tokens cannot be had of what is dispatched, unless a user names a transport."""
     own = layer("llama4")
-    own.__class__ = Own
-    assert type(convert(own, f"{DISPATCH}=auto")) is Own
-    assert "does not work with experts in a Own: TorchTitan dispatches the tokens of moe.experts" in caplog.text
-
-
-def test_a_weight_gradient_of_unquantised_tokens_keeps_torchtitans_dispatch(caplog: pytest.LogCaptureFixture) -> None:
-    """What is dispatched is quantised. A user who names a transport gets it."""
-    for recipe in ("mxfp8_wgrad_bf16", "mxfp8_2d_wgrad_bf16_rebased"):
-        kept, named = (
-            convert(layer("llama4"), f"{RECIPE}={recipe}", f"{DISPATCH}={w}") for w in ("auto", "collective")
-        )
-        assert type(kept) is MoE and type(named) is plugin.MXFP8MoE
-        assert f"dispatch = 'auto' does not work with recipe '{recipe}', whose weight gradient" in caplog.text
+    own.__class__ = cls
+    made = convert(own, f"{RECIPE}={recipe}", f"{DISPATCH}={transport}")
+    assert type(made) is (cls if reason else plugin.MXFP8MoE)
+    assert f"dispatch = '{transport}' does not work with {reason}" in caplog.text or not reason
 
 
 def test_the_log_names_the_transport_and_the_reason(
@@ -234,24 +236,20 @@ def test_the_log_names_the_transport_and_the_reason(
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ([f"{DISPATCH}=deepep"], "dispatch = 'deepep': use one of off, auto, collective, symmetric"),
-        ([f"{ROWS}=all"], "dispatch_rows is one of counted, bounded, worst_case, or a factor .* got 'all'"),
-        ([f"{ROWS}=-1"], "dispatch_rows is one of counted, bounded, worst_case, or a factor .* got '-1'"),
-        ([f"{DISPATCH}=off", f"{ROWS}=1.25"], "dispatch_rows = '1.25' and dispatch = 'off'"),
+        (f"{DISPATCH}=deepep", "dispatch = 'deepep': use one of off, auto, collective, symmetric"),
+        (f"{ROWS}=all", "dispatch_rows is one of counted, bounded, worst_case, or a factor .* got 'all'"),
+        (f"{DISPATCH}=off {ROWS}=1.25", "dispatch_rows = '1.25' and dispatch = 'off'"),
         (
-            [f"{DISPATCH}=off", f"{RECIPE}=bf16"],
+            f"{DISPATCH}=off {RECIPE}=bf16",
             "recipe 'bf16' is the control of dispatch: without it, leave the experts out",
         ),
-        ([f"{RECIPE}=bf16", f"--{GROUPED}.hopper_rebase"], "'bf16' quantises nothing"),
-        (
-            [f"--model.converters={LINEAR}", f"--{LINEAR}.recipe_name=bf16"],
-            "recipe 'bf16' is the control of dispatch: without it, leave the linears out",
-        ),
+        (f"{RECIPE}=bf16 --{GROUPED}.hopper_rebase", "'bf16' quantises nothing"),
+        (f"{LINEARS} --{LINEAR}.recipe_name=bf16", "is the control of dispatch: without it, leave the linears out"),
     ],
 )
-def test_a_bad_dispatch_is_refused_when_it_is_parsed(flags: list[str], message: str) -> None:
+def test_a_bad_dispatch_is_refused_when_it_is_parsed(flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse(CONVERT, *flags)
+        parse(CONVERT, *flags.split())
 
 
 def test_a_transport_that_this_machine_lacks_is_refused_when_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
