@@ -123,13 +123,14 @@ def test_any_number_of_recipes_compile_in_one_process(monkeypatch: pytest.Monkey
     """torch.compile compiles a forward for at most 8 states of the world, of which each recipe takes some."""
     monkeypatch.setitem(modules.EXPERT_CLASSES, Experts, CompiledExperts)
     torch._dynamo.reset()
-    for recipe in [*dict.fromkeys(RECIPES.values())][:9]:
+    *others, last = [*dict.fromkeys(RECIPES.values())][:9]
+    for recipe in (*others, last):
         model = nn.ModuleDict({"experts": Experts(), "linear": nn.Linear(64, 64)})
         convert_model(model, recipe=recipe, grouped_fqns="experts")
         for module, args in ((model["experts"], (OFFS,)), (model["linear"], ())):
             assert isinstance(module, modules.ConvertedModule) and isinstance(module, CompiledExperts | nn.Linear)
             compiled = torch.compile(module, backend="eager", fullgraph=True)
-            for rows in (20, 24):
+            for rows in (20, 24) if recipe is last else (20,):
                 x = torch.randn(rows, 64, requires_grad=True)
                 y = compiled(x, *args)
                 y.float().sum().backward()

@@ -456,16 +456,15 @@ def test_custom_ops_meet_their_fakes() -> None:
         opcheck(library.quantize_both.overload, (w, w_spec, w_spec, None, "auto"))
         x_k, w_k = library.quantize(x, 1, x_spec, None, "auto"), library.quantize(w, 2, w_spec, None, "auto")
         dy_n, w_n = library.quantize(dy, 1, dy_spec, None, "auto"), library.quantize(w, 1, w_spec, None, "auto")
-        for axis, given in ((0, offs), (0, None), (1, None)):
-            for spec in (x_spec, OperandSpec(stored="bf16").key, UNQUANTIZED.key):
-                opcheck(library.requantize.overload, (*x_k, x_spec, axis, spec, given, "auto"))
+        in_bf16, as_it_is = OperandSpec(stored="bf16").key, UNQUANTIZED.key
+        for spec, axis, given in ((x_spec, 0, offs), (x_spec, 1, None), (in_bf16, 0, None), (as_it_is, 0, offs)):
+            opcheck(library.requantize.overload, (*x_k, x_spec, axis, spec, given, "auto"))
         for bias in (None, torch.randn(E, N)):
             args = (*x_k, x_spec, *w_k, w_spec, 2, offs, bias, torch.bfloat16, "auto")
             opcheck(library.gemm_m_grouped.overload, args)
         opcheck(library.gemm_m_grouped.overload, (*dy_n, dy_spec, *w_n, w_spec, 1, offs, None, torch.float32, "auto"))
         dy_m, x_m = (library.quantize(t, 0, s, offs, "auto") for t, s in ((dy, dy_spec), (x, x_spec)))
         opcheck(library.gemm_k_grouped.overload, (*dy_m, dy_spec, *x_m, x_spec, 70, offs, torch.float32, "auto"))
-    in_bf16 = OperandSpec(stored="bf16").key
     opcheck(library.quantize.overload, (x, 1, in_bf16, None, "auto"))
     opcheck(library.quantize_both.overload, (x, in_bf16, in_bf16, offs, "auto"))
     operands = (dy.bfloat16(), None, UNQUANTIZED.key, x.bfloat16(), None, UNQUANTIZED.key)
