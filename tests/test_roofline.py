@@ -33,7 +33,7 @@ CONFIG = "train_configs/llama4_17bx16e_2layers_1x4.toml"
 def test_the_bytes_of_quantisers_are_those_that_they_move(name: str) -> None:
     """Of the reference backend, tensor by tensor, as scripts/bench/bench_grouped_mm.py counts them."""
     recipe = get_recipe(name)
-    shape = GroupedShape(name="", m=LAYER.m, n=LAYER.n, k=LAYER.k, groups=LAYER.groups, why="")
+    shape = GroupedShape("", m=LAYER.m, n=LAYER.n, k=LAYER.k, groups=LAYER.groups)
     problem = bench_grouped_mm.make_problem(bench_grouped_mm.Job(shape=shape, ways=()), torch.device("cpu"))
     x, w, dy, offs = (tensor.detach() for tensor in problem)
     calls = bench_grouped_mm.passes_of(name, "reference", x, w, dy, offs)
