@@ -33,15 +33,10 @@ if [ -n "${PYTHON:-}" ]; then
 fi
 
 case ${TITAN:-0.2} in
-    0.2) venv=.venv extras=train,test torches="torch>=2.11,<2.14" fits="import torch" ;;
     0.3) # torch 2.11 lacks torch.distributed.fsdp.DataParallelMeshDims, which TorchTitan 0.3 imports
         venv=.venv03 extras=train03,test torches="torch>=2.13,<2.14"
         fits="import torch; assert torch.__version__ >= (2, 13)" ;;
-    *) echo "setup: TITAN is 0.2 or 0.3, not '$TITAN'" >&2; exit 2 ;;
-esac
-case ${EXTRA:-} in
-    '' | hf) ;;
-    *) echo "setup: EXTRA is hf or nothing, not '$EXTRA'" >&2; exit 2 ;;
+    *) venv=.venv extras=train,test torches="torch>=2.11,<2.14" fits="import torch" ;;
 esac
 has_gpu() { command -v nvidia-smi > /dev/null 2>&1 || command -v rocminfo > /dev/null 2>&1; }
 

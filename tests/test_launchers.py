@@ -338,7 +338,6 @@ REFUSED = {
     "verify_hardware.sh": ["MINUTES=-1", "STEPS=doctor,tests"],
     "test_gpu.sh": ["JOBS=0", "JOBS=auto"],
     "converge.sh": ["NGPU=2.5"],
-    "check_configs.sh": ["EXTRA=hff"],
 }
 
 
