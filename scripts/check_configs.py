@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-from scripts.bench.passes import FSDP_COPIES, committed_rates, step_speedup
+from scripts.bench.roofline import FSDP_COPIES, committed_rates, step_speedup
 from scripts.result_files import format_table, read_rows
 from scripts.study.tables import times
 from titan_mxfp8.recipe import BF16

@@ -14,8 +14,17 @@ import torch
 
 from scripts import check_configs
 from scripts.bench import bench_grouped_mm, roofline
-from scripts.bench.passes import FSDP_COPIES, Layer, Pass, Rates, committed_rates, layer_seconds, passes, step_speedup
 from scripts.bench.problems import GroupedShape
+from scripts.bench.roofline import (
+    BOTH,
+    FSDP_COPIES,
+    Pass,
+    Rates,
+    committed_rates,
+    passes,
+    predicted_seconds,
+    step_speedup,
+)
 from scripts.result_files import SPEED, training_gains
 from scripts.study import measured, tables
 from titan_mxfp8.backends import plan_on
@@ -25,7 +34,7 @@ from titan_mxfp8.tools.dry_run import Report, dry_run, parse_config
 
 ROOT = Path(__file__).parent.parent
 H200, CPU = CLUSTER_GPUS["H200"], Hardware("cpu", "cpu")
-LAYER = Layer(m=96, n=64, k=128, groups=3)
+LAYER = GroupedShape("", m=96, n=64, k=128, groups=3)
 CONFIG = "train_configs/llama4_17bx16e_2layers_1x4.toml"
 
 
@@ -33,15 +42,12 @@ CONFIG = "train_configs/llama4_17bx16e_2layers_1x4.toml"
 def test_the_bytes_of_quantisers_are_those_that_they_move(name: str) -> None:
     """Of the reference backend, tensor by tensor, as scripts/bench/bench_grouped_mm.py counts them."""
     recipe = get_recipe(name)
-    shape = GroupedShape("", m=LAYER.m, n=LAYER.n, k=LAYER.k, groups=LAYER.groups)
-    problem = bench_grouped_mm.make_problem(bench_grouped_mm.Job(shape=shape, ways=()), torch.device("cpu"))
+    problem = bench_grouped_mm.make_problem(bench_grouped_mm.Job(shape=LAYER, ways=()), torch.device("cpu"))
     x, w, dy, offs = (tensor.detach() for tensor in problem)
     calls = bench_grouped_mm.passes_of(name, "reference", x, w, dy, offs)
     moved = {}
     for what in bench_grouped_mm.QUANTIZERS:
-        read = {"x": x, "dy": dy, "w": w}[what.split()[1]]
-        written = [tensor for tensor in bench_grouped_mm.tensors_of(calls[what]()) if tensor is not read]
-        moved[what] = sum(tensor.nbytes for tensor in (read, *written))
+        moved[what] = bench_grouped_mm.bytes_moved(calls[what], {"x": x, "dy": dy, "w": w}[what.split()[1]])
     plan = plan_on(recipe, "reference", CPU)
     kept, freed = ({one.name: one.moved for one in passes(recipe, plan, LAYER, keeps)} for keeps in (True, False))
     for what in ("quantise x", "quantise dy", "quantise w"):
@@ -77,8 +83,8 @@ def test_a_pass_takes_the_longer_of_moving_and_multiplying() -> None:
 def test_a_step_is_its_layers_and_what_no_format_changes() -> None:
     rates = Rates(ceilings={"copy": 1e30, "bf16": 1.0, "FP8": 2.0})
     recipe, flops = get_recipe("mxfp8_2d_rebased"), 2 * 96 * 64 * 128
-    assert layer_seconds(recipe, H200, LAYER, rates) == pytest.approx(3 * flops / 2)
-    assert layer_seconds(recipe, H200, LAYER, rates, forwards=2) == pytest.approx(4 * flops / 2)
+    assert predicted_seconds(recipe, H200, LAYER, rates)[BOTH] == pytest.approx(3 * flops / 2)
+    assert predicted_seconds(recipe, H200, LAYER, rates, forwards=2)[BOTH] == pytest.approx(4 * flops / 2)
     gemm, memory = (96, 64, 128, 3), SimpleNamespace(parameters=0, activations=0)
     step = SimpleNamespace(gemms={(recipe, *gemm): 2}, flops_per_token=18 * flops, tokens=1, forwards=1)
     vars(step).update(memory=memory, out_of_fsdp=0, frees_weights=False)

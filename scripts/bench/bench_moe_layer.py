@@ -31,10 +31,10 @@ from torchtitan.tools.utils import set_default_dtype
 import titan_mxfp8.plugin  # noqa: F401 - where there is no accelerator TorchTitan needs its workarounds
 from scripts.bench import bench
 from scripts.bench.bench import Entry, Row, largest_error, parse, parser_of
-from scripts.bench.kernel_times import kernel_table
+from scripts.bench.kernel_times import kernel_table, shown
 from scripts.bench.peers import SONICMOE, SonicMoE, is_installed, versions
 from scripts.progress import ends_in_words
-from scripts.result_files import format_table, read_rows, write_rows
+from scripts.result_files import read_rows, write_rows
 from titan_mxfp8.moe.bounds import ROWS
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR
 
@@ -297,13 +297,13 @@ class Bench(bench.Bench):
             torch.cuda.synchronize()
         if self.rank == 0:
             name = f"{key['layer']} {key['way']}"
-            path = self.args.out / "traces" / f"{name.replace(' ', '_')}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            recorded.export_chrome_trace(str(path))
-            rows = [{"ms": row["ms"], "count": row["count"], "kernel": row["kernel"]} for row in kernel_table(path, 40)]
-            self.say(f"{name}\n{format_table([row | {'kernel': row['kernel'][:110]} for row in rows])}")
-            kept = self.args.out / "kernels.csv"
-            write_rows(kept, [*(read_rows(kept) if kept.is_file() else ()), *(key | row for row in rows)])
+            trace, kept = self.args.out / "traces" / f"{name.replace(' ', '_')}.json", self.args.out / "kernels.csv"
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(trace))
+            rows = kernel_table(trace, 40)
+            self.say(f"{name}\n{shown(rows)}")
+            rows = [key | {column: row[column] for column in ("ms", "count", "kernel")} for row in rows]
+            write_rows(kept, [*(read_rows(kept) if kept.is_file() else ()), *rows])
 
 
 def copy_parameters(module: nn.Module, source: nn.Module) -> None:
