@@ -1,7 +1,5 @@
 """The model of what MXFP8 can bring: bytes and FLOPs of passes, rates from committed results, steps, pictures."""
 
-import csv
-import json
 import re
 import shutil
 from collections import Counter
@@ -25,7 +23,7 @@ from scripts.bench.roofline import (
     predicted_seconds,
     step_speedup,
 )
-from scripts.result_files import SPEED, training_gains
+from scripts.result_files import SPEED, read_rows, training_gains, write_results
 from scripts.study import measured, tables
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
@@ -95,15 +93,6 @@ def test_a_step_is_its_layers_and_what_no_format_changes() -> None:
     assert step_speedup(step, "H200", rates) == 1, "the control"
 
 
-def write_results(folder: Path, rows: list[dict[str, object]], gpu: str = "NVIDIA H200") -> None:
-    folder.mkdir(parents=True)
-    with (folder / "data.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
-        writer.writeheader()
-        writer.writerows(rows)
-    (folder / "env.json").write_text(json.dumps({"gpu": gpu}))
-
-
 def test_rates_are_read_from_committed_results(tmp_path: Path) -> None:
     """Rows of a second for 2e12 FLOPs, of fewer and of more."""
     key = {"bench": "kernels", "M": 100, "N": 100, "K": 10**8, "G": 1, "groups": "balanced", "p50_us": 1e6}
@@ -113,14 +102,15 @@ def test_rates_are_read_from_committed_results(tmp_path: Path) -> None:
         key | {"recipe": "torch", "what": "bf16 matmul", "tflops": 1.5},
         key | {"recipe": "torch", "what": "FP8 matmul", "tflops": 4},
     ]
-    write_results(tmp_path / "a", [*ceilings, gemm | {"recipe": "mxfp8_2d", "p50_us": 1}])
+    h100, h200 = {"gpu": "NVIDIA H100 80GB HBM3"}, {"gpu": "NVIDIA H200"}
+    write_results(tmp_path / "a", [*ceilings, gemm | {"recipe": "mxfp8_2d", "p50_us": 1}], h200)
     rows = [gemm, gemm | {"M": 200, "N": 50, "p50_us": 2e6}, gemm | {"data": "products", "p50_us": 1}]
     rows += [gemm | {"recipe": "mxfp8", "p50_us": 0.5e6, "baseline_us": ""}, key | {"recipe": "bf16", "what": "wgrad"}]
-    write_results(tmp_path / "b", rows)
-    write_results(tmp_path / "c", [gemm | {"p50_us": 1}], gpu="NVIDIA H100 80GB HBM3")
+    write_results(tmp_path / "b", rows, h200)
+    write_results(tmp_path / "c", [gemm | {"p50_us": 1}], h100)
     # without passes, or with those of one shape alone, it leaves our rates as they were
-    write_results(tmp_path / "d", ceilings[:1])
-    write_results(tmp_path / "e", [gemm | {"p50_us": 4e6}])
+    write_results(tmp_path / "d", ceilings[:1], h200)
+    write_results(tmp_path / "e", [gemm | {"p50_us": 4e6}], h200)
     roof, own = committed_rates(tmp_path, "H200")
     # mxfp8 multiplies bf16 values of 8 bits faster than plain bf16 can be: not a ceiling of bf16
     assert roof.ceilings == {"copy": 3e9, "bf16": 1.5e12, "FP8": 2e18} and not roof.own
@@ -224,8 +214,7 @@ def test_predictions_that_count_are_of_what_was_measured() -> None:
     """In the newest folder of predictions that counts, of the trainings that are still here; with the gains."""
     results = ROOT / "results"
     folder = max(re.findall(r"\*\*`([\w-]+_cpu_predictions\w*)`\*\*", (results / "README.md").read_text()))
-    with (results / folder / "data.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if (results / row["folder"]).is_dir()]
+    rows = [row for row in read_rows(results / folder / "data.csv") if (results / row["folder"]).is_dir()]
     predicted = Counter((row["folder"], row["table"], row["run"], row["measured"]) for row in rows)
     known = {row["folder"] for row in rows}
     measured = Counter(
@@ -240,8 +229,7 @@ def test_passes_are_predicted_beside_what_was_measured(tmp_path: Path) -> None:
     for part in ("grouped_mm", "kernels"):
         shutil.copytree(ROOT / "results" / "2026-11-25_h200_bench" / part, tmp_path / part)
     roofline.main(["passes", str(tmp_path)])
-    with (tmp_path / "roofline.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["N"] == "8192"]
+    rows = [row for row in read_rows(tmp_path / "roofline.csv") if row["N"] == "8192"]
     (row,) = (r for r in rows if (r["M"], r["recipe"], r["what"]) == ("131072", "mxfp8_2d_rebased", roofline.BOTH))
     assert float(row["x"]) == pytest.approx(1.46, abs=0.005) and 1.4 < float(row["predicted_x"]) < 1.8
     for path in tmp_path.glob("*/env.json"):
