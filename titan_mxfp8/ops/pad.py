@@ -29,7 +29,9 @@ def pad_token_groups(x: torch.Tensor, offs: torch.Tensor, alignment: int = 32) -
             offsets that are negative, decreasing or past M.
     """
     _check(x, offs, alignment)
-    return _pad(x, offs, alignment)
+    places, padded_ends = _places(offs, x.shape[0], alignment)
+    padded = x.new_zeros((ragged_rows(x.shape[0], offs.shape[0], alignment) + 1, x.shape[1]))
+    return padded.index_copy(0, places, x)[:-1], padded_ends
 
 
 def unpad_token_groups(padded: torch.Tensor, offs: torch.Tensor, alignment: int, rows: int) -> torch.Tensor:
@@ -54,58 +56,15 @@ def unpad_token_groups(padded: torch.Tensor, offs: torch.Tensor, alignment: int,
             f"{rows} rows in {offs.shape[0]} groups aligned to {alignment} are padded to {expected} rows, "
             f"got {padded.shape[0]}: pass the rows, groups and alignment that they were padded with"
         )
-    return _unpad(padded, offs, alignment, rows)
-
-
-@torch.library.custom_op("titan_mxfp8::pad_token_groups", mutates_args=())
-def _pad(x: torch.Tensor, offs: torch.Tensor, alignment: int) -> tuple[torch.Tensor, torch.Tensor]:
-    places, padded_ends = _places(offs, x.shape[0], alignment)
-    padded = x.new_zeros((ragged_rows(x.shape[0], offs.shape[0], alignment) + 1, x.shape[1]))
-    return padded.index_copy_(0, places, x)[:-1], padded_ends
-
-
-@_pad.register_fake
-def _(x, offs, alignment):
-    return x.new_empty((ragged_rows(x.shape[0], offs.shape[0], alignment), x.shape[1])), torch.empty_like(offs)
-
-
-@torch.library.custom_op("titan_mxfp8::unpad_token_groups", mutates_args=())
-def _unpad(padded: torch.Tensor, offs: torch.Tensor, alignment: int, rows: int) -> torch.Tensor:
-    return F.pad(padded, (0, 0, 0, 1))[_places(offs, rows, alignment)[0]]
-
-
-@_unpad.register_fake
-def _(padded, offs, alignment, rows):
-    return padded.new_empty((rows, padded.shape[1]))
-
-
-def _save_pad(ctx, inputs, output):
-    x, offs, ctx.alignment = inputs
-    ctx.rows = x.shape[0]
-    ctx.save_for_backward(offs)
-
-
-def _pad_backward(ctx, grad_padded, _):
-    return _unpad(grad_padded, *ctx.saved_tensors, ctx.alignment, ctx.rows), None, None
-
-
-def _save_unpad(ctx, inputs, output):
-    _, offs, ctx.alignment, _ = inputs
-    ctx.save_for_backward(offs)
-
-
-def _unpad_backward(ctx, grad_packed):
-    return _pad(grad_packed, *ctx.saved_tensors, ctx.alignment)[0], None, None, None
-
-
-_pad.register_autograd(_pad_backward, setup_context=_save_pad)
-_unpad.register_autograd(_unpad_backward, setup_context=_save_unpad)
+    places, _ = _places(offs, rows, alignment)
+    return F.pad(padded, (0, 0, 0, 1)).index_select(0, places)
 
 
 def _places(offs: torch.Tensor, rows: int, alignment: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Where each of the ``rows`` lies among the padded ones, int64 (M,), behind the last one if it is in no group; and
     int32 (E,), the ends of the padded groups."""
-    check_offs_values(offs, rows)
+    if not torch.compiler.is_compiling():
+        check_offs_values(offs, rows)
     sizes = offs.diff(prepend=offs.new_zeros(1))
     padded_sizes = ceil_div(sizes, alignment) * alignment
     padded_ends = padded_sizes.cumsum(0, dtype=torch.int32)
