@@ -163,7 +163,7 @@ def test_a_moe_layer_compiles_with_its_first_tokens_only(recipe: str, features: 
 
 
 class Lonely:
-    """``Link`` of one of two ranks, where nothing comes from the other."""
+    """``GroupLink`` of one of two ranks, where nothing comes from the other."""
 
     ranks, rank, device = 2, 0, torch.device("cpu")
 

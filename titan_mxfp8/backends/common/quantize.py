@@ -18,7 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_mxfp8.backends.common.convert import magnitude_bits, reciprocal_scale, scale_byte, to_elements
+from titan_mxfp8.backends.common.convert import (
+    magnitude_bits,
+    reciprocal_scale,
+    scale_byte,
+    through_elements,
+    to_elements,
+)
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.tiles import (
     Tile,
@@ -53,7 +59,7 @@ def launch(
 ) -> None:
     """Fills operands of exact FP8 in 1x32 blocks, see ``quantizers.LAUNCHES``."""
     if columnwise is None:
-        _launch_rows(x, rowwise)
+        launch_rows(x, rowwise)
     else:
         _launch_tiles(x, rowwise, columnwise, offs, source)
 
@@ -65,7 +71,8 @@ def _quantize_rows(
     blocks,
     FLOOR: tl.constexpr, E5M2: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One program: ``BLOCKS`` neighbouring 1x32 blocks, counted through the rows.
+    """One program: ``BLOCKS`` neighbouring 1x32 blocks, counted through the rows: elements and scales, or without
+    ``scale`` the quantised values.
 
     Rows of 70 columns have ``blocks_per_row = 3``: block 4 is row 1, columns 32..63, and block 5 is row 1, columns
     64..69.
@@ -76,9 +83,13 @@ def _quantize_rows(
     inside = (block < blocks)[:, None] & (col < cols)
     values = tl.load(x + row * row_stride + col, mask=inside, other=0).to(tl.float32)
     byte = scale_byte(tl.max(magnitude_bits(values), 1), FLOOR, E5M2)
-    elements = to_elements(values * reciprocal_scale(byte)[:, None], byte[:, None], E5M2)
-    tl.store(qdata + row * cols + col, elements, mask=inside)
-    tl.store(scale + block, byte.to(tl.uint8), mask=block < blocks)
+    if scale is None:
+        values = through_elements(values, byte[:, None], E5M2)
+        tl.store(qdata + row * cols + col, values.to(qdata.dtype.element_ty), mask=inside)
+    else:
+        elements = to_elements(values * reciprocal_scale(byte)[:, None], byte[:, None], E5M2)
+        tl.store(qdata + row * cols + col, elements, mask=inside)
+        tl.store(scale + block, byte.to(tl.uint8), mask=block < blocks)
 
 
 @triton.jit(do_not_specialize=["rows", "padded_blocks", "row_blocks", "groups"])
@@ -199,14 +210,14 @@ _QUANTIZE_TILES = Kernel(_quantize_tiles)
 _PLACE_SCALES = Kernel(_place_scales)
 
 
-def _launch_rows(x: Tensor, out: Operand) -> None:
-    """1x32 blocks along the last axis."""
+def launch_rows(x: Tensor, out: Operand) -> None:
+    """1x32 blocks along the last axis, in FP8 or, of an operand without scales, in bf16."""
     rows = as_rows(x)
-    blocks = out.scale.numel()
-    constants = (*rounding_of(out.spec), 64)
+    blocks_per_row = ceil_div(rows.cols, BLOCK_SIZE)
+    blocks = rows.rows * blocks_per_row
     _QUANTIZE_ROWS.launch(
-        ceil_div(blocks, 64), (rows.x, out.data, out.scale), (out.scale.shape[-1], rows.cols, rows.row_stride),
-        (blocks,), constants, device=x.device,
+        ceil_div(blocks, 64), (rows.x, out.data, out.scale), (blocks_per_row, rows.cols, rows.row_stride), (blocks,),
+        (*rounding_of(out.spec), 64), device=x.device,
     )  # fmt: skip
 
 
