@@ -181,7 +181,7 @@ def test_compare_runs_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
     other = write_run(tmp_path / "other", [8.0, 7.0, 6.0], config | {"model": {"name": "llama4", "flavor": "b"}})
     assert "long ended at step 3 and short at step 2: finish the shorter run" in compare(long, short)
     assert "| short | 1 | 2 |" in compare(long, short, "--steps", 2, "--out", tmp_path)
-    assert "short ended at step 2, before --steps 3" in compare(long, short, "--steps", 3)
+    assert "short has losses of steps 1 to 2, and --steps is 3" in compare(long, short, "--steps", 3)
     assert "long has model.flavor = 'a' and other 'b'" in compare(long, other)
     (tmp_path / "file").touch()
     assert "File exists" in compare(long, "--out", tmp_path / "file")
