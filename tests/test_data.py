@@ -249,7 +249,7 @@ def test_train_tokenizer_gives_the_exact_size_or_says_why_not():
     assert tokenizer.get_vocab_size() == 265
     assert tokenizer.to_str() == make_data.train_tokenizer(documents, 265).to_str()
     assert tokenizer.decode(tokenizer.encode("ß \n\t中").ids) == "ß \n\t中"
-    with pytest.raises(ValueError, match="too short for --vocab-size 4000"):
+    with pytest.raises(ValueError, match=r"--vocab-size 4000: .* merges of this text are"):
         make_data.train_tokenizer(documents, 4000)
 
 
@@ -319,9 +319,9 @@ def test_held_out_rows_are_in_no_other_file_and_no_tokenizer_saw_them(debs, tmp_
     assert (rows, held_out) == (documents[:-1], documents[-1:])
     assert "qq" not in HuggingFaceTokenizer(str(tmp_path / "out" / "tokenizer")).get_vocab()
     assert "`held-out/data.jsonl`" in (tmp_path / "out" / "README.md").read_text()
-    with pytest.raises(SystemExit, match="--held-out 51 leaves nothing of 51 rows"):
+    with pytest.raises(SystemExit, match="--held-out 51 of 51 rows: some must be left"):
         make_data.main([*command, "--held-out", "51"])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="--held-out -1 of"):
         make_data.main([*command, "--held-out", "-1"])
 
 
@@ -347,7 +347,7 @@ def test_text_of_ones_own_is_split_and_gets_a_tokenizer(tmp_path):
     with pytest.raises(SystemExit, match=r"make_data.py: .*b.jsonl, line 2: each line must be .*KeyError: 'text'"):
         make_data.main(command)
     (tmp_path / "c.txt").write_bytes("é".encode("latin-1"))
-    for path, message in (("c.txt", "is no text in UTF-8"), ("none", "No such file"), ("empty.txt", "hold no text")):
+    for path, message in (("c.txt", "is no text in UTF-8"), ("none", "No such file"), ("empty.txt", "of 0 rows")):
         with pytest.raises(SystemExit, match=message):
             make_data.main(["--out", str(tmp_path / "out"), "--text", str(tmp_path / path)])
 
@@ -386,14 +386,14 @@ def test_bad_packages_say_what_to_do_and_write_nothing(debs, tmp_path):
         return str(raised.value)
 
     assert "holds 0 files anarchism_*.deb" in error("--sources", "handbook", "anarchism")
-    assert "too short for --vocab-size 5000" in error("--sources", "handbook", "--vocab-size", "5000")
+    assert "--vocab-size 5000: bos, eos" in error("--sources", "handbook", "--vocab-size", "5000")
     (debs / "linux-doc-9.9_1.5-2_all.deb").write_bytes(b"half a download")
     assert "dpkg -x" in error("--sources", "linux") and "failed" in error("--sources", "linux")
     make_deb(debs, "python3-doc", depends="something-else")
     assert "depends on no python3" in error("--sources", "python")
 
 
-def test_wrong_arguments_are_refused_before_any_download(tmp_path, monkeypatch, capsys):
+def test_an_output_that_is_a_file_is_refused_before_any_download(tmp_path, monkeypatch):
     def no_download(*arguments: object) -> None:
         raise AssertionError(f"fetched with {arguments}")
 
@@ -401,7 +401,4 @@ def test_wrong_arguments_are_refused_before_any_download(tmp_path, monkeypatch, 
     (tmp_path / "file").write_text("kept")
     with pytest.raises(SystemExit, match="file is a file"):
         make_data.main(["--out", str(tmp_path / "file")])
-    with pytest.raises(SystemExit, match="2"):
-        make_data.main(["--out", str(tmp_path / "out"), "--vocab-size", "257"])
-    assert "257 is too small" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "kept" and not (tmp_path / "out").exists()
