@@ -25,7 +25,7 @@ import pandas as pd
 
 from scripts.progress import ends_in_words
 from scripts.result_files import format_table, write_rows
-from scripts.study.runs import Run, read_losses, read_run, unique_names
+from scripts.study.runs import SCALARS, Run, read_losses, read_run, unique_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -236,8 +236,7 @@ def first_steps(run: Run, steps: int) -> Run:
     """
     if not min(run.loss) <= steps <= max(run.loss):
         raise ValueError(f"{run.name} has losses of steps {min(run.loss)} to {max(run.loss)}, and --steps is {steps}")
-    names = ("loss", "tps", "memory", "held_out")
-    cut = {name: {step: value for step, value in getattr(run, name).items() if step <= steps} for name in names}
+    cut = {name: {step: value for step, value in getattr(run, name).items() if step <= steps} for name in SCALARS}
     return replace(run, **cut)
 
 
