@@ -89,13 +89,9 @@ def field_of(flag: str) -> str:
     return f"{section}.{name.removeprefix('no_')}"
 
 
-def check_flags(flags: Sequence[str], checkpoint_every: int, seeds: str = "--seeds") -> None:
-    """Raises ValueError if the user's trailing flags have one that ``flags_of`` sets: of two the last one counts.
-
-    Args:
-        seeds: the script's own flag for them.
-    """
-    instead = {"job.config_file": "the TOML", "job.dump_folder": "--out", "debug.seed": seeds}
+def check_flags(flags: Sequence[str], checkpoint_every: int) -> None:
+    """Raises ValueError if the user's trailing flags have one that ``flags_of`` sets: of two the last one counts."""
+    instead = {"job.config_file": "the TOML", "job.dump_folder": "--out", "debug.seed": "--seeds"}
     runs = [StudyRun(recipe=recipe, seed=0, folder=Path()) for recipe in EVERY_FLAG]
     own = {field_of(flag) for run in runs for flag in flags_of(run, Path(), checkpoint_every)}
     for flag in flags:
