@@ -283,14 +283,13 @@ class Comparison:
             if problems:
                 continue
             ours, twins = (read_tensorboard(self.folder(each)) for each in pair)
-            (weights, gradients), (twin_weights, twin_gradients) = (first_step(self.folder(each)) for each in pair)
+            gradients, twin_gradients = (first_gradients(self.folder(each)) for each in pair)
             losses = ours[LOSS]
             row[f"{kind}_max_difference"] = max(abs(losses[step] - twins[LOSS][step]) for step in losses)
             row[f"{kind}_gradient_difference"], row[f"{kind}_worst_gradient"] = max(
                 (relative_rms(gradients[name], twin), name) for name, twin in twin_gradients.items()
             )
             row[f"{kind}_grad_norm_ratio"] = ours[GRAD_NORM][1] / twins[GRAD_NORM][1]
-            row[f"{kind}_weights_equal"] = weights == twin_weights
             if kind == "mxfp8":
                 row |= {"first_loss": losses[1], "last_loss": losses[self.args.steps]}
                 row["fall"] = losses[1] - losses[self.args.steps]
@@ -315,17 +314,9 @@ def make_rows(count: int) -> list[str]:
     return rows
 
 
-def first_step(folder: Path) -> tuple[dict[str, set[str]], dict[str, torch.Tensor]]:
-    """Hashes of a run's first weights, several where ranks that share a weight disagree about it, and its first
-    gradients, which have been clipped."""
-    weights: dict[str, set[str]] = {}
-    gradients: dict[str, torch.Tensor] = {}
-    for path in folder.glob("first_*.pt"):
-        saved = torch.load(path)
-        for name, digest in saved["weights"].items():
-            weights.setdefault(name, set()).add(digest)
-        gradients |= saved["gradients"]
-    return weights, gradients
+def first_gradients(folder: Path) -> dict[str, torch.Tensor]:
+    """A run's gradients of the first step, which have been clipped, by parameter."""
+    return {name: grad for path in folder.glob("gradients_*.pt") for name, grad in torch.load(path).items()}
 
 
 def parse_arguments() -> argparse.Namespace:
