@@ -317,17 +317,15 @@ def build(args: argparse.Namespace, command: str) -> None:
     """Fetch, read, dedupe, shuffle, train, count; write only when all of it is there."""
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"{args.out} is a file: --out names a folder")
-    names = ["text"] if args.text else list(dict.fromkeys(args.sources))
+    names = [] if args.text else list(dict.fromkeys(args.sources))
     documents = [document for path in args.text for document in read_own(path) if document.strip()]
     sources = {}
-    with tempfile.TemporaryDirectory(prefix="make_data_") as work:
-        bar = progress(0 if args.text else len(names), "fetching and reading", "source")
-        for name in [] if args.text else names:
+    with tempfile.TemporaryDirectory(prefix="make_data_") as work, progress(len(names), "reading", "source") as bar:
+        for name in names:
             bar.set_postfix_str(name)
-            source_documents, sources[name] = fetch_source(name, Path(work), args.debs)
-            documents += source_documents
+            of_source, sources[name] = fetch_source(name, Path(work), args.debs)
+            documents += of_source
             bar.update()
-        bar.close()
     documents = list(dict.fromkeys(documents))
     if args.shuffle_seed is not None:
         random.Random(args.shuffle_seed).shuffle(documents)
@@ -336,7 +334,7 @@ def build(args: argparse.Namespace, command: str) -> None:
     if not 0 < kept <= len(documents):
         raise ValueError(f"--held-out {args.held_out} of {len(documents)} rows: some must be left to train on")
     documents, held_out = documents[:kept], documents[kept:]
-    data = f"{'-'.join(names)}/data.jsonl"
+    data = f"{'-'.join(names) or 'text'}/data.jsonl"
     files = {data: jsonl(documents)}
     if held_out:
         files["held-out/data.jsonl"] = jsonl(held_out)
