@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
-import numpy as np
 import torch
 
 
 def percentiles(values: Sequence[float]) -> list[float]:
     """The 20th, the 50th and the 80th."""
-    return np.percentile(values, (20, 50, 80)).tolist()
+    shares = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64).quantile(shares).tolist()
 
 
 def environment(device: torch.device | str = "cuda") -> dict[str, str]:
