@@ -112,11 +112,9 @@ def environment_of(run: StudyRun, args: argparse.Namespace, slot: int) -> dict[s
     return environment
 
 
-def train(run: StudyRun, args: argparse.Namespace, slots: SimpleQueue[int], asked: Event) -> str:
-    """Trains in a free one of the slots, until it has ended or is ``asked`` to; how it ended."""
-    if asked.is_set():
-        return STOPPED
-    name, slot, started = run.folder.name, slots.get(), time.monotonic()
+def train(run: StudyRun, args: argparse.Namespace, slot: int, asked: Event) -> str:
+    """Trains until it has ended or is ``asked`` to; how it ended."""
+    name, started = run.folder.name, time.monotonic()
     goes_on = any(run.folder.glob(CHECKPOINTS))
     if run.folder.exists() and not goes_on:
         shutil.rmtree(run.folder)  # logs of steps that will be run again
@@ -141,7 +139,6 @@ def train(run: StudyRun, args: argparse.Namespace, slots: SimpleQueue[int], aske
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    slots.put(slot)
     seconds = time.monotonic() - started
     if is_stopped:
         say(f"{name}: stopped after {seconds:.0f} s")
@@ -173,8 +170,16 @@ def study(args: argparse.Namespace, asked: Event) -> list[str]:
     slots: SimpleQueue[int] = SimpleQueue()
     for slot in range(args.jobs):
         slots.put(slot)
+
+    def train_in_a_slot(run: StudyRun) -> str:
+        slot = slots.get()
+        try:
+            return STOPPED if asked.is_set() else train(run, args, slot, asked)
+        finally:
+            slots.put(slot)
+
     with progress(len(due) * steps, "study", "step") as bar, ThreadPoolExecutor(args.jobs) as pool:
-        jobs = {run: pool.submit(train, run, args, slots, asked) for run in due}
+        jobs = {run: pool.submit(train_in_a_slot, run) for run in due}
         while not all(job.done() for job in jobs.values()):
             time.sleep(1)
             if time.monotonic() > deadline:
