@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from scripts.bench.passes import MODELS
+from scripts.bench.roofline import MODELS
 from scripts.progress import ends_in_words
 from scripts.result_files import env_of, read_rows, training_gains, write_rows
 from scripts.study.conversions import FLOAT8, conversion_of
