@@ -1,8 +1,9 @@
 # shellcheck shell=bash
-# Shared by the launchers, which source it from the repository's root, with the folder in which they were called in `here`.
-# --help prints the comment at the top of the launcher.
+# Shared by the launchers: goes to the repository's root and leaves the folder in which they were called in `here`. --help
+# prints the comment at the top of the launcher.
 set -euo pipefail
 here=${here:-$PWD}
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # from_here PATH: a path of the caller's folder as it is called in the repository's root.
 from_here() {

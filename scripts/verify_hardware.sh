@@ -14,9 +14,7 @@
 #     PYTHON   a Python to be used as it is, with torch and what is on PYTHONPATH [set up .venv]
 #     JOBS     as in test_gpu.sh
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
-here=$PWD
-cd "$(dirname "$0")/.."
-. scripts/launch.sh
+. "$(dirname "$0")/launch.sh"
 out=$(from_here "${OUT:-outputs/verify-$(date +%Y%m%d-%H%M%S)}")
 step='(doctor|models|tests|benchmarks)'
 takes STEPS "$step( $step)*" "doctor, models, tests and benchmarks, with spaces between them"
