@@ -27,8 +27,7 @@ config=$(find_config "${CONFIG:-$default_config}")
 takes RDZV_ENDPOINT '[^[:space:]]+:[0-9]{1,5}' "HOST:PORT"
 NNODES=${NNODES:-1} MAX_RESTARTS=${MAX_RESTARTS:-3} NGPU=${NGPU:-8} RUNS=${RUNS:-mxfp8}
 if [ "$NNODES" -gt 1 ] && [ -z "${RDZV_ENDPOINT:-}" ]; then
-    echo "train_multinode.sh: with NNODES=$NNODES set RDZV_ENDPOINT=HOST:PORT, the same on all machines" >&2
-    exit 2
+    fail 2 "with NNODES=$NNODES set RDZV_ENDPOINT=HOST:PORT, the same on all machines"
 fi
 RDZV_ENDPOINT=${RDZV_ENDPOINT:-localhost:29500}
 id=${RDZV_ID:-titan_mxfp8}

@@ -27,10 +27,8 @@ machine="import sys, torch
 if sys.argv[1] == 'cpu': print('1 cpu')
 elif not torch.cuda.is_available(): sys.exit(1)
 else: print(torch.cuda.device_count(), torch.cuda.get_device_name().lower().replace('nvidia ', '').split()[0])"
-if ! found=$(python -c "$machine" "$DEVICE"); then
-    echo "bench_all.sh: no GPU here that torch can use; DEVICE=cpu with small SHAPES tries the benchmarks" >&2
-    exit 1
-fi
+found=$(python -c "$machine" "$DEVICE") ||
+    fail 1 "no GPU here that torch can use; DEVICE=cpu with small SHAPES tries the benchmarks"
 read -r gpus gpu <<< "$found"
 [ "$gpus" = 1 ] && count='' || count=${gpus}x
 out=results/$(date +%Y-%m-%d)_$count${gpu}_bench
