@@ -28,7 +28,6 @@ from titan_mxfp8.moe import choose
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.moe.transport import Local
 from titan_mxfp8.ops import observe
-from titan_mxfp8.plugin import compiled
 from titan_mxfp8.plugin import moe as plugin
 from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.recipe import BF16
@@ -228,7 +227,6 @@ def test_the_log_names_the_transport_and_the_reason(
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ([f"{DISPATCH}=deepep"], "dispatch = 'deepep': use one of off, auto, collective, symmetric"),
         ([f"{ROWS}=all"], "dispatch_rows is one of counted, bounded, worst_case, or a factor .* got 'all'"),
         ([f"{ROWS}=-1"], "dispatch_rows is one of counted, bounded, worst_case, or a factor .* got '-1'"),
         ([f"{DISPATCH}=off", f"{ROWS}=1.25"], "dispatch_rows = '1.25' and dispatch = 'off'"),
@@ -394,8 +392,6 @@ def test_a_config_for_a_cluster_is_checked_without_its_links(tmp_path: Path, mon
     assert on.mxfp8_share > control.mxfp8_share == 0 and control.multiplied[GROUPED].startswith("bf16")
     with pytest.raises(ValueError, match="degree 4 does not divide the 2 processes of a host"):
         dry_run(parse_config(toml, [*flags, "--cluster.nodes=2", "--parallelism.expert_parallel_degree=4"]))
-    with pytest.raises(ValueError, match="dispatch = 'deepep': use one of off"):
-        parse_config(toml, [*flags, f"{DISPATCH}=deepep"])
 
 
 @pytest.mark.integration
@@ -446,14 +442,14 @@ def test_blocks_whose_experts_fsdp_takes_are_compiled_in_parts() -> None:
     mesh = SimpleNamespace(size=lambda: 1)
     dims = SimpleNamespace(dp_replicate_enabled=False, pp_enabled=False, get_optional_mesh=lambda names: mesh)
     config = parse(CONVERT)
-    layers.why_fsdp = compiled.why_fsdp_will(holder, config, dims)
-    assert compiled._why_in_parts(layers, True) == ""
+    layers.why_fsdp = plugin.why_fsdp_will(holder, config, dims)
+    assert plugin._why_in_parts(layers, True) == ""
     layers.rows = "counted"
-    assert "dispatch_rows = 'counted'" in compiled._why_in_parts(layers, True)
-    assert compiled._why_in_parts(layers, False) == "", "one rank knows how many rows it has"
+    assert "dispatch_rows = 'counted'" in plugin._why_in_parts(layers, True)
+    assert plugin._why_in_parts(layers, False) == "", "one rank knows how many rows it has"
     config.training.enable_cpu_offload = True
-    layers.why_fsdp = compiled.why_fsdp_will(holder, config, dims)
-    assert compiled._why_in_parts(layers, False) == "FSDP takes their experts: it offloads to the CPU"
+    layers.why_fsdp = plugin.why_fsdp_will(holder, config, dims)
+    assert plugin._why_in_parts(layers, False) == "FSDP takes their experts: it offloads to the CPU"
 
 
 def test_a_compiled_layer_takes_the_rows_that_its_dispatch_has_by_then(monkeypatch: pytest.MonkeyPatch) -> None:

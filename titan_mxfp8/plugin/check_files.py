@@ -1,4 +1,4 @@
-"""Checks of what a config reads and writes on this machine: tokenizer, text to train and validate on, dump folder."""
+"""Checks of what a config reads and writes on this machine: tokenizer, text, dump folder, checkpoints."""
 
 import json
 import os
@@ -6,9 +6,11 @@ import tempfile
 from pathlib import Path
 
 import datasets
+from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.components.tokenizer import build_hf_tokenizer
 from torchtitan.components.validate import build_validator
 from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -120,3 +122,27 @@ def _check_dump_folder(path: Path) -> None:
             f"job.dump_folder = {str(path)!r} cannot be written to ({error}): checkpoints and logs go there, "
             "choose another one with --job.dump_folder"
         ) from error
+
+
+def check_checkpoint(job_config: JobConfig, dims: ParallelDims) -> None:
+    """Raises ValueError if the checkpoint that the run will find in its own folder was written with another number of
+    data-parallel ranks, between which TorchTitan cannot carry the position in the data."""
+    config = job_config.checkpoint
+    if not config.enable or "dataloader" in config.exclude_from_loading:
+        return
+    folder = Path(job_config.job.dump_folder) / config.folder
+    names = (path.parent.name.removeprefix("step-") for path in folder.glob("step-*/.metadata"))
+    steps = [int(name) for name in names if name.isdecimal()]
+    step = max(steps, default=-1) if config.load_step == -1 else config.load_step
+    if step not in steps or step == 0:  # of a seed checkpoint TorchTitan loads the model alone
+        return
+    path = folder / f"step-{step}"
+    states = FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = sum(name.startswith("dataloader.dp_rank_") for name in states)
+    ranks = dims.dp_replicate * dims.dp_shard
+    if saved not in (0, ranks):
+        raise ValueError(
+            f"{path} holds the position in the data of {saved} data-parallel ranks, and this run has {ranks}. "
+            "TorchTitan cannot carry it over: go on with --checkpoint.exclude_from_loading=dataloader, and the data "
+            "begin with their first row again, or with the former number of ranks"
+        )

@@ -12,7 +12,7 @@ from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols import model_converter
 
 from titan_mxfp8 import modules, workarounds
-from titan_mxfp8.plugin import compiled, moe
+from titan_mxfp8.plugin import moe
 from titan_mxfp8.plugin.checks import check_converters
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 from titan_mxfp8.plugin.job_config import converter_configs
@@ -65,7 +65,7 @@ class GroupedMMConverter(_Converter):
             if self.job_config.fault_tolerance.enable:  # TorchFT reduces gradients in a hook of FSDP
                 experts.needs_fsdp = "fault_tolerance.enable"
         if dispatching and self.parallel_dims is not None and self.parallel_dims.ep > 1:
-            getattr(model, LAYERS).why_fsdp = compiled.why_fsdp_will(model, self.job_config, self.parallel_dims)
+            getattr(model, LAYERS).why_fsdp = moe.why_fsdp_will(model, self.job_config, self.parallel_dims)
         return converted
 
 

@@ -20,7 +20,7 @@ from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.recipe import AUTO
 from titan_mxfp8.titan import telemetry
 from titan_mxfp8.titan.dispatch import dispatches
-from titan_mxfp8.titan.fields import DEFAULT_RECIPE, SAVED, check_fields, check_once
+from titan_mxfp8.titan.fields import SAVED, Dispatch, Once, check_fields
 from titan_mxfp8.titan.once import quantize_once
 from titan_mxfp8.titan.rerun import watch_steps
 from titan_mxfp8.titan03.classes import LINEAR_CLASSES, expert_class
@@ -84,20 +84,19 @@ class MXFP8Experts(_Converter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        recipe: str = DEFAULT_RECIPE
+        recipe: str = AUTO
         fqns: Sequence[str] | str = ("experts",)
         backend: str = "auto"
         requantize_input: bool = False
         health_every: int = 0
         hopper_rebase_report: int = 0
-        dispatch: str = "auto"
+        dispatch: Dispatch = "auto"
         dispatch_rows: str | float = AUTO
         fsdp_fp8_all_gather: bool = True
-        quantize_weights_once: str = "auto"
+        quantize_weights_once: Once = "auto"
 
     def __init__(self, config: Config) -> None:
         self.dispatches = dispatches(config.dispatch, config.dispatch_rows)
-        check_once(config.quantize_weights_once)
         super().__init__(config)
 
     def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
@@ -121,7 +120,7 @@ class MXFP8Linears(_Converter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        recipe: str = DEFAULT_RECIPE
+        recipe: str = AUTO
         filter_fqns: Sequence[str] | str = ("lm_head", "router.gate")
         backend: str = "auto"
         requantize_input: bool = False
