@@ -22,7 +22,7 @@ from titan_mxfp8.arguments import check_types
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.modules import as_list, training_device
 from titan_mxfp8.plugin.check_files import check_checkpoint, check_files
-from titan_mxfp8.plugin.flavors import register_flavors
+from titan_mxfp8.plugin.flavors import is_study_flavor, register_flavors
 from titan_mxfp8.plugin.job_config import asked_configs, has_our_fields, recipe_of
 from titan_mxfp8.plugin.wandb_run import fill_git_commit
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
@@ -292,13 +292,16 @@ def check_batch(job_config: JobConfig) -> None:
 def model_args(job_config: JobConfig) -> BaseModelArgs:
     """TorchTitan's arguments of the config's model and flavor: the shared object, not a copy. Raises ValueError:
     unknown model or flavor."""
-    flavors = get_train_spec(job_config.model.name).model_args
-    if job_config.model.flavor not in flavors:
-        more = "" if job_config.model.study_flavors else ", or set model.study_flavors for those of titan_mxfp8"
-        raise ValueError(
-            f"{job_config.model.name} has no flavor {job_config.model.flavor!r}: use one of {', '.join(flavors)}{more}"
-        )
-    return flavors[job_config.model.flavor]
+    model = job_config.model
+    flavors = {  # another config of this process may have registered ours
+        name: args
+        for name, args in get_train_spec(model.name).model_args.items()
+        if model.study_flavors or not is_study_flavor(args)
+    }
+    if model.flavor not in flavors:
+        more = "" if model.study_flavors else ", or set model.study_flavors = true for those of titan_mxfp8"
+        raise ValueError(f"{model.name} has no flavor {model.flavor!r}: use one of {', '.join(flavors)}{more}")
+    return flavors[model.flavor]
 
 
 def compiles_model(job_config: JobConfig) -> bool:

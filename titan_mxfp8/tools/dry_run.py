@@ -8,7 +8,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from math import prod
 
@@ -32,11 +32,9 @@ from titan_mxfp8.plugin.checks import (
     check_job_config,
     check_layout,
     check_types,
-    errors_in,
     model_args,
 )
-from titan_mxfp8.plugin.flavors import is_study_flavor
-from titan_mxfp8.plugin.job_config import asked_configs, converter_configs, recipe_of
+from titan_mxfp8.plugin.job_config import asked_configs, recipe_of
 from titan_mxfp8.plugin.moe import MXFP8MoE, dispatching_layers
 from titan_mxfp8.recipe import GROUPED_MM, Recipe
 from titan_mxfp8.titan.cuda_graph import fsdp_modules
@@ -76,25 +74,10 @@ class ClusterConfigManager(LocalConfigManager):
             check_job_config(self.config)
 
 
-@contextmanager
-def cluster_gpu(job_config: JobConfig) -> Iterator[None]:
-    """Within, this machine is taken for one with the cluster's GPU. Where the config names none that we know, the
-    converters take whatever backend runs here. Raises ValueError: an unknown backend."""
-    gpu, configs = job_config.cluster.gpu, converter_configs(job_config)
-    if gpu in CLUSTER_GPUS:
-        with override_hardware(CLUSTER_GPUS[gpu]):
-            yield
-        return
-    named = {name: mx.backend for name, mx in configs.items()}
-    try:
-        for name, mx in configs.items():
-            with errors_in(name):
-                backends.check_name(mx.backend)
-            mx.backend = "auto"
-        yield
-    finally:
-        for name, mx in configs.items():
-            mx.backend = named[name]
+def cluster_gpu(job_config: JobConfig) -> AbstractContextManager:
+    """Within, this machine is taken for one with the cluster's GPU, if the config names one that we know."""
+    gpu = job_config.cluster.gpu
+    return override_hardware(CLUSTER_GPUS[gpu]) if gpu in CLUSTER_GPUS else nullcontext()
 
 
 def multiplied(job_config: JobConfig) -> dict[str, str]:
@@ -214,7 +197,7 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
 
 def check_cluster(job_config: JobConfig, world_size: int) -> ParallelDims:
     """``check_layout``, and what only a dry run cannot do. Raises ValueError: as ``check_layout`` and ``check_hosts``;
-    pipelines; a study flavor that the config does not ask for."""
+    pipelines."""
     dims = check_layout(job_config, world_size)
     check_hosts(job_config, world_size, job_config.cluster.gpus_per_node)
     if dims.pp_enabled:
@@ -222,9 +205,6 @@ def check_cluster(job_config: JobConfig, world_size: int) -> ParallelDims:
             "pipeline_parallel_degree > 1 cannot be checked: a stage's memory depends on the schedule (CHECK=0 lets "
             "train.slurm go on without)"
         )
-    if is_study_flavor(model_args(job_config)) and not job_config.model.study_flavors:
-        # another config of this process has registered it
-        raise ValueError(f"flavor {job_config.model.flavor!r} needs model.study_flavors = true")
     return dims
 
 
@@ -281,8 +261,7 @@ def fake_processes(world_size: int) -> Iterator[None]:
 
 def mesh_sizes(dims: ParallelDims) -> dict[str, int]:
     """Sizes of the mesh dimensions that split parameters or sequences, those of size 1 left out."""
-    names = ("dp_replicate", "fsdp", "cp", "tp", "ep", "efsdp", "etp")
-    meshes = {name: dims.get_optional_mesh(name) for name in names}
+    meshes = {name: dims.get_optional_mesh(name) for name in ("dp_replicate", "fsdp", "cp", "tp", "ep", "efsdp", "etp")}
     return {name: mesh.size() for name, mesh in meshes.items() if mesh is not None and mesh.size() > 1}
 
 

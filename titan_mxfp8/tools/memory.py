@@ -27,6 +27,7 @@ states 145.55 GiB for 2 layers of Llama4 on four B200s with a local batch of 8: 
 """
 
 from dataclasses import dataclass, fields
+from functools import partial
 from math import prod
 
 import torch
@@ -39,12 +40,12 @@ from titan_mxfp8.ops.experts import bytes_ahead
 from titan_mxfp8.plugin.experts import RoutedExperts
 from titan_mxfp8.plugin.moe import MXFP8MoE
 from titan_mxfp8.titan.cuda_graph import fsdp_modules
+from titan_mxfp8.titan.dispatch import GIB, local
 from titan_mxfp8.titan.fsdp import has_expert_shards
 from titan_mxfp8.titan.gather import gathered_itemsize
 from titan_mxfp8.titan.once import why_each_time
-from titan_mxfp8.tools.saved import Saved, saved_by_blocks
+from titan_mxfp8.tools.saved import saved_by_blocks
 
-GIB = 2**30
 FSDP_MESHES = frozenset({"fsdp", "efsdp"})
 
 # Memory in 10^9 bytes, as NVIDIA's data sheets state it: H20 96 GB; H100 SXM 80 GB; H200 141 GB; DGX B200 1,440 GB for
@@ -74,11 +75,7 @@ class Memory:
 
 
 def card_memory(gpu: str) -> float:
-    """Bytes of a GPU's memory.
-
-    Raises:
-        ValueError: unknown GPU.
-    """
+    """Bytes of a GPU's memory. Raises ValueError: unknown GPU."""
     if gpu not in CARDS:
         raise ValueError(f"cluster.gpu {gpu!r} is unknown: use one of {', '.join(CARDS)}, or leave it empty")
     return CARDS[gpu]
@@ -94,15 +91,15 @@ def estimate_memory(whole: nn.Module, sharded: nn.Module, job_config: JobConfig,
         dims: the layout.
     """
     training, compiled = job_config.training, job_config.compile
-    local = sum(_local(param).nbytes for param in sharded.parameters())
+    shards = sum(local(param).nbytes for param in sharded.parameters())
     tokens = training.local_batch_size * training.seq_len / (dims.cp * dims.tp)
     loss_is_compiled = compiled.enable and "loss" in compiled.components
     once = quantized_once(sharded, job_config, dims)
     kept = [0] * len(sharded.layers) if once else kept_weights(sharded)
     return Memory(
-        parameters=local,
-        gradients=local,
-        optimizer=2 * local,
+        parameters=shards,
+        gradients=shards,
+        optimizer=2 * shards,
         gathered=_gathered_bytes(sharded, TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize),
         activations=activation_bytes(whole, job_config, dims, bool(fsdp_modules(sharded)), kept) + once,
         logits=tokens * whole.output.out_features * (4 if loss_is_compiled else 12),
@@ -140,7 +137,7 @@ def kept_weights(sharded: nn.Module) -> list[int]:
     kept = dict.fromkeys(sharded.layers, 0)
     for name, module in experts_out_of_fsdp(sharded).items():
         spec, how = module.mxfp8.plan.dgrad.b, module.mxfp8.kept_weight
-        for matrix in (_local(param) for param in module.parameters(recurse=False) if param.ndim == 3):
+        for matrix in (local(param) for param in module.parameters(recurse=False) if param.ndim == 3):
             if how == "quantized" or (how == "bf16" and matrix.dtype == torch.float32):
                 kept[name.split(".")[1]] += sum(tensor.nbytes for tensor in spec.empty(matrix, 1, None).tensors())
     return list(kept.values())
@@ -156,7 +153,7 @@ def quantized_once(sharded: nn.Module, job_config: JobConfig, dims: ParallelDims
     for module in sharded.modules():
         if isinstance(module, RoutedExperts) and not why_each_time(module):
             matrices = module.weights(False)[:3]
-            sent = sum(_local(param).numel() for param in module.parameters(recurse=False) if param.ndim == 3)
+            sent = sum(local(param).numel() for param in module.parameters(recurse=False) if param.ndim == 3)
             total += sent if module.gathered else bytes_ahead(matrices, module.mxfp8)
     return total
 
@@ -173,33 +170,27 @@ def activation_bytes(
       ``converters.save_gemm_outputs`` adds ours, and of its two all-to-alls; and what one block saves.
     - ``memory_budget`` b: the input, and the share b of the rest.
     """
-    ac, training = job_config.activation_checkpoint, job_config.training
+    ac, training, blocks = job_config.activation_checkpoint, job_config.training, list(model.layers.values())
     tokens = training.local_batch_size * training.seq_len // (dims.cp * dims.tp)
     block_input = 2 * model.tok_embeddings.embedding_dim * tokens
-    saved = [
-        Saved(one.by_autograd + weights, one.by_operators + weights)
-        for one, weights in zip(saved_by_blocks(model, job_config, dims, frees_weights), kept, strict=True)
-    ]
-    whole = [one.by_autograd for one in saved]
+    saved = partial(saved_by_blocks, model, job_config, dims, frees_weights)
+    whole = [one + weights for one, weights in zip(saved(), kept, strict=True)]
     if ac.mode == "none":
         return sum(whole)
     if ac.mode == "memory_budget":
         return sum(block_input + ac.memory_budget * (one - block_input) for one in whole)
     if ac.mode == "full":
-        kept = [block_input] * len(saved)
+        kept = [block_input] * len(blocks)
     elif ac.selective_ac_option == "op":
-        sent = [2 * block_input * _copies_sent(block, dims) for block in model.layers.values()]
-        kept = [block_input + one.by_operators + exchanged for one, exchanged in zip(saved, sent, strict=True)]
+        # TorchTitan's all-to-alls send each token once for each of its experts.
+        sends = [dims.ep > 1 and not isinstance(getattr(block, "moe", None), MXFP8MoE | None) for block in blocks]
+        copies = [1 + 2 * block.moe.router.top_k if sent else 1 for block, sent in zip(blocks, sends, strict=True)]
+        outputs = saved(by_operators=True)
+        kept = [block_input * count + sum(of) for count, *of in zip(copies, outputs, kept, strict=True)]
     else:
         every = int(ac.selective_ac_option)
         kept = [one if number % every else block_input for number, one in enumerate(whole, 1)]
     return sum(kept) + max(whole)
-
-
-def _copies_sent(block: nn.Module, dims: ParallelDims) -> int:
-    """Of a token, by TorchTitan's all-to-all."""
-    sends = dims.ep > 1 and hasattr(block, "moe") and not isinstance(block.moe, MXFP8MoE)
-    return block.moe.router.top_k if sends else 0
 
 
 def _gathered_bytes(model: nn.Module, itemsize: int) -> float:
@@ -225,7 +216,3 @@ def _gathered_bytes(model: nn.Module, itemsize: int) -> float:
 
 def _is_in_fsdp(param: nn.Parameter) -> bool:
     return isinstance(param, DTensor) and not FSDP_MESHES.isdisjoint(param.device_mesh.mesh_dim_names)
-
-
-def _local(param: nn.Parameter) -> torch.Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,16 +36,12 @@ from titan_mxfp8.titan.dispatch import LAYERS
 COMPILE_BACKEND = "aot_eager_decomp_partition"
 
 
-class Saved(NamedTuple):
-    """Bytes that a block keeps for backward."""
-
-    by_autograd: int  # all that its forward pass saves, if nothing is checkpointed
-    by_operators: int  # the outputs of the operators that op-level selective checkpointing saves
-
-
-def saved_by_blocks(model: nn.Module, job_config: JobConfig, dims: ParallelDims, frees_weights: bool) -> list[Saved]:
-    """What each block of a model keeps on one GPU, in the order of the blocks. The model is on meta, not sharded,
-    converted or not; experts that are compiled, with ``COMPILE_BACKEND``.
+def saved_by_blocks(
+    model: nn.Module, job_config: JobConfig, dims: ParallelDims, frees_weights: bool, by_operators: bool = False
+) -> list[int]:
+    """Bytes that each block of a model keeps on one GPU, in the order of the blocks, if nothing is checkpointed; with
+    ``by_operators`` the outputs of the operators that op-level selective checkpointing saves. The model is on meta, not
+    sharded, converted or not; experts that are compiled, with ``COMPILE_BACKEND``.
 
     One block of each kind runs, with the tokens of one GPU and its experts. Nothing is sent, as those experts get as
     many rows as leave: if tokens are balanced, and memory is for the rows that come (``dispatch_rows = "counted"``).
@@ -60,25 +56,24 @@ def saved_by_blocks(model: nn.Module, job_config: JobConfig, dims: ParallelDims,
     shape = training.local_batch_size, training.seq_len // (dims.cp * dims.tp), model.tok_embeddings.embedding_dim
     known = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())} - copies
     parallelize = get_train_spec(job_config.model.name).parallelize_fn
-    operators, by_operators = sys.modules[parallelize.__module__]._op_sac_save_list, {}
-    for name in model.layers:
-        with torch.compiler.set_stance("force_eager"), _Outputs(operators) as outputs:
-            _forward(model, name, job_config, shape)
-        by_operators[name] = outputs.kept.bytes()
-    by_autograd = {}
-    with _compiled(model, job_config):
+    operators, found = sys.modules[parallelize.__module__]._op_sac_save_list, {}
+    with torch.compiler.set_stance("force_eager") if by_operators else _compiled(model, job_config):
         for name in model.layers:
-            kept = _Kept()
-            with torch.autograd.graph.saved_tensors_hooks(kept.add, lambda x: x):
+            kept: dict[int, torch.UntypedStorage] = {}  # by its memory, however many tensors lie in it
+            with _Outputs(operators, kept) if by_operators else saved_tensors_hooks(partial(_keep, kept), lambda x: x):
                 _forward(model, name, job_config, shape)
-            by_autograd[name] = kept.bytes(known)
-    names = [str(kinds.index(kind)) for kind in kinds]
-    return [Saved(by_autograd[name], by_operators[name]) for name in names]
+            found[name] = sum(storage.nbytes() for memory, storage in kept.items() if memory not in known)
+    return [found[str(kinds.index(kind))] for kind in kinds]
 
 
 def _kind(block: nn.Module) -> tuple[object, ...]:
     modules = tuple((name, type(module)) for name, module in block.named_modules())
     return modules, tuple((name, param.shape) for name, param in block.named_parameters())
+
+
+def _keep(kept: dict[int, torch.UntypedStorage], tensor: torch.Tensor) -> torch.Tensor:
+    kept[_memory(tensor)] = tensor.untyped_storage()
+    return tensor
 
 
 def _prepare(model: nn.Module, job_config: JobConfig, ranks: int, frees_weights: bool) -> set[int]:
@@ -103,21 +98,14 @@ def _prepare(model: nn.Module, job_config: JobConfig, ranks: int, frees_weights:
         # A layer that dispatches pads no tokens, and looks for all experts that a token names.
         parts = ranks if is_expert_module(module) and not dispatches else 1
         if parts > 1:
-            module.register_forward_pre_hook(partial(_of_one_rank, parts))
+            # rows, and how many each expert has, with a rank's experts alone
+            module.register_forward_pre_hook(lambda _, args: (args[0], args[1][: args[1].shape[0] // ranks]))
         for param in module.parameters(recurse=False):
             is_copied = param.dtype != dtype and not frees_weights and not is_compiled
             param.data = param.data.to(dtype)[: param.shape[0] // parts]
             if is_copied:
                 copies.add(_memory(param))
     return copies
-
-
-def _of_one_rank(
-    ranks: int, experts: nn.Module, args: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The arguments of an expert module, rows and how many each expert has, with a rank's experts alone."""
-    x, counts = args
-    return x, counts[: counts.shape[0] // ranks]
 
 
 def _forward(model: nn.Module, name: str, job_config: JobConfig, shape: tuple[int, int, int]) -> None:
@@ -182,27 +170,13 @@ def _compiled(model: nn.Module, job_config: JobConfig) -> Iterator[None]:
             torch._dynamo.reset()  # it keeps a few versions of a function only
 
 
-class _Kept:
-    """Memory that is kept, however many tensors lie in it."""
-
-    def __init__(self) -> None:
-        self.storages: dict[int, torch.UntypedStorage] = {}
-
-    def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.storages[_memory(tensor)] = tensor.untyped_storage()
-        return tensor
-
-    def bytes(self, known: Set[int] = frozenset()) -> int:
-        return sum(storage.nbytes() for memory, storage in self.storages.items() if memory not in known)
-
-
 class _Outputs(TorchDispatchMode):
-    """Collects the outputs of some operators; of ``mm``, as TorchTitan's policy does, every second one's. Grouped GEMMs
-    of bf16 stand for torch's, which are not saved."""
+    """Has the outputs of some operators ``kept``; of ``mm``, as TorchTitan's policy does, every second one's. Grouped
+    GEMMs of bf16 stand for torch's, which are not saved."""
 
-    def __init__(self, operators: Set[torch._ops.OpOverload]) -> None:
+    def __init__(self, operators: Set[torch._ops.OpOverload], kept: dict[int, torch.UntypedStorage]) -> None:
         super().__init__()
-        self.operators, self.kept, self.products = operators, _Kept(), 0
+        self.operators, self.kept, self.products = operators, kept, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -210,9 +184,8 @@ class _Outputs(TorchDispatchMode):
         is_second = func == torch.ops.aten.mm.default and self.products % 2 == 0
         is_bf16 = func == torch.ops.titan_mxfp8.gemm_m_grouped.default and args[2] == UNQUANTIZED.key
         if func in self.operators and not is_second and not is_bf16:
-            for tensor in tree_leaves(out):
-                if isinstance(tensor, torch.Tensor):
-                    self.kept.add(tensor)
+            for tensor in filter(torch.is_tensor, tree_leaves(out)):
+                _keep(self.kept, tensor)
         return out
 
 
