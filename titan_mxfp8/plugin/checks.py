@@ -222,7 +222,23 @@ def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
     ValueError: degrees that do not multiply to ``world_size``, or do not divide the experts, the sequence or the global
     batch; EP without ranks for FSDP; an empty batch or sequence; an unknown model or flavor."""
     check_batch(job_config)
-    dims = _parallel_dims(job_config, world_size)
+    parallelism = job_config.parallelism
+    try:
+        dims = ParallelDims(
+            dp_replicate=parallelism.data_parallel_replicate_degree,
+            dp_shard=parallelism.data_parallel_shard_degree,
+            cp=parallelism.context_parallel_degree,
+            tp=parallelism.tensor_parallel_degree,
+            pp=parallelism.pipeline_parallel_degree,
+            ep=parallelism.expert_parallel_degree,
+            etp=parallelism.expert_tensor_parallel_degree,
+            world_size=world_size,
+        )
+    except AssertionError as error:
+        raise ValueError(
+            f"[parallelism] does not fit {world_size} processes: {error}. Start as many processes as the degrees "
+            "multiply to, or change a degree (data_parallel_shard_degree = -1 takes what is left)"
+        ) from error
     args, model, training = model_args(job_config), job_config.model, job_config.training
     experts = getattr(getattr(args, "moe_args", None), "num_experts", 0)
     heads, kv_heads = getattr(args, "n_heads", 0), getattr(args, "n_kv_heads", 0) or 0
@@ -260,26 +276,6 @@ def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
         if is_wrong:
             raise ValueError(message)
     return dims
-
-
-def _parallel_dims(job_config: JobConfig, world_size: int) -> ParallelDims:
-    parallelism = job_config.parallelism
-    try:
-        return ParallelDims(
-            dp_replicate=parallelism.data_parallel_replicate_degree,
-            dp_shard=parallelism.data_parallel_shard_degree,
-            cp=parallelism.context_parallel_degree,
-            tp=parallelism.tensor_parallel_degree,
-            pp=parallelism.pipeline_parallel_degree,
-            ep=parallelism.expert_parallel_degree,
-            etp=parallelism.expert_tensor_parallel_degree,
-            world_size=world_size,
-        )
-    except AssertionError as error:
-        raise ValueError(
-            f"[parallelism] does not fit {world_size} processes: {error}. Start as many processes as the degrees "
-            "multiply to, or change a degree (data_parallel_shard_degree = -1 takes what is left)"
-        ) from error
 
 
 def check_batch(job_config: JobConfig) -> None:

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titan_mxfp8.titan import telemetry
-from titan_mxfp8.titan.dispatch import LAYERS
+from titan_mxfp8.titan.dispatch import GIB, LAYERS
 
 logger = logging.getLogger(__name__)
 
 GRAPH = "mxfp8_graph"  # the attribute of a trainer that captures its steps: a ``StepGraph``
 WARM_UP = 3  # eager microbatches before the capture: what is made once is made in them
-GIB = 2**30
 
 
 class StepGraph:
@@ -152,7 +151,8 @@ class StepGraph:
 
 def must_run_eagerly(model: nn.Module) -> bool:
     """Whether the next microbatch of a model is measured, which hooks do, or the host waits in its layers."""
-    return telemetry.is_recorded(model) or waits_for_rows(model)
+    recorder = getattr(model, telemetry.RECORDER, None)
+    return (recorder is not None and recorder.records) or waits_for_rows(model)
 
 
 def waits_for_rows(model: nn.Module) -> bool:

@@ -151,11 +151,6 @@ def attach(model: nn.Module, converted: list[str], kind: str, health_every: int,
     every[kind] = hopper_rebase_report
 
 
-def is_recorded(model: nn.Module) -> bool:
-    """Whether the next forward pass of a model in training is recorded, so that its hooks have to run."""
-    return hasattr(model, RECORDER) and getattr(model, RECORDER).records
-
-
 @around("torchtitan.components.metrics.MetricsProcessor.should_log")
 def log_what_was_recorded(should_log: Any, processor: Any, step: int) -> bool:
     """Makes every run that asks for it log what was recorded."""

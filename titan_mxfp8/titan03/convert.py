@@ -7,8 +7,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import nn
 from torchtitan.components.quantization import QuantizationConverter
+from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.model import BaseModel
 from torchtitan.trainer import Trainer
@@ -19,13 +21,12 @@ from titan_mxfp8.backends import recommend
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.recipe import AUTO
 from titan_mxfp8.titan import telemetry
-from titan_mxfp8.titan.dispatch import dispatches
+from titan_mxfp8.titan.dispatch import dispatches, local
 from titan_mxfp8.titan.fields import SAVED, Dispatch, Once, check_fields
 from titan_mxfp8.titan.once import quantize_once
 from titan_mxfp8.titan.rerun import watch_steps
-from titan_mxfp8.titan03.classes import LINEAR_CLASSES, expert_class
 from titan_mxfp8.titan03.cuda_graph import CONVERTED
-from titan_mxfp8.titan03.moe import dispatch_tokens, weights_of
+from titan_mxfp8.titan03.moe import dispatch_tokens, expert_class, weights_of
 from titan_mxfp8.workarounds.patch import around
 
 # The whole config while a trainer is made, which builds the model; None elsewhere.
@@ -110,6 +111,21 @@ class MXFP8Experts(_Converter):
         if self.dispatches:
             dispatch_tokens(model, converted, self.config.dispatch, self.config.dispatch_rows, _trainer_config.get())
         return converted
+
+
+class MXFP8TitanLinear(modules.MXFP8Linear, Linear):
+    """Takes the place of the class of a ``Linear``."""
+
+
+class MXFP8ScaledBiasRowwiseLinear(modules.MXFP8Linear, ScaledBiasRowwiseLinear):
+    """Takes the place of the class of a ``ScaledBiasRowwiseLinear``, gpt_oss's: each TP rank adds its share of bias."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = local(self.weight), local(self.bias)
+        return self.mxfp8_linear(input, weight, bias / self.tp_degree)
+
+
+LINEAR_CLASSES = {Linear: MXFP8TitanLinear, ScaledBiasRowwiseLinear: MXFP8ScaledBiasRowwiseLinear}
 
 
 class MXFP8Linears(_Converter):

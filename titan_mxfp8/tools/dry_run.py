@@ -39,6 +39,7 @@ from titan_mxfp8.plugin.moe import MXFP8MoE, dispatching_layers
 from titan_mxfp8.recipe import GROUPED_MM, Recipe
 from titan_mxfp8.titan.cuda_graph import fsdp_modules
 from titan_mxfp8.tools.memory import (
+    COMPILE_BACKEND,
     FILL,
     GIB,
     Memory,
@@ -47,7 +48,6 @@ from titan_mxfp8.tools.memory import (
     experts_out_of_fsdp,
     model_parallel_shape,
 )
-from titan_mxfp8.tools.saved import COMPILE_BACKEND
 
 CONFIG_MODULE = "Set it to 'titan_mxfp8.plugin', or to a module whose JobConfig derives from that one's"
 
@@ -210,7 +210,7 @@ def check_cluster(job_config: JobConfig, world_size: int) -> ParallelDims:
 
 def without_hardware(job_config: JobConfig) -> JobConfig:
     """A copy by which a model can be converted without the GPUs' links, and whose compiled experts save what
-    ``saved.py`` can look at."""
+    ``saved_by_blocks`` can look at."""
     job_config = copy.deepcopy(job_config)
     experts = job_config.quantize.grouped_mm.mx
     if experts.dispatch != "off":
