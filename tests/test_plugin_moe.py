@@ -23,7 +23,6 @@ from torchtitan.models.gpt_oss.model.moe import GptOssMoE
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from scripts.bench.problems import relative_rms
-from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.moe import choose
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.moe.transport import Local
@@ -244,30 +243,6 @@ def test_the_log_names_the_transport_and_the_reason(
 def test_a_bad_dispatch_is_refused_when_it_is_parsed(flags: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(CONVERT, *flags)
-
-
-def test_a_transport_that_this_machine_lacks_is_refused_when_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for device, error in (("cpu", "trains on cpu"), ("cuda", None)):
-        monkeypatch.setattr("titan_mxfp8.plugin.checks.training_device", lambda d=device: torch.device(d))
-        monkeypatch.setattr("titan_mxfp8.plugin.checks.hardware_of", lambda _: CLUSTER_GPUS["H200"])
-        parse(CONVERT, f"{DISPATCH}=collective", f"{ROWS}=worst_case")
-        parse("--model.converters=", f"{DISPATCH}=symmetric")
-        if error:
-            with pytest.raises(ValueError, match=error):
-                parse(CONVERT, f"{DISPATCH}=symmetric")
-        else:
-            parse(CONVERT, f"{DISPATCH}=symmetric")
-    for ranks, per_host, degree, fits in ((16, 8, 4, True), (8, 8, 8, True), (16, 8, 16, False), (12, 6, 4, False)):
-        monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_host))
-        flags = [CONVERT, "--model.name=llama4", "--model.flavor=17bx16e"]
-        flags.append(f"--parallelism.expert_parallel_degree={degree}")
-        parse(*flags, f"{DISPATCH}=auto")
-        if fits:
-            parse(*flags, f"{DISPATCH}=symmetric")
-        else:
-            with pytest.raises(ValueError, match=f"degree {degree} does not divide the {per_host} processes of a host"):
-                parse(*flags, f"{DISPATCH}=symmetric")
 
 
 def dispatching(rows: str | float, ranks: int = 8, once: str = "") -> DispatchingLayers:

@@ -16,7 +16,6 @@ from titan_mxfp8.workarounds.patch import around
 __all__ = ["JobConfig"]
 
 converters.register()
-converters.save_gemm_outputs()
 checks.validate_and_check()
 moe.shard_weights_only()
 for model in ("llama4", "deepseek_v3", "qwen3", "gpt_oss"):

@@ -191,32 +191,6 @@ def _attention(job_config: JobConfig) -> str:
     return getattr(args, "attn_type", "")
 
 
-def check_transport(job_config: JobConfig) -> None:
-    """Raises ValueError if this machine cannot have the transport that ``dispatch`` names, as far as known before there
-    is a process group."""
-    dispatch, device = job_config.quantize.grouped_mm.mx.dispatch, training_device()
-    if GROUPED_MM not in job_config.model.converters or dispatch != "symmetric":
-        return
-    if device.type != "cuda":
-        raise ValueError(
-            f"[{GROUPED_MM}] dispatch = {dispatch!r} needs GPUs that read each other's memory, and this run "
-            f"trains on {device.type}: set dispatch = 'collective'"
-        )
-    check_hosts(job_config, *(int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")))
-
-
-def check_hosts(job_config: JobConfig, processes: int, per_host: int) -> None:
-    """Raises ValueError if ``symmetric`` is asked for and expert parallelism, whose ranks are consecutive ones, takes
-    ranks of several hosts, of ``per_host`` processes each."""
-    dispatch, degree = job_config.quantize.grouped_mm.mx.dispatch, job_config.parallelism.expert_parallel_degree
-    if dispatch == "symmetric" and processes > per_host and per_host % degree:
-        raise ValueError(
-            f"[{GROUPED_MM}] dispatch = {dispatch!r} needs all ranks of expert parallelism on one host, and "
-            f"expert_parallel_degree {degree} does not divide the {per_host} processes of a host: choose one that "
-            "does, or dispatch = 'collective'"
-        )
-
-
 def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
     """The mesh dimensions of the config on ``world_size`` processes, once the arithmetic of the layout holds. Raises
     ValueError: degrees that do not multiply to ``world_size``, or do not divide the experts, the sequence or the global
@@ -340,7 +314,6 @@ def validate_and_check(validate: Any, config_manager: ConfigManager) -> None:
     validate(config_manager)
     check_job_config(config)
     check_files(config)
-    check_transport(config)
     if "WORLD_SIZE" in os.environ and not config.experimental.custom_import:
         dims = check_layout(config, int(os.environ["WORLD_SIZE"]))
         if os.environ.get("RANK", "0") == "0":

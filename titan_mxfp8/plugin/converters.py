@@ -1,6 +1,5 @@
 """``quantize.grouped_mm.mx`` and ``quantize.linear.mx``, as TorchTitan's model converters."""
 
-from abc import abstractmethod
 from pkgutil import resolve_name
 
 from torch import nn
@@ -35,10 +34,6 @@ class _Converter(QuantizationConverter):
         checkpointing = job_config.activation_checkpoint
         if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
             workarounds.apply("keep_saved_outputs")
-
-    @abstractmethod
-    def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
-        """Converts modules of a model, and returns their names."""
 
     def convert(self, model: nn.Module) -> None:
         config = self.config
@@ -80,13 +75,9 @@ class LinearConverter(_Converter):
 
 def register() -> None:
     """Puts our converters in the place of TorchTitan's two of the same names, of which ``register_model_converter``
-    refuses a second."""
+    refuses a second. Has op-level activation checkpointing save the outputs of ``SAVED``, in every TorchTitan model:
+    each has a set of such operators, and all others run again in backward."""
     model_converter._registry_model_converter_cls |= {GROUPED_MM: GroupedMMConverter, LINEAR: LinearConverter}
     modules.EXPERT_CLASSES |= {GroupedExperts: MXFP8GroupedExperts, GptOssGroupedExperts: MXFP8GptOssGroupedExperts}
-
-
-def save_gemm_outputs() -> None:
-    """Has op-level activation checkpointing save the outputs of ``SAVED``, in every TorchTitan model: each has a set of
-    such operators, and all others run again in backward."""
     for model in ("deepseek_v3", "gpt_oss", "llama3", "llama4", "qwen3"):
         resolve_name(f"torchtitan.models.{model}.infra.parallelize")._op_sac_save_list.update(SAVED)

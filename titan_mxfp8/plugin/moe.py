@@ -85,7 +85,10 @@ def dispatch_tokens(
     layers = [model.get_submodule(name) for name in names]
     group = None if dims is None or dims.ep == 1 else dims.get_mesh("ep").get_group()
     shared = dispatching_layers(layers, job_config)
-    line = shared.connect(group, _device(), f"[{GROUPED_MM}] ")
+    device = training_device()
+    if device.type != "cpu":  # TorchTitan has set it when a model is converted
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    line = shared.connect(group, device, f"[{GROUPED_MM}] ")
     setattr(model, LAYERS, shared)
     for layer in layers:
         layer.__class__ = MOE_CLASSES[type(layer)]
@@ -134,12 +137,6 @@ def _not_for_layer(model: nn.Module, fqn: str) -> str:
     if type(layer) not in MOE_CLASSES or child != "experts":
         return f"experts in a {type(layer).__name__}"
     return "" if isinstance(layer.experts, RoutedExperts) else f"experts of class {type(layer.experts).__name__}"
-
-
-def _device() -> torch.device:
-    """This process's: TorchTitan has set it when a model is converted."""
-    device = training_device()
-    return device if device.type == "cpu" else torch.device(device.type, torch.accelerator.current_device_index())
 
 
 @around("torchtitan.distributed.expert_parallel.ExpertParallel._apply")

@@ -83,7 +83,8 @@ class StepGraph:
             if isinstance(x, Tensor):
                 self._batch[name].copy_(x)
         adds = any(param.grad is not None for param in self._params)
-        if self._left or (adds and not self._has_own_gradients()):
+        own = bool(self._grads) and all(param.grad is grad for param, grad in self._grads)
+        if self._left or (adds and not own):
             self._left = max(0, self._left - 1)
             return self._run_eagerly(self._batch)
         for module in self._sharded:
@@ -95,9 +96,6 @@ class StepGraph:
         for param, grad in self._grads:
             param.grad = grad
         return loss.clone()
-
-    def _has_own_gradients(self) -> bool:
-        return bool(self._grads) and all(param.grad is grad for param, grad in self._grads)
 
     def _run_eagerly(self, batch: dict[str, Any]) -> Tensor:
         """Activations come beside the graphs' memory: where there is no room for both, the graphs go, and are captured

@@ -26,8 +26,11 @@ def shard(apply_fsdp: Callable, *args: object, **kwargs: object) -> None:
     call = inspect.signature(apply_fsdp).bind(*args, **kwargs)
     call.apply_defaults()
     model, mesh = call.arguments["model"], call.arguments["edp_mesh"]
-    is_expert_module = _needs_no_fsdp if mesh is None else has_expert_shards
-    experts = {name: module for name, module in model.named_modules() if is_expert_module(module)}
+    experts = {
+        name: module
+        for name, module in model.named_modules()
+        if (getattr(module, "needs_fsdp", None) == "" if mesh is None else has_expert_shards(module))
+    }
     layers = f"the experts of {count_of(len(experts), 'MoE layer')}"
     if not any(isinstance(module, ConvertedModule) for module in experts.values()):
         experts = {}
@@ -76,10 +79,6 @@ def has_expert_shards(module: nn.Module) -> bool:
     """Whether expert parallelism has split a module's own parameters."""
     own = module.parameters(recurse=False)
     return any(isinstance(param, DTensor) and "ep" in param.device_mesh.mesh_dim_names for param in own)
-
-
-def _needs_no_fsdp(module: nn.Module) -> bool:
-    return getattr(module, "needs_fsdp", None) == ""
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -19,7 +19,7 @@ from titan_mxfp8.logs import count_of
 from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.ops.experts import Weights, bytes_ahead, can_quantize_ahead, quantize_ahead
 from titan_mxfp8.titan.cuda_graph import GRAPH
-from titan_mxfp8.titan.dispatch import GIB
+from titan_mxfp8.titan.dispatch import GIB, local
 from titan_mxfp8.titan.gather import blocks_params
 
 logger = logging.getLogger(__name__)
@@ -124,9 +124,8 @@ class QuantizedOnce:
         """In a first step, which makes the optimizer's state, there is room for what will be its, and that is more.
         In the second one it must fit beside that. With a state from a checkpoint, the second one says what is left."""
         self._decisions -= 1
-        state = sum(
-            _local_bytes(x) for each in self.trainer.optimizers for of in each.state.values() for x in of.values()
-        )
+        states = [x for each in self.trainer.optimizers for of in each.state.values() for x in of.values()]
+        state = sum(local(x).nbytes for x in states if isinstance(x, torch.Tensor))
         if self._decisions:
             self._on = not state
             return
@@ -151,8 +150,3 @@ def why_each_time(module: ConvertedModule) -> str:
     if getattr(module, "_is_fsdp_managed_module", False) and not module.gathered:
         return "FSDP frees what it has gathered"
     return ""
-
-
-def _local_bytes(x: object) -> int:
-    x = getattr(x, "_local_tensor", x)
-    return x.nbytes if isinstance(x, torch.Tensor) else 0

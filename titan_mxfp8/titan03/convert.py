@@ -1,6 +1,5 @@
 """TorchTitan's converters: a model config whose model is converted as soon as it is built."""
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -45,10 +44,6 @@ class _Converter(QuantizationConverter):
         self.recipe = recommend(config.recipe, config.backend, hardware_of(modules.training_device()))
         check_fields(self.recipe, self.kind, self.dispatches, config.health_every, config.hopper_rebase_report)
         self.config = config
-
-    @abstractmethod
-    def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
-        """Converts modules of a model that has just been built, on meta, and returns their names."""
 
     def convert(self, model_config: BaseModel.Config) -> BaseModel.Config:
         """Has the model that ``model_config`` builds converted, after what other conversions it has; gives it back. Its

@@ -28,7 +28,6 @@ from titan_mxfp8.modules import is_expert_module
 from titan_mxfp8.plugin.checks import (
     NUMBER_AS_STRING,
     check_batch,
-    check_hosts,
     check_job_config,
     check_layout,
     check_types,
@@ -196,10 +195,15 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
 
 
 def check_cluster(job_config: JobConfig, world_size: int) -> ParallelDims:
-    """``check_layout``, and what only a dry run cannot do. Raises ValueError: as ``check_layout`` and ``check_hosts``;
-    pipelines."""
-    dims = check_layout(job_config, world_size)
-    check_hosts(job_config, world_size, job_config.cluster.gpus_per_node)
+    """``check_layout``, and what training would find out later. Raises ValueError: as ``check_layout``; pipelines;
+    ``symmetric`` where expert parallelism, whose ranks are consecutive ones, takes ranks of several hosts."""
+    dims, per_host = check_layout(job_config, world_size), job_config.cluster.gpus_per_node
+    if job_config.quantize.grouped_mm.mx.dispatch == "symmetric" and world_size > per_host and per_host % dims.ep:
+        raise ValueError(
+            f"[{GROUPED_MM}] dispatch = 'symmetric' needs all ranks of expert parallelism on one host, and "
+            f"expert_parallel_degree {dims.ep} does not divide the {per_host} processes of a host: choose one that "
+            "does, or dispatch = 'collective'"
+        )
     if dims.pp_enabled:
         raise ValueError(
             "pipeline_parallel_degree > 1 cannot be checked: a stage's memory depends on the schedule (CHECK=0 lets "

@@ -182,7 +182,7 @@ def activation_bytes(
     - ``full``: every block's input; and what one block saves, while backward runs it again.
     - ``selective``, option N: every N-th block as in ``full``.
     - ``selective``, option ``op``: every block's input, and the outputs of the operators on TorchTitan's list, to which
-      ``converters.save_gemm_outputs`` adds ours, and of its two all-to-alls; and what one block saves.
+      ``converters.register`` adds ours, and of its two all-to-alls; and what one block saves.
     - ``memory_budget`` b: the input, and the share b of the rest.
     """
     ac, training, blocks = job_config.activation_checkpoint, job_config.training, list(model.layers.values())
