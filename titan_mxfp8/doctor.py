@@ -293,11 +293,11 @@ def _check_config(path: str, flags: Sequence[str], machine: Machine, is_stopped:
     if machine.versions["torchtitan"] != "0.2.2":
         print(f"FAILED: {path}: TOMLs are configs of torchtitan 0.2.2")
         return []
-    from titan_mxfp8.tools.dry_run import recipes_here
+    from titan_mxfp8.tools.dry_run import multiplied_here
 
     logging.disable(logging.WARNING)
     try:
-        asked = recipes_here(path, flags)
+        asked = multiplied_here(path, flags)
     except (ValueError, OSError, SystemExit) as error:  # TorchTitan has said why it exits
         print(f"FAILED: {path}{', see above' if isinstance(error, SystemExit) else f': {error}'}")
         return []
@@ -305,9 +305,8 @@ def _check_config(path: str, flags: Sequence[str], machine: Machine, is_stopped:
         logging.disable(logging.NOTSET)
     if not asked:
         print(f"{path} converts nothing: it trains in bf16. Add {CONVERTERS}")
-    for name, (recipe, backend) in asked.items():
-        chosen = select(backend, machine.hardware, recipe).name
-        print(f"{path}: {name} is {recipe.name}, backend {chosen}: {plan_on(recipe, chosen, machine.hardware)}")
+    for name, (_, words) in asked.items():
+        print(f"{path}: {name} is {words}")
     return list(dict.fromkeys(recipe.name for recipe, _ in asked.values()))
 
 

@@ -23,8 +23,8 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import set_default_dtype
 
 from titan_mxfp8 import backends
-from titan_mxfp8.backends.hardware import CLUSTER_GPUS, override_hardware
-from titan_mxfp8.modules import is_expert_module
+from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware, hardware_of, override_hardware
+from titan_mxfp8.modules import is_expert_module, training_device
 from titan_mxfp8.plugin.checks import (
     NUMBER_AS_STRING,
     check_batch,
@@ -33,7 +33,7 @@ from titan_mxfp8.plugin.checks import (
     check_types,
     model_args,
 )
-from titan_mxfp8.plugin.job_config import asked_configs, recipe_of
+from titan_mxfp8.plugin.job_config import asked_configs
 from titan_mxfp8.plugin.moe import MXFP8MoE, dispatching_layers
 from titan_mxfp8.recipe import GROUPED_MM, Recipe
 from titan_mxfp8.titan.cuda_graph import fsdp_modules
@@ -79,29 +79,26 @@ def cluster_gpu(job_config: JobConfig) -> AbstractContextManager:
     return override_hardware(CLUSTER_GPUS[gpu]) if gpu in CLUSTER_GPUS else nullcontext()
 
 
-def multiplied(job_config: JobConfig) -> dict[str, str]:
-    """In words, by converter that the config asks for: what the cluster's GPU multiplies in each of its GEMMs, and by
-    which backend; empty where the config names no GPU that we know."""
-    if job_config.cluster.gpu not in CLUSTER_GPUS:
-        return {}
-    found, hardware = {}, CLUSTER_GPUS[job_config.cluster.gpu]
+def multiplied(job_config: JobConfig, hardware: Hardware) -> dict[str, tuple[Recipe, str]]:
+    """By converter that the config asks for its recipe, and in words what ``hardware`` multiplies in each of its GEMMs,
+    and by which backend."""
+    found = {}
     for name, mx in asked_configs(job_config).items():
         recipe = backends.recommend(mx.recipe_name, mx.backend, hardware, mx.hopper_rebase)
         selection = backends.select(mx.backend, hardware, recipe)
         untried = ", never run there" if selection.warning else ""
         plan = backends.plan_on(recipe, selection.name, hardware)
-        found[name] = f"{recipe.name}, backend {selection.name}{untried}: {plan}"
+        found[name] = recipe, f"{recipe.name}, backend {selection.name}{untried}: {plan}"
     return found
 
 
-def recipes_here(path: str, overrides: Sequence[str] = ()) -> dict[str, tuple[Recipe, str]]:
-    """The recipe and the backend of each converter that a TOML and TorchTitan flags ask for, parsed for this machine.
-    The layout is not looked at: how many processes there will be is not known. Raises ValueError, OSError: what
-    training would be refused for."""
+def multiplied_here(path: str, overrides: Sequence[str] = ()) -> dict[str, tuple[Recipe, str]]:
+    """The same of a TOML and TorchTitan flags, parsed for this machine. The layout is not looked at: how many processes
+    there will be is not known. Raises ValueError, OSError: what training would be refused for."""
     job_config = LocalConfigManager().parse_args([f"--job.config_file={path}", *overrides])
     check_batch(job_config)
     converted_model(job_config, ParallelDims(*[1] * 7, world_size=1))
-    return {name: (recipe_of(mx), mx.backend) for name, mx in asked_configs(job_config).items()}
+    return multiplied(job_config, hardware_of(training_device()))
 
 
 def converted_model(job_config: JobConfig, dims: ParallelDims) -> tuple[nn.Module, BaseModelArgs]:
@@ -132,7 +129,7 @@ class Report:
     tokens: float  # that a GPU computes in a step; with tensor parallelism its share of them
     flops_per_token: int  # forward and backward, as TorchTitan counts them for its MFU
     mxfp8_share: float  # part of these FLOPs that run as MXFP8 GEMMs
-    multiplied: dict[str, str]  # by converter, what each of its GEMMs multiplies, see ``multiplied``
+    multiplied: dict[str, str]  # by converter, the words of ``multiplied``; empty without a GPU that we know
     # quantised layers of one GPU by recipe and sizes: M tokens, N features out, K in, G experts
     gemms: Counter[tuple[Recipe, int, int, int, int]]
     frees_weights: bool  # whether FSDP frees them after forward
@@ -149,7 +146,7 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
     """Builds, converts and shards the model of a ``parse_config`` for all the GPUs of its ``[cluster]``. Raises
     ValueError where the layout does not work, or the estimate is more than ``fill`` of a card's memory."""
     cluster, training = job_config.cluster, job_config.training
-    card = (cluster.gpu, card_memory(cluster.gpu)) if cluster.gpu else None
+    card, hardware = (cluster.gpu, card_memory(cluster.gpu)) if cluster.gpu else None, CLUSTER_GPUS.get(cluster.gpu)
     world_size = cluster.nodes * cluster.gpus_per_node
     dims = check_cluster(job_config, world_size)
     with fake_processes(world_size), cluster_gpu(job_config):
@@ -182,7 +179,7 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
         tokens=training.local_batch_size * training.seq_len / (dims.cp * dims.tp),
         flops_per_token=flops,
         mxfp8_share=mxfp8_flops(whole, args) / flops,
-        multiplied=multiplied(job_config),
+        multiplied={name: words for name, (_, words) in multiplied(job_config, hardware).items()} if hardware else {},
         gemms=gemms,
         frees_weights=bool(fsdp_modules(sharded)),
         out_of_fsdp=sum(
