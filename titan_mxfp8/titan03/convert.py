@@ -39,6 +39,14 @@ class _Converter(QuantizationConverter):
     kind: str
     dispatches = False
 
+    @dataclass(kw_only=True, slots=True)
+    class Config(QuantizationConverter.Config):
+        recipe: str = AUTO
+        backend: str = "auto"
+        requantize_input: bool = False
+        health_every: int = 0
+        hopper_rebase_report: int = 0
+
     def __init__(self, config: QuantizationConverter.Config) -> None:
         check_types(config)
         self.recipe = recommend(config.recipe, config.backend, hardware_of(modules.training_device()))
@@ -79,13 +87,8 @@ class MXFP8Experts(_Converter):
     kind = "experts"
 
     @dataclass(kw_only=True, slots=True)
-    class Config(QuantizationConverter.Config):
-        recipe: str = AUTO
+    class Config(_Converter.Config):
         fqns: Sequence[str] | str = ("experts",)
-        backend: str = "auto"
-        requantize_input: bool = False
-        health_every: int = 0
-        hopper_rebase_report: int = 0
         dispatch: Dispatch = "auto"
         dispatch_rows: str | float = AUTO
         fsdp_fp8_all_gather: bool = True
@@ -130,13 +133,8 @@ class MXFP8Linears(_Converter):
     kind = "linears"
 
     @dataclass(kw_only=True, slots=True)
-    class Config(QuantizationConverter.Config):
-        recipe: str = AUTO
+    class Config(_Converter.Config):
         filter_fqns: Sequence[str] | str = ("lm_head", "router.gate")
-        backend: str = "auto"
-        requantize_input: bool = False
-        health_every: int = 0
-        hopper_rebase_report: int = 0
 
     def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
         modules.LINEAR_CLASSES.update(LINEAR_CLASSES)
