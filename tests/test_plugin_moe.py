@@ -312,7 +312,8 @@ def test_rows_that_are_left_to_us(case: dict, rows: str, line: str, monkeypatch:
 
 
 def test_too_little_memory_for_the_worst_case_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(plugin, "training_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(CHOOSE, lambda *_: (SimpleNamespace(reserve=lambda rows: None), "symmetric"))
     config = parse(CONVERT, f"{DISPATCH}=auto", "--training.local_batch_size=2", "--training.seq_len=4096")
     config.activation_checkpoint.mode = "none"
