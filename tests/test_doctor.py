@@ -160,13 +160,25 @@ def test_what_other_gpus_multiply_and_why() -> None:
         gemms = ("backend", "forward", "dgrad", "wgrad", "why nothing faster")
         return {row["recipe"]: tuple(row.get(key, "") for key in gemms) for row in doctor.recipe_rows(hardware)}
 
-    h200 = rows(H200)
-    assert h200["mxfp8_2d"][:4] == ("hopper", "FP8", "FP8", "bf16")
+    h200, b200, cpu = rows(H200), rows(B200), rows(Hardware("cpu", "cpu"))
+    fp8, bf16 = ("FP8",) * 3, ("bf16",) * 3
+    for found, recipe, multiplied in (
+        (h200, "mxfp8", bf16),
+        (h200, "mxfp8_2d", ("FP8", "FP8", "bf16")),
+        (h200, "mxfp8_rebased", fp8),
+        (h200, "mxfp8_wgrad_bf16_rebased", ("FP8", "FP8", "bf16")),
+        (b200, "mxfp8_2d", fp8),
+        (b200, "mxfp8_e5m2_grad", fp8),
+        (b200, "mxfp8_wgrad_bf16", ("FP8", "FP8", "bf16")),
+        (cpu, "mxfp8_wgrad_bf16", ("fp32", "fp32", "bf16")),
+        (rows(Hardware("sm_103", "NVIDIA B300")), "mxfp8", fp8),
+        (rows(Hardware("sm_80", "NVIDIA A100")), "mxfp8_2d", bf16),
+    ):
+        assert found[recipe][1:4] == multiplied, recipe
+    assert h200["mxfp8_2d"][0] == "hopper" and b200["mxfp8_rebased"][0] == "none"
     assert h200["mxfp8_2d"][4].startswith("wgrad: SM90's tensor cores know no scales: a rebased recipe")
-    assert "32x32 weights" in h200["mxfp8"][4] and h200["mxfp8_2d_rebased"][4] == ""
+    assert "32x32 weights" in h200["mxfp8"][4] and h200["mxfp8_2d_rebased"][4] == b200["mxfp8"][4] == ""
     assert "leaves the weight gradient unquantised" in h200["mxfp8_wgrad_bf16_rebased"][4]
-    b200 = rows(B200)
-    assert b200["mxfp8"][1:] == ("FP8", "FP8", "FP8", "") and b200["mxfp8_rebased"][0] == "none"
     for name, arch, why in (
         ("NVIDIA L40S", "sm_89", "its tensor cores know no scales"),
         ("NVIDIA GeForce RTX 5090", "sm_120", "our tiles for them need more shared memory"),
