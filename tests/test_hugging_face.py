@@ -1,7 +1,6 @@
 """Models of Hugging Face Transformers, at tiny sizes, converted as a user does: with ``convert_model`` alone."""
 
 import copy
-import json
 import math
 import re
 import sys
@@ -18,7 +17,7 @@ from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.modules.hugging_face import WITHOUT_GROUPED_MM
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason='needs pip install -e ".[hf]"')
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 COMMON = {
     "vocab_size": 256,
@@ -26,6 +25,8 @@ COMMON = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "num_experts_per_tok": 2,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -37,22 +38,14 @@ LATENT_ATTENTION = " ".join(
 )
 # 32 experts, so that a router's features are multiples of 32. Besides sizes: what is converted in the last layer.
 MODELS = {
-    "qwen3_moe": (
-        {"head_dim": 32, "moe_intermediate_size": 96, "num_experts": 32, "num_experts_per_tok": 2},
-        f"mlp.experts {ATTENTION}",
-    ),
-    "mixtral": (
-        {"head_dim": 32, "intermediate_size": 96, "num_local_experts": 32, "num_experts_per_tok": 2},
-        f"mlp.experts {ATTENTION}",
-    ),
+    "qwen3_moe": ({"head_dim": 32, "moe_intermediate_size": 96, "num_experts": 32}, f"mlp.experts {ATTENTION}"),
+    "mixtral": ({"head_dim": 32, "num_local_experts": 32}, f"mlp.experts {ATTENTION}"),
     "deepseek_v3": (
         {
-            "intermediate_size": 96,
             "moe_intermediate_size": 96,
             "n_routed_experts": 32,
             "n_group": 4,
             "topk_group": 2,
-            "num_experts_per_tok": 2,
             "first_k_dense_replace": 1,
             "q_lora_rank": 32,
             "kv_lora_rank": 32,
@@ -62,13 +55,10 @@ MODELS = {
         },
         f"mlp.experts {LATENT_ATTENTION} {MLP.replace('mlp.', 'mlp.shared_experts.')}",
     ),
-    "gpt_oss": (
-        {"head_dim": 32, "intermediate_size": 96, "num_local_experts": 32, "num_experts_per_tok": 2},
-        f"mlp.experts {ATTENTION}",
-    ),
-    "olmoe": ({"intermediate_size": 96, "num_experts": 32, "num_experts_per_tok": 2}, f"mlp.experts {ATTENTION}"),
+    "gpt_oss": ({"head_dim": 32, "num_local_experts": 32}, f"mlp.experts {ATTENTION}"),
+    "olmoe": ({"num_experts": 32}, f"mlp.experts {ATTENTION}"),
 }
-LLAMA4 = {"head_dim": 32, "intermediate_size": 96, "intermediate_size_mlp": 96, "num_local_experts": 32}
+LLAMA4 = {"head_dim": 32, "intermediate_size_mlp": 96, "num_local_experts": 32, "num_experts_per_tok": 1}
 
 
 def make(name: str, sizes: dict[str, object], **options: object) -> nn.Module:
@@ -289,11 +279,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_left_to_run() -> None:
 # A model's own files, as Transformers loads them with trust_remote_code; "{multiply}" is one of the two below.
 REMOTE = """
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
 {imports}
-
-class TinyConfig(PreTrainedConfig):
-    model_type = "tiny_remote"
 
 class TinyExperts(torch.nn.Module):
     def __init__(self):
@@ -302,17 +288,6 @@ class TinyExperts(torch.nn.Module):
 
     def forward(self, x):
         return {multiply}
-
-class TinyModel(PreTrainedModel):
-    config_class = TinyConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.experts = TinyExperts()
-        self.post_init()
-
-    def forward(self, x):
-        return self.experts(x)
 """
 LOOP = {"imports": "", "multiply": "torch.cat([rows @ w for rows, w in zip(x.chunk(2), self.w)])"}
 GROUPED = {"imports": "from .gemm import gemm", "multiply": "gemm(x, self.w)"}
@@ -328,27 +303,25 @@ def gemm(x, w):
 def test_remote_code_that_never_says_grouped_mm_is_refused(
     name: str, code: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import transformers.dynamic_module_utils
+    from transformers import dynamic_module_utils
 
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     folder = tmp_path / name
     folder.mkdir()
-    classes = {"AutoConfig": "modeling_tiny.TinyConfig", "AutoModel": "modeling_tiny.TinyModel"}
-    (folder / "config.json").write_text(json.dumps({"model_type": "tiny_remote", "auto_map": classes}))
     (folder / "modeling_tiny.py").write_text(REMOTE.format(**code))
     (folder / "gemm.py").write_text(GEMM)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    model = AutoModel.from_config(config, trust_remote_code=True)
-    assert type(model.experts).__module__.startswith("transformers_modules.")
+    loaded = dynamic_module_utils.get_class_from_dynamic_module("modeling_tiny.TinyExperts", str(folder))
+    assert loaded.__module__.startswith("transformers_modules.")
+    model = nn.ModuleDict({"experts": loaded()})
     if name == "remote_loop":
         with pytest.raises(ValueError, match=r"a TinyExperts of the model's remote code, .* without.*; or leave"):
             convert_model(model, grouped_fqns=["experts"])
-        assert not isinstance(model.experts, ConvertedModule)
+        assert not isinstance(model["experts"], ConvertedModule)
     else:
         convert_model(model, grouped_fqns=["experts"])
-        model(torch.ones(64, 32, dtype=torch.bfloat16)).sum().backward()
-        assert isinstance(model.experts, ConvertedModule) and model.experts.w.grad.any()
+        model["experts"](torch.ones(64, 32, dtype=torch.bfloat16)).sum().backward()
+        assert isinstance(model["experts"], ConvertedModule) and model["experts"].w.grad.any()
 
 
 def test_the_script_trains_with_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
