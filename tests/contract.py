@@ -576,14 +576,18 @@ def alone_and_beside(multiply: Callable[[], torch.Tensor], held: int) -> torch.T
 
 
 def check_nan_stays_in_its_group(backend: Backend, plan: Plan, device: torch.device | str = "cpu") -> None:
-    """A NaN in the first row of a group: its row of y, and columns of that group's dw, nothing else."""
+    """A NaN in the first row of a group: its row of y, and columns of that group's dw, nothing else. One in a weight:
+    columns of its block of y, in its group."""
     offs = make_offs([40, 30, 50])
     x, w, dy = torch.randn(120, 64), torch.randn(3, 96, 64), torch.randn(120, 96)
-    x[40, 5] = torch.nan
+    x[40, 5] = w[2, 33, 40] = torch.nan
     a = reference.quantize(x, 1, plan.forward.a, of_rows(plan.forward.a, offs))
     b = reference.quantize(w, 2, plan.forward.b)
     y = backend.gemm_m_grouped(to(a, device), to(b, device), offs.to(device), None, FP32).cpu()
-    assert y[40].isnan().all() and y.isnan().sum() == 96
+    expected = torch.zeros(120, 96, dtype=torch.bool)
+    expected[40] = True
+    expected[70:, slice(32, 64) if plan.forward.b.block == "32x32" or plan.forward.b.block_mn == 32 else 33] = True
+    assert torch.equal(y.isnan(), expected)
     a, b = (reference.quantize(t, 0, spec, offs) for t, spec in ((dy, plan.wgrad.a), (x, plan.wgrad.b)))
     dw = backend.gemm_k_grouped(to(a, device), to(b, device), offs.to(device), BF16).cpu()
     assert dw[1, :, 5].isnan().all() and dw.isnan().sum() == 96

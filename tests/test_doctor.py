@@ -3,8 +3,8 @@
 import json
 import logging
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 import tomllib
 from dataclasses import replace
@@ -38,16 +38,15 @@ HEALTHY = Machine(
 )
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    command = (sys.executable, "-m", "titan_mxfp8.doctor", *arguments)
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
-@pytest.mark.integration
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says of a CPU what it is")
-def test_this_machine() -> None:
-    done = run("train_configs/debug_llama4.toml", "--quantize.linear.mx.recipe_name=mxfp8_2d")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    flag = "--quantize.linear.mx.recipe_name=mxfp8_2d"
+    monkeypatch.setattr("sys.argv", ["doctor", str(ROOT / "train_configs/debug_llama4.toml"), flag])
+    monkeypatch.delitem(sys.modules, "titan_mxfp8.doctor")
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("titan_mxfp8.doctor", run_name="__main__")
+    printed = capsys.readouterr().out
+    assert end.value.code == 0, printed
     for said in (
         f"torch {torch.__version__}, triton",
         "backend           reference (for cpu; hopper needs",
@@ -56,7 +55,7 @@ def test_this_machine() -> None:
         "tried one grouped GEMM of mxfp8_2d, forward and backward: 0.0e+00 from the reference",
         "MXFP8 training will run here",
     ):
-        assert said in done.stdout
+        assert said in printed
 
 
 def test_a_config_that_cannot_be_trained_here(capsys: pytest.CaptureFixture) -> None:
@@ -99,26 +98,21 @@ def test_a_backend_that_fails_or_is_wrong_is_no_pass(
         assert said in capsys.readouterr().out
 
 
+def with_versions(**versions: str) -> dict[str, dict[str, str]]:
+    """A change of a healthy machine."""
+    return {"versions": HEALTHY.versions | versions}
+
+
 def test_what_is_missing_comes_with_the_command_that_mends_it() -> None:
     assert doctor.problems(HEALTHY) == []
     cpu = Hardware("cpu", "cpu")
     core = {name: version for name, version in HEALTHY.versions.items() if name in ("torch", "triton")}
     for change, said, command, stops in (
-        ({"versions": HEALTHY.versions | {"torch": "2.9.1"}}, "older than 2.11", "pip install", "MXFP8"),
-        ({"versions": HEALTHY.versions | {"torch": "2.15.0"}}, "newer than what is tested", "pip install", ""),
-        ({"versions": HEALTHY.versions | {"triton": "3.5.1"}}, "3.6 or newer", "pip install", "MXFP8"),
-        (
-            {"versions": HEALTHY.versions | {"torchtitan": "0.2.1"}},
-            "torchtitan 0.2.1",
-            "torchtitan==0.2.2",
-            "TorchTitan",
-        ),
-        (
-            {"versions": HEALTHY.versions | {"torchtitan": "0.3.0"}},
-            "0.3.0 needs torch 2.13",
-            "pip install",
-            "TorchTitan",
-        ),
+        (with_versions(torch="2.9.1"), "older than 2.11", "pip install", "MXFP8"),
+        (with_versions(torch="2.15.0"), "newer than what is tested", "pip install", ""),
+        (with_versions(triton="3.5.1"), "3.6 or newer", "pip install", "MXFP8"),
+        (with_versions(torchtitan="0.2.1"), "torchtitan 0.2.1", "torchtitan==0.2.2", "TorchTitan"),
+        (with_versions(torchtitan="0.3.0"), "0.3.0 needs torch 2.13", "pip install", "TorchTitan"),
         ({"versions": core}, "torchtitan is not installed", "torchtitan==0.2.2", "TorchTitan"),
         ({"versions": core | {"torchtitan": "0.2.2"}}, "tensorboard is not", "install tensorboard", "TorchTitan"),
         ({"versions": core | {"torchtitan": "0.2.2"}}, "wandb is not installed", "install wandb", ""),
@@ -131,8 +125,7 @@ def test_what_is_missing_comes_with_the_command_that_mends_it() -> None:
         assert len(found) == 1 and command in found[0].command and found[0].stops == stops, said
         assert " -e" not in found[0].command, "a wheel has no folder to install from"
     assert len(doctor.problems(replace(HEALTHY, versions=core))) == 1, "without TorchTitan nothing of it is missed"
-    newer = HEALTHY.versions | {"torch": "2.13.0", "torchtitan": "0.3.0"}
-    assert doctor.problems(replace(HEALTHY, versions=newer)) == []
+    assert doctor.problems(replace(HEALTHY, **with_versions(torch="2.13.0", torchtitan="0.3.0"))) == []
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
     assert set(shlex.split(doctor.INSTALL_TITAN)[2:]) == set(named)
     assert "each of 8 GPUs" in doctor.symmetric_memory(HEALTHY)
@@ -207,7 +200,7 @@ def test_a_gpu_gets_the_recipe_of_its_kind_and_what_it_brought() -> None:
 
 
 def test_a_combination_that_never_ran_is_named() -> None:
-    newer = replace(HEALTHY, versions=HEALTHY.versions | {"torch": "2.13.0", "triton": "3.9.0"})
+    newer = replace(HEALTHY, **with_versions(torch="2.13.0", triton="3.9.0"))
     said = "NEVER RUN SO: torch 2.13 with Triton 3.9 on NVIDIA H200. It ran with torch 2.11 with Triton 3.6"
     assert said in doctor.report(newer)[0]
     assert "NEVER RUN SO" not in doctor.report(HEALTHY)[0]
