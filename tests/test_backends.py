@@ -31,7 +31,8 @@ PAIRS = [
     for target in dict.fromkeys(target for target, _ in KERNELS + AS_SM100)
     for pair in contract.pairs_of(map(target.plan, target.recipes()))
 ]
-GROUPS = [group_sizes(spread, 260, 7) for spread in SPREADS] + [group_sizes("zipf", 1200, 37)]
+GROUPS = [group_sizes(spread, 260, 7) for spread in SPREADS]
+GROUPS += [group_sizes("zipf", 1200, 37), group_sizes("tiny", 1500, 300), group_sizes("balanced", 4096, 8)]
 
 
 def ids(value: object) -> str:

@@ -1,6 +1,5 @@
 """The doctor: what it says of this machine, and of machines that are not here."""
 
-import json
 import logging
 import re
 import runpy
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.result_files import SPEED, read_rows, write_rows
+from scripts.result_files import read_rows
 from scripts.study import measured
 from titan_mxfp8 import doctor
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
@@ -217,34 +216,3 @@ def test_the_table_that_ships_is_what_the_folders_that_count_say(monkeypatch: py
     monkeypatch.setattr(measured, "RESULTS", ROOT / "tests")
     with pytest.raises(SystemExit, match="has in bold what is not there: no folder"):
         measured.main(["--check"])
-
-
-def test_of_a_folder_the_table_takes_what_trains_alike_and_of_two_the_newer(tmp_path: Path) -> None:
-    """Grouped GEMMs of normal numbers, with all multiprocessors, forward and backward; trainings of all converted, and
-    their control. ``rebase`` and ``dispatch`` are told apart."""
-    (tmp_path / "README.md").write_text("| **`2027-01-30_a`**, **`2027-01-31_b`** |, `2027-02-01_c`")
-    env = {"gpu": "NVIDIA H200", "torch": "2.13.0+cu130", "triton": "3.6.0"}
-    row = {"bench": "grouped_mm", "M": 1, "N": 8192, "K": 5120, "G": 8, "groups": "balanced", "data": "normal"}
-    row |= {"held": 0, "recipe": "mxfp8_2d", "what": "forward + backward"}
-    others = [
-        row | {"M": 2, name: value} for name, value in {"data": "products", "held": 16, "what": "forward"}.items()
-    ]
-    runs = {"bf16": 1, "bf16+dispatch": 1.2, "both:mxfp8_2d": 0.9, "both+rebase+dispatch:mxfp8_2d": 1.3, "grouped": 2}
-    for folder, gain in (("2027-01-30_a", 1), ("2027-01-31_b", 2), ("2027-02-01_c", 3)):
-        for part in ("grouped_mm", "training"):
-            (tmp_path / folder / part).mkdir(parents=True)
-            more = {"config": "train_configs/deepseek_v3_16b_1x8.toml", "processes": "2"} if part == "training" else {}
-            (tmp_path / folder / part / "env.json").write_text(json.dumps(env | more))
-        rows = [one | {"x": gain} for one in (row, *others, row | {"M": 3, "recipe": "bf16"})]
-        write_rows(tmp_path / folder / "grouped_mm" / "data.csv", rows)
-        table = [{"run": run, SPEED: 1, "x": x} for run, x in runs.items()]
-        write_rows(tmp_path / folder / "training" / "table.csv", table)
-    found = measured.measured(tmp_path)
-    assert {one["folder"] for one in found} == {"2027-01-31_b"} and {one["torch"] for one in found} == {"2.13"}
-    assert [(one["recipe"], one["dispatch"], one["x"], one["gpus"]) for one in found] == [
-        ("mxfp8_2d", "", "2.00", "1"),
-        ("bf16", "on", "1.20", "2"),
-        ("mxfp8_2d", "off", "0.90", "2"),
-        ("mxfp8_2d_rebased", "on", "1.30", "2"),
-    ]
-    assert {one["what"] for one in found} == {"1 x 8192 x 5120, 8 experts", "16B"}

@@ -32,7 +32,6 @@ EVEN_SQUARES = OperandSpec(stored="coalesced", block="32x32", block_mn=32)
 # What is quantised along both axes, by the backend that makes it.
 SPECS = [(triton, spec) for spec in (EXACT, SQUARES, replace(EXACT, stored="bf16"), replace(SQUARES, stored="bf16"))]
 SPECS += [(hopper, spec) for spec in (REBASED, REBASED_SQUARES, EVEN_SQUARES) if IS_HOPPER]
-RAGGED = [(backend, spec) for backend, spec in SPECS if spec.block == "1x32"]
 
 
 def ids(value: object) -> str:
@@ -84,20 +83,6 @@ def test_strides(backend, spec: OperandSpec):
     views = base.mT, base[:, 1::2, 3:99], base[:1].expand(2, 130, 264), base.permute(1, 0, 2), base[..., ::2]
     for x in (*views, base[1, 1:], base[0].T):
         check_all(ops, x, spec)
-
-
-@pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("rows, groups, cols", [(4096, 8, 256), (3001, 48, 136), (1500, 300, 40)])
-def test_ragged(rows: int, groups: int, cols: int, spread: str):
-    """All rows in groups, and a tail of 333 that belongs to none."""
-    for backend, spec in RAGGED:
-        for dtype, format_ in zip((BF16, FP32), (("rceil", E4M3), ("floor", E5M2)), strict=True):
-            spec = replace(spec, rounding=format_[0], elem_dtype=format_[1])
-            x = torch.where(torch.rand(rows, 1) < 0.5, wild((rows, cols), dtype), uneven((rows, cols), dtype))
-            for used in (rows, rows - 333):
-                offs = make_offs(group_sizes(spread, used, groups))
-                check_quantize(backend, x, 0, spec, offs, "cuda")
-                contract.check_quantize_both(backend, x, spec, spec, offs, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])

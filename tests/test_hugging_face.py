@@ -58,6 +58,7 @@ MODELS = {
     "gpt_oss": ({"head_dim": 32, "num_local_experts": 32}, f"mlp.experts {ATTENTION}"),
     "olmoe": ({"num_experts": 32}, f"mlp.experts {ATTENTION}"),
 }
+QWEN3 = MODELS["qwen3_moe"][0]
 LLAMA4 = {"head_dim": 32, "intermediate_size_mlp": 96, "num_local_experts": 32, "num_experts_per_tok": 1}
 
 
@@ -73,7 +74,7 @@ def convert(model: nn.Module) -> list[str]:
 
 def qwen(converted: bool = True) -> nn.Module:
     torch.manual_seed(1)
-    model = make("qwen3_moe", MODELS["qwen3_moe"][0])
+    model = make("qwen3_moe", QWEN3)
     if converted:
         convert(model)
     return model
@@ -165,18 +166,6 @@ def test_a_saved_model_is_an_ordinary_one_that_one_converts_again(tmp_path: Path
         assert torch.equal(loaded(input_ids=TOKENS).logits, model(input_ids=TOKENS).logits)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
-def test_experts_that_run_otherwise_are_refused_until_they_are_switched(implementation: str) -> None:
-    model = make("qwen3_moe", MODELS["qwen3_moe"][0], experts_implementation=implementation)
-    match = rf"layers.0.mlp.experts runs with experts_implementation='{implementation}'.*\(\"grouped_mm\"\) before"
-    with pytest.raises(ValueError, match=match):
-        convert(model)
-    assert not any(isinstance(module, ConvertedModule) for module in model.modules())
-    model.set_experts_implementation("grouped_mm")
-    convert(model)
-    loss_of(model).backward()
-
-
 def test_every_implementation_of_transformers_is_known() -> None:
     """CI takes the newest 5.x: one that it adds would convert, and fail at the first forward if it calls another op."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -186,22 +175,12 @@ def test_every_implementation_of_transformers_is_known() -> None:
     assert "grouped_mm" in ALL_EXPERTS_FUNCTIONS and "eager" in WITHOUT_GROUPED_MM, "eager is the class's own forward"
 
 
-def test_experts_that_can_only_run_otherwise_are_refused() -> None:
-    model = make("llama4_text", LLAMA4)
-    match = r"experts is a Llama4TextExperts of Transformers, .*; or leave this module out of grouped_fqns"
-    with pytest.raises(ValueError, match=match):
-        convert(model)
-    converted = convert_model(model, linear_filter_fqns=["lm_head"])
-    assert "feed_forward.router (router)" in str(converted) and "model.layers.1.self_attn.q_proj" in converted
-    loss_of(model).backward()
-
-
 @process_group()
 def test_what_transformers_split_itself_is_refused_with_what_to_do() -> None:
     """Its tensor and expert parallelism run a forward of their own, which a model has as soon as it is loaded."""
     styles = pytest.importorskip("transformers.distributed.tensor_parallel", reason="of Transformers 5.24 and later")
     plan = {"self_attn.q_proj": "colwise", "self_attn.q_proj.weight": "colwise", "mlp.experts": "moe_tp_experts"}
-    model = make("qwen3_moe", MODELS["qwen3_moe"][0])
+    model = make("qwen3_moe", QWEN3)
     styles.apply_tensor_parallelism(
         model,
         torch.distributed.init_device_mesh("cpu", (1,)),
@@ -251,22 +230,31 @@ def subclass_experts(model: nn.Module, mixed_in: type) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("mixed_in", [Inherited, Scaled])
-def test_a_subclass_is_refused_as_the_class_whose_forward_it_runs(mixed_in: type) -> None:
-    llama = subclass_experts(make("llama4_text", LLAMA4), mixed_in)
-    with pytest.raises(ValueError, match="is a Mine that multiplies with the forward of Llama4TextExperts of Transfo"):
+@pytest.mark.parametrize("mixed_in", [None, Inherited, Scaled])
+def test_experts_that_run_otherwise_are_refused_until_they_are_switched(mixed_in: type | None) -> None:
+    """A subclass as the class whose forward it runs."""
+    llama, qwen = make("llama4_text", LLAMA4), make("qwen3_moe", QWEN3, experts_implementation="eager")
+    name = "Llama4TextExperts"
+    if mixed_in:
+        name = f"Mine that multiplies with the forward of {name}"
+        subclass_experts(llama, mixed_in), subclass_experts(qwen, mixed_in)
+    with pytest.raises(ValueError, match=rf"is a {name} of Transformers, .*; or leave this module out of grouped_fqns"):
         convert(llama)
-    qwen = subclass_experts(make("qwen3_moe", MODELS["qwen3_moe"][0], experts_implementation="eager"), mixed_in)
-    with pytest.raises(ValueError, match=r"experts_implementation='eager'.*\(\"grouped_mm\"\) before"):
+    with pytest.raises(
+        ValueError, match=r"layers.0.mlp.experts runs with experts_implementation='eager'.*\(\"grouped_mm\"\) before"
+    ):
         convert(qwen)
     assert not any(isinstance(module, ConvertedModule) for model in (llama, qwen) for module in model.modules())
     qwen.set_experts_implementation("grouped_mm")
     convert(qwen)
     loss_of(qwen).backward()
+    converted = convert_model(llama, linear_filter_fqns=["lm_head"])
+    assert "feed_forward.router (router)" in str(converted) and "model.layers.1.self_attn.q_proj" in converted
+    loss_of(llama).backward()
 
 
 def test_a_subclass_with_a_forward_of_its_own_is_left_to_run() -> None:
-    own = subclass_experts(make("qwen3_moe", MODELS["qwen3_moe"][0], experts_implementation="eager"), Own)
+    own = subclass_experts(make("qwen3_moe", QWEN3, experts_implementation="eager"), Own)
     assert "model.layers.1.mlp.experts" in convert(own)
     loss_of(own).backward()
     untold = subclass_experts(make("llama4_text", LLAMA4), Untold)
@@ -373,7 +361,7 @@ def test_an_implementation_of_the_users_is_left_to_run(monkeypatch: pytest.Monke
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, *args)
 
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "own", own)
-    model = make("qwen3_moe", MODELS["qwen3_moe"][0], experts_implementation="own")
+    model = make("qwen3_moe", QWEN3, experts_implementation="own")
     convert(model)
     loss_of(model)
     assert len(calls) == 2

@@ -276,12 +276,8 @@ def test_kept_descriptors_differ_in_all_that_a_layout_says() -> None:
     for pointer in (4096, 8192):
         made = [launch.descriptor(OnGpu(pointer), each) for each in layouts]
         for found, each in zip(made, layouts, strict=True):
-            assert found.base.data_ptr() == pointer + each.offset * each.dtype.itemsize
-            assert (found.base.dtype, tuple(found.shape), found.key) == (
-                each.dtype,
-                each.shape,
-                (each.dtype, each.block),
-            )
+            start, key = pointer + each.offset * each.dtype.itemsize, (each.dtype, each.block)
+            assert (found.base.data_ptr(), tuple(found.shape), found.key) == (start, each.shape, key)
             assert hasattr(found, "layout") == each.gluon
             assert launch.descriptor(OnGpu(pointer), each) is found
 
