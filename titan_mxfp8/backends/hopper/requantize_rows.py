@@ -11,7 +11,6 @@ element would be. Times 2^15 and the quotient of the scales of a block of 32 and
 converted. Tiles with other rows are computed in fp32.
 """
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -52,17 +51,10 @@ _MADE_BYTES = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 8, [1, 0]))
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
-# The Triton that it had the reference's bits with. With 3.7.1 each eighth row of a tile with NaN had others on an H200:
-# ``_join_bytes`` was written for that, and has run with neither yet.
-_IS_KNOWN_TRITON = triton.__version__.startswith("3.6.")
-
-
 def takes(rows: Operand, spec: OperandSpec) -> bool:
     """Whether ``requantize`` makes operands of ``spec`` from these rows."""
     x = rows.data
-    if not _IS_KNOWN_TRITON or not x.is_contiguous():
-        return False
-    return rows.spec == spec == _SPEC and rows.axis == 1 and x.ndim == 2 and x.shape[1] % 16 == 0
+    return x.is_contiguous() and rows.spec == spec == _SPEC and rows.axis == 1 and x.ndim == 2 and x.shape[1] % 16 == 0
 
 
 def requantize(rows: Operand, spec: OperandSpec, offs: Tensor | None, places: Tensor | None) -> Operand:
