@@ -1,8 +1,7 @@
 # shellcheck shell=bash
-# Shared by the launchers, which source it from the repository's root, with the folder in which they were called in `here`
-# and what --help prints in the function `usage`.
+# Shared by the launchers, which source it from the repository's root, with the folder in which they were called in `here`.
+# --help prints the comment at the top of the launcher.
 set -euo pipefail
-case ${1:-} in --help | -h) usage && exit ;; esac
 here=${here:-$PWD}
 
 # from_here PATH: a path of the caller's folder as it is called in the repository's root.
@@ -12,6 +11,8 @@ from_here() {
         *) if [ "$here" = "$PWD" ]; then echo "$1"; else echo "$here/$1"; fi ;;
     esac
 }
+
+case ${1:-} in --help | -h) awk 'NR > 1 { if (!/^#( |$)/) exit; sub(/^# ?/, ""); print }' "$(from_here "$0")" && exit ;; esac
 
 # takes NAME PATTERN WORDS: ends with status 2 unless the variable NAME is empty, for its default, or its whole value
 # matches the extended regular expression.
@@ -27,6 +28,25 @@ minutes='[0-9]{1,6}([.][0-9]+)?'
 
 # seconds MINUTES: so many, as a whole number.
 seconds() { awk "BEGIN { print int(60 * $1) }"; }
+
+# limited SECONDS LOG COMMAND...: runs it for so long, with its output in LOG too, and sets `result` to how it ended. What
+# is cut off ends as after Ctrl-C.
+# shellcheck disable=SC2034 # for the caller
+limited() {
+    local limit=$1 log=$2 status=0
+    shift 2
+    if [ "$limit" -le 0 ]; then
+        result="left out: MINUTES were over"
+        return
+    fi
+    timeout "${signals[@]}" --signal=INT --kill-after=40 "$limit" "$@" 2>&1 | tee "$log" || status=${PIPESTATUS[0]}
+    case $status in
+        0) result=passed ;;
+        124 | 137) result="cut off: MINUTES were over" ;;
+        *) result="FAILED with status $status" ;;
+    esac
+}
+signals=() # --foreground: to the command alone, which ends what it started
 
 takes DRYRUN '[01]' "0 or 1"
 takes TITAN '0\.[23]' "0.2 or 0.3"

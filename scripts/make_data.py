@@ -20,8 +20,8 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -32,18 +32,17 @@ from scripts.progress import ends_in_words, progress
 ASSETS = Path(__file__).resolve().parent.parent / "train_configs" / "assets"
 BOS = "<|bos|>"
 EOS = "<|eos|>"
-SMALLEST_VOCAB = 2 + 256  # bos, eos and every byte: with less, some text could not be encoded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """One corpus: where it comes from, under which licence, and how its extracted files become documents."""
+class Source(NamedTuple):
+    """One corpus: the Debian packages that it comes from, how their extracted files become documents, what it is, its
+    licence, and where the package is empty and depends on the real one, what that one's name matches."""
 
     packages: tuple[str, ...]
-    follow: str | None = None  # the package is empty and depends on the real one, whose name matches this
     read: Callable[[Path], list[str]]
     about: str
     licence: str
+    follow: str | None = None
 
 
 def read_kjv(root: Path) -> list[str]:
@@ -70,7 +69,8 @@ SKIPPED_PAGES = re.compile(r"(genindex.*|search|py-modindex)\.html")
 
 
 def read_html(root: Path, pages: str) -> list[str]:
-    """One document per HTML page under the folder that the glob `pages` names, in the order of their paths."""
+    """One document per HTML page under the folder that the glob `pages` names, in the order of their paths. Of long
+    paragraphs (licence notes, kernel-doc shown on two pages) the first one stays."""
     folders = sorted(root.glob(pages))
     if not folders:
         raise ValueError(f"the package holds no folder {pages}: its layout has changed, adapt SOURCES in make_data.py")
@@ -80,23 +80,16 @@ def read_html(root: Path, pages: str) -> list[str]:
         inside = path.relative_to(folders[0])
         if path.is_symlink() or SKIPPED_FOLDERS & set(inside.parts) or SKIPPED_PAGES.fullmatch(path.name):
             continue
-        paragraphs = unrepeated(html_paragraphs(path.read_text(encoding="utf-8", errors="replace")), seen)
-        text = "\n\n".join(paragraphs)
+        kept = []
+        for paragraph in html_paragraphs(path.read_text(encoding="utf-8", errors="replace")):
+            if paragraph not in seen:
+                kept.append(paragraph)
+            if len(paragraph) > 80:  # short ones ("Parameters", "Return") repeat as a part of normal text
+                seen.add(paragraph)
+        text = "\n\n".join(kept)
         if len(text) >= 200:  # less is a page of links
             documents.append(text)
     return documents
-
-
-def unrepeated(paragraphs: Iterable[str], seen: set[str]) -> list[str]:
-    """Drop long paragraphs already in `seen` (licence notes, kernel-doc shown on two pages), and note the new ones."""
-    kept = []
-    for paragraph in paragraphs:
-        if paragraph in seen:
-            continue
-        if len(paragraph) > 80:  # short ones ("Parameters", "Return") repeat as a part of normal text
-            seen.add(paragraph)
-        kept.append(paragraph)
-    return kept
 
 
 # Of the kernel's source. Left out are most drivers, whose code repeats itself, and Documentation, which the source
@@ -124,45 +117,46 @@ def read_code(root: Path) -> list[str]:
     return [documents[inside] for inside in sorted(documents)]
 
 
+DOC = "usr/share/doc"
 SOURCES = {
     "kjv": Source(
-        packages=("bible-kjv", "bible-kjv-text"),
-        read=read_kjv,
-        about="King James Bible, a row per chapter, 4 MB",
-        licence="text in the public domain (usr/share/doc/bible-kjv-text/copyright); the program printing it is GPL-2+",
+        ("bible-kjv", "bible-kjv-text"),
+        read_kjv,
+        "King James Bible, a row per chapter, 4 MB",
+        f"text in the public domain ({DOC}/bible-kjv-text/copyright); the program printing it is GPL-2+",
     ),
     "linux": Source(
-        packages=("linux-doc",),
+        ("linux-doc",),
+        lambda root: read_html(root, f"{DOC}/linux-doc-*/html"),
+        "Linux kernel documentation, a row per page, 23 MB",
+        f"GPL-2, some files under other licences ({DOC}/linux-doc-*/copyright)",
         follow=r"linux-doc-[\d.]+",
-        read=lambda root: read_html(root, "usr/share/doc/linux-doc-*/html"),
-        about="Linux kernel documentation, a row per page, 23 MB",
-        licence="GPL-2, some files under other licences (usr/share/doc/linux-doc-*/copyright)",
     ),
     "handbook": Source(
-        packages=("debian-handbook",),
-        read=lambda root: read_html(root, "usr/share/doc/debian-handbook/html/en-US"),
-        about="The Debian Administrator's Handbook, a row per section, 1 MB",
-        licence="GPL-2+ or CC-BY-SA-3.0 (usr/share/doc/debian-handbook/copyright)",
+        ("debian-handbook",),
+        lambda root: read_html(root, f"{DOC}/debian-handbook/html/en-US"),
+        "The Debian Administrator's Handbook, a row per section, 1 MB",
+        f"GPL-2+ or CC-BY-SA-3.0 ({DOC}/debian-handbook/copyright)",
     ),
     "python": Source(
-        packages=("python3-doc",),
+        ("python3-doc",),
+        lambda root: read_html(root, f"{DOC}/python3.*/html"),
+        "Python documentation, a row per page, 7 MB",
+        f"PSF ({DOC}/python3.*/html/license.html)",
         follow=r"python3\.\d+-doc",
-        read=lambda root: read_html(root, "usr/share/doc/python3.*/html"),
-        about="Python documentation, a row per page, 7 MB",
-        licence="PSF (usr/share/doc/python3.*/html/license.html)",
     ),
     "anarchism": Source(
-        packages=("anarchism",),
-        read=lambda root: read_html(root, "usr/share/doc/anarchism/html"),
-        about="An Anarchist FAQ, a row per section, 11 MB",
-        licence="GPL-2 (usr/share/doc/anarchism/copyright)",
+        ("anarchism",),
+        lambda root: read_html(root, f"{DOC}/anarchism/html"),
+        "An Anarchist FAQ, a row per section, 11 MB",
+        f"GPL-2 ({DOC}/anarchism/copyright)",
     ),
     "code": Source(
-        packages=("linux-source",),
+        ("linux-source",),
+        read_code,
+        "Linux kernel's source without most drivers, a row per file, 270 MB",
+        f"GPL-2, some files under other licences ({DOC}/linux-source-*/copyright)",
         follow=r"linux-source-[\d.]+",
-        read=read_code,
-        about="Linux kernel's source without most drivers, a row per file, 270 MB",
-        licence="GPL-2, some files under other licences (usr/share/doc/linux-source-*/copyright)",
     ),
 }
 
@@ -174,18 +168,13 @@ def read_rows(path: Path) -> list[str]:
         ValueError: a line is no such row.
     """
     texts = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line.decode("utf-8-sig"))["text"]
-                if not isinstance(text, str):
-                    raise TypeError(f"its text is {text!r:.40}")
-            except (ValueError, TypeError, LookupError) as error:
-                wanted = 'each line must be a JSON object in UTF-8 whose "text" is a string'
-                raise ValueError(f"{path}, line {number}: {wanted} ({type(error).__name__}: {error})") from error
-            texts.append(text)
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        try:
+            if line.strip():
+                texts.append(json.loads(line.decode("utf-8-sig"))["text"] + "")  # which is a string
+        except (ValueError, TypeError, LookupError) as error:
+            wanted = 'each line must be a JSON object in UTF-8 whose "text" is a string'
+            raise ValueError(f"{path}, line {number}: {wanted} ({type(error).__name__}: {error})") from error
     return texts
 
 
@@ -196,10 +185,8 @@ def read_own(path: Path) -> list[str]:
         ValueError: no text in UTF-8.
         OSError: no such file.
     """
-    if path.suffix == ".jsonl":
-        return read_rows(path)
     try:
-        return [path.read_text(encoding="utf-8-sig")]
+        return read_rows(path) if path.suffix == ".jsonl" else [path.read_text(encoding="utf-8-sig")]
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8: {error}") from error
 
@@ -233,21 +220,23 @@ def fetch_package(package: str, downloads: Path, debs: Path | None) -> Path:
 
 def fetch_source(name: str, work: Path, debs: Path | None) -> tuple[list[str], dict[str, str]]:
     """The documents of one source and the version of each package they came from; files go to the folder `work`."""
-    source = SOURCES[name]
-    root, downloads = work / name, work / f"{name}_debs"
+    source, root, downloads = SOURCES[name], work / name, work / f"{name}_debs"
     root.mkdir()
     downloads.mkdir()
+
+    def field(deb: Path, name: str) -> str:
+        return output_of("dpkg-deb", "-f", str(deb), name, cwd=work).strip()
+
     versions = {}
     for package in source.packages:
         deb = fetch_package(package, downloads, debs)
         if source.follow:
-            real = re.search(source.follow, output_of("dpkg-deb", "-f", str(deb), "Depends", cwd=work))
+            real = re.search(source.follow, field(deb, "Depends"))
             if real is None:
                 raise ValueError(f"{package} depends on no {source.follow} package: adapt SOURCES in make_data.py")
             deb = fetch_package(real[0], downloads, debs)
         output_of("dpkg", "-x", str(deb), str(root), cwd=work)
-        name, version = (output_of("dpkg-deb", "-f", str(deb), of, cwd=work).strip() for of in ("Package", "Version"))
-        versions[name] = version
+        versions[field(deb, "Package")] = field(deb, "Version")
     documents = source.read(root)
     if not documents:
         raise ValueError(f"{', '.join(versions)} gave no text: its layout has changed, adapt SOURCES in make_data.py")
@@ -266,11 +255,8 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(documents, trainer)
-    if tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(
-            f"the text is too short for --vocab-size {vocab_size}: it gave {tokenizer.get_vocab_size()} tokens; "
-            "ask for fewer, or add --sources"
-        )
+    if (size := tokenizer.get_vocab_size()) != vocab_size:
+        raise ValueError(f"--vocab-size {vocab_size}: bos, eos, the 256 bytes and the merges of this text are {size}")
     return tokenizer
 
 
@@ -331,29 +317,24 @@ def build(args: argparse.Namespace, command: str) -> None:
     """Fetch, read, dedupe, shuffle, train, count; write only when all of it is there."""
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"{args.out} is a file: --out names a folder")
-    names = ["text"] if args.text else list(dict.fromkeys(args.sources))
+    names = [] if args.text else list(dict.fromkeys(args.sources))
     documents = [document for path in args.text for document in read_own(path) if document.strip()]
     sources = {}
-    with tempfile.TemporaryDirectory(prefix="make_data_") as work:
-        bar = progress(0 if args.text else len(names), "fetching and reading", "source")
-        for name in [] if args.text else names:
+    with tempfile.TemporaryDirectory(prefix="make_data_") as work, progress(len(names), "reading", "source") as bar:
+        for name in names:
             bar.set_postfix_str(name)
-            source_documents, sources[name] = fetch_source(name, Path(work), args.debs)
-            documents += source_documents
+            of_source, sources[name] = fetch_source(name, Path(work), args.debs)
+            documents += of_source
             bar.update()
-        bar.close()
     documents = list(dict.fromkeys(documents))
     if args.shuffle_seed is not None:
         random.Random(args.shuffle_seed).shuffle(documents)
 
-    if args.text and not documents:
-        raise ValueError("the files of --text hold no text")
-    if args.held_out >= len(documents):
-        raise ValueError(f"--held-out {args.held_out} leaves nothing of {len(documents)} rows to train on")
     kept = len(documents) - args.held_out
+    if not 0 < kept <= len(documents):
+        raise ValueError(f"--held-out {args.held_out} of {len(documents)} rows: some must be left to train on")
     documents, held_out = documents[:kept], documents[kept:]
-
-    data = f"{'-'.join(names)}/data.jsonl"
+    data = f"{'-'.join(names) or 'text'}/data.jsonl"
     files = {data: jsonl(documents)}
     if held_out:
         files["held-out/data.jsonl"] = jsonl(held_out)
@@ -391,12 +372,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     help_text = "put the last ROWS rows, after the shuffle, into a set of their own for validation [0]"
     add("--held-out", type=int, default=0, metavar="ROWS", help=help_text)
     add("--debs", type=Path, metavar="FOLDER", help="take the .deb files from here, do not download any")
-    args = parser.parse_args(argv)
-    if args.vocab_size is not None and args.vocab_size < SMALLEST_VOCAB:
-        parser.error(f"--vocab-size {args.vocab_size} is too small: bos, eos and the 256 bytes need {SMALLEST_VOCAB}")
-    if args.held_out < 0:
-        parser.error(f"--held-out {args.held_out} is no number of rows")
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str]) -> None:

@@ -33,15 +33,10 @@ if [ -n "${PYTHON:-}" ]; then
 fi
 
 case ${TITAN:-0.2} in
-    0.2) venv=.venv extras=train,test torches="torch>=2.11,<2.14" fits="import torch" ;;
     0.3) # torch 2.11 lacks torch.distributed.fsdp.DataParallelMeshDims, which TorchTitan 0.3 imports
         venv=.venv03 extras=train03,test torches="torch>=2.13,<2.14"
         fits="import torch; assert torch.__version__ >= (2, 13)" ;;
-    *) echo "setup: TITAN is 0.2 or 0.3, not '$TITAN'" >&2; exit 2 ;;
-esac
-case ${EXTRA:-} in
-    '' | hf) ;;
-    *) echo "setup: EXTRA is hf or nothing, not '$EXTRA'" >&2; exit 2 ;;
+    *) venv=.venv extras=train,test torches="torch>=2.11,<2.14" fits="import torch" ;;
 esac
 has_gpu() { command -v nvidia-smi > /dev/null 2>&1 || command -v rocminfo > /dev/null 2>&1; }
 
@@ -50,16 +45,6 @@ if has_gpu; then
     build=gpu fits+="; assert torch.version.cuda or torch.version.hip"
 fi
 stamp=$venv/.installed-$(cksum < pyproject.toml | cut -d' ' -f1)-${TORCH:-default}-$build
-
-pick_torch() {
-    if [ -n "${TORCH:-}" ]; then
-        echo "$TORCH"
-    elif has_gpu || [ "$(uname -s)-$(uname -m)" != Linux-x86_64 ]; then
-        echo "$torches" # what is tested; elsewhere than on Linux x86-64 this is a CPU build
-    else
-        echo "torch==2.13.0+cpu"
-    fi
-}
 
 # install WHAT FLAG...: with pip's bar on a terminal. --no-compile: Python compiles what it imports, pip all of torch,
 # which took 40% of the time. What pip has downloaded stays in its cache, so Ctrl-C loses little.
@@ -79,13 +64,12 @@ if [ -z "${PYTHON:-}" ] && [ ! -e "$stamp" ]; then
         echo "setup: torch, torchtitan and the rest" >&2
         exit 1
     fi
-    if python3 -c "$fits" 2> /dev/null; then
-        python3 -m venv --system-site-packages "$venv"
-    else
-        python3 -m venv "$venv"
-    fi
+    site=()
+    ! python3 -c "$fits" 2> /dev/null || site=(--system-site-packages)
+    python3 -m venv "${site[@]}" "$venv"
     if ! "$venv/bin/python" -c "$fits" 2> /dev/null; then # the python3 above may be that of another environment
-        torch=$(pick_torch)
+        torch=${TORCH:-$torches} # elsewhere than on Linux x86-64 this is a CPU build
+        [ "${TORCH:-}$build-$(uname -s)-$(uname -m)" != cpu-Linux-x86_64 ] || torch=torch==2.13.0+cpu
         # force-reinstall: pip takes a CPU build for what is asked for
         if ! install "1 of 2, $torch" --force-reinstall "$torch"; then
             echo "setup: pip found no '$torch'. Where your package index has no CPU build of torch, take the index address" >&2
@@ -96,12 +80,14 @@ if [ -z "${PYTHON:-}" ] && [ ! -e "$stamp" ]; then
     install "2 of 2, TorchTitan and what it and the tests need" -e ".[$extras${EXTRA:+,$EXTRA}]"
     touch "$stamp" ${EXTRA:+"$stamp-$EXTRA"}
 fi
-if [ -z "${PYTHON:-}" ] && [ -n "${EXTRA:-}" ] && [ ! -e "$stamp-$EXTRA" ]; then
-    install "the extra $EXTRA" -e ".[$EXTRA]"
-    touch "$stamp-$EXTRA"
+if [ -z "${PYTHON:-}" ]; then
+    if [ -n "${EXTRA:-}" ] && [ ! -e "$stamp-$EXTRA" ]; then
+        install "the extra $EXTRA" -e ".[$EXTRA]"
+        touch "$stamp-$EXTRA"
+    fi
+    # shellcheck source=/dev/null
+    . "$venv/bin/activate"
 fi
-# shellcheck source=/dev/null
-[ -n "${PYTHON:-}" ] || . "$venv/bin/activate"
 
 ptxas_release() { { "$1" --version 2> /dev/null || true; } | sed -n 's/.*release \([0-9.]*\),.*/\1/p'; }
 

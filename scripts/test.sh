@@ -1,25 +1,18 @@
 #!/usr/bin/env bash
-usage() {
-    cat << 'TEXT'
-Sets up .venv, then lints and runs the tests, two files at a time. Arguments go to pytest, which then runs its tests one
-by one. Tests that need a GPU are skipped without one; scripts/test_gpu.sh runs them faster.
-
-    ./scripts/test.sh           # what CI runs
-    ./scripts/test.sh --fast    # without those that start processes, most of which train
-    ./scripts/test.sh --all     # those of minutes too, which CI leaves out
-    ./scripts/test.sh tests/test_ops.py -k bias
-    TITAN=0.3 ./scripts/test.sh    # sets up .venv03, then runs the tests of the adapter for TorchTitan 0.3, tests/titan03
-TEXT
-}
+# Sets up .venv, then lints and runs the tests, two files at a time. Arguments go to pytest, which then runs its tests
+# one by one. Tests that need a GPU are skipped without one; scripts/test_gpu.sh runs them faster.
+#
+#     ./scripts/test.sh           # what CI runs
+#     ./scripts/test.sh --fast    # without those that start processes, most of which train
+#     ./scripts/test.sh --all     # those of minutes too, which CI leaves out
+#     ./scripts/test.sh tests/test_ops.py -k bias
+#     TITAN=0.3 ./scripts/test.sh    # sets up .venv03, then runs tests/titan03, of the adapter for TorchTitan 0.3
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
-set -euo pipefail
-if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
-    usage
-    exit
-fi
+here=$PWD
 cd "$(dirname "$0")/.."
+. scripts/launch.sh
 begin=$SECONDS
-case "${TITAN:-0.2} $*" in
+case "$TITAN $*" in
     "0.2 ") takes="8 to 10 minutes on two cores" ;;
     "0.2 --fast") takes="3 minutes on two cores" ;;
     "0.2 --all") takes="30 minutes on two cores" ;;
@@ -27,7 +20,7 @@ case "${TITAN:-0.2} $*" in
     *) takes="" ;;
 esac
 echo "test.sh: ${takes:+this takes $takes, and }a first set-up a minute more"
-[ "${TITAN:-0.2}" != 0.2 ] || EXTRA=hf # the tests of Transformers are among those of TorchTitan 0.2.2
+[ "$TITAN" != 0.2 ] || EXTRA=hf # the tests of Transformers are among those of TorchTitan 0.2.2
 . scripts/setup.sh
 if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
     # Nothing is compiled when it is installed. Every process of the tests would compile torch and TorchTitan anew as it

@@ -1,18 +1,15 @@
 #!/usr/bin/env bash
-usage() {
-    cat << 'TEXT'
-Sets up .venv, then runs the tests that need a GPU, several at a time on one card; after them, one by one, those marked
-`alone`, which hold multiprocessors or much memory. Lists the slowest ones. Arguments go to pytest.
-
-    ./scripts/test_gpu.sh
-    JOBS=2 ./scripts/test_gpu.sh -k quantize
-    TITAN=0.3 ./scripts/test_gpu.sh    # sets up .venv03, then runs those of the adapter for TorchTitan 0.3
-
-Environment:
-    JOBS   processes, each with its share of the card's memory [6]
-TEXT
-}
+# Sets up .venv, then runs the tests that need a GPU, several at a time on one card; after them, one by one, those
+# marked `alone`, which hold multiprocessors or much memory. Lists the slowest ones. Arguments go to pytest.
+#
+#     ./scripts/test_gpu.sh
+#     JOBS=2 ./scripts/test_gpu.sh -k quantize
+#     TITAN=0.3 ./scripts/test_gpu.sh    # sets up .venv03, then runs those of the adapter for TorchTitan 0.3
+#
+# Environment:
+#     JOBS   processes, each with its share of the card's memory [6]
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
+here=$PWD
 cd "$(dirname "$0")/.."
 . scripts/launch.sh
 takes JOBS "$count" "a number of processes"
@@ -24,7 +21,7 @@ if ! python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; 
 fi
 export OMP_NUM_THREADS=1 # threads of several tests would wait for each other
 files=(tests/test_backends.py tests/test_gpu_*.py)
-[ "${TITAN:-0.2}" = 0.2 ] || files=(tests/titan03/test_gpu_*.py)
+[ "$TITAN" = 0.2 ] || files=(tests/titan03/test_gpu_*.py)
 for argument in "$@"; do
     case $argument in tests/*) files=() ;; esac # the arguments say which
 done

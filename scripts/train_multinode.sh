@@ -1,32 +1,28 @@
 #!/usr/bin/env bash
-usage() {
-    cat << 'TEXT'
-Trains a model with TorchTitan on several machines: run the same command on each of them. They find each other at
-RDZV_ENDPOINT, an address and free port of one of them. First run ./scripts/check_configs.sh CONFIG on one machine.
-
-    NNODES=8 RDZV_ENDPOINT=node01:29500 CONFIG=train_configs/llama4_17bx16e_8x8.toml ./scripts/train_multinode.sh
-
-With checkpoint.enable it goes on from the last checkpoint: after a process has died, or when the same command with the
-same OUT is given again. After a machine has died give it on another one: the rest wait for it; after that of
-RDZV_ENDPOINT on all machines. Trailing flags go to TorchTitan; relative paths lead from the current folder, with a TOML
-of the repository from the repository.
-
-Environment:
-    NNODES         machines [1]
-    NGPU           processes on each: one per GPU, or gloo processes on CPU machines [8]
-    RDZV_ENDPOINT  HOST:PORT of one of the machines [localhost:29500]
-    RDZV_ID        name of the job, the same on all machines, another one for each job [titan_mxfp8]
-    LOCAL_ADDR     address of this machine, where host names do not resolve (RDZV_ENDPOINT has one then) [its host name]
-    MAX_RESTARTS   how often all processes are started again after one has died [3]
-    CONFIG         a TOML, of the current folder or of the repository [train_configs/debug_llama4.toml]
-    RUNS           bf16 (the config without its model converters), mxfp8 (the config as it is) or both [mxfp8]
-    OUT            folder of the runs, on storage that all machines share [outputs/<config>-<RDZV_ID>]
-    LOG_RANK       processes of this machine whose output is shown, with commas; OUT/<run>/logs has that of all [0]
-    DRYRUN         1: print the commands and stop [0]
-    PYTHON         a Python to be used as it is, with torch, torchtitan and what is on PYTHONPATH [set up .venv]
-    WANDB_*        wandb's own. Without a login runs are logged offline; `wandb sync` uploads them later.
-TEXT
-}
+# Trains a model with TorchTitan on several machines: run the same command on each of them. They find each other at
+# RDZV_ENDPOINT, an address and free port of one of them. First run ./scripts/check_configs.sh CONFIG on one machine.
+#
+#     NNODES=8 RDZV_ENDPOINT=node01:29500 CONFIG=train_configs/llama4_17bx16e_8x8.toml ./scripts/train_multinode.sh
+#
+# With checkpoint.enable it goes on from the last checkpoint: after a process has died, or when the same command with
+# the same OUT is given again. After a machine has died give it on another one: the rest wait for it; after that of
+# RDZV_ENDPOINT on all machines. Trailing flags go to TorchTitan; relative paths lead from the current folder, with a
+# TOML of the repository from the repository.
+#
+# Environment:
+#     NNODES         machines [1]
+#     NGPU           processes on each: one per GPU, or gloo processes on CPU machines [8]
+#     RDZV_ENDPOINT  HOST:PORT of one of the machines [localhost:29500]
+#     RDZV_ID        name of the job, the same on all machines, another one for each job [titan_mxfp8]
+#     LOCAL_ADDR     address of this machine, where host names do not resolve, as then in RDZV_ENDPOINT [its host name]
+#     MAX_RESTARTS   how often all processes are started again after one has died [3]
+#     CONFIG         a TOML, of the current folder or of the repository [train_configs/debug_llama4.toml]
+#     RUNS           bf16 (the config without its model converters), mxfp8 (the config as it is) or both [mxfp8]
+#     OUT            folder of the runs, on storage that all machines share [outputs/<config>-<RDZV_ID>]
+#     LOG_RANK       processes of this machine whose output is shown, with commas; OUT/<run>/logs has that of all [0]
+#     DRYRUN         1: print the commands and stop [0]
+#     PYTHON         a Python to be used as it is, with torch, torchtitan and what is on PYTHONPATH [set up .venv]
+#     WANDB_*        wandb's own. Without a login runs are logged offline; `wandb sync` uploads them later.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
 here=$PWD
 cd "$(dirname "$0")/.."

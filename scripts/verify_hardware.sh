@@ -1,21 +1,18 @@
 #!/usr/bin/env bash
-usage() {
-    cat << 'TEXT'
-What the first owner of a GPU runs that this project never ran on: the doctor, all tests that need a GPU, the benchmark
-tables in their quick form, and both debug models trained in bf16 and MXFP8. Ends with one archive to attach to an issue.
-
-    PYTHON=python3 PYTHONPATH=wheels ./scripts/verify_hardware.sh    # or without: sets up .venv
-
-With the same OUT it goes on with other STEPS. The exit status is 0 if all steps passed.
-
-Environment:
-    STEPS    of: doctor models tests benchmarks [all]; those of earlier calls with the same OUT stay in the archive
-    OUT      folder of the logs and tables [outputs/verify-<time>]
-    MINUTES  after which the step that runs is cut off, and those behind it are left out [15]
-    PYTHON   a Python to be used as it is, with torch and what is on PYTHONPATH [set up .venv]
-    JOBS     as in test_gpu.sh
-TEXT
-}
+# What the first owner of a GPU runs that this project never ran on: the doctor, all tests that need a GPU, the
+# benchmark tables in their quick form, and both debug models trained in bf16 and MXFP8. Ends with one archive to attach
+# to an issue.
+#
+#     PYTHON=python3 PYTHONPATH=wheels ./scripts/verify_hardware.sh    # or without: sets up .venv
+#
+# With the same OUT it goes on with other STEPS. The exit status is 0 if all steps passed.
+#
+# Environment:
+#     STEPS    of: doctor models tests benchmarks [all]; those of earlier calls with the same OUT stay in the archive
+#     OUT      folder of the logs and tables [outputs/verify-<time>]
+#     MINUTES  after which the step that runs is cut off, and those behind it are left out [15]
+#     PYTHON   a Python to be used as it is, with torch and what is on PYTHONPATH [set up .venv]
+#     JOBS     as in test_gpu.sh
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
 here=$PWD
 cd "$(dirname "$0")/.."
@@ -32,19 +29,10 @@ failed=0
 
 # run NAME COMMAND...: its output on the terminal and in NAME.log, a row in NAME.row; for as long as there is time.
 run() {
-    local name=$1 status=0 begin=$SECONDS left=$((end - SECONDS)) result=passed
+    local name=$1 begin=$SECONDS
     shift
-    if [ "$left" -le 0 ]; then
-        result="left out: MINUTES were over"
-    else
-        echo "== $name: $*"
-        timeout --kill-after=20 "$left" "$@" 2>&1 | tee "$out/$name.log" || status=${PIPESTATUS[0]}
-        case $status in
-            0) ;;
-            124 | 137) result="cut off: MINUTES were over" ;;
-            *) result="FAILED with status $status" ;;
-        esac
-    fi
+    echo "== $name: $*"
+    limited "$((end - SECONDS))" "$out/$name.log" "$@"
     [ "$result" = passed ] || failed=1
     echo "| $name | $result | $((SECONDS - begin)) |" > "$out/$name.row"
 }

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from occupy import occupied_multiprocessors
 from poison import poisoned_empty
 
@@ -19,11 +18,10 @@ from scripts.bench.problems import largest_row_error, make_offs, relative_rms
 from titan_mxfp8 import RECIPES
 from titan_mxfp8.backends import BACKENDS, Backend, BackendRow, Gemm, Plan
 from titan_mxfp8.backends import reference as reference_backend
-from titan_mxfp8.backends.common import pad
 from titan_mxfp8.backends.common.dequantize import dequantize
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
 from titan_mxfp8.format import reference
-from titan_mxfp8.format.mx import ceil_div, ragged_rows
+from titan_mxfp8.format.mx import ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.format.swizzle import unswizzle
 from titan_mxfp8.recipe import Recipe, get_recipe
@@ -374,24 +372,6 @@ def check_every_byte(dtype: torch.dtype, device: str | torch.device = "cpu") -> 
     scale = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 8)
     operand = Operand(elements, scale, OperandSpec(elem_dtype=dtype), 1)
     _assert_equal(dequantize(to(operand, device), FP32), operand.dequantize())
-
-
-def check_pad(x: torch.Tensor, sizes: list[int], alignment: int, device: str | torch.device = "cpu") -> None:
-    """There, against rows put together by hand, and back, from a buffer with NaN between the groups."""
-    offs = make_offs(sizes, device)
-    length = ragged_rows(x.shape[0], len(sizes), alignment)
-    groups = x[: sum(sizes)].split(sizes)
-    rows = [F.pad(group, (0, 0, 0, -len(group) % alignment)) for group in groups]
-    expected = torch.cat([*rows, x.new_zeros((length - sum(map(len, rows)), x.shape[1]))])
-    filled = [torch.arange(len(part)) < len(group) for part, group in zip(rows, groups, strict=True)]
-    gaps = ~torch.cat([*filled, torch.zeros(length - sum(map(len, rows)), dtype=torch.bool)])
-    with poisoned_empty():
-        padded, padded_offs = pad.pad_token_groups(x.to(device), offs, alignment=alignment, padded_rows=length)
-        _assert_equal(padded, expected)
-        padded[gaps.to(device)] = torch.nan
-        back = pad.unpad_token_groups(padded, offs, alignment=alignment, rows=x.shape[0])
-    assert padded_offs.tolist() == torch.tensor([len(group) for group in rows]).cumsum(0).tolist()
-    _assert_equal(back, torch.cat([x[: sum(sizes)], torch.zeros_like(x[sum(sizes) :])]))
 
 
 def _assert_equal(ours: torch.Tensor, theirs: torch.Tensor) -> None:

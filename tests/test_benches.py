@@ -1,6 +1,5 @@
 """The benchmarks of kernels: how times are taken, what is compared before, what a run leaves behind."""
 
-import csv
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -8,19 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from script_calls import rows_of
 
 from scripts.bench import bench, bench_grouped_mm, bench_host
 from scripts.bench.problems import SMALL_EXPERT_SHAPES
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 
-ROOT = Path(__file__).parent.parent
 SMALL = ["--device", "cpu", "--quick", "--turns", "1", "--seconds", "0"]
-
-
-def rows_of(folder: Path) -> list[dict[str, str]]:
-    with (folder / "data.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.fixture
@@ -36,7 +30,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[bench.Ben
         return times.pop(0)
 
     monkeypatch.setattr(bench.Bench, "_block", block)
-    args = Namespace(out=tmp_path, device="cpu", backend="auto", quick=False, turns=2, seconds=0, limit=1e9)
+    args = Namespace(out=tmp_path, device="cpu", backend="auto", repeats=20, turns=2, seconds=0)
     return bench.Bench("x", args), ran, times
 
 
@@ -49,7 +43,7 @@ def test_baseline_and_ours_take_turns_and_half_a_block_does_not_count(scripted, 
     entries = [bench.Entry(key=measured.key(what=what), call=what, **work) for what in ("ours", "other")]
     measured.compare(entries, "bf16")
     assert ran == ["bf16", "ours", "other"] * 3, "a run's first turn is thrown away"
-    row, other = rows_of(tmp_path)
+    row, other = rows_of(tmp_path / "data.csv")
     # ratios are those of a turn: 90 / 30 and 40 / 20
     assert [float(row[name]) for name in ("x", "x_min", "x_max", "baseline_us")] == [2.5, 2, 3, 65]
     assert [float(row[name]) for name in ("p20_us", "p50_us", "p80_us", "repeats")] == [20, 25, 30, 4]
@@ -70,20 +64,18 @@ def test_a_block_is_long_enough_and_has_enough_calls(monkeypatch, tmp_path: Path
 
     clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
     monkeypatch.setattr(bench, "time", clock)
-    args = Namespace(out=tmp_path, device="cpu", backend="auto", quick=False, turns=3, seconds=0.05, limit=1e9)
+    args = Namespace(out=tmp_path, device="cpu", backend="auto", repeats=20, turns=3, seconds=0.05)
     measured = bench.Bench("x", args)
     measured.compare([bench.Entry(key=measured.key(what="slow"), call=lambda: lasts(0.01))])
     measured.compare([bench.Entry(key=measured.key(what="fast"), call=lambda: lasts(0.0005))])
-    slow, fast = rows_of(tmp_path)
+    slow, fast = rows_of(tmp_path / "data.csv")
     assert (slow["p50_us"], slow["repeats"]) == ("10000.0", "20") and int(fast["repeats"]) == pytest.approx(50, abs=1)
 
 
-def test_bench_grouped_mm_compares_times_and_goes_on(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_bench_grouped_mm_compares_times_and_goes_on(tmp_path: Path, monkeypatch) -> None:
     arguments = [*SMALL, "--shapes", "96,64,96,3", "--out", str(tmp_path), "--recipes", "mxfp8_2d_rebased", "mxfp8"]
-    bench_grouped_mm.main([*arguments, "--limit", "0"])
-    assert "5 rows left out" in capsys.readouterr().out and rows_of(tmp_path) == []
     bench_grouped_mm.main(arguments)
-    rows = rows_of(tmp_path)
+    rows = rows_of(tmp_path / "data.csv")
     controls = ["torch bf16", "torch bf16, compiled", "bf16"]
     assert [row["recipe"] for row in rows] == [*controls, "mxfp8_2d_rebased", "mxfp8"]
     assert [row["control"] for row in rows] == ["True"] * 3 + ["False"] * 2
@@ -123,7 +115,7 @@ def test_passes_of_a_recipe_are_timed_alone(tmp_path: Path, monkeypatch) -> None
     recipes = ["mxfp8_2d", "mxfp8_2d_wgrad_bf16", "mxfp8_2d_rebased"]
     arguments = [*SMALL, "--passes", "--shapes", "300,128,256,3", "--out", str(tmp_path), "--recipes", *recipes]
     bench_grouped_mm.main(arguments)
-    rows = {(row["recipe"], row["what"]): row for row in rows_of(tmp_path)}
+    rows = {(row["recipe"], row["what"]): row for row in rows_of(tmp_path / "data.csv")}
     gemms = ["forward", "dgrad", "wgrad"]
     passes = [*gemms, "quantise x", "quantise dy", "quantise w", "quantise w again"]
     ceilings = [what for recipe, what in rows if recipe == "torch"]
@@ -142,9 +134,9 @@ def test_passes_of_a_recipe_are_timed_alone(tmp_path: Path, monkeypatch) -> None
 
 @pytest.mark.nightly
 def test_bench_host_times_each_layer_eager_and_compiled(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(bench_host, "CALLS", 1)
+    monkeypatch.setattr(bench_host.Bench, "parts", 1)
     bench_host.main([*SMALL, "--recipes", "mxfp8_2d", "--layers", "1", "--out", str(tmp_path)])
-    rows = [(row["what"], row["mode"], row["recipe"], row["control"]) for row in rows_of(tmp_path)]
+    rows = [(row["what"], row["mode"], row["recipe"], row["control"]) for row in rows_of(tmp_path / "data.csv")]
     recipes = ("bf16", "True"), ("mxfp8_2d", "False")
     assert rows == [(w, m, *recipe) for w in ("linear", "grouped") for m in ("eager", "compiled") for recipe in recipes]
 

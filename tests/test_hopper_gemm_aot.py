@@ -12,7 +12,7 @@ import torch
 from aot import SHARED_BYTES, Kernel, compile_only
 from triton import __version__ as triton_version
 
-from titan_mxfp8.backends import SwigluForward, hopper
+from titan_mxfp8.backends import hopper
 from titan_mxfp8.backends.hopper import gemm, swiglu_gemm
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.logs import log_once
@@ -48,13 +48,14 @@ def rebased_sum(tiles: gemm.Tiles) -> None:
 
 
 def forward(x: Operand, w: Operand, tiles: gemm.Tiles, second: tuple[Operand, Operand] | None = None) -> None:
-    offs, bias, y = torch.zeros(E, dtype=torch.int32), torch.empty(E, N, dtype=BF16), torch.empty(M, N, dtype=BF16)
-    gemm.multiply_m_grouped(x, w, offs, None if second else bias, y, tiles, second=second)
+    offs, bias = torch.zeros(E, dtype=torch.int32), torch.empty(E, N, dtype=BF16)
+    gemm.gemm_m_grouped(x, w, offs, None if second else bias, BF16, second=second, tiles=tiles)
 
 
 def wgrad(tiles: gemm.Tiles, add: bool = False) -> None:
     dy, x = operand(M, N, axis=0, block_k=128), operand(M, K, axis=0, block_k=128)
-    gemm.multiply_k_grouped(dy, x, torch.zeros(E, dtype=torch.int32), torch.empty(E, N, K, dtype=FP32), tiles, add=add)
+    out = torch.empty(E, N, K, dtype=FP32) if add else None
+    gemm.gemm_k_grouped(dy, x, torch.zeros(E, dtype=torch.int32), FP32, out, tiles)
 
 
 def loops_that_multiply(kernel: Kernel, count: int) -> list[str]:
@@ -105,9 +106,7 @@ def test_compiles(launch: Callable[[gemm.Tiles], None], tiles: gemm.Tiles, fp32_
 def test_swiglu_in_the_gemm_compiles(tiles: gemm.Tiles) -> None:
     x, w = operand(M, K, axis=1, block_k=128), operand(E, N, K, axis=2, block_mn=32, block_k=128)
     with compile_only("sm_90") as compiled:
-        gate, up = (torch.empty(M, N, dtype=BF16) for _ in range(2))
-        out = SwigluForward(gate, up, x.spec.empty(gate, 1, None))
-        swiglu_gemm.multiply(x, w, w, out, torch.zeros(E, dtype=torch.int32), tiles)
+        swiglu_gemm.swiglu_gemm(x, w, w, x.spec, torch.zeros(E, dtype=torch.int32), tiles)
     (kernel,) = (kernel for kernel in compiled if kernel.name == "_swiglu_gemm_kernel")
     print(kernel)
     assert not kernel.warnings and kernel.shared <= SHARED_BYTES["sm_90"]

@@ -19,7 +19,7 @@ from tiers import daily
 from scripts.bench.problems import group_sizes, make_offs
 from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, mxfp8_moe, quantize
 from titan_mxfp8.backends.common import gemm, launch
-from titan_mxfp8.backends.common.pad import pad_token_groups, unpad_token_groups
+from titan_mxfp8.backends.common.dequantize import dequantize
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm as hopper
 from titan_mxfp8.backends.hopper import scales, swiglu_gemm
@@ -166,7 +166,7 @@ def test_a_moe_layer_compiles_with_its_first_tokens_only(recipe: str, features: 
 
 
 class Lonely:
-    """``Link`` of one of two ranks, where nothing comes from the other."""
+    """``GroupLink`` of one of two ranks, where nothing comes from the other."""
 
     ranks, rank, device = 2, 0, torch.device("cpu")
 
@@ -225,25 +225,14 @@ def test_a_moe_layer_of_two_ranks_compiles_with_its_first_tokens_only(
     assert any(key.startswith("_combine ") for key in found)
 
 
-@pytest.mark.parametrize("first", [80, 0])
-def test_pad_compiles_with_its_first_tokens_only(first: int, backend) -> None:
-    def pad_and_unpad(rows: int, seed: int) -> None:
-        offs, length = make_offs(group_sizes("zipf", rows, EXPERTS)), rows // 32 * 32 + 32 * EXPERTS
-        padded, _ = pad_token_groups(torch.empty(rows, K), offs, alignment=32, padded_rows=length)
-        unpad_token_groups(padded, offs, alignment=32, rows=rows)
-
-    _, found = backend
-    check_later_rows(pad_and_unpad, first, found, 4)
-
-
 def test_new_compilations_are_seen(backend) -> None:
     """Features that 16 does not divide; and with a name missing in ``do_not_specialize`` the tests above fail."""
     _, found = backend
     counts = []
     for features in (160, 320, 168):
-        pad_token_groups(torch.empty(64, features), make_offs([64]), alignment=32, padded_rows=96)
+        dequantize(spec.OperandSpec().empty(torch.empty(64, features), 1, None))
         counts.append(len(found))
-    assert counts == [2, 2, 3]
+    assert counts == [1, 1, 2]
 
 
 def test_what_starts_elsewhere_than_at_16_bytes_is_copied() -> None:

@@ -107,22 +107,12 @@ sys.exit(1)
 
 
 TRACEBACK = "Traceback (most recent call last):\n  File 'x'\n"
-
-
 TORCHRUN = "E1122 15:33:36.727000 4716 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {}) "
-
-
 TORCHRUN += "local_rank: 1 (pid: 4767) of binary: python\n"
-
-
 NOTE = "I1122 15:35:34.545000 5533 .venv/lib/site-packages/torch/distributed/elastic/agent/server/api.py:942] [rank] "
-
-
 TRACE = (
     "[rank{0}]:[rank{0}]: Traceback (most recent call last):\n[rank{0}]:[rank{0}]:   File 'x'\n[rank{0}]:[rank{0}]: "
 )
-
-
 REPORT = """Traceback (most recent call last):
   File "torchrun", line 8, in <module>
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
@@ -133,8 +123,6 @@ Root Cause (first observed failure):
   exitcode  : -9 (pid: 5041)  (SIGKILL)
 ======
 """
-
-
 ABORTED = """  traceback : Traceback (most recent call last):
     File "trainer.py", line 828, in _forward_backward_body
       loss.backward()
@@ -325,11 +313,7 @@ def test_slurm_sets_up_before_its_nodes_would_do_it_all_at_once(slurm: dict[str,
 
 
 ALL_TRAIN = ["NGPU=0", "NGPU=two", "NGPU=2.5", "NGPU=-1", "NGPU=08", "NGPU=1 2", "TITAN=0.4", "DRYRUN=yes", "RUNS= "]
-
-
 ALL_TRAIN += ["RUNS=bf16,mxfp8", "RUNS=mxfp8 fp4", "LOG_RANK=all", "LOG_RANK=0 1", "MAX_RESTARTS=many"]
-
-
 REFUSED = {
     "train.sh": ALL_TRAIN,
     "train_multinode.sh": [*ALL_TRAIN, "NNODES=0", "NNODES=1:2", "RDZV_ENDPOINT=node01", "RDZV_ENDPOINT=node01:http"],
@@ -338,7 +322,6 @@ REFUSED = {
     "verify_hardware.sh": ["MINUTES=-1", "STEPS=doctor,tests"],
     "test_gpu.sh": ["JOBS=0", "JOBS=auto"],
     "converge.sh": ["NGPU=2.5"],
-    "check_configs.sh": ["EXTRA=hff"],
 }
 
 

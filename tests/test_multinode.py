@@ -36,20 +36,7 @@ def machines() -> Iterator[list[Machine]]:
         for name in names:
             joined = joined and ip("netns", "add", name)
             stack.callback(ip, "netns", "del", name)
-        cable = (
-            "link",
-            "add",
-            links[0],
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            links[1],
-            "netns",
-            names[1],
-        )
+        cable = f"link add {links[0]} netns {names[0]} type veth peer name {links[1]} netns {names[1]}".split()
         if joined and ip(*cable):
             for i, (name, link) in enumerate(zip(names, links, strict=True), 1):
                 assert ip("-n", name, "addr", "add", f"10.99.0.{i}/24", "dev", link)

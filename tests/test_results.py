@@ -9,7 +9,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 INDEX = (ROOT / "results" / "README.md").read_text()
 FOLDER = re.compile(r"20\d\d-\d\d-\d\d_\w+")
-EARLIER = "124543a"  # the commit that has the folders that left
 
 
 def git(repository: Path, *arguments: str) -> str:
@@ -41,19 +40,11 @@ def base_of(repository: Path) -> str:
 
 
 def changed(repository: Path, base: str) -> list[str]:
-    """The files of results/ that ``base`` has and that are others now, or gone; not those of folders that left whole,
-    which are in ``EARLIER``."""
-    out = git(repository, "diff", "--name-status", "--no-renames", base, "--", "results", ":!results/pictures")
-    lines = [line.split("\t") for line in out.splitlines()]
-    found = []
-    for status, path in lines:
-        folder = "/".join(path.split("/")[:2])
-        left = FOLDER.fullmatch(path.split("/")[1]) and not (repository / folder).exists()
-        if left and git(repository, "ls-tree", EARLIER, folder):
-            continue
-        if status != "A" and path != "results/README.md":
-            found.append(path)
-    return found
+    """The files of results/ that ``base`` has and that are others now, or gone."""
+    left_out = ":!results/pictures", ":!results/README.md"
+    return git(
+        repository, "diff", "--name-only", "--diff-filter=a", "--no-renames", base, "--", "results", *left_out
+    ).split()
 
 
 def test_results_do_not_change() -> None:
@@ -64,8 +55,8 @@ def test_results_do_not_change() -> None:
     assert not found, "files under results/ stay as they are; a new run is a new folder, see results/README.md"
 
 
-def test_a_result_that_changes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two folders: a file that is new, changed or gone, and a folder that left and is or is not in ``EARLIER``."""
+def test_a_result_that_changes_is_found(tmp_path: Path) -> None:
+    """Of a folder a file that is changed or gone, and none that is new."""
 
     def commit() -> str:
         git(tmp_path, "add", "-A")
@@ -74,25 +65,20 @@ def test_a_result_that_changes_is_found(tmp_path: Path, monkeypatch: pytest.Monk
         return git(tmp_path, "rev-parse", "HEAD").strip()
 
     git(tmp_path, "init", "-q", "-b", "main")
-    one, two = (tmp_path / "results" / f"2027-01-0{day}_cpu_a" for day in (1, 2))
-    for path in (one / "data.csv", one / "README.md", two / "data.csv", tmp_path / "results" / "README.md"):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    folder = tmp_path / "results" / "2027-01-01_cpu_a"
+    folder.mkdir(parents=True)
+    for path in (folder / "data.csv", folder / "README.md", folder.parent / "README.md"):
         path.write_text("a\n")
     base = commit()
     with pytest.raises(ValueError, match="no earlier commit"):
         base_of(tmp_path)
-    (tmp_path / "results" / "README.md").write_text("b\n")
-    (one / "more.csv").write_text("b\n")
-    monkeypatch.setitem(globals(), "EARLIER", commit())
+    (folder.parent / "README.md").write_text("b\n")
+    (folder / "more.csv").write_text("b\n")
+    commit()
     assert base_of(tmp_path) == base and changed(tmp_path, base) == []
-    (one / "data.csv").write_text("b\n")
-    (one / "README.md").unlink()
-    (two / "data.csv").unlink()
-    two.rmdir()
-    names = ["results/2027-01-01_cpu_a/README.md", "results/2027-01-01_cpu_a/data.csv"]
-    assert changed(tmp_path, base) == names
-    monkeypatch.setitem(globals(), "EARLIER", commit())
-    assert changed(tmp_path, base) == [*names, "results/2027-01-02_cpu_a/data.csv"]
+    (folder / "data.csv").write_text("b\n")
+    (folder / "README.md").unlink()
+    assert changed(tmp_path, base) == ["results/2027-01-01_cpu_a/README.md", "results/2027-01-01_cpu_a/data.csv"]
     git(tmp_path, "switch", "-qc", "branch")
     commit()
     assert base_of(tmp_path) == git(tmp_path, "rev-parse", "main").strip()
@@ -109,14 +95,3 @@ def test_the_index_has_each_folder_once_and_no_text_or_code_names_one_that_is_go
     assert len(named) > 20 and not {
         (name, path) for name, path in named if name not in there | {"2027-01-31_h200_bench"}
     }
-
-
-def test_the_index_says_how_many_folders_left() -> None:
-    there = {path.name for path in (ROOT / "results").iterdir()}
-    count, commit = re.search(r"Commit (\w+) has\s(\d+) older folders", INDEX).group(2, 1)
-    assert commit == EARLIER
-    try:
-        had = git(ROOT, "ls-tree", "--name-only", f"{EARLIER}:results").split()
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip(f"commit {EARLIER} is not in this clone: git fetch --unshallow")
-    assert len([name for name in had if FOLDER.fullmatch(name) and name not in there]) == int(count)

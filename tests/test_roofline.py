@@ -1,7 +1,5 @@
 """The model of what MXFP8 can bring: bytes and FLOPs of passes, rates from committed results, steps, pictures."""
 
-import csv
-import json
 import re
 import shutil
 from collections import Counter
@@ -14,9 +12,18 @@ import torch
 
 from scripts import check_configs
 from scripts.bench import bench_grouped_mm, roofline
-from scripts.bench.passes import FSDP_COPIES, Layer, Pass, Rates, committed_rates, layer_seconds, passes, step_speedup
 from scripts.bench.problems import GroupedShape
-from scripts.result_files import SPEED, training_gains
+from scripts.bench.roofline import (
+    BOTH,
+    FSDP_COPIES,
+    Pass,
+    Rates,
+    committed_rates,
+    passes,
+    predicted_seconds,
+    step_speedup,
+)
+from scripts.result_files import SPEED, read_rows, training_gains, write_results
 from scripts.study import measured, tables
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
@@ -25,7 +32,7 @@ from titan_mxfp8.tools.dry_run import Report, dry_run, parse_config
 
 ROOT = Path(__file__).parent.parent
 H200, CPU = CLUSTER_GPUS["H200"], Hardware("cpu", "cpu")
-LAYER = Layer(m=96, n=64, k=128, groups=3)
+LAYER = GroupedShape("", m=96, n=64, k=128, groups=3)
 CONFIG = "train_configs/llama4_17bx16e_2layers_1x4.toml"
 
 
@@ -33,15 +40,12 @@ CONFIG = "train_configs/llama4_17bx16e_2layers_1x4.toml"
 def test_the_bytes_of_quantisers_are_those_that_they_move(name: str) -> None:
     """Of the reference backend, tensor by tensor, as scripts/bench/bench_grouped_mm.py counts them."""
     recipe = get_recipe(name)
-    shape = GroupedShape(name="", m=LAYER.m, n=LAYER.n, k=LAYER.k, groups=LAYER.groups, why="")
-    problem = bench_grouped_mm.make_problem(bench_grouped_mm.Job(shape=shape, ways=()), torch.device("cpu"))
+    problem = bench_grouped_mm.make_problem(bench_grouped_mm.Job(shape=LAYER, ways=()), torch.device("cpu"))
     x, w, dy, offs = (tensor.detach() for tensor in problem)
     calls = bench_grouped_mm.passes_of(name, "reference", x, w, dy, offs)
     moved = {}
     for what in bench_grouped_mm.QUANTIZERS:
-        read = {"x": x, "dy": dy, "w": w}[what.split()[1]]
-        written = [tensor for tensor in bench_grouped_mm.tensors_of(calls[what]()) if tensor is not read]
-        moved[what] = sum(tensor.nbytes for tensor in (read, *written))
+        moved[what] = bench_grouped_mm.bytes_moved(calls[what], {"x": x, "dy": dy, "w": w}[what.split()[1]])
     plan = plan_on(recipe, "reference", CPU)
     kept, freed = ({one.name: one.moved for one in passes(recipe, plan, LAYER, keeps)} for keeps in (True, False))
     for what in ("quantise x", "quantise dy", "quantise w"):
@@ -77,8 +81,8 @@ def test_a_pass_takes_the_longer_of_moving_and_multiplying() -> None:
 def test_a_step_is_its_layers_and_what_no_format_changes() -> None:
     rates = Rates(ceilings={"copy": 1e30, "bf16": 1.0, "FP8": 2.0})
     recipe, flops = get_recipe("mxfp8_2d_rebased"), 2 * 96 * 64 * 128
-    assert layer_seconds(recipe, H200, LAYER, rates) == pytest.approx(3 * flops / 2)
-    assert layer_seconds(recipe, H200, LAYER, rates, forwards=2) == pytest.approx(4 * flops / 2)
+    assert predicted_seconds(recipe, H200, LAYER, rates)[BOTH] == pytest.approx(3 * flops / 2)
+    assert predicted_seconds(recipe, H200, LAYER, rates, forwards=2)[BOTH] == pytest.approx(4 * flops / 2)
     gemm, memory = (96, 64, 128, 3), SimpleNamespace(parameters=0, activations=0)
     step = SimpleNamespace(gemms={(recipe, *gemm): 2}, flops_per_token=18 * flops, tokens=1, forwards=1)
     vars(step).update(memory=memory, out_of_fsdp=0, frees_weights=False)
@@ -87,15 +91,6 @@ def test_a_step_is_its_layers_and_what_no_format_changes() -> None:
     assert step_speedup(step, "H200", rates) == pytest.approx((12 + 6 + 1) / (12 + 3))
     step.gemms, step.out_of_fsdp = {(BF16, *gemm): 2}, 0
     assert step_speedup(step, "H200", rates) == 1, "the control"
-
-
-def write_results(folder: Path, rows: list[dict[str, object]], gpu: str = "NVIDIA H200") -> None:
-    folder.mkdir(parents=True)
-    with (folder / "data.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
-        writer.writeheader()
-        writer.writerows(rows)
-    (folder / "env.json").write_text(json.dumps({"gpu": gpu}))
 
 
 def test_rates_are_read_from_committed_results(tmp_path: Path) -> None:
@@ -107,14 +102,15 @@ def test_rates_are_read_from_committed_results(tmp_path: Path) -> None:
         key | {"recipe": "torch", "what": "bf16 matmul", "tflops": 1.5},
         key | {"recipe": "torch", "what": "FP8 matmul", "tflops": 4},
     ]
-    write_results(tmp_path / "a", [*ceilings, gemm | {"recipe": "mxfp8_2d", "p50_us": 1}])
+    h100, h200 = {"gpu": "NVIDIA H100 80GB HBM3"}, {"gpu": "NVIDIA H200"}
+    write_results(tmp_path / "a", [*ceilings, gemm | {"recipe": "mxfp8_2d", "p50_us": 1}], h200)
     rows = [gemm, gemm | {"M": 200, "N": 50, "p50_us": 2e6}, gemm | {"data": "products", "p50_us": 1}]
     rows += [gemm | {"recipe": "mxfp8", "p50_us": 0.5e6, "baseline_us": ""}, key | {"recipe": "bf16", "what": "wgrad"}]
-    write_results(tmp_path / "b", rows)
-    write_results(tmp_path / "c", [gemm | {"p50_us": 1}], gpu="NVIDIA H100 80GB HBM3")
+    write_results(tmp_path / "b", rows, h200)
+    write_results(tmp_path / "c", [gemm | {"p50_us": 1}], h100)
     # without passes, or with those of one shape alone, it leaves our rates as they were
-    write_results(tmp_path / "d", ceilings[:1])
-    write_results(tmp_path / "e", [gemm | {"p50_us": 4e6}])
+    write_results(tmp_path / "d", ceilings[:1], h200)
+    write_results(tmp_path / "e", [gemm | {"p50_us": 4e6}], h200)
     roof, own = committed_rates(tmp_path, "H200")
     # mxfp8 multiplies bf16 values of 8 bits faster than plain bf16 can be: not a ceiling of bf16
     assert roof.ceilings == {"copy": 3e9, "bf16": 1.5e12, "FP8": 2e18} and not roof.own
@@ -218,8 +214,7 @@ def test_predictions_that_count_are_of_what_was_measured() -> None:
     """In the newest folder of predictions that counts, of the trainings that are still here; with the gains."""
     results = ROOT / "results"
     folder = max(re.findall(r"\*\*`([\w-]+_cpu_predictions\w*)`\*\*", (results / "README.md").read_text()))
-    with (results / folder / "data.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if (results / row["folder"]).is_dir()]
+    rows = [row for row in read_rows(results / folder / "data.csv") if (results / row["folder"]).is_dir()]
     predicted = Counter((row["folder"], row["table"], row["run"], row["measured"]) for row in rows)
     known = {row["folder"] for row in rows}
     measured = Counter(
@@ -234,8 +229,7 @@ def test_passes_are_predicted_beside_what_was_measured(tmp_path: Path) -> None:
     for part in ("grouped_mm", "kernels"):
         shutil.copytree(ROOT / "results" / "2026-11-25_h200_bench" / part, tmp_path / part)
     roofline.main(["passes", str(tmp_path)])
-    with (tmp_path / "roofline.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["N"] == "8192"]
+    rows = [row for row in read_rows(tmp_path / "roofline.csv") if row["N"] == "8192"]
     (row,) = (r for r in rows if (r["M"], r["recipe"], r["what"]) == ("131072", "mxfp8_2d_rebased", roofline.BOTH))
     assert float(row["x"]) == pytest.approx(1.46, abs=0.005) and 1.4 < float(row["predicted_x"]) < 1.8
     for path in tmp_path.glob("*/env.json"):

@@ -133,7 +133,7 @@ def test_the_launcher_calls_either_torchtitan() -> None:
     (mxfp8,) = shell("scripts/train.sh", **settings, RUNS="mxfp8", OVERRIDES=own, MODULE="m").stdout.splitlines()
     assert f"--override.imports {own} --module=m" in mxfp8
     result = shell("scripts/test.sh", TITAN="0.4")
-    assert result.returncode == 2 and "TITAN is 0.2 or 0.3, not '0.4'" in result.stderr
+    assert result.returncode == 2 and "TITAN takes 0.2 or 0.3, not '0.4'" in result.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch could use the GPU")

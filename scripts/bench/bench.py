@@ -1,10 +1,10 @@
-"""What the benchmarks of kernels share: flags, how a time is taken, and the columns of their CSVs (scripts/README.md).
+"""What the benchmarks of kernels and layers share: flags, how a time is taken, and the columns of their CSVs
+(scripts/README.md).
 
 Calls and their baseline take turns, A B C A B C, in blocks of ``--seconds`` of which the first half does not count:
 under its power cap a GPU's clock follows the load of the last tenths of a second. A run's first turn is thrown away.
-Before each call half a gigabyte is read, which empties the L2 of the arguments without leaving it dirty and gives the
-host a lead; it is not timed. On a CPU: wall clock. Files are written after every comparison; rows in OUT are not
-measured again.
+On a CPU: wall clock. Files are written after every comparison, and rows in OUT are not measured again: a run that was
+interrupted, as by ``timeout --signal=INT SECONDS``, goes on.
 """
 
 import argparse
@@ -12,10 +12,10 @@ import csv
 import gc
 import json
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from scripts.bench.problems import GroupedShape, relative_rms
-from scripts.progress import ends_in_words, say
+from scripts.progress import progress, say
 from scripts.result_files import environment, format_table, percentiles, write_results
 from titan_mxfp8.backends import select
 from titan_mxfp8.backends.hardware import hardware_of
@@ -34,8 +34,6 @@ from titan_mxfp8.recipe import get_recipe
 
 Row = dict[str, object]
 Call = Callable[[], object]
-REPEATS, QUICK_REPEATS = 20, 4  # calls that count, at least
-RATES = ("baseline_us", "p50_us", "tflops", "gb_per_s", "x", "x_min", "x_max")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,24 +49,28 @@ class Entry:
 
 
 class Bench:
-    """A run: its rows so far, its time limit, its timer. Of several processes the first one prints and writes.
+    """A run: its rows so far, and its timer. Of several processes the first one prints and writes.
 
     Attributes:
         identity: the columns that tell a row from others.
         shown: further columns that are printed, all numbers.
+        empties_l2: before each call half a gigabyte is read, which empties the L2 of the arguments without leaving it
+            dirty and gives the host a lead; it is not timed.
+        on_host: the time that counts is the host's, until it has launched everything.
+        parts: a time is divided by so many.
 
     Raises:
         ValueError: OUT holds a run of another commit or machine.
     """
 
     identity: tuple[str, ...] = ("bench", "M", "N", "K", "G", "groups", "backend", "recipe", "what")
-    shown: tuple[str, ...] = RATES
+    shown: tuple[str, ...] = ("baseline_us", "p50_us", "tflops", "gb_per_s", "x", "x_min", "x_max")
+    empties_l2, on_host, parts = True, False, 1
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
-        self.name, self.args = name, args
+        self.name, self.args, self.is_warm = name, args, False
         self.rank, self.ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)) if args.device == "cuda" else None)
-        self.begun, self.left_out, self.is_warm = time.monotonic(), 0, False
         backend = select(args.backend, hardware_of(self.device), get_recipe("mxfp8")).name
         self.env = environment(self.device) | {"command": " ".join(sys.argv), "backend": backend}
         self.rows: list[Row] = []
@@ -84,6 +86,27 @@ class Bench:
                 self.rows = list(csv.DictReader(file))
         self.known = set(map(self.name_of, self.rows))
 
+    def run(self, problems: Sequence[object], measure: Callable[..., None], unit: str) -> None:
+        """Calls ``measure`` with each problem, and leaves out those that do not fit this GPU's memory; prints all."""
+        torch.manual_seed(0)
+        bar = progress(len(problems) if self.rank == 0 else 0, self.name, unit)
+        try:
+            with bar, torch.autograd.set_multithreading_enabled(False):  # as the plugin trains
+                for problem in problems:
+                    gc.collect()
+                    if self.device.type == "cuda":
+                        torch.cuda.empty_cache()
+                    try:
+                        measure(problem)
+                    except torch.OutOfMemoryError:
+                        if self.ranks > 1:  # the others wait for this one
+                            raise
+                        say(f"{problem}: left out, it does not fit this GPU's memory")
+                    bar.update()
+        finally:
+            self.write()
+            self.say(format_table(list(map(self.printed, self.rows))))
+
     @cached_property
     def cold(self) -> torch.Tensor:
         """What is read to empty the L2: half a gigabyte."""
@@ -93,6 +116,14 @@ class Bench:
         """What tells a row from others, in memory and as it is read back."""
         return tuple("" if row.get(name) is None else str(row[name]) for name in self.identity)
 
+    def key(self, **columns: object) -> Row:
+        """The columns that say what a row is."""
+        return {"bench": self.name, "backend": self.env["backend"], **columns}
+
+    def is_due(self, key: Row) -> bool:
+        """Whether the row is not there yet."""
+        return self.name_of(key) not in self.known
+
     def largest(self, values: Sequence[float]) -> list[float]:
         """Of each value the largest on any rank."""
         if self.ranks == 1:
@@ -100,22 +131,6 @@ class Bench:
         together = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(together, op=dist.ReduceOp.MAX)
         return together.tolist()
-
-    def say(self, text: str) -> None:
-        if self.rank == 0:
-            say(text)
-
-    def key(self, **columns: object) -> Row:
-        """The columns that say what a row is."""
-        return {"bench": self.name, "backend": self.env["backend"], **columns}
-
-    def is_due(self, key: Row) -> bool:
-        """Whether the row is not there yet, and there is time for it."""
-        if self.name_of(key) in self.known:
-            return False
-        is_over = self.largest([time.monotonic() - self.begun])[0] > self.args.limit
-        self.left_out += is_over
-        return not is_over
 
     def compare(self, entries: Sequence[Entry], base: Call | None = None) -> None:
         """Adds a row for each entry, whose result was compared with the baseline's; without one there is no ratio."""
@@ -133,31 +148,13 @@ class Bench:
         names = [name for name in (*self.identity, *self.shown) if name != "bench" and row.get(name) not in (None, "")]
         return {name: f"{float(row[name]):.4g}" if name in self.shown else str(row[name]) for name in names}
 
-    def free_memory(self) -> None:
-        """That of the problem before."""
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    @contextmanager
-    def whatever_fits(self, what: str) -> Iterator[None]:
-        """Within, a problem that is too large for this GPU's memory is said and left out."""
-        self.free_memory()
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            say(f"{what}: left out, it does not fit this GPU's memory")
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            say(text)
 
     def write(self) -> None:
         if self.rank == 0:
-            write_results(self.args.out, self.rows, self.env | {"rows_left_out": str(self.left_out)})
-
-    def end(self) -> None:
-        """Prints what was measured, and what the time limit left out."""
-        self.write()
-        self.say(format_table(list(map(self.printed, self.rows))))
-        if self.left_out:
-            self.say(f"{self.left_out} rows left out, the time limit was reached: the same command goes on")
+            write_results(self.args.out, self.rows, self.env)
 
     def _turns(self, calls: Sequence[Call], turns: int) -> list[list[list[float]]]:
         """Microseconds of the calls that count, by call and turn."""
@@ -176,27 +173,36 @@ class Bench:
         begun = time.perf_counter()
         self._block(call, 3)
         each = self.largest([(time.perf_counter() - begun) / 3])[0]  # as many on every rank
-        repeats = QUICK_REPEATS if self.args.quick else REPEATS
-        return max(2 * ceil(repeats / turns), ceil(self.args.seconds / each))
+        return max(2 * ceil(self.args.repeats / turns), ceil(self.args.seconds / each))
 
     def _block(self, call: Call, count: int) -> list[float]:
-        """Microseconds of so many calls, one after the other."""
-        if self.device.type != "cuda":
-            times = []
-            for _ in range(count):
-                begun = time.perf_counter()
+        """Microseconds of so many calls, one after the other; on several ranks those of the slowest."""
+        if self.on_host or self.device.type != "cuda":
+            times = [self._host_time(call) for _ in range(count)]
+        else:
+            events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+            sink = torch.empty((), device=self.device)
+            for start, end in events:
+                if self.empties_l2:
+                    torch.sum(self.cold, 0, out=sink)
+                start.record()
                 call()
-                times.append(1e6 * (time.perf_counter() - begun))
-            return times
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-        sink = torch.empty((), device=self.device)
-        for start, end in events:
-            torch.sum(self.cold, 0, out=sink)
-            start.record()
-            call()
-            end.record()
-        torch.cuda.synchronize()
-        return [1e3 * start.elapsed_time(end) for start, end in events]
+                end.record()
+            self._synchronize()
+            times = [1e3 * start.elapsed_time(end) for start, end in events]
+        return self.largest([us / self.parts for us in times])
+
+    def _host_time(self, call: Call) -> float:
+        """Microseconds until a call has come back; what it launched is waited for, but not timed."""
+        begun = time.perf_counter()
+        call()
+        us = 1e6 * (time.perf_counter() - begun)
+        self._synchronize()
+        return us
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
 
 def _measured(entry: Entry, blocks: list[list[float]], base: list[list[float]] | None) -> Row:
@@ -224,58 +230,47 @@ def parse_shape(text: str, known: Sequence[GroupedShape]) -> GroupedShape:
     Raises:
         argparse.ArgumentTypeError: neither.
     """
-    for shape in known:
-        if shape.name == text:
-            return shape
-    numbers = text.split(",")
-    if len(numbers) != 4 or not all(number.isdigit() and int(number) for number in numbers):
-        names = ", ".join(shape.name for shape in known)
+    named = {shape.name: shape for shape in known}
+    if re.fullmatch(r"[1-9]\d*(,[1-9]\d*){3}", text):
+        return GroupedShape(text, *map(int, text.split(",")))
+    if text not in named:
+        names = ", ".join(named)
         raise argparse.ArgumentTypeError(f"{text!r} is no shape: M,N,K,G such as 4096,512,256,8, or one of {names}")
-    m, n, k, groups = map(int, numbers)
-    return GroupedShape(name=text, m=m, n=n, k=k, groups=groups, why="asked for")
+    return named[text]
 
 
-def parser_of(doc: str, shapes: Sequence[GroupedShape] = (), recipes: Sequence[str] = ()) -> argparse.ArgumentParser:
+def parser_of(doc: str, recipes: Sequence[str], shapes: Sequence[GroupedShape] = ()) -> argparse.ArgumentParser:
     """The flags that all benchmarks of kernels have; ``--shapes`` and ``--backend`` where there are shapes."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for data.csv and env.json; rows that it holds are kept")
     add("--quick", action="store_true", help="less, in 2 short turns: for a first look, or a test")
-    add("--limit", type=float, default=float("inf"), metavar="SECONDS", help="begin no row later than this")
     if shapes:
         names = ", ".join(shape.name for shape in shapes)
         help_text = f"of {names}, or M,N,K,G [all that the benchmark lists]"
         add("--shapes", nargs="+", type=lambda text: parse_shape(text, shapes), metavar="SHAPE", help=help_text)
         add("--backend", help="auto, or a name of titan_mxfp8.backends [auto]")
-    parser.set_defaults(backend="auto")
     add("--recipes", nargs="+", default=list(recipes), metavar="RECIPE", help=f"[{' '.join(recipes)}]")
     add("--turns", type=int, default=3, help="blocks of each call that count [3]")
     add("--seconds", type=float, default=1.0, help="of a block, half of which counts [%(default)s]")
-    add("--device", default="cuda", choices=("cuda", "cpu"), help="[cuda]")
+    add("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try it, MoE layers at small sizes [cuda]")
+    parser.set_defaults(backend="auto", quick_seconds=0.3)
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str], quick_seconds: float = 0.3) -> argparse.Namespace:
-    """The arguments, ``--quick`` and the values checked."""
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, ``--quick`` and the values checked. ``repeats``: calls that count, at least."""
     args = parser.parse_args(argv)
+    args.repeats = 4 if args.quick else 20
     if args.quick:
-        args.turns, args.seconds = min(args.turns, 2), min(args.seconds, quick_seconds)
+        args.turns, args.seconds = min(args.turns, 2), min(args.seconds, args.quick_seconds)
     if args.turns < 1:
         parser.error(f"--turns is at least 1, got {args.turns}")
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no GPU: --device cpu, with small --shapes or --tiny, tries the script")
+        parser.error("there is no GPU: --device cpu tries the script, with small --shapes where it has shapes")
     try:
         for recipe in args.recipes:
             get_recipe(recipe)
     except ValueError as error:
         parser.error(str(error))
     return args
-
-
-def run(name: str, args: argparse.Namespace, measure: Callable[[Bench], None]) -> None:
-    """Measures, and ends with a message where something is wrong."""
-    torch.manual_seed(0)
-    with ends_in_words(f"bench_{name}"):
-        bench = Bench(name, args)
-        measure(bench)
-        bench.end()

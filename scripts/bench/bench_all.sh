@@ -1,23 +1,19 @@
 #!/usr/bin/env bash
-usage() {
-    cat << 'TEXT'
-Fills one folder with the benchmarks of this machine's GPU, or GPUs, within 10 minutes. Called again with the same OUT it
-goes on: parts that are finished are not repeated, of the others what is missing.
-
-    OUT=results/2027-01-31_h200_bench MINUTES=20 PARTS="grouped_mm kernels training" ./scripts/bench/bench_all.sh
-
-The exit status is 0 if no part failed.
-
-Environment:
-    OUT      folder of the results [results/<date>_<GPUs>x<GPU>_bench]
-    PARTS    of: grouped_mm kernels scaling moe_layer training [all but training]
-    MINUTES  for all of them: a part that is to be cut short keeps what it has measured by then [10]
-    QUICK    1: shorter blocks, fewer shapes
-    SHAPES   those of grouped_mm, kernels and scaling, as M,N,K,G or by name
-    DEVICE   cuda or cpu, which with small SHAPES tries it [cuda]
-    PYTHON   a Python to be used as it is [set up .venv]
-TEXT
-}
+# Fills one folder with the benchmarks of this machine's GPU, or GPUs, within 10 minutes. Called again with the same OUT
+# it goes on: parts that are finished are not repeated, of the others what is missing.
+#
+#     OUT=results/2027-01-31_h200_bench MINUTES=20 PARTS="grouped_mm kernels training" ./scripts/bench/bench_all.sh
+#
+# The exit status is 0 if no part failed.
+#
+# Environment:
+#     OUT      folder of the results [results/<date>_<GPUs>x<GPU>_bench]
+#     PARTS    of: grouped_mm kernels scaling moe_layer training [all but training]
+#     MINUTES  for all of them: a part that is to be cut short keeps what it has measured by then [10]
+#     QUICK    1: shorter blocks, fewer shapes
+#     SHAPES   those of grouped_mm, kernels and scaling, as M,N,K,G or by name
+#     DEVICE   cuda or cpu, which with small SHAPES tries it [cuda]
+#     PYTHON   a Python to be used as it is [set up .venv]
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
 here=$PWD
 cd "$(dirname "$0")/../.."
@@ -43,54 +39,40 @@ out=results/$(date +%Y-%m-%d)_$count${gpu}_bench
 [ -z "${OUT:-}" ] || out=$(from_here "$OUT")
 mkdir -p "$out/logs"
 end=$((SECONDS + $(seconds "$MINUTES")))
-failed=0
-common=(--device "$DEVICE")
-[ "$QUICK" != 1 ] || common+=(--quick)
-shapes=() tiny=()
-[ "$DEVICE" = cuda ] || tiny=(--tiny)
+failed=0 signals=(--foreground) # in the group of verify_hardware.sh, which may cut this off
+quick=() shapes=()
+[ "$QUICK" != 1 ] || quick=(--quick)
 # shellcheck disable=SC2206 # several words
 [ -z "${SHAPES:-}" ] || shapes=(--shapes ${SHAPES})
 
-# part NAME PERCENT COMMAND...: measures for so much of the time that is left, unless an earlier call has finished it. In
-# COMMAND, @ stands for the flags that say so.
+# part PERCENT COMMAND...: fills the folder of $name for so much of the time that is left, unless an earlier call has.
 part() {
-    local name=$1 left=$((end - SECONDS)) limit status=0 word words=()
-    limit=$((left * $2 / 100))
-    shift 2
-    for word in "$@"; do
-        if [ "$word" = @ ]; then words+=(--out "$out/$name" --limit "$limit"); else words+=("$word"); fi
-    done
+    local limit=$(((end - SECONDS) * $1 / 100))
+    shift
     if [ -e "$out/logs/$name.done" ]; then
         echo "== $name: finished by an earlier call"
         return
     fi
-    if [ "$limit" -le 0 ]; then
-        echo "== $name: left out, MINUTES were over; the same command goes on"
-        return
-    fi
-    echo "== $name: ${words[*]}"
-    # a row or a run that has begun may go on for a while
-    timeout --kill-after=20 $((left + 60)) "${words[@]}" 2>&1 | tee "$out/logs/$name.log" ||
-        status=${PIPESTATUS[0]}
-    if [ "$status" != 0 ]; then
-        echo "== $name: FAILED with status $status" >&2
-        failed=1
-    elif ! grep -q "time limit" "$out/logs/$name.log"; then
-        touch "$out/logs/$name.done"
-    fi
+    echo "== $name: $*"
+    limited "$limit" "$out/logs/$name.log" "$@"
+    case $result in
+        passed) touch "$out/logs/$name.done" ;;
+        FAILED*) failed=1 && echo "== $name: $result" >&2 ;;
+        *) echo "== $name: $result; the same command goes on" ;;
+    esac
 }
 
 for name in $PARTS; do
+    grouped_mm=("$program" scripts/bench/bench_grouped_mm.py --out "$out/$name" --device "$DEVICE" "${shapes[@]}")
     case $name in
-        grouped_mm) part "$name" 30 "$program" scripts/bench/bench_grouped_mm.py @ "${common[@]}" "${shapes[@]}" ;;
-        kernels) part "$name" 25 "$program" scripts/bench/bench_grouped_mm.py @ "${common[@]}" "${shapes[@]}" \
-            --passes --recipes mxfp8_2d_rebased mxfp8_2d mxfp8 ;;
+        grouped_mm) part 30 "${grouped_mm[@]}" "${quick[@]}" ;;
+        kernels) part 25 "${grouped_mm[@]}" "${quick[@]}" --passes --recipes mxfp8_2d_rebased mxfp8_2d mxfp8 ;;
         # short blocks: many rows, to see where cost stops being linear
-        scaling) part "$name" 30 "$program" scripts/bench/bench_grouped_mm.py @ --device "$DEVICE" --quick --scaling "${shapes[@]}" ;;
-        moe_layer) part "$name" 85 "$program" -m torch.distributed.run --standalone --nproc-per-node="$gpus" scripts/bench/bench_moe_layer.py @ \
-            --device "$DEVICE" --quick "${tiny[@]}" ;;
-        training) part "$name" 100 "$program" scripts/bench/bench_training.py @ --quick --ngpu "$gpus" \
-            --config train_configs/deepseek_v3_16b_1x8.toml --flavors 16B_4layers \
+        scaling) part 30 "${grouped_mm[@]}" --quick --scaling ;;
+        moe_layer) part 85 "$program" -m torch.distributed.run --standalone --nproc-per-node="$gpus" \
+            scripts/bench/bench_moe_layer.py --out "$out/$name" --device "$DEVICE" --quick ;;
+        training) part 100 "$program" scripts/bench/bench_training.py --out "$out/$name" --ngpu "$gpus" \
+            --steps 16 --warmup 8 --config train_configs/deepseek_v3_16b_1x8.toml --flavors 16B_4layers \
             --runs bf16 bf16+dispatch both+dispatch:mxfp8_2d_rebased grouped+dispatch:mxfp8_2d_rebased \
             both+dispatch:mxfp8_2d both:mxfp8_2d_rebased both:mxfp8_2d -- \
             --model.hf_assets_path=train_configs/assets/tokenizer --training.dataset=c4_test \

@@ -1,6 +1,6 @@
 """Forward + backward of one grouped GEMM, all quantisation included, against bf16 ``torch._grouped_mm``.
 
-    python scripts/bench/bench_grouped_mm.py --out results/<date>_<device>_grouped_mm [--quick] [--limit SECONDS]
+    python scripts/bench/bench_grouped_mm.py --out results/<date>_<device>_grouped_mm [--quick]
 
 A recipe whose output or gradients are further from bf16's than MXFP8 explains ends the run. Controls are rows too: the
 baseline again, the baseline under ``torch.compile``, and recipe ``bf16``, our kernels with nothing quantised. --scaling
@@ -10,23 +10,17 @@ that roofline.py takes: a copy, and dense matmuls.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from scripts.bench.bench import Bench, Call, Entry, Row, largest_error, parse, parser_of, run
-from scripts.bench.problems import (
-    GROUPED_SHAPES,
-    SMALL_EXPERT_SHAPES,
-    GroupedShape,
-    Spread,
-    group_sizes,
-    make_offs,
-)
-from scripts.progress import progress
+from scripts.bench import bench
+from scripts.bench.bench import Call, Entry, largest_error, parse, parser_of
+from scripts.bench.problems import GROUPED_SHAPES, SMALL_EXPERT_SHAPES, GroupedShape, Spread, group_sizes, make_offs
+from scripts.progress import ends_in_words
 from titan_mxfp8 import mxfp8_grouped_mm
 from titan_mxfp8.backends import BACKENDS, plan
 from titan_mxfp8.backends.hardware import hardware_of
@@ -46,16 +40,14 @@ QUANTIZERS = ("quantise x", "quantise dy", "quantise w", "quantise w again")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One problem, and who computes it."""
+    """One problem, and who computes it: recipes, or ``CONTROLS``."""
 
     shape: GroupedShape
     ways: tuple[str, ...]
     spread: Spread = "balanced"
 
-    @property
-    def columns(self) -> Row:
-        shape = self.shape
-        return {"M": shape.m, "N": shape.n, "K": shape.k, "G": shape.groups, "groups": self.spread}
+    def __str__(self) -> str:
+        return self.shape.name
 
 
 def make_problem(job: Job, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -69,54 +61,23 @@ def make_problem(job: Job, device: torch.device) -> tuple[torch.Tensor, ...]:
     return x_MK.requires_grad_(), w_ENK.requires_grad_(), dy_MN, offs
 
 
-def step(
-    grouped_mm: Callable[..., torch.Tensor], x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """The output and the gradients."""
-    y = grouped_mm(x, w)
-    return y.detach(), *torch.autograd.grad(y, (x, w), dy)
+def step_of(way: str, backend: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, offs: torch.Tensor) -> Call:
+    """What computes the output and the gradients of x and w_ENK: by a recipe, or by torch itself."""
 
-
-def function_of(way: str, offs: torch.Tensor, backend: str) -> Callable[..., torch.Tensor]:
-    """What computes (M, N) from x and w_ENK: a recipe, or torch itself."""
-
-    def theirs(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return torch._grouped_mm(x, w.mT, offs=offs)
-
-    def ours(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def grouped_mm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        if way in (AGAIN, COMPILED):
+            return torch._grouped_mm(x, w.mT, offs=offs)
         return mxfp8_grouped_mm(x, w.mT, offs, recipe=way, backend=backend)
 
     if way == COMPILED:
         torch.compiler.reset()  # or the sizes of the last problem would become variables
-        return torch.compile(theirs, backend="inductor" if offs.is_cuda else "aot_eager")
-    return theirs if way == AGAIN else ours
+        grouped_mm = torch.compile(grouped_mm, backend="inductor" if offs.is_cuda else "aot_eager")
 
+    def step() -> tuple[torch.Tensor, ...]:
+        y = grouped_mm(x, w)
+        return y.detach(), *torch.autograd.grad(y, (x, w), dy)
 
-def check(name: str, way: str, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
-    """Raises ValueError where 8192 rows of a result are further from bf16's than the format explains."""
-    allowed = MAX_ERROR[way not in CONTROLS]
-    for of, *both in zip(("y", "dx", "dw"), ours, theirs, strict=False):
-        if not (error := largest_error(*both)) < allowed:
-            raise ValueError(f"{name} {way}: {of} is off by {error:.3f} from bf16's, more than {allowed}")
-
-
-def measure_job(bench: Bench, job: Job) -> None:
-    """The rows of a job that are due."""
-    shape, backend = job.shape, bench.env["backend"]
-    keys = {way: bench.key(**job.columns, recipe=way, what=BOTH) for way in job.ways}
-    due = [way for way, key in keys.items() if bench.is_due(key)]
-    if not due:
-        return
-    with bench.whatever_fits(shape.name):
-        x, w, dy, offs = make_problem(job, bench.device)
-        base: Call = partial(step, function_of(AGAIN, offs, backend), x, w, dy)
-        entries = []
-        for way in due:
-            ours: Call = partial(step, function_of(way, offs, backend), x, w, dy)
-            check(shape.name, way, ours(), base())
-            flops = 6 * shape.m * shape.n * shape.k
-            entries.append(Entry(key=keys[way], call=ours, flops=flops, more={"control": way in CONTROLS}))
-        bench.compare(entries, base)
+    return step
 
 
 def passes_of(
@@ -146,67 +107,79 @@ def passes_of(
     return gemms | (quantizers if recipe.quantized else {})
 
 
-def measure_passes(bench: Bench, job: Job) -> None:
-    """The passes of a job's recipes that are due."""
-    shape, due = job.shape, {}
-    for recipe in job.ways:
-        for name in GEMMS + QUANTIZERS if get_recipe(recipe).quantized else GEMMS:
-            key = bench.key(**job.columns, recipe=recipe, what=name)
-            if bench.is_due(key):
-                due[recipe, name] = key
-    if not due:
-        return
-    with bench.whatever_fits(shape.name):
-        x, w, dy, offs = (tensor.detach() for tensor in make_problem(job, bench.device))
-        calls = {recipe: passes_of(recipe, bench.env["backend"], x, w, dy, offs) for recipe in job.ways}
-        for gemm, (a, b) in zip(GEMMS, ((x, w.mT), (dy, w), (dy.mT, x)), strict=True):
-            base: Call = partial(torch._grouped_mm, a, b, offs=offs)
-            entries = []
-            for recipe in (recipe for recipe, name in due if name == gemm):
-                ours = calls[recipe][gemm]
-                check(f"{shape.name} {gemm}", recipe, [ours()], [base()])
-                more = {"control": recipe == BF16.name}
-                flops = 2 * shape.m * shape.n * shape.k
-                entries.append(Entry(key=due[recipe, gemm], call=ours, flops=flops, more=more))
-            if entries:
-                bench.compare(entries, base)
-        for (recipe, name), key in due.items():
-            if name in QUANTIZERS:
-                call, read = calls[recipe][name], {"x": x, "dy": dy, "w": w}[name.split()[1]]
-                # what a GEMM takes unquantised is handed on, not written
-                written = [tensor for tensor in tensors_of(call()) if tensor is not read]
-                moved = sum(tensor.nbytes for tensor in (read, *written))
-                bench.compare([Entry(key=key, call=call, moved=moved)])
+def bytes_moved(call: Call, read: torch.Tensor) -> int:
+    """Of a quantiser: what it reads and writes. What a GEMM takes unquantised is handed on, not written."""
+    written = [tensor for tensor in tree_leaves(call()) if isinstance(tensor, torch.Tensor) and tensor is not read]
+    return sum(tensor.nbytes for tensor in (read, *written))
 
 
-def measure_ceilings(bench: Bench) -> None:
-    """Adds a row for a copy, and for dense matmuls of normal numbers, so large that a card is at its power cap."""
-    size = 8192 if bench.device.type == "cuda" else 64
-    a, b = (torch.randn(2 * size, size, dtype=torch.bfloat16, device=bench.device) for _ in range(2))
-    product = a @ b.T
-    copied = torch.empty_like(product)
-    calls: dict[str, Call] = {"copy": lambda: copied.copy_(product), "bf16 matmul": lambda: a @ b.T}
-    hardware = hardware_of(bench.device)
-    if hardware.capability >= (8, 9) if hardware.capability else hardware.arch in ("cpu", "gfx950"):
-        a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=bench.device)
-        fp8 = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
-        calls["FP8 matmul"] = lambda: torch._scaled_mm(a8, b8.T, **fp8)
-    for what, call in calls.items():
-        key = bench.key(M=2 * size, N=2 * size, K=size, recipe="torch", what=what)
-        work = {"moved": 4 * product.numel()} if what == "copy" else {"flops": 8 * size**3}
-        if bench.is_due(key):
-            bench.compare([Entry(key=key, call=call, more={"control": True}, **work)])
+class Bench(bench.Bench):
+    def compare_with_torch(self, job: Job, what: str, calls: dict[str, Call], base: Call, gemms: int) -> None:
+        """The rows of calls, by way, that are due; they have so many GEMMs.
 
+        Raises:
+            ValueError: 8192 rows of a result are further from the baseline's than the format explains.
+        """
+        shape, entries = job.shape, []
+        for way, call in calls.items():
+            key = self.key_of(job, way, what)
+            if not self.is_due(key):
+                continue
+            allowed = MAX_ERROR[way not in CONTROLS]
+            for of, ours, theirs in zip(("y", "dx", "dw"), tree_leaves(call()), tree_leaves(base()), strict=False):
+                if not (error := largest_error(ours, theirs)) < allowed:
+                    raise ValueError(f"{job} {what} {way}: {of} is off by {error:.3f} from bf16's, more than {allowed}")
+            flops = 2 * gemms * shape.m * shape.n * shape.k
+            entries.append(Entry(key=key, call=call, flops=flops, more={"control": way in CONTROLS}))
+        if entries:
+            self.compare(entries, base)
 
-def tensors_of(value: object) -> list[torch.Tensor]:
-    """All tensors in nested lists and tuples, such as operands."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return list(chain.from_iterable(map(tensors_of, value))) if isinstance(value, list | tuple) else []
+    def key_of(self, job: Job, way: str, what: str) -> bench.Row:
+        shape = job.shape
+        sizes = {"M": shape.m, "N": shape.n, "K": shape.k, "G": shape.groups, "groups": job.spread}
+        return self.key(**sizes, recipe=way, what=what)
+
+    def measure(self, job: Job) -> None:
+        """The rows of a job that are due."""
+        problem, backend = make_problem(job, self.device), self.env["backend"]
+        steps = {way: step_of(way, backend, *problem) for way in job.ways}
+        self.compare_with_torch(job, BOTH, steps, step_of(AGAIN, backend, *problem), 3)
+
+    def measure_passes(self, job: Job) -> None:
+        """The passes of a job's recipes that are due."""
+        x, w, dy, offs = (tensor.detach() for tensor in make_problem(job, self.device))
+        calls = {recipe: passes_of(recipe, self.env["backend"], x, w, dy, offs) for recipe in job.ways}
+        for gemm, operands in zip(GEMMS, ((x, w.mT), (dy, w), (dy.mT, x)), strict=True):
+            ours = {recipe: of[gemm] for recipe, of in calls.items()}
+            self.compare_with_torch(job, gemm, ours, partial(torch._grouped_mm, *operands, offs=offs), 1)
+        read = dict(zip(QUANTIZERS, (x, dy, w, w), strict=True))
+        for recipe, of in calls.items():
+            for name in (name for name in QUANTIZERS if name in of):
+                key = self.key_of(job, recipe, name)
+                if self.is_due(key):
+                    self.compare([Entry(key=key, call=of[name], moved=bytes_moved(of[name], read[name]))])
+
+    def measure_ceilings(self) -> None:
+        """Adds a row for a copy, and for dense matmuls of normal numbers, so large that a card is at its power cap."""
+        size = 8192 if self.device.type == "cuda" else 64
+        a, b = (torch.randn(2 * size, size, dtype=torch.bfloat16, device=self.device) for _ in range(2))
+        product = a @ b.T
+        copied = torch.empty_like(product)
+        calls: dict[str, Call] = {"copy": lambda: copied.copy_(product), "bf16 matmul": lambda: a @ b.T}
+        hardware = hardware_of(self.device)
+        if hardware.capability >= (8, 9) if hardware.capability else hardware.arch in ("cpu", "gfx950"):
+            a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=self.device)
+            fp8 = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+            calls["FP8 matmul"] = lambda: torch._scaled_mm(a8, b8.T, **fp8)
+        for what, call in calls.items():
+            key = self.key(M=2 * size, N=2 * size, K=size, recipe="torch", what=what)
+            work = {"moved": 4 * product.numel()} if what == "copy" else {"flops": 8 * size**3}
+            if self.is_due(key):
+                self.compare([Entry(key=key, call=call, more={"control": True}, **work)])
 
 
 def jobs(shapes: Sequence[GroupedShape] | None, recipes: Sequence[str], quick: bool = False) -> Iterator[Job]:
-    """What is measured, that which matters most first: the limit may cut off the rest."""
+    """What is measured, that which matters most first: a run may be cut short."""
     few = (BF16.name, *(name for name in recipes if name in FEW))
     asked = [shape for shape in shapes or GROUPED_SHAPES if shapes or shape.groups == 8]
     for shape in asked:
@@ -232,32 +205,25 @@ def scaling(shapes: Sequence[GroupedShape], ways: tuple[str, ...]) -> Iterator[J
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = parser_of(__doc__, (*GROUPED_SHAPES, *SMALL_EXPERT_SHAPES), RECIPES)
+    parser = parser_of(__doc__, RECIPES, (*GROUPED_SHAPES, *SMALL_EXPERT_SHAPES))
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--scaling", action="store_true", help="other tokens, experts and spreads around each shape")
     kinds.add_argument("--passes", action="store_true", help="each GEMM and each quantiser alone")
     args = parse(parser, argv)
-
-    def measure(bench: Bench) -> None:
-        rebases = next(entry.rebases for entry in BACKENDS if entry.name == bench.env["backend"])
+    with ends_in_words("bench_grouped_mm"):
+        run = Bench("scaling" if args.scaling else "kernels" if args.passes else "grouped_mm", args)
+        rebases = next(entry.rebases for entry in BACKENDS if entry.name == run.env["backend"])
         recipes = tuple(name for name in args.recipes if rebases or get_recipe(name).block_k == 32)
         shapes = args.shapes or (*GROUPED_SHAPES[:2], *SMALL_EXPERT_SHAPES)
         if args.scaling:
-            todo = list(scaling(shapes, (BF16.name, *(name for name in recipes if name in FEW))))
+            todo = [*scaling(shapes, (BF16.name, *(name for name in recipes if name in FEW)))]
         elif args.passes:
             ways = tuple(dict.fromkeys((BF16.name, *recipes)))
             todo = [Job(shape=shape, ways=ways, spread="zipf" if shape.groups > 8 else "balanced") for shape in shapes]
+            run.measure_ceilings()
         else:
-            todo = list(jobs(args.shapes, recipes, args.quick))
-        if args.passes:
-            measure_ceilings(bench)
-        bar = progress(len(todo), bench.name, "job")
-        with bar, torch.autograd.set_multithreading_enabled(False):  # as the plugin trains
-            for job in todo:
-                (measure_passes if args.passes else measure_job)(bench, job)
-                bar.update()
-
-    run("scaling" if args.scaling else "kernels" if args.passes else "grouped_mm", args, measure)
+            todo = [*jobs(args.shapes, recipes, args.quick)]
+        run.run(todo, run.measure_passes if args.passes else run.measure, "job")
 
 
 if __name__ == "__main__":

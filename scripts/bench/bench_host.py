@@ -3,14 +3,14 @@
     python scripts/bench/bench_host.py --out results/<date>_<device>_host
 
 At 256 x 256 x 256 the kernels of a call are over before the next is launched: the time between two calls is the host's.
-A call that is timed is 48 layers that nobody waits for, and a row one layer's share. Backward runs in the thread that
-calls it, as the plugin trains. ``layers``: so many are compiled as one function.
+A call that is timed is 48 layers that nobody waits for, and a row one layer's share. ``layers``: so many are compiled
+as one function.
 """
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -18,32 +18,18 @@ import torch.nn.functional as F
 from scripts.bench import bench
 from scripts.bench.bench import Call, Entry, parse, parser_of
 from scripts.bench.problems import make_offs
-from scripts.progress import ends_in_words, progress
+from scripts.progress import ends_in_words
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_linear
 
 SIZE, EXPERTS = 256, 4
 RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_rebased", "mxfp8_2d_rebased", "mxfp8_2d_wgrad_bf16")
-CALLS = 48  # layers
-
-Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Bench(bench.Bench):
     identity = ("what", "layers", "mode", "recipe")
+    empties_l2, on_host, parts = False, True, 48
 
-    def _block(self, call: Call, count: int) -> list[float]:
-        """Microseconds that the host spent on a layer."""
-        synchronize = torch.cuda.synchronize if self.device.type == "cuda" else int
-        times = []
-        for _ in range(count):
-            synchronize()
-            start = time.perf_counter()
-            call()
-            times.append(1e6 * (time.perf_counter() - start) / CALLS)
-        synchronize()
-        return times
-
-    def layers_of(self, what: str) -> dict[str, Layer]:
+    def layers_of(self, what: str) -> dict[str, Callable[..., torch.Tensor]]:
         """By recipe: a function of tokens and one weight; ``bf16`` is torch's."""
         if what == "linear":
             return {"bf16": F.linear} | {recipe: partial(mxfp8_linear, recipe=recipe) for recipe in self.args.recipes}
@@ -55,34 +41,35 @@ class Bench(bench.Bench):
         bf16 = {"bf16": lambda x, w: torch._grouped_mm(x, w.mT, offs=offs)}
         return bf16 | {recipe: partial(ours, recipe=recipe) for recipe in self.args.recipes}
 
-    def measure(self, what: str, layers: int) -> None:
-        """The rows of so many linears or grouped GEMMs, one behind the other."""
+    def measure(self, case: tuple[int, str, str]) -> None:
+        """The rows of so many linears or grouped GEMMs, one behind the other, eager or compiled."""
 
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, dtype=torch.bfloat16, device=self.device).mul_(SIZE**-0.5)
 
+        layers, what, mode = case
         shape = (SIZE, SIZE) if what == "linear" else (EXPERTS, SIZE, SIZE)
         params, dy = [normal(SIZE, SIZE), *(normal(*shape) for _ in range(layers))], normal(SIZE, SIZE)
         params = [param.requires_grad_() for param in params]
         torch._dynamo.reset()
-        for mode in ("eager", "compiled"):
-            calls: dict[str, Call] = {}
-            for recipe, layer in self.layers_of(what).items():
-                stack = stacked(layer)
-                if mode == "compiled":
-                    backend = "inductor" if self.device.type == "cuda" else "aot_eager"
-                    stack = torch.compile(stack, backend=backend, fullgraph=True)
-                calls[recipe] = partial(steps, stack, params, dy, CALLS // layers)
-            key = self.key(what=what, layers=layers, mode=mode)
-            entries = [
-                Entry(key=key | {"recipe": recipe}, call=call, more={"control": recipe == "bf16"})
-                for recipe, call in calls.items()
-            ]
-            if due := [entry for entry in entries if self.is_due(entry.key)]:
-                self.compare(due, calls["bf16"])
+        calls: dict[str, Call] = {}
+        for recipe, layer in self.layers_of(what).items():
+            stack = stacked(layer)
+            if mode == "compiled":
+                backend = "inductor" if self.device.type == "cuda" else "aot_eager"
+                stack = torch.compile(stack, backend=backend, fullgraph=True)
+            calls[recipe] = partial(steps, stack, params, dy, self.parts // layers)
+        key = self.key(what=what, layers=layers, mode=mode)
+        entries = [
+            Entry(key=key | {"recipe": recipe}, call=call, more={"control": recipe == "bf16"})
+            for recipe, call in calls.items()
+            if self.is_due(key | {"recipe": recipe})
+        ]
+        if entries:
+            self.compare(entries, calls["bf16"])
 
 
-def stacked(layer: Layer) -> Callable[..., torch.Tensor]:
+def stacked(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Layers one behind the other, as many as there are weights."""
 
     def stack(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -101,20 +88,14 @@ def steps(stack: Callable[..., torch.Tensor], params: Sequence[torch.Tensor], dy
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = parser_of(__doc__, recipes=RECIPES)
-    counts_of_layers = [count for count in range(1, CALLS + 1) if CALLS % count == 0]
+    parser = parser_of(__doc__, RECIPES)
+    counts_of_layers = [count for count in range(1, Bench.parts + 1) if Bench.parts % count == 0]
     parser.add_argument("--layers", nargs="+", type=int, choices=counts_of_layers, default=[1, 8], help="[1 8]")
     parser.set_defaults(seconds=0.2)
     args = parse(parser, argv)
-    with ends_in_words("bench_host"):
+    with ends_in_words("bench_host"), torch._dynamo.config.patch(recompile_limit=64):
         host = Bench("host", args)
-        cases = [(what, layers) for layers in args.layers for what in ("linear", "grouped")]
-        bar = progress(len(cases), "host", "case")
-        with torch._dynamo.config.patch(recompile_limit=64), torch.autograd.set_multithreading_enabled(False):
-            for case in cases:
-                host.measure(*case)
-                bar.update()
-        host.end()
+        host.run([*product(args.layers, ("linear", "grouped"), ("eager", "compiled"))], host.measure, "case")
 
 
 if __name__ == "__main__":

@@ -3,17 +3,15 @@
     torchrun --standalone --nproc-per-node=2 scripts/bench/bench_moe_layer.py --out OUT    # or python, for one rank
 
 Forward and backward of router, experts and shared experts are timed in turns with TorchTitan's layer, after output and
-gradients were compared with its own. Writes data.csv, a row for each layer and way: milliseconds on the slowest rank,
+gradients were compared with its own. Writes data.csv, a row for each layer and way: microseconds on the slowest rank,
 the ratio to bf16, peak memory. Controls are rows too: bf16 again, and our dispatch with nothing quantised.
 --peers sonicmoe adds a bf16 layer of another project (peers.py), --profile the kernels of a step. OUT's rows are not
 measured again: a run that was cut short goes on.
 """
 
 import argparse
-import itertools
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,10 +31,10 @@ from torchtitan.tools.utils import set_default_dtype
 import titan_mxfp8.plugin  # noqa: F401 - where there is no accelerator TorchTitan needs its workarounds
 from scripts.bench import bench
 from scripts.bench.bench import Entry, Row, largest_error, parse, parser_of
-from scripts.bench.kernel_times import kernel_table
+from scripts.bench.kernel_times import kernel_table, shown
 from scripts.bench.peers import SONICMOE, SonicMoE, is_installed, versions
-from scripts.progress import ends_in_words, progress
-from scripts.result_files import format_table, read_rows, write_rows
+from scripts.progress import ends_in_words
+from scripts.result_files import read_rows, write_rows
 from titan_mxfp8.moe.bounds import ROWS
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR
 
@@ -110,9 +108,11 @@ class Step:
     x: torch.Tensor
     dy: torch.Tensor
 
-    def __call__(self) -> None:
+    def __call__(self) -> torch.Tensor:
         self.forget()
-        self.module(self.x).backward(self.dy)
+        y = self.module(self.x)
+        y.backward(self.dy)
+        return y
 
     def forget(self) -> None:
         """Frees the gradients."""
@@ -121,10 +121,7 @@ class Step:
 
     def values(self) -> dict[str, torch.Tensor]:
         """Output and gradients of a step, this rank's part of each."""
-        self.forget()
-        y = self.module(self.x)
-        y.backward(self.dy)
-        values = {"y": y.detach(), "x": self.x.grad}
+        values = {"y": self().detach(), "x": self.x.grad}
         if isinstance(self.module, SonicMoE):
             values |= self.module.gradients()
         else:
@@ -139,6 +136,7 @@ class Bench(bench.Bench):
     """On all ranks: time is that of the slowest one, of steps that nobody waits for in between."""
 
     identity = ("layer", "ranks", "way")
+    empties_l2 = False
     shown = ("baseline_us", "p50_us", "x", "x_min", "x_max", "bf16_peak_gib", "peak_gib", "error_y", "error_dw")
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -151,8 +149,8 @@ class Bench(bench.Bench):
 
     def config(self, layer: Layer, way: Way) -> JobConfig:
         """What a run's TOML would say."""
-        shared = layer.shared > 0 and way.recipe != BF16.name and not self.args.shared_in_bf16
-        converters = [GROUPED_MM, *[LINEAR] * shared] if way.recipe else []
+        converters = [GROUPED_MM] if way.recipe else []
+        converters += [LINEAR] if layer.shared and way.recipe not in ("", BF16.name) else []
         flags = [
             "--job.custom_config_module=titan_mxfp8.plugin",
             f"--job.dump_folder={self.args.out}",
@@ -163,7 +161,7 @@ class Bench(bench.Bench):
             "--training.local_batch_size=1",
             f"--parallelism.expert_parallel_degree={self.ranks}",
             "--compile.enable",
-            f"--compile.backend={'aot_eager' if self.args.tiny else 'inductor'}",
+            f"--compile.backend={'inductor' if self.device.type == 'cuda' else 'aot_eager'}",
             f"--model.converters={','.join(converters)}",
         ]
         if way.recipe:
@@ -230,23 +228,9 @@ class Bench(bench.Bench):
         return errors
 
     def _block(self, call: Step, count: int) -> list[float]:
-        marks = [time.perf_counter()]
-        if self.device.type == "cpu":
-            for _ in range(count):
-                call()
-                marks.append(time.perf_counter())
-            times = [1e6 * (end - start) for start, end in itertools.pairwise(marks)]
-        else:
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-            torch.cuda.synchronize()
-            events[0].record()
-            for event in events[1:]:
-                call()
-                event.record()
-            torch.cuda.synchronize()
-            times = [1e3 * start.elapsed_time(end) for start, end in itertools.pairwise(events)]
+        times = super()._block(call, count)
         call.forget()
-        return self.largest(times)
+        return times
 
     def peak(self, step: Step) -> float:
         """GiB that a step allocates on top of what is held before it; NaN on a CPU."""
@@ -291,19 +275,17 @@ class Bench(bench.Bench):
         sizes |= {"top_k": layer.top_k, "shared": layer.shared}
         return {"layer": layer.name, "ranks": self.ranks, **sizes, "way": str(way)}
 
-    def measure(self, layer: Layer, ways: Sequence[Way]) -> None:
+    def measure(self, layer: Layer) -> None:
         """The rows of a layer that are due: bf16 and the ways in turns."""
-        ways = [way for way in ways if self.is_due(self.key_of(layer, way))]
-        if not ways:  # or all are beyond the time limit, as each may be once the ones before it are prepared
+        due = [way for way in ways(self.args) if self.is_due(self.key_of(layer, way))]
+        if not due:
             return
         torch.compiler.reset()  # it keeps at most 8 versions of a function
-        self.free_memory()
         bf16 = Step(self.build(layer, Way()), *self.problem(layer))
         peak = self.peak(bf16)
-        entries = [self.prepare(layer, way, bf16, peak) for way in ways if self.is_due(self.key_of(layer, way))]
+        entries = [self.prepare(layer, way, bf16, peak) for way in due]
         self.is_warm = False
-        if entries:
-            self.compare(entries, bf16)
+        self.compare(entries, bf16)
         for entry in entries if self.args.profile and self.device.type == "cuda" else ():
             self.profile({name: entry.key[name] for name in self.identity}, entry.call)
 
@@ -315,13 +297,13 @@ class Bench(bench.Bench):
             torch.cuda.synchronize()
         if self.rank == 0:
             name = f"{key['layer']} {key['way']}"
-            path = self.args.out / "traces" / f"{name.replace(' ', '_')}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            recorded.export_chrome_trace(str(path))
-            rows = [{"ms": row["ms"], "count": row["count"], "kernel": row["kernel"]} for row in kernel_table(path, 40)]
-            self.say(f"{name}\n{format_table([row | {'kernel': row['kernel'][:110]} for row in rows])}")
-            kept = self.args.out / "kernels.csv"
-            write_rows(kept, [*(read_rows(kept) if kept.is_file() else ()), *(key | row for row in rows)])
+            trace, kept = self.args.out / "traces" / f"{name.replace(' ', '_')}.json", self.args.out / "kernels.csv"
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(trace))
+            rows = kernel_table(trace, 40)
+            self.say(f"{name}\n{shown(rows)}")
+            rows = [key | {column: row[column] for column in ("ms", "count", "kernel")} for row in rows]
+            write_rows(kept, [*(read_rows(kept) if kept.is_file() else ()), *rows])
 
 
 def copy_parameters(module: nn.Module, source: nn.Module) -> None:
@@ -346,18 +328,17 @@ def ways(args: argparse.Namespace) -> list[Way]:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = parser_of(__doc__, recipes=("bf16", "mxfp8_2d_rebased", "mxfp8_2d", "mxfp8"))
+    parser = parser_of(__doc__, ("bf16", "mxfp8_2d_rebased", "mxfp8_2d", "mxfp8"))
     add = parser.add_argument
     names = [layer.name for layer in LAYERS]
-    add("--layers", nargs="+", choices=names, help="[all that the number of processes allows]")
+    add("--layers", nargs="+", choices=names, default=names, help="[all that the number of processes allows]")
     help_text = "off: TorchTitan's dispatch, our experts [auto]"
     add("--transports", nargs="+", default=["auto"], choices=("auto", "collective", "symmetric", "off"), help=help_text)
     add("--rows", nargs="+", default=["counted"], choices=ROWS, help="[counted]")
     add("--peers", nargs="+", default=[], choices=(SONICMOE,), help="layers of other projects to time too [none]")
-    add("--shared-in-bf16", action="store_true", help="leave the linears of shared experts as they are")
     add("--profile", action="store_true", help="add the kernels of a step of each way, on a GPU")
-    add("--tiny", action="store_true", help="small sizes and code that is not optimised, to try the script")
-    args = parse(parser, argv, quick_seconds=0.5)
+    parser.set_defaults(quick_seconds=0.5)
+    args = parse(parser, argv)
     if args.peers and not is_installed():
         parser.error(f"{SONICMOE} cannot be imported: scripts/bench/peers.py says what it needs")
     return args
@@ -367,8 +348,7 @@ def main(argv: Sequence[str]) -> None:
     args = parse_arguments(argv)
     with ends_in_words("bench_moe_layer"):
         ranks = int(os.environ.get("WORLD_SIZE", 1))
-        asked = [layer for layer in LAYERS if layer.name in (args.layers or [layer.name])]
-        chosen = [layer for layer in asked if ranks == 1 or not layer.one_rank]
+        chosen = [layer for layer in LAYERS if layer.name in args.layers and (ranks == 1 or not layer.one_rank)]
         if not chosen:
             raise ValueError(f"{', '.join(args.layers)} are layers of one process, and there are {ranks}")
         if args.peers and (ranks > 1 or any(layer.shared for layer in chosen)):
@@ -377,13 +357,9 @@ def main(argv: Sequence[str]) -> None:
         chosen.sort(key=lambda layer: -layer.tokens * (layer.top_k if layer.scores_first else 1))
         layers = Bench(args)
         try:
-            bar = progress(len(chosen) if layers.rank == 0 else 0, "MoE layers", "layer")
-            for layer in map(tiny, chosen) if args.tiny else chosen:
-                layers.measure(layer, ways(args))
-                bar.update()
+            layers.run(chosen if args.device == "cuda" else [*map(tiny, chosen)], layers.measure, "layer")
         finally:
-            layers.end()
-            if layers.ranks > 1:
+            if ranks > 1:
                 dist.destroy_process_group()
 
 

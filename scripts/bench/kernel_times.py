@@ -28,6 +28,8 @@ ON_HOST = ("cpu_op", "user_annotation")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 NO_OPERATOR = "between operators"
 
+Row = dict[str, object]
+
 
 class Event(NamedTuple):
     """Something that ran, and when, in milliseconds. ``correlation``: a number that a launch and its kernel share."""
@@ -40,6 +42,11 @@ class Event(NamedTuple):
     correlation: object = None
 
 
+def event_of(each: dict) -> Event:
+    start, correlation = each["ts"] / 1e3, each.get("args", {}).get("correlation")
+    return Event(each["name"], start, start + each["dur"] / 1e3, each["cat"], each.get("tid"), correlation)
+
+
 class Trace:
     """All that ran, in the order of its start.
 
@@ -47,6 +54,7 @@ class Trace:
         kernels: on the GPU.
         steps: how many there were, or that the trace names none.
         start, end: of the steps, or of the kernels where it names none.
+        gaps: from when to when of the steps nothing ran, and what ran then; nothing where the steps were over.
 
     Raises:
         ValueError: not a trace of ``torch.profiler``, or nothing ran on a GPU in it.
@@ -54,18 +62,8 @@ class Trace:
 
     def __init__(self, path: Path) -> None:
         try:
-            self.events = [
-                Event(
-                    of["name"],
-                    of["ts"] / 1e3,
-                    (of["ts"] + of["dur"]) / 1e3,
-                    of["cat"],
-                    of.get("tid"),
-                    of.get("args", {}).get("correlation"),
-                )
-                for of in json.loads(path.read_text())["traceEvents"]
-                if of.get("ph") == "X" and of.get("cat") in (*ON_GPU, *ON_HOST, *LAUNCHES)
-            ]
+            found = [of for of in json.loads(path.read_text())["traceEvents"] if of.get("ph") == "X"]
+            self.events = [event_of(each) for each in found if each.get("cat") in (*ON_GPU, *ON_HOST, *LAUNCHES)]
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is not a trace of torch.profiler: {error!r}") from None
         self.events.sort(key=lambda event: (event.start, -event.end))
@@ -74,28 +72,14 @@ class Trace:
             raise ValueError(f"{path}: nothing ran on a GPU")
         steps = [event for event in self.events if event.name.startswith("ProfilerStep")]
         self.steps = f"{len(steps)} steps" if steps else "first to last"
-        self.start = min(event.start for event in steps or self.kernels)
+        self.start = until = min(event.start for event in steps or self.kernels)
         self.end = max(event.end for event in steps or self.kernels)
-
-    @property
-    def busy(self) -> float:
-        """Milliseconds of the steps in which at least one kernel ran."""
-        return self.end - self.start - sum(until - start for start, until, _ in self.gaps())
-
-    @property
-    def busy_share(self) -> float:
-        """``busy`` as a share of the steps' time."""
-        return self.busy / (self.end - self.start)
-
-    def gaps(self) -> Iterator[tuple[float, float, Event | None]]:
-        """From when to when of the steps nothing ran, and what ran then; nothing where the steps were over."""
-        until = self.start
-        for kernel in self.kernels:
-            if until < min(kernel.start, self.end):
-                yield until, min(kernel.start, self.end), kernel if kernel.start < self.end else None
-            until = max(until, kernel.end)
-        if until < self.end:
-            yield until, self.end, None
+        self.gaps: list[tuple[float, float, Event | None]] = []
+        for kernel in [*self.kernels, None]:
+            start = min(kernel.start, self.end) if kernel else self.end
+            if until < start:
+                self.gaps.append((until, start, kernel if kernel and kernel.start < self.end else None))
+            until = max(until, kernel.end) if kernel else until
 
     def doing(self, thread: object) -> list[tuple[float, str]]:
         """What a thread of the host does from when on, by its operators, which are nested: the outermost and the
@@ -122,7 +106,7 @@ class Trace:
         launches = {event.correlation: event for event in self.events if event.category in LAUNCHES}
         launches.pop(None, None)
         doing = {thread: self.doing(thread) for thread in {launch.thread for launch in launches.values()}}
-        for start, end, kernel in self.gaps():
+        for start, end, kernel in self.gaps:
             launch = launches.get(kernel.correlation) if kernel else None
             if kernel is None:
                 yield "until the step is over", end - start
@@ -139,42 +123,31 @@ class Trace:
                         yield name, until - max(begin, start)
 
 
-Row = dict[str, object]
+def kernel_table(path: Path, top: int, *, idle: bool = False) -> list[Row]:
+    """A row for the steps of a trace, one for the time in which any kernel ran, then one for each of the ``top`` that
+    took the most.
 
-
-def summed(path: Path, what: str, head: Sequence[tuple[str, float, int]], all_times: dict, top: int) -> list[Row]:
-    """Rows of a trace: ``head``, and of ``all_times`` the ``top`` names that took the longest."""
-    most = sorted(all_times.items(), key=lambda item: -sum(item[1]))[:top]
-    rows = [*head, *((name, sum(times), len(times)) for name, times in most)]
-    return [{"trace": str(path), what: name, "ms": round(ms, 2), "count": count} for name, ms, count in rows]
-
-
-def idle_table(path: Path, top: int) -> list[Row]:
-    """First a row for all the time in which nothing ran on the GPU. Then one for the part in which what ran next was
-    launched already, and for each thing that the host did in the rest, until that began; the ``top`` longest.
+    With ``idle`` a row for all the time in which nothing ran on the GPU. Then one for the part in which what ran next
+    was launched already, and for each thing that the host did in the rest, until that began; the ``top`` longest.
 
     Raises:
         ValueError: as ``Trace``.
     """
     trace, times = Trace(path), defaultdict(list)
-    for name, time in trace.waits():
+    for name, time in trace.waits() if idle else ((kernel.name, kernel.end - kernel.start) for kernel in trace.kernels):
         times[name].append(time)
-    idle = "idle", sum(map(sum, times.values())), len(list(trace.gaps()))
-    return summed(path, "while", [idle], times, top)
+    total, waited = trace.end - trace.start, sum(end - start for start, end, _ in trace.gaps)
+    rows = [("idle", waited, len(trace.gaps))]
+    if not idle:
+        count = len(trace.kernels)
+        rows = [(trace.steps, total, count), (f"any ({1 - waited / total:.1%})", total - waited, count)]
+    most = sorted(times.items(), key=lambda item: -sum(item[1]))[:top]
+    rows += [(name, sum(each), len(each)) for name, each in most]
+    what = "while" if idle else "kernel"
+    return [{"trace": str(path), what: name, "ms": round(ms, 2), "count": count} for name, ms, count in rows]
 
 
-def kernel_table(path: Path, top: int) -> list[Row]:
-    """A row for the steps of a trace, one for the time in which any kernel ran, then one for each of the ``top`` that
-    took the most."""
-    trace, times = Trace(path), defaultdict(list)
-    for kernel in trace.kernels:
-        times[kernel.name].append(kernel.end - kernel.start)
-    count = len(trace.kernels)
-    head = (trace.steps, trace.end - trace.start, count), (f"any ({trace.busy_share:.1%})", trace.busy, count)
-    return summed(path, "kernel", head, times, top)
-
-
-def shown(rows: Sequence[Row], what: str) -> str:
+def shown(rows: Sequence[Row], what: str = "kernel") -> str:
     """As a table, names shortened."""
     return format_table([{"ms": row["ms"], "count": row["count"], what: row[what][:110]} for row in rows])
 
@@ -187,7 +160,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--idle", action="store_true", help="what the GPU waited for")
     args = parser.parse_args(argv)
     with ends_in_words("kernel_times"):
-        tables = [(idle_table if args.idle else kernel_table)(trace, args.top) for trace in args.traces]
+        tables = [kernel_table(trace, args.top, idle=args.idle) for trace in args.traces]
     for rows in tables:
         print(f"{rows[0]['trace']}\n{shown(rows, 'while' if args.idle else 'kernel')}")
     if args.out:

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GroupedShape:
     """A layer of experts: (m, k) tokens times (groups, n, k) weights."""
 
@@ -17,21 +17,18 @@ class GroupedShape:
     n: int
     k: int
     groups: int
-    why: str
 
 
-# Experts of Llama4 and DeepSeek-V3 by the number of local ones: the table of torchao's MXFP8 MoE README, whose M is
-# 128000, at the 131072 tokens of its kernel figures.
+# Experts of Llama4 and DeepSeek-V3, whose n is small, by the number of local ones: the table of torchao's MXFP8 MoE
+# README, whose m is 128000, at the 131072 tokens of its kernel figures.
 GROUPED_SHAPES = tuple(
-    GroupedShape(name=f"{name}_g{groups}", m=131072, n=n, k=k, groups=groups, why=f"{why}, {groups} local experts")
+    GroupedShape(f"{name}_g{groups}", 131072, n, k, groups)
     for groups in (8, 1, 2, 4)
-    for name, n, k, why in (("llama4", 8192, 5120, "Llama4"), ("dsv3", 2048, 7168, "DeepSeek-V3: small n"))
+    for name, n, k in (("llama4", 8192, 5120), ("dsv3", 2048, 7168))
 )
 
-# Many experts with few features each.
-SMALL_EXPERT_SHAPES = (
-    GroupedShape(name="dsv3_16b", m=131072, n=1408, k=2048, groups=64, why="DeepSeek-V3 16B experts, 64 on one GPU"),
-)
+# Many experts with few features each: those of DeepSeek-V3 16B, all 64 on one GPU.
+SMALL_EXPERT_SHAPES = (GroupedShape("dsv3_16b", 131072, 1408, 2048, 64),)
 
 Spread = Literal["balanced", "zipf", "empties", "one", "tiny"]
 SPREADS: tuple[Spread, ...] = ("balanced", "zipf", "empties", "one", "tiny")
@@ -46,26 +43,18 @@ def group_sizes(spread: Spread, rows: int, groups: int, seed: int = 0) -> list[i
     - ``one``: a middle group has everything.
     - ``tiny``: 0, 1, 44, 0, 1, 44, ... while rows last.
     """
-    rng = random.Random(seed)
     if spread == "tiny":
-        sizes, left = [], rows
-        for i in range(groups):
-            sizes.append(min((0, 1, 44)[i % 3], left))
-            left -= sizes[-1]
-        return sizes
+        sizes = [(0, 1, 44)[i % 3] for i in range(groups)]
+        return [min(size, max(0, rows - sum(sizes[:i]))) for i, size in enumerate(sizes)]
+    weights = [1.0] * groups
     if spread == "zipf":
         weights = [1 / (i + 1) for i in range(groups)]
-        rng.shuffle(weights)
+        random.Random(seed).shuffle(weights)
     elif spread == "one":
         weights = [float(i == groups // 2) for i in range(groups)]
     elif spread == "empties" and groups > 1:
-        weights = [float(i % 2) for i in range(groups)]
-        if groups > 2:
-            weights[-1] = 0.0
-    else:
-        weights = [1.0] * groups
-    total = sum(weights)
-    sizes = [int(rows * weight / total) for weight in weights]
+        weights = [float(i % 2 and (i < groups - 1 or groups == 2)) for i in range(groups)]
+    sizes = [int(rows * weight / sum(weights)) for weight in weights]
     filled = [i for i, weight in enumerate(weights) if weight]
     for i in range(rows - sum(sizes)):
         sizes[filled[i % len(filled)]] += 1

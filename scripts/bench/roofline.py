@@ -1,21 +1,27 @@
-"""What MXFP8 can bring on a GPU, beside what it brings: the model is in ``passes.py``.
+"""What MXFP8 can bring on a GPU, beside what it brings.
 
     python scripts/bench/roofline.py passes results/<folder>    # roofline.csv of a folder of bench_all.sh's
     python scripts/bench/roofline.py check --out OUT            # predictions beside all trainings in results/
 
-``passes`` predicts the time of each pass by tokens, from the ceilings that the same folder measured. ``check`` says of
-each training what the model says of the same TOML and flags, by the GPU's ceilings and by our kernels' rates; of the
-control, ``bf16+dispatch``, 1, as in the model only the number format changes a step.
+A pass takes the longer of the time to move its bytes, each input and output once, and the time to multiply. A step has
+the passes of its converted layers and what no format changes; communication and the host are left out. ``passes``
+predicts passes by tokens from the ceilings that the folder measured, ``check`` trainings by the GPU's ceilings and by
+our kernels' rates; of the control, ``bf16+dispatch``, 1, as in the model only the number format changes a step.
 """
 
 import argparse
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from math import inf
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, prod
 from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING
 
-from scripts.bench.passes import MODELS, Layer, Rates, committed_rates, passes, step_speedup
+import torch
+
+from scripts.bench.problems import GroupedShape
 from scripts.progress import ends_in_words
 from scripts.result_files import (
     env_of,
@@ -28,34 +34,172 @@ from scripts.result_files import (
     write_rows,
 )
 from scripts.study.conversions import FLOAT8, conversion_of
-from titan_mxfp8.backends import plan_on
+from titan_mxfp8.backends import Plan, plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
-from titan_mxfp8.recipe import BF16, get_recipe
+from titan_mxfp8.format.spec import OperandSpec
+from titan_mxfp8.recipe import BF16, RECIPES, Recipe, get_recipe
+
+if TYPE_CHECKING:
+    from titan_mxfp8.tools.dry_run import Report
 
 ROOT = Path(__file__).parents[2]
+MODELS = {(8192, 5120): "llama4", (2048, 7168): "deepseek_v3"}  # by N and K of their experts
+# Bytes that FSDP on a mesh of one rank reads and writes in a step for each element: before forward and again before
+# backward fp32 is cast to bf16, 6, and that copied, 4; of the gradient bf16 is cast to fp32, 6, divided, 8, and copied,
+# 8. On an H100 that took 4.3 ms for 277 million elements, 2.7 TB/s (a MoE layer of DeepSeek-V3 16B with EP 2).
+FSDP_COPIES = 2 * (6 + 4) + 6 + 8 + 8
+CEILINGS = {"copy": "copy", "bf16 matmul": "bf16", "FP8 matmul": "FP8"}  # rows of bench_grouped_mm.py --passes
 SHOWN = ("mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")
 TOKENS = tuple(half << exponent for exponent in range(9, 18) for half in (2, 3))
 EXPERTS = 8
 BOTH = "forward + backward"
 
-
 Row = dict[str, object]
 
 
-def measured_rows(folder: Path) -> list[dict[str, str]]:
-    """Forward + backward, and passes, of balanced groups of normal numbers with ``EXPERTS`` experts, nothing held."""
-    plain = {"groups": "balanced", "G": str(EXPERTS), "data": "normal", "held": "0"}
-    return [
-        row
-        for path in sorted(folder.rglob("data.csv"))
-        for row in read_rows(path)
-        if row.get("bench") == "kernels" or (row.get("bench") in ("grouped_mm", "scaling") and row["what"] == BOTH)
-        if all((row.get(name) or value) == value for name, value in plain.items())
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """``what`` limits it: ``copy``, or what the tensor cores multiply."""
+
+    name: str
+    moved: float
+    flops: float = 0
+    what: str = "copy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What a GPU does per second: bytes and FLOPs.
+
+    Attributes:
+        ceilings: by ``copy``, ``bf16`` and ``FP8``: the fastest that was measured on this GPU.
+        own: by recipe and pass, what our kernels reach; empty for the roofline itself.
+    """
+
+    ceilings: Mapping[str, float]
+    own: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+    def seconds(self, recipe: str, one: Pass) -> float:
+        """Of a pass: by its own rate where there is one."""
+        own = self.own.get((recipe, one.name))
+        if own:
+            return (one.flops or one.moved) / own
+        multiplying = one.flops / self.ceilings.get(one.what, self.ceilings["bf16"]) if one.flops else 0
+        return max(multiplying, one.moved / self.ceilings["copy"])
+
+
+def passes(recipe: Recipe, plan: Plan, layer: GroupedShape, keeps_weight: bool = True) -> list[Pass]:
+    """Of a layer's forward and backward, by the names that bench_grouped_mm.py gives them. A linear is one group."""
+    m, n, k, groups = layer.m, layer.n, layer.k, layer.groups
+    x, dy, w = (m, k), (m, n), (groups, n, k)
+    keeps = keeps_weight and recipe.weight_block == "32x32" and plan.dgrad.b.stored != "bf16"
+    # By name: the tensor, and along which axes it is quantised to what.
+    made = {
+        "quantise x": (x, ((1, plan.forward.a), (0, plan.wgrad.b))),
+        "quantise w": (w, ((2, plan.forward.b), *([(1, plan.dgrad.b)] * keeps))),
+        "quantise dy": (dy, ((1, plan.dgrad.a), (0, plan.wgrad.a))),
+        "quantise w again": (w, [(1, plan.dgrad.b)] * (not keeps)),
+    }
+    found = []
+    for name, (shape, ways) in made.items():
+        written = [_bytes(shape, axis, spec, groups) for axis, spec in ways if spec.is_quantized]
+        if written:
+            found.append(Pass(name=name, moved=2 * prod(shape) + sum(written)))
+    # By name: both operands, the axis along which each is multiplied, and the elements of the result.
+    gemms = {"forward": (x, 1, w, 2, m * n), "dgrad": (dy, 1, w, 1, m * k), "wgrad": (dy, 0, x, 0, groups * n * k)}
+    for name, (a, a_axis, b, b_axis, out) in gemms.items():
+        gemm = plan.gemms[name]
+        moved = _bytes(a, a_axis, gemm.a, groups) + _bytes(b, b_axis, gemm.b, groups) + 2 * out
+        found.append(Pass(name=name, moved=moved, flops=2 * m * n * k, what=gemm.mma_dtype))
+    return found
+
+
+def _bytes(shape: tuple[int, ...], axis: int, spec: OperandSpec, groups: int) -> int:
+    """Of an operand as it is stored; of rows that are cut into groups along ``axis``, with their padding."""
+    is_ragged = len(shape) == 2 and (axis == 0 or spec.grouped_scales)
+    operand = spec.empty(torch.empty(shape, dtype=torch.bfloat16, device="meta"), axis, groups if is_ragged else None)
+    return operand.data.nbytes + (0 if operand.scale is None else operand.scale.nbytes)
+
+
+def predicted_seconds(
+    recipe: Recipe, hardware: Hardware, layer: GroupedShape, rates: Rates, keeps_weight: bool = True, forwards: int = 1
+) -> dict[str, float]:
+    """Of each pass, and of ``BOTH``; ``forwards``: 2 where checkpointing computes forward again."""
+    seconds: dict[str, float] = {}
+    for one in passes(recipe, plan_on(recipe, "auto", hardware), layer, keeps_weight):
+        times = forwards if one.name in ("quantise x", "quantise w", "forward") else 1
+        seconds[one.name] = times * rates.seconds(recipe.name, one)
+    return seconds | {BOTH: sum(seconds.values())}
+
+
+def step_speedup(report: "Report", gpu: str, rates: Rates) -> float:
+    """How many times as fast a training step of a dry run is on one GPU as with all of it in bf16.
+
+    Besides the passes of its converted layers a step has all other FLOPs, at bf16's rate; seven times the bytes of the
+    parameters for AdamW; twice the bytes that forward saves for backward; in bf16 FSDP's copies of experts that stay
+    out of it in MXFP8 (``FSDP_COPIES``). What is read and written in between is left out, and what sends tokens.
+    """
+    hardware, multiplied, moved = CLUSTER_GPUS[gpu], rates.ceilings["bf16"], rates.ceilings["copy"]
+    converted = sum(6 * m * n * k * count for (_, m, n, k, _), count in report.gemms.items())
+    # forward is a third of forward and backward
+    other_flops = max(0, report.flops_per_token * report.tokens - converted) * (2 + report.forwards) / 3
+    # parameter, gradient and both moments are read, all but the gradient written, each as large as the parameters
+    other_bytes = 7 * report.memory.parameters + 2 * report.memory.activations
+    ours = other_flops / multiplied + other_bytes / moved
+    base = ours + FSDP_COPIES * report.out_of_fsdp / moved
+    for (recipe, m, n, k, groups), count in report.gemms.items():
+        keeps_weight = not report.frees_weights or (groups > 1 and report.out_of_fsdp > 0)
+        how = hardware, GroupedShape("", m, n, k, groups), rates, keeps_weight, report.forwards
+        ours += count * predicted_seconds(recipe, *how)[BOTH]
+        base += count * predicted_seconds(BF16, *how)[BOTH]
+    return base / ours
+
+
+def committed_rates(results: Path, gpu: str) -> tuple[Rates, Rates] | None:
+    """The rates of a GPU by committed measurements: its ceilings, and with what our kernels reached in the newest run
+    of several shapes, or of one where there is none.
+
+    A ceiling is the fastest of all passes that multiply, or move, the same; of bf16, on plain bf16 operands: on values
+    that were quantised to 8 bits a GPU draws less power and is faster, so our own rates may lie above it. None: nothing
+    was measured there.
+    """
+    ceilings: dict[str, float] = {}
+    own: dict[tuple[str, str], list[float]] = {}
+    for path in sorted(results.rglob("data.csv")):  # the oldest first
+        if gpu_of(env_of(path)) != gpu:
+            continue
+        rows = [row for row in read_rows(path) if row.get("bench") == "kernels" and row.get("data") != "products"]
+        shapes = {(row["N"], row["K"]) for row in rows if row["what"] not in CEILINGS}
+        is_newer = len(shapes) > 1 or (bool(shapes) and not own)
+        own = {} if is_newer else own
+        for row in rows:
+            for name, what, rate in _rates_of(row, CLUSTER_GPUS[gpu]):
+                if is_newer:
+                    own.setdefault(name, []).append(rate)
+                if what != "bf16" or name[0] not in RECIPES:
+                    ceilings[what] = max(rate, ceilings.get(what, 0))
+    if not {"copy", "bf16", "FP8"} <= ceilings.keys():
+        return None
+    return Rates(ceilings=ceilings), Rates(ceilings=ceilings, own={name: mean(every) for name, every in own.items()})
+
+
+def _rates_of(row: Mapping[str, str], hardware: Hardware) -> Iterator[tuple[tuple[str, str], str, float]]:
+    """Recipe and pass, what limits it, and bytes or FLOPs a second: of a row and, as bf16's, of its baseline."""
+    recipe, name = row.get("recipe", ""), row["what"]
+    if name in CEILINGS:
+        yield (recipe, name), CEILINGS[name], float(row.get("tflops") or 0) * 1e12 or float(row["gb_per_s"]) * 1e9
+    elif recipe in (*RECIPES, BF16.name):
+        layer = GroupedShape("", *(int(row[size]) for size in "MNKG"))
+        for one in passes(get_recipe(recipe), plan_on(get_recipe(recipe), "auto", hardware), layer):
+            if one.name == name and recipe != BF16.name:
+                yield (recipe, name), one.what, (one.flops or one.moved) / (float(row["p50_us"]) / 1e6)
+            if one.name == name and row["baseline_us"]:
+                yield (BF16.name, name), "bf16", one.flops / (float(row["baseline_us"]) / 1e6)
 
 
 def roofline_rows(folder: Path) -> list[Row]:
-    """Predicted and measured microseconds of each pass, and of all together, by model, tokens and recipe.
+    """Predicted and measured microseconds of each pass, and of all together, by model, tokens and recipe; measured of
+    balanced groups of normal numbers with ``EXPERTS`` experts, nothing held.
 
     Raises:
         ValueError: the folder lacks the rates of a GPU that clusters have.
@@ -65,30 +209,27 @@ def roofline_rows(folder: Path) -> list[Row]:
         known = ", ".join(CLUSTER_GPUS)
         raise ValueError(f"{folder} lacks ceilings of one of {known}: bench_grouped_mm.py --passes measures them")
     gpu, ceilings = next(iter(found.items()))
-    hardware, measured = CLUSTER_GPUS[gpu], measured_rows(folder)
+    plain = {"groups": "balanced", "G": str(EXPERTS), "data": "normal", "held": "0"}
+    measured: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in (row for path in sorted(folder.rglob("data.csv")) for row in read_rows(path)):
+        kind = row.get("bench")
+        is_plain = all((row.get(name) or value) == value for name, value in plain.items())
+        if is_plain and (kind == "kernels" or (kind in ("grouped_mm", "scaling") and row["what"] == BOTH)):
+            measured[row["N"], row["K"], row["M"], row["recipe"], row["what"]] = row
     rows: list[Row] = []
     for n, k in MODELS:
-        here = [row for row in measured if (row["N"], row["K"]) == (str(n), str(k))]
-        for m in sorted({*TOKENS, *(int(row["M"]) for row in here)}):
-            layer = Layer(m=m, n=n, k=k, groups=EXPERTS)
-            bf16 = predicted_seconds(BF16.name, hardware, layer, ceilings)
+        of_model = {int(m) for *sizes, m, _, _ in measured if sizes == [str(n), str(k)]}
+        for m in sorted({*TOKENS, *of_model}):
+            how = CLUSTER_GPUS[gpu], GroupedShape("", m, n, k, EXPERTS), ceilings
+            bf16 = predicted_seconds(BF16, *how)
             for recipe in SHOWN:
-                found = {row["what"]: row for row in here if (row["M"], row["recipe"]) == (str(m), recipe)}
-                for what, seconds in predicted_seconds(recipe, hardware, layer, ceilings).items():
+                for what, seconds in predicted_seconds(get_recipe(recipe), *how).items():
+                    beside = measured.get((str(n), str(k), str(m), recipe, what), {})
                     row: Row = {"gpu": gpu, "M": m, "N": n, "K": k, "G": EXPERTS, "recipe": recipe, "what": what}
                     row |= {"predicted_us": 1e6 * seconds, "predicted_x": bf16[what] / seconds if what in bf16 else ""}
-                    row |= {
-                        name: found.get(what, {}).get(name, "") for name in ("p50_us", "x", "gb_per_s", "baseline_us")
-                    }
+                    row |= {name: beside.get(name, "") for name in ("p50_us", "x", "gb_per_s", "baseline_us")}
                     rows.append(row | {"ceiling_gb_per_s": ceilings.ceilings["copy"] / 1e9})
     return rows
-
-
-def predicted_seconds(recipe: str, hardware: Hardware, layer: Layer, rates: Rates) -> dict[str, float]:
-    """Of each pass, and of forward + backward."""
-    plan = plan_on(get_recipe(recipe), "auto", hardware)
-    seconds = {one.name: rates.seconds(recipe, one) for one in passes(get_recipe(recipe), plan, layer)}
-    return seconds | {BOTH: sum(seconds.values())}
 
 
 def trainings(results: Path) -> Iterator[tuple[Path, dict[str, str], dict[str, str], float]]:

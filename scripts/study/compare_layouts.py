@@ -1,6 +1,6 @@
 """Trains each parallel layout of TorchTitan and a twin in one process, and compares their losses step by step.
 
-    python scripts/study/compare_layouts.py --devices cpu --out outputs/layouts    # or --devices 4, on GPUs
+    python scripts/study/compare_layouts.py --out outputs/layouts    # on CPUs; on GPUs --ngpu 4
 
 Both start from one seed checkpoint and see the same sequences in the same steps; the twin's batch holds the sequences
 whose tokens meet in one expert GEMM of the layout, so that weight gradients are quantised in the same blocks. In fp32,
@@ -10,15 +10,15 @@ much is not MXFP8's. A row of data.csv is a pair; one that failed says why, and 
 
 import argparse
 import json
-import os
 import random
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, product
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -27,7 +27,6 @@ from tokenizers import Tokenizer
 from scripts.bench.problems import relative_rms
 from scripts.progress import ends_in_words, progress
 from scripts.result_files import environment, format_table, write_results
-from scripts.study.layouts import LAYOUTS, Layout, twin_of
 from scripts.study.runs import LOSS, cores_each, launch, read_tensorboard
 from scripts.watch import message
 from titan_mxfp8.backends import select
@@ -38,18 +37,112 @@ ROOT = Path(__file__).parents[2]
 ASSETS = ROOT / "train_configs" / "assets"
 MODELS = ("llama4", "deepseek_v3")
 SEQ_LEN = 128
+BATCH = 2  # sequences of one rank in one microbatch
 GRAD_NORM = "grad_norm"
-TIME_LIMIT = "not run: time limit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A way to spread a training over processes.
+
+    Attributes:
+        flags: TorchTitan's, besides those that every run has.
+        data_ranks: data-parallel degree: ranks that read data of their own.
+        accumulate: microbatches of each of them in a step.
+        batch: sequences in a microbatch.
+        expert_batch: sequences whose tokens meet in one expert GEMM: ``batch`` times the data ranks that expert
+            parallelism joins, or the microbatch of a pipeline times them.
+        favoured_experts: so many experts, the first ones, get every token: under EP some ranks get none.
+    """
+
+    name: str
+    processes: int
+    flags: tuple[str, ...] = ()
+    data_ranks: int = 1
+    accumulate: int = 1
+    batch: int = BATCH
+    expert_batch: int = BATCH
+    favoured_experts: int = 0
+
+    @property
+    def gpu_only(self) -> bool:
+        """Whether TorchTitan cannot do it on CPUs, converters or not: CP has no sharding rule for their attention."""
+        return self.name.startswith("CP")
+
+
+def parallel(**degrees: int | str) -> tuple[str, ...]:
+    """``parallel(tensor=2)`` gives ``--parallelism.tensor_parallel_degree=2``; likewise for each of TorchTitan's."""
+    names = {"reshard": "fsdp_reshard_after_forward", "schedule": "pipeline_parallel_schedule"}
+    names |= {"shard": "data_parallel_shard_degree", "replicate": "data_parallel_replicate_degree"}
+    return tuple(f"--parallelism.{names.get(key, f'{key}_parallel_degree')}={value}" for key, value in degrees.items())
+
+
+def _layouts() -> tuple[Layout, ...]:
+    """By name: processes, data ranks, sequences of an expert GEMM, degrees, and what else a layout has."""
+    interleaved, one = "Interleaved1F1B", "1F1B"
+    table: dict[str, tuple[int, int, int, dict[str, int | str], dict[str, int]]] = {
+        "FSDP 2": (2, 2, 2, {}, {}),
+        "FSDP 2 accumulate 2": (2, 2, 2, {}, {"accumulate": 2}),
+        "DDP 2": (2, 2, 2, {"replicate": 2, "shard": 1}, {}),
+        "EP 2": (2, 2, 4, {"expert": 2}, {}),
+        "EP 2 always reshard": (2, 2, 4, {"expert": 2, "reshard": "always"}, {}),
+        "EP 2 never reshard": (2, 2, 4, {"expert": 2, "reshard": "never"}, {}),
+        "EP 2 one rank gets every token": (2, 2, 4, {"expert": 2}, {"favoured_experts": 4}),
+        "TP 2": (2, 1, 2, {"tensor": 2}, {}),
+        "PP 2": (2, 1, 1, {"pipeline": 2, "schedule": one}, {}),
+        "PP 2 interleaved": (2, 1, 1, {"pipeline": 2, "schedule": interleaved}, {}),
+        "CP 2": (2, 1, 2, {"context": 2}, {}),
+        "FSDP 4 + EP 2": (4, 4, 4, {"expert": 2}, {}),
+        "FSDP 4 + EP 4": (4, 4, 8, {"expert": 4}, {}),
+        "HSDP 2x2": (4, 4, 2, {"replicate": 2, "shard": 2}, {}),
+        "HSDP 2x2 + EP 2": (4, 4, 4, {"replicate": 2, "shard": 2, "expert": 2}, {}),
+        "HSDP 2x2 + EP 2 accumulate 2": (4, 4, 4, {"replicate": 2, "shard": 2, "expert": 2}, {"accumulate": 2}),
+        "TP 4": (4, 1, 2, {"tensor": 4}, {}),
+        "FSDP 2 + TP 2": (4, 2, 2, {"tensor": 2}, {}),
+        "FSDP 2 + TP 2 + EP 2": (4, 2, 2, {"tensor": 2, "expert": 2}, {}),
+        "FSDP 2 + TP 2 + EP 4": (4, 2, 4, {"tensor": 2, "expert": 4}, {}),
+        "FSDP 2 + TP 2 + EP 2 + ETP 2": (4, 2, 4, {"tensor": 2, "expert": 2, "expert_tensor": 2}, {}),
+        "PP 2 + FSDP 2 + EP 2": (4, 2, 2, {"pipeline": 2, "schedule": one, "expert": 2}, {}),
+        "PP 2 interleaved + FSDP 2 + EP 2": (4, 2, 2, {"pipeline": 2, "schedule": interleaved, "expert": 2}, {}),
+        "PP 2 + TP 2": (4, 1, 1, {"pipeline": 2, "schedule": one, "tensor": 2}, {}),
+        "CP 2 + FSDP 2 + EP 2": (4, 2, 2, {"context": 2, "expert": 2}, {}),
+    }
+    return tuple(
+        Layout(name=name, processes=n, data_ranks=data, expert_batch=batch, flags=parallel(**degrees), **more)
+        for name, (n, data, batch, degrees, more) in table.items()
+    )
+
+
+LAYOUTS = _layouts()  # TorchTitan takes the experts' ranks (EP) from those of FSDP and TP
+
+
+def twin_of(layout: Layout) -> Layout:
+    """One process that reads the layout's sequences in microbatches of ``expert_batch``."""
+    sequences = layout.data_ranks * layout.accumulate * layout.batch
+    favoured = layout.favoured_experts > 0
+    return Layout(
+        name=f"1 process {sequences // layout.expert_batch} x {layout.expert_batch}" + " favoured" * favoured,
+        processes=1,
+        accumulate=sequences // layout.expert_batch,
+        batch=layout.expert_batch,
+        expert_batch=layout.expert_batch,
+        favoured_experts=layout.favoured_experts,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One training."""
+    """One training.
+
+    Attributes:
+        kind: "plain", without converters, or "mxfp8", with both.
+        dispatch: ``quantize.grouped_mm.mx.dispatch``.
+    """
 
     layout: Layout
     model: str
-    kind: str  # "plain": no converters, or "mxfp8": both
-    dispatch: str = "off"  # of converted experts
+    kind: str
+    dispatch: str = "off"
     compile: bool = False
 
     @property
@@ -69,17 +162,15 @@ class Comparison:
     """The runs of one call, in a folder of its own."""
 
     def __init__(self, args: argparse.Namespace, work: Path) -> None:
-        self.args = args
-        self.work = work
-        self.status: dict[Run, str] = {}
-        self.deadline = time.monotonic() + args.limit
-        hardware = hardware_of(torch.device("cuda:0" if args.gpus else "cpu"))
-        self.backend = select("auto", hardware, get_recipe("mxfp8")).name
-        self.bar = progress(1, "seed checkpoints")
+        self.args, self.work = args, work
+        self.failed: dict[Run, str] = {}
         self.rows = make_rows(args.steps * max(x.data_ranks * x.accumulate * x.batch for x in LAYOUTS))
 
     def folder(self, run: Run) -> Path:
         return self.work / run.name
+
+    def status(self, run: Run) -> str:
+        return "ok" if (self.folder(run) / "done").exists() else self.failed.get(run, "not run yet")
 
     def flags(self, run: Run) -> list[str]:
         layout = run.layout
@@ -94,8 +185,7 @@ class Comparison:
             f"--{GROUPED_MM}.dispatch={run.dispatch}",
             *layout.flags,
         ]
-        flags += ["--compile.enable"] * run.compile
-        return flags + ["--model.converters="] * (run.kind == "plain")
+        return flags + ["--compile.enable"] * run.compile + ["--model.converters="] * (run.kind == "plain")
 
     def common_flags(self, model: str, out: Path) -> list[str]:
         return [
@@ -111,82 +201,70 @@ class Comparison:
         ]
 
     def data(self, layout: Layout) -> Path:
-        return self.work / f"data_{layout.data_ranks}_{layout.accumulate}_{layout.batch}"
-
-    def write_data(self, layout: Layout) -> None:
-        """The rows in the order in which the layout's data ranks read them, each its contiguous share of the file."""
+        """A folder with the rows in the order in which the layout's data ranks read them, each its contiguous share of
+        the file."""
+        folder = self.work / f"data_{layout.data_ranks}_{layout.accumulate}_{layout.batch}"
+        if folder.exists():
+            return folder
         of_rank = layout.accumulate * layout.batch  # sequences in a step
-        steps = len(self.rows) // (layout.data_ranks * of_rank)
-        begins = [
-            of_rank * (step * layout.data_ranks + rank)
-            for rank, step in product(range(layout.data_ranks), range(steps))
-        ]
-        lines = [json.dumps({"text": row}) for begin in begins for row in self.rows[begin : begin + of_rank]]
-        self.data(layout).mkdir(exist_ok=True)
-        (self.data(layout) / "data.jsonl").write_text("\n".join(lines) + "\n")
+        steps = range(len(self.rows) // (layout.data_ranks * of_rank))
+        lines = []
+        for rank, step in product(range(layout.data_ranks), steps):
+            begin = of_rank * (step * layout.data_ranks + rank)
+            lines += [json.dumps({"text": row}) + "\n" for row in self.rows[begin : begin + of_rank]]
+        folder.mkdir()
+        (folder / "data.jsonl").write_text("".join(lines))
+        return folder
 
-    def make_seeds(self, models: Iterable[str]) -> None:
+    def make_seeds(self) -> None:
         """Saves the weights that all runs of a model start from, as TorchTitan draws others for each pipeline stage.
 
         Raises:
             ValueError: that failed.
         """
-        seeds = {model: self.work / f"seed_{model}" for model in models}
+        seeds = {model: self.work / f"seed_{model}" for model in self.args.models}
         created = "--checkpoint.create_seed_checkpoint"
-        runs = [{"out": str(o), "flags": [*self.common_flags(model, o), created]} for model, o in seeds.items()]
-        if reason := self.torchrun(1, runs):
+        runs = [{"out": str(out), "flags": [*self.common_flags(model, out), created]} for model, out in seeds.items()]
+        if reason := self.launch(1, runs, "seed checkpoints"):
             raise ValueError(f"no seed checkpoint: {reason}")
 
     def train(self, runs: list[Run]) -> None:
         """Trains runs of one number of processes in one launch; after a failure the rest are launched again."""
+        processes = runs[0].layout.processes
         while runs:
             configs = [
                 {"out": str(self.folder(r)), "flags": self.flags(r), "favoured_experts": r.layout.favoured_experts}
                 for r in runs
             ]
-            reason = self.torchrun(runs[0].layout.processes, configs)
-            done = [run for run in runs if (self.folder(run) / "done").exists()]
-            self.status |= dict.fromkeys(done, "ok")
-            runs = runs[len(done) :]
-            if reason == TIME_LIMIT:
-                self.status |= dict.fromkeys(runs, TIME_LIMIT)
-                return
+            reason = self.launch(processes, configs, f"layouts of {processes} processes")
+            runs = [run for run in runs if self.status(run) != "ok"]
             if runs:
-                self.status[runs[0]] = reason
-                runs = runs[1:]
+                self.failed[runs.pop(0)] = reason
 
-    def torchrun(self, processes: int, runs: list[dict]) -> str:
+    def launch(self, processes: int, runs: Sequence[dict], what: str) -> str:
         """Runs ``train_many.py``, with a log in OUT; if it failed, the reason."""
         number = time.monotonic_ns()
         config, log = self.work / f"runs_{number}.json", self.args.out / "logs" / f"{number}.log"
         config.write_text(json.dumps(runs))
         log.parent.mkdir(parents=True, exist_ok=True)
-        program = [str(Path(__file__).with_name("train_many.py")), str(config)]
-        process = launch(processes, program, log, self.environment(processes), cwd=ROOT)
-        done = 0
-        while process.poll() is None:
-            time.sleep(0.2)
-            now = sum((Path(run["out"]) / "done").exists() for run in runs)
-            self.bar.update(now - done)
-            done = now
-            if time.monotonic() > self.deadline:
-                process.terminate()  # torchrun ends its workers, within 30 s
-                process.wait()
-                return TIME_LIMIT
-        return f"{message(log.read_text(errors='replace')) or 'no exception'} ({log})" if process.returncode else ""
-
-    def environment(self, processes: int) -> dict[str, str]:
         own = {
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
             "TORCHINDUCTOR_COMPILE_THREADS": str(cores_each(processes)),
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_CACHE": str(self.work / "datasets"),
             "WANDB_MODE": "disabled",
         }
-        return own | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(min(processes, self.args.gpus))))}
+        program = [str(Path(__file__).with_name("train_many.py")), str(config)]
+        own |= {} if self.args.ngpu else {"CUDA_VISIBLE_DEVICES": ""}
+        process = launch(processes, program, log, own, cwd=ROOT)
+        with progress(len(runs), what) as bar:
+            while process.poll() is None:
+                time.sleep(0.2)
+                bar.update(sum((Path(run["out"]) / "done").exists() for run in runs) - bar.n)
+        return f"{message(log.read_text(errors='replace')) or 'no exception'} ({log})" if process.returncode else ""
 
     def row(self, run: Run) -> dict[str, object]:
         """The comparison of one layout, from its four runs; ``run`` is the MXFP8 one."""
+        device = torch.device("cuda:0" if self.args.ngpu else "cpu")
         row: dict[str, object] = {
             "layout": run.layout.name,
             "twin": twin_of(run.layout).name,
@@ -195,27 +273,25 @@ class Comparison:
             "dispatch": run.dispatch,
             "compile": run.compile,
             "precision": self.args.precision,
-            "backend": self.backend,
+            "backend": select("auto", hardware_of(device), get_recipe("mxfp8")).name,
             "steps": self.args.steps,
         }
         problems = []
         for kind, one in (("mxfp8", run), ("plain", run.plain())):
             pair = one, one.twin()
-            problems += [f"{r.name}: {s}" for r in pair if (s := self.status.get(r, "not run yet")) != "ok"]
+            problems += [f"{r.name}: {self.status(r)}" for r in pair if self.status(r) != "ok"]
             if problems:
                 continue
-            folders = [self.folder(each) for each in pair]
-            try:
-                (losses, norms), (twin_losses, twin_norms) = (losses_and_norms(f, self.args.steps) for f in folders)
-            except ValueError as error:
-                problems.append(str(error))
-                continue
-            row[f"{kind}_max_difference"] = max(abs(losses[step] - twin_losses[step]) for step in losses)
-            row[f"{kind}_gradient_difference"], row[f"{kind}_worst_gradient"] = worst_gradient(*folders)
-            row[f"{kind}_grad_norm_ratio"] = norms[1] / twin_norms[1]
-            row[f"{kind}_weights_equal"] = weights(folders[0]) == weights(folders[1])
+            ours, twins = (read_tensorboard(self.folder(each)) for each in pair)
+            gradients, twin_gradients = (first_gradients(self.folder(each)) for each in pair)
+            losses = ours[LOSS]
+            row[f"{kind}_max_difference"] = max(abs(losses[step] - twins[LOSS][step]) for step in losses)
+            row[f"{kind}_gradient_difference"], row[f"{kind}_worst_gradient"] = max(
+                (relative_rms(gradients[name], twin), name) for name, twin in twin_gradients.items()
+            )
+            row[f"{kind}_grad_norm_ratio"] = ours[GRAD_NORM][1] / twins[GRAD_NORM][1]
             if kind == "mxfp8":
-                row["first_loss"], row["last_loss"] = losses[1], losses[self.args.steps]
+                row |= {"first_loss": losses[1], "last_loss": losses[self.args.steps]}
                 row["fall"] = losses[1] - losses[self.args.steps]
         row["status"] = "; ".join(problems) or "ok"
         return row
@@ -238,104 +314,53 @@ def make_rows(count: int) -> list[str]:
     return rows
 
 
-def losses_and_norms(folder: Path, steps: int) -> tuple[dict[int, float], dict[int, float]]:
-    """Loss and gradient norm by step, from the run's TensorBoard log.
-
-    Raises:
-        ValueError: it has not every step.
-    """
-    scalars = read_tensorboard(folder)
-    for tag in (LOSS, GRAD_NORM):
-        if list(scalars.get(tag, {})) != list(range(1, steps + 1)):
-            raise ValueError(f"{folder.name}: {tag} logged at steps {list(scalars.get(tag, {}))}")
-    return scalars[LOSS], scalars[GRAD_NORM]
-
-
-def weights(folder: Path) -> dict[str, str]:
-    """Hashes of a run's first weights; a set of two where ranks that share a weight disagree about it."""
-    merged: dict[str, set[str]] = {}
-    for path in folder.glob("weights_*.json"):
-        for name, digest in json.loads(path.read_text()).items():
-            merged.setdefault(name, set()).add(digest)
-    return {name: "+".join(sorted(digests)) for name, digests in merged.items()}
-
-
-def worst_gradient(folder: Path, twin: Path) -> tuple[float, str]:
-    """Largest relative RMS difference of a parameter's first gradient, which has been clipped, and its name."""
-    one, other = (
-        {name: grad for path in f.glob("gradients_*.pt") for name, grad in torch.load(path).items()}
-        for f in (folder, twin)
-    )
-    if one.keys() != other.keys():
-        return float("inf"), ", ".join(sorted(one.keys() ^ other.keys()))
-    return max((relative_rms(one[name], other[name]), name) for name in one)
-
-
-def launches(runs: Iterable[Run]) -> list[list[Run]]:
-    """Runs with the same number of processes share a launch.
-
-    Eager runs come before compiled ones, and twins, which have one process, before the layouts.
-    """
-
-    def shared(run: Run) -> tuple[bool, int]:
-        return run.compile, run.layout.processes
-
-    return [list(group) for _, group in groupby(sorted(dict.fromkeys(runs), key=shared), shared)]
+def first_gradients(folder: Path) -> dict[str, torch.Tensor]:
+    """A run's gradients of the first step, which have been clipped, by parameter."""
+    return {name: grad for path in folder.glob("gradients_*.pt") for name, grad in torch.load(path).items()}
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for data.csv, env.json and logs")
-    add("--devices", default="cpu", help="cpu, or the number of GPUs [cpu]")
-    help_text = "names of layouts, each alone or behind a model's as in 'llama4 TP 2' [all that the devices allow]"
-    add("--only", nargs="+", metavar="LAYOUT", help=help_text)
+    add("--ngpu", type=int, default=0, help="GPUs that layouts may take; 0: CPUs [0]")
     add("--models", nargs="+", default=MODELS, choices=MODELS)
-    help_text = "quantize.grouped_mm.mx.dispatch of a layout, named as for --only, or of a model [off]"
-    add("--dispatch", nargs="+", default=[], metavar="LAYOUT=WAY", help=help_text)
+    help_text = "layouts, each alone or behind a model's name, and =WAY behind it, of "
+    help_text += "quantize.grouped_mm.mx.dispatch: 'llama4 TP 2', 'EP 2=collective' [all that the devices allow]"
+    add("--only", nargs="+", metavar="LAYOUT", help=help_text)
     add("--steps", type=int, default=10)
-    add("--compile", default="no", choices=("no", "yes", "both"), help="with --compile.enable [no]")
+    add("--compile", action="store_true", help="with --compile.enable; twins never")
     add("--precision", default="float32", choices=("float32", "bfloat16"))
-    add("--limit", type=float, default=500, help="seconds after which the rest is not run [500]")
     args = parser.parse_args()
-    if args.devices != "cpu" and not args.devices.isdigit():
-        parser.error(f"--devices takes cpu or a number of GPUs, not {args.devices!r}")
-    args.gpus = 0 if args.devices == "cpu" else int(args.devices)
-    if args.gpus > torch.cuda.device_count():
-        parser.error(f"--devices {args.devices}, but this machine has {torch.cuda.device_count()} GPUs")
-    args.dispatch = dict(pair.partition("=")[::2] for pair in args.dispatch)
+    if args.ngpu > torch.cuda.device_count():
+        parser.error(f"--ngpu {args.ngpu}, but this machine has {torch.cuda.device_count()} GPUs")
     names = [layout.name for layout in LAYOUTS]
-    known = {*names, *(f"{model} {name}" for model in args.models for name in names)}
-    if unknown := set(args.only or ()) - known or set(args.dispatch) - known - set(MODELS):
+    args.only = dict(word.partition("=")[::2] for word in args.only or names)
+    if unknown := args.only.keys() - {*names, *(f"{model} {name}" for model in args.models for name in names)}:
         parser.error(f"unknown layouts {sorted(unknown)}; there are {names}")
     return args
 
 
 def main() -> int:
     args = parse_arguments()
-    layouts = [x for x in LAYOUTS if (x.processes <= args.gpus if args.gpus else not x.gpu_only)]
-    compiled = {"no": (False,), "yes": (True,), "both": (False, True)}[args.compile]
     pairs = []
-    for flag, model, layout in product(compiled, args.models, layouts):
-        names = f"{model} {layout.name}", layout.name, model
-        if not args.only or set(names[:2]) & set(args.only):
-            ways = [args.dispatch[name] for name in names if name in args.dispatch]
-            pairs.append(Run(layout=layout, model=model, kind="mxfp8", compile=flag, dispatch=[*ways, "off"][0]))
+    for model, layout in product(args.models, LAYOUTS):
+        names = [name for name in (f"{model} {layout.name}", layout.name) if name in args.only]
+        if names and (layout.processes <= args.ngpu if args.ngpu else not layout.gpu_only):
+            way = args.only[names[0]] or "off"
+            pairs.append(Run(layout=layout, model=model, kind="mxfp8", compile=args.compile, dispatch=way))
     runs = [run for pair in pairs for run in (pair, pair.plain())]
-    twins = [run.twin() for run in runs]
-    env = environment("cuda" if args.gpus else "cpu") | {"command": " ".join(sys.argv)}
-
+    env = environment("cuda" if args.ngpu else "cpu") | {"command": " ".join(sys.argv)}
     with tempfile.TemporaryDirectory() as work:
         comparison = Comparison(args, Path(work))
-        for run in (*twins, *runs):
-            comparison.write_data(run.layout)
-        comparison.make_seeds(args.models)
-        launched = launches(twins + runs)
-        with progress(sum(map(len, launched)), "layouts") as comparison.bar:
-            for group in launched:
-                comparison.train(group)
-                rows = [comparison.row(run) for run in pairs]
-                write_results(args.out, rows, env)
+        comparison.make_seeds()
+        # Runs of as many processes share a launch; twins, which have one, come first.
+        processes = attrgetter("layout.processes")
+        trained = sorted(dict.fromkeys([run.twin() for run in runs] + runs), key=processes)
+        for _, group in groupby(trained, processes):
+            comparison.train(list(group))
+            rows = [comparison.row(run) for run in pairs]
+            write_results(args.out, rows, env)
     print(format_table(rows))
     return int(any(row["status"] != "ok" for row in rows))
 

@@ -11,18 +11,21 @@ the tests). Runs of other lengths, models, batches or data are refused. Writes l
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
-from itertools import pairwise, product
 from pathlib import Path
-from statistics import correlation, fmean, median, stdev
+from statistics import fmean, median
 from typing import TYPE_CHECKING
+
+import mpmath
+import numpy as np
+import pandas as pd
 
 from scripts.progress import ends_in_words
 from scripts.result_files import format_table, write_rows
-from scripts.study.runs import Run, read_losses, read_run, unique_names
+from scripts.study.runs import SCALARS, Run, read_losses, read_run, unique_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,97 +38,78 @@ SAME = "model.name model.flavor training.seq_len training.local_batch_size train
 SAME += "training.dataset_path optimizer.name optimizer.lr"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """A group against the baseline.
-
-    Attributes:
-        differences: of its pairs of runs of which neither has diverged, in nats.
-        parts: of a single pair, the differences over the parts of the window.
-    """
-
-    differences: list[float]
-    text: str
-    parts: list[float] = field(default_factory=list)
-
-
 class Comparison:
     """Groups of runs, of which the first is the baseline.
 
     Attributes:
         steps: those that every run logged.
         window: those whose mean loss is a run's final loss: in the last ``window`` of the run, a share; at least one.
+        losses, smooth: by group, a row for each of the steps and a column for each seed: as logged, and the mean over a
+            centred fiftieth of the steps, cut at both ends. NaN where a loss, or one of these, is not finite.
         final: by group and seed, of the runs that have not diverged: with a finite loss at each step of the window.
         share, margin: of the baseline's mean final loss, and as many nats: NaN where no run of it has ended.
-        smooth: the smoothed losses by group and seed.
 
     Raises:
-        ValueError: the runs have no logged step in common.
+        ValueError: the runs have no logged step in common, or two are the same seed of a group.
     """
 
-    def __init__(self, groups: dict[str, list[Run]], window: float = 0.1, share: float = 0.005) -> None:
-        self.groups, self.share = groups, share
-        self.first = next(iter(groups))
-        self.steps = common_steps([run for group in groups.values() for run in group])
+    def __init__(self, runs: Sequence[Run], window: float = 0.1, share: float = 0.005) -> None:
+        self.groups: dict[str, list[Run]] = {}
+        for run in runs:
+            group = self.groups.setdefault(run.group, [])
+            if twins := [other.name for other in group if other.seed == run.seed]:
+                raise ValueError(f"{twins[0]} and {run.name} are both seed {run.seed} of {run.group}: leave one out")
+            group.append(run)
+        self.share, self.first = share, runs[0].group
+        self.steps = sorted(set.intersection(*(set(run.loss) for run in runs)))
+        if not self.steps:
+            raise ValueError(f"{', '.join(run.name for run in runs)} have no logged step in common")
         self.window = [step for step in self.steps if step > (1 - window) * self.steps[-1] or step == self.steps[-1]]
-        final = {
-            name: {run.seed: finite_mean(run.loss[step] for step in self.window) for run in group}
-            for name, group in groups.items()
-        }
-        self.final = {
-            name: {seed: loss for seed, loss in of.items() if math.isfinite(loss)} for name, of in final.items()
-        }
-        self.margin = share * finite_mean(self.final[self.first].values())
-        self.smooth = {
-            name: {run.seed: smoothed([run.loss[step] for step in self.steps]) for run in group}
-            for name, group in groups.items()
-        }
+        self.losses = {name: losses_of(group).loc[self.steps] for name, group in self.groups.items()}
+        self.final = {name: of.loc[self.window].mean(skipna=False).dropna() for name, of in self.losses.items()}
+        self.margin = share * self.final[self.first].mean()
+        self.smooth = {name: smoothed(of) for name, of in self.losses.items()}
 
     def diverged(self, name: str) -> str:
         """How many runs of a group have diverged, in words; empty if none has."""
         count, left = len(self.groups[name]), len(self.final[name])
         return f"diverged: {count - left} of {count} runs" if left < count else ""
 
-    def judge(self, name: str) -> Verdict:
-        """A group against the baseline: pairs of the same seed, of which neither has diverged."""
-        baseline, group, base, own = (of[key] for of in (self.groups, self.final) for key in (self.first, name))
-        shared = {run.seed for run in group} & {run.seed for run in baseline}
-        differences = [own[pair] - base[pair] for pair in own if pair in base]
+    def differences(self, name: str) -> pd.Series:
+        """Of a group's final losses from the baseline's, in nats, by seed: of pairs of which neither has diverged."""
+        return (self.final[name] - self.final[self.first]).dropna()
+
+    def judge(self, name: str) -> str:
+        """The verdict on a group: by pairs of the same seed, of which neither has diverged."""
+        shared = self.losses[name].columns.intersection(self.losses[self.first].columns)
+        differences = self.differences(name)
         if text := self.diverged(name):
-            pass
-        elif len(shared) < 2:
-            text = f"none: {self.first} and {name} have {'one seed' if shared else 'no seed'} in common"
-        elif len(differences) < 2:
-            text = f"none: {self.first} diverged with {'all but one' if differences else 'all'} of the same seeds"
-        else:
-            text = verdict_on(differences, self.margin, self.share)
-        parts = []
-        if len(differences) == 1:
-            (only,) = base.keys() & own.keys()
-            parts = self.parts(*(next(run for run in runs if run.seed == only) for runs in (group, baseline)))
-        return Verdict(differences=differences, text=text, parts=parts)
+            return text
+        if len(shared) < 2:
+            return f"none: {self.first} and {name} have {'one seed' if len(shared) else 'no seed'} in common"
+        if len(differences) < 2:
+            return f"none: {self.first} diverged with {'all but one' if len(differences) else 'all'} of the same seeds"
+        return verdict_on(differences, self.margin, self.share)
 
-    def parts(self, run: Run, base: Run) -> list[float]:
-        """The mean of ``run`` minus ``base`` over each of ten parts of the window, which differ in length by one step
-        at most; none of fewer than ``2 * PARTS`` steps."""
-        ends = [round(i * len(self.window) / PARTS) for i in range(PARTS + 1)]
-        parts = [self.window[begin:end] for begin, end in pairwise(ends)] if len(self.window) >= 2 * PARTS else []
-        return [fmean(run.loss[step] - base.loss[step] for step in part) for part in parts]
+    def parts(self, name: str, seed: str) -> list[float]:
+        """The mean difference of a pair over each of ten parts of the window, which differ in length by one step at
+        most; none of fewer than ``2 * PARTS`` steps."""
+        pair = (self.losses[name][seed] - self.losses[self.first][seed])[self.window].to_numpy()
+        ends = [round(i * len(pair) / PARTS) for i in range(1, PARTS)]
+        return [part.mean() for part in np.split(pair, ends)] if len(pair) >= 2 * PARTS else []
 
-    def apart(self, name: str) -> list[str]:
+    def apart(self, name: str) -> Iterator[str]:
         """A sentence on each pair whose losses do not change together from step to step."""
-        sentences = []
-        for base, run in product(self.groups[self.first], self.groups[name]):
-            finite = [step for step in self.steps if math.isfinite(base.loss[step]) and math.isfinite(run.loss[step])]
-            changes = [[of.loss[after] - of.loss[before] for before, after in pairwise(finite)] for of in (base, run)]
-            if base.seed != run.seed or len(finite) <= FEWEST_CHANGES or any(len(set(one)) == 1 for one in changes):
-                continue
-            if (together := correlation(*changes)) < TOGETHER:
-                sentences.append(
-                    f"{run.name} and {base.name} have not seen the same batches in the same order, or "
-                    f"one has gone astray: from step to step their losses change with a correlation of {together:.2f}"
-                )
-        return sentences
+        for run in self.groups[name]:
+            for base in (other for other in self.groups[self.first] if other.seed == run.seed):
+                pair = pd.concat([of[str(run.seed)] for of in (self.losses[name], self.losses[self.first])], axis=1)
+                changes = pair.dropna().diff().dropna()
+                together = changes.corr().iloc[0, 1]  # NaN where a loss does not change
+                if len(changes) >= FEWEST_CHANGES and together < TOGETHER:
+                    yield (
+                        f"{run.name} and {base.name} have not seen the same batches in the same order, or one has gone "
+                        f"astray: from step to step their losses change with a correlation of {together:.2f}"
+                    )
 
     def summary(self) -> list[dict[str, object]]:
         """A row for each group, the baseline first, which has no verdict."""
@@ -137,22 +121,36 @@ class Comparison:
                 "run": name,
                 "seeds": len(group),
                 "steps": self.steps[-1],
-                "final loss": f"{finite_mean(self.final[name].values()):.4f}",
+                "final loss": f"{self.final[name].mean():.4f}",
                 "tokens/s": tps,
                 "x": round(tps / base_tps, 3) if base_tps else None,
                 "memory GiB": max((gib for run in group for gib in run.memory.values()), default=None),
             }
-            if any(run.held_out for run in group):
-                held_out = finite_mean(run.held_out[max(run.held_out)] for run in group if run.held_out)
-                row["held-out loss"] = f"{held_out:.4f}"
+            if held_out := [run.held_out[max(run.held_out)] for run in group if run.held_out]:
+                row["held-out loss"] = f"{fmean(held_out):.4f}"
             if name != self.first:
-                verdict = self.judge(name)
-                row |= statistics_of(verdict.differences, verdict.parts)
-                row |= {"margin": f"{self.margin:.4f}", "pairs": len(verdict.differences), "verdict": verdict.text}
+                row |= self.statistics(name)
+                row |= {"margin": f"{self.margin:.4f}", "pairs": len(self.differences(name))}
+                row["verdict"] = self.judge(name)
             elif text := self.diverged(name):
                 row["verdict"] = text
             rows.append(row)
         return rows
+
+    def statistics(self, name: str) -> dict[str, str | None]:
+        """The columns of a group's paired differences, whose interval is that of the parts of the window where there is
+        one pair; None is what too few of them leave undefined."""
+        row = dict.fromkeys(("difference", "standard error", "95% low", "95% high"))
+        several = differences = self.differences(name)
+        if len(differences):
+            row["difference"] = f"{differences.mean():+.4f}"
+        if len(differences) == 1:
+            several = self.parts(name, differences.index[0])
+        if len(several) > 1:
+            low, high = interval(several, 0.95)
+            row |= {"standard error": f"{standard_error(several):.4f}", "95% low": f"{low:+.4f}"}
+            row["95% high"] = f"{high:+.4f}"
+        return row
 
     def plot(self, path: Path) -> None:
         """Draws losses, raw (pale) and smoothed, and below them how far each group is from the baseline."""
@@ -164,12 +162,10 @@ class Comparison:
         figure, (top, bottom) = plt.subplots(
             2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), constrained_layout=True
         )
-        for index, (name, group) in enumerate(self.groups.items()):
-            for run in group:
-                losses = [run.loss[step] for step in self.steps]
-                top.plot(self.steps, losses, color=f"C{index}", alpha=0.12, linewidth=0.6)
-                label = name if run is group[0] else None
-                top.plot(self.steps, self.smooth[name][run.seed], label=label, **line(index))
+        for index, (name, losses) in enumerate(self.losses.items()):
+            top.plot(self.steps, losses, color=f"C{index}", alpha=0.12, linewidth=0.6)
+            labels = [name] + [None] * (losses.shape[1] - 1)
+            top.plot(self.steps, self.smooth[name], label=labels, **line(index))
         top.set_ylabel("loss (nats per token)")
         top.set_title(title_of(self.groups), fontsize=11)
         top.legend(title="pale: each step; dark: smoothed")
@@ -183,28 +179,35 @@ class Comparison:
         """Each group's mean paired difference from the first one, its 95% interval at each step (pale), and the margin.
         Curves that end in NaN are left out. The margin and the mean differences after the first tenth of the steps set
         the axis' limits."""
-        ended = {
-            name: {pair: curve for pair, curve in curves.items() if math.isfinite(curve[-1])}
-            for name, curves in self.smooth.items()
-        }
+        ended = {name: curves.loc[:, curves.iloc[-1].notna()] for name, curves in self.smooth.items()}
         edges = [self.margin]
         for index, curves in enumerate(ended.values()):
-            common = [pair for pair in curves if pair in ended[self.first]]
-            if not index or not common:
+            pairs = (curves - ended[self.first]).dropna(axis=1, how="all").to_numpy().T
+            if not index or not len(pairs):
                 continue
-            pairs = [[a - b for a, b in zip(curves[seed], ended[self.first][seed], strict=True)] for seed in common]
-            mean = [finite_mean(values) for values in zip(*pairs, strict=True)]
-            edges += mean[len(self.steps) // 10 :]
+            mean = pairs.mean(0)
+            edges += mean[len(self.steps) // 10 :].tolist()
             axes.plot(self.steps, mean, **line(index))
-            if len(common) > 1:
-                ends = zip(*(interval(values, 0.95) for values in zip(*pairs, strict=True)), strict=True)
-                axes.fill_between(self.steps, *ends, color=f"C{index}", alpha=0.12, linewidth=0)
+            if len(pairs) > 1:
+                axes.fill_between(self.steps, *interval(pairs, 0.95), color=f"C{index}", alpha=0.12, linewidth=0)
         axes.axhline(0, color="0.6", linewidth=0.8)
         for y in (-self.margin, self.margin):
             axes.axhline(y, color="0.3", linewidth=0.8, linestyle=":")
         limit = 1.5 * max(filter(math.isfinite, map(abs, edges)), default=0)
         if limit > 0:
             axes.set_ylim(-limit, limit)
+
+
+def losses_of(group: Sequence[Run]) -> pd.DataFrame:
+    """By step, a column for each seed, in words; NaN where a loss is not finite."""
+    losses = pd.DataFrame({str(run.seed): run.loss for run in group})
+    return losses.where(np.isfinite(losses))
+
+
+def smoothed(losses: pd.DataFrame) -> pd.DataFrame:
+    """The mean over a centred window of a fiftieth of the rows, cut at both ends; NaN where one of them is NaN."""
+    window = {"window": 2 * (len(losses) // 100) + 1, "center": True, "min_periods": 1}
+    return losses.rolling(**window).mean().where(losses.isna().rolling(**window).max() == 0)
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
@@ -232,47 +235,9 @@ def first_steps(run: Run, steps: int) -> Run:
         ValueError: it is shorter, or has logged none of them.
     """
     if not min(run.loss) <= steps <= max(run.loss):
-        logged = f"logged its first loss at step {min(run.loss)}, after"
-        if steps > max(run.loss):
-            logged = f"ended at step {max(run.loss)}, before"
-        raise ValueError(f"{run.name} {logged} --steps {steps}")
-    names = ("loss", "tps", "memory", "held_out")
-    cut = {name: {step: value for step, value in getattr(run, name).items() if step <= steps} for name in names}
+        raise ValueError(f"{run.name} has losses of steps {min(run.loss)} to {max(run.loss)}, and --steps is {steps}")
+    cut = {name: {step: value for step, value in getattr(run, name).items() if step <= steps} for name in SCALARS}
     return replace(run, **cut)
-
-
-def common_steps(runs: Sequence[Run]) -> list[int]:
-    """The steps that every run logged.
-
-    Raises:
-        ValueError: there are none.
-    """
-    steps = sorted(set.intersection(*(set(run.loss) for run in runs)))
-    if not steps:
-        raise ValueError(f"{', '.join(run.name for run in runs)} have no logged step in common")
-    return steps
-
-
-def grouped(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """The runs of each group, groups in order of appearance.
-
-    Raises:
-        ValueError: two runs are the same seed of a group.
-    """
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        group = groups.setdefault(run.group, [])
-        for other in group:
-            if other.seed == run.seed:
-                raise ValueError(f"{other.name} and {run.name} are both seed {run.seed} of {run.group}: leave one out")
-        group.append(run)
-    return groups
-
-
-def finite_mean(values: Iterable[float]) -> float:
-    """The mean; NaN of no values, or if one of them is not finite."""
-    values = list(values)
-    return fmean(values) if values and all(map(math.isfinite, values)) else math.nan
 
 
 def verdict_on(differences: Sequence[float], margin: float, share: float) -> str:
@@ -291,53 +256,28 @@ def verdict_on(differences: Sequence[float], margin: float, share: float) -> str
     return "worse" if low > 0 else "better" if high < 0 else "cannot tell"
 
 
-def t_between(angle: float, freedom: int) -> float:
-    """P(abs(T) < t) of Student's t with ``freedom`` degrees of freedom, where t = sqrt(freedom) * tan(angle).
-
-    The finite sums of Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 (odd) and 26.7.4 (even).
-    """
-    odd, cosine = freedom % 2, math.cos(angle)
-    total, term = 0.0, cosine if odd else 1.0
-    for k in range(2 + odd, freedom + 1, 2):
-        total += term
-        term *= (k - 1) / k * cosine**2
-    total *= math.sin(angle)
-    return 2 / math.pi * (angle + total) if odd else total
-
-
 @cache
 def critical_t(confidence: float, freedom: int) -> float:
-    """The t with P(abs(T) < t) = ``confidence``, between 0 and 1: 12.706 for 0.95 and 1 degree of freedom."""
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):  # the last bits of a double
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_between(middle, freedom) < confidence else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
+    """The t with P(abs(T) < t) = ``confidence``, between 0 and 1: 12.706 for 0.95 and 1 degree of freedom.
+
+    T**2 / (freedom + T**2) has a Beta distribution (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.1).
+    """
+    share = mpmath.findroot(
+        lambda x: mpmath.betainc(0.5, freedom / 2, 0, x, regularized=True) - confidence, (0, 1), solver="bisect"
+    )
+    return float(mpmath.sqrt(freedom * share / (1 - share)))
 
 
-def interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
-    """The t interval of the mean of two or more independent, normally distributed values: its ends; NaN if one of the
-    values is not finite."""
+def interval(values: Sequence[float] | np.ndarray, confidence: float) -> tuple[np.ndarray, np.ndarray]:
+    """The t interval of the mean of two or more independent, normally distributed values, of (values, ...) over the
+    first axis: its ends; NaN if one of the values is NaN."""
     half = critical_t(confidence, len(values) - 1) * standard_error(values)
-    return finite_mean(values) - half, finite_mean(values) + half
+    return np.mean(values, axis=0) - half, np.mean(values, axis=0) + half
 
 
-def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of two or more values; NaN if one of them is not finite."""
-    return stdev(values) / math.sqrt(len(values)) if all(map(math.isfinite, values)) else math.nan
-
-
-def statistics_of(differences: Sequence[float], parts: Sequence[float]) -> dict[str, str | None]:
-    """The columns of a group's paired differences, or of the parts of its only one; None is what too few of them leave
-    undefined."""
-    row = dict.fromkeys(("difference", "standard error", "95% low", "95% high"))
-    if differences:
-        row["difference"] = f"{fmean(differences):+.4f}"
-    if len(several := parts or differences) > 1:
-        low, high = interval(several, 0.95)
-        row |= {"standard error": f"{standard_error(several):.4f}", "95% low": f"{low:+.4f}"}
-        row["95% high"] = f"{high:+.4f}"
-    return row
+def standard_error(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Of the mean of two or more values, of (values, ...) over the first axis; NaN if one of the values is NaN."""
+    return np.std(np.asarray(values), axis=0, ddof=1) / math.sqrt(len(values))
 
 
 def median_of(values: dict[int, float]) -> float:
@@ -345,23 +285,21 @@ def median_of(values: dict[int, float]) -> float:
     return median(list(values.values())[1:] or values.values() or [math.nan])
 
 
-def loss_table(runs: Sequence[Run], count: int = 12) -> list[dict[str, object]]:
-    """Losses at evenly spaced common steps, the last one included, and the difference from the first run."""
-    steps = common_steps(runs)
+def loss_table(runs: Sequence[Run], steps: Sequence[int], count: int = 12) -> list[dict[str, object]]:
+    """Losses at so many of these steps, evenly spaced, the last one included, and the difference from the first run."""
     rows = []
     for step in sorted({steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)}):
         row: dict[str, object] = {"step": step} | {run.name: f"{run.loss[step]:.4f}" for run in runs}
-        for run in runs[1:]:
-            row[f"{run.name} - {runs[0].name}"] = f"{run.loss[step] - runs[0].loss[step]:+.4f}"
-        rows.append(row)
+        base = runs[0]
+        rows.append(row | {f"{r.name} - {base.name}": f"{r.loss[step] - base.loss[step]:+.4f}" for r in runs[1:]})
     return rows
 
 
-def curves(runs: Sequence[Run]) -> list[dict[str, object]]:
-    """One row for each common step: the loss and the tokens per second of every run, and its loss on held-out text
+def curves(runs: Sequence[Run], steps: Sequence[int]) -> list[dict[str, object]]:
+    """One row for each of these steps: the loss and the tokens per second of every run, and its loss on held-out text
     (TorchTitan's validation) at the steps that have one."""
     rows = []
-    for step in common_steps(runs):
+    for step in steps:
         row: dict[str, object] = {"step": step}
         for run in runs:
             row |= {f"{run.name} loss": run.loss[step], f"{run.name} tps": run.tps.get(step)}
@@ -369,12 +307,6 @@ def curves(runs: Sequence[Run]) -> list[dict[str, object]]:
                 row[f"{run.name} held-out"] = run.held_out.get(step)
         rows.append(row)
     return rows
-
-
-def smoothed(values: Sequence[float]) -> list[float]:
-    """Mean over a centred window of a fiftieth of the values, cut at both ends; NaN where one is not finite."""
-    half = len(values) // 100
-    return [finite_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
 def title_of(groups: dict[str, list[Run]]) -> str:
@@ -418,10 +350,10 @@ def compare(runs: Sequence[Run], out: Path, window: float, share: float) -> None
         ValueError: the runs cannot be compared.
     """
     check_comparable(runs)
-    comparison = Comparison(grouped(runs), window, share)
+    comparison = Comparison(runs, window, share)
     rows = comparison.summary()
     if len(runs) <= 4:
-        print(format_table(loss_table(runs)) + "\n")
+        print(format_table(loss_table(runs, comparison.steps)) + "\n")
     print(format_table(rows))
     print(f"\nfinal loss: nats per token, over the last {100 * window:.3g}% of the steps; x: tokens/s against", end=" ")
     print(comparison.first)
@@ -429,7 +361,7 @@ def compare(runs: Sequence[Run], out: Path, window: float, share: float) -> None
         for sentence in comparison.apart(name):
             print(f"\n{sentence}")
     out.mkdir(parents=True, exist_ok=True)
-    write_rows(out / "losses.csv", curves(runs))
+    write_rows(out / "losses.csv", curves(runs, comparison.steps))
     write_rows(out / "table.csv", rows)
     wrote = f"wrote {out / 'table.csv'}, {out / 'losses.csv'}"
     if find_spec("matplotlib") is None:

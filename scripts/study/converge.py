@@ -5,13 +5,13 @@
 Runs go seed by seed. bf16 is the TOML without its converters. Behind a recipe may stand +rebase, +dispatch,
 +requantize, +experts or +linears (these alone are converted) and +repeat (the same once more); what does not stand
 there is off, whatever the TOML says. bf16+dispatch is the control: experts that dispatch, with nothing quantised. A
-study that is started again skips finished runs and continues others from their checkpoint, with the same data and
-tokenizer alone. Flags behind -- go to TorchTitan.
+study that is started again skips finished runs and continues others from their checkpoint. Flags behind -- go to
+TorchTitan.
 """
 
 import argparse
-import hashlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -20,11 +20,14 @@ import sys
 import time
 import tomllib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event
 
 import torch
-from tqdm import tqdm
 
 from scripts.progress import ends_in_words, progress, say, step_of
 from scripts.study import compare_runs
@@ -36,8 +39,6 @@ from titan_mxfp8.recipe import BF16
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINTS = "checkpoint/step-*/.metadata"
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
-DATA = ("training.dataset_path", "validation.dataset_path", "model.hf_assets_path")
-TOKENIZER = ("tokenizer*", "vocab*", "merges*")  # files of a model's assets that decide what it sees
 EVERY_FLAG = (BF16.name, "mxfp8+rebase+dispatch")  # recipes of which flags_of sets all that it alone may set
 
 
@@ -50,22 +51,8 @@ class StudyRun:
     folder: Path
 
     @property
-    def finished(self) -> bool:
-        return is_finished(self.folder)
-
-    @property
-    def has_checkpoint(self) -> bool:
-        return any(self.folder.glob(CHECKPOINTS))
-
-
-@dataclass(slots=True, kw_only=True)
-class Going:
-    """A run that was started in one of the slots."""
-
-    run: StudyRun
-    slot: int
-    process: subprocess.Popen
-    started: float
+    def log(self) -> Path:
+        return self.folder / "log"
 
 
 def is_finished(folder: Path) -> bool:
@@ -102,13 +89,9 @@ def field_of(flag: str) -> str:
     return f"{section}.{name.removeprefix('no_')}"
 
 
-def check_flags(flags: Sequence[str], checkpoint_every: int, seeds: str = "--seeds") -> None:
-    """Raises ValueError if the user's trailing flags have one that ``flags_of`` sets: of two the last one counts.
-
-    Args:
-        seeds: the script's own flag for them.
-    """
-    instead = {"job.config_file": "the TOML", "job.dump_folder": "--out", "debug.seed": seeds}
+def check_flags(flags: Sequence[str], checkpoint_every: int) -> None:
+    """Raises ValueError if the user's trailing flags have one that ``flags_of`` sets: of two the last one counts."""
+    instead = {"job.config_file": "the TOML", "job.dump_folder": "--out", "debug.seed": "--seeds"}
     runs = [StudyRun(recipe=recipe, seed=0, folder=Path()) for recipe in EVERY_FLAG]
     own = {field_of(flag) for run in runs for flag in flags_of(run, Path(), checkpoint_every)}
     for flag in flags:
@@ -118,102 +101,95 @@ def check_flags(flags: Sequence[str], checkpoint_every: int, seeds: str = "--see
             raise ValueError(f"{flag} behind -- would override what is set for each run: use {use}")
 
 
-def start(run: StudyRun, args: argparse.Namespace, slot: int, gpus: int) -> Going:
-    """Starts a run on the GPUs of ``slot``: slots go round the GPUs, so more jobs than GPUs share them."""
-    if run.folder.exists() and not run.has_checkpoint:
+def environment_of(run: StudyRun, args: argparse.Namespace, slot: int) -> dict[str, str]:
+    """What a run is told besides its flags: its name, and the GPUs of ``slot``. Slots go round the GPUs, so more jobs
+    than GPUs share them."""
+    environment = {"WANDB_RUN_NAME": run.folder.name, "WANDB_RUN_GROUP": args.out.name}
+    if gpus := torch.cuda.device_count():
+        allowed = os.environ.get("CUDA_VISIBLE_DEVICES")  # to the study, whose first GPU need not be the machine's
+        names = allowed.split(",") if allowed else [*map(str, range(gpus))]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[(slot * args.ngpu + i) % gpus] for i in range(args.ngpu))
+    return environment
+
+
+def train(run: StudyRun, args: argparse.Namespace, slot: int, asked: Event) -> str:
+    """Trains until it has ended or is ``asked`` to; how it ended."""
+    name, started = run.folder.name, time.monotonic()
+    goes_on = any(run.folder.glob(CHECKPOINTS))
+    if run.folder.exists() and not goes_on:
         shutil.rmtree(run.folder)  # logs of steps that will be run again
     run.folder.mkdir(parents=True, exist_ok=True)
-    environment = {"WANDB_RUN_NAME": run.folder.name, "WANDB_RUN_GROUP": args.out.name}
-    if gpus:
-        mine = [(slot * args.ngpu + i) % gpus for i in range(args.ngpu)]
-        allowed = os.environ.get("CUDA_VISIBLE_DEVICES")  # to the study, whose first GPU need not be the machine's
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(allowed.split(",")[gpu] if allowed else str(gpu) for gpu in mine)
-    say(f"{run.folder.name}: started{' from its checkpoint' if run.has_checkpoint else ''}")
+    say(f"{name}: started{' from its checkpoint' if goes_on else ''}")
     process = launch(
         args.ngpu,
         [*TRAIN, *flags_of(run, args.config, args.checkpoint_every), *args.flags],
-        run.folder / "log",
-        environment,
+        run.log,
+        environment_of(run, args, slot),
         jobs=args.jobs,
         cwd=folder_of(args.config),
         start_new_session=True,  # Ctrl-C reaches the study alone, which then stops its runs
     )
-    return Going(run=run, slot=slot, process=process, started=time.monotonic())
-
-
-def stop(going: list[Going]) -> None:
-    """Ends the runs and their workers."""
-    for one in going:
-        one.process.terminate()  # torchrun hands it on, and kills workers that have not ended after 30 s
-    for one in going:
+    while process.poll() is None and not asked.is_set():
+        time.sleep(1)
+    is_stopped = process.poll() is None
+    if is_stopped:
+        process.terminate()  # torchrun hands it on, and kills workers that have not ended after 30 s
         try:
-            one.process.wait(timeout=45)
+            process.wait(timeout=45)
         except subprocess.TimeoutExpired:
-            one.process.kill()
-            one.process.wait()
-        say(f"{one.run.folder.name}: stopped after {time.monotonic() - one.started:.0f} s")
-
-
-def close(going: Going) -> str:
-    """Notes how an ended run ended."""
-    name, seconds = going.run.folder.name, time.monotonic() - going.started
-    if going.process.returncode:
-        say(f"{name}: failed after {seconds:.0f} s, {ending(going.run.folder / 'log')}")
+            process.kill()
+            process.wait()
+    seconds = time.monotonic() - started
+    if is_stopped:
+        say(f"{name}: stopped after {seconds:.0f} s")
+        return STOPPED
+    if process.returncode:
+        say(f"{name}: failed after {seconds:.0f} s, {ending(run.log)}")
         return FAILED
     try:
-        write_json(going.run.folder / "finished.json", {"seconds": round(seconds, 1)})
+        write_json(run.folder / "finished.json", {"seconds": round(seconds, 1)})
     except OSError as error:  # if it has checkpoints, the same command ends it again from the last one
         say(f"{name}: finished in {seconds:.0f} s, which cannot be noted: {error}")
         return FAILED
-    shutil.rmtree(going.run.folder / "checkpoint", ignore_errors=True)
+    shutil.rmtree(run.folder / "checkpoint", ignore_errors=True)
     say(f"{name}: finished in {seconds:.0f} s")
     return FINISHED
 
 
-def study(args: argparse.Namespace, asked: Sequence[int]) -> dict[StudyRun, str]:
-    """Runs what is not finished yet, until the time limit or until ``asked``, the signals so far, is not empty.
-
-    Returns how each run of the study stands.
-    """
+def study(args: argparse.Namespace, asked: Event) -> list[str]:
+    """Runs what is not finished yet, until the time limit or until it is ``asked`` to stop; how each run stands."""
     runs = [
         StudyRun(recipe=recipe, seed=seed, folder=args.out / f"{recipe}-seed{seed}")
-        for seed in args.seeds
-        for recipe in args.recipes
+        for seed, recipe in product(args.seeds, args.recipes)
     ]
-    gpus = torch.cuda.device_count()
-    standing = {run: FINISHED if run.finished else STOPPED for run in runs}
-    waiting = [run for run in runs if not run.finished]
-    finished = len(runs) - len(waiting)
-    say(f"{len(runs)} runs, {finished} finished already, {args.jobs} at a time on {gpus or 'no'} GPUs")
-    deadline = time.monotonic() + args.limit if args.limit else float("inf")
+    due = [run for run in runs if not is_finished(run.folder)]
+    said = f"{len(runs)} runs, {len(runs) - len(due)} finished already, {args.jobs} at a time on"
+    say(f"{said} {torch.cuda.device_count() or 'no'} GPUs")
+    deadline = time.monotonic() + args.limit
     steps = int(value_of("training.steps", args.config, args.flags) or 10000)  # TorchTitan's default
-    going: list[Going] = []
-    bar = progress(len(waiting) * steps, "study", "step")
-    try:
-        while (waiting or going) and not asked and time.monotonic() < deadline:
-            if waiting and len(going) < args.jobs:
-                free = next(slot for slot in range(args.jobs) if slot not in {other.slot for other in going})
-                going.append(start(waiting.pop(0), args, free, gpus))
-                continue
+    slots: SimpleQueue[int] = SimpleQueue()
+    for slot in range(args.jobs):
+        slots.put(slot)
+
+    def train_in_a_slot(run: StudyRun) -> str:
+        slot = slots.get()
+        try:
+            return STOPPED if asked.is_set() else train(run, args, slot, asked)
+        finally:
+            slots.put(slot)
+
+    with progress(len(due) * steps, "study", "step") as bar, ThreadPoolExecutor(args.jobs) as pool:
+        jobs = {run: pool.submit(train_in_a_slot, run) for run in due}
+        while not all(job.done() for job in jobs.values()):
             time.sleep(1)
-            show(bar, going, list(standing), steps)
-            for ended in [other for other in going if other.process.poll() is not None]:
-                going.remove(ended)
-                standing[ended.run] = close(ended)
-    finally:
-        stop(going)
-        bar.close()
-    return standing
-
-
-def show(bar: tqdm, going: Sequence[Going], runs: Sequence[StudyRun], steps: int) -> None:
-    """On the bar: how far all runs are together, and which are going, at which step, with which log."""
-    now = {one.run: step_of(one.run.folder / "log") for one in going}
-    ended = bar.total // steps - sum(not run.finished and run not in now for run in runs) - len(now)
-    bar.update(max(0, ended * steps + sum(now.values()) - bar.n))
-    words = [f"run {runs.index(run) + 1} of {len(runs)}, step {step} of {steps}" for run, step in now.items()]
-    logs = [str(one.run.folder / "log") for one in going[:1]]
-    bar.set_postfix_str("; ".join(words + logs))
+            if time.monotonic() > deadline:
+                asked.set()
+            going = {run: step_of(run.log) for run, job in jobs.items() if job.running()}
+            ended = sum(job.done() for job in jobs.values())
+            bar.update(max(0, ended * steps + sum(going.values()) - bar.n))
+            words = [f"run {runs.index(run) + 1} of {len(runs)}, step {step} of {steps}" for run, step in going.items()]
+            bar.set_postfix_str("; ".join([*words, *(str(run.log) for run in [*going][:1])]))
+    return [jobs[run].result() if run in jobs else FINISHED for run in runs]
 
 
 def folder_of(config: Path) -> Path:
@@ -230,22 +206,6 @@ def value_of(name: str, config: Path, flags: Sequence[str]) -> object:
         if flag.startswith("--") and field_of(flag) == name:
             value = flag.partition("=")[2] or behind
     return value
-
-
-def data_of(config: Path, flags: Sequence[str]) -> dict[str, str]:
-    """The sha256 of each file of data and tokenizer that runs see, by the field of TorchTitan's config and its name
-    below that. Of what is not on this machine there is none."""
-    found = {}
-    for name in DATA:
-        value = value_of(name, config, flags)
-        if not value or not (top := folder_of(config) / str(value)).exists():
-            continue
-        patterns = TOKENIZER if name.endswith("hf_assets_path") else ("**/*",)
-        paths = sorted(path for pattern in patterns for path in top.glob(pattern)) if top.is_dir() else [top]
-        for path in filter(Path.is_file, paths):
-            with path.open("rb") as file:
-                found[f"{name}/{path.relative_to(top)}"] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
 
 
 def check(args: argparse.Namespace) -> None:
@@ -266,16 +226,13 @@ def check(args: argparse.Namespace) -> None:
     if gpus and args.ngpu > gpus:
         raise ValueError(f"--ngpu {args.ngpu}, but this machine has {gpus} GPUs")
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / ".writable").touch()
-    (args.out / ".writable").unlink()
-    data = data_of(args.config, args.flags)
-    described = {"config": args.config.read_text(), "flags": args.flags, "ngpu": args.ngpu, "data": data}
+    described = {"config": args.config.read_text(), "flags": args.flags, "ngpu": args.ngpu}
     kept = args.out / "study.json"
     trained = any(any(args.out.glob(f"*-seed*/{kind}")) for kind in ("finished.json", CHECKPOINTS))
-    if trained and kept.is_file() and json.loads(kept.read_text()) != described:
+    if trained and kept.is_file() and (earlier := json.loads(kept.read_text())) | described != earlier:
         raise ValueError(
-            f"{args.out} holds a study of another config, other flags or other data ({kept}): name another --out, or "
-            "remove this folder with its runs"
+            f"{args.out} holds a study of another config or other flags ({kept}): name another --out, or remove this "
+            "folder with its runs"
         )
     write_json(kept, described)
 
@@ -306,7 +263,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     jobs, ngpu = (os.environ.get(name) or 1 for name in ("JOBS", "NGPU"))
     add("--jobs", type=int, default=jobs, help="runs at a time; more than GPUs share them [JOBS, or 1]")
     add("--ngpu", type=int, default=ngpu, help="processes of one run, one per GPU [NGPU, or 1]")
-    add("--limit", type=float, metavar="SECONDS", help="stop then; the same command continues the study")
+    help_text = "stop then; the same command continues the study"
+    add("--limit", type=float, default=math.inf, metavar="SECONDS", help=help_text)
     help_text = "0: no checkpoints, runs that stop start anew [500]"
     add("--checkpoint-every", type=int, default=500, metavar="STEPS", help=help_text)
     add("--window", type=float, default=0.1, help="of compare_runs.py [0.1]")
@@ -316,8 +274,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     for flag, least in (("jobs", 1), ("ngpu", 1), ("checkpoint_every", 0)):
         if getattr(args, flag) < least:
             parser.error(f"--{flag.replace('_', '-')} is at least {least}, got {getattr(args, flag)}")
-    if args.limit is not None and not args.limit > 0:
-        parser.error(f"--limit is above 0 seconds, got {args.limit:g}; without it there is no limit")
     args.out = (args.out or Path("outputs") / f"study_{args.config.stem}").absolute()
     args.config = args.config.absolute() if args.config.is_file() else ROOT / args.config
     return args
@@ -327,11 +283,11 @@ def main(argv: Sequence[str]) -> None:
     args = parse_arguments(argv)
     with ends_in_words("converge"):
         check(args)
-    asked: list[int] = []  # to stop: exceptions might leave a run that was just started
+    asked = Event()  # to stop: exceptions might leave a run that was just started
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: asked.append(number))
-    standing = study(args, asked)
-    counts = {state: list(standing.values()).count(state) for state in (FINISHED, FAILED, STOPPED)}
+        signal.signal(number, lambda *_: asked.set())
+    states = study(args, asked)
+    counts = {state: states.count(state) for state in (FINISHED, FAILED, STOPPED)}
     print(", ".join(f"{count} {state}" for state, count in counts.items()))
     compare(args)
     if counts[STOPPED]:

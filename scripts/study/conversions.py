@@ -67,23 +67,26 @@ def conversion_of(name: str) -> Conversion:
     """
     what, colon, recipe = name.partition(":")
     what, *options = what.split("+")
-    alone = [ALONE[option] for option in options if option in ALONE]
-    known = set(options) <= set(OPTIONS) and len(set(options)) == len(options)
-    if what not in CONVERTED_BY:
-        known &= not colon and len(alone) < 2
+    has, alone = set(options), [ALONE[option] for option in options if option in ALONE]
+    if what in CONVERTED_BY:
+        wrong = bool(alone)
+    else:
+        wrong = bool(colon) or len(alone) > 1
         what, recipe = [*alone, "both"][0], what
-    elif alone:
-        known = False
-    if what == "bf16" and "dispatch" in options and not recipe:
+    if what == "bf16" and "dispatch" in has and not recipe:
         what, recipe = "grouped", BF16.name
-    elif recipe == BF16.name:
-        known &= what == "grouped" and "dispatch" in options
-    if recipe == BF16.name or what == "bf16":
-        known &= not {"rebase", "requantize"} & set(options)
-    known &= "async" not in options or what == "bf16"
-    known &= not (what == "linears" and "dispatch" in options) and not (what == "bf16" and recipe)
-    known &= recipe != FLOAT8 or not options
-    if not known:
+    is_control = recipe == BF16.name
+    if (
+        wrong
+        or not has <= set(OPTIONS)
+        or len(has) < len(options)
+        or (is_control and not (what == "grouped" and "dispatch" in has))
+        or ((is_control or what == "bf16") and has & {"rebase", "requantize"})
+        or ("async" in has and what != "bf16")
+        or (what == "linears" and "dispatch" in has)
+        or (what == "bf16" and recipe)
+        or (recipe == FLOAT8 and options)
+    ):
         raise ValueError(
             f"unknown run {name!r}: RECIPE[+OPTION]..., or WHAT[+OPTION]...[:RECIPE] of {', '.join(CONVERTED_BY)}; "
             f"options, each once, are {', '.join(OPTIONS)}; bf16 has no recipe, with dispatch is the control, and "

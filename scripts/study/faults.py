@@ -2,14 +2,14 @@
 ``job.description`` says what: ``collapse,rerun 5 8`` are faults of ``FAULTS`` and a point of ``POINTS``, the first step
 and the last one.
 
-A process that comes to the point in the first step says so, by a file ``reached`` in the run's folder, and stands still
-until it is killed. What each step was goes to ``steps.csv`` there.
+A process that comes to the point in the first step kills itself. What each step was goes to ``steps.csv`` in the run's
+folder.
 """
 
 import csv
 import os
+import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +24,6 @@ MODULE = "scripts.study.faults"
 FAULTS = ("nan", "dead", "collapse")  # one token's embedding; expert 0 gets no token; the first K experts get all
 POINTS = ("step", "checkpoint", "rerun")  # amid a forward pass; data are written, metadata are not; amid a second pass
 COLUMNS = ("step", "loss", "grad_norm", "tokens of expert 0", "largest share")
-STAND_STILL = 600  # seconds
 
 
 class Plan(NamedTuple):
@@ -64,8 +63,7 @@ class Watch:
 
     def reach(self, point: str) -> None:
         if point in self.plan.what and self.step == self.plan.first:
-            (self.folder / "reached").touch()
-            time.sleep(STAND_STILL)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def embed(self, embedded: Tensor) -> Tensor:
         """(batch, length, D), in which one token becomes NaN if it is to."""

@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from scripts.bench.passes import MODELS
+from scripts.bench.roofline import MODELS
 from scripts.progress import ends_in_words
 from scripts.result_files import env_of, read_rows, training_gains, write_rows
 from scripts.study.conversions import FLOAT8, conversion_of
@@ -49,58 +49,40 @@ def measured(results: Path) -> list[Row]:
     for folder in folders(results):
         for pattern, rows_of in (("*table.csv", of_training), ("data.csv", of_gemms)):
             for path in sorted(folder.rglob(pattern)):
-                newest |= {tuple(row[name] for name in KEY): row for row in rows_of(path, folder)}
+                env = env_of(path)
+                if "gpu" not in env:
+                    continue
+                releases = {name: ".".join(env[name].split(".")[:2]) for name in ("torch", "triton")}
+                for key, gain in rows_of(path, env):
+                    row = dict(zip(KEY, (env["gpu"], *key), strict=True)) | {"x": f"{gain:.2f}", **releases}
+                    newest[env["gpu"], *key] = row | {"folder": folder.name}
     return [newest[key] for key in sorted(newest)]
 
 
-def of_training(path: Path, folder: Path) -> Iterator[Row]:
-    """The rows of a table.csv of bench_training.py, of a GPU."""
-    env = env_of(path)
-    if not {"gpu", "config", "processes"} <= env.keys() or env.get("torchtitan", "").startswith("0.3"):
+def of_training(path: Path, env: dict[str, str]) -> Iterator[tuple[tuple[str, ...], float]]:
+    """The rows of a table.csv of bench_training.py: ``KEY`` behind the GPU, and times bf16's speed."""
+    if not {"config", "processes"} <= env.keys() or env.get("torchtitan", "").startswith("0.3"):
         return
     model = tomllib.loads((ROOT / env["config"]).read_text())["model"]
     gains = [(row, gain) for row, gain in training_gains(read_rows(path)) if "+graph" not in row["run"]]
     conversions = [(conversion_of(row["run"]), row, gain) for row, gain in gains]
     converted = "both" if any(run.what == "both" for run, *_ in conversions) else "grouped"
     for run, row, gain in conversions:
-        is_control = run.recipe == BF16.name
-        if run.recipe == FLOAT8 or not (is_control or run.what == converted):
-            continue
-        yield {
-            "gpu": env["gpu"],
-            "kind": "training",
-            "model": model["name"],
-            "what": row.get("flavor") or model["flavor"],
-            "gpus": env["processes"],
-            "recipe": run.full_recipe or "mxfp8",
-            "dispatch": "on" if "dispatch" in run.options else "off",
-        } | rest(gain, env, folder)
+        if run.recipe != FLOAT8 and (run.recipe == BF16.name or run.what == converted):
+            dispatch = "on" if "dispatch" in run.options else "off"
+            what, recipe = row.get("flavor") or model["flavor"], run.full_recipe or "mxfp8"
+            yield ("training", model["name"], what, env["processes"], recipe, dispatch), gain
 
 
-def of_gemms(path: Path, folder: Path) -> Iterator[Row]:
-    """The rows of a data.csv of bench_grouped_mm.py, of a GPU."""
-    env = env_of(path)
-    for row in read_rows(path) if "gpu" in env else ():
+def of_gemms(path: Path, env: dict[str, str]) -> Iterator[tuple[tuple[str, ...], float]]:
+    """The rows of a data.csv of bench_grouped_mm.py, as those of ``of_training``."""
+    for row in read_rows(path):
         plain = (row.get("bench"), row.get("what")) == ("grouped_mm", "forward + backward")
         plain &= (row.get("held") or "0", row.get("data") or "normal") == ("0", "normal")  # in older files, others too
-        if not plain or (row["G"], row["groups"]) != ("8", "balanced"):
-            continue
-        if row["recipe"] in RECIPES:
-            yield {
-                "gpu": env["gpu"],
-                "kind": "grouped_mm",
-                "model": MODELS[int(row["N"]), int(row["K"])],
-                "what": f"{row['M']} x {row['N']} x {row['K']}, {row['G']} experts",
-                "gpus": "1",
-                "recipe": RECIPES[row["recipe"]].name,
-                "dispatch": "",
-            } | rest(float(row["x"]), env, folder)
-
-
-def rest(gain: float, env: dict[str, str], folder: Path) -> Row:
-    """The columns behind the key: times bf16's speed, releases such as 2.11, and where it stands."""
-    releases = {name: ".".join(env[name].split(".")[:2]) for name in ("torch", "triton")}
-    return {"x": f"{gain:.2f}", **releases, "folder": folder.name}
+        if plain and (row["G"], row["groups"]) == ("8", "balanced") and row["recipe"] in RECIPES:
+            model = MODELS[int(row["N"]), int(row["K"])]
+            what = f"{row['M']} x {row['N']} x {row['K']}, {row['G']} experts"
+            yield ("grouped_mm", model, what, "1", RECIPES[row["recipe"]].name, ""), float(row["x"])
 
 
 def main(argv: Sequence[str]) -> None:

@@ -135,36 +135,33 @@ def tokens() -> Figure:
 def convergence() -> Figure:
     """Losses of the recipes with all seeds, each recipe's some way above the last one's, and the differences from
     bf16's: by step, and at the end with their verdicts."""
-    groups = compare_runs.grouped(compare_runs.read(SEEDS))
-    shown = {name: groups[name] for name in ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")}
-    comparison = compare_runs.Comparison(shown)
+    shown = ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")
+    runs = compare_runs.read(SEEDS)
+    comparison = compare_runs.Comparison([run for name in shown for run in runs if run.group == name])
     steps, margin = comparison.steps, comparison.margin
     figure, (top, middle, bottom) = pyplot.subplots(3, 1, figsize=(8, 8), height_ratios=(5, 4, 2), layout="constrained")
     for index, (name, curves) in enumerate(comparison.smooth.items()):
-        low, high = (
-            [pick(losses) + index * SHIFT for losses in zip(*curves.values(), strict=True)] for pick in (min, max)
-        )
         label = f"{name}, drawn {index * SHIFT:g} higher" if index else name
-        top.fill_between(steps, low, high, color=f"C{index}", label=label)
+        curves = curves + index * SHIFT
+        top.fill_between(steps, curves.min(axis=1), curves.max(axis=1), color=f"C{index}", label=label)
     top.set(ylabel="loss (nats per token), smoothed", ylim=(3, 9.5))
     top.legend(title="from the lowest to the highest seed")
-    seeds = len(shown["bf16"])
+    seeds = len(comparison.groups["bf16"])
     top.set_title(f"A Llama4-style MoE model of 111M parameters on H200s: {seeds} seeds for each recipe", fontsize=11)
     comparison.plot_differences(middle)
     middle.set(xlabel="step", ylabel="loss minus bf16's")
     middle.set_title(
         f"mean over seeds, 95% interval; dotted: the margin, {comparison.share:.1%} of bf16's loss", fontsize=10
     )
-    for index, name in enumerate(list(shown)[1:], 1):
-        verdict = comparison.judge(name)
-        mean = compare_runs.finite_mean(verdict.differences)
-        half = mean - compare_runs.interval(verdict.differences, 0.95)[0]
-        bottom.errorbar(mean, -index, xerr=half, fmt="o", color=f"C{index}", capsize=4)
-        bottom.text(1.1 * margin, -index, verdict.text, va="center", color=f"C{index}", fontsize=9)
+    for index, name in enumerate(shown[1:], 1):
+        differences = comparison.differences(name)
+        half = differences.mean() - compare_runs.interval(differences, 0.95)[0]
+        bottom.errorbar(differences.mean(), -index, xerr=half, fmt="o", color=f"C{index}", capsize=4)
+        bottom.text(1.1 * margin, -index, comparison.judge(name), va="center", color=f"C{index}", fontsize=9)
     for x in (-margin, margin):
         bottom.axvline(x, color="0.3", linewidth=0.8, linestyle=":")
     bottom.axvline(0, color="0.6", linewidth=0.8)
-    bottom.set_yticks([-1, -2, -3], list(shown)[1:])
+    bottom.set_yticks([-1, -2, -3], shown[1:])
     bottom.set(xlim=(-1.5 * margin, 2.7 * margin), ylim=(-3.6, -0.4))
     bottom.set_xlabel("final loss minus bf16's (mean of the last tenth of the steps), 95% interval")
     return figure

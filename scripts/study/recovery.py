@@ -4,7 +4,7 @@
 
 DeepSeek-V3's debug model, FSDP and EP over all processes, on GPUs or CPUs; with FLAGS for TorchTitan, which is 0.2.2:
 
-    step, checkpoint    SIGKILL for all processes amid a step, and while a checkpoint is written
+    step, checkpoint    all processes get SIGKILL amid a step, and while a checkpoint is written
     rerun               the same amid a step that runs again, as the router collapsed and rows did not fit
     nan                 a token's embedding is NaN in one step; then once more from the checkpoint before it
     dead, collapse      an expert gets no token for many steps, then may again; all tokens go to experts of one rank
@@ -14,23 +14,19 @@ status 1 where a run that went on has other losses than one that nobody killed.
 """
 
 import argparse
-import csv
 import math
-import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import torch
 
-from scripts.progress import ends_in_words, say
+from scripts.progress import ends_in_words, follow, say
 from scripts.result_files import environment, format_table, write_results
 from scripts.study.faults import COLUMNS, Plan
 from scripts.study.runs import ending, split_flags
@@ -40,46 +36,29 @@ KINDS = {
     "bf16": ["--model.converters="],
     "MXFP8": ["--quantize.grouped_mm.mx.dispatch_rows=bounded", "--quantize.health_every=4"],
 }
-CASES = ("step", "checkpoint", "rerun", "collapse", "nan", "dead")
+# How a row says it, and what it quotes of the log, by what happens.
+KILLED = {
+    "step": ("amid step", "Loading the checkpoint from"),
+    "checkpoint": ("amid the checkpoint of step", "Loading the checkpoint from"),
+    "rerun": ("amid the second run of step", "MXFP8: step .* runs again"),
+}
+FAULTS = {"collapse": "runs again", "nan": "loss: +nan", "dead": "got no tokens"}
 STEPS, EVERY = 8, 2  # of a run, and between its checkpoints
 FAULT = 5  # the step with a fault, or that is killed: the last checkpoint is of the one before
 REVIVED = 4  # steps after those in which an expert got nothing
-TIMEOUT = 300  # seconds for a run to get where it is to be killed, or to its end
-
-Steps = dict[int, dict[str, float]]  # the columns of faults.COLUMNS by step
-Row = dict[str, object]
 
 
-def descendants(pid: int) -> list[int]:
-    """The processes below one, of /proc."""
-    children: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # of a thread that has ended since
-            children += map(int, path.read_text().split())
-    return children + [pid for child in children for pid in descendants(child)]
+def read_steps(path: Path) -> pd.DataFrame:
+    """``COLUMNS`` by step of what a run logged; of a step that it ran twice, the later one."""
+    steps = pd.read_csv(path, names=COLUMNS, index_col="step")
+    return steps[~steps.index.duplicated(keep="last")]
 
 
-def kill(process: subprocess.Popen) -> None:
-    """Sends SIGKILL to a launcher and to all of its processes, in their groups and sessions."""
-    for pid in [process.pid, *descendants(process.pid)]:
-        with suppress(ProcessLookupError):  # some end by themselves once their parent has ended
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
-
-
-def read_steps(path: Path) -> Steps:
-    """The steps that a run logged; of a step that it ran twice, the later one."""
-    with path.open(newline="") as file:
-        rows = [dict(zip(COLUMNS, map(float, row), strict=True)) for row in csv.reader(file)]
-    return {int(row["step"]): row for row in rows}
-
-
-def gap(run: Steps, other: Steps) -> float:
+def gap(run: pd.DataFrame, other: pd.DataFrame) -> float:
     """The largest distance of losses of the steps of ``run``: 0 where both are NaN, infinite where one of the two is,
     or where ``other`` has no such step."""
-    pairs = [(row["loss"], other[step]["loss"] if step in other else math.inf) for step, row in run.items()]
-    distances = [abs(ours - theirs) if math.isfinite(ours) or math.isfinite(theirs) else 0.0 for ours, theirs in pairs]
-    return max((math.inf if math.isnan(distance) else distance for distance in distances), default=math.inf)
+    ours, theirs = run["loss"], other["loss"].reindex(run.index, fill_value=math.inf)
+    return float((ours - theirs).abs().fillna(math.inf).mask(ours.isna() & theirs.isna(), 0).max())
 
 
 def line_of(log: str, pattern: str) -> str:
@@ -89,121 +68,117 @@ def line_of(log: str, pattern: str) -> str:
 
 
 class Study:
-    """The runs of one kind, and the rows of its cases."""
+    """The runs of one kind, and the rows of its cases.
 
-    def __init__(self, kind: str, args: argparse.Namespace, starter: Starter) -> None:
-        self.kind, self.args, self.starter = kind, args, starter
-        self.rows: list[Row] = []
+    Args:
+        of_bf16: by case, what bf16 did, which fills it; others are compared with it.
+    """
 
-    def train(self, name: str, plan: Plan, *flags: str, steps: int = STEPS, killed: bool = False) -> tuple[Steps, str]:
-        """Runs it in the folder of that name, to its end or until it is killed, which the plan has a point for.
+    def __init__(self, kind: str, args: argparse.Namespace, starter: Starter, of_bf16: dict[str, pd.DataFrame]) -> None:
+        self.kind, self.args, self.starter, self.of_bf16 = kind, args, starter, of_bf16
+        self.rows: list[dict[str, object]] = []
+
+    def train(
+        self, name: str, plan: Plan, *flags: str, steps: int = STEPS, killed: bool = False
+    ) -> tuple[pd.DataFrame, str]:
+        """Runs it in the folder of that name, to its end or until it kills itself, which the plan has a point for.
 
         Returns:
             The steps that it logged, and its log.
 
         Raises:
-            ValueError: it failed, or got nowhere.
+            ValueError: it failed, or was not killed.
         """
         folder = self.args.out / "runs" / f"{self.kind}-{name}"
         folder.mkdir(parents=True, exist_ok=True)
-        logged, reached = folder / "steps.csv", folder / "reached"
+        logged = folder / "steps.csv"
+        logged.write_text("")
         log = folder / f"log{len(list(folder.glob('log*'))) + 1}"
-        for path in (logged, reached):
-            path.unlink(missing_ok=True)
         own = ["--job.config_file=train_configs/debug_deepseek_v3.toml", f"--job.dump_folder={folder}", *plan.flags()]
         own += [f"--training.steps={steps}", "--training.seq_len=256", "--training.local_batch_size=1"]
         own += [f"--parallelism.expert_parallel_degree={self.args.ngpu}", "--metrics.no-enable_wandb"]
         own += ["--metrics.disable_color_printing", "--checkpoint.enable", f"--checkpoint.interval={EVERY}"]
         process = self.starter.start([*own, *KINDS[self.kind], *flags, *self.args.flags], log)
-        deadline = time.monotonic() + TIMEOUT + self.args.dead
-        try:
-            while process.poll() is None and not (killed and reached.exists()) and time.monotonic() < deadline:
-                time.sleep(0.05)
-        finally:  # Ctrl-C too
-            ended = process.poll() is not None
-            if not ended:
-                kill(process)
-        if ended == killed or (ended and process.returncode):
-            raise ValueError(f"run {folder.name} {'failed' if ended else 'got nowhere'}, {ending(log)}")
+        status, text = follow(process, log, steps, folder.name), log.read_text(errors="replace")
+        if killed != ("(SIGKILL)" in text) or (status and not killed):
+            raise ValueError(f"run {folder.name} {'was not killed' if killed else 'failed'}, {ending(log)}")
         say(f"{folder.name}, {log.name}: {'killed' if killed else 'ended'}")
-        return read_steps(logged) if logged.exists() else {}, log.read_text(errors="replace")
+        return read_steps(logged), text
 
-    def row(self, case: str, done: str, seen: str, log: str, run: Steps, against: str, other: Steps | None) -> None:
-        """Adds one, of a run that is compared with another one, unless that is None."""
-        row: Row = {"case": case, "run": self.kind, "what was done": done, "what it did": seen}
-        row |= {"the log says": log.replace(str(self.args.out), "OUT"), "steps": f"{min(run)} to {max(run)}"}
-        if other is not None:
-            row |= {"losses": "differ" if gap(run, other) else "equal", "largest gap": gap(run, other)}
-        self.rows.append(row | {"against": "" if other is None else against})
+    def row(self, case: str, done: str, seen: str, says: str, run: pd.DataFrame) -> dict[str, object]:
+        """Adds one: what was done, what the run did, and what its log says."""
+        says = says.replace(str(self.args.out), "OUT")
+        row = {"case": case, "run": self.kind, "what was done": done, "what it did": seen, "the log says": says}
+        self.rows.append(row | {"steps": f"{run.index.min()} to {run.index.max()}"})
+        return self.rows[-1]
 
-    def killed(self, point: str, whole: Steps, faults: Sequence[str] = ()) -> None:
+    def goes_on(self, case: str, plan: Plan, done: str, says: str, *flags: str) -> None:
+        """Starts the run of the case again; it is to have the losses of one that went through."""
+        run, log = self.train(case.partition(",")[0], plan, *flags)
+        row = self.row(case, done, line_of(log, "Training starts at step"), line_of(log, says), run)
+        row |= compared(run, self.collapsed if case == "rerun" else self.whole, "the same run that went through")
+
+    def kill(self, point: str, faults: tuple[str, ...] = ()) -> None:
         """Kills a run at a point, and lets it go on to the end."""
         step = FAULT - 1 if point == "checkpoint" else FAULT
         self.train(point, Plan((*faults, point), step, STEPS), killed=True)
-        run, log = self.train(point, Plan(tuple(faults), step, STEPS))
-        seen = line_of(log, "Training starts at step")
-        says = line_of(log, "MXFP8: step .* runs again" if point == "rerun" else "Loading the checkpoint from")
-        against = "the same run that nobody killed"
-        done = {
-            "step": "amid step",
-            "checkpoint": "amid the checkpoint of step",
-            "rerun": "amid the second run of step",
-        }
-        self.row(point, f"killed {done[point]} {step}", seen, says, run, against, whole)
+        when, says = KILLED[point]
+        self.goes_on(point, Plan(faults, step, STEPS), f"killed {when} {step}", says)
 
-    def make(self, of_bf16: dict[str, Steps]) -> None:
-        """Those asked for. ``of_bf16``, by case, is what bf16 did, which fills it; others are compared with it."""
+    def fault(self, case: str, done: str, plan: Plan, *flags: str, steps: int = STEPS) -> pd.DataFrame:
+        """Trains with a fault, and compares what it did with what bf16 did."""
+        run, log = self.train(case, plan, *flags, steps=steps)
+        row = self.row(case, done, described(run), line_of(log, FAULTS[case]), run)
+        if case in self.of_bf16:
+            row |= compared(run, self.of_bf16[case], "bf16 with the same fault")
+        elif self.kind == "bf16":
+            self.of_bf16[case] = run
+        return run
+
+    def make(self) -> None:
+        """The cases that are asked for."""
         cases = self.args.cases
-        whole, _ = self.train("whole", Plan())
+        self.whole, _ = self.train("whole", Plan())
         if torch.cuda.is_available():
             again, _ = self.train("again", Plan())
-            self.row("none", "the same run twice", described(again), "", again, "the first of the two", whole)
+            row = self.row("none", "the same run twice", described(again), "", again)
+            row |= compared(again, self.whole, "the first of the two")
         for point in filter(cases.__contains__, ("step", "checkpoint")):
-            self.killed(point, whole)
+            self.kill(point)
         if "rerun" in cases or "collapse" in cases:
-            collapsed, log = self.train("collapse", Plan(("collapse",), FAULT, STEPS))
-            self.fault("collapse", f"all tokens to the first experts from step {FAULT} on", collapsed, log, of_bf16)
+            done = f"all tokens to the first experts from step {FAULT} on"
+            self.collapsed = self.fault("collapse", done, Plan(("collapse",), FAULT, STEPS))
         if "rerun" in cases and self.kind == "bf16":
             words = "TorchTitan's dispatch counts rows, and no step runs again"
             self.rows.append({"case": "rerun", "run": self.kind, "what it did": words})
         elif "rerun" in cases:
-            self.killed("rerun", collapsed, ("collapse",))
+            self.kill("rerun", ("collapse",))
         if "nan" in cases:
-            self.take_back(whole, of_bf16)
+            self.fault("nan", f"a token's embedding NaN in step {FAULT}", Plan(("nan",), FAULT, FAULT))
+            done = f"from the checkpoint of step {FAULT - 1} on, without the NaN"
+            load = f"--checkpoint.load_step={FAULT - 1}"
+            self.goes_on("nan, again", Plan(), done, "Loading the checkpoint from", load)
         if "dead" in cases:
             last = STEPS + self.args.dead - 1
-            dead, log = self.train("dead", Plan(("dead",), STEPS, last), "--checkpoint.no-enable", steps=last + REVIVED)
-            self.fault("dead", f"expert 0 without tokens in steps {STEPS} to {last}", dead, log, of_bf16)
-
-    def take_back(self, whole: Steps, of_bf16: dict[str, Steps]) -> None:
-        """A run with a NaN, and once more from the checkpoint before it."""
-        ill, log = self.train("nan", Plan(("nan",), FAULT, FAULT))
-        self.fault("nan", f"a token's embedding NaN in step {FAULT}", ill, log, of_bf16)
-        well, log = self.train("nan", Plan(), f"--checkpoint.load_step={FAULT - 1}")
-        says = line_of(log, "Loading the checkpoint from")
-        done, seen = f"from the checkpoint of step {FAULT - 1} on, without the NaN", line_of(log, "Training starts")
-        self.row("nan, again", done, seen, says, well, "the run without a fault", whole)
-
-    def fault(self, case: str, done: str, run: Steps, log: str, of_bf16: dict[str, Steps]) -> None:
-        """The row of a run with a fault, which says what the run did and is compared with bf16's."""
-        pattern = {"nan": "loss: +nan", "collapse": "runs again", "dead": "got no tokens"}[case]
-        self.row(case, done, described(run), line_of(log, pattern), run, "bf16 with the same fault", of_bf16.get(case))
-        if self.kind == "bf16":
-            of_bf16[case] = run
+            plan, done = Plan(("dead",), STEPS, last), f"expert 0 without tokens in steps {STEPS} to {last}"
+            self.fault("dead", done, plan, "--checkpoint.no-enable", steps=last + REVIVED)
 
 
-def described(run: Steps) -> str:
+def compared(run: pd.DataFrame, other: pd.DataFrame, against: str) -> dict[str, object]:
+    """Columns of a run that is compared with another one."""
+    largest = gap(run, other)
+    return {"losses": "differ" if largest else "equal", "largest gap": largest, "against": against}
+
+
+def described(run: pd.DataFrame) -> str:
     """What a run did, in words."""
-    bad = [step for step, row in run.items() if not math.isfinite(row["loss"])]
-    losses = [row["loss"] for row in run.values()]
-    words = f"loss {losses[0]:.3f} to {losses[-1]:.3f}, " + (
-        f"not finite in steps {span(bad)}" if bad else "all finite"
-    )
-    without = [step for step, row in run.items() if not row["tokens of expert 0"]]
-    norms = max((row["grad_norm"] for row in run.values() if math.isfinite(row["grad_norm"])), default=math.nan)
-    share = max(row["largest share"] for row in run.values())
-    words += f"; gradient norms to {norms:.2f}; largest share of an expert {share:.2f}"
-    return words + (f"; expert 0 without tokens in steps {span(without)}" if without else "")
+    bad = run.index[~np.isfinite(run["loss"])]
+    without = run.index[run["tokens of expert 0"] == 0]
+    words = f"loss {run['loss'].iloc[0]:.3f} to {run['loss'].iloc[-1]:.3f}, "
+    words += f"not finite in steps {span(bad)}" if len(bad) else "all finite"
+    words += f"; gradient norms to {run['grad_norm'][np.isfinite(run['grad_norm'])].max():.2f}"
+    words += f"; largest share of an expert {run['largest share'].max():.2f}"
+    return words + (f"; expert 0 without tokens in steps {span(without)}" if len(without) else "")
 
 
 def span(steps: Iterable[int]) -> str:
@@ -218,7 +193,8 @@ def main(argv: Sequence[str]) -> None:
     add("--ngpu", type=int, default=2, help="processes, one per GPU [2]")
     add("--dead", type=int, default=200, metavar="STEPS", help="in which an expert gets no token [200]")
     add("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="[bf16 MXFP8]")
-    add("--cases", nargs="+", default=CASES, choices=CASES, help="[all]")
+    cases = [*KILLED, *FAULTS]
+    add("--cases", nargs="+", default=cases, choices=cases, help="[all]")
     add("--out", type=Path, default=Path("outputs/recovery"), help="[%(default)s]")
     own, flags = split_flags(argv)
     args = parser.parse_args(own, argparse.Namespace(flags=flags))
@@ -226,9 +202,9 @@ def main(argv: Sequence[str]) -> None:
     shutil.rmtree(args.out / "runs", ignore_errors=True)
     with ends_in_words("recovery", "the same command begins again"), Starter(args.ngpu, args.out / "runs") as starter:
         for kind in args.kinds:
-            study = Study(kind, args, starter)
+            study = Study(kind, args, starter, of_bf16)
             try:
-                study.make(of_bf16)
+                study.make()
             finally:
                 rows += study.rows
                 described_by = {"flags": " ".join(args.flags), "processes": str(args.ngpu)}

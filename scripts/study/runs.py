@@ -19,6 +19,7 @@ THROUGHPUT = "throughput(tps)"
 MEMORY = "memory/max_reserved(GiB)"
 STEP_TIME = "time_metrics/end_to_end(s)"
 HELD_OUT = "validation_metrics/loss"
+SCALARS = {"loss": LOSS, "tps": THROUGHPUT, "memory": MEMORY, "held_out": HELD_OUT, "seconds": STEP_TIME}  # of a Run
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -109,7 +110,6 @@ def read_run(folder: Path) -> Run:
     folder = folder.resolve()
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
-    tags = LOSS, THROUGHPUT, MEMORY, HELD_OUT, STEP_TIME
     logs, scalars = tensorboard_logs(folder), read_tensorboard(folder)
     if not logs:
         raise ValueError(f"{folder} holds no TensorBoard log: train with metrics.enable_tensorboard = true")
@@ -120,8 +120,7 @@ def read_run(folder: Path) -> Run:
         config = json.loads(saved.read_text()) if saved.is_file() else {}
     except ValueError as error:
         raise ValueError(f"{saved} is no JSON: {error}; without it configs are not compared") from error
-    loss, tps, memory, held_out, seconds = (scalars.get(tag, {}) for tag in tags)
-    return Run(name=folder.name, loss=loss, tps=tps, memory=memory, config=config, held_out=held_out, seconds=seconds)
+    return Run(name=folder.name, config=config, **{name: scalars.get(tag, {}) for name, tag in SCALARS.items()})
 
 
 def read_losses(path: Path) -> list[Run]:
@@ -130,12 +129,11 @@ def read_losses(path: Path) -> list[Run]:
     Raises:
         ValueError: the file is none.
     """
+    runs = []
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.DictReader(file))
-        names = [column.removesuffix(" loss") for column in (rows or [{}])[0] if column.endswith(" loss")]
-        runs = []
-        for name in names:
+        for name in [column.removesuffix(" loss") for column in (rows or [{}])[0] if column.endswith(" loss")]:
             loss, tps, held_out = (
                 {int(float(row["step"])): float(row[column]) for row in rows if row.get(column)}
                 for column in (f"{name} loss", f"{name} tps", f"{name} held-out")
@@ -152,7 +150,7 @@ def read_losses(path: Path) -> list[Run]:
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:
-    """The folders' names, all with as many of the folders above as it takes to tell them apart.
+    """The folders' names, or where two have the same name their ways from the folder above them all.
 
     Raises:
         ValueError: a folder is given twice.
@@ -161,11 +159,9 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
     for folder, path in zip(folders, paths, strict=True):
         if paths.count(path) > 1:
             raise ValueError(f"{folder} is given twice")
-    for parts in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-parts:]) for path in paths]
-        if len(set(names)) == len(names):
-            break
-    return names
+    names = [path.name for path in paths]
+    above = os.path.commonpath(paths)
+    return names if len(set(names)) == len(names) else [str(path.relative_to(above)) for path in paths]
 
 
 def tensorboard_logs(folder: Path) -> list[Path]:

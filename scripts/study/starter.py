@@ -14,12 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 
 
-class Starter:
+class Starter(AbstractContextManager):
     """Runs of a program in so many processes each. Its end as a context ends the processes that wait.
 
     Args:
@@ -32,12 +32,7 @@ class Starter:
         self._arguments = TemporaryDirectory()
         self._numbers = itertools.count()
 
-    def __enter__(self) -> "Starter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._waiting is not None:
             process, _, log = self._waiting
             process.terminate()

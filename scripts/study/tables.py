@@ -13,7 +13,9 @@ import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from scripts.progress import ends_in_words
 from scripts.result_files import env_of, gpu_of, training_gains
 from scripts.result_files import read_rows as read
 from scripts.study.conversions import FLOAT8, conversion_of
@@ -74,11 +76,6 @@ def recipe_of(run: str) -> str:
     return OURS if conversion.recipe == BF16.name else conversion.full_recipe or "mxfp8"
 
 
-def converted_of(run: str) -> str:
-    """What a run of bench_training.py converts: bf16 (nothing, or it is the control), grouped, linears or both."""
-    return "bf16" if recipe_of(run) == OURS else conversion_of(run).what
-
-
 def times(values: Sequence[float], digits: int = 2) -> str:
     """One ratio, or a range."""
     low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
@@ -101,6 +98,17 @@ def render(rows: Sequence[Cells]) -> str:
     return "".join([head, f"|{'---|' * len(columns)}\n", *body])
 
 
+class Trained(NamedTuple):
+    """A row of bench_training.py: times bf16's speed, what it converts (bf16: nothing, or it is the control), and what
+    of ``EXTRAS`` it is besides."""
+
+    row: Row
+    gain: float
+    recipe: str
+    what: str
+    extras: tuple[str, ...]
+
+
 def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", layers: str = "any") -> list[Cells]:
     """Tokens/s of training times bf16's with their range over repeats, and memory, of table.csv of bench_training.py: a
     row for each flavor and what was converted, one for runs with ``dispatch``, which has their control in a column, and
@@ -108,31 +116,30 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", layers:
     With ``layers`` of ``most`` each file's flavors with fewer layers than another one's are left out."""
     table, shown = [], [OURS, *recipes.split(",")]
     for path in paths:
-        rows = [row for row in read(path) if row.get("x") != ""]  # of those that bench_training.py refused, nothing
-        rows = [row for row in rows if FLOAT8 in shown or recipe_of(row["run"]) != FLOAT8]
-        flavors = dict.fromkeys(row.get("flavor", "") for row in rows)
+        trained = []
+        for row, gain in training_gains(read(path)):
+            recipe, run = recipe_of(row["run"]), conversion_of(row["run"])
+            extras = tuple(extra for extra in EXTRAS if extra in run.options)
+            if recipe != FLOAT8 or FLOAT8 in shown:
+                trained.append(Trained(row, gain, recipe, "bf16" if recipe == OURS else run.what, extras))
+        flavors = dict.fromkeys(run.row.get("flavor", "") for run in trained)
         if layers == "most":
             flavors = {re.sub(r"\d+layers", "", name): name for name in sorted(flavors, key=numbers_in)}.values()
         for flavor, extras in itertools.product(flavors, ((), ("dispatch",), ("dispatch", "graph"))):
-            of_kind = [row for row in rows if row.get("flavor", "") == flavor]
-            of_kind = [r for r in of_kind if recipe_of(r["run"]) in ("bf16", FLOAT8) or extras_of(r["run"]) == extras]
-            converted = dict.fromkeys(converted_of(row["run"]) for row in of_kind)
-            for what in [name for name in converted if name != "bf16"] or ["bf16"]:
-                chosen = [row for row in of_kind if converted_of(row["run"]) in ("bf16", what)]
-                by_recipe = {recipe_of(row["run"]): row for row in chosen}
-                gains = {recipe_of(row["run"]): gain for row, gain in training_gains(chosen)}
-                if "bf16" not in gains or not gains.keys() - {"bf16", FLOAT8}:
+            of_kind = [run for run in trained if run.row.get("flavor", "") == flavor]
+            of_kind = [run for run in of_kind if run.recipe in ("bf16", FLOAT8) or run.extras == extras]
+            for what in [name for name in dict.fromkeys(run.what for run in of_kind) if name != "bf16"] or ["bf16"]:
+                by_recipe = {run.recipe: run for run in of_kind if run.what in ("bf16", what)}
+                if not by_recipe.keys() - {"bf16", FLOAT8}:
                     continue
-                name = flavor_of(chosen[0], env_of(path))
+                name = flavor_of(by_recipe["bf16"].row, env_of(path))
                 model = MODELS.get(name, name) + ALONE.get(what, "") + "".join(EXTRAS[extra] for extra in extras)
-                cells = {"model": model, "GPUs": gpus_of(path)}
-                for recipe in shown:
-                    spread = between(by_recipe.get(recipe, {}).get("x, range") or "")
-                    cells[code(recipe)] = f"{gains[recipe]:.2f}{spread}" if recipe in gains else ""
-                gib = {recipe: float(row["memory GiB"]) for recipe, row in by_recipe.items()}
-                cells["memory"] = times([gib[recipe] / gib["bf16"] for recipe in shown if recipe in gib])
-                repeats = {int(row.get("repeats") or 1) for row in chosen if row["run"] != "bf16"}
-                cells["runs"] = " to ".join(map(str, sorted({min(repeats), max(repeats)})))
+                there = [by_recipe[recipe] for recipe in shown if recipe in by_recipe]
+                cells = {"model": model, "GPUs": gpus_of(path)} | dict.fromkeys(map(code, shown), "")
+                cells |= {code(run.recipe): f"{run.gain:.2f}{between(run.row.get('x, range') or '')}" for run in there}
+                gib = [float(run.row["memory GiB"]) / float(by_recipe["bf16"].row["memory GiB"]) for run in there]
+                repeats = {int(run.row.get("repeats") or 1) for run in by_recipe.values() if run.recipe != "bf16"}
+                cells["memory"], cells["runs"] = times(gib), times([*repeats], 0)
                 table.append(cells | {"folder": f"`{folder_of(path)}`"})
     return table
 
@@ -148,25 +155,20 @@ def flavor_of(row: Row, env: Row) -> str:
     return row.get("flavor") or (tomllib.loads((ROOT / config).read_text())["model"]["flavor"] if config else "")
 
 
-def extras_of(run: str) -> tuple[str, ...]:
-    """What a run of bench_training.py is besides what it converts, of ``EXTRAS``."""
-    return tuple(extra for extra in EXTRAS if extra in conversion_of(run).options)
-
-
-def moe_layers(*paths: Path, ranks: str = "2") -> list[Cells]:
-    """MoE layers of bench_moe_layer.py, times TorchTitan's. Where several files have a row the first one counts."""
+def moe_layers(*paths: Path) -> list[Cells]:
+    """MoE layers with dispatch of bench_moe_layer.py, times TorchTitan's. Where several files have a row the first one
+    counts."""
     found: dict[str, Cells] = {}
     for path in paths:
         for row in read(path):
             recipe, *how = row["way"].split()
-            if row["ranks"] != ranks or recipe == "torchtitan":
+            if recipe == "torchtitan" or how == ["off"]:
                 continue
             sizes = ", ".join(row[name] for name in ("tokens", "D", "H", "experts", "top_k"))
             label = f"{sizes} ({LAYERS.get(row['layer'], row['layer'])})"
             columns = dict.fromkeys((code(name) for name in ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")), "")
             cells = found.setdefault(label, {"tokens per GPU, D, H, experts, top-k": label} | columns)
-            column = code(recipe) + (", `dispatch` off" if how == ["off"] else "")
-            cells[column] = cells.get(column) or f"{float(row['x']):.2f}"
+            cells[code(recipe)] = cells[code(recipe)] or f"{float(row['x']):.2f}"
     return list(found.values())
 
 
@@ -281,18 +283,14 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--check", action="store_true", help="change nothing; status 1 where a table differs")
     args = parser.parse_args(argv)
     stale = []
-    try:
+    with ends_in_words("tables"):
         for path in FILES:
             text = path.read_text()
-            stale += [
-                f"{path.relative_to(ROOT)}: {found[1]}\nis\n{found[2]}and its CSVs say\n{table_of(found[1])}"
-                for found in MARKER.finditer(text)
-                if found[2] != table_of(found[1])
-            ]
+            for found in MARKER.finditer(text):
+                if found[2] != (table := table_of(found[1])):
+                    stale.append(f"{path.relative_to(ROOT)}: {found[1]}\nis\n{found[2]}and its CSVs say\n{table}")
             if not args.check:
                 path.write_text(rewritten(text))
-    except ValueError as error:
-        sys.exit(f"tables: {error}")
     if args.check and stale:
         sys.exit("\n".join(stale) + "python scripts/study/tables.py writes them anew")
     print(f"{len(stale)} tables {'differ' if args.check else 'written anew'}")

@@ -3,14 +3,12 @@
     torchrun --nproc-per-node=2 scripts/study/train_many.py runs.json
 
 runs.json lists {"out": folder, "flags": [flag of torchtitan.train, ...], "favoured_experts": 0}; of the last, another
-number has so many experts, the first ones of each layer, get every token. Each run leaves in its folder the hashes of
-the full weights before the first step, weights_<rank>.json, the clipped full gradients of that step,
-gradients_<rank>.pt, and at its end ``done``.
+number has so many experts, the first ones of each layer, get every token. Each run leaves in its folder the clipped
+full gradients of the first step, gradients_<rank>.pt, and at its end ``done``.
 """
 
 import argparse
 import gc
-import hashlib
 import json
 import os
 import sys
@@ -30,27 +28,21 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 class RecordingTrainer(train.Trainer):
-    """TorchTitan's trainer, and what it starts from and first computes, for comparison with other layouts."""
+    """TorchTitan's trainer, and what it first computes, for comparison with other layouts."""
 
     favoured_experts = 0
 
     def train_step(self, data_iterator) -> None:
         if self.step > 1:
             return super().train_step(data_iterator)
-        folder, rank = Path(self.job_config.job.dump_folder), int(os.environ["RANK"])
-        # every rank of a sharded model must gather
-        weights = {name: full(param) for name, param in self.named_parameters()}
-        hashes = {
-            name: hashlib.sha256(weight.view(torch.uint8).numpy()).hexdigest() for name, weight in weights.items()
-        }
-        (folder / f"weights_{rank}.json").write_text(json.dumps(hashes))
         for module in (module for part in self.model_parts for module in part.modules()):
             if isinstance(module, MoE):
                 module.expert_bias[: self.favoured_experts] += 100  # to scores between 0 and 1
         super().train_step(data_iterator)
-        gradients = {name: full(param.grad) for name, param in self.named_parameters()}
+        gradients = {name: full(param.grad) for name, param in self.named_parameters()}  # for which every rank gathers
+        rank = int(os.environ["RANK"])
         if rank % (self.parallel_dims.world_size // self.parallel_dims.pp) == 0:  # the first rank of a stage
-            torch.save(gradients, folder / f"gradients_{rank}.pt")
+            torch.save(gradients, Path(self.job_config.job.dump_folder) / f"gradients_{rank}.pt")
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Sorted by name, without what torch.compile and activation checkpointing put into it."""

@@ -88,7 +88,7 @@ class Turns:
 
 
 class FakeLink:
-    """``Link`` of a rank that is a thread; memory is poisoned."""
+    """``GroupLink`` of a rank that is a thread; memory is poisoned."""
 
     device = torch.device("cpu")
 

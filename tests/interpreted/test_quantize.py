@@ -1,12 +1,12 @@
 """What the contract does not ask of the quantisers, bit for bit against the reference: every number there is, sizes and
-strides that no layer has, and pad and unpad."""
+strides that no layer has."""
 
 from collections.abc import Iterator
 
 import contract
 import pytest
 import torch
-from contract import BF16, E4M3, EXACT, FORMATS, FP32, SQUARES, check_pad, check_quantize, check_quantize_both, wild
+from contract import BF16, E4M3, EXACT, FORMATS, FP32, SQUARES, check_quantize, check_quantize_both, wild
 from tiers import daily
 
 from scripts.bench.problems import SPREADS, group_sizes, make_offs
@@ -121,11 +121,3 @@ def test_dequantize(dtype: torch.dtype):
     for shape in ((70, 45), (2, 40, 96)):
         for block, block_mn in (("1x32", 1), ("32x32", 32)):
             contract.check_dequantize(wild(shape, FP32), OperandSpec(elem_dtype=dtype, block=block, block_mn=block_mn))
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_pad(dtype: torch.dtype):
-    for rows, sizes in ((100, [0, 1, 44]), (64, [64]), (90, [0, 0]), (75, [17, 0, 32, 26]), (0, [0, 0])):
-        for alignment, cols in ((16, 24), (32, 520), (48, 7), (128, 40)):
-            check_pad(wild((rows, cols), dtype), sizes, alignment)
-    check_pad(wild((400, 16), dtype), group_sizes("zipf", 390, 300), 16)

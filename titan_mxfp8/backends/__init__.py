@@ -83,29 +83,6 @@ class SwigluGradients(NamedTuple):
     dscores: Tensor | None
 
 
-class SwigluGemm(Protocol):
-    """``gemm_m_grouped`` by w1 and by w3, and ``swiglu`` of both, as one kernel that gives their bits."""
-
-    def __call__(
-        self,
-        a: Operand,
-        w1: Operand,
-        w3: Operand,
-        biases: tuple[Tensor | None, Tensor | None],
-        limit: float | None,
-        spec: OperandSpec,
-        offs: Tensor | None,
-    ) -> SwigluForward | None:
-        """None of what it cannot do: the separate kernels do that.
-
-        Args:
-            a, w1, w3: as ``a`` and ``b`` of ``gemm_m_grouped``.
-            biases: of both products.
-            limit, spec: as in ``swiglu``.
-            offs: as in both. What belongs to no group is undefined.
-        """
-
-
 class Backend(Protocol):
     """What a backend's module offers. All give the bits of ``format.reference``, and GEMMs equal up to the order of
     additions and the rounding of the output.
@@ -201,8 +178,10 @@ class Backend(Protocol):
                 holds anything there. None: every row.
         """
 
-    swiglu_gemm_m_grouped: "SwigluGemm | None"
-    """A kernel that makes both pre-activations and h at once; None where a backend has none."""
+    swiglu_gemm_m_grouped: Callable[..., SwigluForward | None] | None
+    """``gemm_m_grouped`` by w1 and by w3, and ``swiglu`` of both, as one kernel that gives their bits; None where a
+    backend has none. It takes ``a``, w1, w3, a pair of their biases, and limit, spec and offs of ``swiglu``, and gives
+    None of what it cannot do: the separate kernels do that. What belongs to no group is undefined."""
 
     @staticmethod
     def swiglu_backward(

@@ -35,7 +35,7 @@ import socket
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -50,25 +50,8 @@ from titan_mxfp8.moe.transport import DispatchHandle, Shared, Transport, gather_
 _VIEWS = 64  # of a buffer that are kept, of each kind
 
 
-class Link(Protocol):
-    """What a rank needs of the others; ``GroupLink`` but in tests."""
-
-    ranks: int
-    rank: int
-    device: torch.device
-
-    def gather(self, value: object) -> list:
-        """Every rank's ``value``, once the GPU has done what was asked of it."""
-
-    def allocate(self, size: int) -> tuple[Tensor, list[int]]:
-        """A buffer of ``size`` bytes, and where every rank's begins, as this one's kernels see it."""
-
-    def barrier(self) -> None:
-        """On the current stream: what comes after it waits for what every rank has before it."""
-
-
 class GroupLink:
-    """``Link`` over ``torch.distributed._symmetric_memory``."""
+    """What a rank needs of the others, over ``torch.distributed._symmetric_memory``."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
@@ -76,10 +59,12 @@ class GroupLink:
         self.handle = None
 
     def gather(self, value: object) -> list:
+        """Every rank's ``value``, once the GPU has done what was asked of it."""
         torch.cuda.synchronize(self.device)
         return gather_objects(value, self.group)
 
     def allocate(self, size: int) -> tuple[Tensor, list[int]]:
+        """A buffer of ``size`` bytes, and where every rank's begins, as this one's kernels see it."""
         symm_mem = _symmetric_memory()
         memory = symm_mem.empty(size, dtype=torch.uint8, device=self.device)
         self.handle = symm_mem.rendezvous(memory, group=self.group)
@@ -88,6 +73,7 @@ class GroupLink:
         return memory, [pointer + offset for pointer in self.handle.buffer_ptrs]
 
     def barrier(self) -> None:
+        """On the current stream: what comes after it waits for what every rank has before it."""
         self.handle.barrier(channel=0, timeout_ms=self._timeout_ms())
 
     def _timeout_ms(self) -> int:
@@ -102,7 +88,7 @@ class Symmetric(Transport):
     have more.
     """
 
-    def __init__(self, link: Link):
+    def __init__(self, link: GroupLink):
         super().__init__(link.ranks, link.rank, Shared())
         self.link = link
         self.layout: Layout | None = None

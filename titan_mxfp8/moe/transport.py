@@ -143,13 +143,16 @@ class Transport:
             TorchTitan's own dispatch, without padding.
 
         Raises:
-            ValueError: for shapes and dtypes other than these, on ranks that disagree about them, and for more tokens
-                than there is room for where it matters: with a capacity, or where the transport has memory for so many.
+            ValueError: for experts that the ranks do not divide, on ranks that disagree about shapes and dtypes, and
+                for more tokens than there is room for where it matters: with a capacity, or where the transport has
+                memory for so many.
             RuntimeError: in a call before there were more rows than its capacity (``WantedRows.check``).
         """
-        _check_routing(expert_ids, scores, experts, self.ranks)
+        if experts % self.ranks:
+            raise ValueError(
+                f"{experts} experts cannot be divided among {self.ranks} ranks of the expert-parallel group"
+            )
         tokens, slots = expert_ids.shape
-        check_payload(payload, tokens)
         self.agree(tokens, experts=experts, slots=slots, row_bytes=row_bytes(payload))
         self.shared.wanted.check()
         if capacity is not None and tokens > self.shared.room:
@@ -164,7 +167,6 @@ class Transport:
     def dispatch_with_handle(self, payload: list[Tensor], handle: DispatchHandle) -> list[Tensor]:
         """Other rows of the same tokens, (T, B_i), to the same destinations: gradients, in backward. Raises as
         ``dispatch``."""
-        check_payload(payload, handle.expert_ids.shape[0])
         self.shared.wanted.check()
         return self._dispatch_with_handle(payload, handle)
 
@@ -283,15 +285,6 @@ def read_later(x: Tensor) -> Callable[[], Tensor]:
     return wait
 
 
-def _check_routing(expert_ids: Tensor, scores: Tensor, experts: int, ranks: int) -> None:
-    if experts % ranks:
-        raise ValueError(f"{experts} experts cannot be divided among {ranks} ranks of the expert-parallel group")
-    if expert_ids.ndim != 2 or expert_ids.dtype.is_floating_point:
-        raise ValueError(f"expert_ids must be integers (T, K), got {expert_ids.dtype} {tuple(expert_ids.shape)}")
-    if scores.shape != expert_ids.shape or scores.dtype != torch.float32:
-        raise ValueError(f"scores must be float32 {tuple(expert_ids.shape)}, got {scores.dtype} {tuple(scores.shape)}")
-
-
 def gather_objects(value: object, group: dist.ProcessGroup) -> list:
     """Every rank's ``value``; of a group whose other ranks do not exist, as in a dry run, this one's."""
     if dist.get_backend(group) == "fake":
@@ -303,17 +296,4 @@ def gather_objects(value: object, group: dist.ProcessGroup) -> list:
 
 def row_bytes(payload: list[Tensor]) -> int:
     """Of a token's data and scales together."""
-    total = 0
-    for tensor in payload:
-        total += tensor.shape[1] * tensor.element_size()
-    return total
-
-
-def check_payload(payload: list[Tensor], tokens: int) -> None:
-    """Raises ValueError unless there are one or two contiguous (``tokens``, B)."""
-    right = len(payload) in (1, 2)
-    for x in payload:
-        right = right and x.ndim == 2 and x.shape[0] == tokens and x.is_contiguous()
-    if not right:
-        shapes = [tuple(x.shape) for x in payload]
-        raise ValueError(f"payload must be one or two contiguous tensors of {tokens} rows, got {shapes}")
+    return sum([tensor.shape[1] * tensor.element_size() for tensor in payload])

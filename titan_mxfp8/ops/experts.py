@@ -135,24 +135,6 @@ class Tokens(NamedTuple):
         return kernels.requantize(self.rowwise, 0, spec, offs)
 
 
-class WeightGradients(NamedTuple):
-    """How the gradients of w1, w3 and w2 are made.
-
-    Attributes:
-        dtype: of all three.
-        totals: fp32 gradients that they are added to; none: they are new.
-    """
-
-    dtype: torch.dtype
-    totals: list[torch.Tensor]
-
-    def multiply(self, i: int, dy: Operand, x: Operand, offs: torch.Tensor, kernels: Backend) -> torch.Tensor:
-        """That of the i-th."""
-        if not self.totals:
-            return kernels.gemm_k_grouped(dy, x, offs, self.dtype)
-        return kernels.gemm_k_grouped(dy, x, offs, torch.float32, self.totals[i])
-
-
 def row_spec(spec: OperandSpec) -> OperandSpec:
     """What x or g are quantised to before they travel: ``spec``, which the GEMM takes, or the FP8 that its bf16 values
     are made from, and whose scales it wants by groups."""
@@ -335,27 +317,36 @@ def weight_gradients(
     columnwise: Owned,
     tokens: Owned,
     needs: list[bool],
-    wanted: WeightGradients,
+    dtype: torch.dtype,
+    totals: list[torch.Tensor],
     offs: torch.Tensor,
     config: ExpertsConfig,
     kernels: Backend,
 ) -> list[torch.Tensor]:
-    """The gradient of w2, or those of w1 and w3, as ``wanted``.
+    """The gradient of w2, or those of w1 and w3.
 
     Args:
         columnwise: of ``HiddenGradients``: the score times h, or the gradients of gate and up; taken.
         tokens: the ``Tokens`` of g, or of x, taken: nothing needs them once they are quantised along M.
         needs: which of w1's, w3's and w2's; not w2's with others.
+        dtype: of new ones.
+        totals: fp32 gradients of all three that they are added to; none: they are new.
     """
     wgrad = config.gemms.plan.wgrad
+
+    def multiply(i: int, dy: Operand, x: Operand) -> torch.Tensor:
+        if totals:
+            return kernels.gemm_k_grouped(dy, x, offs, torch.float32, totals[i])
+        return kernels.gemm_k_grouped(dy, x, offs, dtype)
+
     if needs[2]:
         g = tokens.pop().along_tokens(wgrad.a, offs, kernels)
-        return [wanted.multiply(2, g, columnwise.pop(), offs, kernels)]
+        return [multiply(2, g, columnwise.pop())]
     x, grads = tokens.pop().along_tokens(wgrad.b, offs, kernels), []
     for i in (0, 1):
         dy = columnwise.pop(0)
         if needs[i]:
-            grads.append(wanted.multiply(i, dy, x, offs, kernels))
+            grads.append(multiply(i, dy, x))
         del dy
     return grads
 

@@ -28,7 +28,7 @@ from titan_mxfp8.ops.autograd import (
 )
 from titan_mxfp8.ops.checks import check_offs_values
 from titan_mxfp8.ops.config import MXConfig
-from titan_mxfp8.ops.experts import ExpertsConfig, HiddenGradients, Tokens, WeightGradients, Weights
+from titan_mxfp8.ops.experts import ExpertsConfig, HiddenGradients, Tokens, Weights
 from titan_mxfp8.ops.library import Operator, aligned
 
 
@@ -309,8 +309,7 @@ def expert_weight_gradients(
     kernels, offs, wgrad = backends.load(layer.gemms.backend, offs.device), aligned(offs), layer.plan.wgrad
     given = [layer.wgrad_tokens(tokens, sources, needs[2])]
     operands = [experts.operand_of(columnwise, spec, 0) for spec in ((wgrad.b,) if needs[2] else (wgrad.a, wgrad.a))]
-    wanted = WeightGradients(dtype, totals)
-    made = experts.weight_gradients(operands, given, needs, wanted, offs, layer, kernels)
+    made = experts.weight_gradients(operands, given, needs, dtype, totals, offs, layer, kernels)
     return [] if totals else made
 
 

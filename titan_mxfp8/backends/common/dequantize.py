@@ -9,11 +9,11 @@ from torch import Tensor
 
 from titan_mxfp8.backends.common.convert import from_elements, magnitude_bits, scale_byte, scale_value, through_elements
 from titan_mxfp8.backends.common.launch import Kernel
+from titan_mxfp8.backends.common.quantize import launch_rows
 from titan_mxfp8.backends.common.tiles import (
     Tile,
     amax_of_squares,
     as_matrices,
-    as_rows,
     is_past,
     load_tile,
     map_tiles,
@@ -61,7 +61,7 @@ def launch(
     if columnwise is not None:
         _launch_tiles(x, rowwise, columnwise, offs, source, places)
     elif offs is None and rowwise.spec.block == "1x32":
-        _launch_rows(x, rowwise)
+        launch_rows(x, rowwise)
     else:
         _launch_tiles(x, None, rowwise, offs, source)
 
@@ -95,24 +95,6 @@ def _dequantize_rows(
     at = row.to(tl.int64)[:, None] * cols + col
     values = from_elements(tl.load(qdata + at, mask=inside, other=0), E5M2) * scale_value(byte)[:, None]
     tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["blocks"])
-def _quantize_dequantize_rows(
-    x, out,
-    blocks_per_row, cols, row_stride,
-    blocks,
-    FLOOR: tl.constexpr, E5M2: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """One program: ``BLOCKS`` neighbouring 1x32 blocks, as in ``quantize._quantize_rows``."""
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    row = (block // blocks_per_row).to(tl.int64)[:, None]
-    col = (block % blocks_per_row)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    inside = (block < blocks)[:, None] & (col < cols)
-    values = tl.load(x + row * row_stride + col, mask=inside, other=0).to(tl.float32)
-    byte = scale_byte(tl.max(magnitude_bits(values), 1), FLOOR, E5M2)
-    values = through_elements(values, byte[:, None], E5M2)
-    tl.store(out + row * cols + col, values.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "row_blocks", "groups", "places_end"])
@@ -166,19 +148,7 @@ def _quantize_dequantize_tiles(
 
 
 _DEQUANTIZE_ROWS = Kernel(_dequantize_rows)
-_QUANTIZE_DEQUANTIZE_ROWS = Kernel(_quantize_dequantize_rows)
 _QUANTIZE_DEQUANTIZE_TILES = Kernel(_quantize_dequantize_tiles)
-
-
-def _launch_rows(x: Tensor, out: Operand) -> None:
-    rows = as_rows(x)
-    blocks_per_row = ceil_div(rows.cols, BLOCK_SIZE)
-    blocks = rows.rows * blocks_per_row
-    constants = (*rounding_of(out.spec), 64)
-    _QUANTIZE_DEQUANTIZE_ROWS.launch(
-        ceil_div(blocks, 64), (rows.x, out.data), (blocks_per_row, rows.cols, rows.row_stride), (blocks,), constants,
-        device=x.device,
-    )  # fmt: skip
 
 
 def _launch_tiles(

@@ -10,7 +10,8 @@ left is a product of two bf16 matrices, which torch's library does as fast as th
 M tokens, N out features, K in features, E experts; C is a contraction axis and D the other one of ``b``.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +29,7 @@ GROUP_M = 8  # rows of tiles that are in flight together, see gemm_kernels
 _FORMAT = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiles:
+class Tiles(NamedTuple):
     """A launch configuration: tiles of (bm, bn), ``bc`` elements of the contraction at a time.
 
     ``programs`` run on a multiprocessor at once: with two, one stores its tile while the other multiplies.
@@ -43,25 +43,18 @@ class Tiles:
     programs: int
 
 
-def _large_and_small(*rows: tuple[int, int, int, int, int, int]) -> tuple[Tiles, Tiles]:
-    """Two ``Tiles`` of rows that list their fields."""
-    names = ("bm", "bn", "bc", "warps", "stages", "programs")
-    large, small = (Tiles(**dict(zip(names, row, strict=True))) for row in rows)
-    return large, small
-
-
 # The large and the small tiles of each variant. Those of bf16_tma were chosen on an H200 (``results/``,
 # 2026-11-21_h200_triton_grouped_mm), the others have never run on their hardware. tests/test_triton_gemm_aot.py holds
 # all to no spills and to the shared memory there is (SM89 has 99 KiB, gfx942 64). AMD's scheduler keeps one stage
 # fewer in flight, and spills with three.
 TILES: dict[Mma, tuple[Tiles, Tiles]] = {
-    "scaled": _large_and_small((128, 256, 128, 8, 3, 1), (128, 128, 128, 4, 3, 2)),
-    "bf16_tma": _large_and_small((128, 256, 64, 8, 4, 1), (128, 128, 64, 4, 3, 2)),
-    "bf16": _large_and_small((128, 128, 64, 8, 3, 1), (64, 128, 64, 4, 3, 2)),
+    "scaled": (Tiles(128, 256, 128, 8, 3, 1), Tiles(128, 128, 128, 4, 3, 2)),
+    "bf16_tma": (Tiles(128, 256, 64, 8, 4, 1), Tiles(128, 128, 64, 4, 3, 2)),
+    "bf16": (Tiles(128, 128, 64, 8, 3, 1), Tiles(64, 128, 64, 4, 3, 2)),
 }
 AMD_TILES: dict[Mma, tuple[Tiles, Tiles]] = {
-    "scaled": _large_and_small((256, 128, 128, 8, 2, 1), (128, 128, 128, 4, 2, 2)),
-    "bf16": _large_and_small((128, 256, 64, 8, 2, 1), (128, 128, 64, 8, 2, 2)),
+    "scaled": (Tiles(256, 128, 128, 8, 2, 1), Tiles(128, 128, 128, 4, 2, 2)),
+    "bf16": (Tiles(128, 256, 64, 8, 2, 1), Tiles(128, 128, 64, 8, 2, 2)),
 }
 # A tile of the weight gradient contracts one group's tokens. With 512 in a group (8 groups) small tiles took 9% less
 # time than large ones on an H200, with 1000 (32 groups) as long.

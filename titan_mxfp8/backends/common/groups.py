@@ -1,4 +1,4 @@
-"""Where the rows of ragged token groups go: a table made on the device, read by the quantise, pad and unpad kernels."""
+"""Where the rows of ragged token groups go: a table made on the device, read by the quantise kernels."""
 
 from typing import NamedTuple
 

@@ -1,12 +1,12 @@
-"""Quantise kernels: 1x32 along the last axis, along another one with transposed output, both in one read, and 32x32.
+"""Quantise kernels of 1x32 blocks: along the last axis, along another one with transposed output, both in one read.
 
 Host tensors have R rows, C columns and B matrices; P is R to a multiple of 32, or with ragged groups
 ``ragged_rows(R, groups)``.
 
-| output     | elements  | scales 1x32    | scales 32x32        |
-|------------|-----------|----------------|---------------------|
-| rowwise    | (B, R, C) | (B, R, C / 32) | (B, R / 32, C / 32) |
-| columnwise | (B, C, P) | (B, C, P / 32) | (B, C / 32, P / 32) |
+| output     | elements  | scales         |
+|------------|-----------|----------------|
+| rowwise    | (B, R, C) | (B, R, C / 32) |
+| columnwise | (B, C, P) | (B, C, P / 32) |
 
 On an H200 the L2 is what limits: it takes as long for a byte of a 32-byte sector as for the sector. So stores are whole
 sectors wherever a program has them, and where both outputs are made, with 4 scales in a row each, a second kernel
@@ -18,11 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_mxfp8.backends.common.convert import magnitude_bits, reciprocal_scale, scale_byte, to_elements
+from titan_mxfp8.backends.common.convert import (
+    magnitude_bits,
+    reciprocal_scale,
+    scale_byte,
+    through_elements,
+    to_elements,
+)
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.tiles import (
-    ABSENT,
-    SEGMENT_BYTES,
     Tile,
     as_matrices,
     as_rows,
@@ -31,14 +35,11 @@ from titan_mxfp8.backends.common.tiles import (
     in_rows,
     is_past,
     load_tile,
-    load_values,
     map_tiles,
-    of_columns,
     rounding_of,
     rows_to_elements,
     rowwise_scales,
     source_of,
-    square_scales,
     store_matrix,
     tile_position,
     tile_rows,
@@ -56,11 +57,9 @@ COLUMNWISE_TILE = Tile(rows=256, segments=1)
 def launch(
     x: Tensor, rowwise: Operand | None, columnwise: Operand | None, offs: Tensor | None, source: Operand | None
 ) -> None:
-    """Fills operands of exact FP8, see ``quantizers.LAUNCHES``."""
-    if (rowwise or columnwise).spec.block == "32x32":
-        _launch_squares(x, rowwise, columnwise)
-    elif columnwise is None:
-        _launch_rows(x, rowwise)
+    """Fills operands of exact FP8 in 1x32 blocks, see ``quantizers.LAUNCHES``."""
+    if columnwise is None:
+        launch_rows(x, rowwise)
     else:
         _launch_tiles(x, rowwise, columnwise, offs, source)
 
@@ -72,7 +71,8 @@ def _quantize_rows(
     blocks,
     FLOOR: tl.constexpr, E5M2: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One program: ``BLOCKS`` neighbouring 1x32 blocks, counted through the rows.
+    """One program: ``BLOCKS`` neighbouring 1x32 blocks, counted through the rows: elements and scales, or without
+    ``scale`` the quantised values.
 
     Rows of 70 columns have ``blocks_per_row = 3``: block 4 is row 1, columns 32..63, and block 5 is row 1, columns
     64..69.
@@ -83,9 +83,13 @@ def _quantize_rows(
     inside = (block < blocks)[:, None] & (col < cols)
     values = tl.load(x + row * row_stride + col, mask=inside, other=0).to(tl.float32)
     byte = scale_byte(tl.max(magnitude_bits(values), 1), FLOOR, E5M2)
-    elements = to_elements(values * reciprocal_scale(byte)[:, None], byte[:, None], E5M2)
-    tl.store(qdata + row * cols + col, elements, mask=inside)
-    tl.store(scale + block, byte.to(tl.uint8), mask=block < blocks)
+    if scale is None:
+        values = through_elements(values, byte[:, None], E5M2)
+        tl.store(qdata + row * cols + col, values.to(qdata.dtype.element_ty), mask=inside)
+    else:
+        elements = to_elements(values * reciprocal_scale(byte)[:, None], byte[:, None], E5M2)
+        tl.store(qdata + row * cols + col, elements, mask=inside)
+        tl.store(scale + block, byte.to(tl.uint8), mask=block < blocks)
 
 
 @triton.jit(do_not_specialize=["rows", "padded_blocks", "row_blocks", "groups"])
@@ -201,62 +205,19 @@ def place_rows(program, pieces, scale, rows, width, PIECE: tl.constexpr):
     store_matrix(scale + batch * rows * width, tl.reshape(values, (ROWS, 32)), row, rows, byte, width)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _quantize_squares(
-    x, rowwise_qdata, rowwise_scale, columnwise_qdata, columnwise_scale,
-    cols, batch_stride, row_stride,
-    rows,
-    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
-    BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
-):  # fmt: skip
-    """One program: a tile of one matrix in 32x32 blocks, stored as it lies (``ROWWISE``), transposed (``COLUMNWISE``),
-    or both ways."""
-    ROWS: tl.constexpr = BLOCKS * 32
-    COLS: tl.constexpr = SEGMENTS * SEGMENT
-    col_tiles = tl.cdiv(cols, COLS)
-    row_blocks = tl.cdiv(rows, 32)
-    col_blocks = tl.cdiv(cols, 32)
-    batch, tile_row, tile_col = tile_position(col_tiles, tl.cdiv(row_blocks, BLOCKS))
-    values = load_values(
-        x + batch * batch_stride, None, rows, cols, row_stride, tile_row, tile_col, row_blocks,
-        False, BLOCKS, SEGMENTS, SEGMENT,
-    )  # fmt: skip
-    byte = square_scales(values, FLOOR, E5M2)
-    wide = of_columns(byte)
-    byte = tl.reshape(byte, (BLOCKS, COLS // 32))
-    row = tile_row * ROWS + tl.arange(0, ROWS)
-    col = tile_col * COLS + tl.arange(0, COLS)
-    row_block = tile_row * BLOCKS + tl.arange(0, BLOCKS)
-    col_block = tile_col * (COLS // 32) + tl.arange(0, COLS // 32)
-    if ROWWISE:
-        scaled = values * reciprocal_scale(wide)[None, :, :, None, :]
-        elements = to_elements(scaled, wide[None, :, :, None, :], E5M2)
-        store_matrix(rowwise_qdata + batch * rows * cols, in_rows(elements), row, rows, col, cols)
-        store_matrix(
-            rowwise_scale + batch * row_blocks * col_blocks, byte, row_block, row_blocks, col_block, col_blocks
-        )
-    if COLUMNWISE:
-        elements = transposed(columns_to_elements(values, wide, E5M2))
-        padded_rows = row_blocks * 32
-        store_matrix(columnwise_qdata + batch * padded_rows * cols, elements, col, cols, row, padded_rows)
-        columnwise_scale += batch * row_blocks * col_blocks
-        store_matrix(columnwise_scale, tl.trans(byte), col_block, col_blocks, row_block, row_blocks)
-
-
 _QUANTIZE_ROWS = Kernel(_quantize_rows)
 _QUANTIZE_TILES = Kernel(_quantize_tiles)
 _PLACE_SCALES = Kernel(_place_scales)
-_QUANTIZE_SQUARES = Kernel(_quantize_squares)
 
 
-def _launch_rows(x: Tensor, out: Operand) -> None:
-    """1x32 blocks along the last axis."""
+def launch_rows(x: Tensor, out: Operand) -> None:
+    """1x32 blocks along the last axis, in FP8 or, of an operand without scales, in bf16."""
     rows = as_rows(x)
-    blocks = out.scale.numel()
-    constants = (*rounding_of(out.spec), 64)
+    blocks_per_row = ceil_div(rows.cols, BLOCK_SIZE)
+    blocks = rows.rows * blocks_per_row
     _QUANTIZE_ROWS.launch(
-        ceil_div(blocks, 64), (rows.x, out.data, out.scale), (out.scale.shape[-1], rows.cols, rows.row_stride),
-        (blocks,), constants, device=x.device,
+        ceil_div(blocks, 64), (rows.x, out.data, out.scale), (blocks_per_row, rows.cols, rows.row_stride), (blocks,),
+        (*rounding_of(out.spec), 64), device=x.device,
     )  # fmt: skip
 
 
@@ -300,19 +261,3 @@ def _launch_tiles(
             (rowwise_width, matrices.cols), (rowwise_programs, matrices.rows, padded_blocks),
             (tile_cols // BLOCK_SIZE, tile.blocks), device=x.device,
         )  # fmt: skip
-
-
-def _launch_squares(x: Tensor, rowwise: Operand | None, columnwise: Operand | None) -> None:
-    """32x32 blocks, as ``x`` lies, with the last two axes swapped, or both."""
-    spec, matrices = (rowwise or columnwise).spec, as_matrices(x, x.ndim - 2)
-    tile, segment = BOTH_TILE, SEGMENT_BYTES // x.element_size()
-    row_tiles = ceil_div(ceil_div(matrices.rows, BLOCK_SIZE), tile.blocks)
-    programs = matrices.batches * row_tiles * ceil_div(matrices.cols, tile.segments * segment)
-    tensors = matrices.x, *(rowwise or ABSENT)[:2], *(columnwise or ABSENT)[:2]
-    constants = (
-        rowwise is not None, columnwise is not None, *rounding_of(spec),
-        tile.blocks, tile.segments, segment,
-    )  # fmt: skip
-    _QUANTIZE_SQUARES.launch(
-        programs, tensors, matrices.sizes, (matrices.rows,), constants, device=x.device, warps=tile.warps,
-    )  # fmt: skip

@@ -19,10 +19,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from titan_mxfp8.backends.common import dequantize, rebase, swizzled
+from titan_mxfp8.backends.common import dequantize, rebase, squares, swizzled
 from titan_mxfp8.backends.common import quantize as exact
 from titan_mxfp8.backends.common.tiles import lies_transposed
 from titan_mxfp8.format import reference
+from titan_mxfp8.format.mx import Block
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.format.swizzle import unswizzle
 
@@ -32,12 +33,17 @@ Launch = Callable[[Tensor, Operand | None, Operand | None, Tensor | None, Operan
 # launch(x, rowwise, columnwise, offs, source) fills the operands along the last axis of ``x`` and along another one,
 # mostly the one before it; None: not wanted. ``offs`` are of ragged groups along the latter, or of rows where scales
 # lie by groups (``OperandSpec.grouped_scales``). With a ``source`` ``x`` has its FP8 elements, else values.
-LAUNCHES: dict[Layout, Launch] = {
-    "qdq": dequantize.launch,
-    "fp8": exact.launch,
-    "coalesced": rebase.launch,
-    "mn_major": rebase.launch,
-    "swizzled": swizzled.launch,
+LAUNCHES: dict[tuple[Layout, Block], Launch] = {
+    ("qdq", "1x32"): dequantize.launch,
+    ("qdq", "32x32"): dequantize.launch,
+    ("fp8", "1x32"): exact.launch,
+    ("fp8", "32x32"): squares.launch,
+    ("coalesced", "1x32"): rebase.launch,
+    ("coalesced", "32x32"): squares.launch,
+    ("mn_major", "1x32"): rebase.launch,
+    ("mn_major", "32x32"): squares.launch,
+    ("swizzled", "1x32"): swizzled.launch,
+    ("swizzled", "32x32"): swizzled.launch,
 }
 
 
@@ -64,7 +70,7 @@ def quantize(x: Tensor, axis: int, spec: OperandSpec, offs: Tensor | None) -> Op
         if offs is not None and is_last and not spec.grouped_scales:  # no GEMM wants this, so it may cost a copy
             return quantize(x.mT.contiguous(), other, spec, offs)._replace(axis=axis)
     operand = spec.empty(x, axis, None if offs is None else offs.shape[0])
-    LAUNCHES[layout](x, operand if is_last else None, None if is_last else operand, offs, None)
+    LAUNCHES[layout, spec.block](x, operand if is_last else None, None if is_last else operand, offs, None)
     return operand
 
 
@@ -89,7 +95,7 @@ def quantize_both(
         return second._replace(axis=last), first._replace(axis=last - 1)
     groups = None if offs is None else offs.shape[0]
     operands = rowwise.empty(x, last, groups if rowwise.grouped_scales else None), columnwise.empty(x, last - 1, groups)
-    LAUNCHES[layout](x, *operands, offs, None)
+    LAUNCHES[layout, rowwise.block](x, *operands, offs, None)
     return operands
 
 
@@ -119,17 +125,17 @@ def requantize(
     groups = None if offs is None else offs.shape[0]
     if places is None:
         operand = spec.empty(rows.data, 0, groups)
-        LAUNCHES[layout](rows.data, None, operand, offs, rows)
+        LAUNCHES[layout, spec.block](rows.data, None, operand, offs, rows)
     else:
         operand = spec.empty(rows.data[:1].expand(places.shape[0], -1), 0, groups)
         (dequantize if layout == "qdq" else rebase).launch(rows.data, None, operand, offs, rows, places)
     return operand
 
 
-def _requantize_squares(squares: Operand, axis: int, spec: OperandSpec) -> Operand:
+def _requantize_squares(w: Operand, axis: int, spec: OperandSpec) -> Operand:
     """What Hopper multiplies is made by a kernel; layouts of others, where no run has gathered weights, by torch."""
     if layout_of(spec) not in ("coalesced", "mn_major"):
-        return reference.requantize(squares, axis, spec)
-    operand, is_last = spec.empty(squares.data, axis, None), axis == squares.axis
-    rebase.launch(squares.data, operand if is_last else None, None if is_last else operand, None, squares)
+        return reference.requantize(w, axis, spec)
+    operand, is_last = spec.empty(w.data, axis, None), axis == w.axis
+    squares.launch(w.data, operand if is_last else None, None if is_last else operand, None, w)
     return operand

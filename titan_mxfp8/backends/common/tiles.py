@@ -42,6 +42,8 @@ class Tile:
 
 # Columns of a segment of FP8 rows: a thread then holds as many numbers as of bf16.
 FP8_SEGMENT = 64
+# Tiles of 128 x 128, by the columns of a segment.
+BOTH_TILES = {segment: Tile(rows=128, segments=128 // segment) for segment in (32, 64)}
 
 
 @triton.jit

@@ -74,50 +74,13 @@ def gemm_m_grouped(
     out_dtype: torch.dtype,
     zero_tail: bool = True,
     second: tuple[Operand, Operand] | None = None,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """``Backend.gemm_m_grouped`` of 1x32 blocks by 32x32 ones, or of 1x128 by 32x128; in bf16 also plus the product of
-    two more operands of the same shapes and specs, rounded once.
+    two more operands of the same shapes and specs, rounded once. With given tiles for measurements.
 
     Products of a row's and a column's scale below 2^-126 may be taken for zero, those from 2^128 on are infinite.
     """
-    tiles, others = tiles_for(a, b)
-    out = torch.empty((a.data.shape[0], b.data.shape[1]), dtype=out_dtype, device=a.data.device)
-    if multiply_m_grouped(a, b, offs, bias, out, tiles, zero_tail=zero_tail, second=second):
-        multiply_m_grouped(a, b, offs, bias, out, others, run=False, zero_tail=zero_tail, second=second)
-    return out
-
-
-def tiles_for(a: Operand, b: Operand) -> tuple[Tiles, Tiles]:
-    """The tiles for so many rows, and those that other numbers of them will take."""
-    few = a.data.shape[0] < 768 * b.data.shape[0]  # on average in a group
-    return (FEW_ROWS, M_GROUPED) if few else (M_GROUPED, FEW_ROWS)
-
-
-def gemm_k_grouped(
-    a: Operand, b: Operand, offs: Tensor | None, out_dtype: torch.dtype, add_to: Tensor | None = None
-) -> Tensor:
-    """``Backend.gemm_k_grouped`` of 1x128 blocks."""
-    experts = 1 if offs is None else offs.shape[0]
-    out = add_to
-    if out is None:
-        out = torch.empty((experts, a.data.shape[0], b.data.shape[0]), dtype=out_dtype, device=a.data.device)
-    multiply_k_grouped(a, b, offs, out, K_GROUPED, add=add_to is not None)
-    return out
-
-
-def multiply_m_grouped(
-    a: Operand,
-    b: Operand,
-    offs: Tensor | None,
-    bias: Tensor | None,
-    out_MD: Tensor,
-    tiles: Tiles,
-    run: bool = True,
-    zero_tail: bool = True,
-    second: tuple[Operand, Operand] | None = None,
-) -> bool:
-    """``gemm_m_grouped`` with given tiles, into ``out_MD``, ``second`` another product of the same shapes and specs;
-    not ``run``: compiles only. Whether the kernel was new."""
     (m, c), d = a.data.shape, b.data.shape[1]
     copies = 4 if a.spec.block_k == STAGE else 1
     products = []
@@ -125,19 +88,37 @@ def multiply_m_grouped(
         assert [(x.data.shape, x.spec) for x in pair] == [(x.data.shape, x.spec) for x in (a, b)], pair
         scales = decode_scales(*pair, d // BLOCK_SIZE, ceil_div(c, STAGE), copies, end=m, offs=offs)
         products.append(_Product(*pair, scales))
-    return _launch(products, out_MD, bias, offs, tiles, k_grouped=False, run=run, zero_tail=zero_tail)
+    out = torch.empty((m, d), dtype=out_dtype, device=a.data.device)
+    for i, chosen in enumerate((tiles,) if tiles else tiles_for(a, b)):
+        if not _launch(products, out, bias, offs, chosen, k_grouped=False, run=i == 0, zero_tail=zero_tail):
+            break
+    return out
 
 
-def multiply_k_grouped(
-    a: Operand, b: Operand, offs: Tensor | None, out_ENK: Tensor, tiles: Tiles, add: bool = False
-) -> bool:
-    """``gemm_k_grouped`` with given tiles, into ``out_ENK`` or, with ``add``, added to it. Whether the kernel was
-    new."""
-    m = a.data.shape[1]
-    if m == 0 and not add:
-        out_ENK.zero_()
-    scales = decode_scales(a, b, b.data.shape[0], ceil_div(m, STAGE), copies=1, end=m, offs=offs, k_grouped=True)
-    return _launch([_Product(a, b, scales)], out_ENK, None, offs, tiles, k_grouped=True, add=add)
+def tiles_for(a: Operand, b: Operand) -> tuple[Tiles, Tiles]:
+    """The tiles for so many rows, and those that other numbers of them will take: once the first are compiled, those
+    are compiled too."""
+    few = a.data.shape[0] < 768 * b.data.shape[0]  # on average in a group
+    return (FEW_ROWS, M_GROUPED) if few else (M_GROUPED, FEW_ROWS)
+
+
+def gemm_k_grouped(
+    a: Operand,
+    b: Operand,
+    offs: Tensor | None,
+    out_dtype: torch.dtype,
+    add_to: Tensor | None = None,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """``Backend.gemm_k_grouped`` of 1x128 blocks; with given tiles for measurements."""
+    (n, m), k, out = a.data.shape, b.data.shape[0], add_to
+    if out is None:
+        experts = 1 if offs is None else offs.shape[0]
+        make = torch.empty if m else torch.zeros
+        out = make((experts, n, k), dtype=out_dtype, device=a.data.device)
+    scales = decode_scales(a, b, k, ceil_div(m, STAGE), copies=1, end=m, offs=offs, k_grouped=True)
+    _launch([_Product(a, b, scales)], out, None, offs, tiles or K_GROUPED, k_grouped=True, add=add_to is not None)
+    return out
 
 
 class _Product(NamedTuple):

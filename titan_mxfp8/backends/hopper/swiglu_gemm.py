@@ -45,42 +45,39 @@ from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
 
 
-def swiglu_gemm(a: Operand, w1: Operand, w3: Operand, spec: OperandSpec, offs: Tensor | None) -> SwigluForward:
-    """``Backend.swiglu_gemm_m_grouped`` of 1x128 blocks by 32x128, of features in whole blocks of 128."""
-    shape, device = (a.data.shape[0], w1.data.shape[1]), a.data.device
-    gate, up = (torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
-    out = SwigluForward(gate, up, spec.empty(gate, 1, None))
-    tiles, others = gemm.tiles_for(a, w1)
-    if multiply(a, w1, w3, out, offs, tiles):
-        multiply(a, w1, w3, out, offs, others, run=False)
-    return out
-
-
-def multiply(
-    a: Operand, w1: Operand, w3: Operand, out: SwigluForward, offs: Tensor | None, tiles: gemm.Tiles, run: bool = True
-) -> bool:
-    """``swiglu_gemm`` with given tiles, into ``out``; not ``run``: compiles only. Whether the kernel was new."""
-    gate, up, h = out
-    (m, c), features = a.data.shape, w1.data.shape[1]
-    assert tiles.parts == tiles.warpgroups and features % 128 == 0 and h.spec.block_k == 128, (tiles, features, h.spec)
+def swiglu_gemm(
+    a: Operand, w1: Operand, w3: Operand, spec: OperandSpec, offs: Tensor | None, tiles: gemm.Tiles | None = None
+) -> SwigluForward:
+    """``Backend.swiglu_gemm_m_grouped`` of 1x128 blocks by 32x128, of features in whole blocks of 128; with given tiles
+    for measurements."""
+    (m, c), features, device = a.data.shape, w1.data.shape[1], a.data.device
+    gate, up = (torch.empty((m, features), dtype=torch.bfloat16, device=device) for _ in range(2))
+    h = spec.empty(gate, 1, None)
+    assert features % 128 == 0 and spec.block_k == 128, (features, spec)
     columns, stages = features // BLOCK_SIZE, ceil_div(c, STAGE)
     scales = decode_scales(a, w1, columns, stages, copies=4, end=m, offs=offs)
     scales_3 = decode_scales(a, w3, columns, stages, copies=4, end=m, offs=offs, with_rows=False)
     shapes, dtypes = (a.data.shape, w1.data.shape, gate.shape), (a.data.dtype, w1.data.dtype, gate.dtype)
-    plan = gemm.plan_launch(shapes, dtypes, scales.layout, tiles, False, False, False)
-    a_tile, w_tile, row_scale, column_scale, _ = plan.layouts
+    tensors = a.data, w1.data, scales.buffer, scales.buffer, w3.data, scales_3.buffer, gate, up, h.data
     in_bf16, in_fp8 = (
         TileLayout(dtype, (m, features), (PART, STAGE), gluon=True) for dtype in (gate.dtype, h.data.dtype)
     )
-    tensors = a.data, w1.data, scales.buffer, scales.buffer, w3.data, scales_3.buffer, gate, up, h.data
-    layouts = a_tile, w_tile, row_scale, column_scale, w_tile, column_scale._replace(offset=0), in_bf16, in_bf16, in_fp8
-    return _SWIGLU_GEMM.launch(
-        min(plan.tiles, multiprocessors(gate.device)) if run else 0,
-        (gate, up, h.data, h.scale, offs, scales.buffer[scales.layout.size :]),
-        plan.sizes, plan.counts,
-        (scales.layout.copies, *rounding_of(h.spec), tiles.warpgroups, tiles.stages, gemm.GROUP_M, *tiles.registers),
-        device=gate.device, descriptors=tuple(map(descriptor, tensors, layouts)),
-    )  # fmt: skip
+    for i, chosen in enumerate((tiles,) if tiles else gemm.tiles_for(a, w1)):
+        assert chosen.parts == chosen.warpgroups, chosen
+        plan = gemm.plan_launch(shapes, dtypes, scales.layout, chosen, False, False, False)
+        a_tile, w_tile, row_scale, column_scale, _ = plan.layouts
+        layouts = a_tile, w_tile, row_scale, column_scale, w_tile, column_scale._replace(offset=0), in_bf16, in_bf16
+        is_new = _SWIGLU_GEMM.launch(
+            min(plan.tiles, multiprocessors(device)) if i == 0 else 0,
+            (gate, up, h.data, h.scale, offs, scales.buffer[scales.layout.size :]),
+            plan.sizes, plan.counts,
+            (scales.layout.copies, *rounding_of(spec), chosen.warpgroups, chosen.stages, gemm.GROUP_M,
+             *chosen.registers),
+            device=device, descriptors=tuple(map(descriptor, tensors, (*layouts, in_fp8))),
+        )  # fmt: skip
+        if not is_new:
+            break
+    return SwigluForward(gate, up, h)
 
 
 @gluon.jit
