@@ -8,10 +8,8 @@
 # do in training; --model.converters= gives its bf16 half. Neither tokenizer nor data are needed. A config that cannot
 # be trained is reported with the reason, and the exit status is 1.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
-here=$PWD
-cd "$(dirname "$0")/.."
+. "$(dirname "$0")/launch.sh"
 root=$PWD
-. scripts/launch.sh
 . scripts/setup.sh
 cd "$here"
 CUDA_VISIBLE_DEVICES='' HIP_VISIBLE_DEVICES='' exec "$program" "$root/scripts/check_configs.py" "$@"

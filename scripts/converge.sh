@@ -11,10 +11,8 @@
 #     NGPU    processes of one run, one per GPU [1]
 #     PYTHON  a Python to be used as it is [set up .venv]
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
-here=$PWD
-cd "$(dirname "$0")/.."
+. "$(dirname "$0")/launch.sh"
 root=$PWD
-. scripts/launch.sh
 . scripts/setup.sh
 check_gpu
 export WANDB_PROJECT=${WANDB_PROJECT:-titan_mxfp8} # as scripts/launch.sh does

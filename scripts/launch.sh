@@ -1,8 +1,9 @@
 # shellcheck shell=bash
-# Shared by the launchers, which source it from the repository's root, with the folder in which they were called in `here`.
-# --help prints the comment at the top of the launcher.
+# Shared by the launchers: goes to the repository's root and leaves the folder in which they were called in `here`. --help
+# prints the comment at the top of the launcher.
 set -euo pipefail
 here=${here:-$PWD}
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # from_here PATH: a path of the caller's folder as it is called in the repository's root.
 from_here() {
@@ -14,13 +15,16 @@ from_here() {
 
 case ${1:-} in --help | -h) awk 'NR > 1 { if (!/^#( |$)/) exit; sub(/^# ?/, ""); print }' "$(from_here "$0")" && exit ;; esac
 
+# fail STATUS MESSAGE: ends the launcher, in its name.
+fail() {
+    echo "$(basename "$0"): $2" >&2
+    exit "$1"
+}
+
 # takes NAME PATTERN WORDS: ends with status 2 unless the variable NAME is empty, for its default, or its whole value
 # matches the extended regular expression.
 takes() {
-    if ! [[ ${!1:-} =~ ^($2)?$ ]]; then
-        echo "$(basename "$0"): $1 takes $3, not '${!1}'" >&2
-        exit 2
-    fi
+    [[ ${!1:-} =~ ^($2)?$ ]] || fail 2 "$1 takes $3, not '${!1}'"
 }
 count='[1-9][0-9]{0,5}' # of processes and the like
 # shellcheck disable=SC2034 # for the caller
@@ -72,8 +76,7 @@ find_config() {
     elif [ -f "$1" ]; then
         echo "$1"
     else
-        echo "$(basename "$0"): CONFIG=$1 is no file; ls $PWD/train_configs" >&2
-        exit 2
+        fail 2 "CONFIG=$1 is no file; ls $PWD/train_configs"
     fi
 }
 
@@ -102,12 +105,6 @@ if not torch.cuda.is_available():
 PYTHON
 }
 
-# interrupted OUT LOGS: ends after Ctrl-C.
-interrupted() {
-    echo "$(basename "$0"): interrupted; logs are in $2. With checkpoint.enable the same command with OUT=$1 goes on" >&2
-    exit 130
-}
-
 # train_runs CONFIG OUT FLAG...: trains or, with DRYRUN=1, prints each of RUNS in NGPU processes, until one fails. The
 # caller defines torchrun_flags RUN, which sets the array `torchrun` to the flags that place the processes.
 train_runs() {
@@ -118,15 +115,13 @@ train_runs() {
         # shellcheck source=scripts/setup.sh
         . scripts/setup.sh
         check_gpu
-        if ! mkdir -p "$out" || ! [ -w "$out" ]; then
-            echo "$(basename "$0"): OUT=$out cannot be written to: name another folder" >&2
-            exit 2
-        fi
+        if ! mkdir -p "$out" || ! [ -w "$out" ]; then fail 2 "OUT=$out cannot be written to: name another folder"; fi
     fi
     # Two processes with as many threads as cores each would fight for them.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( ($(getconf _NPROCESSORS_ONLN) + NGPU - 1) / NGPU ))}
     export WANDB_PROJECT=${WANDB_PROJECT:-titan_mxfp8} # TorchTitan's default is "torchtitan"
-    trap 'interrupted "$out" "$logs"' INT # torchrun ends its processes first
+    # after torchrun, which ends its processes first
+    trap 'fail 130 "interrupted; logs are in $logs. With checkpoint.enable the same command with OUT=$out goes on"' INT
     for run in $RUNS; do
         number=$((number + 1))
         torchrun_flags "$run"
@@ -148,9 +143,6 @@ train_runs() {
         status=0
         (cd "$folder" && LOGLEVEL=${LOGLEVEL:-INFO} PYTHONUNBUFFERED=1 WANDB_RUN_NAME=$name "${command[@]}" "$@") 2>&1 |
             python scripts/watch.py show "$logs" "$run, run $number of $(wc -w <<< "$RUNS")" || status=${PIPESTATUS[0]}
-        if [ "$status" != 0 ]; then
-            echo "$(basename "$0"): $run failed: $(python scripts/watch.py cause "$logs")" >&2
-            exit "$status"
-        fi
+        [ "$status" = 0 ] || fail "$status" "$run failed: $(python scripts/watch.py cause "$logs")"
     done
 }

@@ -9,16 +9,12 @@
 # Environment:
 #     JOBS   processes, each with its share of the card's memory [6]
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
-here=$PWD
-cd "$(dirname "$0")/.."
-. scripts/launch.sh
+. "$(dirname "$0")/launch.sh"
 takes JOBS "$count" "a number of processes"
 JOBS=${JOBS:-6}
 . scripts/setup.sh
-if ! python -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then
-    echo "test_gpu.sh: no GPU here that torch can use; nothing was tested" >&2
-    exit 1
-fi
+python -c "import torch; raise SystemExit(not torch.cuda.is_available())" ||
+    fail 1 "no GPU here that torch can use; nothing was tested"
 export OMP_NUM_THREADS=1 # threads of several tests would wait for each other
 files=(tests/test_backends.py tests/test_gpu_*.py)
 [ "$TITAN" = 0.2 ] || files=(tests/titan03/test_gpu_*.py)

@@ -16,24 +16,18 @@
 #     RDZV_ID        name of the job, the same on all machines, another one for each job [titan_mxfp8]
 #     LOCAL_ADDR     address of this machine, where host names do not resolve, as then in RDZV_ENDPOINT [its host name]
 #     MAX_RESTARTS   how often all processes are started again after one has died [3]
-#     CONFIG         a TOML, of the current folder or of the repository [train_configs/debug_llama4.toml]
-#     RUNS           bf16 (the config without its model converters), mxfp8 (the config as it is) or both [mxfp8]
+#     RUNS           as in scripts/train.sh [mxfp8]
 #     OUT            folder of the runs, on storage that all machines share [outputs/<config>-<RDZV_ID>]
 #     LOG_RANK       processes of this machine whose output is shown, with commas; OUT/<run>/logs has that of all [0]
-#     DRYRUN         1: print the commands and stop [0]
-#     PYTHON         a Python to be used as it is, with torch, torchtitan and what is on PYTHONPATH [set up .venv]
-#     WANDB_*        wandb's own. Without a login runs are logged offline; `wandb sync` uploads them later.
+#     CONFIG, DRYRUN, PYTHON, TITAN, WANDB_*, as in scripts/train.sh
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
-here=$PWD
-cd "$(dirname "$0")/.."
-. scripts/launch.sh
+. "$(dirname "$0")/launch.sh"
 
 config=$(find_config "${CONFIG:-$default_config}")
 takes RDZV_ENDPOINT '[^[:space:]]+:[0-9]{1,5}' "HOST:PORT"
 NNODES=${NNODES:-1} MAX_RESTARTS=${MAX_RESTARTS:-3} NGPU=${NGPU:-8} RUNS=${RUNS:-mxfp8}
 if [ "$NNODES" -gt 1 ] && [ -z "${RDZV_ENDPOINT:-}" ]; then
-    echo "train_multinode.sh: with NNODES=$NNODES set RDZV_ENDPOINT=HOST:PORT, the same on all machines" >&2
-    exit 2
+    fail 2 "with NNODES=$NNODES set RDZV_ENDPOINT=HOST:PORT, the same on all machines"
 fi
 RDZV_ENDPOINT=${RDZV_ENDPOINT:-localhost:29500}
 id=${RDZV_ID:-titan_mxfp8}

@@ -14,9 +14,7 @@
 #     PYTHON   a Python to be used as it is, with torch and what is on PYTHONPATH [set up .venv]
 #     JOBS     as in test_gpu.sh
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
-here=$PWD
-cd "$(dirname "$0")/.."
-. scripts/launch.sh
+. "$(dirname "$0")/launch.sh"
 out=$(from_here "${OUT:-outputs/verify-$(date +%Y%m%d-%H%M%S)}")
 step='(doctor|models|tests|benchmarks)'
 takes STEPS "$step( $step)*" "doctor, models, tests and benchmarks, with spaces between them"
@@ -64,9 +62,6 @@ done
 # what is measured and said, not checkpoints and profiles
 (cd "$out" && find . \( -name '*.md' -o -name '*.log' -o -name '*.csv' -o -name '*.json' -o -name '*.png' \) -size -4M |
     tar -czf "$out.tar.gz" --files-from=-)
-if [ "$gpu" = 0 ]; then
-    echo "verify_hardware.sh: no GPU here that torch can use: only the doctor was run, and nothing verified" >&2
-    exit 1
-fi
+[ "$gpu" = 1 ] || fail 1 "no GPU here that torch can use: only the doctor was run, and nothing verified"
 echo "attach $out.tar.gz to an issue"
 exit "$failed"

@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from namespaces import joined_namespaces
+
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "nsenter", "unshare")
 # autobind, DefMemPerCPU: settings of many sites, at which a launcher may stumble
 CONF = """
@@ -69,7 +71,6 @@ class Cluster:
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Iterator[Cluster]:
-    cluster = Cluster(folder, [f"titan{os.getpid()}node{i}" for i in (1, 2)])
     (folder / "state").mkdir()
     (folder / "hosts").write_text("127.0.0.1 localhost\n10.98.0.1 node1\n10.98.0.2 node2\n")
     (folder / "slurm.conf").write_text(CONF.format(folder=folder))
@@ -79,16 +80,14 @@ def slurm_cluster(folder: Path) -> Iterator[Cluster]:
     key.write_bytes(os.urandom(1024))
     key.chmod(0o600)
 
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True)
-
-    def kill_all() -> None:
-        """What is left of the jobs: it would outlive the daemons."""
-        for pid in (pid for node in (1, 2) for pid in cluster.pids(node)):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
     with ExitStack() as stack, (folder / "daemons.log").open("w") as log:
+        cluster = Cluster(folder, stack.enter_context(joined_namespaces("10.98.0")))
+
+        def kill_all() -> None:
+            """What is left of the jobs: it would outlive the daemons."""
+            for pid in (pid for node in (1, 2) for pid in cluster.pids(node)):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
         def start(*command: str) -> None:
             env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
@@ -96,15 +95,6 @@ def slurm_cluster(folder: Path) -> Iterator[Cluster]:
             stack.callback(daemon.wait, 30)
             stack.callback(daemon.terminate)
 
-        for name in cluster.spaces:
-            ip("netns", "add", name)
-            stack.callback(ip, "netns", "del", name)
-        cable = ("eth0", "netns", cluster.spaces[0], "type", "veth", "peer", "eth0", "netns", cluster.spaces[1])
-        ip("link", "add", *cable)
-        for i, name in enumerate(cluster.spaces, 1):
-            ip("-n", name, "addr", "add", f"10.98.0.{i}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
         stack.callback(kill_all)
         files = [f"--{what}-file={folder}/munge.{what}" for what in ("key", "pid", "log", "seed")]
         start("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files)

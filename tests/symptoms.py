@@ -49,10 +49,6 @@ def use_cpu_device() -> str:
     return utils.device_type
 
 
-def claim_no_mfu() -> bool:
-    return utils.get_peak_flops("AMD EPYC") < 1e15
-
-
 def log_offline_where_wandb_is_out_of_reach() -> None:
     def init(**kwargs: object) -> None:
         raise ConnectionError("no network")

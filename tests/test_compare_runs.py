@@ -264,3 +264,13 @@ def test_compare_runs_tells_runs_of_one_name_apart(tmp_path: Path) -> None:
     assert "bf16-seed0 is given twice" in compare(folders[0], folders[1], tmp_path / "s2" / ".." / "s1" / "bf16-seed0")
     again = write_run(tmp_path / "s1" / "bf16-seed00", [5.0, 3.0])
     assert "bf16-seed0 and bf16-seed00 are both seed 0 of bf16" in compare(folders[0], again)
+
+
+def test_compare_runs_says_how_other_scalars_are_spread(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / f"bf16-seed{seed}", [5.0] * (2 + seed)) for seed in (0, 1)]
+    folders.append(write_run(tmp_path / "mxfp8-seed0", [5.0]))
+    compare(*folders, "--steps", 1, "--out", tmp_path, "--tags", "memory/*", "loss_metrics/*")
+    memory, other, *_ = rows_of(tmp_path / "tags.csv")  # 2 and 3 GiB of one seed, 2, 3 and 4 of the other
+    assert memory == {"tag": "memory/*", "run": "bf16", "values": "5", "mean": "2.8", "median": "3", "largest": "4"}
+    assert (other["run"], other["values"], other["mean"]) == ("mxfp8", "1", "2")
+    assert "--tags mx_*: no run has such a scalar; there are" in compare(*folders, "--steps", 1, "--tags", "mx_*")

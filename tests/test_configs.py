@@ -277,7 +277,7 @@ WRONG = {
     "package": ("titan_mxfp8.plugin", "titan_mxfp8", "use 'titan_mxfp8.plugin'. Set it to"),
     "module": ("titan_mxfp8.plugin", "nope", "No module named 'nope'. Set it to 'titan_mxfp8.plugin'"),
     "no_module": ('custom_config_module = "titan_mxfp8.plugin"', "", "brings no fields of titan_mxfp8. Set it to"),
-    "flavor": ("study_flavors = true", "study_flavors = false", "needs model.study_flavors = true"),
+    "flavor": ("study_flavors = true", "study_flavors = false", "or set model.study_flavors = true"),
     "optimizer": ("[optimizer]", "[optimizer]\nnope = 1", "Invalid field names"),
 }
 

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import hashlib
 import json
-import os
 import re
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
 import titan_mxfp8.plugin  # noqa: F401 - installs the workarounds
+from titan_mxfp8.plugin import flavors
 from titan_mxfp8.plugin.flavors import register_flavors
 from titan_mxfp8.workarounds.cpu import CpuDevice
 
@@ -46,15 +46,11 @@ def test_device_is_cpu_in_modules_that_copied_it() -> None:
 def test_peak_memory_follows_allocations() -> None:
     device = CpuDevice()
     gib = 1024**3
-    before = device.memory_stats()["reserved_bytes.all.peak"]
     big = torch.ones(gib // 4)  # fp32: 1 GiB
     peak = device.memory_stats()["reserved_bytes.all.peak"]
-    assert peak - before > 0.4 * gib, "some of it may fit under an earlier peak of this process"
+    assert peak > gib
     del big
-    assert device.memory_stats()["active_bytes.all.peak"] > peak - 0.1 * gib, "the peak outlives the tensor"
-    device.reset_peak_memory_stats()
-    if os.access("/proc/self/clear_refs", os.W_OK):
-        assert peak - device.memory_stats()["reserved_bytes.all.peak"] > 0.9 * gib
+    assert device.memory_stats()["active_bytes.all.peak"] >= peak, "the peak outlives the tensor"
     assert device.get_device_properties().total_memory > peak
     assert device.get_device_name()
     assert device.current_device() == 0
@@ -118,8 +114,8 @@ def test_flavors_twice_and_over_a_flavor_of_someone_else(monkeypatch: pytest.Mon
     register_flavors()
     assert llama4_args["17bx16e_2layers"] is ours
     ours.max_seq_len = ours_seq_len
-    monkeypatch.setitem(llama4_args, "17bx16e_2layers", dataclasses.replace(ours))
-    with pytest.raises(ValueError, match="17bx16e_2layers"):
+    monkeypatch.setattr(flavors, "_registered", [])
+    with pytest.raises(ValueError, match="flavor 'moe_100m' exists already"):
         register_flavors()
 
 

@@ -31,7 +31,6 @@ HEALTHY = Machine(
     versions={"torch": "2.11.0+cu130", "triton": "3.6.0", "torchtitan": "0.2.2"}
     | dict.fromkeys(("tensorboard", "wandb", "safetensors", "matplotlib"), "1.0"),
     ptxas="ptxas, release 13.0",
-    newer_ptxas="",
     compiler="/usr/bin/cc",
     headers=True,
 )
@@ -118,7 +117,6 @@ def test_what_is_missing_comes_with_the_command_that_mends_it() -> None:
         ({"hardware": cpu, "cuda": ""}, "is a build for CPUs", "--force-reinstall", "MXFP8"),
         ({"compiler": ""}, "no C compiler", "apt-get install gcc", "MXFP8"),
         ({"headers": False}, "Python.h", "-dev", "MXFP8"),
-        ({"newer_ptxas": "/cuda/ptxas"}, "some per cent faster", "TRITON_PTXAS_PATH=/cuda/ptxas", ""),
     ):
         found = [problem for problem in doctor.problems(replace(HEALTHY, **change)) if said in problem.what]
         assert len(found) == 1 and command in found[0].command and found[0].stops == stops, said

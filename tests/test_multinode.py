@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from namespaces import joined_namespaces
 from training import ROOT, descendants, losses, train
 
 pytestmark = pytest.mark.integration
@@ -31,34 +32,17 @@ class Machine:
 def machines() -> Iterator[list[Machine]]:
     """Two network namespaces joined by a cable; where those may not be made, two loopback addresses."""
     with ExitStack() as stack:
-        names, links = ([f"{kind}{os.getpid()}{end}" for end in "ab"] for kind in ("titan", "veth"))
-        joined = True
-        for name in names:
-            joined = joined and ip("netns", "add", name)
-            stack.callback(ip, "netns", "del", name)
-        cable = f"link add {links[0]} netns {names[0]} type veth peer name {links[1]} netns {names[1]}".split()
-        if joined and ip(*cable):
-            for i, (name, link) in enumerate(zip(names, links, strict=True), 1):
-                assert ip("-n", name, "addr", "add", f"10.99.0.{i}/24", "dev", link)
-                assert ip("-n", name, "link", "set", link, "up") and ip("-n", name, "link", "set", "lo", "up")
-            prefixes = [["ip", "netns", "exec", name] for name in names]
-            addresses, endpoint = ["10.99.0.1", "10.99.0.2"], "10.99.0.1:29500"
-        else:
+        try:
+            names = stack.enter_context(joined_namespaces("10.99.0"))
+            found = [(["ip", "netns", "exec", name], f"10.99.0.{i}") for i, name in enumerate(names, 1)]
+            endpoint, link = "10.99.0.1:29500", "eth0"
+        except (OSError, subprocess.CalledProcessError):
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
-                endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-            prefixes, addresses, links = [[], []], ["127.0.0.1", "127.0.0.2"], ["lo", "lo"]
-        yield [
-            Machine(prefix, {"LOCAL_ADDR": address, "RDZV_ENDPOINT": endpoint, "GLOO_SOCKET_IFNAME": link})
-            for prefix, address, link in zip(prefixes, addresses, links, strict=True)
-        ]
-
-
-def ip(*arguments: str) -> bool:
-    try:
-        return subprocess.run(["ip", *arguments], capture_output=True).returncode == 0
-    except FileNotFoundError:
-        return False
+                endpoint, link = f"127.0.0.1:{free.getsockname()[1]}", "lo"
+            found = [([], "127.0.0.1"), ([], "127.0.0.2")]
+        common = {"RDZV_ENDPOINT": endpoint, "GLOO_SOCKET_IFNAME": link}
+        yield [Machine(prefix, common | {"LOCAL_ADDR": address}) for prefix, address in found]
 
 
 def launch(machine: Machine, out: Path, log: Path) -> subprocess.Popen:

@@ -289,6 +289,9 @@ def test_a_bad_config_is_refused_when_it_is_parsed(flags: list[str], message: st
         ("cluster", "nodes = 2.0", "cluster.nodes = 2.0: it must be a whole number"),
         ("optimizer", 'lr = "1e-3"', "optimizer.lr = '1e-3': it must be a number"),
         ("activation_checkpoint", 'mode = "None"', "'None': it must be one of 'selective', 'full', 'memory_budget'"),
+        ("training", 'cuda_graph = "yes"', "training.cuda_graph = 'yes': it must be one of 'off', 'on', 'auto'"),
+        (GROUPED, 'quantize_weights_once = "yes"', "quantize_weights_once = 'yes': it must be one of 'off', 'on'"),
+        (GROUPED, 'dispatch = "deepep"', "dispatch = 'deepep': it must be one of 'off', 'auto', 'collective', 'sy"),
         ("debug", 'seed = "0"', "debug.seed = '0': it must be a whole number"),
     ],
 )

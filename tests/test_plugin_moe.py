@@ -23,12 +23,10 @@ from torchtitan.models.gpt_oss.model.moe import GptOssMoE
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from scripts.bench.problems import relative_rms
-from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.moe import choose
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.moe.transport import Local
 from titan_mxfp8.ops import observe
-from titan_mxfp8.plugin import compiled
 from titan_mxfp8.plugin import moe as plugin
 from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.recipe import BF16
@@ -228,7 +226,6 @@ def test_the_log_names_the_transport_and_the_reason(
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ([f"{DISPATCH}=deepep"], "dispatch = 'deepep': use one of off, auto, collective, symmetric"),
         ([f"{ROWS}=all"], "dispatch_rows is one of counted, bounded, worst_case, or a factor .* got 'all'"),
         ([f"{ROWS}=-1"], "dispatch_rows is one of counted, bounded, worst_case, or a factor .* got '-1'"),
         ([f"{DISPATCH}=off", f"{ROWS}=1.25"], "dispatch_rows = '1.25' and dispatch = 'off'"),
@@ -246,30 +243,6 @@ def test_the_log_names_the_transport_and_the_reason(
 def test_a_bad_dispatch_is_refused_when_it_is_parsed(flags: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(CONVERT, *flags)
-
-
-def test_a_transport_that_this_machine_lacks_is_refused_when_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for device, error in (("cpu", "trains on cpu"), ("cuda", None)):
-        monkeypatch.setattr("titan_mxfp8.plugin.checks.training_device", lambda d=device: torch.device(d))
-        monkeypatch.setattr("titan_mxfp8.plugin.checks.hardware_of", lambda _: CLUSTER_GPUS["H200"])
-        parse(CONVERT, f"{DISPATCH}=collective", f"{ROWS}=worst_case")
-        parse("--model.converters=", f"{DISPATCH}=symmetric")
-        if error:
-            with pytest.raises(ValueError, match=error):
-                parse(CONVERT, f"{DISPATCH}=symmetric")
-        else:
-            parse(CONVERT, f"{DISPATCH}=symmetric")
-    for ranks, per_host, degree, fits in ((16, 8, 4, True), (8, 8, 8, True), (16, 8, 16, False), (12, 6, 4, False)):
-        monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_host))
-        flags = [CONVERT, "--model.name=llama4", "--model.flavor=17bx16e"]
-        flags.append(f"--parallelism.expert_parallel_degree={degree}")
-        parse(*flags, f"{DISPATCH}=auto")
-        if fits:
-            parse(*flags, f"{DISPATCH}=symmetric")
-        else:
-            with pytest.raises(ValueError, match=f"degree {degree} does not divide the {per_host} processes of a host"):
-                parse(*flags, f"{DISPATCH}=symmetric")
 
 
 def dispatching(rows: str | float, ranks: int = 8, once: str = "") -> DispatchingLayers:
@@ -339,7 +312,8 @@ def test_rows_that_are_left_to_us(case: dict, rows: str, line: str, monkeypatch:
 
 
 def test_too_little_memory_for_the_worst_case_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(plugin, "training_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(CHOOSE, lambda *_: (SimpleNamespace(reserve=lambda rows: None), "symmetric"))
     config = parse(CONVERT, f"{DISPATCH}=auto", "--training.local_batch_size=2", "--training.seq_len=4096")
     config.activation_checkpoint.mode = "none"
@@ -394,8 +368,6 @@ def test_a_config_for_a_cluster_is_checked_without_its_links(tmp_path: Path, mon
     assert on.mxfp8_share > control.mxfp8_share == 0 and control.multiplied[GROUPED].startswith("bf16")
     with pytest.raises(ValueError, match="degree 4 does not divide the 2 processes of a host"):
         dry_run(parse_config(toml, [*flags, "--cluster.nodes=2", "--parallelism.expert_parallel_degree=4"]))
-    with pytest.raises(ValueError, match="dispatch = 'deepep': use one of off"):
-        parse_config(toml, [*flags, f"{DISPATCH}=deepep"])
 
 
 @pytest.mark.integration
@@ -446,14 +418,14 @@ def test_blocks_whose_experts_fsdp_takes_are_compiled_in_parts() -> None:
     mesh = SimpleNamespace(size=lambda: 1)
     dims = SimpleNamespace(dp_replicate_enabled=False, pp_enabled=False, get_optional_mesh=lambda names: mesh)
     config = parse(CONVERT)
-    layers.why_fsdp = compiled.why_fsdp_will(holder, config, dims)
-    assert compiled._why_in_parts(layers, True) == ""
+    layers.why_fsdp = plugin.why_fsdp_will(holder, config, dims)
+    assert plugin._why_in_parts(layers, True) == ""
     layers.rows = "counted"
-    assert "dispatch_rows = 'counted'" in compiled._why_in_parts(layers, True)
-    assert compiled._why_in_parts(layers, False) == "", "one rank knows how many rows it has"
+    assert "dispatch_rows = 'counted'" in plugin._why_in_parts(layers, True)
+    assert plugin._why_in_parts(layers, False) == "", "one rank knows how many rows it has"
     config.training.enable_cpu_offload = True
-    layers.why_fsdp = compiled.why_fsdp_will(holder, config, dims)
-    assert compiled._why_in_parts(layers, False) == "FSDP takes their experts: it offloads to the CPU"
+    layers.why_fsdp = plugin.why_fsdp_will(holder, config, dims)
+    assert plugin._why_in_parts(layers, False) == "FSDP takes their experts: it offloads to the CPU"
 
 
 def test_a_compiled_layer_takes_the_rows_that_its_dispatch_has_by_then(monkeypatch: pytest.MonkeyPatch) -> None:

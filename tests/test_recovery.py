@@ -1,6 +1,7 @@
 """recovery.py and what it does to trainings: its parts, without a training."""
 
 import argparse
+import json
 import math
 import os
 import pkgutil
@@ -20,7 +21,8 @@ from scripts.study.faults import Plan, Watch
 
 def test_faults_are_in_their_steps_alone(tmp_path: Path) -> None:
     plan = Plan(("dead", "nan"), 2, 3)
-    assert Plan.of(plan.flags()[1].partition("=")[2]) == plan and Plan.of(Plan().flags()[1].partition("=")[2]) == Plan()
+    what, first, last = json.loads(plan.flags()[1].partition("=")[2])
+    assert Plan(tuple(what), first, last) == plan
     router, scores = SimpleNamespace(num_experts=6, top_k=2), torch.rand(64, 6)
     for what, tokens in (("dead", [0]), ("collapse", [64, 64, 0, 0, 0, 0])):
         watch = Watch(Plan((what,), 2, 3), tmp_path, rank=0)

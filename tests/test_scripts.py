@@ -15,8 +15,6 @@ import pytest
 import torch
 from script_calls import ROOT, SHELL_SCRIPTS, shell
 
-from scripts.bench import bench_training
-
 pytestmark = pytest.mark.integration
 
 
@@ -117,10 +115,6 @@ def test_bench_all_measures_each_part_in_its_time_and_goes_on(tmp_path: Path) ->
     said = dict(re.findall(r"^== (\w+): (.*)", again.stdout, re.M))
     assert again.returncode == 0 and "--passes" in said.pop("kernels")
     assert set(said.values()) == {"finished by an earlier call"} and len(said) == 2
-    training = bench_all(tmp_path, PARTS="training").stdout
-    assert re.search(r"--out \S+/training --ngpu 2 .* -- --model.hf_assets_path=", training)
-    runs_of_it = re.search(r" --runs (.*) -- ", training)[1].split()
-    assert {"bf16", "bf16+dispatch"} < set(runs_of_it) and all(map(bench_training.flags_of, runs_of_it))
     wrong = bench_all(tmp_path, PARTS="dance")
     assert wrong.returncode == 2 and "not 'dance'" in wrong.stderr
 

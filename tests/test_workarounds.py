@@ -27,7 +27,7 @@ NEW_TORCH = torch.__version__ >= (2, 13)
 SYMPTOMS = """
 import copy, logging, os, warnings
 from types import SimpleNamespace
-from symptoms import claim_no_mfu, log_offline_where_wandb_is_out_of_reach, one_rank, symptom, use_cpu_device
+from symptoms import log_offline_where_wandb_is_out_of_reach, one_rank, symptom, use_cpu_device
 import torch, torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
@@ -45,7 +45,6 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 warnings.filterwarnings("ignore")
 symptom(use_cpu_device)
-symptom(claim_no_mfu)
 symptom(log_offline_where_wandb_is_out_of_reach)
 
 @symptom
@@ -209,7 +208,6 @@ def symptoms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 FOUND = {
     "use_cpu_device": "cuda",
-    "claim_no_mfu": "True",
     "log_offline_where_wandb_is_out_of_reach": "no network",
     "run_backward_in_the_calling_thread": "True",
     "export_dense_layers": "{}",

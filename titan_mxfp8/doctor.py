@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -52,18 +52,16 @@ class Machine:
     cuda: str  # the release that torch was built for, such as 13.0 or hip 7.0; empty for a CPU build
     versions: dict[str, str]  # of the packages that are installed
     ptxas: str  # path and release of the assembler that Triton takes for this GPU
-    newer_ptxas: str  # CUDA's, if it is a newer 13
     compiler: str  # of C, with which Triton builds its launchers
     headers: bool  # whether Python's are there
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class Problem(NamedTuple):
     """Something that is missing, the command that mends it, and what does not run without."""
 
     what: str
     command: str
-    stops: Literal["MXFP8", "TorchTitan", ""] = "MXFP8"
+    stops: Literal["MXFP8", "TorchTitan", ""]
 
     def __str__(self) -> str:
         title = {"MXFP8": "MISSING", "TorchTitan": "MISSING for TorchTitan", "": "better"}[self.stops]
@@ -78,7 +76,6 @@ def examine() -> Machine:
     packages = ("torch", "triton", "torchtitan", "transformers", *TORCHTITAN["0.2.2"][1], *TORCHTITAN["0.2.2"][2])
     distributions = packages_distributions()  # Triton's is another one on AMD
     pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
-    ptxas, newer = _ptxas(hardware)
     return Machine(
         hardware=hardware,
         gpus=gpus,
@@ -87,8 +84,7 @@ def examine() -> Machine:
         driver=_driver(),
         cuda=torch.version.cuda or (f"hip {torch.version.hip}" if torch.version.hip else ""),
         versions={name: version(distributions[name][0]) for name in packages if name in distributions},
-        ptxas=ptxas,
-        newer_ptxas=newer,
+        ptxas=_ptxas(hardware),
         compiler=os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), ""),
         headers=(Path(sysconfig.get_paths()["include"]) / "Python.h").is_file(),
     )
@@ -100,7 +96,7 @@ def problems(machine: Machine) -> list[Problem]:
 
     def need(is_there: object, what: str, command: str, stops: str = "MXFP8") -> None:
         if not is_there:
-            found.append(Problem(what=what, command=command, stops=stops))
+            found.append(Problem(what, command, stops))
 
     torch_, torch_at = versions["torch"], _numbers(versions["torch"])
     need(torch_at >= TORCH[0], f"torch {torch_} is older than 2.11", INSTALL_TORCH)
@@ -124,9 +120,6 @@ def problems(machine: Machine) -> list[Problem]:
     need(machine.compiler or not on_gpu, what, "apt-get install gcc, or set CC")
     command = f"apt-get install python{sys.version_info[0]}.{sys.version_info[1]}-dev"
     need(machine.headers or not on_gpu, "Python.h, which Triton's launchers include", command)
-    what = "the ptxas of CUDA 13 makes rebased GEMMs some per cent faster than Triton's own, exact ones as much slower"
-    command = f"export TRITON_PTXAS_PATH={machine.newer_ptxas}"
-    need(machine.hardware.arch != "sm_90" or not machine.newer_ptxas, what, command, "")
     return found
 
 
@@ -300,11 +293,11 @@ def _check_config(path: str, flags: Sequence[str], machine: Machine, is_stopped:
     if machine.versions["torchtitan"] != "0.2.2":
         print(f"FAILED: {path}: TOMLs are configs of torchtitan 0.2.2")
         return []
-    from titan_mxfp8.tools.dry_run import recipes_here
+    from titan_mxfp8.tools.dry_run import multiplied_here
 
     logging.disable(logging.WARNING)
     try:
-        asked = recipes_here(path, flags)
+        asked = multiplied_here(path, flags)
     except (ValueError, OSError, SystemExit) as error:  # TorchTitan has said why it exits
         print(f"FAILED: {path}{', see above' if isinstance(error, SystemExit) else f': {error}'}")
         return []
@@ -312,9 +305,8 @@ def _check_config(path: str, flags: Sequence[str], machine: Machine, is_stopped:
         logging.disable(logging.NOTSET)
     if not asked:
         print(f"{path} converts nothing: it trains in bf16. Add {CONVERTERS}")
-    for name, (recipe, backend) in asked.items():
-        chosen = select(backend, machine.hardware, recipe).name
-        print(f"{path}: {name} is {recipe.name}, backend {chosen}: {plan_on(recipe, chosen, machine.hardware)}")
+    for name, (_, words) in asked.items():
+        print(f"{path}: {name} is {words}")
     return list(dict.fromkeys(recipe.name for recipe, _ in asked.values()))
 
 
@@ -357,25 +349,19 @@ def _driver() -> str:
     return nvidia.split("\n")[0] or (amd.read_text().strip() if amd.is_file() else "")
 
 
-def _ptxas(hardware: Hardware) -> tuple[str, str]:
-    """The ptxas that Triton takes, with its release; and the path of CUDA's where that is a newer release 13."""
+def _ptxas(hardware: Hardware) -> str:
+    """The ptxas that Triton takes, with its release."""
     spec = find_spec("triton") if hardware.capability else None
     if spec is None:
-        return "", ""
+        return ""
     folder = Path(spec.origin).parent / "backends/nvidia/bin"
     own, for_blackwell = folder / "ptxas", folder / "ptxas-blackwell"
     if hardware.capability >= (10, 0) and for_blackwell.is_file():
         own = for_blackwell
     named = os.environ.get("TRITON_PTXAS_PATH", "")
     used = named if os.access(named, os.X_OK) else str(own)
-    cuda = shutil.which("ptxas") or "/usr/local/cuda/bin/ptxas"
-    newer = _release(cuda).startswith("13.") and _numbers(_release(cuda)) > _numbers(_release(used))
-    return f"{used}, release {_release(used) or 'unknown'}", cuda if newer else ""
-
-
-def _release(ptxas: str) -> str:
-    found = re.search(r"release ([\d.]+),", _output(ptxas, "--version"))
-    return found[1] if found else ""
+    release = re.search(r"release ([\d.]+),", _output(used, "--version"))
+    return f"{used}, release {release[1] if release else 'unknown'}"
 
 
 if __name__ == "__main__":

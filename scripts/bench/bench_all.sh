@@ -2,37 +2,33 @@
 # Fills one folder with the benchmarks of this machine's GPU, or GPUs, within 10 minutes. Called again with the same OUT
 # it goes on: parts that are finished are not repeated, of the others what is missing.
 #
-#     OUT=results/2027-01-31_h200_bench MINUTES=20 PARTS="grouped_mm kernels training" ./scripts/bench/bench_all.sh
+#     OUT=results/2027-01-31_h200_bench MINUTES=20 PARTS="grouped_mm kernels" ./scripts/bench/bench_all.sh
 #
 # The exit status is 0 if no part failed.
 #
 # Environment:
 #     OUT      folder of the results [results/<date>_<GPUs>x<GPU>_bench]
-#     PARTS    of: grouped_mm kernels scaling moe_layer training [all but training]
+#     PARTS    of: grouped_mm kernels scaling moe_layer [all]
 #     MINUTES  for all of them: a part that is to be cut short keeps what it has measured by then [10]
 #     QUICK    1: shorter blocks, fewer shapes
 #     SHAPES   those of grouped_mm, kernels and scaling, as M,N,K,G or by name
 #     DEVICE   cuda or cpu, which with small SHAPES tries it [cuda]
 #     PYTHON   a Python to be used as it is [set up .venv]
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
-here=$PWD
-cd "$(dirname "$0")/../.."
-. scripts/launch.sh
+. "$(dirname "$0")/../launch.sh"
 takes DEVICE 'cuda|cpu' "cuda or cpu"
 takes MINUTES "$minutes" "a number of minutes"
 takes QUICK '[01]' "0 or 1"
-part='(grouped_mm|kernels|scaling|moe_layer|training)'
-takes PARTS "$part( $part)*" "grouped_mm, kernels, scaling, moe_layer and training, with spaces between them"
+part='(grouped_mm|kernels|scaling|moe_layer)'
+takes PARTS "$part( $part)*" "grouped_mm, kernels, scaling and moe_layer, with spaces between them"
 DEVICE=${DEVICE:-cuda} MINUTES=${MINUTES:-10} QUICK=${QUICK:-0} PARTS=${PARTS:-grouped_mm kernels scaling moe_layer}
 . scripts/setup.sh
 machine="import sys, torch
 if sys.argv[1] == 'cpu': print('1 cpu')
 elif not torch.cuda.is_available(): sys.exit(1)
 else: print(torch.cuda.device_count(), torch.cuda.get_device_name().lower().replace('nvidia ', '').split()[0])"
-if ! found=$(python -c "$machine" "$DEVICE"); then
-    echo "bench_all.sh: no GPU here that torch can use; DEVICE=cpu with small SHAPES tries the benchmarks" >&2
-    exit 1
-fi
+found=$(python -c "$machine" "$DEVICE") ||
+    fail 1 "no GPU here that torch can use; DEVICE=cpu with small SHAPES tries the benchmarks"
 read -r gpus gpu <<< "$found"
 [ "$gpus" = 1 ] && count='' || count=${gpus}x
 out=results/$(date +%Y-%m-%d)_$count${gpu}_bench
@@ -71,14 +67,6 @@ for name in $PARTS; do
         scaling) part 30 "${grouped_mm[@]}" --quick --scaling ;;
         moe_layer) part 85 "$program" -m torch.distributed.run --standalone --nproc-per-node="$gpus" \
             scripts/bench/bench_moe_layer.py --out "$out/$name" --device "$DEVICE" --quick ;;
-        training) part 100 "$program" scripts/bench/bench_training.py --out "$out/$name" --ngpu "$gpus" \
-            --steps 16 --warmup 8 --config train_configs/deepseek_v3_16b_1x8.toml --flavors 16B_4layers \
-            --runs bf16 bf16+dispatch both+dispatch:mxfp8_2d_rebased grouped+dispatch:mxfp8_2d_rebased \
-            both+dispatch:mxfp8_2d both:mxfp8_2d_rebased both:mxfp8_2d -- \
-            --model.hf_assets_path=train_configs/assets/tokenizer --training.dataset=c4_test \
-            --training.dataset_path=train_configs/assets/kjv --parallelism.data_parallel_shard_degree="$gpus" \
-            --parallelism.expert_parallel_degree="$gpus" --compile.components=model,loss \
-            --activation_checkpoint.mode=none --checkpoint.no-enable ;;
     esac
 done
 if [ -e "$out/kernels/data.csv" ] && [ "$DEVICE" = cuda ]; then

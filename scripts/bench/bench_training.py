@@ -19,6 +19,7 @@ import math
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from statistics import harmonic_mean, median
@@ -97,8 +98,10 @@ class Bench:
         """
         args, config = self.args, self.args.config
         folder = args.out / "runs" / f"{label(flavor, name)}{suffix}".replace(":", "-")
-        if is_finished(folder, args.steps):
-            return read_run(folder)
+        with suppress(ValueError):  # no such run yet
+            run = read_run(folder)
+            if max(run.loss) == args.steps:
+                return run
         folder.mkdir(parents=True, exist_ok=True)
         # Tokenizing in the training process would count as a part of each step.
         workers = "dataloader.num_workers=1", "dataloader.prefetch_factor=4"
@@ -251,13 +254,6 @@ class Bench:
         reasons += [why for run, why in self.failed.items() if not self.refusal(*run)]
         if reasons:
             raise ValueError("\n".join([*reasons, f"{args.out} has all that was measured"]))
-
-
-def is_finished(folder: Path, steps: int) -> bool:
-    try:
-        return max(read_run(folder).loss) == steps
-    except ValueError:
-        return False  # no such run yet
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -10,9 +10,11 @@ the tests). Runs of other lengths, models, batches or data are refused. Writes l
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from fnmatch import fnmatch
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +27,7 @@ import pandas as pd
 
 from scripts.progress import ends_in_words
 from scripts.result_files import format_table, write_rows
-from scripts.study.runs import SCALARS, Run, read_losses, read_run, unique_names
+from scripts.study.runs import SCALARS, Run, read_losses, read_run, read_tensorboard, unique_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -309,6 +311,28 @@ def curves(runs: Sequence[Run], steps: Sequence[int]) -> list[dict[str, object]]
     return rows
 
 
+def tag_table(folders: Sequence[Path], patterns: Sequence[str]) -> list[dict[str, object]]:
+    """By pattern and group of runs: how all values of the TensorBoard scalars that match are spread, over all steps.
+
+    Raises:
+        ValueError: no run has a scalar that matches a pattern.
+    """
+    rows, scalars = [], {folder: read_tensorboard(folder) for folder in folders}
+    for pattern in patterns:
+        values: dict[str, list[float]] = {}
+        for folder, of in scalars.items():
+            found = [value for tag, steps in of.items() if fnmatch(tag, pattern) for value in steps.values()]
+            values.setdefault(re.sub(r"-seed\d+$", "", folder.name), []).extend(found)
+        if not any(values.values()):
+            tags = sorted({tag.split("/layers.")[0] for of in scalars.values() for tag in of})
+            raise ValueError(f"--tags {pattern}: no run has such a scalar; there are {', '.join(tags)}")
+        for group, found in values.items():
+            if found:
+                row = {"tag": pattern, "run": group, "values": len(found), "mean": f"{fmean(found):.4g}"}
+                rows.append(row | {"median": f"{median(found):.4g}", "largest": f"{max(found):.4g}"})
+    return rows
+
+
 def title_of(groups: dict[str, list[Run]]) -> str:
     """The model, where a run saved its config, and how many runs each group has."""
     runs = [run for group in groups.values() for run in group]
@@ -380,6 +404,8 @@ def main(argv: Sequence[str]) -> None:
     add("--window", type=float, default=0.1, help="share of the steps, at the end, that the final loss averages [0.1]")
     add("--margin", type=float, default=0.005, help="difference that counts as none, a share of the loss [0.005]")
     add("--steps", type=int, help="compare the first STEPS steps only, of runs of any length")
+    help_text = "patterns of TensorBoard scalars, as 'mx_health/*/flushed_to_zero/*': tags.csv says how they are spread"
+    add("--tags", nargs="+", default=[], metavar="TAG", help=help_text)
     args = parser.parse_args(argv)
     with ends_in_words("compare_runs"):
         if not 0 < args.window <= 1:
@@ -391,7 +417,10 @@ def main(argv: Sequence[str]) -> None:
         runs = read(args.runs)
         if args.steps is not None:
             runs = [first_steps(run, args.steps) for run in runs]
+        tags = tag_table([path for path in args.runs if path.is_dir()], args.tags)
         compare(runs, args.out, args.window, args.margin)
+        if tags:
+            write_rows(args.out / "tags.csv", tags)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """What happens to a training of recovery.py. TorchTitan's ``experimental.custom_import`` loads it, and the run's
-``job.description`` says what: ``collapse,rerun 5 8`` are faults of ``FAULTS`` and a point of ``POINTS``, the first step
-and the last one.
+``job.description`` says what and in which steps, as a ``Plan``:
 
-A process that comes to the point in the first step kills itself. What each step was goes to ``steps.csv`` in the run's
-folder.
+    nan, dead, collapse         a token's embedding is NaN; expert 0 gets no token; the first K experts get all
+    step, checkpoint, rerun     a process kills itself in the first step: amid a forward pass, when data are written and
+                                metadata are not, amid a second pass
+
+What each step was goes to ``steps.csv`` in the run's folder.
 """
 
 import csv
+import json
 import os
 import signal
 import sys
@@ -21,8 +24,6 @@ from torch import Tensor, nn
 from titan_mxfp8.workarounds.patch import around
 
 MODULE = "scripts.study.faults"
-FAULTS = ("nan", "dead", "collapse")  # one token's embedding; expert 0 gets no token; the first K experts get all
-POINTS = ("step", "checkpoint", "rerun")  # amid a forward pass; data are written, metadata are not; amid a second pass
 COLUMNS = ("step", "loss", "grad_norm", "tokens of expert 0", "largest share")
 
 
@@ -35,13 +36,7 @@ class Plan(NamedTuple):
 
     def flags(self) -> list[str]:
         """TorchTitan's, which load this module and tell it the plan."""
-        words = f"{','.join(self.what)} {self.first} {self.last}"
-        return [f"--experimental.custom_import={MODULE}", f"--job.description={words}"]
-
-    @classmethod
-    def of(cls, description: str) -> "Plan":
-        what, first, last = description.rsplit(" ", 2)
-        return cls(tuple(filter(None, what.split(","))), int(first), int(last))
+        return [f"--experimental.custom_import={MODULE}", f"--job.description={json.dumps(self)}"]
 
     def has(self, what: str, step: int) -> bool:
         return what in self.what and self.first <= step <= self.last
@@ -142,4 +137,4 @@ def value_of(option: str) -> str:
 
 if f"--experimental.custom_import={MODULE}" in sys.argv:
     folder = Path(value_of("--job.dump_folder"))
-    install(Watch(Plan.of(value_of("--job.description")), folder, int(os.environ["RANK"])))
+    install(Watch(Plan(*json.loads(value_of("--job.description"))), folder, int(os.environ["RANK"])))

@@ -18,7 +18,7 @@ SYMPTOMS = """
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
-from symptoms import claim_no_mfu, log_offline_where_wandb_is_out_of_reach, one_rank, symptom, use_cpu_device
+from symptoms import log_offline_where_wandb_is_out_of_reach, one_rank, symptom, use_cpu_device
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,7 +33,6 @@ from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.protocols.model import BaseModel
 
 symptom(use_cpu_device)
-symptom(claim_no_mfu)
 symptom(log_offline_where_wandb_is_out_of_reach)
 
 @override(target=BaseModel.Config)
@@ -91,7 +90,6 @@ FOUND = {
     "attend_without_cuda": "aten::_flash_attention_forward",
     "attend_with_flex_attention": "does not support backward on CPU",
     "use_cpu_device": "cuda",
-    "claim_no_mfu": "True",
     "log_offline_where_wandb_is_out_of_reach": "no network",
     "reduce_gradients_by_sum": "PREMUL_SUM",
 }

@@ -1,7 +1,7 @@
 """``OperandSpec``: the one description of a GEMM's operand; ``Operand``: an operand as it lies in memory."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -222,26 +222,16 @@ class Operand(NamedTuple):
         )
 
 
-def check_m_grouped(a: Operand, b: Operand) -> None:
-    """Raises ValueError unless forward or dgrad can contract the axes that ``a`` and ``b`` were quantised along."""
-    for operand in (a, b):
+def check_m_grouped(a: Operand, b: Operand, of_a: tuple[int, ...] = (1,), of_b: tuple[int, ...] = (1, 2)) -> None:
+    """Raises ValueError unless forward or dgrad can contract the axes that ``a`` and ``b`` were quantised along: one of
+    ``of_a`` and one of ``of_b``."""
+    for name, operand, contracted in (("a", a, of_a), ("b", b, of_b)):
         assert (operand.scale is None) == (operand.spec.stored == "bf16"), "values in bf16 have no scales, FP8 has"
-    if a.axis != 1 or b.axis not in (1, 2):
-        raise _other_axis(("a", a.axis, (1,)), ("b", b.axis, (1, 2)))
+        if operand.axis not in contracted:
+            raise ValueError(
+                f"operand {name} is quantised along axis {operand.axis}, but this GEMM contracts axis "
+                f"{' or '.join(map(str, contracted))}: quantise the high-precision tensor along that axis"
+            )
 
 
-def check_k_grouped(a: Operand, b: Operand) -> None:
-    """Raises ValueError unless wgrad can contract the axes that ``a`` and ``b`` were quantised along."""
-    for operand in (a, b):
-        assert (operand.scale is None) == (operand.spec.stored == "bf16"), "values in bf16 have no scales, FP8 has"
-    if a.axis != 0 or b.axis != 0:
-        raise _other_axis(("a", a.axis, (0,)), ("b", b.axis, (0,)))
-
-
-def _other_axis(*operands: tuple[str, int, tuple[int, ...]]) -> ValueError:
-    """Of the first operand whose axis is none of those that a GEMM contracts."""
-    name, axis, contracted = next(operand for operand in operands if operand[1] not in operand[2])
-    return ValueError(
-        f"operand {name} is quantised along axis {axis}, but this GEMM contracts axis "
-        f"{' or '.join(map(str, contracted))}: quantise the high-precision tensor along that axis"
-    )
+check_k_grouped = partial(check_m_grouped, of_a=(0,), of_b=(0,))  # of wgrad

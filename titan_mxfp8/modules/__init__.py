@@ -4,30 +4,19 @@ So FSDP, TP, EP, checkpoints, optimizers, ``deepcopy`` and meta-device init meet
 """
 
 from titan_mxfp8.modules.choose import EXPERT_CLASSES, LINEAR_CLASSES, is_expert_module
-from titan_mxfp8.modules.convert import (
-    Conversion,
-    as_list,
-    convert_experts,
-    convert_linears,
-    convert_model,
-    training_device,
-)
-from titan_mxfp8.modules.converted import SPLITS_GEMMS, ConvertedModule, MXConfig, own_code
+from titan_mxfp8.modules.convert import as_list, convert_experts, convert_linears, convert_model, training_device
+from titan_mxfp8.modules.converted import ConvertedModule
 from titan_mxfp8.modules.linear import MXFP8Linear
 
 __all__ = [
     "EXPERT_CLASSES",
     "LINEAR_CLASSES",
-    "SPLITS_GEMMS",
-    "Conversion",
     "ConvertedModule",
-    "MXConfig",
     "MXFP8Linear",
     "as_list",
     "convert_experts",
     "convert_linears",
     "convert_model",
     "is_expert_module",
-    "own_code",
     "training_device",
 ]

@@ -1,4 +1,4 @@
-"""Checks of what a config reads and writes on this machine: tokenizer, text to train and validate on, dump folder."""
+"""Checks of what a config reads and writes on this machine: tokenizer, text, dump folder, checkpoints."""
 
 import json
 import os
@@ -6,9 +6,11 @@ import tempfile
 from pathlib import Path
 
 import datasets
+from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.components.tokenizer import build_hf_tokenizer
 from torchtitan.components.validate import build_validator
 from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -21,12 +23,26 @@ def check_files(job_config: JobConfig) -> None:
     A model with a tokenizer, data loader or validator of its own reads what it likes, and
     ``experimental.custom_import`` may bring the model later. Raises ValueError: no tokenizer, no data, data without
     text, a validation that cannot be, or a dump folder that cannot be written to."""
-    _check_dump_folder(Path(job_config.job.dump_folder))
+    folder = Path(job_config.job.dump_folder)
+    try:  # permission bits do not tell of read-only or root-squashed file systems
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"job.dump_folder = {str(folder)!r} cannot be written to ({error}): checkpoints and logs go there, "
+            "choose another one with --job.dump_folder"
+        ) from error
     if job_config.experimental.custom_import:
         return
     spec = get_train_spec(job_config.model.name)
-    if spec.build_tokenizer_fn is build_hf_tokenizer:
-        _check_tokenizer(Path(job_config.model.hf_assets_path))
+    assets, files = Path(job_config.model.hf_assets_path), ("tokenizer.json", "vocab.json", "vocab.txt")
+    if spec.build_tokenizer_fn is build_hf_tokenizer and not any((assets / name).is_file() for name in files):
+        raise ValueError(
+            f"model.hf_assets_path = {str(assets)!r} holds no tokenizer (tokenizer.json): download the model's "
+            "(configs of large models say how), point it at another one, such as train_configs/assets/tokenizer here, "
+            "or make one with scripts/make_data.py"
+        )
     if spec.build_dataloader_fn is build_text_dataloader:
         _check_data("training", job_config.training.dataset, job_config.training.dataset_path)
     if job_config.validation.enable and spec.build_validator_fn is build_validator:
@@ -51,16 +67,6 @@ def check_validation(job_config: JobConfig) -> None:
         raise ValueError(
             f"validation.seq_len = {validation.seq_len} is no multiple of {divisor} = 2 x context_parallel_degree x "
             "tensor_parallel_degree, which divide the sequence"
-        )
-
-
-def _check_tokenizer(path: Path) -> None:
-    # the files that torchtitan.components.tokenizer looks for
-    if not any((path / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):
-        raise ValueError(
-            f"model.hf_assets_path = {str(path)!r} holds no tokenizer (tokenizer.json): download the model's (configs "
-            "of large models say how), point it at another one, such as train_configs/assets/tokenizer here, or make "
-            "one with scripts/make_data.py"
         )
 
 
@@ -92,11 +98,10 @@ def _check_rows(file: Path) -> None:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             size += len(line)
-            line = line.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").strip(b" \t\r\n")
-            if not line:
+            if not line.removeprefix(b"\xef\xbb\xbf").strip():
                 continue
             try:
-                row = json.loads(line.decode())
+                row = json.loads(line.decode("utf-8-sig"))
             except ValueError as error:
                 raise ValueError(f"{file}, line {number} is no JSON in UTF-8 ({error}): {wanted}") from error
             if not isinstance(row, dict) or not isinstance(row.get("text"), str):
@@ -109,14 +114,25 @@ def _check_rows(file: Path) -> None:
         raise ValueError(f"{file} has no rows: {wanted}")
 
 
-def _check_dump_folder(path: Path) -> None:
-    # by writing: permission bits do not tell of read-only or root-squashed file systems
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
+def check_checkpoint(job_config: JobConfig, dims: ParallelDims) -> None:
+    """Raises ValueError if the checkpoint that the run will find in its own folder was written with another number of
+    data-parallel ranks, between which TorchTitan cannot carry the position in the data."""
+    config = job_config.checkpoint
+    if not config.enable or "dataloader" in config.exclude_from_loading:
+        return
+    folder = Path(job_config.job.dump_folder) / config.folder
+    names = (path.parent.name.removeprefix("step-") for path in folder.glob("step-*/.metadata"))
+    steps = [int(name) for name in names if name.isdecimal()]
+    step = max(steps, default=-1) if config.load_step == -1 else config.load_step
+    if step not in steps or step == 0:  # of a seed checkpoint TorchTitan loads the model alone
+        return
+    path = folder / f"step-{step}"
+    states = FileSystemReader(path).read_metadata().state_dict_metadata
+    saved = sum(name.startswith("dataloader.dp_rank_") for name in states)
+    ranks = dims.dp_replicate * dims.dp_shard
+    if saved not in (0, ranks):
         raise ValueError(
-            f"job.dump_folder = {str(path)!r} cannot be written to ({error}): checkpoints and logs go there, "
-            "choose another one with --job.dump_folder"
-        ) from error
+            f"{path} holds the position in the data of {saved} data-parallel ranks, and this run has {ranks}. "
+            "TorchTitan cannot carry it over: go on with --checkpoint.exclude_from_loading=dataloader, and the data "
+            "begin with their first row again, or with the former number of ranks"
+        )

@@ -1,14 +1,16 @@
 """Checks of a parsed TorchTitan config, before any process group, model or GPU exists."""
 
+import json
 import logging
 import os
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.job_config import MXLinear as TorchTitanMXLinear
 from torchtitan.distributed import ParallelDims
@@ -19,23 +21,20 @@ from titan_mxfp8 import backends, workarounds
 from titan_mxfp8.arguments import check_types
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.modules import as_list, training_device
-from titan_mxfp8.plugin.check_files import check_files
-from titan_mxfp8.plugin.cuda_graph import check_cuda_graph
-from titan_mxfp8.plugin.flavors import register_flavors
+from titan_mxfp8.plugin.check_files import check_checkpoint, check_files
+from titan_mxfp8.plugin.flavors import is_study_flavor, register_flavors
 from titan_mxfp8.plugin.job_config import asked_configs, has_our_fields, recipe_of
-from titan_mxfp8.plugin.refusal import in_one_line
 from titan_mxfp8.plugin.wandb_run import fill_git_commit
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
-from titan_mxfp8.titan.dispatch import dispatches
-from titan_mxfp8.titan.fields import check_fields, check_once
+from titan_mxfp8.titan.dispatch import dispatches, refusal
+from titan_mxfp8.titan.fields import check_fields
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
 
 # These of TorchTitan's models wrap in FSDP wherever there is EP, and fail without ranks for it. Qwen3 does not.
 FSDP_WITH_EP = ("llama4", "deepseek_v3", "gpt_oss")
-# TOML may have a number
-NUMBER_AS_STRING = ("activation_checkpoint.selective_ac_option", f"{GROUPED_MM}.dispatch_rows")
+NUMBER_AS_STRING = ("activation_checkpoint.selective_ac_option",)  # in a TOML
 
 
 def check_job_config(job_config: JobConfig) -> None:
@@ -51,7 +50,6 @@ def check_job_config(job_config: JobConfig) -> None:
     job_config.model.converters = converters = as_list(",".join(as_list(job_config.model.converters)))
     experts.fqns, linears.filter_fqns = as_list(experts.fqns), as_list(linears.filter_fqns)
     checkpointing, tensor_parallel = job_config.activation_checkpoint, job_config.parallelism.tensor_parallel_degree
-    experts.dispatch_rows = f"{experts.dispatch_rows}"
     checkpointing.selective_ac_option = option = str(checkpointing.selective_ac_option)
     if os.environ.get("RANK", "0") == "0":
         fill_git_commit(job_config)
@@ -68,7 +66,6 @@ def check_job_config(job_config: JobConfig) -> None:
     every, asked = job_config.quantize.health_every, asked_configs(job_config)
     with errors_in(GROUPED_MM):
         dispatch = dispatches(experts.dispatch, experts.dispatch_rows)
-        check_once(experts.quantize_weights_once)
     for name, config in asked.items():
         with errors_in(name):
             recipe, kind = recipe_of(config), "experts" if name == GROUPED_MM else "linears"
@@ -125,30 +122,73 @@ def check_converters(job_config: JobConfig) -> None:
         )
 
 
-def check_transport(job_config: JobConfig) -> None:
-    """Raises ValueError if this machine cannot have the transport that ``dispatch`` names, as far as known before there
-    is a process group."""
-    dispatch, device = job_config.quantize.grouped_mm.mx.dispatch, training_device()
-    if GROUPED_MM not in job_config.model.converters or dispatch != "symmetric":
+def check_cuda_graph(job_config: JobConfig) -> None:
+    """Decides ``auto``, with a log line that says why if steps are not to be captured, and tells NCCL to register no
+    memory for graphs, which torch's expandable segments are not made for. Raises ValueError: ``on`` where a step cannot
+    be captured."""
+    training = job_config.training
+    if training.cuda_graph == "off":
         return
-    if device.type != "cuda":
-        raise ValueError(
-            f"[{GROUPED_MM}] dispatch = {dispatch!r} needs GPUs that read each other's memory, and this run "
-            f"trains on {device.type}: set dispatch = 'collective'"
-        )
-    check_hosts(job_config, *(int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")))
+    if reason := graph_obstacle(job_config):
+        if training.cuda_graph == "on":
+            raise ValueError(f"training.cuda_graph = 'on' does not work with {reason}, or set cuda_graph = 'off'")
+        logger.info(f"MXFP8: training.cuda_graph = 'auto' is off here: it does not work with {reason}")
+        training.cuda_graph = "off"
+        return
+    training.cuda_graph = "on"
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
-def check_hosts(job_config: JobConfig, processes: int, per_host: int) -> None:
-    """Raises ValueError if ``symmetric`` is asked for and expert parallelism, whose ranks are consecutive ones, takes
-    ranks of several hosts, of ``per_host`` processes each."""
-    dispatch, degree = job_config.quantize.grouped_mm.mx.dispatch, job_config.parallelism.expert_parallel_degree
-    if dispatch == "symmetric" and processes > per_host and per_host % degree:
-        raise ValueError(
-            f"[{GROUPED_MM}] dispatch = {dispatch!r} needs all ranks of expert parallelism on one host, and "
-            f"expert_parallel_degree {degree} does not divide the {per_host} processes of a host: choose one that "
-            "does, or dispatch = 'collective'"
-        )
+def graph_obstacle(job_config: JobConfig) -> str:
+    """What in a config keeps a step from being captured, and what to do, in words; nothing where it can be."""
+    parallelism, kind = job_config.parallelism, training_device().type
+    if kind != "cuda" or torch.version.hip:
+        return f"training on {'AMD GPUs' if kind == 'cuda' else kind}: it needs NVIDIA GPUs"
+    for name in ("pipeline", "tensor", "context"):
+        if (degree := getattr(parallelism, f"{name}_parallel_degree")) > 1:
+            return f"{name} parallelism: set {name}_parallel_degree = 1 instead of {degree}"
+    experts, degree = job_config.quantize.grouped_mm.mx, parallelism.expert_parallel_degree
+    comm, ours = parallelism.expert_parallel_comm_backend, GROUPED_MM in job_config.model.converters
+    ours = ours and dispatches(experts.dispatch, experts.dispatch_rows)
+    ours = ours and not refusal(experts.dispatch, recipe_of(experts))
+    obstacles = (
+        (
+            parallelism.data_parallel_replicate_degree > 1,
+            "DDP and HSDP, with which it was never tried: set data_parallel_replicate_degree = 1",
+        ),
+        (job_config.training.enable_cpu_offload, "training.enable_cpu_offload: set it to false"),
+        (job_config.optimizer.early_step_in_backward, "optimizer.early_step_in_backward: set it to false"),
+        (job_config.fault_tolerance.enable, "TorchFT: set fault_tolerance.enable = false"),
+        (
+            _attention(job_config) == "varlen",
+            "attention of kind varlen, which reads lengths on the host: take another flavor",
+        ),
+        (
+            degree > 1 and not ours,
+            f"expert_parallel_degree = {degree} where TorchTitan dispatches the tokens and the host waits for "
+            f"their numbers: convert experts, with a dispatch ([{GROUPED_MM}] dispatch = 'symmetric')",
+        ),
+        (
+            job_config.model.name == "gpt_oss" and not ours,
+            f"gpt_oss's own experts, for whose rows the host waits: set [{GROUPED_MM}] dispatch = 'auto'",
+        ),
+        (degree > 1 and comm != "standard", f"expert_parallel_comm_backend = {comm!r}: set it to 'standard'"),
+        (
+            degree > 1 and experts.dispatch_rows == "counted",
+            f"[{GROUPED_MM}] dispatch_rows = 'counted', which the host waits for: set dispatch_rows = 'bounded' or "
+            "'worst_case'",
+        ),
+    )
+    return next((words for holds, words in obstacles if holds), "")
+
+
+def _attention(job_config: JobConfig) -> str:
+    """The kind of attention of the model, if it is known by now."""
+    try:
+        args = get_train_spec(job_config.model.name).model_args.get(job_config.model.flavor)
+    except ValueError:
+        return ""
+    return getattr(args, "attn_type", "")
 
 
 def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
@@ -156,7 +196,23 @@ def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
     ValueError: degrees that do not multiply to ``world_size``, or do not divide the experts, the sequence or the global
     batch; EP without ranks for FSDP; an empty batch or sequence; an unknown model or flavor."""
     check_batch(job_config)
-    dims = _parallel_dims(job_config, world_size)
+    parallelism = job_config.parallelism
+    try:
+        dims = ParallelDims(
+            dp_replicate=parallelism.data_parallel_replicate_degree,
+            dp_shard=parallelism.data_parallel_shard_degree,
+            cp=parallelism.context_parallel_degree,
+            tp=parallelism.tensor_parallel_degree,
+            pp=parallelism.pipeline_parallel_degree,
+            ep=parallelism.expert_parallel_degree,
+            etp=parallelism.expert_tensor_parallel_degree,
+            world_size=world_size,
+        )
+    except AssertionError as error:
+        raise ValueError(
+            f"[parallelism] does not fit {world_size} processes: {error}. Start as many processes as the degrees "
+            "multiply to, or change a degree (data_parallel_shard_degree = -1 takes what is left)"
+        ) from error
     args, model, training = model_args(job_config), job_config.model, job_config.training
     experts = getattr(getattr(args, "moe_args", None), "num_experts", 0)
     heads, kv_heads = getattr(args, "n_heads", 0), getattr(args, "n_kv_heads", 0) or 0
@@ -196,26 +252,6 @@ def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
     return dims
 
 
-def _parallel_dims(job_config: JobConfig, world_size: int) -> ParallelDims:
-    parallelism = job_config.parallelism
-    try:
-        return ParallelDims(
-            dp_replicate=parallelism.data_parallel_replicate_degree,
-            dp_shard=parallelism.data_parallel_shard_degree,
-            cp=parallelism.context_parallel_degree,
-            tp=parallelism.tensor_parallel_degree,
-            pp=parallelism.pipeline_parallel_degree,
-            ep=parallelism.expert_parallel_degree,
-            etp=parallelism.expert_tensor_parallel_degree,
-            world_size=world_size,
-        )
-    except AssertionError as error:
-        raise ValueError(
-            f"[parallelism] does not fit {world_size} processes: {error}. Start as many processes as the degrees "
-            "multiply to, or change a degree (data_parallel_shard_degree = -1 takes what is left)"
-        ) from error
-
-
 def check_batch(job_config: JobConfig) -> None:
     """Raises ValueError of an empty batch or sequence."""
     for name in ("local_batch_size", "seq_len"):
@@ -223,45 +259,44 @@ def check_batch(job_config: JobConfig) -> None:
             raise ValueError(f"training.{name} = {getattr(job_config.training, name)}: it must be at least 1")
 
 
-def check_checkpoint(job_config: JobConfig, dims: ParallelDims) -> None:
-    """Raises ValueError if the checkpoint that the run will find in its own folder was written with another number of
-    data-parallel ranks, between which TorchTitan cannot carry the position in the data."""
-    config = job_config.checkpoint
-    if not config.enable or "dataloader" in config.exclude_from_loading:
-        return
-    folder = Path(job_config.job.dump_folder) / config.folder
-    names = (path.parent.name.removeprefix("step-") for path in folder.glob("step-*/.metadata"))
-    steps = [int(name) for name in names if name.isdecimal()]
-    step = max(steps, default=-1) if config.load_step == -1 else config.load_step
-    if step not in steps or step == 0:  # of a seed checkpoint TorchTitan loads the model alone
-        return
-    path = folder / f"step-{step}"
-    states = FileSystemReader(path).read_metadata().state_dict_metadata
-    saved = sum(name.startswith("dataloader.dp_rank_") for name in states)
-    ranks = dims.dp_replicate * dims.dp_shard
-    if saved not in (0, ranks):
-        raise ValueError(
-            f"{path} holds the position in the data of {saved} data-parallel ranks, and this run has {ranks}. "
-            "TorchTitan cannot carry it over: go on with --checkpoint.exclude_from_loading=dataloader, and the data "
-            "begin with their first row again, or with the former number of ranks"
-        )
-
-
 def model_args(job_config: JobConfig) -> BaseModelArgs:
     """TorchTitan's arguments of the config's model and flavor: the shared object, not a copy. Raises ValueError:
     unknown model or flavor."""
-    flavors = get_train_spec(job_config.model.name).model_args
-    if job_config.model.flavor not in flavors:
-        more = "" if job_config.model.study_flavors else ", or set model.study_flavors for those of titan_mxfp8"
-        raise ValueError(
-            f"{job_config.model.name} has no flavor {job_config.model.flavor!r}: use one of {', '.join(flavors)}{more}"
-        )
-    return flavors[job_config.model.flavor]
+    model = job_config.model
+    flavors = {  # another config of this process may have registered ours
+        name: args
+        for name, args in get_train_spec(model.name).model_args.items()
+        if model.study_flavors or not is_study_flavor(args)
+    }
+    if model.flavor not in flavors:
+        more = "" if model.study_flavors else ", or set model.study_flavors = true for those of titan_mxfp8"
+        raise ValueError(f"{model.name} has no flavor {model.flavor!r}: use one of {', '.join(flavors)}{more}")
+    return flavors[model.flavor]
 
 
 def compiles_model(job_config: JobConfig) -> bool:
     """Whether TorchTitan compiles the model's blocks, and not only the loss."""
     return job_config.compile.enable and "model" in job_config.compile.components
+
+
+@contextmanager
+def in_one_line() -> Iterator[None]:
+    """A ValueError that ends this process is printed without its traceback, and ends torchrun's report, which comes
+    behind it and says what stands in a file, where torch writes what TorchTitan's trainer raises, and nothing yet while
+    the config is parsed."""
+    try:
+        yield
+    except ValueError as error:
+        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            refused, said, usual = error, f"ValueError: {error}", sys.excepthook
+            message = {"message": said, "extraInfo": {"timestamp": str(int(time.time()))}}
+            Path(path).write_text(json.dumps({"message": message}))
+
+            def hook(kind: type[BaseException], value: BaseException, traceback: object) -> None:
+                print(said, file=sys.stderr) if value is refused else usual(kind, value, traceback)
+
+            sys.excepthook = hook
+        raise
 
 
 @around("torchtitan.config.manager.ConfigManager._validate_config")
@@ -279,7 +314,6 @@ def validate_and_check(validate: Any, config_manager: ConfigManager) -> None:
     validate(config_manager)
     check_job_config(config)
     check_files(config)
-    check_transport(config)
     if "WORLD_SIZE" in os.environ and not config.experimental.custom_import:
         dims = check_layout(config, int(os.environ["WORLD_SIZE"]))
         if os.environ.get("RANK", "0") == "0":

@@ -1,6 +1,5 @@
 """``quantize.grouped_mm.mx`` and ``quantize.linear.mx``, as TorchTitan's model converters."""
 
-from abc import abstractmethod
 from pkgutil import resolve_name
 
 from torch import nn
@@ -12,7 +11,7 @@ from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols import model_converter
 
 from titan_mxfp8 import modules, workarounds
-from titan_mxfp8.plugin import compiled, moe
+from titan_mxfp8.plugin import moe
 from titan_mxfp8.plugin.checks import check_converters
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 from titan_mxfp8.plugin.job_config import converter_configs
@@ -35,10 +34,6 @@ class _Converter(QuantizationConverter):
         checkpointing = job_config.activation_checkpoint
         if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
             workarounds.apply("keep_saved_outputs")
-
-    @abstractmethod
-    def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
-        """Converts modules of a model, and returns their names."""
 
     def convert(self, model: nn.Module) -> None:
         config = self.config
@@ -65,7 +60,7 @@ class GroupedMMConverter(_Converter):
             if self.job_config.fault_tolerance.enable:  # TorchFT reduces gradients in a hook of FSDP
                 experts.needs_fsdp = "fault_tolerance.enable"
         if dispatching and self.parallel_dims is not None and self.parallel_dims.ep > 1:
-            getattr(model, LAYERS).why_fsdp = compiled.why_fsdp_will(model, self.job_config, self.parallel_dims)
+            getattr(model, LAYERS).why_fsdp = moe.why_fsdp_will(model, self.job_config, self.parallel_dims)
         return converted
 
 
@@ -80,13 +75,9 @@ class LinearConverter(_Converter):
 
 def register() -> None:
     """Puts our converters in the place of TorchTitan's two of the same names, of which ``register_model_converter``
-    refuses a second."""
+    refuses a second. Has op-level activation checkpointing save the outputs of ``SAVED``, in every TorchTitan model:
+    each has a set of such operators, and all others run again in backward."""
     model_converter._registry_model_converter_cls |= {GROUPED_MM: GroupedMMConverter, LINEAR: LinearConverter}
     modules.EXPERT_CLASSES |= {GroupedExperts: MXFP8GroupedExperts, GptOssGroupedExperts: MXFP8GptOssGroupedExperts}
-
-
-def save_gemm_outputs() -> None:
-    """Has op-level activation checkpointing save the outputs of ``SAVED``, in every TorchTitan model: each has a set of
-    such operators, and all others run again in backward."""
     for model in ("deepseek_v3", "gpt_oss", "llama3", "llama4", "qwen3"):
         resolve_name(f"torchtitan.models.{model}.infra.parallelize")._op_sac_save_list.update(SAVED)

@@ -69,27 +69,22 @@ _registered: list[Any] = []
 
 def register_flavors() -> None:
     """Adds to TorchTitan's tables `<flavor>_<n>layers` for the flavors above, and both small MoEs, once."""
+    if _registered:
+        return
+    rows = [(llama4_args, "moe_100m", copy.deepcopy(MOE_100M)), (deepseekv3_args, "moe_320m", copy.deepcopy(MOE_320M))]
     for table, flavor, counts, changes in FEW_LAYERS:
         for count in counts:
             # deepcopy: update_from_config writes into a flavor's moe_args, which replace() alone would share
             cut = dataclasses.replace(copy.deepcopy(table[flavor]), n_layers=count, **changes)
-            _register(table, f"{flavor}_{count}layers", cut)
-    _register(llama4_args, "moe_100m", copy.deepcopy(MOE_100M))
-    _register(deepseekv3_args, "moe_320m", copy.deepcopy(MOE_320M))
+            rows.append((table, f"{flavor}_{count}layers", cut))
+    for table, name, args in rows:
+        if name in table:
+            raise ValueError(f"the flavor {name!r} exists already: register yours under another name")
+        table[name] = args
+        _registered.append(args)
 
 
 def is_study_flavor(args: Any) -> bool:
     """Whether these are the arguments of a flavor that ``register_flavors`` has added."""
     # by identity: a run changes the values (max_seq_len, moe_args) of the flavor that it trains
     return any(registered is args for registered in _registered)
-
-
-def _register(table: dict[str, Any], name: str, args: Any) -> None:
-    if name not in table:
-        table[name] = args
-        _registered.append(args)
-    elif not is_study_flavor(table[name]):
-        raise ValueError(
-            f"the flavor {name!r} exists already and is not the one that titan_mxfp8 would add "
-            f"({type(table[name]).__name__}); register yours under another name"
-        )

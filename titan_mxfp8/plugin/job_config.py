@@ -6,18 +6,15 @@ not have ``from __future__ import annotations``.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from titan_mxfp8.backends import recommend
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.modules import training_device
-from titan_mxfp8.recipe import GROUPED_MM, LINEAR, Recipe
-from titan_mxfp8.titan.fields import DEFAULT_RECIPE
-
-DEFAULT_FILTER_FQNS = ("output", "router.gate")
-DEFAULT_FQNS = ("experts",)
+from titan_mxfp8.recipe import AUTO, GROUPED_MM, LINEAR, Recipe
+from titan_mxfp8.titan.fields import Dispatch, Once
 
 
 def option(default: object) -> Callable[[str], Any]:
@@ -37,7 +34,7 @@ def documented(cls: type) -> type:
 @documented
 @dataclass
 class _MX:
-    recipe_name: str = option(DEFAULT_RECIPE)("""
+    recipe_name: str = option(AUTO)("""
     What is quantised how: auto, the recipe that is recommended for the hardware, which the log names; mxfp8,
     mxfp8_floor, mxfp8_wgrad_bf16, mxfp8_2d, mxfp8_2d_wgrad_bf16, mxfp8_e5m2_grad; one of these with _rebased behind it,
     see hopper_rebase; or one of the aliases mxfp8_rceil and mxfp8_cublas_rceil (= mxfp8), mxfp8_cublas (= mxfp8_floor),
@@ -51,9 +48,8 @@ class _MX:
 
     hopper_rebase: bool = option(False)("""
     Whether to take the recipe's rebased form (mxfp8_2d: mxfp8_2d_rebased), whose GEMMs scale once per 128 elements,
-    much faster on an H100 or H200: four neighbouring blocks of 32, of a weight all of 32 x 128 elements, get the
-    largest of their scales, and elements that become too small for it are rounded. So it is not exact MXFP8;
-    hopper_rebase_report says how many elements change. Backends hopper and reference, with the same bits.
+    much faster on an H100 or H200, but not exact MXFP8: elements that become too small for the shared scale are
+    rounded. Backends hopper and reference, with the same bits.
     """)
 
     hopper_rebase_report: int = option(0)("""
@@ -63,17 +59,15 @@ class _MX:
 
     requantize_input: bool = option(False)("""
     Whether inputs are kept for backward as the FP8 rows that forward multiplies, and quantised once more there, along
-    the tokens. That is half the memory of these inputs where the weight gradient multiplies bf16 values (mxfp8_2d on an
-    H100 or H200). Where it multiplies FP8 (mxfp8_2d_rebased) they take one byte an element without it. Where forward
-    multiplies bf16 values nothing changes, and a warning says so. Nor does it in experts whose dispatch is not off:
-    their inputs are FP8 rows in any case.
+    the tokens: half their memory where the weight gradient multiplies bf16 values (mxfp8_2d on an H100 or H200). It
+    changes nothing elsewhere, nor in experts whose dispatch is not off, which keep FP8 rows anyway.
     """)
 
 
 @documented
 @dataclass
 class MXLinear(_MX):
-    filter_fqns: list[str] = option(DEFAULT_FILTER_FQNS)("""
+    filter_fqns: list[str] = option(("output", "router.gate"))("""
     Comma-separated parts of the names of nn.Linear modules to leave in high precision; with $ behind it, a part at the
     end of a name. Routers are always left, and a linear whose in or out features are not a multiple of 32, with a log
     line that names it.
@@ -84,45 +78,36 @@ class MXLinear(_MX):
 @documented
 @dataclass
 class MXGroupedMM(_MX):
-    fqns: list[str] | str = option(DEFAULT_FQNS)("""
+    fqns: list[str] | str = option(("experts",))("""
     Comma-separated parts of the names of expert modules to convert; with $ behind it, a part at the end of a name. Only
     modules that hold one matrix per expert count: the linears of moe.shared_experts match "experts" too, and belong to
     quantize.linear.mx.
     """)  # noqa: RUF009
 
-    dispatch: str = option("auto")("""
+    dispatch: Dispatch = option("auto")("""
     How tokens travel to their experts. off: TorchTitan's own way, in bf16, once for each of a token's experts. Else
-    each token is quantised once, crosses each link once, and lands where it is multiplied: symmetric, by kernels that
-    read the memory of other GPUs of one host; collective, in an all-to-all over whatever links there are; auto,
-    symmetric where all ranks of expert parallelism are of one host with peer access, else collective. One rank has no
-    links, and the same kernels. The log says which and why. With tensor parallelism, DeepEP, or DualPipeV's overlap
-    the experts keep TorchTitan's way, and the log says so; with auto also in recipes with _wgrad_bf16, whose weight
-    gradient takes tokens that were not quantised. Parameters and checkpoints are the same in all.
-    """)
+    each token is quantised once and crosses each link once: symmetric, by kernels that read the memory of other GPUs of
+    one host; collective, in an all-to-all; auto, symmetric where it can be, else collective. The log says which and
+    why, and where experts keep TorchTitan's way. Parameters and checkpoints are the same in all.
+    """)  # noqa: RUF009
 
-    dispatch_rows: str = option("auto")("""
+    dispatch_rows: str | float = option("auto")("""
     For how many rows a MoE layer has memory where they are received, if dispatch is not off. A factor of those of
-    balanced experts, such as 1.25; bounded, which is 1.5: the host waits in no layer, and a step in which a layer of
-    any rank gets more runs again with a larger factor, which stays, before its gradients are used. worst_case: for all
-    that ever could come. counted: for as many as come, which the host waits for in each layer. auto: bounded on GPUs,
-    counted on CPUs, in pipelines, with early_step_in_backward, where the collective transport has more ranks than
-    tokens have experts, and where memory is too small. Validation counts rows.
+    balanced experts, such as 1.25; bounded, which is 1.5: the host waits in no layer, and a step in which a layer gets
+    more runs again with a larger factor. worst_case: for all that ever could come. counted: for as many as come, which
+    the host waits for in each layer. auto: bounded on GPUs, with the exceptions that the log names, else counted.
     """)
 
     fsdp_fp8_all_gather: bool = option(True)("""
-    Whether FSDP gathers the experts' weights in FP8, with recipes of 32x32 blocks: half of bf16's bytes, in forward and
-    in backward. Each rank quantises its shard, in fp32, so the weights are not rounded to bf16 before. Not with tensor
-    parallelism, CPU offload, gpt_oss, or experts that the ranks do not divide: the log says which way is taken and why.
-    Parameters and checkpoints are the same.
+    Whether FSDP gathers the experts' weights in FP8, with recipes of 32x32 blocks: half of bf16's bytes, quantised from
+    the fp32 shards. The log says which way is taken and why. Parameters and checkpoints are the same.
     """)
 
-    quantize_weights_once: str = option("auto")("""
+    quantize_weights_once: Once = option("auto")("""
     Whether a step of several microbatches, of gradient accumulation or a pipeline, quantises the experts' weights once,
-    before its first forward, and keeps that until its last backward: 2 bytes for each weight, where FSDP gathers them
-    in FP8 1 byte for each of this rank's shard. on; off; auto: on where GPUs have the memory, which is known after the
-    first step. Not of weights that FSDP gathers otherwise, nor with recipes whose values are multiplied in bf16. Losses
-    are the same.
-    """)
+    and keeps that until its last backward: 2 bytes for each weight, where FSDP gathers them in FP8 1 byte for each of
+    this rank's shard. on; off; auto: on where GPUs have the memory. Losses are the same.
+    """)  # noqa: RUF009
 
 
 @dataclass
@@ -143,22 +128,19 @@ class Quantize:
 
     health_every: int = option(0)("""
     Every so many steps, log to TensorBoard and wandb, for each converted module and its activations, weights and
-    gradients (mx_health/...), the shares of elements that saturate or are flushed to zero, and the range of the scales'
-    exponents. 0: never. Of an operand with more than 16.8 million elements as many are measured, evenly spaced. These
-    are of exact MXFP8; of rebased recipes the share of elements that rebasing changed is logged too, and of tokens and
-    gradients that dispatch sends, what quantising the rows that arrived once more, along the tokens, changed. And of
-    all routed experts how many got no tokens, which is a log line too, and how full the fullest one is.
+    gradients (mx_health/...), the shares of elements that saturate or are flushed to zero, the range of the scales'
+    exponents, and what rebasing and requantising changed; and of all routed experts how many got no tokens, and how
+    full the fullest one is. 0: never. Of large operands 16.8 million elements are measured.
     """)
 
 
 @documented
 @dataclass
 class Training:
-    cuda_graph: str = option("off")("""
+    cuda_graph: Literal["off", "on", "auto"] = option("off")("""
     Whether forward, loss and backward of a microbatch are one CUDA graph, which the host launches at once: off; on,
     which is an error where that cannot be; auto, on where it can be, else off with a log line that says why. It needs
-    NVIDIA GPUs, and with expert parallelism a dispatch with dispatch_rows other than counted. The first 3 microbatches
-    run eagerly, and so do steps that quantize.health_every measures. Validation takes its memory beside the graph's.
+    NVIDIA GPUs, and with expert parallelism a dispatch with dispatch_rows other than counted.
     """)
 
 

@@ -6,9 +6,14 @@
 The classes of ``moe`` and ``moe.experts`` are swapped; their parameters, buffers and submodules stay. The layer goes
 through ``moe.experts``, as FSDP gathers the weights in a hook of that module. Expert parallelism shards the weights as
 ever, but TorchTitan's hooks that dispatch and combine are left out.
+
+TorchTitan compiles the parts of a MoE block one by one, as hooks of FSDP and its own dispatch would break a graph. Our
+layer is operators that break none. So its block is one region, as TorchTitan's dense blocks are, if FSDP does not take
+its experts.
 """
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,14 +23,24 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.dual_pipe_v import get_dual_pipe_v_flag
 from torchtitan.distributed.expert_parallel import ExpertParallel
-from torchtitan.models.gpt_oss.model.moe import GptOssMoE
-from torchtitan.models.moe.moe import MoE
+from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, GptOssMoE
+from torchtitan.models.moe.moe import GroupedExperts, MoE
 
+from titan_mxfp8.logs import count_of
 from titan_mxfp8.modules import training_device
 from titan_mxfp8.plugin.experts import RoutedExperts, Routing
 from titan_mxfp8.plugin.job_config import recipe_of
 from titan_mxfp8.recipe import GROUPED_MM
-from titan_mxfp8.titan.dispatch import LAYERS, DispatchingLayers, choose_layers, dispatches, kept_layers, most_tokens
+from titan_mxfp8.titan.dispatch import (
+    LAYERS,
+    DispatchingLayers,
+    choose_layers,
+    dispatches,
+    kept_layers,
+    let_compiled_layers_grow,
+    most_tokens,
+)
+from titan_mxfp8.titan.fsdp import why_fsdp
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
@@ -70,7 +85,10 @@ def dispatch_tokens(
     layers = [model.get_submodule(name) for name in names]
     group = None if dims is None or dims.ep == 1 else dims.get_mesh("ep").get_group()
     shared = dispatching_layers(layers, job_config)
-    line = shared.connect(group, _device(), f"[{GROUPED_MM}] ")
+    device = training_device()
+    if device.type != "cpu":  # TorchTitan has set it when a model is converted
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    line = shared.connect(group, device, f"[{GROUPED_MM}] ")
     setattr(model, LAYERS, shared)
     for layer in layers:
         layer.__class__ = MOE_CLASSES[type(layer)]
@@ -121,15 +139,59 @@ def _not_for_layer(model: nn.Module, fqn: str) -> str:
     return "" if isinstance(layer.experts, RoutedExperts) else f"experts of class {type(layer.experts).__name__}"
 
 
-def _device() -> torch.device:
-    """This process's: TorchTitan has set it when a model is converted."""
-    device = training_device()
-    return device if device.type == "cpu" else torch.device(device.type, torch.accelerator.current_device_index())
-
-
 @around("torchtitan.distributed.expert_parallel.ExpertParallel._apply")
 def shard_weights_only(apply: Any, parallel: ExpertParallel, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
     """Has expert parallelism shard the weights of layers that dispatch their own tokens, and no more."""
     if getattr(module, LAYERS, None) is None:
         return apply(parallel, module, device_mesh)
     return distribute_module(module, device_mesh, parallel._partition_fn)
+
+
+def why_fsdp_will(model: nn.Module, job_config: JobConfig, dims: ParallelDims) -> str:
+    """Why FSDP will take the experts of a converted model, which is decided after it is compiled; empty where not."""
+    names = ["dp_replicate", "efsdp"] if dims.dp_replicate_enabled else ["efsdp"]
+    arguments = {
+        "edp_mesh": dims.get_optional_mesh(names),
+        "cpu_offload": job_config.training.enable_cpu_offload,
+        "pp_enabled": dims.pp_enabled,
+    }
+    experts = [each for each in model.modules() if isinstance(each, GroupedExperts | GptOssGroupedExperts)]
+    return why_fsdp(experts, arguments)
+
+
+@around(*(f"torchtitan.models.{name}.infra.parallelize.apply_compile" for name in ("llama4", "deepseek_v3", "qwen3")))
+def compile_whole_blocks(apply_compile: Any, model: nn.Module, compile_config: Any, ep_enabled: bool) -> None:
+    """Compiles MoE blocks whole where that can be, and leaves the others, and dense ones, to TorchTitan."""
+    blocks = dict(model.layers.named_children())
+    ours = [name for name, block in blocks.items() if isinstance(getattr(block, "moe", None), MXFP8MoE)]
+    if ours:
+        count = count_of(len(ours), "MoE block")
+        if reason := _why_in_parts(getattr(model, LAYERS), ep_enabled):
+            logger.info(f"MXFP8: TorchTitan compiles {count} part by part, as {reason}")
+            ours = []
+        else:
+            logger.info(f"MXFP8: {count} compiled whole, each as one region")
+            let_compiled_layers_grow()
+    rest = nn.ModuleDict({name: block for name, block in blocks.items() if name not in ours})
+    apply_compile(SimpleNamespace(layers=rest), compile_config, ep_enabled)
+    for name in blocks:
+        block = _compile(blocks[name], compile_config.backend) if name in ours else rest[name]
+        model.layers.register_module(name, block)
+
+
+def _why_in_parts(layers: DispatchingLayers, ep_enabled: bool) -> str:
+    """Why the blocks of these layers cannot be compiled whole, in words; nothing where they can."""
+    if layers.why_fsdp:
+        return f"FSDP takes their experts: {layers.why_fsdp}"
+    if ep_enabled and layers.rows == "counted":
+        return "the host reads in each how many rows its experts get (dispatch_rows = 'counted')"
+    return ""
+
+
+def _compile(block: nn.Module, backend: str) -> nn.Module:
+    """Where the host waits for the number of rows nevertheless, the block runs eagerly: Dynamo cannot follow it."""
+    compiled = torch.compile(block, backend=backend, fullgraph=True)
+    run, experts = compiled.forward, block.moe.experts
+    vars(compiled)["checkpoint_impl"] = None  # TorchTitan halves counts of tokens to which recomputation adds once more
+    compiled.forward = lambda *args, **kwargs: (block if experts.waits() else run)(*args, **kwargs)
+    return compiled

@@ -19,19 +19,14 @@ def name_run(job_config: JobConfig) -> None:
 
     WANDB_RUN_TAGS counts as WANDB_TAGS: TorchTitan hands it to wandb as one string, which makes each letter a tag.
     """
-    model, formats = job_config.model, number_formats(job_config)
-    config_file = job_config.job.config_file
+    model, config_file = job_config.model, job_config.job.config_file
+    kinds = {GROUPED_MM: "experts", LINEAR: "linears"}
+    formats = [f"{kinds[name]}_{recipe_of(mx).name}" for name, mx in asked_configs(job_config).items()] or ["bf16"]
     subject = Path(config_file).stem if config_file else f"{model.name}-{model.flavor}"
     os.environ.setdefault("WANDB_RUN_NAME", "-".join([subject, *formats]))
     if "WANDB_RUN_TAGS" in os.environ:
         os.environ["WANDB_TAGS"] = os.environ.pop("WANDB_RUN_TAGS")
     os.environ.setdefault("WANDB_TAGS", ",".join([model.name, model.flavor, *formats]))
-
-
-def number_formats(job_config: JobConfig) -> list[str]:
-    """``["bf16"]``, or what is converted and how: ``["experts_mxfp8", "linears_mxfp8_2d"]``."""
-    kinds = {GROUPED_MM: "experts", LINEAR: "linears"}
-    return [f"{kinds[name]}_{recipe_of(mx).name}" for name, mx in asked_configs(job_config).items()] or ["bf16"]
 
 
 def git_commit(file: Path) -> str:

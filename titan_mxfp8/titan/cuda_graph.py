@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titan_mxfp8.titan import telemetry
-from titan_mxfp8.titan.dispatch import LAYERS
+from titan_mxfp8.titan.dispatch import GIB, LAYERS
 
 logger = logging.getLogger(__name__)
 
 GRAPH = "mxfp8_graph"  # the attribute of a trainer that captures its steps: a ``StepGraph``
 WARM_UP = 3  # eager microbatches before the capture: what is made once is made in them
-GIB = 2**30
 
 
 class StepGraph:
@@ -84,7 +83,8 @@ class StepGraph:
             if isinstance(x, Tensor):
                 self._batch[name].copy_(x)
         adds = any(param.grad is not None for param in self._params)
-        if self._left or (adds and not self._has_own_gradients()):
+        own = bool(self._grads) and all(param.grad is grad for param, grad in self._grads)
+        if self._left or (adds and not own):
             self._left = max(0, self._left - 1)
             return self._run_eagerly(self._batch)
         for module in self._sharded:
@@ -96,9 +96,6 @@ class StepGraph:
         for param, grad in self._grads:
             param.grad = grad
         return loss.clone()
-
-    def _has_own_gradients(self) -> bool:
-        return bool(self._grads) and all(param.grad is grad for param, grad in self._grads)
 
     def _run_eagerly(self, batch: dict[str, Any]) -> Tensor:
         """Activations come beside the graphs' memory: where there is no room for both, the graphs go, and are captured
@@ -152,7 +149,8 @@ class StepGraph:
 
 def must_run_eagerly(model: nn.Module) -> bool:
     """Whether the next microbatch of a model is measured, which hooks do, or the host waits in its layers."""
-    return telemetry.is_recorded(model) or waits_for_rows(model)
+    recorder = getattr(model, telemetry.RECORDER, None)
+    return (recorder is not None and recorder.records) or waits_for_rows(model)
 
 
 def waits_for_rows(model: nn.Module) -> bool:

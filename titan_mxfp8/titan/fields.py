@@ -1,17 +1,19 @@
-"""What the fields of both adapters have in common: a default, and rules that need no TorchTitan."""
+"""What the fields of both adapters have in common: types, and rules that need no TorchTitan."""
+
+from typing import Literal
 
 import torch
 
 import titan_mxfp8.ops.library  # noqa: F401 - registers torch.ops.titan_mxfp8
-from titan_mxfp8.recipe import AUTO, BF16, Recipe
+from titan_mxfp8.recipe import BF16, Recipe
 
-DEFAULT_RECIPE = AUTO
+Dispatch = Literal["off", "auto", "collective", "symmetric"]
+Once = Literal["off", "on", "auto"]  # of quantize_weights_once
 # Whose outputs op-level activation checkpointing saves. Quantised operands are made again from the block's inputs,
 # which costs one pass over memory each, where saving them would keep every weight a second time. Experts, and a layer
 # that dispatches its own tokens, are one operator in forward: what its backward needs is saved, and nothing sent twice.
 OPERATORS = torch.ops.titan_mxfp8
 SAVED = {each.default for each in (OPERATORS.gemm_m_grouped, OPERATORS.experts_forward, OPERATORS.moe_forward)}
-ONCE = ("off", "on", "auto")  # of quantize_weights_once
 
 
 def check_fields(recipe: Recipe, kind: str, dispatches: bool, health_every: int, hopper_rebase_report: int) -> None:
@@ -28,9 +30,3 @@ def check_fields(recipe: Recipe, kind: str, dispatches: bool, health_every: int,
         raise ValueError(
             f"recipe {BF16.name!r} is the control of dispatch: without it, leave the {kind} out of the conversion"
         )
-
-
-def check_once(value: str) -> None:
-    """Raises ValueError of an unknown value of ``quantize_weights_once``."""
-    if value not in ONCE:
-        raise ValueError(f"quantize_weights_once = {value!r}: use one of {', '.join(ONCE)}")

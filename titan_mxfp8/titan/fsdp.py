@@ -20,39 +20,37 @@ from titan_mxfp8.titan.gather import gather_quantized
 logger = logging.getLogger(__name__)
 
 
-def shard(apply_fsdp: Callable, model: nn.Module, *args: object, **kwargs: object) -> None:
-    """What adapters put around TorchTitan's ``apply_fsdp``: FSDP leaves experts alone that it would not shard, and
-    gathers others in FP8 where it can."""
-    shard_without_experts(apply_fsdp, model, *args, **kwargs)
-    gather_quantized(model)
-
-
-def shard_without_experts(apply_fsdp: Callable, *args: object, **kwargs: object) -> object:
-    """Calls TorchTitan's ``apply_fsdp`` on a model in which modules without parameters stand for the experts; where it
-    has to take these, or none are converted, on the model as it is."""
+def shard(apply_fsdp: Callable, *args: object, **kwargs: object) -> None:
+    """What adapters put around TorchTitan's ``apply_fsdp``: FSDP leaves experts alone that it would not shard, for
+    which modules without parameters stand meanwhile, and gathers others in FP8 where it can."""
     call = inspect.signature(apply_fsdp).bind(*args, **kwargs)
     call.apply_defaults()
     model, mesh = call.arguments["model"], call.arguments["edp_mesh"]
-    is_expert_module = _needs_no_fsdp if mesh is None else has_expert_shards
-    experts = {name: module for name, module in model.named_modules() if is_expert_module(module)}
-    if not any(isinstance(module, ConvertedModule) for module in experts.values()):
-        return apply_fsdp(*args, **kwargs)
+    experts = {
+        name: module
+        for name, module in model.named_modules()
+        if (getattr(module, "needs_fsdp", None) == "" if mesh is None else has_expert_shards(module))
+    }
     layers = f"the experts of {count_of(len(experts), 'MoE layer')}"
-    if reason := why_fsdp(list(experts.values()), call.arguments):
+    if not any(isinstance(module, ConvertedModule) for module in experts.values()):
+        experts = {}
+    elif reason := why_fsdp(list(experts.values()), call.arguments):
         log_once(logger, f"MXFP8: FSDP takes {layers}: {reason}")
-        return apply_fsdp(*args, **kwargs)
-    log_once(logger, f"MXFP8: {layers} stay out of FSDP: on their data-parallel mesh is one rank")
+        experts = {}
+    else:
+        log_once(logger, f"MXFP8: {layers} stay out of FSDP: on their data-parallel mesh is one rank")
     try:
         for name, module in experts.items():
             stand_in = nn.Module()
             stand_in.num_experts = module.num_experts
-            _put(model, name, stand_in)
-        return apply_fsdp(*args, **kwargs)
+            model.set_submodule(name, stand_in)
+        apply_fsdp(*args, **kwargs)
     finally:
         for name, module in experts.items():
-            _put(model, name, module)
+            model.set_submodule(name, module)
             if mesh is None:
                 _distribute(module, call.arguments["dp_mesh"])
+    gather_quantized(model)
 
 
 def why_fsdp(experts: list[nn.Module], arguments: Mapping[str, object]) -> str:
@@ -77,20 +75,10 @@ def why_fsdp(experts: list[nn.Module], arguments: Mapping[str, object]) -> str:
     return next(filter(None, reasons), "")
 
 
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Makes ``module`` the submodule of this name."""
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
-
-
 def has_expert_shards(module: nn.Module) -> bool:
     """Whether expert parallelism has split a module's own parameters."""
     own = module.parameters(recurse=False)
     return any(isinstance(param, DTensor) and "ep" in param.device_mesh.mesh_dim_names for param in own)
-
-
-def _needs_no_fsdp(module: nn.Module) -> bool:
-    return getattr(module, "needs_fsdp", None) == ""
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -30,6 +30,8 @@ from titan_mxfp8.ops.library import quantize
 
 logger = logging.getLogger(__name__)
 
+ONE_RANK = "one rank"
+
 
 def gather_quantized(model: nn.Module) -> None:
     """Has FSDP gather the weights of converted experts in FP8 where it can be, after ``fully_shard`` and before the
@@ -50,16 +52,12 @@ def gather_quantized(model: nn.Module) -> None:
                 _take_over(module, params, alone)
                 quantized.append(module.mxfp8_fqn)
     if quantized:
-        log_once(
-            logger, f"MXFP8: FSDP gathers the experts of {count_of(len(quantized), 'MoE layer')} in FP8 (32x32 blocks)"
-        )
+        count = count_of(len(quantized), "MoE layer")
+        log_once(logger, f"MXFP8: FSDP gathers the experts of {count} in FP8 (32x32 blocks)")
+    left.pop(ONE_RANK, None)
     for reason, names in left.items():
-        if reason != _ONE_RANK:
-            count = count_of(len(names), "MoE layer")
-            log_once(logger, f"MXFP8: FSDP gathers the experts of {count} unquantised: {reason}")
-
-
-_ONE_RANK = "one rank"
+        count = count_of(len(names), "MoE layer")
+        log_once(logger, f"MXFP8: FSDP gathers the experts of {count} unquantised: {reason}")
 
 
 def why_not(module: ConvertedModule, params: list[FSDPParam]) -> str:
@@ -67,7 +65,7 @@ def why_not(module: ConvertedModule, params: list[FSDPParam]) -> str:
     recipe = module.mxfp8.recipe
     mesh = params[0].mesh_info
     if not isinstance(mesh, FSDPMeshInfo) or mesh.shard_mesh_size == 1:
-        return _ONE_RANK
+        return ONE_RANK
     if not recipe.quantized:
         return f"recipe {recipe.name} quantises nothing"
     if recipe.weight_block != "32x32":

@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from titan_mxfp8.logs import count_of
 from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.ops.experts import Weights, bytes_ahead, can_quantize_ahead, quantize_ahead
 from titan_mxfp8.titan.cuda_graph import GRAPH
+from titan_mxfp8.titan.dispatch import GIB, local
 from titan_mxfp8.titan.gather import blocks_params
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
 SPARE = 0.02  # of a GPU's memory, left over by what is kept
 
 
@@ -56,14 +57,13 @@ def quantize_once(trainer: Any, weights: Mapping[ConvertedModule, Callable[[], W
     for param in (param for part in trainer.model_parts for param in blocks_params(part)):
         holders.append(_Holder(param, param.quantize_shard, param.sharded_size.numel()))
     for reason, count in left.items():
-        logger.info(f"MXFP8: every microbatch quantises the experts' weights of {_layers(count)}: {reason}")
+        layers = count_of(count, "MoE layer")
+        logger.info(f"MXFP8: every microbatch quantises the experts' weights of {layers}: {reason}")
     if holders:
         auto = any(module.quantize_weights_once == "auto" for module in weights)
-        kept = sum(holder.bytes for holder in holders) / GIB
-        logger.info(
-            f"MXFP8: a step quantises the experts' weights of {_layers(len(weights) - sum(left.values()))} once, and "
-            f"keeps {kept:.2f} GiB{' if they are free' * auto}"
-        )
+        layers = count_of(len(weights) - sum(left.values()), "MoE layer")
+        kept = f"{sum(holder.bytes for holder in holders) / GIB:.2f} GiB{' if they are free' * auto}"
+        logger.info(f"MXFP8: a step quantises the experts' weights of {layers} once, and keeps {kept}")
         QuantizedOnce(trainer, holders, auto)
 
 
@@ -124,9 +124,8 @@ class QuantizedOnce:
         """In a first step, which makes the optimizer's state, there is room for what will be its, and that is more.
         In the second one it must fit beside that. With a state from a checkpoint, the second one says what is left."""
         self._decisions -= 1
-        state = sum(
-            _local_bytes(x) for each in self.trainer.optimizers for of in each.state.values() for x in of.values()
-        )
+        states = [x for each in self.trainer.optimizers for of in each.state.values() for x in of.values()]
+        state = sum(local(x).nbytes for x in states if isinstance(x, torch.Tensor))
         if self._decisions:
             self._on = not state
             return
@@ -151,12 +150,3 @@ def why_each_time(module: ConvertedModule) -> str:
     if getattr(module, "_is_fsdp_managed_module", False) and not module.gathered:
         return "FSDP frees what it has gathered"
     return ""
-
-
-def _local_bytes(x: object) -> int:
-    x = getattr(x, "_local_tensor", x)
-    return x.nbytes if isinstance(x, torch.Tensor) else 0
-
-
-def _layers(count: int) -> str:
-    return f"{count} MoE layer{'s' * (count > 1)}"

@@ -33,8 +33,6 @@ class Recorder:
         self.every = {"health": 0, "experts": 0, "linears": 0}
         self._region = contextlib.ExitStack()
         self._due = True  # whether the next forward pass in training begins to record
-        self._names: list[str] | None = None  # of the converted modules of all ranks
-        self._layers: dict[str, int] = {}  # experts of the MoE layers of all ranks, by the names of their counts
         self._before: dict[str, torch.Tensor] = {}  # counts of tokens when the recorded step began
         self._after: dict[str, torch.Tensor] = {}  # and after its last forward pass
 
@@ -85,20 +83,17 @@ class Recorder:
     def _log_health(self, processor: Any, step: int, measured: dict[str, ConvertedModule]) -> None:
         """Logs the figures, added up over all ranks: they see other tokens or modules, or count the same tensor alike,
         which leaves the shares as they are."""
-        if self._names is None:
-            self._names = _of_all_ranks(list(measured))
-            self._layers = dict(_of_all_ranks([(name, len(counts)) for name, counts in self._after.items()]))
-        if not self._names:
+        device, names = processor.device_memory_monitor.device, _of_all_ranks(list(measured))
+        if not names:
             return
-        device = processor.device_memory_monitor.device
-        counts = torch.zeros(len(self._names), len(observe.KINDS), observe.COUNTS, dtype=torch.float64, device=device)
+        counts = torch.zeros(len(names), len(observe.KINDS), observe.COUNTS, dtype=torch.float64, device=device)
         for name, module in measured.items():
             if module.probe.grad is not None:
-                counts[self._names.index(name)] = module.probe.grad
+                counts[names.index(name)] = module.probe.grad
         if dist.is_initialized():
             dist.all_reduce(counts)
         figures = {}
-        for name, of_module in zip(self._names, counts.tolist(), strict=True):
+        for name, of_module in zip(names, counts.tolist(), strict=True):
             for figure, value in observe.summarize(of_module).items():
                 figures[f"mx_health/{figure}/{name}"] = value
         layers = getattr(processor.model_parts[0], LAYERS, None)
@@ -109,15 +104,16 @@ class Recorder:
     def _load_of_experts(self, device: torch.device, step: int) -> dict[str, float]:
         """How many experts of all layers got no token of the step, which is a log line too, and the tokens of the
         fullest expert of a layer, in those of balanced ones."""
-        if not self._layers:
+        layers = _of_all_ranks([(name, len(counts)) for name, counts in self._after.items()])  # and their experts
+        if not layers:
             return {}
-        counts = torch.zeros(len(self._layers), max(self._layers.values()), dtype=torch.float64, device=device)
-        for row, (name, experts) in zip(counts, self._layers.items(), strict=True):
+        counts = torch.zeros(len(layers), max(experts for _, experts in layers), dtype=torch.float64, device=device)
+        for row, (name, experts) in zip(counts, layers, strict=True):
             if name in self._after:
                 row[:experts] = self._after[name] - self._before[name]
         if dist.is_initialized():
             dist.all_reduce(counts)
-        loads = [row[:experts] for row, experts in zip(counts.tolist(), self._layers.values(), strict=True)]
+        loads = [row[:experts] for row, (_, experts) in zip(counts.tolist(), layers, strict=True)]
         if without := sum(load.count(0) for load in loads):
             logger.info(f"MXFP8: {without} of {sum(map(len, loads))} experts got no tokens in step {step}")
         fullest = max(max(load) * len(load) / max(sum(load), 1) for load in loads)
@@ -149,11 +145,6 @@ def attach(model: nn.Module, converted: list[str], kind: str, health_every: int,
     every = getattr(model, RECORDER).every
     every["health"] = max(every["health"], health_every)
     every[kind] = hopper_rebase_report
-
-
-def is_recorded(model: nn.Module) -> bool:
-    """Whether the next forward pass of a model in training is recorded, so that its hooks have to run."""
-    return hasattr(model, RECORDER) and getattr(model, RECORDER).records
 
 
 @around("torchtitan.components.metrics.MetricsProcessor.should_log")

@@ -1,14 +1,15 @@
 """TorchTitan's converters: a model config whose model is converted as soon as it is built."""
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import nn
 from torchtitan.components.quantization import QuantizationConverter
+from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.model import BaseModel
 from torchtitan.trainer import Trainer
@@ -19,13 +20,12 @@ from titan_mxfp8.backends import recommend
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.recipe import AUTO
 from titan_mxfp8.titan import telemetry
-from titan_mxfp8.titan.dispatch import dispatches
-from titan_mxfp8.titan.fields import DEFAULT_RECIPE, SAVED, check_fields, check_once
+from titan_mxfp8.titan.dispatch import dispatches, local
+from titan_mxfp8.titan.fields import SAVED, Dispatch, Once, check_fields
 from titan_mxfp8.titan.once import quantize_once
 from titan_mxfp8.titan.rerun import watch_steps
-from titan_mxfp8.titan03.classes import LINEAR_CLASSES, expert_class
 from titan_mxfp8.titan03.cuda_graph import CONVERTED
-from titan_mxfp8.titan03.moe import dispatch_tokens, weights_of
+from titan_mxfp8.titan03.moe import dispatch_tokens, expert_class, weights_of
 from titan_mxfp8.workarounds.patch import around
 
 # The whole config while a trainer is made, which builds the model; None elsewhere.
@@ -39,15 +39,19 @@ class _Converter(QuantizationConverter):
     kind: str
     dispatches = False
 
+    @dataclass(kw_only=True, slots=True)
+    class Config(QuantizationConverter.Config):
+        recipe: str = AUTO
+        backend: str = "auto"
+        requantize_input: bool = False
+        health_every: int = 0
+        hopper_rebase_report: int = 0
+
     def __init__(self, config: QuantizationConverter.Config) -> None:
         check_types(config)
         self.recipe = recommend(config.recipe, config.backend, hardware_of(modules.training_device()))
         check_fields(self.recipe, self.kind, self.dispatches, config.health_every, config.hopper_rebase_report)
         self.config = config
-
-    @abstractmethod
-    def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
-        """Converts modules of a model that has just been built, on meta, and returns their names."""
 
     def convert(self, model_config: BaseModel.Config) -> BaseModel.Config:
         """Has the model that ``model_config`` builds converted, after what other conversions it has; gives it back. Its
@@ -83,21 +87,15 @@ class MXFP8Experts(_Converter):
     kind = "experts"
 
     @dataclass(kw_only=True, slots=True)
-    class Config(QuantizationConverter.Config):
-        recipe: str = DEFAULT_RECIPE
+    class Config(_Converter.Config):
         fqns: Sequence[str] | str = ("experts",)
-        backend: str = "auto"
-        requantize_input: bool = False
-        health_every: int = 0
-        hopper_rebase_report: int = 0
-        dispatch: str = "auto"
+        dispatch: Dispatch = "auto"
         dispatch_rows: str | float = AUTO
         fsdp_fp8_all_gather: bool = True
-        quantize_weights_once: str = "auto"
+        quantize_weights_once: Once = "auto"
 
     def __init__(self, config: Config) -> None:
         self.dispatches = dispatches(config.dispatch, config.dispatch_rows)
-        check_once(config.quantize_weights_once)
         super().__init__(config)
 
     def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
@@ -113,6 +111,21 @@ class MXFP8Experts(_Converter):
         return converted
 
 
+class MXFP8TitanLinear(modules.MXFP8Linear, Linear):
+    """Takes the place of the class of a ``Linear``."""
+
+
+class MXFP8ScaledBiasRowwiseLinear(modules.MXFP8Linear, ScaledBiasRowwiseLinear):
+    """Takes the place of the class of a ``ScaledBiasRowwiseLinear``, gpt_oss's: each TP rank adds its share of bias."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = local(self.weight), local(self.bias)
+        return self.mxfp8_linear(input, weight, bias / self.tp_degree)
+
+
+LINEAR_CLASSES = {Linear: MXFP8TitanLinear, ScaledBiasRowwiseLinear: MXFP8ScaledBiasRowwiseLinear}
+
+
 class MXFP8Linears(_Converter):
     """Converts the linears whose names have none of ``filter_fqns`` as a part. The fields are arguments of
     ``modules.convert_linears``."""
@@ -120,13 +133,8 @@ class MXFP8Linears(_Converter):
     kind = "linears"
 
     @dataclass(kw_only=True, slots=True)
-    class Config(QuantizationConverter.Config):
-        recipe: str = DEFAULT_RECIPE
+    class Config(_Converter.Config):
         filter_fqns: Sequence[str] | str = ("lm_head", "router.gate")
-        backend: str = "auto"
-        requantize_input: bool = False
-        health_every: int = 0
-        hopper_rebase_report: int = 0
 
     def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
         modules.LINEAR_CLASSES.update(LINEAR_CLASSES)

@@ -1,5 +1,5 @@
-"""``experts`` unless ``dispatch`` is off: TorchTitan's routed experts, with ``mxfp8_moe`` in place of all behind the
-router.
+"""TorchTitan's experts with MXFP8 GEMMs; unless ``dispatch`` is off its routed experts, with ``mxfp8_moe`` in place of
+all behind the router.
 
     TorchTitan:  token_dispatcher.dispatch -> inner_experts -> token_dispatcher.combine
     here:        mxfp8_moe, over the dispatcher's ranks
@@ -9,7 +9,7 @@ The class of ``routed_experts`` is swapped when the model has been built; both o
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -21,19 +21,61 @@ from torchtitan.tools import utils
 from torchtitan.trainer import Trainer
 
 from titan_mxfp8.logs import log_once
+from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.moe.layer import Dispatched
 from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.titan.dispatch import (
     LAYERS,
     DispatchingLayers,
     choose_layers,
+    interleaved,
     kept_layers,
     let_compiled_layers_grow,
+    local,
     most_tokens,
 )
-from titan_mxfp8.titan03.classes import local_parameters
 
 logger = logging.getLogger(__name__)
+
+
+class _MXFP8Seam(ConvertedModule):
+    """Mixed into an expert class: TorchTitan's own forward calls this for each of its GEMMs."""
+
+    def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return self.mxfp8_grouped_mm(A, B_t, offs)
+
+
+class MXFP8GroupedExperts(_MXFP8Seam, GroupedExperts):
+    """Takes the place of the class of a ``GroupedExperts``."""
+
+    needs_fsdp = ""
+    gathers = "w1_EFD", "w3_EFD", "w2_EDF"
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """TorchTitan's, unless FSDP has gathered the weights in FP8, which that could not read."""
+        if not self.gathered:
+            return super().forward(x_RD, num_tokens_per_expert_E)
+        offs = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+        y = self.mxfp8_experts(x_RD.bfloat16(), local_parameters(self), offs, gathered=self.gathered)
+        return y.type_as(x_RD)
+
+
+def local_parameters(experts: GroupedExperts) -> Weights:
+    """This rank's, as they are: fp32 too is quantised in one pass. They get the gradients of what was gathered in FP8,
+    too."""
+    if not isinstance(experts, GptOssGroupedExperts):
+        return Weights(local(experts.w1_EFD), local(experts.w3_EFD), local(experts.w2_EDF))
+    (w1, w3), (b1, b3) = interleaved(local(experts.mlp1_weight_EGD)), interleaved(local(experts.mlp1_bias_EG))
+    return Weights(w1, w3, local(experts.mlp2_weight_EDF), b1, b3, local(experts.mlp2_bias_ED))
+
+
+@cache
+def expert_class(cls: type[GroupedExperts]) -> type[GroupedExperts]:
+    """The class that takes the place of ``cls``: ``GroupedExperts``, gpt_oss's, or one of the user's."""
+    if cls is GroupedExperts:
+        return MXFP8GroupedExperts
+    members = {"needs_fsdp": ""} if cls is GptOssGroupedExperts else {}
+    return type(f"MXFP8{cls.__name__}", (_MXFP8Seam, cls), members)
 
 
 class MXFP8RoutedExperts(RoutedExperts):

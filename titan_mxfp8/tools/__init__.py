@@ -1,1 +1,1 @@
-"""What a config would mean on its cluster, and flavors for studies. No training run imports this unless it asks."""
+"""What a config would mean on its cluster. No training run imports this unless it asks."""

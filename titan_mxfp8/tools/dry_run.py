@@ -8,7 +8,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from math import prod
 
@@ -23,24 +23,22 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import set_default_dtype
 
 from titan_mxfp8 import backends
-from titan_mxfp8.backends.hardware import CLUSTER_GPUS, override_hardware
-from titan_mxfp8.modules import is_expert_module
+from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware, hardware_of, override_hardware
+from titan_mxfp8.modules import is_expert_module, training_device
 from titan_mxfp8.plugin.checks import (
     NUMBER_AS_STRING,
     check_batch,
-    check_hosts,
     check_job_config,
     check_layout,
     check_types,
-    errors_in,
     model_args,
 )
-from titan_mxfp8.plugin.flavors import is_study_flavor
-from titan_mxfp8.plugin.job_config import asked_configs, converter_configs, recipe_of
+from titan_mxfp8.plugin.job_config import asked_configs
 from titan_mxfp8.plugin.moe import MXFP8MoE, dispatching_layers
 from titan_mxfp8.recipe import GROUPED_MM, Recipe
 from titan_mxfp8.titan.cuda_graph import fsdp_modules
 from titan_mxfp8.tools.memory import (
+    COMPILE_BACKEND,
     FILL,
     GIB,
     Memory,
@@ -49,7 +47,6 @@ from titan_mxfp8.tools.memory import (
     experts_out_of_fsdp,
     model_parallel_shape,
 )
-from titan_mxfp8.tools.saved import COMPILE_BACKEND
 
 CONFIG_MODULE = "Set it to 'titan_mxfp8.plugin', or to a module whose JobConfig derives from that one's"
 
@@ -76,50 +73,32 @@ class ClusterConfigManager(LocalConfigManager):
             check_job_config(self.config)
 
 
-@contextmanager
-def cluster_gpu(job_config: JobConfig) -> Iterator[None]:
-    """Within, this machine is taken for one with the cluster's GPU. Where the config names none that we know, the
-    converters take whatever backend runs here. Raises ValueError: an unknown backend."""
-    gpu, configs = job_config.cluster.gpu, converter_configs(job_config)
-    if gpu in CLUSTER_GPUS:
-        with override_hardware(CLUSTER_GPUS[gpu]):
-            yield
-        return
-    named = {name: mx.backend for name, mx in configs.items()}
-    try:
-        for name, mx in configs.items():
-            with errors_in(name):
-                backends.check_name(mx.backend)
-            mx.backend = "auto"
-        yield
-    finally:
-        for name, mx in configs.items():
-            mx.backend = named[name]
+def cluster_gpu(job_config: JobConfig) -> AbstractContextManager:
+    """Within, this machine is taken for one with the cluster's GPU, if the config names one that we know."""
+    gpu = job_config.cluster.gpu
+    return override_hardware(CLUSTER_GPUS[gpu]) if gpu in CLUSTER_GPUS else nullcontext()
 
 
-def multiplied(job_config: JobConfig) -> dict[str, str]:
-    """In words, by converter that the config asks for: what the cluster's GPU multiplies in each of its GEMMs, and by
-    which backend; empty where the config names no GPU that we know."""
-    if job_config.cluster.gpu not in CLUSTER_GPUS:
-        return {}
-    found, hardware = {}, CLUSTER_GPUS[job_config.cluster.gpu]
+def multiplied(job_config: JobConfig, hardware: Hardware) -> dict[str, tuple[Recipe, str]]:
+    """By converter that the config asks for its recipe, and in words what ``hardware`` multiplies in each of its GEMMs,
+    and by which backend."""
+    found = {}
     for name, mx in asked_configs(job_config).items():
         recipe = backends.recommend(mx.recipe_name, mx.backend, hardware, mx.hopper_rebase)
         selection = backends.select(mx.backend, hardware, recipe)
         untried = ", never run there" if selection.warning else ""
         plan = backends.plan_on(recipe, selection.name, hardware)
-        found[name] = f"{recipe.name}, backend {selection.name}{untried}: {plan}"
+        found[name] = recipe, f"{recipe.name}, backend {selection.name}{untried}: {plan}"
     return found
 
 
-def recipes_here(path: str, overrides: Sequence[str] = ()) -> dict[str, tuple[Recipe, str]]:
-    """The recipe and the backend of each converter that a TOML and TorchTitan flags ask for, parsed for this machine.
-    The layout is not looked at: how many processes there will be is not known. Raises ValueError, OSError: what
-    training would be refused for."""
+def multiplied_here(path: str, overrides: Sequence[str] = ()) -> dict[str, tuple[Recipe, str]]:
+    """The same of a TOML and TorchTitan flags, parsed for this machine. The layout is not looked at: how many processes
+    there will be is not known. Raises ValueError, OSError: what training would be refused for."""
     job_config = LocalConfigManager().parse_args([f"--job.config_file={path}", *overrides])
     check_batch(job_config)
     converted_model(job_config, ParallelDims(*[1] * 7, world_size=1))
-    return {name: (recipe_of(mx), mx.backend) for name, mx in asked_configs(job_config).items()}
+    return multiplied(job_config, hardware_of(training_device()))
 
 
 def converted_model(job_config: JobConfig, dims: ParallelDims) -> tuple[nn.Module, BaseModelArgs]:
@@ -150,7 +129,7 @@ class Report:
     tokens: float  # that a GPU computes in a step; with tensor parallelism its share of them
     flops_per_token: int  # forward and backward, as TorchTitan counts them for its MFU
     mxfp8_share: float  # part of these FLOPs that run as MXFP8 GEMMs
-    multiplied: dict[str, str]  # by converter, what each of its GEMMs multiplies, see ``multiplied``
+    multiplied: dict[str, str]  # by converter, the words of ``multiplied``; empty without a GPU that we know
     # quantised layers of one GPU by recipe and sizes: M tokens, N features out, K in, G experts
     gemms: Counter[tuple[Recipe, int, int, int, int]]
     frees_weights: bool  # whether FSDP frees them after forward
@@ -167,7 +146,7 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
     """Builds, converts and shards the model of a ``parse_config`` for all the GPUs of its ``[cluster]``. Raises
     ValueError where the layout does not work, or the estimate is more than ``fill`` of a card's memory."""
     cluster, training = job_config.cluster, job_config.training
-    card = (cluster.gpu, card_memory(cluster.gpu)) if cluster.gpu else None
+    card, hardware = (cluster.gpu, card_memory(cluster.gpu)) if cluster.gpu else None, CLUSTER_GPUS.get(cluster.gpu)
     world_size = cluster.nodes * cluster.gpus_per_node
     dims = check_cluster(job_config, world_size)
     with fake_processes(world_size), cluster_gpu(job_config):
@@ -200,7 +179,7 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
         tokens=training.local_batch_size * training.seq_len / (dims.cp * dims.tp),
         flops_per_token=flops,
         mxfp8_share=mxfp8_flops(whole, args) / flops,
-        multiplied=multiplied(job_config),
+        multiplied={name: words for name, (_, words) in multiplied(job_config, hardware).items()} if hardware else {},
         gemms=gemms,
         frees_weights=bool(fsdp_modules(sharded)),
         out_of_fsdp=sum(
@@ -213,24 +192,26 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
 
 
 def check_cluster(job_config: JobConfig, world_size: int) -> ParallelDims:
-    """``check_layout``, and what only a dry run cannot do. Raises ValueError: as ``check_layout`` and ``check_hosts``;
-    pipelines; a study flavor that the config does not ask for."""
-    dims = check_layout(job_config, world_size)
-    check_hosts(job_config, world_size, job_config.cluster.gpus_per_node)
+    """``check_layout``, and what training would find out later. Raises ValueError: as ``check_layout``; pipelines;
+    ``symmetric`` where expert parallelism, whose ranks are consecutive ones, takes ranks of several hosts."""
+    dims, per_host = check_layout(job_config, world_size), job_config.cluster.gpus_per_node
+    if job_config.quantize.grouped_mm.mx.dispatch == "symmetric" and world_size > per_host and per_host % dims.ep:
+        raise ValueError(
+            f"[{GROUPED_MM}] dispatch = 'symmetric' needs all ranks of expert parallelism on one host, and "
+            f"expert_parallel_degree {dims.ep} does not divide the {per_host} processes of a host: choose one that "
+            "does, or dispatch = 'collective'"
+        )
     if dims.pp_enabled:
         raise ValueError(
             "pipeline_parallel_degree > 1 cannot be checked: a stage's memory depends on the schedule (CHECK=0 lets "
             "train.slurm go on without)"
         )
-    if is_study_flavor(model_args(job_config)) and not job_config.model.study_flavors:
-        # another config of this process has registered it
-        raise ValueError(f"flavor {job_config.model.flavor!r} needs model.study_flavors = true")
     return dims
 
 
 def without_hardware(job_config: JobConfig) -> JobConfig:
     """A copy by which a model can be converted without the GPUs' links, and whose compiled experts save what
-    ``saved.py`` can look at."""
+    ``saved_by_blocks`` can look at."""
     job_config = copy.deepcopy(job_config)
     experts = job_config.quantize.grouped_mm.mx
     if experts.dispatch != "off":
@@ -281,8 +262,7 @@ def fake_processes(world_size: int) -> Iterator[None]:
 
 def mesh_sizes(dims: ParallelDims) -> dict[str, int]:
     """Sizes of the mesh dimensions that split parameters or sequences, those of size 1 left out."""
-    names = ("dp_replicate", "fsdp", "cp", "tp", "ep", "efsdp", "etp")
-    meshes = {name: dims.get_optional_mesh(name) for name in names}
+    meshes = {name: dims.get_optional_mesh(name) for name in ("dp_replicate", "fsdp", "cp", "tp", "ep", "efsdp", "etp")}
     return {name: mesh.size() for name, mesh in meshes.items() if mesh is not None and mesh.size() > 1}
 
 

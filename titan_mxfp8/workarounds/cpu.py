@@ -1,11 +1,10 @@
 """TorchTitan's own train.py on a machine without accelerators: CPU tensors, gloo collectives. Linux only."""
 
 import logging
-import math
 import os
 import platform
+import resource
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,26 +27,18 @@ class CpuDevice:
         return 0  # torch.cpu says "cpu", but barrier(device_ids=[current_device()]) refuses anything except an int
 
     def get_device_name(self, device: object = None) -> str:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-        return f"{platform.machine()} CPU"  # Arm kernels print no model name
+        return f"{platform.machine()} CPU"
 
     def get_device_properties(self, device: object = None) -> SimpleNamespace:
         return SimpleNamespace(total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
     def memory_stats(self, device: object = None) -> dict[str, int]:
-        """The process's peak resident memory as both peaks: torch keeps no counters for its CPU allocations."""
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        # VmHWM is the peak since the last reset; sandboxed kernels (gVisor) leave it out and have VmRSS only.
-        peak = int(status.get("VmHWM", status["VmRSS"]).split()[0]) * 1024
+        """The process's peak resident memory so far as both peaks: torch keeps no counters for its CPU allocations."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak, "num_alloc_retries": 0, "num_ooms": 0}
 
     def reset_peak_memory_stats(self, device: object = None) -> None:
-        try:
-            Path("/proc/self/clear_refs").write_text("5")  # 5 sets VmHWM back to VmRSS
-        except OSError:
-            pass  # not writable in some containers: the peak then is that of the whole run
+        pass
 
     def empty_cache(self) -> None:
         pass
@@ -76,15 +67,6 @@ def use_cpu_device() -> None:
                 if vars(module).get(name) is copied[name]:
                     setattr(module, name, value)
     logger.info("No accelerator found: TorchTitan trains on CPU, with gloo between processes")
-
-
-@workaround(torchtitan=BOTH, cpu=True)
-@around("torchtitan.tools.utils.get_peak_flops")
-def claim_no_mfu(get_peak_flops: Any, device_name: str) -> float:
-    """An MFU in the logs that is a share of an A100.
-
-    An infinite peak gives `mfu: 0.00%`."""
-    return math.inf
 
 
 @workaround(torchtitan=BOTH, cpu=True)
