@@ -168,13 +168,18 @@ def read_rows(path: Path) -> list[str]:
         ValueError: a line is no such row.
     """
     texts = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        try:
-            if line.strip():
-                texts.append(json.loads(line.decode("utf-8-sig"))["text"] + "")  # which is a string
-        except (ValueError, TypeError, LookupError) as error:
-            wanted = 'each line must be a JSON object in UTF-8 whose "text" is a string'
-            raise ValueError(f"{path}, line {number}: {wanted} ({type(error).__name__}: {error})") from error
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line.decode("utf-8-sig"))["text"]
+                if not isinstance(text, str):
+                    raise TypeError(f"its text is {text!r:.40}")
+            except (ValueError, TypeError, LookupError) as error:
+                wanted = 'each line must be a JSON object in UTF-8 whose "text" is a string'
+                raise ValueError(f"{path}, line {number}: {wanted} ({type(error).__name__}: {error})") from error
+            texts.append(text)
     return texts
 
 

@@ -5,8 +5,10 @@ in fp64, up to the order of additions, what tensor cores cut off and the roundin
 (``poisoned_empty``).
 """
 
-from collections.abc import Callable, Iterator
+import importlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from occupy import occupied_multiprocessors
@@ -14,7 +16,7 @@ from poison import poisoned_empty
 
 from scripts.bench.problems import largest_row_error, make_offs, relative_rms
 from titan_mxfp8 import RECIPES
-from titan_mxfp8.backends import BACKENDS, Backend, BackendRow, Gemm, Plan, load
+from titan_mxfp8.backends import BACKENDS, Backend, BackendRow, Gemm, Plan
 from titan_mxfp8.backends import reference as reference_backend
 from titan_mxfp8.backends.common.dequantize import dequantize
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
@@ -22,7 +24,7 @@ from titan_mxfp8.format import reference
 from titan_mxfp8.format.mx import ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.format.swizzle import unswizzle
-from titan_mxfp8.recipe import Recipe
+from titan_mxfp8.recipe import Recipe, get_recipe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -57,7 +59,7 @@ ADDED_TO = ("ragged", "no rows", "large")  # in which weight gradients are also 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A backend on a piece of hardware that is here."""
+    """A backend, the hardware that it takes its plans for, and the device that has the tensors."""
 
     row: BackendRow
     hardware: Hardware
@@ -65,7 +67,10 @@ class Target:
 
     @property
     def backend(self) -> Backend:
-        return load(self.row.name, self.device)
+        return importlib.import_module(self.row.module)
+
+    def plan(self, recipe: Recipe | str) -> Plan:
+        return self.backend.plan(get_recipe(recipe), self.hardware)
 
     def recipes(self) -> list[Recipe]:
         recipes = dict.fromkeys([*RECIPES.values(), OTHER])
@@ -73,6 +78,9 @@ class Target:
 
     def __str__(self) -> str:
         return f"{self.row.name}-{self.device.type}"
+
+
+ROWS = {row.name: row for row in BACKENDS}
 
 
 def targets_here() -> list[Target]:
@@ -263,6 +271,72 @@ def check_requantize_squares(backend: Backend, w: torch.Tensor, plan: Plan, devi
         assert_same(filled(ours, None), filled(reference.quantize(w, axis, spec), None))
 
 
+class Pair(NamedTuple):
+    """What a plan quantises along both axes, tokens or weights: along the last one, and the one before it."""
+
+    is_weight: bool
+    rowwise: OperandSpec
+    columnwise: OperandSpec
+
+    def __str__(self) -> str:
+        return " ".join(
+            ["w" if self.is_weight else "x"]
+            + [f"{spec.stored} {spec.scale_block} {spec.elem_dtype} {spec.rounding}" for spec in self[1:]]
+        )
+
+
+def pairs_of(plans: Iterable[Plan]) -> list[Pair]:
+    """Each once."""
+    found = []
+    for plan in plans:
+        found += [Pair(False, plan.forward.a, plan.wgrad.b), Pair(False, plan.dgrad.a, plan.wgrad.a)]
+        found.append(Pair(True, plan.forward.b, plan.dgrad.b))
+    return list(dict.fromkeys(found))
+
+
+def check_quantisers(target: Target, pair: Pair, dtype: torch.dtype, groups: Iterable[list[int]]) -> None:
+    """Along each axis and both, values of all kinds: tokens of ragged groups, at edges, and none; weights, and views of
+    them."""
+    backend, device = target.backend, target.device
+    is_weight, rowwise, columnwise = pair
+    for make in (wild, uneven, partly_coalescible, *[coalescible_squares] * is_weight):
+        weights = [make((2, 160, 96), dtype)] if is_weight else []
+        if is_weight and make is uneven:
+            wider = make((2, 160, 192), dtype)
+            weights += [make((1, 32, 32), dtype), weights[0].mT, wider[..., ::2], wider[:, ::2, 16:112]]
+        for w in weights:
+            check_quantize(backend, w, 2, rowwise, device=device)
+            check_quantize(backend, w, 1, columnwise, device=device)
+            if rowwise.stored != "bf16":
+                check_quantize_both(backend, w, rowwise, columnwise, device=device)
+        for shape in () if is_weight else ((129, 288), (1, 32), (0, 64)):
+            check_quantize_both(backend, make(shape, dtype), rowwise, columnwise, device=device)
+        for sizes in () if is_weight else groups:
+            x, offs = make((sum(sizes) + 45, 96), dtype), make_offs(sizes)
+            check_quantize(backend, x, 1, rowwise, of_rows(rowwise, offs), device)
+            if columnwise.is_quantized:
+                check_quantize(backend, x, 0, columnwise, offs, device)
+                check_quantize_both(backend, x, rowwise, columnwise, offs, device)
+
+
+def check_requantisers(target: Target, recipe: Recipe, groups: Iterable[list[int]]) -> None:
+    """Rows in FP8, also those that are at ``places``; and weights that FSDP gathered in exact 32x32 blocks."""
+    backend, plan, device = target.backend, target.plan(recipe), target.device
+    for rows_spec, axis, spec in requantised(plan):
+        for make in (wild, uneven, partly_coalescible):
+            for shape in ((129, 288), (1, 32), (0, 64)):
+                rows = reference.quantize(make(shape, BF16), 1, rows_spec)
+                check_requantize(backend, rows, axis, spec, device=device)
+        for sizes in groups if axis == 0 else ():
+            many, offs = sum(sizes) + 45, make_offs(sizes)
+            x = torch.where(torch.rand(many, 1) < 0.5, uneven((many, 160), BF16), wild((many, 160), BF16))
+            rows, places = reference.quantize(x, 1, rows_spec), torch.randint(0, many, (many,), dtype=torch.int32)
+            check_requantize(backend, rows, 0, spec, offs, device)
+            check_requantize(backend, rows, 0, spec, offs, device, places)
+    for make in (wild, uneven, coalescible_squares) if recipe.weight_block == "32x32" else ():
+        check_requantize_squares(backend, make((2, 160, 96), FP32), plan, device)
+
+
 def _before(end: int, operand: Operand) -> Operand:
     """Of a padded axis the part that groups fill."""
     blocks = end // operand.spec.block_k
@@ -271,13 +345,15 @@ def _before(end: int, operand: Operand) -> Operand:
 
 
 def requantised(plan: Plan) -> Iterator[tuple[OperandSpec, int, OperandSpec]]:
-    """What FP8 rows of a plan are requantised to, and exact ones that arrived: rows, axis, result."""
+    """What FP8 rows of a plan are requantised to, and exact ones that arrived: rows, axis, result. Not where scales are
+    only swizzled: elements then stay as they are."""
     for first, second in dict.fromkeys([(plan.forward.a, plan.wgrad.b), (plan.dgrad.a, plan.wgrad.a)]):
         arrived = OperandSpec(elem_dtype=first.elem_dtype)
         for rows in dict.fromkeys((first, arrived)):
-            if rows.stored != "bf16":
+            if rows.stored != "bf16" and not rows.grouped_scales:
                 yield rows, 0, second
-                yield rows, 1, first
+                if not first.grouped_scales:
+                    yield rows, 1, first
 
 
 def check_dequantize(x: torch.Tensor, spec: OperandSpec, device: str | torch.device = "cpu") -> None:
@@ -480,14 +556,18 @@ def alone_and_beside(multiply: Callable[[], torch.Tensor], held: int) -> torch.T
 
 
 def check_nan_stays_in_its_group(backend: Backend, plan: Plan, device: torch.device | str = "cpu") -> None:
-    """A NaN in the first row of a group: its row of y, and columns of that group's dw, nothing else."""
+    """A NaN in the first row of a group: its row of y, and columns of that group's dw, nothing else. One in a weight:
+    columns of its block of y, in its group."""
     offs = make_offs([40, 30, 50])
     x, w, dy = torch.randn(120, 64), torch.randn(3, 96, 64), torch.randn(120, 96)
-    x[40, 5] = torch.nan
+    x[40, 5] = w[2, 33, 40] = torch.nan
     a = reference.quantize(x, 1, plan.forward.a, of_rows(plan.forward.a, offs))
     b = reference.quantize(w, 2, plan.forward.b)
     y = backend.gemm_m_grouped(to(a, device), to(b, device), offs.to(device), None, FP32).cpu()
-    assert y[40].isnan().all() and y.isnan().sum() == 96
+    expected = torch.zeros(120, 96, dtype=torch.bool)
+    expected[40] = True
+    expected[70:, slice(32, 64) if plan.forward.b.block == "32x32" or plan.forward.b.block_mn == 32 else 33] = True
+    assert torch.equal(y.isnan(), expected)
     a, b = (reference.quantize(t, 0, spec, offs) for t, spec in ((dy, plan.wgrad.a), (x, plan.wgrad.b)))
     dw = backend.gemm_k_grouped(to(a, device), to(b, device), offs.to(device), BF16).cpu()
     assert dw[1, :, 5].isnan().all() and dw.isnan().sum() == 96

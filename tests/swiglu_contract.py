@@ -3,10 +3,11 @@
 Another ``exp`` may round a result to the other neighbour in bf16, so a few elements may differ by a step.
 """
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 
 import torch
-from contract import BF16, assert_same, filled, to
+from contract import BF16, Target, assert_same, filled, to
 from poison import poisoned_empty
 
 from scripts.bench.problems import make_offs, relative_rms
@@ -14,6 +15,29 @@ from titan_mxfp8.backends import Backend, Plan, reference
 from titan_mxfp8.format import reference as reference_format
 from titan_mxfp8.format import swizzle
 from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.recipe import Recipe
+
+Case = tuple[list[int] | None, int, int, float | None, bool]  # sizes, extra, hidden, limit, scored of ``check_swiglu``
+CASES: tuple[Case, ...] = (
+    ([0, 44, 1, 130, 0, 31, 0], 20, 160, None, True),
+    ([3, 0, 260], 0, 96, 1.5, False),
+    (None, 150, 96, 1.5, True),
+    ([0, 0], 40, 96, None, True),
+)
+LARGE: tuple[Case, ...] = (
+    (None, 300, 224, None, False),
+    ([3, 0, 300], 7, 1408, None, True),
+    ([700, 0, 1500, 257, 1], 5000, 2048, 7.0, True),
+)
+
+
+def check_cases(target: Target, recipe: Recipe | str, cases: Iterable[Case]) -> None:
+    """Each, and what becomes of NaN."""
+    plan = target.plan(recipe)
+    for case in cases:
+        shares = check_swiglu(target.backend, plan, *case, target.device)
+        print(recipe, *case, {name: f"{share:.1e}" for name, share in shares.items()})
+    check_nan_stays_in_its_group(target.backend, plan, target.device)
 
 
 def swiglu_inputs(sizes: list[int] | None, extra: int, hidden: int) -> tuple[torch.Tensor | None, ...]:

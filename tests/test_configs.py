@@ -34,12 +34,7 @@ SIZES = {"llama4_17bx16e": 109, "llama4_17bx128e": 400, "deepseek_v3_16b": 16, "
 SIZES |= {"gpt_oss_20b": 20.9, "llama4_17bx16e_2layers": 6.47}
 
 
-TOO_FEW_GPUS = (
-    ("llama4_17bx16e_8x8", 1),
-    ("llama4_17bx128e_8x8", 1),
-    ("deepseek_v3_671b_64x8", 1),
-    ("deepseek_v3_671b_64x8", 8),
-)
+TOO_FEW_GPUS = ((LLAMA4, 1), ("llama4_17bx128e_8x8", 1), ("deepseek_v3_671b_64x8", 1), ("deepseek_v3_671b_64x8", 8))
 
 
 def check(name: str, *overrides: str) -> Report:
@@ -113,32 +108,27 @@ def test_the_memory_estimate_against_the_measured_peak() -> None:
     assert report.memory.total / GIB == pytest.approx(70.9, rel=0.05)
 
 
+# Not compiled: blocks are compiled in other parts if FSDP takes their experts, who have so many weights on a rank.
+TWO_LAYERS = "llama4_17bx16e_2layers_1x4", "--cluster.gpu=H200", "--compile.no-enable", "--training.local_batch_size=1"
+EXPERTS = 4 * 3 * 8192 * 5120
+
+
 def test_nothing_is_gathered_of_experts_out_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
     """But backward gets their weights as forward has quantised them: in FP8, with a scale for 32x128."""
-    config, experts = "llama4_17bx16e_2layers_1x4", 4 * 3 * 8192 * 5120
-    # Not compiled: blocks are compiled in other parts if FSDP takes their experts.
-    eager = "--cluster.gpu=H200", "--compile.no-enable", "--training.local_batch_size=1"
-    out = check(config, *eager).memory
+    out = check(*TWO_LAYERS).memory
     monkeypatch.setattr("titan_mxfp8.plugin.experts.RoutedExperts.needs_fsdp", "a test")
-    taken = check(config, *eager).memory
+    taken = check(*TWO_LAYERS).memory
     assert out.parameters == taken.parameters
-    assert taken.gathered - out.gathered == 2 * 2 * experts  # the output layer has the largest gradient
-    assert out.activations - taken.activations == 2 * experts * (1 + 1 / 4096)
+    assert taken.gathered - out.gathered == 2 * 2 * EXPERTS  # the output layer has the largest gradient
+    assert out.activations - taken.activations == 2 * EXPERTS * (1 + 1 / 4096)
 
 
 def test_what_a_step_of_two_microbatches_keeps_of_weights() -> None:
     """In place of what each block keeps for its backward, and for forward too."""
-    config, experts = "llama4_17bx16e_2layers_1x4", 4 * 3 * 8192 * 5120
-    eager = (
-        "--cluster.gpu=H200",
-        "--compile.no-enable",
-        "--training.local_batch_size=1",
-        "--training.global_batch_size=8",
-    )
-    field = "--quantize.grouped_mm.mx.quantize_weights_once"
-    on, auto, off = (check(config, *eager, f"{field}={value}").memory.activations for value in ("on", "auto", "off"))
-    assert on - off == 2 * experts * (1 + 1 / 4096) and auto == off
-    assert check(config, *eager[:3], f"{field}=on").memory.activations == off
+    two, field = "--training.global_batch_size=8", "--quantize.grouped_mm.mx.quantize_weights_once"
+    on, auto, off = (check(*TWO_LAYERS, two, f"{field}={value}").memory.activations for value in ("on", "auto", "off"))
+    assert on - off == 2 * EXPERTS * (1 + 1 / 4096) and auto == off
+    assert check(*TWO_LAYERS, f"{field}=on").memory.activations == off
 
 
 @pytest.mark.nightly
@@ -157,16 +147,16 @@ def test_what_lowers_the_memory() -> None:
 
 
 EAGER = ("--activation_checkpoint.mode=none", "--compile.no-enable")
+OF_TWO_LAYERS = ("--model.study_flavors", "--model.flavor=17bx16e_2layers")
 
 
 def saved(*flags: str, recipe: str = "", gpu: str = "GB200") -> float:
-    """Bytes that each of Llama4's 48 blocks saves of each of 8192 tokens, without checkpointing or compilation."""
+    """Bytes that each of Llama4's blocks saves of each of 8192 tokens, without checkpointing or compilation."""
     recipes = [f"--quantize.{kind}.mx.recipe_name={recipe}" for kind in ("linear", "grouped_mm") if recipe]
-    config = parse_config(str(TOMLS[LLAMA4]), [f"--cluster.gpu={gpu}", *EAGER, *recipes, *flags])
-    return dry_run(config, fill=inf).memory.activations / 48 / 8192  # not all of it fits an H100
+    config = parse_config(str(TOMLS[LLAMA4]), [f"--cluster.gpu={gpu}", *OF_TWO_LAYERS, *EAGER, *recipes, *flags])
+    return dry_run(config, fill=inf).memory.activations / 2 / 8192
 
 
-@pytest.mark.nightly
 def test_what_mxfp8_saves_depends_on_recipe_gpu_and_options() -> None:
     """The rows of titan_mxfp8/numerics.md that begin with "saved: x"."""
     # The inputs of wq, wo, w1, w3 and w2 of the shared expert, and of the routed one, whose w1 and w3 share theirs and
@@ -189,10 +179,8 @@ def test_what_mxfp8_saves_depends_on_recipe_gpu_and_options() -> None:
 def test_what_a_layer_saves_that_dispatches_its_tokens() -> None:
     """A row in FP8 with its scales in place of one in bf16; gate and up as they are."""
     experts = "--model.converters=quantize.grouped_mm.mx"
-    bf16, exact, rebased = (
-        saved(experts, f"--quantize.grouped_mm.mx.recipe_name={recipe}", gpu="H100")
-        for recipe in ("bf16", "mxfp8", "mxfp8_2d_rebased")
-    )
+    names = (f"--quantize.grouped_mm.mx.recipe_name={recipe}" for recipe in ("bf16", "mxfp8", "mxfp8_2d_rebased"))
+    bf16, exact, rebased = (saved(experts, name, gpu="H100") for name in names)
     assert (bf16 - exact, bf16 - rebased) == (5120 * (1 - 1 / 32), 5120 * (1 - 1 / 128))
 
 
@@ -207,12 +195,8 @@ def test_weights_are_kept_for_dgrad_where_fsdp_does_not_free_them() -> None:
     config = parse_config(str(TOMLS["debug_llama4"]))
     with fake_processes(1):
         model, _ = converted_model(config, ParallelDims(*[1] * 7, world_size=1))
-    weights = sum(
-        param.numel()
-        for module in model.modules()
-        if hasattr(module, "mxfp8")
-        for param in module.parameters(recurse=False)
-    )
+    converted = [module for module in model.modules() if hasattr(module, "mxfp8")]
+    weights = sum(param.numel() for module in converted for param in module.parameters(recurse=False))
     assert activations("mxfp8", 1) - activations("mxfp8_2d", 1) == weights * (1 - 1 / 1024)
     assert activations("mxfp8", 2) == activations("mxfp8_2d", 2)
 
@@ -227,70 +211,55 @@ def test_compiled_blocks_save_less_and_dry_runs_leave_torchtitan_as_it_was() -> 
     assert moe._run_experts_grouped_mm is experts
 
 
-@pytest.mark.parametrize(
-    "name, flags, message",
-    [
-        (LLAMA4, ["--parallelism.expert_parallel_degree=32"], "expert_parallel_degree 32 does not divide the 16 exp"),
-        (LLAMA4, ["--parallelism.expert_parallel_degree=6"], "6 x .* does not divide the 64 ranks"),
-        (LLAMA4, ["--cluster.nodes=7"], r"does not fit 56 processes: .*dp_shard\(64\).* Start as many"),
-        (LLAMA4, ["--training.seq_len=8191"], "seq_len 8191 is no multiple of 2 ="),
-        (LLAMA4, ["--training.global_batch_size=100"], "100 is no multiple of 64"),
-        (
-            LLAMA4,
-            ["--training.local_batch_size=8"],
-            r"does not fit: 12\d\.\d GiB .*70% of H100's 74.5 GiB. To fit: shard over more GPUs or lower training.loc",
-        ),
-        (
-            LLAMA4,
-            ["--activation_checkpoint.mode=none"],
-            "more GPUs, set activation_checkpoint.mode = 'full' or lower training.seq_len",
-        ),
-        (
-            LLAMA4,
-            ["--quantize.linear.mx.backend=triton", "--quantize.linear.mx.recipe_name=mxfp8_2d_rebased"],
-            r"\[quantize.linear.mx\] recipe 'mxfp8_2d_rebased' is rebased, but backend 'triton'",
-        ),
-        (
-            "llama4_17bx128e_8x8",
-            ["--quantize.grouped_mm.mx.hopper_rebase"],
-            r"\[quantize.grouped_mm.mx\] recipe 'mxfp8_rebased' is rebased, but backend 'sm100' \(for NVIDIA B200",
-        ),
-        (
-            LLAMA4,
-            ["--cluster.gpu=B200", "--quantize.linear.mx.recipe_name=mxfp8_2d_rebased"],
-            r"'mxfp8_2d_rebased' is rebased, but backend 'sm100' \(for NVIDIA B200",
-        ),
-        (LLAMA4, ["--model.flavor=18b"], "no flavor '18b': use one of .*17bx16e"),
-        (LLAMA4, ["--cluster.gpu=A100"], "'A100' is unknown: use one of H20, H100"),
-        (LLAMA4, ["--parallelism.pipeline_parallel_degree=2", "--cluster.nodes=16"], "pipeline.* cannot be checked"),
-        (
-            LLAMA4,
-            ["--parallelism.tensor_parallel_degree=16", "--parallelism.data_parallel_shard_degree=4"],
-            "tensor_parallel_degree 16 does not divide the 40 attention heads",
-        ),
-        (
-            "deepseek_v3_16b_8x8",
-            [
-                "--parallelism.tensor_parallel_degree=8",
-                "--parallelism.data_parallel_replicate_degree=1",
-                "--model.converters=quantize.grouped_mm.mx,quantize.linear.mx",
-            ],
-            r"layers\.0\.feed_forward\.w1\.weight .* cannot be split between 8 tp ranks: each would get 1368 of 10944",
-        ),
-        (
-            "deepseek_v3_16b_64x8",
-            [
-                "--parallelism.data_parallel_replicate_degree=1",
-                "--parallelism.data_parallel_shard_degree=512",
-                "--parallelism.expert_parallel_degree=2",
-            ],
-            "TorchTitan cannot lay out .*uneven sharding on dim 1.*1408",
-        ),
-    ],
-)
-def test_a_wrong_layout_is_refused_with_the_reason(name: str, flags: list[str], message: str) -> None:
+# A config, flags without their dashes, what is said.
+REFUSED = [
+    (LLAMA4, "parallelism.expert_parallel_degree=32", "expert_parallel_degree 32 does not divide the 16 exp"),
+    (LLAMA4, "parallelism.expert_parallel_degree=6", "6 x .* does not divide the 64 ranks"),
+    (LLAMA4, "cluster.nodes=7", r"does not fit 56 processes: .*dp_shard\(64\).* Start as many"),
+    (LLAMA4, "training.seq_len=8191", "seq_len 8191 is no multiple of 2 ="),
+    (LLAMA4, "training.global_batch_size=100", "100 is no multiple of 64"),
+    (
+        LLAMA4,
+        "training.local_batch_size=8",
+        r"does not fit: 12\d\.\d GiB .*70% of H100's 74.5 GiB. To fit: shard over more GPUs or lower training.loc",
+    ),
+    (
+        LLAMA4,
+        "activation_checkpoint.mode=none",
+        "more GPUs, set activation_checkpoint.mode = 'full' or lower training.seq_len",
+    ),
+    (
+        "llama4_17bx128e_8x8",
+        "quantize.grouped_mm.mx.hopper_rebase",
+        r"\[quantize.grouped_mm.mx\] recipe 'mxfp8_rebased' is rebased, but backend 'sm100' \(for NVIDIA B200",
+    ),
+    (LLAMA4, "model.flavor=18b", "no flavor '18b': use one of .*17bx16e"),
+    (LLAMA4, "cluster.gpu=A100", "'A100' is unknown: use one of H20, H100"),
+    (LLAMA4, "parallelism.pipeline_parallel_degree=2 cluster.nodes=16", "pipeline.* cannot be checked"),
+    (
+        LLAMA4,
+        "parallelism.tensor_parallel_degree=16 parallelism.data_parallel_shard_degree=4",
+        "tensor_parallel_degree 16 does not divide the 40 attention heads",
+    ),
+    (
+        "deepseek_v3_16b_8x8",
+        "parallelism.tensor_parallel_degree=8 parallelism.data_parallel_replicate_degree=1 "
+        "model.converters=quantize.grouped_mm.mx,quantize.linear.mx",
+        r"layers\.0\.feed_forward\.w1\.weight .* cannot be split between 8 tp ranks: each would get 1368 of 10944",
+    ),
+    (
+        "deepseek_v3_16b_64x8",
+        "parallelism.data_parallel_replicate_degree=1 parallelism.data_parallel_shard_degree=512 "
+        "parallelism.expert_parallel_degree=2",
+        "TorchTitan cannot lay out .*uneven sharding on dim 1.*1408",
+    ),
+]
+
+
+@pytest.mark.parametrize("name, flags, message", REFUSED)
+def test_a_wrong_layout_is_refused_with_the_reason(name: str, flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check(name, *flags)
+        check(name, *(f"--{flag}" for flag in flags.split()))
 
 
 @pytest.mark.parametrize("name, nodes", daily(TOO_FEW_GPUS, ("llama4_17bx128e_8x8", 1)))

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import processes
@@ -12,15 +13,11 @@ import torch
 import torch.utils.checkpoint
 from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.config import JobConfig
-from torchtitan.models.deepseek_v3 import DeepSeekV3Model, deepseekv3_args
-from torchtitan.models.gpt_oss import GptOssModel, gptoss_configs
-from torchtitan.models.llama3 import Transformer as Llama3
-from torchtitan.models.llama3 import llama3_args
 from torchtitan.models.llama4 import Transformer as Llama4
 from torchtitan.models.llama4 import llama4_args
 from torchtitan.models.moe import MoE
-from torchtitan.models.qwen3 import Qwen3Model, qwen3_args
 from torchtitan.protocols import BaseModelArgs
+from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
 import titan_mxfp8.plugin  # noqa: F401 - installs the workarounds
@@ -60,21 +57,16 @@ def test_peak_memory_follows_allocations() -> None:
     device.synchronize()  # torch.cpu's own
 
 
-# Model, flavors, flavor, layers, those of MoE, what changes besides the number of layers.
-FEW_LAYERS = [
-    (Llama4, llama4_args, "debugmodel", 2, 1, set()),
-    (Llama4, llama4_args, "17bx16e", 2, 2, set()),
-    (Llama4, llama4_args, "17bx16e", 4, 4, set()),
-    (DeepSeekV3Model, deepseekv3_args, "debugmodel", 2, 1, set()),
-    (DeepSeekV3Model, deepseekv3_args, "16B", 2, 1, set()),
-    (DeepSeekV3Model, deepseekv3_args, "16B", 4, 3, set()),
-    (DeepSeekV3Model, deepseekv3_args, "671B", 2, 1, {"n_dense_layers"}),
-    (Qwen3Model, qwen3_args, "debugmodel_moe", 2, 2, set()),
-    (Qwen3Model, qwen3_args, "30B-A3B", 2, 2, set()),
-    (GptOssModel, gptoss_configs, "debugmodel", 2, 2, {"vocab_size"}),
-    (GptOssModel, gptoss_configs, "20b", 2, 2, set()),
-    (Llama3, llama3_args, "debugmodel", 2, 0, set()),
-]
+# How many layers of each have MoE.
+FEW_LAYERS = {
+    "llama4": {"debugmodel_2layers": 1, "17bx16e_2layers": 2, "17bx16e_4layers": 4},
+    "deepseek_v3": {"debugmodel_2layers": 1, "16B_2layers": 1, "16B_4layers": 3, "671B_2layers": 1},
+    "qwen3": {"debugmodel_moe_2layers": 2, "30B-A3B_2layers": 2},
+    "gpt_oss": {"debugmodel_2layers": 2, "20b_2layers": 2},
+    "llama3": {"debugmodel_2layers": 0},
+}
+# What changes besides the number of layers.
+CHANGES = {("deepseek_v3", "671B"): {"n_dense_layers"}, ("gpt_oss", "debugmodel"): {"vocab_size"}}
 
 
 def configured(args: BaseModelArgs, seq_len: int = 32) -> BaseModelArgs:
@@ -86,21 +78,20 @@ def configured(args: BaseModelArgs, seq_len: int = 32) -> BaseModelArgs:
     return args
 
 
-@pytest.mark.parametrize(("model_class", "table", "name", "layers", "moe_layers", "changes"), FEW_LAYERS)
-def test_a_flavor_of_few_layers_has_its_moe_layers_and_keeps_the_rest(
-    model_class: type, table: dict, name: str, layers: int, moe_layers: int, changes: set[str]
-) -> None:
+@pytest.mark.parametrize("model, flavor", [(model, flavor) for model in FEW_LAYERS for flavor in FEW_LAYERS[model]])
+def test_a_flavor_of_few_layers_has_its_moe_layers_and_keeps_the_rest(model: str, flavor: str) -> None:
     register_flavors()
-    args, original = table[f"{name}_{layers}layers"], table[name]
+    spec, (name, layers) = get_train_spec(model), re.fullmatch(r"(.*)_(\d)layers", flavor).groups()
+    args, original = spec.model_args[flavor], spec.model_args[name]
     with torch.device("meta"):
-        model = model_class(configured(args))
-    assert len(model.layers) == layers
-    assert sum(isinstance(module, MoE) for module in model.modules()) == moe_layers
+        made = spec.model_cls(configured(args))
+    assert len(made.layers) == int(layers)
+    assert sum(isinstance(module, MoE) for module in made.modules()) == FEW_LAYERS[model][flavor]
     changed = {
         field.name for field in dataclasses.fields(args) if getattr(args, field.name) != getattr(original, field.name)
     }
-    assert changed - {"max_seq_len", "moe_args"} == {"n_layers"} | changes
-    if moe_layers:
+    assert changed - {"max_seq_len", "moe_args"} == {"n_layers"} | CHANGES.get((model, name), set())
+    if FEW_LAYERS[model][flavor]:
         assert args.moe_args is not original.moe_args, "update_from_config writes into it"
 
 

@@ -1,10 +1,9 @@
 """The doctor: what it says of this machine, and of machines that are not here."""
 
-import json
 import logging
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 import tomllib
 from dataclasses import replace
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.result_files import SPEED, read_rows, write_rows
+from scripts.result_files import read_rows
 from scripts.study import measured
 from titan_mxfp8 import doctor
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
@@ -37,16 +36,15 @@ HEALTHY = Machine(
 )
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    command = (sys.executable, "-m", "titan_mxfp8.doctor", *arguments)
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
-@pytest.mark.integration
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says of a CPU what it is")
-def test_this_machine() -> None:
-    done = run("train_configs/debug_llama4.toml", "--quantize.linear.mx.recipe_name=mxfp8_2d")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    flag = "--quantize.linear.mx.recipe_name=mxfp8_2d"
+    monkeypatch.setattr("sys.argv", ["doctor", str(ROOT / "train_configs/debug_llama4.toml"), flag])
+    monkeypatch.delitem(sys.modules, "titan_mxfp8.doctor")
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("titan_mxfp8.doctor", run_name="__main__")
+    printed = capsys.readouterr().out
+    assert end.value.code == 0, printed
     for said in (
         f"torch {torch.__version__}, triton",
         "backend           reference (for cpu; hopper needs",
@@ -55,7 +53,7 @@ def test_this_machine() -> None:
         "tried one grouped GEMM of mxfp8_2d, forward and backward: 0.0e+00 from the reference",
         "MXFP8 training will run here",
     ):
-        assert said in done.stdout
+        assert said in printed
 
 
 def test_a_config_that_cannot_be_trained_here(capsys: pytest.CaptureFixture) -> None:
@@ -98,26 +96,21 @@ def test_a_backend_that_fails_or_is_wrong_is_no_pass(
         assert said in capsys.readouterr().out
 
 
+def with_versions(**versions: str) -> dict[str, dict[str, str]]:
+    """A change of a healthy machine."""
+    return {"versions": HEALTHY.versions | versions}
+
+
 def test_what_is_missing_comes_with_the_command_that_mends_it() -> None:
     assert doctor.problems(HEALTHY) == []
     cpu = Hardware("cpu", "cpu")
     core = {name: version for name, version in HEALTHY.versions.items() if name in ("torch", "triton")}
     for change, said, command, stops in (
-        ({"versions": HEALTHY.versions | {"torch": "2.9.1"}}, "older than 2.11", "pip install", "MXFP8"),
-        ({"versions": HEALTHY.versions | {"torch": "2.15.0"}}, "newer than what is tested", "pip install", ""),
-        ({"versions": HEALTHY.versions | {"triton": "3.5.1"}}, "3.6 or newer", "pip install", "MXFP8"),
-        (
-            {"versions": HEALTHY.versions | {"torchtitan": "0.2.1"}},
-            "torchtitan 0.2.1",
-            "torchtitan==0.2.2",
-            "TorchTitan",
-        ),
-        (
-            {"versions": HEALTHY.versions | {"torchtitan": "0.3.0"}},
-            "0.3.0 needs torch 2.13",
-            "pip install",
-            "TorchTitan",
-        ),
+        (with_versions(torch="2.9.1"), "older than 2.11", "pip install", "MXFP8"),
+        (with_versions(torch="2.15.0"), "newer than what is tested", "pip install", ""),
+        (with_versions(triton="3.5.1"), "3.6 or newer", "pip install", "MXFP8"),
+        (with_versions(torchtitan="0.2.1"), "torchtitan 0.2.1", "torchtitan==0.2.2", "TorchTitan"),
+        (with_versions(torchtitan="0.3.0"), "0.3.0 needs torch 2.13", "pip install", "TorchTitan"),
         ({"versions": core}, "torchtitan is not installed", "torchtitan==0.2.2", "TorchTitan"),
         ({"versions": core | {"torchtitan": "0.2.2"}}, "tensorboard is not", "install tensorboard", "TorchTitan"),
         ({"versions": core | {"torchtitan": "0.2.2"}}, "wandb is not installed", "install wandb", ""),
@@ -129,8 +122,7 @@ def test_what_is_missing_comes_with_the_command_that_mends_it() -> None:
         assert len(found) == 1 and command in found[0].command and found[0].stops == stops, said
         assert " -e" not in found[0].command, "a wheel has no folder to install from"
     assert len(doctor.problems(replace(HEALTHY, versions=core))) == 1, "without TorchTitan nothing of it is missed"
-    newer = HEALTHY.versions | {"torch": "2.13.0", "torchtitan": "0.3.0"}
-    assert doctor.problems(replace(HEALTHY, versions=newer)) == []
+    assert doctor.problems(replace(HEALTHY, **with_versions(torch="2.13.0", torchtitan="0.3.0"))) == []
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
     assert set(shlex.split(doctor.INSTALL_TITAN)[2:]) == set(named)
     assert "each of 8 GPUs" in doctor.symmetric_memory(HEALTHY)
@@ -158,13 +150,25 @@ def test_what_other_gpus_multiply_and_why() -> None:
         gemms = ("backend", "forward", "dgrad", "wgrad", "why nothing faster")
         return {row["recipe"]: tuple(row.get(key, "") for key in gemms) for row in doctor.recipe_rows(hardware)}
 
-    h200 = rows(H200)
-    assert h200["mxfp8_2d"][:4] == ("hopper", "FP8", "FP8", "bf16")
+    h200, b200, cpu = rows(H200), rows(B200), rows(Hardware("cpu", "cpu"))
+    fp8, bf16 = ("FP8",) * 3, ("bf16",) * 3
+    for found, recipe, multiplied in (
+        (h200, "mxfp8", bf16),
+        (h200, "mxfp8_2d", ("FP8", "FP8", "bf16")),
+        (h200, "mxfp8_rebased", fp8),
+        (h200, "mxfp8_wgrad_bf16_rebased", ("FP8", "FP8", "bf16")),
+        (b200, "mxfp8_2d", fp8),
+        (b200, "mxfp8_e5m2_grad", fp8),
+        (b200, "mxfp8_wgrad_bf16", ("FP8", "FP8", "bf16")),
+        (cpu, "mxfp8_wgrad_bf16", ("fp32", "fp32", "bf16")),
+        (rows(Hardware("sm_103", "NVIDIA B300")), "mxfp8", fp8),
+        (rows(Hardware("sm_80", "NVIDIA A100")), "mxfp8_2d", bf16),
+    ):
+        assert found[recipe][1:4] == multiplied, recipe
+    assert h200["mxfp8_2d"][0] == "hopper" and b200["mxfp8_rebased"][0] == "none"
     assert h200["mxfp8_2d"][4].startswith("wgrad: SM90's tensor cores know no scales: a rebased recipe")
-    assert "32x32 weights" in h200["mxfp8"][4] and h200["mxfp8_2d_rebased"][4] == ""
+    assert "32x32 weights" in h200["mxfp8"][4] and h200["mxfp8_2d_rebased"][4] == b200["mxfp8"][4] == ""
     assert "leaves the weight gradient unquantised" in h200["mxfp8_wgrad_bf16_rebased"][4]
-    b200 = rows(B200)
-    assert b200["mxfp8"][1:] == ("FP8", "FP8", "FP8", "") and b200["mxfp8_rebased"][0] == "none"
     for name, arch, why in (
         ("NVIDIA L40S", "sm_89", "its tensor cores know no scales"),
         ("NVIDIA GeForce RTX 5090", "sm_120", "our tiles for them need more shared memory"),
@@ -193,7 +197,7 @@ def test_a_gpu_gets_the_recipe_of_its_kind_and_what_it_brought() -> None:
 
 
 def test_a_combination_that_never_ran_is_named() -> None:
-    newer = replace(HEALTHY, versions=HEALTHY.versions | {"torch": "2.13.0", "triton": "3.9.0"})
+    newer = replace(HEALTHY, **with_versions(torch="2.13.0", triton="3.9.0"))
     said = "NEVER RUN SO: torch 2.13 with Triton 3.9 on NVIDIA H200. It ran with torch 2.11 with Triton 3.6"
     assert said in doctor.report(newer)[0]
     assert "NEVER RUN SO" not in doctor.report(HEALTHY)[0]
@@ -210,34 +214,3 @@ def test_the_table_that_ships_is_what_the_folders_that_count_say(monkeypatch: py
     monkeypatch.setattr(measured, "RESULTS", ROOT / "tests")
     with pytest.raises(SystemExit, match="has in bold what is not there: no folder"):
         measured.main(["--check"])
-
-
-def test_of_a_folder_the_table_takes_what_trains_alike_and_of_two_the_newer(tmp_path: Path) -> None:
-    """Grouped GEMMs of normal numbers, with all multiprocessors, forward and backward; trainings of all converted, and
-    their control. ``rebase`` and ``dispatch`` are told apart."""
-    (tmp_path / "README.md").write_text("| **`2027-01-30_a`**, **`2027-01-31_b`** |, `2027-02-01_c`")
-    env = {"gpu": "NVIDIA H200", "torch": "2.13.0+cu130", "triton": "3.6.0"}
-    row = {"bench": "grouped_mm", "M": 1, "N": 8192, "K": 5120, "G": 8, "groups": "balanced", "data": "normal"}
-    row |= {"held": 0, "recipe": "mxfp8_2d", "what": "forward + backward"}
-    others = [
-        row | {"M": 2, name: value} for name, value in {"data": "products", "held": 16, "what": "forward"}.items()
-    ]
-    runs = {"bf16": 1, "bf16+dispatch": 1.2, "both:mxfp8_2d": 0.9, "both+rebase+dispatch:mxfp8_2d": 1.3, "grouped": 2}
-    for folder, gain in (("2027-01-30_a", 1), ("2027-01-31_b", 2), ("2027-02-01_c", 3)):
-        for part in ("grouped_mm", "training"):
-            (tmp_path / folder / part).mkdir(parents=True)
-            more = {"config": "train_configs/deepseek_v3_16b_1x8.toml", "processes": "2"} if part == "training" else {}
-            (tmp_path / folder / part / "env.json").write_text(json.dumps(env | more))
-        rows = [one | {"x": gain} for one in (row, *others, row | {"M": 3, "recipe": "bf16"})]
-        write_rows(tmp_path / folder / "grouped_mm" / "data.csv", rows)
-        table = [{"run": run, SPEED: 1, "x": x} for run, x in runs.items()]
-        write_rows(tmp_path / folder / "training" / "table.csv", table)
-    found = measured.measured(tmp_path)
-    assert {one["folder"] for one in found} == {"2027-01-31_b"} and {one["torch"] for one in found} == {"2.13"}
-    assert [(one["recipe"], one["dispatch"], one["x"], one["gpus"]) for one in found] == [
-        ("mxfp8_2d", "", "2.00", "1"),
-        ("bf16", "on", "1.20", "2"),
-        ("mxfp8_2d", "off", "0.90", "2"),
-        ("mxfp8_2d_rebased", "on", "1.30", "2"),
-    ]
-    assert {one["what"] for one in found} == {"1 x 8192 x 5120, 8 experts", "16B"}

@@ -1,6 +1,7 @@
 """The reference against the format's definition, by golden numbers and by arithmetic that shares no code with it."""
 
 import math
+from bisect import bisect_left
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ POW2_MAX = {E4M3: 8, E5M2: 15}
 FORMATS = [(rounding, dtype) for rounding in ("rceil", "floor") for dtype in (E4M3, E5M2)]
 INF, NAN = math.inf, math.nan
 REBASED = OperandSpec(block_k=128, scales="mn_major")
+SCALES = [math.ldexp(1.0, byte - 127) for byte in range(256)]
 
 # amax, floor's scale and element, rceil's; E4M3.
 #   449 / 448 > 1, so rceil doubles the scale: 449 / 2 = 224.5 -> 224 = 0x76. floor keeps 2^8 * 1.75 and saturates.
@@ -65,8 +67,7 @@ def scale_by_definition(amax: float, rounding: str, dtype: torch.dtype) -> int:
     if rounding == "floor":
         return max(0, math.frexp(amax)[1] - 1 - POW2_MAX[dtype] + 127)
     inverse = torch.tensor(1 / MAX[dtype], dtype=torch.float32)
-    d = (torch.tensor(amax, dtype=torch.float32) * inverse).item()
-    return next(s for s in range(256) if d <= math.ldexp(1.0, s - 127))
+    return bisect_left(SCALES, (torch.tensor(amax, dtype=torch.float32) * inverse).item())
 
 
 def nearest_element(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -111,20 +112,25 @@ def test_one_block_of_a_tensor_is_poisoned_and_no_other() -> None:
         assert torch.equal(bits(q.qdata)[~hit], bits(clean.qdata)[~hit])
 
 
+def check_blocks(x: torch.Tensor, rounding: str, dtype: torch.dtype) -> None:
+    """Of (N, 32), a block in each row: scales and elements by arithmetic on doubles, NaN where one is not finite."""
+    q = quantize(x, rounding=rounding, elem_dtype=dtype)
+    expected = torch.tensor([scale_by_definition(value, rounding, dtype) for value in x.abs().amax(1).tolist()])
+    assert torch.equal(q.scale[:, 0].long(), expected)
+    finite = expected != 255
+    assert 0 < finite.sum() < len(x)
+    values = x[finite].double() * torch.exp2(127 - expected[finite].double())[:, None]
+    assert torch.equal(bits(q.qdata)[finite], nearest_element(values, dtype))
+    assert (bits(q.qdata)[~finite] == 0x7F).all()
+
+
 @pytest.mark.parametrize("rounding, dtype", FORMATS)
 def test_every_bf16_value_as_the_maximum_of_a_block(rounding: str, dtype: torch.dtype) -> None:
     """65536 blocks, one for each bf16 value, beside values of half, a third and a thousandth of it."""
     top = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     x = top.float()[:, None] * torch.tensor([1.0, -0.5, 1 / 3, 1e-3])
     x = torch.cat([x, torch.zeros(65536, 28)], dim=1)
-    q = quantize(x, rounding=rounding, elem_dtype=dtype)
-    amax = x.abs().amax(1)
-    expected = torch.tensor([scale_by_definition(value, rounding, dtype) for value in amax.tolist()])
-    assert torch.equal(q.scale[:, 0].long(), expected)
-    finite = expected != 255
-    values = x[finite].double() * torch.exp2(127 - expected[finite].double())[:, None]
-    assert torch.equal(bits(q.qdata)[finite], nearest_element(values, dtype))
-    assert (bits(q.qdata)[~finite] == 0x7F).all()
+    check_blocks(x, rounding, dtype)
 
 
 @pytest.mark.parametrize("rounding, dtype", FORMATS)
@@ -134,13 +140,7 @@ def test_random_fp32_bit_patterns(rounding: str, dtype: torch.dtype) -> None:
     boundary = torch.tensor([MAX[dtype] * 2.0**e for e in range(-130, 110)], dtype=torch.float32)
     near = torch.stack([boundary, boundary.nextafter(torch.tensor(INF)), boundary.nextafter(torch.tensor(0.0))], 1)
     x = torch.cat([x, torch.nn.functional.pad(near.flatten()[:, None], (5, 26))])
-    q = quantize(x, rounding=rounding, elem_dtype=dtype)
-    expected = torch.tensor([scale_by_definition(value, rounding, dtype) for value in x.abs().amax(1).tolist()])
-    assert torch.equal(q.scale[:, 0].long(), expected)
-    finite = expected != 255
-    assert 0 < finite.sum() < len(x)
-    values = x[finite].double() * torch.exp2(127 - expected[finite].double())[:, None]
-    assert torch.equal(bits(q.qdata)[finite], nearest_element(values, dtype))
+    check_blocks(x, rounding, dtype)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])

@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
 from titan_mxfp8.backends import triton
 from titan_mxfp8.backends.common import gemm
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
+from titan_mxfp8.ops.pad import pad_token_groups
 
 DEVICE = torch.device("cuda", 0)
 HARDWARE = hardware_of(DEVICE)
@@ -137,14 +138,14 @@ def test_quantised_activations_may_start_anywhere(target) -> None:
 @pytest.mark.parametrize("requantize_input", [False, True])
 @pytest.mark.parametrize("target, recipe", FEW_KERNELS, ids=ids)
 def test_cuda_graph_with_changing_offs(target, recipe: Recipe, requantize_input: bool) -> None:
-    """Forward and backward are captured once and replayed for other groups and values: nothing in them syncs."""
+    """Forward, backward and padding are captured once, then replayed for other groups and values: nothing syncs."""
     static = problem(700)
     x, w, dy, offs = static["x"], static["w"], static["dy"], static["offs"]
 
     def step() -> tuple[torch.Tensor, ...]:
         options = {"backend": target.row.name, "requantize_input": requantize_input}
         y = mxfp8_grouped_mm(x, w.mT, offs, recipe=recipe, **options)
-        return y, *torch.autograd.grad(y, (x, w), dy)
+        return y, *torch.autograd.grad(y, (x, w), dy), *pad_token_groups(x.detach(), offs, 32)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -17,51 +17,34 @@ EXPERTS = "quantize.grouped_mm.mx"
 GRAPH, CAPTURED = "--training.cuda_graph=on", "are one CUDA graph from now on"
 STEPS = 12
 COMMON = [f"--training.steps={STEPS}", f"--lr_scheduler.total_steps={STEPS}", "--training.seq_len=256"]
-COMMON += [f"--{EXPERTS}.dispatch_rows=worst_case"]
-KJV = f"--validation.dataset_path={ROOT}/train_configs/assets/kjv"
-VALIDATION = ["--validation.enable", "--validation.dataset=c4_test", KJV, "--validation.freq=3", "--validation.steps=2"]
-VALIDATION += ["--validation.seq_len=256", "--validation.local_batch_size=2"]
+COMMON += [f"--{EXPERTS}.dispatch_rows=worst_case", f"--validation.dataset_path={ROOT}/train_configs/assets/kjv"]
+VALIDATION = "--validation.enable --validation.dataset=c4_test --validation.freq=3 --validation.steps=2 "
+VALIDATION += "--validation.seq_len=256 --validation.local_batch_size=2"
 THREE_MICROBATCHES = {"1 process": "--training.global_batch_size=6"}
 THREE_MICROBATCHES |= dict.fromkeys(("FSDP 2", "FSDP 2 + EP 2"), "--training.global_batch_size=12")
-FULL, OPS = "--activation_checkpoint.mode=full", "--activation_checkpoint.mode=selective"
+MODELS = ("llama4", "qwen3", "gpt_oss", "llama3")
 
-# By name: the model, and flags.
+# Flags, by the name of the case. It is a model's, or else deepseek_v3 is trained.
+COMPILE, OPS = "--compile.enable", "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option"
 CASES = {
-    "plain": ("deepseek_v3", []),
-    "validation": ("deepseek_v3", VALIDATION),
-    "bounded rows": ("deepseek_v3", [f"--{EXPERTS}.dispatch_rows=bounded"]),
-    "rows that do not fit": ("deepseek_v3", [f"--{EXPERTS}.dispatch_rows=0.6"]),
-    "health": ("deepseek_v3", ["--quantize.health_every=4", f"--{EXPERTS}.hopper_rebase_report=7"]),
-    "full checkpointing": ("deepseek_v3", [FULL]),
-    "layer checkpointing": ("deepseek_v3", [OPS, "--activation_checkpoint.selective_ac_option=2"]),
-    "op checkpointing": ("deepseek_v3", [OPS, "--activation_checkpoint.selective_ac_option=op"]),
-    "compiled": ("deepseek_v3", ["--compile.enable"]),
-    "compiled, op checkpointing": (
-        "deepseek_v3",
-        ["--compile.enable", OPS, "--activation_checkpoint.selective_ac_option=op"],
-    ),
-    "memory budget": ("deepseek_v3", ["--compile.enable", "--activation_checkpoint.mode=memory_budget"]),
-    "profiler": (
-        "deepseek_v3",
-        ["--profiling.enable_profiling", "--profiling.profile_freq=4", "--profiling.profiler_warmup=1"],
-    ),
-    "flex attention": ("deepseek_v3", ["--model.flavor=debugmodel_flex_attn"]),
-    "llama4": ("llama4", []),
-    "qwen3": ("qwen3", []),
-    "gpt_oss": ("gpt_oss", []),
-    "llama3": ("llama3", []),
-    "TorchTitan's dispatch": ("deepseek_v3", [f"--{EXPERTS}.dispatch=off", f"--{EXPERTS}.dispatch_rows=counted"]),
+    "plain": "",
+    "validation": VALIDATION,
+    "bounded rows": f"--{EXPERTS}.dispatch_rows=bounded",
+    "rows that do not fit": f"--{EXPERTS}.dispatch_rows=0.6",
+    "health": f"--quantize.health_every=4 --{EXPERTS}.hopper_rebase_report=7",
+    "full checkpointing": "--activation_checkpoint.mode=full",
+    "layer checkpointing": f"{OPS}=2",
+    "op checkpointing": f"{OPS}=op",
+    "compiled": COMPILE,
+    "compiled, op checkpointing": f"{COMPILE} {OPS}=op",
+    "memory budget": f"{COMPILE} --activation_checkpoint.mode=memory_budget",
+    "profiler": "--profiling.enable_profiling --profiling.profile_freq=4 --profiling.profiler_warmup=1",
+    "flex attention": "--model.flavor=debugmodel_flex_attn",
+    **dict.fromkeys(MODELS, ""),
+    "TorchTitan's dispatch": f"--{EXPERTS}.dispatch=off --{EXPERTS}.dispatch_rows=counted",
 }
-ON_TWO = (
-    "plain",
-    "rows that do not fit",
-    "validation",
-    "health",
-    "full checkpointing",
-    "op checkpointing",
-    "compiled",
-    "llama4",
-)
+ON_TWO = ("plain", "rows that do not fit", "validation", "health")
+ON_TWO += ("full checkpointing", "op checkpointing", "compiled", "llama4")
 LAYOUTS = {"1 process": CASES, "FSDP 2": ("validation", "op checkpointing"), "FSDP 2 + EP 2": ON_TWO}
 # At any step. Eager runs differ from each other, as atomics add up in any order.
 BAND = 2e-3
@@ -69,8 +52,8 @@ BAND = 2e-3
 
 def check_case(out: Path, case: str, layout: str, accumulates: bool) -> None:
     """Trains eagerly and as graphs, and compares."""
-    model, flags = CASES[case]
-    flags = [*COMMON, *flags, *([THREE_MICROBATCHES[layout]] if accumulates else [])]
+    model = case if case in MODELS else "deepseek_v3"
+    flags = [*COMMON, *CASES[case].split(), *([THREE_MICROBATCHES[layout]] if accumulates else [])]
     runs = {kind: start(out / kind, model, *flags, *own, layout=layout) for kind, own in KINDS.items()}
     for kind, process in runs.items():
         finish(process, out / kind)

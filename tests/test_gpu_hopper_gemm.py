@@ -238,20 +238,6 @@ def test_a_part_past_the_last_row_is_not_added_to_one_of_another_scale() -> None
     judge(y, product_m_grouped(a, b, offs, None), EVEN.forward, "y")
 
 
-def test_nan_stays_in_its_row_and_column(plan: Plan) -> None:
-    """Of x and of the weight."""
-    sizes = [40, 30, 50]
-    x, w = torch.randn(120, 256), torch.randn(3, 96, 256)
-    x[40, 5] = torch.nan
-    w[2, 33, 200] = torch.nan
-    a, b = quantized(x, 1, plan.forward.a), quantized(w, 2, plan.forward.b)
-    y = hopper.gemm_m_grouped(a, b, make_offs(sizes, DEVICE), None, FP32).cpu()
-    expected = torch.zeros(120, 96, dtype=torch.bool)
-    expected[40] = True
-    expected[sum(sizes[:2]) :, 32:64] = True
-    assert torch.equal(y.isnan(), expected)
-
-
 def one_in_each(lines: int, scale: torch.Tensor, spec: OperandSpec, axis: int) -> Operand:
     """Lines of 128 elements, the first one 1 and the others 0, with these scale bytes, the same in all blocks of a
     line."""

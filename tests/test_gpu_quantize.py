@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import contract
 import pytest
 import torch
-from contract import BF16, E4M3, E5M2, EXACT, FORMATS, FP32, SQUARES, assert_same, check_quantize, uneven, wild
+from contract import BF16, E4M3, E5M2, EXACT, FORMATS, FP32, SQUARES, check_quantize, uneven, wild
 from poison import poisoned_empty
 
 from scripts.bench.problems import SPREADS, group_sizes, make_offs
@@ -33,7 +33,6 @@ EVEN_SQUARES = OperandSpec(stored="coalesced", block="32x32", block_mn=32)
 # What is quantised along both axes, by the backend that makes it.
 SPECS = [(triton, spec) for spec in (EXACT, SQUARES, replace(EXACT, stored="bf16"), replace(SQUARES, stored="bf16"))]
 SPECS += [(hopper, spec) for spec in (REBASED, REBASED_SQUARES, EVEN_SQUARES) if IS_HOPPER]
-RAGGED = [(backend, spec) for backend, spec in SPECS if spec.block == "1x32"]
 
 
 def ids(value: object) -> str:
@@ -85,20 +84,6 @@ def test_strides(backend, spec: OperandSpec):
     views = base.mT, base[:, 1::2, 3:99], base[:1].expand(2, 130, 264), base.permute(1, 0, 2), base[..., ::2]
     for x in (*views, base[1, 1:], base[0].T):
         check_all(ops, x, spec)
-
-
-@pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("rows, groups, cols", [(4096, 8, 256), (3001, 48, 136), (1500, 300, 40)])
-def test_ragged(rows: int, groups: int, cols: int, spread: str):
-    """All rows in groups, and a tail of 333 that belongs to none."""
-    for backend, spec in RAGGED:
-        for dtype, format_ in zip((BF16, FP32), (("rceil", E4M3), ("floor", E5M2)), strict=True):
-            spec = replace(spec, rounding=format_[0], elem_dtype=format_[1])
-            x = torch.where(torch.rand(rows, 1) < 0.5, wild((rows, cols), dtype), uneven((rows, cols), dtype))
-            for used in (rows, rows - 333):
-                offs = make_offs(group_sizes(spread, used, groups))
-                check_quantize(backend, x, 0, spec, offs, "cuda")
-                contract.check_quantize_both(backend, x, spec, spec, offs, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -164,31 +149,3 @@ def test_beyond_int32():
             assert torch.equal(one.qdata.view(torch.uint8), rowwise.data.view(torch.uint8))
             assert torch.equal(one.scale, rowwise.scale)
         del rowwise, columnwise, ends
-
-
-@pytest.mark.parametrize("backend, spec", RAGGED, ids=ids)
-def test_cuda_graph_with_changing_groups(backend, spec: OperandSpec):
-    """A sync cannot be captured; replays see the new offsets."""
-    rows, cols, groups = 1000, 256, 9
-    x, offs = wild((rows, cols), BF16).cuda(), make_offs([0] * groups, "cuda")
-
-    def step():
-        padded, padded_offs = pad_token_groups(x, offs, 32)
-        return backend.quantize_both(x, spec, spec, offs), padded, padded_offs
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        (rowwise, columnwise), padded, padded_offs = step()
-    for seed, spread in enumerate(SPREADS):
-        x.copy_(wild((rows, cols), BF16))
-        offs.copy_(make_offs(group_sizes(spread, rows - 100, groups, seed)))
-        graph.replay()
-        assert_same(rowwise, reference.quantize(x.cpu(), 1, spec))
-        assert_same(columnwise, reference.quantize(x.cpu(), 0, spec, offs.cpu()), int(offs[-1]))
-        expected_rows, expected_offs = pad_token_groups(x.cpu(), offs.cpu(), 32)
-        assert torch.equal(padded.cpu().view(torch.int16), expected_rows.view(torch.int16))
-        assert torch.equal(padded_offs.cpu(), expected_offs)

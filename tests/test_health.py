@@ -62,6 +62,19 @@ def figures(probe: torch.Tensor) -> dict[str, list[float]]:
     return {kind: summary[4 * i : 4 * i + 4] for i, kind in enumerate(observe.KINDS)}
 
 
+def probe_all(*modules: nn.Module) -> list[torch.Tensor]:
+    """New probes of converted modules."""
+    for module in modules:
+        module.probe = observe.make_probe(torch.device("cpu"))
+    return [module.probe for module in modules]
+
+
+def converted_mlp() -> nn.Module:
+    model = nn.Sequential(nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 32))
+    convert_model(model)
+    return model
+
+
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8_floor", "mxfp8_2d", "mxfp8_e5m2_grad"])
 def test_a_linear_counts_what_the_blocks_say(name: str) -> None:
     recipe = RECIPES[name]
@@ -71,7 +84,7 @@ def test_a_linear_counts_what_the_blocks_say(name: str) -> None:
         model[0].weight[32:, :32] *= 2.0**10  # the block with the largest scale, and its first row is zero
         model[0].weight[32] = 0
     convert_model(model, recipe=recipe)
-    probe = model[0].probe = observe.make_probe(torch.device("cpu"))
+    (probe,) = probe_all(model[0])
     x, dy = spread(2, 35, 96), spread(70, 64).view(2, 35, 64)
     with observe.recording():
         model(x).backward(dy)
@@ -129,7 +142,7 @@ def test_what_rebasing_changes_is_counted(name: str) -> None:
     recipe = RECIPES[name]
     model = nn.Sequential(nn.Linear(96, 64, bias=False))
     convert_model(model, recipe=recipe)
-    probe = model[0].probe = observe.make_probe(torch.device("cpu"))
+    (probe,) = probe_all(model[0])
     x, dy, w = spread(70, 96), spread(70, 64), model[0].weight.detach()
     with observe.recording():
         model(x).backward(dy)
@@ -175,27 +188,16 @@ def test_what_requantising_changes_is_counted(name: str) -> None:
     assert {kind: found[f"{kind}/{key}"] for kind in observe.KINDS if f"{kind}/{key}" in found} == expected
 
 
-def test_recording_within_recording_does_not_end_it() -> None:
-    with observe.recording():
-        with observe.recording():
-            pass
-        assert observe._recording
-    assert not observe._recording
-
-
 def test_recomputed_counts_once_and_micro_batches_add_up() -> None:
-    model = nn.Sequential(nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 32))
-    convert_model(model)
-    linears, x = (model[0], model[2]), spread(40, 64)
+    model, x = converted_mlp(), spread(40, 64)
 
     def run(times: int, recompute: bool) -> list[torch.Tensor]:
-        for linear in linears:
-            linear.probe = observe.make_probe(torch.device("cpu"))
+        probes = probe_all(model[0], model[2])
         with observe.recording():
             for _ in range(times):
                 y = checkpoint(model, x, use_reentrant=False) if recompute else model(x)
                 y.square().sum().backward()
-        return [linear.probe.grad for linear in linears]
+        return [probe.grad for probe in probes]
 
     once = run(1, False)
     assert once[0][:, 0].min() > 0
@@ -204,27 +206,24 @@ def test_recomputed_counts_once_and_micro_batches_add_up() -> None:
 
 
 def test_compiled_modules_count_without_compiling_again() -> None:
-    model = nn.Sequential(nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 32))
-    convert_model(model)
-    x = spread(40, 64)
-    for module in (model[0], model[2]):
-        module.probe = observe.make_probe(torch.device("cpu"))
+    model, x = converted_mlp(), spread(40, 64)
+    compiled, probes = torch.compile(model, backend="aot_eager", fullgraph=True), probe_all(model[0], model[2])
+
+    def counts(function: nn.Module) -> list[torch.Tensor]:
+        for probe in probes:
+            probe.grad = None
+        function(x).square().sum().backward()
+        return [probe.grad for probe in probes]
+
     with observe.recording():
-        model(x).square().sum().backward()
-    eager = [module.probe.grad.clone() for module in (model[0], model[2])]
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-
-    def counts() -> list[torch.Tensor]:
-        for module in (model[0], model[2]):
-            module.probe.grad = None
-        compiled(x).square().sum().backward()
-        return [module.probe.grad for module in (model[0], model[2])]
-
-    assert not any(map(torch.any, counts())), "nothing is recorded outside of recording()"
+        with observe.recording():
+            eager = counts(model)
+        assert observe.is_recording(), "ended by an inner one"
+    assert not any(map(torch.any, counts(compiled))), "nothing is recorded outside of recording()"
     with torch._dynamo.config.patch(error_on_recompile=True):
         with observe.recording():
-            assert all(map(torch.equal, counts(), eager))
-        assert not any(map(torch.any, counts()))
+            assert all(map(torch.equal, counts(compiled), eager))
+        assert not any(map(torch.any, counts(compiled)))
 
 
 FIGURES = ("saturated", "flushed_to_zero", "scale_exponent_min", "scale_exponent_max")
@@ -245,12 +244,17 @@ class Logged:
         self.steps[step] = figures
 
 
+def attached(recipe: str, health_every: int, report_every: int, *more: nn.Module) -> nn.Module:
+    """A converted linear, and whatever follows it, that telemetry looks at."""
+    model = nn.Sequential(nn.Linear(64, 32), *more)
+    telemetry.attach(model, modules.convert_linears(model, recipe=recipe), "linears", health_every, report_every)
+    return model
+
+
 @pytest.mark.parametrize("first, logged", [(1, [3, 6]), (3, [3, 6]), (5, [6])])
 def test_a_step_is_measured_from_its_first_forward_to_its_end(first: int, logged: list[int]) -> None:
     """Also the first one of a run that goes on from a checkpoint, its micro-batches, and no validation in between."""
-    whole, x = nn.Sequential(nn.Linear(64, 32)), spread(40, 64)
-    telemetry.attach(whole, convert_model(whole, recipe="mxfp8"), "linears", 3, 0)
-    model = copy.deepcopy(whole)  # as a pipeline's stage
+    x, model = spread(40, 64), copy.deepcopy(attached("mxfp8", 3, 0))  # as a pipeline's stage
     processor = Logged(model)
     measured = []
     for step in range(first, 8):
@@ -269,8 +273,7 @@ def test_a_step_is_measured_from_its_first_forward_to_its_end(first: int, logged
 
 
 def test_the_stages_of_a_pipeline_are_one_recording() -> None:
-    whole = nn.Sequential(nn.Linear(64, 32))
-    telemetry.attach(whole, convert_model(whole, recipe="mxfp8"), "linears", 1, 0)
+    whole = attached("mxfp8", 1, 0)
     stages = [copy.deepcopy(whole) for _ in range(2)]
     processor = Logged(stages[0])
     processor.model_parts = stages
@@ -284,8 +287,7 @@ def test_the_stages_of_a_pipeline_are_one_recording() -> None:
 
 
 def test_modules_that_quantise_nothing_have_no_health() -> None:
-    model = nn.Sequential(nn.Linear(64, 32))
-    telemetry.attach(model, modules.convert_linears(model, recipe="bf16"), "linears", 1, 0)
+    model = attached("bf16", 1, 0)
     processor = Logged(model)
     model(spread(40, 64)).sum().backward()
     processor.end(1)
@@ -293,8 +295,7 @@ def test_modules_that_quantise_nothing_have_no_health() -> None:
 
 
 def test_what_rebasing_changed_is_reported_every_n_steps(caplog: pytest.LogCaptureFixture) -> None:
-    model, x = nn.Sequential(nn.Linear(64, 32)), spread(40, 64)
-    telemetry.attach(model, convert_model(model, recipe="mxfp8", rebase=True), "linears", 3, 2)
+    model, x = attached("mxfp8_rebased", 3, 2), spread(40, 64)
     processor = Logged(model)
     for step in range(1, 7):
         model(x).sum().backward()
@@ -319,8 +320,7 @@ class Routed(nn.Module):
 
 def test_experts_without_tokens_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Of a step: nobody sets the counts back where no load is balanced."""
-    model = nn.Sequential(nn.Linear(64, 64), Routed())
-    telemetry.attach(model, convert_model(model, recipe="mxfp8"), "linears", 2, 0)
+    model = attached("mxfp8", 2, 0, Routed())
     processor = Logged(model)
     for step, rows in ((1, 8), (2, 32)):
         for _ in range(2):

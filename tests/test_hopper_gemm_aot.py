@@ -5,6 +5,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.logs import log_once
 
 pytestmark = pytest.mark.integration
+NIGHTLY = pytest.mark.nightly
 
 M, N, K, E = 4096, 512, 1056, 8  # K is a multiple of 32 but of no tile
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
@@ -50,14 +52,10 @@ def forward(x: Operand, w: Operand, tiles: gemm.Tiles, second: tuple[Operand, Op
     gemm.gemm_m_grouped(x, w, offs, None if second else bias, BF16, second=second, tiles=tiles)
 
 
-def wgrad(tiles: gemm.Tiles) -> None:
+def wgrad(tiles: gemm.Tiles, add: bool = False) -> None:
     dy, x = operand(M, N, axis=0, block_k=128), operand(M, K, axis=0, block_k=128)
-    gemm.gemm_k_grouped(dy, x, torch.zeros(E, dtype=torch.int32), FP32, tiles=tiles)
-
-
-def added_wgrad(tiles: gemm.Tiles) -> None:
-    dy, x = operand(M, N, axis=0, block_k=128), operand(M, K, axis=0, block_k=128)
-    gemm.gemm_k_grouped(dy, x, torch.zeros(E, dtype=torch.int32), FP32, torch.empty(E, N, K, dtype=FP32), tiles)
+    out = torch.empty(E, N, K, dtype=FP32) if add else None
+    gemm.gemm_k_grouped(dy, x, torch.zeros(E, dtype=torch.int32), FP32, out, tiles)
 
 
 def loops_that_multiply(kernel: Kernel, count: int) -> list[str]:
@@ -74,11 +72,13 @@ def loops_that_multiply(kernel: Kernel, count: int) -> list[str]:
     [
         pytest.param(exact, gemm.M_GROUPED, 64 * 4, id="exact"),
         pytest.param(rebased, gemm.M_GROUPED, 64, id="rebased"),
-        pytest.param(rebased_sum, gemm.M_GROUPED, 64, id="sum of two", marks=pytest.mark.nightly),
-        pytest.param(exact, gemm.FEW_ROWS, 64 * 4, id="exact-few-rows", marks=pytest.mark.nightly),
-        pytest.param(rebased, gemm.FEW_ROWS, 64, id="rebased-few-rows", marks=pytest.mark.nightly),
+        pytest.param(rebased_sum, gemm.M_GROUPED, 64, id="sum of two", marks=NIGHTLY),
+        pytest.param(exact, gemm.FEW_ROWS, 64 * 4, id="exact-few-rows", marks=NIGHTLY),
+        pytest.param(rebased, gemm.FEW_ROWS, 64, id="rebased-few-rows", marks=NIGHTLY),
         pytest.param(wgrad, gemm.K_GROUPED, 2 * 2 * 64, id="wgrad"),
-        pytest.param(added_wgrad, gemm.K_GROUPED, 2 * 2 * 64, id="wgrad, added", marks=pytest.mark.nightly),
+        pytest.param(
+            partial(wgrad, add=True), gemm.K_GROUPED, 2 * 2 * 64, id="wgrad, added", marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_compiles(launch: Callable[[gemm.Tiles], None], tiles: gemm.Tiles, fp32_operations: int):
@@ -101,7 +101,7 @@ def test_compiles(launch: Callable[[gemm.Tiles], None], tiles: gemm.Tiles, fp32_
 
 
 @pytest.mark.parametrize(
-    "tiles", [gemm.M_GROUPED, pytest.param(gemm.FEW_ROWS, marks=pytest.mark.nightly)], ids=["192 rows", "128 rows"]
+    "tiles", [gemm.M_GROUPED, pytest.param(gemm.FEW_ROWS, marks=NIGHTLY)], ids=["192 rows", "128 rows"]
 )
 def test_swiglu_in_the_gemm_compiles(tiles: gemm.Tiles) -> None:
     x, w = operand(M, K, axis=1, block_k=128), operand(E, N, K, axis=2, block_mn=32, block_k=128)
@@ -119,33 +119,36 @@ def test_swiglu_in_the_gemm_compiles(tiles: gemm.Tiles) -> None:
     assert kernel.count("UTMASTG") == 3 * tiles.warpgroups  # gate, up and h are stored by TMA
 
 
-@pytest.mark.parametrize(
-    "case", ["clamped", "gate's bias", "up's bias", "exact", "features", "values in bf16", "nothing"]
-)
+# Which call, and what the log says of it.
+SWIGLU = {
+    "nothing": "in the GEMM that",
+    "clamped": "their SwiGLU is clamped",
+    "gate's bias": "they have biases",
+    "up's bias": "they have biases",
+    "features": "these are not whole blocks",
+    "exact": "their operands are not rebased",
+    "values in bf16": "their operands are not rebased",
+}
+
+
+@pytest.mark.parametrize("case", SWIGLU)
 def test_swiglu_in_the_gemm_is_chosen_where_it_can(
     case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And the log says which it is."""
     calls = []
     log_once.cache_clear()
     caplog.set_level("INFO")
     monkeypatch.setattr(hopper.swiglu_gemm, "swiglu_gemm", lambda *args: calls.append(args))
     features, bias = 192 if case == "features" else 256, torch.empty(2, 256)
-    a, w = operand(64, 32, axis=1, block_k=128), operand(2, features, 32, axis=2, block_mn=32, block_k=128)
-    if case == "exact":
-        a, w = operand(64, 32, axis=1), operand(2, 256, 32, axis=2, block="32x32", block_mn=32)
-    elif case == "values in bf16":
-        a, w = operand(64, 32, axis=1, stored="bf16"), operand(2, 256, 32, axis=2, stored="bf16")
+    of_a, of_w = {
+        "exact": ({}, {"block": "32x32", "block_mn": 32}),
+        "values in bf16": ({"stored": "bf16"}, {"stored": "bf16"}),
+    }.get(case, ({"block_k": 128}, {"block_k": 128, "block_mn": 32}))
+    a, w = operand(64, 32, axis=1, **of_a), operand(2, features, 32, axis=2, **of_w)
     biases = bias if case == "gate's bias" else None, bias if case == "up's bias" else None
     hopper.swiglu_gemm_m_grouped(a, w, w, biases, 7.0 if case == "clamped" else None, a.spec, None)
     assert len(calls) == (case == "nothing")
-    why = {
-        "clamped": "their SwiGLU is clamped",
-        "features": "these are not whole blocks",
-        "nothing": "in the GEMM that",
-    }
-    expected = why.get(case, "they have biases" if "bias" in case else "their operands are not rebased")
-    assert [expected in record.message for record in caplog.records] == [True]
+    assert [SWIGLU[case] in record.message for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("in_bf16", ["a", "b", "neither"])

@@ -20,42 +20,35 @@ from titan_mxfp8.format.spec import UNQUANTIZED, OperandSpec
 pytestmark = pytest.mark.integration
 
 E5M2 = torch.float8_e5m2
+EXACT, QDQ, COALESCED = OperandSpec(), OperandSpec(stored="bf16"), OperandSpec(stored="coalesced")
 ROWS = OperandSpec(block_k=128, scales="mn_major")
-SQUARES = OperandSpec(block_k=128, scales="mn_major", block="32x32", block_mn=32)
-COALESCED_SQUARES = OperandSpec(stored="coalesced", block="32x32", block_mn=32)
+SQUARES, COALESCED_SQUARES = (replace(spec, block="32x32", block_mn=32) for spec in (ROWS, COALESCED))
 # What is made: the spec, the axis (None: both), and what else there is to say.
 CASES = {
     "rowwise": (ROWS, 1, {}),
-    "rowwise, squares": (OperandSpec(block_k=128, scales="mn_major", block_mn=32), 1, {}),
+    "rowwise, squares": (replace(ROWS, block_mn=32), 1, {}),
     "columnwise, ragged": (ROWS, 0, {"offs": OFFS}),
-    "columnwise, squares": (OperandSpec(block_k=128, scales="mn_major", block_mn=32), 0, {}),
+    "columnwise, squares": (replace(ROWS, block_mn=32), 0, {}),
     "both, ragged": (ROWS, None, {"offs": OFFS}),
     "both of fp32": (ROWS, None, {"dtype": torch.float32}),
-    "both, ragged, E5M2": (OperandSpec(block_k=128, scales="mn_major", elem_dtype=E5M2), None, {"offs": OFFS}),
+    "both, ragged, E5M2": (replace(ROWS, elem_dtype=E5M2), None, {"offs": OFFS}),
     "both, 77 rows": (ROWS, None, {"shape": (77, 480)}),
     "32x32 both": (SQUARES, None, {}),
     "32x32 both of fp32": (SQUARES, None, {"dtype": torch.float32}),
-    "coalesced": (OperandSpec(stored="coalesced"), 1, {}),
-    "coalesced, E5M2 of fp32": (OperandSpec(stored="coalesced", elem_dtype=E5M2), 1, {"dtype": torch.float32}),
+    "coalesced": (COALESCED, 1, {}),
+    "coalesced, E5M2 of fp32": (replace(COALESCED, elem_dtype=E5M2), 1, {"dtype": torch.float32}),
     "coalesced 32x32 rowwise": (COALESCED_SQUARES, 1, {}),
     "coalesced 32x32 both": (COALESCED_SQUARES, None, {}),
     "coalesced 32x32 both of fp32": (COALESCED_SQUARES, None, {"dtype": torch.float32}),
-    "coalesced 32x32 both, E5M2": (
-        OperandSpec(stored="coalesced", block="32x32", block_mn=32, elem_dtype=E5M2),
-        None,
-        {},
-    ),
+    "coalesced 32x32 both, E5M2": (replace(COALESCED_SQUARES, elem_dtype=E5M2), None, {}),
 }
-
-
 # What FP8 rows become along the first axis, by what they are.
-EXACT, QDQ = OperandSpec(), OperandSpec(stored="bf16")
 REQUANTISED = {
     "rebased, floor": (replace(ROWS, rounding="floor"), replace(ROWS, rounding="floor")),
     "rebased, E5M2": (replace(ROWS, elem_dtype=E5M2), replace(ROWS, elem_dtype=E5M2)),
     "exact to rebased": (EXACT, ROWS),
     "exact": (EXACT, EXACT),
-    "coalesced to QDQ": (replace(EXACT, stored="coalesced"), QDQ),
+    "coalesced to QDQ": (COALESCED, QDQ),
     "rebased to unquantised": (ROWS, UNQUANTIZED),
 }
 

@@ -1,7 +1,6 @@
 """Models of Hugging Face Transformers, at tiny sizes, converted as a user does: with ``convert_model`` alone."""
 
 import copy
-import json
 import math
 import re
 import sys
@@ -18,7 +17,7 @@ from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.modules.hugging_face import WITHOUT_GROUPED_MM
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason='needs pip install -e ".[hf]"')
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 COMMON = {
     "vocab_size": 256,
@@ -26,6 +25,8 @@ COMMON = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "num_experts_per_tok": 2,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -37,22 +38,14 @@ LATENT_ATTENTION = " ".join(
 )
 # 32 experts, so that a router's features are multiples of 32. Besides sizes: what is converted in the last layer.
 MODELS = {
-    "qwen3_moe": (
-        {"head_dim": 32, "moe_intermediate_size": 96, "num_experts": 32, "num_experts_per_tok": 2},
-        f"mlp.experts {ATTENTION}",
-    ),
-    "mixtral": (
-        {"head_dim": 32, "intermediate_size": 96, "num_local_experts": 32, "num_experts_per_tok": 2},
-        f"mlp.experts {ATTENTION}",
-    ),
+    "qwen3_moe": ({"head_dim": 32, "moe_intermediate_size": 96, "num_experts": 32}, f"mlp.experts {ATTENTION}"),
+    "mixtral": ({"head_dim": 32, "num_local_experts": 32}, f"mlp.experts {ATTENTION}"),
     "deepseek_v3": (
         {
-            "intermediate_size": 96,
             "moe_intermediate_size": 96,
             "n_routed_experts": 32,
             "n_group": 4,
             "topk_group": 2,
-            "num_experts_per_tok": 2,
             "first_k_dense_replace": 1,
             "q_lora_rank": 32,
             "kv_lora_rank": 32,
@@ -62,13 +55,11 @@ MODELS = {
         },
         f"mlp.experts {LATENT_ATTENTION} {MLP.replace('mlp.', 'mlp.shared_experts.')}",
     ),
-    "gpt_oss": (
-        {"head_dim": 32, "intermediate_size": 96, "num_local_experts": 32, "num_experts_per_tok": 2},
-        f"mlp.experts {ATTENTION}",
-    ),
-    "olmoe": ({"intermediate_size": 96, "num_experts": 32, "num_experts_per_tok": 2}, f"mlp.experts {ATTENTION}"),
+    "gpt_oss": ({"head_dim": 32, "num_local_experts": 32}, f"mlp.experts {ATTENTION}"),
+    "olmoe": ({"num_experts": 32}, f"mlp.experts {ATTENTION}"),
 }
-LLAMA4 = {"head_dim": 32, "intermediate_size": 96, "intermediate_size_mlp": 96, "num_local_experts": 32}
+QWEN3 = MODELS["qwen3_moe"][0]
+LLAMA4 = {"head_dim": 32, "intermediate_size_mlp": 96, "num_local_experts": 32, "num_experts_per_tok": 1}
 
 
 def make(name: str, sizes: dict[str, object], **options: object) -> nn.Module:
@@ -83,7 +74,7 @@ def convert(model: nn.Module) -> list[str]:
 
 def qwen(converted: bool = True) -> nn.Module:
     torch.manual_seed(1)
-    model = make("qwen3_moe", MODELS["qwen3_moe"][0])
+    model = make("qwen3_moe", QWEN3)
     if converted:
         convert(model)
     return model
@@ -175,18 +166,6 @@ def test_a_saved_model_is_an_ordinary_one_that_one_converts_again(tmp_path: Path
         assert torch.equal(loaded(input_ids=TOKENS).logits, model(input_ids=TOKENS).logits)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
-def test_experts_that_run_otherwise_are_refused_until_they_are_switched(implementation: str) -> None:
-    model = make("qwen3_moe", MODELS["qwen3_moe"][0], experts_implementation=implementation)
-    match = rf"layers.0.mlp.experts runs with experts_implementation='{implementation}'.*\(\"grouped_mm\"\) before"
-    with pytest.raises(ValueError, match=match):
-        convert(model)
-    assert not any(isinstance(module, ConvertedModule) for module in model.modules())
-    model.set_experts_implementation("grouped_mm")
-    convert(model)
-    loss_of(model).backward()
-
-
 def test_every_implementation_of_transformers_is_known() -> None:
     """CI takes the newest 5.x: one that it adds would convert, and fail at the first forward if it calls another op."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -196,22 +175,12 @@ def test_every_implementation_of_transformers_is_known() -> None:
     assert "grouped_mm" in ALL_EXPERTS_FUNCTIONS and "eager" in WITHOUT_GROUPED_MM, "eager is the class's own forward"
 
 
-def test_experts_that_can_only_run_otherwise_are_refused() -> None:
-    model = make("llama4_text", LLAMA4)
-    match = r"experts is a Llama4TextExperts of Transformers, .*; or leave this module out of grouped_fqns"
-    with pytest.raises(ValueError, match=match):
-        convert(model)
-    converted = convert_model(model, linear_filter_fqns=["lm_head"])
-    assert "feed_forward.router (router)" in str(converted) and "model.layers.1.self_attn.q_proj" in converted
-    loss_of(model).backward()
-
-
 @process_group()
 def test_what_transformers_split_itself_is_refused_with_what_to_do() -> None:
     """Its tensor and expert parallelism run a forward of their own, which a model has as soon as it is loaded."""
     styles = pytest.importorskip("transformers.distributed.tensor_parallel", reason="of Transformers 5.24 and later")
     plan = {"self_attn.q_proj": "colwise", "self_attn.q_proj.weight": "colwise", "mlp.experts": "moe_tp_experts"}
-    model = make("qwen3_moe", MODELS["qwen3_moe"][0])
+    model = make("qwen3_moe", QWEN3)
     styles.apply_tensor_parallelism(
         model,
         torch.distributed.init_device_mesh("cpu", (1,)),
@@ -261,22 +230,31 @@ def subclass_experts(model: nn.Module, mixed_in: type) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("mixed_in", [Inherited, Scaled])
-def test_a_subclass_is_refused_as_the_class_whose_forward_it_runs(mixed_in: type) -> None:
-    llama = subclass_experts(make("llama4_text", LLAMA4), mixed_in)
-    with pytest.raises(ValueError, match="is a Mine that multiplies with the forward of Llama4TextExperts of Transfo"):
+@pytest.mark.parametrize("mixed_in", [None, Inherited, Scaled])
+def test_experts_that_run_otherwise_are_refused_until_they_are_switched(mixed_in: type | None) -> None:
+    """A subclass as the class whose forward it runs."""
+    llama, qwen = make("llama4_text", LLAMA4), make("qwen3_moe", QWEN3, experts_implementation="eager")
+    name = "Llama4TextExperts"
+    if mixed_in:
+        name = f"Mine that multiplies with the forward of {name}"
+        subclass_experts(llama, mixed_in), subclass_experts(qwen, mixed_in)
+    with pytest.raises(ValueError, match=rf"is a {name} of Transformers, .*; or leave this module out of grouped_fqns"):
         convert(llama)
-    qwen = subclass_experts(make("qwen3_moe", MODELS["qwen3_moe"][0], experts_implementation="eager"), mixed_in)
-    with pytest.raises(ValueError, match=r"experts_implementation='eager'.*\(\"grouped_mm\"\) before"):
+    with pytest.raises(
+        ValueError, match=r"layers.0.mlp.experts runs with experts_implementation='eager'.*\(\"grouped_mm\"\) before"
+    ):
         convert(qwen)
     assert not any(isinstance(module, ConvertedModule) for model in (llama, qwen) for module in model.modules())
     qwen.set_experts_implementation("grouped_mm")
     convert(qwen)
     loss_of(qwen).backward()
+    converted = convert_model(llama, linear_filter_fqns=["lm_head"])
+    assert "feed_forward.router (router)" in str(converted) and "model.layers.1.self_attn.q_proj" in converted
+    loss_of(llama).backward()
 
 
 def test_a_subclass_with_a_forward_of_its_own_is_left_to_run() -> None:
-    own = subclass_experts(make("qwen3_moe", MODELS["qwen3_moe"][0], experts_implementation="eager"), Own)
+    own = subclass_experts(make("qwen3_moe", QWEN3, experts_implementation="eager"), Own)
     assert "model.layers.1.mlp.experts" in convert(own)
     loss_of(own).backward()
     untold = subclass_experts(make("llama4_text", LLAMA4), Untold)
@@ -289,11 +267,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_left_to_run() -> None:
 # A model's own files, as Transformers loads them with trust_remote_code; "{multiply}" is one of the two below.
 REMOTE = """
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
 {imports}
-
-class TinyConfig(PreTrainedConfig):
-    model_type = "tiny_remote"
 
 class TinyExperts(torch.nn.Module):
     def __init__(self):
@@ -302,17 +276,6 @@ class TinyExperts(torch.nn.Module):
 
     def forward(self, x):
         return {multiply}
-
-class TinyModel(PreTrainedModel):
-    config_class = TinyConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.experts = TinyExperts()
-        self.post_init()
-
-    def forward(self, x):
-        return self.experts(x)
 """
 LOOP = {"imports": "", "multiply": "torch.cat([rows @ w for rows, w in zip(x.chunk(2), self.w)])"}
 GROUPED = {"imports": "from .gemm import gemm", "multiply": "gemm(x, self.w)"}
@@ -328,27 +291,25 @@ def gemm(x, w):
 def test_remote_code_that_never_says_grouped_mm_is_refused(
     name: str, code: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import transformers.dynamic_module_utils
+    from transformers import dynamic_module_utils
 
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     folder = tmp_path / name
     folder.mkdir()
-    classes = {"AutoConfig": "modeling_tiny.TinyConfig", "AutoModel": "modeling_tiny.TinyModel"}
-    (folder / "config.json").write_text(json.dumps({"model_type": "tiny_remote", "auto_map": classes}))
     (folder / "modeling_tiny.py").write_text(REMOTE.format(**code))
     (folder / "gemm.py").write_text(GEMM)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    model = AutoModel.from_config(config, trust_remote_code=True)
-    assert type(model.experts).__module__.startswith("transformers_modules.")
+    loaded = dynamic_module_utils.get_class_from_dynamic_module("modeling_tiny.TinyExperts", str(folder))
+    assert loaded.__module__.startswith("transformers_modules.")
+    model = nn.ModuleDict({"experts": loaded()})
     if name == "remote_loop":
         with pytest.raises(ValueError, match=r"a TinyExperts of the model's remote code, .* without.*; or leave"):
             convert_model(model, grouped_fqns=["experts"])
-        assert not isinstance(model.experts, ConvertedModule)
+        assert not isinstance(model["experts"], ConvertedModule)
     else:
         convert_model(model, grouped_fqns=["experts"])
-        model(torch.ones(64, 32, dtype=torch.bfloat16)).sum().backward()
-        assert isinstance(model.experts, ConvertedModule) and model.experts.w.grad.any()
+        model["experts"](torch.ones(64, 32, dtype=torch.bfloat16)).sum().backward()
+        assert isinstance(model["experts"], ConvertedModule) and model["experts"].w.grad.any()
 
 
 def test_the_script_trains_with_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -400,7 +361,7 @@ def test_an_implementation_of_the_users_is_left_to_run(monkeypatch: pytest.Monke
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, *args)
 
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "own", own)
-    model = make("qwen3_moe", MODELS["qwen3_moe"][0], experts_implementation="own")
+    model = make("qwen3_moe", QWEN3, experts_implementation="own")
     convert(model)
     loss_of(model)
     assert len(calls) == 2

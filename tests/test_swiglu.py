@@ -42,7 +42,7 @@ def test_definition_is_what_autograd_gives(limit: float | None, scored: bool) ->
 
 @pytest.mark.parametrize("recipe", dict.fromkeys(RECIPES.values()), ids=str)
 def test_the_reference_does_not_read_past_a_group(recipe: Recipe) -> None:
-    """Nor past all of them, where rows are NaN. Other backends: interpreted/ and, on a GPU, test_gpu_swiglu.py."""
+    """Nor past all of them, where rows are NaN. Other backends: interpreted/test_contract.py and test_backends.py."""
     plan = reference.plan(recipe, None)
     check_swiglu(reference, plan, [0, 44, 1, 130, 0, 31, 0], 20, 160, None, True)
     check_nan_stays_in_its_group(reference, plan)

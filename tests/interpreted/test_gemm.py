@@ -18,7 +18,7 @@ from titan_mxfp8.recipe import get_recipe
 
 @pytest.fixture(params=VARIANTS)
 def hardware(request, monkeypatch: pytest.MonkeyPatch) -> Hardware:
-    here = Hardware(VARIANTS[request.param], request.param)
+    here = VARIANTS[request.param].hardware
     monkeypatch.setattr(gemm, "hardware_of", lambda device: here)
     return here
 
@@ -44,7 +44,7 @@ def test_offs_past_the_last_row(hardware: Hardware):
 @pytest.mark.parametrize("variant", ["bf16_tma", "bf16"])
 def test_torch_multiplies_large_matrices_without_groups(variant: str, monkeypatch: pytest.MonkeyPatch):
     """The interpreter has 3 multiprocessors, which 4 tiles of 128 x 128 keep busy. A bias, fp32 or groups need ours."""
-    here = Hardware(VARIANTS[variant], variant)
+    here = VARIANTS[variant].hardware
     plan, ours = triton.plan(get_recipe("mxfp8"), here), Mock()
     monkeypatch.setattr(gemm, "hardware_of", lambda device: here)
     monkeypatch.setattr(gemm, "_prepared", set())

@@ -117,6 +117,12 @@ def on_ranks(ranks: int, of_rank: Callable[[Symmetric], None]) -> None:
     turns.run(lambda rank: of_rank(transports[rank]))
 
 
+def check(transport: Symmetric, case: Case, seed: int = 0, capacity: int | None = None) -> None:
+    """What each rank gets and gives back of a case, there and back."""
+    all_tokens = [tokens_of(case, source, transport.link.ranks, seed) for source in range(transport.link.ranks)]
+    check_against_one_process(transport, case, all_tokens, "cpu", capacity)
+
+
 SYMMETRIC = (
     (Case((7, 4, 0, 3), 64, 8, 3), 4),
     (Case((0, 6), 32, 20, 8), 2),
@@ -138,8 +144,7 @@ def test_symmetric(case: Case, ranks: int, which: int | None):
     def layers(transport: Symmetric) -> None:
         transport.shared.wanted.raises = False
         for seed in range(2):
-            all_tokens = [tokens_of(case, source, ranks, seed) for source in range(ranks)]
-            check_against_one_process(transport, case, all_tokens, "cpu", capacity)
+            check(transport, case, seed, capacity)
 
     on_ranks(ranks, layers)
 
@@ -149,8 +154,7 @@ def test_a_buffer_grows_for_wider_layers_and_refuses_more_tokens():
 
     def layers(transport: Symmetric) -> None:
         for case in (first, wider, first):
-            all_tokens = [tokens_of(case, source, 2) for source in range(2)]
-            check_against_one_process(transport, case, all_tokens, "cpu")
+            check(transport, case)
         for tokens in ((5, 5), (1, 5), (9, 0), (4, 4)):
             case = Case(tokens, 64, 4, 1)
             if max(tokens) > 4:
@@ -159,8 +163,7 @@ def test_a_buffer_grows_for_wider_layers_and_refuses_more_tokens():
                 with pytest.raises(ValueError, match=message if too_many else "another rank has more .* room for, 4"):
                     transport.dispatch(*mine.arguments(), case.experts, None)
             else:
-                all_tokens = [tokens_of(case, source, 2) for source in range(2)]
-                check_against_one_process(transport, case, all_tokens, "cpu")
+                check(transport, case)
 
     on_ranks(2, layers)
 
@@ -229,8 +232,7 @@ def test_reserved_room():
         transport.reserve(2 + 7 * transport.rank)
         for tokens in (1, 9, 2):  # the last with metadata of the one before behind it
             several = case._replace(tokens=(tokens, tokens))
-            all_tokens = [tokens_of(several, source, 2) for source in range(2)]
-            check_against_one_process(transport, several, all_tokens, "cpu")
+            check(transport, several)
 
     on_ranks(2, layers)
 
@@ -243,8 +245,7 @@ def test_a_buffer_that_inference_used_first_can_be_trained_with():
                 _, handle = transport.dispatch(*mine.arguments(), case.experts, None)
                 received = torch.ones(handle.scores.shape[0], case.dim).bfloat16()
                 transport.combine([received], True, handle.scores, handle, torch.bfloat16)
-            all_tokens = [tokens_of(case, source, 2) for source in range(2)]
-            check_against_one_process(transport, case, all_tokens, "cpu")
+            check(transport, case)
 
     on_ranks(2, layers)
 
@@ -264,8 +265,7 @@ def test_dispatches_in_a_row():
             again = transport.dispatch_with_handle(mine.payload, handle)
             for tensor, expected in zip(payload, again, strict=True):
                 assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
-            all_tokens = [tokens_of(case, source, 2, seed) for source in range(2)]
-            check_against_one_process(transport, case, all_tokens, "cpu")
+            check(transport, case, seed)
 
     on_ranks(2, layers)
 

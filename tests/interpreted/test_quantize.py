@@ -114,12 +114,6 @@ def test_ragged_corners(monkeypatch: pytest.MonkeyPatch):
     check_quantize(triton, x, 1, EXACT, make_offs([5, 20]))  # along the last axis: 25 of 40 columns
 
 
-def test_many_groups():
-    """300 groups, not a power of two, pass in chunks of 32."""
-    x = wild((700, 32), BF16)
-    check_quantize_both(triton, x, EXACT, EXACT, make_offs(group_sizes("zipf", 660, 300)))
-
-
 @pytest.mark.usefixtures("conversion")
 @pytest.mark.parametrize("dtype", [E4M3, contract.E5M2])
 def test_dequantize(dtype: torch.dtype):

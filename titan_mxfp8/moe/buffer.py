@@ -1,7 +1,7 @@
 """What lies where in the memory that the ranks of one host share."""
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -52,10 +52,6 @@ class Layout:
     def grown(self, **sizes: int) -> "Layout":
         """The least that holds this too."""
         return replace(self, **{name: max(getattr(self, name), size) for name, size in sizes.items()})
-
-    def sizes(self) -> dict[str, int]:
-        """The attributes."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def table(self, pointers: list[int], device: torch.device) -> Tensor:
         """Where each section of each rank's buffer begins, int64 (sections, R), from where the buffers begin."""

@@ -32,6 +32,7 @@ All functions of a group belong on one stream, in the same order on every rank.
 import importlib
 import os
 import socket
+from dataclasses import asdict
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -203,7 +204,7 @@ class Symmetric(Transport):
         from titan_mxfp8.moe import kernels
 
         for other in self.link.gather(wanted):  # and every rank has read what it wanted from the buffer before
-            wanted = wanted.grown(**other.sizes())
+            wanted = wanted.grown(**asdict(other))
         self.kernels, self.layout = kernels, wanted
         self._view = self._rooms = None  # they held the buffer before
         # Views are kept: each step asks for the same, and to make one takes the host as long as a launch. Tensors that

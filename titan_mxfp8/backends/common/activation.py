@@ -10,16 +10,13 @@ from titan_mxfp8.backends.common.tiles import SEGMENT_BYTES, Matrices, as_matric
 from titan_mxfp8.format.swiglu import GPT_OSS_ALPHA
 
 SEGMENT = SEGMENT_BYTES // 2  # columns in bf16
+_ALPHA = tl.constexpr(GPT_OSS_ALPHA)  # where there is a limit
 
 
 def matrices_of(*tensors: Tensor) -> tuple[Matrices, ...]:
     for x in tensors:
         assert x.dtype == torch.bfloat16 and x.shape == tensors[0].shape and x.ndim == 2, (x.dtype, x.shape)
     return tuple(as_matrices(x, 0) for x in tensors)
-
-
-def alpha_of(limit: float | None) -> float:
-    return 1.0 if limit is None else GPT_OSS_ALPHA
 
 
 def sums_of(scores_M: Tensor | None, rows: int, col_tiles: int) -> tuple[Tensor | None, Tensor | None]:
@@ -70,7 +67,7 @@ def widened(values):
 
 
 @triton.jit
-def activation(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+def activation(gate, up, LIMIT: tl.constexpr):
     """The cut gate, what it is multiplied by, and its sigmoid."""
     if LIMIT is None:
         return gate, up, sigmoid(gate)
@@ -78,13 +75,13 @@ def activation(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
         NAN_STAYS: tl.constexpr = tl.PropagateNan.ALL
         gate = tl.minimum(gate, LIMIT, NAN_STAYS)
         up = tl.maximum(tl.minimum(up, LIMIT, NAN_STAYS), -LIMIT, NAN_STAYS)
-        return gate, up + 1, sigmoid(ALPHA * gate)
+        return gate, up + 1, sigmoid(gate * _ALPHA)
 
 
 @triton.jit
 def load_parts(
     gate, up, u, scores, table, rows, cols, gate_stride, up_stride, u_stride, tile_row, tile_col, row_blocks,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr,
+    LIMIT: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr,
     BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """What the gradients are made of, tiles of (8, BLOCKS, SEGMENTS, 4, SEGMENT) in fp32.
@@ -106,7 +103,7 @@ def load_parts(
         score = tl.load(scores + row, mask=row < stop, other=0)
         score = tl.permute(tl.reshape(score, (BLOCKS, 4, 8)), (2, 0, 1))[:, :, None, :, None]
     g = tl.reshape(g, (8, BLOCKS, SEGMENTS, 4, SEGMENT))
-    cut_g, factor, s = activation(g, v, LIMIT, ALPHA)
+    cut_g, factor, s = activation(g, v, LIMIT)
     return g, v, du, cut_g, factor, s, score, at, inside, row, stop
 
 
@@ -119,8 +116,9 @@ def gradient_of_up(up, dh, cut_g, s, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def gradient_of_gate(gate, dh, cut_g, factor, s, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    dgate = dh * factor * (s * (1 + ALPHA * cut_g * (1 - s)))
+def gradient_of_gate(gate, dh, cut_g, factor, s, LIMIT: tl.constexpr):
+    ALPHA: tl.constexpr = 1.0 if LIMIT is None else _ALPHA
+    dgate = dh * factor * (s * (1 + cut_g * ALPHA * (1 - s)))
     if LIMIT is not None:
         dgate = tl.where(gate > LIMIT, 0.0, dgate)
     return dgate

@@ -83,13 +83,6 @@ def gemm_m_grouped(
     return multiply_m_grouped(a, b, offs, bias, out_dtype, mma, zero_tail=zero_tail)
 
 
-def dual_gemm_m_grouped(first: tuple[Operand, Operand], second: tuple[Operand, Operand], offs: Tensor | None) -> Tensor:
-    """The sum of two products of ``gemm_m_grouped``, in bf16, by kernels that use TMA; rows of no group are
-    undefined."""
-    mma = hardware_of(first[0].data.device).mma
-    return multiply_m_grouped(*first, offs, None, torch.bfloat16, mma, zero_tail=False, second=second)
-
-
 def gemm_k_grouped(
     a: Operand, b: Operand, offs: Tensor | None, out_dtype: torch.dtype, add_to: Tensor | None = None
 ) -> Tensor:

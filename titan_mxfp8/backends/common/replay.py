@@ -26,7 +26,6 @@ from titan_mxfp8.backends.common.launch import (
     GluonDescriptor,
     Launched,
     TensorDescriptor,
-    TileLayout,
     kept_descriptor,
     watched,
 )
@@ -134,21 +133,12 @@ class _Allocation(NamedTuple):
     dtype: torch.dtype
 
 
-class _Again(NamedTuple):
-    """A launch with places for addresses; see ``launch.Launched``."""
-
-    kernel: Callable[[int, int, tuple, tuple], None]
-    programs: int
-    descriptors: tuple[tuple[_Place, TileLayout], ...]
-    tensors: tuple[_Place | None, ...]
-    numbers: tuple
-
-
 class _Recording(NamedTuple):
-    """What a call allocates and launches, and which allocations it returns: one, or several as a list."""
+    """What a call allocates and launches, with places for addresses, and which allocations it returns: one, or several
+    as a list."""
 
-    allocations: tuple["_Allocation", ...]
-    launches: tuple[_Again, ...]
+    allocations: tuple[_Allocation, ...]
+    launches: tuple[Launched, ...]  # descriptors are (_Place, TileLayout), tensors _Place or None
     returned: int | tuple[int, ...]
 
     def replay(self, pointers: list[int], device: torch.device) -> Tensor | list[Tensor]:
@@ -208,12 +198,9 @@ class _Watch(TorchDispatchMode):
         try:
             spans = _spans(given + allocated)
             launches = tuple(
-                _Again(
-                    launch.kernel,
-                    launch.programs,
-                    tuple((_place(_start(d), spans), d.tile_layout) for d in launch.descriptors),
-                    tuple(None if tensor is None else _place(tensor.data_ptr(), spans) for tensor in launch.tensors),
-                    launch.numbers,
+                launch._replace(
+                    descriptors=tuple((_place(_start(d), spans), d.tile_layout) for d in launch.descriptors),
+                    tensors=tuple(None if x is None else _place(x.data_ptr(), spans) for x in launch.tensors),
                 )
                 for launch in self.launches
             )

@@ -22,7 +22,6 @@ from titan_mxfp8.backends.common import swiglu_swizzled
 from titan_mxfp8.backends.common.activation import (
     SEGMENT,
     activation,
-    alpha_of,
     gradient_of_gate,
     gradient_of_up,
     matrices_of,
@@ -52,11 +51,9 @@ from titan_mxfp8.backends.common.swiglu_tiles import SWIGLU_BACKWARD
 from titan_mxfp8.backends.common.tiles import Matrices, Tile, map_tiles, rounding_of, store_matrix
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
-from titan_mxfp8.format.swiglu import GPT_OSS_ALPHA
 
 TRANSPOSED_TILE = Tile(rows=128, segments=2)
 COLS = 2 * SEGMENT  # of all tiles: whole blocks of 128
-LIMITED_ALPHA = tl.constexpr(GPT_OSS_ALPHA)  # for _limited
 
 
 def swiglu(gate_MH: Tensor, up_MH: Tensor, limit: float | None, spec: OperandSpec, offs: Tensor | None) -> Operand:
@@ -71,7 +68,7 @@ def swiglu(gate_MH: Tensor, up_MH: Tensor, limit: float | None, spec: OperandSpe
         ceil_div(gate.rows, BLOCK_SIZE) * ceil_div(gate.cols, COLS),
         (gate.x, up.x, out.data, out.scale, offs),
         (cols, *strides), (gate.rows, 0 if offs is None else offs.shape[0]),
-        (limit, alpha_of(limit), offs is not None, layout_of(spec), *rounding_of(spec)), device=gate.x.device,
+        (limit, offs is not None, layout_of(spec), *rounding_of(spec)), device=gate.x.device,
     )  # fmt: skip
     return out
 
@@ -112,7 +109,7 @@ def swiglu_backward(
     col_tiles = ceil_div(gate.cols, COLS)
     scores_M, sums = sums_of(scores_M, gate.rows, col_tiles)
     sources = gate.x, up.x, u.x, scores_M, sums, table
-    constants = limit, alpha_of(limit), offs is not None, scores_M is not None, *rounding_of(rowwise)
+    constants = limit, offs is not None, scores_M is not None, *rounding_of(rowwise)
     constants += (h_columnwise.elem_dtype == torch.float8_e5m2,)
     if layout_m == "fp8":
         assert layout == "fp8", specs
@@ -199,32 +196,32 @@ def store_columnwise(
 
 
 @triton.jit
-def gradients_bf16x2(gate, up, u, score, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+def gradients_bf16x2(gate, up, u, score, LIMIT: tl.constexpr):
     """Of pairs: dgate, dup, score times h, and the sum of both u * h in fp32."""
     g0, g1 = unpack_bf16x2(gate)
     v0, v1 = unpack_bf16x2(up)
     u0, u1 = unpack_bf16x2(u)
-    cut0, factor0, s0 = activation(g0, v0, LIMIT, ALPHA)
-    cut1, factor1, s1 = activation(g1, v1, LIMIT, ALPHA)
+    cut0, factor0, s0 = activation(g0, v0, LIMIT)
+    cut1, factor1, s1 = activation(g1, v1, LIMIT)
     dup = pack_bf16x2(gradient_of_up(v0, u0 * score, cut0, s0, LIMIT), gradient_of_up(v1, u1 * score, cut1, s1, LIMIT))
     dgate = pack_bf16x2(
-        gradient_of_gate(g0, u0 * score, cut0, factor0, s0, LIMIT, ALPHA),
-        gradient_of_gate(g1, u1 * score, cut1, factor1, s1, LIMIT, ALPHA),
+        gradient_of_gate(g0, u0 * score, cut0, factor0, s0, LIMIT),
+        gradient_of_gate(g1, u1 * score, cut1, factor1, s1, LIMIT),
     )
     h0, h1 = cut0 * s0 * factor0, cut1 * s1 * factor1
     rounded0, rounded1 = unpack_bf16x2(pack_bf16x2(h0, h1))
     return dgate, dup, pack_bf16x2(h0 * score, h1 * score), u0 * rounded0 + u1 * rounded1
 
 
-# What ``tl.map_elementwise`` calls gets tensors alone: so the limit is one, and alpha is no argument.
+# What ``tl.map_elementwise`` calls gets tensors alone: so the limit is one.
 @triton.jit
 def _unlimited(gate, up, u, score):
-    return gradients_bf16x2(gate, up, u, score, None, 1.0)
+    return gradients_bf16x2(gate, up, u, score, None)
 
 
 @triton.jit
 def _limited(gate, up, u, score, limit):
-    return gradients_bf16x2(gate, up, u, score, limit, LIMITED_ALPHA)
+    return gradients_bf16x2(gate, up, u, score, limit)
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])
@@ -232,7 +229,7 @@ def _swiglu(
     gate, up, h, h_scale, offs,
     packed_cols, gate_stride, up_stride,
     rows, groups,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr,
+    LIMIT: tl.constexpr, RAGGED: tl.constexpr,
     LAYOUT: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of pairs. Columns and strides are counted in pairs."""
@@ -247,8 +244,8 @@ def _swiglu(
     v = load_bf16x2(up, start, end - start, tile_col, packed_cols, up_stride)
     g0, g1 = unpack_bf16x2(g)
     v0, v1 = unpack_bf16x2(v)
-    g0, v0, s0 = activation(g0, v0, LIMIT, ALPHA)
-    g1, v1, s1 = activation(g1, v1, LIMIT, ALPHA)
+    g0, v0, s0 = activation(g0, v0, LIMIT)
+    g1, v1, s1 = activation(g1, v1, LIMIT)
     packed = tl.reshape(pack_bf16x2(g0 * s0 * v0, g1 * s1 * v1), (4, 4, 8, 16))
     store_rowwise(packed, h, h_scale, start, end - start, tile_col, rows, packed_cols, LAYOUT, FLOOR, E5M2)
 
@@ -259,7 +256,7 @@ def _swiglu_backward_in_rows(
     dgate_rowwise, dgate_rowwise_scale, dup_rowwise, dup_rowwise_scale, dgate_columnwise, dup_columnwise, h_columnwise,
     packed_cols, gate_stride, up_stride, u_stride,
     rows, row_blocks,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr,
+    LIMIT: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr,
     FLOOR: tl.constexpr, E5M2: tl.constexpr, H_E5M2: tl.constexpr,
     LAYOUT: tl.constexpr, COLUMNWISE_QUANTIZED: tl.constexpr,
 ):  # fmt: skip
@@ -286,7 +283,7 @@ def _swiglu_backward_in_rows(
         score *= tl.load(scores + start + row, mask=row < left, other=0)[:, None]
     # Pair by pair: step by step all tiles would be in fp32 at once, and take a quarter more registers.
     if not cuda_capability_geq(8, 0):
-        dgate, dup, sh, products = gradients_bf16x2(g, v, du, score, LIMIT, ALPHA)
+        dgate, dup, sh, products = gradients_bf16x2(g, v, du, score, LIMIT)
     elif LIMIT is None:
         dgate, dup, sh, products = tl.map_elementwise(_unlimited, g, v, du, score)
     else:

@@ -12,7 +12,6 @@ from titan_mxfp8.backends import SwigluGradients
 from titan_mxfp8.backends.common.activation import (
     SEGMENT,
     activation,
-    alpha_of,
     gradient_of_gate,
     gradient_of_up,
     load_parts,
@@ -37,7 +36,7 @@ def swiglu(gate_MH: Tensor, up_MH: Tensor, limit: float | None, spec: OperandSpe
     _SWIGLU.launch(
         tiles.count * 4 * ceil_div(gate.cols, 128), (gate.x, up.x, out.data, out.scale, tiles.table),
         (gate.cols, gate.row_stride, up.row_stride), (gate.rows, tiles.count),
-        (limit, alpha_of(limit), offs is not None, *rounding_of(spec), SEGMENT), device=gate.x.device, warps=4,
+        (limit, offs is not None, *rounding_of(spec), SEGMENT), device=gate.x.device, warps=4,
     )  # fmt: skip
     return out
 
@@ -66,7 +65,7 @@ def swiglu_backward(
         tiles.count * 4 * col_tiles,
         (gate.x, up.x, u.x, scores_M, sums, tiles.table, *(tensor for operand in operands for tensor in operand[:2])),
         (gate.cols, gate.row_stride, up.row_stride, u.row_stride), (gate.rows, padded_blocks, tiles.count),
-        (limit, alpha_of(limit), offs is not None, scores_M is not None, columnwise.is_quantized,
+        (limit, offs is not None, scores_M is not None, columnwise.is_quantized,
         *rounding_of(rowwise), SEGMENT),
         device=gate.x.device, warps=4,
     )  # fmt: skip
@@ -78,7 +77,7 @@ def _swiglu(
     gate, up, h, h_scale, table,
     cols, gate_stride, up_stride,
     rows, tiles,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr,
+    LIMIT: tl.constexpr, RAGGED: tl.constexpr,
     FLOOR: tl.constexpr, E5M2: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """One program: 32 rows and 128 columns of a tile."""
@@ -95,7 +94,7 @@ def _swiglu(
     g = load_values(gate, None, left, cols, gate_stride, block, tile_col, 4, False, 1, 2, SEGMENT)
     up += token * up_stride
     v = load_values(up, None, left, cols, up_stride, block, tile_col, 4, False, 1, 2, SEGMENT)
-    g, v, s = activation(g, v, LIMIT, ALPHA)
+    g, v, s = activation(g, v, LIMIT)
     store_rowwise(rounded(g * s * v), h + token * cols, h_scale, left, block, tile_col, cols, False, FLOOR, E5M2)
 
 
@@ -106,7 +105,7 @@ def _swiglu_backward(
     dgate_columnwise, dgate_columnwise_scale, dup_columnwise, dup_columnwise_scale, h_columnwise, h_columnwise_scale,
     cols, gate_stride, up_stride, u_stride,
     rows, padded_blocks, tiles,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr,
+    LIMIT: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr,
     COLUMNWISE: tl.constexpr, FLOOR: tl.constexpr, E5M2: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """One program: 32 rows and 128 columns of a tile; along the first axis quantised (COLUMNWISE), or in bf16."""
@@ -129,7 +128,7 @@ def _swiglu_backward(
     for output in tl.static_range(3):
         g, v, du, cut_g, factor, s, score, at, inside, row, stop = load_parts(
             gate, up, u, scores, None, left, cols, gate_stride, up_stride, u_stride,
-            block, tile_col, 4, LIMIT, ALPHA, False, SCORED, 1, 2, SEGMENT,
+            block, tile_col, 4, LIMIT, False, SCORED, 1, 2, SEGMENT,
         )  # fmt: skip
         if output == 0:
             h = cut_g * s * factor
@@ -141,7 +140,7 @@ def _swiglu_backward(
             rowwise, rowwise_scale = dup_rowwise, dup_rowwise_scale
             columnwise, columnwise_scale = dup_columnwise, dup_columnwise_scale
         else:
-            values = rounded(gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT, ALPHA))
+            values = rounded(gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT))
             rowwise, rowwise_scale = dgate_rowwise, dgate_rowwise_scale
             columnwise, columnwise_scale = dgate_columnwise, dgate_columnwise_scale
         if output > 0:

@@ -53,7 +53,7 @@ def _swiglu_backward(
     dgate_columnwise, dgate_columnwise_scale, dup_columnwise, dup_columnwise_scale, h_columnwise, h_columnwise_scale,
     cols, gate_stride, up_stride, u_stride,
     rows, padded_blocks, row_blocks, groups,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr,
+    LIMIT: tl.constexpr, RAGGED: tl.constexpr, SCORED: tl.constexpr,
     FLOOR: tl.constexpr, E5M2: tl.constexpr, H_E5M2: tl.constexpr,
     BLOCKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
@@ -74,20 +74,20 @@ def _swiglu_backward(
     for block in range(BLOCKS):
         g, v, du, cut_g, factor, s, score, _, _, row, stop = load_parts(
             gate, up, u, scores, table, rows, cols, gate_stride, up_stride, u_stride,
-            tile_row * BLOCKS + block, tile_col, row_blocks, LIMIT, ALPHA, RAGGED, SCORED, 1, 2, SEGMENT,
+            tile_row * BLOCKS + block, tile_col, row_blocks, LIMIT, RAGGED, SCORED, 1, 2, SEGMENT,
         )  # fmt: skip
         if SCORED:
             store_products(sums, cut_g * s * factor, du, row, stop)
         dup = rounded(gradient_of_up(v, du * score, cut_g, s, LIMIT))
         store_rows(dup, dup_rowwise, dup_rowwise_scale, row, stop, tile_col, cols, FLOOR, E5M2)
-        dgate = rounded(gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT, ALPHA))
+        dgate = rounded(gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT))
         store_rows(dgate, dgate_rowwise, dgate_rowwise_scale, row, stop, tile_col, cols, FLOOR, E5M2)
     for segment in range(SEGMENTS):
         tile_segment = tile_col * SEGMENTS + segment
         for output in tl.static_range(3):
             g, v, du, cut_g, factor, s, score, _, _, row, stop = load_parts(
                 gate, up, u, scores, table, rows, cols, gate_stride, up_stride, u_stride,
-                tile_row, tile_segment, row_blocks, LIMIT, ALPHA, RAGGED, SCORED, BLOCKS, 1, SEGMENT,
+                tile_row, tile_segment, row_blocks, LIMIT, RAGGED, SCORED, BLOCKS, 1, SEGMENT,
             )  # fmt: skip
             if output == 0:
                 values, data, scale = rounded(cut_g * s * factor * score), h_columnwise, h_columnwise_scale
@@ -95,7 +95,7 @@ def _swiglu_backward(
                 values, data = rounded(gradient_of_up(v, du * score, cut_g, s, LIMIT)), dup_columnwise
                 scale = dup_columnwise_scale
             else:
-                values = rounded(gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT, ALPHA))
+                values = rounded(gradient_of_gate(g, du * score, cut_g, factor, s, LIMIT))
                 data, scale = dgate_columnwise, dgate_columnwise_scale
             store_transposed(
                 values, data, scale, tile_row, tile_segment, cols, padded_blocks,

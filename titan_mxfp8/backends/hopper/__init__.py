@@ -99,7 +99,7 @@ def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: Tenso
     """
     first, second = products
     if not _is_fp8(*first):
-        return [portable.dual_gemm_m_grouped(first, second, offs)]
+        return [portable.multiply_m_grouped(*first, offs, None, torch.bfloat16, "bf16_tma", None, False, second)]
     return [gemm.gemm_m_grouped(*first, offs, None, torch.bfloat16, zero_tail=False, second=second)]
 
 

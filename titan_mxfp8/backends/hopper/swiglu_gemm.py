@@ -96,7 +96,7 @@ def _store(value, out, out_tiles, buffer, row, row_end, rows, tile_column, H):
 @gluon.jit
 def _swiglu(gate, up):
     """h in bf16."""
-    gate, factor, s = activation(widened(gate), widened(up), None, 1.0)
+    gate, factor, s = activation(widened(gate), widened(up), None)
     return rounded(gate * s * factor)
 
 

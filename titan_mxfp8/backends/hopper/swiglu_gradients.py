@@ -14,7 +14,6 @@ from triton.experimental.gluon import language as gl
 from titan_mxfp8.backends import SwigluGradients
 from titan_mxfp8.backends.common.activation import (
     activation,
-    alpha_of,
     gradient_of_gate,
     gradient_of_up,
     matrices_of,
@@ -71,7 +70,7 @@ def swiglu_backward(
          *(tensor for operand in (*along_h, *along_m) for tensor in operand[:2])),
         (gate.cols, gate.row_stride, up.row_stride, u.row_stride),
         (gate.rows, along_m[0].data.shape[-1] // BLOCK_SIZE, row_blocks, groups or 0),
-        (limit, alpha_of(limit), *rounding_of(rowwise), rounding_of(h_columnwise)[1]),
+        (limit, *rounding_of(rowwise), rounding_of(h_columnwise)[1]),
         device=gate.x.device, warps=8,
     )  # fmt: skip
     return SwigluGradients(*along_h, *along_m, None if sums is None else sums.sum(0))
@@ -93,16 +92,16 @@ def _load_inputs(inputs, scores, row, stop, col, cols):
 
 
 @gluon.jit
-def _gradients(inputs, score, LIMIT: gl.constexpr, ALPHA: gl.constexpr):
+def _gradients(inputs, score, LIMIT: gl.constexpr):
     """dgate, dup and score times h in bf16, and each row's sum of u * h."""
     gate, up, u = inputs
     gate, up, u, score = widened(gate), widened(up), widened(u), score[:, None]
-    cut_gate, factor, s = activation(gate, up, LIMIT, ALPHA)
+    cut_gate, factor, s = activation(gate, up, LIMIT)
     h = cut_gate * s * factor
     products = gl.sum(u * widened(rounded(h)), 1)  # of h as ``format.swiglu`` has it, in bf16
     dh = u * score
     dup = rounded(gradient_of_up(up, dh, cut_gate, s, LIMIT))
-    dgate = rounded(gradient_of_gate(gate, dh, cut_gate, factor, s, LIMIT, ALPHA))
+    dgate = rounded(gradient_of_gate(gate, dh, cut_gate, factor, s, LIMIT))
     return (dgate, dup, rounded(h * score)), products
 
 
@@ -151,7 +150,7 @@ def _rebased_swiglu_backward(
     dgate_columnwise, dgate_columnwise_scale, dup_columnwise, dup_columnwise_scale, h_columnwise, h_columnwise_scale,
     cols, gate_stride, up_stride, u_stride,
     rows, padded_blocks, row_blocks, groups,
-    LIMIT: gl.constexpr, ALPHA: gl.constexpr, FLOOR: gl.constexpr, E5M2: gl.constexpr, H_E5M2: gl.constexpr,
+    LIMIT: gl.constexpr, FLOOR: gl.constexpr, E5M2: gl.constexpr, H_E5M2: gl.constexpr,
 ):  # fmt: skip
     """One program: a tile of 128 rows, those of the next four blocks of the map, and 128 columns."""
     col_tiles = gl.cdiv(cols, 128)
@@ -172,7 +171,7 @@ def _rebased_swiglu_backward(
     col = tile_col * 128 + gl.arange(0, 128, gl.SliceLayout(0, _ALONG_ROWS))
     loaded, score = _load_inputs(inputs, scores, row, stop, col, cols)
     for i in gl.static_range(4):
-        made, products = _gradients(loaded, score, LIMIT, ALPHA)
+        made, products = _gradients(loaded, score, LIMIT)
         row_i = row + i * 4
         if i < 3:
             loaded, score = _load_inputs(inputs, scores, row_i + 4, stop, col, cols)
