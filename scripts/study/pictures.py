@@ -8,6 +8,7 @@ Each PNG says in its metadata which files it was drawn from and what they held: 
 import argparse
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from matplotlib import pyplot
@@ -23,6 +24,7 @@ SEEDS = [
     RESULTS / folder / "losses.csv"
     for folder in ("2026-11-23_2xh200_convergence", "2026-11-23_2xh200_convergence_12_seeds")
 ]
+DEFAULT = [RESULTS / "2026-11-27_4xh200_convergence_default" / "losses.csv"]
 LAYERS = [RESULTS / "2026-11-24_2xh200_dispatch_default" / "layers.csv"]
 SCALING = [RESULTS / "2026-11-25_h200_bench" / name for name in ("scaling/data.csv", "roofline.csv")]
 SHOWN = ("bf16", "mxfp8_2d", "mxfp8_2d_rebased")
@@ -132,37 +134,44 @@ def tokens() -> Figure:
     return figure
 
 
-def convergence() -> Figure:
+def convergence(files: list[Path], model: str, shown: dict[str, str], share: float, highest: float) -> Figure:
     """Losses of the recipes with all seeds, each recipe's some way above the last one's, and the differences from
-    bf16's: by step, and at the end with their verdicts."""
-    shown = ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")
-    runs = compare_runs.read(SEEDS)
-    comparison = compare_runs.Comparison([run for name in shown for run in runs if run.group == name])
+    bf16's: by step, and at the end with their verdicts.
+
+    Args:
+        shown: what each group of runs is called, bf16's first.
+        share: the margin, as a share of bf16's loss.
+        highest: loss that is drawn.
+    """
+    runs = compare_runs.read(files)
+    comparison = compare_runs.Comparison([run for name in shown for run in runs if run.group == name], share=share)
     steps, margin = comparison.steps, comparison.margin
     figure, (top, middle, bottom) = pyplot.subplots(3, 1, figsize=(8, 8), height_ratios=(5, 4, 2), layout="constrained")
     for index, (name, curves) in enumerate(comparison.smooth.items()):
-        label = f"{name}, drawn {index * SHIFT:g} higher" if index else name
+        label = f"{shown[name]}, drawn {index * SHIFT:g} higher" if index else shown[name]
         curves = curves + index * SHIFT
         top.fill_between(steps, curves.min(axis=1), curves.max(axis=1), color=f"C{index}", label=label)
-    top.set(ylabel="loss (nats per token), smoothed", ylim=(3, 9.5))
+    top.set(ylabel="loss (nats per token), smoothed", ylim=(3, highest))
     top.legend(title="from the lowest to the highest seed")
-    seeds = len(comparison.groups["bf16"])
-    top.set_title(f"A Llama4-style MoE model of 111M parameters on H200s: {seeds} seeds for each recipe", fontsize=11)
+    top.set_title(f"{model} on H200s, {len(comparison.groups['bf16'])} seeds each", fontsize=11)
     comparison.plot_differences(middle)
     middle.set(xlabel="step", ylabel="loss minus bf16's")
     middle.set_title(
-        f"mean over seeds, 95% interval; dotted: the margin, {comparison.share:.1%} of bf16's loss", fontsize=10
+        f"mean over seeds, 95% interval; dotted: the margin, {100 * share:.2g}% of bf16's loss", fontsize=10
     )
-    for index, name in enumerate(shown[1:], 1):
+    others = list(shown)[1:]
+    for index, name in enumerate(others, 1):
         differences = comparison.differences(name)
-        half = differences.mean() - compare_runs.interval(differences, 0.95)[0]
-        bottom.errorbar(differences.mean(), -index, xerr=half, fmt="o", color=f"C{index}", capsize=4)
-        bottom.text(1.1 * margin, -index, comparison.judge(name), va="center", color=f"C{index}", fontsize=9)
+        low, high = compare_runs.interval(differences, 0.95)
+        bottom.plot([low, differences.mean(), high], [-index] * 3, "|-", color=f"C{index}", markersize=9)
+        bottom.plot(differences.mean(), -index, "o", color=f"C{index}")
+        at = max(margin, high) + 0.1 * margin
+        bottom.text(at, -index, comparison.judge(name), va="center", color=f"C{index}", fontsize=9)
     for x in (-margin, margin):
         bottom.axvline(x, color="0.3", linewidth=0.8, linestyle=":")
     bottom.axvline(0, color="0.6", linewidth=0.8)
-    bottom.set_yticks([-1, -2, -3], shown[1:])
-    bottom.set(xlim=(-1.5 * margin, 2.7 * margin), ylim=(-3.6, -0.4))
+    bottom.set_yticks([-index for index in range(1, len(shown))], [shown[name] for name in others])
+    bottom.set(xlim=(-1.5 * margin, 3.2 * margin), ylim=(-len(shown) + 0.4, -0.4))
     bottom.set_xlabel("final loss minus bf16's (mean of the last tenth of the steps), 95% interval")
     return figure
 
@@ -172,7 +181,34 @@ PICTURES: dict[str, tuple[Callable[[], Figure], list[Path]]] = {
     "way_of_a_token.png": (way_of_a_token, []),
     "moe_layers.png": (moe_layers, LAYERS),
     "tokens.png": (tokens, SCALING),
-    "convergence.png": (convergence, SEEDS),
+    "convergence.png": (
+        partial(
+            convergence,
+            SEEDS,
+            "A Llama4-style MoE of 111M parameters",
+            {name: name for name in ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")},
+            0.005,
+            9.5,
+        ),
+        SEEDS,
+    ),
+    "convergence_320m.png": (
+        partial(
+            convergence,
+            DEFAULT,
+            "A DeepSeek-V3-style MoE of 320M parameters",
+            {
+                "bf16": "bf16",
+                "bf16+dispatch": "bf16, our dispatch",
+                "mxfp8_2d+experts+dispatch+rebase": "mxfp8_2d_rebased",
+                "mxfp8_2d+experts+dispatch": "mxfp8_2d",
+                "mxfp8+experts+dispatch": "mxfp8",
+            },
+            0.00138885,  # 0.005 nats
+            9.5,
+        ),
+        DEFAULT,
+    ),
 }
 
 
