@@ -25,6 +25,7 @@ from titan_mxfp8.ops.autograd import exported, is_exporting, once_differentiable
 from titan_mxfp8.ops.config import MXConfig
 
 _ARRIVED = OperandSpec()  # of activations that come quantised
+SUMMED_ROWS = 256  # that one thread adds up
 
 
 def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None, backend: str) -> Operand:
@@ -200,10 +201,21 @@ def _bias_grad(dy_MN: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
 
 
 def sum_rows(values_MC: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """The sum of each group's rows, (E, C) in fp32, of values in fp32: row after row, so the same bits in every run.
-    Rows past the last group count nowhere."""
-    starts_and_end = torch.nn.functional.pad(offs, (1, 0))
-    return torch.segment_reduce(values_MC, "sum", offsets=starts_and_end, axis=0, unsafe=True)  # unsafe: no host wait
+    """The sum of each group's rows, (E, C) in fp32, of values in fp32. Rows past the last group count nowhere.
+
+    Of a group the rows between two multiples of ``SUMMED_ROWS`` are added up one after the other, and then these parts:
+    the same bits in every run, as no atomics would give, and enough threads where a group has many rows.
+    """
+    rows = values_MC.shape[0]
+    multiples = torch.arange(SUMMED_ROWS, rows + SUMMED_ROWS, SUMMED_ROWS, dtype=offs.dtype, device=offs.device)
+    cuts = torch.cat((offs, multiples.clamp(max=rows))).sort().values
+    parts = _sum_segments(values_MC, cuts)
+    return _sum_segments(parts, torch.searchsorted(cuts, offs, right=True, out_int32=True))
+
+
+def _sum_segments(values: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    starts_and_end = torch.nn.functional.pad(ends, (1, 0))
+    return torch.segment_reduce(values, "sum", offsets=starts_and_end, axis=0, unsafe=True)  # unsafe: no host wait
 
 
 def _operand(tensors: list[torch.Tensor], spec: OperandSpec, axis: int) -> Operand:

@@ -26,12 +26,12 @@ def pad_token_groups(x: torch.Tensor, offs: torch.Tensor, alignment: int = 32) -
 
     Raises:
         ValueError: another dtype or shape of ``x`` or ``offs``, an alignment that is no multiple of 16; on a CPU,
-            offsets that are negative, decreasing or past M.
+            but in compiled code, offsets that are negative, decreasing or past M.
     """
     _check(x, offs, alignment)
     places, padded_ends = _places(offs, x.shape[0], alignment)
     padded = x.new_zeros((ragged_rows(x.shape[0], offs.shape[0], alignment) + 1, x.shape[1]))
-    return padded.index_copy(0, places, x)[:-1], padded_ends
+    return padded.index_copy_(0, places, x)[:-1], padded_ends
 
 
 def unpad_token_groups(padded: torch.Tensor, offs: torch.Tensor, alignment: int, rows: int) -> torch.Tensor:
