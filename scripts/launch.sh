@@ -37,16 +37,17 @@ seconds() { awk "BEGIN { print int(60 * $1) }"; }
 # is cut off ends as after Ctrl-C.
 # shellcheck disable=SC2034 # for the caller
 limited() {
-    local limit=$1 log=$2 status=0
+    local limit=$1 log=$2 status=0 begin=$SECONDS
     shift 2
     if [ "$limit" -le 0 ]; then
         result="left out: MINUTES were over"
         return
     fi
     timeout "${signals[@]}" --signal=INT --kill-after=40 "$limit" "$@" 2>&1 | tee "$log" || status=${PIPESTATUS[0]}
+    [ "$status" != 137 ] || [ $((SECONDS - begin)) -lt "$limit" ] || status=124 # else memory may have been over
     case $status in
         0) result=passed ;;
-        124 | 137) result="cut off: MINUTES were over" ;;
+        124) result="cut off: MINUTES were over" ;;
         *) result="FAILED with status $status" ;;
     esac
 }
@@ -145,4 +146,5 @@ train_runs() {
             python scripts/watch.py show "$logs" "$run, run $number of $(wc -w <<< "$RUNS")" || status=${PIPESTATUS[0]}
         [ "$status" = 0 ] || fail "$status" "$run failed: $(python scripts/watch.py cause "$logs")"
     done
+    trap - INT
 }

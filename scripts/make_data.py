@@ -32,6 +32,7 @@ from scripts.progress import ends_in_words, progress
 ASSETS = Path(__file__).resolve().parent.parent / "train_configs" / "assets"
 BOS = "<|bos|>"
 EOS = "<|eos|>"
+SMALLEST_VOCAB = 2 + 256  # bos, eos and every byte: with less, some text could not be encoded
 
 
 class Source(NamedTuple):
@@ -377,7 +378,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     help_text = "put the last ROWS rows, after the shuffle, into a set of their own for validation [0]"
     add("--held-out", type=int, default=0, metavar="ROWS", help=help_text)
     add("--debs", type=Path, metavar="FOLDER", help="take the .deb files from here, do not download any")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.vocab_size is not None and args.vocab_size < SMALLEST_VOCAB:
+        parser.error(f"--vocab-size {args.vocab_size} is too small: bos, eos and the 256 bytes need {SMALLEST_VOCAB}")
+    if args.held_out < 0:
+        parser.error(f"--held-out {args.held_out} is no number of rows")
+    return args
 
 
 def main(argv: list[str]) -> None:

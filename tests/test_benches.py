@@ -1,6 +1,7 @@
 """The benchmarks of kernels: how times are taken, what is compared before, what a run leaves behind."""
 
 import json
+import math
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,6 +55,15 @@ def test_baseline_and_ours_take_turns_and_half_a_block_does_not_count(scripted, 
     assert len(ran) == 13, "later ones once"
     measured.compare([bench.Entry(key=measured.key(what="third"), call="ours")])
     assert len(ran) == 14, "without a baseline there is one block"
+
+
+def test_the_largest_error_is_that_of_the_worst_rows() -> None:
+    ref = torch.ones(20000, 4)
+    out = ref.clone()
+    out[9000:9100] += 0.5
+    assert bench.largest_error(out, ref) == pytest.approx((0.25 * 100 / 8192) ** 0.5)
+    out[19000, 2] = torch.nan
+    assert math.isnan(bench.largest_error(out, ref))
 
 
 def test_a_block_is_long_enough_and_has_enough_calls(monkeypatch, tmp_path: Path) -> None:

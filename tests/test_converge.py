@@ -51,6 +51,31 @@ def study(tmp_path: Path, stub: dict[str, str], monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.integration
+def test_an_error_fails_its_run_alone_and_one_of_the_study_stops_them_all(
+    tmp_path: Path, study: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["train_configs/debug_llama4.toml", "--recipes", "bf16", "--out", str(tmp_path / "study")]
+    launch = converge.launch
+
+    def launch_or_fail(processes: int, program: list[str], *arguments: object, **options: object) -> subprocess.Popen:
+        if "--debug.seed=0" in program:
+            raise OSError("no space left")
+        return launch(processes, program, *arguments, **options)
+
+    monkeypatch.setattr(converge, "launch", launch_or_fail)
+    status, said = study(*command, "--seeds", "0", "1")
+    assert status == 1 and "bf16-seed0: failed: no space left" in said and "1 finished, 1 failed" in said
+
+    def broken(log: Path) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(converge, "step_of", broken)
+    with pytest.raises(BrokenPipeError):
+        study(*command, "--seeds", "2", "3", "4", STUB_SECONDS="2")
+    assert not (tmp_path / "study" / "bf16-seed4").exists(), "what is left is not begun"
+
+
+@pytest.mark.integration
 def test_converge_runs_a_study_in_order_stops_at_the_limit_and_continues(
     tmp_path: Path, study: Callable[..., tuple[int, str]]
 ) -> None:

@@ -35,7 +35,9 @@ QUANTIZE = {
     "both of fp32, ragged": (ROWS, None, {"dtype": torch.float32, "offs": OFFS}),
     "both, odd sizes": (ROWS, None, {"shape": (77, 45)}),
     "32x32 rowwise": (SQUARES, 1, {}),
+    "32x32 rowwise of fp32": (SQUARES, 1, {"dtype": torch.float32}),
     "32x32 both": (SQUARES, None, {}),
+    "32x32 both of fp32": (SQUARES, None, {"dtype": torch.float32}),
 }
 # What is compiled for other targets than sm_90, which gets all.
 ELSEWHERE = {

@@ -219,9 +219,9 @@ def _measured(entry: Entry, blocks: list[list[float]], base: list[list[float]] |
 
 
 def largest_error(out: torch.Tensor, ref: torch.Tensor) -> float:
-    """The largest relative RMS of 8192 neighbouring rows."""
+    """The largest relative RMS of 8192 neighbouring rows; NaN if one is, which Python's max may lose."""
     parts = (tensor.reshape(-1, tensor.shape[-1]).split(8192) for tensor in (out, ref))
-    return max(relative_rms(*pair) for pair in zip(*parts, strict=True))
+    return torch.tensor([relative_rms(*pair) for pair in zip(*parts, strict=True)]).max().item()
 
 
 def parse_shape(text: str, known: Sequence[GroupedShape]) -> GroupedShape:

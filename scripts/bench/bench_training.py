@@ -1,6 +1,6 @@
 """Training throughput of TorchTitan runs that differ in nothing but what is converted; either TorchTitan's.
 
-    python scripts/bench/bench_training.py --ngpu 4 --runs bf16 both:mxfp8_2d+dispatch --repeats 3 --out OUT -- FLAGS
+    python scripts/bench/bench_training.py --ngpu 4 --runs bf16 both+dispatch:mxfp8_2d --repeats 3 --out OUT -- FLAGS
 
 A run is WHAT[+rebase][+dispatch][+graph][:RECIPE], WHAT of bf16, grouped (experts), linears or both; what is not named
 is off, whatever the TOML says. bf16+dispatch is the control: dispatch, with nothing quantised; bf16+async is TorchTitan

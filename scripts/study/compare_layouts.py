@@ -285,6 +285,12 @@ class Comparison:
             ours, twins = (read_tensorboard(self.folder(each)) for each in pair)
             gradients, twin_gradients = (first_gradients(self.folder(each)) for each in pair)
             losses = ours[LOSS]
+            if losses.keys() != twins[LOSS].keys() or gradients.keys() != twin_gradients.keys():
+                apart = sorted(map(str, losses.keys() ^ twins[LOSS].keys())) + sorted(
+                    gradients.keys() ^ twin_gradients.keys()
+                )
+                problems.append(f"{one.name} and its twin do not both have {', '.join(apart)}")
+                continue
             row[f"{kind}_max_difference"] = max(abs(losses[step] - twins[LOSS][step]) for step in losses)
             row[f"{kind}_gradient_difference"], row[f"{kind}_worst_gradient"] = max(
                 (relative_rms(gradients[name], twin), name) for name, twin in twin_gradients.items()
@@ -366,5 +372,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    with ends_in_words("compare_layouts", "OUT has the pairs that ended; --only names those that are left"):
+    with ends_in_words(
+        "compare_layouts", "OUT has the pairs that ended; --only and another --out make those that are left"
+    ):
         sys.exit(main())

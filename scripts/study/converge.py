@@ -175,20 +175,28 @@ def study(args: argparse.Namespace, asked: Event) -> list[str]:
         slot = slots.get()
         try:
             return STOPPED if asked.is_set() else train(run, args, slot, asked)
+        except OSError as error:
+            say(f"{run.folder.name}: failed: {error}")
+            return FAILED
         finally:
             slots.put(slot)
 
     with progress(len(due) * steps, "study", "step") as bar, ThreadPoolExecutor(args.jobs) as pool:
         jobs = {run: pool.submit(train_in_a_slot, run) for run in due}
-        while not all(job.done() for job in jobs.values()):
-            time.sleep(1)
-            if time.monotonic() > deadline:
-                asked.set()
-            going = {run: step_of(run.log) for run, job in jobs.items() if job.running()}
-            ended = sum(job.done() for job in jobs.values())
-            bar.update(max(0, ended * steps + sum(going.values()) - bar.n))
-            words = [f"run {runs.index(run) + 1} of {len(runs)}, step {step} of {steps}" for run, step in going.items()]
-            bar.set_postfix_str("; ".join([*words, *(str(run.log) for run in [*going][:1])]))
+        try:
+            while not all(job.done() for job in jobs.values()):
+                time.sleep(1)
+                if time.monotonic() > deadline:
+                    asked.set()
+                going = {run: step_of(run.log) for run, job in jobs.items() if job.running()}
+                ended = sum(job.done() for job in jobs.values())
+                bar.update(max(0, ended * steps + sum(going.values()) - bar.n))
+                words = [
+                    f"run {runs.index(run) + 1} of {len(runs)}, step {step} of {steps}" for run, step in going.items()
+                ]
+                bar.set_postfix_str("; ".join([*words, *(str(run.log) for run in [*going][:1])]))
+        finally:
+            asked.set()  # an error here must not let the pool train what is left
     return [jobs[run].result() if run in jobs else FINISHED for run in runs]
 
 
