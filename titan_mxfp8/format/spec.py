@@ -1,7 +1,7 @@
 """``OperandSpec``: the one description of a GEMM's operand; ``Operand``: an operand as it lies in memory."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -222,9 +222,17 @@ class Operand(NamedTuple):
         )
 
 
-def check_m_grouped(a: Operand, b: Operand, of_a: tuple[int, ...] = (1,), of_b: tuple[int, ...] = (1, 2)) -> None:
-    """Raises ValueError unless forward or dgrad can contract the axes that ``a`` and ``b`` were quantised along: one of
-    ``of_a`` and one of ``of_b``."""
+def check_m_grouped(a: Operand, b: Operand) -> None:
+    """Raises ValueError unless forward or dgrad can contract the axes that ``a`` and ``b`` were quantised along."""
+    _check_axes(a, b, (1,), (1, 2))
+
+
+def check_k_grouped(a: Operand, b: Operand) -> None:
+    """Raises ValueError unless wgrad can contract the axes that ``a`` and ``b`` were quantised along."""
+    _check_axes(a, b, (0,), (0,))
+
+
+def _check_axes(a: Operand, b: Operand, of_a: tuple[int, ...], of_b: tuple[int, ...]) -> None:
     for name, operand, contracted in (("a", a, of_a), ("b", b, of_b)):
         assert (operand.scale is None) == (operand.spec.stored == "bf16"), "values in bf16 have no scales, FP8 has"
         if operand.axis not in contracted:
@@ -232,6 +240,3 @@ def check_m_grouped(a: Operand, b: Operand, of_a: tuple[int, ...] = (1,), of_b: 
                 f"operand {name} is quantised along axis {operand.axis}, but this GEMM contracts axis "
                 f"{' or '.join(map(str, contracted))}: quantise the high-precision tensor along that axis"
             )
-
-
-check_k_grouped = partial(check_m_grouped, of_a=(0,), of_b=(0,))  # of wgrad

@@ -165,8 +165,8 @@ class Transport:
         return received, handle
 
     def dispatch_with_handle(self, payload: list[Tensor], handle: DispatchHandle) -> list[Tensor]:
-        """Other rows of the same tokens, (T, B_i), to the same destinations: gradients, in backward. Raises as
-        ``dispatch``."""
+        """Other rows of the same tokens, (T, B_i), to the same destinations: gradients, in backward. Raises
+        RuntimeError as ``dispatch``."""
         self.shared.wanted.check()
         return self._dispatch_with_handle(payload, handle)
 

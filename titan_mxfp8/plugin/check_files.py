@@ -98,10 +98,11 @@ def _check_rows(file: Path) -> None:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             size += len(line)
-            if not line.removeprefix(b"\xef\xbb\xbf").strip():
+            line = line.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").strip(b" \t\r\n")
+            if not line:
                 continue
             try:
-                row = json.loads(line.decode("utf-8-sig"))
+                row = json.loads(line.decode())
             except ValueError as error:
                 raise ValueError(f"{file}, line {number} is no JSON in UTF-8 ({error}): {wanted}") from error
             if not isinstance(row, dict) or not isinstance(row.get("text"), str):

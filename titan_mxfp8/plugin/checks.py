@@ -44,8 +44,8 @@ def check_job_config(job_config: JobConfig) -> None:
 
     ``--model.converters=`` (nothing behind the sign) means no converters. Raises ValueError: a converter that nobody
     registered, MXFP8 beside another quantisation, an unknown recipe or backend, a backend without rebase, a report on
-    it or on health that cannot be, a dispatch that cannot be, activation checkpointing or compilation that TorchTitan
-    is known to fail at."""
+    it or on health that cannot be, fields of dispatch that contradict each other, activation checkpointing or
+    compilation that TorchTitan is known to fail at."""
     experts, linears = job_config.quantize.grouped_mm.mx, job_config.quantize.linear.mx
     job_config.model.converters = converters = as_list(",".join(as_list(job_config.model.converters)))
     experts.fqns, linears.filter_fqns = as_list(experts.fqns), as_list(linears.filter_fqns)

@@ -77,9 +77,11 @@ def register_flavors() -> None:
             # deepcopy: update_from_config writes into a flavor's moe_args, which replace() alone would share
             cut = dataclasses.replace(copy.deepcopy(table[flavor]), n_layers=count, **changes)
             rows.append((table, f"{flavor}_{count}layers", cut))
+    if taken := [name for table, name, _ in rows if name in table]:
+        raise ValueError(
+            f"model.study_flavors adds a flavor {taken[0]!r}, which exists already: register yours under another name"
+        )
     for table, name, args in rows:
-        if name in table:
-            raise ValueError(f"the flavor {name!r} exists already: register yours under another name")
         table[name] = args
         _registered.append(args)
 

@@ -1,4 +1,7 @@
-"""Dequantise, and quantise-dequantise in one kernel: what a bf16 GEMM needs to compute with MXFP8 values."""
+"""Dequantise, and quantise-dequantise in one kernel: what a bf16 GEMM needs to compute with MXFP8 values.
+
+Whole rows that are not FP8 yet are quantised and dequantised in ``quantize.py``.
+"""
 
 import math
 

@@ -9,7 +9,8 @@
 | `mn_major`  | FP8, a scale for 128 elements (rebased), scales MN-major      | `rebase.py`     | SM90              |
 | `swizzled`  | FP8, a scale for 32 elements, scales in tiles of 128 x 4      | `swizzled.py`   | SM100             |
 
-All kernels run on all GPUs; the plans of the backends (``Backend.plan``) say what is wanted where.
+Blocks of 32x32 in layouts `fp8`, `coalesced` and `mn_major` are made in `squares.py`, and whole rows in layout `qdq` in
+`quantize.py`. All kernels run on all GPUs; the plans of the backends (``Backend.plan``) say what is wanted where.
 """
 
 from collections.abc import Callable
