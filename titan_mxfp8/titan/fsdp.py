@@ -25,20 +25,7 @@ def shard(apply_fsdp: Callable, *args: object, **kwargs: object) -> None:
     which modules without parameters stand meanwhile, and gathers others in FP8 where it can."""
     call = inspect.signature(apply_fsdp).bind(*args, **kwargs)
     call.apply_defaults()
-    model, mesh = call.arguments["model"], call.arguments["edp_mesh"]
-    experts = {
-        name: module
-        for name, module in model.named_modules()
-        if (getattr(module, "needs_fsdp", None) == "" if mesh is None else has_expert_shards(module))
-    }
-    layers = f"the experts of {count_of(len(experts), 'MoE layer')}"
-    if not any(isinstance(module, ConvertedModule) for module in experts.values()):
-        experts = {}
-    elif reason := why_fsdp(list(experts.values()), call.arguments):
-        log_once(logger, f"MXFP8: FSDP takes {layers}: {reason}")
-        experts = {}
-    else:
-        log_once(logger, f"MXFP8: {layers} stay out of FSDP: on their data-parallel mesh is one rank")
+    model, experts = call.arguments["model"], _experts_to_leave_out(call.arguments)
     try:
         for name, module in experts.items():
             stand_in = nn.Module()
@@ -48,9 +35,28 @@ def shard(apply_fsdp: Callable, *args: object, **kwargs: object) -> None:
     finally:
         for name, module in experts.items():
             model.set_submodule(name, module)
-            if mesh is None:
+            if call.arguments["edp_mesh"] is None:
                 _distribute(module, call.arguments["dp_mesh"])
     gather_quantized(model)
+
+
+def _experts_to_leave_out(arguments: Mapping[str, object]) -> dict[str, nn.Module]:
+    """By name the experts of a model that FSDP would not shard, which the log says; none where it has to take them, or
+    none are converted. ``arguments`` are those of TorchTitan's ``apply_fsdp``."""
+    without_ep = arguments["edp_mesh"] is None
+    experts = {
+        name: module
+        for name, module in arguments["model"].named_modules()
+        if (getattr(module, "needs_fsdp", None) == "" if without_ep else has_expert_shards(module))
+    }
+    if not any(isinstance(module, ConvertedModule) for module in experts.values()):
+        return {}
+    layers = f"the experts of {count_of(len(experts), 'MoE layer')}"
+    if reason := why_fsdp(list(experts.values()), arguments):
+        log_once(logger, f"MXFP8: FSDP takes {layers}: {reason}")
+        return {}
+    log_once(logger, f"MXFP8: {layers} stay out of FSDP: on their data-parallel mesh is one rank")
+    return experts
 
 
 def why_fsdp(experts: list[nn.Module], arguments: Mapping[str, object]) -> str:
