@@ -115,7 +115,7 @@ def test_flavors_twice_and_over_a_flavor_of_someone_else(monkeypatch: pytest.Mon
     assert llama4_args["17bx16e_2layers"] is ours
     ours.max_seq_len = ours_seq_len
     monkeypatch.setattr(flavors, "_registered", [])
-    with pytest.raises(ValueError, match="flavor 'moe_100m' exists already"):
+    with pytest.raises(ValueError, match="flavor 'moe_100m', which exists already"):
         register_flavors()
 
 

@@ -9,7 +9,7 @@ from titan_mxfp8.backends import Gemm, Plan, SwigluGradients
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.format import reference
 from titan_mxfp8.format import swiglu as definition
-from titan_mxfp8.format.spec import UNQUANTIZED, Operand, OperandSpec, check_k_grouped, check_m_grouped
+from titan_mxfp8.format.spec import K_GROUPED_AXES, M_GROUPED_AXES, UNQUANTIZED, Operand, OperandSpec, check_axes
 from titan_mxfp8.recipe import Recipe
 
 
@@ -57,7 +57,7 @@ def gemm_m_grouped(
     a: Operand, b: Operand, offs: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype, zero_tail: bool = True
 ) -> Tensor:
     """``Backend.gemm_m_grouped``."""
-    check_m_grouped(a, b)
+    check_axes(a, b, *M_GROUPED_AXES)
     a_MC, b_EDC = reference.dequantize(a), reference.dequantize(b)
     is_d_major = b.spec.stored == "bf16" and b.axis == 1
     b_ECD = b_EDC if is_d_major else b_EDC.mT
@@ -82,7 +82,7 @@ def gemm_k_grouped(
     a: Operand, b: Operand, offs: Tensor | None, out_dtype: torch.dtype, add_to: Tensor | None = None
 ) -> Tensor:
     """``Backend.gemm_k_grouped``. Unquantised operands are multiplied as they are, in bf16."""
-    check_k_grouped(a, b)
+    check_axes(a, b, *K_GROUPED_AXES)
     if not a.spec.is_quantized:
         out_ENK = multiply_bf16(a.data, b.data, offs)
     else:

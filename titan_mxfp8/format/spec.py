@@ -222,17 +222,12 @@ class Operand(NamedTuple):
         )
 
 
-def check_m_grouped(a: Operand, b: Operand) -> None:
-    """Raises ValueError unless forward or dgrad can contract the axes that ``a`` and ``b`` were quantised along."""
-    _check_axes(a, b, (1,), (1, 2))
+M_GROUPED_AXES = (1,), (1, 2)  # that ``a`` and ``b`` of forward and dgrad may be quantised along: those contracted
+K_GROUPED_AXES = (0,), (0,)  # those of wgrad
 
 
-def check_k_grouped(a: Operand, b: Operand) -> None:
-    """Raises ValueError unless wgrad can contract the axes that ``a`` and ``b`` were quantised along."""
-    _check_axes(a, b, (0,), (0,))
-
-
-def _check_axes(a: Operand, b: Operand, of_a: tuple[int, ...], of_b: tuple[int, ...]) -> None:
+def check_axes(a: Operand, b: Operand, of_a: tuple[int, ...], of_b: tuple[int, ...]) -> None:
+    """Raises ValueError unless the operands of a GEMM were quantised along one of ``of_a`` and one of ``of_b``."""
     for name, operand, contracted in (("a", a, of_a), ("b", b, of_b)):
         assert (operand.scale is None) == (operand.spec.stored == "bf16"), "values in bf16 have no scales, FP8 has"
         if operand.axis not in contracted:

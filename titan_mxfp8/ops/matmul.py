@@ -209,13 +209,11 @@ def sum_rows(values_MC: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     rows = values_MC.shape[0]
     multiples = torch.arange(SUMMED_ROWS, rows + SUMMED_ROWS, SUMMED_ROWS, dtype=offs.dtype, device=offs.device)
     cuts = torch.cat((offs, multiples.clamp(max=rows))).sort().values
-    parts = _sum_segments(values_MC, cuts)
-    return _sum_segments(parts, torch.searchsorted(cuts, offs, right=True, out_int32=True))
-
-
-def _sum_segments(values: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    starts_and_end = torch.nn.functional.pad(ends, (1, 0))
-    return torch.segment_reduce(values, "sum", offsets=starts_and_end, axis=0, unsafe=True)  # unsafe: no host wait
+    sums = values_MC
+    for ends in (cuts, torch.searchsorted(cuts, offs, right=True, out_int32=True)):
+        starts_and_end = torch.nn.functional.pad(ends, (1, 0))
+        sums = torch.segment_reduce(sums, "sum", offsets=starts_and_end, axis=0, unsafe=True)  # unsafe: no host wait
+    return sums
 
 
 def _operand(tensors: list[torch.Tensor], spec: OperandSpec, axis: int) -> Operand:

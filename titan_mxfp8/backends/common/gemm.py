@@ -23,7 +23,7 @@ from titan_mxfp8.backends.common.gemm_kernels import K_GROUPED, M_GROUPED
 from titan_mxfp8.backends.common.launch import TileLayout, descriptor
 from titan_mxfp8.backends.hardware import Mma, hardware_of, multiprocessors
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
-from titan_mxfp8.format.spec import Operand, check_k_grouped, check_m_grouped
+from titan_mxfp8.format.spec import K_GROUPED_AXES, M_GROUPED_AXES, Operand, check_axes
 
 GROUP_M = 8  # rows of tiles that are in flight together, see gemm_kernels
 _FORMAT = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -68,7 +68,7 @@ def gemm_m_grouped(
     a: Operand, b: Operand, offs: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype, zero_tail: bool = True
 ) -> Tensor:
     """``Backend.gemm_m_grouped`` of exact operands."""
-    check_m_grouped(a, b)
+    check_axes(a, b, *M_GROUPED_AXES)
     device = a.data.device
     mma = hardware_of(device).mma
     if mma != "scaled" and offs is None and bias is None and out_dtype == torch.bfloat16:
@@ -91,7 +91,7 @@ def gemm_k_grouped(
     For the latter torch's kernel wants another pass over the result for the empty groups. On an H200 this one takes as
     long with 1000 tokens in each of 32 groups or more, 24% longer with 256 in each of 64, 36% with at most 44.
     """
-    check_k_grouped(a, b)
+    check_axes(a, b, *K_GROUPED_AXES)
     device = a.data.device
     mma = hardware_of(device).mma
     if not a.spec.is_quantized and mma != "bf16_tma":

@@ -26,7 +26,7 @@ from titan_mxfp8.backends.common.quantizers import quantize, quantize_both
 from titan_mxfp8.backends.common.swiglu import swiglu
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm, requantize_rows, swiglu_gemm, swiglu_gradients
-from titan_mxfp8.format.spec import Operand, OperandSpec, check_k_grouped, check_m_grouped
+from titan_mxfp8.format.spec import K_GROUPED_AXES, M_GROUPED_AXES, Operand, OperandSpec, check_axes
 from titan_mxfp8.logs import log_once
 from titan_mxfp8.recipe import Recipe
 
@@ -129,7 +129,7 @@ def swiglu_gemm_m_grouped(
 
 def _is_fp8(a: Operand, b: Operand) -> bool:
     """Whether FP8 tensor cores multiply them. Raises ValueError of blocks that do not belong together."""
-    check_m_grouped(a, b)
+    check_axes(a, b, *M_GROUPED_AXES)
     blocks = a.spec.scale_block, b.spec.scale_block
     if "bf16" in (a.spec.stored, b.spec.stored) or blocks == ("1x32", "1x32"):
         return False
@@ -148,7 +148,7 @@ def gemm_k_grouped(
     Raises:
         ValueError: only one operand is rebased.
     """
-    check_k_grouped(a, b)
+    check_axes(a, b, *K_GROUPED_AXES)
     if a.spec.block_k != b.spec.block_k:
         raise ValueError(
             f"cannot multiply blocks of {a.spec.scale_block} by blocks of {b.spec.scale_block}: quantise both operands "

@@ -23,7 +23,7 @@ from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.swizzled import swizzle_scales
 from titan_mxfp8.backends.hardware import multiprocessors
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
-from titan_mxfp8.format.spec import Operand, check_k_grouped, check_m_grouped
+from titan_mxfp8.format.spec import K_GROUPED_AXES, M_GROUPED_AXES, Operand, check_axes
 from titan_mxfp8.format.swizzle import unswizzle
 
 
@@ -31,7 +31,7 @@ def gemm_m_grouped(
     a: Operand, b: Operand, offs: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype, zero_tail: bool = True
 ) -> Tensor:
     """``Backend.gemm_m_grouped``."""
-    check_m_grouped(a, b)
+    check_axes(a, b, *M_GROUPED_AXES)
     if not _is_torchs(a, b, offs, out_dtype):
         a, b = _unswizzled(a, offs), _unswizzled(b, None)
         return portable.gemm_m_grouped(a, b, offs, bias, out_dtype, zero_tail)
@@ -55,7 +55,7 @@ def gemm_k_grouped(
     a: Operand, b: Operand, offs: Tensor | None, out_dtype: torch.dtype, add_to: Tensor | None = None
 ) -> Tensor:
     """``Backend.gemm_k_grouped``."""
-    check_k_grouped(a, b)
+    check_axes(a, b, *K_GROUPED_AXES)
     if not a.spec.is_quantized or add_to is not None or not _is_torchs(a, b, offs, out_dtype):
         return portable.gemm_k_grouped(_unswizzled(a, offs), _unswizzled(b, offs), offs, out_dtype, add_to)
     a, b = _swizzled(a, offs), _swizzled(b, offs)
