@@ -153,25 +153,27 @@ def convergence(files: list[Path], model: str, shown: dict[str, str], share: flo
         top.fill_between(steps, curves.min(axis=1), curves.max(axis=1), color=f"C{index}", label=label)
     top.set(ylabel="loss (nats per token), smoothed", ylim=(3, highest))
     top.legend(title="from the lowest to the highest seed")
-    top.set_title(f"{model} on H200s, {len(comparison.groups['bf16'])} seeds each", fontsize=11)
+    top.set_title(f"{model} on H200s: {len(comparison.groups['bf16'])} seeds for each recipe", fontsize=11)
     comparison.plot_differences(middle)
     middle.set(xlabel="step", ylabel="loss minus bf16's")
     middle.set_title(
         f"mean over seeds, 95% interval; dotted: the margin, {100 * share:.2g}% of bf16's loss", fontsize=10
     )
-    others = list(shown)[1:]
+    others, behind = list(shown)[1:], margin
     for index, name in enumerate(others, 1):
         differences = comparison.differences(name)
-        low, high = compare_runs.interval(differences, 0.95)
-        bottom.plot([low, differences.mean(), high], [-index] * 3, "|-", color=f"C{index}", markersize=9)
-        bottom.plot(differences.mean(), -index, "o", color=f"C{index}")
-        at = max(margin, high) + 0.1 * margin
-        bottom.text(at, -index, comparison.judge(name), va="center", color=f"C{index}", fontsize=9)
+        end = compare_runs.interval(differences, 0.95)[1]
+        half = end - differences.mean()
+        bottom.errorbar(differences.mean(), -index, xerr=half, fmt="o", color=f"C{index}", capsize=4)
+        behind = max(behind, end)
+        bottom.text(
+            max(margin, end) + 0.1 * margin, -index, comparison.judge(name), va="center", color=f"C{index}", fontsize=9
+        )
     for x in (-margin, margin):
         bottom.axvline(x, color="0.3", linewidth=0.8, linestyle=":")
     bottom.axvline(0, color="0.6", linewidth=0.8)
     bottom.set_yticks([-index for index in range(1, len(shown))], [shown[name] for name in others])
-    bottom.set(xlim=(-1.5 * margin, 3.2 * margin), ylim=(-len(shown) + 0.4, -0.4))
+    bottom.set(xlim=(-1.5 * margin, behind + 1.7 * margin), ylim=(-len(shown) + 0.4, -0.4))
     bottom.set_xlabel("final loss minus bf16's (mean of the last tenth of the steps), 95% interval")
     return figure
 
@@ -185,7 +187,7 @@ PICTURES: dict[str, tuple[Callable[[], Figure], list[Path]]] = {
         partial(
             convergence,
             SEEDS,
-            "A Llama4-style MoE of 111M parameters",
+            "A Llama4-style MoE model of 111M parameters",
             {name: name for name in ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")},
             0.005,
             9.5,
