@@ -30,7 +30,7 @@ def shell(*command: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def interrupted(script: str, **environment: str) -> tuple[int, str, str]:
-    """Status and output of a script that prints "began", and gets Ctrl-C then, as its process group does in a terminal."""
+    """Status and output of a script that prints "began" and then gets Ctrl-C, as its group would in a terminal."""
     script = subprocess.Popen(
         [script],
         cwd=ROOT,
