@@ -165,8 +165,9 @@ class ExpertsFunction(torch.autograd.Function):
             made = expert_weight_gradients(offs, h, of_g, [False, False, True], *rest)
         if needs[0] or needs[1]:
             made = expert_weight_gradients(offs, columnwise or [*rowwise], x, [*needs[:2], False], *rest) + made
-        dparams = gradients_of(take_gradients(params, totals) + made + biases, needs, dtypes)
+        made = take_gradients(params, totals) + made + biases
         dx, *dscores = experts_rows_gradient(offs, route, rowwise, kept, weights, dscores_M, sizes, g.dtype, config)
+        dparams = gradients_of(made, needs, dtypes)
         none = [None] * (len(ctx.needs_input_grad) - 13)
         return dx.to(ctx.x_dtype), dscores[0] if ctx.scored else None, *[None] * 5, *dparams, *none
 
