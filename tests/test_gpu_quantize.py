@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import contract
 import pytest
 import torch
-from contract import BF16, E4M3, E5M2, EXACT, FORMATS, FP32, SQUARES, check_quantize, uneven, wild
+from contract import BF16, E4M3, E5M2, EXACT, FORMATS, FP32, SQUARES, check_each_way, uneven, wild
 from poison import poisoned_empty
 
 from scripts.bench.problems import SPREADS, group_sizes, make_offs
@@ -39,17 +39,10 @@ def ids(value: object) -> str:
     return value.key if isinstance(value, OperandSpec) else getattr(value, "__name__", str(value)).split(".")[-1]
 
 
-def check_all(backend, x: torch.Tensor, spec: OperandSpec, offs: torch.Tensor | None = None) -> None:
-    """Along the last two axes, each alone and both at once."""
-    check_quantize(backend, x, x.ndim - 1, spec, device="cuda")
-    check_quantize(backend, x, x.ndim - 2, spec, offs, "cuda")
-    contract.check_quantize_both(backend, x, spec, spec, offs, "cuda")
-
-
 @pytest.mark.parametrize("rounding, dtype", FORMATS)
 def test_every_bfloat16(rounding: str, dtype: torch.dtype):
     for x in contract.every_bfloat16():
-        check_all(triton, x, OperandSpec(rounding=rounding, elem_dtype=dtype))
+        check_each_way(triton, x, OperandSpec(rounding=rounding, elem_dtype=dtype), device="cuda")
 
 
 @pytest.mark.parametrize("rounding, dtype", FORMATS)
@@ -58,10 +51,10 @@ def test_every_bfloat16(rounding: str, dtype: torch.dtype):
 def test_shapes(backend, spec: OperandSpec, in_dtype: torch.dtype, rounding: str, dtype: torch.dtype):
     spec = replace(spec, rounding=rounding, elem_dtype=dtype)
     for shape in SHAPES:
-        check_all(backend, wild(shape, in_dtype), spec)
+        check_each_way(backend, wild(shape, in_dtype), spec, device="cuda")
     if backend is hopper:
         for make in (uneven, contract.coalescible_squares):
-            check_all(backend, make((129, 288), in_dtype), spec)
+            check_each_way(backend, make((129, 288), in_dtype), spec, device="cuda")
 
 
 @pytest.mark.parametrize("backend, spec", SPECS, ids=ids)
@@ -83,7 +76,7 @@ def test_strides(backend, spec: OperandSpec):
     ops, base = SimpleNamespace(quantize=quantize_op, quantize_both=quantize_both_op), wild((3, 130, 264), BF16)
     views = base.mT, base[:, 1::2, 3:99], base[:1].expand(2, 130, 264), base.permute(1, 0, 2), base[..., ::2]
     for x in (*views, base[1, 1:], base[0].T):
-        check_all(ops, x, spec)
+        check_each_way(ops, x, spec, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
