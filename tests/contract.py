@@ -19,11 +19,11 @@ from titan_mxfp8 import RECIPES
 from titan_mxfp8.backends import BACKENDS, Backend, BackendRow, Gemm, Plan
 from titan_mxfp8.backends import reference as reference_backend
 from titan_mxfp8.backends.common.dequantize import dequantize
+from titan_mxfp8.backends.common.swizzled import swizzle_scales
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
-from titan_mxfp8.format import reference
+from titan_mxfp8.format import reference, swizzle
 from titan_mxfp8.format.mx import ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
-from titan_mxfp8.format.swizzle import unswizzle
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -274,6 +274,22 @@ def check_requantize_squares(backend: Backend, w: torch.Tensor, plan: Plan, devi
         assert_same_filled(ours, reference.quantize(w, axis, spec))
 
 
+def check_swizzled_scales(sizes: list[int] | None, cols: int, device: str | torch.device = "cpu") -> None:
+    """By the kernel and by the definition, and back, of every layout; and of squares, whose lines share scales."""
+    offs = None if sizes is None else make_offs(sizes)
+    x, w = wild((1300, cols), BF16), wild((3, 96, 1100), BF16)
+    operands = [(reference.quantize(x, axis, EXACT, None if axis else offs), offs) for axis in (0, 1)]
+    operands += [(reference.quantize(w, axis, spec), None) for axis in (1, 2) for spec in (EXACT, SQUARES)]
+    for rows, cut in operands:
+        with poisoned_empty():
+            ours = swizzle_scales(to(rows, device), None if cut is None else cut.to(device))
+        assert_same_filled(ours, swizzle.swizzle(rows, ours.spec, cut), cut)
+        back, (_, known) = swizzle.unswizzle(to(ours, "cpu"), cut), swizzle.positions(rows, cut)
+        lines = rows.scale.repeat_interleave(rows.spec.block_mn, -2).narrow(-2, 0, rows.data.shape[-2])
+        assert known.any() and torch.equal(back.scale[known], lines[known])
+        assert not back.scale[~known].any()
+
+
 class Pair(NamedTuple):
     """What a plan quantises along both axes, tokens or weights: along the last one, and the one before it."""
 
@@ -407,7 +423,7 @@ def with_arrived(plan: Plan) -> Plan:
 def values(operand: Operand, offs: torch.Tensor | None, rows: int) -> torch.Tensor:
     """The values of an operand in fp64, as its input lay; of padded groups those of the tokens, NaN elsewhere."""
     if operand.spec.scales == "swizzled":
-        operand = unswizzle(operand, None if offs is None else offs.to(operand.data.device))
+        operand = swizzle.unswizzle(operand, None if offs is None else offs.to(operand.data.device))
     dequantized = reference.dequantize(operand).double()
     if operand.spec.stored == "bf16":
         return dequantized
