@@ -11,12 +11,15 @@ from types import SimpleNamespace
 import contract
 import pytest
 import torch
+import triton.language as tl
 from contract import BF16, E4M3, E5M2, EXACT, FORMATS, FP32, SQUARES, check_each_way, uneven, wild
 from poison import poisoned_empty
+from triton import jit
 
 from scripts.bench.problems import SPREADS, group_sizes, make_offs
 from titan_mxfp8 import quantize
 from titan_mxfp8.backends import hopper, triton
+from titan_mxfp8.backends.common.bf16x2 import amax_bf16x2, round_bf16x2
 from titan_mxfp8.format import reference
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.ops import library
@@ -142,3 +145,34 @@ def test_beyond_int32():
             assert torch.equal(one.qdata.view(torch.uint8), rowwise.data.view(torch.uint8))
             assert torch.equal(one.scale, rowwise.scale)
         del rowwise, columnwise, ends
+
+
+@jit
+def _round_columns(x, out, packed_cols, FLOOR: tl.constexpr, TO_E5M2: tl.constexpr):
+    """One program, numbers rounded two at a time: 32 rows, a block in each column, and 16 pairs of columns."""
+    pair = tl.program_id(0) * 16 + tl.arange(0, 16)[None, :]
+    at = tl.arange(0, 32)[:, None] * packed_cols + pair
+    pairs = tl.load(x + at)
+    tl.store(out + at, round_bf16x2(pairs, amax_bf16x2(pairs, 0)[None, :], FLOOR, TO_E5M2))
+
+
+@pytest.mark.parametrize("rounding, dtype", FORMATS)
+def test_every_largest_number_of_pairs_of_bf16(rounding: str, dtype: torch.dtype) -> None:
+    """Each of the 32768 magnitudes is the largest number of some blocks, the others are any that are not larger: so all
+    distances of exponents occur, subnormal scales, zeros of both signs, Inf and NaN."""
+    largest = torch.arange(2**15, dtype=torch.int32).repeat(8)
+    others = torch.randint(0, 2**15, (31, largest.numel()), dtype=torch.int32)
+    near = largest - torch.randint(0, 20 * 2**7, others.shape, dtype=torch.int32)
+    others = torch.where(torch.rand(others.shape) < 0.5, near.clamp(min=0), others % (largest + 1))
+    bits = torch.cat([largest[None], others]) | (torch.randint(0, 2, (32, largest.numel()), dtype=torch.int32) << 15)
+    x = bits.to(torch.int16).view(BF16)
+    there, out = x.cuda(), torch.empty_like(x, device="cuda")
+    cols = x.shape[1] // 2
+    _round_columns[(cols // 16,)](
+        there.view(torch.int32), out.view(torch.int32), cols, rounding == "floor", dtype == E5M2
+    )
+    spec = OperandSpec(rounding=rounding, elem_dtype=dtype, stored="bf16")
+    expected = reference.quantize(x, 0, spec).data
+    ours, nan = out.cpu(), expected.isnan()
+    assert nan.any() and torch.equal(ours.isnan(), nan)
+    assert torch.equal(ours[~nan].view(torch.int16), expected[~nan].view(torch.int16))
