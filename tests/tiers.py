@@ -32,7 +32,6 @@ SECONDS = {
     "test_triton_gemm_aot.py": 15,
     "test_wandb.py": 14,
     "test_hopper_gemm_aot.py": 13,
-    "test_cpu_plugin.py": 11,
 }
 
 
