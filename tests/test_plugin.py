@@ -24,8 +24,7 @@ from torchtitan.protocols import train_spec
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
-from titan_mxfp8 import modules, mxfp8_grouped_mm
-from titan_mxfp8.format.swiglu import forward as swiglu
+from titan_mxfp8 import modules
 from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 from titan_mxfp8.plugin.flavors import register_flavors
@@ -45,7 +44,7 @@ ROW = b'{"text": "a"}\n'
 GROUPED, LINEAR = "quantize.grouped_mm.mx", "quantize.linear.mx"
 EXPERTS, LINEARS = f"--model.converters={GROUPED}", f"--model.converters={LINEAR}"
 REBASE = f"--{GROUPED}.hopper_rebase"
-RECIPE = f"--{GROUPED}.recipe_name"
+RECIPE, DISPATCH, ROWS = (f"--{GROUPED}.{field}" for field in ("recipe_name", "dispatch", "dispatch_rows"))
 
 
 def parse(*flags: str) -> JobConfig:
@@ -240,6 +239,11 @@ def test_a_config_without_our_fields_is_left_alone() -> None:
         (f"{LINEARS} --{LINEAR}.backend=cutlass", "unknown backend 'cutlass'"),
         (f"{LINEARS} --{LINEAR}.hopper_rebase_report=5", r"linear.mx\] .*a recipe that is rebased, not 'mxfp8'"),
         (f"{EXPERTS} {REBASE} {REBASE}_report=-1", "number of steps, or 0 for never, got -1"),
+        (f"{EXPERTS} {ROWS}=all", "dispatch_rows is one of counted, bounded, worst_case, or a factor .* got 'all'"),
+        (f"{EXPERTS} {DISPATCH}=off {ROWS}=1.25", "dispatch_rows = '1.25' and dispatch = 'off'"),
+        (f"{EXPERTS} {DISPATCH}=off {RECIPE}=bf16", "'bf16' is the control of dispatch: without it, leave the experts"),
+        (f"{EXPERTS} {RECIPE}=bf16 {REBASE}", "'bf16' quantises nothing"),
+        (f"{LINEARS} --{LINEAR}.recipe_name=bf16", "is the control of dispatch: without it, leave the linears out"),
         (f"{LINEARS},quantize.grouped_mm.float8", "mixes quantisation formats"),
         (f"--model.converters=quantize.linear.float8,{GROUPED}", "mixes quantisation formats"),
         (f"{EXPERTS},quantize.nope.mx", r"has 'quantize.nope.mx', which nobody registered: use"),
@@ -378,28 +382,6 @@ def test_converted_experts_are_not_said_to_run_in_a_loop(
     assert ("Failed to use grouped mm" in caplog.text) == warned
 
 
-def make_experts(use_grouped_mm: bool) -> GroupedExperts:
-    experts = GroupedExperts(dim=64, hidden_dim=96, num_experts=4, use_grouped_mm=use_grouped_mm)
-    with torch.no_grad():
-        experts.init_weights(0.02)
-    return experts
-
-
-@pytest.mark.parametrize("use_grouped_mm", [True, False])
-def test_experts_run_in_mxfp8_whatever_use_grouped_mm_says(use_grouped_mm: bool) -> None:
-    """TorchTitan clears the flag below SM90, CPUs included, and then loops over experts in bf16."""
-    experts, x = make_experts(use_grouped_mm), torch.randn(50, 64)
-    counts = torch.tensor([13, 0, 31, 6])
-    modules.convert_experts(nn.ModuleDict({"experts": experts}), recipe="mxfp8_2d", fqns=["experts"])
-    offs = counts.cumsum(0, dtype=torch.int32)
-
-    def mm(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return mxfp8_grouped_mm(a.bfloat16(), w.mT, offs, recipe="mxfp8_2d")
-
-    expected = mm(swiglu(mm(x, experts.w1), mm(x, experts.w3), None), experts.w2)
-    assert torch.equal(experts(x, counts), expected.float())
-
-
 def test_a_run_that_cannot_start_is_refused_when_its_config_is_parsed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -500,7 +482,7 @@ def test_a_checkpoint_of_other_data_parallel_ranks_is_refused_before_it_is_loade
 def test_fields_reach_the_modules_of_their_section(
     flags: list[str], recipes: str, probed: str, requantised: str
 ) -> None:
-    model = nn.ModuleDict({"experts": make_experts(True), "linear": nn.Linear(64, 64)})
+    model = nn.ModuleDict({"experts": GroupedExperts(64, 96, 4, True), "linear": nn.Linear(64, 64)})
     build_model_converters(parse(f"--model.converters={GROUPED},{LINEAR}", *flags), parallel_dims=None).convert(model)
     assert [module.mxfp8.recipe.name for module in model.values()] == recipes.split()
     assert [name for name, module in model.items() if module.probe is not None] == probed.split()
