@@ -213,4 +213,3 @@ for rows in ("counted", "0.1"):
 assert torch.equal(*map(local, outputs)), "a validation that counts rows"
 trainer.close()
 dist.destroy_process_group()
-os.write(1, b"passed\n")
