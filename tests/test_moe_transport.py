@@ -9,7 +9,7 @@ import torch
 from moe_cases import CASES, Case, capacities, check_against_one_process, tokens_of
 from tiers import daily
 
-from titan_mxfp8.moe import choose, symmetric
+from titan_mxfp8.moe import symmetric
 from titan_mxfp8.moe.bounds import bound, factor_of
 from titan_mxfp8.moe.buffer import PAYLOAD, Layout
 from titan_mxfp8.moe.transport import Local
@@ -88,13 +88,6 @@ def test_bounds():
     assert bound(2, 100, 4, 2, 8) == bound(math.inf, 100, 4, 2, 8) == 800
     assert bound(2, 100, 4, 2, 1) == 200  # one expert here, which a token has once
     assert bound(0, 100, 4, 2, 8) == bound(math.inf, 0, 4, 2, 8) == 0
-
-
-def test_choice():
-    transport, reason = choose("auto", None, CPU)
-    assert isinstance(transport, Local) and "one rank" in reason
-    with pytest.raises(ValueError, match="unknown transport 'fast': use one of auto, collective, symmetric"):
-        choose("fast", None, CPU)
 
 
 GPUS = ["GPU-a", "GPU-b", "GPU-c"]  # that this process sees; each but the last has access to the others

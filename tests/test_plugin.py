@@ -6,17 +6,18 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
-import processes
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import ConfigManager, JobConfig, job_config
 from torchtitan.models.llama4 import Transformer, llama4_args
 from torchtitan.models.moe.moe import GroupedExperts
@@ -179,56 +180,35 @@ def test_a_config_module_of_the_user_can_extend_the_plugins(tmp_path: Path, monk
         ConfigManager().parse_args(["--job.custom_config_module=own_config", *ASSETS, *flags, f"{RECIPE}=mxfp9"])
 
 
-STOCK = """
-import sys
-from dataclasses import dataclass, field
-import torch
-import torchtitan.components.metrics
-import titan_mxfp8.plugin
-from torchtitan.components.metrics import MetricsProcessor, WandBLogger
-from torchtitan.config import ConfigManager
-from torchtitan.config.job_config import JobConfig as Stock
-from torchtitan.protocols.model_converter import build_model_converters
-
 @dataclass
-class Mine:
+class Own:
     speed: int = 1
 
+
 @dataclass
-class JobConfig:
-    mine: Mine = field(default_factory=Mine)
-
-sys.modules["my_config"] = sys.modules["__main__"]
-own, assets = "--job.custom_config_module=my_config", sys.argv[1:]
-for flags in ([], [own], [own, "--mine.speed=2", "--model.converters=quantize.linear.float8"]):
-    config = ConfigManager().parse_args([*assets, *flags])
-    assert not hasattr(config, "cluster") and not hasattr(config.quantize, "health_every")
-    assert (own in flags) == hasattr(config, "mine")
-    config.model.converters = []
-    build_model_converters(config, None).convert(torch.nn.Linear(32, 32))
-    processor = MetricsProcessor.__new__(MetricsProcessor)
-    processor.job_config, processor.model_parts = config, [torch.nn.Linear(32, 32)]
-    assert processor.should_log(1) and not processor.should_log(2)
-config = Stock()
-config.model.converters = ["quantize.grouped_mm.mx"]
-for refused in (
-    lambda: ConfigManager().parse_args([*assets, own, "--model.converters=quantize.grouped_mm.mx"]),
-    lambda: build_model_converters(config, None),
-):
-    try:
-        refused()
-    except ValueError as error:
-        assert "quantize.grouped_mm.mx' of titan_mxfp8, whose fields this config lacks" in str(error)
-        assert "set job.custom_config_module to 'titan_mxfp8.plugin'" in str(error)
-    else:
-        raise AssertionError("not refused")
-"""
+class OwnConfig:
+    own: Own = field(default_factory=Own)
 
 
-@pytest.mark.integration
-def test_a_config_without_our_fields_is_left_alone() -> None:
-    """TorchTitan's own, and that of somebody whose config module imports the plugin."""
-    processes.python(STOCK, *ASSETS)
+def test_a_config_without_our_fields_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchTitan's own, and that of somebody whose config module does not extend the plugin's."""
+    monkeypatch.setitem(sys.modules, "own_config", SimpleNamespace(JobConfig=OwnConfig))
+    own, words = "--job.custom_config_module=own_config", "fields this config lacks.* to 'titan_mxfp8.plugin'"
+    for flags in ([], [own], [own, "--own.speed=2", "--model.converters=quantize.linear.float8"]):
+        config = ConfigManager().parse_args([*ASSETS, *flags])
+        assert not hasattr(config, "cluster") and not hasattr(config.quantize, "health_every")
+        assert (own in flags) == hasattr(config, "own")
+        config.model.converters = []
+        build_model_converters(config, None).convert(nn.Linear(32, 32))
+        processor = MetricsProcessor.__new__(MetricsProcessor)
+        processor.job_config, processor.model_parts = config, [nn.Linear(32, 32)]
+        assert processor.should_log(1) and not processor.should_log(2)
+    with pytest.raises(ValueError, match=words):
+        ConfigManager().parse_args([*ASSETS, own, EXPERTS])
+    config = job_config.JobConfig()
+    config.model.converters = [GROUPED]
+    with pytest.raises(ValueError, match=words):
+        build_model_converters(config, None)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +346,7 @@ def test_help_shows_the_plugins_own_texts(capsys: pytest.CaptureFixture) -> None
     shown = re.sub(r"[│\s]+", "", capsys.readouterr().out)
     documented = 0
     for cls in (MXLinear, MXGroupedMM, Quantize, Model, Job):
-        for text in (field.metadata["help"] for field in fields(cls) if "help" in field.metadata):
+        for text in (each.metadata["help"] for each in fields(cls) if "help" in each.metadata):
             assert "".join(text.split()) in shown, text
             documented += 1
     assert documented >= 14
