@@ -46,6 +46,17 @@ def installed_version(module: str) -> str:
     return next((version(name) for name in packages_distributions().get(module, ())), "")
 
 
+def check_same(folder: Path, env: Mapping[str, str], *more: str) -> None:
+    """Raises ValueError if a folder was measured with something else: its env.json has another commit, machine or torch
+    than ``env``, or differs in ``more``."""
+    path = folder / "env.json"
+    earlier = json.loads(path.read_text()) if path.is_file() else env
+    for fact in ("commit", "gpu", "cpu", "torch", *more):
+        if earlier.get(fact) != env.get(fact):
+            was, found = (of.get(fact) or "none" for of in (earlier, env))
+            raise ValueError(f"{folder} holds a run with {fact} {was}, and this one has {found}: give another --out")
+
+
 def write_results(folder: Path, rows: Sequence[dict[str, object]], env: dict[str, str]) -> None:
     """Writes ``data.csv`` and ``env.json``."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +27,25 @@ def shell(*command: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
+
+
+def interrupted(script: str, **environment: str) -> tuple[int, str, str]:
+    """Status and output of a script that prints "began" and then gets Ctrl-C, as its group would in a terminal."""
+    script = subprocess.Popen(
+        [script],
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    while script.stdout.readline() not in ("began\n", ""):
+        pass
+    os.killpg(script.pid, signal.SIGINT)
+    output, errors = script.communicate(timeout=30)
+    return script.returncode, output, errors
 
 
 def write_run(folder: Path, losses: list[float], config: dict[str, dict] | None = None) -> Path:

@@ -86,6 +86,19 @@ def test_bench_training_tables_its_runs_and_does_none_twice(tmp_path: Path, laun
     assert [(row["flavor"], row["run"]) for row in rows[2:4]] == [("a_2layers", "both+rebase:mxfp8"), ("b", "bf16")]
 
 
+def test_bench_training_takes_no_run_of_another_commit_or_of_other_flags(
+    tmp_path: Path, launched: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEASURED_COMMIT", "a")
+    arguments = ["--steps", 3, "--warmup", 1, "--out", tmp_path, "--runs", "bf16"]
+    call("bench_training", *arguments)
+    other_flags = call("bench_training", *arguments, "--", "--training.seq_len=8")
+    assert "with flags none, and this one has --training.seq_len=8: give another --out" in other_flags
+    monkeypatch.setenv("MEASURED_COMMIT", "b")
+    assert f"{tmp_path} holds a run with commit a, and this one has b" in call("bench_training", *arguments)
+    assert len(launched) == 1
+
+
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_bench_training_ends_with_the_cause_where_its_first_run_fails(
     interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,13 +1,12 @@
 """progress.py: how far a run is, by its log; how scripts end."""
 
 import io
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from script_calls import interrupted
 
 from scripts import progress
 
@@ -48,17 +47,6 @@ def test_train_says_after_ctrl_c_where_its_logs_are(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\ncase "$*" in *distributed.run*) echo began; sleep 60 ;; *watch.py*) cat ;; esac\n')
     python.chmod(0o755)
-    training = subprocess.Popen(
-        ["scripts/train.sh"],
-        cwd=Path(__file__).parent.parent,
-        env=os.environ | {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "TITAN": "0.2"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    while training.stdout.readline() not in ("began\n", ""):
-        pass
-    os.killpg(training.pid, signal.SIGINT)
-    _, errors = training.communicate(timeout=30)
-    assert training.returncode == 130 and f"with OUT={tmp_path}/out goes on" in errors, errors
+    settings = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "TITAN": "0.2"}
+    status, _, errors = interrupted("scripts/train.sh", **settings)
+    assert status == 130 and f"with OUT={tmp_path}/out goes on" in errors, errors

@@ -13,7 +13,7 @@ from time import monotonic
 
 import pytest
 import torch
-from script_calls import ROOT, SHELL_SCRIPTS, shell
+from script_calls import ROOT, SHELL_SCRIPTS, interrupted, shell
 
 pytestmark = pytest.mark.integration
 
@@ -85,6 +85,17 @@ def test_verify_hardware_stops_in_time(tmp_path: Path) -> None:
     assert monotonic() - begin < 30
     assert "| benchmarks | cut off: MINUTES were over |" in done.stdout
     assert "| model_llama4 | left out: MINUTES were over |" in done.stdout
+
+
+def test_verify_hardware_hands_ctrl_c_on_to_the_step_and_ends_with_it(tmp_path: Path) -> None:
+    """It reached the step only when its time was over: ``timeout`` has a process group of its own."""
+    verify(tmp_path, STEPS="doctor")
+    step = "#!/bin/sh\ntrap 'sleep 0.1; echo ended; exit 1' INT\necho began\nsleep 50\n"
+    (tmp_path / "scripts" / "test_gpu.sh").write_text(step)
+    out = str(tmp_path / "out")
+    status, output, errors = interrupted(str(tmp_path / "scripts/verify_hardware.sh"), OUT=out, STEPS="tests models")
+    assert status == 130 and errors.endswith(f"interrupted; the same command with OUT={out} goes on\n"), errors
+    assert output == "ended\n", "and nothing behind it"
 
 
 def bench_all(tree: Path, **settings: str) -> subprocess.CompletedProcess:

@@ -10,7 +10,6 @@ interrupted, as by ``timeout --signal=INT SECONDS``, goes on.
 import argparse
 import csv
 import gc
-import json
 import os
 import re
 import sys
@@ -27,7 +26,7 @@ import torch.distributed as dist
 
 from scripts.bench.problems import GroupedShape, relative_rms
 from scripts.progress import progress, say
-from scripts.result_files import environment, format_table, percentiles, write_results
+from scripts.result_files import check_same, environment, format_table, percentiles, write_results
 from titan_mxfp8.backends import select
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.recipe import get_recipe
@@ -74,14 +73,8 @@ class Bench:
         backend = select(args.backend, hardware_of(self.device), get_recipe("mxfp8")).name
         self.env = environment(self.device) | {"command": " ".join(sys.argv), "backend": backend}
         self.rows: list[Row] = []
+        check_same(args.out, self.env, "backend")
         if (args.out / "data.csv").is_file():
-            earlier = json.loads((args.out / "env.json").read_text())
-            for fact in ("commit", "gpu", "cpu", "torch", "backend"):
-                if earlier.get(fact) != self.env.get(fact):
-                    raise ValueError(
-                        f"{args.out} holds a run with {fact} {earlier.get(fact)}, and this one has "
-                        f"{self.env.get(fact)}: give another --out"
-                    )
             with (args.out / "data.csv").open(newline="") as file:
                 self.rows = list(csv.DictReader(file))
         self.known = set(map(self.name_of, self.rows))

@@ -35,8 +35,7 @@ out=results/$(date +%Y-%m-%d)_$count${gpu}_bench
 [ -z "${OUT:-}" ] || out=$(from_here "$OUT")
 mkdir -p "$out/logs"
 end=$((SECONDS + $(seconds "$MINUTES")))
-failed=0 signals=(--foreground) # in the group of verify_hardware.sh, which may cut this off
-quick=() shapes=()
+failed=0 quick=() shapes=()
 [ "$QUICK" != 1 ] || quick=(--quick)
 # shellcheck disable=SC2206 # several words
 [ -z "${SHAPES:-}" ] || shapes=(--shapes ${SHAPES})

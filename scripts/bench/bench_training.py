@@ -8,8 +8,8 @@ is off, whatever the TOML says. bf16+dispatch is the control: dispatch, with not
 against the first run of the same repeat. All start from the same weights and data: a run whose first loss is not the
 baseline's gets no ``x``. One that fails is a row that says why, and the others go on unless it is the baseline. Either
 makes the exit status 1. Writes data.csv (steps), table.csv (runs), with flavors of several numbers of layers layers.csv
-(a layer's time), and env.json after every run. Runs in OUT that ended are not run again: it goes on. For traces, which
-kernel_times.py reads, flags behind ``--`` switch the profiler on.
+(a layer's time), and env.json after every run. Runs in OUT that ended are not run again: it goes on, but with no other
+commit, config or flags. For traces, which kernel_times.py reads, flags behind ``--`` switch the profiler on.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from scripts.bench.peers import check_torchao, float8_flags
 from scripts.progress import ends_in_words, follow, progress, say
 from scripts.result_files import (
     SPEED,
+    check_same,
     environment,
     format_table,
     installed_version,
@@ -198,6 +199,15 @@ class Bench:
                 rows.append({"model": model, "run": name, "us per token and layer": round(each, 3), "x": x})
         return rows
 
+    def environment(self) -> dict[str, str]:
+        """What env.json says."""
+        args = self.args
+        described = {"config": str(args.config), "flags": " ".join(args.flags), "processes": str(args.ngpu)}
+        described |= {"torchtitan": version("torchtitan")}
+        if any(conversion_of(name).recipe == FLOAT8 for _, name in self.runs):
+            described |= {"torchao": installed_version("torchao")}
+        return environment("cuda" if torch.cuda.is_available() else "cpu") | described
+
     def write(self) -> None:
         """Writes the files of the runs that are finished by now."""
         args = self.args
@@ -209,11 +219,7 @@ class Bench:
             for repeat, run in enumerate(repeats, 1)
             for step, loss in run.loss.items()
         ]
-        described = {"config": str(args.config), "flags": " ".join(args.flags), "processes": str(args.ngpu)}
-        described |= {"torchtitan": version("torchtitan")}
-        if any(conversion_of(name).recipe == FLOAT8 for _, name in self.runs):
-            described |= {"torchao": installed_version("torchao")}
-        write_results(args.out, steps, environment("cuda" if torch.cuda.is_available() else "cpu") | described)
+        write_results(args.out, steps, self.environment())
         write_rows(args.out / "table.csv", self.table())
         (args.out / "layers.csv").unlink(missing_ok=True)  # of a call with other flavors
         if rows := self.layer_table():
@@ -223,7 +229,8 @@ class Bench:
         """Makes the runs that are due, one after the other.
 
         Raises:
-            ValueError: a run failed, or computes something else than its baseline; or it takes what is not installed.
+            ValueError: a run failed, or computes something else than its baseline; it takes what is not installed; OUT
+                holds runs of another commit or machine, or with other flags.
         """
         args = self.args
         if args.repeats < 1:
@@ -234,6 +241,7 @@ class Bench:
             (flags_of_titan03 if TITAN03 else flags_of)(name)
         if any(conversion_of(name).recipe == FLOAT8 for name in args.runs):
             check_torchao()
+        check_same(args.out, self.environment(), "torchtitan", "config", "flags", "processes")
         turns = ["", *(f"-repeat{turn}" for turn in range(2, args.repeats + 1))]
         runs = list(itertools.product(args.flavors, turns, args.runs))
         with progress(len(runs), "bench_training") as bar:
