@@ -1,10 +1,12 @@
-"""The debug models trained by stock TorchTitan 0.3 on CPU with both overrides, and what a user does with such runs."""
+"""The debug models trained by stock TorchTitan 0.3 on CPU with both overrides, and what a user does with such runs;
+steps that run again, as their rows did not fit."""
 
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
+import processes
 import pytest
 from tiers import daily
 from training import check_exchange, check_tracking, finish, kill_when, start_torchtitan
@@ -109,3 +111,7 @@ def test_bf16_and_mxfp8_exchange_checkpoints(run, tmp_path: Path, written: str, 
     shutil.copytree(out / "checkpoint" / "step-4", tmp_path / "checkpoint" / "step-4")
     after = train(tmp_path, "deepseek_v3", read, *STEPS, "--checkpoint.interval=60", layout=layout)
     check_exchange(after, before, BAND)
+
+
+def test_a_step_whose_rows_did_not_fit_ends_as_with_counted_ones() -> None:
+    processes.check(2, "parallel_rerun.py", "cpu")
