@@ -256,10 +256,10 @@ def experts_hidden_gradients(
     layer: ExpertsLayer = decode(config)
     kernels = backends.load(layer.gemms.backend, g.device)
     parameters = experts.weights_of(weights, [None, None, b2], layer.plan)
-    transport = layer.connect(g.device)
-    tokens, scores, left = layer.dispatch_gradient(transport, aligned(g), route, needs[2], kernels)
+    transport, offs = layer.connect(g.device), aligned(route[0])
+    tokens, scores, left = layer.dispatch_gradient(transport, aligned(g), [offs, *route[1:]], needs[2], kernels)
     w2, given = experts.kept_operands(quantized, layer.gemms), take_many(preactivations)
-    rest = parameters, w2, needs, aligned(route[0]), layer, kernels
+    rest = parameters, w2, needs, offs, layer, kernels
     made = experts.hidden_gradients(tokens, given, scores if scored else None, *rest)
     return [*experts.hidden_tensors(made, layer), *left]
 

@@ -97,7 +97,7 @@ class SortedExperts(ExpertsLayer):
         return y
 
     def dispatch_gradient(self, transport, g, route, needs_w2, kernels):
-        offs, rows, columns = aligned(route[0]), self.plan.dgrad.a, self.plan.wgrad.a
+        (offs,), rows, columns = route, self.plan.dgrad.a, self.plan.wgrad.a
         if needs_w2 and columns.is_quantized:
             of_rows, of_columns = kernels.quantize_both(g, rows, columns, offs)
             return [Tokens(of_rows, None, g)], None, of_columns.tensors()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_mxfp8.modules import ConvertedModule, MXFP8Linear, training_device
+from titan_mxfp8.moe.transport import gather_objects
 from titan_mxfp8.ops import observe
 from titan_mxfp8.titan.dispatch import LAYERS, token_counts
 from titan_mxfp8.workarounds.patch import around
@@ -122,10 +123,7 @@ class Recorder:
 
 def _of_all_ranks(own: list) -> list:
     """What any rank has, sorted."""
-    everyones = [own]
-    if dist.is_initialized():
-        everyones = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, own)
+    everyones = gather_objects(own, dist.group.WORLD) if dist.is_initialized() else [own]
     return sorted(set().union(*everyones))
 
 
