@@ -234,7 +234,12 @@ def test_compare_runs_draws_intervals_and_the_margin(tmp_path: Path, monkeypatch
     for name, value in (("nan", NAN), ("inf", INF)):
         folders.append(write_run(tmp_path / name, [3.1] * 10 + [value] * 5 + [3.2] * 5))
     compare(*folders, "--out", tmp_path / "out")
-    assert panels[0].get_ylim() == pytest.approx((-0.3, 0.3)) and not panels[0].collections
+    assert panels[0].get_ylim() == pytest.approx((-0.3, 0.3))
+    pair = [write_run(tmp_path / name, [3.0, up] * 50) for name, up in (("bf16-seed0", 3.0), ("up-seed0", 3.2))]
+    compare(*pair, "--out", tmp_path / "out")
+    (band,) = panels.pop().collections  # at both ends of two differences, 0 and 0.2: 0.1 -+ 12.706 * 0.1
+    ends = band.get_paths()[0].get_extents()
+    assert (ends.ymin, ends.ymax) == pytest.approx((-1.1706, 1.3706), abs=1e-4)
     compare(folders[0], "--out", tmp_path / "out")
     assert panels[1].get_ylim() == pytest.approx((-0.0225, 0.0225))  # 1.5 times the margin
     assert [line.get_ydata()[0] for line in panels[1].lines] == pytest.approx([0, -0.015, 0.015])

@@ -31,6 +31,7 @@ from scripts.study.runs import SCALARS, Run, read_losses, read_run, read_tensorb
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PARTS = 10  # of the window, where there is one pair
 FEWEST_CHANGES, TOGETHER = 20, 0.5  # of losses from step to step, and their correlation in a pair
@@ -154,16 +155,12 @@ class Comparison:
             row["95% high"] = f"{high:+.4f}"
         return row
 
-    def plot(self, path: Path) -> None:
-        """Draws losses, raw (pale) and smoothed, and below them how far each group is from the baseline."""
-        import matplotlib
+    def figure(self) -> "Figure":
+        """Losses, raw (pale) and smoothed, and below them how far each group is from the baseline."""
+        from matplotlib.figure import Figure
 
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        figure, (top, bottom) = plt.subplots(
-            2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2), constrained_layout=True
-        )
+        figure = Figure(figsize=(8, 7), layout="constrained")
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
         for index, (name, losses) in enumerate(self.losses.items()):
             top.plot(self.steps, losses, color=f"C{index}", alpha=0.12, linewidth=0.6)
             labels = [name] + [None] * (losses.shape[1] - 1)
@@ -174,8 +171,7 @@ class Comparison:
         self.plot_differences(bottom)
         bottom.set(xlabel="step", ylabel=f"loss minus {self.first}'s")
         bottom.set_title("smoothed, mean over pairs of runs, with its 95% interval; dotted: the margin", fontsize=9)
-        figure.savefig(path, dpi=130)
-        plt.close(figure)
+        return figure
 
     def plot_differences(self, axes: "Axes") -> None:
         """Each group's mean paired difference from the first one, its 95% interval at each step (pale), and the margin.
@@ -183,21 +179,30 @@ class Comparison:
         the axis' limits."""
         ended = {name: curves.loc[:, curves.iloc[-1].notna()] for name, curves in self.smooth.items()}
         edges = [self.margin]
-        for index, curves in enumerate(ended.values()):
-            pairs = (curves - ended[self.first]).dropna(axis=1, how="all").to_numpy().T
-            if not index or not len(pairs):
+        for index, (name, curves) in enumerate(ended.items()):
+            pairs = (curves - ended[self.first]).dropna(axis=1, how="all")
+            if not index or pairs.empty:
                 continue
-            mean = pairs.mean(0)
+            mean = pairs.mean(axis=1)
             edges += mean[len(self.steps) // 10 :].tolist()
             axes.plot(self.steps, mean, **line(index))
-            if len(pairs) > 1:
-                axes.fill_between(self.steps, *interval(pairs, 0.95), color=f"C{index}", alpha=0.12, linewidth=0)
+            axes.fill_between(self.steps, *self.band(name, pairs), color=f"C{index}", alpha=0.12, linewidth=0)
         axes.axhline(0, color="0.6", linewidth=0.8)
         for y in (-self.margin, self.margin):
             axes.axhline(y, color="0.3", linewidth=0.8, linestyle=":")
         limit = 1.5 * max(filter(math.isfinite, map(abs, edges)), default=0)
         if limit > 0:
             axes.set_ylim(-limit, limit)
+
+    def band(self, name: str, pairs: pd.DataFrame) -> tuple[np.ndarray | pd.Series, np.ndarray | pd.Series]:
+        """The 95% interval of a group's mean difference at each step, of smoothed ``pairs``. That of one pair is of the
+        steps that were smoothed, taken as independent: another seed's difference need not lie in it."""
+        if pairs.shape[1] > 1:
+            return interval(pairs.to_numpy().T, 0.95)
+        mean = pairs.iloc[:, 0]
+        steps = (self.losses[name] - self.losses[self.first])[mean.name].rolling(**window_of(mean))
+        half = steps.sem() * steps.count().map(lambda count: critical_t(0.95, max(1, int(count) - 1)))
+        return mean - half, mean + half
 
 
 def losses_of(group: Sequence[Run]) -> pd.DataFrame:
@@ -208,8 +213,13 @@ def losses_of(group: Sequence[Run]) -> pd.DataFrame:
 
 def smoothed(losses: pd.DataFrame) -> pd.DataFrame:
     """The mean over a centred window of a fiftieth of the rows, cut at both ends; NaN where one of them is NaN."""
-    window = {"window": 2 * (len(losses) // 100) + 1, "center": True, "min_periods": 1}
+    window = window_of(losses)
     return losses.rolling(**window).mean().where(losses.isna().rolling(**window).max() == 0)
+
+
+def window_of(rows: pd.DataFrame | pd.Series) -> dict[str, object]:
+    """A centred fiftieth of the rows, as ``rolling`` takes it."""
+    return {"window": 2 * (len(rows) // 100) + 1, "center": True, "min_periods": 1}
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
@@ -391,7 +401,7 @@ def compare(runs: Sequence[Run], out: Path, window: float, share: float) -> None
     if find_spec("matplotlib") is None:
         print(f"{wrote}, no picture: pip install matplotlib")
     else:
-        comparison.plot(out / "losses.png")
+        comparison.figure().savefig(out / "losses.png", dpi=130)
         print(f"{wrote} and {out / 'losses.png'}")
 
 

@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_mxfp8.backends.common.launch import Kernel
-from titan_mxfp8.format.mx import ceil_div
+from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 
 
 class RowBlockMap(NamedTuple):
-    """For each block of rows of the padded axis, the rows of the packed axis that it holds.
+    """For each block of 32 rows of the padded axis, the rows of the packed axis that it holds.
 
     Attributes:
         table: int32 (2 * row_blocks + E,). For each block its first packed row; then, for each, the end of the packed
@@ -34,18 +34,18 @@ class RowBlockMap(NamedTuple):
 def _map_row_blocks(
     offs, table,
     groups, row_blocks, rows,
-    BLOCK_ROWS: tl.constexpr, ALIGNMENT: tl.constexpr, TAIL: tl.constexpr, TAIL_ALIGNMENT: tl.constexpr,
+    ALIGNMENT: tl.constexpr, TAIL: tl.constexpr, TAIL_ALIGNMENT: tl.constexpr,
     ROW_BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """One program: ``ROW_BLOCKS`` blocks of a ``RowBlockMap``, while the groups pass by, ``GROUPS`` at a time.
 
-    ``offs = [2, 2, 40]`` of 50 rows, blocks of 32 rows, groups aligned to 32, the tail to 128: the padded groups end at
+    ``offs = [2, 2, 40]`` of 50 rows, groups aligned to 32, the tail to 128: the padded groups end at
     32, 32 and 96, so the blocks at 0, 32 and 64 hold rows 0..1, 2..33 and 34..39, the one at 96 nothing, and the one at
     128 the tail, 40..49.
     """
     padded_offs = table + 2 * row_blocks
     row_block = tl.program_id(0) * ROW_BLOCKS + tl.arange(0, ROW_BLOCKS)
-    position = row_block * BLOCK_ROWS
+    position = row_block * 32
     group = tl.zeros((ROW_BLOCKS,), tl.int32)  # groups that end at or before the block
     padding = tl.zeros((ROW_BLOCKS,), tl.int32)  # rows of padding in those groups
     padded_start = 0
@@ -75,30 +75,29 @@ _MAP_ROW_BLOCKS = Kernel(_map_row_blocks)
 
 
 def map_row_blocks(
-    offs: Tensor, rows: int, *, row_blocks: int, block_rows: int, alignment: int, tail_alignment: int | None = None
+    offs: Tensor, rows: int, row_blocks: int, alignment: int, tail_alignment: int | None = None
 ) -> RowBlockMap:
-    """The map of ``row_blocks`` blocks of ``block_rows`` rows.
+    """The map of ``row_blocks`` blocks of 32 rows.
 
     Args:
         offs: int32 (E,) end offsets of the packed groups, contiguous.
         rows: of the packed axis.
         row_blocks: see ``row_blocks_with_tail``.
-        block_rows: of each.
-        alignment: padded groups start at multiples of it; itself a multiple of ``block_rows``.
+        alignment: padded groups start at multiples of it; itself a multiple of 32.
         tail_alignment: with it, the blocks from its next multiple on hold the rows past the last group; else none.
     """
     groups = offs.shape[0]
     table = torch.empty(2 * row_blocks + groups, dtype=torch.int32, device=offs.device)
-    constants = (block_rows, alignment, tail_alignment is not None, tail_alignment, 128, 32)
+    constants = (alignment, tail_alignment is not None, tail_alignment, 128, 32)
     programs = max(ceil_div(row_blocks, 128), 1)
     _MAP_ROW_BLOCKS.launch(programs, (offs, table), (), (groups, row_blocks, rows), constants, device=offs.device)
     return RowBlockMap(table, row_blocks)
 
 
-def row_blocks_with_tail(rows: int, groups: int, *, block_rows: int, alignment: int, tail_alignment: int) -> int:
+def row_blocks_with_tail(rows: int, groups: int, alignment: int, tail_alignment: int) -> int:
     """Row blocks that ``rows`` rows in ``groups`` groups and a tail fill at most, whole tail alignments.
 
     Padding adds at most ``alignment - 1`` rows to a group, and less than ``tail_alignment`` before the tail.
     """
     longest = rows + groups * (alignment - 1) + tail_alignment - 1
-    return ceil_div(longest, tail_alignment) * (tail_alignment // block_rows)
+    return ceil_div(longest, tail_alignment) * (tail_alignment // BLOCK_SIZE)

@@ -312,8 +312,9 @@ def map_tiles(offs: Tensor | None, rows: int, tile: Tile, *, tail: bool, alignme
     groups there is no table: blocks are in order."""
     if offs is None:
         return RowBlockMap(None, ceil_div(rows, BLOCK_SIZE))
-    groups, sizes = offs.shape[0], {"block_rows": BLOCK_SIZE, "alignment": alignment}
+    groups = offs.shape[0]
     if not tail:
-        return map_row_blocks(offs, rows, row_blocks=ragged_rows(rows, groups, alignment) // BLOCK_SIZE, **sizes)
-    sizes["tail_alignment"] = tile.rows
-    return map_row_blocks(offs, rows, row_blocks=row_blocks_with_tail(rows, groups, **sizes), **sizes)
+        row_blocks = ragged_rows(rows, groups, alignment) // BLOCK_SIZE
+        return map_row_blocks(offs, rows, row_blocks, alignment)
+    row_blocks = row_blocks_with_tail(rows, groups, alignment, tile.rows)
+    return map_row_blocks(offs, rows, row_blocks, alignment, tile.rows)
