@@ -59,24 +59,6 @@ def test_torchtitan_reads_the_vocabulary_and_adds_bos_and_eos_once(tokenizer, as
     assert ids[1:-1] == tokenizer.encode("In the beginning", add_bos=False, add_eos=False)
 
 
-def test_round_trips(tokenizer, rows):
-    """Of text unlike the training text, and of the rows."""
-    for text in (
-        "",
-        "  two spaces, in front and behind  ",
-        "tabs\tand\t\tlines\n\n\nand\r\nreturns \n",
-        "naïve façade, Größe, Ελληνικά, עברית, 中文, 日本語",
-        "emoji 🙂🇩🇪 and a lone combining accent: e\u0301",
-        "non-breaking\u00a0space, zero\u200bwidth, line\u2028separator",
-        "x = {'a': [1, 2.5e-8]}  # code\n\tif x: pass",
-        "".join(map(chr, range(256))),
-        *(row["text"] for row in rows[::40]),
-    ):
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == text
-        assert max(ids) < VOCAB_SIZE
-
-
 def test_readme_describes_the_files_beside_it(tokenizer, rows):
     table = readme_table()
     files = {str(path.relative_to(ASSETS)) for path in ASSETS.rglob("*") if path.is_file()}
