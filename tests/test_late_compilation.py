@@ -24,7 +24,8 @@ from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm as hopper
 from titan_mxfp8.backends.hopper import swiglu_gemm
 from titan_mxfp8.format import spec
-from titan_mxfp8.moe import collective, operators, transport
+from titan_mxfp8.moe import collective, transport
+from titan_mxfp8.moe import config as moe_config
 from titan_mxfp8.moe import kernels as moe
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.moe.symmetric import Symmetric
@@ -209,7 +210,7 @@ def test_a_moe_layer_of_two_ranks_compiles_with_its_first_tokens_only(
     monkeypatch.setattr(torch.distributed, "all_to_all_single", receive)
     monkeypatch.setattr(collective, "_all_gather", receive_all)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_resolve_process_group", lambda name: group)
-    monkeypatch.setattr(operators, "choose", lambda *_: (carrier, ""))
+    monkeypatch.setattr(moe_config, "choose", lambda *_: (carrier, ""))
 
     def run(rows: int, seed: int) -> None:
         nonlocal received

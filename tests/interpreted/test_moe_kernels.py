@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from moe_cases import CASES, Case, capacities, check_against_one_process, tokens_of
 
-from titan_mxfp8.moe import kernels, layer, operators, rows, transport
+from titan_mxfp8.moe import config as moe_config
+from titan_mxfp8.moe import kernels, layer, rows, transport
 from titan_mxfp8.moe.symmetric import Symmetric
 from titan_mxfp8.moe.transport import Local
 
@@ -189,7 +190,7 @@ def test_a_layer_has_room_for_max_tokens(slots: int, scores_first: bool, rows: s
     routes = [[torch.rand(tokens, experts).topk(slots) for tokens in batch] for batch in batches]
     transports = {}
     monkeypatch.setattr(dist.distributed_c10d, "_resolve_process_group", int)
-    monkeypatch.setattr(operators, "choose", lambda _, rank, device: (transports.get(rank, Local()), ""))
+    monkeypatch.setattr(moe_config, "choose", lambda _, rank, device: (transports.get(rank, Local()), ""))
 
     def run(batch: int, rank: int, transport: Symmetric | None, max_tokens: int | None) -> list[torch.Tensor]:
         group, own = None, weights
