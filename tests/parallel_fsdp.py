@@ -4,7 +4,6 @@ Run by tests/test_plugin_fsdp.py. The argument is a folder for checkpoints: the 
 written, and write one more.
 """
 
-import os
 import sys
 from pathlib import Path
 from unittest import mock
@@ -122,9 +121,7 @@ def four_processes() -> None:
 
 
 dist.init_process_group("gloo")
-torch.set_num_threads(1)
 for experts_class in (MXFP8GroupedExperts, MXFP8GptOssGroupedExperts):
     round_weights(experts_class)
 two_processes() if dist.get_world_size() == 2 else four_processes()
 dist.destroy_process_group()
-os.write(1, b"passed\n")

@@ -3,7 +3,6 @@
 Run by tests/test_gather.py. Prints what it measures.
 """
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -148,7 +147,6 @@ def check_checkpoint(folder: str) -> None:
 
 
 dist.init_process_group("gloo")
-torch.set_num_threads(1)
 for layout in LAYOUTS:
     check_steps(layout, f"{RECIPE}=mxfp8_2d_rebased", *AC_MODES["full"], f"{DISPATCH}=off")
 check_steps("EP 2", f"{RECIPE}=mxfp8_2d", frozen="experts.w1")
@@ -159,4 +157,3 @@ names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
 dist.broadcast_object_list(names)
 check_checkpoint(names[0])
 dist.destroy_process_group()
-os.write(1, b"passed\n")

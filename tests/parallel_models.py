@@ -5,7 +5,6 @@ on disk. Prints what it measures.
 """
 
 import copy
-import os
 import shutil
 import sys
 
@@ -90,7 +89,6 @@ def check_gpt_oss_experts(layout: str, style: ParallelStyle, shape: tuple[int, .
 
 
 dist.init_process_group("gloo")
-torch.set_num_threads(1)
 if sys.argv[1:] and shutil.which("g++"):  # for the inductor
     check_compiled_shard()
 check_gpt_oss_experts("TP 2", GptossTensorParallel(), (2,), ("tp",))
@@ -104,4 +102,3 @@ else:
     for mode in sys.argv[1:]:
         check_compiled_model("TP 2", mode, tp=2)
 dist.destroy_process_group()
-os.write(1, b"passed\n")

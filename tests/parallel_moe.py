@@ -3,8 +3,6 @@
 Run by tests/test_moe_transport.py.
 """
 
-import os
-
 import torch
 import torch.distributed as dist
 from moe_cases import CASES, Case, Tokens, capacities, check_against_one_process, tokens_of
@@ -32,7 +30,6 @@ def torchtitan_rows(case: Case, all_tokens: list[Tokens], rank: int, which: int)
 
 
 dist.init_process_group("gloo")
-torch.set_num_threads(1)
 rank, ranks = dist.get_rank(), dist.get_world_size()
 transport, reason = choose("auto", dist.group.WORLD, torch.device("cpu"))
 assert reason == "collective: symmetric cannot be used: it needs NVIDIA GPUs of SM80 or newer", reason
@@ -76,4 +73,3 @@ if rank == 1:  # which alone refuses them
 print(f"{len(CASES)} cases on {ranks} ranks")
 del transport  # which has the group: gloo's threads would go on while Python ends, which may abort
 dist.destroy_process_group()
-os.write(1, b"passed\n")

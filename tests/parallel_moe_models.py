@@ -137,8 +137,6 @@ def check_compiled(name: str, model: nn.Module, rows: str, expected: Step) -> No
 if DEVICE == "cuda":
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("gloo" if DEVICE == "cpu" else "nccl")
-torch.set_num_threads(1)
 for name in NAMES or ("llama4", "deepseek_v3", "gpt_oss"):
     check_model(name)
 dist.destroy_process_group()
-os.write(1, b"passed\n")

@@ -2,7 +2,7 @@
 process, whose steps run again where rows did not fit. On CPUs; with ``cuda`` behind it on GPUs, with ``cuda graph`` as
 CUDA graphs.
 
-Run by tests/test_rerun.py, tests/titan03/test_rerun03.py and tests/test_gpu_rerun.py.
+Run by tests/test_rerun.py, tests/test_gpu_rerun.py, and test_smoke03.py and test_gpu_graph03.py in tests/titan03/.
 """
 
 import importlib.util
@@ -213,4 +213,3 @@ for rows in ("counted", "0.1"):
 assert torch.equal(*map(local, outputs)), "a validation that counts rows"
 trainer.close()
 dist.destroy_process_group()
-os.write(1, b"passed\n")

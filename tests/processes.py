@@ -120,8 +120,8 @@ def launch(
     return Job(started, store)
 
 
-def check(processes: int, *program: object, **environment: str) -> str:
-    """Runs a program of tests/ to its end, whose processes print the line "passed" each; returns what was printed.
+def check(processes: int, *program: object, **environment: str) -> None:
+    """Runs a program of tests/ to its end, and prints what its processes do.
 
     Raises:
         AssertionError: it failed, with what it printed.
@@ -139,8 +139,7 @@ def check(processes: int, *program: object, **environment: str) -> str:
         ).wait(600)
         text = log.read_text()
     print(text[-10000:])
-    assert code == 0 and text.count("passed\n") == processes, text[-10000:]
-    return text
+    assert code == 0, text[-10000:]
 
 
 def python(code: str, *arguments: str, **environment: str) -> str:

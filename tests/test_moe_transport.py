@@ -9,7 +9,7 @@ import torch
 from moe_cases import CASES, Case, capacities, check_against_one_process, tokens_of
 from tiers import daily
 
-from titan_mxfp8.moe import choose, symmetric
+from titan_mxfp8.moe import symmetric
 from titan_mxfp8.moe.bounds import bound, factor_of
 from titan_mxfp8.moe.buffer import PAYLOAD, Layout
 from titan_mxfp8.moe.transport import Local
@@ -57,26 +57,18 @@ def test_nothing_of_a_handle_is_an_input():
     assert inputs.isdisjoint(pointers) and len(set(pointers)) == len(pointers)
 
 
-def test_rows_that_did_not_fit_are_an_error_later():
-    """In backward, and in the next call of any capacity; once."""
-    x, expert_ids, scores = torch.ones(4, 16), torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1)
+def test_rows_that_did_not_fit_are_counted_and_told_once():
+    """In inference mode too, by a tensor that calls outside of it raise. Who is told in a model: test_moe_layer.py."""
     transport = Local()
-    for in_backward in (True, False):
-        transport.dispatch([x], expert_ids, scores, 1, 4)
-        _, handle = transport.dispatch([x], expert_ids, scores, 1, 3)
-        again = (
-            (transport.dispatch_with_handle, [x], handle)
-            if in_backward
-            else (transport.dispatch, [x], expert_ids, scores, 1)
-        )
-        with pytest.raises(RuntimeError, match=r"4 rows by a MoE layer that had memory for 3.*larger factor"):
-            again[0](*again[1:])
-        again[0](*again[1:])
-    transport.shared.wanted.raises = False
-    for in_inference in (True, False):
+    for in_inference, raises in ((True, False), (False, True)):
+        transport.shared.wanted.raises = raises
         with torch.inference_mode(in_inference):
-            transport.dispatch([x], expert_ids, scores, 1, 2)
-    assert transport.shared.wanted.read() == {4: 0, 3: 0, 2: 4}
+            transport.dispatch([torch.ones(4, 16)], torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1), 1, 2)
+    assert transport.shared.wanted.read() == {2: 4}
+    with pytest.raises(RuntimeError, match="4 rows by a MoE layer that had memory for 2"):
+        transport.shared.wanted.check()
+    transport.shared.wanted.check()
+    assert transport.shared.wanted.read() == {2: 0}
 
 
 def test_bounds():
@@ -88,13 +80,6 @@ def test_bounds():
     assert bound(2, 100, 4, 2, 8) == bound(math.inf, 100, 4, 2, 8) == 800
     assert bound(2, 100, 4, 2, 1) == 200  # one expert here, which a token has once
     assert bound(0, 100, 4, 2, 8) == bound(math.inf, 0, 4, 2, 8) == 0
-
-
-def test_choice():
-    transport, reason = choose("auto", None, CPU)
-    assert isinstance(transport, Local) and "one rank" in reason
-    with pytest.raises(ValueError, match="unknown transport 'fast': use one of auto, collective, symmetric"):
-        choose("fast", None, CPU)
 
 
 GPUS = ["GPU-a", "GPU-b", "GPU-c"]  # that this process sees; each but the last has access to the others

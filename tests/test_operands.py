@@ -97,12 +97,6 @@ def test_a_forgotten_transpose_is_told() -> None:
             call()
 
 
-def test_a_bias_may_be_the_fourth_argument_as_of_torchs_grouped_mm() -> None:
-    expected = mxfp8_grouped_mm(X, W.mT, OFFS, bias=BIAS)
-    assert torch.equal(mxfp8_grouped_mm(X, W.mT, OFFS, BIAS), expected)
-    assert not torch.equal(mxfp8_grouped_mm(X, W.mT, OFFS), expected)
-
-
 @process_group()
 def test_dtensors_and_meshes_are_refused_with_what_to_pass() -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))

@@ -92,6 +92,9 @@ def test_the_table_of_recipes() -> None:
         assert decode(rebased.key) == rebased
         assert get_recipe(name, rebase=True) == rebased == get_recipe(rebased, rebase=True) == get_recipe(rebased)
     assert get_recipe("mxfp8_cublas", rebase=True) is RECIPES["mxfp8_floor_rebased"]
+    assert decode(BF16.key) == BF16 and "bf16" not in RECIPES, "the control"
+    with pytest.raises(ValueError, match="'bf16' quantises nothing"):
+        get_recipe("bf16", rebase=True)
     wrong = {"rounding": "up", "wgrad": "hp", "weight_block": "1x128", "grad_dtype": torch.half}
     for field, value in (*wrong.items(), ("quantized", 1), ("block_k", 128.0)):
         with pytest.raises(ValueError, match=f"recipe 'own': unknown {field} .*use one of"):
@@ -102,17 +105,6 @@ def test_the_table_of_recipes() -> None:
     for rebase in (None, 1, "yes"):
         with pytest.raises(ValueError, match="rebase is True or False, got"):
             get_recipe("mxfp8", rebase=rebase)
-
-
-def test_the_control_multiplies_unquantised_operands() -> None:
-    assert decode(BF16.key) == BF16 and "bf16" not in RECIPES
-    for backend in ("auto", "reference"):
-        problem = make_problem()
-        out, exact = run(problem, "bf16", backend=backend), exact_per_group(problem)
-        for name in ("y", "dx", "dw"):
-            assert relative_rms(out[name], exact[name]) < 0.003  # measured 0.0017; MXFP8 has 0.037
-    with pytest.raises(ValueError, match="'bf16' quantises nothing"):
-        get_recipe("bf16", rebase=True)
 
 
 @pytest.mark.filterwarnings("error:.*must not also be an input:UserWarning")
@@ -126,7 +118,8 @@ def test_no_operator_returns_what_it_was_given() -> None:
 
 
 # Relative RMS error against fp32 on normal data, measured over seeds: 0.0365 to 0.0385 for E4M3 with rceil, 0.040 to
-# 0.044 with floor (it saturates), 0.057 to 0.061 where one operand is E5M2, 0.0029 at most for a bf16 wgrad.
+# 0.044 with floor (it saturates), 0.057 to 0.061 where one operand is E5M2, 0.0029 at most for a bf16 wgrad. 0.0017 of
+# the control, which quantises nothing.
 OP_ERROR = {
     name: {
         "y": 0.047 if "floor" in name else 0.041,
@@ -135,12 +128,12 @@ OP_ERROR = {
         "dbias": 0.003,
     }
     for name in CANONICAL
-}
+} | {"bf16": dict.fromkeys(("y", "dx", "dw", "dbias"), 0.003)}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("recipe", [*EXACT, "mxfp8_2d_rebased"])
+@pytest.mark.parametrize("recipe", [*EXACT, "mxfp8_2d_rebased", "bf16"])
 def test_error_against_fp32(recipe: str, spread: str, dtype: torch.dtype) -> None:
     problem = make_problem(spread, dtype)
     out, exact = run(problem, recipe, out_dtype=dtype), exact_per_group(problem)
@@ -328,15 +321,6 @@ def test_an_input_kept_as_fp8_rows(recipe: str) -> None:
     # measured over seeds: 1 to 1.000005 times, with floor 0.91 to 0.95; a bf16 wgrad, of rounded values, 0.026 to 0.028
     limit = OP_ERROR[recipe]["y"] if "bf16" in recipe else 1.001 * relative_rms(expected["dw"], exact["dw"])
     assert relative_rms(out["dw"], exact["dw"]) < limit
-
-
-@pytest.mark.parametrize("recipe", CANONICAL)
-def test_no_tokens_at_all(recipe: str) -> None:
-    problem = make_problem() | {"offs": torch.zeros(E, dtype=torch.int32)}
-    problem |= {"x": problem["x"].detach()[:0], "dy": torch.zeros(()).bfloat16().expand(0, N)}  # as of ``y.sum()``
-    out = run(problem, recipe)
-    assert out["y"].shape == (0, N) and out["dx"].shape == (0, K)
-    assert not out["dw"].any() and not out["dbias"].any()
 
 
 @pytest.mark.parametrize("recipe", CANONICAL)

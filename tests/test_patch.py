@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import runpy
 from collections.abc import Callable
 
 import processes
@@ -200,10 +201,8 @@ def test_what_no_longer_fits_is_said_and_the_rest_is_installed(
     assert called == [1] and "the workaround gone does not fit torch" in caplog.text
 
 
-@pytest.mark.integration
-def test_the_list_can_be_printed() -> None:
-    printed = processes.python(
-        "from runpy import run_module; run_module('titan_mxfp8.workarounds', run_name='__main__')"
-    )
+def test_the_list_can_be_printed(capsys: pytest.CaptureFixture) -> None:
+    runpy.run_module("titan_mxfp8.workarounds", run_name="__main__")
+    printed = capsys.readouterr().out
     assert all(row.name in printed and row.install.__doc__.partition("\n")[0] in printed for row in WORKAROUNDS)
     assert all(name in printed for name in HOOKS)

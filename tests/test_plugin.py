@@ -6,17 +6,18 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
-import processes
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import ConfigManager, JobConfig, job_config
 from torchtitan.models.llama4 import Transformer, llama4_args
 from torchtitan.models.moe.moe import GroupedExperts
@@ -24,8 +25,7 @@ from torchtitan.protocols import train_spec
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
-from titan_mxfp8 import modules, mxfp8_grouped_mm
-from titan_mxfp8.format.swiglu import forward as swiglu
+from titan_mxfp8 import modules
 from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 from titan_mxfp8.plugin.flavors import register_flavors
@@ -45,7 +45,7 @@ ROW = b'{"text": "a"}\n'
 GROUPED, LINEAR = "quantize.grouped_mm.mx", "quantize.linear.mx"
 EXPERTS, LINEARS = f"--model.converters={GROUPED}", f"--model.converters={LINEAR}"
 REBASE = f"--{GROUPED}.hopper_rebase"
-RECIPE = f"--{GROUPED}.recipe_name"
+RECIPE, DISPATCH, ROWS = (f"--{GROUPED}.{field}" for field in ("recipe_name", "dispatch", "dispatch_rows"))
 
 
 def parse(*flags: str) -> JobConfig:
@@ -180,56 +180,35 @@ def test_a_config_module_of_the_user_can_extend_the_plugins(tmp_path: Path, monk
         ConfigManager().parse_args(["--job.custom_config_module=own_config", *ASSETS, *flags, f"{RECIPE}=mxfp9"])
 
 
-STOCK = """
-import sys
-from dataclasses import dataclass, field
-import torch
-import torchtitan.components.metrics
-import titan_mxfp8.plugin
-from torchtitan.components.metrics import MetricsProcessor, WandBLogger
-from torchtitan.config import ConfigManager
-from torchtitan.config.job_config import JobConfig as Stock
-from torchtitan.protocols.model_converter import build_model_converters
-
 @dataclass
-class Mine:
+class Own:
     speed: int = 1
 
+
 @dataclass
-class JobConfig:
-    mine: Mine = field(default_factory=Mine)
-
-sys.modules["my_config"] = sys.modules["__main__"]
-own, assets = "--job.custom_config_module=my_config", sys.argv[1:]
-for flags in ([], [own], [own, "--mine.speed=2", "--model.converters=quantize.linear.float8"]):
-    config = ConfigManager().parse_args([*assets, *flags])
-    assert not hasattr(config, "cluster") and not hasattr(config.quantize, "health_every")
-    assert (own in flags) == hasattr(config, "mine")
-    config.model.converters = []
-    build_model_converters(config, None).convert(torch.nn.Linear(32, 32))
-    processor = MetricsProcessor.__new__(MetricsProcessor)
-    processor.job_config, processor.model_parts = config, [torch.nn.Linear(32, 32)]
-    assert processor.should_log(1) and not processor.should_log(2)
-config = Stock()
-config.model.converters = ["quantize.grouped_mm.mx"]
-for refused in (
-    lambda: ConfigManager().parse_args([*assets, own, "--model.converters=quantize.grouped_mm.mx"]),
-    lambda: build_model_converters(config, None),
-):
-    try:
-        refused()
-    except ValueError as error:
-        assert "quantize.grouped_mm.mx' of titan_mxfp8, whose fields this config lacks" in str(error)
-        assert "set job.custom_config_module to 'titan_mxfp8.plugin'" in str(error)
-    else:
-        raise AssertionError("not refused")
-"""
+class OwnConfig:
+    own: Own = field(default_factory=Own)
 
 
-@pytest.mark.integration
-def test_a_config_without_our_fields_is_left_alone() -> None:
-    """TorchTitan's own, and that of somebody whose config module imports the plugin."""
-    processes.python(STOCK, *ASSETS)
+def test_a_config_without_our_fields_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchTitan's own, and that of somebody whose config module does not extend the plugin's."""
+    monkeypatch.setitem(sys.modules, "own_config", SimpleNamespace(JobConfig=OwnConfig))
+    own, words = "--job.custom_config_module=own_config", "fields this config lacks.* to 'titan_mxfp8.plugin'"
+    for flags in ([], [own], [own, "--own.speed=2", "--model.converters=quantize.linear.float8"]):
+        config = ConfigManager().parse_args([*ASSETS, *flags])
+        assert not hasattr(config, "cluster") and not hasattr(config.quantize, "health_every")
+        assert (own in flags) == hasattr(config, "own")
+        config.model.converters = []
+        build_model_converters(config, None).convert(nn.Linear(32, 32))
+        processor = MetricsProcessor.__new__(MetricsProcessor)
+        processor.job_config, processor.model_parts = config, [nn.Linear(32, 32)]
+        assert processor.should_log(1) and not processor.should_log(2)
+    with pytest.raises(ValueError, match=words):
+        ConfigManager().parse_args([*ASSETS, own, EXPERTS])
+    config = job_config.JobConfig()
+    config.model.converters = [GROUPED]
+    with pytest.raises(ValueError, match=words):
+        build_model_converters(config, None)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +219,11 @@ def test_a_config_without_our_fields_is_left_alone() -> None:
         (f"{LINEARS} --{LINEAR}.backend=cutlass", "unknown backend 'cutlass'"),
         (f"{LINEARS} --{LINEAR}.hopper_rebase_report=5", r"linear.mx\] .*a recipe that is rebased, not 'mxfp8'"),
         (f"{EXPERTS} {REBASE} {REBASE}_report=-1", "number of steps, or 0 for never, got -1"),
+        (f"{EXPERTS} {ROWS}=all", "dispatch_rows is one of counted, bounded, worst_case, or a factor .* got 'all'"),
+        (f"{EXPERTS} {DISPATCH}=off {ROWS}=1.25", "dispatch_rows = '1.25' and dispatch = 'off'"),
+        (f"{EXPERTS} {DISPATCH}=off {RECIPE}=bf16", "'bf16' is the control of dispatch: without it, leave the experts"),
+        (f"{EXPERTS} {RECIPE}=bf16 {REBASE}", "'bf16' quantises nothing"),
+        (f"{LINEARS} --{LINEAR}.recipe_name=bf16", "is the control of dispatch: without it, leave the linears out"),
         (f"{LINEARS},quantize.grouped_mm.float8", "mixes quantisation formats"),
         (f"--model.converters=quantize.linear.float8,{GROUPED}", "mixes quantisation formats"),
         (f"{EXPERTS},quantize.nope.mx", r"has 'quantize.nope.mx', which nobody registered: use"),
@@ -362,7 +346,7 @@ def test_help_shows_the_plugins_own_texts(capsys: pytest.CaptureFixture) -> None
     shown = re.sub(r"[│\s]+", "", capsys.readouterr().out)
     documented = 0
     for cls in (MXLinear, MXGroupedMM, Quantize, Model, Job):
-        for text in (field.metadata["help"] for field in fields(cls) if "help" in field.metadata):
+        for text in (each.metadata["help"] for each in fields(cls) if "help" in each.metadata):
             assert "".join(text.split()) in shown, text
             documented += 1
     assert documented >= 14
@@ -376,28 +360,6 @@ def test_converted_experts_are_not_said_to_run_in_a_loop(
     monkeypatch.setattr("torchtitan.models.llama4.model.args.has_cuda_capability", lambda *_: False)
     copy.deepcopy(llama4_args["debugmodel"]).update_from_config(parse(f"--model.converters={converters}"))
     assert ("Failed to use grouped mm" in caplog.text) == warned
-
-
-def make_experts(use_grouped_mm: bool) -> GroupedExperts:
-    experts = GroupedExperts(dim=64, hidden_dim=96, num_experts=4, use_grouped_mm=use_grouped_mm)
-    with torch.no_grad():
-        experts.init_weights(0.02)
-    return experts
-
-
-@pytest.mark.parametrize("use_grouped_mm", [True, False])
-def test_experts_run_in_mxfp8_whatever_use_grouped_mm_says(use_grouped_mm: bool) -> None:
-    """TorchTitan clears the flag below SM90, CPUs included, and then loops over experts in bf16."""
-    experts, x = make_experts(use_grouped_mm), torch.randn(50, 64)
-    counts = torch.tensor([13, 0, 31, 6])
-    modules.convert_experts(nn.ModuleDict({"experts": experts}), recipe="mxfp8_2d", fqns=["experts"])
-    offs = counts.cumsum(0, dtype=torch.int32)
-
-    def mm(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return mxfp8_grouped_mm(a.bfloat16(), w.mT, offs, recipe="mxfp8_2d")
-
-    expected = mm(swiglu(mm(x, experts.w1), mm(x, experts.w3), None), experts.w2)
-    assert torch.equal(experts(x, counts), expected.float())
 
 
 def test_a_run_that_cannot_start_is_refused_when_its_config_is_parsed(
@@ -500,7 +462,7 @@ def test_a_checkpoint_of_other_data_parallel_ranks_is_refused_before_it_is_loade
 def test_fields_reach_the_modules_of_their_section(
     flags: list[str], recipes: str, probed: str, requantised: str
 ) -> None:
-    model = nn.ModuleDict({"experts": make_experts(True), "linear": nn.Linear(64, 64)})
+    model = nn.ModuleDict({"experts": GroupedExperts(64, 96, 4, True), "linear": nn.Linear(64, 64)})
     build_model_converters(parse(f"--model.converters={GROUPED},{LINEAR}", *flags), parallel_dims=None).convert(model)
     assert [module.mxfp8.recipe.name for module in model.values()] == recipes.split()
     assert [name for name, module in model.items() if module.probe is not None] == probed.split()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from models import ROOT, build, run_step
 from test_models import AC_MODES, COMPILE, Decomposed, cpu_only, tokens
-from test_plugin import EXPERTS, GROUPED, LINEAR, LINEARS, parse
+from test_plugin import DISPATCH, EXPERTS, GROUPED, RECIPE, ROWS, parse
 from tiers import daily
 from torch import nn
 from torch._dynamo.utils import counters
@@ -33,8 +33,7 @@ from titan_mxfp8.recipe import BF16
 from titan_mxfp8.titan.dispatch import DispatchingLayers
 from titan_mxfp8.tools.dry_run import dry_run, parse_config
 
-CONVERT, DISPATCH, ROWS = EXPERTS, f"--{GROUPED}.dispatch", f"--{GROUPED}.dispatch_rows"
-RECIPE, NO_AC = f"--{GROUPED}.recipe_name", "--activation_checkpoint.mode=none"
+CONVERT, NO_AC = EXPERTS, "--activation_checkpoint.mode=none"
 CHOOSE = "titan_mxfp8.titan.dispatch.choose"
 D, H, E = 64, 96, 8
 # What differs between the models: when scores are applied, how many experts a token has, what the router does.
@@ -112,22 +111,6 @@ def test_a_layer_gives_what_torchtitans_gives(model: str, dtype: torch.dtype) ->
     # TorchTitan's experts are bf16, and what it adds up is. Clamped: where bf16 rounds across the limit, the gradient
     # is all or nothing.
     assert max(errors.values()) < (0.1 if "clamped" in model else 0.01)
-
-
-@pytest.mark.parametrize("model", LAYERS)
-def test_a_quantised_layer_is_no_further_off_than_with_torchtitans_dispatch(model: str) -> None:
-    plain = layer(model)
-    expected = run(plain)
-    off, on = (run(convert(plain, f"{DISPATCH}={way}", f"{RECIPE}=mxfp8_2d")) for way in ("off", "auto"))
-    errors = {name: [relative_rms(values[name], value) for values in (off, on)] for name, value in expected.items()}
-    errors.pop("tokens_per_expert")
-    print(model, errors)
-    # a sum of the output's gradient, which here arrives in FP8; measured: 0.027
-    assert errors.pop("experts.mlp2_bias", [0, 0])[1] < 0.04
-    errors = {name: pair for name, pair in errors.items() if max(pair)}  # shared experts, which are not converted
-    ratios = {name: on / off for name, (off, on) in errors.items()}
-    ratios.pop("router.gate.bias", None)  # 8 numbers, in which errors cancel or do not; measured: 1.7
-    assert len(ratios) >= 4 and max(ratios.values()) < 1.5  # measured: 1.2
 
 
 def test_a_converted_layer_can_be_copied_and_pickled() -> None:
@@ -213,15 +196,9 @@ def test_the_log_names_the_transport_and_the_reason(
     assert "symmetric: two ranks of one host; rows counted" in caplog.text
     # tokens of a step; of slots, where scores come first; of the validation
     assert reserved == [2 * 64, 2 * 64 * 2, 8 * 32]
-    monkeypatch.setattr("torch.distributed.get_backend", lambda group: "nccl")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80e9))
-    for ranks in (2, 8):
-        group = SimpleNamespace(size=lambda r=ranks: r, group_name="ep")
-        line = layers.connect(group, torch.device("cuda"))
-        assert "symmetric: two ranks of one host" + "; never run on more than 2 GPUs" * (ranks > 2) + "; rows" in line
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1e9))
     with pytest.raises(ValueError, match=r"^here: dispatch_rows = 'worst_case' needs at least .* GiB of each GPU"):
-        dispatching("worst_case").connect(group, torch.device("cuda"), "here: ")
+        dispatching("worst_case").connect(None, torch.device("cuda"), "here: ")
 
     def refuse(*_: object) -> None:
         raise ValueError("no peer access")
@@ -229,24 +206,6 @@ def test_the_log_names_the_transport_and_the_reason(
     monkeypatch.setattr(CHOOSE, refuse)
     with pytest.raises(ValueError, match=r"grouped_mm.mx\] dispatch = 'auto': no peer access"):
         convert(layer("llama4"), f"{DISPATCH}=auto")
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (f"{ROWS}=all", "dispatch_rows is one of counted, bounded, worst_case, or a factor .* got 'all'"),
-        (f"{DISPATCH}=off {ROWS}=1.25", "dispatch_rows = '1.25' and dispatch = 'off'"),
-        (
-            f"{DISPATCH}=off {RECIPE}=bf16",
-            "recipe 'bf16' is the control of dispatch: without it, leave the experts out",
-        ),
-        (f"{RECIPE}=bf16 --{GROUPED}.hopper_rebase", "'bf16' quantises nothing"),
-        (f"{LINEARS} --{LINEAR}.recipe_name=bf16", "is the control of dispatch: without it, leave the linears out"),
-    ],
-)
-def test_a_bad_dispatch_is_refused_when_it_is_parsed(flags: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse(CONVERT, *flags.split())
 
 
 def dispatching(rows: str | float, ranks: int = 8, once: str = "") -> DispatchingLayers:
@@ -289,7 +248,8 @@ def test_a_bound_grows_to_what_was_wanted_and_no_further_than_memory() -> None:
 @pytest.mark.parametrize(
     "case, rows, line",
     [
-        ({}, "bounded", "; rows bounded"),
+        ({}, "bounded", ", symmetric; never run on more than 2 GPUs; rows bounded"),
+        ({"ranks": 2}, "bounded", ", symmetric; rows bounded"),
         ({"ranks": 1}, "bounded", "; rows bounded"),
         ({"transport": "collective"}, "bounded", "; rows bounded"),
         ({"transport": "collective", "ranks": 9}, "counted", "as with a bound all 9 ranks would be sent every token"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from aot import compile_only
 from scaled_mm import as_on_sm100
-from test_triton_aot import check
+from test_triton_aot import OFFS, check, make
 from tiers import daily
 
 from titan_mxfp8.backends import sm100
@@ -20,34 +20,29 @@ from titan_mxfp8.format.spec import OperandSpec
 pytestmark = pytest.mark.integration
 
 M, N, K, E = 256, 160, 512, 3
-OFFS = torch.tensor([100, 100, 250], dtype=torch.int32)
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
 ROWS, SWIZZLED = OperandSpec(), OperandSpec(scales="swizzled")
 SQUARES = OperandSpec(block="32x32", scales="swizzled")
 E5M2 = OperandSpec(rounding="floor", elem_dtype=torch.float8_e5m2, scales="swizzled")
-# What is quantised to what, along which axis (None: both), with groups or without.
+# The spec, the axis (None: both), and what else there is to say.
 QUANTIZE = {
-    "rowwise": (BF16, SWIZZLED, 1, None),
-    "rowwise, ragged": (BF16, SWIZZLED, 1, OFFS),
-    "columnwise, ragged": (BF16, SWIZZLED, 0, OFFS),
-    "both": (BF16, SWIZZLED, None, None),
-    "both, ragged": (BF16, SWIZZLED, None, OFFS),
-    "both of fp32, ragged": (FP32, SWIZZLED, None, OFFS),
-    "both of fp32, floor, E5M2": (FP32, E5M2, None, None),
-    "32x32 rowwise": (BF16, SQUARES, 1, None),
-    "32x32 both": (BF16, SQUARES, None, None),
+    "rowwise": (SWIZZLED, 1, {}),
+    "rowwise, ragged": (SWIZZLED, 1, {"offs": OFFS}),
+    "columnwise, ragged": (SWIZZLED, 0, {"offs": OFFS}),
+    "both": (SWIZZLED, None, {}),
+    "both, ragged": (SWIZZLED, None, {"offs": OFFS}),
+    "both of fp32, ragged": (SWIZZLED, None, {"dtype": torch.float32, "offs": OFFS}),
+    "both of fp32, floor, E5M2": (E5M2, None, {"dtype": torch.float32}),
+    "32x32 rowwise": (SQUARES, 1, {}),
+    "32x32 both": (SQUARES, None, {}),
 }
 
 
 @pytest.mark.parametrize("case", daily(QUANTIZE, "columnwise, ragged", "both, ragged", "32x32 both"))
 def test_quantize(case: str) -> None:
-    dtype, spec, axis, offs = QUANTIZE[case]
-    x = torch.empty((M, K), dtype=dtype)
+    spec, axis, options = QUANTIZE[case]
     with compile_only("sm_100") as kernels:
-        if axis is None:
-            sm100.quantize_both(x, spec, spec, offs)
-        else:
-            sm100.quantize(x, axis, spec, offs)
+        make(sm100, spec, axis, **options)
     check(kernels)
     kernel = next(kernel for kernel in kernels if kernel.name == "_quantize_tiles")
     assert kernel.count("F2FP.SATFINITE.E5M2" if spec is E5M2 else "F2FP.SATFINITE.E4M3") >= 8

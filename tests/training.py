@@ -78,15 +78,6 @@ def check_exchange(after: dict[int, float], before: dict[int, float], band: floa
     assert after != {step: before[step] for step in after}
 
 
-def check_resumed(out: Path, start: Callable[[Path], Job | subprocess.Popen], whole: dict[int, float]) -> None:
-    """A run of 8 steps, killed after its checkpoint at 4 and started again, has the losses of one that was not."""
-    kill_when(start(out), lambda: "step:  6" in (out / "log").read_text())
-    assert not (out / "checkpoint" / "step-8").exists()
-    resumed = finish(start(out), out)
-    assert "Training starts at step 5" in (out / "log").read_text()
-    assert [resumed[step] for step in range(5, 9)] == [whole[step] for step in range(5, 9)]
-
-
 def wait_until(process: Job | subprocess.Popen, ready: Callable[[], bool], timeout: float = 240) -> None:
     """Waits until ``ready()``, of a run that must not end before."""
     deadline = time.monotonic() + timeout

@@ -1,7 +1,9 @@
-"""TorchTitan 0.3's CUDA graphs of debug models, on GPUs, with the losses of eager runs."""
+"""TorchTitan 0.3's CUDA graphs of debug models, on GPUs, with the losses of eager runs; and steps that run again, as
+their rows did not fit."""
 
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from test_gpu_graph import compare
@@ -37,3 +39,9 @@ def test_losses_are_those_of_eager_steps(tmp_path: Path, layout: str, case: str,
     if layout != "1 process" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     check_case(tmp_path, case, layout, accumulates)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("how", [(), ("graph",)], ids=["eager", "graph"])
+def test_a_step_whose_rows_did_not_fit_ends_as_with_counted_ones(how: tuple[str, ...]) -> None:
+    processes.check(2, "parallel_rerun.py", "cuda", *how)

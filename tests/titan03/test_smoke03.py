@@ -1,13 +1,15 @@
-"""The debug models trained by stock TorchTitan 0.3 on CPU with both overrides, and what a user does with such runs."""
+"""The debug models trained by stock TorchTitan 0.3 on CPU with both overrides, and what a user does with such runs;
+steps that run again, as their rows did not fit."""
 
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
+import processes
 import pytest
 from tiers import daily
-from training import check_exchange, check_resumed, check_tracking, finish, start_torchtitan
+from training import check_exchange, check_tracking, finish, kill_when, start_torchtitan
 
 from scripts.study.runs import read_tensorboard
 
@@ -47,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory):
 
 # Fall of the loss from step 1 to step 8, nats per token; measured 1.60 and 1.48.
 FALL = 1.3
-# Largest difference from bf16 at any step; measured 0.0039 and 0.0031, and 0.0020 of qwen3.
+# Largest difference from bf16 at any step; measured 0.0039 and 0.0031.
 BAND = 0.01
 
 
@@ -62,13 +64,6 @@ def test_mxfp8_learns_and_tracks_bf16(run, layout: str) -> None:
     assert "MXFP8: the experts of 1 MoE layer stay out of FSDP: on their data-parallel mesh is one rank" in log
     left = "layers.1.moe.router.gate (filter_fqns has 'router.gate'), lm_head (filter_fqns has 'lm_head')"
     assert f"MXFP8: converted 14 Linears (recipe mxfp8, backend reference); left: {left}" in log
-
-
-@pytest.mark.nightly
-def test_qwen3_learns_and_tracks_bf16(tmp_path: Path) -> None:
-    flags = ("--training.steps=4", "--training.seq_len=128")
-    bf16, mxfp8 = (train(tmp_path / kind, "qwen3", kind, *flags) for kind in ("bf16", "mxfp8"))
-    check_tracking("qwen3", bf16, mxfp8, 0.6, BAND)  # measured 0.77
 
 
 FEW_STEPS = ("--training.steps=3", "--lr_scheduler.total_steps=8", "--training.seq_len=128")
@@ -102,7 +97,11 @@ def test_layers_that_dispatch_their_own_tokens(run, tmp_path: Path) -> None:
 def test_a_killed_run_goes_on_from_its_checkpoint(run, tmp_path: Path) -> None:
     _, whole = run("FSDP 2 + EP 2", "mxfp8")
     args = ("deepseek_v3", "mxfp8", *STEPS, "--checkpoint.interval=4")
-    check_resumed(tmp_path, lambda out: start(out, *args, layout="FSDP 2 + EP 2"), whole)
+    kill_when(start(tmp_path, *args, layout="FSDP 2 + EP 2"), lambda: "step:  6" in (tmp_path / "log").read_text())
+    assert not (tmp_path / "checkpoint" / "step-8").exists()
+    resumed = train(tmp_path, *args, layout="FSDP 2 + EP 2")
+    assert "Training starts at step 5" in (tmp_path / "log").read_text()
+    assert [resumed[step] for step in range(5, 9)] == [whole[step] for step in range(5, 9)]
 
 
 @pytest.mark.parametrize("written, read", daily([("bf16", "mxfp8"), ("mxfp8", "bf16")], "bf16"))
@@ -112,3 +111,7 @@ def test_bf16_and_mxfp8_exchange_checkpoints(run, tmp_path: Path, written: str, 
     shutil.copytree(out / "checkpoint" / "step-4", tmp_path / "checkpoint" / "step-4")
     after = train(tmp_path, "deepseek_v3", read, *STEPS, "--checkpoint.interval=60", layout=layout)
     check_exchange(after, before, BAND)
+
+
+def test_a_step_whose_rows_did_not_fit_ends_as_with_counted_ones() -> None:
+    processes.check(2, "parallel_rerun.py", "cpu")

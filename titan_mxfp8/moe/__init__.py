@@ -28,10 +28,8 @@ def choose(transport: TransportName, group: dist.ProcessGroup | None, device: to
         device: where the tokens are.
 
     Raises:
-        ValueError: unknown name, or ``symmetric`` where it cannot be.
+        ValueError: ``symmetric`` where it cannot be.
     """
-    if transport not in TRANSPORTS:
-        raise ValueError(f"unknown transport {transport!r}: use one of {', '.join(TRANSPORTS)}")
     if device.index is None:  # of cpu and cpu:0, the layers of both share what they share
         device = torch.device(device.type, torch.cuda.current_device() if device.type == "cuda" else 0)
     if group is None or group.size() == 1:
