@@ -1,4 +1,4 @@
-"""Student's t, intervals and the test of equivalence, against tables and simulation."""
+"""Student's t against tables, and verdicts against simulation."""
 
 import random
 from statistics import fmean
