@@ -19,11 +19,11 @@ from titan_mxfp8 import RECIPES
 from titan_mxfp8.backends import BACKENDS, Backend, BackendRow, Gemm, Plan
 from titan_mxfp8.backends import reference as reference_backend
 from titan_mxfp8.backends.common.dequantize import dequantize
+from titan_mxfp8.backends.common.swizzled import swizzle_scales
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
-from titan_mxfp8.format import reference
+from titan_mxfp8.format import reference, swizzle
 from titan_mxfp8.format.mx import ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
-from titan_mxfp8.format.swizzle import unswizzle
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -204,32 +204,40 @@ def filled(operand: Operand, offs: torch.Tensor | None) -> Operand:
     return operand._replace(data=data.contiguous(), scale=operand.scale.flatten()[: tiles * across * 512])
 
 
+def assert_same_filled(
+    ours: Operand, theirs: Operand, offs: torch.Tensor | None = None, rows: torch.Tensor | None = None
+) -> None:
+    """The same shapes, and the same bits in what groups fill that end at ``offs``; of values in bf16 at ``rows``."""
+    assert ours.data.shape == theirs.data.shape and (ours.scale is None or ours.scale.shape == theirs.scale.shape)
+    assert_same(filled(ours, offs), filled(theirs, offs), None if rows is None else int(rows[-1]))
+
+
 def check_quantize(
     backend: Backend, x: torch.Tensor, axis: int, spec: OperandSpec, offs=None, device: str | torch.device = "cpu"
 ) -> None:
     """``x`` on the CPU, or a view of something there: strides are kept."""
-    x, x_cpu = _on(x, device), x
     with poisoned_empty():
-        ours = backend.quantize(x, axis, spec, None if offs is None else offs.to(device))
-    theirs = reference.quantize(x_cpu, axis, spec, offs)
-    assert ours.data.shape == theirs.data.shape and (ours.scale is None or ours.scale.shape == theirs.scale.shape)
-    assert_same(filled(ours, offs), filled(theirs, offs), None if offs is None else int(offs[-1]))
+        ours = backend.quantize(_on(x, device), axis, spec, None if offs is None else offs.to(device))
+    assert_same_filled(ours, reference.quantize(x, axis, spec, offs), offs, offs)
 
 
 def check_quantize_both(
     backend: Backend, x: torch.Tensor, rowwise: OperandSpec, columnwise: OperandSpec, offs=None, device="cpu"
 ) -> None:
-    x, x_cpu = _on(x, device), x
     with poisoned_empty():
-        rowwise_operand, columnwise_operand = backend.quantize_both(
-            x, rowwise, columnwise, None if offs is None else offs.to(device)
-        )
-    rows = None if offs is None else int(offs[-1])
-    offs_of_rows = of_rows(rowwise, offs)
-    theirs_rowwise = reference.quantize(x_cpu, x.ndim - 1, rowwise, offs_of_rows)
-    theirs_columnwise = reference.quantize(x_cpu, x.ndim - 2, columnwise, offs)
-    assert_same(filled(rowwise_operand, offs_of_rows), filled(theirs_rowwise, offs_of_rows), rows)
-    assert_same(filled(columnwise_operand, offs), filled(theirs_columnwise, offs), rows)
+        made = backend.quantize_both(_on(x, device), rowwise, columnwise, None if offs is None else offs.to(device))
+    wanted = (x.ndim - 1, rowwise, of_rows(rowwise, offs)), (x.ndim - 2, columnwise, offs)
+    for ours, (axis, spec, own_offs) in zip(made, wanted, strict=True):
+        assert_same_filled(ours, reference.quantize(x, axis, spec, own_offs), own_offs, offs)
+
+
+def check_each_way(
+    backend: Backend, x: torch.Tensor, spec: OperandSpec, offs=None, device: str | torch.device = "cpu"
+) -> None:
+    """Along the last two axes, each alone and both at once; with ``offs`` groups along the first one."""
+    check_quantize(backend, x, x.ndim - 1, spec, device=device)
+    check_quantize(backend, x, x.ndim - 2, spec, offs, device)
+    check_quantize_both(backend, x, spec, spec, offs, device)
 
 
 def check_requantize(
@@ -248,18 +256,13 @@ def check_requantize(
     if places is not None:
         values, rows = rows.dequantize()[places.long()], rows.rows_at(places)
         torch.testing.assert_close(rows.dequantize(), values, rtol=0, atol=0, equal_nan=True)
-    expected, used = reference.requantize(rows, axis, spec, offs), None
-    if offs is not None and spec.stored == "bf16":
-        used = int(offs[-1])
-    elif offs is not None:
+    theirs = reference.requantize(rows, axis, spec, offs)
+    if offs is not None and spec.stored != "bf16" and spec.scales != "swizzled":
+        assert ours.data.shape == theirs.data.shape and ours.data.is_contiguous()
+        assert ours.scale.shape == theirs.scale.shape and ours.scale.is_contiguous()
         end = int(reference.padded_ends(offs, spec.block_k)[-1])
-        assert ours.data.shape == expected.data.shape and ours.data.is_contiguous()
-        assert ours.scale.shape == expected.scale.shape and ours.scale.is_contiguous()
-        if spec.scales == "swizzled":
-            ours, expected = (filled(to(operand, "cpu"), offs) for operand in (ours, expected))
-        else:
-            ours, expected = (_before(end, to(operand, "cpu")) for operand in (ours, expected))
-    assert_same(ours, expected, used)
+        ours, theirs = (_before(end, to(operand, "cpu")) for operand in (ours, theirs))
+    assert_same_filled(ours, theirs, offs, offs)
 
 
 def check_requantize_squares(backend: Backend, w: torch.Tensor, plan: Plan, device: str | torch.device = "cpu") -> None:
@@ -268,7 +271,23 @@ def check_requantize_squares(backend: Backend, w: torch.Tensor, plan: Plan, devi
     for axis, spec in ((2, plan.forward.b), (1, plan.dgrad.b)):
         with poisoned_empty():
             ours = backend.requantize(squares, axis, spec, None)
-        assert_same(filled(ours, None), filled(reference.quantize(w, axis, spec), None))
+        assert_same_filled(ours, reference.quantize(w, axis, spec))
+
+
+def check_swizzled_scales(sizes: list[int] | None, cols: int, device: str | torch.device = "cpu") -> None:
+    """By the kernel and by the definition, and back, of every layout; and of squares, whose lines share scales."""
+    offs = None if sizes is None else make_offs(sizes)
+    x, w = wild((1300, cols), BF16), wild((3, 96, 1100), BF16)
+    operands = [(reference.quantize(x, axis, EXACT, None if axis else offs), offs) for axis in (0, 1)]
+    operands += [(reference.quantize(w, axis, spec), None) for axis in (1, 2) for spec in (EXACT, SQUARES)]
+    for rows, cut in operands:
+        with poisoned_empty():
+            ours = swizzle_scales(to(rows, device), None if cut is None else cut.to(device))
+        assert_same_filled(ours, swizzle.swizzle(rows, ours.spec, cut), cut)
+        back, (_, known) = swizzle.unswizzle(to(ours, "cpu"), cut), swizzle.positions(rows, cut)
+        lines = rows.scale.repeat_interleave(rows.spec.block_mn, -2).narrow(-2, 0, rows.data.shape[-2])
+        assert known.any() and torch.equal(back.scale[known], lines[known])
+        assert not back.scale[~known].any()
 
 
 class Pair(NamedTuple):
@@ -404,7 +423,7 @@ def with_arrived(plan: Plan) -> Plan:
 def values(operand: Operand, offs: torch.Tensor | None, rows: int) -> torch.Tensor:
     """The values of an operand in fp64, as its input lay; of padded groups those of the tokens, NaN elsewhere."""
     if operand.spec.scales == "swizzled":
-        operand = unswizzle(operand, None if offs is None else offs.to(operand.data.device))
+        operand = swizzle.unswizzle(operand, None if offs is None else offs.to(operand.data.device))
     dequantized = reference.dequantize(operand).double()
     if operand.spec.stored == "bf16":
         return dequantized

@@ -1,12 +1,11 @@
 """Workarounds Triton's CPU interpreter, so that kernels can be held to the format's bits without a GPU.
 
-As shipped (3.6.0 and 3.9.0 tried) ``TRITON_INTERPRET=1`` rounds fp32 -> fp8 half up and drops carries, truncates
-fp32 -> bf16, makes fp8 NaN codes finite, and computes on bf16, which it stores as uint16, as on integers. ``install()``
-replaces, in ``triton.runtime.interpreter``:
+As shipped (3.9.0) ``TRITON_INTERPRET=1`` rounds fp32 -> fp8 half up and drops carries, truncates fp32 -> bf16, makes
+fp8 NaN codes finite, and computes on bf16, which it stores as uint16, as on integers; 3.6 also lacks operations that
+are needed here. ``install()`` replaces, in ``triton.runtime.interpreter``:
 
 - float conversions: torch's, round to nearest even; fp8 saturates and NaN becomes 0x7F, as ``cvt.rn.satfinite`` does;
 - arithmetic on bf16: in fp32, rounded once; ``tl.dot`` of 8- and 16-bit operands: in fp32;
-- ``tl.dot_scaled`` (missing in 3.6): exact products of decoded operands, fp32 sums;
 - ``tl.reduce_or``, which takes a millisecond for each element: numpy's;
 - what patches ``triton.language`` anew at each call of a jitted helper (2 ms): done once, for the whole process;
 - types, of which each operation makes several: what is known of one is worked out once (two thirds of the time).
@@ -72,14 +71,6 @@ def install() -> None:
             return _Handle((product + acc.data).astype(acc.data.dtype), acc.dtype.scalar)
         return create_dot(self, a, b, acc, input_precision, max_num_imprecise_acc)
 
-    def dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, fast_math, a_k_pack, b_k_pack, acc):
-        a_f32, b_f32 = _float32(a), _float32(b)
-        if a_scale is not None:
-            a_f32 = a_f32 * _decode_scale(a_scale.data, a_f32.shape[-1])
-        if b_scale is not None:  # (N, K / 32) for a (K, N) operand
-            b_f32 = b_f32 * np.swapaxes(_decode_scale(b_scale.data, b_f32.shape[-2]), -1, -2)
-        return _Handle((np.matmul(a_f32, b_f32) + acc.data).astype(acc.data.dtype), acc.dtype.scalar)
-
     def repaired_reduce(self, given):
         if self.combine_fn is not tl.standard._or_combine:
             return generic_reduce(self, given)
@@ -89,14 +80,7 @@ def install() -> None:
     interpreter._convert_float = _convert_float
     interpreter.ReduceOps.generic_reduce = repaired_reduce
     builder.binary_op, builder.ternary_op, builder.unary_op = repaired_binary_op, repaired_ternary_op, repaired_unary_op
-    builder.cast_impl, builder.create_dot, builder.create_dot_scaled = repaired_cast, repaired_dot, dot_scaled
-    # 3.6 lacks the first and lets NaN through the other two; GPUs return the number.
-    builder.create_fneg = lambda self, arg: self.unary_op(arg, np.negative)
-    builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
-    builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
-
-    if not hasattr(interpreter, "_InterpreterComparison"):  # 3.6
-        _repair_3_6()
+    builder.cast_impl, builder.create_dot = repaired_cast, repaired_dot
     _remember_types()
 
     interpreter._patch_lang(install)  # for good: triton.language now computes
@@ -140,21 +124,6 @@ def _remember_types() -> None:
     interpreter.TritonSemantic.broadcast_impl_value = broadcast_other_shapes
 
 
-def _repair_3_6() -> None:
-    """``dot_scaled`` takes its formats as plain strings, and a scalar tensor is an index under numpy 2.4 too."""
-    semantic, patch_lang_tensor = interpreter.TritonSemantic, interpreter._patch_lang_tensor
-    shipped = semantic.dot_scaled
-
-    def dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, *args):
-        return shipped(self, a, a_scale, tl.constexpr(str(a_format)), b, b_scale, tl.constexpr(str(b_format)), *args)
-
-    def repaired_patch(tensor, scope):
-        patch_lang_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    semantic.dot_scaled, interpreter._patch_lang_tensor = dot_scaled, repaired_patch
-
-
 def _convert_float(data, source, target, rounding_mode=None):
     """The bits of ``data`` (floats, or raw bits of bf16 and fp8) in another float type, as unsigned integers."""
     assert rounding_mode in (None, interpreter._ir.ROUNDING_MODE.RTNE), "only round to nearest even is repaired"
@@ -177,10 +146,3 @@ def _bfloat16_or_bool(out):
     if out.dtype == np.bool_:
         return _Handle(out, tl.int1)
     return _Handle(_convert_float(out.astype(np.float32), tl.float32, tl.bfloat16), tl.bfloat16)
-
-
-def _decode_scale(scale, length):
-    """E8M0 bytes to fp32, each repeated over its block of the last axis."""
-    byte = scale.view(np.uint8).astype(np.int32)
-    bits = np.where(byte == 0, 0x00400000, np.where(byte == 255, 0x7FC00000, byte << 23)).astype(np.int32)
-    return np.repeat(bits.view(np.float32), length // scale.shape[-1], axis=-1)

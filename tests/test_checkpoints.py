@@ -1,19 +1,13 @@
 """One training carried from layout to layout by its checkpoints, against one that was never interrupted."""
 
-import copy
 import json
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torchtitan.config import JobConfig
-from torchtitan.models.deepseek_v3 import DeepSeekV3Model, deepseekv3_args
 from training import kill_when, losses, start, train
 
 from scripts.study import compare_layouts
-from titan_mxfp8.plugin.flavors import register_flavors
 
 pytestmark = pytest.mark.integration
 
@@ -46,7 +40,7 @@ def data(folder: Path, first_step: int, ranks: int) -> list[str]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """``whole``: 7 steps in one process. ``carried``: 2 steps with FSDP 2 + EP 2, killed, 2 in one process, 2 with TP 2
     and an export to the Hugging Face format; the first 4 with MoE layers that dispatch their own tokens. ``from_hf``:
-    one more in one process, and an export of the model only."""
+    one more in one process."""
     tmp = tmp_path_factory.mktemp("runs")
     whole, carried, from_hf = (tmp / name for name in ("whole", "carried", "from_hf"))
     train(whole, "deepseek_v3", *FLAGS, f"--training.steps={STEPS}", *data(tmp / "all", 1, 1))
@@ -62,8 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     train(carried, "deepseek_v3", *FLAGS, "--training.steps=6", *export, *data(tmp / "5", 5, 1), layout="TP 2")
 
     load = ["--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={carried}/checkpoint/step-6"]
-    last = ["--training.steps=1", "--checkpoint.last_save_model_only", *data(tmp / "7", 7, 1)]
-    train(from_hf, "deepseek_v3", *FLAGS, *load, *last)
+    train(from_hf, "deepseek_v3", *FLAGS, *load, "--training.steps=1", *data(tmp / "7", 7, 1))
     return {"whole": whole, "carried": carried, "from_hf": from_hf}
 
 
@@ -85,16 +78,3 @@ def test_export_to_hugging_face_and_back(runs: dict[str, Path]) -> None:
     tensors = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
     assert tensors["model.layers.1.mlp.experts.7.down_proj.weight"].shape == (256, 256)
     assert losses(runs["from_hf"])[1] == pytest.approx(losses(runs["whole"])[7], abs=TOLERANCE)
-
-
-def test_a_model_only_checkpoint_loads_with_weights_only(runs: dict[str, Path], tmp_path: Path) -> None:
-    """Into a model that knows nothing of MXFP8, every name and shape as it expects them."""
-    dcp_to_torch_save(runs["from_hf"] / "checkpoint" / "step-1", tmp_path / "model.pt")
-    state = torch.load(tmp_path / "model.pt", weights_only=True)
-    register_flavors()
-    args = copy.deepcopy(deepseekv3_args["debugmodel_2layers"])
-    args.update_from_config(JobConfig())
-    with torch.device("meta"):
-        model = DeepSeekV3Model(args)
-    model.load_state_dict(state, assign=True)
-    assert all(param.isfinite().all() for param in model.parameters())

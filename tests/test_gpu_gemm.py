@@ -1,5 +1,6 @@
 """What the contract (``test_backends.py``) does not ask of the portable GEMMs on a GPU: every tile, programs that start
-late; and of the ops on top of them: the reference's results, CUDA graphs, torch.compile."""
+late; of the ops on top of them: the reference's results, CUDA graphs, torch.compile; of what ``sm100`` does beside
+torch's GEMMs, on any NVIDIA GPU."""
 
 import contract
 import pytest
@@ -17,10 +18,13 @@ if not torch.cuda.is_available():
 from titan_mxfp8.backends import triton
 from titan_mxfp8.backends.common import gemm
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
+from titan_mxfp8.backends.sm100 import gemm as sm100
 from titan_mxfp8.ops.pad import pad_token_groups
 
 DEVICE = torch.device("cuda", 0)
 HARDWARE = hardware_of(DEVICE)
+CONVERTS = torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0)
+needs_conversion = pytest.mark.skipif(not CONVERTS, reason="needs an NVIDIA GPU that converts to FP8")
 ON_GPU = [target for target in targets_here() if target.device == DEVICE]
 KERNELS = [(target, recipe) for target in ON_GPU if target.row.name != "reference" for recipe in target.recipes()]
 FEW = ("mxfp8", "mxfp8_2d", "mxfp8_wgrad_bf16", "mxfp8_2d_rebased")
@@ -189,3 +193,21 @@ def test_compile_with_changing_token_counts(target, recipe: Recipe) -> None:
         eager = layer(x, w1, w2, offs)
         for value, expected in zip((y, *grads), (eager, *torch.autograd.grad(eager, (x, w1, w2), dy)), strict=True):
             assert torch.equal(value, expected)
+
+
+@needs_conversion
+@pytest.mark.parametrize("sizes", [None, [1300], [0, 1, 44, 130, 0, 800, 200]])
+def test_swizzled_scales_of_sm100(sizes: list[int] | None) -> None:
+    contract.check_swizzled_scales(sizes, 416, DEVICE)
+
+
+@needs_conversion
+def test_what_torch_leaves_of_a_product_of_sm100() -> None:
+    offs = make_offs([0, 44, 0, 100], DEVICE)
+    out, bias = torch.ones(300, 416, dtype=BF16, device=DEVICE), torch.randn(4, 416, device=DEVICE)
+    sm100.finish_rows(out, bias, offs, zero_tail=True)
+    expected = (1 + torch.cat([bias[1].expand(44, -1), bias[3].expand(100, -1)])).to(BF16)
+    assert torch.equal(out[:144], expected) and not out[144:].any()
+    dw = torch.ones(4, 416, 288, dtype=BF16, device=DEVICE)
+    sm100.zero_empty_groups(dw, offs)
+    assert not dw[[0, 2]].any() and (dw[[1, 3]] == 1).all()

@@ -50,16 +50,6 @@ LAYOUTS = {"1 process": CASES, "FSDP 2": ("validation", "op checkpointing"), "FS
 BAND = 2e-3
 
 
-def check_case(out: Path, case: str, layout: str, accumulates: bool) -> None:
-    """Trains eagerly and as graphs, and compares."""
-    model = case if case in MODELS else "deepseek_v3"
-    flags = [*COMMON, *CASES[case].split(), *([THREE_MICROBATCHES[layout]] if accumulates else [])]
-    runs = {kind: start(out / kind, model, *flags, *own, layout=layout) for kind, own in KINDS.items()}
-    for kind, process in runs.items():
-        finish(process, out / kind)
-    compare(out, f"{case}, {layout}", STEPS, validates=case == "validation", measures=case == "health")
-
-
 def compare(out: Path, what: str, steps: int, *, validates: bool = False, measures: bool) -> None:
     """The losses of two runs, in ``out/eager`` and ``out/graph``, and of what they logged besides, when."""
     captured = len(re.findall(CAPTURED, (out / "graph" / "log").read_text()))
@@ -91,31 +81,30 @@ def test_losses_are_those_of_eager_steps(tmp_path: Path, layout: str, case: str,
         pytest.skip("needs two GPUs")
     if accumulates and case not in ("plain", "validation", "full checkpointing", "health"):
         pytest.skip("one way to accumulate is enough")
-    check_case(tmp_path, case, layout, accumulates)
+    model = case if case in MODELS else "deepseek_v3"
+    flags = [*COMMON, *CASES[case].split(), *([THREE_MICROBATCHES[layout]] if accumulates else [])]
+    runs = {kind: start(tmp_path / kind, model, *flags, *own, layout=layout) for kind, own in KINDS.items()}
+    for kind, process in runs.items():
+        finish(process, tmp_path / kind)
+    compare(tmp_path, f"{case}, {layout}", STEPS, validates=case == "validation", measures=case == "health")
 
 
 @pytest.mark.parametrize("asynchronous", ["disabled", "async_with_pinned_mem"])
 @pytest.mark.parametrize("layout", ["1 process", "FSDP 2 + EP 2"])
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, layout: str, asynchronous: str) -> None:
+    """12 steps, eagerly, and as graphs with an end at 6."""
     if layout != "1 process" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    check_resume(tmp_path, layout, asynchronous)
-
-
-def check_resume(out: Path, layout: str, asynchronous: str) -> str:
-    """Trains 12 steps eagerly, and as graphs with an end at 6."""
     saving = ["--checkpoint.enable", "--checkpoint.interval=3", f"--checkpoint.async_mode={asynchronous}", GRAPH]
-    eager = start(out / "eager", "deepseek_v3", *COMMON, layout=layout)
-    train(out / "graph", "deepseek_v3", *COMMON, *saving, "--training.steps=6", layout=layout)
-    whole = finish(eager, out / "eager")
-    resumed = train(out / "graph", "deepseek_v3", *COMMON, *saving, layout=layout)
-    log = (out / "graph" / "log").read_text()
+    eager = start(tmp_path / "eager", "deepseek_v3", *COMMON, layout=layout)
+    train(tmp_path / "graph", "deepseek_v3", *COMMON, *saving, "--training.steps=6", layout=layout)
+    whole = finish(eager, tmp_path / "eager")
+    resumed = train(tmp_path / "graph", "deepseek_v3", *COMMON, *saving, layout=layout)
+    log = (tmp_path / "graph" / "log").read_text()
     gap = max(abs(resumed[step] - loss) for step, loss in whole.items())
-    said = f"resume, {layout}, {asynchronous}: largest gap {gap}"
-    print(said)
+    print(f"resume, {layout}, {asynchronous}: largest gap {gap}")
     assert "Training starts at step 7" in log and CAPTURED in log.split("Training starts at step 7")[1]
-    assert resumed.keys() == whole.keys() and gap < BAND, said
-    return said
+    assert resumed.keys() == whole.keys() and gap < BAND
 
 
 def test_gradients_are_written_by_the_first_microbatch_and_added_to_by_the_others(

@@ -11,12 +11,15 @@ from types import SimpleNamespace
 import contract
 import pytest
 import torch
-from contract import BF16, E4M3, E5M2, EXACT, FORMATS, FP32, SQUARES, check_quantize, uneven, wild
+import triton.language as tl
+from contract import BF16, E4M3, E5M2, EXACT, FORMATS, FP32, SQUARES, check_each_way, uneven, wild
 from poison import poisoned_empty
+from triton import jit
 
 from scripts.bench.problems import SPREADS, group_sizes, make_offs
 from titan_mxfp8 import quantize
 from titan_mxfp8.backends import hopper, triton
+from titan_mxfp8.backends.common.bf16x2 import amax_bf16x2, round_bf16x2
 from titan_mxfp8.format import reference
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.ops import library
@@ -39,17 +42,10 @@ def ids(value: object) -> str:
     return value.key if isinstance(value, OperandSpec) else getattr(value, "__name__", str(value)).split(".")[-1]
 
 
-def check_all(backend, x: torch.Tensor, spec: OperandSpec, offs: torch.Tensor | None = None) -> None:
-    """Along the last two axes, each alone and both at once."""
-    check_quantize(backend, x, x.ndim - 1, spec, device="cuda")
-    check_quantize(backend, x, x.ndim - 2, spec, offs, "cuda")
-    contract.check_quantize_both(backend, x, spec, spec, offs, "cuda")
-
-
 @pytest.mark.parametrize("rounding, dtype", FORMATS)
 def test_every_bfloat16(rounding: str, dtype: torch.dtype):
     for x in contract.every_bfloat16():
-        check_all(triton, x, OperandSpec(rounding=rounding, elem_dtype=dtype))
+        check_each_way(triton, x, OperandSpec(rounding=rounding, elem_dtype=dtype), device="cuda")
 
 
 @pytest.mark.parametrize("rounding, dtype", FORMATS)
@@ -58,10 +54,10 @@ def test_every_bfloat16(rounding: str, dtype: torch.dtype):
 def test_shapes(backend, spec: OperandSpec, in_dtype: torch.dtype, rounding: str, dtype: torch.dtype):
     spec = replace(spec, rounding=rounding, elem_dtype=dtype)
     for shape in SHAPES:
-        check_all(backend, wild(shape, in_dtype), spec)
+        check_each_way(backend, wild(shape, in_dtype), spec, device="cuda")
     if backend is hopper:
         for make in (uneven, contract.coalescible_squares):
-            check_all(backend, make((129, 288), in_dtype), spec)
+            check_each_way(backend, make((129, 288), in_dtype), spec, device="cuda")
 
 
 @pytest.mark.parametrize("backend, spec", SPECS, ids=ids)
@@ -83,7 +79,7 @@ def test_strides(backend, spec: OperandSpec):
     ops, base = SimpleNamespace(quantize=quantize_op, quantize_both=quantize_both_op), wild((3, 130, 264), BF16)
     views = base.mT, base[:, 1::2, 3:99], base[:1].expand(2, 130, 264), base.permute(1, 0, 2), base[..., ::2]
     for x in (*views, base[1, 1:], base[0].T):
-        check_all(ops, x, spec)
+        check_each_way(ops, x, spec, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -101,7 +97,7 @@ def test_pad(alignment: int, dtype: torch.dtype):
         for rows, groups, cols in ((1000, 7, 1536), (777, 160, 100), (300, 300, 8), (64, 1, 7)):
             for used in (rows, rows - 20):
                 x, offs = wild((rows, cols), dtype), make_offs(group_sizes(spread, used, groups))
-                expected = *pad_token_groups(x, offs, alignment), x.where(torch.arange(rows)[:, None] < used, 0)
+                expected = *pad_token_groups(x, offs, alignment), x.where(torch.arange(rows)[:, None] < offs[-1], 0)
                 padded, padded_offs = pad_token_groups(x.cuda(), offs.cuda(), alignment)
                 actual = padded, padded_offs, unpad_token_groups(padded, offs.cuda(), alignment, rows)
                 torch.testing.assert_close(tuple(t.cpu() for t in actual), expected, rtol=0, atol=0, equal_nan=True)
@@ -149,3 +145,34 @@ def test_beyond_int32():
             assert torch.equal(one.qdata.view(torch.uint8), rowwise.data.view(torch.uint8))
             assert torch.equal(one.scale, rowwise.scale)
         del rowwise, columnwise, ends
+
+
+@jit
+def _round_columns(x, out, packed_cols, FLOOR: tl.constexpr, TO_E5M2: tl.constexpr):
+    """One program, numbers rounded two at a time: 32 rows, a block in each column, and 16 pairs of columns."""
+    pair = tl.program_id(0) * 16 + tl.arange(0, 16)[None, :]
+    at = tl.arange(0, 32)[:, None] * packed_cols + pair
+    pairs = tl.load(x + at)
+    tl.store(out + at, round_bf16x2(pairs, amax_bf16x2(pairs, 0)[None, :], FLOOR, TO_E5M2))
+
+
+@pytest.mark.parametrize("rounding, dtype", FORMATS)
+def test_every_largest_number_of_pairs_of_bf16(rounding: str, dtype: torch.dtype) -> None:
+    """Each of the 32768 magnitudes is the largest number of some blocks, the others are any that are not larger: so all
+    distances of exponents occur, subnormal scales, zeros of both signs, Inf and NaN."""
+    largest = torch.arange(2**15, dtype=torch.int32).repeat(8)
+    others = torch.randint(0, 2**15, (31, largest.numel()), dtype=torch.int32)
+    near = largest - torch.randint(0, 20 * 2**7, others.shape, dtype=torch.int32)
+    others = torch.where(torch.rand(others.shape) < 0.5, near.clamp(min=0), others % (largest + 1))
+    bits = torch.cat([largest[None], others]) | (torch.randint(0, 2, (32, largest.numel()), dtype=torch.int32) << 15)
+    x = bits.to(torch.int16).view(BF16)
+    there, out = x.cuda(), torch.empty_like(x, device="cuda")
+    cols = x.shape[1] // 2
+    _round_columns[(cols // 16,)](
+        there.view(torch.int32), out.view(torch.int32), cols, rounding == "floor", dtype == E5M2
+    )
+    spec = OperandSpec(rounding=rounding, elem_dtype=dtype, stored="bf16")
+    expected = reference.quantize(x, 0, spec).data
+    ours, nan = out.cpu(), expected.isnan()
+    assert nan.any() and torch.equal(ours.isnan(), nan)
+    assert torch.equal(ours[~nan].view(torch.int16), expected[~nan].view(torch.int16))

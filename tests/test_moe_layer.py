@@ -16,7 +16,8 @@ from watch import look_at, saved_tensors
 from scripts.bench.problems import relative_rms
 from titan_mxfp8 import mxfp8_grouped_mm, mxfp8_moe
 from titan_mxfp8.backends import reference as reference_backend
-from titan_mxfp8.moe import bounds, operators
+from titan_mxfp8.moe import bounds
+from titan_mxfp8.moe import config as moe_config
 from titan_mxfp8.moe.transport import Local
 from titan_mxfp8.ops import experts
 
@@ -168,8 +169,8 @@ def check_bounded(
     """To the bit; but FP8 tensor cores may add up a row otherwise where there are fewer."""
     local = Local()
     local.shared.wanted.raises = False
-    monkeypatch.setattr(operators, "choose", lambda *_: (local, ""))
-    monkeypatch.setattr(operators, "check_expert_ids", lambda *_: None)
+    monkeypatch.setattr(moe_config, "choose", lambda *_: (local, ""))
+    monkeypatch.setattr(moe_config, "check_expert_ids", lambda *_: None)
     room = bounds.bound(factor, T, K, 1, E)
     assert room == {0: 0, 0.2: 256, 0.7: 640, math.inf: T * K}[factor] and (layer["expert_ids"] == E - 1).sum() == 0
     order = layer["expert_ids"].flatten().argsort(stable=True)

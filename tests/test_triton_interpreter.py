@@ -7,11 +7,15 @@ of their own. By hand: ``TRITON_INTERPRET=1 PYTHONPATH=tests pytest tests/interp
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(version("triton").startswith(("3.6.", "3.7.", "3.8.")), reason="needs the interpreter of 3.9"),
+]
 
 TESTS = Path(__file__).parent
 

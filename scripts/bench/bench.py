@@ -70,7 +70,7 @@ class Bench:
         self.name, self.args, self.is_warm = name, args, False
         self.rank, self.ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)) if args.device == "cuda" else None)
-        backend = select(args.backend, hardware_of(self.device), get_recipe("mxfp8")).name
+        backend = select("auto", hardware_of(self.device), get_recipe("mxfp8")).name
         self.env = environment(self.device) | {"command": " ".join(sys.argv), "backend": backend}
         self.rows: list[Row] = []
         check_same(args.out, self.env, "backend")
@@ -233,7 +233,7 @@ def parse_shape(text: str, known: Sequence[GroupedShape]) -> GroupedShape:
 
 
 def parser_of(doc: str, recipes: Sequence[str], shapes: Sequence[GroupedShape] = ()) -> argparse.ArgumentParser:
-    """The flags that all benchmarks of kernels have; ``--shapes`` and ``--backend`` where there are shapes."""
+    """The flags that all benchmarks of kernels have; ``--shapes`` where there are shapes."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for data.csv and env.json; rows that it holds are kept")
@@ -242,12 +242,11 @@ def parser_of(doc: str, recipes: Sequence[str], shapes: Sequence[GroupedShape] =
         names = ", ".join(shape.name for shape in shapes)
         help_text = f"of {names}, or M,N,K,G [all that the benchmark lists]"
         add("--shapes", nargs="+", type=lambda text: parse_shape(text, shapes), metavar="SHAPE", help=help_text)
-        add("--backend", help="auto, or a name of titan_mxfp8.backends [auto]")
     add("--recipes", nargs="+", default=list(recipes), metavar="RECIPE", help=f"[{' '.join(recipes)}]")
     add("--turns", type=int, default=3, help="blocks of each call that count [3]")
     add("--seconds", type=float, default=1.0, help="of a block, half of which counts [%(default)s]")
     add("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try it, MoE layers at small sizes [cuda]")
-    parser.set_defaults(backend="auto", quick_seconds=0.3)
+    parser.set_defaults(quick_seconds=0.3)
     return parser
 
 

@@ -35,7 +35,6 @@ from scripts.bench.kernel_times import kernel_table, shown
 from scripts.bench.peers import SONICMOE, SonicMoE, is_installed, versions
 from scripts.progress import ends_in_words
 from scripts.result_files import read_rows, write_rows
-from titan_mxfp8.moe.bounds import ROWS
 from titan_mxfp8.recipe import BF16, GROUPED_MM, LINEAR
 
 ASSETS = Path(__file__).parents[2] / "train_configs" / "assets"
@@ -79,11 +78,11 @@ class Way:
 
     recipe: str = ""
     transport: str = ""
-    rows: str = ""
     peer: str = ""
 
     def __str__(self) -> str:
-        return self.peer or " ".join(filter(None, (self.recipe, self.transport, self.rows))) or "torchtitan"
+        rows = ["counted"] if self.transport not in ("", "off") else []  # other choices of rows were here too
+        return self.peer or " ".join(filter(None, (self.recipe, self.transport, *rows))) or "torchtitan"
 
 
 class Block(nn.Module):
@@ -165,8 +164,7 @@ class Bench(bench.Bench):
             f"--model.converters={','.join(converters)}",
         ]
         if way.recipe:
-            flags += [f"--{GROUPED_MM}.dispatch={way.transport}"]
-            flags += [f"--{GROUPED_MM}.dispatch_rows={way.rows}"] if way.rows else []
+            flags += [f"--{GROUPED_MM}.dispatch={way.transport}", f"--{GROUPED_MM}.dispatch_rows=counted"]
             flags += [f"--{name}.recipe_name={way.recipe}" for name in converters]
         return ConfigManager().parse_args(flags)
 
@@ -320,11 +318,10 @@ def tiny(layer: Layer) -> Layer:
 
 
 def ways(args: argparse.Namespace) -> list[Way]:
-    """The control first. TorchTitan's dispatch knows one choice of rows, and with bf16 would be TorchTitan's layer."""
+    """The control first. With TorchTitan's dispatch bf16 would be TorchTitan's layer."""
     chosen = [Way(recipe=one, transport=transport) for one in args.recipes for transport in args.transports]
-    off = [way for way in chosen if way.transport == "off" and way.recipe != BF16.name]
-    sent = [replace(way, rows=rows) for way in chosen for rows in args.rows if way.transport != "off"]
-    return [Way(), *(Way(peer=peer) for peer in args.peers), *sent, *off]
+    sent, off = ([way for way in chosen if (way.transport == "off") == is_off] for is_off in (False, True))
+    return [Way(), *(Way(peer=peer) for peer in args.peers), *sent, *(way for way in off if way.recipe != BF16.name)]
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -334,7 +331,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--layers", nargs="+", choices=names, default=names, help="[all that the number of processes allows]")
     help_text = "off: TorchTitan's dispatch, our experts [auto]"
     add("--transports", nargs="+", default=["auto"], choices=("auto", "collective", "symmetric", "off"), help=help_text)
-    add("--rows", nargs="+", default=["counted"], choices=ROWS, help="[counted]")
     add("--peers", nargs="+", default=[], choices=(SONICMOE,), help="layers of other projects to time too [none]")
     add("--profile", action="store_true", help="add the kernels of a step of each way, on a GPU")
     parser.set_defaults(quick_seconds=0.5)

@@ -8,6 +8,7 @@ Each PNG says in its metadata which files it was drawn from and what they held: 
 import argparse
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,7 @@ SEEDS = [
     for folder in ("2026-11-23_2xh200_convergence", "2026-11-23_2xh200_convergence_12_seeds")
 ]
 DEFAULT = [RESULTS / "2026-11-27_4xh200_convergence_default" / "losses.csv"]
+LONGER = [RESULTS / "2026-11-27_2xh200_longer_run" / "losses.csv"]
 LAYERS = [RESULTS / "2026-11-24_2xh200_dispatch_default" / "layers.csv"]
 SCALING = [RESULTS / "2026-11-25_h200_bench" / name for name in ("scaling/data.csv", "roofline.csv")]
 SHOWN = ("bf16", "mxfp8_2d", "mxfp8_2d_rebased")
@@ -178,6 +180,17 @@ def convergence(files: list[Path], model: str, shown: dict[str, str], share: flo
     return figure
 
 
+def longer_run() -> Figure:
+    """Losses of one run of bf16 and one of the default, and their difference."""
+    bf16, default = compare_runs.read(LONGER)
+    runs = [bf16, replace(default, name=f"mxfp8_2d_rebased-seed{default.seed}")]
+    figure = compare_runs.Comparison(runs, share=0.0028785).figure()  # 0.005 nats
+    top, bottom = figure.axes
+    top.set_title("A DeepSeek-V3-style MoE model of 320M parameters on H200s: one run each, 226M tokens", fontsize=11)
+    bottom.set_title("smoothed, with the 95% interval of the steps; dotted: 0.005 nats", fontsize=10)
+    return figure
+
+
 # By file name: what draws it, and the files that it is drawn from.
 PICTURES: dict[str, tuple[Callable[[], Figure], list[Path]]] = {
     "way_of_a_token.png": (way_of_a_token, []),
@@ -211,6 +224,7 @@ PICTURES: dict[str, tuple[Callable[[], Figure], list[Path]]] = {
         ),
         DEFAULT,
     ),
+    "longer_320m.png": (longer_run, LONGER),
 }
 
 

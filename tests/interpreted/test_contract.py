@@ -183,10 +183,14 @@ def test_requantisers(target: Target, recipe: str | Recipe) -> None:
     contract.check_requantisers(target, get_recipe(recipe), [[0, 1, 44, 130, 80], [300], [0, 0], [33, 0, 200]])
 
 
+# The quantisers of each, and of values in bf16.
+RAGGED = HOPPER, SM100, TRITON, VARIANTS["bf16"]
+
+
 @pytest.mark.usefixtures("converts")
 @pytest.mark.parametrize(
     "target, spread",
-    daily(product((HOPPER, SM100), SPREADS), *product((HOPPER, SM100), ("empties", "zipf"))),
+    daily(product(RAGGED, SPREADS), *product(RAGGED, ("empties", "zipf"))),
     ids=ids,
 )
 def test_ragged_groups(target: Target, spread: str) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import scaled_mm
 import torch
-from contract import BF16, assert_same, filled, uneven, wild
+from contract import BF16, assert_same, check_swizzled_scales, filled, uneven
 from poison import poisoned_empty
 from swiglu_contract import swiglu_inputs
 from tiers import daily
@@ -16,7 +16,6 @@ from scripts.bench.problems import make_offs, relative_rms
 from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, mxfp8_moe
 from titan_mxfp8.backends import sm100
 from titan_mxfp8.backends.common import convert
-from titan_mxfp8.backends.common.swizzled import swizzle_scales
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.format import reference, swizzle
 from titan_mxfp8.format.spec import OperandSpec
@@ -35,22 +34,8 @@ def sm_100(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("sizes", [None, [1300], [0, 1, 44, 130, 0, 1080]])
-def test_blocked_and_unblocked_are_the_same_scales(sizes: list[int] | None) -> None:
-    """By the kernel and by the definition, of every layout; and squares, whose lines share scales."""
-    offs = None if sizes is None else make_offs(sizes)
-    x, w, squares = wild((1300, 160), BF16), wild((3, 96, 1100), BF16), OperandSpec(block="32x32", block_mn=32)
-    operands = [(reference.quantize(x, axis, OperandSpec(), None if axis else offs), offs) for axis in (0, 1)]
-    operands += [(reference.quantize(w, axis, spec), None) for axis in (1, 2) for spec in (OperandSpec(), squares)]
-    for rows, cut in operands:
-        with poisoned_empty():
-            ours = swizzle_scales(rows, cut)
-        theirs = swizzle.swizzle(rows, ours.spec, cut)
-        assert ours.scale.shape == theirs.scale.shape
-        assert_same(filled(ours, cut), filled(theirs, cut))
-        back, (_, known) = swizzle.unswizzle(ours, cut), swizzle.positions(rows, cut)
-        lines = rows.scale.repeat_interleave(rows.spec.block_mn, -2).narrow(-2, 0, rows.data.shape[-2])
-        assert known.any() and torch.equal(back.scale[known], lines[known])
-        assert not back.scale[~known].any()
+def test_swizzled_scales(sizes: list[int] | None) -> None:
+    check_swizzled_scales(sizes, 160)
 
 
 def test_rows_with_swizzled_scales_are_requantised() -> None:

@@ -185,7 +185,7 @@ def test_other_overrides_work_beside_ours(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_selective_checkpointing_saves_the_products() -> None:
-    ours = {torch.ops.titan_mxfp8.gemm_m_grouped.default, torch.ops.titan_mxfp8.moe_forward.default}
+    ours = {torch.ops.titan_mxfp8.gemm_m_grouped.default, torch.ops.titan_mxfp8.experts_forward.default}
     assert ours <= SelectiveAC(SelectiveAC.Config()).get_save_ops()
 
 

@@ -22,28 +22,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_mxfp8.format.codec import decode
-from titan_mxfp8.moe import DispatchHandle, Rows, TransportName
+from titan_mxfp8.moe import Rows, TransportName
 from titan_mxfp8.moe.bounds import factor_of
 from titan_mxfp8.moe.checks import check_call
-from titan_mxfp8.moe.operators import MoEConfig, moe_forward, moe_hidden_gradients, moe_rows_gradient
-from titan_mxfp8.ops import experts
-from titan_mxfp8.ops.accumulate import held_gradients
-from titan_mxfp8.ops.autograd import (
-    ScoredCopies,
-    exported,
-    is_exporting,
-    once_differentiable,
-    save_for_backward,
-    split,
-)
+from titan_mxfp8.moe.config import MoEConfig
+from titan_mxfp8.ops.autograd import ScoredCopies, exported, is_exporting
 from titan_mxfp8.ops.checks import check_flags
 from titan_mxfp8.ops.config import MXConfig, config_of
+from titan_mxfp8.ops.expert_operators import ExpertsFunction
 from titan_mxfp8.ops.experts import Weights
-from titan_mxfp8.ops.grouped_experts import KEPT, common_dtype, gradients_of, weight_gradients
 from titan_mxfp8.ops.operands import plain
 from titan_mxfp8.recipe import Recipe, get_recipe
 
-_HANDLE = len(DispatchHandle._fields)
 _MOST_CHECKED = 4096
 _checked: set[tuple] = set()  # shapes, dtypes, devices and options of calls that were right
 
@@ -171,15 +161,15 @@ def moe(
     if compiling and is_exporting():
         return _exported_moe(x, scores, expert_ids, *weights, scores_first, layer, config.kept_weight)
     kept_weight = "itself" if gathered else config.kept_weight
-    rest = layer, kept_weight, torch.is_grad_enabled(), *weights, *gathered
+    rest = layer, kept_weight, False, torch.is_grad_enabled(), *weights, *gathered
     return _apply(x, scores, expert_ids, rest, scores_first)
 
 
 def _apply(x: Tensor, scores: Tensor, expert_ids: Tensor, rest: tuple, scores_first: bool) -> Tensor:
-    """``_MoE`` of tokens, or with ``scores_first`` of each of their copies."""
+    """``ExpertsFunction`` of tokens, or with ``scores_first`` of each of their copies."""
     if not scores_first:
-        return _MoE.apply(x, scores.float(), expert_ids, *rest)[0]
-    out = _MoE.apply(ScoredCopies.apply(x, scores.float()), None, expert_ids.reshape(-1, 1), *rest)[0]
+        return ExpertsFunction.apply(x, scores.float(), expert_ids, *rest)[0]
+    out = ExpertsFunction.apply(ScoredCopies.apply(x, scores.float()), None, expert_ids.reshape(-1, 1), *rest)[0]
     slots = expert_ids.shape[1]
     return out if slots == 1 else out.view(-1, slots, x.shape[1]).sum(1, dtype=torch.float32).to(x.dtype)
 
@@ -198,7 +188,7 @@ def _moe(
     config: str,
     kept_weight: str,
 ) -> Tensor:
-    rest = config, kept_weight, torch.is_grad_enabled(), w1, w3, w2, b1, b3, b2
+    rest = config, kept_weight, False, torch.is_grad_enabled(), w1, w3, w2, b1, b3, b2
     return _apply(x, scores, expert_ids, rest, scores_first)
 
 
@@ -224,56 +214,3 @@ def _moe_config(
         ranks=ranks,
         group=group,
     )
-
-
-@torch.compiler.assume_constant_result
-def keeps_copies(config: str, slots: int) -> bool:
-    """That of the ``MoEConfig`` with this key."""
-    return decode(config).keeps_copies(slots)
-
-
-class _MoE(torch.autograd.Function):
-    """Saves the rows that arrived in FP8, the two pre-activations, where rows arrived, and the weights; of those of
-    32x32 blocks what was quantised for dgrad instead, unless FSDP frees them (``MXConfig.kept_weight``)."""
-
-    @staticmethod
-    def forward(ctx, x, scores, expert_ids, config, kept_weight, grad_enabled, *given):
-        (w1, w3, w2, b1, b3, b2), gathered = given[:6], given[6:]
-        save = grad_enabled and any(ctx.needs_input_grad)
-        ctx.config, ctx.scored, ctx.x_dtype = config, scores is not None, x.dtype
-        ctx.dtypes = [None if w is None else w.dtype for w in given[:6]]
-        if kept_weight == "bf16":
-            w1, w3, w2 = w1.bfloat16(), w3.bfloat16(), w2.bfloat16()
-        matrices = gathered or (w1, w3, w2)
-        out, *saved = moe_forward(x, scores, expert_ids, [*matrices], [b1, b3, b2], config, save)
-        if not save:
-            return out, None
-        weights = () if kept_weight == "quantized" else matrices
-        ctx.matrices, ctx.kept = len(weights), KEPT if kept_weight == "quantized" else (0, 0)
-        ctx.gathers = keeps_copies(config, expert_ids.shape[1])
-        return save_for_backward(ctx, out, b2, *weights, *saved)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, saved, g_TD):
-        b2, *saved = saved
-        weights, handle, preactivations, kept, kept_w2, x = split(saved, ctx.matrices, _HANDLE, 2, *ctx.kept)
-        del saved
-        needs, routing = list(ctx.needs_input_grad[6:12]), DispatchHandle(*handle)
-        held = held_gradients(ctx, first=2 + ctx.scored, count=3)
-        sizes = [routing.expert_ids.numel(), preactivations[0].shape[1], g_TD.shape[1]]
-        rowwise, columnwise, h, dscores, biases, sources, of_g = split(
-            moe_hidden_gradients(g_TD, handle, preactivations, kept_w2, weights, b2, ctx.scored, needs, ctx.config),
-            *experts.count_tensors(ctx.config).of_hidden(needs),
-            ctx.scored,
-            sum(needs[3:]),
-            ctx.gathers,
-        )
-        dscores_M, sources = dscores[0] if ctx.scored else None, sources[0] if ctx.gathers else None
-        wanted = sizes, needs, common_dtype(ctx.dtypes), held, ctx.config
-        dweights = weight_gradients(routing.offs, (columnwise or [*rowwise], h), (x, of_g), sources, *wanted)
-        rest = kept, weights, dscores_M, sizes, g_TD.dtype, ctx.config
-        dx, *dscores = moe_rows_gradient(routing.offs, handle, rowwise, *rest)
-        none = [None] * (len(ctx.needs_input_grad) - 12)
-        dparams = gradients_of(dweights + biases, needs, ctx.dtypes)
-        return dx.to(ctx.x_dtype), dscores[0] if ctx.scored else None, *[None] * 4, *dparams, *none

@@ -12,14 +12,13 @@ hidden features, E experts. A row's score s multiplies y afterwards; with g the 
 | x               | ``dgate w1 + dup w3``                                                          |
 
 x and g are quantised along D once for all GEMMs that contract D; the activation writes both its forms at once
-(``Backend.swiglu_backward``). Two layers are made of these functions: ``moe.layer``, to which x and g come as FP8 rows,
-and ``grouped_experts``, which has them in high precision.
+(``Backend.swiglu_backward``). ``expert_operators`` makes layers of these functions.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -67,10 +66,12 @@ class ExpertsConfig(Encoded):
         limit: that of gpt_oss's clamped SwiGLU, or None for SiLU.
         x_rows, g_rows: what x and g are quantised to before they travel.
         counts: of ``hidden_tensors``.
+        route_tensors: how many tensors say where rows come from, see ``expert_operators.ExpertsLayer``.
     """
 
     gemms: MXConfig
     limit: float | None = None
+    route_tensors: ClassVar[int] = 1
 
     @cached_property
     def plan(self) -> Plan:
@@ -88,18 +89,7 @@ class ExpertsConfig(Encoded):
     def counts(self) -> "TensorCounts":
         along_h, along_m = (1 if gemm.a.stored == "bf16" else 2 for gemm in (self.plan.dgrad, self.plan.wgrad))
         columnwise = 2 * along_m if self.plan.dgrad.a.is_quantized else 0
-        return TensorCounts(2 * along_h, columnwise, along_m, self.plan.wgrad.a.is_quantized)
-
-    def wgrad_tokens(self, tensors: Owned, sources: torch.Tensor | None, of_g: bool) -> "Tokens":
-        """x, or g, for wgrad, of what forward, or ``hidden_gradients``, has left of it, taken.
-
-        Args:
-            sources: of rows that are kept once for a token.
-        """
-        gemm = self.plan.wgrad
-        if self.gemms.keeps_rows and not of_g:
-            return Tokens(operand_of(tensors, self.plan.forward.a, 1))
-        return Tokens(None, operand_of(tensors, gemm.a if of_g else gemm.b, 0))
+        return TensorCounts(2 * along_h, columnwise, along_m, self.plan.wgrad.a.is_quantized, self.route_tensors)
 
 
 class Tokens(NamedTuple):
@@ -399,16 +389,14 @@ def kept_operands(tensors: Owned, gemms: MXConfig) -> Owned:
 
 class TensorCounts(NamedTuple):
     """How many tensors ``hidden_tensors`` makes of both gradients along H, of both along M, and of the score times h.
-    What is not quantised is the same along both, and counts once. And whether g is quantised along M."""
+    What is not quantised is the same along both, and counts once. Whether g is quantised along M; and the tensors of a
+    route."""
 
     rowwise: int
     columnwise: int
     h: int
     quantizes_g: bool
-
-    def of_hidden(self, needs: list[bool]) -> tuple[int, int, int]:
-        """If these gradients are wanted."""
-        return self.rowwise, self.columnwise, self.h * needs[2]
+    route: int
 
 
 @torch.compiler.assume_constant_result

@@ -13,7 +13,7 @@ Once = Literal["off", "on", "auto"]  # of quantize_weights_once
 # which costs one pass over memory each, where saving them would keep every weight a second time. Experts, and a layer
 # that dispatches its own tokens, are one operator in forward: what its backward needs is saved, and nothing sent twice.
 OPERATORS = torch.ops.titan_mxfp8
-SAVED = {each.default for each in (OPERATORS.gemm_m_grouped, OPERATORS.experts_forward, OPERATORS.moe_forward)}
+SAVED = {OPERATORS.gemm_m_grouped.default, OPERATORS.experts_forward.default}
 
 
 def check_fields(recipe: Recipe, kind: str, dispatches: bool, health_every: int, hopper_rebase_report: int) -> None:

@@ -1,0 +1,147 @@
+"""``MoEConfig``: how the tokens of ``mxfp8_moe`` come to their experts and back, within its operators."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_mxfp8.format.mx import ceil_div
+from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.moe import DispatchHandle, Transport, TransportName, choose
+from titan_mxfp8.moe.bounds import bound
+from titan_mxfp8.moe.checks import check_expert_ids
+from titan_mxfp8.ops.autograd import take_many
+from titan_mxfp8.ops.expert_operators import ExpertsLayer
+from titan_mxfp8.ops.experts import Tokens
+from titan_mxfp8.ops.library import aligned
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(ExpertsLayer):
+    """Everything about a layer that is no tensor. The route is a ``DispatchHandle``.
+
+    Attributes:
+        transport: as of ``mxfp8_moe``.
+        factor: of ``rows``, see ``bounds.factor_of``.
+        most_rows: that a rank ever sends in a call; 0: as many as in the first.
+        ranks, group: how many share the experts, and the name of their process group; empty: this process alone.
+    """
+
+    transport: TransportName
+    factor: float | None
+    most_rows: int
+    ranks: int
+    group: str
+    zero_tail: ClassVar[bool] = False
+    route_tensors: ClassVar[int] = len(DispatchHandle._fields)
+
+    def dispatch(self, transport, x, scores, routing, local, save, kernels, overlap):
+        experts, (tokens, slots) = local * self.ranks, routing.shape
+        check_expert_ids(routing, experts)
+        parts = _to_parts(kernels.quantize(aligned(x), 1, self.x_rows, None))
+        if scores is None:
+            scores = torch.ones_like(routing, dtype=torch.float32)
+        recipe = self.gemms.recipe.name
+        room = transport.agree(tokens, experts=experts, slots=slots, recipe=recipe, rows=self.factor)
+        copies = [] if save and self.keeps_copies(slots) else None
+        capacity = self.capacity(room, slots, local)
+        received, handle = transport.dispatch(parts, routing, scores, experts, capacity, overlap, copies)
+        rows = Operand.of_rows(self.x_rows, *received)
+        return [Tokens(rows)], [*handle], copies or (received if save else [])
+
+    def combine(self, transport, y, weighted, route, dtype):
+        return transport.combine([y], weighted, None, DispatchHandle(*route), dtype)[0]
+
+    def dispatch_gradient(self, transport, g, route, needs_w2, kernels):
+        handle = DispatchHandle(*route)
+        sent = _to_parts(kernels.quantize(g, 1, self.g_rows, None))
+        received = transport.dispatch_with_handle(sent, handle)
+        gathers = self.keeps_copies(handle.expert_ids.shape[1])
+        sources = [transport.find_sources(handle)] if gathers else []
+        left = (sent if gathers and self.ranks == 1 else received) if needs_w2 else []
+        return [Tokens(Operand.of_rows(self.g_rows, *received))], handle.scores, [*sources, *left]
+
+    def combine_gradient(self, transport, rows, dscores_M, route, dtype):
+        dx, dscores = transport.combine(rows, False, dscores_M, DispatchHandle(*route), dtype)
+        return [dx] if dscores is None else [dx, dscores]
+
+    def empty_dispatched(self, x, routing, local):
+        handle = _empty_handle(routing, local, self)
+        rows = handle.scores.shape[0]
+        kept_rows = handle.destinations.shape[0] if self.keeps_copies(routing.shape[1]) else rows
+        return [*handle], rows, _empty_parts(x, kept_rows, self.x_rows)
+
+    def empty_gradient(self, g, route, rows, needs_w2):
+        gathers = self.keeps_copies(DispatchHandle(*route).expert_ids.shape[1])
+        sources = [g.new_empty(rows, dtype=torch.int32)] if gathers else []
+        sent_rows = g.shape[0] if gathers and self.ranks == 1 else rows
+        return [*sources, *(_empty_parts(g, sent_rows, self.g_rows) if needs_w2 else [])]
+
+    def wgrad_tokens(self, tensors, sources, of_g):
+        """With one rank g's rows are kept once for a token too."""
+        rows = Operand.of_rows(self.g_rows if of_g else self.x_rows, *take_many(tensors))
+        gathers = sources is not None and (self.ranks == 1 or not of_g)
+        return Tokens(None, sent=rows, sources=sources) if gathers else Tokens(rows)
+
+    def keeps_copies(self, slots: int) -> bool:
+        """Whether a token's row is kept once where it arrived, not once for each of its experts there, and
+        ``Backend.requantize`` gathers the rows that wgrad takes."""
+        spec = self.plan.wgrad.b
+        gathers = spec.scales == "mn_major" or (spec.stored == "bf16" and spec.is_quantized)
+        return gathers and self.ranks < slots
+
+    def capacity(self, tokens: int, slots: int, local: int) -> int | None:
+        """The rows there is memory for, see ``bounds.bound``; None: those that come."""
+        return None if self.factor is None else bound(self.factor, tokens, slots, self.ranks, local)
+
+    def connect(self, device: torch.device) -> Transport:
+        """The transport, which all layers of a group share."""
+        group = dist.distributed_c10d._resolve_process_group(self.group) if self.group else None
+        transport, _ = choose(self.transport, group, device)
+        if self.most_rows > transport.shared.reserved:
+            transport.reserve(self.most_rows)
+        return transport
+
+
+def _empty_handle(expert_ids: Tensor, local: int, config: MoEConfig) -> DispatchHandle:
+    """The shapes of a ``DispatchHandle``. Where the host counts rows, compilers take their number as it comes;
+    elsewhere, as in estimates of memory, it is that of balanced experts."""
+    tokens, slots = expert_ids.shape
+    ranks, counted = config.ranks, config.ranks > 1 and config.factor is None
+    room = config.most_rows if config.most_rows and ranks > 1 else tokens
+    capacity = config.capacity(room, slots, local)
+
+    def count(balanced: int) -> int:
+        if not counted:  # on meta tensors there is no context
+            return balanced
+        context = torch.library.get_ctx()
+        return balanced if context._shape_env is None else context.new_dynamic_size()
+
+    rows = count(tokens * slots) if capacity is None else capacity
+    return DispatchHandle(
+        offs=expert_ids.new_empty(local, dtype=torch.int32),
+        destinations=expert_ids.new_empty((count(room * ranks), slots), dtype=torch.int32),
+        scores=expert_ids.new_empty(rows, dtype=torch.float32),
+        expert_ids=expert_ids.new_empty((tokens, slots), dtype=torch.int32),
+        # of these three the transport decides how many there are
+        copies_of_token=expert_ids.new_empty((count(0), ranks), dtype=torch.int32),
+        token_of_copy=expert_ids.new_empty(count(0), dtype=torch.int32),
+        splits=expert_ids.new_empty((2, count(0)), dtype=torch.int64, device="cpu"),
+    )
+
+
+def _to_parts(rows: Operand) -> list[Tensor]:
+    """What travels of (T, D) rows: their elements and, (T, D / block_k), their scales; or bf16 alone."""
+    if rows.spec.scales == "mn_major":  # of no rows contiguous() would leave the strides
+        return [rows.data, rows.row_scales().clone(memory_format=torch.contiguous_format)]
+    return [rows.data] if rows.scale is None else [rows.data, rows.scale.contiguous()]
+
+
+def _empty_parts(x: Tensor, rows: int, spec: OperandSpec) -> list[Tensor]:
+    """For fakes: ``_to_parts`` of so many rows like those of (T, D)."""
+    features = x.shape[1]
+    data = x.new_empty((rows, features), dtype=spec.elem_dtype)
+    scales = [x.new_empty((rows, ceil_div(features, spec.block_k)), dtype=torch.uint8)] * spec.is_quantized
+    return [data, *scales]
