@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import wild
+from torch._subclasses import FakeTensorMode
 
 from scripts.bench.problems import SPREADS, group_sizes, make_offs
 from titan_mxfp8.format.mx import ragged_rows
@@ -47,6 +48,13 @@ def test_gradients():
     weight = torch.randn(20, 4)
     (dpadded,) = torch.autograd.grad(unpad_token_groups(padded, offs, 16, 20), padded, weight)
     assert torch.equal(dpadded, pad_token_groups(weight, offs, 16)[0])
+
+
+def test_shapes_without_values():
+    with FakeTensorMode():
+        padded, ends = pad_token_groups(torch.empty(40, 32), torch.empty(3, dtype=torch.int32))
+        back = unpad_token_groups(padded, ends, 32, 40)
+    assert padded.shape == (ragged_rows(40, 3), 32) and back.shape == (40, 32)
 
 
 def test_compiled():

@@ -100,9 +100,9 @@ def mxfp8_moe(
 
     Raises:
         ValueError: an unknown recipe, backend, transport or kind of rows, or one that cannot be here; another dtype,
-            shape or device of a tensor; D or H that is no multiple of 32; K above E, E that the ranks do not divide; a
-            limit or ``max_tokens`` that is not positive; more tokens than there is room for; on a CPU, ids of no
-            expert; on every rank, ranks that disagree about experts, K, recipe or rows.
+            shape or device of a tensor; D or H that is no multiple of 32; K above E; a limit or ``max_tokens`` that is
+            not positive; more tokens than there is room for; on a CPU, ids of no expert; on every rank, ranks that
+            disagree about experts, K, recipe or rows.
         RuntimeError: an earlier call had more rows than memory for them, as far as the host knows without waiting.
     """
     (x,) = plain("mxfp8_moe", x=x)

@@ -143,15 +143,10 @@ class Transport:
             TorchTitan's own dispatch, without padding.
 
         Raises:
-            ValueError: for experts that the ranks do not divide, on ranks that disagree about shapes and dtypes, and
-                for more tokens than there is room for where it matters: with a capacity, or where the transport has
-                memory for so many.
+            ValueError: on ranks that disagree about shapes and dtypes, and for more tokens than there is room for where
+                it matters: with a capacity, or where the transport has memory for so many.
             RuntimeError: in a call before there were more rows than its capacity (``WantedRows.check``).
         """
-        if experts % self.ranks:
-            raise ValueError(
-                f"{experts} experts cannot be divided among {self.ranks} ranks of the expert-parallel group"
-            )
         tokens, slots = expert_ids.shape
         self.agree(tokens, experts=experts, slots=slots, row_bytes=row_bytes(payload))
         self.shared.wanted.check()

@@ -26,7 +26,7 @@ on the meta device, where nothing is computed and no memory is taken, and what i
 
 import copy
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
@@ -188,6 +188,7 @@ def activation_bytes(
     ac, training, blocks = job_config.activation_checkpoint, job_config.training, list(model.layers.values())
     tokens = training.local_batch_size * training.seq_len // (dims.cp * dims.tp)
     block_input = 2 * model.tok_embeddings.embedding_dim * tokens
+    parallelize = get_train_spec(job_config.model.name).parallelize_fn
     saved = partial(saved_by_blocks, model, job_config, dims, frees_weights)
     whole = [one + weights for one, weights in zip(saved(), kept, strict=True)]
     if ac.mode == "none":
@@ -200,7 +201,7 @@ def activation_bytes(
         # TorchTitan's all-to-alls send each token once for each of its experts.
         sends = [dims.ep > 1 and not isinstance(getattr(block, "moe", None), MXFP8MoE | None) for block in blocks]
         copies = [1 + 2 * block.moe.router.top_k if sent else 1 for block, sent in zip(blocks, sends, strict=True)]
-        outputs = saved(by_operators=True)
+        outputs = saved(operators=sys.modules[parallelize.__module__]._op_sac_save_list)
         kept = [block_input * count + sum(of) for count, *of in zip(copies, outputs, kept, strict=True)]
     else:
         every = int(ac.selective_ac_option)
@@ -234,11 +235,15 @@ def _is_in_fsdp(param: nn.Parameter) -> bool:
 
 
 def saved_by_blocks(
-    model: nn.Module, job_config: JobConfig, dims: ParallelDims, frees_weights: bool, by_operators: bool = False
+    model: nn.Module,
+    job_config: JobConfig,
+    dims: ParallelDims,
+    frees_weights: bool,
+    operators: Set[torch._ops.OpOverload] = frozenset(),
 ) -> list[int]:
-    """Bytes that each block of a model keeps on one GPU, in the order of the blocks, if nothing is checkpointed; with
-    ``by_operators`` the outputs of the operators that op-level selective checkpointing saves. The model is on meta, not
-    sharded, converted or not; experts that are compiled, with ``COMPILE_BACKEND``.
+    """Bytes that each block of a model keeps on one GPU, in the order of the blocks, if nothing is checkpointed; or of
+    the outputs of ``operators``, which op-level selective checkpointing saves. The model is on meta, not sharded,
+    converted or not; experts that are compiled, with ``COMPILE_BACKEND``.
 
     One block of each kind runs, with the tokens of one GPU and its experts. Nothing is sent, as those experts get as
     many rows as leave: if tokens are balanced, and memory is for the rows that come (``dispatch_rows = "counted"``).
@@ -252,12 +257,12 @@ def saved_by_blocks(
     training = job_config.training
     shape = training.local_batch_size, training.seq_len // (dims.cp * dims.tp), model.tok_embeddings.embedding_dim
     known = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())} - copies
-    parallelize = get_train_spec(job_config.model.name).parallelize_fn
-    operators, found = sys.modules[parallelize.__module__]._op_sac_save_list, {}
-    with torch.compiler.set_stance("force_eager") if by_operators else _compiled(model, job_config):
+    found = {}
+    with torch.compiler.set_stance("force_eager") if operators else _compiled(model, job_config):
         for name in model.layers:
             kept: dict[int, torch.UntypedStorage] = {}  # by its memory, however many tensors lie in it
-            with _Outputs(operators, kept) if by_operators else saved_tensors_hooks(partial(_keep, kept), lambda x: x):
+            keep = partial(_keep, kept)
+            with _Outputs(operators, keep) if operators else saved_tensors_hooks(keep, lambda x: x):
                 _forward(model, name, job_config, shape)
             found[name] = sum(storage.nbytes() for memory, storage in kept.items() if memory not in known)
     return [found[str(kinds.index(kind))] for kind in kinds]
@@ -368,21 +373,21 @@ def _compiled(model: nn.Module, job_config: JobConfig) -> Iterator[None]:
 
 
 class _Outputs(TorchDispatchMode):
-    """Has the outputs of some operators ``kept``; of ``mm``, as TorchTitan's policy does, every second one's. Grouped
-    GEMMs of bf16 stand for torch's, which are not saved."""
+    """Gives the outputs of some operators to ``keep``; of ``mm``, as TorchTitan's policy does, every second one's.
+    Grouped GEMMs of bf16 stand for torch's, which are not saved."""
 
-    def __init__(self, operators: Set[torch._ops.OpOverload], kept: dict[int, torch.UntypedStorage]) -> None:
+    def __init__(self, operators: Set[torch._ops.OpOverload], keep: Callable[[torch.Tensor], object]) -> None:
         super().__init__()
-        self.operators, self.kept, self.products = operators, kept, 0
+        self.operators, self.keep, self.products = operators, keep, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.products += func == torch.ops.aten.mm.default
-        is_second = func == torch.ops.aten.mm.default and self.products % 2 == 0
+        is_product = func == torch.ops.aten.mm.default
+        self.products += is_product
         is_bf16 = func == torch.ops.titan_mxfp8.gemm_m_grouped.default and args[2] == UNQUANTIZED.key
-        if func in self.operators and not is_second and not is_bf16:
+        if func in self.operators and not (is_product and self.products % 2 == 0) and not is_bf16:
             for tensor in filter(torch.is_tensor, tree_leaves(out)):
-                _keep(self.kept, tensor)
+                self.keep(tensor)
         return out
 
 
