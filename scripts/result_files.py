@@ -85,11 +85,10 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def env_of(path: Path) -> dict[str, str]:
-    """The environment of a CSV: of ``training_table.csv`` ``training_env.json``, or env.json beside or above it; empty
-    where there is none."""
-    stems = path.stem.removesuffix("table"), f"{path.stem.split('_')[0]}_"
-    names = [*(f"{stem}env.json" for stem in stems), "env.json", "../env.json"]
-    return next((json.loads((path.parent / name).read_text()) for name in names if (path.parent / name).is_file()), {})
+    """The environment of a CSV: of ``training_table.csv`` ``training_env.json``, or env.json beside it; empty where
+    there is none."""
+    found = (path.with_name(f"{path.stem.removesuffix('table')}env.json"), path.with_name("env.json"))
+    return next((json.loads(file.read_text()) for file in found if file.is_file()), {})
 
 
 def gpu_of(env: Mapping[str, str]) -> str:

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +22,15 @@ SHELL_SCRIPTS = sorted(
     for path in (ROOT / "scripts").rglob("*")
     if path.suffix in (".sh", ".slurm")
 )
+
+
+def programs(folder: Path, texts: Mapping[str, str], shell: str = "/bin/sh") -> None:
+    """Writes shell scripts below a folder, by name."""
+    for name, text in texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!{shell}\n{text}\n")
+        path.chmod(0o755)
 
 
 def shell(*command: str, **environment: str) -> subprocess.CompletedProcess:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from script_calls import ROOT, call, shell, stub_of
+from script_calls import ROOT, call, programs, shell, stub_of
 
 from scripts import watch
 from scripts.study import converge, runs
@@ -242,9 +242,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
             while [ "${1#--}" != "$1" ]; do shift; done
             for node in gpu07 gpu08; do "$@" | sed "s/^/$node: /"; done""",
     }
-    for name, body in commands.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+    programs(tmp_path, commands)
     shutil.copy(ROOT / "scripts" / "train.slurm", tmp_path / "slurm_script")  # SLURM runs a copy of it
     job = {"SLURM_JOB_ID": "31234", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[07-08]"}
     job |= {"SLURM_GPUS_ON_NODE": "4", "WANDB_RUN_NAME": "n", "DRYRUN": "1"}
@@ -284,11 +282,8 @@ def test_slurm_ends_a_job_that_does_not_fit_before_its_nodes_work(slurm: dict[st
 
 def test_slurm_sets_up_before_its_nodes_would_do_it_all_at_once(slurm: dict[str, str], tmp_path: Path) -> None:
     repository = tmp_path / "repository"
-    (repository / "scripts").mkdir(parents=True)
-    (repository / "scripts" / "setup.sh").write_text("echo set up")
-    agent = repository / "scripts" / "train_multinode.sh"
-    agent.write_text('#!/usr/bin/env bash\necho train "$CONFIG" "$OUT" "$LAUNCH"')
-    agent.chmod(0o755)
+    agent = "scripts/train_multinode.sh"
+    programs(repository, {"scripts/setup.sh": "echo set up", agent: 'echo train "$CONFIG" "$OUT" "$LAUNCH"'})
     for name in ("launch.sh", "watch.py"):
         shutil.copy(ROOT / "scripts" / name, repository / "scripts")
     (tmp_path / "own.toml").touch()
@@ -305,8 +300,7 @@ def test_slurm_sets_up_before_its_nodes_would_do_it_all_at_once(slurm: dict[str,
         process = Path(out) / "mxfp8" / "logs" / "31234-0" / f"id_{node}" / "attempt_0" / "0"
         process.mkdir(parents=True)
         (process / "stderr.log").write_text(TRACE.format(0) + error)
-    agent.write_text("#!/usr/bin/env bash\nexit 1")
-    (tmp_path / "srun").write_text("#!/usr/bin/env bash\nexit 7\n")
+    programs(tmp_path, {"srun": "exit 7"})
     result = shell("sh", "-c", f"cd {repository} && {tmp_path / 'slurm_script'}", **settings)
     assert result.returncode == 7
     assert result.stderr.splitlines()[-1].startswith("train.slurm: ValueError: mine (local rank 0: ")

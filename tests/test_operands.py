@@ -13,7 +13,7 @@ from scripts.bench.problems import make_offs
 from titan_mxfp8 import convert_model, mxfp8_grouped_mm, mxfp8_linear, mxfp8_moe, quantize
 from titan_mxfp8.backends import reference
 
-X, W, BIAS, DY = torch.randn(20, 64), torch.randn(4, 96, 64), torch.randn(96), torch.randn(20, 96)
+X, W, BIAS = torch.randn(20, 64), torch.randn(4, 96, 64), torch.randn(96)
 OFFS = make_offs([3, 0, 6, 11])
 IDS = torch.tensor([[0, 3]] * 20)
 SCORES = torch.rand(20, 2)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from script_calls import interrupted
+from script_calls import interrupted, programs
 
 from scripts import progress
 
@@ -44,9 +44,7 @@ def test_ctrl_c_says_how_to_go_on_and_errors_are_one_line() -> None:
 
 def test_train_says_after_ctrl_c_where_its_logs_are(tmp_path: Path) -> None:
     """With a Python whose torchrun waits, in a process group of its own, as on a terminal."""
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\ncase "$*" in *distributed.run*) echo began; sleep 60 ;; *watch.py*) cat ;; esac\n')
-    python.chmod(0o755)
-    settings = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "TITAN": "0.2"}
+    programs(tmp_path, {"python": 'case "$*" in *distributed.run*) echo began; sleep 60 ;; *watch.py*) cat ;; esac'})
+    settings = {"PYTHON": str(tmp_path / "python"), "OUT": str(tmp_path / "out"), "TITAN": "0.2"}
     status, _, errors = interrupted("scripts/train.sh", **settings)
     assert status == 130 and f"with OUT={tmp_path}/out goes on" in errors, errors

@@ -89,7 +89,7 @@ def test_a_run_ends_as_its_plan_says(tmp_path: Path) -> None:
             with log.open("a") as file:
                 return subprocess.Popen(["sh", "-c", programs.pop(0)], cwd=log.parent, stdout=file)
 
-    args = argparse.Namespace(out=tmp_path, ngpu=2, dead=1, cases=[], flags=[])
+    args = argparse.Namespace(out=tmp_path, ngpu=2, dead=1, flags=[])
     study = recovery.Study("MXFP8", args, Starter(), {})
     killed = "echo 'Signal 9 (SIGKILL) received by PID 1'; exit 1"
     row = "5,2.5,0.5,3,0.25"

@@ -13,7 +13,7 @@ from time import monotonic
 
 import pytest
 import torch
-from script_calls import ROOT, SHELL_SCRIPTS, interrupted, shell
+from script_calls import ROOT, SHELL_SCRIPTS, interrupted, programs, shell
 
 pytestmark = pytest.mark.integration
 
@@ -32,10 +32,7 @@ def call_beside(
 ) -> subprocess.CompletedProcess:
     """Calls a script of ``scripts/`` in a tree that has besides launch.sh these programs, by their text in sh."""
     setup = {"scripts/setup.sh": f"PATH={tree}/bin:$PATH program=python"}
-    for name, text in (setup | stubs).items():
-        (tree / name).parent.mkdir(exist_ok=True, parents=True)
-        (tree / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tree / name).chmod(0o755)
+    programs(tree, setup | stubs)
     for name in (f"scripts/{script}", "scripts/launch.sh"):
         (tree / name).parent.mkdir(exist_ok=True, parents=True)
         shutil.copy(ROOT / name, tree / name)
@@ -90,8 +87,7 @@ def test_verify_hardware_stops_in_time(tmp_path: Path) -> None:
 def test_verify_hardware_hands_ctrl_c_on_to_the_step_and_ends_with_it(tmp_path: Path) -> None:
     """It reached the step only when its time was over: ``timeout`` has a process group of its own."""
     verify(tmp_path, STEPS="doctor")
-    step = "#!/bin/sh\ntrap 'sleep 0.1; echo ended; exit 1' INT\necho began\nsleep 50\n"
-    (tmp_path / "scripts" / "test_gpu.sh").write_text(step)
+    programs(tmp_path, {"scripts/test_gpu.sh": "trap 'sleep 0.1; echo ended; exit 1' INT; echo began; sleep 50"})
     out = str(tmp_path / "out")
     status, output, errors = interrupted(str(tmp_path / "scripts/verify_hardware.sh"), OUT=out, STEPS="tests models")
     assert status == 130 and errors.endswith(f"interrupted; the same command with OUT={out} goes on\n"), errors
@@ -221,9 +217,8 @@ def described(text: str) -> list[str]:
 @pytest.mark.parametrize("script", sorted({*SHELL_SCRIPTS} - {"launch.sh", "setup.sh"}))
 def test_help_of_the_shell_scripts_is_short_and_sets_up_nothing(script: str, tmp_path: Path) -> None:
     """With programs that leave a mark; by a shell that is not bash, where there is one, as after "sh script"."""
-    for name in ("python", "python3", "pip", "torchrun", "srun", "nvidia-smi"):
-        (tmp_path / name).write_text(f"#!/bin/sh\ntouch {tmp_path}/called\n")
-        (tmp_path / name).chmod(0o755)
+    called = ("python", "python3", "pip", "torchrun", "srun", "nvidia-smi")
+    programs(tmp_path, dict.fromkeys(called, f"touch {tmp_path}/called"))
     path = f"{tmp_path}:{os.environ['PATH']}"
     done = shell(shutil.which("dash") or "bash", f"scripts/{script}", "--help", PATH=path, PYTHON="")
     assert done.returncode == 0 and done.stderr == "" and not (tmp_path / "called").exists(), done.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from script_calls import ROOT, shell, stub_of
+from script_calls import ROOT, programs, shell, stub_of
 
 pytestmark = pytest.mark.integration
 
@@ -20,15 +20,6 @@ def stub(tmp_path: Path) -> dict[str, str]:
 
 UNSET = {"PYTHON": "", "TORCH": ""}  # what the tests themselves may have been called with
 INSTALLED = 'touch .venv/.installed-$(cksum < pyproject.toml | cut -d" " -f1)-default-{cpu,gpu}'
-
-
-def programs(folder: Path, texts: dict[str, str]) -> None:
-    """Writes shell scripts, by name."""
-    for name, text in texts.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o755)
 
 
 def set_up(folder: Path, steps: str = "true", **settings: str) -> subprocess.CompletedProcess:

@@ -239,22 +239,7 @@ def test_a_table_that_was_typed_is_found(tmp_path: Path, monkeypatch: pytest.Mon
             tables.main([])
 
 
-def test_a_range_is_that_of_repeats_and_a_missing_row_is_taken_from_the_next_file(tmp_path: Path) -> None:
-    folder = ROOT / "results/2026-11-22_2xh200_moe_layer"
-    one, two = tables.moe_layers(folder / "data.csv"), tables.moe_layers(folder / "data.csv", folder / "earlier.csv")
-    assert ([row["`mxfp8_2d`"] for row in one][-1], [row["`mxfp8_2d`"] for row in two][-1]) == ("", "1.65")
-    assert [row["bf16, ours"] for row in two][-1] == "1.55", "not the later file's 1.53"
-    folder = ROOT / "results/2026-11-23_2xh200_dispatch_training"
-    rows = {row["model"]: row for row in tables.end_to_end(folder / "training_table.csv")}
-    sent, plain = rows["DeepSeek-V3 16B, 4 layers, `dispatch`"], rows["DeepSeek-V3 16B, 4 layers"]
-    assert (sent["`mxfp8_2d`"], plain["`mxfp8_2d`"]) == ("1.13 (1.10-1.16)", "0.92 (0.90-0.94)"), "pairs"
-    assert (sent["memory"], sent["runs"]) == ("0.88 to 0.90", "2 to 3")
-    found = tables.end_to_end(ROOT / "results/2026-11-21_2xh200_training/table.csv", recipes="mxfp8,mxfp8_2d_rebased")
-    assert [(row["model"], row["`mxfp8`"], row["`mxfp8_2d_rebased`"], row["memory"]) for row in found] == [
-        ("Llama4 17Bx16E, 2 layers", "0.96", "1.08", "1.01 to 1.06"),
-        ("Llama4 17Bx16E, 2 layers, experts alone", "0.98", "", "1.02"),
-        ("Llama4 17Bx16E, 2 layers, linears alone", "0.96", "", "1.05"),
-    ]
+def test_most_layers_are_the_largest_number_and_empty_columns_are_left_out(tmp_path: Path) -> None:
     text = (ROOT / "results/2026-11-27_4xh200_training/titan02_ep2/table.csv").read_text()
     (tmp_path / "table.csv").write_text(text.replace("_7layers", "_12layers"))
     found = tables.end_to_end(tmp_path / "table.csv", layers="most")

@@ -90,11 +90,10 @@ def gates(losses: list[float], bf16_losses: list[float]) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", default="auto", help="of titan_mxfp8.backends [auto]")
     parser.add_argument("--out", type=Path, help="folder for data.csv and env.json")
     args = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    backend = select(args.backend, hardware_of(device), RECIPES["mxfp8"]).name
+    backend = select("auto", hardware_of(device), RECIPES["mxfp8"]).name
     rebases = next(entry.rebases for entry in BACKENDS if entry.name == backend)
     named = (recipe for name, recipe in RECIPES.items() if name == recipe.name)
     recipes = [recipe.name for recipe in named if rebases or recipe.block_k == 32]
@@ -103,7 +102,7 @@ def main() -> None:
         problem = make_problem(experts, device)
         losses = {"bf16": train(problem, torch._grouped_mm)}
         for recipe in recipes:
-            losses[recipe] = train(problem, partial(mxfp8_grouped_mm, recipe=recipe, backend=backend))
+            losses[recipe] = train(problem, partial(mxfp8_grouped_mm, recipe=recipe))
         for recipe, each in losses.items():
             key = {"experts": experts, "recipe": recipe}
             verdicts.append(key | gates(each, losses["bf16"]))

@@ -3,9 +3,9 @@
     python scripts/study/compare_layouts.py --out outputs/layouts    # on CPUs; on GPUs --ngpu 4
 
 Both start from one seed checkpoint and see the same sequences in the same steps; the twin's batch holds the sequences
-whose tokens meet in one expert GEMM of the layout, so that weight gradients are quantised in the same blocks. In fp32,
-unless --precision says otherwise, what is left is the order of summation. The same pair without converters shows how
-much is not MXFP8's. A row of data.csv is a pair; one that failed says why, and the exit status is 1.
+whose tokens meet in one expert GEMM of the layout, so that weight gradients are quantised in the same blocks. In fp32
+what is left is the order of summation. The same pair without converters shows how much is not MXFP8's. A row of
+data.csv is a pair; one that failed says why, and the exit status is 1.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from operator import attrgetter
@@ -194,7 +194,7 @@ class Comparison:
             f"--model.hf_assets_path={ASSETS}/tokenizer",
             f"--training.dataset_path={ASSETS}/kjv",
             f"--training.seq_len={SEQ_LEN}",
-            f"--training.mixed_precision_param={self.args.precision}",
+            "--training.mixed_precision_param=float32",
             "--training.max_norm=0.1",
             "--checkpoint.enable",
             "--metrics.no_enable_wandb",
@@ -216,13 +216,13 @@ class Comparison:
         (folder / "data.jsonl").write_text("".join(lines))
         return folder
 
-    def make_seeds(self) -> None:
+    def make_seeds(self, models: Iterable[str]) -> None:
         """Saves the weights that all runs of a model start from, as TorchTitan draws others for each pipeline stage.
 
         Raises:
             ValueError: that failed.
         """
-        seeds = {model: self.work / f"seed_{model}" for model in self.args.models}
+        seeds = {model: self.work / f"seed_{model}" for model in models}
         created = "--checkpoint.create_seed_checkpoint"
         runs = [{"out": str(out), "flags": [*self.common_flags(model, out), created]} for model, out in seeds.items()]
         if reason := self.launch(1, runs, "seed checkpoints"):
@@ -272,7 +272,6 @@ class Comparison:
             "converters": "grouped_mm, linear",
             "dispatch": run.dispatch,
             "compile": run.compile,
-            "precision": self.args.precision,
             "backend": select("auto", hardware_of(device), get_recipe("mxfp8")).name,
             "steps": self.args.steps,
         }
@@ -330,19 +329,17 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for data.csv, env.json and logs")
     add("--ngpu", type=int, default=0, help="GPUs that layouts may take; 0: CPUs [0]")
-    add("--models", nargs="+", default=MODELS, choices=MODELS)
     help_text = "layouts, each alone or behind a model's name, and =WAY behind it, of "
     help_text += "quantize.grouped_mm.mx.dispatch: 'llama4 TP 2', 'EP 2=collective' [all that the devices allow]"
     add("--only", nargs="+", metavar="LAYOUT", help=help_text)
     add("--steps", type=int, default=10)
     add("--compile", action="store_true", help="with --compile.enable; twins never")
-    add("--precision", default="float32", choices=("float32", "bfloat16"))
     args = parser.parse_args()
     if args.ngpu > torch.cuda.device_count():
         parser.error(f"--ngpu {args.ngpu}, but this machine has {torch.cuda.device_count()} GPUs")
     names = [layout.name for layout in LAYOUTS]
     args.only = dict(word.partition("=")[::2] for word in args.only or names)
-    if unknown := args.only.keys() - {*names, *(f"{model} {name}" for model in args.models for name in names)}:
+    if unknown := args.only.keys() - {*names, *(f"{model} {name}" for model in MODELS for name in names)}:
         parser.error(f"unknown layouts {sorted(unknown)}; there are {names}")
     return args
 
@@ -350,7 +347,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     pairs = []
-    for model, layout in product(args.models, LAYOUTS):
+    for model, layout in product(MODELS, LAYOUTS):
         names = [name for name in (f"{model} {layout.name}", layout.name) if name in args.only]
         if names and (layout.processes <= args.ngpu if args.ngpu else not layout.gpu_only):
             way = args.only[names[0]] or "off"
@@ -359,7 +356,7 @@ def main() -> int:
     env = environment("cuda" if args.ngpu else "cpu") | {"command": " ".join(sys.argv)}
     with tempfile.TemporaryDirectory() as work:
         comparison = Comparison(args, Path(work))
-        comparison.make_seeds()
+        comparison.make_seeds({run.model for run in runs})
         # Runs of as many processes share a launch; twins, which have one, come first.
         processes = attrgetter("layout.processes")
         trained = sorted(dict.fromkeys([run.twin() for run in runs] + runs), key=processes)

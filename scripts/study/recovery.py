@@ -136,32 +136,28 @@ class Study:
         return run
 
     def make(self) -> None:
-        """The cases that are asked for."""
-        cases = self.args.cases
+        """All cases."""
         self.whole, _ = self.train("whole", Plan())
         if torch.cuda.is_available():
             again, _ = self.train("again", Plan())
             row = self.row("none", "the same run twice", described(again), "", again)
             row |= compared(again, self.whole, "the first of the two")
-        for point in filter(cases.__contains__, ("step", "checkpoint")):
-            self.kill(point)
-        if "rerun" in cases or "collapse" in cases:
-            done = f"all tokens to the first experts from step {FAULT} on"
-            self.collapsed = self.fault("collapse", done, Plan(("collapse",), FAULT, STEPS))
-        if "rerun" in cases and self.kind == "bf16":
+        self.kill("step")
+        self.kill("checkpoint")
+        done = f"all tokens to the first experts from step {FAULT} on"
+        self.collapsed = self.fault("collapse", done, Plan(("collapse",), FAULT, STEPS))
+        if self.kind == "bf16":
             words = "TorchTitan's dispatch counts rows, and no step runs again"
             self.rows.append({"case": "rerun", "run": self.kind, "what it did": words})
-        elif "rerun" in cases:
+        else:
             self.kill("rerun", ("collapse",))
-        if "nan" in cases:
-            self.fault("nan", f"a token's embedding NaN in step {FAULT}", Plan(("nan",), FAULT, FAULT))
-            done = f"from the checkpoint of step {FAULT - 1} on, without the NaN"
-            load = f"--checkpoint.load_step={FAULT - 1}"
-            self.goes_on("nan, again", Plan(), done, "Loading the checkpoint from", load)
-        if "dead" in cases:
-            last = STEPS + self.args.dead - 1
-            plan, done = Plan(("dead",), STEPS, last), f"expert 0 without tokens in steps {STEPS} to {last}"
-            self.fault("dead", done, plan, "--checkpoint.no-enable", steps=last + REVIVED)
+        self.fault("nan", f"a token's embedding NaN in step {FAULT}", Plan(("nan",), FAULT, FAULT))
+        done = f"from the checkpoint of step {FAULT - 1} on, without the NaN"
+        load = f"--checkpoint.load_step={FAULT - 1}"
+        self.goes_on("nan, again", Plan(), done, "Loading the checkpoint from", load)
+        last = STEPS + self.args.dead - 1
+        plan, done = Plan(("dead",), STEPS, last), f"expert 0 without tokens in steps {STEPS} to {last}"
+        self.fault("dead", done, plan, "--checkpoint.no-enable", steps=last + REVIVED)
 
 
 def compared(run: pd.DataFrame, other: pd.DataFrame, against: str) -> dict[str, object]:
@@ -192,16 +188,13 @@ def main(argv: Sequence[str]) -> None:
     add = parser.add_argument
     add("--ngpu", type=int, default=2, help="processes, one per GPU [2]")
     add("--dead", type=int, default=200, metavar="STEPS", help="in which an expert gets no token [200]")
-    add("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="[bf16 MXFP8]")
-    cases = [*KILLED, *FAULTS]
-    add("--cases", nargs="+", default=cases, choices=cases, help="[all]")
     add("--out", type=Path, default=Path("outputs/recovery"), help="[%(default)s]")
     own, flags = split_flags(argv)
     args = parser.parse_args(own, argparse.Namespace(flags=flags))
     device, rows, of_bf16 = "cuda" if torch.cuda.is_available() else "cpu", [], {}
     shutil.rmtree(args.out / "runs", ignore_errors=True)
     with ends_in_words("recovery", "the same command begins again"), Starter(args.ngpu, args.out / "runs") as starter:
-        for kind in args.kinds:
+        for kind in KINDS:
             study = Study(kind, args, starter, of_bf16)
             try:
                 study.make()

@@ -117,7 +117,7 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", layers:
                 trained.append(Trained(row, gain, recipe, "bf16" if recipe == OURS else run.what, extras))
         flavors = dict.fromkeys(run.row.get("flavor", "") for run in trained)
         if layers == "most":
-            flavors = {re.sub(r"\d+layers", "", name): name for name in sorted(flavors, key=numbers_in)}.values()
+            flavors = {re.sub(r"\d+layers", "", name): name for name in sorted(flavors, key=layers_in)}.values()
         for flavor, extras in itertools.product(flavors, ((), ("dispatch",), ("dispatch", "graph"))):
             of_kind = [run for run in trained if run.row.get("flavor", "") == flavor]
             of_kind = [run for run in of_kind if run.recipe in ("bf16", FLOAT8) or run.extras == extras]
@@ -137,9 +137,10 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", layers:
     return table
 
 
-def numbers_in(name: str) -> list[str | int]:
-    """By which names are sorted as one counts: ``16B_4layers`` before ``16B_12layers``."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+def layers_in(flavor: str) -> int:
+    """How many a flavor's name says, or 0."""
+    found = re.search(r"(\d+)layers", flavor)
+    return int(found[1]) if found else 0
 
 
 def flavor_of(row: Row, env: Row) -> str:
@@ -148,36 +149,34 @@ def flavor_of(row: Row, env: Row) -> str:
     return row.get("flavor") or (tomllib.loads((ROOT / config).read_text())["model"]["flavor"] if config else "")
 
 
-def moe_layers(*paths: Path) -> list[Cells]:
-    """MoE layers with dispatch of bench_moe_layer.py, times TorchTitan's. Where several files have a row the first one
-    counts."""
+def moe_layers(path: Path) -> list[Cells]:
+    """MoE layers with dispatch of bench_moe_layer.py, times TorchTitan's."""
     found: dict[str, Cells] = {}
-    for path in paths:
-        for row in read(path):
-            recipe, *how = row["way"].split()
-            if recipe == "torchtitan" or how == ["off"]:
-                continue
-            sizes = ", ".join(row[name] for name in ("tokens", "D", "H", "experts", "top_k"))
-            label = f"{sizes} ({LAYERS.get(row['layer'], row['layer'])})"
-            columns = dict.fromkeys((code(name) for name in ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")), "")
-            cells = found.setdefault(label, {"tokens per GPU, D, H, experts, top-k": label} | columns)
-            cells[code(recipe)] = cells[code(recipe)] or f"{float(row['x']):.2f}"
+    for row in read(path):
+        recipe = row["way"].split()[0]
+        if recipe == "torchtitan":
+            continue
+        sizes = ", ".join(row[name] for name in ("tokens", "D", "H", "experts", "top_k"))
+        label = f"{sizes} ({LAYERS[row['layer']]})"
+        columns = dict.fromkeys((code(name) for name in ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")), "")
+        cells = found.setdefault(label, {"tokens per GPU, D, H, experts, top-k": label} | columns)
+        cells[code(recipe)] = f"{float(row['x']):.2f}"
     return list(found.values())
 
 
-def beside_peer(*paths: Path, peer: str = "sonicmoe") -> list[Cells]:
-    """MoE layers of bench_moe_layer.py on one GPU: speed times a peer's, and the peak of memory."""
+def beside_peer(*paths: Path) -> list[Cells]:
+    """MoE layers of bench_moe_layer.py on one GPU: speed times SonicMoE's, and the peak of memory."""
     table = []
     for path in paths:
         layers: dict[str, dict[str, Row]] = {}
         for row in read(path):
             layers.setdefault(row["layer"], {})[row["way"].split()[0]] = row
         for layer, ways in layers.items():
-            cells = {"layer": LAYERS.get(layer, layer), "GPU": gpu_of(env_of(path))}
+            cells = {"layer": LAYERS[layer], "GPU": gpu_of(env_of(path))}
             for way, row in ways.items():
-                x, gib = float(ways[peer]["p50_us"]) / float(row["p50_us"]), float(row["peak_gib"])
+                x = float(ways["sonicmoe"]["p50_us"]) / float(row["p50_us"])
                 name = {"torchtitan": "TorchTitan", "sonicmoe": "SonicMoE"}.get(way) or code(way)
-                cells[name] = f"{x:.2f}; {gib:.1f} GiB"
+                cells[name] = f"{x:.2f}; {float(row['peak_gib']):.1f} GiB"
             table.append(cells)
     return table
 
@@ -215,31 +214,22 @@ def grouped_mm(*paths: Path, recipes: str = "", data: str = "", experts: str = "
     return table
 
 
-def convergence(*paths: Path) -> list[Cells]:
-    """Final losses and their distance from bf16's, by runs: of a table.csv of compare_runs.py.
-
-    A run that stands in several files is taken from the first one.
-    """
-    found: dict[str, Cells] = {}
-    for path in paths:
-        base, *rows = read(path)
-        for row in [base, *(row for row in rows if row["difference"])]:
-            verdict = row["verdict"] or ""
-            cells = {"runs": run_label(row["run"]), "final loss": row["final loss"]}
-            cells["pairs"] = str(row["pairs"] or "")
-            cells["difference from bf16"] = row["difference"] or ""
-            cells["95% interval"] = f"{row['95% low']} to {row['95% high']}" if row["difference"] else ""
-            cells["held-out loss"] = row.get("held-out loss") or ""
-            cells["verdict"] = "" if verdict.startswith("none") else verdict
-            found.setdefault(row["run"], cells)
-    return list(found.values())
+def convergence(path: Path) -> list[Cells]:
+    """Final losses and their distance from bf16's, by runs: of a table.csv of compare_runs.py."""
+    table = []
+    for row in read(path):
+        cells = {"runs": run_label(row["run"]), "final loss": row["final loss"], "pairs": row["pairs"]}
+        cells["difference from bf16"] = row["difference"]
+        cells["95% interval"] = f"{row['95% low']} to {row['95% high']}" if row["difference"] else ""
+        cells["held-out loss"] = row.get("held-out loss", "")
+        table.append(cells | {"verdict": row["verdict"]})
+    return table
 
 
 def run_label(name: str) -> str:
     """A run of converge.py as a table names it: of ``mxfp8_2d+dispatch`` its recipe and ``dispatch``."""
     recipe, *options = name.split("+")
     said = {"repeat": " again, same seeds", "rebase": ", `hopper_rebase`"}
-    said |= {"linears": ", linears alone", "experts": ", experts alone"}
     shown = f"`{recipe}`" if recipe.startswith("mxfp8") else recipe
     return shown + "".join(said.get(option, f", `{option}`") for option in options)
 
