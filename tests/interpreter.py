@@ -5,7 +5,7 @@ fp8 NaN codes finite, and computes on bf16, which it stores as uint16, as on int
 are needed here. ``install()`` replaces, in ``triton.runtime.interpreter``:
 
 - float conversions: torch's, round to nearest even; fp8 saturates and NaN becomes 0x7F, as ``cvt.rn.satfinite`` does;
-- arithmetic on bf16: in fp32, rounded once; ``tl.dot`` of 8- and 16-bit operands: in fp32;
+- arithmetic of two bf16 numbers: in fp32, rounded once; ``tl.dot`` of 8- and 16-bit operands: in fp32;
 - ``tl.reduce_or``, which takes a millisecond for each element: numpy's;
 - what patches ``triton.language`` anew at each call of a jitted helper (2 ms): done once, for the whole process;
 - types, of which each operation makes several: what is known of one is worked out once (two thirds of the time).
@@ -29,7 +29,6 @@ _FLOATS = {
     tl.bfloat16: torch.bfloat16,
     tl.float16: torch.float16,
     tl.float32: torch.float32,
-    tl.float64: torch.float64,
 }
 _FP8 = (tl.float8e4nv, tl.float8e5)
 _BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
@@ -37,39 +36,27 @@ _BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.rig
 
 def install() -> None:
     builder = interpreter.InterpreterBuilder
-    binary_op, ternary_op, unary_op = builder.binary_op, builder.ternary_op, builder.unary_op
-    cast_impl, create_dot = builder.cast_impl, builder.create_dot
+    binary_op, cast_impl = builder.binary_op, builder.cast_impl
     generic_reduce = interpreter.ReduceOps.generic_reduce
 
     def repaired_binary_op(self, lhs, rhs, op):
         if lhs.dtype.scalar == tl.bfloat16 and op not in _BITWISE:
-            return _bfloat16_or_bool(op(_float32(lhs), _float32(rhs)))
+            out = op(_float32(lhs), _float32(rhs)).astype(np.float32)
+            return _Handle(_convert_float(out, tl.float32, tl.bfloat16), tl.bfloat16)
         out = binary_op(self, lhs, rhs, op)
         return _Handle(out.data, tl.int1) if out.data.dtype == np.bool_ else out  # a comparison is not of lhs's type
-
-    def repaired_ternary_op(self, a, b, c, op):
-        if a.dtype.scalar == tl.bfloat16 and op is np.clip:
-            return _bfloat16_or_bool(op(_float32(a), _float32(b), _float32(c)))
-        return ternary_op(self, a, b, c, op)
-
-    def repaired_unary_op(self, arg, op):
-        return _bfloat16_or_bool(op(_float32(arg))) if arg.dtype.scalar == tl.bfloat16 else unary_op(self, arg, op)
 
     def repaired_cast(self, src, dst_type):
         source, target = src.dtype.scalar, dst_type.scalar
         if source.is_floating() and target.is_floating():
             return _Handle(_convert_float(src.data, source, target).view(interpreter._get_np_dtype(target)), target)
-        if source == tl.bfloat16:
-            return _Handle(_float32(src).astype(interpreter._get_np_dtype(target)), target)
         if target == tl.bfloat16:
             return _Handle(_convert_float(src.data.astype(np.float32), tl.float32, target), target)
         return cast_impl(self, src, dst_type)
 
     def repaired_dot(self, a, b, acc, input_precision, max_num_imprecise_acc):
-        if a.dtype.is_floating() and a.dtype.primitive_bitwidth <= 16:
-            product = np.matmul(_float32(a), _float32(b))
-            return _Handle((product + acc.data).astype(acc.data.dtype), acc.dtype.scalar)
-        return create_dot(self, a, b, acc, input_precision, max_num_imprecise_acc)
+        product = np.matmul(_float32(a), _float32(b))
+        return _Handle((product + acc.data).astype(acc.data.dtype), acc.dtype.scalar)
 
     def repaired_reduce(self, given):
         if self.combine_fn is not tl.standard._or_combine:
@@ -79,8 +66,7 @@ def install() -> None:
 
     interpreter._convert_float = _convert_float
     interpreter.ReduceOps.generic_reduce = repaired_reduce
-    builder.binary_op, builder.ternary_op, builder.unary_op = repaired_binary_op, repaired_ternary_op, repaired_unary_op
-    builder.cast_impl, builder.create_dot = repaired_cast, repaired_dot
+    builder.binary_op, builder.cast_impl, builder.create_dot = repaired_binary_op, repaired_cast, repaired_dot
     _remember_types()
 
     interpreter._patch_lang(install)  # for good: triton.language now computes
@@ -140,9 +126,3 @@ def _convert_float(data, source, target, rounding_mode=None):
 
 def _float32(handle):
     return _convert_float(handle.data, handle.dtype, tl.float32).view(np.float32)
-
-
-def _bfloat16_or_bool(out):
-    if out.dtype == np.bool_:
-        return _Handle(out, tl.int1)
-    return _Handle(_convert_float(out.astype(np.float32), tl.float32, tl.bfloat16), tl.bfloat16)

@@ -88,7 +88,7 @@ def check_swiglu(
     if scored:
         dscores = ours.dscores[:used].cpu()
         assert ours.dscores.dtype == torch.float32 and ours.dscores.shape == there[3].shape
-        size = (u.float() * h_values(gate, up, limit)).abs().sum(1)
+        size = (u.float() * reference.definition.forward(gate, up, limit).float()).abs().sum(1)
         assert ((dscores - theirs.dscores).abs() <= DSCORES * size).all(), "dscores"
     else:
         assert ours.dscores is None
@@ -99,10 +99,6 @@ def check_swiglu(
 DSCORES = 2**-12
 # Of the elements, and of the scales. Measured in the interpreter: up to 7e-5 of an operand's elements, no scale.
 SHARE = 1e-3
-
-
-def h_values(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
-    return reference.definition.forward(gate, up, limit).float()
 
 
 def check_same(ours: Operand, theirs: Operand, offs: torch.Tensor | None, used: int, what: str) -> float:
