@@ -34,8 +34,8 @@ minutes='[0-9]{1,6}([.][0-9]+)?'
 seconds() { awk "BEGIN { print int(60 * $1) }"; }
 
 # limited SECONDS LOG COMMAND...: runs it for so long, in a process group of its own and with its output in LOG too, and
-# sets `result` to how it ended. Ctrl-C is passed on to it, and ends the launcher as soon as it has ended; what is cut off
-# ends in the same way.
+# sets `result` to how it ended. Ctrl-C is passed on to it, and ends the launcher as soon as it has ended. What is cut
+# off ends in the same way.
 # shellcheck disable=SC2034 # for the caller
 limited() {
     local limit=$1 log=$2 status=0 begin=$SECONDS
@@ -44,9 +44,11 @@ limited() {
         result="left out: MINUTES were over"
         return
     fi
-    # default-signal: in the background it would ignore Ctrl-C. tee -i: which is to see the end of what was interrupted
-    env --default-signal=INT timeout --signal=INT --kill-after=40 "$limit" "$@" 2>&1 | tee -i "$log" &
-    trap 'kill -INT "$(jobs -p)"; wait || true; fail 130 "interrupted; the same command with OUT=$out goes on"' INT
+    trap 'kill -INT "$(jobs -p %%)"; wait || true; fail 130 "interrupted; the same command with OUT=$out goes on"' INT
+    set -m # else what runs in the background would ignore Ctrl-C
+    # -i: tee sees the end of what is interrupted
+    timeout --signal=INT --kill-after=40 "$limit" "$@" 2>&1 | tee -i "$log" &
+    set +m
     wait "$!" || status=$?
     trap - INT
     [ "$status" != 137 ] || [ $((SECONDS - begin)) -lt "$limit" ] || status=124 # else memory may have been over
