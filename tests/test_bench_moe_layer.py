@@ -132,7 +132,7 @@ def test_kernel_times_tells_what_the_gpu_waited_for(tmp_path: Path) -> None:
         event("ProfilerStep#1", 0, 20, "user_annotation", 1),
         event("FSDP::pre_forward", 1, 4, "user_annotation", 1),
     ]
-    host += [event("aten::copy_", 2, 3, "cpu_op", 1), event("_MoE", 5, 9, "cpu_op", 1)]
+    host += [event("aten::copy_", 2, 3, "cpu_op", 1), event("ExpertsFunction", 5, 9, "cpu_op", 1)]
     host += [event("aten::view", 1, 2, "cpu_op", 1)]
     launched = enumerate((3.1, 6, 4.5, 8, 8.5))
     launches = [event("cudaLaunchKernel", at, at + 0.1, "cuda_runtime", 1, i) for i, at in launched]
@@ -149,7 +149,7 @@ def test_kernel_times_tells_what_the_gpu_waited_for(tmp_path: Path) -> None:
         "idle": ("11.0", "5"),
         "until the step is over": ("4.0", "1"),
         "between operators": ("2.0", "2"),
-        "_MoE": ("2.0", "1"),
+        "ExpertsFunction": ("2.0", "1"),
         "FSDP::pre_forward > aten::view": ("1.0", "1"),
         "FSDP::pre_forward > aten::copy_": ("1.0", "1"),
         "launched before": ("1.0", "1"),

@@ -252,6 +252,11 @@ def test_compare_runs_draws_intervals_and_the_margin(tmp_path: Path, monkeypatch
     (band,) = panels[2].collections  # differences of 0, 0.1 and 0.2: 0.1 -+ 4.303 * 0.1 / sqrt(3)
     ends = band.get_paths()[0].get_extents()
     assert (ends.ymin, ends.ymax) == pytest.approx((-0.1484, 0.3484), abs=1e-4)
+    write_run(tmp_path / "gap-seed0", [3.0] * 20)
+    write_run(tmp_path / "gap-seed1", [4.2] * 8 + [NAN] * 4 + [4.2] * 8)
+    compare(*folders[:2], tmp_path / "gap-seed0", tmp_path / "gap-seed1", "--out", tmp_path / "out")
+    mean = panels[3].lines[0].get_ydata()
+    assert mean == pytest.approx([0.1] * 8 + [NAN] * 4 + [0.1] * 8, nan_ok=True), "of both pairs or none"
 
 
 def test_compare_runs_tells_runs_of_one_name_apart(tmp_path: Path) -> None:

@@ -170,7 +170,9 @@ class Comparison:
         top.legend(title="pale: each step; dark: smoothed")
         self.plot_differences(bottom)
         bottom.set(xlabel="step", ylabel=f"loss minus {self.first}'s")
-        bottom.set_title("smoothed, mean over pairs of runs, with its 95% interval; dotted: the margin", fontsize=9)
+        several = any(len(group) > 1 for group in self.groups.values())
+        what = "mean over pairs of runs, with its" if several else "with the smoothed steps', not other seeds',"
+        bottom.set_title(f"smoothed, {what} 95% interval; dotted: the margin", fontsize=9)
         return figure
 
     def plot_differences(self, axes: "Axes") -> None:
@@ -183,7 +185,7 @@ class Comparison:
             pairs = (curves - ended[self.first]).dropna(axis=1, how="all")
             if not index or pairs.empty:
                 continue
-            mean = pairs.mean(axis=1)
+            mean = pairs.mean(axis=1, skipna=False)
             edges += mean[len(self.steps) // 10 :].tolist()
             axes.plot(self.steps, mean, **line(index))
             axes.fill_between(self.steps, *self.band(name, pairs), color=f"C{index}", alpha=0.12, linewidth=0)

@@ -187,7 +187,9 @@ def longer_run() -> Figure:
     figure = compare_runs.Comparison(runs, share=0.0028785).figure()  # 0.005 nats
     top, bottom = figure.axes
     top.set_title("A DeepSeek-V3-style MoE model of 320M parameters on H200s: one run each, 226M tokens", fontsize=11)
-    bottom.set_title("smoothed, with the 95% interval of the steps; dotted: 0.005 nats", fontsize=10)
+    bottom.set_title(
+        "smoothed; pale: 95% interval of the smoothed steps, not of other seeds; dotted: 0.005 nats", fontsize=10
+    )
     return figure
 
 

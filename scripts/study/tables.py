@@ -3,7 +3,7 @@
     python scripts/study/tables.py --check    # prints those that differ, as the exit status says; without it writes all
 
 A table stands right below a comment with its kind, a function below, the paths under results/ and options for it:
-<!-- table: moe_layers 2026-11-25_h200_moe_layer/data.csv ranks=1 -->.
+<!-- table: grouped_mm 2026-11-25_h200_bench/grouped_mm/data.csv experts=8 -->.
 """
 
 import argparse

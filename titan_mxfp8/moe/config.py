@@ -20,7 +20,7 @@ from titan_mxfp8.ops.library import aligned
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(ExpertsLayer):
-    """Everything about a layer that is no tensor. The route is a ``DispatchHandle``.
+    """Everything about a layer that is no tensor. Its handle is a ``DispatchHandle``.
 
     Attributes:
         transport: as of ``mxfp8_moe``.
@@ -35,7 +35,7 @@ class MoEConfig(ExpertsLayer):
     ranks: int
     group: str
     zero_tail: ClassVar[bool] = False
-    route_tensors: ClassVar[int] = len(DispatchHandle._fields)
+    handle_tensors: ClassVar[int] = len(DispatchHandle._fields)
 
     def dispatch(self, transport, x, scores, routing, local, save, kernels, overlap):
         experts, (tokens, slots) = local * self.ranks, routing.shape
@@ -51,20 +51,20 @@ class MoEConfig(ExpertsLayer):
         rows = Operand.of_rows(self.x_rows, *received)
         return [Tokens(rows)], [*handle], copies or (received if save else [])
 
-    def combine(self, transport, y, weighted, route, dtype):
-        return transport.combine([y], weighted, None, DispatchHandle(*route), dtype)[0]
+    def combine(self, transport, y, weighted, handle, dtype):
+        return transport.combine([y], weighted, None, DispatchHandle(*handle), dtype)[0]
 
-    def dispatch_gradient(self, transport, g, route, needs_w2, kernels):
-        handle = DispatchHandle(*route)
+    def dispatch_gradient(self, transport, g, handle, needs_w2, kernels):
+        dispatched = DispatchHandle(*handle)
         sent = _to_parts(kernels.quantize(g, 1, self.g_rows, None))
-        received = transport.dispatch_with_handle(sent, handle)
-        gathers = self.keeps_copies(handle.expert_ids.shape[1])
-        sources = [transport.find_sources(handle)] if gathers else []
+        received = transport.dispatch_with_handle(sent, dispatched)
+        gathers = self.keeps_copies(dispatched.expert_ids.shape[1])
+        sources = [transport.find_sources(dispatched)] if gathers else []
         left = (sent if gathers and self.ranks == 1 else received) if needs_w2 else []
-        return [Tokens(Operand.of_rows(self.g_rows, *received))], handle.scores, [*sources, *left]
+        return [Tokens(Operand.of_rows(self.g_rows, *received))], dispatched.scores, [*sources, *left]
 
-    def combine_gradient(self, transport, rows, dscores_M, route, dtype):
-        dx, dscores = transport.combine(rows, False, dscores_M, DispatchHandle(*route), dtype)
+    def combine_gradient(self, transport, rows, dscores_M, handle, dtype):
+        dx, dscores = transport.combine(rows, False, dscores_M, DispatchHandle(*handle), dtype)
         return [dx] if dscores is None else [dx, dscores]
 
     def empty_dispatched(self, x, routing, local):
@@ -73,8 +73,8 @@ class MoEConfig(ExpertsLayer):
         kept_rows = handle.destinations.shape[0] if self.keeps_copies(routing.shape[1]) else rows
         return [*handle], rows, _empty_parts(x, kept_rows, self.x_rows)
 
-    def empty_gradient(self, g, route, rows, needs_w2):
-        gathers = self.keeps_copies(DispatchHandle(*route).expert_ids.shape[1])
+    def empty_gradient(self, g, handle, rows, needs_w2):
+        gathers = self.keeps_copies(DispatchHandle(*handle).expert_ids.shape[1])
         sources = [g.new_empty(rows, dtype=torch.int32)] if gathers else []
         sent_rows = g.shape[0] if gathers and self.ranks == 1 else rows
         return [*sources, *(_empty_parts(g, sent_rows, self.g_rows) if needs_w2 else [])]

@@ -4,11 +4,11 @@ forward, four are backward.
 How rows come to the experts, and where their outputs go, is the layer's part (``ExpertsLayer``): rows may be sorted by
 expert already (``grouped_experts``), or be tokens that travel (``moe.config``).
 
-Backward is several operators. Each frees what it has used, where nothing else holds it: lists that hold what forward or
-another of them has made are emptied. But compiled code holds all that it gives an operator until that returns, and
-frees between them.
+Backward is several operators. Each frees what it has used, where nothing else holds it: every list argument whose
+docstring says so is emptied. But compiled code holds all that it gives an operator until that returns, and frees
+between them.
 
-T tokens, K experts of each, M rows for the E experts here; of sorted rows, T are M and K is 1. D model and H hidden
+T tokens, K experts of each, M rows for the E experts here; for sorted rows T is M and K is 1. D model and H hidden
 features.
 """
 
@@ -33,8 +33,8 @@ _KEPT = 4, 2  # tensors of w1 and w3, and of w2, that were quantised for dgrad
 
 
 class ExpertsLayer(ExpertsConfig):
-    """How rows come to a layer's experts, and where outputs go. A route is what backward has to know of it: tensors, of
-    which the first is ``offs``, int32 (E,), the end offsets of the experts' rows.
+    """How rows come to a layer's experts, and where outputs go. A handle is what backward has to know of that: tensors,
+    of which the first is ``offs``, int32 (E,), the end offsets of the experts' rows.
 
     Attributes:
         zero_tail: whether outputs are zeros at and past ``offs[-1]``.
@@ -65,16 +65,16 @@ class ExpertsLayer(ExpertsConfig):
             overlap: launches what does not need x; called once, when x has been quantised.
 
         Returns:
-            The ``Tokens`` of x; the route; and with ``save`` tensors for ``wgrad_tokens``, none of which is x itself.
+            The ``Tokens`` of x; the handle; and with ``save`` tensors for ``wgrad_tokens``, none of which is x itself.
         """
         raise NotImplementedError
 
-    def combine(self, transport: object, y: Tensor, weighted: bool, route: list[Tensor], dtype: torch.dtype) -> Tensor:
+    def combine(self, transport: object, y: Tensor, weighted: bool, handle: list[Tensor], dtype: torch.dtype) -> Tensor:
         """Outputs (M, D) to where x came from, (T, D); ``weighted``: multiplied by their scores."""
         raise NotImplementedError
 
     def dispatch_gradient(
-        self, transport: object, g: Tensor, route: list[Tensor], needs_w2: bool, kernels: Backend
+        self, transport: object, g: Tensor, handle: list[Tensor], needs_w2: bool, kernels: Backend
     ) -> tuple[Owned, Tensor | None, list[Tensor]]:
         """The output's gradient (T, D) to the experts: the ``Tokens`` of it; the scores (M,), if there are any; and
         tensors: with ``keeps_copies`` which of the rows that are kept each row is, and for w2's gradient what
@@ -82,16 +82,16 @@ class ExpertsLayer(ExpertsConfig):
         raise NotImplementedError
 
     def combine_gradient(
-        self, transport: object, rows: list[Tensor], dscores_M: Tensor | None, route: list[Tensor], dtype: torch.dtype
+        self, transport: object, rows: list[Tensor], dscores_M: Tensor | None, handle: list[Tensor], dtype: torch.dtype
     ) -> list[Tensor]:
         """The gradient of x (T, D), of one or two tensors (M, D) whose sum is meant, and that of the scores (T, K)."""
         raise NotImplementedError
 
     def empty_dispatched(self, x: Tensor, routing: Tensor, local: int) -> tuple[list[Tensor], int, list[Tensor]]:
-        """For fakes: the route unless it is ``routing``; M; and what ``dispatch`` saves of x."""
+        """For fakes: the handle unless it is ``routing``; M; and what ``dispatch`` saves of x."""
         raise NotImplementedError
 
-    def empty_gradient(self, g: Tensor, route: list[Tensor], rows: int, needs_w2: bool) -> list[Tensor]:
+    def empty_gradient(self, g: Tensor, handle: list[Tensor], rows: int, needs_w2: bool) -> list[Tensor]:
         """For fakes: the last tensors of ``dispatch_gradient``; ``rows``: M."""
         raise NotImplementedError
 
@@ -110,11 +110,16 @@ def _keeps_copies(config: str, slots: int) -> bool:
 
 
 class ExpertsFunction(torch.autograd.Function):
-    """Saves the route, x as wgrad wants it, the two pre-activations, and the weights; of those of 32x32 blocks what was
-    quantised for dgrad instead, unless FSDP frees them (``MXConfig.kept_weight``).
+    """Saves the handle, which of sorted rows is ``routing``; x as wgrad wants it; the two pre-activations; and the
+    weights, or of those of 32x32 blocks what was quantised for dgrad, unless FSDP frees them
+    (``MXConfig.kept_weight``).
 
-    ``routing`` as of ``experts_forward``; ``keeps_x``: x is saved as it is; ``given``: w1, w3, w2, b1, b3, b2, and what
-    is multiplied instead of the weights, which only get the gradients then."""
+    Args:
+        routing: as of ``experts_forward``.
+        keeps_x: whether x is saved as it is.
+        given: w1, w3, w2, b1, b3 and b2. Behind them, where there is any, what is multiplied instead of the three
+            weights: these only get the gradients then.
+    """
 
     @staticmethod
     def forward(ctx, x, scores, routing, config, kept_weight, keeps_x, grad_enabled, *given):
@@ -141,13 +146,13 @@ class ExpertsFunction(torch.autograd.Function):
     def backward(ctx, saved, g):
         b2, *saved = saved
         counts = experts.count_tensors(ctx.config)
-        weights, route, preactivations, kept, kept_w2, x = split(saved, ctx.matrices, counts.route, 2, *ctx.kept)
+        weights, handle, preactivations, kept, kept_w2, x = split(saved, ctx.matrices, counts.handle, 2, *ctx.kept)
         del saved
-        needs, offs, config = list(ctx.needs_input_grad[7:13]), route[0], ctx.config
+        needs, offs, config = list(ctx.needs_input_grad[7:13]), handle[0], ctx.config
         sizes = [g.shape[0], ctx.slots, preactivations[0].shape[1], g.shape[1]]
         params, totals = held_gradients(ctx, first=2 + ctx.scored, count=3)
         rowwise, columnwise, h, dscores, biases, sources, of_g = split(
-            experts_hidden_gradients(g, route, preactivations, kept_w2, weights, b2, ctx.scored, needs, sizes, config),
+            experts_hidden_gradients(g, handle, preactivations, kept_w2, weights, b2, ctx.scored, needs, sizes, config),
             counts.rowwise,
             counts.columnwise,
             counts.h * needs[2],
@@ -166,7 +171,7 @@ class ExpertsFunction(torch.autograd.Function):
         if needs[0] or needs[1]:
             made = expert_weight_gradients(offs, columnwise or [*rowwise], x, [*needs[:2], False], *rest) + made
         made = take_gradients(params, totals) + made + biases
-        dx, *dscores = experts_rows_gradient(offs, route, rowwise, kept, weights, dscores_M, sizes, g.dtype, config)
+        dx, *dscores = experts_rows_gradient(offs, handle, rowwise, kept, weights, dscores_M, sizes, g.dtype, config)
         dparams = gradients_of(made, needs, dtypes)
         none = [None] * (len(ctx.needs_input_grad) - 13)
         return dx.to(ctx.x_dtype), dscores[0] if ctx.scored else None, *[None] * 5, *dparams, *none
@@ -188,8 +193,8 @@ def experts_forward(
     config: str,
     save: bool,
 ) -> list[Tensor]:
-    """The output (T, D), and with ``save`` what backward takes: the route unless it is ``routing``, gate and up (M, H),
-    the kept weights, and x as ``ExpertsLayer.dispatch`` saves it.
+    """The output (T, D), and with ``save`` what backward takes: the handle unless it is ``routing``, gate and up
+    (M, H), the kept weights, and x as ``ExpertsLayer.dispatch`` saves it.
 
     Args:
         routing: int32 (E,), end offsets of the experts' rows in x; or integers (T, K), each token's experts.
@@ -208,12 +213,12 @@ def experts_forward(
 
     transport, local = layer.connect(x.device), weights[0].shape[0]
     given = x, scores, routing, local, save, kernels, quantize_weights
-    tokens, route, kept_x = layer.dispatch(transport, *given)
-    y, gate, up = experts.forward(tokens, quantized, parameters, route[0], layer, kernels, layer.zero_tail)
-    out = layer.combine(transport, y, scores is not None, route, x.dtype)
+    tokens, handle, kept_x = layer.dispatch(transport, *given)
+    y, gate, up = experts.forward(tokens, quantized, parameters, handle[0], layer, kernels, layer.zero_tail)
+    out = layer.combine(transport, y, scores is not None, handle, x.dtype)
     if not save:
         return [out]
-    made = route if routing.ndim > 1 else []
+    made = handle if routing.ndim > 1 else []
     return [out, *made, gate, up, *experts.tensors_of(kept), *kept_x]
 
 
@@ -223,17 +228,17 @@ def _(x, scores, routing, weights, biases, config, save):
     if not save:
         return [out]
     layer, (local, hidden, _) = decode(config), weights[0].shape
-    route, rows, kept_x = layer.empty_dispatched(x, routing, local)
+    handle, rows, kept_x = layer.empty_dispatched(x, routing, local)
     preactivations = [x.new_empty((rows, hidden), dtype=torch.bfloat16) for _ in range(2)]
     gemms = layer.gemms
     kept = [gemms.plan.dgrad.b.empty(w, 1, None) for w in weights] if gemms.keeps_weight else []
-    return [out, *route, *preactivations, *experts.tensors_of(kept), *kept_x]
+    return [out, *handle, *preactivations, *experts.tensors_of(kept), *kept_x]
 
 
 @Operator
 def experts_hidden_gradients(
     g: Tensor,
-    route: list[Tensor],
+    handle: list[Tensor],
     preactivations: list[Tensor],
     quantized: list[Tensor],
     weights: list[Tensor],
@@ -256,8 +261,8 @@ def experts_hidden_gradients(
     layer: ExpertsLayer = decode(config)
     kernels = backends.load(layer.gemms.backend, g.device)
     parameters = experts.weights_of(weights, [None, None, b2], layer.plan)
-    transport, offs = layer.connect(g.device), aligned(route[0])
-    tokens, scores, left = layer.dispatch_gradient(transport, aligned(g), [offs, *route[1:]], needs[2], kernels)
+    transport, offs = layer.connect(g.device), aligned(handle[0])
+    tokens, scores, left = layer.dispatch_gradient(transport, aligned(g), [offs, *handle[1:]], needs[2], kernels)
     w2, given = experts.kept_operands(quantized, layer.gemms), take_many(preactivations)
     rest = parameters, w2, needs, offs, layer, kernels
     made = experts.hidden_gradients(tokens, given, scores if scored else None, *rest)
@@ -265,9 +270,9 @@ def experts_hidden_gradients(
 
 
 @torch.library.register_fake(experts_hidden_gradients.overload)
-def _(g, route, preactivations, quantized, weights, b2, scored, needs, sizes, config):
-    layer, gate, local, plan = decode(config), preactivations[0], route[0].shape[0], decode(config).plan
-    (rows, hidden), rowwise = gate.shape, plan.dgrad.a
+def _(g, handle, preactivations, quantized, weights, b2, scored, needs, sizes, config):
+    layer, gate, local = decode(config), preactivations[0], handle[0].shape[0]
+    (rows, hidden), plan, rowwise = gate.shape, layer.plan, layer.plan.dgrad.a
     made = HiddenGradients(
         rowwise=[rowwise.empty(gate, 1, local if rowwise.grouped_scales else None) for _ in range(2)],
         columnwise=[spec.empty(gate, 0, local) for spec in (plan.wgrad.a, plan.wgrad.a, *[plan.wgrad.b] * needs[2])],
@@ -277,7 +282,7 @@ def _(g, route, preactivations, quantized, weights, b2, scored, needs, sizes, co
             for size, needed in zip((hidden, hidden, g.shape[1]), needs[3:], strict=True)
         ],
     )
-    return [*experts.hidden_tensors(made, layer), *layer.empty_gradient(g, route, rows, needs[2])]
+    return [*experts.hidden_tensors(made, layer), *layer.empty_gradient(g, handle, rows, needs[2])]
 
 
 @Operator
@@ -319,7 +324,7 @@ def _(offs, columnwise, tokens, needs, sources, sizes, dtype, totals, config):
 @Operator
 def experts_rows_gradient(
     offs: Tensor,
-    route: list[Tensor],
+    handle: list[Tensor],
     rowwise: list[Tensor],
     quantized: list[Tensor],
     weights: list[Tensor],
@@ -331,7 +336,7 @@ def experts_rows_gradient(
     """The gradient of x (T, D) in ``dtype`` and, of ``dscores_M``, that of the scores (T, K).
 
     Args:
-        offs: the first tensor of ``route``.
+        offs: the first tensor of ``handle``.
         rowwise: of ``HiddenGradients``. Emptied.
         quantized: w1 and w3 as ``experts_forward`` has kept them, emptied; or none.
         weights: as of ``experts_hidden_gradients``.
@@ -340,16 +345,14 @@ def experts_rows_gradient(
     layer: ExpertsLayer = decode(config)
     kernels = backends.load(layer.gemms.backend, offs.device)
     operands = [experts.operand_of(rowwise, layer.plan.dgrad.a, 1) for _ in range(2)]
-    parameters, kept = (
-        experts.weights_of(weights, [None] * 3, layer.plan),
-        experts.kept_operands(quantized, layer.gemms),
-    )
+    parameters = experts.weights_of(weights, [None] * 3, layer.plan)
+    kept = experts.kept_operands(quantized, layer.gemms)
     rows = experts.rows_gradient(operands, parameters, kept, aligned(offs), layer, kernels)
-    return layer.combine_gradient(layer.connect(offs.device), rows, dscores_M, route, dtype)
+    return layer.combine_gradient(layer.connect(offs.device), rows, dscores_M, handle, dtype)
 
 
 @torch.library.register_fake(experts_rows_gradient.overload)
-def _(offs, route, rowwise, quantized, weights, dscores_M, sizes, dtype, config):
+def _(offs, handle, rowwise, quantized, weights, dscores_M, sizes, dtype, config):
     tokens, slots, _, d = sizes
     dx = offs.new_empty((tokens, d), dtype=dtype)
     return [dx] if dscores_M is None else [dx, offs.new_empty((tokens, slots), dtype=torch.float32)]
@@ -363,7 +366,7 @@ def _(x_shape, scores_shape, routing_shape, weight_shapes, *args, **kwargs) -> i
 
 
 @register_flop_formula(torch.ops.titan_mxfp8.experts_hidden_gradients)
-def _(g, route, preactivations, quantized, weights, b2, scored, needs, sizes, *args, **kwargs) -> int:
+def _(g, handle, preactivations, quantized, weights, b2, scored, needs, sizes, *args, **kwargs) -> int:
     return 2 * math.prod(sizes)
 
 
@@ -373,5 +376,5 @@ def _(offs, columnwise, tokens, needs, sources, sizes, *args, **kwargs) -> int:
 
 
 @register_flop_formula(torch.ops.titan_mxfp8.experts_rows_gradient)
-def _(offs, route, rowwise, quantized, weights, dscores_M, sizes, *args, **kwargs) -> int:
+def _(offs, handle, rowwise, quantized, weights, dscores_M, sizes, *args, **kwargs) -> int:
     return 2 * 2 * math.prod(sizes)

@@ -65,13 +65,13 @@ class ExpertsConfig(Encoded):
         gemms: of their GEMMs.
         limit: that of gpt_oss's clamped SwiGLU, or None for SiLU.
         x_rows, g_rows: what x and g are quantised to before they travel.
-        counts: of ``hidden_tensors``.
-        route_tensors: how many tensors say where rows come from, see ``expert_operators.ExpertsLayer``.
+        counts: how many tensors operators return of each kind.
+        handle_tensors: of those, how many a handle has.
     """
 
     gemms: MXConfig
     limit: float | None = None
-    route_tensors: ClassVar[int] = 1
+    handle_tensors: ClassVar[int] = 1
 
     @cached_property
     def plan(self) -> Plan:
@@ -89,7 +89,7 @@ class ExpertsConfig(Encoded):
     def counts(self) -> "TensorCounts":
         along_h, along_m = (1 if gemm.a.stored == "bf16" else 2 for gemm in (self.plan.dgrad, self.plan.wgrad))
         columnwise = 2 * along_m if self.plan.dgrad.a.is_quantized else 0
-        return TensorCounts(2 * along_h, columnwise, along_m, self.plan.wgrad.a.is_quantized, self.route_tensors)
+        return TensorCounts(2 * along_h, columnwise, along_m, self.plan.wgrad.a.is_quantized, self.handle_tensors)
 
 
 class Tokens(NamedTuple):
@@ -209,7 +209,7 @@ def forward(
     offs: torch.Tensor,
     config: ExpertsConfig,
     kernels: Backend,
-    zero_tail: bool = False,
+    zero_tail: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y (M, D), and the pre-activations x w1^T and x w3^T, (M, H); all bf16, undefined at and past ``offs[-1]``, but y
     zero there with ``zero_tail``.
@@ -389,14 +389,14 @@ def kept_operands(tensors: Owned, gemms: MXConfig) -> Owned:
 
 class TensorCounts(NamedTuple):
     """How many tensors ``hidden_tensors`` makes of both gradients along H, of both along M, and of the score times h.
-    What is not quantised is the same along both, and counts once. Whether g is quantised along M; and the tensors of a
-    route."""
+    What is not quantised is the same along both, and counts once. Also whether g is quantised along M, and how many
+    tensors a handle has (``expert_operators.ExpertsLayer``)."""
 
     rowwise: int
     columnwise: int
     h: int
     quantizes_g: bool
-    route: int
+    handle: int
 
 
 @torch.compiler.assume_constant_result

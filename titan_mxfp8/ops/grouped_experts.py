@@ -79,7 +79,7 @@ def _sorted_experts(gemms: str, limit: float | None) -> "SortedExperts":
 
 
 class SortedExperts(ExpertsLayer):
-    """Rows are there: the route is ``offs`` alone, and there are no scores."""
+    """Rows are there: the handle is ``offs`` alone, and there are no scores."""
 
     zero_tail = True
 
@@ -93,21 +93,21 @@ class SortedExperts(ExpertsLayer):
         overlap()
         return [Tokens(rows)], [offs], kept.tensors() if save and not gemms.keeps_input else []
 
-    def combine(self, transport, y, weighted, route, dtype):
+    def combine(self, transport, y, weighted, handle, dtype):
         return y
 
-    def dispatch_gradient(self, transport, g, route, needs_w2, kernels):
-        (offs,), rows, columns = route, self.plan.dgrad.a, self.plan.wgrad.a
+    def dispatch_gradient(self, transport, g, handle, needs_w2, kernels):
+        (offs,), rows, columns = handle, self.plan.dgrad.a, self.plan.wgrad.a
         if needs_w2 and columns.is_quantized:
             of_rows, of_columns = kernels.quantize_both(g, rows, columns, offs)
             return [Tokens(of_rows, None, g)], None, of_columns.tensors()
         of_rows = kernels.quantize(g, 1, rows, offs if rows.grouped_scales else None)
         return [Tokens(of_rows, None, g)], None, []
 
-    def combine_gradient(self, transport, rows, dscores_M, route, dtype):
+    def combine_gradient(self, transport, rows, dscores_M, handle, dtype):
         dx = rows[0] if len(rows) == 1 else rows[0].add_(rows[1])
         row_M = torch.arange(dx.shape[0], device=dx.device)
-        return [dx.masked_fill_((row_M >= route[0][-1])[:, None], 0)]
+        return [dx.masked_fill_((row_M >= handle[0][-1])[:, None], 0)]
 
     def empty_dispatched(self, x, routing, local):
         gemms, spec = self.gemms, self.plan.forward.a
@@ -119,9 +119,9 @@ class SortedExperts(ExpertsLayer):
             kept = self.plan.wgrad.b.empty(x, 0, local).tensors()
         return [], x.shape[0], kept
 
-    def empty_gradient(self, g, route, rows, needs_w2):
+    def empty_gradient(self, g, handle, rows, needs_w2):
         columns = self.plan.wgrad.a
-        return columns.empty(g, 0, route[0].shape[0]).tensors() if needs_w2 and columns.is_quantized else []
+        return columns.empty(g, 0, handle[0].shape[0]).tensors() if needs_w2 and columns.is_quantized else []
 
     def wgrad_tokens(self, tensors, sources, of_g):
         gemm = self.plan.wgrad

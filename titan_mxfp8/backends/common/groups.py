@@ -75,7 +75,7 @@ _MAP_ROW_BLOCKS = Kernel(_map_row_blocks)
 
 
 def map_row_blocks(
-    offs: Tensor, rows: int, row_blocks: int, alignment: int, tail_alignment: int | None = None
+    offs: Tensor, rows: int, row_blocks: int, *, alignment: int, tail_alignment: int | None = None
 ) -> RowBlockMap:
     """The map of ``row_blocks`` blocks of 32 rows.
 
@@ -94,7 +94,7 @@ def map_row_blocks(
     return RowBlockMap(table, row_blocks)
 
 
-def row_blocks_with_tail(rows: int, groups: int, alignment: int, tail_alignment: int) -> int:
+def row_blocks_with_tail(rows: int, groups: int, *, alignment: int, tail_alignment: int) -> int:
     """Row blocks that ``rows`` rows in ``groups`` groups and a tail fill at most, whole tail alignments.
 
     Padding adds at most ``alignment - 1`` rows to a group, and less than ``tail_alignment`` before the tail.

@@ -315,6 +315,6 @@ def map_tiles(offs: Tensor | None, rows: int, tile: Tile, *, tail: bool, alignme
     groups = offs.shape[0]
     if not tail:
         row_blocks = ragged_rows(rows, groups, alignment) // BLOCK_SIZE
-        return map_row_blocks(offs, rows, row_blocks, alignment)
-    row_blocks = row_blocks_with_tail(rows, groups, alignment, tile.rows)
-    return map_row_blocks(offs, rows, row_blocks, alignment, tile.rows)
+        return map_row_blocks(offs, rows, row_blocks, alignment=alignment)
+    aligned = {"alignment": alignment, "tail_alignment": tile.rows}
+    return map_row_blocks(offs, rows, row_blocks_with_tail(rows, groups, **aligned), **aligned)

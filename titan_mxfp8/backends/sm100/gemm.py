@@ -62,7 +62,7 @@ def gemm_k_grouped(
     if offs is None:
         return scaled_mm(a, b, None, out_dtype)[None]
     tokens = a.data.shape[1]
-    padded_offs = map_row_blocks(offs, tokens, 0, BLOCK_SIZE).padded_offs
+    padded_offs = map_row_blocks(offs, tokens, 0, alignment=BLOCK_SIZE).padded_offs
     out_ENK = scaled_grouped_mm(a, b, padded_offs)
     zero_empty_groups(out_ENK, offs)
     return out_ENK
