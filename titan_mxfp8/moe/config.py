@@ -13,7 +13,7 @@ from titan_mxfp8.moe import DispatchHandle, Transport, TransportName, choose
 from titan_mxfp8.moe.bounds import bound
 from titan_mxfp8.moe.checks import check_expert_ids
 from titan_mxfp8.ops.autograd import take_many
-from titan_mxfp8.ops.expert_operators import ExpertsLayer
+from titan_mxfp8.ops.expert_operators import DispatchedRows, ExpertsLayer
 from titan_mxfp8.ops.experts import Tokens
 from titan_mxfp8.ops.library import aligned
 
@@ -49,7 +49,7 @@ class MoEConfig(ExpertsLayer):
         capacity = self.capacity(room, slots, local)
         received, handle = transport.dispatch(parts, routing, scores, experts, capacity, overlap, copies)
         rows = Operand.of_rows(self.x_rows, *received)
-        return [Tokens(rows)], [*handle], copies or (received if save else [])
+        return DispatchedRows([Tokens(rows)], [*handle], handle.scores, [], copies or (received if save else []))
 
     def combine(self, transport, y, weighted, handle, dtype):
         return transport.combine([y], weighted, None, DispatchHandle(*handle), dtype)[0]
@@ -60,8 +60,9 @@ class MoEConfig(ExpertsLayer):
         received = transport.dispatch_with_handle(sent, dispatched)
         gathers = self.keeps_copies(dispatched.expert_ids.shape[1])
         sources = [transport.find_sources(dispatched)] if gathers else []
-        left = (sent if gathers and self.ranks == 1 else received) if needs_w2 else []
-        return [Tokens(Operand.of_rows(self.g_rows, *received))], dispatched.scores, [*sources, *left]
+        kept = (sent if gathers and self.ranks == 1 else received) if needs_w2 else []
+        tokens = [Tokens(Operand.of_rows(self.g_rows, *received))]
+        return DispatchedRows(tokens, handle, dispatched.scores, sources, kept)
 
     def combine_gradient(self, transport, rows, dscores_M, handle, dtype):
         dx, dscores = transport.combine(rows, False, dscores_M, DispatchHandle(*handle), dtype)

@@ -14,7 +14,7 @@ features.
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,24 @@ from titan_mxfp8.ops.experts import ExpertsConfig, HiddenGradients, Tokens
 from titan_mxfp8.ops.library import Operator, aligned
 
 _KEPT = 4, 2  # tensors of w1 and w3, and of w2, that were quantised for dgrad
+
+
+class DispatchedRows(NamedTuple):
+    """x, or the output's gradient g, at the experts.
+
+    Attributes:
+        tokens: the ``Tokens`` of it.
+        handle: of x's dispatch, see ``ExpertsLayer``.
+        scores: (M,), or None.
+        sources: where rows are kept once for all of a token's experts here, which of them each row is, int32 (M,).
+        kept: what ``ExpertsLayer.wgrad_tokens`` takes, unless that is x or g itself or nothing is to be kept.
+    """
+
+    tokens: Owned
+    handle: list[Tensor]
+    scores: Tensor | None
+    sources: list[Tensor]
+    kept: list[Tensor]
 
 
 class ExpertsLayer(ExpertsConfig):
@@ -56,16 +74,14 @@ class ExpertsLayer(ExpertsConfig):
         save: bool,
         kernels: Backend,
         overlap: Callable[[], None],
-    ) -> tuple[Owned, list[Tensor], list[Tensor]]:
+    ) -> DispatchedRows:
         """Rows to their experts.
 
         Args:
             x, scores, routing: as of ``experts_forward``.
             local: E.
+            save: whether backward follows.
             overlap: launches what does not need x; called once, when x has been quantised.
-
-        Returns:
-            The ``Tokens`` of x; the handle; and with ``save`` tensors for ``wgrad_tokens``, none of which is x itself.
         """
         raise NotImplementedError
 
@@ -75,10 +91,8 @@ class ExpertsLayer(ExpertsConfig):
 
     def dispatch_gradient(
         self, transport: object, g: Tensor, handle: list[Tensor], needs_w2: bool, kernels: Backend
-    ) -> tuple[Owned, Tensor | None, list[Tensor]]:
-        """The output's gradient (T, D) to the experts: the ``Tokens`` of it; the scores (M,), if there are any; and
-        tensors: with ``keeps_copies`` which of the rows that are kept each row is, and for w2's gradient what
-        ``wgrad_tokens`` takes, unless that is g itself."""
+    ) -> DispatchedRows:
+        """The output's gradient (T, D) to the experts; ``needs_w2``: w2's is wanted, which keeps it."""
         raise NotImplementedError
 
     def combine_gradient(
@@ -92,7 +106,7 @@ class ExpertsLayer(ExpertsConfig):
         raise NotImplementedError
 
     def empty_gradient(self, g: Tensor, handle: list[Tensor], rows: int, needs_w2: bool) -> list[Tensor]:
-        """For fakes: the last tensors of ``dispatch_gradient``; ``rows``: M."""
+        """For fakes: ``sources`` and ``kept`` of ``dispatch_gradient``; ``rows``: M."""
         raise NotImplementedError
 
     def wgrad_tokens(self, tensors: Owned, sources: Tensor | None, of_g: bool) -> Tokens:
@@ -213,13 +227,14 @@ def experts_forward(
 
     transport, local = layer.connect(x.device), weights[0].shape[0]
     given = x, scores, routing, local, save, kernels, quantize_weights
-    tokens, handle, kept_x = layer.dispatch(transport, *given)
-    y, gate, up = experts.forward(tokens, quantized, parameters, handle[0], layer, kernels, layer.zero_tail)
+    rows = layer.dispatch(transport, *given)
+    handle, offs = rows.handle, rows.handle[0]
+    y, gate, up = experts.forward(rows.tokens, quantized, parameters, offs, layer, kernels, layer.zero_tail)
     out = layer.combine(transport, y, scores is not None, handle, x.dtype)
     if not save:
         return [out]
     made = handle if routing.ndim > 1 else []
-    return [out, *made, gate, up, *experts.tensors_of(kept), *kept_x]
+    return [out, *made, gate, up, *experts.tensors_of(kept), *rows.kept]
 
 
 @torch.library.register_fake(experts_forward.overload)
@@ -248,7 +263,7 @@ def experts_hidden_gradients(
     sizes: list[int],
     config: str,
 ) -> list[Tensor]:
-    """``experts.hidden_tensors``; then the tensors of ``ExpertsLayer.dispatch_gradient``.
+    """``experts.hidden_tensors``; then ``sources`` and ``kept`` of ``ExpertsLayer.dispatch_gradient``.
 
     Args:
         preactivations: gate and up, emptied.
@@ -262,11 +277,11 @@ def experts_hidden_gradients(
     kernels = backends.load(layer.gemms.backend, g.device)
     parameters = experts.weights_of(weights, [None, None, b2], layer.plan)
     transport, offs = layer.connect(g.device), aligned(handle[0])
-    tokens, scores, left = layer.dispatch_gradient(transport, aligned(g), [offs, *handle[1:]], needs[2], kernels)
+    rows = layer.dispatch_gradient(transport, aligned(g), [offs, *handle[1:]], needs[2], kernels)
     w2, given = experts.kept_operands(quantized, layer.gemms), take_many(preactivations)
     rest = parameters, w2, needs, offs, layer, kernels
-    made = experts.hidden_gradients(tokens, given, scores if scored else None, *rest)
-    return [*experts.hidden_tensors(made, layer), *left]
+    made = experts.hidden_gradients(rows.tokens, given, rows.scores if scored else None, *rest)
+    return [*experts.hidden_tensors(made, layer), *rows.sources, *rows.kept]
 
 
 @torch.library.register_fake(experts_hidden_gradients.overload)

@@ -15,7 +15,7 @@ from titan_mxfp8.format.codec import decode
 from titan_mxfp8.ops.autograd import exported, is_exporting
 from titan_mxfp8.ops.checks import check_offs_values
 from titan_mxfp8.ops.config import MXConfig
-from titan_mxfp8.ops.expert_operators import ExpertsFunction, ExpertsLayer
+from titan_mxfp8.ops.expert_operators import DispatchedRows, ExpertsFunction, ExpertsLayer
 from titan_mxfp8.ops.experts import Tokens, Weights, operand_of
 from titan_mxfp8.ops.library import aligned
 
@@ -91,7 +91,8 @@ class SortedExperts(ExpertsLayer):
         else:
             rows = kept = kernels.quantize(x, 1, spec, offs if spec.grouped_scales else None)
         overlap()
-        return [Tokens(rows)], [offs], kept.tensors() if save and not gemms.keeps_input else []
+        left = kept.tensors() if save and not gemms.keeps_input else []
+        return DispatchedRows([Tokens(rows)], [offs], None, [], left)
 
     def combine(self, transport, y, weighted, handle, dtype):
         return y
@@ -100,9 +101,9 @@ class SortedExperts(ExpertsLayer):
         (offs,), rows, columns = handle, self.plan.dgrad.a, self.plan.wgrad.a
         if needs_w2 and columns.is_quantized:
             of_rows, of_columns = kernels.quantize_both(g, rows, columns, offs)
-            return [Tokens(of_rows, None, g)], None, of_columns.tensors()
+            return DispatchedRows([Tokens(of_rows, None, g)], handle, None, [], of_columns.tensors())
         of_rows = kernels.quantize(g, 1, rows, offs if rows.grouped_scales else None)
-        return [Tokens(of_rows, None, g)], None, []
+        return DispatchedRows([Tokens(of_rows, None, g)], handle, None, [], [])
 
     def combine_gradient(self, transport, rows, dscores_M, handle, dtype):
         dx = rows[0] if len(rows) == 1 else rows[0].add_(rows[1])
