@@ -240,6 +240,7 @@ def test_compare_runs_draws_intervals_and_the_margin(tmp_path: Path, monkeypatch
     (band,) = panels.pop().collections  # at both ends of two differences, 0 and 0.2: 0.1 -+ 12.706 * 0.1
     ends = band.get_paths()[0].get_extents()
     assert (ends.ymin, ends.ymax) == pytest.approx((-1.1706, 1.3706), abs=1e-4)
+    assert rows_of(tmp_path / "out" / "table.csv")[1]["largest difference"] == "0.1333"  # two of three are 0.2 higher
     compare(folders[0], "--out", tmp_path / "out")
     assert panels[1].get_ylim() == pytest.approx((-0.0225, 0.0225))  # 1.5 times the margin
     assert [line.get_ydata()[0] for line in panels[1].lines] == pytest.approx([0, -0.015, 0.015])

@@ -142,8 +142,12 @@ class Comparison:
 
     def statistics(self, name: str) -> dict[str, str | None]:
         """The columns of a group's paired differences, whose interval is that of the parts of the window where there is
-        one pair; None is what too few of them leave undefined."""
-        row = dict.fromkeys(("difference", "standard error", "95% low", "95% high"))
+        one pair; and how far apart the smoothed losses of any pair are at most. None is what too few pairs leave
+        undefined."""
+        row = dict.fromkeys(("difference", "standard error", "95% low", "95% high", "largest difference"))
+        largest = (self.smooth[name] - self.smooth[self.first]).abs().max(axis=None)
+        if math.isfinite(largest):
+            row["largest difference"] = f"{largest:.4f}"
         several = differences = self.differences(name)
         if len(differences):
             row["difference"] = f"{differences.mean():+.4f}"
