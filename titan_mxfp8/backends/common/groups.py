@@ -39,9 +39,9 @@ def _map_row_blocks(
 ):  # fmt: skip
     """One program: ``ROW_BLOCKS`` blocks of a ``RowBlockMap``, while the groups pass by, ``GROUPS`` at a time.
 
-    ``offs = [2, 2, 40]`` of 50 rows, groups aligned to 32, the tail to 128: the padded groups end at
-    32, 32 and 96, so the blocks at 0, 32 and 64 hold rows 0..1, 2..33 and 34..39, the one at 96 nothing, and the one at
-    128 the tail, 40..49.
+    ``offs = [2, 2, 40]`` of 50 rows, groups aligned to 32, the tail to 128: the padded groups end at 32, 32 and 96, so
+    the blocks at 0, 32 and 64 hold rows 0..1, 2..33 and 34..39, the one at 96 nothing, and the one at 128 the tail,
+    40..49.
     """
     padded_offs = table + 2 * row_blocks
     row_block = tl.program_id(0) * ROW_BLOCKS + tl.arange(0, ROW_BLOCKS)
