@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -53,6 +54,7 @@ def interrupted(script: str, **environment: str) -> tuple[int, str, str]:
     )
     while script.stdout.readline() not in ("began\n", ""):
         pass
+    time.sleep(0.5)  # a signal that comes while a shell, or timeout, forks what it waits for is lost
     os.killpg(script.pid, signal.SIGINT)
     output, errors = script.communicate(timeout=30)
     return script.returncode, output, errors
