@@ -34,8 +34,10 @@ def environment(device: torch.device | str = "cuda") -> dict[str, str]:
         env["gpu"] = torch.cuda.get_device_name()
         env["cuda"] = str(torch.version.cuda or torch.version.hip)
         env["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
-        ptxas = os.environ.get("TRITON_PTXAS_PATH")
-        env["ptxas"] = _output(ptxas, "--version").split("\n")[-1] if ptxas else "Triton's own"
+        if torch.version.cuda:
+            from titan_mxfp8.backends.common.assembler import ptxas
+
+            env["ptxas"] = ptxas(torch.cuda.get_device_capability()).version
     else:
         env["cpu"] = platform.machine()
     return env

@@ -89,22 +89,6 @@ if [ -z "${PYTHON:-}" ]; then
     . "$venv/bin/activate"
 fi
 
-ptxas_release() { { "$1" --version 2> /dev/null || true; } | sed -n 's/.*release \([0-9.]*\),.*/\1/p'; }
-
-# Triton compiles with a ptxas of its own, Triton 3.6 with release 12.8. With 13.0 the rebased Hopper GEMMs are a few per
-# cent faster, the exact FP8 one as much slower, so CUDA's is taken where it is a newer 13. Other releases were not
-# measured, and Triton 3.6 does not know those from 14 on.
-if ! [ -x "${TRITON_PTXAS_PATH:-}" ] && command -v nvidia-smi > /dev/null 2>&1; then
-    triton=$(python -c "import triton; print(triton.__path__[0])" 2> /dev/null || true)
-    own=$(ptxas_release "$triton/backends/nvidia/bin/ptxas")
-    ptxas=$(command -v ptxas || echo /usr/local/cuda/bin/ptxas)
-    release=$(ptxas_release "$ptxas")
-    newest=$(printf '%s\n' "$own" "$release" | sort -V | tail -n 1)
-    case ${own:+$release} in
-        13.*) [ "$newest" = "$own" ] || export TRITON_PTXAS_PATH=$ptxas ;;
-    esac
-fi
-
 if ! has_gpu; then
     # glibc gives large buffers back to the kernel as they are freed, and torch has no cache above it on CPU: mapping and
     # zeroing them anew takes a third of the reference backend's time (an expert layer: 69 ms against 44).

@@ -1,4 +1,4 @@
-"""setup.sh and launch.sh: which Python, torch and ptxas the launchers use."""
+"""setup.sh and launch.sh: which Python and torch the launchers use."""
 
 import os
 import shutil
@@ -26,39 +26,8 @@ def set_up(folder: Path, steps: str = "true", **settings: str) -> subprocess.Com
     """Sources setup.sh, behind other steps, in a tree of which ``folder`` has the rest."""
     (folder / "pyproject.toml").write_text("")
     shutil.copy(ROOT / "scripts" / "setup.sh", folder)
-    command = f'set -euo pipefail; cd {folder}; {steps}; . ./setup.sh; echo "chose ${{TRITON_PTXAS_PATH:-}}"'
+    command = f"set -euo pipefail; cd {folder}; {steps}; . ./setup.sh"
     return shell("bash", "-c", command, **UNSET | {"PATH": f"{folder / 'bin'}:/usr/bin:/bin"} | settings)
-
-
-@pytest.mark.parametrize(
-    "own, cuda, named, expected",
-    [
-        ("12.8", "13.0", None, "ptxas"),
-        ("12.8", "12.9", None, None),  # not known to help
-        ("13.0", "13.0", None, None),
-        ("13.1", "13.0", None, None),
-        ("12.8", "14.0", None, None),  # Triton 3.6 does not know what it compiles for
-        ("12.8", None, None, None),
-        (None, None, None, None),
-        (None, "13.0", None, None),  # no Triton, or one without a ptxas
-        ("12.8", "13.0", "mine", "mine"),
-        ("12.8", "13.0", "missing", "ptxas"),  # that of another machine, which submitted this job
-    ],
-)
-def test_setup_takes_a_ptxas_that_makes_faster_code(
-    own: str | None, cuda: str | None, named: str | None, expected: str | None, tmp_path: Path
-) -> None:
-    """A tree that is set up already, with stubs of everything that is asked. None: a program that fails."""
-
-    def ptxas(release: str | None) -> str:
-        return f"echo Cuda compilation tools, release {release}, V{release}.1" if release else "exit 1"
-
-    texts = {"triton/backends/nvidia/bin/ptxas": ptxas(own), "bin/ptxas": ptxas(cuda), "bin/mine": ptxas("12.8")}
-    texts |= {"bin/nvidia-smi": "echo", "bin/python": f"echo {tmp_path / 'triton'}", ".venv/bin/activate": ""}
-    programs(tmp_path, texts)
-    result = set_up(tmp_path, INSTALLED, TRITON_PTXAS_PATH=str(tmp_path / "bin" / (named or "none")))
-    chosen = tmp_path / "bin" / (expected or named or "none")
-    assert f"chose {chosen}" in result.stdout, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("inherited", [True, False])

@@ -51,7 +51,7 @@ class Machine:
     driver: str  # of NVIDIA's or AMD's GPUs; empty where there is none
     cuda: str  # the release that torch was built for, such as 13.0 or hip 7.0; empty for a CPU build
     versions: dict[str, str]  # of the packages that are installed
-    ptxas: str  # path and release of the assembler that Triton takes for this GPU
+    ptxas: str  # path and release of the assembler of our kernels
     compiler: str  # of C, with which Triton builds its launchers
     headers: bool  # whether Python's are there
 
@@ -350,18 +350,13 @@ def _driver() -> str:
 
 
 def _ptxas(hardware: Hardware) -> str:
-    """The ptxas that Triton takes, with its release."""
-    spec = find_spec("triton") if hardware.capability else None
-    if spec is None:
+    """The ptxas that our kernels are compiled with, and its release."""
+    if not hardware.capability or find_spec("triton") is None:
         return ""
-    folder = Path(spec.origin).parent / "backends/nvidia/bin"
-    own, for_blackwell = folder / "ptxas", folder / "ptxas-blackwell"
-    if hardware.capability >= (10, 0) and for_blackwell.is_file():
-        own = for_blackwell
-    named = os.environ.get("TRITON_PTXAS_PATH", "")
-    used = named if os.access(named, os.X_OK) else str(own)
-    release = re.search(r"release ([\d.]+),", _output(used, "--version"))
-    return f"{used}, release {release[1] if release else 'unknown'}"
+    from titan_mxfp8.backends.common.assembler import ptxas
+
+    tool = ptxas(hardware.capability)
+    return f"{tool.path}, release {tool.version}"
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from titan_mxfp8.backends.common.assembler import newer_ptxas
 
 _BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _GLUON_DTYPES = {
@@ -128,15 +131,17 @@ class Kernel:
         is_new, on_gpu = key not in self.compiled, key[0].type == "cuda"
         if watched.launches is not None and (is_new or programs):
             watched.launches.append(None)
-        if is_new:
-            compiled = None  # where Triton interprets
-            if isinstance(self.function, JITFunction):
-                compiled = self.function.warmup(*args, grid=(1,), **options)
-            # Loads it too, which waits for what runs: later that would stall a step of training. Off the GPU, where
-            # Triton launches, it is only known to be compiled.
-            self.compiled[key] = launcher(compiled.run, compiled.function, compiled.packed_metadata) if on_gpu else None
-        if programs:
-            self.function[(programs,)](*args, **options)
+        is_compiled = isinstance(self.function, JITFunction)  # else Triton interprets
+        with newer_ptxas() if is_compiled else nullcontext({}) as more:
+            if is_new:
+                compiled = self.function.warmup(*args, grid=(1,), **options, **more) if is_compiled else None
+                # Loads it too, which waits for what runs: later that would stall a step of training. Off the GPU, where
+                # Triton launches, it is only known to be compiled.
+                self.compiled[key] = (
+                    launcher(compiled.run, compiled.function, compiled.packed_metadata) if on_gpu else None
+                )
+            if programs:
+                self.function[(programs,)](*args, **options, **more)
         return is_new
 
 

@@ -1,0 +1,68 @@
+"""Which ptxas compiles the kernels, and that it is given back."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+from aot import compile_only
+from triton import knobs
+from triton import language as tl
+from triton.backends.nvidia import compiler
+from triton.knobs import NvidiaTool
+
+from titan_mxfp8.backends.common import assembler
+from titan_mxfp8.backends.common.assembler import ptxas
+from titan_mxfp8.backends.common.launch import Kernel
+
+SM90 = (9, 0)
+
+
+@triton.jit
+def _fill(out, SIZE: tl.constexpr):
+    tl.store(out + tl.arange(0, SIZE), 1.0)
+
+
+@pytest.fixture(autouse=True)
+def as_with_triton_36(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.9 takes for SM90 what it takes for SM100."""
+    monkeypatch.setattr(
+        compiler, "get_ptxas", lambda arch: knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas
+    )
+
+
+@pytest.mark.parametrize(
+    "own, newer, named, capability, expected",
+    [
+        ("12.8", "12.9", "", SM90, "12.9"),
+        ("12.8", "13.4", "", SM90, "13.4"),
+        ("12.9", "13.4", "", SM90, "12.9"),
+        ("12.10", "13.4", "", SM90, "12.10"),
+        ("12.8", "12.8", "", SM90, "12.8"),
+        ("12.8", "12.9", "/its/path", SM90, "12.8"),
+        ("12.8", "12.9", "", (8, 0), "12.8"),
+        ("12.8", "12.9", "", (10, 0), "12.9"),
+    ],
+)
+def test_hopper_takes_the_newer_ptxas(
+    own: str, newer: str, named: str, capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_PTXAS_PATH", named)
+    tools = SimpleNamespace(ptxas=NvidiaTool("own", own), ptxas_blackwell=NvidiaTool("newer", newer))
+    monkeypatch.setattr(knobs, "nvidia", tools)
+    assert ptxas(capability).version == expected
+
+
+@pytest.mark.integration
+def test_kernels_are_compiled_with_it_and_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, own, newer = torch.empty(32), knobs.nvidia.ptxas, tmp_path / "ptxas"
+    newer.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexec {own.path} "$@"\n')
+    newer.chmod(0o755)
+    monkeypatch.setattr(assembler, "ptxas", lambda capability: NvidiaTool(str(newer), own.version))
+    with compile_only("sm_90") as kernels:
+        Kernel(_fill).launch(1, (out,), (), (), (32,), device=out.device)
+        _fill[(1,)](out, 64)
+    assert len(kernels) == 2
+    assert (tmp_path / "calls").read_text().count("--gpu-name=sm_90") == 1
+    assert own == knobs.nvidia.ptxas
