@@ -21,6 +21,7 @@ from torchtitan.protocols.model_converter import build_model_converters
 
 from scripts.bench.problems import relative_rms
 from scripts.study import pictures, tables
+from scripts.study.measured import folders
 from titan_mxfp8.backends import plan_on, recommend
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.plugin.converters import GroupedMMConverter
@@ -158,13 +159,16 @@ def test_what_the_readme_recommends_is_what_was_measured() -> None:
     measured = [row for row in cells_of(tables.table_of(query)) if "`dispatch`" in row["model"]]
     measured = [row for row in measured if "CUDA graph" not in row["model"] and "TorchTitan 0.3" not in row["model"]]
     timed = [row for row in first if "timed" in row["state"]]
+    order = [f"`{folder.name}`" for folder in folders(ROOT / "results")]
     assert {row["GPU"].split()[1] for row in timed} == {row["GPUs"].split()[1] for row in measured}
     for row in timed:
         control, own = (text for name, text in row.items() if "speed" in name)
         for text, column in ((control, tables.OURS), (own, row["recipe"])):
             found: dict[str, list[str]] = {}
             here = [line for line in measured if line[column] and line["GPUs"].split()[1] == row["GPU"].split()[1]]
-            newest = {name_of(line): line["folder"] for line in sorted(here, key=lambda line: line["folder"])}
+            newest = {
+                name_of(line): line["folder"] for line in sorted(here, key=lambda line: order.index(line["folder"]))
+            }
             for line in here:
                 if line["folder"] == newest[model := name_of(line)]:
                     found.setdefault(model, []).append(line[column].split()[0])

@@ -181,9 +181,9 @@ def beside_peer(*paths: Path) -> list[Cells]:
     return table
 
 
-def grouped_mm(*paths: Path, recipes: str = "", data: str = "", experts: str = "") -> list[Cells]:
-    """Forward + backward of one grouped GEMM times bf16's, a row for each GPU and problem; of ``data`` (older files
-    have products of two numbers too) and ``experts`` those that are named, or all; the controls always.
+def grouped_mm(*paths: Path, recipes: str = "", experts: str = "") -> list[Cells]:
+    """Forward + backward of one grouped GEMM times bf16's, a row for each GPU and problem; of ``recipes`` and
+    ``experts`` those that are named, or all; the controls always.
 
     Many experts have Zipf groups, few balanced ones.
     """
@@ -195,19 +195,15 @@ def grouped_mm(*paths: Path, recipes: str = "", data: str = "", experts: str = "
             if (row.get("bench"), row.get("what")) != ("grouped_mm", "forward + backward"):
                 continue
             spread = "zipf" if int(row["G"]) > 8 else "balanced"
-            numbers = row.get("data") or "normal"
-            is_beside_another = (row.get("held") or "0") != "0"  # in older files
-            if is_beside_another or (row["groups"], data or numbers) != (spread, numbers):
-                continue
-            if experts and row["G"] not in experts.split(","):
+            is_another = (row.get("held") or "0", row.get("data") or "normal") != ("0", "normal")  # in older files
+            if is_another or row["groups"] != spread or (experts and row["G"] not in experts.split(",")):
                 continue
             sizes = tuple(row[name] for name in ("M", "N", "K", "G"))
-            notes = [SHAPES.get(sizes[1:3], ""), *["products"] * (numbers == "products")]
-            label = ", ".join(filter(None, [*notes, *["Zipf groups"] * (spread == "zipf")]))
+            label = ", ".join(filter(None, [SHAPES.get(sizes[1:3], ""), *["Zipf groups"] * (spread == "zipf")]))
             cells = {"GPU": gpu_of(env_of(path))}
             cells["M, N, K, experts"] = ", ".join(sizes) + (f" ({label})" if label else "")
             cells |= {code(recipe): "" for recipe in shown}
-            cells = problems.setdefault((*sizes, numbers), cells)
+            cells = problems.setdefault(sizes, cells)
             if row["recipe"] in shown:
                 cells[code(row["recipe"])] = f"{float(row['x']):.2f}"
         table += problems.values()
