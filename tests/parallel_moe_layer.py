@@ -1,4 +1,5 @@
-"""A program for torchrun: ``mxfp8_moe`` on several processes against one, on CPUs or, with ``cuda`` behind it, on GPUs.
+"""A program for torchrun: ``mxfp8_moe`` on several processes against one, on CPUs or, with ``cuda`` behind it, on GPUs;
+with ``compiled``, compiled against eager.
 
 Run by tests/test_moe_layer.py and test_gpu_moe.py. Each rank has experts and tokens of its own, and runs the whole
 layer too.
@@ -7,6 +8,7 @@ layer too.
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -45,13 +47,14 @@ def run(
     group: dist.ProcessGroup | None,
     recipe: str,
     device: str,
+    call: Callable[..., torch.Tensor] = mxfp8_moe,
     **way: object,
 ) -> list[torch.Tensor]:
     """Output and gradients, in the order of ``NAMES``, of a rank with these tokens and experts; on the CPU."""
     leaves = [layer.x[tokens], layer.scores[tokens], *(w[experts] for w in layer.weights)]
     leaves = [t.to(device, copy=True).requires_grad_() for t in leaves]
     ids = layer.expert_ids[tokens].to(device)
-    out = mxfp8_moe(leaves[0], leaves[1], ids, *leaves[2:], group, recipe=recipe, **way)
+    out = call(leaves[0], leaves[1], ids, *leaves[2:], group, recipe=recipe, **way)
     out.backward(layer.dy[tokens].to(device))
     return [out.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)]
 
@@ -105,6 +108,33 @@ def check_nan(recipe: str, device: str, **way: object) -> None:
         assert same, (rank, name, recipe)
 
 
+def check_compiled(recipe: str, rows: str, dynamic: bool | None) -> None:
+    """A compiled call has the bits of an eager one, from the first call on and with other numbers of tokens. Counted
+    rows break the graph."""
+
+    def moe(*tensors: object, recipe: str) -> torch.Tensor:
+        return mxfp8_moe(*tensors, recipe=recipe, rows=rows, max_tokens=40)
+
+    torch.compiler.reset()
+    compiled = torch.compile(moe, backend="aot_eager", fullgraph=rows != "counted", dynamic=dynamic)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    share = EXPERTS // ranks
+    held = slice(share * rank, share * (rank + 1))
+    for tokens in (24, 40, 32):
+        layer, mine = draw(tokens * ranks, EXPERTS, K), slice(tokens * rank, tokens * (rank + 1))
+        given = layer, mine, held, dist.group.WORLD, recipe, "cpu"
+        for name, ours, eager in zip(NAMES, run(*given, compiled), run(*given, moe), strict=True):
+            assert torch.equal(ours, eager), (name, recipe, rows, dynamic, tokens)
+    if rows == "counted":
+        torch.compiler.reset()
+        try:
+            run(*given, torch.compile(moe, backend="aot_eager", fullgraph=True))
+        except torch._dynamo.exc.Unsupported as error:
+            assert "rows='bounded' makes it part of the graph" in str(error), error
+        else:
+            raise AssertionError("one graph of counted rows")
+
+
 def check_rows_that_do_not_fit() -> None:
     """Every rank hears of it, also those that had memory."""
     ranks = dist.get_world_size()
@@ -132,6 +162,15 @@ def check_disagreements() -> None:
             assert f"disagree about {about}" in str(error), error
         else:
             raise AssertionError(f"ranks that disagree about {about}")
+
+
+def check_all_compiled() -> None:
+    dist.init_process_group("gloo")
+    for rows in ("counted", "bounded"):
+        check_compiled("mxfp8_2d_rebased", rows, None)
+        check_compiled("mxfp8_2d_rebased", rows, True)
+    check_compiled("bf16", "bounded", True)  # never keeps one row for several experts
+    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -186,4 +225,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    check_all_compiled() if "compiled" in sys.argv else main()

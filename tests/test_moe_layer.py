@@ -372,3 +372,8 @@ def run_ranks(ranks: int, *args: str) -> None:
 @pytest.mark.parametrize("ranks", daily([2, 4], 4))
 def test_several_processes_agree_with_one(ranks: int) -> None:
     run_ranks(ranks)
+
+
+@pytest.mark.integration
+def test_compiled_on_two_ranks_it_has_the_bits_of_eager() -> None:
+    run_ranks(2, "compiled")

@@ -1,5 +1,6 @@
 """``MoEConfig``: how the tokens of ``mxfp8_moe`` come to their experts and back, within its operators."""
 
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -45,7 +46,7 @@ class MoEConfig(ExpertsLayer):
             scores = torch.ones_like(routing, dtype=torch.float32)
         recipe = self.gemms.recipe.name
         room = transport.agree(tokens, experts=experts, slots=slots, recipe=recipe, rows=self.factor)
-        copies = [] if save and self.keeps_copies(slots) else None
+        copies = [] if save and slots >= self.copied_slots() else None
         capacity = self.capacity(room, slots, local)
         received, handle = transport.dispatch(parts, routing, scores, experts, capacity, overlap, copies)
         rows = Operand.of_rows(self.x_rows, *received)
@@ -58,7 +59,7 @@ class MoEConfig(ExpertsLayer):
         dispatched = DispatchHandle(*handle)
         sent = _to_parts(kernels.quantize(g, 1, self.g_rows, None))
         received = transport.dispatch_with_handle(sent, dispatched)
-        gathers = self.keeps_copies(dispatched.expert_ids.shape[1])
+        gathers = dispatched.expert_ids.shape[1] >= self.copied_slots()
         sources = [transport.find_sources(dispatched)] if gathers else []
         kept = (sent if gathers and self.ranks == 1 else received) if needs_w2 else []
         tokens = [Tokens(Operand.of_rows(self.g_rows, *received))]
@@ -71,11 +72,11 @@ class MoEConfig(ExpertsLayer):
     def empty_dispatched(self, x, routing, local):
         handle = _empty_handle(routing, local, self)
         rows = handle.scores.shape[0]
-        kept_rows = handle.destinations.shape[0] if self.keeps_copies(routing.shape[1]) else rows
+        kept_rows = handle.destinations.shape[0] if routing.shape[1] >= self.copied_slots() else rows
         return [*handle], rows, _empty_parts(x, kept_rows, self.x_rows)
 
     def empty_gradient(self, g, handle, rows, needs_w2):
-        gathers = self.keeps_copies(DispatchHandle(*handle).expert_ids.shape[1])
+        gathers = DispatchHandle(*handle).expert_ids.shape[1] >= self.copied_slots()
         sources = [g.new_empty(rows, dtype=torch.int32)] if gathers else []
         sent_rows = g.shape[0] if gathers and self.ranks == 1 else rows
         return [*sources, *(_empty_parts(g, sent_rows, self.g_rows) if needs_w2 else [])]
@@ -86,12 +87,11 @@ class MoEConfig(ExpertsLayer):
         gathers = sources is not None and (self.ranks == 1 or not of_g)
         return Tokens(None, sent=rows, sources=sources) if gathers else Tokens(rows)
 
-    def keeps_copies(self, slots: int) -> bool:
-        """Whether a token's row is kept once where it arrived, not once for each of its experts there, and
-        ``Backend.requantize`` gathers the rows that wgrad takes."""
+    def copied_slots(self) -> int:
+        """More than there are ranks, if ``Backend.requantize`` gathers the rows that wgrad takes; else never."""
         spec = self.plan.wgrad.b
         gathers = spec.scales == "mn_major" or (spec.stored == "bf16" and spec.is_quantized)
-        return gathers and self.ranks < slots
+        return self.ranks + 1 if gathers else sys.maxsize
 
     def capacity(self, tokens: int, slots: int, local: int) -> int | None:
         """The rows there is memory for, see ``bounds.bound``; None: those that come."""
@@ -107,29 +107,21 @@ class MoEConfig(ExpertsLayer):
 
 
 def _empty_handle(expert_ids: Tensor, local: int, config: MoEConfig) -> DispatchHandle:
-    """The shapes of a ``DispatchHandle``. Where the host counts rows, compilers take their number as it comes;
-    elsewhere, as in estimates of memory, it is that of balanced experts."""
-    tokens, slots = expert_ids.shape
-    ranks, counted = config.ranks, config.ranks > 1 and config.factor is None
+    """The shapes of a ``DispatchHandle``. Counted rows are taken for those of balanced experts, as estimates of memory
+    want."""
+    (tokens, slots), ranks = expert_ids.shape, config.ranks
     room = config.most_rows if config.most_rows and ranks > 1 else tokens
     capacity = config.capacity(room, slots, local)
-
-    def count(balanced: int) -> int:
-        if not counted:  # on meta tensors there is no context
-            return balanced
-        context = torch.library.get_ctx()
-        return balanced if context._shape_env is None else context.new_dynamic_size()
-
-    rows = count(tokens * slots) if capacity is None else capacity
+    rows = tokens * slots if capacity is None else capacity
     return DispatchHandle(
         offs=expert_ids.new_empty(local, dtype=torch.int32),
-        destinations=expert_ids.new_empty((count(room * ranks), slots), dtype=torch.int32),
+        destinations=expert_ids.new_empty((room * ranks, slots), dtype=torch.int32),
         scores=expert_ids.new_empty(rows, dtype=torch.float32),
         expert_ids=expert_ids.new_empty((tokens, slots), dtype=torch.int32),
         # of these three the transport decides how many there are
-        copies_of_token=expert_ids.new_empty((count(0), ranks), dtype=torch.int32),
-        token_of_copy=expert_ids.new_empty(count(0), dtype=torch.int32),
-        splits=expert_ids.new_empty((2, count(0)), dtype=torch.int64, device="cpu"),
+        copies_of_token=expert_ids.new_empty((0, ranks), dtype=torch.int32),
+        token_of_copy=expert_ids.new_empty(0, dtype=torch.int32),
+        splits=expert_ids.new_empty((2, 0), dtype=torch.int64, device="cpu"),
     )
 
 

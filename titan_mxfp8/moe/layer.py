@@ -15,7 +15,7 @@ saved: of x_MD one FP8 row for each token that came, gate and up (M, H) bf16, th
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -84,7 +84,8 @@ def mxfp8_moe(
         rows: ``counted``: M is read on the host, once for each call, and memory is exact. A number: M is that times the
             ``max_tokens * K`` rows of balanced experts, rounded up to 128, and the host never waits; ``bounded``: 1.5
             times; ``worst_case``: ``R * max_tokens * min(K, E / R)`` rows, all tokens of all ranks, which is the most.
-            Rows that do not fit are left out, and the call's backward or the next call raises.
+            Rows that do not fit are left out, and the call's backward or the next call raises. Under ``torch.compile``
+            counted rows of several ranks break the graph.
         max_tokens: the most tokens that any rank ever has in a call, the same on all ranks and in all layers of the
             group; None: as many as any rank has in the first call. Unless rows are counted, and with ``symmetric``,
             whose buffer has room for so many, more tokens are an error: on the rank that has them, for which the others
@@ -153,8 +154,10 @@ def moe(
             if len(_checked) == _MOST_CHECKED:
                 _checked.clear()
             _checked.add(key)
-    slots = expert_ids.shape[1]
     transport, rows, max_tokens, limit = options
+    if compiling and ranks > 1 and rows == "counted" and not is_exporting():
+        return _run_eagerly(x, scores, expert_ids, weights, group, options, config, scores_first, gathered)
+    slots = expert_ids.shape[1]
     most_rows = (max_tokens or 0) * (slots if scores_first else 1)
     name = "" if group is None else group.group_name
     layer = _moe_key(config.key, limit, transport, f"{rows}", most_rows, ranks, name)
@@ -163,6 +166,11 @@ def moe(
     kept_weight = "itself" if gathered else config.kept_weight
     rest = layer, kept_weight, False, torch.is_grad_enabled(), *weights, *gathered
     return _apply(x, scores, expert_ids, rest, scores_first)
+
+
+@torch.compiler.disable(reason="the host waits for the rows of mxfp8_moe: rows='bounded' makes it part of the graph")
+def _run_eagerly(*arguments: Any) -> Tensor:
+    return moe(*arguments)
 
 
 def _apply(x: Tensor, scores: Tensor, expert_ids: Tensor, rest: tuple, scores_first: bool) -> Tensor:

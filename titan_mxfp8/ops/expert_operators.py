@@ -13,6 +13,7 @@ features.
 """
 
 import math
+import sys
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
@@ -113,14 +114,14 @@ class ExpertsLayer(ExpertsConfig):
         """x, or g, for wgrad, of what was saved of it, taken; ``sources``: of rows that are kept once for a token."""
         raise NotImplementedError
 
-    def keeps_copies(self, slots: int) -> bool:
-        """Whether a row is kept once for all of a token's K experts here."""
-        return False
+    def copied_slots(self) -> int:
+        """The least number of experts of a token with which its row is kept once, and not once for each of them."""
+        return sys.maxsize
 
 
 @torch.compiler.assume_constant_result
-def _keeps_copies(config: str, slots: int) -> bool:
-    return decode(config).keeps_copies(slots)
+def _copied_slots(config: str) -> int:
+    return decode(config).copied_slots()
 
 
 class ExpertsFunction(torch.autograd.Function):
@@ -151,7 +152,7 @@ class ExpertsFunction(torch.autograd.Function):
         ctx.matrices, ctx.kept = len(weights), _KEPT if kept_weight == "quantized" else (0, 0)
         ctx.sorted = routing.ndim == 1
         ctx.slots = 1 if ctx.sorted else routing.shape[1]
-        ctx.gathers = _keeps_copies(config, ctx.slots)
+        ctx.gathers = bool(ctx.slots >= _copied_slots(config))  # a symbol under torch.compile(dynamic=True)
         own = (routing,) if ctx.sorted else ()
         return save_for_backward(ctx, out, b2, *weights, *own, *saved, *((x,) if keeps_x else ()))
 

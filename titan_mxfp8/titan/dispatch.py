@@ -201,7 +201,7 @@ class DispatchingLayers:
         return bound(factor, self.most_rows, self.top_k, ranks, self.experts // ranks)
 
     def _copies(self, ranks: int) -> float:
-        """The token copies that a rank keeps at most instead of its rows (``MoEConfig.keeps_copies``), if it may."""
+        """The token copies that a rank keeps at most instead of its rows (``MoEConfig.copied_slots``), if it may."""
         return ranks * self.most_rows if ranks < self.top_k else math.inf
 
 

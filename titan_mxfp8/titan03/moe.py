@@ -104,7 +104,7 @@ class MXFP8RoutedExperts(RoutedExperts):
     ) -> torch.Tensor:
         """The names are TorchTitan's, which looks for them."""
         if torch.compiler.is_compiling() and self._is_counted():
-            # TorchTitan compiles whole blocks, and Dynamo loses how many rows land here (PendingUnbackedSymbolNotFound)
+            # TorchTitan compiles whole blocks, each as one graph, which counted rows would break
             return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
         experts, layers = self.inner_experts, self.mxfp8_layers
         limit = getattr(experts, "swiglu_limit", None)
