@@ -1,7 +1,6 @@
 """Which ptxas compiles the kernels, and that it is given back."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def _fill(out, SIZE: tl.constexpr):
 
 @pytest.fixture(autouse=True)
 def as_with_triton_36(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.9 takes for SM90 what it takes for SM100."""
+    """Triton 3.9, which CI has, takes for SM90 what it takes for SM100."""
     monkeypatch.setattr(
         compiler, "get_ptxas", lambda arch: knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas
     )
@@ -35,22 +34,33 @@ def as_with_triton_36(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "own, newer, named, capability, expected",
     [
-        ("12.8", "12.9", "", SM90, "12.9"),
-        ("12.8", "13.4", "", SM90, "13.4"),
-        ("12.9", "13.4", "", SM90, "12.9"),
-        ("12.10", "13.4", "", SM90, "12.10"),
-        ("12.8", "12.8", "", SM90, "12.8"),
-        ("12.8", "12.9", "/its/path", SM90, "12.8"),
+        ("12.8", "12.9", "", SM90, "12.9"),  # Triton 3.6
+        ("12.8", "13.1", "", SM90, "12.8"),  # 3.7, with a release that was never tested
+        ("12.9", "13.3", "", SM90, "12.9"),  # 3.8
+        ("12.10", "12.9", "", SM90, "12.10"),
+        ("12.8", None, "", SM90, "12.8"),
+        ("12.8", "12.9", "own", SM90, "12.8"),
+        ("12.8", "12.9", "missing", SM90, "12.9"),  # a program of another machine
         ("12.8", "12.9", "", (8, 0), "12.8"),
+        ("12.8", None, "", (8, 0), "12.8"),
         ("12.8", "12.9", "", (10, 0), "12.9"),
     ],
 )
 def test_hopper_takes_the_newer_ptxas(
-    own: str, newer: str, named: str, capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
+    own: str, newer: str | None, named: str, capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_PTXAS_PATH", named)
-    tools = SimpleNamespace(ptxas=NvidiaTool("own", own), ptxas_blackwell=NvidiaTool("newer", newer))
-    monkeypatch.setattr(knobs, "nvidia", tools)
+
+    class Nvidia:
+        ptxas = NvidiaTool("own", own)
+
+        @property
+        def ptxas_blackwell(self) -> NvidiaTool:
+            if newer is None:
+                raise RuntimeError("Cannot find ptxas-blackwell")
+            return NvidiaTool("newer", newer)
+
+    monkeypatch.setattr(knobs, "nvidia", Nvidia())
     assert ptxas(capability).version == expected
 
 

@@ -7,9 +7,11 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from triton.backends.nvidia import compiler
 
 from scripts.result_files import read_rows
 from scripts.study import measured
@@ -86,6 +88,13 @@ def test_a_backend_that_fails_or_is_wrong_is_no_pass(
 def with_versions(**versions: str) -> dict[str, dict[str, str]]:
     """A change of a healthy machine."""
     return {"versions": HEALTHY.versions | versions}
+
+
+def test_which_ptxas_compiles_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "release" in doctor._ptxas(H200)
+    monkeypatch.setattr(compiler, "get_ptxas", Mock(side_effect=RuntimeError("Cannot find ptxas")))
+    assert doctor._ptxas(H200) == "unknown: Cannot find ptxas"
+    assert doctor._ptxas(Hardware("cpu", "cpu")) == ""
 
 
 def test_what_is_missing_comes_with_the_command_that_mends_it() -> None:

@@ -353,9 +353,12 @@ def _ptxas(hardware: Hardware) -> str:
     """The ptxas that our kernels are compiled with, and its release."""
     if not hardware.capability or find_spec("triton") is None:
         return ""
-    from titan_mxfp8.backends.common.assembler import ptxas
+    try:
+        from titan_mxfp8.backends.common.assembler import ptxas
 
-    tool = ptxas(hardware.capability)
+        tool = ptxas(hardware.capability)
+    except (ImportError, AttributeError, RuntimeError) as error:  # a Triton that is too old, or has none
+        return f"unknown: {error}"
     return f"{tool.path}, release {tool.version}"
 
 

@@ -1,6 +1,7 @@
-"""The assembler (ptxas) that kernels are compiled with: on Hopper a newer one than Triton 3.6 to 3.8 take."""
+"""The assembler (ptxas) that kernels are compiled with: on Hopper a newer one than Triton 3.6 takes."""
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,34 +9,51 @@ from triton import knobs
 from triton.knobs import NvidiaTool
 from triton.runtime.driver import driver
 
-PTX_VERSION = 88  # that of release 12.9; later ones know it too
+SM90 = (9, 0)
+PTX_VERSION = 88  # that of release 12.9
+
+_lock = threading.RLock()  # a knob is the whole process's
 
 
 def ptxas(capability: tuple[int, int]) -> NvidiaTool:
     """Path and release of what assembles our kernels for an NVIDIA GPU of this compute capability.
 
-    Triton 3.6 to 3.8 take release 12.8 for SM90, and bring a newer one for SM100, which Triton 3.9 takes for both. From
-    12.9 on the instructions that scale and add up sums let other warps issue in between: on an H200 forward and dgrad
-    then take 4 to 6% less time rebased, 1 to 3% less in exact ``mxfp8_2d``, wgrad and bf16 the same.
-    ``TRITON_PTXAS_PATH`` is left as it is.
+    Triton 3.6 takes release 12.8 for SM90, and its wheel has 12.9 for SM100. With 12.9 the instructions that scale and
+    add up sums let other warps issue in between: on an H200 forward then takes 6% less time rebased, dgrad 4%
+    (``results/2026-11-27_2xh200_newer_ptxas``). What is newer than that, as 13.1 in Triton 3.7, was not tested on a GPU
+    and is not taken. A ``TRITON_PTXAS_PATH`` that names a program is left as it is.
     """
-    own, newer = _of_triton(capability), knobs.nvidia.ptxas_blackwell
-    is_old = capability == (9, 0) and not os.environ.get("TRITON_PTXAS_PATH") and _release(own) < (12, 9)
-    return newer if is_old and _release(newer) >= (12, 9) else own
+    own = _of_triton(capability)
+    if capability != SM90 or own.path == os.environ.get("TRITON_PTXAS_PATH"):
+        return own
+    try:
+        newer = knobs.nvidia.ptxas_blackwell
+    except RuntimeError:  # a build of Triton without it
+        return own
+    return newer if _release(own) < (12, 9) <= _release(newer) < (13,) else own
 
 
 @contextmanager
 def newer_ptxas() -> Iterator[dict[str, int]]:
     """Within, Triton compiles for SM90 with ``ptxas``; gives the options that a kernel then wants.
 
-    The version of PTX is part of a compiled kernel's name in Triton's cache, where the assembler may be an earlier one.
+    Triton's cache names a kernel after the ptxas that was asked for its version first, which is made to be Triton's
+    own; the version of PTX, which is in the name too, tells ours apart.
     """
-    if driver.active.get_current_target().arch == 90 and (tool := ptxas((9, 0))) != _of_triton((9, 0)):
+    if driver.active.get_current_target().arch != SM90[0] * 10:
+        yield {}
+        return
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    with _lock:
+        tool = ptxas(SM90)
+        if tool == _of_triton(SM90):
+            yield {}
+            return
+        get_ptxas_version(90)
         with knobs.nvidia.scope():
             knobs.nvidia.ptxas = tool.path
             yield {"ptx_version": PTX_VERSION}
-    else:
-        yield {}
 
 
 def _of_triton(capability: tuple[int, int]) -> NvidiaTool:
