@@ -32,34 +32,24 @@ def as_with_triton_36(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "own, newer, cuda, named, capability, expected",
+    "own, newer, named, capability, expected",
     [
-        ("12.8", "12.9", "12.8", "", SM90, "12.9"),  # Triton 3.6
-        ("12.8", "12.9", None, "", SM90, "12.9"),  # compiling ahead of time, with torch for CPUs
-        ("12.8", "13.1", "13.0", "", SM90, "13.1"),  # 3.7
-        ("12.8", "13.1", "12.9", "", SM90, "12.8"),  # the driver may be too old for it
-        ("12.8", "13.1", None, "", SM90, "12.8"),
-        ("12.9", "13.3", "13.0", "", SM90, "12.9"),  # 3.8
-        ("12.10", "12.9", "13.0", "", SM90, "12.10"),
-        ("12.8", None, "13.0", "", SM90, "12.8"),
-        ("12.8", "12.9", "13.0", "own", SM90, "12.8"),
-        ("12.8", "12.9", "13.0", "missing", SM90, "12.9"),  # a program of another machine
-        ("12.8", "12.9", "13.0", "", (8, 0), "12.8"),
-        ("12.8", None, "13.0", "", (8, 0), "12.8"),
-        ("12.8", "12.9", "13.0", "", (10, 0), "12.9"),
+        ("12.8", "12.9", "", SM90, "12.9"),  # Triton 3.6
+        ("12.8", "13.1", "", SM90, "12.8"),  # 3.7, whose 13.1 gains nothing
+        ("12.9", "13.3", "", SM90, "12.9"),  # 3.8
+        ("12.10", "12.9", "", SM90, "12.10"),
+        ("12.8", None, "", SM90, "12.8"),
+        ("12.8", "12.9", "own", SM90, "12.8"),
+        ("12.8", "12.9", "missing", SM90, "12.9"),  # a program of another machine
+        ("12.8", "12.9", "", (8, 0), "12.8"),
+        ("12.8", None, "", (8, 0), "12.8"),
+        ("12.8", "12.9", "", (10, 0), "12.9"),
     ],
 )
 def test_hopper_takes_the_newer_ptxas(
-    own: str,
-    newer: str | None,
-    cuda: str | None,
-    named: str,
-    capability: tuple[int, int],
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
+    own: str, newer: str | None, named: str, capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_PTXAS_PATH", named)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
 
     class Nvidia:
         ptxas = NvidiaTool("own", own)

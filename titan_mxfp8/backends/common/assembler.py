@@ -5,7 +5,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from triton import knobs
 from triton.knobs import NvidiaTool
 from triton.runtime.driver import driver
@@ -21,9 +20,9 @@ def ptxas(capability: tuple[int, int]) -> NvidiaTool:
 
     Triton 3.6 takes release 12.8 for SM90, and its wheel has 12.9 for SM100. With 12.9 the instructions that scale and
     add up sums let other warps issue in between: on an H200 forward then takes 6% less time rebased, dgrad 4%
-    (``results/2026-11-27_2xh200_newer_ptxas``). Triton 3.7 has 13.1, whose kernels no driver older than CUDA 13 loads:
-    it is taken if torch was built with CUDA 13, which needs such a driver too. A ``TRITON_PTXAS_PATH`` that names a
-    program is left as it is.
+    (``results/2026-11-27_2xh200_newer_ptxas``). 13.1, which Triton 3.7 has, gains next to nothing
+    (``results/2026-11-27_h200_ptxas_13_1``) and is not taken, nor is what is newer. A ``TRITON_PTXAS_PATH`` that names
+    a program is left as it is.
     """
     own = _of_triton(capability)
     if capability != SM90 or own.path == os.environ.get("TRITON_PTXAS_PATH"):
@@ -32,8 +31,7 @@ def ptxas(capability: tuple[int, int]) -> NvidiaTool:
         newer = knobs.nvidia.ptxas_blackwell
     except RuntimeError:  # a build of Triton without it
         return own
-    loads = _release(newer)[0] <= int((torch.version.cuda or "12").partition(".")[0])
-    return newer if _release(own) < (12, 9) <= _release(newer) and loads else own
+    return newer if _release(own) < (12, 9) <= _release(newer) < (13,) else own
 
 
 @contextmanager
