@@ -224,7 +224,7 @@ SWIGLU_DAILY += [(TRITON, "bf16"), (SM100, "mxfp8_floor")]
 @pytest.mark.parametrize("target, recipe", daily(SWIGLU, *SWIGLU_DAILY), ids=ids)
 def test_swiglu(target: Target, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference's bits, but for the last one of an exponential; SM100's scales in tiles, with no pass over them."""
-    monkeypatch.setattr(swizzled, "_SWIZZLE_SCALES", None)
+    monkeypatch.setattr(swizzled, "_swizzle_scales", None)
     wide = [([3, 0, 30], 7, 1408, None, True)] * (target is HOPPER and "2d" in recipe and "bf16" not in recipe)
     swiglu_contract.check_cases(target, recipe, [*swiglu_contract.CASES, *wide])
 

@@ -46,6 +46,7 @@ class Peers(NamedTuple):
 _ALONE = Peers(None, 1, 0, 1)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["slots"])
 def _count_slots(ids, blocks, experts, slots, SLOTS: tl.constexpr, EXPERTS: tl.constexpr):
     """One program: how many of ``SLOTS`` slots chose each expert."""
@@ -57,6 +58,7 @@ def _count_slots(ids, blocks, experts, slots, SLOTS: tl.constexpr, EXPERTS: tl.c
         tl.store(blocks + tl.program_id(0) * experts + expert, count, mask=expert < experts)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["count"])
 def _add_blocks(blocks, before, counts, experts, count, BLOCKS: tl.constexpr, EXPERTS: tl.constexpr):
     """One program: for ``EXPERTS`` experts, the slots before each block, and all of them.
@@ -75,6 +77,7 @@ def _add_blocks(blocks, before, counts, experts, count, BLOCKS: tl.constexpr, EX
     tl.store(counts + expert, total, mask=expert < experts)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["slots"])
 def _make_metadata(
     ids, scores, before, metadata, experts, slots, K: tl.constexpr, SLOTS: tl.constexpr, AT_ONCE: tl.constexpr
@@ -95,6 +98,7 @@ def _make_metadata(
     tl.store(at + 2 * K, score.to(tl.int32, bitcast=True), mask=i < slots)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rank", "capacity"])
 def _plan(
     table, counts, starts, offs, wanted,
@@ -120,6 +124,7 @@ def _plan(
         tl.atomic_max(wanted, most)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["copies", "tokens", "rank", "capacity"])
 def _find_destinations(
     table, metadata, ends, starts, destinations, scores,
@@ -154,6 +159,7 @@ def _find_destinations(
     tl.store(destinations + copy.to(tl.int64)[:, None] * K + slot, row, mask=inside[:, None] & (slot < K))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["slots"])
 def _find_sources(destinations, sources, slots, K: tl.constexpr, SLOTS: tl.constexpr):
     """One program: the rows of ``SLOTS`` slots, see ``rows.find_sources``."""
@@ -162,6 +168,7 @@ def _find_sources(destinations, sources, slots, K: tl.constexpr, SLOTS: tl.const
     tl.store(sources + row, slot // K, mask=row >= 0)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["copies"])
 def _gather(x, tokens, out, copies, WORDS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
     """One program: every ``programs``-th copy's row of ``x``."""
@@ -172,6 +179,7 @@ def _gather(x, tokens, out, copies, WORDS: tl.constexpr, STRIDE: tl.constexpr, B
         tl.store(out + tl.cast(n, tl.int64) * STRIDE + column, words, mask=column < WORDS)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["copies", "tokens"])
 def _permute(
     table, data, scales, destinations, out0, out1, kept0, kept1,
@@ -213,6 +221,7 @@ def _permute(
                         tl.store(out1 + row * WORDS1 + column1, words1, mask=column1 < WORDS1)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["copies", "tokens", "rank"])
 def _local_combine(
     table, y0, y1, weights, slot_values, destinations, sums, values,
@@ -263,6 +272,7 @@ def _local_combine(
                     tl.store(values_there + at * K + slot, value, mask=slot < K)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["count", "tokens"])
 def _combine(
     partials, values, copies_of_token, ids, sums, slot_values,
@@ -302,12 +312,6 @@ def _combine(
             tl.store(slot_values + token * K + slot, value, mask=slot < K)
 
 
-_COUNT_SLOTS, _ADD_BLOCKS, _MAKE_METADATA, _PLAN = map(Kernel, (_count_slots, _add_blocks, _make_metadata, _plan))
-_FIND_DESTINATIONS, _FIND_SOURCES = Kernel(_find_destinations), Kernel(_find_sources)
-_GATHER, _PERMUTE = Kernel(_gather), Kernel(_permute)
-_LOCAL_COMBINE, _COMBINE = map(Kernel, (_local_combine, _combine))
-
-
 def make_metadata(
     expert_ids: Tensor, scores: Tensor, experts: int, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -319,11 +323,11 @@ def make_metadata(
     counts, metadata = out
     scores = aligned(scores.contiguous())
     in_blocks = expert_ids.new_empty((2, blocks * ceil_div(experts, 4) * 4))
-    _COUNT_SLOTS.launch(blocks, (expert_ids, in_blocks[0]), (experts,), (slots,), (_SLOTS, 32), device=device)
+    _count_slots.launch(blocks, (expert_ids, in_blocks[0]), (experts,), (slots,), (_SLOTS, 32), device=device)
     tensors = in_blocks[0], in_blocks[1], counts
-    _ADD_BLOCKS.launch(ceil_div(experts, 16), tensors, (experts,), (blocks,), (128, 16), device=device)
+    _add_blocks.launch(ceil_div(experts, 16), tensors, (experts,), (blocks,), (128, 16), device=device)
     tensors = expert_ids, scores, in_blocks[1], metadata
-    _MAKE_METADATA.launch(blocks, tensors, (experts,), (slots,), (k, _SLOTS, 32), device=device)
+    _make_metadata.launch(blocks, tensors, (experts,), (slots,), (k, _SLOTS, 32), device=device)
     return counts, metadata
 
 
@@ -338,7 +342,7 @@ def plan(
     tensors = (None, counts) if peers is None else (peers.table, None)
     constants = ranks, next_power_of_2(experts), wanted is not None, peers is not None
     limits = rank, _NO_LIMIT if capacity is None else capacity
-    _PLAN.launch(1, (*tensors, starts, offs, wanted), (local,), limits, constants, device=counts.device)
+    _plan.launch(1, (*tensors, starts, offs, wanted), (local,), limits, constants, device=counts.device)
     return starts, offs
 
 
@@ -356,7 +360,7 @@ def find_destinations(
     sources, slots = next_power_of_2(ranks), next_power_of_2(k)
     constants = ranks, sources, k, metadata.stride(0), slots, _COPIES, peers is not None
     counts = copies, tokens, rank, capacity
-    _FIND_DESTINATIONS.launch(ceil_div(copies, _COPIES), tensors, (local,), counts, constants, device=device)
+    _find_destinations.launch(ceil_div(copies, _COPIES), tensors, (local,), counts, constants, device=device)
     return destinations, scores
 
 
@@ -364,7 +368,7 @@ def find_sources(destinations: Tensor, rows: int) -> Tensor:
     """``rows.find_sources``."""
     sources, slots = destinations.new_zeros(rows), destinations.numel()
     constants = destinations.shape[1], _SLOTS
-    _FIND_SOURCES.launch(
+    _find_sources.launch(
         ceil_div(slots, _SLOTS), (destinations, sources), (), (slots,), constants, device=sources.device
     )
     return sources
@@ -379,7 +383,7 @@ def gather(tensors: list[Tensor], tokens: Tensor, copies: Tensor, offsets: list[
         x, out = x.view(dtype), copies.view(-1)[offset:].view(dtype)
         block = next_power_of_2(x.shape[1])
         constants, warps = (x.shape[1], width // dtype.itemsize, block), _warps(block * dtype.itemsize)
-        _GATHER.launch(_programs(count, device), (x, tokens, out), (), (count,), constants, device=device, warps=warps)
+        _gather.launch(_programs(count, device), (x, tokens, out), (), (count,), constants, device=device, warps=warps)
 
 
 def permute(
@@ -412,7 +416,7 @@ def permute(
     constants = (k, *words, *strides, *blocks, ranks, peers is not None)
     programs, warps = _programs(ceil_div(copies, ranks), device), _warps(blocks[0] * dtype.itemsize)
     tensors = (table, *sources, destinations, *outs, *there)
-    _PERMUTE.launch(programs, tensors, (), (copies, tokens), constants, device=device, warps=warps)
+    _permute.launch(programs, tensors, (), (copies, tokens), constants, device=device, warps=warps)
     return received
 
 
@@ -439,7 +443,7 @@ def local_combine(
     options = len(ys) == 2, weights is not None, slot_values is not None
     constants = d, k, next_power_of_2(k), block, *options, ranks, peers is not None
     programs, counts = _programs(ceil_div(copies, ranks), device), (copies, tokens, rank)
-    _LOCAL_COMBINE.launch(programs, tensors, (), counts, constants, device=device, warps=_warps(block * 2))
+    _local_combine.launch(programs, tensors, (), counts, constants, device=device, warps=_warps(block * 2))
     return sums, values
 
 
@@ -461,7 +465,7 @@ def combine(
     constants = d, k, next_power_of_2(k), block, ranks, values is not None, listed
     tensors = partials, values, copies_of_token if listed else None, expert_ids, sums, slot_values
     programs, warps, counts = _programs(tokens, device), _warps(block * 2), (tokens, of_a_rank)
-    _COMBINE.launch(programs, tensors, (experts,), counts, constants, device=device, warps=warps)
+    _combine.launch(programs, tensors, (experts,), counts, constants, device=device, warps=warps)
     return sums, slot_values
 
 

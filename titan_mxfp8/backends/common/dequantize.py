@@ -43,7 +43,7 @@ def dequantize(operand: Operand, dtype: torch.dtype = torch.bfloat16, offs: Tens
     blocks_per_row = ceil_div(data.shape[-1], BLOCK_SIZE)
     blocks = math.prod(data.shape[:-1]) * blocks_per_row
     height = data.shape[-2] if squares or mn_major else 1
-    _DEQUANTIZE_ROWS.launch(
+    _dequantize_rows.launch(
         ceil_div(blocks, 64), (data, scale, out, offs), (blocks_per_row, data.shape[-1]),
         (blocks, height, 0 if offs is None else offs.shape[0]),
         (squares, mn_major, spec.elem_dtype == torch.float8_e5m2, 64), device=data.device,
@@ -51,24 +51,7 @@ def dequantize(operand: Operand, dtype: torch.dtype = torch.bfloat16, offs: Tens
     return out
 
 
-def launch(
-    x: Tensor,
-    rowwise: Operand | None,
-    columnwise: Operand | None,
-    offs: Tensor | None,
-    source: Operand | None,
-    places: Tensor | None = None,
-) -> None:
-    """Fills operands of quantised values in bf16, see ``quantizers.LAUNCHES``. With ``offs`` rows at and past
-    ``offs[-1]`` are zeros, but where there is a ``source``."""
-    if columnwise is not None:
-        _launch_tiles(x, rowwise, columnwise, offs, source, places)
-    elif offs is None and rowwise.spec.block == "1x32":
-        launch_rows(x, rowwise)
-    else:
-        _launch_tiles(x, None, rowwise, offs, source)
-
-
+@Kernel
 @triton.jit(do_not_specialize=["blocks", "height", "groups"])
 def _dequantize_rows(
     qdata, scale, out, offs,
@@ -100,6 +83,7 @@ def _dequantize_rows(
     tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "row_blocks", "groups", "places_end"])
 def _quantize_dequantize_tiles(
     x, x_scale, places, rowwise, columnwise, table, offs,
@@ -150,18 +134,21 @@ def _quantize_dequantize_tiles(
     )
 
 
-_DEQUANTIZE_ROWS = Kernel(_dequantize_rows)
-_QUANTIZE_DEQUANTIZE_TILES = Kernel(_quantize_dequantize_tiles)
-
-
-def _launch_tiles(
+def launch(
     x: Tensor,
     rowwise: Operand | None,
-    columnwise: Operand,
+    columnwise: Operand | None,
     offs: Tensor | None,
     source: Operand | None,
     places: Tensor | None = None,
 ) -> None:
+    """Fills operands of quantised values in bf16, see ``quantizers.LAUNCHES``. With ``offs`` rows at and past
+    ``offs[-1]`` are zeros, but where there is a ``source``."""
+    if columnwise is None:
+        if offs is None and rowwise.spec.block == "1x32":
+            launch_rows(x, rowwise)
+            return
+        rowwise, columnwise = None, rowwise
     spec = columnwise.spec
     matrices = as_matrices(x, x.ndim - 2 if spec.block == "32x32" else columnwise.axis)
     rows = matrices.rows if places is None else places.shape[0]
@@ -173,7 +160,7 @@ def _launch_tiles(
         *source_constants, rowwise is not None, spec.block == "32x32", offs is not None,
         *rounding_of(spec), tile.blocks, tile.segments, segment,
     )  # fmt: skip
-    _QUANTIZE_DEQUANTIZE_TILES.launch(
+    _quantize_dequantize_tiles.launch(
         programs,
         (matrices.x, source and source.scale, places, rowwise and rowwise.data, columnwise.data, table, offs),
         matrices.sizes,

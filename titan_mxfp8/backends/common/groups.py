@@ -30,6 +30,7 @@ class RowBlockMap(NamedTuple):
         return self.table[2 * self.row_blocks :]
 
 
+@Kernel
 @triton.jit(do_not_specialize=["groups", "row_blocks", "rows"])
 def _map_row_blocks(
     offs, table,
@@ -71,9 +72,6 @@ def _map_row_blocks(
     tl.store(table + row_blocks + row_block, stop_row, mask=row_block < row_blocks)
 
 
-_MAP_ROW_BLOCKS = Kernel(_map_row_blocks)
-
-
 def map_row_blocks(
     offs: Tensor, rows: int, row_blocks: int, *, alignment: int, tail_alignment: int | None = None
 ) -> RowBlockMap:
@@ -90,7 +88,7 @@ def map_row_blocks(
     table = torch.empty(2 * row_blocks + groups, dtype=torch.int32, device=offs.device)
     constants = (alignment, tail_alignment is not None, tail_alignment, 128, 32)
     programs = max(ceil_div(row_blocks, 128), 1)
-    _MAP_ROW_BLOCKS.launch(programs, (offs, table), (), (groups, row_blocks, rows), constants, device=offs.device)
+    _map_row_blocks.launch(programs, (offs, table), (), (groups, row_blocks, rows), constants, device=offs.device)
     return RowBlockMap(table, row_blocks)
 
 

@@ -54,16 +54,7 @@ BOTH_TILE = Tile(rows=128, segments=2)
 COLUMNWISE_TILE = Tile(rows=256, segments=1)
 
 
-def launch(
-    x: Tensor, rowwise: Operand | None, columnwise: Operand | None, offs: Tensor | None, source: Operand | None
-) -> None:
-    """Fills operands of exact FP8 in 1x32 blocks, see ``quantizers.LAUNCHES``."""
-    if columnwise is None:
-        launch_rows(x, rowwise)
-    else:
-        _launch_tiles(x, rowwise, columnwise, offs, source)
-
-
+@Kernel
 @triton.jit(do_not_specialize=["blocks"])
 def _quantize_rows(
     x, qdata, scale,
@@ -92,6 +83,7 @@ def _quantize_rows(
         tl.store(scale + block, byte.to(tl.uint8), mask=block < blocks)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "padded_blocks", "row_blocks", "groups"])
 def _quantize_tiles(
     x, x_scale, rowwise_qdata, rowwise_pieces, columnwise_qdata, columnwise_scale, table, offs,
@@ -157,6 +149,7 @@ def _quantize_tiles(
         store_matrix(columnwise_scale, byte, col, cols, tile_row * BLOCKS + tl.arange(0, BLOCKS), padded_blocks)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rowwise_programs", "rowwise_rows", "columnwise_width"])
 def _place_scales(
     rowwise_pieces, rowwise_scale, columnwise_pieces, columnwise_scale,
@@ -205,26 +198,24 @@ def place_rows(program, pieces, scale, rows, width, PIECE: tl.constexpr):
     store_matrix(scale + batch * rows * width, tl.reshape(values, (ROWS, 32)), row, rows, byte, width)
 
 
-_QUANTIZE_ROWS = Kernel(_quantize_rows)
-_QUANTIZE_TILES = Kernel(_quantize_tiles)
-_PLACE_SCALES = Kernel(_place_scales)
-
-
 def launch_rows(x: Tensor, out: Operand) -> None:
     """1x32 blocks along the last axis, in FP8 or, of an operand without scales, in bf16."""
     rows = as_rows(x)
     blocks_per_row = ceil_div(rows.cols, BLOCK_SIZE)
     blocks = rows.rows * blocks_per_row
-    _QUANTIZE_ROWS.launch(
+    _quantize_rows.launch(
         ceil_div(blocks, 64), (rows.x, out.data, out.scale), (blocks_per_row, rows.cols, rows.row_stride), (blocks,),
         (*rounding_of(out.spec), 64), device=x.device,
     )  # fmt: skip
 
 
-def _launch_tiles(
-    x: Tensor, rowwise: Operand | None, columnwise: Operand, offs: Tensor | None, source: Operand | None
+def launch(
+    x: Tensor, rowwise: Operand | None, columnwise: Operand | None, offs: Tensor | None, source: Operand | None
 ) -> None:
-    """1x32 blocks along ``columnwise.axis`` and, unless ``rowwise`` is None, along the last axis too."""
+    """Fills operands of exact FP8 in 1x32 blocks, see ``quantizers.LAUNCHES``."""
+    if columnwise is None:
+        launch_rows(x, rowwise)
+        return
     spec, matrices = columnwise.spec, as_matrices(x, columnwise.axis)
     tile, (segment, source_constants) = BOTH_TILE if rowwise else COLUMNWISE_TILE, source_of(x, source)
     tile_cols = tile.segments * segment
@@ -246,7 +237,7 @@ def _launch_tiles(
         rowwise is not None, offs is not None, *rounding_of(spec),
         tile.blocks, tile.segments, segment,
     )  # fmt: skip
-    _QUANTIZE_TILES.launch(
+    _quantize_tiles.launch(
         matrices.batches * row_tiles * col_tiles, tensors, matrices.sizes,
         (matrices.rows, padded_blocks, row_blocks, 0 if offs is None else offs.shape[0]), constants,
         device=x.device, warps=tile.warps,
@@ -255,7 +246,7 @@ def _launch_tiles(
         rowwise_width = rowwise.scale.shape[-1]
         rowwise_programs = matrices.batches * ceil_div(matrices.rows, 128) * ceil_div(rowwise_width, 32)
         columnwise_programs = matrices.batches * ceil_div(matrices.cols, 128) * ceil_div(padded_blocks, 32)
-        _PLACE_SCALES.launch(
+        _place_scales.launch(
             rowwise_programs + columnwise_programs,
             (rowwise_pieces, rowwise.scale, columnwise_pieces, columnwise.scale),
             (rowwise_width, matrices.cols), (rowwise_programs, matrices.rows, padded_blocks),

@@ -58,23 +58,6 @@ BOTH_REGISTERS = 64
 REQUANTIZE_TILE = Tile(rows=128, segments=1)
 
 
-def launch(
-    x: Tensor,
-    rowwise: Operand | None,
-    columnwise: Operand | None,
-    offs: Tensor | None,
-    source: Operand | None,
-    places: Tensor | None = None,
-) -> None:
-    """Fills operands of rebased or coalesced FP8 of 1x32 blocks, see ``quantizers.LAUNCHES``."""
-    spec = (rowwise or columnwise).spec
-    if columnwise is None:
-        _launch_rows(x, rowwise)
-    else:
-        assert spec.block_k == 128, "coalesced 1x32 blocks are made along the last axis"
-        _launch_tiles(x, rowwise, columnwise, offs, source, places)
-
-
 @triton.jit
 def rebase_rows(
     x, qdata, row, stop, cols, row_stride, tile_col,
@@ -102,6 +85,7 @@ def rebase_rows(
     return scale.to(tl.uint8)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _rebase_rows(
     x, qdata, scale,
@@ -131,6 +115,7 @@ def _rebase_rows(
             tl.store(scale + row, scales, mask=row < rows)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "padded_blocks", "row_blocks", "groups", "places_end"])
 def _rebase_tiles(
     x, x_scale, places, rowwise_qdata, rowwise_scale, columnwise_qdata, columnwise_scale, table, offs,
@@ -199,13 +184,9 @@ def _rebase_tiles(
     tl.store(columnwise_scale, tl.reshape(largest, (GROUPS, col.shape[0])).to(tl.uint8), mask=inside)
 
 
-_REBASE_ROWS = Kernel(_rebase_rows)
-_REBASE_TILES = Kernel(_rebase_tiles)
-
-
 def _launch_rows(x: Tensor, out: Operand) -> None:
     matrices = as_matrices(x, x.ndim - 2)
-    _REBASE_ROWS.launch(
+    _rebase_rows.launch(
         matrices.batches * ceil_div(matrices.rows, ROWWISE_ROWS) * ceil_div(matrices.cols, 128),
         (matrices.x, out.data, out.scale), matrices.sizes, (matrices.rows,),
         (*rounding_of(out.spec), ROWWISE_ROWS, out.spec.block_mn == 32, out.spec.stored == "coalesced"),
@@ -213,14 +194,19 @@ def _launch_rows(x: Tensor, out: Operand) -> None:
     )  # fmt: skip
 
 
-def _launch_tiles(
+def launch(
     x: Tensor,
     rowwise: Operand | None,
-    columnwise: Operand,
+    columnwise: Operand | None,
     offs: Tensor | None,
     source: Operand | None,
-    places: Tensor | None,
+    places: Tensor | None = None,
 ) -> None:
+    """Fills operands of rebased or coalesced FP8 of 1x32 blocks, see ``quantizers.LAUNCHES``."""
+    if columnwise is None:
+        _launch_rows(x, rowwise)
+        return
+    assert columnwise.spec.block_k == 128, "coalesced 1x32 blocks are made along the last axis"
     matrices, (segment, source_constants) = as_matrices(x, x.ndim - 2), source_of(x, source)
     rows = matrices.rows if places is None else places.shape[0]
     if rowwise:
@@ -235,7 +221,7 @@ def _launch_tiles(
         *source_constants, rowwise is not None, columnwise.spec.block_mn == 32, offs is not None,
         *rounding_of(columnwise.spec), tile.blocks, tile.segments, segment,
     )  # fmt: skip
-    _REBASE_TILES.launch(
+    _rebase_tiles.launch(
         matrices.batches * ceil_div(row_blocks, tile.blocks) * ceil_div(matrices.cols, tile.segments * segment),
         (matrices.x, source and source.scale, places, *(rowwise or ABSENT)[:2], *columnwise[:2], table, offs),
         matrices.sizes,

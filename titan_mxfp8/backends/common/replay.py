@@ -215,11 +215,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _spans(tensors: list[Tensor]) -> list[range]:
-    """The addresses of each tensor.
-
-    Raises:
-        LookupError: they share memory.
-    """
+    """The addresses of each tensor. Raises LookupError: they share memory."""
     spans = [range(x.data_ptr(), x.data_ptr() + _extent(x)) for x in tensors]
     for one, other in pairwise(sorted(spans, key=lambda span: span.start)):
         if one.stop > other.start or one.start == other.start:

@@ -41,6 +41,7 @@ from titan_mxfp8.format.mx import ceil_div
 from titan_mxfp8.format.spec import Operand
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _quantize_squares(
     x, x_scale, rowwise_qdata, rowwise_scale, columnwise_qdata, columnwise_scale,
@@ -129,9 +130,6 @@ def _quantize_squares(
         store_matrix(columnwise_qdata + batch * padded_rows * cols, transposed(stored), col, cols, row, padded_rows)
 
 
-_QUANTIZE_SQUARES = Kernel(_quantize_squares)
-
-
 def launch(
     x: Tensor, rowwise: Operand | None, columnwise: Operand | None, offs: Tensor | None, source: Operand | None
 ) -> None:
@@ -149,7 +147,7 @@ def launch(
         rowwise is not None, columnwise is not None, *rounding_of(spec), coalesced, spec.block_k == 128,
         tile.blocks, tile.segments, segment,
     )  # fmt: skip
-    _QUANTIZE_SQUARES.launch(
+    _quantize_squares.launch(
         matrices.batches * ceil_div(matrices.rows, 128) * ceil_div(matrices.cols, 128),
         (matrices.x, source and source.scale, *(rowwise or ABSENT)[:2], *(columnwise or ABSENT)[:2]),
         matrices.sizes, (matrices.rows,), constants,

@@ -64,7 +64,7 @@ def swiglu(gate_MH: Tensor, up_MH: Tensor, limit: float | None, spec: OperandSpe
     gate, up = matrices_of(gate_MH, up_MH)
     out = spec.empty(gate.x, 1, None)
     cols, strides = _packed(gate, up)
-    _SWIGLU.launch(
+    _swiglu.launch(
         ceil_div(gate.rows, BLOCK_SIZE) * ceil_div(gate.cols, COLS),
         (gate.x, up.x, out.data, out.scale, offs),
         (cols, *strides), (gate.rows, 0 if offs is None else offs.shape[0]),
@@ -122,7 +122,7 @@ def swiglu_backward(
         )  # fmt: skip
     else:
         cols, strides = _packed(gate, up, u)
-        _SWIGLU_BACKWARD_IN_ROWS.launch(
+        _swiglu_backward_in_rows.launch(
             row_blocks * col_tiles,
             (*sources, *(tensor for operand in operands[:2] for tensor in operand[:2]),
              *(operand.data for operand in operands[2:])),
@@ -224,6 +224,7 @@ def _limited(gate, up, u, score, limit):
     return gradients_bf16x2(gate, up, u, score, limit)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "groups"])
 def _swiglu(
     gate, up, h, h_scale, offs,
@@ -250,6 +251,7 @@ def _swiglu(
     store_rowwise(packed, h, h_scale, start, end - start, tile_col, rows, packed_cols, LAYOUT, FLOOR, E5M2)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "row_blocks"])
 def _swiglu_backward_in_rows(
     gate, up, u, scores, sums, table,
@@ -312,10 +314,6 @@ def _swiglu_backward_in_rows(
             dgate, dgate_rowwise, dgate_rowwise_scale, start, left, tile_col, rows, packed_cols, LAYOUT, FLOOR, E5M2
         )
     store_columnwise(dgate, dgate_columnwise, start, left, tile_col, packed_cols, COLUMNWISE_QUANTIZED, FLOOR, E5M2)
-
-
-_SWIGLU = Kernel(_swiglu)
-_SWIGLU_BACKWARD_IN_ROWS = Kernel(_swiglu_backward_in_rows)
 
 
 def _packed(*matrices: Matrices) -> tuple[int, list[int]]:

@@ -33,7 +33,7 @@ def swiglu(gate_MH: Tensor, up_MH: Tensor, limit: float | None, spec: OperandSpe
     gate, up = matrices_of(gate_MH, up_MH)
     out = spec.empty(gate.x, 1, None if offs is None else offs.shape[0])
     tiles = map_tiles(offs, gate.rows, out.scale.shape[0])
-    _SWIGLU.launch(
+    _swiglu.launch(
         tiles.count * 4 * ceil_div(gate.cols, 128), (gate.x, up.x, out.data, out.scale, tiles.table),
         (gate.cols, gate.row_stride, up.row_stride), (gate.rows, tiles.count),
         (limit, offs is not None, *rounding_of(spec), SEGMENT), device=gate.x.device, warps=4,
@@ -61,7 +61,7 @@ def swiglu_backward(
     tiles, col_tiles = map_tiles(offs, gate.rows, operands[0].scale.shape[0]), ceil_div(gate.cols, 128)
     scores_M, sums = sums_of(scores_M, gate.rows, col_tiles)
     padded_blocks = operands[-1].data.shape[-1] // BLOCK_SIZE if columnwise.is_quantized else 0
-    _SWIGLU_BACKWARD.launch(
+    _swiglu_backward.launch(
         tiles.count * 4 * col_tiles,
         (gate.x, up.x, u.x, scores_M, sums, tiles.table, *(tensor for operand in operands for tensor in operand[:2])),
         (gate.cols, gate.row_stride, up.row_stride, u.row_stride), (gate.rows, padded_blocks, tiles.count),
@@ -72,6 +72,7 @@ def swiglu_backward(
     return SwigluGradients(*operands, None if sums is None else sums.sum(0))
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _swiglu(
     gate, up, h, h_scale, table,
@@ -98,6 +99,7 @@ def _swiglu(
     store_rowwise(rounded(g * s * v), h + token * cols, h_scale, left, block, tile_col, cols, False, FLOOR, E5M2)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "padded_blocks", "tiles"])
 def _swiglu_backward(
     gate, up, u, scores, sums, table,
@@ -161,7 +163,3 @@ def _swiglu_backward(
 def clear_tile(scales):
     """Zeros in a tile behind the last group, as the quantisers leave it."""
     tl.store(scales + tl.arange(0, 512), tl.zeros((512,), tl.uint8))
-
-
-_SWIGLU = Kernel(_swiglu)
-_SWIGLU_BACKWARD = Kernel(_swiglu_backward)

@@ -47,7 +47,7 @@ def swizzle_scales(operand: Operand, offs: Tensor | None) -> Operand:
         table, row_tiles = map_tiles(offs, rows, shape[0])
     elif groups:
         table, column_tiles = map_tiles(offs, length, shape[1] * BLOCK_SIZE)
-    _SWIZZLE_SCALES.launch(
+    _swizzle_scales.launch(
         (rest[0] if rest else 1) * row_tiles * ceil_div(column_tiles, 8), (operand.scale, scale, table), (),
         (rows, columns, row_tiles, column_tiles), (groups is not None, by_rows, operand.spec.block_mn, 8),
         device=scale.device,
@@ -76,10 +76,11 @@ def map_tiles(offs: Tensor | None, rows: int, room: int) -> TileMap:
     count = room // TILE_LINES
     table = torch.empty((5, count), dtype=torch.int32, device=offs.device)
     programs = max(ceil_div(count, 128), 1)
-    _MAP_TILES.launch(programs, (offs, table), (), (offs.shape[0], count, rows), (128, 32), device=offs.device)
+    _map_tiles.launch(programs, (offs, table), (), (offs.shape[0], count, rows), (128, 32), device=offs.device)
     return TileMap(table, count)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["groups", "tiles", "rows"])
 def _map_tiles(offs, table, groups, tiles, rows, TILES: tl.constexpr, GROUPS: tl.constexpr):
     """One program: ``TILES`` columns of a ``TileMap``, while the groups pass by, ``GROUPS`` at a time.
@@ -207,6 +208,7 @@ def store_columnwise(
         store_scales(scales, by_column, 0, block, cols - tile_col * 128, SQUARES)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "padded_blocks", "tiles"])
 def _quantize_tiles(
     x, x_scale, rowwise_data, rowwise_scale, columnwise_data, columnwise_scale, table,
@@ -243,6 +245,7 @@ def _quantize_tiles(
         )  # fmt: skip
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "columns", "row_tiles", "column_tiles"])
 def _swizzle_scales(
     source, swizzled, table,
@@ -282,11 +285,6 @@ def _swizzle_scales(
     tl.store(swizzled + index * 512 + at, tl.load(source + at_source, mask=inside & known, other=0), mask=known)
 
 
-_MAP_TILES = Kernel(_map_tiles)
-_QUANTIZE_TILES = Kernel(_quantize_tiles)
-_SWIZZLE_SCALES = Kernel(_swizzle_scales)
-
-
 def launch(
     x: Tensor, rowwise: Operand | None, columnwise: Operand | None, offs: Tensor | None, source: Operand | None
 ) -> None:
@@ -302,7 +300,7 @@ def launch(
         *rounding_of(spec), 128 // segment, segment,
     )  # fmt: skip
     counts = matrices.rows, columnwise.data.shape[-1] // BLOCK_SIZE if columnwise else 0, tiles.count
-    _QUANTIZE_TILES.launch(
+    _quantize_tiles.launch(
         matrices.batches * tiles.count * col_tiles, (matrices.x, source and source.scale, *outputs, tiles.table),
         matrices.sizes, counts, constants, device=x.device, warps=8,
     )  # fmt: skip

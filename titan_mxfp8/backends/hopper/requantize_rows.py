@@ -63,7 +63,7 @@ def requantize(rows: Operand, spec: OperandSpec, offs: Tensor | None, places: Te
     count = x.shape[0] if places is None else places.shape[0]
     out = spec.empty(x[:1].expand(count, -1), 0, None if offs is None else offs.shape[0])
     table, row_blocks = map_tiles(offs, count, TILE, tail=False, alignment=128)
-    _REQUANTIZE.launch(
+    _requantize_tiles.launch(
         ceil_div(row_blocks, TILE.blocks) * ceil_div(cols, 128 * PANEL.value) * PANEL.value,
         (x, rows.scale, places, out.data, out.scale, table),
         (cols,),
@@ -277,6 +277,7 @@ def _find_rows(places, start, stop, row):
     return row, known
 
 
+@Kernel
 @gluon.jit(do_not_specialize=["rows", "places_end", "padded_blocks", "row_blocks"])
 def _requantize_tiles(
     x, x_scale, places, qdata, scale, table,
@@ -333,6 +334,3 @@ def _requantize_tiles(
         col = tile_col * 128 + gl.arange(0, 32, gl.SliceLayout(1, _ALONG_ROWS)) * 4 + j
         inside = (col < cols)[:, None] & (position < padded_rows)[None, :]
         gl.store((qdata + position)[None, :] + col.to(gl.int64)[:, None] * padded_rows, elements, mask=inside)
-
-
-_REQUANTIZE = Kernel(_requantize_tiles)

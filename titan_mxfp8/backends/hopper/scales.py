@@ -78,6 +78,7 @@ def _decode_operand(
     tl.store(out + at, bits, mask=(i_mn < mn_out)[:, None])
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=[
         "row_programs", "rows", "rows_out", "columns", "columns_out", "blocks", "stages", "row_size", "size", "end",
@@ -115,9 +116,6 @@ def _decode_scales(
             column_scale, out + row_size, program - row_programs, columns, columns, blocks, columns_out, stages,
             mn_stride, columns_out, stage_limit, MN_MAJOR, STEPS, False, BLOCK_MN,
         )  # fmt: skip
-
-
-_DECODE_SCALES = Kernel(_decode_scales)
 
 
 class ScaleLayout(NamedTuple):
@@ -174,7 +172,7 @@ def decode_scales(
     groups = 0 if offs is None else offs.shape[0]
     layout, programs, counts = _decoding(rows, columns, blocks, copies, stages, steps, experts, end, groups, DECODE_MN)
     buffer = torch.empty(layout.size + 4, dtype=torch.int32, device=a.data.device)
-    _DECODE_SCALES.launch(
+    _decode_scales.launch(
         programs, (a.scale, b.scale, buffer, offs), (0 if mn_major else blocks,), counts,
         (mn_major, steps, k_grouped, DECODE_MN), device=buffer.device,
     )  # fmt: skip

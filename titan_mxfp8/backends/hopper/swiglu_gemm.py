@@ -67,7 +67,7 @@ def swiglu_gemm(
         plan = gemm.plan_launch(shapes, dtypes, scales.layout, chosen, False, False, False)
         a_tile, w_tile, row_scale, column_scale, _ = plan.layouts
         layouts = a_tile, w_tile, row_scale, column_scale, w_tile, column_scale._replace(offset=0), in_bf16, in_bf16
-        is_new = _SWIGLU_GEMM.launch(
+        is_new = _swiglu_gemm_kernel.launch(
             min(plan.tiles, multiprocessors(device)) if i == 0 else 0,
             (gate, up, h.data, h.scale, offs, scales.buffer[scales.layout.size :]),
             plan.sizes, plan.counts,
@@ -146,6 +146,7 @@ def _multiply(
     tma.store_wait(0)
 
 
+@Kernel
 @gluon.jit(do_not_specialize=["experts", "tiles_down", "tiles_across", "rows", "scale_rows", "scale_stages"])
 def _swiglu_gemm_kernel(
     a, w1, row_scale, column_scale, w3, column_scale_3, gate_tiles, up_tiles, h_tiles,
@@ -208,6 +209,3 @@ def _swiglu_gemm_kernel(
             [4, 4, 1],
             [MULTIPLY_REGISTERS, MULTIPLY_REGISTERS, LOAD_REGISTERS],
         )
-
-
-_SWIGLU_GEMM = Kernel(_swiglu_gemm_kernel)

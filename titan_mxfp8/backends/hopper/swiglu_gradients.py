@@ -64,7 +64,7 @@ def swiglu_backward(
     table, row_blocks = map_tiles(offs, gate.rows, TILE, tail=False, alignment=128)
     col_tiles = ceil_div(gate.cols, 128)
     scores_M, sums = sums_of(scores_M, gate.rows, col_tiles)
-    _SWIGLU_BACKWARD.launch(
+    _rebased_swiglu_backward.launch(
         ceil_div(row_blocks, 4) * col_tiles,
         (gate.x, up.x, u.x, scores_M, sums, table, offs,
          *(tensor for operand in (*along_h, *along_m) for tensor in operand[:2])),
@@ -143,6 +143,7 @@ def _store_columns(values, out, tile_row, col, cols, padded_rows, FLOOR: gl.cons
     gl.store(scale + tile_row.to(gl.int64) * (gl.cdiv(cols, 16) * 16) + col, scales, mask=col < cols)
 
 
+@Kernel
 @gluon.jit(do_not_specialize=["rows", "padded_blocks", "row_blocks", "groups"])
 def _rebased_swiglu_backward(
     gate, up, u, scores, sums, table, offs,
@@ -194,6 +195,3 @@ def _rebased_swiglu_backward(
             values = gl.convert_layout(values, _ALONG_COLUMNS, assert_trivial=True)
             col = tile_col * 128 + half * 64 + gl.arange(0, 64, gl.SliceLayout(0, _ALONG_COLUMNS))
             _store_columns(values, outs[j], tile_row, col, cols, padded_blocks * 32, FLOOR, H_E5M2 if j == 2 else E5M2)
-
-
-_SWIGLU_BACKWARD = Kernel(_rebased_swiglu_backward)

@@ -109,18 +109,19 @@ def finish_rows(out_MD: Tensor, bias_ED: Tensor | None, offs: Tensor, zero_tail:
     device, counts = out_MD.device, (rows, offs.shape[0])
     if bias_ED is not None:
         programs = ceil_div(rows, 64) * ceil_div(features, 128)
-        _ADD_BIAS.launch(programs, (out_MD, bias_ED, offs), (features,), counts, (64, 128, 32), device=device)
+        _add_bias.launch(programs, (out_MD, bias_ED, offs), (features,), counts, (64, 128, 32), device=device)
     if zero_tail:
-        _ZERO_TAIL.launch(multiprocessors(device), (out_MD, offs), (features,), counts, (8192,), device=device)
+        _zero_tail.launch(multiprocessors(device), (out_MD, offs), (features,), counts, (8192,), device=device)
 
 
 def zero_empty_groups(out_ENK: Tensor, offs: Tensor) -> None:
     """Fills the matrices of groups without tokens with zeros; the others cost a look at ``offs``."""
     size = out_ENK[0].numel()
     programs = offs.shape[0] * min(ceil_div(size, 8192), 64)
-    _ZERO_EMPTY.launch(programs, (out_ENK, offs), (size,), (offs.shape[0],), (8192,), device=out_ENK.device)
+    _zero_empty.launch(programs, (out_ENK, offs), (size,), (offs.shape[0],), (8192,), device=out_ENK.device)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "groups"])
 def _add_bias(
     out, bias, offs, features, rows, groups, ROWS: tl.constexpr, COLS: tl.constexpr, GROUPS: tl.constexpr
@@ -141,12 +142,14 @@ def _add_bias(
     tl.store(at, value.to(out.dtype.element_ty), mask=inside)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows", "groups"])
 def _zero_tail(out, offs, features, rows, groups, BLOCK: tl.constexpr):
     """Programs take turns at BLOCK elements behind the last group."""
     fill_zeros(out, tl.load(offs + groups - 1).to(tl.int64) * features, rows.to(tl.int64) * features, BLOCK)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["groups"])
 def _zero_empty(out, offs, size, groups, BLOCK: tl.constexpr):
     """Programs of one group, one in ``groups``, take turns at BLOCK elements of its matrix if it has no tokens."""
@@ -159,8 +162,3 @@ def _zero_empty(out, offs, size, groups, BLOCK: tl.constexpr):
             index = at + tl.arange(0, BLOCK)
             tl.store(out + index, tl.zeros((BLOCK,), out.dtype.element_ty), mask=index < size)
             at += tl.num_programs(0) // groups * BLOCK
-
-
-_ADD_BIAS = Kernel(_add_bias)
-_ZERO_TAIL = Kernel(_zero_tail)
-_ZERO_EMPTY = Kernel(_zero_empty)
