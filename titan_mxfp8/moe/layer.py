@@ -7,7 +7,7 @@ forward                                                      backward
 x_TD --quantise along D--> FP8 rows                          g_TD --quantise along D--> FP8 rows
      --dispatch: once per link, to all places--> x_MD             --the same way, to the same places--> g_MD
        (overlap weights are quantised)
-     --experts (ops/experts.py)--> y_MD bf16                      --experts--> dgate w1, dup w3 (M, D), scores' (M,)
+     --experts' GEMMs and SwiGLU--> y_MD bf16                      --experts--> dgate w1, dup w3 (M, D), scores' (M,)
      --combine: scores, sums, once per link--> out_TD             --combine--> dx_TD, dscores_TK
 saved: of x_MD one FP8 row for each token that came, gate and up (M, H) bf16, the handle
 ```
@@ -29,7 +29,7 @@ from titan_mxfp8.moe.config import MoEConfig
 from titan_mxfp8.ops.autograd import ScoredCopies, exported, is_exporting
 from titan_mxfp8.ops.checks import check_flags
 from titan_mxfp8.ops.config import MXConfig, config_of
-from titan_mxfp8.ops.expert_operators import ExpertsFunction
+from titan_mxfp8.ops.expert_operators import WEIGHTS_SCHEMA, ExpertsFunction
 from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.ops.operands import plain
 from titan_mxfp8.recipe import Recipe, get_recipe
@@ -182,25 +182,16 @@ def _apply(x: Tensor, scores: Tensor, expert_ids: Tensor, rest: tuple, scores_fi
     return out if slots == 1 else out.view(-1, slots, x.shape[1]).sum(1, dtype=torch.float32).to(x.dtype)
 
 
-def _moe(
-    x: Tensor,
-    scores: Tensor,
-    expert_ids: Tensor,
-    w1: Tensor,
-    w3: Tensor,
-    w2: Tensor,
-    b1: Tensor | None,
-    b3: Tensor | None,
-    b2: Tensor | None,
-    scores_first: bool,
-    config: str,
-    kept_weight: str,
-) -> Tensor:
+def _moe(x, scores, expert_ids, w1, w3, w2, b1, b3, b2, scores_first, config, kept_weight):
     rest = config, kept_weight, False, torch.is_grad_enabled(), w1, w3, w2, b1, b3, b2
     return _apply(x, scores, expert_ids, rest, scores_first)
 
 
-_exported_moe = exported(_moe, lambda x, *rest: x.new_empty(x.shape))
+_exported_moe = exported(
+    _moe,
+    lambda x, *rest: x.new_empty(x.shape),
+    f"Tensor x, Tensor scores, Tensor expert_ids, {WEIGHTS_SCHEMA}, bool scores_first, str config, str kept_weight",
+)
 
 
 @torch.compiler.assume_constant_result

@@ -121,16 +121,18 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-def exported(function: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def exported(
+    function: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor], schema: str
+) -> Callable[..., torch.Tensor]:
     """A differentiable function of one output as one operator with gradients, for ``torch.export``. Its graphs hold
     operators alone, and lose autograd functions around them with their gradients. And one operator takes any number of
     rows, whatever it chooses by them.
 
-    Backward computes forward again. ``fake`` takes the function's arguments and returns an empty output.
+    Backward computes forward again. ``fake`` takes the function's arguments and returns an empty output; ``schema`` is
+    what the operator takes, as torch writes it.
     """
     name = f"titan_mxfp8::{function.__name__.strip('_')}"
-    schema = torch.library.infer_schema(function, mutates_args=())
-    operator = torch.library.custom_op(name, torch.no_grad()(function), mutates_args=(), schema=schema)
+    operator = torch.library.custom_op(name, torch.no_grad()(function), mutates_args=(), schema=f"({schema}) -> Tensor")
     operator.register_fake(fake)
 
     def save(ctx, inputs, output):

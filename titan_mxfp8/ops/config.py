@@ -56,15 +56,12 @@ class MXConfig(Encoded):
 @torch.compiler.assume_constant_result
 def config_of(recipe: str, backend: str, device: torch.device, keep: bool = True, requantize: bool = False) -> MXConfig:
     """The config of a layer on ``device``, the same object each time. ``torch.compile`` takes it for a constant, and
-    hands on strings where it could not hand on a recipe.
+    hands on strings where it could not hand on a recipe. Raises ValueError as ``backends.select``.
 
     Args:
         recipe: ``Recipe.key``.
         backend: ``auto`` or the name of one.
         keep, requantize: ``keep_quantized_weight`` and ``requantize_input`` of ``mxfp8_grouped_mm``.
-
-    Raises:
-        ValueError: as ``backends.select``.
     """
     return _config(recipe, backend, backends.hardware_of(device), keep, requantize)
 

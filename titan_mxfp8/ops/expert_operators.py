@@ -1,5 +1,19 @@
-"""A layer of experts as operators, with their fakes, and the autograd function over them: one operator is all of
+"""A layer of SwiGLU experts as operators, with their fakes, and the autograd function over them: one operator is all of
 forward, four are backward.
+
+Per expert e, rows of group e only: ``y = h w2^T + b2``, ``h = act(x w1^T + b1, x w3^T + b3)``. A row's score s
+multiplies y afterwards; with g the gradient of that product, unscaled:
+
+| gradient of     | computed as                                                                    |
+|-----------------|--------------------------------------------------------------------------------|
+| h               | ``s u``, ``u = g w2``                                                          |
+| s               | the sum over H of ``u * h``, and ``g b2``: y itself is not needed              |
+| w2              | ``g^T (s h)``                                                                  |
+| w1, w3          | ``dgate^T x`` and ``dup^T x``                                                  |
+| x               | ``dgate w1 + dup w3``                                                          |
+
+x and g are quantised along D once for all GEMMs that contract D; the activation writes both its forms at once
+(``Backend.swiglu_backward``).
 
 How rows come to the experts, and where their outputs go, is the layer's part (``ExpertsLayer``): rows may be sorted by
 expert already (``grouped_experts``), or be tokens that travel (``moe.config``).
@@ -14,7 +28,7 @@ features.
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -24,12 +38,16 @@ from torch.utils.flop_counter import register_flop_formula
 from titan_mxfp8 import backends
 from titan_mxfp8.backends import Backend
 from titan_mxfp8.format.codec import decode
+from titan_mxfp8.format.spec import Operand
 from titan_mxfp8.ops import experts
 from titan_mxfp8.ops.accumulate import held_gradients, take_gradients
-from titan_mxfp8.ops.autograd import Owned, once_differentiable, save_for_backward, split, take_many
+from titan_mxfp8.ops.autograd import Owned, once_differentiable, save_for_backward, split, take, take_many
 from titan_mxfp8.ops.experts import ExpertsConfig, HiddenGradients, Tokens
 from titan_mxfp8.ops.library import Operator, aligned
+from titan_mxfp8.ops.matmul import sum_rows
 
+# Of what ``autograd.exported`` makes of a layer.
+WEIGHTS_SCHEMA = "Tensor w1, Tensor w3, Tensor w2, Tensor? b1, Tensor? b3, Tensor? b2"
 _KEPT = 4, 2  # tensors of w1 and w3, and of w2, that were quantised for dgrad
 
 
@@ -229,8 +247,22 @@ def experts_forward(
     transport, local = layer.connect(x.device), weights[0].shape[0]
     given = x, scores, routing, local, save, kernels, quantize_weights
     rows = layer.dispatch(transport, *given)
-    handle, offs = rows.handle, rows.handle[0]
-    y, gate, up = experts.forward(rows.tokens, quantized, parameters, offs, layer, kernels, layer.zero_tail)
+    handle, offs, spec, gemm = rows.handle, rows.handle[0], gemms.plan.forward.a, kernels.gemm_m_grouped
+    values, made = take(rows.tokens).along_features(spec, offs, kernels), None
+    if kernels.swiglu_gemm_m_grouped is not None:
+        biases = parameters.b1, parameters.b3
+        made = kernels.swiglu_gemm_m_grouped(values, *quantized[:2], biases, layer.limit, spec, offs)
+    if made is not None:
+        gate, up, h = made
+        take_many(quantized, 2)
+        del values, made
+    else:
+        gate = gemm(values, take(quantized), offs, parameters.b1, torch.bfloat16, False)
+        up = gemm(values, take(quantized), offs, parameters.b3, torch.bfloat16, False)
+        del values
+        h = kernels.swiglu(gate, up, layer.limit, spec, offs)
+    y = gemm(h, take(quantized), offs, parameters.b2, torch.bfloat16, layer.zero_tail)
+    del h
     out = layer.combine(transport, y, scores is not None, handle, x.dtype)
     if not save:
         return [out]
@@ -275,13 +307,37 @@ def experts_hidden_gradients(
         sizes: T, K, H and D, for whoever counts FLOPs.
     """
     layer: ExpertsLayer = decode(config)
-    kernels = backends.load(layer.gemms.backend, g.device)
-    parameters = experts.weights_of(weights, [None, None, b2], layer.plan)
+    plan, kernels = layer.plan, backends.load(layer.gemms.backend, g.device)
+    parameters = experts.weights_of(weights, [None, None, b2], plan)
     transport, offs = layer.connect(g.device), aligned(handle[0])
     rows = layer.dispatch_gradient(transport, aligned(g), [offs, *handle[1:]], needs[2], kernels)
-    w2, given = experts.kept_operands(quantized, layer.gemms), take_many(preactivations)
-    rest = parameters, w2, needs, offs, layer, kernels
-    made = experts.hidden_gradients(rows.tokens, given, rows.scores if scored else None, *rest)
+    kept, given, scores = experts.kept_operands(quantized, layer.gemms), take_many(preactivations), rows.scores
+    scores = scores if scored else None
+    w2 = take(kept) if kept else experts.for_dgrad(parameters.w2, plan, kernels)
+    tokens = take(rows.tokens)
+    of_g = tokens.along_features(plan.dgrad.a, offs, kernels)
+    if b2 is None:
+        del tokens
+    given.append(kernels.gemm_m_grouped(of_g, w2, offs, None, torch.bfloat16, False))  # u
+    del w2, of_g
+    specs = plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
+    *operands, dscores = kernels.swiglu_backward(given, scores, layer.limit, *specs, offs)
+    rowwise, columnwise = take_many(operands, 2), operands
+    biases: list[Tensor | None] = [None] * 3
+    for i in (0, 1):
+        if needs[3 + i]:
+            biases[i] = sum_rows(experts.bf16_values(rowwise[i], offs, kernels).float(), offs)
+    if b2 is not None:
+        values = tokens.values
+        values = (experts.bf16_values(tokens.rowwise, offs, kernels) if values is None else values).float()
+        if scored:
+            expert_M = torch.searchsorted(offs, torch.arange(values.shape[0], device=offs.device), right=True)
+            dscores = dscores + (values * b2.float()[expert_M.clamp(max=offs.numel() - 1)]).sum(1)
+            values = values * scores[:, None]
+        biases[2] = sum_rows(values, offs) if needs[5] else None
+    if not needs[2]:
+        columnwise.pop()
+    made = HiddenGradients(rowwise, columnwise, dscores, biases)
     return [*experts.hidden_tensors(made, layer), *rows.sources, *rows.kept]
 
 
@@ -324,9 +380,23 @@ def expert_weight_gradients(
     """
     layer: ExpertsLayer = decode(config)
     kernels, offs, wgrad = backends.load(layer.gemms.backend, offs.device), aligned(offs), layer.plan.wgrad
-    given = [layer.wgrad_tokens(tokens, sources, needs[2])]
-    operands = [experts.operand_of(columnwise, spec, 0) for spec in ((wgrad.b,) if needs[2] else (wgrad.a, wgrad.a))]
-    made = experts.weight_gradients(operands, given, needs, dtype, totals, offs, layer, kernels)
+
+    def multiply(i: int, dy: Operand, x: Operand) -> Tensor:
+        if totals:
+            return kernels.gemm_k_grouped(dy, x, offs, torch.float32, totals[i])
+        return kernels.gemm_k_grouped(dy, x, offs, dtype)
+
+    spec = wgrad.a if needs[2] else wgrad.b
+    of_tokens = layer.wgrad_tokens(tokens, sources, needs[2]).along_tokens(spec, offs, kernels)
+    if needs[2]:
+        made = [multiply(2, of_tokens, experts.operand_of(columnwise, wgrad.b, 0))]
+    else:
+        made = []
+        for i in (0, 1):
+            dy = experts.operand_of(columnwise, wgrad.a, 0)
+            if needs[i]:
+                made.append(multiply(i, dy, of_tokens))
+            del dy
     return [] if totals else made
 
 
@@ -363,7 +433,13 @@ def experts_rows_gradient(
     operands = [experts.operand_of(rowwise, layer.plan.dgrad.a, 1) for _ in range(2)]
     parameters = experts.weights_of(weights, [None] * 3, layer.plan)
     kept = experts.kept_operands(quantized, layer.gemms)
-    rows = experts.rows_gradient(operands, parameters, kept, aligned(offs), layer, kernels)
+
+    def products() -> Iterator[tuple[Operand, Operand]]:
+        for w in parameters[:2]:
+            of_dgrad = take(kept) if kept else experts.for_dgrad(w, layer.plan, kernels)
+            yield take(operands), of_dgrad
+
+    rows = kernels.dual_gemm_m_grouped(products(), aligned(offs))
     return layer.combine_gradient(layer.connect(offs.device), rows, dscores_M, handle, dtype)
 
 

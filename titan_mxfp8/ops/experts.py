@@ -1,21 +1,9 @@
-"""The SwiGLU experts of a MoE layer on rows that lie where they are multiplied: plain functions of operands.
+"""The experts of a MoE layer: their weights, what is chosen for them, and operands as lists of tensors.
 
-Per expert e, rows of group e only: ``y = h w2^T + b2``, ``h = act(x w1^T + b1, x w3^T + b3)``. M rows, D model and H
-hidden features, E experts. A row's score s multiplies y afterwards; with g the gradient of that product, unscaled:
-
-| gradient of     | computed as                                                                    |
-|-----------------|--------------------------------------------------------------------------------|
-| h               | ``s u``, ``u = g w2``                                                          |
-| s               | the sum over H of ``u * h``, and ``g b2``: y itself is not needed              |
-| w2              | ``g^T (s h)``                                                                  |
-| w1, w3          | ``dgate^T x`` and ``dup^T x``                                                  |
-| x               | ``dgate w1 + dup w3``                                                          |
-
-x and g are quantised along D once for all GEMMs that contract D; the activation writes both its forms at once
-(``Backend.swiglu_backward``). ``expert_operators`` makes layers of these functions.
+M rows, D model and H hidden features, E experts. ``expert_operators`` makes layers of this.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
@@ -25,10 +13,9 @@ import torch
 from titan_mxfp8.backends import Backend, Plan
 from titan_mxfp8.format.codec import Encoded, decode
 from titan_mxfp8.format.spec import UNQUANTIZED, Operand, OperandSpec
-from titan_mxfp8.ops.autograd import Owned, take, take_many
+from titan_mxfp8.ops.autograd import Owned
 from titan_mxfp8.ops.config import MXConfig
 from titan_mxfp8.ops.library import aligned, quantize_both
-from titan_mxfp8.ops.matmul import sum_rows
 
 
 class Weights(NamedTuple):
@@ -202,42 +189,6 @@ def quantize_weights(weights: Weights, plan: Plan, kernels: Backend, keep: bool)
     return forward, kept
 
 
-def forward(
-    x: Owned,
-    quantized: Owned,
-    weights: Weights,
-    offs: torch.Tensor,
-    config: ExpertsConfig,
-    kernels: Backend,
-    zero_tail: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y (M, D), and the pre-activations x w1^T and x w3^T, (M, H); all bf16, undefined at and past ``offs[-1]``, but y
-    zero there with ``zero_tail``.
-
-    Args:
-        x: the ``Tokens`` of it, taken.
-        quantized: w1, w3 and w2 of ``plan.forward.b``, taken.
-        weights: of which the biases count.
-        offs: int32 (E,), end offsets of the experts' rows.
-    """
-    spec, gemm = config.gemms.plan.forward.a, kernels.gemm_m_grouped
-    values = take(x).along_features(spec, offs, kernels)
-    made = None
-    if kernels.swiglu_gemm_m_grouped is not None:
-        biases = weights.b1, weights.b3
-        made = kernels.swiglu_gemm_m_grouped(values, *quantized[:2], biases, config.limit, spec, offs)
-    if made is not None:
-        gate, up, h = made
-        take_many(quantized, 2)
-        del values, made
-    else:
-        gate = gemm(values, take(quantized), offs, weights.b1, torch.bfloat16, False)
-        up = gemm(values, take(quantized), offs, weights.b3, torch.bfloat16, False)
-        del values
-        h = kernels.swiglu(gate, up, config.limit, spec, offs)
-    return gemm(h, take(quantized), offs, weights.b2, torch.bfloat16, zero_tail), gate, up
-
-
 class HiddenGradients(NamedTuple):
     """What backward makes of g and the pre-activations.
 
@@ -254,113 +205,8 @@ class HiddenGradients(NamedTuple):
     biases: list[torch.Tensor | None]
 
 
-def hidden_gradients(
-    g: Owned,
-    preactivations: Owned,
-    scores: torch.Tensor | None,
-    weights: Weights,
-    quantized: Owned,
-    needs: list[bool],
-    offs: torch.Tensor,
-    config: ExpertsConfig,
-    kernels: Backend,
-) -> HiddenGradients:
-    """All that the pre-activations are needed for.
-
-    Args:
-        g: the ``Tokens`` of it, not yet multiplied by the scores; taken.
-        preactivations: gate and up, as ``forward`` returned them; taken.
-        scores: float32 (M,), or None where outputs are not multiplied by any.
-        weights: as they are, in high precision; w2 may be missing if it is in ``quantized``.
-        quantized: w2 of ``plan.dgrad.b``, taken; or none: it is quantised again.
-        needs: which gradients of ``weights`` are wanted.
-    """
-    plan = config.gemms.plan
-    w2 = take(quantized) if quantized else _for_dgrad(weights.w2, plan, kernels)
-    g = g.pop()
-    rows = g.along_features(plan.dgrad.a, offs, kernels)
-    if weights.b2 is None:
-        del g
-    preactivations.append(kernels.gemm_m_grouped(rows, w2, offs, None, torch.bfloat16, False))  # u
-    del w2, rows
-    specs = plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
-    *made, dscores = kernels.swiglu_backward(preactivations, scores, config.limit, *specs, offs)
-    rowwise, columnwise = take_many(made, 2), take_many(made)
-    biases: list[torch.Tensor | None] = [None] * 3
-    for i in (0, 1):
-        if needs[3 + i]:
-            biases[i] = sum_rows(_values(rowwise[i], offs, kernels).float(), offs)
-    if weights.b2 is not None:
-        values = (_values(g.rowwise, offs, kernels) if g.values is None else g.values).float()
-        if scores is not None:
-            expert_M = torch.searchsorted(offs, torch.arange(values.shape[0], device=offs.device), right=True)
-            products = (values * weights.b2.float()[expert_M.clamp(max=offs.numel() - 1)]).sum(1)
-            dscores = dscores + products
-            values = values * scores[:, None]
-        biases[2] = sum_rows(values, offs) if needs[5] else None
-    if not needs[2]:
-        columnwise.pop()
-    return HiddenGradients(rowwise, columnwise, dscores, biases)
-
-
-def weight_gradients(
-    columnwise: Owned,
-    tokens: Owned,
-    needs: list[bool],
-    dtype: torch.dtype,
-    totals: list[torch.Tensor],
-    offs: torch.Tensor,
-    config: ExpertsConfig,
-    kernels: Backend,
-) -> list[torch.Tensor]:
-    """The gradient of w2, or those of w1 and w3.
-
-    Args:
-        columnwise: of ``HiddenGradients``: the score times h, or the gradients of gate and up; taken.
-        tokens: the ``Tokens`` of g, or of x, taken: nothing needs them once they are quantised along M.
-        needs: which of w1's, w3's and w2's; not w2's with others.
-        dtype: of new ones.
-        totals: fp32 gradients of all three that they are added to; none: they are new.
-    """
-    wgrad = config.gemms.plan.wgrad
-
-    def multiply(i: int, dy: Operand, x: Operand) -> torch.Tensor:
-        if totals:
-            return kernels.gemm_k_grouped(dy, x, offs, torch.float32, totals[i])
-        return kernels.gemm_k_grouped(dy, x, offs, dtype)
-
-    if needs[2]:
-        g = tokens.pop().along_tokens(wgrad.a, offs, kernels)
-        return [multiply(2, g, columnwise.pop())]
-    x, grads = tokens.pop().along_tokens(wgrad.b, offs, kernels), []
-    for i in (0, 1):
-        dy = columnwise.pop(0)
-        if needs[i]:
-            grads.append(multiply(i, dy, x))
-        del dy
-    return grads
-
-
-def rows_gradient(
-    rowwise: Owned, weights: Weights, quantized: Owned, offs: torch.Tensor, config: ExpertsConfig, kernels: Backend
-) -> list[torch.Tensor]:
-    """The rows' gradient, (M, D), as the one or the two tensors that ``Backend.dual_gemm_m_grouped`` gives.
-
-    Args:
-        rowwise: as of ``HiddenGradients``, taken.
-        weights: as of ``hidden_gradients``.
-        quantized: w1 and w3 of ``plan.dgrad.b``, taken; or none: they are quantised again.
-    """
-
-    def products() -> Iterator[tuple[Operand, Operand]]:
-        for w in weights[:2]:
-            of_dgrad = take(quantized) if quantized else _for_dgrad(w, config.gemms.plan, kernels)
-            yield take(rowwise), of_dgrad
-
-    return kernels.dual_gemm_m_grouped(products(), offs)
-
-
-def _for_dgrad(w: torch.Tensor | Operand | Quantized, plan: Plan, kernels: Backend) -> Operand:
+def for_dgrad(w: torch.Tensor | Operand | Quantized, plan: Plan, kernels: Backend) -> Operand:
+    """A weight of ``weights_of`` as dgrad takes it."""
     if isinstance(w, Quantized):
         return w.dgrad
     make = kernels.requantize if isinstance(w, Operand) else kernels.quantize
@@ -413,7 +259,7 @@ def hidden_tensors(made: HiddenGradients, config: ExpertsConfig) -> list[torch.T
     return [*tensors_of(made.rowwise), *tensors_of(made.columnwise[first:]), *rest]
 
 
-def _values(rows: Operand, offs: torch.Tensor, kernels: Backend) -> torch.Tensor:
+def bf16_values(rows: Operand, offs: torch.Tensor, kernels: Backend) -> torch.Tensor:
     """The values of (M, C) rows in bf16."""
     if rows.spec.stored == "bf16":
         return rows.data

@@ -15,7 +15,7 @@ from titan_mxfp8.format.codec import decode
 from titan_mxfp8.ops.autograd import exported, is_exporting
 from titan_mxfp8.ops.checks import check_offs_values
 from titan_mxfp8.ops.config import MXConfig
-from titan_mxfp8.ops.expert_operators import DispatchedRows, ExpertsFunction, ExpertsLayer
+from titan_mxfp8.ops.expert_operators import WEIGHTS_SCHEMA, DispatchedRows, ExpertsFunction, ExpertsLayer
 from titan_mxfp8.ops.experts import Tokens, Weights, operand_of
 from titan_mxfp8.ops.library import aligned
 
@@ -47,24 +47,16 @@ def grouped_experts(
     return ExpertsFunction.apply(x_MD, None, offs, key, *rest, *weights, *gathered)[0]
 
 
-def _experts(
-    x: torch.Tensor,
-    offs: torch.Tensor,
-    w1: torch.Tensor,
-    w3: torch.Tensor,
-    w2: torch.Tensor,
-    b1: torch.Tensor | None,
-    b3: torch.Tensor | None,
-    b2: torch.Tensor | None,
-    config: str,
-    keeps_input: bool,
-    kept_weight: str,
-) -> torch.Tensor:
+def _experts(x, offs, w1, w3, w2, b1, b3, b2, config, keeps_input, kept_weight):
     rest = config, kept_weight, keeps_input, torch.is_grad_enabled()
     return ExpertsFunction.apply(x, None, offs, *rest, w1, w3, w2, b1, b3, b2)[0]
 
 
-_exported_experts = exported(_experts, lambda x, *rest: x.new_empty(x.shape, dtype=torch.bfloat16))
+_exported_experts = exported(
+    _experts,
+    lambda x, *rest: x.new_empty(x.shape, dtype=torch.bfloat16),
+    f"Tensor x, Tensor offs, {WEIGHTS_SCHEMA}, str config, bool keeps_input, str kept_weight",
+)
 
 
 @torch.compiler.assume_constant_result

@@ -108,16 +108,7 @@ def mx_matmul(
 
 
 @torch.compiler.allow_in_graph
-def _multiply(
-    x: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    w_ENK: torch.Tensor,
-    bias_EN: torch.Tensor | None,
-    offs: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    config: str,
-) -> torch.Tensor:
+def _multiply(x, rows, scale, w_ENK, bias_EN, offs, out_dtype, config):
     """``_Matmul``, which ``torch.compile`` traces for its graph, but without guards for the functions and types in it:
     they do not change. Else a compiled region with linears would look at a hundred more things before each call, in
     forward, where the GPU waits for the host."""
@@ -128,7 +119,12 @@ def _empty(x, rows, scale, w_ENK, bias_EN, offs, out_dtype, config):
     return w_ENK.new_empty(((x if rows is None else rows).shape[0], w_ENK.shape[1]), dtype=out_dtype)
 
 
-_exported_multiply = exported(_multiply, _empty)
+_exported_multiply = exported(
+    _multiply,
+    _empty,
+    "Tensor? x, Tensor? rows, Tensor? scale, Tensor w_ENK, Tensor? bias_EN, Tensor? offs, "
+    "ScalarType out_dtype, str config",
+)
 
 
 class _Matmul(torch.autograd.Function):
@@ -189,15 +185,9 @@ class _Matmul(torch.autograd.Function):
                 x_columnwise = requantize(x_columnwise, 0, plan.wgrad.b, offs, backend)
             dw_ENK = gemm_k_grouped(dy_columnwise, x_columnwise, dy_MN.shape[0], offs, w_dtype, backend)
         if needs_dbias:
-            dbias_EN = _bias_grad(dy_MN, offs).to(bias_dtype)
+            summed = dy_MN.sum(0, keepdim=True, dtype=torch.float32) if offs is None else sum_rows(dy_MN.float(), offs)
+            dbias_EN = summed.to(bias_dtype)
         return dx_MK, None, None, dw_ENK, dbias_EN, None, None, None, None
-
-
-def _bias_grad(dy_MN: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
-    """Sum of the output gradient over the rows of each group, (E, N) in fp32."""
-    if offs is None:
-        return dy_MN.sum(0, keepdim=True, dtype=torch.float32)
-    return sum_rows(dy_MN.float(), offs)
 
 
 def sum_rows(values_MC: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:

@@ -78,10 +78,6 @@ def _spec(elem_dtype: torch.dtype, rounding: Rounding, block: Block) -> OperandS
     return OperandSpec(elem_dtype=elem_dtype, rounding=rounding, block=block, block_mn=32 if block == "32x32" else 1)
 
 
-def _source(x: torch.Tensor) -> torch.Tensor:
-    return _Source.apply(x)
-
-
 class _Source(torch.autograd.Function):
     """A tensor of the shape and dtype of ``x`` without memory, whose gradient is that of ``x``."""
 
@@ -94,4 +90,8 @@ class _Source(torch.autograd.Function):
         return dx
 
 
-_exported_source = exported(_source, lambda x: x.new_empty(()).expand(x.shape))
+def _source(x):
+    return _Source.apply(x)
+
+
+_exported_source = exported(_source, lambda x: x.new_empty(()).expand(x.shape), "Tensor x")
