@@ -10,28 +10,22 @@ TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 def check_type(name: str, value: object, hint: object) -> None:
     """Refuses a value of another type. ``"false"`` is not false, and ``True`` no whole number; but a whole number is a
-    number, and a string stands for a list of strings.
+    number, and a string stands for a list of strings. Raises ValueError: the value has another type.
 
     Args:
         name: what the message calls it.
         hint: a type, as in an annotation. Types that no config file can have are not checked.
-
-    Raises:
-        ValueError: the value has another type.
     """
     if not _fits(value, hint):
         raise ValueError(f"{name} = {value!r}: it must be {_described(hint)}")
 
 
 def check_types(config: object, section: str = "", skip: Collection[str] = ()) -> None:
-    """``check_type`` for all fields of a dataclass, and of the dataclasses in it.
+    """``check_type`` for all fields of a dataclass, and of the dataclasses in it. Raises ValueError as ``check_type``.
 
     Args:
         section: what the names begin with, and a dot.
         skip: names of fields to leave unchecked.
-
-    Raises:
-        ValueError: as ``check_type``.
     """
     for name, hint in get_type_hints(type(config)).items():
         value, name = getattr(config, name), f"{section}{name}"

@@ -54,11 +54,8 @@ class Recipe(Encoded):
         super().__post_init__()
 
     def rebased(self) -> "Recipe":
-        """The same recipe with a scale per 128 elements; itself where it has one already.
-
-        Raises:
-            ValueError: of ``BF16``, which has no scales.
-        """
+        """The same recipe with a scale per 128 elements; itself where it has one already. Raises ValueError of
+        ``BF16``, which has no scales."""
         if not self.quantized:
             raise ValueError(f"recipe {self.name!r} quantises nothing, so it cannot be rebased")
         return self if self.block_k == 128 else replace(self, name=f"{self.name}_rebased", block_k=128)
@@ -92,12 +89,8 @@ LINEAR = "quantize.linear.mx"
 
 def get_recipe(recipe: str | Recipe, rebase: bool = False) -> Recipe:
     """The ``Recipe`` of a name, ``bf16`` included, or alias; a ``Recipe`` is returned as it is. With ``rebase`` its
-    rebased form.
-
-    Raises:
-        ValueError: unknown name (the message lists the known ones), ``auto``, which depends on the hardware, or
-            ``rebase`` that is no bool.
-    """
+    rebased form. Raises ValueError: unknown name (the message lists the known ones), ``auto``, which depends on the
+    hardware, or ``rebase`` that is no bool."""
     if not isinstance(rebase, bool):
         raise ValueError(f"rebase is True or False, got {rebase!r}")
     if isinstance(recipe, Recipe):

@@ -288,11 +288,8 @@ class Selection:
 
 
 def select(backend: str, hardware: Hardware, recipe: Recipe) -> Selection:
-    """Chooses the backend: the one named, or with ``auto`` the first of the table that runs on ``hardware``.
-
-    Raises:
-        ValueError: unknown name, a named backend that cannot run there, or a rebased recipe with one that cannot.
-    """
+    """Chooses the backend: the one named, or with ``auto`` the first of the table that runs on ``hardware``. Raises
+    ValueError: unknown name, a named backend that cannot run there, or a rebased recipe with one that cannot."""
     row, reason = _row(backend, hardware), "named by the user"
     if backend == "auto":
         passed_over = [f"{other.name} needs {other.needs}" for other in BACKENDS[: BACKENDS.index(row)]]
@@ -314,10 +311,7 @@ def select(backend: str, hardware: Hardware, recipe: Recipe) -> Selection:
 
 def recommend(recipe: str | Recipe, backend: str, hardware: Hardware, rebase: bool = False) -> Recipe:
     """``get_recipe``, and for ``auto`` the recipe that is recommended for the backend that is named, or chosen, there.
-
-    Raises:
-        ValueError: as ``select`` and ``get_recipe``.
-    """
+    Raises ValueError as ``select`` and ``get_recipe``."""
     return get_recipe(_row(backend, hardware).recipe if recipe == AUTO else recipe, rebase)
 
 
@@ -339,11 +333,8 @@ def explain(asked: str | Recipe, recipe: Recipe, backend: str, hardware: Hardwar
 
 @cache
 def load(backend: str, device: torch.device) -> Backend:
-    """The module of the backend that is named, or that ``auto`` chooses for ``device``.
-
-    Raises:
-        ValueError: as ``select``.
-    """
+    """The module of the backend that is named, or that ``auto`` chooses for ``device``. Raises ValueError as
+    ``select``."""
     return _module(select(backend, hardware_of(device), get_recipe("mxfp8")).name)
 
 
@@ -364,11 +355,8 @@ def plan(recipe: Recipe, backend: str, device: torch.device) -> Plan:
 
 
 def plan_on(recipe: Recipe, backend: str, hardware: Hardware) -> Plan:
-    """The plan of the backend that is named, or that ``auto`` chooses for ``hardware``.
-
-    Raises:
-        ValueError: as ``select``.
-    """
+    """The plan of the backend that is named, or that ``auto`` chooses for ``hardware``. Raises ValueError as
+    ``select``."""
     return _module(select(backend, hardware, recipe).name).plan(recipe, hardware)
 
 

@@ -20,15 +20,12 @@ TRANSPORTS: tuple[TransportName, ...] = get_args(TransportName)
 def choose(transport: TransportName, group: dist.ProcessGroup | None, device: torch.device) -> tuple[Transport, str]:
     """The transport of an expert-parallel group, and why, in words for the log.
 
-    Every rank of the group calls this at the same time.
+    Every rank of the group calls this at the same time. Raises ValueError: ``symmetric`` where it cannot be.
 
     Args:
         transport: ``auto``: ``symmetric`` where it can be, else ``collective``. One rank needs neither.
         group: the ranks among which the experts are divided; None: this one has all.
         device: where the tokens are.
-
-    Raises:
-        ValueError: ``symmetric`` where it cannot be.
     """
     if device.index is None:  # of cpu and cpu:0, the layers of both share what they share
         device = torch.device(device.type, torch.cuda.current_device() if device.type == "cuda" else 0)

@@ -22,14 +22,12 @@ _MULTIPLE = 128  # of rows, a GEMM's tile
 
 
 def factor_of(rows: Rows | str, name: str = "rows") -> float | None:
-    """How many times T K rows there is memory for; None: for those that come, which the host counts.
+    """How many times T K rows there is memory for; None: for those that come, which the host counts. Raises ValueError
+    of other ``rows``.
 
     Args:
         rows: ``counted`` (None), ``bounded`` (1.5), ``worst_case`` (infinity), or the factor, as text too.
         name: what an error calls it.
-
-    Raises:
-        ValueError: none of these.
     """
     if isinstance(rows, str) and rows in ROWS:
         return {"counted": None, "bounded": BALANCED_ROWS, "worst_case": math.inf}[rows]

@@ -97,11 +97,7 @@ class Symmetric(Transport):
         self._sums_are_read = self._captured = False
 
     def reserve(self, tokens: int) -> None:
-        """See ``Transport``.
-
-        Raises:
-            ValueError: the buffer has been made, for fewer.
-        """
+        """See ``Transport``. Raises ValueError: the buffer has been made, for fewer."""
         if self.layout is not None and tokens > self.layout.tokens:
             raise ValueError(
                 f"room for {tokens} tokens comes too late: the first call of these ranks made their buffer for "

@@ -46,14 +46,11 @@ def install(enabled: bool = True, *, leave_out: Iterable[str] = ()) -> None:
     """Installs the workarounds that this machine needs, with its versions of torch and TorchTitan.
 
     Each adapter calls it when it is imported. Whoever calls it before says what stays out in this process, for then
-    too. What is installed stays so; a second call changes nothing.
+    too. What is installed stays so; a second call changes nothing. Raises ValueError: an unknown name.
 
     Args:
         enabled: False leaves all of them out.
         leave_out: names of those to leave out.
-
-    Raises:
-        ValueError: an unknown name.
     """
     names, leave_out = {row.name for row in WORKAROUNDS}, set(leave_out)
     if unknown := leave_out - names:

@@ -82,21 +82,13 @@ def gemm_m_grouped(
     a: Operand, b: Operand, offs: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype, zero_tail: bool = True
 ) -> Tensor:
     """``Backend.gemm_m_grouped``. FP8 of 1x32 blocks by 1x32 ones, as of activations that came quantised, goes through
-    bf16.
-
-    Raises:
-        ValueError: blocks of ``a`` and ``b`` that do not belong together.
-    """
+    bf16. Raises ValueError: blocks of ``a`` and ``b`` that do not belong together."""
     kernels = gemm if _is_fp8(a, b) else portable
     return kernels.gemm_m_grouped(a, b, offs, bias, out_dtype, zero_tail)
 
 
 def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: Tensor | None) -> list[Tensor]:
-    """``Backend.dual_gemm_m_grouped``: one sum.
-
-    Raises:
-        ValueError: as ``gemm_m_grouped``.
-    """
+    """``Backend.dual_gemm_m_grouped``: one sum. Raises ValueError as ``gemm_m_grouped``."""
     first, second = products
     if not _is_fp8(*first):
         return [portable.multiply_m_grouped(*first, offs, None, torch.bfloat16, "bf16_tma", None, False, second)]
@@ -143,11 +135,8 @@ def _is_fp8(a: Operand, b: Operand) -> bool:
 def gemm_k_grouped(
     a: Operand, b: Operand, offs: Tensor | None, out_dtype: torch.dtype, add_to: Tensor | None = None
 ) -> Tensor:
-    """``Backend.gemm_k_grouped``. FP8 that is not rebased goes through bf16, as on other tensor cores.
-
-    Raises:
-        ValueError: only one operand is rebased.
-    """
+    """``Backend.gemm_k_grouped``. FP8 that is not rebased goes through bf16, as on other tensor cores. Raises
+    ValueError: only one operand is rebased."""
     check_axes(a, b, *K_GROUPED_AXES)
     if a.spec.block_k != b.spec.block_k:
         raise ValueError(
