@@ -71,17 +71,14 @@ def check_swiglu(
     there = [None if t is None else t.to(device) for t in inputs]
     there[0], there[1] = torch.cat([gate, up], 1).to(device).chunk(2, 1)
     there[2] = u.to(device, copy=True)  # it is lost
-    specs = plan.forward.a, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
     is_reference = backend is reference
     with nullcontext() if is_reference else poisoned_empty():
-        h = backend.swiglu(there[0], there[1], limit, specs[0], there[4])
-        ours = backend.swiglu_backward(there[:3], there[3] if scored else None, limit, *specs[1:], there[4])
+        h = backend.swiglu(there[0], there[1], limit, plan.forward.a, there[4])
+        ours = backend.swiglu_backward(there[:3], there[3] if scored else None, limit, plan, there[4])
     # on the CPU, from the rows of the groups alone
     gate, up, u = gate[:used], up[:used], u[:used]
-    expected_h = reference.swiglu(gate, up, limit, specs[0], offs)
-    theirs = reference.swiglu_backward(
-        [gate, up, u], None if scores is None else scores[:used], limit, *specs[1:], offs
-    )
+    expected_h = reference.swiglu(gate, up, limit, plan.forward.a, offs)
+    theirs = reference.swiglu_backward([gate, up, u], None if scores is None else scores[:used], limit, plan, offs)
     shares = {"h": check_same(h, expected_h, offs, used, "h")}
     for name in ("dgate_rowwise", "dup_rowwise", "dgate_columnwise", "dup_columnwise", "sh_columnwise"):
         shares[name] = check_same(getattr(ours, name), getattr(theirs, name), offs, used, name)
@@ -165,16 +162,15 @@ def check_nan_stays_in_its_group(backend: Backend, plan: Plan, device: torch.dev
     """NaN in one element of u, then in a token's score: along H it stays in the token's row, along M in its group."""
     row, col = 45, 70  # of the third group, whose first block the one before it would read if it read on
     inputs = swiglu_inputs([40, 0, 30, 50], 0, 160)
-    specs = plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
     gate, up, u, scores, offs = (t.to(device, copy=True) for t in inputs)
-    clean = backend.swiglu_backward([gate, up, u], scores, None, *specs, offs)
+    clean = backend.swiglu_backward([gate, up, u], scores, None, plan, offs)
     for in_score in (False, True):
         gate, up, u, scores, offs = (t.to(device, copy=True) for t in inputs)
         if in_score:
             scores[row] = torch.nan
         else:
             u[row, col] = torch.nan
-        ours = backend.swiglu_backward([gate, up, u], scores, None, *specs, offs)
+        ours = backend.swiglu_backward([gate, up, u], scores, None, plan, offs)
         for name in ("dgate_rowwise", "dup_rowwise", "dgate_columnwise", "dup_columnwise", "sh_columnwise"):
             _check_nan(getattr(clean, name), getattr(ours, name), name, row, None if in_score else col, inputs[4])
         assert ours.dscores.isnan().sum() == (not in_score), "dscores"

@@ -30,7 +30,7 @@ def compile_swiglu(
     u, scores = torch.empty(256, hidden, dtype=torch.bfloat16), torch.empty(256) if offs is not None else None
     with compile_only(target) as kernels:
         backend.swiglu(gate, up, limit, plan.forward.a, offs)
-        backend.swiglu_backward([gate, up, u], scores, limit, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b, offs)
+        backend.swiglu_backward([gate, up, u], scores, limit, plan, offs)
     for kernel in kernels:
         print(kernel)
         # Quantising along both axes has as few registers as Triton 3.6 can do with.

@@ -237,8 +237,7 @@ def test_dgate_takes_the_memory_of_u(target: Target, recipe: str) -> None:
     gate, up, u, scores, offs = swiglu_contract.swiglu_inputs([44, 0, 7], 0, 160)
     apart = torch.cat([u, u], 1)[:, :160]
     before, given = apart.clone(), u.clone()
-    specs = plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
-    other, made = (backend.swiglu_backward([gate, up, x], scores, None, *specs, offs) for x in (apart, given))
+    other, made = (backend.swiglu_backward([gate, up, x], scores, None, plan, offs) for x in (apart, given))
     dgate = made.dgate_columnwise.data
     assert dgate.data_ptr() == given.data_ptr() and torch.equal(dgate, other.dgate_columnwise.data)
     assert torch.equal(apart, before) and not torch.equal(given, u)

@@ -66,7 +66,7 @@ def test_swiglu_leaves_zeros_in_tiles_of_no_group() -> None:
     gate, up, u, scores, offs = swiglu_inputs([0, 44, 130, 0], 400, 160)
     with poisoned_empty():
         h = sm100.swiglu(gate, up, None, plan.forward.a, offs)
-        made = sm100.swiglu_backward([gate, up, u], scores, None, plan.dgrad.a, plan.wgrad.a, plan.wgrad.b, offs)
+        made = sm100.swiglu_backward([gate, up, u], scores, None, plan, offs)
     for operand in (h, made.dgate_rowwise, made.dup_rowwise):
         assert operand.scale[: 3 * 128].any() and not operand.scale[3 * 128 :].any()
         assert (operand.data[174:].view(torch.uint8) == 0xFF).all()  # as they were

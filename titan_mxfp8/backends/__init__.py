@@ -185,16 +185,10 @@ class Backend(Protocol):
 
     @staticmethod
     def swiglu_backward(
-        inputs: list[Tensor],
-        scores_M: Tensor | None,
-        limit: float | None,
-        rowwise: OperandSpec,
-        columnwise: OperandSpec,
-        h_columnwise: OperandSpec,
-        offs: Tensor | None,
+        inputs: list[Tensor], scores_M: Tensor | None, limit: float | None, plan: Plan, offs: Tensor | None
     ) -> SwigluGradients:
-        """``format.swiglu.backward``, quantised along H to ``rowwise``, along M to ``columnwise``, and s h to
-        ``h_columnwise``.
+        """``format.swiglu.backward``, quantised along H and M as the plan's gradients, and s h as its activations in
+        wgrad.
 
         Args:
             inputs: gate and up as in ``swiglu``, and u, bf16 (M, H), the gradient by h without the score. The list is
@@ -202,8 +196,7 @@ class Backend(Protocol):
                 have taken its memory.
             scores_M: fp32 (M,), or None for 1.
             limit: as in ``swiglu``.
-            rowwise, columnwise, h_columnwise: of a plan's gradients in dgrad and in wgrad, and of its activations in
-                wgrad.
+            plan: of the layer.
             offs: as in ``swiglu``; along M blocks restart at each group.
         """
 

@@ -105,22 +105,16 @@ def swiglu(gate_MH: Tensor, up_MH: Tensor, limit: float | None, spec: OperandSpe
 
 
 def swiglu_backward(
-    inputs: list[Tensor],
-    scores_M: Tensor | None,
-    limit: float | None,
-    rowwise: OperandSpec,
-    columnwise: OperandSpec,
-    h_columnwise: OperandSpec,
-    offs: Tensor | None,
+    inputs: list[Tensor], scores_M: Tensor | None, limit: float | None, plan: Plan, offs: Tensor | None
 ) -> SwigluGradients:
     """``Backend.swiglu_backward``."""
     dgate, dup, sh, dscores = definition.backward(*inputs, scores_M, limit)
     inputs.clear()
     (dgate_rowwise, dgate_columnwise), (dup_rowwise, dup_columnwise) = (
-        quantize_both(t, rowwise, columnwise, offs) for t in (dgate, dup)
+        quantize_both(t, plan.dgrad.a, plan.wgrad.a, offs) for t in (dgate, dup)
     )
     return SwigluGradients(
-        dgate_rowwise, dup_rowwise, dgate_columnwise, dup_columnwise, quantize(sh, 0, h_columnwise, offs), dscores
+        dgate_rowwise, dup_rowwise, dgate_columnwise, dup_columnwise, quantize(sh, 0, plan.wgrad.b, offs), dscores
     )
 
 

@@ -320,8 +320,7 @@ def experts_hidden_gradients(
         del tokens
     given.append(kernels.gemm_m_grouped(of_g, w2, offs, None, torch.bfloat16, False))  # u
     del w2, of_g
-    specs = plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
-    *operands, dscores = kernels.swiglu_backward(given, scores, layer.limit, *specs, offs)
+    *operands, dscores = kernels.swiglu_backward(given, scores, layer.limit, plan, offs)
     rowwise, columnwise = take_many(operands, 2), operands
     biases: list[Tensor | None] = [None] * 3
     for i in (0, 1):

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
-from titan_mxfp8.backends import SwigluGradients
+from titan_mxfp8.backends import Plan, SwigluGradients
 from titan_mxfp8.backends.common import swiglu_swizzled
 from titan_mxfp8.backends.common.activation import (
     SEGMENT,
@@ -74,19 +74,13 @@ def swiglu(gate_MH: Tensor, up_MH: Tensor, limit: float | None, spec: OperandSpe
 
 
 def swiglu_backward(
-    inputs: list[Tensor],
-    scores_M: Tensor | None,
-    limit: float | None,
-    rowwise: OperandSpec,
-    columnwise: OperandSpec,
-    h_columnwise: OperandSpec,
-    offs: Tensor | None,
+    inputs: list[Tensor], scores_M: Tensor | None, limit: float | None, plan: Plan, offs: Tensor | None
 ) -> SwigluGradients:
     """``Backend.swiglu_backward``."""
-    specs = rowwise, columnwise, h_columnwise
+    specs = rowwise, columnwise, h_columnwise = plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
     layout, layout_m, h_layout = map(layout_of, specs)
     if "swizzled" in (layout, layout_m, h_layout):
-        return swiglu_swizzled.swiglu_backward(inputs, scores_M, limit, *specs, offs)
+        return swiglu_swizzled.swiglu_backward(inputs, scores_M, limit, plan, offs)
     assert layout_m == h_layout in ("fp8", "qdq", "bf16") and all(spec.block_mn == 1 for spec in specs), specs
     assert len({spec.rounding for spec in specs if spec.is_quantized}) <= 1, specs
     assert not columnwise.is_quantized or columnwise.elem_dtype == rowwise.elem_dtype, specs

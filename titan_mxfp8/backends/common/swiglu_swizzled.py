@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_mxfp8.backends import SwigluGradients
+from titan_mxfp8.backends import Plan, SwigluGradients
 from titan_mxfp8.backends.common.activation import (
     SEGMENT,
     activation,
@@ -42,15 +42,10 @@ def swiglu(gate_MH: Tensor, up_MH: Tensor, limit: float | None, spec: OperandSpe
 
 
 def swiglu_backward(
-    inputs: list[Tensor],
-    scores_M: Tensor | None,
-    limit: float | None,
-    rowwise: OperandSpec,
-    columnwise: OperandSpec,
-    h_columnwise: OperandSpec,
-    offs: Tensor | None,
+    inputs: list[Tensor], scores_M: Tensor | None, limit: float | None, plan: Plan, offs: Tensor | None
 ) -> SwigluGradients:
     """``Backend.swiglu_backward`` with swizzled scales along H, and swizzled ones or bf16 along M."""
+    rowwise, columnwise, h_columnwise = plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
     assert rowwise.scales == "swizzled" and rowwise.block == "1x32", rowwise
     assert columnwise == h_columnwise and columnwise in (rowwise, UNQUANTIZED), (rowwise, columnwise, h_columnwise)
     gate, up, u = matrices_of(*inputs)

@@ -60,22 +60,15 @@ def requantize(
 
 
 def swiglu_backward(
-    inputs: list[Tensor],
-    scores_M: Tensor | None,
-    limit: float | None,
-    rowwise: OperandSpec,
-    columnwise: OperandSpec,
-    h_columnwise: OperandSpec,
-    offs: Tensor | None,
+    inputs: list[Tensor], scores_M: Tensor | None, limit: float | None, plan: Plan, offs: Tensor | None
 ) -> SwigluGradients:
     """``Backend.swiglu_backward``: rebased gradients by one kernel, or where Triton interprets, which cannot run it, by
     the definition."""
-    specs = rowwise, columnwise, h_columnwise
-    if any(spec.block_k == 32 for spec in specs):
+    if any(spec.block_k == 32 for spec in (plan.dgrad.a, plan.wgrad.a, plan.wgrad.b)):
         kernels = portable_swiglu
     else:
         kernels = reference if knobs.runtime.interpret else swiglu_gradients
-    return kernels.swiglu_backward(inputs, scores_M, limit, *specs, offs)
+    return kernels.swiglu_backward(inputs, scores_M, limit, plan, offs)
 
 
 def gemm_m_grouped(

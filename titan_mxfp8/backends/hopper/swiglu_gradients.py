@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from titan_mxfp8.backends import SwigluGradients
+from titan_mxfp8.backends import Plan, SwigluGradients
 from titan_mxfp8.backends.common.activation import (
     activation,
     gradient_of_gate,
@@ -31,7 +31,6 @@ from titan_mxfp8.backends.common.convert import (
 from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.tiles import Tile, map_tiles, rounding_of
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
-from titan_mxfp8.format.spec import OperandSpec
 
 TILE = Tile(rows=128, segments=2)
 # A thread has 8 columns of a row, a warp two rows: 16 bytes of each input, and whole lines.
@@ -44,16 +43,10 @@ _STAGED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
 
 
 def swiglu_backward(
-    inputs: list[Tensor],
-    scores_M: Tensor | None,
-    limit: float | None,
-    rowwise: OperandSpec,
-    columnwise: OperandSpec,
-    h_columnwise: OperandSpec,
-    offs: Tensor | None,
+    inputs: list[Tensor], scores_M: Tensor | None, limit: float | None, plan: Plan, offs: Tensor | None
 ) -> SwigluGradients:
     """``Backend.swiglu_backward`` of 1x128 blocks."""
-    specs = rowwise, columnwise, h_columnwise
+    specs = rowwise, columnwise, h_columnwise = plan.dgrad.a, plan.wgrad.a, plan.wgrad.b
     assert all(spec.block_mn == 1 and spec.block_k == 128 for spec in specs), specs
     assert rowwise.elem_dtype == columnwise.elem_dtype and len({spec.rounding for spec in specs}) == 1, specs
     gate, up, u = matrices_of(*inputs)
