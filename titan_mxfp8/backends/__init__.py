@@ -357,16 +357,11 @@ def _module(name: str) -> Backend:
     return importlib.import_module(next(row.module for row in BACKENDS if row.name == name))
 
 
-def check_name(backend: str) -> None:
-    """Raises ValueError unless ``backend`` is ``auto`` or the name of one."""
+def _row(backend: str, hardware: Hardware) -> BackendRow:
+    """The one that is named, or the first that runs there."""
     known = ["auto", *(row.name for row in BACKENDS)]
     if backend not in known:
         raise ValueError(f"unknown backend {backend!r}: use one of {', '.join(known)}")
-
-
-def _row(backend: str, hardware: Hardware) -> BackendRow:
-    """The one that is named, or the first that runs there."""
-    check_name(backend)
     if backend == "auto":
         return next(row for row in BACKENDS if row.runs_on(hardware))
     row = next(row for row in BACKENDS if row.name == backend)

@@ -178,13 +178,6 @@ class Operand(NamedTuple):
         return [self.data] if self.scale is None else [self.data, self.scale]
 
     @classmethod
-    def of(cls, mx: MXTensor) -> "Operand":
-        """An ``MXTensor`` as a GEMM takes it."""
-        data, scale = (t.movedim(mx.axis, -1).contiguous() for t in (mx.qdata, mx.scale))
-        spec = OperandSpec(elem_dtype=mx.qdata.dtype, block=mx.block, block_mn=32 if mx.block == "32x32" else 1)
-        return cls(data, scale, spec, mx.axis)
-
-    @classmethod
     def of_rows(cls, spec: OperandSpec, data: Tensor, scales: Tensor | None = None) -> "Operand":
         """(M, C) quantised along C, given the scales of each row, (M, C / block_k), as ``row_scales`` has them."""
         if spec.scales == "mn_major":

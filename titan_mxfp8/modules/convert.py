@@ -227,7 +227,9 @@ def _config(
     """The config of all modules that one call converts, and the log line that says what was chosen."""
     check_type("requantize_input", requantize_input, bool)
     check_type("backend", backend, str)
-    asked, hardware = recipe, hardware_of(_device(model))
+    param = next(model.parameters(), None)
+    on_meta = param is None or param.device.type == "meta"  # it will run where this process trains
+    asked, hardware = recipe, hardware_of(training_device() if on_meta else param.device)
     recipe = backends.recommend(asked, backend, hardware, rebase)
     selection = backends.select(backend, hardware, recipe)
     plan = backends.plan_on(recipe, selection.name, hardware)
@@ -243,10 +245,3 @@ def _config(
             f"backend {selection.name}: leave it out, or take a recipe whose forward multiplies FP8"
         )
     return MXConfig(recipe=recipe, backend=selection.name, plan=plan, requantize_input=requantize_input), chosen
-
-
-def _device(model: nn.Module) -> torch.device:
-    """Where the model will run: where it is, or for a model on meta the training device."""
-    param = next(model.parameters(), None)
-    on_meta = param is None or param.device.type == "meta"
-    return training_device() if on_meta else param.device

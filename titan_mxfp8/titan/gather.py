@@ -17,8 +17,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, _from_local_no_grad
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -114,15 +113,8 @@ class BlocksParam(FSDPParam):
         """Of the shard, none of which is padded."""
         return self.sharded_size
 
-    def fsdp_pre_all_gather(
-        self,
-        mesh: DeviceMesh,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor], None]:
-        """What this rank sends."""
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy) -> tuple[tuple, None]:
+        """What this rank sends. FSDP counts the arguments."""
         return tuple(self.kept or self.quantize_shard()), None
 
     def quantize_shard(self) -> list[torch.Tensor]:

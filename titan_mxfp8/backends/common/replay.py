@@ -177,8 +177,8 @@ class _Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
             self.allocated.append((_ALLOCATIONS[func], out))
-        elif not (func.is_view and _share_storage(args[0], out)):  # contiguous() says that it is a view
-            self.does_more = True
+        elif not func.is_view or args[0].untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
+            self.does_more = True  # contiguous() too says that it is a view
         return out
 
     def __enter__(self) -> "_Watch":
@@ -241,10 +241,6 @@ def _extent(tensor: Tensor) -> int:
     """Bytes from the start of the first element to the end of the last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
-
-
-def _share_storage(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _is_alike(tensor: Tensor, other: Tensor) -> bool:

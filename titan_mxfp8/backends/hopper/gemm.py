@@ -87,7 +87,7 @@ def gemm_m_grouped(
     for pair in ((a, b), second) if second else ((a, b),):
         assert [(x.data.shape, x.spec) for x in pair] == [(x.data.shape, x.spec) for x in (a, b)], pair
         scales = decode_scales(*pair, d // BLOCK_SIZE, ceil_div(c, STAGE), copies, end=m, offs=offs)
-        products.append(_Product(*pair, scales))
+        products.append((*pair, scales))
     out = torch.empty((m, d), dtype=out_dtype, device=a.data.device)
     for i, chosen in enumerate((tiles,) if tiles else tiles_for(a, b)):
         if not _launch(products, out, bias, offs, chosen, k_grouped=False, run=i == 0, zero_tail=zero_tail):
@@ -117,16 +117,8 @@ def gemm_k_grouped(
         make = torch.empty if m else torch.zeros
         out = make((experts, n, k), dtype=out_dtype, device=a.data.device)
     scales = decode_scales(a, b, k, ceil_div(m, STAGE), copies=1, end=m, offs=offs, k_grouped=True)
-    _launch([_Product(a, b, scales)], out, None, offs, tiles or K_GROUPED, k_grouped=True, add=add_to is not None)
+    _launch([(a, b, scales)], out, None, offs, tiles or K_GROUPED, k_grouped=True, add=add_to is not None)
     return out
-
-
-class _Product(NamedTuple):
-    """Two operands, and the scales of both."""
-
-    a: Operand
-    b: Operand
-    scales: Scales
 
 
 class LaunchPlan(NamedTuple):
@@ -177,7 +169,7 @@ def plan_launch(
 
 
 def _launch(
-    products: list[_Product],
+    products: list[tuple[Operand, Operand, Scales]],
     out: Tensor,
     bias: Tensor | None,
     offs: Tensor | None,
@@ -188,7 +180,8 @@ def _launch(
     zero_tail: bool = True,
     add: bool = False,
 ) -> bool:
-    """Whether the kernel was new. It takes descriptors of a product, of the output in bf16, and of a second product."""
+    """Whether the kernel was new. It takes descriptors of a product, which is two operands and the scales of both, of
+    the output in bf16, and of a second product."""
     a, b, scales = products[0]
     shapes, dtypes = (a.data.shape, b.data.shape, out.shape), (a.data.dtype, b.data.dtype, out.dtype)
     plan = plan_launch(shapes, dtypes, scales.layout, tiles, k_grouped, zero_tail, add)
