@@ -154,7 +154,7 @@ def _token_of_copy(copies_of_token: Tensor, copies: int) -> Tensor:
 
 def _cut(copies: Tensor, payload: list[Tensor], offsets: list[int]) -> list[Tensor]:
     """The payload in the copies, as views of the same dtypes."""
-    cut = []
-    for tensor, offset in zip(payload, offsets, strict=False):  # the last offset may be the metadata's
-        cut.append(copies[:, offset : offset + tensor.shape[1] * tensor.element_size()].view(tensor.dtype))
-    return cut
+    return [
+        copies[:, offset : offset + tensor.shape[1] * tensor.element_size()].view(tensor.dtype)
+        for tensor, offset in zip(payload, offsets, strict=False)  # the last offset may be the metadata's
+    ]

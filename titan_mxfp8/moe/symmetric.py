@@ -243,14 +243,11 @@ def _try_out(group: dist.ProcessGroup, device: torch.device) -> tuple[bool, str]
 def trial(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """What fails where the ranks share a byte, in words, the same on every rank; None where nothing does."""
     made: list[Tensor] = []
-
-    def allocate() -> None:
-        made.append(_symmetric_memory().empty(1, dtype=torch.uint8, device=device))
-
-    def share() -> None:
-        _symmetric_memory().rendezvous(made[0], group=group)
-
-    for step in (allocate, share):
+    steps = (
+        lambda: made.append(_symmetric_memory().empty(1, dtype=torch.uint8, device=device)),
+        lambda: _symmetric_memory().rendezvous(made[0], group=group),
+    )
+    for step in steps:
         failure = None
         try:
             step()

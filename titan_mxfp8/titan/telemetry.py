@@ -84,18 +84,14 @@ class Recorder:
     def _log_health(self, processor: Any, step: int, measured: dict[str, ConvertedModule]) -> None:
         """Logs the figures, added up over all ranks: they see other tokens or modules, or count the same tensor alike,
         which leaves the shares as they are."""
-        device, names = processor.device_memory_monitor.device, _of_all_ranks(list(measured))
-        if not names:
+        device, figures = processor.device_memory_monitor.device, {}
+        probes = {name: module.probe for name, module in measured.items()}
+        counts = {name: torch.zeros_like(probe) if probe.grad is None else probe.grad for name, probe in probes.items()}
+        counts = _sums_of_all_ranks(counts, device)
+        if not counts:
             return
-        counts = torch.zeros(len(names), len(observe.KINDS), observe.COUNTS, dtype=torch.float64, device=device)
-        for name, module in measured.items():
-            if module.probe.grad is not None:
-                counts[names.index(name)] = module.probe.grad
-        if dist.is_initialized():
-            dist.all_reduce(counts)
-        figures = {}
-        for name, of_module in zip(names, counts.tolist(), strict=True):
-            for figure, value in observe.summarize(of_module).items():
+        for name, of_module in counts.items():
+            for figure, value in observe.summarize(of_module.tolist()).items():
                 figures[f"mx_health/{figure}/{name}"] = value
         layers = getattr(processor.model_parts[0], LAYERS, None)
         if layers is not None and (share := layers.largest_share(device)):
@@ -105,26 +101,31 @@ class Recorder:
     def _load_of_experts(self, device: torch.device, step: int) -> dict[str, float]:
         """How many experts of all layers got no token of the step, which is a log line too, and the tokens of the
         fullest expert of a layer, in those of balanced ones."""
-        layers = _of_all_ranks([(name, len(counts)) for name, counts in self._after.items()])  # and their experts
-        if not layers:
+        counts = {name: after - self._before[name] for name, after in self._after.items()}
+        loads = [load.tolist() for load in _sums_of_all_ranks(counts, device).values()]
+        if not loads:
             return {}
-        counts = torch.zeros(len(layers), max(experts for _, experts in layers), dtype=torch.float64, device=device)
-        for row, (name, experts) in zip(counts, layers, strict=True):
-            if name in self._after:
-                row[:experts] = self._after[name] - self._before[name]
-        if dist.is_initialized():
-            dist.all_reduce(counts)
-        loads = [row[:experts] for row, (_, experts) in zip(counts.tolist(), layers, strict=True)]
         if without := sum(load.count(0) for load in loads):
             logger.info(f"MXFP8: {without} of {sum(map(len, loads))} experts got no tokens in step {step}")
         fullest = max(max(load) * len(load) / max(sum(load), 1) for load in loads)
         return {"mx_health/experts/without_tokens": without, "mx_health/experts/fullest_of_balanced": fullest}
 
 
-def _of_all_ranks(own: list) -> list:
-    """What any rank has, sorted."""
-    everyones = gather_objects(own, dist.group.WORLD) if dist.is_initialized() else [own]
-    return sorted(set().union(*everyones))
+def _sums_of_all_ranks(own: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """What any rank has by a name, sorted, and added up over those that have it, in fp64."""
+    everyones = [[(name, x.shape) for name, x in own.items()]]
+    if dist.is_initialized():
+        everyones = gather_objects(everyones[0], dist.group.WORLD)
+    shapes = dict(sorted(set().union(*everyones)))
+    sizes = [shape.numel() for shape in shapes.values()]
+    sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+    for name, part in zip(shapes, sums.split(sizes), strict=True):
+        if name in own:
+            part.copy_(own[name].detach().flatten())
+    if dist.is_initialized() and shapes:
+        dist.all_reduce(sums)
+    parts = zip(shapes.items(), sums.cpu().split(sizes), strict=True)
+    return {name: part.view(shape) for (name, shape), part in parts}
 
 
 def attach(model: nn.Module, converted: list[str], kind: str, health_every: int, hopper_rebase_report: int) -> None:

@@ -189,26 +189,18 @@ def _direct(run: Any) -> tuple[Callable[..., None], tuple[_Format, ...]] | None:
     H200's host).
     """
     try:
-        return _under(run)
+        module = inspect.getmodule(type(run))
+        if module._BASE_ARGS_FORMAT != "iiiKKppOOOOOO" or run.global_scratch_size or run.profile_scratch_size:
+            return None
+        if not inspect.isfunction(run.launch):
+            return run.launch, ()
+        inner = inspect.getclosurevars(run.launch).nonlocals
+        metas, at = inner.get("tensordesc_meta"), inner.get("tensordesc_indices")
+        if not metas or None in metas or at != set(range(len(metas))):
+            return None
+        return inner["launcher"], tuple(_Format(meta, module.make_tensordesc_arg) for meta in metas)
     except (AttributeError, KeyError, TypeError):  # none of this is public
         return None
-
-
-def _under(run: Any) -> tuple[Callable[..., None], tuple[_Format, ...]] | None:
-    module = inspect.getmodule(type(run))
-    if (
-        getattr(module, "_BASE_ARGS_FORMAT", None) != "iiiKKppOOOOOO"
-        or run.global_scratch_size
-        or run.profile_scratch_size
-    ):
-        return None
-    if not inspect.isfunction(run.launch):
-        return run.launch, ()
-    inner = inspect.getclosurevars(run.launch).nonlocals
-    metas, at = inner.get("tensordesc_meta"), inner.get("tensordesc_indices")
-    if not metas or None in metas or at != set(range(len(metas))):
-        return None
-    return inner["launcher"], tuple(_Format(meta, module.make_tensordesc_arg) for meta in metas)
 
 
 class TileLayout(NamedTuple):

@@ -29,11 +29,12 @@ from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.format.swizzle import unswizzle
 
 Layout = Literal["bf16", "qdq", "fp8", "coalesced", "mn_major", "swizzled"]
-Launch = Callable[[Tensor, Operand | None, Operand | None, Tensor | None, Operand | None], None]
+Launch = Callable[..., None]
 
 # launch(x, rowwise, columnwise, offs, source) fills the operands along the last axis of ``x`` and along another one,
 # mostly the one before it; None: not wanted. ``offs`` are of ragged groups along the latter, or of rows where scales
-# lie by groups (``OperandSpec.grouped_scales``). With a ``source`` ``x`` has its FP8 elements, else values.
+# lie by groups (``OperandSpec.grouped_scales``). With a ``source`` ``x`` has its FP8 elements, else values. Behind it,
+# of "qdq" and "mn_major" in blocks of 1x32, which rows of those are meant.
 LAUNCHES: dict[tuple[Layout, Block], Launch] = {
     ("qdq", "1x32"): dequantize.launch,
     ("qdq", "32x32"): dequantize.launch,
@@ -123,13 +124,9 @@ def requantize(
         return quantize(values, 1, replace(spec, rounding="rceil"), None)._replace(spec=spec)
     if layout == "bf16":
         return Operand(dequantize.dequantize(rows, offs=offs), None, spec, 0)
-    groups = None if offs is None else offs.shape[0]
-    if places is None:
-        operand = spec.empty(rows.data, 0, groups)
-        LAUNCHES[layout, spec.block](rows.data, None, operand, offs, rows)
-    else:
-        operand = spec.empty(rows.data[:1].expand(places.shape[0], -1), 0, groups)
-        (dequantize if layout == "qdq" else rebase).launch(rows.data, None, operand, offs, rows, places)
+    like, gathers = (rows.data, ()) if places is None else (rows.data[:1].expand(places.shape[0], -1), (places,))
+    operand = spec.empty(like, 0, None if offs is None else offs.shape[0])
+    LAUNCHES[layout, spec.block](rows.data, None, operand, offs, rows, *gathers)
     return operand
 
 
