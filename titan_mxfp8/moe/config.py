@@ -14,8 +14,7 @@ from titan_mxfp8.moe import DispatchHandle, Transport, TransportName, choose
 from titan_mxfp8.moe.bounds import bound
 from titan_mxfp8.moe.checks import check_expert_ids
 from titan_mxfp8.ops.autograd import take_many
-from titan_mxfp8.ops.expert_operators import DispatchedRows, ExpertsLayer
-from titan_mxfp8.ops.experts import Tokens
+from titan_mxfp8.ops.experts import DispatchedRows, ExpertsLayer, Tokens
 from titan_mxfp8.ops.library import aligned
 
 

@@ -27,119 +27,25 @@ features.
 """
 
 import math
-import sys
-from collections.abc import Callable, Iterator
-from typing import ClassVar, NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titan_mxfp8 import backends
-from titan_mxfp8.backends import Backend
 from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.spec import Operand
 from titan_mxfp8.ops import experts
 from titan_mxfp8.ops.accumulate import held_gradients, take_gradients
-from titan_mxfp8.ops.autograd import Owned, once_differentiable, save_for_backward, split, take, take_many
-from titan_mxfp8.ops.experts import ExpertsConfig, HiddenGradients, Tokens
+from titan_mxfp8.ops.autograd import once_differentiable, save_for_backward, split, take, take_many
+from titan_mxfp8.ops.experts import ExpertsLayer, HiddenGradients
 from titan_mxfp8.ops.library import Operator, aligned
 from titan_mxfp8.ops.matmul import sum_rows
 
 # Of what ``autograd.exported`` makes of a layer.
 WEIGHTS_SCHEMA = "Tensor w1, Tensor w3, Tensor w2, Tensor? b1, Tensor? b3, Tensor? b2"
 _KEPT = 4, 2  # tensors of w1 and w3, and of w2, that were quantised for dgrad
-
-
-class DispatchedRows(NamedTuple):
-    """x, or the output's gradient g, at the experts.
-
-    Attributes:
-        tokens: the ``Tokens`` of it.
-        handle: of x's dispatch, see ``ExpertsLayer``.
-        scores: (M,), or None.
-        sources: where rows are kept once for all of a token's experts here, which of them each row is, int32 (M,).
-        kept: what ``ExpertsLayer.wgrad_tokens`` takes, unless that is x or g itself or nothing is to be kept.
-    """
-
-    tokens: Owned
-    handle: list[Tensor]
-    scores: Tensor | None
-    sources: list[Tensor]
-    kept: list[Tensor]
-
-
-class ExpertsLayer(ExpertsConfig):
-    """How rows come to a layer's experts, and where outputs go. A handle is what backward has to know of that: tensors,
-    of which the first is ``offs``, int32 (E,), the end offsets of the experts' rows.
-
-    Attributes:
-        zero_tail: whether outputs are zeros at and past ``offs[-1]``.
-    """
-
-    zero_tail: ClassVar[bool]
-
-    def connect(self, device: torch.device) -> object:
-        """What carries rows, which the functions below take as ``transport``; None where nothing does."""
-        return None
-
-    def dispatch(
-        self,
-        transport: object,
-        x: Tensor,
-        scores: Tensor | None,
-        routing: Tensor,
-        local: int,
-        save: bool,
-        kernels: Backend,
-        overlap: Callable[[], None],
-    ) -> DispatchedRows:
-        """Rows to their experts.
-
-        Args:
-            x, scores, routing: as of ``experts_forward``.
-            local: E.
-            save: whether backward follows.
-            overlap: launches what does not need x; called once, when x has been quantised.
-        """
-        raise NotImplementedError
-
-    def combine(self, transport: object, y: Tensor, weighted: bool, handle: list[Tensor], dtype: torch.dtype) -> Tensor:
-        """Outputs (M, D) to where x came from, (T, D); ``weighted``: multiplied by their scores."""
-        raise NotImplementedError
-
-    def dispatch_gradient(
-        self, transport: object, g: Tensor, handle: list[Tensor], needs_w2: bool, kernels: Backend
-    ) -> DispatchedRows:
-        """The output's gradient (T, D) to the experts; ``needs_w2``: w2's is wanted, which keeps it."""
-        raise NotImplementedError
-
-    def combine_gradient(
-        self, transport: object, rows: list[Tensor], dscores_M: Tensor | None, handle: list[Tensor], dtype: torch.dtype
-    ) -> list[Tensor]:
-        """The gradient of x (T, D), of one or two tensors (M, D) whose sum is meant, and that of the scores (T, K)."""
-        raise NotImplementedError
-
-    def empty_dispatched(self, x: Tensor, routing: Tensor, local: int) -> tuple[list[Tensor], int, list[Tensor]]:
-        """For fakes: the handle unless it is ``routing``; M; and what ``dispatch`` saves of x."""
-        raise NotImplementedError
-
-    def empty_gradient(self, g: Tensor, handle: list[Tensor], rows: int, needs_w2: bool) -> list[Tensor]:
-        """For fakes: ``sources`` and ``kept`` of ``dispatch_gradient``; ``rows``: M."""
-        raise NotImplementedError
-
-    def wgrad_tokens(self, tensors: Owned, sources: Tensor | None, of_g: bool) -> Tokens:
-        """x, or g, for wgrad, of what was saved of it, taken; ``sources``: of rows that are kept once for a token."""
-        raise NotImplementedError
-
-    def copied_slots(self) -> int:
-        """The least number of experts of a token with which its row is kept once, and not once for each of them."""
-        return sys.maxsize
-
-
-@torch.compiler.assume_constant_result
-def _copied_slots(config: str) -> int:
-    return decode(config).copied_slots()
 
 
 class ExpertsFunction(torch.autograd.Function):
@@ -170,7 +76,9 @@ class ExpertsFunction(torch.autograd.Function):
         ctx.matrices, ctx.kept = len(weights), _KEPT if kept_weight == "quantized" else (0, 0)
         ctx.sorted = routing.ndim == 1
         ctx.slots = 1 if ctx.sorted else routing.shape[1]
-        ctx.gathers = bool(ctx.slots >= _copied_slots(config))  # a symbol under torch.compile(dynamic=True)
+        ctx.gathers = bool(
+            ctx.slots >= experts.count_tensors(config).copied_slots
+        )  # a symbol under torch.compile(dynamic=True)
         own = (routing,) if ctx.sorted else ()
         return save_for_backward(ctx, out, b2, *weights, *own, *saved, *((x,) if keeps_x else ()))
 

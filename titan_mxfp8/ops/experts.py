@@ -3,12 +3,14 @@
 M rows, D model and H hidden features, E experts. ``expert_operators`` makes layers of this.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from titan_mxfp8.backends import Backend, Plan
 from titan_mxfp8.format.codec import Encoded, decode
@@ -29,12 +31,12 @@ class Weights(NamedTuple):
         b2: (E, D), or None.
     """
 
-    w1: "torch.Tensor | Operand | Quantized"
-    w3: "torch.Tensor | Operand | Quantized"
-    w2: "torch.Tensor | Operand | Quantized"
-    b1: torch.Tensor | None = None
-    b3: torch.Tensor | None = None
-    b2: torch.Tensor | None = None
+    w1: "Tensor | Operand | Quantized"
+    w3: "Tensor | Operand | Quantized"
+    w2: "Tensor | Operand | Quantized"
+    b1: Tensor | None = None
+    b3: Tensor | None = None
+    b2: Tensor | None = None
 
 
 class Quantized(NamedTuple):
@@ -44,20 +46,75 @@ class Quantized(NamedTuple):
     dgrad: Operand
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertsConfig(Encoded):
-    """Everything about experts that is no tensor.
+class Tokens(NamedTuple):
+    """x or g as it is there for the GEMMs.
 
     Attributes:
-        gemms: of their GEMMs.
+        rowwise: quantised along D: as the GEMM along D takes it, or FP8 rows from which that is made.
+        columnwise: quantised along M, from the high-precision tensor; None: it is made from ``rowwise``.
+        values: (M, D) in high precision; None: those of ``rowwise``.
+        sent, sources: the rows once for each token, as they were sent or as they arrived, and which of them each row
+            is, int32 (M,): what is quantised along M is made from these. None: from ``rowwise``.
+    """
+
+    rowwise: Operand | None
+    columnwise: Operand | None = None
+    values: Tensor | None = None
+    sent: Operand | None = None
+    sources: Tensor | None = None
+
+    def along_features(self, spec: OperandSpec, offs: Tensor, kernels: Backend) -> Operand:
+        """As forward or dgrad takes it: as it is, its values in bf16, or with its scales by groups."""
+        rows = self.rowwise
+        return rows if rows.spec == spec else kernels.requantize(rows, 1, spec, offs if spec.grouped_scales else None)
+
+    def along_tokens(self, spec: OperandSpec, offs: Tensor, kernels: Backend) -> Operand:
+        """As wgrad takes it."""
+        if self.columnwise is not None:
+            return self.columnwise
+        if self.sent is not None:
+            return kernels.requantize(self.sent, 0, spec, offs, self.sources)
+        if self.rowwise.spec.stored == "bf16":
+            return Operand(self.rowwise.data, None, spec, 0)
+        return kernels.requantize(self.rowwise, 0, spec, offs)
+
+
+class DispatchedRows(NamedTuple):
+    """x, or the output's gradient g, at the experts.
+
+    Attributes:
+        tokens: the ``Tokens`` of it.
+        handle: of x's dispatch, see ``ExpertsLayer``.
+        scores: (M,), or None.
+        sources: where rows are kept once for all of a token's experts here, which of them each row is, int32 (M,).
+        kept: what ``ExpertsLayer.wgrad_tokens`` takes, unless that is x or g itself or nothing is to be kept.
+    """
+
+    tokens: Owned
+    handle: list[Tensor]
+    scores: Tensor | None
+    sources: list[Tensor]
+    kept: list[Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsLayer(Encoded):
+    """Everything about a layer of experts that is no tensor: what is chosen for them, how rows come to them, and where
+    outputs go. A handle is what backward has to know of that: tensors, of which the first is ``offs``, int32 (E,), the
+    end offsets of the experts' rows.
+
+    Attributes:
+        gemms: of the experts.
         limit: that of gpt_oss's clamped SwiGLU, or None for SiLU.
+        zero_tail: whether outputs are zeros at and past ``offs[-1]``.
+        handle_tensors: how many a handle has.
         x_rows, g_rows: what x and g are quantised to before they travel.
-        counts: how many tensors operators return of each kind.
-        handle_tensors: of those, how many a handle has.
+        counts: see there.
     """
 
     gemms: MXConfig
     limit: float | None = None
+    zero_tail: ClassVar[bool]
     handle_tensors: ClassVar[int] = 1
 
     @cached_property
@@ -76,40 +133,65 @@ class ExpertsConfig(Encoded):
     def counts(self) -> "TensorCounts":
         along_h, along_m = (1 if gemm.a.stored == "bf16" else 2 for gemm in (self.plan.dgrad, self.plan.wgrad))
         columnwise = 2 * along_m if self.plan.dgrad.a.is_quantized else 0
-        return TensorCounts(2 * along_h, columnwise, along_m, self.plan.wgrad.a.is_quantized, self.handle_tensors)
+        quantizes_g, handle = self.plan.wgrad.a.is_quantized, self.handle_tensors
+        return TensorCounts(2 * along_h, columnwise, along_m, quantizes_g, handle, self.copied_slots())
 
+    def connect(self, device: torch.device) -> object:
+        """What carries rows, which the functions below take as ``transport``; None where nothing does."""
+        return None
 
-class Tokens(NamedTuple):
-    """x or g as it is there for the GEMMs.
+    def dispatch(
+        self,
+        transport: object,
+        x: Tensor,
+        scores: Tensor | None,
+        routing: Tensor,
+        local: int,
+        save: bool,
+        kernels: Backend,
+        overlap: Callable[[], None],
+    ) -> DispatchedRows:
+        """Rows to their experts.
 
-    Attributes:
-        rowwise: quantised along D: as the GEMM along D takes it, or FP8 rows from which that is made.
-        columnwise: quantised along M, from the high-precision tensor; None: it is made from ``rowwise``.
-        values: (M, D) in high precision; None: those of ``rowwise``.
-        sent, sources: the rows once for each token, as they were sent or as they arrived, and which of them each row
-            is, int32 (M,): what is quantised along M is made from these. None: from ``rowwise``.
-    """
+        Args:
+            x, scores, routing: as of ``expert_operators.experts_forward``.
+            local: E.
+            save: whether backward follows.
+            overlap: launches what does not need x; called once, when x has been quantised.
+        """
+        raise NotImplementedError
 
-    rowwise: Operand | None
-    columnwise: Operand | None = None
-    values: torch.Tensor | None = None
-    sent: Operand | None = None
-    sources: torch.Tensor | None = None
+    def combine(self, transport: object, y: Tensor, weighted: bool, handle: list[Tensor], dtype: torch.dtype) -> Tensor:
+        """Outputs (M, D) to where x came from, (T, D); ``weighted``: multiplied by their scores."""
+        raise NotImplementedError
 
-    def along_features(self, spec: OperandSpec, offs: torch.Tensor, kernels: Backend) -> Operand:
-        """As forward or dgrad takes it: as it is, its values in bf16, or with its scales by groups."""
-        rows = self.rowwise
-        return rows if rows.spec == spec else kernels.requantize(rows, 1, spec, offs if spec.grouped_scales else None)
+    def dispatch_gradient(
+        self, transport: object, g: Tensor, handle: list[Tensor], needs_w2: bool, kernels: Backend
+    ) -> DispatchedRows:
+        """The output's gradient (T, D) to the experts; ``needs_w2``: w2's is wanted, which keeps it."""
+        raise NotImplementedError
 
-    def along_tokens(self, spec: OperandSpec, offs: torch.Tensor, kernels: Backend) -> Operand:
-        """As wgrad takes it."""
-        if self.columnwise is not None:
-            return self.columnwise
-        if self.sent is not None:
-            return kernels.requantize(self.sent, 0, spec, offs, self.sources)
-        if self.rowwise.spec.stored == "bf16":
-            return Operand(self.rowwise.data, None, spec, 0)
-        return kernels.requantize(self.rowwise, 0, spec, offs)
+    def combine_gradient(
+        self, transport: object, rows: list[Tensor], dscores_M: Tensor | None, handle: list[Tensor], dtype: torch.dtype
+    ) -> list[Tensor]:
+        """The gradient of x (T, D), of one or two tensors (M, D) whose sum is meant, and that of the scores (T, K)."""
+        raise NotImplementedError
+
+    def empty_dispatched(self, x: Tensor, routing: Tensor, local: int) -> tuple[list[Tensor], int, list[Tensor]]:
+        """For fakes: the handle unless it is ``routing``; M; and what ``dispatch`` saves of x."""
+        raise NotImplementedError
+
+    def empty_gradient(self, g: Tensor, handle: list[Tensor], rows: int, needs_w2: bool) -> list[Tensor]:
+        """For fakes: ``sources`` and ``kept`` of ``dispatch_gradient``; ``rows``: M."""
+        raise NotImplementedError
+
+    def wgrad_tokens(self, tensors: Owned, sources: Tensor | None, of_g: bool) -> Tokens:
+        """x, or g, for wgrad, of what was saved of it, taken; ``sources``: of rows that are kept once for a token."""
+        raise NotImplementedError
+
+    def copied_slots(self) -> int:
+        """The least number of experts of a token with which its row is kept once, and not once for each of them."""
+        return sys.maxsize
 
 
 def row_spec(spec: OperandSpec) -> OperandSpec:
@@ -118,7 +200,7 @@ def row_spec(spec: OperandSpec) -> OperandSpec:
     return spec.exact if spec.is_quantized and (spec.stored == "bf16" or spec.grouped_scales) else spec
 
 
-def weights_of(matrices: list[torch.Tensor], biases: list[torch.Tensor | None], plan: Plan) -> Weights:
+def weights_of(matrices: list[Tensor], biases: list[Tensor | None], plan: Plan) -> Weights:
     """``Weights`` as kernels take them.
 
     Args:
@@ -143,7 +225,7 @@ def weights_of(matrices: list[torch.Tensor], biases: list[torch.Tensor | None], 
     return Weights(*(matrices or (None, None, None)), *biases)
 
 
-def values_of(gathered: Sequence[torch.Tensor], plan: Plan) -> list[torch.Tensor]:
+def values_of(gathered: Sequence[Tensor], plan: Plan) -> list[Tensor]:
     """w1, w3 and w2 in fp32, of elements and scales as ``weights_of`` takes them."""
     return [w.dequantize() for w in weights_of([*gathered], [None] * 3, plan)[:3]]
 
@@ -155,7 +237,7 @@ def can_quantize_ahead(config: MXConfig) -> bool:
 
 
 @torch.no_grad()
-def quantize_ahead(matrices: Sequence[torch.Tensor], config: MXConfig) -> list[torch.Tensor]:
+def quantize_ahead(matrices: Sequence[Tensor], config: MXConfig) -> list[Tensor]:
     """w1, w3 and w2 as any number of calls take them until a weight changes: of each elements and scales, for forward
     and for dgrad; where nothing is quantised, in bf16."""
     if not config.recipe.quantized:
@@ -164,7 +246,7 @@ def quantize_ahead(matrices: Sequence[torch.Tensor], config: MXConfig) -> list[t
     return [tensor for w in matrices for tensor in quantize_both(w, *specs, None, config.backend)]
 
 
-def bytes_ahead(matrices: Sequence[torch.Tensor], config: MXConfig) -> int:
+def bytes_ahead(matrices: Sequence[Tensor], config: MXConfig) -> int:
     """Of what ``quantize_ahead`` gives, which is not made."""
     specs = (config.plan.forward.b, 2), (config.plan.dgrad.b, 1)
     metas = [w.detach().to("meta") for w in matrices]
@@ -201,11 +283,11 @@ class HiddenGradients(NamedTuple):
 
     rowwise: Owned
     columnwise: Owned
-    dscores: torch.Tensor | None
-    biases: list[torch.Tensor | None]
+    dscores: Tensor | None
+    biases: list[Tensor | None]
 
 
-def for_dgrad(w: torch.Tensor | Operand | Quantized, plan: Plan, kernels: Backend) -> Operand:
+def for_dgrad(w: Tensor | Operand | Quantized, plan: Plan, kernels: Backend) -> Operand:
     """A weight of ``weights_of`` as dgrad takes it."""
     if isinstance(w, Quantized):
         return w.dgrad
@@ -213,7 +295,7 @@ def for_dgrad(w: torch.Tensor | Operand | Quantized, plan: Plan, kernels: Backen
     return make(w, 1, plan.dgrad.b, None)
 
 
-def tensors_of(operands: Sequence[Operand]) -> list[torch.Tensor]:
+def tensors_of(operands: Sequence[Operand]) -> list[Tensor]:
     """Elements and, where there are any, scales, one operand after the other."""
     return [tensor for operand in operands for tensor in operand[:2] if tensor is not None]
 
@@ -235,31 +317,32 @@ def kept_operands(tensors: Owned, gemms: MXConfig) -> Owned:
 
 class TensorCounts(NamedTuple):
     """How many tensors ``hidden_tensors`` makes of both gradients along H, of both along M, and of the score times h.
-    What is not quantised is the same along both, and counts once. Also whether g is quantised along M, and how many
-    tensors a handle has (``expert_operators.ExpertsLayer``)."""
+    What is not quantised is the same along both, and counts once. Also whether g is quantised along M, how many tensors
+    a handle has, and ``ExpertsLayer.copied_slots``."""
 
     rowwise: int
     columnwise: int
     h: int
     quantizes_g: bool
     handle: int
+    copied_slots: int
 
 
 @torch.compiler.assume_constant_result
 def count_tensors(config: str) -> TensorCounts:
-    """Of the layer whose ``ExpertsConfig`` has this key."""
+    """Of the ``ExpertsLayer`` with this key."""
     return decode(config).counts
 
 
-def hidden_tensors(made: HiddenGradients, config: ExpertsConfig) -> list[torch.Tensor]:
+def hidden_tensors(made: HiddenGradients, layer: ExpertsLayer) -> list[Tensor]:
     """What an operator returns of ``HiddenGradients``: no tensor twice."""
-    first = 0 if config.plan.dgrad.a.is_quantized else 2
+    first = 0 if layer.plan.dgrad.a.is_quantized else 2
     optional = made.dscores, *made.biases
     rest = [tensor for tensor in optional if tensor is not None]
     return [*tensors_of(made.rowwise), *tensors_of(made.columnwise[first:]), *rest]
 
 
-def bf16_values(rows: Operand, offs: torch.Tensor, kernels: Backend) -> torch.Tensor:
+def bf16_values(rows: Operand, offs: Tensor, kernels: Backend) -> Tensor:
     """The values of (M, C) rows in bf16."""
     if rows.spec.stored == "bf16":
         return rows.data

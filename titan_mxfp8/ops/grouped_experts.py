@@ -15,8 +15,8 @@ from titan_mxfp8.format.codec import decode
 from titan_mxfp8.ops.autograd import exported, is_exporting
 from titan_mxfp8.ops.checks import check_offs_values
 from titan_mxfp8.ops.config import MXConfig
-from titan_mxfp8.ops.expert_operators import WEIGHTS_SCHEMA, DispatchedRows, ExpertsFunction, ExpertsLayer
-from titan_mxfp8.ops.experts import Tokens, Weights, operand_of
+from titan_mxfp8.ops.expert_operators import WEIGHTS_SCHEMA, ExpertsFunction
+from titan_mxfp8.ops.experts import DispatchedRows, ExpertsLayer, Tokens, Weights, operand_of
 from titan_mxfp8.ops.library import aligned
 
 
