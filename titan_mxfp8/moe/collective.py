@@ -93,11 +93,8 @@ class Collective(Transport):
         move = movements(copies.device)
         return move.permute(_cut(copies, payload, offsets), handle.destinations, handle.scores.shape[0])
 
-    def combine(
-        self, ys: list[Tensor], weighted: bool, slot_values: Tensor | None, handle: DispatchHandle, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
-        """See ``Transport``."""
-        move, weights = movements(handle.offs.device), handle.scores if weighted else None
+    def _combine(self, ys, weights, slot_values, handle, dtype):
+        move = movements(handle.offs.device)
         partials, values = move.local_combine(ys, weights, slot_values, handle.destinations, torch.bfloat16)
         if _is_counted(handle):
             back, copies_of_token = handle.splits.flip(0), handle.copies_of_token  # a rank returns what it received

@@ -148,11 +148,8 @@ class Symmetric(Transport):
         self._write(payload)
         return self.kernels.permute(payload, handle.destinations, handle.scores.shape[0], self.peers)
 
-    def combine(
-        self, ys: list[Tensor], weighted: bool, slot_values: Tensor | None, handle: DispatchHandle, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
-        """See ``Transport``."""
-        (copies, k), d, weights = handle.destinations.shape, ys[0].shape[1], handle.scores if weighted else None
+    def _combine(self, ys, weights, slot_values, handle, dtype):
+        (copies, k), d = handle.destinations.shape, ys[0].shape[1]
         self._make_room(dim=d, slots=k)
         if self._sums_are_read:
             self.link.barrier()

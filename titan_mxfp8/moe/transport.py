@@ -189,14 +189,17 @@ class Transport:
         Returns:
             Sums (T, D), and the slot values, fp32 (T, K).
         """
-        raise NotImplementedError
+        return self._combine(ys, handle.scores if weighted else None, slot_values, handle, dtype)
 
-    # Of each transport: ``dispatch`` and ``dispatch_with_handle`` of arguments that were checked.
+    # Of each transport: ``dispatch`` and ``dispatch_with_handle`` of arguments that were checked, and ``combine``.
 
     def _dispatch(self, payload, expert_ids, scores, experts, capacity, overlap, kept):
         raise NotImplementedError
 
     def _dispatch_with_handle(self, payload, handle):
+        raise NotImplementedError
+
+    def _combine(self, ys, weights, slot_values, handle, dtype):
         raise NotImplementedError
 
     def _gather(self, value: object) -> list:
@@ -247,11 +250,7 @@ class Local(Transport):
     def _dispatch_with_handle(self, payload, handle):
         return movements(handle.offs.device).permute(payload, handle.destinations, handle.scores.shape[0])
 
-    def combine(
-        self, ys: list[Tensor], weighted: bool, slot_values: Tensor | None, handle: DispatchHandle, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
-        """See ``Transport``."""
-        weights = handle.scores if weighted else None
+    def _combine(self, ys, weights, slot_values, handle, dtype):
         return movements(handle.offs.device).local_combine(ys, weights, slot_values, handle.destinations, dtype)
 
 

@@ -165,10 +165,11 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
             f"{card[0]}'s {card[1] / GIB:.1f} GiB. {lower_memory(job_config)}"
         )
     one_step = training.local_batch_size * dims.dp_replicate * dims.dp_shard
+    meshes = {name: dims.get_optional_mesh(name) for name in ("dp_replicate", "fsdp", "cp", "tp", "ep", "efsdp", "etp")}
     return Report(
         model=job_config.model.name,
         world_size=world_size,
-        mesh=mesh_sizes(dims),
+        mesh={name: mesh.size() for name, mesh in meshes.items() if mesh is not None and mesh.size() > 1},
         sequences=training.global_batch_size if training.global_batch_size > 0 else one_step,
         converted=count_names(name for name, module in gemm_modules(whole) if hasattr(module, "mxfp8")),
         left=count_names(name for name, module in gemm_modules(whole) if not hasattr(module, "mxfp8")),
@@ -258,12 +259,6 @@ def fake_processes(world_size: int) -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
-
-
-def mesh_sizes(dims: ParallelDims) -> dict[str, int]:
-    """Sizes of the mesh dimensions that split parameters or sequences, those of size 1 left out."""
-    meshes = {name: dims.get_optional_mesh(name) for name in ("dp_replicate", "fsdp", "cp", "tp", "ep", "efsdp", "etp")}
-    return {name: mesh.size() for name, mesh in meshes.items() if mesh is not None and mesh.size() > 1}
 
 
 def gemm_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
