@@ -258,16 +258,11 @@ def test_backward_frees_what_it_has_used(keeps_graph: bool, monkeypatch: pytest.
     rows: list[weakref.ref] = []
     alive: list[int] = []
     rows_alive: list[bool] = []
-    look_at(
-        monkeypatch,
-        experts,
-        "forward",
-        before=lambda x, *_: rows.append(weakref.ref(x[0].rowwise.data)),
-        after=lambda made, *_: saved.extend(map(weakref.ref, made[1:])),
-    )
+    look_at(monkeypatch, experts.Tokens, "along_features", lambda x, *_: rows.append(weakref.ref(x.rowwise.data)))
+    look_at(monkeypatch, reference_backend, "swiglu", lambda *args: saved.extend(map(weakref.ref, args[:2])))
     look_at(monkeypatch, experts, "quantize_weights", after=lambda made, *_: saved.append(weakref.ref(made[1][2].data)))
     look_at(
-        monkeypatch, experts, "weight_gradients", lambda *_: alive.append(sum(each() is not None for each in saved))
+        monkeypatch, experts.Tokens, "along_tokens", lambda *_: alive.append(sum(each() is not None for each in saved))
     )
     look_at(monkeypatch, reference_backend, "gemm_k_grouped", lambda *_: rows_alive.append(rows[0]() is not None))
     layer = make_layer()
@@ -297,10 +292,10 @@ def test_compiled_code_takes_any_strides_and_frees_what_it_has_used(monkeypatch:
     saved: list[StorageWeakRef] = []
     freed: list[bool] = []
 
-    def refer(made: tuple[torch.Tensor, ...], *_: object) -> None:
-        saved.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in made[1:])
+    def refer(*args: torch.Tensor) -> None:
+        saved.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in args[:2])
 
-    look_at(monkeypatch, experts, "forward", after=refer)
+    look_at(monkeypatch, reference_backend, "swiglu", refer)
     look_at(monkeypatch, reference_backend, "gemm_k_grouped", lambda *_: freed.append(all(x.expired() for x in saved)))
     dy = torch.randn(D, T).bfloat16().mT
     check_compiled(with_columns_first(make_layer()), dy, "mxfp8_2d", "inductor")

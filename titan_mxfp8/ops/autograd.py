@@ -5,7 +5,7 @@ from functools import wraps
 
 import torch
 
-from titan_mxfp8.ops.operands import refuse_transforms
+from titan_mxfp8.ops.checks import refuse_transforms
 
 Owned = list  # of tensors and operands, which has one owner: see ``take``
 

@@ -10,10 +10,10 @@ from titan_mxfp8.ops.checks import (
     check_features,
     check_flags,
     check_offs_type,
+    plain,
 )
 from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.matmul import mx_matmul
-from titan_mxfp8.ops.operands import plain
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 

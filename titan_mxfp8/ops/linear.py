@@ -5,10 +5,9 @@ from dataclasses import replace
 import torch
 
 from titan_mxfp8.format.mx import BLOCK_SIZE, MXTensor
-from titan_mxfp8.ops.checks import check_activations, check_devices, check_dtypes, check_features, check_flags
+from titan_mxfp8.ops.checks import check_activations, check_devices, check_dtypes, check_features, check_flags, plain
 from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.matmul import mx_matmul
-from titan_mxfp8.ops.operands import plain
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 

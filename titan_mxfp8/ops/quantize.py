@@ -8,8 +8,7 @@ from titan_mxfp8.format.mx import BLOCKS, ELEM_DTYPES, ROUNDINGS, Block, MXTenso
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.ops import library
 from titan_mxfp8.ops.autograd import exported, is_exporting
-from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_offs_type
-from titan_mxfp8.ops.operands import plain
+from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_offs_type, plain
 
 
 def quantize(
