@@ -153,13 +153,10 @@ def experts_forward(
         quantized.extend(made[0]), kept.extend(made[1])
 
     transport, local = layer.connect(x.device), weights[0].shape[0]
-    given = x, scores, routing, local, save, kernels, quantize_weights
-    rows = layer.dispatch(transport, *given)
+    rows = layer.dispatch(transport, x, scores, routing, local, save, kernels, quantize_weights)
     handle, offs, spec, gemm = rows.handle, rows.handle[0], gemms.plan.forward.a, kernels.gemm_m_grouped
-    values, made = take(rows.tokens).along_features(spec, offs, kernels), None
-    if kernels.swiglu_gemm_m_grouped is not None:
-        biases = parameters.b1, parameters.b3
-        made = kernels.swiglu_gemm_m_grouped(values, *quantized[:2], biases, layer.limit, spec, offs)
+    values, fused = take(rows.tokens).along_features(spec, offs, kernels), kernels.swiglu_gemm_m_grouped
+    made = None if fused is None else fused(values, *quantized[:2], parameters[3:5], layer.limit, spec, offs)
     if made is not None:
         gate, up, h = made
         take_many(quantized, 2)
@@ -174,8 +171,7 @@ def experts_forward(
     out = layer.combine(transport, y, scores is not None, handle, x.dtype)
     if not save:
         return [out]
-    made = handle if routing.ndim > 1 else []
-    return [out, *made, gate, up, *experts.tensors_of(kept), *rows.kept]
+    return [out, *(handle if routing.ndim > 1 else []), gate, up, *experts.tensors_of(kept), *rows.kept]
 
 
 @torch.library.register_fake(experts_forward.overload)
@@ -219,8 +215,8 @@ def experts_hidden_gradients(
     parameters = experts.weights_of(weights, [None, None, b2], plan)
     transport, offs = layer.connect(g.device), aligned(handle[0])
     rows = layer.dispatch_gradient(transport, aligned(g), [offs, *handle[1:]], needs[2], kernels)
-    kept, given, scores = experts.kept_operands(quantized, layer.gemms), take_many(preactivations), rows.scores
-    scores = scores if scored else None
+    kept, given = experts.kept_operands(quantized, layer.gemms), take_many(preactivations)
+    scores = rows.scores if scored else None
     w2 = take(kept) if kept else experts.for_dgrad(parameters.w2, plan, kernels)
     tokens = take(rows.tokens)
     of_g = tokens.along_features(plan.dgrad.a, offs, kernels)
@@ -235,8 +231,8 @@ def experts_hidden_gradients(
         if needs[3 + i]:
             biases[i] = sum_rows(experts.bf16_values(rowwise[i], offs, kernels).float(), offs)
     if b2 is not None:
-        values = tokens.values
-        values = (experts.bf16_values(tokens.rowwise, offs, kernels) if values is None else values).float()
+        values = experts.bf16_values(tokens.rowwise, offs, kernels) if tokens.values is None else tokens.values
+        values = values.float()
         if scored:
             expert_M = torch.searchsorted(offs, torch.arange(values.shape[0], device=offs.device), right=True)
             dscores = dscores + (values * b2.float()[expert_M.clamp(max=offs.numel() - 1)]).sum(1)
