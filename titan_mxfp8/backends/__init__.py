@@ -121,7 +121,7 @@ class Backend(Protocol):
     def gemm_m_grouped(
         a: Operand, b: Operand, offs: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype, zero_tail: bool = True
     ) -> Tensor:
-        """Rows of group e times matrix e: forward and dgrad.
+        """Rows of group e times matrix e: forward and dgrad. (M, D), zeros in the rows at and past ``offs[-1]``.
 
         Args:
             a: of (M, C), quantised along C.
@@ -130,29 +130,24 @@ class Backend(Protocol):
             bias: (E, D), added to the rows of each group, or None.
             out_dtype: bf16 or fp32.
             zero_tail: False: the rows at and past ``offs[-1]`` are undefined, and cost nothing.
-
-        Returns:
-            (M, D), zeros in the rows at and past ``offs[-1]``.
         """
 
     @staticmethod
     def dual_gemm_m_grouped(products: Iterator[tuple[Operand, Operand]], offs: Tensor | None) -> list[Tensor]:
-        """Two products of which only the sum is wanted: dgrad of w1 and w3.
+        """Two products of which only the sum is wanted: dgrad of w1 and w3. (M, D) in bf16: the sum, rounded once,
+        where a kernel adds up both, else each of the two. Rows at and past ``offs[-1]`` are undefined.
 
         Args:
             products: ``a`` and ``b`` as of ``gemm_m_grouped``, both pairs of the same shapes and specs.
             offs: as there.
-
-        Returns:
-            (M, D) in bf16: the sum, rounded once, where a kernel adds up both, else each of the two. Rows at and past
-            ``offs[-1]`` are undefined.
         """
 
     @staticmethod
     def gemm_k_grouped(
         a: Operand, b: Operand, offs: Tensor | None, out_dtype: torch.dtype, add_to: Tensor | None = None
     ) -> Tensor:
-        """``a^T`` times ``b`` over the tokens of each group: wgrad.
+        """``a^T`` times ``b`` over the tokens of each group: wgrad. (E, N, K), exactly 0 for an empty group; or
+        ``add_to``.
 
         Args:
             a: of (M, N), quantised along M with ``offs``.
@@ -161,9 +156,6 @@ class Backend(Protocol):
             out_dtype: bf16 or fp32.
             add_to: fp32 (E, N, K), contiguous, to which the product is added before it is rounded; None: to nothing.
                 ``out_dtype`` is then fp32.
-
-        Returns:
-            (E, N, K), exactly 0 for an empty group; or ``add_to``.
         """
 
     @staticmethod

@@ -67,7 +67,8 @@ def plan(counts: Tensor, rank: int, capacity: int | None = None, wanted: Tensor 
 def find_destinations(
     metadata: Tensor, ends: Tensor, starts: Tensor, rank: int, capacity: int
 ) -> tuple[Tensor, Tensor]:
-    """The row of each slot of each copy.
+    """The row of each slot of each copy: destinations, int32 (N, K), with ``ELSEWHERE`` and ``DROPPED``; and the score
+    of each row, fp32 (M,).
 
     Args:
         metadata: int32 (N, 3K), see ``make_metadata``.
@@ -75,9 +76,6 @@ def find_destinations(
         starts: int32 (R, L), see ``plan``.
         rank: this one.
         capacity: M.
-
-    Returns:
-        Destinations, int32 (N, K), with ``ELSEWHERE`` and ``DROPPED``, and the score of each row, fp32 (M,).
     """
     local = starts.shape[1]
     ids, positions, bits = metadata.chunk(3, 1)
@@ -110,15 +108,13 @@ def gather(tensors: list[Tensor], tokens: Tensor, copies: Tensor, offsets: list[
 
 
 def permute(payload: list[Tensor], destinations: Tensor, capacity: int) -> list[Tensor]:
-    """The copies' rows, each at all its destinations.
+    """The copies' rows, each at all its destinations: (M, B_i) of the same dtypes; rows that are no slot's destination
+    are not written.
 
     Args:
         payload: one or two of (N, B_i), contiguous along B_i.
         destinations: int32 (N, K), of ``find_destinations``.
         capacity: M.
-
-    Returns:
-        (M, B_i) of the same dtypes; rows that are no slot's destination are not written.
     """
     received = []
     for tensor in payload:
@@ -133,7 +129,8 @@ def permute(payload: list[Tensor], destinations: Tensor, capacity: int) -> list[
 def local_combine(
     ys: list[Tensor], weights: Tensor | None, slot_values: Tensor | None, destinations: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum of each copy's rows, of the experts' outputs on this rank.
+    """The sum of each copy's rows, of the experts' outputs on this rank: (N, D), zeros for a copy without rows. And the
+    slot values of each copy, fp32 (N, K), zeros for slots without rows.
 
     Args:
         ys: one or two of (M, D), of which the sum is taken.
@@ -141,10 +138,6 @@ def local_combine(
         slot_values: fp32 (M,), or None.
         destinations: int32 (N, K).
         dtype: of the sums that are returned.
-
-    Returns:
-        Sums (N, D), zeros for a copy without rows, and the slot values of each copy, fp32 (N, K), zeros for slots
-        without rows.
     """
     sums = torch.zeros((destinations.shape[0], ys[0].shape[1]), dtype=torch.float32, device=destinations.device)
     for row in destinations.unbind(1):
@@ -168,7 +161,8 @@ def combine(
     experts: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """On the source rank, the sum of each token's partial sums, in the order of the ranks.
+    """On the source rank, the sum of each token's partial sums, in the order of the ranks, (T, D); and for each slot
+    its value, fp32 (T, K), 0 where it was sent nowhere.
 
     Args:
         partials: (N, D), the local sums of the copies that this rank sent.
@@ -178,9 +172,6 @@ def combine(
         expert_ids: int32 (T, K).
         experts: L, on each rank.
         dtype: of the sums.
-
-    Returns:
-        Sums (T, D), and for each slot its value, fp32 (T, K), 0 where it was sent nowhere.
     """
     tokens = expert_ids.shape[0]
     if isinstance(copies_of_token, tuple):

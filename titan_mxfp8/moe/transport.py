@@ -88,16 +88,12 @@ class Transport:
 
     def agree(self, tokens: int, **settings: object) -> int:
         """Makes sure, the first time that it sees ``settings``, that all ranks have the same; they call it together.
+        Returns ``room``, the most tokens that any rank had in such a first call, or reserved. Raises ValueError on
+        every rank, if they disagree.
 
         Args:
             tokens: T.
             settings: what must be the same on all ranks, by the name that an error calls it: experts, recipe.
-
-        Returns:
-            ``room``, the most tokens that any rank had in such a first call, or reserved.
-
-        Raises:
-            ValueError: on every rank, if they disagree.
         """
         shared, key = self.shared, (self.shared.reserved, *settings.items())
         if key not in shared.agreed:
@@ -173,7 +169,7 @@ class Transport:
     def combine(
         self, ys: list[Tensor], weighted: bool, slot_values: Tensor | None, handle: DispatchHandle, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
-        """What the experts made of each token, added up.
+        """What the experts made of each token, added up: sums (T, D), and the slot values, fp32 (T, K).
 
         An expert's rank adds up the slots of a token in fp32; where R > 1 that travels in bf16, one row for each token
         and rank, and the source rank adds those in fp32, in the order of the ranks. Rows that did not fit count as 0.
@@ -185,9 +181,6 @@ class Transport:
                 or None.
             handle: of ``dispatch``.
             dtype: of the sums.
-
-        Returns:
-            Sums (T, D), and the slot values, fp32 (T, K).
         """
         return self._combine(ys, handle.scores if weighted else None, slot_values, handle, dtype)
 
@@ -261,11 +254,8 @@ def movements(device: torch.device) -> ModuleType:
 
 
 def read_later(x: Tensor) -> Callable[[], Tensor]:
-    """Starts copying ``x`` to the host.
-
-    Returns:
-        A function that waits until ``x`` is there, but for nothing that was launched after this call, and returns it.
-    """
+    """Starts copying ``x`` to the host. Gives a function that waits until ``x`` is there, but for nothing that was
+    launched after this call, and returns it."""
     if not x.is_cuda:
         return lambda: x
     copied = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

@@ -38,12 +38,9 @@ def split(tensors: Owned, *counts: int) -> list[Owned]:
 def save_for_backward(
     ctx: torch.autograd.function.FunctionCtx, y: torch.Tensor, *tensors: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Saves ``tensors`` for a backward that is ``once_differentiable``.
-
-    Returns:
-        What forward has to return: ``y``, and an empty tensor, saved too, which leads backward to all inputs of the
-        function and keeps the memory of none. Compiled graphs, which refuse second derivatives themselves, need none.
-    """
+    """Saves ``tensors`` for a backward that is ``once_differentiable``. Gives what forward has to return: ``y``, and an
+    empty tensor, saved too, which leads backward to all inputs of the function and keeps the memory of none. Compiled
+    graphs, which refuse second derivatives themselves, need none."""
     token = None
     if not torch.compiler.is_compiling():
         token = torch.empty(0)  # on the CPU, where it costs the least

@@ -203,14 +203,8 @@ def summarize(counts: list[list[float]]) -> dict[str, float]:
 
 
 def rebase_report(counts: Mapping[str, list[list[float]]]) -> str | None:
-    """What rebasing changed, in words.
-
-    Args:
-        counts: ``probe.grad.tolist()`` of each module, by name.
-
-    Returns:
-        Per kind of operand the share of changed elements, and the module with the largest; None if nothing was rebased.
-    """
+    """What rebasing changed, in words: per kind of operand the share of changed elements, and the module with the
+    largest; None if nothing was rebased. ``counts``: ``probe.grad.tolist()`` of each module, by name."""
     parts = []
     for i, kind in enumerate(KINDS):
         of_modules = {name: (of_module[i][3], of_module[i][4]) for name, of_module in counts.items()}

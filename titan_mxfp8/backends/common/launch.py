@@ -83,16 +83,12 @@ class Kernel:
         registers: int | None = None,
         descriptors: tuple = (),
     ) -> bool:
-        """Launches ``programs`` programs on the current stream of ``device``; of 0 it compiles only.
+        """Launches ``programs`` programs on the current stream of ``device``, that of the tensors; of 0 it compiles
+        only. Whether this variant is new.
 
         Args:
-            programs: how many.
             tensors, sizes, counts, constants, descriptors: see the table above.
-            device: of the tensors.
             warps, stages, registers: Triton's ``num_warps``, ``num_stages`` and ``maxnreg``.
-
-        Returns:
-            Whether this variant is new.
         """
         on_gpu = device.type == "cuda"
         if on_gpu and torch._C._cuda_getDevice() != device.index:
