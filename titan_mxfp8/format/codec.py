@@ -15,11 +15,8 @@ _CLASSES: dict[str, type] = {}
 
 
 class Encoded:
-    """Base of frozen dataclasses whose fields are numbers, strings, dtypes, None or ``Encoded`` themselves.
-
-    Attributes:
-        key: the object as a string, made once, which ``decode`` reads.
-    """
+    """Base of frozen dataclasses whose fields are numbers, strings, dtypes, None or ``Encoded`` themselves. ``key``:
+    the object as a string, made once, which ``decode`` reads."""
 
     key: str
 

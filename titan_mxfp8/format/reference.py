@@ -146,11 +146,7 @@ def coalesce_scales(operand: Operand) -> Operand:
     two of them and the last two do, each pair for itself, if its elements can. Else they stay as they are. So a GEMM
     may scale once per 64 or 128 elements where it finds equal scales, and is exact. Blocks of bytes 120 and 124:
     elements of the first are divided by 16. If the smallest of them is 0x10 (2^-5), it becomes 0x01 (2^-9) and both
-    blocks get 124; if it is 0x11 (1.125 * 2^-5), they stay.
-
-    Args:
-        operand: exact, in blocks of 1x32 or 32x32.
-    """
+    blocks get 124; if it is 0x11 (1.125 * 2^-5), they stay. ``operand``: exact, in blocks of 1x32 or 32x32."""
     spec, squares = operand.spec, operand.spec.block == "32x32"
     elem_dtype = operand.data.dtype
     *_, rows, length = operand.data.shape

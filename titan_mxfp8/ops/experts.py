@@ -201,12 +201,8 @@ def row_spec(spec: OperandSpec) -> OperandSpec:
 
 
 def weights_of(matrices: list[Tensor], biases: list[Tensor | None], plan: Plan) -> Weights:
-    """``Weights`` as kernels take them.
-
-    Args:
-        matrices: w1, w3, w2; or of each, where they were gathered quantised, the FP8 elements and the scales; or what
-            ``quantize_ahead`` gave; or none.
-    """
+    """``Weights`` as kernels take them. ``matrices``: w1, w3, w2; or of each, where they were gathered quantised, the
+    FP8 elements and the scales; or what ``quantize_ahead`` gave; or none."""
     if matrices and matrices[0].is_cuda:
         matrices, biases = ([aligned(x) for x in tensors] for tensors in (matrices, biases))
     if len(matrices) == 6:

@@ -57,10 +57,7 @@ class Operator:
 
 class KernelOperator(Operator):
     """One that a backend implements. Calls that on a GPU allocate and launch, and do nothing else, are replayed.
-
-    Args:
-        unread: name of the argument that only fakes and FLOP counters read: calls that differ in it alone are alike.
-    """
+    ``unread``: name of the argument that only fakes and FLOP counters read: calls that differ in it alone are alike."""
 
     def __init__(self, function: Callable[..., object], unread: str | None = None):
         super().__init__(function)

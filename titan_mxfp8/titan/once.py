@@ -68,11 +68,7 @@ def quantize_once(trainer: Any, weights: Mapping[ConvertedModule, Callable[[], W
 
 
 class QuantizedOnce:
-    """The steps of one trainer, from here on.
-
-    Args:
-        auto: whether it stops where memory is short.
-    """
+    """The steps of one trainer, from here on. ``auto``: whether it stops where memory is short."""
 
     def __init__(self, trainer: Any, holders: list[_Holder], auto: bool) -> None:
         self.trainer, self._holders = trainer, holders

@@ -19,10 +19,7 @@ def around(*targets: str) -> Callable[[Callable], Callable[[], None]]:
 
     The modules of the targets are imported when it is called. What is there by then, somebody's own patch included, is
     the ``original``; a second call, or one after somebody has wrapped ours with ``functools.wraps``, changes nothing.
-
-    Args:
-        targets: dotted names of functions, or of methods.
-    """
+    ``targets``: dotted names of functions, or of methods."""
 
     def decorate(patch: Callable) -> Callable[[], None]:
         name = f"{patch.__module__}.{patch.__qualname__}"

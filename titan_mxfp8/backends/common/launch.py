@@ -143,10 +143,7 @@ class Kernel:
 
 def launcher(run: Any, function: int, metadata: tuple) -> Callable[[int, int, tuple, tuple], None]:
     """What launches a compiled kernel: so many programs on a stream, with its descriptors and its other arguments.
-
-    Args:
-        run, function, metadata: ``CompiledKernel.run``, ``function`` and ``packed_metadata``.
-    """
+    ``run``, ``function``, ``metadata``: ``CompiledKernel.run``, ``function`` and ``packed_metadata``."""
     direct = _direct(run)
     if direct is None:
 
