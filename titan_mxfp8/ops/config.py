@@ -23,9 +23,8 @@ class MXConfig(Encoded):
         plan: the operands of its three GEMMs.
         keep_quantized_weight: as for ``mxfp8_grouped_mm``.
         requantize_input: likewise.
-        keeps_weight: whether backward gets the weight as forward has quantised it for dgrad.
-        kept_weight: as what it gets the weight: ``quantized``; ``bf16``, as forward multiplies it unquantised, so that
-            it is cast once; or ``itself``.
+        kept_weight: as what backward gets the weight: ``quantized``, as forward has quantised it for dgrad; ``bf16``,
+            as forward multiplies it unquantised, so that it is cast once; or ``itself``.
         keeps_rows: whether backward gets the input as the FP8 rows that forward multiplies.
         keeps_input: whether it gets the input itself, which wgrad multiplies unquantised.
     """
@@ -35,7 +34,6 @@ class MXConfig(Encoded):
     plan: Plan
     keep_quantized_weight: bool = True
     requantize_input: bool = False
-    keeps_weight: bool = field(init=False, repr=False, compare=False)
     kept_weight: Literal["quantized", "bf16", "itself"] = field(init=False, repr=False, compare=False)
     keeps_rows: bool = field(init=False, repr=False, compare=False)
     keeps_input: bool = field(init=False, repr=False, compare=False)
@@ -43,12 +41,10 @@ class MXConfig(Encoded):
     def __post_init__(self) -> None:
         super().__post_init__()
         # Values in bf16, two bytes per weight of every layer, would cost more than a second pass.
-        keeps_weight = self.recipe.weight_block == "32x32" and self.plan.dgrad.b.stored != "bf16"
+        quantizes_once = self.recipe.weight_block == "32x32" and self.plan.dgrad.b.stored != "bf16"
+        kept_weight = "quantized" if quantizes_once else "itself" if self.recipe.quantized else "bf16"
+        object.__setattr__(self, "kept_weight", kept_weight if self.keep_quantized_weight else "itself")
         keeps_rows = self.requantize_input and self.plan.forward.a.stored != "bf16"
-        keeps_weight = self.keep_quantized_weight and keeps_weight
-        object.__setattr__(self, "keeps_weight", keeps_weight)
-        casts = self.keep_quantized_weight and not self.recipe.quantized
-        object.__setattr__(self, "kept_weight", "quantized" if keeps_weight else "bf16" if casts else "itself")
         object.__setattr__(self, "keeps_rows", keeps_rows)
         object.__setattr__(self, "keeps_input", not keeps_rows and not self.plan.wgrad.b.is_quantized)
 

@@ -149,7 +149,7 @@ def experts_forward(
     quantized, kept = [], []
 
     def quantize_weights() -> None:
-        made = experts.quantize_weights(parameters, gemms.plan, kernels, save and gemms.keeps_weight)
+        made = experts.quantize_weights(parameters, gemms.plan, kernels, save and gemms.kept_weight == "quantized")
         quantized.extend(made[0]), kept.extend(made[1])
 
     transport, local = layer.connect(x.device), weights[0].shape[0]
@@ -183,7 +183,7 @@ def _(x, scores, routing, weights, biases, config, save):
     handle, rows, kept_x = layer.empty_dispatched(x, routing, local)
     preactivations = [x.new_empty((rows, hidden), dtype=torch.bfloat16) for _ in range(2)]
     gemms = layer.gemms
-    kept = [gemms.plan.dgrad.b.empty(w, 1, None) for w in weights] if gemms.keeps_weight else []
+    kept = [gemms.plan.dgrad.b.empty(w, 1, None) for w in weights] if gemms.kept_weight == "quantized" else []
     return [out, *handle, *preactivations, *experts.tensors_of(kept), *kept_x]
 
 

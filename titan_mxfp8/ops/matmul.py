@@ -146,7 +146,7 @@ class _Matmul(torch.autograd.Function):
         else:
             x_saved = x_forward = quantize(x, 1, x_spec, offs, backend)
         w_saved = Operand(w_ENK, None, w_spec, 2)
-        if needs_dx and config.keeps_weight:
+        if needs_dx and config.kept_weight == "quantized":
             w_forward, w_saved = quantize_both(w_ENK, w_spec, plan.dgrad.b, None, backend)
         else:
             w_forward = quantize(w_ENK, 2, w_spec, None, backend)
@@ -173,7 +173,8 @@ class _Matmul(torch.autograd.Function):
             dy_columnwise = quantize(dy_MN, 0, plan.wgrad.a, offs, backend)
         if needs_dx:
             w_spec = plan.dgrad.b
-            weight = Operand(w, w_scale, w_spec, 1) if config.keeps_weight else quantize(w, 1, w_spec, None, backend)
+            is_kept = config.kept_weight == "quantized"
+            weight = Operand(w, w_scale, w_spec, 1) if is_kept else quantize(w, 1, w_spec, None, backend)
             dx_MK = gemm_m_grouped(dy_rowwise, weight, offs, None, x_dtype, backend)
             del dy_rowwise, weight, w, w_scale
         if needs_dw:
