@@ -38,7 +38,7 @@ class MoEConfig(ExpertsLayer):
 
     def dispatch(self, transport, x, scores, routing, local, save, kernels, overlap):
         experts, (tokens, slots) = local * self.ranks, routing.shape
-        _check_expert_ids(routing, experts)
+        check_expert_ids(routing, experts)
         parts = _to_parts(kernels.quantize(aligned(x), 1, self.x_rows, None))
         if scores is None:
             scores = torch.ones_like(routing, dtype=torch.float32)
@@ -104,7 +104,7 @@ class MoEConfig(ExpertsLayer):
         return transport
 
 
-def _check_expert_ids(expert_ids: Tensor, experts: int) -> None:
+def check_expert_ids(expert_ids: Tensor, experts: int) -> None:
     """Raises ValueError if ids on a CPU, where looking costs no sync, are of no expert."""
     if not expert_ids.is_cpu or not expert_ids.numel():
         return
