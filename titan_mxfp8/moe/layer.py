@@ -7,7 +7,7 @@ forward                                                      backward
 x_TD --quantise along D--> FP8 rows                          g_TD --quantise along D--> FP8 rows
      --dispatch: once per link, to all places--> x_MD             --the same way, to the same places--> g_MD
        (overlap weights are quantised)
-     --experts' GEMMs and SwiGLU--> y_MD bf16                      --experts--> dgate w1, dup w3 (M, D), scores' (M,)
+     --experts' GEMMs and SwiGLU--> y_MD bf16                     --experts--> dgate w1, dup w3 (M, D), scores' (M,)
      --combine: scores, sums, once per link--> out_TD             --combine--> dx_TD, dscores_TK
 saved: of x_MD one FP8 row for each token that came, gate and up (M, H) bf16, the handle
 ```
