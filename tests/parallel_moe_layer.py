@@ -9,8 +9,10 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -38,6 +40,12 @@ def draw(tokens: int, experts: int, slots: int) -> Layer:
     scores, ids = torch.rand(tokens, experts).topk(slots, dim=1)
     weights = [torch.randn(experts, *shape).bfloat16() / 8 for shape in ((H, D), (H, D), (D, H))]
     return Layer(x, scores, weights, dy, ids)
+
+
+def share_of(count: int) -> slice:
+    """This rank's equal share."""
+    share = count // dist.get_world_size()
+    return slice(share * dist.get_rank(), share * (dist.get_rank() + 1))
 
 
 def run(
@@ -68,13 +76,12 @@ def check(
     Returns:
         What this rank computes.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     mine = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
     layer = draw(sum(tokens), experts, 1 if only_expert is not None else min(K, experts))
     if only_expert is not None:
         layer.expert_ids[:] = only_expert
-    share = experts // ranks
-    held = slice(rank * share, (rank + 1) * share)
+    held = share_of(experts)
     here = run(layer, mine, held, dist.group.WORLD, recipe, device, **way)
     alone = run(layer, slice(None), slice(None), None, recipe, device)
     for name, value, whole in zip(NAMES, here, alone, strict=True):
@@ -93,8 +100,7 @@ def check_nan(recipe: str, device: str, **way: object) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     layer, token, chosen = draw(20 * ranks, EXPERTS, K), 7, [0, EXPERTS // 2 - 1, EXPERTS - 1]
     layer.expert_ids[token] = torch.tensor(chosen)
-    share = EXPERTS // ranks
-    mine, held = slice(20 * rank, 20 * (rank + 1)), slice(share * rank, share * (rank + 1))
+    mine, held = share_of(20 * ranks), share_of(EXPERTS)
     clean = run(layer, mine, held, dist.group.WORLD, recipe, device, **way)
     layer.x[token, 3] = torch.nan
     spoilt = run(layer, mine, held, dist.group.WORLD, recipe, device, **way)
@@ -117,33 +123,24 @@ def check_compiled(recipe: str, rows: str, dynamic: bool | None) -> None:
 
     torch.compiler.reset()
     compiled = torch.compile(moe, backend="aot_eager", fullgraph=rows != "counted", dynamic=dynamic)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    share = EXPERTS // ranks
-    held = slice(share * rank, share * (rank + 1))
     for tokens in (24, 40, 32):
-        layer, mine = draw(tokens * ranks, EXPERTS, K), slice(tokens * rank, tokens * (rank + 1))
-        given = layer, mine, held, dist.group.WORLD, recipe, "cpu"
+        all_tokens = tokens * dist.get_world_size()
+        layer = draw(all_tokens, EXPERTS, K)
+        given = layer, share_of(all_tokens), share_of(EXPERTS), dist.group.WORLD, recipe, "cpu"
         for name, ours, eager in zip(NAMES, run(*given, compiled), run(*given, moe), strict=True):
             assert torch.equal(ours, eager), (name, recipe, rows, dynamic, tokens)
     if rows == "counted":
         torch.compiler.reset()
-        try:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="rows='bounded' makes it part of the graph"):
             run(*given, torch.compile(moe, backend="aot_eager", fullgraph=True))
-        except torch._dynamo.exc.Unsupported as error:
-            assert "rows='bounded' makes it part of the graph" in str(error), error
-        else:
-            raise AssertionError("one graph of counted rows")
 
 
 def check_rows_that_do_not_fit() -> None:
     """Every rank hears of it, also those that had memory."""
-    ranks = dist.get_world_size()
-    try:
-        check([40] * ranks, "mxfp8", EXPERTS - 1, EXPERTS, "cpu", rows=0.5)
-    except RuntimeError as error:
-        assert f"{40 * ranks} rows by a MoE layer that had memory for {min(128, 40 * ranks)}" in str(error), error
-    else:
-        assert 40 * ranks <= 128
+    sizes = [40] * dist.get_world_size()
+    message = f"{sum(sizes)} rows by a MoE layer that had memory for 128"
+    with pytest.raises(RuntimeError, match=message) if sum(sizes) > 128 else nullcontext():
+        check(sizes, "mxfp8", EXPERTS - 1, EXPERTS, "cpu", rows=0.5)
 
 
 def check_disagreements() -> None:
@@ -156,12 +153,8 @@ def check_disagreements() -> None:
     ):
         weights = [torch.randn(experts, *shape).bfloat16() for shape in ((H, D), (H, D), (D, H))]
         ids = torch.tensor([[0, 3][:slots]] * 8)
-        try:
+        with pytest.raises(ValueError, match=f"disagree about {about}"):
             mxfp8_moe(torch.randn(8, D), torch.rand(8, slots), ids, *weights, dist.group.WORLD, recipe=recipe)
-        except ValueError as error:
-            assert f"disagree about {about}" in str(error), error
-        else:
-            raise AssertionError(f"ranks that disagree about {about}")
 
 
 def check_all_compiled() -> None:
@@ -201,24 +194,15 @@ def main() -> None:
         for other in others:
             # Of no rank may a bit depend on what lies behind the last group, where worst_case has memory.
             for name, ours, theirs in zip(NAMES, other, first, strict=True):
-                assert torch.equal(ours, theirs), (
-                    "the transports give other bits",
-                    name,
-                    (ours - theirs).abs().max(),
-                    case,
-                )
+                assert torch.equal(ours, theirs), (name, (ours - theirs).abs().max(), case)
     for way in ways[:: 1 if device != "cpu" else 2]:
         for recipe in ("mxfp8", "mxfp8_2d_rebased", "bf16"):
             check_nan(recipe, device, **way)
     if device == "cpu":
         check_rows_that_do_not_fit()
         check_disagreements()
-        try:
+        with pytest.raises(ValueError, match="symmetric"):  # the CPU has no peers' memory
             check([4] * ranks, "bf16", None, EXPERTS, device, transport="symmetric")
-        except ValueError as error:
-            assert "symmetric" in str(error), error
-        else:
-            raise AssertionError("the CPU has no peers' memory")
     group = weakref.ref(dist.group.WORLD)
     dist.destroy_process_group()
     assert device != "cpu" or group() is None, "gloo's threads go on while Python ends, which may abort"

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import processes
 import pytest
 import torch
-from moe_cases import CASES, Case, capacities, check_against_one_process, tokens_of
+from moe_cases import CASES, Case, capacities, check_against_one_process
 from tiers import daily
 
 from titan_mxfp8.moe import symmetric
@@ -26,9 +26,8 @@ def test_several_processes(ranks: int):
 @pytest.mark.parametrize("case", CASES)
 def test_one_process(case: Case):
     transport = Local()
-    transport.shared.wanted.raises = False
     for capacity in (None, *capacities(case, 1)):
-        check_against_one_process(transport, case, [tokens_of(case, 0, 1)], "cpu", capacity)
+        check_against_one_process(transport, case, capacity=capacity)
 
 
 def test_slots_without_an_expert_are_sent_nowhere():

@@ -26,9 +26,8 @@ def local(monkeypatch: pytest.MonkeyPatch) -> Local:
 
 @pytest.mark.parametrize("case", CASES[1:])
 def test_one_rank(case: Case, local: Local):
-    local.shared.wanted.raises = False
     for capacity in (None, capacities(case, 1)[1]):
-        check_against_one_process(local, case, [tokens_of(case, 0, 1)], "cpu", capacity)
+        check_against_one_process(local, case, capacity=capacity)
 
 
 @pytest.mark.parametrize("ranks, experts", [(1, 5), (2, 6), (3, 15), (4, 4)])
@@ -118,12 +117,6 @@ def on_ranks(ranks: int, of_rank: Callable[[Symmetric], None]) -> None:
     turns.run(lambda rank: of_rank(transports[rank]))
 
 
-def check(transport: Symmetric, case: Case, seed: int = 0, capacity: int | None = None) -> None:
-    """What each rank gets and gives back of a case, there and back."""
-    all_tokens = [tokens_of(case, source, transport.link.ranks, seed) for source in range(transport.link.ranks)]
-    check_against_one_process(transport, case, all_tokens, "cpu", capacity)
-
-
 SYMMETRIC = (
     (Case((7, 4, 0, 3), 64, 8, 3), 4),
     (Case((0, 6), 32, 20, 8), 2),
@@ -143,9 +136,8 @@ def test_symmetric(case: Case, ranks: int, which: int | None):
     capacity = None if which is None else capacities(case, ranks)[which]
 
     def layers(transport: Symmetric) -> None:
-        transport.shared.wanted.raises = False
         for seed in range(2):
-            check(transport, case, seed, capacity)
+            check_against_one_process(transport, case, capacity=capacity, seed=seed)
 
     on_ranks(ranks, layers)
 
@@ -155,7 +147,7 @@ def test_a_buffer_grows_for_wider_layers_and_refuses_more_tokens():
 
     def layers(transport: Symmetric) -> None:
         for case in (first, wider, first):
-            check(transport, case)
+            check_against_one_process(transport, case)
         for tokens in ((5, 5), (1, 5), (9, 0), (4, 4)):
             case = Case(tokens, 64, 4, 1)
             if max(tokens) > 4:
@@ -164,7 +156,7 @@ def test_a_buffer_grows_for_wider_layers_and_refuses_more_tokens():
                 with pytest.raises(ValueError, match=message if too_many else "another rank has more .* room for, 4"):
                     transport.dispatch(*mine.arguments(), case.experts, None)
             else:
-                check(transport, case)
+                check_against_one_process(transport, case)
 
     on_ranks(2, layers)
 
@@ -234,7 +226,7 @@ def test_a_buffer_that_inference_used_first_can_be_trained_with():
                 _, handle = transport.dispatch(*mine.arguments(), case.experts, None)
                 received = torch.ones(handle.scores.shape[0], case.dim).bfloat16()
                 transport.combine([received], True, handle.scores, handle, torch.bfloat16)
-            check(transport, case)
+            check_against_one_process(transport, case)
 
     on_ranks(2, layers)
 
@@ -254,6 +246,6 @@ def test_dispatches_in_a_row():
             again = transport.dispatch_with_handle(mine.payload, handle)
             for tensor, expected in zip(payload, again, strict=True):
                 assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
-            check(transport, case, seed)
+            check_against_one_process(transport, case, seed=seed)
 
     on_ranks(2, layers)
