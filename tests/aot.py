@@ -18,23 +18,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_89": GPUTarget("cuda", 89, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "sm_120": GPUTarget("cuda", 120, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-    "gfx950": GPUTarget("hip", "gfx950", 64),
-}
+TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 89, 90, 100, 120)}
+TARGETS |= {arch: GPUTarget("hip", arch, 64) for arch in ("gfx942", "gfx950")}
 # What a block of threads may take: 163, 99, 227, 227 and 99 KiB on NVIDIA, the LDS of a compute unit on AMD.
 SHARED_BYTES = {
     "sm_80": 166912, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376,
@@ -115,12 +108,12 @@ class _Driver:
 
 @contextlib.contextmanager
 def compile_only(target: str) -> Iterator[list[Kernel]]:
-    """Within, launches compile for ``target`` and the kernels join the list, every autotune config of them."""
+    """Within, launches compile for ``target`` and the kernels join the list."""
     kernels: list[Kernel] = []
-    run, autotune, active, dump = JITFunction.run, Autotuner.run, driver._active, triton.knobs.nvidia.dump_ptxas_log
+    run = JITFunction.run
 
     def compile_launch(self, *args, grid, warmup=False, **kwargs):
-        known = set(map(id, _kernel_cache(self).values()))
+        known = set(map(id, self.device_caches[driver.active.get_current_device()][0].values()))
         log = io.StringIO()
         with contextlib.redirect_stdout(log):
             compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
@@ -130,22 +123,15 @@ def compile_only(target: str) -> Iterator[list[Kernel]]:
             kernels.append(_inspected[compiled.hash])
         return compiled
 
-    def compile_configs(self, *args, **kwargs):
-        self.nargs = dict(zip(self.arg_names, args, strict=False))
-        for config in self.prune_configs(kwargs):
-            self.fn.run(*args, **kwargs, **config.all_kwargs())
-        self.nargs = None
-
-    with triton.knobs.cache.scope():
+    with (
+        triton.knobs.cache.scope(),
+        triton.knobs.nvidia.scope(),
+        mock.patch.object(JITFunction, "run", compile_launch),
+        mock.patch.object(driver, "_active", _Driver(target)),
+    ):
         triton.knobs.cache.dir = _cache.name
         triton.knobs.nvidia.dump_ptxas_log = True
-        JITFunction.run, Autotuner.run = compile_launch, compile_configs
-        driver.set_active(_Driver(target))
-        try:
-            yield kernels
-        finally:
-            JITFunction.run, Autotuner.run, driver._active = run, autotune, active
-            triton.knobs.nvidia.dump_ptxas_log = dump
+        yield kernels
 
 
 @contextlib.contextmanager
@@ -160,18 +146,9 @@ def specializations(target: str) -> Iterator[set[str]]:
         found.add(f"{fn.name} {key}")
         return True  # spares the compilation
 
-    active = driver._active
-    with triton.knobs.runtime.scope():
+    with triton.knobs.runtime.scope(), mock.patch.object(driver, "_active", _Driver(target)):
         triton.knobs.runtime.jit_cache_hook = note
-        driver.set_active(_Driver(target))
-        try:
-            yield found
-        finally:
-            driver._active = active
-
-
-def _kernel_cache(kernel: JITFunction) -> dict:
-    return kernel.device_caches[driver.active.get_current_device()][0]
+        yield found
 
 
 def _inspect(target: str, compiled, log: str) -> Kernel:

@@ -23,6 +23,7 @@ from titan_mxfp8.backends.common.dequantize import dequantize
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm as hopper
 from titan_mxfp8.backends.hopper import swiglu_gemm
+from titan_mxfp8.backends.sm100 import gemm as sm100
 from titan_mxfp8.format import spec
 from titan_mxfp8.moe import collective, transport
 from titan_mxfp8.moe import config as moe_config
@@ -107,15 +108,15 @@ def check_later_rows(run: Callable[[int, int], None], first: int, found: set[str
     assert variants == sum(len(kernel.compiled) for kernel in kernels()), "a key holds what a batch decides"
 
 
-def run_layer(kind: str, recipe: str, backend: str, rows: int, seed: int) -> None:
-    """Forward and backward, with any numbers in all tensors."""
+def run_layer(kind: str, recipe: str, backend: str, rows: int, seed: int) -> list[torch.Tensor]:
+    """Forward and backward, with any numbers in all tensors; some of these."""
     x = torch.empty(rows, K, dtype=torch.bfloat16)
     if kind == "strided":
         x = torch.empty(K, rows, dtype=torch.bfloat16).T
     x.requires_grad_()
     w = torch.empty(EXPERTS, N, K, dtype=torch.bfloat16, requires_grad=True)
     if kind == "linear":
-        y = mxfp8_linear(x, w[0], recipe=recipe, backend=backend)
+        y = mxfp8_linear(x, w[1], recipe=recipe, backend=backend)
     else:
         offs = make_offs(group_sizes("zipf", rows - rows // 7, EXPERTS, seed))
         bias = torch.empty(EXPERTS, N, requires_grad=True) if kind == "biased" else None
@@ -126,6 +127,7 @@ def run_layer(kind: str, recipe: str, backend: str, rows: int, seed: int) -> Non
         y.sum().backward()  # a gradient of strides 0
     else:
         y.backward(torch.empty_like(y))
+    return [x, w, y]
 
 
 @pytest.mark.parametrize("first", daily([80, 0, 40000], 80))
@@ -219,6 +221,26 @@ def test_a_moe_layer_of_two_ranks_compiles_with_its_first_tokens_only(
 
     check_later_rows(run, first, found, 10)
     assert any(key.startswith("_combine ") for key in found)
+
+
+def test_torch_would_refuse_other_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks that SM100's layers pass above look: scales of another shape, rows that are none, wrong offsets."""
+    for name in ("_scaled_mm", "_scaled_grouped_mm"):
+        monkeypatch.setattr(torch, name, partial(as_on_sm100, getattr(torch.ops.aten, name).default))
+    swizzled, offs = spec.OperandSpec(scales="swizzled"), make_offs([100, 0, 150])
+    x, w = torch.empty(256, 512), torch.empty(3, 160, 512)
+    a, b, dense = swizzled.empty(x, 1, 3), swizzled.empty(w, 2, None), swizzled.empty(x, 1, None)
+    for wrong_a, wrong_b, wrong_offs in (
+        (a, b._replace(scale=b.scale[:, :-4]), offs),
+        (a, b, offs.long()),
+        (a._replace(scale=a.scale.flatten()), b, offs),
+        (a._replace(data=torch.empty(512, 256, dtype=a.data.dtype).mT), b, offs),
+    ):
+        with pytest.raises(RuntimeError):
+            sm100.scaled_grouped_mm(wrong_a, wrong_b, wrong_offs)
+    for wrong in (dense._replace(scale=dense.scale[:128]), dense._replace(data=dense.data[:, :500])):
+        with pytest.raises(RuntimeError):
+            sm100.scaled_mm(wrong, swizzled.empty(w[0], 1, None), None, torch.bfloat16)
 
 
 def test_new_compilations_are_seen(backend) -> None:
