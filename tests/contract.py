@@ -8,7 +8,9 @@ in fp64, up to the order of additions, what tensor cores cut off and the roundin
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from occupy import occupied_multiprocessors
@@ -81,6 +83,11 @@ class Target:
 
 
 ROWS = {row.name: row for row in BACKENDS}
+
+
+def ids(value: object) -> str:
+    """Names parameters of tests."""
+    return value.name if isinstance(value, Recipe) else str(value)
 
 
 def targets_here() -> list[Target]:
@@ -162,13 +169,13 @@ def to(operand: Operand, device: torch.device | str) -> Operand:
     )
 
 
-def assert_same(ours: Operand, theirs: Operand, rows: int | None = None) -> None:
-    """The same bits; of values in bf16 in their first ``rows`` rows, if given. What fills up scales does not count."""
+def assert_same(ours: Operand, theirs: Operand) -> None:
+    """The same bits. What fills up scales does not count."""
     assert (ours.spec, ours.axis) == (theirs.spec, theirs.axis)
     pairs = {"data": (ours.data.cpu(), theirs.data)}
     if ours.spec.stored == "bf16":
         assert ours.scale is None and ours.data.dtype == BF16
-        pairs["data"] = tuple(t[:rows].view(torch.int16) for t in pairs["data"])
+        pairs["data"] = tuple(t.view(torch.int16) for t in pairs["data"])
     else:
         assert ours.scale.shape == theirs.scale.shape and ours.scale.is_contiguous()
         pairs["scale"] = ours.scale.cpu(), theirs.scale
@@ -191,25 +198,32 @@ def of_rows(spec: OperandSpec, offs: torch.Tensor | None) -> torch.Tensor | None
     return offs if spec.grouped_scales else None
 
 
-def filled(operand: Operand, offs: torch.Tensor | None) -> Operand:
-    """Of an operand with swizzled scales and ragged groups what those fill: rows or columns, and whole tiles."""
-    if operand.spec.scales != "swizzled" or offs is None:
+def of_groups(operand: Operand, offs: torch.Tensor | None) -> Operand:
+    """What groups of tokens that end at ``offs`` fill: rows or, quantised along them, columns; of their swizzled scales
+    whole tiles."""
+    if offs is None:
         return operand
-    sizes = offs.diff(prepend=offs.new_zeros(1)).cpu()
-    tiles = int(ceil_div(sizes, 128).sum())
-    if operand.axis == 1:
-        across, data = operand.scale.shape[1] // 4, operand.data[: int(offs[-1])]
-    else:
-        across, data = operand.scale.shape[0] // 128, operand.data[:, : int(reference.padded_ends(offs, 32)[-1])]
-    return operand._replace(data=data.contiguous(), scale=operand.scale.flatten()[: tiles * across * 512])
+    spec, scale, is_padded = operand.spec, operand.scale, operand.axis == 0 and operand.scale is not None
+    end = int((reference.padded_ends(offs, spec.block_k) if is_padded else offs)[-1])
+    if spec.scales == "swizzled":
+        tiles = int(ceil_div(offs.diff(prepend=offs.new_zeros(1)), 128).sum())
+        across = scale.shape[0] // 128 if is_padded else scale.shape[1] // 4
+        scale = scale.flatten()[: tiles * across * 512]
+    elif is_padded:
+        scale = scale.narrow(1 if spec.scales == "k_major" else 0, 0, end // spec.block_k).contiguous()
+    elif spec.scales == "k_major" and scale is not None:
+        scale = scale[:end]
+    return operand._replace(data=operand.data.narrow(int(is_padded), 0, end).contiguous(), scale=scale)
 
 
 def assert_same_filled(
     ours: Operand, theirs: Operand, offs: torch.Tensor | None = None, rows: torch.Tensor | None = None
 ) -> None:
-    """The same shapes, and the same bits in what groups fill that end at ``offs``; of values in bf16 at ``rows``."""
-    assert ours.data.shape == theirs.data.shape and (ours.scale is None or ours.scale.shape == theirs.scale.shape)
-    assert_same(filled(ours, offs), filled(theirs, offs), None if rows is None else int(rows[-1]))
+    """The same shapes and bits; of swizzled scales in what groups fill that end at ``offs``, of values in bf16 in rows
+    up to the last of ``rows``."""
+    assert [t.shape for t in ours.tensors()] == [t.shape for t in theirs.tensors()]
+    ends = rows if ours.spec.stored == "bf16" else offs if ours.spec.scales == "swizzled" else None
+    assert_same(of_groups(ours, ends), of_groups(theirs, ends))
 
 
 def check_quantize(
@@ -231,13 +245,11 @@ def check_quantize_both(
         assert_same_filled(ours, reference.quantize(x, axis, spec, own_offs), own_offs, offs)
 
 
-def check_each_way(
-    backend: Backend, x: torch.Tensor, spec: OperandSpec, offs=None, device: str | torch.device = "cpu"
-) -> None:
-    """Along the last two axes, each alone and both at once; with ``offs`` groups along the first one."""
-    check_quantize(backend, x, x.ndim - 1, spec, device=device)
-    check_quantize(backend, x, x.ndim - 2, spec, offs, device)
-    check_quantize_both(backend, x, spec, spec, offs, device)
+def check_each_way(backend: Backend, x: torch.Tensor, spec: OperandSpec, device: str | torch.device = "cpu") -> None:
+    """Along the last two axes, each alone and both at once."""
+    for axis in (x.ndim - 1, x.ndim - 2):
+        check_quantize(backend, x, axis, spec, device=device)
+    check_quantize_both(backend, x, spec, spec, device=device)
 
 
 def check_requantize(
@@ -257,21 +269,9 @@ def check_requantize(
         values, rows = rows.dequantize()[places.long()], rows.rows_at(places)
         torch.testing.assert_close(rows.dequantize(), values, rtol=0, atol=0, equal_nan=True)
     theirs = reference.requantize(rows, axis, spec, offs)
-    if offs is not None and spec.stored != "bf16" and spec.scales != "swizzled":
-        assert ours.data.shape == theirs.data.shape and ours.data.is_contiguous()
-        assert ours.scale.shape == theirs.scale.shape and ours.scale.is_contiguous()
-        end = int(reference.padded_ends(offs, spec.block_k)[-1])
-        ours, theirs = (_before(end, to(operand, "cpu")) for operand in (ours, theirs))
-    assert_same_filled(ours, theirs, offs, offs)
-
-
-def check_requantize_squares(backend: Backend, w: torch.Tensor, plan: Plan, device: str | torch.device = "cpu") -> None:
-    """Exact 32x32 blocks of ``w`` (E, R, C) on the CPU become the bits that ``w`` itself would."""
-    squares = to(reference.quantize(w, 2, plan.forward.b.exact), device)
-    for axis, spec in ((2, plan.forward.b), (1, plan.dgrad.b)):
-        with poisoned_empty():
-            ours = backend.requantize(squares, axis, spec, None)
-        assert_same_filled(ours, reference.quantize(w, axis, spec))
+    assert [t.shape for t in ours.tensors()] == [t.shape for t in theirs.tensors()]
+    assert all(t.is_contiguous() for t in ours.tensors())
+    assert_same(of_groups(to(ours, "cpu"), offs), of_groups(theirs, offs))
 
 
 def check_swizzled_scales(sizes: list[int] | None, cols: int, device: str | torch.device = "cpu") -> None:
@@ -353,14 +353,12 @@ def check_requantisers(target: Target, recipe: Recipe, groups: Iterable[list[int
             check_requantize(backend, rows, 0, spec, offs, device)
             check_requantize(backend, rows, 0, spec, offs, device, places)
     for make in (wild, uneven, coalescible_squares) if recipe.weight_block == "32x32" else ():
-        check_requantize_squares(backend, make((2, 160, 96), FP32), plan, device)
-
-
-def _before(end: int, operand: Operand) -> Operand:
-    """Of a padded axis the part that groups fill."""
-    blocks = end // operand.spec.block_k
-    scale = operand.scale[:, :blocks] if operand.spec.scales == "k_major" else operand.scale[:blocks]
-    return operand._replace(data=operand.data[:, :end].contiguous(), scale=scale.contiguous())
+        w = make((2, 160, 96), FP32)
+        squares = to(reference.quantize(w, 2, plan.forward.b.exact), device)
+        for axis, spec in ((2, plan.forward.b), (1, plan.dgrad.b)):  # the bits that w itself would become
+            with poisoned_empty():
+                ours = backend.requantize(squares, axis, spec, None)
+            assert_same_filled(ours, reference.quantize(w, axis, spec))
 
 
 def requantised(plan: Plan) -> Iterator[tuple[OperandSpec, int, OperandSpec]]:
@@ -382,7 +380,7 @@ def check_dequantize(x: torch.Tensor, spec: OperandSpec, device: str | torch.dev
             with poisoned_empty():
                 ours = dequantize(to(operand, device), dtype)
             assert ours.is_contiguous()
-            _assert_equal(ours, operand.dequantize().to(dtype))
+            torch.testing.assert_close(ours.cpu(), operand.dequantize().to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 def check_every_byte(dtype: torch.dtype, device: str | torch.device = "cpu") -> None:
@@ -390,12 +388,8 @@ def check_every_byte(dtype: torch.dtype, device: str | torch.device = "cpu") -> 
     elements = torch.arange(256, dtype=torch.uint8).view(dtype).repeat(256, 1)
     scale = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 8)
     operand = Operand(elements, scale, OperandSpec(elem_dtype=dtype), 1)
-    _assert_equal(dequantize(to(operand, device), FP32), operand.dequantize())
-
-
-def _assert_equal(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    assert ours.dtype == theirs.dtype
-    torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
+    ours = dequantize(to(operand, device), FP32).cpu()
+    torch.testing.assert_close(ours, operand.dequantize(), rtol=0, atol=0, equal_nan=True)
 
 
 def _on(x: torch.Tensor, device: str | torch.device) -> torch.Tensor:
@@ -433,11 +427,15 @@ def values(operand: Operand, offs: torch.Tensor | None, rows: int) -> torch.Tens
     if offs is None:
         return dequantized[:rows]
     out = dequantized.new_full((rows, dequantized.shape[1]), torch.nan)
-    start = padded_start = 0
-    for end in offs.tolist():
+    padded_starts = [0, *reference.padded_ends(offs, operand.spec.block_k).tolist()]
+    for (start, end), padded_start in zip(groups_of(offs, rows), padded_starts, strict=False):
         out[start:end] = dequantized[padded_start : padded_start + end - start]
-        start, padded_start = end, padded_start + -(-(end - start) // operand.spec.block_k) * operand.spec.block_k
     return out
+
+
+def groups_of(offs: torch.Tensor | None, rows: int) -> Iterator[tuple[int, int]]:
+    """Where each group starts and ends, of all ``rows`` if there are none."""
+    return pairwise([0, rows] if offs is None else [0, *offs.tolist()])
 
 
 def product_m_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
@@ -445,21 +443,17 @@ def product_m_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, bias: t
     a_MC, b_EXX = values(a, offs, 0), values(b, None, 0)
     b_ECD = b_EXX.mT if b.axis == 2 else b_EXX
     y = a_MC.new_zeros(a_MC.shape[0], b_ECD.shape[2])
-    start = 0
-    for e, end in enumerate([a_MC.shape[0]] if offs is None else offs.tolist()):
+    for e, (start, end) in enumerate(groups_of(offs, len(a_MC))):
         y[start:end] = a_MC[start:end] @ b_ECD[e]
         if bias is not None:
             y[start:end] += bias[e].double()
-        start = end
     return y
 
 
 def product_k_grouped(a: Operand, b: Operand, offs: torch.Tensor | None, rows: int) -> torch.Tensor:
     """wgrad in fp64."""
     a_MN, b_MK = values(a, offs, rows), values(b, offs, rows)
-    ends = [rows] if offs is None else offs.tolist()
-    starts = [0, *ends[:-1]]
-    return torch.stack([a_MN[i:j].mT @ b_MK[i:j] for i, j in zip(starts, ends, strict=True)])
+    return torch.stack([a_MN[i:j].mT @ b_MK[i:j] for i, j in groups_of(offs, rows)])
 
 
 def judge(out: torch.Tensor, expected: torch.Tensor, gemm: Gemm, what: str) -> None:
@@ -472,7 +466,7 @@ def judge(out: torch.Tensor, expected: torch.Tensor, gemm: Gemm, what: str) -> N
     assert row_error <= ROW_FACTOR * tolerance, f"{what}: a row is off by {row_error:.2e}"
 
 
-def inputs(case: str, n: int, k: int, make: Callable[..., torch.Tensor] = wide) -> dict:
+def inputs(case: str, n: int, k: int, make: Callable[..., torch.Tensor]) -> dict:
     """x, w, dy and offs of a case; NaN in the rows that belong to no group, which must not matter."""
     sizes, extra = CASES[case]
     rows, experts = sum(sizes or []) + extra, 1 if sizes is None else len(sizes)
@@ -600,11 +594,8 @@ def check_offs_past_the_last_row(backend: Backend, plan: Plan, device: torch.dev
     b = to(reference.quantize(wide(4, n, 64), 2, plan.forward.b), device)
     expected = backend.gemm_m_grouped(a, b, offs.to(device), None, FP32)
     guarded, empty = torch.full((m + 300, n), 7.0, device=device), torch.empty
-    torch.empty = lambda *s, **kw: guarded[:m] if s == ((m, n),) else empty(*s, **kw)
-    try:
+    with mock.patch.object(torch, "empty", lambda *s, **kw: guarded[:m] if s == ((m, n),) else empty(*s, **kw)):
         out = backend.gemm_m_grouped(a, b, past, None, FP32)
-    finally:
-        torch.empty = empty
     assert out.data_ptr() == guarded.data_ptr() and torch.equal(out, expected) and (guarded[m:] == 7).all()
     if plan.wgrad.a.is_quantized:
         dy = to(reference.quantize(wide(m, n), 0, plan.wgrad.a, offs), device)

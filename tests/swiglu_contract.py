@@ -7,12 +7,11 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 
 import torch
-from contract import BF16, Target, assert_same, filled, to
+from contract import BF16, Target, assert_same, of_groups, to, values
 from poison import poisoned_empty
 
 from scripts.bench.problems import make_offs, relative_rms
 from titan_mxfp8.backends import Backend, Plan, reference
-from titan_mxfp8.format import reference as reference_format
 from titan_mxfp8.format import swizzle
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.recipe import Recipe
@@ -104,19 +103,14 @@ def check_same(ours: Operand, theirs: Operand, offs: torch.Tensor | None, used: 
     assert (ours.scale is None) == (theirs.scale is None), what
     if used == 0:
         return 0.0
-    ours = to(ours, "cpu")
-    stored = theirs.data.shape[-1]
-    if theirs.scale is not None and theirs.axis == 0 and offs is not None:
-        stored = int(reference_format.padded_ends(offs, theirs.spec.block_k)[-1])  # behind it is anything
     if theirs.spec.scales == "swizzled":  # their tiles are whole, too: zeros fill them up
-        assert_same(filled(ours, offs), filled(swizzle.swizzle(in_rows(ours, offs), ours.spec, offs), offs))
-        ours, theirs = in_rows(ours, offs), in_rows(theirs, offs)
+        whole = swizzle.swizzle(in_rows(ours, offs), ours.spec, offs)
+        assert_same(of_groups(ours, offs), of_groups(whole, offs))
     shares = []
-    for cut in (elements, scales):
-        a, b = (cut(operand, used, stored) for operand in (ours, theirs))
+    for name, a, b in zip(("elements", "scales"), bits(ours, offs), bits(theirs, offs), strict=False):
         shares.append((a != b).double().mean().item() if a.numel() else 0.0)
-        assert shares[-1] <= max(SHARE, 2 / max(a.numel(), 1)), f"{what}: {cut.__name__}, {shares[-1]:.2e} differ"
-    a, b = (values(operand, used, stored) for operand in (ours, theirs))
+        assert shares[-1] <= max(SHARE, 2 / max(a.numel(), 1)), f"{what}: {name}, {shares[-1]:.2e} differ"
+    a, b = (of_groups(in_rows(operand, offs), offs).dequantize().double() for operand in (ours, theirs))
     differ = (a != b) & ~(a.isnan() & b.isnan())
     # an element's own step, or the smallest step of its block
     step = step_of(theirs.spec) * torch.maximum(a.abs(), b.abs()) + 2**-9 * b.abs().amax() * theirs.spec.is_quantized
@@ -131,26 +125,12 @@ def in_rows(operand: Operand, offs: torch.Tensor | None) -> Operand:
     return swizzle.unswizzle(operand, offs) if operand.spec.scales == "swizzled" else operand
 
 
-def values(operand: Operand, used: int, stored: int) -> torch.Tensor:
-    """What is defined, as it lies: the groups' rows, or their padded rows along M, gaps included."""
-    dequantized = operand.dequantize().double()
-    along_m = operand.axis == 0 and operand.scale is not None
-    return dequantized[:, :stored] if along_m else dequantized[:used]
-
-
-def elements(operand: Operand, used: int, stored: int) -> torch.Tensor:
-    """The bits of ``values``."""
-    if operand.scale is None:
-        return values(operand, used, stored).nan_to_num(7e30)  # NaN has many codes
-    data = operand.data.view(torch.uint8)
-    return data[:, :stored] if operand.axis == 0 else data[:used]
-
-
-def scales(operand: Operand, used: int, stored: int) -> torch.Tensor:
-    if operand.scale is None:
-        return torch.empty(0)
-    rows = operand.row_scales()
-    return rows[:, : -(-stored // operand.spec.block_k)] if operand.axis == 0 else rows[:used]
+def bits(operand: Operand, offs: torch.Tensor | None) -> list[torch.Tensor]:
+    """Elements and scales of what groups fill, gaps between padded ones included; or its values in bf16."""
+    cut = of_groups(in_rows(operand, offs), offs)
+    if cut.scale is None:
+        return [cut.dequantize().nan_to_num(7e30)]  # NaN has many codes
+    return [cut.data.view(torch.uint8), cut.row_scales()]
 
 
 def step_of(spec: OperandSpec) -> float:
@@ -178,18 +158,15 @@ def check_nan_stays_in_its_group(backend: Backend, plan: Plan, device: torch.dev
 
 
 def _check_nan(clean: Operand, ours: Operand, name: str, row: int, col: int | None, offs: torch.Tensor) -> None:
-    is_padded, block_k = ours.axis == 0 and ours.scale is not None, ours.spec.block_k
-    length = int(reference_format.padded_ends(offs, block_k)[-1])
-    before, after = (values(in_rows(t, offs), int(offs[-1]), length) for t in (clean, ours))
+    before, after = (values(to(operand, "cpu"), offs, int(offs[-1])) for operand in (clean, ours))
     changed = ((before != after) | after.isnan()).nonzero()
     if name == "sh_columnwise" and col is not None:  # u is not in it
         assert not len(changed), name
         return
     assert after.isnan().any(), name
-    tokens, features = changed.T.flip(0) if is_padded else changed.T
+    tokens, features = changed.T
     if ours.axis == 1:
         assert (tokens == row).all(), name
     else:
-        start, end = {32: (64, 96), 128: (128, 256)}[block_k] if is_padded else (40, 70)  # of the group
-        assert (tokens >= start).all() and (tokens < end).all(), name
+        assert (tokens >= 40).all() and (tokens < 70).all(), name  # of the group
         assert col is None or (features == col).all(), name

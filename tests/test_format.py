@@ -52,10 +52,9 @@ def assert_same_bits(a: MXTensor, b: MXTensor) -> None:
     assert (a.axis, a.block) == (b.axis, b.block)
 
 
-def exact(elements: torch.Tensor, scale: torch.Tensor, block: str = "1x32") -> Operand:
+def exact(elements: torch.Tensor, scale: torch.Tensor) -> Operand:
     """An operand of these bytes, blocks along the last axis."""
-    spec = OperandSpec(elem_dtype=elements.dtype, block=block, block_mn=32 if block == "32x32" else 1)
-    return Operand(elements, scale, spec, elements.ndim - 1)
+    return Operand(elements, scale, OperandSpec(elem_dtype=elements.dtype), elements.ndim - 1)
 
 
 def scale_by_definition(amax: float, rounding: str, dtype: torch.dtype) -> int:
@@ -95,21 +94,6 @@ def test_golden_table(
         assert bits(q.qdata)[place].item() == byte
         rest = 0x7F if scale == 255 else 0
         assert (bits(q.qdata)[torch.arange(32) != place] == rest).all()
-
-
-def test_one_block_of_a_tensor_is_poisoned_and_no_other() -> None:
-    x = torch.randn(4, 128)
-    clean = quantize(x)
-    for bad in (NAN, INF, -INF):
-        y = x.clone()
-        y[2, 70] = bad
-        q = quantize(y)
-        hit = torch.zeros(4, 4, dtype=torch.bool)
-        hit[2, 2] = True
-        assert torch.equal(q.scale == 255, hit)
-        hit = hit.repeat_interleave(32, dim=1)
-        assert q.dequantize().isnan()[hit].all()
-        assert torch.equal(bits(q.qdata)[~hit], bits(clean.qdata)[~hit])
 
 
 def check_blocks(x: torch.Tensor, rounding: str, dtype: torch.dtype) -> None:
@@ -167,6 +151,7 @@ def test_dequantise_is_exact_in_bf16_down_to_2_to_the_minus_133() -> None:
 @pytest.mark.parametrize("rounding, dtype", FORMATS)
 def test_blocks_lie_along_the_axis_asked_for(shape: tuple[int, ...], rounding: str, dtype: torch.dtype) -> None:
     x = torch.randn(shape)
+    x.view(-1)[-1:] = NAN  # poisons its block and no other
     for axis in range(x.ndim):
         q = quantize(x, axis, rounding=rounding, elem_dtype=dtype)
         assert q.shape == x.shape and q.axis == axis and q.qdata.stride(axis) == 1

@@ -5,7 +5,7 @@ torch's GEMMs, on any NVIDIA GPU."""
 import contract
 import pytest
 import torch
-from contract import BF16, CASES, FP32, ROW_FACTOR, TOLERANCE, alone_and_beside, check_gemms, inputs, targets_here, wide
+from contract import BF16, CASES, FP32, ROW_FACTOR, TOLERANCE, check_gemms, ids, inputs, targets_here, wide
 
 from scripts.bench.problems import group_sizes, largest_row_error, make_offs, relative_rms
 from titan_mxfp8 import MXTensor, mxfp8_grouped_mm, mxfp8_linear, quantize
@@ -29,10 +29,6 @@ ON_GPU = [target for target in targets_here() if target.device == DEVICE]
 KERNELS = [(target, recipe) for target in ON_GPU if target.row.name != "reference" for recipe in target.recipes()]
 FEW = ("mxfp8", "mxfp8_2d", "mxfp8_wgrad_bf16", "mxfp8_2d_rebased")
 FEW_KERNELS = [(target, recipe) for target, recipe in KERNELS if recipe.name in FEW]
-
-
-def ids(value: object) -> str:
-    return value.name if isinstance(value, Recipe) else str(value)
 
 
 @pytest.fixture(autouse=True)
@@ -81,9 +77,9 @@ def test_where_most_programs_start_late(tiles: gemm.Tiles) -> None:
     offs, held = given["offs"].to(DEVICE), torch.cuda.get_device_properties(0).multi_processor_count - 32
     x, w, dy = (given[name].to(DEVICE) for name in ("x", "w", "dy"))
     a, b = triton.quantize(x, 1, plan.forward.a, None), triton.quantize(w, 2, plan.forward.b, None)
-    y = alone_and_beside(lambda: gemm.multiply_m_grouped(a, b, offs, None, BF16, HARDWARE.mma, tiles), held)
+    y = contract.alone_and_beside(lambda: gemm.multiply_m_grouped(a, b, offs, None, BF16, HARDWARE.mma, tiles), held)
     a, b = triton.quantize(dy, 0, plan.wgrad.a, offs), triton.quantize(x, 0, plan.wgrad.b, offs)
-    dw = alone_and_beside(lambda: gemm.multiply_k_grouped(a, b, offs, BF16, HARDWARE.mma, tiles), held)
+    dw = contract.alone_and_beside(lambda: gemm.multiply_k_grouped(a, b, offs, BF16, HARDWARE.mma, tiles), held)
     assert y.any() and dw.any()
 
 

@@ -10,19 +10,7 @@ import pytest
 import scaled_mm
 import swiglu_contract
 import torch
-from contract import (
-    BF16,
-    FP32,
-    OTHER,
-    ROWS,
-    Pair,
-    Target,
-    check_gemms,
-    check_quantize,
-    check_quantize_both,
-    uneven,
-    wild,
-)
+from contract import BF16, FP32, OTHER, ROWS, Pair, Target, check_gemms, check_quantize, ids, uneven, wild
 from tiers import daily
 
 from scripts.bench.problems import SPREADS, group_sizes, make_offs
@@ -42,10 +30,6 @@ HOPPER, SM100, TRITON = on("hopper", "sm_90"), GEMMS["sm100"], GEMMS["scaled"]
 # Small tiles: 160 rows then have bands, several tiles for each of the 3 programs, and tails on all sides.
 TILES = gemm.Tiles(bm=16, bn=64, bc=64, warps=4, stages=2, programs=1)
 EXACT = [recipe.name for recipe in dict.fromkeys(RECIPES.values()) if recipe.block_k == 32]
-
-
-def ids(value: object) -> str:
-    return value.name if isinstance(value, Recipe) else str(value)
 
 
 @pytest.fixture(params=GEMMS)
@@ -114,11 +98,12 @@ def test_any_multiple_of_32_and_nan(target: Target) -> None:
     contract.check_nan_stays_in_its_group(target.backend, plan)
 
 
-@pytest.mark.parametrize("target", daily(VARIANTS, "bf16_tma", "bf16"), indirect=True)
-def test_fp8_where_bf16_is_multiplied(target: Target) -> None:
-    """Activations that arrive quantised, say from an all-to-all, meet weights of either kind."""
+@pytest.mark.parametrize("target", daily(GEMMS, "bf16_tma", "bf16", "sm100"), indirect=True)
+def test_activations_that_arrive_quantised(target: Target) -> None:
+    """Say from an all-to-all. They meet weights of either kind, and scales in rows meet those in tiles."""
     for case in ("ragged", "no offs"):
-        check_gemms(triton, contract.with_arrived(target.plan("mxfp8")), case)
+        plan = contract.with_arrived(target.plan("mxfp8"))
+        check_gemms(target.backend, plan, case, **BOTH_16 if target is SM100 else {})
 
 
 @pytest.mark.parametrize("target", ["bf16_tma"], indirect=True)
@@ -200,7 +185,7 @@ def test_ragged_groups(target: Target, spread: str) -> None:
         x = torch.where(torch.rand(rows, 1) < 0.5, wild((rows, 96), BF16), uneven((rows, 96), BF16))
         for used in (rows, rows - 45):
             offs = make_offs(group_sizes(spread, used, groups))
-            check_quantize_both(target.backend, x, rowwise, columnwise, offs)
+            contract.check_quantize_both(target.backend, x, rowwise, columnwise, offs)
             check_quantize(target.backend, x, 0, columnwise, offs)
 
 

@@ -6,19 +6,9 @@ from collections.abc import Iterator
 import contract
 import pytest
 import torch
-from contract import (
-    BF16,
-    E4M3,
-    EXACT,
-    FORMATS,
-    FP32,
-    SQUARES,
-    check_each_way,
-    check_quantize,
-    check_quantize_both,
-    wild,
-)
+from contract import BF16, E4M3, EXACT, FORMATS, FP32, SQUARES, check_each_way, check_quantize, wild
 from tiers import daily
+from watch import look_at
 
 from scripts.bench.problems import make_offs
 from titan_mxfp8.backends import hopper, triton
@@ -72,19 +62,13 @@ def test_strides_and_no_elements():
 
 
 def test_transposed_weights_are_not_copied(monkeypatch: pytest.MonkeyPatch):
-    w_EKN = wild((2, 64, 96), BF16).mT
-    as_matrices = exact.as_matrices
-
-    def without_copy(x: torch.Tensor, axis: int) -> torch.Tensor:
-        matrices = as_matrices(x, axis)
-        assert matrices.x.data_ptr() == w_EKN.data_ptr()
-        return matrices
-
-    monkeypatch.setattr(exact, "as_matrices", without_copy)
+    w_EKN, pointers = wild((2, 64, 96), BF16).mT, set()
+    look_at(monkeypatch, exact, "as_matrices", after=lambda matrices, *_: pointers.add(matrices.x.data_ptr()))
     for spec in (EXACT, SQUARES):
         triton.quantize(w_EKN, 1, spec, None)
         triton.quantize(w_EKN, 2, spec, None)
         triton.quantize_both(w_EKN, spec, spec, None)
+    assert pointers == {w_EKN.data_ptr()}
 
 
 def test_ragged_corners(monkeypatch: pytest.MonkeyPatch):
@@ -93,9 +77,9 @@ def test_ragged_corners(monkeypatch: pytest.MonkeyPatch):
         x = contract.uneven((150, 40), FP32)
         for sizes in ([0, 1, 44], [150], [0, 0], [128, 0, 22], [0, 129], [127, 1, 0], [33] * 4, [1] * 150):
             check_quantize(backend, x, 0, spec, make_offs(sizes))
-            check_quantize_both(backend, x, spec, spec, make_offs(sizes))
+            contract.check_quantize_both(backend, x, spec, spec, make_offs(sizes))
         check_quantize(backend, x[:0], 0, spec, make_offs([0, 0, 0]))
-        check_quantize_both(backend, x[:0], spec, spec, make_offs([0, 0, 0]))
+        contract.check_quantize_both(backend, x[:0], spec, spec, make_offs([0, 0, 0]))
     check_quantize(triton, x, 1, EXACT, make_offs([5, 20]))  # along the last axis: 25 of 40 columns
 
 
