@@ -1,7 +1,7 @@
 """Weight gradients in fp32 are made once, where ``.grad`` is, and later ones added to them by the GEMM: with what
 autograd would give in any case, hooks and all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
-from watch import process_group
+from watch import look_at, process_group
 
 from scripts.bench.problems import make_offs
 from titan_mxfp8 import mxfp8_moe
@@ -45,17 +45,15 @@ def made() -> tuple[torch.Tensor, list[nn.Parameter]]:
     return x.requires_grad_(), [nn.Parameter(torch.randn(shape, generator=random) * 0.1) for shape in shapes]
 
 
+def pointers(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What weight gradients were added to by GEMMs."""
-    seen, multiply = [], reference.gemm_k_grouped
-
-    def watched(*args):
-        if len(args) > 4 and args[4] is not None:
-            seen.append(args[4])
-        return multiply(*args)
-
-    monkeypatch.setattr(reference, "gemm_k_grouped", watched)
+    seen = []
+    look_at(monkeypatch, reference, "gemm_k_grouped", lambda *args: seen.extend(x for x in args[4:] if x is not None))
     return seen
 
 
@@ -63,26 +61,19 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", LAYERS)
 def test_grad_is_what_the_gemm_wrote(name: str, recipe: str, added: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel of autograd's touches it, in the first microbatch and in later ones, whoever else holds it."""
-    x, weights = made()
-    returned, gradients_of = [], expert_operators.gradients_of
-
-    def watched(*args):
-        gradients = gradients_of(*args)
-        returned[:] = [grad.data_ptr() for grad in gradients[:3]]
-        return gradients
-
-    monkeypatch.setattr(expert_operators, "gradients_of", watched)
-    held, first = [], []
+    (x, weights), returned, held, first = made(), [], [], []
+    # not the gradients, which autograd would copy
+    look_at(monkeypatch, expert_operators, "gradients_of", after=lambda grads, *_: returned.append(pointers(grads[:3])))
     for microbatch in range(3):
         versions = [grad._version for grad in held]
         LAYERS[name](x, weights, recipe).square().sum().backward()
         held = [w.grad for w in weights]
         first = first or [grad.clone() for grad in held]
-        assert [grad.data_ptr() for grad in held] == returned
+        assert pointers(held) == returned.pop()
         assert len(added) == 3 * microbatch
         assert all(torch.allclose(grad, (microbatch + 1) * one) for grad, one in zip(held, first, strict=True))
         assert all(grad._version > version for grad, version in zip(held, versions, strict=False))
-    assert {total.data_ptr() for total in added} == {*returned}
+    assert {*pointers(added)} == {*pointers(held)}
 
 
 def hook_of_a_parameter(step, x, weights) -> list[torch.Tensor]:
@@ -196,11 +187,11 @@ def test_what_ranks_hold_of_dtensors(placement, adds: int, added: list) -> None:
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     x, weights = made()
     params = [nn.Parameter(DTensor.from_local(w.detach(), mesh, [placement], run_check=False)) for w in weights]
-    pointers = []
+    found = []
     for _ in range(2):
         moe(x, [param.to_local() for param in params]).square().sum().backward()
         moe(x, weights).square().sum().backward()
-        pointers.append([param.grad.to_local().data_ptr() for param in params])
-    assert len(added) == adds + 3 and pointers[0] == pointers[1]
+        found.append(pointers(param.grad.to_local() for param in params))
+    assert len(added) == adds + 3 and found[0] == found[1]
     for param, w in zip(params, weights, strict=True):
         assert param.grad.placements == (placement,) and torch.equal(param.grad.to_local(), w.grad)

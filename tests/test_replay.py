@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from test_late_compilation import run_layer
 
-from scripts.bench.problems import group_sizes, make_offs
-from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, quantize
+from scripts.bench.problems import make_offs
+from titan_mxfp8 import backends, mxfp8_grouped_mm
 from titan_mxfp8.backends.common import gemm, launch, replay
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.backends.hopper import gemm as hopper
 from titan_mxfp8.ops import config, expert_operators, library
-
-EXPERTS, N, K = 3, 96, 160
 
 
 class Calls:
@@ -26,30 +25,27 @@ class Calls:
 
     def __init__(self) -> None:
         self.launches: list[tuple] = []
-        self.allocated: list[torch.Tensor] = []
-        self.how: list[str] = []  # they were allocated
+        self.allocated: list[tuple[str, torch.Tensor]] = []  # and how
         self.log: list[tuple] = []
         self.ran: list[bool] = []
         self.implementations = 0
         self._counted: dict[Callable, Callable] = {}
 
     def __call__(self, function: Callable[..., Any], *args: Any, unread: int | None = None) -> Any:
-        if function not in self._counted:
-            self._counted[function] = self._count(function)
+        counted = self._counted.setdefault(function, self._count(function))
         self.launches.clear()
         self.allocated.clear()
-        self.how.clear()
         before = self.implementations
-        result = replay.call(self._counted[function], args, unread)
+        result = replay.call(counted, args, unread)
         self.ran.append(self.implementations > before)
-        known = [a for a in args if isinstance(a, torch.Tensor)] + self.allocated
+        known = [a for a in (*args, *(made for _, made in self.allocated)) if isinstance(a, torch.Tensor)]
         results = result if isinstance(result, list) else [result]
         returned = [(self._place(r.data_ptr(), known), r.shape, r.stride(), r.dtype) for r in results]
         launches = []
         for kernel, programs, descriptors, arguments in self.launches:
             bases = [(self._place(d.base.data_ptr(), known), d.tile_layout) for d in descriptors]
             launches.append((kernel, programs, bases, [self._place(a, known) for a in arguments]))
-        allocated = [(how, a.shape, a.stride(), a.dtype) for how, a in zip(self.how, self.allocated, strict=True)]
+        allocated = [(how, a.shape, a.stride(), a.dtype) for how, a in self.allocated]
         self.log.append((function.__name__, returned, allocated, launches))
         return result
 
@@ -79,9 +75,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     def kept(function: Callable[..., torch.Tensor], how: str) -> Callable[..., torch.Tensor]:
         def call(*args: Any, **kwargs: Any) -> torch.Tensor:
-            made.allocated.append(function(*args, **kwargs))
-            made.how.append(how)
-            return made.allocated[-1]
+            made.allocated.append((how, function(*args, **kwargs)))
+            return made.allocated[-1][1]
 
         return call
 
@@ -141,24 +136,14 @@ def test_what_is_launched_again_is_what_was_launched(recipe: str, kind: str, gpu
     def step(rows: int, seed: int) -> list[tuple]:
         """The calls of forward and backward, on tensors that lie elsewhere each time."""
         calls.log, calls.ran, calls.implementations = [], [], 0
-        torch.manual_seed(seed)
-        x = torch.randn(K, rows).bfloat16().T if kind == "strided" else torch.randn(rows, K).bfloat16()
-        x.requires_grad_()
-        w = torch.randn(EXPERTS, N, K).bfloat16().requires_grad_()
-        if kind == "linear":
-            y = mxfp8_linear(x, w[1], recipe=recipe)
-        else:
-            offs = make_offs(group_sizes("zipf", rows - rows // 7, EXPERTS, seed))
-            x = quantize(x) if kind == "prequantised" else x
-            y = mxfp8_grouped_mm(x, w.mT, offs, recipe=recipe, requantize_input=kind == "requantised")
-        y.backward(torch.randn_like(y))
-        here.append((x, w, y))  # not freed, so that the next tensors cannot lie there
+        here.append(run_layer(kind, recipe, "auto", rows, seed))  # not freed, so that the next tensors cannot lie there
         return calls.log
 
-    here: list[tuple] = []
+    here: list[list[torch.Tensor]] = []
     steps = [step(300, seed) for seed in range(4)]
-    # All is known by now, but for what is more than launches: a copy of x, whose rows are not contiguous; torch's GEMM.
-    assert calls.implementations == (kind == "strided") + (gpu == "triton" and recipe == "mxfp8_wgrad_bf16")
+    # All is known by now, but for what is more than launches: copies of x and of the gradient, whose rows are not
+    # contiguous; torch's GEMM.
+    assert calls.implementations == 2 * (kind == "strided") + (gpu == "triton" and recipe == "mxfp8_wgrad_bf16")
     replayed = [i for i, ran in enumerate(calls.ran) if not ran]
     assert len(replayed) >= 4 and all(steps[0][i][-1] for i in replayed)
     for calls_of_step in steps[1:]:
