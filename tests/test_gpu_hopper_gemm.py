@@ -15,6 +15,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 from poison import poisoned_empty
 from triton.backends.nvidia import driver
 from triton.runtime.driver import driver as drivers
+from watch import look_at
 
 from scripts.bench.problems import group_sizes, make_offs
 from titan_mxfp8 import mxfp8_grouped_mm
@@ -178,14 +179,8 @@ def test_many_tiles_give_the_same_bits_again(plan: Plan, tiles: gemm.Tiles) -> N
 @pytest.mark.alone
 def test_each_tile_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tiles that are many, of different lengths, or none; also where most programs start when others have ended."""
-    decode, counters = gemm.decode_scales, []
-
-    def decode_and_keep(*args, **kwargs) -> gemm.Scales:
-        scales = decode(*args, **kwargs)
-        counters.append(scales.buffer[scales.layout.size])
-        return scales
-
-    monkeypatch.setattr(gemm, "decode_scales", decode_and_keep)
+    counters = []
+    look_at(monkeypatch, gemm, "decode_scales", after=lambda made, *_: counters.append(made.buffer[made.layout.size]))
     for case in ("large", "zipf", "all empty"):
         sizes, extra = CASES[case]
         offs, rows = make_offs(sizes, DEVICE), sum(sizes) + extra
@@ -203,12 +198,7 @@ def test_each_tile_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tiles_are_taken_on_demand(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """If others have taken all tiles, each program computes but the first, which is its own."""
-    decode, programs = gemm.decode_scales, torch.cuda.get_device_properties(0).multi_processor_count
-
-    def decode_and_take_all(*args, **kwargs) -> gemm.Scales:
-        scales = decode(*args, **kwargs)
-        scales.buffer[scales.layout.size] = 2**20
-        return scales
+    programs = torch.cuda.get_device_properties(0).multi_processor_count
 
     def check(run: Callable[[], torch.Tensor], rows: int) -> None:
         """Of tiles of ``rows`` rows and 128 columns."""
@@ -217,7 +207,7 @@ def test_tiles_are_taken_on_demand(plan: Plan, monkeypatch: pytest.MonkeyPatch) 
         assert torch.equal(tiles.any(1).any(-1), tiles.all(1).all(-1)), "tiles are computed in whole or not at all"
         assert tiles.all(1).all(-1).sum() == programs < tiles.shape[0] * tiles.shape[2]
 
-    monkeypatch.setattr(gemm, "decode_scales", decode_and_take_all)
+    look_at(monkeypatch, gemm, "decode_scales", after=lambda made, *_: made.buffer[made.layout.size].fill_(2**20))
     rows = 40 * 192
     a = hopper.quantize(wide(rows, 416).to(DEVICE), 1, plan.forward.a, None)
     b = hopper.quantize(wide(1, 1024, 416).to(DEVICE), 2, plan.forward.b, None)

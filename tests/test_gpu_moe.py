@@ -1,16 +1,19 @@
 """``mxfp8_moe`` on GPUs: against fp64 and the CPU's definition, in CUDA graphs, and on two of them."""
 
+import processes
 import pytest
 import torch
 from poison import poisoned_empty
-from test_moe_layer import D, T, check_bounded, check_compiled, in_fp64, make_layer, run, run_ranks
+from test_moe_layer import D, T, check_bounded, check_compiled, in_fp64, make_layer, run
 
 from scripts.bench.problems import make_offs, relative_rms
 from titan_mxfp8 import mxfp8_moe
 from titan_mxfp8.ops.matmul import sum_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_e5m2_grad", "mxfp8_2d_wgrad_bf16", "mxfp8_2d_rebased", "bf16")
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+REBASED = pytest.param("mxfp8_2d_rebased", marks=pytest.mark.skipif(not IS_HOPPER, reason="needs Hopper"))
+RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_e5m2_grad", "mxfp8_2d_wgrad_bf16", REBASED, "bf16")
 
 
 def on_gpu(layer: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -18,9 +21,7 @@ def on_gpu(layer: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def backends_of(recipe: str) -> list[str]:
-    if recipe.endswith("rebased"):
-        return ["auto"] * (torch.cuda.get_device_capability() == (9, 0))
-    return ["auto", "triton"]
+    return ["auto"] if recipe.endswith("rebased") else ["auto", "triton"]
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -36,7 +37,7 @@ def test_agrees_with_the_definition(recipe: str, biases: bool) -> None:
             assert error < 1.1 * relative_rms(cpu[name], value) + 1e-4, (backend, name, error)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8_2d", "mxfp8_2d_rebased", "bf16"])
+@pytest.mark.parametrize("recipe", ["mxfp8_2d", REBASED, "bf16"])
 def test_what_is_cut_out_of_wider_tensors_changes_no_bit(recipe: str) -> None:
     """gpt_oss's biases are every second element of one parameter; other tensors may begin at any of their elements."""
     layer, dy = on_gpu(make_layer(biases=True)), torch.randn(T, D).bfloat16().cuda()
@@ -71,7 +72,7 @@ def test_gradients_of_biases_have_the_same_bits_in_every_run() -> None:
 
 
 @pytest.mark.parametrize("factor", [0, 0.2, 0.7])
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_2d_rebased", "bf16"])
+@pytest.mark.parametrize("recipe", ["mxfp8", REBASED, "bf16"])
 def test_rows_that_do_not_fit(recipe: str, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in backends_of(recipe):
         layer, dy = on_gpu(make_layer()), torch.randn(T, D).bfloat16().cuda()
@@ -93,12 +94,10 @@ def test_the_host_hears_of_rows_that_did_not_fit_without_waiting() -> None:
     run(layer, dy, rows=1.0)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8_2d", "mxfp8_2d_rebased"])
+@pytest.mark.parametrize("recipe", ["mxfp8_2d", REBASED])
 def test_a_graph_replays_with_other_routings(recipe: str) -> None:
     """Nothing waits for the host: forward and backward are captured once, with memory for the worst case, which changes
     no bit."""
-    if not backends_of(recipe):
-        pytest.skip("needs Hopper")
     static, dy = on_gpu(make_layer()), torch.randn(T, D).bfloat16().cuda()
     names = [name for name in static if name != "expert_ids"]
 
@@ -127,12 +126,10 @@ def test_a_graph_replays_with_other_routings(recipe: str) -> None:
             assert torch.equal(captured[name], value), (seed, name)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8_2d", "mxfp8_2d_rebased", "bf16"])
+@pytest.mark.parametrize("recipe", ["mxfp8_2d", REBASED, "bf16"])
 def test_layers_of_a_trained_size(recipe: str) -> None:
     """Those of the flavor moe_320m: each row is right, each layer has the same bits 33 times again, and no layer's
     forward changes what another one keeps."""
-    if not backends_of(recipe):
-        pytest.skip("needs Hopper")
     layers = [on_gpu(make_layer(tokens=16384, experts=32, slots=4, d=768, h=512)) for _ in range(3)]
     dys = [torch.randn_like(layer["x"]) for layer in layers]
     alone = [run(layer, dy, recipe=recipe) for layer, dy in zip(layers, dys, strict=True)]
@@ -158,13 +155,11 @@ def test_layers_of_a_trained_size(recipe: str) -> None:
             assert torch.equal(value, out if name == "out" else layer[name].grad), name
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8_2d", "mxfp8_2d_rebased", "bf16"])
+@pytest.mark.parametrize("recipe", ["mxfp8_2d", REBASED, "bf16"])
 def test_compiles_without_a_graph_break(recipe: str) -> None:
-    if not backends_of(recipe):
-        pytest.skip("needs Hopper")
     check_compiled(on_gpu(make_layer()), torch.randn(T, D).bfloat16().cuda(), recipe, "inductor")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_agree_with_one() -> None:
-    run_ranks(2, "cuda")
+    processes.check(2, "parallel_moe_layer.py", "cuda")

@@ -6,8 +6,9 @@ from processes import check
 
 from titan_mxfp8.titan.rerun import GraphLook
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
 def test_a_graph_tells_the_host_long_before_it_ends() -> None:
     device = torch.device("cuda", 0)
     look, wanted, x = GraphLook(device), torch.zeros(2, dtype=torch.int32, device=device), torch.ones(8192, 8192)
@@ -29,7 +30,6 @@ def test_a_graph_tells_the_host_long_before_it_ends() -> None:
     assert look.read() is None, "of a graph that was not replayed"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("how", [(), ("graph",)], ids=["eager", "graph"])
 def test_a_step_whose_rows_did_not_fit_ends_as_with_counted_ones(how: tuple[str, ...], processes: int) -> None:

@@ -2,6 +2,7 @@
 3.6's for NVIDIA; GPU tests have the real one."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,15 +23,14 @@ ENCODED: list[tuple[int, int]] = []
 
 
 class Launcher:
-    """Triton 3.6's ``CudaLauncher``, but that ``calls`` has what would be launched."""
+    """Triton 3.6's ``CudaLauncher``, but for the function in C."""
 
     def __init__(self, metas: tuple[dict, ...], scratch: int = 0):
-        self.calls: list[tuple] = []
+        self.in_c = Mock()
         self.global_scratch_size, self.profile_scratch_size = scratch, 0
         self.launch_cooperative_grid, self.launch_pdl = False, True
         self.direct = True
-        record = Recorder(self.calls)
-        self.launch = wrapped(record, metas) if metas else record
+        self.launch = wrapped(self.in_c, metas) if metas else self.in_c
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: int, *args: object) -> None:
         self.direct = False
@@ -38,17 +38,7 @@ class Launcher:
         self.launch(x, y, z, stream, function, self.launch_cooperative_grid, self.launch_pdl, scratch, None, *args)
 
 
-class Recorder:
-    """The function in C."""
-
-    def __init__(self, calls: list[tuple]):
-        self.calls = calls
-
-    def __call__(self, *args: object) -> None:
-        self.calls.append(args)
-
-
-def wrapped(launcher: Recorder, metas: tuple[dict, ...]):
+def wrapped(launcher: Mock, metas: tuple[dict, ...]):
     tensordesc_indices, tensordesc_meta = set(range(len(metas))), list(metas)
 
     def inner(*args: object) -> None:
@@ -75,7 +65,7 @@ def test_what_is_launched_is_what_triton_launches(count: int):
     for _ in range(2):
         launch.launcher(ours, 11, (4, 1))(5, 99, descriptors, arguments)
         theirs(5, 1, 1, 99, 11, (4, 1), None, None, None, *descriptors, *arguments)
-    assert ours.calls == theirs.calls and len(ours.calls) == 2
+    assert ours.in_c.call_args_list == theirs.in_c.call_args_list and ours.in_c.call_count == 2
     assert ours.direct and not theirs.direct
 
 
@@ -94,7 +84,7 @@ def test_other_launchers_are_called_as_they_are(monkeypatch: pytest.MonkeyPatch)
     """Those of kernels that want memory to scratch on, and of a Triton with another order of arguments."""
     run = Launcher(METAS[:1], scratch=64)
     launch.launcher(run, 11, ())(5, 99, make_descriptors(4096, 1), ())
-    assert not run.direct and run.calls[0][7] == "scratch"
+    assert not run.direct and run.in_c.call_args.args[7] == "scratch"
     run = Launcher(METAS[:1])
     monkeypatch.setitem(globals(), "_BASE_ARGS_FORMAT", "iiiKKppOOOOOOOOO")
     launch.launcher(run, 11, ())(5, 99, make_descriptors(4096, 1), ())

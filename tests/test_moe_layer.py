@@ -54,9 +54,7 @@ def activation(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> tor
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
-def in_fp64(
-    layer: dict[str, torch.Tensor], dy: torch.Tensor, limit=None, scores_first=False
-) -> dict[str, torch.Tensor]:
+def in_fp64(layer: dict[str, torch.Tensor], dy: torch.Tensor, limit: float | None = None) -> dict[str, torch.Tensor]:
     """Output and gradients, expert by expert."""
     inputs = {name: layer[name].detach().double().requires_grad_() for name in GRADIENTS if name in layer}
     x, scores, ids = inputs["x"], inputs["scores"], layer["expert_ids"]
@@ -65,11 +63,10 @@ def in_fp64(
     out = torch.zeros_like(x)
     for e in range(experts):
         token, slot = (ids == e).nonzero(as_tuple=True)
-        rows = x[token] * scores[token, slot, None] if scores_first else x[token]
-        gate = rows @ inputs["w1"][e].T + inputs.get("b1", none)[e]
-        up = rows @ inputs["w3"][e].T + inputs.get("b3", none)[e]
+        gate = x[token] @ inputs["w1"][e].T + inputs.get("b1", none)[e]
+        up = x[token] @ inputs["w3"][e].T + inputs.get("b3", none)[e]
         y = activation(gate, up, limit) @ inputs["w2"][e].T + inputs.get("b2", none)[e]
-        out = out.index_add(0, token, y if scores_first else y * scores[token, slot, None])
+        out = out.index_add(0, token, y * scores[token, slot, None])
     out.backward(dy.double())
     return {"out": out} | {name: value.grad for name, value in inputs.items()}
 
@@ -359,16 +356,8 @@ def test_bad_input_is_refused_in_words() -> None:
         mxfp8_moe(**layer | narrow)
 
 
-def run_ranks(ranks: int, *args: str) -> None:
-    processes.check(ranks, "parallel_moe_layer.py", *args)
-
-
 @pytest.mark.integration
-@pytest.mark.parametrize("ranks", daily([2, 4], 4))
-def test_several_processes_agree_with_one(ranks: int) -> None:
-    run_ranks(ranks)
-
-
-@pytest.mark.integration
-def test_compiled_on_two_ranks_it_has_the_bits_of_eager() -> None:
-    run_ranks(2, "compiled")
+@pytest.mark.parametrize("ranks, how", daily([(2, "cpu"), (4, "cpu"), (2, "compiled")], (4, "cpu"), (2, "compiled")))
+def test_several_processes_agree_with_one(ranks: int, how: str) -> None:
+    """And, compiled, with as many that run eagerly."""
+    processes.check(ranks, "parallel_moe_layer.py", how)

@@ -1,6 +1,6 @@
 """Weights that a step of several microbatches quantises once (``titan.once``)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -11,6 +11,7 @@ from test_plugin import GROUPED
 from test_plugin_moe import DISPATCH, RECIPE, D, convert, layer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from watch import look_at
 
 from titan_mxfp8.backends import reference, triton
 from titan_mxfp8.ops.experts import quantize_ahead
@@ -65,37 +66,27 @@ def of_layer(*flags: str, model: str = "deepseek_v3", **options: object) -> Trai
 
 
 @pytest.fixture
-def quantized(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def quantized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The axes along which weights were quantised."""
-    axes, quantize = [], reference.reference.quantize
-
-    def counted(x: torch.Tensor, axis: int, *rest: object) -> object:
-        if x.ndim == 3:
-            axes.append(axis)
-        return quantize(x, axis, *rest)
-
-    monkeypatch.setattr(reference.reference, "quantize", counted)
-    monkeypatch.setattr(reference, "quantize", counted)
+    axes = []
+    for owner in (reference.reference, reference):
+        look_at(monkeypatch, owner, "quantize", lambda x, axis, *_: axes.extend([axis] * (x.ndim == 3)))
     return axes
 
 
-def again_in_backward(made: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(made, x, use_reentrant=False)
-
-
-def compiled() -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
-    return torch.compile(plainly, backend="aot_eager", fullgraph=True)
-
-
-def experts_of(trainer: Trainer) -> RoutedExperts:
-    return next(module for module in trainer.model.modules() if isinstance(module, RoutedExperts))
+def experts_of(model: nn.Module) -> RoutedExperts:
+    return next(module for module in model.modules() if isinstance(module, RoutedExperts))
 
 
 ONCE = [1, 1, 1, 2, 2, 2]
 # Flags, model, and how a forward pass calls it.
 CASES = {
-    "checkpointed": ([f"{RECIPE}=mxfp8_2d"], "deepseek_v3", again_in_backward),
-    "compiled": ([f"{RECIPE}=mxfp8_2d_rebased"], "deepseek_v3", compiled()),
+    "checkpointed": ([f"{RECIPE}=mxfp8_2d"], "deepseek_v3", partial(checkpoint, use_reentrant=False)),
+    "compiled": (
+        [f"{RECIPE}=mxfp8_2d_rebased"],
+        "deepseek_v3",
+        torch.compile(plainly, backend="aot_eager", fullgraph=True),
+    ),
     "scores first": ([f"{RECIPE}=mxfp8"], "llama4", plainly),
     "sorted by TorchTitan": ([f"{RECIPE}=mxfp8", f"{DISPATCH}=off"], "gpt_oss", plainly),
     "bf16": ([f"{RECIPE}=bf16"], "deepseek_v3", plainly),
@@ -113,7 +104,7 @@ def test_a_weight_is_quantised_once_for_each_gemm_and_bits_are_the_same(case: st
     if case != "bf16":
         assert sorted(quantized) == sorted(2 * ONCE) and each_time >= MICROBATCHES * len(quantized)
     assert all(map(torch.equal, actual, expected)) and len(set(map(float, actual[: 2 * MICROBATCHES]))) > 4
-    assert not experts_of(trainer).kept
+    assert not experts_of(trainer.model).kept
 
 
 def test_what_is_quantised_holds_until_the_step_ends(quantized: list[int]) -> None:
@@ -122,21 +113,21 @@ def test_what_is_quantised_holds_until_the_step_ends(quantized: list[int]) -> No
     for on in (False, True):
         trainer = of_layer(f"{RECIPE}=mxfp8_2d", on=on)
         trainer.steps(1)
-        experts_of(trainer).w1.data.mul_(-1.5)
+        experts_of(trainer.model).w1.data.mul_(-1.5)
         with torch.no_grad():
             trainer.run(trainer.model.eval(), torch.ones(1, 5, D))
         trainer.model.train()
         x = torch.randn(2, 17, D, generator=torch.Generator().manual_seed(3))
         losses = [trainer.forward_backward_step(x=x) for _ in range(2)]
-        assert bool(experts_of(trainer).kept) == on
+        assert bool(experts_of(trainer.model).kept) == on
         trainer.optimizers[0].step()
         quantized.clear()
         losses += [trainer.forward_backward_step(x=x) for _ in range(2)]
         assert not on or sorted(quantized) == sorted(ONCE)
         with pytest.raises(RuntimeError):
             trainer.forward_backward_step(x=x[..., :3])
-        assert not experts_of(trainer).kept
-        experts_of(trainer).w2.data.mul_(0.5)
+        assert not experts_of(trainer.model).kept
+        experts_of(trainer.model).w2.data.mul_(0.5)
         results.append([*losses, *trainer.steps(1)])
     assert all(map(torch.equal, *results)) and len(set(map(float, results[1][:4]))) == 2
 
@@ -154,7 +145,7 @@ def test_a_pipelines_step_has_several_microbatches_in_one_call(quantized: list[i
     for _ in range(2):
         quantized.clear()
         trainer.forward_backward_step(x=x)
-        assert sorted(quantized) == sorted(ONCE) and not experts_of(trainer).kept
+        assert sorted(quantized) == sorted(ONCE) and not experts_of(trainer.model).kept
 
 
 def test_cuda_graphs_find_it_where_it_was() -> None:
@@ -175,7 +166,7 @@ def test_auto_leaves_it_where_memory_is_short(
     """Which the second step knows. The first one is without it if a checkpoint has brought the optimizer's state."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * once.GIB, 80 * once.GIB))
     trainer, discarded = of_layer(f"{RECIPE}=mxfp8", on=False), []
-    experts = experts_of(trainer)
+    experts = experts_of(trainer.model)
     trainer.device = torch.device("cuda")
     made = partial(quantize_ahead, experts.weights(False)[:3], experts.mxfp8)
     steps = QuantizedOnce(trainer, [once._Holder(experts, made, 2**20)], auto=True)
@@ -201,7 +192,7 @@ def test_who_quantises_each_time(caplog: pytest.LogCaptureFixture) -> None:
         f"quantises the experts' weights of 1 MoE layer once, and keeps {2 * elements / once.GIB:.2f} GiB"
         in caplog.text
     )
-    experts, plan = experts_of(of_layer(f"{RECIPE}=mxfp8")), reference.plan(get_recipe("mxfp8"), None)
+    experts, plan = experts_of(of_layer(f"{RECIPE}=mxfp8").model), reference.plan(get_recipe("mxfp8"), None)
     experts._is_fsdp_managed_module = True
     assert "FSDP frees" in once.why_each_time(experts)
     experts.mxfp8 = replace(experts.mxfp8, plan=plan.map(triton.in_bf16))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from swiglu_contract import BF16, check_nan_stays_in_its_group, check_swiglu
+from test_moe_layer import activation
 
 from scripts.bench.problems import relative_rms
 from titan_mxfp8 import mxfp8_moe
@@ -18,11 +19,7 @@ def test_definition_is_what_autograd_gives(limit: float | None, scored: bool) ->
     gate, up, u = (torch.randn(64, 96).mul(2).to(BF16) for _ in range(3))
     scores = torch.rand(64) if scored else None
     g, v, s = (t.double().requires_grad_() for t in (gate, up, torch.ones(64) if scores is None else scores))
-    if limit is None:
-        h = torch.nn.functional.silu(g) * v
-    else:
-        cut = g.clamp(max=limit)
-        h = cut * torch.sigmoid(1.702 * cut) * (v.clamp(-limit, limit) + 1)
+    h = activation(g, v, limit)
     (s[:, None] * h * u.double()).sum().backward()
     ours = swiglu.backward(gate, up, u, scores, limit)
     pairs = {"dgate": g.grad, "dup": v.grad, "sh": s[:, None] * h}
