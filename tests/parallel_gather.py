@@ -4,8 +4,7 @@ Run by tests/test_gather.py. Prints what it measures.
 """
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from unittest import mock
 
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import Step, build, run_step
 from test_models import AC_MODES, tokens
-from test_once import MICROBATCHES, Trainer
+from test_once import MICROBATCHES, Trainer, experts_of
 from test_plugin_moe import CONVERT, DISPATCH, RECIPE
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,23 +43,13 @@ class CopiesIn(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@contextmanager
-def unrounded_weights(on: bool) -> Iterator[None]:
-    """Layers quantise the weights that FSDP has gathered in fp32 as they are."""
-
-    def weights(self: MXFP8GroupedExperts, is_sorted: bool) -> Weights:
-        return Weights(*(w.to_local() if hasattr(w, "to_local") else w for w in (self.w1, self.w3, self.w2)))
-
-    with mock.patch.object(MXFP8GroupedExperts, "weights", weights) if on else nullcontext():
-        yield
+def unrounded_weights(self: MXFP8GroupedExperts, is_sorted: bool) -> Weights:
+    """Those that FSDP has gathered in fp32, as they are."""
+    return Weights(*(w.to_local() if hasattr(w, "to_local") else w for w in (self.w1, self.w3, self.w2)))
 
 
 def step_of(model: nn.Module) -> Step:
     return run_step(model, tokens(dist.get_rank()))
-
-
-def experts_of(model: nn.Module) -> MXFP8GroupedExperts:
-    return next(module for module in model.modules() if isinstance(module, MXFP8GroupedExperts))
 
 
 def check_steps(layout: str, *flags: str, frozen: str = "") -> None:
@@ -72,7 +61,7 @@ def check_steps(layout: str, *flags: str, frozen: str = "") -> None:
         for model, plain in zip(models, (False, True), strict=True):
             for name, param in model.named_parameters():
                 param.requires_grad_(not (frozen and name.endswith(frozen)))
-            with unrounded_weights(plain):
+            with mock.patch.object(MXFP8GroupedExperts, "weights", unrounded_weights) if plain else nullcontext():
                 made.append(step_of(model))
             with torch.no_grad():
                 for param, grad in zip(model.parameters(), made[-1].grads.values(), strict=True):

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from titan_mxfp8.titan.once import QuantizedOnce
 
@@ -140,11 +141,7 @@ class Steps:
 
 
 def copied(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {name: copied(value) for name, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(copied(value) for value in state)
-    return state.clone() if isinstance(state, Tensor) else state
+    return tree_map_only(Tensor, Tensor.clone, state)
 
 
 def local(tensor: Tensor) -> Tensor:

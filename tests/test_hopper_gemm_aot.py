@@ -26,9 +26,8 @@ BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, tor
 
 def operand(*shape: int, axis: int, elem_dtype: torch.dtype = E4M3, **fields) -> Operand:
     """An operand made from a tensor of this shape."""
-    spec = OperandSpec(
-        elem_dtype=elem_dtype, scales="mn_major" if fields.get("block_k") == 128 else "k_major", **fields
-    )
+    scales = "mn_major" if fields.get("block_k") == 128 else "k_major"
+    spec = OperandSpec(elem_dtype=elem_dtype, scales=scales, **fields)
     return spec.empty(torch.empty(shape, dtype=BF16), axis, None)
 
 
@@ -76,9 +75,7 @@ def loops_that_multiply(kernel: Kernel, count: int) -> list[str]:
         pytest.param(exact, gemm.FEW_ROWS, 64 * 4, id="exact-few-rows", marks=NIGHTLY),
         pytest.param(rebased, gemm.FEW_ROWS, 64, id="rebased-few-rows", marks=NIGHTLY),
         pytest.param(wgrad, gemm.K_GROUPED, 2 * 2 * 64, id="wgrad"),
-        pytest.param(
-            partial(wgrad, add=True), gemm.K_GROUPED, 2 * 2 * 64, id="wgrad, added", marks=pytest.mark.nightly
-        ),
+        pytest.param(partial(wgrad, add=True), gemm.K_GROUPED, 2 * 2 * 64, id="wgrad, added", marks=NIGHTLY),
     ],
 )
 def test_compiles(launch: Callable[[gemm.Tiles], None], tiles: gemm.Tiles, fp32_operations: int):

@@ -14,11 +14,11 @@ pytestmark = pytest.mark.integration
 E4M3, E8M0, BF16 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bfloat16
 
 
-def layer(dim: int, experts: int, slots: int, *, tokens: int = 64, ranks: int = 2, second: bool = True) -> None:
+def layer() -> None:
     """Every launch of a layer, of all transports."""
+    tokens, dim, experts, slots, ranks = 64, 7168, 64, 8, 2
     ids, scores = torch.zeros(tokens, slots, dtype=torch.int32), torch.zeros(tokens, slots)
     payload = [torch.empty(tokens, dim, dtype=E4M3), torch.empty(tokens, dim // 32, dtype=E8M0)]
-    payload = payload if second else [torch.empty(tokens, dim, dtype=BF16)]
     layout = Layout(ranks=ranks, tokens=1000, experts=experts, slots=slots, row_bytes=dim + dim // 32, dim=dim)
     peers = kernels.Peers(layout.table([0] * ranks, ids.device), layout.tokens, ranks - 1, ranks)
     for given, sources in ((None, 1), (None, ranks), (peers, ranks)):
@@ -44,15 +44,13 @@ def layer(dim: int, experts: int, slots: int, *, tokens: int = 64, ranks: int = 
     kernels.gather([*payload, metadata], torch.zeros(tokens, dtype=torch.int32), copies, offsets)
 
 
-MADE = [value for value in vars(kernels).values() if isinstance(value, kernels.Kernel)]
-
-
 @pytest.mark.parametrize("target", daily(["sm_90", "sm_100", "gfx950"], "sm_90"))
 def test_nothing_spills_and_rows_are_read_16_bytes_at_a_time(target: str):
-    for kernel in MADE:
-        kernel.compiled.clear()
+    for kernel in vars(kernels).values():
+        if isinstance(kernel, kernels.Kernel):
+            kernel.compiled.clear()
     with compile_only(target) as found:
-        layer(7168, 64, 8)
+        layer()
     assert len(found) > 20
     for kernel in found:
         print(kernel)

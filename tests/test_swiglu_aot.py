@@ -85,13 +85,11 @@ def test_sm_100(recipe: str, limit: float | None, offs: torch.Tensor | None) -> 
         assert kernel.count("F2FP.SATFINITE.E4M3") >= 8 and kernel.count("F2F.") == 0
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx950"])
-def test_elsewhere(target: str) -> None:
-    compile_swiglu(target, triton, "mxfp8", None, OFFS)
+ELSEWHERE = [(target, "mxfp8", None) for target in ("sm_80", "sm_100", "gfx950")]
+ELSEWHERE += [("sm_80", "mxfp8_floor", 7.0), ("sm_80", "mxfp8_e5m2_grad", None)]  # assembly of other roundings
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("recipe, limit", [("mxfp8_floor", 7.0), ("mxfp8_e5m2_grad", None)])
-def test_assembly_of_other_roundings(recipe: str, limit: float | None) -> None:
-    compile_swiglu("sm_80", triton, recipe, limit, OFFS)
+@pytest.mark.parametrize("target, recipe, limit", ELSEWHERE)
+def test_elsewhere(target: str, recipe: str, limit: float | None) -> None:
+    compile_swiglu(target, triton, recipe, limit, OFFS)

@@ -38,21 +38,16 @@ ROWS = [
 def compile_all(target: str, mma: Mma, tiles: gemm.Tiles) -> dict[str, Kernel]:
     spec, offs = OperandSpec(stored="fp8" if mma == "scaled" else "bf16"), torch.zeros(E, dtype=torch.int32)
     x, w, dy = (torch.empty(shape, dtype=BF16) for shape in ((M, K), (E, N, K), (M, N)))
-    kernels = {}
+    names, bias = ["forward", "dgrad", "wgrad"], torch.empty(E, N, dtype=BF16)
+    a, b = spec.empty(dy, 1, None), spec.empty(w, 1, None)
     with compile_only(target) as compiled:
-        bias = torch.empty(E, N, dtype=BF16)
         gemm.multiply_m_grouped(spec.empty(x, 1, None), spec.empty(w, 2, None), offs, bias, BF16, mma, tiles)
-        kernels["forward"] = compiled[-1]
-        gemm.multiply_m_grouped(spec.empty(dy, 1, None), spec.empty(w, 1, None), offs, None, BF16, mma, tiles)
-        kernels["dgrad"] = compiled[-1]
-        if mma == "bf16_tma":
-            a, b = spec.empty(dy, 1, None), spec.empty(w, 1, None)
-            gemm.multiply_m_grouped(a, b, offs, None, BF16, mma, tiles, second=(a, b))
-            kernels["sum of two"] = compiled[-1]
+        gemm.multiply_m_grouped(a, b, offs, None, BF16, mma, tiles)
         gemm.multiply_k_grouped(spec.empty(dy, 0, E), spec.empty(x, 0, E), offs, BF16, mma, tiles)
-        kernels["wgrad"] = compiled[-1]
-    assert len(compiled) == len(kernels)
-    return kernels
+        if mma == "bf16_tma":
+            gemm.multiply_m_grouped(a, b, offs, None, BF16, mma, tiles, second=(a, b))
+            names.append("sum of two")
+    return dict(zip(names, compiled, strict=True))
 
 
 def name(row: tuple) -> str:
