@@ -8,7 +8,6 @@ interrupted, as by ``timeout --signal=INT SECONDS``, goes on.
 """
 
 import argparse
-import csv
 import gc
 import os
 import re
@@ -26,7 +25,7 @@ import torch.distributed as dist
 
 from scripts.bench.problems import GroupedShape, relative_rms
 from scripts.progress import progress, say
-from scripts.result_files import check_same, environment, format_table, percentiles, write_results
+from scripts.result_files import check_same, environment, format_table, percentiles, read_rows, write_results
 from titan_mxfp8.backends import select
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.recipe import get_recipe
@@ -72,11 +71,9 @@ class Bench:
         self.device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)) if args.device == "cuda" else None)
         backend = select(args.backend, hardware_of(self.device), get_recipe("mxfp8")).name
         self.env = environment(self.device) | {"command": " ".join(sys.argv), "backend": backend}
-        self.rows: list[Row] = []
         check_same(args.out, self.env, "backend")
-        if (args.out / "data.csv").is_file():
-            with (args.out / "data.csv").open(newline="") as file:
-                self.rows = list(csv.DictReader(file))
+        kept = args.out / "data.csv"
+        self.rows: list[Row] = [*read_rows(kept)] if kept.is_file() else []
         self.known = set(map(self.name_of, self.rows))
 
     def run(self, problems: Sequence[object], measure: Callable[..., None], unit: str) -> None:
@@ -102,7 +99,7 @@ class Bench:
 
     @cached_property
     def cold(self) -> torch.Tensor:
-        """What is read to empty the L2: half a gigabyte."""
+        """What is read to empty the L2."""
         return torch.ones(1 << 27, dtype=torch.float32, device=self.device)
 
     def name_of(self, row: Mapping[str, object]) -> tuple[str, ...]:
@@ -126,10 +123,14 @@ class Bench:
         return together.tolist()
 
     def compare(self, entries: Sequence[Entry], base: Call | None = None) -> None:
-        """Adds a row for each entry, whose result was compared with the baseline's; without one there is no ratio."""
-        calls = [*([base] if base else []), *(entry.call for entry in entries)]
+        """Adds a row for each entry that is due, whose result was compared with the baseline's; without one there is no
+        ratio."""
+        due = [entry for entry in entries if self.is_due(entry.key)]
+        if not due:
+            return
+        calls = [*([base] if base else []), *(entry.call for entry in due)]
         measured = self._turns(calls, self.args.turns if base else 1)
-        for entry, blocks in zip(entries, measured[1 if base else 0 :], strict=True):
+        for entry, blocks in zip(due, measured[-len(due) :], strict=True):
             row = _measured(entry, blocks, measured[0] if base else None)
             self.rows.append(entry.key | {"control": False} | entry.more | row)
             self.known.add(self.name_of(entry.key))

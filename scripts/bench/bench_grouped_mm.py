@@ -52,11 +52,9 @@ class Job:
 
 def make_problem(job: Job, device: torch.device) -> tuple[torch.Tensor, ...]:
     """x (M, K), w (G, N, K), dy (M, N) in bf16 and offs (G,)."""
-    shape = job.shape
-    x_MK, dy_MN = (
-        torch.randn(shape.m, features, dtype=torch.bfloat16, device=device) for features in (shape.k, shape.n)
-    )
-    w_ENK = torch.randn(shape.groups, shape.n, shape.k, dtype=torch.bfloat16, device=device) / shape.k**0.5
+    shape, randn = job.shape, partial(torch.randn, dtype=torch.bfloat16, device=device)
+    x_MK, dy_MN = randn(shape.m, shape.k), randn(shape.m, shape.n)
+    w_ENK = randn(shape.groups, shape.n, shape.k) / shape.k**0.5
     offs = make_offs(group_sizes(job.spread, shape.m, shape.groups), device)
     return x_MK.requires_grad_(), w_ENK.requires_grad_(), dy_MN, offs
 
@@ -87,17 +85,17 @@ def passes_of(
     recipe = get_recipe(recipe_name)
     of = plan(recipe, backend, x.device)
     keeps = recipe.weight_block == "32x32" and of.dgrad.b.stored != "bf16"
+    forward_w_alone = partial(matmul.quantize, w, 2, of.forward.b, None, backend)
+    both_w = partial(matmul.quantize_both, w, of.forward.b, of.dgrad.b, None, backend)
     quantizers: dict[str, Call] = {
         "quantise x": partial(matmul.quantize_both, x, of.forward.a, of.wgrad.b, offs, backend),
         "quantise dy": partial(matmul.quantize_both, dy, of.dgrad.a, of.wgrad.a, offs, backend),
-        "quantise w": partial(matmul.quantize_both, w, of.forward.b, of.dgrad.b, None, backend)
-        if keeps
-        else partial(matmul.quantize, w, 2, of.forward.b, None, backend),
+        "quantise w": both_w if keeps else forward_w_alone,
         "quantise w again": partial(matmul.quantize, w, 1, of.dgrad.b, None, backend),
     }
     x_1, x_0 = quantizers["quantise x"]()
     dy_1, dy_0 = quantizers["quantise dy"]()
-    forward_w = matmul.quantize(w, 2, of.forward.b, None, backend)
+    forward_w = forward_w_alone()
     how = offs, None, torch.bfloat16, backend
     gemms: dict[str, Call] = {
         "forward": partial(matmul.gemm_m_grouped, x_1, forward_w, *how),
@@ -131,8 +129,7 @@ class Bench(bench.Bench):
                     raise ValueError(f"{job} {what} {way}: {of} is off by {error:.3f} from bf16's, more than {allowed}")
             flops = 2 * gemms * shape.m * shape.n * shape.k
             entries.append(Entry(key=key, call=call, flops=flops, more={"control": way in CONTROLS}))
-        if entries:
-            self.compare(entries, base)
+        self.compare(entries, base)
 
     def key_of(self, job: Job, way: str, what: str) -> bench.Row:
         shape = job.shape
@@ -155,9 +152,8 @@ class Bench(bench.Bench):
         read = dict(zip(QUANTIZERS, (x, dy, w, w), strict=True))
         for recipe, of in calls.items():
             for name in (name for name in QUANTIZERS if name in of):
-                key = self.key_of(job, recipe, name)
-                if self.is_due(key):
-                    self.compare([Entry(key=key, call=of[name], moved=bytes_moved(of[name], read[name]))])
+                moved = bytes_moved(of[name], read[name])
+                self.compare([Entry(key=self.key_of(job, recipe, name), call=of[name], moved=moved)])
 
     def measure_ceilings(self) -> None:
         """Adds a row for a copy, and for dense matmuls of normal numbers, so large that a card is at its power cap."""
@@ -174,8 +170,7 @@ class Bench(bench.Bench):
         for what, call in calls.items():
             key = self.key(M=2 * size, N=2 * size, K=size, recipe="torch", what=what)
             work = {"moved": 4 * product.numel()} if what == "copy" else {"flops": 8 * size**3}
-            if self.is_due(key):
-                self.compare([Entry(key=key, call=call, more={"control": True}, **work)])
+            self.compare([Entry(key=key, call=call, more={"control": True}, **work)])
 
 
 def jobs(shapes: Sequence[GroupedShape] | None, recipes: Sequence[str], quick: bool = False) -> Iterator[Job]:
