@@ -42,11 +42,6 @@ class Event(NamedTuple):
     correlation: object = None
 
 
-def event_of(each: dict) -> Event:
-    start, correlation = each["ts"] / 1e3, each.get("args", {}).get("correlation")
-    return Event(each["name"], start, start + each["dur"] / 1e3, each["cat"], each.get("tid"), correlation)
-
-
 class Trace:
     """All that ran, in the order of its start.
 
@@ -61,9 +56,13 @@ class Trace:
     """
 
     def __init__(self, path: Path) -> None:
+        self.events: list[Event] = []
         try:
-            found = [of for of in json.loads(path.read_text())["traceEvents"] if of.get("ph") == "X"]
-            self.events = [event_of(each) for each in found if each.get("cat") in (*ON_GPU, *ON_HOST, *LAUNCHES)]
+            for of in json.loads(path.read_text())["traceEvents"]:
+                if of.get("ph") == "X" and of.get("cat") in (*ON_GPU, *ON_HOST, *LAUNCHES):
+                    start, correlation = of["ts"] / 1e3, of.get("args", {}).get("correlation")
+                    end = start + of["dur"] / 1e3
+                    self.events.append(Event(of["name"], start, end, of["cat"], of.get("tid"), correlation))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is not a trace of torch.profiler: {error!r}") from None
         self.events.sort(key=lambda event: (event.start, -event.end))
@@ -95,8 +94,7 @@ class Trace:
             if event.name.startswith("ProfilerStep"):
                 continue
             while within and within[-1].end <= event.start:
-                end = within.pop().end
-                note(end)
+                note(within.pop().end)
             within.append(event)
             note(event.start)
         return doing

@@ -41,33 +41,44 @@ BATCH = 2  # sequences of one rank in one microbatch
 GRAD_NORM = "grad_norm"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Layout:
     """A way to spread a training over processes.
 
     Attributes:
-        flags: TorchTitan's, besides those that every run has.
         data_ranks: data-parallel degree: ranks that read data of their own.
-        accumulate: microbatches of each of them in a step.
-        batch: sequences in a microbatch.
         expert_batch: sequences whose tokens meet in one expert GEMM: ``batch`` times the data ranks that expert
             parallelism joins, or the microbatch of a pipeline times them.
+        flags: TorchTitan's, besides those that every run has.
+        accumulate: microbatches of each data rank in a step.
+        batch: sequences in a microbatch.
         favoured_experts: so many experts, the first ones, get every token: under EP some ranks get none.
     """
 
     name: str
     processes: int
+    data_ranks: int
+    expert_batch: int
     flags: tuple[str, ...] = ()
-    data_ranks: int = 1
     accumulate: int = 1
     batch: int = BATCH
-    expert_batch: int = BATCH
     favoured_experts: int = 0
+
+    @property
+    def sequences(self) -> int:
+        """Of a step."""
+        return self.data_ranks * self.accumulate * self.batch
 
     @property
     def gpu_only(self) -> bool:
         """Whether TorchTitan cannot do it on CPUs, converters or not: CP has no sharding rule for their attention."""
         return self.name.startswith("CP")
+
+    def twin(self) -> "Layout":
+        """One process that reads the layout's sequences in microbatches of ``expert_batch``."""
+        own, count = self.expert_batch, self.sequences // self.expert_batch
+        name = f"1 process {count} x {own}" + " favoured" * (self.favoured_experts > 0)
+        return replace(self, name=name, processes=1, flags=(), data_ranks=1, accumulate=count, batch=own)
 
 
 def parallel(**degrees: int | str) -> tuple[str, ...]:
@@ -77,57 +88,34 @@ def parallel(**degrees: int | str) -> tuple[str, ...]:
     return tuple(f"--parallelism.{names.get(key, f'{key}_parallel_degree')}={value}" for key, value in degrees.items())
 
 
-def _layouts() -> tuple[Layout, ...]:
-    """By name: processes, data ranks, sequences of an expert GEMM, degrees, and what else a layout has."""
-    interleaved, one = "Interleaved1F1B", "1F1B"
-    table: dict[str, tuple[int, int, int, dict[str, int | str], dict[str, int]]] = {
-        "FSDP 2": (2, 2, 2, {}, {}),
-        "FSDP 2 accumulate 2": (2, 2, 2, {}, {"accumulate": 2}),
-        "DDP 2": (2, 2, 2, {"replicate": 2, "shard": 1}, {}),
-        "EP 2": (2, 2, 4, {"expert": 2}, {}),
-        "EP 2 always reshard": (2, 2, 4, {"expert": 2, "reshard": "always"}, {}),
-        "EP 2 never reshard": (2, 2, 4, {"expert": 2, "reshard": "never"}, {}),
-        "EP 2 one rank gets every token": (2, 2, 4, {"expert": 2}, {"favoured_experts": 4}),
-        "TP 2": (2, 1, 2, {"tensor": 2}, {}),
-        "PP 2": (2, 1, 1, {"pipeline": 2, "schedule": one}, {}),
-        "PP 2 interleaved": (2, 1, 1, {"pipeline": 2, "schedule": interleaved}, {}),
-        "CP 2": (2, 1, 2, {"context": 2}, {}),
-        "FSDP 4 + EP 2": (4, 4, 4, {"expert": 2}, {}),
-        "FSDP 4 + EP 4": (4, 4, 8, {"expert": 4}, {}),
-        "HSDP 2x2": (4, 4, 2, {"replicate": 2, "shard": 2}, {}),
-        "HSDP 2x2 + EP 2": (4, 4, 4, {"replicate": 2, "shard": 2, "expert": 2}, {}),
-        "HSDP 2x2 + EP 2 accumulate 2": (4, 4, 4, {"replicate": 2, "shard": 2, "expert": 2}, {"accumulate": 2}),
-        "TP 4": (4, 1, 2, {"tensor": 4}, {}),
-        "FSDP 2 + TP 2": (4, 2, 2, {"tensor": 2}, {}),
-        "FSDP 2 + TP 2 + EP 2": (4, 2, 2, {"tensor": 2, "expert": 2}, {}),
-        "FSDP 2 + TP 2 + EP 4": (4, 2, 4, {"tensor": 2, "expert": 4}, {}),
-        "FSDP 2 + TP 2 + EP 2 + ETP 2": (4, 2, 4, {"tensor": 2, "expert": 2, "expert_tensor": 2}, {}),
-        "PP 2 + FSDP 2 + EP 2": (4, 2, 2, {"pipeline": 2, "schedule": one, "expert": 2}, {}),
-        "PP 2 interleaved + FSDP 2 + EP 2": (4, 2, 2, {"pipeline": 2, "schedule": interleaved, "expert": 2}, {}),
-        "PP 2 + TP 2": (4, 1, 1, {"pipeline": 2, "schedule": one, "tensor": 2}, {}),
-        "CP 2 + FSDP 2 + EP 2": (4, 2, 2, {"context": 2, "expert": 2}, {}),
-    }
-    return tuple(
-        Layout(name=name, processes=n, data_ranks=data, expert_batch=batch, flags=parallel(**degrees), **more)
-        for name, (n, data, batch, degrees, more) in table.items()
-    )
-
-
-LAYOUTS = _layouts()  # TorchTitan takes the experts' ranks (EP) from those of FSDP and TP
-
-
-def twin_of(layout: Layout) -> Layout:
-    """One process that reads the layout's sequences in microbatches of ``expert_batch``."""
-    sequences = layout.data_ranks * layout.accumulate * layout.batch
-    favoured = layout.favoured_experts > 0
-    return Layout(
-        name=f"1 process {sequences // layout.expert_batch} x {layout.expert_batch}" + " favoured" * favoured,
-        processes=1,
-        accumulate=sequences // layout.expert_batch,
-        batch=layout.expert_batch,
-        expert_batch=layout.expert_batch,
-        favoured_experts=layout.favoured_experts,
-    )
+INTERLEAVED, ONE = "Interleaved1F1B", "1F1B"
+LAYOUTS = (  # TorchTitan takes the experts' ranks (EP) from those of FSDP and TP
+    Layout("FSDP 2", 2, 2, 2),
+    Layout("FSDP 2 accumulate 2", 2, 2, 2, accumulate=2),
+    Layout("DDP 2", 2, 2, 2, parallel(replicate=2, shard=1)),
+    Layout("EP 2", 2, 2, 4, parallel(expert=2)),
+    Layout("EP 2 always reshard", 2, 2, 4, parallel(expert=2, reshard="always")),
+    Layout("EP 2 never reshard", 2, 2, 4, parallel(expert=2, reshard="never")),
+    Layout("EP 2 one rank gets every token", 2, 2, 4, parallel(expert=2), favoured_experts=4),
+    Layout("TP 2", 2, 1, 2, parallel(tensor=2)),
+    Layout("PP 2", 2, 1, 1, parallel(pipeline=2, schedule=ONE)),
+    Layout("PP 2 interleaved", 2, 1, 1, parallel(pipeline=2, schedule=INTERLEAVED)),
+    Layout("CP 2", 2, 1, 2, parallel(context=2)),
+    Layout("FSDP 4 + EP 2", 4, 4, 4, parallel(expert=2)),
+    Layout("FSDP 4 + EP 4", 4, 4, 8, parallel(expert=4)),
+    Layout("HSDP 2x2", 4, 4, 2, parallel(replicate=2, shard=2)),
+    Layout("HSDP 2x2 + EP 2", 4, 4, 4, parallel(replicate=2, shard=2, expert=2)),
+    Layout("HSDP 2x2 + EP 2 accumulate 2", 4, 4, 4, parallel(replicate=2, shard=2, expert=2), accumulate=2),
+    Layout("TP 4", 4, 1, 2, parallel(tensor=4)),
+    Layout("FSDP 2 + TP 2", 4, 2, 2, parallel(tensor=2)),
+    Layout("FSDP 2 + TP 2 + EP 2", 4, 2, 2, parallel(tensor=2, expert=2)),
+    Layout("FSDP 2 + TP 2 + EP 4", 4, 2, 4, parallel(tensor=2, expert=4)),
+    Layout("FSDP 2 + TP 2 + EP 2 + ETP 2", 4, 2, 4, parallel(tensor=2, expert=2, expert_tensor=2)),
+    Layout("PP 2 + FSDP 2 + EP 2", 4, 2, 2, parallel(pipeline=2, schedule=ONE, expert=2)),
+    Layout("PP 2 interleaved + FSDP 2 + EP 2", 4, 2, 2, parallel(pipeline=2, schedule=INTERLEAVED, expert=2)),
+    Layout("PP 2 + TP 2", 4, 1, 1, parallel(pipeline=2, schedule=ONE, tensor=2)),
+    Layout("CP 2 + FSDP 2 + EP 2", 4, 2, 2, parallel(context=2, expert=2)),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +143,7 @@ class Run:
         return replace(self, kind="plain", dispatch="off")
 
     def twin(self) -> "Run":
-        return replace(self, layout=twin_of(self.layout), compile=False)
+        return replace(self, layout=self.layout.twin(), compile=False)
 
 
 class Comparison:
@@ -164,7 +152,7 @@ class Comparison:
     def __init__(self, args: argparse.Namespace, work: Path) -> None:
         self.args, self.work = args, work
         self.failed: dict[Run, str] = {}
-        self.rows = make_rows(args.steps * max(x.data_ranks * x.accumulate * x.batch for x in LAYOUTS))
+        self.rows = make_rows(args.steps * max(layout.sequences for layout in LAYOUTS))
 
     def folder(self, run: Run) -> Path:
         return self.work / run.name
@@ -179,7 +167,7 @@ class Comparison:
             f"--training.steps={self.args.steps}",
             f"--training.dataset_path={self.data(layout)}",
             f"--training.local_batch_size={layout.batch}",
-            f"--training.global_batch_size={layout.data_ranks * layout.accumulate * layout.batch}",
+            f"--training.global_batch_size={layout.sequences}",
             f"--checkpoint.initial_load_path={self.work}/seed_{run.model}/checkpoint/step-0",
             "--checkpoint.load_only",
             f"--{GROUPED_MM}.dispatch={run.dispatch}",
@@ -207,10 +195,9 @@ class Comparison:
         if folder.exists():
             return folder
         of_rank = layout.accumulate * layout.batch  # sequences in a step
-        steps = range(len(self.rows) // (layout.data_ranks * of_rank))
         lines = []
-        for rank, step in product(range(layout.data_ranks), steps):
-            begin = of_rank * (step * layout.data_ranks + rank)
+        for rank, step in product(range(layout.data_ranks), range(len(self.rows) // layout.sequences)):
+            begin = step * layout.sequences + rank * of_rank
             lines += [json.dumps({"text": row}) + "\n" for row in self.rows[begin : begin + of_rank]]
         folder.mkdir()
         (folder / "data.jsonl").write_text("".join(lines))
@@ -222,8 +209,7 @@ class Comparison:
         Raises:
             ValueError: that failed.
         """
-        seeds = {model: self.work / f"seed_{model}" for model in models}
-        created = "--checkpoint.create_seed_checkpoint"
+        seeds, created = {model: self.work / f"seed_{model}" for model in models}, "--checkpoint.create_seed_checkpoint"
         runs = [{"out": str(out), "flags": [*self.common_flags(model, out), created]} for model, out in seeds.items()]
         if reason := self.launch(1, runs, "seed checkpoints"):
             raise ValueError(f"no seed checkpoint: {reason}")
@@ -247,14 +233,10 @@ class Comparison:
         config, log = self.work / f"runs_{number}.json", self.args.out / "logs" / f"{number}.log"
         config.write_text(json.dumps(runs))
         log.parent.mkdir(parents=True, exist_ok=True)
-        own = {
-            "TORCHINDUCTOR_COMPILE_THREADS": str(cores_each(processes)),
-            "HF_HUB_OFFLINE": "1",
-            "HF_DATASETS_CACHE": str(self.work / "datasets"),
-            "WANDB_MODE": "disabled",
-        }
-        program = [str(Path(__file__).with_name("train_many.py")), str(config)]
+        own = {"TORCHINDUCTOR_COMPILE_THREADS": str(cores_each(processes)), "WANDB_MODE": "disabled"}
+        own |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(self.work / "datasets")}
         own |= {} if self.args.ngpu else {"CUDA_VISIBLE_DEVICES": ""}
+        program = [str(Path(__file__).with_name("train_many.py")), str(config)]
         process = launch(processes, program, log, own, cwd=ROOT)
         with progress(len(runs), what) as bar:
             while process.poll() is None:
@@ -267,7 +249,7 @@ class Comparison:
         device = torch.device("cuda:0" if self.args.ngpu else "cpu")
         row: dict[str, object] = {
             "layout": run.layout.name,
-            "twin": twin_of(run.layout).name,
+            "twin": run.layout.twin().name,
             "model": run.model,
             "converters": "grouped_mm, linear",
             "dispatch": run.dispatch,
@@ -284,11 +266,8 @@ class Comparison:
             ours, twins = (read_tensorboard(self.folder(each)) for each in pair)
             gradients, twin_gradients = (first_gradients(self.folder(each)) for each in pair)
             losses = ours[LOSS]
-            if losses.keys() != twins[LOSS].keys() or gradients.keys() != twin_gradients.keys():
-                apart = sorted(map(str, losses.keys() ^ twins[LOSS].keys())) + sorted(
-                    gradients.keys() ^ twin_gradients.keys()
-                )
-                problems.append(f"{one.name} and its twin do not both have {', '.join(apart)}")
+            if apart := (losses.keys() ^ twins[LOSS].keys()) | (gradients.keys() ^ twin_gradients.keys()):
+                problems.append(f"{one.name} and its twin do not both have {', '.join(sorted(map(str, apart)))}")
                 continue
             row[f"{kind}_max_difference"] = max(abs(losses[step] - twins[LOSS][step]) for step in losses)
             row[f"{kind}_gradient_difference"], row[f"{kind}_worst_gradient"] = max(
