@@ -86,6 +86,11 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     return rows
 
 
+def is_plain(row: Mapping[str, str]) -> bool:
+    """Whether a row of bench_grouped_mm.py is of normal numbers, with nothing held: older files have others too."""
+    return (row.get("held") or "0", row.get("data") or "normal") == ("0", "normal")
+
+
 def env_of(path: Path) -> dict[str, str]:
     """The environment of a CSV: of ``training_table.csv`` ``training_env.json``, or env.json beside it; empty where
     there is none."""

@@ -17,6 +17,7 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cache
 from importlib.util import find_spec
+from itertools import chain, product
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING
@@ -47,8 +48,7 @@ class Comparison:
     Attributes:
         steps: those that every run logged.
         window: those whose mean loss is a run's final loss: in the last ``window`` of the run, a share; at least one.
-        losses, smooth: by group, a row for each of the steps and a column for each seed: as logged, and the mean over a
-            centred fiftieth of the steps, cut at both ends. NaN where a loss, or one of these, is not finite.
+        losses, smooth: by group, a row for each of the steps and a column for each seed: as logged, and ``smoothed``.
         final: by group and seed, of the runs that have not diverged: with a finite loss at each step of the window.
         share, margin: of the baseline's mean final loss, and as many nats: NaN where no run of it has ended.
 
@@ -101,11 +101,12 @@ class Comparison:
         ends = [round(i * len(pair) / PARTS) for i in range(1, PARTS)]
         return [part.mean() for part in np.split(pair, ends)] if len(pair) >= 2 * PARTS else []
 
-    def apart(self, name: str) -> Iterator[str]:
+    def apart(self) -> Iterator[str]:
         """A sentence on each pair whose losses do not change together from step to step."""
-        for run in self.groups[name]:
-            for base in (other for other in self.groups[self.first] if other.seed == run.seed):
-                pair = pd.concat([of[str(run.seed)] for of in (self.losses[name], self.losses[self.first])], axis=1)
+        first, *others = self.groups.values()
+        for run, base in product(chain(*others), first):
+            if run.seed == base.seed:
+                pair = pd.concat([self.losses[of.group][str(of.seed)] for of in (run, base)], axis=1)
                 changes = pair.dropna().diff().dropna()
                 together = changes.corr().iloc[0, 1]  # NaN where a loss does not change
                 if len(changes) >= FEWEST_CHANGES and together < TOGETHER:
@@ -141,9 +142,8 @@ class Comparison:
         return rows
 
     def statistics(self, name: str) -> dict[str, str | None]:
-        """The columns of a group's paired differences, whose interval is that of the parts of the window where there is
-        one pair; and how far apart the smoothed losses of any pair are at most. None is what too few pairs leave
-        undefined."""
+        """The columns of a group's paired differences, of which one has the interval of the window's parts; and how far
+        apart the smoothed losses of any pair are at most. None: what too few pairs leave undefined."""
         row = dict.fromkeys(("difference", "standard error", "95% low", "95% high", "largest difference"))
         largest = (self.smooth[name] - self.smooth[self.first]).abs().max(axis=None)
         if math.isfinite(largest):
@@ -181,8 +181,7 @@ class Comparison:
 
     def plot_differences(self, axes: "Axes") -> None:
         """Each group's mean paired difference from the first one, its 95% interval at each step (pale), and the margin.
-        Curves that end in NaN are left out. The margin and the mean differences after the first tenth of the steps set
-        the axis' limits."""
+        Curves that end in NaN are left out; the first tenth of the steps does not set the axis' limits."""
         ended = {name: curves.loc[:, curves.iloc[-1].notna()] for name, curves in self.smooth.items()}
         edges = [self.margin]
         for index, (name, curves) in enumerate(ended.items()):
@@ -289,8 +288,8 @@ def critical_t(confidence: float, freedom: int) -> float:
 def interval(values: Sequence[float] | np.ndarray, confidence: float) -> tuple[np.ndarray, np.ndarray]:
     """The t interval of the mean of two or more independent, normally distributed values, of (values, ...) over the
     first axis: its ends; NaN if one of the values is NaN."""
-    half = critical_t(confidence, len(values) - 1) * standard_error(values)
-    return np.mean(values, axis=0) - half, np.mean(values, axis=0) + half
+    mean, half = np.mean(values, axis=0), critical_t(confidence, len(values) - 1) * standard_error(values)
+    return mean - half, mean + half
 
 
 def standard_error(values: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -304,27 +303,22 @@ def median_of(values: dict[int, float]) -> float:
 
 
 def loss_table(runs: Sequence[Run], steps: Sequence[int], count: int = 12) -> list[dict[str, object]]:
-    """Losses at so many of these steps, evenly spaced, the last one included, and the difference from the first run."""
-    rows = []
+    """Losses at so many of these steps, evenly spaced, with the last one, and their difference from the first run."""
+    rows, (base, *others) = [], runs
     for step in sorted({steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)}):
         row: dict[str, object] = {"step": step} | {run.name: f"{run.loss[step]:.4f}" for run in runs}
-        base = runs[0]
-        rows.append(row | {f"{r.name} - {base.name}": f"{r.loss[step] - base.loss[step]:+.4f}" for r in runs[1:]})
+        rows.append(row | {f"{r.name} - {base.name}": f"{r.loss[step] - base.loss[step]:+.4f}" for r in others})
     return rows
 
 
 def curves(runs: Sequence[Run], steps: Sequence[int]) -> list[dict[str, object]]:
     """One row for each of these steps: the loss and the tokens per second of every run, and its loss on held-out text
     (TorchTitan's validation) at the steps that have one."""
-    rows = []
-    for step in steps:
-        row: dict[str, object] = {"step": step}
-        for run in runs:
-            row |= {f"{run.name} loss": run.loss[step], f"{run.name} tps": run.tps.get(step)}
-            if run.held_out:
-                row[f"{run.name} held-out"] = run.held_out.get(step)
-        rows.append(row)
-    return rows
+    columns: dict[str, dict[int, float]] = {}
+    for run in runs:
+        columns |= {f"{run.name} loss": run.loss, f"{run.name} tps": run.tps}
+        columns |= {f"{run.name} held-out": run.held_out} if run.held_out else {}
+    return [{"step": step} | {name: of.get(step) for name, of in columns.items()} for step in steps]
 
 
 def tag_table(folders: Sequence[Path], patterns: Sequence[str]) -> list[dict[str, object]]:
@@ -354,7 +348,7 @@ def title_of(groups: dict[str, list[Run]]) -> str:
     runs = [run for group in groups.values() for run in group]
     models = [run.config["model"] for run in runs if run.config.get("model")]
     names = dict.fromkeys(" ".join(str(model[key]) for key in ("name", "flavor") if model.get(key)) for model in models)
-    counts = dict.fromkeys(len(group) for group in groups.values())
+    counts = [len(group) for group in groups.values()]
     said = " to ".join(map(str, sorted({min(counts), max(counts)})))
     return ", ".join([*names, f"{said} run{'s' * (said != '1')} each"])
 
@@ -381,14 +375,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
 
 
 def compare(runs: Sequence[Run], out: Path, window: float, share: float) -> None:
-    """Prints the tables and writes the files.
-
-    Args:
-        share: the margin, as a share of the baseline's mean loss.
-
-    Raises:
-        ValueError: the runs cannot be compared.
-    """
+    """Prints the tables and writes the files. Raises ValueError if the runs cannot be compared."""
     check_comparable(runs)
     comparison = Comparison(runs, window, share)
     rows = comparison.summary()
@@ -396,10 +383,7 @@ def compare(runs: Sequence[Run], out: Path, window: float, share: float) -> None
         print(format_table(loss_table(runs, comparison.steps)) + "\n")
     print(format_table(rows))
     print(f"\nfinal loss: nats per token, over the last {100 * window:.3g}% of the steps; x: tokens/s against", end=" ")
-    print(comparison.first)
-    for name in list(comparison.groups)[1:]:
-        for sentence in comparison.apart(name):
-            print(f"\n{sentence}")
+    print(comparison.first, *comparison.apart(), sep="\n\n")
     out.mkdir(parents=True, exist_ok=True)
     write_rows(out / "losses.csv", curves(runs, comparison.steps))
     write_rows(out / "table.csv", rows)

@@ -14,11 +14,12 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 from scripts.bench.roofline import MODELS
 from scripts.progress import ends_in_words
-from scripts.result_files import env_of, read_rows, training_gains, write_rows
+from scripts.result_files import env_of, is_plain, read_rows, training_gains, write_rows
 from scripts.study.conversions import FLOAT8, conversion_of
 from titan_mxfp8.recipe import BF16, RECIPES
 
@@ -47,12 +48,9 @@ def folders(results: Path) -> list[Path]:
 def measured(results: Path) -> list[Row]:
     """All rows, sorted."""
     newest: dict[tuple[str, ...], Row] = {}
-    for folder in folders(results):
-        for pattern, rows_of in (("*table.csv", of_training), ("data.csv", of_gemms)):
-            for path in sorted(folder.rglob(pattern)):
-                env = env_of(path)
-                if "gpu" not in env:
-                    continue
+    for folder, (pattern, rows_of) in product(folders(results), (("*table.csv", of_training), ("data.csv", of_gemms))):
+        for path in sorted(folder.rglob(pattern)):
+            if "gpu" in (env := env_of(path)):
                 releases = {name: ".".join(env[name].split(".")[:2]) for name in ("torch", "triton")}
                 for key, gain in rows_of(path, env):
                     row = dict(zip(KEY, (env["gpu"], *key), strict=True)) | {"x": f"{gain:.2f}", **releases}
@@ -64,9 +62,8 @@ def of_training(path: Path, env: dict[str, str]) -> Iterator[tuple[tuple[str, ..
     """The rows of a table.csv of bench_training.py: ``KEY`` behind the GPU, and times bf16's speed."""
     if not {"config", "processes"} <= env.keys() or env.get("torchtitan", "").startswith("0.3"):
         return
-    model = tomllib.loads((ROOT / env["config"]).read_text())["model"]
-    gains = [(row, gain) for row, gain in training_gains(read_rows(path)) if "+graph" not in row["run"]]
-    conversions = [(conversion_of(row["run"]), row, gain) for row, gain in gains]
+    model, gains = tomllib.loads((ROOT / env["config"]).read_text())["model"], training_gains(read_rows(path))
+    conversions = [(conversion_of(row["run"]), row, gain) for row, gain in gains if "+graph" not in row["run"]]
     converted = "both" if any(run.what == "both" for run, *_ in conversions) else "grouped"
     for run, row, gain in conversions:
         if run.recipe != FLOAT8 and (run.recipe == BF16.name or run.what == converted):
@@ -77,10 +74,9 @@ def of_training(path: Path, env: dict[str, str]) -> Iterator[tuple[tuple[str, ..
 
 def of_gemms(path: Path, env: dict[str, str]) -> Iterator[tuple[tuple[str, ...], float]]:
     """The rows of a data.csv of bench_grouped_mm.py, as those of ``of_training``."""
-    for row in read_rows(path):
-        plain = (row.get("bench"), row.get("what")) == ("grouped_mm", "forward + backward")
-        plain &= (row.get("held") or "0", row.get("data") or "normal") == ("0", "normal")  # in older files, others too
-        if plain and (row["G"], row["groups"]) == ("8", "balanced") and row["recipe"] in RECIPES:
+    for row in filter(is_plain, read_rows(path)):
+        whole = (row.get("bench"), row.get("what")) == ("grouped_mm", "forward + backward")
+        if whole and (row["G"], row["groups"]) == ("8", "balanced") and row["recipe"] in RECIPES:
             model = MODELS[int(row["N"]), int(row["K"])]
             what = f"{row['M']} x {row['N']} x {row['K']}, {row['G']} experts"
             yield ("grouped_mm", model, what, "1", RECIPES[row["recipe"]].name, ""), float(row["x"])

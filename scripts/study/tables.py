@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts.progress import ends_in_words
-from scripts.result_files import env_of, gpu_of, training_gains
+from scripts.result_files import env_of, gpu_of, is_plain, training_gains
 from scripts.result_files import read_rows as read
 from scripts.study.conversions import FLOAT8, conversion_of
 from titan_mxfp8.recipe import BF16
@@ -83,9 +83,8 @@ def between(text: str) -> str:
 
 def render(rows: Sequence[Cells]) -> str:
     """Markdown; columns that no row fills are left out."""
-    columns = [
-        name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)
-    ]
+    named = dict.fromkeys(name for row in rows for name in row)
+    columns = [name for name in named if any(row.get(name) for row in rows)]
     lines = [columns, *([row.get(name, "") for name in columns] for row in rows)]
     head, *body = (f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in line)}|\n" for line in lines)
     return "".join([head, f"|{'---|' * len(columns)}\n", *body])
@@ -117,7 +116,8 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", layers:
                 trained.append(Trained(row, gain, recipe, "bf16" if recipe == OURS else run.what, extras))
         flavors = dict.fromkeys(run.row.get("flavor", "") for run in trained)
         if layers == "most":
-            flavors = {re.sub(r"\d+layers", "", name): name for name in sorted(flavors, key=layers_in)}.values()
+            most = sorted(flavors, key=lambda name: int((re.findall(r"(\d+)layers", name) or [0])[0]))
+            flavors = {re.sub(r"\d+layers", "", name): name for name in most}.values()
         for flavor, extras in itertools.product(flavors, ((), ("dispatch",), ("dispatch", "graph"))):
             of_kind = [run for run in trained if run.row.get("flavor", "") == flavor]
             of_kind = [run for run in of_kind if run.recipe in ("bf16", FLOAT8) or run.extras == extras]
@@ -137,12 +137,6 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", layers:
     return table
 
 
-def layers_in(flavor: str) -> int:
-    """How many a flavor's name says, or 0."""
-    found = re.search(r"(\d+)layers", flavor)
-    return int(found[1]) if found else 0
-
-
 def flavor_of(row: Row, env: Row) -> str:
     """The flavor of a row of bench_training.py: its own, or that of the config that ``env`` names."""
     config = env.get("config")
@@ -152,33 +146,28 @@ def flavor_of(row: Row, env: Row) -> str:
 def moe_layers(path: Path) -> list[Cells]:
     """MoE layers with dispatch of bench_moe_layer.py, times TorchTitan's."""
     found: dict[str, Cells] = {}
-    for row in read(path):
-        recipe = row["way"].split()[0]
-        if recipe == "torchtitan":
-            continue
+    columns = dict.fromkeys(map(code, ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")), "")
+    for row in (row for row in read(path) if not row["way"].startswith("torchtitan")):
         sizes = ", ".join(row[name] for name in ("tokens", "D", "H", "experts", "top_k"))
         label = f"{sizes} ({LAYERS[row['layer']]})"
-        columns = dict.fromkeys((code(name) for name in ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")), "")
         cells = found.setdefault(label, {"tokens per GPU, D, H, experts, top-k": label} | columns)
-        cells[code(recipe)] = f"{float(row['x']):.2f}"
+        cells[code(row["way"].split()[0])] = f"{float(row['x']):.2f}"
     return list(found.values())
 
 
 def beside_peer(*paths: Path) -> list[Cells]:
     """MoE layers of bench_moe_layer.py on one GPU: speed times SonicMoE's, and the peak of memory."""
-    table = []
+    table: dict[tuple[Path, str], Cells] = {}
     for path in paths:
-        layers: dict[str, dict[str, Row]] = {}
-        for row in read(path):
-            layers.setdefault(row["layer"], {})[row["way"].split()[0]] = row
-        for layer, ways in layers.items():
-            cells = {"layer": LAYERS[layer], "GPU": gpu_of(env_of(path))}
-            for way, row in ways.items():
-                x = float(ways["sonicmoe"]["p50_us"]) / float(row["p50_us"])
-                name = {"torchtitan": "TorchTitan", "sonicmoe": "SonicMoE"}.get(way) or code(way)
-                cells[name] = f"{x:.2f}; {float(row['peak_gib']):.1f} GiB"
-            table.append(cells)
-    return table
+        rows = read(path)
+        peers = {row["layer"]: row for row in rows if row["way"] == "sonicmoe"}
+        for row in rows:
+            layer, way = row["layer"], row["way"].split()[0]
+            x = float(peers[layer]["p50_us"]) / float(row["p50_us"])
+            name = {"torchtitan": "TorchTitan", "sonicmoe": "SonicMoE"}.get(way) or code(way)
+            cells = table.setdefault((path, layer), {"layer": LAYERS[layer], "GPU": gpu_of(env_of(path))})
+            cells[name] = f"{x:.2f}; {float(row['peak_gib']):.1f} GiB"
+    return list(table.values())
 
 
 def grouped_mm(*paths: Path, recipes: str = "", experts: str = "") -> list[Cells]:
@@ -191,12 +180,11 @@ def grouped_mm(*paths: Path, recipes: str = "", experts: str = "") -> list[Cells
     shown = (*CONTROLS, *(recipes.split(",") if recipes else RECIPES))
     for path in paths:
         problems: dict[tuple[str, ...], Cells] = {}
-        for row in read(path):
+        for row in filter(is_plain, read(path)):
             if (row.get("bench"), row.get("what")) != ("grouped_mm", "forward + backward"):
                 continue
             spread = "zipf" if int(row["G"]) > 8 else "balanced"
-            is_another = (row.get("held") or "0", row.get("data") or "normal") != ("0", "normal")  # in older files
-            if is_another or row["groups"] != spread or (experts and row["G"] not in experts.split(",")):
+            if row["groups"] != spread or (experts and row["G"] not in experts.split(",")):
                 continue
             sizes = tuple(row[name] for name in ("M", "N", "K", "G"))
             label = ", ".join(filter(None, [SHAPES.get(sizes[1:3], ""), *["Zipf groups"] * (spread == "zipf")]))
