@@ -28,6 +28,7 @@ from scripts.result_files import (
     environment,
     format_table,
     gpu_of,
+    is_plain,
     read_rows,
     training_gains,
     write_results,
@@ -81,8 +82,7 @@ class Rates:
 
     def seconds(self, recipe: str, one: Pass) -> float:
         """Of a pass: by its own rate where there is one."""
-        own = self.own.get((recipe, one.name))
-        if own:
+        if own := self.own.get((recipe, one.name)):
             return (one.flops or one.moved) / own
         multiplying = one.flops / self.ceilings.get(one.what, self.ceilings["bf16"]) if one.flops else 0
         return max(multiplying, one.moved / self.ceilings["copy"])
@@ -102,8 +102,7 @@ def passes(recipe: Recipe, plan: Plan, layer: GroupedShape, keeps_weight: bool =
     }
     found = []
     for name, (shape, ways) in made.items():
-        written = [_bytes(shape, axis, spec, groups) for axis, spec in ways if spec.is_quantized]
-        if written:
+        if written := [_bytes(shape, axis, spec, groups) for axis, spec in ways if spec.is_quantized]:
             found.append(Pass(name=name, moved=2 * prod(shape) + sum(written)))
     # By name: both operands, the axis along which each is multiplied, and the elements of the result.
     gemms = {"forward": (x, 1, w, 2, m * n), "dgrad": (dy, 1, w, 1, m * k), "wgrad": (dy, 0, x, 0, groups * n * k)}
@@ -168,7 +167,7 @@ def committed_rates(results: Path, gpu: str) -> tuple[Rates, Rates] | None:
     for path in sorted(results.rglob("data.csv")):  # the oldest first
         if gpu_of(env_of(path)) != gpu:
             continue
-        rows = [row for row in read_rows(path) if row.get("bench") == "kernels" and row.get("data") != "products"]
+        rows = [row for row in read_rows(path) if row.get("bench") == "kernels" and is_plain(row)]
         shapes = {(row["N"], row["K"]) for row in rows if row["what"] not in CEILINGS}
         is_newer = len(shapes) > 1 or (bool(shapes) and not own)
         own = {} if is_newer else own
@@ -209,12 +208,11 @@ def roofline_rows(folder: Path) -> list[Row]:
         known = ", ".join(CLUSTER_GPUS)
         raise ValueError(f"{folder} lacks ceilings of one of {known}: bench_grouped_mm.py --passes measures them")
     gpu, ceilings = next(iter(found.items()))
-    plain = {"groups": "balanced", "G": str(EXPERTS), "data": "normal", "held": "0"}
     measured: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in (row for path in sorted(folder.rglob("data.csv")) for row in read_rows(path)):
-        kind = row.get("bench")
-        is_plain = all((row.get(name) or value) == value for name, value in plain.items())
-        if is_plain and (kind == "kernels" or (kind in ("grouped_mm", "scaling") and row["what"] == BOTH)):
+    for row in (row for path in sorted(folder.rglob("data.csv")) for row in filter(is_plain, read_rows(path))):
+        kind, groups = row.get("bench"), (row.get("groups") or "balanced", row.get("G") or str(EXPERTS))
+        is_one = kind == "kernels" or (kind in ("grouped_mm", "scaling") and row["what"] == BOTH)
+        if is_one and groups == ("balanced", str(EXPERTS)):
             measured[row["N"], row["K"], row["M"], row["recipe"], row["what"]] = row
     rows: list[Row] = []
     for n, k in MODELS:
