@@ -30,6 +30,15 @@ LONGER = [RESULTS / "2026-11-27_2xh200_longer_run" / "losses.csv"]
 LAYERS = [RESULTS / "2026-11-24_2xh200_dispatch_default" / "layers.csv"]
 SCALING = [RESULTS / "2026-11-25_h200_bench" / name for name in ("scaling/data.csv", "roofline.csv")]
 SHOWN = ("bf16", "mxfp8_2d", "mxfp8_2d_rebased")
+# What groups of runs are called, by their names.
+RECIPES = {name: name for name in ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")}
+WAYS = {
+    "bf16": "bf16",
+    "bf16+dispatch": "bf16, our dispatch",
+    "mxfp8_2d+experts+dispatch+rebase": "mxfp8_2d_rebased",
+    "mxfp8_2d+experts+dispatch": "mxfp8_2d",
+    "mxfp8+experts+dispatch": "mxfp8",
+}
 SHIFT = 0.5  # nats between two recipes' losses, which would hide each other
 BITS_16, BITS_8 = "#a6bddb", "#fdae6b"  # the colours of what is stored in so many bits
 # A token's way through a layer's forward where scores multiply outputs: what is done, in how many bits the result lies.
@@ -80,15 +89,13 @@ def moe_layers() -> Figure:
     """Milliseconds of each layer's forward + backward, p50, with p20 to p80."""
     rows = read_rows(*LAYERS)
     layers = list(dict.fromkeys(row["layer"] for row in rows))
+    names = {"torchtitan": "TorchTitan in bf16, compiled", "bf16": "control: our dispatch in bf16"}
     figure, axes = pyplot.subplots(figsize=(9, 3.8), layout="constrained")
     width = 0.8 / (1 + len(SHOWN))
     for place, layer in enumerate(layers):
         by_recipe = {row["way"].split()[0]: row for row in rows if row["layer"] == layer}
         for turn, recipe in enumerate(("torchtitan", *SHOWN)):
-            label = {"torchtitan": "TorchTitan in bf16, compiled", "bf16": "control: our dispatch in bf16"}.get(
-                recipe, recipe
-            )
-            row = by_recipe[recipe]
+            row, label = by_recipe[recipe], names.get(recipe, recipe)
             p20, p50, p80 = (float(row[name]) / 1e3 for name in ("p20_us", "p50_us", "p80_us"))
             x = place + (turn - len(SHOWN) / 2) * width
             spread = [[p50 - p20], [p80 - p50]]
@@ -110,16 +117,14 @@ def tokens() -> Figure:
     measured = [row for row in measured if row["groups"] == "balanced"]
     shapes = ("8192", "5120"), ("2048", "7168")
     repeats = [int(row["repeats"]) for row in measured if (row["N"], row["K"]) in shapes and row["G"] == "8"]
-    repeats = tables.times(repeats, 0)
     figure, panels = pyplot.subplots(1, len(shapes), figsize=(10, 3.6), layout="constrained", sharey=True)
     for axes, (n, k) in zip(panels, shapes, strict=True):
         for turn, recipe in enumerate(SHOWN, 1):
             label = "control: our kernel in bf16" if recipe == "bf16" else recipe
+            key = n, k, "8", recipe, "forward + backward"
             for rows, column, style in ((measured, "x", "-o"), (predicted, "predicted_x", ":")):
-                here = [row for row in rows if (row["N"], row["K"], row["G"], row["recipe"]) == (n, k, "8", recipe)]
-                here = [row for row in here if row["what"] == "forward + backward"]
-                points = sorted((int(row["M"]), float(row[column])) for row in here)
-                if points:
+                here = [row for row in rows if tuple(row[name] for name in ("N", "K", "G", "recipe", "what")) == key]
+                if points := sorted((int(row["M"]), float(row[column])) for row in here):
                     dotted = {} if style == ":" else {"label": label}
                     axes.plot(*zip(*points, strict=True), style, color=f"C{turn}", markersize=4, **dotted)
         axes.axhline(1, color="black", linewidth=0.8)
@@ -129,21 +134,18 @@ def tokens() -> Figure:
     panels[0].set_ylabel("speed relative to torch in bf16")
     panels[0].legend(fontsize=8)
     title = f"One grouped GEMM of 8 experts on an {gpu_of(env_of(SCALING[0]))}, forward + backward"
-    figure.suptitle(
-        f"{title}\nlines with dots: medians of {repeats} repeats; dotted: what the GPU's measured peak rates allow",
-        fontsize=10,
-    )
+    title += f"\nlines with dots: medians of {tables.times(repeats, 0)} repeats"
+    figure.suptitle(f"{title}; dotted: what the GPU's measured peak rates allow", fontsize=10)
     return figure
 
 
-def convergence(files: list[Path], model: str, shown: dict[str, str], share: float, highest: float) -> Figure:
+def convergence(files: list[Path], model: str, share: float, shown: dict[str, str]) -> Figure:
     """Losses of the recipes with all seeds, each recipe's some way above the last one's, and the differences from
     bf16's: by step, and at the end with their verdicts.
 
     Args:
-        shown: what each group of runs is called, bf16's first.
         share: the margin, as a share of bf16's loss.
-        highest: loss that is drawn.
+        shown: what each group of runs is called, bf16's first.
     """
     runs = compare_runs.read(files)
     comparison = compare_runs.Comparison([run for name in shown for run in runs if run.group == name], share=share)
@@ -153,24 +155,21 @@ def convergence(files: list[Path], model: str, shown: dict[str, str], share: flo
         label = f"{shown[name]}, drawn {index * SHIFT:g} higher" if index else shown[name]
         curves = curves + index * SHIFT
         top.fill_between(steps, curves.min(axis=1), curves.max(axis=1), color=f"C{index}", label=label)
-    top.set(ylabel="loss (nats per token), smoothed", ylim=(3, highest))
+    top.set(ylabel="loss (nats per token), smoothed", ylim=(3, 9.5))
     top.legend(title="from the lowest to the highest seed")
     top.set_title(f"{model} on H200s: {len(comparison.groups['bf16'])} seeds for each recipe", fontsize=11)
     comparison.plot_differences(middle)
     middle.set(xlabel="step", ylabel="loss minus bf16's")
-    middle.set_title(
-        f"mean over seeds, 95% interval; dotted: the margin, {100 * share:.2g}% of bf16's loss", fontsize=10
-    )
+    title = f"mean over seeds, 95% interval; dotted: the margin, {100 * share:.2g}% of bf16's loss"
+    middle.set_title(title, fontsize=10)
     others, behind = list(shown)[1:], margin
     for index, name in enumerate(others, 1):
-        differences = comparison.differences(name)
+        differences, colour = comparison.differences(name), f"C{index}"
         end = compare_runs.interval(differences, 0.95)[1]
         half = end - differences.mean()
-        bottom.errorbar(differences.mean(), -index, xerr=half, fmt="o", color=f"C{index}", capsize=4)
-        behind = max(behind, end)
-        bottom.text(
-            max(margin, end) + 0.1 * margin, -index, comparison.judge(name), va="center", color=f"C{index}", fontsize=9
-        )
+        bottom.errorbar(differences.mean(), -index, xerr=half, fmt="o", color=colour, capsize=4)
+        behind, right = max(behind, end), max(margin, end) + 0.1 * margin
+        bottom.text(right, -index, comparison.judge(name), va="center", color=colour, fontsize=9)
     for x in (-margin, margin):
         bottom.axvline(x, color="0.3", linewidth=0.8, linestyle=":")
     bottom.axvline(0, color="0.6", linewidth=0.8)
@@ -187,9 +186,8 @@ def longer_run() -> Figure:
     figure = compare_runs.Comparison(runs, share=0.0028785).figure()  # 0.005 nats
     top, bottom = figure.axes
     top.set_title("A DeepSeek-V3-style MoE model of 320M parameters on H200s: one run each, 226M tokens", fontsize=11)
-    bottom.set_title(
-        "smoothed; pale: 95% interval of the smoothed steps, not of other seeds; dotted: 0.005 nats", fontsize=10
-    )
+    title = "smoothed; pale: 95% interval of the smoothed steps, not of other seeds; dotted: 0.005 nats"
+    bottom.set_title(title, fontsize=10)
     return figure
 
 
@@ -199,31 +197,11 @@ PICTURES: dict[str, tuple[Callable[[], Figure], list[Path]]] = {
     "moe_layers.png": (moe_layers, LAYERS),
     "tokens.png": (tokens, SCALING),
     "convergence.png": (
-        partial(
-            convergence,
-            SEEDS,
-            "A Llama4-style MoE model of 111M parameters",
-            {name: name for name in ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")},
-            0.005,
-            9.5,
-        ),
+        partial(convergence, SEEDS, "A Llama4-style MoE model of 111M parameters", 0.005, RECIPES),
         SEEDS,
     ),
-    "convergence_320m.png": (
-        partial(
-            convergence,
-            DEFAULT,
-            "A DeepSeek-V3-style MoE of 320M parameters",
-            {
-                "bf16": "bf16",
-                "bf16+dispatch": "bf16, our dispatch",
-                "mxfp8_2d+experts+dispatch+rebase": "mxfp8_2d_rebased",
-                "mxfp8_2d+experts+dispatch": "mxfp8_2d",
-                "mxfp8+experts+dispatch": "mxfp8",
-            },
-            0.00138885,  # 0.005 nats
-            9.5,
-        ),
+    "convergence_320m.png": (  # 0.005 nats
+        partial(convergence, DEFAULT, "A DeepSeek-V3-style MoE of 320M parameters", 0.00138885, WAYS),
         DEFAULT,
     ),
     "longer_320m.png": (longer_run, LONGER),
