@@ -92,8 +92,7 @@ def is_plain(row: Mapping[str, str]) -> bool:
 
 
 def env_of(path: Path) -> dict[str, str]:
-    """The environment of a CSV: of ``training_table.csv`` ``training_env.json``, or env.json beside it; empty where
-    there is none."""
+    """The environment of a CSV: ``training_env.json`` of ``training_table.csv``, or env.json beside it, or nothing."""
     found = (path.with_name(f"{path.stem.removesuffix('table')}env.json"), path.with_name("env.json"))
     return next((json.loads(file.read_text()) for file in found if file.is_file()), {})
 
@@ -129,8 +128,9 @@ def format_table(rows: Sequence[dict[str, object]]) -> str:
             return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
         return "" if value is None else str(value)
 
-    lines = [columns, ["---"] * len(columns), *([cell(row.get(column)) for column in columns] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [columns, *([cell(row.get(column)) for column in columns] for row in rows)]
+    head, *body = (f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in line)}|" for line in lines)
+    return "\n".join([head, f"|{'---|' * len(columns)}", *body])
 
 
 def _output(*command: str) -> str:

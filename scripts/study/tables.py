@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts.progress import ends_in_words
-from scripts.result_files import env_of, gpu_of, is_plain, training_gains
+from scripts.result_files import env_of, format_table, gpu_of, is_plain, training_gains
 from scripts.result_files import read_rows as read
 from scripts.study.conversions import FLOAT8, conversion_of
 from titan_mxfp8.recipe import BF16
@@ -84,10 +84,8 @@ def between(text: str) -> str:
 def render(rows: Sequence[Cells]) -> str:
     """Markdown; columns that no row fills are left out."""
     named = dict.fromkeys(name for row in rows for name in row)
-    columns = [name for name in named if any(row.get(name) for row in rows)]
-    lines = [columns, *([row.get(name, "") for name in columns] for row in rows)]
-    head, *body = (f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in line)}|\n" for line in lines)
-    return "".join([head, f"|{'---|' * len(columns)}\n", *body])
+    filled = [name for name in named if any(row.get(name) for row in rows)]
+    return format_table([{name: row.get(name) for name in filled} for row in rows]) + "\n"
 
 
 class Trained(NamedTuple):
@@ -224,11 +222,8 @@ KINDS: dict[str, Callable[..., list[Cells]]] = {
 
 
 def table_of(query: str) -> str:
-    """The table that a marker asks for.
-
-    Raises:
-        ValueError: an unknown kind or option, or a file that is not there.
-    """
+    """The table that a marker asks for. Raises ValueError for an unknown kind or option, or a file that is not
+    there."""
     kind, *words = query.split()
     if kind not in KINDS:
         raise ValueError(f"table: {query}: unknown kind {kind!r}, use one of {', '.join(KINDS)}")
