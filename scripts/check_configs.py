@@ -47,13 +47,11 @@ def predicted(report: Report) -> str:
 
 def dispatch_gains(gpu: str, model: str) -> list[float]:
     """How many times as fast trainings of a model were with the dispatch alone, by measured.csv."""
-    rows = read_rows(ROOT / "titan_mxfp8" / "measured.csv")
-    control = (model, "training", BF16.name)
-    return [
-        float(row["x"])
-        for row in rows
-        if row["gpu"].split()[1] == gpu and (row["model"], row["kind"], row["recipe"]) == control
-    ]
+    control, found = (gpu, model, "training", BF16.name), []
+    for row in read_rows(ROOT / "titan_mxfp8" / "measured.csv"):
+        if (row["gpu"].split()[1], row["model"], row["kind"], row["recipe"]) == control:
+            found.append(float(row["x"]))
+    return found
 
 
 def fsdp_of(report: Report) -> str:
@@ -129,7 +127,7 @@ def main() -> int:
     if rows:
         print(format_table(rows))
     print(f"{len(rows)} of {len(configs)} configs can be trained as they are laid out")
-    return 1 if len(rows) < len(configs) else 0
+    return int(len(rows) < len(configs))
 
 
 if __name__ == "__main__":

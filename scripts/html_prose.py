@@ -59,13 +59,9 @@ class ProseParser(HTMLParser):
 
 
 def is_hidden(tag: str, attributes: dict[str, str | None]) -> bool:
-    classes = set((attributes.get("class") or "").split())
-    return bool(
-        tag in HIDDEN_TAGS
-        or classes & HIDDEN_CLASSES
-        or attributes.get("id") in HIDDEN_IDS
-        or attributes.get("role") in {"navigation", "search"}
-    )
+    classes = HIDDEN_CLASSES.intersection((attributes.get("class") or "").split())
+    is_named = attributes.get("id") in HIDDEN_IDS or attributes.get("role") in {"navigation", "search"}
+    return tag in HIDDEN_TAGS or is_named or bool(classes)
 
 
 def is_prose(text: str) -> bool:

@@ -55,14 +55,14 @@ def read_kjv(root: Path) -> list[str]:
 
 def parse_kjv(output: str) -> list[str]:
     """Split what `bible` prints ("Genesis 1", a blank line, "  1 In the beginning ...") into chapters."""
-    chapters: list[tuple[str, list[str]]] = []
+    chapters: list[str] = []
     for line in filter(None, map(str.rstrip, output.splitlines())):
         verse = re.fullmatch(r" +\d+ (.+)", line)
         if verse and chapters:
-            chapters[-1][1].append(" ".join(verse[1].split()))
+            chapters[-1] += "\n" + " ".join(verse[1].split())
         else:
-            chapters.append((line, []))
-    return [heading + "\n\n" + "\n".join(verses) for heading, verses in chapters]
+            chapters.append(line + "\n")
+    return chapters
 
 
 SKIPPED_FOLDERS = {"translations", "_static", "_sources", "_downloads", "_modules"}
@@ -75,7 +75,7 @@ def read_html(root: Path, pages: str) -> list[str]:
     folders = sorted(root.glob(pages))
     if not folders:
         raise ValueError(f"the package holds no folder {pages}: its layout has changed, adapt SOURCES in make_data.py")
-    documents = []
+    documents: list[str] = []
     seen: set[str] = set()
     for path in sorted(folders[0].rglob("*.html")):
         inside = path.relative_to(folders[0])
@@ -87,10 +87,8 @@ def read_html(root: Path, pages: str) -> list[str]:
                 kept.append(paragraph)
             if len(paragraph) > 80:  # short ones ("Parameters", "Return") repeat as a part of normal text
                 seen.add(paragraph)
-        text = "\n\n".join(kept)
-        if len(text) >= 200:  # less is a page of links
-            documents.append(text)
-    return documents
+        documents.append("\n\n".join(kept))
+    return [text for text in documents if len(text) >= 200]  # less is a page of links
 
 
 # Of the kernel's source. Left out are most drivers, whose code repeats itself, and Documentation, which the source
@@ -163,11 +161,7 @@ SOURCES = {
 
 
 def read_rows(path: Path) -> list[str]:
-    """The texts of a JSON Lines file in UTF-8, whose lines may be empty.
-
-    Raises:
-        ValueError: a line is no such row.
-    """
+    """The texts of a JSON Lines file in UTF-8, whose lines may be empty. Raises ValueError if a line is no such row."""
     texts = []
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -185,12 +179,8 @@ def read_rows(path: Path) -> list[str]:
 
 
 def read_own(path: Path) -> list[str]:
-    """The rows of a JSON Lines file, or the text of any other one as one document.
-
-    Raises:
-        ValueError: no text in UTF-8.
-        OSError: no such file.
-    """
+    """The rows of a JSON Lines file, or the text of any other one as one document. Raises ValueError if it is not
+    UTF-8."""
     try:
         return read_rows(path) if path.suffix == ".jsonl" else [path.read_text(encoding="utf-8-sig")]
     except UnicodeDecodeError as error:
@@ -198,16 +188,9 @@ def read_own(path: Path) -> list[str]:
 
 
 def output_of(*command: str, cwd: Path) -> str:
-    """What a command prints.
-
-    Raises:
-        ValueError: it failed.
-        OSError: there is none.
-    """
-    environment = {**os.environ, "LC_ALL": "C.UTF-8"}
-    done = subprocess.run(
-        command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8"
-    )
+    """What a command prints. Raises ValueError if it failed, and OSError if there is none."""
+    how = {"env": os.environ | {"LC_ALL": "C.UTF-8"}, "stdin": subprocess.DEVNULL, "encoding": "utf-8"}
+    done = subprocess.run(command, cwd=cwd, capture_output=True, **how)
     if done.returncode:
         raise ValueError(f"`{shlex.join(command)}` failed: {done.stderr.strip() or done.returncode}")
     return done.stdout
@@ -309,10 +292,9 @@ Made, this file included, by the following command in the repository's root
         rows_and_tokens = f"{rows} | {tokens}" if name == data else "- | -"
         text += f"| `{name}` | {len(content)} | {rows_and_tokens} | `{hashlib.sha256(content).hexdigest()}` |\n"
     text += "\nTokens are those of one pass, with one bos and one eos a row.\n"
-    if sources:
-        text += "\n| source | Debian packages | licence |\n|---|---|---|\n"
+    text += "\n| source | Debian packages | licence |\n|---|---|---|\n" if sources else ""
     for name, versions in sources.items():
-        packages = ", ".join(f"{package} {version}" for package, version in versions.items())
+        packages = ", ".join(map(" ".join, versions.items()))
         text += f"| {name} | {packages} | {SOURCES[name].licence} |\n"
     if "kjv" in sources:  # with the legend that its author asks to go along
         text += "\n## The King James Bible" + (ASSETS / "README.md").read_text().partition("## The King James Bible")[2]
@@ -369,9 +351,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FOLDER", help="where to write; files of these names are replaced")
     add("--sources", nargs="+", choices=SOURCES, default=["kjv"], help="one or more, in this order [kjv]")
-    help_text = (
-        'text of your own in place of --sources: .jsonl of one {"text": ...} a line, others as one document each'
-    )
+    help_text = 'text of your own in place of --sources: of .jsonl each {"text": ...}, of others each file a document'
     add("--text", nargs="+", type=Path, default=[], metavar="FILE", help=help_text)
     add("--vocab-size", type=int, metavar="N", help="train a tokenizer of exactly N tokens on this text")
     add("--shuffle-seed", type=int, metavar="N", help="shuffle the rows with this seed [natural order]")

@@ -36,8 +36,8 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A call to be measured: what tells its row from others; floating-point operations, or bytes in and out, of which
-    its rate is made; further columns."""
+    """A call: what tells its row from others; floating-point operations, or bytes in and out, for its rate; further
+    columns."""
 
     key: Row
     call: Call
@@ -107,11 +107,9 @@ class Bench:
         return tuple("" if row.get(name) is None else str(row[name]) for name in self.identity)
 
     def key(self, **columns: object) -> Row:
-        """The columns that say what a row is."""
         return {"bench": self.name, "backend": self.env["backend"], **columns}
 
     def is_due(self, key: Row) -> bool:
-        """Whether the row is not there yet."""
         return self.name_of(key) not in self.known
 
     def largest(self, values: Sequence[float]) -> list[float]:
@@ -182,7 +180,7 @@ class Bench:
                 start.record()
                 call()
                 end.record()
-            self._synchronize()
+            torch.cuda.synchronize()
             times = [1e3 * start.elapsed_time(end) for start, end in events]
         return self.largest([us / self.parts for us in times])
 
@@ -191,12 +189,9 @@ class Bench:
         begun = time.perf_counter()
         call()
         us = 1e6 * (time.perf_counter() - begun)
-        self._synchronize()
-        return us
-
-    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+        return us
 
 
 def _measured(entry: Entry, blocks: list[list[float]], base: list[list[float]] | None) -> Row:
@@ -219,11 +214,7 @@ def largest_error(out: torch.Tensor, ref: torch.Tensor) -> float:
 
 
 def parse_shape(text: str, known: Sequence[GroupedShape]) -> GroupedShape:
-    """A shape by its name, or by its numbers: ``4096,512,256,8``.
-
-    Raises:
-        argparse.ArgumentTypeError: neither.
-    """
+    """A shape by its name, or by its numbers: ``4096,512,256,8``."""
     named = {shape.name: shape for shape in known}
     if re.fullmatch(r"[1-9]\d*(,[1-9]\d*){3}", text):
         return GroupedShape(text, *map(int, text.split(",")))

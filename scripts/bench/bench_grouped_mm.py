@@ -113,11 +113,8 @@ def bytes_moved(call: Call, read: torch.Tensor) -> int:
 
 class Bench(bench.Bench):
     def compare_with_torch(self, job: Job, what: str, calls: dict[str, Call], base: Call, gemms: int) -> None:
-        """The rows of calls, by way, that are due; they have so many GEMMs.
-
-        Raises:
-            ValueError: 8192 rows of a result are further from the baseline's than the format explains.
-        """
+        """The rows of calls, by way, that are due; they have so many GEMMs. Raises ValueError if 8192 rows of a result
+        are further from the baseline's than the format explains."""
         shape, entries = job.shape, []
         for way, call in calls.items():
             key = self.key_of(job, way, what)

@@ -213,11 +213,8 @@ class Bench(bench.Bench):
         return x.requires_grad_(), dy
 
     def errors(self, way: Way, ours: Step, bf16: Step) -> dict[str, float]:
-        """Of the output, the tokens' gradient and each parameter's: the largest error of 8192 rows on any rank.
-
-        Raises:
-            ValueError: one is further off than its format explains.
-        """
+        """Of the output, the tokens' gradient and each parameter's: the largest error of 8192 rows on any rank. Raises
+        ValueError if one is further off than its format explains."""
         values, expected = ours.values(), bf16.values()
         worst = self.largest([largest_error(values[name], expected[name]) for name in expected])
         errors = dict(zip(expected, worst, strict=True))

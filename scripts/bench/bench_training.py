@@ -68,7 +68,7 @@ def flags_of_titan03(name: str) -> list[str]:
     common: dict[str, object] = {"recipe": conversion.full_recipe} if conversion.recipe else {}
     dispatch = {"dispatch": "auto" if "dispatch" in conversion.options else "off"}
     overrides = {GROUPED_MM: ("experts", common | dispatch), LINEAR: ("linears", common)}
-    chosen = [overrides[converter] for converter in conversion.converters]
+    chosen = (overrides[converter] for converter in conversion.converters)
     imports = [f"titan_mxfp8.titan03.{module}={json.dumps(override)}" for module, override in chosen]
     flags = ["--override.imports", *imports] if imports else []
     return [*flags, f"--training.{'no_' * ('graph' in conversion.options)}disable_cuda_graphs"]
@@ -92,11 +92,8 @@ class Bench:
         self.failed: dict[tuple[str, str], str] = {}
 
     def train(self, flavor: str, name: str, suffix: str) -> Run:
-        """Runs TorchTitan, unless OUT holds such a run already.
-
-        Raises:
-            ValueError: the run failed; the message holds the end of its log.
-        """
+        """Runs TorchTitan, unless OUT holds such a run already. Raises ValueError if the run failed; the message holds
+        the end of its log."""
         args, config = self.args, self.args.config
         folder = args.out / "runs" / f"{label(flavor, name)}{suffix}".replace(":", "-")
         with suppress(ValueError):  # no such run yet
@@ -203,9 +200,9 @@ class Bench:
         """What env.json says."""
         args = self.args
         described = {"config": str(args.config), "flags": " ".join(args.flags), "processes": str(args.ngpu)}
-        described |= {"torchtitan": version("torchtitan")}
+        described["torchtitan"] = version("torchtitan")
         if any(conversion_of(name).recipe == FLOAT8 for _, name in self.runs):
-            described |= {"torchao": installed_version("torchao")}
+            described["torchao"] = installed_version("torchao")
         return environment("cuda" if torch.cuda.is_available() else "cpu") | described
 
     def write(self) -> None:
@@ -226,12 +223,8 @@ class Bench:
             write_rows(args.out / "layers.csv", rows)
 
     def measure(self) -> None:
-        """Makes the runs that are due, one after the other.
-
-        Raises:
-            ValueError: a run failed, or computes something else than its baseline; it takes what is not installed; OUT
-                holds runs of another commit or machine, or with other flags.
-        """
+        """Makes the runs that are due, one after the other. Raises ValueError if one failed, or computes something else
+        than its baseline, or takes what is not installed, or if OUT holds runs of another commit, machine or flags."""
         args = self.args
         if args.repeats < 1:
             raise ValueError(f"--repeats is at least 1, got {args.repeats}")

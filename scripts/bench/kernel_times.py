@@ -81,8 +81,7 @@ class Trace:
             until = max(until, kernel.end) if kernel else until
 
     def doing(self, thread: object) -> list[tuple[float, str]]:
-        """What a thread of the host does from when on, by its operators, which are nested: the outermost and the
-        innermost."""
+        """What a thread of the host does from when on: its outermost and its innermost operator."""
         doing, within = [(-math.inf, NO_OPERATOR)], []
 
         def note(at: float) -> None:
@@ -123,14 +122,9 @@ class Trace:
 
 def kernel_table(path: Path, top: int, *, idle: bool = False) -> list[Row]:
     """A row for the steps of a trace, one for the time in which any kernel ran, then one for each of the ``top`` that
-    took the most.
-
-    With ``idle`` a row for all the time in which nothing ran on the GPU. Then one for the part in which what ran next
-    was launched already, and for each thing that the host did in the rest, until that began; the ``top`` longest.
-
-    Raises:
-        ValueError: as ``Trace``.
-    """
+    took the most. With ``idle`` one for all the time in which nothing ran on the GPU, then one for the part in which
+    what ran next was launched already, and for each thing that the host did in the rest, until that began; the ``top``
+    longest. Raises ValueError as ``Trace`` does."""
     trace, times = Trace(path), defaultdict(list)
     for name, time in trace.waits() if idle else ((kernel.name, kernel.end - kernel.start) for kernel in trace.kernels):
         times[name].append(time)

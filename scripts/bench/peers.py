@@ -11,6 +11,7 @@ bench_training.py has TorchTitan 0.2.2's own FP8, of torchao: ``quantize.grouped
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
@@ -36,18 +37,14 @@ FLOAT8_FLAGS = {
 }
 
 
-def commit(package: str) -> str:
-    """What pip installed a package from; empty where it does not say."""
-    try:
-        source = distribution(package).read_text("direct_url.json")
-    except PackageNotFoundError:
-        return ""
-    return json.loads(source or "{}").get("vcs_info", {}).get("commit_id", "")
-
-
 def versions() -> dict[str, str]:
-    """Commits of the peers that are installed, for env.json."""
-    return {name: commit(name) for name in (SONICMOE, "quack-kernels") if commit(name)}
+    """Commits that pip installed the peers from, where it says so, for env.json."""
+    found = {}
+    for name in (SONICMOE, "quack-kernels"):
+        with suppress(PackageNotFoundError):
+            source = json.loads(distribution(name).read_text("direct_url.json") or "{}")
+            found[name] = source.get("vcs_info", {}).get("commit_id")
+    return {name: commit for name, commit in found.items() if commit}
 
 
 def check_torchao() -> None:
@@ -87,9 +84,8 @@ class SonicMoE(nn.Module):
         experts = moe.experts
         self.top_k = moe.router.top_k
         self.router = nn.Parameter(moe.router.gate.weight.detach())
-        self.w1 = nn.Parameter(
-            torch.stack([experts.w1, experts.w3], dim=2).flatten(1, 2).detach()
-        )  # in turns: (E, 2 H, D)
+        in_turns_EHD = torch.stack([experts.w1, experts.w3], dim=2).flatten(1, 2)  # (E, 2 H, D)
+        self.w1 = nn.Parameter(in_turns_EHD.detach())
         self.w2 = nn.Parameter(experts.w2.detach())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -105,6 +101,5 @@ class SonicMoE(nn.Module):
     def gradients(self) -> dict[str, torch.Tensor]:
         """By the names of TorchTitan's parameters."""
         w1, w3 = self.w1.grad.unflatten(1, (-1, 2)).unbind(2)
-        gradients = {"w1": w1, "w2": self.w2.grad, "w3": w3}
-        named = {f"moe.experts.{name}": gradient for name, gradient in gradients.items()}
-        return named | {"moe.router.gate.weight": self.router.grad}
+        experts = {"moe.experts.w1": w1, "moe.experts.w2": self.w2.grad, "moe.experts.w3": w3}
+        return experts | {"moe.router.gate.weight": self.router.grad}

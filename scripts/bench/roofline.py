@@ -198,11 +198,8 @@ def _rates_of(row: Mapping[str, str], hardware: Hardware) -> Iterator[tuple[tupl
 
 def roofline_rows(folder: Path) -> list[Row]:
     """Predicted and measured microseconds of each pass, and of all together, by model, tokens and recipe; measured of
-    balanced groups of normal numbers with ``EXPERTS`` experts, nothing held.
-
-    Raises:
-        ValueError: the folder lacks the rates of a GPU that clusters have.
-    """
+    balanced groups of normal numbers with ``EXPERTS`` experts, nothing held. Raises ValueError if the folder lacks the
+    rates of a GPU that clusters have."""
     found = {gpu: rates[0] for gpu in CLUSTER_GPUS if (rates := committed_rates(folder, gpu))}
     if not found:
         known = ", ".join(CLUSTER_GPUS)

@@ -30,15 +30,10 @@ OUTLIER_SHARE, OUTLIER_FACTOR = 0.005, 100.0
 
 
 def make_problem(experts: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Tokens sorted by expert, the targets, the groups' end offsets, and the weights to start from.
-
-    Drawn on the CPU, so that every device trains on the same numbers.
-    """
+    """Tokens sorted by expert, the targets, the groups' end offsets, and the weights to start from; drawn on the CPU,
+    so that every device trains on the same numbers."""
     generator = torch.Generator().manual_seed(experts)
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
+    randn = partial(torch.randn, generator=generator)
     x_MK = randn(TOKENS, FEATURES)
     outlier_MK = torch.rand(TOKENS, FEATURES, generator=generator) < OUTLIER_SHARE
     x_MK = torch.where(outlier_MK, OUTLIER_FACTOR * x_MK, x_MK)

@@ -48,11 +48,8 @@ def tiny_model(vocab_size: int) -> torch.nn.Module:
 
 
 def sequences(text: Path, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> list[dict[str, torch.Tensor]]:
-    """The text as one stream of tokens, cut into sequences.
-
-    Raises:
-        ValueError: the text cannot be read, or is shorter than a sequence.
-    """
+    """The text as one stream of tokens, cut into sequences. Raises ValueError if the text cannot be read, or is shorter
+    than a sequence."""
     texts = read_rows(text)
     tokens = torch.tensor([token for row in tokenizer(texts)["input_ids"] for token in row] if texts else [])
     if not 1 < seq_len <= len(tokens):

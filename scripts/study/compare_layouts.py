@@ -205,10 +205,7 @@ class Comparison:
 
     def make_seeds(self, models: Iterable[str]) -> None:
         """Saves the weights that all runs of a model start from, as TorchTitan draws others for each pipeline stage.
-
-        Raises:
-            ValueError: that failed.
-        """
+        Raises ValueError if that failed."""
         seeds, created = {model: self.work / f"seed_{model}" for model in models}, "--checkpoint.create_seed_checkpoint"
         runs = [{"out": str(out), "flags": [*self.common_flags(model, out), created]} for model, out in seeds.items()]
         if reason := self.launch(1, runs, "seed checkpoints"):

@@ -246,11 +246,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
 
 
 def first_steps(run: Run, steps: int) -> Run:
-    """The run up to step ``steps``.
-
-    Raises:
-        ValueError: it is shorter, or has logged none of them.
-    """
+    """The run up to step ``steps``. Raises ValueError if it is shorter, or has logged none of them."""
     if not min(run.loss) <= steps <= max(run.loss):
         raise ValueError(f"{run.name} has losses of steps {min(run.loss)} to {max(run.loss)}, and --steps is {steps}")
     cut = {name: {step: value for step, value in getattr(run, name).items() if step <= steps} for name in SCALARS}
@@ -323,10 +319,7 @@ def curves(runs: Sequence[Run], steps: Sequence[int]) -> list[dict[str, object]]
 
 def tag_table(folders: Sequence[Path], patterns: Sequence[str]) -> list[dict[str, object]]:
     """By pattern and group of runs: how all values of the TensorBoard scalars that match are spread, over all steps.
-
-    Raises:
-        ValueError: no run has a scalar that matches a pattern.
-    """
+    Raises ValueError if no run has a scalar that matches a pattern."""
     rows, scalars = [], {folder: read_tensorboard(folder) for folder in folders}
     for pattern in patterns:
         values: dict[str, list[float]] = {}
@@ -360,10 +353,7 @@ def line(index: int) -> dict[str, object]:
 
 def read(paths: Sequence[Path]) -> list[Run]:
     """The runs of dump folders and of the losses.csv of earlier comparisons, which stand for folders beside them.
-
-    Raises:
-        ValueError: a path is neither, or one is given twice.
-    """
+    Raises ValueError if a path is neither, or one is given twice."""
     found = []
     for path in paths:
         if path.is_file():

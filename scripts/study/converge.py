@@ -42,7 +42,7 @@ FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 EVERY_FLAG = (BF16.name, "mxfp8+rebase+dispatch")  # recipes of which flags_of sets all that it alone may set
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StudyRun:
     """One training run of a study; ``folder`` is its dump folder."""
 
@@ -92,7 +92,7 @@ def field_of(flag: str) -> str:
 def check_flags(flags: Sequence[str], checkpoint_every: int) -> None:
     """Raises ValueError if the user's trailing flags have one that ``flags_of`` sets: of two the last one counts."""
     instead = {"job.config_file": "the TOML", "job.dump_folder": "--out", "debug.seed": "--seeds"}
-    runs = [StudyRun(recipe=recipe, seed=0, folder=Path()) for recipe in EVERY_FLAG]
+    runs = (StudyRun(recipe, 0, Path()) for recipe in EVERY_FLAG)
     own = {field_of(flag) for run in runs for flag in flags_of(run, Path(), checkpoint_every)}
     for flag in flags:
         name = field_of(flag)
@@ -131,18 +131,16 @@ def train(run: StudyRun, args: argparse.Namespace, slot: int, asked: Event) -> s
     )
     while process.poll() is None and not asked.is_set():
         time.sleep(1)
-    is_stopped = process.poll() is None
-    if is_stopped:
+    if process.poll() is None:
         process.terminate()  # torchrun hands it on, and kills workers that have not ended after 30 s
         try:
             process.wait(timeout=45)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    seconds = time.monotonic() - started
-    if is_stopped:
-        say(f"{name}: stopped after {seconds:.0f} s")
+        say(f"{name}: stopped after {time.monotonic() - started:.0f} s")
         return STOPPED
+    seconds = time.monotonic() - started
     if process.returncode:
         say(f"{name}: failed after {seconds:.0f} s, {ending(run.log)}")
         return FAILED
@@ -158,10 +156,8 @@ def train(run: StudyRun, args: argparse.Namespace, slot: int, asked: Event) -> s
 
 def study(args: argparse.Namespace, asked: Event) -> list[str]:
     """Runs what is not finished yet, until the time limit or until it is ``asked`` to stop; how each run stands."""
-    runs = [
-        StudyRun(recipe=recipe, seed=seed, folder=args.out / f"{recipe}-seed{seed}")
-        for seed, recipe in product(args.seeds, args.recipes)
-    ]
+    order = product(args.seeds, args.recipes)
+    runs = [StudyRun(recipe, seed, args.out / f"{recipe}-seed{seed}") for seed, recipe in order]
     due = [run for run in runs if not is_finished(run.folder)]
     said = f"{len(runs)} runs, {len(runs) - len(due)} finished already, {args.jobs} at a time on"
     say(f"{said} {torch.cuda.device_count() or 'no'} GPUs")
@@ -238,10 +234,8 @@ def check(args: argparse.Namespace) -> None:
     kept = args.out / "study.json"
     trained = any(any(args.out.glob(f"*-seed*/{kind}")) for kind in ("finished.json", CHECKPOINTS))
     if trained and kept.is_file() and (earlier := json.loads(kept.read_text())) | described != earlier:
-        raise ValueError(
-            f"{args.out} holds a study of another config or other flags ({kept}): name another --out, or remove this "
-            "folder with its runs"
-        )
+        instead = "name another --out, or remove this folder with its runs"
+        raise ValueError(f"{args.out} holds a study of another config or other flags ({kept}): {instead}")
     write_json(kept, described)
 
 

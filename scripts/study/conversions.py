@@ -17,11 +17,8 @@ FLOAT8 = "float8"  # TorchTitan's own
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """Attributes:
-    what: a key of ``CONVERTED_BY``.
-    options: of ``OPTIONS``.
-    recipe: empty for the TOML's; ``bf16`` for the control, our dispatch with nothing quantised.
-    """
+    """``what`` is a key of ``CONVERTED_BY``, options are of ``OPTIONS``; the recipe is empty for the TOML's, and
+    ``bf16`` for the control, our dispatch with nothing quantised."""
 
     what: str
     options: tuple[str, ...]
@@ -40,11 +37,7 @@ class Conversion:
 
     def flags(self) -> list[str]:
         """TorchTitan 0.2.2's flags for recipe and options, whatever a TOML says of these; and for what it says of an
-        option, which without it would be an error.
-
-        Raises:
-            ValueError: it has no such thing, or we have not.
-        """
+        option, which without it would be an error. Raises ValueError if it has no such thing, or we have not."""
         if "async" in self.options:
             raise ValueError("MinimalAsyncEP is TorchTitan 0.3's: async cannot be trained with 0.2.2")
         flags = [f"--{converter}.recipe_name={self.recipe}" for converter in self.converters if self.recipe]
@@ -60,11 +53,8 @@ class Conversion:
 
 
 def conversion_of(name: str) -> Conversion:
-    """Of a name such as ``both+rebase+dispatch:mxfp8_2d`` or ``mxfp8_2d+rebase+dispatch``.
-
-    Raises:
-        ValueError: there is no such run, or no such recipe.
-    """
+    """Of a name such as ``both+rebase+dispatch:mxfp8_2d`` or ``mxfp8_2d+rebase+dispatch``. Raises ValueError if there
+    is no such run, or no such recipe."""
     what, colon, recipe = name.partition(":")
     what, *options = what.split("+")
     has, alone = set(options), [ALONE[option] for option in options if option in ALONE]

@@ -43,12 +43,8 @@ class Plan(NamedTuple):
 
 
 class Watch:
-    """What one process does with a plan.
-
-    Args:
-        folder: the run's.
-        rank: of this process; the first one's token is the NaN, and it writes ``steps.csv``.
-    """
+    """What one process does with a plan. That of rank 0 has the token that is NaN, and writes ``steps.csv`` into the
+    run's folder."""
 
     def __init__(self, plan: Plan, folder: Path, rank: int) -> None:
         self.plan, self.folder, self.rank = plan, folder, rank

@@ -32,11 +32,8 @@ Row = dict[str, str]
 
 
 def folders(results: Path) -> list[Path]:
-    """Those that count, the oldest first, and those of one day as the index has them.
-
-    Raises:
-        ValueError: the index names none, or one that is not there.
-    """
+    """Those that count, the oldest first, and those of one day as the index has them. Raises ValueError if the index
+    names none, or one that is not there."""
     named = dict.fromkeys(COUNTS.findall((results / "README.md").read_text()))
     found = sorted(named, key=lambda name: name[: len("2026-11-27")])
     missing = [name for name in found if not (results / name).is_dir()]

@@ -68,11 +68,7 @@ def line_of(log: str, pattern: str) -> str:
 
 
 class Study:
-    """The runs of one kind, and the rows of its cases.
-
-    Args:
-        of_bf16: by case, what bf16 did, which fills it; others are compared with it.
-    """
+    """The runs of one kind, and the rows of its cases. Of ``of_bf16``: by case, what bf16 did, which fills it."""
 
     def __init__(self, kind: str, args: argparse.Namespace, starter: Starter, of_bf16: dict[str, pd.DataFrame]) -> None:
         self.kind, self.args, self.starter, self.of_bf16 = kind, args, starter, of_bf16
@@ -81,14 +77,8 @@ class Study:
     def train(
         self, name: str, plan: Plan, *flags: str, steps: int = STEPS, killed: bool = False
     ) -> tuple[pd.DataFrame, str]:
-        """Runs it in the folder of that name, to its end or until it kills itself, which the plan has a point for.
-
-        Returns:
-            The steps that it logged, and its log.
-
-        Raises:
-            ValueError: it failed, or was not killed.
-        """
+        """Runs it in the folder of that name, to its end or until it kills itself, which the plan has a point for: the
+        steps that it logged, and its log. Raises ValueError if it failed, or was not killed."""
         folder = self.args.out / "runs" / f"{self.kind}-{name}"
         folder.mkdir(parents=True, exist_ok=True)
         logged = folder / "steps.csv"

@@ -91,7 +91,7 @@ class Run:
 
     @property
     def group(self) -> str:
-        return self.name.rpartition("-seed")[0] if self.seed is not None else self.name
+        return re.sub(r"-seed\d+$", "", self.name)
 
     @property
     def seed(self) -> int | None:
@@ -101,12 +101,8 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Reads a run's dump folder: its TensorBoard logs, and its config where it saved one.
-
-    Raises:
-        ValueError: no such folder, no log there, those of several runs, one without losses, or a ``job_config.json``
-            that is none.
-    """
+    """Reads a run's dump folder: its TensorBoard logs, and its config where it saved one. Raises ValueError for no such
+    folder, no log there, those of several runs, one without losses, or a ``job_config.json`` that is none."""
     folder = folder.resolve()
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
@@ -124,11 +120,8 @@ def read_run(folder: Path) -> Run:
 
 
 def read_losses(path: Path) -> list[Run]:
-    """The runs of a ``losses.csv`` that compare_runs.py wrote, without memory and config.
-
-    Raises:
-        ValueError: the file is none.
-    """
+    """The runs of a ``losses.csv`` that compare_runs.py wrote, without memory and config. Raises ValueError if the file
+    is none."""
     runs = []
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -140,21 +133,16 @@ def read_losses(path: Path) -> list[Run]:
             )
             runs.append(Run(name=name, loss=loss, tps=tps, memory={}, config={}, held_out=held_out))
     except (ValueError, KeyError, csv.Error) as error:
-        raise ValueError(
-            f"{path} is no losses.csv of compare_runs.py: {error}; name the folders of runs, of a study "
-            f"{path.parent}/*-seed*, or a losses.csv"
-        ) from error
+        others = f"name the folders of runs, of a study {path.parent}/*-seed*, or a losses.csv"
+        raise ValueError(f"{path} is no losses.csv of compare_runs.py: {error}; {others}") from error
     if not runs or not all(run.loss for run in runs):
         raise ValueError(f"{path} is no losses.csv of compare_runs.py: it needs columns 'step' and '<run> loss'")
     return runs
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:
-    """The folders' names, or where two have the same name their ways from the folder above them all.
-
-    Raises:
-        ValueError: a folder is given twice.
-    """
+    """The folders' names, or where two have the same name their ways from the folder above them all. Raises ValueError
+    if a folder is given twice."""
     paths = [folder.resolve() for folder in folders]
     for folder, path in zip(folders, paths, strict=True):
         if paths.count(path) > 1:
@@ -165,31 +153,21 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
 
 
 def tensorboard_logs(folder: Path) -> list[Path]:
-    """A run's event files, the oldest first: one for each time that it was started.
-
-    Raises:
-        ValueError: the folder holds several runs.
-    """
+    """A run's event files, the oldest first: one for each time that it was started. Raises ValueError if the folder
+    holds several runs."""
     dumps = sorted({path.parent for name in ("job_config.json", "tb") for path in folder.rglob(name)})
     if len(dumps) > 1:
-        raise ValueError(
-            f"{folder} holds several runs, {dumps[0]} and {dumps[1]} among them: name their own folders, of a study "
-            f"{folder}/*-seed*"
-        )
+        among = f"{dumps[0]} and {dumps[1]} among them: name their own folders, of a study {folder}/*-seed*"
+        raise ValueError(f"{folder} holds several runs, {among}")
 
-    def started(path: Path) -> tuple[list[str], float]:
-        """By the time in its name, as copies are all new, and within a second by the file's."""
-        return re.findall(r"tfevents\.\d+", path.name), path.stat().st_mtime
-
-    return sorted(folder.rglob("events.out.tfevents.*"), key=started)
+    # by the time in its name, as copies are all new, and within a second by the file's
+    files = folder.rglob("events.out.tfevents.*")
+    return sorted(files, key=lambda path: (re.findall(r"tfevents\.\d+", path.name), path.stat().st_mtime))
 
 
 def read_tensorboard(folder: Path) -> dict[str, dict[int, float]]:
-    """All scalars by tag and step, as ``resume`` puts together those of several logs.
-
-    Raises:
-        ValueError: the folder holds several runs.
-    """
+    """All scalars by tag and step, as ``resume`` puts together those of several logs. Raises ValueError if the folder
+    holds several runs."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     scalars: dict[str, dict[int, float]] = {}
