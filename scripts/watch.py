@@ -96,10 +96,8 @@ def failures(folder: Path) -> Iterator[tuple[int, float, str]]:
             if recorded.is_file():
                 said = str(json.loads(recorded.read_text())["message"]["message"]).replace("\n", " ")
             else:
-                recorded = output
-                said = message(output.read_text(errors="replace")) or message(
-                    output.with_name("stdout.log").read_text(errors="replace")
-                )
+                recorded, outputs = output, (output, process / "stdout.log")
+                said = next(filter(None, (message(path.read_text(errors="replace")) for path in outputs)), None)
             if said:
                 rank = 2 if LOST_CONNECTION.search(said) else 0
                 yield rank, recorded.stat().st_mtime, f"{said[:1000]} (local rank {process.name}: {output})"

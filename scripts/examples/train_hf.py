@@ -14,17 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    HfArgumentParser,
-    PreTrainedTokenizerBase,
-    Qwen3MoeConfig,
-    Trainer,
-    TrainingArguments,
-    default_data_collator,
-    set_seed,
-)
+import transformers as hf
 
 import titan_mxfp8
 from scripts.make_data import read_rows
@@ -44,10 +34,10 @@ def tiny_model(vocab_size: int) -> torch.nn.Module:
     attention = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     sizes = {"vocab_size": vocab_size, "hidden_size": 128, "num_hidden_layers": 2} | attention | experts
-    return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes))
+    return hf.AutoModelForCausalLM.from_config(hf.Qwen3MoeConfig(**sizes))
 
 
-def sequences(text: Path, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> list[dict[str, torch.Tensor]]:
+def sequences(text: Path, tokenizer: hf.PreTrainedTokenizerBase, seq_len: int) -> list[dict[str, torch.Tensor]]:
     """The text as one stream of tokens, cut into sequences. Raises ValueError if the text cannot be read, or is shorter
     than a sequence."""
     texts = read_rows(text)
@@ -58,15 +48,14 @@ def sequences(text: Path, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> l
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = HfArgumentParser(
-        (Run, TrainingArguments), description=__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
+    how = {"description": __doc__, "formatter_class": RawDescriptionHelpFormatter}
+    parser = hf.HfArgumentParser((Run, hf.TrainingArguments), **how)
     parser.set_defaults(output_dir="outputs/train_hf", max_steps=60, learning_rate=1e-3, logging_steps=5)
     parser.set_defaults(bf16=True, report_to="none", save_strategy="no", use_cpu=not torch.accelerator.is_available())
     run, args = parser.parse_args_into_dataclasses(argv)
-    set_seed(args.seed)
-    tokenizer = AutoTokenizer.from_pretrained(run.model or ASSETS / "tokenizer")
-    model = AutoModelForCausalLM.from_pretrained(run.model) if run.model else tiny_model(len(tokenizer))
+    hf.set_seed(args.seed)
+    tokenizer = hf.AutoTokenizer.from_pretrained(run.model or ASSETS / "tokenizer")
+    model = hf.AutoModelForCausalLM.from_pretrained(run.model) if run.model else tiny_model(len(tokenizer))
     if run.recipe != "bf16":  # routers stay as they are; before the Trainer wraps or compiles the model
         left = {"linear_filter_fqns": ["lm_head"]}
         print(titan_mxfp8.convert_model(model, recipe=run.recipe, grouped_fqns=["experts"], **left))
@@ -74,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
         dataset = sequences(Path(run.text), tokenizer, run.seq_len)
     except (ValueError, OSError) as error:
         raise SystemExit(f"train_hf: {error}") from error
-    trainer = Trainer(model, args, default_data_collator, dataset, processing_class=tokenizer)
+    trainer = hf.Trainer(model, args, hf.default_data_collator, dataset, processing_class=tokenizer)
     trainer.train()
     trainer.save_model()  # an ordinary checkpoint: convert again after from_pretrained
     if trainer.is_world_process_zero():

@@ -154,16 +154,13 @@ class Comparison:
         self.failed: dict[Run, str] = {}
         self.rows = make_rows(args.steps * max(layout.sequences for layout in LAYOUTS))
 
-    def folder(self, run: Run) -> Path:
-        return self.work / run.name
-
     def status(self, run: Run) -> str:
-        return "ok" if (self.folder(run) / "done").exists() else self.failed.get(run, "not run yet")
+        return "ok" if (self.work / run.name / "done").exists() else self.failed.get(run, "not run yet")
 
     def flags(self, run: Run) -> list[str]:
         layout = run.layout
         flags = [
-            *self.common_flags(run.model, self.folder(run)),
+            *self.common_flags(run.model, self.work / run.name),
             f"--training.steps={self.args.steps}",
             f"--training.dataset_path={self.data(layout)}",
             f"--training.local_batch_size={layout.batch}",
@@ -216,7 +213,7 @@ class Comparison:
         processes = runs[0].layout.processes
         while runs:
             configs = [
-                {"out": str(self.folder(r)), "flags": self.flags(r), "favoured_experts": r.layout.favoured_experts}
+                {"out": f"{self.work}/{r.name}", "flags": self.flags(r), "favoured_experts": r.layout.favoured_experts}
                 for r in runs
             ]
             reason = self.launch(processes, configs, f"layouts of {processes} processes")
@@ -260,8 +257,9 @@ class Comparison:
             problems += [f"{r.name}: {self.status(r)}" for r in pair if self.status(r) != "ok"]
             if problems:
                 continue
-            ours, twins = (read_tensorboard(self.folder(each)) for each in pair)
-            gradients, twin_gradients = (first_gradients(self.folder(each)) for each in pair)
+            folders = [self.work / each.name for each in pair]
+            ours, twins = map(read_tensorboard, folders)
+            gradients, twin_gradients = map(first_gradients, folders)
             losses = ours[LOSS]
             if apart := (losses.keys() ^ twins[LOSS].keys()) | (gradients.keys() ^ twin_gradients.keys()):
                 problems.append(f"{one.name} and its twin do not both have {', '.join(sorted(map(str, apart)))}")

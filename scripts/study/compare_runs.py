@@ -48,7 +48,8 @@ class Comparison:
     Attributes:
         steps: those that every run logged.
         window: those whose mean loss is a run's final loss: in the last ``window`` of the run, a share; at least one.
-        losses, smooth: by group, a row for each of the steps and a column for each seed: as logged, and ``smoothed``.
+        losses, smooth: by group, a row for each of the steps and a column for each seed, in words: as logged, NaN where
+            that is not finite, and ``smoothed``.
         final: by group and seed, of the runs that have not diverged: with a finite loss at each step of the window.
         share, margin: of the baseline's mean final loss, and as many nats: NaN where no run of it has ended.
 
@@ -68,7 +69,10 @@ class Comparison:
         if not self.steps:
             raise ValueError(f"{', '.join(run.name for run in runs)} have no logged step in common")
         self.window = [step for step in self.steps if step > (1 - window) * self.steps[-1] or step == self.steps[-1]]
-        self.losses = {name: losses_of(group).loc[self.steps] for name, group in self.groups.items()}
+        self.losses: dict[str, pd.DataFrame] = {}
+        for name, group in self.groups.items():
+            losses = pd.DataFrame({str(run.seed): run.loss for run in group}).loc[self.steps]
+            self.losses[name] = losses.where(np.isfinite(losses))
         self.final = {name: of.loc[self.window].mean(skipna=False).dropna() for name, of in self.losses.items()}
         self.margin = share * self.final[self.first].mean()
         self.smooth = {name: smoothed(of) for name, of in self.losses.items()}
@@ -208,12 +212,6 @@ class Comparison:
         steps = (self.losses[name] - self.losses[self.first])[mean.name].rolling(**window_of(mean))
         half = steps.sem() * steps.count().map(lambda count: critical_t(0.95, max(1, int(count) - 1)))
         return mean - half, mean + half
-
-
-def losses_of(group: Sequence[Run]) -> pd.DataFrame:
-    """By step, a column for each seed, in words; NaN where a loss is not finite."""
-    losses = pd.DataFrame({str(run.seed): run.loss for run in group})
-    return losses.where(np.isfinite(losses))
 
 
 def smoothed(losses: pd.DataFrame) -> pd.DataFrame:

@@ -95,18 +95,23 @@ class Study:
         say(f"{folder.name}, {log.name}: {'killed' if killed else 'ended'}")
         return read_steps(logged), text
 
-    def row(self, case: str, done: str, seen: str, says: str, run: pd.DataFrame) -> dict[str, object]:
-        """Adds one: what was done, what the run did, and what its log says."""
+    def row(
+        self, case: str, done: str, seen: str, says: str, run: pd.DataFrame, other: pd.DataFrame | None, against: str
+    ) -> None:
+        """Adds one: what was done, what the run did, what its log says, and how far it is from another one."""
         says = says.replace(str(self.args.out), "OUT")
         row = {"case": case, "run": self.kind, "what was done": done, "what it did": seen, "the log says": says}
-        self.rows.append(row | {"steps": f"{run.index.min()} to {run.index.max()}"})
-        return self.rows[-1]
+        row["steps"] = f"{run.index.min()} to {run.index.max()}"
+        if other is not None:
+            largest = gap(run, other)
+            row |= {"losses": "differ" if largest else "equal", "largest gap": largest, "against": against}
+        self.rows.append(row)
 
     def goes_on(self, case: str, plan: Plan, done: str, says: str, *flags: str) -> None:
         """Starts the run of the case again; it is to have the losses of one that went through."""
         run, log = self.train(case.partition(",")[0], plan, *flags)
-        row = self.row(case, done, line_of(log, "Training starts at step"), line_of(log, says), run)
-        row |= compared(run, self.collapsed if case == "rerun" else self.whole, "the same run that went through")
+        seen, other = line_of(log, "Training starts at step"), self.collapsed if case == "rerun" else self.whole
+        self.row(case, done, seen, line_of(log, says), run, other, "the same run that went through")
 
     def kill(self, point: str, faults: tuple[str, ...] = ()) -> None:
         """Kills a run at a point, and lets it go on to the end."""
@@ -118,10 +123,9 @@ class Study:
     def fault(self, case: str, done: str, plan: Plan, *flags: str, steps: int = STEPS) -> pd.DataFrame:
         """Trains with a fault, and compares what it did with what bf16 did."""
         run, log = self.train(case, plan, *flags, steps=steps)
-        row = self.row(case, done, described(run), line_of(log, FAULTS[case]), run)
-        if case in self.of_bf16:
-            row |= compared(run, self.of_bf16[case], "bf16 with the same fault")
-        elif self.kind == "bf16":
+        says, other = line_of(log, FAULTS[case]), self.of_bf16.get(case)
+        self.row(case, done, described(run), says, run, other, "bf16 with the same fault")
+        if self.kind == "bf16":
             self.of_bf16[case] = run
         return run
 
@@ -130,8 +134,7 @@ class Study:
         self.whole, _ = self.train("whole", Plan())
         if torch.cuda.is_available():
             again, _ = self.train("again", Plan())
-            row = self.row("none", "the same run twice", described(again), "", again)
-            row |= compared(again, self.whole, "the first of the two")
+            self.row("none", "the same run twice", described(again), "", again, self.whole, "the first of the two")
         self.kill("step")
         self.kill("checkpoint")
         done = f"all tokens to the first experts from step {FAULT} on"
@@ -148,12 +151,6 @@ class Study:
         last = STEPS + self.args.dead - 1
         plan, done = Plan(("dead",), STEPS, last), f"expert 0 without tokens in steps {STEPS} to {last}"
         self.fault("dead", done, plan, "--checkpoint.no-enable", steps=last + REVIVED)
-
-
-def compared(run: pd.DataFrame, other: pd.DataFrame, against: str) -> dict[str, object]:
-    """Columns of a run that is compared with another one."""
-    largest = gap(run, other)
-    return {"losses": "differ" if largest else "equal", "largest gap": largest, "against": against}
 
 
 def described(run: pd.DataFrame) -> str:

@@ -43,17 +43,6 @@ Row = dict[str, str]
 Cells = dict[str, str]
 
 
-def folder_of(path: Path) -> str:
-    """The one under results/ that has it, maybe in a folder of its own."""
-    return next((part for part in path.parts if re.match(r"20\d\d-\d\d-\d\d_", part)), path.parent.name)
-
-
-def gpus_of(path: Path) -> str:
-    """How many of which GPU: ``2 H200``; empty where nothing says it."""
-    env = env_of(path)
-    return f"{env.get('processes', '')} {gpu_of(env) or 'CPU'}".strip() if env else ""
-
-
 def code(recipe: str) -> str:
     """A recipe's name as a column's: that of a control says whose bf16 it is."""
     own = f"`{recipe}`" if recipe.startswith("mxfp8") else recipe
@@ -106,7 +95,9 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", layers:
     With ``layers`` of ``most`` each file's flavors with fewer layers than another one's are left out."""
     table, shown = [], [OURS, *recipes.split(",")]
     for path in paths:
-        trained = []
+        env, trained = env_of(path), []
+        gpus = f"{env.get('processes', '')} {gpu_of(env) or 'CPU'}".strip() if env else ""
+        folder = next((part for part in path.parts if re.match(r"20\d\d-\d\d-\d\d_", part)), path.parent.name)
         for row, gain in training_gains(read(path)):
             recipe, run = recipe_of(row["run"]), conversion_of(row["run"])
             extras = tuple(extra for extra in EXTRAS if extra in run.options)
@@ -123,15 +114,15 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", layers:
                 by_recipe = {run.recipe: run for run in of_kind if run.what in ("bf16", what)}
                 if not by_recipe.keys() - {"bf16", FLOAT8}:
                     continue
-                name = flavor_of(by_recipe["bf16"].row, env_of(path))
+                name = flavor_of(by_recipe["bf16"].row, env)
                 model = MODELS.get(name, name) + ALONE.get(what, "") + "".join(EXTRAS[extra] for extra in extras)
                 there = [by_recipe[recipe] for recipe in shown if recipe in by_recipe]
-                cells = {"model": model, "GPUs": gpus_of(path)} | dict.fromkeys(map(code, shown), "")
+                cells = {"model": model, "GPUs": gpus} | dict.fromkeys(map(code, shown), "")
                 cells |= {code(run.recipe): f"{run.gain:.2f}{between(run.row.get('x, range') or '')}" for run in there}
                 gib = [float(run.row["memory GiB"]) / float(by_recipe["bf16"].row["memory GiB"]) for run in there]
                 repeats = {int(run.row.get("repeats") or 1) for run in by_recipe.values() if run.recipe != "bf16"}
                 cells["memory"], cells["runs"] = times(gib), times([*repeats], 0)
-                table.append(cells | {"folder": f"`{folder_of(path)}`"})
+                table.append(cells | {"folder": f"`{folder}`"})
     return table
 
 

@@ -11,6 +11,7 @@ import argparse
 import gc
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.models.moe import MoE
 from torchtitan.tools.logging import init_logger
 
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 
 
 class RecordingTrainer(train.Trainer):
@@ -48,9 +49,7 @@ class RecordingTrainer(train.Trainer):
         """Sorted by name, without what torch.compile and activation checkpointing put into it."""
         for part in self.model_parts:
             for name, param in sorted(part.named_parameters()):
-                for wrapper in WRAPPERS:
-                    name = name.replace(wrapper, "")
-                yield name, param
+                yield WRAPPERS.sub("", name), param
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
