@@ -86,19 +86,6 @@ class Way:
         return self.peer or " ".join(filter(None, (self.recipe, self.transport, self.rows))) or "torchtitan"
 
 
-class Block(nn.Module):
-    """What TorchTitan's functions that parallelise and compile a model look for in one of its layers."""
-
-    moe_enabled = True
-
-    def __init__(self, moe: MoE) -> None:
-        super().__init__()
-        self.moe = moe
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.moe(x)
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """Forward and backward of a layer, of tokens and the gradient of its output (1, tokens, D); new gradients each
@@ -185,9 +172,11 @@ class Bench(bench.Bench):
             route_norm=bool(self.args.peers),
             use_grouped_mm=self.device.type == "cuda",
         )
-        model = nn.Module()
+        # what TorchTitan's functions that parallelise and compile a model look for
+        model, block = nn.Module(), nn.Sequential()
+        model.layers, block.moe_enabled = nn.ModuleDict({"0": block}), True
         with torch.device("meta"), set_default_dtype(torch.bfloat16):
-            model.layers = nn.ModuleDict({"0": Block(MoE(moe_args, layer.dim, layer.hidden))})
+            block.moe = MoE(moe_args, layer.dim, layer.hidden)
         build_model_converters(config, dims).convert(model)
         if self.ranks > 1:
             parallelize.apply_moe_ep_tp(
