@@ -55,6 +55,11 @@ def same_random_numbers() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def stub(tmp_path: Path) -> dict[str, str]:
+    return importlib.import_module("script_calls").stub_of(tmp_path)  # whose imports few tests need
+
+
 @pytest.fixture(autouse=True)
 def launches_are_replayed_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the latest from the third of calls that are alike on. What other tests launched is forgotten: they may have

@@ -21,19 +21,21 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import tyro
 from torch.distributed import TCPStore
 
 ROOT = Path(__file__).parent.parent
 SERVER = multiprocessing.get_context("forkserver")
+# What a process of a training imports; nothing of this package, whose import changes TorchTitan.
+IMPORTS = "datasets.distributed tensorboard torch.distributed.pipelining torch.utils.tensorboard"
+IMPORTS += " torchdata.stateful_dataloader torchtitan.train wandb"
 
 
 @functools.cache
 def start_server() -> None:
-    """Once in this process. What the server imports it looks for on PYTHONPATH alone, and says nothing if it fails."""
-    SERVER.set_forkserver_preload(["forked_imports"])
-    path = os.environ.get("PYTHONPATH")
-    own = {"PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent), path))), "OMP_NUM_THREADS": "1"}
-    with mock.patch.dict(os.environ, own):
+    """Once in this process."""
+    SERVER.set_forkserver_preload(IMPORTS.split())
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
         forkserver.ensure_running()
 
 
@@ -109,12 +111,8 @@ def launch(
     }  # fmt: skip
     started = []
     for rank in map(str, range(processes)):
-        arguments = (
-            [str(word) for word in program],
-            common | {"RANK": rank, "LOCAL_RANK": rank},
-            log,
-            cwd or Path.cwd(),
-        )
+        own = common | {"RANK": rank, "LOCAL_RANK": rank}
+        arguments = [*map(str, program)], own, log, cwd or Path.cwd()
         started.append(SERVER.Process(target=_run, args=arguments, daemon=True))
         started[-1].start()
     return Job(started, store)
@@ -127,19 +125,9 @@ def check(processes: int, *program: object, **environment: str) -> None:
         AssertionError: it failed, with what it printed.
     """
     folders = ROOT, ROOT / "tests", os.environ.get("PYTHONPATH")
-    own = {
-        "PYTHONPATH": os.pathsep.join(str(folder) for folder in folders if folder),
-        "WANDB_MODE": "disabled",
-        "HF_HUB_OFFLINE": "1",
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        code = launch(
-            processes, [str(ROOT / "tests" / program[0]), *program[1:]], log, own | environment, cwd=ROOT
-        ).wait(600)
-        text = log.read_text()
-    print(text[-10000:])
-    assert code == 0, text[-10000:]
+    own = {"PYTHONPATH": os.pathsep.join(str(folder) for folder in folders if folder)}
+    own |= {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
+    print(_output(processes, [ROOT / "tests" / program[0], *program[1:]], own | environment, ROOT)[-10000:])
 
 
 def python(code: str, *arguments: str, **environment: str) -> str:
@@ -149,12 +137,17 @@ def python(code: str, *arguments: str, **environment: str) -> str:
         AssertionError: it failed, with what it printed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
         program = Path(folder) / "program.py"
         program.write_text(code)
-        status = launch(1, [program, *arguments], log, environment).wait(600)
+        return _output(1, [program, *arguments], environment)
+
+
+def _output(processes: int, program: Sequence[object], environment: dict[str, str], cwd: Path | None = None) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        code = launch(processes, [*map(str, program)], log, environment, cwd=cwd).wait(600)
         text = log.read_text()
-    assert status == 0, text[-6000:]
+    assert code == 0, text[-10000:]
     return text
 
 
@@ -170,9 +163,16 @@ def _run(program: list[str], environment: dict[str, str], log: Path, cwd: Path) 
         stream.reconfigure(line_buffering=True, write_through=False)  # several processes write whole lines
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    importlib.import_module("forked_imports").begin(program[1:] if program[0] == "-m" else program)
+    is_module = program[0] == "-m"
+    sys.argv = program[is_module:]
+    # torchtitan.train is the program's __main__, and its command line was read when it was imported
+    sys.modules.pop("torchtitan.train", None)
+    importlib.import_module("torchtitan.config").ConfigManager.parse_args.__defaults__ = (sys.argv[1:],)
+    tyro._docstrings.get_field_docstring = lambda cls, name, markers: None  # as in conftest.py
+    sleep = time.sleep
+    time.sleep = lambda seconds: sleep(0 if seconds == 2 else seconds)  # which rank 0 does after its last step
     try:
-        if program[0] == "-m":
+        if is_module:
             runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, str(Path(program[0]).parent))

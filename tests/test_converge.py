@@ -13,16 +13,11 @@ from time import monotonic, sleep
 from types import SimpleNamespace
 
 import pytest
-from script_calls import ROOT, call, rows_of, stub_of
+from script_calls import ROOT, call, rows_of
 
 from scripts.study import converge, runs
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 from titan_mxfp8.tools.dry_run import parse_config
-
-
-@pytest.fixture
-def stub(tmp_path: Path) -> dict[str, str]:
-    return stub_of(tmp_path)
 
 
 @pytest.fixture

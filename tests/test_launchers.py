@@ -7,17 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from script_calls import ROOT, call, programs, shell, stub_of
+from script_calls import ROOT, call, programs, shell
 
 from scripts import watch
 from scripts.study import converge, runs
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture
-def stub(tmp_path: Path) -> dict[str, str]:
-    return stub_of(tmp_path)
 
 
 def test_train_runs_bf16_and_then_the_config_as_it_is() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from namespaces import joined_namespaces
+from slurm_cluster import joined_namespaces
 from training import ROOT, descendants, losses, train
 
 pytestmark = pytest.mark.integration

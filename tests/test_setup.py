@@ -8,14 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from script_calls import ROOT, programs, shell, stub_of
+from script_calls import ROOT, programs, shell
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture
-def stub(tmp_path: Path) -> dict[str, str]:
-    return stub_of(tmp_path)
 
 
 UNSET = {"PYTHON": "", "TORCH": ""}  # what the tests themselves may have been called with

@@ -1,6 +1,7 @@
-"""The rules of the source tree: imports point one way, and heavy packages stay in their place."""
+"""The rules of the source tree: imports point one way, heavy packages stay in their place, public calls are typed."""
 
 import ast
+import os
 import subprocess
 import sys
 import tarfile
@@ -71,6 +72,14 @@ def test_importing_the_package_does_not_import_torchtitan() -> None:
     # triton is not asked about: torch imports it for its compiler, where it is installed
     code = "import sys, titan_mxfp8; print('torchtitan' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.integration
+def test_the_public_api_is_typed() -> None:
+    pytest.importorskip("mypy")
+    command = [sys.executable, "-m", "mypy", f"--cache-dir={os.devnull}"]
+    done = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_public_function_has_a_docstring_and_type_hints() -> None:

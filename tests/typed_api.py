@@ -1,4 +1,4 @@
-"""A program that calls the public functions, for a type checker to read (``test_types.py``); nobody runs it.
+"""A program that calls the public functions, for a type checker to read (``test_structure.py``); nobody runs it.
 
 The checker reports a call that the annotations ought to allow and do not. Behind a call that they must refuse stands an
 ``ignore`` with the kind of error: the checker reports one that is not needed.
