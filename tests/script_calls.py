@@ -1,7 +1,6 @@
 """What tests of scripts share: calls of scripts, logs of runs, a TorchTitan that trains nothing."""
 
 import contextlib
-import csv
 import importlib
 import io
 import json
@@ -9,35 +8,28 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 
 from torch.utils.tensorboard import SummaryWriter
 
 ROOT = Path(__file__).parent.parent
+SCRIPTS = ROOT / "scripts"
+SHELL_SCRIPTS = [str(path.relative_to(SCRIPTS)) for end in ("sh", "slurm") for path in SCRIPTS.rglob(f"*.{end}")]
 
 
-SHELL_SCRIPTS = sorted(
-    str(path.relative_to(ROOT / "scripts"))
-    for path in (ROOT / "scripts").rglob("*")
-    if path.suffix in (".sh", ".slurm")
-)
-
-
-def programs(folder: Path, texts: Mapping[str, str], shell: str = "/bin/sh") -> None:
+def programs(folder: Path, texts: Mapping[str, str]) -> None:
     """Writes shell scripts below a folder, by name."""
     for name, text in texts.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!{shell}\n{text}\n")
+        path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
 
 
 def shell(*command: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
+    env = os.environ | environment
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
 
 def interrupted(script: str, **environment: str) -> tuple[int, str, str]:
@@ -60,38 +52,28 @@ def interrupted(script: str, **environment: str) -> tuple[int, str, str]:
     return script.returncode, output, errors
 
 
-def write_run(folder: Path, losses: list[float], config: dict[str, dict] | None = None) -> Path:
+def write_run(folder: Path, losses: Sequence[float], config: dict | None = None, speeds: Sequence[float] = ()) -> Path:
     with SummaryWriter(str(folder / "tb" / "20260101-0000")) as writer:
         for step, loss in enumerate(losses, 1):
             writer.add_scalar("loss_metrics/global_avg_loss", loss, step)
-            writer.add_scalar("throughput(tps)", 100.0 * step, step)
+            writer.add_scalar("throughput(tps)", speeds[step - 1] if speeds else 100.0 * step, step)
             writer.add_scalar("memory/max_reserved(GiB)", 1.0 + step, step)
     if config is not None:
         (folder / "job_config.json").write_text(json.dumps(config))
     return folder
 
 
-def module_of(script: str) -> ModuleType:
-    """That of ``scripts/<script>.py`` or of a room below it."""
-    (path,) = (ROOT / "scripts").rglob(f"{script}.py")
-    return importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-
-
 def call(script: str, *arguments: object) -> str:
-    """What ``scripts/<script>.py`` prints with these arguments, in this process; or the message that it ends with."""
-    printed = io.StringIO()
+    """What ``scripts/<script>.py``, or one below, prints with these arguments in this process; or what it ends with."""
+    (path,), printed = SCRIPTS.rglob(f"{script}.py"), io.StringIO()
+    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     try:
         with contextlib.redirect_stdout(printed):
-            module_of(script).main([*map(str, arguments)])
+            module.main([*map(str, arguments)])
     except SystemExit as exit:
         if exit.code:
             return str(exit.code)
     return printed.getvalue()
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def stub_of(tmp_path: Path) -> dict[str, str]:

@@ -32,15 +32,13 @@ def calls_of(function: Callable[[], object]) -> list[str]:
     return names
 
 
-def moe_layer() -> Callable[[], torch.Tensor]:
-    made, x = convert(layer("deepseek_v3", torch.bfloat16)), torch.randn(3, 17, 64, dtype=torch.bfloat16)
+def moe_layer(*flags: str) -> Callable[[], torch.Tensor]:
+    made, x = convert(layer("deepseek_v3", torch.bfloat16), *flags), torch.randn(3, 17, 64, dtype=torch.bfloat16)
     return lambda: made(x.requires_grad_())
 
 
 def sorted_layer() -> Callable[[], torch.Tensor]:
-    flag = "--quantize.grouped_mm.mx.dispatch=off"
-    made, x = convert(layer("deepseek_v3", torch.bfloat16), flag), torch.randn(3, 17, 64, dtype=torch.bfloat16)
-    return lambda: made(x.requires_grad_())
+    return moe_layer("--quantize.grouped_mm.mx.dispatch=off")
 
 
 def grouped_mm() -> Callable[[], torch.Tensor]:

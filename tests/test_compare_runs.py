@@ -8,9 +8,10 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from script_calls import call, rows_of, write_run
+from script_calls import call, write_run
 from torch.utils.tensorboard import SummaryWriter
 
+from scripts.result_files import read_rows
 from scripts.study import runs
 from scripts.study.compare_runs import critical_t, verdict_on
 
@@ -21,12 +22,18 @@ def compare(*arguments: object) -> str:
     return call("compare_runs", *arguments)
 
 
+def table(out: Path, *arguments: object) -> list[dict[str, str]]:
+    """The rows of the table that it writes to a folder."""
+    compare(*arguments, "--out", out)
+    return read_rows(out / "table.csv")
+
+
 def test_compare_runs_prints_and_plots_the_difference(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "bf16", [8.0, 7.0, 6.0]), write_run(tmp_path / "mxfp8", [8.5, 7.0, 5.75])
     printed = compare(a, b, "--out", tmp_path / "out")
     assert "| step | bf16 | mxfp8 | mxfp8 - bf16 |" in printed
     assert "| 1 | 8.0000 | 8.5000 | +0.5000 |" in printed and "| 3 | 6.0000 | 5.7500 | -0.2500 |" in printed
-    bf16, mxfp8 = rows_of(tmp_path / "out" / "table.csv")
+    bf16, mxfp8 = read_rows(tmp_path / "out" / "table.csv")
     assert (bf16["tokens/s"], bf16["memory GiB"], mxfp8["x"]) == ("250.0", "4.0", "1.0")
     assert (mxfp8["difference"], mxfp8["95% low"], mxfp8["margin"]) == ("-0.2500", "", "0.0300")
     assert (mxfp8["pairs"], mxfp8["verdict"]) == ("1", "none: bf16 and mxfp8 have one seed in common")
@@ -54,7 +61,7 @@ def test_compare_runs_judges_paired_differences(tmp_path: Path) -> None:
             losses = [5.0 + 3 * move] * 90 + [3.0 + offset + move + (-1) ** step for step in range(10)]
             folders.append(write_run(tmp_path / f"{group}-seed{seed}", losses))
     assert "| 3 | equivalent within 0.5% |" in compare(*folders, "--out", tmp_path)
-    bf16, *others = rows_of(tmp_path / "table.csv")
+    bf16, *others = read_rows(tmp_path / "table.csv")
     assert (bf16["run"], bf16["seeds"], bf16["final loss"], bf16["verdict"]) == ("bf16", "3", "3.0000", "")
     assert {row["run"]: row["verdict"] for row in others} == {
         "same": "equivalent within 0.5%",
@@ -68,14 +75,13 @@ def test_compare_runs_judges_paired_differences(tmp_path: Path) -> None:
     near = others[5]  # mean 0.014, standard error 0.004 / sqrt(3), t 4.303
     assert (near["difference"], near["standard error"], near["margin"]) == ("+0.0140", "0.0023", "0.0150")
     assert (near["95% low"], near["95% high"], near["pairs"]) == ("+0.0041", "+0.0239", "3")
-    compare(*folders, "--margin", "0.02", "--out", tmp_path)
-    near = rows_of(tmp_path / "table.csv")[6]
+    near = table(tmp_path, *folders, "--margin", "0.02")[6]
     assert (near["margin"], near["verdict"]) == ("0.0600", "equivalent within 2%, higher")
     # the seeds in common count, whatever the order: 1 and 2 of near
-    compare(*folders[:3], folders[20], folders[19], "--out", tmp_path)
-    assert [rows_of(tmp_path / "table.csv")[1][key] for key in ("difference", "pairs")] == ["+0.0160", "2"]
-    compare(*folders[:2], folders[20], "--out", tmp_path)
-    assert rows_of(tmp_path / "table.csv")[1]["verdict"] == "none: bf16 and near have no seed in common"
+    near = table(tmp_path, *folders[:3], folders[20], folders[19])[1]
+    assert [near[key] for key in ("difference", "pairs")] == ["+0.0160", "2"]
+    near = table(tmp_path, *folders[:2], folders[20])[1]
+    assert near["verdict"] == "none: bf16 and near have no seed in common"
 
 
 def test_compare_runs_names_pairs_that_saw_other_data(tmp_path: Path) -> None:
@@ -89,9 +95,8 @@ def test_compare_runs_names_pairs_that_saw_other_data(tmp_path: Path) -> None:
     others = [run("same-seed0", 0, 7.0), run("same-seed1", 1, 9.0), run("other-seed0", 0, 8.0)]
     odd = run("other-seed1", 0, 8.0)
     assert "same batches" not in compare(*bf16, *others, "--out", tmp_path / "out")
-    assert re.findall(
-        r"(\S+) and (\S+) have not seen the same batches", compare(*bf16, *others, odd, "--out", tmp_path)
-    ) == [("other-seed1", "bf16-seed1")]
+    pairs = re.findall(r"(\S+ and \S+) have not seen the same batches", compare(*bf16, *others, odd, "--out", tmp_path))
+    assert pairs == ["other-seed1 and bf16-seed1"]
     # of 20 changes one can tell, of fewer not
     assert "same batches" in compare(bf16[1], odd, "--steps", 21, "--out", tmp_path)
     assert "same batches" not in compare(bf16[1], odd, "--steps", 20, "--out", tmp_path)
@@ -108,18 +113,18 @@ def test_compare_runs_gives_one_pair_the_interval_of_its_steps_and_shows_held_ou
     writer.close()
     printed = compare(base, other, "--out", tmp_path / "out")
     assert "none: bf16 and mxfp8 have one seed in common" in printed
-    row = rows_of(tmp_path / "out" / "table.csv")[1]
+    row = read_rows(tmp_path / "out" / "table.csv")[1]
     error = 0.03 * math.sqrt(10 / 9) / math.sqrt(10)
     assert (row["difference"], row["standard error"]) == ("+0.1000", f"{error:.4f}")
     assert float(row["95% high"]) == pytest.approx(0.1 + 2.262 * error, abs=1e-4), "t of nine degrees of freedom"
     assert (row["pairs"], row["held-out loss"]) == ("1", "3.2500")
-    losses = rows_of(tmp_path / "out" / "losses.csv")
+    losses = read_rows(tmp_path / "out" / "losses.csv")
     assert [line["mxfp8-seed0 held-out"] for line in losses if line["mxfp8-seed0 held-out"]] == ["3.75", "3.25"]
     again = compare(tmp_path / "out" / "losses.csv", "--out", tmp_path / "again")
-    assert rows_of(tmp_path / "again" / "table.csv")[1]["held-out loss"] == "3.2500"
+    assert read_rows(tmp_path / "again" / "table.csv")[1]["held-out loss"] == "3.2500"
     assert "+0.1000" in again and "| 3.2500 |" in again
-    compare(base, other, "--steps", "100", "--out", tmp_path / "out")
-    assert rows_of(tmp_path / "out" / "table.csv")[1]["held-out loss"] == "3.7500", "of the steps that are compared"
+    row = table(tmp_path / "out", base, other, "--steps", "100")[1]
+    assert row["held-out loss"] == "3.7500", "of the steps that are compared"
 
 
 def test_compare_runs_makes_the_same_tables_of_its_losses(tmp_path: Path) -> None:
@@ -127,20 +132,15 @@ def test_compare_runs_makes_the_same_tables_of_its_losses(tmp_path: Path) -> Non
     for group, moves in {"bf16": (0, 0.01, 0.04), "mxfp8": (0.01, 0.03, 0.04)}.items():
         for seed, move in enumerate(moves):
             folders.append(write_run(tmp_path / f"{group}-seed{seed}", [4.0, NAN, 3.0 + move]))
-    compare(*folders, "--out", tmp_path / "first")
-    compare(tmp_path / "first" / "losses.csv", "--out", tmp_path / "again")
-    first, again = (rows_of(tmp_path / name / "table.csv") for name in ("first", "again"))
+    files = [tmp_path / name / "losses.csv" for name in ("first", "again")]
+    first, again = table(tmp_path / "first", *folders), table(tmp_path / "again", files[0])
     memory = [row.pop("memory GiB") for row in first], [row.pop("memory GiB") for row in again]
     assert first == again and memory == (["4.0", "4.0"], ["", ""])
-    assert (tmp_path / "first" / "losses.csv").read_text() == (tmp_path / "again" / "losses.csv").read_text()
+    assert files[0].read_text() == files[1].read_text()
     # two files whose runs have the same names; the baseline's own repeat is a group
-    compare(*(tmp_path / name / "losses.csv" for name in ("first", "again")), "--out", tmp_path / "both")
-    assert [row["verdict"] for row in rows_of(tmp_path / "both" / "table.csv")] == [
-        "", "cannot tell", "equivalent within 0.5%", "cannot tell",
-    ]  # fmt: skip
-    assert f"{tmp_path / 'first' / 'losses.csv'} would be overwritten" in compare(
-        tmp_path / "first" / "losses.csv", "--out", tmp_path / "first"
-    )
+    verdicts = [row["verdict"] for row in table(tmp_path / "both", *files)]
+    assert verdicts == ["", "cannot tell", "equivalent within 0.5%", "cannot tell"]
+    assert f"{files[0]} would be overwritten" in compare(files[0], "--out", tmp_path / "first")
     assert "table.csv is no losses.csv of compare_runs.py" in compare(tmp_path / "first" / "table.csv")
 
 
@@ -186,10 +186,7 @@ def test_compare_runs_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
     assert "--window is a share of the steps" in compare(long, "--window", 10)
     assert "--margin is a share of the loss, above 0 and below 1, got 0.0" in compare(long, "--margin", 0)
     path = tmp_path / "losses.csv"
-    for text, message in (
-        (b"step,a loss\n1,8.0\n2,x\n", "could not convert string"),
-        (b"\x89PNG\r\n", "'utf-8' codec"),
-    ):
+    for text, message in ((b"step,a loss\n1,8.0\n2,x\n", "could not convert"), (b"\x89PNG\r\n", "'utf-8' codec")):
         path.write_bytes(text)
         assert f"{path} is no losses.csv of compare_runs.py: {message}" in compare(path, "--out", tmp_path / "out")
 
@@ -208,8 +205,7 @@ def test_compare_runs_reports_diverged_runs_and_judges_the_others(tmp_path: Path
         for seed, end in enumerate(seeds):
             losses = [5.0, INF if group == "spike" else 4.5, *[4.0] * 25, *(end * 3)[:3]]
             folders.append(write_run(tmp_path / f"{group}-seed{seed}", losses))
-    compare(*folders, "--out", tmp_path / "out")
-    rows = {row["run"]: row for row in rows_of(tmp_path / "out" / "table.csv")}
+    rows = {row["run"]: row for row in table(tmp_path / "out", *folders)}
     assert rows["bf16"]["verdict"] == "diverged: 1 of 3 runs" and rows["bf16"]["final loss"] == "3.0100"
     near = [rows["near"][key] for key in ("difference", "pairs", "margin", "verdict")]
     assert near == ["+0.0050", "2", "0.0150", "cannot tell"]
@@ -219,12 +215,10 @@ def test_compare_runs_reports_diverged_runs_and_judges_the_others(tmp_path: Path
     assert (rows["spike"]["difference"], rows["spike"]["verdict"]) == ("+0.5000", "worse")
     assert (tmp_path / "out" / "losses.png").stat().st_size > 10_000
     # of two pairs one or both are gone with bf16's run
-    compare(folders[0], folders[2], folders[3], folders[5], "--out", tmp_path / "out")
-    verdict = "none: bf16 diverged with all but one of the same seeds"
-    assert rows_of(tmp_path / "out" / "table.csv")[1]["verdict"] == verdict
+    row = table(tmp_path / "out", folders[0], folders[2], folders[3], folders[5])[1]
+    assert row["verdict"] == "none: bf16 diverged with all but one of the same seeds"
     write_run(tmp_path / "bf16-seed1", [5.0, 4.5, *[4.0] * 25, NAN, NAN, NAN])
-    compare(*folders[1:3], *folders[4:6], "--out", tmp_path / "out")
-    (row,) = rows_of(tmp_path / "out" / "table.csv")[1:]
+    (row,) = table(tmp_path / "out", *folders[1:3], *folders[4:6])[1:]
     assert (row["verdict"], row["margin"]) == ("none: bf16 diverged with all of the same seeds", "nan")
     assert (tmp_path / "out" / "losses.png").stat().st_size > 10_000
 
@@ -238,11 +232,11 @@ def test_compare_runs_draws_intervals_and_the_margin(tmp_path: Path, monkeypatch
     compare(*folders, "--out", tmp_path / "out")
     assert panels[0].get_ylim() == pytest.approx((-0.3, 0.3))
     pair = [write_run(tmp_path / name, [3.0, up] * 50) for name, up in (("bf16-seed0", 3.0), ("up-seed0", 3.2))]
-    compare(*pair, "--out", tmp_path / "out")
+    row = table(tmp_path / "out", *pair)[1]
+    assert row["largest difference"] == "0.1333"  # two of three are 0.2 higher
     (band,) = panels.pop().collections  # at both ends of two differences, 0 and 0.2: 0.1 -+ 12.706 * 0.1
     ends = band.get_paths()[0].get_extents()
     assert (ends.ymin, ends.ymax) == pytest.approx((-1.1706, 1.3706), abs=1e-4)
-    assert rows_of(tmp_path / "out" / "table.csv")[1]["largest difference"] == "0.1333"  # two of three are 0.2 higher
     compare(folders[0], "--out", tmp_path / "out")
     assert panels[1].get_ylim() == pytest.approx((-0.0225, 0.0225))  # 1.5 times the margin
     assert [line.get_ydata()[0] for line in panels[1].lines] == pytest.approx([0, -0.015, 0.015])
@@ -267,13 +261,12 @@ def test_compare_runs_tells_runs_of_one_name_apart(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name, [5.0, end]) for name, end in ends.items()]
     printed = compare(*folders[:3], "--out", tmp_path)
     assert "| step | s1/bf16-seed0 | s1/bf16-seed1 | s2/bf16-seed0 |" in printed
-    rows = [(row["run"], row["seeds"], row["final loss"]) for row in rows_of(tmp_path / "table.csv")]
+    rows = [(row["run"], row["seeds"], row["final loss"]) for row in read_rows(tmp_path / "table.csv")]
     assert rows == [("s1/bf16", "2", "3.0500"), ("s2/bf16", "1", "4.0000")]
     alone = [write_run(tmp_path / name / "run", [5.0, end]) for name, end in (("a", 3.0), ("b", 4.0))]
-    compare(*alone, "--out", tmp_path)
-    assert [(row["run"], row["seeds"]) for row in rows_of(tmp_path / "table.csv")] == [("a/run", "1"), ("b/run", "1")]
-    compare(folders[0], folders[3], folders[1], "--out", tmp_path)  # names that differ stay short
-    assert [row["run"] for row in rows_of(tmp_path / "table.csv")] == ["bf16", "mxfp8"]
+    assert [(row["run"], row["seeds"]) for row in table(tmp_path, *alone)] == [("a/run", "1"), ("b/run", "1")]
+    short = table(tmp_path, folders[0], folders[3], folders[1])  # of names that differ
+    assert [row["run"] for row in short] == ["bf16", "mxfp8"]
     assert "bf16-seed0 is given twice" in compare(folders[0], folders[1], tmp_path / "s2" / ".." / "s1" / "bf16-seed0")
     again = write_run(tmp_path / "s1" / "bf16-seed00", [5.0, 3.0])
     assert "bf16-seed0 and bf16-seed00 are both seed 0 of bf16" in compare(folders[0], again)
@@ -283,7 +276,7 @@ def test_compare_runs_says_how_other_scalars_are_spread(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / f"bf16-seed{seed}", [5.0] * (2 + seed)) for seed in (0, 1)]
     folders.append(write_run(tmp_path / "mxfp8-seed0", [5.0]))
     compare(*folders, "--steps", 1, "--out", tmp_path, "--tags", "memory/*", "loss_metrics/*")
-    memory, other, *_ = rows_of(tmp_path / "tags.csv")  # 2 and 3 GiB of one seed, 2, 3 and 4 of the other
+    memory, other, *_ = read_rows(tmp_path / "tags.csv")  # 2 and 3 GiB of one seed, 2, 3 and 4 of the other
     assert memory == {"tag": "memory/*", "run": "bf16", "values": "5", "mean": "2.8", "median": "3", "largest": "4"}
     assert (other["run"], other["values"], other["mean"]) == ("mxfp8", "1", "2")
     assert "--tags mx_*: no run has such a scalar; there are" in compare(*folders, "--steps", 1, "--tags", "mx_*")

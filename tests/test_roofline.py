@@ -13,16 +13,7 @@ import torch
 from scripts import check_configs
 from scripts.bench import bench_grouped_mm, roofline
 from scripts.bench.problems import GroupedShape
-from scripts.bench.roofline import (
-    BOTH,
-    FSDP_COPIES,
-    Pass,
-    Rates,
-    committed_rates,
-    passes,
-    predicted_seconds,
-    step_speedup,
-)
+from scripts.bench.roofline import BOTH, Pass, Rates, committed_rates, passes, predicted_seconds, step_speedup
 from scripts.result_files import SPEED, read_rows, training_gains, write_results
 from scripts.study import measured, tables
 from titan_mxfp8.backends import plan_on
@@ -58,9 +49,7 @@ def test_the_bytes_of_quantisers_are_those_that_they_move(name: str) -> None:
 def test_gemms_move_their_operands_and_multiply_all_of_them() -> None:
     bf16 = {one.name: one for one in passes(BF16, plan_on(BF16, "auto", H200), LAYER)}
     x, w, y = 96 * 128, 3 * 64 * 128, 96 * 64
-    assert {name: one.moved for name, one in bf16.items()} == dict.fromkeys(
-        ("forward", "dgrad", "wgrad"), 2 * (x + w + y)
-    )
+    assert list(bf16) == ["forward", "dgrad", "wgrad"] and {one.moved for one in bf16.values()} == {2 * (x + w + y)}
     assert {one.flops for one in bf16.values()} == {2 * 96 * 64 * 128} and bf16["wgrad"].what == "bf16"
     recipe = get_recipe("mxfp8_2d_rebased")
     ours = {one.name: one for one in passes(recipe, plan_on(recipe, "auto", H200), LAYER)}
@@ -87,7 +76,7 @@ def test_a_step_is_its_layers_and_what_no_format_changes() -> None:
     step = SimpleNamespace(gemms={(recipe, *gemm): 2}, flops_per_token=18 * flops, tokens=1, forwards=1)
     vars(step).update(memory=memory, out_of_fsdp=0, frees_weights=False)
     assert step_speedup(step, "H200", rates) == pytest.approx((12 + 6) / (12 + 3))
-    step.out_of_fsdp = 1e30 * flops / FSDP_COPIES
+    step.out_of_fsdp = 1e30 * flops / roofline.FSDP_COPIES
     assert step_speedup(step, "H200", rates) == pytest.approx((12 + 6 + 1) / (12 + 3))
     step.gemms, step.out_of_fsdp = {(BF16, *gemm): 2}, 0
     assert step_speedup(step, "H200", rates) == 1, "the control"
@@ -97,11 +86,8 @@ def test_rates_are_read_from_committed_results(tmp_path: Path) -> None:
     """Rows of a second for 2e12 FLOPs, of fewer and of more."""
     key = {"bench": "kernels", "M": 100, "N": 100, "K": 10**8, "G": 1, "groups": "balanced", "p50_us": 1e6}
     gemm = key | {"recipe": "mxfp8_2d_rebased", "what": "forward", "baseline_us": 2e6}
-    ceilings = [
-        key | {"recipe": "torch", "what": "copy", "gb_per_s": 3},
-        key | {"recipe": "torch", "what": "bf16 matmul", "tflops": 1.5},
-        key | {"recipe": "torch", "what": "FP8 matmul", "tflops": 4},
-    ]
+    rates = {"copy": {"gb_per_s": 3}, "bf16 matmul": {"tflops": 1.5}, "FP8 matmul": {"tflops": 4}}
+    ceilings = [key | {"recipe": "torch", "what": what} | rate for what, rate in rates.items()]
     h100, h200 = {"gpu": "NVIDIA H100 80GB HBM3"}, {"gpu": "NVIDIA H200"}
     write_results(tmp_path / "a", [*ceilings, gemm | {"recipe": "mxfp8_2d", "p50_us": 1}], h200)
     rows = [gemm, gemm | {"M": 200, "N": 50, "p50_us": 2e6}, gemm | {"data": "products", "p50_us": 1}]
@@ -179,19 +165,18 @@ def test_predictions_stand_beside_what_was_measured(monkeypatch: pytest.MonkeyPa
     # rebasing brings more, and a step gains less than its GEMMs do
     assert 1 < rows[1]["by our rates"] < rows[0]["by our rates"] < rows[0]["by the ceilings"] < 1.5
     assert [row["memory GiB"] for row in rows] == ["99.59", "103.04"], "TorchTitan's"
-    assert [row["estimated GiB"] for row in rows] == pytest.approx([99.59, 103.04], rel=0.025), (
-        "more than the card's 70%"
-    )
+    estimated = [row["estimated GiB"] for row in rows]
+    assert estimated == pytest.approx([99.59, 103.04], rel=0.025), "more than the card's 70%"
 
 
 def test_a_training_has_one_gain_wherever_it_stands() -> None:
     """That of pairs: in one table the medians of ``both:mxfp8_2d`` and bf16 are 81994 and 89864, which is 0.912."""
     rows = [{"run": "both", SPEED: "9", "x": "1.0"}, {"run": "bf16", SPEED: "8", "x": "0.8"}]
     assert [gain for _, gain in training_gains(rows)] == [1.25, 1] and not list(training_gains(rows[:1]))
-    trained = [
-        (row["run"], (path.relative_to(ROOT).as_posix(), tables.recipe_of(row["run"]), f"{gain:.2f}"))
-        for path, _, row, gain in roofline.trainings(ROOT / "results")
-    ]
+    trained = []
+    for path, _, row, gain in roofline.trainings(ROOT / "results"):
+        key = path.relative_to(ROOT).as_posix(), tables.recipe_of(row["run"]), f"{gain:.2f}"
+        trained.append((row["run"], key))
     by_roofline = Counter(key for run, key in trained if run.startswith("both"))
     by_tables = Counter(
         (file, recipe, cell.split()[0])
@@ -201,12 +186,10 @@ def test_a_training_has_one_gain_wherever_it_stands() -> None:
         if (cell := cells.get(tables.code(recipe))) and " alone" not in cells["model"]
     )
     assert by_roofline == by_tables
-    of_doctor = {
-        (row["folder"], row["recipe"], row["x"])
-        for row in measured.measured(ROOT / "results")
-        if row["kind"] == "training" and row["recipe"] != "bf16"
-    }
-    assert of_doctor <= {(file.split("/")[1], recipe, gain) for _, (file, recipe, gain) in trained}
+    gains = {(file.split("/")[1], recipe, gain) for _, (file, recipe, gain) in trained}
+    for row in measured.measured(ROOT / "results"):
+        if row["kind"] == "training" and row["recipe"] != "bf16":
+            assert (row["folder"], row["recipe"], row["x"]) in gains
     assert by_tables["results/2026-11-23_2xh200_dispatch_training/training_table.csv", "mxfp8_2d", "0.92"] == 1
 
 
