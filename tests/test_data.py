@@ -29,21 +29,13 @@ def tokenizer() -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(str(ASSETS / "tokenizer"))
 
 
+def texts_of(path: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 @pytest.fixture(scope="module")
-def rows() -> list[dict[str, str]]:
-    lines = (ASSETS / "kjv" / "data.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def readme_table() -> dict[str, dict[str, str]]:
-    """README.md's table of files: path -> column -> cell."""
-    cells = [
-        [cell.strip(" `") for cell in line.strip("|").split("|")]
-        for line in (ASSETS / "README.md").read_text(encoding="utf-8").splitlines()
-        if line.startswith("| `") or line.startswith("| file")
-    ]
-    header, *body = cells
-    return {row[0]: dict(zip(header[1:], row[1:], strict=True)) for row in body}
+def rows() -> list[str]:
+    return texts_of(ASSETS / "kjv" / "data.jsonl")
 
 
 # The shipped tokenizer and text
@@ -60,7 +52,10 @@ def test_torchtitan_reads_the_vocabulary_and_adds_bos_and_eos_once(tokenizer, as
 
 
 def test_readme_describes_the_files_beside_it(tokenizer, rows):
-    table = readme_table()
+    text = (ASSETS / "README.md").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith(("| `", "| file"))]
+    header, *body = ([cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines)
+    table = {row[0]: dict(zip(header, row, strict=True)) for row in body}
     files = {str(path.relative_to(ASSETS)) for path in ASSETS.rglob("*") if path.is_file()}
     assert {"kjv/data.jsonl", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"} == set(table)
     assert set(table) | {"README.md"} <= files
@@ -68,10 +63,9 @@ def test_readme_describes_the_files_beside_it(tokenizer, rows):
         content = (ASSETS / name).read_bytes()
         assert int(cells["bytes"]) == len(content), name
         assert cells["sha256"] == hashlib.sha256(content).hexdigest(), name
-    encodings = tokenizer.tokenizer.encode_batch_fast([row["text"] for row in rows])
+    encodings = tokenizer.tokenizer.encode_batch_fast(rows)
     tokens = sum(map(len, encodings)) + 2 * len(rows)  # bos and eos
     assert [int(table["kjv/data.jsonl"][name]) for name in ("rows", "tokens")] == [len(rows), tokens]
-    text = (ASSETS / "README.md").read_text(encoding="utf-8")
     assert re.search(r"bible-kjv-text \d+\.\d+", text)
     assert "usr/share/doc/bible-kjv-text/copyright" in text and "public domain" in text
     assert "python scripts/make_data.py --sources kjv --vocab-size 2048 --out train_configs/assets\n" in text
@@ -82,7 +76,7 @@ def test_torchtitan_feeds_the_text(tokenizer, rows, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     data = HuggingFaceTextDataset("c4_test", str(ASSETS / "kjv"), tokenizer, seq_len=128)
     inputs, labels = next(iter(data))
-    expected = tokenizer.encode(rows[0]["text"])[:129]
+    expected = tokenizer.encode(rows[0])[:129]
     assert inputs["input"].tolist() == expected[:-1] and labels.tolist() == expected[1:]
 
 
@@ -99,9 +93,7 @@ PAGE = """<html><head><title>Not this</title><style>p {{ color: red }}</style></
 <p>0x00 0x01 0x02 0x03</p>
 <p>{repeated}</p>
 <div>Text of a div, <b>bold</b>.</div></div><p>Below the main part.</p></body></html>"""
-REPEATED = (
-    "This long paragraph is on every one of the pages, and only the first of them is to keep it for the data set."
-)
+REPEATED = "This long paragraph is on every one of the pages, and only the first of them is to keep it for the data."
 
 
 def write_pages(root: Path) -> None:
@@ -152,11 +144,8 @@ def test_html_paragraphs_keep_prose_only():
         REPEATED,
         "Text of a div, bold.",
     ]
-
-
-def test_html_page_without_main_part_is_read_whole():
-    page = "<p id=title>Site</p><ul class='docnav top'><li>Next</li></ul><div class=para>Unclosed text"
-    assert html_prose.html_paragraphs(page) == ["Unclosed text"]
+    whole = "<p id=title>Site</p><ul class='docnav top'><li>Next</li></ul><div class=para>Unclosed text"
+    assert html_prose.html_paragraphs(whole) == ["Unclosed text"], "without a main part"
 
 
 def test_read_html_orders_dedupes_and_skips(tmp_path):
@@ -171,9 +160,9 @@ def test_read_html_orders_dedupes_and_skips(tmp_path):
 
 def test_parse_kjv_reads_chapters():
     output = (
-        "\nGenesis 1\n\n  1 In the  beginning. \n  2 And the earth.\n\nGenesis 2\n\n  1 Thus.\n\n1 John 1\n\n 10 If.\n"
+        "\nGenesis 1\n\n  1 In the  beginning. \n  2 And the earth.\n\nGenesis 2\n\n  1 So.\n\n1 John 1\n\n 10 If\n"
     )
-    documents = ["Genesis 1\n\nIn the beginning.\nAnd the earth.", "Genesis 2\n\nThus.", "1 John 1\n\nIf."]
+    documents = ["Genesis 1\n\nIn the beginning.\nAnd the earth.", "Genesis 2\n\nSo.", "1 John 1\n\nIf"]
     assert make_data.parse_kjv(output) == documents
 
 
@@ -198,7 +187,7 @@ def test_a_whole_set_is_the_same_twice(debs, tmp_path):
     first = contents(tmp_path / "out")
     data = "linux-handbook/data.jsonl"
     assert set(first) == {data, "README.md", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"}
-    texts = [json.loads(line)["text"] for line in first[data].decode().splitlines()]
+    texts = texts_of(tmp_path / "out" / data)
     assert [text[:11] for text in texts] == ["First page ", "Second page"]  # the handbook's pages are the same two
     assert "é".encode() in first[data]
 
@@ -211,10 +200,6 @@ def test_a_whole_set_is_the_same_twice(debs, tmp_path):
 
     make_data.main(command)
     assert contents(tmp_path / "out") == first
-
-
-def texts_of(path: Path) -> list[str]:
-    return [json.loads(line)["text"] for line in path.read_text().splitlines()]
 
 
 def test_shuffle_follows_its_seed_and_held_out_rows_are_in_no_other_file(tmp_path):
@@ -305,9 +290,7 @@ def test_bad_packages_say_what_to_do_and_write_nothing(debs, tmp_path):
     assert "depends on no python3" in error("--sources", "python")
 
 
-@pytest.mark.parametrize(
-    "flags, message", [("--vocab-size 257", "257 is too small"), ("--held-out -1", "-1 is no number of rows")]
-)
+@pytest.mark.parametrize("flags, message", [("--vocab-size 257", "is too small"), ("--held-out -1", "-1 is no number")])
 def test_wrong_numbers_are_refused_before_any_download(flags, message, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(make_data, "fetch_source", None)
     with pytest.raises(SystemExit, match="2"):

@@ -21,19 +21,10 @@ from titan_mxfp8.doctor import Machine
 
 ROOT = Path(__file__).parent.parent
 H200, B200 = CLUSTER_GPUS["H200"], CLUSTER_GPUS["B200"]
-HEALTHY = Machine(
-    hardware=H200,
-    gpus=8,
-    peers=True,
-    memory=140 * 2**30,
-    driver="580.1",
-    cuda="13.0",
-    versions={"torch": "2.11.0+cu130", "triton": "3.6.0", "torchtitan": "0.2.2"}
-    | dict.fromkeys(("tensorboard", "wandb", "safetensors", "matplotlib"), "1.0"),
-    ptxas="ptxas, release 13.0",
-    compiler="/usr/bin/cc",
-    headers=True,
-)
+VERSIONS = {"torch": "2.11.0+cu130", "triton": "3.6.0", "torchtitan": "0.2.2"}
+VERSIONS |= dict.fromkeys(("tensorboard", "wandb", "safetensors", "matplotlib"), "1.0")
+SYSTEM = {"driver": "580.1", "cuda": "13.0", "ptxas": "ptxas, release 13.0", "compiler": "/usr/bin/cc", "headers": True}
+HEALTHY = Machine(hardware=H200, gpus=8, peers=True, memory=140 * 2**30, versions=VERSIONS, **SYSTEM)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says of a CPU what it is")
@@ -73,9 +64,7 @@ def test_a_config_that_cannot_be_trained_here(capsys: pytest.CaptureFixture) -> 
     assert logging.root.manager.disable == logging.NOTSET  # who calls main() goes on logging
 
 
-def test_a_backend_that_fails_or_is_wrong_is_no_pass(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_failing_or_wrong_backend_is_no_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     def fails(recipe: str, device: torch.device) -> float:
         raise RuntimeError("no kernel image")
 
@@ -200,9 +189,8 @@ def test_a_combination_that_never_ran_is_named() -> None:
 
 
 def test_the_table_that_ships_is_what_the_folders_that_count_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_rows(doctor.MEASURED) == measured.measured(ROOT / "results"), (
-        "python scripts/study/measured.py writes it anew"
-    )
+    there = measured.measured(ROOT / "results")
+    assert read_rows(doctor.MEASURED) == there, "python scripts/study/measured.py writes it anew"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packed = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert packed == [doctor.MEASURED.parent.name], "a wheel has every file of the package's folder"

@@ -12,20 +12,12 @@ FOLDER = re.compile(r"20\d\d-\d\d-\d\d_\w+")
 
 
 def git(repository: Path, *arguments: str) -> str:
-    """What the command prints.
-
-    Raises:
-        CalledProcessError: it fails, as of a commit that a shallow clone lacks.
-    """
     return subprocess.run(["git", *arguments], cwd=repository, capture_output=True, text=True, check=True).stdout
 
 
 def base_of(repository: Path) -> str:
-    """The commit to compare with: where a branch left main, or the parent of main's last commit.
-
-    Raises:
-        ValueError: a shallow clone, or a copy without git, does not have it.
-    """
+    """The commit to compare with: where a branch left main, or the parent of main's last commit. Raises ValueError: a
+    shallow clone, or a copy without git, does not have it."""
     for main in ("origin/main", "main"):
         try:
             base = git(repository, "merge-base", "HEAD", main).strip()
@@ -41,10 +33,8 @@ def base_of(repository: Path) -> str:
 
 def changed(repository: Path, base: str) -> list[str]:
     """The files of results/ that ``base`` has and that are others now, or gone."""
-    left_out = ":!results/pictures", ":!results/README.md"
-    return git(
-        repository, "diff", "--name-only", "--diff-filter=a", "--no-renames", base, "--", "results", *left_out
-    ).split()
+    paths = "results", ":!results/pictures", ":!results/README.md"
+    return git(repository, "diff", "--name-only", "--diff-filter=a", "--no-renames", base, "--", *paths).split()
 
 
 def test_results_do_not_change() -> None:
@@ -92,6 +82,5 @@ def test_the_index_has_each_folder_once_and_no_text_or_code_names_one_that_is_go
     texts = {path for room in rooms for end in ("md", "py", "sh", "toml") for path in ROOT.glob(f"{room}*.{end}")}
     texts -= {*ROOT.glob("results/RULE*.md"), Path(__file__)}  # rules stay as they were
     named = {(name, path.name) for path in texts for name in re.findall(r"results/(20\w+-[\w-]+)", path.read_text())}
-    assert len(named) > 20 and not {
-        (name, path) for name, path in named if name not in there | {"2027-01-31_h200_bench"}
-    }
+    gone = [(name, path) for name, path in named if name not in there | {"2027-01-31_h200_bench"}]
+    assert len(named) > 20 and not gone

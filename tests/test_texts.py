@@ -29,6 +29,7 @@ from titan_mxfp8.plugin.converters import GroupedMMConverter
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 RANGE = r"(DeepSeek-V3|Llama4|Qwen3-30B-A3B) (\d\.\d\d)(?: to (\d\.\d\d))?"
+FIRST_TABLE = re.search(r"(?:^\|.*\n)+", README, re.MULTILINE)[0]
 COMMANDS = sorted(set(re.findall(r"\./scripts/[\w./]+|python scripts/[\w./]+|python -m titan_mxfp8[\w.]*", README)))
 
 
@@ -38,6 +39,7 @@ def test_the_readme_names_what_is_there() -> None:
     paths = [word for text in quoted for word in text.split() if word.removeprefix("./").split("/")[0] in tops]
     paths += [f"results/{text}" for text in quoted if re.fullmatch(r"20\d\d-\d\d-\d\d_\w+", text)]
     assert len(paths) > 12 and not [path for path in paths if not (ROOT / path).exists()]
+    assert {"./scripts/train.sh", "./scripts/test.sh", "python -m titan_mxfp8.doctor"} <= set(COMMANDS)
 
 
 @pytest.mark.integration
@@ -49,10 +51,6 @@ def test_commands_of_the_readme_explain_themselves(command: str) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([*program.split(), "--help"], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and command.rpartition("/")[2].rpartition(" ")[2] in done.stdout, done.stderr
-
-
-def test_the_readme_has_commands() -> None:
-    assert {"./scripts/train.sh", "./scripts/test.sh", "python -m titan_mxfp8.doctor"} <= set(COMMANDS)
 
 
 def code(language: str) -> str:
@@ -67,20 +65,9 @@ def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture) -> None:
     weight, bias = torch.randn(features, features), torch.randn(features)
     x, scores = torch.randn(2, features, requires_grad=True), torch.rand(2, 1)
     linears = {name: nn.Linear(features, features) for name in ("wq", "lm_head")}
-    given = {
-        "model": nn.ModuleDict({"experts": GroupedExperts(features, features, 2, True), **linears}),
-        "x": x,
-        "w": w,
-        "offs": torch.tensor([1, 2], dtype=torch.int32),
-        "weight": weight,
-        "bias": bias,
-        "scores": scores,
-        "expert_ids": torch.tensor([[0], [1]]),
-        "w1": w1,
-        "w3": w3,
-        "w2": w2,
-        "group": None,
-    }
+    model = nn.ModuleDict({"experts": GroupedExperts(features, features, 2, True), **linears})
+    offs, expert_ids, group = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([[0], [1]]), None
+    given = dict(locals())
 
     def multiplied(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return torch.einsum("tk,tnk->tn", rows, weights)  # token t is expert t's
@@ -99,25 +86,30 @@ def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture) -> None:
     assert "converted 1 expert module " in report and "converted 1 Linear " in report and "lm_head (" in report
 
 
-def test_what_the_readme_switches_on_passes_the_plugins_checks(tmp_path: Path) -> None:
-    """Its TOML, or the flags that do the same; with a model and its tokenizer, which it lacks. What switches
-    ``dispatch`` off."""
-    toml = tmp_path / "readme.toml"
-    toml.write_text(code("toml"))
-    flags, dispatch = (
-        re.search(rf"`(--{name}[^`]+)`", README)[1] for name in ("job.custom_config", "quantize.grouped_mm.mx.dispatch")
-    )
-    given = ["--model.name=llama4", *ASSETS, "--compile.enable"]
-    for switch in ([f"--job.config_file={toml}"], flags.split()):
-        parsed = [ConfigManager().parse_args([*switch, *given, *more]) for more in ([dispatch], [])]
+@pytest.fixture
+def config_file(tmp_path: Path) -> str:
+    """The TOML, as a flag."""
+    (tmp_path / "readme.toml").write_text(code("toml"))
+    return f"--job.config_file={tmp_path / 'readme.toml'}"
+
+
+GIVEN = ["--model.name=llama4", *ASSETS, "--compile.enable"]  # which it lacks
+
+
+def test_what_the_readme_switches_on_passes_the_plugins_checks(config_file: str) -> None:
+    """The TOML, or the flags that do the same. What switches ``dispatch`` off."""
+    flags = re.search(r"`(--job.custom_config[^`]+)`", README)[1]
+    dispatch = re.search(r"`(--quantize.grouped_mm.mx.dispatch[^`]+)`", README)[1]
+    for switch in ([config_file], flags.split()):
+        parsed = [ConfigManager().parse_args([*switch, *GIVEN, *more]) for more in ([dispatch], [])]
         assert [config.quantize.grouped_mm.mx.dispatch for config in parsed] == ["off", "auto"]
         config = parsed[1]
         converters = build_model_converters(config, None).converters
         assert [type(converter) for converter in converters] == [GroupedMMConverter]
         with pytest.raises(ValueError, match="unknown recipe 'mxfp9'"):
-            ConfigManager().parse_args([*switch, *given, "--quantize.grouped_mm.mx.recipe_name=mxfp9"])
+            ConfigManager().parse_args([*switch, *GIVEN, "--quantize.grouped_mm.mx.recipe_name=mxfp9"])
     whole = re.search(r"--job.custom_config\S+ \\\n.+", README)[0].replace("\\\n", " ").split()
-    (converter,) = build_model_converters(ConfigManager().parse_args([*whole, *given]), None).converters
+    (converter,) = build_model_converters(ConfigManager().parse_args([*whole, *GIVEN]), None).converters
     assert (type(converter), converter.config.recipe_name) == (GroupedMMConverter, "mxfp8_2d_rebased")
 
 
@@ -154,21 +146,19 @@ def name_of(line: dict[str, str]) -> str:
 def test_what_the_readme_recommends_is_what_was_measured() -> None:
     """Its first table says what training with ``dispatch`` gains, with TorchTitan 0.2.2 and without CUDA graphs: by GPU
     and model the range of the medians of the newest folder in the table end to end, for the recipe and the control."""
-    first = cells_of(re.search(r"(?:^\|.*\n)+", README, re.MULTILINE)[0])
     query = re.search(r"<!-- table: (end_to_end .+) -->", README)[1]
     measured = [row for row in cells_of(tables.table_of(query)) if "`dispatch`" in row["model"]]
     measured = [row for row in measured if "CUDA graph" not in row["model"] and "TorchTitan 0.3" not in row["model"]]
-    timed = [row for row in first if "timed" in row["state"]]
+    timed = [row for row in cells_of(FIRST_TABLE) if "timed" in row["state"]]
     order = [f"`{folder.name}`" for folder in folders(ROOT / "results")]
+    measured.sort(key=lambda line: order.index(line["folder"]))
     assert {row["GPU"].split()[1] for row in timed} == {row["GPUs"].split()[1] for row in measured}
     for row in timed:
         control, own = (text for name, text in row.items() if "speed" in name)
         for text, column in ((control, tables.OURS), (own, row["recipe"])):
             found: dict[str, list[str]] = {}
             here = [line for line in measured if line[column] and line["GPUs"].split()[1] == row["GPU"].split()[1]]
-            newest = {
-                name_of(line): line["folder"] for line in sorted(here, key=lambda line: order.index(line["folder"]))
-            }
+            newest = {name_of(line): line["folder"] for line in here}
             for line in here:
                 if line["folder"] == newest[model := name_of(line)]:
                     found.setdefault(model, []).append(line[column].split()[0])
@@ -178,7 +168,7 @@ def test_what_the_readme_recommends_is_what_was_measured() -> None:
 
 def test_the_readme_recommends_what_the_plugin_takes() -> None:
     """For each GPU that has a backend row, and by a flag that names it."""
-    for row in cells_of(re.search(r"(?:^\|.*\n)+", README, re.MULTILINE)[0]):
+    for row in cells_of(FIRST_TABLE):
         for name in set(re.findall(r"\w+", row["GPU"])) & set(CLUSTER_GPUS):
             assert row["recipe"].strip("`") == recommend("auto", "auto", CLUSTER_GPUS[name]).name, name
         flags = re.search(r"recipe_name=(\w+)", row["flags"])
@@ -186,10 +176,8 @@ def test_the_readme_recommends_what_the_plugin_takes() -> None:
 
 
 def test_the_readme_shows_the_results_that_count() -> None:
-    """Folders that results/README.md has in bold."""
-    index = (ROOT / "results" / "README.md").read_text()
     shown = {path for query in re.findall(r"<!-- table: (.+) -->", README) for path in re.findall(r"20[\w-]+", query)}
-    assert shown and shown <= set(re.findall(r"\*\*`([\w-]+)`\*\*", index))
+    assert shown and shown <= {folder.name for folder in folders(ROOT / "results")}
 
 
 def test_what_the_readme_installs_is_there() -> None:
@@ -197,7 +185,7 @@ def test_what_the_readme_installs_is_there() -> None:
     assert {"train", "train03", "hf"} == set(re.findall(r'pip install -e "\.\[(\w+)\]"', README)) <= set(extras)
 
 
-def test_the_log_of_the_readme_is_that_of_its_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_of_the_readme_is_that_of_its_config(config_file: str, caplog: pytest.LogCaptureFixture) -> None:
     """Its first two lines: the recipe's, on an H200, and the experts', of which another model has another number."""
     lines = re.search(r"```\n(MXFP8: .*?)```", README, re.DOTALL)[1].splitlines()
     (name,) = re.findall(r'recipe_name = "(\w+)"', code("toml"))
@@ -205,11 +193,7 @@ def test_the_log_of_the_readme_is_that_of_its_config(tmp_path: Path, caplog: pyt
     plan = plan_on(recipe, "auto", CLUSTER_GPUS["H200"])
     mma = ", ".join(f"{name} {gemm.mma_dtype}" for name, gemm in plan.gemms.items())
     assert lines[0] == f"MXFP8: recipe {recipe.name}, backend hopper (for NVIDIA H200); MMA {mma}"
-    toml = tmp_path / "readme.toml"
-    toml.write_text(code("toml"))
-    config = ConfigManager().parse_args(
-        [f"--job.config_file={toml}", "--model.name=llama4", *ASSETS, "--compile.enable"]
-    )
+    config = ConfigManager().parse_args([config_file, *GIVEN])
     model = nn.ModuleDict({"experts": GroupedExperts(32, 32, 2, True), "wq": nn.Linear(32, 32)})
     with caplog.at_level("INFO"):
         build_model_converters(config, None).convert(model)
