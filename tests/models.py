@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.components.loss import cross_entropy_loss
-from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims, activation_checkpoint
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.attention import FlexAttentionWrapper
@@ -23,6 +22,7 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_mxfp8 import backends
+from titan_mxfp8.tools.dry_run import parse_config
 
 ROOT = Path(__file__).parent.parent
 MODELS = ("llama4", "deepseek_v3", "qwen3", "gpt_oss", "llama3")
@@ -40,25 +40,18 @@ class Step:
     backward: dict[str, int]
 
 
-def build(model: str, *flags: str, device: str = "cpu", **degrees: int) -> nn.Module:
-    """The model of ``train_configs/debug_<model>.toml`` with small experts, converted, parallelised and initialised.
-
-    Args:
-        degrees: fields of ``ParallelDims`` that are not 1. With any, the process group must be up.
-    """
-    assets = ROOT / "train_configs/assets"
-    config = ConfigManager().parse_args(
-        [
-            f"--job.config_file={ROOT}/train_configs/debug_{model}.toml",
-            f"--model.hf_assets_path={assets}/tokenizer",
-            f"--training.dataset_path={assets}/kjv",
-            *flags,
-        ]
-    )
+def dims_of(world_size: int | None = None, **degrees: int) -> ParallelDims:
+    """With 1 for each degree that is not given."""
     degrees = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp"), 1) | degrees
-    world_size = degrees["dp_replicate"] * degrees["dp_shard"] * degrees["tp"]
-    dims = ParallelDims(**degrees, world_size=world_size)
-    spec = get_train_spec(model)
+    product = degrees["dp_replicate"] * degrees["dp_shard"] * degrees["tp"] * degrees["pp"]
+    return ParallelDims(**degrees, world_size=world_size or product)
+
+
+def build(model: str, *flags: str, device: str = "cpu", **degrees: int) -> nn.Module:
+    """The model of ``train_configs/debug_<model>.toml`` with small experts, converted, split and initialised. With
+    ``degrees``, those of ``ParallelDims`` that are not 1, the process group must be up."""
+    config = parse_config(f"{ROOT}/train_configs/debug_{model}.toml", flags)
+    dims, spec = dims_of(**degrees), get_train_spec(model)
     args = copy.deepcopy(spec.model_args[config.model.flavor])
     args.update_from_config(config)
     if getattr(args, "moe_args", None):
@@ -117,13 +110,13 @@ def count_kernels(device: torch.device) -> Iterator:
     def counted(name: str, kernel: Callable) -> Callable:
         def run(*args, **kwargs):
             nonlocal inside
-            if inside:
-                return kernel(*args, **kwargs)
-            inside = True
+            was_inside, inside = inside, True
             try:
                 result = kernel(*args, **kwargs)
             finally:
-                inside = False
+                inside = was_inside
+            if was_inside:
+                return result
             if name not in PAIRS:
                 counts[name] += 1
             elif result is not None:  # None: it cannot do this one

@@ -7,6 +7,7 @@ imports once, before it has any threads. What is about torchrun itself is tested
 import atexit
 import functools
 import importlib
+import math
 import multiprocessing
 import os
 import runpy
@@ -60,21 +61,17 @@ class Job:
             self.kill()
         return code
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Raises:
-        TimeoutError: it has not ended so many seconds later, and was killed.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def wait(self, timeout: float = math.inf) -> int:
+        """Raises TimeoutError: it has not ended so many seconds later, and was killed."""
+        deadline = time.monotonic() + timeout
         while self.poll() is None:
-            running = [process.sentinel for process in self._processes if process.exitcode is None]
-            wait(running, None if deadline is None else max(0, deadline - time.monotonic()))
-            if deadline is not None and time.monotonic() > deadline and self.poll() is None:
+            if time.monotonic() > deadline:
                 self.kill()
                 raise TimeoutError(f"no end within {timeout} s")
+            wait([process.sentinel for process in self._processes if process.exitcode is None], 1)
         return self.returncode
 
     def kill(self) -> None:
-        """SIGKILL to all of them."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -119,11 +116,7 @@ def launch(
 
 
 def check(processes: int, *program: object, **environment: str) -> None:
-    """Runs a program of tests/ to its end, and prints what its processes do.
-
-    Raises:
-        AssertionError: it failed, with what it printed.
-    """
+    """Runs a program of tests/ to its end, and prints what its processes do."""
     folders = ROOT, ROOT / "tests", os.environ.get("PYTHONPATH")
     own = {"PYTHONPATH": os.pathsep.join(str(folder) for folder in folders if folder)}
     own |= {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
@@ -131,11 +124,7 @@ def check(processes: int, *program: object, **environment: str) -> None:
 
 
 def python(code: str, *arguments: str, **environment: str) -> str:
-    """What a program prints, run where torch and TorchTitan have been imported already.
-
-    Raises:
-        AssertionError: it failed, with what it printed.
-    """
+    """What a program prints, run where torch and TorchTitan have been imported already."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "program.py"
         program.write_text(code)

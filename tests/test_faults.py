@@ -1,55 +1,32 @@
 """Layouts that a model does not fit, checkpoints of another model, and ranks that die: a clear end, nothing lost."""
 
-import copy
 import os
 import re
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.protocols.model_converter import build_model_converters
+from models import dims_of
 from torchtitan.protocols.train_spec import get_train_spec
 from training import ROOT, descendants, start, train, wait_until
 
 from titan_mxfp8 import convert_model
 from titan_mxfp8.modules import training_device
+from titan_mxfp8.tools.dry_run import converted_model, fake_processes, parse_config
 
 GROUPED = "--model.converters=quantize.grouped_mm.mx"
 
 
-def parse(model: str, *flags: str) -> JobConfig:
-    return ConfigManager().parse_args([f"--job.config_file=train_configs/debug_{model}.toml", *flags])
-
-
-@pytest.fixture(scope="module")
-def ranks_32() -> Iterator[None]:
-    """A process group that claims 32 ranks and sends nothing."""
-    dist.init_process_group("fake", rank=0, world_size=32, store=FakeStore())
-    yield
-    dist.destroy_process_group()
-
-
 def parallelize(model: str, *flags: str, **degrees: int) -> None:
-    """Converts a debug model on meta, and splits it as TorchTitan does."""
-    config = parse(model, *flags)
-    one = {"dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1}
-    dims = ParallelDims(**one | degrees, world_size=32)
-    spec = get_train_spec(model)
-    args = copy.deepcopy(spec.model_args[config.model.flavor])
-    args.update_from_config(config)
-    with torch.device("meta"):
-        module = spec.model_cls(args)
-    build_model_converters(config, dims).convert(module)
-    spec.parallelize_fn(module, dims, config)
+    """Converts a debug model on meta, and splits it as TorchTitan does among 32 ranks."""
+    config = parse_config(f"{ROOT}/train_configs/debug_{model}.toml", flags)
+    dims = dims_of(32, dp_shard=-1, **degrees)
+    with fake_processes(32):
+        get_train_spec(model).parallelize_fn(converted_model(config, dims)[0], dims, config)
 
 
 @pytest.mark.parametrize(
@@ -62,27 +39,14 @@ def parallelize(model: str, *flags: str, **degrees: int) -> None:
         ("llama4", [GROUPED], {"ep": 16}, r"moe\.experts\.w1.* 16 ep ranks.* 0\.5 of 8 experts.*not whole"),
     ],
 )
-def test_a_split_that_leaves_no_whole_blocks_is_refused(
-    ranks_32: None, monkeypatch: pytest.MonkeyPatch, model: str, flags: list[str], degrees: dict, message: str
-) -> None:
-    monkeypatch.chdir(ROOT)
+def test_a_split_without_whole_blocks_is_refused(model: str, flags: list[str], degrees: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parallelize(model, *flags, **degrees)
 
 
 @pytest.mark.parametrize("degrees", [{"tp": 8}, {"tp": 4, "ep": 8}, {"tp": 8, "ep": 2, "etp": 8}])
-def test_a_split_into_whole_blocks_is_not(ranks_32: None, monkeypatch: pytest.MonkeyPatch, degrees: dict) -> None:
-    monkeypatch.chdir(ROOT)
+def test_a_split_into_whole_blocks_is_not(degrees: dict) -> None:
     parallelize("llama4", **degrees)  # 256 and 512 features: 32 and 64 each
-
-
-def test_experts_that_ep_cannot_share_out_are_refused_with_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("WORLD_SIZE", "3")  # as torchrun does
-    with pytest.raises(ValueError, match="expert_parallel_degree 3 does not divide the 8 experts of llama4"):
-        parse("llama4", "--parallelism.expert_parallel_degree=3")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert parse("llama4", "--parallelism.expert_parallel_degree=4").parallelism.expert_parallel_degree == 4
 
 
 def test_torch_built_for_gpus_on_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,10 +73,9 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """A run one of whose two ranks was killed after step 3, and the seconds that it went on. Its MoE layers send
     tokens themselves: the other rank waits in one of them, or for gradients."""
     out = tmp_path_factory.mktemp("killed")
-    process = start(
-        out, "llama4", *LONG, "--quantize.grouped_mm.mx.dispatch=collective", layout="FSDP 2 + EP 2", torchrun=True
-    )
-    wait_until(process, lambda: "step:  3" in (out / "log").read_text())
+    flags = *LONG, "--quantize.grouped_mm.mx.dispatch=collective"
+    process = start(out, "llama4", *flags, layout="FSDP 2 + EP 2", torchrun=True)
+    wait_until(lambda: "step:  3" in (out / "log").read_text(), process, logs=[out / "log"])
     os.kill(pid_of_rank_1(process), signal.SIGKILL)
     killed = time.monotonic()
     assert process.wait(120) != 0
@@ -132,11 +95,12 @@ def test_a_rank_that_hangs_is_noticed_after_the_timeout(tmp_path: Path) -> None:
     """torchrun sees that a rank is gone, but not that it stands still."""
     flags = ("--training.steps=200", "--training.seq_len=128", "--comm.train_timeout_seconds=10")
     process = start(tmp_path, "llama4", *flags, layout="FSDP 2 + EP 2", torchrun=True)
-    wait_until(process, lambda: "step:  3" in (tmp_path / "log").read_text())
+    log = tmp_path / "log"
+    wait_until(lambda: "step:  3" in log.read_text(), process, logs=[log])
     rank = pid_of_rank_1(process)
     os.kill(rank, signal.SIGSTOP)
     stopped = time.monotonic()
-    wait_until(process, lambda: "Timed out waiting 10000ms" in (tmp_path / "log").read_text())
+    wait_until(lambda: "Timed out waiting 10000ms" in log.read_text(), process, logs=[log])
     assert time.monotonic() - stopped < 30
     os.kill(rank, signal.SIGKILL)  # torchrun would give it 30 s to heed SIGTERM
     assert process.wait(60) != 0

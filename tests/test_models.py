@@ -106,13 +106,14 @@ def test_activation_checkpointing_recomputes_what_its_mode_says(model: str) -> N
     assert expected.backward["gemm_k_grouped"] == n and 0 < second_layer < n
 
     extra_gemms = {"full": n, "every layer": n, "every second layer": second_layer, "op": 0}
-    # Of a linear x and the weight; of experts x, and one by one the weights and h.
-    linears, experts = linears_of(plain), len(converted_experts(plain))
-    whole = {"quantize": linears + 4 * experts, "quantize_both": linears + experts}
-    last = plain.layers["1"]
-    of_last = {"quantize": linears_of(last) + 4 * len(converted_experts(last))}
-    of_last["quantize_both"] = linears_of(last) + len(converted_experts(last))
-    of_linears = dict.fromkeys(whole, linears)
+
+    def quantised(model: nn.Module) -> dict[str, int]:
+        """Of a linear x and the weight; of experts x, and one by one the weights and h."""
+        linears, experts = linears_of(model), len(converted_experts(model))
+        return {"quantize": linears + 4 * experts, "quantize_both": linears + experts}
+
+    whole, of_last = quantised(plain), quantised(plain.layers["1"])
+    of_linears = dict.fromkeys(whole, linears_of(plain))
     extra_quantised = {"full": whole, "every layer": whole, "every second layer": of_last, "op": of_linears}
     for mode in extra_gemms:
         step = run_step(build(model, *AC_MODES[mode], GEMM_BY_GEMM), tokens())

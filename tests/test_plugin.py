@@ -1,4 +1,5 @@
-"""The plugin's config: fields, names, defaults, and what a bad config gets before anything is built."""
+"""The plugin's config: fields, names, defaults, and what a bad config gets before anything is built; TorchTitan on a
+machine without accelerators, and the flavors for studies."""
 
 import copy
 import logging
@@ -19,26 +20,29 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import ConfigManager, JobConfig, job_config
-from torchtitan.models.llama4 import Transformer, llama4_args
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.llama4 import llama4_args
+from torchtitan.models.moe import MoE
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols import train_spec
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_mxfp8 import modules
+from titan_mxfp8.plugin import flavors
 from titan_mxfp8.plugin.converters import GroupedMMConverter
-from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
+from titan_mxfp8.plugin.experts import RoutedExperts
 from titan_mxfp8.plugin.flavors import register_flavors
 from titan_mxfp8.plugin.job_config import Job, Model, MXGroupedMM, MXLinear, Quantize
+from titan_mxfp8.tools.dry_run import converted_model
+from titan_mxfp8.workarounds.cpu import CpuDevice
 
 ROOT = Path(__file__).parent.parent
-TOMLS = sorted((ROOT / "train_configs").glob("debug_*.toml"))
+CONFIGS = ROOT / "train_configs"
+TOMLS = sorted(CONFIGS.glob("debug_*.toml"))
 PLUGIN = "--job.custom_config_module=titan_mxfp8.plugin"
-ASSETS = [
-    f"--model.hf_assets_path={ROOT}/train_configs/assets/tokenizer",
-    "--training.dataset=c4_test",
-    f"--training.dataset_path={ROOT}/train_configs/assets/kjv",
-]
+ASSETS = [f"--model.hf_assets_path={CONFIGS}/assets/tokenizer", "--training.dataset=c4_test"]
+ASSETS += [f"--training.dataset_path={CONFIGS}/assets/kjv"]
 VALIDATE = ["--validation.enable", *(flag.replace("training", "validation") for flag in ASSETS[1:])]
 VALIDATE += ["--training.seq_len=1024", "--validation.seq_len=1024"]
 ROW = b'{"text": "a"}\n'
@@ -52,23 +56,16 @@ def parse(*flags: str) -> JobConfig:
     return ConfigManager().parse_args([PLUGIN, *ASSETS, *flags])
 
 
-def debug_model() -> Transformer:
+def convert(config: JobConfig, name: str = "llama4", flavor: str = "debugmodel_2layers") -> nn.Module:
+    """The model on the meta device."""
     register_flavors()
-    with torch.device("meta"):
-        return Transformer(copy.deepcopy(llama4_args["debugmodel_2layers"]))
-
-
-def convert(job_config: JobConfig) -> Transformer:
-    model = debug_model()
-    build_model_converters(job_config, parallel_dims=None).convert(model)
-    return model
+    config.model.name, config.model.flavor, config.model.study_flavors = name, flavor, True
+    return converted_model(config, ParallelDims(*[1] * 7, world_size=1))[0]
 
 
 def kinds(model: nn.Module) -> dict[str, int]:
-    linears = [fqn for fqn, module in model.named_modules() if isinstance(module, modules.MXFP8Linear)]
-    classes = (MXFP8GroupedExperts, MXFP8GptOssGroupedExperts)
-    experts = [fqn for fqn, module in model.named_modules() if isinstance(module, classes)]
-    return {"linears": len(linears), "experts": len(experts)}
+    classes = {"linears": modules.MXFP8Linear, "experts": RoutedExperts}
+    return {name: sum(isinstance(module, cls) for module in model.modules()) for name, cls in classes.items()}
 
 
 def test_each_converter_converts_its_kind_and_nothing_else() -> None:
@@ -83,13 +80,7 @@ def test_each_converter_converts_its_kind_and_nothing_else() -> None:
 
 
 # Linears and expert modules that each TOML converts: of 2 layers, the first dense in llama4 and deepseek_v3.
-CONVERTED = {
-    "llama4": {"linears": 14, "experts": 1},
-    "deepseek_v3": {"linears": 14, "experts": 1},
-    "qwen3": {"linears": 8, "experts": 2},
-    "gpt_oss": {"linears": 8, "experts": 2},
-    "llama3": {"linears": 14, "experts": 0},
-}
+CONVERTED = {"llama4": (14, 1), "deepseek_v3": (14, 1), "qwen3": (8, 2), "gpt_oss": (8, 2), "llama3": (14, 0)}
 
 
 @pytest.mark.parametrize("toml", TOMLS, ids=lambda path: path.stem)
@@ -100,16 +91,11 @@ def test_a_debug_toml_parses_converts_and_its_model_is_exported_and_read_back(
     monkeypatch.chdir(ROOT)
     config = ConfigManager().parse_args([f"--job.config_file={toml}"])
     assert config.metrics.enable_wandb and config.metrics.enable_tensorboard
-    spec = get_train_spec(config.model.name)
-    args = copy.deepcopy(spec.model_args[config.model.flavor])
-    args.update_from_config(config)
-    with torch.device("meta"):
-        model = spec.model_cls(args)
-    build_model_converters(config, parallel_dims=None).convert(model)
-    assert kinds(model) == CONVERTED[toml.stem.removeprefix("debug_")]
+    model, args = converted_model(config, ParallelDims(*[1] * 7, world_size=1))
+    assert (*kinds(model).values(),) == CONVERTED[toml.stem.removeprefix("debug_")]
 
     weights = {name: torch.randn(param.shape) for name, param in model.named_parameters()}
-    adapter = spec.state_dict_adapter(args, None)
+    adapter = get_train_spec(config.model.name).state_dict_adapter(args, None)
     exported = adapter.to_hf(weights)
     save_file(exported, tmp_path / "model.safetensors")
     assert sum(value.numel() for value in exported.values()) == sum(value.numel() for value in weights.values())
@@ -362,9 +348,7 @@ def test_converted_experts_are_not_said_to_run_in_a_loop(
     assert ("Failed to use grouped mm" in caplog.text) == warned
 
 
-def test_a_run_that_cannot_start_is_refused_when_its_config_is_parsed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_cannot_start_is_refused_when_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"dump_folder = .*file/run' cannot be written to .*--job.dump_folder"):
         parse(f"--job.dump_folder={tmp_path}/file/run")
@@ -376,9 +360,7 @@ def test_a_run_that_cannot_start_is_refused_when_its_config_is_parsed(
 
 
 @pytest.mark.parametrize("converters", ["", GROUPED])
-def test_models_with_other_tokenizers_and_data_are_not_asked_for_ours(
-    converters: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_tokenizers_and_data_are_not_asked_for_ours(converters: str, monkeypatch: pytest.MonkeyPatch) -> None:
     none = ["--model.hf_assets_path=/nonexistent", "--training.dataset_path=/nonexistent"]
     flags = [PLUGIN, f"--model.converters={converters}", *none]
     llama4 = get_train_spec("llama4")
@@ -451,7 +433,7 @@ def test_a_checkpoint_of_other_data_parallel_ranks_is_refused_before_it_is_loade
 
 
 @pytest.mark.parametrize(
-    "flags, recipes, probed, requantised",
+    "flags, recipes, probed, again",
     [
         ([f"{RECIPE}=mxfp8_2d", REBASE, f"{REBASE}_report=2"], "mxfp8_2d_rebased mxfp8", "experts", ""),
         ([f"{RECIPE}=mxfp8_2d_rebased", f"{REBASE}_report=2"], "mxfp8_2d_rebased mxfp8", "experts", ""),
@@ -459,11 +441,69 @@ def test_a_checkpoint_of_other_data_parallel_ranks_is_refused_before_it_is_loade
         ([f"--{LINEAR}.requantize_input"], "mxfp8 mxfp8", "", "linear"),
     ],
 )
-def test_fields_reach_the_modules_of_their_section(
-    flags: list[str], recipes: str, probed: str, requantised: str
-) -> None:
+def test_fields_reach_the_modules_of_their_section(flags: list[str], recipes: str, probed: str, again: str) -> None:
     model = nn.ModuleDict({"experts": GroupedExperts(64, 96, 4, True), "linear": nn.Linear(64, 64)})
     build_model_converters(parse(f"--model.converters={GROUPED},{LINEAR}", *flags), parallel_dims=None).convert(model)
     assert [module.mxfp8.recipe.name for module in model.values()] == recipes.split()
     assert [name for name, module in model.items() if module.probe is not None] == probed.split()
-    assert [name for name, module in model.items() if module.mxfp8.requantize_input] == requantised.split()
+    assert [name for name, module in model.items() if module.mxfp8.requantize_input] == again.split()
+
+
+def test_peak_memory_follows_allocations() -> None:
+    device, gib = CpuDevice(), 1024**3
+    big = torch.ones(gib // 4)  # fp32: 1 GiB
+    peak = device.memory_stats()["reserved_bytes.all.peak"]
+    assert peak > gib
+    del big
+    assert device.memory_stats()["active_bytes.all.peak"] >= peak, "the peak outlives the tensor"
+    assert device.get_device_properties().total_memory > peak
+    assert device.get_device_name() and device.current_device() == 0
+    device.synchronize()  # torch.cpu's own
+
+
+# How many layers of each have MoE.
+FEW_LAYERS = {
+    "llama4": {"debugmodel_2layers": 1, "17bx16e_2layers": 2, "17bx16e_4layers": 4},
+    "deepseek_v3": {"debugmodel_2layers": 1, "16B_2layers": 1, "16B_4layers": 3, "671B_2layers": 1},
+    "qwen3": {"debugmodel_moe_2layers": 2, "30B-A3B_2layers": 2},
+    "gpt_oss": {"debugmodel_2layers": 2, "20b_2layers": 2},
+    "llama3": {"debugmodel_2layers": 0},
+}
+# What changes besides the number of layers.
+CHANGES = {("deepseek_v3", "671B"): {"n_dense_layers"}, ("gpt_oss", "debugmodel"): {"vocab_size"}}
+
+
+@pytest.mark.parametrize("model, flavor", [(model, flavor) for model in FEW_LAYERS for flavor in FEW_LAYERS[model]])
+def test_a_flavor_of_few_layers_has_its_moe_layers_and_keeps_the_rest(model: str, flavor: str) -> None:
+    made, all_args = convert(parse(), model, flavor), get_train_spec(model).model_args
+    name, layers = re.fullmatch(r"(.*)_(\d)layers", flavor).groups()
+    args, original = all_args[flavor], all_args[name]
+    assert len(made.layers) == int(layers)
+    assert sum(isinstance(module, MoE) for module in made.modules()) == FEW_LAYERS[model][flavor]
+    names = [field.name for field in fields(args)]
+    changed = {name for name in names if getattr(args, name) != getattr(original, name)}
+    assert changed - {"max_seq_len", "moe_args"} == {"n_layers"} | CHANGES.get((model, name), set())
+    if FEW_LAYERS[model][flavor]:
+        assert args.moe_args is not original.moe_args, "update_from_config writes into it"
+
+
+def test_the_small_moe_is_of_honest_size() -> None:
+    model = convert(parse(), "llama4", "moe_100m")
+    assert sum(weight.numel() for weight in model.parameters()) == 111_174_144
+    experts = [module for module in model.modules() if isinstance(module, MoE)]
+    assert len(experts) == 4 and {tuple(moe.experts.w1.shape) for moe in experts} == {(8, 1536, 512)}
+    sizes = {size for name, weight in model.named_parameters() if "gate" not in name for size in weight.shape[-2:]}
+    assert all(size % 128 == 0 for size in sizes)
+
+
+def test_flavors_twice_and_over_a_flavor_of_someone_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    register_flavors()
+    ours = llama4_args["17bx16e_2layers"]
+    ours_seq_len = ours.max_seq_len
+    ours.max_seq_len = 256  # as a run does
+    register_flavors()
+    assert llama4_args["17bx16e_2layers"] is ours
+    ours.max_seq_len = ours_seq_len
+    monkeypatch.setattr(flavors, "_registered", [])
+    with pytest.raises(ValueError, match="flavor 'moe_100m', which exists already"):
+        register_flavors()

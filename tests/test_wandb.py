@@ -12,15 +12,17 @@ from pathlib import Path
 import pytest
 import training
 import wandb
+from script_calls import ROOT, shell
 from torchtitan.components.metrics import WandBLogger
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import JobConfig
 
 from titan_mxfp8.plugin import wandb_run
 from titan_mxfp8.plugin.wandb_run import git_commit, name_run
+from titan_mxfp8.tools.dry_run import parse_config
 from titan_mxfp8.workarounds import wandb_offline
 
-ROOT = Path(__file__).parent.parent
-KEY = "0123456789" * 4
+TOML, KEY = f"{ROOT}/train_configs/debug_llama4.toml", "0123456789" * 4
+COMMIT = "git init && git add . && git -c user.name=n -c user.email=e commit -m one"
 
 
 def unset(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -32,11 +34,10 @@ def unset(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 def named(monkeypatch: pytest.MonkeyPatch, *flags: str, **environment: str) -> tuple[str, str]:
     """WANDB_RUN_NAME and WANDB_TAGS after ``name_run`` of the debug config with these flags."""
-    monkeypatch.chdir(ROOT)
     unset(monkeypatch, "WANDB_RUN_NAME", "WANDB_TAGS", "WANDB_RUN_TAGS")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    name_run(ConfigManager().parse_args(["--job.config_file=train_configs/debug_llama4.toml", *flags]))
+    name_run(parse_config(TOML, flags))
     return os.environ["WANDB_RUN_NAME"], os.environ["WANDB_TAGS"]
 
 
@@ -56,9 +57,7 @@ def test_name_and_tags_come_from_the_config_and_the_recipe(monkeypatch: pytest.M
 def test_the_launchers_runs_have_a_project(project: str, wanted: str) -> None:
     commands = ". scripts/launch.sh; torchrun_flags() { torchrun=(); }; train_runs train_configs/debug_llama4.toml out"
     commands += "; printenv WANDB_PROJECT"
-    environment = os.environ | {"WANDB_PROJECT": project, "DRYRUN": "1", "NGPU": "1", "RUNS": "mxfp8"}
-    shell = ("bash", "-c", commands)
-    result = subprocess.run(shell, cwd=ROOT, env=environment, capture_output=True, text=True)
+    result = shell("bash", "-c", commands, WANDB_PROJECT=project, DRYRUN="1", NGPU="1", RUNS="mxfp8")
     assert result.stdout.splitlines()[-1] == wanted
 
 
@@ -66,16 +65,9 @@ def test_the_commit_is_that_of_a_tracked_file(tmp_path: Path) -> None:
     file, untracked = tmp_path / "file", tmp_path / "installed" / "file"
     file.write_text("1")
     assert git_commit(file) == "", "no repository"
-    identity = ("-c", "user.name=n", "-c", "user.email=e")
-
-    def git(*arguments: str) -> str:
-        command = ("git", "-C", str(tmp_path), *identity, *arguments)
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-    git("init")
-    git("add", ".")
-    git("commit", "-m", "one")
-    assert git_commit(file) == git("rev-parse", "HEAD") and len(git_commit(file)) == 40
+    subprocess.run(["sh", "-c", COMMIT], cwd=tmp_path, check=True, capture_output=True)
+    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=tmp_path, text=True).strip()
+    assert git_commit(file) == head and len(head) == 40
     untracked.parent.mkdir()
     untracked.write_text("1")
     assert git_commit(untracked) == "", "installed inside somebody's repository"
@@ -88,8 +80,7 @@ def test_the_commit_is_that_of_a_tracked_file(tmp_path: Path) -> None:
 def test_git_tells_the_commit_of_another_users_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose code runs all the same. Of other repositories of theirs nothing is asked."""
     (tmp_path / "file").touch()
-    commit = "git init && git add . && git -c user.name=n -c user.email=e commit -m one && chown -R 1234 ."
-    subprocess.run(["sh", "-c", commit], cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run(["sh", "-c", f"{COMMIT} && chown -R 1234 ."], cwd=tmp_path, check=True, capture_output=True)
     assert git_commit(tmp_path / "file") == "", "git refuses it"
     monkeypatch.setattr("titan_mxfp8.plugin.wandb_run.ROOT", tmp_path)
     assert len(git_commit(tmp_path / "file")) == 40
@@ -118,12 +109,6 @@ def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str | 
     wandb.teardown()
 
 
-def config_of_debug_llama4() -> JobConfig:
-    flags = [f"--model.hf_assets_path={ROOT}/train_configs/assets/tokenizer"]
-    flags.append(f"--training.dataset_path={ROOT}/train_configs/assets/kjv")
-    return ConfigManager().parse_args([f"--job.config_file={ROOT}/train_configs/debug_llama4.toml", *flags])
-
-
 def test_a_start_that_fails_without_a_message_goes_offline_too(
     starts: list, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -132,41 +117,34 @@ def test_a_start_that_fails_without_a_message_goes_offline_too(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(wandb_run, "git_commit", lambda file: "0123abc")
     with caplog.at_level(logging.WARNING, logger="titan_mxfp8"):  # whatever earlier tests made of the root's
-        WandBLogger("refuse", config_of_debug_llama4())
+        WandBLogger("refuse", parse_config(TOML))
     assert starts == [("online", "0123abc"), ("offline", "0123abc")]
     assert "wandb could not start: TimeoutError(). Logging offline" in caplog.text
 
 
 @pytest.mark.parametrize(
-    "file, text, environment, mode",
+    "files, environment, mode",
     [
-        (None, "", {}, "offline"),
-        (None, "", {"WANDB_API_KEY": ""}, "offline"),
-        (None, "", {"WANDB_API_KEY": KEY}, None),
-        (".netrc", f"machine wandb.corp login user password {KEY}", {"WANDB_BASE_URL": "http://wandb.corp"}, None),
-        (".netrc", f"machine github.com login user password {KEY}", {}, "offline"),
-        ("wandb/settings", "[default]\nmode = disabled", {}, None),  # `wandb disabled`
+        ({}, {}, "offline"),
+        ({}, {"WANDB_API_KEY": ""}, "offline"),
+        ({}, {"WANDB_API_KEY": KEY}, None),
+        ({".netrc": f"machine wandb.corp login user password {KEY}"}, {"WANDB_BASE_URL": "http://wandb.corp"}, None),
+        ({".netrc": f"machine github.com login user password {KEY}"}, {}, "offline"),
+        ({"wandb/settings": "[default]\nmode = disabled"}, {}, None),  # `wandb disabled`
     ],
 )
 def test_a_run_without_a_login_logs_offline_unless_a_mode_was_chosen(
-    file: str | None,
-    text: str,
-    environment: dict[str, str],
-    mode: str | None,
-    starts: list,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    files: dict, environment: dict, mode: str | None, starts: list, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(
-        "wandb.sdk.wandb_login._print_logged_in_message", lambda *args, **kwargs: None
-    )  # asks the server
+    # which asks the server
+    monkeypatch.setattr("wandb.sdk.wandb_login._print_logged_in_message", lambda *args, **kwargs: None)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    if file is not None:
+    for file, text in files.items():
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(text)
         (tmp_path / file).chmod(0o600)
-    WandBLogger("logs", config_of_debug_llama4())
+    WandBLogger("logs", parse_config(TOML))
     assert [started for started, _ in starts] == [mode]
     assert "WANDB_PROJECT" not in os.environ, "the user's runs stay in their project"
 
@@ -175,18 +153,15 @@ def wandb_records(log: bytes) -> Iterator[bytes]:
     """The records of a ``.wandb`` file: 7 bytes that name the format, then LevelDB's log format.
 
     Blocks of 32 KiB, the first with the 7 bytes in it, hold fragments: checksum (4 bytes), length (2), type (1: whole
-    record, 2: first, 3: middle, 4: last part), data. No fragment starts in the last 6 bytes of a block. A record that
-    a killed run left unfinished at the end is dropped.
+    record, 2: first, 3: middle, 4: last part), data. No fragment starts in the last 6 bytes of a block.
     """
     position, parts = 7, b""
-    while position + 7 <= len(log):
-        if 32768 - position % 32768 < 7:
-            position += 32768 - position % 32768
+    while position < len(log):
+        if (left := 32768 - position % 32768) < 7:
+            position += left
             continue
         length, kind = struct.unpack_from("<HB", log, position + 4)
         data = log[position + 7 : position + 7 + length]
-        if kind == 0 or len(data) < length:
-            return
         position += 7 + length
         parts = data if kind in (1, 2) else parts + data
         if kind in (1, 4):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import processes
+import pytest
 from processes import Job
 
 from scripts.study import runs
@@ -24,17 +25,10 @@ LAYOUTS = {
 }
 
 
-def start(
-    out: Path,
-    model: str,
-    *flags: str,
-    layout: str = "1 process",
-    environment: dict[str, str] | None = None,
-    torchrun: bool = False,
-) -> Job | subprocess.Popen:
-    """Starts a training run of ``train_configs/debug_<model>.toml``; its output goes to ``out/log``."""
+def start(out: Path, model: str, *flags: str, layout: str = "1 process", **how: object) -> Job | subprocess.Popen:
+    """``start_torchtitan`` with ``train_configs/debug_<model>.toml``."""
     own = [f"--job.config_file=train_configs/debug_{model}.toml", f"--job.dump_folder={out}"]
-    return start_torchtitan(out, [*own, *flags], layout, environment, torchrun)
+    return start_torchtitan(out, [*own, *flags], layout, **how)
 
 
 def start_torchtitan(
@@ -78,18 +72,20 @@ def check_exchange(after: dict[int, float], before: dict[int, float], band: floa
     assert after != {step: before[step] for step in after}
 
 
-def wait_until(process: Job | subprocess.Popen, ready: Callable[[], bool], timeout: float = 240) -> None:
-    """Waits until ``ready()``, of a run that must not end before."""
-    deadline = time.monotonic() + timeout
+def wait_until(ready: Callable[[], bool], *processes: Job | subprocess.Popen, logs: Sequence[Path] = ()) -> None:
+    """Waits until ``ready()``, of runs that must not end before."""
+    deadline = time.monotonic() + 300
     while not ready():
-        assert process.poll() is None, "the run ended too early"
-        assert time.monotonic() < deadline, "the run never got there"
+        ended = any(process.poll() is not None for process in processes)
+        if ended or time.monotonic() > deadline:
+            why = "a run ended too early" if ended else "it never got there"
+            pytest.fail("\n\n".join([why, *(log.read_text()[-3000:] for log in logs)]))
         time.sleep(0.02)
 
 
 def kill_when(process: Job | subprocess.Popen, ready: Callable[[], bool]) -> None:
     """Sends SIGKILL to all its processes, and to a launcher, once ``ready()``."""
-    wait_until(process, ready)
+    wait_until(ready, process)
     if isinstance(process, Job):
         return process.kill()
     for pid in (process.pid, *descendants(process.pid)):
@@ -99,9 +95,8 @@ def kill_when(process: Job | subprocess.Popen, ready: Callable[[], bool]) -> Non
 
 def descendants(pid: int) -> list[int]:
     """The processes below ``pid``, read from /proc."""
-    children = [
-        int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
-    ]
+    below = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(child) for path in below for child in path.read_text().split()]
     return children + [pid for child in children for pid in descendants(child)]
 
 
