@@ -1,12 +1,15 @@
-"""The launchers: what they would run, what they say of failures, and what bad values get."""
+"""The launchers: what they would run, what they say of failures, and what bad values get; which Python and torch they
+use."""
 
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from script_calls import ROOT, call, programs, shell
 
 from scripts import watch
@@ -16,20 +19,13 @@ pytestmark = pytest.mark.integration
 
 
 def test_train_runs_bf16_and_then_the_config_as_it_is() -> None:
-    settings = {
-        "DRYRUN": "1",
-        "NGPU": "2",
-        "OUT": "outputs/x",
-        "WANDB_RUN_NAME": "n",
-        "LAUNCH": "now",
-        "LOG_RANK": "0,1",
-    }
+    settings = {"DRYRUN": "1", "NGPU": "2", "OUT": "x", "WANDB_RUN_NAME": "n", "LAUNCH": "now", "LOG_RANK": "0,1"}
     result = shell("scripts/train.sh", "--training.steps=3", **settings)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == [
-        f"+ WANDB_RUN_NAME=n torchrun --standalone --nproc-per-node=2 --log-dir=outputs/x/{run}/logs/now --tee=3 "
+        f"+ WANDB_RUN_NAME=n torchrun --standalone --nproc-per-node=2 --log-dir=x/{run}/logs/now --tee=3 "
         "--role=rank --local-ranks-filter=0,1 -m torchtitan.train --job.config_file=train_configs/debug_llama4.toml "
-        f"--job.dump_folder=outputs/x/{run}{converters} --training.steps=3"
+        f"--job.dump_folder=x/{run}{converters} --training.steps=3"
         for run, converters in (("bf16", " --model.converters="), ("mxfp8", ""))
     ]
 
@@ -37,19 +33,15 @@ def test_train_runs_bf16_and_then_the_config_as_it_is() -> None:
 @pytest.mark.parametrize("script", ["train.sh", "train_multinode.sh"])
 def test_paths_are_those_of_the_callers_folder(script: str, tmp_path: Path) -> None:
     (tmp_path / "own.toml").touch()
-
-    def command(**environment: str) -> str:
-        done = shell("sh", "-c", f"cd {tmp_path} && {ROOT}/scripts/{script}", DRYRUN="1", RUNS="mxfp8", **environment)
+    command, of_repository = f"cd {tmp_path} && {ROOT}/scripts/{script}", "train_configs/debug_llama4.toml"
+    for config, out, config_file, folder in (
+        ("own.toml", "", f"{tmp_path}/own.toml", "outputs/own-"),
+        (f"{tmp_path}/own.toml", "x", f"{tmp_path}/own.toml", "x/mxfp8"),
+        (of_repository, f"{tmp_path}/y", of_repository, "y/mxfp8"),
+    ):
+        done = shell("sh", "-c", command, DRYRUN="1", RUNS="mxfp8", CONFIG=config, OUT=out)
         assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert f"--job.config_file={tmp_path}/own.toml --job.dump_folder={tmp_path}/outputs/own-" in command(
-        CONFIG="own.toml"
-    )
-    own = command(CONFIG=f"{tmp_path}/own.toml", OUT="x")
-    assert f"--job.config_file={tmp_path}/own.toml --job.dump_folder={tmp_path}/x/mxfp8" in own
-    repository = command(CONFIG="train_configs/debug_llama4.toml", OUT=f"{tmp_path}/y")
-    assert f"--job.config_file=train_configs/debug_llama4.toml --job.dump_folder={tmp_path}/y/mxfp8" in repository
+        assert f"--job.config_file={config_file} --job.dump_folder={tmp_path}/{folder}" in done.stdout
 
 
 def test_relative_paths_of_a_toml_of_ones_own_lead_from_the_current_folder(
@@ -92,9 +84,8 @@ sys.exit(1)
     done = shell("scripts/train.sh", **settings)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(
-        "train.sh: mxfp8 failed: ValueError: expert_parallel_degree 3 does not divide 8 (local rank 1: "
-    )
+    error = "ValueError: expert_parallel_degree 3 does not divide 8"
+    assert last.startswith(f"train.sh: mxfp8 failed: {error} (local rank 1: ")
     assert "ValueError" in Path(last.rpartition(": ")[2].rstrip(")")).read_text()
     assert "ChildFailedError" not in done.stdout and "Traceback" not in done.stdout
     (log,) = (tmp_path / "out" / "mxfp8" / "logs").glob("*/*.log")
@@ -105,9 +96,8 @@ TRACEBACK = "Traceback (most recent call last):\n  File 'x'\n"
 TORCHRUN = "E1122 15:33:36.727000 4716 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {}) "
 TORCHRUN += "local_rank: 1 (pid: 4767) of binary: python\n"
 NOTE = "I1122 15:35:34.545000 5533 .venv/lib/site-packages/torch/distributed/elastic/agent/server/api.py:942] [rank] "
-TRACE = (
-    "[rank{0}]:[rank{0}]: Traceback (most recent call last):\n[rank{0}]:[rank{0}]:   File 'x'\n[rank{0}]:[rank{0}]: "
-)
+OF_RANK = "[rank{0}]:[rank{0}]:"
+TRACE = f"{OF_RANK} Traceback (most recent call last):\n{OF_RANK}   File 'x'\n{OF_RANK} "
 REPORT = """Traceback (most recent call last):
   File "torchrun", line 8, in <module>
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
@@ -118,18 +108,17 @@ Root Cause (first observed failure):
   exitcode  : -9 (pid: 5041)  (SIGKILL)
 ======
 """
-ABORTED = """  traceback : Traceback (most recent call last):
+ABORTED = """-6 (pid: 5041)  (SIGABRT)
+  traceback : Traceback (most recent call last):
     File "trainer.py", line 828, in _forward_backward_body
       loss.backward()
-  torch.AcceleratorError: CUDA error: device-side assert
+  torch.AcceleratorError: CUDA error: device assert
   Search for `cudaErrorAssert'
 """
 
 
 def test_watch_shows_what_is_news() -> None:
-    lost, own = (
-        TRACE.format(rank) + f"{error}\n" for rank, error in ((0, "E: Connection closed by peer"), (2, "E: mine"))
-    )
+    lost, own = f"{TRACE.format(0)}E: Connection closed by peer\n", f"{TRACE.format(2)}E: mine\n"
     mixed = [line for pair in zip(lost.splitlines(True), own.splitlines(True), strict=True) for line in pair]
     logged = "[rank0]:[titan] 2026-11-22 17:38:32,418 - root - INFO - Destroying the purge thread.\n"
     mixed.insert(3, logged)  # by another thread of rank 0
@@ -151,6 +140,7 @@ def test_watch_shows_what_is_news() -> None:
 
 
 FRAME = "╭─ Unrecognized options ─╮\n│ Unrecognized options: --training.stepz=3 │\n╰──╯\n"
+CHAINED = f"{TRACEBACK}KeyError: 1\n\nThe above\n\n{TRACEBACK}ValueError: x\n"
 
 
 @pytest.mark.parametrize(
@@ -159,11 +149,7 @@ FRAME = "╭─ Unrecognized options ─╮\n│ Unrecognized options: --trainin
         (REPORT, {0: TRACE.format(0) + "E: Connection closed by peer\n"}, "local rank 1 was killed by SIGKILL ("),
         ("", {0: TRACE.format(0) + "E: Connection closed by peer\n"}, "E: Connection closed by peer (local rank 0: "),
         ("", {0: FRAME, 1: FRAME}, "Unrecognized options: --training.stepz=3 (local rank 0: "),
-        (
-            REPORT,
-            {3: f"{TRACEBACK}KeyError: 1\n\nThe above\n\n{TRACEBACK}ValueError: x\n"},
-            "ValueError: x (local rank 3: ",
-        ),
+        (REPORT, {3: CHAINED}, "ValueError: x (local rank 3: "),
         ("", {0: f"{TRACEBACK}[titan] 2026 - root - INFO - x\nValueError: x\n"}, "ValueError: x (local rank 0: "),
         (TORCHRUN.format(1) + f"{TRACEBACK}RendezvousClosedError\n", {0: ""}, "RendezvousClosedError ("),
         (TORCHRUN.format(-6), {0: ""}, "local rank 1 was killed by SIGABRT ("),
@@ -187,16 +173,17 @@ def test_watch_finds_the_cause(torchrun: str, ranks: dict[int, str], expected: s
     assert call("watch", "cause", tmp_path / "none") == "it has not started\n"
 
 
-def test_the_end_of_a_failed_run_begins_with_its_cause(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text(f"{TRACEBACK}ValueError: mine\n" + REPORT + "[1]:\n" * 2000)
-    assert runs.ending(tmp_path / "log").startswith(f"ValueError: mine; {tmp_path / 'log'} ends:\n[1]:")
-
-
-def test_the_cause_of_an_abort_is_in_torchruns_report(tmp_path: Path) -> None:
-    """As where a kernel of a GPU asserts: the process prints no traceback of its own."""
-    report = REPORT.replace("-9 (pid: 5041)  (SIGKILL)\n", "-6 (pid: 5041)  (SIGABRT)\n" + ABORTED)
-    (tmp_path / "log").write_text(report + "[1]:\n" * 9)
-    assert runs.ending(tmp_path / "log").startswith("torch.AcceleratorError: CUDA error: device-side assert; ")
+@pytest.mark.parametrize(
+    "log, cause",
+    [
+        (f"{TRACEBACK}ValueError: mine\n{REPORT}", "ValueError: mine"),
+        # as where a kernel of a GPU asserts: the process prints no traceback of its own
+        (REPORT.replace("-9 (pid: 5041)  (SIGKILL)\n", ABORTED), "torch.AcceleratorError: CUDA error: device assert"),
+    ],
+)
+def test_the_end_of_a_failed_run_begins_with_its_cause(log: str, cause: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(log + "[1]:\n" * 2000)
+    assert runs.ending(tmp_path / "log").startswith(f"{cause}; {tmp_path / 'log'} ends:\n[1]:")
 
 
 def test_watch_takes_the_first_recorded_error(tmp_path: Path) -> None:
@@ -248,7 +235,7 @@ def test_slurm_runs_one_agent_on_each_node(slurm: dict[str, str], tmp_path: Path
     result = shell(str(tmp_path / "slurm_script"), "--training.steps=3", **slurm)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
-    assert "  processes  8" in lines  # of the dry run, at the job's size
+    assert {"  processes  8", "train.slurm: job 31234, restart 0, nodes gpu07 gpu08"} <= {*lines}  # of the dry run too
     agent = (
         "+ WANDB_RUN_NAME=n torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=gpu07:21234 --rdzv-id=31234-mxfp8 "
         "--max-restarts=3 --nproc-per-node=4 --log-dir=outputs/debug_llama4-31234/mxfp8/logs/31234-0 --tee=3 "
@@ -256,7 +243,6 @@ def test_slurm_runs_one_agent_on_each_node(slurm: dict[str, str], tmp_path: Path
         "--job.config_file=train_configs/debug_llama4.toml --job.dump_folder=outputs/debug_llama4-31234/mxfp8 "
         "--training.steps=3"
     )
-    assert "train.slurm: job 31234, restart 0, nodes gpu07 gpu08" in lines
     assert lines[-3:] == [
         "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none --export=ALL "
         f"--chdir={ROOT} --label {ROOT}/scripts/train_multinode.sh --training.steps=3",
@@ -329,3 +315,117 @@ def test_slurm_says_where_it_must_be_submitted(slurm: dict[str, str], tmp_path: 
     assert result.returncode == 2 and f"{tmp_path} is not the repository's root" in result.stderr
     result = shell("scripts/train.slurm", SLURM_JOB_ID="")
     assert result.returncode != 0 and "this is a batch script: sbatch scripts/train.slurm" in result.stderr
+
+
+UNSET = {"PYTHON": "", "TORCH": ""}  # what the tests themselves may have been called with
+INSTALLED = 'touch .venv/.installed-$(cksum < pyproject.toml | cut -d" " -f1)-default-{cpu,gpu}'
+
+
+def set_up(folder: Path, steps: str = "true", **settings: str) -> subprocess.CompletedProcess:
+    """Sources setup.sh, behind other steps, in a tree of which ``folder`` has the rest."""
+    (folder / "pyproject.toml").write_text("")
+    shutil.copy(ROOT / "scripts" / "setup.sh", folder)
+    command = f"set -euo pipefail; cd {folder}; {steps}; . ./setup.sh"
+    return shell("bash", "-c", command, **UNSET | {"PATH": f"{folder / 'bin'}:/usr/bin:/bin"} | settings)
+
+
+@pytest.mark.parametrize("inherited", [True, False])
+@pytest.mark.parametrize("titan, end", [("0.2", ""), ("0.3", "03")])
+def test_setup_installs_torch_where_the_new_environment_lacks_that_of_python3(
+    titan: str, end: str, inherited: bool, tmp_path: Path
+) -> None:
+    """A python3 with torch may itself be that of an environment: a new one is made from the Python behind it."""
+    venv = f".venv{end}"
+    made = f"""[ "$1" = -c ] && exit
+mkdir -p {venv}/bin
+touch {venv}/bin/activate
+echo 'echo "$@" >> calls; [ "$1" = -c ] && exit {int(not inherited)}; exit 0' > {venv}/bin/python
+chmod +x {venv}/bin/python
+echo "$@" >> calls"""
+    programs(tmp_path, {"bin/python3": made})
+    result = set_up(tmp_path, TORCH="torch==2.13.0", TITAN=titan, EXTRA="hf")
+    assert result.returncode == 0, result.stderr
+    made, _, *installs = (tmp_path / "calls").read_text().splitlines()
+    assert made == f"-m venv --system-site-packages {venv}"
+    torch_first = [] if inherited else ["torch==2.13.0"]
+    assert [install.split()[-1] for install in installs] == [*torch_first, f".[train{end},test,hf]"]
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi", path="/usr/bin:/bin") is not None, reason="has a GPU at once")
+def test_setup_replaces_a_cpu_build_where_there_is_a_gpu(tmp_path: Path) -> None:
+    """A .venv that a login node without a GPU made trained a GPU node's job on its CPU."""
+    stubs = {
+        ".venv/bin/activate": "",
+        ".venv/bin/python": 'case "$*" in *torch.version.cuda*) [ -e cuda ] ;; -c*) ;; *) echo "$@" >> calls ;; esac',
+        "bin/python3": '[ "$1" != -c ] || exit 1',
+    }
+    calls = tmp_path / "calls"
+    for added, expected in (({}, [".[train,test]"]), ({"bin/nvidia-smi": ""}, ["torch>=2.11,<2.14", ".[train,test]"])):
+        programs(tmp_path, stubs | added)
+        for _ in range(2):
+            done = set_up(tmp_path)
+            assert done.returncode == 0, done.stderr
+        installs = calls.read_text().splitlines()
+        assert [install.split()[-1] for install in installs] == expected
+        assert all(("--force-reinstall" in install) == ("torch" in install) for install in installs)
+        calls.unlink()
+
+
+def test_setup_installs_one_more_extra_once_and_for_others_nothing_again(tmp_path: Path) -> None:
+    """Else each script that a test calls would install anew, two at a time in one environment."""
+    programs(tmp_path, {".venv/bin/activate": "", ".venv/bin/python": '[ "$1" = -c ] || echo "$@" >> calls'})
+    for extra in ("hf", "hf", ""):
+        result = set_up(tmp_path, INSTALLED, EXTRA=extra)
+        assert result.returncode == 0, result.stderr
+    (install,) = (tmp_path / "calls").read_text().splitlines()
+    assert install.endswith("install -q --no-compile --disable-pip-version-check -e .[hf]")
+
+
+def test_the_launcher_calls_either_torchtitan() -> None:
+    settings = {"TITAN": "0.3", "CONFIG": "debug_qwen3", "OUT": "o", "DRYRUN": "1"}
+    bf16, mxfp8 = shell("scripts/train.sh", "--training.steps=3", **settings).stdout.splitlines()
+    both = "--module=titan_mxfp8.titan03 --config=debug_qwen3 --dump_folder=o/{} --training.steps=3"
+    assert bf16.endswith(f"-m torchtitan.train {both.format('bf16')}")
+    overrides = "titan_mxfp8.titan03.experts titan_mxfp8.titan03.linears"
+    assert mxfp8.endswith(f"-m torchtitan.train --override.imports {overrides} {both.format('mxfp8')}")
+    own = 'titan_mxfp8.titan03.experts={"recipe":"mxfp8_2d"}'
+    (mxfp8,) = shell("scripts/train.sh", **settings, RUNS="mxfp8", OVERRIDES=own, MODULE="m").stdout.splitlines()
+    assert f"--override.imports {own} --module=m" in mxfp8
+    result = shell("scripts/test.sh", TITAN="0.4")
+    assert result.returncode == 2 and "TITAN takes 0.2 or 0.3, not '0.4'" in result.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch could use the GPU")
+def test_launchers_do_not_train_on_the_cpu_of_a_machine_with_a_gpu(tmp_path: Path, stub: dict[str, str]) -> None:
+    programs(tmp_path, {"bin/nvidia-smi": "echo GPU 0: NVIDIA H100"})
+    settings = stub | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHON": sys.executable, "RUNS": "mxfp8"}
+    settings |= {"OUT": str(tmp_path / "out"), "CUDA_VISIBLE_DEVICES": "0"}
+    done = shell("scripts/train.sh", **settings)
+    assert done.returncode == 1 and not (tmp_path / "calls").exists()
+    assert "this machine has a GPU, and torch" in done.stderr and "CPU build" in done.stderr
+    meant = "set -eu; . scripts/launch.sh; . scripts/setup.sh; check_gpu; echo trains"
+    assert shell("bash", "-c", meant, **settings | {"CUDA_VISIBLE_DEVICES": ""}).stdout == "trains\n"
+
+
+def test_launchers_say_that_they_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = shell("scripts/train.sh", OUT=f"{tmp_path}/file/out", PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and f"OUT={tmp_path}/file/out cannot be written to" in done.stderr
+
+
+def test_setup_takes_a_python_as_it_is(tmp_path: Path) -> None:
+    """Nothing is installed, the package is found, and torchrun is that Python's."""
+    shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path)
+    (tmp_path / "pyproject.toml").write_text("")
+    command = f"set -euo pipefail; cd {tmp_path}; . ./setup.sh; python -c 'import sys; print(sys.executable, sys.path)'"
+    done = shell("bash", "-c", f"{command}; torchrun --help", PYTHON=sys.executable, PYTHONPATH="/wheels")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{sys.executable} ['', '{tmp_path}', '/wheels'") and "--nproc" in done.stdout
+    assert not (tmp_path / ".venv").exists(), "a read-only repository has no place for it"
+    caller = tmp_path / "caller"
+    (caller / "bin").mkdir(parents=True)
+    (caller / "bin" / "python").symlink_to(sys.executable)
+    done = shell("bash", "-c", f"here={caller}; {command}", PYTHON="bin/python", VIRTUAL_ENV="")
+    assert done.returncode == 0 and done.stdout.startswith(f"{caller}/bin/python ["), done.stderr
+    wrong = shell("bash", "-c", command, PYTHON="no-such-python")
+    assert wrong.returncode == 1 and wrong.stderr == "setup: PYTHON=no-such-python is no program\n"

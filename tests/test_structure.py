@@ -17,10 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "titan_mxfp8"
 ADAPTERS = "plugin titan03", "titan"
 FOLDERS = "doctor", "tools", *ADAPTERS, "modules", "moe", "ops", "backends", "recipe", "format", "workarounds"
 LAYERS = [folders.split() for folders in FOLDERS]
-ONLY_UNDER = {
-    "triton": ("backends/", "moe/kernels.py"),
-    "torchtitan": ("plugin/", "titan03/", "tools/", "workarounds/"),
-}
+UNDER = {"triton": ("backends/", "moe/kernels.py"), "torchtitan": ("plugin/", "titan03/", "tools/", "workarounds/")}
 
 
 @cache
@@ -47,24 +44,18 @@ def layer(dotted: str) -> tuple[int, str] | None:
     return next(((place, part) for place, folders in enumerate(LAYERS) if part in folders), None)
 
 
-def test_imports_point_one_way() -> None:
+def test_imports_point_one_way_and_triton_and_torchtitan_are_in_few_folders() -> None:
     seen = 0
     for relative in package_sources():
         own = layer(f"titan_mxfp8.{relative.removesuffix('.py').replace('/', '.')}")
         for name in imports(relative):
+            assert relative.startswith(UNDER.get(name.split(".")[0], "")), f"{relative} imports {name}"
             if own is not None and name.startswith("titan_mxfp8."):
                 target = layer(name)
                 seen += 1
                 allowed = target is None or target == own or target[0] > own[0]
                 assert allowed, f"{relative} imports {name}"
     assert seen > 20
-
-
-def test_triton_and_torchtitan_are_imported_in_one_folder_each() -> None:
-    for relative in package_sources():
-        for name in imports(relative):
-            folder = ONLY_UNDER.get(name.split(".")[0])
-            assert folder is None or relative.startswith(folder), f"{relative} imports {name}"
 
 
 @pytest.mark.integration
