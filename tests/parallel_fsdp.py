@@ -1,6 +1,6 @@
 """A program for torchrun with 2 or 4 processes: experts out of FSDP and in it, on CPU.
 
-Run by tests/test_plugin_fsdp.py. The argument is a folder for checkpoints: the 4 processes read what the 2 have
+Run by tests/test_plugin_moe.py. The argument is a folder for checkpoints: the 4 processes read what the 2 have
 written, and write one more.
 """
 

@@ -1,9 +1,11 @@
-"""TorchTitan's MoE layers that dispatch their own tokens, against TorchTitan's own, on CPU."""
+"""TorchTitan's MoE layers that dispatch their own tokens, against TorchTitan's own, on CPU; experts out of FSDP against
+experts in it, and which of them are."""
 
 import copy
 import math
 import pickle
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -11,12 +13,14 @@ from unittest.mock import Mock
 import processes
 import pytest
 import torch
-from models import ROOT, build, run_step
+import torch.distributed.checkpoint as dcp
+from models import ROOT, build, dims_of, run_step
 from test_models import AC_MODES, COMPILE, Decomposed, cpu_only, tokens
 from test_plugin import DISPATCH, EXPERTS, GROUPED, RECIPE, ROWS, parse
 from tiers import daily
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.gpt_oss.model.args import GptOssModelArgs
 from torchtitan.models.gpt_oss.model.moe import GptOssMoE
@@ -31,37 +35,21 @@ from titan_mxfp8.plugin import moe as plugin
 from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.recipe import BF16
 from titan_mxfp8.titan.dispatch import DispatchingLayers
+from titan_mxfp8.titan.fsdp import why_fsdp
 from titan_mxfp8.tools.dry_run import dry_run, parse_config
 
 CONVERT, NO_AC = EXPERTS, "--activation_checkpoint.mode=none"
 CHOOSE = "titan_mxfp8.titan.dispatch.choose"
 D, H, E = 64, 96, 8
 # What differs between the models: when scores are applied, how many experts a token has, what the router does.
+scored_after = partial(MoEArgs, num_experts=E, num_shared_experts=0, score_before_experts=False)
+SOFTMAX, GROUPS = {"score_func": "softmax"}, {"num_expert_groups": 4, "num_limited_groups": 2}
 LAYERS = {
     "llama4": MoEArgs(num_experts=E, top_k=1, score_before_experts=True),
-    "deepseek_v3": MoEArgs(
-        num_experts=E,
-        top_k=3,
-        num_shared_experts=2,
-        score_func="softmax",
-        route_norm=True,
-        route_scale=2.5,
-        num_expert_groups=4,
-        num_limited_groups=2,
-        score_before_experts=False,
-    ),
-    "qwen3": MoEArgs(
-        num_experts=E,
-        top_k=4,
-        num_shared_experts=0,
-        route_norm=True,
-        score_before_experts=False,
-        load_balance_coeff=None,
-    ),
-    "gpt_oss": MoEArgs(
-        num_experts=E, top_k=2, num_shared_experts=0, score_func="softmax", gate_bias=True, score_before_experts=False
-    ),
-    "gpt_oss, clamped": MoEArgs(num_experts=E, top_k=2, num_shared_experts=0, score_before_experts=False),
+    "deepseek_v3": scored_after(top_k=3, num_shared_experts=2, route_norm=True, route_scale=2.5, **SOFTMAX, **GROUPS),
+    "qwen3": scored_after(top_k=4, route_norm=True, load_balance_coeff=None),
+    "gpt_oss": scored_after(top_k=2, gate_bias=True, **SOFTMAX),
+    "gpt_oss, clamped": scored_after(top_k=2),
     "forced balance": MoEArgs(num_experts=E, top_k=2, score_before_experts=True, _debug_force_load_balance=True),
 }
 
@@ -122,11 +110,6 @@ def test_a_converted_layer_can_be_copied_and_pickled() -> None:
             assert torch.equal(run(copied)["y"], expected)
 
 
-def dims(**degrees: int) -> ParallelDims:
-    degrees = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp"), 1) | degrees
-    return ParallelDims(**degrees, world_size=degrees["dp_shard"] * degrees["tp"] * degrees["pp"])
-
-
 @pytest.mark.parametrize(
     "flags, degrees, reason",
     [
@@ -139,12 +122,12 @@ def test_where_a_layer_keeps_torchtitans_dispatch_the_log_says_so(
     flags: list[str], degrees: dict[str, int], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, flags = layer("llama4"), [*flags, "--activation_checkpoint.mode=none"]
-    ours = convert(plain, f"{DISPATCH}=collective", *flags, dims=dims(**degrees))
+    ours = convert(plain, f"{DISPATCH}=collective", *flags, dims=dims_of(**degrees))
     lines = [line for line in caplog.messages if "dispatch" in line]
     assert len(lines) == 1 and reason in lines[0] and "moe.experts" in lines[0]
     assert type(ours) is MoE and ours.experts.mxfp8_layers is None
     with pytest.raises(ValueError, match="recipe 'bf16' as if unconverted"):
-        convert(plain, f"{DISPATCH}=collective", f"{RECIPE}=bf16", *flags, dims=dims(**degrees))
+        convert(plain, f"{DISPATCH}=collective", f"{RECIPE}=bf16", *flags, dims=dims_of(**degrees))
     off = convert(plain, f"{DISPATCH}=off")
     assert torch.equal(run(ours)["y"], run(off)["y"])
 
@@ -172,9 +155,7 @@ def test_which_layers_and_recipes_keep_torchtitans_dispatch(
     assert f"dispatch = '{transport}' does not work with {reason}" in caplog.text or not reason
 
 
-def test_the_log_names_the_transport_and_the_reason(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_names_the_transport_and_why(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = convert(layer("llama4"))
     assert "1 MoE layer dispatches tokens itself, local: one rank has every expert; rows counted" in caplog.text
     layers = ours.experts.mxfp8_layers
@@ -187,12 +168,9 @@ def test_the_log_names_the_transport_and_the_reason(
     transport = SimpleNamespace(reserve=reserved.append)
     monkeypatch.setattr(CHOOSE, lambda *_: (transport, "symmetric: two ranks of one host"))
     flags = [f"{DISPATCH}=auto", "--training.local_batch_size=2", "--training.seq_len=64"]
-    for model, more in (
-        ("qwen3", []),
-        ("forced balance", []),
-        ("qwen3", ["--validation.enable", "--validation.seq_len=32"]),
-    ):
-        convert(layer(model), *flags, *more)
+    convert(layer("qwen3"), *flags)
+    convert(layer("forced balance"), *flags)
+    convert(layer("qwen3"), *flags, "--validation.enable", "--validation.seq_len=32")
     assert "symmetric: two ranks of one host; rows counted" in caplog.text
     # tokens of a step; of slots, where scores come first; of the validation
     assert reserved == [2 * 64, 2 * 64 * 2, 8 * 32]
@@ -386,3 +364,64 @@ def test_a_compiled_layer_takes_the_rows_that_its_dispatch_has_by_then(monkeypat
     whole = outputs.pop(("bounded", True))
     assert torch.equal(outputs.pop(("0", True)), shared), "no row has memory"
     assert all(torch.equal(output, whole) for output in outputs.values()) and not torch.equal(whole, shared)
+
+
+@pytest.mark.integration
+@cpu_only
+def test_experts_out_of_fsdp_train_and_are_saved_as_those_in_it(tmp_path: Path) -> None:
+    """Losses, norms and gradients to the last digit; checkpoints with Adam's states among 2 ranks, each way read by the
+    other."""
+    processes.check(2, "parallel_fsdp.py", tmp_path)
+
+
+@pytest.mark.integration
+@cpu_only
+@pytest.mark.nightly
+def test_checkpoints_of_experts_out_of_fsdp_go_to_other_layouts(tmp_path: Path) -> None:
+    """From 2 ranks to 4, from 4 to one, and between layouts, whoever wrote them."""
+    processes.check(2, "parallel_fsdp.py", tmp_path)
+    processes.check(4, "parallel_fsdp.py", tmp_path)
+    whole = torch.load(tmp_path / "full0.pt")
+    read = {name: torch.zeros_like(value) for name, value in whole.items()}
+    dcp.load(read, checkpoint_id=tmp_path / "of 4", no_dist=True)
+    assert all(torch.equal(value, whole[name]) for name, value in read.items())
+
+
+def test_torchft_reduces_gradients_in_a_hook_of_fsdp() -> None:
+    for enabled, reason in ((False, ""), (True, "fault_tolerance.enable")):
+        config = parse(CONVERT)
+        config.fault_tolerance.enable = enabled
+        holder = nn.ModuleDict({"moe": layer("llama4")})
+        GroupedMMConverter(config, None).convert(holder)
+        assert holder["moe"].experts.needs_fsdp == reason
+
+
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        ({}, ""),
+        ({"pp_enabled": True}, ""),
+        ({"pp_enabled": True, "dtype": torch.bfloat16}, "adds a pipeline's gradients up in fp32"),
+        ({"dtype": torch.bfloat16}, ""),
+        ({"ranks": (1, 4)}, "4 ranks (dp_replicate 1 x efsdp 4)"),
+        ({"ranks": (2, 1)}, "2 ranks (dp_replicate 2 x efsdp 1)"),
+        ({"edp_mesh": None}, ""),
+        ({"edp_mesh": None, "ranks": (1, 4)}, "4 ranks"),
+        ({"edp_mesh": None, "shards": True}, "tensor parallelism has sharded them"),
+        ({"cpu_offload": True}, "offloads to the CPU"),
+        ({"dp_mesh_dims": object()}, "spmd_backend"),
+        ({"converted": 1}, "not all of them are converted"),
+        ({"needs_fsdp": "fault_tolerance.enable"}, "fault_tolerance.enable"),
+    ],
+)
+def test_why_fsdp_takes_experts(changed: dict[str, object], says: str) -> None:
+    given = {"pp_enabled": False, "cpu_offload": False, "ranks": (1, 1), "converted": 2, "needs_fsdp": ""} | changed
+    experts = [nn.Linear(1, 1, dtype=given.get("dtype", torch.float32)) for _ in range(2)]
+    for module in experts[: given["converted"]]:
+        module.needs_fsdp = given["needs_fsdp"]
+    if "shards" in given:
+        experts[0] = Mock(parameters=lambda recurse: [Mock(spec=DTensor)])
+    shape = given["ranks"]
+    mesh = SimpleNamespace(size=lambda: shape[0] * shape[1], shape=shape, mesh_dim_names=("dp_replicate", "efsdp"))
+    reason = why_fsdp(experts, {"edp_mesh": mesh, "dp_mesh": mesh} | given)
+    assert says in reason and bool(says) == bool(reason)
