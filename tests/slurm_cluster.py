@@ -70,12 +70,8 @@ class Cluster:
 
 @contextmanager
 def joined_namespaces(network: str) -> Iterator[list[str]]:
-    """Their names. A cable joins them: in each one ``eth0`` has an address, ``<network>.1`` and ``<network>.2``.
-
-    Raises:
-        OSError: there is no ``ip``.
-        subprocess.CalledProcessError: they may not be made here.
-    """
+    """Their names. A cable joins them: in each one ``eth0`` has an address, ``<network>.1`` and ``<network>.2``. Raises
+    OSError where there is no ``ip``, CalledProcessError where they may not be made."""
 
     def ip(command: str) -> None:
         subprocess.run(["ip", *command.split()], check=True, capture_output=True)

@@ -6,6 +6,7 @@ import sys
 import processes
 import pytest
 import torch
+from tiers import daily
 
 from scripts.study import compare_layouts
 
@@ -46,11 +47,7 @@ ROUTER_IS_WRONG = {"deepseek_v3 FSDP 2 + TP 2 + EP 2"}
 # Under TP without FSDP, torch 2.11 leaves the norms' gradients unsummed over the ranks, converters or not.
 NORMS_ARE_WRONG = {"llama4 TP 2"} if torch.__version__ < (2, 13) else set()
 # TorchTitan averages DDP's gradients a second time, and does not divide those of pipelines by the step's tokens.
-GRAD_NORM = {
-    "llama4 DDP 2": 1 / 2,
-    "llama4 PP 2 interleaved + FSDP 2 + EP 2": 512,
-    "deepseek_v3 PP 2 + FSDP 2 + EP 2": 512,
-}
+GRAD_NORM = {"llama4 DDP 2": 1 / 2} | {case: 512 for case in CASES if " PP 2 " in case}
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +65,7 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return {f"{row['model']} {row['layout']}": row for row in csv.DictReader(file)}
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in NOT_NIGHTLY else pytest.param(case, marks=pytest.mark.nightly) for case in CASES]
-)
+@pytest.mark.parametrize("case", daily(CASES, *NOT_NIGHTLY))
 def test_a_layout_trains_like_one_process(rows: dict[str, dict[str, str]], case: str) -> None:
     row = rows[case]
     assert row["dispatch"] == ("collective" if case.startswith(DISPATCH) else "off")

@@ -1,18 +1,20 @@
-"""scripts/train_multinode.sh: two agents on one machine train a job that survives a dead worker and a dead agent."""
+"""scripts/train_multinode.sh: two agents on one machine train a job that survives a dead worker and a dead agent; and
+scripts/train.slurm under a real SLURM: two nodes train a job that is put back in the queue, and goes on."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
-from slurm_cluster import joined_namespaces
-from training import ROOT, descendants, losses, train
+from slurm_cluster import joined_namespaces, missing, slurm_cluster
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from training import LOSS, ROOT, descendants, losses, train, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -20,12 +22,7 @@ FLAGS = ["--training.steps=15", "--training.seq_len=256", "--checkpoint.enable",
 FLAGS += ["--parallelism.expert_parallel_degree=2"]
 
 
-@dataclass(frozen=True)
-class Machine:
-    """How to run a command on it, and what the launcher must be told there."""
-
-    prefix: list[str]
-    environment: dict[str, str]
+Machine = tuple[list[str], dict[str, str]]  # how to run a command on it, and what the launcher must be told there
 
 
 @pytest.fixture
@@ -42,29 +39,20 @@ def machines() -> Iterator[list[Machine]]:
                 endpoint, link = f"127.0.0.1:{free.getsockname()[1]}", "lo"
             found = [([], "127.0.0.1"), ([], "127.0.0.2")]
         common = {"RDZV_ENDPOINT": endpoint, "GLOO_SOCKET_IFNAME": link}
-        yield [Machine(prefix, common | {"LOCAL_ADDR": address}) for prefix, address in found]
+        yield [(prefix, common | {"LOCAL_ADDR": address}) for prefix, address in found]
 
 
 def launch(machine: Machine, out: Path, log: Path) -> subprocess.Popen:
     settings = {"NNODES": "2", "NGPU": "1", "OUT": str(out), "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
+    settings |= {"OMP_NUM_THREADS": "1"}
+    prefix, environment = machine
+    command, env = [*prefix, "scripts/train_multinode.sh", *FLAGS], os.environ | settings | environment
     with log.open("w") as file:
-        return subprocess.Popen(
-            [*machine.prefix, "scripts/train_multinode.sh", *FLAGS],
-            cwd=ROOT,
-            env=os.environ | settings | {"OMP_NUM_THREADS": "1"} | machine.environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-        )
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
 
 
-def wait_for(line: str, agents: list[subprocess.Popen], logs: list[Path], timeout: float = 240) -> None:
-    deadline = time.monotonic() + timeout
-    while not all(line in log.read_text() for log in logs):
-        ended = any(agent.poll() is not None for agent in agents)
-        if ended or time.monotonic() > deadline:
-            pytest.fail("\n\n".join(log.read_text()[-3000:] for log in logs))
-        time.sleep(0.02)
+def wait_for(line: str, agents: list[subprocess.Popen], logs: list[Path]) -> None:
+    wait_until(lambda: all(line in log.read_text() for log in logs), *agents, logs=logs)
 
 
 def kill(agent: subprocess.Popen, *, whole: bool) -> None:
@@ -79,9 +67,7 @@ def kill(agent: subprocess.Popen, *, whole: bool) -> None:
 
 
 @pytest.mark.nightly
-def test_a_job_on_two_machines_survives_a_dead_worker_and_a_dead_machine(
-    machines: list[Machine], tmp_path: Path
-) -> None:
+def test_a_job_on_two_machines_survives_a_dead_worker_and_machine(machines: list[Machine], tmp_path: Path) -> None:
     one_machine = train(tmp_path / "one", "llama4", *FLAGS, layout="FSDP 2")
     out, logs = tmp_path / "two", [tmp_path / f"log{i}" for i in range(3)]
     agents = [launch(machine, out, log) for machine, log in zip(machines, logs, strict=False)]
@@ -107,3 +93,44 @@ def test_a_job_on_two_machines_survives_a_dead_worker_and_a_dead_machine(
     # The steps before, between and after the deaths are those of one machine that nothing happened to.
     assert losses(out / "mxfp8") == one_machine
     assert list(one_machine) == list(range(1, 16))
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(missing() != "", reason=missing())
+def test_a_requeued_job_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "cluster").mkdir()
+    settings = {"OUT": str(tmp_path / "out"), "CHECK": "0", "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+    names = ",".join([*settings, "PATH", "HOME", "PYTHONPATH"])  # the launcher's own must reach the nodes all the same
+    log = tmp_path / "log"
+    flags = "--training.steps=8", "--training.seq_len=128", "--checkpoint.enable", "--checkpoint.interval=4"
+    with slurm_cluster(tmp_path / "cluster") as cluster:
+        sbatch = ["sbatch", "--parsable", f"--export={names}", "--nodes=2", "--gpus-per-node=1", f"--output={log}"]
+        job = cluster.run(*sbatch, f"--chdir={ROOT}", f"{ROOT}/scripts/train.slurm", *flags, cwd=tmp_path, **settings)
+        log.touch()
+        wait_until(lambda: "step:  6" in log.read_text(), logs=[log])
+        workers = [pid for node in (1, 2) for pid in cluster.pids(node) if trains(pid)]
+        assert len(workers) == 2
+        assert [os.sched_getaffinity(pid) for pid in workers] == 2 * [os.sched_getaffinity(0)], "not all CPUs"
+        assert "mem=8000M" in cluster.run("scontrol", "show", "job", job)
+        cluster.run("scontrol", "requeue", job)
+        state = partial(cluster.run, "scontrol", "show", "job", job)
+        wait_until(lambda: "PENDING" in state(), logs=[log])
+        cluster.run("scontrol", "update", f"jobid={job}", "starttime=now")  # SLURM would wait two minutes
+        wait_until(lambda: re.search("COMPLETED|FAILED", state()), logs=[log])
+    text = log.read_text()
+    assert text.count(f"train.slurm: job {job}, restart 1, nodes node1 node2") == 1, text[-3000:]
+    for node in (0, 1):
+        starts = [line for line in text.splitlines() if line.startswith(f"{node}: ") and "Training starts at" in line]
+        assert [line.rpartition(" ")[2] for line in starts] == ["1", "5"]
+    first, second = map(losses_of, sorted((tmp_path / "out").rglob("events.out.tfevents.*")))
+    assert first.keys() >= {1, 2, 3, 4, 5, 6} and second.keys() == {5, 6, 7, 8}
+    assert all(first[step] == second[step] for step in first.keys() & second.keys())
+
+
+def losses_of(path: Path) -> dict[int, float]:
+    log = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+    return {event.step: event.value for event in log.Scalars(LOSS)}
+
+
+def trains(pid: int) -> bool:
+    return b"-u\0-m\0torchtitan.train\0" in Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -10,6 +10,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from time import monotonic
 
@@ -31,9 +32,10 @@ def test_verify_hardware_says_that_there_is_no_gpu(tmp_path: Path) -> None:
     assert "which recipe to use here" in (tmp_path / "out" / "doctor.log").read_text()
 
 
-def call_beside(
-    tree: Path, script: str, stubs: dict[str, str], *arguments: str, **settings: str
-) -> subprocess.CompletedProcess:
+Done = subprocess.CompletedProcess
+
+
+def call_beside(tree: Path, script: str, stubs: dict[str, str], *arguments: str, **settings: str) -> Done:
     """Calls a script of ``scripts/`` in a tree that has besides launch.sh these programs, by their text in sh."""
     setup = {"scripts/setup.sh": f"PATH={tree}/bin:$PATH program=python"}
     programs(tree, setup | stubs)
@@ -43,7 +45,7 @@ def call_beside(
     return shell(str(tree / "scripts" / script), *arguments, **{"OUT": str(tree / "out")} | settings)
 
 
-def verify(tree: Path, **settings: str) -> subprocess.CompletedProcess:
+def verify(tree: Path, **settings: str) -> Done:
     """``verify_hardware.sh`` in a tree where a GPU is there and every step is a stub: the tests fail."""
     stubs = {
         "scripts/train.sh": 'echo "$CONFIG $RUNS $*"; mkdir -p "$OUT"; touch "$OUT/table.csv" "$OUT/big.pt"',
@@ -57,18 +59,14 @@ def verify(tree: Path, **settings: str) -> subprocess.CompletedProcess:
 def test_verify_hardware_runs_every_step_and_packs_what_they_said(tmp_path: Path) -> None:
     done = verify(tmp_path)
     assert done.returncode == 1, done.stderr
-    said = re.findall(r"^== (\w+): (.*)", done.stdout, re.M)
-    assert [name for name, _ in said] == [
-        "doctor", "model_llama4", "model_deepseek_v3", "tests", "benchmarks",
-    ]  # fmt: skip
+    steps = re.findall(r"^== (\w+): ", done.stdout, re.M)
+    assert steps == ["doctor", "model_llama4", "model_deepseek_v3", "tests", "benchmarks"]
     assert f"{tmp_path}/train_configs/debug_deepseek_v3.toml bf16 mxfp8 --metrics.no-enable_wandb" in done.stdout
     rows = dict(re.findall(r"^\| (\w+) \| ([^|]+) \| \d+ \|", (tmp_path / "out" / "summary.md").read_text(), re.M))
     assert rows.pop("tests") == "FAILED with status 3" and set(rows.values()) == {"passed"} and len(rows) == 4
-    listed = shell("tar", "tzf", str(tmp_path / "out.tar.gz")).stdout
-    assert {"./summary.md", "./doctor.log", "./llama4/table.csv", "./bench/kernels/data.csv"} <= set(
-        listed.splitlines()
-    )
-    assert "big.pt" not in listed
+    listed = shell("tar", "tzf", str(tmp_path / "out.tar.gz")).stdout.splitlines()
+    assert {"./summary.md", "./doctor.log", "./llama4/table.csv", "./bench/kernels/data.csv"} <= {*listed}
+    assert not any("big.pt" in name for name in listed)
     assert done.stdout.endswith(f"attach {tmp_path}/out.tar.gz to an issue\n")
     wrong = verify(tmp_path, STEPS="dance")
     assert wrong.returncode == 2 and "not 'dance'" in wrong.stderr
@@ -99,7 +97,7 @@ def test_verify_hardware_hands_ctrl_c_on_to_the_step_and_ends_with_it(tmp_path: 
     assert output == "ended\n", "and nothing behind it"
 
 
-def bench_all(tree: Path, **settings: str) -> subprocess.CompletedProcess:
+def bench_all(tree: Path, **settings: str) -> Done:
     """``bench_all.sh`` in a tree where all benchmarks are stubs: ``scaling`` fails, ``kernels`` is cut short once."""
     stub = f"""[ "$1" = -c ] || echo "$*"
 case "$*" in
@@ -120,9 +118,8 @@ def test_bench_all_measures_each_part_in_its_time_and_goes_on(tmp_path: Path) ->
     out = tmp_path / "out"
     expected = f"python scripts/bench/bench_grouped_mm.py --out {out}/grouped_mm --device cuda --shapes dsv3_g8 1,2,3,4"
     assert said[0][1] == f"{expected} --quick"
-    assert said[3][1].startswith(
-        "python -m torch.distributed.run --standalone --nproc-per-node=2 scripts/bench/bench_moe_layer.py --out"
-    )
+    torchrun = "python -m torch.distributed.run --standalone --nproc-per-node=2"
+    assert said[3][1].startswith(f"{torchrun} scripts/bench/bench_moe_layer.py --out")
     again = bench_all(tmp_path, PARTS="grouped_mm kernels moe_layer")
     said = dict(re.findall(r"^== (\w+): (.*)", again.stdout, re.M))
     assert again.returncode == 0 and "--passes" in said.pop("kernels")
@@ -137,9 +134,8 @@ def test_bench_all_stops_in_time_and_names_its_folder(tmp_path: Path) -> None:
     done = bench_all(tmp_path, PARTS="kernels", OUT="")
     (folder,) = (tmp_path / "results").iterdir()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_2xh200_bench", folder.name) and (folder / "logs" / "kernels.log").is_file()
-    without = shell(
-        "scripts/bench/bench_all.sh", PYTHON=sys.executable, OUT=str(tmp_path / "x"), CUDA_VISIBLE_DEVICES=""
-    )
+    settings = {"PYTHON": sys.executable, "OUT": str(tmp_path / "x"), "CUDA_VISIBLE_DEVICES": ""}
+    without = shell("scripts/bench/bench_all.sh", **settings)
     assert without.returncode == 1 and "no GPU here that torch can use" in without.stderr
 
 
@@ -148,10 +144,9 @@ def test_test_gpu_says_that_there_is_no_gpu() -> None:
     assert done.returncode == 1 and "no GPU here that torch can use; nothing was tested" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "beside, alone, expected", [(0, 0, 0), (0, 5, 0), (5, 0, 0), (5, 5, 5), (1, 0, 1), (0, 1, 1), (1, 5, 1), (5, 1, 1)]
-)
-def test_test_gpu_runs_some_tests_alone(beside: int, alone: int, expected: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [0, 1, 5])
+@pytest.mark.parametrize("alone", [0, 1, 5])
+def test_test_gpu_runs_some_tests_alone(beside: int, alone: int, tmp_path: Path) -> None:
     """With a python that is asked for a GPU, and then runs the tests. Status 5: the arguments left none."""
     setup = f"""python() {{
     [ "$1" = -c ] && return
@@ -161,11 +156,9 @@ def test_test_gpu_runs_some_tests_alone(beside: int, alone: int, expected: int, 
     tests = "test_backends.py", "test_gpu_x.py", "titan03/test_gpu_z.py"
     stubs = {f"tests/{name}": "" for name in tests} | {"scripts/setup.sh": setup}
 
-    def test_gpu(*arguments: str, **settings: str) -> subprocess.CompletedProcess:
-        return call_beside(tmp_path, "test_gpu.sh", stubs, *arguments, **settings)
-
+    test_gpu = partial(call_beside, tmp_path, "test_gpu.sh", stubs)
     done = test_gpu("-k", "x", JOBS="3")
-    assert done.returncode == expected
+    assert done.returncode == (1 if 1 in (beside, alone) else min(beside, alone))
     assert done.stdout.splitlines() == [
         "-m pytest --durations=15 -m not alone --numprocesses=3 --dist=worksteal -k x "
         "tests/test_backends.py tests/test_gpu_x.py",
@@ -242,11 +235,8 @@ def test_help_of_the_programs_is_short_and_starts_nothing(
     with contextlib.suppress(SystemExit):
         runpy.run_path(str(script), run_name="__main__")
     printed, example = capsys.readouterr().out, f"scripts/{script.relative_to(ROOT / 'scripts')}"
-    lines = described(printed)
-    # converge.py and check_configs.py are called by launchers
-    assert 1 < len(lines) <= 10 and any(example in line or f"scripts/{script.stem}.sh" in line for line in lines), (
-        printed
-    )
+    lines, launcher = described(printed), f"scripts/{script.stem}.sh"  # of converge.py and check_configs.py
+    assert 1 < len(lines) <= 10 and any(example in line or launcher in line for line in lines), printed
 
 
 def test_the_last_step_of_a_log(tmp_path: Path) -> None:
@@ -259,11 +249,9 @@ def test_the_last_step_of_a_log(tmp_path: Path) -> None:
 
 
 def test_a_bar_follows_a_training_and_names_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = io.StringIO()
-    bar = progress.tqdm
-    monkeypatch.setattr(
-        progress, "tqdm", lambda **given: bar(**given | {"file": shown, "disable": False, "ncols": 150})
-    )
+    shown, bar = io.StringIO(), progress.tqdm
+    drawn = {"file": shown, "disable": False, "ncols": 150}
+    monkeypatch.setattr(progress, "tqdm", lambda **given: bar(**given | drawn))
     log, program = tmp_path / "log", "import sys, time; print('step: 3', flush=True); time.sleep(1.5); sys.exit(5)"
     with log.open("w") as file:
         process = subprocess.Popen([sys.executable, "-c", program], stdout=file)
