@@ -2,7 +2,7 @@
 process, whose steps run again where rows did not fit. On CPUs; with ``cuda`` behind it on GPUs, with ``cuda graph`` as
 CUDA graphs.
 
-Run by tests/test_rerun.py, tests/test_gpu_rerun.py, and test_smoke03.py and test_gpu_graph03.py in tests/titan03/.
+Run by tests/test_rerun.py, tests/test_gpu_rerun.py, and test_smoke03.py and test_gpu_smoke03.py in tests/titan03/.
 """
 
 import importlib.util

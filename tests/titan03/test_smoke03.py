@@ -4,6 +4,7 @@ steps that run again, as their rows did not fit."""
 import re
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import processes
@@ -36,13 +37,11 @@ def train(out: Path, *args: str, **kwargs: str) -> dict[int, float]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory):
     """Trains deepseek_v3 in a layout as bf16 or mxfp8 once, 8 steps with a checkpoint at 4: its folder and losses."""
-    done = {}
 
+    @cache
     def get(layout: str, kind: str) -> tuple[Path, dict[int, float]]:
-        if (layout, kind) not in done:
-            out = tmp_path_factory.mktemp(kind)
-            done[layout, kind] = out, train(out, "deepseek_v3", kind, *STEPS, "--checkpoint.interval=4", layout=layout)
-        return done[layout, kind]
+        out = tmp_path_factory.mktemp(kind)
+        return out, train(out, "deepseek_v3", kind, *STEPS, "--checkpoint.interval=4", layout=layout)
 
     return get
 
