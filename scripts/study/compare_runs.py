@@ -306,12 +306,13 @@ def loss_table(runs: Sequence[Run], steps: Sequence[int], count: int = 12) -> li
 
 
 def curves(runs: Sequence[Run], steps: Sequence[int]) -> list[dict[str, object]]:
-    """One row for each of these steps: the loss and the tokens per second of every run, and its loss on held-out text
-    (TorchTitan's validation) at the steps that have one."""
+    """One row for each of these steps, and for each with a loss on held-out text (TorchTitan's validation), which need
+    not be one that is logged: the loss and the tokens per second of every run, and its loss on held-out text."""
     columns: dict[str, dict[int, float]] = {}
     for run in runs:
         columns |= {f"{run.name} loss": run.loss, f"{run.name} tps": run.tps}
         columns |= {f"{run.name} held-out": run.held_out} if run.held_out else {}
+    steps = sorted({*steps, *chain.from_iterable(run.held_out for run in runs)})
     return [{"step": step} | {name: of.get(step) for name, of in columns.items()} for step in steps]
 
 
