@@ -26,7 +26,9 @@ SEEDS = [
     for folder in ("2026-11-23_2xh200_convergence", "2026-11-23_2xh200_convergence_12_seeds")
 ]
 DEFAULT = [RESULTS / "2026-11-27_4xh200_convergence_default" / "losses.csv"]
-LONGER = [RESULTS / "2026-11-27_2xh200_longer_run" / "losses.csv"]
+LONGER = [
+    RESULTS / folder / "losses.csv" for folder in ("2026-11-27_2xh200_longer_run", "2026-11-27_h200_longer_run_control")
+]
 LAYERS = [RESULTS / "2026-11-24_2xh200_dispatch_default" / "layers.csv"]
 SCALING = [RESULTS / "2026-11-25_h200_bench" / name for name in ("scaling/data.csv", "roofline.csv")]
 SHOWN = ("bf16", "mxfp8_2d", "mxfp8_2d_rebased")
@@ -180,9 +182,9 @@ def convergence(files: list[Path], model: str, share: float, shown: dict[str, st
 
 
 def longer_run() -> Figure:
-    """Losses of one run of bf16 and one of the default, and their difference."""
-    bf16, default = compare_runs.read(LONGER)
-    runs = [bf16, replace(default, name=f"mxfp8_2d_rebased-seed{default.seed}")]
+    """Losses of one run each of bf16, of the control and of the default, and their differences."""
+    bf16, default, control = compare_runs.read(LONGER)
+    runs = [replace(run, name=f"{WAYS[run.group]}-seed{run.seed}") for run in (bf16, control, default)]
     figure = compare_runs.Comparison(runs, share=0.0028785).figure()  # 0.005 nats
     top, bottom = figure.axes
     top.set_title("A DeepSeek-V3-style MoE model of 320M parameters on H200s: one run each, 226M tokens", fontsize=11)
