@@ -351,7 +351,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FOLDER", help="where to write; files of these names are replaced")
     add("--sources", nargs="+", choices=SOURCES, default=["kjv"], help="one or more, in this order [kjv]")
-    help_text = 'text of your own in place of --sources: of .jsonl each {"text": ...}, of others each file a document'
+    help_text = 'text of your own in place of --sources: .jsonl with a {"text": ...} a line, or files of one document'
     add("--text", nargs="+", type=Path, default=[], metavar="FILE", help=help_text)
     add("--vocab-size", type=int, metavar="N", help="train a tokenizer of exactly N tokens on this text")
     add("--shuffle-seed", type=int, metavar="N", help="shuffle the rows with this seed [natural order]")

@@ -16,7 +16,7 @@ SECONDS = {
     "test_checkpoints.py": 27,
     "test_rerun.py": 27,
     "test_modules.py": 25,
-    "test_launchers.py": 25,
+    "test_launchers.py": 40,
     "test_plugin.py": 23,
 }
 

@@ -76,9 +76,8 @@ class ExpertsFunction(torch.autograd.Function):
         ctx.matrices, ctx.kept = len(weights), _KEPT if kept_weight == "quantized" else (0, 0)
         ctx.sorted = routing.ndim == 1
         ctx.slots = 1 if ctx.sorted else routing.shape[1]
-        ctx.gathers = bool(
-            ctx.slots >= experts.count_tensors(config).copied_slots
-        )  # a symbol under torch.compile(dynamic=True)
+        # bool(): what is compared is a symbol under torch.compile(dynamic=True)
+        ctx.gathers = bool(ctx.slots >= experts.count_tensors(config).copied_slots)
         own = (routing,) if ctx.sorted else ()
         return save_for_backward(ctx, out, b2, *weights, *own, *saved, *((x,) if keeps_x else ()))
 
