@@ -10,7 +10,7 @@ A config that sets ``model.study_flavors`` adds small flavors to the tables of f
 from titan_mxfp8 import workarounds
 from titan_mxfp8.plugin import checks, converters, moe, trainer, wandb_run
 from titan_mxfp8.plugin.job_config import JobConfig
-from titan_mxfp8.titan import clipping, fsdp, telemetry
+from titan_mxfp8.titan import fsdp, telemetry
 from titan_mxfp8.workarounds.patch import around
 
 __all__ = ["JobConfig"]
@@ -25,5 +25,4 @@ telemetry.log_what_was_recorded()
 workarounds.install()
 wandb_run.name_and_start()
 trainer.change_steps()
-clipping.clip_in_optimizers()
 trainer.destroy_graphs()

@@ -1,4 +1,4 @@
-"""What a trainer's steps do besides: they are CUDA graphs, run again, quantise weights once, and clip in AdamW."""
+"""What a trainer's steps do besides: they are CUDA graphs, run again, and quantise weights once."""
 
 import logging
 from functools import partial
@@ -9,7 +9,6 @@ from torchtitan.components.checkpoint import CheckpointManager
 
 from titan_mxfp8.plugin.experts import RoutedExperts
 from titan_mxfp8.plugin.job_config import has_our_fields
-from titan_mxfp8.titan.clipping import clip_in_optimizers_of
 from titan_mxfp8.titan.cuda_graph import GRAPH, StepGraph, waits_for_rows
 from titan_mxfp8.titan.once import quantize_once
 from titan_mxfp8.titan.rerun import watch_steps
@@ -22,7 +21,7 @@ logger = logging.getLogger(__name__)
 def change_steps(init: Any, manager: CheckpointManager, *args: Any, **kwargs: Any) -> None:
     """Every trainer gives itself to its checkpoint manager, when it has its model, whatever the class of the trainer:
     TorchTitan's own is in ``__main__``. Its steps are captured if it asks for that, run again where rows did not fit,
-    quantise weights once, and clip in AdamW."""
+    and quantise weights once."""
     init(manager, *args, **kwargs)
     if "train_state" not in kwargs.get("states", {}):
         return
@@ -32,7 +31,6 @@ def change_steps(init: Any, manager: CheckpointManager, *args: Any, **kwargs: An
     watch_steps(trainer)
     modules = [module for part in trainer.model_parts for module in part.modules()]
     quantize_once(trainer, {each: partial(each.weights, False) for each in modules if isinstance(each, RoutedExperts)})
-    clip_in_optimizers_of(trainer)
 
 
 def _capture(trainer: Any) -> None:

@@ -20,7 +20,6 @@ from titan_mxfp8.backends import recommend
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.recipe import AUTO
 from titan_mxfp8.titan import telemetry
-from titan_mxfp8.titan.clipping import clip_in_optimizers_of
 from titan_mxfp8.titan.dispatch import dispatches, local
 from titan_mxfp8.titan.fields import SAVED, Dispatch, Once, check_fields
 from titan_mxfp8.titan.once import quantize_once
@@ -166,13 +165,12 @@ def trainer_config(config: Trainer.Config) -> Iterator[None]:
 @around("torchtitan.trainer.Trainer.__init__")
 def know_the_config(init: Any, trainer: Trainer, config: Trainer.Config) -> None:
     """Has the whole config of a trainer known while it builds the model, for the sizes of its batches, and its steps
-    run again where rows did not fit, quantise weights once, and clip in AdamW."""
+    run again where rows did not fit, and quantise weights once."""
     with trainer_config(config):
         init(trainer, config)
     watch_steps(trainer)
     compiled = config.compile.enable and "model" in config.compile.components
     quantize_once(trainer, weights_of(trainer.model_parts, compiled))
-    clip_in_optimizers_of(trainer)
 
 
 @around("torchtitan.distributed.activation_checkpoint.SelectiveAC.get_save_ops")

@@ -28,7 +28,6 @@ HOOKS = {
     "torchtitan.distributed.expert_parallel.ExpertParallel._apply": "not for layers that dispatch their own tokens",
     "torchtitan.models.*.infra.parallelize.apply_fsdp": "FSDP takes no experts that nothing shards, and gathers in FP8",
     "torchtitan.models.*.infra.parallelize.apply_compile": "MoE blocks that dispatch their own tokens are one region",
-    "torch.nn.utils.clip_grads_with_norm_": "in a trainer's step left to fused AdamW, if modules are converted",
     "torchtitan.components.metrics.MetricsProcessor.should_log": "health_every and hopper_rebase_report",
     "torchtitan.components.checkpoint.CheckpointManager.__init__": "captures a trainer's steps (0.2.2)",
     "torchtitan.components.checkpoint.CheckpointManager.close": "destroys the graphs",
