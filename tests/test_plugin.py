@@ -29,6 +29,7 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_mxfp8 import modules
+from titan_mxfp8.backends.hardware import CLUSTER_GPUS, override_hardware
 from titan_mxfp8.plugin import flavors
 from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.plugin.experts import RoutedExperts
@@ -411,6 +412,23 @@ def test_the_layout_is_checked_in_each_process_before_it_does_anything(monkeypat
     monkeypatch.setenv("WORLD_SIZE", "6")
     with pytest.raises(ValueError, match=r"does not fit 6 processes: .*dp_shard\(4\)"):
         parse(shard_4)
+
+
+def test_a_symmetric_dispatch_that_cannot_be_is_refused_at_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [EXPERTS, f"{DISPATCH}=symmetric", "--parallelism.expert_parallel_degree=4"]
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ValueError, match=r"needs NVIDIA GPUs of SM80 or newer, and trains on cpu: .* or 'collective'"):
+        parse(*asked)
+    for flags in ([LINEARS, *asked[1:]], [*asked, f"{DISPATCH}=auto"], asked[:2]):
+        parse(*flags)
+    with override_hardware(CLUSTER_GPUS["H200"]):
+        for per_host in ("8", "4"):
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", per_host)
+            parse(*asked)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        with pytest.raises(ValueError, match="expert_parallel_degree 4 does not divide the 2 processes of a host"):
+            parse(*asked)
+        parse(*asked, "--parallelism.tensor_parallel_degree=2")
 
 
 def test_a_checkpoint_of_other_data_parallel_ranks_is_refused_before_it_is_loaded(

@@ -19,7 +19,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from titan_mxfp8 import backends, workarounds
 from titan_mxfp8.arguments import check_types
-from titan_mxfp8.backends.hardware import hardware_of
+from titan_mxfp8.backends.hardware import Hardware, hardware_of
 from titan_mxfp8.modules import as_list, training_device
 from titan_mxfp8.plugin.check_files import check_checkpoint, check_files
 from titan_mxfp8.plugin.flavors import is_study_flavor, register_flavors
@@ -252,6 +252,22 @@ def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
     return dims
 
 
+def check_symmetric(job_config: JobConfig, dims: ParallelDims, per_host: int, hardware: Hardware | None) -> None:
+    """Raises ValueError: dispatch ``symmetric`` on other hardware than it is for, None being unknown, or where expert
+    parallelism, whose ranks are consecutive ones, takes ranks of several hosts with ``per_host`` processes each."""
+    asked = asked_configs(job_config).get(GROUPED_MM)
+    if asked is None or asked.dispatch != "symmetric" or dims.ep == 1 or dims.tp_enabled:  # TP: TorchTitan dispatches
+        return
+    start, instead = f"[{GROUPED_MM}] dispatch = 'symmetric' needs", "or dispatch = 'auto' or 'collective'"
+    if hardware is not None and (hardware.capability or (0, 0)) < (8, 0):
+        raise ValueError(f"{start} NVIDIA GPUs of SM80 or newer, and trains on {hardware.name}: choose such, {instead}")
+    if dims.world_size > per_host and per_host % dims.ep:
+        raise ValueError(
+            f"{start} all ranks of expert parallelism on one host, and expert_parallel_degree {dims.ep} does not "
+            f"divide the {per_host} processes of a host: choose one that does, {instead}"
+        )
+
+
 def check_batch(job_config: JobConfig) -> None:
     """Raises ValueError of an empty batch or sequence."""
     for name in ("local_batch_size", "seq_len"):
@@ -315,6 +331,8 @@ def validate_and_check(validate: Any, config_manager: ConfigManager) -> None:
     check_job_config(config)
     check_files(config)
     if "WORLD_SIZE" in os.environ and not config.experimental.custom_import:
-        dims = check_layout(config, int(os.environ["WORLD_SIZE"]))
+        processes = int(os.environ["WORLD_SIZE"])
+        dims, per_host = check_layout(config, processes), int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+        check_symmetric(config, dims, per_host, hardware_of(training_device()))
         if os.environ.get("RANK", "0") == "0":
             check_checkpoint(config, dims)

@@ -30,6 +30,7 @@ from titan_mxfp8.plugin.checks import (
     check_batch,
     check_job_config,
     check_layout,
+    check_symmetric,
     check_types,
     model_args,
 )
@@ -193,15 +194,9 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
 
 
 def check_cluster(job_config: JobConfig, world_size: int) -> ParallelDims:
-    """``check_layout``, and what training would find out later. Raises ValueError: as ``check_layout``; pipelines;
-    ``symmetric`` where expert parallelism, whose ranks are consecutive ones, takes ranks of several hosts."""
-    dims, per_host = check_layout(job_config, world_size), job_config.cluster.gpus_per_node
-    if job_config.quantize.grouped_mm.mx.dispatch == "symmetric" and world_size > per_host and per_host % dims.ep:
-        raise ValueError(
-            f"[{GROUPED_MM}] dispatch = 'symmetric' needs all ranks of expert parallelism on one host, and "
-            f"expert_parallel_degree {dims.ep} does not divide the {per_host} processes of a host: choose one that "
-            "does, or dispatch = 'collective'"
-        )
+    """``check_layout`` and ``check_symmetric``. Raises ValueError: as these; pipelines."""
+    dims, cluster = check_layout(job_config, world_size), job_config.cluster
+    check_symmetric(job_config, dims, cluster.gpus_per_node, CLUSTER_GPUS.get(cluster.gpu))
     if dims.pp_enabled:
         raise ValueError(
             "pipeline_parallel_degree > 1 cannot be checked: a stage's memory depends on the schedule (CHECK=0 lets "
