@@ -46,8 +46,8 @@ CASES = {
 ON_TWO = ("plain", "rows that do not fit", "validation", "health")
 ON_TWO += ("full checkpointing", "op checkpointing", "compiled", "llama4")
 LAYOUTS = {"1 process": CASES, "FSDP 2": ("validation", "op checkpointing"), "FSDP 2 + EP 2": ON_TWO}
-# At any step. Eager runs differ from each other, as atomics add up in any order. gpt_oss's graph was once 0.0044 off.
-BAND = 1e-2
+# At any step. Eager runs differ from each other, as atomics add up in any order: gpt_oss's graph was once 0.0044 off.
+BAND, BANDS = 2e-3, {"gpt_oss": 1e-2}
 
 
 def compare(out: Path, what: str, steps: int, *, validates: bool = False, measures: bool) -> None:
@@ -63,7 +63,7 @@ def compare(out: Path, what: str, steps: int, *, validates: bool = False, measur
     said = f"{what}: captured {captured}, {losses[1]:.4f} -> {losses[steps]:.4f}, largest gaps {gaps}"
     print(said)
     assert len(losses) == steps and losses[steps] < losses[1] - 0.1, said
-    assert captured and max(filter(None, gaps.values()), default=0) < BAND, said
+    assert captured and max(filter(None, gaps.values()), default=0) < BANDS.get(what.split(",")[0], BAND), said
     assert (HELD_OUT in seen["graph"]) == validates
     health = {kind: sorted(tag for tag in tags if tag.startswith("mx_health")) for kind, tags in seen.items()}
     assert health["eager"] == health["graph"] and bool(health["graph"]) == measures
