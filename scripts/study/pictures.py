@@ -30,7 +30,10 @@ LONGER = [
     RESULTS / folder / "losses.csv" for folder in ("2026-11-27_2xh200_longer_run", "2026-11-27_h200_longer_run_control")
 ]
 LAYERS = [RESULTS / "2026-11-24_2xh200_dispatch_default" / "layers.csv"]
-SCALING = [RESULTS / "2026-11-25_h200_bench" / name for name in ("scaling/data.csv", "roofline.csv")]
+SCALING, SCALING_FORMER = (
+    [RESULTS / folder / name for name in ("scaling/data.csv", "roofline.csv")]
+    for folder in ("2026-11-27_h200_scaling", "2026-11-25_h200_bench")
+)
 SHOWN = ("bf16", "mxfp8_2d", "mxfp8_2d_rebased")
 # What groups of runs are called, by their names.
 RECIPES = {name: name for name in ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")}
@@ -113,9 +116,9 @@ def moe_layers() -> Figure:
     return figure
 
 
-def tokens() -> Figure:
+def tokens(files: list[Path]) -> Figure:
     """Speed-up of forward + backward of one grouped GEMM by its tokens, as measured and as the ceilings allow."""
-    measured, predicted = map(tables.read, SCALING)
+    measured, predicted = map(tables.read, files)
     measured = [row for row in measured if row["groups"] == "balanced"]
     shapes = ("8192", "5120"), ("2048", "7168")
     repeats = [int(row["repeats"]) for row in measured if (row["N"], row["K"]) in shapes and row["G"] == "8"]
@@ -135,7 +138,7 @@ def tokens() -> Figure:
         axes.set_title(f"{tables.SHAPES[n, k]}'s experts: {k} features in, {n} out", fontsize=10)
     panels[0].set_ylabel("speed relative to torch in bf16")
     panels[0].legend(fontsize=8)
-    title = f"One grouped GEMM of 8 experts on an {gpu_of(env_of(SCALING[0]))}, forward + backward"
+    title = f"One grouped GEMM of 8 experts on an {gpu_of(env_of(files[0]))}, forward + backward"
     title += f"\nlines with dots: medians of {tables.times(repeats, 0)} repeats"
     figure.suptitle(f"{title}; dotted: what the GPU's measured peak rates allow", fontsize=10)
     return figure
@@ -197,7 +200,8 @@ def longer_run(files: list[Path]) -> Figure:
 PICTURES: dict[str, tuple[Callable[[], Figure], list[Path]]] = {
     "way_of_a_token.png": (way_of_a_token, []),
     "moe_layers.png": (moe_layers, LAYERS),
-    "tokens.png": (tokens, SCALING),
+    "tokens.png": (partial(tokens, SCALING_FORMER), SCALING_FORMER),
+    "tokens_ptxas_12_9.png": (partial(tokens, SCALING), SCALING),
     "convergence.png": (
         partial(convergence, SEEDS, "A Llama4-style MoE model of 111M parameters", 0.005, RECIPES),
         SEEDS,

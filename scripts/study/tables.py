@@ -132,18 +132,6 @@ def flavor_of(row: Row, env: Row) -> str:
     return row.get("flavor") or (tomllib.loads((ROOT / config).read_text())["model"]["flavor"] if config else "")
 
 
-def moe_layers(path: Path) -> list[Cells]:
-    """MoE layers with dispatch of bench_moe_layer.py, times TorchTitan's."""
-    found: dict[str, Cells] = {}
-    columns = dict.fromkeys(map(code, ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")), "")
-    for row in (row for row in read(path) if not row["way"].startswith("torchtitan")):
-        sizes = ", ".join(row[name] for name in ("tokens", "D", "H", "experts", "top_k"))
-        label = f"{sizes} ({LAYERS[row['layer']]})"
-        cells = found.setdefault(label, {"tokens per GPU, D, H, experts, top-k": label} | columns)
-        cells[code(row["way"].split()[0])] = f"{float(row['x']):.2f}"
-    return list(found.values())
-
-
 def beside_peer(*paths: Path) -> list[Cells]:
     """MoE layers of bench_moe_layer.py on one GPU: speed times SonicMoE's, and the peak of memory."""
     table: dict[tuple[Path, str], Cells] = {}
@@ -208,7 +196,7 @@ def run_label(name: str) -> str:
 
 
 KINDS: dict[str, Callable[..., list[Cells]]] = {
-    function.__name__: function for function in (end_to_end, moe_layers, beside_peer, grouped_mm, convergence)
+    function.__name__: function for function in (end_to_end, beside_peer, grouped_mm, convergence)
 }
 
 
