@@ -299,6 +299,19 @@ def test_compiled_code_takes_any_strides_and_frees_what_it_has_used(monkeypatch:
     assert len(saved) == 4 and freed == [True] * 6, "of the compiled layer, then of the eager one"
 
 
+def test_max_tokens_may_be_an_argument_of_compiled_code() -> None:
+    """Dynamo makes a symbol of a number that changes, and of every one if it is told so."""
+
+    def moe(max_tokens: int, **layer: torch.Tensor) -> torch.Tensor:
+        return mxfp8_moe(**layer, rows="bounded", max_tokens=max_tokens, scores_first=True)
+
+    for dynamic in (True, None):
+        torch.compiler.reset()
+        compiled, layer = torch.compile(moe, backend="aot_eager", fullgraph=True, dynamic=dynamic), make_layer()
+        for max_tokens in (T, 2 * T):
+            assert torch.equal(compiled(max_tokens, **layer), moe(max_tokens, **layer))
+
+
 def test_knows_its_shapes_and_flops_without_data() -> None:
     layer = {name: tensor.detach().to("meta") for name, tensor in make_layer().items()}
     for name in ("x", "scores", "w1", "w3"):

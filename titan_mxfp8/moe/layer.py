@@ -15,6 +15,7 @@ saved: of x_MD one FP8 row for each token that came, gate and up (M, H) bf16, th
 
 from collections.abc import Sequence
 from functools import cache
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -156,7 +157,7 @@ def moe(
     if compiling and ranks > 1 and rows == "counted" and not is_exporting():
         return _run_eagerly(x, scores, expert_ids, weights, group, options, config, scores_first, gathered)
     slots = expert_ids.shape[1]
-    most_rows = (max_tokens or 0) * (slots if scores_first else 1)
+    most_rows = index((max_tokens or 0) * (slots if scores_first else 1))  # a constant, of symbols too
     name = "" if group is None else group.group_name
     layer = _moe_key(config.key, limit, transport, f"{rows}", most_rows, ranks, name)
     if compiling and is_exporting():
