@@ -157,7 +157,8 @@ def moe(
     if compiling and ranks > 1 and rows == "counted" and not is_exporting():
         return _run_eagerly(x, scores, expert_ids, weights, group, options, config, scores_first, gathered)
     slots = expert_ids.shape[1]
-    most_rows = index((max_tokens or 0) * (slots if scores_first else 1))  # a constant, of symbols too
+    # The key takes constants; compiled code may have symbols here.
+    most_rows = index((max_tokens or 0) * (slots if scores_first else 1))
     name = "" if group is None else group.group_name
     layer = _moe_key(config.key, limit, transport, f"{rows}", most_rows, ranks, name)
     if compiling and is_exporting():
