@@ -158,6 +158,8 @@ def test_gradients_are_written_by_the_first_microbatch_and_added_to_by_the_other
     graph.discard()
     assert run(4, 4, 4, 4) == [False] * 4  # gradients of eager microbatches
     assert run(4, 4) == [True, True]
+    graph.discard(warm_up=False)
+    assert run(4, 4) == [True, True]
     graph.discard()
 
 

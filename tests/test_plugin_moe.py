@@ -213,11 +213,13 @@ def test_a_bound_grows_to_what_was_wanted_and_no_further_than_memory() -> None:
     layers = dispatching(0.25)
     assert layers.may_overflow() and layers.rows == "0.25"
     layers.grow(2 * balanced, math.inf)
-    assert layers.rows == "2.2" and layers.may_overflow()
-    layers.grow(7 * balanced + 1, math.inf)
-    assert layers.rows == "7.701" and layers.may_overflow()
-    layers.grow(8 * balanced, math.inf)
-    assert not layers.may_overflow(), "all that could come"
+    assert layers.rows == "4.0" and layers.may_overflow(), "twice as many"
+    layers.grow(5 * balanced + 1, math.inf)
+    assert layers.rows == "8.0" and not layers.may_overflow(), "all that could come"
+    for free, grown in ((0, "1.1"), (0.1, "1.1"), (1, "1.5"), (3, "2.0")):
+        layers = dispatching(1.0)
+        layers.grow(balanced, math.inf, free * balanced * row)
+        assert layers.rows == grown, free
     layers = dispatching("bounded")
     layers.grow(2 * balanced, 2 * balanced * row)
     assert layers.rows == "counted" and not layers.may_overflow()
@@ -226,8 +228,8 @@ def test_a_bound_grows_to_what_was_wanted_and_no_further_than_memory() -> None:
 @pytest.mark.parametrize(
     "case, rows, line",
     [
-        ({}, "bounded", ", symmetric; never run on more than 2 GPUs; rows bounded"),
-        ({"ranks": 2}, "bounded", ", symmetric; rows bounded"),
+        ({}, "bounded", ", symmetric; never run on more than 4 GPUs; rows bounded"),
+        ({"ranks": 4}, "bounded", ", symmetric; rows bounded"),
         ({"ranks": 1}, "bounded", "; rows bounded"),
         ({"transport": "collective"}, "bounded", "; rows bounded"),
         ({"transport": "collective", "ranks": 9}, "counted", "as with a bound all 9 ranks would be sent every token"),

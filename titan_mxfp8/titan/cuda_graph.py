@@ -59,10 +59,11 @@ class StepGraph:
         finally:
             self._eager = outer
 
-    def discard(self) -> None:
-        """Destroys the graphs. The next ones are captured after as many eager microbatches as the first ones. To be
-        called before the process group is destroyed, which would wait for them."""
-        self._left = WARM_UP
+    def discard(self, warm_up: bool = True) -> None:
+        """Destroys the graphs. The next ones are captured after as many eager microbatches as the first ones, or at
+        once, without ``warm_up``. To be called before the process group is destroyed, which would wait for them."""
+        if warm_up:
+            self._left = WARM_UP
         self._release()
 
     def run(self, batch: Mapping[str, Any], valid_tokens: float | Tensor) -> Tensor:

@@ -21,11 +21,11 @@ from titan_mxfp8.recipe import AUTO, BF16, Recipe
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-GPUS_TRIED = 2  # in expert parallelism, by any run that results/ has
+GPUS_TRIED = 4  # in expert parallelism, by any run that results/ has
 COUNTS = "tokens_per_expert"  # how the names of the buffers begin that a forward pass changes
 LAYERS = "mxfp8_layers"  # the attribute of a model, and of each layer, that has its ``DispatchingLayers``
 COMPILED_VERSIONS = 64  # of one function: more than a bound can grow, each time by the margin
-MARGIN = 1.1  # times the rows that were wanted: what a bound grows to
+MARGIN, MOST_MARGIN = 1.1, 2.0  # times the rows that were wanted: what a bound grows to, at least and at most
 
 
 def dispatches(transport: str, rows: str | float) -> bool:
@@ -167,10 +167,14 @@ class DispatchingLayers:
             dist.all_reduce(most, dist.ReduceOp.MAX)
         return self.share(int(most))
 
-    def grow(self, wanted: int, available: float) -> None:
-        """Makes the bound that of so many rows, and a margin; or counts them from now on, where ``available`` bytes are
-        too few for it."""
-        grown = f"{math.ceil(1000 * MARGIN * self.share(wanted)) / 1000}"
+    def grow(self, wanted: int, available: float, free: float = math.inf) -> None:
+        """Makes the bound that of so many rows, and a margin: as large a one as half of the ``free`` bytes have room
+        for, since routers go on to become more uneven when a training begins. Or counts rows from now on, where
+        ``available`` bytes are too few."""
+        now, most = self._bound(factor_of(self.rows), self.ranks), self._bound(math.inf, self.ranks)
+        room = now + free / 2 / sum(bytes_of_row(self.dim, self.hidden, self.kept))
+        rows = min(most, max(MARGIN * wanted, min(MOST_MARGIN * wanted, room)))
+        grown = f"{math.ceil(1000 * self.share(rows)) / 1000}"
         self.rows = grown if self.bytes_needed(grown, self.ranks) <= available else "counted"
 
     def bytes_needed(self, rows: str, ranks: int) -> int:

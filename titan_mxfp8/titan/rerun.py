@@ -53,8 +53,9 @@ class Rerun:
         self.trainer, self.layers, self._runs = trainer, layers, run
         self.wanted = layers.wanted(trainer.device)
         self.wanted.raises = False
+        self._group = None if mesh is None else mesh.get_group()
         # Ranks of expert parallelism know what each of them wanted. Gradients are summed over more.
-        self._group = None if mesh is None or mesh.size() == layers.ranks else mesh.get_group()
+        self._asks = mesh is not None and mesh.size() > layers.ranks
         self._counts = list(token_counts(model).values())
         self._before = [torch.empty_like(count) for count in self._counts]
         self._random = [torch] if trainer.device.type == "cpu" else [torch, torch.get_device_module(trainer.device)]
@@ -106,7 +107,7 @@ class Rerun:
     def _most(self) -> tuple[list[int], torch.Tensor]:
         """The bounds, and the rows that the fullest rank wanted of each, on the device."""
         bounds, most = self.wanted.most()
-        if bounds and self._group is not None:
+        if bounds and self._asks:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
         return bounds, most
 
@@ -130,10 +131,8 @@ class Rerun:
     def _begin_again(self, wanted: int) -> Iterator[None]:
         """Undoes what the step changed, takes a larger bound, and leaves CUDA graphs alone within."""
         trainer, layers, former = self.trainer, self.layers, self.layers.rows
-        seen, graph, memory = trainer.ntokens_seen, getattr(trainer, GRAPH, None), math.inf
-        if trainer.device.type == "cuda":
-            memory = torch.cuda.get_device_properties(trainer.device).total_memory
-        layers.grow(wanted, memory)
+        seen, graph = trainer.ntokens_seen, getattr(trainer, GRAPH, None)
+        layers.grow(wanted, *self._memory())
         logger.info(
             f"MXFP8: step {trainer.step} runs again, as a MoE layer sent {wanted} rows to the experts of one rank, "
             f"{layers.share(wanted):.2f} times those of balanced ones: dispatch_rows was {former}, and is "
@@ -142,7 +141,9 @@ class Rerun:
         self.wanted.reset()
         trainer.optimizers.zero_grad()  # first: gradients are in the graph's memory
         if graph is not None:
-            graph.discard()
+            graph.discard(warm_up=False)  # the step that runs again is one
+        if trainer.device.type == "cuda":
+            torch.cuda.empty_cache()  # rows of the former bound fit nowhere any more
         for module in trainer.model_parts[0].modules():
             if isinstance(module, ConvertedModule) and module.probe is not None:
                 module.probe.grad = None
@@ -154,6 +155,17 @@ class Rerun:
         if graph is not None and layers.rows == "counted":
             self._eager.enter_context(graph.eager())  # for good, as the host waits in each layer
         trainer.ntokens_seen = seen
+
+    def _memory(self) -> tuple[float, float]:
+        """Bytes of a GPU, and those of them that no step has needed so far: the least of all ranks."""
+        device = self.trainer.device
+        if device.type != "cuda":
+            return math.inf, math.inf
+        free, total = torch.cuda.mem_get_info(device)
+        least = torch.tensor([total, free], device=device)
+        if self._group is not None:
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=self._group)
+        return tuple(least.tolist())
 
 
 class GraphLook:
