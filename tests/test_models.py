@@ -151,6 +151,20 @@ def test_a_compiled_model_equals_the_eager_one_and_compiles_once(model: str) -> 
     assert min(largest) < 1e-5 and max(largest) < 0.1, largest
 
 
+@cpu_only
+@pytest.mark.parametrize("compiled", [(), COMPILE], ids=["eager", "compiled"])
+def test_full_activation_checkpointing_keeps_nothing_of_experts_that_get_their_own_tokens(compiled: tuple) -> None:
+    """Compiled with the block around them, they are one autograd.Function of the region that is computed again."""
+    kept = {}
+    for mode in ("none", "full"):
+        model = build("deepseek_v3", *AC_MODES[mode], *compiled, "--model.converters=quantize.grouped_mm.mx")
+        with saved_tensors() as saved:
+            model(tokens()[:, :-1])
+        hidden = model.model_args.moe_inter_dim
+        kept[mode] = [x.shape for x in saved if x.shape[-1] == hidden and x.dtype == torch.bfloat16]
+    assert len(kept["none"]) >= 2 and not kept["full"], kept  # gate and up
+
+
 class TwoLinears(nn.Module):
     """What is between them is linear: its backward needs no output of the first, so that its memory may be used."""
 

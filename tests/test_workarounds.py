@@ -183,6 +183,30 @@ def save_random_states_before_meshes():
     compiled(DTensor.from_local(torch.randn(2, 4, 8, 32), mesh, [Replicate()])).to_local().sum().backward()
 
 @symptom
+def recompute_autograd_functions():
+    library = torch.library.Library("functions", "DEF")
+    library.define("double(Tensor x) -> Tensor[]")
+    for kind in ("CompositeExplicitAutograd", "Meta"):
+        library.impl("double", lambda x: [2 * x, x.new_ones(3)], kind)
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            double, saved = torch.ops.functions.double(x)
+            ctx.save_for_backward(saved)
+            return double
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0].sum()
+
+    saved = []
+    block = lambda x: checkpoint(lambda x: Double.apply(x).sin(), x, use_reentrant=False)
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
+        torch.compile(block, backend="aot_eager_decomp_partition")(torch.ones(4, requires_grad=True))
+    return f"{len(saved)} saved"
+
+@symptom
 def infer_shapes_without_a_trace():
     class Counts(torch.nn.Linear):
         def forward(self, x):
@@ -230,7 +254,8 @@ FOUND = {
     "save_random_states_before_meshes": "got types: [" if NEW_TORCH else "None",
     "compile_for_own_edition_only": "expected size 2==1",
     "compile_for_own_rank_only": str(NEW_TORCH),
-    "infer_shapes_without_a_trace": "3.0" if NEW_TORCH else "2.0",
+    "recompute_autograd_functions": "1 saved" if torch.__version__ >= (2, 12) else "2 saved",
+    "infer_shapes_without_a_trace": "3.0",
 }
 
 
