@@ -217,7 +217,7 @@ def test_a_bound_grows_to_what_was_wanted_and_no_further_than_memory() -> None:
     layers.grow(5 * balanced + 1, math.inf)
     assert layers.rows == "8.0" and not layers.may_overflow(), "all that could come"
     for free, grown in ((0, "1.1"), (0.1, "1.1"), (1, "1.5"), (3, "2.0")):
-        layers = dispatching(1.0)
+        layers = replace(dispatching(1.0), kept=1)  # at least
         layers.grow(balanced, math.inf, free * balanced * row)
         assert layers.rows == grown, free
     layers = dispatching("bounded")

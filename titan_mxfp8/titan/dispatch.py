@@ -169,10 +169,10 @@ class DispatchingLayers:
 
     def grow(self, wanted: int, available: float, free: float = math.inf) -> None:
         """Makes the bound that of so many rows, and a margin: as large a one as half of the ``free`` bytes have room
-        for, since routers go on to become more uneven when a training begins. Or counts rows from now on, where
-        ``available`` bytes are too few."""
+        for if all layers keep their rows, since routers go on to become more uneven when a training begins. Or counts
+        rows from now on, where ``available`` bytes are too few."""
         now, most = self._bound(factor_of(self.rows), self.ranks), self._bound(math.inf, self.ranks)
-        room = now + free / 2 / sum(bytes_of_row(self.dim, self.hidden, self.kept))
+        room = now + free / 2 / sum(bytes_of_row(self.dim, self.hidden, self.count))
         rows = min(most, max(MARGIN * wanted, min(MOST_MARGIN * wanted, room)))
         grown = f"{math.ceil(1000 * self.share(rows)) / 1000}"
         self.rows = grown if self.bytes_needed(grown, self.ranks) <= available else "counted"
