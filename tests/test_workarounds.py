@@ -183,6 +183,14 @@ def save_random_states_before_meshes():
     compiled(DTensor.from_local(torch.randn(2, 4, 8, 32), mesh, [Replicate()])).to_local().sum().backward()
 
 @symptom
+def route_tokens_once():
+    saved = []
+    block = lambda x: checkpoint(lambda x: x.gather(1, torch.topk(x, 1).indices), x, use_reentrant=False)
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
+        torch.compile(block, backend="aot_eager_decomp_partition")(torch.ones(4, 4, requires_grad=True))
+    return torch.int64 in [x.dtype for x in saved]
+
+@symptom
 def recompute_autograd_functions():
     library = torch.library.Library("functions", "DEF")
     library.define("double(Tensor x) -> Tensor[]")
@@ -254,6 +262,7 @@ FOUND = {
     "save_random_states_before_meshes": "got types: [" if NEW_TORCH else "None",
     "compile_for_own_edition_only": "expected size 2==1",
     "compile_for_own_rank_only": str(NEW_TORCH),
+    "route_tokens_once": "False",
     "recompute_autograd_functions": "1 saved" if torch.__version__ >= (2, 12) else "2 saved",
     "infer_shapes_without_a_trace": "3.0",
 }

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from titan_mxfp8.workarounds.patch import TITAN02, around, workaround
 
@@ -63,13 +64,26 @@ def save_random_states_before_meshes(functionalize: Any, *args: Any, **kwargs: A
     return forward, backward
 
 
+@workaround(since="2.12")
+@around("torch._higher_order_ops.wrap._always_prefer_recompute")
+def route_tokens_once(choose: Any, context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Tokens go to other experts where a compiled block is computed again for backward.
+
+    Its backward has kernels of its own, which round differently, so that the largest of nearly equal scores may be
+    another one. TorchTitan's own dispatch then fails an assertion on the GPU (`repeat_interleave`, in 0.3.0 with full
+    activation checkpointing); ours would differentiate experts that the loss has not seen. The choices are kept."""
+    kept = op == torch.ops.aten.topk.default
+    return torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE if kept else choose(context, op, *args, **kwargs)
+
+
 @workaround(before="2.12")
 @around("torch._higher_order_ops.wrap.TagActivationCheckpoint.tag_nodes")
 def recompute_autograd_functions(tag_nodes: Any, module: Any, is_sac: bool) -> Any:
     """Full activation checkpointing in a compiled region keeps all that an autograd.Function saves.
 
     What checkpointing is to compute again is marked in the graph of the region, but not in those of the functions that
-    it calls. Of 26 MoE layers of DeepSeek-V3 16B four H100s would keep 21 GiB each."""
+    it calls. Of 26 MoE layers of DeepSeek-V3 16B four H100s would keep over 20 GiB each. The choices of experts are
+    kept here too (``route_tokens_once``)."""
     from torch._functorch.autograd_function import autograd_function_apply
 
     tag_nodes(module, is_sac)
@@ -78,6 +92,9 @@ def recompute_autograd_functions(tag_nodes: Any, module: Any, is_sac: bool) -> A
         for inner in forward.graph.nodes:
             if inner.op == "call_function":
                 inner.meta |= {key: node.meta[key] for key in ("ac_graph_id", "recompute")}
+    if not is_sac:
+        for node in module.graph.find_nodes(op="call_function", target=torch.topk):
+            node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
     return module
 
 
