@@ -1,6 +1,7 @@
 """``training.cuda_graph`` on a machine without a GPU: what is refused at parse, and what the log says."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torchtitan.config import JobConfig
 
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.plugin import checks
+from titan_mxfp8.titan.cuda_graph import why_not_captured
 
 ON, EP = "--training.cuda_graph=on", "--parallelism.expert_parallel_degree=2"
 ROWS, DISPATCH = f"--{GROUPED}.dispatch_rows", f"--{GROUPED}.dispatch"
@@ -73,6 +75,20 @@ def test_what_cannot_be_captured_is_refused_or_left_with_a_log_line(
 def test_the_rest_is_captured(flags: list[str], value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_on_a_gpu(monkeypatch, *flags, f"--training.cuda_graph={value}").training.cuda_graph == "on"
     assert os.environ["NCCL_GRAPH_REGISTER"] == "0"  # expandable segments
+
+
+@pytest.mark.parametrize(
+    "cause, words",
+    [
+        (RuntimeError("operation not permitted\nlong"), r"graph \(operation not permitted\): something in them waits"),
+        (torch.OutOfMemoryError("out of memory\nlong"), r"graph \(out of memory\): .* Take fewer tokens"),
+    ],
+)
+def test_a_capture_that_failed_says_what_to_do(cause: RuntimeError, words: str) -> None:
+    ended = RuntimeError("the end of the capture failed too")
+    ended.__context__ = cause
+    for error in (cause, ended):
+        assert re.search(words, why_not_captured(error)) and "training.cuda_graph = 'off'" in why_not_captured(error)
 
 
 def test_without_a_gpu_it_is_refused() -> None:

@@ -122,12 +122,7 @@ class StepGraph:
             with torch.cuda.graph(graph, **how):
                 loss = self._step(self._batch, self._valid_tokens).detach()
         except RuntimeError as error:
-            first = f"{error.__context__ or error}".partition("\n")[0]  # the end of a capture that failed fails too
-            raise RuntimeError(
-                f"forward and backward cannot be captured as a CUDA graph ({first}): something in them waits for the "
-                "GPU, or allocates what a graph cannot keep. Switch CUDA graphs off: training.cuda_graph = 'off', with "
-                "TorchTitan 0.3 training.disable_cuda_graphs = True"
-            ) from error
+            raise RuntimeError(why_not_captured(error)) from error
         self._graphs[adds] = graph, loss
         if not adds:
             self._grads = [(param, param.grad) for param in self._params if param.grad is not None]
@@ -146,6 +141,19 @@ class StepGraph:
         self._graphs.clear()
         self._grads, self._bytes = [], 0
         torch.cuda.empty_cache()  # eager steps do not use what belonged to a graph
+
+
+def why_not_captured(error: RuntimeError) -> str:
+    """In words, of what a capture raised, and what to set."""
+    cause = error.__context__ or error  # the end of a capture that failed fails too
+    first, _, _ = f"{cause}".partition("\n")
+    reason = "something in them waits for the GPU, or allocates what a graph cannot keep. Switch"
+    if isinstance(cause, torch.OutOfMemoryError):
+        reason = "a graph keeps the memory of a microbatch for itself. Take fewer tokens (local_batch_size), or switch"
+    return (
+        f"forward and backward cannot be captured as a CUDA graph ({first}): {reason} CUDA graphs off: "
+        "training.cuda_graph = 'off', with TorchTitan 0.3 training.disable_cuda_graphs = True"
+    )
 
 
 def must_run_eagerly(model: nn.Module) -> bool:
