@@ -168,9 +168,9 @@ class DispatchingLayers:
         return self.share(int(most))
 
     def grow(self, wanted: int, available: float, free: float = math.inf) -> None:
-        """Makes the bound that of so many rows, and a margin: as large a one as half of the ``free`` bytes have room
-        for if all layers keep their rows, since routers go on to become more uneven when a training begins. Or counts
-        rows from now on, where ``available`` bytes are too few."""
+        """Makes the bound twice the rows that were wanted, as routers go on to become more uneven while a training is
+        young. Less, where that would take more than half of the ``free`` bytes if all layers kept their rows, but so
+        many rows and a margin at least. Or counts rows from now on, where ``available`` bytes are too few."""
         now, most = self._bound(factor_of(self.rows), self.ranks), self._bound(math.inf, self.ranks)
         room = now + free / 2 / sum(bytes_of_row(self.dim, self.hidden, self.count))
         rows = min(most, max(MARGIN * wanted, min(MOST_MARGIN * wanted, room)))

@@ -54,7 +54,8 @@ class Rerun:
         self.wanted = layers.wanted(trainer.device)
         self.wanted.raises = False
         self._group = None if mesh is None else mesh.get_group()
-        # Ranks of expert parallelism know what each of them wanted. Gradients are summed over more.
+        # Ranks of expert parallelism know what each of them wanted. Gradients are summed over these and more: there is
+        # no TP where layers dispatch their own tokens.
         self._asks = mesh is not None and mesh.size() > layers.ranks
         self._counts = list(token_counts(model).values())
         self._before = [torch.empty_like(count) for count in self._counts]

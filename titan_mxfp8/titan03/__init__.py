@@ -37,7 +37,7 @@ def linears(model_config: BaseModel.Config, **fields: object) -> BaseModel.Confi
 
 telemetry.log_what_was_recorded()
 convert.know_the_config()
-convert.save_gemm_outputs()
+convert.save_outputs()
 cuda_graph.leave_expert_parallelism_to_us()
 cuda_graph.capture_where_nothing_waits()
 cuda_graph.destroy_graphs()

@@ -174,6 +174,6 @@ def know_the_config(init: Any, trainer: Trainer, config: Trainer.Config) -> None
 
 
 @around("torchtitan.distributed.activation_checkpoint.SelectiveAC.get_save_ops")
-def save_gemm_outputs(get_save_ops: Any, checkpointing: Any) -> set:
+def save_outputs(get_save_ops: Any, checkpointing: Any) -> set:
     """Has selective activation checkpointing save the outputs of ``SAVED``."""
     return get_save_ops(checkpointing) | SAVED

@@ -82,19 +82,20 @@ def recompute_autograd_functions(tag_nodes: Any, module: Any, is_sac: bool) -> A
     """Full activation checkpointing in a compiled region keeps all that an autograd.Function saves.
 
     What checkpointing is to compute again is marked in the graph of the region, but not in those of the functions that
-    it calls. Of 26 MoE layers of DeepSeek-V3 16B four H100s would keep over 20 GiB each. The choices of experts are
-    kept here too (``route_tokens_once``)."""
+    it calls: H100s ran out of memory (`results/2026-11-28_4xh100_full_checkpointing`). The choices of experts are kept
+    here too, as in ``route_tokens_once``."""
     from torch._functorch.autograd_function import autograd_function_apply
 
     tag_nodes(module, is_sac)
     for node in module.graph.find_nodes(op="call_function", target=autograd_function_apply):
         forward = getattr(module, node.args[0].target)
         for inner in forward.graph.nodes:
-            if inner.op == "call_function":
+            if inner.op.startswith("call_"):
                 inner.meta |= {key: node.meta[key] for key in ("ac_graph_id", "recompute")}
     if not is_sac:
-        for node in module.graph.find_nodes(op="call_function", target=torch.topk):
-            node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+        for op, target in (("call_function", torch.topk), ("call_method", "topk")):
+            for node in module.graph.find_nodes(op=op, target=target):
+                node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
     return module
 
 
