@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import MODELS, build, run_step
 from test_late_compilation import compilations, forget_compiled, kernels
-from test_models import AC_MODES, GEMM_BY_GEMM, tokens
+from test_models import AC_MODES, GEMM_BY_GEMM, check_full_checkpointing, tokens
 from torch._dynamo.utils import counters
 
 import titan_mxfp8.plugin  # noqa: F401 - what a run's config loads
@@ -50,6 +50,11 @@ def test_mxfp8_tracks_bf16_with_and_without_compile(model: str) -> None:
     for kind in losses.keys() - {"bf16"}:
         assert losses[kind][-1] < losses[kind][0] - 0.1
         assert max(abs(a - b) for a, b in zip(losses[kind], losses["bf16"], strict=True)) < 0.05
+
+
+@pytest.mark.parametrize("compiled", COMPILED, ids=COMPILED_IDS)
+def test_full_checkpointing_keeps_nothing_of_experts(compiled: tuple[str, ...]) -> None:
+    check_full_checkpointing("cuda", *compiled)
 
 
 @pytest.mark.parametrize("compile_flags", COMPILED, ids=COMPILED_IDS)

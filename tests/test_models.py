@@ -151,21 +151,26 @@ def test_a_compiled_model_equals_the_eager_one_and_compiles_once(model: str) -> 
     assert min(largest) < 1e-5 and max(largest) < 0.1, largest
 
 
-@cpu_only
-@pytest.mark.parametrize("compiled", [(), COMPILE], ids=["eager", "compiled"])
-def test_full_activation_checkpointing_keeps_nothing_of_experts_that_get_their_own_tokens(compiled: tuple) -> None:
-    """Compiled with the block around them, they are one autograd.Function of the region that is computed again. That
-    has other kernels, which might choose other experts: the choices are kept."""
+def check_full_checkpointing(device: str, *compiled: str) -> None:
+    """Nothing of experts that get their own tokens is kept for backward but, of compiled blocks, the experts that were
+    chosen: what computes a block again has other kernels, which might choose others."""
     kept = {}
     for mode in ("none", "full"):
-        model = build("deepseek_v3", *AC_MODES[mode], *compiled, "--model.converters=quantize.grouped_mm.mx")
+        flags = *AC_MODES[mode], *compiled, "--model.converters=quantize.grouped_mm.mx"
+        model = build("deepseek_v3", *flags, device=device)
         with saved_tensors() as saved:
-            model(tokens()[:, :-1])
+            model(tokens()[:, :-1].to(device))
         hidden = model.model_args.moe_inter_dim
         kept[mode] = [x.shape for x in saved if x.shape[-1] == hidden and x.dtype == torch.bfloat16]
     assert len(kept["none"]) >= 2 and not kept["full"], kept  # gate and up
     choices = [x.shape for x in saved if x.dtype == torch.int64 and x.shape[-1] == model.layers["1"].moe.router.top_k]
     assert len(choices) == bool(compiled)
+
+
+@cpu_only
+@pytest.mark.parametrize("compiled", [(), COMPILE], ids=["eager", "compiled"])
+def test_full_checkpointing_keeps_nothing_of_experts(compiled: tuple[str, ...]) -> None:
+    check_full_checkpointing("cpu", *compiled)
 
 
 class TwoLinears(nn.Module):
