@@ -60,8 +60,9 @@ class StepGraph:
             self._eager = outer
 
     def discard(self, warm_up: bool = True) -> None:
-        """Destroys the graphs. The next ones are captured after as many eager microbatches as the first ones, or at
-        once, without ``warm_up``. To be called before the process group is destroyed, which would wait for them."""
+        """Destroys the graphs. The next ones are captured after as many eager microbatches as the first ones, or,
+        without ``warm_up``, in the next microbatch. To be called before the process group is destroyed, which would
+        wait for the graphs."""
         if warm_up:
             self._left = WARM_UP
         self._release()

@@ -25,7 +25,7 @@ GPUS_TRIED = 4  # in expert parallelism, by any run that results/ has
 COUNTS = "tokens_per_expert"  # how the names of the buffers begin that a forward pass changes
 LAYERS = "mxfp8_layers"  # the attribute of a model, and of each layer, that has its ``DispatchingLayers``
 COMPILED_VERSIONS = 64  # of one function: more than a bound can grow, each time by the margin
-MARGIN, MOST_MARGIN = 1.1, 2.0  # times the rows that were wanted: what a bound grows to, at least and at most
+MARGIN, MOST_MARGIN = 1.1, 2.0  # times the rows that were wanted: to what a bound grows at least, and at most
 
 
 def dispatches(transport: str, rows: str | float) -> bool:
@@ -169,8 +169,8 @@ class DispatchingLayers:
 
     def grow(self, wanted: int, available: float, free: float = math.inf) -> None:
         """Makes the bound twice the rows that were wanted, as routers go on to become more uneven while a training is
-        young. Less, where that would take more than half of the ``free`` bytes if all layers kept their rows, but so
-        many rows and a margin at least. Or counts rows from now on, where ``available`` bytes are too few."""
+        young. Fewer, where that would take more than half of the ``free`` bytes if all layers kept their rows, but 1.1
+        times those that were wanted at least. Or counts rows from now on, where ``available`` bytes are too few."""
         now, most = self._bound(factor_of(self.rows), self.ranks), self._bound(math.inf, self.ranks)
         room = now + free / 2 / sum(bytes_of_row(self.dim, self.hidden, self.count))
         rows = min(most, max(MARGIN * wanted, min(MOST_MARGIN * wanted, room)))

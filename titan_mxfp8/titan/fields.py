@@ -12,7 +12,7 @@ Once = Literal["off", "on", "auto"]  # of quantize_weights_once
 # Whose outputs op-level activation checkpointing saves. Quantised operands are made again from the block's inputs,
 # which costs one pass over memory each, where saving them would keep every weight a second time. Experts, and a layer
 # that dispatches its own tokens, are one operator in forward: what its backward needs is saved, and nothing sent twice.
-# Which experts a token has may not change (``workarounds.pytorch.route_tokens_once``).
+# topk chooses a token's experts, and computed again it might choose others (``workarounds.pytorch.route_tokens_once``).
 OPERATORS = torch.ops.titan_mxfp8
 SAVED = {OPERATORS.gemm_m_grouped.default, OPERATORS.experts_forward.default, torch.ops.aten.topk.default}
 

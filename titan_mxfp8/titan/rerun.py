@@ -142,9 +142,9 @@ class Rerun:
         self.wanted.reset()
         trainer.optimizers.zero_grad()  # first: gradients are in the graph's memory
         if graph is not None:
-            graph.discard(warm_up=False)  # the step that runs again is one
+            graph.discard(warm_up=False)  # the step that runs again warms up
         if trainer.device.type == "cuda":
-            torch.cuda.empty_cache()  # rows of the former bound fit nowhere any more
+            torch.cuda.empty_cache()  # larger rows do not fit into what those of the former bound leave free
         for module in trainer.model_parts[0].modules():
             if isinstance(module, ConvertedModule) and module.probe is not None:
                 module.probe.grad = None

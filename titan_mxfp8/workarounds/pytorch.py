@@ -69,9 +69,10 @@ def save_random_states_before_meshes(functionalize: Any, *args: Any, **kwargs: A
 def route_tokens_once(choose: Any, context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     """Tokens go to other experts where a compiled block is computed again for backward.
 
-    Its backward has kernels of its own, which round differently, so that the largest of nearly equal scores may be
-    another one. TorchTitan's own dispatch then fails an assertion on the GPU (`repeat_interleave`, in 0.3.0 with full
-    activation checkpointing); ours would differentiate experts that the loss has not seen. The choices are kept."""
+    Its backward has kernels of its own. They may round differently, and the largest of nearly equal scores is another
+    one then. Probably so, TorchTitan 0.3.0's own dispatch found other counts in backward than in forward, and failed on
+    a GPU (`results/2026-11-27_2xh200_minimal_async_ep`); ours would differentiate experts that the loss has not seen.
+    With this the choices are kept."""
     kept = op == torch.ops.aten.topk.default
     return torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE if kept else choose(context, op, *args, **kwargs)
 
@@ -82,8 +83,8 @@ def recompute_autograd_functions(tag_nodes: Any, module: Any, is_sac: bool) -> A
     """Full activation checkpointing in a compiled region keeps all that an autograd.Function saves.
 
     What checkpointing is to compute again is marked in the graph of the region, but not in those of the functions that
-    it calls: H100s ran out of memory (`results/2026-11-28_4xh100_full_checkpointing`). The choices of experts are kept
-    here too, as in ``route_tokens_once``."""
+    it calls: H100s ran out of memory (`results/2026-11-28_4xh100_full_checkpointing`). With this they are. The choices
+    of experts are kept here too, as in ``route_tokens_once``."""
     from torch._functorch.autograd_function import autograd_function_apply
 
     tag_nodes(module, is_sac)
