@@ -1,7 +1,8 @@
-"""``training.cuda_graph`` on a machine without a GPU: what is refused at parse, and what the log says."""
+"""``training.cuda_graph`` on a machine without a GPU: what is refused or lacks memory, and what the log says."""
 
 import os
 import re
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torchtitan.config import JobConfig
 
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
 from titan_mxfp8.plugin import checks
-from titan_mxfp8.titan.cuda_graph import why_not_captured
+from titan_mxfp8.titan import cuda_graph
+from titan_mxfp8.titan.cuda_graph import GIB, WARM_UP, StepGraph, why_not_captured
 
 ON, EP = "--training.cuda_graph=on", "--parallelism.expert_parallel_degree=2"
 ROWS, DISPATCH = f"--{GROUPED}.dispatch_rows", f"--{GROUPED}.dispatch"
@@ -26,8 +28,9 @@ def parse_on_a_gpu(monkeypatch: pytest.MonkeyPatch, *flags: str) -> JobConfig:
     return parse("--model.name=deepseek_v3", "--model.flavor=debugmodel", *flags)
 
 
-def test_off_is_the_default_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse_on_a_gpu(monkeypatch, CONVERT).training.cuda_graph == "off"
+def test_auto_is_the_default_and_off_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_on_a_gpu(monkeypatch, CONVERT).training.cuda_graph == "auto"
+    assert parse_on_a_gpu(monkeypatch, CONVERT, "--training.cuda_graph=off").training.cuda_graph == "off"
     assert "NCCL_GRAPH_REGISTER" not in os.environ
 
 
@@ -56,8 +59,24 @@ def test_what_cannot_be_captured_is_refused_or_left_with_a_log_line(
     with pytest.raises(ValueError, match=f"'on' does not work with .*{words}.*, or set cuda_graph = 'off'"):
         parse_on_a_gpu(monkeypatch, *flags, ON)
     assert parse_on_a_gpu(monkeypatch, *flags, "--training.cuda_graph=auto").training.cuda_graph == "off"
-    assert "training.cuda_graph = 'auto' is off here: it does not work with" in caplog.text and words in caplog.text
-    assert "NCCL_GRAPH_REGISTER" not in os.environ
+    assert "no CUDA graphs (training.cuda_graph = 'auto'): they do not work with" in caplog.text
+    assert words in caplog.text and "NCCL_GRAPH_REGISTER" not in os.environ
+
+
+@pytest.mark.parametrize(
+    "flag, words",
+    [
+        ("--model.converters=quantize.linear.float8", "model converter 'quantize.linear.float8'"),
+        ("--experimental.custom_import=this", "custom_import 'this'"),
+        ("--model.name=llama3_ft", "model 'llama3_ft'"),
+    ],
+)
+def test_auto_leaves_what_was_never_tried(
+    flag: str, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert parse_on_a_gpu(monkeypatch, flag).training.cuda_graph == "off"
+    assert f"{words}, as far as is known: set cuda_graph = 'on' to try" in caplog.text
+    assert parse_on_a_gpu(monkeypatch, flag, ON).training.cuda_graph == "on"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +92,7 @@ def test_what_cannot_be_captured_is_refused_or_left_with_a_log_line(
 )
 @pytest.mark.parametrize("value", ["on", "auto"])
 def test_the_rest_is_captured(flags: list[str], value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse_on_a_gpu(monkeypatch, *flags, f"--training.cuda_graph={value}").training.cuda_graph == "on"
+    assert parse_on_a_gpu(monkeypatch, *flags, f"--training.cuda_graph={value}").training.cuda_graph == value
     assert os.environ["NCCL_GRAPH_REGISTER"] == "0"  # expandable segments
 
 
@@ -91,6 +110,52 @@ def test_a_capture_that_failed_says_what_to_do(cause: RuntimeError, words: str) 
         assert re.search(words, why_not_captured(error)) and "training.cuda_graph = 'off'" in why_not_captured(error)
 
 
-def test_without_a_gpu_it_is_refused() -> None:
+def test_without_a_gpu_it_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="training on cpu: it needs NVIDIA GPUs"):
         parse(ON)
+    assert parse().training.cuda_graph == "off" and "CUDA graph" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "free, of_others, required, captured",
+    [(48, 0, False, True), (46, 0, False, False), (48, 2, False, False), (1, 0, True, True)],
+)
+def test_a_graph_that_would_not_fit_on_all_ranks_is_not_captured(
+    free: int,
+    of_others: int,
+    required: bool,
+    captured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It takes 1.05 times 40 GiB here, and 5 are left free; ``of_others``: how many less another rank has."""
+    gpu, calls = MagicMock(), []  # of 100 GiB
+    gpu.is_current_stream_capturing.return_value = False
+    gpu.memory_allocated.return_value, gpu.max_memory_allocated.return_value = 10 * GIB, 50 * GIB
+    gpu.mem_get_info.return_value = free * GIB, 100 * GIB
+    monkeypatch.setattr(cuda_graph.torch, "cuda", gpu)
+    monkeypatch.setattr(cuda_graph.dist, "all_reduce", lambda least, *_, **__: least.sub_(of_others * GIB))
+
+    class Graph(StepGraph):
+        def _capture(self, adds: bool) -> None:
+            calls.append("captured")
+            self._graphs[adds], self._bytes = (MagicMock(), torch.zeros(())), 40 * GIB
+
+    model = torch.nn.Linear(1, 1)
+
+    def step(batch: dict[str, torch.Tensor], _: torch.Tensor) -> torch.Tensor:
+        calls.append("eager")
+        return model(batch["x"]).sum()
+
+    graph = Graph(step, model, torch.device("cpu"), group=object(), required=required)
+    for _ in range(WARM_UP + 2):
+        graph.run({"x": torch.ones(1)}, 1.0)
+    assert calls == ["eager"] * WARM_UP + (["captured"] if captured else ["eager"] * 2)
+    assert caplog.text.count("no CUDA graphs: one would need 47.0 GiB") == (not captured)
+    if captured:
+        gpu.mem_get_info.return_value = 41 * GIB, 100 * GIB
+        model(torch.ones(1))  # a validation's
+        assert graph._graphs, "there is room for both"
+        gpu.mem_get_info.return_value = 39 * GIB, 100 * GIB
+        model(torch.ones(1))
+        assert not graph._graphs

@@ -14,7 +14,7 @@ from titan_mxfp8.titan.cuda_graph import WARM_UP, StepGraph
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 EXPERTS = "quantize.grouped_mm.mx"
-GRAPH, CAPTURED = "--training.cuda_graph=on", "are one CUDA graph from now on"
+GRAPH, EAGER, CAPTURED = "--training.cuda_graph=on", "--training.cuda_graph=off", "are one CUDA graph from now on"
 STEPS = 12
 COMMON = [f"--training.steps={STEPS}", f"--lr_scheduler.total_steps={STEPS}", "--training.seq_len=256"]
 COMMON += [f"--{EXPERTS}.dispatch_rows=worst_case", f"--validation.dataset_path={ROOT}/train_configs/assets/kjv"]
@@ -71,7 +71,7 @@ def compare(out: Path, what: str, steps: int, *, validates: bool = False, measur
         assert seen["eager"][tag].keys() == seen["graph"][tag].keys(), tag
 
 
-KINDS = {"eager": [], "graph": [GRAPH]}
+KINDS = {"eager": [EAGER], "graph": [GRAPH]}
 
 
 @pytest.mark.parametrize("accumulates", [False, True], ids=["one", "three"])
@@ -98,7 +98,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, layout: str, asynchro
     if layout != "1 process" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     saving = ["--checkpoint.enable", "--checkpoint.interval=3", f"--checkpoint.async_mode={asynchronous}", GRAPH]
-    eager = start(tmp_path / "eager", "deepseek_v3", *COMMON, layout=layout)
+    eager = start(tmp_path / "eager", "deepseek_v3", *COMMON, EAGER, layout=layout)
     train(tmp_path / "graph", "deepseek_v3", *COMMON, *saving, "--training.steps=6", layout=layout)
     whole = finish(eager, tmp_path / "eager")
     resumed = train(tmp_path / "graph", "deepseek_v3", *COMMON, *saving, layout=layout)
@@ -160,6 +160,45 @@ def test_gradients_are_written_by_the_first_microbatch_and_added_to_by_the_other
     assert run(4, 4) == [True, True]
     graph.discard(warm_up=False)
     assert run(4, 4) == [True, True]
+    graph.discard()
+
+
+@pytest.mark.alone  # in the card's memory nobody else allocates
+@pytest.mark.parametrize("room", [0.9, 1.3])
+def test_a_graph_is_captured_where_its_memory_is_free(room: float, caplog: pytest.LogCaptureFixture) -> None:
+    """A microbatch of 8 GiB, with so many times what its graph would take free; then eager ones that need memory."""
+    device, size = torch.device("cuda"), 2 * 2**30
+    model = torch.nn.Linear(1, 1, device=device)
+
+    def step(batch: dict[str, torch.Tensor], valid_tokens: torch.Tensor) -> torch.Tensor:
+        kept = [torch.full((size // 4,), float(i), device=device) for i in range(4)]
+        loss = model(batch["x"]).sum() * sum(each[0] for each in kept)
+        loss.backward()
+        return loss
+
+    graph = StepGraph(step, model, device)
+    batch = {"x": torch.ones(4, 1, device=device)}
+    for _ in range(WARM_UP):
+        model.zero_grad()
+        expected = graph.run(batch, 1.0)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    wanted = room * (cuda_graph.FRAGMENTS * 4 * size + cuda_graph.LEFT_FREE * total)
+    filled = torch.empty(int(free - wanted), dtype=torch.uint8, device=device)
+    model.zero_grad()
+    with caplog.at_level("INFO"):
+        assert torch.equal(graph.run(batch, 1.0), expected)
+    print(caplog.text)
+    assert (CAPTURED in caplog.text) == (room > 1) and ("no CUDA graphs: one would need" in caplog.text) == (room < 1)
+    if room > 1:
+        free, _ = torch.cuda.mem_get_info()
+        assert abs(wanted - free - 4 * size) < 0.05 * 4 * size, "of the graph"
+        model(batch["x"])
+        assert torch.cuda.mem_get_info()[0] > 0.95 * wanted, "the graph has gone"
+        model.zero_grad()
+        assert torch.equal(graph.run(batch, 1.0), expected)
+        assert caplog.text.count(CAPTURED) == 2
+    del filled
     graph.discard()
 
 

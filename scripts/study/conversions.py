@@ -49,7 +49,7 @@ class Conversion:
         if GROUPED_MM in self.converters:
             dispatch = ("dispatch=auto",) if "dispatch" in self.options else ("dispatch=off", "dispatch_rows=counted")
             flags += [f"--{GROUPED_MM}.{field}" for field in dispatch]
-        return [*flags, *["--training.cuda_graph=on"] * ("graph" in self.options)]
+        return [*flags, f"--training.cuda_graph={'on' if 'graph' in self.options else 'off'}"]
 
 
 def conversion_of(name: str) -> Conversion:

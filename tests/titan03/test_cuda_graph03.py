@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -54,6 +55,7 @@ class FakeTrainer:
 
     def __init__(self, config: Trainer.Config) -> None:
         self.config, self.model_parts, self.ran = config, [build(config)], []
+        self.parallel_dims = Mock(get_optional_mesh=lambda name: None)
 
     def body(self, *batch: object) -> str:
         self.ran.append(batch)
@@ -63,8 +65,9 @@ class FakeTrainer:
 class FakeGraph:
     """Runs what it would capture."""
 
-    def __init__(self, step: Callable, model: object, device: object) -> None:
+    def __init__(self, step: Callable, model: object, device: object, group: object) -> None:
         self.step = step
+        assert group is None, "one rank"
 
     def run(self, batch: dict, valid_tokens: object) -> str:
         self.batch = batch

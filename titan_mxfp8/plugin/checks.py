@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 # These of TorchTitan's models wrap in FSDP wherever there is EP, and fail without ranks for it. Qwen3 does not.
 FSDP_WITH_EP = ("llama4", "deepseek_v3", "gpt_oss")
+MODELS = ("deepseek_v3", "gpt_oss", "llama3", "llama4", "qwen3")  # of TorchTitan, which were tried
 NUMBER_AS_STRING = ("activation_checkpoint.selective_ac_option",)  # in a TOML
 
 
@@ -123,20 +124,29 @@ def check_converters(job_config: JobConfig) -> None:
 
 
 def check_cuda_graph(job_config: JobConfig) -> None:
-    """Decides ``auto``, with a log line that says why if steps are not to be captured, and tells NCCL to register no
-    memory for graphs, which torch's expandable segments are not made for. Raises ValueError: ``on`` where a step cannot
-    be captured."""
+    """Switches ``auto`` off where steps cannot be captured, with a log line that says why, and tells NCCL to register
+    no memory for graphs, which torch's expandable segments are not made for. Raises ValueError: ``on`` where a step
+    cannot be captured."""
     training = job_config.training
     if training.cuda_graph == "off":
         return
-    if reason := graph_obstacle(job_config):
-        if training.cuda_graph == "on":
-            raise ValueError(f"training.cuda_graph = 'on' does not work with {reason}, or set cuda_graph = 'off'")
-        logger.info(f"MXFP8: training.cuda_graph = 'auto' is off here: it does not work with {reason}")
+    reason = graph_obstacle(job_config)
+    if training.cuda_graph == "auto" and (reason := reason or _untried(job_config)):
+        if training_device().type == "cuda":
+            logger.info(f"MXFP8: no CUDA graphs (training.cuda_graph = 'auto'): they do not work with {reason}")
         training.cuda_graph = "off"
-        return
-    training.cuda_graph = "on"
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    elif reason:
+        raise ValueError(f"training.cuda_graph = 'on' does not work with {reason}, or set cuda_graph = 'off'")
+    else:
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+
+
+def _untried(job_config: JobConfig) -> str:
+    """What in a config might wait for the GPU, which no graph can hold, in words; nothing where all was tried."""
+    name, module = job_config.model.name, job_config.experimental.custom_import
+    found = [f"model converter {other!r}" for other in job_config.model.converters if other not in (GROUPED_MM, LINEAR)]
+    found += [f"model {name!r}"] * (name not in MODELS) + [f"custom_import {module!r}"] * bool(module)
+    return f"{found[0]}, as far as is known: set cuda_graph = 'on' to try" if found else ""
 
 
 def graph_obstacle(job_config: JobConfig) -> str:

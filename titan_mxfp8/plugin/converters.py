@@ -12,7 +12,7 @@ from torchtitan.protocols import model_converter
 
 from titan_mxfp8 import modules, workarounds
 from titan_mxfp8.plugin import moe
-from titan_mxfp8.plugin.checks import check_converters
+from titan_mxfp8.plugin.checks import MODELS, check_converters
 from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedExperts
 from titan_mxfp8.plugin.job_config import converter_configs
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
@@ -79,5 +79,5 @@ def register() -> None:
     each has a set of such operators, and all others run again in backward."""
     model_converter._registry_model_converter_cls |= {GROUPED_MM: GroupedMMConverter, LINEAR: LinearConverter}
     modules.EXPERT_CLASSES |= {GroupedExperts: MXFP8GroupedExperts, GptOssGroupedExperts: MXFP8GptOssGroupedExperts}
-    for model in ("deepseek_v3", "gpt_oss", "llama3", "llama4", "qwen3"):
+    for model in MODELS:
         resolve_name(f"torchtitan.models.{model}.infra.parallelize")._op_sac_save_list.update(SAVED)

@@ -137,10 +137,10 @@ class Quantize:
 @documented
 @dataclass
 class Training:
-    cuda_graph: Literal["off", "on", "auto"] = option("off")("""
+    cuda_graph: Literal["off", "on", "auto"] = option("auto")("""
     Whether forward, loss and backward of a microbatch are one CUDA graph, which the host launches at once: off; on,
-    which is an error where that cannot be; auto, on where it can be, else off with a log line that says why. It needs
-    NVIDIA GPUs, and with expert parallelism a dispatch with dispatch_rows other than counted.
+    which is an error where that cannot be; auto, where it can be, was tried, and leaves memory free, else the log says
+    why not. It needs NVIDIA GPUs, and with expert parallelism a dispatch with dispatch_rows other than counted.
     """)
 
 

@@ -9,7 +9,7 @@ from torchtitan.components.checkpoint import CheckpointManager
 
 from titan_mxfp8.plugin.experts import RoutedExperts
 from titan_mxfp8.plugin.job_config import has_our_fields
-from titan_mxfp8.titan.cuda_graph import GRAPH, StepGraph, waits_for_rows
+from titan_mxfp8.titan.cuda_graph import GRAPH, StepGraph, group_of, waits_for_rows
 from titan_mxfp8.titan.once import quantize_once
 from titan_mxfp8.titan.rerun import watch_steps
 from titan_mxfp8.workarounds.patch import around
@@ -26,14 +26,14 @@ def change_steps(init: Any, manager: CheckpointManager, *args: Any, **kwargs: An
     if "train_state" not in kwargs.get("states", {}):
         return
     trainer = kwargs["states"]["train_state"]
-    if has_our_fields(getattr(trainer, "job_config", None)) and trainer.job_config.training.cuda_graph == "on":
-        _capture(trainer)
+    if has_our_fields(getattr(trainer, "job_config", None)) and trainer.job_config.training.cuda_graph != "off":
+        _capture(trainer, required=trainer.job_config.training.cuda_graph == "on")
     watch_steps(trainer)
     modules = [module for part in trainer.model_parts for module in part.modules()]
     quantize_once(trainer, {each: partial(each.weights, False) for each in modules if isinstance(each, RoutedExperts)})
 
 
-def _capture(trainer: Any) -> None:
+def _capture(trainer: Any, required: bool) -> None:
     eager, (model,) = trainer.forward_backward_step, trainer.model_parts
 
     def step(batch: dict[str, Any], valid_tokens: Tensor) -> Tensor:
@@ -41,8 +41,8 @@ def _capture(trainer: Any) -> None:
         return eager(labels=inputs.pop("labels"), input_dict=inputs, global_valid_tokens=valid_tokens)
 
     if waits_for_rows(model):
-        logger.warning("MXFP8: no CUDA graphs, as rows are counted (dispatch_rows): the host waits for them")
-    graph = StepGraph(step, model, trainer.device)
+        logger.info("MXFP8: no CUDA graphs, as rows are counted (dispatch_rows): the host waits for them")
+    graph = StepGraph(step, model, trainer.device, group_of(trainer), required)
 
     def forward_backward_step(
         *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: float | Tensor

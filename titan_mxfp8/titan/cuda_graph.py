@@ -6,15 +6,20 @@ are two graphs, the second only where gradients are accumulated, over one pool o
 What the host does in an eager step and not in a replay, and is done here: inputs are copied to where the graph reads
 them, gradients are given back to the parameters (``zero_grad`` takes them away), and what FSDP left unsharded after a
 validation is freed, which would be used again with the weights of that time.
+
+Nobody else can use a graph's memory. It takes what an eager microbatch takes at its peak, which is measured: where that
+is not free, steps stay eager. Where a validation or an eager microbatch needs memory, the graphs go, and are captured
+again in the next microbatch that may.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -25,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 GRAPH = "mxfp8_graph"  # the attribute of a trainer that captures its steps: a ``StepGraph``
 WARM_UP = 3  # eager microbatches before the capture: what is made once is made in them
+FRAGMENTS = 1.05  # a graph's memory, times the peak of an eager microbatch: what it has in pieces that are too small
+LEFT_FREE = 0.05  # of a GPU's memory, beside a graph: for the optimizer, and libraries that allocate for themselves
 
 
 class StepGraph:
@@ -32,13 +39,20 @@ class StepGraph:
     captures: autograd and the symmetric transport remember it.
 
     ``step`` is forward, loss and backward of a microbatch of ``model``: of its tensors by name, and the number of valid
-    tokens of all microbatches, fp32 (). It returns the loss, and may not wait for the GPU.
+    tokens of all microbatches, fp32 (). It returns the loss, and may not wait for the GPU. ``group``: of the ranks that
+    train the model, None for this one alone. They capture together, or none does. ``required``: where a graph's memory
+    is not free, it is captured nevertheless, which may be an error.
     """
 
     def __init__(
-        self, step: Callable[[dict[str, Any], Tensor], Tensor], model: nn.Module, device: torch.device
+        self,
+        step: Callable[[dict[str, Any], Tensor], Tensor],
+        model: nn.Module,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        required: bool = False,
     ) -> None:
-        self._step, self._model = step, model
+        self._step, self._model, self._group, self._required = step, model, group, required
         self._params = list(model.parameters())
         self._sharded = fsdp_modules(model)
         self._stream = torch.cuda.Stream(device)
@@ -47,8 +61,9 @@ class StepGraph:
         # With its loss, by whether gradients are added.
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._grads: list[tuple[nn.Parameter, Tensor]] = []
-        self._bytes = 0
+        self._bytes = self._eager_bytes = 0  # of the graphs; of the last eager microbatch at its peak, or more
         self._left, self._eager = WARM_UP, False
+        model.register_forward_pre_hook(lambda *_: self._make_room())
 
     @contextmanager
     def eager(self) -> Iterator[None]:
@@ -89,6 +104,9 @@ class StepGraph:
         if self._left or (adds and not own):
             self._left = max(0, self._left - 1)
             return self._run_eagerly(self._batch)
+        if not self._graphs and not self._required and not self._fits():
+            self._eager = True
+            return self._run_eagerly(self._batch)
         for module in self._sharded:
             module.reshard()
         if adds not in self._graphs:
@@ -100,20 +118,40 @@ class StepGraph:
         return loss.clone()
 
     def _run_eagerly(self, batch: dict[str, Any]) -> Tensor:
-        """Activations come beside the graphs' memory: where there is no room for both, the graphs go, and are captured
-        again in the next microbatch that may."""
-        if self._graphs and torch.cuda.mem_get_info()[0] < self._bytes:
-            self._release()
-        current = torch.cuda.current_stream()
+        current, before = torch.cuda.current_stream(), torch.cuda.memory_allocated()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             loss = self._step(batch, self._valid_tokens).detach()
         current.wait_stream(self._stream)
+        self._eager_bytes = torch.cuda.max_memory_allocated() - before
         return loss
+
+    def _make_room(self) -> None:
+        """Before each forward pass of the model: where one that is not captured might need memory that the graphs have,
+        these go."""
+        if not self._graphs or torch.cuda.is_current_stream_capturing():
+            return
+        (free,) = least_of_ranks([torch.cuda.mem_get_info()[0] - self._bytes], self._valid_tokens.device, self._group)
+        if free < 0:
+            self._release()
+
+    def _fits(self) -> bool:
+        """Whether a graph's memory is free on all ranks; else the log says how much is missing."""
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # a graph's pool takes nothing that eager steps have freed
+        free, total = torch.cuda.mem_get_info()
+        needed = FRAGMENTS * self._eager_bytes + LEFT_FREE * total
+        (left,) = least_of_ranks([free - needed], self._valid_tokens.device, self._group)
+        if left < 0:
+            logger.warning(
+                f"MXFP8: no CUDA graphs: one would need {needed / GIB:.1f} GiB of each GPU's free memory, which lacks "
+                f"{-left / GIB:.1f} of them. Fewer tokens (local_batch_size) or more checkpointing would make room"
+            )
+        return left >= 0
 
     def _capture(self, adds: bool) -> None:
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # the graph's pool takes nothing that eager steps have freed
+        torch.cuda.empty_cache()
         start, reserved = time.perf_counter(), torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         pool = self._graphs[False][0].pool() if adds else None
@@ -130,7 +168,8 @@ class StepGraph:
         self._bytes += torch.cuda.memory_reserved() - reserved
         logger.info(
             f"MXFP8: forward and backward{', adding gradients,' * adds} are one CUDA graph from now on, captured in "
-            f"{time.perf_counter() - start:.1f} s; its memory: {self._bytes / GIB:.2f} GiB"
+            f"{time.perf_counter() - start:.1f} s; its memory: {self._bytes / GIB:.2f} GiB (an eager microbatch: "
+            f"{self._eager_bytes / GIB:.2f})"
         )
 
     def _release(self) -> None:
@@ -142,6 +181,21 @@ class StepGraph:
         self._graphs.clear()
         self._grads, self._bytes = [], 0
         torch.cuda.empty_cache()  # eager steps do not use what belonged to a graph
+
+
+def least_of_ranks(values: Sequence[float], device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
+    """The least of each of these numbers on any rank of a group; None: this one alone. Waits for the GPU."""
+    if group is None:
+        return [*values]
+    least = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return least.tolist()
+
+
+def group_of(trainer: Any) -> dist.ProcessGroup | None:
+    """The ranks whose losses a trainer adds up; None: there is one."""
+    mesh = trainer.parallel_dims.get_optional_mesh("loss")
+    return None if mesh is None else mesh.get_group()
 
 
 def why_not_captured(error: RuntimeError) -> str:

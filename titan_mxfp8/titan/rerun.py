@@ -25,7 +25,7 @@ from torch import nn
 
 from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.moe.transport import read_later
-from titan_mxfp8.titan.cuda_graph import GRAPH
+from titan_mxfp8.titan.cuda_graph import GRAPH, group_of, least_of_ranks
 from titan_mxfp8.titan.dispatch import LAYERS, DispatchingLayers, token_counts
 
 logger = logging.getLogger(__name__)
@@ -49,14 +49,14 @@ class Rerun:
     """The steps of one trainer, whose microbatches ``run`` runs. Its layers leave rows that do not fit to it."""
 
     def __init__(self, trainer: Any, layers: DispatchingLayers, run: Step) -> None:
-        model, mesh = trainer.model_parts[0], trainer.parallel_dims.get_optional_mesh("loss")
+        model = trainer.model_parts[0]
         self.trainer, self.layers, self._runs = trainer, layers, run
         self.wanted = layers.wanted(trainer.device)
         self.wanted.raises = False
-        self._group = None if mesh is None else mesh.get_group()
+        self._group = group_of(trainer)
         # Ranks of expert parallelism know what each of them wanted. Gradients are summed over these and more: there is
         # no TP where layers dispatch their own tokens.
-        self._asks = mesh is not None and mesh.size() > layers.ranks
+        self._asks = self._group is not None and self._group.size() > layers.ranks
         self._counts = list(token_counts(model).values())
         self._before = [torch.empty_like(count) for count in self._counts]
         self._random = [torch] if trainer.device.type == "cpu" else [torch, torch.get_device_module(trainer.device)]
@@ -163,10 +163,7 @@ class Rerun:
         if device.type != "cuda":
             return math.inf, math.inf
         free, total = torch.cuda.mem_get_info(device)
-        least = torch.tensor([total, free], device=device)
-        if self._group is not None:
-            dist.all_reduce(least, dist.ReduceOp.MIN, group=self._group)
-        return tuple(least.tolist())
+        return tuple(least_of_ranks([total, free], device, self._group))
 
 
 class GraphLook:

@@ -20,7 +20,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, D
 from torchtitan.trainer import Trainer
 
 from titan_mxfp8.modules import ConvertedModule
-from titan_mxfp8.titan.cuda_graph import GRAPH, StepGraph
+from titan_mxfp8.titan.cuda_graph import GRAPH, StepGraph, group_of
 from titan_mxfp8.titan03.moe import MXFP8RoutedExperts
 from titan_mxfp8.workarounds.patch import around
 
@@ -59,7 +59,7 @@ def capture_where_nothing_waits(wrap: Any, body: Any) -> Callable:
         inputs, labels, *leaves = batch.values()
         return body(inputs, labels, valid_tokens, spec.unflatten(leaves))
 
-    graph = StepGraph(step, model, trainer.device)
+    graph = StepGraph(step, model, trainer.device, group_of(trainer))
 
     def run(inputs: Tensor, labels: Tensor, valid_tokens: Tensor, more: dict[str, Any]) -> Tensor:
         nonlocal spec
