@@ -126,7 +126,7 @@ def check_compiled(name: str, model: nn.Module, rows: str, expected: Step) -> No
     counters.clear()
     for what in ("compiled", "of another text", "again", "as if counted"):
         with mock.patch.object(layers_of(model), "rows", "counted") if "as if" in what else nullcontext():
-            step = run_step(model, tokens(7).to(DEVICE)) if "another" in what else step_of(model)
+            step = run_step(model, tokens(7, LENGTH).to(DEVICE)) if "another" in what else step_of(model)
         regions = counters["stats"]["unique_graphs"]
         if "another" not in what:
             loss, gradient, _ = compare(f"{name}, {rows}, {what}, {regions} regions", step, expected)

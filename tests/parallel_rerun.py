@@ -62,7 +62,7 @@ def make_trainer() -> Any:
         f"--parallelism.expert_parallel_degree={degree}",
         "--model.converters=quantize.grouped_mm.mx",
         f"{mx}.dispatch_rows={rows}",
-        "--training.cuda_graph=on" if IS_GRAPH else "--quantize.health_every=1",
+        *(["--training.cuda_graph=on"] if IS_GRAPH else ["--training.cuda_graph=off", "--quantize.health_every=1"]),
     ]
     return Trainer(ConfigManager().parse_args(flags))
 

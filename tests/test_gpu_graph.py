@@ -178,6 +178,7 @@ def test_a_graph_is_captured_where_its_memory_is_free(room: float, caplog: pytes
 
     graph = StepGraph(step, model, device)
     batch = {"x": torch.ones(4, 1, device=device)}
+    torch.cuda.reset_peak_memory_stats()  # as TorchTitan does whenever it logs
     for _ in range(WARM_UP):
         model.zero_grad()
         expected = graph.run(batch, 1.0)
@@ -193,8 +194,10 @@ def test_a_graph_is_captured_where_its_memory_is_free(room: float, caplog: pytes
     if room > 1:
         free, _ = torch.cuda.mem_get_info()
         assert abs(wanted - free - 4 * size) < 0.05 * 4 * size, "of the graph"
+        more = torch.empty(free - size, dtype=torch.uint8, device=device)
         model(batch["x"])
-        assert torch.cuda.mem_get_info()[0] > 0.95 * wanted, "the graph has gone"
+        assert torch.cuda.mem_get_info()[0] > 4.5 * size, "the graph has gone"
+        del more
         model.zero_grad()
         assert torch.equal(graph.run(batch, 1.0), expected)
         assert caplog.text.count(CAPTURED) == 2
