@@ -131,7 +131,7 @@ class Steps:
         ):
             data = iter(self.batches)
             for number in range(STEPS):
-                self.layers.rows = rows_of(number) or self.layers.rows
+                self.layers.set_rows(rows_of(number) or self.layers.rows)
                 trainer.step += 1
                 trainer.train_step(copied(batch) for batch in data)
         hook.remove()
@@ -200,7 +200,7 @@ assert steps.layers.rows == "counted"
 
 outputs = []
 for rows in ("counted", "0.1"):
-    steps.layers.rows = rows
+    steps.layers.set_rows(rows)
     with torch.no_grad():
         inputs = {name: value.to(trainer.device) for name, value in batches[0][0].items()}
         arguments, _, *more = trainer.post_dataloading_process(inputs, batches[0][1])

@@ -36,19 +36,21 @@ class MoEConfig(ExpertsLayer):
     zero_tail: ClassVar[bool] = False
     handle_tensors: ClassVar[int] = len(DispatchHandle._fields)
 
-    def dispatch(self, transport, x, scores, routing, local, save, kernels, overlap):
+    def dispatch(self, transport, x, scores, routing, capacity, local, save, kernels, overlap):
         experts, (tokens, slots) = local * self.ranks, routing.shape
         check_expert_ids(routing, experts)
         parts = _to_parts(kernels.quantize(aligned(x), 1, self.x_rows, None))
         if scores is None:
             scores = torch.ones_like(routing, dtype=torch.float32)
         recipe = self.gemms.recipe.name
-        room = transport.agree(tokens, experts=experts, slots=slots, recipe=recipe, rows=self.factor)
+        rows = self.factor if capacity is None else capacity
+        room = transport.agree(tokens, experts=experts, slots=slots, recipe=recipe, rows=rows)
+        if capacity is None:
+            capacity = self.capacity(room, slots, local)
         copies = [] if save and slots >= self.copied_slots() else None
-        capacity = self.capacity(room, slots, local)
         received, handle = transport.dispatch(parts, routing, scores, experts, capacity, overlap, copies)
-        rows = Operand.of_rows(self.x_rows, *received)
-        return DispatchedRows([Tokens(rows)], [*handle], handle.scores, [], copies or (received if save else []))
+        tokens = [Tokens(Operand.of_rows(self.x_rows, *received))]
+        return DispatchedRows(tokens, [*handle], handle.scores, [], copies or (received if save else []))
 
     def combine(self, transport, y, weighted, handle, dtype):
         return transport.combine([y], weighted, None, DispatchHandle(*handle), dtype)[0]
@@ -67,8 +69,8 @@ class MoEConfig(ExpertsLayer):
         dx, dscores = transport.combine(rows, False, dscores_M, DispatchHandle(*handle), dtype)
         return [dx] if dscores is None else [dx, dscores]
 
-    def empty_dispatched(self, x, routing, local):
-        handle = _empty_handle(routing, local, self)
+    def empty_dispatched(self, x, routing, capacity, local):
+        handle = _empty_handle(routing, capacity, local, self)
         rows = handle.scores.shape[0]
         kept_rows = handle.destinations.shape[0] if routing.shape[1] >= self.copied_slots() else rows
         return [*handle], rows, _empty_parts(x, kept_rows, self.x_rows)
@@ -113,12 +115,13 @@ def check_expert_ids(expert_ids: Tensor, experts: int) -> None:
         raise ValueError(f"expert_ids must be of 0 to {experts - 1}, got {first.item()} to {last.item()}")
 
 
-def _empty_handle(expert_ids: Tensor, local: int, config: MoEConfig) -> DispatchHandle:
+def _empty_handle(expert_ids: Tensor, capacity: int | None, local: int, config: MoEConfig) -> DispatchHandle:
     """The shapes of a ``DispatchHandle``. Counted rows are taken for those of balanced experts, as estimates of memory
     want."""
     (tokens, slots), ranks = expert_ids.shape, config.ranks
     room = config.most_rows if config.most_rows and ranks > 1 else tokens
-    capacity = config.capacity(room, slots, local)
+    if capacity is None:
+        capacity = config.capacity(room, slots, local)
     rows = tokens * slots if capacity is None else capacity
     return DispatchHandle(
         offs=expert_ids.new_empty(local, dtype=torch.int32),

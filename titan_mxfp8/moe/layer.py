@@ -119,6 +119,7 @@ class Dispatched(NamedTuple):
     rows: Rows = "counted"
     max_tokens: int | None = None
     limit: float | None = None
+    capacity: int | None = None  # M, in place of what ``rows`` makes it: in compiled code it may be a symbol
 
 
 def moe(
@@ -153,7 +154,7 @@ def moe(
             if len(_checked) == _MOST_CHECKED:
                 _checked.clear()
             _checked.add(key)
-    transport, rows, max_tokens, limit = options
+    transport, rows, max_tokens, limit, capacity = options
     if compiling and ranks > 1 and rows == "counted" and not is_exporting():
         return _run_eagerly(x, scores, expert_ids, weights, group, options, config, scores_first, gathered)
     slots = expert_ids.shape[1]
@@ -164,7 +165,7 @@ def moe(
     if compiling and is_exporting():
         return _exported_moe(x, scores, expert_ids, *weights, scores_first, layer, config.kept_weight)
     kept_weight = "itself" if gathered else config.kept_weight
-    rest = layer, kept_weight, False, torch.is_grad_enabled(), *weights, *gathered
+    rest = capacity, layer, kept_weight, False, torch.is_grad_enabled(), *weights, *gathered
     return _apply(x, scores, expert_ids, rest, scores_first)
 
 
@@ -173,7 +174,7 @@ def _check_call(
 ) -> None:
     """Raises ValueError of arguments that ``mxfp8_moe`` refuses."""
     w1, w3, w2, b1, b3, b2 = weights
-    transport, rows, max_tokens, swiglu_limit = options
+    transport, rows, max_tokens, swiglu_limit, _ = options
     if x.ndim != 2 or w1.ndim != 3 or w1.shape[2] != x.shape[1]:
         raise ValueError(
             "mxfp8_moe takes x of shape (T, D), w1 and w3 of shape (E / R, H, D) and w2 of shape (E / R, D, H), got "
@@ -227,7 +228,7 @@ def _apply(x: Tensor, scores: Tensor, expert_ids: Tensor, rest: tuple, scores_fi
 
 
 def _moe(x, scores, expert_ids, w1, w3, w2, b1, b3, b2, scores_first, config, kept_weight):
-    rest = config, kept_weight, False, torch.is_grad_enabled(), w1, w3, w2, b1, b3, b2
+    rest = None, config, kept_weight, False, torch.is_grad_enabled(), w1, w3, w2, b1, b3, b2
     return _apply(x, scores, expert_ids, rest, scores_first)
 
 

@@ -54,14 +54,14 @@ class ExpertsFunction(torch.autograd.Function):
     (``MXConfig.kept_weight``).
 
     Args:
-        routing: as of ``experts_forward``.
+        routing, capacity: as of ``experts_forward``.
         keeps_x: whether x is saved as it is.
         given: w1, w3, w2, b1, b3 and b2. Behind them, where there is any, what is multiplied instead of the three
             weights: these only get the gradients then.
     """
 
     @staticmethod
-    def forward(ctx, x, scores, routing, config, kept_weight, keeps_x, grad_enabled, *given):
+    def forward(ctx, x, scores, routing, capacity, config, kept_weight, keeps_x, grad_enabled, *given):
         (w1, w3, w2, b1, b3, b2), gathered = given[:6], given[6:]
         save = grad_enabled and any(ctx.needs_input_grad)
         ctx.config, ctx.scored, ctx.x_dtype = config, scores is not None, x.dtype
@@ -69,7 +69,7 @@ class ExpertsFunction(torch.autograd.Function):
         if kept_weight == "bf16":
             w1, w3, w2 = w1.bfloat16(), w3.bfloat16(), w2.bfloat16()
         matrices = gathered or (w1, w3, w2)
-        out, *saved = experts_forward(x, scores, routing, [*matrices], [b1, b3, b2], config, save)
+        out, *saved = experts_forward(x, scores, routing, capacity, [*matrices], [b1, b3, b2], config, save)
         if not save:
             return out, None
         weights = () if kept_weight == "quantized" else matrices
@@ -88,7 +88,7 @@ class ExpertsFunction(torch.autograd.Function):
         counts = experts.count_tensors(ctx.config)
         weights, handle, preactivations, kept, kept_w2, x = split(saved, ctx.matrices, counts.handle, 2, *ctx.kept)
         del saved
-        needs, offs, config = list(ctx.needs_input_grad[7:13]), handle[0], ctx.config
+        needs, offs, config = list(ctx.needs_input_grad[8:14]), handle[0], ctx.config
         sizes = [g.shape[0], ctx.slots, preactivations[0].shape[1], g.shape[1]]
         params, totals = held_gradients(ctx, first=2 + ctx.scored, count=3)
         rowwise, columnwise, h, dscores, biases, sources, of_g = split(
@@ -113,8 +113,8 @@ class ExpertsFunction(torch.autograd.Function):
         made = take_gradients(params, totals) + made + biases
         dx, *dscores = experts_rows_gradient(offs, handle, rowwise, kept, weights, dscores_M, sizes, g.dtype, config)
         dparams = gradients_of(made, needs, dtypes)
-        none = [None] * (len(ctx.needs_input_grad) - 13)
-        return dx.to(ctx.x_dtype), dscores[0] if ctx.scored else None, *[None] * 5, *dparams, *none
+        none = [None] * (len(ctx.needs_input_grad) - 14)
+        return dx.to(ctx.x_dtype), dscores[0] if ctx.scored else None, *[None] * 6, *dparams, *none
 
 
 def gradients_of(made: list[Tensor], needs: list[bool], dtypes: list[torch.dtype | None]) -> list[Tensor | None]:
@@ -128,6 +128,7 @@ def experts_forward(
     x: Tensor,
     scores: Tensor | None,
     routing: Tensor,
+    capacity: int | None,
     weights: list[Tensor],
     biases: list[Tensor | None],
     config: str,
@@ -138,6 +139,7 @@ def experts_forward(
 
     Args:
         routing: int32 (E,), end offsets of the experts' rows in x; or integers (T, K), each token's experts.
+        capacity: M, where neither ``config`` nor the routing says it.
         weights: w1, w3, w2, as ``experts.weights_of`` takes them.
         biases: b1, b3, b2.
         config: the key of an ``ExpertsLayer``.
@@ -152,7 +154,7 @@ def experts_forward(
         quantized.extend(made[0]), kept.extend(made[1])
 
     transport, local = layer.connect(x.device), weights[0].shape[0]
-    rows = layer.dispatch(transport, x, scores, routing, local, save, kernels, quantize_weights)
+    rows = layer.dispatch(transport, x, scores, routing, capacity, local, save, kernels, quantize_weights)
     handle, offs, spec, gemm = rows.handle, rows.handle[0], gemms.plan.forward.a, kernels.gemm_m_grouped
     values, fused = take(rows.tokens).along_features(spec, offs, kernels), kernels.swiglu_gemm_m_grouped
     made = None if fused is None else fused(values, *quantized[:2], parameters[3:5], layer.limit, spec, offs)
@@ -174,12 +176,12 @@ def experts_forward(
 
 
 @torch.library.register_fake(experts_forward.overload)
-def _(x, scores, routing, weights, biases, config, save):
+def _(x, scores, routing, capacity, weights, biases, config, save):
     out = x.new_empty(x.shape)
     if not save:
         return [out]
     layer, (local, hidden, _) = decode(config), weights[0].shape
-    handle, rows, kept_x = layer.empty_dispatched(x, routing, local)
+    handle, rows, kept_x = layer.empty_dispatched(x, routing, capacity, local)
     preactivations = [x.new_empty((rows, hidden), dtype=torch.bfloat16) for _ in range(2)]
     gemms = layer.gemms
     kept = [gemms.plan.dgrad.b.empty(w, 1, None) for w in weights] if gemms.kept_weight == "quantized" else []
@@ -354,7 +356,7 @@ def _(offs, handle, rowwise, quantized, weights, dscores_M, sizes, dtype, config
 
 # As ``ops/library.py`` has it for single GEMMs: of T * K rows, as many as come to a rank if experts are balanced.
 @register_flop_formula(torch.ops.titan_mxfp8.experts_forward)
-def _(x_shape, scores_shape, routing_shape, weight_shapes, *args, **kwargs) -> int:
+def _(x_shape, scores_shape, routing_shape, capacity, weight_shapes, *args, **kwargs) -> int:
     rows = x_shape[0] if len(routing_shape) == 1 else math.prod(routing_shape)
     return 3 * 2 * rows * math.prod(weight_shapes[0][1:])
 

@@ -146,6 +146,7 @@ class ExpertsLayer(Encoded):
         x: Tensor,
         scores: Tensor | None,
         routing: Tensor,
+        capacity: int | None,
         local: int,
         save: bool,
         kernels: Backend,
@@ -154,7 +155,7 @@ class ExpertsLayer(Encoded):
         """Rows to their experts.
 
         Args:
-            x, scores, routing: as of ``expert_operators.experts_forward``.
+            x, scores, routing, capacity: as of ``expert_operators.experts_forward``.
             local: E.
             save: whether backward follows.
             overlap: launches what does not need x; called once, when x has been quantised.
@@ -177,7 +178,9 @@ class ExpertsLayer(Encoded):
         """The gradient of x (T, D), of one or two tensors (M, D) whose sum is meant, and that of the scores (T, K)."""
         raise NotImplementedError
 
-    def empty_dispatched(self, x: Tensor, routing: Tensor, local: int) -> tuple[list[Tensor], int, list[Tensor]]:
+    def empty_dispatched(
+        self, x: Tensor, routing: Tensor, capacity: int | None, local: int
+    ) -> tuple[list[Tensor], int, list[Tensor]]:
         """For fakes: the handle unless it is ``routing``; M; and what ``dispatch`` saves of x."""
         raise NotImplementedError
 

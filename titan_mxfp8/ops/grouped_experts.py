@@ -44,12 +44,12 @@ def grouped_experts(
     if torch.compiler.is_compiling() and is_exporting():
         return _exported_experts(x_MD, offs, *weights, key, config.keeps_input, config.kept_weight)
     rest = "itself" if gathered else config.kept_weight, config.keeps_input, torch.is_grad_enabled()
-    return ExpertsFunction.apply(x_MD, None, offs, key, *rest, *weights, *gathered)[0]
+    return ExpertsFunction.apply(x_MD, None, offs, None, key, *rest, *weights, *gathered)[0]
 
 
 def _experts(x, offs, w1, w3, w2, b1, b3, b2, config, keeps_input, kept_weight):
     rest = config, kept_weight, keeps_input, torch.is_grad_enabled()
-    return ExpertsFunction.apply(x, None, offs, *rest, w1, w3, w2, b1, b3, b2)[0]
+    return ExpertsFunction.apply(x, None, offs, None, *rest, w1, w3, w2, b1, b3, b2)[0]
 
 
 _exported_experts = exported(
@@ -75,7 +75,7 @@ class SortedExperts(ExpertsLayer):
 
     zero_tail = True
 
-    def dispatch(self, transport, x, scores, routing, local, save, kernels, overlap):
+    def dispatch(self, transport, x, scores, routing, capacity, local, save, kernels, overlap):
         check_offs_values(routing, x.shape[0])
         gemms, spec, x, offs = self.gemms, self.plan.forward.a, aligned(x), aligned(routing)
         if save and not gemms.keeps_rows and not gemms.keeps_input:
@@ -102,7 +102,7 @@ class SortedExperts(ExpertsLayer):
         row_M = torch.arange(dx.shape[0], device=dx.device)
         return [dx.masked_fill_((row_M >= handle[0][-1])[:, None], 0)]
 
-    def empty_dispatched(self, x, routing, local):
+    def empty_dispatched(self, x, routing, capacity, local):
         gemms, spec = self.gemms, self.plan.forward.a
         if gemms.keeps_input:
             kept = []

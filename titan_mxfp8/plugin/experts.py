@@ -39,8 +39,8 @@ class RoutedExperts(ConvertedModule):
         if is_sorted:
             offs = torch.cumsum(tokens, dim=0, dtype=torch.int32)
             return self.mxfp8_experts(x.bfloat16(), weights, offs, limit, gathered).type_as(x)
-        rows = layers.rows if self.training else "counted"  # nobody runs a validation's batch again
-        options = Dispatched(layers.transport, rows, layers.max_tokens, limit)
+        rows, capacity = layers.rows_now(self.training)
+        options = Dispatched(layers.transport, rows, layers.max_tokens, limit, capacity)
         group = expert_parallel_group(next(self.parameters()))
         routing = tokens.scores, tokens.expert_ids
         return self.mxfp8_moe(x, *routing, weights, group, options, tokens.scores_first, gathered)

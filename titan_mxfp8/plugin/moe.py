@@ -34,10 +34,10 @@ from titan_mxfp8.recipe import GROUPED_MM
 from titan_mxfp8.titan.dispatch import (
     LAYERS,
     DispatchingLayers,
+    allow_compiled_versions,
     choose_layers,
     dispatches,
     kept_layers,
-    let_compiled_layers_grow,
     most_tokens,
 )
 from titan_mxfp8.titan.fsdp import why_fsdp
@@ -171,7 +171,7 @@ def compile_whole_blocks(apply_compile: Any, model: nn.Module, compile_config: A
             ours = []
         else:
             logger.info(f"MXFP8: {count} compiled whole, each as one region")
-            let_compiled_layers_grow()
+            allow_compiled_versions()
     rest = nn.ModuleDict({name: block for name, block in blocks.items() if name not in ours})
     apply_compile(SimpleNamespace(layers=rest), compile_config, ep_enabled)
     for name in blocks:

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ GIB = 2**30
 GPUS_TRIED = 4  # in expert parallelism, by any run that results/ has
 COUNTS = "tokens_per_expert"  # how the names of the buffers begin that a forward pass changes
 LAYERS = "mxfp8_layers"  # the attribute of a model, and of each layer, that has its ``DispatchingLayers``
-COMPILED_VERSIONS = 64  # of one function: more than a bound can grow, each time by the margin
+COMPILED_VERSIONS = 32  # of one function
 MARGIN, MOST_MARGIN = 1.1, 2.0  # times the rows that were wanted: to what a bound grows at least, and at most
 
 
@@ -68,9 +68,7 @@ class DispatchingLayers:
     """The MoE layers of a model that dispatch their own tokens; they share this."""
 
     transport: TransportName  # as of ``mxfp8_moe``
-    # Likewise, as text: in compiled layers another text is another constant, a number might become a variable. It may
-    # change between two steps. From ``auto`` it is ``counted`` until ``connect`` chooses.
-    rows: str | float
+    rows: str | float  # likewise, then as text; of ``auto`` ``counted`` until ``connect`` chooses. See ``set_rows``
     once: str  # why a step cannot run again, in words; empty where it can
     count: int  # layers of the model
     kept: int  # layers of a rank that keep their rows for backward, at least
@@ -84,10 +82,11 @@ class DispatchingLayers:
     group: str = ""  # the name of the process group that ``connect`` was called with; empty: this process alone
     ranks: int = 1  # its size
     why_fsdp: str = ""  # why FSDP takes the experts, in words; empty where it does not, or nobody has asked
+    _room: torch.Tensor | None = field(default=None, init=False)  # as long as the bound, where that may be too small
 
     def __post_init__(self) -> None:
         self.chooses_rows |= self.rows == AUTO
-        self.rows = "counted" if self.rows == AUTO else f"{self.rows}"
+        self.set_rows("counted" if self.rows == AUTO else f"{self.rows}")
 
     def __deepcopy__(self, memo: dict) -> "DispatchingLayers":
         return self
@@ -115,12 +114,14 @@ class DispatchingLayers:
             choice += f"; never run on more than {GPUS_TRIED} GPUs"
         total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
         reason = self._why_counted(isinstance(transport, Collective), device, total)
+        rows = self.rows
         if self.chooses_rows:
-            self.rows = "counted" if reason or device.type == "cpu" else "bounded"
+            rows = "counted" if reason or device.type == "cpu" else "bounded"
         elif self.once and self.may_overflow():
-            self.rows = "counted"
+            rows = "counted"
         else:
             reason = ""
+        self.set_rows(rows)
         self.check_memory(self.ranks, total, where)
         who = count_of(self.count, "MoE layer") + (
             " dispatch tokens themselves" if self.count > 1 else " dispatches tokens itself"
@@ -175,7 +176,21 @@ class DispatchingLayers:
         room = now + free / 2 / sum(bytes_of_row(self.dim, self.hidden, self.count))
         rows = min(most, max(MARGIN * wanted, min(MOST_MARGIN * wanted, room)))
         grown = f"{math.ceil(1000 * self.share(rows)) / 1000}"
-        self.rows = grown if self.bytes_needed(grown, self.ranks) <= available else "counted"
+        self.set_rows(grown if self.bytes_needed(grown, self.ranks) <= available else "counted")
+
+    def rows_now(self, training: bool) -> tuple[str, int | None]:
+        """``rows`` and ``capacity`` of ``Dispatched``. Nobody runs a validation's batch again: its rows are counted."""
+        if training and self._room is not None:
+            return "bounded", self._room.shape[0]
+        return self.rows if training else "counted", None
+
+    def set_rows(self, rows: str) -> None:
+        """From the next step on. Compiled layers that took a bound go on with another: to them it is a symbol, the
+        length of a tensor that may change. What rows are called is a constant of theirs."""
+        self.rows, self._room = rows, None
+        if self.max_tokens is not None and self.may_overflow():
+            self._room = torch.empty(self._bound(factor_of(rows), self.ranks), dtype=torch.uint8)
+            torch._dynamo.maybe_mark_dynamic(self._room, 0)
 
     def bytes_needed(self, rows: str, ranks: int) -> int:
         """Bytes on one GPU that layers with such ``dispatch_rows`` need at least; 0 where that is not known before."""
@@ -226,9 +241,10 @@ def token_counts(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: getattr(buffer, "_local_tensor", buffer) for name, buffer in buffers.items()}
 
 
-def let_compiled_layers_grow() -> None:
-    """Has a block be compiled once more whenever a bound has grown: torch.compile gives up, with an error where it is
-    told to take a block whole, after 8 versions of a function, some of which are for layers of other kinds."""
+def allow_compiled_versions() -> None:
+    """Has torch.compile not give up after 8 versions of a function, with an error where it is told to take a block
+    whole: there are layers of several kinds, each in training and in validation, whose batches may be of another size,
+    and with rows that may overflow, that may not, and that are counted."""
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, COMPILED_VERSIONS)
 

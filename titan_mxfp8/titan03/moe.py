@@ -27,10 +27,10 @@ from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.titan.dispatch import (
     LAYERS,
     DispatchingLayers,
+    allow_compiled_versions,
     choose_layers,
     interleaved,
     kept_layers,
-    let_compiled_layers_grow,
     local,
     most_tokens,
 )
@@ -108,13 +108,14 @@ class MXFP8RoutedExperts(RoutedExperts):
             return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
         experts, layers = self.inner_experts, self.mxfp8_layers
         limit = getattr(experts, "swiglu_limit", None)
+        rows, capacity = layers.rows_now(self.training)
         y_TD = experts.mxfp8_moe(
             x_BLD.flatten(0, 1),
             topk_scores_BLK.flatten(0, 1),
             topk_expert_ids_BLK.flatten(0, 1),
             local_parameters(experts),
             self._group(),
-            Dispatched(layers.transport, self._rows(), layers.max_tokens, limit),
+            Dispatched(layers.transport, rows, layers.max_tokens, limit, capacity),
             gathered=experts.gathered,
         )
         return y_TD.view_as(x_BLD)
@@ -126,11 +127,7 @@ class MXFP8RoutedExperts(RoutedExperts):
 
     def _is_counted(self) -> bool:
         """Whether the host reads how many rows land here."""
-        return self.token_dispatcher.ep_mesh is not None and self._rows() == "counted"
-
-    def _rows(self) -> str:
-        """Those of ``mxfp8_moe``. Nobody runs a validation's batch again."""
-        return self.mxfp8_layers.rows if self.training else "counted"
+        return self.token_dispatcher.ep_mesh is not None and self.mxfp8_layers.rows_now(self.training)[0] == "counted"
 
 
 def dispatch_tokens(
@@ -146,7 +143,7 @@ def dispatch_tokens(
         return
     shared = _dispatching_layers(layers, transport, rows, config)
     if config is not None and config.compile.enable:
-        let_compiled_layers_grow()
+        allow_compiled_versions()
     setattr(model, LAYERS, shared)
     for layer in layers:
         layer.__class__ = MXFP8RoutedExperts
