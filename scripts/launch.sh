@@ -127,6 +127,8 @@ train_runs() {
     # Two processes with as many threads as cores each would fight for them.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( ($(getconf _NPROCESSORS_ONLN) + NGPU - 1) / NGPU ))}
     export WANDB_PROJECT=${WANDB_PROJECT:-titan_mxfp8} # TorchTitan's default is "torchtitan"
+    # As TorchTitan's launcher has it: when rows grow, memory of former sizes is of use for the new ones.
+    [ -n "${PYTORCH_CUDA_ALLOC_CONF:-}" ] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
     # after torchrun, which ends its processes first
     trap 'fail 130 "interrupted; logs are in $logs. With checkpoint.enable the same command with OUT=$out goes on"' INT
     for run in $RUNS; do

@@ -407,6 +407,17 @@ def test_launchers_do_not_train_on_the_cpu_of_a_machine_with_a_gpu(tmp_path: Pat
     assert shell("bash", "-c", meant, **settings | {"CUDA_VISIBLE_DEVICES": ""}).stdout == "trains\n"
 
 
+@pytest.mark.parametrize(
+    "given, seen",
+    [({}, "expandable_segments:True"), ({"PYTORCH_ALLOC_CONF": "x"}, "x"), ({"PYTORCH_CUDA_ALLOC_CONF": "x"}, "")],
+)
+def test_launchers_have_torch_reuse_memory_of_other_sizes_unless_told_otherwise(given: dict, seen: str) -> None:
+    commands = ". scripts/launch.sh; torchrun_flags() { torchrun=(); }; train_runs train_configs/debug_llama4.toml out"
+    settings = {"PYTORCH_ALLOC_CONF": "", "PYTORCH_CUDA_ALLOC_CONF": "", "DRYRUN": "1", "NGPU": "1", "RUNS": "mxfp8"}
+    result = shell("bash", "-c", commands + "; echo $PYTORCH_ALLOC_CONF", **(settings | given))
+    assert result.stdout.splitlines()[-1] == seen
+
+
 def test_launchers_say_that_they_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = shell("scripts/train.sh", OUT=f"{tmp_path}/file/out", PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
