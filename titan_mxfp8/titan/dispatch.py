@@ -82,7 +82,9 @@ class DispatchingLayers:
     group: str = ""  # the name of the process group that ``connect`` was called with; empty: this process alone
     ranks: int = 1  # its size
     why_fsdp: str = ""  # why FSDP takes the experts, in words; empty where it does not, or nobody has asked
-    _room: torch.Tensor | None = field(default=None, init=False)  # as long as the bound, where that may be too small
+    _room: torch.Tensor | None = field(
+        default=None, init=False
+    )  # as long as the bound, where one may have been too small
 
     def __post_init__(self) -> None:
         self.chooses_rows |= self.rows == AUTO
@@ -185,10 +187,11 @@ class DispatchingLayers:
         return self.rows if training else "counted", None
 
     def set_rows(self, rows: str) -> None:
-        """From the next step on. Compiled layers that took a bound go on with another: to them it is a symbol, the
-        length of a tensor that may change. What rows are called is a constant of theirs."""
-        self.rows, self._room = rows, None
-        if self.max_tokens is not None and self.may_overflow():
+        """From the next step on. Compiled layers that took a bound that may overflow go on with any other: to them it
+        is a symbol, the length of a tensor that may change. What rows are called is a constant of theirs."""
+        self.rows, had_room = rows, self._room is not None
+        self._room = None
+        if self.max_tokens is not None and (self.may_overflow() or (had_room and factor_of(rows) is not None)):
             self._room = torch.empty(self._bound(factor_of(rows), self.ranks), dtype=torch.uint8)
             torch._dynamo.maybe_mark_dynamic(self._room, 0)
 
