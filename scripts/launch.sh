@@ -129,6 +129,7 @@ train_runs() {
     export WANDB_PROJECT=${WANDB_PROJECT:-titan_mxfp8} # TorchTitan's default is "torchtitan"
     # As TorchTitan's launcher has it: when rows grow, memory of former sizes is of use for the new ones.
     [ -n "${PYTORCH_CUDA_ALLOC_CONF:-}" ] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+    export NCCL_GRAPH_REGISTER=${NCCL_GRAPH_REGISTER:-0} # NCCL is not made for CUDA graphs with such memory
     # after torchrun, which ends its processes first
     trap 'fail 130 "interrupted; logs are in $logs. With checkpoint.enable the same command with OUT=$out goes on"' INT
     for run in $RUNS; do

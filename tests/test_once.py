@@ -34,7 +34,8 @@ class Trainer:
     def __init__(self, model: nn.Module, run: Callable = plainly, on: bool = True) -> None:
         self.model, self.run = model, run
         self.model_parts, self.device = [model], torch.device("cpu")
-        self.gradient_accumulation_steps, self.parallel_dims = MICROBATCHES, SimpleNamespace(pp_enabled=False)
+        self.gradient_accumulation_steps = MICROBATCHES
+        self.parallel_dims = SimpleNamespace(pp_enabled=False, get_optional_mesh=lambda name: None)
         self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.5)]
         if on:
             self.quantize_once()
@@ -158,13 +159,22 @@ def test_cuda_graphs_find_it_where_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    "free, resumed, wanted", [(60, False, True), (1, False, False), (60, True, True), (1, True, False)]
+    "free, others, resumed, wanted",
+    [(60, 60, False, True), (1, 60, False, False), (60, 1, False, False), (60, 60, True, True), (1, 60, True, False)],
 )
 def test_auto_leaves_it_where_memory_is_short(
-    free: int, resumed: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    free: int,
+    others: int,
+    resumed: bool,
+    wanted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Which the second step knows. The first one is without it if a checkpoint has brought the optimizer's state."""
+    """On this rank or another, which the second step knows. The first one is without it if a checkpoint has brought the
+    optimizer's state."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * once.GIB, 80 * once.GIB))
+    less = min(0, others - free) * once.GIB
+    monkeypatch.setattr(once, "least_of_ranks", lambda values, *_: [value + less for value in values])
     trainer, discarded = of_layer(f"{RECIPE}=mxfp8", on=False), []
     experts = experts_of(trainer.model)
     trainer.device = torch.device("cuda")

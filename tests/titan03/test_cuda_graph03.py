@@ -1,5 +1,6 @@
 """TorchTitan 0.3's CUDA graphs with expert parallelism: who decides, on what, and what the log says."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -31,9 +32,12 @@ def parallel(model: str, *imports: str | tuple[str, dict]) -> Trainer.Config:
     return changed
 
 
-def test_torchtitan_asks_nothing_of_dispatchers_that_we_replace() -> None:
+def test_torchtitan_asks_nothing_of_dispatchers_that_we_replace(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = pytest.raises(ValueError, match="without CPU synchronization")
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "")
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER")
     parallel("deepseek_v3", (EXPERTS, BOUNDED))._validate_cuda_graphs()
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
     for imports in ([], [LINEARS]):
         with refused:
             parallel("deepseek_v3", *imports)._validate_cuda_graphs()

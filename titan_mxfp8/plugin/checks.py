@@ -133,7 +133,7 @@ def check_cuda_graph(job_config: JobConfig) -> None:
     reason = graph_obstacle(job_config)
     if training.cuda_graph == "auto" and (reason := reason or _untried(job_config)):
         if training_device().type == "cuda":
-            logger.info(f"MXFP8: no CUDA graphs (training.cuda_graph = 'auto'): they do not work with {reason}")
+            logger.info(f"MXFP8: no CUDA graphs (training.cuda_graph = 'auto') with {reason}")
         training.cuda_graph = "off"
     elif reason:
         raise ValueError(f"training.cuda_graph = 'on' does not work with {reason}, or set cuda_graph = 'off'")
@@ -146,7 +146,7 @@ def _untried(job_config: JobConfig) -> str:
     name, module = job_config.model.name, job_config.experimental.custom_import
     found = [f"model converter {other!r}" for other in job_config.model.converters if other not in (GROUPED_MM, LINEAR)]
     found += [f"model {name!r}"] * (name not in MODELS) + [f"custom_import {module!r}"] * bool(module)
-    return f"{found[0]}, as far as is known: set cuda_graph = 'on' to try" if found else ""
+    return f"{found[0]}, with which it was never tried: set cuda_graph = 'on' to try" if found else ""
 
 
 def graph_obstacle(job_config: JobConfig) -> str:

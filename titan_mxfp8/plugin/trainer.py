@@ -42,6 +42,7 @@ def _capture(trainer: Any, required: bool) -> None:
 
     if waits_for_rows(model):
         logger.info("MXFP8: no CUDA graphs, as rows are counted (dispatch_rows): the host waits for them")
+        return
     graph = StepGraph(step, model, trainer.device, group_of(trainer), required)
 
     def forward_backward_step(

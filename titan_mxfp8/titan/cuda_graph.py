@@ -7,9 +7,9 @@ What the host does in an eager step and not in a replay, and is done here: input
 them, gradients are given back to the parameters (``zero_grad`` takes them away), and what FSDP left unsharded after a
 validation is freed, which would be used again with the weights of that time.
 
-Nobody else can use a graph's memory. It takes what an eager microbatch takes at its peak, which is measured: where that
-is not free, steps stay eager. Where a validation or an eager microbatch needs memory, the graphs go, and are captured
-again in the next microbatch that may.
+Nobody else can use a graph's memory. It takes a little more than an eager microbatch at its peak, which is measured:
+where that is not free, steps stay eager for good, unless graphs are required. Where a validation or an eager microbatch
+needs memory, the graphs go, and are captured again in the next microbatch that may.
 """
 
 import logging
@@ -61,7 +61,8 @@ class StepGraph:
         # With its loss, by whether gradients are added.
         self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._grads: list[tuple[nn.Parameter, Tensor]] = []
-        self._bytes = self._eager_bytes = 0  # of the graphs; of the last eager microbatch at its peak, or more
+        self._bytes = self._eager_bytes = 0  # of the graphs; of an eager microbatch and gradients at the peak, or more
+        self._before = 0  # bytes that were allocated before the last step's first eager microbatch
         self._left, self._eager = WARM_UP, False
         model.register_forward_pre_hook(lambda *_: self._make_room())
 
@@ -85,8 +86,9 @@ class StepGraph:
     def run(self, batch: Mapping[str, Any], valid_tokens: float | Tensor) -> Tensor:
         """One microbatch; the parameters get its gradients, or have them added. Returns the loss, detached.
 
-        Where the shapes of the ``batch`` differ from those of the first, it runs eagerly. ``valid_tokens`` are those of
-        all microbatches of the step and all ranks. RuntimeError after the warm-up, if it cannot be captured.
+        Where the shapes of the ``batch`` differ from those of the first, on all ranks, it runs eagerly.
+        ``valid_tokens`` are those of all microbatches of the step and all ranks. RuntimeError after the warm-up, if it
+        cannot be captured.
         """
         if isinstance(valid_tokens, Tensor):
             self._valid_tokens.copy_(valid_tokens)
@@ -104,11 +106,11 @@ class StepGraph:
         if self._left or (adds and not own):
             self._left = max(0, self._left - 1)
             return self._run_eagerly(self._batch)
+        for module in self._sharded:
+            module.reshard()
         if not self._graphs and not self._required and not self._fits():
             self._eager = True
             return self._run_eagerly(self._batch)
-        for module in self._sharded:
-            module.reshard()
         if adds not in self._graphs:
             self._capture(adds)
         graph, loss = self._graphs[adds]
@@ -118,12 +120,14 @@ class StepGraph:
         return loss.clone()
 
     def _run_eagerly(self, batch: dict[str, Any]) -> Tensor:
-        current, before = torch.cuda.current_stream(), torch.cuda.memory_allocated()
+        current = torch.cuda.current_stream()
+        if all(param.grad is None for param in self._params):
+            self._before = torch.cuda.memory_allocated()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             loss = self._step(batch, self._valid_tokens).detach()
         current.wait_stream(self._stream)
-        self._eager_bytes = torch.cuda.max_memory_allocated() - before
+        self._eager_bytes = torch.cuda.max_memory_allocated() - self._before
         return loss
 
     def _make_room(self) -> None:
@@ -131,9 +135,12 @@ class StepGraph:
         these go."""
         if not self._graphs or torch.cuda.is_current_stream_capturing():
             return
-        (free,) = least_of_ranks([torch.cuda.mem_get_info()[0] - self._bytes], self._valid_tokens.device, self._group)
-        if free < 0:
-            self._release()
+        for _ in range(2):
+            spare = torch.cuda.mem_get_info()[0] - self._bytes
+            if least_of_ranks([spare], self._valid_tokens.device, self._group)[0] >= 0:
+                return
+            torch.cuda.empty_cache()  # a forward pass before this one has freed some
+        self._release()
 
     def _fits(self) -> bool:
         """Whether a graph's memory is free on all ranks; else the log says how much is missing."""
@@ -144,8 +151,8 @@ class StepGraph:
         (left,) = least_of_ranks([free - needed], self._valid_tokens.device, self._group)
         if left < 0:
             logger.warning(
-                f"MXFP8: no CUDA graphs: one would need {needed / GIB:.1f} GiB of each GPU's free memory, which lacks "
-                f"{-left / GIB:.1f} of them. Fewer tokens (local_batch_size) or more checkpointing would make room"
+                f"MXFP8: no CUDA graphs from here on: one would need {needed / GIB:.1f} GiB of free memory, and the "
+                f"fullest GPU lacks {-left / GIB:.1f}. Fewer tokens (local_batch_size) or more checkpointing would help"
             )
         return left >= 0
 

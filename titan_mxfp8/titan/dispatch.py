@@ -82,9 +82,8 @@ class DispatchingLayers:
     group: str = ""  # the name of the process group that ``connect`` was called with; empty: this process alone
     ranks: int = 1  # its size
     why_fsdp: str = ""  # why FSDP takes the experts, in words; empty where it does not, or nobody has asked
-    _room: torch.Tensor | None = field(
-        default=None, init=False
-    )  # as long as the bound, where one may have been too small
+    # As long as the bound, where one may have been too small.
+    _room: torch.Tensor | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self.chooses_rows |= self.rows == AUTO
@@ -192,7 +191,7 @@ class DispatchingLayers:
         self.rows, had_room = rows, self._room is not None
         self._room = None
         if self.max_tokens is not None and (self.may_overflow() or (had_room and factor_of(rows) is not None)):
-            self._room = torch.empty(self._bound(factor_of(rows), self.ranks), dtype=torch.uint8)
+            self._room = torch.empty(self._bound(factor_of(rows), self.ranks), dtype=torch.uint8, device="cpu")
             torch._dynamo.maybe_mark_dynamic(self._room, 0)
 
     def bytes_needed(self, rows: str, ranks: int) -> int:

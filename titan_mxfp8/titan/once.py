@@ -18,7 +18,7 @@ import torch
 from titan_mxfp8.logs import count_of
 from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.ops.experts import Weights, bytes_ahead, can_quantize_ahead, quantize_ahead
-from titan_mxfp8.titan.cuda_graph import GRAPH
+from titan_mxfp8.titan.cuda_graph import GRAPH, group_of, least_of_ranks
 from titan_mxfp8.titan.dispatch import GIB, local
 from titan_mxfp8.titan.gather import blocks_params
 
@@ -127,7 +127,9 @@ class QuantizedOnce:
             return
         free, total = torch.cuda.mem_get_info(self.trainer.device)
         free -= state if self._on else sum(holder.bytes for holder in self._holders)
-        if self._on == (free >= SPARE * total):
+        # All ranks decide alike: they discard their graphs, and capture again, together.
+        (spare,) = least_of_ranks([free - SPARE * total], self.trainer.device, group_of(self.trainer))
+        if self._on == (spare >= 0):
             return
         self._on = not self._on
         self._buffers.clear()

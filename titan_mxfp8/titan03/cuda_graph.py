@@ -9,6 +9,7 @@ zeroed before each step; ours has a graph that writes them, and one that adds to
 """
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -33,11 +34,13 @@ CONVERTED = "mxfp8_converts"  # of the class of a config: what of its model is c
 @around("torchtitan.trainer.Trainer.Config._validate_cuda_graphs")
 def leave_expert_parallelism_to_us(validate: Any, config: Trainer.Config) -> None:
     """Has TorchTitan ask nothing of the dispatchers of a model whose experts we convert; it goes on to refuse
-    pipelines."""
+    pipelines. Tells NCCL, as with TorchTitan 0.2.2, to register no memory for graphs."""
     ours = any(EXPERTS in (entry, entry[0]) for entry in config.override.imports)
     ours |= config.model_spec is not None and "experts" in getattr(type(config.model_spec.model), CONVERTED, ())
     if not ours or config.parallelism.pipeline_parallel_degree > 1:
         validate(config)
+    if not config.training.disable_cuda_graphs:
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # torch's expandable segments are not made for that
 
 
 @around("torchtitan.trainer.wrap_with_cuda_graph")
