@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 GRAPH = "mxfp8_graph"  # the attribute of a trainer that captures its steps: a ``StepGraph``
 WARM_UP = 3  # eager microbatches before the capture: what is made once is made in them
-FRAGMENTS = 1.2  # a graph's memory, times the peak of an eager microbatch: 1.12 to 1.16 in DeepSeek-V3 16B, 7 layers
+FRAGMENTS = 1.2  # a graph's memory, times the peak of an eager microbatch: 1.11 to 1.16 in DeepSeek-V3 16B, 7 layers
 LEFT_FREE = 0.05  # of a GPU's memory, beside a graph: for the optimizer, and libraries that allocate for themselves
 
 
