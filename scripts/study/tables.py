@@ -26,6 +26,7 @@ FILES = (ROOT / "README.md", ROOT / "results" / "README.md")
 MARKER = re.compile(r"<!-- table: (.+?) -->\n((?:\|.*\n)*)")
 MODELS = {f"16B_{layers}layers": f"DeepSeek-V3 16B, {layers} layers" for layers in (4, 7)}
 MODELS |= {f"deepseek_v3_{flavor.lower()}": f"{model}, TorchTitan 0.3" for flavor, model in MODELS.items()}
+MODELS |= {"16B": "DeepSeek-V3 16B, all 27 layers"}
 MODELS |= {f"17bx16e_{layers}layers": f"Llama4 17Bx16E, {layers} layers" for layers in (2, 4)}
 MODELS |= {f"30B-A3B_{layers}layers": f"Qwen3-30B-A3B, {layers} layers" for layers in (4, 7)}
 # By N, K of a grouped GEMM; by name of a layer.
