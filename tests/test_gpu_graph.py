@@ -184,7 +184,7 @@ def test_a_graph_is_captured_where_its_memory_is_free(room: float, caplog: pytes
         expected = graph.run(batch, 1.0)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    wanted = room * (cuda_graph.FRAGMENTS * 4 * size + cuda_graph.LEFT_FREE * total)
+    wanted = room * (cuda_graph.graph_bytes(4 * size) + cuda_graph.LEFT_FREE * total)
     filled = torch.empty(int(free - wanted), dtype=torch.uint8, device=device)
     model.zero_grad()
     with caplog.at_level("INFO"):

@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 
 GRAPH = "mxfp8_graph"  # the attribute of a trainer that captures its steps: a ``StepGraph``
 WARM_UP = 3  # eager microbatches before the capture: what is made once is made in them
-FRAGMENTS = 1.2  # a graph's memory, times the peak of an eager microbatch: 1.11 to 1.16 in DeepSeek-V3 16B, 7 layers
+# In the runs of 28 November (results/) a graph of DeepSeek-V3 16B took 1.8 to 3.6 GiB more than an eager microbatch of
+# 10 to 58 GiB at its peak.
+FRAGMENTS, STREAMS = 1.1, 2 * GIB  # times that peak, and bytes besides
 LEFT_FREE = 0.05  # of a GPU's memory, beside a graph: for the optimizer, and libraries that allocate for themselves
 
 
@@ -147,7 +149,7 @@ class StepGraph:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # a graph's pool takes nothing that eager steps have freed
         free, total = torch.cuda.mem_get_info()
-        needed = FRAGMENTS * self._eager_bytes + LEFT_FREE * total
+        needed = graph_bytes(self._eager_bytes) + LEFT_FREE * total
         (left,) = least_of_ranks([free - needed], self._valid_tokens.device, self._group)
         if left < 0:
             logger.warning(
@@ -188,6 +190,11 @@ class StepGraph:
         self._graphs.clear()
         self._grads, self._bytes = [], 0
         torch.cuda.empty_cache()  # eager steps do not use what belonged to a graph
+
+
+def graph_bytes(eager: int) -> float:
+    """At most what a graph takes of a microbatch that takes ``eager`` bytes at its peak: an estimate."""
+    return FRAGMENTS * eager + STREAMS
 
 
 def least_of_ranks(values: Sequence[float], device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
