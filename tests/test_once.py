@@ -1,5 +1,6 @@
 """Weights that a step of several microbatches quantises once (``titan.once``)."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -150,12 +151,18 @@ def test_a_pipelines_step_has_several_microbatches_in_one_call(quantized: list[i
 
 
 def test_cuda_graphs_find_it_where_it_was() -> None:
+    """Steps that have come to stay eager keep nothing for them."""
     trainer, each_time = of_layer(f"{RECIPE}=mxfp8"), of_layer(f"{RECIPE}=mxfp8", on=False)
-    setattr(trainer, once.GRAPH, SimpleNamespace())
+    setattr(trainer, once.GRAPH, SimpleNamespace(is_eager=False))
     places, run = [], trainer.run
     trainer.run = lambda made, x: places.append([w.data_ptr() for w in made.experts.kept]) or run(made, x)
     assert all(map(torch.equal, trainer.steps(3), each_time.steps(3)))
     assert len(places) == 3 * MICROBATCHES and all(place == places[0] for place in places) and len(set(places[0])) == 12
+    getattr(trainer, once.GRAPH).is_eager = True
+    kept = []
+    trainer.run = lambda made, x: kept.extend(map(weakref.ref, made.experts.kept)) or run(made, x)
+    trainer.steps(1)
+    assert len(kept) == 12 * MICROBATCHES and not any(ref() is not None for ref in kept)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +187,7 @@ def test_auto_leaves_it_where_memory_is_short(
     trainer.device = torch.device("cuda")
     made = partial(quantize_ahead, experts.weights(False)[:3], experts.mxfp8)
     steps = QuantizedOnce(trainer, [once._Holder(experts, made, 2**20)], auto=True)
-    setattr(trainer, once.GRAPH, SimpleNamespace(discard=lambda: discarded.append(1)))
+    setattr(trainer, once.GRAPH, SimpleNamespace(is_eager=False, discard=lambda: discarded.append(1)))
     state = {"exp_avg": torch.zeros(3)}
     trainer.optimizers = [SimpleNamespace(state={0: state} if resumed else {})]
     seen = []

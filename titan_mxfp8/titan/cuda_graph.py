@@ -68,6 +68,11 @@ class StepGraph:
         self._left, self._eager = WARM_UP, False
         model.register_forward_pre_hook(lambda *_: self._make_room())
 
+    @property
+    def is_eager(self) -> bool:
+        """Whether microbatches run eagerly: for want of memory for good, or within ``eager()``."""
+        return self._eager
+
     @contextmanager
     def eager(self) -> Iterator[None]:
         """Within, microbatches run eagerly."""

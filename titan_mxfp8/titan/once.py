@@ -101,12 +101,16 @@ class QuantizedOnce:
             self._decide()
         if not self._on:
             return
+        graph = getattr(self.trainer, GRAPH, None)
+        captures = graph is not None and not graph.is_eager
+        if not captures:
+            self._buffers.clear()
         for number, holder in enumerate(self._holders):
             made = holder.quantize()
             if number < len(self._buffers):
                 torch._foreach_copy_(*([x.view(torch.uint8) for x in some] for some in (self._buffers[number], made)))
                 made = self._buffers[number]
-            elif hasattr(self.trainer, GRAPH):
+            elif captures:
                 self._buffers.append(made)
             holder.owner.kept = made
 
