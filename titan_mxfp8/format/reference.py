@@ -209,6 +209,17 @@ def padded_ends(offs: Tensor, alignment: int) -> Tensor:
     return (-(-sizes // alignment) * alignment).cumsum(0, dtype=torch.int32)
 
 
+def padded_places(offs: Tensor, length: int, alignment: int, end: int) -> Tensor:
+    """Where each of ``length`` elements lies once each group starts at a multiple of ``alignment``, int64 (length,);
+    ``end`` for one that is in no group."""
+    sizes = offs.diff(prepend=offs.new_zeros(1))
+    padded_sizes = -(-sizes // alignment) * alignment
+    moved = padded_sizes.cumsum(0) - padded_sizes - (offs - sizes)
+    element = torch.arange(length, device=offs.device)
+    group = torch.searchsorted(offs, element, right=True).clamp(max=offs.shape[0] - 1)
+    return torch.where(element < offs[-1], element + moved[group], end)
+
+
 def _round_to_blocks(x: Tensor, spec: OperandSpec) -> tuple[Tensor, Tensor]:
     """Elements and scales of fp32 ``x`` in blocks of 32 along the last axis."""
     length = x.shape[-1]
@@ -275,30 +286,14 @@ def _exact_halvings(elements: Tensor) -> Tensor:
     return (torch.frexp(lowest_bit).exponent - 1).clamp(max=15).masked_fill(units == 0, 255)
 
 
-def _packed_positions(offs: Tensor, length: int, alignment: int) -> tuple[Tensor, Tensor]:
-    """For each position of the padded axis: the packed element there, and whether there is one."""
-    groups, sizes = offs.numel(), offs.diff(prepend=offs.new_zeros(1))
-    padded_sizes = -(-sizes // alignment) * alignment
-    ends = padded_sizes.cumsum(0)
-    position = torch.arange(ragged_rows(length, groups, alignment), device=offs.device)
-    group = torch.searchsorted(ends, position, right=True)
-    inside = group < groups
-    group = group.clamp(max=groups - 1)
-    source = position - (ends - padded_sizes)[group] + (offs - sizes)[group]
-    return source, inside & (source < offs[group])
-
-
 def _gather_groups(x: Tensor, offs: Tensor, alignment: int) -> Tensor:
     """Moves each group along the last axis to the next multiple of ``alignment``, zeros between: see ``quantize``."""
-    length = x.shape[-1]
-    if length == 0:
-        return x.new_zeros((*x.shape[:-1], ragged_rows(0, offs.numel(), alignment)))
-    source, filled = _packed_positions(offs, length, alignment)
-    return x.index_select(-1, torch.where(filled, source, 0)).masked_fill_(~filled, 0)
+    end = ragged_rows(x.shape[-1], offs.shape[0], alignment)
+    places = padded_places(offs, x.shape[-1], alignment, end)
+    return x.new_zeros((*x.shape[:-1], end + 1)).index_copy_(-1, places, x)[..., :-1]
 
 
 def _scatter_groups(padded: Tensor, offs: Tensor, length: int, alignment: int) -> Tensor:
     """The inverse of ``_gather_groups``; zeros at and past ``offs[-1]``."""
-    packed = padded.new_zeros((*padded.shape[:-1], length))
-    source, filled = _packed_positions(offs, length, alignment)
-    return packed.index_copy_(-1, source[filled], padded[..., filled])
+    places = padded_places(offs, length, alignment, padded.shape[-1])
+    return F.pad(padded, (0, 1)).index_select(-1, places)

@@ -6,7 +6,8 @@ The package's own GEMMs take groups of any size and never need this.
 import torch
 import torch.nn.functional as F
 
-from titan_mxfp8.format.mx import ceil_div, ragged_rows
+from titan_mxfp8.format.mx import ragged_rows
+from titan_mxfp8.format.reference import padded_ends, padded_places
 from titan_mxfp8.ops.checks import check_dtypes, check_offs_type, check_offs_values
 
 
@@ -28,10 +29,11 @@ def pad_token_groups(x: torch.Tensor, offs: torch.Tensor, alignment: int = 32) -
         ValueError: another dtype or shape of ``x`` or ``offs``, an alignment that is no multiple of 16; on a CPU,
             but in compiled code, offsets that are negative, decreasing or past M.
     """
-    _check(x, offs, alignment)
-    places, padded_ends = _places(offs, x.shape[0], alignment)
-    padded = x.new_zeros((ragged_rows(x.shape[0], offs.shape[0], alignment) + 1, x.shape[1]))
-    return padded.index_copy_(0, places, x)[:-1], padded_ends
+    _check(x, offs, x.shape[0], alignment)
+    end = ragged_rows(x.shape[0], offs.shape[0], alignment)
+    places = padded_places(offs, x.shape[0], alignment, end)
+    padded = x.new_zeros((end + 1, x.shape[1])).index_copy_(0, places, x)
+    return padded[:-1], padded_ends(offs, alignment)
 
 
 def unpad_token_groups(padded: torch.Tensor, offs: torch.Tensor, alignment: int, rows: int) -> torch.Tensor:
@@ -49,35 +51,23 @@ def unpad_token_groups(padded: torch.Tensor, offs: torch.Tensor, alignment: int,
     Raises:
         ValueError: as ``pad_token_groups``, or another number of padded rows.
     """
-    _check(padded, offs, alignment)
+    _check(padded, offs, rows, alignment)
     expected = ragged_rows(rows, offs.shape[0], alignment)
     if padded.shape[0] != expected:
         raise ValueError(
             f"{rows} rows in {offs.shape[0]} groups aligned to {alignment} are padded to {expected} rows, "
             f"got {padded.shape[0]}: pass the rows, groups and alignment that they were padded with"
         )
-    places, _ = _places(offs, rows, alignment)
+    places = padded_places(offs, rows, alignment, expected)
     return F.pad(padded, (0, 0, 0, 1)).index_select(0, places)
 
 
-def _places(offs: torch.Tensor, rows: int, alignment: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each of the ``rows`` lies among the padded ones, int64 (M,), behind the last one if it is in no group; and
-    int32 (E,), the ends of the padded groups."""
-    if not torch.compiler.is_compiling() and type(offs) is torch.Tensor:  # a fake one has no values
-        check_offs_values(offs, rows)
-    sizes = offs.diff(prepend=offs.new_zeros(1))
-    padded_sizes = ceil_div(sizes, alignment) * alignment
-    padded_ends = padded_sizes.cumsum(0, dtype=torch.int32)
-    row = torch.arange(rows, device=offs.device)
-    group = torch.searchsorted(offs, row, right=True).clamp(max=offs.shape[0] - 1)
-    place = row + (padded_ends - padded_sizes - (offs - sizes))[group]
-    return torch.where(row < offs[-1], place, ragged_rows(rows, offs.shape[0], alignment)), padded_ends
-
-
-def _check(x: torch.Tensor, offs: torch.Tensor, alignment: int) -> None:
+def _check(x: torch.Tensor, offs: torch.Tensor, rows: int, alignment: int) -> None:
     check_dtypes(tokens=x)
     if x.ndim != 2:
         raise ValueError(f"takes tokens of shape (rows, features), got {tuple(x.shape)}")
     check_offs_type(offs)
     if alignment < 16 or alignment % 16:
         raise ValueError(f"alignment must be a multiple of 16, got {alignment}")
+    if not torch.compiler.is_compiling() and type(offs) is torch.Tensor:  # a fake one has no values
+        check_offs_values(offs, rows)
