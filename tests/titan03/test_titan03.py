@@ -242,7 +242,7 @@ def test_in_compiled_blocks_torchtitan_dispatches_counted_rows(rows: str, monkey
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(RoutedExperts, "forward", lambda *_: calls.append("TorchTitan's"))
 
-    def ours(_: object, x: torch.Tensor, *rest: object, gathered: object) -> torch.Tensor:
+    def ours(_: object, x: torch.Tensor, *rest: object) -> torch.Tensor:
         calls.append(rest)
         return x
 

@@ -87,15 +87,11 @@ class ConvertedModule:
         weights: Weights,
         offs: torch.Tensor,
         limit: float | None = None,
-        gathered: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         """``grouped_experts`` of rows that are sorted by expert, observed as ``mxfp8_moe`` is."""
         config = self.mx_config
-        y = grouped_experts(x, weights, offs, config, limit, gathered or self.kept)
-        if self.probe is None:
-            return y
-        matrices = partial(experts.values_of, gathered, config.plan) if gathered else weights[:3]
-        return observe(y, x, matrices, offs, self.probe, config)
+        y = grouped_experts(x, weights, offs, config, limit, self.gathered or self.kept)
+        return y if self.probe is None else observe(y, x, self._matrices(weights), offs, self.probe, config)
 
     def mxfp8_moe(
         self,
@@ -106,19 +102,21 @@ class ConvertedModule:
         group: dist.ProcessGroup | None,
         options: Dispatched,
         scores_first: bool = False,
-        gathered: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         """``mxfp8_moe`` of experts, observed: tokens and output gradients as the source rank quantises them, in its
         order, and the three weights. Not what is quantised in the hidden layer."""
         config = self.mx_config
         try:
-            y = moe(x, scores, expert_ids, weights, group, options, config, scores_first, gathered or self.kept)
+            y = moe(x, scores, expert_ids, weights, group, options, config, scores_first, self.gathered or self.kept)
         except ValueError as error:
             raise ValueError(f"{self.mxfp8_fqn}: {error}") from error
         if self.probe is None:
             return y
-        matrices = partial(experts.values_of, gathered, config.plan) if gathered else weights[:3]
-        return observe(y, x, matrices, None, self.probe, config, dispatched=True)
+        return observe(y, x, self._matrices(weights), None, self.probe, config, dispatched=True)
+
+    def _matrices(self, weights: Weights) -> Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]]:
+        """The three weights for ``observe``: where they were gathered in FP8, ``weights`` only get the gradients."""
+        return partial(experts.values_of, self.gathered, self.mxfp8.plan) if self.gathered else weights[:3]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if isinstance(param, DTensor) and (param.ndim == 3 or name == "weight"):

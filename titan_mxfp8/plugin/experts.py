@@ -12,7 +12,6 @@ from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, ScaleBiasF
 from torchtitan.models.moe.moe import GroupedExperts
 
 from titan_mxfp8.modules import ConvertedModule
-from titan_mxfp8.moe.layer import Dispatched
 from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.titan.dispatch import DispatchingLayers, interleaved, local
 
@@ -35,19 +34,16 @@ class RoutedExperts(ConvertedModule):
         """``x`` (M, D) sorted by expert and the number of tokens of each: rows past the last expert's give zeros. Or
         (T, D) tokens and their ``Routing``."""
         is_sorted, limit = not isinstance(tokens, Routing), getattr(self, "swiglu_limit", None)
-        weights, gathered, layers = self.weights(is_sorted), self.gathered, self.mxfp8_layers
+        weights = self.weights(is_sorted)
         if is_sorted:
             offs = torch.cumsum(tokens, dim=0, dtype=torch.int32)
-            return self.mxfp8_experts(x.bfloat16(), weights, offs, limit, gathered).type_as(x)
-        rows, capacity = layers.rows_now(self.training)
-        options = Dispatched(layers.transport, rows, layers.max_tokens, limit, capacity)
-        group = expert_parallel_group(next(self.parameters()))
-        routing = tokens.scores, tokens.expert_ids
-        return self.mxfp8_moe(x, *routing, weights, group, options, tokens.scores_first, gathered)
+            return self.mxfp8_experts(x.bfloat16(), weights, offs, limit).type_as(x)
+        group, options = expert_parallel_group(next(self.parameters())), self.mxfp8_layers.options(self.training, limit)
+        return self.mxfp8_moe(x, tokens.scores, tokens.expert_ids, weights, group, options, tokens.scores_first)
 
     def waits(self) -> bool:
         """Whether the host waits in a call now for the number of rows that come."""
-        counted = not self.training or self.mxfp8_layers.rows == "counted"
+        counted = self.mxfp8_layers.are_counted(self.training)
         return counted and expert_parallel_group(next(self.parameters())) is not None
 
 

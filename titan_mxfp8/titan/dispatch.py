@@ -16,6 +16,7 @@ from titan_mxfp8.logs import count_of
 from titan_mxfp8.moe import TransportName, choose
 from titan_mxfp8.moe.bounds import WantedRows, bound, factor_of
 from titan_mxfp8.moe.collective import Collective
+from titan_mxfp8.moe.layer import Dispatched
 from titan_mxfp8.recipe import AUTO, BF16, Recipe
 
 logger = logging.getLogger(__name__)
@@ -179,11 +180,16 @@ class DispatchingLayers:
         grown = f"{math.ceil(1000 * self.share(rows)) / 1000}"
         self.set_rows(grown if self.bytes_needed(grown, self.ranks) <= available else "counted")
 
-    def rows_now(self, training: bool) -> tuple[str, int | None]:
-        """``rows`` and ``capacity`` of ``Dispatched``. Nobody runs a validation's batch again: its rows are counted."""
+    def are_counted(self, training: bool) -> bool:
+        """Whether the rows of a call now are. Nobody runs a validation's batch again: its rows are."""
+        return not training or self.rows == "counted"
+
+    def options(self, training: bool, limit: float | None) -> Dispatched:
+        """Of a call now; ``limit`` is that of the experts' SwiGLU."""
+        rows, capacity = self.rows if training else "counted", None
         if training and self._room is not None:
-            return "bounded", self._room.shape[0]
-        return self.rows if training else "counted", None
+            rows, capacity = "bounded", self._room.shape[0]
+        return Dispatched(self.transport, rows, self.max_tokens, limit, capacity)
 
     def set_rows(self, rows: str) -> None:
         """From the next step on. Compiled layers that took a bound that may overflow go on with any other: to them it

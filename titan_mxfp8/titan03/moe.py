@@ -22,7 +22,6 @@ from torchtitan.trainer import Trainer
 
 from titan_mxfp8.logs import log_once
 from titan_mxfp8.modules import ConvertedModule
-from titan_mxfp8.moe.layer import Dispatched
 from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.titan.dispatch import (
     LAYERS,
@@ -56,8 +55,7 @@ class MXFP8GroupedExperts(_MXFP8Seam, GroupedExperts):
         if not self.gathered:
             return super().forward(x_RD, num_tokens_per_expert_E)
         offs = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
-        y = self.mxfp8_experts(x_RD.bfloat16(), local_parameters(self), offs, gathered=self.gathered)
-        return y.type_as(x_RD)
+        return self.mxfp8_experts(x_RD.bfloat16(), local_parameters(self), offs).type_as(x_RD)
 
 
 def local_parameters(experts: GroupedExperts) -> Weights:
@@ -106,17 +104,14 @@ class MXFP8RoutedExperts(RoutedExperts):
         if torch.compiler.is_compiling() and self._is_counted():
             # TorchTitan compiles whole blocks, each as one graph, which counted rows would break
             return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
-        experts, layers = self.inner_experts, self.mxfp8_layers
-        limit = getattr(experts, "swiglu_limit", None)
-        rows, capacity = layers.rows_now(self.training)
+        experts = self.inner_experts
         y_TD = experts.mxfp8_moe(
             x_BLD.flatten(0, 1),
             topk_scores_BLK.flatten(0, 1),
             topk_expert_ids_BLK.flatten(0, 1),
             local_parameters(experts),
             self._group(),
-            Dispatched(layers.transport, rows, layers.max_tokens, limit, capacity),
-            gathered=experts.gathered,
+            self.mxfp8_layers.options(self.training, getattr(experts, "swiglu_limit", None)),
         )
         return y_TD.view_as(x_BLD)
 
@@ -127,7 +122,7 @@ class MXFP8RoutedExperts(RoutedExperts):
 
     def _is_counted(self) -> bool:
         """Whether the host reads how many rows land here."""
-        return self.token_dispatcher.ep_mesh is not None and self.mxfp8_layers.rows_now(self.training)[0] == "counted"
+        return self.token_dispatcher.ep_mesh is not None and self.mxfp8_layers.are_counted(self.training)
 
 
 def dispatch_tokens(
