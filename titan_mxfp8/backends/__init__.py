@@ -32,14 +32,7 @@ class Gemm(Encoded):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Encoded):
-    """Which operands each GEMM of a recipe takes. Per expert: M tokens, N out features, K in features.
-
-    | GEMM    | computes                | a, quantised along | b, quantised along |
-    |---------|-------------------------|--------------------|--------------------|
-    | forward | y_MN = x_MK @ w_NK^T    | x along K          | w along K          |
-    | dgrad   | dx_MK = dy_MN @ w_NK    | dy along N         | w along N          |
-    | wgrad   | dw_NK = dy_MN^T @ x_MK  | dy along M         | x along M          |
-    """
+    """Which operands each GEMM of a recipe takes: ``ops/matmul.py`` has a table of the three."""
 
     forward: Gemm
     dgrad: Gemm

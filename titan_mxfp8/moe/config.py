@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from titan_mxfp8.format.mx import ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.moe import DispatchHandle, Transport, TransportName, choose
-from titan_mxfp8.moe.bounds import bound
+from titan_mxfp8.moe.bounds import bound, factor_of
 from titan_mxfp8.ops.autograd import take_many
 from titan_mxfp8.ops.experts import DispatchedRows, ExpertsLayer, Tokens
 from titan_mxfp8.ops.library import aligned
@@ -22,19 +23,23 @@ class MoEConfig(ExpertsLayer):
     """Everything about a layer that is no tensor. Its handle is a ``DispatchHandle``.
 
     Attributes:
-        transport: as of ``mxfp8_moe``.
-        factor: of ``rows``, see ``bounds.factor_of``.
+        transport, rows: as of ``mxfp8_moe``; a factor as text.
         most_rows: that a rank ever sends in a call; 0: as many as in the first.
         ranks, group: how many share the experts, and the name of their process group; empty: this process alone.
     """
 
     transport: TransportName
-    factor: float | None
+    rows: str
     most_rows: int
     ranks: int
     group: str
     zero_tail: ClassVar[bool] = False
     handle_tensors: ClassVar[int] = len(DispatchHandle._fields)
+
+    @cached_property
+    def factor(self) -> float | None:
+        """See ``bounds.factor_of``."""
+        return factor_of(self.rows)
 
     def dispatch(self, transport, x, scores, routing, capacity, local, save, kernels, overlap):
         experts, (tokens, slots) = local * self.ranks, routing.shape

@@ -1,20 +1,10 @@
 """``mxfp8_moe``: a MoE layer between its router and its output, as one operator forward and four backward.
 
 T tokens here, K experts each of E in all, which R ranks share; M rows for those here. D model and H hidden features.
-
-```
-forward                                                      backward
-x_TD --quantise along D--> FP8 rows                          g_TD --quantise along D--> FP8 rows
-     --dispatch: once per link, to all places--> x_MD             --the same way, to the same places--> g_MD
-       (overlap weights are quantised)
-     --experts' GEMMs and SwiGLU--> y_MD bf16                     --experts--> dgate w1, dup w3 (M, D), scores' (M,)
-     --combine: scores, sums, once per link--> out_TD             --combine--> dx_TD, dscores_TK
-saved: of x_MD one FP8 row for each token that came, gate and up (M, H) bf16, the handle
-```
+``titan_mxfp8/dispatch.md`` draws the way of a token, and says what is saved.
 """
 
 from collections.abc import Sequence
-from functools import cache
 from operator import index
 from typing import Any, NamedTuple
 
@@ -22,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_mxfp8.format.codec import decode
 from titan_mxfp8.moe import TRANSPORTS, Rows, TransportName
 from titan_mxfp8.moe.bounds import factor_of
 from titan_mxfp8.moe.config import MoEConfig
@@ -30,7 +19,7 @@ from titan_mxfp8.ops.autograd import ScoredCopies, exported, is_exporting
 from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_features, check_flags, plain
 from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.expert_operators import WEIGHTS_SCHEMA, ExpertsFunction
-from titan_mxfp8.ops.experts import Weights
+from titan_mxfp8.ops.experts import Weights, key_of
 from titan_mxfp8.recipe import Recipe, get_recipe
 
 _MOST_CHECKED = 4096
@@ -161,7 +150,8 @@ def moe(
     # The key takes constants; compiled code may have symbols here.
     most_rows = index((max_tokens or 0) * (slots if scores_first else 1))
     name = "" if group is None else group.group_name
-    layer = _moe_key(config.key, limit, transport, f"{rows}", most_rows, ranks, name)
+    fields = {"transport": transport, "rows": f"{rows}", "most_rows": most_rows, "ranks": ranks, "group": name}
+    layer = key_of(MoEConfig, config.key, limit=limit, **fields)
     if compiling and is_exporting():
         return _exported_moe(x, scores, expert_ids, *weights, scores_first, layer, config.kept_weight)
     kept_weight = "itself" if gathered else config.kept_weight
@@ -237,24 +227,3 @@ _exported_moe = exported(
     lambda x, *rest: x.new_empty(x.shape),
     f"Tensor x, Tensor scores, Tensor expert_ids, {WEIGHTS_SCHEMA}, bool scores_first, str config, str kept_weight",
 )
-
-
-@torch.compiler.assume_constant_result
-def _moe_key(gemms: str, limit: float | None, transport: str, rows: str, most_rows: int, ranks: int, group: str) -> str:
-    """The key of a ``MoEConfig``, of whose GEMMs ``gemms`` is the key."""
-    return _moe_config(gemms, limit, transport, rows, most_rows, ranks, group).key
-
-
-@cache
-def _moe_config(
-    gemms: str, limit: float | None, transport: str, rows: str, most_rows: int, ranks: int, group: str
-) -> MoEConfig:
-    return MoEConfig(
-        gemms=decode(gemms),
-        limit=limit,
-        transport=transport,
-        factor=factor_of(rows),
-        most_rows=most_rows,
-        ranks=ranks,
-        group=group,
-    )

@@ -39,7 +39,7 @@ from titan_mxfp8.format.spec import Operand
 from titan_mxfp8.ops import experts
 from titan_mxfp8.ops.accumulate import held_gradients, take_gradients
 from titan_mxfp8.ops.autograd import once_differentiable, save_for_backward, split, take, take_many
-from titan_mxfp8.ops.experts import ExpertsLayer, HiddenGradients
+from titan_mxfp8.ops.experts import ExpertsLayer
 from titan_mxfp8.ops.library import Operator, aligned
 from titan_mxfp8.ops.matmul import sum_rows
 
@@ -241,15 +241,16 @@ def experts_hidden_gradients(
         biases[2] = sum_rows(values, offs) if needs[5] else None
     if not needs[2]:
         columnwise.pop()
-    made = HiddenGradients(rowwise, columnwise, dscores, biases)
-    return [*experts.hidden_tensors(made, layer), *rows.sources, *rows.kept]
+    made = experts.hidden_tensors(layer, rowwise, columnwise, dscores, biases)
+    return [*made, *rows.sources, *rows.kept]
 
 
 @torch.library.register_fake(experts_hidden_gradients.overload)
 def _(g, handle, preactivations, quantized, weights, b2, scored, needs, sizes, config):
     layer, gate, local = decode(config), preactivations[0], handle[0].shape[0]
     (rows, hidden), plan, rowwise = gate.shape, layer.plan, layer.plan.dgrad.a
-    made = HiddenGradients(
+    made = experts.hidden_tensors(
+        layer,
         rowwise=[rowwise.empty(gate, 1, local if rowwise.grouped_scales else None) for _ in range(2)],
         columnwise=[spec.empty(gate, 0, local) for spec in (plan.wgrad.a, plan.wgrad.a, *[plan.wgrad.b] * needs[2])],
         dscores=gate.new_empty(rows, dtype=torch.float32) if scored else None,
@@ -258,7 +259,7 @@ def _(g, handle, preactivations, quantized, weights, b2, scored, needs, sizes, c
             for size, needed in zip((hidden, hidden, g.shape[1]), needs[3:], strict=True)
         ],
     )
-    return [*experts.hidden_tensors(made, layer), *layer.empty_gradient(g, handle, rows, needs[2])]
+    return [*made, *layer.empty_gradient(g, handle, rows, needs[2])]
 
 
 @Operator
@@ -327,7 +328,7 @@ def experts_rows_gradient(
 
     Args:
         offs: the first tensor of ``handle``.
-        rowwise: of ``HiddenGradients``. Emptied.
+        rowwise: as of ``experts.hidden_tensors``. Emptied.
         quantized: w1 and w3 as ``experts_forward`` has kept them, emptied; or none.
         weights: as of ``experts_hidden_gradients``.
         sizes: T, K, H and D.

@@ -6,7 +6,7 @@ M rows, D model and H hidden features, E experts. ``expert_operators`` makes lay
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -197,6 +197,17 @@ class ExpertsLayer(Encoded):
         return sys.maxsize
 
 
+@torch.compiler.assume_constant_result
+def key_of(kind: type[ExpertsLayer], gemms: str, **fields: object) -> str:
+    """The key of the layer of this kind with these fields, and with the GEMMs of which ``gemms`` is the key."""
+    return _layer(kind, gemms, **fields).key
+
+
+@cache
+def _layer(kind: type[ExpertsLayer], gemms: str, **fields: object) -> ExpertsLayer:
+    return kind(gemms=decode(gemms), **fields)
+
+
 def row_spec(spec: OperandSpec) -> OperandSpec:
     """What x or g are quantised to before they travel: ``spec``, which the GEMM takes, or the FP8 that its bf16 values
     are made from, and whose scales it wants by groups."""
@@ -270,22 +281,6 @@ def quantize_weights(weights: Weights, plan: Plan, kernels: Backend, keep: bool)
     return forward, kept
 
 
-class HiddenGradients(NamedTuple):
-    """What backward makes of g and the pre-activations.
-
-    Attributes:
-        rowwise: the gradients of gate and up along H, for the rows' gradient.
-        columnwise: what wgrad takes along M: the gradients of gate and up, and the score times h if w2's is wanted.
-        dscores: fp32 (M,), or None.
-        biases: the gradients of b1, b3 and b2, fp32, of each that is wanted.
-    """
-
-    rowwise: Owned
-    columnwise: Owned
-    dscores: Tensor | None
-    biases: list[Tensor | None]
-
-
 def for_dgrad(w: Tensor | Operand | Quantized, plan: Plan, kernels: Backend) -> Operand:
     """A weight of ``weights_of`` as dgrad takes it."""
     if isinstance(w, Quantized):
@@ -333,12 +328,24 @@ def count_tensors(config: str) -> TensorCounts:
     return decode(config).counts
 
 
-def hidden_tensors(made: HiddenGradients, layer: ExpertsLayer) -> list[Tensor]:
-    """What an operator returns of ``HiddenGradients``: no tensor twice."""
+def hidden_tensors(
+    layer: ExpertsLayer,
+    rowwise: list[Operand],
+    columnwise: list[Operand],
+    dscores: Tensor | None,
+    biases: list[Tensor | None],
+) -> list[Tensor]:
+    """What an operator returns of what backward makes of g and the pre-activations: no tensor twice.
+
+    Args:
+        rowwise: the gradients of gate and up along H, for the rows' gradient.
+        columnwise: what wgrad takes along M: the gradients of gate and up, and the score times h if w2's is wanted.
+        dscores: fp32 (M,), or None.
+        biases: the gradients of b1, b3 and b2, fp32, of each that is wanted.
+    """
     first = 0 if layer.plan.dgrad.a.is_quantized else 2
-    optional = made.dscores, *made.biases
-    rest = [tensor for tensor in optional if tensor is not None]
-    return [*tensors_of(made.rowwise), *tensors_of(made.columnwise[first:]), *rest]
+    rest = [tensor for tensor in (dscores, *biases) if tensor is not None]
+    return [*tensors_of(rowwise), *tensors_of(columnwise[first:]), *rest]
 
 
 def bf16_values(rows: Operand, offs: Tensor, kernels: Backend) -> Tensor:

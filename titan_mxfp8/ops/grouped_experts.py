@@ -7,16 +7,14 @@ or, of 32x32 blocks, what was quantised for dgrad, unless FSDP frees them.
 """
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 
-from titan_mxfp8.format.codec import decode
 from titan_mxfp8.ops.autograd import exported, is_exporting
 from titan_mxfp8.ops.checks import check_offs_values
 from titan_mxfp8.ops.config import MXConfig
 from titan_mxfp8.ops.expert_operators import WEIGHTS_SCHEMA, ExpertsFunction
-from titan_mxfp8.ops.experts import DispatchedRows, ExpertsLayer, Tokens, Weights, operand_of
+from titan_mxfp8.ops.experts import DispatchedRows, ExpertsLayer, Tokens, Weights, key_of, operand_of
 from titan_mxfp8.ops.library import aligned
 
 
@@ -40,7 +38,7 @@ def grouped_experts(
             what ``experts.quantize_ahead`` gave, with a ``config`` that keeps no quantised weight. Those of ``weights``
             only get the gradients then, in their dtype.
     """
-    key = _sorted_key(config.key, limit)
+    key = key_of(SortedExperts, config.key, limit=limit)
     if torch.compiler.is_compiling() and is_exporting():
         return _exported_experts(x_MD, offs, *weights, key, config.keeps_input, config.kept_weight)
     rest = "itself" if gathered else config.kept_weight, config.keeps_input, torch.is_grad_enabled()
@@ -57,17 +55,6 @@ _exported_experts = exported(
     lambda x, *rest: x.new_empty(x.shape, dtype=torch.bfloat16),
     f"Tensor x, Tensor offs, {WEIGHTS_SCHEMA}, str config, bool keeps_input, str kept_weight",
 )
-
-
-@torch.compiler.assume_constant_result
-def _sorted_key(gemms: str, limit: float | None) -> str:
-    """The key of the ``SortedExperts`` for the ``MXConfig`` of this key."""
-    return _sorted_experts(gemms, limit).key
-
-
-@cache
-def _sorted_experts(gemms: str, limit: float | None) -> "SortedExperts":
-    return SortedExperts(gemms=decode(gemms), limit=limit)
 
 
 class SortedExperts(ExpertsLayer):

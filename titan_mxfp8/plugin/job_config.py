@@ -148,7 +148,7 @@ class Training:
 @dataclass
 class Model:
     study_flavors: bool = option(False)("""
-    Whether the model tables get the flavors of titan_mxfp8.plugin.flavors: <flavor>_2layers and <flavor>_4layers of
+    Whether the model tables get the flavors of titan_mxfp8.plugin.flavors: <flavor>_2layers, _4layers and _7layers of
     several models, moe_100m of llama4 and moe_320m of deepseek_v3.
     """)
 

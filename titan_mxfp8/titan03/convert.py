@@ -123,7 +123,7 @@ class MXFP8ScaledBiasRowwiseLinear(modules.MXFP8Linear, ScaledBiasRowwiseLinear)
         return self.mxfp8_linear(input, weight, bias / self.tp_degree)
 
 
-LINEAR_CLASSES = {Linear: MXFP8TitanLinear, ScaledBiasRowwiseLinear: MXFP8ScaledBiasRowwiseLinear}
+modules.LINEAR_CLASSES |= {Linear: MXFP8TitanLinear, ScaledBiasRowwiseLinear: MXFP8ScaledBiasRowwiseLinear}
 
 
 class MXFP8Linears(_Converter):
@@ -137,7 +137,6 @@ class MXFP8Linears(_Converter):
         filter_fqns: Sequence[str] | str = ("lm_head", "router.gate")
 
     def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
-        modules.LINEAR_CLASSES.update(LINEAR_CLASSES)
         return modules.convert_linears(model, filter_fqns=self.config.filter_fqns, **options)
 
 

@@ -30,12 +30,13 @@ HOOKS = {
     "torchtitan.models.*.infra.parallelize.apply_compile": "MoE blocks that dispatch their own tokens are one region",
     "torchtitan.components.metrics.MetricsProcessor.should_log": "health_every and hopper_rebase_report",
     "torchtitan.components.checkpoint.CheckpointManager.__init__": "captures a trainer's steps (0.2.2)",
-    "torchtitan.components.checkpoint.CheckpointManager.close": "destroys the graphs",
+    "torchtitan.components.checkpoint.CheckpointManager.close": "destroys the graphs (0.2.2)",
     "torchtitan.components.metrics.WandBLogger.__init__": "a run's name, tags and commit (0.2.2)",
     "torchtitan.distributed.activation_checkpoint.SelectiveAC.get_save_ops": "as _op_sac_save_list (0.3.0)",
     "torchtitan.trainer.Trainer.Config._validate_cuda_graphs": "expert parallelism is left to us (0.3.0)",
     "torchtitan.trainer.wrap_with_cuda_graph": "no capture where the host waits; health runs eagerly (0.3.0)",
     "torchtitan.*.apply_fsdp_to_decoder": "as apply_fsdp (0.3.0)",
+    "torchtitan.trainer.Trainer.close": "destroys the graphs (0.3.0)",
     "torchtitan.trainer.Trainer.__init__": "its config is known to the model that it builds (0.3.0)",
 }
 
