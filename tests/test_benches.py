@@ -127,7 +127,7 @@ def test_bench_grouped_mm_lists_what_matters_first() -> None:
 def test_passes_of_a_recipe_are_timed_alone(tmp_path: Path, monkeypatch) -> None:
     """On operands as Hopper wants them, which reference.py's kernels can make and multiply too."""
     hopper = CLUSTER_GPUS["H200"]
-    monkeypatch.setattr(bench_grouped_mm, "plan", lambda recipe, backend, device: plan_on(recipe, "auto", hopper))
+    monkeypatch.setattr(bench_grouped_mm, "plan_on", lambda recipe, *_: plan_on(recipe, "auto", hopper))
     recipes = ["mxfp8_2d", "mxfp8_2d_wgrad_bf16", "mxfp8_2d_rebased"]
     arguments = [*SMALL, "--passes", "--shapes", "300,128,256,3", "--out", str(tmp_path), "--recipes", *recipes]
     bench_grouped_mm.main(arguments)

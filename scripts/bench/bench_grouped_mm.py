@@ -22,7 +22,7 @@ from scripts.bench.bench import Call, Entry, largest_error, parse, parser_of
 from scripts.bench.problems import GROUPED_SHAPES, SMALL_EXPERT_SHAPES, GroupedShape, Spread, group_sizes, make_offs
 from scripts.progress import ends_in_words
 from titan_mxfp8 import mxfp8_grouped_mm
-from titan_mxfp8.backends import BACKENDS, plan
+from titan_mxfp8.backends import BACKENDS, plan_on
 from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.ops import matmul
 from titan_mxfp8.recipe import BF16, get_recipe
@@ -83,7 +83,7 @@ def passes_of(
 ) -> dict[str, Call]:
     """Of a recipe's forward and backward: ``QUANTIZERS``, and ``GEMMS`` on operands that are made here."""
     recipe = get_recipe(recipe_name)
-    of = plan(recipe, backend, x.device)
+    of = plan_on(recipe, backend, hardware_of(x.device))
     keeps = recipe.weight_block == "32x32" and of.dgrad.b.stored != "bf16"
     forward_w_alone = partial(matmul.quantize, w, 2, of.forward.b, None, backend)
     both_w = partial(matmul.quantize_both, w, of.forward.b, of.dgrad.b, None, backend)

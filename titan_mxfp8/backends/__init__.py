@@ -327,11 +327,6 @@ def replay_launches(on: bool) -> None:
     replays = on
 
 
-def plan(recipe: Recipe, backend: str, device: torch.device) -> Plan:
-    """``plan_on`` for the hardware that ``device`` is."""
-    return plan_on(recipe, backend, hardware_of(device))
-
-
 def plan_on(recipe: Recipe, backend: str, hardware: Hardware) -> Plan:
     """The plan of the backend that is named, or that ``auto`` chooses for ``hardware``. Raises ValueError as
     ``select``."""
