@@ -59,11 +59,12 @@ BOTH_16 = {"out_dtype": BF16, "bias_dtype": BF16}
         product(GEMMS, GROUP_SIZES),
         "scaled",
         "sm100",
-        *product(["bf16_tma", "bf16"], ["ragged", "no offs", "no rows"]),
+        *product(["bf16_tma", "bf16"], ["no rows"]),
     ),
     indirect=["target"],
 )
 def test_group_sizes(case: str, target: Target) -> None:
+    """Ragged groups and none are among the next two tests' for those that multiply bf16."""
     few_tiles = {"n": 64, "k": 64} if case == "48 experts" else {}  # of many experts: the other cases have tails
     check_gemms(target.backend, target.plan("mxfp8"), case, **few_tiles, **BOTH_16 if target is SM100 else {})
 
@@ -72,7 +73,7 @@ def test_group_sizes(case: str, target: Target) -> None:
     "target, recipe",
     daily(
         product(GEMMS, EXACT),
-        *product(["scaled"], EXACT[1::2]),
+        *product(["scaled"], ["mxfp8_2d", "mxfp8_e5m2_grad"]),
         ("bf16_tma", "mxfp8_2d"),
         ("bf16", "mxfp8_2d"),
         *product(["sm100"], ["mxfp8_2d", "mxfp8_e5m2_grad", "mxfp8_wgrad_bf16"]),
