@@ -78,6 +78,7 @@ for layout in LAYOUTS:  # 7 rows are divided into 4 and 3
     for autocast in (False, True):
         check_linear(layout, (8, 7), autocast, compiled=False)
     check_linear(layout, (8, 12), autocast=True, compiled=True)
-    # torch 2.13 compiles uneven shards for one number of rows only: it takes the first shard's for every rank's
-    check_linear(layout, (7,), autocast=True, compiled=True)
+    if layout.endswith("sequence sharded"):
+        # torch 2.13 compiles uneven shards for one number of rows only: it takes the first shard's for every rank's
+        check_linear(layout, (7,), autocast=True, compiled=True)
 dist.destroy_process_group()
