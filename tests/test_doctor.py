@@ -94,6 +94,7 @@ def test_what_is_missing_comes_with_the_command_that_mends_it() -> None:
         (with_versions(torch="2.9.1"), "older than 2.11", "pip install", "MXFP8"),
         (with_versions(torch="2.15.0"), "newer than what is tested", "pip install", ""),
         (with_versions(triton="3.5.1"), "3.6 or newer", "pip install", "MXFP8"),
+        (with_versions(triton="3.10.0"), "newer than what is tested", "pip install", ""),
         (with_versions(torchtitan="0.2.1"), "torchtitan 0.2.1", "torchtitan==0.2.2", "TorchTitan"),
         (with_versions(torchtitan="0.3.0"), "0.3.0 needs torch 2.13", "pip install", "TorchTitan"),
         ({"versions": core}, "torchtitan is not installed", "torchtitan==0.2.2", "TorchTitan"),
@@ -108,8 +109,10 @@ def test_what_is_missing_comes_with_the_command_that_mends_it() -> None:
         assert " -e" not in found[0].command, "a wheel has no folder to install from"
     assert len(doctor.problems(replace(HEALTHY, versions=core))) == 1, "without TorchTitan nothing of it is missed"
     assert doctor.problems(replace(HEALTHY, **with_versions(torch="2.13.0", torchtitan="0.3.0"))) == []
-    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
-    assert set(shlex.split(doctor.INSTALL_TITAN)[2:]) == set(named)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(shlex.split(doctor.INSTALL_TITAN)[2:]) == set(project["optional-dependencies"]["train"])
+    for command in (doctor.INSTALL_TORCH, doctor.INSTALL_TRITON):
+        assert shlex.split(command)[-1] in project["dependencies"]
     assert "each of 8 GPUs" in doctor.symmetric_memory(HEALTHY)
     assert "two GPUs" in doctor.symmetric_memory(replace(HEALTHY, gpus=1))
     assert "cannot read" in doctor.symmetric_memory(replace(HEALTHY, peers=False))

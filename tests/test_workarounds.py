@@ -8,6 +8,7 @@ Not here is ``keep_saved_outputs``, whose symptom takes a whole model: test_mode
 import functools
 import json
 import logging
+import re
 import runpy
 import shutil
 from collections.abc import Callable
@@ -438,6 +439,13 @@ def test_all_that_importing_the_plugin_changes_is_listed() -> None:
         kept |= {"Config._validate_cuda_graphs", "wrap_with_cuda_graph"}
         missing = [name for name in listed if not any(site.endswith(f".{name.rpartition('.')[2]}") for site in changed)]
         assert [name for name in missing if not name.endswith(tuple(kept))] == []
+
+
+def test_all_that_is_patched_is_listed() -> None:
+    """With either TorchTitan, when it is imported or later, by the decorator ``around``."""
+    sources = [path for path in Path(patch.__file__).parents[1].rglob("*.py") if path.parent.name != "workarounds"]
+    patched = re.findall(r'^@around\(.*?"(.+?)"', "\n".join(path.read_text() for path in sources), re.MULTILINE)
+    assert len(patched) > 9 and {name.replace("{name}", "*") for name in patched} <= HOOKS.keys()
 
 
 OWN_CHOICE = """

@@ -30,8 +30,8 @@ from titan_mxfp8.modules import training_device
 from titan_mxfp8.recipe import AUTO, BF16, RECIPES, Recipe
 
 MEASURED = Path(__file__).with_name("measured.csv")  # scripts/study/measured.py writes it
-TORCH, TRITON = ((2, 11), (2, 14)), (3, 6)  # from, to before; from
-INSTALL_TORCH = 'pip install "torch>=2.11,<2.14"'
+TORCH, TRITON = ((2, 11), (2, 14)), ((3, 6), (3, 10))  # from, to before
+INSTALL_TORCH, INSTALL_TRITON = 'pip install "torch>=2.11,<2.14"', 'pip install "triton>=3.6,<3.10"'
 REINSTALL_TORCH = 'pip install --force-reinstall "torch>=2.11,<2.14"'
 # By TorchTitan: the least torch; what its training imports; what some configs and scripts use.
 TORCHTITAN = {"0.2.2": ((2, 11), ("tensorboard",), ("wandb", "safetensors", "matplotlib")), "0.3.0": ((2, 13), (), ())}
@@ -106,7 +106,9 @@ def problems(machine: Machine) -> list[Problem]:
     need(on_gpu or not machine.driver, what, REINSTALL_TORCH)
     triton = versions.get("triton", "is not installed")
     stops = "MXFP8" if on_gpu else "TorchTitan"
-    need(_numbers(triton) >= TRITON, f"triton {triton}: 3.6 or newer is needed", 'pip install "triton>=3.6"', stops)
+    need(_numbers(triton) >= TRITON[0], f"triton {triton}: 3.6 or newer is needed", INSTALL_TRITON, stops)
+    what = f"triton {triton} is newer than what is tested, 3.6 to 3.9"
+    need(_numbers(triton) < TRITON[1], what, INSTALL_TRITON, "")
     titan = versions.get("torchtitan", "")
     what = f"torchtitan {titan or 'is not installed'}: the plugin is for {' and '.join(TORCHTITAN)}"
     need(titan in TORCHTITAN, what, INSTALL_TITAN, "TorchTitan")

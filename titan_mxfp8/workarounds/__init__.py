@@ -20,8 +20,10 @@ __all__ = ["HOOKS", "TITAN02", "TITAN03", "WORKAROUNDS", "Workaround", "apply", 
 
 logger = logging.getLogger(__name__)
 
-# What the adapters change besides, to have a part in TorchTitan at all: by dotted name, what for. Not to be left out.
+# What is changed besides, to have a part in TorchTitan at all: by dotted name, what for. Not to be left out.
 HOOKS = {
+    "torch.utils.checkpoint.CheckpointFunction.forward": "experts of a class of your own are recomputed in MXFP8",
+    "torch.utils.checkpoint._CheckpointFrame.__init__": "the same, where checkpoints are not reentrant",
     "torchtitan.protocols.model_converter._registry_model_converter_cls": "our converters in the place of TorchTitan's",
     "torchtitan.models.*.infra.parallelize._op_sac_save_list": "selective checkpointing saves outputs of our operators",
     "torchtitan.config.manager.ConfigManager._validate_config": "refuses a config of ours that cannot run",
