@@ -11,10 +11,10 @@
 . "$(dirname "$0")/launch.sh"
 begin=$SECONDS
 case "$TITAN $*" in
-    "0.2 ") takes="8 to 10 minutes on two cores" ;;
+    "0.2 ") takes="10 to 15 minutes on two cores" ;;
     "0.2 --fast") takes="3 minutes on two cores" ;;
     "0.2 --all") takes="30 minutes on two cores" ;;
-    "0.3 ") takes="a minute and a half on two cores" ;;
+    "0.3 ") takes="2 to 3 minutes on two cores" ;;
     *) takes="" ;;
 esac
 echo "test.sh: ${takes:+this takes $takes, and }a first set-up a minute more"
