@@ -87,8 +87,9 @@ def test_a_killed_rank_ends_the_job_with_a_message(killed_run: tuple[Path, float
     out, seconds = killed_run
     assert seconds < 60
     log = (out / "log").read_text()
-    # torchrun may read what rank 0 writes of its lost connection before it is written
-    assert "Signal 9 (SIGKILL) received" in log or "json.decoder.JSONDecodeError" in log
+    # torchrun may read what rank 0 writes of its lost connection before it is written, and fails then itself
+    half_read = "in _capture_process_failures" in log and "json.decoder.JSONDecodeError" in log
+    assert "Signal 9 (SIGKILL) received" in log or half_read
 
 
 @pytest.mark.integration

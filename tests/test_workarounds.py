@@ -442,7 +442,7 @@ def test_all_that_importing_the_plugin_changes_is_listed() -> None:
 
 
 def test_all_that_is_patched_is_listed() -> None:
-    """With either TorchTitan, when it is imported or later, by the decorator ``around``."""
+    """With either TorchTitan, when it is imported or later, by the decorator ``around``, of which the first name."""
     sources = [path for path in Path(patch.__file__).parents[1].rglob("*.py") if path.parent.name != "workarounds"]
     patched = re.findall(r'^@around\(.*?"(.+?)"', "\n".join(path.read_text() for path in sources), re.MULTILINE)
     assert len(patched) > 9 and {name.replace("{name}", "*") for name in patched} <= HOOKS.keys()

@@ -32,7 +32,7 @@ GRAPH = "mxfp8_graph"  # the attribute of a trainer that captures its steps: a `
 WARM_UP = 3  # eager microbatches before the capture: what is made once is made in them
 # In the runs of 28 November (results/) a graph of DeepSeek-V3 16B took 1.8 to 3.6 GiB more than an eager microbatch of
 # 10 to 58 GiB at its peak.
-FRAGMENTS, STREAMS = 1.1, 2 * GIB  # times that peak, and bytes besides
+FRAGMENTS, BESIDES = 1.1, 2 * GIB  # times that peak, and bytes on top
 LEFT_FREE = 0.05  # of a GPU's memory, beside a graph: for the optimizer, and libraries that allocate for themselves
 
 
@@ -70,8 +70,8 @@ class StepGraph:
 
     @property
     def is_eager(self) -> bool:
-        """Whether microbatches run eagerly: for want of memory for good, or within ``eager()``."""
-        return self._eager
+        """Whether there is no graph, and none will be captured: memory is short, or this is within ``eager()``."""
+        return self._eager and not self._graphs
 
     @contextmanager
     def eager(self) -> Iterator[None]:
@@ -198,8 +198,8 @@ class StepGraph:
 
 
 def graph_bytes(eager: int) -> float:
-    """At most what a graph takes of a microbatch that takes ``eager`` bytes at its peak: an estimate."""
-    return FRAGMENTS * eager + STREAMS
+    """An upper estimate of a graph's memory, for a microbatch that takes ``eager`` bytes at its peak."""
+    return FRAGMENTS * eager + BESIDES
 
 
 def least_of_ranks(values: Sequence[float], device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
