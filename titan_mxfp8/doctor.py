@@ -196,15 +196,19 @@ def advice(hardware: Hardware) -> list[str]:
 
 
 def _times(recipe: str, found: Sequence[dict[str, str]]) -> Iterator[str]:
-    """A line for each row of a recipe; of a training with dispatch with what the dispatch alone brought."""
-    alike = ("kind", "model", "what", "gpus", "dispatch")
-    for row in (row for row in found if row["recipe"] == recipe):
+    """A line for each GEMM and each training that a recipe was measured with; of runs of one training for that which is
+    nearest to the defaults, with what the dispatch alone brought."""
+    same = ("kind", "model", "what", "gpus", "checkpointing")
+    ways = ("dispatch", "graph")  # on or off
+    rows = sorted((row for row in found if row["recipe"] == recipe), key=lambda row: [row[way] for way in ways])
+    for _, row in sorted({tuple(row[key] for key in same): row for row in rows}.items()):
         what, alone = f"one grouped GEMM of {row['model']}'s experts, {row['what']}", ""
         if row["kind"] == "training":
-            gpus = f"{row['gpus']} GPU{'s' * (row['gpus'] != '1')}"
-            what = f"training {row['model']} {row['what']}, {gpus}, dispatch {row['dispatch']}"
-            controls = (r["x"] for r in found if r["recipe"] == BF16.name and all(r[k] == row[k] for k in alike))
-            alone = "".join(f" (the dispatch alone, in bf16: {x})" for x in controls)
+            what = f"training {row['model']} {row['what']}, {row['gpus']} GPU{'s' * (row['gpus'] != '1')}"
+            what += f", {row['checkpointing']} activation checkpointing" * (row["checkpointing"] != "none")
+            what += f", dispatch {row['dispatch']}{', as a CUDA graph' * (row['graph'] == 'on')}"
+            alike = (r for r in found if r["recipe"] == BF16.name and all(r[key] == row[key] for key in same + ways))
+            alone = "".join(f" (the dispatch alone, in bf16: {control['x']})" for control in alike)
         yield f"    {row['x']} times bf16{alone}: {what}"
 
 

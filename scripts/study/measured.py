@@ -4,9 +4,10 @@
     python scripts/study/measured.py --check    # only says whether it is what the folders say; the exit status too
 
 Folders that count are those in bold in results/README.md. A row is how many times bf16's speed a recipe reached on a
-GPU: in training (kind ``training``, of bench_training.py with TorchTitan 0.2.2: experts converted, in older folders
-linears too, or with recipe ``bf16`` nothing, the control of the dispatch), or in forward + backward of one grouped GEMM
-with 8 experts (kind ``grouped_mm``). Of the same thing the newest folder has its row.
+GPU: in training (kind ``training``, of bench_training.py with TorchTitan 0.2.2: experts converted, linears too where
+no run has experts alone, or with recipe ``bf16`` nothing, the control of the dispatch; ``checkpointing`` is of
+activations), or in forward + backward of one grouped GEMM with 8 experts (kind ``grouped_mm``). Of the same thing the
+newest folder has its row.
 """
 
 import argparse
@@ -26,7 +27,8 @@ from titan_mxfp8.recipe import BF16, RECIPES
 ROOT = Path(__file__).parents[2]
 RESULTS, FILE = ROOT / "results", ROOT / "titan_mxfp8" / "measured.csv"
 COUNTS = re.compile(r"\*\*`(\d{4}-\d\d-\d\d_\w+)`\*\*")
-KEY = ("gpu", "kind", "model", "what", "gpus", "recipe", "dispatch")
+KEY = ("gpu", "kind", "model", "what", "gpus", "recipe", "dispatch", "graph", "checkpointing")
+CHECKPOINTING = re.compile(r"--activation_checkpoint\.mode[= ](\w+)")
 
 Row = dict[str, str]
 
@@ -59,14 +61,17 @@ def of_training(path: Path, env: dict[str, str]) -> Iterator[tuple[tuple[str, ..
     """The rows of a table.csv of bench_training.py: ``KEY`` behind the GPU, and times bf16's speed."""
     if not {"config", "processes"} <= env.keys() or env.get("torchtitan", "").startswith("0.3"):
         return
-    model, gains = tomllib.loads((ROOT / env["config"]).read_text())["model"], training_gains(read_rows(path))
-    conversions = [(conversion_of(row["run"]), row, gain) for row, gain in gains if "+graph" not in row["run"]]
-    converted = "both" if any(run.what == "both" for run, *_ in conversions) else "grouped"
+    config, gains = tomllib.loads((ROOT / env["config"]).read_text()), training_gains(read_rows(path))
+    model, flags = config["model"], CHECKPOINTING.findall(env.get("flags", ""))
+    checkpointing = flags[-1] if flags else config["activation_checkpoint"]["mode"]
+    conversions = [(conversion_of(row["run"]), row, gain) for row, gain in gains]
+    quantised = {run.what for run, *_ in conversions if run.recipe not in (BF16.name, FLOAT8)}
+    converted = "grouped" if "grouped" in quantised else "both"
     for run, row, gain in conversions:
         if run.recipe != FLOAT8 and (run.recipe == BF16.name or run.what == converted):
-            dispatch = "on" if "dispatch" in run.options else "off"
+            has = ["on" if option in run.options else "off" for option in ("dispatch", "graph")]
             what, recipe = row.get("flavor") or model["flavor"], run.full_recipe or "mxfp8"
-            yield ("training", model["name"], what, env["processes"], recipe, dispatch), gain
+            yield ("training", model["name"], what, env["processes"], recipe, *has, checkpointing), gain
 
 
 def of_gemms(path: Path, env: dict[str, str]) -> Iterator[tuple[tuple[str, ...], float]]:
@@ -76,7 +81,7 @@ def of_gemms(path: Path, env: dict[str, str]) -> Iterator[tuple[tuple[str, ...],
         if whole and (row["G"], row["groups"]) == ("8", "balanced") and row["recipe"] in RECIPES:
             model = MODELS[int(row["N"]), int(row["K"])]
             what = f"{row['M']} x {row['N']} x {row['K']}, {row['G']} experts"
-            yield ("grouped_mm", model, what, "1", RECIPES[row["recipe"]].name, ""), float(row["x"])
+            yield ("grouped_mm", model, what, "1", RECIPES[row["recipe"]].name, "", "", ""), float(row["x"])
 
 
 def main(argv: Sequence[str]) -> None:
