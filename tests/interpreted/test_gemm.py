@@ -25,16 +25,16 @@ def hardware(request, monkeypatch: pytest.MonkeyPatch) -> Hardware:
 
 def test_tiles_are_taken_on_demand(hardware: Hardware, monkeypatch: pytest.MonkeyPatch):
     """If others have taken all tiles, each of the 3 programs computes but the first, which is its own."""
-    offs, plan = make_offs([64]), triton.plan(get_recipe("mxfp8"), hardware)
-    a, w = reference.quantize(wide(64, 64), 1, plan.forward.a), reference.quantize(wide(1, 128, 64), 2, plan.forward.b)
-    x = reference.quantize(wide(64, 128), 0, plan.wgrad.b, offs)
+    offs, plan = make_offs([128]), triton.plan(get_recipe("mxfp8"), hardware)
+    a, w = reference.quantize(wide(128, 64), 1, plan.forward.a), reference.quantize(wide(1, 128, 64), 2, plan.forward.b)
+    x = reference.quantize(wide(128, 128), 0, plan.wgrad.b, offs)
     monkeypatch.setattr(gemm.torch, "zeros", lambda *size, **kwargs: torch.full(size, 1000, **kwargs))
     with poisoned_empty():
         y = gemm.multiply_m_grouped(a, w, offs, None, FP32, hardware.mma, TILES)
         dw = gemm.multiply_k_grouped(x, x, offs, FP32, hardware.mma, TILES)[0]
-    for out in (y, dw):  # tiles of 16 x 64, down the first column of tiles
+    for out in (y, dw):  # tiles of 32 x 64, down the first column of tiles
         computed = ~out.isnan()
-        assert computed[:48, :64].all() and not computed[48:].any() and not computed[:, 64:].any()
+        assert computed[:96, :64].all() and not computed[96:].any() and not computed[:, 64:].any()
 
 
 def test_offs_past_the_last_row(hardware: Hardware):
