@@ -9,6 +9,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import cpu_products
 import pytest
 import torch
 import tyro
@@ -23,6 +24,7 @@ collect_ignore_glob = ["titan03/*"] if version("torchtitan").startswith("0.2.") 
 
 
 def pytest_configure() -> None:
+    cpu_products.speed_up()
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     if workers > 1 and torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(0.9 / workers)  # contexts and kernels take some besides
