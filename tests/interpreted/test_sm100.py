@@ -93,7 +93,7 @@ def test_layers_are_those_of_the_reference(recipe: str) -> None:
     x, w, bias = torch.randn(160, 96), torch.randn(experts, 64, 96) / 10, torch.randn(experts, 64)
     w1, w3, w2 = (torch.randn(experts, *shape) / 10 for shape in ((64, 96), (64, 96), (96, 64)))
     b2 = torch.randn(experts, 96)
-    likes, scores = torch.rand(64, experts), torch.rand(64, 2)
+    likes, scores = torch.rand(96, experts), torch.rand(96, 2)
     likes[:, 1] += 1  # all tokens choose one expert
     ids = likes.topk(2, 1).indices
 
@@ -113,14 +113,14 @@ def test_layers_are_those_of_the_reference(recipe: str) -> None:
         def layer(x, scores, w1, w3, w2):
             return mxfp8_moe(x, scores, ids, w1, w3, w2, recipe=recipe, backend=backend)
 
-        return gradients(layer, *(t.to(BF16) for t in (x[:64], scores, w1, w3, w2)))
+        return gradients(layer, *(t.to(BF16) for t in (x[:96], scores, w1, w3, w2)))
 
     def gpt_oss(backend: str) -> list[torch.Tensor]:
         def layer(x, scores, w1, w3, w2, b1, b3, b2):
             biases = {"b1": cut_out(b1), "b3": cut_out(b3), "b2": b2, "swiglu_limit": 7.0}
             return mxfp8_moe(x, scores, ids, w1, w3, w2, recipe=recipe, backend=backend, **biases)
 
-        return gradients(layer, *(t.to(BF16) for t in (x[:64], scores, w1, w3, w2, bias, bias.flip(0), b2)))
+        return gradients(layer, *(t.to(BF16) for t in (x[:96], scores, w1, w3, w2, bias, bias.flip(0), b2)))
 
     for layer in (grouped, linear, moe, gpt_oss):
         with scaled_mm.installed() as calls:
@@ -129,8 +129,8 @@ def test_layers_are_those_of_the_reference(recipe: str) -> None:
         assert set(calls) == (set() if recipe == "bf16" else called)
         errors = [relative_rms(a, b) for a, b in zip(ours, layer("reference"), strict=True)]
         # Measured 0. With groups a bias is added to products that are rounded already: 2.4e-3 of y, and 1.5e-2 where
-        # such pre-activations are quantised again, which is 0.037 from fp32.
-        limits = {grouped: (3e-3, 1e-3), gpt_oss: (2e-2, 2e-2)}.get(layer, (1e-3, 1e-3))
+        # such pre-activations are quantised again, which is 0.037 from fp32. E5M2 has half of E4M3's precision.
+        limits = {grouped: (3e-3, 1e-3), gpt_oss: (2e-2, 4e-2 if "e5m2" in recipe else 2e-2)}.get(layer, (1e-3, 1e-3))
         assert errors[0] < limits[0] and max(errors[1:]) < limits[1], (layer.__name__, errors)
 
 
