@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from titan_mxfp8.titan.dispatch import token_counts
 from titan_mxfp8.titan.once import QuantizedOnce
 
 DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
@@ -192,6 +193,18 @@ if not IS_GRAPH:  # one of another bound goes on with it
     always = steps.run(lambda number: "bounded" if number % 2 else "0")
     check("every second step overflows", always, counted)
     assert always.batches == counted.batches + 2 * MICROBATCHES
+
+if not IS_GRAPH:  # a trainer that goes on after an error in a second microbatch
+    begin, calls = trainer.post_dataloading_process, iter((True, False))
+    steps.layers.set_rows("bounded")
+    with suppress(TypeError):
+        with mock.patch.object(trainer, "post_dataloading_process", lambda *batch: next(calls) and begin(*batch)):
+            trainer.train_step(copied(batch) for batch in batches)
+        raise AssertionError("no error")
+    for count in token_counts(steps.model).values():
+        count.zero_()  # TorchTitan's keep what was counted before the error
+    check("after an error", steps.run(lambda number: "0.6" if number == 0 else None), counted)
+    assert steps.layers.wanted(trainer.device).raises, "outside of steps"
 
 with mock.patch.object(steps.model.mxfp8_layers, "bytes_needed", lambda rows, ranks: float("nan")):
     without_memory = steps.run(lambda number: "0.6" if number == 0 else None)  # no bound fits, so rows are counted

@@ -81,9 +81,9 @@ class QuantizedOnce:
 
     def step(self, **batch: Any) -> torch.Tensor:
         """Runs a microbatch; with a step's first one all weights are quantised."""
-        if self._left <= 0:
-            self.begin()
         try:
+            if self._left <= 0:
+                self.begin()
             loss = self._run(**batch)
         except BaseException:
             self.end()

@@ -42,7 +42,7 @@ def watch_steps(trainer: Any) -> None:
     if layers is None or layers.max_tokens is None or not layers.may_overflow():
         return
     rerun = Rerun(trainer, layers, run)
-    trainer.forward_backward_step = lambda **batch: rerun.step(batch) if layers.may_overflow() else run(**batch)
+    trainer.forward_backward_step = lambda **batch: rerun.step(batch)
 
 
 class Rerun:
@@ -51,8 +51,7 @@ class Rerun:
     def __init__(self, trainer: Any, layers: DispatchingLayers, run: Step) -> None:
         model = trainer.model_parts[0]
         self.trainer, self.layers, self._runs = trainer, layers, run
-        self.wanted = layers.wanted(trainer.device)
-        self.wanted.raises = False
+        self.wanted = layers.wanted(trainer.device)  # of all layers of its ranks, which may be others' too
         self._group = group_of(trainer)
         # Ranks of expert parallelism know what each of them wanted. Gradients are summed over these and more: there is
         # no TP where layers dispatch their own tokens.
@@ -71,7 +70,20 @@ class Rerun:
 
     def step(self, batch: dict[str, Any]) -> torch.Tensor:
         """Runs a microbatch, and with the last one all of a step again if need be. Returns its loss; of the last one of
-        a step that ran again, what makes the sum of those that were returned the sum of those that count."""
+        a step that ran again, what makes the sum of those that were returned the sum of those that count. After an
+        error the next microbatch is a step's first."""
+        if not self._batches:
+            self.wanted.check()  # of what ran outside of steps
+        self.wanted.raises = False
+        try:
+            return self._step(batch) if self.layers.may_overflow() else self._runs(**batch)
+        except BaseException:
+            self._batches, self._losses = [], []
+            raise
+        finally:
+            self.wanted.raises = True
+
+    def _step(self, batch: dict[str, Any]) -> torch.Tensor:
         if not self._batches:
             _copy(self._before, self._counts)
             self._states = [module.get_rng_state() for module in self._random]
@@ -151,11 +163,13 @@ class Rerun:
         _copy(self._counts, self._before)
         for module, state in zip(self._random, self._states, strict=True):
             module.set_rng_state(state)
-        with nullcontext() if graph is None else graph.eager():
-            yield
+        try:
+            with nullcontext() if graph is None else graph.eager():
+                yield
+        finally:
+            trainer.ntokens_seen = seen
         if graph is not None and layers.rows == "counted":
             self._eager.enter_context(graph.eager())  # for good, as the host waits in each layer
-        trainer.ntokens_seen = seen
 
     def _memory(self) -> tuple[float, float]:
         """Bytes of a GPU, and those of them that no step has needed so far: the least of all ranks."""
