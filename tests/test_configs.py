@@ -228,6 +228,7 @@ REFUSED = [
     (LLAMA4, "activation_checkpoint.mode=none", "more GPUs, set activation_checkpoint.mode = 'full' or lower train"),
     ("llama4_17bx128e_8x8", f"{MX}.hopper_rebase", rf"\[{MX}\] .*is rebased, but backend 'sm100' \(for NVIDIA B200"),
     (LLAMA4, "model.flavor=18b", "no flavor '18b': use one of .*17bx16e"),
+    (LLAMA4, "cluster.nodes=0", r"\[cluster\] nodes and gpus_per_node are 1 at least"),
     (LLAMA4, "cluster.gpu=A100", "'A100' is unknown: use one of H20, H100"),
     (LLAMA4, "parallelism.pipeline_parallel_degree=2 cluster.nodes=16", "pipeline.* cannot be checked"),
     (LLAMA4, f"{TP}=16 {SHARD}=4", "tensor_parallel_degree 16 does not divide the 40 attention heads"),

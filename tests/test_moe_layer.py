@@ -299,17 +299,18 @@ def test_compiled_code_takes_any_strides_and_frees_what_it_has_used(monkeypatch:
     assert len(saved) == 4 and freed == [True] * 6, "of the compiled layer, then of the eager one"
 
 
-def test_max_tokens_may_be_an_argument_of_compiled_code() -> None:
+def test_numbers_may_be_arguments_of_compiled_code() -> None:
     """Dynamo makes a symbol of a number that changes, and of every one if it is told so."""
 
-    def moe(max_tokens: int, **layer: torch.Tensor) -> torch.Tensor:
-        return mxfp8_moe(**layer, rows="bounded", max_tokens=max_tokens, scores_first=True)
+    def moe(max_tokens: int, rows: float, limit: float, **layer: torch.Tensor) -> torch.Tensor:
+        return mxfp8_moe(**layer, rows=rows, max_tokens=max_tokens, swiglu_limit=limit, scores_first=True)
 
     for dynamic in (True, None):
         torch.compiler.reset()
         compiled, layer = torch.compile(moe, backend="aot_eager", fullgraph=True, dynamic=dynamic), make_layer()
-        for max_tokens in (T, 2 * T):
-            assert torch.equal(compiled(max_tokens, **layer), moe(max_tokens, **layer))
+        for numbers in ((T, 3.0, 7.0), (2 * T, 2.5, 0.1), (T, 3.0, 7.0)):
+            assert torch.equal(compiled(*numbers, **layer), moe(*numbers, **layer)), (dynamic, numbers)
+        assert not torch.equal(moe(T, 3.0, 7.0, **layer), moe(T, 3.0, 0.1, **layer))
 
 
 def test_knows_its_shapes_and_flops_without_data() -> None:
@@ -344,6 +345,7 @@ def test_bad_input_is_refused_in_words() -> None:
         ({"x": torch.randn(T, 64)}, "takes x of shape"),
         ({"w3": layer["w3"][:, :-32]}, "w3 must be of shape"),
         ({"expert_ids": layer["expert_ids"][:-1]}, "scores and expert_ids must be of shape"),
+        ({"expert_ids": layer["expert_ids"].tolist()}, "expert_ids must be a torch.Tensor, got list"),
         ({"expert_ids": layer["expert_ids"].float()}, "expert_ids must be integers, got torch.float32"),
         ({"expert_ids": layer["expert_ids"].to(torch.complex64)}, "expert_ids must be integers, got torch.complex64"),
         ({"expert_ids": layer["expert_ids"] + 2}, f"expert_ids must be of 0 to {E - 1}, got 2 to {E}"),

@@ -1,6 +1,7 @@
 """Tokens to their experts and back: one process here, several over gloo in ``parallel_moe.py``."""
 
 import math
+import threading
 from types import SimpleNamespace
 
 import processes
@@ -68,6 +69,29 @@ def test_rows_that_did_not_fit_are_counted_and_told_once():
         transport.shared.wanted.check()
     transport.shared.wanted.check()
     assert transport.shared.wanted.read() == {2: 0}
+
+
+def test_a_call_of_another_thread_amid_one_changes_nothing():
+    """It has other numbers of tokens, and reads what was wanted before."""
+    transport = Local()
+
+    def call(tokens: int) -> None:
+        ids, scores = torch.zeros(tokens, 1, dtype=torch.int32), torch.ones(tokens, 1)
+        transport.dispatch([torch.ones(tokens, 16)], ids, scores, 1, tokens)
+
+    class Other(dict):
+        def items(self) -> list:
+            found = [*super().items()]
+            if threading.current_thread() is threading.main_thread():
+                other = threading.Thread(target=call, args=(2,))
+                other.start()
+                other.join()
+            return found
+
+    transport.shared.wanted._reads = Other()
+    for _ in range(3):
+        call(4)
+    assert transport.shared.wanted.read() == {4: 4, 2: 2}
 
 
 def test_bounds():

@@ -74,6 +74,7 @@ def test_compiled():
     [
         ({"alignment": 24}, "multiple of 16, got 24"),
         ({"alignment": 0}, "multiple of 16, got 0"),
+        ({"alignment": 16.0}, "alignment must be an int, got 16.0"),
         ({"x": torch.zeros(8, 4, dtype=torch.float16)}, "must be bfloat16 or float32, got torch.float16"),
         ({"x": torch.zeros(2, 8, 4)}, r"takes tokens of shape \(rows, features\), got \(2, 8, 4\)"),
         ({"offs": torch.tensor([8])}, "must be an int32 vector"),
@@ -83,5 +84,7 @@ def test_compiled():
 def test_bad_input(arguments: dict, words: str):
     with pytest.raises(ValueError, match=words):
         pad_token_groups(**{"x": torch.zeros(8, 4), "offs": make_offs([8]), "alignment": 16} | arguments)
+    with pytest.raises(ValueError, match="rows must be an int, got '8'"):
+        unpad_token_groups(torch.zeros(32, 4), make_offs([8]), 16, "8")
     with pytest.raises(ValueError, match="8 rows in 1 groups aligned to 16 are padded to 16 rows, got 32"):
         unpad_token_groups(torch.zeros(32, 4), make_offs([8]), 16, 8)

@@ -106,7 +106,7 @@ class WantedRows:
         for capacity, (host, done) in list(self._reads.items()):
             if done is not None and (torch.cuda.is_current_stream_capturing() or not done.query()):
                 continue
-            del self._reads[capacity]
+            self._reads.pop(capacity, None)  # another thread may have done so
             if self.raises and (wanted := int(host)) > capacity:
                 self.reset()
                 raise RuntimeError(

@@ -123,7 +123,8 @@ def moe(
     gathered: Sequence[Tensor] = (),
 ) -> Tensor:
     """``mxfp8_moe`` with a ``config``; ``gathered``: as of ``grouped_experts``."""
-    x, scores, *rest = plain("mxfp8_moe", x=x, scores=scores, **weights._asdict())
+    operands = {"x": x, "scores": scores, "expert_ids": expert_ids} | weights._asdict()
+    x, scores, expert_ids, *rest = plain("mxfp8_moe", **operands)
     weights = Weights(*rest)
     compiling = torch.compiler.is_compiling()  # torch 2.11 cannot ask a group for its attributes then
     if group is not None and not compiling and not hasattr(group, "group_name"):
@@ -149,6 +150,8 @@ def moe(
     slots = expert_ids.shape[1]
     # The key takes constants; compiled code may have symbols here.
     most_rows = index((max_tokens or 0) * (slots if scores_first else 1))
+    if compiling:
+        rows, limit = (x if x is None or isinstance(x, str) else _constant(x) for x in (rows, limit))
     name = "" if group is None else group.group_name
     fields = {"transport": transport, "rows": f"{rows}", "most_rows": most_rows, "ranks": ranks, "group": name}
     layer = key_of(MoEConfig, config.key, limit=limit, **fields)
@@ -157,6 +160,14 @@ def moe(
     kept_weight = "itself" if gathered else config.kept_weight
     rest = capacity, layer, kept_weight, False, torch.is_grad_enabled(), *weights, *gathered
     return _apply(x, scores, expert_ids, rest, scores_first)
+
+
+def _constant(x: float) -> float:
+    """A number that may be a symbol of compiled code, which is compiled for each of them then. float() does not make it
+    one, other than int(): so in two whole numbers, which is exact from 2^-7 on."""
+    upper = index(int(x * 2**30))
+    lower = index(int((x * 2**30 - upper) * 2**30))
+    return (upper + lower / 2**30) / 2**30
 
 
 def _check_call(

@@ -144,9 +144,9 @@ class Transport:
             RuntimeError: in a call before there were more rows than its capacity (``WantedRows.check``).
         """
         tokens, slots = expert_ids.shape
-        self.agree(tokens, experts=experts, slots=slots, row_bytes=row_bytes(payload))
+        room = self.agree(tokens, experts=experts, slots=slots, row_bytes=row_bytes(payload))
         self.shared.wanted.check()
-        if capacity is not None and tokens > self.shared.room:
+        if capacity is not None and tokens > room:
             others = "the other ranks wait for this one until the timeout of the process group, or until they are ended"
             raise self._too_many(tokens, others)
         expert_ids = expert_ids.to(torch.int32, copy=True)
@@ -219,7 +219,6 @@ class Local(Transport):
 
     def agree(self, tokens: int, **settings: object) -> int:
         """See ``Transport``: there is nobody else."""
-        self.shared.room = tokens
         return tokens
 
     def _dispatch(self, payload, expert_ids, scores, experts, capacity, overlap, kept):

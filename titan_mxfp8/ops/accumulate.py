@@ -23,6 +23,7 @@ def held_gradients(
     None unless autograd is sure to give them back. Each input is a parameter, or what ``DTensor.to_local`` made of one;
     this backward adds to ``.grad``, which ``torch.autograd.grad`` does not; what it makes is not differentiated again;
     no hook of the parameter wants to see what is added. Compiled graphs do not see parameters: there autograd adds.
+    Prehooks of the node that accumulates (``Node.register_prehook``) cannot be seen from Python: they get the sum.
 
     Args:
         ctx: whose backward is ``once_differentiable``.

@@ -67,6 +67,9 @@ def _check(x: torch.Tensor, offs: torch.Tensor, rows: int, alignment: int) -> No
     if x.ndim != 2:
         raise ValueError(f"takes tokens of shape (rows, features), got {tuple(x.shape)}")
     check_offs_type(offs)
+    for name, number in (("alignment", alignment), ("rows", rows)):
+        if not isinstance(number, int | torch.SymInt):
+            raise ValueError(f"{name} must be an int, got {number!r}")
     if alignment < 16 or alignment % 16:
         raise ValueError(f"alignment must be a multiple of 16, got {alignment}")
     if not torch.compiler.is_compiling() and type(offs) is torch.Tensor:  # a fake one has no values

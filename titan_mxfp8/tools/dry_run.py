@@ -148,6 +148,8 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
     ValueError where the layout does not work, or the estimate is more than ``fill`` of a card's memory."""
     cluster, training = job_config.cluster, job_config.training
     card, hardware = (cluster.gpu, card_memory(cluster.gpu)) if cluster.gpu else None, CLUSTER_GPUS.get(cluster.gpu)
+    if min(cluster.nodes, cluster.gpus_per_node) < 1:
+        raise ValueError("[cluster] nodes and gpus_per_node are 1 at least")
     world_size = cluster.nodes * cluster.gpus_per_node
     dims = check_cluster(job_config, world_size)
     with fake_processes(world_size), cluster_gpu(job_config):
