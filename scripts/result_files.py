@@ -1,6 +1,7 @@
 """Files of results: what the benchmarks write, and how it is read back."""
 
 import csv
+import io
 import json
 import os
 import platform
@@ -63,16 +64,29 @@ def write_results(folder: Path, rows: Sequence[dict[str, object]], env: dict[str
     """Writes ``data.csv`` and ``env.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "data.csv", rows)
-    (folder / "env.json").write_text(json.dumps(env, indent=2) + "\n")
+    write_json(folder / "env.json", env)
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, object]]) -> None:
     """Writes a CSV with a column for each key of any row, in order of appearance."""
-    with path.open("w", newline="") as file:
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    with io.StringIO(newline="") as text:
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+        _write(path, text.getvalue())
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Writes a JSON file."""
+    _write(path, json.dumps(content, indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing, if the disk is full or this process is killed."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    os.replace(new, path)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

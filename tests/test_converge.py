@@ -9,6 +9,7 @@ import math
 import os
 import pkgutil
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,6 +144,7 @@ def test_converge_compares_all_finished_runs_of_its_folder(
         (tmp_path / name).mkdir()
         (tmp_path / name / "finished.json").write_text(text)
     (tmp_path / "bf16-seed6").mkdir()
+    shutil.copytree(tmp_path / names[0], tmp_path / "bf16-seed2.bak")
     ran = []
     monkeypatch.setattr(converge.compare_runs, "main", ran.append)
 
@@ -172,6 +174,8 @@ def test_converge_compares_all_finished_runs_of_its_folder(
         ([TOML, "--recipes", "bf16+repeat+repeat"], "unknown run 'bf16+repeat+repeat'"),
         (["plain.toml", "--recipes", "bf16", "mxfp8"], "mxfp8 needs quantize.grouped_mm.mx or quantize.linear.mx"),
         ([TOML, "--out", "pyproject.toml/study"], "pyproject.toml"),
+        ([TOML, "--window", "7"], "--window is a share of the steps, above 0 and at most 1, got 7.0"),
+        ([TOML, "--margin", "0"], "--margin is a share of the loss, above 0 and below 1, got 0.0"),
         ([TOML, "--seeds", "0", "1", "0"], "--seeds has 0 twice"),
         ([TOML, "--recipes", "bf16", "mxfp8", "bf16"], "--recipes has bf16 twice"),
     ],

@@ -363,6 +363,14 @@ def read(paths: Sequence[Path]) -> list[Run]:
     return [replace(run, name=name) for (_, run), name in zip(found, names, strict=True)]
 
 
+def check_shares(window: float, margin: float) -> None:
+    """Raises ValueError of values that ``--window`` and ``--margin`` cannot have."""
+    if not 0 < window <= 1:
+        raise ValueError(f"--window is a share of the steps, above 0 and at most 1, got {window}")
+    if not 0 < margin < 1:
+        raise ValueError(f"--margin is a share of the loss, above 0 and below 1, got {margin}")
+
+
 def compare(runs: Sequence[Run], out: Path, window: float, share: float) -> None:
     """Prints the tables and writes the files. Raises ValueError if the runs cannot be compared."""
     check_comparable(runs)
@@ -397,10 +405,7 @@ def main(argv: Sequence[str]) -> None:
     add("--tags", nargs="+", default=[], metavar="TAG", help=help_text)
     args = parser.parse_args(argv)
     with ends_in_words("compare_runs"):
-        if not 0 < args.window <= 1:
-            raise ValueError(f"--window is a share of the steps, above 0 and at most 1, got {args.window}")
-        if not 0 < args.margin < 1:
-            raise ValueError(f"--margin is a share of the loss, above 0 and below 1, got {args.margin}")
+        check_shares(args.window, args.margin)
         if any(path.resolve() == (args.out / "losses.csv").resolve() for path in args.runs):
             raise ValueError(f"{args.out / 'losses.csv'} would be overwritten: name another --out")
         runs = read(args.runs)

@@ -30,6 +30,7 @@ from threading import Event
 import torch
 
 from scripts.progress import ends_in_words, progress, say, step_of
+from scripts.result_files import write_json
 from scripts.study import compare_runs
 from scripts.study.conversions import conversion_of
 from scripts.study.runs import TRAIN, ending, launch, split_flags
@@ -61,13 +62,6 @@ def is_finished(folder: Path) -> bool:
         return "seconds" in json.loads((folder / "finished.json").read_text())
     except (FileNotFoundError, ValueError):
         return False
-
-
-def write_json(path: Path, content: dict[str, object]) -> None:
-    """All of it or nothing, if the disk is full or this process is killed."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(new, path)
 
 
 def flags_of(run: StudyRun, config: Path, checkpoint_every: int) -> list[str]:
@@ -216,6 +210,7 @@ def check(args: argparse.Namespace) -> None:
     """Raises ValueError for what would fail later, and OSError if the study's folder cannot be written."""
     if not args.config.is_file():
         raise ValueError(f"{args.config} is no file; ls train_configs")
+    compare_runs.check_shares(args.window, args.margin)
     for flag, values in (("--recipes", args.recipes), ("--seeds", args.seeds)):
         if twice := [value for value in values if values.count(value) > 1]:
             raise ValueError(f"{flag} has {twice[0]} twice")  # two runs would write one folder
@@ -246,7 +241,8 @@ def compare(args: argparse.Namespace) -> None:
         recipe, _, seed = folder.name.rpartition("-seed")
         return args.recipes.index(recipe) if recipe in args.recipes else len(args.recipes), recipe, int(seed)
 
-    finished = sorted(filter(is_finished, args.out.glob("*-seed*")), key=place)
+    folders = (folder for folder in args.out.glob("*-seed*") if folder.name.rpartition("-seed")[2].isdecimal())
+    finished = sorted(filter(is_finished, folders), key=place)
     if finished and place(finished[0])[0] > 0:
         print(f"nothing to compare with: no run of {args.recipes[0]} is finished")
     elif finished:
