@@ -136,7 +136,8 @@ def _remember_types() -> None:
         return constants[value, dtype.name]
 
     def remembered_check(self, *operands_and_flags, **flags):
-        """The types that two operands of ``check_types`` get. Their elements are broadcast by numpy alone."""
+        """Two operands with the types that ``check_types`` gives them, worked out once: of scalars of a type the first
+        alone is looked at. The elements keep their shape, as they go into one operation of numpy, which broadcasts."""
         operands, more_flags = operands_and_flags[:2], operands_and_flags[2:]
         given = [x.type.name if isinstance(x, tl.tensor) else (self.to_tensor_type(x).name,) for x in operands]
         key = *given, more_flags, *flags.items()

@@ -196,13 +196,14 @@ if not IS_GRAPH:  # one of another bound goes on with it
 
 if not IS_GRAPH:  # a trainer that goes on after an error in a second microbatch
     begin, calls = trainer.post_dataloading_process, iter((True, False))
-    steps.layers.set_rows("bounded")
+    steps.layers.set_rows("0.6")
     with suppress(TypeError):
         with mock.patch.object(trainer, "post_dataloading_process", lambda *batch: next(calls) and begin(*batch)):
             trainer.train_step(copied(batch) for batch in batches)
         raise AssertionError("no error")
     for count in token_counts(steps.model).values():
         count.zero_()  # TorchTitan's keep what was counted before the error
+    assert not any(steps.layers.wanted(trainer.device).read().values()), "what the failed step wanted"
     check("after an error", steps.run(lambda number: "0.6" if number == 0 else None), counted)
     assert steps.layers.wanted(trainer.device).raises, "outside of steps"
 

@@ -196,19 +196,24 @@ def advice(hardware: Hardware) -> list[str]:
 
 
 def _times(recipe: str, found: Sequence[dict[str, str]]) -> Iterator[str]:
-    """A line for each GEMM and each training that a recipe was measured with; of runs of one training for that which is
-    nearest to the defaults, with what the dispatch alone brought."""
-    same = ("kind", "model", "what", "gpus", "checkpointing")
-    ways = ("dispatch", "graph")  # on or off
-    rows = sorted((row for row in found if row["recipe"] == recipe), key=lambda row: [row[way] for way in ways])
-    for _, row in sorted({tuple(row[key] for key in same): row for row in rows}.items()):
+    """A line for each GEMM and each training that a recipe was measured with: of runs of one training for the one that
+    is nearest to the defaults, of those with a control, if any has one. That is what the dispatch alone brought."""
+    same, ways = ("kind", "model", "what", "gpus", "checkpointing"), ("dispatch", "graph")  # on or off
+
+    def alike(row: dict[str, str]) -> tuple[str, ...]:
+        return tuple(row[key] for key in same + ways)
+
+    controls = {alike(row): row["x"] for row in found if row["recipe"] == BF16.name}
+    rows = [row for row in found if row["recipe"] == recipe]
+    rows.sort(key=lambda row: (alike(row) in controls, *(row[way] for way in ways)))
+    for _, row in sorted({alike(row)[: len(same)]: row for row in rows}.items()):
         what, alone = f"one grouped GEMM of {row['model']}'s experts, {row['what']}", ""
         if row["kind"] == "training":
             what = f"training {row['model']} {row['what']}, {row['gpus']} GPU{'s' * (row['gpus'] != '1')}"
             what += f", {row['checkpointing']} activation checkpointing" * (row["checkpointing"] != "none")
             what += f", dispatch {row['dispatch']}{', as a CUDA graph' * (row['graph'] == 'on')}"
-            alike = (r for r in found if r["recipe"] == BF16.name and all(r[key] == row[key] for key in same + ways))
-            alone = "".join(f" (the dispatch alone, in bf16: {control['x']})" for control in alike)
+            control = controls.get(alike(row))
+            alone = f" (the dispatch alone, in bf16: {control})" if control else ""
         yield f"    {row['x']} times bf16{alone}: {what}"
 
 

@@ -101,9 +101,12 @@ class WantedRows:
         done.record()
         self._reads[capacity] = host, done
 
-    def check(self) -> None:
-        """Raises RuntimeError if a call before, as far as is known without waiting, wanted more than its bound."""
+    def check(self, wait: bool = False) -> None:
+        """Raises RuntimeError if a call before wanted more than its bound; as far as is known without waiting, unless
+        it may ``wait`` for the GPU."""
         for capacity, (host, done) in list(self._reads.items()):
+            if wait and done is not None:
+                done.synchronize()
             if done is not None and (torch.cuda.is_current_stream_capturing() or not done.query()):
                 continue
             self._reads.pop(capacity, None)  # another thread may have done so

@@ -4,6 +4,7 @@ T tokens here, K experts each of E in all, which R ranks share; M rows for those
 ``titan_mxfp8/dispatch.md`` draws the way of a token, and says what is saved.
 """
 
+import math
 from collections.abc import Sequence
 from operator import index
 from typing import Any, NamedTuple
@@ -163,8 +164,11 @@ def moe(
 
 
 def _constant(x: float) -> float:
-    """A number that may be a symbol of compiled code, which is compiled for each of them then. float() does not make it
-    one, other than int(): so in two whole numbers, which is exact from 2^-7 on."""
+    """A Python number of what may be a symbol in compiled code, which is then compiled anew for each value. ``float()``
+    keeps a symbol, ``index(int())`` does not: hence two whole numbers. Exact from 2^-7 on, within 2^-60 below. What no
+    fp32 number reaches is infinite."""
+    if x > 1e39:
+        return math.inf
     upper = index(int(x * 2**30))
     lower = index(int((x * 2**30 - upper) * 2**30))
     return (upper + lower / 2**30) / 2**30

@@ -26,8 +26,8 @@ def pad_token_groups(x: torch.Tensor, offs: torch.Tensor, alignment: int = 32) -
         last one (rows of ``x`` at and past ``offs[-1]`` are dropped); and int32 (E,), the padded groups' end offsets.
 
     Raises:
-        ValueError: another dtype or shape of ``x`` or ``offs``, an alignment that is no multiple of 16; on a CPU,
-            but in compiled code, offsets that are negative, decreasing or past M.
+        ValueError: another dtype or shape of ``x`` or ``offs``, an alignment that is no int or no multiple of 16; on a
+            CPU, but in compiled code, offsets that are negative, decreasing or past M.
     """
     _check(x, offs, x.shape[0], alignment)
     end = ragged_rows(x.shape[0], offs.shape[0], alignment)
@@ -49,7 +49,7 @@ def unpad_token_groups(padded: torch.Tensor, offs: torch.Tensor, alignment: int,
         (rows, D), zeros at and past ``offs[-1]``.
 
     Raises:
-        ValueError: as ``pad_token_groups``, or another number of padded rows.
+        ValueError: as ``pad_token_groups``, another number of padded rows, or ``rows`` that are no int.
     """
     _check(padded, offs, rows, alignment)
     expected = ragged_rows(rows, offs.shape[0], alignment)
@@ -68,7 +68,7 @@ def _check(x: torch.Tensor, offs: torch.Tensor, rows: int, alignment: int) -> No
         raise ValueError(f"takes tokens of shape (rows, features), got {tuple(x.shape)}")
     check_offs_type(offs)
     for name, number in (("alignment", alignment), ("rows", rows)):
-        if not isinstance(number, int | torch.SymInt):
+        if not isinstance(number, int | torch.SymInt) or isinstance(number, bool):
             raise ValueError(f"{name} must be an int, got {number!r}")
     if alignment < 16 or alignment % 16:
         raise ValueError(f"alignment must be a multiple of 16, got {alignment}")

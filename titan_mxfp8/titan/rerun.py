@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import reduce
 from typing import Any
 
@@ -73,12 +73,14 @@ class Rerun:
         a step that ran again, what makes the sum of those that were returned the sum of those that count. After an
         error the next microbatch is a step's first."""
         if not self._batches:
-            self.wanted.check()  # of what ran outside of steps
+            self.wanted.check(wait=True)  # of what ran outside of steps, if anything did
         self.wanted.raises = False
         try:
             return self._step(batch) if self.layers.may_overflow() else self._runs(**batch)
         except BaseException:
             self._batches, self._losses = [], []
+            with suppress(RuntimeError):  # of a GPU that has failed
+                self.wanted.reset()
             raise
         finally:
             self.wanted.raises = True
@@ -168,8 +170,8 @@ class Rerun:
                 yield
         finally:
             trainer.ntokens_seen = seen
-        if graph is not None and layers.rows == "counted":
-            self._eager.enter_context(graph.eager())  # for good, as the host waits in each layer
+            if graph is not None and layers.rows == "counted":
+                self._eager.enter_context(graph.eager())  # for good, as the host waits in each layer
 
     def _memory(self) -> tuple[float, float]:
         """Bytes of a GPU, and those of them that no step has needed so far: the least of all ranks."""
