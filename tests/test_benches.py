@@ -17,7 +17,7 @@ from script_calls import ROOT, call
 from scripts.bench import bench, bench_grouped_mm, bench_host, bench_moe_layer
 from scripts.bench.problems import SMALL_EXPERT_SHAPES
 from scripts.examples import toy_moe
-from scripts.result_files import read_rows
+from scripts.result_files import env_of, read_rows, write_json, write_results
 from titan_mxfp8 import mxfp8_grouped_mm
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
@@ -155,6 +155,21 @@ def test_bench_host_times_each_layer_eager_and_compiled(tmp_path: Path, monkeypa
     rows = [(row["what"], row["mode"], row["recipe"], row["control"]) for row in read_rows(tmp_path / "data.csv")]
     recipes = ("bf16", "True"), ("mxfp8_2d", "False")
     assert rows == [(w, m, *recipe) for w in ("linear", "grouped") for m in ("eager", "compiled") for recipe in recipes]
+
+
+def test_a_result_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_results(tmp_path, [{"a": "1"}], {"torch": "2.11"})
+
+    def half(path: Path, text: str) -> None:
+        path.write_bytes(text.encode()[: len(text) // 2])
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="the disk is full"):
+        write_results(tmp_path, [{"a": "2"}], {"torch": "2.13"})
+    with pytest.raises(OSError, match="the disk is full"):
+        write_json(tmp_path / "env.json", {"torch": "2.13"})
+    assert read_rows(tmp_path / "data.csv") == [{"a": "1"}] and env_of(tmp_path / "data.csv") == {"torch": "2.11"}
 
 
 def test_what_does_not_fit_is_left_out(tmp_path: Path, monkeypatch, capsys) -> None:

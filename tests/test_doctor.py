@@ -185,6 +185,9 @@ def test_a_gpu_gets_the_recipe_of_its_kind_and_what_it_brought() -> None:
     line, _ = (line for line in doctor.advice(H200) if what in line)  # and that of mxfp8_2d
     assert line == f"    {rebased} times bf16 (the dispatch alone, in bf16: {control}): {what}, as a CUDA graph"
     assert (*own[:-1], "off", "mxfp8_2d_rebased") in rows, "a run without a graph, which is further from the defaults"
+    # Of Llama4's the graph was run without its control.
+    line, _ = (line for line in doctor.advice(H200) if ": training llama4 17bx16e_2layers, 2 GPUs" in line)
+    assert "(the dispatch alone, in bf16: " in line and "CUDA graph" not in line
     assert any("one grouped GEMM of llama4's experts, 131072 x 8192 x 5120" in each for each in doctor.advice(h100))
 
 
