@@ -117,7 +117,7 @@ def test_tables_are_those_of_their_csvs() -> None:
     for path in tables.FILES:
         text = path.read_text()
         assert tables.rewritten(text) == text, f"{path}: python scripts/study/tables.py writes its tables anew"
-        assert text.count("<!-- table:") == len(tables.MARKER.findall(text)) >= 2
+        assert text.count("<!-- table:") == len(tables.MARKER.findall(text)) >= 1
 
 
 def test_pictures_are_those_of_their_csvs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
