@@ -171,6 +171,7 @@ def read_rows(path: Path) -> list[str]:
                 text = json.loads(line.decode("utf-8-sig"))["text"]
                 if not isinstance(text, str):
                     raise TypeError(f"its text is {text!r:.40}")
+                text.encode()  # JSON can name half of a surrogate pair, which is no character
             except (ValueError, TypeError, LookupError) as error:
                 wanted = 'each line must be a JSON object in UTF-8 whose "text" is a string'
                 raise ValueError(f"{path}, line {number}: {wanted} ({type(error).__name__}: {error})") from error
@@ -314,6 +315,8 @@ def build(args: argparse.Namespace, command: str) -> None:
             of_source, sources[name] = fetch_source(name, Path(work), args.debs)
             documents += of_source
             bar.update()
+    if not documents:
+        raise ValueError(f"there is no text in {', '.join(map(str, args.text))}")
     documents = list(dict.fromkeys(documents))
     if args.shuffle_seed is not None:
         random.Random(args.shuffle_seed).shuffle(documents)

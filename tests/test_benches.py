@@ -186,6 +186,7 @@ def test_what_does_not_fit_is_left_out(tmp_path: Path, monkeypatch, capsys) -> N
     [
         (["--shapes", "llama5"], "is no shape: M,N,K,G such as"),
         (["--shapes", "1,2,3"], "is no shape"),
+        (["--shapes", "64,64,48,2"], "N and K are multiples of 32"),
         (["--turns", "0"], "--turns is at least 1"),
         (["--recipes", "fp4"], "unknown recipe 'fp4'"),
     ],

@@ -107,7 +107,7 @@ def test_errors_are_those_of_the_same_gemms_row_by_row(recipe: str) -> None:
     assert (out["w1"][-1] == 0).all() and (out["w2"][-1] == 0).all()  # of the expert without tokens
 
 
-@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("slots", [0, 1, 3])
 def test_scores_first_have_the_bits_of_scaled_tokens_and_keep_none_of_them(slots: int) -> None:
     layer, dy = make_layer(slots=slots), torch.randn(T, D).bfloat16()
     inputs = {name: value.detach().clone().requires_grad_(value.requires_grad) for name, value in layer.items()}

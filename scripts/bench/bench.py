@@ -28,6 +28,7 @@ from scripts.progress import progress, say
 from scripts.result_files import check_same, environment, format_table, percentiles, read_rows, write_results
 from titan_mxfp8.backends import select
 from titan_mxfp8.backends.hardware import hardware_of
+from titan_mxfp8.format.mx import BLOCK_SIZE
 from titan_mxfp8.recipe import get_recipe
 
 Row = dict[str, object]
@@ -217,7 +218,10 @@ def parse_shape(text: str, known: Sequence[GroupedShape]) -> GroupedShape:
     """A shape by its name, or by its numbers: ``4096,512,256,8``."""
     named = {shape.name: shape for shape in known}
     if re.fullmatch(r"[1-9]\d*(,[1-9]\d*){3}", text):
-        return GroupedShape(text, *map(int, text.split(",")))
+        shape = GroupedShape(text, *map(int, text.split(",")))
+        if shape.n % BLOCK_SIZE or shape.k % BLOCK_SIZE:
+            raise argparse.ArgumentTypeError(f"{text}: N and K are multiples of {BLOCK_SIZE}, the blocks of MXFP8")
+        return shape
     if text not in named:
         names = ", ".join(named)
         raise argparse.ArgumentTypeError(f"{text!r} is no shape: M,N,K,G such as 4096,512,256,8, or one of {names}")

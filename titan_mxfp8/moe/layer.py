@@ -229,7 +229,7 @@ def _apply(x: Tensor, scores: Tensor, expert_ids: Tensor, rest: tuple, scores_fi
         return ExpertsFunction.apply(x, scores.float(), expert_ids, *rest)[0]
     out = ExpertsFunction.apply(ScoredCopies.apply(x, scores.float()), None, expert_ids.reshape(-1, 1), *rest)[0]
     slots = expert_ids.shape[1]
-    return out if slots == 1 else out.view(-1, slots, x.shape[1]).sum(1, dtype=torch.float32).to(x.dtype)
+    return out if slots == 1 else out.view(*expert_ids.shape, x.shape[1]).sum(1, dtype=torch.float32).to(x.dtype)
 
 
 def _moe(x, scores, expert_ids, w1, w3, w2, b1, b3, b2, scores_first, config, kept_weight):
