@@ -70,8 +70,8 @@ if [ -z "${PYTHON:-}" ] && [ ! -e "$stamp" ]; then
     if ! "$venv/bin/python" -c "$fits" 2> /dev/null; then # the python3 above may be that of another environment
         torch=${TORCH:-$torches} # elsewhere than on Linux x86-64 this is a CPU build
         [ "${TORCH:-}$build-$(uname -s)-$(uname -m)" != cpu-Linux-x86_64 ] || torch=torch==2.13.0+cpu
-        # force-reinstall: pip takes a CPU build for what is asked for
-        if ! install "1 of 2, $torch" --force-reinstall "$torch"; then
+        # force-reinstall: pip takes a CPU build for what is asked for. What torch needs comes with the rest.
+        if ! install "1 of 2, $torch" --force-reinstall --no-deps "$torch"; then
             echo "setup: pip found no '$torch'. Where your package index has no CPU build of torch, take the index address" >&2
             echo "setup: from pytorch.org (Get Started: Linux, Pip, CPU), put it in PIP_EXTRA_INDEX_URL and run this again." >&2
             exit 1
