@@ -156,11 +156,8 @@ def moe(
     name = "" if group is None else group.group_name
     fields = {"transport": transport, "rows": f"{rows}", "most_rows": most_rows, "ranks": ranks, "group": name}
     layer = key_of(MoEConfig, config.key, limit=limit, **fields)
-    if compiling and is_exporting():
-        return _exported_moe(x, scores, expert_ids, *weights, scores_first, layer, config.kept_weight)
     kept_weight = "itself" if gathered else config.kept_weight
-    rest = capacity, layer, kept_weight, False, torch.is_grad_enabled(), *weights, *gathered
-    return _apply(x, scores, expert_ids, rest, scores_first)
+    return _run_moe(x, scores, expert_ids, scores_first, capacity, layer, kept_weight, *weights, *gathered)
 
 
 def _constant(x: float) -> float:
@@ -223,8 +220,9 @@ def _run_eagerly(*arguments: Any) -> Tensor:
     return moe(*arguments)
 
 
-def _apply(x: Tensor, scores: Tensor, expert_ids: Tensor, rest: tuple, scores_first: bool) -> Tensor:
+def _moe(x, scores, expert_ids, scores_first, capacity, config, kept_weight, *weights):
     """``ExpertsFunction`` of tokens, or with ``scores_first`` of each of their copies."""
+    rest = capacity, config, kept_weight, False, torch.is_grad_enabled(), *weights
     if not scores_first:
         return ExpertsFunction.apply(x, scores.float(), expert_ids, *rest)[0]
     out = ExpertsFunction.apply(ScoredCopies.apply(x, scores.float()), None, expert_ids.reshape(-1, 1), *rest)[0]
@@ -232,13 +230,9 @@ def _apply(x: Tensor, scores: Tensor, expert_ids: Tensor, rest: tuple, scores_fi
     return out if slots == 1 else out.view(*expert_ids.shape, x.shape[1]).sum(1, dtype=torch.float32).to(x.dtype)
 
 
-def _moe(x, scores, expert_ids, w1, w3, w2, b1, b3, b2, scores_first, config, kept_weight):
-    rest = None, config, kept_weight, False, torch.is_grad_enabled(), w1, w3, w2, b1, b3, b2
-    return _apply(x, scores, expert_ids, rest, scores_first)
-
-
-_exported_moe = exported(
+_run_moe = exported(
     _moe,
     lambda x, *rest: x.new_empty(x.shape),
-    f"Tensor x, Tensor scores, Tensor expert_ids, {WEIGHTS_SCHEMA}, bool scores_first, str config, str kept_weight",
+    "Tensor x, Tensor scores, Tensor expert_ids, bool scores_first, SymInt? capacity, str config, str kept_weight, "
+    + WEIGHTS_SCHEMA,
 )

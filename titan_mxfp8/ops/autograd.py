@@ -121,12 +121,12 @@ def is_exporting() -> bool:
 def exported(
     function: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor], schema: str
 ) -> Callable[..., torch.Tensor]:
-    """A differentiable function of one output as one operator with gradients, for ``torch.export``. Its graphs hold
-    operators alone, and lose autograd functions around them with their gradients. And one operator takes any number of
-    rows, whatever it chooses by them.
+    """A differentiable function of one output that is one operator with gradients where ``torch.export`` traces, and
+    itself elsewhere. Exported graphs hold operators alone, and lose autograd functions around them with their
+    gradients. And one operator takes any number of rows, whatever it chooses by them.
 
-    Backward computes forward again. ``fake`` takes the function's arguments and returns an empty output; ``schema`` is
-    what the operator takes, as torch writes it.
+    The operator's backward computes forward again. ``fake`` takes the function's arguments and returns an empty output;
+    ``schema`` is what the operator takes, as torch writes it.
     """
     name = f"titan_mxfp8::{function.__name__.strip('_')}"
     operator = torch.library.custom_op(name, torch.no_grad()(function), mutates_args=(), schema=f"({schema}) -> Tensor")
@@ -149,4 +149,8 @@ def exported(
         return tuple(g if g is None else _NotAgain.apply(g, dy, *ctx.saved_tensors) for g in gradients)
 
     operator.register_autograd(backward, setup_context=save)
-    return operator
+
+    def run(*args):
+        return operator(*args) if torch.compiler.is_compiling() and is_exporting() else function(*args)
+
+    return run

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from titan_mxfp8.ops.autograd import exported, is_exporting
+from titan_mxfp8.ops.autograd import exported
 from titan_mxfp8.ops.checks import check_offs_values
 from titan_mxfp8.ops.config import MXConfig
 from titan_mxfp8.ops.expert_operators import WEIGHTS_SCHEMA, ExpertsFunction
@@ -39,21 +39,19 @@ def grouped_experts(
             only get the gradients then, in their dtype.
     """
     key = key_of(SortedExperts, config.key, limit=limit)
-    if torch.compiler.is_compiling() and is_exporting():
-        return _exported_experts(x_MD, offs, *weights, key, config.keeps_input, config.kept_weight)
-    rest = "itself" if gathered else config.kept_weight, config.keeps_input, torch.is_grad_enabled()
-    return ExpertsFunction.apply(x_MD, None, offs, None, key, *rest, *weights, *gathered)[0]
+    kept_weight = "itself" if gathered else config.kept_weight
+    return _run_experts(x_MD, offs, key, kept_weight, config.keeps_input, *weights, *gathered)
 
 
-def _experts(x, offs, w1, w3, w2, b1, b3, b2, config, keeps_input, kept_weight):
+def _experts(x, offs, config, kept_weight, keeps_input, *weights):
     rest = config, kept_weight, keeps_input, torch.is_grad_enabled()
-    return ExpertsFunction.apply(x, None, offs, None, *rest, w1, w3, w2, b1, b3, b2)[0]
+    return ExpertsFunction.apply(x, None, offs, None, *rest, *weights)[0]
 
 
-_exported_experts = exported(
+_run_experts = exported(
     _experts,
     lambda x, *rest: x.new_empty(x.shape, dtype=torch.bfloat16),
-    f"Tensor x, Tensor offs, {WEIGHTS_SCHEMA}, str config, bool keeps_input, str kept_weight",
+    f"Tensor x, Tensor offs, str config, str kept_weight, bool keeps_input, {WEIGHTS_SCHEMA}",
 )
 
 

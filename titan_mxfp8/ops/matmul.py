@@ -21,7 +21,7 @@ from titan_mxfp8.format.codec import decode
 from titan_mxfp8.format.mx import MXTensor
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.ops import library
-from titan_mxfp8.ops.autograd import exported, is_exporting, once_differentiable, save_for_backward
+from titan_mxfp8.ops.autograd import exported, once_differentiable, save_for_backward
 from titan_mxfp8.ops.config import MXConfig
 
 _ARRIVED = OperandSpec()  # of activations that come quantised
@@ -100,8 +100,7 @@ def mx_matmul(
         args = x.source, rows, scale
     else:
         args = x, None, None
-    multiply = _exported_multiply if torch.compiler.is_compiling() and is_exporting() else _multiply
-    return multiply(*args, w_ENK, bias_EN, offs, out_dtype, config.key)
+    return _run_multiply(*args, w_ENK, bias_EN, offs, out_dtype, config.key)
 
 
 @torch.compiler.allow_in_graph
@@ -116,7 +115,7 @@ def _empty(x, rows, scale, w_ENK, bias_EN, offs, out_dtype, config):
     return w_ENK.new_empty(((x if rows is None else rows).shape[0], w_ENK.shape[1]), dtype=out_dtype)
 
 
-_exported_multiply = exported(
+_run_multiply = exported(
     _multiply,
     _empty,
     "Tensor? x, Tensor? rows, Tensor? scale, Tensor w_ENK, Tensor? bias_EN, Tensor? offs, "

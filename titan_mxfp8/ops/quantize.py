@@ -7,7 +7,7 @@ import torch
 from titan_mxfp8.format.mx import BLOCKS, ELEM_DTYPES, ROUNDINGS, Block, MXTensor, Rounding
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.ops import library
-from titan_mxfp8.ops.autograd import exported, is_exporting
+from titan_mxfp8.ops.autograd import exported
 from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_offs_type, plain
 
 
@@ -68,7 +68,7 @@ def quantize(
     length = x.shape[axis] if offs is None else data.shape[-1]
     mx = Operand(data, scale, spec, axis).to_mx(length, x.dtype)
     if offs is None and x.requires_grad and torch.is_grad_enabled():
-        mx = replace(mx, source=_exported_source(x) if is_exporting() else _Source.apply(x))
+        mx = replace(mx, source=_source_of(x))
     return mx
 
 
@@ -93,4 +93,4 @@ def _source(x):
     return _Source.apply(x)
 
 
-_exported_source = exported(_source, lambda x: x.new_empty(()).expand(x.shape), "Tensor x")
+_source_of = exported(_source, lambda x: x.new_empty(()).expand(x.shape), "Tensor x")
