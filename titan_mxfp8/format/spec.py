@@ -178,6 +178,17 @@ class Operand(NamedTuple):
         return [self.data] if self.scale is None else [self.data, self.scale]
 
     @classmethod
+    def take(cls, tensors: list[Tensor], spec: OperandSpec, axis: int) -> "Operand":
+        """The inverse: the first operand of a list, out of which it is taken. What is not quantised may be there in any
+        dtype."""
+        data, scale = tensors.pop(0), None
+        if spec.stored != "bf16":
+            scale = tensors.pop(0)
+        elif not spec.is_quantized:
+            data = data.bfloat16().contiguous()
+        return cls(data, scale, spec, axis)
+
+    @classmethod
     def of_rows(cls, spec: OperandSpec, data: Tensor, scales: Tensor | None = None) -> "Operand":
         """(M, C) quantised along C, given the scales of each row, (M, C / block_k), as ``row_scales`` has them."""
         if spec.scales == "mn_major":

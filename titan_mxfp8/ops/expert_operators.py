@@ -294,11 +294,11 @@ def expert_weight_gradients(
     spec = wgrad.a if needs[2] else wgrad.b
     of_tokens = layer.wgrad_tokens(tokens, sources, needs[2]).along_tokens(spec, offs, kernels)
     if needs[2]:
-        made = [multiply(2, of_tokens, experts.operand_of(columnwise, wgrad.b, 0))]
+        made = [multiply(2, of_tokens, Operand.take(columnwise, wgrad.b, 0))]
     else:
         made = []
         for i in (0, 1):
-            dy = experts.operand_of(columnwise, wgrad.a, 0)
+            dy = Operand.take(columnwise, wgrad.a, 0)
             if needs[i]:
                 made.append(multiply(i, dy, of_tokens))
             del dy
@@ -335,7 +335,7 @@ def experts_rows_gradient(
     """
     layer: ExpertsLayer = decode(config)
     kernels = backends.load(layer.gemms.backend, offs.device)
-    operands = [experts.operand_of(rowwise, layer.plan.dgrad.a, 1) for _ in range(2)]
+    operands = [Operand.take(rowwise, layer.plan.dgrad.a, 1) for _ in range(2)]
     parameters = experts.weights_of(weights, [None] * 3, layer.plan)
     kept = experts.kept_operands(quantized, layer.gemms)
 

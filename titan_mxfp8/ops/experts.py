@@ -219,15 +219,12 @@ def weights_of(matrices: list[Tensor], biases: list[Tensor | None], plan: Plan) 
     FP8 elements and the scales; or what ``quantize_ahead`` gave; or none."""
     if matrices and matrices[0].is_cuda:
         matrices, biases = ([aligned(x) for x in tensors] for tensors in (matrices, biases))
-    if len(matrices) == 6:
-        pairs = zip(matrices[::2], matrices[1::2], strict=True)
-        matrices = [Operand(data, scale, plan.forward.b.exact, 2) for data, scale in pairs]
-    elif len(matrices) == 12:
-        specs = plan.forward.b, plan.dgrad.b
-        matrices = [
-            Quantized(Operand(*matrices[i : i + 2], specs[0], 2), Operand(*matrices[i + 2 : i + 4], specs[1], 1))
-            for i in (0, 4, 8)
-        ]
+    tensors = list(matrices)
+    if len(tensors) == 6:
+        matrices = [Operand.take(tensors, plan.forward.b.exact, 2) for _ in range(3)]
+    elif len(tensors) == 12:
+        take, forward, dgrad = Operand.take, plan.forward.b, plan.dgrad.b
+        matrices = [Quantized(take(tensors, forward, 2), take(tensors, dgrad, 1)) for _ in range(3)]
     biases = list(biases)
     for i, bias in enumerate(biases):
         if bias is not None:
@@ -291,22 +288,12 @@ def for_dgrad(w: Tensor | Operand | Quantized, plan: Plan, kernels: Backend) -> 
 
 def tensors_of(operands: Sequence[Operand]) -> list[Tensor]:
     """Elements and, where there are any, scales, one operand after the other."""
-    return [tensor for operand in operands for tensor in operand[:2] if tensor is not None]
-
-
-def operand_of(tensors: Owned, spec: OperandSpec, axis: int) -> Operand:
-    """The first one of ``tensors_of``, taken; what is not quantised may be there in any dtype."""
-    data, scale = tensors.pop(0), None
-    if spec.stored != "bf16":
-        scale = tensors.pop(0)
-    elif not spec.is_quantized:
-        data = data.bfloat16().contiguous()
-    return Operand(data, scale, spec, axis)
+    return [tensor for operand in operands for tensor in operand.tensors()]
 
 
 def kept_operands(tensors: Owned, gemms: MXConfig) -> Owned:
     """Weights of ``plan.dgrad.b``, of all tensors that were kept of them, taken."""
-    return [operand_of(tensors, gemms.plan.dgrad.b, 1) for _ in range(len(tensors) // 2)]
+    return [Operand.take(tensors, gemms.plan.dgrad.b, 1) for _ in range(len(tensors) // 2)]
 
 
 class TensorCounts(NamedTuple):

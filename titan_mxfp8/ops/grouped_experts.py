@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
+from titan_mxfp8.format.spec import Operand
 from titan_mxfp8.ops.autograd import exported
 from titan_mxfp8.ops.checks import check_offs_values
 from titan_mxfp8.ops.config import MXConfig
 from titan_mxfp8.ops.expert_operators import WEIGHTS_SCHEMA, ExpertsFunction
-from titan_mxfp8.ops.experts import DispatchedRows, ExpertsLayer, Tokens, Weights, key_of, operand_of
+from titan_mxfp8.ops.experts import DispatchedRows, ExpertsLayer, Tokens, Weights, key_of
 from titan_mxfp8.ops.library import aligned
 
 
@@ -104,5 +105,5 @@ class SortedExperts(ExpertsLayer):
     def wgrad_tokens(self, tensors, sources, of_g):
         gemm = self.plan.wgrad
         if self.gemms.keeps_rows and not of_g:
-            return Tokens(operand_of(tensors, self.plan.forward.a, 1))
-        return Tokens(None, operand_of(tensors, gemm.a if of_g else gemm.b, 0))
+            return Tokens(Operand.take(tensors, self.plan.forward.a, 1))
+        return Tokens(None, Operand.take(tensors, gemm.a if of_g else gemm.b, 0))

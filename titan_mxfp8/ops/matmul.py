@@ -36,7 +36,7 @@ def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor |
         return Operand(x.bfloat16().contiguous(), None, spec, axis)
     if axis == x.ndim - 1 and not spec.grouped_scales:
         offs = None
-    return _operand(library.quantize(x, axis, spec.key, offs, backend), spec, axis)
+    return Operand.take(library.quantize(x, axis, spec.key, offs, backend), spec, axis)
 
 
 def quantize_both(
@@ -47,16 +47,15 @@ def quantize_both(
     if not columnwise.is_quantized:
         return quantize(x_MC, x_MC.ndim - 1, rowwise, offs, backend), Operand(x_MC, None, columnwise, x_MC.ndim - 2)
     tensors = library.quantize_both(x_MC, rowwise.key, columnwise.key, offs, backend)
-    split = 1 if rowwise.stored == "bf16" else 2
-    of_rows = _operand(tensors[:split], rowwise, x_MC.ndim - 1)
-    return of_rows, _operand(tensors[split:], columnwise, x_MC.ndim - 2)
+    return Operand.take(tensors, rowwise, x_MC.ndim - 1), Operand.take(tensors, columnwise, x_MC.ndim - 2)
 
 
 def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor | None, backend: str) -> Operand:
     """``library.requantize``, ``offs`` as of ``quantize``."""
     if axis == 1 and not spec.grouped_scales:
         offs = None
-    return _operand(library.requantize(rows.data, rows.scale, rows.spec.key, axis, spec.key, offs, backend), spec, axis)
+    tensors = library.requantize(rows.data, rows.scale, rows.spec.key, axis, spec.key, offs, backend)
+    return Operand.take(tensors, spec, axis)
 
 
 def gemm_m_grouped(
@@ -201,7 +200,3 @@ def sum_rows(values_MC: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         starts_and_end = torch.nn.functional.pad(ends, (1, 0))
         sums = torch.segment_reduce(sums, "sum", offsets=starts_and_end, axis=0, unsafe=True)  # unsafe: no host wait
     return sums
-
-
-def _operand(tensors: list[torch.Tensor], spec: OperandSpec, axis: int) -> Operand:
-    return Operand(tensors[0], None if len(tensors) == 1 else tensors[1], spec, axis)
