@@ -27,7 +27,7 @@ from titan_mxfp8.plugin.job_config import asked_configs, has_our_fields, recipe_
 from titan_mxfp8.plugin.wandb_run import fill_git_commit
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 from titan_mxfp8.titan.dispatch import dispatches, refusal
-from titan_mxfp8.titan.fields import check_fields
+from titan_mxfp8.titan.fields import check_fields, compiles_model
 from titan_mxfp8.workarounds.patch import around
 
 logger = logging.getLogger(__name__)
@@ -298,11 +298,6 @@ def model_args(job_config: JobConfig) -> BaseModelArgs:
         more = "" if model.study_flavors else ", or set model.study_flavors = true for those of titan_mxfp8"
         raise ValueError(f"{model.name} has no flavor {model.flavor!r}: use one of {', '.join(flavors)}{more}")
     return flavors[model.flavor]
-
-
-def compiles_model(job_config: JobConfig) -> bool:
-    """Whether TorchTitan compiles the model's blocks, and not only the loss."""
-    return job_config.compile.enable and "model" in job_config.compile.components
 
 
 @contextmanager

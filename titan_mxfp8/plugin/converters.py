@@ -17,7 +17,6 @@ from titan_mxfp8.plugin.experts import MXFP8GptOssGroupedExperts, MXFP8GroupedEx
 from titan_mxfp8.plugin.job_config import converter_configs
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 from titan_mxfp8.titan import telemetry
-from titan_mxfp8.titan.dispatch import LAYERS
 from titan_mxfp8.titan.fields import SAVED
 
 
@@ -53,14 +52,12 @@ class GroupedMMConverter(_Converter):
 
     def convert_modules(self, model: nn.Module, **options: object) -> list[str]:
         converted = modules.convert_experts(model, fqns=self.config.fqns, **options)
-        dispatching = moe.dispatch_tokens(model, converted, self.job_config, self.parallel_dims)
         for experts in map(model.get_submodule, converted):
             experts.fsdp_fp8_all_gather = self.config.fsdp_fp8_all_gather
             experts.quantize_weights_once = self.config.quantize_weights_once
             if self.job_config.fault_tolerance.enable:  # TorchFT reduces gradients in a hook of FSDP
                 experts.needs_fsdp = "fault_tolerance.enable"
-        if dispatching and self.parallel_dims is not None and self.parallel_dims.ep > 1:
-            getattr(model, LAYERS).why_fsdp = moe.why_fsdp_will(model, self.job_config, self.parallel_dims)
+        moe.dispatch_tokens(model, converted, self.job_config, self.parallel_dims)
         return converted
 
 

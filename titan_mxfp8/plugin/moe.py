@@ -68,23 +68,23 @@ class MXFP8GptOssMoE(MXFP8MoE, GptOssMoE):
 MOE_CLASSES: dict[type[nn.Module], type[nn.Module]] = {MoE: MXFP8MoE, GptOssMoE: MXFP8GptOssMoE}
 
 
-def dispatch_tokens(
-    model: nn.Module, converted: list[str], job_config: JobConfig, dims: ParallelDims | None
-) -> list[str]:
-    """Has the MoE layers around converted experts, named so, dispatch as ``quantize.grouped_mm.mx.dispatch`` says, and
-    returns their names. The model is on meta, not yet parallelised; ``dims`` are of the whole run, None of one process.
-    Raises ValueError as ``choose_layers`` and ``DispatchingLayers.connect``."""
+def dispatch_tokens(model: nn.Module, converted: list[str], job_config: JobConfig, dims: ParallelDims | None) -> None:
+    """Has the MoE layers around converted experts, named so, dispatch as ``quantize.grouped_mm.mx.dispatch`` says. The
+    model is on meta, not yet parallelised; ``dims`` are of the whole run, None of one process. Raises ValueError as
+    ``choose_layers`` and ``DispatchingLayers.connect``."""
     config = job_config.quantize.grouped_mm.mx
     if not dispatches(config.dispatch, config.dispatch_rows):
-        return []
+        return
     of_the_run = _not_for_run(job_config, dims)
     reasons = [(fqn, of_the_run or _not_for_layer(model, fqn)) for fqn in converted]
-    names = [fqn.rpartition(".")[0] for fqn in choose_layers(config.dispatch, recipe_of(config), reasons)]
-    if not names:
-        return []
-    layers = [model.get_submodule(name) for name in names]
-    group = None if dims is None or dims.ep == 1 else dims.get_mesh("ep").get_group()
+    chosen = choose_layers(config.dispatch, recipe_of(config), reasons)
+    if not chosen:
+        return
+    layers, group = [model.get_submodule(fqn.rpartition(".")[0]) for fqn in chosen], None
     shared = dispatching_layers(layers, job_config)
+    if dims is not None and dims.ep > 1:
+        group = dims.get_mesh("ep").get_group()
+        shared.why_fsdp = why_fsdp_will(model, job_config, dims)
     device = training_device()
     if device.type != "cpu":  # TorchTitan has set it when a model is converted
         device = torch.device(device.type, torch.accelerator.current_device_index())
@@ -94,7 +94,6 @@ def dispatch_tokens(
         layer.__class__ = MOE_CLASSES[type(layer)]
         setattr(layer.experts, LAYERS, shared)
     logger.info(line)
-    return names
 
 
 def dispatching_layers(layers: list[MoE], job_config: JobConfig) -> DispatchingLayers:

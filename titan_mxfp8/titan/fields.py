@@ -1,6 +1,6 @@
 """What the fields of both adapters have in common: types, and rules that need no TorchTitan."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -15,6 +15,11 @@ Once = Literal["off", "on", "auto"]  # of quantize_weights_once
 # topk chooses a token's experts, and computed again it might choose others (``workarounds.pytorch.route_tokens_once``).
 OPERATORS = torch.ops.titan_mxfp8
 SAVED = {OPERATORS.gemm_m_grouped.default, OPERATORS.experts_forward.default, torch.ops.aten.topk.default}
+
+
+def compiles_model(config: Any) -> bool:
+    """Whether TorchTitan, with this whole config, compiles the model's blocks, and not only the loss."""
+    return config.compile.enable and "model" in config.compile.components
 
 
 def check_fields(recipe: Recipe, kind: str, dispatches: bool, health_every: int, hopper_rebase_report: int) -> None:

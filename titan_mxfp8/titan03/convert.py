@@ -21,7 +21,7 @@ from titan_mxfp8.backends.hardware import hardware_of
 from titan_mxfp8.recipe import AUTO
 from titan_mxfp8.titan import telemetry
 from titan_mxfp8.titan.dispatch import dispatches, local
-from titan_mxfp8.titan.fields import SAVED, Dispatch, Once, check_fields
+from titan_mxfp8.titan.fields import SAVED, Dispatch, Once, check_fields, compiles_model
 from titan_mxfp8.titan.once import quantize_once
 from titan_mxfp8.titan.rerun import watch_steps
 from titan_mxfp8.titan03.cuda_graph import CONVERTED
@@ -168,8 +168,7 @@ def know_the_config(init: Any, trainer: Trainer, config: Trainer.Config) -> None
     with trainer_config(config):
         init(trainer, config)
     watch_steps(trainer)
-    compiled = config.compile.enable and "model" in config.compile.components
-    quantize_once(trainer, weights_of(trainer.model_parts, compiled))
+    quantize_once(trainer, weights_of(trainer.model_parts, compiles_model(config)))
 
 
 @around("torchtitan.distributed.activation_checkpoint.SelectiveAC.get_save_ops")

@@ -33,6 +33,7 @@ from titan_mxfp8.titan.dispatch import (
     local,
     most_tokens,
 )
+from titan_mxfp8.titan.fields import compiles_model
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +133,9 @@ def dispatch_tokens(
     ``dispatch_rows`` say; ``config`` is of the trainer that builds the model, if one does. ValueError as
     ``choose_layers``."""
     recipe = model.get_submodule(converted[0]).mxfp8.recipe
-    reasons = [(fqn, _not_for_layer(model.get_submodule(fqn.rpartition(".")[0]))) for fqn in converted]
-    layers = [model.get_submodule(fqn.rpartition(".")[0]) for fqn in choose_layers(transport, recipe, reasons)]
+    around = {fqn: model.get_submodule(fqn.rpartition(".")[0]) for fqn in converted}
+    reasons = [(fqn, _not_for_layer(layer)) for fqn, layer in around.items()]
+    layers = [around[fqn] for fqn in choose_layers(transport, recipe, reasons)]
     if not layers:
         return
     shared = _dispatching_layers(layers, transport, rows, config)
@@ -165,8 +167,8 @@ def _dispatching_layers(
     if config is not None:
         once = "pipeline parallelism" * (config.parallelism.pipeline_parallel_degree > 1)
         kept = kept_layers(len(layers), config.parallelism, config.activation_checkpoint is not None)
-        compiled = config.compile.enable and "model" in config.compile.components
-        tokens = None if compiled and rows == "counted" else most_tokens(config.training, config.parallelism)
+        counted = compiles_model(config) and rows == "counted"
+        tokens = None if counted else most_tokens(config.training, config.parallelism)
     return DispatchingLayers(
         transport=transport,
         rows=rows,

@@ -50,12 +50,12 @@ from titan_mxfp8.format.spec import UNQUANTIZED
 from titan_mxfp8.modules import is_expert_module
 from titan_mxfp8.ops.experts import bytes_ahead
 from titan_mxfp8.ops.grouped_mm import mxfp8_grouped_mm
-from titan_mxfp8.plugin.checks import compiles_model
 from titan_mxfp8.plugin.experts import RoutedExperts
 from titan_mxfp8.plugin.moe import MXFP8MoE
 from titan_mxfp8.recipe import BF16
 from titan_mxfp8.titan.cuda_graph import fsdp_modules
 from titan_mxfp8.titan.dispatch import GIB, LAYERS, local
+from titan_mxfp8.titan.fields import compiles_model
 from titan_mxfp8.titan.fsdp import has_expert_shards
 from titan_mxfp8.titan.gather import gathered_itemsize
 from titan_mxfp8.titan.once import why_each_time
