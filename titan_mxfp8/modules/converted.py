@@ -65,6 +65,13 @@ class ConvertedModule:
         config, names = self.mx_config, ("recipe", "backend", "keep_quantized_weight", "requantize_input")
         return {name: getattr(config, name) for name in names}
 
+    def mxfp8_call(self, function: Callable[..., torch.Tensor], *args: object) -> torch.Tensor:
+        """``function(*args)``, whose errors begin with the module's name."""
+        try:
+            return function(*args)
+        except ValueError as error:
+            raise ValueError(f"{self.mxfp8_fqn}: {error}") from error
+
     def mxfp8_grouped_mm(
         self,
         a: torch.Tensor,
@@ -75,22 +82,15 @@ class ConvertedModule:
     ) -> torch.Tensor:
         """``torch._grouped_mm`` of experts, in MXFP8, and observed."""
         config = self.mx_config
-        try:
-            y = grouped_mm(a, b_t, offs, bias, out_dtype or a.dtype, config)
-        except ValueError as error:
-            raise ValueError(f"{self.mxfp8_fqn}: {error}") from error
+        y = self.mxfp8_call(grouped_mm, a, b_t, offs, bias, out_dtype or a.dtype, config)
         return y if self.probe is None else observe(y, a, b_t.mT, offs, self.probe, config)
 
     def mxfp8_experts(
-        self,
-        x: torch.Tensor,
-        weights: Weights,
-        offs: torch.Tensor,
-        limit: float | None = None,
+        self, x: torch.Tensor, weights: Weights, offs: torch.Tensor, limit: float | None = None
     ) -> torch.Tensor:
         """``grouped_experts`` of rows that are sorted by expert, observed as ``mxfp8_moe`` is."""
         config = self.mx_config
-        y = grouped_experts(x, weights, offs, config, limit, self.gathered or self.kept)
+        y = self.mxfp8_call(grouped_experts, x, weights, offs, config, limit, self.gathered or self.kept)
         return y if self.probe is None else observe(y, x, self._matrices(weights), offs, self.probe, config)
 
     def mxfp8_moe(
@@ -105,11 +105,8 @@ class ConvertedModule:
     ) -> torch.Tensor:
         """``mxfp8_moe`` of experts, observed: tokens and output gradients as the source rank quantises them, in its
         order, and the three weights. Not what is quantised in the hidden layer."""
-        config = self.mx_config
-        try:
-            y = moe(x, scores, expert_ids, weights, group, options, config, scores_first, self.gathered or self.kept)
-        except ValueError as error:
-            raise ValueError(f"{self.mxfp8_fqn}: {error}") from error
+        config, quantized = self.mx_config, self.gathered or self.kept
+        y = self.mxfp8_call(moe, x, scores, expert_ids, weights, group, options, config, scores_first, quantized)
         if self.probe is None:
             return y
         return observe(y, x, self._matrices(weights), None, self.probe, config, dispatched=True)

@@ -30,10 +30,7 @@ class MXFP8Linear(ConvertedModule, nn.Linear):
     def mxfp8_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``F.linear`` of plain tensors, in MXFP8, and observed."""
         config = self.mx_config
-        try:
-            y = linear(x, weight, bias, config)
-        except ValueError as error:
-            raise ValueError(f"{self.mxfp8_fqn}: {error}") from error
+        y = self.mxfp8_call(linear, x, weight, bias, config)
         return y if self.probe is None else observe(y, x, weight, None, self.probe, config)
 
 
