@@ -148,7 +148,7 @@ def test_a_machine_that_refuses_to_share_memory_is_found_out(monkeypatch: pytest
 
 def test_a_buffer():
     layout = Layout(ranks=2, tokens=5, experts=6, slots=3, row_bytes=33, dim=32)
-    offsets = layout.offsets()
+    offsets = layout.offsets
     assert list(offsets) == sorted(set(offsets)) and all(offset % 256 == 0 for offset in offsets)
     memory = torch.zeros(offsets[-1], dtype=torch.uint8)
     rooms = layout.rooms(memory, 3, 32, 1)

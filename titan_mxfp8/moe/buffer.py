@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from titan_mxfp8.format.mx import ceil_to
 COUNTS, METADATA, PAYLOAD, PARTIALS, VALUES = range(5)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """A buffer for layers that are no larger than this. Every rank's is the same.
 
@@ -41,9 +41,21 @@ class Layout:
     row_bytes: int = 1
     dim: int = 1
 
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """The byte at which each section begins, and at last the bytes of all."""
-        return _offsets(self)
+        copies = self.ranks * self.tokens
+        sizes = (
+            4 * (self.experts + 1),
+            12 * self.slots * self.tokens,
+            self.row_bytes * self.tokens + 16,  # scales begin at a multiple of 16
+            2 * self.dim * copies,
+            4 * self.slots * copies,
+        )
+        ends = [0]
+        for size in sizes:
+            ends.append(ceil_to(ends[-1] + size, 256))
+        return tuple(ends)
 
     def holds(self, **sizes: int) -> bool:
         """Whether there is room for this."""
@@ -55,37 +67,21 @@ class Layout:
 
     def table(self, pointers: list[int], device: torch.device) -> Tensor:
         """Where each section of each rank's buffer begins, int64 (sections, R), from where the buffers begin."""
-        sections = [[pointer + offset for pointer in pointers] for offset in self.offsets()[:-1]]
+        sections = [[pointer + offset for pointer in pointers] for offset in self.offsets[:-1]]
         return torch.tensor(sections, dtype=torch.int64, device=device)
 
     def view(self, buffer: Tensor, section: int, dtype: torch.dtype, *shape: int) -> Tensor:
         """The beginning of a section of this rank's buffer, uint8, as a tensor."""
-        start = self.offsets()[section]
+        start = self.offsets[section]
         return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def rooms(self, buffer: Tensor, tokens: int, *widths: int) -> list[Tensor]:
         """Room for data and scales, each uint8 (tokens, bytes of its rows)."""
-        start, out = self.offsets()[PAYLOAD], []
+        start, out = self.offsets[PAYLOAD], []
         for width in widths:
             out.append(buffer[start : start + tokens * width].view(tokens, width))
             start += scales_offset(self.tokens, width)
         return out
-
-
-@cache
-def _offsets(layout: Layout) -> tuple[int, ...]:
-    copies = layout.ranks * layout.tokens
-    sizes = (
-        4 * (layout.experts + 1),
-        12 * layout.slots * layout.tokens,
-        layout.row_bytes * layout.tokens + 16,  # scales begin at a multiple of 16
-        2 * layout.dim * copies,
-        4 * layout.slots * copies,
-    )
-    ends = [0]
-    for size in sizes:
-        ends.append(ceil_to(ends[-1] + size, 256))
-    return tuple(ends)
 
 
 def scales_offset(tokens: int, row_bytes: int) -> int:

@@ -75,11 +75,8 @@ class GroupLink:
 
     def barrier(self) -> None:
         """On the current stream: what comes after it waits for what every rank has before it."""
-        self.handle.barrier(channel=0, timeout_ms=self._timeout_ms())
-
-    def _timeout_ms(self) -> int:
-        """The process group's, which TorchTitan shortens after the first step."""
-        return int(self.group._get_backend(self.device).options._timeout.total_seconds() * 1000)
+        timeout = self.group._get_backend(self.device).options._timeout  # TorchTitan shortens it after the first step
+        self.handle.barrier(channel=0, timeout_ms=int(timeout.total_seconds() * 1000))
 
 
 class Symmetric(Transport):
@@ -203,7 +200,7 @@ class Symmetric(Transport):
         # Views are kept: each step asks for the same, and to make one takes the host as long as a launch. Tensors that
         # are made in inference mode could not be written outside of it.
         normal_mode = torch.inference_mode(False)
-        memory, pointers = normal_mode(self.link.allocate)(wanted.offsets()[-1])
+        memory, pointers = normal_mode(self.link.allocate)(wanted.offsets[-1])
         self._view = lru_cache(_VIEWS)(normal_mode(partial(wanted.view, memory)))
         self._rooms = lru_cache(_VIEWS)(normal_mode(partial(wanted.rooms, memory)))
         self.peers = kernels.Peers(wanted.table(pointers, self.link.device), wanted.tokens, self.rank, self.ranks)
