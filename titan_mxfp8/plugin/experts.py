@@ -13,7 +13,7 @@ from torchtitan.models.moe.moe import GroupedExperts
 
 from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.ops.experts import Weights
-from titan_mxfp8.titan.dispatch import DispatchingLayers, interleaved, local
+from titan_mxfp8.titan.dispatch import DispatchingLayers, gpt_oss_weights, local
 
 
 class Routing:
@@ -63,11 +63,10 @@ class MXFP8GptOssGroupedExperts(RoutedExperts, GptOssGroupedExperts):
     def weights(self, is_sorted: bool) -> Weights:
         """This rank's; with ``is_sorted`` its share of ``b2``, where ranks hold parts of H and their outputs are
         summed. The gradient of ``b2`` is whole on every one."""
-        (w1, w3), (b1, b3) = interleaved(local(self.mlp1_weight)), interleaved(local(self.mlp1_bias))
         b2 = local(self.mlp2_bias)
         if is_sorted:
             b2 = ScaleBiasForward.apply(b2, contraction_shards(self.mlp2_weight))
-        return Weights(w1, w3, local(self.mlp2_weight), b1, b3, b2)
+        return gpt_oss_weights(self.mlp1_weight, self.mlp1_bias, self.mlp2_weight, b2)
 
 
 def contraction_shards(w2_EDH: torch.Tensor) -> int:

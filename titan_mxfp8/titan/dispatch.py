@@ -17,6 +17,7 @@ from titan_mxfp8.moe import TransportName, choose
 from titan_mxfp8.moe.bounds import WantedRows, bound, factor_of
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.moe.layer import Dispatched
+from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.recipe import AUTO, BF16, Recipe
 
 logger = logging.getLogger(__name__)
@@ -237,9 +238,10 @@ def local(param: torch.Tensor) -> torch.Tensor:
     return param.to_local() if isinstance(param, DTensor) else param
 
 
-def interleaved(param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """gpt_oss's gate and linear half, w1 and w3 or b1 and b3, of a parameter that interleaves them along axis 1."""
-    return param.unflatten(1, (-1, 2)).unbind(2)
+def gpt_oss_weights(w13: torch.Tensor, b13: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor) -> Weights:
+    """This rank's, of gpt_oss's parameters, two of which interleave the gate and the linear half along axis 1."""
+    (w1, w3), (b1, b3) = (local(param).unflatten(1, (-1, 2)).unbind(2) for param in (w13, b13))
+    return Weights(w1, w3, local(w2), b1, b3, local(b2))
 
 
 def token_counts(model: nn.Module) -> dict[str, torch.Tensor]:

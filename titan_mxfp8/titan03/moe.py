@@ -28,7 +28,7 @@ from titan_mxfp8.titan.dispatch import (
     DispatchingLayers,
     allow_compiled_versions,
     choose_layers,
-    interleaved,
+    gpt_oss_weights,
     kept_layers,
     local,
     most_tokens,
@@ -64,8 +64,7 @@ def local_parameters(experts: GroupedExperts) -> Weights:
     too."""
     if not isinstance(experts, GptOssGroupedExperts):
         return Weights(local(experts.w1_EFD), local(experts.w3_EFD), local(experts.w2_EDF))
-    (w1, w3), (b1, b3) = interleaved(local(experts.mlp1_weight_EGD)), interleaved(local(experts.mlp1_bias_EG))
-    return Weights(w1, w3, local(experts.mlp2_weight_EDF), b1, b3, local(experts.mlp2_bias_ED))
+    return gpt_oss_weights(experts.mlp1_weight_EGD, experts.mlp1_bias_EG, experts.mlp2_weight_EDF, experts.mlp2_bias_ED)
 
 
 @cache
