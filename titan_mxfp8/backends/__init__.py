@@ -300,7 +300,7 @@ def explain(asked: str | Recipe, recipe: Recipe, backend: str, hardware: Hardwar
     if asked == AUTO:
         return f"recipe auto is {recipe.name} on {hardware.name}: {row.why}"
     best = get_recipe(row.recipe)
-    here, fastest = (_module(row.name).plan(one, hardware).mma_dtypes for one in (recipe, best))
+    here, fastest = (plan_on(one, row.name, hardware).mma_dtypes for one in (recipe, best))
     if recipe.quantized and here == {"bf16"} and "FP8" in fastest:
         return (
             f"recipe {recipe.name} multiplies bf16 values in all GEMMs on {hardware.name}, so expect no speed from it; "
@@ -311,9 +311,9 @@ def explain(asked: str | Recipe, recipe: Recipe, backend: str, hardware: Hardwar
 
 @cache
 def load(backend: str, device: torch.device) -> Backend:
-    """The module of the backend that is named, or that ``auto`` chooses for ``device``. Raises ValueError as
-    ``select``."""
-    return _module(select(backend, hardware_of(device), get_recipe("mxfp8")).name)
+    """The module of the backend that is named, or that ``auto`` chooses for ``device``. Raises ValueError: unknown
+    name, or a named backend that cannot run there."""
+    return importlib.import_module(_row(backend, hardware_of(device)).module)
 
 
 replays = True
@@ -330,11 +330,8 @@ def replay_launches(on: bool) -> None:
 def plan_on(recipe: Recipe, backend: str, hardware: Hardware) -> Plan:
     """The plan of the backend that is named, or that ``auto`` chooses for ``hardware``. Raises ValueError as
     ``select``."""
-    return _module(select(backend, hardware, recipe).name).plan(recipe, hardware)
-
-
-def _module(name: str) -> Backend:
-    return importlib.import_module(next(row.module for row in BACKENDS if row.name == name))
+    select(backend, hardware, recipe)
+    return importlib.import_module(_row(backend, hardware).module).plan(recipe, hardware)
 
 
 def _row(backend: str, hardware: Hardware) -> BackendRow:
