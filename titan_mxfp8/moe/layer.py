@@ -97,7 +97,7 @@ def mxfp8_moe(
     """
     (x,) = plain("mxfp8_moe", x=x)
     check_flags(scores_first=scores_first, keep_quantized_weight=keep_quantized_weight)
-    config = config_of(get_recipe(recipe).key, f"{backend}", x.device, bool(keep_quantized_weight))
+    config = config_of(get_recipe(recipe).key, f"{backend}", x.device, keep_quantized_weight)
     options = Dispatched(transport=transport, rows=rows, max_tokens=max_tokens, limit=swiglu_limit)
     return moe(x, scores, expert_ids, Weights(w1, w3, w2, b1, b3, b2), group, options, config, scores_first)
 

@@ -64,9 +64,8 @@ def mxfp8_grouped_mm(
     """
     (b_t,) = plain("mxfp8_grouped_mm", b_t=b_t)
     check_flags(keep_quantized_weight=keep_quantized_weight, requantize_input=requantize_input)
-    config = config_of(
-        get_recipe(recipe, rebase).key, f"{backend}", b_t.device, bool(keep_quantized_weight), bool(requantize_input)
-    )
+    key = get_recipe(recipe, rebase).key
+    config = config_of(key, f"{backend}", b_t.device, keep_quantized_weight, requantize_input)
     return grouped_mm(a, b_t, offs, bias, out_dtype, config)
 
 

@@ -44,9 +44,8 @@ def mxfp8_linear(
     """
     (weight,) = plain("mxfp8_linear", weight=weight)
     check_flags(keep_quantized_weight=keep_quantized_weight, requantize_input=requantize_input)
-    config = config_of(
-        get_recipe(recipe, rebase).key, f"{backend}", weight.device, bool(keep_quantized_weight), bool(requantize_input)
-    )
+    key = get_recipe(recipe, rebase).key
+    config = config_of(key, f"{backend}", weight.device, keep_quantized_weight, requantize_input)
     return linear(x, weight, bias, config)
 
 
