@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_mxfp8.format.mx import BLOCK_SIZE, SCALE_BIAS, SCALE_NAN, ragged_rows, scale_elements, to_blocks
+from titan_mxfp8.format.mx import BLOCK_SIZE, SCALE_BIAS, SCALE_NAN, ceil_to, ragged_rows, scale_elements, to_blocks
 from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.format.swizzle import swizzle
 
@@ -41,7 +41,7 @@ def quantize(x: Tensor, axis: int, spec: OperandSpec, offs: Tensor | None = None
         return swizzle(quantize(x, axis, spec.exact, None if by_rows else offs), spec, offs)
     x_along = x.movedim(axis, -1)
     if offs is not None:
-        x_along = _gather_groups(x_along, offs, spec.block_k)
+        x_along = gather_groups(x_along, x.ndim - 1, offs, spec.block_k)
     elif axis != x.ndim - 1:  # stored transposed, in whole blocks: see ``OperandSpec.length``
         x_along = F.pad(x_along, (0, -x.shape[axis] % BLOCK_SIZE))
     round_to_blocks = _round_to_squares if spec.block == "32x32" else _round_to_blocks
@@ -52,7 +52,7 @@ def quantize(x: Tensor, axis: int, spec: OperandSpec, offs: Tensor | None = None
     if spec.stored == "bf16":
         values = operand.dequantize()
         if offs is not None:
-            values = _scatter_groups(values, offs, x.shape[axis], spec.block_k)
+            values = scatter_groups(values, x.ndim - 1, offs, spec.block_k, x.shape[axis])
         values = values.narrow(-1, 0, x.shape[axis]).movedim(-1, axis)
         return Operand(values.to(torch.bfloat16).contiguous(), None, spec, axis)
     return operand if spec.block_k == BLOCK_SIZE else rebase(operand, spec)
@@ -205,15 +205,29 @@ def changed_elements(before: Operand, after: Operand) -> Tensor:
 
 def padded_ends(offs: Tensor, alignment: int) -> Tensor:
     """int32 end offsets of the groups once each starts at a multiple of ``alignment``."""
-    sizes = offs.diff(prepend=offs.new_zeros(1))
-    return (-(-sizes // alignment) * alignment).cumsum(0, dtype=torch.int32)
+    return ceil_to(offs.diff(prepend=offs.new_zeros(1)), alignment).cumsum(0, dtype=torch.int32)
 
 
-def padded_places(offs: Tensor, length: int, alignment: int, end: int) -> Tensor:
+def gather_groups(x: Tensor, axis: int, offs: Tensor, alignment: int) -> Tensor:
+    """Moves each group along ``axis``, non-negative, to the next multiple of ``alignment``, zeros between and behind
+    them: an axis of ``ragged_rows`` elements. What is in no group is dropped."""
+    shape, end = [*x.shape], ragged_rows(x.shape[axis], offs.shape[0], alignment)
+    shape[axis] = end + 1
+    places = _padded_places(offs, x.shape[axis], alignment, end)
+    return x.new_zeros(shape).index_copy_(axis, places, x).narrow(axis, 0, end)
+
+
+def scatter_groups(padded: Tensor, axis: int, offs: Tensor, alignment: int, length: int) -> Tensor:
+    """The inverse of ``gather_groups`` of an axis of ``length`` elements; zeros at and past ``offs[-1]``."""
+    places = _padded_places(offs, length, alignment, padded.shape[axis])
+    return F.pad(padded, (0, 0) * (padded.ndim - 1 - axis) + (0, 1)).index_select(axis, places)
+
+
+def _padded_places(offs: Tensor, length: int, alignment: int, end: int) -> Tensor:
     """Where each of ``length`` elements lies once each group starts at a multiple of ``alignment``, int64 (length,);
     ``end`` for one that is in no group."""
     sizes = offs.diff(prepend=offs.new_zeros(1))
-    padded_sizes = -(-sizes // alignment) * alignment
+    padded_sizes = ceil_to(sizes, alignment)
     moved = padded_sizes.cumsum(0) - padded_sizes - (offs - sizes)
     element = torch.arange(length, device=offs.device)
     group = torch.searchsorted(offs, element, right=True).clamp(max=offs.shape[0] - 1)
@@ -284,16 +298,3 @@ def _exact_halvings(elements: Tensor) -> Tensor:
     units = units.nan_to_num(1.0).clamp(max=2**18).to(torch.int32)  # above, 2^15 divides all
     lowest_bit = (units & -units).float()
     return (torch.frexp(lowest_bit).exponent - 1).clamp(max=15).masked_fill(units == 0, 255)
-
-
-def _gather_groups(x: Tensor, offs: Tensor, alignment: int) -> Tensor:
-    """Moves each group along the last axis to the next multiple of ``alignment``, zeros between: see ``quantize``."""
-    end = ragged_rows(x.shape[-1], offs.shape[0], alignment)
-    places = padded_places(offs, x.shape[-1], alignment, end)
-    return x.new_zeros((*x.shape[:-1], end + 1)).index_copy_(-1, places, x)[..., :-1]
-
-
-def _scatter_groups(padded: Tensor, offs: Tensor, length: int, alignment: int) -> Tensor:
-    """The inverse of ``_gather_groups``; zeros at and past ``offs[-1]``."""
-    places = padded_places(offs, length, alignment, padded.shape[-1])
-    return F.pad(padded, (0, 1)).index_select(-1, places)

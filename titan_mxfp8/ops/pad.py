@@ -4,10 +4,9 @@ The package's own GEMMs take groups of any size and never need this.
 """
 
 import torch
-import torch.nn.functional as F
 
 from titan_mxfp8.format.mx import ragged_rows
-from titan_mxfp8.format.reference import padded_ends, padded_places
+from titan_mxfp8.format.reference import gather_groups, padded_ends, scatter_groups
 from titan_mxfp8.ops.checks import check_dtypes, check_offs_type, check_offs_values
 
 
@@ -30,10 +29,7 @@ def pad_token_groups(x: torch.Tensor, offs: torch.Tensor, alignment: int = 32) -
             CPU, but in compiled code, offsets that are negative, decreasing or past M.
     """
     _check(x, offs, x.shape[0], alignment)
-    end = ragged_rows(x.shape[0], offs.shape[0], alignment)
-    places = padded_places(offs, x.shape[0], alignment, end)
-    padded = x.new_zeros((end + 1, x.shape[1])).index_copy_(0, places, x)
-    return padded[:-1], padded_ends(offs, alignment)
+    return gather_groups(x, 0, offs, alignment), padded_ends(offs, alignment)
 
 
 def unpad_token_groups(padded: torch.Tensor, offs: torch.Tensor, alignment: int, rows: int) -> torch.Tensor:
@@ -58,8 +54,7 @@ def unpad_token_groups(padded: torch.Tensor, offs: torch.Tensor, alignment: int,
             f"{rows} rows in {offs.shape[0]} groups aligned to {alignment} are padded to {expected} rows, "
             f"got {padded.shape[0]}: pass the rows, groups and alignment that they were padded with"
         )
-    places = padded_places(offs, rows, alignment, expected)
-    return F.pad(padded, (0, 0, 0, 1)).index_select(0, places)
+    return scatter_groups(padded, 0, offs, alignment, rows)
 
 
 def _check(x: torch.Tensor, offs: torch.Tensor, rows: int, alignment: int) -> None:
