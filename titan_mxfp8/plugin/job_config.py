@@ -23,16 +23,16 @@ def option(default: object) -> Callable[[str], Any]:
     return lambda text: field(**given, metadata={"help": " ".join(text.split())})
 
 
-def documented(cls: type) -> type:
-    """Puts the texts of a dataclass's own options into the types of its fields, which TorchTitan's merge takes over."""
+def section(cls: type) -> type:
+    """A dataclass with the texts of its own options in the types of its fields, which TorchTitan's merge takes over."""
+    cls = dataclass(cls)
     for item in fields(cls):
         if "help" in item.metadata and item.name in cls.__annotations__:
             item.type = Annotated[item.type, tyro.conf.arg(help=item.metadata["help"])]
     return cls
 
 
-@documented
-@dataclass
+@section
 class _MX:
     recipe_name: str = option(AUTO)("""
     What is quantised how: auto, the recipe that is recommended for the hardware, which the log names; mxfp8,
@@ -64,32 +64,30 @@ class _MX:
     """)
 
 
-@documented
-@dataclass
+@section
 class MXLinear(_MX):
     filter_fqns: list[str] = option(("output", "router.gate"))("""
     Comma-separated parts of the names of nn.Linear modules to leave in high precision; with $ behind it, a part at the
     end of a name. Routers are always left, and a linear whose in or out features are not a multiple of 32, with a log
     line that names it.
     Example: --quantize.linear.mx.filter_fqns="output,router.gate,attention.wk,attention.wv"
-    """)  # noqa: RUF009
+    """)
 
 
-@documented
-@dataclass
+@section
 class MXGroupedMM(_MX):
     fqns: list[str] | str = option(("experts",))("""
     Comma-separated parts of the names of expert modules to convert; with $ behind it, a part at the end of a name. Only
     modules that hold one matrix per expert count: the linears of moe.shared_experts match "experts" too, and belong to
     quantize.linear.mx.
-    """)  # noqa: RUF009
+    """)
 
     dispatch: Dispatch = option("auto")("""
     How tokens travel to their experts. off: TorchTitan's own way, in bf16, once for each of a token's experts. Else
     each token is quantised once and crosses each link once: symmetric, by kernels that read the memory of other GPUs of
     one host; collective, in an all-to-all; auto, symmetric where it can be, else collective. The log says which and
     why, and where experts keep TorchTitan's way. Parameters and checkpoints are the same in all.
-    """)  # noqa: RUF009
+    """)
 
     dispatch_rows: str | float = option("auto")("""
     For how many rows a MoE layer has memory where they are received, if dispatch is not off. A factor of those of
@@ -107,7 +105,7 @@ class MXGroupedMM(_MX):
     Whether a step of several microbatches, of gradient accumulation or a pipeline, quantises the experts' weights once,
     and keeps that until its last backward: 2 bytes for each weight, where FSDP gathers them in FP8 1 byte for each of
     this rank's shard. on; off; auto: on where GPUs have the memory. Losses are the same.
-    """)  # noqa: RUF009
+    """)
 
 
 @dataclass
@@ -120,8 +118,7 @@ class QuantizedGroupedMM:
     mx: MXGroupedMM = field(default_factory=MXGroupedMM)
 
 
-@documented
-@dataclass
+@section
 class Quantize:
     linear: QuantizedLinear = field(default_factory=QuantizedLinear)
     grouped_mm: QuantizedGroupedMM = field(default_factory=QuantizedGroupedMM)
@@ -134,8 +131,7 @@ class Quantize:
     """)
 
 
-@documented
-@dataclass
+@section
 class Training:
     cuda_graph: Literal["off", "on", "auto"] = option("auto")("""
     Whether forward, loss and backward of a microbatch are one CUDA graph, which the host launches at once: off; on,
@@ -144,8 +140,7 @@ class Training:
     """)
 
 
-@documented
-@dataclass
+@section
 class Model:
     study_flavors: bool = option(False)("""
     Whether the model tables get the flavors of titan_mxfp8.plugin.flavors: <flavor>_2layers, _4layers and _7layers of
@@ -153,8 +148,7 @@ class Model:
     """)
 
 
-@documented
-@dataclass
+@section
 class Job:
     git_commit: str = option("")("""
     Logged with the config. By default found where titan_mxfp8 lies, if that is a git repository; "-dirty" behind it
@@ -166,8 +160,7 @@ class Job:
     """)
 
 
-@documented
-@dataclass
+@section
 class Cluster:
     """
     The machines that a config was laid out for. Read by scripts/check_configs.sh only: training takes the number of
