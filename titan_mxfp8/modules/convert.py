@@ -41,7 +41,7 @@ class Conversion(list[str]):
 
 @contextmanager
 def _errors_of(function: str, model: nn.Module) -> Iterator[None]:
-    """Within, errors begin with a function's name. What is no model is one."""
+    """Within, errors begin with a function's name. Raises ValueError of a model that is none."""
     try:
         if not isinstance(model, nn.Module):
             raise ValueError(

@@ -55,8 +55,8 @@ class ConvertedModule:
 
     @property
     def mx_config(self) -> MXConfig:
-        """Of a call now: ``fully_shard`` marks the modules whose weights it frees after forward; what is kept for
-        longer backward need not be given."""
+        """The config of a call now. Backward is given no quantised weight where ``fully_shard`` frees weights after
+        forward, for which it marks the module, nor where ``kept`` has it for longer."""
         return self.mxfp8_freed if self.kept or getattr(self, "_is_fsdp_managed_module", False) else self.mxfp8
 
     @property

@@ -208,7 +208,7 @@ class Symmetric(Transport):
 
 @cache
 def symmetric_of(group: dist.ProcessGroup, device: torch.device) -> Symmetric:
-    """The one of a group, whose buffer all layers share."""
+    """The transport of a group, whose buffer all layers share."""
     return Symmetric(GroupLink(group, device))
 
 

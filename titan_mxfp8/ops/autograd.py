@@ -50,8 +50,8 @@ def save_for_backward(
 
 
 def once_differentiable(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Makes a ``backward`` of one that takes what was saved, which nothing else holds, and the gradient of y.
-    Its gradients cannot be differentiated again, whatever is asked for.
+    """Decorates ``backward(ctx, saved, dy)``: ``saved`` is a list of what was saved, which nothing else holds, and
+    ``dy`` the gradient of y. Its gradients cannot be differentiated again, whatever is asked for.
 
     torch's ``once_differentiable`` looks at the output gradient alone: of ``y.sum()`` that needs none. And a second
     derivative that is asked for by inputs, as of ``torch.autograd.grad``, runs only what leads to these inputs. What it

@@ -109,7 +109,7 @@ class ExpertsLayer(Encoded):
         zero_tail: whether outputs are zeros at and past ``offs[-1]``.
         handle_tensors: how many a handle has.
         x_rows, g_rows: what x and g are quantised to before they travel.
-        counts: see there.
+        counts: of the tensors that its operators return and save.
     """
 
     gemms: MXConfig
@@ -254,7 +254,7 @@ def quantize_ahead(matrices: Sequence[Tensor], config: MXConfig) -> list[Tensor]
 
 
 def bytes_ahead(matrices: Sequence[Tensor], config: MXConfig) -> int:
-    """Of what ``quantize_ahead`` gives, which is not made."""
+    """Bytes of what ``quantize_ahead`` gives, which this does not make."""
     specs = (config.plan.forward.b, 2), (config.plan.dgrad.b, 1)
     metas = [w.detach().to("meta") for w in matrices]
     operands = [spec.empty(w, axis, None) for w in metas for spec, axis in specs[: 1 + config.recipe.quantized]]
@@ -311,7 +311,7 @@ class TensorCounts(NamedTuple):
 
 @torch.compiler.assume_constant_result
 def count_tensors(config: str) -> TensorCounts:
-    """Of the ``ExpertsLayer`` with this key."""
+    """``ExpertsLayer.counts`` of the layer with this key."""
     return decode(config).counts
 
 

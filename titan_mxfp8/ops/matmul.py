@@ -29,9 +29,9 @@ SUMMED_ROWS = 256  # that one thread adds up
 
 
 def quantize(x: torch.Tensor, axis: int, spec: OperandSpec, offs: torch.Tensor | None, backend: str) -> Operand:
-    """``library.quantize``; what stays unquantised takes no operator, as one may not return what it was given.
-    ``offs``: int32 (E,) end offsets of groups along ``axis``, or None. Along the features of (M, C) they count only
-    where ``spec`` has its scales by groups of rows."""
+    """``library.quantize``, or of an unquantised operand ``x`` in bf16: that may be ``x`` itself, which no operator may
+    return. ``offs``: int32 (E,) end offsets of groups along ``axis``, or None. Along the features of (M, C) they count
+    only where ``spec`` has its scales by groups of rows."""
     if not spec.is_quantized:
         return Operand(x.bfloat16().contiguous(), None, spec, axis)
     if axis == x.ndim - 1 and not spec.grouped_scales:

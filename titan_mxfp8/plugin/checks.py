@@ -302,8 +302,8 @@ def model_args(job_config: JobConfig) -> BaseModelArgs:
 
 @contextmanager
 def in_one_line() -> Iterator[None]:
-    """A ValueError that ends this process is printed without its traceback, and ends torchrun's report, which comes
-    behind it and says what stands in a file, where torch writes what TorchTitan's trainer raises, and nothing yet while
+    """Within, a ValueError that ends this process is printed without its traceback, and is what torchrun's report ends
+    with. The report shows what a file says: torch writes what TorchTitan's trainer raises to it, but nothing yet while
     the config is parsed."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a trainer's steps do besides: they are CUDA graphs, run again, and quantise weights once."""
+"""What a trainer's steps get: CUDA graphs, another run where rows did not fit, and weights that are quantised once."""
 
 import logging
 from functools import partial

@@ -39,8 +39,7 @@ def dispatches(transport: str, rows: str | float) -> bool:
 
 
 def refusal(transport: str, recipe: Recipe) -> str:
-    """Why experts with this recipe are not to get their tokens so unless the user names a transport, in words; nothing
-    where they may."""
+    """Why ``auto`` leaves the tokens of experts with this recipe to TorchTitan's dispatch, in words; else nothing."""
     if transport == AUTO and recipe.quantized and recipe.wgrad == "bf16":
         return f"recipe {recipe.name!r}, whose weight gradient takes tokens that were not quantised"
     return ""
@@ -156,12 +155,12 @@ class DispatchingLayers:
         return choose(self.transport, group, device)[0].shared.wanted
 
     def share(self, wanted: float) -> float:
-        """So many rows, in those of balanced experts."""
+        """``wanted`` rows as a multiple of those that balanced experts get."""
         return wanted / (self.most_rows * self.top_k)
 
     def largest_share(self, device: torch.device) -> float:
-        """The most rows that any rank wanted since the last call, in those of balanced experts; 0 where nobody counts.
-        Called by all ranks, which wait for their GPUs."""
+        """The ``share`` of the most rows that any rank wanted since the last call; 0 where rows have no bound. All
+        ranks call it, and wait for their GPUs."""
         if self.max_tokens is None or factor_of(self.rows) is None:
             return 0
         rows = self.wanted(device)
@@ -182,11 +181,11 @@ class DispatchingLayers:
         self.set_rows(grown if self.bytes_needed(grown, self.ranks) <= available else "counted")
 
     def are_counted(self, training: bool) -> bool:
-        """Whether the rows of a call now are. Nobody runs a validation's batch again: its rows are."""
+        """Whether rows are counted in a call now. Those of a validation are, as nobody runs its batches again."""
         return not training or self.rows == "counted"
 
     def options(self, training: bool, limit: float | None) -> Dispatched:
-        """Of a call now; ``limit`` is that of the experts' SwiGLU."""
+        """What a call now is given besides tensors; ``limit``: of the experts' SwiGLU."""
         rows, capacity = self.rows if training else "counted", None
         if training and self._room is not None:
             rows, capacity = "bounded", self._room.shape[0]

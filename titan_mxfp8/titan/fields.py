@@ -23,8 +23,8 @@ def compiles_model(config: Any) -> bool:
 
 
 def check_fields(recipe: Recipe, kind: str, dispatches: bool, health_every: int, hopper_rebase_report: int) -> None:
-    """Raises ValueError of periods that are none, a report on what a recipe does not do, or of ``bf16``, the control of
-    the dispatch, where nothing dispatches; ``kind`` is what is converted."""
+    """Raises ValueError: a period below 0; a report on rebasing with a recipe that is not rebased; recipe ``bf16``, the
+    control of the dispatch, where nothing dispatches. ``kind`` is what is converted, in words."""
     for name, steps in (("health_every", health_every), ("hopper_rebase_report", hopper_rebase_report)):
         if steps < 0:
             raise ValueError(f"{name} is a number of steps, or 0 for never, got {steps}")

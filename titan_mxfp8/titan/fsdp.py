@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 def shard(apply_fsdp: Callable, *args: object, **kwargs: object) -> None:
-    """What adapters put around TorchTitan's ``apply_fsdp``: FSDP leaves experts alone that it would not shard, for
-    which modules without parameters stand meanwhile, and gathers others in FP8 where it can."""
+    """What adapters put around TorchTitan's ``apply_fsdp``. Experts that FSDP would not shard are hidden from it:
+    modules without parameters stand in for them meanwhile. Others are gathered in FP8 where they can be."""
     call = inspect.signature(apply_fsdp).bind(*args, **kwargs)
     call.apply_defaults()
     model, experts = call.arguments["model"], _experts_to_leave_out(call.arguments)

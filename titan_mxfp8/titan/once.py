@@ -1,7 +1,7 @@
 """Experts' weights are quantised once for a step of several microbatches, of gradient accumulation or a pipeline.
 
-    before the first microbatch   what forward and dgrad multiply: ``kept`` of each module whose weights are there; what
-                                  this rank sends: ``kept`` of each shard that FSDP gathers in FP8
+    before the first microbatch   quantised: into ``kept`` of a module whose weights are here, as forward and dgrad take
+                                  them; into ``kept`` of a shard that FSDP gathers in FP8, as this rank sends it
     in all of them                it is taken, by recomputation and by a step that runs again too
     after the last one            nothing is kept: the optimizer, validation and whoever edits weights find what they
                                   would find otherwise. Nor is anything after an optimizer's step or an error

@@ -197,7 +197,7 @@ class GraphLook:
         self._host[: len(bounds)].copy_(most, non_blocking=True)
 
     def forget(self) -> None:
-        """What graphs that were replayed before have written, or will. To be called before a replay that is read."""
+        """Forgets what earlier replays have written or will write. To be called before a replay that is read."""
         self._host.copy_(self._unknown, non_blocking=True)
         self._forgot.record()
 

@@ -99,8 +99,8 @@ class Recorder:
         processor.logger.log(figures | self._load_of_experts(device, step), step)
 
     def _load_of_experts(self, device: torch.device, step: int) -> dict[str, float]:
-        """How many experts of all layers got no token of the step, which is a log line too, and the tokens of the
-        fullest expert of a layer, in those of balanced ones."""
+        """How many experts of all layers got no token of the step, which is a log line too; and the tokens of the
+        fullest expert of any layer, as a multiple of those of a balanced one."""
         counts = {name: after - self._before[name] for name, after in self._after.items()}
         loads = [load.tolist() for load in _sums_of_all_ranks(counts, device).values()]
         if not loads:

@@ -83,8 +83,8 @@ class Kernel:
         registers: int | None = None,
         descriptors: tuple = (),
     ) -> bool:
-        """Launches ``programs`` programs on the current stream of ``device``, that of the tensors; of 0 it compiles
-        only. Whether this variant is new.
+        """Launches ``programs`` programs on the current stream of ``device``, that of the tensors; with 0 it only
+        compiles. Returns whether this variant is new.
 
         Args:
             tensors, sizes, counts, constants, descriptors: see the table above.

@@ -33,8 +33,8 @@ Launch = Callable[..., None]
 
 # launch(x, rowwise, columnwise, offs, source) fills the operands along the last axis of ``x`` and along another one,
 # mostly the one before it; None: not wanted. ``offs`` are of ragged groups along the latter, or of rows where scales
-# lie by groups (``OperandSpec.grouped_scales``). With a ``source`` ``x`` has its FP8 elements, else values. Behind it,
-# of "qdq" and "mn_major" in blocks of 1x32, which rows of those are meant.
+# lie by groups (``OperandSpec.grouped_scales``). With a ``source`` ``x`` is its FP8 elements, else values. Launches of
+# "qdq" and "mn_major" in blocks of 1x32 take one argument more: which rows of the source are meant.
 LAUNCHES: dict[tuple[Layout, Block], Launch] = {
     ("qdq", "1x32"): dequantize.launch,
     ("qdq", "32x32"): dequantize.launch,

@@ -180,8 +180,8 @@ def _launch(
     zero_tail: bool = True,
     add: bool = False,
 ) -> bool:
-    """Whether the kernel was new. It takes descriptors of a product, which is two operands and the scales of both, of
-    the output in bf16, and of a second product."""
+    """Returns whether the kernel was new. It takes descriptors of a product (two operands and the scales of both), of
+    an output in bf16, and of a second product."""
     a, b, scales = products[0]
     shapes, dtypes = (a.data.shape, b.data.shape, out.shape), (a.data.dtype, b.data.dtype, out.dtype)
     plan = plan_launch(shapes, dtypes, scales.layout, tiles, k_grouped, zero_tail, add)
