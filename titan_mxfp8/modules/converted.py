@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_mxfp8.format.mx import BLOCK_SIZE
-from titan_mxfp8.moe.layer import Dispatched, moe
+from titan_mxfp8.moe.layer import DispatchOptions, moe
 from titan_mxfp8.ops import experts
 from titan_mxfp8.ops.config import MXConfig
 from titan_mxfp8.ops.experts import Weights
@@ -100,7 +100,7 @@ class ConvertedModule:
         expert_ids: torch.Tensor,
         weights: Weights,
         group: dist.ProcessGroup | None,
-        options: Dispatched,
+        options: DispatchOptions,
         scores_first: bool = False,
     ) -> torch.Tensor:
         """``mxfp8_moe`` of experts, observed: tokens and output gradients as the source rank quantises them, in its

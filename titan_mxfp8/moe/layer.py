@@ -16,7 +16,7 @@ from torch import Tensor
 from titan_mxfp8.moe import TRANSPORTS, Rows, TransportName
 from titan_mxfp8.moe.bounds import factor_of
 from titan_mxfp8.moe.config import MoEConfig
-from titan_mxfp8.ops.autograd import ScoredCopies, exported, is_exporting
+from titan_mxfp8.ops.autograd import exported, is_exporting
 from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_features, check_flags, plain
 from titan_mxfp8.ops.config import MXConfig, config_of
 from titan_mxfp8.ops.expert_operators import WEIGHTS_SCHEMA, ExpertsFunction
@@ -98,11 +98,11 @@ def mxfp8_moe(
     (x,) = plain("mxfp8_moe", x=x)
     check_flags(scores_first=scores_first, keep_quantized_weight=keep_quantized_weight)
     config = config_of(get_recipe(recipe).key, f"{backend}", x.device, keep_quantized_weight)
-    options = Dispatched(transport=transport, rows=rows, max_tokens=max_tokens, limit=swiglu_limit)
+    options = DispatchOptions(transport=transport, rows=rows, max_tokens=max_tokens, limit=swiglu_limit)
     return moe(x, scores, expert_ids, Weights(w1, w3, w2, b1, b3, b2), group, options, config, scores_first)
 
 
-class Dispatched(NamedTuple):
+class DispatchOptions(NamedTuple):
     """Arguments of ``mxfp8_moe`` that are no tensors."""
 
     transport: TransportName = "auto"
@@ -118,7 +118,7 @@ def moe(
     expert_ids: Tensor,
     weights: Weights,
     group: dist.ProcessGroup | None,
-    options: Dispatched,
+    options: DispatchOptions,
     config: MXConfig,
     scores_first: bool = False,
     gathered: Sequence[Tensor] = (),
@@ -172,7 +172,7 @@ def _constant(x: float) -> float:
 
 
 def _check_call(
-    x: Tensor, scores: Tensor, expert_ids: Tensor, weights: Weights, ranks: int, options: Dispatched
+    x: Tensor, scores: Tensor, expert_ids: Tensor, weights: Weights, ranks: int, options: DispatchOptions
 ) -> None:
     """Raises ValueError of arguments that ``mxfp8_moe`` refuses."""
     w1, w3, w2, b1, b3, b2 = weights
@@ -220,12 +220,29 @@ def _run_eagerly(*arguments: Any) -> Tensor:
     return moe(*arguments)
 
 
+class _ScoredCopies(torch.autograd.Function):
+    """x (T, D) times each of a token's scores, in fp32 and rounded once: (T K, D). Saves x as it is, not in fp32."""
+
+    @staticmethod
+    def forward(ctx, x, scores):
+        ctx.save_for_backward(x, scores)
+        tokens, slots = scores.shape
+        return (x.float().unsqueeze(1) * scores.unsqueeze(2)).to(x.dtype).view(tokens * slots, x.shape[1])
+
+    @staticmethod
+    def backward(ctx, g):
+        x, scores = ctx.saved_tensors
+        g_TKD = g.view(*scores.shape, x.shape[1])  # in products with fp32 it is taken for fp32
+        dscores = (g_TKD * x.float().unsqueeze(1)).sum(2) if ctx.needs_input_grad[1] else None
+        return (g_TKD * scores.unsqueeze(2)).sum(1).to(x.dtype) if ctx.needs_input_grad[0] else None, dscores
+
+
 def _moe(x, scores, expert_ids, scores_first, capacity, config, kept_weight, *weights):
     """``ExpertsFunction`` of tokens, or with ``scores_first`` of each of their copies."""
     rest = capacity, config, kept_weight, False, torch.is_grad_enabled(), *weights
     if not scores_first:
         return ExpertsFunction.apply(x, scores.float(), expert_ids, *rest)[0]
-    out = ExpertsFunction.apply(ScoredCopies.apply(x, scores.float()), None, expert_ids.reshape(-1, 1), *rest)[0]
+    out = ExpertsFunction.apply(_ScoredCopies.apply(x, scores.float()), None, expert_ids.reshape(-1, 1), *rest)[0]
     slots = expert_ids.shape[1]
     return out if slots == 1 else out.view(*expert_ids.shape, x.shape[1]).sum(1, dtype=torch.float32).to(x.dtype)
 

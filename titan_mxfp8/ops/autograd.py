@@ -95,23 +95,6 @@ class _NotAgain(torch.autograd.Function):
         )
 
 
-class ScoredCopies(torch.autograd.Function):
-    """x (T, D) times each of a token's scores, in fp32 and rounded once: (T K, D). Saves x as it is, not in fp32."""
-
-    @staticmethod
-    def forward(ctx, x, scores):
-        ctx.save_for_backward(x, scores)
-        tokens, slots = scores.shape
-        return (x.float().unsqueeze(1) * scores.unsqueeze(2)).to(x.dtype).view(tokens * slots, x.shape[1])
-
-    @staticmethod
-    def backward(ctx, g):
-        x, scores = ctx.saved_tensors
-        g_TKD = g.view(*scores.shape, x.shape[1])  # in products with fp32 it is taken for fp32
-        dscores = (g_TKD * x.float().unsqueeze(1)).sum(2) if ctx.needs_input_grad[1] else None
-        return (g_TKD * scores.unsqueeze(2)).sum(1).to(x.dtype) if ctx.needs_input_grad[0] else None, dscores
-
-
 @torch.compiler.assume_constant_result
 def is_exporting() -> bool:
     """Whether ``torch.export`` traces. Dynamo of torch 2.11 takes torch's own function for True everywhere."""

@@ -16,7 +16,7 @@ from titan_mxfp8.logs import count_of
 from titan_mxfp8.moe import TransportName, choose
 from titan_mxfp8.moe.bounds import WantedRows, bound, factor_of
 from titan_mxfp8.moe.collective import Collective
-from titan_mxfp8.moe.layer import Dispatched
+from titan_mxfp8.moe.layer import DispatchOptions
 from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.recipe import AUTO, BF16, Recipe
 
@@ -184,12 +184,12 @@ class DispatchingLayers:
         """Whether rows are counted in a call now. Those of a validation are, as nobody runs its batches again."""
         return not training or self.rows == "counted"
 
-    def options(self, training: bool, limit: float | None) -> Dispatched:
+    def options(self, training: bool, limit: float | None) -> DispatchOptions:
         """What a call now is given besides tensors; ``limit``: of the experts' SwiGLU."""
         rows, capacity = self.rows if training else "counted", None
         if training and self._room is not None:
             rows, capacity = "bounded", self._room.shape[0]
-        return Dispatched(self.transport, rows, self.max_tokens, limit, capacity)
+        return DispatchOptions(self.transport, rows, self.max_tokens, limit, capacity)
 
     def set_rows(self, rows: str) -> None:
         """From the next step on. Compiled layers that took a bound that may overflow go on with any other: to them it
