@@ -23,17 +23,10 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import set_default_dtype
 
 from titan_mxfp8 import backends
+from titan_mxfp8.arguments import check_types
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware, hardware_of, override_hardware
 from titan_mxfp8.modules import is_expert_module, training_device
-from titan_mxfp8.plugin.checks import (
-    NUMBER_AS_STRING,
-    check_batch,
-    check_job_config,
-    check_layout,
-    check_symmetric,
-    check_types,
-    model_args,
-)
+from titan_mxfp8.plugin import checks
 from titan_mxfp8.plugin.job_config import asked_configs
 from titan_mxfp8.plugin.moe import MXFP8MoE, dispatching_layers
 from titan_mxfp8.recipe import GROUPED_MM, Recipe
@@ -69,9 +62,9 @@ class ClusterConfigManager(LocalConfigManager):
     """Parses a config that will run elsewhere: this machine needs neither its tokenizer nor its data, nor its GPU."""
 
     def _validate_config(self) -> None:
-        check_types(self.config, skip=NUMBER_AS_STRING)  # before its GPU's name is looked at
+        check_types(self.config, skip=checks.NUMBER_AS_STRING)  # before its GPU's name is looked at
         with cluster_gpu(self.config):
-            check_job_config(self.config)
+            checks.check_job_config(self.config)
 
 
 def cluster_gpu(job_config: JobConfig) -> AbstractContextManager:
@@ -97,7 +90,7 @@ def multiplied_here(path: str, overrides: Sequence[str] = ()) -> dict[str, tuple
     """The same of a TOML and TorchTitan flags, parsed for this machine. The layout is not looked at: how many processes
     there will be is not known. Raises ValueError, OSError: what training would be refused for."""
     job_config = LocalConfigManager().parse_args([f"--job.config_file={path}", *overrides])
-    check_batch(job_config)
+    checks.check_batch(job_config)
     converted_model(job_config, ParallelDims(*[1] * 7, world_size=1))
     return multiplied(job_config, hardware_of(training_device()))
 
@@ -105,7 +98,7 @@ def multiplied_here(path: str, overrides: Sequence[str] = ()) -> dict[str, tuple
 def converted_model(job_config: JobConfig, dims: ParallelDims) -> tuple[nn.Module, BaseModelArgs]:
     """The whole model, converted, on the meta device; and its arguments. Raises ValueError: an unknown model or flavor,
     or modules to convert that it has not."""
-    args = copy.deepcopy(model_args(job_config))  # update_from_config writes into it
+    args = copy.deepcopy(checks.model_args(job_config))  # update_from_config writes into it
     args.update_from_config(job_config)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
         model = get_train_spec(job_config.model.name).model_cls(args)
@@ -197,8 +190,8 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
 
 def check_cluster(job_config: JobConfig, world_size: int) -> ParallelDims:
     """``check_layout`` and ``check_symmetric``. Raises ValueError: as these; pipelines."""
-    dims, cluster = check_layout(job_config, world_size), job_config.cluster
-    check_symmetric(job_config, dims, cluster.gpus_per_node, CLUSTER_GPUS.get(cluster.gpu))
+    dims, cluster = checks.check_layout(job_config, world_size), job_config.cluster
+    checks.check_symmetric(job_config, dims, cluster.gpus_per_node, CLUSTER_GPUS.get(cluster.gpu))
     if dims.pp_enabled:
         raise ValueError(
             "pipeline_parallel_degree > 1 cannot be checked: a stage's memory depends on the schedule (CHECK=0 lets "
