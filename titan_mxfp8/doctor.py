@@ -26,6 +26,7 @@ import torch
 import titan_mxfp8
 from titan_mxfp8.backends import Gemm, plan_on, recommend, select
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
+from titan_mxfp8.logs import by_reason
 from titan_mxfp8.modules import training_device
 from titan_mxfp8.recipe import AUTO, BF16, RECIPES, Recipe
 
@@ -160,11 +161,9 @@ def recipe_rows(hardware: Hardware) -> list[dict[str, str]]:
             why = "rebased: needs an H100 or H200, or backend = 'reference'"
             rows.append({"recipe": recipe.name, "backend": "none", "why nothing faster": why})
             continue
-        reasons: dict[str, list[str]] = {}
         gemms = plan_on(recipe, name, hardware).gemms
-        for gemm_name, gemm in gemms.items():
-            reasons.setdefault(why_not_faster(gemm, recipe, hardware), []).append(gemm_name)
-        multiplied = {gemm_name: gemm.mma_dtype for gemm_name, gemm in gemms.items()}
+        reasons = by_reason((which, why_not_faster(gemm, recipe, hardware)) for which, gemm in gemms.items())
+        multiplied = {which: gemm.mma_dtype for which, gemm in gemms.items()}
         why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items() if reason)
         rows.append({"recipe": recipe.name, "backend": name, **multiplied, "why nothing faster": why})
     return rows

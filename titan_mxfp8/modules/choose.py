@@ -7,6 +7,7 @@ from itertools import product
 from torch import nn
 
 from titan_mxfp8.format.mx import BLOCK_SIZE
+from titan_mxfp8.logs import by_reason
 from titan_mxfp8.modules import hugging_face
 from titan_mxfp8.modules.converted import ConvertedModule
 from titan_mxfp8.modules.linear import MXFP8Linear
@@ -31,11 +32,8 @@ class Choice:
 
     def listing(self, most: int = 8) -> str:
         """The names of ``left`` by reason, at most so many of each."""
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in self.left.items():
-            by_reason.setdefault(reason, []).append(name)
         shown = []
-        for reason, names in by_reason.items():
+        for reason, names in by_reason(self.left.items()).items():
             more = f" and {len(names) - most} more" if len(names) > most else ""
             shown.append(f"{', '.join(names[:most])}{more} ({reason})")
         return ", ".join(shown) or "none"

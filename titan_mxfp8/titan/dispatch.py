@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
-from titan_mxfp8.logs import count_of
+from titan_mxfp8.logs import by_reason, count_of
 from titan_mxfp8.moe import TransportName, choose
 from titan_mxfp8.moe.bounds import WantedRows, bound, factor_of
 from titan_mxfp8.moe.collective import Collective
@@ -49,9 +49,7 @@ def choose_layers(transport: str, recipe: Recipe, reasons: Iterable[tuple[str, s
     """Which experts get their tokens over ``transport``. Those that keep TorchTitan's way are logged. ``reasons``
     are names of converted expert modules, and why the layer around each cannot dispatch its own tokens, or nothing.
     Raises ValueError of recipe ``bf16`` for experts that would be TorchTitan's own."""
-    left: dict[str, list[str]] = {}
-    for name, reason in reasons:
-        left.setdefault(refusal(transport, recipe) or reason, []).append(name)
+    left = by_reason((name, refusal(transport, recipe) or reason) for name, reason in reasons)
     chosen = left.pop("", [])
     for reason, names in left.items():
         words = (

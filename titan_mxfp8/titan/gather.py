@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from titan_mxfp8.format.mx import BLOCK_SIZE
-from titan_mxfp8.logs import count_of, log_once
+from titan_mxfp8.logs import by_reason, count_of, log_once
 from titan_mxfp8.modules import ConvertedModule
 from titan_mxfp8.ops.library import quantize
 
@@ -35,7 +35,7 @@ ONE_RANK = "one rank"
 def gather_quantized(model: nn.Module) -> None:
     """Has FSDP gather the weights of converted experts in FP8 where it can be, after ``fully_shard`` and before the
     first forward. The log says so, and why others are gathered as they were."""
-    quantized, left = [], {}
+    found = []
     for group in _groups(model):
         of_experts: dict[nn.Module, list[FSDPParam]] = {}
         for param in group.fsdp_params:
@@ -45,12 +45,11 @@ def gather_quantized(model: nn.Module) -> None:
         reasons = {module: why_not(module, params) for module, params in of_experts.items()}
         alone = sum(map(len, of_experts.values())) == len(group.fsdp_params) and not any(reasons.values())
         for module, params in of_experts.items():
-            if reasons[module]:
-                left.setdefault(reasons[module], []).append(module.mxfp8_fqn)
-            else:
+            found.append((module.mxfp8_fqn, reasons[module]))
+            if not reasons[module]:
                 _take_over(module, params, alone)
-                quantized.append(module.mxfp8_fqn)
-    if quantized:
+    left = by_reason(found)
+    if quantized := left.pop("", []):
         count = count_of(len(quantized), "MoE layer")
         log_once(logger, f"MXFP8: FSDP gathers the experts of {count} in FP8 (32x32 blocks)")
     left.pop(ONE_RANK, None)
