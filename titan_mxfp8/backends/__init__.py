@@ -17,17 +17,11 @@ from titan_mxfp8.recipe import AUTO, Recipe, get_recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Gemm(Encoded):
-    """One of the three GEMMs in a plan.
+    """One of the three GEMMs in a plan."""
 
-    Attributes:
-        a: spec of the activations (forward) or the output gradient (dgrad, wgrad).
-        b: spec of the weight (forward, dgrad) or the activations (wgrad).
-        mma_dtype: what the tensor cores, or the CPU, multiply.
-    """
-
-    a: OperandSpec
-    b: OperandSpec
-    mma_dtype: Literal["FP8", "bf16", "fp32"]
+    a: OperandSpec  # the activations (forward) or the output gradient (dgrad, wgrad)
+    b: OperandSpec  # the weight (forward, dgrad) or the activations (wgrad)
+    mma_dtype: Literal["FP8", "bf16", "fp32"]  # what the tensor cores, or the CPU, multiply
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,25 +182,15 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendRow:
-    """A row of the table of backends.
+    """A row of the table of backends."""
 
-    Attributes:
-        name: what users write.
-        module: import path of the ``Backend``, which is imported when it is first used.
-        needs: the hardware it needs, in words.
-        runs_on: whether it runs there.
-        rebases: whether it multiplies rebased operands (``Recipe.block_k`` 128).
-        recipe: what recipe ``auto`` is there.
-        why: it is, in words for the log.
-    """
-
-    name: str
-    module: str
-    needs: str
-    runs_on: Callable[[Hardware], bool]
-    rebases: bool
-    recipe: str
-    why: str
+    name: str  # what users write
+    module: str  # import path of the ``Backend``, which is imported when it is first used
+    needs: str  # the hardware it needs, in words
+    runs_on: Callable[[Hardware], bool]  # whether it runs there
+    rebases: bool  # whether it multiplies rebased operands (``Recipe.block_k`` 128)
+    recipe: str  # what recipe ``auto`` is there
+    why: str  # it is that, in words for the log
 
 
 def runs_triton(hardware: Hardware) -> bool:

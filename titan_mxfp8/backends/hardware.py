@@ -15,15 +15,10 @@ Mma = Literal["scaled", "bf16_tma", "bf16"]
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A kind of processor.
+    """A kind of processor."""
 
-    Attributes:
-        arch: ``cpu``, ``sm_90``, ``gfx950``, or another type of device that torch knows.
-        name: as it calls itself.
-    """
-
-    arch: str
-    name: str
+    arch: str  # ``cpu``, ``sm_90``, ``gfx950``, or another type of device that torch knows
+    name: str  # as it calls itself
 
     @property
     def capability(self) -> tuple[int, int] | None:

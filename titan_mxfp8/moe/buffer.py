@@ -24,22 +24,14 @@ class Layout:
     | payload  | data (T, B_0); then, from ``scales_offset`` on, scales (T, B_1) | its rank   | all          |
     | partials | bf16 (R, tokens, D): what each rank added up of its tokens      | each rank  | its rank     |
     | values   | fp32 (R, tokens, K): slot values, likewise                      | each rank  | its rank     |
-
-    Attributes:
-        ranks: R.
-        tokens: the most that a rank may have of its own.
-        experts: E.
-        slots: K.
-        row_bytes: of a token's data and scales together.
-        dim: D.
     """
 
-    ranks: int
-    tokens: int = 1
-    experts: int = 1
-    slots: int = 1
-    row_bytes: int = 1
-    dim: int = 1
+    ranks: int  # R
+    tokens: int = 1  # the most that a rank may have of its own
+    experts: int = 1  # E
+    slots: int = 1  # K
+    row_bytes: int = 1  # of a token's data and scales together
+    dim: int = 1  # D
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:

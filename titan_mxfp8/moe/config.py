@@ -20,19 +20,13 @@ from titan_mxfp8.ops.library import aligned
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(ExpertsLayer):
-    """Everything about a layer that is no tensor. Its handle is a ``DispatchHandle``.
+    """Everything about a layer that is no tensor. Its handle is a ``DispatchHandle``."""
 
-    Attributes:
-        transport, rows: as of ``mxfp8_moe``; a factor as text.
-        most_rows: that a rank ever sends in a call; 0: as many as in the first.
-        ranks, group: how many share the experts, and the name of their process group; empty: this process alone.
-    """
-
-    transport: TransportName
-    rows: str
-    most_rows: int
-    ranks: int
-    group: str
+    transport: TransportName  # as of ``mxfp8_moe``
+    rows: str  # likewise, a factor as text
+    most_rows: int  # that a rank ever sends in a call; 0: as many as in the first
+    ranks: int  # how many share the experts
+    group: str  # the name of their process group; empty: this process alone
     zero_tail: ClassVar[bool] = False
     handle_tensors: ClassVar[int] = len(DispatchHandle._fields)
 

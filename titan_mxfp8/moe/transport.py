@@ -5,6 +5,7 @@ T tokens of this rank, K slots (chosen experts) each, E experts on R ranks, M ro
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple
@@ -57,18 +58,14 @@ class DispatchHandle(NamedTuple):
         return cls(offs, destinations, scores, expert_ids, copies, tokens, torch.empty((2, 0), dtype=torch.int64))
 
 
+@dataclass(eq=False)
 class Shared:
-    """What the layers of a group share on a rank.
+    """What the layers of a group share on a rank."""
 
-    Attributes:
-        room: the most tokens that any rank has, see ``Transport.agree``.
-        reserved: see ``Transport.reserve``.
-        agreed: the settings that all ranks have the same.
-        wanted: the rows that were wanted where their number is bounded.
-    """
-
-    def __init__(self) -> None:
-        self.room, self.reserved, self.agreed, self.wanted = 0, 0, set(), WantedRows()
+    room: int = 0  # the most tokens that any rank has, see ``Transport.agree``
+    reserved: int = 0  # see ``Transport.reserve``
+    agreed: set[tuple] = field(default_factory=set)  # the settings that all ranks have the same
+    wanted: WantedRows = field(default_factory=WantedRows)  # where the number of rows is bounded
 
 
 class Transport:

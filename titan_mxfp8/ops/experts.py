@@ -102,20 +102,12 @@ class ExpertsLayer(Encoded):
     """Everything about a layer of experts that is no tensor: what is chosen for them, how rows come to them, and where
     outputs go. A handle is what backward has to know of that: tensors, of which the first is ``offs``, int32 (E,), the
     end offsets of the experts' rows.
-
-    Attributes:
-        gemms: of the experts.
-        limit: that of gpt_oss's clamped SwiGLU, or None for SiLU.
-        zero_tail: whether outputs are zeros at and past ``offs[-1]``.
-        handle_tensors: how many a handle has.
-        x_rows, g_rows: what x and g are quantised to before they travel.
-        counts: of the tensors that its operators return and save.
     """
 
     gemms: MXConfig
-    limit: float | None = None
-    zero_tail: ClassVar[bool]
-    handle_tensors: ClassVar[int] = 1
+    limit: float | None = None  # that of gpt_oss's clamped SwiGLU, or None for SiLU
+    zero_tail: ClassVar[bool]  # whether outputs are zeros at and past ``offs[-1]``
+    handle_tensors: ClassVar[int] = 1  # of a handle
 
     @cached_property
     def plan(self) -> Plan:
@@ -123,6 +115,7 @@ class ExpertsLayer(Encoded):
 
     @cached_property
     def x_rows(self) -> OperandSpec:
+        """What x is quantised to before it travels, as ``g_rows`` is of g."""
         return row_spec(self.gemms.plan.forward.a)
 
     @cached_property
@@ -131,6 +124,7 @@ class ExpertsLayer(Encoded):
 
     @cached_property
     def counts(self) -> "TensorCounts":
+        """Of the tensors that its operators return and save."""
         along_h, along_m = (1 if gemm.a.stored == "bf16" else 2 for gemm in (self.plan.dgrad, self.plan.wgrad))
         columnwise = 2 * along_m if self.plan.dgrad.a.is_quantized else 0
         quantizes_g, handle = self.plan.wgrad.a.is_quantized, self.handle_tensors

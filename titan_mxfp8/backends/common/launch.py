@@ -197,21 +197,13 @@ def _direct(run: Any) -> tuple[Callable[..., None], tuple[_Format, ...]] | None:
 
 
 class TileLayout(NamedTuple):
-    """What a TMA descriptor says of a tensor, but for its address.
+    """What a TMA descriptor says of a tensor, but for its address."""
 
-    Attributes:
-        dtype: of the elements; the tensor may hold others of the same size.
-        shape: of the tensor, of a part of it, or of it with axes merged.
-        block: a tile.
-        gluon: for a Gluon kernel, with the default layout of shared memory.
-        offset: elements before the first one.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    block: tuple[int, ...]
-    gluon: bool = False
-    offset: int = 0
+    dtype: torch.dtype  # of the elements; the tensor may hold others of the same size
+    shape: tuple[int, ...]  # of the tensor, of a part of it, or of it with axes merged
+    block: tuple[int, ...]  # a tile
+    gluon: bool = False  # for a Gluon kernel, with the default layout of shared memory
+    offset: int = 0  # elements before the first one
 
 
 def descriptor(x: Tensor, layout: TileLayout) -> TensorDescriptor | GluonDescriptor:
