@@ -18,11 +18,6 @@ class MXConfig(Encoded):
     """Made when a module is converted, or by ``config_of`` where a public function is called.
 
     Attributes:
-        recipe: how operands are quantised.
-        backend: name of the chosen backend, not ``auto``.
-        plan: the operands of its three GEMMs.
-        keep_quantized_weight: as for ``mxfp8_grouped_mm``.
-        requantize_input: likewise.
         kept_weight: as what backward gets the weight: ``quantized``, as forward has quantised it for dgrad; ``bf16``,
             as forward multiplies it unquantised, so that it is cast once; or ``itself``.
         keeps_rows: whether backward gets the input as the FP8 rows that forward multiplies.
@@ -30,10 +25,10 @@ class MXConfig(Encoded):
     """
 
     recipe: Recipe
-    backend: str
-    plan: Plan
-    keep_quantized_weight: bool = True
-    requantize_input: bool = False
+    backend: str  # name of the chosen one, not ``auto``
+    plan: Plan  # the operands of its three GEMMs
+    keep_quantized_weight: bool = True  # as for ``mxfp8_grouped_mm``
+    requantize_input: bool = False  # likewise
     kept_weight: Literal["quantized", "bf16", "itself"] = field(init=False, repr=False, compare=False)
     keeps_rows: bool = field(init=False, repr=False, compare=False)
     keeps_input: bool = field(init=False, repr=False, compare=False)

@@ -47,21 +47,13 @@ class Quantized(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """x or g as it is there for the GEMMs.
+    """x or g as it is there for the GEMMs."""
 
-    Attributes:
-        rowwise: quantised along D: as the GEMM along D takes it, or FP8 rows from which that is made.
-        columnwise: quantised along M, from the high-precision tensor; None: it is made from ``rowwise``.
-        values: (M, D) in high precision; None: those of ``rowwise``.
-        sent, sources: the rows once for each token, as they were sent or as they arrived, and which of them each row
-            is, int32 (M,): what is quantised along M is made from these. None: from ``rowwise``.
-    """
-
-    rowwise: Operand | None
-    columnwise: Operand | None = None
-    values: Tensor | None = None
-    sent: Operand | None = None
-    sources: Tensor | None = None
+    rowwise: Operand | None  # quantised along D: as the GEMM along D takes it, or FP8 rows from which that is made
+    columnwise: Operand | None = None  # along M, from the high-precision tensor; None: made of ``sent`` or ``rowwise``
+    values: Tensor | None = None  # (M, D) in high precision; None: those of ``rowwise``
+    sent: Operand | None = None  # the rows once for each token, as they were sent or as they arrived
+    sources: Tensor | None = None  # int32 (M,): which row of ``sent`` each row is
 
     def along_features(self, spec: OperandSpec, offs: Tensor, kernels: Backend) -> Operand:
         """As forward or dgrad takes it: as it is, its values in bf16, or with its scales by groups."""
@@ -80,21 +72,13 @@ class Tokens(NamedTuple):
 
 
 class DispatchedRows(NamedTuple):
-    """x, or the output's gradient g, at the experts.
+    """x, or the output's gradient g, at the experts."""
 
-    Attributes:
-        tokens: the ``Tokens`` of it.
-        handle: of x's dispatch, see ``ExpertsLayer``.
-        scores: (M,), or None.
-        sources: where rows are kept once for all of a token's experts here, which of them each row is, int32 (M,).
-        kept: what ``ExpertsLayer.wgrad_tokens`` takes, unless that is x or g itself or nothing is to be kept.
-    """
-
-    tokens: Owned
-    handle: list[Tensor]
-    scores: Tensor | None
-    sources: list[Tensor]
-    kept: list[Tensor]
+    tokens: Owned  # the ``Tokens`` of it
+    handle: list[Tensor]  # of x's dispatch, see ``ExpertsLayer``
+    scores: Tensor | None  # (M,)
+    sources: list[Tensor]  # int32 (M,): which kept row each row is, where one is kept for all of a token's experts here
+    kept: list[Tensor]  # what ``ExpertsLayer.wgrad_tokens`` takes, unless that is x or g itself; or nothing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,24 +119,16 @@ def _decode_scales(
 
 
 class ScaleLayout(NamedTuple):
-    """How ``Scales`` lie in their buffer.
+    """How ``Scales`` lie in their buffer."""
 
-    Attributes:
-        copies, stages, rows, steps: of the rows' scales; to a multiple of 4, with several steps of 64, and 64 more.
-        columns: to a multiple of 4.
-        column_rows: experts * stages * steps.
-        row_size: elements of the rows' scales.
-        size: elements of both.
-    """
-
-    copies: int
+    copies: int  # of the rows' scales, as are stages, rows and steps
     stages: int
-    rows: int
+    rows: int  # to a multiple of 4; with several steps to one of 64, and 64 more
     steps: int
-    columns: int
-    column_rows: int
-    row_size: int
-    size: int
+    columns: int  # to a multiple of 4
+    column_rows: int  # experts * stages * steps
+    row_size: int  # elements of the rows' scales
+    size: int  # elements of both
 
 
 class Scales(NamedTuple):
