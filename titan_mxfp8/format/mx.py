@@ -1,7 +1,7 @@
 """MXFP8 data: elements in FP8 and one power-of-two E8M0 scale per block of 32 (OCP Microscaling Formats v1.0)."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,9 @@ Block = Literal["1x32", "32x32"]  # elements that are rounded with one scale: al
 Rounding = Literal["rceil", "floor"]
 BlockK = Literal[32, 128]  # elements along the axis that share a scale in the end: 128 where operands are rebased
 
-BLOCKS: tuple[Block, ...] = ("1x32", "32x32")
-ROUNDINGS: tuple[Rounding, ...] = ("rceil", "floor")
-BLOCK_KS: tuple[BlockK, ...] = (32, 128)
+BLOCKS: tuple[Block, ...] = get_args(Block)
+ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
+BLOCK_KS: tuple[BlockK, ...] = get_args(BlockK)
 ELEM_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 # Scale byte s stands for 2^(s - 127); 255 makes the whole block NaN.

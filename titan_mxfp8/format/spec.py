@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class OperandSpec(Encoded):
     def __post_init__(self) -> None:
         super().__post_init__()
         assert self.elem_dtype in (*ELEM_DTYPES, torch.bfloat16) and self.rounding in ROUNDINGS, self
-        assert self.block in BLOCKS and self.block_k in BLOCK_KS and self.stored in ("fp8", "coalesced", "bf16"), self
+        assert self.block in BLOCKS and self.block_k in BLOCK_KS and self.stored in get_args(Stored), self
         if self.scales == "swizzled":
             assert self.block_mn == 1 and self.block_k == 32 and self.stored == "fp8", self
         else:
