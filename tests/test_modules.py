@@ -73,6 +73,11 @@ def test_what_is_converted_is_returned_logged_and_shown(caplog: pytest.LogCaptur
     assert str(again) == str(converted) and again == converted
 
 
+def test_either_kind_alone_is_converted_with_what_is_recommended_too() -> None:
+    for report in (modules.convert_linears(Layer()), modules.convert_experts(Layer(), fqns="experts")):
+        assert str(report).startswith("MXFP8: recipe mxfp8, backend reference (for cpu")
+
+
 def test_the_forward_is_the_mxfp8_op() -> None:
     model, x = Layer(), torch.randn(20, 64)
     convert_model(model, grouped_fqns="experts", recipe="mxfp8_floor")

@@ -222,7 +222,11 @@ def as_list(fqns: Iterable[str] | str, argument: str = "fqns") -> list[str]:
 
 
 def _config(
-    model: nn.Module, recipe: str | Recipe, backend: str = "auto", rebase: bool = False, requantize_input: bool = False
+    model: nn.Module,
+    recipe: str | Recipe = AUTO,
+    backend: str = "auto",
+    rebase: bool = False,
+    requantize_input: bool = False,
 ) -> tuple[MXConfig, str]:
     """The config of all modules that one call converts, and the log line that says what was chosen."""
     check_type("requantize_input", requantize_input, bool)
