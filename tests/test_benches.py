@@ -2,6 +2,7 @@
 MoE."""
 
 import functools
+import gzip
 import json
 import math
 import re
@@ -295,6 +296,8 @@ def test_kernel_times_adds_up_what_ran_on_the_gpu(tmp_path: Path) -> None:
     assert "nothing ran on a GPU" in call("kernel_times", trace)
     assert "is not a trace of torch.profiler" in call("kernel_times", tmp_path / "none.json")
     assert "is not a trace of torch.profiler" in call("kernel_times", ROOT / "pyproject.toml")
+    trace.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    assert "is not a trace of torch.profiler: UnicodeDecodeError: 'utf-8' codec" in call("kernel_times", trace)
 
 
 def test_kernel_times_tells_what_the_gpu_waited_for(tmp_path: Path) -> None:

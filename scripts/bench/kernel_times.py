@@ -64,7 +64,7 @@ class Trace:
                     end = start + of["dur"] / 1e3
                     self.events.append(Event(of["name"], start, end, of["cat"], of.get("tid"), correlation))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} is not a trace of torch.profiler: {error!r}") from None
+            raise ValueError(f"{path} is not a trace of torch.profiler: {type(error).__name__}: {error}") from None
         self.events.sort(key=lambda event: (event.start, -event.end))
         self.kernels = [event for event in self.events if event.category in ON_GPU]
         if not self.kernels:
