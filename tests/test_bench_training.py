@@ -74,6 +74,7 @@ def test_bench_training_tables_its_runs_and_does_none_twice(tmp_path: Path, laun
     flags = bench_training.flags_of("both+rebase+dispatch:mxfp8_2d")
     assert "--quantize.grouped_mm.mx.dispatch=auto" in flags and "--quantize.linear.mx.hopper_rebase" in flags
     assert "unknown recipe 'fp8'" in again("both:fp8")
+    assert "--runs has bf16 twice: --repeats makes every run several times" in again("bf16"), "one run, of two repeats"
 
     again("both+rebase:mxfp8", "--flavors", "a_2layers", "b")
     flavors = [flag.partition("=")[2] for flags in launched[2:] for flag in flags if "--model.flavor=" in flag]

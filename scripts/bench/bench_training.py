@@ -230,6 +230,9 @@ class Bench:
             raise ValueError(f"--repeats is at least 1, got {args.repeats}")
         if args.warmup >= args.steps:
             raise ValueError(f"--warmup {args.warmup} leaves nothing of --steps {args.steps}")
+        for flag, names in (("--runs", args.runs), ("--flavors", args.flavors)):
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ValueError(f"{flag} has {twice[0]} twice: --repeats makes every run several times")
         for name in args.runs:
             (flags_of_titan03 if TITAN03 else flags_of)(name)
         if any(conversion_of(name).recipe == FLOAT8 for name in args.runs):
