@@ -18,7 +18,7 @@ from script_calls import ROOT, call
 from scripts.bench import bench, bench_grouped_mm, bench_host, bench_moe_layer
 from scripts.bench.problems import SMALL_EXPERT_SHAPES
 from scripts.examples import toy_moe
-from scripts.result_files import env_of, read_rows, write_json, write_results
+from scripts.result_files import env_of, environment, read_rows, write_json, write_results
 from titan_mxfp8 import mxfp8_grouped_mm
 from titan_mxfp8.backends import plan_on
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
@@ -171,6 +171,12 @@ def test_a_result_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
     with pytest.raises(OSError, match="the disk is full"):
         write_json(tmp_path / "env.json", {"torch": "2.13"})
     assert read_rows(tmp_path / "data.csv") == [{"a": "1"}] and env_of(tmp_path / "data.csv") == {"torch": "2.11"}
+
+
+def test_the_commit_is_that_of_the_scripts_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = environment("cpu")["commit"]
+    monkeypatch.chdir(tmp_path)
+    assert environment("cpu")["commit"] == commit
 
 
 def test_what_does_not_fit_is_left_out(tmp_path: Path, monkeypatch, capsys) -> None:
