@@ -47,7 +47,7 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         assert said in printed
 
 
-def test_a_config_that_cannot_be_trained_here(capsys: pytest.CaptureFixture) -> None:
+def test_a_config_that_cannot_be_trained_here(capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture) -> None:
     config = "train_configs/debug_llama4.toml"
     for flag, said in (
         ("--quantize.linear.mx.backend=hopper", "backend 'hopper' needs an NVIDIA GPU of SM90"),
@@ -61,6 +61,9 @@ def test_a_config_that_cannot_be_trained_here(capsys: pytest.CaptureFixture) -> 
         printed = capsys.readouterr().out
         assert said.replace("train_configs", str(ROOT / "train_configs")) in printed
         assert f"MXFP8 runs here, and {ROOT / config} will NOT run in MXFP8 as things are" in printed
+    caplog.clear()
+    assert doctor.main([str(ROOT / "none.toml")]) == 1
+    assert "none.toml: [Errno 2] No such file" in capsys.readouterr().out and not caplog.records, "not its traceback"
     assert logging.root.manager.disable == logging.NOTSET  # who calls main() goes on logging
 
 

@@ -305,7 +305,7 @@ def _check_config(path: str, flags: Sequence[str], machine: Machine, is_stopped:
         return []
     from titan_mxfp8.tools.dry_run import multiplied_here
 
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)  # TorchTitan logs the traceback of a file that it cannot read
     try:
         asked = multiplied_here(path, flags)
     except (ValueError, OSError, SystemExit) as error:  # TorchTitan has said why it exits
