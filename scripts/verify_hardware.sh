@@ -16,6 +16,7 @@
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
 . "$(dirname "$0")/launch.sh"
 out=$(from_here "${OUT:-outputs/verify-$(date +%Y%m%d-%H%M%S)}")
+out=${out%/} # which a shell completes a folder with: the archive would be OUT/.tar.gz
 step='(doctor|models|tests|benchmarks)'
 takes STEPS "$step( $step)*" "doctor, models, tests and benchmarks, with spaces between them"
 takes MINUTES "$minutes" "a number of minutes"

@@ -71,7 +71,9 @@ def test_verify_hardware_runs_every_step_and_packs_what_they_said(tmp_path: Path
     wrong = verify(tmp_path, STEPS="dance")
     assert wrong.returncode == 2 and "not 'dance'" in wrong.stderr
     # a part of it, which keeps what there was
-    again = verify(tmp_path, STEPS="models doctor")
+    (tmp_path / "out.tar.gz").unlink()
+    again = verify(tmp_path, STEPS="models doctor", OUT=f"{tmp_path}/out/")
+    assert (tmp_path / "out.tar.gz").is_file() and f"attach {tmp_path}/out.tar.gz to" in again.stdout
     assert again.returncode == 0 and "== tests" not in again.stdout
     assert "| tests | FAILED with status 3 |" in (tmp_path / "out" / "summary.md").read_text()
 
