@@ -251,6 +251,14 @@ def test_a_wrong_layout_is_refused_with_the_reason(name: str, flags: str, messag
         check(name, *(f"--{flag}" for flag in flags.split()))
 
 
+def test_a_cluster_captures_cuda_graphs_wherever_its_config_is_checked() -> None:
+    """``train.slurm`` looks at a config without GPUs, and ended each job whose config has ``on``."""
+    on = "--training.cuda_graph=on"
+    assert parse_config(str(TOMLS["deepseek_v3_16b_1x8"]), [on]).training.cuda_graph == "on"
+    with pytest.raises(ValueError, match="pipeline parallelism: set pipeline_parallel_degree = 1"):
+        parse_config(str(TOMLS["deepseek_v3_16b_1x8"]), [on, "--parallelism.pipeline_parallel_degree=2"])
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name, nodes", TOO_FEW_GPUS)
 def test_layouts_that_have_no_config_would_not_fit_the_largest_card(name: str, nodes: int) -> None:

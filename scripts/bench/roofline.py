@@ -250,8 +250,7 @@ def check(results: Path) -> list[Row]:
         rates = committed_rates(results, gpu) if gpu in CLUSTER_GPUS else None
         if rates is None:
             continue
-        own_flags = [flag for flag in flags_of(row["run"]) if not flag.startswith("--training.cuda_graph")]
-        flags = [*own_flags, *env.get("flags", "").split(), "--cluster.nodes=1", f"--cluster.gpu={gpu}"]
+        flags = [*flags_of(row["run"]), *env.get("flags", "").split(), "--cluster.nodes=1", f"--cluster.gpu={gpu}"]
         flags += [f"--cluster.gpus_per_node={env['processes']}"]
         if row.get("flavor"):
             flags += [f"--model.flavor={row['flavor']}", "--model.study_flavors"]

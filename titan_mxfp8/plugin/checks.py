@@ -151,9 +151,9 @@ def _untried(job_config: JobConfig) -> str:
 
 def graph_obstacle(job_config: JobConfig) -> str:
     """What in a config keeps a step from being captured, and what to do, in words; nothing where it can be."""
-    parallelism, kind = job_config.parallelism, training_device().type
-    if kind != "cuda" or torch.version.hip:
-        return f"training on {'AMD GPUs' if kind == 'cuda' else kind}: it needs NVIDIA GPUs"
+    parallelism, hardware = job_config.parallelism, hardware_of(training_device())
+    if hardware.capability is None:
+        return f"training on {hardware.name}: it needs NVIDIA GPUs"
     for name in ("pipeline", "tensor", "context"):
         if (degree := getattr(parallelism, f"{name}_parallel_degree")) > 1:
             return f"{name} parallelism: set {name}_parallel_degree = 1 instead of {degree}"
