@@ -251,6 +251,16 @@ def test_slurm_runs_one_agent_on_each_node(slurm: dict[str, str], tmp_path: Path
     ]
 
 
+def test_slurm_trains_with_torchtitan_03_whose_configs_have_no_check(slurm: dict[str, str], tmp_path: Path) -> None:
+    slurm |= {"TITAN": "0.3", "PYTHON": sys.executable}
+    result = shell(str(tmp_path / "slurm_script"), **slurm)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "gpu08: + WANDB_RUN_NAME=n torchrun --nnodes=2" in result.stdout
+    assert "--config=debug_deepseek_v3 --dump_folder=outputs/debug_deepseek_v3-31234/mxfp8" in result.stdout
+    checked = shell("scripts/check_configs.sh", **slurm)
+    assert checked.returncode == 2 and checked.stderr.startswith("check_configs.sh: configs of TorchTitan 0.3 cannot")
+
+
 @pytest.mark.nightly
 def test_slurm_ends_a_job_that_does_not_fit_before_its_nodes_work(slurm: dict[str, str], tmp_path: Path) -> None:
     slurm["CONFIG"] = "train_configs/llama4_17bx16e_8x8.toml"
