@@ -34,7 +34,7 @@ from titan_mxfp8.ops import observe
 from titan_mxfp8.plugin import moe as plugin
 from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.recipe import BF16
-from titan_mxfp8.titan.dispatch import DispatchingLayers
+from titan_mxfp8.titan.dispatch import DispatchingLayers, most_tokens
 from titan_mxfp8.titan.fsdp import why_fsdp
 from titan_mxfp8.tools.dry_run import dry_run, parse_config
 
@@ -223,6 +223,17 @@ def test_a_bound_grows_to_what_was_wanted_and_no_further_than_memory() -> None:
     layers = dispatching("bounded")
     layers.grow(2 * balanced, 2 * balanced * row)
     assert layers.rows == "counted" and not layers.may_overflow()
+
+
+@pytest.mark.parametrize("degree, tokens", [(1, 24 * 64), (2, 6 * 64)])
+def test_the_most_tokens_may_be_a_validations(degree: int, tokens: int) -> None:
+    """A pipeline divides its batch into as many microbatches as a training's, which may be larger ones."""
+    config = parse("--parallelism.pipeline_parallel_microbatch_size=2")
+    config.parallelism.pipeline_parallel_degree = degree
+    config.training.local_batch_size, config.validation.local_batch_size = 8, 24
+    config.training.seq_len = config.validation.seq_len = 64
+    assert most_tokens(config.training, config.parallelism, config.validation) == tokens
+    assert most_tokens(config.training, config.parallelism) == (8 if degree == 1 else 2) * 64
 
 
 @pytest.mark.parametrize(

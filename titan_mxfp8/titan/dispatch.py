@@ -256,15 +256,19 @@ def allow_compiled_versions() -> None:
     config.recompile_limit = max(config.recompile_limit, COMPILED_VERSIONS)
 
 
+def microbatches_of(training: Any, parallelism: Any) -> int:
+    """Into how many a pipeline divides each batch, a validation's too; 1 without a pipeline."""
+    if parallelism.pipeline_parallel_degree == 1:
+        return 1
+    return max(1, training.local_batch_size // parallelism.pipeline_parallel_microbatch_size)
+
+
 def most_tokens(training: Any, parallelism: Any, validation: Any = None) -> int:
     """The most tokens that a rank has in one forward, by these sections of TorchTitan's config; ``validation`` if a run
     validates on batches of another size."""
-    pipelined = parallelism.pipeline_parallel_degree > 1
+    microbatches = microbatches_of(training, parallelism)
     batches = [training] if validation is None else [training, validation]
-    tokens = [
-        (parallelism.pipeline_parallel_microbatch_size if pipelined else batch.local_batch_size) * batch.seq_len
-        for batch in batches
-    ]
+    tokens = [ceil_div(batch.local_batch_size, microbatches) * batch.seq_len for batch in batches]
     return max(tokens) // parallelism.context_parallel_degree
 
 
