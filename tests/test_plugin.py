@@ -297,6 +297,19 @@ def test_a_validation_that_cannot_be_is_refused(flag: str, message: str) -> None
     parse(*VALIDATE, f"--validation.{flag}", "--validation.no-enable")
 
 
+def test_a_validation_that_a_pipeline_cannot_divide_is_refused() -> None:
+    """It would fail at the first validation, after ``validation.freq`` steps."""
+    size = "--validation.local_batch_size={}".format
+    flags = [*VALIDATE, "--training.local_batch_size=8", "--parallelism.pipeline_parallel_microbatch_size=2"]
+    pipeline = [*flags, "--parallelism.pipeline_parallel_degree=2"]
+    with pytest.raises(
+        ValueError, match=r"local_batch_size = 6: the pipeline divides it into 4 microbatches, .* a multiple"
+    ):
+        parse(*pipeline, size(6))
+    parse(*pipeline, size(12))
+    parse(*flags, size(6))
+
+
 def test_under_torchrun_a_refusal_is_the_last_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

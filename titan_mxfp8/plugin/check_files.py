@@ -14,6 +14,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import DATASETS, build_text_dataloader
 from torchtitan.protocols.train_spec import get_train_spec
 
+from titan_mxfp8.titan.dispatch import microbatches_of
+
 CHECKED_BYTES = 1 << 28  # of a file of text: two seconds; what is behind them is left to the data loader
 
 
@@ -61,6 +63,11 @@ def check_validation(job_config: JobConfig) -> None:
         raise ValueError(
             f"validation.seq_len = {validation.seq_len} is more than training.seq_len = {training.seq_len}, for which "
             "the model is built: set it to as many or fewer"
+        )
+    if validation.local_batch_size % (microbatches := microbatches_of(training, parallelism)):
+        raise ValueError(
+            f"validation.local_batch_size = {validation.local_batch_size}: the pipeline divides it into {microbatches} "
+            "microbatches, as training.local_batch_size (by pipeline_parallel_microbatch_size): set it to a multiple"
         )
     divisor = parallelism.tensor_parallel_degree * 2 * parallelism.context_parallel_degree
     if validation.seq_len % divisor:
