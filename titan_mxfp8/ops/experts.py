@@ -266,7 +266,7 @@ def for_dgrad(w: Tensor | Operand | Quantized, plan: Plan, kernels: Backend) -> 
 
 def tensors_of(operands: Sequence[Operand]) -> list[Tensor]:
     """Elements and, where there are any, scales, one operand after the other."""
-    return [tensor for operand in operands for tensor in operand.tensors()]
+    return [tensor for operand in operands for tensor in operand[:2] if tensor is not None]
 
 
 def kept_operands(tensors: Owned, gemms: MXConfig) -> Owned:

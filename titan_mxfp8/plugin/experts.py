@@ -54,7 +54,10 @@ class MXFP8GroupedExperts(RoutedExperts, GroupedExperts):
 
     def weights(self, is_sorted: bool) -> Weights:
         """This rank's, as they are: fp32 too is quantised in one pass."""
-        return Weights(local(self.w1), local(self.w3), local(self.w2))
+        w1, w3, w2 = self.w1, self.w3, self.w2
+        if isinstance(w1, DTensor):
+            w1, w3, w2 = w1.to_local(), w3.to_local(), w2.to_local()
+        return Weights(w1, w3, w2)
 
 
 class MXFP8GptOssGroupedExperts(RoutedExperts, GptOssGroupedExperts):
