@@ -148,8 +148,8 @@ def format_table(rows: Sequence[dict[str, object]]) -> str:
 
 
 def _output(*command: str) -> str:
-    """What a command prints that runs beside this file, in whose repository it is wherever a script was called; or
-    ``unavailable`` (a copied tree has no git, an AMD machine no nvidia-smi)."""
+    """What a command prints, run in this repository wherever the script was called from; or ``unavailable`` (a copied
+    tree has no git, an AMD machine no nvidia-smi)."""
     folder = Path(__file__).parent
     try:
         return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()

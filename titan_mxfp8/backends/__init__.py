@@ -190,7 +190,7 @@ class BackendRow:
     runs_on: Callable[[Hardware], bool]  # whether it runs there
     rebases: bool  # whether it multiplies rebased operands (``Recipe.block_k`` 128)
     recipe: str  # what recipe ``auto`` is there
-    why: str  # it is that, in words for the log
+    why: str  # why that recipe, in words for the log
 
 
 def runs_triton(hardware: Hardware) -> bool:
@@ -314,7 +314,7 @@ def replay_launches(on: bool) -> None:
 def plan_on(recipe: Recipe, backend: str, hardware: Hardware) -> Plan:
     """The plan of the backend that is named, or that ``auto`` chooses for ``hardware``. Raises ValueError as
     ``select``."""
-    select(backend, hardware, recipe)
+    select(backend, hardware, recipe)  # which raises
     return importlib.import_module(_row(backend, hardware).module).plan(recipe, hardware)
 
 

@@ -41,7 +41,7 @@ class Conversion(list[str]):
 
 @contextmanager
 def _errors_of(function: str, model: nn.Module) -> Iterator[None]:
-    """Within, errors begin with a function's name. Raises ValueError of a model that is none."""
+    """Within, errors begin with a function's name. Raises ValueError of a model that is no ``nn.Module``."""
     try:
         if not isinstance(model, nn.Module):
             raise ValueError(

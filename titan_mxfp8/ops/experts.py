@@ -91,7 +91,7 @@ class ExpertsLayer(Encoded):
     gemms: MXConfig
     limit: float | None = None  # that of gpt_oss's clamped SwiGLU, or None for SiLU
     zero_tail: ClassVar[bool]  # whether outputs are zeros at and past ``offs[-1]``
-    handle_tensors: ClassVar[int] = 1  # of a handle
+    handle_tensors: ClassVar[int] = 1  # how many a handle has
 
     @cached_property
     def plan(self) -> Plan:
@@ -108,7 +108,7 @@ class ExpertsLayer(Encoded):
 
     @cached_property
     def counts(self) -> "TensorCounts":
-        """Of the tensors that its operators return and save."""
+        """How many tensors its operators return and save."""
         along_h, along_m = (1 if gemm.a.stored == "bf16" else 2 for gemm in (self.plan.dgrad, self.plan.wgrad))
         columnwise = 2 * along_m if self.plan.dgrad.a.is_quantized else 0
         quantizes_g, handle = self.plan.wgrad.a.is_quantized, self.handle_tensors

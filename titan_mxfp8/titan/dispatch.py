@@ -236,7 +236,7 @@ def local(param: torch.Tensor) -> torch.Tensor:
 
 
 def gpt_oss_weights(w13: torch.Tensor, b13: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor) -> Weights:
-    """This rank's, of gpt_oss's parameters, two of which interleave the gate and the linear half along axis 1."""
+    """This rank's weights of gpt_oss's experts: ``w13`` and ``b13`` interleave gate and linear half along axis 1."""
     (w1, w3), (b1, b3) = (local(param).unflatten(1, (-1, 2)).unbind(2) for param in (w13, b13))
     return Weights(w1, w3, local(w2), b1, b3, local(b2))
 
@@ -257,7 +257,7 @@ def allow_compiled_versions() -> None:
 
 
 def microbatches_of(training: Any, parallelism: Any) -> int:
-    """Into how many a pipeline divides each batch, a validation's too; 1 without a pipeline."""
+    """How many microbatches a pipeline makes of each batch, of a validation's too; 1 without a pipeline."""
     if parallelism.pipeline_parallel_degree == 1:
         return 1
     return max(1, training.local_batch_size // parallelism.pipeline_parallel_microbatch_size)
