@@ -35,7 +35,7 @@ from titan_mxfp8.plugin import moe as plugin
 from titan_mxfp8.plugin.converters import GroupedMMConverter
 from titan_mxfp8.recipe import BF16
 from titan_mxfp8.titan.dispatch import DispatchingLayers, most_tokens
-from titan_mxfp8.titan.fsdp import why_fsdp
+from titan_mxfp8.titan.fsdp import shard, why_fsdp
 from titan_mxfp8.tools.dry_run import dry_run, parse_config
 
 CONVERT, NO_AC = EXPERTS, "--activation_checkpoint.mode=none"
@@ -443,3 +443,18 @@ def test_why_fsdp_takes_experts(changed: dict[str, object], says: str) -> None:
     mesh = SimpleNamespace(size=lambda: shape[0] * shape[1], shape=shape, mesh_dim_names=("dp_replicate", "efsdp"))
     reason = why_fsdp(experts, {"edp_mesh": mesh, "dp_mesh": mesh} | given)
     assert says in reason and bool(says) == bool(reason)
+
+
+def test_an_error_of_fsdp_is_the_one_that_is_seen() -> None:
+    holder = nn.ModuleDict({"moe": layer("llama4")})
+    GroupedMMConverter(parse(CONVERT), None).convert(holder)
+    experts = holder["moe"].experts
+    seen = []
+
+    def apply_fsdp(model: nn.Module, dp_mesh: object, pp_enabled: bool, edp_mesh: object = None) -> None:
+        seen.append(model["moe"].experts)
+        raise ValueError("no such mesh")
+
+    with pytest.raises(ValueError, match="no such mesh"):
+        shard(apply_fsdp, holder, SimpleNamespace(size=lambda: 1), pp_enabled=False)
+    assert seen != [experts] and holder["moe"].experts is experts

@@ -35,8 +35,9 @@ def shard(apply_fsdp: Callable, *args: object, **kwargs: object) -> None:
     finally:
         for name, module in experts.items():
             model.set_submodule(name, module)
-            if call.arguments["edp_mesh"] is None:
-                _distribute(module, call.arguments["dp_mesh"])
+    if call.arguments["edp_mesh"] is None:
+        for module in experts.values():
+            _distribute(module, call.arguments["dp_mesh"])
     gather_quantized(model)
 
 
