@@ -290,6 +290,13 @@ def test_what_rebasing_changed_is_reported_every_n_steps(caplog: pytest.LogCaptu
     assert list(processor.steps) == [3, 6] and "mx_health/activations/changed_by_rebase/0" in processor.steps[3]
 
 
+def test_of_two_converters_the_one_that_wants_health_more_often_gets_it() -> None:
+    model = attached("mxfp8", 4, 0)
+    for more in (2, 6, 0):
+        telemetry.attach(model, ["0"], "experts", more, 0)
+    assert getattr(model, telemetry.RECORDER).every["health"] == 2
+
+
 class Routed(nn.Module):
     """Counts tokens as a MoE layer does: of 4 experts, one gets those of the first 8 rows, one the others."""
 

@@ -142,7 +142,7 @@ def attach(model: nn.Module, converted: list[str], kind: str, health_every: int,
         model.register_forward_pre_hook(recorder.begin)
         model.register_forward_hook(recorder.note_counts)
     every = getattr(model, RECORDER).every
-    every["health"] = max(every["health"], health_every)
+    every["health"] = min(filter(None, (every["health"], health_every)), default=0)  # who asks for more gets it
     every[kind] = hopper_rebase_report
 
 
