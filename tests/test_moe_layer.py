@@ -137,19 +137,20 @@ def test_biases_and_the_clamped_swiglu(limit: float | None) -> None:
             assert relative_rms(out[name], exact[name]) < (0.005 if recipe == "bf16" else 0.062), (recipe, name)
 
 
+@pytest.mark.parametrize("scores_first", [False, True])
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8_2d"])
-def test_any_strides(recipe: str) -> None:
+def test_any_strides(recipe: str, scores_first: bool) -> None:
     layer, dy = make_layer(), torch.randn(()).bfloat16().expand(T, D)  # the latter is what .sum().backward() gives
     strided = with_columns_first(layer)
-    expected = run(layer, dy.contiguous(), recipe=recipe)
-    for name, value in run(strided, dy, recipe=recipe).items():
+    expected = run(layer, dy.contiguous(), recipe=recipe, scores_first=scores_first)
+    for name, value in run(strided, dy, recipe=recipe, scores_first=scores_first).items():
         assert torch.equal(value, expected[name]), name
 
 
 def with_columns_first(layer: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """x and the weights as transposed views."""
-    strided = {name: layer[name].detach().mT.contiguous().mT.requires_grad_() for name in ("x", "w1", "w3", "w2")}
-    return layer | strided
+    """All that has several columns as transposed views."""
+    strided = {name: value.detach().mT.contiguous().mT for name, value in layer.items()}
+    return {name: value.requires_grad_(layer[name].requires_grad) for name, value in strided.items()}
 
 
 @pytest.mark.parametrize("factor", [0, 0.2, 0.7, math.inf])

@@ -30,6 +30,13 @@ def test_one_rank(case: Case, local: Local):
         check_against_one_process(local, case, capacity=capacity)
 
 
+def test_ids_of_any_strides(local: Local):
+    tokens = tokens_of(CASES[0], 0, 1)
+    strided = tokens._replace(expert_ids=tokens.expert_ids.mT.contiguous().mT)
+    handles = [local.dispatch(*of.arguments(), CASES[0].experts)[1] for of in (tokens, strided)]
+    assert all(map(torch.equal, *handles))
+
+
 @pytest.mark.parametrize("ranks, experts", [(1, 5), (2, 6), (3, 15), (4, 4)])
 def test_plans(ranks: int, experts: int):
     counts = torch.randint(0, 9, (ranks, experts), dtype=torch.int32)

@@ -226,8 +226,7 @@ class _ScoredCopies(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, scores):
         ctx.save_for_backward(x, scores)
-        tokens, slots = scores.shape
-        return (x.float().unsqueeze(1) * scores.unsqueeze(2)).to(x.dtype).view(tokens * slots, x.shape[1])
+        return (x.float().unsqueeze(1) * scores.unsqueeze(2)).to(x.dtype).flatten(0, 1)
 
     @staticmethod
     def backward(ctx, g):

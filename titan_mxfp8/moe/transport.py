@@ -146,7 +146,7 @@ class Transport:
         if capacity is not None and tokens > room:
             others = "the other ranks wait for this one until the timeout of the process group, or until they are ended"
             raise self._too_many(tokens, others)
-        expert_ids = expert_ids.to(torch.int32, copy=True)
+        expert_ids = expert_ids.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
         received, handle = self._dispatch(payload, expert_ids, scores, experts, capacity, overlap, kept)
         if capacity is not None:
             self.shared.wanted.watch(capacity)
