@@ -112,10 +112,17 @@ if not torch.cuda.is_available():
 PYTHON
 }
 
+# stop SIGNAL: hands it on to torchrun, which ends its processes, and then ends the launcher. A training without one would
+# go on unseen, and a second one write into its folder.
+stop() {
+    kill -s "$1" -- "-$(jobs -p %%)" && wait || true
+    fail $((128 + $(kill -l "$1"))) "interrupted; logs are in $logs. With checkpoint.enable the same command with OUT=$out goes on"
+}
+
 # train_runs CONFIG OUT FLAG...: trains or, with DRYRUN=1, prints each of RUNS in NGPU processes, until one fails. The
 # caller defines torchrun_flags RUN, which sets the array `torchrun` to the flags that place the processes.
 train_runs() {
-    local config=$1 out=$2 folder run name command torchrun logs status number=0
+    local config=$1 out=$2 folder run name command torchrun logs status signal number=0
     folder=$(folder_of "$config")
     shift 2
     if [ "$DRYRUN" != 1 ]; then
@@ -130,8 +137,10 @@ train_runs() {
     # As TorchTitan's launcher has it: when rows grow, memory of former sizes is of use for the new ones.
     [ -n "${PYTORCH_CUDA_ALLOC_CONF:-}" ] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
     export NCCL_GRAPH_REGISTER=${NCCL_GRAPH_REGISTER:-0} # NCCL is not made for CUDA graphs with such memory
-    # after torchrun, which ends its processes first
-    trap 'fail 130 "interrupted; logs are in $logs. With checkpoint.enable the same command with OUT=$out goes on"' INT
+    for signal in INT TERM HUP; do
+        # shellcheck disable=SC2064 # this signal
+        trap "stop $signal" "$signal"
+    done
     for run in $RUNS; do
         number=$((number + 1))
         torchrun_flags "$run"
@@ -151,9 +160,17 @@ train_runs() {
         [ "$DRYRUN" != 1 ] || continue
         # INFO: torchrun says then that it restarts processes. PYTHONUNBUFFERED: and passes their output on at once
         status=0
-        (cd "$folder" && LOGLEVEL=${LOGLEVEL:-INFO} PYTHONUNBUFFERED=1 WANDB_RUN_NAME=$name "${command[@]}" "$@") 2>&1 |
-            python scripts/watch.py show "$logs" "$run, run $number of $(wc -w <<< "$RUNS")" || status=${PIPESTATUS[0]}
+        # A process group of its own, which `stop` signals: bash runs no trap while it waits in the foreground. exec: these are
+        # the processes that it waits for.
+        set -m
+        (
+            cd "$folder"
+            export LOGLEVEL=${LOGLEVEL:-INFO} PYTHONUNBUFFERED=1 WANDB_RUN_NAME=$name
+            exec "$program" -m torch.distributed.run "${command[@]:1}" "$@"
+        ) 2>&1 | exec "$program" scripts/watch.py show "$logs" "$run, run $number of $(wc -w <<< "$RUNS")" &
+        set +m
+        wait "$!" || status=$?
         [ "$status" = 0 ] || fail "$status" "$run failed: $(python scripts/watch.py cause "$logs")"
     done
-    trap - INT
+    trap - INT TERM HUP
 }

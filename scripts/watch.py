@@ -124,7 +124,7 @@ def cause(folders: Sequence[Path]) -> str:
 def show(folder: Path, what: str) -> None:
     from tqdm import tqdm  # of the environment that trains; ``cause`` runs in any
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # torchrun heeds them, and what it says then is wanted
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{socket.gethostname()}-{os.getpid()}.log"

@@ -32,8 +32,9 @@ def shell(*command: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
 
-def interrupted(script: str, **environment: str) -> tuple[int, str, str]:
-    """Status and output of a script that prints "began" and then gets Ctrl-C, as its group would in a terminal."""
+def interrupted(script: str, number: signal.Signals = signal.SIGINT, **environment: str) -> tuple[int, str, str]:
+    """Status and output of a script that prints "began" and then gets a signal: of Ctrl-C its group does, as in a
+    terminal."""
     script = subprocess.Popen(
         [script],
         cwd=ROOT,
@@ -42,12 +43,12 @@ def interrupted(script: str, **environment: str) -> tuple[int, str, str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
     while script.stdout.readline() not in ("began\n", ""):
         pass
     time.sleep(0.5)  # a signal that comes while a shell, or timeout, forks what it waits for is lost
-    os.killpg(script.pid, signal.SIGINT)
+    (os.killpg if number == signal.SIGINT else os.kill)(script.pid, number)
     output, errors = script.communicate(timeout=30)
     return script.returncode, output, errors
 

@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -268,9 +269,17 @@ def test_ctrl_c_says_how_to_go_on_and_errors_are_one_line() -> None:
         assert ended.value.code == said
 
 
-def test_train_says_after_ctrl_c_where_its_logs_are(tmp_path: Path) -> None:
-    """With a Python whose torchrun waits, in a process group of its own, as on a terminal."""
-    programs(tmp_path, {"python": 'case "$*" in *distributed.run*) echo began; sleep 60 ;; *watch.py*) cat ;; esac'})
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_train_ends_its_training_when_it_is_ended_and_says_where_logs_are(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """With a Python whose torchrun waits, and ends a little later than it is told to."""
+    torchrun = f"trap 'kill $!; sleep 1; touch {tmp_path}/ended; exit 1' {number.name[3:]}; echo began; sleep 60 & wait"
+    programs(
+        tmp_path,
+        {"python": f'case "$*" in *distributed.run*) {torchrun} ;; *watch.py*) trap "" HUP INT TERM; cat ;; esac'},
+    )
     settings = {"PYTHON": str(tmp_path / "python"), "OUT": str(tmp_path / "out"), "TITAN": "0.2"}
-    status, _, errors = interrupted("scripts/train.sh", **settings)
-    assert status == 130 and f"with OUT={tmp_path}/out goes on" in errors, errors
+    status, _, errors = interrupted("scripts/train.sh", number, **settings)
+    assert status == 128 + number and f"with OUT={tmp_path}/out goes on" in errors, errors
+    assert (tmp_path / "ended").exists()
