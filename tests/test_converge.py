@@ -37,7 +37,7 @@ Study = Callable[..., tuple[int, str]]
 def study(tmp_path: Path, stub: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Study]:
     """Calls converge.py in this process, with a clock of its own and without torchrun, which takes seconds to start:
     exit status and output."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     clock = SimpleNamespace(monotonic=monotonic, sleep=lambda seconds: sleep(seconds / 20))
     for name, value in stub.items():
         monkeypatch.setenv(name, value)
@@ -251,12 +251,13 @@ def test_converge_converts_as_a_recipe_and_its_options_say_whatever_the_toml_say
 
 
 @pytest.mark.integration
-def test_converge_says_after_ctrl_c_how_to_go_on(tmp_path: Path, stub: dict[str, str]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_converge_that_is_ended_says_how_to_go_on(number: int, tmp_path: Path, stub: dict[str, str]) -> None:
     command = [sys.executable, "scripts/study/converge.py", TOML, "--out", str(tmp_path / "out")]
     environment = os.environ | stub | {"STUB_SECONDS": "600"}
     study = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert any(b"started" in line for line in study.stdout)
-    study.send_signal(signal.SIGINT)
+    study.send_signal(number)
     rest = study.communicate(timeout=120)[0].decode()
     assert study.returncode == 3 and "bf16-seed0: stopped" in rest
     assert rest.splitlines()[-1] == "the same command continues the study"

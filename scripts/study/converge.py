@@ -282,7 +282,10 @@ def main(argv: Sequence[str]) -> None:
     with ends_in_words("converge"):
         check(args)
     asked = Event()  # to stop: exceptions might leave a run that was just started
-    for number in (signal.SIGINT, signal.SIGTERM):
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which nohup has it do
+        signals.append(signal.SIGHUP)  # the terminal is gone, which the runs, in sessions of their own, are not told
+    for number in signals:
         signal.signal(number, lambda *_: asked.set())
     states = study(args, asked)
     counts = {state: states.count(state) for state in (FINISHED, FAILED, STOPPED)}
