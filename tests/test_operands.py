@@ -87,6 +87,17 @@ def test_what_is_no_ordinary_tensor(thing: object, says: str) -> None:
             call()
 
 
+def test_activations_of_the_two_gemms_alone_may_come_quantised() -> None:
+    for name, call in {
+        "mxfp8_linear: weight": lambda x: mxfp8_linear(X, x),
+        "mxfp8_grouped_mm: b_t": lambda x: mxfp8_grouped_mm(X, x, OFFS),
+        "mxfp8_moe: x": lambda x: moe(x, W),
+        "quantize: x": quantize,
+    }.items():
+        with pytest.raises(ValueError, match=f"^{name} is an MXTensor: pass the tensor"):
+            call(quantize(X))
+
+
 def test_a_forgotten_transpose_is_told() -> None:
     for call, says in (
         (lambda: mxfp8_linear(X, W[0].mT), r"mxfp8_linear takes .*: pass weight.mT"),

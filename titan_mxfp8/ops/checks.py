@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 from titan_mxfp8.format.mx import BLOCK_SIZE, MXTensor
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_TAKE_QUANTIZED = frozenset((("mxfp8_linear", "x"), ("mxfp8_grouped_mm", "a")))
 _OPTIONAL = frozenset(("bias", "b1", "b3", "b2"))
 _ADVICE = {
     "ndarray": ": torch.from_numpy makes one",
@@ -35,7 +36,9 @@ def plain(function: str, **operands: torch.Tensor | MXTensor | None) -> list[tor
 
 def _made_plain(function: str, name: str, x: object) -> torch.Tensor | MXTensor:
     if isinstance(x, MXTensor):
-        return x
+        if (function, name) in _TAKE_QUANTIZED:
+            return x
+        raise ValueError(f"{function}: {name} is an MXTensor: pass the tensor that it was made of")
     kind = type(x).__name__
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{function}: {name} must be a torch.Tensor, got {kind}{_ADVICE.get(kind, '')}")
