@@ -210,7 +210,8 @@ class Comparison:
             return interval(pairs.to_numpy().T, 0.95)
         mean = pairs.iloc[:, 0]
         steps = (self.losses[name] - self.losses[self.first])[mean.name].rolling(**window_of(mean))
-        half = steps.sem() * steps.count().map(lambda count: critical_t(0.95, max(1, int(count) - 1)))
+        error = steps.std() / steps.count() ** 0.5  # pandas 2's sem() takes one step too few
+        half = error * steps.count().map(lambda count: critical_t(0.95, max(1, int(count) - 1)))
         return mean - half, mean + half
 
 
