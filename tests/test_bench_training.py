@@ -3,6 +3,7 @@
 import json
 import math
 import platform
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -303,8 +304,9 @@ def test_bench_training_gives_no_x_to_a_run_that_computes_something_else(
 
 
 @pytest.mark.integration
-def test_the_next_run_waits_for_its_arguments(tmp_path: Path) -> None:
-    with Starter(1, tmp_path / "runs", program="platform") as starter:
+def test_the_next_run_waits_for_its_arguments_until_the_script_ends(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), Starter(1, tmp_path / "runs", program="platform") as starter:
         assert starter.start(["terse", "nonaliased"], tmp_path / "log").wait(100) == 0
+        signal.raise_signal(signal.SIGTERM)
     assert (tmp_path / "log").read_text().strip().endswith(platform.platform(aliased=False, terse=True))
     assert not list((tmp_path / "runs").iterdir())

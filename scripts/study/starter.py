@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +21,8 @@ from tempfile import TemporaryDirectory
 
 
 class Starter(AbstractContextManager):
-    """Runs of a program in so many processes each. Its end as a context ends the processes that wait.
+    """Runs of a program in so many processes each. Its end as a context ends the processes that wait, which else would
+    wait for ever: within, SIGTERM is taken for Ctrl-C.
 
     Args:
         folder: for the log of the processes that wait.
@@ -32,7 +34,12 @@ class Starter(AbstractContextManager):
         self._arguments = TemporaryDirectory()
         self._numbers = itertools.count()
 
+    def __enter__(self) -> "Starter":
+        self._former = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        return self
+
     def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGTERM, self._former)
         if self._waiting is not None:
             process, _, log = self._waiting
             process.terminate()
