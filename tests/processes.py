@@ -72,6 +72,11 @@ class Job:
             wait([process.sentinel for process in self._processes if process.exitcode is None], 1)
         return self.returncode
 
+    def end_of(self, rank: int, timeout: float) -> int | None:
+        """The exit code of one process, whatever becomes of the others; None where it goes on for longer."""
+        self._processes[rank].join(timeout)
+        return self._processes[rank].exitcode
+
     def kill(self) -> None:
         for process in self._processes:
             process.kill()

@@ -452,6 +452,7 @@ def test_a_checkpoint_of_other_data_parallel_ranks_is_refused_before_it_is_loade
     dcp.save(state, checkpoint_id=tmp_path / "checkpoint/step-5", no_dist=True)
     dcp.save({"weight": torch.ones(1)}, checkpoint_id=tmp_path / "checkpoint/step-4", no_dist=True)  # the model alone
     dcp.save(state, checkpoint_id=tmp_path / "checkpoint/step-0", no_dist=True)
+    (tmp_path / "checkpoint/step-6").mkdir()  # as a kill in the middle of a save leaves it
     monkeypatch.setenv("WORLD_SIZE", "4")
     parse(*flags)
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -16,7 +16,6 @@ SECONDS = {
     "test_layouts.py": 40,
     "test_quantize_aot.py": 38,
     "test_benches.py": 36,
-    "test_faults.py": 36,
     "test_checkpoints.py": 33,
     "test_rerun.py": 33,
     "test_hopper_gemm_aot.py": 31,

@@ -93,6 +93,23 @@ def kill_when(process: Job | subprocess.Popen, ready: Callable[[], bool]) -> Non
     process.wait()
 
 
+def pid_of_rank_1(launcher: subprocess.Popen) -> int:
+    """The worker itself comes before its children, which have its environment."""
+    pids = descendants(launcher.pid)
+    return next(pid for pid in pids if b"\0LOCAL_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+
+
+def kill_rank_1(process: Job | subprocess.Popen) -> int | None:
+    """Sends it SIGKILL. Returns the exit code of rank 0, or of a launcher, that ends by itself within 60 s."""
+    if not isinstance(process, Job):
+        os.kill(pid_of_rank_1(process), signal.SIGKILL)
+        return process.wait(60)
+    os.kill(process.pids[1], signal.SIGKILL)
+    code = process.end_of(0, 60)
+    process.kill()
+    return code
+
+
 def descendants(pid: int) -> list[int]:
     """The processes below ``pid``, read from /proc."""
     below = Path(f"/proc/{pid}/task").glob("*/children")
