@@ -231,11 +231,16 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     return job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
 
-def test_slurm_runs_one_agent_on_each_node(slurm: dict[str, str], tmp_path: Path) -> None:
-    result = shell(str(tmp_path / "slurm_script"), "--training.steps=3", **slurm)
+def test_slurm_checks_the_config_and_runs_one_agent_on_each_node(slurm: dict[str, str], tmp_path: Path) -> None:
+    programs(tmp_path, {"python": 'echo "$@"'})
+    result = shell(str(tmp_path / "slurm_script"), "--training.steps=3", **slurm, PYTHON=str(tmp_path / "python"))
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
-    assert {"  processes  8", "train.slurm: job 31234, restart 0, nodes gpu07 gpu08"} <= {*lines}  # of the dry run too
+    layout = "--cluster.nodes=2 --cluster.gpus_per_node=4 --training.steps=3"
+    assert lines[:2] == [
+        "train.slurm: job 31234, restart 0, nodes gpu07 gpu08",
+        f"{ROOT}/scripts/check_configs.py train_configs/debug_llama4.toml {layout}",
+    ]
     agent = (
         "+ WANDB_RUN_NAME=n torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=gpu07:21234 --rdzv-id=31234-mxfp8 "
         "--max-restarts=3 --nproc-per-node=4 --log-dir=outputs/debug_llama4-31234/mxfp8/logs/31234-0 --tee=3 "
@@ -297,12 +302,12 @@ def test_slurm_sets_up_before_its_nodes_would_do_it_all_at_once(slurm: dict[str,
     assert result.stderr.splitlines()[-1].startswith("train.slurm: ValueError: mine (local rank 0: ")
 
 
-ALL_TRAIN = ["NGPU=0", "NGPU=two", "NGPU=2.5", "NGPU=-1", "NGPU=08", "NGPU=1 2", "TITAN=0.4", "DRYRUN=yes", "RUNS= "]
-ALL_TRAIN += ["RUNS=bf16,mxfp8", "RUNS=mxfp8 fp4", "LOG_RANK=all", "LOG_RANK=0 1", "MAX_RESTARTS=many"]
+TRAIN = ["NGPU=0", "NGPU=2.5", "NGPU=08", "NGPU=1 2", "TITAN=0.4", "DRYRUN=yes", "RUNS= ", "RUNS=bf16,mxfp8"]
+TRAIN += ["RUNS=mxfp8 fp4", "LOG_RANK=all", "LOG_RANK=0 1", "MAX_RESTARTS=many"]
 REFUSED = {
-    "train.sh": ALL_TRAIN,
-    "train_multinode.sh": [*ALL_TRAIN, "NNODES=0", "NNODES=1:2", "RDZV_ENDPOINT=node01", "RDZV_ENDPOINT=node01:http"],
-    "train.slurm": [*ALL_TRAIN, "RDZV_PORT=0", "RDZV_PORT=http", "CHECK=no"],
+    "train.sh": TRAIN,  # by launch.sh, for all that train
+    "train_multinode.sh": ["NGPU=0", "NNODES=0", "NNODES=1:2", "RDZV_ENDPOINT=node01", "RDZV_ENDPOINT=node01:http"],
+    "train.slurm": ["NGPU=0", "RDZV_PORT=0", "RDZV_PORT=http", "CHECK=no"],
     "bench/bench_all.sh": ["DEVICE=gpu", "MINUTES=ten", "MINUTES=1/2", "QUICK=yes", "PARTS= ", "PARTS=scaling,kernels"],
     "verify_hardware.sh": ["MINUTES=-1", "STEPS=doctor,tests"],
     "test_gpu.sh": ["JOBS=0", "JOBS=auto"],
@@ -419,12 +424,18 @@ def test_launchers_do_not_train_on_the_cpu_of_a_machine_with_a_gpu(tmp_path: Pat
 
 @pytest.mark.parametrize(
     "given, seen",
-    [({}, "expandable_segments:True"), ({"PYTORCH_ALLOC_CONF": "x"}, "x"), ({"PYTORCH_CUDA_ALLOC_CONF": "x"}, "")],
+    [
+        ({}, "expandable_segments:True titan_mxfp8"),
+        ({"PYTORCH_ALLOC_CONF": "x", "WANDB_PROJECT": "mine"}, "x mine"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "x"}, " titan_mxfp8"),
+    ],
 )
-def test_launchers_have_torch_reuse_memory_of_other_sizes_unless_told_otherwise(given: dict, seen: str) -> None:
+def test_launchers_have_torch_reuse_memory_and_name_a_project_unless_told_otherwise(given: dict, seen: str) -> None:
     commands = ". scripts/launch.sh; torchrun_flags() { torchrun=(); }; train_runs train_configs/debug_llama4.toml out"
-    settings = {"PYTORCH_ALLOC_CONF": "", "PYTORCH_CUDA_ALLOC_CONF": "", "DRYRUN": "1", "NGPU": "1", "RUNS": "mxfp8"}
-    result = shell("bash", "-c", commands + "; echo $PYTORCH_ALLOC_CONF", **(settings | given))
+    commands += """; sh -c 'echo "$PYTORCH_ALLOC_CONF $WANDB_PROJECT"'"""
+    settings = {"PYTORCH_ALLOC_CONF": "", "PYTORCH_CUDA_ALLOC_CONF": "", "WANDB_PROJECT": ""}
+    settings |= {"DRYRUN": "1", "NGPU": "1", "RUNS": "mxfp8"}
+    result = shell("bash", "-c", commands, **(settings | given))
     assert result.stdout.splitlines()[-1] == seen
 
 
