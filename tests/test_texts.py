@@ -2,9 +2,7 @@
 results/README.md."""
 
 import ast
-import os
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -12,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from script_calls import SHELL_SCRIPTS
 from test_plugin import ASSETS
-from tiers import daily
+from test_scripts import PROGRAMS
 from torch import nn
 from torchtitan.config import ConfigManager
 from torchtitan.models.moe.moe import GroupedExperts
@@ -42,15 +41,11 @@ def test_the_readme_names_what_is_there() -> None:
     assert {"./scripts/train.sh", "./scripts/test.sh", "python -m titan_mxfp8.doctor"} <= set(COMMANDS)
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("command", daily(COMMANDS, *(command for command in COMMANDS if "train_hf" not in command)))
-def test_commands_of_the_readme_explain_themselves(command: str) -> None:
-    if "train_hf" in command:
-        pytest.importorskip("transformers", reason="train_hf.py is for Transformers, which is not installed")
-    program = command.replace("python", sys.executable, 1) if command.startswith("python") else command
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*program.split(), "--help"], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and command.rpartition("/")[2].rpartition(" ")[2] in done.stdout, done.stderr
+def test_commands_of_the_readme_are_programs_that_have_a_help() -> None:
+    """Which test_scripts.py calls."""
+    programs = {f"./scripts/{name}" for name in SHELL_SCRIPTS} | {"python -m titan_mxfp8.doctor"}
+    programs |= {f"python {path.relative_to(ROOT)}" for path in PROGRAMS}
+    assert programs >= set(COMMANDS), set(COMMANDS) - programs
 
 
 def code(language: str) -> str:
