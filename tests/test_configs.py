@@ -9,7 +9,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from script_calls import shell
+from script_calls import programs, shell
 from tiers import daily
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe import moe
@@ -290,7 +290,8 @@ def test_the_script_reports_each_config_and_fails_if_one_does(
         wrong.append(tmp_path / f"{name}.toml")
         assert right.count(old) == 1
         wrong[-1].write_text(right.replace(old, new))
-    good, bad = "train_configs/llama4_17bx16e_2layers_1x4.toml", tmp_path / "too_large.toml"
+    monkeypatch.chdir(tmp_path)  # where one lies; the other is the repository's
+    good, bad = "train_configs/llama4_17bx16e_2layers_1x4.toml", Path("too_large.toml")
     bad.write_text(TOMLS[Path(good).stem].read_text().replace("local_batch_size = 4", "local_batch_size = 64"))
     configs = [TOMLS["debug_llama4"], *wrong, good, bad]
     flags = ["--cluster.gpu=H200", "--activation_checkpoint.mode=full"]
@@ -307,17 +308,15 @@ def test_the_script_reports_each_config_and_fails_if_one_does(
     for name, (_, _, message) in WRONG.items():
         (failure,) = (line for line in lines if line.startswith(f"FAIL {tmp_path}/{name}.toml: "))
         assert message in failure
-    assert any(line.startswith(f"FAIL {tmp_path}/none.toml: ") for line in lines)
+    missing = f"FAIL {tmp_path}/none.toml: no such file, here or in the repository: ls {ROOT}/train_configs"
+    assert missing in lines
     assert lines[-1] == f"2 of {len(configs)} configs can be trained as they are laid out"
     assert printed.err == ""
 
 
 @pytest.mark.integration
 def test_check_configs_finds_a_config_in_the_callers_folder(tmp_path: Path) -> None:
-    (tmp_path / "own.toml").write_text("[job]\n")
-    command = f"cd {tmp_path} && {ROOT}/scripts/check_configs.sh own.toml none.toml"
-    result = shell("sh", "-c", command, PYTHON=sys.executable)
-    assert result.returncode == 1
-    own, none = (line for line in result.stdout.splitlines() if line.startswith("FAIL"))
-    assert own.startswith("FAIL own.toml: job.custom_config_module")
-    assert none == f"FAIL none.toml: no such file, here or in the repository: ls {ROOT}/train_configs"
+    """With a Python that says where it is called, and how."""
+    programs(tmp_path, {"python": 'pwd; echo "$@"; echo "GPUs $CUDA_VISIBLE_DEVICES"'})
+    done = shell("sh", "-c", f"cd {tmp_path} && {ROOT}/scripts/check_configs.sh own.toml --x=1", PYTHON="./python")
+    assert done.stdout == f"{tmp_path}\n{ROOT}/scripts/check_configs.py own.toml --x=1\nGPUs \n", done.stderr
