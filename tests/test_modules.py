@@ -11,6 +11,7 @@ import processes
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import daily
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -527,5 +528,6 @@ def test_only_what_splits_a_gemm_counts_as_a_split() -> None:
 
 
 @pytest.mark.integration
-def test_linears_on_dtensors_equal_those_of_one_process() -> None:
-    processes.check(2, "parallel_linears.py")
+@pytest.mark.parametrize("compiled", daily(["two", "all"], "two"))
+def test_linears_on_dtensors_equal_those_of_one_process(compiled: str) -> None:
+    processes.check(2, "parallel_linears.py", compiled)
