@@ -147,8 +147,7 @@ def test_test_gpu_says_that_there_is_no_gpu() -> None:
     assert done.returncode == 1 and "no GPU here that torch can use; nothing was tested" in done.stderr
 
 
-@pytest.mark.parametrize("beside", [0, 1, 5])
-@pytest.mark.parametrize("alone", [0, 1, 5])
+@pytest.mark.parametrize("beside, alone", [(0, 0), (1, 0), (5, 0), (0, 5), (5, 1), (5, 5)])
 def test_test_gpu_runs_some_tests_alone(beside: int, alone: int, tmp_path: Path) -> None:
     """With a python that is asked for a GPU, and then runs the tests. Status 5: the arguments left none."""
     setup = f"""python() {{
