@@ -15,11 +15,9 @@ from scripts.watch import message
 
 TRAIN = ("--local-ranks-filter=0", "-m", "torchtitan.train")  # of the processes, the first one's output
 LOSS = "loss_metrics/global_avg_loss"
-THROUGHPUT = "throughput(tps)"
-MEMORY = "memory/max_reserved(GiB)"
-STEP_TIME = "time_metrics/end_to_end(s)"
 HELD_OUT = "validation_metrics/loss"
-SCALARS = {"loss": LOSS, "tps": THROUGHPUT, "memory": MEMORY, "held_out": HELD_OUT, "seconds": STEP_TIME}  # of a Run
+# TensorBoard's, of a Run.
+SCALARS = {"loss": LOSS, "tps": "throughput(tps)", "memory": "memory/max_reserved(GiB)", "held_out": HELD_OUT}
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -75,8 +73,8 @@ def ending(log: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Scalars by step: mean loss in nats per token, tokens per second per device, peak memory in GiB, the step's time
-    in seconds, and where there was validation its loss.
+    """Scalars by step: mean loss in nats per token, tokens per second per device, peak memory in GiB, and where there
+    was validation its loss.
 
     ``config`` is TorchTitan's, as the run saved it in ``job_config.json``; empty where it saved none.
     """
@@ -87,7 +85,6 @@ class Run:
     memory: dict[int, float]
     config: dict[str, dict]
     held_out: dict[int, float] = field(default_factory=dict)
-    seconds: dict[int, float] = field(default_factory=dict)
 
     @property
     def group(self) -> str:
