@@ -38,7 +38,7 @@ from titan_mxfp8.modules import as_list
 from titan_mxfp8.recipe import BF16
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKPOINTS = "checkpoint/step-*/.metadata"
+CHECKPOINTS, NOTE = "checkpoint/step-*/.metadata", "finished.json"  # in a run's folder
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 EVERY_FLAG = (BF16.name, "mxfp8+rebase+dispatch")  # recipes of which flags_of sets all that it alone may set
 
@@ -57,11 +57,8 @@ class StudyRun:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether its run noted that it ended, and that was not cut short."""
-    try:
-        return "seconds" in json.loads((folder / "finished.json").read_text())
-    except (FileNotFoundError, ValueError):
-        return False
+    """Whether its run noted that it ended."""
+    return (folder / NOTE).is_file()
 
 
 def flags_of(run: StudyRun, config: Path, checkpoint_every: int) -> list[str]:
@@ -138,11 +135,7 @@ def train(run: StudyRun, args: argparse.Namespace, slot: int, asked: Event) -> s
     if process.returncode:
         say(f"{name}: failed after {seconds:.0f} s, {ending(run.log)}")
         return FAILED
-    try:
-        write_json(run.folder / "finished.json", {"seconds": round(seconds, 1)})
-    except OSError as error:  # if it has checkpoints, the same command ends it again from the last one
-        say(f"{name}: finished in {seconds:.0f} s, which cannot be noted: {error}")
-        return FAILED
+    write_json(run.folder / NOTE, {"seconds": round(seconds, 1)})
     shutil.rmtree(run.folder / "checkpoint", ignore_errors=True)
     say(f"{name}: finished in {seconds:.0f} s")
     return FINISHED
@@ -165,7 +158,7 @@ def study(args: argparse.Namespace, asked: Event) -> list[str]:
         slot = slots.get()
         try:
             return STOPPED if asked.is_set() else train(run, args, slot, asked)
-        except OSError as error:
+        except OSError as error:  # as of a full disk; a run that had ended is ended again from its last checkpoint
             say(f"{run.folder.name}: failed: {error}")
             return FAILED
         finally:
@@ -227,7 +220,7 @@ def check(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     described = {"config": args.config.read_text(), "flags": args.flags, "ngpu": args.ngpu}
     kept = args.out / "study.json"
-    trained = any(any(args.out.glob(f"*-seed*/{kind}")) for kind in ("finished.json", CHECKPOINTS))
+    trained = any(any(args.out.glob(f"*-seed*/{kind}")) for kind in (NOTE, CHECKPOINTS))
     if trained and kept.is_file() and (earlier := json.loads(kept.read_text())) | described != earlier:
         instead = "name another --out, or remove this folder with its runs"
         raise ValueError(f"{args.out} holds a study of another config or other flags ({kept}): {instead}")
