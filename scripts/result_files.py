@@ -105,6 +105,14 @@ def is_plain(row: Mapping[str, str]) -> bool:
     return (row.get("held") or "0", row.get("data") or "normal") == ("0", "normal")
 
 
+def steps_of_8(path: Path) -> Iterator[dict[str, str]]:
+    """The rows of bench_grouped_mm.py's forward + backward of 8 experts that get as many tokens each."""
+    for row in filter(is_plain, read_rows(path)):
+        kind = row.get("bench"), row.get("what"), row.get("G"), row.get("groups")
+        if kind == ("grouped_mm", "forward + backward", "8", "balanced"):
+            yield row
+
+
 def env_of(path: Path) -> dict[str, str]:
     """The environment of a CSV: ``training_env.json`` of ``training_table.csv``, or env.json beside it, or nothing."""
     found = (path.with_name(f"{path.stem.removesuffix('table')}env.json"), path.with_name("env.json"))

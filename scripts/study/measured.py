@@ -20,7 +20,7 @@ from pathlib import Path
 
 from scripts.bench.roofline import MODELS
 from scripts.progress import ends_in_words
-from scripts.result_files import env_of, is_plain, read_rows, training_gains, write_rows
+from scripts.result_files import env_of, read_rows, steps_of_8, training_gains, write_rows
 from scripts.study.conversions import FLOAT8, conversion_of
 from titan_mxfp8.recipe import BF16, RECIPES
 
@@ -76,9 +76,8 @@ def of_training(path: Path, env: dict[str, str]) -> Iterator[tuple[tuple[str, ..
 
 def of_gemms(path: Path, env: dict[str, str]) -> Iterator[tuple[tuple[str, ...], float]]:
     """The rows of a data.csv of bench_grouped_mm.py, as those of ``of_training``."""
-    for row in filter(is_plain, read_rows(path)):
-        whole = (row.get("bench"), row.get("what")) == ("grouped_mm", "forward + backward")
-        if whole and (row["G"], row["groups"]) == ("8", "balanced") and row["recipe"] in RECIPES:
+    for row in steps_of_8(path):
+        if row["recipe"] in RECIPES:
             model = MODELS[int(row["N"]), int(row["K"])]
             what = f"{row['M']} x {row['N']} x {row['K']}, {row['G']} experts"
             yield ("grouped_mm", model, what, "1", RECIPES[row["recipe"]].name, "", "", ""), float(row["x"])

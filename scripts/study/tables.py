@@ -3,7 +3,7 @@
     python scripts/study/tables.py --check    # prints those that differ, as the exit status says; without it writes all
 
 A table stands right below a comment with its kind, a function below, the paths under results/ and options for it:
-<!-- table: grouped_mm 2026-11-25_h200_bench/grouped_mm/data.csv experts=8 -->.
+<!-- table: grouped_mm 2026-11-25_h200_bench/grouped_mm/data.csv recipes=mxfp8,mxfp8_2d -->.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts.progress import ends_in_words
-from scripts.result_files import env_of, format_table, gpu_of, is_plain, training_gains
+from scripts.result_files import env_of, format_table, gpu_of, steps_of_8, training_gains
 from scripts.result_files import read_rows as read
 from scripts.study.conversions import FLOAT8, conversion_of
 from titan_mxfp8.recipe import BF16
@@ -30,7 +30,7 @@ MODELS |= {"16B": "DeepSeek-V3 16B, all 27 layers"}
 MODELS |= {f"17bx16e_{layers}layers": f"Llama4 17Bx16E, {layers} layers" for layers in (2, 4)}
 MODELS |= {f"30B-A3B_{layers}layers": f"Qwen3-30B-A3B, {layers} layers" for layers in (4, 7)}
 # By N, K of a grouped GEMM; by name of a layer.
-SHAPES = {("8192", "5120"): "Llama4", ("2048", "7168"): "DeepSeek-V3", ("1408", "2048"): "DeepSeek-V3 16B"}
+SHAPES = {("8192", "5120"): "Llama4", ("2048", "7168"): "DeepSeek-V3"}
 LAYERS = dict.fromkeys(("dsv3", "dsv3_8"), "DeepSeek-V3") | dict.fromkeys(("llama4", "llama4_8"), "Llama4")
 LAYERS |= dict.fromkeys(("dsv3_16b", "dsv3_16b_routed"), "DeepSeek-V3 16B") | {"qwen3_30b": "Qwen3-30B-A3B"}
 LAYERS["fine_grained"] = "128 experts, 8 of a token, D 4096, H 1024"
@@ -38,7 +38,6 @@ CONTROLS = ("torch bf16, compiled", "bf16")
 OURS = "bf16, ours"  # the control: our kernels, or our dispatch, with nothing quantised
 EXTRAS = {"dispatch": ", `dispatch`", "graph": ", CUDA graph"}
 ALONE = {"grouped": ", experts alone", "linears": ", linears alone"}  # behind a model of which no more is converted
-RECIPES = ("mxfp8", "mxfp8_2d", "mxfp8_2d_wgrad_bf16", "mxfp8_rebased", "mxfp8_2d_rebased")
 
 Row = dict[str, str]
 Cells = dict[str, str]
@@ -148,28 +147,17 @@ def beside_peer(*paths: Path) -> list[Cells]:
     return list(table.values())
 
 
-def grouped_mm(*paths: Path, recipes: str = "", experts: str = "") -> list[Cells]:
-    """Forward + backward of one grouped GEMM times bf16's, a row for each GPU and problem; of ``recipes`` and
-    ``experts`` those that are named, or all; the controls always.
-
-    Many experts have Zipf groups, few balanced ones.
-    """
+def grouped_mm(*paths: Path, recipes: str) -> list[Cells]:
+    """Forward + backward of one grouped GEMM of 8 experts times bf16's, a row for each GPU and problem, by the controls
+    and ``recipes``."""
     table = []
-    shown = (*CONTROLS, *(recipes.split(",") if recipes else RECIPES))
+    shown = (*CONTROLS, *recipes.split(","))
     for path in paths:
-        problems: dict[tuple[str, ...], Cells] = {}
-        for row in filter(is_plain, read(path)):
-            if (row.get("bench"), row.get("what")) != ("grouped_mm", "forward + backward"):
-                continue
-            spread = "zipf" if int(row["G"]) > 8 else "balanced"
-            if row["groups"] != spread or (experts and row["G"] not in experts.split(",")):
-                continue
-            sizes = tuple(row[name] for name in ("M", "N", "K", "G"))
-            label = ", ".join(filter(None, [SHAPES.get(sizes[1:3], ""), *["Zipf groups"] * (spread == "zipf")]))
-            cells = {"GPU": gpu_of(env_of(path))}
-            cells["M, N, K, experts"] = ", ".join(sizes) + (f" ({label})" if label else "")
-            cells |= {code(recipe): "" for recipe in shown}
-            cells = problems.setdefault(sizes, cells)
+        problems: dict[str, Cells] = {}
+        for row in steps_of_8(path):
+            sizes = ", ".join(row[name] for name in ("M", "N", "K", "G"))
+            cells = {"GPU": gpu_of(env_of(path)), "M, N, K, experts": f"{sizes} ({SHAPES[row['N'], row['K']]})"}
+            cells = problems.setdefault(sizes, cells | {code(recipe): "" for recipe in shown})
             if row["recipe"] in shown:
                 cells[code(row["recipe"])] = f"{float(row['x']):.2f}"
         table += problems.values()
