@@ -271,20 +271,16 @@ def main(argv: Sequence[str]) -> None:
     checking = commands.add_parser("check", help="predictions beside what was measured")
     checking.add_argument("--out", type=Path, help="folder for data.csv and env.json")
     args = parser.parse_args(argv)
-    disabled = logging.root.manager.disable
-    logging.disable(logging.ERROR)  # TorchTitan's account of a run that does not happen
-    try:
-        with ends_in_words("roofline"):
-            if args.command == "passes":
-                write_rows(args.folder / "roofline.csv", roofline_rows(args.folder))
-                print(args.folder / "roofline.csv")
-                return
-            rows = check(ROOT / "results")
-            print(format_table(rows))
-            if args.out:
-                write_results(args.out, rows, environment("cpu"))
-    finally:
-        logging.disable(disabled)
+    with ends_in_words("roofline"):
+        if args.command == "passes":
+            write_rows(args.folder / "roofline.csv", roofline_rows(args.folder))
+            print(args.folder / "roofline.csv")
+            return
+        logging.disable(logging.ERROR)  # TorchTitan's account of a run that does not happen
+        rows = check(ROOT / "results")
+        print(format_table(rows))
+        if args.out:
+            write_results(args.out, rows, environment("cpu"))
 
 
 if __name__ == "__main__":
