@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from scripts.progress import ends_in_words, progress, say, step_of
 from scripts.result_files import write_json
 from scripts.study import compare_runs
 from scripts.study.conversions import conversion_of
-from scripts.study.runs import TRAIN, ending, launch, split_flags
+from scripts.study.runs import TRAIN, ending, field_of, launch, split_flags, value_of
 from titan_mxfp8.modules import as_list
 from titan_mxfp8.recipe import BF16
 
@@ -72,12 +71,6 @@ def flags_of(run: StudyRun, config: Path, checkpoint_every: int) -> list[str]:
         flags += ["--checkpoint.enable", f"--checkpoint.interval={checkpoint_every}", "--checkpoint.folder=checkpoint"]
         flags += ["--checkpoint.no-last_save_model_only"]  # a run whose end cannot be noted is ended again from it
     return flags
-
-
-def field_of(flag: str) -> str:
-    """The field of TorchTitan's config that a flag sets; tyro takes ``-`` for ``_``, and ``no-`` before a name."""
-    section, _, name = flag.partition("=")[0].removeprefix("--").replace("-", "_").rpartition(".")
-    return f"{section}.{name.removeprefix('no_')}"
 
 
 def check_flags(flags: Sequence[str], checkpoint_every: int) -> None:
@@ -187,16 +180,6 @@ def folder_of(config: Path) -> Path:
     """Where it is trained, so that its relative paths lead from there: as in launch.sh, the repository for its own
     configs, the current folder for others."""
     return ROOT if config.resolve().is_relative_to(ROOT) else Path.cwd()
-
-
-def value_of(name: str, config: Path, flags: Sequence[str]) -> object:
-    """What a run has in a field such as ``training.steps``, by the flags and then the TOML; None where neither says."""
-    section, _, key = name.partition(".")
-    value = tomllib.loads(config.read_text()).get(section, {}).get(key)
-    for flag, behind in zip(flags, [*flags, ""][1:], strict=True):
-        if flag.startswith("--") and field_of(flag) == name:
-            value = flag.partition("=")[2] or behind
-    return value
 
 
 def check(args: argparse.Namespace) -> None:

@@ -13,7 +13,6 @@ newest folder has its row.
 import argparse
 import re
 import sys
-import tomllib
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -22,13 +21,14 @@ from scripts.bench.roofline import MODELS
 from scripts.progress import ends_in_words
 from scripts.result_files import env_of, read_rows, steps_of_8, training_gains, write_rows
 from scripts.study.conversions import FLOAT8, conversion_of
+from scripts.study.runs import value_of
 from titan_mxfp8.recipe import BF16, RECIPES
 
 ROOT = Path(__file__).parents[2]
 RESULTS, FILE = ROOT / "results", ROOT / "titan_mxfp8" / "measured.csv"
 COUNTS = re.compile(r"\*\*`(\d{4}-\d\d-\d\d_\w+)`\*\*")
 KEY = ("gpu", "kind", "model", "what", "gpus", "recipe", "dispatch", "graph", "checkpointing")
-CHECKPOINTING = re.compile(r"--activation_checkpoint\.mode[= ](\w+)")
+FIELDS = "model.name", "model.flavor", "activation_checkpoint.mode"
 
 Row = dict[str, str]
 
@@ -61,17 +61,16 @@ def of_training(path: Path, env: dict[str, str]) -> Iterator[tuple[tuple[str, ..
     """The rows of a table.csv of bench_training.py: ``KEY`` behind the GPU, and times bf16's speed."""
     if not {"config", "processes"} <= env.keys() or env.get("torchtitan", "").startswith("0.3"):
         return
-    config, gains = tomllib.loads((ROOT / env["config"]).read_text()), training_gains(read_rows(path))
-    model, flags = config["model"], CHECKPOINTING.findall(env.get("flags", ""))
-    checkpointing = flags[-1] if flags else config["activation_checkpoint"]["mode"]
-    conversions = [(conversion_of(row["run"]), row, gain) for row, gain in gains]
+    config, flags = ROOT / env["config"], env.get("flags", "").split()
+    model, flavor, checkpointing = (value_of(field, config, flags) for field in FIELDS)
+    conversions = [(conversion_of(row["run"]), row, gain) for row, gain in training_gains(read_rows(path))]
     quantised = {run.what for run, *_ in conversions if run.recipe not in (BF16.name, FLOAT8)}
     converted = "grouped" if "grouped" in quantised else "both"
     for run, row, gain in conversions:
         if run.recipe != FLOAT8 and (run.recipe == BF16.name or run.what == converted):
             has = ["on" if option in run.options else "off" for option in ("dispatch", "graph")]
-            what, recipe = row.get("flavor") or model["flavor"], run.full_recipe or "mxfp8"
-            yield ("training", model["name"], what, env["processes"], recipe, *has, checkpointing), gain
+            what, recipe = row.get("flavor") or flavor, run.full_recipe or "mxfp8"
+            yield ("training", model, what, env["processes"], recipe, *has, checkpointing), gain
 
 
 def of_gemms(path: Path, env: dict[str, str]) -> Iterator[tuple[tuple[str, ...], float]]:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,22 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """A script's own arguments, and those behind ``--``, which go to TorchTitan."""
     own = list(argv)
     return (own[: own.index("--")], own[own.index("--") + 1 :]) if "--" in own else (own, [])
+
+
+def field_of(flag: str) -> str:
+    """The field of TorchTitan's config that a flag sets; tyro takes ``-`` for ``_``, and ``no-`` before a name."""
+    section, _, name = flag.partition("=")[0].removeprefix("--").replace("-", "_").rpartition(".")
+    return f"{section}.{name.removeprefix('no_')}"
+
+
+def value_of(name: str, config: Path, flags: Sequence[str]) -> object:
+    """What a run has in a field such as ``training.steps``, by the flags and then the TOML; None where neither says."""
+    section, _, key = name.partition(".")
+    value = tomllib.loads(config.read_text()).get(section, {}).get(key)
+    for flag, behind in zip(flags, [*flags, ""][1:], strict=True):
+        if flag.startswith("--") and field_of(flag) == name:
+            value = flag.partition("=")[2] or behind
+    return value
 
 
 def torchrun(processes: int, *program: str) -> list[str]:

@@ -10,7 +10,6 @@ import argparse
 import itertools
 import re
 import sys
-import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from scripts.progress import ends_in_words
 from scripts.result_files import env_of, format_table, gpu_of, steps_of_8, training_gains
 from scripts.result_files import read_rows as read
 from scripts.study.conversions import FLOAT8, conversion_of
+from scripts.study.runs import value_of
 from titan_mxfp8.recipe import BF16
 
 ROOT = Path(__file__).parents[2]
@@ -128,8 +128,7 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", layers:
 
 def flavor_of(row: Row, env: Row) -> str:
     """The flavor of a row of bench_training.py: its own, or that of the config that ``env`` names."""
-    config = env.get("config")
-    return row.get("flavor") or (tomllib.loads((ROOT / config).read_text())["model"]["flavor"] if config else "")
+    return row.get("flavor") or (value_of("model.flavor", ROOT / env["config"], []) if env.get("config") else "")
 
 
 def beside_peer(*paths: Path) -> list[Cells]:
