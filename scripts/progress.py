@@ -1,6 +1,5 @@
 """Where long work stands: bars of tqdm, which datasets and so both TorchTitans bring; and how scripts end."""
 
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-STEP = re.compile(rb"step: *(\d+)")  # of TorchTitan's log
+from scripts.watch import STEP
 
 
 def progress(total: int, what: str, unit: str = "run") -> tqdm:
@@ -28,7 +27,7 @@ def step_of(log: Path) -> int:
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - (1 << 16)))
-            return int((STEP.findall(file.read()) or [b"0"])[-1])
+            return int((STEP.findall(file.read().decode(errors="replace")) or [0])[-1])
     except OSError:
         return 0
 
