@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.models.moe import MoE
 from torchtitan.tools.logging import init_logger
 
-WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
+WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")  # torch.compile's and checkpointing's, in names
 
 
 class RecordingTrainer(train.Trainer):
@@ -40,21 +40,13 @@ class RecordingTrainer(train.Trainer):
             if isinstance(module, MoE):
                 module.expert_bias[: self.favoured_experts] += 100  # to scores between 0 and 1
         super().train_step(data_iterator)
-        gradients = {name: full(param.grad) for name, param in self.named_parameters()}  # for which every rank gathers
+        gradients = {}
+        for name, param in (item for part in self.model_parts for item in part.named_parameters()):
+            whole = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad  # every rank gathers
+            gradients[WRAPPERS.sub("", name)] = whole.cpu()
         rank = int(os.environ["RANK"])
         if rank % (self.parallel_dims.world_size // self.parallel_dims.pp) == 0:  # the first rank of a stage
             torch.save(gradients, Path(self.job_config.job.dump_folder) / f"gradients_{rank}.pt")
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Sorted by name, without what torch.compile and activation checkpointing put into it."""
-        for part in self.model_parts:
-            for name, param in sorted(part.named_parameters()):
-                yield WRAPPERS.sub("", name), param
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that may be sharded, on the CPU."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().contiguous()
 
 
 def train_once(flags: list[str], favoured_experts: int) -> None:
