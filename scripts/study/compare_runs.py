@@ -297,10 +297,10 @@ def median_of(values: dict[int, float]) -> float:
     return median(list(values.values())[1:] or values.values() or [math.nan])
 
 
-def loss_table(runs: Sequence[Run], steps: Sequence[int], count: int = 12) -> list[dict[str, object]]:
-    """Losses at so many of these steps, evenly spaced, with the last one, and their difference from the first run."""
+def loss_table(runs: Sequence[Run], steps: Sequence[int]) -> list[dict[str, object]]:
+    """Losses at twelve of these steps, evenly spaced, with the last one, and their difference from the first run."""
     rows, (base, *others) = [], runs
-    for step in sorted({steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)}):
+    for step in sorted({steps[round(place)] for place in np.linspace(0, len(steps) - 1, 12)}):
         row: dict[str, object] = {"step": step} | {run.name: f"{run.loss[step]:.4f}" for run in runs}
         rows.append(row | {f"{r.name} - {base.name}": f"{r.loss[step] - base.loss[step]:+.4f}" for r in others})
     return rows
