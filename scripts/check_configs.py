@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from scripts.bench.roofline import FSDP_COPIES, committed_rates, step_speedup
-from scripts.result_files import format_table, read_rows
+from scripts.result_files import format_table, gpu_of, read_rows
 from scripts.study.tables import times
 from titan_mxfp8.recipe import BF16
 from titan_mxfp8.tools.dry_run import Report, dry_run, parse_config
@@ -47,11 +47,9 @@ def predicted(report: Report) -> str:
 
 def dispatch_gains(gpu: str, model: str) -> list[float]:
     """How many times as fast trainings of a model were with the dispatch alone, by measured.csv."""
-    control, found = (gpu, model, "training", BF16.name), []
-    for row in read_rows(ROOT / "titan_mxfp8" / "measured.csv"):
-        if (row["gpu"].split()[1], row["model"], row["kind"], row["recipe"]) == control:
-            found.append(float(row["x"]))
-    return found
+    control = gpu, model, "training", BF16.name
+    rows = read_rows(ROOT / "titan_mxfp8" / "measured.csv")
+    return [float(row["x"]) for row in rows if (gpu_of(row), row["model"], row["kind"], row["recipe"]) == control]
 
 
 def fsdp_of(report: Report) -> str:

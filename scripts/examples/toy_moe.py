@@ -90,8 +90,7 @@ def main() -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     backend = select("auto", hardware_of(device), RECIPES["mxfp8"]).name
     rebases = next(entry.rebases for entry in BACKENDS if entry.name == backend)
-    named = (recipe for name, recipe in RECIPES.items() if name == recipe.name)
-    recipes = [recipe.name for recipe in named if rebases or recipe.block_k == 32]
+    recipes = [recipe.name for recipe in dict.fromkeys(RECIPES.values()) if rebases or recipe.block_k == 32]
     curves, verdicts = [], []
     for experts in (2, 4):
         problem = make_problem(experts, device)
