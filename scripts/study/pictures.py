@@ -124,7 +124,7 @@ def moe_layers() -> Figure:
 
 def tokens(files: list[Path]) -> Figure:
     """Speed-up of forward + backward of one grouped GEMM by its tokens, as measured and as the ceilings allow."""
-    measured, predicted = map(tables.read, files)
+    measured, predicted = map(read_rows, files)
     measured = [row for row in measured if row["groups"] == "balanced"]
     shapes = ("8192", "5120"), ("2048", "7168")
     repeats = [int(row["repeats"]) for row in measured if (row["N"], row["K"]) in shapes and row["G"] == "8"]

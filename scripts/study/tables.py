@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts.progress import ends_in_words
-from scripts.result_files import env_of, format_table, gpu_of, steps_of_8, training_gains
-from scripts.result_files import read_rows as read
+from scripts.result_files import env_of, format_table, gpu_of, read_rows, steps_of_8, training_gains
 from scripts.study.conversions import FLOAT8, conversion_of
 from scripts.study.runs import value_of
 from titan_mxfp8.recipe import BF16
@@ -98,7 +97,7 @@ def end_to_end(*paths: Path, recipes: str = "mxfp8_2d,mxfp8_2d_rebased", layers:
         env, trained = env_of(path), []
         gpus = f"{env.get('processes', '')} {gpu_of(env) or 'CPU'}".strip() if env else ""
         folder = next((part for part in path.parts if re.match(r"20\d\d-\d\d-\d\d_", part)), path.parent.name)
-        for row, gain in training_gains(read(path)):
+        for row, gain in training_gains(read_rows(path)):
             recipe, run = recipe_of(row["run"]), conversion_of(row["run"])
             extras = tuple(extra for extra in EXTRAS if extra in run.options)
             if recipe != FLOAT8 or FLOAT8 in shown:
@@ -135,7 +134,7 @@ def beside_peer(*paths: Path) -> list[Cells]:
     """MoE layers of bench_moe_layer.py on one GPU: speed times SonicMoE's, and the peak of memory."""
     table: dict[tuple[Path, str], Cells] = {}
     for path in paths:
-        rows = read(path)
+        rows = read_rows(path)
         peers = {row["layer"]: row for row in rows if row["way"] == "sonicmoe"}
         for row in rows:
             layer, way = row["layer"], row["way"].split()[0]
@@ -166,7 +165,7 @@ def grouped_mm(*paths: Path, recipes: str) -> list[Cells]:
 def convergence(path: Path) -> list[Cells]:
     """Final losses and their distance from bf16's, by runs: of a table.csv of compare_runs.py."""
     table = []
-    for row in read(path):
+    for row in read_rows(path):
         cells = {"runs": run_label(row["run"]), "final loss": row["final loss"], "pairs": row["pairs"]}
         cells["difference from bf16"] = row["difference"]
         cells["95% interval"] = f"{row['95% low']} to {row['95% high']}" if row["difference"] else ""
