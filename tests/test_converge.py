@@ -308,7 +308,8 @@ def test_losses_are_compared_step_by_step(tmp_path: Path) -> None:
         watch = Watch(Plan(), tmp_path, rank)
         for step, loss in ((1, 2.0), (2, 1.5), (2, 1.25), (3, math.nan)):
             watch.counts = [torch.tensor([0, 3, 1]), torch.tensor([0, 2, 2])]
-            watch.end_step(step, loss, 1.0)
+            watch.step = step
+            watch.end_step(loss, 1.0)
     run = recovery.read_steps(tmp_path / "steps.csv")
     assert run["loss"].tolist()[:2] == [2.0, 1.25], "the later one of a step that ran twice"
     words = "loss 2.000 to nan, not finite in steps 3; gradient norms to 1.00; largest share of an expert 0.75; "

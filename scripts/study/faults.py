@@ -48,7 +48,7 @@ class Watch:
 
     def __init__(self, plan: Plan, folder: Path, rank: int) -> None:
         self.plan, self.folder, self.rank = plan, folder, rank
-        self.step = 1  # that runs
+        self.step = 0  # that runs, or has just ended
         self.runs_again = False
         self.counts: list[Tensor] = []  # of tokens, (experts,), of each MoE layer of this step
 
@@ -73,28 +73,36 @@ class Watch:
             bias[: 1 if dead else router.top_k] = -torch.inf if dead else 1e3
         return bias
 
-    def end_step(self, step: int, loss: float, grad_norm: float) -> None:
+    def end_step(self, loss: float, grad_norm: float) -> None:
         counts = torch.stack(self.counts)
-        self.counts, self.step = [], step + 1
+        self.counts = []
         if self.rank == 0:
             shares = counts / counts.sum(1, keepdim=True)
             with (self.folder / "steps.csv").open("a", newline="") as file:
-                row = step, float(loss), float(grad_norm), int(counts[:, 0].sum()), round(float(shares.max()), 4)
+                row = self.step, loss, grad_norm, int(counts[:, 0].sum()), round(float(shares.max()), 4)
                 csv.writer(file, lineterminator="\n").writerow(row)
 
 
 def install(watch: Watch) -> None:
     """Has the trainer of this process do as ``watch`` says."""
 
+    @around("torchtitan.tools.utils.GarbageCollection.run")
+    def begin(run: Any, collection: Any, step: int) -> None:
+        watch.step = step
+        run(collection, step)
+
+    @around("torch.nn.Embedding.forward")
     def embed(forward: Any, *args: Any) -> Tensor:
         return watch.embed(forward(*args))
 
+    @around("torchtitan.models.moe.moe.TokenChoiceTopKRouter.forward")
     def route(forward: Any, router: nn.Module, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         watch.reach("rerun" if watch.runs_again else "step")
         routed = forward(router, x, watch.bias(router, x, bias))
         watch.counts.append(routed[2].detach())
         return routed
 
+    @around("titan_mxfp8.titan.rerun.Rerun._begin_again")
     @contextmanager
     def begin_again(begin: Any, *args: Any) -> Iterator[None]:
         with begin(*args):
@@ -102,28 +110,19 @@ def install(watch: Watch) -> None:
             yield
             watch.runs_again = False
 
+    @around("torch.distributed.checkpoint.filesystem._FileSystemWriter.write_data")
     def write(write_data: Any, *args: Any) -> Any:
         written = write_data(*args)
-        watch.step -= 1  # it is the state after that
         watch.reach("checkpoint")
-        watch.step += 1
         return written
 
-    def load(load: Any, checkpointer: Any, *args: Any, **kwargs: Any) -> bool:
-        loaded = load(checkpointer, *args, **kwargs)
-        watch.step = checkpointer.states["train_state"].step + 1
-        return loaded
-
+    @around("torchtitan.components.metrics.MetricsProcessor.log")
     def log(log: Any, metrics: Any, step: int, loss: float, largest: float, norm: float, **more: Any) -> None:
         log(metrics, step, loss, largest, norm, **more)
-        watch.end_step(step, loss, norm)
+        watch.end_step(float(loss), float(norm))
 
-    around("torch.nn.Embedding.forward")(embed)()
-    around("torchtitan.models.moe.moe.TokenChoiceTopKRouter.forward")(route)()
-    around("titan_mxfp8.titan.rerun.Rerun._begin_again")(begin_again)()
-    around("torch.distributed.checkpoint.filesystem._FileSystemWriter.write_data")(write)()
-    around("torchtitan.components.checkpoint.CheckpointManager.load")(load)()
-    around("torchtitan.components.metrics.MetricsProcessor.log")(log)()
+    for patch in (begin, embed, route, begin_again, write, log):
+        patch()
 
 
 def value_of(option: str) -> str:
