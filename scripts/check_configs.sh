@@ -8,7 +8,7 @@
 # do in training; --model.converters= gives its bf16 half. Neither tokenizer nor data are needed. A config that cannot
 # be trained is reported with the reason, and the exit status is 1.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
-. "$(dirname "$0")/launch.sh"
+. "$(dirname "$(readlink -f "$0")")/launch.sh"
 [ "$TITAN" = 0.2 ] || fail 2 "configs of TorchTitan 0.3 cannot be checked: leave TITAN out to check those of 0.2.2"
 root=$PWD
 . scripts/setup.sh

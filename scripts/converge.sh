@@ -11,7 +11,7 @@
 #     NGPU    processes of one run, one per GPU [1]
 #     PYTHON  a Python to be used as it is [set up .venv]
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
-. "$(dirname "$0")/launch.sh"
+. "$(dirname "$(readlink -f "$0")")/launch.sh"
 root=$PWD
 . scripts/setup.sh
 check_gpu

@@ -8,7 +8,7 @@
 #     ./scripts/test.sh tests/test_ops.py -k bias
 #     TITAN=0.3 ./scripts/test.sh    # sets up .venv03, then runs tests/titan03, of the adapter for TorchTitan 0.3
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
-. "$(dirname "$0")/launch.sh"
+. "$(dirname "$(readlink -f "$0")")/launch.sh"
 begin=$SECONDS
 case "$TITAN $*" in
     "0.2 ") takes="10 to 15 minutes on two cores" ;;

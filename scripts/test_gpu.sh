@@ -9,7 +9,7 @@
 # Environment:
 #     JOBS   processes, each with its share of the card's memory [6]
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
-. "$(dirname "$0")/launch.sh"
+. "$(dirname "$(readlink -f "$0")")/launch.sh"
 takes JOBS "$count" "a number of processes"
 JOBS=${JOBS:-6}
 . scripts/setup.sh

@@ -21,7 +21,7 @@
 #              OVERRIDES  what makes the mxfp8 run [titan_mxfp8.titan03.experts titan_mxfp8.titan03.linears]
 #     WANDB_*  wandb's own. Without a login runs are logged offline; `wandb sync` uploads them later.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
-. "$(dirname "$0")/launch.sh"
+. "$(dirname "$(readlink -f "$0")")/launch.sh"
 
 config=$(find_config "${CONFIG:-$default_config}")
 NGPU=${NGPU:-1} RUNS=${RUNS:-bf16 mxfp8}

@@ -21,7 +21,7 @@
 #     LOG_RANK       processes of this machine whose output is shown, with commas; OUT/<run>/logs has that of all [0]
 #     CONFIG, DRYRUN, PYTHON, TITAN, WANDB_*, as in scripts/train.sh
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
-. "$(dirname "$0")/launch.sh"
+. "$(dirname "$(readlink -f "$0")")/launch.sh"
 
 config=$(find_config "${CONFIG:-$default_config}")
 takes RDZV_ENDPOINT '[^[:space:]]+:[0-9]{1,5}' "HOST:PORT"

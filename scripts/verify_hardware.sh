@@ -14,7 +14,7 @@
 #     PYTHON   a Python to be used as it is, with torch and what is on PYTHONPATH [set up .venv]
 #     JOBS     as in test_gpu.sh
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
-. "$(dirname "$0")/launch.sh"
+. "$(dirname "$(readlink -f "$0")")/launch.sh"
 out=$(from_here "${OUT:-outputs/verify-$(date +%Y%m%d-%H%M%S)}")
 out=${out%/} # which a shell completes a folder with: the archive would be OUT/.tar.gz
 step='(doctor|models|tests|benchmarks)'

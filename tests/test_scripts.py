@@ -216,11 +216,14 @@ def described(text: str) -> list[str]:
 
 @pytest.mark.parametrize("script", sorted({*SHELL_SCRIPTS} - {"launch.sh", "setup.sh"}))
 def test_help_of_the_shell_scripts_is_short_and_sets_up_nothing(script: str, tmp_path: Path) -> None:
-    """With programs that leave a mark; by a shell that is not bash, where there is one, as after "sh script"."""
+    """With programs that leave a mark; through a link; by a shell that is not bash, where there is one, as after "sh
+    script"."""
     called = ("python", "python3", "pip", "torchrun", "srun", "nvidia-smi")
     programs(tmp_path, dict.fromkeys(called, f"touch {tmp_path}/called"))
     path = f"{tmp_path}:{os.environ['PATH']}"
-    done = shell(shutil.which("dash") or "bash", f"scripts/{script}", "--help", PATH=path, PYTHON="")
+    link = tmp_path / "link"
+    link.symlink_to(ROOT / "scripts" / script)
+    done = shell(shutil.which("dash") or "bash", str(link), "--help", PATH=path, PYTHON="")
     assert done.returncode == 0 and done.stderr == "" and not (tmp_path / "called").exists(), done.stderr
     lines = described(done.stdout)
     assert 1 < len(lines) <= 10 and any(f"scripts/{script}" in line for line in lines), done.stdout

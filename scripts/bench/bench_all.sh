@@ -15,7 +15,7 @@
 #     DEVICE   cuda or cpu, which with small SHAPES tries it [cuda]
 #     PYTHON   a Python to be used as it is [set up .venv]
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # after "sh script"
-. "$(dirname "$0")/../launch.sh"
+. "$(dirname "$(readlink -f "$0")")/../launch.sh"
 takes DEVICE 'cuda|cpu' "cuda or cpu"
 takes MINUTES "$minutes" "a number of minutes"
 takes QUICK '[01]' "0 or 1"
