@@ -254,7 +254,14 @@ def test_converge_converts_as_a_recipe_and_its_options_say_whatever_the_toml_say
 def test_converge_that_is_ended_says_how_to_go_on(number: int, tmp_path: Path, stub: dict[str, str]) -> None:
     command = [sys.executable, "scripts/study/converge.py", TOML, "--out", str(tmp_path / "out")]
     environment = os.environ | stub | {"STUB_SECONDS": "600"}
-    study = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    study = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # nohup has the tests ignore it
+    )
     assert any(b"started" in line for line in study.stdout)
     study.send_signal(number)
     rest = study.communicate(timeout=120)[0].decode()
