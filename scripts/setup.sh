@@ -67,6 +67,8 @@ if [ -z "${PYTHON:-}" ] && [ ! -e "$stamp" ]; then
     site=()
     ! python3 -c "$fits" 2> /dev/null || site=(--system-site-packages)
     python3 -m venv "${site[@]}" "$venv"
+    # The pip that comes with Python may be years old: 3.11's takes twice as long for what follows.
+    "$venv/bin/python" -m pip install -q --disable-pip-version-check --upgrade pip || true
     if ! "$venv/bin/python" -c "$fits" 2> /dev/null; then # the python3 above may be that of another environment
         torch=${TORCH:-$torches} # elsewhere than on Linux x86-64 this is a CPU build
         [ "${TORCH:-}$build-$(uname -s)-$(uname -m)" != cpu-Linux-x86_64 ] || torch=torch==2.13.0+cpu

@@ -360,8 +360,8 @@ echo "$@" >> calls"""
     programs(tmp_path, {"bin/python3": made})
     result = set_up(tmp_path, TORCH="torch==2.13.0", TITAN=titan, EXTRA="hf")
     assert result.returncode == 0, result.stderr
-    made, _, *installs = (tmp_path / "calls").read_text().splitlines()
-    assert made == f"-m venv --system-site-packages {venv}"
+    made, newer, _, *installs = (tmp_path / "calls").read_text().splitlines()
+    assert made == f"-m venv --system-site-packages {venv}" and newer.endswith("--upgrade pip")
     torch_first = [] if inherited else ["torch==2.13.0"]
     assert [install.split()[-1] for install in installs] == [*torch_first, f".[train{end},test,hf]"]
 
@@ -375,7 +375,8 @@ def test_setup_replaces_a_cpu_build_where_there_is_a_gpu(tmp_path: Path) -> None
         "bin/python3": '[ "$1" != -c ] || exit 1',
     }
     calls = tmp_path / "calls"
-    for added, expected in (({}, [".[train,test]"]), ({"bin/nvidia-smi": ""}, ["torch>=2.11,<2.14", ".[train,test]"])):
+    gpu = {"bin/nvidia-smi": ""}
+    for added, expected in (({}, ["pip", ".[train,test]"]), (gpu, ["pip", "torch>=2.11,<2.14", ".[train,test]"])):
         programs(tmp_path, stubs | added)
         for _ in range(2):
             done = set_up(tmp_path)
