@@ -134,6 +134,25 @@ def test_what_is_quantised_holds_until_the_step_ends(quantized: list[int]) -> No
     assert all(map(torch.equal, *results)) and len(set(map(float, results[1][:4]))) == 2
 
 
+def test_layers_run_again_as_they_ran_where_optimizers_step_in_backward() -> None:
+    """TorchTitan's ``early_step_in_backward``: the gain steps before the layer is computed again."""
+    results = []
+    for on in (False, True):
+        trainer = of_layer(f"{RECIPE}=mxfp8", on=False)
+        trainer.model.gain = nn.Parameter(torch.ones(()))
+        trainer.run = lambda made, x: made.gain * checkpoint(made, x, use_reentrant=False)
+        trainer.optimizers = []
+        for param in trainer.model.parameters():
+            optimizer = torch.optim.SGD([param], lr=0.5)
+            trainer.optimizers.append(optimizer)
+            param.register_post_accumulate_grad_hook(lambda _, of=optimizer: (of.step(), of.zero_grad())[1])
+        if on:
+            trainer.quantize_once()
+        results.append(trainer.steps())
+        assert not experts_of(trainer.model).kept and trainer.model.gain != 1
+    assert all(map(torch.equal, *results))
+
+
 def test_a_pipelines_step_has_several_microbatches_in_one_call(quantized: list[int]) -> None:
     trainer = of_layer(f"{RECIPE}=mxfp8_2d", on=False)
     trainer.gradient_accumulation_steps = 1

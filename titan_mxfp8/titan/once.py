@@ -4,7 +4,8 @@
                                   them; into ``kept`` of a shard that FSDP gathers in FP8, as this rank sends it
     in all of them                it is taken, by recomputation and by a step that runs again too
     after the last one            nothing is kept: the optimizer, validation and whoever edits weights find what they
-                                  would find otherwise. Nor is anything after an optimizer's step or an error
+                                  would find otherwise. Nor is anything after an optimizer's step or an error; of a
+                                  step in backward, when the microbatch has ended, as layers run again until then
 
 Quantising belongs to no microbatch, so it is in no CUDA graph; for those what is kept lies in the same memory always.
 """
@@ -72,22 +73,25 @@ class QuantizedOnce:
 
     def __init__(self, trainer: Any, holders: list[_Holder], auto: bool) -> None:
         self.trainer, self._holders = trainer, holders
-        self._run, trainer.forward_backward_step = trainer.forward_backward_step, self.step
+        self._microbatch, trainer.forward_backward_step = trainer.forward_backward_step, self.step
         self._decisions = 2 if auto and trainer.device.type == "cuda" else 0  # left, one a step
-        self._on, self._left = True, 0
+        self._on, self._left, self._runs = True, 0, False
         self._buffers: list[list[torch.Tensor]] = []  # of CUDA graphs
         for optimizer in trainer.optimizers:
-            optimizer.register_step_pre_hook(self.end)
+            optimizer.register_step_pre_hook(self.end_soon)
 
     def step(self, **batch: Any) -> torch.Tensor:
         """Runs a microbatch; with a step's first one all weights are quantised."""
+        self._runs = True
         try:
             if self._left <= 0:
                 self.begin()
-            loss = self._run(**batch)
+            loss = self._microbatch(**batch)
         except BaseException:
             self.end()
             raise
+        finally:
+            self._runs = False
         self._left -= 1
         if self._left <= 0:
             self.end()
@@ -114,7 +118,13 @@ class QuantizedOnce:
                 self._buffers.append(made)
             holder.owner.kept = made
 
-    def end(self, *_: object) -> None:
+    def end_soon(self, *_: object) -> None:
+        """Called before an optimizer's step, which may be one in backward."""
+        self._left = 0
+        if not self._runs:
+            self.end()
+
+    def end(self) -> None:
         """From here on weights may change."""
         self._left = 0
         for holder in self._holders:
