@@ -15,6 +15,6 @@ def test_a_step_whose_rows_did_not_fit_ends_as_with_counted_ones() -> None:
 
 
 def test_what_was_wanted_is_one_number_whatever_a_device_is_called() -> None:
-    """A trainer calls its device cpu:0, its tensors say cpu."""
-    named, unnamed = (choose("auto", None, torch.device(name))[0] for name in ("cpu:0", "cpu"))
-    assert named.shared.wanted is unnamed.shared.wanted
+    """Rank 1 of a trainer calls its device cpu:1, its tensors say cpu."""
+    first, second, unnamed = (choose("auto", None, torch.device(name))[0] for name in ("cpu:0", "cpu:1", "cpu"))
+    assert first.shared.wanted is second.shared.wanted is unnamed.shared.wanted

@@ -27,7 +27,7 @@ def choose(transport: TransportName, group: dist.ProcessGroup | None, device: to
         group: the ranks among which the experts are divided; None: this one has all.
         device: where the tokens are.
     """
-    if device.index is None:  # of cpu and cpu:0, the layers of both share what they share
+    if device.index is None or device.type == "cpu":  # of cpu and cpu:1, the layers of both share what they share
         device = torch.device(device.type, torch.cuda.current_device() if device.type == "cuda" else 0)
     if group is None or group.size() == 1:
         return _local_of(device), "local: one rank has every expert"
