@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import titan_mxfp8.plugin  # noqa: F401 - what a run's config loads
 from titan_mxfp8.ops.experts import Weights
+from titan_mxfp8.ops.observe import make_probe, recording, summarize
 from titan_mxfp8.plugin.experts import MXFP8GroupedExperts
 from titan_mxfp8.titan import gather
 
@@ -114,6 +115,20 @@ def check_once(layout: str) -> None:
     assert all(map(torch.equal, *results)) and len(set(map(float, results[0][: 2 * MICROBATCHES]))) > 2  # bf16
 
 
+def check_health(layout: str) -> None:
+    """Weights are measured before they are quantised, whoever gathers them."""
+    figures = []
+    for off in ((), (OFF,)):
+        model = build("deepseek_v3", CONVERT, FP32, f"{RECIPE}=mxfp8_2d", *off, **LAYOUTS[layout])
+        probe = experts_of(model).probe = make_probe(torch.device("cpu"))
+        with recording():
+            step_of(model)
+        dist.all_reduce(probe.grad)
+        figures.append(summarize(probe.grad.tolist()))
+    print(f"{layout}: {figures[0]}")
+    assert figures[0] == figures[1] and figures[0]["weights/flushed_to_zero"] > 0
+
+
 def check_checkpoint(folder: str) -> None:
     """What is saved is what any gather would save, and either loads it."""
     flags, layout = (CONVERT, f"{RECIPE}=mxfp8_2d"), LAYOUTS["EP 2"]
@@ -142,6 +157,8 @@ check_steps("EP 2", f"{RECIPE}=mxfp8_2d", frozen="experts.w1")
 check_bytes("EP 2", "always")
 check_once("EP 2")
 check_bytes("HSDP 2 x 2", "never")
+for layout in LAYOUTS:
+    check_health(layout)
 names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
 dist.broadcast_object_list(names)
 check_checkpoint(names[0])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import WRAPPER_ASSIGNMENTS, partial, update_wrapper
+from functools import WRAPPER_ASSIGNMENTS, update_wrapper
 from types import FunctionType
 
 import torch
@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from titan_mxfp8.format.mx import BLOCK_SIZE
 from titan_mxfp8.moe.layer import DispatchOptions, moe
-from titan_mxfp8.ops import experts
 from titan_mxfp8.ops.config import MXConfig
 from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.ops.grouped_experts import grouped_experts
@@ -43,6 +42,7 @@ class ConvertedModule:
     probe: torch.Tensor | None = None  # of ops.observe
     gathers: tuple[str, ...] = ()  # names of w1, w3 and w2, of experts that FSDP may gather in FP8
     gathered: Sequence[torch.Tensor] = ()  # elements and scales of each, where it does
+    shards: Callable[[], Sequence[torch.Tensor]] | None = None  # gives what this rank has of each, unquantised, there
     kept: Sequence[torch.Tensor] = ()  # of experts.quantize_ahead, while a trainer's step makes it hold
     fsdp_fp8_all_gather = True
     quantize_weights_once = "off"
@@ -112,8 +112,9 @@ class ConvertedModule:
         return observe(y, x, self._matrices(weights), None, self.probe, config, dispatched=True)
 
     def _matrices(self, weights: Weights) -> Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]]:
-        """The three weights for ``observe``: where they were gathered in FP8, ``weights`` only get the gradients."""
-        return partial(experts.values_of, self.gathered, self.mxfp8.plan) if self.gathered else weights[:3]
+        """The three weights for ``observe``, unquantised: where they were gathered in FP8, of which nothing is flushed
+        to zero any more, this rank's shards."""
+        return self.shards if self.gathered else weights[:3]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if isinstance(param, DTensor) and (param.ndim == 3 or name == "weight"):

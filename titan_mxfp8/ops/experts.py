@@ -210,11 +210,6 @@ def weights_of(matrices: list[Tensor], biases: list[Tensor | None], plan: Plan) 
     return Weights(*(matrices or (None, None, None)), *biases)
 
 
-def values_of(gathered: Sequence[Tensor], plan: Plan) -> list[Tensor]:
-    """w1, w3 and w2 in fp32, of elements and scales as ``weights_of`` takes them."""
-    return [w.dequantize() for w in weights_of([*gathered], [None] * 3, plan)[:3]]
-
-
 def can_quantize_ahead(config: MXConfig) -> bool:
     """Whether ``quantize_ahead`` gives what the GEMMs multiply. Quantised values in bf16 would take four bytes for each
     weight."""

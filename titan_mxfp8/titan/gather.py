@@ -116,10 +116,14 @@ class BlocksParam(FSDPParam):
         """What this rank sends. FSDP counts the arguments."""
         return tuple(self.kept or self.quantize_shard()), None
 
+    @property
+    def shard(self) -> torch.Tensor:
+        """Of this rank, (E / ranks, R, C), in the parameter's dtype."""
+        return self._sharded_param_data.view(self.sharded_size)
+
     def quantize_shard(self) -> list[torch.Tensor]:
         """Elements (E / ranks, R, C) and scales (E / ranks, R / 32, C / 32), as bytes."""
-        shard = self._sharded_param_data.view(self.sharded_size)
-        elements, scale = quantize(shard, 2, self.mxfp8_spec, None, self.mxfp8_backend)
+        elements, scale = quantize(self.shard, 2, self.mxfp8_spec, None, self.mxfp8_backend)
         return [elements.view(torch.uint8), scale]
 
     def fsdp_post_all_gather(self, *args: object, **kwargs: object) -> None:
@@ -145,6 +149,7 @@ def _take_over(module: ConvertedModule, params: list[FSDPParam], alone: bool) ->
     """``alone``: FSDP reduces gradients of such weights only, which may then have the dtype that it reduces in. All
     that it reduces together must have one."""
     module.gathered = [None] * (2 * len(params))
+    module.shards = lambda: [param.shard for param in params]
     for param in params:
         policy = param.mp_policy
         dtype = policy.reduce_dtype if alone and policy.reduce_dtype else policy.param_dtype
