@@ -133,6 +133,15 @@ def gradient_that_lies_otherwise(step, x, weights) -> None:
     step()
 
 
+def parts_of_a_buffer(step, x, weights) -> list[torch.Tensor]:
+    """That somebody reads, and in which autograd leaves them, whatever else in the graph uses the weights."""
+    buffer = torch.zeros(sum(w.numel() for w in weights))
+    for w, part in zip(weights, buffer.split([w.numel() for w in weights]), strict=True):
+        w.grad = part.view_as(w)
+    step(), (step(False) + weights[0].square().sum()).backward()
+    return [buffer]
+
+
 def checkpointed(step, x, weights) -> None:
     step(), checkpoint(lambda: step(False), use_reentrant=False).backward()
 
@@ -154,6 +163,7 @@ CASES = {
     twice_in_one_graph: 3,
     one_weight_thrice: 0,
     gradient_that_lies_otherwise: 0,
+    parts_of_a_buffer: 0,
     checkpointed: 3,
     in_bf16: 0,
 }

@@ -22,7 +22,9 @@ def held_gradients(
 
     None unless autograd is sure to give them back. Each input is a parameter, or what ``DTensor.to_local`` made of one;
     this backward adds to ``.grad``, which ``torch.autograd.grad`` does not; what it makes is not differentiated again;
-    no hook of the parameter wants to see what is added. Compiled graphs do not see parameters: there autograd adds.
+    no hook of the parameter wants to see what is added; the gradient is no part of a larger buffer, as DDP's or a
+    user's, which autograd would leave for other memory where the parameter is used elsewhere in the graph too.
+    Compiled graphs do not see parameters: there autograd adds.
     Prehooks of the node that accumulates (``Node.register_prehook``) cannot be seen from Python: they get the sum.
 
     Args:
@@ -73,5 +75,7 @@ def _may_add(param: torch.Tensor, grad: torch.Tensor) -> bool:
     if type(grad) is not torch.Tensor or grad.dtype != torch.float32 or param.dtype != torch.float32:
         return False
     if grad.requires_grad or grad.layout is not torch.strided or grad.is_neg() or grad.data_ptr() % 16:
+        return False
+    if grad.untyped_storage().nbytes() != grad.nbytes:
         return False
     return grad.is_contiguous() and grad.stride() == param.stride()
