@@ -273,6 +273,16 @@ def test_hardware_that_was_never_tried_is_a_warning(
     assert "never run on NVIDIA B200" in warning.getMessage()
 
 
+def test_a_model_that_is_still_on_the_cpu_of_a_machine_with_a_gpu_is_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layers would run the backend of the CPU on the GPU."""
+    for device, backend, warns in (("cpu", "auto", False), ("cuda", "reference", False), ("cuda", "auto", True)):
+        monkeypatch.setattr(convert, "training_device", lambda device=device: torch.device(device))
+        convert_model(Layer(), backend=backend)
+        assert ("convert it after model.to('cuda')" in caplog.text) is warns
+
+
 def tree(linears: str, **others: nn.Module) -> nn.Module:
     """A model with a linear of 64 features for each of these names, and the other modules."""
     root = nn.Module()

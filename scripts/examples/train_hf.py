@@ -56,6 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     hf.set_seed(args.seed)
     tokenizer = hf.AutoTokenizer.from_pretrained(run.model or ASSETS / "tokenizer")
     model = hf.AutoModelForCausalLM.from_pretrained(run.model) if run.model else tiny_model(len(tokenizer))
+    model.to(args.device)  # before it is converted: recipe and kernels are chosen for this device
     if run.recipe != "bf16":  # routers stay as they are; before the Trainer wraps or compiles the model
         left = {"linear_filter_fqns": ["lm_head"]}
         print(titan_mxfp8.convert_model(model, recipe=run.recipe, grouped_fqns=["experts"], **left))

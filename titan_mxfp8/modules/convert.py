@@ -69,7 +69,7 @@ def convert_model(
     not. What is saved is the unconverted model: one that is loaded anew is to be converted again.
 
     Args:
-        model: any module tree, on any device, meta included.
+        model: any module tree, on the device that it will run on, for which kernels are chosen, or on meta.
         recipe: a key of ``RECIPES``, a ``Recipe``, or ``auto``: what is recommended for the hardware.
         grouped_fqns: parts of the names of expert modules: modules with 3-D parameters of their own whose forward calls
             ``torch._grouped_mm``. Empty: none, and the report names those that the model has.
@@ -243,6 +243,12 @@ def _config(
         log_once(logger, f"MXFP8: {explanation}")
     if selection.warning:
         logger.warning(f"MXFP8: {selection.warning}")
+    if backend == "auto" and hardware.arch == "cpu" and training_device().type == "cuda":
+        logger.warning(
+            "MXFP8: the model is on a CPU, so recipe and backend are those of a CPU, and stay so when it moves to the "
+            "GPU, where they are slow: convert it after model.to('cuda'), or while it is on meta. To train on the CPU "
+            "name backend='reference'"
+        )
     if requantize_input and plan.forward.a.stored == "bf16":
         logger.warning(
             f"MXFP8: requantize_input changes nothing, as forward multiplies bf16 values with recipe {recipe.name} on "
