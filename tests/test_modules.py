@@ -15,6 +15,7 @@ from tiers import daily
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 from watch import process_group, saved_tensors
 
@@ -412,6 +413,28 @@ def test_what_is_converted_or_no_model_is_refused() -> None:
     for thing in (model.state_dict(), [model], None):
         with pytest.raises(ValueError, match=r"^convert_model: takes a model, .*: load saved weights into a model"):
             convert_model(thing)
+
+
+class Doubled(nn.Module):
+    def forward(self, w: torch.Tensor) -> torch.Tensor:
+        return 2 * w
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_experts_of_parametrized_weights_are_converted(before: bool) -> None:
+    """They, not the module that makes a weight of theirs, in which "experts" is a part of the name too."""
+    model = nn.ModuleDict({"experts": Experts()})
+    x = torch.randn(20, 64)
+    if before:
+        register_parametrization(model["experts"], "w", Doubled())
+    assert convert_model(model, grouped_fqns=["experts"]) == ["experts"]
+    if not before:
+        register_parametrization(model["experts"], "w", Doubled())
+    w = model["experts"].parametrizations.w.original
+    expected = mxfp8_grouped_mm(x.bfloat16(), (2 * w).bfloat16().mT, OFFS)
+    actual = model["experts"](x, OFFS)
+    actual.float().sum().backward()
+    assert torch.equal(actual, expected) and w.grad.any()
 
 
 @pytest.mark.parametrize("shape", [(4, 1, 96), (4, 1, 1), (4, 3, 2)])

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from titan_mxfp8.format.mx import BLOCK_SIZE
 from titan_mxfp8.logs import by_reason
@@ -153,8 +154,11 @@ def _off_blocks(experts: nn.Module) -> str | None:
 
 
 def is_expert_module(module: nn.Module) -> bool:
-    """Whether the module holds 3-D parameters of its own, one matrix per expert."""
-    return any(param.ndim == 3 for param in module.parameters(recurse=False))
+    """Whether the module holds 3-D parameters of its own, one matrix per expert, parametrized ones among them. The list
+    that makes a parametrized one is none."""
+    holders = [module, *module.parametrizations.values()] if is_parametrized(module) else [module]
+    params = [param for holder in holders for param in holder.parameters(recurse=False)]
+    return not isinstance(module, ParametrizationList) and any(param.ndim == 3 for param in params)
 
 
 def class_name(instance: object) -> str:
