@@ -207,6 +207,8 @@ class Recomputed(Experts):
             return self.multiply(x, offs)
         if self.how == "own function":
             return OwnCheckpoint.apply(self.multiply, x, offs)
+        if self.how == "compiled":
+            return torch.compile(self.multiply, backend="aot_eager")(x, offs)
         return checkpoint(self.multiply, x, offs, use_reentrant=self.how == "reentrant")
 
 
@@ -243,11 +245,13 @@ def test_what_activation_checkpointing_inside_experts_computes_again_is_mxfp8_to
         assert torch.equal(actual, value) and not torch.equal(actual, unconverted)
 
 
-def test_a_function_of_the_users_that_computes_experts_again_is_refused() -> None:
-    """Nobody can know that its backward will; without gradients there is none."""
-    model = nn.ModuleList([Recomputed("own function")])
+@pytest.mark.parametrize("how", ["own function", "compiled"])
+def test_a_function_of_the_users_with_a_backward_of_its_own_is_refused(how: str) -> None:
+    """Nobody can know that it will be MXFP8; without gradients there is none."""
+    model = nn.ModuleList([Recomputed(how)])
     convert_model(model, grouped_fqns=["0"])
-    with pytest.raises(RuntimeError, match=r"^0: its forward, .* calls torch._grouped_mm with gradients off"):
+    says = r"^0: its forward, .* calls torch._grouped_mm with gradients off, in .* that torch.compile compiles or"
+    with pytest.raises(RuntimeError, match=says):
         gradients(model[0])
     with torch.no_grad():
         model[0](torch.randn(20, 64), OFFS)

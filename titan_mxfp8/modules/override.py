@@ -33,9 +33,10 @@ class _GroupedMMOverride(TorchFunctionMode):
         if self.with_grad and not torch.is_grad_enabled():
             raise RuntimeError(
                 f"{self.module.mxfp8_fqn}: its forward, with gradients on, calls torch._grouped_mm with gradients off, "
-                "in a torch.autograd.Function or under torch.no_grad: what backward computes of it would not be MXFP8. "
-                "Call it with gradients on, and use torch.utils.checkpoint where it is to be computed again, or "
-                "register an MXFP8 class of your own in titan_mxfp8.modules.EXPERT_CLASSES"
+                "in a torch.autograd.Function, in a function that torch.compile compiles or under torch.no_grad: what "
+                "backward computes of it would not be MXFP8. Call it with gradients on and not compiled, and use "
+                "torch.utils.checkpoint where it is to be computed again, or register an MXFP8 class of your own in "
+                "titan_mxfp8.modules.EXPERT_CLASSES"
             )
         return self.module.mxfp8_grouped_mm(*args, **kwargs)
 
