@@ -11,7 +11,7 @@
 . "$(dirname "$(readlink -f "$0")")/launch.sh"
 begin=$SECONDS
 case "$TITAN $*" in
-    "0.2 ") takes="10 to 15 minutes on two cores" ;;
+    "0.2 ") takes="7 to 15 minutes on two cores" ;;
     "0.2 --fast") takes="3 minutes on two cores" ;;
     "0.2 --all") takes="30 minutes on two cores" ;;
     "0.3 ") takes="2 to 3 minutes on two cores" ;;
