@@ -112,8 +112,8 @@ if not torch.cuda.is_available():
 PYTHON
 }
 
-# stop SIGNAL: hands it on to torchrun, which ends its processes, and then ends the launcher. A training without one would
-# go on unseen, and a second one write into its folder.
+# stop SIGNAL: hands it on to torchrun, which ends its processes, and then ends the launcher. A training that outlived its
+# launcher would go on unseen, and the same command would write into its folder beside it.
 stop() {
     kill -s "$1" -- "-$(jobs -p %%)" && wait || true
     fail $((128 + $(kill -l "$1"))) "interrupted; logs are in $logs. With checkpoint.enable the same command with OUT=$out goes on"
@@ -160,8 +160,8 @@ train_runs() {
         [ "$DRYRUN" != 1 ] || continue
         # INFO: torchrun says then that it restarts processes. PYTHONUNBUFFERED: and passes their output on at once
         status=0
-        # A process group of its own, which `stop` signals: bash runs no trap while it waits in the foreground. exec: these are
-        # the processes that it waits for.
+        # In the background, as bash runs no trap while it waits for the foreground, and with set -m in a process group
+        # of its own, which `stop` signals. exec: it waits for these programs, and not for shells around them.
         set -m
         (
             cd "$folder"
