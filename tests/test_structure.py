@@ -58,6 +58,17 @@ def test_imports_point_one_way_and_triton_and_torchtitan_are_in_few_folders() ->
     assert seen > 20
 
 
+def test_the_top_level_holds_nothing_else() -> None:
+    """An archive that a script had left there was committed once."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=PACKAGE.parent, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("not a clone of the repository")
+    folders = {"titan_mxfp8", "train_configs", "scripts", "tests", "results", ".ci", ".github"}
+    files = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml"}
+    settings = {".gitignore", ".pre-commit-config.yaml", ".shellcheckrc"}
+    assert {line.partition("/")[0] for line in tracked.stdout.splitlines()} == folders | files | settings
+
+
 @pytest.mark.integration
 def test_importing_the_package_does_not_import_torchtitan() -> None:
     # triton is not asked about: torch imports it for its compiler, where it is installed
