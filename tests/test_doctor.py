@@ -6,6 +6,7 @@ import shlex
 import sys
 import tomllib
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -37,7 +38,7 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert end.value.code == 0, printed
     for said in (
-        f"torch {torch.__version__}, triton",
+        f"torch {version('torch')}, triton",
         "backend           reference (for cpu; hopper needs",
         "| mxfp8_2d_rebased | reference | fp32 | fp32 | fp32 |",
         "quantize.linear.mx is mxfp8_2d, backend reference: forward fp32",

@@ -50,7 +50,8 @@ def make_layer(
 def activation(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
     if limit is None:
         return F.silu(gate) * up
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gate, up = (x.masked_fill(x > limit, limit) for x in (gate, up))  # not clamp: see ``format.swiglu``
+    up = up.masked_fill(up < -limit, -limit)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 

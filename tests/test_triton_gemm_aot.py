@@ -7,6 +7,7 @@ import pytest
 import torch
 from aot import SHARED_BYTES, Kernel, compile_only
 from tiers import daily
+from triton import __version__ as triton_version
 
 from titan_mxfp8.backends.common import gemm
 from titan_mxfp8.backends.hardware import Mma
@@ -64,6 +65,8 @@ def test_compiles(target: str, mma: Mma, instruction: str, tiles: gemm.Tiles):
         found = kernel.count(instruction)
         print(f"{name}: {kernel}, {found} {instruction}")
         spills = 48 if target == "sm_120" and name == "wgrad" and tiles.warps == 8 else 0
+        if target == "sm_100" and name == "forward" and triton_version.startswith("3.8."):
+            spills = 800  # neither with 3.7 nor with 3.9
         assert kernel.spills <= spills and not kernel.warnings
         assert tiles.programs * kernel.shared <= SHARED_BYTES[target]
         assert found

@@ -436,7 +436,7 @@ def test_all_that_importing_the_plugin_changes_is_listed() -> None:
         kept = {"set_multithreading_enabled", "enable_autograd_cache", "cache_key_tag", "filters"}
         kept |= {"inplace_buffers", "allow_buffer_reuse"}
         kept |= {"get_save_ops", "Trainer.__init__", "WandBLogger.__init__", "apply_fsdp_to_decoder"}
-        kept |= {"Config._validate_cuda_graphs", "wrap_with_cuda_graph"}
+        kept |= {"CheckpointFunction.forward", "Config._validate_cuda_graphs", "wrap_with_cuda_graph"}
         missing = [name for name in listed if not any(site.endswith(f".{name.rpartition('.')[2]}") for site in changed)]
         assert [name for name in missing if not name.endswith(tuple(kept))] == []
 

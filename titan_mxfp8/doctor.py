@@ -31,9 +31,9 @@ from titan_mxfp8.modules import training_device
 from titan_mxfp8.recipe import AUTO, BF16, RECIPES, Recipe
 
 MEASURED = Path(__file__).with_name("measured.csv")  # scripts/study/measured.py writes it
-TORCH, TRITON = ((2, 11), (2, 14)), ((3, 6), (3, 10))  # from, to before
-INSTALL_TORCH, INSTALL_TRITON = 'pip install "torch>=2.11,<2.14"', 'pip install "triton>=3.6,<3.10"'
-REINSTALL_TORCH = 'pip install --force-reinstall "torch>=2.11,<2.14"'
+TORCH, TRITON = ((2, 11), (2, 15)), ((3, 6), (3, 10))  # from, to before
+INSTALL_TORCH, INSTALL_TRITON = 'pip install "torch>=2.11,<2.15"', 'pip install "triton>=3.6,<3.10"'
+REINSTALL_TORCH = 'pip install --force-reinstall "torch>=2.11,<2.15"'
 # By TorchTitan: the least torch; what its training imports; what some configs and scripts use.
 TORCHTITAN = {"0.2.2": ((2, 11), ("tensorboard",), ("wandb", "safetensors", "matplotlib")), "0.3.0": ((2, 13), (), ())}
 # pyproject.toml's [train]
@@ -101,7 +101,7 @@ def problems(machine: Machine) -> list[Problem]:
 
     torch_, torch_at = versions["torch"], _numbers(versions["torch"])
     need(torch_at >= TORCH[0], f"torch {torch_} is older than 2.11", INSTALL_TORCH)
-    need(torch_at < TORCH[1], f"torch {torch_} is newer than what is tested, 2.11 to 2.13", INSTALL_TORCH, "")
+    need(torch_at < TORCH[1], f"torch {torch_} is newer than what is tested, 2.11 to 2.14", INSTALL_TORCH, "")
     build = f"is built for {machine.cuda}" if machine.cuda else "is a build for CPUs"
     what = f"this machine has a GPU (driver {machine.driver}) that torch {torch_} cannot use: it {build}"
     need(on_gpu or not machine.driver, what, REINSTALL_TORCH)

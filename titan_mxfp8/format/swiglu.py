@@ -62,5 +62,6 @@ def _parts(gate_MH: Tensor, up_MH: Tensor, limit: float | None) -> tuple[Tensor,
     gate, up = gate_MH.float(), up_MH.float()
     if limit is None:
         return gate, up, torch.sigmoid(gate)
-    gate = gate.clamp(max=limit)
-    return gate, up.clamp(-limit, limit) + 1, torch.sigmoid(GPT_OSS_ALPHA * gate)
+    # Not clamp, which from torch 2.14 on has no gradient at the limit itself: ``backward`` has one there.
+    gate, up = (x.masked_fill(x > limit, limit) for x in (gate, up))
+    return gate, up.masked_fill(up < -limit, -limit) + 1, torch.sigmoid(GPT_OSS_ALPHA * gate)

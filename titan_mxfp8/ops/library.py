@@ -80,11 +80,11 @@ def _replay() -> ModuleType:
 
 def aligned(x: torch.Tensor | None) -> torch.Tensor | None:
     """``x`` at a multiple of 16 bytes, as kernels are compiled for: itself, or a copy where it was cut out of the
-    middle of something. Vectors contiguous too."""
+    middle of something. Vectors have stride 1, a single number too, which torch 2.14 asks of offsets."""
     if x is None or not x.is_cuda:
         return x
-    if x.ndim == 1:
-        x = x.contiguous()
+    if x.ndim == 1 and x.stride() != (1,):
+        x = x.clone(memory_format=torch.contiguous_format)
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
