@@ -30,6 +30,6 @@ out=$(from_here "${OUT:-outputs/$(basename "$config" .toml)-$(date +%Y%m%d-%H%M%
 torchrun_flags() { torchrun=(--standalone); }
 train_runs "$config" "$out" "$@"
 
-if [ "$RUNS" = "bf16 mxfp8" ] && [ "$DRYRUN" != 1 ]; then
+if [[ $RUNS = *bf16* && $RUNS = *mxfp8* && $DRYRUN != 1 ]]; then
     python scripts/study/compare_runs.py "$out/bf16" "$out/mxfp8" --out "$out"
 fi

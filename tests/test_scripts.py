@@ -46,6 +46,17 @@ def call_beside(tree: Path, script: str, stubs: dict[str, str], *arguments: str,
     return shell(str(tree / "scripts" / script), *arguments, **{"OUT": str(tree / "out")} | settings)
 
 
+@pytest.mark.parametrize("runs, compared", [("mxfp8 bf16", True), ("mxfp8", False)])
+def test_train_compares_both_runs_in_either_order(tmp_path: Path, runs: str, compared: bool) -> None:
+    (tmp_path / "own.toml").touch()
+    stubs = {"bin/python": 'case $* in scripts/study/*) echo "$*" ;; esac'}
+    done = call_beside(tmp_path, "train.sh", stubs, RUNS=runs, CONFIG=str(tmp_path / "own.toml"))
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "out"
+    command = f"scripts/study/compare_runs.py {out}/bf16 {out}/mxfp8 --out {out}\n"
+    assert done.stdout.endswith(command) == compared
+
+
 def verify(tree: Path, **settings: str) -> Done:
     """``verify_hardware.sh`` in a tree where a GPU is there and every step is a stub: the tests fail."""
     stubs = {
