@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 from matplotlib import pyplot
@@ -35,6 +36,8 @@ SCALING, SCALING_FORMER = (
     [RESULTS / folder / name for name in ("scaling/data.csv", "roofline.csv")]
     for folder in ("2026-11-27_h200_scaling", "2026-11-25_h200_bench")
 )
+STEPS_350 = [RESULTS / "2026-11-28_2xh200_350_steps" / "data.csv"]
+TOKENS = 4 * 4096  # of a step of those runs, on each GPU
 SHOWN = ("bf16", "mxfp8_2d", "mxfp8_2d_rebased")
 # What groups of runs are called, by their names.
 RECIPES = {name: name for name in ("bf16", "mxfp8", "mxfp8_2d", "mxfp8_2d_rebased")}
@@ -150,6 +153,24 @@ def tokens(files: list[Path]) -> Figure:
     return figure
 
 
+def over_time() -> Figure:
+    """Losses of runs of the same steps by the time that they took, without the first step, which compiles."""
+    figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
+    names = {"bf16": "TorchTitan in bf16", "bf16+dispatch+graph": "bf16, our dispatch"}
+    names["grouped+rebase+dispatch+graph:mxfp8_2d"] = "mxfp8_2d_rebased, our dispatch"
+    for index, (run, name) in enumerate(names.items()):
+        rows = [row for row in read_rows(*STEPS_350) if row["run"] == run and row["step"] != "1"]
+        seconds = list(accumulate(TOKENS / float(row["tokens/s"]) for row in rows))
+        losses = [float(row["loss"]) for row in rows]
+        axes.plot(seconds, losses, color=f"C{index}", linewidth=1, label=f"{name}: {seconds[-1]:.0f} s")
+        axes.plot(seconds[-1], losses[-1], "o", color=f"C{index}", markersize=5)
+    axes.set(xlabel="seconds since the first step", ylabel="loss (nats per token)", xlim=(0, None), ylim=(2.5, 8))
+    axes.legend()
+    title = "7 layers of DeepSeek-V3 16B on two H200s, expert parallel: 350 steps, one run each"
+    axes.set_title(title, fontsize=10)
+    return figure
+
+
 def convergence(files: list[Path], model: str, share: float, shown: dict[str, str]) -> Figure:
     """Losses of the recipes with all seeds, each recipe's some way above the last one's, and the differences from
     bf16's: by step, and at the end with their verdicts.
@@ -208,6 +229,7 @@ PICTURES: dict[str, tuple[Callable[[], Figure], list[Path]]] = {
     "moe_layers.png": (moe_layers, LAYERS),
     "tokens.png": (partial(tokens, SCALING_FORMER), SCALING_FORMER),
     "tokens_ptxas_12_9.png": (partial(tokens, SCALING), SCALING),
+    "over_time.png": (over_time, STEPS_350),
     "convergence.png": (
         partial(convergence, SEEDS, "A Llama4-style MoE model of 111M parameters", 0.005, RECIPES),
         SEEDS,
