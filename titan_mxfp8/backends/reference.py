@@ -64,7 +64,7 @@ def gemm_m_grouped(
     if offs is None:
         y_MD = a_MC @ b_ECD[0]
         return (y_MD if bias is None else y_MD + bias.float()).to(out_dtype)
-    y_MD = _grouped_mm(a_MC, b_ECD, offs)
+    y_MD = torch._grouped_mm(a_MC, b_ECD, offs=offs)
     row_M = torch.arange(a_MC.shape[0], device=offs.device)
     if bias is not None:
         expert_M = torch.searchsorted(offs, row_M, right=True).clamp(max=offs.numel() - 1)
@@ -95,7 +95,7 @@ def gemm_k_grouped(
             out_ENK = a_NM.new_zeros((offs.shape[0], a_NM.shape[0], b_KM.shape[0]))
         else:
             ends_E = offs if a.spec.stored == "bf16" else reference.padded_ends(offs, a.spec.block_k)
-            out_ENK = _grouped_mm(a_NM, b_KM.mT, ends_E)
+            out_ENK = torch._grouped_mm(a_NM, b_KM.mT, offs=ends_E)
     return out_ENK.to(out_dtype) if add_to is None else add_to.add_(out_ENK)
 
 
@@ -125,11 +125,6 @@ def multiply_bf16(dy_MN: Tensor, x_MK: Tensor, offs: Tensor | None) -> Tensor:
     if dy_MN.shape[0] == 0:  # torch._grouped_mm refuses the strides of an empty matrix
         return dy_MN.new_zeros((offs.shape[0], dy_MN.shape[1], x_MK.shape[1]))
     dy_MN, x_MK = (t.reshape(-1).view(t.shape) for t in (dy_MN, x_MK))  # it heeds the strides of a single row too
-    dw_ENK = _grouped_mm(dy_MN.mT, x_MK, offs)
+    dw_ENK = torch._grouped_mm(dy_MN.mT, x_MK, offs=offs)
     empty_E = offs.diff(prepend=offs.new_zeros(1)) == 0  # torch may leave these uninitialised
     return dw_ENK.masked_fill_(empty_E[:, None, None], 0)
-
-
-def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """torch 2.14 asks for offsets of stride 1, of a single one too."""
-    return torch._grouped_mm(a, b, offs=offs.clone(memory_format=torch.contiguous_format))

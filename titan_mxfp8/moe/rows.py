@@ -61,7 +61,10 @@ def plan(counts: Tensor, rank: int, capacity: int | None = None, wanted: Tensor 
     starts, offs = (ends - sizes).view(local, ranks).t(), ends.view(local, ranks)[:, -1]
     if wanted is not None:
         torch.maximum(wanted, counts.sum(0, dtype=torch.int32).view(ranks, local).sum(1).amax().int(), out=wanted)
-    return starts.int().contiguous(), offs.clamp(max=capacity).int() if capacity is not None else offs.int()
+    if capacity is not None:
+        offs = offs.clamp(max=capacity)
+    # of stride 1, which torch 2.14 asks of a single number too
+    return starts.int().contiguous(), offs.to(torch.int32, memory_format=torch.contiguous_format)
 
 
 def find_destinations(

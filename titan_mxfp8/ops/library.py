@@ -79,13 +79,11 @@ def _replay() -> ModuleType:
 
 
 def aligned(x: torch.Tensor | None) -> torch.Tensor | None:
-    """``x`` at a multiple of 16 bytes, as kernels are compiled for: itself, or a copy where it was cut out of the
-    middle of something. Vectors have stride 1, a single number too, which torch 2.14 asks of offsets."""
-    if x is None or not x.is_cuda:
-        return x
-    if x.ndim == 1 and x.stride() != (1,):
+    """``x`` with stride 1 if it is a vector, a single number too, which torch 2.14 asks of offsets. On a GPU also at a
+    multiple of 16 bytes, as kernels are compiled for. Itself, or a copy where it was cut out of something."""
+    if x is not None and x.ndim == 1 and x.stride() != (1,):
         x = x.clone(memory_format=torch.contiguous_format)
-    return x if x.data_ptr() % 16 == 0 else x.clone()
+    return x if x is None or not x.is_cuda or x.data_ptr() % 16 == 0 else x.clone()
 
 
 @KernelOperator
