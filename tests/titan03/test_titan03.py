@@ -5,6 +5,7 @@ import copy
 import inspect
 import os
 import re
+import subprocess
 import sys
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -131,6 +132,28 @@ def test_converters_do_what_overrides_do() -> None:
     saved = spec.model.to_dict()["mxfp8"]
     assert saved["experts"]["recipe"] == "mxfp8_2d" and saved["experts"]["fqns"] == ("experts",)
     assert saved["linears"]["filter_fqns"] == ["attention", "lm_head"]
+
+
+def test_experts_are_converted_once() -> None:
+    spec = deepseek_v3.model_registry("debugmodel", converters=[MXFP8Linears.Config(), MXFP8Experts.Config()])
+    with pytest.raises(ValueError, match="this model's experts have a converter or an override already"):
+        MXFP8Experts.Config(fqns=["layers.1."], recipe="mxfp8_2d").build().convert(spec.model)
+
+
+def test_a_converted_model_is_pickled_with_its_config(tmp_path: Path) -> None:
+    """To a process that knows nothing of us yet."""
+    model = build(config("deepseek_v3", (EXPERTS, {"dispatch": "off"}), LINEARS))
+    torch.save(model, tmp_path / "model")
+    code = """if True:
+        import sys, torch
+        model = torch.load(sys.argv[1], weights_only=False)
+        for each in model, model.config.build():
+            print(*(cls.__name__ for cls in sorted({type(part) for part in each.modules()}, key=repr)))
+    """
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "model"], capture_output=True, text=True)
+    wanted = " ".join(cls.__name__ for cls in sorted({type(part) for part in model.modules()}, key=repr))
+    assert done.stdout.splitlines() == [wanted] * 2, done.stderr
+    assert copy.deepcopy(model.config).to_dict() == model.config.to_dict()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 
 import torch
 from torch import nn
@@ -187,10 +188,11 @@ def _configured_class(base: type[nn.Module], cls: type[nn.Module], config: MXCon
 
 def _reduce(module: nn.Module) -> tuple:
     """For pickle and deepcopy, which would look for the class by its name: it is made at run time."""
-    return _empty_module, (module.mxfp8_converted_from, module.mxfp8), module.__getstate__()
+    return _empty_module, (module.mxfp8_converted_from, module.mxfp8, module.__module__), module.__getstate__()
 
 
-def _empty_module(cls: type[nn.Module], config: MXConfig) -> nn.Module:
+def _empty_module(cls: type[nn.Module], config: MXConfig, registers: str = __name__) -> nn.Module:
+    import_module(registers)  # another process may not know the MXFP8 class of ``cls`` yet
     converted = _converted_class(cls, config)
     return converted.__new__(converted)
 

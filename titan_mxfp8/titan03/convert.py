@@ -55,8 +55,11 @@ class _Converter(QuantizationConverter):
 
     def convert(self, model_config: BaseModel.Config) -> BaseModel.Config:
         """Has the model that ``model_config`` builds converted, after what other conversions it has; gives it back. Its
-        class is swapped: TorchTitan's trainer takes it out of the whole config before it applies overrides."""
+        class is swapped: TorchTitan's trainer takes it out of the whole config before it applies overrides. Raises
+        ValueError: a second conversion of experts, whose layers share their dispatch."""
         cls = type(model_config)
+        if self.kind == "experts" and self.kind in getattr(cls, CONVERTED, ()):
+            raise ValueError("this model's experts have a converter or an override already: name them all in its fqns")
 
         def build(own: BaseModel.Config, **kwargs: object) -> nn.Module:
             model, config = cls.build(own, **kwargs), self.config
@@ -70,9 +73,13 @@ class _Converter(QuantizationConverter):
             saved = cls.to_dict(own)
             return saved | {"mxfp8": saved.get("mxfp8", {}) | {self.kind: self.config.to_dict()}}
 
+        def reduce(own: BaseModel.Config, protocol: int) -> tuple:
+            """For pickle and deepcopy, which would look for the class by its name: it is made at run time."""
+            return self.convert, (cls.__new__(cls),), object.__reduce_ex__(own, 2)[2]
+
         qualname = f"MXFP8{cls.__qualname__.removeprefix('MXFP8')}"  # TorchTitan logs it
         members = {"__slots__": (), "__qualname__": qualname, "build": build, "to_dict": to_dict}
-        members[CONVERTED] = (*getattr(cls, CONVERTED, ()), self.kind)
+        members |= {"__reduce_ex__": reduce, CONVERTED: (*getattr(cls, CONVERTED, ()), self.kind)}
         model_config.__class__ = type(cls.__name__, (cls,), members)
         return model_config
 

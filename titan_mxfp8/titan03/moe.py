@@ -21,7 +21,7 @@ from torchtitan.tools import utils
 from torchtitan.trainer import Trainer
 
 from titan_mxfp8.logs import log_once
-from titan_mxfp8.modules import ConvertedModule
+from titan_mxfp8.modules import EXPERT_CLASSES, ConvertedModule
 from titan_mxfp8.ops.experts import Weights
 from titan_mxfp8.titan.dispatch import (
     LAYERS,
@@ -74,6 +74,9 @@ def expert_class(cls: type[GroupedExperts]) -> type[GroupedExperts]:
         return MXFP8GroupedExperts
     members = {"needs_fsdp": ""} if cls is GptOssGroupedExperts else {}
     return type(f"MXFP8{cls.__name__}", (_MXFP8Seam, cls), members)
+
+
+EXPERT_CLASSES |= {cls: expert_class(cls) for cls in (GroupedExperts, GptOssGroupedExperts)}
 
 
 class MXFP8RoutedExperts(RoutedExperts):
