@@ -13,11 +13,12 @@ from script_calls import programs, shell
 from tiers import daily
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe import moe
+from torchtitan.protocols import train_spec
 
 from scripts import check_configs
 from titan_mxfp8.backends import recommend
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS
-from titan_mxfp8.tools.dry_run import Report, converted_model, dry_run, fake_processes, parse_config
+from titan_mxfp8.tools.dry_run import Report, converted_model, dry_run, fake_processes, multiplied_here, parse_config
 from titan_mxfp8.tools.memory import GIB
 
 ROOT = Path(__file__).parent.parent
@@ -228,6 +229,7 @@ REFUSED = [
     ),
     (LLAMA4, "activation_checkpoint.mode=none", "more GPUs, set activation_checkpoint.mode = 'full' or lower train"),
     ("llama4_17bx128e_8x8", f"{MX}.hopper_rebase", rf"\[{MX}\] .*is rebased, but backend 'sm100' \(for NVIDIA B200"),
+    (LLAMA4, "validation.enable validation.seq_len=16384", "validation.seq_len = 16384 is more than training.seq_len"),
     (LLAMA4, "model.flavor=18b", "no flavor '18b': use one of .*17bx16e"),
     (LLAMA4, "cluster.nodes=0", r"\[cluster\] nodes and gpus_per_node are 1 at least"),
     (LLAMA4, "cluster.gpu=A100", "'A100' is unknown: use one of H20, H100"),
@@ -250,6 +252,30 @@ REFUSED = [
 def test_a_wrong_layout_is_refused_with_the_reason(name: str, flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check(name, *(f"--{flag}" for flag in flags.split()))
+
+
+def test_layouts_that_training_takes_are_laid_out() -> None:
+    """Compiled, with a memory budget; where expert tensor parallelism shards all of the experts; offloaded."""
+    compiled = "--compile.enable", "--compile.components=model,loss", "--activation_checkpoint.mode=memory_budget"
+    budgets = [check("debug_llama4", *compiled, f"--activation_checkpoint.memory_budget={part}") for part in (0.1, 0.9)]
+    assert budgets[0].memory.activations < budgets[1].memory.activations
+    degrees = "data_parallel_shard", "tensor_parallel", "expert_parallel", "expert_tensor_parallel"
+    flags = [f"--parallelism.{name}_degree=2" for name in degrees]
+    assert check("debug_llama4", "--cluster.gpus_per_node=4", *flags).out_of_fsdp > 0
+    flags = "--cluster.gpus_per_node=2", "--training.enable_cpu_offload"
+    stays, leaves = check("debug_llama4", flags[0]), check("debug_llama4", *flags)
+    assert stays.memory.optimizer > leaves.memory.optimizer == leaves.memory.parameters == 0
+
+
+def test_a_custom_import_brings_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """To a dry run and to the doctor, as to a training."""
+    monkeypatch.setattr(train_spec, "_extra_train_specs", {})
+    monkeypatch.syspath_prepend(tmp_path)
+    code = 'from torchtitan.protocols.train_spec import *\nregister_train_spec("own", get_train_spec("llama4"))\n'
+    (tmp_path / "brings_a_model.py").write_text(code)
+    flags = "--experimental.custom_import=brings_a_model", "--model.name=own"
+    assert check("debug_llama4", *flags).model == "own"
+    assert list(multiplied_here(str(TOMLS["debug_llama4"]), flags)) == [MX, "quantize.linear.mx"]
 
 
 def test_a_cluster_captures_cuda_graphs_wherever_its_config_is_checked() -> None:

@@ -57,11 +57,17 @@ def test_a_config_that_cannot_be_trained_here(capsys: pytest.CaptureFixture, cap
         ("--model.flavor=nope", "llama4 has no flavor 'nope'"),
         ("--training.seq_len=0", "training.seq_len = 0: it must be at least 1"),
         ("--quantize.grouped_mm.mx.fqns=exprts", "no expert module matches fqns ['exprts']"),
+        ("--activation_checkpoint.mode=memory_budget", "mode = 'memory_budget' works in a compiled model only"),
+        ("--model.flavor=17bx16e_irope", "attention of kind flex, with which TorchTitan trains"),
+        ("--experimental.custom_import=none", "custom_import = 'none' cannot be imported: No module named 'none'"),
     ):
         assert doctor.main([str(ROOT / config), flag]) == 1
         printed = capsys.readouterr().out
         assert said.replace("train_configs", str(ROOT / "train_configs")) in printed
         assert f"MXFP8 runs here, and {ROOT / config} will NOT run in MXFP8 as things are" in printed
+    deepep = "--parallelism.expert_parallel_degree=2", "--parallelism.expert_parallel_comm_backend=deepep"
+    assert doctor.main([str(ROOT / "train_configs/debug_deepseek_v3.toml"), *deepep]) == 1
+    assert "debug_deepseek_v3.toml: ImportError: DeepEP is required" in capsys.readouterr().out
     caplog.clear()
     assert doctor.main([str(ROOT / "none.toml")]) == 1
     assert "none.toml: [Errno 2] No such file" in capsys.readouterr().out and not caplog.records, "not its traceback"

@@ -308,8 +308,12 @@ def _check_config(path: str, flags: Sequence[str], machine: Machine, is_stopped:
     logging.disable(logging.ERROR)  # TorchTitan logs the traceback of a file that it cannot read
     try:
         asked = multiplied_here(path, flags)
-    except (ValueError, OSError, SystemExit) as error:  # TorchTitan has said why it exits
-        print(f"FAILED: {path}{', see above' if isinstance(error, SystemExit) else f': {error}'}")
+    except SystemExit:  # TorchTitan has said why
+        print(f"FAILED: {path}, see above")
+        return []
+    except Exception as error:  # whatever it is, it would stop a training too
+        kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+        print(f"FAILED: {path}: {kind}{error}")
         return []
     finally:
         logging.disable(logging.NOTSET)

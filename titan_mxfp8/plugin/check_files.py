@@ -47,9 +47,14 @@ def check_files(job_config: JobConfig) -> None:
         )
     if spec.build_dataloader_fn is build_text_dataloader:
         _check_data("training", job_config.training.dataset, job_config.training.dataset_path)
-    if job_config.validation.enable and spec.build_validator_fn is build_validator:
+    if validates(job_config):
         check_validation(job_config)
         _check_data("validation", job_config.validation.dataset, job_config.validation.dataset_path)
+
+
+def validates(job_config: JobConfig) -> bool:
+    """Whether TorchTitan's own validator runs."""
+    return job_config.validation.enable and get_train_spec(job_config.model.name).build_validator_fn is build_validator
 
 
 def check_validation(job_config: JobConfig) -> None:

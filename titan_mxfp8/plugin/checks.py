@@ -87,6 +87,11 @@ def check_job_config(job_config: JobConfig) -> None:
         raise ValueError(
             f"activation_checkpoint.selective_ac_option = {option!r}: use 'op', or N for every N-th layer, 1 or more"
         )
+    if checkpointing.mode == "memory_budget" and not compiles_model(job_config):
+        raise ValueError(
+            "activation_checkpoint.mode = 'memory_budget' works in a compiled model only: set compile.enable = true, "
+            "with 'model' in compile.components, or another mode"
+        )
     if tensor_parallel > 1 and compiles_model(job_config) and torch.__version__ >= (2, 14):
         raise ValueError(
             f"tensor_parallel_degree = {tensor_parallel} and a compiled model: TorchTitan 0.2.2 fails at them with "
@@ -170,7 +175,7 @@ def graph_obstacle(job_config: JobConfig) -> str:
         (job_config.optimizer.early_step_in_backward, "optimizer.early_step_in_backward: set it to false"),
         (job_config.fault_tolerance.enable, "TorchFT: set fault_tolerance.enable = false"),
         (
-            _attention(job_config) == "varlen",
+            attention(job_config) == "varlen",
             "attention of kind varlen, which reads lengths on the host: take another flavor",
         ),
         (
@@ -192,7 +197,7 @@ def graph_obstacle(job_config: JobConfig) -> str:
     return next((words for holds, words in obstacles if holds), "")
 
 
-def _attention(job_config: JobConfig) -> str:
+def attention(job_config: JobConfig) -> str:
     """The kind of attention of the model, if it is known by now."""
     try:
         args = get_train_spec(job_config.model.name).model_args.get(job_config.model.flavor)

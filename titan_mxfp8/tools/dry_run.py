@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
+from importlib import import_module
 from math import prod
 
 import torch
@@ -27,6 +28,7 @@ from titan_mxfp8.arguments import check_types
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware, hardware_of, override_hardware
 from titan_mxfp8.modules import is_expert_module, training_device
 from titan_mxfp8.plugin import checks
+from titan_mxfp8.plugin.check_files import check_validation, validates
 from titan_mxfp8.plugin.job_config import asked_configs
 from titan_mxfp8.plugin.moe import MXFP8MoE, dispatching_layers
 from titan_mxfp8.recipe import GROUPED_MM, Recipe
@@ -46,7 +48,18 @@ CONFIG_MODULE = "Set it to 'titan_mxfp8.plugin', or to a module whose JobConfig 
 
 
 class LocalConfigManager(ConfigManager):
-    """Parses a config as training on this machine would, which has to bring the plugin's fields."""
+    """Parses a config as training on this machine would, which has to bring the plugin's fields, and imports what may
+    bring its model."""
+
+    def parse_args(self, args: list[str]) -> JobConfig:
+        config = super().parse_args(args)
+        module = config.experimental.custom_import
+        try:
+            if module:
+                import_module(module)
+        except ImportError as error:
+            raise ValueError(f"experimental.custom_import = {module!r} cannot be imported: {error}") from error
+        return config
 
     def _maybe_add_custom_config(self, args: list[str], toml_values: dict | None) -> type[JobConfig]:
         try:
@@ -90,9 +103,15 @@ def multiplied_here(path: str, overrides: Sequence[str] = ()) -> dict[str, tuple
     """The same of a TOML and TorchTitan flags, parsed for this machine. The layout is not looked at: how many processes
     there will be is not known. Raises ValueError, OSError: what training would be refused for."""
     job_config = LocalConfigManager().parse_args([f"--job.config_file={path}", *overrides])
+    hardware, attention = hardware_of(training_device()), checks.attention(job_config)
     checks.check_batch(job_config)
+    if hardware.arch == "cpu" and attention in ("flex", "varlen"):
+        raise ValueError(
+            f"model.flavor {job_config.model.flavor!r} has attention of kind {attention}, with which TorchTitan trains "
+            "on GPUs only: take a GPU, or a flavor with sdpa"
+        )
     converted_model(job_config, ParallelDims(*[1] * 7, world_size=1))
-    return multiplied(job_config, hardware_of(training_device()))
+    return multiplied(job_config, hardware)
 
 
 def converted_model(job_config: JobConfig, dims: ParallelDims) -> tuple[nn.Module, BaseModelArgs]:
@@ -155,6 +174,11 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
         sharded = shard(copy.deepcopy(whole), job_config, dims)
         memory = estimate_memory(whole, sharded, job_config, dims)
         gemms = converted_gemms(sharded, args, training.local_batch_size * training.seq_len // dims.cp)
+        out_of_fsdp = sum(
+            prod(model_parallel_shape(param))
+            for module in experts_out_of_fsdp(sharded).values()
+            for param in module.parameters(recurse=False)
+        )
     if card is not None and memory.total > fill * card[1]:
         raise ValueError(
             f"does not fit: {memory.total / GIB:.1f} GiB a GPU estimated ({memory}), more than {fill:.0%} of "
@@ -179,19 +203,17 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
         multiplied={name: words for name, (_, words) in multiplied(job_config, hardware).items()} if hardware else {},
         gemms=gemms,
         frees_weights=bool(fsdp_modules(sharded)),
-        out_of_fsdp=sum(
-            prod(model_parallel_shape(param))
-            for module in experts_out_of_fsdp(sharded).values()
-            for param in module.parameters(recurse=False)
-        ),
+        out_of_fsdp=out_of_fsdp,
         forwards=2 if job_config.activation_checkpoint.mode == "full" else 1,
     )
 
 
 def check_cluster(job_config: JobConfig, world_size: int) -> ParallelDims:
-    """``check_layout`` and ``check_symmetric``. Raises ValueError: as these; pipelines."""
+    """``check_layout``, ``check_symmetric`` and ``check_validation``. Raises ValueError: as these; pipelines."""
     dims, cluster = checks.check_layout(job_config, world_size), job_config.cluster
     checks.check_symmetric(job_config, dims, cluster.gpus_per_node, CLUSTER_GPUS.get(cluster.gpu))
+    if validates(job_config):
+        check_validation(job_config)
     if dims.pp_enabled:
         raise ValueError(
             "pipeline_parallel_degree > 1 cannot be checked: a stage's memory depends on the schedule (CHECK=0 lets "
@@ -216,6 +238,8 @@ def shard(model: nn.Module, job_config: JobConfig, dims: ParallelDims) -> nn.Mod
     cannot."""
     eager = copy.deepcopy(job_config)
     eager.compile.enable = False
+    if eager.activation_checkpoint.mode == "memory_budget":
+        eager.activation_checkpoint.mode = "none"  # of an eager model TorchTitan refuses it
     try:
         return get_train_spec(job_config.model.name).parallelize_fn(model, dims, eager)
     except (AssertionError, NotImplementedError, RuntimeError) as error:

@@ -9,7 +9,7 @@ on the meta device, where nothing is computed and no memory is taken, and what i
 
 | part        | bytes on one GPU                                                                                   |
 |-------------|----------------------------------------------------------------------------------------------------|
-| parameters  | its shards, 4 per element (2 with ``training.dtype = bfloat16``)                                   |
+| parameters  | its shards, 4 per element (2 with ``training.dtype = bfloat16``); none where FSDP offloads to CPUs |
 | gradients   | as parameters                                                                                      |
 | optimizer   | twice the parameters: Adam's two moments                                                           |
 | gathered    | FSDP: the output layer and the two largest blocks, unsharded (a block runs while the next one is   |
@@ -106,7 +106,8 @@ def estimate_memory(whole: nn.Module, sharded: nn.Module, job_config: JobConfig,
         dims: the layout.
     """
     training, compiled = job_config.training, job_config.compile
-    shards = sum(local(param).nbytes for param in sharded.parameters())
+    offloads = training.enable_cpu_offload and fsdp_modules(sharded)
+    shards = 0 if offloads else sum(local(param).nbytes for param in sharded.parameters())
     tokens = training.local_batch_size * training.seq_len / (dims.cp * dims.tp)
     loss_is_compiled = compiled.enable and "loss" in compiled.components
     once = quantized_once(sharded, job_config, dims)
