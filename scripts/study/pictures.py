@@ -164,9 +164,9 @@ def over_time() -> Figure:
         losses = [float(row["loss"]) for row in rows]
         axes.plot(seconds, losses, color=f"C{index}", linewidth=1, label=f"{name}: {seconds[-1]:.0f} s")
         axes.plot(seconds[-1], losses[-1], "o", color=f"C{index}", markersize=5)
-    axes.set(xlabel="seconds since the first step", ylabel="loss (nats per token)", xlim=(0, None), ylim=(2.5, 8))
+    axes.set(xlabel="seconds after the first step", ylabel="loss (nats per token)", xlim=(0, None), ylim=(2.5, 8))
     axes.legend()
-    title = "7 layers of DeepSeek-V3 16B on two H200s, expert parallel: 350 steps, one run each"
+    title = "7 layers of DeepSeek-V3 16B on two H200s, expert parallel: steps 2 to 350 of one run each"
     axes.set_title(title, fontsize=10)
     return figure
 
