@@ -26,6 +26,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from titan_mxfp8.backends.common import assembler
+
 TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 89, 90, 100, 120)}
 TARGETS |= {arch: GPUTarget("hip", arch, 64) for arch in ("gfx942", "gfx950")}
 # What a block of threads may take: 163, 99, 227, 227 and 99 KiB on NVIDIA, the LDS of a compute unit on AMD.
@@ -128,6 +130,7 @@ def compile_only(target: str) -> Iterator[list[Kernel]]:
         triton.knobs.nvidia.scope(),
         mock.patch.object(JITFunction, "run", compile_launch),
         mock.patch.object(driver, "_active", _Driver(target)),
+        mock.patch.object(assembler, "FOLDER", _cache.name),
     ):
         triton.knobs.cache.dir = _cache.name
         triton.knobs.nvidia.dump_ptxas_log = True

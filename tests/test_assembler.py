@@ -65,6 +65,21 @@ def test_hopper_takes_the_newer_ptxas(
 
 
 @pytest.mark.integration
+def test_kernels_stay_where_triton_kept_them_before_the_inductor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which names another folder in the environment when it compiles a kernel, so in some runs and not in others."""
+    out, own, inductors = torch.empty(32), tmp_path / "own", tmp_path / "inductors"
+    with compile_only("sm_90"):
+        monkeypatch.setattr(assembler, "FOLDER", str(own))
+        knobs.cache.dir = str(inductors)  # and so the variable
+        Kernel(_fill).launch(1, (out,), (), (), (32,), device=out.device)
+        assert list(own.rglob("_fill.cubin")) and not inductors.exists()
+        _fill[(1,)](out, 64)
+        assert list(inductors.rglob("_fill.cubin")), "the user's"
+
+
+@pytest.mark.integration
 def test_kernels_are_compiled_with_it_and_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, own, newer = torch.empty(32), knobs.nvidia.ptxas, tmp_path / "ptxas"
     newer.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexec {own.path} "$@"\n')

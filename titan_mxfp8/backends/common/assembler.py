@@ -1,4 +1,4 @@
-"""The assembler (ptxas) that kernels are compiled with: on Hopper a newer one than Triton 3.6 takes."""
+"""The assembler (ptxas) that kernels are compiled with, on Hopper newer than Triton 3.6 takes; where they are kept."""
 
 import os
 import threading
@@ -11,6 +11,10 @@ from triton.runtime.driver import driver
 
 SM90 = (9, 0)
 PTX_VERSION = 88  # that of release 12.9
+# Where Triton keeps compiled kernels. Read here, as torch's inductor names another folder once it compiles a kernel,
+# and does not in a run that finds all of its own in its cache: that run compiled ours anew, for 8 to 18 s of its first
+# step (``results/2026-11-27_2xh200_newer_ptxas``, second repeats).
+FOLDER = knobs.cache.dir
 
 _lock = threading.RLock()  # a knob is the whole process's
 
@@ -35,26 +39,37 @@ def ptxas(capability: tuple[int, int]) -> NvidiaTool:
 
 
 @contextmanager
-def newer_ptxas() -> Iterator[dict[str, int]]:
-    """Within, Triton compiles for SM90 with ``ptxas``; gives the options that a kernel then wants.
+def compiling() -> Iterator[dict[str, int]]:
+    """Within, Triton keeps what it compiles in ``FOLDER``, and compiles for SM90 with ``ptxas``; gives the options that
+    a kernel then wants.
 
     Triton's cache names a kernel after the ptxas that was asked for its version first, which is made to be Triton's
     own; the version of PTX, which is in the name too, tells ours apart.
     """
-    if driver.active.get_current_target().arch != SM90[0] * 10:
-        yield {}
-        return
-    from triton.backends.nvidia.compiler import get_ptxas_version
-
-    with _lock:
-        tool = ptxas(SM90)
-        if tool == _of_triton(SM90):
+    with _lock, _kept_in(FOLDER):
+        tool = ptxas(SM90) if driver.active.get_current_target().arch == SM90[0] * 10 else None
+        if tool is None or tool == _of_triton(SM90):
             yield {}
             return
+        from triton.backends.nvidia.compiler import get_ptxas_version
+
         get_ptxas_version(90)
         with knobs.nvidia.scope():
             knobs.nvidia.ptxas = tool.path
             yield {"ptx_version": PTX_VERSION}
+
+
+@contextmanager
+def _kept_in(folder: str) -> Iterator[None]:
+    """Not by ``knobs.cache.scope``, which changes the environment too, where the inductor may just be looking."""
+    own = vars(knobs.cache)
+    before = own.copy()
+    own["dir"] = folder
+    try:
+        yield
+    finally:
+        own.clear()
+        own.update(before)
 
 
 def _of_triton(capability: tuple[int, int]) -> NvidiaTool:

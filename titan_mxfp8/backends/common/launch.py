@@ -32,7 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from titan_mxfp8.backends.common.assembler import newer_ptxas
+from titan_mxfp8.backends.common.assembler import compiling
 
 _BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _GLUON_DTYPES = {
@@ -128,7 +128,7 @@ class Kernel:
         if watched.launches is not None and (is_new or programs):
             watched.launches.append(None)
         is_compiled = isinstance(self.function, JITFunction)  # else Triton interprets
-        with newer_ptxas() if is_compiled else nullcontext({}) as more:
+        with compiling() if is_compiled else nullcontext({}) as more:
             if is_new:
                 compiled = self.function.warmup(*args, grid=(1,), **options, **more) if is_compiled else None
                 # Loads it too, which waits for what runs: later that would stall a step of training. Off the GPU, where
