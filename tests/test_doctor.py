@@ -121,8 +121,9 @@ def test_what_is_missing_comes_with_the_command_that_mends_it() -> None:
     assert doctor.problems(replace(HEALTHY, **with_versions(torch="2.13.0", torchtitan="0.3.0"))) == []
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(shlex.split(doctor.INSTALL_TITAN)[2:]) == set(project["optional-dependencies"]["train"])
-    for command in (doctor.INSTALL_TORCH, doctor.INSTALL_TRITON):
-        assert shlex.split(command)[-1] in project["dependencies"]
+    assert shlex.split(doctor.INSTALL_TRITON)[-1] in project["dependencies"]
+    for same in ("README.md", "scripts/setup.sh"):  # not the dependency, which allows more than has run on a GPU
+        assert f'"{shlex.split(doctor.INSTALL_TORCH)[-1]}"' in (ROOT / same).read_text()
     assert "each of 8 GPUs" in doctor.symmetric_memory(HEALTHY)
     assert "two GPUs" in doctor.symmetric_memory(replace(HEALTHY, gpus=1))
     assert "cannot read" in doctor.symmetric_memory(replace(HEALTHY, peers=False))

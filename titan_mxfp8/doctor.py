@@ -31,9 +31,9 @@ from titan_mxfp8.modules import training_device
 from titan_mxfp8.recipe import AUTO, BF16, RECIPES, Recipe
 
 MEASURED = Path(__file__).with_name("measured.csv")  # scripts/study/measured.py writes it
-TORCH, TRITON = ((2, 11), (2, 15)), ((3, 6), (3, 10))  # from, to before
-INSTALL_TORCH, INSTALL_TRITON = 'pip install "torch>=2.11,<2.15"', 'pip install "triton>=3.6,<3.10"'
-REINSTALL_TORCH = 'pip install --force-reinstall "torch>=2.11,<2.15"'
+TORCH, TRITON = ((2, 11), (2, 15)), ((3, 6), (3, 10))  # from, to before; 2.14 has never run on a GPU
+INSTALL_TORCH, INSTALL_TRITON = 'pip install "torch>=2.11,<2.14"', 'pip install "triton>=3.6,<3.10"'
+REINSTALL_TORCH = 'pip install --force-reinstall "torch>=2.11,<2.14"'
 # By TorchTitan: the least torch; what its training imports; what some configs and scripts use.
 TORCHTITAN = {"0.2.2": ((2, 11), ("tensorboard",), ("wandb", "safetensors", "matplotlib")), "0.3.0": ((2, 13), (), ())}
 # pyproject.toml's [train]
