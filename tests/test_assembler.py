@@ -77,6 +77,11 @@ def test_kernels_stay_where_triton_kept_them_before_the_inductor(
         assert list(own.rglob("_fill.cubin")) and not inductors.exists()
         _fill[(1,)](out, 64)
         assert list(inductors.rglob("_fill.cubin")), "the user's"
+        own.rename(tmp_path / "gone")
+        own.write_text("no folder")
+        assembler._is_writable.cache_clear()
+        Kernel(_fill).launch(1, (out,), (), (), (128,), device=out.device)
+        assert len(list(inductors.rglob("_fill.cubin"))) == 2, "where the own one cannot be"
 
 
 @pytest.mark.integration

@@ -126,6 +126,14 @@ class CompiledExperts(Experts):
         return mxfp8_grouped_mm(x.bfloat16(), self.w.bfloat16().mT, offs, **self.op_options)
 
 
+def test_a_class_of_no_importable_module_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(modules.EXPERT_CLASSES, Experts, CompiledExperts)
+    monkeypatch.setattr(CompiledExperts, "__module__", "made_by_exec")
+    model = Layer()
+    convert_model(model, grouped_fqns=["experts"], recipe="mxfp8_2d")
+    assert type(copy.deepcopy(model).experts) is type(model.experts)
+
+
 def test_any_number_of_recipes_compile_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile compiles a forward for at most 8 states of the world, of which each recipe takes some."""
     monkeypatch.setitem(modules.EXPERT_CLASSES, Experts, CompiledExperts)

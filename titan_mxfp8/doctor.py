@@ -311,7 +311,7 @@ def _check_config(path: str, flags: Sequence[str], machine: Machine, is_stopped:
     except SystemExit:  # TorchTitan has said why
         print(f"FAILED: {path}, see above")
         return []
-    except Exception as error:  # whatever it is, it would stop a training too
+    except Exception as error:  # whatever else parsing or building it raises
         kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
         print(f"FAILED: {path}: {kind}{error}")
         return []

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 
@@ -192,7 +192,8 @@ def _reduce(module: nn.Module) -> tuple:
 
 
 def _empty_module(cls: type[nn.Module], config: MXConfig, registers: str = __name__) -> nn.Module:
-    import_module(registers)  # another process may not know the MXFP8 class of ``cls`` yet
+    with suppress(ImportError):  # another process may not know the MXFP8 class of ``cls`` yet
+        import_module(registers)
     converted = _converted_class(cls, config)
     return converted.__new__(converted)
 

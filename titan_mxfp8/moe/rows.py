@@ -64,7 +64,7 @@ def plan(counts: Tensor, rank: int, capacity: int | None = None, wanted: Tensor 
     if capacity is not None:
         offs = offs.clamp(max=capacity)
     # of stride 1, which torch 2.14 asks of a single number too
-    return starts.int().contiguous(), offs.to(torch.int32, memory_format=torch.contiguous_format)
+    return starts.int().contiguous(), offs.int().clone(memory_format=torch.contiguous_format)
 
 
 def find_destinations(

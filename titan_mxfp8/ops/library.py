@@ -80,7 +80,7 @@ def _replay() -> ModuleType:
 
 def aligned(x: torch.Tensor | None) -> torch.Tensor | None:
     """``x`` with stride 1 if it is a vector, a single number too, which torch 2.14 asks of offsets. On a GPU also at a
-    multiple of 16 bytes, as kernels are compiled for. Itself, or a copy where it was cut out of something."""
+    multiple of 16 bytes, as kernels are compiled for. Itself, or a copy where it is not so."""
     if x is not None and x.ndim == 1 and x.stride() != (1,):
         x = x.clone(memory_format=torch.contiguous_format)
     return x if x is None or not x.is_cuda or x.data_ptr() % 16 == 0 else x.clone()

@@ -59,7 +59,9 @@ class _Converter(QuantizationConverter):
         ValueError: a second conversion of experts, whose layers share their dispatch."""
         cls = type(model_config)
         if self.kind == "experts" and self.kind in getattr(cls, CONVERTED, ()):
-            raise ValueError("this model's experts have a converter or an override already: name them all in its fqns")
+            raise ValueError(
+                "this model's experts have a converter or an override already: let that one's fqns name them all"
+            )
 
         def build(own: BaseModel.Config, **kwargs: object) -> nn.Module:
             model, config = cls.build(own, **kwargs), self.config

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 from triton import knobs
 from triton.knobs import NvidiaTool
@@ -11,9 +12,9 @@ from triton.runtime.driver import driver
 
 SM90 = (9, 0)
 PTX_VERSION = 88  # that of release 12.9
-# Where Triton keeps compiled kernels. Read here, as torch's inductor names another folder once it compiles a kernel,
-# and does not in a run that finds all of its own in its cache: that run compiled ours anew, for 8 to 18 s of its first
-# step (``results/2026-11-27_2xh200_newer_ptxas``, second repeats).
+# Where Triton keeps compiled kernels, read before torch's inductor is at work, which names another folder in
+# TRITON_CACHE_DIR once it compiles a kernel, and does not in a run that finds all of its own in its cache: that run
+# compiled ours anew, for 8 to 18 s of its first step (``results/2026-11-27_2xh200_newer_ptxas``, second repeats).
 FOLDER = knobs.cache.dir
 
 _lock = threading.RLock()  # a knob is the whole process's
@@ -63,13 +64,24 @@ def compiling() -> Iterator[dict[str, int]]:
 def _kept_in(folder: str) -> Iterator[None]:
     """Not by ``knobs.cache.scope``, which changes the environment too, where the inductor may just be looking."""
     own = vars(knobs.cache)
-    before = own.copy()
-    own["dir"] = folder
+    before = own.get("dir")
+    if _is_writable(folder):  # else the inductor's may be
+        own["dir"] = folder
     try:
         yield
     finally:
-        own.clear()
-        own.update(before)
+        own.pop("dir", None)
+        if before is not None:
+            own["dir"] = before
+
+
+@cache
+def _is_writable(folder: str) -> bool:
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
 
 
 def _of_triton(capability: tuple[int, int]) -> NvidiaTool:
