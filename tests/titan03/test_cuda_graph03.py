@@ -20,8 +20,9 @@ BOUNDED = {"recipe": "mxfp8_2d", "dispatch": "collective", "dispatch_rows": "bou
 
 @pytest.fixture(autouse=True)
 def with_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As debug models have it on GPUs."""
+    """As debug models have it on GPUs; they are converted for a CPU all the same."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
 
 
 def parallel(model: str, *imports: str | tuple[str, dict]) -> Trainer.Config:
