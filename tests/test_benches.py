@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from script_calls import ROOT, call
+from torch.profiler import ProfilerActivity
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts.bench import bench, bench_grouped_mm, bench_host, bench_moe_layer
 from scripts.bench.problems import SMALL_EXPERT_SHAPES
@@ -205,7 +207,22 @@ def test_flags_are_checked(arguments: list[str], message: str, tmp_path: Path, c
 
 
 def test_the_kernels_of_each_way_are_added_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the operators of a CPU in place of a GPU's kernels."""
+    """With the operators of a CPU in place of a GPU's kernels, and without torch's profiler, which once took the whole
+    process with it (a segmentation fault as it stopped, torch 2.13)."""
+
+    class Recorded(TorchDispatchMode):
+        def __init__(self, activities: list[ProfilerActivity]) -> None:
+            super().__init__()
+            self.events: list[dict[str, str]] = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.events.append({"cat": "cpu_op", "name": function._schema.name})
+            return function(*args, **(kwargs or {}))
+
+        def export_chrome_trace(self, path: str) -> None:
+            Path(path).write_text(json.dumps({"traceEvents": self.events}))
+
+    monkeypatch.setattr(bench_moe_layer, "profile", Recorded)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
     def table(trace: Path, top: int) -> list[dict[str, object]]:
