@@ -1,4 +1,4 @@
-"""The assembler (ptxas) that kernels are compiled with, on Hopper newer than Triton 3.6 takes; where they are kept."""
+"""The assembler (ptxas) that compiles kernels, on Hopper a newer one than that of Triton 3.6; where they are kept."""
 
 import os
 import threading
