@@ -1,5 +1,6 @@
 """Which ptxas compiles the kernels, and that it is given back."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,10 +50,12 @@ def as_with_triton_36(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hopper_takes_the_newer_ptxas(
     own: str, newer: str | None, named: str, capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRITON_PTXAS_PATH", named)
+    monkeypatch.setattr(assembler, "NAMED", named or None)
 
     class Nvidia:
-        ptxas = NvidiaTool("own", own)
+        @property
+        def ptxas(self) -> NvidiaTool:
+            return NvidiaTool("own", own)
 
         @property
         def ptxas_blackwell(self) -> NvidiaTool:
@@ -84,15 +87,37 @@ def test_kernels_stay_where_triton_kept_them_before_the_inductor(
         assert len(list(inductors.rglob("_fill.cubin"))) == 2, "where the own one cannot be"
 
 
+def recording_ptxas(folder: Path) -> tuple[Path, Callable[[], int]]:
+    """A ptxas that does what Triton's does, and how many kernels it has compiled."""
+    program, calls = folder / "ptxas", folder / "calls"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec {knobs.nvidia.ptxas.path} "$@"\n')
+    program.chmod(0o755)
+    calls.touch()
+    return program, lambda: calls.read_text().count("--gpu-name=sm_90")
+
+
 @pytest.mark.integration
 def test_kernels_are_compiled_with_it_and_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, own, newer = torch.empty(32), knobs.nvidia.ptxas, tmp_path / "ptxas"
-    newer.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexec {own.path} "$@"\n')
-    newer.chmod(0o755)
+    out, own = torch.empty(32), knobs.nvidia.ptxas
+    newer, compiled = recording_ptxas(tmp_path)
     monkeypatch.setattr(assembler, "ptxas", lambda capability: NvidiaTool(str(newer), own.version))
     with compile_only("sm_90") as kernels:
         Kernel(_fill).launch(1, (out,), (), (), (32,), device=out.device)
         _fill[(1,)](out, 64)
-    assert len(kernels) == 2
-    assert (tmp_path / "calls").read_text().count("--gpu-name=sm_90") == 1
+    assert len(kernels) == 2 and compiled() == 1
     assert own == knobs.nvidia.ptxas
+
+
+@pytest.mark.integration
+def test_the_ptxas_that_the_inductor_names_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names one where it compiles a kernel, so in some runs and not in others."""
+    out, own = torch.empty(512), ptxas(SM90)
+    inductors, compiled = recording_ptxas(tmp_path)
+    with compile_only("sm_90"):
+        monkeypatch.setenv("TRITON_PTXAS_PATH", str(inductors))
+        Kernel(_fill).launch(1, (out,), (), (), (256,), device=out.device)
+        assert compiled() == 0 and ptxas(SM90) == own
+        assert knobs.nvidia.ptxas.path == str(inductors), "the user's kernels take it"
+        monkeypatch.setattr(assembler, "NAMED", str(inductors))
+        Kernel(_fill).launch(1, (out,), (), (), (512,), device=out.device)
+        assert compiled() == 1

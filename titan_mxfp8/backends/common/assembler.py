@@ -12,10 +12,12 @@ from triton.runtime.driver import driver
 
 SM90 = (9, 0)
 PTX_VERSION = 88  # that of release 12.9
-# Where Triton keeps compiled kernels, read before torch's inductor is at work, which names another folder in
-# TRITON_CACHE_DIR once it compiles a kernel, and does not in a run that finds all of its own in its cache: that run
-# compiled ours anew, for 8 to 18 s of its first step (``results/2026-11-27_2xh200_newer_ptxas``, second repeats).
+# Where Triton keeps compiled kernels, and the ptxas that the user names: both read before torch's inductor is at work.
+# Once that compiles a kernel it names a folder and a ptxas of its own in the environment (13.0 with torch 2.11), and in
+# a run that finds all of its kernels in its cache it does not. So a first run took that ptxas for our kernels, and the
+# second compiled them anew, for 8 to 18 s of its first step (``results/2026-11-27_2xh200_newer_ptxas``).
 FOLDER = knobs.cache.dir
+NAMED = os.environ.get("TRITON_PTXAS_PATH")
 
 _lock = threading.RLock()  # a knob is the whole process's
 
@@ -27,10 +29,10 @@ def ptxas(capability: tuple[int, int]) -> NvidiaTool:
     add up sums let other warps issue in between: on an H200 forward then takes 6% less time rebased, dgrad 4%
     (``results/2026-11-27_2xh200_newer_ptxas``). 13.1, which Triton 3.7 has, gains next to nothing
     (``results/2026-11-27_h200_ptxas_13_1``) and is not taken, nor is what is newer. A ``TRITON_PTXAS_PATH`` that names
-    a program is left as it is.
+    a program when this module is imported is left as it is.
     """
     own = _of_triton(capability)
-    if capability != SM90 or own.path == os.environ.get("TRITON_PTXAS_PATH"):
+    if capability != SM90 or own.path == NAMED:
         return own
     try:
         newer = knobs.nvidia.ptxas_blackwell
@@ -47,7 +49,8 @@ def compiling() -> Iterator[dict[str, int]]:
     Triton's cache names a kernel after the ptxas that was asked for its version first, which is made to be Triton's
     own; the version of PTX, which is in the name too, tells ours apart.
     """
-    with _lock, _kept_in(FOLDER):
+    folder = FOLDER if _is_writable(FOLDER) else knobs.cache.dir  # the inductor's may be
+    with _lock, _set(knobs.cache, "dir", folder), _set(knobs.nvidia, "ptxas", NAMED):
         tool = ptxas(SM90) if driver.active.get_current_target().arch == SM90[0] * 10 else None
         if tool is None or tool == _of_triton(SM90):
             yield {}
@@ -55,24 +58,22 @@ def compiling() -> Iterator[dict[str, int]]:
         from triton.backends.nvidia.compiler import get_ptxas_version
 
         get_ptxas_version(90)
-        with knobs.nvidia.scope():
-            knobs.nvidia.ptxas = tool.path
+        with _set(knobs.nvidia, "ptxas", tool.path):
             yield {"ptx_version": PTX_VERSION}
 
 
 @contextmanager
-def _kept_in(folder: str) -> Iterator[None]:
-    """Not by ``knobs.cache.scope``, which changes the environment too, where the inductor may just be looking."""
-    own = vars(knobs.cache)
-    before = own.get("dir")
-    if _is_writable(folder):  # else the inductor's may be
-        own["dir"] = folder
+def _set(group: knobs.base_knobs, name: str, value: str | None) -> Iterator[None]:
+    """Not by ``group.scope``, which changes the environment too, where the inductor may just be looking."""
+    own = vars(group)
+    before = own.get(name, own)
+    own[name] = value
     try:
         yield
     finally:
-        own.pop("dir", None)
-        if before is not None:
-            own["dir"] = before
+        own.pop(name)
+        if before is not own:
+            own[name] = before
 
 
 @cache
@@ -88,7 +89,8 @@ def _of_triton(capability: tuple[int, int]) -> NvidiaTool:
     from triton.backends.nvidia.compiler import get_ptxas  # which a Triton for AMD need not have
 
     major, minor = capability
-    return get_ptxas(10 * major + minor)
+    with _lock, _set(knobs.nvidia, "ptxas", NAMED):
+        return get_ptxas(10 * major + minor)
 
 
 def _release(tool: NvidiaTool) -> tuple[int, ...]:
