@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from collections.abc import Callable
 
 import processes
 import pytest
@@ -287,18 +288,24 @@ def test_rows_of_the_gradient_are_there_for_one_gemm_alone(monkeypatch: pytest.M
 
 def test_compiled_code_takes_any_strides_and_frees_what_it_has_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor holds operators to the strides that their fakes name. Its code holds what it gives an operator until
-    that returns: the pre-activations are gone before the gradients of the weights are made all the same."""
+    that returns: w2 is gone before SwiGLU's backward, which needs the most memory, and the pre-activations before the
+    gradients of the weights. Those of w1 and w3 are made last."""
+    refer, happened = (lambda tensor: StorageWeakRef(tensor.untyped_storage())), []
     saved: list[StorageWeakRef] = []
-    freed: list[bool] = []
+    weights: list[StorageWeakRef] = []
 
-    def refer(*args: torch.Tensor) -> None:
-        saved.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in args[:2])
+    def look(name: str, see: Callable[..., object]) -> None:
+        look_at(monkeypatch, reference_backend, name, see)
 
-    look_at(monkeypatch, reference_backend, "swiglu", refer)
-    look_at(monkeypatch, reference_backend, "gemm_k_grouped", lambda *_: freed.append(all(x.expired() for x in saved)))
+    look("swiglu", lambda gate, up, *_: saved.extend((refer(gate), refer(up))))
+    look("gemm_m_grouped", lambda a, b, *_: weights.append(refer(b.data)))
+    look("swiglu_backward", lambda *_: happened.append(("swiglu", weights[-1].expired())))
+    look("gemm_k_grouped", lambda *_: happened.append(("wgrad", all(ref.expired() for ref in saved))))
+    look("dual_gemm_m_grouped", lambda *_: happened.append(("rows", all(ref.expired() for ref in saved))))
     dy = torch.randn(D, T).bfloat16().mT
     check_compiled(with_columns_first(make_layer()), dy, "mxfp8_2d", "inductor")
-    assert len(saved) == 4 and freed == [True] * 6, "of the compiled layer, then of the eager one"
+    assert len(saved) == 4, "of the compiled layer, then of the eager one"
+    assert happened == [(what, True) for what in ("swiglu", "wgrad", "rows", "wgrad", "wgrad")] * 2
 
 
 def test_numbers_may_be_arguments_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,7 @@ def test_which_operators_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(operator, "function", lambda *args: args)
         assert operator.run(on_cpu, 7) == (on_cpu, 7)
     of_experts = [value for value in vars(expert_operators).values() if isinstance(value, library.Operator)]
-    assert len(of_experts) == 4
+    assert len(of_experts) == 5
     for operator in of_experts:
         monkeypatch.setattr(operator, "function", lambda *args: args)
         assert operator.run(on_gpu, 7) == (on_gpu, 7)

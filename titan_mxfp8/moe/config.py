@@ -49,7 +49,10 @@ class MoEConfig(ExpertsLayer):
         copies = [] if save and slots >= self.copied_slots() else None
         received, handle = transport.dispatch(parts, routing, scores, experts, capacity, overlap, copies)
         tokens = [Tokens(Operand.of_rows(self.x_rows, *received))]
-        return DispatchedRows(tokens, [*handle], handle.scores, [], copies or (received if save else []))
+        return DispatchedRows(tokens, [*handle], [], copies or (received if save else []))
+
+    def scores(self, handle):
+        return DispatchHandle(*handle).scores
 
     def combine(self, transport, y, weighted, handle, dtype):
         return transport.combine([y], weighted, None, DispatchHandle(*handle), dtype)[0]
@@ -62,7 +65,7 @@ class MoEConfig(ExpertsLayer):
         sources = [transport.find_sources(dispatched)] if gathers else []
         kept = (sent if gathers and self.ranks == 1 else received) if needs_w2 else []
         tokens = [Tokens(Operand.of_rows(self.g_rows, *received))]
-        return DispatchedRows(tokens, handle, dispatched.scores, sources, kept)
+        return DispatchedRows(tokens, handle, sources, kept)
 
     def combine_gradient(self, transport, rows, dscores_M, handle, dtype):
         dx, dscores = transport.combine(rows, False, dscores_M, DispatchHandle(*handle), dtype)

@@ -1,5 +1,5 @@
 """A layer of SwiGLU experts as operators, with their fakes, and the autograd function over them: one operator is all of
-forward, four are backward.
+forward, five are backward.
 
 Per expert e, rows of group e only: ``y = h w2^T + b2``, ``h = act(x w1^T + b1, x w3^T + b3)``. A row's score s
 multiplies y afterwards; with g the gradient of that product, unscaled:
@@ -91,27 +91,37 @@ class ExpertsFunction(torch.autograd.Function):
         needs, offs, config = list(ctx.needs_input_grad[8:14]), handle[0], ctx.config
         sizes = [g.shape[0], ctx.slots, preactivations[0].shape[1], g.shape[1]]
         params, totals = held_gradients(ctx, first=2 + ctx.scored, count=3)
-        rowwise, columnwise, h, dscores, biases, sources, of_g = split(
-            experts_hidden_gradients(g, handle, preactivations, kept_w2, weights, b2, ctx.scored, needs, sizes, config),
+        u, dscores_b2, db2, sources, of_g = split(
+            experts_output_gradient(g, handle, kept_w2, weights, b2, ctx.scored, needs, sizes, config),
+            1,
+            ctx.scored and b2 is not None,
+            needs[5],
+            ctx.gathers,
+        )
+        inputs = [*preactivations, *u]
+        del preactivations, u
+        rowwise, columnwise, h, dscores, biases = split(
+            experts_hidden_gradients(offs, handle, inputs, ctx.scored, needs, config),
             counts.rowwise,
             counts.columnwise,
             counts.h * needs[2],
             ctx.scored,
-            sum(needs[3:]),
-            ctx.gathers,
         )
         dscores_M, sources = dscores[0] if ctx.scored else None, sources[0] if ctx.gathers else None
+        if dscores_b2:
+            dscores_M = dscores_M + dscores_b2[0]
         if ctx.sorted and not counts.quantizes_g:
             of_g = [g]
         dtypes, made = ctx.dtypes, []
         dtype = dtypes[0] if dtypes[0] == dtypes[1] == dtypes[2] else torch.float32
         rest = sources, sizes, dtype, totals, config
-        if needs[2]:  # first, as it frees most
+        columnwise = columnwise or [*rowwise]
+        if needs[2]:  # first, and those of w1 and w3 last: so the least is held at once
             made = expert_weight_gradients(offs, h, of_g, [False, False, True], *rest)
-        if needs[0] or needs[1]:
-            made = expert_weight_gradients(offs, columnwise or [*rowwise], x, [*needs[:2], False], *rest) + made
-        made = take_gradients(params, totals) + made + biases
         dx, *dscores = experts_rows_gradient(offs, handle, rowwise, kept, weights, dscores_M, sizes, g.dtype, config)
+        if needs[0] or needs[1]:
+            made = expert_weight_gradients(offs, columnwise, x, [*needs[:2], False], *rest) + made
+        made = take_gradients(params, totals) + made + biases + db2
         dparams = gradients_of(made, needs, dtypes)
         none = [None] * (len(ctx.needs_input_grad) - 14)
         return dx.to(ctx.x_dtype), dscores[0] if ctx.scored else None, *[None] * 6, *dparams, *none
@@ -189,10 +199,9 @@ def _(x, scores, routing, capacity, weights, biases, config, save):
 
 
 @Operator
-def experts_hidden_gradients(
+def experts_output_gradient(
     g: Tensor,
     handle: list[Tensor],
-    preactivations: list[Tensor],
     quantized: list[Tensor],
     weights: list[Tensor],
     b2: Tensor | None,
@@ -201,10 +210,10 @@ def experts_hidden_gradients(
     sizes: list[int],
     config: str,
 ) -> list[Tensor]:
-    """``experts.hidden_tensors``; then ``sources`` and ``kept`` of ``ExpertsLayer.dispatch_gradient``.
+    """u; of a b2 its part of the scores' gradient, fp32 (M,), and its own gradient, fp32, where they are wanted; then
+    ``sources`` and ``kept`` of ``ExpertsLayer.dispatch_gradient``.
 
     Args:
-        preactivations: gate and up, emptied.
         quantized: w2 as ``experts_forward`` has kept it, emptied; or none.
         weights: w1, w3, w2, as ``experts.weights_of`` takes them; none where they are kept quantised.
         scored: whether the scores have a gradient.
@@ -216,50 +225,71 @@ def experts_hidden_gradients(
     parameters = experts.weights_of(weights, [None, None, b2], plan)
     transport, offs = layer.connect(g.device), aligned(handle[0])
     rows = layer.dispatch_gradient(transport, aligned(g), [offs, *handle[1:]], needs[2], kernels)
-    kept, given = experts.kept_operands(quantized, layer.gemms), take_many(preactivations)
-    scores = rows.scores if scored else None
+    kept, tokens = experts.kept_operands(quantized, layer.gemms), take(rows.tokens)
     w2 = take(kept) if kept else experts.for_dgrad(parameters.w2, plan, kernels)
-    tokens = take(rows.tokens)
-    of_g = tokens.along_features(plan.dgrad.a, offs, kernels)
-    if b2 is None:
-        del tokens
-    given.append(kernels.gemm_m_grouped(of_g, w2, offs, None, torch.bfloat16, False))  # u
-    del w2, of_g
-    *operands, dscores = kernels.swiglu_backward(given, scores, layer.limit, plan, offs)
-    rowwise, columnwise = take_many(operands, 2), operands
-    biases: list[Tensor | None] = [None] * 3
-    for i in (0, 1):
-        if needs[3 + i]:
-            biases[i] = sum_rows(experts.bf16_values(rowwise[i], offs, kernels).float(), offs)
+    made, of_g = [], tokens.along_features(plan.dgrad.a, offs, kernels)
     if b2 is not None:
         values = experts.bf16_values(tokens.rowwise, offs, kernels) if tokens.values is None else tokens.values
         values = values.float()
         if scored:
             expert_M = torch.searchsorted(offs, torch.arange(values.shape[0], device=offs.device), right=True)
-            dscores = dscores + (values * b2.float()[expert_M.clamp(max=offs.numel() - 1)]).sum(1)
-            values = values * scores[:, None]
-        biases[2] = sum_rows(values, offs) if needs[5] else None
+            made.append((values * b2.float()[expert_M.clamp(max=offs.numel() - 1)]).sum(1))
+            values = values * layer.scores(handle)[:, None]
+        if needs[5]:
+            made.append(sum_rows(values, offs))
+        del values
+    del tokens
+    u = kernels.gemm_m_grouped(of_g, w2, offs, None, torch.bfloat16, False)
+    return [u, *made, *rows.sources, *rows.kept]
+
+
+@torch.library.register_fake(experts_output_gradient.overload)
+def _(g, handle, quantized, weights, b2, scored, needs, sizes, config):
+    layer, (*_, hidden, features) = decode(config), sizes
+    scores = layer.scores(handle)
+    rows = g.shape[0] if scores is None else scores.shape[0]
+    made = [g.new_empty((rows, hidden), dtype=torch.bfloat16)]
+    if scored and b2 is not None:
+        made.append(g.new_empty(rows, dtype=torch.float32))
+    if needs[5]:
+        made.append(g.new_empty((handle[0].shape[0], features), dtype=torch.float32))
+    return [*made, *layer.empty_gradient(g, handle, rows, needs[2])]
+
+
+@Operator
+def experts_hidden_gradients(
+    offs: Tensor, handle: list[Tensor], inputs: list[Tensor], scored: bool, needs: list[bool], config: str
+) -> list[Tensor]:
+    """``experts.hidden_tensors``.
+
+    Args:
+        offs: the first tensor of ``handle``.
+        inputs: gate, up and u, emptied.
+        scored: whether the scores have a gradient.
+        needs: as of ``experts_output_gradient``.
+    """
+    layer: ExpertsLayer = decode(config)
+    plan, kernels, offs = layer.plan, backends.load(layer.gemms.backend, offs.device), aligned(offs)
+    scores = layer.scores(handle) if scored else None
+    *operands, dscores = kernels.swiglu_backward(take_many(inputs), scores, layer.limit, plan, offs)
+    rowwise, columnwise = take_many(operands, 2), operands
+    biases = [sum_rows(experts.bf16_values(rowwise[i], offs, kernels).float(), offs) for i in (0, 1) if needs[3 + i]]
     if not needs[2]:
         columnwise.pop()
-    made = experts.hidden_tensors(layer, rowwise, columnwise, dscores, biases)
-    return [*made, *rows.sources, *rows.kept]
+    return experts.hidden_tensors(layer, rowwise, columnwise, dscores, biases)
 
 
 @torch.library.register_fake(experts_hidden_gradients.overload)
-def _(g, handle, preactivations, quantized, weights, b2, scored, needs, sizes, config):
-    layer, gate, local = decode(config), preactivations[0], handle[0].shape[0]
+def _(offs, handle, inputs, scored, needs, config):
+    layer, gate, local = decode(config), inputs[0], offs.shape[0]
     (rows, hidden), plan, rowwise = gate.shape, layer.plan, layer.plan.dgrad.a
-    made = experts.hidden_tensors(
+    return experts.hidden_tensors(
         layer,
         rowwise=[rowwise.empty(gate, 1, local if rowwise.grouped_scales else None) for _ in range(2)],
         columnwise=[spec.empty(gate, 0, local) for spec in (plan.wgrad.a, plan.wgrad.a, *[plan.wgrad.b] * needs[2])],
         dscores=gate.new_empty(rows, dtype=torch.float32) if scored else None,
-        biases=[
-            gate.new_empty((local, size), dtype=torch.float32) if needed else None
-            for size, needed in zip((hidden, hidden, g.shape[1]), needs[3:], strict=True)
-        ],
+        biases=[gate.new_empty((local, hidden), dtype=torch.float32) for needed in needs[3:5] if needed],
     )
-    return [*made, *layer.empty_gradient(g, handle, rows, needs[2])]
 
 
 @Operator
@@ -330,7 +360,7 @@ def experts_rows_gradient(
         offs: the first tensor of ``handle``.
         rowwise: as of ``experts.hidden_tensors``. Emptied.
         quantized: w1 and w3 as ``experts_forward`` has kept them, emptied; or none.
-        weights: as of ``experts_hidden_gradients``.
+        weights: as of ``experts_output_gradient``.
         sizes: T, K, H and D.
     """
     layer: ExpertsLayer = decode(config)
@@ -362,8 +392,8 @@ def _(x_shape, scores_shape, routing_shape, capacity, weight_shapes, *args, **kw
     return 3 * 2 * rows * math.prod(weight_shapes[0][1:])
 
 
-@register_flop_formula(torch.ops.titan_mxfp8.experts_hidden_gradients)
-def _(g, handle, preactivations, quantized, weights, b2, scored, needs, sizes, *args, **kwargs) -> int:
+@register_flop_formula(torch.ops.titan_mxfp8.experts_output_gradient)
+def _(g, handle, quantized, weights, b2, scored, needs, sizes, *args, **kwargs) -> int:
     return 2 * math.prod(sizes)
 
 

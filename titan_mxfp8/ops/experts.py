@@ -76,7 +76,6 @@ class DispatchedRows(NamedTuple):
 
     tokens: Owned  # the ``Tokens`` of it
     handle: list[Tensor]  # of x's dispatch, see ``ExpertsLayer``
-    scores: Tensor | None  # (M,)
     sources: list[Tensor]  # int32 (M,): which kept row each row is, where one is kept for all of a token's experts here
     kept: list[Tensor]  # what ``ExpertsLayer.wgrad_tokens`` takes, unless that is x or g itself; or nothing
 
@@ -138,6 +137,10 @@ class ExpertsLayer(Encoded):
             save: whether backward follows.
             overlap: launches what does not need x; called once, when x has been quantised.
         """
+        raise NotImplementedError
+
+    def scores(self, handle: list[Tensor]) -> Tensor | None:
+        """Those of the rows, fp32 (M,); None where rows have none."""
         raise NotImplementedError
 
     def combine(self, transport: object, y: Tensor, weighted: bool, handle: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -293,7 +296,7 @@ def hidden_tensors(
     rowwise: list[Operand],
     columnwise: list[Operand],
     dscores: Tensor | None,
-    biases: list[Tensor | None],
+    biases: list[Tensor],
 ) -> list[Tensor]:
     """What an operator returns of what backward makes of g and the pre-activations: no tensor twice.
 
@@ -301,11 +304,11 @@ def hidden_tensors(
         rowwise: the gradients of gate and up along H, for the rows' gradient.
         columnwise: what wgrad takes along M: the gradients of gate and up, and the score times h if w2's is wanted.
         dscores: fp32 (M,), or None.
-        biases: the gradients of b1, b3 and b2, fp32, of each that is wanted.
+        biases: the gradients of b1 and b3, fp32, of each that is wanted.
     """
     first = 0 if layer.plan.dgrad.a.is_quantized else 2
-    rest = [tensor for tensor in (dscores, *biases) if tensor is not None]
-    return [*tensors_of(rowwise), *tensors_of(columnwise[first:]), *rest]
+    dscores = [] if dscores is None else [dscores]
+    return [*tensors_of(rowwise), *tensors_of(columnwise[first:]), *dscores, *biases]
 
 
 def bf16_values(rows: Operand, offs: Tensor, kernels: Backend) -> Tensor:

@@ -70,7 +70,10 @@ class SortedExperts(ExpertsLayer):
             rows = kept = kernels.quantize(x, 1, spec, offs if spec.grouped_scales else None)
         overlap()
         left = kept.tensors() if save and not gemms.keeps_input else []
-        return DispatchedRows([Tokens(rows)], [offs], None, [], left)
+        return DispatchedRows([Tokens(rows)], [offs], [], left)
+
+    def scores(self, handle):
+        return None
 
     def combine(self, transport, y, weighted, handle, dtype):
         return y
@@ -79,9 +82,9 @@ class SortedExperts(ExpertsLayer):
         (offs,), rows, columns = handle, self.plan.dgrad.a, self.plan.wgrad.a
         if needs_w2 and columns.is_quantized:
             of_rows, of_columns = kernels.quantize_both(g, rows, columns, offs)
-            return DispatchedRows([Tokens(of_rows, None, g)], handle, None, [], of_columns.tensors())
+            return DispatchedRows([Tokens(of_rows, None, g)], handle, [], of_columns.tensors())
         of_rows = kernels.quantize(g, 1, rows, offs if rows.grouped_scales else None)
-        return DispatchedRows([Tokens(of_rows, None, g)], handle, None, [], [])
+        return DispatchedRows([Tokens(of_rows, None, g)], handle, [], [])
 
     def combine_gradient(self, transport, rows, dscores_M, handle, dtype):
         dx = rows[0] if len(rows) == 1 else rows[0].add_(rows[1])
