@@ -253,6 +253,18 @@ def test_new_compilations_are_seen(backend) -> None:
     assert counts == [1, 1, 2]
 
 
+def test_on_amd_memory_of_2_gib_and_more_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For less Triton takes 32 bits of an address. The memory here is never touched."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    forget_compiled(monkeypatch)
+    compiled, counts = dequantize.__globals__["_dequantize_rows"].compiled, []
+    with specializations("gfx942") as found:
+        for rows in (64, 2**24 - 1, 2**24, 64):  # of 128 bytes
+            dequantize(spec.OperandSpec().empty(torch.empty(1, 64).expand(rows, 64), 1, None))
+            counts.append((len(found), len(compiled)))
+    assert counts == [(1, 1), (1, 1), (2, 2), (2, 2)]
+
+
 def test_what_starts_elsewhere_than_at_16_bytes_is_copied() -> None:
     """Kernels are compiled for pointers that do: a view that starts at row 1 of rows of 33, and offs that lie apart."""
 

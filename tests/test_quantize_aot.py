@@ -82,7 +82,7 @@ ELSEWHERE = {
     "sm_120": ("rowwise", "both, ragged", "32x32 both"),
     "sm_100": ("rowwise", "rowwise of fp32, floor, E5M2", "both, ragged", "32x32 both"),
     "gfx942": ("rowwise", "both, ragged"),
-    "gfx950": ("rowwise", "rowwise of fp32, floor, E5M2", "both, ragged", "32x32 both"),
+    "gfx950": ("rowwise", "rowwise of fp32, floor, E5M2", "both, ragged", "32x32 both", "32x32 both of fp32"),
 }
 HOPPER = {
     "rowwise": Case(REBASED, 1),
@@ -157,7 +157,12 @@ def test_portable_sm_90(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "target, name", daily([(target, name) for target in ELSEWHERE for name in ELSEWHERE[target]], ("gfx950", "rowwise"))
+    "target, name",
+    daily(
+        [(target, name) for target in ELSEWHERE for name in ELSEWHERE[target]],
+        ("gfx950", "rowwise"),
+        ("gfx950", "32x32 both of fp32"),  # Triton knows no limit of registers on AMD
+    ),
 )
 def test_portable_elsewhere(target: str, name: str) -> None:
     kernels = PORTABLE[name].compile(target, quantizers)

@@ -29,6 +29,7 @@ from triton import knobs
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -109,6 +110,8 @@ class Kernel:
                 pointers.append(pointer)
         blocks = tuple([d.key for d in descriptors]) if descriptors else ()
         key = (device, sizes, constants, warps, stages, registers, tuple(dtypes), blocks)
+        if torch.version.hip:  # where Triton takes 32 bits for an address in memory of less than 2 GiB
+            key += (tuple([x is None or x.untyped_storage().nbytes() < 2**31 for x in tensors]),)
         kernel = self.compiled.get(key)
         if kernel is not None and programs and not knobs.runtime.launch_enter_hook.calls:
             assert not bits & 15, "tensors start at multiples of 16 bytes"
@@ -128,6 +131,8 @@ class Kernel:
         if watched.launches is not None and (is_new or programs):
             watched.launches.append(None)
         is_compiled = isinstance(self.function, JITFunction)  # else Triton interprets
+        if is_compiled and driver.active.get_current_target().backend == "hip":
+            options.pop("maxnreg", None)  # which Triton knows for NVIDIA alone
         with compiling() if is_compiled else nullcontext({}) as more:
             if is_new:
                 compiled = self.function.warmup(*args, grid=(1,), **options, **more) if is_compiled else None
