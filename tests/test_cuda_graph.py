@@ -2,6 +2,7 @@
 
 import os
 import re
+from functools import partial
 from unittest.mock import MagicMock
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from test_plugin import GROUPED, parse
 from torchtitan.config import JobConfig
 
-from titan_mxfp8.backends.hardware import CLUSTER_GPUS
+from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware
 from titan_mxfp8.plugin import checks
 from titan_mxfp8.titan import cuda_graph
 from titan_mxfp8.titan.cuda_graph import GIB, WARM_UP, StepGraph, why_not_captured
@@ -19,10 +20,12 @@ ROWS, DISPATCH = f"--{GROUPED}.dispatch_rows", f"--{GROUPED}.dispatch"
 CONVERT = f"--model.converters={GROUPED}"
 
 
-def parse_on_a_gpu(monkeypatch: pytest.MonkeyPatch, *flags: str) -> JobConfig:
+def parse_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, *flags: str, hardware: Hardware = CLUSTER_GPUS["H200"]
+) -> JobConfig:
     """As if there were one."""
     monkeypatch.setattr(checks, "training_device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(checks, "hardware_of", lambda _: CLUSTER_GPUS["H200"])
+    monkeypatch.setattr(checks, "hardware_of", lambda _: hardware)
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "")
     monkeypatch.delenv("NCCL_GRAPH_REGISTER")
     return parse("--model.name=deepseek_v3", "--model.flavor=debugmodel", *flags)
@@ -61,6 +64,21 @@ def test_what_cannot_be_captured_is_refused_or_left_with_a_log_line(
     assert parse_on_a_gpu(monkeypatch, *flags, "--training.cuda_graph=auto").training.cuda_graph == "off"
     assert "no CUDA graphs (training.cuda_graph = 'auto') with" in caplog.text
     assert words in caplog.text and "NCCL_GRAPH_REGISTER" not in os.environ
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120", "sm_90", "sm_100"])
+def test_experts_in_bf16_are_captured_where_torch_does_not_wait(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it does, TorchTitan or torch._grouped_mm copies the numbers of rows to the host."""
+    parse_here = partial(parse_on_a_gpu, monkeypatch, hardware=Hardware(arch, "NVIDIA"))
+    waits = arch not in ("sm_90", "sm_100")
+    qwen3 = "--model.name=qwen3", "--model.flavor=debugmodel_moe"
+    for flags in ((), ("--model.converters=quantize.linear.mx",), qwen3):
+        assert parse_here(*flags).training.cuda_graph == ("off" if waits else "auto")
+    if waits:
+        with pytest.raises(ValueError, match="'on' does not work with experts in bf16 on NVIDIA"):
+            parse_here(ON)
+    for flags in ((CONVERT,), ("--model.name=qwen3", "--model.flavor=debugmodel"), ("--model.name=llama3",)):
+        assert parse_here(*flags, ON).training.cuda_graph == "on"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from titan_mxfp8.backends import triton
 from titan_mxfp8.backends.common import gemm
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.format import reference
+from titan_mxfp8.format.spec import UNQUANTIZED, Operand
 from titan_mxfp8.recipe import get_recipe
 
 
@@ -74,6 +75,21 @@ def test_torch_multiplies_large_matrices_without_groups(variant: str, monkeypatc
             gemm.gemm_k_grouped(dy_m, x_m, offs, BF16)
             assert (ours.m_grouped.call_count, ours.k_grouped.call_count) == (5, 2)
         ours.reset_mock()
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120", "gfx942", "gfx950", "sm_100", "sm_103"])
+def test_torch_multiplies_unquantised_groups_where_its_host_need_not_wait(arch: str, monkeypatch: pytest.MonkeyPatch):
+    """On Blackwell of data centres. Elsewhere but on SM90 torch._grouped_mm copies the offsets to the host."""
+    torchs, ours, rows = Mock(), Mock(), make_offs([3, 64])
+    monkeypatch.setattr(gemm, "hardware_of", lambda device: Hardware(arch, arch))
+    monkeypatch.setattr(gemm.reference, "gemm_k_grouped", torchs)
+    monkeypatch.setattr(gemm, "multiply_k_grouped", ours)
+    a = Operand(torch.zeros(64, 32, dtype=BF16), None, UNQUANTIZED, 0)
+    for out_dtype in (BF16, FP32):
+        gemm.gemm_k_grouped(a, a, rows, out_dtype)
+    assert (torchs.call_count, ours.call_count) == ((2, 0) if arch.startswith("sm_10") else (0, 2))
+    gemm.gemm_k_grouped(a, a, None, FP32)
+    assert ours.call_count == (0 if arch.startswith("sm_10") else 2 if arch != "sm_90" else 3)
 
 
 @pytest.mark.parametrize(

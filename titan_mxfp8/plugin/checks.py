@@ -187,6 +187,13 @@ def graph_obstacle(job_config: JobConfig) -> str:
             job_config.model.name == "gpt_oss" and not ours,
             f"gpt_oss's own experts, for whose rows the host waits: set [{GROUPED_MM}] dispatch = 'auto'",
         ),
+        (
+            GROUPED_MM not in job_config.model.converters
+            and has_experts(job_config)
+            and hardware.capability[0] not in (9, 10),
+            f"experts in bf16 on {hardware.name}, where the host waits for their rows: torch._grouped_mm does without "
+            f"on SM90 and SM100. Convert experts ({GROUPED_MM})",
+        ),
         (degree > 1 and comm != "standard", f"expert_parallel_comm_backend = {comm!r}: set it to 'standard'"),
         (
             degree > 1 and experts.dispatch_rows == "counted",
@@ -199,11 +206,20 @@ def graph_obstacle(job_config: JobConfig) -> str:
 
 def attention(job_config: JobConfig) -> str:
     """The kind of attention of the model, if it is known by now."""
+    return getattr(_known_args(job_config), "attn_type", "")
+
+
+def has_experts(job_config: JobConfig) -> bool:
+    """Whether the model has routed experts, if it is known by now."""
+    args = _known_args(job_config)
+    return getattr(args, "moe_enabled", hasattr(args, "moe_args"))
+
+
+def _known_args(job_config: JobConfig) -> BaseModelArgs | None:
     try:
-        args = get_train_spec(job_config.model.name).model_args.get(job_config.model.flavor)
+        return get_train_spec(job_config.model.name).model_args.get(job_config.model.flavor)
     except ValueError:
-        return ""
-    return getattr(args, "attn_type", "")
+        return None
 
 
 def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:

@@ -90,11 +90,15 @@ def gemm_k_grouped(
 
     For the latter torch's kernel wants another pass over the result for the empty groups. On an H200 this one takes as
     long with 1000 tokens in each of 32 groups or more, 24% longer with 256 in each of 64, 36% with at most 44.
+    Elsewhere than on SM90 and SM100 (and in builds for AMD with CK) torch has none: its host waits for the offsets,
+    which no CUDA graph can hold.
     """
     check_axes(a, b, *K_GROUPED_AXES)
     device = a.data.device
-    mma = hardware_of(device).mma
-    if not a.spec.is_quantized and mma != "bf16_tma":
+    hardware = hardware_of(device)
+    mma = hardware.mma
+    major, _ = hardware.capability or (0, 0)
+    if not a.spec.is_quantized and (major == 10 or (offs is None and mma != "bf16_tma")):
         return reference.gemm_k_grouped(a, b, offs, out_dtype, add_to)
     if mma != "scaled" and offs is None and out_dtype == torch.bfloat16:
         a, b = _tokens_first(a), _tokens_first(b)
