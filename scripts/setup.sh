@@ -43,6 +43,8 @@ has_gpu() { command -v nvidia-smi > /dev/null 2>&1 || command -v rocminfo > /dev
 build=cpu
 if has_gpu; then
     build=gpu fits+="; assert torch.version.cuda or torch.version.hip"
+    # With AMD's alone one for CUDA does not do, which is what pip finds unless it is told of an index of ROCm's.
+    command -v nvidia-smi > /dev/null 2>&1 || fits+="; assert torch.version.hip"
 fi
 stamp=$venv/.installed-$(cksum < pyproject.toml | cut -d' ' -f1)-${TORCH:-default}-$build
 
@@ -76,6 +78,12 @@ if [ -z "${PYTHON:-}" ] && [ ! -e "$stamp" ]; then
         if ! install "1 of 2, $torch" --force-reinstall --no-deps "$torch"; then
             echo "setup: pip found no '$torch'. Where your package index has no CPU build of torch, take the index address" >&2
             echo "setup: from pytorch.org (Get Started: Linux, Pip, CPU), put it in PIP_EXTRA_INDEX_URL and run this again." >&2
+            exit 1
+        fi
+        if [ $build = gpu ] && ! command -v nvidia-smi > /dev/null 2>&1 &&
+            ! "$venv/bin/python" -c "$fits" 2> /dev/null; then
+            echo "setup: the torch that pip found is not one for AMD's GPUs. Take the index address from pytorch.org (Get" >&2
+            echo "setup: Started: Linux, Pip, ROCm), put it in PIP_EXTRA_INDEX_URL and run this again." >&2
             exit 1
         fi
     fi

@@ -127,6 +127,24 @@ def test_what_is_missing_comes_with_the_command_that_mends_it() -> None:
     assert "each of 8 GPUs" in doctor.symmetric_memory(HEALTHY)
     assert "two GPUs" in doctor.symmetric_memory(replace(HEALTHY, gpus=1))
     assert "cannot read" in doctor.symmetric_memory(replace(HEALTHY, peers=False))
+    for arch in ("gfx950", "sm_75"):
+        assert "it needs NVIDIA GPUs" in doctor.symmetric_memory(replace(HEALTHY, hardware=Hardware(arch, arch)))
+
+
+def test_on_amd_torch_comes_from_the_index_of_rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Else pip finds a build for CUDA, which the doctor would have replaced again and again."""
+    (tmp_path / "version").write_text("6.12.12\n")
+    monkeypatch.setattr(doctor, "_output", lambda *command: "")
+    monkeypatch.setattr(doctor, "Path", lambda path: tmp_path / "version")
+    driver, mi355x = doctor._driver(), Hardware("gfx950", "AMD Instinct MI355X")
+    assert driver == "amdgpu 6.12.12"
+    for change in (
+        {"hardware": Hardware("cpu", "cpu"), "driver": driver},
+        {"hardware": mi355x, "driver": "", "cuda": "hip 7.0", **with_versions(torch="2.9.1")},
+        {"hardware": mi355x, "driver": driver, "cuda": "hip 7.0", **with_versions(torchtitan="0.3.0")},
+    ):
+        commands = [problem.command for problem in doctor.problems(replace(HEALTHY, **change))]
+        assert commands and all("torch>=" in each and each.endswith(doctor.OF_ROCM) for each in commands)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU")

@@ -387,6 +387,24 @@ def test_setup_replaces_a_cpu_build_where_there_is_a_gpu(tmp_path: Path) -> None
         calls.unlink()
 
 
+@pytest.mark.skipif(shutil.which("nvidia-smi", path="/usr/bin:/bin") is not None, reason="has a GPU of another maker")
+def test_setup_takes_no_build_for_cuda_where_the_gpus_are_amds(tmp_path: Path) -> None:
+    """Such as pip finds, unless it is told of an index of builds for ROCm."""
+    stubs = {
+        ".venv/bin/activate": "",
+        ".venv/bin/python": 'case "$*" in *"t torch.version.hip"*) test -e hip;; -c*);; *) echo "$@" >> calls;; esac',
+        "bin/python3": '[ "$1" != -c ] || exit 1',
+        "bin/rocminfo": "",
+    }
+    programs(tmp_path, stubs)
+    done = set_up(tmp_path)
+    assert done.returncode == 1 and "Linux, Pip, ROCm), put it in PIP_EXTRA_INDEX_URL" in done.stderr
+    (tmp_path / "hip").touch()
+    assert set_up(tmp_path).returncode == 0
+    installs = (tmp_path / "calls").read_text().splitlines()
+    assert [install.split()[-1] for install in installs] == ["pip", "torch>=2.11,<2.14", "pip", ".[train,test]"]
+
+
 def test_setup_installs_one_more_extra_once_and_for_others_nothing_again(tmp_path: Path) -> None:
     """Else each script that a test calls would install anew, two at a time in one environment."""
     programs(tmp_path, {".venv/bin/activate": "", ".venv/bin/python": '[ "$1" = -c ] || echo "$@" >> calls'})

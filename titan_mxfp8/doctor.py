@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import torch
 
 import titan_mxfp8
-from titan_mxfp8.backends import Gemm, plan_on, recommend, select
+from titan_mxfp8.backends import Gemm, plan_on, recommend, runs_triton, select
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
 from titan_mxfp8.logs import by_reason
 from titan_mxfp8.modules import training_device
@@ -34,6 +34,7 @@ MEASURED = Path(__file__).with_name("measured.csv")  # scripts/study/measured.py
 TORCH, TRITON = ((2, 11), (2, 15)), ((3, 6), (3, 10))  # from, to before; 2.14 has never run on a GPU
 INSTALL_TORCH, INSTALL_TRITON = 'pip install "torch>=2.11,<2.14"', 'pip install "triton>=3.6,<3.10"'
 REINSTALL_TORCH = 'pip install --force-reinstall "torch>=2.11,<2.14"'
+OF_ROCM = " --index-url URL, the one that pytorch.org names (Get Started: Linux, Pip, ROCm)"  # else pip takes CUDA's
 # By TorchTitan: the least torch; what its training imports; what some configs and scripts use.
 TORCHTITAN = {"0.2.2": ((2, 11), ("tensorboard",), ("wandb", "safetensors", "matplotlib")), "0.3.0": ((2, 13), (), ())}
 # pyproject.toml's [train]
@@ -49,7 +50,7 @@ class Machine:
     gpus: int
     peers: bool  # whether each GPU can read the memory of each other one
     memory: int  # bytes of one GPU
-    driver: str  # of NVIDIA's or AMD's GPUs; empty where there is none
+    driver: str  # of NVIDIA's GPUs, or of AMD's, such as amdgpu 6.12; empty where there is none
     cuda: str  # the release that torch was built for, such as 13.0 or hip 7.0; empty for a CPU build
     versions: dict[str, str]  # of the packages that are installed
     ptxas: str  # path and release of the assembler of our kernels
@@ -100,11 +101,13 @@ def problems(machine: Machine) -> list[Problem]:
             found.append(Problem(what, command, stops))
 
     torch_, torch_at = versions["torch"], _numbers(versions["torch"])
-    need(torch_at >= TORCH[0], f"torch {torch_} is older than 2.11", INSTALL_TORCH)
-    need(torch_at < TORCH[1], f"torch {torch_} is newer than what is tested, 2.11 to 2.14", INSTALL_TORCH, "")
+    index = OF_ROCM if machine.cuda.startswith("hip") or machine.driver.startswith("amdgpu") else ""
+    install_torch = INSTALL_TORCH + index
+    need(torch_at >= TORCH[0], f"torch {torch_} is older than 2.11", install_torch)
+    need(torch_at < TORCH[1], f"torch {torch_} is newer than what is tested, 2.11 to 2.14", install_torch, "")
     build = f"is built for {machine.cuda}" if machine.cuda else "is a build for CPUs"
     what = f"this machine has a GPU (driver {machine.driver}) that torch {torch_} cannot use: it {build}"
-    need(on_gpu or not machine.driver, what, REINSTALL_TORCH)
+    need(on_gpu or not machine.driver, what, REINSTALL_TORCH + index)
     triton = versions.get("triton", "is not installed")
     stops = "MXFP8" if on_gpu else "TorchTitan"
     need(_numbers(triton) >= TRITON[0], f"triton {triton}: 3.6 or newer is needed", INSTALL_TRITON, stops)
@@ -114,7 +117,7 @@ def problems(machine: Machine) -> list[Problem]:
     what = f"torchtitan {titan or 'is not installed'}: the plugin is for {' and '.join(TORCHTITAN)}"
     need(titan in TORCHTITAN, what, INSTALL_TITAN, "TorchTitan")
     least, imported, used = TORCHTITAN.get(titan, ((0, 0), (), ()))
-    need(torch_at >= least, f"torchtitan {titan} needs torch {least[0]}.{least[1]}", INSTALL_TORCH, "TorchTitan")
+    need(torch_at >= least, f"torchtitan {titan} needs torch {least[0]}.{least[1]}", install_torch, "TorchTitan")
     for name in imported:
         need(name in versions, f"{name} is not installed: TorchTitan imports it", f"pip install {name}", "TorchTitan")
     for name in used:
@@ -130,6 +133,8 @@ def symmetric_memory(machine: Machine) -> str:
     """Whether the GPUs of this machine can share memory, which transports between experts may use."""
     if machine.gpus < 2:
         return "no: it needs two GPUs or more"
+    if not machine.hardware.capability or not runs_triton(machine.hardware):
+        return "no: it needs NVIDIA GPUs of SM80 or newer"
     if not machine.peers:
         return "no: these GPUs cannot read each other's memory (nvidia-smi topo -p2p r says why)"
     return f"yes: each of {machine.gpus} GPUs can read each other one's memory"
@@ -360,7 +365,7 @@ def _output(*command: str) -> str:
 def _driver() -> str:
     nvidia = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     amd = Path("/sys/module/amdgpu/version")
-    return nvidia.split("\n")[0] or (amd.read_text().strip() if amd.is_file() else "")
+    return nvidia.split("\n")[0] or (f"amdgpu {amd.read_text().strip()}" if amd.is_file() else "")
 
 
 def _ptxas(hardware: Hardware) -> str:
