@@ -88,9 +88,9 @@ def test_kernels_stay_where_triton_kept_them_before_the_inductor(
 
 
 def recording_ptxas(folder: Path) -> tuple[Path, Callable[[], int]]:
-    """A ptxas that does what Triton's does, and how many kernels it has compiled."""
+    """A ptxas that does what Triton's newer one does, and how many kernels it has compiled."""
     program, calls = folder / "ptxas", folder / "calls"
-    program.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec {knobs.nvidia.ptxas.path} "$@"\n')
+    program.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec {knobs.nvidia.ptxas_blackwell.path} "$@"\n')
     program.chmod(0o755)
     calls.touch()
     return program, lambda: calls.read_text().count("--gpu-name=sm_90")

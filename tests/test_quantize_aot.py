@@ -204,8 +204,8 @@ def test_dequantise(target: str) -> None:
 def test_hopper(name: str) -> None:
     case = HOPPER[name]
     kernels = case.compile("sm_90", hopper)
-    # 64 registers, with which four programs fit, are just enough for Triton 3.6.
-    check(kernels, spills=32 if name == "both, ragged" and not IS_TRITON_36 else 0)
+    # The registers with which four programs fit, or two, are just enough for one release of Triton and not for another.
+    check(kernels, spills=32 if name == ("32x32 both of fp32" if IS_TRITON_36 else "both, ragged") else 0)
     kernel = named(kernels, "_rebase", "_squares")
     # each element is made, and made again once its block's neighbours are known
     assert kernel.count(case.conversion) >= 32
