@@ -508,7 +508,11 @@ def test_float16_is_an_error_that_names_the_module(what: str) -> None:
                 model["experts"](x, OFFS)
 
 
-def test_a_linear_that_is_the_whole_model_has_a_name() -> None:
+def test_a_module_that_is_the_whole_model_has_a_name() -> None:
+    with pytest.raises(ValueError, match=r"The model's Linears: Linear \(64 -> 40 features, not multiples of 32\)$"):
+        convert_model(nn.Linear(64, 40))
+    with pytest.raises(ValueError, match=r"The model's expert modules: Experts \(Experts\)$"):
+        convert_model(Experts(), grouped_fqns="bank")
     linear = nn.Linear(64, 64)
     convert_model(linear)
     with pytest.raises(ValueError, match=r"^Linear: mxfp8_linear takes x of shape"):

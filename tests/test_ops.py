@@ -513,6 +513,7 @@ def test_bad_grouped_input_says_what_to_do(change: dict, message: str) -> None:
     "change, message",
     [
         ({"x": torch.zeros(10, 96)}, r"x of shape \(..., K\)"),
+        ({"x": torch.zeros(())}, r"x of shape \(..., K\) .* got \(\), \(96, 64\)$"),
         ({"weight": torch.zeros(2, 96, 64)}, r"weight of shape \(N, K\)"),
         ({"bias": torch.zeros(64)}, r"bias must be of shape \(96,\)"),
         ({"bias": torch.zeros(96, dtype=torch.int64)}, "bias must be bfloat16 or float32, got torch.int64"),

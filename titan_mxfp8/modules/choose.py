@@ -112,7 +112,7 @@ def _choose(
     choice = Choice(kind=kind)
     for module in filter(is_of_kind, names):
         if why := _first(reasons, module, names[module]):
-            choice.left[names[module][0]] = why
+            choice.left[names[module][0] or class_name(module)] = why  # the whole model has no name
         else:
             choice.modules[names[module][0]] = module
     return choice

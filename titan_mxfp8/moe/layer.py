@@ -182,7 +182,7 @@ def _check_call(
             "mxfp8_moe takes x of shape (T, D), w1 and w3 of shape (E / R, H, D) and w2 of shape (E / R, D, H), got "
             f"{tuple(x.shape)}, {tuple(w1.shape)}, {tuple(w3.shape)} and {tuple(w2.shape)}"
             + ": pass w1.mT, w3.mT and w2.mT"
-            * (w1.ndim == 3 and w1.shape[1] == x.shape[-1])
+            * (w1.ndim == 3 and w1.shape[1:2] == x.shape[-1:])
         )
     local, hidden, features = w1.shape
     if w3.shape != w1.shape or tuple(w2.shape) != (local, features, hidden):

@@ -55,7 +55,7 @@ def linear(
     """``mxfp8_linear`` with a ``config``."""
     x, weight, bias = plain("mxfp8_linear", x=x, weight=weight, bias=bias)
     if weight.ndim != 2 or len(x.shape) < 1 or x.shape[-1] != weight.shape[1]:
-        is_transposed = weight.ndim == 2 and weight.shape[0] == x.shape[-1]
+        is_transposed = weight.ndim == 2 and weight.shape[:1] == x.shape[-1:]
         raise ValueError(
             f"mxfp8_linear takes x of shape (..., K) and weight of shape (N, K), got {tuple(x.shape)}, "
             f"{tuple(weight.shape)}" + ": pass weight.mT" * is_transposed
