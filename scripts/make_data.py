@@ -324,6 +324,8 @@ def build(args: argparse.Namespace, command: str) -> None:
     kept = len(documents) - args.held_out
     if not 0 < kept <= len(documents):
         raise ValueError(f"--held-out {args.held_out} of {len(documents)} rows: some must be left to train on")
+    if not args.held_out and (stale := args.out / "held-out" / "data.jsonl").exists():
+        raise ValueError(f"{stale} is of an earlier call, and rows of it may be here: remove it, or name another --out")
     documents, held_out = documents[:kept], documents[kept:]
     data = f"{'-'.join(names) or 'text'}/data.jsonl"
     files = {data: jsonl(documents)}

@@ -93,9 +93,9 @@ def failures(folder: Path) -> Iterator[tuple[int, float, str]]:
         attempt = max(launched.glob("attempt_*"), key=lambda path: int(path.name.partition("_")[2]))
         for process in attempt.iterdir():
             recorded, output = process / "error.json", process / "stderr.log"
-            if recorded.is_file():
+            try:
                 said = str(json.loads(recorded.read_text())["message"]["message"]).replace("\n", " ")
-            else:
+            except (OSError, ValueError, TypeError, LookupError):  # none, or a part, as where the disk is full
                 recorded, outputs = output, (output, process / "stdout.log")
                 said = next(filter(None, (message(path.read_text(errors="replace")) for path in outputs)), None)
             if said:

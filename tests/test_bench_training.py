@@ -264,6 +264,8 @@ def test_bench_training_takes_turns_and_shows_what_strays(tmp_path: Path, launch
     assert (bf16["tokens/s, range"], ours["x"], ours["x, range"]) == ("100 to 125", "1.8", "1.600 to 2.000")
     assert [row["repeat"] for row in read_rows(tmp_path / "data.csv")][:6] == ["1"] * 3 + ["2"] * 3
     assert "--repeats is at least 1, got 0" in call("bench_training", "--repeats", 0)
+    for steps in (["--training.steps=2"], ["--training.steps", "2"]):
+        assert "--training.steps behind -- would override --steps" in bench(tmp_path, "--", *steps)
 
 
 def test_bench_training_gives_no_x_to_a_run_that_computes_something_else(

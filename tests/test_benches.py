@@ -321,6 +321,8 @@ def test_kernel_times_adds_up_what_ran_on_the_gpu(tmp_path: Path) -> None:
     assert "is not a trace of torch.profiler" in call("kernel_times", ROOT / "pyproject.toml")
     trace.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
     assert "is not a trace of torch.profiler: UnicodeDecodeError: 'utf-8' codec" in call("kernel_times", trace)
+    trace.write_text(json.dumps({"traceEvents": events}))
+    assert "kernel_times: [Errno 2] No such file" in call("kernel_times", trace, "--out", tmp_path / "none" / "a.csv")
 
 
 def test_kernel_times_tells_what_the_gpu_waited_for(tmp_path: Path) -> None:

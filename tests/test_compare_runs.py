@@ -186,7 +186,11 @@ def test_compare_runs_refuses_what_cannot_be_compared(tmp_path: Path) -> None:
     assert "--window is a share of the steps" in compare(long, "--window", 10)
     assert "--margin is a share of the loss, above 0 and below 1, got 0.0" in compare(long, "--margin", 0)
     path = tmp_path / "losses.csv"
-    for text, message in ((b"step,a loss\n1,8.0\n2,x\n", "could not convert"), (b"\x89PNG\r\n", "'utf-8' codec")):
+    for text, message in (
+        (b"step,a loss\n1,8.0\n2,x\n", "could not convert"),
+        (b"\x89PNG\r\n", "'utf-8' codec"),
+        (b"a log\nof lines, with a comma\n", "it needs columns"),
+    ):
         path.write_bytes(text)
         assert f"{path} is no losses.csv of compare_runs.py: {message}" in compare(path, "--out", tmp_path / "out")
 

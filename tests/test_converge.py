@@ -115,6 +115,7 @@ def test_converge_runs_a_study_in_order_stops_at_the_limit_and_continues(tmp_pat
     assert "--model.converters=" in lines[0] and "--model.converters=" not in lines[-1]
     assert "--quantize.grouped_mm.mx.recipe_name=mxfp8_2d --quantize.linear.mx.recipe_name=mxfp8_2d" in lines[-1]
     assert "--quantize.grouped_mm.mx.hopper_rebase --quantize.linear.mx.hopper_rebase" in lines[-1]
+    assert all("--metrics.enable_tensorboard --training.steps=3" in line for line in lines), "which is compared"
     assert not any("hopper_rebase" in line for line in lines if "--model.converters=" in line)
     refused = call("converge", *command, "--", "--training.steps=4")
     assert "holds a study of another config or other flags" in refused
@@ -176,6 +177,7 @@ def test_converge_compares_all_finished_runs_of_its_folder(
         ([TOML, "--window", "7"], "--window is a share of the steps, above 0 and at most 1, got 7.0"),
         ([TOML, "--margin", "0"], "--margin is a share of the loss, above 0 and below 1, got 0.0"),
         ([TOML, "--seeds", "0", "1", "0"], "--seeds has 0 twice"),
+        ([TOML, "--seeds", "0", "-1"], "--seeds has -1, a number below 0"),
         ([TOML, "--recipes", "bf16", "mxfp8", "bf16"], "--recipes has bf16 twice"),
     ],
 )

@@ -222,6 +222,9 @@ def test_shuffle_follows_its_seed_and_held_out_rows_are_in_no_other_file(tmp_pat
     assert "`held-out/data.jsonl`" in (out / "README.md").read_text()
     with pytest.raises(SystemExit, match="--held-out 51 of 51 rows: some must be left"):
         made("--held-out", "51")
+    with pytest.raises(SystemExit, match=r"out5/held-out/data\.jsonl is of an earlier call"):
+        make_data.main(["--text", str(tmp_path / "own.jsonl"), "--out", str(out)])
+    assert texts_of(out / "text" / "data.jsonl") == documents[:-1]
 
 
 def test_text_of_ones_own_is_split_and_gets_a_tokenizer(tmp_path):

@@ -196,6 +196,17 @@ def test_watch_takes_the_first_recorded_error(tmp_path: Path) -> None:
     assert call("watch", "cause", tmp_path).startswith("ValueError: rank 1 more (local rank 1: ")
 
 
+@pytest.mark.parametrize("recorded", ["", '{"message": {"mess', '{"message": "one line"}', "[]"])
+def test_watch_reads_what_was_printed_where_no_whole_error_is_recorded(recorded: str, tmp_path: Path) -> None:
+    """As where the disk is full, which is what ended the training."""
+    folder = tmp_path / "id_x" / "attempt_0" / "0"
+    folder.mkdir(parents=True)
+    (folder / "error.json").write_text(recorded)
+    (folder / "stderr.log").write_text(f"{TRACEBACK}OSError: No space left on device\n")
+    (folder / "stdout.log").touch()
+    assert call("watch", "cause", tmp_path).startswith("OSError: No space left on device (local rank 0: ")
+
+
 def test_train_multinode_gives_torchrun_the_rendezvous() -> None:
     settings = {"NNODES": "8", "RDZV_ENDPOINT": "node01:29500", "RDZV_ID": "7", "WANDB_RUN_NAME": "n", "DRYRUN": "1"}
     settings["LAUNCH"] = "now"

@@ -39,7 +39,7 @@ from scripts.result_files import (
     write_rows,
 )
 from scripts.study.conversions import FLOAT8, conversion_of
-from scripts.study.runs import Run, ending, read_run, split_flags
+from scripts.study.runs import Run, ending, field_of, read_run, split_flags
 from scripts.study.starter import Starter
 from titan_mxfp8.recipe import GROUPED_MM, LINEAR
 
@@ -230,6 +230,8 @@ class Bench:
             raise ValueError(f"--repeats is at least 1, got {args.repeats}")
         if args.warmup >= args.steps:
             raise ValueError(f"--warmup {args.warmup} leaves nothing of --steps {args.steps}")
+        if "training.steps" in map(field_of, args.flags):
+            raise ValueError("--training.steps behind -- would override --steps: use that one")
         for flag, names in (("--runs", args.runs), ("--flavors", args.flavors)):
             if twice := [name for name in names if names.count(name) > 1]:
                 raise ValueError(f"{flag} has {twice[0]} twice: --repeats makes every run several times")

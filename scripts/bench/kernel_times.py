@@ -153,10 +153,10 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     with ends_in_words("kernel_times"):
         tables = [kernel_table(trace, args.top, idle=args.idle) for trace in args.traces]
-    for rows in tables:
-        print(f"{rows[0]['trace']}\n{shown(rows, 'while' if args.idle else 'kernel')}")
-    if args.out:
-        write_rows(args.out, [row for rows in tables for row in rows])
+        for rows in tables:
+            print(f"{rows[0]['trace']}\n{shown(rows, 'while' if args.idle else 'kernel')}")
+        if args.out:
+            write_rows(args.out, [row for rows in tables for row in rows])
 
 
 if __name__ == "__main__":

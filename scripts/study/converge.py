@@ -106,7 +106,8 @@ def train(run: StudyRun, args: argparse.Namespace, slot: int, asked: Event) -> s
     say(f"{name}: started{' from its checkpoint' if goes_on else ''}")
     process = launch(
         args.ngpu,
-        [*TRAIN, *flags_of(run, args.config, args.checkpoint_every), *args.flags],
+        # TensorBoard's log is what is compared
+        [*TRAIN, *flags_of(run, args.config, args.checkpoint_every), "--metrics.enable_tensorboard", *args.flags],
         run.log,
         environment_of(run, args, slot),
         jobs=args.jobs,
@@ -190,6 +191,8 @@ def check(args: argparse.Namespace) -> None:
     for flag, values in (("--recipes", args.recipes), ("--seeds", args.seeds)):
         if twice := [value for value in values if values.count(value) > 1]:
             raise ValueError(f"{flag} has {twice[0]} twice")  # two runs would write one folder
+    if (least := min(args.seeds)) < 0:
+        raise ValueError(f"--seeds has {least}, a number below 0")  # folders of runs are not named so
     converters = as_list(value_of("model.converters", args.config, []) or [])
     for recipe in args.recipes:
         conversion_of(recipe).flags()  # which there may not be

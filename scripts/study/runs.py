@@ -139,7 +139,7 @@ def read_losses(path: Path) -> list[Run]:
     runs = []
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.DictReader(file))
+            rows = list(csv.DictReader(file, restkey=""))  # of lines that are longer than the first
         for name in [column.removesuffix(" loss") for column in (rows or [{}])[0] if column.endswith(" loss")]:
             loss, tps, held_out = (
                 {int(float(row["step"])): float(row[column]) for row in rows if row.get(column)}
