@@ -207,7 +207,7 @@ if not IS_GRAPH:  # a trainer that goes on after an error in a second microbatch
     check("after an error", steps.run(lambda number: "0.6" if number == 0 else None), counted)
     assert steps.layers.wanted(trainer.device).raises, "outside of steps"
 
-with mock.patch.object(steps.model.mxfp8_layers, "bytes_needed", lambda rows, ranks: float("nan")):
+with mock.patch.object(steps.model.mxfp8_layers, "bytes_needed", lambda rows: float("nan")):
     without_memory = steps.run(lambda number: "0.6" if number == 0 else None)  # no bound fits, so rows are counted
 check("no memory", without_memory, counted)
 assert steps.layers.rows == "counted"

@@ -106,14 +106,14 @@ def test_swiglu_in_the_gemm_gives_the_bits_of_separate_kernels(case: str, tiles:
         a = quantized(patchy(rows, d), 1, plan.a)
         w1, w3 = (quantized(patchy(groups, h, d) / 8, 2, plan.b) for _ in range(2))
         with poisoned_empty():
-            ours = hopper.swiglu_gemm_m_grouped(a, w1, w3, (None, None), None, plan.a, offs)
+            *ours, h = hopper.swiglu_gemm_m_grouped(a, w1, w3, (None, None), None, plan.a, offs)
             gate, up = (hopper.gemm_m_grouped(a, w, offs, None, BF16, False) for w in (w1, w3))
             theirs = hopper.swiglu(gate, up, None, plan.a, offs)
-        for mine, other in ((ours.gate, gate), (ours.up, up)):
+        for mine, other in zip(ours, (gate, up), strict=True):
             assert torch.equal(mine[:used].view(torch.int16), other[:used].view(torch.int16))
             assert mine[used:].isnan().all(), "rows of no group are not written"
-        assert torch.equal(ours.h.data[:used].view(torch.uint8), theirs.data[:used].view(torch.uint8))
-        assert torch.equal(ours.h.scale[:, :used], theirs.scale[:, :used])
+        assert torch.equal(h.data[:used].view(torch.uint8), theirs.data[:used].view(torch.uint8))
+        assert torch.equal(h.scale[:, :used], theirs.scale[:, :used])
 
 
 def test_all_kinds_of_stages_are_tested() -> None:
@@ -123,7 +123,7 @@ def test_all_kinds_of_stages_are_tested() -> None:
     for _ in range(8):  # the patches of a weight are few
         a = quantized(patchy(sum(sizes) + extra, 384), 1, EVEN.forward.a)
         b = quantized(patchy(len(sizes), 288, 384), 2, EVEN.forward.b)
-        buffer, layout = gemm.decode_scales(a, b, 9, 3, 1, end=a.data.shape[0])
+        buffer, layout = gemm.decode_scales(a, b, None)
         rows, columns = buffer[: layout.row_size], buffer[layout.row_size : layout.size]
         marks[0].append(rows.view(-1, 4)[:, 0].flatten() & 0b111)
         marks[1].append(columns.view(-1, 4, layout.columns)[:, 0].flatten() & 0b111)

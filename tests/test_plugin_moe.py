@@ -215,20 +215,20 @@ def dispatching(rows: str | float, ranks: int = 8, once: str = "") -> Dispatchin
 def test_a_bound_grows_to_what_was_wanted_and_no_further_than_memory() -> None:
     row = 2 * (7168 + 224 + 4 * 2048) + 2 * 7168 + 2 * 2048  # bytes
     layers, balanced = dispatching("worst_case"), 8 * 16384
-    assert layers.bytes_needed("worst_case", 8) == 8 * balanced * row and not layers.may_overflow()
-    assert layers.bytes_needed("bounded", 8) == 1.5 * balanced * row and layers.bytes_needed("counted", 8) == 0
+    assert layers.bytes_needed("worst_case") == 8 * balanced * row and not layers.may_overflow()
+    assert layers.bytes_needed("bounded") == 1.5 * balanced * row and layers.bytes_needed("counted") == 0
     few = replace(layers, experts=16)
-    assert few.bytes_needed("worst_case", 8) == 2 * balanced * row, "no more than 2 experts are here"
+    assert few.bytes_needed("worst_case") == 2 * balanced * row, "no more than 2 experts are here"
     with pytest.raises(ValueError, match=r"at least 48.4 GiB .* has 37.3 GiB: take a factor of at most 6.15, "):
-        layers.check_memory(8, 40e9)
+        layers.check_memory(40e9)
     # Of 2 ranks each token arrives once, not once for each of its experts here, and is kept so.
-    copies, rest = 2 * 16384 * 2 * (7168 + 224), row - 2 * (7168 + 224)
-    assert layers.bytes_needed("bounded", 2) == copies + 1.5 * balanced * rest
-    assert layers.bytes_needed("0.2", 2) == math.ceil(0.2 * balanced / 128) * 128 * row, "fewer rows than copies"
+    pair, copies, rest = dispatching(1.5, ranks=2), 2 * 16384 * 2 * (7168 + 224), row - 2 * (7168 + 224)
+    assert pair.bytes_needed("bounded") == copies + 1.5 * balanced * rest
+    assert pair.bytes_needed("0.2") == math.ceil(0.2 * balanced / 128) * 128 * row, "fewer rows than copies"
     for factor in (1.5, 0.2):
-        needed = layers.bytes_needed(f"{factor}", 2)
+        needed = pair.bytes_needed(f"{factor}")
         with pytest.raises(ValueError, match=f"take a factor of at most {factor - 0.01:.2f}, "):
-            dispatching(factor).check_memory(2, needed - 1e7)
+            dispatching(factor, ranks=2).check_memory(needed - 1e7)
 
     layers = dispatching(0.25)
     assert layers.may_overflow() and layers.rows == "0.25"

@@ -15,12 +15,13 @@ REBASED = OperandSpec(block_k=128, scales="mn_major")
 
 
 def operand(scale: torch.Tensor, mn: int, spec: OperandSpec = ROWS) -> Operand:
-    """An operand of these scales, (..., mn, blocks), with what fills them up where they lie across; no elements."""
+    """An operand of these scales, (..., mn, blocks), with what fills them up where they lie across; any elements."""
+    elements = torch.empty((*scale.shape[:-2], mn * spec.block_mn, scale.shape[-1] * spec.block_k), dtype=torch.uint8)
     if spec.scales == "mn_major":
         stored = torch.full((*scale.shape[:-2], scale.shape[-1], ceil_to(mn, 16)), 200, dtype=torch.uint8)
         stored[..., :mn] = scale.mT
         scale = stored
-    return Operand(torch.empty((*scale.shape[:-2], mn, 0)), scale.to(torch.uint8), spec, 1)
+    return Operand(elements, scale.to(torch.uint8), spec, 1)
 
 
 def parts(scales: hopper.Scales) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,8 +43,10 @@ def test_decoded_scales_lie_where_the_gemm_looks(
     column_scale = torch.randint(256, (experts, columns, blocks), dtype=torch.uint8)
     a = operand(row_scale, rows, ROWS if exact else REBASED)
     b = operand(column_scale if experts > 1 else column_scale[0], columns, SQUARES if exact else REBASED)
-    scales = hopper.decode_scales(a, b, columns, stages, copies, end=1234)
-    assert scales.layout.steps == steps and scales.buffer[scales.layout.size :][:2].tolist() == [0, 1234]
+    k_grouped = experts == 1
+    scales, end = hopper.decode_scales(a, b, None, k_grouped), a.data.shape[k_grouped]
+    assert scales.layout.steps == steps and scales.buffer[scales.layout.size :][:2].tolist() == [0, end]
+    assert scales.layout.copies == copies
 
     def padded(scale: torch.Tensor, mn: int) -> torch.Tensor:
         """fp32 (..., mn, steps * stages), 2^-127 where there is nothing."""
@@ -72,10 +75,10 @@ def test_scales_of_no_group_are_not_decoded(exact: bool, k_grouped: bool, monkey
     matrices = () if k_grouped else (2,)
     column_scale = torch.randint(256, (*matrices, 70, stages * (4 if exact else 1)))
     b = operand(column_scale, 70, SQUARES if exact else REBASED)
-    whole = hopper.decode_scales(a, b, 70, stages, copies, end=rows)
+    whole = hopper.decode_scales(a, b, None, k_grouped)
     with poisoned_empty():
-        part = hopper.decode_scales(a, b, 70, stages, copies, rows, make_offs([1, 129]), k_grouped)
-    assert part.buffer[part.layout.size :][:2].tolist() == [0, rows]
+        part = hopper.decode_scales(a, b, make_offs([1, 129]), k_grouped)
+    assert part.buffer[part.layout.size :][:2].tolist() == [0, a.data.shape[k_grouped]]
     (row_whole, column_whole), (row_part, column_part) = parts(whole), parts(part)
     if k_grouped:
         assert torch.equal(row_part[:, :3], row_whole[:, :3]) and (row_part[:, 3:] == -1).all()
@@ -92,7 +95,7 @@ def test_scales_of_no_group_are_not_decoded(exact: bool, k_grouped: bool, monkey
         other = row_scale.clone()
         other[130:] = torch.randint(256, other[130:].shape)
         a = operand(other, rows, ROWS if exact else REBASED)
-        again = hopper.decode_scales(a, b, 70, stages, copies, rows, make_offs([1, 129]), k_grouped)
+        again = hopper.decode_scales(a, b, make_offs([1, 129]), k_grouped)
         assert torch.equal(parts(again)[0][:, :, :until], row_part[:, :, :until])  # marks too
 
 
@@ -118,7 +121,7 @@ def test_equal_scales_are_marked():
     row_scale[140, 15] ^= 128
     column_scale[9, 15] ^= 128
     a, b = operand(row_scale[:, :18], rows), operand(column_scale[None, :, :18], columns, SQUARES)
-    row_out, column_out = (marks(part) for part in parts(hopper.decode_scales(a, b, columns, stages, 1, end=rows)))
+    row_out, column_out = (marks(part) for part in parts(hopper.decode_scales(a, b, None)))
     expected = torch.zeros(stages, 256, 4, dtype=torch.int32)
     expected[0, :, 0] = expected[2, :, 0] = expected[3, :128, 0] = 0b111
     expected[2, 64:128, 0], expected[3, 128:192, 0], expected[4, :, 0] = 0b100, 0b011, 0b101
@@ -130,7 +133,7 @@ def test_equal_scales_are_marked():
     assert torch.equal(column_out.view(stages, 4, 12), expected)
 
     a, b = (operand(scale, len(scale), REBASED) for scale in (row_scale, column_scale))
-    assert not any(marks(part).any() for part in parts(hopper.decode_scales(a, b, columns, 20, 1, end=rows)))
+    assert not any(marks(part).any() for part in parts(hopper.decode_scales(a, b, None)))
 
 
 @pytest.mark.parametrize("rows", [1, 65, 100, 128, 150])
@@ -140,7 +143,7 @@ def test_no_step_is_added_to_one_of_another_scale(rows: int):
     row_scale = torch.full((rows, 4 * stages), 127)
     row_scale[rows * 2 // 3 :, 1] += 1  # of the first stage only the rows before have equal scales
     a, b = operand(row_scale, rows), operand(torch.full((1, 32, 4 * stages), 127), 32, SQUARES)
-    scales = hopper.decode_scales(a, b, 32, stages, 1, end=rows)
+    scales = hopper.decode_scales(a, b, None)
     row_out = torch.cat([parts(scales)[0].flatten(), torch.zeros(64 * 4, dtype=torch.int32)])
     stage_scales = row_scale.view(rows, stages, 4)
     equal = stage_scales[:, :, 1:] == stage_scales[:, :, :-1]

@@ -50,14 +50,6 @@ class Plan(Encoded):
         return ", ".join(f"{name} {gemm.mma_dtype}" for name, gemm in self.gemms.items())
 
 
-class SwigluForward(NamedTuple):
-    """What ``Backend.swiglu_gemm_m_grouped`` makes: both pre-activations in bf16, (M, H), and h along H."""
-
-    gate: Tensor
-    up: Tensor
-    h: Operand
-
-
 class SwigluGradients(NamedTuple):
     """What ``Backend.swiglu_backward`` makes: the gradients along H (dgrad) and along M (wgrad), the score times h
     along M (wgrad of w2), and the scores' gradient, fp32 (M,), None without scores."""
@@ -157,10 +149,11 @@ class Backend(Protocol):
                 holds anything there. None: every row.
         """
 
-    swiglu_gemm_m_grouped: Callable[..., SwigluForward | None] | None
-    """``gemm_m_grouped`` by w1 and by w3, and ``swiglu`` of both, as one kernel that gives their bits; None where a
-    backend has none. It takes ``a``, w1, w3, a pair of their biases, and limit, spec and offs of ``swiglu``, and gives
-    None of what it cannot do: the separate kernels do that. What belongs to no group is undefined."""
+    swiglu_gemm_m_grouped: Callable[..., tuple[Tensor, Tensor, Operand] | None] | None
+    """``gemm_m_grouped`` by w1 and by w3, and ``swiglu`` of both, as one kernel that gives their bits: gate and up in
+    bf16, (M, H), and h along H; None where a backend has none. It takes ``a``, w1, w3, a pair of their biases, and
+    limit, spec and offs of ``swiglu``, and gives None of what it cannot do: the separate kernels do that. What belongs
+    to no group is undefined."""
 
     @staticmethod
     def swiglu_backward(

@@ -42,7 +42,7 @@ def quantize(x: Tensor, axis: int, spec: OperandSpec, offs: Tensor | None = None
     x_along = x.movedim(axis, -1)
     if offs is not None:
         x_along = gather_groups(x_along, x.ndim - 1, offs, spec.block_k)
-    elif axis != x.ndim - 1:  # stored transposed, in whole blocks: see ``OperandSpec.length``
+    elif axis != x.ndim - 1:  # stored transposed, in whole blocks: see ``OperandSpec.empty``
         x_along = F.pad(x_along, (0, -x.shape[axis] % BLOCK_SIZE))
     round_to_blocks = _round_to_squares if spec.block == "32x32" else _round_to_blocks
     data, scale = round_to_blocks(x_along.float(), spec)

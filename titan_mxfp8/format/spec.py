@@ -16,7 +16,6 @@ from titan_mxfp8.format.mx import (
     ROUNDINGS,
     Block,
     BlockK,
-    MXTensor,
     Rounding,
     ceil_div,
     ceil_to,
@@ -92,19 +91,6 @@ class OperandSpec(Encoded):
     def grouped_scales(self) -> bool:
         return self.scales == "swizzled"
 
-    def length(self, length: int, is_last: bool, groups: int | None) -> int:
-        """Length of the stored axis of FP8 elements.
-
-        Args:
-            length: of the quantised axis of the input.
-            is_last: whether that is the input's last axis. Of other ones the storage is transposed and its rows are
-                padded with zeros to whole blocks of 32, so that each starts at a multiple of 16 bytes.
-            groups: with ragged groups, how many: each starts at a multiple of ``block_k``.
-        """
-        if groups is not None:
-            return ragged_rows(length, groups, self.block_k)
-        return length if is_last else ceil_to(length, BLOCK_SIZE)
-
     def scale_shape(self, shape: tuple[int, ...], groups: int | None = None, by_rows: bool = False) -> tuple[int, ...]:
         """Shape of the stored scales of stored elements of this shape, (..., R, C).
 
@@ -129,7 +115,9 @@ class OperandSpec(Encoded):
     def empty(self, x: Tensor, axis: int, groups: int | None) -> "Operand":
         """Uninitialised memory for ``x`` quantised along ``axis``, with ragged groups or (None) without.
 
-        The groups cut ``axis``; of a spec that ``grouped_scales`` they cut the first one of (M, C).
+        The groups cut ``axis``, and each starts at a multiple of ``block_k``; of a spec that ``grouped_scales`` they
+        cut the first one of (M, C). Along another axis than the last FP8 is stored transposed, and its rows are padded
+        with zeros to whole blocks of 32, so that each starts at a multiple of 16 bytes.
         """
         if self.stored == "bf16":
             values = x.new_empty(x.shape, dtype=torch.bfloat16)
@@ -146,9 +134,12 @@ def _stored_shapes(
     spec: OperandSpec, shape: tuple[int, ...], axis: int, groups: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of the elements and of the scales of ``OperandSpec.empty``, of an input of this shape."""
-    is_last = axis == len(shape) - 1
+    is_last, length = axis == len(shape) - 1, shape[axis]
     by_rows = is_last and spec.grouped_scales
-    length = spec.length(shape[axis], is_last, None if by_rows else groups)
+    if groups is not None and not by_rows:
+        length = ragged_rows(length, groups, spec.block_k)
+    elif not is_last:
+        length = ceil_to(length, BLOCK_SIZE)
     stored = (*shape[:axis], *shape[axis + 1 :], length)
     return stored, spec.scale_shape(stored, groups, by_rows)
 
@@ -161,7 +152,7 @@ class Operand(NamedTuple):
 
     Attributes:
         data: FP8 elements, contiguous, the quantised axis moved to the end; with ragged groups, or where that axis was
-            not the last one, padded: see ``OperandSpec.length``. Or, with ``stored = "bf16"``, values in the shape of
+            not the last one, padded: see ``OperandSpec.empty``. Or, with ``stored = "bf16"``, values in the shape of
             the input; rows that belong to no group are then undefined.
         scale: E8M0 bytes, see ``OperandSpec.scale_shape``; None with ``stored = "bf16"``.
         spec: what ``data`` and ``scale`` are.
@@ -196,13 +187,6 @@ class Operand(NamedTuple):
             stored[:, : data.shape[0]] = scales.mT
             scales = stored
         return cls(data, scales, spec, 1)
-
-    def to_mx(self, length: int, orig_dtype: torch.dtype) -> MXTensor:
-        """An exact FP8 operand as the public ``MXTensor``, the padding behind ``length`` elements of the axis cut."""
-        assert self.spec.stored != "bf16" and self.spec.block_k == BLOCK_SIZE, self.spec
-        qdata, scale = self.data.narrow(-1, 0, length), self.scale.narrow(-1, 0, ceil_div(length, BLOCK_SIZE))
-        qdata, scale = qdata.movedim(-1, self.axis), scale.movedim(-1, self.axis)
-        return MXTensor(qdata, scale, self.axis, self.spec.block, orig_dtype)
 
     def row_scales(self) -> Tensor:
         """The scales as (..., R / block_mn, C / block_k), a view. Of swizzled ones see ``format.swizzle``."""

@@ -5,21 +5,10 @@ M tokens, H hidden features. ``gate`` and ``up`` are the two pre-activations, ``
 by h before the score (``u = g w2``), s a token's score.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 GPT_OSS_ALPHA = 1.702  # with a limit, h is gate * sigmoid(1.702 gate) * (up + 1)
-
-
-class Gradients(NamedTuple):
-    """What ``backward`` returns; all but the last (M, H) in bf16."""
-
-    dgate: Tensor
-    dup: Tensor
-    sh: Tensor  # score times h, which wgrad of w2 multiplies
-    dscores: Tensor | None  # fp32 (M,)
 
 
 def forward(gate_MH: Tensor, up_MH: Tensor, limit: float | None) -> Tensor:
@@ -34,8 +23,11 @@ def forward(gate_MH: Tensor, up_MH: Tensor, limit: float | None) -> Tensor:
     return (gate * sigmoid * up).bfloat16()
 
 
-def backward(gate_MH: Tensor, up_MH: Tensor, u_MH: Tensor, scores_M: Tensor | None, limit: float | None) -> Gradients:
-    """The gradients of ``sum(s * u * h)``, s and u held fixed but for ``dscores``; 0 where a value was cut.
+def backward(
+    gate_MH: Tensor, up_MH: Tensor, u_MH: Tensor, scores_M: Tensor | None, limit: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients by gate and up, (M, H) in bf16, of ``sum(s * u * h)``, s and u held fixed; 0 where a value was cut.
+    The score times h, likewise, which wgrad of w2 multiplies. And the scores' gradient, fp32 (M,), None without scores.
 
     Args:
         gate_MH, up_MH, limit: as ``forward``.
@@ -54,7 +46,7 @@ def backward(gate_MH: Tensor, up_MH: Tensor, u_MH: Tensor, scores_M: Tensor | No
         dgate = dgate.masked_fill(gate_MH > limit, 0)
         dup = dup.masked_fill(up_MH.abs() > limit, 0)
     dscores = None if scores_M is None else (u * h.bfloat16().float()).sum(1)
-    return Gradients(dgate.bfloat16(), dup.bfloat16(), (h * s).bfloat16(), dscores)
+    return dgate.bfloat16(), dup.bfloat16(), (h * s).bfloat16(), dscores
 
 
 def _parts(gate_MH: Tensor, up_MH: Tensor, limit: float | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -49,7 +49,7 @@ class Collective(Transport):
             listed = None
             all_counts = counts.new_empty((self.ranks, experts))
             _all_gather(all_counts.view(-1), counts, group=self.group)
-            copies, offsets, work = self._to_all([*payload, metadata], expert_ids.shape[0], room)
+            copies, offsets, work = self._to_all([*payload, metadata], room)
             overlap()
             wanted = self.shared.wanted.buffer(capacity, counts.device)
             starts, offs = move.plan(all_counts, self.rank, capacity, wanted)
@@ -87,8 +87,7 @@ class Collective(Transport):
         if _is_counted(handle):
             copies, offsets = self._exchange(payload, handle.token_of_copy, handle.splits)
         else:
-            tokens = handle.expert_ids.shape[0]
-            copies, offsets, work = self._to_all(payload, tokens, handle.destinations.shape[0] // self.ranks)
+            copies, offsets, work = self._to_all(payload, handle.destinations.shape[0] // self.ranks)
             work.wait()
         move = movements(copies.device)
         return move.permute(_cut(copies, payload, offsets), handle.destinations, handle.scores.shape[0])
@@ -105,22 +104,18 @@ class Collective(Transport):
             values = self._all_to_all(values, back)
         return move.combine(partials, values, copies_of_token, handle.expert_ids, handle.offs.shape[0], dtype)
 
-    def _to_all(self, tensors: list[Tensor], tokens: int, room: int) -> tuple[Tensor, list[int], dist.Work]:
+    def _to_all(self, tensors: list[Tensor], room: int) -> tuple[Tensor, list[int], dist.Work]:
         """As ``_exchange``, but every token to all ranks, ``room`` of each; what is there once the work has been waited
         for. What lies behind a rank's tokens names no expert."""
-        offsets, width = _offsets(tensors)
-        mine = torch.empty((room, width), dtype=torch.uint8, device=tensors[0].device)
-        token = torch.arange(tokens, dtype=torch.int32, device=mine.device)
-        movements(mine.device).gather(tensors, token, mine[:tokens], offsets)
-        mine[tokens:].fill_(0xFF)
-        copies = mine.new_empty((self.ranks * room, width))
+        tokens = torch.arange(tensors[0].shape[0], dtype=torch.int32, device=tensors[0].device)
+        mine, offsets = _packed(tensors, tokens, room)
+        mine[len(tokens) :].fill_(0xFF)
+        copies = mine.new_empty((self.ranks * room, mine.shape[1]))
         return copies, offsets, _all_gather(copies, mine, group=self.group, async_op=True)
 
     def _exchange(self, tensors: list[Tensor], token_of_copy: Tensor, splits: Tensor) -> tuple[Tensor, list[int]]:
         """The copies that arrive, uint8 (N, bytes), and where in them each tensor begins."""
-        offsets, width = _offsets(tensors)
-        copies = torch.empty((token_of_copy.shape[0], width), dtype=torch.uint8, device=token_of_copy.device)
-        movements(copies.device).gather(tensors, token_of_copy, copies, offsets)
+        copies, offsets = _packed(tensors, token_of_copy, token_of_copy.shape[0])
         return self._all_to_all(copies, splits), offsets
 
     def _all_to_all(self, x: Tensor, splits: Tensor | None) -> Tensor:
@@ -134,12 +129,14 @@ def _is_counted(handle: DispatchHandle) -> bool:
     return handle.splits.shape[1] > 0
 
 
-def _offsets(tensors: list[Tensor]) -> tuple[list[int], int]:
-    """Where in a copy each tensor's row begins, and the bytes of all."""
+def _packed(tensors: list[Tensor], tokens: Tensor, room: int) -> tuple[Tensor, list[int]]:
+    """Copies of ``tokens``, the first rows of uint8 (room, bytes), and where in a copy each tensor's row begins."""
     offsets = [0]
     for tensor in tensors:
         offsets.append(ceil_to(offsets[-1] + tensor.shape[1] * tensor.element_size(), 16))
-    return offsets[:-1], offsets[-1]
+    copies = torch.empty((room, offsets.pop()), dtype=torch.uint8, device=tokens.device)
+    movements(copies.device).gather(tensors, tokens, copies[: tokens.shape[0]], offsets)
+    return copies, offsets
 
 
 def _token_of_copy(copies_of_token: Tensor, copies: int) -> Tensor:

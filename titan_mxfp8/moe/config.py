@@ -44,8 +44,7 @@ class MoEConfig(ExpertsLayer):
         recipe = self.gemms.recipe.name
         rows = self.factor if capacity is None else capacity
         room = transport.agree(tokens, experts=experts, slots=slots, recipe=recipe, rows=rows)
-        if capacity is None:
-            capacity = self.capacity(room, slots, local)
+        capacity = self.capacity(capacity, room, slots, local)
         copies = [] if save and slots >= self.copied_slots() else None
         received, handle = transport.dispatch(parts, routing, scores, experts, capacity, overlap, copies)
         tokens = [Tokens(Operand.of_rows(self.x_rows, *received))]
@@ -95,9 +94,11 @@ class MoEConfig(ExpertsLayer):
         gathers = spec.scales == "mn_major" or (spec.stored == "bf16" and spec.is_quantized)
         return self.ranks + 1 if gathers else sys.maxsize
 
-    def capacity(self, tokens: int, slots: int, local: int) -> int | None:
-        """The rows there is memory for, see ``bounds.bound``; None: those that come."""
-        return None if self.factor is None else bound(self.factor, tokens, slots, self.ranks, local)
+    def capacity(self, given: int | None, tokens: int, slots: int, local: int) -> int | None:
+        """The rows there is memory for: those given, or of ``bounds.bound``; None: those that come."""
+        if given is not None or self.factor is None:
+            return given
+        return bound(self.factor, tokens, slots, self.ranks, local)
 
     def connect(self, device: torch.device) -> Transport:
         """The transport, which all layers of a group share."""
@@ -122,8 +123,7 @@ def _empty_handle(expert_ids: Tensor, capacity: int | None, local: int, config: 
     want."""
     (tokens, slots), ranks = expert_ids.shape, config.ranks
     room = config.most_rows if config.most_rows and ranks > 1 else tokens
-    if capacity is None:
-        capacity = config.capacity(room, slots, local)
+    capacity = config.capacity(capacity, room, slots, local)
     rows = tokens * slots if capacity is None else capacity
     return DispatchHandle(
         offs=expert_ids.new_empty(local, dtype=torch.int32),

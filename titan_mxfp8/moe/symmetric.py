@@ -180,12 +180,9 @@ class Symmetric(Transport):
         """A buffer that holds this too. All of it is of the model, so every rank comes here with the same, and where
         the buffer must grow, all make a new one. For tokens it never grows: handles number copies by them."""
         self._captured |= self.link.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if self.layout is None:
-            wanted = Layout(ranks=self.ranks, tokens=max(self.shared.room, 1)).grown(**sizes)
-        elif self.layout.holds(**sizes):
+        if self.layout is not None and self.layout.holds(**sizes):
             return
-        else:
-            wanted = self.layout.grown(**sizes)
+        wanted = (self.layout or Layout(ranks=self.ranks, tokens=max(self.shared.room, 1))).grown(**sizes)
         if self._captured:
             raise RuntimeError(
                 "the symmetric transport makes its buffer in the first forward and backward: run them once before "

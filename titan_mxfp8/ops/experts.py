@@ -292,11 +292,7 @@ def count_tensors(config: str) -> TensorCounts:
 
 
 def hidden_tensors(
-    layer: ExpertsLayer,
-    rowwise: list[Operand],
-    columnwise: list[Operand],
-    dscores: Tensor | None,
-    biases: list[Tensor],
+    layer: ExpertsLayer, rowwise: list[Operand], columnwise: list[Operand], dscores: Tensor | None, biases: list[Tensor]
 ) -> list[Tensor]:
     """What an operator returns of what backward makes of g and the pre-activations: no tensor twice.
 

@@ -1,9 +1,7 @@
 """The experts of a MoE layer on rows that are sorted by expert already.
 
 M rows, D model and H hidden features, E experts. x and the output's gradient are there in high precision, so all of
-their operands are quantised from the originals; what the recipe leaves unquantised is multiplied as it is. Saved for
-backward: x as wgrad wants it (or as FP8 rows, with ``requantize_input``), gate and up (M, H) in bf16, and the weights
-or, of 32x32 blocks, what was quantised for dgrad, unless FSDP frees them.
+their operands are quantised from the originals; what the recipe leaves unquantised is multiplied as it is.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
 """``mxfp8_grouped_mm``: a layer of experts as three grouped GEMMs (``matmul``)."""
 
 import torch
+from torch import Tensor
 
 from titan_mxfp8.format.mx import MXTensor
 from titan_mxfp8.ops.checks import (
@@ -18,10 +19,10 @@ from titan_mxfp8.recipe import Recipe, get_recipe
 
 
 def mxfp8_grouped_mm(
-    a: torch.Tensor | MXTensor,
-    b_t: torch.Tensor,
-    offs: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    a: Tensor | MXTensor,
+    b_t: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
     *,
     recipe: str | Recipe = "mxfp8",
     out_dtype: torch.dtype = torch.bfloat16,
@@ -29,7 +30,7 @@ def mxfp8_grouped_mm(
     rebase: bool = False,
     keep_quantized_weight: bool = True,
     requantize_input: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """``torch._grouped_mm`` of 2-D ``a`` and 3-D ``b_t`` with MXFP8 GEMMs; differentiable.
 
     Args:
@@ -70,17 +71,12 @@ def mxfp8_grouped_mm(
 
 
 def grouped_mm(
-    a: torch.Tensor | MXTensor,
-    b_t: torch.Tensor,
-    offs: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    config: MXConfig,
-) -> torch.Tensor:
+    a: Tensor | MXTensor, b_t: Tensor, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype, config: MXConfig
+) -> Tensor:
     """``mxfp8_grouped_mm`` with a ``config``."""
     a, b_t, bias = plain("mxfp8_grouped_mm", a=a, b_t=b_t, bias=bias)
-    if b_t.ndim != 3 or len(a.shape) != 2 or not isinstance(offs, torch.Tensor):
-        given = tuple(offs.shape) if isinstance(offs, torch.Tensor) else repr(offs)
+    if b_t.ndim != 3 or len(a.shape) != 2 or not isinstance(offs, Tensor):
+        given = tuple(offs.shape) if isinstance(offs, Tensor) else repr(offs)
         raise ValueError(
             "mxfp8_grouped_mm takes a of shape (M, K), b_t of shape (E, K, N) and offs, an int32 tensor of shape (E,), "
             f"got {tuple(a.shape)}, {tuple(b_t.shape)} and {given}"

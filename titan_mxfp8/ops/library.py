@@ -12,6 +12,7 @@ from functools import cache, partial
 from types import ModuleType
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import register_flop_formula
 
@@ -21,7 +22,7 @@ from titan_mxfp8.format.spec import Operand, OperandSpec
 from titan_mxfp8.ops.checks import check_offs_values
 
 _LIBRARY = torch.library.Library("titan_mxfp8", "FRAGMENT")
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, list, str, int, bool, torch.dtype, type(None)))
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, list, str, int, bool, torch.dtype, type(None)))
 
 
 class Operator:
@@ -69,7 +70,7 @@ class KernelOperator(Operator):
         return _replay().call(self.run_aligned, args, self.unread) if args[0].is_cuda else super().run(*args)
 
     def _run_aligned(self, *args: object) -> object:
-        return super().run(*[aligned(x) if isinstance(x, torch.Tensor) else x for x in args])
+        return super().run(*[aligned(x) if isinstance(x, Tensor) else x for x in args])
 
 
 @cache
@@ -78,7 +79,7 @@ def _replay() -> ModuleType:
     return importlib.import_module("titan_mxfp8.backends.common.replay")
 
 
-def aligned(x: torch.Tensor | None) -> torch.Tensor | None:
+def aligned(x: Tensor | None) -> Tensor | None:
     """``x`` with stride 1 if it is a vector, a single number too, which torch 2.14 asks of offsets, or empty, which
     torch takes for contiguous with any strides. On a GPU also at a multiple of 16 bytes, as kernels are compiled for.
     Itself, or a copy where it is not so."""
@@ -88,7 +89,7 @@ def aligned(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 @KernelOperator
-def quantize(x: torch.Tensor, axis: int, spec: str, offs: torch.Tensor | None, backend: str) -> list[torch.Tensor]:
+def quantize(x: Tensor, axis: int, spec: str, offs: Tensor | None, backend: str) -> list[Tensor]:
     """``Backend.quantize`` of the spec with this key."""
     wanted: OperandSpec = decode(spec)
     check_offs_values(offs, x.shape[0 if wanted.grouped_scales else axis])
@@ -101,9 +102,7 @@ def _(x, axis, spec, offs, backend):
 
 
 @KernelOperator
-def quantize_both(
-    x: torch.Tensor, rowwise: str, columnwise: str, offs: torch.Tensor | None, backend: str
-) -> list[torch.Tensor]:
+def quantize_both(x: Tensor, rowwise: str, columnwise: str, offs: Tensor | None, backend: str) -> list[Tensor]:
     """``Backend.quantize_both``: the tensors along the last axis, then those along the one before it."""
     check_offs_values(offs, x.shape[-2])
     both = backends.load(backend, x.device).quantize_both(x, decode(rowwise), decode(columnwise), offs)
@@ -119,14 +118,8 @@ def _(x, rowwise, columnwise, offs, backend):
 
 @KernelOperator
 def requantize(
-    rows: torch.Tensor,
-    scale: torch.Tensor,
-    rows_spec: str,
-    axis: int,
-    spec: str,
-    offs: torch.Tensor | None,
-    backend: str,
-) -> list[torch.Tensor]:
+    rows: Tensor, scale: Tensor, rows_spec: str, axis: int, spec: str, offs: Tensor | None, backend: str
+) -> list[Tensor]:
     """``Backend.requantize`` of FP8 rows and their scales."""
     operand = Operand(rows, scale, decode(rows_spec), 1)
     return backends.load(backend, rows.device).requantize(operand, axis, decode(spec), offs).tensors()
@@ -139,18 +132,18 @@ def _(rows, scale, rows_spec, axis, spec, offs, backend):
 
 @KernelOperator
 def gemm_m_grouped(
-    a: torch.Tensor,
-    a_scale: torch.Tensor | None,
+    a: Tensor,
+    a_scale: Tensor | None,
     a_spec: str,
-    b: torch.Tensor,
-    b_scale: torch.Tensor | None,
+    b: Tensor,
+    b_scale: Tensor | None,
     b_spec: str,
     b_axis: int,
-    offs: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    offs: Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
-) -> torch.Tensor:
+) -> Tensor:
     """``Backend.gemm_m_grouped``; ``b_axis``: the one of the weight's axes, 1 or 2, that it was quantised along."""
     check_offs_values(offs, a.shape[0])
     operands = Operand(a, a_scale, decode(a_spec), 1), Operand(b, b_scale, decode(b_spec), b_axis)
@@ -165,17 +158,17 @@ def _(a, a_scale, a_spec, b, b_scale, b_spec, b_axis, offs, bias, out_dtype, bac
 
 @partial(KernelOperator, unread="rows")
 def gemm_k_grouped(
-    a: torch.Tensor,
-    a_scale: torch.Tensor | None,
+    a: Tensor,
+    a_scale: Tensor | None,
     a_spec: str,
-    b: torch.Tensor,
-    b_scale: torch.Tensor | None,
+    b: Tensor,
+    b_scale: Tensor | None,
     b_spec: str,
     rows: int,
-    offs: torch.Tensor | None,
+    offs: Tensor | None,
     out_dtype: torch.dtype,
     backend: str,
-) -> torch.Tensor:
+) -> Tensor:
     """``Backend.gemm_k_grouped``; ``rows``: tokens, padding aside."""
     operands = Operand(a, a_scale, decode(a_spec), 0), Operand(b, b_scale, decode(b_spec), 0)
     return backends.load(backend, a.device).gemm_k_grouped(*operands, offs, out_dtype)

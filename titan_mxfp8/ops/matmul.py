@@ -59,12 +59,7 @@ def requantize(rows: Operand, axis: int, spec: OperandSpec, offs: torch.Tensor |
 
 
 def gemm_m_grouped(
-    a: Operand,
-    w: Operand,
-    offs: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    backend: str,
+    a: Operand, w: Operand, offs: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype, backend: str
 ) -> torch.Tensor:
     """Forward, y_MN from x and w quantised along K, or dgrad, dx_MK from dy and w quantised along N."""
     return library.gemm_m_grouped(

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from titan_mxfp8 import backends
 from titan_mxfp8.backends.reference import specs
@@ -52,20 +53,20 @@ def is_recording() -> bool:
     return _recording
 
 
-def make_probe(device: torch.device) -> torch.Tensor:
+def make_probe(device: torch.device) -> Tensor:
     """A probe, (kinds, counts) in fp64: its ``grad`` holds the counts."""
     return torch.zeros(len(KINDS), COUNTS, dtype=torch.float64, device=device, requires_grad=True)
 
 
 def observe(
-    y_MN: torch.Tensor,
-    x_MK: torch.Tensor,
-    w: torch.Tensor | Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]],
-    offs: torch.Tensor | None,
-    probe: torch.Tensor | None,
+    y_MN: Tensor,
+    x_MK: Tensor,
+    w: Tensor | Sequence[Tensor] | Callable[[], Sequence[Tensor]],
+    offs: Tensor | None,
+    probe: Tensor | None,
     config: MXConfig,
     dispatched: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Returns ``y_MN``, the output of a GEMM of ``x_MK`` and ``w``; measures the three operands in ``recording()``.
 
     Args:
@@ -81,7 +82,7 @@ def observe(
     if probe is None or not (torch.compiler.is_compiling() or _recording) or is_exporting():
         return y_MN
     w = w() if callable(w) else w
-    weights = [weight.detach() for weight in ([w] if isinstance(w, torch.Tensor) else w)]
+    weights = [weight.detach() for weight in ([w] if isinstance(w, Tensor) else w)]
     return _Observe.apply(y_MN, probe, x_MK.detach(), offs, config.recipe, config.backend, dispatched, *weights)
 
 
@@ -109,9 +110,7 @@ def _spec_keys(recipe: str) -> tuple[str, ...]:
 
 
 @torch.library.custom_op("titan_mxfp8::measure", mutates_args=())
-def _measure(
-    x: torch.Tensor, offs: torch.Tensor | None, spec: str, by_tokens: bool, requantized: bool, backend: str
-) -> torch.Tensor:
+def _measure(x: Tensor, offs: Tensor | None, spec: str, by_tokens: bool, requantized: bool, backend: str) -> Tensor:
     """The ``COUNTS`` of ``x``, or of its sample, quantised along its last axis.
 
     With ``by_tokens``, what rebasing changes is counted along the tokens too; with ``requantized``, what quantising
@@ -145,7 +144,7 @@ def _(x, offs, spec, by_tokens, requantized, backend):
     return x.new_empty(COUNTS, dtype=torch.float64)
 
 
-def _sample(x: torch.Tensor) -> torch.Tensor:
+def _sample(x: Tensor) -> Tensor:
     """The rows to measure, in ascending order: of every n-th band."""
     bands = ceil_div(x.shape[0], BAND)
     every = ceil_div(bands, max(1, SAMPLE // (BAND * x.shape[1])))
@@ -155,15 +154,13 @@ def _sample(x: torch.Tensor) -> torch.Tensor:
     return index[: len(index) - max(0, last_band_too_long)]
 
 
-def _changed(before: Operand, after: Operand, used: torch.Tensor) -> torch.Tensor:
+def _changed(before: Operand, after: Operand, used: Tensor) -> Tensor:
     """How many elements of the rows in ``used`` have another value in ``after``, NaN aside."""
     changed = reference.changed_elements(before, after)
     return (changed.mT[: len(used)] if before.axis == 0 else changed)[used].sum()
 
 
-def _count(
-    x: torch.Tensor, exact: Operand, used: torch.Tensor, spec: OperandSpec, changed: list[torch.Tensor | int]
-) -> torch.Tensor:
+def _count(x: Tensor, exact: Operand, used: Tensor, spec: OperandSpec, changed: list[Tensor | int]) -> Tensor:
     """The ``COUNTS`` of rows ``x``, of those in ``used``. NaN blocks do not count."""
     squares = spec.block == "32x32"
     row_scale = exact.scale.repeat_interleave(BLOCK_SIZE, 0)[: x.shape[0]] if squares else exact.scale

@@ -1,11 +1,9 @@
 """The public quantiser."""
 
-from dataclasses import replace
-
 import torch
 
-from titan_mxfp8.format.mx import BLOCKS, ELEM_DTYPES, ROUNDINGS, Block, MXTensor, Rounding
-from titan_mxfp8.format.spec import Operand, OperandSpec
+from titan_mxfp8.format.mx import BLOCK_SIZE, BLOCKS, ELEM_DTYPES, ROUNDINGS, Block, MXTensor, Rounding, ceil_div
+from titan_mxfp8.format.spec import OperandSpec
 from titan_mxfp8.ops import library
 from titan_mxfp8.ops.autograd import exported
 from titan_mxfp8.ops.checks import check_devices, check_dtypes, check_offs_type, plain
@@ -65,11 +63,10 @@ def quantize(
         check_devices(x=x, offs=offs)
     spec = _spec(elem_dtype, rounding, block)
     data, scale = library.quantize(x.detach(), axis, spec.key, offs, backend)
-    length = x.shape[axis] if offs is None else data.shape[-1]
-    mx = Operand(data, scale, spec, axis).to_mx(length, x.dtype)
-    if offs is None and x.requires_grad and torch.is_grad_enabled():
-        mx = replace(mx, source=_source_of(x))
-    return mx
+    length = x.shape[axis] if offs is None else data.shape[-1]  # what lies behind is padding
+    data, scale = data.narrow(-1, 0, length), scale.narrow(-1, 0, ceil_div(length, BLOCK_SIZE))
+    source = _source_of(x) if offs is None and x.requires_grad and torch.is_grad_enabled() else None
+    return MXTensor(data.movedim(-1, axis), scale.movedim(-1, axis), axis, block, x.dtype, source)
 
 
 @torch.compiler.assume_constant_result

@@ -61,9 +61,7 @@ def check_validation(job_config: JobConfig) -> None:
     """Raises ValueError if the sizes of TorchTitan's validation do not suit the model, which is built for the length of
     the training's sequences, or its layout."""
     validation, training, parallelism = job_config.validation, job_config.training, job_config.parallelism
-    for name in ("local_batch_size", "seq_len", "freq"):
-        if getattr(validation, name) < 1:
-            raise ValueError(f"validation.{name} = {getattr(validation, name)}: it must be at least 1")
+    check_positive("validation", validation, "local_batch_size", "seq_len", "freq")
     if validation.seq_len > training.seq_len:
         raise ValueError(
             f"validation.seq_len = {validation.seq_len} is more than training.seq_len = {training.seq_len}, for which "
@@ -80,6 +78,13 @@ def check_validation(job_config: JobConfig) -> None:
             f"validation.seq_len = {validation.seq_len} is no multiple of {divisor} = 2 x context_parallel_degree x "
             "tensor_parallel_degree, which divide the sequence"
         )
+
+
+def check_positive(name: str, section: object, *fields: str) -> None:
+    """Raises ValueError unless these fields of the section of this name are 1 or more."""
+    for field in fields:
+        if getattr(section, field) < 1:
+            raise ValueError(f"{name}.{field} = {getattr(section, field)}: it must be at least 1")
 
 
 def _check_data(section: str, name: str, path: str | None) -> None:

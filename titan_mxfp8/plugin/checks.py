@@ -21,7 +21,7 @@ from titan_mxfp8 import backends, workarounds
 from titan_mxfp8.arguments import check_types
 from titan_mxfp8.backends.hardware import Hardware, hardware_of
 from titan_mxfp8.modules import as_list, training_device
-from titan_mxfp8.plugin.check_files import check_checkpoint, check_files
+from titan_mxfp8.plugin.check_files import check_checkpoint, check_files, check_positive
 from titan_mxfp8.plugin.flavors import is_study_flavor, register_flavors
 from titan_mxfp8.plugin.job_config import asked_configs, has_our_fields, recipe_of
 from titan_mxfp8.plugin.wandb_run import fill_git_commit
@@ -166,42 +166,35 @@ def graph_obstacle(job_config: JobConfig) -> str:
     comm, ours = parallelism.expert_parallel_comm_backend, GROUPED_MM in job_config.model.converters
     ours = ours and dispatches(experts.dispatch, experts.dispatch_rows)
     ours = ours and not refusal(experts.dispatch, recipe_of(experts))
-    obstacles = (
-        (
-            parallelism.data_parallel_replicate_degree > 1,
-            "DDP and HSDP, with which it was never tried: set data_parallel_replicate_degree = 1",
-        ),
-        (job_config.training.enable_cpu_offload, "training.enable_cpu_offload: set it to false"),
-        (job_config.optimizer.early_step_in_backward, "optimizer.early_step_in_backward: set it to false"),
-        (job_config.fault_tolerance.enable, "TorchFT: set fault_tolerance.enable = false"),
-        (
-            attention(job_config) == "varlen",
-            "attention of kind varlen, which reads lengths on the host: take another flavor",
-        ),
-        (
-            degree > 1 and not ours,
-            f"expert_parallel_degree = {degree} where TorchTitan dispatches the tokens and the host waits for "
-            f"their numbers: convert experts, with a dispatch ([{GROUPED_MM}] dispatch = 'symmetric')",
-        ),
-        (
-            job_config.model.name == "gpt_oss" and not ours,
-            f"gpt_oss's own experts, for whose rows the host waits: set [{GROUPED_MM}] dispatch = 'auto'",
-        ),
-        (
-            GROUPED_MM not in job_config.model.converters
-            and has_experts(job_config)
-            and hardware.capability[0] not in (9, 10),
+    if parallelism.data_parallel_replicate_degree > 1:
+        return "DDP and HSDP, with which it was never tried: set data_parallel_replicate_degree = 1"
+    if job_config.training.enable_cpu_offload:
+        return "training.enable_cpu_offload: set it to false"
+    if job_config.optimizer.early_step_in_backward:
+        return "optimizer.early_step_in_backward: set it to false"
+    if job_config.fault_tolerance.enable:
+        return "TorchFT: set fault_tolerance.enable = false"
+    if attention(job_config) == "varlen":
+        return "attention of kind varlen, which reads lengths on the host: take another flavor"
+    if degree > 1 and not ours:
+        return (
+            f"expert_parallel_degree = {degree} where TorchTitan dispatches the tokens and the host waits for their "
+            f"numbers: convert experts, with a dispatch ([{GROUPED_MM}] dispatch = 'symmetric')"
+        )
+    if job_config.model.name == "gpt_oss" and not ours:
+        return f"gpt_oss's own experts, for whose rows the host waits: set [{GROUPED_MM}] dispatch = 'auto'"
+    in_bf16 = GROUPED_MM not in job_config.model.converters and has_experts(job_config)
+    if in_bf16 and hardware.capability[0] not in (9, 10):
+        return (
             f"experts in bf16 on {hardware.name}, where the host waits for their rows: torch._grouped_mm does without "
-            f"on SM90 and SM100. Convert experts ({GROUPED_MM})",
-        ),
-        (degree > 1 and comm != "standard", f"expert_parallel_comm_backend = {comm!r}: set it to 'standard'"),
-        (
-            degree > 1 and experts.dispatch_rows == "counted",
-            f"[{GROUPED_MM}] dispatch_rows = 'counted', which the host waits for: set dispatch_rows = 'bounded' or "
-            "'worst_case'",
-        ),
-    )
-    return next((words for holds, words in obstacles if holds), "")
+            f"on SM90 and SM100. Convert experts ({GROUPED_MM})"
+        )
+    if degree > 1 and comm != "standard":
+        return f"expert_parallel_comm_backend = {comm!r}: set it to 'standard'"
+    if degree > 1 and experts.dispatch_rows == "counted":
+        ways = "set dispatch_rows = 'bounded' or 'worst_case'"
+        return f"[{GROUPED_MM}] dispatch_rows = 'counted', which the host waits for: {ways}"
+    return ""
 
 
 def attention(job_config: JobConfig) -> str:
@@ -226,7 +219,7 @@ def check_layout(job_config: JobConfig, world_size: int) -> ParallelDims:
     """The mesh dimensions of the config on ``world_size`` processes, once the arithmetic of the layout holds. Raises
     ValueError: degrees that do not multiply to ``world_size``, or do not divide the experts, the sequence or the global
     batch; EP without ranks for FSDP; an empty batch or sequence; an unknown model or flavor."""
-    check_batch(job_config)
+    check_positive("training", job_config.training, "local_batch_size", "seq_len")
     parallelism = job_config.parallelism
     try:
         dims = ParallelDims(
@@ -297,13 +290,6 @@ def check_symmetric(job_config: JobConfig, dims: ParallelDims, per_host: int, ha
             f"{start} all ranks of expert parallelism on one host, and expert_parallel_degree {dims.ep} does not "
             f"divide the {per_host} processes of a host: choose one that does, {instead}"
         )
-
-
-def check_batch(job_config: JobConfig) -> None:
-    """Raises ValueError of an empty batch or sequence."""
-    for name in ("local_batch_size", "seq_len"):
-        if getattr(job_config.training, name) < 1:
-            raise ValueError(f"training.{name} = {getattr(job_config.training, name)}: it must be at least 1")
 
 
 def model_args(job_config: JobConfig) -> BaseModelArgs:

@@ -97,10 +97,7 @@ class StepGraph:
         ``valid_tokens`` are those of all microbatches of the step and all ranks. RuntimeError after the warm-up, if it
         cannot be captured.
         """
-        if isinstance(valid_tokens, Tensor):
-            self._valid_tokens.copy_(valid_tokens)
-        else:
-            self._valid_tokens.fill_(valid_tokens)
+        self._valid_tokens.fill_(valid_tokens)
         if self._batch is None:
             self._batch = {name: x.clone() if isinstance(x, Tensor) else x for name, x in batch.items()}
         if self._eager or must_run_eagerly(self._model) or _key(batch) != _key(self._batch):

@@ -122,7 +122,7 @@ class DispatchingLayers:
         else:
             reason = ""
         self.set_rows(rows)
-        self.check_memory(self.ranks, total, where)
+        self.check_memory(total, where)
         who = count_of(self.count, "MoE layer") + (
             " dispatch tokens themselves" if self.count > 1 else " dispatches tokens itself"
         )
@@ -136,16 +136,14 @@ class DispatchingLayers:
             return f"with {self.once} no step can run again"
         if is_collective and self.ranks > self.top_k:
             return f"with a bound all {self.ranks} ranks would be sent every token, whose experts are on {self.top_k}"
-        if self.bytes_needed("bounded", self.ranks) > available:
+        if self.bytes_needed("bounded") > available:
             return "there is too little memory for bounded ones"
         return ""
 
     def may_overflow(self) -> bool:
         """Whether more rows may be wanted than there is memory for."""
         factor = factor_of(self.rows)
-        return factor is not None and (
-            self.max_tokens is None or self._bound(factor, self.ranks) < self._bound(math.inf, self.ranks)
-        )
+        return factor is not None and (self.max_tokens is None or self._bound(factor) < self._bound(math.inf))
 
     def wanted(self, device: torch.device) -> WantedRows:
         """What the layers wanted."""
@@ -172,11 +170,11 @@ class DispatchingLayers:
         """Makes the bound twice the rows that were wanted, as routers go on to become more uneven while a training is
         young. Fewer, where that would take more than half of the ``free`` bytes if all layers kept their rows, but 1.1
         times those that were wanted at least. Or counts rows from now on, where ``available`` bytes are too few."""
-        now, most = self._bound(factor_of(self.rows), self.ranks), self._bound(math.inf, self.ranks)
+        now, most = self._bound(factor_of(self.rows)), self._bound(math.inf)
         room = now + free / 2 / sum(bytes_of_row(self.dim, self.hidden, self.count))
         rows = min(most, max(MARGIN * wanted, min(MOST_MARGIN * wanted, room)))
         grown = f"{math.ceil(1000 * self.share(rows)) / 1000}"
-        self.set_rows(grown if self.bytes_needed(grown, self.ranks) <= available else "counted")
+        self.set_rows(grown if self.bytes_needed(grown) <= available else "counted")
 
     def are_counted(self, training: bool) -> bool:
         """Whether rows are counted in a call now. Those of a validation are, as nobody runs its batches again."""
@@ -195,25 +193,25 @@ class DispatchingLayers:
         self.rows, had_room = rows, self._room is not None
         self._room = None
         if self.max_tokens is not None and (self.may_overflow() or (had_room and factor_of(rows) is not None)):
-            self._room = torch.empty(self._bound(factor_of(rows), self.ranks), dtype=torch.uint8, device="cpu")
+            self._room = torch.empty(self._bound(factor_of(rows)), dtype=torch.uint8, device="cpu")
             torch._dynamo.maybe_mark_dynamic(self._room, 0)
 
-    def bytes_needed(self, rows: str, ranks: int) -> int:
+    def bytes_needed(self, rows: str) -> int:
         """Bytes on one GPU that layers with such ``dispatch_rows`` need at least; 0 where that is not known before."""
         factor = factor_of(rows)
         if factor is None or self.max_tokens is None:
             return 0
         of_copy, of_row = bytes_of_row(self.dim, self.hidden, self.kept)
-        room = self._bound(factor, ranks)
-        return room * of_row + min(room, self._copies(ranks)) * of_copy
+        room = self._bound(factor)
+        return room * of_row + min(room, self._copies) * of_copy
 
-    def check_memory(self, ranks: int, available: float, where: str = "MXFP8: ") -> None:
+    def check_memory(self, available: float, where: str = "MXFP8: ") -> None:
         """Raises ValueError if a GPU has fewer bytes than the rows need at least."""
-        needed = self.bytes_needed(self.rows, ranks)
+        needed = self.bytes_needed(self.rows)
         if needed <= available:
             return
         of_copy, of_row = bytes_of_row(self.dim, self.hidden, self.kept)
-        room = max(available / (of_row + of_copy), (available - self._copies(ranks) * of_copy) / of_row)
+        room = max(available / (of_row + of_copy), (available - self._copies * of_copy) / of_row)
         factor = math.floor(100 * self.share(room)) / 100
         raise ValueError(
             f"{where}dispatch_rows = {self.rows!r} needs at least {needed / GIB:.1f} GiB of each GPU, which "
@@ -222,12 +220,13 @@ class DispatchingLayers:
             f"{', or full activation checkpointing' * (self.kept > 1)}"
         )
 
-    def _bound(self, factor: float, ranks: int) -> int:
-        return bound(factor, self.most_rows, self.top_k, ranks, self.experts // ranks)
+    def _bound(self, factor: float) -> int:
+        return bound(factor, self.most_rows, self.top_k, self.ranks, self.experts // self.ranks)
 
-    def _copies(self, ranks: int) -> float:
+    @property
+    def _copies(self) -> float:
         """The token copies that a rank keeps at most instead of its rows (``MoEConfig.copied_slots``), if it may."""
-        return ranks * self.most_rows if ranks < self.top_k else math.inf
+        return self.ranks * self.most_rows if self.ranks < self.top_k else math.inf
 
 
 def local(param: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from torchtitan.trainer import Trainer
 
 VOCABULARY = 2048  # of the repository's tokenizer
 TOKENIZER, TEXT = "./train_configs/assets/tokenizer", "./train_configs/assets/kjv"
+SPMD = "partial_dtensor"  # TorchTitan's default, spmd_types, needs an FSDP newer than torch 2.13's
 
 
 def _deepseek_v3_16b(layers: int) -> Trainer.Config:
@@ -31,8 +32,7 @@ def _deepseek_v3_16b(layers: int) -> Trainer.Config:
     config.model_spec.model.layers = config.model_spec.model.layers[:layers]
     config.hf_assets_path, config.dataloader.dataset, config.dataloader.dataset_path = TOKENIZER, "c4_test", TEXT
     config.activation_checkpoint, config.compile.components = None, ["model", "loss"]
-    # TorchTitan's default, spmd_types, needs an FSDP newer than torch 2.13's
-    config.parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
+    config.parallelism = ParallelismConfig(spmd_backend=SPMD)
     return config
 
 
@@ -51,8 +51,7 @@ def _debug(model_registry: Callable[..., ModelSpec], flavor: str) -> Trainer.Con
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=5, decay_ratio=0.5, min_lr_factor=0.1),
         # CUDA graphs: in bf16 the all-to-all of expert parallelism waits for the host
         training=TrainingConfig(local_batch_size=2, seq_len=512, steps=60, disable_cuda_graphs=True),
-        # TorchTitan's default, spmd_types, needs an FSDP newer than torch 2.13's
-        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        parallelism=ParallelismConfig(spmd_backend=SPMD),
         metrics=MetricsProcessor.Config(log_freq=1, enable_tensorboard=True, enable_wandb=True),
         checkpoint=CheckpointManager.Config(interval=20, last_save_model_only=False),
         activation_checkpoint=None,

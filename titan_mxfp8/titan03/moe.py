@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import cache, partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 class _MXFP8Seam(ConvertedModule):
     """Mixed into an expert class: TorchTitan's own forward calls this for each of its GEMMs."""
 
-    def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
         return self.mxfp8_grouped_mm(A, B_t, offs)
 
 
@@ -51,7 +51,7 @@ class MXFP8GroupedExperts(_MXFP8Seam, GroupedExperts):
     needs_fsdp = ""
     gathers = "w1_EFD", "w3_EFD", "w2_EDF"
 
-    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """TorchTitan's, unless FSDP has gathered the weights in FP8, which that could not read."""
         if not self.gathered:
             return super().forward(x_RD, num_tokens_per_expert_E)
@@ -97,12 +97,8 @@ class MXFP8RoutedExperts(RoutedExperts):
             log_once(logger, line + "; where it compiles the model, TorchTitan dispatches" * self._is_counted())
 
     def forward(
-        self,
-        x_BLD: torch.Tensor,
-        topk_scores_BLK: torch.Tensor,
-        topk_expert_ids_BLK: torch.Tensor,
-        num_local_tokens_per_expert_E: torch.Tensor,
-    ) -> torch.Tensor:
+        self, x_BLD: Tensor, topk_scores_BLK: Tensor, topk_expert_ids_BLK: Tensor, num_local_tokens_per_expert_E: Tensor
+    ) -> Tensor:
         """The names are TorchTitan's, which looks for them."""
         if torch.compiler.is_compiling() and self._is_counted():
             # TorchTitan compiles whole blocks, each as one graph, which counted rows would break

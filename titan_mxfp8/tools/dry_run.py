@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from math import prod
 
@@ -28,7 +28,7 @@ from titan_mxfp8.arguments import check_types
 from titan_mxfp8.backends.hardware import CLUSTER_GPUS, Hardware, hardware_of, override_hardware
 from titan_mxfp8.modules import is_expert_module, training_device
 from titan_mxfp8.plugin import checks
-from titan_mxfp8.plugin.check_files import check_validation, validates
+from titan_mxfp8.plugin.check_files import check_positive, check_validation, validates
 from titan_mxfp8.plugin.job_config import asked_configs
 from titan_mxfp8.plugin.moe import MXFP8MoE, dispatching_layers
 from titan_mxfp8.recipe import GROUPED_MM, Recipe
@@ -104,7 +104,7 @@ def multiplied_here(path: str, overrides: Sequence[str] = ()) -> dict[str, tuple
     there will be is not known. Raises ValueError, OSError: what training would be refused for."""
     job_config = LocalConfigManager().parse_args([f"--job.config_file={path}", *overrides])
     hardware, attention = hardware_of(training_device()), checks.attention(job_config)
-    checks.check_batch(job_config)
+    check_positive("training", job_config.training, "local_batch_size", "seq_len")
     if hardware.arch == "cpu" and attention in ("flex", "varlen"):
         raise ValueError(
             f"model.flavor {job_config.model.flavor!r} has attention of kind {attention}, with which TorchTitan trains "
@@ -169,7 +169,8 @@ def dry_run(job_config: JobConfig, fill: float = FILL) -> Report:
         whole, args = converted_model(without_hardware(job_config), dims)
         dispatching = [module for module in whole.modules() if isinstance(module, MXFP8MoE)]
         if card is not None and dispatching:
-            dispatching_layers(dispatching, job_config).check_memory(dims.ep, card[1], f"[{GROUPED_MM}] ")
+            layers = replace(dispatching_layers(dispatching, job_config), ranks=dims.ep)
+            layers.check_memory(card[1], f"[{GROUPED_MM}] ")
         parameters, flops = args.get_nparams_and_flops(whole, training.seq_len)
         sharded = shard(copy.deepcopy(whole), job_config, dims)
         memory = estimate_memory(whole, sharded, job_config, dims)

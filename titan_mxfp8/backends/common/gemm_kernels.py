@@ -89,11 +89,8 @@ def fill_zeros(ptr, begin, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def _claim_tile(tile_counter, THREADS: tl.constexpr):
-    """Takes the next tile from a counter; ``_claimed_tile`` says which one that is.
-
-    So a program that starts late, as a kernel of NCCL has its multiprocessor, leaves its share to the others. One lane
-    takes, and the others need not hear of it before ``_claimed_tile``, as they would of a scalar.
-    """
+    """Takes the next tile from a counter, as ``hopper/gemm_kernel.py`` says; ``_claimed_tile`` says which one that is.
+    One lane takes, and the others need not hear of it before that, as they would of a scalar."""
     lane = tl.arange(0, THREADS)
     return tl.atomic_add(tile_counter + 0 * lane, 1, mask=lane == 0, sem="relaxed")
 

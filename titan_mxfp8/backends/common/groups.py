@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_mxfp8.backends.common.launch import Kernel
-from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
+from titan_mxfp8.format.mx import ceil_div
 
 
 class RowBlockMap(NamedTuple):
@@ -80,7 +80,7 @@ def map_row_blocks(
     Args:
         offs: int32 (E,) end offsets of the packed groups, contiguous.
         rows: of the packed axis.
-        row_blocks: see ``row_blocks_with_tail``.
+        row_blocks: as many as the groups, and with ``tail_alignment`` the tail, may fill.
         alignment: padded groups start at multiples of it; itself a multiple of 32.
         tail_alignment: with it, the blocks from its next multiple on hold the rows past the last group; else none.
     """
@@ -90,12 +90,3 @@ def map_row_blocks(
     programs = max(ceil_div(row_blocks, 128), 1)
     _map_row_blocks.launch(programs, (offs, table), (), (groups, row_blocks, rows), constants, device=offs.device)
     return RowBlockMap(table, row_blocks)
-
-
-def row_blocks_with_tail(rows: int, groups: int, *, alignment: int, tail_alignment: int) -> int:
-    """Row blocks that ``rows`` rows in ``groups`` groups and a tail fill at most, whole tail alignments.
-
-    Padding adds at most ``alignment - 1`` rows to a group, and less than ``tail_alignment`` before the tail.
-    """
-    longest = rows + groups * (alignment - 1) + tail_alignment - 1
-    return ceil_div(longest, tail_alignment) * (tail_alignment // BLOCK_SIZE)

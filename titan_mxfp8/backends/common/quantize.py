@@ -13,6 +13,8 @@ sectors wherever a program has them, and where both outputs are made, with 4 sca
 puts the scales in their places (``_place_scales``).
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -29,7 +31,6 @@ from titan_mxfp8.backends.common.launch import Kernel
 from titan_mxfp8.backends.common.tiles import (
     Tile,
     as_matrices,
-    as_rows,
     columns_to_elements,
     columnwise_scales,
     in_rows,
@@ -168,13 +169,9 @@ def _place_scales(
         place_rows(program, rowwise_pieces, rowwise_scale, rowwise_rows, rowwise_width, ROWWISE_PIECE)
     else:
         place_rows(
-            program - rowwise_programs,
-            columnwise_pieces,
-            columnwise_scale,
-            columnwise_rows,
-            columnwise_width,
+            program - rowwise_programs, columnwise_pieces, columnwise_scale, columnwise_rows, columnwise_width,
             COLUMNWISE_PIECE,
-        )
+        )  # fmt: skip
 
 
 @triton.jit
@@ -200,7 +197,7 @@ def place_rows(program, pieces, scale, rows, width, PIECE: tl.constexpr):
 
 def launch_rows(x: Tensor, out: Operand) -> None:
     """1x32 blocks along the last axis, in FP8 or, of an operand without scales, in bf16."""
-    rows = as_rows(x)
+    rows = as_matrices(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), 0)
     blocks_per_row = ceil_div(rows.cols, BLOCK_SIZE)
     blocks = rows.rows * blocks_per_row
     _quantize_rows.launch(

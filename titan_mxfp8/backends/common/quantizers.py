@@ -115,12 +115,12 @@ def requantize(
     if axis == 1:
         if layout in ("bf16", "qdq"):
             return Operand(dequantize.dequantize(rows), None, spec, 1)
-        if layout == "swizzled":
-            if rows.spec == replace(spec, scales="k_major"):
-                return swizzled.swizzle_scales(rows, offs)
-            return quantize(dequantize.dequantize(rows, torch.float32), 1, spec, offs)
-        # Rounded up: scales that floor makes might cut what is already rounded.
+        if layout == "swizzled" and rows.spec == replace(spec, scales="k_major"):
+            return swizzled.swizzle_scales(rows, offs)
         values = dequantize.dequantize(rows, torch.float32)
+        if layout == "swizzled":
+            return quantize(values, 1, spec, offs)
+        # Rounded up: scales that floor makes might cut what is already rounded.
         return quantize(values, 1, replace(spec, rounding="rceil"), None)._replace(spec=spec)
     if layout == "bf16":
         return Operand(dequantize.dequantize(rows, offs=offs), None, spec, 0)

@@ -22,13 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
 from titan_mxfp8 import backends
-from titan_mxfp8.backends.common.launch import (
-    GluonDescriptor,
-    Launched,
-    TensorDescriptor,
-    kept_descriptor,
-    watched,
-)
+from titan_mxfp8.backends.common.launch import GluonDescriptor, Launched, TensorDescriptor, kept_descriptor, watched
 
 try:  # private to torch's compiled code, which allocates with it; torch 2.11 to 2.13 have it
     from torch._C._dynamo.guards import _empty_strided_cuda

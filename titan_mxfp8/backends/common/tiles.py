@@ -17,7 +17,7 @@ from titan_mxfp8.backends.common.convert import (
     scale_value,
     to_elements,
 )
-from titan_mxfp8.backends.common.groups import RowBlockMap, map_row_blocks, row_blocks_with_tail
+from titan_mxfp8.backends.common.groups import RowBlockMap, map_row_blocks
 from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div, ragged_rows
 from titan_mxfp8.format.spec import Operand, OperandSpec
 
@@ -119,9 +119,8 @@ def load_tile(
     segment = tl.arange(0, 32 * BLOCKS * SEGMENTS) // 4 % SEGMENTS
     in_segment = tl.arange(0, SEGMENT)
     if X_BLOCK_K:
-        in_segment = (
-            in_segment // 8 * 8 + in_segment % 8
-        )  # the same, but a thread gets 8 bytes of a segment, and 8 rows again
+        # The same, but a thread gets 8 bytes of a segment, and 8 rows again.
+        in_segment = in_segment // 8 * 8 + in_segment % 8
     col = (tile_col * SEGMENTS + segment[:, None]) * SEGMENT + in_segment[None, :]
     known_row = row < tl.minimum(stop, limit)
     known = known_row[:, None] & (col < cols)
@@ -277,11 +276,6 @@ def as_matrices(x: Tensor, axis: int) -> Matrices:
     return Matrices(x, batches, rows, cols, row_stride, (cols, strides[0] if batches > 1 else 0, row_stride))
 
 
-def as_rows(x: Tensor) -> Matrices:
-    """``x`` as one matrix whose columns are the last axis."""
-    return as_matrices(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), 0)
-
-
 def source_of(x: Tensor, rows: Operand | None) -> tuple[int, tuple[int, bool]]:
     """Columns of a segment of ``x``, and how ``load_tile`` reads it (X_BLOCK_K, X_E5M2): numbers, or FP8 elements,
     which are those of ``rows``."""
@@ -312,9 +306,9 @@ def map_tiles(offs: Tensor | None, rows: int, tile: Tile, *, tail: bool, alignme
     groups there is no table: blocks are in order."""
     if offs is None:
         return RowBlockMap(None, ceil_div(rows, BLOCK_SIZE))
-    groups = offs.shape[0]
-    if not tail:
+    groups, tail_alignment = offs.shape[0], tile.rows if tail else None
+    if tail:  # padding adds at most alignment - 1 rows to a group, and less than a tile before the tail
+        row_blocks = ceil_div(rows + groups * (alignment - 1) + tile.rows - 1, tile.rows) * tile.blocks
+    else:
         row_blocks = ragged_rows(rows, groups, alignment) // BLOCK_SIZE
-        return map_row_blocks(offs, rows, row_blocks, alignment=alignment)
-    aligned = {"alignment": alignment, "tail_alignment": tile.rows}
-    return map_row_blocks(offs, rows, row_blocks_with_tail(rows, groups, **aligned), **aligned)
+    return map_row_blocks(offs, rows, row_blocks, alignment=alignment, tail_alignment=tail_alignment)

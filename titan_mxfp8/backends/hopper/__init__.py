@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from titan_mxfp8.backends import Gemm, Plan, SwigluForward, SwigluGradients, reference, triton
+from titan_mxfp8.backends import Gemm, Plan, SwigluGradients, reference, triton
 from titan_mxfp8.backends.common import gemm as portable
 from titan_mxfp8.backends.common import quantizers
 from titan_mxfp8.backends.common import swiglu as portable_swiglu
@@ -96,7 +96,7 @@ def swiglu_gemm_m_grouped(
     limit: float | None,
     spec: OperandSpec,
     offs: Tensor | None,
-) -> SwigluForward | None:
+) -> tuple[Tensor, Tensor, Operand] | None:
     """``Backend.swiglu_gemm_m_grouped`` of rebased operands, without biases or a limit, where features are whole blocks
     of 128. The log says, once, where it was used and where not."""
     hidden = w1.data.shape[1]

@@ -81,14 +81,11 @@ def gemm_m_grouped(
 
     Products of a row's and a column's scale below 2^-126 may be taken for zero, those from 2^128 on are infinite.
     """
-    (m, c), d = a.data.shape, b.data.shape[1]
-    copies = 4 if a.spec.block_k == STAGE else 1
     products = []
     for pair in ((a, b), second) if second else ((a, b),):
         assert [(x.data.shape, x.spec) for x in pair] == [(x.data.shape, x.spec) for x in (a, b)], pair
-        scales = decode_scales(*pair, d // BLOCK_SIZE, ceil_div(c, STAGE), copies, end=m, offs=offs)
-        products.append((*pair, scales))
-    out = torch.empty((m, d), dtype=out_dtype, device=a.data.device)
+        products.append((*pair, decode_scales(*pair, offs)))
+    out = torch.empty((a.data.shape[0], b.data.shape[1]), dtype=out_dtype, device=a.data.device)
     for i, chosen in enumerate((tiles,) if tiles else tiles_for(a, b)):
         if not _launch(products, out, bias, offs, chosen, k_grouped=False, run=i == 0, zero_tail=zero_tail):
             break
@@ -116,7 +113,7 @@ def gemm_k_grouped(
         experts = 1 if offs is None else offs.shape[0]
         make = torch.empty if m else torch.zeros
         out = make((experts, n, k), dtype=out_dtype, device=a.data.device)
-    scales = decode_scales(a, b, k, ceil_div(m, STAGE), copies=1, end=m, offs=offs, k_grouped=True)
+    scales = decode_scales(a, b, offs, k_grouped=True)
     _launch([(a, b, scales)], out, None, offs, tiles or K_GROUPED, k_grouped=True, add=add_to is not None)
     return out
 

@@ -65,11 +65,8 @@ def requantize(rows: Operand, spec: OperandSpec, offs: Tensor | None, places: Te
     table, row_blocks = map_tiles(offs, count, TILE, tail=False, alignment=128)
     _requantize_tiles.launch(
         ceil_div(row_blocks, TILE.blocks) * ceil_div(cols, 128 * PANEL.value) * PANEL.value,
-        (x, rows.scale, places, out.data, out.scale, table),
-        (cols,),
-        (count, x.shape[0], out.data.shape[-1] // BLOCK_SIZE, row_blocks),
-        (),
-        device=x.device, warps=4,
+        (x, rows.scale, places, out.data, out.scale, table), (cols,),
+        (count, x.shape[0], out.data.shape[-1] // BLOCK_SIZE, row_blocks), (), device=x.device, warps=4,
     )  # fmt: skip
     return out
 

@@ -5,6 +5,7 @@ Exact: the four scales of a row's stage are side by side, 16 bytes. Rebased: the
 shifted by 0 to 3 rows, and one of the four fits any start.
 """
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -146,23 +147,19 @@ class Scales(NamedTuple):
 
 
 def decode_scales(
-    a: Operand,
-    b: Operand,
-    columns: int,
-    stages: int,
-    copies: int,
-    end: int,
-    offs: Tensor | None = None,
-    k_grouped: bool = False,
-    with_rows: bool = True,
+    a: Operand, b: Operand, offs: Tensor | None, k_grouped: bool = False, with_rows: bool = True
 ) -> Scales:
-    """The scales of both operands, with ``offs`` those that the groups need. ``columns``: rows of scales of a matrix
-    of ``b``; ``end``: of the one group; not ``with_rows``: of ``b`` alone, rebased."""
-    rows, experts = a.data.shape[0] if with_rows else 0, b.data.shape[0] if b.data.ndim == 3 else 1
+    """The scales of both operands, with ``offs`` those that the groups need; not ``with_rows``: of ``b`` alone,
+    rebased."""
+    (a_rows, length), (*experts, b_rows, _) = a.data.shape, b.data.shape
     mn_major = a.spec.scales == "mn_major"
     steps, blocks = (1, a.scale.shape[0]) if mn_major else (STAGE // BLOCK_SIZE, a.scale.shape[1])
-    groups = 0 if offs is None else offs.shape[0]
-    layout, programs, counts = _decoding(rows, columns, blocks, copies, stages, steps, experts, end, groups, DECODE_MN)
+    copies = 4 if mn_major and not k_grouped else 1
+    layout, programs, counts = _decoding(
+        a_rows if with_rows else 0, b_rows // b.spec.block_mn, blocks, copies, ceil_div(length, STAGE), steps,
+        math.prod(experts), DECODE_MN,
+    )  # fmt: skip
+    counts = *counts, length if k_grouped else a_rows, 0 if offs is None else offs.shape[0]
     buffer = torch.empty(layout.size + 4, dtype=torch.int32, device=a.data.device)
     _decode_scales.launch(
         programs, (a.scale, b.scale, buffer, offs), (0 if mn_major else blocks,), counts,
@@ -173,18 +170,9 @@ def decode_scales(
 
 @lru_cache(maxsize=1024)
 def _decoding(
-    rows: int,
-    columns: int,
-    blocks: int,
-    copies: int,
-    stages: int,
-    steps: int,
-    experts: int,
-    end: int,
-    groups: int,
-    mn: int,
+    rows: int, columns: int, blocks: int, copies: int, stages: int, steps: int, experts: int, mn: int
 ) -> tuple[ScaleLayout, int, tuple[int, ...]]:
-    """Where ``decode_scales`` writes, and the programs, of ``mn`` rows or columns each, and the counts of its
+    """Where ``decode_scales`` writes, and the programs, of ``mn`` rows or columns each, and the first counts of its
     launch."""
     # With marks, whole runs, and one more, in which a part that goes on past the last row has its last one: all of its
     # rows that count are in the run before. So no mark depends on how much memory lies behind the last group.
@@ -198,5 +186,5 @@ def _decoding(
     row_programs, column_programs = (
         ceil_div(length, mn) * stages * matrices for length, matrices in ((rows_out, copies), (columns_out, experts))
     )
-    counts = row_programs, rows, rows_out, columns, columns_out, blocks, stages, row_size, size, end, groups
+    counts = row_programs, rows, rows_out, columns, columns_out, blocks, stages, row_size, size
     return layout, row_programs + column_programs, counts

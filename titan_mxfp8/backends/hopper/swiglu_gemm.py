@@ -23,7 +23,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from titan_mxfp8.backends import SwigluForward
 from titan_mxfp8.backends.common.activation import activation, rounded, widened
 from titan_mxfp8.backends.common.launch import Kernel, TileLayout, descriptor
 from titan_mxfp8.backends.common.tiles import rounding_of
@@ -41,22 +40,19 @@ from titan_mxfp8.backends.hopper.stages import (
 )
 from titan_mxfp8.backends.hopper.swiglu_gradients import rebased
 from titan_mxfp8.backends.hopper.tile_scheduler import advance, start_position, swizzled_position
-from titan_mxfp8.format.mx import BLOCK_SIZE, ceil_div
 from titan_mxfp8.format.spec import Operand, OperandSpec
 
 
 def swiglu_gemm(
     a: Operand, w1: Operand, w3: Operand, spec: OperandSpec, offs: Tensor | None, tiles: gemm.Tiles | None = None
-) -> SwigluForward:
+) -> tuple[Tensor, Tensor, Operand]:
     """``Backend.swiglu_gemm_m_grouped`` of 1x128 blocks by 32x128, of features in whole blocks of 128; with given tiles
     for measurements."""
-    (m, c), features, device = a.data.shape, w1.data.shape[1], a.data.device
+    m, features, device = a.data.shape[0], w1.data.shape[1], a.data.device
     gate, up = (torch.empty((m, features), dtype=torch.bfloat16, device=device) for _ in range(2))
     h = spec.empty(gate, 1, None)
     assert features % 128 == 0 and spec.block_k == 128, (features, spec)
-    columns, stages = features // BLOCK_SIZE, ceil_div(c, STAGE)
-    scales = decode_scales(a, w1, columns, stages, copies=4, end=m, offs=offs)
-    scales_3 = decode_scales(a, w3, columns, stages, copies=4, end=m, offs=offs, with_rows=False)
+    scales, scales_3 = decode_scales(a, w1, offs), decode_scales(a, w3, offs, with_rows=False)
     shapes, dtypes = (a.data.shape, w1.data.shape, gate.shape), (a.data.dtype, w1.data.dtype, gate.dtype)
     tensors = a.data, w1.data, scales.buffer, scales.buffer, w3.data, scales_3.buffer, gate, up, h.data
     in_bf16, in_fp8 = (
@@ -77,7 +73,7 @@ def swiglu_gemm(
         )  # fmt: skip
         if not is_new:
             break
-    return SwigluForward(gate, up, h)
+    return gate, up, h
 
 
 @gluon.jit

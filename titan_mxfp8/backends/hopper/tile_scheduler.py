@@ -42,11 +42,7 @@ def advance(tile, state, groups, K_GROUPED: gl.constexpr, TILE_ROWS: gl.constexp
 
 @gluon.jit
 def swizzled_position(tile, state, tiles_across, GROUP_M: gl.constexpr):
-    """Row and column of ``tile`` among its group's: down GROUP_M rows, then their next column.
-
-    The tiles in flight then share operands, which stay in L2. 3 x 2 tiles, GROUP_M 2: (0, 0) (1, 0) (0, 1) (1, 1)
-    (2, 0) (2, 1).
-    """
+    """Row and column of ``tile`` among its group's, as ``common.gemm_kernels`` has them."""
     _, first, count, _, _, _ = state
     index = tile - first
     swizzle_group = index // (GROUP_M * tiles_across)
