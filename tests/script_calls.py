@@ -32,24 +32,25 @@ def shell(*command: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
 
-def interrupted(script: str, number: signal.Signals = signal.SIGINT, **environment: str) -> tuple[int, str, str]:
-    """Status and output of a script that prints "began" and then gets a signal: of Ctrl-C its group does, as in a
-    terminal."""
+def interrupted(
+    *command: str, number: signal.Signals = signal.SIGINT, once: str = "began\n", **environment: str
+) -> tuple[int, str, str]:
+    """Status and further output of a script that gets a signal as soon as it prints ``once``: of Ctrl-C its group does,
+    as in a terminal."""
     script = subprocess.Popen(
-        [script],
+        command,
         cwd=ROOT,
         env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # nohup has the tests ignore SIGHUP
     )
-    while script.stdout.readline() not in ("began\n", ""):
-        pass
+    any(once in line for line in script.stdout)
     time.sleep(0.5)  # a signal that comes while a shell, or timeout, forks what it waits for is lost
     (os.killpg if number == signal.SIGINT else os.kill)(script.pid, number)
-    output, errors = script.communicate(timeout=30)
+    output, errors = script.communicate(timeout=120)
     return script.returncode, output, errors
 
 

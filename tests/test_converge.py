@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
-from script_calls import ROOT, call
+from script_calls import ROOT, call, interrupted
 
 from scripts.result_files import read_rows
 from scripts.study import converge, faults, recovery, runs
@@ -254,20 +254,9 @@ def test_converge_converts_as_a_recipe_and_its_options_say_whatever_the_toml_say
 @pytest.mark.integration
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_converge_that_is_ended_says_how_to_go_on(number: int, tmp_path: Path, stub: dict[str, str]) -> None:
-    command = [sys.executable, "scripts/study/converge.py", TOML, "--out", str(tmp_path / "out")]
-    environment = os.environ | stub | {"STUB_SECONDS": "600"}
-    study = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # nohup has the tests ignore it
-    )
-    assert any(b"started" in line for line in study.stdout)
-    study.send_signal(number)
-    rest = study.communicate(timeout=120)[0].decode()
-    assert study.returncode == 3 and "bf16-seed0: stopped" in rest
+    command = sys.executable, "scripts/study/converge.py", TOML, "--out", str(tmp_path / "out")
+    status, rest, errors = interrupted(*command, number=number, once="started", **stub, STUB_SECONDS="600")
+    assert status == 3 and "bf16-seed0: stopped" in rest, errors
     assert rest.splitlines()[-1] == "the same command continues the study"
 
 

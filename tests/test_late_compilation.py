@@ -15,6 +15,7 @@ import triton
 from aot import specializations
 from scaled_mm import as_on_sm100
 from tiers import daily
+from watch import other_hardware
 
 from scripts.bench.problems import group_sizes, make_offs
 from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, mxfp8_moe, quantize
@@ -30,7 +31,7 @@ from titan_mxfp8.moe import config as moe_config
 from titan_mxfp8.moe import kernels as moe
 from titan_mxfp8.moe.collective import Collective
 from titan_mxfp8.moe.symmetric import Symmetric
-from titan_mxfp8.ops import config, library
+from titan_mxfp8.ops import library
 
 EXPERTS, N, K = 3, 96, 160
 # None, one, multiples of 16 and a prime, both sides of where the GEMMs of Hopper take other tiles, and more than 2^15.
@@ -81,7 +82,7 @@ def backend(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, set
     """A backend's name and what it has compiled so far, on a CPU that passes for another device."""
     if request.param != "hopper" and request.node.callspec.params.get("recipe", "").endswith("rebased"):
         pytest.skip("hopper alone rebases")
-    hardware, caches = TARGETS[request.param], (backends.load, config._config, transport.movements)
+    hardware = TARGETS[request.param]
     for module in (backends, gemm, transport):
         monkeypatch.setattr(module, "hardware_of", lambda device: hardware)
     for function in ("_scaled_mm", "_scaled_grouped_mm"):
@@ -89,12 +90,8 @@ def backend(request, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, set
     for module in (gemm, hopper, moe, swiglu_gemm):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 2)  # so that few rows are many tiles
     forget_compiled(monkeypatch)
-    for cache in caches:
-        cache.cache_clear()
-    with specializations(hardware.arch) as found:
+    with other_hardware(), specializations(hardware.arch) as found:
         yield request.param.split()[0], found
-    for cache in caches:
-        cache.cache_clear()
 
 
 def check_later_rows(run: Callable[[int, int], None], first: int, found: set[str], least: int) -> None:

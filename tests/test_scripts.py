@@ -101,7 +101,7 @@ def test_verify_hardware_stops_in_time(tmp_path: Path) -> None:
 
 
 def test_verify_hardware_hands_ctrl_c_on_to_the_step_and_ends_with_it(tmp_path: Path) -> None:
-    """It reached the step only when its time was over: ``timeout`` has a process group of its own."""
+    """``timeout`` has a process group of its own."""
     verify(tmp_path, STEPS="doctor")
     step = "trap 'sleep 0.1; echo ended; exit 1' INT; echo began; while :; do sleep 0.1; done"
     programs(tmp_path, {"scripts/test_gpu.sh": step})
@@ -293,6 +293,6 @@ def test_train_ends_its_training_when_it_is_ended_and_says_where_logs_are(
         {"python": f'case "$*" in *distributed.run*) {torchrun} ;; *watch.py*) trap "" HUP INT TERM; cat ;; esac'},
     )
     settings = {"PYTHON": str(tmp_path / "python"), "OUT": str(tmp_path / "out"), "TITAN": "0.2"}
-    status, _, errors = interrupted("scripts/train.sh", number, **settings)
+    status, _, errors = interrupted("scripts/train.sh", number=number, **settings)
     assert status == 128 + number and f"with OUT={tmp_path}/out goes on" in errors, errors
     assert (tmp_path / "ended").exists()

@@ -1,4 +1,4 @@
-"""What tests look at from outside: calls, what autograd keeps, and a process group of this process alone."""
+"""What tests look at from outside: calls, what autograd keeps; a process group of this process; other hardware."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,6 +6,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+
+from titan_mxfp8 import backends
+from titan_mxfp8.moe import transport
+from titan_mxfp8.ops import config
 
 
 def look_at(
@@ -48,3 +52,16 @@ def process_group(backend: str = "gloo", ranks: int = 1) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def other_hardware() -> Iterator[None]:
+    """What is chosen by hardware is chosen anew within, where it passes for another, and once more after it."""
+    caches = backends.load, config._config, transport.movements
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        yield
+    finally:
+        for cache in caches:
+            cache.cache_clear()

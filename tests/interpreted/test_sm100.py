@@ -11,6 +11,7 @@ from poison import poisoned_empty
 from swiglu_contract import swiglu_inputs
 from tiers import daily
 from torch._subclasses.fake_tensor import FakeTensorMode
+from watch import other_hardware
 
 from scripts.bench.problems import make_offs, relative_rms
 from titan_mxfp8 import backends, mxfp8_grouped_mm, mxfp8_linear, mxfp8_moe
@@ -19,7 +20,7 @@ from titan_mxfp8.backends.common import convert
 from titan_mxfp8.backends.hardware import Hardware
 from titan_mxfp8.format import reference, swizzle
 from titan_mxfp8.format.spec import OperandSpec
-from titan_mxfp8.ops import config, library
+from titan_mxfp8.ops import library
 from titan_mxfp8.recipe import get_recipe
 
 HARDWARE = Hardware("sm_100", "NVIDIA B200")
@@ -64,13 +65,9 @@ def test_swiglu_leaves_zeros_in_tiles_of_no_group() -> None:
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What ``auto`` finds is an SM100."""
-    caches = backends.load, config._config
     monkeypatch.setattr(backends, "hardware_of", lambda device: HARDWARE)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
+    with other_hardware():
+        yield
 
 
 def gradients(layer: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:
