@@ -8,8 +8,7 @@ are needed here. ``install()`` replaces, in ``triton.runtime.interpreter``:
 - arithmetic of two bf16 numbers: in fp32, rounded once; ``tl.dot`` of 8- and 16-bit operands: in fp32;
 - ``tl.reduce_or``, which takes a millisecond for each element: numpy's;
 - what patches ``triton.language`` anew at each call of a jitted helper (2 ms): done once, for the whole process;
-- types, of which each operation makes several: what is known of one, or of two operands, is worked out once, a third
-  of the time; numpy broadcasts the operands, and none is copied to the shape of the other before;
+- types, of which each operation makes several: what is known of one is worked out once;
 - calls of operators, each of which went through two wrappers.
 
 The process can then interpret and nothing else: ``test_triton_interpreter.py`` starts one.
@@ -94,13 +93,8 @@ def _patch_attr(obj, name, member, builder, scope) -> None:
 
 def _remember_types() -> None:
     """By the name of a type, in which its elements and its shape are."""
-    semantic = interpreter.TritonSemantic
     make_block, make_tensor, numpy_type = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
-    broadcast, check_types, cast, constant = (
-        getattr(semantic, name)
-        for name in ("broadcast_impl_value", "binary_op_type_checking_impl", "cast", "scalar_constant")
-    )
-    blocks, tensors, numpy_types, checked, constants = {}, {}, {}, {}, {}
+    blocks, tensors, numpy_types = {}, {}, {}
 
     def remembered_block(self, element_ty, shape):
         key = element_ty.name, *map(operator.index, shape)
@@ -121,41 +115,8 @@ def _remember_types() -> None:
             numpy_types[type.name] = numpy_type(type)
         return numpy_types[type.name]
 
-    def broadcast_other_shapes(self, lhs, rhs):
-        alike = lhs.type.is_block() and rhs.type.is_block() and [*lhs.type.shape] == [*rhs.type.shape]
-        return (lhs, rhs) if alike else broadcast(self, lhs, rhs)
-
-    def cast_other_types(self, x, dtype, *rounding):
-        return x if x.dtype.name == dtype.scalar.name else cast(self, x, dtype, *rounding)
-
-    def remembered_constant(self, value, dtype):
-        if type(value) is not int:  # True equals 1, and -0.0 equals 0.0
-            return constant(self, value, dtype)
-        if (value, dtype.name) not in constants:
-            constants[value, dtype.name] = constant(self, value, dtype)
-        return constants[value, dtype.name]
-
-    def remembered_check(self, *operands_and_flags, **flags):
-        """Two operands with the types that ``check_types`` gives them, worked out once: of scalars of a type the first
-        alone is looked at. The elements keep their shape, as they go into one operation of numpy, which broadcasts."""
-        operands, more_flags = operands_and_flags[:2], operands_and_flags[2:]
-        given = [x.type.name if isinstance(x, tl.tensor) else (self.to_tensor_type(x).name,) for x in operands]
-        key = *given, more_flags, *flags.items()
-        if key not in checked:
-            checked[key] = [x.type for x in check_types(self, *operands_and_flags, **flags)]
-        made = []
-        for x, name, type in zip(operands, given, checked[key], strict=True):
-            if name != type.name:
-                if not isinstance(x, tl.tensor):
-                    x = self._cast_to_computation_type(x, type.scalar)
-                x = self.tensor(self.cast(x, type).handle, type)
-            made.append(x)
-        return made
-
     tl.block_type.__init__, tl.tensor.__init__ = remembered_block, remembered_tensor
     interpreter._get_np_dtype = remembered_numpy_type
-    semantic.broadcast_impl_value, semantic.binary_op_type_checking_impl = broadcast_other_shapes, remembered_check
-    semantic.cast, semantic.scalar_constant = cast_other_types, remembered_constant
 
 
 def _convert_float(data, source, target, rounding_mode=None):
