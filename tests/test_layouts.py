@@ -69,7 +69,7 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_a_layout_trains_like_one_process(rows: dict[str, dict[str, str]], case: str) -> None:
     row = rows[case]
     assert row["dispatch"] == ("collective" if case.startswith(DISPATCH) else "off")
-    assert abs(float(row["fall"])) > 0.01  # from other text to other text: it may rise
+    assert abs(float(row["fall"])) > 0.01  # from other text to other text: it may rise; 0.02 with torch 2.11
     for kind in ("mxfp8", "plain"):
         limit = GRADIENT
         if kind == "mxfp8" and row["dispatch"] != "off":

@@ -1,4 +1,4 @@
-"""``mxfp8_moe``: a MoE layer between its router and its output, as one operator forward and four backward.
+"""``mxfp8_moe``: a MoE layer between its router and its output, as one operator forward and five backward.
 
 T tokens here, K experts each of E in all, which R ranks share; M rows for those here. D model and H hidden features.
 ``titan_mxfp8/dispatch.md`` draws the way of a token, and says what is saved.

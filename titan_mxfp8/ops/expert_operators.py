@@ -115,7 +115,8 @@ class ExpertsFunction(torch.autograd.Function):
         dtypes, made = ctx.dtypes, []
         dtype = dtypes[0] if dtypes[0] == dtypes[1] == dtypes[2] else torch.float32
         rest = sources, sizes, dtype, totals, config
-        columnwise = columnwise or [*rowwise]
+        if needs[0] or needs[1]:
+            columnwise = columnwise or [*rowwise]
         if needs[2]:  # first, and those of w1 and w3 last: so the least is held at once
             made = expert_weight_gradients(offs, h, of_g, [False, False, True], *rest)
         dx, *dscores = experts_rows_gradient(offs, handle, rowwise, kept, weights, dscores_M, sizes, g.dtype, config)

@@ -80,9 +80,9 @@ def _replay() -> ModuleType:
 
 
 def aligned(x: Tensor | None) -> Tensor | None:
-    """``x`` with stride 1 if it is a vector, a single number too, which torch 2.14 asks of offsets, or empty, which
-    torch takes for contiguous with any strides. On a GPU also at a multiple of 16 bytes, as kernels are compiled for.
-    Itself, or a copy where it is not so."""
+    """``x`` with a last stride of 1 if it is a vector, a single number too, which torch 2.14 asks of offsets, or empty,
+    which torch takes for contiguous with any strides. On a GPU also at a multiple of 16 bytes, as kernels are compiled
+    for. Itself, or a copy where it is not so."""
     if x is not None and x.ndim and x.stride(-1) != 1 and (x.ndim == 1 or not x.numel()):
         x = x.clone(memory_format=torch.contiguous_format)
     return x if x is None or not x.is_cuda or x.data_ptr() % 16 == 0 else x.clone()

@@ -155,7 +155,8 @@ def _untried(job_config: JobConfig) -> str:
 
 
 def graph_obstacle(job_config: JobConfig) -> str:
-    """What in a config keeps a step from being captured, and what to do, in words; nothing where it can be."""
+    """What in a config keeps a step from being captured, and what to do, in words; nothing where it can be, but for
+    experts that ``fqns`` leave in bf16, which only the capture finds."""
     parallelism, hardware = job_config.parallelism, hardware_of(training_device())
     if hardware.capability is None:
         return f"training on {hardware.name}: it needs NVIDIA GPUs"

@@ -12,10 +12,11 @@ from triton.runtime.driver import driver
 
 SM90 = (9, 0)
 PTX_VERSION = 88  # that of release 12.9
-# Where Triton keeps compiled kernels, and the ptxas that the user names: both read before torch's inductor is at work.
-# Once that compiles a kernel it names a folder and a ptxas of its own in the environment (13.0 with torch 2.11), and in
-# a run that finds all of its kernels in its cache it does not. So a first run took that ptxas for our kernels, and the
-# second compiled them anew, for 8 to 18 s of its first step (``results/2026-11-27_2xh200_newer_ptxas``).
+# Where Triton keeps compiled kernels, and the ptxas that the user names: both read when a model is converted, before
+# torch's inductor compiles it. Once that compiles a kernel it names a folder and a ptxas of its own in the environment
+# (13.0 with torch 2.11), and in a run that finds all of its kernels in its cache it does not. So a first run took that
+# ptxas for our kernels, and the second compiled them anew, for 8 to 18 s of its first step
+# (``results/2026-11-29_h200_first_steps``).
 FOLDER = knobs.cache.dir
 NAMED = os.environ.get("TRITON_PTXAS_PATH")
 
@@ -71,7 +72,7 @@ def _set(group: knobs.base_knobs, name: str, value: str | None) -> Iterator[None
     try:
         yield
     finally:
-        own.pop(name)
+        own.pop(name, None)  # gone, if somebody else has ended a scope meanwhile
         if before is not own:
             own[name] = before
 
