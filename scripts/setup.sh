@@ -38,13 +38,12 @@ case ${TITAN:-0.2} in
         fits="import torch; assert torch.__version__ >= (2, 13)" ;;
     *) venv=.venv extras=train,test torches="torch>=2.11,<2.14" fits="import torch" ;;
 esac
-has_gpu() { command -v nvidia-smi > /dev/null 2>&1 || command -v rocminfo > /dev/null 2>&1; }
 
 build=cpu
-if has_gpu; then
+if command -v nvidia-smi > /dev/null 2>&1; then
     build=gpu fits+="; assert torch.version.cuda or torch.version.hip"
-    # With AMD's alone one for CUDA does not do, which is what pip finds unless it is told of an index of ROCm's.
-    command -v nvidia-smi > /dev/null 2>&1 || fits+="; assert torch.version.hip"
+elif command -v rocminfo > /dev/null 2>&1; then # pip finds a build for CUDA, unless it is told of an index of ROCm's
+    build=rocm fits+="; assert torch.version.hip"
 fi
 stamp=$venv/.installed-$(cksum < pyproject.toml | cut -d' ' -f1)-${TORCH:-default}-$build
 
@@ -80,8 +79,7 @@ if [ -z "${PYTHON:-}" ] && [ ! -e "$stamp" ]; then
             echo "setup: from pytorch.org (Get Started: Linux, Pip, CPU), put it in PIP_EXTRA_INDEX_URL and run this again." >&2
             exit 1
         fi
-        if [ $build = gpu ] && ! command -v nvidia-smi > /dev/null 2>&1 &&
-            ! "$venv/bin/python" -c "$fits" 2> /dev/null; then
+        if [ $build = rocm ] && ! "$venv/bin/python" -c "$fits" 2> /dev/null; then
             echo "setup: the torch that pip found is not one for AMD's GPUs. Take the index address from pytorch.org (Get" >&2
             echo "setup: Started: Linux, Pip, ROCm), put it in PIP_EXTRA_INDEX_URL and run this again." >&2
             exit 1
@@ -99,7 +97,7 @@ if [ -z "${PYTHON:-}" ]; then
     . "$venv/bin/activate"
 fi
 
-if ! has_gpu; then
+if [ $build = cpu ]; then
     # glibc gives large buffers back to the kernel as they are freed, and torch has no cache above it on CPU: mapping and
     # zeroing them anew takes a third of the reference backend's time (an expert layer: 69 ms against 44).
     export MALLOC_MMAP_THRESHOLD_=$((1 << 30)) MALLOC_TRIM_THRESHOLD_=$((1 << 30))

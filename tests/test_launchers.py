@@ -377,15 +377,20 @@ echo "$@" >> calls"""
     assert [install.split()[-1] for install in installs] == [*torch_first, f".[train{end},test,hf]"]
 
 
+def environment(fits: str) -> dict[str, str]:
+    """Stubs of a .venv that notes what it installs, on a machine whose own Python has no torch; ``fits``: by which case
+    of the shell's its torch will do."""
+    return {
+        ".venv/bin/activate": "",
+        ".venv/bin/python": f'case "$*" in {fits} -c*) ;; *) echo "$@" >> calls ;; esac',
+        "bin/python3": '[ "$1" != -c ] || exit 1',
+    }
+
+
 @pytest.mark.skipif(shutil.which("nvidia-smi", path="/usr/bin:/bin") is not None, reason="has a GPU at once")
 def test_setup_replaces_a_cpu_build_where_there_is_a_gpu(tmp_path: Path) -> None:
     """A .venv that a login node without a GPU made trained a GPU node's job on its CPU."""
-    stubs = {
-        ".venv/bin/activate": "",
-        ".venv/bin/python": 'case "$*" in *torch.version.cuda*) [ -e cuda ] ;; -c*) ;; *) echo "$@" >> calls ;; esac',
-        "bin/python3": '[ "$1" != -c ] || exit 1',
-    }
-    calls = tmp_path / "calls"
+    stubs, calls = environment("*torch.version.cuda*) [ -e cuda ] ;;"), tmp_path / "calls"
     gpu = {"bin/nvidia-smi": ""}
     for added, expected in (({}, ["pip", ".[train,test]"]), (gpu, ["pip", "torch>=2.11,<2.14", ".[train,test]"])):
         programs(tmp_path, stubs | added)
@@ -401,13 +406,7 @@ def test_setup_replaces_a_cpu_build_where_there_is_a_gpu(tmp_path: Path) -> None
 @pytest.mark.skipif(shutil.which("nvidia-smi", path="/usr/bin:/bin") is not None, reason="has a GPU of another maker")
 def test_setup_takes_no_build_for_cuda_where_the_gpus_are_amds(tmp_path: Path) -> None:
     """Such as pip finds, unless it is told of an index of builds for ROCm."""
-    stubs = {
-        ".venv/bin/activate": "",
-        ".venv/bin/python": 'case "$*" in *"t torch.version.hip"*) test -e hip;; -c*);; *) echo "$@" >> calls;; esac',
-        "bin/python3": '[ "$1" != -c ] || exit 1',
-        "bin/rocminfo": "",
-    }
-    programs(tmp_path, stubs)
+    programs(tmp_path, environment('*"t torch.version.hip"*) test -e hip ;;') | {"bin/rocminfo": ""})
     done = set_up(tmp_path)
     assert done.returncode == 1 and "Linux, Pip, ROCm), put it in PIP_EXTRA_INDEX_URL" in done.stderr
     (tmp_path / "hip").touch()

@@ -184,7 +184,7 @@ def graph_obstacle(job_config: JobConfig) -> str:
         )
     if job_config.model.name == "gpt_oss" and not ours:
         return f"gpt_oss's own experts, for whose rows the host waits: set [{GROUPED_MM}] dispatch = 'auto'"
-    in_bf16 = GROUPED_MM not in job_config.model.converters and has_experts(job_config)
+    in_bf16 = GROUPED_MM not in job_config.model.converters and _has_experts(job_config)
     if in_bf16 and hardware.capability[0] not in (9, 10):
         return (
             f"experts in bf16 on {hardware.name}, where the host waits for their rows: torch._grouped_mm does without "
@@ -203,7 +203,7 @@ def attention(job_config: JobConfig) -> str:
     return getattr(_known_args(job_config), "attn_type", "")
 
 
-def has_experts(job_config: JobConfig) -> bool:
+def _has_experts(job_config: JobConfig) -> bool:
     """Whether the model has routed experts, if it is known by now."""
     args = _known_args(job_config)
     return getattr(args, "moe_enabled", hasattr(args, "moe_args"))
